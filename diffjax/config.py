@@ -1,0 +1,311 @@
+"""What a run's config may hold: every field with its unit, default and check.
+
+A config file (``configs/*.py``) returns an ``ml_collections.ConfigDict`` laid out like ``Config``, so that any field can be
+overridden on the command line (``--config.train.steps=100``). ``from_config_dict`` turns it into the frozen, checked dataclasses
+that the rest of the code reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from typing import Any
+
+import ml_collections
+from ml_collections import config_dict
+
+
+class UserError(Exception):
+  """Something the user can mend. Commands print it as one line and exit with 1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """The decoder. Letters as everywhere: B T S H K G M D V E F L N (see CONTRIBUTING.md)."""
+
+  # "diff" (DIFF V1), "diff_v2" (DIFF V2) or "softmax" (the Transformer baseline)
+  attention: str = "diff"
+  # N: rows of the embedding; at least the tokenizer's size, and less than 256 more than it
+  vocab_size: int = 256
+  # L
+  num_layers: int = 4
+  # E: width of the residual stream
+  embed_dim: int = 128
+  # H: heads that write to the residual stream. DIFF V1 has half as many as its Transformer twin, DIFF V2 as many
+  num_heads: int = 2
+  # K: key/value heads; divides num_heads
+  num_kv_heads: int = 2
+  # D: width of a query and key. V is 2D wide in DIFF V1 and D wide otherwise
+  head_dim: int = 32
+  # F: hidden width of the SwiGLU
+  ffn_dim: int = 352
+  # Longest row, tokens
+  max_length: int = 2048
+  # RoPE base (angle = position · base^(−2j/D))
+  rope_base: float = 10_000.0
+  # RMSNorm of each head's output, with one gain vector per layer. The paper's DIFF V1 has it, V2 and the baseline do not
+  head_norm: bool = True
+  # λ_init of DIFF V1: a constant for every layer, or None for the paper's 0.8 − 0.6·exp(−0.3·l)
+  lambda_init: float | None = None
+  # ε of every RMSNorm
+  norm_eps: float = 1e-5
+  # One matrix for the embedding and the output projection
+  tie_embeddings: bool = True
+  # Compute dtype: "bfloat16", "float32" or "auto" (bfloat16, but float32 on CPU). Parameters are always float32
+  dtype: str = "auto"
+  # Which diff_attention: "auto", "reference", "chunked", "two_call", …
+  attention_implementation: str = "auto"
+  # What the backward pass keeps of a layer: "none" (keep all), "attention" (attention outputs), "dots" (matmul outputs), "full" (nothing)
+  remat: str = "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+  """Where tokens come from and how they become rows."""
+
+  # One source, or a weighted mixture: "A" or "A=0.7,B=0.3". A source is "stdlib" (the embedded default: the Python standard
+  # library's own source), "tfds:c4/en" (any TFDS builder on disk), "text:GLOB", "jsonl:GLOB" (also .gz, .zst) or "parquet:GLOB"
+  source: str = "stdlib"
+  # Source of the validation rows; "" holds out a part of `source`: its validation split if it has one, else validation_fraction
+  validation_source: str = ""
+  # Share of the documents (by hash of their text) held out for validation where the source has no such split
+  validation_fraction: float = 0.01
+  # TFDS data directory; "" for the TFDS default
+  data_dir: str = ""
+  # Field of a record that holds its text
+  text_field: str = "text"
+  # "bytes", "cl100k_base", or a file: *.tiktoken (see diffjax.prepare --train_tokenizer) or a Hugging Face tokenizer.json
+  tokenizer: str = "bytes"
+  # T: tokens a row that the model sees (a stored row has one more, for the last target)
+  length: int = 256
+  # "documents" (whole documents packed into rows, segment ids, positions that restart) or "concat" (concatenate and split)
+  packing: str = "documents"
+  # "prepared" (rows packed once by diffjax.prepare; batch n is a function of seed and n) or "streamed" (on the fly)
+  mode: str = "prepared"
+  # Directory of prepared rows; "" for one in the user's cache, named by what is in it
+  prepared_dir: str = ""
+  # Worker processes that read; 0 reads in the training process
+  num_workers: int = 0
+  # Seed of the order of rows
+  seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+  """AdamW or Muon, its schedule and its limits."""
+
+  # "adamw" or "muon" (Muon for the layers' matrices, AdamW for everything else)
+  name: str = "adamw"
+  # Peak learning rate
+  learning_rate: float = 1e-3
+  # Learning rate at the end, as a share of the peak
+  final_fraction: float = 0.0
+  # After the warmup: "linear", "cosine", or "wsd" (constant, then linear over the last decay_fraction of the steps)
+  schedule: str = "linear"
+  # Steps of linear warmup from 0
+  warmup_steps: int = 100
+  # "wsd": share of the steps that decay
+  decay_fraction: float = 0.2
+  # Adam's β₁
+  b1: float = 0.9
+  # Adam's β₂
+  b2: float = 0.95
+  # Adam's ε
+  eps: float = 1e-8
+  # Decoupled weight decay of matrices (not of gains, λ vectors and embeddings)
+  weight_decay: float = 0.1
+  # Largest global norm of a gradient; 0 for no limit
+  clip_norm: float = 1.0
+  # "muon": momentum
+  muon_momentum: float = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+  """The loop."""
+
+  # Steps (parameter updates) in all
+  steps: int = 1000
+  # B: rows of a step, over all devices and micro-batches
+  batch_size: int = 16
+  # Micro-batches a step
+  accumulation: int = 1
+  # Seed of the initialisation
+  seed: int = 0
+  # Coefficient of the z-loss (mean squared log-partition); 0 for none
+  z_loss: float = 0.0
+  # Another run's workdir to take the parameters from; "" for none
+  init_from: str = ""
+  # Steps between log lines
+  log_interval: int = 10
+  # Steps between checkpoints (one is also saved at the end)
+  checkpoint_interval: int = 500
+  # Newest checkpoints to keep (the best by validation loss is kept too)
+  keep_checkpoints: int = 3
+  # First step of the profiler's window; -1 for no profile
+  profile_step: int = -1
+  # Steps in the profiler's window
+  profile_steps: int = 5
+  # Weights & Biases project; "" for none
+  wandb_project: str = ""
+  # Prompt of the sample at the end of a run
+  sample_prompt: str = "def "
+  # Tokens of the sample at the end of a run; 0 for none
+  sample_tokens: int = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+  """Validation inside the loop."""
+
+  # Steps between evaluations (there is also one at the end); 0 for none
+  interval: int = 500
+  # Rows evaluated (fewer if the validation set has fewer); -1 for all
+  rows: int = 256
+  # AR-Hit: a target counts as a hit if it ends an n-gram of this many tokens seen earlier in its document
+  ngram: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+  """Devices along each axis of the mesh; −1 takes what is left."""
+
+  # Copies of the model, each with a share of the batch
+  data: int = -1
+  # Devices that share parameters and optimizer state, and the batch too
+  fsdp: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """All of one run."""
+
+  model: ModelConfig = ModelConfig()
+  data: DataConfig = DataConfig()
+  optimizer: OptimizerConfig = OptimizerConfig()
+  train: TrainConfig = TrainConfig()
+  eval: EvalConfig = EvalConfig()
+  mesh: MeshConfig = MeshConfig()
+
+  def to_dict(self) -> dict[str, dict[str, Any]]:
+    """Nested plain dict, as stored in checkpoints and logs."""
+    return dataclasses.asdict(self)
+
+
+_CHOICES = {
+  "model.attention": ("diff", "diff_v2", "softmax"),
+  "model.dtype": ("auto", "bfloat16", "float32"),
+  "model.remat": ("none", "attention", "dots", "full"),
+  "data.packing": ("documents", "concat"),
+  "data.mode": ("prepared", "streamed"),
+  "optimizer.name": ("adamw", "muon"),
+  "optimizer.schedule": ("linear", "cosine", "wsd"),
+}
+
+
+def to_config_dict(config: Config = Config()) -> ml_collections.ConfigDict:
+  """The same fields as a ConfigDict, for config files to edit and flags to override."""
+
+  def convert(section):
+    out = ml_collections.ConfigDict()
+    hints = typing.get_type_hints(type(section))
+    for field in dataclasses.fields(section):
+      value = getattr(section, field.name)
+      if dataclasses.is_dataclass(value):
+        value = convert(value)
+      elif isinstance(hints[field.name], types.UnionType):  # float | None: None stays overridable by a float
+        placeholder = config_dict.placeholder(typing.get_args(hints[field.name])[0])
+        out[field.name] = placeholder
+      out[field.name] = value
+    return out
+
+  return convert(config)
+
+
+def from_config_dict(values: ml_collections.ConfigDict | dict[str, Any]) -> Config:
+  """Checks field names, types and ranges.
+
+  Raises:
+    UserError: naming the field, what it got and what would work.
+  """
+
+  def convert(cls, mapping, prefix):
+    hints = typing.get_type_hints(cls)
+    if not isinstance(mapping, dict):
+      raise UserError(f"config.{prefix.rstrip('.')} must be a section with the fields {', '.join(hints)}; got {mapping!r}")
+    for name in mapping:
+      if name not in hints:
+        near = difflib.get_close_matches(name, hints, n=1)
+        hint = f"did you mean {prefix}{near[0]}?" if near else f"its section has {', '.join(hints)}"
+        raise UserError(f"config.{prefix}{name} is not a config field: {hint}")
+    out = {}
+    for name, value in mapping.items():
+      kind = hints[name]
+      if dataclasses.is_dataclass(kind):
+        out[name] = convert(kind, value, f"{prefix}{name}.")
+        continue
+      allowed = typing.get_args(kind) or (kind,)
+      if float in allowed and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+      if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+        names = " or ".join(t.__name__ for t in allowed)
+        raise UserError(f"config.{prefix}{name} must be {names}; got {value!r}")
+      out[name] = value
+    return cls(**out)
+
+  if isinstance(values, ml_collections.ConfigDict):
+    values = values.to_dict()
+  config = convert(Config, values, "")
+  check(config)
+  return config
+
+
+def check(config: Config) -> None:
+  """Raises UserError for the first field that cannot work with the others."""
+
+  def require(ok: bool, field: str, got: Any, want: str):
+    if not ok:
+      raise UserError(f"config.{field} = {got!r}: {want}")
+
+  def get(field: str):
+    section, name = field.split(".")
+    return getattr(getattr(config, section), name)
+
+  for field, choices in _CHOICES.items():
+    require(get(field) in choices, field, get(field), f"must be one of {', '.join(choices)}")
+  for field, low in _AT_LEAST.items():
+    require(get(field) >= low, field, get(field), f"must be at least {low}")
+  for field in _SHARES:
+    require(0 <= get(field) <= 1, field, get(field), "must lie between 0 and 1")
+  for field in _POSITIVE:
+    require(get(field) > 0, field, get(field), "must be positive")
+
+  model, data, train, optimizer, mesh = config.model, config.data, config.train, config.optimizer, config.mesh
+  require(model.num_heads % model.num_kv_heads == 0, "model.num_kv_heads", model.num_kv_heads,
+          f"must divide model.num_heads = {model.num_heads}")
+  require(model.head_dim % 2 == 0, "model.head_dim", model.head_dim, "must be even: RoPE rotates pairs")
+  require(model.attention == "diff" or model.lambda_init is None, "model.lambda_init", model.lambda_init,
+          f"only attention = 'diff' has a λ_init; leave it None for {model.attention!r}")
+  require(data.length <= model.max_length, "data.length", data.length, f"must be at most model.max_length = {model.max_length}")
+  require(train.batch_size % train.accumulation == 0, "train.accumulation", train.accumulation,
+          f"must divide train.batch_size = {train.batch_size}")
+  require(optimizer.warmup_steps <= train.steps or train.steps == 0, "optimizer.warmup_steps", optimizer.warmup_steps,
+          f"must be at most train.steps = {train.steps}")
+  sizes = (mesh.data, mesh.fsdp)
+  require(all(size == -1 or size > 0 for size in sizes) and sizes.count(-1) <= 1, "mesh", dataclasses.asdict(mesh),
+          "every axis must be positive, or −1 on one axis at most to take the devices left over")
+
+
+_AT_LEAST = {
+  "model.vocab_size": 1, "model.num_layers": 1, "model.embed_dim": 1, "model.num_heads": 1, "model.num_kv_heads": 1, "model.head_dim": 2,
+  "model.ffn_dim": 1, "model.max_length": 1, "data.length": 1, "data.num_workers": 0, "data.seed": 0, "optimizer.warmup_steps": 0,
+  "optimizer.weight_decay": 0, "optimizer.clip_norm": 0, "optimizer.learning_rate": 0, "train.steps": 0, "train.batch_size": 1,
+  "train.accumulation": 1, "train.seed": 0, "train.z_loss": 0, "train.log_interval": 1, "train.checkpoint_interval": 1,
+  "train.keep_checkpoints": 1, "train.profile_step": -1, "train.profile_steps": 1, "train.sample_tokens": 0, "eval.interval": 0,
+  "eval.rows": -1, "eval.ngram": 2,
+}
+_SHARES = ("data.validation_fraction", "optimizer.final_fraction", "optimizer.decay_fraction", "optimizer.b1", "optimizer.b2",
+           "optimizer.muon_momentum")
+_POSITIVE = ("model.norm_eps", "model.rope_base", "optimizer.eps")
