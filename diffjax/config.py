@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import pathlib
+import sys
 import types
 import typing
+from collections.abc import Callable
 from typing import Any
 
 import ml_collections
-from ml_collections import config_dict
+from absl import app, flags
+from ml_collections import config_dict, config_flags
 
 
 class UserError(Exception):
@@ -309,3 +313,39 @@ _AT_LEAST = {
 _SHARES = ("data.validation_fraction", "optimizer.final_fraction", "optimizer.decay_fraction", "optimizer.b1", "optimizer.b2",
            "optimizer.muon_momentum")
 _POSITIVE = ("model.norm_eps", "model.rope_base", "optimizer.eps")
+
+
+def run(main: Callable[[Config], None]) -> None:
+  """Runs a command: reads `--config=FILE[:VARIANT]` and overrides such as `--config.train.steps=100`, checks them, calls `main`.
+
+  Exits with 2 for flags that cannot be read and with 1 for what else the user can mend, each with one line on standard error.
+  """
+  config_flag = config_flags.DEFINE_config_file("config", help_string="Config file, with a variant after a colon where it has some.")
+
+  def fail(message: str, code: int):
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(code)
+
+  def parse(argv: list[str]) -> ml_collections.ConfigDict:
+    try:
+      rest = flags.FLAGS(argv)
+      config = config_flag.value
+    except UserError as error:
+      fail(str(error), 2)
+    except (flags.Error, OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+      lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+      fail(lines[-1] if "parsing config file" in lines[0] else lines[0], 2)
+    if len(rest) > 1:
+      fail(f"unexpected argument {rest[1]!r}: flags are written --name=value", 2)
+    if config is None:
+      names = ", ".join(sorted(str(path) for path in pathlib.Path("configs").glob("*.py"))) or "none in ./configs"
+      fail(f"pass --config=FILE[:VARIANT], for example --config=configs/tiny.py; there are {names}", 2)
+    return config
+
+  def checked_main(config: ml_collections.ConfigDict) -> None:
+    try:
+      main(from_config_dict(config))
+    except UserError as error:
+      fail(str(error), 1)
+
+  app.run(checked_main, flags_parser=parse)

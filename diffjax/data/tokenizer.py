@@ -1,0 +1,249 @@
+"""Text to token ids and back: UTF-8 bytes, a tiktoken file, a Hugging Face tokenizer.json, or cl100k_base.
+
+Every tokenizer has one separator: documents become ``[separator] + tokens + [separator]`` before they are packed, so that it serves as both
+the first and the last token of a document. Special tokens written out in a text are text, never control tokens.
+"""
+
+from __future__ import annotations
+
+import abc
+import base64
+import binascii
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from etils import epath
+from jaxtyping import Int32
+
+from diffjax.config import UserError
+
+SEPARATOR = "<|endoftext|>"
+
+# The pattern of GPT-4-style tokenizers in the form that means the same in tiktoken, rustbpe and Hugging Face tokenizers: cl100k's own
+# possessive quantifiers do not.
+PATTERN = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+# cl100k_base is frozen, so its description stands here: reading it from tiktoken's registry would download the file when it is missing.
+_CL100K_URL = "https://openaipublic.blob.core.windows.net/encodings/cl100k_base.tiktoken"
+_CL100K_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
+_CL100K_PATTERN = (
+  r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+_CL100K_SPECIAL = {SEPARATOR: 100257, "<|fim_prefix|>": 100258, "<|fim_middle|>": 100259, "<|fim_suffix|>": 100260,
+                   "<|endofprompt|>": 100276}
+
+# What published tokenizer.json files call the token between documents, likeliest first.
+_HF_SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "[SEP]")
+
+
+class Tokenizer(abc.ABC):
+  """What the rest of the package knows of a tokenizer.
+
+  Attributes:
+    spec: The value of config.data.tokenizer it was loaded from.
+    fingerprint: sha256 (hex) of what decides its ids.
+    vocab_size: Number of ids, the separator and special tokens included.
+    separator: Id of the token before and after every document.
+  """
+
+  spec: str
+  fingerprint: str
+  vocab_size: int
+  separator: int
+
+  @abc.abstractmethod
+  def encode(self, text: str) -> Sequence[int] | Int32[np.ndarray, "T"]:
+    """Ids of a text, without separators."""
+
+  @abc.abstractmethod
+  def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int] | Int32[np.ndarray, "T"]]:
+    """Ids of several texts, in parallel where the library can."""
+
+  @abc.abstractmethod
+  def decode(self, ids: Iterable[int]) -> str:
+    """Text of the ids. Separators, special tokens and ids beyond the vocabulary are dropped; invalid UTF-8 becomes U+FFFD."""
+
+  @abc.abstractmethod
+  def token_bytes(self) -> Int32[np.ndarray, "N"]:
+    """UTF-8 bytes that each id stands for; 0 for the separator and special tokens. For bits per byte."""
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+  """Loads a tokenizer. Never touches the network.
+
+  Args:
+    spec: "bytes", "cl100k_base", or the path (gs:// too) of a ``*.tiktoken`` file or of a Hugging Face ``tokenizer.json``.
+
+  Returns:
+    The tokenizer.
+
+  Raises:
+    UserError: if the file is missing or damaged, or the spec is none of these; says what would work.
+  """
+  if spec == "bytes":
+    return _ByteTokenizer()
+  if spec == "cl100k_base":
+    return _load_cl100k()
+  if not spec.endswith((".tiktoken", ".json")):
+    raise UserError(f"config.data.tokenizer = {spec!r}: must be 'bytes', 'cl100k_base', or the path of a *.tiktoken file or of a "
+                    "Hugging Face tokenizer.json (python -m diffjax.prepare --train_tokenizer=DIR writes both)")
+  path = epath.Path(spec).expanduser()
+  try:
+    content = path.read_bytes()
+  except OSError as error:
+    raise UserError(f"config.data.tokenizer = {spec!r}: cannot read this file ({error.strerror or error}); "
+                    "python -m diffjax.prepare --train_tokenizer=DIR trains one") from error
+  if spec.endswith(".json"):
+    return _HuggingFaceTokenizer(spec, content)
+  if hashlib.sha256(content).hexdigest() == _CL100K_SHA256:
+    return _TiktokenTokenizer(spec, content, _CL100K_PATTERN, _CL100K_SPECIAL)
+  return _TiktokenTokenizer(spec, content, PATTERN, None)
+
+
+class _ByteTokenizer(Tokenizer):
+  """Ids are UTF-8 bytes. The separator is 255, a byte that UTF-8 never uses."""
+
+  spec = "bytes"
+  fingerprint = hashlib.sha256(b"bytes").hexdigest()
+  vocab_size = 256
+  separator = 255
+
+  def encode(self, text: str) -> Int32[np.ndarray, "T"]:
+    return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+  def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "T"]]:
+    return [self.encode(text) for text in texts]
+
+  def decode(self, ids: Iterable[int]) -> str:
+    return bytes(int(token) for token in ids if 0 <= token < self.separator).decode("utf-8", errors="replace")
+
+  def token_bytes(self) -> Int32[np.ndarray, "N"]:
+    return (np.arange(self.vocab_size) != self.separator).astype(np.int32)
+
+
+class _TiktokenTokenizer(Tokenizer):
+  """A byte-level BPE run by tiktoken."""
+
+  def __init__(self, spec: str, content: bytes, pattern: str, special_tokens: dict[str, int] | None):
+    import tiktoken
+
+    try:
+      self._ranks = {}
+      for line in content.splitlines():
+        token, rank = line.split()
+        self._ranks[base64.b64decode(token, validate=True)] = int(rank)
+      if sorted(self._ranks.values()) != list(range(len(self._ranks))) or not all(bytes([byte]) in self._ranks for byte in range(256)):
+        raise ValueError("its ranks have holes or lack a byte")
+    except (ValueError, binascii.Error) as error:
+      raise UserError(f"config.data.tokenizer = {spec!r}: not a whole tiktoken file, lines of BASE64 RANK that start with the 256 "
+                      f"bytes ({error})") from error
+    special_tokens = special_tokens or {SEPARATOR: len(self._ranks)}
+    self.spec = spec
+    self.fingerprint = hashlib.sha256(content + pattern.encode() + json.dumps(special_tokens, sort_keys=True).encode()).hexdigest()
+    self.vocab_size = max(special_tokens.values()) + 1
+    self.separator = special_tokens[SEPARATOR]
+    self._encoding = tiktoken.Encoding("diffjax", pat_str=pattern, mergeable_ranks=self._ranks, special_tokens=special_tokens)
+
+  def encode(self, text: str) -> list[int]:
+    return self._encoding.encode_ordinary(text)
+
+  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    return self._encoding.encode_ordinary_batch(list(texts), num_threads=os.cpu_count() or 1)
+
+  def decode(self, ids: Iterable[int]) -> str:
+    ordinary = [int(token) for token in ids if 0 <= token < len(self._ranks)]
+    return self._encoding.decode_bytes(ordinary).decode("utf-8", errors="replace")
+
+  def token_bytes(self) -> Int32[np.ndarray, "N"]:
+    lengths = np.zeros(self.vocab_size, np.int32)
+    for token, rank in self._ranks.items():
+      lengths[rank] = len(token)
+    return lengths
+
+
+class _HuggingFaceTokenizer(Tokenizer):
+  """Any tokenizer.json, run by Hugging Face tokenizers."""
+
+  def __init__(self, spec: str, content: bytes):
+    import tokenizers
+
+    try:
+      self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+      self._description = json.loads(content)
+    except Exception as error:  # tokenizers raises bare Exception for whatever it cannot parse
+      raise UserError(f"config.data.tokenizer = {spec!r}: not a Hugging Face tokenizer.json ({error})") from error
+    self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a document is text
+    self._tokenizer.no_truncation()
+    self._tokenizer.no_padding()
+    vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+    added = self._tokenizer.get_added_tokens_decoder()
+    self._special = {token for token, content_ in added.items() if content_.special}
+    found = [vocabulary[name] for name in _HF_SEPARATORS if name in vocabulary]
+    if not found:
+      raise UserError(f"config.data.tokenizer = {spec!r}: has no token to put between documents; looked for {', '.join(_HF_SEPARATORS)}")
+    self.spec = spec
+    self.fingerprint = hashlib.sha256(content).hexdigest()
+    self.vocab_size = max(vocabulary.values()) + 1  # get_vocab_size() would miss holes in the ids
+    self.separator = found[0]
+
+  def encode(self, text: str) -> list[int]:
+    return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+  def decode(self, ids: Iterable[int]) -> str:
+    ordinary = [int(token) for token in ids if 0 <= token < self.vocab_size and token != self.separator]
+    return self._tokenizer.decode(ordinary, skip_special_tokens=True)
+
+  def token_bytes(self) -> Int32[np.ndarray, "N"]:
+    added = self._tokenizer.get_added_tokens_decoder()
+    byte_level = '"ByteLevel"' in json.dumps(self._description.get("decoder"))
+    lengths = np.zeros(self.vocab_size, np.int32)
+    for text, token in self._tokenizer.get_vocab(with_added_tokens=True).items():
+      if token in self._special or token == self.separator:
+        continue
+      if token in added:
+        lengths[token] = len(text.encode("utf-8"))
+      elif byte_level:  # one character stands for one byte
+        lengths[token] = len(text)
+      elif len(text) == 6 and text.startswith("<0x"):  # SentencePiece's byte fallback
+        lengths[token] = 1
+      else:  # SentencePiece writes a space as ▁
+        lengths[token] = len(text.replace("▁", " ").encode("utf-8"))
+    return lengths
+
+
+def _load_cl100k() -> Tokenizer:
+  """tiktoken's cl100k_base from tiktoken's own cache, whose file names are the sha1 of the URL."""
+  name = hashlib.sha1(_CL100K_URL.encode()).hexdigest()
+  directory = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
+  directory = directory or os.path.join(tempfile.gettempdir(), "data-gym-cache")
+  path = epath.Path(directory) / name
+  remedy = (f"fetch {_CL100K_URL} on a machine that can, put it at {path} (TIKTOKEN_CACHE_DIR names another directory; "
+            f"the file must be called {name}), or set config.data.tokenizer to the path of the file, called *.tiktoken")
+  if not path.exists():
+    raise UserError(f"config.data.tokenizer = 'cl100k_base': its file is not at hand, and diffjax downloads nothing: {remedy}")
+  content = path.read_bytes()
+  if hashlib.sha256(content).hexdigest() != _CL100K_SHA256:
+    raise UserError(f"config.data.tokenizer = 'cl100k_base': {path} is damaged (its sha256 is not {_CL100K_SHA256[:12]}…): {remedy}")
+  return _TiktokenTokenizer("cl100k_base", content, _CL100K_PATTERN, _CL100K_SPECIAL)
+
+
+def check_vocabulary(vocab_size: int, tokenizer: Tokenizer) -> None:
+  """Checks that a model's vocabulary is the tokenizer's, padded by less than 256 so that it may be sharded.
+
+  Raises:
+    UserError: naming both fields, both numbers and what to set.
+  """
+  if not tokenizer.vocab_size <= vocab_size < tokenizer.vocab_size + 256:
+    padded = -(-tokenizer.vocab_size // 128) * 128
+    choice = f"{tokenizer.vocab_size}" + (f", or {padded}, which shards evenly" if padded != tokenizer.vocab_size else "")
+    raise UserError(f"config.model.vocab_size = {vocab_size}: config.data.tokenizer = {tokenizer.spec!r} has {tokenizer.vocab_size} "
+                    f"tokens, so it must be at least that and less than {tokenizer.vocab_size + 256}; set it to {choice}")

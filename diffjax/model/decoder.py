@@ -1,0 +1,134 @@
+"""The decoder: pre-RMSNorm blocks of attention and SwiGLU, scanned over layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from diffjax.config import ModelConfig
+from diffjax.model.attention import ATTENTION, lambda_init_schedule, matrix_init
+from diffjax.ops.diff_attention import diff_attention
+from diffjax.ops.rms_norm import rms_norm
+
+REMAT_POLICIES = {
+  "attention": jax.checkpoint_policies.save_only_these_names("diff_attention_out", "diff_attention_out2", "diff_attention_lse"),
+  "dots": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
+  "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+class SwiGLU(nn.Module):
+  """y = (silu(x W_gate) ∘ x W_up) W_down, without biases (Shazeer, 2020)."""
+
+  ffn_dim: int
+  out_scale: float = 1.0
+  dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+    E, F = x.shape[-1], self.ffn_dim
+    gate = self.param("gate", matrix_init(E), (E, F)).astype(self.dtype)
+    up = self.param("up", matrix_init(E), (E, F)).astype(self.dtype)
+    down = self.param("down", matrix_init(F, scale=self.out_scale), (F, E)).astype(self.dtype)
+    hidden = jax.nn.silu(x @ gate) * (x @ up)
+    hidden = nn.with_logical_constraint(hidden, ("batch", "length", "ffn"))
+    return hidden @ down
+
+
+class Block(nn.Module):
+  """x + attention(norm(x)), then x + ffn(norm(x)). Its two outputs are what `nn.scan` wants: the carry, and nothing."""
+
+  config: ModelConfig
+  dtype: Any
+  attention_fn: Callable[..., jax.Array]
+
+  @nn.compact
+  def __call__(self, x, lambda_init, segment_ids, positions):
+    config, E = self.config, x.shape[-1]
+    out_scale = (2 * config.num_layers) ** -0.5
+    attention = ATTENTION[config.attention](
+      num_heads=config.num_heads,
+      head_dim=config.head_dim,
+      num_kv_heads=config.num_kv_heads,
+      head_norm=config.head_norm,
+      rope_base=config.rope_base,
+      norm_eps=config.norm_eps,
+      out_scale=out_scale,
+      dtype=self.dtype,
+      attention_fn=self.attention_fn,
+      name="attention",
+    )
+    ffn = SwiGLU(config.ffn_dim, out_scale, self.dtype, name="ffn")
+    normed = rms_norm(x, self.param("attention_norm", nn.initializers.ones, (E,)), config.norm_eps)
+    x = x + attention(normed, lambda_init, segment_ids=segment_ids, positions=positions)
+    x = x + ffn(rms_norm(x, self.param("ffn_norm", nn.initializers.ones, (E,)), config.norm_eps))
+    x = nn.with_logical_constraint(x, ("batch", "length", "embed"))
+    self.sow("intermediates", "hidden", x)
+    return x, None
+
+
+class Decoder(nn.Module):
+  """Tokens to hidden states; the vocabulary projection is `logits`, or fused into the loss (ops/cross_entropy.py).
+
+  Initialisation: truncated normals of standard deviation 1/√inputs, the two matrices that write to the residual stream further
+  divided by √(2L); embeddings 1/√E, so that tied logits start at unit variance; gains 1. The paper states none of these.
+
+  Parameters, a nested dict of float32 arrays: embedding [N, E], final_norm [E], unembedding [N, E] unless tied, and under `layers`
+  with a leading axis L: attention/{query, key, value, out, …}, attention_norm, ffn/{gate, up, down}, ffn_norm.
+  """
+
+  config: ModelConfig
+  dtype: Any = jnp.float32
+  attention_fn: Callable[..., jax.Array] = diff_attention
+
+  @nn.compact
+  def __call__(
+    self,
+    tokens: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"] | None = None,
+    positions: Int[Array, "B T"] | None = None,
+  ) -> Float[Array, "B T E"]:
+    """Hidden states after the final norm, in the compute dtype."""
+    config = self.config
+    if tokens.shape[1] > config.max_length:
+      raise ValueError(f"tokens has length {tokens.shape[1]}, but config.model.max_length is {config.max_length}")
+    init = nn.initializers.normal(config.embed_dim**-0.5)
+    embedding = self.param("embedding", init, (config.vocab_size, config.embed_dim))
+    if not config.tie_embeddings:
+      self.param("unembedding", init, (config.vocab_size, config.embed_dim))
+    x = jnp.take(embedding.astype(self.dtype), tokens, axis=0)
+    x = nn.with_logical_constraint(x, ("batch", "length", "embed"))
+    block = Block
+    if config.remat != "none":
+      block = nn.remat(Block, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
+    layers = nn.scan(
+      block,
+      variable_axes={"params": 0, "intermediates": 0, "metrics": 0},
+      split_rngs={"params": True},
+      in_axes=(0, nn.broadcast, nn.broadcast),
+      length=config.num_layers,
+    )
+    x, _ = layers(config, self.dtype, self.attention_fn, name="layers")(x, lambda_inits(config), segment_ids, positions)
+    return rms_norm(x, self.param("final_norm", nn.initializers.ones, (config.embed_dim,)), config.norm_eps)
+
+
+def lambda_inits(config: ModelConfig) -> Float[Array, "L"]:
+  """λ_init of every layer: the paper's schedule, or the config's constant (unused by the baseline and DIFF V2)."""
+  if config.lambda_init is not None:
+    return jnp.full(config.num_layers, config.lambda_init, jnp.float32)
+  return lambda_init_schedule(jnp.arange(config.num_layers))
+
+
+def output_embedding(params: dict[str, Any]) -> Float[Array, "N E"]:
+  """The matrix of the vocabulary projection: the embedding itself where the two are tied."""
+  return params.get("unembedding", params["embedding"])
+
+
+def logits(params: dict[str, Any], hidden: Float[Array, "B T E"]) -> Float[Array, "B T N"]:
+  """Logits in float32. For sampling and tests: training never holds them whole."""
+  return jnp.einsum("BTE,NE->BTN", hidden, output_embedding(params).astype(hidden.dtype), preferred_element_type=jnp.float32)

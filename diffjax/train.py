@@ -1,0 +1,23 @@
+"""Trains a model: python -m diffjax.train --config=configs/tiny.py --workdir=runs/tiny
+
+Any field of the config can be overridden (--config.train.steps=100). Run again with the same command, it goes on from the last
+checkpoint. It ends with a checkpoint, a plot of the loss (loss.png) and a sample of text (sample.txt) in the workdir.
+"""
+
+from absl import flags
+
+from diffjax import config as config_lib
+
+WORKDIR = flags.DEFINE_string("workdir", None, "Directory of checkpoints, metrics, plot and sample; local or gs://.")
+
+
+def main(config: config_lib.Config) -> None:
+  if not WORKDIR.value:
+    raise config_lib.UserError("pass --workdir=DIR: where checkpoints, metrics, plot and sample go")
+  from diffjax.training import loop  # after the flags: a mistyped one should not wait for these imports
+
+  loop.train(config, WORKDIR.value)
+
+
+if __name__ == "__main__":
+  config_lib.run(main)

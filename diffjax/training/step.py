@@ -1,0 +1,193 @@
+"""One training step: loss → gradients → update. Built apart from the loop, so that it can be compiled without running."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from diffjax.config import Config, UserError
+from diffjax.model.decoder import Decoder, output_embedding
+from diffjax.ops.cross_entropy import per_token_cross_entropy
+from diffjax.parallel import rules
+from diffjax.parallel.mesh import sharded_attention, sharded_cross_entropy
+from diffjax.training.optimizer import make_optimizer, make_schedule, skipped_steps
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+
+
+@flax.struct.dataclass
+class TrainState:
+  """All that a step changes. `rng` is carried for steps that draw random numbers; today's model draws none."""
+
+  step: jax.Array
+  params: Any
+  opt_state: Any
+  rng: jax.Array
+
+
+def make_model(config: Config, mesh: Mesh) -> Decoder:
+  """The decoder in the compute dtype of the mesh's platform, its attention wrapped for the mesh."""
+  platform = mesh.devices.flat[0].platform
+  dtype = {"auto": jnp.float32 if platform == "cpu" else jnp.bfloat16, "float32": jnp.float32, "bfloat16": jnp.bfloat16}
+  attention = sharded_attention(mesh, config.model.attention_implementation)
+  return Decoder(config.model, dtype=dtype[config.model.dtype], attention_fn=attention)
+
+
+def make_init(config: Config, mesh: Mesh) -> tuple[Callable[[], TrainState], TrainState]:
+  """How to make the first state, and its shapes with shardings.
+
+  Returns:
+    A function without arguments that makes the state on the mesh (no device ever holds it whole), and the abstract state.
+  """
+  optimizer = make_optimizer(config.optimizer, config.train.steps)
+  model = make_model(config, mesh)
+
+  def init() -> TrainState:
+    init_rng, rng = jax.random.split(jax.random.key(config.train.seed))
+    # One token a device: parameter shapes do not depend on the batch, but the attention's shard_map must be able to split it.
+    params = model.init(init_rng, jnp.zeros((mesh.size, 1), jnp.int32))["params"]
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), rng)
+
+  with _context(mesh):
+    shapes = jax.eval_shape(init)
+    shardings = rules.shardings(shapes, mesh)
+    jitted = jax.jit(init, out_shardings=shardings)
+
+  def make() -> TrainState:
+    with _context(mesh):
+      return jitted()
+
+  abstract = jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings)
+  return make, abstract
+
+
+def make_train_step(config: Config, mesh: Mesh) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+  """The jitted step. It donates the state it is given.
+
+  The loss is Σ loss / Σ tokens over the whole batch, whatever the number of micro-batches and devices: each micro-batch adds the
+  gradient of its sum divided by the batch's token count.
+
+  Returns:
+    A function (state, batch) → (state, metrics); batch holds tokens, targets, segment_ids, positions [B, T] and weights [B, T].
+    Metrics are float32 scalars (nats per token where a loss), and `lambda` [L].
+  """
+  model, cross_entropy = make_model(config, mesh), sharded_cross_entropy(mesh)
+  optimizer, schedule = make_optimizer(config.optimizer, config.train.steps), make_schedule(config.optimizer, config.train.steps)
+  accumulation, z_loss = config.train.accumulation, config.train.z_loss
+  if (rows := config.train.batch_size // accumulation) % mesh.size:
+    raise UserError(
+      f"config.train.batch_size = {config.train.batch_size} over config.train.accumulation = {accumulation} gives {rows} rows, "
+      f"which the {mesh.size} devices cannot share evenly; choose a multiple of {accumulation * mesh.size}"
+    )
+
+  def loss_fn(params, batch, total_weight):
+    hidden, variables = model.apply(
+      {"params": params}, batch["tokens"], batch["segment_ids"], batch["positions"], mutable=["metrics"]
+    )
+    embedding = output_embedding(params).astype(hidden.dtype)
+    loss, z_term = cross_entropy(hidden, embedding, batch["targets"], batch["weights"], z_loss=z_loss)
+    metrics = {"loss": loss / total_weight, **_lambdas(variables)}
+    if z_loss:
+      metrics["z_loss"] = z_term / total_weight
+    return (loss + z_term) / total_weight, metrics
+
+  def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    total_weight = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+    gradient = jax.grad(loss_fn, has_aux=True)
+    if accumulation == 1:
+      grads, metrics = gradient(state.params, batch, total_weight)
+    else:
+      def micro_step(carry, micro_batch):
+        return jax.tree.map(jnp.add, carry, gradient(state.params, micro_batch, total_weight)), None
+
+      micro_batches = jax.tree.map(lambda x: _split(x, accumulation), batch)
+      zeros = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
+        jax.eval_shape(gradient, state.params, jax.tree.map(lambda x: x[0], micro_batches), total_weight),
+      )
+      (grads, metrics), _ = jax.lax.scan(micro_step, zeros, micro_batches)
+      if "lambda" in metrics:
+        metrics["lambda"] /= accumulation
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    metrics |= {
+      "grad_norm": optax.global_norm(grads),
+      "learning_rate": schedule(state.step),
+      "tokens": jnp.sum(batch["weights"]),
+      "skipped_steps": skipped_steps(opt_state),
+    }
+    return state.replace(step=state.step + 1, params=params, opt_state=opt_state), metrics
+
+  jitted = jax.jit(step, donate_argnums=0)
+
+  def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    with _context(mesh):
+      return jitted(state, batch)
+
+  run.lower = jitted.lower  # type: ignore[attr-defined]  # for ahead-of-time compilation
+  return run
+
+
+def make_eval_step(config: Config, mesh: Mesh) -> Callable[[Any, Batch], Metrics]:
+  """The jitted evaluation of one batch of this process's rows, for `evals.validation.evaluate`.
+
+  Returns:
+    A function (params, batch) → sums over the batch of nll (nats), weight, bytes, and of nll and weight over the AR hits.
+  """
+  model = make_model(config, mesh)
+
+  @jax.jit
+  def step(params, batch):
+    hidden = model.apply({"params": params}, batch["tokens"], batch["segment_ids"], batch["positions"])
+    nll = per_token_cross_entropy(hidden, output_embedding(params).astype(hidden.dtype), batch["targets"])
+    weight = batch["weights"]
+    nll = jnp.where(weight > 0, nll * weight, 0.0)
+    terms = {
+      "nll": nll,
+      "weight": weight,
+      "bytes": batch["bytes"] * (weight > 0),
+      "hit_nll": nll * batch["hits"],
+      "hit_weight": weight * batch["hits"],
+    }
+    return jax.tree.map(jnp.sum, terms)
+
+  def run(params, batch):
+    with _context(mesh):
+      return step(params, put_batch(batch, mesh))
+
+  return run
+
+
+def put_batch(batch: dict[str, Any], mesh: Mesh) -> Batch:
+  """This process's rows as global arrays, split over the mesh's batch axes."""
+  sharding = NamedSharding(mesh, P(rules.BATCH))
+  return {name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()}
+
+
+def _context(mesh: Mesh):
+  """The mesh and the model's activation names, for tracing."""
+  stack = contextlib.ExitStack()
+  stack.enter_context(jax.set_mesh(mesh))
+  stack.enter_context(nn.logical_axis_rules(rules.ACTIVATIONS))
+  return stack
+
+
+def _split(x: jax.Array, parts: int) -> jax.Array:
+  """[B, …] → [parts, B/parts, …]; strided, so that every device keeps its own rows."""
+  return jnp.moveaxis(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 1, 0)
+
+
+def _lambdas(variables: dict[str, Any]) -> Metrics:
+  """λ of every layer [L], averaged over tokens and heads where it depends on them; nothing for the baseline."""
+  layers = variables.get("metrics", {}).get("layers", {})
+  return {"lambda": layers["attention"]["lambda"][0]} if layers else {}

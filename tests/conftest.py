@@ -1,0 +1,14 @@
+"""Eight fake CPU devices for every test, and no writes to the user's cache."""
+
+import os
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cache_home(tmp_path_factory):
+  """A cache of the tests' own."""
+  os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))

@@ -1,0 +1,137 @@
+"""The attention layers, against the authors' own layers and as parts of a user's module."""
+
+import ast
+import pathlib
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffjax.model.attention import ATTENTION, Attention, DiffAttention, DiffAttentionV2, lambda_init_schedule
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+
+def interleaved_to_halves(rows, head_dim):
+  """Reorders the rows of each sub-head from (0, 1, 2, …), rotated in pairs (2j, 2j+1), to (0, 2, …, 1, 3, …), rotated (j, j + D/2)."""
+  return rows.reshape(-1, head_dim // 2, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def to_diffjax(arrays, meta):
+  """PyTorch Linear weights [out, in] of the authors' layers (or their gradients) to diffjax's parameters; both are linear maps."""
+  E, H, K, D = (meta[name] for name in ("embed_dim", "num_heads", "num_kv_heads", "head_dim"))
+  M, V, out = (2, 2 * D, "out_proj") if meta["kind"] == "v1" else (1, D, "o_proj")
+  params = {
+    "query": interleaved_to_halves(arrays["q_proj.weight"], D).T.reshape(E, H, 2, D),
+    "key": interleaved_to_halves(arrays["k_proj.weight"], D).T.reshape(E, K, M, D),
+    "value": arrays["v_proj.weight"].T.reshape(E, K, V),
+    "out": arrays[f"{out}.weight"].T.reshape(H, V, E),
+  }
+  if meta["kind"] == "v1":
+    params |= {name: arrays[name] for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")}
+    params["head_gain"] = arrays["subln.weight"]
+  else:
+    params["lambda_hat"] = arrays["lambda_proj.weight"].T
+  return params
+
+
+def relative(got, want):
+  return np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+@pytest.mark.parametrize("name", ["v1_mha_depth0", "v1_gqa_depth5", "v2_gqa"])
+def test_layer_equals_the_authors(name, implementation):
+  """Output and every gradient to 2e-6 relative in float32 (norm of the difference over norm)."""
+  data = np.load(GOLDEN / f"{name}.npz", allow_pickle=False)
+  meta = ast.literal_eval(str(data["meta"]))
+  weights, gradients = (
+    to_diffjax({key.split("/", 1)[1]: data[key] for key in data.files if key.startswith(prefix)}, meta) for prefix in ("param/", "grad/")
+  )
+  from diffjax.ops.diff_attention import diff_attention
+
+  layer = {"v1": DiffAttention, "v2": DiffAttentionV2}[meta["kind"]](
+    num_heads=meta["num_heads"],
+    num_kv_heads=meta["num_kv_heads"],
+    head_dim=meta["head_dim"],
+    rope_base=meta["rope_base"],
+    norm_eps=meta["norm_eps"],
+    attention_fn=lambda *args, **kwargs: diff_attention(*args, **kwargs, implementation=implementation),
+  )
+  lambda_init = lambda_init_schedule(meta["depth"]) if meta["kind"] == "v1" else None
+  params = jax.tree.map(lambda w: jnp.asarray(w, jnp.float32), weights)
+
+  y, vjp = jax.vjp(lambda params, x: layer.apply({"params": params}, x, lambda_init), params, jnp.asarray(data["x"], jnp.float32))
+  dparams, dx = vjp(jnp.asarray(data["dy"], jnp.float32))
+
+  assert relative(y, data["y"]) < 2e-6
+  assert relative(dx, data["dx"]) < 2e-6
+  assert set(dparams) == set(gradients)
+  for key, want in gradients.items():
+    assert relative(dparams[key], want) < 2e-6, key
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_stands_alone_in_a_users_module(name):
+  class Mine(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return ATTENTION[name](num_heads=2, head_dim=8, name="attention")(nn.Dense(32)(x), lambda_init=0.8)
+
+  x = jax.random.normal(jax.random.key(0), (2, 6, 16))
+  y, variables = Mine().init_with_output(jax.random.key(1), x)
+  assert y.shape == (2, 6, 32) and bool(jnp.isfinite(y).all())
+  G, M, V = {"softmax": (1, 1, 8), "diff": (2, 2, 16), "diff_v2": (2, 1, 8)}[name]
+  shapes = jax.tree.map(jnp.shape, variables["params"]["attention"])
+  want = {"query": (32, 2, G, 8), "key": (32, 2, M, 8), "value": (32, 2, V), "out": (2, V, 32)}
+  if name == "diff":
+    want |= dict.fromkeys(("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"), (8,)) | {"head_gain": (16,)}
+  if name == "diff_v2":
+    want["lambda_hat"] = (32, 2)
+  assert shapes == want
+
+
+def test_lambda_init_schedule_is_the_papers():
+  np.testing.assert_allclose(lambda_init_schedule(jnp.arange(5)), [0.2, 0.3555, 0.4707, 0.5561, 0.6193], atol=5e-5)
+
+
+def test_diff_needs_lambda_init():
+  with pytest.raises(ValueError, match="lambda_init_schedule"):
+    DiffAttention(num_heads=2, head_dim=8).init(jax.random.key(0), jnp.zeros((1, 4, 16)))
+
+
+def test_head_norm_is_a_field_of_every_layer():
+  """The ablation rows: the baseline with head norm, DIFF without."""
+  x = jax.random.normal(jax.random.key(0), (1, 8, 16))
+  for cls in (Attention, DiffAttention):
+    outputs = {}
+    for head_norm in (True, False):
+      layer = cls(num_heads=2, head_dim=4, head_norm=head_norm)
+      outputs[head_norm], variables = layer.init_with_output(jax.random.key(1), x, 0.5)
+      assert ("head_gain" in variables["params"]) is head_norm
+    assert not np.allclose(outputs[True], outputs[False])
+
+
+def test_first_layer_without_difference_is_attention():
+  """With λ = 0 (λ vectors 0, λ_init 0) and no head norm, DIFF's first map alone remains."""
+  x = jax.random.normal(jax.random.key(0), (2, 8, 16))
+  diff = DiffAttention(num_heads=2, head_dim=4, head_norm=False)
+  params = dict(diff.init(jax.random.key(1), x, 0.0)["params"])
+  for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+    params[name] = jnp.zeros(4)
+  changed = params | {"query": params["query"].at[:, :, 1].add(1.0), "key": params["key"].at[:, :, 1].add(1.0)}
+  np.testing.assert_array_equal(diff.apply({"params": params}, x, 0.0), diff.apply({"params": changed}, x, 0.0))
+
+
+def test_queries_and_keys_after_rope_can_be_captured():
+  x = jax.random.normal(jax.random.key(0), (1, 6, 16))
+  layer = DiffAttention(num_heads=2, head_dim=4)
+  params = layer.init(jax.random.key(1), x, 0.2)["params"]
+  _, captured = layer.apply({"params": params}, x, 0.2, mutable=["intermediates"])
+  (q,), (k,) = captured["intermediates"]["query"], captured["intermediates"]["key"]
+  assert q.shape == (1, 6, 2, 2, 4) and k.shape == (1, 6, 2, 2, 4)
+  unrotated = jnp.einsum("BTE,EHGD->BTHGD", x, params["query"])
+  np.testing.assert_allclose(q[:, 0], unrotated[:, 0], rtol=1e-6)  # position 0 is not rotated
+  assert not np.allclose(q[:, 1], unrotated[:, 1])

@@ -1,0 +1,160 @@
+"""The decoder: twins, layers under scan, isolation and remat."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffjax.config import ModelConfig
+from diffjax.model import decoder
+from diffjax.model.attention import lambda_init_schedule
+from diffjax.model.decoder import Decoder, lambda_inits, logits
+
+CONFIG = ModelConfig(vocab_size=64, num_layers=3, embed_dim=32, num_heads=2, num_kv_heads=2, head_dim=8, ffn_dim=48, max_length=32)
+VARIANTS = {
+  "diff": CONFIG,
+  "softmax": dataclasses.replace(CONFIG, attention="softmax", num_heads=4, num_kv_heads=4, head_norm=False),
+  "diff_v2": dataclasses.replace(CONFIG, attention="diff_v2", num_heads=4, num_kv_heads=2, head_norm=False),
+}
+
+
+def init(config, seed=0):
+  return Decoder(config).init(jax.random.key(seed), jnp.zeros((1, 1), jnp.int32))["params"]
+
+
+def tokens(shape, seed=1):
+  return jax.random.randint(jax.random.key(seed), shape, 0, CONFIG.vocab_size)
+
+
+def apply(config, params, *args, **kwargs):
+  return logits(params, Decoder(config).apply({"params": params}, *args, **kwargs))
+
+
+def test_parameter_layout():
+  params = jax.tree.map(jnp.shape, init(CONFIG))
+  L, E, H, D, F = 3, 32, 2, 8, 48
+  assert params == {
+    "embedding": (64, E),
+    "final_norm": (E,),
+    "layers": {
+      "attention": {
+        "query": (L, E, H, 2, D),
+        "key": (L, E, H, 2, D),
+        "value": (L, E, H, 2 * D),
+        "out": (L, H, 2 * D, E),
+        "lambda_q1": (L, D),
+        "lambda_k1": (L, D),
+        "lambda_q2": (L, D),
+        "lambda_k2": (L, D),
+        "head_gain": (L, 2 * D),
+      },
+      "attention_norm": (L, E),
+      "ffn": {"gate": (L, E, F), "up": (L, E, F), "down": (L, F, E)},
+      "ffn_norm": (L, E),
+    },
+  }
+  assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(init(CONFIG)))
+  assert "unembedding" in init(dataclasses.replace(CONFIG, tie_embeddings=False))
+
+
+def test_diff_equals_its_twin_in_parameters_but_for_lambda_and_gains():
+  def count(params, without=()):
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return sum(leaf.size for path, leaf in leaves if path[-1].key not in without)
+
+  extras = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "head_gain")
+  diff, twin = init(CONFIG), init(VARIANTS["softmax"])
+  assert count(diff, without=extras) == count(twin)
+  assert count(diff) - count(twin) == CONFIG.num_layers * (4 * CONFIG.head_dim + 2 * CONFIG.head_dim)
+
+
+def test_lambda_init_under_scan_is_each_layers_own():
+  """Against a decoder written as a Python loop over layers; with layer 0's λ_init everywhere the logits differ."""
+  params, ids = init(CONFIG), tokens((2, 16))
+
+  def looped(lambda_init_of):
+    x = params["embedding"][ids]
+    block = decoder.Block(CONFIG, jnp.float32, decoder.diff_attention)
+    positions = jnp.broadcast_to(jnp.arange(16), (2, 16))
+    for layer in range(CONFIG.num_layers):
+      weights = jax.tree.map(lambda leaf: leaf[layer], params["layers"])
+      x, _ = block.apply({"params": weights}, x, lambda_init_of(layer), None, positions)
+    return logits(params, decoder.rms_norm(x, params["final_norm"], CONFIG.norm_eps))
+
+  scanned = apply(CONFIG, params, ids)
+  np.testing.assert_allclose(scanned, looped(lambda_init_schedule), atol=2e-6)
+  assert np.abs(scanned - looped(lambda layer: lambda_init_schedule(0))).max() > 1e-3
+
+
+def test_lambda_init_is_the_schedule_or_a_constant():
+  np.testing.assert_allclose(lambda_inits(CONFIG), [0.2, 0.3555, 0.4707], atol=5e-5)
+  np.testing.assert_allclose(lambda_inits(dataclasses.replace(CONFIG, lambda_init=0.5)), [0.5] * 3)
+
+
+def test_metrics_hold_each_layers_lambda():
+  params = init(CONFIG)
+  _, variables = Decoder(CONFIG).apply({"params": params}, tokens((2, 8)), mutable=["metrics"])
+  (lam,) = variables["metrics"]["layers"]["attention"]["lambda"]
+  attention = params["layers"]["attention"]
+  dot = lambda a, b: jnp.sum(attention[a] * attention[b], axis=-1)  # noqa: E731
+  want = jnp.exp(dot("lambda_q1", "lambda_k1")) - jnp.exp(dot("lambda_q2", "lambda_k2")) + lambda_inits(CONFIG)
+  np.testing.assert_allclose(lam, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_causality_by_gradient(name):
+  config, length, at = VARIANTS[name], 12, 5
+  params = init(config)
+  embedded = jax.random.normal(jax.random.key(3), (1, length, CONFIG.embed_dim))
+
+  def output(x):  # the decoder on embeddings: one row of the embedding matrix a position
+    table = {**params, "embedding": x[0]}
+    hidden = Decoder(dataclasses.replace(config, vocab_size=length)).apply({"params": table}, jnp.arange(length)[None])
+    return hidden[0, at].sum()
+
+  influence = jnp.abs(jax.grad(output)(embedded)).sum(-1)[0]
+  assert bool((influence[: at + 1] > 0).all())
+  assert bool((influence[at + 1 :] == 0).all())
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_packed_documents_do_not_see_each_other(name):
+  """Two documents packed in a row give each the logits it has alone."""
+  config, params = VARIANTS[name], init(VARIANTS[name])
+  first, second = tokens((1, 7), 1), tokens((1, 9), 2)
+  packed = jnp.concatenate([first, second], axis=1)
+  segments = jnp.asarray([[1] * 7 + [2] * 9])
+  positions = jnp.asarray([[*range(7), *range(9)]])
+  got = apply(config, params, packed, segments, positions)
+  np.testing.assert_allclose(got[:, :7], apply(config, params, first), atol=3e-6)
+  np.testing.assert_allclose(got[:, 7:], apply(config, params, second), atol=3e-6)
+  assert np.abs(got[:, 7:] - apply(config, params, packed)[:, 7:]).max() > 1e-3  # without segments they do
+
+
+@pytest.mark.parametrize("policy", ["attention", "dots", "full"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_remat_does_not_change_loss_or_gradients(name, policy):
+  config, ids = VARIANTS[name], tokens((2, 16))
+
+  def loss(config, params):
+    return (apply(config, params, ids) ** 2).mean()
+
+  params = init(config)
+  plain = jax.value_and_grad(loss, argnums=1)(config, params)
+  remat = jax.value_and_grad(loss, argnums=1)(dataclasses.replace(config, remat=policy), params)
+  chex.assert_trees_all_close(plain, remat, rtol=1e-5, atol=1e-7)
+
+
+def test_longer_than_max_length_is_refused():
+  with pytest.raises(ValueError, match="max_length is 32"):
+    apply(CONFIG, init(CONFIG), tokens((1, 33)))
+
+
+def test_initial_logits_have_unit_scale():
+  """So that the first loss is near log N, whatever the width."""
+  for width in (32, 128):
+    config = dataclasses.replace(CONFIG, embed_dim=width)
+    assert 0.7 < float(apply(config, init(config), tokens((4, 32))).std()) < 1.4

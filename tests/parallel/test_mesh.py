@@ -1,0 +1,138 @@
+"""A mesh changes where arrays lie, and nothing else."""
+
+import dataclasses
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from diffjax.config import Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig, UserError
+from diffjax.parallel.mesh import make_mesh
+from diffjax.training.step import make_eval_step, make_init, make_train_step, put_batch
+
+B, T = 16, 24
+MODEL = ModelConfig(vocab_size=64, num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=2, head_dim=8, ffn_dim=48, dtype="float32")
+VARIANTS = {
+  "diff": MODEL,
+  "softmax": dataclasses.replace(MODEL, attention="softmax", num_heads=4, num_kv_heads=4, head_norm=False),
+  "diff_v2": dataclasses.replace(MODEL, attention="diff_v2", num_heads=4, num_kv_heads=2, head_norm=False),
+}
+
+
+def make_config(model=MODEL, mesh=MeshConfig(), **train):
+  optimizer = OptimizerConfig(learning_rate=1e-2, warmup_steps=0, schedule="linear")
+  return Config(model=model, mesh=mesh, optimizer=optimizer, train=TrainConfig(steps=10, batch_size=B, z_loss=1e-4, **train))
+
+
+def make_batch(seed=0):
+  """Packed rows: two documents each, padding at the end of some, so that rows weigh differently."""
+  rng = np.random.default_rng(seed)
+  tokens = rng.integers(0, 64, (B, T + 1)).astype(np.int32)
+  segments = np.ones((B, T + 1), np.int32)
+  for row in range(B):
+    cut, end = rng.integers(2, T - 4), rng.integers(T - 3, T + 2)
+    segments[row, cut:] = 2
+    segments[row, end:] = 0
+  weights = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+  positions = np.where(segments[:, :-1] == 2, np.arange(T) - (segments[:, :-1] == 1).sum(1, keepdims=True), np.arange(T))
+  return {
+    "tokens": tokens[:, :-1],
+    "targets": tokens[:, 1:],
+    "segment_ids": segments[:, :-1],
+    "positions": positions.astype(np.int32),
+    "weights": weights.astype(np.float32),
+  }
+
+
+def run_steps(config, devices, steps=3):
+  mesh = make_mesh(config.mesh, devices)
+  state = make_init(config, mesh)[0]()
+  step, losses = make_train_step(config, mesh), []
+  for n in range(steps):
+    state, metrics = step(state, put_batch(make_batch(n), mesh))
+    losses.append(jax.tree.map(np.asarray, metrics))
+  return jax.tree.map(np.asarray, jax.device_get(state.params)), losses
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("mesh", [(8, 1), (1, 8), (2, 4)])
+def test_eight_devices_give_one_devices_losses(name, mesh):
+  one = run_steps(make_config(VARIANTS[name]), jax.devices()[:1])
+  many = run_steps(make_config(VARIANTS[name], MeshConfig(*mesh)), jax.devices())
+  chex.assert_trees_all_close(one[1], many[1], rtol=2e-5)
+  chex.assert_trees_all_close(one[0], many[0], atol=2e-4)
+  assert one[1][0]["loss"] != one[1][2]["loss"]
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_accumulation_equals_the_full_batch(devices):
+  """Micro-batches of unequal token counts: Σ loss / Σ tokens, not a mean of means."""
+  mesh = MeshConfig(data=-1)
+  full = run_steps(make_config(mesh=mesh), jax.devices()[:devices])
+  split = run_steps(make_config(mesh=mesh, accumulation=4), jax.devices()[:devices])
+  chex.assert_trees_all_close(full[1], split[1], rtol=2e-5)
+  chex.assert_trees_all_close(full[0], split[0], atol=2e-4)
+
+
+def test_parameters_and_optimizer_are_sharded():
+  config = make_config(mesh=MeshConfig(data=2, fsdp=4))
+  state = make_init(config, make_mesh(config.mesh))[0]()
+  leaves = jax.tree_util.tree_leaves_with_path((state.params, state.opt_state))
+  matrices = [(path, leaf) for path, leaf in leaves if leaf.ndim >= 3]
+  assert len(matrices) >= 3 * 7  # parameters and both of Adam's moments
+  for path, leaf in matrices:
+    assert leaf.addressable_shards[0].data.size * 4 == leaf.size, jax.tree_util.keystr(path)
+
+
+def test_gradient_of_the_embedding_is_reduced_once():
+  """No collective inside the loss's chunk loop: the compiled step has none in a while body that the layers' scan does not own."""
+  config = make_config(mesh=MeshConfig(data=8))
+  mesh = make_mesh(config.mesh)
+  init, abstract = make_init(config, mesh)
+  from diffjax.parallel.mesh import sharded_cross_entropy
+
+  loss = sharded_cross_entropy(mesh)
+  hidden = jax.numpy.ones((B, T, 32))
+  embedding = jax.numpy.ones((64, 32))
+  batch = put_batch(make_batch(), mesh)
+  compiled = jax.jit(jax.grad(lambda e, h: loss(h, e, batch["targets"], batch["weights"])[0], argnums=(0, 1))).lower(embedding, hidden).compile()
+  text = compiled.as_text()
+  assert "all-reduce" in text
+  bodies = [block for block in text.split("\n\n") if "region" in block.split("\n")[0] and "body" in block.split("\n")[0]]
+  assert not any("all-reduce" in body for body in bodies)
+
+
+def test_evaluation_adds_up_over_the_mesh():
+  config = make_config()
+  batch = make_batch()
+  batch |= {"hits": (batch["tokens"] % 2).astype(np.float32), "bytes": np.ones((B, T), np.float32)}
+  sums = []
+  for devices in (jax.devices()[:1], jax.devices()):
+    mesh = make_mesh(config.mesh, devices)
+    state = make_init(config, mesh)[0]()
+    sums.append(jax.tree.map(float, make_eval_step(config, mesh)(state.params, batch)))
+  chex.assert_trees_all_close(*sums, rtol=1e-5)
+  assert sums[0]["weight"] == batch["weights"].sum()
+  assert 3 < sums[0]["nll"] / sums[0]["weight"] < 6  # near log 64
+
+
+@pytest.mark.parametrize(
+  "mesh, message", [(MeshConfig(3, 1), "multiply to the 8 devices"), (MeshConfig(-1, 3), "multiply to the 8 devices")]
+)
+def test_sizes_that_do_not_multiply_to_the_devices(mesh, message):
+  with pytest.raises(UserError, match=message):
+    make_mesh(mesh)
+
+
+def test_widths_that_fsdp_does_not_divide():
+  model = dataclasses.replace(MODEL, embed_dim=36)
+  config = make_config(model, MeshConfig(1, 8))
+  with pytest.raises(UserError, match="config.mesh.fsdp = 8 does not divide the 36"):
+    make_init(config, make_mesh(config.mesh))
+
+
+def test_batch_that_the_devices_cannot_share():
+  config = dataclasses.replace(make_config(), train=TrainConfig(batch_size=12))
+  with pytest.raises(UserError, match="batch_size = 12 .* multiple of 8"):
+    make_train_step(config, make_mesh(config.mesh))

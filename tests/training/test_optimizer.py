@@ -1,0 +1,168 @@
+"""Parameters are treated by name; updates equal their definitions; a bad step changes nothing and is counted."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from diffjax.config import OptimizerConfig
+from diffjax.training import optimizer
+
+L, E, H, G, D, K, M, V, F, N = 2, 12, 2, 2, 4, 1, 2, 8, 20, 16
+SHAPES = {
+  "embedding": (N, E), "unembedding": (N, E), "final_norm": (E,),
+  "layers": {
+    "attention": {
+      "query": (L, E, H, G, D), "key": (L, E, K, M, D), "value": (L, E, K, V), "out": (L, H, V, E), "lambda_hat": (L, E, H),
+      "lambda_q1": (L, D), "lambda_k1": (L, D), "lambda_q2": (L, D), "lambda_k2": (L, D), "head_gain": (L, V),
+    },
+    "attention_norm": (L, E), "ffn_norm": (L, E),
+    "ffn": {"gate": (L, E, F), "up": (L, E, F), "down": (L, F, E)},
+  },
+}
+MATRICES = {"query", "key", "value", "out", "lambda_hat", "gate", "up", "down"}
+FLAT = {"query": (E, H * G * D), "key": (E, K * M * D), "value": (E, K * V), "out": (H * V, E), "lambda_hat": (E, H),
+        "gate": (E, F), "up": (E, F), "down": (F, E)}
+STILL = OptimizerConfig(schedule="wsd", decay_fraction=0.0, warmup_steps=0, clip_norm=0.0)  # a constant learning rate
+
+
+def random_tree(seed, scale=1.0):
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(lambda shape: jnp.asarray(scale * rng.standard_normal(shape), jnp.float32), SHAPES,
+                      is_leaf=lambda node: isinstance(node, tuple))
+
+
+def by_name(tree):
+  return {path[-1].key: leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def test_decay_mask_takes_the_layers_matrices_alone():
+  mask = by_name(optimizer.decay_mask(random_tree(0)))
+  assert {name for name, decays in mask.items() if decays} == MATRICES
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_unknown_parameter_is_an_error(name):
+  params = {"layers": {"attention": {"query": jnp.ones((L, E, H, G, D)), "temperature": jnp.ones((L, H))}}}
+  with pytest.raises(ValueError, match="layers/attention/temperature"):
+    optimizer.make_optimizer(dataclasses.replace(STILL, name=name), 10).init(params)
+
+
+def test_muon_takes_the_matrices_and_adam_the_rest():
+  params, gradients = random_tree(0), random_tree(1)
+  config = dataclasses.replace(STILL, name="muon", weight_decay=0.0, learning_rate=1.0)
+  muon, adam = optimizer.make_optimizer(config, 10), optimizer.make_optimizer(dataclasses.replace(config, name="adamw"), 10)
+  ours = by_name(muon.update(gradients, muon.init(params), params)[0])
+  adams = by_name(adam.update(gradients, adam.init(params), params)[0])
+  assert {name for name in ours if not np.allclose(ours[name], adams[name], rtol=1e-5)} == MATRICES
+  # What this file is for: left alone, optax's Muon takes every 2-D array and leaves the stacked matrices out.
+  stock = optax.contrib.muon(1.0, eps=config.eps, adam_b1=config.b1, adam_b2=config.b2, nesterov=False)
+  theirs = by_name(stock.update(gradients, stock.init(params), params)[0])
+  wrong = {name for name in theirs if not np.allclose(theirs[name], adams[name], rtol=1e-5)}
+  assert wrong == {name for name, leaf in by_name(params).items() if leaf.ndim == 2} and not wrong & MATRICES
+
+
+def test_muon_updates_each_layer_as_one_orthogonal_matrix():
+  params, gradients = random_tree(0), random_tree(1)
+  config = dataclasses.replace(STILL, name="muon", weight_decay=0.0, learning_rate=1.0)
+  tx = optimizer.make_optimizer(config, 10)
+  updates = by_name(tx.update(gradients, tx.init(params), params)[0])
+  for name, shape in FLAT.items():
+    for layer in range(L):
+      gradient = by_name(gradients)[name][layer].reshape(shape)
+      got = np.asarray(updates[name][layer]).reshape(shape)
+      alone = optax.contrib.muon(1.0, beta=config.muon_momentum, consistent_rms=0.2)
+      want = alone.update(gradient, alone.init(gradient), gradient)[0]
+      np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-4, err_msg=name)
+      # Newton–Schulz with five steps ends between 0.7 and 1.2 (Keller Jordan's post), around an exactly orthogonal matrix.
+      singular = np.linalg.svd(got, compute_uv=False) / (0.2 * np.sqrt(max(shape)))
+      assert singular.min() > 0.6 and singular.max() < 1.3, (name, singular)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_decay_follows_the_mask(name):
+  params, zeros = random_tree(0), jax.tree.map(jnp.zeros_like, random_tree(0))
+  tx = optimizer.make_optimizer(dataclasses.replace(STILL, name=name, weight_decay=0.25, learning_rate=0.5), 10)
+  updates = by_name(tx.update(zeros, tx.init(params), params)[0])
+  for leaf_name, leaf in by_name(params).items():
+    np.testing.assert_allclose(updates[leaf_name], -0.125 * leaf if leaf_name in MATRICES else 0 * leaf, rtol=1e-6, err_msg=leaf_name)
+
+
+def test_adamw_equals_float64_by_hand():
+  config = OptimizerConfig(schedule="linear", warmup_steps=2, learning_rate=0.02, weight_decay=0.3, clip_norm=1.5, b1=0.9, b2=0.95, eps=1e-6)
+  tx, params = optimizer.make_optimizer(config, 6), random_tree(0)
+  state, rates = tx.init(params), [0.0, 0.01, 0.02, 0.015]
+  hand = {name: np.asarray(leaf, np.float64) for name, leaf in by_name(params).items()}
+  first = {name: 0.0 * leaf for name, leaf in hand.items()}
+  second = {name: 0.0 * leaf for name, leaf in hand.items()}
+  for step, rate in enumerate(rates):
+    gradients = random_tree(10 + step, scale=[0.01, 3.0, 1.0, 0.1][step])
+    updates, state = tx.update(gradients, state, params)
+    params = optax.apply_updates(params, updates)
+    exact = {name: np.asarray(leaf, np.float64) for name, leaf in by_name(gradients).items()}
+    shrink = min(1.0, 1.5 / np.sqrt(sum((leaf ** 2).sum() for leaf in exact.values())))
+    for name, leaf in exact.items():
+      first[name] = 0.9 * first[name] + 0.1 * shrink * leaf
+      second[name] = 0.95 * second[name] + 0.05 * (shrink * leaf) ** 2
+      adam = first[name] / (1 - 0.9 ** (step + 1)) / (np.sqrt(second[name] / (1 - 0.95 ** (step + 1))) + 1e-6)
+      hand[name] = hand[name] - rate * (adam + (0.3 * hand[name] if name in MATRICES else 0.0))
+  for name, leaf in by_name(params).items():
+    np.testing.assert_allclose(leaf, hand[name], rtol=0, atol=2e-6, err_msg=name)
+
+
+def test_clip_limits_the_global_norm_and_zero_means_no_limit():
+  params, seen = random_tree(0), []
+  huge = random_tree(1, scale=100.0)
+  for clip_norm in (1.0, 0.0):
+    tx = optimizer.make_optimizer(dataclasses.replace(STILL, clip_norm=clip_norm, b1=0.0), 10)
+    _, state = tx.update(huge, tx.init(params), params)
+    (moments,) = [node for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState))
+                  if isinstance(node, optax.ScaleByAdamState)]
+    seen.append(float(optax.global_norm(moments.mu)))
+  assert seen[0] == pytest.approx(1.0, rel=1e-5) and seen[1] == pytest.approx(float(optax.global_norm(huge)), rel=1e-5)
+
+
+@pytest.mark.parametrize("schedule, points", [
+  ("linear", {0: 0, 5: 1, 10: 2, 60: 1.1, 110: 0.2, 200: 0.2}),
+  ("cosine", {0: 0, 5: 1, 10: 2, 35: 0.2 + 1.8 * (1 + np.sqrt(0.5)) / 2, 60: 1.1, 110: 0.2, 200: 0.2}),
+  ("wsd", {0: 0, 5: 1, 10: 2, 60: 2, 88: 2, 99: 1.1, 110: 0.2, 200: 0.2}),
+])
+def test_schedule_at_key_points(schedule, points):
+  config = OptimizerConfig(schedule=schedule, warmup_steps=10, learning_rate=2.0, final_fraction=0.1, decay_fraction=0.2)
+  rate = optimizer.make_schedule(config, 110)
+  for step, want in points.items():
+    assert float(rate(step)) == pytest.approx(want, rel=1e-5, abs=1e-7), step
+  no_warmup = optimizer.make_schedule(dataclasses.replace(config, warmup_steps=0), 100)
+  assert float(no_warmup(0)) == pytest.approx(2.0) and float(no_warmup(100)) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("steps, warmup", [(0, 0), (0, 100), (1, 0), (5, 5)])
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
+def test_schedule_of_very_short_runs_is_finite(schedule, steps, warmup):
+  rate = optimizer.make_schedule(OptimizerConfig(schedule=schedule, warmup_steps=warmup), steps)
+  assert all(np.isfinite(float(rate(step))) for step in range(steps + 2))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("bad", ["nan gradient", "inf gradient", "nan loss"])
+def test_non_finite_step_is_skipped_and_counted(name, bad):
+  config = dataclasses.replace(STILL, name=name, schedule="linear", clip_norm=1.0)
+  tx, params = optimizer.make_optimizer(config, 10), random_tree(0)
+  update = jax.jit(tx.update)
+  state = tx.init(params)
+  _, state = update(random_tree(1), state, params, value=jnp.float32(2.0))
+  broken = random_tree(2)
+  if bad != "nan loss":
+    broken["layers"]["ffn"]["up"] = broken["layers"]["ffn"]["up"].at[0, 0, 0].set(jnp.nan if bad == "nan gradient" else jnp.inf)
+  updates, after = update(broken, state, params, value=jnp.float32(jnp.nan if bad == "nan loss" else 2.0))
+  assert all(not np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(updates))
+  jax.tree.map(np.testing.assert_array_equal, after[0].inner, state[0].inner)
+  assert int(optimizer.skipped_steps(state)) == 0 and int(optimizer.skipped_steps(after)) == 1
+  # The learning rate is the step's: the third step of the run takes schedule(2) though one was skipped.
+  quiet = jax.tree.map(jnp.zeros_like, params)
+  decayed, after = update(quiet, optimizer.make_optimizer(config, 10).init(params)[:1] + after[1:], params)
+  want = -float(optimizer.make_schedule(config, 10)(2)) * config.weight_decay * by_name(params)["up"]
+  np.testing.assert_allclose(by_name(decayed)["up"], want, rtol=1e-5)
