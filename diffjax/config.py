@@ -237,13 +237,11 @@ def from_config_dict(values: ml_collections.ConfigDict | dict[str, Any]) -> Conf
 
   def convert(cls, mapping, prefix):
     hints = typing.get_type_hints(cls)
-    if not isinstance(mapping, dict):
+    if not isinstance(mapping, dict):  # also what a config file returns, if it is no ConfigDict
       raise UserError(f"config.{prefix.rstrip('.')} must be a section with the fields {', '.join(hints)}; got {mapping!r}")
     for name in mapping:
       if name not in hints:
-        near = difflib.get_close_matches(name, hints, n=1)
-        hint = f"did you mean {prefix}{near[0]}?" if near else f"its section has {', '.join(hints)}"
-        raise UserError(f"config.{prefix}{name} is not a config field: {hint}")
+        raise _unknown(prefix, name, hints)
     out = {}
     for name, value in mapping.items():
       kind = hints[name]
@@ -264,6 +262,12 @@ def from_config_dict(values: ml_collections.ConfigDict | dict[str, Any]) -> Conf
   config = convert(Config, values, "")
   check(config)
   return config
+
+
+def _unknown(prefix: str, name: str, fields: typing.Iterable[str]) -> UserError:
+  near = difflib.get_close_matches(name, fields, n=1)
+  hint = f"did you mean {prefix}{near[0]}?" if near else f"there are {', '.join(fields)}"
+  return UserError(f"config.{prefix}{name} is not a config field: {hint}")
 
 
 def check(config: Config) -> None:
@@ -326,25 +330,46 @@ def run(main: Callable[[Config], None]) -> None:
     print(f"error: {message}", file=sys.stderr)
     sys.exit(code)
 
+  def check_overrides(argv: list[str]) -> None:
+    """ml_collections refuses unknown fields too, but in words that do not name them whole."""
+    for argument in argv:
+      if argument.lstrip("-").startswith("config."):
+        cls, prefix = Config, ""
+        for name in argument.lstrip("-").split("=")[0].split(".")[1:]:
+          hints = typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
+          if name not in hints:
+            raise _unknown(prefix, name, hints)
+          cls, prefix = hints[name], f"{prefix}{name}."
+
   def parse(argv: list[str]) -> ml_collections.ConfigDict:
     try:
+      check_overrides(argv)
       rest = flags.FLAGS(argv)
       config = config_flag.value
+      if config is not None:
+        config.to_dict()  # a missing file is reported at the first access
     except UserError as error:
       fail(str(error), 2)
-    except (flags.Error, OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except OSError:
+      fail(f"--config: no such file; {configs()}", 2)
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
       lines = [line.strip() for line in str(error).splitlines() if line.strip()]
       fail(lines[-1] if "parsing config file" in lines[0] else lines[0], 2)
     if len(rest) > 1:
       fail(f"unexpected argument {rest[1]!r}: flags are written --name=value", 2)
     if config is None:
-      names = ", ".join(sorted(str(path) for path in pathlib.Path("configs").glob("*.py"))) or "none in ./configs"
-      fail(f"pass --config=FILE[:VARIANT], for example --config=configs/tiny.py; there are {names}", 2)
+      fail(f"pass --config=FILE[:VARIANT], for example --config=configs/tiny.py; {configs()}", 2)
     return config
+
+  def configs() -> str:
+    names = sorted(str(path) for path in pathlib.Path("configs").glob("*.py"))
+    return f"there are {', '.join(names)}" if names else "there are none in ./configs: run from the root of the repository"
 
   def checked_main(config: ml_collections.ConfigDict) -> None:
     try:
       main(from_config_dict(config))
+    except app.UsageError as error:
+      fail(str(error), 2)
     except UserError as error:
       fail(str(error), 1)
 

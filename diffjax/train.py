@@ -4,7 +4,7 @@ Any field of the config can be overridden (--config.train.steps=100). Run again 
 checkpoint. It ends with a checkpoint, a plot of the loss (loss.png) and a sample of text (sample.txt) in the workdir.
 """
 
-from absl import flags
+from absl import app, flags
 
 from diffjax import config as config_lib
 
@@ -13,7 +13,7 @@ WORKDIR = flags.DEFINE_string("workdir", None, "Directory of checkpoints, metric
 
 def main(config: config_lib.Config) -> None:
   if not WORKDIR.value:
-    raise config_lib.UserError("pass --workdir=DIR: where checkpoints, metrics, plot and sample go")
+    raise app.UsageError("pass --workdir=DIR: where checkpoints, metrics, plot and sample go")
   from diffjax.training import loop  # after the flags: a mistyped one should not wait for these imports
 
   loop.train(config, WORKDIR.value)

@@ -6,8 +6,10 @@ on first use, in seconds, and keyed by Python version and content: another inter
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import io
 import os
 import pathlib
 import platform
@@ -91,7 +93,7 @@ def corpus_directory(root: str = "") -> epath.Path:
 
     name = "stdlib"
     VERSION = tfds.core.Version("1.0.0")
-    pkg_dir_path = epath.Path(__file__).parent  # a class inside a function has no package to be guessed from
+    code_path = None  # nothing is downloaded, so no checksums stand beside the code; TFDS needs importlib_resources to look for them
 
     def _info(self):
       features = tfds.features.FeaturesDict({"name": tfds.features.Text(), "text": tfds.features.Text()})
@@ -107,7 +109,8 @@ def corpus_directory(root: str = "") -> epath.Path:
   home.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(dir=home, prefix=".building-") as temporary:
     building = os.path.join(temporary, "corpus")
-    with _quiet():
+    # TFDS prints and draws progress bars meant for downloads of hours
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
       Stdlib(data_dir=building, file_format="array_record").download_and_prepare()
     try:
       os.rename(building, target)
@@ -118,20 +121,3 @@ def corpus_directory(root: str = "") -> epath.Path:
   print(f"diffjax: built the embedded corpus, {len(files)} files ({size:.1f} MB) of Python {platform.python_version()}'s standard library, "
         f"in {time.time() - start:.1f} s: {target}", file=sys.stderr, flush=True)
   return builder_directory
-
-
-def _quiet():
-  """Keeps TFDS's own progress bars, meant for downloads, off the screen."""
-  import contextlib
-
-  import tensorflow_datasets as tfds
-
-  @contextlib.contextmanager
-  def quiet():
-    tfds.disable_progress_bar()
-    try:
-      yield
-    finally:
-      tfds.enable_progress_bar()
-
-  return quiet()

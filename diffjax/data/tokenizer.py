@@ -4,8 +4,6 @@ Every tokenizer has one separator: documents become ``[separator] + tokens + [se
 the first and the last token of a document. Special tokens written out in a text are text, never control tokens.
 """
 
-from __future__ import annotations
-
 import abc
 import base64
 import binascii
@@ -234,16 +232,3 @@ def _load_cl100k() -> Tokenizer:
   if hashlib.sha256(content).hexdigest() != _CL100K_SHA256:
     raise UserError(f"config.data.tokenizer = 'cl100k_base': {path} is damaged (its sha256 is not {_CL100K_SHA256[:12]}…): {remedy}")
   return _TiktokenTokenizer("cl100k_base", content, _CL100K_PATTERN, _CL100K_SPECIAL)
-
-
-def check_vocabulary(vocab_size: int, tokenizer: Tokenizer) -> None:
-  """Checks that a model's vocabulary is the tokenizer's, padded by less than 256 so that it may be sharded.
-
-  Raises:
-    UserError: naming both fields, both numbers and what to set.
-  """
-  if not tokenizer.vocab_size <= vocab_size < tokenizer.vocab_size + 256:
-    padded = -(-tokenizer.vocab_size // 128) * 128
-    choice = f"{tokenizer.vocab_size}" + (f", or {padded}, which shards evenly" if padded != tokenizer.vocab_size else "")
-    raise UserError(f"config.model.vocab_size = {vocab_size}: config.data.tokenizer = {tokenizer.spec!r} has {tokenizer.vocab_size} "
-                    f"tokens, so it must be at least that and less than {tokenizer.vocab_size + 256}; set it to {choice}")

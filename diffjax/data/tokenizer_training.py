@@ -1,7 +1,5 @@
 """Trains a byte-level BPE on documents and writes it in tiktoken's and in Hugging Face's format, which give identical ids."""
 
-from __future__ import annotations
-
 import base64
 import os
 from collections.abc import Iterable

@@ -18,7 +18,7 @@ def evaluate(
   params: Any,
   batches: Iterable[dict[str, Any]],
   *,
-  token_bytes: Int[ndarray, "N"],
+  token_bytes: Int[ndarray, N],
   ngram: int,
 ) -> Iterator[tuple[str, float]]:
   """Losses over the targets that carry weight.

@@ -21,7 +21,7 @@ from diffjax.ops.rope import rope
 Lambda = Float[Array, ""] | Float[Array, "B T H"] | None
 
 
-def lambda_init_schedule(layer: Int[Array, "..."] | int) -> Float[Array, "..."]:
+def lambda_init_schedule(layer: Int[Array, ...] | int) -> Float[Array, ...]:
   """λ_init of a layer counted from 0: 0.8 − 0.6·exp(−0.3·l) (paper, §2.1)."""
   return 0.8 - 0.6 * jnp.exp(-0.3 * jnp.asarray(layer, jnp.float32))
 

@@ -117,7 +117,7 @@ class Decoder(nn.Module):
     return rms_norm(x, self.param("final_norm", nn.initializers.ones, (config.embed_dim,)), config.norm_eps)
 
 
-def lambda_inits(config: ModelConfig) -> Float[Array, "L"]:
+def lambda_inits(config: ModelConfig) -> Float[Array, L]:
   """λ_init of every layer: the paper's schedule, or the config's constant (unused by the baseline and DIFF V2)."""
   if config.lambda_init is not None:
     return jnp.full(config.num_layers, config.lambda_init, jnp.float32)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import time
 from typing import Any
 
 import jax
-import numpy as np
 from absl import logging
 from etils import epath
 
 from diffjax.config import Config
 from diffjax.data.pipeline import check_vocabulary, training_batches, validation_batches
 from diffjax.data.tokenizer import Tokenizer, load_tokenizer
-from diffjax.evals import trigram, validation
+from diffjax.evals import validation
 from diffjax.evals.sample import sample
+from diffjax.model.decoder import Decoder
+from diffjax.ops.diff_attention import diff_attention
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training.checkpoint import Checkpoints, check_resume, latest_config, load_params
 from diffjax.training.metrics import Metrics, Progress, plot_losses
@@ -34,11 +36,13 @@ def train(config: Config, workdir: str) -> None:
   mesh = make_mesh(config.mesh)
   tokenizer = load_tokenizer(config.data.tokenizer)
   check_vocabulary(config, tokenizer)
+  token_bytes = tokenizer.token_bytes()
   if (saved := latest_config(workdir)) is not None:
     check_resume(saved, config.to_dict())
   make_state, abstract_state = make_init(config, mesh)
-  train_step, eval_step = make_train_step(config, mesh), make_eval_step(config, mesh)
+  train_step, eval_step = make_train_step(config, mesh, abstract_state), make_eval_step(config, mesh)
   batches = training_batches(config, **processes)
+  held_out = validation_batches(config, config.train.batch_size // config.train.accumulation, **processes)
   checkpoints = Checkpoints(workdir, keep=config.train.keep_checkpoints)
 
   # Restore.
@@ -58,25 +62,34 @@ def train(config: Config, workdir: str) -> None:
   progress = Progress(config, first_step=first, num_devices=mesh.size, device_kind=mesh.devices.flat[0].device_kind)
   pending: tuple[int, dict[str, jax.Array]] | None = None
 
+  def log_pending() -> None:
+    nonlocal pending
+    if pending is not None:
+      number, results = pending
+      metrics.write(number, progress.report(number, _fetch(results)))
+      pending = None
+
   with Interruption() as interrupted:
     while True:
-      ending = step >= steps or interrupted()
-      fresh = step > first
+      done = step >= steps
+      ending = done or interrupted()
+      fresh = step > first  # what was restored has been evaluated and saved
+      evaluating = fresh and bool(config.eval.interval) and (done or step % config.eval.interval == 0)
+      saving = fresh and (ending or step % config.train.checkpoint_interval == 0)
+      if evaluating or saving:
+        log_pending()  # before the checkpoint, so that no line of a step it holds can be lost
 
       # Evaluate.
-      scores: dict[str, float] = {}
-      if fresh and (_due(step, config.eval.interval) or (step >= steps and config.eval.interval)):
-        held_out = validation_batches(config, config.train.batch_size // config.train.accumulation, **processes)
-        for name, value in validation.evaluate(
-          eval_step, state.params, held_out, token_bytes=tokenizer.token_bytes(), ngram=config.eval.ngram
-        ):
-          scores[f"validation/{name}"] = value
+      scores = {}
+      if evaluating:
+        losses = validation.evaluate(eval_step, state.params, held_out, token_bytes=token_bytes, ngram=config.eval.ngram)
+        scores = {f"validation/{name}": value for name, value in losses}
         metrics.write(step, scores)
         progress.note(step, scores)
 
       # Save.
-      if fresh and (_due(step, config.train.checkpoint_interval) or ending):
-        checkpoints.save(step, state, data_state=batches.get_state(), config=config.to_dict(), metrics=scores or None)
+      if saving:
+        checkpoints.save(step, state, data_state=batches.get_state(), config=config.to_dict(), metrics=scores)
       if ending:
         break
 
@@ -90,18 +103,16 @@ def train(config: Config, workdir: str) -> None:
 
       # Log: the metrics of the step before, so that the device has its next step already.
       progress.stepped(step, waited)
-      if pending is not None:
-        metrics.write(pending[0], progress.report(*_fetch(*pending)))
-      pending = (step, measured) if _due(step, config.train.log_interval) or step == steps else None
-    if pending is not None:
-      metrics.write(pending[0], progress.report(*_fetch(*pending)))
+      log_pending()
+      if step % config.train.log_interval == 0 or step == steps:
+        pending = step, measured
 
   checkpoints.close()
   metrics.close()
   progress.close()
   if step < steps:
     logging.info("stopped at step %d of %d, saved; run the same command to go on", step, steps)
-  elif jax.process_index() == 0:
+  else:
     _finish(config, workdir, make_model(config, mesh), state, tokenizer)
 
 
@@ -126,19 +137,15 @@ class Interruption:
     logging.warning("%s: saving after this step (once more to stop at once)", signal.Signals(number).name)
 
 
-def _due(step: int, interval: int) -> bool:
-  return interval > 0 and step % interval == 0
-
-
-def _fetch(step: int, measured: dict[str, jax.Array]) -> tuple[int, dict[str, float]]:
-  """Metrics on the host, λ by layer."""
+def _fetch(measured: dict[str, jax.Array]) -> dict[str, float]:
+  """A step's metrics on the host, λ by layer."""
   values = {}
   for name, value in jax.device_get(measured).items():
     if name == "lambda":
       values |= {f"lambda/layer_{layer:02d}": float(lam) for layer, lam in enumerate(value)}
     else:
       values[f"train/{name}"] = float(value)
-  return step, values
+  return values
 
 
 def _profile(config: Config, step: int, workdir: str) -> None:
@@ -150,14 +157,17 @@ def _profile(config: Config, step: int, workdir: str) -> None:
     jax.profiler.stop_trace()
 
 
-def _finish(config: Config, workdir: str, model: Any, state: TrainState, tokenizer: Tokenizer) -> None:
-  """What a user looks at first: the plot of the loss, a sample, and for bytes the trigram model's score beside the model's own."""
-  path = epath.Path(workdir)
-  plot_losses(path / "metrics.jsonl", path / "loss.png")
-  if config.train.sample_tokens:
+def _finish(config: Config, workdir: str, model: Decoder, state: TrainState, tokenizer: Tokenizer) -> None:
+  """What a user looks at first: the plot of the loss and a sample of text."""
+  path, text = epath.Path(workdir), ""
+  if config.train.sample_tokens:  # by all processes, since they share the parameters; a single row needs no sharded attention
+    alone = model.clone(attention_fn=functools.partial(diff_attention, implementation=config.model.attention_implementation))
     prompt = [tokenizer.separator, *tokenizer.encode(config.train.sample_prompt)]
-    ids = sample(model, state.params, prompt, num_tokens=config.train.sample_tokens, length=config.data.length)
+    ids = sample(alone, state.params, prompt, num_tokens=config.train.sample_tokens, length=config.data.length)
     text = config.train.sample_prompt + tokenizer.decode(ids)
-    (path / "sample.txt").write_text(text)
-    print(f"\n--- a sample ({path / 'sample.txt'}) ---\n{text}\n---")
-  print(f"checkpoints, metrics.jsonl, loss.png and TensorBoard files: {path}")
+  if jax.process_index() == 0:
+    plot_losses(path / "metrics.jsonl", path / "loss.png")
+    if text:
+      (path / "sample.txt").write_text(text)
+      print(f"\n--- a sample ---\n{text}\n---")
+    print(f"{path}: checkpoints, metrics.jsonl, TensorBoard files, loss.png, sample.txt")

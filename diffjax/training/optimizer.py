@@ -88,6 +88,8 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
   """
   peak, floor = config.learning_rate, config.learning_rate * config.final_fraction
   left = max(steps - config.warmup_steps, 1)
+  parts: list[optax.Schedule]
+  starts: list[int]
   if config.schedule == "linear":
     parts, starts = [optax.linear_schedule(peak, floor, left)], []
   elif config.schedule == "cosine":

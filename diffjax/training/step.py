@@ -71,11 +71,18 @@ def make_init(config: Config, mesh: Mesh) -> tuple[Callable[[], TrainState], Tra
   return make, abstract
 
 
-def make_train_step(config: Config, mesh: Mesh) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+def make_train_step(
+  config: Config, mesh: Mesh, abstract_state: TrainState
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
   """The jitted step. It donates the state it is given.
 
   The loss is Σ loss / Σ tokens over the whole batch, whatever the number of micro-batches and devices: each micro-batch adds the
   gradient of its sum divided by the batch's token count.
+
+  Args:
+    config: the run's config.
+    mesh: of the state and the batch.
+    abstract_state: the state's shapes and shardings, from `make_init`.
 
   Returns:
     A function (state, batch) → (state, metrics); batch holds tokens, targets, segment_ids, positions [B, T] and weights [B, T].
@@ -118,7 +125,7 @@ def make_train_step(config: Config, mesh: Mesh) -> Callable[[TrainState, Batch],
       (grads, metrics), _ = jax.lax.scan(micro_step, zeros, micro_batches)
       if "lambda" in metrics:
         metrics["lambda"] /= accumulation
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params, value=metrics["loss"])
     params = optax.apply_updates(state.params, updates)
     metrics |= {
       "grad_norm": optax.global_norm(grads),
@@ -128,7 +135,9 @@ def make_train_step(config: Config, mesh: Mesh) -> Callable[[TrainState, Batch],
     }
     return state.replace(step=state.step + 1, params=params, opt_state=opt_state), metrics
 
-  jitted = jax.jit(step, donate_argnums=0)
+  # The state comes out as it went in: left to the compiler, another layout would compile the second step anew.
+  state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
+  jitted = jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, NamedSharding(mesh, P())))
 
   def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     with _context(mesh):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from diffjax.model.attention import ATTENTION, Attention, DiffAttention, DiffAttentionV2, lambda_init_schedule
+from diffjax.ops.diff_attention import diff_attention
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
@@ -50,8 +51,6 @@ def test_layer_equals_the_authors(name, implementation):
   weights, gradients = (
     to_diffjax({key.split("/", 1)[1]: data[key] for key in data.files if key.startswith(prefix)}, meta) for prefix in ("param/", "grad/")
   )
-  from diffjax.ops.diff_attention import diff_attention
-
   layer = {"v1": DiffAttention, "v2": DiffAttentionV2}[meta["kind"]](
     num_heads=meta["num_heads"],
     num_kv_heads=meta["num_kv_heads"],
@@ -63,8 +62,12 @@ def test_layer_equals_the_authors(name, implementation):
   lambda_init = lambda_init_schedule(meta["depth"]) if meta["kind"] == "v1" else None
   params = jax.tree.map(lambda w: jnp.asarray(w, jnp.float32), weights)
 
-  y, vjp = jax.vjp(lambda params, x: layer.apply({"params": params}, x, lambda_init), params, jnp.asarray(data["x"], jnp.float32))
-  dparams, dx = vjp(jnp.asarray(data["dy"], jnp.float32))
+  @jax.jit
+  def output_and_gradients(params, x, dy):
+    y, vjp = jax.vjp(lambda params, x: layer.apply({"params": params}, x, lambda_init), params, x)
+    return y, *vjp(dy)
+
+  y, dparams, dx = output_and_gradients(params, *(jnp.asarray(data[name], jnp.float32) for name in ("x", "dy")))
 
   assert relative(y, data["y"]) < 2e-6
   assert relative(dx, data["dx"]) < 2e-6
@@ -81,7 +84,7 @@ def test_stands_alone_in_a_users_module(name):
       return ATTENTION[name](num_heads=2, head_dim=8, name="attention")(nn.Dense(32)(x), lambda_init=0.8)
 
   x = jax.random.normal(jax.random.key(0), (2, 6, 16))
-  y, variables = Mine().init_with_output(jax.random.key(1), x)
+  y, variables = jax.jit(Mine().init_with_output)(jax.random.key(1), x)
   assert y.shape == (2, 6, 32) and bool(jnp.isfinite(y).all())
   G, M, V = {"softmax": (1, 1, 8), "diff": (2, 2, 16), "diff_v2": (2, 1, 8)}[name]
   shapes = jax.tree.map(jnp.shape, variables["params"]["attention"])

@@ -1,6 +1,7 @@
 """The decoder: twins, layers under scan, isolation and remat."""
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -21,14 +22,16 @@ VARIANTS = {
 }
 
 
-def init(config, seed=0):
-  return Decoder(config).init(jax.random.key(seed), jnp.zeros((1, 1), jnp.int32))["params"]
+@functools.cache
+def init(config):
+  return jax.jit(Decoder(config).init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
 
 
 def tokens(shape, seed=1):
   return jax.random.randint(jax.random.key(seed), shape, 0, CONFIG.vocab_size)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def apply(config, params, *args, **kwargs):
   return logits(params, Decoder(config).apply({"params": params}, *args, **kwargs))
 
@@ -75,6 +78,7 @@ def test_lambda_init_under_scan_is_each_layers_own():
   """Against a decoder written as a Python loop over layers; with layer 0's λ_init everywhere the logits differ."""
   params, ids = init(CONFIG), tokens((2, 16))
 
+  @functools.partial(jax.jit, static_argnums=0)
   def looped(lambda_init_of):
     x = params["embedding"][ids]
     block = decoder.Block(CONFIG, jnp.float32, decoder.diff_attention)
@@ -85,7 +89,7 @@ def test_lambda_init_under_scan_is_each_layers_own():
     return logits(params, decoder.rms_norm(x, params["final_norm"], CONFIG.norm_eps))
 
   scanned = apply(CONFIG, params, ids)
-  np.testing.assert_allclose(scanned, looped(lambda_init_schedule), atol=2e-6)
+  np.testing.assert_allclose(scanned, looped(lambda_init_schedule), atol=1e-5)
   assert np.abs(scanned - looped(lambda layer: lambda_init_schedule(0))).max() > 1e-3
 
 
@@ -96,7 +100,7 @@ def test_lambda_init_is_the_schedule_or_a_constant():
 
 def test_metrics_hold_each_layers_lambda():
   params = init(CONFIG)
-  _, variables = Decoder(CONFIG).apply({"params": params}, tokens((2, 8)), mutable=["metrics"])
+  _, variables = jax.jit(lambda ids: Decoder(CONFIG).apply({"params": params}, ids, mutable=["metrics"]))(tokens((2, 8)))
   (lam,) = variables["metrics"]["layers"]["attention"]["lambda"]
   attention = params["layers"]["attention"]
   dot = lambda a, b: jnp.sum(attention[a] * attention[b], axis=-1)  # noqa: E731
@@ -115,7 +119,7 @@ def test_causality_by_gradient(name):
     hidden = Decoder(dataclasses.replace(config, vocab_size=length)).apply({"params": table}, jnp.arange(length)[None])
     return hidden[0, at].sum()
 
-  influence = jnp.abs(jax.grad(output)(embedded)).sum(-1)[0]
+  influence = jnp.abs(jax.jit(jax.grad(output))(embedded)).sum(-1)[0]
   assert bool((influence[: at + 1] > 0).all())
   assert bool((influence[at + 1 :] == 0).all())
 
@@ -142,9 +146,8 @@ def test_remat_does_not_change_loss_or_gradients(name, policy):
   def loss(config, params):
     return (apply(config, params, ids) ** 2).mean()
 
-  params = init(config)
-  plain = jax.value_and_grad(loss, argnums=1)(config, params)
-  remat = jax.value_and_grad(loss, argnums=1)(dataclasses.replace(config, remat=policy), params)
+  params, gradient = init(config), jax.jit(jax.value_and_grad(loss, argnums=1), static_argnums=0)
+  plain, remat = gradient(config, params), gradient(dataclasses.replace(config, remat=policy), params)
   chex.assert_trees_all_close(plain, remat, rtol=1e-5, atol=1e-7)
 
 

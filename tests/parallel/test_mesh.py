@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from diffjax.config import Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig, UserError
-from diffjax.parallel.mesh import make_mesh
+from diffjax.parallel.mesh import make_mesh, sharded_cross_entropy
 from diffjax.training.step import make_eval_step, make_init, make_train_step, put_batch
 
 B, T = 16, 24
+DATA = MeshConfig(data=-1)
 MODEL = ModelConfig(vocab_size=64, num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=2, head_dim=8, ffn_dim=48, dtype="float32")
 VARIANTS = {
   "diff": MODEL,
@@ -20,8 +21,9 @@ VARIANTS = {
 }
 
 
-def make_config(model=MODEL, mesh=MeshConfig(), **train):
-  optimizer = OptimizerConfig(learning_rate=1e-2, warmup_steps=0, schedule="linear")
+def make_config(model=MODEL, mesh=DATA, **train):
+  # A large ε: Adam divides by |gradient|, which would blow rounding up to the learning rate where a gradient is near zero.
+  optimizer = OptimizerConfig(learning_rate=1e-2, warmup_steps=0, schedule="linear", eps=1e-2)
   return Config(model=model, mesh=mesh, optimizer=optimizer, train=TrainConfig(steps=10, batch_size=B, z_loss=1e-4, **train))
 
 
@@ -47,8 +49,8 @@ def make_batch(seed=0):
 
 def run_steps(config, devices, steps=3):
   mesh = make_mesh(config.mesh, devices)
-  state = make_init(config, mesh)[0]()
-  step, losses = make_train_step(config, mesh), []
+  init, abstract = make_init(config, mesh)
+  state, step, losses = init(), make_train_step(config, mesh, abstract), []
   for n in range(steps):
     state, metrics = step(state, put_batch(make_batch(n), mesh))
     losses.append(jax.tree.map(np.asarray, metrics))
@@ -61,7 +63,7 @@ def test_eight_devices_give_one_devices_losses(name, mesh):
   one = run_steps(make_config(VARIANTS[name]), jax.devices()[:1])
   many = run_steps(make_config(VARIANTS[name], MeshConfig(*mesh)), jax.devices())
   chex.assert_trees_all_close(one[1], many[1], rtol=2e-5)
-  chex.assert_trees_all_close(one[0], many[0], atol=2e-4)
+  chex.assert_trees_all_close(one[0], many[0], atol=2e-6)
   assert one[1][0]["loss"] != one[1][2]["loss"]
 
 
@@ -72,7 +74,7 @@ def test_accumulation_equals_the_full_batch(devices):
   full = run_steps(make_config(mesh=mesh), jax.devices()[:devices])
   split = run_steps(make_config(mesh=mesh, accumulation=4), jax.devices()[:devices])
   chex.assert_trees_all_close(full[1], split[1], rtol=2e-5)
-  chex.assert_trees_all_close(full[0], split[0], atol=2e-4)
+  chex.assert_trees_all_close(full[0], split[0], atol=2e-6)
 
 
 def test_parameters_and_optimizer_are_sharded():
@@ -89,15 +91,10 @@ def test_gradient_of_the_embedding_is_reduced_once():
   """No collective inside the loss's chunk loop: the compiled step has none in a while body that the layers' scan does not own."""
   config = make_config(mesh=MeshConfig(data=8))
   mesh = make_mesh(config.mesh)
-  init, abstract = make_init(config, mesh)
-  from diffjax.parallel.mesh import sharded_cross_entropy
-
   loss = sharded_cross_entropy(mesh)
-  hidden = jax.numpy.ones((B, T, 32))
-  embedding = jax.numpy.ones((64, 32))
-  batch = put_batch(make_batch(), mesh)
-  compiled = jax.jit(jax.grad(lambda e, h: loss(h, e, batch["targets"], batch["weights"])[0], argnums=(0, 1))).lower(embedding, hidden).compile()
-  text = compiled.as_text()
+  batch = put_batch(make_batch() | {"hidden": np.ones((B, T, 32), np.float32)}, mesh)
+  gradient = jax.jit(jax.grad(lambda embedding, batch: loss(batch["hidden"], embedding, batch["targets"], batch["weights"])[0]))
+  text = gradient.lower(np.ones((64, 32), np.float32), batch).compile().as_text()
   assert "all-reduce" in text
   bodies = [block for block in text.split("\n\n") if "region" in block.split("\n")[0] and "body" in block.split("\n")[0]]
   assert not any("all-reduce" in body for body in bodies)
@@ -135,4 +132,4 @@ def test_widths_that_fsdp_does_not_divide():
 def test_batch_that_the_devices_cannot_share():
   config = dataclasses.replace(make_config(), train=TrainConfig(batch_size=12))
   with pytest.raises(UserError, match="batch_size = 12 .* multiple of 8"):
-    make_train_step(config, make_mesh(config.mesh))
+    make_train_step(config, make_mesh(config.mesh), None)

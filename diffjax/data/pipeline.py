@@ -1,0 +1,344 @@
+"""Batches for training and validation.
+
+Prepared: global batch n is rows n·B … n·B + B − 1 of a seeded shuffle that is repeated for ever and reshuffled every epoch; process p of P
+takes its p-th contiguous slice. So batches depend on seed and n alone, not on workers, processes or restarts; n is all there is to save.
+
+Streamed: documents are read, tokenised and packed on the way, by Grain. Deterministic, and resumable with the same numbers of workers and
+processes; with others Grain would silently give other data, so that such a resume is refused.
+"""
+
+import abc
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+import numpy as np
+from absl import flags
+
+from diffjax.config import Config, DataConfig, UserError
+from diffjax.data import packing, prepared, sources
+from diffjax.data.packing import Batch, Row
+from diffjax.data.progress import say
+from diffjax.data.tokenizer import Tokenizer
+
+_EMPTY_ROW = packing.decode_row(b"\0\0\0\0")
+_PREFETCH = 4  # batches read ahead; more would only cost memory
+
+
+class TrainingBatches(abc.ABC):
+  """This process's rows of the global batches, for ever."""
+
+  def __init__(self) -> None:
+    self._iterator: grain.DatasetIterator | None = None
+
+  def __iter__(self) -> Iterator[Batch]:
+    return self
+
+  @abc.abstractmethod
+  def __next__(self) -> Batch:
+    """The next batch, arrays of [B / processes, T]."""
+
+  @abc.abstractmethod
+  def get_state(self) -> dict[str, Any]:
+    """What to save (JSON-able): describes exactly the batches handed out, whatever has been read ahead."""
+
+  @abc.abstractmethod
+  def set_state(self, state: dict[str, Any]) -> None:
+    """Goes on from a saved state.
+
+    Raises:
+      UserError: if the state is of other data; names the fields that differ.
+    """
+
+  def close(self) -> None:
+    """Stops worker processes."""
+    if self._iterator is not None:
+      self._iterator.close()
+      self._iterator = None
+
+
+def training_batches(config: Config, *, process_index: int = 0, process_count: int = 1) -> TrainingBatches:
+  """Opens the training data.
+
+  Args:
+    config: The run's config. Rows that are not prepared yet are prepared now, if this is the only process.
+    process_index: Which process of the run this is.
+    process_count: Number of processes; must divide config.train.batch_size.
+
+  Returns:
+    The iterator.
+
+  Raises:
+    UserError: for bad sources, rows that are not prepared, or a batch that does not divide.
+  """
+  if config.train.batch_size % process_count:
+    raise UserError(f"config.train.batch_size = {config.train.batch_size}: must be divisible by the number of processes, {process_count}")
+  if config.data.num_workers and not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()  # Grain's workers read flags; outside absl.app.run nobody has parsed them
+  make = _PreparedBatches if config.data.mode == "prepared" else _StreamedBatches
+  return make(config, process_index, process_count)
+
+
+def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
+  """Checks that a model's vocabulary is the tokenizer's, padded by less than 256 so that it may be sharded.
+
+  Raises:
+    UserError: naming both fields, both numbers and what to set.
+  """
+  vocab_size = config.model.vocab_size
+  if not tokenizer.vocab_size <= vocab_size < tokenizer.vocab_size + 256:
+    padded = -(-tokenizer.vocab_size // 128) * 128
+    choice = f"{tokenizer.vocab_size}" + (f", or {padded}, which shards evenly" if padded != tokenizer.vocab_size else "")
+    raise UserError(f"config.model.vocab_size = {vocab_size}: config.data.tokenizer = {tokenizer.spec!r} has {tokenizer.vocab_size} "
+                    f"tokens, so it must be at least that and less than {tokenizer.vocab_size + 256}; set it to {choice}")
+
+
+def _plain(batch: Batch) -> Batch:
+  """Arrays of our own: workers hand over shared memory, which has to be given back soon."""
+  return {key: np.array(value) if type(value) is not np.ndarray else value for key, value in batch.items()}
+
+
+def _refuse_other(state: dict[str, Any], own: dict[str, Any], fields: dict[str, str]) -> None:
+  """Raises UserError for the first fields of a saved state that differ from this run's."""
+  differ = [f"{name} was {state.get(key)!r} and is {own[key]!r}" for key, name in fields.items() if state.get(key) != own[key]]
+  if differ:
+    raise UserError(f"cannot go on in the data from this checkpoint: {'; '.join(differ)}; set the fields back, or start a new workdir")
+
+
+# --- Prepared ---
+
+
+def _open_rows(config: DataConfig, split: str, process_count: int) -> tuple[list[prepared.PreparedRows], list[float]]:
+  """The rows of each component of a split, and their weights; prepared first where this process may."""
+  found = prepared.targets(config)
+  if not all(prepared.is_prepared(target) for target in found):
+    if process_count > 1:
+      missing = next(target.directory for target in found if not prepared.is_prepared(target))
+      raise UserError(f"config.data.mode = 'prepared': rows are not prepared ({missing}), and several processes do not prepare; "
+                      "run python -m diffjax.prepare with the same --config flags first, or set config.data.mode to 'streamed'")
+    say("rows are not prepared yet; preparing them once (python -m diffjax.prepare does this ahead of time)")
+    found = prepared.prepare(config)
+  mine = [target for target in found if split in target.splits]
+  rows = [prepared.PreparedRows(target, split) for target in mine]
+  for target, component in zip(mine, rows, strict=True):
+    if not len(component):
+      raise UserError(f"config.data.source: {target.spec!r} has no {split} rows ({target.directory}): set config.data.validation_source, "
+                      f"or raise config.data.validation_fraction = {config.validation_fraction} (it holds out too few documents)")
+  return rows, [target.weight for target in mine]
+
+
+class _GlobalBatches:
+  """Random access to this process's slice of every global batch, for Grain to read with threads and workers."""
+
+  def __init__(self, rows: grain.MapDataset, length: int, batch_size: int, start: int, stop: int):
+    self._rows, self._length, self._batch_size, self._start, self._stop = rows, length, batch_size, start, stop
+
+  def __len__(self) -> int:
+    return sys.maxsize // self._batch_size
+
+  def __getitem__(self, index: int) -> Batch:
+    first = index * self._batch_size
+    return packing.make_batch([self._rows[first + offset] for offset in range(self._start, self._stop)], self._length)
+
+
+class _PreparedBatches(TrainingBatches):
+  """Batch n is a function of the rows, the seed and n."""
+
+  _FIELDS = {"kind": "config.data.mode", "dataset": "the data (config.data.source, tokenizer, length or packing)",
+             "seed": "config.data.seed", "batch_size": "config.train.batch_size"}
+
+  def __init__(self, config: Config, process_index: int, process_count: int):
+    super().__init__()
+    rows, weights = _open_rows(config.data, "train", process_count)
+    # A seed apart for each component: equal sources must not march in step
+    shuffled = [grain.MapDataset.source(component).seed(config.data.seed + index).shuffle().repeat(None)
+                for index, component in enumerate(rows)]
+    mixed = shuffled[0] if len(shuffled) == 1 else grain.MapDataset.mix(shuffled, weights)
+    share = config.train.batch_size // process_count
+    self._batches = _GlobalBatches(mixed, config.data.length, config.train.batch_size, process_index * share, (process_index + 1) * share)
+    self._num_workers = config.data.num_workers
+    fingerprint = hashlib.sha256(json.dumps([[component.fingerprint for component in rows], weights]).encode()).hexdigest()
+    self._identity = {"kind": "prepared", "dataset": fingerprint, "seed": config.data.seed, "batch_size": config.train.batch_size}
+    self._batch = 0
+
+  def __next__(self) -> Batch:
+    if self._iterator is None:
+      reading = grain.ReadOptions(num_threads=2, prefetch_buffer_size=_PREFETCH)
+      dataset = grain.MapDataset.source(self._batches)[self._batch:].to_iter_dataset(reading)
+      dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=self._num_workers, per_worker_buffer_size=2))
+      self._iterator = iter(dataset)
+    batch = _plain(next(self._iterator))
+    self._batch += 1
+    return batch
+
+  def get_state(self) -> dict[str, Any]:
+    return {"batch": self._batch, **self._identity}
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    _refuse_other(state, self._identity, self._FIELDS)
+    self.close()
+    self._batch = state["batch"]
+
+
+# --- Streamed ---
+
+
+def _stream(config: DataConfig, split: str, process_index: int = 0, process_count: int = 1, repeat: bool = True) -> grain.IterDataset[Row]:
+  """Rows of a split, tokenised and packed on the way; shuffled and repeated for ever, or once in order."""
+  spec, field = (config.validation_source, "data.validation_source") if split == "validation" and config.validation_source else (
+    config.source, "data.source")
+  components = sources.parse_mixture(spec, field)
+  streams = []
+  for index, component in enumerate(components):
+    source = sources.documents(component.spec, split, config)
+    parts = grain.MapDataset.source(source.parts)
+    if repeat:
+      if len(source.parts) < process_count:
+        raise UserError(f"config.{field}: {component.spec!r} has {len(source.parts)} parts to stream (files, row groups or runs of "
+                        f"records), fewer than the {process_count} processes; split its files, or set config.data.mode to 'prepared'")
+      parts = parts.seed(config.seed + index).shuffle()[process_index::process_count].repeat(None)
+    documents = packing.Documents(parts.to_iter_dataset(grain.ReadOptions(num_threads=0)), source.read)
+    streams.append(packing.pack(documents.map(packing.Tokenize(config.tokenizer)), config.length, config.packing))
+  if len(streams) == 1:
+    return streams[0]
+  return grain.IterDataset.mix(streams, [component.weight for component in components])
+
+
+class _MakeBatch:
+  """Rows to a batch, as Grain's batch_fn."""
+
+  def __init__(self, length: int):
+    self._length = length
+
+  def __call__(self, rows: Any) -> Batch:
+    return packing.make_batch(list(rows), self._length)
+
+
+class _StreamedBatches(TrainingBatches):
+  """Batches off a Grain pipeline, saved as the pipeline's own state."""
+
+  _FIELDS = {"kind": "config.data.mode", "num_workers": "config.data.num_workers", "processes": "the number of processes",
+             "dataset": "the data (config.data or config.train.batch_size)", "grain": "the version of Grain"}
+
+  def __init__(self, config: Config, process_index: int, process_count: int):
+    super().__init__()
+    self._dataset = streamed_dataset(config, process_index, process_count)
+    self._iterator = iter(self._dataset)
+    data = config.data
+    description = [data.source, data.validation_source, data.validation_fraction, data.text_field, data.length, data.packing, data.seed,
+                   packing.load_once(data.tokenizer).fingerprint, config.train.batch_size]
+    self._identity = {"kind": "streamed", "num_workers": data.num_workers, "processes": process_count, "grain": grain.__version__,
+                      "dataset": hashlib.sha256(json.dumps(description).encode()).hexdigest()}
+
+  def __next__(self) -> Batch:
+    assert self._iterator is not None, "closed"
+    return _plain(next(self._iterator))
+
+  def get_state(self) -> dict[str, Any]:
+    assert self._iterator is not None, "closed"
+    return {**self._identity, "grain_state": json.loads(json.dumps(self._iterator.get_state()))}
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    _refuse_other(state, self._identity, self._FIELDS)
+    self.close()
+    self._iterator = iter(self._dataset)
+    self._iterator.set_state(_with_tuples(state["grain_state"]))
+
+
+def streamed_dataset(config: Config, process_index: int = 0, process_count: int = 1, repeat: bool = True) -> grain.IterDataset[Batch]:
+  """The Grain dataset behind streamed training batches.
+
+  Args:
+    config: The run's config.
+    process_index: Which process of the run this is.
+    process_count: Number of processes.
+    repeat: False for one pass, in order.
+
+  Returns:
+    Dataset of batches.
+  """
+  rows = _stream(config.data, "train", process_index, process_count, repeat)
+  batches = rows.batch(config.train.batch_size // process_count, drop_remainder=True, batch_fn=_MakeBatch(config.data.length))
+  # Workers pack and batch too, each with parts of its own, so that only whole batches travel between processes. The order depends on their
+  # number, which the saved state therefore names.
+  if config.data.num_workers:
+    return batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=config.data.num_workers, per_worker_buffer_size=2))
+  return grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=_PREFETCH)
+
+
+def _with_tuples(state: Any) -> Any:
+  """Undoes what JSON does to Grain's state: ConcatThenSplit compares its slices with tuples."""
+  if isinstance(state, dict):
+    return {key: {name: tuple(value) for name, value in item.items()} if key == "remainder_slices" else _with_tuples(item)
+            for key, item in state.items()}
+  return [_with_tuples(item) for item in state] if isinstance(state, list) else state
+
+
+# --- Validation ---
+
+
+class ValidationBatches:
+  """The same rows in the same order at every evaluation; iterate as often as you like."""
+
+  def __init__(self, rows: Any, count: int, length: int, batch_size: int, process_index: int, process_count: int):
+    self._rows, self._count, self._length = rows, count, length
+    self._batch_size = batch_size
+    share = batch_size // process_count
+    self._start, self._stop = process_index * share, (process_index + 1) * share
+
+  @property
+  def rows(self) -> int:
+    """Rows in all, over all processes and without padding."""
+    return self._count
+
+  def __len__(self) -> int:
+    return -(-self._count // self._batch_size)
+
+  def __iter__(self) -> Iterator[Batch]:
+    for first in range(0, self._count, self._batch_size):
+      indices = range(first + self._start, first + self._stop)
+      yield packing.make_batch([self._rows[index] if index < self._count else _EMPTY_ROW for index in indices], self._length)
+
+
+def validation_batches(config: Config, batch_size: int, *, process_index: int = 0, process_count: int = 1) -> ValidationBatches:
+  """Opens the validation data: the first config.eval.rows rows (−1: all) of a fixed order, the last batch padded with rows of weight 0.
+
+  Prepared rows are shuffled once, with one seed for every run, so that a few rows are a fair sample of all documents; a mixture's rows come
+  in proportion to its weights, as far as its shortest component reaches. Streamed rows come in the order of the documents.
+
+  Args:
+    config: The run's config.
+    batch_size: Rows of a global batch.
+    process_index: Which process of the run this is.
+    process_count: Number of processes; must divide batch_size.
+
+  Returns:
+    The batches, of which every process has equally many.
+
+  Raises:
+    UserError: as training_batches.
+  """
+  if batch_size % process_count:
+    raise UserError(f"validation batch of {batch_size} rows: must be divisible by the number of processes, {process_count}")
+  rows: Any
+  if config.data.mode == "prepared":
+    components, weights = _open_rows(config.data, "validation", process_count)
+    shuffled = [grain.MapDataset.source(component).seed(index).shuffle() for index, component in enumerate(components)]
+    rows = shuffled[0] if len(shuffled) == 1 else grain.MapDataset.mix(shuffled, weights)
+    count = len(rows)
+  else:
+    rows = []
+    for row in _stream(config.data, "validation", repeat=False):
+      if len(rows) == config.eval.rows:
+        break
+      rows.append(row)
+    count = len(rows)
+    if not rows:
+      raise UserError("config.data.source: holds no validation documents: set config.data.validation_source, or raise "
+                      f"config.data.validation_fraction = {config.data.validation_fraction}")
+  if config.eval.rows >= 0:
+    count = min(count, config.eval.rows)
+  return ValidationBatches(rows, count, config.data.length, batch_size, process_index, process_count)

@@ -1,0 +1,374 @@
+"""Prepared rows: tokenised, packed and written once, as ArrayRecord shards and a meta.json beside them.
+
+The rows depend on the source, the tokenizer, the length and the packing alone: a shard is a fixed run of the source's parts, whoever
+writes it. A shard gets its name when it is whole, so that preparing goes on where it was stopped. The sources of a mixture are prepared
+apart and mixed when they are read, so that weights may change without preparing again.
+"""
+
+import bisect
+import concurrent.futures
+import dataclasses
+import functools
+import glob
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import grain
+
+from diffjax.config import DataConfig, UserError
+from diffjax.data import packing, sources
+from diffjax.data.cache import cache_directory
+from diffjax.data.progress import Progress, say
+from diffjax.data.tokenizer import load_tokenizer
+
+_FORMAT = 1
+# Shards at most. Validation has few, because the last rows of a shard are not full
+_MAX_SHARDS = {"train": 1024, "validation": 16}
+# What the fields of meta.json are called in a config
+_FIELDS = {"source": "data.source", "text_field": "data.text_field", "validation_fraction": "data.validation_fraction",
+           "tokenizer": "data.tokenizer", "length": "data.length", "packing": "data.packing", "format": "(diffjax's own format)",
+           "splits": "data.validation_source"}
+_COMMAND = "python -m diffjax.prepare with the same --config flags"
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+  """One source's rows: what they are made of and where they lie."""
+
+  spec: str
+  weight: float
+  splits: tuple[str, ...]
+  directory: str
+  description: dict[str, Any]
+
+
+def targets(config: DataConfig) -> list[Target]:
+  """The directories of rows that a config needs.
+
+  Raises:
+    UserError: for a bad source, or a prepared_dir that is not local.
+  """
+  if "://" in config.prepared_dir:
+    raise UserError(f"config.data.prepared_dir = {config.prepared_dir!r}: must be a local path, because ArrayRecord files are read at "
+                    "random; copy the rows to a disk, or mount the bucket")
+  if config.validation_source:
+    wanted = [(component, ("train",)) for component in sources.parse_mixture(config.source)]
+    wanted += [(component, ("validation",)) for component in sources.parse_mixture(config.validation_source, "data.validation_source")]
+  else:
+    wanted = [(component, ("train", "validation")) for component in sources.parse_mixture(config.source)]
+  fingerprint = load_tokenizer(config.tokenizer).fingerprint
+  out = []
+  for component, splits in wanted:
+    description = {"format": _FORMAT, "source": component.spec, "text_field": config.text_field, "splits": list(splits),
+                   "validation_fraction": None if config.validation_source else config.validation_fraction,
+                   "tokenizer": fingerprint, "length": config.length, "packing": config.packing}
+    name = re.sub(r"[^A-Za-z0-9]+", "-", component.spec).strip("-")[:40]
+    if not config.prepared_dir:
+      whole = {**description, "identity": _identity(component.spec, splits, config)}
+      directory = os.fspath(cache_directory("prepared", f"{name}-{_digest(whole)[:16]}"))
+    elif len(wanted) == 1:
+      directory = os.path.expanduser(config.prepared_dir)
+    else:
+      directory = os.path.join(os.path.expanduser(config.prepared_dir), f"{name}-{_digest([component.spec, splits])[:8]}")
+    out.append(Target(component.spec, component.weight, splits, directory, description))
+  return out
+
+
+def _identity(spec: str, splits: Sequence[str], config: DataConfig) -> dict[str, Any]:
+  return {split: sources.documents(spec, split, config).identity for split in splits}
+
+
+def _digest(value: Any) -> str:
+  return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _read_meta(target: Target) -> dict[str, Any] | None:
+  """The directory's meta.json, checked against what the config asks for."""
+  path = os.path.join(target.directory, "meta.json")
+  try:
+    with open(path) as file:
+      meta = json.load(file)
+    stored = meta["description"]
+  except (FileNotFoundError, NotADirectoryError):
+    return None
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise UserError(f"{path}: cannot be read ({error}); delete {target.directory} and prepare again") from error
+  differ = [f"config.{_FIELDS[key]} (there {stored.get(key)!r}, asked for {value!r})"
+            for key, value in target.description.items() if stored.get(key) != value]
+  if differ:
+    raise UserError(f"config.data.prepared_dir: {target.directory} holds other rows: {'; '.join(differ)}; "
+                    "set config.data.prepared_dir to another directory, or the fields to what is there")
+  return meta
+
+
+def is_prepared(target: Target) -> bool:
+  """Whether all rows of a target are there.
+
+  Raises:
+    UserError: if other rows are.
+  """
+  meta = _read_meta(target)
+  return meta is not None and meta["complete"]
+
+
+def prepare(config: DataConfig, workers: int = 0) -> list[Target]:
+  """Writes what is missing of the rows that a config needs.
+
+  Args:
+    config: The data fields.
+    workers: Processes that tokenise and write; 0 for one a CPU. The rows are the same for any number.
+
+  Returns:
+    The targets, all prepared.
+
+  Raises:
+    UserError: for bad sources, documents or tokenizers, or a directory that holds other rows.
+  """
+  found = targets(config)
+  for target in found:
+    try:
+      _prepare(target, config, workers or os.cpu_count() or 1)
+    except OSError as error:
+      raise UserError(f"{target.directory}: cannot write prepared rows ({error}); "
+                      "config.data.prepared_dir chooses another place") from error
+  return found
+
+
+def _prepare(target: Target, config: DataConfig, workers: int) -> None:
+  meta = _read_meta(target)
+  identity = _identity(target.spec, target.splits, config)
+  if meta and meta["identity"] != identity:
+    raise UserError(f"{target.directory}: was prepared when {target.spec!r} held other files (names, sizes or times have changed); "
+                    "delete it, or set config.data.prepared_dir to another directory")
+  if meta and meta["complete"]:
+    say(f"{target.spec}: already prepared: {target.directory}")
+    return
+  os.makedirs(target.directory, exist_ok=True)
+  if not meta:
+    meta = {"complete": False, "description": target.description, "identity": identity, "tokenizer_spec": config.tokenizer}
+    _write_json(os.path.join(target.directory, "meta.json"), meta)
+
+  start = time.monotonic()
+  shards = []
+  for split in target.splits:
+    count = len(sources.documents(target.spec, split, config).parts)
+    number = min(count, _MAX_SHARDS[split])
+    bounds = [count * index // number for index in range(number + 1)]
+    shards += [_Shard(target.directory, target.spec, split, index, number, *bounds[index:index + 2]) for index in range(number)]
+  missing = [shard for shard in shards if not shard.is_whole()]
+  parts = sum(shard.stop - shard.start for shard in missing)
+  workers = min(workers, len(missing))
+  say(f"preparing {target.spec}, {len(missing)} of {len(shards)} shards to write, with {max(workers, 1)} "
+      f"worker{'s' * (workers > 1)}: {target.directory}")
+  with Progress(f"preparing {target.spec}", parts) as progress:
+    if workers > 1:
+      _write_in_processes(missing, config, workers, progress)
+    else:
+      counter = _Counter([0, 0], threading.Lock(), progress)
+      for shard in missing:
+        _write_shard(shard, config, counter)
+
+  meta["splits"] = {split: _totals([shard for shard in shards if shard.split == split]) for split in target.splits}
+  train = meta["splits"].get("train")
+  if train and not train["rows"]:
+    raise UserError(f"config.data.source {target.spec!r}: empty: no document to train on (documents without text do not count, and "
+                    f"config.data.validation_fraction = {config.validation_fraction} are held out)")
+  for split, totals in meta["splits"].items():
+    totals["fingerprint"] = _digest([target.description, split, totals.pop("digests")])
+  _write_json(os.path.join(target.directory, "meta.json"), {**meta, "complete": True})
+  _remove_leftovers(target.directory)
+  seconds = time.monotonic() - start
+  for split, totals in meta["splits"].items():
+    fill = totals["tokens"] / max(1, totals["rows"] * (config.length + 1))
+    say(f"{target.spec}, {split}: {totals['documents']:,} documents ({totals['bytes']:,} bytes), {totals['tokens']:,} tokens, "
+        f"{totals['rows']:,} rows of {config.length} ({fill:.1%} full)")
+    if totals["replaced"]:
+      say(f"{target.spec}, {split}: {totals['replaced']:,} documents were not UTF-8; what could not be read became U+FFFD")
+  tokens = sum(totals["tokens"] for totals in meta["splits"].values())
+  say(f"{target.spec}: prepared in {seconds:.1f} s ({tokens / seconds / 1e6:.2f} M tokens/s)")
+
+
+def _remove_leftovers(directory: str) -> None:
+  """Removes what killed processes left half written."""
+  for path in glob.glob(os.path.join(glob.escape(directory), "*.tmp")):
+    try:
+      os.kill(int(path.split(".")[-2]), 0)
+    except ProcessLookupError:
+      os.remove(path)
+    except (ValueError, OSError):  # another user's process, or no file of ours
+      pass
+
+
+def _write_json(path: str, value: Any) -> None:
+  temporary = f"{path}.{os.getpid()}.tmp"
+  with open(temporary, "w") as file:
+    json.dump(value, file, indent=2)
+  os.replace(temporary, path)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shard:
+  """A run of a source's parts and the file that its rows go to."""
+
+  directory: str
+  spec: str
+  split: str
+  index: int
+  number: int
+  start: int
+  stop: int
+
+  @property
+  def path(self) -> str:
+    return os.path.join(self.directory, f"{self.split}-{self.index:05d}-of-{self.number:05d}.array_record")
+
+  def is_whole(self) -> bool:
+    return os.path.exists(self.path) and os.path.exists(f"{self.path}.json")
+
+  def totals(self) -> dict[str, Any]:
+    with open(f"{self.path}.json") as file:
+      return json.load(file)
+
+
+def _totals(shards: Sequence[_Shard]) -> dict[str, Any]:
+  each = [shard.totals() for shard in shards]
+  out = {key: sum(totals[key] for totals in each) for key in ("documents", "bytes", "replaced", "tokens", "rows")}
+  return {**out, "shard_rows": [totals["rows"] for totals in each], "digests": [totals["sha256"] for totals in each]}
+
+
+class _Counter:
+  """Parts and tokens done, over all workers; shown as they grow where a progress is given."""
+
+  def __init__(self, values: Any, lock: Any, progress: Progress | None = None):
+    self.values, self._lock, self._progress = values, lock, progress
+
+  def add(self, parts: int, tokens: int) -> None:
+    with self._lock:
+      self.values[0] += parts
+      self.values[1] += tokens
+    if self._progress:
+      self._progress.update(*self.values)
+
+
+def _write_shard(shard: _Shard, config: DataConfig, counter: _Counter) -> None:
+  """Tokenises, packs and writes; the names appear when all is on disk."""
+  from array_record.python import array_record_module
+
+  source = _source(shard.spec, shard.split, config)
+  vocab_size = packing.load_once(config.tokenizer).vocab_size
+  totals = {"documents": 0, "bytes": 0, "replaced": 0, "tokens": 0, "rows": 0}
+  digest = hashlib.sha256()
+
+  def read(part):
+    for document in source.read(part):
+      totals["documents"] += 1
+      totals["bytes"] += len(document.text) if document.text.isascii() else len(document.text.encode("utf-8"))
+      totals["replaced"] += document.replaced
+      yield document
+    counter.add(1, 0)
+
+  parts = grain.MapDataset.source(source.parts[shard.start:shard.stop]).to_iter_dataset(grain.ReadOptions(num_threads=0))
+  documents = packing.Documents(parts, read).map(packing.Tokenize(config.tokenizer))
+  temporary = f"{shard.path}.{os.getpid()}.tmp"
+  writer = array_record_module.ArrayRecordWriter(temporary, "group_size:1")
+  try:
+    uncounted = 0
+    for row in packing.pack(documents, config.length, config.packing):
+      record = packing.encode_row(row, vocab_size)
+      writer.write(record)
+      digest.update(record)
+      totals["rows"] += 1
+      totals["tokens"] += len(row.tokens)
+      uncounted += len(row.tokens)
+      if uncounted > 100_000:
+        counter.add(0, uncounted)
+        uncounted = 0
+    counter.add(0, uncounted)
+  finally:
+    writer.close()
+  _write_json(f"{shard.path}.json", {**totals, "sha256": digest.hexdigest()})
+  os.replace(temporary, shard.path)
+
+
+@functools.lru_cache(maxsize=8)
+def _source(spec: str, split: str, config: DataConfig) -> sources.Source:
+  return sources.documents(spec, split, config)
+
+
+_worker_counter: _Counter | None = None  # set in worker processes only
+
+
+def _write_in_processes(shards: Sequence[_Shard], config: DataConfig, workers: int, progress: Progress) -> None:
+  context = multiprocessing.get_context("spawn")  # forking a process that holds JAX's threads may hang
+  values, lock = context.Array("q", 2, lock=False), context.Lock()
+  with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (values, lock)) as pool:
+    waiting = {pool.submit(_write_shard_in_worker, shard, config) for shard in shards}
+    try:
+      while waiting:
+        done, waiting = concurrent.futures.wait(waiting, timeout=0.5, return_when=concurrent.futures.FIRST_EXCEPTION)
+        for future in done:
+          future.result()
+        progress.update(*values)
+    except concurrent.futures.process.BrokenProcessPool as error:
+      raise UserError("a worker died while preparing (out of memory?); "
+                      "run the same command again, with fewer --workers, to go on") from error
+    finally:
+      pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_worker(values: Any, lock: Any) -> None:
+  global _worker_counter
+  _worker_counter = _Counter(values, lock)
+  parent = multiprocessing.parent_process()
+  assert parent is not None
+
+  def leave_with_parent():
+    parent.join()
+    os._exit(1)  # a killed parent would leave its workers waiting for ever
+
+  threading.Thread(target=leave_with_parent, daemon=True).start()
+
+
+def _write_shard_in_worker(shard: _Shard, config: DataConfig) -> None:
+  assert _worker_counter is not None
+  _write_shard(shard, config, _worker_counter)
+
+
+class PreparedRows:
+  """Rows of one split of a target, by index: a random-access source for Grain.
+
+  Attributes:
+    fingerprint: sha256 (hex) of the rows.
+  """
+
+  def __init__(self, target: Target, split: str):
+    meta = _read_meta(target)
+    if not (meta and meta["complete"]):
+      raise UserError(f"{target.directory}: rows of {target.spec!r} are not prepared (or not to the end); run {_COMMAND}")
+    counts = meta["splits"][split]["shard_rows"]
+    self.fingerprint = meta["splits"][split]["fingerprint"]
+    self._paths = [f"{_Shard(target.directory, target.spec, split, index, len(counts), 0, 0).path}[0:{rows}]"
+                   for index, rows in enumerate(counts) if rows]
+    self._ends = list(itertools.accumulate(rows for rows in counts if rows))
+    self._source = grain.sources.ArrayRecordDataSource(self._paths) if self._paths else None
+
+  def __len__(self) -> int:
+    return self._ends[-1] if self._ends else 0
+
+  def __getitem__(self, index: int) -> packing.Row:
+    try:
+      return packing.decode_row(self._source[index])
+    except Exception as error:  # ArrayRecord raises bare exceptions for missing and damaged files alike
+      shard = bisect.bisect_right(self._ends, index)
+      path = self._paths[shard].rpartition("[")[0]
+      number = index - (self._ends[shard - 1] if shard else 0)
+      raise UserError(f"{path}: row {number} cannot be read ({error}); delete this file and its directory's meta.json, "
+                      f"and run {_COMMAND}") from error

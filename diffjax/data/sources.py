@@ -1,0 +1,389 @@
+"""Where documents come from: TFDS datasets, text, JSONL and Parquet files, and the embedded standard library.
+
+A source is a list of parts, small pieces of work that any process can read on its own. Preparing spreads parts over workers; streaming
+shuffles them. A file source holds out its validation documents by the hash of their text, so that equal documents never land on both sides.
+"""
+
+from __future__ import annotations
+
+import abc
+import collections
+import functools
+import glob
+import gzip
+import hashlib
+import io
+import itertools
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from etils import epath
+
+from diffjax.config import DataConfig, UserError
+from diffjax.data import stdlib_corpus
+
+KINDS = "stdlib, tfds:NAME, text:GLOB, jsonl:GLOB (also .gz, .zst), parquet:GLOB"
+_TFDS_PART = 256  # documents
+_TEXT_PART = 1 << 20  # bytes
+_JSONL_PART = 64 << 20  # bytes
+
+
+class Component(NamedTuple):
+  """One source of a mixture and its share of the rows, which sum to 1."""
+
+  spec: str
+  weight: float
+
+
+class Document(NamedTuple):
+  """A document's text, and whether some of it was not UTF-8 and has been replaced."""
+
+  text: str
+  replaced: bool
+
+
+def parse_mixture(spec: str, field: str = "data.source") -> list[Component]:
+  """Reads "A" or "A=0.7,B=0.3".
+
+  Args:
+    spec: The value of the field.
+    field: Its name, for messages.
+
+  Returns:
+    The components, weights normalised to sum to 1.
+
+  Raises:
+    UserError: for an unknown kind, a missing, bad or zero weight, or a source named twice.
+  """
+  items = spec.split(",")
+  components = []
+  for item in items:
+    name, separator, weight = item.strip().rpartition("=")
+    try:
+      value = float(weight) if separator else None
+    except ValueError:
+      value = None
+    if value is None:
+      name, value = item.strip(), 1.0
+      if len(items) > 1:
+        raise UserError(f"config.{field} = {spec!r}: every source of a mixture needs a weight, as in 'A=0.7,B=0.3'; "
+                        f"{item.strip()!r} has none")
+    if not 0 < value < float("inf"):
+      raise UserError(f"config.{field} = {spec!r}: the weight of {name!r} must be a positive number; got {weight}")
+    kind, _, argument = name.partition(":")
+    if kind not in _KINDS or bool(argument) != (kind != "stdlib"):
+      raise UserError(f"config.{field} = {spec!r}: {name!r} is no source; the kinds are {KINDS}")
+    components.append(Component(name, value))
+  twice = [name for name, count in collections.Counter(component.spec for component in components).items() if count > 1]
+  if twice:
+    raise UserError(f"config.{field} = {spec!r}: {twice[0]!r} stands there twice; add up its weights")
+  total = sum(component.weight for component in components)
+  return [Component(name, weight / total) for name, weight in components]
+
+
+def documents(spec: str, split: str, config: DataConfig) -> Source:
+  """Opens one source.
+
+  Args:
+    spec: A single source, e.g. "jsonl:/data/*.jsonl.zst".
+    split: "train" or "validation". With config.validation_source, each side takes whole file sources; without, validation is the source's
+      validation split, or the share config.validation_fraction of its documents, which train then lacks.
+    config: The data fields.
+
+  Returns:
+    The source.
+
+  Raises:
+    UserError: if it does not exist, is empty or has no text field.
+  """
+  kind, _, argument = spec.partition(":")
+  return _KINDS[kind](spec, argument, split, config)
+
+
+class Source(abc.ABC):
+  """Documents, in parts.
+
+  Attributes:
+    parts: Tuples that ``read`` understands; any process may read any part.
+    identity: What the documents are (JSON-able): names, sizes, times, versions. Changes when they do.
+  """
+
+  parts: list[tuple]
+  identity: dict[str, Any]
+
+  def __init__(self, spec: str, split: str, config: DataConfig):
+    self.spec = spec
+    self._field = config.text_field
+    self._split = split
+    # None: no part of the documents is held out
+    self._held_out = None if config.validation_source else config.validation_fraction
+
+  def read(self, part: tuple) -> Iterator[Document]:
+    """Yields the part's documents, in order; empty ones are skipped.
+
+    Raises:
+      UserError: naming file and place, for what cannot be read.
+    """
+    for document in self._read(part):
+      if document.text and self._keeps(document.text):
+        yield document
+
+  def _keeps(self, text: str) -> bool:
+    if self._held_out is None:
+      return True
+    return stdlib_corpus.held_out(hashlib.sha256(text.encode("utf-8")).digest(), self._held_out) == (self._split == "validation")
+
+  @abc.abstractmethod
+  def _read(self, part: tuple) -> Iterator[Document]:
+    """Every document of the part, empty and held-out ones too."""
+
+
+def _decode(raw: bytes | str | None) -> Document:
+  """Text that can be written as UTF-8, whatever was stored."""
+  if raw is None:
+    return Document("", False)
+  try:
+    if isinstance(raw, str):
+      raw.encode("utf-8")  # JSON may hold half a surrogate pair
+      return Document(raw, False)
+    return Document(raw.decode("utf-8"), False)
+  except UnicodeError:
+    raw = raw.encode("utf-8", errors="surrogatepass") if isinstance(raw, str) else raw
+    return Document(raw.decode("utf-8", errors="replace"), True)
+
+
+class _TfdsSource(Source):
+  """A TFDS dataset on disk, read without its code and without TensorFlow."""
+
+  def __init__(self, spec: str, name: str, split: str, config: DataConfig):
+    super().__init__(spec, split, config)
+    import tensorflow_datasets as tfds
+
+    if spec == "stdlib":
+      self._directory, self._field = os.fspath(stdlib_corpus.corpus_directory()), "text"
+    else:
+      self._directory = _find_tfds(spec, name, config.data_dir)
+    try:
+      info = tfds.builder_from_directory(self._directory).info
+      splits = {key: value.num_examples for key, value in info.splits.items()}
+    except Exception as error:  # whatever is wrong with the directory, TFDS has its own exception for it
+      raise UserError(f"config.data.source {spec!r}: {self._directory} is no whole TFDS dataset ({error})") from error
+    features = dict(info.features.items()) if hasattr(info.features, "items") else {}
+    feature = features.get(self._field)
+    if feature is None or feature.shape or np.dtype(feature.np_dtype).kind != "O":
+      raise UserError(f"config.data.source {spec!r}: config.data.text_field = {self._field!r} is no text in this dataset; "
+                      f"its features are {', '.join(f'{key} ({type(value).__name__})' for key, value in features.items())}")
+    native = splits.get("validation", 0) > 0
+    if native:
+      self._held_out = None
+      stored = split
+    elif split == "validation" and config.validation_source:  # all of a dataset named for validation alone
+      stored = "test" if splits.get("test") else "train"
+    else:
+      stored = "train"
+    if not splits.get(stored):
+      raise UserError(f"config.data.source {spec!r}: no documents in split {stored!r} of {self._directory}; "
+                      f"its splits are {', '.join(f'{key} ({count})' for key, count in splits.items()) or 'none'}")
+    self._stored_split = stored
+    self.parts = [(start, min(start + _TFDS_PART, splits[stored])) for start in range(0, splits[stored], _TFDS_PART)]
+    shards = {key: list(map(int, value.shard_lengths)) for key, value in info.splits.items()}
+    self.identity = {"dataset": info.full_name, "directory": self._directory, "shards": shards}
+
+  def _read(self, part: tuple) -> Iterator[Document]:
+    data = _tfds_data(self._directory, self._stored_split)
+    for index in range(*part):
+      yield _decode(data[index][self._field])
+
+
+@functools.lru_cache(maxsize=8)
+def _tfds_data(directory: str, split: str):
+  """Opened once a process: the parts of a source share it."""
+  import tensorflow_datasets as tfds
+
+  try:
+    return tfds.builder_from_directory(directory).as_data_source(split)
+  except NotImplementedError as error:
+    raise UserError(f"{directory} is not stored as ArrayRecord, which random access needs; where TensorFlow is installed, "
+                    f"tfds convert_format --dataset_version_dir={directory} --out_file_format=array_record adds it") from error
+
+
+def _find_tfds(spec: str, name: str, data_dir: str) -> str:
+  """Directory of the dataset's newest version (or of the one named, NAME:1.2.0)."""
+  root = epath.Path(data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
+  name, _, version = name.partition(":")
+  pattern = re.compile(r"\d+\.\d+\.\d+")
+  versions = [path for path in _children(root / name) if pattern.fullmatch(path.name) and (path / "dataset_info.json").exists()]
+  matching = [path for path in versions if version in ("", path.name)]
+  if not matching:
+    found = sorted({os.path.relpath(os.path.dirname(os.path.dirname(path)), os.fspath(root)) for path in
+                    itertools.chain(glob.iglob(f"{root}/*/*/dataset_info.json"), glob.iglob(f"{root}/*/*/*/dataset_info.json"))})
+    holds = f"it holds {', '.join(found)}" if found else "it holds no datasets"
+    if versions:
+      holds = f"{name} is there in the versions {', '.join(sorted(path.name for path in versions))}"
+    raise UserError(f"config.data.source {spec!r}: no such dataset in {root} (config.data.data_dir); {holds}")
+  return os.fspath(max(matching, key=lambda path: tuple(map(int, path.name.split(".")))))
+
+
+def _children(path: epath.Path) -> list[epath.Path]:
+  return list(path.iterdir()) if path.is_dir() else []
+
+
+class _FileSource(Source):
+  """Files that match a glob, sorted by name."""
+
+  def __init__(self, spec: str, pattern: str, split: str, config: DataConfig):
+    super().__init__(spec, split, config)
+    paths = _match(pattern)
+    if not paths:
+      raise UserError(f"config.data.source {spec!r}: no file matches {pattern!r} (current directory {os.getcwd()}; "
+                      "'**' crosses directories, as in 'text:/data/**/*.txt')")
+    stats = [(os.fspath(path), path.stat()) for path in paths]
+    self._files = [(name, stat.length) for name, stat in stats if stat.length]
+    if not self._files:
+      raise UserError(f"config.data.source {spec!r}: empty: the {len(paths)} files that match hold no bytes")
+    self.identity = {"files": hashlib.sha256(json.dumps([(name, stat.length, stat.mtime) for name, stat in stats]).encode()).hexdigest(),
+                     "count": len(stats)}
+    self.parts = self._make_parts()
+
+  @abc.abstractmethod
+  def _make_parts(self) -> list[tuple]:
+    """Pieces of about equal work."""
+
+
+def _match(pattern: str) -> list[epath.Path]:
+  """Files that match a glob, local or gs://."""
+  pattern = os.path.expanduser(pattern)
+  if "://" not in pattern:
+    return [epath.Path(name) for name in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(name)]
+  parts = pattern.split("/")
+  fixed = next((index for index, part in enumerate(parts) if any(letter in part for letter in "*?[")), len(parts) - 1)
+  root = epath.Path("/".join(parts[:fixed]))
+  return sorted((path for path in root.glob("/".join(parts[fixed:])) if path.is_file()), key=os.fspath)
+
+
+class _TextSource(_FileSource):
+  """One file, one document. A part is a run of files."""
+
+  def _make_parts(self) -> list[tuple]:
+    parts: list[list[str]] = []
+    room = 0
+    for name, size in self._files:
+      if size > room or not parts:
+        parts.append([])
+        room = _TEXT_PART
+      parts[-1].append(name)
+      room -= size
+    return [tuple(part) for part in parts]
+
+  def _read(self, part: tuple) -> Iterator[Document]:
+    for name in part:
+      yield _decode(epath.Path(name).read_bytes())
+
+
+class _JsonlSource(_FileSource):
+  """One line, one document. A part is a range of bytes, (name, start, stop), or a whole compressed file, (name, 0, None)."""
+
+  def _make_parts(self) -> list[tuple]:
+    parts: list[tuple] = []
+    for name, size in self._files:
+      if name.endswith((".gz", ".zst")):
+        parts.append((name, 0, None))
+      else:
+        parts += [(name, start, min(start + _JSONL_PART, size)) for start in range(0, size, _JSONL_PART)]
+    return parts
+
+  def _read(self, part: tuple) -> Iterator[Document]:
+    name, start, _ = part
+    for number, line in enumerate(_lines(*part)):
+      if not line.strip():
+        continue
+      line_text, replaced = _decode(line)
+      try:
+        record = json.loads(line_text)
+      except (ValueError, RecursionError) as error:
+        raise UserError(f"{_place(name, start, number)}: not JSON ({error})") from error
+      value = record.get(self._field, ...) if isinstance(record, dict) else ...
+      if value is not None and not isinstance(value, str):
+        fields = [f"{key} ({type(item).__name__})" for key, item in record.items()] if isinstance(record, dict) else []
+        raise UserError(f"{_place(name, start, number)}: config.data.text_field = {self._field!r} is no text here; "
+                        + (f"the fields are {', '.join(fields)}" if fields else "a line must be a JSON object"))
+      text, half = _decode(value)
+      yield Document(text, replaced or half)
+
+
+def _lines(name: str, start: int, stop: int | None) -> Iterator[bytes]:
+  """The lines that begin in [start, stop) of a file, or all lines of a compressed one."""
+  import pyarrow
+
+  with epath.Path(name).open("rb") as file:
+    try:
+      if name.endswith(".gz"):
+        yield from gzip.open(file)
+      elif name.endswith(".zst"):
+        # Not the zstandard package's reader, which takes a file that has been cut short for a whole one
+        yield from io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), 1 << 20)
+      else:
+        if start:  # the line that crosses the border belongs to the part before
+          file.seek(start - 1)
+          start += len(file.readline()) - 1
+        while start < stop:
+          line = file.readline()
+          start += len(line)
+          yield line
+    except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
+      raise UserError(f"{name}: cannot be read to its end ({error}); damaged or cut short?") from error
+
+
+def _place(name: str, start: int, number: int) -> str:
+  """file:line of the number-th line that begins at or after byte start."""
+  before = 0
+  if start:
+    with epath.Path(name).open("rb") as file:
+      before = sum(file.read(min(1 << 20, start - offset)).count(b"\n") for offset in range(0, start, 1 << 20))
+      file.seek(start - 1)
+      before += file.read(1) != b"\n"
+  return f"{name}:{before + number + 1}"
+
+
+class _ParquetSource(_FileSource):
+  """One row, one document. A part is a row group, (name, index)."""
+
+  def _make_parts(self) -> list[tuple]:
+    parts: list[tuple] = []
+    for name, _ in self._files:
+      metadata = _open_parquet(name).metadata
+      parts += [(name, index) for index in range(metadata.num_row_groups) if metadata.row_group(index).num_rows]
+    if not parts:
+      raise UserError(f"config.data.source {self.spec!r}: empty: its files hold no rows")
+    return parts
+
+  def _read(self, part: tuple) -> Iterator[Document]:
+    name, index = part
+    file = _open_parquet(name)
+    columns = file.schema_arrow.names
+    if self._field not in columns:
+      raise UserError(f"{name}: has no column config.data.text_field = {self._field!r}; its columns are {', '.join(columns)}")
+    for batch in file.iter_batches(batch_size=256, row_groups=[index], columns=[self._field]):
+      for value in batch.column(0).to_pylist():
+        if not isinstance(value, bytes | str | None):
+          kinds = ", ".join(f"{field.name} ({field.type})" for field in file.schema_arrow)
+          raise UserError(f"{name}: column config.data.text_field = {self._field!r} is not text; its columns are {kinds}")
+        yield _decode(value)
+
+
+def _open_parquet(name: str):
+  import pyarrow
+  import pyarrow.parquet
+
+  try:
+    return pyarrow.parquet.ParquetFile(epath.Path(name).open("rb"))
+  except (pyarrow.ArrowInvalid, OSError) as error:
+    raise UserError(f"{name}: not a Parquet file ({error})") from error
+
+
+_KINDS = {"stdlib": _TfdsSource, "tfds": _TfdsSource, "text": _TextSource, "jsonl": _JsonlSource, "parquet": _ParquetSource}

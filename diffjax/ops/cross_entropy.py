@@ -1,0 +1,177 @@
+"""Cross-entropy fused with the output projection: [B, T, N] logits never exist whole."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from diffjax.ops.varying import vary_like
+
+# Logits of a chunk by default: 32M float32 are 128 MiB. A small vocabulary fits in one chunk, and there the plain formula runs.
+_CHUNK_LOGITS = 1 << 25
+
+
+def fused_cross_entropy(
+  hidden: Float[Array, "B T E"],
+  embedding: Float[Array, "N E"],
+  targets: Int[Array, "B T"],
+  weights: Float[Array, "B T"],
+  *,
+  z_loss: float = 0.0,
+  chunk: int | None = None,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+  """Σ w·(nll + z_loss·lse²) over tokens, with nll = lse − logit of the target, lse = logsumexp(hidden·embeddingᵀ).
+
+  Chunks are cut along T, so that a batch axis on a mesh stays where it is. The gradients of hidden and embedding are made in the forward
+  pass, chunk by chunk, and only scaled in the backward pass. Inside `shard_map` an embedding that all devices share has its gradient
+  summed over them once, after the last chunk.
+
+  Args:
+    hidden: the decoder's output; its dtype is the matmuls' input dtype. Logits and sums are float32.
+    embedding: the output matrix, cast to hidden's dtype for the matmuls; its gradient is summed in float32.
+    targets: the next tokens; where the weight is 0 any integer will do.
+    weights: each token's weight in the sum.
+    z_loss: coefficient of lse² (PaLM's is 1e-4).
+    chunk: tokens of the batch seen here whose logits exist at once; None chooses 128 MiB of logits.
+
+  Returns:
+    The weighted sum, and the part of it that is z-loss (for reporting: no gradient flows through it). Divide by Σ w yourself, so that
+    accumulation over batches can divide by the sum over all of them.
+
+  Raises:
+    ValueError: shapes that do not fit, or a chunk below 1.
+  """
+  _check(hidden, embedding, targets, weights, chunk)
+  operands = (hidden, embedding, targets, weights)
+  hidden, embedding, targets, weights = (vary_like(x, *operands) for x in operands)
+  loss, z_sum = _fused(float(z_loss), chunk, hidden, embedding, targets, weights)
+  return loss, lax.stop_gradient(z_sum)
+
+
+def per_token_cross_entropy(
+  hidden: Float[Array, "B T E"], embedding: Float[Array, "N E"], targets: Int[Array, "B T"], *, chunk: int | None = None
+) -> Float[Array, "B T"]:
+  """The negative log-likelihood of every target, for evaluation: made to be cheap without a gradient.
+
+  Args:
+    hidden: the decoder's output.
+    embedding: the output matrix.
+    targets: the next tokens; where one is out of range the result is meaningless, not an error.
+    chunk: as in `fused_cross_entropy`.
+
+  Returns:
+    nll in nats, float32.
+
+  Raises:
+    ValueError: as `fused_cross_entropy`.
+  """
+  _check(hidden, embedding, targets, targets, chunk)
+  hidden, embedding, targets = (vary_like(x, hidden, embedding, targets) for x in (hidden, embedding, targets))
+  matrix = embedding.astype(hidden.dtype)
+
+  def step(carry, hidden, targets):
+    return carry, _negative_log_likelihood(_logits(hidden, matrix), targets)[0]
+
+  return _over_chunks(step, None, chunk, embedding.shape[0], hidden, targets)[1]
+
+
+def reference_cross_entropy(hidden, embedding, targets, weights, *, z_loss: float = 0.0):
+  """The plain formula of `fused_cross_entropy`, all logits at once: the definition, for tests and benchmarks."""
+  nll, lse = _negative_log_likelihood(_logits(hidden, embedding.astype(hidden.dtype)), targets)
+  z_sum = z_loss * jnp.sum(weights * jnp.square(lse))
+  return jnp.sum(weights * nll) + z_sum, lax.stop_gradient(z_sum)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _fused(z_loss: float, chunk: int | None, hidden, embedding, targets, weights):
+  matrix = embedding.astype(hidden.dtype)
+
+  def step(carry, hidden, targets, weights):
+    nll, lse = _negative_log_likelihood(_logits(hidden, matrix), targets)
+    return carry, (weights * nll, weights * jnp.square(lse))
+
+  nll, squares = _over_chunks(step, None, chunk, embedding.shape[0], hidden, targets, weights)[1]
+  z_sum = z_loss * jnp.sum(squares)
+  return jnp.sum(nll) + z_sum, z_sum
+
+
+def _fused_fwd(z_loss: float, chunk: int | None, hidden, embedding, targets, weights):
+  matrix = embedding.astype(hidden.dtype)
+  dtype = jnp.promote_types(jnp.float32, hidden.dtype)
+
+  def step(d_embedding, hidden, targets, weights):
+    logits = _logits(hidden, matrix)
+    nll, lse = _negative_log_likelihood(logits, targets)
+    probabilities = jnp.exp(logits - lse[..., None])
+    is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
+    d_logits = weights[..., None] * (probabilities * (1 + 2 * z_loss * lse[..., None]) - is_target)
+    d_logits = d_logits.astype(hidden.dtype)
+    d_hidden = jnp.einsum("btn,ne->bte", d_logits, matrix)
+    part = jnp.einsum("btn,bte->ne", d_logits, hidden, preferred_element_type=dtype)
+    return part if d_embedding is None else d_embedding + part, (d_hidden, nll, jnp.square(lse))
+
+  zeros = vary_like(jnp.zeros(embedding.shape, dtype), hidden, embedding, targets, weights)
+  d_embedding, (d_hidden, nll, squares) = _over_chunks(step, zeros, chunk, embedding.shape[0], hidden, targets, weights)
+  z_sum = z_loss * jnp.sum(weights * squares)
+  d_weights = (nll + z_loss * squares).astype(weights.dtype)
+  return (jnp.sum(weights * nll) + z_sum, z_sum), (d_hidden, d_embedding.astype(embedding.dtype), d_weights)
+
+
+def _fused_bwd(z_loss: float, chunk: int | None, saved, cotangents):
+  d_hidden, d_embedding, d_weights = (x * cotangents[0].astype(x.dtype) for x in saved)
+  return d_hidden, d_embedding, None, d_weights
+
+
+_fused.defvjp(_fused_fwd, _fused_bwd)
+
+
+def _over_chunks(step: Callable, carry: Any, chunk: int | None, vocabulary: int, *arrays: jax.Array) -> tuple[Any, Any]:
+  """Scans step(carry, *chunks of arrays along T); its outputs [B, t, …] come back as [B, T, …]."""
+  batch, length = arrays[0].shape[:2]
+  tokens = _CHUNK_LOGITS // vocabulary if chunk is None else chunk
+  size = min(length, max(1, tokens // batch))
+  num_chunks = -(-length // size)
+  if num_chunks == 1:
+    return step(None, *arrays)
+  size = -(-length // num_chunks)  # even chunks, so that little is padded
+  padding = num_chunks * size - length
+  # Padded tokens have weight 0 and target 0; their outputs are cut off.
+  arrays = tuple(jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)) for x in arrays)
+  carry, out = lax.scan(
+    lambda carry, start: step(carry, *(lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in arrays)),
+    carry,
+    jnp.arange(num_chunks) * size,
+  )
+  join = lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, num_chunks * size, *x.shape[3:])[:, :length]
+  return carry, jax.tree.map(join, out)
+
+
+def _logits(hidden: Float[Array, "B T E"], matrix: Float[Array, "N E"]) -> Float[Array, "B T N"]:
+  return jnp.einsum("bte,ne->btn", hidden, matrix, preferred_element_type=jnp.promote_types(jnp.float32, hidden.dtype))
+
+
+def _negative_log_likelihood(logits: Float[Array, "B T N"], targets: Int[Array, "B T"]) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+  """nll and lse. A target out of range reads some logit: its token must have weight 0."""
+  lse = jax.nn.logsumexp(logits, axis=-1)
+  targets = jnp.clip(targets, 0, logits.shape[-1] - 1)
+  return lse - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0], lse
+
+
+def _check(hidden, embedding, targets, weights, chunk) -> None:
+  if hidden.ndim != 3:
+    raise ValueError(f"hidden must be [B, T, E], got shape {hidden.shape}")
+  if embedding.ndim != 2 or embedding.shape[1] != hidden.shape[2]:
+    raise ValueError(f"embedding must be [N, E] with hidden's E = {hidden.shape[2]}, got shape {embedding.shape}")
+  for name, array in (("targets", targets), ("weights", weights)):
+    if array.shape != hidden.shape[:2]:
+      raise ValueError(f"{name} must be hidden's [B, T] = {hidden.shape[:2]}, got shape {array.shape}")
+  if not jnp.issubdtype(targets.dtype, jnp.integer):
+    raise ValueError(f"targets must be integers, got {targets.dtype}")
+  if chunk is not None and chunk < 1:
+    raise ValueError(f"chunk must be None or at least 1 token, got {chunk}")

@@ -1,0 +1,83 @@
+"""The definition of differential attention. It materialises both maps: for tests and measurements, not for training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from diffjax.ops.diff_attention import masks
+
+
+def attention_maps(
+  q: Float[Array, "B T H G D"],
+  k: Float[Array, "B S K M D"],
+  *,
+  q_segment_ids: Int[Array, "B T"] | None = None,
+  kv_segment_ids: Int[Array, "B S"] | None = None,
+  q_offset: int | Int[Array, "B"] = 0,
+  causal: bool = True,
+  window: int | None = None,
+  scale: float | None = None,
+  logits_transform: Callable[[Float[Array, "B H G T S"]], Float[Array, "B H G T S"]] | None = None,
+) -> Float[Array, "B H G T S"]:
+  """The softmax maps A_i of paper §1, in at least float32; a row without visible keys is zero.
+
+  Args:
+    q: queries of G maps.
+    k: keys; M = 1 shares them between the maps.
+    q_segment_ids: see `diff_attention`, like the arguments below.
+    kv_segment_ids: documents of the keys.
+    q_offset: position of the first query.
+    causal: whether queries see only keys up to their own position.
+    window: how many keys a query sees.
+    scale: factor on q·k; 1/√D by default.
+    logits_transform: applied to the scaled logits before mask and softmax, e.g. to quantise them.
+
+  Returns:
+    A[b, h, g, t, s], rows summing to one (or zero).
+  """
+  heads, num_maps = q.shape[2:4]
+  dtype = jnp.promote_types(jnp.float32, q.dtype)
+  k = jnp.repeat(jnp.repeat(k, heads // k.shape[2], axis=2), num_maps // k.shape[3], axis=3)
+  scale = q.shape[-1] ** -0.5 if scale is None else scale
+  logits = jnp.einsum("bthgd,bshgd->bhgts", q, k, preferred_element_type=dtype, precision=jax.lax.Precision.HIGHEST) * scale
+  if logits_transform is not None:
+    logits = logits_transform(logits)
+  mask = masks.visible(
+    masks.positions(q.shape[1], q_offset), masks.positions(k.shape[1], 0), q_segment_ids, kv_segment_ids, causal=causal, window=window
+  )
+  if mask is None:
+    return jax.nn.softmax(logits, axis=-1)
+  mask = mask[:, None, None]
+  # An empty row keeps its finite logits through the softmax and is zeroed after it: −∞ throughout would give NaN gradients.
+  any_key = jnp.any(mask, axis=-1, keepdims=True)
+  maps = jax.nn.softmax(masks.apply(mask | ~any_key, logits), axis=-1)
+  return jnp.where(any_key, maps, 0)
+
+
+def reference(
+  q: Float[Array, "B T H G D"],
+  k: Float[Array, "B S K M D"],
+  v: Float[Array, "B S K V"],
+  lam: Float[Array, "B T H"] | None,
+  **options,
+) -> Float[Array, "B T H V"]:
+  """softmax(q₁k₁ᵀ)v − λ·softmax(q₂k₂ᵀ)v, exactly as written (paper §1).
+
+  Args:
+    q: queries of G maps.
+    k: keys.
+    v: values.
+    lam: λ per token and head; None if G is 1.
+    **options: those of `attention_maps`.
+
+  Returns:
+    The heads' outputs in q's dtype.
+  """
+  maps = attention_maps(q, k, **options)
+  weights = maps[:, :, 0] if lam is None else maps[:, :, 0] - jnp.moveaxis(lam, 2, 1)[..., None] * maps[:, :, 1]
+  v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2).astype(weights.dtype)
+  return jnp.einsum("bhts,bshv->bthv", weights, v, precision=jax.lax.Precision.HIGHEST).astype(q.dtype)

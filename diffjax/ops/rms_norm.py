@@ -1,0 +1,29 @@
+"""Root-mean-square normalisation."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+
+def rms_norm(x: Float[Array, "*shape E"], gain: Float[Array, "E"] | None = None, eps: float = 1e-5) -> Float[Array, "*shape E"]:
+  """x / √(mean(x²) + eps) · gain over the last axis (arXiv:1910.07467, eq. 4).
+
+  Args:
+    x: what is normalised.
+    gain: a factor per channel; None for 1.
+    eps: added to the mean square.
+
+  Returns:
+    The normalised x in its own dtype, computed in float32 (or x's float64).
+
+  Raises:
+    ValueError: gain is not [E].
+  """
+  if gain is not None and gain.shape != x.shape[-1:]:
+    raise ValueError(f"gain must be x's last axis [{x.shape[-1]}], got shape {gain.shape}")
+  dtype = jnp.promote_types(jnp.float32, x.dtype)
+  wide = x.astype(dtype)
+  wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+  return (wide if gain is None else wide * gain.astype(dtype)).astype(x.dtype)

@@ -1,0 +1,43 @@
+"""Packs a dataset into rows of tokens, once, or trains a tokenizer on it.
+
+    python -m diffjax.prepare --config=configs/diff_1b.py [--config.data.source=…] [--workers=N]
+    python -m diffjax.prepare --config=configs/diff_1b.py --train_tokenizer=OUT_DIR --vocab_size=32768
+
+Rows go to config.data.prepared_dir, or to the user's cache. Stopped, the same command goes on where it was. A run of one process prepares
+what is missing by itself; large datasets and runs of several processes want this command first.
+"""
+
+from absl import flags
+
+from diffjax import config as config_module
+from diffjax.data import prepared, sources, tokenizer_training
+from diffjax.data.progress import say
+
+_WORKERS = flags.DEFINE_integer("workers", 0, "Processes that tokenise and write; 0 for one a CPU. The rows are the same for any number.",
+                                lower_bound=0)
+_TRAIN_TOKENIZER = flags.DEFINE_string("train_tokenizer", "", "Directory to write a BPE tokenizer to, trained on the source's training "
+                                       "documents, instead of preparing rows.")
+_VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 32768, "Tokens of the tokenizer to train, the separator included.")
+
+
+def main(config: config_module.Config) -> None:
+  """Prepares rows, or trains a tokenizer, as the flags say."""
+  if not _TRAIN_TOKENIZER.value:
+    prepared.prepare(config.data, _WORKERS.value)
+    return
+  path = tokenizer_training.train_tokenizer(_training_documents(config.data), _VOCAB_SIZE.value, _TRAIN_TOKENIZER.value)
+  say(f"trained a tokenizer of {_VOCAB_SIZE.value} tokens: {path} and tokenizer.json beside it; to use it, --config.data.tokenizer={path} "
+      f"--config.model.vocab_size={_VOCAB_SIZE.value}")
+
+
+def _training_documents(config: config_module.DataConfig):
+  """Texts of the training split, component after component."""
+  for component in sources.parse_mixture(config.source):
+    source = sources.documents(component.spec, "train", config)
+    for part in source.parts:
+      for document in source.read(part):
+        yield document.text
+
+
+if __name__ == "__main__":
+  config_module.run(main)

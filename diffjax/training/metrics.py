@@ -1,0 +1,367 @@
+"""What a run costs and how it goes: FLOPs and MFU, parameter counts, metric writers, the progress line and the plot of the loss."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import json
+import math
+import os
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TextIO
+
+import jax
+import rich.console
+import rich.progress
+import tensorboardX
+from etils import epath
+
+from diffjax.config import Config, ModelConfig, UserError
+
+# Peak dense bfloat16 FLOP/s of one JAX device, by the start of its `device_kind`; the first that fits counts.
+# TPUs: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. A TPU7x chip (2307e12) is two JAX devices.
+# NVIDIA: the data sheets (without sparsity) of A100, H100 (SXM; PCIe and NVL stand apart), H200 and HGX B200.
+_PEAK_FLOPS = (
+  ("TPU v4", 275e12), ("TPU v5 lite", 197e12), ("TPU v5e", 197e12), ("TPU v5", 459e12), ("TPU v6", 918e12), ("TPU7x", 1153.5e12),
+  ("NVIDIA A100", 312e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 NVL", 835e12), ("NVIDIA H100", 989.4e12),
+  ("NVIDIA H200", 989.4e12), ("NVIDIA B200", 2250e12),
+)
+
+
+def peak_flops(device_kind: str) -> float | None:
+  """Peak bfloat16 FLOP/s of a device, or None if this file does not know it.
+
+  Args:
+    device_kind: `jax.Device.device_kind`, such as "TPU v5 lite" or "NVIDIA H200".
+  """
+  return next((flops for start, flops in _PEAK_FLOPS if device_kind.startswith(start) and device_kind != "TPU v4 lite"), None)
+
+
+class StepFlops(NamedTuple):
+  """FLOPs (a multiply-add is two) of the model's matrix products."""
+
+  forward: int
+  training: int
+
+
+def step_flops(model: ModelConfig, length: int, tokens: int) -> StepFlops:
+  """Nominal model FLOPs: every matrix product once forward, and twice its forward backward; nothing for rematerialisation.
+
+  Counted: the projections (DIFF V2's λ̂ too), QKᵀ and AV of every map (AV is V = 2D wide in DIFF V1) over the T(T+1)/2 pairs of a
+  causal row, the SwiGLU and the vocabulary projection. Not counted: the embedding's lookup, norms, RoPE, softmax, and what packed
+  documents save by not attending to each other.
+
+  Args:
+    model: The model's config.
+    length: T, tokens a row.
+    tokens: Tokens counted; B·T for a step, T for one row.
+
+  Returns:
+    FLOPs of the forward pass over those tokens, and of a training step on them.
+  """
+  maps, _, width = _maps(model)
+  sizes = _layer_sizes(model)
+  matrices = sum(size for name, size in sizes.items() if name in ("query", "key", "value", "out", "ffn", "lambda_hat"))
+  pair = model.num_heads * maps * (model.head_dim + width)
+  row = length * (model.num_layers * matrices + model.vocab_size * model.embed_dim) + model.num_layers * pair * length * (length + 1) // 2
+  forward = 2 * row * tokens // length
+  return StepFlops(forward, 3 * forward)
+
+
+def parameter_count(model: ModelConfig) -> int:
+  """Number of parameters, in closed form (paper.md §3 with one vocabulary matrix: tie_embeddings)."""
+  vocabulary = model.vocab_size * model.embed_dim * (1 if model.tie_embeddings else 2)
+  return vocabulary + model.embed_dim + model.num_layers * sum(_layer_sizes(model).values())
+
+
+def _maps(model: ModelConfig) -> tuple[int, int, int]:
+  """G, M and V."""
+  return {
+    "softmax": (1, 1, model.head_dim), "diff": (2, 2, 2 * model.head_dim), "diff_v2": (2, 1, model.head_dim),
+  }[model.attention]
+
+
+def _layer_sizes(model: ModelConfig) -> dict[str, int]:
+  maps, key_maps, width = _maps(model)
+  E, D, H, K = model.embed_dim, model.head_dim, model.num_heads, model.num_kv_heads
+  return {
+    "query": E * H * maps * D,
+    "key": E * K * key_maps * D,
+    "value": E * K * width,
+    "out": H * width * E,
+    "ffn": 3 * E * model.ffn_dim,
+    "norms": 2 * E,
+    "lambda": 4 * D if model.attention == "diff" else 0,
+    "lambda_hat": E * H if model.attention == "diff_v2" else 0,
+    "head_gain": width if model.head_norm else 0,
+  }
+
+
+class Metrics:
+  """Writes numbers by step to `workdir/metrics.jsonl`, to TensorBoard files in `workdir/tensorboard`, and to W&B if asked.
+
+  A line of the JSONL file is an object with "step", "time" (seconds since 1970) and the metrics; a number that is not finite is
+  null, since JSON has no other word for it. In an object store, which cannot append, both are kept here and written as a whole
+  every `remote_interval` seconds and at the end.
+  """
+
+  def __init__(
+    self, workdir: epath.PathLike, config: Mapping[str, Any], *, resume_step: int, wandb_project: str = "", is_writer: bool = True,
+    remote_interval: float = 60.0,
+  ):
+    """Opens the files; what they hold of steps past `resume_step` is dropped, since the run takes those steps again.
+
+    Args:
+      workdir: The run's directory, local or gs://.
+      config: The run's config as nested dicts, for W&B and TensorBoard.
+      resume_step: Step of the checkpoint that the run goes on from; 0 for a new run.
+      wandb_project: Weights & Biases project, or "".
+      is_writer: Whether this process writes; the others do nothing.
+      remote_interval: Seconds between writes of the whole file, if the workdir cannot be appended to.
+
+    Raises:
+      UserError: if wandb_project is given and wandb is not installed.
+    """
+    self._is_writer = is_writer
+    self._wandb: Any = None
+    if not is_writer:
+      return
+    workdir = epath.Path(workdir)
+    workdir.mkdir(parents=True, exist_ok=True)
+    self._path, self._tensorboard_dir = workdir / "metrics.jsonl", workdir / "tensorboard"
+    self._remote = _is_remote(workdir)
+    self._interval, self._written_at = remote_interval, time.monotonic()
+    if wandb_project:
+      self._wandb = _open_wandb(wandb_project, workdir, config)
+    self._lines = self._kept_lines(resume_step)
+    _replace(self._path, "".join(self._lines))
+    self._file: TextIO | None = None if self._remote else open(self._path, "a", encoding="utf-8")
+    self._local_tensorboard = tempfile.mkdtemp(prefix="diffjax-tensorboard-") if self._remote else os.fspath(self._tensorboard_dir)
+    # purge_step hides what an interrupted run logged after the checkpoint. The suffix: files are named by the second they are opened
+    # in, and a quick restart would overwrite the one before.
+    self._tensorboard = tensorboardX.SummaryWriter(
+      self._local_tensorboard, purge_step=resume_step + 1, filename_suffix=f".{resume_step:08d}-{uuid.uuid4().hex[:8]}")
+    self._tensorboard.add_text("config", f"```json\n{json.dumps(config, indent=2, ensure_ascii=False)}\n```", resume_step)
+
+  def write(self, step: int, values: Mapping[str, float]) -> None:
+    """Adds the metrics of one step; nothing if there are none.
+
+    Args:
+      step: Updates done when they were measured.
+      values: Numbers (scalars) by name, such as "train/loss".
+    """
+    if not self._is_writer or not values:
+      return
+    numbers = {name: float(value) for name, value in values.items()}
+    finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+    line = json.dumps({"step": int(step), "time": round(time.time(), 3), **finite}, allow_nan=False) + "\n"
+    if self._file is not None:
+      self._file.write(line)
+      self._file.flush()
+    else:
+      self._lines.append(line)
+    for name, value in numbers.items():
+      self._tensorboard.add_scalar(name, value, step)
+    if self._wandb is not None:
+      self._wandb.log(numbers, step=step)
+    if self._remote and time.monotonic() - self._written_at >= self._interval:
+      self._write_remote()
+
+  def close(self) -> None:
+    """Writes what is left and closes everything."""
+    if not self._is_writer:
+      return
+    if self._file is not None:
+      self._file.close()
+    self._tensorboard.close()
+    if self._remote:
+      self._write_remote()
+    if self._wandb is not None:
+      self._wandb.finish()
+    self._is_writer = False
+
+  def _kept_lines(self, resume_step: int) -> list[str]:
+    kept = []
+    for line in self._path.read_text().splitlines() if self._path.exists() else []:
+      try:
+        step = json.loads(line)["step"]
+      except (ValueError, KeyError, TypeError):
+        continue  # The last line of a run that was killed while it wrote.
+      if step <= resume_step:
+        kept.append(line + "\n")
+    return kept
+
+  def _write_remote(self) -> None:
+    self._tensorboard.flush()
+    self._path.write_text("".join(self._lines))
+    self._tensorboard_dir.mkdir(parents=True, exist_ok=True)
+    for file in epath.Path(self._local_tensorboard).iterdir():
+      file.copy(self._tensorboard_dir / file.name, overwrite=True)
+    self._written_at = time.monotonic()
+
+
+def _is_remote(path: epath.Path) -> bool:
+  return "://" in os.fspath(path)
+
+
+def _replace(path: epath.Path, text: str) -> None:
+  """Writes a file so that a reader, or a run killed meanwhile, finds the old text or the new, never a part of it."""
+  if _is_remote(path):  # An object store puts whole objects only.
+    path.write_text(text)
+  else:
+    temporary = path.parent / f"{path.name}.tmp"
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _open_wandb(project: str, workdir: epath.Path, config: Mapping[str, Any]) -> Any:
+  try:
+    import wandb
+  except ImportError as error:
+    raise UserError(
+      f"config.train.wandb_project = {project!r} needs wandb: pip install 'diffjax[wandb]', or leave the field empty") from error
+  # The id lies in the workdir, so that a restart goes on in the same W&B run.
+  identity = workdir / "wandb_id.txt"
+  if not identity.exists():
+    identity.write_text(uuid.uuid4().hex[:12])
+  local = tempfile.gettempdir() if _is_remote(workdir) else os.fspath(workdir)
+  return wandb.init(project=project, id=identity.read_text().strip(), resume="allow", config=dict(config), dir=local)
+
+
+class Progress:
+  """Where a run is: a live line on a terminal, else one plain line per report. Only process 0 prints.
+
+  Speeds are means since the report before, without compilation and evaluation.
+  """
+
+  def __init__(self, config: Config, *, first_step: int, num_devices: int, device_kind: str, file: TextIO | None = None):
+    """Starts the line.
+
+    Args:
+      config: The run's config.
+      first_step: Steps done before this process began.
+      num_devices: Devices that share a step.
+      device_kind: Their `jax.Device.device_kind`; MFU is reported if its peak is known.
+      file: Where to print; stdout by default.
+    """
+    self._total, self._step = config.train.steps, first_step
+    self._tokens = config.train.batch_size * config.data.length
+    peak = peak_flops(device_kind)
+    self._least_seconds = None if peak is None else (
+      step_flops(config.model, config.data.length, self._tokens).training / (peak * num_devices))
+    self._rates: dict[str, float] = {}
+    self._window: tuple[int, float] | None = None
+    self._waited = 0.0
+    # soft_wrap: rich must not break a plain line at the 80 columns that it assumes of a pipe.
+    self._console = rich.console.Console(file=file, quiet=jax.process_index() != 0, highlight=False, soft_wrap=True)
+    self._bar: rich.progress.Progress | None = None
+    if self._console.is_terminal and not self._console.quiet:
+      self._bar = rich.progress.Progress(
+        rich.progress.TextColumn("{task.completed}/{task.total}"), rich.progress.BarColumn(bar_width=20),
+        rich.progress.TextColumn("{task.fields[status]}"), console=self._console)
+      self._task = self._bar.add_task("", total=self._total, completed=first_step, status="compiling …")
+      self._bar.start()
+      atexit.register(self.close)  # Else an error leaves the terminal without a cursor.
+
+  def stepped(self, step: int, waited: float = 0.0) -> None:
+    """Call it once a step is dispatched.
+
+    Args:
+      step: Steps dispatched so far.
+      waited: Seconds that the step waited for its batch.
+    """
+    if self._window is None:
+      # The first call comes when the first step is compiled and has just begun to run.
+      self._window, waited = (step - 1, time.perf_counter()), 0.0
+    self._step = step
+    self._waited += waited
+    if self._bar is not None:
+      self._bar.update(self._task, completed=step)
+
+  def report(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
+    """Call it with a step's metrics, once they have been fetched (and so the step is over).
+
+    Args:
+      step: The step that they belong to.
+      values: Its metrics; "train/loss" is shown.
+
+    Returns:
+      The metrics with the speeds: "train/tokens_per_second", "train/step_seconds", "train/wait_fraction" (the share of the time
+      spent waiting for data) and, on known chips, "train/mfu".
+    """
+    now = time.perf_counter()
+    if self._window is not None and step > self._window[0]:
+      done, start = self._window
+      seconds = max(now - start, 1e-9) / (step - done)
+      self._rates = {
+        "train/tokens_per_second": self._tokens / seconds,
+        "train/step_seconds": seconds,
+        "train/wait_fraction": min(self._waited / (seconds * (step - done)), 1.0),
+      }
+      if self._least_seconds is not None:
+        self._rates["train/mfu"] = self._least_seconds / seconds
+      self._window, self._waited = (step, now), 0.0
+    status = self._status(step, values.get("train/loss", math.nan))
+    if self._bar is not None:
+      self._bar.update(self._task, status=status)
+    else:
+      self._console.print(f"step {step}/{self._total}  {status}", markup=False)
+    return {**values, **self._rates}
+
+  def note(self, step: int, values: Mapping[str, float]) -> None:
+    """Prints one line that stays, such as an evaluation's, and leaves the time it took out of the speeds.
+
+    Args:
+      step: The step that they belong to.
+      values: What to show.
+    """
+    if values:
+      shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+      self._console.print(f"step {step}/{self._total}  {shown}", markup=False)
+    if self._window is not None:
+      self._window, self._waited = (step, time.perf_counter()), 0.0
+
+  def close(self) -> None:
+    """Ends the live line."""
+    if self._bar is not None:
+      self._bar.stop()
+      self._bar = None
+      atexit.unregister(self.close)
+
+  def _status(self, step: int, loss: float) -> str:
+    parts = [f"loss {loss:.4f}"]
+    if self._rates:
+      seconds = self._rates["train/step_seconds"]
+      parts += [f"{self._rates['train/tokens_per_second']:,.0f} tokens/s", f"{seconds:.3f} s/step"]
+      if "train/mfu" in self._rates:
+        parts.append(f"MFU {self._rates['train/mfu']:.1%}")
+      parts.append(f"{datetime.timedelta(seconds=round(seconds * (self._total - step)))} left")
+    return "  ".join(parts)
+
+
+def plot_losses(jsonl: epath.PathLike, png: epath.PathLike) -> None:
+  """Draws training and validation loss against steps.
+
+  Args:
+    jsonl: A run's metrics.jsonl.
+    png: Where to write the picture.
+  """
+  # Imported here: it takes a second, and only the end of a run needs it. No pyplot: it would look for a display.
+  from matplotlib.backends.backend_agg import FigureCanvasAgg
+  from matplotlib.figure import Figure
+
+  figure = Figure(figsize=(7, 4), layout="constrained")
+  axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
+  lines = [json.loads(line) for line in epath.Path(jsonl).read_text().splitlines()]
+  for name, style in (("train/loss", "-"), ("validation/loss", "o-")):
+    points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+    if points:
+      axes.plot(*zip(*points, strict=True), style, label=name, markersize=3, linewidth=1)
+  if axes.lines:
+    axes.legend()
+  axes.grid(alpha=0.3)
+  with epath.Path(png).open("wb") as file:
+    FigureCanvasAgg(figure).print_png(file)

@@ -1,0 +1,42 @@
+"""Small data sets on disk. Nothing is read from or written to the user's own cache."""
+
+import json
+import random
+
+import pytest
+
+from diffjax.config import Config, DataConfig, EvalConfig, TrainConfig
+
+WORDS = "def return self import α β 😀 naïve class x = 1 0 42 ( ) : \n\t the of and λ".split(" ")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory, monkeypatch):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="session")
+def texts():
+  """300 different documents, from a few bytes to several rows long."""
+  rng = random.Random(0)
+  lengths = [rng.choice((1, 5, 20, 60, 300)) for _ in range(300)]
+  return [f"document {index}: " + " ".join(rng.choices(WORDS, k=length)) for index, length in enumerate(lengths)]
+
+
+@pytest.fixture
+def jsonl(tmp_path, texts):
+  """The documents as one JSONL file."""
+  path = tmp_path / "documents.jsonl"
+  path.write_text("".join(json.dumps({"id": index, "text": text}) + "\n" for index, text in enumerate(texts)))
+  return path
+
+
+@pytest.fixture
+def make_config(jsonl):
+  """Config(…) with short rows of the JSONL documents, unless told otherwise."""
+
+  def make(batch_size=8, eval_rows=-1, **data):
+    data = {"source": f"jsonl:{jsonl}", "length": 64, "validation_fraction": 0.1, **data}
+    return Config(data=DataConfig(**data), train=TrainConfig(batch_size=batch_size), eval=EvalConfig(rows=eval_rows))
+
+  return make

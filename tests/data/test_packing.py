@@ -1,0 +1,105 @@
+"""What packing promises: every token once, in order, and segments that do not see each other."""
+
+import grain
+import numpy as np
+import pytest
+
+from diffjax.data import packing
+
+LENGTH = 16
+
+
+def make_documents(seed=0, count=200):
+  """Documents of tokens that are all different, so that each can be recognised."""
+  rng = np.random.default_rng(seed)
+  ends = np.cumsum(rng.integers(1, 50, count))
+  return np.split(np.arange(1, ends[-1] + 1, dtype=np.int32), ends[:-1])
+
+
+def pack(documents, kind):
+  parts = grain.MapDataset.source(documents).to_iter_dataset(grain.ReadOptions(num_threads=0))
+  return list(packing.pack(parts, LENGTH, kind))
+
+
+def segments(rows):
+  return [piece for row in rows for piece in np.split(row.tokens, np.cumsum(row.segment_lengths)[:-1])]
+
+
+@pytest.mark.parametrize("kind", ["documents", "concat"])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_token_is_there_once(kind, seed):
+  documents = make_documents(seed)
+  rows = pack(documents, kind)
+  assert sorted(np.concatenate([row.tokens for row in rows])) == sorted(np.concatenate(documents))
+  assert all(len(row.tokens) <= LENGTH + 1 and row.segment_lengths.sum() == len(row.tokens) for row in rows)
+
+
+def test_concat_keeps_the_order_and_pads_the_last_row_only():
+  documents = make_documents()
+  rows = pack(documents, "concat")
+  np.testing.assert_array_equal(np.concatenate([row.tokens for row in rows]), np.concatenate(documents))
+  assert all(len(row.tokens) == LENGTH + 1 for row in rows[:-1])
+  assert all(len(row.segment_lengths) == 1 for row in rows)
+
+
+def test_segments_are_whole_documents_or_pieces_of_long_ones():
+  documents = make_documents()
+  pieces = {piece[0]: piece for piece in segments(pack(documents, "documents"))}
+  for document in documents:
+    if len(document) <= LENGTH + 1:
+      np.testing.assert_array_equal(pieces.pop(document[0]), document)
+    else:  # cut at the row length, in order
+      for start in range(0, len(document), LENGTH + 1):
+        np.testing.assert_array_equal(pieces.pop(document[start]), document[start:start + LENGTH + 1])
+  assert not pieces
+
+
+def test_short_documents_share_rows():
+  rows = pack(make_documents(), "documents")
+  fill = sum(len(row.tokens) for row in rows) / len(rows) / (LENGTH + 1)
+  assert fill > 0.9 and max(len(row.segment_lengths) for row in rows) > 1
+
+
+def test_batch_arrays_of_a_known_row():
+  row = packing.Row(np.array([7, 8, 9, 5, 6], np.int32), np.array([3, 2], np.int32))
+  batch = packing.make_batch([row, packing.Row(np.zeros(0, np.int32), np.zeros(0, np.int32))], 7)
+  expected = {
+    "tokens": [7, 8, 9, 5, 6, 0, 0], "targets": [8, 9, 5, 6, 0, 0, 0], "segment_ids": [1, 1, 1, 2, 2, 0, 0],
+    "positions": [0, 1, 2, 0, 1, 0, 0], "weights": [1, 1, 0, 1, 0, 0, 0],
+  }
+  assert batch.keys() == expected.keys()
+  for key, value in expected.items():
+    np.testing.assert_array_equal(batch[key], [value, [0] * 7], err_msg=key)
+    assert batch[key].dtype == (np.float32 if key == "weights" else np.int32) and batch[key].flags.c_contiguous
+
+
+def test_batch_properties():
+  documents = make_documents()
+  owner = {token: index for index, document in enumerate(documents) for token in document}
+  batch = packing.make_batch(pack(documents, "documents"), LENGTH)
+  ids, targets, weights = batch["segment_ids"], batch["targets"], batch["weights"]
+  for b, t in np.ndindex(ids.shape):
+    token = batch["tokens"][b, t]
+    if not ids[b, t]:
+      assert weights[b, t] == 0
+      continue
+    if weights[b, t]:  # a target is the next token of the same document
+      assert targets[b, t] == token + 1 and owner[token] == owner[targets[b, t]]
+    first = t == 0 or ids[b, t] != ids[b, t - 1]
+    assert batch["positions"][b, t] == (0 if first else batch["positions"][b, t - 1] + 1)
+  assert weights.sum() == sum(len(piece) - 1 for piece in segments(pack(documents, "documents")))
+
+
+@pytest.mark.parametrize("vocab_size", [256, 1 << 16, (1 << 16) + 1])
+def test_records_give_back_their_row(vocab_size):
+  for row in pack(make_documents(), "documents"):
+    row = row._replace(tokens=row.tokens + vocab_size - 12_000 if vocab_size > 12_000 else row.tokens % vocab_size)
+    again = packing.decode_row(packing.encode_row(row, vocab_size))
+    np.testing.assert_array_equal(again.tokens, row.tokens)
+    np.testing.assert_array_equal(again.segment_lengths, row.segment_lengths)
+
+
+def test_a_cut_record_is_noticed():
+  record = packing.encode_row(packing.Row(np.arange(10), np.array([4, 6])), 256)
+  with pytest.raises(ValueError, match="10 tokens"):
+    packing.decode_row(record[:-1])

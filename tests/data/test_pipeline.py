@@ -1,0 +1,292 @@
+"""Batches: the same whatever reads them, after any restart, and every row once an epoch."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import grain
+import numpy as np
+import pytest
+
+from diffjax.config import UserError
+from diffjax.data import pipeline, prepared
+
+
+def take(batches, count):
+  return [next(batches) for _ in range(count)]
+
+
+def assert_same(left, right):
+  assert len(left) == len(right)
+  for one, other in zip(left, right, strict=True):
+    assert one.keys() == other.keys()
+    for key in one:
+      np.testing.assert_array_equal(one[key], other[key], err_msg=key)
+
+
+def joined(shares):
+  """Global batches from each process's."""
+  return [{key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]} for batches in zip(*shares, strict=True)]
+
+
+def row_keys(batches):
+  return [row.tobytes() for batch in batches for row in np.concatenate([batch["tokens"], batch["targets"][:, -1:]], axis=1)]
+
+
+@pytest.fixture
+def rows(make_config):
+  """Number of training rows."""
+  target, = prepared.prepare(make_config().data, 1)
+  return len(prepared.PreparedRows(target, "train"))
+
+
+# --- Prepared ---
+
+
+def test_workers_and_restarts_change_nothing(make_config):
+  expected = take(pipeline.training_batches(make_config()), 12)
+  for workers in (2, 4):
+    batches = pipeline.training_batches(make_config(num_workers=workers))
+    assert_same(take(batches, 7), expected[:7])
+    state = json.loads(json.dumps(batches.get_state()))
+    batches.close()
+    other = pipeline.training_batches(make_config(num_workers={2: 4, 4: 0}[workers]))
+    other.set_state(state)
+    assert_same(take(other, 5), expected[7:])
+    other.close()
+
+
+@pytest.mark.parametrize("process_count", [1, 2, 4])
+def test_processes_change_nothing(make_config, process_count):
+  config = make_config()
+  prepared.prepare(config.data, 1)
+  expected = take(pipeline.training_batches(config), 10)
+  shares = [pipeline.training_batches(config, process_index=index, process_count=process_count) for index in range(process_count)]
+  assert_same(joined([take(share, 10) for share in shares]), expected)
+
+
+def test_restart_at_every_step(make_config, rows):
+  config = make_config()
+  steps = 2 * rows // 8 + 3
+  expected = take(pipeline.training_batches(config), steps + 2)
+  batches = pipeline.training_batches(config)
+  for step in range(steps):
+    state = json.loads(json.dumps(batches.get_state()))  # has read ahead by now
+    assert state["batch"] == step
+    other = pipeline.training_batches(config)
+    other.set_state(state)
+    assert_same(take(other, 2), expected[step:step + 2])
+    assert_same([next(batches)], [expected[step]])
+
+
+def test_an_iterator_goes_back(make_config):
+  batches = pipeline.training_batches(make_config())
+  state = batches.get_state()
+  expected = take(batches, 5)
+  batches.set_state(state)
+  assert_same(take(batches, 5), expected)
+
+
+def test_every_epoch_has_every_row_once_in_another_order(make_config, rows):
+  config = make_config(batch_size=1)
+  keys = row_keys(take(pipeline.training_batches(config), 3 * rows))
+  epochs = [keys[start:start + rows] for start in range(0, len(keys), rows)]
+  assert len(set(epochs[0])) == rows > 100
+  assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
+  assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_seed_orders_the_rows(make_config, rows):
+  orders = [row_keys(take(pipeline.training_batches(make_config(batch_size=1, seed=seed)), rows)) for seed in (0, 1)]
+  assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
+
+
+def test_arrays(make_config):
+  batch = next(pipeline.training_batches(make_config()))
+  assert {key: (value.shape, value.dtype.name, type(value)) for key, value in batch.items()} == {
+    key: ((8, 64), "float32" if key == "weights" else "int32", np.ndarray)
+    for key in ("tokens", "targets", "segment_ids", "positions", "weights")}
+  np.testing.assert_array_equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
+  assert batch["tokens"].max() == 255 and batch["segment_ids"].max() > 1
+
+
+@pytest.mark.parametrize(("change", "field"), [({"seed": 1}, "config.data.seed was 0 and is 1"), ({"batch_size": 4}, "config.train.batch_size"),
+                                               ({"length": 32}, "config.data.source, tokenizer, length or packing"),
+                                               ({"mode": "streamed"}, "config.data.mode")])
+def test_a_state_of_other_data_is_refused(make_config, change, field):
+  state = pipeline.training_batches(make_config()).get_state()
+  with pytest.raises(UserError, match=field):
+    pipeline.training_batches(make_config(**change)).set_state(state)
+
+
+def test_several_processes_do_not_prepare(make_config):
+  with pytest.raises(UserError, match="run python -m diffjax.prepare"):
+    pipeline.training_batches(make_config(), process_index=0, process_count=2)
+
+
+def test_one_process_prepares_and_says_so(make_config, capsys):
+  pipeline.training_batches(make_config())
+  assert "not prepared yet; preparing them once" in capsys.readouterr().err
+  pipeline.training_batches(make_config())
+  assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("mode", ["prepared", "streamed"])
+def test_processes_must_divide_the_batch(make_config, mode):
+  with pytest.raises(UserError, match="config.train.batch_size = 8.*3"):
+    pipeline.training_batches(make_config(mode=mode), process_index=0, process_count=3)
+
+
+# --- Mixtures ---
+
+
+@pytest.mark.parametrize("mode", ["prepared", "streamed"])
+def test_mixtures_have_their_proportions(make_config, tmp_path, mode):
+  for letter, count in (("a", 300), ("b", 2000)):  # the sizes of the sources do not matter
+    (tmp_path / f"{letter}.jsonl").write_text("".join(json.dumps({"text": letter * 50 + str(index)}) + "\n" for index in range(count)))
+  config = make_config(mode=mode, source=f"jsonl:{tmp_path}/a.jsonl=3,jsonl:{tmp_path}/b.jsonl=1", batch_size=8)
+  batches = take(pipeline.training_batches(config), 50)
+  share = np.mean([(batch["tokens"] == ord("a")).any(axis=1).mean() for batch in batches])
+  assert abs(share - 0.75) < 0.01
+  state = pipeline.training_batches(config)
+  take(state, 20)
+  other = pipeline.training_batches(config)
+  other.set_state(json.loads(json.dumps(state.get_state())))
+  assert_same(take(other, 5), batches[20:25])
+
+
+def test_mixture_weights_are_part_of_the_state(make_config, tmp_path):
+  (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": f"b{index}"}) + "\n" for index in range(500)))
+  source = f"{make_config().data.source}=%s,jsonl:{tmp_path}/b.jsonl=0.5"
+  state = pipeline.training_batches(make_config(source=source % 0.5)).get_state()
+  with pytest.raises(UserError, match="config.data.source"):
+    pipeline.training_batches(make_config(source=source % 0.25)).set_state(state)
+
+
+# --- Streamed ---
+
+
+@pytest.mark.parametrize("packing", ["documents", "concat"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_streamed_restart(make_config, packing, num_workers):
+  config = make_config(mode="streamed", packing=packing, num_workers=num_workers)
+  batches = pipeline.training_batches(config)
+  states, expected = [], []
+  for _ in range(40):
+    states.append(json.loads(json.dumps(batches.get_state())))
+    expected.append(next(batches))
+  other = pipeline.training_batches(config)
+  for step in (0, 1, 17, 38):
+    other.set_state(states[step])
+    assert_same(take(other, 2), expected[step:step + 2])
+  batches.close()
+  other.close()
+
+
+@pytest.mark.parametrize("packing", ["documents", "concat"])
+def test_streamed_dataset_keeps_grains_contract(make_config, tmp_path, packing):
+  lines = [json.dumps({"text": "x" * (index % 90)}) + "\n" for index in range(60)]
+  for part in range(3):
+    (tmp_path / f"{part}.jsonl").write_text("".join(lines[part::3]))
+  config = make_config(mode="streamed", packing=packing, source=f"jsonl:{tmp_path}/*.jsonl", batch_size=2)
+  grain.experimental.assert_equal_output_after_checkpoint(pipeline.streamed_dataset(config, repeat=False))
+
+
+def test_streamed_pass_has_every_document_once(make_config, texts):
+  config = make_config(mode="streamed", packing="concat", batch_size=1, validation_fraction=0.0)
+  batches = list(pipeline.streamed_dataset(config, repeat=False))
+  stream = b"".join(row for row in (bytes(np.append(batch["tokens"], batch["targets"][0, -1]).astype(np.uint8)) for batch in batches))
+  assert [part.strip(b"\xff\0") for part in stream.split(b"\xff\xff")] == [text.encode() for text in texts]
+
+
+def test_streamed_processes_read_different_documents(make_config, tmp_path):
+  for part in range(4):
+    (tmp_path / f"{part}.jsonl").write_text("".join(json.dumps({"text": f"{part}" * 40}) + "\n" for _ in range(50)))
+  config = make_config(mode="streamed", source=f"jsonl:{tmp_path}/*.jsonl", validation_fraction=0.0)
+  shares = [take(pipeline.training_batches(config, process_index=index, process_count=2), 5) for index in range(2)]
+  assert all(batch["tokens"].shape == (4, 64) for share in shares for batch in share)
+  seen = [set(np.unique([batch["tokens"] for batch in share])) - {0, 255} for share in shares]
+  assert seen[0] and seen[1] and not seen[0] & seen[1]
+
+
+def test_streamed_resume_with_other_workers_or_processes_is_refused(make_config, tmp_path, jsonl):
+  (tmp_path / "documents2.jsonl").write_text(jsonl.read_text())
+  source = f"jsonl:{tmp_path}/documents*.jsonl"
+  state = pipeline.training_batches(make_config(mode="streamed", source=source)).get_state()
+  with pytest.raises(UserError, match="config.data.num_workers was 0 and is 2"):
+    pipeline.training_batches(make_config(mode="streamed", source=source, num_workers=2)).set_state(state)
+  with pytest.raises(UserError, match="number of processes was 1 and is 2"):
+    pipeline.training_batches(make_config(mode="streamed", source=source), process_index=0, process_count=2).set_state(state)
+  with pytest.raises(UserError, match="version of Grain"):
+    pipeline.training_batches(make_config(mode="streamed", source=source)).set_state({**state, "grain": "0.0"})
+  with pytest.raises(UserError, match="the data"):
+    pipeline.training_batches(make_config(mode="streamed", source=source, seed=1)).set_state(state)
+
+
+def test_streamed_needs_a_part_a_process(make_config):
+  with pytest.raises(UserError, match="has 1 parts.*fewer than the 2 processes"):
+    pipeline.training_batches(make_config(mode="streamed"), process_index=0, process_count=2)
+
+
+# --- Validation ---
+
+
+@pytest.mark.parametrize("mode", ["prepared", "streamed"])
+@pytest.mark.parametrize("eval_rows", [-1, 5, 16])
+def test_validation(make_config, mode, eval_rows):
+  config = make_config(mode=mode, eval_rows=eval_rows)
+  everything = pipeline.validation_batches(make_config(mode=mode), 1)
+  batches = pipeline.validation_batches(config, 4)
+  count = min(eval_rows, everything.rows) if eval_rows >= 0 else everything.rows
+  first, again = list(batches), list(batches)
+  assert_same(first, again)
+  assert batches.rows == count and len(first) == len(batches) == -(-count // 4) and everything.rows > 16
+  assert all(batch["tokens"].shape == (4, 64) for batch in first)
+  assert row_keys(first)[:count] == row_keys(everything)[:count]
+  padding = np.concatenate([batch["segment_ids"] for batch in first])[count:]
+  assert not padding.any() and not np.concatenate([batch["weights"] for batch in first])[count:].any()
+  shares = [list(pipeline.validation_batches(config, 4, process_index=index, process_count=2)) for index in range(2)]
+  assert_same(joined(shares), first)
+  assert_same(list(pipeline.validation_batches(dataclasses.replace(config, data=dataclasses.replace(config.data, seed=9)), 4)), first)
+
+
+def test_validation_shares_nothing_with_training(make_config, rows):
+  train = set(row_keys(take(pipeline.training_batches(make_config(batch_size=1)), rows)))
+  validation = row_keys(pipeline.validation_batches(make_config(), 1))
+  assert validation and not train & set(validation)
+
+
+def test_few_validation_rows_are_of_many_documents(make_config, tmp_path):
+  (tmp_path / "v.jsonl").write_text("".join(json.dumps({"text": chr(65 + index) * 1000}) + "\n" for index in range(20)))
+  config = make_config(validation_source=f"jsonl:{tmp_path}/v.jsonl", eval_rows=16)
+  documents = {letter for batch in pipeline.validation_batches(config, 8) for letter in np.unique(batch["tokens"]) if 65 <= letter < 85}
+  assert len(documents) > 8
+
+
+@pytest.mark.parametrize("mode", ["prepared", "streamed"])
+def test_no_validation_documents(make_config, mode):
+  with pytest.raises(UserError, match="config.data.validation_fraction = 0.0"):
+    pipeline.validation_batches(make_config(mode=mode, validation_fraction=0.0), 4)
+  with pytest.raises(UserError, match="divisible by the number of processes, 3"):
+    pipeline.validation_batches(make_config(mode=mode), 4, process_index=0, process_count=3)
+
+
+# --- Imports ---
+
+
+def test_tensorflow_is_never_imported(jsonl):
+  code = f"""
+import sys
+if __name__ == "__main__":
+  from diffjax.config import Config, DataConfig
+  from diffjax.data import pipeline
+  heavy = [name for name in ("tensorflow_datasets", "pyarrow", "tokenizers", "tiktoken", "rustbpe") if name in sys.modules]
+  assert not heavy, heavy
+  for data in (DataConfig(), DataConfig(source="jsonl:{jsonl}", mode="streamed")):
+    next(pipeline.training_batches(Config(data=data)))
+    assert pipeline.validation_batches(Config(data=data), 4).rows
+  assert "tensorflow_datasets" in sys.modules
+  assert not [name for name in sys.modules if name.split(".")[0] in ("tensorflow", "tensorflow_text", "torch")]
+"""
+  subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

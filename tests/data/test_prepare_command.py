@@ -1,0 +1,38 @@
+"""python -m diffjax.prepare, as a user runs it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from diffjax.data import tokenizer
+
+
+@pytest.fixture
+def run(tmp_path):
+  """Runs the command with a config of the defaults."""
+  (tmp_path / "config.py").write_text("from diffjax import config\n\ndef get_config():\n  return config.to_config_dict()\n")
+
+  def run(*arguments):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "diffjax.prepare", f"--config={tmp_path}/config.py", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+
+  return run
+
+
+def test_train_a_tokenizer_then_prepare_with_it(run, jsonl, tmp_path, texts):
+  source = f"--config.data.source=jsonl:{jsonl}"
+  result = run(source, f"--train_tokenizer={tmp_path}/out", "--vocab_size=400")
+  assert result.returncode == 0, result.stderr
+  loaded = tokenizer.load_tokenizer(f"{tmp_path}/out/tokenizer.tiktoken")
+  assert loaded.vocab_size == 400 and len(loaded.encode(texts[4])) < len(texts[4].encode()) / 2
+  result = run(source, f"--config.data.tokenizer={tmp_path}/out/tokenizer.json", f"--config.data.prepared_dir={tmp_path}/rows", "--workers=2")
+  assert result.returncode == 0, result.stderr
+  assert "documents" in result.stderr and "tokens/s" in result.stderr and (tmp_path / "rows" / "meta.json").exists()
+
+
+def test_bad_input_is_one_line_and_exit_code_1(run, tmp_path):
+  result = run("--config.data.source=text:/nowhere/*.txt")
+  assert result.returncode == 1 and "no file matches" in result.stderr and result.stderr.strip().count("\n") == 0, result.stderr

@@ -1,0 +1,227 @@
+"""Prepared rows: the same bytes however they came about, and never mistaken for others."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from diffjax.config import DataConfig, UserError
+from diffjax.data import packing, prepared, progress
+
+
+def rows_of(config, split="train"):
+  target = next(target for target in prepared.prepare(config, 1) if split in target.splits)
+  source = prepared.PreparedRows(target, split)
+  return [source[index] for index in range(len(source))]
+
+
+def content(directory):
+  return {name: (directory / name).read_bytes() for name in sorted(os.listdir(directory))}
+
+
+@pytest.fixture
+def many_files(tmp_path):
+  """7 MB of text in 12 files: as many parts and shards, long enough to be killed half-way."""
+  directory = tmp_path / "texts"
+  directory.mkdir()
+  rng = np.random.default_rng(0)
+  for index in range(12):
+    (directory / f"{index:02}.txt").write_bytes(rng.integers(32, 127, 550_000, dtype=np.uint8).tobytes())
+  return directory
+
+
+@pytest.mark.parametrize("kind", ["documents", "concat"])
+def test_rows_hold_every_document_once(make_config, texts, kind):
+  config = make_config(packing=kind).data
+  found = []
+  for split in ("train", "validation"):
+    stream = np.concatenate([row.tokens for row in rows_of(config, split)])
+    if kind == "documents":  # pieces of a document may lie in different rows
+      found += [bytes(stream[stream != 255].astype(np.uint8))]
+    else:
+      found += [bytes(part) for part in bytes(stream.astype(np.uint8)).split(b"\xff\xff")]
+  if kind == "concat":
+    assert sorted(part.strip(b"\xff") for part in found) == sorted(text.encode() for text in texts)
+  else:
+    assert sorted(b"".join(found)) == sorted("".join(texts).encode())
+
+
+def test_meta_counts(make_config, texts):
+  config = make_config().data
+  target, = prepared.prepare(config, 1)
+  with open(os.path.join(target.directory, "meta.json")) as file:
+    meta = json.load(file)
+  splits = meta["splits"].values()
+  assert sum(split["documents"] for split in splits) == len(texts)
+  assert sum(split["bytes"] for split in splits) == sum(len(text.encode()) for text in texts)
+  assert sum(split["tokens"] for split in splits) == sum(len(text.encode()) + 2 for text in texts)
+  for name, split in meta["splits"].items():
+    rows = rows_of(config, name)
+    assert split["rows"] == len(rows) and split["tokens"] == sum(len(row.tokens) for row in rows)
+  assert meta["description"]["length"] == config.length and meta["tokenizer_spec"] == "bytes"
+
+
+def test_the_number_of_workers_changes_nothing(many_files, tmp_path):
+  directories = []
+  for workers in (1, 3):
+    directories.append(tmp_path / f"workers{workers}")
+    prepared.prepare(DataConfig(source=f"text:{many_files}/0[0-3].txt", length=256, prepared_dir=str(directories[-1])), workers)
+  assert content(directories[0]) == content(directories[1])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_and_started_again(many_files, tmp_path, workers):
+  spec, directory = f"text:{many_files}/*.txt", tmp_path / "killed"
+  code = ("from diffjax.config import DataConfig\nfrom diffjax.data import prepared\n"
+          f"if __name__ == '__main__': prepared.prepare(DataConfig(source={spec!r}, length=256, prepared_dir={str(directory)!r}), {workers})")
+  script = tmp_path / "script.py"
+  script.write_text(code)
+  environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+  process = subprocess.Popen([sys.executable, script], env=environment, start_new_session=True)
+  deadline = time.monotonic() + 60
+  while len(list(directory.glob("train-*.array_record"))) < 2:
+    assert process.poll() is None and time.monotonic() < deadline
+    time.sleep(0.005)
+  os.kill(process.pid, signal.SIGKILL)
+  process.wait()
+  while time.monotonic() < deadline:  # its workers leave by themselves
+    try:
+      os.killpg(process.pid, 0)
+      time.sleep(0.05)
+    except ProcessLookupError:
+      break
+  else:
+    pytest.fail("workers outlived their parent")
+
+  config = DataConfig(source=spec, length=256, prepared_dir=str(directory))
+  target, = prepared.targets(config)
+  assert not prepared.is_prepared(target), "killed too late to test anything"
+  with pytest.raises(UserError, match="not prepared.*diffjax.prepare"):
+    prepared.PreparedRows(target, "train")
+  before = {path: path.stat().st_mtime_ns for path in directory.glob("*.array_record")}
+  prepared.prepare(config, workers)
+  assert all(path.stat().st_mtime_ns == stamp for path, stamp in before.items()), "whole shards are not written again"
+  whole = tmp_path / "whole"
+  prepared.prepare(dataclasses.replace(config, prepared_dir=str(whole)), 1)
+  assert content(directory) == content(whole)
+
+
+def test_a_second_time_nothing_is_written(make_config, capsys):
+  config = make_config().data
+  target, = prepared.prepare(config, 1)
+  before = {entry.name: entry.stat().st_mtime_ns for entry in os.scandir(target.directory)}
+  capsys.readouterr()
+  prepared.prepare(config, 1)
+  assert "already prepared" in capsys.readouterr().err
+  assert {entry.name: entry.stat().st_mtime_ns for entry in os.scandir(target.directory)} == before
+
+
+def test_the_cache_keeps_different_rows_apart(make_config, jsonl):
+  """Every field that changes the rows, and the files themselves, choose another directory."""
+  changes = [{}, {"length": 32}, {"packing": "concat"}, {"validation_fraction": 0.2}, {"validation_source": f"jsonl:{jsonl}"},
+             {"text_field": "id"}]
+  directories = [prepared.targets(make_config(**change).data)[0].directory for change in changes]
+  os.utime(jsonl, (1, 1))
+  directories.append(prepared.targets(make_config().data)[0].directory)
+  assert len(set(directories)) == len(directories)
+  assert prepared.targets(make_config(seed=5, num_workers=3).data)[0].directory == directories[-1]
+
+
+@pytest.mark.parametrize(("field", "value"), [("length", 32), ("packing", "concat"), ("validation_fraction", 0.3), ("source", "stdlib"),
+                                              ("tokenizer", "tiktoken")])
+def test_a_directory_of_other_rows_is_refused(make_config, tmp_path, field, value):
+  config = dataclasses.replace(make_config().data, prepared_dir=str(tmp_path / "rows"))
+  prepared.prepare(config, 1)
+  if value == "tiktoken":
+    from diffjax.data import tokenizer_training
+
+    value = str(tokenizer_training.train_tokenizer(["aab"] * 9, 258, tmp_path))
+  other = dataclasses.replace(config, **{field: value})
+  for use in (prepared.prepare, lambda config: prepared.is_prepared(prepared.targets(config)[0])):
+    with pytest.raises(UserError, match=rf"prepared_dir.*rows holds other rows: config.data.{field} \(there") as caught:
+      use(other)
+    assert str(caught.value).count("(there") == 1, "only the field that differs is named"
+
+
+def test_files_that_changed_are_noticed(make_config, jsonl, tmp_path):
+  config = dataclasses.replace(make_config().data, prepared_dir=str(tmp_path / "rows"))
+  prepared.prepare(config, 1)
+  with jsonl.open("a") as file:
+    file.write('{"text": "more"}\n')
+  with pytest.raises(UserError, match="held other files"):
+    prepared.prepare(config, 1)
+  assert prepared.is_prepared(prepared.targets(config)[0]), "but rows serve without the files that they were made of"
+
+
+def test_documents_that_are_not_utf8_are_counted(tmp_path, capsys):
+  for index in range(20):
+    (tmp_path / f"{index}.txt").write_bytes(b"caf\xe9" * index + b"%d" % index)
+  config = DataConfig(source=f"text:{tmp_path}/*.txt", length=32, validation_fraction=0.0)
+  rows = rows_of(config)
+  assert "19 documents were not UTF-8" in capsys.readouterr().err
+  stored = np.concatenate([row.tokens for row in rows])
+  assert np.count_nonzero(stored == "�".encode()[0]) == sum(range(20))
+
+
+def test_nothing_to_train_on(tmp_path):
+  (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
+  with pytest.raises(UserError, match="empty: no document to train on"):
+    prepared.prepare(DataConfig(source=f"jsonl:{tmp_path}/a.jsonl"), 1)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_bad_document_stops_with_its_place(tmp_path, workers):
+  for index in range(4):
+    (tmp_path / f"{index}.jsonl").write_text('{"text": "fine"}\n' * 50 + ("oops\n" if index == 2 else ""))
+  with pytest.raises(UserError, match="2.jsonl:51: not JSON"):
+    prepared.prepare(DataConfig(source=f"jsonl:{tmp_path}/*.jsonl"), workers)
+
+
+def test_a_place_that_cannot_be_written(make_config, tmp_path):
+  (tmp_path / "file").write_text("")
+  with pytest.raises(UserError, match="cannot write prepared rows"):
+    prepared.prepare(dataclasses.replace(make_config().data, prepared_dir=str(tmp_path / "file" / "rows")), 1)
+  with pytest.raises(UserError, match="must be a local path"):
+    prepared.targets(dataclasses.replace(make_config().data, prepared_dir="gs://bucket/rows"))
+
+
+def test_damage_is_named(make_config):
+  config = make_config().data
+  target, = prepared.prepare(config, 1)
+  rows = prepared.PreparedRows(target, "train")
+  path = next(name for name in sorted(os.listdir(target.directory)) if name.startswith("train") and name.endswith("array_record"))
+  os.remove(os.path.join(target.directory, path))
+  with pytest.raises(UserError, match=rf"{path}: row 3 cannot be read"):
+    rows[3]
+  with open(os.path.join(target.directory, "meta.json"), "w") as file:
+    file.write("{")
+  with pytest.raises(UserError, match="meta.json: cannot be read"):
+    prepared.is_prepared(target)
+
+
+def test_mixtures_are_prepared_apart(make_config, tmp_path):
+  (tmp_path / "other.jsonl").write_text('{"text": "other"}\n' * 500)
+  single = make_config(prepared_dir=str(tmp_path / "rows")).data
+  mixed = dataclasses.replace(single, source=f"{single.source}=0.5,jsonl:{tmp_path}/other.jsonl=0.5")
+  first = [target.directory for target in prepared.prepare(mixed, 1)]
+  again = [target.directory for target in prepared.prepare(dataclasses.replace(mixed, source=mixed.source.replace("0.5", "0.1")), 1)]
+  assert first == again and len(set(first)) == 2 and all(str(tmp_path / "rows") in directory for directory in first)
+
+
+def test_large_vocabularies_are_stored_whole():
+  row = packing.Row(np.array([0, 100_256, 65_536], np.int32), np.array([3], np.int32))
+  np.testing.assert_array_equal(packing.decode_row(packing.encode_row(row, 100_277)).tokens, row.tokens)
+
+
+def test_progress_is_lines_where_there_is_no_terminal(capsys):
+  with progress.Progress("preparing x", 10, interval=0.0) as shown:
+    time.sleep(0.01)
+    shown.update(5, 2_000_000)
+  line = capsys.readouterr().err
+  assert line.startswith("diffjax: preparing x: 50%, 2M tokens,") and "tokens/s" in line and line.endswith("left\n")

@@ -1,0 +1,238 @@
+"""Every kind of source gives its documents; every bad one gives one clear line."""
+
+import dataclasses
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from diffjax.config import DataConfig, UserError
+from diffjax.data import sources
+
+ALL = DataConfig(validation_fraction=0.0)
+
+
+def read(spec, split="train", config=ALL):
+  source = sources.documents(spec, split, config)
+  return [document for part in source.parts for document in source.read(part)]
+
+
+def read_texts(*args, **kwargs):
+  return [document.text for document in read(*args, **kwargs)]
+
+
+@pytest.fixture(scope="session")
+def tfds_dir(tmp_path_factory, texts):
+  """A TFDS data_dir with dataset "mine", of which "split/1.0.0" and "split/1.1.0" have a validation split and "single" has none."""
+  import tensorflow_datasets as tfds
+
+  root = tmp_path_factory.mktemp("tfds")
+
+  def build(name, config, version, splits, file_format="array_record"):
+    class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+      VERSION = tfds.core.Version(version)
+      BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=config)]
+      code_path = None
+
+      def _info(self):
+        features = tfds.features.FeaturesDict({"text": tfds.features.Text(), "number": tfds.features.Scalar(np.int64)})
+        return tfds.core.DatasetInfo(builder=self, features=features)
+
+      def _split_generators(self, dl_manager):
+        return {split: self._generate_examples(split) for split in splits}
+
+      def _generate_examples(self, split):
+        for index, text in enumerate(splits[split]):
+          yield index, {"text": text, "number": index}
+
+    Builder.name = name
+    Builder(data_dir=root, file_format=file_format).download_and_prepare()
+
+  build("mine", "split", "1.0.0", {"train": ["old"], "validation": ["old"]})
+  build("mine", "split", "1.1.0", {"train": texts, "validation": ["only for validation"]})
+  build("mine", "single", "1.0.0", {"train": texts})
+  return root
+
+
+def write(path, texts, field="text"):
+  lines = "".join(json.dumps({field: text, "id": index}) + "\n" for index, text in enumerate(texts)).encode()
+  if path.suffix == ".gz":
+    path.write_bytes(gzip.compress(lines))
+  elif path.suffix == ".zst":
+    import zstandard
+
+    half = lines.index(b"\n", len(lines) // 2) + 1  # two frames, as appending makes them
+    path.write_bytes(b"".join(zstandard.compress(part) for part in (lines[:half], lines[half:])))
+  elif path.suffix == ".parquet":
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({field: texts, "id": range(len(texts))}), path, row_group_size=70)
+  else:
+    path.write_bytes(lines)
+  return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+def test_record_files_give_their_documents(tmp_path, texts, name):
+  path = write(tmp_path / name, texts, field="content")
+  kind = "parquet" if name.endswith("parquet") else "jsonl"
+  config = dataclasses.replace(ALL, text_field="content")
+  assert read_texts(f"{kind}:{path}", config=config) == texts
+  assert read_texts(f"{kind}:{tmp_path}/*", config=config) == texts
+
+
+def test_text_files_are_documents_in_order_of_name(tmp_path, texts):
+  for index, text in enumerate(texts):
+    (tmp_path / f"{index % 2}").mkdir(exist_ok=True)
+    (tmp_path / f"{index % 2}" / f"{index:04}.txt").write_bytes(text.encode())
+  assert read_texts(f"text:{tmp_path}/**/*.txt") == texts[::2] + texts[1::2]
+
+
+def test_ranges_of_a_large_jsonl_meet_at_lines(tmp_path, texts, monkeypatch):
+  path = write(tmp_path / "a.jsonl", texts)
+  for size in (97, 1000, 7919):
+    monkeypatch.setattr(sources, "_JSONL_PART", size)
+    assert len(sources.documents(f"jsonl:{path}", "train", ALL).parts) > 5
+    assert read_texts(f"jsonl:{path}") == texts
+
+
+def test_tfds_by_name_and_data_dir(tfds_dir, texts):
+  config = dataclasses.replace(ALL, data_dir=str(tfds_dir))
+  assert sorted(read_texts("tfds:mine/split", config=config)) == sorted(texts)  # the newest version
+  assert read_texts("tfds:mine/split", "validation", config) == ["only for validation"]
+  assert read_texts("tfds:mine/split:1.0.0", config=config) == ["old"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "tfds"])
+def test_held_out_documents_never_leak(kind, jsonl, texts, tfds_dir):
+  with jsonl.open("a") as file:  # every document a second time: copies must stay together
+    file.write(jsonl.read_text())
+  spec = {"jsonl": f"jsonl:{jsonl}", "tfds": "tfds:mine/single"}[kind]
+  config = DataConfig(validation_fraction=0.2, data_dir=str(tfds_dir))
+  train, validation = read_texts(spec, "train", config), read_texts(spec, "validation", config)
+  copies = 2 if kind == "jsonl" else 1
+  assert sorted(train + validation) == sorted(texts * copies)
+  assert not set(train) & set(validation)
+  assert 0.1 < len(validation) / len(texts) / copies < 0.3
+  assert read_texts(spec, "validation", config) == validation
+
+
+def test_validation_source_leaves_both_sides_whole(jsonl, tmp_path, texts):
+  other = write(tmp_path / "other.jsonl", ["held out"])
+  config = DataConfig(validation_fraction=0.2, validation_source=f"jsonl:{other}")
+  assert read_texts(f"jsonl:{jsonl}", "train", config) == texts
+  assert read_texts(f"jsonl:{other}", "validation", config) == ["held out"]
+
+
+def test_what_is_not_utf8_is_replaced_and_marked(tmp_path):
+  (tmp_path / "a.txt").write_bytes(b"caf\xe9 au lait")
+  assert read(f"text:{tmp_path}/a.txt") == [("caf� au lait", True)]
+  (tmp_path / "a.jsonl").write_bytes(b'{"text": "caf\xe9"}\n{"text": "half \\ud83d of one"}\n{"text": "\\ud83d\\ude00"}\n')
+  assert read(f"jsonl:{tmp_path}/a.jsonl") == [("caf�", True), ("half ��� of one", True), ("😀", False)]
+
+
+def test_documents_without_text_are_skipped(tmp_path):
+  (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": ""}\n{"text": null}\n{"text": "two"}')
+  assert read_texts(f"jsonl:{tmp_path}/a.jsonl") == ["one", "two"]
+
+
+def test_mixtures():
+  assert sources.parse_mixture("stdlib") == [("stdlib", 1.0)]
+  assert sources.parse_mixture("stdlib=3, jsonl:/a=b/*.jsonl=1") == [("stdlib", 0.75), ("jsonl:/a=b/*.jsonl", 0.25)]
+  assert sources.parse_mixture("text:/a=b/c.txt") == [("text:/a=b/c.txt", 1.0)]
+
+
+@pytest.mark.parametrize(("spec", "message"), [
+  ("csv:data.csv", "'csv:data.csv' is no source; the kinds are stdlib, tfds:NAME, text:GLOB"),
+  ("", "is no source"),
+  ("text:", "is no source"),
+  ("stdlib,text:a", "every source of a mixture needs a weight.*'stdlib' has none"),
+  ("stdlib=a,text:a=1", "'stdlib=a' has none"),
+  ("stdlib=0,text:a=1", "weight of 'stdlib' must be a positive number; got 0"),
+  ("stdlib=-1,text:a=1", "positive number; got -1"),
+  ("stdlib=nan,text:a=1", "positive number; got nan"),
+  ("stdlib=1,stdlib=1", "twice"),
+])
+def test_bad_specs(spec, message):
+  with pytest.raises(UserError, match=message) as caught:
+    sources.parse_mixture(spec)
+  assert "config.data.source" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_missing_dataset_lists_what_is_there(tfds_dir):
+  config = dataclasses.replace(ALL, data_dir=str(tfds_dir))
+  with pytest.raises(UserError, match=r"'tfds:c4/en': no such dataset in .*data_dir.*it holds mine/single, mine/split"):
+    read("tfds:c4/en", config=config)
+  with pytest.raises(UserError, match="in the versions 1.0.0, 1.1.0"):
+    read("tfds:mine/split:9.9.9", config=config)
+
+
+def test_empty_data_dir_says_so(tmp_path):
+  with pytest.raises(UserError, match="it holds no datasets"):
+    read("tfds:c4/en", config=dataclasses.replace(ALL, data_dir=str(tmp_path / "none")))
+
+
+def test_dataset_without_text_lists_its_features(tfds_dir):
+  for field in ("content", "number"):
+    with pytest.raises(UserError, match=rf"text_field = '{field}' is no text.*features are.*text \(Text\)"):
+      read("tfds:mine/single", config=dataclasses.replace(ALL, data_dir=str(tfds_dir), text_field=field))
+
+
+def test_dataset_in_another_format_names_the_remedy(tfds_dir, tmp_path):
+  import shutil
+
+  copy = tmp_path / "mine" / "single" / "1.0.0"
+  shutil.copytree(tfds_dir / "mine" / "single" / "1.0.0", copy)
+  info = json.loads((copy / "dataset_info.json").read_text())
+  (copy / "dataset_info.json").write_text(json.dumps({**info, "fileFormat": "tfrecord"}))
+  for path in copy.glob("*array_record*"):
+    path.rename(copy / path.name.replace("array_record", "tfrecord"))
+  with pytest.raises(UserError, match="not stored as ArrayRecord.*tfds convert_format"):
+    read("tfds:mine/single", config=dataclasses.replace(ALL, data_dir=str(tmp_path)))
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+def test_files_that_are_missing_empty_or_damaged(kind, tmp_path):
+  with pytest.raises(UserError, match=rf"no file matches '{tmp_path}/\*.none'"):
+    read(f"{kind}:{tmp_path}/*.none")
+  (tmp_path / "empty").write_bytes(b"")
+  with pytest.raises(UserError, match="empty: the 1 files"):
+    read(f"{kind}:{tmp_path}/empty")
+
+
+def test_damaged_files_are_named(tmp_path, texts):
+  for name in ("a.jsonl.gz", "a.jsonl.zst", "a.parquet"):
+    path = write(tmp_path / name, texts)
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(UserError, match=name):
+      read(f"{'parquet' if name.endswith('parquet') else 'jsonl'}:{path}")
+
+
+def test_empty_parquet(tmp_path):
+  path = write(tmp_path / "a.parquet", [])
+  with pytest.raises(UserError, match="empty"):
+    read(f"parquet:{path}")
+
+
+@pytest.mark.parametrize(("line", "message"), [
+  ('{"text": "x"', "a.jsonl:3: not JSON"),
+  ('{"body": "x", "id": 1}', r"a.jsonl:3: config.data.text_field = 'text' is no text here; the fields are body \(str\), id \(int\)"),
+  ('{"text": 5}', r"a.jsonl:3: .*text \(int\)"),
+  ('["text"]', "a.jsonl:3: .*must be a JSON object"),
+])
+@pytest.mark.parametrize("part_size", [1 << 20, 10])
+def test_bad_lines_are_named(tmp_path, line, message, part_size, monkeypatch):
+  monkeypatch.setattr(sources, "_JSONL_PART", part_size)
+  (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n' + line + "\n")
+  with pytest.raises(UserError, match=message) as caught:
+    read(f"jsonl:{tmp_path}/a.jsonl")
+  assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["body", "id"])
+def test_parquet_without_text_lists_its_columns(tmp_path, field):
+  path = write(tmp_path / "a.parquet", ["one"])
+  with pytest.raises(UserError, match=f"text_field = '{field}'.*columns are text.*id"):
+    read(f"parquet:{path}", config=dataclasses.replace(ALL, text_field=field))

@@ -1,0 +1,389 @@
+"""What is saved comes back bit for bit, on any mesh; what is damaged is passed over, aloud; another run's config is refused."""
+
+import copy
+import json
+import logging
+import os
+import shutil
+import threading
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from diffjax.config import Config, DataConfig, OptimizerConfig, UserError
+from diffjax.training import checkpoint
+from diffjax.training.checkpoint import Checkpoints, check_resume, latest_config, load_params
+from diffjax.training.optimizer import make_optimizer
+
+
+@flax.struct.dataclass
+class State:
+  step: jax.Array
+  params: Any
+  opt_state: Any
+  rng: jax.Array
+
+
+CONFIG = Config().to_dict()
+
+
+def make_state(seed=0, name="muon", up=(2, 8, 16)):
+  draw = np.random.default_rng(seed)
+
+  def normal(*shape):
+    return jnp.asarray(draw.standard_normal(shape), jnp.float32)
+
+  params = {"embedding": normal(32, 8), "layers": {"ffn": {"up": normal(*up), "down": normal(2, 16, 8)}, "ffn_norm": normal(2, 8)}}
+  opt_state = jax.tree.map(
+    lambda leaf: normal(*leaf.shape) if leaf.dtype == jnp.float32 else leaf + seed,
+    make_optimizer(OptimizerConfig(name=name), 10).init(params))
+  return State(jnp.int32(seed), params, opt_state, jax.random.key(seed))
+
+
+def abstract(state, sharding=None):
+  return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding or leaf.sharding), state)
+
+
+def raw(leaf):
+  return np.asarray(jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+
+
+def assert_same(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    assert x.dtype == y.dtype and raw(x).tobytes() == raw(y).tobytes()
+
+
+def save(checkpoints, step, metrics=None, config=CONFIG, **kwargs):
+  return checkpoints.save(step, make_state(step), data_state={"batch": step, "seed": [1, None]}, config=config, metrics=metrics, **kwargs)
+
+
+def run(workdir, steps, keep=10):
+  checkpoints = Checkpoints(workdir, keep=keep)
+  for step in steps:
+    save(checkpoints, step)
+  checkpoints.close()
+
+
+def restore(workdir):
+  return Checkpoints(workdir, keep=10).restore(abstract(make_state()))
+
+
+def listing(workdir):
+  return sorted(os.listdir(workdir / "checkpoints"), key=int)
+
+
+def test_restores_every_bit(tmp_path):
+  run(tmp_path, [3, 12])
+  restored = restore(tmp_path)
+  assert restored.step == 12 and restored.data_state == {"batch": 12, "seed": [1, None]} and restored.config == CONFIG
+  assert_same(restored.state, make_state(12))
+  assert type(restored.state) is State
+  np.testing.assert_array_equal(jax.random.normal(restored.state.rng, 4), jax.random.normal(make_state(12).rng, 4))
+  assert latest_config(tmp_path) == CONFIG
+
+
+def test_nothing_saved_restores_to_none(tmp_path):
+  assert restore(tmp_path) is None and latest_config(tmp_path) is None and latest_config(tmp_path / "absent") is None
+
+
+def test_save_returns_before_the_files_and_its_state_may_be_donated(tmp_path, monkeypatch):
+  gate, write = threading.Event(), checkpoint._write_manifest
+  monkeypatch.setattr(checkpoint, "_write_manifest", lambda *args: gate.wait(30) and write(*args))
+  checkpoints = Checkpoints(tmp_path, keep=2)
+  state = make_state(5)
+  checkpoints.save(5, state, data_state={}, config=CONFIG)
+  assert latest_config(tmp_path) is None, "no manifest, not complete"
+  state = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0 if leaf.dtype == jnp.float32 else leaf, tree), donate_argnums=0)(state)
+  jax.block_until_ready(state)
+  gate.set()
+  checkpoints.close()
+  assert_same(restore(tmp_path).state, make_state(5))
+
+
+def test_keeps_the_newest_and_the_best(tmp_path):
+  checkpoints = Checkpoints(tmp_path, keep=2)
+  for step, loss in [(1, 3.0), (2, 1.5), (3, float("nan")), (4, 2.0), (5, None), (6, 1.75)]:
+    save(checkpoints, step, metrics=None if loss is None else {"validation/loss": loss})
+  checkpoints.close()
+  assert listing(tmp_path) == ["2", "5", "6"]
+  checkpoints = Checkpoints(tmp_path, keep=1)
+  save(checkpoints, 7, metrics={"validation/loss": 1.0})
+  checkpoints.close()
+  assert listing(tmp_path) == ["7"]
+
+
+def test_a_step_just_saved_or_restored_is_not_saved_again(tmp_path):
+  checkpoints = Checkpoints(tmp_path, keep=2)
+  assert save(checkpoints, 4) and not save(checkpoints, 4) and save(checkpoints, 4, force=True)
+  checkpoints.close()
+  checkpoints = Checkpoints(tmp_path, keep=2)
+  checkpoints.restore(abstract(make_state()))
+  assert not save(checkpoints, 4)
+  checkpoints.close()
+  assert restore(tmp_path).step == 4
+
+
+def step_files():
+  """Every kind of file of a step, by what varies between saves."""
+  return ["manifest.json", "_CHECKPOINT_METADATA", "commit_success.txt", "state/_METADATA", "state/_sharding", "state/manifest.ocdbt",
+          "state/array_metadatas/process_0", "state/d/", "state/ocdbt.process_0/manifest.ocdbt", "state/ocdbt.process_0/d/"]
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("run")
+  run(workdir, [10, 20])
+  return workdir
+
+
+def find(workdir, kind):
+  path = workdir / "checkpoints" / "20" / kind
+  return max(path.iterdir(), key=lambda file: file.stat().st_size) if kind.endswith("/") else path
+
+
+def flip_bit(path):
+  data = bytearray(path.read_bytes())
+  data[len(data) // 2] ^= 4
+  path.write_bytes(bytes(data))
+
+
+def truncate(path):
+  path.write_bytes(path.read_bytes()[:-1])
+
+
+def assert_walks_back(workdir, caplog, reason):
+  with caplog.at_level(logging.WARNING):
+    restored = restore(workdir)
+  assert restored.step == 10
+  assert_same(restored.state, make_state(10))
+  warnings = [record.getMessage() for record in caplog.records if "passing over" in record.getMessage()]
+  assert len(warnings) == 1 and str(workdir / "checkpoints" / "20") in warnings[0] and reason in warnings[0]
+
+
+def test_every_kind_of_file_is_damaged_below(two_steps):
+  step = two_steps / "checkpoints" / "20"
+  for path in step.rglob("*"):
+    name = str(path.relative_to(step))
+    if path.is_file() and path.stat().st_size:
+      assert any(name == kind or (kind.endswith("/") and name.startswith(kind)) for kind in step_files()), name
+
+
+@pytest.mark.parametrize("damage", [flip_bit, truncate, os.remove])
+@pytest.mark.parametrize("kind", step_files())
+def test_damage_is_seen_and_walked_back(two_steps, tmp_path, caplog, kind, damage):
+  workdir = shutil.copytree(two_steps, tmp_path / "run")
+  path = find(workdir, kind)
+  damage(path)
+  assert_walks_back(workdir, caplog, path.name)
+
+
+def test_empty_step_directory(two_steps, tmp_path, caplog):
+  workdir = shutil.copytree(two_steps, tmp_path / "run")
+  shutil.rmtree(workdir / "checkpoints" / "20")
+  (workdir / "checkpoints" / "20").mkdir()
+  assert_walks_back(workdir, caplog, "no manifest.json")
+
+
+def test_manifest_of_another_step(two_steps, tmp_path, caplog):
+  workdir = shutil.copytree(two_steps, tmp_path / "run")
+  shutil.copy(workdir / "checkpoints/10/manifest.json", workdir / "checkpoints/20/manifest.json")
+  assert_walks_back(workdir, caplog, "is of step 10")
+
+
+def test_step_copied_under_another_number(two_steps, tmp_path, caplog):
+  workdir = shutil.copytree(two_steps, tmp_path / "run")
+  shutil.rmtree(workdir / "checkpoints" / "20")
+  shutil.copytree(workdir / "checkpoints" / "10", workdir / "checkpoints" / "20")
+  assert_walks_back(workdir, caplog, "is of step 10")
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"sha256": 1}', "{"])
+def test_manifest_whose_write_was_interrupted(two_steps, tmp_path, caplog, text):
+  workdir = shutil.copytree(two_steps, tmp_path / "run")
+  (workdir / "checkpoints/20/manifest.json").write_text(text)
+  assert_walks_back(workdir, caplog, "manifest.json is damaged")
+
+
+def test_manifest_with_forged_contents(two_steps, tmp_path, caplog):
+  workdir = shutil.copytree(two_steps, tmp_path / "run")
+  path = workdir / "checkpoints/20/manifest.json"
+  body = json.loads(path.read_text())
+  body["metrics"] = {"validation/loss": 0.0}
+  path.write_text(json.dumps(body, sort_keys=True, indent=1))
+  assert_walks_back(workdir, caplog, "manifest.json is damaged")
+
+
+def test_all_damaged_restores_to_none(two_steps, tmp_path, caplog):
+  workdir = shutil.copytree(two_steps, tmp_path / "run")
+  for step in ("10", "20"):
+    flip_bit(workdir / "checkpoints" / step / "_CHECKPOINT_METADATA")
+  with caplog.at_level(logging.WARNING):
+    assert restore(workdir) is None and latest_config(workdir) is None
+  assert sum("passing over" in record.getMessage() for record in caplog.records) == 2
+
+
+def test_stale_temporary_directory_is_removed(two_steps, tmp_path, caplog):
+  workdir = shutil.copytree(two_steps, tmp_path / "run")
+  stale = workdir / "checkpoints" / "30.orbax-checkpoint-tmp"
+  shutil.copytree(workdir / "checkpoints" / "20", stale)
+  (workdir / "checkpoints" / "notes").mkdir()  # not ours
+  assert latest_config(workdir) == CONFIG and stale.exists(), "a reader deletes nothing"
+  with caplog.at_level(logging.WARNING):
+    assert restore(workdir).step == 20
+  assert not stale.exists() and any("30.orbax-checkpoint-tmp" in record.getMessage() for record in caplog.records)
+
+
+def test_damaged_step_is_overwritten_and_does_not_count_as_kept(two_steps, tmp_path):
+  workdir = shutil.copytree(two_steps, tmp_path / "run")
+  flip_bit(find(workdir, "state/d/"))
+  checkpoints = Checkpoints(workdir, keep=2)
+  assert checkpoints.restore(abstract(make_state())).step == 10
+  save(checkpoints, 15)
+  checkpoints.wait()
+  assert listing(workdir) == ["10", "15", "20"]
+  save(checkpoints, 20)
+  checkpoints.wait()
+  assert_same(restore(workdir).state, make_state(20))
+  save(checkpoints, 30)
+  checkpoints.close()
+  assert listing(workdir) == ["20", "30"]
+
+
+def test_damaged_step_that_was_left_behind_is_pruned_first(two_steps, tmp_path):
+  workdir = shutil.copytree(two_steps, tmp_path / "run")
+  flip_bit(find(workdir, "state/d/"))
+  checkpoints = Checkpoints(workdir, keep=2)
+  checkpoints.restore(abstract(make_state()))
+  save(checkpoints, 25)
+  checkpoints.close()
+  assert listing(workdir) == ["10", "25"]
+
+
+def test_a_failed_save_is_reported_and_leaves_the_others(tmp_path, monkeypatch):
+  checkpoints = Checkpoints(tmp_path, keep=2)
+  save(checkpoints, 1)
+  checkpoints.wait()
+
+  def full(*_):
+    raise OSError(28, "No space left on device")
+
+  with monkeypatch.context() as patch:
+    patch.setattr(checkpoint, "_write_manifest", full)
+    save(checkpoints, 2)
+    with pytest.raises(UserError, match="No space left on device"):
+      save(checkpoints, 3)
+  save(checkpoints, 3)
+  checkpoints.close()
+  assert restore(tmp_path).step == 3
+
+
+def test_workdir_that_cannot_be_made(tmp_path):
+  (tmp_path / "file").write_text("")
+  with pytest.raises(UserError, match="file/checkpoints"):
+    Checkpoints(tmp_path / "file", keep=1)
+
+
+def mesh_of(shape):
+  return jax.make_mesh(shape, ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:shape[0] * shape[1]])
+
+
+def test_restores_onto_another_mesh(tmp_path):
+  def on(mesh, state):
+    def sharding(leaf):
+      divisible = leaf.ndim and leaf.shape[-1] % mesh.shape["fsdp"] == 0 and leaf.dtype == jnp.float32
+      return NamedSharding(mesh, P(*[None] * (leaf.ndim - 1), "fsdp") if divisible else P())
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(leaf)), state)
+
+  state = make_state(7)
+  eight, four = on(mesh_of((1, 8)), state), on(mesh_of((2, 4)), state)
+  placed = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, spec.sharding), state, eight)
+  checkpoints = Checkpoints(tmp_path, keep=1)
+  checkpoints.save(7, placed, data_state={}, config=CONFIG)
+  restored = checkpoints.restore(four).state
+  checkpoints.close()
+  assert_same(restored, state)
+  for leaf, spec in zip(jax.tree.leaves(restored), jax.tree.leaves(four), strict=True):
+    assert leaf.sharding == spec.sharding
+  assert len(restored.params["embedding"].sharding.device_set) == 8
+  single = load_params(tmp_path, jax.eval_shape(lambda: make_state().params))
+  assert_same(single, state.params)
+  assert single["embedding"].sharding.device_set == {jax.devices()[0]}
+
+
+def test_loads_parameters_alone(two_steps):
+  wanted = abstract(make_state().params)
+  assert_same(load_params(two_steps, wanted), make_state(20).params)
+  assert_same(load_params(two_steps, wanted, step=10), make_state(10).params)
+
+
+def test_parameters_of_another_model_are_refused(two_steps):
+  with pytest.raises(UserError, match=r"layers/ffn/up is \[2, 8, 16\] there and \[2, 8, 24\] here"):
+    load_params(two_steps, abstract(make_state(up=(2, 8, 24)).params))
+  wanted = abstract(make_state().params)
+  with pytest.raises(UserError, match=r"it has no unembedding, which is \[32, 8\] here"):
+    load_params(two_steps, {**wanted, "unembedding": wanted["embedding"]})
+  with pytest.raises(UserError, match=r"it has layers/ffn_norm \[2, 8\], which is not there here"):
+    load_params(two_steps, {**wanted, "layers": {"ffn": wanted["layers"]["ffn"]}})
+
+
+def test_another_optimizers_state_is_refused(two_steps):
+  with pytest.raises(UserError, match=r"opt_state/"):
+    Checkpoints(two_steps, keep=10).restore(abstract(make_state(name="adamw")))
+
+
+def test_no_checkpoint_to_load_from(two_steps, tmp_path):
+  with pytest.raises(UserError, match=f"no complete checkpoint in {tmp_path}/checkpoints"):
+    load_params(tmp_path, abstract(make_state().params))
+  with pytest.raises(UserError, match="no complete checkpoint of step 11"):
+    load_params(two_steps, abstract(make_state().params), step=11)
+
+
+def changed(*fields, base=CONFIG):
+  config = copy.deepcopy(base)
+  for field, value in fields:
+    section, name = field.split(".")
+    config[section][name] = value
+  return config
+
+
+def test_what_may_change_on_resume():
+  free = [("train.steps", 7), ("mesh.fsdp", 4), ("mesh.data", 2), ("train.log_interval", 1), ("train.checkpoint_interval", 1),
+          ("train.keep_checkpoints", 9), ("train.profile_step", 3), ("train.profile_steps", 1), ("train.wandb_project", "w"),
+          ("train.sample_prompt", "x"), ("train.sample_tokens", 0), ("train.init_from", "elsewhere"), ("eval.interval", 3),
+          ("eval.rows", 2), ("eval.ngram", 3), ("data.num_workers", 4), ("data.prepared_dir", "there"),
+          ("model.attention_implementation", "reference"), ("model.remat", "full")]
+  check_resume(CONFIG, changed(*free))
+  every = {f"{section}.{name}" for section, fields in CONFIG.items() for name in fields}
+  for field in every - {name for name, _ in free}:
+    with pytest.raises(UserError, match=rf"{field} was .* and is 'other'; use another --workdir"):
+      check_resume(CONFIG, changed((field, "other")))
+
+
+def test_resume_names_every_difference_with_both_values():
+  with pytest.raises(UserError) as error:
+    check_resume(CONFIG, changed(("model.embed_dim", 64), ("optimizer.learning_rate", 0.5), ("train.steps", 3)))
+  assert str(error.value) == (
+    "the checkpoint in this workdir is of another run: model.embed_dim was 128 and is 64; optimizer.learning_rate was 0.001 and is 0.5; "
+    "use another --workdir or set them back")
+
+
+def test_workers_of_a_stream_may_not_change():
+  streamed = Config(data=DataConfig(mode="streamed", num_workers=2)).to_dict()
+  check_resume(streamed, streamed)
+  with pytest.raises(UserError, match="data.num_workers was 2 and is 4"):
+    check_resume(streamed, changed(("data.num_workers", 4), base=streamed))
+
+
+def test_field_that_an_older_checkpoint_lacks_counts_as_its_default():
+  older = copy.deepcopy(CONFIG)
+  del older["train"]["z_loss"], older["eval"]
+  check_resume(older, CONFIG)
+  with pytest.raises(UserError, match="train.z_loss was 0.0 and is 0.1"):
+    check_resume(older, changed(("train.z_loss", 0.1)))

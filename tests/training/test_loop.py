@@ -1,0 +1,150 @@
+"""The loop: what a run leaves behind, and that stopping and starting again changes nothing."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import threading
+import time
+
+import pytest
+
+from diffjax.config import Config, DataConfig, EvalConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig, UserError
+from diffjax.training import loop
+
+# Fields that tell the time, not the run.
+CLOCK = {"time", "train/tokens_per_second", "train/step_seconds", "train/wait_fraction", "train/mfu"}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+  """A model of one layer on generated text, with an evaluation and a checkpoint within a few steps."""
+  path = tmp_path_factory.mktemp("text")
+  for index in range(60):
+    (path / f"{index}.txt").write_text("".join(f"document {index}, line {line}: {line * index % 97}\n" for line in range(20)))
+  return Config(
+    model=ModelConfig(num_layers=1, embed_dim=16, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=32, max_length=64),
+    data=DataConfig(source=f"text:{path}/*.txt", validation_fraction=0.2, length=32, prepared_dir=str(path / "rows")),
+    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2),
+    train=TrainConfig(steps=6, batch_size=8, log_interval=1, checkpoint_interval=2, sample_tokens=5),
+    eval=EvalConfig(interval=3, rows=8),
+    mesh=MeshConfig(),
+  )
+
+
+def change(config, **fields):
+  """change(config, train__steps=3)"""
+  for field, value in fields.items():
+    section, name = field.split("__")
+    config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{name: value})})
+  return config
+
+
+def log(workdir):
+  lines = [json.loads(line) for line in (pathlib.Path(workdir) / "metrics.jsonl").read_text().splitlines()]
+  return [{name: value for name, value in line.items() if name not in CLOCK} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def whole(config, tmp_path_factory):
+  """An uninterrupted run."""
+  workdir = tmp_path_factory.mktemp("whole")
+  loop.train(config, str(workdir))
+  return workdir
+
+
+def test_what_a_run_leaves_behind(whole):
+  lines = log(whole)
+  steps = [line["step"] for line in lines if "train/loss" in line]
+  assert steps == [1, 2, 3, 4, 5, 6]
+  evaluations = [line for line in lines if "validation/loss" in line]
+  assert [line["step"] for line in evaluations] == [3, 6]
+  assert {"validation/perplexity", "validation/bits_per_byte", "validation/ar_hit", "validation/others"} <= set(evaluations[0])
+  assert evaluations[1]["validation/loss"] < evaluations[0]["validation/loss"] < 6
+  assert {"train/grad_norm", "train/learning_rate", "train/tokens", "lambda/layer_00"} <= set(lines[0])
+  assert (whole / "loss.png").stat().st_size > 1000
+  assert (whole / "sample.txt").read_text().startswith("def ")
+  assert list((whole / "tensorboard").iterdir())
+
+
+def test_resume_repeats_and_skips_nothing(config, whole, tmp_path):
+  """Stopped at step 3 by a shorter schedule's SIGTERM, then run again: the log is the uninterrupted run's, number for number."""
+  resumed = interrupt_after(config, tmp_path, steps=3)
+  assert 3 <= resumed < 6
+  loop.train(config, str(tmp_path))
+  assert log(tmp_path) == log(whole)
+
+
+def interrupt_after(config, workdir, steps):
+  """Runs until some steps are logged, sends SIGTERM, and returns the step at which the run stopped."""
+
+  def watch():
+    path = pathlib.Path(workdir) / "metrics.jsonl"
+    while not path.exists() or path.read_text().count("train/loss") < steps:
+      time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+  slow = threading.Thread(target=watch)
+  slow.start()
+  original = loop.put_batch
+
+  def slower(batch, mesh):
+    time.sleep(0.2)
+    return original(batch, mesh)
+
+  loop.put_batch = slower
+  try:
+    loop.train(config, str(workdir))
+  finally:
+    loop.put_batch = original
+  slow.join()
+  return max(int(path.name) for path in (pathlib.Path(workdir) / "checkpoints").iterdir() if path.name.isdecimal())
+
+
+def test_log_lines_past_the_checkpoint_are_dropped(config, whole, tmp_path):
+  """As after a kill between checkpoints: the lines of steps that are taken again appear once."""
+  interrupt_after(config, tmp_path, steps=3)
+  path = tmp_path / "metrics.jsonl"
+  path.write_text(path.read_text() + json.dumps({"step": 99, "train/loss": 0.0}) + '\n{"step": 1')
+  loop.train(config, str(tmp_path))
+  assert log(tmp_path) == log(whole)
+
+
+def test_a_finished_run_can_be_prolonged(config, whole, tmp_path):
+  short = change(config, train__steps=3)
+  loop.train(short, str(tmp_path))
+  loop.train(short, str(tmp_path))  # nothing left to do
+  assert [line["step"] for line in log(tmp_path) if "train/loss" in line] == [1, 2, 3]
+  loop.train(config, str(tmp_path))
+  assert [line["step"] for line in log(tmp_path) if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
+
+
+def test_init_from_takes_parameters_alone(config, whole, tmp_path):
+  start = change(config, train__init_from=str(whole), train__steps=2, optimizer__learning_rate=0.0)
+  loop.train(start, str(tmp_path))
+  (last,) = [line for line in log(whole) if "validation/loss" in line][1:]
+  (mine,) = [line for line in log(tmp_path) if "validation/loss" in line]
+  assert mine["validation/loss"] == last["validation/loss"]  # unchanged at learning rate 0
+  assert mine["step"] == 2
+
+
+@pytest.mark.parametrize(
+  "field, value",
+  [
+    ("model__ffn_dim", 48),
+    ("data__length", 16),
+    ("data__seed", 1),
+    ("optimizer__learning_rate", 0.5),
+    ("train__batch_size", 16),
+  ],
+)
+def test_a_workdir_of_another_run_is_refused(config, whole, field, value):
+  name = field.replace("__", ".")
+  with pytest.raises(UserError, match=f"{name} was .* and is {value}"):
+    loop.train(change(config, **{field: value}), str(whole))
+
+
+def test_vocabularies_that_differ(config, tmp_path):
+  with pytest.raises(UserError, match="config.model.vocab_size = 100: .* 'bytes' has 256"):
+    loop.train(change(config, model__vocab_size=100), str(tmp_path))

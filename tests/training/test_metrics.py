@@ -1,0 +1,253 @@
+"""FLOPs equal what XLA counts, logs survive restarts, and the progress line tells the truth about speed."""
+
+import dataclasses
+import io
+import json
+import math
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from diffjax.config import Config, DataConfig, ModelConfig, TrainConfig, UserError
+from diffjax.training import metrics
+
+SMALL = dict(vocab_size=96, num_layers=3, embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=6, ffn_dim=40)
+PAPER_1B = ModelConfig(vocab_size=100_288, num_layers=24, embed_dim=2048, num_heads=8, num_kv_heads=8, head_dim=128, ffn_dim=5440)
+
+
+def by_hand(attention):
+  """Matrix products of a layer and of the vocabulary, as einsum over shapes; FLOPs by XLA's own count, attention uncut by the mask."""
+  G, M, wide = {"softmax": (1, 1, 1), "diff": (2, 2, 2), "diff_v2": (2, 1, 1)}[attention]
+  E, H, K, D, F, N, B, T = 32, 4, 2, 6, 40, 96, 2, 16
+  V = wide * D
+  products = [
+    ("bte,ehgd->bthgd", (B, T, E), (E, H, G, D)), ("bte,ekmd->btkmd", (B, T, E), (E, K, M, D)), ("bte,ekv->btkv", (B, T, E), (E, K, V)),
+    ("bthv,hve->bte", (B, T, H, V), (H, V, E)), ("bte,ef->btf", (B, T, E), (E, F)), ("bte,ef->btf", (B, T, E), (E, F)),
+    ("btf,fe->bte", (B, T, F), (F, E)),
+  ]
+  if attention == "diff_v2":
+    products.append(("bte,eh->bth", (B, T, E), (E, H)))
+  pairs = [("bthgd,bshgd->bhgts", (B, T, H, G, D), (B, T, H, G, D)), ("bhgts,bshv->bthgv", (B, H, G, T, T), (B, T, H, V))]
+
+  def xla(product):
+    equation, left, right = product
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (left, right)]
+    analysis = jax.jit(lambda a, b: jnp.einsum(equation, a, b)).lower(*shapes).compile().cost_analysis()
+    return (analysis[0] if isinstance(analysis, list) else analysis)["flops"]
+
+  layer = sum(map(xla, products)) + sum(map(xla, pairs)) * (T + 1) / (2 * T)  # causal: T(T+1)/2 of T² pairs
+  return 3 * layer + xla(("bte,ne->btn", (B, T, E), (N, E)))
+
+
+@pytest.mark.parametrize("attention", ["softmax", "diff", "diff_v2"])
+def test_flops_equal_xlas_count_of_the_matrix_products(attention):
+  model = ModelConfig(attention=attention, **SMALL)
+  flops = metrics.step_flops(model, length=16, tokens=32)
+  assert flops.forward == pytest.approx(by_hand(attention), rel=1e-6)
+  assert flops.training == 3 * flops.forward
+
+
+def test_attention_costs_what_the_paper_says():
+  # paper.md §1: 6 N²d multiply-adds a DIFF head against 4 of its Transformer twin, before the causal half; same projections.
+  model = dataclasses.replace(PAPER_1B, lambda_init=None)
+  twin = dataclasses.replace(model, attention="softmax", num_heads=16, num_kv_heads=16, head_norm=False)
+  T, pairs = 2048, 2048 * 2049 // 2
+  core = 24 * 8 * 128 * 2 * pairs
+  diff, softmax = metrics.step_flops(model, T, T).forward, metrics.step_flops(twin, T, T).forward
+  assert diff - softmax == (6 - 4) * core
+  without = 2 * T * (24 * (4 * 2048 ** 2 + 3 * 2048 * 5440) + 100_288 * 2048)
+  assert softmax - without == 4 * core
+
+
+@pytest.mark.parametrize("size, billions", [
+  (dict(embed_dim=1536, num_heads=8, head_dim=96, ffn_dim=4096), 0.8335),
+  (dict(), 1.410),
+  (dict(embed_dim=2560, num_layers=32, num_heads=10, ffn_dim=6912), 2.794),
+  (dict(embed_dim=4096, num_layers=32, num_heads=16, ffn_dim=10880), 6.837),
+  (dict(embed_dim=5120, num_layers=40, num_heads=20, ffn_dim=13696), 13.123),
+  (dict(embed_dim=3072, num_layers=28, num_heads=12, ffn_dim=8192), 3.479),
+])
+def test_parameter_counts_are_the_papers(size, billions):
+  model = dataclasses.replace(PAPER_1B, **size)
+  model = dataclasses.replace(model, num_kv_heads=model.num_heads)
+  assert metrics.parameter_count(model) == pytest.approx(billions * 1e9, rel=5e-4)
+  twin = dataclasses.replace(model, attention="softmax", num_heads=2 * model.num_heads, num_kv_heads=2 * model.num_heads, head_norm=False)
+  extra = model.num_layers * (4 * model.head_dim + 2 * model.head_dim)
+  assert metrics.parameter_count(model) - metrics.parameter_count(twin) == extra
+
+
+def test_parameter_count_of_v2_and_untied():
+  # paper.md §3: V2 has one more E × E and E × h a layer, 1.515B at 1.4B's widths.
+  v2 = dataclasses.replace(PAPER_1B, attention="diff_v2", num_heads=16, num_kv_heads=16, head_norm=False)
+  assert metrics.parameter_count(v2) == pytest.approx(1.511e9, rel=5e-3)
+  twin = dataclasses.replace(v2, attention="softmax")
+  assert metrics.parameter_count(v2) - metrics.parameter_count(twin) == 24 * (2048 * 2048 + 2048 * 16)
+  assert metrics.parameter_count(dataclasses.replace(v2, tie_embeddings=False)) - metrics.parameter_count(v2) == 100_288 * 2048
+
+
+@pytest.mark.parametrize("kind, peak", [
+  ("TPU v4", 275e12), ("TPU v5 lite", 197e12), ("TPU v5p", 459e12), ("TPU v5", 459e12), ("TPU v6 lite", 918e12), ("TPU v6e", 918e12),
+  ("TPU7x", 1153.5e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H100 PCIe", 756e12),
+  ("NVIDIA H200", 989.4e12), ("NVIDIA B200", 2250e12), ("cpu", None), ("NVIDIA GeForce RTX 4090", None), ("TPU v4 lite", None),
+])
+def test_peak_flops(kind, peak):
+  assert metrics.peak_flops(kind) == peak
+
+
+def read(path):
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def open_metrics(workdir, resume_step=0, **kwargs):
+  return metrics.Metrics(workdir, {"train": {"steps": 9}}, resume_step=resume_step, **kwargs)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_jsonl_drops_the_steps_that_are_taken_again(tmp_path, monkeypatch, remote):
+  monkeypatch.setattr(metrics, "_is_remote", lambda path: remote)
+  writer = open_metrics(tmp_path)
+  for step in (10, 20, 30):
+    writer.write(step, {"train/loss": jnp.float32(1 / step), "train/grad_norm": math.inf})
+  writer.close()
+  path = tmp_path / "metrics.jsonl"
+  path.write_text(path.read_text() + '{"step": 31, "tra')  # killed while it wrote
+  writer = open_metrics(tmp_path, resume_step=20)
+  writer.write(25, {"train/loss": 7.0})
+  writer.write(26, {})
+  if not remote:
+    assert [line["step"] for line in read(path)] == [10, 20, 25], "a line is on disk at once"
+  writer.close()
+  lines = read(path)
+  assert [line["step"] for line in lines] == [10, 20, 25]
+  assert lines[0]["train/loss"] == pytest.approx(0.1) and lines[0]["train/grad_norm"] is None and lines[0]["time"] > 1.7e9
+  assert len(list((tmp_path / "tensorboard").glob("events*"))) == 2
+  assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl", "tensorboard"]
+
+
+def test_remote_workdir_is_written_at_intervals(tmp_path, monkeypatch):
+  monkeypatch.setattr(metrics, "_is_remote", lambda path: True)
+  writer = open_metrics(tmp_path, remote_interval=0.0)
+  writer.write(1, {"train/loss": 1.0})
+  assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1]
+  assert list((tmp_path / "tensorboard").glob("events*"))
+
+
+def test_tensorboard_holds_the_numbers_and_the_purge(tmp_path):
+  from tensorboardX.proto import event_pb2
+  for resume_step, step in ((0, 3), (2, 5)):
+    writer = open_metrics(tmp_path, resume_step=resume_step)
+    writer.write(step, {"train/loss": 0.5})
+    writer.close()
+
+  events = []
+  for file in sorted((tmp_path / "tensorboard").glob("events*")):
+    data, at = file.read_bytes(), 0
+    while at < len(data):  # a TFRecord: length, its checksum, the record, its checksum
+      size = int.from_bytes(data[at:at + 8], "little")
+      events.append(event_pb2.Event.FromString(data[at + 12:at + 12 + size]))
+      at += size + 16
+  scalars = [(event.step, value.simple_value) for event in events for value in event.summary.value if value.tag == "train/loss"]
+  assert scalars == [(3, 0.5), (5, 0.5)]
+  starts = [event.step for event in events if event.WhichOneof("what") == "session_log"]
+  assert starts == [1, 3], "TensorBoard hides what came from step 3 on before the restart"
+
+
+def test_other_processes_write_nothing(tmp_path):
+  writer = open_metrics(tmp_path, is_writer=False)
+  writer.write(1, {"train/loss": 1.0})
+  writer.close()
+  assert not list(tmp_path.iterdir())
+
+
+def test_missing_wandb_is_a_clear_error(tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, "wandb", None)
+  with pytest.raises(UserError, match=r"config.train.wandb_project = 'mine' needs wandb: pip install 'diffjax\[wandb\]'"):
+    open_metrics(tmp_path, wandb_project="mine")
+
+
+def test_wandb_run_goes_on_after_a_restart(tmp_path, monkeypatch):
+  seen = []
+
+  class Wandb:
+    def init(self, **kwargs):
+      seen.append(kwargs["id"])
+      return self
+
+    def log(self, values, step):
+      seen.append((step, values))
+
+    def finish(self):
+      seen.append("finished")
+
+  monkeypatch.setitem(sys.modules, "wandb", Wandb())
+  for resume_step in (0, 1):
+    writer = open_metrics(tmp_path, wandb_project="mine", resume_step=resume_step)
+    writer.write(resume_step + 1, {"train/loss": 2.0})
+    writer.close()
+  assert seen[0] == seen[3] and seen[1] == (1, {"train/loss": 2.0}) and seen[2] == "finished"
+
+
+CONFIG = Config(model=ModelConfig(**SMALL), data=DataConfig(length=16), train=TrainConfig(steps=100, batch_size=2))
+
+
+def clock(monkeypatch, times):
+  monkeypatch.setattr(time, "perf_counter", iter(times).__next__)
+
+
+def test_plain_lines_and_speeds(monkeypatch):
+  file = io.StringIO()
+  progress = metrics.Progress(CONFIG, first_step=20, num_devices=2, device_kind="NVIDIA H200", file=file)
+  clock(monkeypatch, [100.0, 105.0, 200.0, 202.0])
+  for step in range(21, 32):
+    progress.stepped(step, waited=0.1)
+  values = progress.report(30, {"train/loss": 1.25})
+  # Ten steps in five seconds, 32 tokens each; the wait before the first step is compilation's.
+  assert values["train/loss"] == 1.25 and values["train/step_seconds"] == 0.5 and values["train/tokens_per_second"] == 64
+  assert values["train/wait_fraction"] == pytest.approx(1.0 / 5)
+  flops = metrics.step_flops(CONFIG.model, 16, 32).training
+  assert values["train/mfu"] == pytest.approx(flops / (0.5 * 2 * 989.4e12))
+  # An evaluation of 95 seconds does not count.
+  progress.note(32, {"validation/loss": 1.5})
+  values = progress.report(36, {"train/loss": 1.0})
+  assert values["train/step_seconds"] == 0.5
+  progress.close()
+  lines = file.getvalue().splitlines()
+  assert lines[0] == "step 30/100  loss 1.2500  64 tokens/s  0.500 s/step  MFU 0.0%  0:00:35 left"
+  assert lines[1] == "step 32/100  validation/loss 1.5000" and len(lines) == 3
+
+
+def test_no_mfu_on_an_unknown_chip():
+  progress = metrics.Progress(CONFIG, first_step=0, num_devices=1, device_kind="cpu", file=io.StringIO())
+  progress.stepped(1)
+  assert "train/mfu" not in progress.report(1, {"train/loss": 1.0})
+
+
+def test_live_line_on_a_terminal(monkeypatch):
+  class Terminal(io.StringIO):
+    def isatty(self):
+      return True
+
+  monkeypatch.setenv("TERM", "xterm")
+  monkeypatch.setenv("COLUMNS", "120")
+  terminal = Terminal()
+  progress = metrics.Progress(CONFIG, first_step=0, num_devices=1, device_kind="cpu", file=terminal)
+  progress.stepped(1)
+  progress.report(1, {"train/loss": 3.5})
+  progress.close()
+  assert "1/100" in terminal.getvalue() and "loss 3.5000" in terminal.getvalue()
+  assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count("\x1b[?25h") == 1, "the cursor comes back"
+
+
+def test_plot_shows_both_losses(tmp_path):
+  jsonl, png = tmp_path / "metrics.jsonl", tmp_path / "loss.png"
+  jsonl.write_text('{"step": 1, "train/loss": 2.0}\n{"step": 2, "train/loss": null, "validation/loss": 1.9}\n'
+                   '{"step": 3, "train/loss": 1.0}\n')
+  metrics.plot_losses(jsonl, png)
+  first = png.read_bytes()
+  assert first[:8] == b"\x89PNG\r\n\x1a\n"
+  jsonl.write_text('{"step": 1, "train/loss": 2.0}\n{"step": 3, "train/loss": 1.0}\n')
+  metrics.plot_losses(jsonl, png)
+  assert png.read_bytes() != first, "the validation loss is drawn"
