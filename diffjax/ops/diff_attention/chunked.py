@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from diffjax.ops.diff_attention import masks, residuals
+from diffjax.ops.varying import vary_like
 
 # Measured on two CPU cores, lengths 256 to 16,384: 128 rows a block, 256 where rows are long (each block adds to all of dK and dV), and
 # as many heads at once as keep one map's logits within 2 MB.
@@ -76,7 +77,9 @@ def chunked(
   """`diff_attention` by query blocks; the arguments are those of `api.diff_attention`, checked there."""
   static = isinstance(q_offset, int)
   mask = _Mask(causal, window, scale, q_offset if static else None)
-  return _attend(mask, q, k, v, lam, q_segment_ids, kv_segment_ids, None if static else q_offset)
+  arrays = (q, k, v, lam, q_segment_ids, kv_segment_ids, None if static else q_offset)
+  # Inside shard_map an array that all devices share must be made each device's own before the custom VJP, or its gradient is not summed.
+  return _attend(mask, *(None if x is None else vary_like(x, *arrays) for x in arrays))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -112,7 +115,8 @@ def _forward(mask: _Mask, q, k, v, lam, q_ids, kv_ids, offset):
 def _forward_group(mask: _Mask, bands: list[_Band], inputs: _Inputs):
   dtype = jnp.promote_types(jnp.float32, inputs.v.dtype)
   shape = inputs.q[0].shape[:3]
-  carry = (jnp.zeros((*shape, inputs.v.shape[-1]), dtype), [jnp.zeros((*shape, 1), dtype) for _ in inputs.q])
+  zeros = lambda *shape: vary_like(jnp.zeros(shape, dtype), inputs.q[0])
+  carry = (zeros(*shape, inputs.v.shape[-1]), [zeros(*shape, 1) for _ in inputs.q])
 
   def step(band: _Band, inputs: _Inputs, carry, row, key):
     out, lses = carry
@@ -163,14 +167,15 @@ def _backward_group(mask: _Mask, bands: list[_Band], inputs: _Inputs, lse, delta
   # dK and dV grow as [N, D, S] from queries and dO laid out [N, D, R, T]: a product of two row-major matrices, where the natural
   # [S, T]·[T, D] reads the large matrix across its rows and measured two to four times slower on CPU.
   turned = [jnp.transpose(x, (0, 3, 1, 2)) for x in (*inputs.q, d_out)]
-  d_q = [jnp.zeros(q.shape, dtype) for q in inputs.q]
-  d_k = [jnp.zeros((k.shape[0], k.shape[2], k.shape[1]), dtype) for k in inputs.k]
-  d_v = jnp.zeros((inputs.v.shape[0], inputs.v.shape[2], inputs.v.shape[1]), dtype)
-  d_lam = None if inputs.lam is None else jnp.zeros(inputs.lam.shape, dtype)
+  zeros = lambda *shape: vary_like(jnp.zeros(shape, dtype), inputs.q[0])
+  d_q = [zeros(*q.shape) for q in inputs.q]
+  d_k = [zeros(k.shape[0], k.shape[2], k.shape[1]) for k in inputs.k]
+  d_v = zeros(inputs.v.shape[0], inputs.v.shape[2], inputs.v.shape[1])
+  d_lam = None if inputs.lam is None else zeros(*inputs.lam.shape)
 
   def step(band: _Band, arrays, carry, row, key):
     inputs, turned, lse, delta, d_out = arrays
-    d_q, d_k, d_v, d_lam = carry
+    d_q, d_k, d_v, d_lam = list(carry[0]), list(carry[1]), *carry[2:]
     allowed = _allowed(mask, band, inputs, row, key)
     keys = [_keys(k, key, band.span) for k in _per_map(inputs)]
     maps = [

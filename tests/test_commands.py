@@ -1,0 +1,43 @@
+"""What a user types: exit codes and one clear line for bad input; the README's commands as they stand there."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def run(*args, cwd=ROOT):
+  return subprocess.run([sys.executable, "-m", *args], cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+  "args, code, message",
+  [
+    ([], 2, "error: pass --config=FILE"),
+    (["--config=configs/nope.py"], 2, "error: --config: no such file; there are configs/base.py"),
+    (["--config=configs/tiny.py:v9"], 2, "error: variant 'v9' of a config: must be one of diff, transformer, diff_v2"),
+    (["--config=configs/tiny.py", "--config.train.stepz=3"], 2, "error: config.train.stepz is not a config field: did you mean train.steps?"),
+    (["--config=configs/tiny.py", "--config.train.steps=x"], 2, "error: flag --config.train.steps=x: invalid literal"),
+    (["--config=configs/tiny.py", "--workdirs=x"], 2, "error: Unknown command line flag 'workdirs'"),
+    (["--config=configs/tiny.py", "x"], 2, "error: unexpected argument 'x'"),
+    (["--config=configs/tiny.py"], 2, "error: pass --workdir=DIR"),
+    (["--config=configs/tiny.py", "--config.model.num_kv_heads=3", "--workdir=x"], 1, "error: config.model.num_kv_heads = 3: must divide"),
+    (["--config=configs/tiny.py", "--config.data.source=text:/nowhere/*", "--workdir=x"], 1, "/nowhere/*"),
+    (["--config=configs/diff_1b.py", "--workdir=x"], 1, "cl100k_base"),
+  ],
+)
+def test_bad_input_is_one_line(args, code, message, tmp_path):
+  result = run("diffjax.train", *args)
+  lines = result.stderr.strip().splitlines()
+  assert result.returncode == code, result.stderr
+  assert message in lines[-1]
+  assert lines[-1].startswith("error: ")
+  assert "Traceback" not in result.stderr
+
+
+def test_help_names_the_flags():
+  result = run("diffjax.train", "--help")
+  assert "--config" in result.stdout and "--workdir" in result.stdout
