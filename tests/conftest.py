@@ -12,3 +12,11 @@ jax.config.update("jax_num_cpu_devices", 8)
 def cache_home(tmp_path_factory):
   """A cache of the tests' own."""
   os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def quick_compile():
+  """Machine code without optimisation, for tests of whole training steps, whose time is compilation."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)

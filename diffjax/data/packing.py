@@ -15,6 +15,7 @@ import grain
 import numpy as np
 from jaxtyping import Int, Shaped
 
+from diffjax.config import UserError
 from diffjax.data.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -150,29 +151,40 @@ class Tokenize:
 
 
 class Documents(grain.IterDataset):
-  """Reads the parts of a source. The iterator's state is the parts' state and the number of documents taken from the present part."""
+  """Reads the parts of a source. The iterator's state is the parts' state and the number of documents taken from the present part.
 
-  def __init__(self, parts: grain.IterDataset, read: Callable[[Any], Iterator[tuple[str, bool]]]):
+  Args:
+    parts: What `read` understands, once or for ever.
+    read: Gives the documents of a part.
+    patience: Parts in a row that may hold no documents: a source without any, repeated for ever, would otherwise be read for ever.
+  """
+
+  def __init__(self, parts: grain.IterDataset, read: Callable[[Any], Iterator[tuple[str, bool]]], patience: int):
     super().__init__(parts)
-    self._read = read
+    self._read, self._patience = read, patience
 
   def __iter__(self) -> grain.DatasetIterator:
-    return _DocumentIterator(self._parent.__iter__(), self._read)
+    return _DocumentIterator(self._parent.__iter__(), self._read, self._patience)
 
 
 class _DocumentIterator(grain.DatasetIterator):
-  def __init__(self, parent: grain.DatasetIterator, read: Callable[[Any], Iterator[tuple[str, bool]]]):
+  def __init__(self, parent: grain.DatasetIterator, read: Callable[[Any], Iterator[tuple[str, bool]]], patience: int):
     super().__init__(parent)
-    self._read = read
+    self._read, self._patience = read, patience
     self._documents: Iterator[tuple[str, bool]] = iter(())
     self._before_part = parent.get_state()
     self._taken = 0
 
   def __next__(self) -> tuple[str, bool]:
+    parts = 0
     while True:
       for document in self._documents:
         self._taken += 1
         return document
+      parts += 1
+      if parts > self._patience + 1:
+        raise UserError("config.data.source: empty: no document to train on (documents without text do not count, nor those held out by "
+                        "config.data.validation_fraction)")
       before = self._parent.get_state()
       part = next(self._parent)
       self._before_part, self._taken, self._documents = before, 0, self._read(part)

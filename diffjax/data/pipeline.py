@@ -200,7 +200,7 @@ def _stream(config: DataConfig, split: str, process_index: int = 0, process_coun
         raise UserError(f"config.{field}: {component.spec!r} has {len(source.parts)} parts to stream (files, row groups or runs of "
                         f"records), fewer than the {process_count} processes; split its files, or set config.data.mode to 'prepared'")
       parts = parts.seed(config.seed + index).shuffle()[process_index::process_count].repeat(None)
-    documents = packing.Documents(parts.to_iter_dataset(grain.ReadOptions(num_threads=0)), source.read)
+    documents = packing.Documents(parts.to_iter_dataset(grain.ReadOptions(num_threads=0)), source.read, len(source.parts))
     streams.append(packing.pack(documents.map(packing.Tokenize(config.tokenizer)), config.length, config.packing))
   if len(streams) == 1:
     return streams[0]

@@ -59,6 +59,7 @@ def targets(config: DataConfig) -> list[Target]:
   if "://" in config.prepared_dir:
     raise UserError(f"config.data.prepared_dir = {config.prepared_dir!r}: must be a local path, because ArrayRecord files are read at "
                     "random; copy the rows to a disk, or mount the bucket")
+  wanted: list[tuple[sources.Component, tuple[str, ...]]]
   if config.validation_source:
     wanted = [(component, ("train",)) for component in sources.parse_mixture(config.source)]
     wanted += [(component, ("validation",)) for component in sources.parse_mixture(config.validation_source, "data.validation_source")]
@@ -135,7 +136,7 @@ def prepare(config: DataConfig, workers: int = 0) -> list[Target]:
   found = targets(config)
   for target in found:
     try:
-      _prepare(target, config, workers or os.cpu_count() or 1)
+      _prepare(target, config, workers)
     except OSError as error:
       raise UserError(f"{target.directory}: cannot write prepared rows ({error}); "
                       "config.data.prepared_dir chooses another place") from error
@@ -165,7 +166,8 @@ def _prepare(target: Target, config: DataConfig, workers: int) -> None:
     shards += [_Shard(target.directory, target.spec, split, index, number, *bounds[index:index + 2]) for index in range(number)]
   missing = [shard for shard in shards if not shard.is_whole()]
   parts = sum(shard.stop - shard.start for shard in missing)
-  workers = min(workers, len(missing))
+  # Processes take seconds to start, which one or two shards are not worth
+  workers = min(workers or min(os.cpu_count() or 1, len(missing) // 2), len(missing))
   say(f"preparing {target.spec}, {len(missing)} of {len(shards)} shards to write, with {max(workers, 1)} "
       f"worker{'s' * (workers > 1)}: {target.directory}")
   with Progress(f"preparing {target.spec}", parts) as progress:
@@ -276,7 +278,7 @@ def _write_shard(shard: _Shard, config: DataConfig, counter: _Counter) -> None:
     counter.add(1, 0)
 
   parts = grain.MapDataset.source(source.parts[shard.start:shard.stop]).to_iter_dataset(grain.ReadOptions(num_threads=0))
-  documents = packing.Documents(parts, read).map(packing.Tokenize(config.tokenizer))
+  documents = packing.Documents(parts, read, len(source.parts)).map(packing.Tokenize(config.tokenizer))
   temporary = f"{shard.path}.{os.getpid()}.tmp"
   writer = array_record_module.ArrayRecordWriter(temporary, "group_size:1")
   try:
@@ -358,7 +360,7 @@ class PreparedRows:
     self._paths = [f"{_Shard(target.directory, target.spec, split, index, len(counts), 0, 0).path}[0:{rows}]"
                    for index, rows in enumerate(counts) if rows]
     self._ends = list(itertools.accumulate(rows for rows in counts if rows))
-    self._source = grain.sources.ArrayRecordDataSource(self._paths) if self._paths else None
+    self._source: Any = grain.sources.ArrayRecordDataSource(self._paths) if self._paths else None
 
   def __len__(self) -> int:
     return self._ends[-1] if self._ends else 0

@@ -18,7 +18,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -328,6 +328,7 @@ def _lines(name: str, start: int, stop: int | None) -> Iterator[bytes]:
         # Not the zstandard package's reader, which takes a file that has been cut short for a whole one
         yield from io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), 1 << 20)
       else:
+        assert stop is not None
         if start:  # the line that crosses the border belongs to the part before
           file.seek(start - 1)
           start += len(file.readline()) - 1
@@ -386,4 +387,6 @@ def _open_parquet(name: str):
     raise UserError(f"{name}: not a Parquet file ({error})") from error
 
 
-_KINDS = {"stdlib": _TfdsSource, "tfds": _TfdsSource, "text": _TextSource, "jsonl": _JsonlSource, "parquet": _ParquetSource}
+_KINDS: dict[str, Callable[..., Source]] = {
+  "stdlib": _TfdsSource, "tfds": _TfdsSource, "text": _TextSource, "jsonl": _JsonlSource, "parquet": _ParquetSource,
+}

@@ -88,7 +88,7 @@ def corpus_directory(root: str = "") -> epath.Path:
     split = "validation" if held_out(digest, VALIDATION_FRACTION) else "train"
     splits[split].append({"name": name, "text": content.decode("utf-8")})
 
-  class Stdlib(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+  class Stdlib(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
     """The Python standard library's source text, one file a document."""
 
     name = "stdlib"

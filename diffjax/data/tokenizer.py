@@ -60,7 +60,7 @@ class Tokenizer(abc.ABC):
     """Ids of a text, without separators."""
 
   @abc.abstractmethod
-  def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int] | Int32[np.ndarray, "T"]]:
+  def encode_batch(self, texts: Sequence[str]) -> Sequence[Sequence[int] | Int32[np.ndarray, "T"]]:
     """Ids of several texts, in parallel where the library can."""
 
   @abc.abstractmethod

@@ -33,11 +33,11 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, directory: str | 
   ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
   if len(ranks) != vocab_size - 1:
     raise UserError(f"--vocab_size = {vocab_size}: the documents only yield {len(ranks) + 1} tokens; lower it or train on more text")
-  directory = epath.Path(directory)
-  directory.mkdir(parents=True, exist_ok=True)
-  path = directory / "tokenizer.tiktoken"
+  home = epath.Path(directory)
+  home.mkdir(parents=True, exist_ok=True)
+  path = home / "tokenizer.tiktoken"
   path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in sorted(ranks.items(), key=lambda item: item[1])))
-  (directory / "tokenizer.json").write_text(_hugging_face_json(ranks))
+  (home / "tokenizer.json").write_text(_hugging_face_json(ranks))
   return path
 
 

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from diffjax.model.decoder import Decoder, logits
 
 
-def sample(model: Decoder, params: Any, prompt: list[int], *, num_tokens: int, length: int, seed: int = 0, temperature: float = 0.8) -> list[int]:
+def sample(
+  model: Decoder, params: Any, prompt: list[int], *, num_tokens: int, length: int, seed: int = 0, temperature: float = 0.8
+) -> list[int]:
   """Continues a prompt token by token, each from a full forward pass over the last `length` tokens (no cache).
 
   Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import signal
 import time
@@ -53,7 +54,7 @@ def train(config: Config, workdir: str) -> None:
   else:
     state = make_state()
     if config.train.init_from:
-      state = state.replace(params=load_params(config.train.init_from, abstract_state.params))
+      state = dataclasses.replace(state, params=load_params(config.train.init_from, abstract_state.params))
       logging.info("parameters from %s", config.train.init_from)
   step = first = int(state.step)
   metrics = Metrics(
@@ -139,7 +140,7 @@ class Interruption:
 
 def _fetch(measured: dict[str, jax.Array]) -> dict[str, float]:
   """A step's metrics on the host, λ by layer."""
-  values = {}
+  values: dict[str, float] = {}
   for name, value in jax.device_get(measured).items():
     if name == "lambda":
       values |= {f"lambda/layer_{layer:02d}": float(lam) for layer, lam in enumerate(value)}

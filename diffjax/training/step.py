@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -133,7 +134,7 @@ def make_train_step(
       "tokens": jnp.sum(batch["weights"]),
       "skipped_steps": skipped_steps(opt_state),
     }
-    return state.replace(step=state.step + 1, params=params, opt_state=opt_state), metrics
+    return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state), metrics
 
   # The state comes out as it went in: left to the compiler, another layout would compile the second step anew.
   state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)

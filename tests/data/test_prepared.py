@@ -78,8 +78,8 @@ def test_the_number_of_workers_changes_nothing(many_files, tmp_path):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_killed_and_started_again(many_files, tmp_path, workers):
   spec, directory = f"text:{many_files}/*.txt", tmp_path / "killed"
-  code = ("from diffjax.config import DataConfig\nfrom diffjax.data import prepared\n"
-          f"if __name__ == '__main__': prepared.prepare(DataConfig(source={spec!r}, length=256, prepared_dir={str(directory)!r}), {workers})")
+  code = ("from diffjax.config import DataConfig\nfrom diffjax.data import prepared\nif __name__ == '__main__':\n"
+          f"  prepared.prepare(DataConfig(source={spec!r}, length=256, prepared_dir={str(directory)!r}), {workers})\n")
   script = tmp_path / "script.py"
   script.write_text(code)
   environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

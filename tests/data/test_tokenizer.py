@@ -11,7 +11,8 @@ from diffjax.config import Config, ModelConfig, UserError
 from diffjax.data import tokenizer, tokenizer_training
 from diffjax.data.pipeline import check_vocabulary
 
-ODD = ["", " ", "\n", "  \n\t", "\r\n\r\n  x", "a" * 999, " '" * 30, "😀👩‍👩‍👧 é e\u0301 中文 العربية ſ İ", "1234567890 3.14", "it's IT'S I'LL we'd",
+ODD = ["", " ", "\n", "  \n\t", "\r\n\r\n  x", "a" * 999, " '" * 30, "😀👩‍👩‍👧 é e\u0301 中文 العربية ſ İ", "1234567890 3.14",
+       "it's IT'S I'LL we'd",
        "<|endoftext|> in a text", "\u00a0\u2003 x\u200d", "\x00\x01\x7f", "def f(x):\n    return  x  # note\n\n\n", "\ufeffBOM", "�"]
 
 

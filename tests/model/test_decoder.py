@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 
 import chex
 import jax
@@ -84,7 +85,7 @@ def test_lambda_init_under_scan_is_each_layers_own():
     block = decoder.Block(CONFIG, jnp.float32, decoder.diff_attention)
     positions = jnp.broadcast_to(jnp.arange(16), (2, 16))
     for layer in range(CONFIG.num_layers):
-      weights = jax.tree.map(lambda leaf: leaf[layer], params["layers"])
+      weights = jax.tree.map(operator.itemgetter(layer), params["layers"])
       x, _ = block.apply({"params": weights}, x, lambda_init_of(layer), None, positions)
     return logits(params, decoder.rms_norm(x, params["final_norm"], CONFIG.norm_eps))
 

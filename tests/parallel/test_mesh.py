@@ -1,6 +1,7 @@
 """A mesh changes where arrays lie, and nothing else."""
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -10,6 +11,8 @@ import pytest
 from diffjax.config import Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig, UserError
 from diffjax.parallel.mesh import make_mesh, sharded_cross_entropy
 from diffjax.training.step import make_eval_step, make_init, make_train_step, put_batch
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 B, T = 16, 24
 DATA = MeshConfig(data=-1)
@@ -47,8 +50,10 @@ def make_batch(seed=0):
   }
 
 
-def run_steps(config, devices, steps=3):
-  mesh = make_mesh(config.mesh, devices)
+@functools.cache
+def run_steps(config, num_devices, steps=3):
+  """Parameters after some steps, and each step's metrics."""
+  mesh = make_mesh(config.mesh, jax.devices()[:num_devices])
   init, abstract = make_init(config, mesh)
   state, step, losses = init(), make_train_step(config, mesh, abstract), []
   for n in range(steps):
@@ -60,8 +65,8 @@ def run_steps(config, devices, steps=3):
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("mesh", [(8, 1), (1, 8), (2, 4)])
 def test_eight_devices_give_one_devices_losses(name, mesh):
-  one = run_steps(make_config(VARIANTS[name]), jax.devices()[:1])
-  many = run_steps(make_config(VARIANTS[name], MeshConfig(*mesh)), jax.devices())
+  one = run_steps(make_config(VARIANTS[name]), 1)
+  many = run_steps(make_config(VARIANTS[name], MeshConfig(*mesh)), 8)
   chex.assert_trees_all_close(one[1], many[1], rtol=2e-5)
   chex.assert_trees_all_close(one[0], many[0], atol=2e-6)
   assert one[1][0]["loss"] != one[1][2]["loss"]
@@ -70,9 +75,8 @@ def test_eight_devices_give_one_devices_losses(name, mesh):
 @pytest.mark.parametrize("devices", [1, 4])
 def test_accumulation_equals_the_full_batch(devices):
   """Micro-batches of unequal token counts: Σ loss / Σ tokens, not a mean of means."""
-  mesh = MeshConfig(data=-1)
-  full = run_steps(make_config(mesh=mesh), jax.devices()[:devices])
-  split = run_steps(make_config(mesh=mesh, accumulation=4), jax.devices()[:devices])
+  full = run_steps(make_config(), devices)
+  split = run_steps(make_config(accumulation=4), devices)
   chex.assert_trees_all_close(full[1], split[1], rtol=2e-5)
   chex.assert_trees_all_close(full[0], split[0], atol=2e-6)
 

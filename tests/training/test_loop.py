@@ -13,6 +13,8 @@ import pytest
 from diffjax.config import Config, DataConfig, EvalConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig, UserError
 from diffjax.training import loop
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 # Fields that tell the time, not the run.
 CLOCK = {"time", "train/tokens_per_second", "train/step_seconds", "train/wait_fraction", "train/mfu"}
 

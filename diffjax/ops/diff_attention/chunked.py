@@ -23,10 +23,11 @@ from jaxtyping import Array, Float, Int
 from diffjax.ops.diff_attention import masks, residuals
 from diffjax.ops.varying import vary_like
 
-# Measured on two CPU cores, lengths 256 to 16,384: 128 rows a block, 256 where rows are long (each block adds to all of dK and dV), and
-# as many heads at once as keep one map's logits within 2 MB.
-_SHORT_BLOCK, _LONG_BLOCK, _LONG = 128, 256, 2048
-_BLOCK_LOGITS = 1 << 19
+# (keys up to, rows of a query block), measured on two CPU cores: long rows want large blocks, because each adds to all of dK and dV.
+_BLOCK_ROWS = ((512, 64), (2048, 128), (float("inf"), 256))
+# Logits that a block's heads and maps hold together, 8 MB. Where one block of all heads exceeds it, they are walked in groups.
+_BLOCK_LOGITS = 1 << 21
+BARRIER = False
 # Query blocks are unrolled, each with the keys it sees, up to so many; longer sequences scan inside so many bands. It bounds compile time,
 # and costs at most 1/16 of the causal work.
 _MAX_BANDS = 16
@@ -103,26 +104,18 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 def _forward(mask: _Mask, q, k, v, lam, q_ids, kv_ids, offset):
   """Returns the output [B, T, H, V] and the log-sum-exps, G of [N, R, T, 1]."""
-  batch, length, heads = q.shape[:3]
   inputs = _lead_with_heads(q, k, v, lam, q_ids, kv_ids, offset)
   num_groups, block = _tile(inputs)
-  bands = _bands(mask, length, k.shape[1], block)
+  bands = _bands(mask, q.shape[1], k.shape[1], block)
   out, lse = _map_groups(functools.partial(_forward_group, mask, bands), num_groups, inputs)
-  out = _tokens_first(out, batch).astype(q.dtype)
-  return out, lse
+  return _tokens_first(out, q.shape[0]).astype(q.dtype), lse
 
 
 def _forward_group(mask: _Mask, bands: list[_Band], inputs: _Inputs):
-  dtype = jnp.promote_types(jnp.float32, inputs.v.dtype)
-  shape = inputs.q[0].shape[:3]
-  zeros = lambda *shape: vary_like(jnp.zeros(shape, dtype), inputs.q[0])
-  carry = (zeros(*shape, inputs.v.shape[-1]), [zeros(*shape, 1) for _ in inputs.q])
-
-  def step(band: _Band, inputs: _Inputs, carry, row, key):
-    out, lses = carry
-    values = _keys(inputs.v, key, band.span)
+  def step(band: _Band, arrays, carry, row, key):
+    (inputs,) = arrays
     allowed = _allowed(mask, band, inputs, row, key)
-    weights, sums, new_lses = [], [], []
+    weights, sums, lses = [], [], []
     for q, k in zip(inputs.q, _per_map(inputs), strict=True):
       logits = masks.apply(allowed, _logits(_rows(q, row, band.block), _keys(k, key, band.span), mask.scale))
       peak = jnp.max(logits, axis=-1, keepdims=True)
@@ -130,32 +123,28 @@ def _forward_group(mask: _Mask, bands: list[_Band], inputs: _Inputs):
       weight = jnp.exp(logits - peak)
       total = jnp.sum(weight, axis=-1, keepdims=True)
       total = jnp.where(total == 0, 1, total)
-      new_lses.append(peak + jnp.log(total))
+      lses.append(peak + jnp.log(total))
       weights.append(weight)
       sums.append(total)
     combined = weights[0]
     if inputs.lam is not None:  # O = (A₁ − λA₂)V with the first map's division left for after the product
       combined = combined - (_rows(inputs.lam, row, band.block) * sums[0] / sums[1]) * weights[1]
-    block_out = _dot("nrts,nsv->nrtv", combined, values) / sums[0]
-    out = lax.dynamic_update_slice_in_dim(out, block_out, row, axis=2)
-    lses = [lax.dynamic_update_slice_in_dim(lse, new, row, axis=2) for lse, new in zip(lses, new_lses, strict=True)]
-    return out, lses
+    return carry, (_dot("nrts,nsv->nrtv", combined, _keys(inputs.v, key, band.span)) / sums[0], lses)
 
-  return _walk(bands, step, inputs, carry)
+  return _walk(bands, step, (inputs,), ())[1]
 
 
 def _backward(mask: _Mask, q, k, v, lam, q_ids, kv_ids, offset, out, lse, d_out):
   """Gradients of q, k, v and λ (None without λ); paper §1."""
-  batch, length = q.shape[:2]
-  inputs = _lead_with_heads(q, k, v, lam, q_ids, kv_ids, offset)
-  num_kv_heads = k.shape[2]
-  d_out = _heads_first(d_out, num_kv_heads)
+  batch, num_kv_heads = q.shape[0], k.shape[2]
   dtype = jnp.promote_types(jnp.float32, q.dtype)
+  inputs = _lead_with_heads(q, k, v, lam, q_ids, kv_ids, offset)
   # rowsum(dO ∘ O) = δ₁ − λδ₂
-  delta = jnp.sum(d_out.astype(dtype) * _heads_first(out, num_kv_heads).astype(dtype), axis=-1, keepdims=True)
+  delta = _heads_first(jnp.sum(d_out.astype(dtype) * out.astype(dtype), axis=-1, keepdims=True), num_kv_heads)
   num_groups, block = _tile(inputs)
-  bands = _bands(mask, length, k.shape[1], block)
-  d_q, d_k, d_v, d_lam = _map_groups(functools.partial(_backward_group, mask, bands), num_groups, inputs, lse, delta, d_out)
+  bands = _bands(mask, q.shape[1], k.shape[1], block)
+  group = functools.partial(_backward_group, mask, bands)
+  (d_k, d_v), (d_q, d_lam) = _map_groups(group, num_groups, inputs, lse, delta, _heads_first(d_out, num_kv_heads))
   d_q = jnp.stack([_tokens_first(x * mask.scale, batch) for x in d_q], axis=3).astype(q.dtype)
   d_k = jnp.stack([_keys_first(x * mask.scale, batch) for x in d_k], axis=3).astype(k.dtype)
   d_v = _keys_first(d_v, batch).astype(v.dtype)
@@ -165,17 +154,13 @@ def _backward(mask: _Mask, q, k, v, lam, q_ids, kv_ids, offset, out, lse, d_out)
 def _backward_group(mask: _Mask, bands: list[_Band], inputs: _Inputs, lse, delta, d_out):
   dtype = delta.dtype
   # dK and dV grow as [N, D, S] from queries and dO laid out [N, D, R, T]: a product of two row-major matrices, where the natural
-  # [S, T]·[T, D] reads the large matrix across its rows and measured two to four times slower on CPU.
+  # [S, T]·[T, D] reads the large matrix across its rows and measured two to ten times slower on CPU.
   turned = [jnp.transpose(x, (0, 3, 1, 2)) for x in (*inputs.q, d_out)]
-  zeros = lambda *shape: vary_like(jnp.zeros(shape, dtype), inputs.q[0])
-  d_q = [zeros(*q.shape) for q in inputs.q]
-  d_k = [zeros(k.shape[0], k.shape[2], k.shape[1]) for k in inputs.k]
-  d_v = zeros(inputs.v.shape[0], inputs.v.shape[2], inputs.v.shape[1])
-  d_lam = None if inputs.lam is None else zeros(*inputs.lam.shape)
+  zeros = lambda x: vary_like(jnp.zeros((x.shape[0], x.shape[2], x.shape[1]), dtype), inputs.q[0])
 
   def step(band: _Band, arrays, carry, row, key):
     inputs, turned, lse, delta, d_out = arrays
-    d_q, d_k, d_v, d_lam = list(carry[0]), list(carry[1]), *carry[2:]
+    d_k, d_v = list(carry[0]), carry[1]
     allowed = _allowed(mask, band, inputs, row, key)
     keys = [_keys(k, key, band.span) for k in _per_map(inputs)]
     maps = [
@@ -183,41 +168,42 @@ def _backward_group(mask: _Mask, bands: list[_Band], inputs: _Inputs, lse, delta
       for q, k, total in zip(inputs.q, keys, lse, strict=True)
     ]
     d_weights = _logits(_rows(d_out, row, band.block), _keys(inputs.v, key, band.span), 1.0)  # dP = dO·Vᵀ, for both maps
-    delta_1, combined = _rows(delta, row, band.block), maps[0]
-    d_logits = []
+    delta_1, combined, d_lam, d_logits = _rows(delta, row, band.block), maps[0], None, []
     if inputs.lam is not None:
       lam = _rows(inputs.lam, row, band.block)
       delta_2 = jnp.sum(maps[1] * d_weights, axis=-1, keepdims=True)
-      delta_1 = delta_1 + lam * delta_2
-      combined = maps[0] - lam * maps[1]
+      delta_1, combined, d_lam = delta_1 + lam * delta_2, maps[0] - lam * maps[1], -delta_2
       d_logits = [-lam * maps[1] * (d_weights - delta_2)]
-      d_lam = lax.dynamic_update_slice_in_dim(d_lam, -delta_2, row, axis=2)
     d_logits = [maps[0] * (d_weights - delta_1), *d_logits]
-    for g, (d_logit, k) in enumerate(zip(d_logits, keys, strict=True)):
+    d_q = [_dot("nrts,nsd->nrtd", d_logit, k) for d_logit, k in zip(d_logits, keys, strict=True)]
+    for g, d_logit in enumerate(d_logits):
       m = g % len(d_k)
-      d_q[g] = lax.dynamic_update_slice_in_dim(d_q[g], _dot("nrts,nsd->nrtd", d_logit, k), row, axis=2)
       d_k[m] = _add_keys(d_k[m], _dot("ndrt,nrts->nds", _columns(turned[g], row, band.block), d_logit), key)
     d_v = _add_keys(d_v, _dot("nvrt,nrts->nvs", _columns(turned[-1], row, band.block), combined), key)
-    return d_q, d_k, d_v, d_lam
+    return (d_k, d_v), (d_q, d_lam)
 
-  return _walk(bands, step, (inputs, turned, lse, delta, d_out), (d_q, d_k, d_v, d_lam))
+  carry = ([zeros(k) for k in inputs.k], zeros(inputs.v))
+  return _walk(bands, step, (inputs, turned, lse, delta, d_out), carry)
 
 
-def _walk(bands: list[_Band], step: Callable, arrays: Any, carry: Any) -> Any:
-  """Runs `step` over every query block in order."""
+def _walk(bands: list[_Band], step: Callable, arrays: Any, carry: Any) -> tuple[Any, Any]:
+  """Runs `step` over every query block in order. Returns the last carry and the outputs, [N, R, t, X] of a block, put together."""
+  outs = []
   for band in bands:
-    # Without the barrier XLA interleaves the unrolled blocks and all their logits live at once.
-    arrays, carry = lax.optimization_barrier((arrays, carry))
     if len(band.rows) == 1:
-      carry = step(band, arrays, carry, band.rows[0], band.keys[0])
+      if BARRIER and outs:
+        arrays, carry, outs[-1] = lax.optimization_barrier((arrays, carry, outs[-1]))
+      carry, out = step(band, arrays, carry, band.rows[0], band.keys[0])
     else:
       starts = (jnp.array(band.rows, jnp.int32), jnp.array(band.keys, jnp.int32))
-      carry, _ = lax.scan(lambda carry, start, band=band, arrays=arrays: (step(band, arrays, carry, *start), None), carry, starts)
-  return carry
+      carry, out = lax.scan(lambda carry, start, band=band, arrays=arrays: step(band, arrays, carry, *start), carry, starts)
+      out = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, x.shape[4]), out)
+    outs.append(out)
+  return carry, jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), *outs)
 
 
 def _bands(mask: _Mask, q_length: int, kv_length: int, block: int) -> list[_Band]:
-  """Query blocks with the keys that any of their rows may see; blocks that see none are left out."""
+  """All query blocks, each with the keys that its rows may see."""
   blocks = []  # (first row, rows, first key, last key + 1)
   for row in range(0, q_length, block):
     rows = min(block, q_length - row)
@@ -229,8 +215,8 @@ def _bands(mask: _Mask, q_length: int, kv_length: int, block: int) -> list[_Band
       reach = 1 if mask.causal else mask.window
       if reach is not None:
         high = min(high, last + reach)
-    if low < high:
-      blocks.append((row, rows, low, high))
+    high = max(high, 1)  # a block that sees nothing looks at one masked key
+    blocks.append((row, rows, min(low, high - 1), high))
   per_band = -(-len(blocks) // _MAX_BANDS)
   bands = []
   while blocks:
@@ -246,8 +232,8 @@ def _tile(inputs: _Inputs) -> tuple[int, int]:
   """How many groups the heads are walked in, and rows of a query block."""
   num_heads, shared, length, _ = inputs.q[0].shape
   kv_length = inputs.v.shape[1]
-  block = min(length, _LONG_BLOCK if kv_length > _LONG else _SHORT_BLOCK)
-  per_head = shared * block * kv_length
+  block = min(length, next(rows for longest, rows in _BLOCK_ROWS if kv_length <= longest))
+  per_head = len(inputs.q) * shared * block * kv_length
   heads = max(n for n in range(1, num_heads + 1) if num_heads % n == 0 and (n == 1 or n * per_head <= _BLOCK_LOGITS))
   return num_heads // heads, block
 

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffjax.ops.cross_entropy import fused_cross_entropy, per_token_cross_entropy, reference_cross_entropy
+
+B, T, E, N = 3, 37, 16, 50
+
+
+def _arguments():
+  keys = jax.random.split(jax.random.key(0), 4)
+  hidden, embedding = jax.random.normal(keys[0], (B, T, E)), jax.random.normal(keys[1], (N, E))
+  return hidden, embedding, jax.random.randint(keys[2], (B, T), 0, N), jax.random.uniform(keys[3], (B, T))
+
+
+def _value_and_grad(function, hidden, embedding, targets, weights, **options):
+  loss = lambda hidden, embedding, weights: function(hidden, embedding, targets, weights, **options)
+  return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(hidden, embedding, weights)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize("chunk", [None, 64, 12, 1])  # one chunk; ragged; even; a token of each row at a time
+def test_value_and_gradients_equal_the_plain_formula(chunk, z_loss):
+  arguments = _arguments()
+  actual = _value_and_grad(fused_cross_entropy, *arguments, z_loss=z_loss, chunk=chunk)
+  chex.assert_trees_all_close(actual, _value_and_grad(reference_cross_entropy, *arguments, z_loss=z_loss), rtol=1e-5, atol=1e-5)
+  value = jax.jit(lambda *a: fused_cross_entropy(*a, z_loss=z_loss, chunk=chunk))(*arguments)  # without gradients it is other code
+  chex.assert_trees_all_close(value, actual[0], rtol=1e-5)
+
+
+def test_plain_formula_in_numpy():
+  hidden, embedding, targets, weights = map(np.asarray, _arguments())
+  logits = np.einsum("bte,ne->btn", hidden, embedding).astype(np.float64)
+  lse = np.log(np.exp(logits).sum(-1))
+  nll = lse - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+  loss, z_sum = fused_cross_entropy(*_arguments(), z_loss=0.5)
+  np.testing.assert_allclose(z_sum, 0.5 * (weights * lse**2).sum(), rtol=1e-5)
+  np.testing.assert_allclose(loss - z_sum, (weights * nll).sum(), rtol=1e-4)
+  for chunk in (None, 30):
+    chex.assert_trees_all_close(per_token_cross_entropy(hidden, embedding, targets, chunk=chunk), nll.astype(np.float32), rtol=1e-4, atol=1e-4)
+
+
+def test_the_cotangent_scales():
+  hidden, embedding, targets, weights = _arguments()
+  gradient = lambda factor: jax.grad(lambda h, e: factor * fused_cross_entropy(h, e, targets, weights, chunk=20)[0], (0, 1))(hidden, embedding)
+  chex.assert_trees_all_close(gradient(-3.0), jax.tree.map(lambda x: -3 * x, gradient(1.0)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [None, 12])
+def test_tokens_without_weight_are_ignored(chunk):
+  hidden, embedding, targets, weights = _arguments()
+  weights = weights.at[:, 5:11].set(0)
+  spoilt = targets.at[:, 5:8].set(-100).at[:, 8:11].set(N + 7)
+  actual, expected = (_value_and_grad(fused_cross_entropy, hidden, embedding, t, weights, z_loss=0.1, chunk=chunk) for t in (spoilt, targets))
+  chex.assert_trees_all_equal(actual[0], expected[0])
+  chex.assert_trees_all_equal(actual[1][:2], expected[1][:2])
+  assert (actual[1][0][:, 5:11] == 0).all()
+
+
+def test_bfloat16_hidden_sums_in_float32():
+  hidden, embedding, targets, weights = _arguments()
+  narrow = hidden.astype(jnp.bfloat16)
+  (loss, _), (d_hidden, d_embedding, _) = _value_and_grad(fused_cross_entropy, narrow, embedding, targets, weights, chunk=12)
+  assert (loss.dtype, d_hidden.dtype, d_embedding.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
+  wide = narrow.astype(jnp.float32), embedding.astype(jnp.bfloat16).astype(jnp.float32)
+  (expected, _), gradients = _value_and_grad(reference_cross_entropy, *wide, targets, weights)
+  chex.assert_trees_all_close(loss, expected, rtol=1e-5)  # the same logits: products of bfloat16 are exact in float32
+  chex.assert_trees_all_close(d_embedding, gradients[1], atol=2e-2, rtol=2e-2)
+  chex.assert_trees_all_close(d_hidden.astype(jnp.float32), gradients[0], atol=4e-2, rtol=2e-2)
+
+
+def test_logits_never_exist_whole():
+  shape = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
+  tokens, vocabulary = 4 * 1024, 8192
+  arguments = (shape(4, 1024, 32), shape(vocabulary, 32), shape(4, 1024, dtype=jnp.int32), shape(4, 1024))
+
+  def temporaries(function, **options):
+    loss = lambda h, e, t, w: function(h, e, t, w, **options)[0]
+    return jax.jit(jax.grad(loss, (0, 1))).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+
+  logits = 4 * tokens * vocabulary
+  assert temporaries(fused_cross_entropy, chunk=256) < logits / 3 < temporaries(reference_cross_entropy)
+
+
+@pytest.mark.parametrize(
+  ("named", "changes"),
+  [
+    ("hidden", dict(hidden=jnp.zeros((T, E)))),
+    ("embedding", dict(embedding=jnp.zeros((N, E + 1)))),
+    ("targets", dict(targets=jnp.zeros((B, T + 1), jnp.int32))),
+    ("targets", dict(targets=jnp.zeros((B, T)))),
+    ("weights", dict(weights=jnp.zeros((B,)))),
+    ("chunk", dict(chunk=0)),
+  ],
+)
+def test_bad_arguments_are_named(named, changes):
+  arguments = dict(zip(("hidden", "embedding", "targets", "weights"), _arguments(), strict=True)) | changes
+  with pytest.raises(ValueError, match=f"^{named} "):
+    fused_cross_entropy(**arguments)

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffjax.ops.rope import rope
+
+
+def _x(*shape):
+  return jax.random.normal(jax.random.key(0), shape)
+
+
+def test_against_complex_rotation():
+  x, positions = _x(2, 5, 3, 2, 8), jnp.array([[0, 1, 2, 0, 1], [7, 8, 9, 4000, 3]])
+  angles = np.asarray(positions)[:, :, None, None, None] * 100.0 ** (-np.arange(4) * 2 / 8)
+  turned = (np.asarray(x[..., :4]) + 1j * np.asarray(x[..., 4:])) * np.exp(1j * angles)
+  chex.assert_trees_all_close(rope(x, positions, 100.0), np.concatenate([turned.real, turned.imag], -1).astype(np.float32), atol=2e-3, rtol=0)
+  chex.assert_trees_all_close(rope(x, positions, 100.0)[0], np.concatenate([turned.real, turned.imag], -1).astype(np.float32)[0], atol=1e-6)
+
+
+def test_products_depend_on_distance_alone():
+  q, k = _x(1, 6, 2, 16), _x(1, 6, 2, 16) + 1
+  product = lambda start: jnp.einsum("bthd,bshd->bhts", *(rope(x, start + jnp.arange(6)[None], 1e4) for x in (q, k)))
+  chex.assert_trees_all_close(product(0), product(500), atol=1e-3)
+  assert not np.allclose(product(0), jnp.einsum("bthd,bshd->bhts", q, k), atol=1e-1)
+
+
+def test_dtype_and_angles_are_wide():
+  x = _x(1, 4, 2, 8).astype(jnp.bfloat16)
+  positions = jnp.full((1, 4), 30_001)  # not a bfloat16
+  out = rope(x, positions, 1e4)
+  assert out.dtype == jnp.bfloat16
+  chex.assert_trees_all_equal(out, rope(x.astype(jnp.float32), positions, 1e4).astype(jnp.bfloat16))
+
+
+def test_bad_arguments():
+  with pytest.raises(ValueError, match="x's last axis"):
+    rope(_x(1, 4, 2, 7), jnp.zeros((1, 4), jnp.int32))
+  with pytest.raises(ValueError, match="positions"):
+    rope(_x(1, 4, 2, 8), jnp.zeros((4,), jnp.int32))
