@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ml_collections
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_dict, config_flags
 
 
@@ -366,6 +366,8 @@ def run(main: Callable[[Config], None]) -> None:
     return f"there are {', '.join(names)}" if names else "there are none in ./configs: run from the root of the repository"
 
   def checked_main(config: ml_collections.ConfigDict) -> None:
+    if flags.FLAGS["verbosity"].using_default_value:
+      logging.set_verbosity(logging.WARNING)  # the libraries below tell every file they write; --verbosity=0 shows it
     try:
       main(from_config_dict(config))
     except app.UsageError as error:

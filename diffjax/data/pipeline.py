@@ -183,6 +183,18 @@ class _PreparedBatches(TrainingBatches):
     self._batch = state["batch"]
 
 
+def training_rows(config: Config, batch_size: int = 1024) -> Iterator[Batch]:
+  """Every prepared training row once, in the order they are stored: for measurements of the training split.
+
+  Args:
+    config: The run's config, in prepared mode.
+    batch_size: Rows of a batch; the last may have fewer.
+  """
+  for rows in _open_rows(config.data, "train", 1)[0]:
+    for first in range(0, len(rows), batch_size):
+      yield packing.make_batch([rows[index] for index in range(first, min(first + batch_size, len(rows)))], config.data.length)
+
+
 # --- Streamed ---
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import signal
 import time
 from typing import Any
 
 import jax
-from absl import logging
+import numpy as np
 from etils import epath
+from jaxtyping import Int
 
 from diffjax.config import Config
-from diffjax.data.pipeline import check_vocabulary, training_batches, validation_batches
+from diffjax.data.pipeline import ValidationBatches, check_vocabulary, training_batches, training_rows, validation_batches
+from diffjax.data.progress import say
 from diffjax.data.tokenizer import Tokenizer, load_tokenizer
-from diffjax.evals import validation
+from diffjax.evals import trigram, validation
 from diffjax.evals.sample import sample
 from diffjax.model.decoder import Decoder
 from diffjax.ops.diff_attention import diff_attention
@@ -23,6 +26,9 @@ from diffjax.parallel.mesh import make_mesh
 from diffjax.training.checkpoint import Checkpoints, check_resume, latest_config, load_params
 from diffjax.training.metrics import Metrics, Progress, plot_losses
 from diffjax.training.step import TrainState, make_eval_step, make_init, make_model, make_train_step, put_batch
+
+# Bytes that the trigram model of a byte-level run is fitted on, at most: all of the embedded corpus, seconds of counting.
+_TRIGRAM_TOKENS = 200_000_000
 
 
 def train(config: Config, workdir: str) -> None:
@@ -50,17 +56,18 @@ def train(config: Config, workdir: str) -> None:
   if (restored := checkpoints.restore(abstract_state)) is not None:
     state = restored.state
     batches.set_state(restored.data_state)
-    logging.info("resuming from step %d of %s", restored.step, workdir)
+    say(f"resuming from step {restored.step} of {workdir}")
   else:
     state = make_state()
     if config.train.init_from:
       state = dataclasses.replace(state, params=load_params(config.train.init_from, abstract_state.params))
-      logging.info("parameters from %s", config.train.init_from)
+      say(f"starting from the parameters of {config.train.init_from}")
   step = first = int(state.step)
   metrics = Metrics(
     workdir, config.to_dict(), resume_step=first, wandb_project=config.train.wandb_project, is_writer=jax.process_index() == 0
   )
   progress = Progress(config, first_step=first, num_devices=mesh.size, device_kind=mesh.devices.flat[0].device_kind)
+  profile = _Profiler(config, workdir)
   pending: tuple[int, dict[str, jax.Array]] | None = None
 
   def log_pending() -> None:
@@ -77,6 +84,7 @@ def train(config: Config, workdir: str) -> None:
       fresh = step > first  # what was restored has been evaluated and saved
       evaluating = fresh and bool(config.eval.interval) and (done or step % config.eval.interval == 0)
       saving = fresh and (ending or step % config.train.checkpoint_interval == 0)
+      profile(step, ending)
       if evaluating or saving:
         log_pending()  # before the checkpoint, so that no line of a step it holds can be lost
 
@@ -95,7 +103,6 @@ def train(config: Config, workdir: str) -> None:
         break
 
       # Step.
-      _profile(config, step, workdir)
       asked = time.perf_counter()
       batch = put_batch(next(batches), mesh)
       waited = time.perf_counter() - asked
@@ -108,13 +115,18 @@ def train(config: Config, workdir: str) -> None:
       if step % config.train.log_interval == 0 or step == steps:
         pending = step, measured
 
+  batches.close()
   checkpoints.close()
-  metrics.close()
   progress.close()
   if step < steps:
-    logging.info("stopped at step %d of %d, saved; run the same command to go on", step, steps)
+    say(f"stopped at step {step} of {steps}, saved; run the same command to go on")
   else:
-    _finish(config, workdir, make_model(config, mesh), state, tokenizer)
+    if scores and jax.process_count() == 1 and config.data.mode == "prepared" and config.data.tokenizer == "bytes":
+      baseline = {"validation/trigram_bits_per_byte": _trigram_bits_per_byte(config, held_out, token_bytes)}
+      metrics.write(step, baseline)
+      scores |= baseline
+    _finish(config, workdir, make_model(config, mesh), state, tokenizer, scores)
+  metrics.close()
 
 
 class Interruption:
@@ -135,7 +147,7 @@ class Interruption:
   def _receive(self, number: int, _: Any) -> None:
     self._received = True
     self.__exit__()
-    logging.warning("%s: saving after this step (once more to stop at once)", signal.Signals(number).name)
+    say(f"{signal.Signals(number).name}: saving after this step (once more to stop at once)")
 
 
 def _fetch(measured: dict[str, jax.Array]) -> dict[str, float]:
@@ -149,17 +161,33 @@ def _fetch(measured: dict[str, jax.Array]) -> dict[str, float]:
   return values
 
 
-def _profile(config: Config, step: int, workdir: str) -> None:
-  """Starts or stops the profiler at the edges of its window."""
-  window = config.train.profile_step
-  if step == window:
-    jax.profiler.start_trace(str(epath.Path(workdir) / "profile"))
-  elif window >= 0 and step == window + config.train.profile_steps:
-    jax.profiler.stop_trace()
+class _Profiler:
+  """Traces the steps of the config's window into workdir/profile."""
+
+  def __init__(self, config: Config, workdir: str):
+    first, count = config.train.profile_step, config.train.profile_steps
+    self._window = range(first, first + count) if first >= 0 else range(0)
+    self._directory, self._running = str(epath.Path(workdir) / "profile"), False
+
+  def __call__(self, step: int, ending: bool) -> None:
+    """Call it between steps, with the number of steps done."""
+    wanted = step in self._window and not ending
+    if wanted and not self._running:
+      jax.profiler.start_trace(self._directory)
+    elif self._running and not wanted:
+      jax.profiler.stop_trace()
+    self._running = wanted
 
 
-def _finish(config: Config, workdir: str, model: Decoder, state: TrainState, tokenizer: Tokenizer) -> None:
-  """What a user looks at first: the plot of the loss and a sample of text."""
+def _trigram_bits_per_byte(config: Config, held_out: ValidationBatches, token_bytes: Int[np.ndarray, "N"]) -> float:
+  """What a byte trigram model fitted on the same training split reaches: a trained model has to beat it."""
+  rows = 1024
+  batches = itertools.islice(training_rows(config, rows), max(1, _TRIGRAM_TOKENS // (rows * config.data.length)))
+  return trigram.fit(batches).bits_per_byte(held_out, token_bytes)
+
+
+def _finish(config: Config, workdir: str, model: Decoder, state: TrainState, tokenizer: Tokenizer, scores: dict[str, float]) -> None:
+  """What a user looks at first: the losses, their plot and a sample of text."""
   path, text = epath.Path(workdir), ""
   if config.train.sample_tokens:  # by all processes, since they share the parameters; a single row needs no sharded attention
     alone = model.clone(attention_fn=functools.partial(diff_attention, implementation=config.model.attention_implementation))
@@ -171,4 +199,6 @@ def _finish(config: Config, workdir: str, model: Decoder, state: TrainState, tok
     if text:
       (path / "sample.txt").write_text(text)
       print(f"\n--- a sample ---\n{text}\n---")
+    for name, value in scores.items():
+      print(f"{name} {value:.4f}")
     print(f"{path}: checkpoints, metrics.jsonl, TensorBoard files, loss.png, sample.txt")
