@@ -10,8 +10,7 @@ from configs import base
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
   config = base.get_config()
-  config.train.steps = 1500
-  config.train.batch_size = 16
-  config.optimizer.learning_rate = 3e-3
-  config.optimizer.schedule = "cosine"
+  config.optimizer.update(learning_rate=3e-3, schedule="cosine")
+  config.train.update(steps=600, batch_size=16, checkpoint_interval=200)
+  config.eval.update(interval=200, ngram=8)
   return base.twin(config, variant)

@@ -345,6 +345,8 @@ def run(main: Callable[[Config], None]) -> None:
     try:
       check_overrides(argv)
       rest = flags.FLAGS(argv)
+      if flags.FLAGS["verbosity"].using_default_value:
+        flags.FLAGS.verbosity = logging.WARNING  # the libraries report every file they write; --verbosity=0 shows that
       config = config_flag.value
       if config is not None:
         config.to_dict()  # a missing file is reported at the first access
@@ -366,8 +368,6 @@ def run(main: Callable[[Config], None]) -> None:
     return f"there are {', '.join(names)}" if names else "there are none in ./configs: run from the root of the repository"
 
   def checked_main(config: ml_collections.ConfigDict) -> None:
-    if flags.FLAGS["verbosity"].using_default_value:
-      logging.set_verbosity(logging.WARNING)  # the libraries below tell every file they write; --verbosity=0 shows it
     try:
       main(from_config_dict(config))
     except app.UsageError as error:

@@ -1,6 +1,8 @@
 """What a user types: exit codes and one clear line for bad input; the README's commands as they stand there."""
 
+import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -41,3 +43,25 @@ def test_bad_input_is_one_line(args, code, message, tmp_path):
 def test_help_names_the_flags():
   result = run("diffjax.train", "--help")
   assert "--config" in result.stdout and "--workdir" in result.stdout
+
+
+def test_readme_module():
+  """The README's DiffAttention in a user's own module runs as it stands there."""
+  code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
+  result = subprocess.run([sys.executable, "-c", code + "\nprint(y.shape)"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+  assert result.stdout.strip() == "(2, 128, 256)", result.stderr
+
+
+@pytest.mark.slow
+def test_readme_training_line(tmp_path):
+  """The README's training line as it stands there, but for where it writes: below 2.2 bits per byte and below a trigram model."""
+  line = next(line for line in (ROOT / "README.md").read_text().splitlines() if "-m diffjax.train --config=configs/tiny.py" in line)
+  arguments = line.split(" -m ", 1)[1].replace("runs/tiny", str(tmp_path)).split()
+  result = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=1200)
+  assert result.returncode == 0, result.stderr
+  last = {}
+  for entry in (tmp_path / "metrics.jsonl").read_text().splitlines():
+    last |= json.loads(entry)
+  assert last["validation/bits_per_byte"] < 2.2
+  assert last["validation/bits_per_byte"] < last["validation/trigram_bits_per_byte"]
+  assert (tmp_path / "loss.png").exists() and (tmp_path / "sample.txt").exists() and (tmp_path / "checkpoints" / "600").exists()

@@ -23,11 +23,10 @@ from jaxtyping import Array, Float, Int
 from diffjax.ops.diff_attention import masks, residuals
 from diffjax.ops.varying import vary_like
 
-# (keys up to, rows of a query block), measured on two CPU cores: long rows want large blocks, because each adds to all of dK and dV.
-_BLOCK_ROWS = ((512, 64), (2048, 128), (float("inf"), 256))
-# Logits that a block's heads and maps hold together, 8 MB. Where one block of all heads exceeds it, they are walked in groups.
-_BLOCK_LOGITS = 1 << 21
-BARRIER = False
+# Measured on two CPU cores, lengths 256 to 16,384: 128 rows a block, 256 where rows are long (each block adds to all of dK and dV), and
+# as many heads at once as keep a block's logits, all maps together, within 4 MB.
+_SHORT_BLOCK, _LONG_BLOCK, _LONG = 128, 256, 2048
+_BLOCK_LOGITS = 1 << 20
 # Query blocks are unrolled, each with the keys it sees, up to so many; longer sequences scan inside so many bands. It bounds compile time,
 # and costs at most 1/16 of the causal work.
 _MAX_BANDS = 16
@@ -171,7 +170,7 @@ def _backward_group(mask: _Mask, bands: list[_Band], inputs: _Inputs, lse, delta
     delta_1, combined, d_lam, d_logits = _rows(delta, row, band.block), maps[0], None, []
     if inputs.lam is not None:
       lam = _rows(inputs.lam, row, band.block)
-      delta_2 = jnp.sum(maps[1] * d_weights, axis=-1, keepdims=True)
+      delta_2 = _row_sums(maps[1] * d_weights)
       delta_1, combined, d_lam = delta_1 + lam * delta_2, maps[0] - lam * maps[1], -delta_2
       d_logits = [-lam * maps[1] * (d_weights - delta_2)]
     d_logits = [maps[0] * (d_weights - delta_1), *d_logits]
@@ -190,9 +189,9 @@ def _walk(bands: list[_Band], step: Callable, arrays: Any, carry: Any) -> tuple[
   """Runs `step` over every query block in order. Returns the last carry and the outputs, [N, R, t, X] of a block, put together."""
   outs = []
   for band in bands:
+    if outs:  # or XLA may interleave the unrolled blocks, with all their logits alive at once
+      arrays, carry, outs[-1] = lax.optimization_barrier((arrays, carry, outs[-1]))
     if len(band.rows) == 1:
-      if BARRIER and outs:
-        arrays, carry, outs[-1] = lax.optimization_barrier((arrays, carry, outs[-1]))
       carry, out = step(band, arrays, carry, band.rows[0], band.keys[0])
     else:
       starts = (jnp.array(band.rows, jnp.int32), jnp.array(band.keys, jnp.int32))
@@ -232,7 +231,7 @@ def _tile(inputs: _Inputs) -> tuple[int, int]:
   """How many groups the heads are walked in, and rows of a query block."""
   num_heads, shared, length, _ = inputs.q[0].shape
   kv_length = inputs.v.shape[1]
-  block = min(length, next(rows for longest, rows in _BLOCK_ROWS if kv_length <= longest))
+  block = min(length, _LONG_BLOCK if kv_length > _LONG else _SHORT_BLOCK)
   per_head = len(inputs.q) * shared * block * kv_length
   heads = max(n for n in range(1, num_heads + 1) if num_heads % n == 0 and (n == 1 or n * per_head <= _BLOCK_LOGITS))
   return num_heads // heads, block
@@ -291,6 +290,11 @@ def _dot(equation: str, weights: jax.Array, other: jax.Array) -> jax.Array:
   dtype = jnp.promote_types(jnp.float32, other.dtype)
   narrow = weights.dtype if jnp.finfo(weights.dtype).bits < jnp.finfo(other.dtype).bits else other.dtype
   return jnp.einsum(equation, weights.astype(narrow), other.astype(narrow), preferred_element_type=dtype)
+
+
+def _row_sums(x: Float[Array, "N R T S"]) -> Float[Array, "N R T 1"]:
+  """The sum as a product with ones: as a reduction XLA's CPU backend fuses the factors into it, and is then ten times slower (0.10)."""
+  return jnp.matmul(x, jnp.ones((x.shape[-1], 1), x.dtype), precision=lax.Precision.HIGHEST)
 
 
 def _logits(rows: Float[Array, "N R T D"], keys: Float[Array, "N S D"], scale: float) -> Float[Array, "N R T S"]:
