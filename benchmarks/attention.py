@@ -89,7 +89,10 @@ def main() -> None:
       print(f"  {name:10} {seconds * 1e3:8.0f} ms   {seconds / times['chunked']:.2f}× chunked")
   if flags.only in (None, "twins"):
     for batch, length, packed in ((16, 256, False), (16, 256, True), (4, 1024, False), (4, 1024, True)):
-      candidates = {"DIFF": step("chunked", batch, length, 4, 2, 32, 64, packed), "twin": step("chunked", batch, length, 8, 1, 32, 32, packed)}
+      candidates = {
+        "DIFF": step("chunked", batch, length, 4, 2, 32, 64, packed),
+        "twin": step("chunked", batch, length, 8, 1, 32, 32, packed),
+      }
       times = medians(candidates, 25)
       print(
         f"B {batch} × T {length}, D 32{', packed' if packed else ''}: DIFF {times['DIFF'] * 1e3:.1f} ms, twin {times['twin'] * 1e3:.1f} ms, "

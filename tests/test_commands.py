@@ -27,6 +27,7 @@ def run(*args, cwd=ROOT):
     (["--config=configs/tiny.py", "x"], 2, "error: unexpected argument 'x'"),
     (["--config=configs/tiny.py"], 2, "error: pass --workdir=DIR"),
     (["--config=configs/tiny.py", "--config.model.num_kv_heads=3", "--workdir=x"], 1, "error: config.model.num_kv_heads = 3: must divide"),
+    (["--config=configs/tiny.py", "--config.model.attention_implementation=x", "--workdir=x"], 1, "must be one of auto, reference, chunked"),
     (["--config=configs/tiny.py", "--config.data.source=text:/nowhere/*", "--workdir=x"], 1, "/nowhere/*"),
     (["--config=configs/diff_1b.py", "--workdir=x"], 1, "cl100k_base"),
   ],

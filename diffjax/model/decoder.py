@@ -12,11 +12,11 @@ from jaxtyping import Array, Float, Int
 
 from diffjax.config import ModelConfig
 from diffjax.model.attention import ATTENTION, lambda_init_schedule, matrix_init
-from diffjax.ops.diff_attention import diff_attention
+from diffjax.ops.diff_attention import RESIDUAL_NAMES, diff_attention
 from diffjax.ops.rms_norm import rms_norm
 
 REMAT_POLICIES = {
-  "attention": jax.checkpoint_policies.save_only_these_names("diff_attention_out", "diff_attention_out2", "diff_attention_lse"),
+  "attention": jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES),
   "dots": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
   "full": jax.checkpoint_policies.nothing_saveable,
 }

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from diffjax.config import MeshConfig, UserError
 from diffjax.ops.cross_entropy import fused_cross_entropy
-from diffjax.ops.diff_attention import diff_attention
+from diffjax.ops.diff_attention import IMPLEMENTATIONS, diff_attention
 from diffjax.parallel.rules import BATCH
 
 AXES = ("data", "fsdp")
@@ -38,6 +38,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
 def sharded_attention(mesh: Mesh, implementation: str) -> Callable[..., jax.Array]:
   """`diff_attention` with the batch sharded: each device runs its own rows, without communication."""
+  if implementation not in IMPLEMENTATIONS:
+    raise UserError(f"config.model.attention_implementation = {implementation!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
   attention = functools.partial(diff_attention, implementation=implementation)
   if mesh.size == 1:
     return attention

@@ -162,3 +162,28 @@ def test_initial_logits_have_unit_scale():
   for width in (32, 128):
     config = dataclasses.replace(CONFIG, embed_dim=width)
     assert 0.7 < float(apply(config, init(config), tokens((4, 32))).std()) < 1.4
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_bfloat16_computes_near_float32(name):
+  """Mixed precision: float32 parameters and gradients, loss within bfloat16's rounding."""
+  config, ids = VARIANTS[name], tokens((4, 32))
+  params = init(config)
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def loss_and_gradient(dtype, params):
+    def loss(params):
+      hidden = Decoder(config, dtype=dtype).apply({"params": params}, ids)
+      assert hidden.dtype == dtype
+      log_probabilities = jax.nn.log_softmax(logits(params, hidden))
+      return -jnp.take_along_axis(log_probabilities[:, :-1], ids[:, 1:, None], axis=-1).mean()
+
+    return jax.value_and_grad(loss)(params)
+
+  exact, exact_gradient = loss_and_gradient(jnp.dtype("float32"), params)
+  rounded, gradient = loss_and_gradient(jnp.dtype("bfloat16"), params)
+  assert exact != rounded
+  np.testing.assert_allclose(rounded, exact, rtol=1e-2)
+  assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(gradient))
+  flat, exact_flat = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (gradient, exact_gradient))
+  assert np.linalg.norm(flat - exact_flat) < 0.05 * np.linalg.norm(exact_flat)

@@ -41,12 +41,16 @@ def test_plain_formula_in_numpy():
   np.testing.assert_allclose(z_sum, 0.5 * (weights * lse**2).sum(), rtol=1e-5)
   np.testing.assert_allclose(loss - z_sum, (weights * nll).sum(), rtol=1e-4)
   for chunk in (None, 30):
-    chex.assert_trees_all_close(per_token_cross_entropy(hidden, embedding, targets, chunk=chunk), nll.astype(np.float32), rtol=1e-4, atol=1e-4)
+    chex.assert_trees_all_close(
+      per_token_cross_entropy(hidden, embedding, targets, chunk=chunk), nll.astype(np.float32), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_the_cotangent_scales():
   hidden, embedding, targets, weights = _arguments()
-  gradient = lambda factor: jax.grad(lambda h, e: factor * fused_cross_entropy(h, e, targets, weights, chunk=20)[0], (0, 1))(hidden, embedding)
+  gradient = lambda factor: jax.grad(lambda h, e: factor * fused_cross_entropy(h, e, targets, weights, chunk=20)[0], (0, 1))(
+    hidden, embedding
+  )
   chex.assert_trees_all_close(gradient(-3.0), jax.tree.map(lambda x: -3 * x, gradient(1.0)), rtol=1e-5)
 
 
@@ -55,7 +59,9 @@ def test_tokens_without_weight_are_ignored(chunk):
   hidden, embedding, targets, weights = _arguments()
   weights = weights.at[:, 5:11].set(0)
   spoilt = targets.at[:, 5:8].set(-100).at[:, 8:11].set(N + 7)
-  actual, expected = (_value_and_grad(fused_cross_entropy, hidden, embedding, t, weights, z_loss=0.1, chunk=chunk) for t in (spoilt, targets))
+  actual, expected = (
+    _value_and_grad(fused_cross_entropy, hidden, embedding, t, weights, z_loss=0.1, chunk=chunk) for t in (spoilt, targets)
+  )
   chex.assert_trees_all_equal(actual[0], expected[0])
   chex.assert_trees_all_equal(actual[1][:2], expected[1][:2])
   assert (actual[1][0][:, 5:11] == 0).all()

@@ -17,7 +17,9 @@ def test_against_complex_rotation():
   x, positions = _x(2, 5, 3, 2, 8), jnp.array([[0, 1, 2, 0, 1], [7, 8, 9, 4000, 3]])
   angles = np.asarray(positions)[:, :, None, None, None] * 100.0 ** (-np.arange(4) * 2 / 8)
   turned = (np.asarray(x[..., :4]) + 1j * np.asarray(x[..., 4:])) * np.exp(1j * angles)
-  chex.assert_trees_all_close(rope(x, positions, 100.0), np.concatenate([turned.real, turned.imag], -1).astype(np.float32), atol=2e-3, rtol=0)
+  chex.assert_trees_all_close(
+    rope(x, positions, 100.0), np.concatenate([turned.real, turned.imag], -1).astype(np.float32), atol=2e-3, rtol=0
+  )
   chex.assert_trees_all_close(rope(x, positions, 100.0)[0], np.concatenate([turned.real, turned.imag], -1).astype(np.float32)[0], atol=1e-6)
 
 

@@ -1,59 +1,84 @@
-"""The operations inside `shard_map` and under automatic partitioning, on four fake devices in a process of their own."""
+"""The operations inside `shard_map` and under automatic partitioning, on four of the tests' fake devices."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-PROGRAM = """
-import chex, jax, jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec as P
 from diffjax.ops.cross_entropy import fused_cross_entropy, per_token_cross_entropy, reference_cross_entropy
 from diffjax.ops.diff_attention import chunked, diff_attention
 
-mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-keys = iter(jax.random.split(jax.random.key(0), 9))
-normal = lambda *shape: jax.random.normal(next(keys), shape)
-close = lambda a, b: chex.assert_trees_all_close(a, b, rtol=1e-4, atol=1e-4)
-shard = lambda f, specs, out: jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out)
-
-hidden, embedding, weights = normal(8, 37, 16), normal(50, 16), jnp.ones((8, 37))
-targets = jax.random.randint(next(keys), (8, 37), 0, 50)
-local = lambda h, e, w, t: fused_cross_entropy(h, e, t, w, z_loss=1e-2, chunk=16)[0]
-data = P("data")
-mapped = shard(lambda *a: jax.lax.psum(local(*a), "data"), (data, P(), data, data), P())
-expected = jax.value_and_grad(lambda h, e, w: reference_cross_entropy(h, e, targets, w, z_loss=1e-2)[0], (0, 1, 2))(hidden, embedding, weights)
-compiled = jax.jit(jax.value_and_grad(mapped, (0, 1, 2))).lower(hidden, embedding, weights, targets).compile()
-close(compiled(hidden, embedding, weights, targets), expected)
-program = compiled.as_text()
-assert " while(" in program
-# The loss and the embedding's gradient are summed over the mesh after the loop, never inside it: a loop's body is a computation apart.
-entry = program[program.index("ENTRY"):]
-assert program.count(" all-reduce(") == entry.count(" all-reduce(") > 0 and "all-gather" not in program
-nll = jax.jit(shard(lambda h, e, t: per_token_cross_entropy(h, e, t, chunk=16), (data, P(), data), data))(hidden, embedding, targets)
-close(nll.sum(), reference_cross_entropy(hidden, embedding, targets, weights)[0])
-
-put = lambda x: jax.device_put(x, NamedSharding(mesh, data))
-arguments = put(hidden), embedding, put(weights), put(targets)
-compiled = jax.jit(jax.value_and_grad(lambda *a: fused_cross_entropy(a[0], a[1], a[3], a[2], z_loss=1e-2, chunk=64)[0], (0, 1, 2)))
-compiled = compiled.lower(*arguments).compile()
-close(compiled(*arguments), expected)
-assert "all-gather" not in compiled.as_text()
-
-chunked._SHORT_BLOCK, chunked._MAX_BANDS, chunked._BLOCK_LOGITS = 8, 2, 2000
-q, k, v, ids = normal(8, 37, 4, 2, 8), normal(8, 37, 2, 2, 8), normal(8, 37, 2, 16), jnp.arange(37)[None] // 10 + jnp.zeros((8, 1), jnp.int32)
-loss = lambda name, *a: jnp.sum(jnp.sin(diff_attention(*a[:4], q_segment_ids=a[4], implementation=name)))
-expected = jax.value_and_grad(lambda *a: loss("reference", *a, ids), (0, 1, 2, 3))(q, k, v, jnp.float32(0.4))
-for name in ("chunked", "two_call"):
-  # One λ that all devices share, as the model's is: its gradient must be the sum over all of them.
-  mapped = shard(lambda *a: jax.lax.psum(loss(name, *a), "data"), (data, data, data, P(), data), P())
-  close(jax.jit(jax.value_and_grad(mapped, (0, 1, 2, 3)))(q, k, v, jnp.float32(0.4), ids), expected)
-print("done")
-"""
+DATA = P("data")
 
 
-def test_four_devices():
-  environment = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=4", JAX_PLATFORMS="cpu")
-  result = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300)
-  assert result.returncode == 0 and "done" in result.stdout, result.stderr[-3000:]
+@pytest.fixture
+def mesh():
+  return Mesh(jax.devices()[:4], ("data",))
+
+
+def _normal(seed: int, *shape: int):
+  return jax.random.normal(jax.random.key(seed), shape)
+
+
+def _loss_arguments():
+  targets = jax.random.randint(jax.random.key(2), (8, 37), 0, 50)
+  return _normal(0, 8, 37, 16), _normal(1, 50, 16), targets, jax.random.uniform(jax.random.key(3), (8, 37))
+
+
+def _plain(hidden, embedding, targets, weights):
+  loss = lambda h, e, w: reference_cross_entropy(h, e, targets, w, z_loss=1e-2)[0]
+  return jax.value_and_grad(loss, (0, 1, 2))(hidden, embedding, weights)
+
+
+def _assert_close(actual, expected):
+  chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_cross_entropy_in_shard_map_sums_the_embedding_gradient_once(mesh):
+  hidden, embedding, targets, weights = _loss_arguments()
+  local = lambda h, e, w, t: jax.lax.psum(fused_cross_entropy(h, e, t, w, z_loss=1e-2, chunk=16)[0], "data")
+  mapped = jax.shard_map(local, mesh=mesh, in_specs=(DATA, P(), DATA, DATA), out_specs=P())
+  compiled = jax.jit(jax.value_and_grad(mapped, (0, 1, 2))).lower(hidden, embedding, weights, targets).compile()
+  _assert_close(compiled(hidden, embedding, weights, targets), _plain(hidden, embedding, targets, weights))
+  program = compiled.as_text()
+  entry = program[program.index("ENTRY") :]
+  assert " while(" in entry
+  # A loop's body is a computation of its own: every collective of the program is in the entry, outside of it.
+  assert program.count(" all-reduce(") == entry.count(" all-reduce(") > 0
+  assert "all-gather" not in program
+
+
+def test_cross_entropy_partitioned_automatically(mesh):
+  hidden, embedding, targets, weights = _loss_arguments()
+  put = lambda x: jax.device_put(x, NamedSharding(mesh, DATA))
+  loss = lambda h, e, w, t: fused_cross_entropy(h, e, t, w, z_loss=1e-2, chunk=64)[0]
+  arguments = put(hidden), embedding, put(weights), put(targets)
+  compiled = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*arguments).compile()
+  _assert_close(compiled(*arguments), _plain(hidden, embedding, targets, weights))
+  assert "all-gather" not in compiled.as_text()
+
+
+def test_per_token_cross_entropy_in_shard_map(mesh):
+  hidden, embedding, targets, weights = _loss_arguments()
+  local = lambda h, e, t: per_token_cross_entropy(h, e, t, chunk=16)
+  nll = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(DATA, P(), DATA), out_specs=DATA))(hidden, embedding, targets)
+  _assert_close(jnp.sum(weights * nll), reference_cross_entropy(hidden, embedding, targets, weights)[0])
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "two_call"])
+def test_attention_in_shard_map(mesh, implementation, monkeypatch):
+  monkeypatch.setattr(chunked, "_SHORT_BLOCK", 8)  # bands and groups of heads, which scan
+  monkeypatch.setattr(chunked, "_MAX_BANDS", 2)
+  monkeypatch.setattr(chunked, "_BLOCK_LOGITS", 2000)
+  ids = jnp.broadcast_to(jnp.arange(37) // 10, (8, 37))
+  # One λ that all devices share, as the model's is: its gradient is the sum over all of them.
+  arguments = _normal(0, 8, 37, 4, 2, 8), _normal(1, 8, 37, 2, 2, 8), _normal(2, 8, 37, 2, 16), jnp.float32(0.4)
+  loss = lambda name, ids, *a: jnp.sum(jnp.sin(diff_attention(*a, q_segment_ids=ids, implementation=name)))
+  mapped = lambda ids, *a: jax.lax.psum(loss(implementation, ids, *a), "data")
+  mapped = jax.shard_map(mapped, mesh=mesh, in_specs=(DATA, DATA, DATA, DATA, P()), out_specs=P())
+  expected = jax.value_and_grad(lambda *a: loss("reference", ids, *a), (0, 1, 2, 3))(*arguments)
+  _assert_close(jax.jit(jax.value_and_grad(mapped, (1, 2, 3, 4)))(ids, *arguments), expected)
