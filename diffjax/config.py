@@ -346,7 +346,8 @@ def run(main: Callable[[Config], None]) -> None:
       check_overrides(argv)
       rest = flags.FLAGS(argv)
       if flags.FLAGS["verbosity"].using_default_value:
-        flags.FLAGS.verbosity = logging.WARNING  # the libraries report every file they write; --verbosity=0 shows that
+        # The libraries report every file they write; --verbosity=0 shows that.
+        flags.FLAGS.verbosity = logging.WARNING  # type: ignore[assignment]
       config = config_flag.value
       if config is not None:
         config.to_dict()  # a missing file is reported at the first access

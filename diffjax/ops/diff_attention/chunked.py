@@ -75,9 +75,8 @@ def chunked(
   scale: float,
 ) -> Float[Array, "B T H V"]:
   """`diff_attention` by query blocks; the arguments are those of `api.diff_attention`, checked there."""
-  static = isinstance(q_offset, int)
-  mask = _Mask(causal, window, scale, q_offset if static else None)
-  arrays = (q, k, v, lam, q_segment_ids, kv_segment_ids, None if static else q_offset)
+  mask = _Mask(causal, window, scale, q_offset if isinstance(q_offset, int) else None)
+  arrays = (q, k, v, lam, q_segment_ids, kv_segment_ids, None if isinstance(q_offset, int) else q_offset)
   # Inside shard_map an array that all devices share must be made each device's own before the custom VJP, or its gradient is not summed.
   return _attend(mask, *(None if x is None else vary_like(x, *arrays) for x in arrays))
 
@@ -94,8 +93,7 @@ def _attend_fwd(mask: _Mask, q, k, v, lam, q_ids, kv_ids, offset):
 
 
 def _attend_bwd(mask: _Mask, saved, d_out):
-  *arguments, out, lse = saved
-  return *_backward(mask, *arguments, out, lse, d_out), None, None, None
+  return *_backward(mask, d_out, *saved), None, None, None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
@@ -133,7 +131,7 @@ def _forward_group(mask: _Mask, bands: list[_Band], inputs: _Inputs):
   return _walk(bands, step, (inputs,), ())[1]
 
 
-def _backward(mask: _Mask, q, k, v, lam, q_ids, kv_ids, offset, out, lse, d_out):
+def _backward(mask: _Mask, d_out, q, k, v, lam, q_ids, kv_ids, offset, out, lse):
   """Gradients of q, k, v and λ (None without λ); paper §1."""
   batch, num_kv_heads = q.shape[0], k.shape[2]
   dtype = jnp.promote_types(jnp.float32, q.dtype)
@@ -187,7 +185,7 @@ def _backward_group(mask: _Mask, bands: list[_Band], inputs: _Inputs, lse, delta
 
 def _walk(bands: list[_Band], step: Callable, arrays: Any, carry: Any) -> tuple[Any, Any]:
   """Runs `step` over every query block in order. Returns the last carry and the outputs, [N, R, t, X] of a block, put together."""
-  outs = []
+  outs: list[Any] = []
   for band in bands:
     if outs:  # or XLA may interleave the unrolled blocks, with all their logits alive at once
       arrays, carry, outs[-1] = lax.optimization_barrier((arrays, carry, outs[-1]))
@@ -195,7 +193,11 @@ def _walk(bands: list[_Band], step: Callable, arrays: Any, carry: Any) -> tuple[
       carry, out = step(band, arrays, carry, band.rows[0], band.keys[0])
     else:
       starts = (jnp.array(band.rows, jnp.int32), jnp.array(band.keys, jnp.int32))
-      carry, out = lax.scan(lambda carry, start, band=band, arrays=arrays: step(band, arrays, carry, *start), carry, starts)
+
+      def at(carry, start, band=band, arrays=arrays):
+        return step(band, arrays, carry, *start)
+
+      carry, out = lax.scan(at, carry, starts)
       out = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, x.shape[4]), out)
     outs.append(out)
   return carry, jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), *outs)
@@ -277,7 +279,8 @@ def _per_map(inputs: _Inputs) -> list[jax.Array]:
 
 
 def _allowed(mask: _Mask, band: _Band, inputs: _Inputs, row, key):
-  offset = mask.q_offset if inputs.offset is None else inputs.offset
+  offset = inputs.offset if mask.q_offset is None else mask.q_offset
+  assert offset is not None
   q_ids = None if inputs.q_ids is None else lax.dynamic_slice_in_dim(inputs.q_ids, row, band.block, axis=1)
   kv_ids = None if inputs.kv_ids is None else lax.dynamic_slice_in_dim(inputs.kv_ids, key, band.span, axis=1)
   q_positions, k_positions = masks.positions(band.block, offset, row), masks.positions(band.span, 0, key)
