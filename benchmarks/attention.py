@@ -57,7 +57,7 @@ def step(implementation: str, batch: int, length: int, heads: int, maps: int, wi
 
 def medians(candidates: dict, repetitions: int) -> dict[str, float]:
   """Seconds of each candidate, taken in turn so that a busy machine slows all alike."""
-  seconds = {name: [] for name in candidates}
+  seconds: dict[str, list[float]] = {name: [] for name in candidates}
   for _ in range(repetitions):
     for name, run in candidates.items():
       start = time.perf_counter()
@@ -93,11 +93,9 @@ def main() -> None:
         "DIFF": step("chunked", batch, length, 4, 2, 32, 64, packed),
         "twin": step("chunked", batch, length, 8, 1, 32, 32, packed),
       }
-      times = medians(candidates, 25)
-      print(
-        f"B {batch} × T {length}, D 32{', packed' if packed else ''}: DIFF {times['DIFF'] * 1e3:.1f} ms, twin {times['twin'] * 1e3:.1f} ms, "
-        f"DIFF/twin {times['DIFF'] / times['twin']:.2f}"
-      )
+      diff, twin = medians(candidates, 25).values()
+      shape = f"B {batch} × T {length}, D 32{', packed' if packed else ''}"
+      print(f"{shape}: DIFF {diff * 1e3:.1f} ms, twin {twin * 1e3:.1f} ms, DIFF/twin {diff / twin:.2f}")
   if flags.only in (None, "curve"):
     print("Cost per token, B 1, H 2, D 64, V 128")
     for length in (512, 1024, 2048, 4096, 8192, 16384, 32768):

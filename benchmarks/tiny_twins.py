@@ -49,7 +49,9 @@ def main() -> None:
   machine = f"{platform.machine()}, {os.cpu_count()} CPUs, JAX {jax.__version__}, Python {platform.python_version()}"
   result = {"date": str(datetime.date.today()), "machine": machine, "fields": FIELDS, "runs": runs}
   pathlib.Path("benchmarks/tiny_twins.json").write_text(json.dumps(result, indent=1) + "\n")
-  print("| bits per byte | " + " | ".join(f"seed {seed}" for seed in range(flags.seeds)) + " | mean ± sd |\n" + "|---" * (flags.seeds + 2) + "|")
+  print(
+    "| bits per byte | " + " | ".join(f"seed {seed}" for seed in range(flags.seeds)) + " | mean ± sd |\n" + "|---" * (flags.seeds + 2) + "|"
+  )
   for variant in VARIANTS:
     values = [entry["bits_per_byte"] for entry in runs if entry["variant"] == variant]
     cells = " | ".join(f"{value:.3f}" for value in values)

@@ -1,5 +1,7 @@
 """125M: one GPU, or a v5e-8; a day or less.
 
+Launch:
+
     python -m diffjax.train --config=configs/diff_125m.py --workdir=runs/diff_125m
 """
 

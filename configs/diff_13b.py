@@ -1,5 +1,7 @@
 """13.1B: the largest of the paper's scaling runs.
 
+Launch:
+
     python -m diffjax.train --config=configs/diff_13b.py --workdir=runs/diff_13b
 """
 

@@ -1,5 +1,7 @@
 """1.4B: the size of the paper's ablations.
 
+Launch:
+
     python -m diffjax.train --config=configs/diff_1b.py --workdir=runs/diff_1b
 """
 

@@ -1,5 +1,7 @@
 """350M: one GPU, or a v5e-8.
 
+Launch:
+
     python -m diffjax.train --config=configs/diff_350m.py --workdir=runs/diff_350m
 """
 

@@ -1,5 +1,7 @@
 """3B: the paper's main model (350B tokens at 4M a step; 1T in its longest run), here from shapes with full heads (3.48B).
 
+Launch:
+
     python -m diffjax.train --config=configs/diff_3b.py --workdir=runs/diff_3b
 """
 

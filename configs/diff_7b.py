@@ -1,5 +1,7 @@
 """6.8B of the paper's scaling runs.
 
+Launch:
+
     python -m diffjax.train --config=configs/diff_7b.py --workdir=runs/diff_7b
 """
 

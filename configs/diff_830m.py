@@ -1,5 +1,7 @@
 """830M: the smallest size of the paper's scaling runs (10B tokens).
 
+Launch:
+
     python -m diffjax.train --config=configs/diff_830m.py --workdir=runs/diff_830m
 """
 

@@ -1,5 +1,7 @@
 """A small DIFF Transformer on the Python standard library's source, as bytes: minutes on a laptop's CPU.
 
+Launch:
+
     python -m diffjax.train --config=configs/tiny.py --workdir=runs/tiny
 """
 

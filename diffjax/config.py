@@ -291,31 +291,77 @@ def check(config: Config) -> None:
     require(get(field) > 0, field, get(field), "must be positive")
 
   model, data, train, optimizer, mesh = config.model, config.data, config.train, config.optimizer, config.mesh
-  require(model.num_heads % model.num_kv_heads == 0, "model.num_kv_heads", model.num_kv_heads,
-          f"must divide model.num_heads = {model.num_heads}")
+  require(
+    model.num_heads % model.num_kv_heads == 0, "model.num_kv_heads", model.num_kv_heads, f"must divide model.num_heads = {model.num_heads}"
+  )
   require(model.head_dim % 2 == 0, "model.head_dim", model.head_dim, "must be even: RoPE rotates pairs")
-  require(model.attention == "diff" or model.lambda_init is None, "model.lambda_init", model.lambda_init,
-          f"only attention = 'diff' has a λ_init; leave it None for {model.attention!r}")
+  require(
+    model.attention == "diff" or model.lambda_init is None,
+    "model.lambda_init",
+    model.lambda_init,
+    f"only attention = 'diff' has a λ_init; leave it None for {model.attention!r}",
+  )
   require(data.length <= model.max_length, "data.length", data.length, f"must be at most model.max_length = {model.max_length}")
-  require(train.batch_size % train.accumulation == 0, "train.accumulation", train.accumulation,
-          f"must divide train.batch_size = {train.batch_size}")
-  require(optimizer.warmup_steps <= train.steps or train.steps == 0, "optimizer.warmup_steps", optimizer.warmup_steps,
-          f"must be at most train.steps = {train.steps}")
+  require(
+    train.batch_size % train.accumulation == 0,
+    "train.accumulation",
+    train.accumulation,
+    f"must divide train.batch_size = {train.batch_size}",
+  )
+  require(
+    optimizer.warmup_steps <= train.steps or train.steps == 0,
+    "optimizer.warmup_steps",
+    optimizer.warmup_steps,
+    f"must be at most train.steps = {train.steps}",
+  )
   sizes = (mesh.data, mesh.fsdp)
-  require(all(size == -1 or size > 0 for size in sizes) and sizes.count(-1) <= 1, "mesh", dataclasses.asdict(mesh),
-          "every axis must be positive, or −1 on one axis at most to take the devices left over")
+  require(
+    all(size == -1 or size > 0 for size in sizes) and sizes.count(-1) <= 1,
+    "mesh",
+    dataclasses.asdict(mesh),
+    "every axis must be positive, or −1 on one axis at most to take the devices left over",
+  )
 
 
 _AT_LEAST = {
-  "model.vocab_size": 1, "model.num_layers": 1, "model.embed_dim": 1, "model.num_heads": 1, "model.num_kv_heads": 1, "model.head_dim": 2,
-  "model.ffn_dim": 1, "model.max_length": 1, "data.length": 1, "data.num_workers": 0, "data.seed": 0, "optimizer.warmup_steps": 0,
-  "optimizer.weight_decay": 0, "optimizer.clip_norm": 0, "optimizer.learning_rate": 0, "train.steps": 0, "train.batch_size": 1,
-  "train.accumulation": 1, "train.seed": 0, "train.z_loss": 0, "train.log_interval": 1, "train.checkpoint_interval": 1,
-  "train.keep_checkpoints": 1, "train.profile_step": -1, "train.profile_steps": 1, "train.sample_tokens": 0, "eval.interval": 0,
-  "eval.rows": -1, "eval.ngram": 2,
+  "model.vocab_size": 1,
+  "model.num_layers": 1,
+  "model.embed_dim": 1,
+  "model.num_heads": 1,
+  "model.num_kv_heads": 1,
+  "model.head_dim": 2,
+  "model.ffn_dim": 1,
+  "model.max_length": 1,
+  "data.length": 1,
+  "data.num_workers": 0,
+  "data.seed": 0,
+  "optimizer.warmup_steps": 0,
+  "optimizer.weight_decay": 0,
+  "optimizer.clip_norm": 0,
+  "optimizer.learning_rate": 0,
+  "train.steps": 0,
+  "train.batch_size": 1,
+  "train.accumulation": 1,
+  "train.seed": 0,
+  "train.z_loss": 0,
+  "train.log_interval": 1,
+  "train.checkpoint_interval": 1,
+  "train.keep_checkpoints": 1,
+  "train.profile_step": -1,
+  "train.profile_steps": 1,
+  "train.sample_tokens": 0,
+  "eval.interval": 0,
+  "eval.rows": -1,
+  "eval.ngram": 2,
 }
-_SHARES = ("data.validation_fraction", "optimizer.final_fraction", "optimizer.decay_fraction", "optimizer.b1", "optimizer.b2",
-           "optimizer.muon_momentum")
+_SHARES = (
+  "data.validation_fraction",
+  "optimizer.final_fraction",
+  "optimizer.decay_fraction",
+  "optimizer.b1",
+  "optimizer.b2",
+  "optimizer.muon_momentum",
+)
 _POSITIVE = ("model.norm_eps", "model.rope_base", "optimizer.eps")
 
 

@@ -13,10 +13,12 @@ from diffjax import config as config_module
 from diffjax.data import prepared, sources, tokenizer_training
 from diffjax.data.progress import say
 
-_WORKERS = flags.DEFINE_integer("workers", 0, "Processes that tokenise and write; 0 for one a CPU. The rows are the same for any number.",
-                                lower_bound=0)
-_TRAIN_TOKENIZER = flags.DEFINE_string("train_tokenizer", "", "Directory to write a BPE tokenizer to, trained on the source's training "
-                                       "documents, instead of preparing rows.")
+_WORKERS = flags.DEFINE_integer(
+  "workers", 0, "Processes that tokenise and write; 0 for one a CPU. The rows are the same for any number.", lower_bound=0
+)
+_TRAIN_TOKENIZER = flags.DEFINE_string(
+  "train_tokenizer", "", "Directory to write a BPE tokenizer to, trained on the source's training documents, instead of preparing rows."
+)
 _VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 32768, "Tokens of the tokenizer to train, the separator included.")
 
 
@@ -26,8 +28,10 @@ def main(config: config_module.Config) -> None:
     prepared.prepare(config.data, _WORKERS.value)
     return
   path = tokenizer_training.train_tokenizer(_training_documents(config.data), _VOCAB_SIZE.value, _TRAIN_TOKENIZER.value)
-  say(f"trained a tokenizer of {_VOCAB_SIZE.value} tokens: {path} and tokenizer.json beside it; to use it, --config.data.tokenizer={path} "
-      f"--config.model.vocab_size={_VOCAB_SIZE.value}")
+  say(
+    f"trained a tokenizer of {_VOCAB_SIZE.value} tokens: {path} and tokenizer.json beside it; to use it, --config.data.tokenizer={path} "
+    f"--config.model.vocab_size={_VOCAB_SIZE.value}"
+  )
 
 
 def _training_documents(config: config_module.DataConfig):

@@ -53,7 +53,8 @@ def pack(documents: grain.IterDataset, length: int, packing: str) -> grain.IterD
   # Rows are given out together once a piece fits none of them: more rows leave less padding, and cost memory
   bins = min(128, max(8, (1 << 18) // (length + 1)))
   packed = grain.experimental.BestFitPackIterDataset(
-    pieces, length_struct={"tokens": length + 1}, num_packing_bins=bins, shuffle_bins=False)
+    pieces, length_struct={"tokens": length + 1}, num_packing_bins=bins, shuffle_bins=False
+  )
   return packed.map(_packed_row)
 
 
@@ -70,12 +71,12 @@ class _Pieces(grain.experimental.FlatMapTransform):
     self._size = size
 
   def flat_map(self, tokens: Int[np.ndarray, "n"]) -> list[dict[str, Int[np.ndarray, "p"]]]:
-    return [{"tokens": tokens[start:start + self._size]} for start in range(0, len(tokens), self._size)]
+    return [{"tokens": tokens[start : start + self._size]} for start in range(0, len(tokens), self._size)]
 
 
 def _packed_row(element: dict[str, Any]) -> Row:
   lengths = np.bincount(element["tokens_segment_ids"], minlength=1)[1:].astype(np.int32)
-  return Row(element["tokens"][:lengths.sum()], lengths)
+  return Row(element["tokens"][: lengths.sum()], lengths)
 
 
 def _concatenated_row(element: dict[str, Any]) -> Row:
@@ -104,12 +105,16 @@ def make_batch(rows: Sequence[Row], length: int) -> Batch:
       segments[index, :count] = 1
       positions[index, :count] = column[:count]
     elif count:
-      segments[index, :count] = np.repeat(column[1:len(lengths) + 1], lengths)
+      segments[index, :count] = np.repeat(column[1 : len(lengths) + 1], lengths)
       positions[index, :count] = column[:count] - np.repeat(np.cumsum(lengths) - lengths, lengths)
   weights = (segments[:, 1:] == segments[:, :-1]) & (segments[:, :-1] > 0)
-  return {"tokens": np.ascontiguousarray(tokens[:, :-1]), "targets": np.ascontiguousarray(tokens[:, 1:]),
-          "segment_ids": np.ascontiguousarray(segments[:, :-1]), "positions": np.ascontiguousarray(positions[:, :-1]),
-          "weights": weights.astype(np.float32)}
+  return {
+    "tokens": np.ascontiguousarray(tokens[:, :-1]),
+    "targets": np.ascontiguousarray(tokens[:, 1:]),
+    "segment_ids": np.ascontiguousarray(segments[:, :-1]),
+    "positions": np.ascontiguousarray(positions[:, :-1]),
+    "weights": weights.astype(np.float32),
+  }
 
 
 def encode_row(row: Row, vocab_size: int) -> bytes:
@@ -183,8 +188,10 @@ class _DocumentIterator(grain.DatasetIterator):
         return document
       parts += 1
       if parts > self._patience + 1:
-        raise UserError("config.data.source: empty: no document to train on (documents without text do not count, nor those held out by "
-                        "config.data.validation_fraction)")
+        raise UserError(
+          "config.data.source: empty: no document to train on (documents without text do not count, nor those held out by "
+          "config.data.validation_fraction)"
+        )
       before = self._parent.get_state()
       part = next(self._parent)
       self._before_part, self._taken, self._documents = before, 0, self._read(part)

@@ -92,8 +92,10 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
   if not tokenizer.vocab_size <= vocab_size < tokenizer.vocab_size + 256:
     padded = -(-tokenizer.vocab_size // 128) * 128
     choice = f"{tokenizer.vocab_size}" + (f", or {padded}, which shards evenly" if padded != tokenizer.vocab_size else "")
-    raise UserError(f"config.model.vocab_size = {vocab_size}: config.data.tokenizer = {tokenizer.spec!r} has {tokenizer.vocab_size} "
-                    f"tokens, so it must be at least that and less than {tokenizer.vocab_size + 256}; set it to {choice}")
+    raise UserError(
+      f"config.model.vocab_size = {vocab_size}: config.data.tokenizer = {tokenizer.spec!r} has {tokenizer.vocab_size} "
+      f"tokens, so it must be at least that and less than {tokenizer.vocab_size + 256}; set it to {choice}"
+    )
 
 
 def _plain(batch: Batch) -> Batch:
@@ -117,16 +119,20 @@ def _open_rows(config: DataConfig, split: str, process_count: int) -> tuple[list
   if not all(prepared.is_prepared(target) for target in found):
     if process_count > 1:
       missing = next(target.directory for target in found if not prepared.is_prepared(target))
-      raise UserError(f"config.data.mode = 'prepared': rows are not prepared ({missing}), and several processes do not prepare; "
-                      "run python -m diffjax.prepare with the same --config flags first, or set config.data.mode to 'streamed'")
+      raise UserError(
+        f"config.data.mode = 'prepared': rows are not prepared ({missing}), and several processes do not prepare; "
+        "run python -m diffjax.prepare with the same --config flags first, or set config.data.mode to 'streamed'"
+      )
     say("rows are not prepared yet; preparing them once (python -m diffjax.prepare does this ahead of time)")
     found = prepared.prepare(config)
   mine = [target for target in found if split in target.splits]
   rows = [prepared.PreparedRows(target, split) for target in mine]
   for target, component in zip(mine, rows, strict=True):
     if not len(component):
-      raise UserError(f"config.data.source: {target.spec!r} has no {split} rows ({target.directory}): set config.data.validation_source, "
-                      f"or raise config.data.validation_fraction = {config.validation_fraction} (it holds out too few documents)")
+      raise UserError(
+        f"config.data.source: {target.spec!r} has no {split} rows ({target.directory}): set config.data.validation_source, "
+        f"or raise config.data.validation_fraction = {config.validation_fraction} (it holds out too few documents)"
+      )
   return rows, [target.weight for target in mine]
 
 
@@ -147,15 +153,20 @@ class _GlobalBatches:
 class _PreparedBatches(TrainingBatches):
   """Batch n is a function of the rows, the seed and n."""
 
-  _FIELDS = {"kind": "config.data.mode", "dataset": "the data (config.data.source, tokenizer, length or packing)",
-             "seed": "config.data.seed", "batch_size": "config.train.batch_size"}
+  _FIELDS = {
+    "kind": "config.data.mode",
+    "dataset": "the data (config.data.source, tokenizer, length or packing)",
+    "seed": "config.data.seed",
+    "batch_size": "config.train.batch_size",
+  }
 
   def __init__(self, config: Config, process_index: int, process_count: int):
     super().__init__()
     rows, weights = _open_rows(config.data, "train", process_count)
     # A seed apart for each component: equal sources must not march in step
-    shuffled = [grain.MapDataset.source(component).seed(config.data.seed + index).shuffle().repeat(None)
-                for index, component in enumerate(rows)]
+    shuffled = [
+      grain.MapDataset.source(component).seed(config.data.seed + index).shuffle().repeat(None) for index, component in enumerate(rows)
+    ]
     mixed = shuffled[0] if len(shuffled) == 1 else grain.MapDataset.mix(shuffled, weights)
     share = config.train.batch_size // process_count
     self._batches = _GlobalBatches(mixed, config.data.length, config.train.batch_size, process_index * share, (process_index + 1) * share)
@@ -167,7 +178,7 @@ class _PreparedBatches(TrainingBatches):
   def __next__(self) -> Batch:
     if self._iterator is None:
       reading = grain.ReadOptions(num_threads=2, prefetch_buffer_size=_PREFETCH)
-      dataset = grain.MapDataset.source(self._batches)[self._batch:].to_iter_dataset(reading)
+      dataset = grain.MapDataset.source(self._batches)[self._batch :].to_iter_dataset(reading)
       dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=self._num_workers, per_worker_buffer_size=2))
       self._iterator = iter(dataset)
     batch = _plain(next(self._iterator))
@@ -200,8 +211,11 @@ def training_rows(config: Config, batch_size: int = 1024) -> Iterator[Batch]:
 
 def _stream(config: DataConfig, split: str, process_index: int = 0, process_count: int = 1, repeat: bool = True) -> grain.IterDataset[Row]:
   """Rows of a split, tokenised and packed on the way; shuffled and repeated for ever, or once in order."""
-  spec, field = (config.validation_source, "data.validation_source") if split == "validation" and config.validation_source else (
-    config.source, "data.source")
+  spec, field = (
+    (config.validation_source, "data.validation_source")
+    if split == "validation" and config.validation_source
+    else (config.source, "data.source")
+  )
   components = sources.parse_mixture(spec, field)
   streams = []
   for index, component in enumerate(components):
@@ -209,8 +223,10 @@ def _stream(config: DataConfig, split: str, process_index: int = 0, process_coun
     parts = grain.MapDataset.source(source.parts)
     if repeat:
       if len(source.parts) < process_count:
-        raise UserError(f"config.{field}: {component.spec!r} has {len(source.parts)} parts to stream (files, row groups or runs of "
-                        f"records), fewer than the {process_count} processes; split its files, or set config.data.mode to 'prepared'")
+        raise UserError(
+          f"config.{field}: {component.spec!r} has {len(source.parts)} parts to stream (files, row groups or runs of "
+          f"records), fewer than the {process_count} processes; split its files, or set config.data.mode to 'prepared'"
+        )
       parts = parts.seed(config.seed + index).shuffle()[process_index::process_count].repeat(None)
     documents = packing.Documents(parts.to_iter_dataset(grain.ReadOptions(num_threads=0)), source.read, len(source.parts))
     streams.append(packing.pack(documents.map(packing.Tokenize(config.tokenizer)), config.length, config.packing))
@@ -232,18 +248,37 @@ class _MakeBatch:
 class _StreamedBatches(TrainingBatches):
   """Batches off a Grain pipeline, saved as the pipeline's own state."""
 
-  _FIELDS = {"kind": "config.data.mode", "num_workers": "config.data.num_workers", "processes": "the number of processes",
-             "dataset": "the data (config.data or config.train.batch_size)", "grain": "the version of Grain"}
+  _FIELDS = {
+    "kind": "config.data.mode",
+    "num_workers": "config.data.num_workers",
+    "processes": "the number of processes",
+    "dataset": "the data (config.data or config.train.batch_size)",
+    "grain": "the version of Grain",
+  }
 
   def __init__(self, config: Config, process_index: int, process_count: int):
     super().__init__()
     self._dataset = streamed_dataset(config, process_index, process_count)
     self._iterator = iter(self._dataset)
     data = config.data
-    description = [data.source, data.validation_source, data.validation_fraction, data.text_field, data.length, data.packing, data.seed,
-                   packing.load_once(data.tokenizer).fingerprint, config.train.batch_size]
-    self._identity = {"kind": "streamed", "num_workers": data.num_workers, "processes": process_count, "grain": grain.__version__,
-                      "dataset": hashlib.sha256(json.dumps(description).encode()).hexdigest()}
+    description = [
+      data.source,
+      data.validation_source,
+      data.validation_fraction,
+      data.text_field,
+      data.length,
+      data.packing,
+      data.seed,
+      packing.load_once(data.tokenizer).fingerprint,
+      config.train.batch_size,
+    ]
+    self._identity = {
+      "kind": "streamed",
+      "num_workers": data.num_workers,
+      "processes": process_count,
+      "grain": grain.__version__,
+      "dataset": hashlib.sha256(json.dumps(description).encode()).hexdigest(),
+    }
 
   def __next__(self) -> Batch:
     assert self._iterator is not None, "closed"
@@ -284,8 +319,10 @@ def streamed_dataset(config: Config, process_index: int = 0, process_count: int 
 def _with_tuples(state: Any) -> Any:
   """Undoes what JSON does to Grain's state: ConcatThenSplit compares its slices with tuples."""
   if isinstance(state, dict):
-    return {key: {name: tuple(value) for name, value in item.items()} if key == "remainder_slices" else _with_tuples(item)
-            for key, item in state.items()}
+    return {
+      key: {name: tuple(value) for name, value in item.items()} if key == "remainder_slices" else _with_tuples(item)
+      for key, item in state.items()
+    }
   return [_with_tuples(item) for item in state] if isinstance(state, list) else state
 
 
@@ -349,8 +386,10 @@ def validation_batches(config: Config, batch_size: int, *, process_index: int = 
       rows.append(row)
     count = len(rows)
     if not rows:
-      raise UserError("config.data.source: holds no validation documents: set config.data.validation_source, or raise "
-                      f"config.data.validation_fraction = {config.data.validation_fraction}")
+      raise UserError(
+        "config.data.source: holds no validation documents: set config.data.validation_source, or raise "
+        f"config.data.validation_fraction = {config.data.validation_fraction}"
+      )
   if config.eval.rows >= 0:
     count = min(count, config.eval.rows)
   return ValidationBatches(rows, count, config.data.length, batch_size, process_index, process_count)

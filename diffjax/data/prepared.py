@@ -33,9 +33,16 @@ _FORMAT = 1
 # Shards at most. Validation has few, because the last rows of a shard are not full
 _MAX_SHARDS = {"train": 1024, "validation": 16}
 # What the fields of meta.json are called in a config
-_FIELDS = {"source": "data.source", "text_field": "data.text_field", "validation_fraction": "data.validation_fraction",
-           "tokenizer": "data.tokenizer", "length": "data.length", "packing": "data.packing", "format": "(diffjax's own format)",
-           "splits": "data.validation_source"}
+_FIELDS = {
+  "source": "data.source",
+  "text_field": "data.text_field",
+  "validation_fraction": "data.validation_fraction",
+  "tokenizer": "data.tokenizer",
+  "length": "data.length",
+  "packing": "data.packing",
+  "format": "(diffjax's own format)",
+  "splits": "data.validation_source",
+}
 _COMMAND = "python -m diffjax.prepare with the same --config flags"
 
 
@@ -57,8 +64,10 @@ def targets(config: DataConfig) -> list[Target]:
     UserError: for a bad source, or a prepared_dir that is not local.
   """
   if "://" in config.prepared_dir:
-    raise UserError(f"config.data.prepared_dir = {config.prepared_dir!r}: must be a local path, because ArrayRecord files are read at "
-                    "random; copy the rows to a disk, or mount the bucket")
+    raise UserError(
+      f"config.data.prepared_dir = {config.prepared_dir!r}: must be a local path, because ArrayRecord files are read at "
+      "random; copy the rows to a disk, or mount the bucket"
+    )
   wanted: list[tuple[sources.Component, tuple[str, ...]]]
   if config.validation_source:
     wanted = [(component, ("train",)) for component in sources.parse_mixture(config.source)]
@@ -68,9 +77,16 @@ def targets(config: DataConfig) -> list[Target]:
   fingerprint = load_tokenizer(config.tokenizer).fingerprint
   out = []
   for component, splits in wanted:
-    description = {"format": _FORMAT, "source": component.spec, "text_field": config.text_field, "splits": list(splits),
-                   "validation_fraction": None if config.validation_source else config.validation_fraction,
-                   "tokenizer": fingerprint, "length": config.length, "packing": config.packing}
+    description = {
+      "format": _FORMAT,
+      "source": component.spec,
+      "text_field": config.text_field,
+      "splits": list(splits),
+      "validation_fraction": None if config.validation_source else config.validation_fraction,
+      "tokenizer": fingerprint,
+      "length": config.length,
+      "packing": config.packing,
+    }
     name = re.sub(r"[^A-Za-z0-9]+", "-", component.spec).strip("-")[:40]
     if not config.prepared_dir:
       whole = {**description, "identity": _identity(component.spec, splits, config)}
@@ -102,11 +118,16 @@ def _read_meta(target: Target) -> dict[str, Any] | None:
     return None
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise UserError(f"{path}: cannot be read ({error}); delete {target.directory} and prepare again") from error
-  differ = [f"config.{_FIELDS[key]} (there {stored.get(key)!r}, asked for {value!r})"
-            for key, value in target.description.items() if stored.get(key) != value]
+  differ = [
+    f"config.{_FIELDS[key]} (there {stored.get(key)!r}, asked for {value!r})"
+    for key, value in target.description.items()
+    if stored.get(key) != value
+  ]
   if differ:
-    raise UserError(f"config.data.prepared_dir: {target.directory} holds other rows: {'; '.join(differ)}; "
-                    "set config.data.prepared_dir to another directory, or the fields to what is there")
+    raise UserError(
+      f"config.data.prepared_dir: {target.directory} holds other rows: {'; '.join(differ)}; "
+      "set config.data.prepared_dir to another directory, or the fields to what is there"
+    )
   return meta
 
 
@@ -138,8 +159,9 @@ def prepare(config: DataConfig, workers: int = 0) -> list[Target]:
     try:
       _prepare(target, config, workers)
     except OSError as error:
-      raise UserError(f"{target.directory}: cannot write prepared rows ({error}); "
-                      "config.data.prepared_dir chooses another place") from error
+      raise UserError(
+        f"{target.directory}: cannot write prepared rows ({error}); config.data.prepared_dir chooses another place"
+      ) from error
   return found
 
 
@@ -147,8 +169,10 @@ def _prepare(target: Target, config: DataConfig, workers: int) -> None:
   meta = _read_meta(target)
   identity = _identity(target.spec, target.splits, config)
   if meta and meta["identity"] != identity:
-    raise UserError(f"{target.directory}: was prepared when {target.spec!r} held other files (names, sizes or times have changed); "
-                    "delete it, or set config.data.prepared_dir to another directory")
+    raise UserError(
+      f"{target.directory}: was prepared when {target.spec!r} held other files (names, sizes or times have changed); "
+      "delete it, or set config.data.prepared_dir to another directory"
+    )
   if meta and meta["complete"]:
     say(f"{target.spec}: already prepared: {target.directory}")
     return
@@ -163,13 +187,15 @@ def _prepare(target: Target, config: DataConfig, workers: int) -> None:
     count = len(sources.documents(target.spec, split, config).parts)
     number = min(count, _MAX_SHARDS[split])
     bounds = [count * index // number for index in range(number + 1)]
-    shards += [_Shard(target.directory, target.spec, split, index, number, *bounds[index:index + 2]) for index in range(number)]
+    shards += [_Shard(target.directory, target.spec, split, index, number, *bounds[index : index + 2]) for index in range(number)]
   missing = [shard for shard in shards if not shard.is_whole()]
   parts = sum(shard.stop - shard.start for shard in missing)
   # Processes take seconds to start, which one or two shards are not worth
   workers = min(workers or min(os.cpu_count() or 1, len(missing) // 2), len(missing))
-  say(f"preparing {target.spec}, {len(missing)} of {len(shards)} shards to write, with {max(workers, 1)} "
-      f"worker{'s' * (workers > 1)}: {target.directory}")
+  say(
+    f"preparing {target.spec}, {len(missing)} of {len(shards)} shards to write, with {max(workers, 1)} "
+    f"worker{'s' * (workers > 1)}: {target.directory}"
+  )
   with Progress(f"preparing {target.spec}", parts) as progress:
     if workers > 1:
       _write_in_processes(missing, config, workers, progress)
@@ -181,8 +207,10 @@ def _prepare(target: Target, config: DataConfig, workers: int) -> None:
   meta["splits"] = {split: _totals([shard for shard in shards if shard.split == split]) for split in target.splits}
   train = meta["splits"].get("train")
   if train and not train["rows"]:
-    raise UserError(f"config.data.source {target.spec!r}: empty: no document to train on (documents without text do not count, and "
-                    f"config.data.validation_fraction = {config.validation_fraction} are held out)")
+    raise UserError(
+      f"config.data.source {target.spec!r}: empty: no document to train on (documents without text do not count, and "
+      f"config.data.validation_fraction = {config.validation_fraction} are held out)"
+    )
   for split, totals in meta["splits"].items():
     totals["fingerprint"] = _digest([target.description, split, totals.pop("digests")])
   _write_json(os.path.join(target.directory, "meta.json"), {**meta, "complete": True})
@@ -190,8 +218,10 @@ def _prepare(target: Target, config: DataConfig, workers: int) -> None:
   seconds = time.monotonic() - start
   for split, totals in meta["splits"].items():
     fill = totals["tokens"] / max(1, totals["rows"] * (config.length + 1))
-    say(f"{target.spec}, {split}: {totals['documents']:,} documents ({totals['bytes']:,} bytes), {totals['tokens']:,} tokens, "
-        f"{totals['rows']:,} rows of {config.length} ({fill:.1%} full)")
+    say(
+      f"{target.spec}, {split}: {totals['documents']:,} documents ({totals['bytes']:,} bytes), {totals['tokens']:,} tokens, "
+      f"{totals['rows']:,} rows of {config.length} ({fill:.1%} full)"
+    )
     if totals["replaced"]:
       say(f"{target.spec}, {split}: {totals['replaced']:,} documents were not UTF-8; what could not be read became U+FFFD")
   tokens = sum(totals["tokens"] for totals in meta["splits"].values())
@@ -277,7 +307,7 @@ def _write_shard(shard: _Shard, config: DataConfig, counter: _Counter) -> None:
       yield document
     counter.add(1, 0)
 
-  parts = grain.MapDataset.source(source.parts[shard.start:shard.stop]).to_iter_dataset(grain.ReadOptions(num_threads=0))
+  parts = grain.MapDataset.source(source.parts[shard.start : shard.stop]).to_iter_dataset(grain.ReadOptions(num_threads=0))
   documents = packing.Documents(parts, read, len(source.parts)).map(packing.Tokenize(config.tokenizer))
   temporary = f"{shard.path}.{os.getpid()}.tmp"
   writer = array_record_module.ArrayRecordWriter(temporary, "group_size:1")
@@ -320,8 +350,9 @@ def _write_in_processes(shards: Sequence[_Shard], config: DataConfig, workers: i
           future.result()
         progress.update(*values)
     except concurrent.futures.process.BrokenProcessPool as error:
-      raise UserError("a worker died while preparing (out of memory?); "
-                      "run the same command again, with fewer --workers, to go on") from error
+      raise UserError(
+        "a worker died while preparing (out of memory?); run the same command again, with fewer --workers, to go on"
+      ) from error
     finally:
       pool.shutdown(wait=True, cancel_futures=True)
 
@@ -357,8 +388,11 @@ class PreparedRows:
       raise UserError(f"{target.directory}: rows of {target.spec!r} are not prepared (or not to the end); run {_COMMAND}")
     counts = meta["splits"][split]["shard_rows"]
     self.fingerprint = meta["splits"][split]["fingerprint"]
-    self._paths = [f"{_Shard(target.directory, target.spec, split, index, len(counts), 0, 0).path}[0:{rows}]"
-                   for index, rows in enumerate(counts) if rows]
+    self._paths = [
+      f"{_Shard(target.directory, target.spec, split, index, len(counts), 0, 0).path}[0:{rows}]"
+      for index, rows in enumerate(counts)
+      if rows
+    ]
     self._ends = list(itertools.accumulate(rows for rows in counts if rows))
     self._source: Any = grain.sources.ArrayRecordDataSource(self._paths) if self._paths else None
 
@@ -372,5 +406,6 @@ class PreparedRows:
       shard = bisect.bisect_right(self._ends, index)
       path = self._paths[shard].rpartition("[")[0]
       number = index - (self._ends[shard - 1] if shard else 0)
-      raise UserError(f"{path}: row {number} cannot be read ({error}); delete this file and its directory's meta.json, "
-                      f"and run {_COMMAND}") from error
+      raise UserError(
+        f"{path}: row {number} cannot be read ({error}); delete this file and its directory's meta.json, and run {_COMMAND}"
+      ) from error

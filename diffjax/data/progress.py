@@ -25,8 +25,13 @@ class Progress:
     if sys.stderr.isatty():
       from rich import console, progress
 
-      columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.TaskProgressColumn(),
-                 progress.TextColumn("{task.fields[rate]}"), progress.TimeRemainingColumn())
+      columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.TaskProgressColumn(),
+        progress.TextColumn("{task.fields[rate]}"),
+        progress.TimeRemainingColumn(),
+      )
       self._bar = progress.Progress(*columns, console=console.Console(stderr=True), transient=True)
       self._task = self._bar.add_task(label, total=self._total, rate="")
 

@@ -71,8 +71,9 @@ def parse_mixture(spec: str, field: str = "data.source") -> list[Component]:
     if value is None:
       name, value = item.strip(), 1.0
       if len(items) > 1:
-        raise UserError(f"config.{field} = {spec!r}: every source of a mixture needs a weight, as in 'A=0.7,B=0.3'; "
-                        f"{item.strip()!r} has none")
+        raise UserError(
+          f"config.{field} = {spec!r}: every source of a mixture needs a weight, as in 'A=0.7,B=0.3'; {item.strip()!r} has none"
+        )
     if not 0 < value < float("inf"):
       raise UserError(f"config.{field} = {spec!r}: the weight of {name!r} must be a positive number; got {weight}")
     kind, _, argument = name.partition(":")
@@ -176,8 +177,10 @@ class _TfdsSource(Source):
     features = dict(info.features.items()) if hasattr(info.features, "items") else {}
     feature = features.get(self._field)
     if feature is None or feature.shape or np.dtype(feature.np_dtype).kind != "O":
-      raise UserError(f"config.data.source {spec!r}: config.data.text_field = {self._field!r} is no text in this dataset; "
-                      f"its features are {', '.join(f'{key} ({type(value).__name__})' for key, value in features.items())}")
+      raise UserError(
+        f"config.data.source {spec!r}: config.data.text_field = {self._field!r} is no text in this dataset; "
+        f"its features are {', '.join(f'{key} ({type(value).__name__})' for key, value in features.items())}"
+      )
     native = splits.get("validation", 0) > 0
     if native:
       self._held_out = None
@@ -187,8 +190,10 @@ class _TfdsSource(Source):
     else:
       stored = "train"
     if not splits.get(stored):
-      raise UserError(f"config.data.source {spec!r}: no documents in split {stored!r} of {self._directory}; "
-                      f"its splits are {', '.join(f'{key} ({count})' for key, count in splits.items()) or 'none'}")
+      raise UserError(
+        f"config.data.source {spec!r}: no documents in split {stored!r} of {self._directory}; "
+        f"its splits are {', '.join(f'{key} ({count})' for key, count in splits.items()) or 'none'}"
+      )
     self._stored_split = stored
     self.parts = [(start, min(start + _TFDS_PART, splits[stored])) for start in range(0, splits[stored], _TFDS_PART)]
     shards = {key: list(map(int, value.shard_lengths)) for key, value in info.splits.items()}
@@ -208,8 +213,10 @@ def _tfds_data(directory: str, split: str):
   try:
     return tfds.builder_from_directory(directory).as_data_source(split)
   except NotImplementedError as error:
-    raise UserError(f"{directory} is not stored as ArrayRecord, which random access needs; where TensorFlow is installed, "
-                    f"tfds convert_format --dataset_version_dir={directory} --out_file_format=array_record adds it") from error
+    raise UserError(
+      f"{directory} is not stored as ArrayRecord, which random access needs; where TensorFlow is installed, "
+      f"tfds convert_format --dataset_version_dir={directory} --out_file_format=array_record adds it"
+    ) from error
 
 
 def _find_tfds(spec: str, name: str, data_dir: str) -> str:
@@ -220,8 +227,12 @@ def _find_tfds(spec: str, name: str, data_dir: str) -> str:
   versions = [path for path in _children(root / name) if pattern.fullmatch(path.name) and (path / "dataset_info.json").exists()]
   matching = [path for path in versions if version in ("", path.name)]
   if not matching:
-    found = sorted({os.path.relpath(os.path.dirname(os.path.dirname(path)), os.fspath(root)) for path in
-                    itertools.chain(glob.iglob(f"{root}/*/*/dataset_info.json"), glob.iglob(f"{root}/*/*/*/dataset_info.json"))})
+    found = sorted(
+      {
+        os.path.relpath(os.path.dirname(os.path.dirname(path)), os.fspath(root))
+        for path in itertools.chain(glob.iglob(f"{root}/*/*/dataset_info.json"), glob.iglob(f"{root}/*/*/*/dataset_info.json"))
+      }
+    )
     holds = f"it holds {', '.join(found)}" if found else "it holds no datasets"
     if versions:
       holds = f"{name} is there in the versions {', '.join(sorted(path.name for path in versions))}"
@@ -240,14 +251,18 @@ class _FileSource(Source):
     super().__init__(spec, split, config)
     paths = _match(pattern)
     if not paths:
-      raise UserError(f"config.data.source {spec!r}: no file matches {pattern!r} (current directory {os.getcwd()}; "
-                      "'**' crosses directories, as in 'text:/data/**/*.txt')")
+      raise UserError(
+        f"config.data.source {spec!r}: no file matches {pattern!r} (current directory {os.getcwd()}; "
+        "'**' crosses directories, as in 'text:/data/**/*.txt')"
+      )
     stats = [(os.fspath(path), path.stat()) for path in paths]
     self._files = [(name, stat.length) for name, stat in stats if stat.length]
     if not self._files:
       raise UserError(f"config.data.source {spec!r}: empty: the {len(paths)} files that match hold no bytes")
-    self.identity = {"files": hashlib.sha256(json.dumps([(name, stat.length, stat.mtime) for name, stat in stats]).encode()).hexdigest(),
-                     "count": len(stats)}
+    self.identity = {
+      "files": hashlib.sha256(json.dumps([(name, stat.length, stat.mtime) for name, stat in stats]).encode()).hexdigest(),
+      "count": len(stats),
+    }
     self.parts = self._make_parts()
 
   @abc.abstractmethod
@@ -310,8 +325,10 @@ class _JsonlSource(_FileSource):
       value = record.get(self._field, ...) if isinstance(record, dict) else ...
       if value is not None and not isinstance(value, str):
         fields = [f"{key} ({type(item).__name__})" for key, item in record.items()] if isinstance(record, dict) else []
-        raise UserError(f"{_place(name, start, number)}: config.data.text_field = {self._field!r} is no text here; "
-                        + (f"the fields are {', '.join(fields)}" if fields else "a line must be a JSON object"))
+        raise UserError(
+          f"{_place(name, start, number)}: config.data.text_field = {self._field!r} is no text here; "
+          + (f"the fields are {', '.join(fields)}" if fields else "a line must be a JSON object")
+        )
       text, half = _decode(value)
       yield Document(text, replaced or half)
 
@@ -388,5 +405,9 @@ def _open_parquet(name: str):
 
 
 _KINDS: dict[str, Callable[..., Source]] = {
-  "stdlib": _TfdsSource, "tfds": _TfdsSource, "text": _TextSource, "jsonl": _JsonlSource, "parquet": _ParquetSource,
+  "stdlib": _TfdsSource,
+  "tfds": _TfdsSource,
+  "text": _TextSource,
+  "jsonl": _JsonlSource,
+  "parquet": _ParquetSource,
 }

@@ -47,8 +47,10 @@ def _files() -> dict[bytes, tuple[str, bytes]]:
     if content.strip():
       files.setdefault(hashlib.sha256(content).digest(), (name.as_posix(), content))
   if not files:
-    raise UserError(f"config.data.source = 'stdlib': {root} holds no .py files (a frozen or zipped Python?); "
-                    "use text:GLOB, jsonl:GLOB, parquet:GLOB or tfds:NAME")
+    raise UserError(
+      f"config.data.source = 'stdlib': {root} holds no .py files (a frozen or zipped Python?); "
+      "use text:GLOB, jsonl:GLOB, parquet:GLOB or tfds:NAME"
+    )
   return files
 
 
@@ -118,6 +120,10 @@ def corpus_directory(root: str = "") -> epath.Path:
       if not target.exists():
         raise
   size = sum(len(content) for _, content in files.values()) / 1e6
-  print(f"diffjax: built the embedded corpus, {len(files)} files ({size:.1f} MB) of Python {platform.python_version()}'s standard library, "
-        f"in {time.time() - start:.1f} s: {target}", file=sys.stderr, flush=True)
+  print(
+    f"diffjax: built the embedded corpus, {len(files)} files ({size:.1f} MB) of Python {platform.python_version()}'s standard library, "
+    f"in {time.time() - start:.1f} s: {target}",
+    file=sys.stderr,
+    flush=True,
+  )
   return builder_directory

@@ -23,18 +23,19 @@ SEPARATOR = "<|endoftext|>"
 
 # The pattern of GPT-4-style tokenizers in the form that means the same in tiktoken, rustbpe and Hugging Face tokenizers: cl100k's own
 # possessive quantifiers do not.
-PATTERN = (
-  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 # cl100k_base is frozen, so its description stands here: reading it from tiktoken's registry would download the file when it is missing.
 _CL100K_URL = "https://openaipublic.blob.core.windows.net/encodings/cl100k_base.tiktoken"
 _CL100K_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
-_CL100K_PATTERN = (
-  r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-)
-_CL100K_SPECIAL = {SEPARATOR: 100257, "<|fim_prefix|>": 100258, "<|fim_middle|>": 100259, "<|fim_suffix|>": 100260,
-                   "<|endofprompt|>": 100276}
+_CL100K_PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+_CL100K_SPECIAL = {
+  SEPARATOR: 100257,
+  "<|fim_prefix|>": 100258,
+  "<|fim_middle|>": 100259,
+  "<|fim_suffix|>": 100260,
+  "<|endofprompt|>": 100276,
+}
 
 # What published tokenizer.json files call the token between documents, likeliest first.
 _HF_SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "[SEP]")
@@ -89,14 +90,18 @@ def load_tokenizer(spec: str) -> Tokenizer:
   if spec == "cl100k_base":
     return _load_cl100k()
   if not spec.endswith((".tiktoken", ".json")):
-    raise UserError(f"config.data.tokenizer = {spec!r}: must be 'bytes', 'cl100k_base', or the path of a *.tiktoken file or of a "
-                    "Hugging Face tokenizer.json (python -m diffjax.prepare --train_tokenizer=DIR writes both)")
+    raise UserError(
+      f"config.data.tokenizer = {spec!r}: must be 'bytes', 'cl100k_base', or the path of a *.tiktoken file or of a "
+      "Hugging Face tokenizer.json (python -m diffjax.prepare --train_tokenizer=DIR writes both)"
+    )
   path = epath.Path(spec).expanduser()
   try:
     content = path.read_bytes()
   except OSError as error:
-    raise UserError(f"config.data.tokenizer = {spec!r}: cannot read this file ({error.strerror or error}); "
-                    "python -m diffjax.prepare --train_tokenizer=DIR trains one") from error
+    raise UserError(
+      f"config.data.tokenizer = {spec!r}: cannot read this file ({error.strerror or error}); "
+      "python -m diffjax.prepare --train_tokenizer=DIR trains one"
+    ) from error
   if spec.endswith(".json"):
     return _HuggingFaceTokenizer(spec, content)
   if hashlib.sha256(content).hexdigest() == _CL100K_SHA256:
@@ -139,8 +144,9 @@ class _TiktokenTokenizer(Tokenizer):
       if sorted(self._ranks.values()) != list(range(len(self._ranks))) or not all(bytes([byte]) in self._ranks for byte in range(256)):
         raise ValueError("its ranks have holes or lack a byte")
     except (ValueError, binascii.Error) as error:
-      raise UserError(f"config.data.tokenizer = {spec!r}: not a whole tiktoken file, lines of BASE64 RANK that start with the 256 "
-                      f"bytes ({error})") from error
+      raise UserError(
+        f"config.data.tokenizer = {spec!r}: not a whole tiktoken file, lines of BASE64 RANK that start with the 256 bytes ({error})"
+      ) from error
     special_tokens = special_tokens or {SEPARATOR: len(self._ranks)}
     self.spec = spec
     self.fingerprint = hashlib.sha256(content + pattern.encode() + json.dumps(special_tokens, sort_keys=True).encode()).hexdigest()
@@ -224,8 +230,10 @@ def _load_cl100k() -> Tokenizer:
   directory = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
   directory = directory or os.path.join(tempfile.gettempdir(), "data-gym-cache")
   path = epath.Path(directory) / name
-  remedy = (f"fetch {_CL100K_URL} on a machine that can, put it at {path} (TIKTOKEN_CACHE_DIR names another directory; "
-            f"the file must be called {name}), or set config.data.tokenizer to the path of the file, called *.tiktoken")
+  remedy = (
+    f"fetch {_CL100K_URL} on a machine that can, put it at {path} (TIKTOKEN_CACHE_DIR names another directory; "
+    f"the file must be called {name}), or set config.data.tokenizer to the path of the file, called *.tiktoken"
+  )
   if not path.exists():
     raise UserError(f"config.data.tokenizer = 'cl100k_base': its file is not at hand, and diffjax downloads nothing: {remedy}")
   content = path.read_bytes()

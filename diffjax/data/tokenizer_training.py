@@ -61,10 +61,12 @@ def _hugging_face_json(ranks: dict[bytes, int]) -> str:
   # ignore_merges: a piece that is a token is that token, as in tiktoken.
   model = models.BPE(vocab={spell(token): rank for token, rank in ranks.items()}, merges=merges, ignore_merges=True)
   out = tokenizers.Tokenizer(model)
-  out.pre_tokenizer = pre_tokenizers.Sequence([
-    pre_tokenizers.Split(tokenizers.Regex(tokenizer.PATTERN), behavior="isolated"),
-    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-  ])
+  out.pre_tokenizer = pre_tokenizers.Sequence(
+    [
+      pre_tokenizers.Split(tokenizers.Regex(tokenizer.PATTERN), behavior="isolated"),
+      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+  )
   out.decoder = decoders.ByteLevel()
   out.add_special_tokens([tokenizers.AddedToken(tokenizer.SEPARATOR, special=True, normalized=False)])
   return out.to_str(pretty=True)

@@ -35,12 +35,12 @@ def ar_hit_mask(
   vocabulary = int(max(tokens.max(initial=0), targets.max(initial=0))) + 1
   largest = code.size + 1
   for back in range(n - 2, -2, -1):  # inputs from the farthest to t itself (back = 0), then the target
-    if largest * vocabulary >= 2 ** 63:
+    if largest * vocabulary >= 2**63:
       code = np.unique(code, return_inverse=True)[1].reshape(rows, length)
       largest = code.size
     if back >= 0:
       token = np.zeros_like(tokens)
-      token[:, back:] = tokens[:, :length - back]
+      token[:, back:] = tokens[:, : length - back]
     else:
       token = targets
     code = code * vocabulary + token

@@ -57,7 +57,7 @@ def fit(batches: Iterable[Batch], vocab_size: int = 256) -> TrigramModel:
   Returns:
     The model; every probability is positive.
   """
-  pairs, triples = np.zeros(vocab_size ** 2, np.uint32), np.zeros(vocab_size ** 3, np.uint32)
+  pairs, triples = np.zeros(vocab_size**2, np.uint32), np.zeros(vocab_size**3, np.uint32)
   for batch in batches:
     pair, triple, has_two = _codes(batch, vocab_size)
     np.add.at(pairs, pair, np.uint32(1))
@@ -85,7 +85,7 @@ def _codes(batch: Batch, vocab_size: int) -> tuple[Int[np.ndarray, P], Int[np.nd
   judged = batch["weights"] > 0
   pair = tokens.astype(np.int32) * np.int32(vocab_size) + targets
   triple = pair.copy()
-  triple[:, 1:] += tokens[:, :-1].astype(np.int32) * np.int32(vocab_size ** 2)
+  triple[:, 1:] += tokens[:, :-1].astype(np.int32) * np.int32(vocab_size**2)
   has_two = np.zeros(tokens.shape, bool)
   has_two[:, 1:] = segment_ids[:, 1:] == segment_ids[:, :-1]
   return pair[judged], triple[judged], has_two[judged]

@@ -88,10 +88,7 @@ class Decoder(nn.Module):
 
   @nn.compact
   def __call__(
-    self,
-    tokens: Int[Array, "B T"],
-    segment_ids: Int[Array, "B T"] | None = None,
-    positions: Int[Array, "B T"] | None = None,
+    self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None, positions: Int[Array, "B T"] | None = None
   ) -> Float[Array, "B T E"]:
     """Hidden states after the final norm, in the compute dtype."""
     config = self.config

@@ -68,8 +68,6 @@ def sharded_cross_entropy(mesh: Mesh) -> Callable[..., tuple[jax.Array, jax.Arra
       embedding = jax.lax.pcast(embedding, BATCH, to="varying")
       return jax.lax.psum(fused_cross_entropy(hidden, embedding, targets, weights, z_loss=z_loss), BATCH)
 
-    return jax.shard_map(local, mesh=mesh, in_specs=(P(BATCH), P(), P(BATCH), P(BATCH)), out_specs=P())(
-      hidden, embedding, targets, weights
-    )
+    return jax.shard_map(local, mesh=mesh, in_specs=(P(BATCH), P(), P(BATCH), P(BATCH)), out_specs=P())(hidden, embedding, targets, weights)
 
   return sharded

@@ -74,7 +74,13 @@ class Checkpoints:
             path.rmtree()
 
   def save(
-    self, step: int, state: Any, *, data_state: dict[str, Any], config: dict[str, Any], metrics: Mapping[str, float] | None = None,
+    self,
+    step: int,
+    state: Any,
+    *,
+    data_state: dict[str, Any],
+    config: dict[str, Any],
+    metrics: Mapping[str, float] | None = None,
     force: bool = False,
   ) -> bool:
     """Starts a save and returns as soon as the caller may donate `state`; the files are written meanwhile.
@@ -102,7 +108,8 @@ class Checkpoints:
     with _explained(path):
       # overwrite: what may lie there is a step that restore passed over.
       response = ocp.save_checkpointables_async(
-        path, {"state": state}, overwrite=True, custom_metadata={"data_state": data_state, "config": config})
+        path, {"state": state}, overwrite=True, custom_metadata={"data_state": data_state, "config": config}
+      )
     self._saved = step
     self._damaged.discard(step)
     self._pending = self._worker.submit(self._complete, response, step, dict(metrics or {}))
@@ -166,7 +173,7 @@ class Checkpoints:
         except _Damage:
           continue
     scores = {step: manifest["metrics"][_BEST_METRIC] for step, manifest in manifests.items() if _BEST_METRIC in manifest["metrics"]}
-    kept = {*sorted(manifests)[-self._keep:], *sorted(scores, key=scores.__getitem__)[:1]}
+    kept = {*sorted(manifests)[-self._keep :], *sorted(scores, key=scores.__getitem__)[:1]}
     for step in _steps(self._directory):
       if step <= newest and step not in kept:
         path = self._directory / str(step)
@@ -203,7 +210,8 @@ def load_params(workdir: epath.PathLike, abstract_params: Any, step: int | None 
   _check_shapes(ocp.checkpointables_metadata(path).metadata["state"].get("params", {}), abstract_params, path)
   first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   wanted = jax.tree.map(
-    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or first), abstract_params)
+    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or first), abstract_params
+  )
   context = ocp.Context()
   context.pytree.loading.partial_load = True
   with context, _explained(path):
@@ -224,9 +232,21 @@ def latest_config(workdir: epath.PathLike) -> dict[str, Any] | None:
 
 # What may change between a checkpoint and the run that goes on from it; a name ending in "." is a section.
 _MAY_CHANGE = (
-  "mesh.", "eval.", "train.steps", "train.log_interval", "train.checkpoint_interval", "train.keep_checkpoints", "train.profile_step",
-  "train.profile_steps", "train.wandb_project", "train.sample_prompt", "train.sample_tokens", "train.init_from", "data.prepared_dir",
-  "model.attention_implementation", "model.remat",
+  "mesh.",
+  "eval.",
+  "train.steps",
+  "train.log_interval",
+  "train.checkpoint_interval",
+  "train.keep_checkpoints",
+  "train.profile_step",
+  "train.profile_steps",
+  "train.wandb_project",
+  "train.sample_prompt",
+  "train.sample_tokens",
+  "train.init_from",
+  "data.prepared_dir",
+  "model.attention_implementation",
+  "model.remat",
 )
 
 

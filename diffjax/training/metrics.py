@@ -25,9 +25,18 @@ from diffjax.config import Config, ModelConfig, UserError
 # TPUs: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. A TPU7x chip (2307e12) is two JAX devices.
 # NVIDIA: the data sheets (without sparsity) of A100, H100 (SXM; PCIe and NVL stand apart), H200 and HGX B200.
 _PEAK_FLOPS = (
-  ("TPU v4", 275e12), ("TPU v5 lite", 197e12), ("TPU v5e", 197e12), ("TPU v5", 459e12), ("TPU v6", 918e12), ("TPU7x", 1153.5e12),
-  ("NVIDIA A100", 312e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 NVL", 835e12), ("NVIDIA H100", 989.4e12),
-  ("NVIDIA H200", 989.4e12), ("NVIDIA B200", 2250e12),
+  ("TPU v4", 275e12),
+  ("TPU v5 lite", 197e12),
+  ("TPU v5e", 197e12),
+  ("TPU v5", 459e12),
+  ("TPU v6", 918e12),
+  ("TPU7x", 1153.5e12),
+  ("NVIDIA A100", 312e12),
+  ("NVIDIA H100 PCIe", 756e12),
+  ("NVIDIA H100 NVL", 835e12),
+  ("NVIDIA H100", 989.4e12),
+  ("NVIDIA H200", 989.4e12),
+  ("NVIDIA B200", 2250e12),
 )
 
 
@@ -79,9 +88,7 @@ def parameter_count(model: ModelConfig) -> int:
 
 def _maps(model: ModelConfig) -> tuple[int, int, int]:
   """G, M and V."""
-  return {
-    "softmax": (1, 1, model.head_dim), "diff": (2, 2, 2 * model.head_dim), "diff_v2": (2, 1, model.head_dim),
-  }[model.attention]
+  return {"softmax": (1, 1, model.head_dim), "diff": (2, 2, 2 * model.head_dim), "diff_v2": (2, 1, model.head_dim)}[model.attention]
 
 
 def _layer_sizes(model: ModelConfig) -> dict[str, int]:
@@ -109,7 +116,13 @@ class Metrics:
   """
 
   def __init__(
-    self, workdir: epath.PathLike, config: Mapping[str, Any], *, resume_step: int, wandb_project: str = "", is_writer: bool = True,
+    self,
+    workdir: epath.PathLike,
+    config: Mapping[str, Any],
+    *,
+    resume_step: int,
+    wandb_project: str = "",
+    is_writer: bool = True,
     remote_interval: float = 60.0,
   ):
     """Opens the files; what they hold of steps past `resume_step` is dropped, since the run takes those steps again.
@@ -143,7 +156,8 @@ class Metrics:
     # purge_step hides what an interrupted run logged after the checkpoint. The suffix: files are named by the second they are opened
     # in, and a quick restart would overwrite the one before.
     self._tensorboard = tensorboardX.SummaryWriter(
-      self._local_tensorboard, purge_step=resume_step + 1, filename_suffix=f".{resume_step:08d}-{uuid.uuid4().hex[:8]}")
+      self._local_tensorboard, purge_step=resume_step + 1, filename_suffix=f".{resume_step:08d}-{uuid.uuid4().hex[:8]}"
+    )
     self._tensorboard.add_text("config", f"```json\n{json.dumps(config, indent=2, ensure_ascii=False)}\n```", resume_step)
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -222,7 +236,8 @@ def _open_wandb(project: str, workdir: epath.Path, config: Mapping[str, Any]) ->
     import wandb
   except ImportError as error:
     raise UserError(
-      f"config.train.wandb_project = {project!r} needs wandb: pip install 'diffjax[wandb]', or leave the field empty") from error
+      f"config.train.wandb_project = {project!r} needs wandb: pip install 'diffjax[wandb]', or leave the field empty"
+    ) from error
   # The id lies in the workdir, so that a restart goes on in the same W&B run.
   identity = workdir / "wandb_id.txt"
   if not identity.exists():
@@ -250,8 +265,9 @@ class Progress:
     self._total, self._step = config.train.steps, first_step
     self._tokens = config.train.batch_size * config.data.length
     peak = peak_flops(device_kind)
-    self._least_seconds = None if peak is None else (
-      step_flops(config.model, config.data.length, self._tokens).training / (peak * num_devices))
+    self._least_seconds = (
+      None if peak is None else (step_flops(config.model, config.data.length, self._tokens).training / (peak * num_devices))
+    )
     self._rates: dict[str, float] = {}
     self._window: tuple[int, float] | None = None
     self._waited = 0.0
@@ -260,8 +276,11 @@ class Progress:
     self._bar: rich.progress.Progress | None = None
     if self._console.is_terminal and not self._console.quiet:
       self._bar = rich.progress.Progress(
-        rich.progress.TextColumn("{task.completed}/{task.total}"), rich.progress.BarColumn(bar_width=20),
-        rich.progress.TextColumn("{task.fields[status]}"), console=self._console)
+        rich.progress.TextColumn("{task.completed}/{task.total}"),
+        rich.progress.BarColumn(bar_width=20),
+        rich.progress.TextColumn("{task.fields[status]}"),
+        console=self._console,
+      )
       self._task = self._bar.add_task("", total=self._total, completed=first_step, status="compiling …")
       self._bar.start()
       atexit.register(self.close)  # Else an error leaves the terminal without a cursor.

@@ -31,9 +31,9 @@ _MATRICES = {
 }
 
 # Embeddings, gains and λ vectors: AdamW without weight decay.
-_OTHERS = frozenset({
-  "embedding", "unembedding", "final_norm", "attention_norm", "ffn_norm", "head_gain", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2",
-})
+_OTHERS = frozenset(
+  {"embedding", "unembedding", "final_norm", "attention_norm", "ffn_norm", "head_gain", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"}
+)
 
 # RMS of Muon's update, near AdamW's own, so that one learning rate and one weight decay serve both (Liu et al. 2025, arXiv:2502.16982).
 _MUON_RMS = 0.2
@@ -65,11 +65,13 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
   else:
     raise ValueError(f"no optimizer is called {config.name!r}")
   return optax.chain(
-    _skip_non_finite(optax.chain(
-      optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
-      direction,
-      optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
-    )),
+    _skip_non_finite(
+      optax.chain(
+        optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
+        direction,
+        optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
+      )
+    ),
     optax.scale_by_learning_rate(make_schedule(config, steps)),
   )
 
@@ -166,8 +168,10 @@ def _skip_non_finite(inner: optax.GradientTransformation) -> optax.GradientTrans
 def _name(path: tuple[Any, ...]) -> str:
   name = path[-1].key
   if name not in _MATRICES and name not in _OTHERS:
-    raise ValueError(f"the optimizer does not know the parameter {'/'.join(key.key for key in path)}: "
-                     "add its name to _MATRICES or _OTHERS in diffjax/training/optimizer.py")
+    raise ValueError(
+      f"the optimizer does not know the parameter {'/'.join(key.key for key in path)}: "
+      "add its name to _MATRICES or _OTHERS in diffjax/training/optimizer.py"
+    )
   return name
 
 

@@ -72,9 +72,7 @@ def make_init(config: Config, mesh: Mesh) -> tuple[Callable[[], TrainState], Tra
   return make, abstract
 
 
-def make_train_step(
-  config: Config, mesh: Mesh, abstract_state: TrainState
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+def make_train_step(config: Config, mesh: Mesh, abstract_state: TrainState) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
   """The jitted step. It donates the state it is given.
 
   The loss is Σ loss / Σ tokens over the whole batch, whatever the number of micro-batches and devices: each micro-batch adds the
@@ -99,9 +97,7 @@ def make_train_step(
     )
 
   def loss_fn(params, batch, total_weight):
-    hidden, variables = model.apply(
-      {"params": params}, batch["tokens"], batch["segment_ids"], batch["positions"], mutable=["metrics"]
-    )
+    hidden, variables = model.apply({"params": params}, batch["tokens"], batch["segment_ids"], batch["positions"], mutable=["metrics"])
     embedding = output_embedding(params).astype(hidden.dtype)
     loss, z_term = cross_entropy(hidden, embedding, batch["targets"], batch["weights"], z_loss=z_loss)
     metrics = {"loss": loss / total_weight, **_lambdas(variables)}
@@ -115,6 +111,7 @@ def make_train_step(
     if accumulation == 1:
       grads, metrics = gradient(state.params, batch, total_weight)
     else:
+
       def micro_step(carry, micro_batch):
         return jax.tree.map(jnp.add, carry, gradient(state.params, micro_batch, total_weight)), None
 

@@ -50,7 +50,7 @@ def test_segments_are_whole_documents_or_pieces_of_long_ones():
       np.testing.assert_array_equal(pieces.pop(document[0]), document)
     else:  # cut at the row length, in order
       for start in range(0, len(document), LENGTH + 1):
-        np.testing.assert_array_equal(pieces.pop(document[start]), document[start:start + LENGTH + 1])
+        np.testing.assert_array_equal(pieces.pop(document[start]), document[start : start + LENGTH + 1])
   assert not pieces
 
 
@@ -64,8 +64,11 @@ def test_batch_arrays_of_a_known_row():
   row = packing.Row(np.array([7, 8, 9, 5, 6], np.int32), np.array([3, 2], np.int32))
   batch = packing.make_batch([row, packing.Row(np.zeros(0, np.int32), np.zeros(0, np.int32))], 7)
   expected = {
-    "tokens": [7, 8, 9, 5, 6, 0, 0], "targets": [8, 9, 5, 6, 0, 0, 0], "segment_ids": [1, 1, 1, 2, 2, 0, 0],
-    "positions": [0, 1, 2, 0, 1, 0, 0], "weights": [1, 1, 0, 1, 0, 0, 0],
+    "tokens": [7, 8, 9, 5, 6, 0, 0],
+    "targets": [8, 9, 5, 6, 0, 0, 0],
+    "segment_ids": [1, 1, 1, 2, 2, 0, 0],
+    "positions": [0, 1, 2, 0, 1, 0, 0],
+    "weights": [1, 1, 0, 1, 0, 0, 0],
   }
   assert batch.keys() == expected.keys()
   for key, value in expected.items():

@@ -37,7 +37,7 @@ def row_keys(batches):
 @pytest.fixture
 def rows(make_config):
   """Number of training rows."""
-  target, = prepared.prepare(make_config().data, 1)
+  (target,) = prepared.prepare(make_config().data, 1)
   return len(prepared.PreparedRows(target, "train"))
 
 
@@ -76,7 +76,7 @@ def test_restart_at_every_step(make_config, rows):
     assert state["batch"] == step
     other = pipeline.training_batches(config)
     other.set_state(state)
-    assert_same(take(other, 2), expected[step:step + 2])
+    assert_same(take(other, 2), expected[step : step + 2])
     assert_same([next(batches)], [expected[step]])
 
 
@@ -91,7 +91,7 @@ def test_an_iterator_goes_back(make_config):
 def test_every_epoch_has_every_row_once_in_another_order(make_config, rows):
   config = make_config(batch_size=1)
   keys = row_keys(take(pipeline.training_batches(config), 3 * rows))
-  epochs = [keys[start:start + rows] for start in range(0, len(keys), rows)]
+  epochs = [keys[start : start + rows] for start in range(0, len(keys), rows)]
   assert len(set(epochs[0])) == rows > 100
   assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
   assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
@@ -106,18 +106,22 @@ def test_arrays(make_config):
   batch = next(pipeline.training_batches(make_config()))
   assert {key: (value.shape, value.dtype.name, type(value)) for key, value in batch.items()} == {
     key: ((8, 64), "float32" if key == "weights" else "int32", np.ndarray)
-    for key in ("tokens", "targets", "segment_ids", "positions", "weights")}
+    for key in ("tokens", "targets", "segment_ids", "positions", "weights")
+  }
   np.testing.assert_array_equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
   assert batch["tokens"].max() == 255
   assert any(batch["segment_ids"].max() > 1 for batch in take(pipeline.training_batches(make_config()), 50))
 
 
-@pytest.mark.parametrize(("change", "field"), [
-  ({"seed": 1}, "config.data.seed was 0 and is 1"),
-  ({"batch_size": 4}, "config.train.batch_size"),
-  ({"length": 32}, "config.data.source, tokenizer, length or packing"),
-  ({"mode": "streamed"}, "config.data.mode"),
-])
+@pytest.mark.parametrize(
+  ("change", "field"),
+  [
+    ({"seed": 1}, "config.data.seed was 0 and is 1"),
+    ({"batch_size": 4}, "config.train.batch_size"),
+    ({"length": 32}, "config.data.source, tokenizer, length or packing"),
+    ({"mode": "streamed"}, "config.data.mode"),
+  ],
+)
 def test_a_state_of_other_data_is_refused(make_config, change, field):
   state = pipeline.training_batches(make_config()).get_state()
   with pytest.raises(UserError, match=field):
@@ -183,7 +187,7 @@ def test_streamed_restart(make_config, packing, num_workers):
   other = pipeline.training_batches(config)
   for step in (0, 1, 17, 38):
     other.set_state(states[step])
-    assert_same(take(other, 2), expected[step:step + 2])
+    assert_same(take(other, 2), expected[step : step + 2])
   batches.close()
   other.close()
 

@@ -28,8 +28,9 @@ def test_train_a_tokenizer_then_prepare_with_it(run, jsonl, tmp_path, texts):
   assert result.returncode == 0, result.stderr
   loaded = tokenizer.load_tokenizer(f"{tmp_path}/out/tokenizer.tiktoken")
   assert loaded.vocab_size == 400 and len(loaded.encode(texts[4])) < len(texts[4].encode()) / 2
-  result = run(source, f"--config.data.tokenizer={tmp_path}/out/tokenizer.json", f"--config.data.prepared_dir={tmp_path}/rows",
-               "--workers=2")
+  result = run(
+    source, f"--config.data.tokenizer={tmp_path}/out/tokenizer.json", f"--config.data.prepared_dir={tmp_path}/rows", "--workers=2"
+  )
   assert result.returncode == 0, result.stderr
   assert "documents" in result.stderr and "tokens/s" in result.stderr and (tmp_path / "rows" / "meta.json").exists()
 

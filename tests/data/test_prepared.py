@@ -54,7 +54,7 @@ def test_rows_hold_every_document_once(make_config, texts, kind):
 
 def test_meta_counts(make_config, texts):
   config = make_config().data
-  target, = prepared.prepare(config, 1)
+  (target,) = prepared.prepare(config, 1)
   with open(os.path.join(target.directory, "meta.json")) as file:
     meta = json.load(file)
   splits = meta["splits"].values()
@@ -78,8 +78,10 @@ def test_the_number_of_workers_changes_nothing(many_files, tmp_path):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_killed_and_started_again(many_files, tmp_path, workers):
   spec, directory = f"text:{many_files}/*.txt", tmp_path / "killed"
-  code = ("from diffjax.config import DataConfig\nfrom diffjax.data import prepared\nif __name__ == '__main__':\n"
-          f"  prepared.prepare(DataConfig(source={spec!r}, length=256, prepared_dir={str(directory)!r}), {workers})\n")
+  code = (
+    "from diffjax.config import DataConfig\nfrom diffjax.data import prepared\nif __name__ == '__main__':\n"
+    f"  prepared.prepare(DataConfig(source={spec!r}, length=256, prepared_dir={str(directory)!r}), {workers})\n"
+  )
   script = tmp_path / "script.py"
   script.write_text(code)
   environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -100,7 +102,7 @@ def test_killed_and_started_again(many_files, tmp_path, workers):
     pytest.fail("workers outlived their parent")
 
   config = DataConfig(source=spec, length=256, prepared_dir=str(directory))
-  target, = prepared.targets(config)
+  (target,) = prepared.targets(config)
   assert not prepared.is_prepared(target), "killed too late to test anything"
   with pytest.raises(UserError, match="not prepared.*diffjax.prepare"):
     prepared.PreparedRows(target, "train")
@@ -114,7 +116,7 @@ def test_killed_and_started_again(many_files, tmp_path, workers):
 
 def test_a_second_time_nothing_is_written(make_config, capsys):
   config = make_config().data
-  target, = prepared.prepare(config, 1)
+  (target,) = prepared.prepare(config, 1)
   before = {entry.name: entry.stat().st_mtime_ns for entry in os.scandir(target.directory)}
   capsys.readouterr()
   prepared.prepare(config, 1)
@@ -124,8 +126,14 @@ def test_a_second_time_nothing_is_written(make_config, capsys):
 
 def test_the_cache_keeps_different_rows_apart(make_config, jsonl):
   """Every field that changes the rows, and the files themselves, choose another directory."""
-  changes = [{}, {"length": 32}, {"packing": "concat"}, {"validation_fraction": 0.2}, {"validation_source": f"jsonl:{jsonl}"},
-             {"text_field": "id"}]
+  changes = [
+    {},
+    {"length": 32},
+    {"packing": "concat"},
+    {"validation_fraction": 0.2},
+    {"validation_source": f"jsonl:{jsonl}"},
+    {"text_field": "id"},
+  ]
   directories = [prepared.targets(make_config(**change).data)[0].directory for change in changes]
   os.utime(jsonl, (1, 1))
   directories.append(prepared.targets(make_config().data)[0].directory)
@@ -133,8 +141,9 @@ def test_the_cache_keeps_different_rows_apart(make_config, jsonl):
   assert prepared.targets(make_config(seed=5, num_workers=3).data)[0].directory == directories[-1]
 
 
-@pytest.mark.parametrize(("field", "value"), [("length", 32), ("packing", "concat"), ("validation_fraction", 0.3), ("source", "stdlib"),
-                                              ("tokenizer", "tiktoken")])
+@pytest.mark.parametrize(
+  ("field", "value"), [("length", 32), ("packing", "concat"), ("validation_fraction", 0.3), ("source", "stdlib"), ("tokenizer", "tiktoken")]
+)
 def test_a_directory_of_other_rows_is_refused(make_config, tmp_path, field, value):
   config = dataclasses.replace(make_config().data, prepared_dir=str(tmp_path / "rows"))
   prepared.prepare(config, 1)
@@ -193,7 +202,7 @@ def test_a_place_that_cannot_be_written(make_config, tmp_path):
 
 def test_damage_is_named(make_config):
   config = make_config().data
-  target, = prepared.prepare(config, 1)
+  (target,) = prepared.prepare(config, 1)
   rows = prepared.PreparedRows(target, "train")
   path = next(name for name in sorted(os.listdir(target.directory)) if name.startswith("train") and name.endswith("array_record"))
   os.remove(os.path.join(target.directory, path))

@@ -144,17 +144,20 @@ def test_mixtures():
   assert sources.parse_mixture("text:/a=b/c.txt") == [("text:/a=b/c.txt", 1.0)]
 
 
-@pytest.mark.parametrize(("spec", "message"), [
-  ("csv:data.csv", "'csv:data.csv' is no source; the kinds are stdlib, tfds:NAME, text:GLOB"),
-  ("", "is no source"),
-  ("text:", "is no source"),
-  ("stdlib,text:a", "every source of a mixture needs a weight.*'stdlib' has none"),
-  ("stdlib=a,text:a=1", "'stdlib=a' has none"),
-  ("stdlib=0,text:a=1", "weight of 'stdlib' must be a positive number; got 0"),
-  ("stdlib=-1,text:a=1", "positive number; got -1"),
-  ("stdlib=nan,text:a=1", "positive number; got nan"),
-  ("stdlib=1,stdlib=1", "twice"),
-])
+@pytest.mark.parametrize(
+  ("spec", "message"),
+  [
+    ("csv:data.csv", "'csv:data.csv' is no source; the kinds are stdlib, tfds:NAME, text:GLOB"),
+    ("", "is no source"),
+    ("text:", "is no source"),
+    ("stdlib,text:a", "every source of a mixture needs a weight.*'stdlib' has none"),
+    ("stdlib=a,text:a=1", "'stdlib=a' has none"),
+    ("stdlib=0,text:a=1", "weight of 'stdlib' must be a positive number; got 0"),
+    ("stdlib=-1,text:a=1", "positive number; got -1"),
+    ("stdlib=nan,text:a=1", "positive number; got nan"),
+    ("stdlib=1,stdlib=1", "twice"),
+  ],
+)
 def test_bad_specs(spec, message):
   with pytest.raises(UserError, match=message) as caught:
     sources.parse_mixture(spec)
@@ -216,12 +219,15 @@ def test_empty_parquet(tmp_path):
     read(f"parquet:{path}")
 
 
-@pytest.mark.parametrize(("line", "message"), [
-  ('{"text": "x"', "a.jsonl:3: not JSON"),
-  ('{"body": "x", "id": 1}', r"a.jsonl:3: config.data.text_field = 'text' is no text here; the fields are body \(str\), id \(int\)"),
-  ('{"text": 5}', r"a.jsonl:3: .*text \(int\)"),
-  ('["text"]', "a.jsonl:3: .*must be a JSON object"),
-])
+@pytest.mark.parametrize(
+  ("line", "message"),
+  [
+    ('{"text": "x"', "a.jsonl:3: not JSON"),
+    ('{"body": "x", "id": 1}', r"a.jsonl:3: config.data.text_field = 'text' is no text here; the fields are body \(str\), id \(int\)"),
+    ('{"text": 5}', r"a.jsonl:3: .*text \(int\)"),
+    ('["text"]', "a.jsonl:3: .*must be a JSON object"),
+  ],
+)
 @pytest.mark.parametrize("part_size", [1 << 20, 10])
 def test_bad_lines_are_named(tmp_path, line, message, part_size, monkeypatch):
   monkeypatch.setattr(sources, "_JSONL_PART", part_size)

@@ -40,8 +40,10 @@ def test_built_once_with_splits_that_share_nothing(capsys):
 def test_first_use_by_several_processes_at_once(tmp_path):
   code = "from diffjax.data import stdlib_corpus; print(stdlib_corpus.corpus_directory())"
   environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-  running = [subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-             for _ in range(3)]
+  running = [
+    subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for _ in range(3)
+  ]
   results = [process.communicate(timeout=60) for process in running]
   assert [process.returncode for process in running] == [0, 0, 0], results
   assert len({out for out, _ in results}) == 1

@@ -11,9 +11,24 @@ from diffjax.config import Config, ModelConfig, UserError
 from diffjax.data import tokenizer, tokenizer_training
 from diffjax.data.pipeline import check_vocabulary
 
-ODD = ["", " ", "\n", "  \n\t", "\r\n\r\n  x", "a" * 999, " '" * 30, "😀👩‍👩‍👧 é e\u0301 中文 العربية ſ İ", "1234567890 3.14",
-       "it's IT'S I'LL we'd",
-       "<|endoftext|> in a text", "\u00a0\u2003 x\u200d", "\x00\x01\x7f", "def f(x):\n    return  x  # note\n\n\n", "\ufeffBOM", "�"]
+ODD = [
+  "",
+  " ",
+  "\n",
+  "  \n\t",
+  "\r\n\r\n  x",
+  "a" * 999,
+  " '" * 30,
+  "😀👩‍👩‍👧 é e\u0301 中文 العربية ſ İ",
+  "1234567890 3.14",
+  "it's IT'S I'LL we'd",
+  "<|endoftext|> in a text",
+  "\u00a0\u2003 x\u200d",
+  "\x00\x01\x7f",
+  "def f(x):\n    return  x  # note\n\n\n",
+  "\ufeffBOM",
+  "�",
+]
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +98,9 @@ def test_any_hugging_face_file(tmp_path):
   model = tokenizers.models.BPE(vocabulary, [("▁", "a")], unk_token="<unk>", byte_fallback=True)
   made = tokenizers.Tokenizer(model)
   made.normalizer = tokenizers.normalizers.Replace(" ", "▁")
-  made.decoder = tokenizers.decoders.Sequence([
-    tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
+  made.decoder = tokenizers.decoders.Sequence(
+    [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+  )
   made.add_special_tokens(["<unk>", "<s>", "</s>"])
   made.save(str(tmp_path / "tokenizer.json"))
   loaded = tokenizer.load_tokenizer(str(tmp_path / "tokenizer.json"))
@@ -138,15 +154,18 @@ def test_cl100k_loads_where_its_file_is(tmp_path, monkeypatch, trained):
   assert tokenizer.load_tokenizer(trained[0]).separator == 100257  # the same file under a path of its own
 
 
-@pytest.mark.parametrize(("name", "content", "message"), [
-  ("missing.tiktoken", None, "missing.tiktoken.*cannot read"),
-  ("missing.json", None, "missing.json.*cannot read"),
-  ("bad.tiktoken", "not base64 at all\n", "bad.tiktoken.*not a whole tiktoken file"),
-  ("cut.tiktoken", "YQ== 0\nYg== 1\n", "cut.tiktoken.*not a whole tiktoken file"),
-  ("bad.json", "{", "bad.json.*not a Hugging Face tokenizer.json"),
-  ("other.json", "{}", "other.json.*not a Hugging Face tokenizer.json"),
-  ("model.vocab", "x", "must be 'bytes', 'cl100k_base'"),
-])
+@pytest.mark.parametrize(
+  ("name", "content", "message"),
+  [
+    ("missing.tiktoken", None, "missing.tiktoken.*cannot read"),
+    ("missing.json", None, "missing.json.*cannot read"),
+    ("bad.tiktoken", "not base64 at all\n", "bad.tiktoken.*not a whole tiktoken file"),
+    ("cut.tiktoken", "YQ== 0\nYg== 1\n", "cut.tiktoken.*not a whole tiktoken file"),
+    ("bad.json", "{", "bad.json.*not a Hugging Face tokenizer.json"),
+    ("other.json", "{}", "other.json.*not a Hugging Face tokenizer.json"),
+    ("model.vocab", "x", "must be 'bytes', 'cl100k_base'"),
+  ],
+)
 def test_bad_files_are_named(tmp_path, name, content, message):
   if content is not None:
     (tmp_path / name).write_text(content)

@@ -16,7 +16,7 @@ def naive(tokens, targets, segment_ids, n):
       if t and segment_ids[row, t] != segment_ids[row, t - 1]:
         seen, start = set(), t
       if t - (n - 2) >= start:
-        ngram = (*tokens[row, t - n + 2:t + 1].tolist(), int(targets[row, t]))
+        ngram = (*tokens[row, t - n + 2 : t + 1].tolist(), int(targets[row, t]))
         hits[row, t] = ngram in seen
         seen.add(ngram)
   return hits
@@ -35,7 +35,7 @@ def test_equals_the_loop(n, vocabulary):
   batch = random_batch(n, 6, 200, vocabulary)
   want = naive(*batch, n)
   np.testing.assert_array_equal(ar_hit_mask(*batch, n), want)
-  assert want.any() or vocabulary ** n > 200
+  assert want.any() or vocabulary**n > 200
 
 
 def test_codes_too_large_for_an_integer_are_compressed():

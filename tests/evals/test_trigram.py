@@ -66,10 +66,11 @@ def test_token_beyond_the_vocabulary_is_an_error():
 def test_beats_a_unigram_and_a_bigram_on_text():
   package = pathlib.Path(np.__file__).parent
   text = b"\n".join(path.read_bytes() for path in sorted(package.glob("*.py")) + sorted(package.glob("lib/*.py")))
-  rows = np.frombuffer(text[:len(text) // 257 * 257], np.uint8).reshape(-1, 257).astype(np.int32)
+  rows = np.frombuffer(text[: len(text) // 257 * 257], np.uint8).reshape(-1, 257).astype(np.int32)
   fitted, held_out = (
     {"tokens": half[:, :-1], "targets": half[:, 1:], "segment_ids": half[:, 1:] * 0, "weights": half[:, 1:] * 0 + 1.0}
-    for half in (rows[::2], rows[1::2]))
+    for half in (rows[::2], rows[1::2])
+  )
   model = trigram.fit([fitted])
   counts = np.bincount(fitted["targets"].reshape(-1), minlength=256) + 1
   unigram = -np.log2(counts / counts.sum())[held_out["targets"]].mean()

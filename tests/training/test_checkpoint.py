@@ -42,7 +42,8 @@ def make_state(seed=0, name="muon", up=(2, 8, 16)):
   params = {"embedding": normal(32, 8), "layers": {"ffn": {"up": normal(*up), "down": normal(2, 16, 8)}, "ffn_norm": normal(2, 8)}}
   opt_state = jax.tree.map(
     lambda leaf: normal(*leaf.shape) if leaf.dtype == jnp.float32 else leaf + seed,
-    make_optimizer(OptimizerConfig(name=name), 10).init(params))
+    make_optimizer(OptimizerConfig(name=name), 10).init(params),
+  )
   return State(jnp.int32(seed), params, opt_state, jax.random.key(seed))
 
 
@@ -132,8 +133,18 @@ def test_a_step_just_saved_or_restored_is_not_saved_again(tmp_path):
 
 def step_files():
   """Every kind of file of a step, by what varies between saves."""
-  return ["manifest.json", "_CHECKPOINT_METADATA", "commit_success.txt", "state/_METADATA", "state/_sharding", "state/manifest.ocdbt",
-          "state/array_metadatas/process_0", "state/d/", "state/ocdbt.process_0/manifest.ocdbt", "state/ocdbt.process_0/d/"]
+  return [
+    "manifest.json",
+    "_CHECKPOINT_METADATA",
+    "commit_success.txt",
+    "state/_METADATA",
+    "state/_sharding",
+    "state/manifest.ocdbt",
+    "state/array_metadatas/process_0",
+    "state/d/",
+    "state/ocdbt.process_0/manifest.ocdbt",
+    "state/ocdbt.process_0/d/",
+  ]
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +302,7 @@ def test_workdir_that_cannot_be_made(tmp_path):
 
 
 def mesh_of(shape):
-  return jax.make_mesh(shape, ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:shape[0] * shape[1]])
+  return jax.make_mesh(shape, ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[: shape[0] * shape[1]])
 
 
 def test_restores_onto_another_mesh(tmp_path):
@@ -299,6 +310,7 @@ def test_restores_onto_another_mesh(tmp_path):
     def sharding(leaf):
       divisible = leaf.ndim and leaf.shape[-1] % mesh.shape["fsdp"] == 0 and leaf.dtype == jnp.float32
       return NamedSharding(mesh, P(*[None] * (leaf.ndim - 1), "fsdp") if divisible else P())
+
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(leaf)), state)
 
   state = make_state(7)
@@ -354,11 +366,27 @@ def changed(*fields, base=CONFIG):
 
 
 def test_what_may_change_on_resume():
-  free = [("train.steps", 7), ("mesh.fsdp", 4), ("mesh.data", 2), ("train.log_interval", 1), ("train.checkpoint_interval", 1),
-          ("train.keep_checkpoints", 9), ("train.profile_step", 3), ("train.profile_steps", 1), ("train.wandb_project", "w"),
-          ("train.sample_prompt", "x"), ("train.sample_tokens", 0), ("train.init_from", "elsewhere"), ("eval.interval", 3),
-          ("eval.rows", 2), ("eval.ngram", 3), ("data.num_workers", 4), ("data.prepared_dir", "there"),
-          ("model.attention_implementation", "reference"), ("model.remat", "full")]
+  free = [
+    ("train.steps", 7),
+    ("mesh.fsdp", 4),
+    ("mesh.data", 2),
+    ("train.log_interval", 1),
+    ("train.checkpoint_interval", 1),
+    ("train.keep_checkpoints", 9),
+    ("train.profile_step", 3),
+    ("train.profile_steps", 1),
+    ("train.wandb_project", "w"),
+    ("train.sample_prompt", "x"),
+    ("train.sample_tokens", 0),
+    ("train.init_from", "elsewhere"),
+    ("eval.interval", 3),
+    ("eval.rows", 2),
+    ("eval.ngram", 3),
+    ("data.num_workers", 4),
+    ("data.prepared_dir", "there"),
+    ("model.attention_implementation", "reference"),
+    ("model.remat", "full"),
+  ]
   check_resume(CONFIG, changed(*free))
   every = {f"{section}.{name}" for section, fields in CONFIG.items() for name in fields}
   for field in every - {name for name, _ in free}:
@@ -371,7 +399,8 @@ def test_resume_names_every_difference_with_both_values():
     check_resume(CONFIG, changed(("model.embed_dim", 64), ("optimizer.learning_rate", 0.5), ("train.steps", 3)))
   assert str(error.value) == (
     "the checkpoint in this workdir is of another run: model.embed_dim was 128 and is 64; optimizer.learning_rate was 0.001 and is 0.5; "
-    "use another --workdir or set them back")
+    "use another --workdir or set them back"
+  )
 
 
 def test_workers_of_a_stream_may_not_change():

@@ -133,13 +133,7 @@ def test_init_from_takes_parameters_alone(config, whole, tmp_path):
 
 @pytest.mark.parametrize(
   "field, value",
-  [
-    ("model__ffn_dim", 48),
-    ("data__length", 16),
-    ("data__seed", 1),
-    ("optimizer__learning_rate", 0.5),
-    ("train__batch_size", 16),
-  ],
+  [("model__ffn_dim", 48), ("data__length", 16), ("data__seed", 1), ("optimizer__learning_rate", 0.5), ("train__batch_size", 16)],
 )
 def test_a_workdir_of_another_run_is_refused(config, whole, field, value):
   name = field.replace("__", ".")

@@ -24,8 +24,12 @@ def by_hand(attention):
   E, H, K, D, F, N, B, T = 32, 4, 2, 6, 40, 96, 2, 16
   V = wide * D
   products = [
-    ("bte,ehgd->bthgd", (B, T, E), (E, H, G, D)), ("bte,ekmd->btkmd", (B, T, E), (E, K, M, D)), ("bte,ekv->btkv", (B, T, E), (E, K, V)),
-    ("bthv,hve->bte", (B, T, H, V), (H, V, E)), ("bte,ef->btf", (B, T, E), (E, F)), ("bte,ef->btf", (B, T, E), (E, F)),
+    ("bte,ehgd->bthgd", (B, T, E), (E, H, G, D)),
+    ("bte,ekmd->btkmd", (B, T, E), (E, K, M, D)),
+    ("bte,ekv->btkv", (B, T, E), (E, K, V)),
+    ("bthv,hve->bte", (B, T, H, V), (H, V, E)),
+    ("bte,ef->btf", (B, T, E), (E, F)),
+    ("bte,ef->btf", (B, T, E), (E, F)),
     ("btf,fe->bte", (B, T, F), (F, E)),
   ]
   if attention == "diff_v2":
@@ -58,18 +62,21 @@ def test_attention_costs_what_the_paper_says():
   core = 24 * 8 * 128 * 2 * pairs
   diff, softmax = metrics.step_flops(model, T, T).forward, metrics.step_flops(twin, T, T).forward
   assert diff - softmax == (6 - 4) * core
-  without = 2 * T * (24 * (4 * 2048 ** 2 + 3 * 2048 * 5440) + 100_288 * 2048)
+  without = 2 * T * (24 * (4 * 2048**2 + 3 * 2048 * 5440) + 100_288 * 2048)
   assert softmax - without == 4 * core
 
 
-@pytest.mark.parametrize("size, billions", [
-  (dict(embed_dim=1536, num_heads=8, head_dim=96, ffn_dim=4096), 0.8335),
-  (dict(), 1.410),
-  (dict(embed_dim=2560, num_layers=32, num_heads=10, ffn_dim=6912), 2.794),
-  (dict(embed_dim=4096, num_layers=32, num_heads=16, ffn_dim=10880), 6.837),
-  (dict(embed_dim=5120, num_layers=40, num_heads=20, ffn_dim=13696), 13.123),
-  (dict(embed_dim=3072, num_layers=28, num_heads=12, ffn_dim=8192), 3.479),
-])
+@pytest.mark.parametrize(
+  "size, billions",
+  [
+    (dict(embed_dim=1536, num_heads=8, head_dim=96, ffn_dim=4096), 0.8335),
+    (dict(), 1.410),
+    (dict(embed_dim=2560, num_layers=32, num_heads=10, ffn_dim=6912), 2.794),
+    (dict(embed_dim=4096, num_layers=32, num_heads=16, ffn_dim=10880), 6.837),
+    (dict(embed_dim=5120, num_layers=40, num_heads=20, ffn_dim=13696), 13.123),
+    (dict(embed_dim=3072, num_layers=28, num_heads=12, ffn_dim=8192), 3.479),
+  ],
+)
 def test_parameter_counts_are_the_papers(size, billions):
   model = dataclasses.replace(PAPER_1B, **size)
   model = dataclasses.replace(model, num_kv_heads=model.num_heads)
@@ -88,11 +95,26 @@ def test_parameter_count_of_v2_and_untied():
   assert metrics.parameter_count(dataclasses.replace(v2, tie_embeddings=False)) - metrics.parameter_count(v2) == 100_288 * 2048
 
 
-@pytest.mark.parametrize("kind, peak", [
-  ("TPU v4", 275e12), ("TPU v5 lite", 197e12), ("TPU v5p", 459e12), ("TPU v5", 459e12), ("TPU v6 lite", 918e12), ("TPU v6e", 918e12),
-  ("TPU7x", 1153.5e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H100 PCIe", 756e12),
-  ("NVIDIA H200", 989.4e12), ("NVIDIA B200", 2250e12), ("cpu", None), ("NVIDIA GeForce RTX 4090", None), ("TPU v4 lite", None),
-])
+@pytest.mark.parametrize(
+  "kind, peak",
+  [
+    ("TPU v4", 275e12),
+    ("TPU v5 lite", 197e12),
+    ("TPU v5p", 459e12),
+    ("TPU v5", 459e12),
+    ("TPU v6 lite", 918e12),
+    ("TPU v6e", 918e12),
+    ("TPU7x", 1153.5e12),
+    ("NVIDIA A100-SXM4-80GB", 312e12),
+    ("NVIDIA H100 80GB HBM3", 989.4e12),
+    ("NVIDIA H100 PCIe", 756e12),
+    ("NVIDIA H200", 989.4e12),
+    ("NVIDIA B200", 2250e12),
+    ("cpu", None),
+    ("NVIDIA GeForce RTX 4090", None),
+    ("TPU v4 lite", None),
+  ],
+)
 def test_peak_flops(kind, peak):
   assert metrics.peak_flops(kind) == peak
 
@@ -137,6 +159,7 @@ def test_remote_workdir_is_written_at_intervals(tmp_path, monkeypatch):
 
 def test_tensorboard_holds_the_numbers_and_the_purge(tmp_path):
   from tensorboardX.proto import event_pb2
+
   for resume_step, step in ((0, 3), (2, 5)):
     writer = open_metrics(tmp_path, resume_step=resume_step)
     writer.write(step, {"train/loss": 0.5})
@@ -146,8 +169,8 @@ def test_tensorboard_holds_the_numbers_and_the_purge(tmp_path):
   for file in sorted((tmp_path / "tensorboard").glob("events*")):
     data, at = file.read_bytes(), 0
     while at < len(data):  # a TFRecord: length, its checksum, the record, its checksum
-      size = int.from_bytes(data[at:at + 8], "little")
-      events.append(event_pb2.Event.FromString(data[at + 12:at + 12 + size]))
+      size = int.from_bytes(data[at : at + 8], "little")
+      events.append(event_pb2.Event.FromString(data[at + 12 : at + 12 + size]))
       at += size + 16
   scalars = [(event.step, value.simple_value) for event in events for value in event.summary.value if value.tag == "train/loss"]
   assert scalars == [(3, 0.5), (5, 0.5)]
@@ -243,8 +266,9 @@ def test_live_line_on_a_terminal(monkeypatch):
 
 def test_plot_shows_both_losses(tmp_path):
   jsonl, png = tmp_path / "metrics.jsonl", tmp_path / "loss.png"
-  jsonl.write_text('{"step": 1, "train/loss": 2.0}\n{"step": 2, "train/loss": null, "validation/loss": 1.9}\n'
-                   '{"step": 3, "train/loss": 1.0}\n')
+  jsonl.write_text(
+    '{"step": 1, "train/loss": 2.0}\n{"step": 2, "train/loss": null, "validation/loss": 1.9}\n{"step": 3, "train/loss": 1.0}\n'
+  )
   metrics.plot_losses(jsonl, png)
   first = png.read_bytes()
   assert first[:8] == b"\x89PNG\r\n\x1a\n"

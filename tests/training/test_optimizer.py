@@ -13,26 +13,46 @@ from diffjax.training import optimizer
 
 L, E, H, G, D, K, M, V, F, N = 2, 12, 2, 2, 4, 1, 2, 8, 20, 16
 SHAPES = {
-  "embedding": (N, E), "unembedding": (N, E), "final_norm": (E,),
+  "embedding": (N, E),
+  "unembedding": (N, E),
+  "final_norm": (E,),
   "layers": {
     "attention": {
-      "query": (L, E, H, G, D), "key": (L, E, K, M, D), "value": (L, E, K, V), "out": (L, H, V, E), "lambda_hat": (L, E, H),
-      "lambda_q1": (L, D), "lambda_k1": (L, D), "lambda_q2": (L, D), "lambda_k2": (L, D), "head_gain": (L, V),
+      "query": (L, E, H, G, D),
+      "key": (L, E, K, M, D),
+      "value": (L, E, K, V),
+      "out": (L, H, V, E),
+      "lambda_hat": (L, E, H),
+      "lambda_q1": (L, D),
+      "lambda_k1": (L, D),
+      "lambda_q2": (L, D),
+      "lambda_k2": (L, D),
+      "head_gain": (L, V),
     },
-    "attention_norm": (L, E), "ffn_norm": (L, E),
+    "attention_norm": (L, E),
+    "ffn_norm": (L, E),
     "ffn": {"gate": (L, E, F), "up": (L, E, F), "down": (L, F, E)},
   },
 }
 MATRICES = {"query", "key", "value", "out", "lambda_hat", "gate", "up", "down"}
-FLAT = {"query": (E, H * G * D), "key": (E, K * M * D), "value": (E, K * V), "out": (H * V, E), "lambda_hat": (E, H),
-        "gate": (E, F), "up": (E, F), "down": (F, E)}
+FLAT = {
+  "query": (E, H * G * D),
+  "key": (E, K * M * D),
+  "value": (E, K * V),
+  "out": (H * V, E),
+  "lambda_hat": (E, H),
+  "gate": (E, F),
+  "up": (E, F),
+  "down": (F, E),
+}
 STILL = OptimizerConfig(schedule="wsd", decay_fraction=0.0, warmup_steps=0, clip_norm=0.0)  # a constant learning rate
 
 
 def random_tree(seed, scale=1.0):
   rng = np.random.default_rng(seed)
-  return jax.tree.map(lambda shape: jnp.asarray(scale * rng.standard_normal(shape), jnp.float32), SHAPES,
-                      is_leaf=lambda node: isinstance(node, tuple))
+  return jax.tree.map(
+    lambda shape: jnp.asarray(scale * rng.standard_normal(shape), jnp.float32), SHAPES, is_leaf=lambda node: isinstance(node, tuple)
+  )
 
 
 def first_update(tx, gradients, params):
@@ -109,7 +129,7 @@ def test_adamw_equals_float64_by_hand():
     updates, state = update(gradients, state, params)
     params = optax.apply_updates(params, updates)
     exact = {name: np.asarray(leaf, np.float64) for name, leaf in by_name(gradients).items()}
-    shrink = min(1.0, 1.5 / np.sqrt(sum((leaf ** 2).sum() for leaf in exact.values())))
+    shrink = min(1.0, 1.5 / np.sqrt(sum((leaf**2).sum() for leaf in exact.values())))
     for name, leaf in exact.items():
       first[name] = 0.9 * first[name] + 0.1 * shrink * leaf
       second[name] = 0.95 * second[name] + 0.05 * (shrink * leaf) ** 2
@@ -124,17 +144,23 @@ def test_clip_limits_the_global_norm_and_zero_means_no_limit():
   for clip_norm in (1.0, 0.0):
     tx = optimizer.make_optimizer(dataclasses.replace(STILL, clip_norm=clip_norm, b1=0.0), 10)
     _, state = jax.jit(tx.update)(huge, tx.init(params), params)
-    (moments,) = [node for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState))
-                  if isinstance(node, optax.ScaleByAdamState)]
+    (moments,) = [
+      node
+      for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState))
+      if isinstance(node, optax.ScaleByAdamState)
+    ]
     seen.append(float(optax.global_norm(moments.mu)))
   assert seen[0] == pytest.approx(1.0, rel=1e-5) and seen[1] == pytest.approx(float(optax.global_norm(huge)), rel=1e-5)
 
 
-@pytest.mark.parametrize("schedule, points", [
-  ("linear", {0: 0, 5: 1, 10: 2, 60: 1.1, 110: 0.2, 200: 0.2}),
-  ("cosine", {0: 0, 5: 1, 10: 2, 35: 0.2 + 1.8 * (1 + np.sqrt(0.5)) / 2, 60: 1.1, 110: 0.2, 200: 0.2}),
-  ("wsd", {0: 0, 5: 1, 10: 2, 60: 2, 88: 2, 99: 1.1, 110: 0.2, 200: 0.2}),
-])
+@pytest.mark.parametrize(
+  "schedule, points",
+  [
+    ("linear", {0: 0, 5: 1, 10: 2, 60: 1.1, 110: 0.2, 200: 0.2}),
+    ("cosine", {0: 0, 5: 1, 10: 2, 35: 0.2 + 1.8 * (1 + np.sqrt(0.5)) / 2, 60: 1.1, 110: 0.2, 200: 0.2}),
+    ("wsd", {0: 0, 5: 1, 10: 2, 60: 2, 88: 2, 99: 1.1, 110: 0.2, 200: 0.2}),
+  ],
+)
 def test_schedule_at_key_points(schedule, points):
   config = OptimizerConfig(schedule=schedule, warmup_steps=10, learning_rate=2.0, final_fraction=0.1, decay_fraction=0.2)
   rate = optimizer.make_schedule(config, 110)
