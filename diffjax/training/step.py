@@ -99,11 +99,11 @@ def make_train_step(config: Config, mesh: Mesh, abstract_state: TrainState) -> C
   def loss_fn(params, batch, total_weight):
     hidden, variables = model.apply({"params": params}, batch["tokens"], batch["segment_ids"], batch["positions"], mutable=["metrics"])
     embedding = output_embedding(params).astype(hidden.dtype)
-    loss, z_term = cross_entropy(hidden, embedding, batch["targets"], batch["weights"], z_loss=z_loss)
-    metrics = {"loss": loss / total_weight, **_lambdas(variables)}
+    objective, z_term = cross_entropy(hidden, embedding, batch["targets"], batch["weights"], z_loss=z_loss)
+    metrics = {"loss": (objective - z_term) / total_weight, **_lambdas(variables)}
     if z_loss:
       metrics["z_loss"] = z_term / total_weight
-    return (loss + z_term) / total_weight, metrics
+    return objective / total_weight, metrics
 
   def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     total_weight = jnp.maximum(jnp.sum(batch["weights"]), 1.0)

@@ -179,6 +179,19 @@ def test_finite_differences_of_reference():
     check_grads(f, (q, k, v, lam), order=1, modes=["rev"], atol=1e-7, rtol=1e-7)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 3])
+def test_what_reference_sees_is_what_the_docstring_says(causal, window):
+  (q, k, _, _), _, options = _arguments(Case("packed", T=7, S=13, q_offset=(2, 9), ids=(PACKED[:7], PACKED), causal=causal, window=window))
+  maps = np.asarray(attention_maps(jnp.float32(q), jnp.float32(k), **options))
+  for b, t, s in np.ndindex(2, 7, 13):
+    distance = options["q_offset"][b] + t - s
+    sees = options["q_segment_ids"][b, t] == options["kv_segment_ids"][b, s]
+    sees &= distance >= 0 or not causal
+    sees &= window is None or abs(distance) < window
+    assert (maps[b, :, :, t, s] > 0).all() if sees else (maps[b, :, :, t, s] == 0).all()
+
+
 def test_causal_by_gradient(implementation):
   (q, k, v, lam), _, _ = _arguments(Case("v1"))
   row = 6

@@ -59,11 +59,7 @@ def attention_maps(
 
 
 def reference(
-  q: Float[Array, "B T H G D"],
-  k: Float[Array, "B S K M D"],
-  v: Float[Array, "B S K V"],
-  lam: Float[Array, "B T H"] | None,
-  **options,
+  q: Float[Array, "B T H G D"], k: Float[Array, "B S K M D"], v: Float[Array, "B S K V"], lam: Float[Array, "B T H"] | None, **options
 ) -> Float[Array, "B T H V"]:
   """softmax(q₁k₁ᵀ)v − λ·softmax(q₂k₂ᵀ)v, exactly as written (paper §1).
 
