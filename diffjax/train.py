@@ -12,6 +12,7 @@ WORKDIR = flags.DEFINE_string("workdir", None, "Directory of checkpoints, metric
 
 
 def main(config: config_lib.Config) -> None:
+  """Trains in --workdir."""
   if not WORKDIR.value:
     raise app.UsageError("pass --workdir=DIR: where checkpoints, metrics, plot and sample go")
   from diffjax.training import loop  # after the flags: a mistyped one should not wait for these imports
