@@ -4,8 +4,8 @@
     python -m benchmarks.attention --memory   # peak memory of a process that runs forward + backward at T = 16,384
 
 Candidates that are compared run in turn, several times each; what is printed are medians. DIFF and its twin have equal projections: the
-twin has twice the heads, each with one map and values half as wide. Like training, it takes memory from an allocator that keeps freed
-pages (glibc's mallopt); without that the kernel clears fresh pages at every call, which can cost more than the arithmetic.
+twin has twice the heads, each with one map and values half as wide. Times are taken with an allocator that keeps freed pages (glibc's
+mallopt), which training does not set yet; without it the kernel clears fresh pages at every call, which can cost more than the arithmetic.
 """
 
 from __future__ import annotations

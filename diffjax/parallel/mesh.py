@@ -64,8 +64,6 @@ def sharded_cross_entropy(mesh: Mesh) -> Callable[..., tuple[jax.Array, jax.Arra
 
   def sharded(hidden, embedding, targets, weights, *, z_loss=0.0):
     def local(hidden, embedding, targets, weights):
-      # Made varying here, so that the transpose (one psum of the embedding's gradient) lies outside the custom VJP's chunk loop.
-      embedding = jax.lax.pcast(embedding, BATCH, to="varying")
       return jax.lax.psum(fused_cross_entropy(hidden, embedding, targets, weights, z_loss=z_loss), BATCH)
 
     return jax.shard_map(local, mesh=mesh, in_specs=(P(BATCH), P(), P(BATCH), P(BATCH)), out_specs=P())(hidden, embedding, targets, weights)
