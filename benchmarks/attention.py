@@ -4,14 +4,12 @@
     python -m benchmarks.attention --memory   # peak memory of a process that runs forward + backward at T = 16,384
 
 Candidates that are compared run in turn, several times each; what is printed are medians. DIFF and its twin have equal projections: the
-twin has twice the heads, each with one map and values half as wide. Times are taken with an allocator that keeps freed pages (glibc's
-mallopt), which training does not set yet; without it the kernel clears fresh pages at every call, which can cost more than the arithmetic.
+twin has twice the heads, each with one map and values half as wide. Times are taken with training's allocator (runtime.keep_freed_pages).
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import platform
 import resource
@@ -24,14 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from diffjax.ops.diff_attention import diff_attention
-
-
-def keep_freed_pages() -> None:
-  """glibc: never give memory back to the kernel (M_TRIM_THRESHOLD = −1, M_MMAP_THRESHOLD = −3). Nothing elsewhere."""
-  if platform.libc_ver()[0] == "glibc":
-    libc = ctypes.CDLL(None)
-    libc.mallopt(-1, 2**31 - 1)
-    libc.mallopt(-3, 2**30)
+from diffjax.training.runtime import keep_freed_pages
 
 
 def step(implementation: str, batch: int, length: int, heads: int, maps: int, width: int, value_width: int, packed: bool = False):
@@ -76,7 +67,9 @@ def main() -> None:
     step("chunked", 1, 16384, 8, 2, 64, 128)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     return
-  print(f"JAX {jax.__version__}, {jax.default_backend()}, {_cpu()}, {len(os.sched_getaffinity(0))} threads, float32, forward + backward")
+  print(
+    f"JAX {jax.__version__}, {jax.default_backend()}, {cpu_name()}, {len(os.sched_getaffinity(0))} threads, float32, forward + backward"
+  )
   if flags.memory:
     child = subprocess.run([sys.executable, "-m", "benchmarks.attention", "--child"], capture_output=True, text=True, check=True)
     print(f"chunked, B 1 × T 16,384, H 8, D 64: peak memory of the process {int(child.stdout) / 2**20:.2f} GiB")
@@ -103,7 +96,7 @@ def main() -> None:
       print(f"  T {length:6}: {seconds / length * 1e6:7.1f} µs a token, {seconds / length**2 * 1e9:5.1f} ns a token and key")
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
   try:
     with open("/proc/cpuinfo") as file:
       return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))

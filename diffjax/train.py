@@ -15,8 +15,10 @@ def main(config: config_lib.Config) -> None:
   """Trains in --workdir."""
   if not WORKDIR.value:
     raise app.UsageError("pass --workdir=DIR: where checkpoints, metrics, plot and sample go")
-  from diffjax.training import loop  # after the flags: a mistyped one should not wait for these imports
+  from diffjax.training import loop, runtime  # after the flags: a mistyped one should not wait for these imports
 
+  runtime.keep_compiled_programs()
+  runtime.keep_freed_pages()
   loop.train(config, WORKDIR.value)
 
 

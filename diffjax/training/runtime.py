@@ -1,0 +1,56 @@
+"""What a command sets before JAX computes: where compiled programs are kept, and how a CPU's memory is."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import hashlib
+import platform
+
+import jax
+from etils import epath
+
+from diffjax.data.cache import cache_directory
+
+
+def keep_compiled_programs() -> None:
+  """Turns on JAX's persistent compilation cache, in the user's cache folder; JAX's own settings go first.
+
+  JAX runs what it finds there unchecked, and never replaces what a killed process half wrote. So programs are sealed with their sha256
+  when a process ends, and those without a seal that fits are removed when one begins.
+  """
+  if jax.config.jax_compilation_cache_dir is None:
+    directory = cache_directory("compiled")
+    for program in directory.glob("*-cache"):
+      seal = _seal(program)
+      if not seal.exists() or seal.read_text() != _sha256(program):
+        program.unlink(missing_ok=True)
+    atexit.register(_seal_all, directory)
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+
+
+def keep_freed_pages() -> None:
+  """glibc: one arena for all threads (M_ARENA_MAX = −8) that never gives memory back to the kernel (M_TRIM_THRESHOLD = −1,
+  M_MMAP_THRESHOLD = −3). Nothing on other systems.
+
+  XLA allocates its temporaries anew at every call on CPU. Left alone, glibc maps and unmaps them, or moves them among the arenas of
+  XLA's threads, and the kernel clears fresh pages at every step. To be called before those threads start.
+  """
+  if platform.libc_ver()[0] == "glibc":
+    libc = ctypes.CDLL(None)
+    for parameter, value in ((-8, 1), (-1, 2**31 - 1), (-3, 2**30)):
+      libc.mallopt(parameter, value)
+
+
+def _seal_all(directory: epath.Path) -> None:
+  for program in directory.glob("*-cache"):
+    if not _seal(program).exists():
+      _seal(program).write_text(_sha256(program))
+
+
+def _seal(program: epath.Path) -> epath.Path:
+  return program.with_name(f"{program.name}.sha256")
+
+
+def _sha256(program: epath.Path) -> str:
+  return hashlib.sha256(program.read_bytes()).hexdigest()

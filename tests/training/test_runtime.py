@@ -1,0 +1,124 @@
+"""What a process sets before it computes, and that a running step neither compiles nor talks to the host."""
+
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from diffjax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TrainConfig
+from diffjax.parallel.mesh import make_mesh
+from diffjax.training import loop
+from diffjax.training.step import make_init, make_train_step, put_batch
+
+MODEL = ModelConfig(num_layers=2, embed_dim=16, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=32)
+CONFIG = Config(
+  model=MODEL,
+  data=DataConfig(length=32, validation_fraction=0.2),
+  optimizer=OptimizerConfig(warmup_steps=1),
+  train=TrainConfig(steps=8, batch_size=8, log_interval=1, checkpoint_interval=2, sample_tokens=0),
+  eval=EvalConfig(interval=0),
+)
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_step_is_traced_once_and_moves_nothing(monkeypatch, accumulation):
+  config = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, accumulation=accumulation, batch_size=16))
+  mesh = make_mesh(config.mesh)
+  make_state, abstract = make_init(config, mesh)
+  chex.clear_trace_counter()
+  jit = jax.jit
+  monkeypatch.setattr(jax, "jit", lambda function, **options: jit(chex.assert_max_traces(function, n=1), **options))
+  state, step = make_state(), make_train_step(config, mesh, abstract)
+  ints = np.ones((16, 32), np.int32)
+  batch = put_batch(dict(tokens=ints, targets=ints, segment_ids=ints, positions=ints, weights=ints.astype(np.float32)), mesh)
+  state, _ = step(state, batch)
+  with jax.transfer_guard("disallow_explicit"):
+    for _ in range(3):
+      state, _ = step(state, batch)
+  jax.block_until_ready(state)
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_the_loop_compiles_nothing_after_the_second_step(monkeypatch, tmp_path):
+  """Saves and log lines included; and but for putting the batch and fetching metrics, which are explicit, no transfer."""
+  for index in range(60):
+    (tmp_path / f"{index}.txt").write_text(f"document {index} " * 40)
+  config = dataclasses.replace(
+    CONFIG, data=dataclasses.replace(CONFIG.data, source=f"text:{tmp_path}/*.txt", prepared_dir=str(tmp_path / "rows"))
+  )
+  calls, compiled = [], []
+  jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append((len(calls), name)))
+
+  def guarded(batch, mesh):
+    calls.append(batch)
+    jax.config.update("jax_transfer_guard", "disallow" if 2 < len(calls) < config.train.steps else "allow")
+    return put_batch(batch, mesh)
+
+  monkeypatch.setattr(loop, "put_batch", guarded)
+  try:
+    loop.train(config, str(tmp_path / "run"))
+  finally:
+    jax.config.update("jax_transfer_guard", "allow")
+    jax.monitoring.clear_event_listeners()
+  at = [call for call, name in compiled if name == "/jax/core/compile/backend_compile_duration"]
+  assert len(calls) == config.train.steps
+  assert 1 in at  # the first step; else nothing would be counted
+  assert not [call for call in at if 2 < call < config.train.steps]
+
+
+def run_in(cache, code):
+  environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+  environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+  return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def test_compiled_programs_are_kept_and_damaged_ones_are_not_run(tmp_path):
+  program = (
+    "import jax, jax.monitoring; from diffjax.training import runtime; runtime.keep_compiled_programs();"
+    "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0);"
+    "jax.monitoring.register_event_listener(lambda name, **_: print(name) if 'cache_' in name else None);"
+    "print(jax.jit(lambda x: x * 3)(jax.numpy.arange(4.0)))"
+  )
+  assert "cache_misses" in run_in(tmp_path, program)
+  assert "cache_hits" in run_in(tmp_path, program)
+  kept = [path for path in pathlib.Path(tmp_path, "diffjax", "compiled").iterdir() if path.name.endswith("-cache")]
+  assert kept
+  for damage in (lambda data: data[:-9], lambda data: data[:40] + bytes([data[40] ^ 4]) + data[41:]):
+    for path in kept:
+      path.write_bytes(damage(path.read_bytes()))
+    again = run_in(tmp_path, program)
+    assert "cache_hits" not in again and "[0. 3. 6. 9.]" in again
+    assert "cache_hits" in run_in(tmp_path, program)
+
+
+def test_the_users_own_compilation_cache_is_left_alone(tmp_path):
+  code = (
+    "import jax; jax.config.update('jax_compilation_cache_dir', '/elsewhere');"
+    "from diffjax.training import runtime; runtime.keep_compiled_programs(); print(jax.config.jax_compilation_cache_dir)"
+  )
+  assert run_in(tmp_path, code).strip() == "/elsewhere"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's page fault counter")
+def test_freed_pages_are_kept(tmp_path):
+  """A program with 128 MB of temporaries faults them in once or twice, until they have their places, and not at every call."""
+  code = """
+import resource, statistics, jax, jax.numpy as jnp
+from diffjax.training import runtime
+runtime.keep_freed_pages()
+f = jax.jit(lambda x: (jnp.outer(x, x) @ jnp.outer(x, x))[0])
+x, faults = jnp.ones(4096), []
+for _ in range(9):
+  before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+  f(x).block_until_ready()
+  faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(int(statistics.median(faults)))
+"""
+  assert int(run_in(tmp_path, code)) < 1000  # 128 MB are 32,768 pages
