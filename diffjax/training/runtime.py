@@ -19,7 +19,7 @@ def keep_compiled_programs() -> None:
   JAX runs what it finds there unchecked, and never replaces what a killed process half wrote. So programs are sealed with their sha256
   when a process ends, and those without a seal that fits are removed when one begins.
   """
-  if jax.config.jax_compilation_cache_dir is None:
+  if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
     directory = cache_directory("compiled")
     for program in directory.glob("*-cache"):
       seal = _seal(program)
