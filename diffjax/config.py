@@ -365,12 +365,17 @@ _SHARES = (
 _POSITIVE = ("model.norm_eps", "model.rope_base", "optimizer.eps")
 
 
-def run(main: Callable[[Config], None]) -> None:
+def run(main: Callable[..., None], *, with_config: bool = True) -> None:
   """Runs a command: reads `--config=FILE[:VARIANT]` and overrides such as `--config.train.steps=100`, checks them, calls `main`.
 
   Exits with 2 for flags that cannot be read and with 1 for what else the user can mend, each with one line on standard error.
+
+  Args:
+    main: What to call with the config, or without arguments.
+    with_config: Whether the command has a config.
   """
-  config_flag = config_flags.DEFINE_config_file("config", help_string="Config file, with a variant after a colon where it has some.")
+  if with_config:
+    config_flag = config_flags.DEFINE_config_file("config", help_string="Config file, with a variant after a colon where it has some.")
 
   def fail(message: str, code: int):
     print(f"error: {message}", file=sys.stderr)
@@ -387,14 +392,15 @@ def run(main: Callable[[Config], None]) -> None:
             raise _unknown(prefix, name, hints)
           cls, prefix = hints[name], f"{prefix}{name}."
 
-  def parse(argv: list[str]) -> ml_collections.ConfigDict:
+  def parse(argv: list[str]) -> ml_collections.ConfigDict | None:
     try:
-      check_overrides(argv)
+      if with_config:
+        check_overrides(argv)
       rest = flags.FLAGS(argv)
       if flags.FLAGS["verbosity"].using_default_value:
         # The libraries report every file they write; --verbosity=0 shows that.
         flags.FLAGS.verbosity = logging.WARNING  # type: ignore[assignment]
-      config = config_flag.value
+      config = config_flag.value if with_config else None
       if config is not None:
         config.to_dict()  # a missing file is reported at the first access
     except UserError as error:
@@ -406,7 +412,7 @@ def run(main: Callable[[Config], None]) -> None:
       fail(lines[-1] if "parsing config file" in lines[0] else lines[0], 2)
     if len(rest) > 1:
       fail(f"unexpected argument {rest[1]!r}: flags are written --name=value", 2)
-    if config is None:
+    if with_config and config is None:
       fail(f"pass --config=FILE[:VARIANT], for example --config=configs/tiny.py; {configs()}", 2)
     return config
 
@@ -414,9 +420,9 @@ def run(main: Callable[[Config], None]) -> None:
     names = sorted(str(path) for path in pathlib.Path("configs").glob("*.py"))
     return f"there are {', '.join(names)}" if names else "there are none in ./configs: run from the root of the repository"
 
-  def checked_main(config: ml_collections.ConfigDict) -> None:
+  def checked_main(config: ml_collections.ConfigDict | None) -> None:
     try:
-      main(from_config_dict(config))
+      main(*([] if config is None else [from_config_dict(config)]))
     except app.UsageError as error:
       fail(str(error), 2)
     except UserError as error:

@@ -1,9 +1,7 @@
 """Checkpoints: the only file that touches Orbax.
 
 `workdir/checkpoints/STEP` is one atomic Orbax save: the train state as arrays, the data iterator's state and the config as JSON.
-Orbax commits it by renaming a temporary directory; then `manifest.json` is written into it, with the size and sha256 of every file.
-Orbax reads a flipped bit without a word, so a step counts as complete only if its manifest is there and every file fits it.
-The manifest lies inside the step, so that it is deleted, moved and copied with it; Orbax ignores names it does not know.
+Orbax commits it by renaming a temporary directory; then a manifest is written into it, which makes it complete (see manifest.py).
 """
 
 from __future__ import annotations
@@ -12,12 +10,9 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import hashlib
-import json
-import math
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -27,12 +22,10 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from diffjax.config import Config, UserError
+from diffjax.training import manifest
 
-_MANIFEST = "manifest.json"
-_BEST_METRIC = "validation/loss"
-# Names that Orbax gives: what lies in every step and holds our JSON, and what a save is called until it is committed.
+# What Orbax calls the file of every step that holds our JSON.
 _METADATA = "_CHECKPOINT_METADATA"
-_TEMPORARY = ".orbax-checkpoint-tmp"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +43,7 @@ class Checkpoints:
   """The checkpoints of one run. Every process of a run makes the same calls in the same order."""
 
   def __init__(self, workdir: epath.PathLike, *, keep: int):
-    """Makes the directory and clears away what a killed save left.
+    """Makes the directory and clears away what a killed save left. The caller holds the workdir's lock (lock.py).
 
     Args:
       workdir: The run's directory, local or gs://.
@@ -59,19 +52,20 @@ class Checkpoints:
     Raises:
       UserError: if the directory cannot be written.
     """
-    self._directory, self._keep = _directory(workdir), keep
+    self._directory, self._keep = manifest.checkpoint_directory(workdir), keep
     self._pending: concurrent.futures.Future[None] | None = None
     self._saved: int | None = None
-    self._damaged: set[int] = set()
+    self._damaged: set[int] = set()  # known only by reading them: their manifests are in order
+    # Orbax logs a failure as tracebacks, one a thread; as an exception it reaches us anyway.
+    logging.get_absl_logger().addFilter(_not_orbax)
     # One worker: a save is hashed and pruned in the order of the saves, off the training path.
     self._worker = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
     if jax.process_index() == 0:
       with _explained(self._directory):
         self._directory.mkdir(parents=True, exist_ok=True)
-        for path in self._directory.iterdir():
-          if _TEMPORARY in path.name:
-            logging.warning("removing %s: a save that was interrupted", path)
-            path.rmtree()
+        for path in manifest.temporaries(self._directory):
+          logging.warning("removing %s: a save that was interrupted", path)
+          manifest.delete(path)
 
   def save(
     self,
@@ -85,7 +79,9 @@ class Checkpoints:
   ) -> bool:
     """Starts a save and returns as soon as the caller may donate `state`; the files are written meanwhile.
 
-    It waits for the save before, if that one is still under way, and reports that one's failure.
+    It waits for the save before, if that one is still under way. A save that fails is a warning, and what it wrote is removed: the run
+    can go on, the checkpoints before are as they were, and the next save tries again. Only `wait` and `close` raise the last one's error.
+    Several processes cannot know of each other's failures: there, the next save raises it too.
 
     Args:
       step: Updates done.
@@ -96,23 +92,29 @@ class Checkpoints:
       force: Whether to save again a step that this object has saved or restored last.
 
     Returns:
-      Whether a save was started: not if this step is the last one saved or restored.
+      Whether there was anything to save: not if this step is the last one saved or restored.
 
     Raises:
-      UserError: if this save cannot start, or the one before failed.
+      UserError: if the save before failed and there are several processes.
     """
-    self.wait()
+    try:
+      self.wait()
+    except UserError:
+      if jax.process_count() > 1:
+        raise
     if step == self._saved and not force:
       return False
-    path = self._directory / str(step)
-    with _explained(path):
-      # overwrite: what may lie there is a step that restore passed over.
-      response = ocp.save_checkpointables_async(
-        path, {"state": state}, overwrite=True, custom_metadata={"data_state": data_state, "config": config}
-      )
     self._saved = step
     self._damaged.discard(step)
-    self._pending = self._worker.submit(self._complete, response, step, dict(metrics or {}))
+    try:
+      self._make_room(step)
+      # overwrite: what may lie there is a step that restore passed over.
+      finish = ocp.save_checkpointables_async(
+        self._directory / str(step), {"state": state}, overwrite=True, custom_metadata={"data_state": data_state, "config": config}
+      ).result
+    except _FAILURES as error:
+      finish = functools.partial(_raise, error)
+    self._pending = self._worker.submit(self._complete, finish, step, dict(metrics or {}))
     return True
 
   def restore(self, abstract_state: Any) -> Restored | None:
@@ -125,16 +127,16 @@ class Checkpoints:
       What it held, or None if there is none.
 
     Raises:
-      UserError: if it holds other parameters or another optimizer's state.
+      UserError: if it holds other parameters or another optimizer's state, or if there are checkpoints, but all of them are damaged.
     """
     self.wait()
     step, self._damaged = _newest(self._directory)
     if step is None:
       return None
     path = self._directory / str(step)
-    metadata = ocp.checkpointables_metadata(path)
-    _check_shapes(metadata.metadata["state"], abstract_state, path)
     with _explained(path):
+      metadata = ocp.checkpointables_metadata(path)
+      _check_shapes(metadata.metadata["state"], abstract_state, path)
       state = ocp.load_checkpointables(path, {"state": abstract_state})["state"]
     self._saved = step
     return Restored(step, state, metadata.custom_metadata["data_state"], metadata.custom_metadata["config"])
@@ -147,39 +149,68 @@ class Checkpoints:
     """
     pending, self._pending = self._pending, None
     if pending is not None:
-      with _explained(self._directory):
-        pending.result()
+      pending.result()
 
   def close(self) -> None:
-    """Waits, and ends the worker."""
+    """Waits, and ends the worker.
+
+    Raises:
+      UserError: if the last save failed.
+    """
     try:
       self.wait()
     finally:
       self._worker.shutdown()
 
-  def _complete(self, response: Any, step: int, metrics: dict[str, float]) -> None:
-    """In the worker: the end of the save, then the manifest, then the pruning, so that a kill at any moment leaves a complete step."""
-    response.result()
+  def _make_room(self, step: int) -> None:
+    """Fails where no directory can be made: Orbax's threads would wait for it for minutes, even after the end of the run."""
     if jax.process_index() == 0:
-      _write_manifest(self._directory / str(step), step, metrics)
-      self._prune(step)
+      path = self._directory / str(step)
+      if not path.is_dir():  # a file or a broken link
+        manifest.delete(path)
+      probe = manifest.temporary(path)
+      probe.mkdir(parents=True)
+      manifest.delete(probe)
+
+  def _complete(self, finish: Callable[[], Any], step: int, metrics: dict[str, float]) -> None:
+    """In the worker: the end of the save, then the manifest, then the pruning, so that a kill at any moment leaves a complete step."""
+    path = self._directory / str(step)
+    try:
+      with _explained(path):
+        finish()
+        if jax.process_index() == 0:
+          manifest.write(path, step, metrics)
+    except UserError as error:
+      logging.warning("%s; the checkpoints before are as they were, and the next save tries again", error)
+      self._saved = None
+      if jax.process_index() == 0:
+        self._remove_failed(path, step)
+      raise
+    if jax.process_index() == 0:
+      try:
+        self._prune(step)
+      except OSError as error:
+        logging.warning("cannot delete old checkpoints: %s", error)
+
+  def _remove_failed(self, path: epath.Path, step: int) -> None:
+    """A half-written save would fill a full disk further."""
+    with contextlib.suppress(OSError, UserError):
+      for temporary in manifest.temporaries(self._directory):
+        manifest.delete(temporary)
+      try:
+        manifest.read(path, step)
+      except manifest.Damage:
+        manifest.delete(path)
 
   def _prune(self, newest: int) -> None:
+    among = [step for step in manifest.steps(self._directory) if step <= newest]
     manifests = {}
-    for step in _steps(self._directory):
-      if step <= newest and step not in self._damaged:
-        try:
-          manifests[step] = _read_manifest(self._directory / str(step))
-        except _Damage:
-          continue
-    scores = {step: manifest["metrics"][_BEST_METRIC] for step, manifest in manifests.items() if _BEST_METRIC in manifest["metrics"]}
-    kept = {*sorted(manifests)[-self._keep :], *sorted(scores, key=scores.__getitem__)[:1]}
-    for step in _steps(self._directory):
-      if step <= newest and step not in kept:
-        path = self._directory / str(step)
-        # First the manifest: a deletion that is interrupted leaves an incomplete step, not a damaged one.
-        (path / _MANIFEST).unlink(missing_ok=True)
-        path.rmtree(missing_ok=True)
+    for step in among:
+      if step not in self._damaged:
+        with contextlib.suppress(manifest.Damage):
+          manifests[step] = manifest.read(self._directory / str(step), step)
+    for _ in manifest.prune(self._directory, manifests, keep=self._keep, among=among):
+      pass
 
 
 def load_params(workdir: epath.PathLike, abstract_params: Any, step: int | None = None) -> Any:
@@ -196,15 +227,15 @@ def load_params(workdir: epath.PathLike, abstract_params: Any, step: int | None 
   Raises:
     UserError: if there is no such complete checkpoint, or its parameters have other names or shapes.
   """
-  directory = _directory(workdir)
+  directory = manifest.checkpoint_directory(workdir)
   if step is None:
     step, _ = _newest(directory)
     if step is None:
       raise UserError(f"there is no complete checkpoint in {directory}")
   else:
     try:
-      _verify(directory / str(step), step)
-    except _Damage as damage:
+      manifest.verify(directory / str(step), step)
+    except manifest.Damage as damage:
       raise UserError(f"there is no complete checkpoint of step {step} in {directory}: {damage}") from damage
   path = directory / str(step)
   _check_shapes(ocp.checkpointables_metadata(path).metadata["state"].get("params", {}), abstract_params, path)
@@ -224,7 +255,7 @@ def latest_config(workdir: epath.PathLike) -> dict[str, Any] | None:
   Args:
     workdir: The run's directory, local or gs://.
   """
-  directory = _directory(workdir)
+  directory = manifest.checkpoint_directory(workdir)
   # Only the file with the config is checked: restore will read everything, and say what it passes over.
   step, _ = _newest(directory, only=_METADATA, quiet=True)
   return None if step is None else ocp.checkpointables_metadata(directory / str(step)).custom_metadata["config"]
@@ -277,107 +308,37 @@ def check_resume(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     raise UserError(f"the checkpoint in this workdir is of another run: {'; '.join(differing)}; use another --workdir or set them back")
 
 
-class _Damage(Exception):
-  """Why a step is not complete."""
-
-
-def _directory(workdir: epath.PathLike) -> epath.Path:
-  path = epath.Path(workdir)
-  # TensorStore takes absolute paths only.
-  return (path if "://" in os.fspath(path) else path.expanduser().absolute()) / "checkpoints"
-
-
-def _steps(directory: epath.Path) -> list[int]:
-  if not directory.exists():
-    return []
-  return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal() and str(int(path.name)) == path.name)
-
-
 def _newest(directory: epath.Path, *, only: str | None = None, quiet: bool = False) -> tuple[int | None, set[int]]:
-  """The newest step that verifies, and those passed over on the way. Process 0 looks, the others are told."""
-  found, passed_over = -1, set()
-  for step in reversed(_steps(directory) if jax.process_index() == 0 else []):
+  """The newest step that verifies, and those passed over on the way. Process 0 looks, the others are told.
+
+  Raises:
+    UserError: if there are steps, but all are damaged: to start anew in silence would be the end of a run.
+  """
+  found, passed_over, reason = -1, set(), ""
+  for step in reversed(manifest.steps(directory) if jax.process_index() == 0 else []):
+    path = directory / str(step)
     try:
-      _verify(directory / str(step), step, only=only)
-    except _Damage as damage:
+      manifest.verify(path, step, only=only)
+    except manifest.Damage as damage:
       passed_over.add(step)
+      reason = reason or f"{step}: {damage}"
       if not quiet:
-        logging.warning("passing over checkpoint %s: %s", directory / str(step), damage)
+        logging.warning("passing over checkpoint %s: %s", path, damage)
     else:
       found = step
       break
+  else:
+    # A step alone and without a manifest is the run's first save, interrupted.
+    if len(passed_over) > 1 or any(manifest.has_manifest(directory / str(step)) for step in passed_over):
+      found = -2
   if jax.process_count() > 1:
     found = int(multihost_utils.broadcast_one_to_all(np.int32(found)))
+  if found == -2:
+    raise UserError(
+      f"every checkpoint in {directory} is damaged ({reason}): put an intact copy of one there, or start from the beginning with "
+      "another --workdir"
+    )
   return (None if found < 0 else found), passed_over
-
-
-def _verify(path: epath.Path, step: int, *, only: str | None = None) -> None:
-  """Raises _Damage unless every file of the step (or the one asked for) is as its manifest says."""
-  manifest = _read_manifest(path)
-  if manifest["step"] != step:
-    raise _Damage(f"its {_MANIFEST} is of step {manifest['step']}")
-  names = [name for name in manifest["files"] if only in (None, name)]
-  with concurrent.futures.ThreadPoolExecutor(max_workers=8) as pool:
-    found = pool.map(functools.partial(_fingerprint, path), names)
-    for name, fingerprint in zip(names, found, strict=True):
-      expected = manifest["files"][name]
-      if fingerprint["size"] != expected["size"]:
-        raise _Damage(f"{name} has {fingerprint['size']} bytes instead of {expected['size']}")
-      if fingerprint != expected:
-        raise _Damage(f"{name} is not as it was written: its sha256 differs")
-
-
-def _write_manifest(path: epath.Path, step: int, metrics: Mapping[str, float]) -> None:
-  names = list(_files(path))
-  with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
-    fingerprints = list(pool.map(functools.partial(_fingerprint, path), names))
-  finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-  body = {"step": step, "metrics": finite, "files": dict(zip(names, fingerprints, strict=True))}
-  # Written in place: if that is interrupted, the manifest does not fit its own checksum.
-  (path / _MANIFEST).write_text(_render(body))
-
-
-def _read_manifest(path: epath.Path) -> dict[str, Any]:
-  try:
-    text = (path / _MANIFEST).read_text()
-  except FileNotFoundError as error:
-    raise _Damage(f"it has no {_MANIFEST}: its save or its deletion was interrupted") from error
-  except (OSError, ValueError) as error:  # ValueError: not UTF-8
-    raise _Damage(f"{_MANIFEST} cannot be read: {error}") from error
-  try:
-    body = json.loads(text)
-    body.pop("sha256")
-    if text == _render(body):
-      return body
-  except (ValueError, KeyError, AttributeError, TypeError):
-    pass  # Not a manifest of ours; said below.
-  raise _Damage(f"{_MANIFEST} is damaged")
-
-
-def _render(body: Mapping[str, Any]) -> str:
-  """The manifest's text, its own checksum in it."""
-  checksum = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-  return json.dumps({**body, "sha256": checksum}, sort_keys=True, indent=1)
-
-
-def _files(path: epath.Path, prefix: str = "") -> Iterator[str]:
-  for child in sorted(path.iterdir(), key=lambda child: child.name):
-    if child.is_dir():
-      yield from _files(child, f"{prefix}{child.name}/")
-    elif prefix or child.name != _MANIFEST:
-      yield prefix + child.name
-
-
-def _fingerprint(path: epath.Path, name: str) -> dict[str, Any]:
-  size, digest = 0, hashlib.sha256()
-  try:
-    with (path / name).open("rb") as file:
-      while chunk := file.read(1 << 22):
-        size += len(chunk)
-        digest.update(chunk)
-  except OSError as error:
-    raise _Damage(f"{name} cannot be read: {error.strerror or error}") from error
-  return {"size": size, "sha256": digest.hexdigest()}
 
 
 def _check_shapes(saved: Any, wanted: Any, path: epath.Path) -> None:
@@ -405,11 +366,23 @@ def _fields(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
       yield f"{section}.{name}", value
 
 
+# TensorStore reports a full disk as a ValueError.
+_FAILURES = (OSError, ValueError, RuntimeError)
+
+
+def _not_orbax(record: Any) -> bool:
+  return "/orbax/" not in record.pathname.replace(os.sep, "/")
+
+
+def _raise(error: BaseException) -> NoReturn:
+  raise error
+
+
 @contextlib.contextmanager
 def _explained(path: epath.Path) -> Iterator[None]:
   """What goes wrong in the file system, as one line."""
   try:
     yield
-  except (OSError, ValueError, RuntimeError, _Damage) as error:  # TensorStore reports a full disk as a ValueError.
+  except _FAILURES as error:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     raise UserError(f"cannot read or write the checkpoint {path}: {reason}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -11,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 from etils import epath
 from jaxtyping import Int
 
@@ -24,6 +26,7 @@ from diffjax.model.decoder import Decoder
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training.checkpoint import Checkpoints, check_resume, latest_config, load_params
+from diffjax.training.lock import lock
 from diffjax.training.metrics import Metrics, Progress, plot_losses
 from diffjax.training.step import TrainState, make_eval_step, make_init, make_model, make_train_step, put_batch
 
@@ -39,6 +42,11 @@ def train(config: Config, workdir: str) -> None:
   Raises:
     UserError: for whatever the user can mend: a config that does not fit the devices, the data or the checkpoint.
   """
+  with contextlib.ExitStack() as held:
+    _train(config, workdir, held)
+
+
+def _train(config: Config, workdir: str, held: contextlib.ExitStack) -> None:
   steps, processes = config.train.steps, dict(process_index=jax.process_index(), process_count=jax.process_count())
   mesh = make_mesh(config.mesh)
   tokenizer = load_tokenizer(config.data.tokenizer)
@@ -50,6 +58,8 @@ def train(config: Config, workdir: str) -> None:
   train_step, eval_step = make_train_step(config, mesh, abstract_state), make_eval_step(config, mesh)
   batches = training_batches(config, **processes)
   held_out = validation_batches(config, config.train.batch_size // config.train.accumulation, **processes)
+  if jax.process_index() == 0:
+    held.enter_context(lock(workdir))  # before the first write, after what a wrong config is refused for
   checkpoints = Checkpoints(workdir, keep=config.train.keep_checkpoints)
 
   # Restore.
@@ -195,9 +205,13 @@ def _finish(config: Config, workdir: str, model: Decoder, state: TrainState, tok
     ids = sample(alone, state.params, prompt, num_tokens=config.train.sample_tokens, length=config.data.length)
     text = config.train.sample_prompt + tokenizer.decode(ids)
   if jax.process_index() == 0:
-    plot_losses(path / "metrics.jsonl", path / "loss.png")
+    try:
+      plot_losses(path / "metrics.jsonl", path / "loss.png")
+      if text:
+        (path / "sample.txt").write_text(text)
+    except (OSError, ValueError) as error:  # ValueError: a line of which a full disk took a part
+      logging.warning("cannot write the plot and the sample in %s: %s", path, error)
     if text:
-      (path / "sample.txt").write_text(text)
       print(f"\n--- a sample ---\n{text}\n---")
     for name, value in scores.items():
       print(f"{name} {value:.4f}")

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import json
 import math
 import os
+import socket
+import struct
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TextIO
 
 import jax
 import rich.console
 import rich.progress
-import tensorboardX
+from absl import logging
 from etils import epath
+from tensorboardX import summary
+from tensorboardX.proto import event_pb2
+from tensorboardX.record_writer import masked_crc32c
 
 from diffjax.config import Config, ModelConfig, UserError
 
@@ -112,7 +118,8 @@ class Metrics:
 
   A line of the JSONL file is an object with "step", "time" (seconds since 1970) and the metrics; a number that is not finite is
   null, since JSON has no other word for it. In an object store, which cannot append, both are kept here and written as a whole
-  every `remote_interval` seconds and at the end.
+  every `remote_interval` seconds and at the end. What cannot be written, as to a full disk, is a warning and is tried again at the
+  next write: no run ends because of its log.
   """
 
   def __init__(
@@ -136,29 +143,39 @@ class Metrics:
       remote_interval: Seconds between writes of the whole file, if the workdir cannot be appended to.
 
     Raises:
-      UserError: if wandb_project is given and wandb is not installed.
+      UserError: if wandb_project is given and wandb is not installed, or if the files cannot be written.
     """
-    self._is_writer = is_writer
+    self._is_writer, self._warned = is_writer, False
     self._wandb: Any = None
     if not is_writer:
       return
     workdir = epath.Path(workdir)
-    workdir.mkdir(parents=True, exist_ok=True)
     self._path, self._tensorboard_dir = workdir / "metrics.jsonl", workdir / "tensorboard"
     self._remote = _is_remote(workdir)
     self._interval, self._written_at = remote_interval, time.monotonic()
-    if wandb_project:
-      self._wandb = _open_wandb(wandb_project, workdir, config)
-    self._lines = self._kept_lines(resume_step)
-    _replace(self._path, "".join(self._lines))
-    self._file: TextIO | None = None if self._remote else open(self._path, "a", encoding="utf-8")
-    self._local_tensorboard = tempfile.mkdtemp(prefix="diffjax-tensorboard-") if self._remote else os.fspath(self._tensorboard_dir)
-    # purge_step hides what an interrupted run logged after the checkpoint. The suffix: files are named by the second they are opened
-    # in, and a quick restart would overwrite the one before.
-    self._tensorboard = tensorboardX.SummaryWriter(
-      self._local_tensorboard, purge_step=resume_step + 1, filename_suffix=f".{resume_step:08d}-{uuid.uuid4().hex[:8]}"
-    )
-    self._tensorboard.add_text("config", f"```json\n{json.dumps(config, indent=2, ensure_ascii=False)}\n```", resume_step)
+    try:
+      workdir.mkdir(parents=True, exist_ok=True)
+      if wandb_project:
+        self._wandb = _open_wandb(wandb_project, workdir, config)
+      self._lines = self._kept_lines(resume_step)
+      _replace(self._path, "".join(self._lines))
+      self._file = None if self._remote else _Appender(self._path)
+      self._open_tensorboard(config, resume_step)
+    except OSError as error:
+      raise UserError(f"cannot write metrics in {workdir}: {error}") from error
+
+  def _open_tensorboard(self, config: Mapping[str, Any], resume_step: int) -> None:
+    """Not tensorboardX.SummaryWriter: when its thread cannot write, it dies, and the run waits for it for ever."""
+    self._local_tensorboard = epath.Path(tempfile.mkdtemp(prefix="diffjax-tensorboard-")) if self._remote else self._tensorboard_dir
+    self._local_tensorboard.mkdir(parents=True, exist_ok=True)
+    # TensorBoard reads the files in the order of their names, hence the time; a quick restart falls into the same second, hence the rest.
+    name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{resume_step:08d}-{uuid.uuid4().hex[:8]}"
+    self._tensorboard = _Appender(self._local_tensorboard / name)
+    self._tensorboard.write(_record(file_version="brain.Event:2"))
+    # Hides what an interrupted run logged after the checkpoint.
+    self._tensorboard.write(_record(step=resume_step + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START)))
+    text = f"```json\n{json.dumps(config, indent=2, ensure_ascii=False)}\n```"
+    self._tensorboard.write(_record(step=resume_step, summary=summary.text("config", text)))
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
     """Adds the metrics of one step; nothing if there are none.
@@ -172,49 +189,83 @@ class Metrics:
     numbers = {name: float(value) for name, value in values.items()}
     finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
     line = json.dumps({"step": int(step), "time": round(time.time(), 3), **finite}, allow_nan=False) + "\n"
-    if self._file is not None:
-      self._file.write(line)
-      self._file.flush()
-    else:
-      self._lines.append(line)
-    for name, value in numbers.items():
-      self._tensorboard.add_scalar(name, value, step)
+    with self._warning():
+      if self._file is not None:
+        self._file.write(line.encode())
+      else:
+        self._lines.append(line)
+    with self._warning():
+      self._tensorboard.write(b"".join(_record(step=step, summary=summary.scalar(name, value)) for name, value in numbers.items()))
     if self._wandb is not None:
       self._wandb.log(numbers, step=step)
     if self._remote and time.monotonic() - self._written_at >= self._interval:
-      self._write_remote()
+      with self._warning():
+        self._write_remote()
 
   def close(self) -> None:
     """Writes what is left and closes everything."""
     if not self._is_writer:
       return
-    if self._file is not None:
-      self._file.close()
-    self._tensorboard.close()
+    for file in (self._file, self._tensorboard):
+      if file is not None:
+        with self._warning():
+          file.close()
     if self._remote:
-      self._write_remote()
+      with self._warning():
+        self._write_remote()
     if self._wandb is not None:
       self._wandb.finish()
     self._is_writer = False
 
+  @contextlib.contextmanager
+  def _warning(self) -> Iterator[None]:
+    try:
+      yield
+    except OSError as error:
+      if not self._warned:
+        logging.warning("cannot write metrics in %s: %s; the run goes on, and tries again", self._path.parent, error)
+      self._warned = True
+
   def _kept_lines(self, resume_step: int) -> list[str]:
     kept = []
-    for line in self._path.read_text().splitlines() if self._path.exists() else []:
+    for line in self._path.read_bytes().splitlines() if self._path.exists() else []:
       try:
         step = json.loads(line)["step"]
       except (ValueError, KeyError, TypeError):
         continue  # The last line of a run that was killed while it wrote.
       if step <= resume_step:
-        kept.append(line + "\n")
+        kept.append(line.decode() + "\n")
     return kept
 
   def _write_remote(self) -> None:
-    self._tensorboard.flush()
     self._path.write_text("".join(self._lines))
     self._tensorboard_dir.mkdir(parents=True, exist_ok=True)
-    for file in epath.Path(self._local_tensorboard).iterdir():
+    for file in self._local_tensorboard.iterdir():
       file.copy(self._tensorboard_dir / file.name, overwrite=True)
     self._written_at = time.monotonic()
+
+
+class _Appender:
+  """A file that is appended to at once. What cannot be written now is kept, and written before what comes next: no line is lost or torn."""
+
+  def __init__(self, path: epath.Path):
+    self._file, self._left = open(path, "ab", buffering=0), b""
+
+  def write(self, data: bytes) -> None:
+    self._left += data
+    while self._left:
+      self._left = self._left[self._file.write(self._left) :]
+
+  def close(self) -> None:
+    with self._file:
+      self.write(b"")
+
+
+def _record(**fields: Any) -> bytes:
+  """A TensorBoard event as its files hold it: length, the length's checksum, the event, the event's checksum."""
+  data = event_pb2.Event(wall_time=time.time(), **fields).SerializeToString()
+  length = struct.pack("<Q", len(data))
+  return length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data))
 
 
 def _is_remote(path: epath.Path) -> bool:

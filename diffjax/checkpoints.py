@@ -1,0 +1,89 @@
+"""Lists, verifies and prunes a run's checkpoints.
+
+    python -m diffjax.checkpoints --workdir=runs/tiny              what there is; compares the sizes of the files
+    python -m diffjax.checkpoints --workdir=runs/tiny --verify     reads every file; exits with 1 if a checkpoint is not complete
+    python -m diffjax.checkpoints --workdir=runs/tiny --prune --keep=1
+
+--prune deletes what is not complete, and every complete checkpoint but the newest --keep and the best by validation loss.
+"""
+
+import time
+
+from absl import app, flags
+
+from diffjax import config as config_module
+from diffjax.config import UserError
+from diffjax.training import manifest
+from diffjax.training.lock import lock
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory; local or gs://.")
+_VERIFY = flags.DEFINE_bool("verify", False, "Read every file, and exit with 1 if a checkpoint is not complete.")
+_PRUNE = flags.DEFINE_bool("prune", False, "Delete what is not complete, and all but the newest --keep and the best.")
+_KEEP = flags.DEFINE_integer("keep", None, "With --prune: newest complete checkpoints to keep.", lower_bound=1)
+
+
+def main() -> None:
+  """Does what the flags say."""
+  if not _WORKDIR.value:
+    raise app.UsageError("pass --workdir=DIR: the directory of a run")
+  if _PRUNE.value != (_KEEP.value is not None):
+    raise app.UsageError("--prune and --keep=N belong together: N is how many of the newest checkpoints stay")
+  directory = manifest.checkpoint_directory(_WORKDIR.value)
+  if not directory.exists():
+    raise UserError(f"there are no checkpoints in {_WORKDIR.value}: {directory} is missing")
+  if _PRUNE.value:
+    with lock(_WORKDIR.value):
+      _prune(directory)
+  else:
+    _list(directory)
+
+
+def _inspect(directory, contents: bool) -> tuple[dict, dict]:
+  """The manifests of the complete steps, and why the others are not."""
+  manifests, damages = {}, {}
+  for step in manifest.steps(directory):
+    try:
+      manifests[step] = manifest.verify(directory / str(step), step, contents=contents)
+    except manifest.Damage as damage:
+      damages[step] = str(damage)
+  return manifests, damages
+
+
+def _list(directory) -> None:
+  manifests, damages = _inspect(directory, contents=_VERIFY.value)
+  temporaries = manifest.temporaries(directory)
+  if not (manifests or damages or temporaries):
+    raise UserError(f"there are no checkpoints in {directory}")
+  print(f"{'step':>10}  {'saved':<16}  {'MiB':>10}  {'validation/loss':<15}  state")
+  for step in sorted({*manifests, *damages}):
+    if step in damages:
+      print(f"{step:>10}  {'':<16}  {'':>10}  {'':<15}  not complete: {damages[step]}")
+      continue
+    body = manifests[step]
+    saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(body["time"])) if "time" in body else ""
+    size = sum(file["size"] for file in body["files"].values()) / 2**20
+    loss = f"{body['metrics'][manifest.BEST_METRIC]:.4f}" if manifest.BEST_METRIC in body["metrics"] else ""
+    marks = ", newest" * (step == max(manifests)) + ", best" * (step == manifest.best(manifests))
+    print(f"{step:>10}  {saved:<16}  {size:>10.1f}  {loss:<15}  complete{marks}")
+  for path in temporaries:
+    print(f"{path.name}: a save that is under way, or was interrupted")
+  if _VERIFY.value and damages:
+    raise UserError(f"not complete: {', '.join(map(str, damages))}")
+
+
+def _prune(directory) -> None:
+  manifests, damages = _inspect(directory, contents=True)
+  if not manifests:
+    raise UserError(f"no checkpoint in {directory} is complete: nothing is deleted, since one may be worth repairing")
+  try:
+    for path in manifest.temporaries(directory):
+      print(f"deleting {path}: a save that was interrupted")
+      manifest.delete(path)
+    for path in manifest.prune(directory, manifests, keep=_KEEP.value, among=[*manifests, *damages]):
+      print(f"deleting {path}: {damages.get(int(path.name), 'neither the best nor among the newest')}", flush=True)
+  except OSError as error:
+    raise UserError(f"cannot delete: {error}") from error
+
+
+if __name__ == "__main__":
+  config_module.run(main, with_config=False)

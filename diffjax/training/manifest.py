@@ -1,0 +1,223 @@
+"""Which checkpoints are complete, and which ones go. Knows neither JAX nor Orbax, so that it loads at once.
+
+`workdir/checkpoints/STEP` is complete if its `manifest.json` is there and every file is as the manifest says (size and sha256): Orbax
+itself reads a flipped bit without a word. The manifest lies inside the step, so that it is deleted, moved and copied with it. Files that it
+does not name are harmless, since Orbax reads what its own metadata names.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import os
+import stat
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from etils import epath
+
+from diffjax.config import UserError
+
+_MANIFEST = "manifest.json"
+BEST_METRIC = "validation/loss"
+# What Orbax calls a save until it is committed.
+_TEMPORARY = ".orbax-checkpoint-tmp"
+
+
+class Damage(Exception):
+  """Why a step is not complete."""
+
+
+def checkpoint_directory(workdir: epath.PathLike) -> epath.Path:
+  """`workdir/checkpoints`, absolute: TensorStore takes no other paths."""
+  path = epath.Path(workdir)
+  return (path if _is_remote(path) else path.expanduser().absolute()) / "checkpoints"
+
+
+def steps(directory: epath.Path) -> list[int]:
+  """The steps in a checkpoint directory, complete or not, in ascending order."""
+  return sorted(int(name) for name in _names(directory) if name.isdecimal() and str(int(name)) == name)
+
+
+def temporaries(directory: epath.Path) -> list[epath.Path]:
+  """What saves have written that are under way, or were interrupted."""
+  return sorted(directory / name for name in _names(directory) if _TEMPORARY in name)
+
+
+def temporary(path: epath.Path) -> epath.Path:
+  """A path that `temporaries` finds, for what may be deleted at any time."""
+  return path.parent / f"{path.name}{_TEMPORARY}-probe"
+
+
+def _names(directory: epath.Path) -> list[str]:
+  try:
+    return [path.name for path in directory.iterdir()]
+  except FileNotFoundError:
+    return []
+  except OSError as error:
+    raise UserError(f"cannot read {directory}: {error.strerror or error}") from error
+
+
+def has_manifest(path: epath.Path) -> bool:
+  """Whether a step has a manifest, in order or not."""
+  return (path / _MANIFEST).exists()
+
+
+def read(path: epath.Path, step: int) -> dict[str, Any]:
+  """A step's manifest: "step", "time" (seconds since 1970), "metrics" and, by name, the "size" and "sha256" of its "files".
+
+  Raises:
+    Damage: if it is missing, damaged or of another step.
+  """
+  try:
+    text = (path / _MANIFEST).read_text()
+  except FileNotFoundError as error:
+    raise Damage(f"it has no {_MANIFEST}: its save or its deletion was interrupted") from error
+  except UnicodeDecodeError as error:
+    raise Damage(f"{_MANIFEST} is damaged") from error
+  except OSError as error:
+    raise Damage(f"{_MANIFEST} cannot be read: {error.strerror or error}") from error
+  try:
+    body = json.loads(text)
+    body.pop("sha256")
+    intact = text == _render(body)
+  except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+    intact = False  # Not a manifest of ours.
+  if not intact:
+    raise Damage(f"{_MANIFEST} is damaged")
+  if body["step"] != step:
+    raise Damage(f"its {_MANIFEST} is of step {body['step']}")
+  return body
+
+
+def verify(path: epath.Path, step: int, *, only: str | None = None, contents: bool = True) -> dict[str, Any]:
+  """Compares a step's files with its manifest.
+
+  Args:
+    path: The step's directory.
+    step: Its number.
+    only: The one file to look at; None for all.
+    contents: Whether to read them; else only their sizes are compared.
+
+  Returns:
+    The manifest.
+
+  Raises:
+    Damage: for the first file that differs.
+  """
+  body = read(path, step)
+  names = [name for name in body["files"] if only in (None, name)]
+  with concurrent.futures.ThreadPoolExecutor(max_workers=8) as pool:
+    for _ in pool.map(lambda name: _compare(path, name, body["files"][name], contents), names):
+      pass
+  return body
+
+
+def _compare(path: epath.Path, name: str, expected: Mapping[str, Any], contents: bool) -> None:
+  try:
+    size = _size(path / name)
+    if size is None:
+      raise Damage(f"{name} is not a file any more")
+    if size != expected["size"]:
+      raise Damage(f"{name} has {size} bytes instead of {expected['size']}")
+    if contents and _fingerprint(path, name) != expected:
+      raise Damage(f"{name} is not as it was written: its sha256 differs")
+  except FileNotFoundError as error:
+    raise Damage(f"{name} is missing") from error
+  except OSError as error:
+    raise Damage(f"{name} cannot be read: {error.strerror or error}") from error
+
+
+def _size(file: epath.Path) -> int | None:
+  """Bytes, or None if it is a directory, or a pipe or socket, which would be waited for for ever."""
+  if _is_remote(file):
+    return file.stat().length
+  found = os.stat(file)  # epath's fails for a user without a name, as in containers.
+  return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def write(path: epath.Path, step: int, metrics: Mapping[str, float]) -> None:
+  """Makes a step complete: writes its manifest, by way of a temporary file, so that it is there entire or not at all.
+
+  Args:
+    path: The step's directory, with all its files.
+    step: Its number.
+    metrics: Measured at this step.
+  """
+  names = list(_files(path))
+  with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
+    fingerprints = list(pool.map(functools.partial(_fingerprint, path), names))
+  finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+  body = {"step": step, "time": round(time.time(), 3), "metrics": finite, "files": dict(zip(names, fingerprints, strict=True))}
+  unfinished = path / f"{_MANIFEST}.tmp"
+  unfinished.write_text(_render(body))
+  unfinished.replace(path / _MANIFEST)
+
+
+def _render(body: Mapping[str, Any]) -> str:
+  """The manifest's text, its own checksum in it."""
+  checksum = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+  return json.dumps({**body, "sha256": checksum}, sort_keys=True, indent=1)
+
+
+def _files(path: epath.Path, prefix: str = "") -> Iterator[str]:
+  for child in sorted(path.iterdir(), key=lambda child: child.name):
+    if child.is_dir():
+      yield from _files(child, f"{prefix}{child.name}/")
+    elif prefix or not child.name.startswith(_MANIFEST):
+      yield prefix + child.name
+
+
+def _fingerprint(path: epath.Path, name: str) -> dict[str, Any]:
+  size, digest = 0, hashlib.sha256()
+  with (path / name).open("rb") as file:
+    while chunk := file.read(1 << 22):
+      size += len(chunk)
+      digest.update(chunk)
+  return {"size": size, "sha256": digest.hexdigest()}
+
+
+def best(manifests: Mapping[int, Mapping[str, Any]]) -> int | None:
+  """The step with the least "validation/loss" (the first of equals), or None if none has one."""
+  scores = {step: body["metrics"][BEST_METRIC] for step, body in sorted(manifests.items()) if BEST_METRIC in body["metrics"]}
+  return min(scores, key=scores.__getitem__, default=None)
+
+
+def prune(directory: epath.Path, manifests: Mapping[int, Mapping[str, Any]], *, keep: int, among: Iterable[int]) -> Iterator[epath.Path]:
+  """Deletes steps, incomplete ones among them, but for the newest complete ones and the best.
+
+  Args:
+    directory: The checkpoint directory.
+    manifests: Those of the complete steps.
+    keep: How many of the newest to keep.
+    among: Steps that may be deleted.
+
+  Yields:
+    Each step's path, just before it is deleted.
+  """
+  kept = {*sorted(manifests)[-keep:], best(manifests)}
+  for step in among:
+    if step not in kept:
+      path = directory / str(step)
+      yield path
+      delete(path)
+
+
+def delete(path: epath.Path) -> None:
+  """Deletes a step or a temporary directory, or what lies in its place; a link, not what it points to."""
+  if not path.is_dir() or (not _is_remote(path) and os.path.islink(path)):
+    path.unlink(missing_ok=True)
+    return
+  # First the manifest: a deletion that is interrupted leaves an interrupted step, not a damaged one.
+  with contextlib.suppress(OSError):
+    (path / _MANIFEST).unlink()
+  path.rmtree(missing_ok=True)
+
+
+def _is_remote(path: epath.Path) -> bool:
+  return "://" in os.fspath(path)
