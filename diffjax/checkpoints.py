@@ -19,15 +19,13 @@ from diffjax.training.lock import lock
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory; local or gs://.")
 _VERIFY = flags.DEFINE_bool("verify", False, "Read every file, and exit with 1 if a checkpoint is not complete.")
 _PRUNE = flags.DEFINE_bool("prune", False, "Delete what is not complete, and all but the newest --keep and the best.")
-_KEEP = flags.DEFINE_integer("keep", None, "With --prune: newest complete checkpoints to keep.", lower_bound=1)
+_KEEP = flags.DEFINE_integer("keep", 3, "With --prune: newest complete checkpoints to keep.", lower_bound=1)
 
 
 def main() -> None:
   """Does what the flags say."""
   if not _WORKDIR.value:
     raise app.UsageError("pass --workdir=DIR: the directory of a run")
-  if _PRUNE.value != (_KEEP.value is not None):
-    raise app.UsageError("--prune and --keep=N belong together: N is how many of the newest checkpoints stay")
   directory = manifest.checkpoint_directory(_WORKDIR.value)
   if not directory.exists():
     raise UserError(f"there are no checkpoints in {_WORKDIR.value}: {directory} is missing")
