@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -254,11 +255,17 @@ def latest_config(workdir: epath.PathLike) -> dict[str, Any] | None:
 
   Args:
     workdir: The run's directory, local or gs://.
+
+  Raises:
+    UserError: if there are checkpoints, but all of them are damaged.
   """
   directory = manifest.checkpoint_directory(workdir)
-  # Only the file with the config is checked: restore will read everything, and say what it passes over.
+  # Only the file with the config is checked, and read: restore will read everything, and say what it passes over.
   step, _ = _newest(directory, only=_METADATA, quiet=True)
-  return None if step is None else ocp.checkpointables_metadata(directory / str(step)).custom_metadata["config"]
+  if step is None:
+    return None
+  with _explained(directory / str(step)):
+    return json.loads((directory / str(step) / _METADATA).read_text())["custom_metadata"]["config"]
 
 
 # What may change between a checkpoint and the run that goes on from it; a name ending in "." is a section.
@@ -366,8 +373,8 @@ def _fields(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
       yield f"{section}.{name}", value
 
 
-# TensorStore reports a full disk as a ValueError.
-_FAILURES = (OSError, ValueError, RuntimeError)
+# TensorStore reports a full disk as a ValueError; Orbax says of anything else that it finds no handler, which is a KeyError.
+_FAILURES = (OSError, ValueError, RuntimeError, KeyError)
 
 
 def _not_orbax(record: Any) -> bool:

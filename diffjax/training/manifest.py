@@ -1,8 +1,8 @@
 """Which checkpoints are complete, and which ones go. Knows neither JAX nor Orbax, so that it loads at once.
 
 `workdir/checkpoints/STEP` is complete if its `manifest.json` is there and every file is as the manifest says (size and sha256): Orbax
-itself reads a flipped bit without a word. The manifest lies inside the step, so that it is deleted, moved and copied with it. Files that it
-does not name are harmless, since Orbax reads what its own metadata names.
+itself reads a flipped bit without a word. The manifest lies inside the step, so that it is deleted, moved and copied with it. Other files
+beside it are harmless; deeper down they are damage, since Orbax takes what it finds in some directories for its own.
 """
 
 from __future__ import annotations
@@ -108,13 +108,17 @@ def verify(path: epath.Path, step: int, *, only: str | None = None, contents: bo
     The manifest.
 
   Raises:
-    Damage: for the first file that differs.
+    Damage: for the first file that differs, or that is too much.
   """
   body = read(path, step)
   names = [name for name in body["files"] if only in (None, name)]
   with concurrent.futures.ThreadPoolExecutor(max_workers=8) as pool:
     for _ in pool.map(lambda name: _compare(path, name, body["files"][name], contents), names):
       pass
+  if only is None:
+    for name in _files(path):
+      if "/" in name and name not in body["files"]:
+        raise Damage(f"{name} is not of this checkpoint")
   return body
 
 

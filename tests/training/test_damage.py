@@ -165,6 +165,19 @@ def manifest_of_step_10(step):
   shutil.copy(step.parent / "10/manifest.json", step / "manifest.json")
 
 
+def metadata_of_another_process(step):
+  """Orbax reads all that it finds there, and fails."""
+  (step / "state/array_metadatas/process_1").write_text("not a checkpoint's")
+
+
+def file_among_the_arrays(step):
+  (step / "state/d/0123").write_text("not a checkpoint's")
+
+
+def link_to_itself_inside(step):
+  (step / "state/loop").symlink_to("..")
+
+
 def manifest_with_forged_metrics(step):
   body = json.loads((step / "manifest.json").read_text())
   body["metrics"] = {"validation/loss": 0.0}
@@ -181,6 +194,9 @@ STEP_DAMAGES = [
   (step_is_a_link_to_itself, "Too many levels of symbolic links"),
   (step_is_a_broken_link, "no manifest.json"),
   (manifest_of_step_10, "is of step 10"),
+  (metadata_of_another_process, "state/array_metadatas/process_1 is not of this checkpoint"),
+  (file_among_the_arrays, "state/d/0123 is not of this checkpoint"),
+  (link_to_itself_inside, "state/loop/"),
   (manifest_with_forged_metrics, "manifest.json is damaged"),
 ]
 
@@ -262,16 +278,9 @@ def test_the_cases_name_every_kind_of_file(saved):
 
 
 def extra_files(step):
-  for name in (
-    "notes.txt",
-    "manifest.json.tmp",
-    "state/.DS_Store",
-    "state/d/0123",
-    "state/array_metadatas/process_1",
-    "state/query/.zarray",
-  ):
-    (step / name).parent.mkdir(exist_ok=True)
+  for name in ("notes.txt", "manifest.json.tmp", ".DS_Store", "process_1"):
     (step / name).write_text("not a checkpoint's")
+  (step / "state" / "d" / "directory").mkdir()
 
 
 def extra_directories(step):

@@ -1,0 +1,90 @@
+"""One writer a workdir, for as long as it lives and no longer."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from diffjax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig, UserError
+from diffjax.training import loop
+from diffjax.training.lock import lock
+
+# Holds the lock, with a spawned, a forked and an executed child that outlive it.
+HOLDER = """
+import multiprocessing, os, subprocess, sys, time
+from diffjax.training.lock import lock
+
+if __name__ == "__main__":
+  with lock(sys.argv[1]):
+    spawned = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    spawned.start()
+    executed = subprocess.Popen(["sleep", "60"], close_fds=False, stdout=subprocess.DEVNULL)
+    forked = os.fork()
+    if not forked:
+      os.close(1)
+      time.sleep(60)
+    print(spawned.pid, executed.pid, forked, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+  """Another process that holds the lock of a workdir, and its children."""
+  script = tmp_path / "holder.py"
+  script.write_text(HOLDER)
+  process = subprocess.Popen([sys.executable, script, tmp_path / "run"], stdout=subprocess.PIPE, text=True)
+  children = [int(number) for number in process.stdout.readline().split()]
+  yield tmp_path / "run", process, children
+  process.kill()
+  process.wait()
+  process.stdout.close()
+  for child in children:
+    os.kill(child, signal.SIGKILL)
+
+
+def test_the_second_is_refused_until_the_first_is_killed(holder):
+  workdir, process, children = holder
+  with pytest.raises(UserError, match=rf"{workdir} is in use by process {process.pid} on .*: wait until it ends, .*another --workdir"):
+    with lock(workdir):
+      pass
+  process.kill()
+  process.wait()
+  for child in children:
+    os.kill(child, 0)  # lives
+  with lock(workdir):
+    pass
+
+
+def test_training_and_pruning_are_refused(holder, tmp_path):
+  workdir, _, _ = holder
+  (tmp_path / "text").mkdir()
+  for index in range(20):
+    (tmp_path / "text" / f"{index}.txt").write_text(f"document {index}\n" * 20)
+  config = Config(
+    model=ModelConfig(num_layers=1, embed_dim=16, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=32, max_length=64),
+    data=DataConfig(source=f"text:{tmp_path}/text/*.txt", validation_fraction=0.2, length=32, prepared_dir=str(tmp_path / "rows")),
+    optimizer=OptimizerConfig(warmup_steps=0),
+    train=TrainConfig(steps=1, batch_size=8),
+    mesh=MeshConfig(),
+  )
+  with pytest.raises(UserError, match="is in use by process"):
+    loop.train(config, str(workdir))
+  assert [path.name for path in workdir.iterdir()] == ["lock"], "nothing is written"
+  (workdir / "checkpoints").mkdir()
+  result = subprocess.run([sys.executable, "-m", "diffjax.checkpoints", f"--workdir={workdir}", "--prune"], capture_output=True, text=True)
+  assert result.returncode == 1 and result.stderr.startswith("error: ") and "is in use by process" in result.stderr
+
+
+def test_workdir_that_cannot_be_written(tmp_path):
+  (tmp_path / "file").write_text("")
+  with pytest.raises(UserError, match="cannot write in the workdir .*/file/run: Not a directory"):
+    with lock(tmp_path / "file" / "run"):
+      pass
+
+
+def test_object_stores_have_no_lock():
+  with lock("gs://bucket/run"):
+    pass
