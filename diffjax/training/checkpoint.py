@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -108,7 +109,7 @@ class Checkpoints:
     self._saved = step
     self._damaged.discard(step)
     try:
-      self._make_room(step)
+      self._check_room(step, sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
       # overwrite: what may lie there is a step that restore passed over.
       finish = ocp.save_checkpointables_async(
         self._directory / str(step), {"state": state}, overwrite=True, custom_metadata={"data_state": data_state, "config": config}
@@ -163,8 +164,8 @@ class Checkpoints:
     finally:
       self._worker.shutdown()
 
-  def _make_room(self, step: int) -> None:
-    """Fails where no directory can be made: Orbax's threads would wait for it for minutes, even after the end of the run."""
+  def _check_room(self, step: int, size: int) -> None:
+    """Fails before Orbax does: without a directory its threads wait for minutes, even after the run; a full disk is tracebacks there."""
     if jax.process_index() == 0:
       path = self._directory / str(step)
       if not path.is_dir():  # a file or a broken link
@@ -172,6 +173,10 @@ class Checkpoints:
       probe = manifest.temporary(path)
       probe.mkdir(parents=True)
       manifest.delete(probe)
+      if "://" not in os.fspath(path):
+        disk = shutil.disk_usage(self._directory)
+        if disk.total and disk.free < size:  # Some network file systems do not know, and say 0 of both.
+          raise OSError(f"no space left: it takes {size / 2**20:.0f} MiB, and {disk.free / 2**20:.0f} are free")
 
   def _complete(self, finish: Callable[[], Any], step: int, metrics: dict[str, float]) -> None:
     """In the worker: the end of the save, then the manifest, then the pruning, so that a kill at any moment leaves a complete step."""
@@ -182,7 +187,7 @@ class Checkpoints:
         if jax.process_index() == 0:
           manifest.write(path, step, metrics)
     except UserError as error:
-      logging.warning("%s; the checkpoints before are as they were, and the next save tries again", error)
+      logging.warning("not saved: %s; the checkpoints before are as they were", error)
       self._saved = None
       if jax.process_index() == 0:
         self._remove_failed(path, step)

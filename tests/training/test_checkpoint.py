@@ -1,9 +1,12 @@
 """What is saved comes back bit for bit, on any mesh; what is damaged is passed over, aloud; another run's config is refused."""
 
 import copy
+import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -303,3 +306,106 @@ def test_field_that_an_older_checkpoint_lacks_counts_as_its_default():
   check_resume(older, CONFIG)
   with pytest.raises(UserError, match="train.z_loss was 0.0 and is 0.1"):
     check_resume(older, changed(("train.z_loss", 0.1)))
+
+
+# A limit on the size of files: writes fail as on a full disk, for Python and for TensorStore alike.
+FAILING_SAVES = """
+import contextlib, os, pathlib, resource, sys
+import jax, jax.numpy as jnp
+from diffjax.config import Config, UserError
+from diffjax.training.checkpoint import Checkpoints
+from diffjax.training.metrics import Metrics
+
+workdir = pathlib.Path(sys.argv[1])
+state = {"params": {"weight": jnp.arange(4096.0)}, "step": jnp.int32(1)}
+checkpoints = Checkpoints(workdir, keep=1)
+metrics = Metrics(workdir, {}, resume_step=0)
+
+def save(step):
+  checkpoints.save(step, state, data_state={}, config={})
+  metrics.write(step, {f"train/loss_{i}": step for i in range(20)})
+
+def wait():
+  try:
+    checkpoints.wait()
+    print("saved", end="")
+  except UserError as error:
+    print(error, end="")
+  print(" |", *sorted(path.name for path in (workdir / "checkpoints").iterdir()))
+
+save(1)
+wait()
+for step, limit in enumerate((0, 100, 1000, 4000), 2):
+  resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+  save(step)
+  save(step)  # the same step again, since it was not saved
+  wait()
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+save(6)
+wait()
+metrics.close()
+"""
+
+
+def test_saves_and_metrics_that_fail_leave_what_was_there_and_are_tried_again(tmp_path):
+  result = subprocess.run([sys.executable, "-c", FAILING_SAVES, tmp_path / "run"], capture_output=True, text=True, timeout=100)
+  assert result.returncode == 0, result.stderr
+  lines = result.stdout.splitlines()
+  assert lines[0] == "saved | 1" and lines[-1] == "saved | 6"
+  for line in lines[1:-1]:
+    assert "File too large" in line and line.endswith(" | 1"), "nothing half-written, and the older one is not pruned"
+  assert result.stderr.count("not saved: cannot read or write the checkpoint") == 8
+  assert result.stderr.count("cannot write metrics in") == 1
+  written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+  assert [line["step"] for line in written] == [1, 2, 2, 3, 3, 4, 4, 5, 5, 6], "no line is lost or torn"
+
+
+def test_a_save_that_does_not_fit_the_disk_is_not_begun(tmp_path, caplog, monkeypatch):
+  checkpoints = Checkpoints(tmp_path, keep=1)
+  save(checkpoints, 1)
+  with monkeypatch.context() as patch:
+    patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 7, 3))
+    save(checkpoints, 2)
+    with pytest.raises(UserError, match="checkpoints/2: no space left: it takes 0 MiB, and 0 are free"):
+      checkpoints.wait()
+  assert listing(tmp_path) == ["1"]
+  save(checkpoints, 2)
+  checkpoints.close()
+  assert listing(tmp_path) == ["2"]
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "."])
+def test_save_into_a_directory_that_became_a_file(tmp_path, name):
+  workdir = tmp_path / "run"
+  checkpoints = Checkpoints(workdir, keep=1)
+  save(checkpoints, 1)
+  checkpoints.wait()
+  (workdir / name).resolve().rename(tmp_path / "away")
+  (workdir / name).resolve().write_text("")
+  save(checkpoints, 2)
+  with pytest.raises(UserError, match="checkpoints/2: .*Not a directory"):
+    checkpoints.wait()
+  (workdir / name).resolve().unlink()
+  (tmp_path / "away").rename((workdir / name).resolve())
+  assert listing(workdir) == ["1"]
+  save(checkpoints, 2)
+  checkpoints.close()
+  assert_same(restore(workdir).state, make_state(2))
+
+
+def test_a_workdir_that_is_moved_away_is_made_again(tmp_path):
+  checkpoints = Checkpoints(tmp_path / "run", keep=1)
+  save(checkpoints, 1)
+  checkpoints.wait()
+  (tmp_path / "run").rename(tmp_path / "away")
+  save(checkpoints, 2)
+  checkpoints.close()
+  assert listing(tmp_path / "run") == ["2"] and listing(tmp_path / "away") == ["1"]
+
+
+@pytest.mark.parametrize("make", [lambda path: path.write_text(""), lambda path: path.symlink_to(path.name)])
+def test_what_lies_in_a_steps_place_is_overwritten(tmp_path, make):
+  (tmp_path / "checkpoints").mkdir()
+  make(tmp_path / "checkpoints" / "2")
+  run(tmp_path, [2])
+  assert_same(restore(tmp_path).state, make_state(2))
