@@ -171,7 +171,7 @@ class Checkpoints:
       if not path.is_dir():  # a file or a broken link
         manifest.delete(path)
       probe = manifest.temporary(path)
-      probe.mkdir(parents=True)
+      probe.mkdir(parents=True, exist_ok=True)
       manifest.delete(probe)
       if "://" not in os.fspath(path):
         disk = shutil.disk_usage(self._directory)
@@ -195,7 +195,7 @@ class Checkpoints:
     if jax.process_index() == 0:
       try:
         self._prune(step)
-      except OSError as error:
+      except (OSError, UserError) as error:
         logging.warning("cannot delete old checkpoints: %s", error)
 
   def _remove_failed(self, path: epath.Path, step: int) -> None:

@@ -115,10 +115,12 @@ def verify(path: epath.Path, step: int, *, only: str | None = None, contents: bo
   with concurrent.futures.ThreadPoolExecutor(max_workers=8) as pool:
     for _ in pool.map(lambda name: _compare(path, name, body["files"][name], contents), names):
       pass
-  if only is None:
-    for name in _files(path):
-      if "/" in name and name not in body["files"]:
-        raise Damage(f"{name} is not of this checkpoint")
+  try:
+    extra = next((name for name in _files(path) if "/" in name and name not in body["files"]), None) if only is None else None
+  except OSError as error:
+    raise Damage(f"it cannot be read: {error}") from error
+  if extra is not None:
+    raise Damage(f"{extra} is not of this checkpoint")
   return body
 
 
