@@ -92,6 +92,8 @@ class DataConfig:
   prepared_dir: str = ""
   # Worker processes that read; 0 reads in the training process
   num_workers: int = 0
+  # Seconds without a batch after which reading counts as hung, and the run ends with an error instead of waiting
+  timeout: float = 50.0
   # Seed of the order of rows
   seed: int = 0
 
@@ -362,7 +364,7 @@ _SHARES = (
   "optimizer.b2",
   "optimizer.muon_momentum",
 )
-_POSITIVE = ("model.norm_eps", "model.rope_base", "optimizer.eps")
+_POSITIVE = ("model.norm_eps", "model.rope_base", "data.timeout", "optimizer.eps")
 
 
 def run(main: Callable[..., None], *, with_config: bool = True) -> None:

@@ -22,6 +22,7 @@ from diffjax.config import Config, DataConfig, UserError
 from diffjax.data import packing, prepared, sources
 from diffjax.data.packing import Batch, Row
 from diffjax.data.progress import say
+from diffjax.data.reader import Reader
 from diffjax.data.tokenizer import Tokenizer
 
 _EMPTY_ROW = packing.decode_row(b"\0\0\0\0")
@@ -32,14 +33,18 @@ class TrainingBatches(abc.ABC):
   """This process's rows of the global batches, for ever."""
 
   def __init__(self) -> None:
-    self._iterator: grain.DatasetIterator | None = None
+    self._reader: Reader | None = None
 
   def __iter__(self) -> Iterator[Batch]:
     return self
 
   @abc.abstractmethod
   def __next__(self) -> Batch:
-    """The next batch, arrays of [B / processes, T]."""
+    """The next batch, arrays of [B / processes, T].
+
+    Raises:
+      UserError: for damaged data, a worker that died, or no batch for config.data.timeout seconds.
+    """
 
   @abc.abstractmethod
   def get_state(self) -> dict[str, Any]:
@@ -55,9 +60,9 @@ class TrainingBatches(abc.ABC):
 
   def close(self) -> None:
     """Stops worker processes."""
-    if self._iterator is not None:
-      self._iterator.close()
-      self._iterator = None
+    if self._reader is not None:
+      self._reader.close()
+      self._reader = None
 
 
 def training_batches(config: Config, *, process_index: int = 0, process_count: int = 1) -> TrainingBatches:
@@ -101,6 +106,13 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
 def _plain(batch: Batch) -> Batch:
   """Arrays of our own: workers hand over shared memory, which has to be given back soon."""
   return {key: np.array(value) if type(value) is not np.ndarray else value for key, value in batch.items()}
+
+
+def _ahead(batches: grain.IterDataset[Batch], num_workers: int) -> grain.IterDataset[Batch]:
+  """Reads ahead, in workers or in a daemon thread: one that hangs must not keep the process from ending, as Grain's thread pools do."""
+  if num_workers:
+    return batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=num_workers, per_worker_buffer_size=2))
+  return grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=_PREFETCH)
 
 
 def _refuse_other(state: dict[str, Any], own: dict[str, Any], fields: dict[str, str]) -> None:
@@ -170,18 +182,17 @@ class _PreparedBatches(TrainingBatches):
     mixed = shuffled[0] if len(shuffled) == 1 else grain.MapDataset.mix(shuffled, weights)
     share = config.train.batch_size // process_count
     self._batches = _GlobalBatches(mixed, config.data.length, config.train.batch_size, process_index * share, (process_index + 1) * share)
-    self._num_workers = config.data.num_workers
+    self._num_workers, self._timeout = config.data.num_workers, config.data.timeout
+    self._source = " and ".join(component.directory for component in rows)
     fingerprint = hashlib.sha256(json.dumps([[component.fingerprint for component in rows], weights]).encode()).hexdigest()
     self._identity = {"kind": "prepared", "dataset": fingerprint, "seed": config.data.seed, "batch_size": config.train.batch_size}
     self._batch = 0
 
   def __next__(self) -> Batch:
-    if self._iterator is None:
-      reading = grain.ReadOptions(num_threads=2, prefetch_buffer_size=_PREFETCH)
-      dataset = grain.MapDataset.source(self._batches)[self._batch :].to_iter_dataset(reading)
-      dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=self._num_workers, per_worker_buffer_size=2))
-      self._iterator = iter(dataset)
-    batch = _plain(next(self._iterator))
+    if self._reader is None:
+      dataset = grain.MapDataset.source(self._batches)[self._batch :].to_iter_dataset(grain.ReadOptions(num_threads=0))
+      self._reader = Reader(iter(_ahead(dataset, self._num_workers)), self._source, self._num_workers, self._timeout)
+    batch = _plain(next(self._reader))
     self._batch += 1
     return batch
 
@@ -259,8 +270,8 @@ class _StreamedBatches(TrainingBatches):
   def __init__(self, config: Config, process_index: int, process_count: int):
     super().__init__()
     self._dataset = streamed_dataset(config, process_index, process_count)
-    self._iterator = iter(self._dataset)
-    data = config.data
+    self._config = data = config.data
+    self._open(iter(self._dataset))
     description = [
       data.source,
       data.validation_source,
@@ -280,19 +291,23 @@ class _StreamedBatches(TrainingBatches):
       "dataset": hashlib.sha256(json.dumps(description).encode()).hexdigest(),
     }
 
+  def _open(self, iterator: grain.DatasetIterator) -> None:
+    self._reader = Reader(iterator, self._config.source, self._config.num_workers, self._config.timeout)
+
   def __next__(self) -> Batch:
-    assert self._iterator is not None, "closed"
-    return _plain(next(self._iterator))
+    assert self._reader is not None, "closed"
+    return _plain(next(self._reader))
 
   def get_state(self) -> dict[str, Any]:
-    assert self._iterator is not None, "closed"
-    return {**self._identity, "grain_state": json.loads(json.dumps(self._iterator.get_state()))}
+    assert self._reader is not None, "closed"
+    return {**self._identity, "grain_state": json.loads(json.dumps(self._reader.get_state()))}
 
   def set_state(self, state: dict[str, Any]) -> None:
     _refuse_other(state, self._identity, self._FIELDS)
     self.close()
-    self._iterator = iter(self._dataset)
-    self._iterator.set_state(_with_tuples(state["grain_state"]))
+    iterator = iter(self._dataset)
+    iterator.set_state(_with_tuples(state["grain_state"]))
+    self._open(iterator)
 
 
 def streamed_dataset(config: Config, process_index: int = 0, process_count: int = 1, repeat: bool = True) -> grain.IterDataset[Batch]:
@@ -311,9 +326,7 @@ def streamed_dataset(config: Config, process_index: int = 0, process_count: int 
   batches = rows.batch(config.train.batch_size // process_count, drop_remainder=True, batch_fn=_MakeBatch(config.data.length))
   # Workers pack and batch too, each with parts of its own, so that only whole batches travel between processes. The order depends on their
   # number, which the saved state therefore names.
-  if config.data.num_workers:
-    return batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=config.data.num_workers, per_worker_buffer_size=2))
-  return grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=_PREFETCH)
+  return _ahead(batches, config.data.num_workers)
 
 
 def _with_tuples(state: Any) -> Any:

@@ -379,6 +379,7 @@ class PreparedRows:
   """Rows of one split of a target, by index: a random-access source for Grain.
 
   Attributes:
+    directory: Where they lie.
     fingerprint: sha256 (hex) of the rows.
   """
 
@@ -386,6 +387,7 @@ class PreparedRows:
     meta = _read_meta(target)
     if not (meta and meta["complete"]):
       raise UserError(f"{target.directory}: rows of {target.spec!r} are not prepared (or not to the end); run {_COMMAND}")
+    self.directory = target.directory
     counts = meta["splits"][split]["shard_rows"]
     self.fingerprint = meta["splits"][split]["fingerprint"]
     self._paths = [

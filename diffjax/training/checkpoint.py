@@ -288,6 +288,7 @@ _MAY_CHANGE = (
   "train.sample_tokens",
   "train.init_from",
   "data.prepared_dir",
+  "data.timeout",
   "model.attention_implementation",
   "model.remat",
 )

@@ -1,0 +1,138 @@
+"""Workers that die and reads that hang: reported in time, and nothing that keeps the process from ending."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import grain
+import pytest
+from absl import flags
+
+from diffjax.config import UserError
+from diffjax.data import reader
+
+
+class Trouble:
+  """Passes elements on, until one brings trouble. A class of its own, so that it can be sent to workers."""
+
+  def __init__(self, how, at=4):
+    self._how, self._at = how, at
+
+  def __call__(self, index):
+    if index == self._at:
+      match self._how:
+        case "kill":
+          os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+          os.kill(os.getpid(), signal.SIGSTOP)
+        case "hang":
+          time.sleep(1000)
+        case "work":
+          end = time.process_time() + 1
+          while time.process_time() < end:
+            pass
+        case code:
+          os._exit(code)
+    return index
+
+
+@pytest.fixture
+def make_reader(monkeypatch):
+  """Reader over 0, 1, 2, … with trouble at an element."""
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()
+  monkeypatch.setattr(reader, "_GRACE", 0.5)
+  readers = []
+
+  def make(how, num_workers, at=4, timeout=1.0):
+    dataset = grain.MapDataset.range(1_000_000).map(Trouble(how, at)).to_iter_dataset(grain.ReadOptions(num_threads=0))
+    if num_workers:
+      dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=num_workers, per_worker_buffer_size=1))
+    readers.append(reader.Reader(iter(dataset), "SOURCE", num_workers, timeout))
+    return readers[-1]
+
+  yield make
+  for each in readers:
+    each.close()
+
+
+@pytest.mark.parametrize(("how", "end"), [("kill", "SIGKILL: out of memory?"), (0, "exit code 0")])
+def test_a_worker_that_dies_is_reported(make_reader, how, end):
+  batches = make_reader(how, num_workers=2, timeout=60.0)
+  start = time.monotonic()
+  with pytest.raises(
+    UserError, match=rf"data worker \d+ \({re.escape(end)}\) died while reading SOURCE; run the same command again"
+  ) as caught:
+    for expected in range(5):
+      assert next(batches) == expected
+  assert time.monotonic() - start < 20 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("how", "num_workers"), [("stop", 2), ("hang", 2), ("hang", 0)])
+def test_a_hang_is_reported(make_reader, how, num_workers):
+  batches = make_reader(how, num_workers)
+  with pytest.raises(UserError, match="no batch for .* s from SOURCE, .*config.data.timeout = 1 ") as caught:
+    for expected in range(5):
+      assert next(batches) == expected
+  assert ("by the data workers" if num_workers else "in the training process") in str(caught.value)
+
+
+def test_a_slow_start_is_not_a_hang(make_reader):
+  assert next(make_reader("work", 0, at=0, timeout=0.5)) == 0
+  batches = make_reader("hang", 0, at=0, timeout=0.5)
+  with pytest.raises(UserError, match="no batch for"):
+    next(batches)
+
+
+def test_an_interrupted_wait_loses_nothing(make_reader):
+  batches = make_reader("work", 0, at=1, timeout=60.0)
+  assert next(batches) == 0
+
+  def interrupt(*_):
+    raise KeyboardInterrupt
+
+  previous = signal.signal(signal.SIGALRM, interrupt)
+  try:
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+      next(batches)
+    assert time.monotonic() - start < 1.5
+  finally:
+    signal.signal(signal.SIGALRM, previous)
+  assert batches.get_state()["next_index"] == 1
+  assert [next(batches), next(batches)] == [1, 2]
+
+
+@pytest.mark.parametrize(("mode", "num_workers"), [("prepared", 0), ("streamed", 2)])
+def test_the_process_ends(jsonl, tmp_path, mode, num_workers):
+  """Reading hangs in this process, or its worker is stopped: the error comes, and the interpreter exits."""
+  script = tmp_path / "script.py"
+  script.write_text(f"""
+import multiprocessing, os, signal, sys, threading
+from diffjax.config import Config, DataConfig, TrainConfig, UserError
+from diffjax.data import pipeline, prepared
+
+if __name__ == "__main__":
+  data = DataConfig(source="jsonl:{jsonl}", length=64, mode="{mode}", num_workers={num_workers}, timeout=3.0)
+  batches = pipeline.training_batches(Config(data=data, train=TrainConfig(batch_size=2)))
+  for _ in range(4):
+    next(batches)
+  for child in multiprocessing.active_children():
+    os.kill(child.pid, signal.SIGSTOP)
+  if not {num_workers}:
+    prepared.PreparedRows.__getitem__ = lambda self, index: threading.Event().wait()
+  try:
+    while True:
+      next(batches)
+  except UserError as error:
+    print(error)
+    sys.exit(1)
+""")
+  environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+  result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=60)
+  assert result.returncode == 1 and "no batch for" in result.stdout, result
+  assert "\n" not in result.stdout.strip() and "Traceback" not in result.stderr, result.stderr
