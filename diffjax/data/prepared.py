@@ -113,7 +113,12 @@ def _read_meta(target: Target) -> dict[str, Any] | None:
   try:
     with open(path) as file:
       meta = json.load(file)
-    stored = meta["description"]
+    stored, _ = dict(meta["description"]), meta["identity"]
+    if meta["complete"]:
+      for split in target.splits:
+        totals = meta["splits"][split]
+        if sum(totals["shard_rows"]) != totals["rows"] or not totals["fingerprint"]:
+          raise ValueError(f"its counts of {split} rows do not agree")
   except (FileNotFoundError, NotADirectoryError):
     return None
   except (OSError, ValueError, KeyError, TypeError) as error:
@@ -266,8 +271,11 @@ class _Shard:
     return os.path.exists(self.path) and os.path.exists(f"{self.path}.json")
 
   def totals(self) -> dict[str, Any]:
-    with open(f"{self.path}.json") as file:
-      return json.load(file)
+    try:
+      with open(f"{self.path}.json") as file:
+        return json.load(file)
+    except (OSError, ValueError) as error:
+      raise UserError(f"{self.path}.json: cannot be read ({sources.reason(error)}); delete it, and run {_COMMAND}") from error
 
 
 def _totals(shards: Sequence[_Shard]) -> dict[str, Any]:
@@ -409,5 +417,5 @@ class PreparedRows:
       path = self._paths[shard].rpartition("[")[0]
       number = index - (self._ends[shard - 1] if shard else 0)
       raise UserError(
-        f"{path}: row {number} cannot be read ({error}); delete this file and its directory's meta.json, and run {_COMMAND}"
+        f"{path}: row {number} cannot be read ({sources.reason(error)}); delete this file and its directory's meta.json, and run {_COMMAND}"
       ) from error

@@ -7,6 +7,7 @@ shuffles them. A file source holds out its validation documents by the hash of t
 from __future__ import annotations
 
 import abc
+import bisect
 import collections
 import functools
 import glob
@@ -18,8 +19,8 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from etils import epath
@@ -158,6 +159,11 @@ def _decode(raw: bytes | str | None) -> Document:
     return Document(raw.decode("utf-8", errors="replace"), True)
 
 
+def reason(error: Exception) -> str:
+  """What a library's exception says, in one line."""
+  return " ".join(str(error).split()) or type(error).__name__
+
+
 class _TfdsSource(Source):
   """A TFDS dataset on disk, read without its code and without TensorFlow."""
 
@@ -195,6 +201,7 @@ class _TfdsSource(Source):
         f"its splits are {', '.join(f'{key} ({count})' for key, count in splits.items()) or 'none'}"
       )
     self._stored_split = stored
+    self._shards = list(zip(info.splits[stored].filenames, map(int, info.splits[stored].shard_lengths), strict=True))
     self.parts = [(start, min(start + _TFDS_PART, splits[stored])) for start in range(0, splits[stored], _TFDS_PART)]
     shards = {key: list(map(int, value.shard_lengths)) for key, value in info.splits.items()}
     self.identity = {"dataset": info.full_name, "directory": self._directory, "shards": shards}
@@ -202,7 +209,17 @@ class _TfdsSource(Source):
   def _read(self, part: tuple) -> Iterator[Document]:
     data = _tfds_data(self._directory, self._stored_split)
     for index in range(*part):
-      yield _decode(data[index][self._field])
+      try:
+        raw = data[index][self._field]
+      except Exception as error:  # ArrayRecord and TFDS raise bare exceptions of many kinds for damage
+        raise UserError(f"{self._place(index)} cannot be read ({reason(error)}); missing or damaged? Build the dataset again") from error
+      yield _decode(raw)
+
+  def _place(self, index: int) -> str:
+    ends = list(itertools.accumulate(count for _, count in self._shards))
+    shard = bisect.bisect_right(ends, index)
+    name, count = self._shards[shard]
+    return f"{os.path.join(self._directory, name)}: record {index - ends[shard] + count}"
 
 
 @functools.lru_cache(maxsize=8)
@@ -297,7 +314,11 @@ class _TextSource(_FileSource):
 
   def _read(self, part: tuple) -> Iterator[Document]:
     for name in part:
-      yield _decode(epath.Path(name).read_bytes())
+      try:
+        content = epath.Path(name).read_bytes()
+      except OSError as error:
+        raise UserError(f"{name}: cannot be read ({reason(error)})") from error
+      yield _decode(content)
 
 
 class _JsonlSource(_FileSource):
@@ -337,24 +358,32 @@ def _lines(name: str, start: int, stop: int | None) -> Iterator[bytes]:
   """The lines that begin in [start, stop) of a file, or all lines of a compressed one."""
   import pyarrow
 
-  with epath.Path(name).open("rb") as file:
-    try:
+  number = 0
+  try:
+    with epath.Path(name).open("rb") as file:
       if name.endswith(".gz"):
-        yield from gzip.open(file)
+        lines: Iterable[bytes] = gzip.open(file)
       elif name.endswith(".zst"):
         # Not the zstandard package's reader, which takes a file that has been cut short for a whole one
-        yield from io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), 1 << 20)
+        lines = io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), 1 << 20)
       else:
         assert stop is not None
-        if start:  # the line that crosses the border belongs to the part before
-          file.seek(start - 1)
-          start += len(file.readline()) - 1
-        while start < stop:
-          line = file.readline()
-          start += len(line)
-          yield line
-    except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
-      raise UserError(f"{name}: cannot be read to its end ({error}); damaged or cut short?") from error
+        lines = _range_of_lines(file, start, stop)
+      for line in lines:
+        yield line
+        number += 1
+  except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
+    place = f"line {number}" + f" after byte {start}" * bool(start)
+    raise UserError(f"{name}: cannot be read beyond {place} ({reason(error)}); damaged or cut short?") from error
+
+
+def _range_of_lines(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
+  if start:  # the line that crosses the border belongs to the part before
+    file.seek(start - 1)
+    start += len(file.readline()) - 1
+  while start < stop and (line := file.readline()):  # no line: the file has become shorter
+    start += len(line)
+    yield line
 
 
 def _place(name: str, start: int, number: int) -> str:
@@ -381,17 +410,31 @@ class _ParquetSource(_FileSource):
     return parts
 
   def _read(self, part: tuple) -> Iterator[Document]:
+    import pyarrow
+
     name, index = part
     file = _open_parquet(name)
     columns = file.schema_arrow.names
     if self._field not in columns:
       raise UserError(f"{name}: has no column config.data.text_field = {self._field!r}; its columns are {', '.join(columns)}")
-    for batch in file.iter_batches(batch_size=256, row_groups=[index], columns=[self._field]):
-      for value in batch.column(0).to_pylist():
-        if not isinstance(value, bytes | str | None):
-          kinds = ", ".join(f"{field.name} ({field.type})" for field in file.schema_arrow)
-          raise UserError(f"{name}: column config.data.text_field = {self._field!r} is not text; its columns are {kinds}")
-        yield _decode(value)
+    done = 0
+    try:
+      for batch in file.iter_batches(batch_size=256, row_groups=[index], columns=[self._field]):
+        for value in _values(batch.column(0)):
+          if not isinstance(value, bytes | str | None):
+            kinds = ", ".join(f"{field.name} ({field.type})" for field in file.schema_arrow)
+            raise UserError(f"{name}: column config.data.text_field = {self._field!r} is not text; its columns are {kinds}")
+          yield _decode(value)
+          done += 1
+    except (pyarrow.ArrowException, OSError) as error:
+      raise UserError(f"{name}: row group {index} cannot be read beyond its row {done} ({reason(error)}); damaged?") from error
+
+
+def _values(column: Any) -> list[Any]:
+  try:
+    return column.to_pylist()
+  except UnicodeDecodeError:  # a string column that does not hold UTF-8
+    return column.cast("large_binary").to_pylist()
 
 
 def _open_parquet(name: str):
@@ -399,9 +442,9 @@ def _open_parquet(name: str):
   import pyarrow.parquet
 
   try:
-    return pyarrow.parquet.ParquetFile(epath.Path(name).open("rb"))
-  except (pyarrow.ArrowInvalid, OSError) as error:
-    raise UserError(f"{name}: not a Parquet file ({error})") from error
+    return pyarrow.parquet.ParquetFile(epath.Path(name).open("rb"), page_checksum_verification=True)  # where the file has checksums
+  except (pyarrow.ArrowException, OSError) as error:
+    raise UserError(f"{name}: not a Parquet file ({reason(error)})") from error
 
 
 _KINDS: dict[str, Callable[..., Source]] = {

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 import subprocess
 import sys
 
@@ -241,6 +242,30 @@ def test_streamed_needs_a_part_a_process(make_config):
 def test_streaming_nothing_does_not_run_for_ever(make_config):
   with pytest.raises(UserError, match="empty: no document to train on"):
     next(pipeline.training_batches(make_config(mode="streamed", validation_fraction=1.0)))
+
+
+# --- Damage ---
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("mode", ["prepared", "streamed"])
+def test_damage_arrives_as_one_line(make_config, jsonl, mode, num_workers):
+  """From workers too: the error of the code that read, with file and place, not a library's."""
+  config = make_config(mode=mode, num_workers=num_workers)
+  if mode == "prepared":
+    (target,) = prepared.prepare(config.data, 1)
+    (path,) = pathlib.Path(target.directory).glob("train*.array_record")
+    path.write_bytes(path.read_bytes()[: 1 << 14])
+    message = rf"{path}: row \d+ cannot be read"
+  else:
+    with jsonl.open("a") as file:
+      file.write('{"text": 5}\n')
+    message = rf"{jsonl}:301: .*text_field"
+  batches = pipeline.training_batches(config)
+  with pytest.raises(UserError, match=message) as caught:
+    take(batches, 500)
+  assert type(caught.value) is UserError and "\n" not in str(caught.value)
+  batches.close()
 
 
 # --- Validation ---

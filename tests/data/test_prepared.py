@@ -214,6 +214,48 @@ def test_damage_is_named(make_config):
     prepared.is_prepared(target)
 
 
+def test_a_flipped_bit_never_gives_other_rows(make_config):
+  """ArrayRecord's blocks carry hashes; meta.json's counts must agree, and its fingerprint is compared on resuming."""
+  (target,) = prepared.prepare(make_config().data, 1)
+
+  def rows():
+    source = prepared.PreparedRows(target, "train")
+    return source.fingerprint, [
+      (row.tokens.tobytes(), row.segment_lengths.tobytes()) for row in map(source.__getitem__, range(len(source)))
+    ]
+
+  fingerprint, expected = rows()
+  rng = np.random.default_rng(0)
+  for name in (
+    next(name for name in sorted(os.listdir(target.directory)) if name.startswith("train") and name.endswith("record")),
+    "meta.json",
+  ):
+    path = os.path.join(target.directory, name)
+    with open(path, "rb") as file:
+      whole = file.read()
+    used = len(whole.rstrip(b"\0"))
+    messages = []
+    for _ in range(50):
+      damaged = bytearray(whole)
+      damaged[rng.integers(used)] ^= 1 << rng.integers(8)
+      with open(path, "wb") as file:
+        file.write(damaged)
+      try:
+        found = rows()
+        assert found[1] == expected or found[0] != fingerprint
+      except UserError as error:
+        messages.append(str(error))
+    assert len(messages) > 10 and all(target.directory in message and "\n" not in message for message in messages)
+    with open(path, "wb") as file:
+      file.write(whole)
+  meta = json.loads(whole)
+  meta["splits"]["train"]["shard_rows"][0] -= 1
+  with open(path, "w") as file:
+    json.dump(meta, file)
+  with pytest.raises(UserError, match="meta.json: cannot be read .its counts of train rows do not agree"):
+    rows()
+
+
 def test_mixtures_are_prepared_apart(make_config, tmp_path):
   (tmp_path / "other.jsonl").write_text('{"text": "other"}\n' * 500)
   single = make_config(prepared_dir=str(tmp_path / "rows")).data

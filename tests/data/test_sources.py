@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -184,8 +185,6 @@ def test_dataset_without_text_lists_its_features(tfds_dir):
 
 
 def test_dataset_in_another_format_names_the_remedy(tfds_dir, tmp_path):
-  import shutil
-
   copy = tmp_path / "mine" / "single" / "1.0.0"
   shutil.copytree(tfds_dir / "mine" / "single" / "1.0.0", copy)
   info = json.loads((copy / "dataset_info.json").read_text())
@@ -211,6 +210,81 @@ def test_damaged_files_are_named(tmp_path, texts):
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(UserError, match=name):
       read(f"{'parquet' if name.endswith('parquet') else 'jsonl'}:{path}")
+
+
+def damages(data, rng):
+  """A file with a bit flipped, cut short, with nonsense in its middle, and all nonsense."""
+  for _ in range(12):
+    flipped = bytearray(data)
+    flipped[rng.integers(len(data))] ^= 1 << rng.integers(8)
+    yield bytes(flipped)
+  for _ in range(4):
+    yield data[: rng.integers(1, len(data))]
+    start = rng.integers(len(data) - 100)
+    yield data[:start] + rng.bytes(100) + data[start + 100 :]
+  yield rng.bytes(len(data))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "array_record"])
+def test_damage_gives_documents_or_one_line_that_names_the_file(tmp_path, tfds_dir, texts, name):
+  if name == "array_record":
+    shutil.copytree(tfds_dir / "mine" / "single" / "1.0.0", tmp_path / "mine" / "single" / "1.0.0")
+    (path,) = tmp_path.glob("mine/single/1.0.0/*array_record*")
+    spec = "tfds:mine/single"
+  else:
+    path = write(tmp_path / name, texts)
+    spec = f"{ {'txt': 'text', 'parquet': 'parquet'}.get(name[2:], 'jsonl') }:{path}"
+  config, messages = dataclasses.replace(ALL, data_dir=str(tmp_path)), []
+  for content in damages(path.read_bytes(), np.random.default_rng(0)):
+    path.write_bytes(content)
+    sources._tfds_data.cache_clear()
+    try:
+      read(spec, config=config)
+    except UserError as error:
+      messages.append(str(error))
+  assert all(str(path) in message and "\n" not in message for message in messages), messages
+  assert len(messages) > 4 or name == "a.txt", "bytes that are not UTF-8 are replaced; everything else has a form to break"
+
+
+def test_damage_is_placed(tmp_path, tfds_dir, texts):
+  import pyarrow.parquet
+
+  path = write(tmp_path / "a.parquet", texts)  # of 70 rows a group
+  content, column = path.read_bytes(), pyarrow.parquet.ParquetFile(path).metadata.row_group(2).column(0)
+  middle = (column.dictionary_page_offset or column.data_page_offset) + column.total_compressed_size // 2
+  path.write_bytes(content[:middle] + b"\xff" * 20 + content[middle + 20 :])
+  with pytest.raises(UserError, match="a.parquet: row group 2 cannot be read beyond its row 0"):
+    read(f"parquet:{path}")
+  shutil.copytree(tfds_dir / "mine" / "single" / "1.0.0", tmp_path / "mine" / "single" / "1.0.0")
+  (path,) = tmp_path.glob("mine/single/1.0.0/*array_record*")
+  path.write_bytes(path.read_bytes()[:1000])
+  sources._tfds_data.cache_clear()
+  with pytest.raises(UserError, match=f"{path}: record 0 cannot be read"):
+    read("tfds:mine/single", config=dataclasses.replace(ALL, data_dir=str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet"])
+@pytest.mark.parametrize("now", ["gone", "a directory", "shorter"])
+def test_files_that_change_after_they_were_listed(tmp_path, texts, name, now):
+  path = write(tmp_path / name, texts)
+  source = sources.documents(f"{ {'txt': 'text', 'parquet': 'parquet'}.get(name[2:], 'jsonl') }:{path}", "train", ALL)
+  content = path.read_bytes()
+  path.unlink()
+  if now == "a directory":
+    path.mkdir()
+  elif now == "shorter":
+    path.write_bytes(content[: content.index(b"\n", len(content) // 2) + 1])
+    if name in ("a.txt", "a.jsonl"):  # whole as far as it goes
+      assert [document for part in source.parts for document in source.read(part)]
+      return
+  with pytest.raises(UserError, match=str(path)):
+    [document for part in source.parts for document in source.read(part)]
+
+
+def test_parquet_that_is_not_utf8_is_replaced_and_marked(tmp_path):
+  path = write(tmp_path / "a.parquet", ["caf? au lait", "tea"])
+  path.write_bytes(path.read_bytes().replace(b"caf?", b"caf\xe9"))
+  assert read(f"parquet:{path}") == [("caf\ufffd au lait", True), ("tea", False)]
 
 
 def test_empty_parquet(tmp_path):
