@@ -124,6 +124,8 @@ class OptimizerConfig:
   weight_decay: float = 0.1
   # Largest global norm of a gradient; 0 for no limit
   clip_norm: float = 1.0
+  # Skip a step whose loss or gradient norm lies this many standard deviations above its mean of about the last 128 steps; 0 for none
+  spike_sigmas: float = 6.0
   # "muon": momentum
   muon_momentum: float = 0.95
 
@@ -144,6 +146,8 @@ class TrainConfig:
   z_loss: float = 0.0
   # Another run's workdir to take the parameters from; "" for none
   init_from: str = ""
+  # The run stops after this many skipped steps in a row (not finite, or optimizer.spike_sigmas); 0 for never
+  max_skipped_in_a_row: int = 10
   # Steps between log lines
   log_interval: int = 10
   # Steps between checkpoints (one is also saved at the end)
@@ -340,12 +344,14 @@ _AT_LEAST = {
   "optimizer.warmup_steps": 0,
   "optimizer.weight_decay": 0,
   "optimizer.clip_norm": 0,
+  "optimizer.spike_sigmas": 0,
   "optimizer.learning_rate": 0,
   "train.steps": 0,
   "train.batch_size": 1,
   "train.accumulation": 1,
   "train.seed": 0,
   "train.z_loss": 0,
+  "train.max_skipped_in_a_row": 0,
   "train.log_interval": 1,
   "train.checkpoint_interval": 1,
   "train.keep_checkpoints": 1,

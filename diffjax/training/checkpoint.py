@@ -143,6 +143,11 @@ class Checkpoints:
     self._saved = step
     return Restored(step, state, metadata.custom_metadata["data_state"], metadata.custom_metadata["config"])
 
+  def newest(self, before: int | None = None) -> int | None:
+    """The newest step whose save is complete, and which is less than `before`; None if there is none. What it holds is not read."""
+    self.wait()
+    return _newest(self._directory, before=before, only=_METADATA, quiet=True)[0]
+
   def wait(self) -> None:
     """Returns once the last save is complete, its manifest included.
 
@@ -278,6 +283,8 @@ _MAY_CHANGE = (
   "mesh.",
   "eval.",
   "train.steps",
+  "optimizer.spike_sigmas",
+  "train.max_skipped_in_a_row",
   "train.log_interval",
   "train.checkpoint_interval",
   "train.keep_checkpoints",
@@ -321,14 +328,17 @@ def check_resume(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     raise UserError(f"the checkpoint in this workdir is of another run: {'; '.join(differing)}; use another --workdir or set them back")
 
 
-def _newest(directory: epath.Path, *, only: str | None = None, quiet: bool = False) -> tuple[int | None, set[int]]:
-  """The newest step that verifies, and those passed over on the way. Process 0 looks, the others are told.
+def _newest(
+  directory: epath.Path, *, before: int | None = None, only: str | None = None, quiet: bool = False
+) -> tuple[int | None, set[int]]:
+  """The newest step (of those before one, if asked) that verifies, and those passed over on the way. Process 0 looks, the others are told.
 
   Raises:
     UserError: if there are steps, but all are damaged: to start anew in silence would be the end of a run.
   """
   found, passed_over, reason = -1, set(), ""
-  for step in reversed(manifest.steps(directory) if jax.process_index() == 0 else []):
+  steps = manifest.steps(directory) if jax.process_index() == 0 else []
+  for step in reversed(steps if before is None else [step for step in steps if step < before]):
     path = directory / str(step)
     try:
       manifest.verify(path, step, only=only)
@@ -346,7 +356,7 @@ def _newest(directory: epath.Path, *, only: str | None = None, quiet: bool = Fal
       found = -2
   if jax.process_count() > 1:
     found = int(multihost_utils.broadcast_one_to_all(np.int32(found)))
-  if found == -2:
+  if found == -2 and before is None:
     raise UserError(
       f"every checkpoint in {directory} is damaged ({reason}): put an intact copy of one there, or start from the beginning with "
       "another --workdir"

@@ -16,7 +16,7 @@ from absl import logging
 from etils import epath
 from jaxtyping import Int
 
-from diffjax.config import Config
+from diffjax.config import Config, UserError
 from diffjax.data.pipeline import ValidationBatches, check_vocabulary, training_batches, training_rows, validation_batches
 from diffjax.data.progress import say
 from diffjax.data.tokenizer import Tokenizer, load_tokenizer
@@ -28,6 +28,7 @@ from diffjax.parallel.mesh import make_mesh
 from diffjax.training.checkpoint import Checkpoints, check_resume, latest_config, load_params
 from diffjax.training.lock import lock
 from diffjax.training.metrics import Metrics, Progress, plot_losses
+from diffjax.training.optimizer import skip_reason
 from diffjax.training.step import TrainState, make_eval_step, make_init, make_model, make_train_step, put_batch
 
 # Bytes that the trigram model of a byte-level run is fitted on, at most: all of the embedded corpus, seconds of counting.
@@ -40,7 +41,8 @@ def train(config: Config, workdir: str) -> None:
   SIGTERM and Ctrl-C end it after the step in hand, with a checkpoint; a second one ends it at once.
 
   Raises:
-    UserError: for whatever the user can mend: a config that does not fit the devices, the data or the checkpoint.
+    UserError: for whatever the user can mend: a config that does not fit the devices, the data or the checkpoint; or
+      `train.max_skipped_in_a_row` steps in a row whose loss or gradient was not finite or spiked.
   """
   with contextlib.ExitStack() as held:
     _train(config, workdir, held)
@@ -82,10 +84,23 @@ def _train(config: Config, workdir: str, held: contextlib.ExitStack) -> None:
 
   def log_pending() -> None:
     nonlocal pending
-    if pending is not None:
-      number, results = pending
-      metrics.write(number, progress.report(number, _fetch(results)))
-      pending = None
+    if pending is None:
+      return
+    (number, results), pending = pending, None
+    in_a_row = int(results["skipped_in_a_row"])
+    reporting = number % config.train.log_interval == 0 or number == steps
+    if in_a_row or reporting:
+      measured = jax.device_get(results)
+      values = _by_layer(measured)
+      metrics.write(number, progress.report(number, values) if reporting else values)
+    if in_a_row:
+      reason = skip_reason(measured)
+      say(f"step {number} is skipped, {in_a_row} in a row: {reason}")
+      if 0 < config.train.max_skipped_in_a_row <= in_a_row:
+        good = checkpoints.newest(before=number - in_a_row + 1)
+        if good is None:  # one saved among the skipped steps is as good: they change no parameter
+          good = checkpoints.newest()
+        raise UserError(_too_many_skipped(workdir, number, in_a_row, reason, good))
 
   with Interruption() as interrupted:
     while True:
@@ -122,8 +137,7 @@ def _train(config: Config, workdir: str, held: contextlib.ExitStack) -> None:
       # Log: the metrics of the step before, so that the device has its next step already.
       progress.stepped(step, waited)
       log_pending()
-      if step % config.train.log_interval == 0 or step == steps:
-        pending = step, measured
+      pending = step, measured
 
   batches.close()
   checkpoints.close()
@@ -160,15 +174,27 @@ class Interruption:
     say(f"{signal.Signals(number).name}: saving after this step (once more to stop at once)")
 
 
-def _fetch(measured: dict[str, jax.Array]) -> dict[str, float]:
-  """A step's metrics on the host, λ by layer."""
+def _by_layer(measured: dict[str, Any]) -> dict[str, float]:
+  """A step's metrics by the names they are logged under, λ by layer."""
   values: dict[str, float] = {}
-  for name, value in jax.device_get(measured).items():
+  for name, value in measured.items():
     if name == "lambda":
       values |= {f"lambda/layer_{layer:02d}": float(lam) for layer, lam in enumerate(value)}
     else:
       values[f"train/{name}"] = float(value)
   return values
+
+
+def _too_many_skipped(workdir: str, step: int, in_a_row: int, reason: str, good: int | None) -> str:
+  checkpoint = (
+    f"the last good checkpoint is {epath.Path(workdir) / 'checkpoints' / str(good)}" if good is not None else "there is no checkpoint"
+  )
+  return (
+    f"stopped at step {step}: {in_a_row} steps in a row were skipped (config.train.max_skipped_in_a_row), the last one because "
+    f"{reason}; {checkpoint}. Lower config.optimizer.learning_rate or change config.data.seed, "
+    + (f"with --workdir=NEW --config.train.init_from={workdir}; " if good is not None else "with --workdir=NEW; ")
+    + "if the loss has only moved to another level, go on with config.optimizer.spike_sigmas raised, or 0"
+  )
 
 
 class _Profiler:

@@ -7,6 +7,7 @@ Every parameter is treated by its name, in two tables below. A name in neither i
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -38,13 +39,23 @@ _OTHERS = frozenset(
 # RMS of Muon's update, near AdamW's own, so that one learning rate and one weight decay serve both (Liu et al. 2025, arXiv:2502.16982).
 _MUON_RMS = 0.2
 
+# The averages that a spike is measured against give step n − i the weight (1 − _NEWEST)^i: as old, on average, as a plain window of
+# 128 steps, which OLMo and Levanter take. Like theirs, the rule sleeps until it has seen half of them.
+_NEWEST = 2 / 129
+_ASLEEP = 64
+# The least standard deviation, as a share of the mean: on a plateau of nearly equal losses, noise is no spike.
+_LEAST_DEVIATION = 0.01
+# What is watched, by the name of its metric, and in words.
+_MEASURED = {"loss": "loss", "grad_norm": "gradient's norm"}
+
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformationExtraArgs:
-  """Clip → Adam or Muon direction → decoupled weight decay → learning rate, with non-finite steps skipped.
+  """Clip → Adam or Muon direction → decoupled weight decay → learning rate, with non-finite and spiking steps skipped.
 
-  A step whose gradient's global norm (or whose loss, if the caller passes it as `update(…, value=loss)`) is not finite changes no
-  parameter and no moment, and is counted: see `skipped_steps`. The schedule follows the step, skipped or not, so that the
-  learning rate of step n is `make_schedule(config, steps)(n)` in every run.
+  A step whose gradient's global norm (or whose loss, if the caller passes it as `update(…, value=loss)`) is not finite, or lies more
+  than `config.spike_sigmas` standard deviations above its running mean, changes no parameter, no moment and no mean, and is
+  counted: see `skip_metrics`. The schedule follows the step, skipped or not, so that the learning rate of step n is
+  `make_schedule(config, steps)(n)` in every run.
 
   Args:
     config: The run's `config.optimizer`.
@@ -65,12 +76,13 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
   else:
     raise ValueError(f"no optimizer is called {config.name!r}")
   return optax.chain(
-    _skip_non_finite(
+    _skip_bad_steps(
       optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
         direction,
         optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
-      )
+      ),
+      config.spike_sigmas,
     ),
     optax.scale_by_learning_rate(make_schedule(config, steps)),
   )
@@ -121,46 +133,94 @@ def decay_mask(params: Any) -> Any:
   return jax.tree_util.tree_map_with_path(lambda path, _: _name(path) in _MATRICES, params)
 
 
-def skipped_steps(opt_state: Any) -> Int[Array, ""]:
-  """Steps left out so far because their gradient or loss was not finite.
+def skip_metrics(opt_state: Any, sigmas: float) -> dict[str, Array]:
+  """How many steps have been left out, and what is a spike.
 
   Args:
     opt_state: State of an optimizer that `make_optimizer` made.
+    sigmas: The run's `config.optimizer.spike_sigmas`.
 
   Returns:
-    Their number, as an int32 scalar on the device.
+    Scalars on the device: "skipped_steps" since the run began and "skipped_in_a_row" up to now (int32); and, unless sigmas is 0,
+    the running means "loss_mean" and "grad_norm_mean" and the limits "loss_limit" and "grad_norm_limit" (float32).
   """
   states = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, SkipState))
   (state,) = [state for state in states if isinstance(state, SkipState)]
-  return state.skipped
+  metrics = {"skipped_steps": state.skipped, "skipped_in_a_row": state.in_a_row}
+  for index, name in enumerate(_MEASURED if sigmas else ()):
+    metrics |= {f"{name}_mean": state.mean[index], f"{name}_limit": _limit(state, sigmas)[index]}
+  return metrics
+
+
+def skip_reason(metrics: Mapping[str, float]) -> str:
+  """Why a step was skipped, in words.
+
+  Args:
+    metrics: Those of the step: "loss", "grad_norm" and what `skip_metrics` gives.
+  """
+  for name, words in _MEASURED.items():
+    if not math.isfinite(metrics[name]):
+      return f"the {words} is {metrics[name]}"
+  name = max(_MEASURED, key=lambda name: metrics[name] / (metrics[f"{name}_limit"] or math.inf))
+  mean, limit = metrics[f"{name}_mean"], metrics[f"{name}_limit"]
+  return f"the {_MEASURED[name]} is {metrics[name]:.4g}, over {limit:.4g}, config.optimizer.spike_sigmas above its mean of {mean:.4g}"
 
 
 class SkipState(NamedTuple):
-  """State of the wrapper that skips: in the optimizer's state, so that a resumed run counts on."""
+  """State of the wrapper that skips: in the optimizer's state, so that a resumed run skips and counts as an unbroken one."""
 
   # Steps skipped since the run began
   skipped: Int[Array, ""]
+  # Steps skipped since the last one that was taken
+  in_a_row: Int[Array, ""]
+  # Steps taken
+  taken: Int[Array, ""]
+  # Running mean and variance of the loss and of the gradient's norm, over the steps taken
+  mean: Float[Array, "2"]
+  variance: Float[Array, "2"]
   # The wrapped optimizer's state
   inner: Any
 
 
-def _skip_non_finite(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-  """Replaces the update by zeros, and keeps the state, where the gradient's norm or the loss is not finite.
+def _limit(state: SkipState, sigmas: float) -> Float[Array, "2"]:
+  """Above which the loss and the norm are spikes."""
+  return state.mean + sigmas * jnp.maximum(jnp.sqrt(state.variance), _LEAST_DEVIATION * state.mean)
+
+
+def _skip_bad_steps(inner: optax.GradientTransformation, sigmas: float) -> optax.GradientTransformationExtraArgs:
+  """Replaces the update by zeros, and keeps the state, where the gradient's norm or the loss is not finite or a spike.
 
   Not optax.apply_if_finite: that one gives in after a number of such steps, and does not see the loss.
   """
 
   def init(params):
-    return SkipState(jnp.zeros((), jnp.int32), inner.init(params))
+    zero, zeros = jnp.zeros((), jnp.int32), jnp.zeros(2, jnp.float32)
+    return SkipState(zero, zero, zero, zeros, zeros, inner.init(params))
 
   def update(gradients, state, params=None, *, value: Float[Array, ""] | float = 0.0, **extra):
     del extra
     # The norm, not each element: XLA shares it with the clip, and a norm that overflows would clip every gradient to zero anyway.
-    finite: Bool[Array, ""] = jnp.isfinite(optax.global_norm(gradients)) & jnp.isfinite(value)
+    measured = jnp.stack([jnp.asarray(value, jnp.float32), optax.global_norm(gradients).astype(jnp.float32)])
+    take: Bool[Array, ""] = jnp.all(jnp.isfinite(measured))
+    if sigmas:
+      limit = _limit(state, sigmas)
+      spiking = jnp.any((measured > limit) & (limit > 0))  # not the first that is not zero
+      take &= ~spiking | (state.taken < _ASLEEP)
     updates, inner_state = inner.update(gradients, state.inner, params)
-    updates = jax.tree.map(lambda new: jnp.where(finite, new, jnp.zeros_like(new)), updates)
-    inner_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), inner_state, state.inner)
-    return updates, SkipState(state.skipped + (~finite).astype(jnp.int32), inner_state)
+    updates = jax.tree.map(lambda new: jnp.where(take, new, jnp.zeros_like(new)), updates)
+    # The newest step's share of the weights so far; with it, what follows is their weighted mean and variance without a bias.
+    share = jnp.minimum(_NEWEST / -jnp.expm1((state.taken + 1) * math.log1p(-_NEWEST)), 1.0)
+    away = measured - state.mean
+    new = SkipState(
+      state.skipped,
+      jnp.zeros((), jnp.int32),
+      state.taken + 1,
+      state.mean + share * away,
+      (1 - share) * (state.variance + share * away**2),
+      inner_state,
+    )
+    old = state._replace(skipped=state.skipped + 1, in_a_row=state.in_a_row + 1)
+    return updates, jax.tree.map(lambda new, old: jnp.where(take, new, old), new, old)
 
   return optax.GradientTransformationExtraArgs(init, update)
 

@@ -20,7 +20,7 @@ from diffjax.model.decoder import Decoder, output_embedding
 from diffjax.ops.cross_entropy import per_token_cross_entropy
 from diffjax.parallel import rules
 from diffjax.parallel.mesh import sharded_attention, sharded_cross_entropy
-from diffjax.training.optimizer import make_optimizer, make_schedule, skipped_steps
+from diffjax.training.optimizer import make_optimizer, make_schedule, skip_metrics
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -129,7 +129,7 @@ def make_train_step(config: Config, mesh: Mesh, abstract_state: TrainState) -> C
       "grad_norm": optax.global_norm(grads),
       "learning_rate": schedule(state.step),
       "tokens": jnp.sum(batch["weights"]),
-      "skipped_steps": skipped_steps(opt_state),
+      **skip_metrics(opt_state, config.optimizer.spike_sigmas),
     }
     return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state), metrics
 

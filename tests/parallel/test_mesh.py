@@ -139,3 +139,21 @@ def test_batch_that_the_devices_cannot_share():
   config = dataclasses.replace(make_config(), train=TrainConfig(batch_size=12))
   with pytest.raises(UserError, match="batch_size = 12 .* multiple of 8"):
     make_train_step(config, make_mesh(config.mesh), None)
+
+
+def test_a_spike_is_skipped_on_a_mesh():
+  config = make_config(mesh=MeshConfig(data=2, fsdp=4))
+  mesh = make_mesh(config.mesh)
+  init, abstract = make_init(config, mesh)
+  state, step = init(), make_train_step(config, mesh, abstract)
+  for n in range(2):
+    state, _ = step(state, put_batch(make_batch(n), mesh))
+  (skip, rate) = state.opt_state
+  # As after many steps whose gradients were far smaller; the loss lies where it was.
+  mean = skip.mean * np.float32([1, 1e-3])
+  skip = skip._replace(taken=skip.taken + 100, mean=jax.device_put(mean, skip.mean.sharding), variance=0 * skip.variance)
+  before = jax.tree.map(np.asarray, (state.params, skip.inner, skip.mean))
+  state, metrics = step(dataclasses.replace(state, opt_state=(skip, rate)), put_batch(make_batch(2), mesh))
+  assert int(metrics["skipped_steps"]) == int(metrics["skipped_in_a_row"]) == 1
+  after = state.opt_state[0]
+  chex.assert_trees_all_equal(jax.tree.map(np.asarray, (state.params, after.inner, after.mean)), before)

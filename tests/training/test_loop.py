@@ -8,10 +8,15 @@ import signal
 import threading
 import time
 
+import chex
+import numpy as np
 import pytest
 
 from diffjax.config import Config, DataConfig, EvalConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig, UserError
+from diffjax.parallel.mesh import make_mesh
 from diffjax.training import loop
+from diffjax.training.checkpoint import load_params
+from diffjax.training.step import make_init
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -83,7 +88,7 @@ def interrupt_after(config, workdir, steps):
 
   def watch():
     path = pathlib.Path(workdir) / "metrics.jsonl"
-    while not path.exists() or path.read_text().count("train/loss") < steps:
+    while not path.exists() or path.read_text().count('"train/loss"') < steps:
       time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -144,3 +149,59 @@ def test_a_workdir_of_another_run_is_refused(config, whole, field, value):
 def test_vocabularies_that_differ(config, tmp_path):
   with pytest.raises(UserError, match="config.model.vocab_size = 100: .* 'bytes' has 256"):
     loop.train(change(config, model__vocab_size=100), str(tmp_path))
+
+
+def spoil(monkeypatch, bad, *, first=0, interrupt_at=None):
+  """Gives the steps in `bad` one weight that makes their loss NaN or infinite, and sends SIGTERM before one step if asked."""
+  original, steps = loop.put_batch, iter(range(first + 1, 1000))
+
+  def put_batch(batch, mesh):
+    step = next(steps)
+    if step == interrupt_at:
+      os.kill(os.getpid(), signal.SIGTERM)
+    if step in bad:
+      batch = {**batch, "weights": batch["weights"].copy()}
+      batch["weights"][0, 0] = bad[step]
+    return original(batch, mesh)
+
+  monkeypatch.setattr(loop, "put_batch", put_batch)
+
+
+def test_bad_batches_are_skipped_and_a_resume_among_them_is_exact(config, tmp_path, monkeypatch, capsys):
+  config, bad = change(config, train__sample_tokens=0, eval__interval=0), {3: np.inf, 4: np.nan}
+  with monkeypatch.context() as patch:
+    spoil(patch, bad)
+    loop.train(config, str(tmp_path / "whole"))
+  lines = [line for line in log(tmp_path / "whole") if "train/loss" in line]
+  assert [(line["train/skipped_in_a_row"], line["train/skipped_steps"]) for line in lines] == [
+    (0, 0), (0, 0), (1, 1), (2, 2), (0, 2), (0, 2)
+  ]  # fmt: skip
+  printed = capsys.readouterr().err
+  assert "step 3 is skipped, 1 in a row: the loss is nan" in printed and "step 4 is skipped, 2 in a row: the loss is nan" in printed
+  assert printed.count("skipped") == 2
+  abstract = make_init(config, make_mesh(config.mesh))[1].params
+  before, skipped, after = (load_params(tmp_path / "whole", abstract, step) for step in (2, 4, 6))
+  chex.assert_trees_all_equal(before, skipped)
+  assert np.any(np.asarray(before["embedding"]) != np.asarray(after["embedding"]))
+
+  with monkeypatch.context() as patch:
+    spoil(patch, bad, interrupt_at=3)
+    loop.train(config, str(tmp_path / "resumed"))
+  with monkeypatch.context() as patch:
+    spoil(patch, bad, first=3)
+    loop.train(config, str(tmp_path / "resumed"))
+  assert "resuming from step 3" in capsys.readouterr().err
+  assert log(tmp_path / "resumed") == log(tmp_path / "whole")  # the averages among it
+
+
+@pytest.mark.parametrize(
+  "interval, keep, named", [(2, 3, r"is .*/checkpoints/2\. "), (2, 1, r"is .*/checkpoints/4\. "), (100, 3, "there is no checkpoint")]
+)
+def test_too_many_bad_steps_in_a_row_stop_the_run(config, tmp_path, monkeypatch, interval, keep, named):
+  """Step 2 was skipped alone; from step 4 on all are. What is saved among them holds the parameters of step 3."""
+  fields = dict(train__max_skipped_in_a_row=3, train__log_interval=100, train__steps=20, eval__interval=0)
+  config = change(config, train__checkpoint_interval=interval, train__keep_checkpoints=keep, **fields)
+  spoil(monkeypatch, {step: np.nan for step in (2, *range(4, 21))})
+  with pytest.raises(UserError, match=f"stopped at step 6: 3 steps in a row .* the loss is nan; .*{named}"):
+    loop.train(config, str(tmp_path))
+  assert [line["step"] for line in log(tmp_path)] == [2, 4, 5, 6]

@@ -188,12 +188,66 @@ def test_non_finite_steps_are_skipped_and_counted(name):
     before = state
     updates, state = update(broken, state, params, value=jnp.float32(loss))
     assert not any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(updates))
-    jax.tree.map(np.testing.assert_array_equal, state[0].inner, before[0].inner)
-    assert int(optimizer.skipped_steps(state)) == count
+    kept = before[0]._replace(skipped=state[0].skipped, in_a_row=state[0].in_a_row)
+    jax.tree.map(np.testing.assert_array_equal, state[0], kept)
+    assert int(state[0].skipped) == int(state[0].in_a_row) == count
   good, state = update(gradients, state, params, value=jnp.float32(2.0))
   # The learning rate is the step's own: this is step 5 of the run, and the second that Adam or Muon sees.
   _, unbroken = update(gradients, jax.jit(tx.init)(params), params, value=jnp.float32(2.0))
   second, _ = update(gradients, unbroken, params, value=jnp.float32(2.0))
   rate = optimizer.make_schedule(config, 10)
   np.testing.assert_allclose(by_name(good)["up"] / rate(5), by_name(second)["up"] / rate(1), rtol=1e-5)
-  assert int(optimizer.skipped_steps(state)) == 4
+  assert int(state[0].skipped) == 4 and int(state[0].in_a_row) == 0
+
+
+def run_scalar(losses, norms, sigmas=6.0):
+  """Which steps are skipped, and the last state, for a model of one parameter whose gradient is its norm."""
+  tx = optimizer.make_optimizer(dataclasses.replace(STILL, spike_sigmas=sigmas), 10)
+  params = {"final_norm": jnp.zeros(1)}
+
+  def step(state, measured):
+    _, state = tx.update({"final_norm": measured[1:]}, state, params, value=measured[0])
+    return state, state[0].in_a_row > 0
+
+  measured = jnp.stack([jnp.asarray(losses), jnp.asarray(norms)], axis=1).astype(jnp.float32)
+  state, skipped = jax.jit(lambda m: jax.lax.scan(step, tx.init(params), m))(measured)
+  return np.flatnonzero(skipped).tolist(), state
+
+
+def noise(steps, mean, deviation, seed=0):
+  return mean + deviation * np.random.default_rng(seed).standard_normal(steps)
+
+
+@pytest.mark.parametrize("which", ["loss", "norm"])
+def test_a_spike_is_skipped_and_its_neighbours_are_not(which):
+  losses, norms = noise(300, 2.0, 0.1), noise(300, 0.5, 0.05, seed=1)
+  spiking = losses if which == "loss" else norms
+  deviation = spiking.std()
+  spiking[[150, 151, 250]] = spiking.mean() + np.array([8, 50, 1000]) * deviation
+  assert run_scalar(losses, norms)[0] == [150, 151, 250]
+  assert run_scalar(losses, norms, sigmas=0.0)[0] == []
+  assert run_scalar(losses, norms, sigmas=20.0)[0] == [151, 250]
+
+
+def test_averages_are_the_weighted_mean_and_variance_of_the_steps_taken():
+  losses, norms = noise(200, 2.0, 0.1), np.abs(noise(200, 0.5, 0.05, seed=1))
+  losses[130] = 50.0
+  skipped, state = run_scalar(losses, norms)
+  assert skipped == [130]
+  for index, values in enumerate((losses, norms)):
+    taken = np.delete(values, 130)
+    weights = (1 - 2 / 129) ** np.arange(len(taken))[::-1]
+    mean = np.average(taken, weights=weights)
+    np.testing.assert_allclose(state[0].mean[index], mean, rtol=1e-5)
+    np.testing.assert_allclose(state[0].variance[index], np.average((taken - mean) ** 2, weights=weights), rtol=1e-4)
+
+
+def test_no_spike_on_a_plateau_in_a_falling_loss_or_at_the_start():
+  steps = np.arange(400)
+  still = np.full(400, 0.5)
+  assert run_scalar(noise(400, 2.0, 1e-6) + 0.05 * (steps == 300), still)[0] == []  # a plateau: 2.5% is no spike
+  assert run_scalar(np.full(400, 2.0) + 0.2 * (steps == 300), still)[0] == [300]
+  assert run_scalar(2 + 4 * np.exp(-steps / 50) + noise(400, 0, 0.02), 0.3 + 5 * np.exp(-steps / 20) + noise(400, 0, 0.02))[0] == []
+  assert run_scalar(np.where(steps == 60, 50.0, 2.0), still)[0] == []  # asleep
+  assert run_scalar(np.where(steps == 300, 0.1, noise(400, 2.0, 0.1)), still)[0] == []  # far below the mean
+  assert run_scalar(np.zeros(400), np.where(steps == 300, 1.0, 0.0))[0] == []  # padding alone, then a batch with text
