@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import pathlib
 import sys
 import types
@@ -244,7 +245,7 @@ def from_config_dict(values: ml_collections.ConfigDict | dict[str, Any]) -> Conf
   def convert(cls, mapping, prefix):
     hints = typing.get_type_hints(cls)
     if not isinstance(mapping, dict):  # also what a config file returns, if it is no ConfigDict
-      raise UserError(f"config.{prefix.rstrip('.')} must be a section with the fields {', '.join(hints)}; got {mapping!r}")
+      raise UserError(f"{f'config.{prefix}'.rstrip('.')} must be a section with the fields {', '.join(hints)}; got {mapping!r}")
     for name in mapping:
       if name not in hints:
         raise _unknown(prefix, name, hints)
@@ -255,11 +256,15 @@ def from_config_dict(values: ml_collections.ConfigDict | dict[str, Any]) -> Conf
         out[name] = convert(kind, value, f"{prefix}{name}.")
         continue
       allowed = typing.get_args(kind) or (kind,)
+      if isinstance(value, int) and abs(value) >= 2**31:
+        raise UserError(f"config.{prefix}{name} must be below 2³¹; got a number of {value.bit_length()} bits")
       if float in allowed and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
       if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
         names = " or ".join(t.__name__ for t in allowed)
         raise UserError(f"config.{prefix}{name} must be {names}; got {value!r}")
+      if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"config.{prefix}{name} must be finite; got {value}")
       out[name] = value
     return cls(**out)
 
@@ -270,10 +275,10 @@ def from_config_dict(values: ml_collections.ConfigDict | dict[str, Any]) -> Conf
   return config
 
 
-def _unknown(prefix: str, name: str, fields: typing.Iterable[str]) -> UserError:
-  near = difflib.get_close_matches(name, fields, n=1)
+def _unknown(prefix: str, name: Any, fields: typing.Iterable[str]) -> UserError:
+  near = difflib.get_close_matches(str(name), fields, n=1)
   hint = f"did you mean {prefix}{near[0]}?" if near else f"there are {', '.join(fields)}"
-  return UserError(f"config.{prefix}{name} is not a config field: {hint}")
+  return UserError(f"config.{prefix}{name if str(name).isprintable() else repr(name)} is not a config field: {hint}")
 
 
 def check(config: Config) -> None:
