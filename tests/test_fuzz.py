@@ -2,19 +2,26 @@
 
 import contextlib
 import dataclasses
+import gzip
 import io
+import json
 import math
+import pathlib
 import sys
 import typing
 from unittest import mock
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+import zstandard
 from absl.testing import flagsaver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffjax import config as config_lib
-from diffjax.config import Config, UserError, from_config_dict
+from diffjax.config import Config, DataConfig, TrainConfig, UserError, from_config_dict
+from diffjax.data.pipeline import training_batches
 from diffjax.training import loop
 
 FIELDS = {
@@ -136,61 +143,80 @@ def corpus(tmp_path_factory):
   return path
 
 
-def small(*usual, odd=()):
-  """Mostly a usual value."""
-  return st.sampled_from([*usual] * 4 + [*odd])
-
-
-SMALL = {
-  "model.attention": small("diff", "diff_v2", "softmax"),
-  "model.vocab_size": small(256, 257, 511, odd=(255, 512)),
-  "model.num_layers": small(1, 2),
-  "model.embed_dim": small(8, 16, 24, odd=(1, 5, 7)),
-  "model.num_heads": small(2, 1, 3, 4),
-  "model.num_kv_heads": small(1, odd=(2, 3)),
-  "model.head_dim": small(2, 4, 6, 8, odd=(3,)),
-  "model.ffn_dim": small(8, 1, 17),
-  "model.max_length": small(64, odd=(1, 8)),
-  "model.rope_base": small(1e4, 1.0, 1e-30, 1e30),
-  "model.head_norm": small(True, False),
-  "model.lambda_init": small(None, odd=(0.0, 0.8, -5.0, 1e30)),
-  "model.norm_eps": small(1e-5, 1e-30, 1e30),
-  "model.tie_embeddings": small(True, False),
-  "model.dtype": small("auto", "float32", "bfloat16"),
-  "model.attention_implementation": small("auto", "reference", "chunked", "two_call", odd=("pallas_tpu", "pallas_gpu", "x")),
-  "model.remat": small("none", "attention", "dots", "full"),
-  "data.validation_fraction": small(0.3, odd=(0.0, 1.0, 1e-9)),
-  "data.length": small(8, 1, 2, 5, 64, odd=(65,)),
-  "data.packing": small("documents", "concat"),
-  "data.mode": small("prepared", "streamed"),
-  "data.seed": small(0, 2**31 - 1),
-  "optimizer.name": small("adamw", "muon"),
-  "optimizer.learning_rate": small(1e-3, 0.0, 1e30),
-  "optimizer.final_fraction": small(0.0, 1.0),
-  "optimizer.schedule": small("linear", "cosine", "wsd"),
-  "optimizer.warmup_steps": small(0, 1, odd=(2,)),
-  "optimizer.decay_fraction": small(0.2, 0.0, 1.0),
-  "optimizer.b1": small(0.9, 0.0, 1.0),
-  "optimizer.b2": small(0.95, 0.0, 1.0),
-  "optimizer.eps": small(1e-8, 1e-300, 1e30),
-  "optimizer.weight_decay": small(0.1, 0.0, 1e30),
-  "optimizer.clip_norm": small(1.0, 0.0, 1e-30),
-  "optimizer.spike_sigmas": small(6.0, 0.0, 1e-9),
-  "optimizer.muon_momentum": small(0.95, 0.0, 1.0),
-  "train.steps": small(1, odd=(0,)),
-  "train.batch_size": small(8, 16, odd=(1, 3, 24)),
-  "train.accumulation": small(1, 2, odd=(3,)),
-  "train.seed": small(0, 2**31 - 1),
-  "train.z_loss": small(0.0, 1e-4, 1e30),
-  "train.max_skipped_in_a_row": small(10, 0, 1),
-  "train.sample_tokens": small(0, odd=(3,)),
-  "train.sample_prompt": small("", "é\0", "x" * 99),
-  "eval.interval": small(0, 1),
-  "eval.rows": small(1, 9, -1, 0),
-  "eval.ngram": small(2, 3, 99),
-  "mesh.data": small(-1, 2, odd=(8, 3)),
-  "mesh.fsdp": small(1, 4, odd=(-1, 8, 2)),
+# Values that fit each other, and values that mostly do not.
+FITTING = {
+  "model.attention": ["diff", "diff_v2", "softmax"],
+  "model.vocab_size": [256, 257, 511],
+  "model.num_layers": [1, 2],
+  "model.embed_dim": [8, 16, 24],
+  "model.num_heads": [2, 1, 3, 4],
+  "model.num_kv_heads": [1],
+  "model.head_dim": [4, 2, 6],
+  "model.ffn_dim": [8, 1, 17],
+  "model.max_length": [64],
+  "model.rope_base": [1e4, 1.0, 1e-30, 1e30],
+  "model.head_norm": [True, False],
+  "model.norm_eps": [1e-5, 1e-30, 1e30],
+  "model.tie_embeddings": [True, False],
+  "model.dtype": ["auto", "float32", "bfloat16"],
+  "model.attention_implementation": ["auto", "reference", "chunked", "two_call"],
+  "model.remat": ["none", "attention", "dots", "full"],
+  "data.validation_fraction": [0.3],
+  "data.length": [8, 3, 5, 64],
+  "data.packing": ["documents", "concat"],
+  "data.mode": ["prepared", "streamed"],
+  "data.seed": [0, 2**31 - 1],
+  "optimizer.name": ["adamw", "muon"],
+  "optimizer.learning_rate": [1e-3, 0.0, 1e30],
+  "optimizer.final_fraction": [0.0, 1.0],
+  "optimizer.schedule": ["linear", "cosine", "wsd"],
+  "optimizer.warmup_steps": [0, 1],
+  "optimizer.decay_fraction": [0.2, 0.0, 1.0],
+  "optimizer.b1": [0.9, 0.0, 1.0],
+  "optimizer.b2": [0.95, 0.0, 1.0],
+  "optimizer.eps": [1e-8, 1e-300, 1e30],
+  "optimizer.weight_decay": [0.1, 0.0, 1e30],
+  "optimizer.clip_norm": [1.0, 0.0, 1e-30],
+  "optimizer.spike_sigmas": [6.0, 0.0, 1e-9],
+  "optimizer.muon_momentum": [0.95, 0.0, 1.0],
+  "train.steps": [1],
+  "train.batch_size": [16],
+  "train.accumulation": [1, 2],
+  "train.seed": [0, 2**31 - 1],
+  "train.z_loss": [0.0, 1e-4, 1e30],
+  "train.max_skipped_in_a_row": [10, 0, 1],
+  "train.sample_tokens": [0],
+  "eval.interval": [0, 1],
+  "eval.rows": [1, 9, -1, 0],
+  "eval.ngram": [2, 3, 99],
+  "mesh.data": [-1],
+  "mesh.fsdp": [1, 2, 4, 8],
 }
+UNFITTING = {
+  "model.vocab_size": [255, 512],
+  "model.embed_dim": [1, 7],
+  "model.num_kv_heads": [2, 3],
+  "model.head_dim": [3],
+  "model.max_length": [1, 8],
+  "model.lambda_init": [0.0, -5.0, 1e30],
+  "model.attention_implementation": ["pallas_tpu", "x"],
+  "data.validation_fraction": [0.0, 1.0, 1e-9],
+  "data.length": [1, 2, 65],
+  "optimizer.warmup_steps": [2],
+  "train.steps": [0],
+  "train.batch_size": [1, 3, 24],
+  "train.accumulation": [3],
+  "train.sample_tokens": [3],
+  "train.init_from": ["", "/nowhere", "é"],
+  "mesh.data": [1, 2, 3, 8],
+  "mesh.fsdp": [-1, 3],
+}
+unfitting = [{field: value} for field, choices in UNFITTING.items() for value in choices]
+runs = st.builds(
+  lambda fitting, other: fitting | other,
+  st.fixed_dictionaries({field: st.sampled_from(choices) for field, choices in FITTING.items()}),
+  st.sampled_from([{}] * len(unfitting) + unfitting),
+)
 
 
 def train(changes, workdir):
@@ -210,7 +236,66 @@ def train(changes, workdir):
 
 @pytest.mark.usefixtures("quick_compile")
 @settings(derandomize=True, deadline=None, max_examples=12)
-@given(st.fixed_dictionaries(SMALL))
+@given(runs)
 def test_small_runs(corpus, tmp_path_factory, changes):
   """Every combination of fields that the check lets pass trains a step, or is refused in one line."""
   train({**changes, "data.source": f"text:{corpus}/*.txt"}, tmp_path_factory.mktemp("run"))
+
+
+def parquet(column):
+  sink = io.BytesIO()
+  pyarrow.parquet.write_table(pyarrow.table({"text": column}), sink)
+  return sink.getvalue()
+
+
+lines = st.lists(
+  st.one_of(
+    st.binary(max_size=20),
+    st.recursive(values, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.just("text"), inner)).map(
+      lambda value: json.dumps(value).encode()
+    ),
+    st.text(min_size=1, max_size=9).map(lambda text: json.dumps({"text": text}).encode()),
+  ),
+  max_size=4,
+).map(b"\n".join)
+CONTENTS = {
+  "text:{}.txt": st.binary(max_size=40),
+  "jsonl:{}.jsonl": lines,
+  "jsonl:{}.jsonl.gz": lines.map(gzip.compress),
+  "jsonl:{}.jsonl.zst": lines.map(zstandard.compress),
+  "parquet:{}.parquet": st.lists(st.one_of(st.none(), st.text(max_size=9, alphabet=st.characters(codec="utf-8")))).map(parquet)
+  | st.lists(st.integers(0, 9), min_size=1).map(parquet),
+}
+
+
+@st.composite
+def files(draw):
+  """A source and what its file holds: sound, cut off, or with a few bytes of noise."""
+  spec = draw(st.sampled_from(list(CONTENTS)))
+  content = bytearray(draw(CONTENTS[spec]))
+  damage = draw(st.sampled_from(["none", "cut", "noise", "all"]))
+  if damage == "cut":
+    content = content[: draw(st.integers(0, len(content)))]
+  elif damage == "noise" and content:
+    for position in draw(st.lists(st.integers(0, len(content) - 1), max_size=3)):
+      content[position] = draw(st.integers(0, 255))
+  elif damage == "all":
+    content = draw(st.binary(max_size=40))
+  return spec, bytes(content)
+
+
+@pytest.mark.xfail(strict=True, reason="damaged Parquet pages, an empty streamed source and rows of one-token segments")
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(files(), st.sampled_from(["prepared", "streamed"]))
+def test_input_files(corpus, tmp_path_factory, file, mode):
+  """Random bytes give a batch, or one line that names the file."""
+  path = tmp_path_factory.mktemp("input") / "input"
+  spec, content = file[0].format(path), file[1]
+  pathlib.Path(spec.partition(":")[2]).write_bytes(content)
+  data = DataConfig(source=spec, validation_source=f"text:{corpus}/*.txt", mode=mode, length=8)
+  try:
+    batches = training_batches(Config(data=data, train=TrainConfig(batch_size=2)))
+    assert next(batches)["tokens"].shape == (2, 8)
+    batches.close()
+  except UserError as error:
+    assert str(path) in str(error) and "\n" not in str(error)

@@ -28,6 +28,8 @@ def ar_hit_mask(
   if n < 2:
     raise ValueError(f"an n-gram of AR-Hit has at least 2 tokens; got n = {n}")
   rows, length = tokens.shape
+  if n > length + 1:  # more than a row and its last target
+    return np.zeros((rows, length), bool)
   starts = np.ones((rows, length), bool)
   starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
   # One number for each (segment, n-gram): segments are numbered through the batch, so that one sort serves all rows.

@@ -38,6 +38,12 @@ def test_equals_the_loop(n, vocabulary):
   assert want.any() or vocabulary**n > 200
 
 
+@pytest.mark.parametrize("n", [4, 5, 6, 99])
+def test_n_grams_as_long_as_a_row_and_longer(n):
+  batch = random_batch(n, 8, 4, 1)
+  np.testing.assert_array_equal(ar_hit_mask(*batch, n), naive(*batch, n))
+
+
 def test_codes_too_large_for_an_integer_are_compressed():
   tokens, targets, segment_ids = random_batch(0, 4, 100, 3)
   scale = 400_000_000  # seven tokens below 2³¹, and segments: far beyond 63 bits
