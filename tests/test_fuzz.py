@@ -235,7 +235,7 @@ def train(changes, workdir):
 
 
 @pytest.mark.usefixtures("quick_compile")
-@settings(derandomize=True, deadline=None, max_examples=12)
+@settings(derandomize=True, deadline=None, max_examples=8)
 @given(runs)
 def test_small_runs(corpus, tmp_path_factory, changes):
   """Every combination of fields that the check lets pass trains a step, or is refused in one line."""
