@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from diffjax.ops.diff_attention import diff_attention
+from diffjax.ops.linear import linear
 from diffjax.ops.rms_norm import rms_norm
 from diffjax.ops.rope import rope
 
@@ -84,9 +85,9 @@ class Attention(nn.Module):
     if positions is None:
       positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
     x = x.astype(self.dtype)
-    q = jnp.einsum("BTE,EHGD->BTHGD", x, self._matrix("query", (E, H, G, D), E))
-    k = jnp.einsum("BSE,EKMD->BSKMD", x, self._matrix("key", (E, K, M, D), E))
-    v = jnp.einsum("BSE,EKV->BSKV", x, self._matrix("value", (E, K, V), E))
+    q = _project(x, self._matrix("query", (E, H, G, D), E))
+    k = _project(x, self._matrix("key", (E, K, M, D), E))
+    v = _project(x, self._matrix("value", (E, K, V), E))
     q, k = rope(q, positions, self.rope_base), rope(k, positions, self.rope_base)
     self.sow("intermediates", "query", q)
     self.sow("intermediates", "key", k)
@@ -97,7 +98,8 @@ class Attention(nn.Module):
     if self.head_norm:
       heads = rms_norm(heads, self.param("head_gain", nn.initializers.ones, (V,)), self.norm_eps)
     heads = self._scale(heads, lambda_init)
-    return jnp.einsum("BTHV,HVE->BTE", heads, self._matrix("out", (H, V, E), H * V, scale=self.out_scale))
+    out = self._matrix("out", (H, V, E), H * V, scale=self.out_scale)
+    return linear(heads.reshape(*x.shape[:2], H * V), out.reshape(H * V, E))
 
   def _matrix(self, name: str, shape: tuple[int, ...], inputs: int, *, scale: float = 1.0) -> jax.Array:
     return self.param(name, matrix_init(inputs, scale=scale), shape).astype(self.dtype)
@@ -147,6 +149,10 @@ class DiffAttentionV2(Attention):
     E, H = x.shape[-1], self.num_heads
     logits = jnp.einsum("BTE,EH->BTH", x, self._matrix("lambda_hat", (E, H), E), preferred_element_type=jnp.float32)
     return jax.nn.sigmoid(logits)
+
+
+def _project(x: Float[Array, "B T E"], w: Float[Array, "E *heads"]) -> Float[Array, "B T *heads"]:
+  return linear(x, w.reshape(w.shape[0], -1)).reshape(*x.shape[:2], *w.shape[1:])
 
 
 ATTENTION = {"softmax": Attention, "diff": DiffAttention, "diff_v2": DiffAttentionV2}

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from diffjax.config import ModelConfig
 from diffjax.model.attention import ATTENTION, lambda_init_schedule, matrix_init
 from diffjax.ops.diff_attention import RESIDUAL_NAMES, diff_attention
+from diffjax.ops.linear import linear
 from diffjax.ops.rms_norm import rms_norm
 
 REMAT_POLICIES = {
@@ -35,9 +36,9 @@ class SwiGLU(nn.Module):
     gate = self.param("gate", matrix_init(E), (E, F)).astype(self.dtype)
     up = self.param("up", matrix_init(E), (E, F)).astype(self.dtype)
     down = self.param("down", matrix_init(F, scale=self.out_scale), (F, E)).astype(self.dtype)
-    hidden = jax.nn.silu(x @ gate) * (x @ up)
+    hidden = jax.nn.silu(linear(x, gate)) * linear(x, up)
     hidden = nn.with_logical_constraint(hidden, ("batch", "length", "ffn"))
-    return hidden @ down
+    return linear(hidden, down)
 
 
 class Block(nn.Module):

@@ -1,0 +1,40 @@
+"""The product of activations with a weight matrix."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+@jax.custom_vjp
+def linear(x: Float[Array, "B T I"], w: Float[Array, "I O"]) -> Float[Array, "B T O"]:
+  """x W, whose weight gradient xᵀ dy turns the narrower of the two sides.
+
+  JAX's own rule writes (dyᵀ x)ᵀ. XLA's CPU backend then writes dy out turned, with what produces it fused into the strided copy: a training
+  step of tiny's shape took a quarter longer. Where layouts are free (GPU, TPU) the two are the same.
+
+  Args:
+    x: activations.
+    w: weights, in x's dtype.
+
+  Returns:
+    The product, in that dtype.
+  """
+  return x @ w
+
+
+def _forward(x, w):
+  return x @ w, (x, w)
+
+
+def _backward(saved, dy):
+  x, w = saved
+  if w.shape[0] <= w.shape[1]:
+    dw = jnp.einsum("BTI,BTO->IO", x, dy)
+  else:
+    dw = jnp.einsum("BTO,BTI->OI", dy, x).T
+  return jnp.einsum("BTO,IO->BTI", dy, w), dw
+
+
+linear.defvjp(_forward, _backward)
