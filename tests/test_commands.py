@@ -74,3 +74,14 @@ def test_readme_training_line(tmp_path):
   assert last["validation/bits_per_byte"] < 2.2
   assert last["validation/bits_per_byte"] < last["validation/trigram_bits_per_byte"]
   assert (tmp_path / "loss.png").exists() and (tmp_path / "sample.txt").exists() and (tmp_path / "checkpoints" / "600").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["kill --times=20", "kill --times=5 --mode=streamed", "growth --batch_size=2"])
+def test_reliability_commands(command):
+  """SIGKILL at random moments changes nothing, and memory does not grow; the full measurements are in the README."""
+  module, *arguments = command.split()
+  result = subprocess.run(
+    [sys.executable, "-m", f"benchmarks.{module}", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=1200
+  )
+  assert result.returncode == 0, result.stdout + result.stderr

@@ -284,7 +284,6 @@ def files(draw):
   return spec, bytes(content)
 
 
-@pytest.mark.xfail(strict=True, reason="damaged Parquet pages, an empty streamed source and rows of one-token segments")
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(files(), st.sampled_from(["prepared", "streamed"]))
 def test_input_files(corpus, tmp_path_factory, file, mode):

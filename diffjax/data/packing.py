@@ -105,7 +105,7 @@ def make_batch(rows: Sequence[Row], length: int) -> Batch:
       segments[index, :count] = 1
       positions[index, :count] = column[:count]
     elif count:
-      segments[index, :count] = np.repeat(column[1 : len(lengths) + 1], lengths)
+      segments[index, :count] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
       positions[index, :count] = column[:count] - np.repeat(np.cumsum(lengths) - lengths, lengths)
   weights = (segments[:, 1:] == segments[:, :-1]) & (segments[:, :-1] > 0)
   return {
@@ -162,20 +162,21 @@ class Documents(grain.IterDataset):
     parts: What `read` understands, once or for ever.
     read: Gives the documents of a part.
     patience: Parts in a row that may hold no documents: a source without any, repeated for ever, would otherwise be read for ever.
+    spec: The source, for messages.
   """
 
-  def __init__(self, parts: grain.IterDataset, read: Callable[[Any], Iterator[tuple[str, bool]]], patience: int):
+  def __init__(self, parts: grain.IterDataset, read: Callable[[Any], Iterator[tuple[str, bool]]], patience: int, spec: str):
     super().__init__(parts)
-    self._read, self._patience = read, patience
+    self._read, self._patience, self._spec = read, patience, spec
 
   def __iter__(self) -> grain.DatasetIterator:
-    return _DocumentIterator(self._parent.__iter__(), self._read, self._patience)
+    return _DocumentIterator(self._parent.__iter__(), self._read, self._patience, self._spec)
 
 
 class _DocumentIterator(grain.DatasetIterator):
-  def __init__(self, parent: grain.DatasetIterator, read: Callable[[Any], Iterator[tuple[str, bool]]], patience: int):
+  def __init__(self, parent: grain.DatasetIterator, read: Callable[[Any], Iterator[tuple[str, bool]]], patience: int, spec: str):
     super().__init__(parent)
-    self._read, self._patience = read, patience
+    self._read, self._patience, self._spec = read, patience, spec
     self._documents: Iterator[tuple[str, bool]] = iter(())
     self._before_part = parent.get_state()
     self._taken = 0
@@ -189,8 +190,8 @@ class _DocumentIterator(grain.DatasetIterator):
       parts += 1
       if parts > self._patience + 1:
         raise UserError(
-          "config.data.source: empty: no document to train on (documents without text do not count, nor those held out by "
-          "config.data.validation_fraction)"
+          f"config.data.source {self._spec!r}: empty: no document to train on (documents without text do not count, nor those "
+          "held out by config.data.validation_fraction)"
         )
       before = self._parent.get_state()
       part = next(self._parent)

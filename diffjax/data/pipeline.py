@@ -239,7 +239,7 @@ def _stream(config: DataConfig, split: str, process_index: int = 0, process_coun
           f"records), fewer than the {process_count} processes; split its files, or set config.data.mode to 'prepared'"
         )
       parts = parts.seed(config.seed + index).shuffle()[process_index::process_count].repeat(None)
-    documents = packing.Documents(parts.to_iter_dataset(grain.ReadOptions(num_threads=0)), source.read, len(source.parts))
+    documents = packing.Documents(parts.to_iter_dataset(grain.ReadOptions(num_threads=0)), source.read, len(source.parts), component.spec)
     streams.append(packing.pack(documents.map(packing.Tokenize(config.tokenizer)), config.length, config.packing))
   if len(streams) == 1:
     return streams[0]

@@ -316,7 +316,7 @@ def _write_shard(shard: _Shard, config: DataConfig, counter: _Counter) -> None:
     counter.add(1, 0)
 
   parts = grain.MapDataset.source(source.parts[shard.start : shard.stop]).to_iter_dataset(grain.ReadOptions(num_threads=0))
-  documents = packing.Documents(parts, read, len(source.parts)).map(packing.Tokenize(config.tokenizer))
+  documents = packing.Documents(parts, read, len(source.parts), shard.spec).map(packing.Tokenize(config.tokenizer))
   temporary = f"{shard.path}.{os.getpid()}.tmp"
   writer = array_record_module.ArrayRecordWriter(temporary, "group_size:1")
   try:

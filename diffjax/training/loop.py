@@ -87,7 +87,7 @@ def _train(config: Config, workdir: str, held: contextlib.ExitStack) -> None:
     if pending is None:
       return
     (number, results), pending = pending, None
-    in_a_row = int(results["skipped_in_a_row"])
+    in_a_row = int(jax.device_get(results["skipped_in_a_row"]))
     reporting = number % config.train.log_interval == 0 or number == steps
     if in_a_row or reporting:
       measured = jax.device_get(results)
