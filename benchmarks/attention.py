@@ -92,7 +92,7 @@ def main() -> None:
   if flags.only in (None, "curve"):
     print("Cost per token, B 1, H 2, D 64, V 128")
     for length in (512, 1024, 2048, 4096, 8192, 16384, 32768):
-      seconds = medians({"chunked": step("chunked", 1, length, 2, 2, 64, 128)}, 5 if length < 8192 else 1)["chunked"]
+      seconds = medians({"chunked": step("chunked", 1, length, 2, 2, 64, 128)}, 9 if length < 8192 else 3)["chunked"]
       print(f"  T {length:6}: {seconds / length * 1e6:7.1f} µs a token, {seconds / length**2 * 1e9:5.1f} ns a token and key")
 
 
