@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -21,6 +20,7 @@ import time
 import jax
 import jax.numpy as jnp
 
+from benchmarks import cpu_name
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.training.runtime import keep_freed_pages
 
@@ -94,14 +94,6 @@ def main() -> None:
     for length in (512, 1024, 2048, 4096, 8192, 16384, 32768):
       seconds = medians({"chunked": step("chunked", 1, length, 2, 2, 64, 128)}, 9 if length < 8192 else 3)["chunked"]
       print(f"  T {length:6}: {seconds / length * 1e6:7.1f} µs a token, {seconds / length**2 * 1e9:5.1f} ns a token and key")
-
-
-def cpu_name() -> str:
-  try:
-    with open("/proc/cpuinfo") as file:
-      return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-  except (OSError, StopIteration):
-    return platform.processor()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ import sys
 import jax
 import jax.numpy as jnp
 
-from benchmarks.attention import cpu_name, medians
+from benchmarks import cpu_name
+from benchmarks.attention import medians
 from diffjax.ops.cross_entropy import fused_cross_entropy, reference_cross_entropy
 from diffjax.training.runtime import keep_freed_pages
 

@@ -18,6 +18,8 @@ import sys
 import tempfile
 import time
 
+from benchmarks import cpu_name
+
 _SECONDS = 5.0  # of each measurement
 _SHAPES = ((16, 256), (16, 2048))
 _VOCABULARY = 32768
@@ -45,11 +47,6 @@ def measure(mode: str, tokenizer: str, batch_size: int, length: int) -> float:
   return tokens / (time.perf_counter() - start)
 
 
-def _cpu() -> str:
-  with open("/proc/cpuinfo") as file:
-    return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), platform.machine())
-
-
 def main() -> None:
   if len(sys.argv) > 1:  # a child
     mode, tokenizer, *shape = sys.argv[1:]
@@ -61,7 +58,7 @@ def main() -> None:
 
   versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "grain", "array_record", "tiktoken"))
   cores = len(os.sched_getaffinity(0))
-  print(f"{_cpu()}, one of {cores} cores, Python {platform.python_version()}, {versions}")
+  print(f"{cpu_name()}, one of {cores} cores, Python {platform.python_version()}, {versions}")
   with tempfile.TemporaryDirectory() as directory:
     source = sources.documents("stdlib", "train", DataConfig())
     texts = (document.text for part in source.parts for document in source.read(part))

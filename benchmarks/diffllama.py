@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import transformers
 
-from benchmarks.attention import cpu_name
+from benchmarks import cpu_name
 from diffjax.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training.metrics import parameter_count

@@ -11,16 +11,17 @@ import argparse
 import importlib
 import os
 import pathlib
-import platform
 import statistics
 import time
 
 import jax
 import numpy as np
 
+from benchmarks import cpu_name
 from diffjax.config import from_config_dict
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training.metrics import parameter_count, step_flops
+from diffjax.training.runtime import keep_freed_pages
 from diffjax.training.step import make_init, make_train_step, put_batch
 
 
@@ -51,6 +52,7 @@ def main() -> None:
   parser.add_argument("--config", default="configs/tiny.py")
   parser.add_argument("--repetitions", type=int, default=30)
   flags = parser.parse_args()
+  keep_freed_pages()
   module = importlib.import_module(f"configs.{pathlib.Path(flags.config).stem}")
   configs = {variant: from_config_dict(module.get_config(variant)) for variant in ("transformer", "diff", "diff_v2")}
   runs = {variant: stepper(config) for variant, config in configs.items()}
@@ -60,7 +62,7 @@ def main() -> None:
       start = time.perf_counter()
       run()
       seconds[variant].append(time.perf_counter() - start)
-  print(f"{flags.config}: JAX {jax.__version__}, {jax.devices()[0].device_kind}, {platform.machine()}, {os.cpu_count()} CPUs")
+  print(f"{flags.config}: JAX {jax.__version__}, {jax.devices()[0].device_kind}, {cpu_name()}, {len(os.sched_getaffinity(0))} threads")
   baseline = statistics.median(seconds["transformer"])
   for variant, config in configs.items():
     median = statistics.median(seconds[variant])

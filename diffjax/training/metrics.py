@@ -408,6 +408,7 @@ class Progress:
       parts += [f"{self._rates['train/tokens_per_second']:,.0f} tokens/s", f"{seconds:.3f} s/step"]
       if "train/mfu" in self._rates:
         parts.append(f"MFU {self._rates['train/mfu']:.1%}")
+      parts.append(f"waited for data {self._rates['train/wait_fraction']:.1%}")
       parts.append(f"{datetime.timedelta(seconds=round(seconds * (self._total - step)))} left")
     return "  ".join(parts)
 

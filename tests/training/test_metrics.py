@@ -238,7 +238,7 @@ def test_plain_lines_and_speeds(monkeypatch):
   assert values["train/step_seconds"] == 0.5
   progress.close()
   lines = file.getvalue().splitlines()
-  assert lines[0] == "step 30/100  loss 1.2500  64 tokens/s  0.500 s/step  MFU 0.0%  0:00:35 left"
+  assert lines[0] == "step 30/100  loss 1.2500  64 tokens/s  0.500 s/step  MFU 0.0%  waited for data 20.0%  0:00:35 left"
   assert lines[1] == "step 32/100  validation/loss 1.5000" and len(lines) == 3
 
 
