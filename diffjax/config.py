@@ -440,5 +440,7 @@ def run(main: Callable[..., None], *, with_config: bool = True) -> None:
       fail(str(error), 2)
     except UserError as error:
       fail(str(error), 1)
+    except KeyboardInterrupt:
+      fail("interrupted", 130)
 
   app.run(checked_main, flags_parser=parse)

@@ -11,7 +11,7 @@ import abc
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grain
@@ -30,9 +30,15 @@ _PREFETCH = 4  # batches read ahead; more would only cost memory
 
 
 class TrainingBatches(abc.ABC):
-  """This process's rows of the global batches, for ever."""
+  """This process's rows of the global batches, for ever.
 
-  def __init__(self) -> None:
+  Attributes:
+    interrupted: Asked while a batch is waited for: whether to call the wait off.
+  """
+
+  def __init__(self, config: DataConfig):
+    self._config = config
+    self.interrupted: Callable[[], bool] = lambda: False
     self._reader: Reader | None = None
 
   def __iter__(self) -> Iterator[Batch]:
@@ -44,7 +50,11 @@ class TrainingBatches(abc.ABC):
 
     Raises:
       UserError: for damaged data, a worker that died, or no batch for config.data.timeout seconds.
+      Interrupted: if the wait was called off.
     """
+
+  def _read(self, iterator: grain.DatasetIterator, source: str) -> None:
+    self._reader = Reader(iterator, source, self._config.num_workers, self._config.timeout, lambda: self.interrupted())
 
   @abc.abstractmethod
   def get_state(self) -> dict[str, Any]:
@@ -173,7 +183,7 @@ class _PreparedBatches(TrainingBatches):
   }
 
   def __init__(self, config: Config, process_index: int, process_count: int):
-    super().__init__()
+    super().__init__(config.data)
     rows, weights = _open_rows(config.data, "train", process_count)
     # A seed apart for each component: equal sources must not march in step
     shuffled = [
@@ -182,7 +192,6 @@ class _PreparedBatches(TrainingBatches):
     mixed = shuffled[0] if len(shuffled) == 1 else grain.MapDataset.mix(shuffled, weights)
     share = config.train.batch_size // process_count
     self._batches = _GlobalBatches(mixed, config.data.length, config.train.batch_size, process_index * share, (process_index + 1) * share)
-    self._num_workers, self._timeout = config.data.num_workers, config.data.timeout
     self._source = " and ".join(component.directory for component in rows)
     fingerprint = hashlib.sha256(json.dumps([[component.fingerprint for component in rows], weights]).encode()).hexdigest()
     self._identity = {"kind": "prepared", "dataset": fingerprint, "seed": config.data.seed, "batch_size": config.train.batch_size}
@@ -191,7 +200,8 @@ class _PreparedBatches(TrainingBatches):
   def __next__(self) -> Batch:
     if self._reader is None:
       dataset = grain.MapDataset.source(self._batches)[self._batch :].to_iter_dataset(grain.ReadOptions(num_threads=0))
-      self._reader = Reader(iter(_ahead(dataset, self._num_workers)), self._source, self._num_workers, self._timeout)
+      self._read(iter(_ahead(dataset, self._config.num_workers)), self._source)
+    assert self._reader is not None
     batch = _plain(next(self._reader))
     self._batch += 1
     return batch
@@ -268,10 +278,10 @@ class _StreamedBatches(TrainingBatches):
   }
 
   def __init__(self, config: Config, process_index: int, process_count: int):
-    super().__init__()
+    super().__init__(config.data)
     self._dataset = streamed_dataset(config, process_index, process_count)
-    self._config = data = config.data
-    self._open(iter(self._dataset))
+    data = config.data
+    self._read(iter(self._dataset), data.source)
     description = [
       data.source,
       data.validation_source,
@@ -291,9 +301,6 @@ class _StreamedBatches(TrainingBatches):
       "dataset": hashlib.sha256(json.dumps(description).encode()).hexdigest(),
     }
 
-  def _open(self, iterator: grain.DatasetIterator) -> None:
-    self._reader = Reader(iterator, self._config.source, self._config.num_workers, self._config.timeout)
-
   def __next__(self) -> Batch:
     assert self._reader is not None, "closed"
     return _plain(next(self._reader))
@@ -307,7 +314,7 @@ class _StreamedBatches(TrainingBatches):
     self.close()
     iterator = iter(self._dataset)
     iterator.set_state(_with_tuples(state["grain_state"]))
-    self._open(iterator)
+    self._read(iterator, self._config.source)
 
 
 def streamed_dataset(config: Config, process_index: int = 0, process_count: int = 1, repeat: bool = True) -> grain.IterDataset[Batch]:

@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import grain
@@ -23,6 +24,10 @@ from diffjax.config import UserError
 _POLL = 1.0  # seconds between looks at the workers while waiting
 _GRACE = 3.0  # seconds for what a dead worker gave before, and for workers to end by themselves
 _PATIENCE = 10  # times the time limit, at most, for a first batch that is being worked on
+
+
+class Interrupted(Exception):
+  """The wait for a batch was called off; the next call waits for the same one."""
 
 
 class Reader:
@@ -36,11 +41,14 @@ class Reader:
     source: What it reads, for messages.
     num_workers: How many worker processes it has.
     timeout: Seconds without a batch that count as a hang.
+    interrupted: Asked while waiting, and when reading fails, since Ctrl-C ends the workers too: whether to call the wait off.
   """
 
-  def __init__(self, iterator: grain.DatasetIterator, source: str, num_workers: int, timeout: float):
+  def __init__(
+    self, iterator: grain.DatasetIterator, source: str, num_workers: int, timeout: float, interrupted: Callable[[], bool] = lambda: False
+  ):
     self._iterator: grain.DatasetIterator | None = iterator
-    self._source, self._num_workers, self._timeout = source, num_workers, timeout
+    self._source, self._num_workers, self._timeout, self._interrupted = source, num_workers, timeout, interrupted
     self._starting = max(1, num_workers)  # batches to come until everything has been seen to work
     self._workers: list[Any] = []
     self._not_ours = set(multiprocessing.active_children())
@@ -68,6 +76,7 @@ class Reader:
 
     Raises:
       UserError: for a worker that died or a source that hangs, with what happened and what to do.
+      Interrupted: if the wait was called off.
     """
     if not self._is_asked:  # a wait that was interrupted has asked already
       self._asked.put(True)
@@ -75,6 +84,8 @@ class Reader:
     element, state, error = self._wait()
     self._is_asked = False
     if error is not None:
+      if self._interrupted():
+        raise Interrupted from error
       self._find_workers()
       if (dead := self._dead()) and not isinstance(error, UserError):
         raise self._failure(dead) from error
@@ -94,6 +105,8 @@ class Reader:
         return self._given.get(timeout=min(_POLL, self._timeout / 4))
       except queue.Empty:
         now = time.monotonic()
+      if self._interrupted():
+        raise Interrupted
       self._find_workers()
       if self._dead():
         deadline = min(deadline, now + _GRACE)

@@ -82,7 +82,7 @@ class Checkpoints:
     """Starts a save and returns as soon as the caller may donate `state`; the files are written meanwhile.
 
     It waits for the save before, if that one is still under way. A save that fails is a warning, and what it wrote is removed: the run
-    can go on, the checkpoints before are as they were, and the next save tries again. Only `wait` and `close` raise the last one's error.
+    can go on, the checkpoints before are as they were, and the next save tries again. Only `wait` raises the last one's error.
     Several processes cannot know of each other's failures: there, the next save raises it too.
 
     Args:
@@ -159,15 +159,8 @@ class Checkpoints:
       pending.result()
 
   def close(self) -> None:
-    """Waits, and ends the worker.
-
-    Raises:
-      UserError: if the last save failed.
-    """
-    try:
-      self.wait()
-    finally:
-      self._worker.shutdown()
+    """Waits for the last save, failed or not, and ends the worker."""
+    self._worker.shutdown()
 
   def _check_room(self, step: int, size: int) -> None:
     """Fails before Orbax does: without a directory its threads wait for minutes, even after the run; a full disk is tracebacks there."""

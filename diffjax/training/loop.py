@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -19,6 +21,7 @@ from jaxtyping import Int
 from diffjax.config import Config, UserError
 from diffjax.data.pipeline import ValidationBatches, check_vocabulary, training_batches, training_rows, validation_batches
 from diffjax.data.progress import say
+from diffjax.data.reader import Interrupted
 from diffjax.data.tokenizer import Tokenizer, load_tokenizer
 from diffjax.evals import trigram, validation
 from diffjax.evals.sample import sample
@@ -38,7 +41,7 @@ _TRIGRAM_TOKENS = 200_000_000
 def train(config: Config, workdir: str) -> None:
   """Trains to `config.train.steps`, from the newest checkpoint in `workdir` if there is one.
 
-  SIGTERM and Ctrl-C end it after the step in hand, with a checkpoint; a second one ends it at once.
+  SIGTERM and Ctrl-C end it after the step or evaluation in hand, or while it waits for data, with a checkpoint; a second one at once.
 
   Raises:
     UserError: for whatever the user can mend: a config that does not fit the devices, the data or the checkpoint; or
@@ -59,10 +62,12 @@ def _train(config: Config, workdir: str, held: contextlib.ExitStack) -> None:
   make_state, abstract_state = make_init(config, mesh)
   train_step, eval_step = make_train_step(config, mesh, abstract_state), make_eval_step(config, mesh)
   batches = training_batches(config, **processes)
+  held.callback(batches.close)
   held_out = validation_batches(config, config.train.batch_size // config.train.accumulation, **processes)
   if jax.process_index() == 0:
     held.enter_context(lock(workdir))  # before the first write, after what a wrong config is refused for
   checkpoints = Checkpoints(workdir, keep=config.train.keep_checkpoints)
+  held.callback(checkpoints.close)  # before the lock goes, however the run ends
 
   # Restore.
   if (restored := checkpoints.restore(abstract_state)) is not None:
@@ -78,7 +83,9 @@ def _train(config: Config, workdir: str, held: contextlib.ExitStack) -> None:
   metrics = Metrics(
     workdir, config.to_dict(), resume_step=first, wandb_project=config.train.wandb_project, is_writer=jax.process_index() == 0
   )
+  held.callback(metrics.close)
   progress = Progress(config, first_step=first, num_devices=mesh.size, device_kind=mesh.devices.flat[0].device_kind)
+  held.callback(progress.close)
   profile = _Profiler(config, workdir)
   pending: tuple[int, dict[str, jax.Array]] | None = None
 
@@ -103,6 +110,7 @@ def _train(config: Config, workdir: str, held: contextlib.ExitStack) -> None:
         raise UserError(_too_many_skipped(workdir, number, in_a_row, reason, good))
 
   with Interruption() as interrupted:
+    batches.interrupted = interrupted
     while True:
       done = step >= steps
       ending = done or interrupted()
@@ -129,7 +137,13 @@ def _train(config: Config, workdir: str, held: contextlib.ExitStack) -> None:
 
       # Step.
       asked = time.perf_counter()
-      batch = put_batch(next(batches), mesh)
+      try:
+        batch = put_batch(next(batches), mesh)
+      except Interrupted:
+        if fresh:
+          log_pending()
+          checkpoints.save(step, state, data_state=batches.get_state(), config=config.to_dict(), metrics=scores)
+        break
       waited = time.perf_counter() - asked
       state, measured = train_step(state, batch)
       step += 1
@@ -139,39 +153,62 @@ def _train(config: Config, workdir: str, held: contextlib.ExitStack) -> None:
       log_pending()
       pending = step, measured
 
-  batches.close()
-  checkpoints.close()
+    batches.close()
+    checkpoints.wait()
+
   progress.close()
   if step < steps:
-    say(f"stopped at step {step} of {steps}, saved; run the same command to go on")
+    say(f"stopped at step {step} of {steps}{', saved' * fresh}; run the same command to go on")
   else:
     if scores and jax.process_count() == 1 and config.data.mode == "prepared" and config.data.tokenizer == "bytes":
       baseline = {"validation/trigram_bits_per_byte": _trigram_bits_per_byte(config, held_out, token_bytes)}
       metrics.write(step, baseline)
       scores |= baseline
     _finish(config, workdir, make_model(config, mesh), state, tokenizer, scores)
-  metrics.close()
 
 
 class Interruption:
-  """SIGTERM or Ctrl-C, asked for by calling it. The second one acts as if this were not here."""
+  """SIGTERM or Ctrl-C, asked for by calling it. The second one ends the process at once.
+
+  Python runs a signal's handler only between two of its own instructions, and two signals during a compilation as one. So a thread reads
+  them too, from the pipe that they are written to as they come.
+  """
 
   def __enter__(self) -> Interruption:
     self._received = False
     self._previous = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
+    self._reading, self._writing = os.pipe()
+    os.set_blocking(self._writing, False)
+    self._previous_pipe = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+    self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
+    self._thread.start()
     return self
 
   def __exit__(self, *_: Any) -> None:
+    signal.set_wakeup_fd(self._previous_pipe)
     for number, handler in self._previous.items():
       signal.signal(number, handler)
+    os.write(self._writing, b"\0")
+    self._thread.join()
+    os.close(self._reading)
+    os.close(self._writing)
 
   def __call__(self) -> bool:
     return self._received
 
-  def _receive(self, number: int, _: Any) -> None:
+  def _receive(self, *_: Any) -> None:
     self._received = True
-    self.__exit__()
-    say(f"{signal.Signals(number).name}: saving after this step (once more to stop at once)")
+
+  def _watch(self) -> None:
+    said = False
+    while number := os.read(self._reading, 1)[0]:
+      if number in self._previous:  # else another signal that has a handler
+        if said:
+          if os.isatty(1):
+            os.write(1, b"\x1b[?25h\n")  # the cursor, which the live line hides
+          os._exit(128 + number)
+        self._received = said = True
+        say(f"{signal.Signals(number).name}: saving after this step (once more to stop at once)")
 
 
 def _by_layer(measured: dict[str, Any]) -> dict[str, float]:

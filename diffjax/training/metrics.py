@@ -230,11 +230,10 @@ class Metrics:
     kept = []
     for line in self._path.read_bytes().splitlines() if self._path.exists() else []:
       try:
-        step = json.loads(line)["step"]
+        if json.loads(line)["step"] <= resume_step:
+          kept.append(line.decode() + "\n")
       except (ValueError, KeyError, TypeError):
         continue  # The last line of a run that was killed while it wrote.
-      if step <= resume_step:
-        kept.append(line.decode() + "\n")
     return kept
 
   def _write_remote(self) -> None:

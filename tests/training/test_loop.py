@@ -5,6 +5,8 @@ import json
 import os
 import pathlib
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 from diffjax.config import Config, DataConfig, EvalConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig, UserError
+from diffjax.data import pipeline, reader
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training import loop
 from diffjax.training.checkpoint import load_params
@@ -109,6 +112,49 @@ def interrupt_after(config, workdir, steps):
   return max(int(path.name) for path in (pathlib.Path(workdir) / "checkpoints").iterdir() if path.name.isdecimal())
 
 
+def test_an_interruption_while_waiting_for_data_saves_and_exits(config, whole, tmp_path, monkeypatch):
+  """The fifth batch does not come. What is logged and saved is what the uninterrupted run has."""
+  come, read = threading.Event(), pipeline._GlobalBatches.__getitem__
+
+  def interrupt():
+    path = tmp_path / "metrics.jsonl"
+    while not path.exists() or path.read_text().count('"train/loss"') < 3:
+      time.sleep(0.01)
+    time.sleep(0.5)  # the fourth step
+    os.kill(os.getpid(), signal.SIGTERM)
+    sent.append(time.monotonic())
+
+  sent: list[float] = []
+  with monkeypatch.context() as patch:
+    patch.setattr(reader, "_GRACE", 0.2)
+    patch.setattr(pipeline._GlobalBatches, "__getitem__", lambda self, index: (index < 4 or come.wait()) and read(self, index))
+    threading.Thread(target=interrupt).start()
+    loop.train(change(config, train__checkpoint_interval=100), str(tmp_path))
+  assert time.monotonic() - sent[0] < 4
+  come.set()
+  assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["4"]
+  loop.train(config, str(tmp_path))
+  assert log(tmp_path) == log(whole)
+
+
+def test_a_second_signal_ends_the_process_at_once():
+  """Even inside a long call that runs no Python, as a compilation does: there Python alone sees two signals as one, and late."""
+  code = """
+import hashlib
+from diffjax.training.loop import Interruption
+with Interruption():
+  print("ready", flush=True)
+  hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+"""
+  process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+  assert process.stdout.readline() == "ready\n"
+  process.send_signal(signal.SIGINT)
+  assert "SIGINT: saving after this step" in process.stderr.readline()
+  process.send_signal(signal.SIGTERM)
+  assert process.wait(timeout=5) == 128 + signal.SIGTERM
+  assert process.stderr.read() == ""
+
+
 def test_log_lines_past_the_checkpoint_are_dropped(config, whole, tmp_path):
   """As after a kill between checkpoints: the lines of steps that are taken again appear once."""
   interrupt_after(config, tmp_path, steps=3)
@@ -195,11 +241,17 @@ def test_bad_batches_are_skipped_and_a_resume_among_them_is_exact(config, tmp_pa
 
 
 @pytest.mark.parametrize(
-  "interval, keep, named", [(2, 3, r"is .*/checkpoints/2\. "), (2, 1, r"is .*/checkpoints/4\. "), (100, 3, "there is no checkpoint")]
+  "steps, interval, keep, named",
+  [
+    (20, 2, 3, r"is .*/checkpoints/2\. "),
+    (20, 2, 1, r"is .*/checkpoints/4\. "),
+    (6, 3, 1, r"is .*/checkpoints/3\. "),
+    (20, 100, 3, "there is no checkpoint"),
+  ],
 )
-def test_too_many_bad_steps_in_a_row_stop_the_run(config, tmp_path, monkeypatch, interval, keep, named):
-  """Step 2 was skipped alone; from step 4 on all are. What is saved among them holds the parameters of step 3."""
-  fields = dict(train__max_skipped_in_a_row=3, train__log_interval=100, train__steps=20, eval__interval=0)
+def test_too_many_bad_steps_in_a_row_stop_the_run(config, tmp_path, monkeypatch, steps, interval, keep, named):
+  """Step 2 was skipped alone; from step 4 on all are. What is saved among them holds the parameters of step 3; step 6 may be the last."""
+  fields = dict(train__max_skipped_in_a_row=3, train__log_interval=100, train__steps=steps, eval__interval=0)
   config = change(config, train__checkpoint_interval=interval, train__keep_checkpoints=keep, **fields)
   spoil(monkeypatch, {step: np.nan for step in (2, *range(4, 21))})
   with pytest.raises(UserError, match=f"stopped at step 6: 3 steps in a row .* the loss is nan; .*{named}"):
