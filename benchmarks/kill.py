@@ -12,6 +12,7 @@ import argparse
 import collections
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -94,6 +95,18 @@ def parameters(workdir: pathlib.Path) -> str:
   return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()
 
 
+def _first_difference(found, expected) -> str:
+  """In words; of logs and batches, the first entry that only one side has."""
+  if isinstance(found, str):
+    return f"{found} instead of {expected}"
+  pairs = (
+    itertools.zip_longest(sorted(found.items()), sorted(expected.items()))
+    if isinstance(found, dict)
+    else itertools.zip_longest(found, expected)
+  )
+  return next(f"{mine} instead of {theirs}" for mine, theirs in pairs if mine != theirs)
+
+
 def moment(workdir: pathlib.Path, taken: int) -> str:
   """What the killed life was doing, by what it left."""
   checkpoints = workdir / "checkpoints"
@@ -167,8 +180,9 @@ def main() -> None:
         lost += taken
         print(f"kill {kills}: {time.time() - started:.1f} s after its start, {taken} steps into it, {what}", flush=True)
       for name, read in (("losses", losses), ("batches", batches), ("final parameters", parameters)):
-        if read(workdir) != read(whole):
-          differing.append(f"run {runs}: its {name} differ")
+        found, expected = read(workdir), read(whole)
+        if found != expected:
+          differing.append(f"run {runs}: its {name} differ, first {_first_difference(found, expected)}")
     table = {
       "kills": kills,
       "moments": dict(moments),

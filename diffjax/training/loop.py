@@ -126,6 +126,8 @@ def _train(config: Config, workdir: str, held: contextlib.ExitStack) -> None:
       if evaluating:
         losses = validation.evaluate(eval_step, state.params, held_out, token_bytes=token_bytes, ngram=config.eval.ngram)
         scores = {f"validation/{name}": value for name, value in losses}
+        if done and jax.process_count() == 1 and config.data.mode == "prepared" and config.data.tokenizer == "bytes":
+          scores["validation/trigram_bits_per_byte"] = _trigram_bits_per_byte(config, held_out, token_bytes)
         metrics.write(step, scores)
         progress.note(step, scores)
 
@@ -160,10 +162,6 @@ def _train(config: Config, workdir: str, held: contextlib.ExitStack) -> None:
   if step < steps:
     say(f"stopped at step {step} of {steps}{', saved' * fresh}; run the same command to go on")
   else:
-    if scores and jax.process_count() == 1 and config.data.mode == "prepared" and config.data.tokenizer == "bytes":
-      baseline = {"validation/trigram_bits_per_byte": _trigram_bits_per_byte(config, held_out, token_bytes)}
-      metrics.write(step, baseline)
-      scores |= baseline
     _finish(config, workdir, make_model(config, mesh), state, tokenizer, scores)
 
 
