@@ -149,6 +149,19 @@ class Reader:
     return UserError(f"{message}; {remedy}")
 
 
+def end_with_parent(worker: int, num_workers: int) -> None:
+  """For Grain to call in each worker, which would otherwise wait for ever once the process it reads for has been killed."""
+  del worker, num_workers
+  threading.Thread(target=_watch_parent, name="parent", daemon=True).start()
+
+
+def _watch_parent() -> None:
+  parent = multiprocessing.parent_process()
+  assert parent is not None, "not a worker"
+  parent.join()
+  os._exit(1)
+
+
 def _serve(iterator: grain.DatasetIterator, asked: queue.SimpleQueue, given: queue.SimpleQueue) -> None:
   while asked.get():
     try:

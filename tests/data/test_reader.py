@@ -1,6 +1,7 @@
 """Workers that die and reads that hang: reported in time, and nothing that keeps the process from ending."""
 
 import os
+import pathlib
 import re
 import signal
 import subprocess
@@ -136,3 +137,38 @@ if __name__ == "__main__":
   result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=60)
   assert result.returncode == 1 and "no batch for" in result.stdout, result
   assert "\n" not in result.stdout.strip() and "Traceback" not in result.stderr, result.stderr
+
+
+def test_workers_end_with_a_run_that_is_killed(tmp_path):
+  script = tmp_path / "run.py"
+  script.write_text("""
+import multiprocessing, time
+import grain
+from absl import flags
+from diffjax.data.reader import end_with_parent
+
+if __name__ == "__main__":
+  flags.FLAGS.mark_as_parsed()
+  dataset = grain.MapDataset.range(1_000_000).to_iter_dataset(grain.ReadOptions(num_threads=0))
+  numbers = iter(dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=1), end_with_parent))
+  next(numbers)
+  print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+  time.sleep(100)
+""")
+  run = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+  (worker,) = run.stdout.readline().split()
+  assert is_alive(worker)
+  run.kill()
+  run.wait()
+  run.stdout.close()
+  deadline = time.monotonic() + 10
+  while is_alive(worker) and time.monotonic() < deadline:
+    time.sleep(0.05)
+  assert not is_alive(worker)
+
+
+def is_alive(pid):
+  try:
+    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+  except OSError:
+    return False
