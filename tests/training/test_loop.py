@@ -72,6 +72,7 @@ def test_what_a_run_leaves_behind(whole):
   assert [line["step"] for line in evaluations] == [3, 6]
   assert {"validation/perplexity", "validation/bits_per_byte", "validation/ar_hit", "validation/others"} <= set(evaluations[0])
   assert evaluations[1]["validation/loss"] < evaluations[0]["validation/loss"] < 6
+  assert "validation/trigram_bits_per_byte" in evaluations[1]  # in the last evaluation, before the last save: a kill cannot lose it
   assert {"train/grad_norm", "train/learning_rate", "train/tokens", "lambda/layer_00"} <= set(lines[0])
   assert (whole / "loss.png").stat().st_size > 1000
   assert (whole / "sample.txt").read_text().startswith("def ")
