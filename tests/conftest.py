@@ -10,8 +10,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 @pytest.fixture(autouse=True, scope="session")
 def cache_home(tmp_path_factory):
-  """A cache of the tests' own."""
+  """A cache of the tests' own, compiled programs included: a run that is resumed need not compile its step again."""
   os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+  jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
 
 
 @pytest.fixture(scope="module")

@@ -276,4 +276,4 @@ def _finish(config: Config, workdir: str, model: Decoder, state: TrainState, tok
       print(f"\n--- a sample ---\n{text}\n---")
     for name, value in scores.items():
       print(f"{name} {value:.4f}")
-    print(f"{path}: checkpoints, metrics.jsonl, TensorBoard files, loss.png, sample.txt")
+    print(f"{path}: checkpoints, metrics.jsonl, TensorBoard files, loss.png{', sample.txt' * bool(text)}")

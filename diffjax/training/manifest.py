@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -34,8 +35,14 @@ class Damage(Exception):
 
 
 def checkpoint_directory(workdir: epath.PathLike) -> epath.Path:
-  """`workdir/checkpoints`, absolute: TensorStore takes no other paths."""
+  """`workdir/checkpoints`, absolute: TensorStore takes no other paths.
+
+  Raises:
+    UserError: if it is a gs:// path and the package that reads those is not installed.
+  """
   path = epath.Path(workdir)
+  if os.fspath(path).startswith("gs://") and importlib.util.find_spec("gcsfs") is None:
+    raise UserError(f"the workdir {workdir} needs gcsfs: pip install 'diffjax[gcs]'")
   return (path if _is_remote(path) else path.expanduser().absolute()) / "checkpoints"
 
 
