@@ -22,7 +22,7 @@ from diffjax.config import Config, DataConfig, UserError
 from diffjax.data import packing, prepared, sources
 from diffjax.data.packing import Batch, Row
 from diffjax.data.progress import say
-from diffjax.data.reader import Reader, end_with_parent
+from diffjax.data.reader import Reader, start_worker
 from diffjax.data.tokenizer import Tokenizer
 
 _EMPTY_ROW = packing.decode_row(b"\0\0\0\0")
@@ -121,7 +121,7 @@ def _plain(batch: Batch) -> Batch:
 def _ahead(batches: grain.IterDataset[Batch], num_workers: int) -> grain.IterDataset[Batch]:
   """Reads ahead, in workers or in a daemon thread: one that hangs must not keep the process from ending, as Grain's thread pools do."""
   if num_workers:
-    return batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=num_workers, per_worker_buffer_size=2), end_with_parent)
+    return batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=num_workers, per_worker_buffer_size=2), start_worker)
   return grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=_PREFETCH)
 
 

@@ -149,9 +149,11 @@ class Reader:
     return UserError(f"{message}; {remedy}")
 
 
-def end_with_parent(worker: int, num_workers: int) -> None:
-  """For Grain to call in each worker, which would otherwise wait for ever once the process it reads for has been killed."""
+def start_worker(worker: int, num_workers: int) -> None:
+  """For Grain to call in each worker. It ignores Ctrl-C, which a terminal sends to the workers too and the run answers; and it ends once
+  the process it reads for has gone, however that ended, where Grain's own would wait for minutes or for ever."""
   del worker, num_workers
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
   threading.Thread(target=_watch_parent, name="parent", daemon=True).start()
 
 

@@ -145,12 +145,12 @@ def test_workers_end_with_a_run_that_is_killed(tmp_path):
 import multiprocessing, time
 import grain
 from absl import flags
-from diffjax.data.reader import end_with_parent
+from diffjax.data.reader import start_worker
 
 if __name__ == "__main__":
   flags.FLAGS.mark_as_parsed()
   dataset = grain.MapDataset.range(1_000_000).to_iter_dataset(grain.ReadOptions(num_threads=0))
-  numbers = iter(dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=1), end_with_parent))
+  numbers = iter(dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=1), start_worker))
   next(numbers)
   print(*[child.pid for child in multiprocessing.active_children()], flush=True)
   time.sleep(100)
