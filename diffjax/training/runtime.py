@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import hashlib
 import platform
@@ -44,8 +45,9 @@ def keep_freed_pages() -> None:
 
 def _seal_all(directory: epath.Path) -> None:
   for program in directory.glob("*-cache"):
-    if not _seal(program).exists():
-      _seal(program).write_text(_sha256(program))
+    with contextlib.suppress(OSError):  # A run that begins now may have removed it; a full disk may refuse the seal.
+      if not _seal(program).exists():
+        _seal(program).write_text(_sha256(program))
 
 
 def _seal(program: epath.Path) -> epath.Path:
