@@ -43,19 +43,21 @@ _MUON_RMS = 0.2
 # 128 steps, which OLMo and Levanter take. Like theirs, the rule sleeps until it has seen half of them.
 _NEWEST = 2 / 129
 _ASLEEP = 64
-# The least standard deviation, as a share of the mean: on a plateau of nearly equal losses, noise is no spike.
-_LEAST_DEVIATION = 0.01
 # What is watched, by the name of its metric, and in words.
 _MEASURED = {"loss": "loss", "grad_norm": "gradient's norm"}
+# Their least standard deviations, as shares of the mean: on a plateau of nearly equal losses, noise is no spike; nor is, at 6 σ, a gradient
+# of less than twice the mean norm, since healthy runs of small variance have bursts of those.
+_LEAST_DEVIATION = (0.01, 1 / 6)
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformationExtraArgs:
   """Clip → Adam or Muon direction → decoupled weight decay → learning rate, with non-finite and spiking steps skipped.
 
   A step whose gradient's global norm (or whose loss, if the caller passes it as `update(…, value=loss)`) is not finite, or lies more
-  than `config.spike_sigmas` standard deviations above its running mean, changes no parameter, no moment and no mean, and is
-  counted: see `skip_metrics`. The schedule follows the step, skipped or not, so that the learning rate of step n is
-  `make_schedule(config, steps)(n)` in every run.
+  than `config.spike_sigmas` standard deviations above its running mean, changes no parameter and no moment, and is counted: see
+  `skip_metrics`. A spike enters the means as if it were at that limit: one alone moves them little, but a run whose losses or
+  gradients have come to another level gets used to it instead of skipping all that follows. The schedule follows the step,
+  skipped or not, so that the learning rate of step n is `make_schedule(config, steps)(n)` in every run.
 
   Args:
     config: The run's `config.optimizer`.
@@ -133,22 +135,23 @@ def decay_mask(params: Any) -> Any:
   return jax.tree_util.tree_map_with_path(lambda path, _: _name(path) in _MATRICES, params)
 
 
-def skip_metrics(opt_state: Any, sigmas: float) -> dict[str, Array]:
-  """How many steps have been left out, and what is a spike.
+def skip_metrics(before: Any, after: Any, sigmas: float) -> dict[str, Array]:
+  """How many steps have been left out, and what was a spike.
 
   Args:
-    opt_state: State of an optimizer that `make_optimizer` made.
+    before: State of an optimizer that `make_optimizer` made, before the step.
+    after: The same after it.
     sigmas: The run's `config.optimizer.spike_sigmas`.
 
   Returns:
     Scalars on the device: "skipped_steps" since the run began and "skipped_in_a_row" up to now (int32); and, unless sigmas is 0,
-    the running means "loss_mean" and "grad_norm_mean" and the limits "loss_limit" and "grad_norm_limit" (float32).
+    the running means "loss_mean" and "grad_norm_mean" and the limits "loss_limit" and "grad_norm_limit" (float32) that the step was
+    held against; the limits are infinite as long as the rule sleeps.
   """
-  states = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, SkipState))
-  (state,) = [state for state in states if isinstance(state, SkipState)]
-  metrics = {"skipped_steps": state.skipped, "skipped_in_a_row": state.in_a_row}
+  old, new = _skip_state(before), _skip_state(after)
+  metrics = {"skipped_steps": new.skipped, "skipped_in_a_row": new.in_a_row}
   for index, name in enumerate(_MEASURED if sigmas else ()):
-    metrics |= {f"{name}_mean": state.mean[index], f"{name}_limit": _limit(state, sigmas)[index]}
+    metrics |= {f"{name}_mean": old.mean[index], f"{name}_limit": _limit(old, sigmas)[index]}
   return metrics
 
 
@@ -161,7 +164,7 @@ def skip_reason(metrics: Mapping[str, float]) -> str:
   for name, words in _MEASURED.items():
     if not math.isfinite(metrics[name]):
       return f"the {words} is {metrics[name]}"
-  name = max(_MEASURED, key=lambda name: metrics[name] / (metrics[f"{name}_limit"] or math.inf))
+  name = max(_MEASURED, key=lambda name: metrics[name] / metrics[f"{name}_limit"])
   mean, limit = metrics[f"{name}_mean"], metrics[f"{name}_limit"]
   return f"the {_MEASURED[name]} is {metrics[name]:.4g}, over {limit:.4g}, config.optimizer.spike_sigmas above its mean of {mean:.4g}"
 
@@ -173,18 +176,25 @@ class SkipState(NamedTuple):
   skipped: Int[Array, ""]
   # Steps skipped since the last one that was taken
   in_a_row: Int[Array, ""]
-  # Steps taken
-  taken: Int[Array, ""]
-  # Running mean and variance of the loss and of the gradient's norm, over the steps taken
+  # Steps that are in the means: all whose loss and gradient were finite
+  seen: Int[Array, ""]
+  # Running mean and variance of the loss and of the gradient's norm
   mean: Float[Array, "2"]
   variance: Float[Array, "2"]
   # The wrapped optimizer's state
   inner: Any
 
 
+def _skip_state(opt_state: Any) -> SkipState:
+  states = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, SkipState))
+  (state,) = [state for state in states if isinstance(state, SkipState)]
+  return state
+
+
 def _limit(state: SkipState, sigmas: float) -> Float[Array, "2"]:
   """Above which the loss and the norm are spikes."""
-  return state.mean + sigmas * jnp.maximum(jnp.sqrt(state.variance), _LEAST_DEVIATION * state.mean)
+  limit = state.mean + sigmas * jnp.maximum(jnp.sqrt(state.variance), jnp.array(_LEAST_DEVIATION) * state.mean)
+  return jnp.where((state.seen < _ASLEEP) | (limit <= 0), jnp.inf, limit)  # 0: all before were 0
 
 
 def _skip_bad_steps(inner: optax.GradientTransformation, sigmas: float) -> optax.GradientTransformationExtraArgs:
@@ -201,26 +211,23 @@ def _skip_bad_steps(inner: optax.GradientTransformation, sigmas: float) -> optax
     del extra
     # The norm, not each element: XLA shares it with the clip, and a norm that overflows would clip every gradient to zero anyway.
     measured = jnp.stack([jnp.asarray(value, jnp.float32), optax.global_norm(gradients).astype(jnp.float32)])
-    take: Bool[Array, ""] = jnp.all(jnp.isfinite(measured))
-    if sigmas:
-      limit = _limit(state, sigmas)
-      spiking = jnp.any((measured > limit) & (limit > 0))  # not the first that is not zero
-      take &= ~spiking | (state.taken < _ASLEEP)
+    finite: Bool[Array, ""] = jnp.all(jnp.isfinite(measured))
+    limit = _limit(state, sigmas) if sigmas else jnp.full(2, jnp.inf)
+    take = finite & jnp.all(measured <= limit)
     updates, inner_state = inner.update(gradients, state.inner, params)
     updates = jax.tree.map(lambda new: jnp.where(take, new, jnp.zeros_like(new)), updates)
     # The newest step's share of the weights so far; with it, what follows is their weighted mean and variance without a bias.
-    share = jnp.minimum(_NEWEST / -jnp.expm1((state.taken + 1) * math.log1p(-_NEWEST)), 1.0)
-    away = measured - state.mean
+    share = jnp.minimum(_NEWEST / -jnp.expm1((state.seen + 1) * math.log1p(-_NEWEST)), 1.0)
+    away = jnp.minimum(measured, limit) - state.mean
     new = SkipState(
-      state.skipped,
-      jnp.zeros((), jnp.int32),
-      state.taken + 1,
-      state.mean + share * away,
-      (1 - share) * (state.variance + share * away**2),
-      inner_state,
+      skipped=state.skipped + ~take,
+      in_a_row=jnp.where(take, 0, state.in_a_row + 1),
+      seen=state.seen + finite,
+      mean=jnp.where(finite, state.mean + share * away, state.mean),
+      variance=jnp.where(finite, (1 - share) * (state.variance + share * away**2), state.variance),
+      inner=jax.tree.map(lambda new, old: jnp.where(take, new, old), inner_state, state.inner),
     )
-    old = state._replace(skipped=state.skipped + 1, in_a_row=state.in_a_row + 1)
-    return updates, jax.tree.map(lambda new, old: jnp.where(take, new, old), new, old)
+    return updates, new
 
   return optax.GradientTransformationExtraArgs(init, update)
 

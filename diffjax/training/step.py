@@ -129,7 +129,7 @@ def make_train_step(config: Config, mesh: Mesh, abstract_state: TrainState) -> C
       "grad_norm": optax.global_norm(grads),
       "learning_rate": schedule(state.step),
       "tokens": jnp.sum(batch["weights"]),
-      **skip_metrics(opt_state, config.optimizer.spike_sigmas),
+      **skip_metrics(state.opt_state, opt_state, config.optimizer.spike_sigmas),
     }
     return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state), metrics
 

@@ -220,7 +220,7 @@ def noise(steps, mean, deviation, seed=0):
 
 @pytest.mark.parametrize("which", ["loss", "norm"])
 def test_a_spike_is_skipped_and_its_neighbours_are_not(which):
-  losses, norms = noise(300, 2.0, 0.1), noise(300, 0.5, 0.05, seed=1)
+  losses, norms = noise(300, 2.0, 0.1), noise(300, 0.5, 0.1, seed=1)
   spiking = losses if which == "loss" else norms
   deviation = spiking.std()
   spiking[[150, 151, 250]] = spiking.mean() + np.array([8, 50, 1000]) * deviation
@@ -229,17 +229,36 @@ def test_a_spike_is_skipped_and_its_neighbours_are_not(which):
   assert run_scalar(losses, norms, sigmas=20.0)[0] == [151, 250]
 
 
-def test_averages_are_the_weighted_mean_and_variance_of_the_steps_taken():
-  losses, norms = noise(200, 2.0, 0.1), np.abs(noise(200, 0.5, 0.05, seed=1))
+def weighted(values):
+  """Mean and standard deviation, the newest weighing most."""
+  weights = (1 - 2 / 129) ** np.arange(len(values))[::-1]
+  mean = np.average(values, weights=weights)
+  return mean, np.sqrt(np.average((values - mean) ** 2, weights=weights))
+
+
+def test_averages_are_the_weighted_mean_and_variance_with_spikes_at_the_limit():
+  losses, norms = noise(200, 2.0, 0.1), noise(200, 0.5, 0.1, seed=1)
   losses[130] = 50.0
   skipped, state = run_scalar(losses, norms)
   assert skipped == [130]
+  mean, deviation = weighted(losses[:130])
+  losses[130] = mean + 6 * deviation
   for index, values in enumerate((losses, norms)):
-    taken = np.delete(values, 130)
-    weights = (1 - 2 / 129) ** np.arange(len(taken))[::-1]
-    mean = np.average(taken, weights=weights)
+    mean, deviation = weighted(values)
     np.testing.assert_allclose(state[0].mean[index], mean, rtol=1e-5)
-    np.testing.assert_allclose(state[0].variance[index], np.average((taken - mean) ** 2, weights=weights), rtol=1e-4)
+    np.testing.assert_allclose(state[0].variance[index], deviation**2, rtol=1e-4)
+
+
+def test_another_level_is_got_used_to():
+  """What would otherwise end a healthy run: parameters whose gradients are larger stay as they are for as long as steps are skipped."""
+  steps = np.arange(400)
+  losses, norms = noise(400, 2.0, 0.02), noise(400, 0.5, 0.02, seed=1)
+  assert run_scalar(losses, norms * np.where(steps < 300, 1, 1.6))[0] == []
+  skipped, _ = run_scalar(losses, norms * np.where(steps < 300, 1, 4))
+  assert skipped == list(range(300, 300 + len(skipped))) and 0 < len(skipped) < 10
+  skipped, _ = run_scalar(losses * np.where(steps < 300, 1, 1.3), norms)
+  assert skipped == list(range(300, 300 + len(skipped))) and 0 < len(skipped) < 10
+  assert len(run_scalar(losses * np.where(steps < 300, 1, 1000), norms)[0]) > 10  # lost
 
 
 def test_no_spike_on_a_plateau_in_a_falling_loss_or_at_the_start():
