@@ -13,6 +13,7 @@ import functools
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -28,6 +29,8 @@ from diffjax.training import manifest
 
 # What Orbax calls the file of every step that holds our JSON.
 _METADATA = "_CHECKPOINT_METADATA"
+# Seconds that are spent, at most, on removing what a failed save goes on writing.
+_STRAGGLING = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,14 +200,19 @@ class Checkpoints:
         logging.warning("cannot delete old checkpoints: %s", error)
 
   def _remove_failed(self, path: epath.Path, step: int) -> None:
-    """A half-written save would fill a full disk further."""
-    with contextlib.suppress(OSError, UserError):
-      for temporary in manifest.temporaries(self._directory):
-        manifest.delete(temporary)
-      try:
-        manifest.read(path, step)
-      except manifest.Damage:
-        manifest.delete(path)
+    """A half-written save would fill a full disk further. Threads of Orbax's may still write, so it may take more than one try."""
+    deadline = time.monotonic() + _STRAGGLING
+    while time.monotonic() < deadline:
+      with contextlib.suppress(OSError, UserError):
+        for temporary in manifest.temporaries(self._directory):
+          manifest.delete(temporary)
+        try:
+          manifest.read(path, step)
+        except manifest.Damage:
+          manifest.delete(path)
+        time.sleep(0.1)
+        if not manifest.temporaries(self._directory):
+          return
 
   def _prune(self, newest: int) -> None:
     among = [step for step in manifest.steps(self._directory) if step <= newest]
