@@ -12,7 +12,7 @@ def linear(x: Float[Array, "B T I"], w: Float[Array, "I O"]) -> Float[Array, "B 
   """x W, whose weight gradient xᵀ dy turns the narrower of the two sides.
 
   JAX's own rule writes (dyᵀ x)ᵀ. XLA's CPU backend then writes dy out turned, with what produces it fused into the strided copy: a training
-  step of tiny's shape took a quarter longer. Where layouts are free (GPU, TPU) the two are the same.
+  step (E 256, F 688, six layers, 16 rows of 256) took a quarter longer. Where layouts are free (GPU, TPU) the two are the same.
 
   Args:
     x: activations.

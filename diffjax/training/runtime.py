@@ -23,9 +23,10 @@ def keep_compiled_programs() -> None:
   if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
     directory = cache_directory("compiled")
     for program in directory.glob("*-cache"):
-      seal = _seal(program)
-      if not seal.exists() or seal.read_text() != _sha256(program):
-        program.unlink(missing_ok=True)
+      with contextlib.suppress(OSError):  # Another run that begins now may have removed it.
+        if not _seal(program).exists() or _seal(program).read_bytes() != _sha256(program):
+          program.unlink(missing_ok=True)
+          _seal(program).unlink(missing_ok=True)  # Or it would not be sealed when it is compiled again.
     atexit.register(_seal_all, directory)
     jax.config.update("jax_compilation_cache_dir", str(directory))
 
@@ -49,12 +50,12 @@ def _seal_all(directory: epath.Path) -> None:
   for program in directory.glob("*-cache"):
     with contextlib.suppress(OSError):  # A run that begins now may have removed it; a full disk may refuse the seal.
       if not _seal(program).exists():
-        _seal(program).write_text(_sha256(program))
+        _seal(program).write_bytes(_sha256(program))
 
 
 def _seal(program: epath.Path) -> epath.Path:
   return program.with_name(f"{program.name}.sha256")
 
 
-def _sha256(program: epath.Path) -> str:
-  return hashlib.sha256(program.read_bytes()).hexdigest()
+def _sha256(program: epath.Path) -> bytes:
+  return hashlib.sha256(program.read_bytes()).hexdigest().encode()

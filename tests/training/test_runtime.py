@@ -90,8 +90,10 @@ def test_compiled_programs_are_kept_and_damaged_ones_are_not_run(tmp_path):
   assert "cache_hits" in run_in(tmp_path, program)
   kept = [path for path in pathlib.Path(tmp_path, "diffjax", "compiled").iterdir() if path.name.endswith("-cache")]
   assert kept
-  for damage in (lambda data: data[:-9], lambda data: data[:40] + bytes([data[40] ^ 4]) + data[41:]):
-    for path in kept:
+  seals = [path.with_name(f"{path.name}.sha256") for path in kept]
+  truncated, flipped = (lambda data: data[:-9]), (lambda data: data[:40] + bytes([data[40] ^ 4]) + data[41:])
+  for files, damage in ((kept, truncated), (kept, flipped), (seals, lambda data: b"\xff")):
+    for path in files:
       path.write_bytes(damage(path.read_bytes()))
     again = run_in(tmp_path, program)
     assert "cache_hits" not in again and "[0. 3. 6. 9.]" in again
