@@ -85,6 +85,7 @@ def test_workdir_that_cannot_be_written(tmp_path):
       pass
 
 
-def test_object_stores_have_no_lock():
-  with lock("gs://bucket/run"):
-    pass
+def test_object_stores_have_no_lock(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  with lock("gs://bucket/run"), lock("gs://bucket/run"):
+    assert not list(tmp_path.iterdir())
