@@ -77,9 +77,9 @@ def test_readme_training_line(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["kill --times=20", "kill --times=5 --mode=streamed"])
+@pytest.mark.parametrize("command", ["kill --times=20", "kill --times=5 --mode=streamed", "growth --batch_size=2"])
 def test_reliability_commands(command):
-  """SIGKILL at random moments changes nothing; the full measurements are in the README."""
+  """SIGKILL at random moments changes nothing, and memory does not grow; the full measurements are in the README."""
   module, *arguments = command.split()
   result = subprocess.run(
     [sys.executable, "-m", f"benchmarks.{module}", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=1200
