@@ -36,8 +36,8 @@ def keep_freed_pages() -> None:
 
   XLA allocates its temporaries anew at every call on CPU. Left alone, glibc maps and unmaps them, and the kernel clears fresh pages at
   every step, which took a third of tiny's time. So glibc is told never to give memory back (M_TRIM_THRESHOLD = −1, M_MMAP_THRESHOLD = −3),
-  and programs run in the thread that calls them, since glibc keeps large blocks in the main thread's arena alone. All other threads share one
-  arena (M_ARENA_MAX = −8): in one each, every checkpoint's short-lived threads left other pages behind, 15 MiB a checkpoint. On other
+  and programs run in the thread that calls them, since glibc keeps large blocks in the main thread's arena alone. All other threads share
+  one arena (M_ARENA_MAX = −8): with one each, the short-lived threads of every checkpoint left 15 MiB of other pages behind. On other
   devices nothing changes; with another C library only the thread does.
   """
   jax.config.update("jax_cpu_enable_async_dispatch", False)
