@@ -37,7 +37,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
 
 def sharded_attention(mesh: Mesh, implementation: str) -> Callable[..., jax.Array]:
-  """`diff_attention` with the batch sharded: each device runs its own rows, without communication."""
+  """`diff_attention` with the batch and, on a mesh with an axis "tensor", the heads sharded: each device runs its own, without
+  communication. K must be a multiple of the tensor axis."""
   if implementation not in IMPLEMENTATIONS:
     raise UserError(f"config.model.attention_implementation = {implementation!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
   attention = functools.partial(diff_attention, implementation=implementation)
@@ -51,7 +52,9 @@ def sharded_attention(mesh: Mesh, implementation: str) -> Callable[..., jax.Arra
     def local(q, k, v, lam, q_segment_ids, kv_segment_ids):
       return attention(q, k, v, lam, q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids)
 
-    return jax.shard_map(local, mesh=mesh, in_specs=P(BATCH), out_specs=P(BATCH))(q, k, v, lam, q_segment_ids, kv_segment_ids)
+    heads, ids = P(BATCH, None, "tensor" if "tensor" in mesh.axis_names else None), P(BATCH)
+    sharded_call = jax.shard_map(local, mesh=mesh, in_specs=(heads, heads, heads, heads, ids, ids), out_specs=heads)
+    return sharded_call(q, k, v, lam, q_segment_ids, kv_segment_ids)
 
   return sharded
 

@@ -5,12 +5,15 @@ import functools
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from diffjax.config import Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig, UserError
 from diffjax.ops import cross_entropy
-from diffjax.parallel.mesh import make_mesh, sharded_cross_entropy
+from diffjax.ops.diff_attention import diff_attention
+from diffjax.parallel.mesh import make_mesh, sharded_attention, sharded_cross_entropy
 from diffjax.training.step import make_eval_step, make_init, make_train_step, put_batch
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -157,3 +160,15 @@ def test_a_spike_is_skipped_on_a_mesh():
   assert int(metrics["skipped_steps"]) == int(metrics["skipped_in_a_row"]) == 1
   after = state.opt_state[0]
   chex.assert_trees_all_equal(jax.tree.map(np.asarray, (state.params, after.inner)), before)
+
+
+def test_attention_with_heads_on_a_tensor_axis():
+  mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("data", "fsdp", "tensor"))
+  normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
+  arguments = normal(0, 4, T, 8, 2, 6), normal(1, 4, T, 4, 2, 6), normal(2, 4, T, 4, 12), jnp.float32(0.4)
+  ids = jnp.broadcast_to(jnp.arange(T) // 10, (4, T))
+  loss = lambda attention: lambda *a: jnp.sum(jnp.sin(attention(*a, q_segment_ids=ids, kv_segment_ids=ids)))
+  compiled = jax.jit(jax.value_and_grad(loss(sharded_attention(mesh, "chunked")), (0, 1, 2, 3))).lower(*arguments).compile()
+  expected = jax.value_and_grad(loss(functools.partial(diff_attention, implementation="reference")), (0, 1, 2, 3))(*arguments)
+  chex.assert_trees_all_close(compiled(*arguments), expected, rtol=1e-4, atol=1e-4)
+  assert "all-gather" not in compiled.as_text()

@@ -42,9 +42,9 @@ _interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", de
 
 
 @contextlib.contextmanager
-def interpreted(params: pltpu.InterpretParams | None = None) -> Iterator[None]:
-  """Within it the kernels run in Pallas's TPU interpreter, on any backend: for tests."""
-  token = _interpret.set(params or pltpu.InterpretParams())
+def interpreted(params: pltpu.InterpretParams | bool) -> Iterator[None]:
+  """Within it the kernels run in Pallas's TPU interpreter, or with True in its general one, on any backend: for tests."""
+  token = _interpret.set(params)
   try:
     yield
   finally:
@@ -335,12 +335,11 @@ def _backward(options: _Options, d_out, q, k, v, lam, q_ids, kv_ids, offset, out
       d_k, d_v = d_k + pieces[1], d_v + pieces[2]
     d_q.append(jnp.concatenate(spans, axis=4) if len(spans) > 1 else spans[0])
   d_q = jnp.concatenate(d_q, axis=2) if len(d_q) > 1 else d_q[0]  # [B, K, R, G, T, D]
-  d_q = jnp.transpose(d_q.reshape(B, H, G, T, D) * options.scale, (0, 3, 1, 2, 4)).astype(q.dtype)
-  return d_q, jnp.transpose(d_k, (0, 3, 1, 2, 4)).astype(k.dtype), jnp.swapaxes(d_v, 1, 2).astype(v.dtype), d_lam
+  return jnp.transpose(d_q.reshape(B, H, G, T, D), (0, 3, 1, 2, 4)), jnp.transpose(d_k, (0, 3, 1, 2, 4)).astype(k.dtype), jnp.swapaxes(d_v, 1, 2).astype(v.dtype), d_lam
 
 
 def _backward_span(options: _Options, q, k, v, d_out, lse, delta, lam, q_ids, kv_ids, offset, *, whole: bool):
-  """dQ [B, K, R, G, T, D], dK [B, K, M, S, D] and dV [B, K, S, V] from queries [B, K, R, T, G, D]; float32, or k's dtype where `whole`."""
+  """dQ [B, K, R, G, T, D], dK [B, K, M, S, D] and dV [B, K, S, V] of queries [B, K, R, T, G, D]; dK and dV float32 unless `whole`."""
   (B, K, R, T, G, D), (S, M), V = q.shape, (k.shape[1], k.shape[3]), v.shape[-1]
   kernel = _make_kernel(options.geometry, options.backward, q[:, 0, 0], k, q_ids, keys_pass=False)
   scalars = _scalars(kernel, q_ids, kv_ids, offset, B)
@@ -365,12 +364,12 @@ def _backward_span(options: _Options, q, k, v, d_out, lse, delta, lam, q_ids, kv
       (_pad(kv_ids, 1, kv_length)[:, None, None], (1, keys), lambda b, kv, j, r, step, *scalars: (b, 0, 0, j)),
     ]
   dtype = k.dtype if whole else jnp.float32
-  outputs = [((B, K, R, G, length, D), jnp.float32, (R, G, length, D), lambda b, kv, j, r, step, *scalars: (b, kv, 0, 0, 0, 0))]
+  outputs = [((B, K, R, G, length, D), q.dtype, (R, G, length, D), lambda b, kv, j, r, step, *scalars: (b, kv, 0, 0, 0, 0))]
   outputs += [((B, K, kv_length, D), dtype, (keys, D), stays)] * M + [((B, K, kv_length, V), dtype, (keys, V), stays)]
   d_q, *d_k, d_v = _call(
-    options, functools.partial(_backward_kernel, kernel), f"diff_attention_backward_{'v1' if M == 2 else 'v2' if G == 2 else 'plain'}",
+    options, functools.partial(_backward_kernel, kernel, options.scale), f"diff_attention_backward_{'v1' if M == 2 else 'v2' if G == 2 else 'plain'}",
     grid=(B, K, kernel.kv_blocks, R, kernel.steps), parallel=2, scalars=scalars, inputs=inputs, outputs=outputs,
-    scratch=[(M, keys, D), (keys, V)], like=k, cost=kernel.cost(B * K * R, flops=2 * (3 * G * D + 2 * V), exps=G),
+    scratch=[(R, G, length, D), (M, keys, D), (keys, V)], like=k, cost=kernel.cost(B * K * R, flops=2 * (3 * G * D + 2 * V), exps=G),
   )  # fmt: skip
   return d_q[:, :, :, :, :T], jnp.stack([x[:, :, :S] for x in d_k], axis=2), d_v[:, :, :S]
 
@@ -519,7 +518,7 @@ def _forward_kernel(kernel: _Kernel, save: bool, *refs) -> None:
       out[...] = (outs[0] - _column(lam[...]) * second.astype(jnp.float32)).astype(out.dtype)
 
 
-def _backward_kernel(kernel: _Kernel, *refs) -> None:
+def _backward_kernel(kernel: _Kernel, scale: float, *refs) -> None:
   """Grid [B, K, key blocks, query heads of a key head, query blocks that pass]. Maps are transposed: keys × queries."""
   scalars, refs = refs[: kernel.num_scalars], iter(refs[kernel.num_scalars :])
   G, M = kernel.num_maps, kernel.num_key_maps
@@ -527,16 +526,16 @@ def _backward_kernel(kernel: _Kernel, *refs) -> None:
   lse, delta = next(refs), next(refs)  # [G, rows]
   lam = next(refs) if G == 2 else None
   q_ids, kv_ids = (next(refs), next(refs)) if kernel.segments else (None, None)
-  d_q = next(refs)  # [heads, G, all rows, D], float32: all of it stays in VMEM
-  d_k, d_v = [next(refs) for _ in range(M)], next(refs)
-  d_k_acc, d_v_acc = refs  # [M, keys, D] and [keys, V]
+  d_q, d_k, d_v = next(refs), [next(refs) for _ in range(M)], next(refs)
+  d_q_acc, d_k_acc, d_v_acc = refs  # [heads, G, all rows, D], [M, keys, D] and [keys, V]
   b, j, head, step = pl.program_id(0), pl.program_id(2), pl.program_id(3), pl.program_id(4)
   first, last = kernel.passing(scalars, b, j)
   i = kernel.block(scalars, b, j, step)
+  d_q_tile = d_q_acc.at[head, :, pl.ds(pl.multiple_of(i * kernel.blocks.q, kernel.blocks.q), kernel.blocks.q)]
 
   @pl.when((j == 0) & (head == 0) & (step == 0))
   def _():
-    d_q[...] = jnp.zeros_like(d_q)
+    d_q_acc[...] = jnp.zeros_like(d_q_acc)
 
   @pl.when((head == 0) & (step == 0))
   def _():
@@ -561,14 +560,19 @@ def _backward_kernel(kernel: _Kernel, *refs) -> None:
       weighted = weights if weighted is None else weighted + weights  # A₁ − λA₂
       d_logits.append((weights * (d_weights - delta[g : g + 1, rows])).astype(d_rows.dtype))
     d_v_acc[keys, :] += _dot(weighted, d_rows, (1, 0))
-    all_rows = pl.ds(pl.multiple_of(i * kernel.blocks.q + row, kernel.blocks.q_inner), kernel.blocks.q_inner)
     for g in range(G):
       d_k_acc[g % M, keys, :] += _dot(d_logits[g], q[g][rows, :], (1, 0))
-      d_q[head, g, all_rows, :] += _dot(d_logits[g], k[g % M][keys, :], (0, 0))
+      d_q_tile[g, rows, :] += _dot(d_logits[g], k[g % M][keys, :], (0, 0))
 
   kernel.visit(scalars, b, i, j, first + step <= last, subtile)
 
-  @pl.when((head == pl.num_programs(3) - 1) & (step == kernel.steps - 1))
+  end = (head == pl.num_programs(3) - 1) & (step == kernel.steps - 1)
+
+  @pl.when(end & (j == pl.num_programs(2) - 1))
+  def _():
+    d_q[...] = (d_q_acc[...] * scale).astype(d_q.dtype)
+
+  @pl.when(end)
   def _():
     for m in range(M):
       d_k[m][...] = (d_k_acc[m] * (1 / _LOG2E)).astype(d_k[m].dtype)  # the queries carry scale·log₂e
