@@ -1,8 +1,8 @@
 """Block sizes of the TPU kernels."""
 
 from __future__ import annotations
+
 import dataclasses
-import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,8 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -30,13 +30,13 @@ from jaxtyping import Array, Float, Int
 
 from diffjax.ops.diff_attention import block_sizes, residuals
 from diffjax.ops.diff_attention.block_sizes import Blocks
-from diffjax.ops.diff_attention.tiles import Geometry, Scalar, block_of, both, negate
+from diffjax.ops.diff_attention.schedule import Schedule, make_schedule, pad, scalars_of
+from diffjax.ops.diff_attention.tiles import Geometry
 from diffjax.ops.varying import vary_like
 
 _HIDDEN = -1e30  # a hidden logit; finite, so that the maximum of a row that sees nothing can be subtracted from it
 _LOG2E = float(np.log2(np.e))
 _LANES = 128
-_MAX_BODIES = 4  # bodies for tiles that the mask cuts, each compiled for one position of the cut
 
 _interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=False)
 
@@ -134,128 +134,6 @@ def _attend_bwd(options: _Options, saved, d_out):
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kernel:
-  """What a kernel knows while it is compiled."""
-
-  geometry: Geometry
-  blocks: Blocks
-  num_maps: int  # G
-  num_key_maps: int  # M
-  q_blocks: int
-  kv_blocks: int
-  keys_pass: bool  # forward: keys pass by a block of queries; backward: queries pass by a block of keys
-  steps: int  # blocks that pass, at most
-  segments: bool
-
-  @property
-  def num_scalars(self) -> int:
-    return 3 * (self.geometry.q_offset is None or self.segments) + 4 * self.segments
-
-  def cost(self, heads: int, *, flops: int, exps: int) -> pl.CostEstimate:
-    """Of the tiles that positions alone do not hide; both counts are per query and key."""
-    blocks, geometry = self.blocks, dataclasses.replace(self.geometry, q_offset=self.geometry.q_offset or 0)
-    p0, k0 = np.arange(self.q_blocks)[:, None] * blocks.q + geometry.q_offset, np.arange(self.kv_blocks) * blocks.kv
-    tiles = np.sum(np.broadcast_to(geometry.some(p0, p0 + blocks.q - 1, k0, k0 + blocks.kv - 1), (self.q_blocks, self.kv_blocks)))
-    area = int(tiles) * blocks.q * blocks.kv * heads
-    return pl.CostEstimate(flops=flops * area, transcendentals=exps * area, bytes_accessed=0)
-
-  def passing(self, scalars, b: Scalar, stays: Scalar) -> tuple[Scalar, Scalar]:
-    """First and last block that pass by block `stays`; none if the last lies before the first."""
-    blocks, geometry = self.blocks, self.geometry
-    if scalars:
-      index = b * (self.q_blocks if self.keys_pass else self.kv_blocks) + stays
-      return scalars[1][index], scalars[2][index]
-    if self.keys_pass:
-      p0 = geometry.q_offset + stays * blocks.q
-      first, last = geometry.keys_of(p0, p0 + blocks.q - 1)
-      return block_of(first, blocks.kv), block_of(last, blocks.kv)
-    first, last = geometry.rows_of(stays * blocks.kv, (stays + 1) * blocks.kv - 1)
-    return block_of(first, blocks.q), block_of(last, blocks.q)
-
-  def block(self, scalars, b: Scalar, stays: Scalar, step: Scalar) -> Scalar:
-    """The block to have at hand at a step: the last one stays where no more are to come, so that nothing is loaded."""
-    first, last = self.passing(scalars, b, stays)
-    return jnp.minimum(first + step, jnp.maximum(last, 0))
-
-  def position(self, scalars, b: Scalar, i: Scalar) -> Scalar:
-    """Position of the first query of block i."""
-    offset = self.geometry.q_offset if self.geometry.q_offset is not None else scalars[0][b]
-    return offset + i * self.blocks.q
-
-  def visit(self, scalars, b: Scalar, i: Scalar, j: Scalar, live: Scalar, body: Callable) -> None:
-    """Runs body(row, key, mask) for every sub-tile of tile (i, j) that a query may see into, unless the tile is not `live`.
-
-    row and key say where in the tile the sub-tile begins; mask(q_axis, ids) gives its elementwise mask, and is None where all is seen.
-    """
-    blocks, geometry = self.blocks, self.geometry
-    p0, k0 = self.position(scalars, b, i), j * blocks.kv
-    subtiles = list(itertools.product(range(0, blocks.q, blocks.q_inner), range(0, blocks.kv, blocks.kv_inner)))
-    corners = lambda row, key, p0, k0: (p0 + row, p0 + row + blocks.q_inner - 1, k0 + key, k0 + key + blocks.kv_inner - 1)
-
-    def mask(row: int, key: int, p0: Scalar, k0: Scalar, q_axis: int, q_ids=None, kv_ids=None):
-      shape = (blocks.q_inner, blocks.kv_inner) if q_axis == 0 else (blocks.kv_inner, blocks.q_inner)
-      rows, keys = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (q_axis, 1 - q_axis))
-      visible = geometry.visible(rows - keys + (p0 + row - k0 - key), keys + (k0 + key))
-      if self.segments:
-        same = q_ids == kv_ids
-        visible = same if visible is None else visible & same
-      return visible
-
-    tile = p0, p0 + blocks.q - 1, k0, k0 + blocks.kv - 1
-    some, every = both(live, geometry.some(*tile)), geometry.every(*tile)
-    if self.segments:
-      overlap, equal = self._ids(scalars, b, i, j, subtiles)
-      some, every = both(some, overlap), both(every, equal)
-
-    @_when(both(some, every))
-    def _():
-      for row, key in subtiles:
-        body(row, key, None)
-
-    differences = None if self.segments else geometry.partial_differences(blocks.q, blocks.kv, _MAX_BODIES)
-    partial = both(some, negate(every))
-    if differences is None:
-
-      @_when(partial)
-      def _():
-        for row, key in subtiles:
-          visible = geometry.some(*corners(row, key, p0, k0))
-          if self.segments:
-            visible = both(visible, self._ids(scalars, b, i, j, [(row, key)])[0])
-          _when(visible)(functools.partial(body, row, key, functools.partial(mask, row, key, p0, k0)))
-
-      return
-    for difference in differences:  # every tile whose first query lies so far behind its first key is cut in the same way
-
-      @_when(both(partial, p0 - k0 == difference))
-      def _(difference=difference):
-        for row, key in subtiles:
-          corner = corners(row, key, difference, 0)
-          if geometry.some(*corner):
-            body(row, key, None if geometry.every(*corner) else functools.partial(mask, row, key, difference, 0))
-
-  def _ids(self, scalars, b: Scalar, i: Scalar, j: Scalar, subtiles) -> tuple[Scalar, Scalar]:
-    """Whether the ranges of segment ids of queries and keys overlap, and whether all ids are equal."""
-    q_low, q_high, kv_low, kv_high = scalars[3:]
-    blocks = self.blocks
-    q_start, q_size = (b * self.q_blocks + i) * (blocks.q // blocks.q_inner), blocks.q_inner
-    kv_start, kv_size = (b * self.kv_blocks + j) * (blocks.kv // blocks.kv_inner), blocks.kv_inner
-    q_indices = [q_start + row // q_size for row in sorted({row for row, _ in subtiles})]
-    kv_indices = [kv_start + key // kv_size for key in sorted({key for _, key in subtiles})]
-    q_low = functools.reduce(jnp.minimum, [q_low[n] for n in q_indices])
-    q_high = functools.reduce(jnp.maximum, [q_high[n] for n in q_indices])
-    kv_low = functools.reduce(jnp.minimum, [kv_low[n] for n in kv_indices])
-    kv_high = functools.reduce(jnp.maximum, [kv_high[n] for n in kv_indices])
-    return both(q_low <= kv_high, kv_low <= q_high), both(q_low == q_high, kv_low == kv_high, q_low == kv_low)
-
-
-def _when(condition: Scalar) -> Callable:
-  if isinstance(condition, bool):
-    return (lambda function: function()) if condition else (lambda function: None)
-  return pl.when(condition)
-
-
 def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
   """A matrix product over the given axes, accumulated in float32; float32 operands are not rounded to bfloat16."""
   precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else lax.Precision.DEFAULT
@@ -266,35 +144,35 @@ def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
 
 def _forward(options: _Options, q, k, v, lam, q_ids, kv_ids, offset, *, save: bool):
   """Returns the output [B, H, T, V] and, to be saved for a gradient, O₂ likewise and the log-sum-exps (base 2) [B, H, G, T]; else None."""
-  kernel = _make_kernel(options.geometry, options.forward, q, k, q_ids, keys_pass=True)
-  scalars = _scalars(kernel, q_ids, kv_ids, offset, q.shape[0])
+  schedule = make_schedule(options.geometry, options.forward, q, k, q_ids, keys_pass=True)
+  scalars = scalars_of(schedule, q_ids, kv_ids, offset, q.shape[0])
   (B, T, H, G, D), (K, M), V = q.shape, k.shape[2:4], v.shape[-1]
-  R, rows, keys = H // K, kernel.blocks.q, kernel.blocks.kv
-  length = kernel.q_blocks * rows
+  R, rows, keys = H // K, schedule.blocks.q, schedule.blocks.kv
+  length = schedule.q_blocks * rows
   stays = lambda b, h, i, step, *scalars: (b, h, i, 0)
   stays_row = lambda b, h, i, step, *scalars: (b, h, 0, i)
-  passes = lambda b, h, i, step, *scalars: (b, lax.div(h, R), kernel.block(scalars, b, i, step), 0)
+  passes = lambda b, h, i, step, *scalars: (b, lax.div(h, R), schedule.block(scalars, b, i, step), 0)
   inputs = [(x, (rows, D), stays) for x in _queries(options, q, length)]
-  inputs += [(x, (keys, x.shape[-1]), passes) for x in (*_keys(k, kernel), *_keys(v[:, :, :, None], kernel))]
+  inputs += [(x, (keys, x.shape[-1]), passes) for x in (*_keys(k, schedule), *_keys(v[:, :, :, None], schedule))]
   if lam is not None:
-    inputs.append((_pad(jnp.swapaxes(lam, 1, 2)[:, :, None], 3, length), (1, rows), stays_row))
+    inputs.append((pad(jnp.swapaxes(lam, 1, 2)[:, :, None], 3, length), (1, rows), stays_row))
   if q_ids is not None:
     inputs += [
-      (_pad(q_ids, 1, length)[:, None, None], (1, rows), lambda b, h, i, step, *scalars: (b, 0, 0, i)),
+      (pad(q_ids, 1, length)[:, None, None], (1, rows), lambda b, h, i, step, *scalars: (b, 0, 0, i)),
       (
-        _pad(kv_ids, 1, kernel.kv_blocks * keys)[:, None, None],
+        pad(kv_ids, 1, schedule.kv_blocks * keys)[:, None, None],
         (1, keys),
-        lambda b, h, i, step, *scalars: (b, 0, 0, kernel.block(scalars, b, i, step)),
+        lambda b, h, i, step, *scalars: (b, 0, 0, schedule.block(scalars, b, i, step)),
       ),
     ]
   outputs = [((B, H, length, V), q.dtype, (rows, V), stays)] * (1 + (G == 2 and save))
   if save:
     outputs.append(((B, H, G, length), jnp.float32, (G, rows), stays_row))
   out, *saved = _call(
-    options, functools.partial(_forward_kernel, kernel, save), f"diff_attention_forward_{'v1' if M == 2 else 'v2' if G == 2 else 'plain'}",
-    grid=(B, H, kernel.q_blocks, kernel.steps), parallel=3, scalars=scalars, inputs=inputs, outputs=outputs,
+    options, functools.partial(_forward_kernel, schedule, save), "diff_attention_forward",
+    grid=(B, H, schedule.q_blocks, schedule.steps), parallel=3, scalars=scalars, inputs=inputs, outputs=outputs,
     scratch=[(G, rows, _LANES), (G, rows, _LANES), (G, rows, V)], like=q,
-    cost=kernel.cost(B * H, flops=2 * G * (D + V), exps=G),
+    pairs=B * H * schedule.area(), flops=2 * G * (D + V),
   )  # fmt: skip
   lse = saved.pop()[..., :T] if save else None
   out2 = saved.pop()[:, :, :T] if saved else None
@@ -303,7 +181,7 @@ def _forward(options: _Options, q, k, v, lam, q_ids, kv_ids, offset, *, save: bo
 
 def _backward(options: _Options, d_out, q, k, v, lam, q_ids, kv_ids, offset, out, out2, lse):
   """Gradients of q, k, v and λ (None without λ); paper §1."""
-  (B, T, H, G, D), (K, M) = q.shape, k.shape[2:4]
+  (B, T, H, G, D), K = q.shape, k.shape[2]
   d_out = jnp.swapaxes(d_out, 1, 2)
   row_sums = lambda x: jnp.sum(d_out.astype(jnp.float32) * x.astype(jnp.float32), axis=-1)
   delta, d_lam = row_sums(out)[:, :, None], None
@@ -335,88 +213,59 @@ def _backward(options: _Options, d_out, q, k, v, lam, q_ids, kv_ids, offset, out
       d_k, d_v = d_k + pieces[1], d_v + pieces[2]
     d_q.append(jnp.concatenate(spans, axis=4) if len(spans) > 1 else spans[0])
   d_q = jnp.concatenate(d_q, axis=2) if len(d_q) > 1 else d_q[0]  # [B, K, R, G, T, D]
-  return jnp.transpose(d_q.reshape(B, H, G, T, D), (0, 3, 1, 2, 4)), jnp.transpose(d_k, (0, 3, 1, 2, 4)).astype(k.dtype), jnp.swapaxes(d_v, 1, 2).astype(v.dtype), d_lam
+  return (
+    jnp.transpose(d_q.reshape(B, H, G, T, D), (0, 3, 1, 2, 4)),
+    jnp.transpose(d_k, (0, 3, 1, 2, 4)).astype(k.dtype),
+    jnp.swapaxes(d_v, 1, 2).astype(v.dtype),
+    d_lam,
+  )
 
 
 def _backward_span(options: _Options, q, k, v, d_out, lse, delta, lam, q_ids, kv_ids, offset, *, whole: bool):
   """dQ [B, K, R, G, T, D], dK [B, K, M, S, D] and dV [B, K, S, V] of queries [B, K, R, T, G, D]; dK and dV float32 unless `whole`."""
   (B, K, R, T, G, D), (S, M), V = q.shape, (k.shape[1], k.shape[3]), v.shape[-1]
-  kernel = _make_kernel(options.geometry, options.backward, q[:, 0, 0], k, q_ids, keys_pass=False)
-  scalars = _scalars(kernel, q_ids, kv_ids, offset, B)
-  rows, keys = kernel.blocks.q, kernel.blocks.kv
-  length, kv_length = kernel.q_blocks * rows, kernel.kv_blocks * keys
+  schedule = make_schedule(options.geometry, options.backward, q[:, 0, 0], k, q_ids, keys_pass=False)
+  scalars = scalars_of(schedule, q_ids, kv_ids, offset, B)
+  rows, keys = schedule.blocks.q, schedule.blocks.kv
+  length, kv_length = schedule.q_blocks * rows, schedule.kv_blocks * keys
   stays = lambda b, kv, j, r, step, *scalars: (b, kv, j, 0)
-  passes = lambda b, kv, j, r, step, *scalars: (b, kv, r, kernel.block(scalars, b, j, step), 0)
-  passes_row = lambda b, kv, j, r, step, *scalars: (b, kv, r, 0, kernel.block(scalars, b, j, step))
+  passes = lambda b, kv, j, r, step, *scalars: (b, kv, r, schedule.block(scalars, b, j, step), 0)
+  passes_row = lambda b, kv, j, r, step, *scalars: (b, kv, r, 0, schedule.block(scalars, b, j, step))
   queries = _queries(options, q.reshape(B, K * R, T, G, D).swapaxes(1, 2), length)
   inputs = [(x.reshape(B, K, R, length, D), (rows, D), passes) for x in queries]
-  inputs += [(x, (keys, x.shape[-1]), stays) for x in (*_keys(k, kernel), *_keys(v[:, :, :, None], kernel))]
+  inputs += [(x, (keys, x.shape[-1]), stays) for x in (*_keys(k, schedule), *_keys(v[:, :, :, None], schedule))]
   inputs += [
-    (_pad(d_out, 3, length), (rows, V), passes),
-    (_pad(lse, 4, length, -_HIDDEN), (G, rows), passes_row),
-    (_pad(delta, 4, length), (G, rows), passes_row),
+    (pad(d_out, 3, length), (rows, V), passes),
+    (pad(lse, 4, length, -_HIDDEN), (G, rows), passes_row),
+    (pad(delta, 4, length), (G, rows), passes_row),
   ]
   if lam is not None:
-    inputs.append((_pad(lam, 4, length), (1, rows), passes_row))
+    inputs.append((pad(lam, 4, length), (1, rows), passes_row))
   if q_ids is not None:
     inputs += [
-      (_pad(q_ids, 1, length)[:, None, None], (1, rows), lambda b, kv, j, r, step, *scalars: (b, 0, 0, kernel.block(scalars, b, j, step))),
-      (_pad(kv_ids, 1, kv_length)[:, None, None], (1, keys), lambda b, kv, j, r, step, *scalars: (b, 0, 0, j)),
+      (pad(q_ids, 1, length)[:, None, None], (1, rows), lambda b, kv, j, r, step, *scalars: (b, 0, 0, schedule.block(scalars, b, j, step))),
+      (pad(kv_ids, 1, kv_length)[:, None, None], (1, keys), lambda b, kv, j, r, step, *scalars: (b, 0, 0, j)),
     ]
   dtype = k.dtype if whole else jnp.float32
   outputs = [((B, K, R, G, length, D), q.dtype, (R, G, length, D), lambda b, kv, j, r, step, *scalars: (b, kv, 0, 0, 0, 0))]
   outputs += [((B, K, kv_length, D), dtype, (keys, D), stays)] * M + [((B, K, kv_length, V), dtype, (keys, V), stays)]
   d_q, *d_k, d_v = _call(
-    options, functools.partial(_backward_kernel, kernel, options.scale), f"diff_attention_backward_{'v1' if M == 2 else 'v2' if G == 2 else 'plain'}",
-    grid=(B, K, kernel.kv_blocks, R, kernel.steps), parallel=2, scalars=scalars, inputs=inputs, outputs=outputs,
-    scratch=[(R, G, length, D), (M, keys, D), (keys, V)], like=k, cost=kernel.cost(B * K * R, flops=2 * (3 * G * D + 2 * V), exps=G),
+    options, functools.partial(_backward_kernel, schedule, options.scale), "diff_attention_backward",
+    grid=(B, K, schedule.kv_blocks, R, schedule.steps), parallel=2, scalars=scalars, inputs=inputs, outputs=outputs,
+    scratch=[(R, G, length, D), (M, keys, D), (keys, V)], like=k, pairs=B * K * R * schedule.area(), flops=2 * (3 * G * D + 2 * V),
   )  # fmt: skip
   return d_q[:, :, :, :, :T], jnp.stack([x[:, :, :S] for x in d_k], axis=2), d_v[:, :, :S]
 
 
-def _make_kernel(geometry: Geometry, blocks: Blocks, q, k, q_ids, *, keys_pass: bool) -> _Kernel:
-  q_blocks, kv_blocks = pl.cdiv(q.shape[1], blocks.q), pl.cdiv(k.shape[1], blocks.kv)
-  kernel = _Kernel(geometry, blocks, q.shape[-2], k.shape[3], q_blocks, kv_blocks, keys_pass, 0, q_ids is not None)
-  stay, most = (q_blocks, kv_blocks) if keys_pass else (kv_blocks, q_blocks)
-  if geometry.q_offset is not None:
-    most = max(
-      1, *(last - first + 1 for first, last in (dataclasses.replace(kernel, segments=False).passing((), 0, n) for n in range(stay)))
-    )
-  elif geometry.window is not None:
-    sides = 1 if geometry.causal else 2
-    span, size = (blocks.q, blocks.kv) if keys_pass else (blocks.kv, blocks.q)
-    most = min(most, pl.cdiv(span + sides * (geometry.window - 1), size) + 1)
-  return dataclasses.replace(kernel, steps=most)
+def _call(options: _Options, function, name: str, *, grid, parallel: int, scalars, inputs, outputs, scratch, like, pairs: int, flops: int):
+  """`pallas_call` on (array, block, index map) and (shape, dtype, block, index map); a block's leading axes are squeezed away.
 
-
-def _scalars(kernel: _Kernel, q_ids, kv_ids, offset, batch: int) -> list[jax.Array]:
-  """What index maps and kernels read when the mask is data: offsets, first and last passing block, ranges of ids. Flat int32 arrays."""
-  if not kernel.num_scalars:
-    return []
-  geometry, blocks = kernel.geometry, kernel.blocks
-  offset = jnp.full((batch,), geometry.q_offset, jnp.int32) if offset is None else offset
-  p0 = (offset[:, None] + blocks.q * jnp.arange(kernel.q_blocks, dtype=jnp.int32))[:, :, None]
-  k0 = blocks.kv * jnp.arange(kernel.kv_blocks, dtype=jnp.int32)
-  visible = jnp.broadcast_to(geometry.some(p0, p0 + blocks.q - 1, k0, k0 + blocks.kv - 1), (batch, kernel.q_blocks, kernel.kv_blocks))
-  ranges = []
-  if q_ids is not None:
-    tiles = lambda ids, count, size: _pad(ids, 1, count * size).reshape(batch, count, size)
-    q_tiles, kv_tiles = tiles(q_ids, kernel.q_blocks, blocks.q), tiles(kv_ids, kernel.kv_blocks, blocks.kv)
-    low, high = lambda x: jnp.min(x, axis=-1), lambda x: jnp.max(x, axis=-1)
-    visible &= (low(q_tiles)[:, :, None] <= high(kv_tiles)[:, None]) & (low(kv_tiles)[:, None] <= high(q_tiles)[:, :, None])
-    for ids, size in ((q_tiles, blocks.q_inner), (kv_tiles, blocks.kv_inner)):
-      ranges += [low(ids.reshape(-1, size)), high(ids.reshape(-1, size))]
-  axis = 2 if kernel.keys_pass else 1
-  some = jnp.any(visible, axis=axis)
-  first = jnp.where(some, jnp.argmax(visible, axis=axis), 0)
-  last = jnp.where(some, visible.shape[axis] - 1 - jnp.argmax(jnp.flip(visible, axis), axis=axis), -1)
-  return [x.astype(jnp.int32).reshape(-1) for x in (offset, first, last, *ranges)]
-
-
-def _call(options: _Options, function, name: str, *, grid, parallel: int, scalars, inputs, outputs, scratch, like, cost):
-  """`pallas_call` on (array, block, index map) and (shape, dtype, block, index map); a block's leading axes are squeezed away."""
+  pairs counts the query-key pairs that are computed, flops what each costs.
+  """
   spec = lambda ndim, block, index: pl.BlockSpec((None,) * (ndim - len(block)) + block, index)
   varying = jax.typeof(like).manual_axis_type
+  moved = [(x.shape, x.dtype) for x, _, _ in inputs] + [(shape, dtype) for shape, dtype, _, _ in outputs]
+  traffic = sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in moved)
   return pl.pallas_call(
     function,
     grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -430,7 +279,7 @@ def _call(options: _Options, function, name: str, *, grid, parallel: int, scalar
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel",) * parallel + ("arbitrary",) * (len(grid) - parallel), vmem_limit_bytes=options.vmem_bytes
     ),
-    cost_estimate=cost,
+    cost_estimate=pl.CostEstimate(flops=flops * pairs, transcendentals=2 * pairs, bytes_accessed=traffic),
     interpret=options.interpret,
     name=name,
   )(*scalars, *(x for x, _, _ in inputs))
@@ -439,38 +288,30 @@ def _call(options: _Options, function, name: str, *, grid, parallel: int, scalar
 def _queries(options: _Options, q, length: int) -> list[jax.Array]:
   """[B, T, H, G, D] as G of [B, H, length, D], times scale·log₂e."""
   q = (q.astype(jnp.float32) * (options.scale * _LOG2E)).astype(q.dtype)
-  return [_pad(jnp.swapaxes(q[:, :, :, g], 1, 2), 2, length) for g in range(q.shape[3])]
+  return [pad(jnp.swapaxes(q[:, :, :, g], 1, 2), 2, length) for g in range(q.shape[3])]
 
 
-def _keys(k, kernel: _Kernel) -> list[jax.Array]:
+def _keys(k, schedule: Schedule) -> list[jax.Array]:
   """[B, S, K, M, D] as M of [B, K, length, D]."""
-  return [_pad(jnp.swapaxes(k[:, :, :, m], 1, 2), 2, kernel.kv_blocks * kernel.blocks.kv) for m in range(k.shape[3])]
-
-
-def _pad(x: jax.Array, axis: int, length: int, value: float | None = None) -> jax.Array:
-  """x up to a length: with a value, else zeros, or the last id where x holds ids."""
-  widths = [(0, length - x.shape[axis] if a == axis else 0) for a in range(x.ndim)]
-  if length == x.shape[axis]:
-    return x
-  return jnp.pad(x, widths, mode="edge") if jnp.issubdtype(x.dtype, jnp.integer) else jnp.pad(x, widths, constant_values=value or 0)
+  return [pad(jnp.swapaxes(k[:, :, :, m], 1, 2), 2, schedule.kv_blocks * schedule.blocks.kv) for m in range(k.shape[3])]
 
 
 def _round_up(x: int, multiple: int) -> int:
   return -(-x // multiple) * multiple
 
 
-def _forward_kernel(kernel: _Kernel, save: bool, *refs) -> None:
+def _forward_kernel(schedule: Schedule, save: bool, *refs) -> None:
   """Grid [B, H, query blocks, key blocks that pass]."""
-  scalars, refs = refs[: kernel.num_scalars], iter(refs[kernel.num_scalars :])
-  G, M = kernel.num_maps, kernel.num_key_maps
+  scalars, refs = refs[: schedule.num_scalars], iter(refs[schedule.num_scalars :])
+  G, M = schedule.num_maps, schedule.num_key_maps
   q, k, v = [next(refs) for _ in range(G)], [next(refs) for _ in range(M)], next(refs)
   lam = next(refs) if G == 2 else None
-  q_ids, kv_ids = (next(refs), next(refs)) if kernel.segments else (None, None)
+  q_ids, kv_ids = (next(refs), next(refs)) if schedule.segments else (None, None)
   out = next(refs)
   out2, lse = next(refs) if G == 2 and save else None, next(refs) if save else None
   peak, total, acc = refs  # [G, rows, 128] and [G, rows, V]; a row's total is spread over the lanes until the end
   b, i, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-  first, last = kernel.passing(scalars, b, i)
+  first, last = schedule.passing(scalars, b, i)
 
   @pl.when(step == 0)
   def _():
@@ -479,10 +320,10 @@ def _forward_kernel(kernel: _Kernel, save: bool, *refs) -> None:
     acc[...] = jnp.zeros_like(acc)
 
   def subtile(row: int, key: int, mask) -> None:
-    rows, keys = pl.ds(row, kernel.blocks.q_inner), pl.ds(key, kernel.blocks.kv_inner)
+    rows, keys = pl.ds(row, schedule.blocks.q_inner), pl.ds(key, schedule.blocks.kv_inner)
     values = v[keys, :]
     if mask is not None:
-      ids = (_column(q_ids[:, rows]), kv_ids[:, keys]) if kernel.segments else ()
+      ids = (_column(q_ids[:, rows]), kv_ids[:, keys]) if schedule.segments else ()
       mask = mask(0, *ids)
     for g in range(G):
       logits = _dot(q[g][rows, :], k[g % M][keys, :], (1, 1))
@@ -497,9 +338,9 @@ def _forward_kernel(kernel: _Kernel, save: bool, *refs) -> None:
       peak[g, rows, :] = after
       acc[g, rows, :] = acc[g, rows, :] * _repeat(shrink, acc.shape[2]) + _dot(weights, values, (1, 0))
 
-  kernel.visit(scalars, b, i, kernel.block(scalars, b, i, step), first + step <= last, subtile)
+  schedule.visit(scalars, b, i, schedule.block(scalars, b, i, step), first + step <= last, subtile)
 
-  @pl.when(step == kernel.steps - 1)
+  @pl.when(step == schedule.steps - 1)
   def _():
     outs = []
     for g in range(G):
@@ -518,20 +359,20 @@ def _forward_kernel(kernel: _Kernel, save: bool, *refs) -> None:
       out[...] = (outs[0] - _column(lam[...]) * second.astype(jnp.float32)).astype(out.dtype)
 
 
-def _backward_kernel(kernel: _Kernel, scale: float, *refs) -> None:
+def _backward_kernel(schedule: Schedule, scale: float, *refs) -> None:
   """Grid [B, K, key blocks, query heads of a key head, query blocks that pass]. Maps are transposed: keys × queries."""
-  scalars, refs = refs[: kernel.num_scalars], iter(refs[kernel.num_scalars :])
-  G, M = kernel.num_maps, kernel.num_key_maps
+  scalars, refs = refs[: schedule.num_scalars], iter(refs[schedule.num_scalars :])
+  G, M = schedule.num_maps, schedule.num_key_maps
   q, k, v, d_out = [next(refs) for _ in range(G)], [next(refs) for _ in range(M)], next(refs), next(refs)
   lse, delta = next(refs), next(refs)  # [G, rows]
   lam = next(refs) if G == 2 else None
-  q_ids, kv_ids = (next(refs), next(refs)) if kernel.segments else (None, None)
+  q_ids, kv_ids = (next(refs), next(refs)) if schedule.segments else (None, None)
   d_q, d_k, d_v = next(refs), [next(refs) for _ in range(M)], next(refs)
   d_q_acc, d_k_acc, d_v_acc = refs  # [heads, G, all rows, D], [M, keys, D] and [keys, V]
   b, j, head, step = pl.program_id(0), pl.program_id(2), pl.program_id(3), pl.program_id(4)
-  first, last = kernel.passing(scalars, b, j)
-  i = kernel.block(scalars, b, j, step)
-  d_q_tile = d_q_acc.at[head, :, pl.ds(pl.multiple_of(i * kernel.blocks.q, kernel.blocks.q), kernel.blocks.q)]
+  first, last = schedule.passing(scalars, b, j)
+  i = schedule.block(scalars, b, j, step)
+  d_q_tile = d_q_acc.at[head, :, pl.ds(pl.multiple_of(i * schedule.blocks.q, schedule.blocks.q), schedule.blocks.q)]
 
   @pl.when((j == 0) & (head == 0) & (step == 0))
   def _():
@@ -543,9 +384,9 @@ def _backward_kernel(kernel: _Kernel, scale: float, *refs) -> None:
     d_v_acc[...] = jnp.zeros_like(d_v_acc)
 
   def subtile(row: int, key: int, mask) -> None:
-    rows, keys = pl.ds(row, kernel.blocks.q_inner), pl.ds(key, kernel.blocks.kv_inner)
+    rows, keys = pl.ds(row, schedule.blocks.q_inner), pl.ds(key, schedule.blocks.kv_inner)
     if mask is not None:
-      ids = (q_ids[:, rows], _column(kv_ids[:, keys])) if kernel.segments else ()
+      ids = (q_ids[:, rows], _column(kv_ids[:, keys])) if schedule.segments else ()
       mask = mask(1, *ids)
     d_rows = d_out[rows, :]
     d_weights = _dot(v[keys, :], d_rows, (1, 1))  # dP, shared by the maps
@@ -564,9 +405,9 @@ def _backward_kernel(kernel: _Kernel, scale: float, *refs) -> None:
       d_k_acc[g % M, keys, :] += _dot(d_logits[g], q[g][rows, :], (1, 0))
       d_q_tile[g, rows, :] += _dot(d_logits[g], k[g % M][keys, :], (0, 0))
 
-  kernel.visit(scalars, b, i, j, first + step <= last, subtile)
+  schedule.visit(scalars, b, i, j, first + step <= last, subtile)
 
-  end = (head == pl.num_programs(3) - 1) & (step == kernel.steps - 1)
+  end = (head == pl.num_programs(3) - 1) & (step == schedule.steps - 1)
 
   @pl.when(end & (j == pl.num_programs(2) - 1))
   def _():

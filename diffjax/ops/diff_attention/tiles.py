@@ -1,7 +1,7 @@
 """Which tiles of the attention maps have to be computed: the geometry that the Pallas kernels share.
 
-A tile is a block of queries at positions p0 … p1 against a block of keys at positions k0 … k1. Positions are ints where they are known while
-the program is compiled, and traced int32 scalars where they are not; conditions are bools or traced bools in the same way.
+A tile is a block of queries at positions p0 … p1 against a block of keys at positions k0 … k1. Positions are ints where they are known
+while the program is compiled, and traced int32 scalars where they are not; conditions are bools or traced bools in the same way.
 """
 
 from __future__ import annotations
