@@ -146,7 +146,7 @@ def _forward(options: _Options, q, k, v, lam, q_ids, kv_ids, offset, *, save: bo
   """Returns the output [B, H, T, V] and, to be saved for a gradient, O₂ likewise and the log-sum-exps (base 2) [B, H, G, T]; else None."""
   schedule = make_schedule(options.geometry, options.forward, q, k, q_ids, keys_pass=True)
   scalars = scalars_of(schedule, q_ids, kv_ids, offset, q.shape[0])
-  (B, T, H, G, D), (K, M), V = q.shape, k.shape[2:4], v.shape[-1]
+  (B, T, H, G, D), K, V = q.shape, k.shape[2], v.shape[-1]
   R, rows, keys = H // K, schedule.blocks.q, schedule.blocks.kv
   length = schedule.q_blocks * rows
   stays = lambda b, h, i, step, *scalars: (b, h, i, 0)
