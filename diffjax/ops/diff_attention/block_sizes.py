@@ -1,12 +1,43 @@
-"""Block sizes of the TPU kernels."""
+"""Block sizes of the TPU kernels: one table by chip, kernel and widths (block_sizes.json), fitted to lengths and to the chip's memory.
+
+The table holds what a search over the compiler's estimate found best (`python -m benchmarks.tpu --search`); a shape that it does not hold
+takes the nearest entry.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
+import functools
+import json
+import math
+import pathlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+TABLE = pathlib.Path(__file__).with_name("block_sizes.json")
+_LANES = 128  # of a vector register: blocks are multiples of it
+# What a kernel may use of each chip's vector memory, oldest chip first; the compiler needs the rest.
+_VMEM_BYTES = {"v4": 16 << 20, "v5e": 100 << 20, "v5p": 60 << 20, "v6e": 100 << 20, "7x": 60 << 20}
+GENERATIONS = tuple(_VMEM_BYTES)
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
+  """How a kernel walks the attention maps.
+
+  Attributes:
+    q: queries of a tile, which are loaded together.
+    kv: keys of a tile.
+    q_inner: queries of a sub-tile, whose logits are held at once; divides q.
+    kv_inner: keys of a sub-tile; divides kv.
+    resident: backward, rows (over the query heads of a key head) whose float32 dQ stays in vector memory; more go in several calls.
+  """
+
   q: int
   kv: int
   q_inner: int
@@ -14,15 +45,122 @@ class Blocks:
   resident: int = 8192
 
 
-VMEM_BYTES = {"v4": 16 << 20, "v5e": 100 << 20, "v5p": 60 << 20, "v6e": 100 << 20, "7x": 60 << 20}
-OVERRIDE = {}
+_forced: contextvars.ContextVar[Mapping[str, Blocks] | None] = contextvars.ContextVar("forced", default=None)
 
 
-def choose(generation, direction, q_length, kv_length, D, V, G, dtype):
-  if direction in OVERRIDE:
-    return OVERRIDE[direction]
-  up = lambda x: -(-x // 128) * 128
-  b = min(1024, up(q_length))
-  c = min(1024, up(kv_length))
-  inner = lambda n: next(x for x in (512, 256, 128) if n % x == 0)
-  return Blocks(b, c, inner(b), inner(c))
+@contextlib.contextmanager
+def use(**blocks: Blocks) -> Iterator[None]:
+  """Within it `choose` returns these as they are: `use(forward=Blocks(…), backward=Blocks(…))`. For tests and for the search.
+
+  They are read while a program is traced: a function that was jitted before keeps its own.
+  """
+  if unknown := set(blocks) - {"forward", "backward"}:
+    raise ValueError(f"blocks are for forward or backward, got {', '.join(sorted(unknown))}")
+  token = _forced.set({**(_forced.get() or {}), **blocks})
+  try:
+    yield
+  finally:
+    _forced.reset(token)
+
+
+def choose(generation: str, direction: str, q_length: int, kv_length: int, D: int, V: int, G: int, dtype: Any) -> Blocks:
+  """The blocks for a shape: the nearest entry of the table, fitted to the lengths and to the chip's vector memory.
+
+  Args:
+    generation: the chip, as `pltpu.get_tpu_info().chip_version` names it; one that is not known is taken for the nearest older one.
+    direction: "forward" or "backward".
+    q_length: number of queries.
+    kv_length: number of keys.
+    D: width of queries and keys.
+    V: width of values.
+    G: number of maps.
+    dtype: of queries, keys and values.
+  """
+  if forced := (_forced.get() or {}).get(direction):
+    return forced
+  wanted = _nearest(generation, direction, kv_length, D, V, G)
+  itemsize = jnp.dtype(dtype).itemsize
+  limit = vmem_bytes(generation)
+  most = 2048
+  if itemsize == 4:  # a product is six passes of the matrix unit, all of them in the unrolled body
+    most, wanted = 512, dataclasses.replace(wanted, q_inner=min(wanted.q_inner, 256), kv_inner=min(wanted.kv_inner, 256))
+  while True:
+    q, q_inner = _fit(q_length, min(wanted.q, most), min(wanted.q_inner, most))
+    kv, kv_inner = _fit(kv_length, min(wanted.kv, most), min(wanted.kv_inner, most))
+    blocks = Blocks(q, kv, q_inner, kv_inner, resident=0)
+    if direction == "forward":
+      enough = footprint("forward", blocks, D, V, G, itemsize) <= limit
+    else:
+      row = 2 * 4 * G * _lanes(D)
+      rows = (limit - footprint("backward", blocks, D, V, G, itemsize)) // row
+      blocks = dataclasses.replace(blocks, resident=rows // q * q)
+      # Each call reads all keys and values and writes their gradients: few rows a call would make that the kernel's work.
+      enough = blocks.resident >= min(-(-q_length // q) * q, 4 * q)
+    if enough or most == _LANES:
+      return blocks
+    most //= 2
+
+
+def vmem_bytes(generation: str) -> int:
+  """What a kernel may use of a chip's vector memory, bytes."""
+  return _VMEM_BYTES[known(generation)]
+
+
+def known(generation: str) -> str:
+  """The generation, or for one that is not listed the nearest older one, or the oldest."""
+  if generation in _VMEM_BYTES:
+    return generation
+  number = lambda name: int(match[1]) if (match := re.match(r"v?(\d+)", name)) else 0  # "v5e" and "7x" are 5 and 7
+  older = [name for name in GENERATIONS if number(name) <= number(generation)]
+  return older[-1] if older else GENERATIONS[0]
+
+
+def footprint(direction: str, blocks: Blocks, D: int, V: int, G: int, itemsize: int) -> int:
+  """Vector memory of a kernel, bytes: what is loaded and stored is there twice, for while one block is worked on the next one comes."""
+  D, V = _lanes(D), _lanes(V)
+  rows, keys = blocks.q, blocks.kv
+  vectors = 8 * 4 * (4 * rows + keys)  # λ, log-sum-exps, deltas and ids fill a register's eight rows
+  subtile = 4 * blocks.q_inner * blocks.kv_inner
+  queries, values = G * rows * D, rows * V
+  loaded = itemsize * (queries + keys * (G * D + V))
+  if direction == "forward":
+    return 2 * (loaded + vectors + itemsize * G * values) + 4 * G * (2 * rows * _LANES + values) + 4 * subtile
+  stored = itemsize * keys * (G * D + V) + 4 * G * blocks.resident * D
+  return 2 * (loaded + vectors + itemsize * values + stored) + 4 * keys * (G * D + V) + 6 * subtile
+
+
+def _lanes(width: int) -> int:
+  return -(-width // _LANES) * _LANES
+
+
+def _fit(length: int, block: int, inner: int) -> tuple[int, int]:
+  """Block and inner block for a length: little padding, without becoming much smaller than what was wanted."""
+  candidates = []
+  for size in range(_LANES, max(block, _LANES) + 1, _LANES):
+    part = max(part for part in range(_LANES, max(inner, _LANES) + 1, _LANES) if size % part == 0)
+    # A sub-tile of half the size costs about a fifth more time, a block of half the size about a twentieth.
+    cost = (-(-length // size) * size) * (1 + 0.2 * (inner / part - 1)) * (1 + 0.05 * (block / size - 1))
+    candidates.append((cost, -size, part))
+  _, size, part = min(candidates)
+  return -size, part
+
+
+def _nearest(generation: str, direction: str, length: int, D: int, V: int, G: int) -> Blocks:
+  """The entry of the table for the chip, or for the nearest older one that has any (else the oldest), whose shape is most like this one."""
+  entries = [entry for entry in table() if entry["direction"] == direction]
+  listed = [name for name in GENERATIONS if any(entry["generation"] == name for entry in entries)]
+  older = [name for name in listed if GENERATIONS.index(name) <= GENERATIONS.index(known(generation))]
+  chip = older[-1] if older else listed[0]
+
+  def distance(entry) -> float:
+    apart = lambda name, value: abs(math.log2(value / entry[name]))
+    return 4 * (entry["G"] != G) + apart("D", D) + apart("V", V) + apart("length", length) / 4
+
+  entry = min((entry for entry in entries if entry["generation"] == chip), key=distance)
+  return Blocks(*entry["blocks"])
+
+
+@functools.cache
+def table() -> tuple[dict[str, Any], ...]:
+  """The entries of block_sizes.json: generation, direction, D, V, G, length, and blocks as [q, kv, q_inner, kv_inner]."""
+  return tuple(json.loads(TABLE.read_text()))

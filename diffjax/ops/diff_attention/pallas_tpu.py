@@ -81,7 +81,7 @@ def pallas_tpu(
     block_sizes.choose(generation, direction, q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], q.shape[3], q.dtype)
     for direction in ("forward", "backward")
   )
-  options = _Options(geometry, scale, forward, backward, block_sizes.VMEM_BYTES[generation], _interpret.get())
+  options = _Options(geometry, scale, forward, backward, block_sizes.vmem_bytes(generation), _interpret.get())
   arrays = (q, k, v, lam, q_segment_ids, kv_segment_ids, None if static else q_offset)
   # Inside shard_map an array that all devices share must be made each device's own before the custom VJP, or its gradient is not summed.
   return _attend(options, *(None if x is None else vary_like(x, *arrays) for x in arrays))
