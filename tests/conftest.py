@@ -6,6 +6,9 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+if "JAX_PLATFORMS" not in os.environ:  # libtpu is installed for its compiler: nobody is to look for a TPU, nor the commands that tests start
+  jax.config.update("jax_platforms", "cpu")
+  os.environ["JAX_PLATFORMS"] = "cpu"
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,0 +1,145 @@
+"""The TPU kernels go through the real compiler, for every generation of TPU, on a machine without one.
+
+What is compiled is a gradient through `diff_attention(implementation="pallas_tpu")`, with the block sizes of that chip: the forward
+kernel that saves, and the backward kernel. What fails here would fail on the TPU: layouts that the chip does not have, vector memory that
+runs out. On v4, v5e, v5p, v6e and v7x (slow; the quick test is a V1 shape on v5e and v6e): V1 at D 64, 96 and 128 and lengths of 2048, 8192
+and 65,536, each once; V2; plain attention at D 256; packed rows, a window, no causality, offsets known at run time, a length that is no
+multiple of a block, float32; and over 16 chips inside `shard_map`, batch on one mesh axis and heads on the other. That the numbers are
+right is checked elsewhere, in the interpreter.
+
+One process compiles many cases, because it starts slowly; it is not the test's own, because the compiler may abort it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import math
+import os
+import pathlib
+import platform
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
+
+QUICK = [{"T": 2048, "D": 128}]
+CASES = [
+  {"T": 2048, "D": 64},
+  {"T": 8192, "D": 96},
+  {"T": 65536, "D": 128},
+  {"T": 2048, "D": 128, "V": 128, "H": 2, "M": 1},
+  {"T": 2048, "D": 256, "V": 256, "G": 1, "M": 1},
+  {"T": 2048, "D": 128, "segments": True},
+  {"T": 8192, "D": 128, "window": 4096},
+  {"T": 2048, "D": 128, "offsets": True},
+  {"T": 2048, "D": 128, "causal": False},
+  {"T": 3000, "D": 128},
+  {"T": 2048, "D": 64, "dtype": "float32"},
+]
+OVER_16_CHIPS = [
+  {"T": 2048, "D": 128, "B": 8, "H": 8, "K": 4},
+  {"T": 2048, "D": 128, "V": 128, "B": 8, "H": 8, "K": 4, "M": 1, "segments": True},
+]
+
+pytestmark = pytest.mark.skipif(
+  sys.platform != "linux" or platform.machine() != "x86_64", reason="the TPU compiler, libtpu, is for Linux on x86-64 only"
+)
+
+
+def _check(topology: str, cases: list[dict], chips: int = 1) -> list[str]:
+  """Compiles in another process; what is wrong, one line each."""
+  environment = {
+    "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4", "PYTHONPATH": str(ROOT),
+  }  # fmt: skip
+  command = [sys.executable, __file__, topology, str(chips), json.dumps(cases)]
+  process = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+  results = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
+  for result in results:
+    print(topology, json.dumps(result))
+  wrong = [f"{topology}: {result['case']}: {result['error']}" for result in results if "error" in result]
+  for result in results:
+    case = result["case"]
+    kind = "plain" if case.get("G") == 1 else "v2" if case.get("M") == 1 else "v1"
+    if "error" not in result and result["kernels"] != [f"diff_attention_backward_{kind}", f"diff_attention_forward_{kind}"]:
+      wrong.append(f"{topology}: {case}: the program calls the kernels {result['kernels']}")
+  if len(results) < len(cases):
+    wrong.append(f"{topology}: {cases[len(results)]}: the compiler ended with {process.returncode}\n{process.stderr[-2000:]}")
+  return wrong
+
+
+@pytest.mark.parametrize("generation", ["v5e", "v6e"])
+def test_forward_and_backward_compile(generation):
+  assert not _check(TOPOLOGIES[generation], QUICK)
+
+
+@pytest.mark.slow
+def test_every_shape_and_mask_compiles_on_every_generation():
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    wrong = list(pool.map(lambda topology: _check(topology, CASES), TOPOLOGIES.values()))
+  assert not any(wrong), "\n".join(sum(wrong, []))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:4x4", "v5p:2x2x4"])
+def test_compiles_over_16_chips_in_shard_map(topology):
+  assert not _check(topology, OVER_16_CHIPS, chips=16)
+
+
+def _compile(topology: str, chips: int, cases: list[dict]) -> None:
+  """The other process: prints one line of JSON a case."""
+  import jax
+  import jax.numpy as jnp
+  import numpy as np
+  from jax.experimental import topologies
+  from jax.sharding import Mesh, NamedSharding
+  from jax.sharding import PartitionSpec as P
+
+  from diffjax.ops.diff_attention import diff_attention
+
+  devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+  side = math.isqrt(chips)
+  mesh = Mesh(np.array(devices[:chips]).reshape(side, side), ("data", "tensor"))
+
+  def compiled(T, D, V=None, H=1, K=1, G=2, M=2, B=1, dtype="bfloat16", segments=False, offsets=False, window=None, causal=True) -> str:
+    struct = lambda shape, spec, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    heads = P("data", None, "tensor")
+    arrays = [struct((B, T, H, G, D), heads, dtype), struct((B, T, K, M, D), heads, dtype), struct((B, T, K, V or 2 * D), heads, dtype)]
+    arrays += [struct((), P(), jnp.float32)] if G == 2 else []
+    extra = {}
+    if segments:
+      extra["q_segment_ids"] = struct((B, T), P("data"), jnp.int32)
+    if offsets:
+      extra["q_offset"] = struct((B,), P("data"), jnp.int32)
+
+    def attend(arrays, extra):
+      return diff_attention(*arrays, **extra, window=window, causal=causal, implementation="pallas_tpu")
+
+    if chips > 1:
+      specs = tuple([x.sharding.spec for x in arrays]), {name: x.sharding.spec for name, x in extra.items()}
+      attend = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=heads)
+    loss = lambda arrays, extra: jnp.sum(attend(arrays, extra).astype(jnp.float32))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      lowered = jax.jit(jax.grad(loss)).lower(tuple(arrays), extra)
+    return lowered.compile().as_text()
+
+  for case in cases:
+    start, result = time.perf_counter(), {"case": case}
+    try:
+      text = compiled(**case)
+      calls = [line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
+      result["kernels"] = sorted({name for line in calls for name in re.findall(r"diff_attention_[a-z]+_[a-z0-9]+", line)})
+      result["calls"] = len(calls)
+    except Exception as error:  # told by the test, with the case that it belongs to
+      result["error"] = f"{type(error).__name__}: {error}"[:2000]
+    print(json.dumps(result | {"seconds": round(time.perf_counter() - start, 1)}), flush=True)
+
+
+if __name__ == "__main__":
+  _compile(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]))
