@@ -6,7 +6,7 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
-if "JAX_PLATFORMS" not in os.environ:  # libtpu is installed for its compiler: nobody is to look for a TPU, nor the commands that tests start
+if "JAX_PLATFORMS" not in os.environ:  # libtpu is installed for its compiler: neither tests nor the commands that they start look for a TPU
   jax.config.update("jax_platforms", "cpu")
   os.environ["JAX_PLATFORMS"] = "cpu"
 
