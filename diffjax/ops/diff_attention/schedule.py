@@ -1,0 +1,190 @@
+"""When which blocks of queries and keys meet in a TPU kernel, and what of them is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from diffjax.ops.diff_attention.block_sizes import Blocks
+from diffjax.ops.diff_attention.tiles import Geometry, Scalar, block_of, both, negate
+
+_MAX_BODIES = 4  # bodies for tiles that the mask cuts, each compiled for one position of the cut
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+  """What a kernel knows while it is compiled: sizes, mask, and the order in which blocks meet.
+
+  Forward, keys pass by a block of queries, which stays; backward, queries pass by a block of keys.
+  """
+
+  geometry: Geometry
+  blocks: Blocks
+  num_maps: int  # G
+  num_key_maps: int  # M
+  q_blocks: int
+  kv_blocks: int
+  keys_pass: bool
+  steps: int  # blocks that pass, at most
+  segments: bool
+
+  @property
+  def num_scalars(self) -> int:
+    return 3 * (self.geometry.q_offset is None or self.segments) + 4 * self.segments
+
+  def area(self) -> int:
+    """Pairs of query and key in the tiles that positions alone do not hide."""
+    blocks, geometry = self.blocks, dataclasses.replace(self.geometry, q_offset=self.geometry.q_offset or 0)
+    p0, k0 = np.arange(self.q_blocks)[:, None] * blocks.q + geometry.q_offset, np.arange(self.kv_blocks) * blocks.kv
+    tiles = np.broadcast_to(geometry.some(p0, p0 + blocks.q - 1, k0, k0 + blocks.kv - 1), (self.q_blocks, self.kv_blocks))
+    return int(np.sum(tiles)) * blocks.q * blocks.kv
+
+  def passing(self, scalars, b: Scalar, stays: Scalar) -> tuple[Scalar, Scalar]:
+    """First and last block that pass by block `stays`; none if the last lies before the first."""
+    blocks, geometry = self.blocks, self.geometry
+    if scalars:
+      index = b * (self.q_blocks if self.keys_pass else self.kv_blocks) + stays
+      return scalars[1][index], scalars[2][index]
+    if self.keys_pass:
+      p0 = geometry.q_offset + stays * blocks.q
+      first, last = geometry.keys_of(p0, p0 + blocks.q - 1)
+      return block_of(first, blocks.kv), block_of(last, blocks.kv)
+    first, last = geometry.rows_of(stays * blocks.kv, (stays + 1) * blocks.kv - 1)
+    return block_of(first, blocks.q), block_of(last, blocks.q)
+
+  def block(self, scalars, b: Scalar, stays: Scalar, step: Scalar) -> Scalar:
+    """The block to have at hand at a step: the last one stays where no more are to come, so that nothing is loaded."""
+    first, last = self.passing(scalars, b, stays)
+    return jnp.minimum(first + step, jnp.maximum(last, 0))
+
+  def position(self, scalars, b: Scalar, i: Scalar) -> Scalar:
+    """Position of the first query of block i."""
+    offset = self.geometry.q_offset if self.geometry.q_offset is not None else scalars[0][b]
+    return offset + i * self.blocks.q
+
+  def visit(self, scalars, b: Scalar, i: Scalar, j: Scalar, live: Scalar, body: Callable) -> None:
+    """Runs body(row, key, mask) for every sub-tile of tile (i, j) that a query may see into, unless the tile is not `live`.
+
+    row and key say where in the tile the sub-tile begins; mask(q_axis, ids) gives its elementwise mask, and is None where all is seen.
+    """
+    blocks, geometry = self.blocks, self.geometry
+    p0, k0 = self.position(scalars, b, i), j * blocks.kv
+    subtiles = list(itertools.product(range(0, blocks.q, blocks.q_inner), range(0, blocks.kv, blocks.kv_inner)))
+    corners = lambda row, key, p0, k0: (p0 + row, p0 + row + blocks.q_inner - 1, k0 + key, k0 + key + blocks.kv_inner - 1)
+
+    def mask(row: int, key: int, p0: Scalar, k0: Scalar, q_axis: int, q_ids=None, kv_ids=None):
+      shape = (blocks.q_inner, blocks.kv_inner) if q_axis == 0 else (blocks.kv_inner, blocks.q_inner)
+      rows, keys = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (q_axis, 1 - q_axis))
+      visible = geometry.visible(rows - keys + (p0 + row - k0 - key), keys + (k0 + key))
+      if self.segments:
+        same = q_ids == kv_ids
+        visible = same if visible is None else visible & same
+      return visible
+
+    tile = p0, p0 + blocks.q - 1, k0, k0 + blocks.kv - 1
+    some, every = both(live, geometry.some(*tile)), geometry.every(*tile)
+    if self.segments:
+      overlap, equal = self._ids(scalars, b, i, j, subtiles)
+      some, every = both(some, overlap), both(every, equal)
+
+    @_when(both(some, every))
+    def _():
+      for row, key in subtiles:
+        body(row, key, None)
+
+    differences = None if self.segments else geometry.partial_differences(blocks.q, blocks.kv, _MAX_BODIES)
+    partial = both(some, negate(every))
+    if differences is None:
+
+      @_when(partial)
+      def _():
+        for row, key in subtiles:
+          visible = geometry.some(*corners(row, key, p0, k0))
+          if self.segments:
+            visible = both(visible, self._ids(scalars, b, i, j, [(row, key)])[0])
+          _when(visible)(functools.partial(body, row, key, functools.partial(mask, row, key, p0, k0)))
+
+      return
+    for difference in differences:  # every tile whose first query lies so far behind its first key is cut in the same way
+
+      @_when(both(partial, p0 - k0 == difference))
+      def _(difference=difference):
+        for row, key in subtiles:
+          corner = corners(row, key, difference, 0)
+          if geometry.some(*corner):
+            body(row, key, None if geometry.every(*corner) else functools.partial(mask, row, key, difference, 0))
+
+  def _ids(self, scalars, b: Scalar, i: Scalar, j: Scalar, subtiles) -> tuple[Scalar, Scalar]:
+    """Whether the ranges of segment ids of queries and keys overlap, and whether all ids are equal."""
+    q_low, q_high, kv_low, kv_high = scalars[3:]
+    blocks = self.blocks
+    q_start, q_size = (b * self.q_blocks + i) * (blocks.q // blocks.q_inner), blocks.q_inner
+    kv_start, kv_size = (b * self.kv_blocks + j) * (blocks.kv // blocks.kv_inner), blocks.kv_inner
+    q_indices = [q_start + row // q_size for row in sorted({row for row, _ in subtiles})]
+    kv_indices = [kv_start + key // kv_size for key in sorted({key for _, key in subtiles})]
+    q_low = functools.reduce(jnp.minimum, [q_low[n] for n in q_indices])
+    q_high = functools.reduce(jnp.maximum, [q_high[n] for n in q_indices])
+    kv_low = functools.reduce(jnp.minimum, [kv_low[n] for n in kv_indices])
+    kv_high = functools.reduce(jnp.maximum, [kv_high[n] for n in kv_indices])
+    return both(q_low <= kv_high, kv_low <= q_high), both(q_low == q_high, kv_low == kv_high, q_low == kv_low)
+
+
+def _when(condition: Scalar) -> Callable:
+  if isinstance(condition, bool):
+    return (lambda function: function()) if condition else (lambda function: None)
+  return pl.when(condition)
+
+
+def make_schedule(geometry: Geometry, blocks: Blocks, q, k, q_ids, *, keys_pass: bool) -> Schedule:
+  q_blocks, kv_blocks = pl.cdiv(q.shape[1], blocks.q), pl.cdiv(k.shape[1], blocks.kv)
+  schedule = Schedule(geometry, blocks, q.shape[-2], k.shape[3], q_blocks, kv_blocks, keys_pass, 0, q_ids is not None)
+  stay, most = (q_blocks, kv_blocks) if keys_pass else (kv_blocks, q_blocks)
+  if geometry.q_offset is not None:
+    most = max(
+      1, *(last - first + 1 for first, last in (dataclasses.replace(schedule, segments=False).passing((), 0, n) for n in range(stay)))
+    )
+  elif geometry.window is not None:
+    sides = 1 if geometry.causal else 2
+    span, size = (blocks.q, blocks.kv) if keys_pass else (blocks.kv, blocks.q)
+    most = min(most, pl.cdiv(span + sides * (geometry.window - 1), size) + 1)
+  return dataclasses.replace(schedule, steps=most)
+
+
+def scalars_of(schedule: Schedule, q_ids, kv_ids, offset, batch: int) -> list[jax.Array]:
+  """What index maps and kernels read when the mask is data: offsets, first and last passing block, ranges of ids. Flat int32 arrays."""
+  if not schedule.num_scalars:
+    return []
+  geometry, blocks = schedule.geometry, schedule.blocks
+  offset = jnp.full((batch,), geometry.q_offset, jnp.int32) if offset is None else offset
+  p0 = (offset[:, None] + blocks.q * jnp.arange(schedule.q_blocks, dtype=jnp.int32))[:, :, None]
+  k0 = blocks.kv * jnp.arange(schedule.kv_blocks, dtype=jnp.int32)
+  visible = jnp.broadcast_to(geometry.some(p0, p0 + blocks.q - 1, k0, k0 + blocks.kv - 1), (batch, schedule.q_blocks, schedule.kv_blocks))
+  ranges = []
+  if q_ids is not None:
+    tiles = lambda ids, count, size: pad(ids, 1, count * size).reshape(batch, count, size)
+    q_tiles, kv_tiles = tiles(q_ids, schedule.q_blocks, blocks.q), tiles(kv_ids, schedule.kv_blocks, blocks.kv)
+    low, high = lambda x: jnp.min(x, axis=-1), lambda x: jnp.max(x, axis=-1)
+    visible &= (low(q_tiles)[:, :, None] <= high(kv_tiles)[:, None]) & (low(kv_tiles)[:, None] <= high(q_tiles)[:, :, None])
+    for ids, size in ((q_tiles, blocks.q_inner), (kv_tiles, blocks.kv_inner)):
+      ranges += [low(ids.reshape(-1, size)), high(ids.reshape(-1, size))]
+  axis = 2 if schedule.keys_pass else 1
+  some = jnp.any(visible, axis=axis)
+  first = jnp.where(some, jnp.argmax(visible, axis=axis), 0)
+  last = jnp.where(some, visible.shape[axis] - 1 - jnp.argmax(jnp.flip(visible, axis), axis=axis), -1)
+  return [x.astype(jnp.int32).reshape(-1) for x in (offset, first, last, *ranges)]
+
+
+def pad(x: jax.Array, axis: int, length: int, value: float | None = None) -> jax.Array:
+  """x up to a length: with a value, else zeros, or the last id where x holds ids."""
+  widths = [(0, length - x.shape[axis] if a == axis else 0) for a in range(x.ndim)]
+  if length == x.shape[axis]:
+    return x
+  return jnp.pad(x, widths, mode="edge") if jnp.issubdtype(x.dtype, jnp.integer) else jnp.pad(x, widths, constant_values=value or 0)
