@@ -35,7 +35,7 @@ class Blocks:
     kv: keys of a tile.
     q_inner: queries of a sub-tile, whose logits are held at once; divides q.
     kv_inner: keys of a sub-tile; divides kv.
-    resident: backward, rows (over the query heads of a key head) whose float32 dQ stays in vector memory; more go in several calls.
+    resident: backward, rows (over the query heads of a key head) whose dQ stays in vector memory; more go in several calls.
   """
 
   q: int
@@ -91,7 +91,7 @@ def choose(generation: str, direction: str, q_length: int, kv_length: int, D: in
     if direction == "forward":
       enough = footprint("forward", blocks, D, V, G, itemsize) <= limit
     else:
-      row = 2 * 4 * G * _lanes(D)
+      row = (4 + 2 * itemsize) * G * _lanes(D)  # summed in float32, and stored twice over
       rows = (limit - footprint("backward", blocks, D, V, G, itemsize)) // row
       blocks = dataclasses.replace(blocks, resident=rows // q * q)
       # Each call reads all keys and values and writes their gradients: few rows a call would make that the kernel's work.
@@ -125,8 +125,9 @@ def footprint(direction: str, blocks: Blocks, D: int, V: int, G: int, itemsize: 
   loaded = itemsize * (queries + keys * (G * D + V))
   if direction == "forward":
     return 2 * (loaded + vectors + itemsize * G * values) + 4 * G * (2 * rows * _LANES + values) + 4 * subtile
-  stored = itemsize * keys * (G * D + V) + 4 * G * blocks.resident * D
-  return 2 * (loaded + vectors + itemsize * values + stored) + 4 * keys * (G * D + V) + 6 * subtile
+  stored = itemsize * (keys * (G * D + V) + G * blocks.resident * D)
+  summed = 4 * (keys * (G * D + V) + G * blocks.resident * D)
+  return 2 * (loaded + vectors + itemsize * values + stored) + summed + 6 * subtile
 
 
 def _lanes(width: int) -> int:

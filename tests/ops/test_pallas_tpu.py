@@ -1,0 +1,149 @@
+"""The TPU kernels over several blocks, in Pallas's TPU interpreter; test_diff_attention.py holds the properties of all implementations."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+
+from diffjax.ops.diff_attention import block_sizes, diff_attention, pallas_tpu
+from diffjax.ops.diff_attention.block_sizes import Blocks
+from diffjax.ops.diff_attention.tiles import Geometry
+
+SQUARE, WIDE, FINE = Blocks(128, 128, 128, 128, 1024), Blocks(256, 128, 128, 128, 1024), Blocks(256, 256, 128, 128, 1024)
+SPANS = Blocks(128, 128, 128, 128, 256)  # dQ of 256 rows a call
+
+CASES = {
+  "ragged_grouped": (FINE, dict(T=300, H=2, K=1), {}),
+  "v2": (WIDE, dict(T=300, H=4, K=2, M=1, V=8), {}),
+  "plain": (FINE, dict(T=300, G=1, M=1, V=8), {}),
+  "packed": (FINE, dict(T=300, ids=True), {}),
+  "packed_not_causal": (FINE, dict(T=300, ids=True), dict(causal=False)),
+  "window": (FINE, dict(T=600), dict(window=100)),
+  "window_not_causal": (SQUARE, dict(T=400), dict(window=150, causal=False)),
+  "offset_per_row": (SQUARE, dict(T=130, S=300), dict(q_offset=(5, 170))),
+  "offset_window": (SQUARE, dict(T=130, S=300), dict(q_offset=170, window=40)),
+  "before_keys": (SQUARE, dict(T=300), dict(q_offset=-100)),
+  "spans_of_a_group": (SPANS, dict(T=600, H=2, K=1), {}),
+}
+
+
+def _arguments(T, S=None, H=2, K=None, G=2, M=2, D=8, V=16, ids=False, seed=0):
+  rng = np.random.default_rng(seed)
+  S, K = S or T, K or H
+  normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+  lam = None if G == 1 else jnp.asarray(rng.uniform(0, 1, (2, T, H)), jnp.float32)
+  segment_ids = jnp.asarray(np.sort(rng.integers(0, 5, (2, T)), axis=1)) if ids else None
+  return (normal(2, T, H, G, D), normal(2, S, K, M, D), normal(2, S, K, V), lam), normal(2, T, H, V), segment_ids
+
+
+def _run(implementation, arguments, d_out, segment_ids, options):
+  options = {name: jnp.asarray(x, jnp.int32) if isinstance(x, tuple) else x for name, x in options.items()}
+
+  @jax.jit
+  def run(arguments):
+    f = lambda arguments: diff_attention(*arguments, q_segment_ids=segment_ids, implementation=implementation, **options)
+    out, pull = jax.vjp(f, arguments)
+    return out, pull(d_out)[0]
+
+  return run(arguments)
+
+
+def _errors(actual, expected):
+  return jax.tree.map(lambda a, e: float(jnp.linalg.norm(a - e) / jnp.maximum(jnp.linalg.norm(e), 1e-3)), actual, expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_reference_over_several_blocks(name):
+  blocks, shapes, options = CASES[name]
+  arguments = _arguments(**shapes)
+  expected = _run("reference", *arguments, options)
+  with pallas_tpu.interpreted(pltpu.InterpretParams(uninitialized_memory="nan")), block_sizes.use(forward=blocks, backward=blocks):
+    actual = _run("pallas_tpu", *arguments, options)
+  assert max(jax.tree.leaves(_errors(actual, expected))) < 3e-6
+
+
+@pytest.mark.parametrize("name", ["v2", "packed"])
+def test_no_races(name):
+  blocks, shapes, options = CASES[name]
+  with pallas_tpu.interpreted(pltpu.InterpretParams(detect_races=True)), block_sizes.use(forward=blocks, backward=blocks):
+    jax.block_until_ready(_run("pallas_tpu", *_arguments(**shapes), options))
+  assert not interpret_pallas_call.races.races_found
+
+
+@pytest.mark.parametrize(
+  ("options", "ids", "rows", "hidden"),
+  [
+    ({}, False, slice(0, 128), slice(128, 512)),
+    (dict(window=64), False, slice(384, 512), slice(0, 256)),
+    (dict(causal=False), True, slice(0, 128), slice(128, 512)),
+  ],
+  ids=["causal", "window", "segments"],
+)
+def test_hidden_tiles_are_not_computed(options, ids, rows, hidden):
+  """NaN in keys and values spreads to every row that meets them in a product, masked or not."""
+  (q, k, v, lam), d_out, _ = _arguments(T=512)
+  segment_ids = jnp.broadcast_to((jnp.arange(512) >= 128).astype(jnp.int32), (2, 512)) if ids else None
+  k, v = k.at[:, hidden].set(jnp.nan), v.at[:, hidden].set(jnp.nan)
+  d_out = jnp.zeros_like(d_out).at[:, rows].set(d_out[:, rows])
+  with pallas_tpu.interpreted(pltpu.InterpretParams()), block_sizes.use(forward=SQUARE, backward=SQUARE):
+    out, (d_q, _, _, d_lam) = _run("pallas_tpu", (q, k, v, lam), d_out, segment_ids, options)
+  assert np.isfinite(out[:, rows]).all() and np.isfinite(d_q[:, rows]).all() and np.isfinite(d_lam[:, rows]).all()
+  assert np.isnan(out[:, hidden]).any()  # the poison works
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 5, 8, 11])
+@pytest.mark.parametrize("offset", [-9, 0, 3, 8])
+def test_geometry_against_the_mask_itself(causal, window, offset):
+  """Tiles said to be hidden, whole or within reach are so; every difference of a partly visible tile is listed."""
+  q_block, kv_block, q_length, kv_length = 8, 4, 21, 18
+  geometry = Geometry(causal, window, offset, q_length, kv_length)
+  p, k = offset + np.arange(24)[:, None], np.arange(20)
+  distance = p - k
+  mask = (k < kv_length) & ((distance >= 0) | (not causal)) & (window is None or abs(distance) < window if not causal else True)
+  if causal and window is not None:
+    mask = mask & (distance < window)
+  differences = geometry.partial_differences(q_block, kv_block, 99)
+  for i in range(3):
+    p0, p1 = offset + i * q_block, offset + (i + 1) * q_block - 1
+    first, last = geometry.keys_of(p0, p1)
+    seen = np.flatnonzero(mask[i * q_block : (i + 1) * q_block].any(0))
+    assert seen.size == 0 or (first <= seen.min() and seen.max() <= last)
+    for j in range(5):
+      k0, k1 = j * kv_block, (j + 1) * kv_block - 1
+      tile = mask[i * q_block : (i + 1) * q_block, k0 : k1 + 1]
+      some, every = geometry.some(p0, p1, k0, k1), geometry.every(p0, p1, k0, k1)
+      assert some or not tile.any()
+      real = tile[: max(0, q_length - i * q_block)]  # rows beyond the last query may see padding where causality hides it from real ones
+      assert not every or real.all()
+      if differences is not None and some and not every:
+        assert p0 - k0 in differences
+      if tile.any():
+        low, high = geometry.rows_of(k0, k1)
+        rows = np.flatnonzero(mask[:q_length, k0 : k1 + 1].any(1))
+        assert rows.size == 0 or (low <= rows.min() and rows.max() <= high)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [(dict(dtype=jnp.float16), "float16.*bfloat16"), (dict(D=264), "D = 264.*up to 256"), (dict(V=520), "V = 520.*up to 512")],
+)
+def test_refusals_name_what_works(changes, message):
+  dtype, D, V = changes.get("dtype", jnp.float32), changes.get("D", 8), changes.get("V", 16)
+  zeros = functools.partial(jnp.zeros, dtype=dtype)
+  with pallas_tpu.interpreted(True), pytest.raises(ValueError, match=f"^q .*{message}.*implementation='chunked'"):
+    diff_attention(zeros((1, 8, 2, 2, D)), zeros((1, 8, 2, 2, D)), zeros((1, 8, 2, V)), 0.5, implementation="pallas_tpu")
+
+
+def test_another_backend_is_refused():
+  x = jnp.zeros((1, 8, 2, 2, 8))
+  with pytest.raises(
+    ValueError, match="^implementation = 'pallas_tpu' needs a TPU, and the backend is 'cpu'; use implementation="
+  ):
+    diff_attention(x, x, jnp.zeros((1, 8, 2, 16)), 0.5, implementation="pallas_tpu")
