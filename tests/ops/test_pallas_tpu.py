@@ -143,7 +143,5 @@ def test_refusals_name_what_works(changes, message):
 
 def test_another_backend_is_refused():
   x = jnp.zeros((1, 8, 2, 2, 8))
-  with pytest.raises(
-    ValueError, match="^implementation = 'pallas_tpu' needs a TPU, and the backend is 'cpu'; use implementation="
-  ):
+  with pytest.raises(ValueError, match="^implementation = 'pallas_tpu' needs a TPU, and the backend is 'cpu'; use implementation="):
     diff_attention(x, x, jnp.zeros((1, 8, 2, 16)), 0.5, implementation="pallas_tpu")

@@ -16,7 +16,7 @@ import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -37,6 +37,8 @@ from diffjax.ops.varying import vary_like
 _HIDDEN = -1e30  # a hidden logit; finite, so that the maximum of a row that sees nothing can be subtracted from it
 _LOG2E = float(np.log2(np.e))
 _LANES = 128
+
+_Operand = tuple[jax.Array, tuple[int, ...], Callable]  # array, block without squeezed axes, index map
 
 _interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=False)
 
@@ -75,14 +77,14 @@ def pallas_tpu(
       f"q ({q.dtype}, D = {q.shape[-1]}) and v (V = {v.shape[-1]}) are not taken by implementation 'pallas_tpu', which takes bfloat16 and "
       "float32, D up to 256 and V up to 512: cast them, or use implementation='chunked'"
     )
-  static = isinstance(q_offset, int)
-  geometry = Geometry(causal, window, q_offset if static else None, q.shape[1], k.shape[1])
+  static, offset = (q_offset, None) if isinstance(q_offset, int) else (None, q_offset)
+  geometry = Geometry(causal, window, static, q.shape[1], k.shape[1])
   forward, backward = (
     block_sizes.choose(generation, direction, q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], q.shape[3], q.dtype)
     for direction in ("forward", "backward")
   )
   options = _Options(geometry, scale, forward, backward, block_sizes.vmem_bytes(generation), _interpret.get())
-  arrays = (q, k, v, lam, q_segment_ids, kv_segment_ids, None if static else q_offset)
+  arrays = (q, k, v, lam, q_segment_ids, kv_segment_ids, offset)
   # Inside shard_map an array that all devices share must be made each device's own before the custom VJP, or its gradient is not summed.
   return _attend(options, *(None if x is None else vary_like(x, *arrays) for x in arrays))
 
@@ -152,7 +154,7 @@ def _forward(options: _Options, q, k, v, lam, q_ids, kv_ids, offset, *, save: bo
   stays = lambda b, h, i, step, *scalars: (b, h, i, 0)
   stays_row = lambda b, h, i, step, *scalars: (b, h, 0, i)
   passes = lambda b, h, i, step, *scalars: (b, lax.div(h, R), schedule.block(scalars, b, i, step), 0)
-  inputs = [(x, (rows, D), stays) for x in _queries(options, q, length)]
+  inputs: list[_Operand] = [(x, (rows, D), stays) for x in _queries(options, q, length)]
   inputs += [(x, (keys, x.shape[-1]), passes) for x in (*_keys(k, schedule), *_keys(v[:, :, :, None], schedule))]
   if lam is not None:
     inputs.append((pad(jnp.swapaxes(lam, 1, 2)[:, :, None], 3, length), (1, rows), stays_row))
@@ -165,7 +167,7 @@ def _forward(options: _Options, q, k, v, lam, q_ids, kv_ids, offset, *, save: bo
         lambda b, h, i, step, *scalars: (b, 0, 0, schedule.block(scalars, b, i, step)),
       ),
     ]
-  outputs = [((B, H, length, V), q.dtype, (rows, V), stays)] * (1 + (G == 2 and save))
+  outputs: list[Any] = [((B, H, length, V), q.dtype, (rows, V), stays)] * (1 + (G == 2 and save))
   if save:
     outputs.append(((B, H, G, length), jnp.float32, (G, rows), stays_row))
   out, *saved = _call(
@@ -196,7 +198,7 @@ def _backward(options: _Options, d_out, q, k, v, lam, q_ids, kv_ids, offset, out
   heads = max(r for r in range(1, H // K + 1) if (H // K) % r == 0 and (r == 1 or r * _round_up(T, block) <= options.backward.resident))
   span = min(_round_up(T, block), max(block, options.backward.resident // heads // block * block))
   group = lambda x: x.reshape(B, K, H // K, *x.shape[2:])
-  d_q, d_k, d_v = [], 0.0, 0.0
+  parts, d_k, d_v = [], 0.0, 0.0
   for head in range(0, H // K, heads):
     spans = []
     for start in range(0, T, span):
@@ -211,8 +213,8 @@ def _backward(options: _Options, d_out, q, k, v, lam, q_ids, kv_ids, offset, out
       )  # fmt: skip
       spans.append(pieces[0])
       d_k, d_v = d_k + pieces[1], d_v + pieces[2]
-    d_q.append(jnp.concatenate(spans, axis=4) if len(spans) > 1 else spans[0])
-  d_q = jnp.concatenate(d_q, axis=2) if len(d_q) > 1 else d_q[0]  # [B, K, R, G, T, D]
+    parts.append(jnp.concatenate(spans, axis=4) if len(spans) > 1 else spans[0])
+  d_q = jnp.concatenate(parts, axis=2) if len(parts) > 1 else parts[0]  # [B, K, R, G, T, D]
   return (
     jnp.transpose(d_q.reshape(B, H, G, T, D), (0, 3, 1, 2, 4)),
     jnp.transpose(d_k, (0, 3, 1, 2, 4)).astype(k.dtype),
@@ -232,7 +234,7 @@ def _backward_span(options: _Options, q, k, v, d_out, lse, delta, lam, q_ids, kv
   passes = lambda b, kv, j, r, step, *scalars: (b, kv, r, schedule.block(scalars, b, j, step), 0)
   passes_row = lambda b, kv, j, r, step, *scalars: (b, kv, r, 0, schedule.block(scalars, b, j, step))
   queries = _queries(options, q.reshape(B, K * R, T, G, D).swapaxes(1, 2), length)
-  inputs = [(x.reshape(B, K, R, length, D), (rows, D), passes) for x in queries]
+  inputs: list[_Operand] = [(x.reshape(B, K, R, length, D), (rows, D), passes) for x in queries]
   inputs += [(x, (keys, x.shape[-1]), stays) for x in (*_keys(k, schedule), *_keys(v[:, :, :, None], schedule))]
   inputs += [
     (pad(d_out, 3, length), (rows, V), passes),
@@ -247,7 +249,7 @@ def _backward_span(options: _Options, q, k, v, d_out, lse, delta, lam, q_ids, kv
       (pad(kv_ids, 1, kv_length)[:, None, None], (1, keys), lambda b, kv, j, r, step, *scalars: (b, 0, 0, j)),
     ]
   dtype = k.dtype if whole else jnp.float32
-  outputs = [((B, K, R, G, length, D), q.dtype, (R, G, length, D), lambda b, kv, j, r, step, *scalars: (b, kv, 0, 0, 0, 0))]
+  outputs: list[Any] = [((B, K, R, G, length, D), q.dtype, (R, G, length, D), lambda b, kv, j, r, step, *scalars: (b, kv, 0, 0, 0, 0))]
   outputs += [((B, K, kv_length, D), dtype, (keys, D), stays)] * M + [((B, K, kv_length, V), dtype, (keys, V), stays)]
   d_q, *d_k, d_v = _call(
     options, functools.partial(_backward_kernel, schedule, options.scale), "diff_attention_backward",
@@ -277,7 +279,7 @@ def _call(options: _Options, function, name: str, *, grid, parallel: int, scalar
     ),
     out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype, _, _ in outputs],
     compiler_params=pltpu.CompilerParams(
-      dimension_semantics=("parallel",) * parallel + ("arbitrary",) * (len(grid) - parallel), vmem_limit_bytes=options.vmem_bytes
+      dimension_semantics=[pltpu.PARALLEL] * parallel + [pltpu.ARBITRARY] * (len(grid) - parallel), vmem_limit_bytes=options.vmem_bytes
     ),
     cost_estimate=pl.CostEstimate(flops=flops * pairs, transcendentals=2 * pairs, bytes_accessed=traffic),
     interpret=options.interpret,
@@ -302,14 +304,15 @@ def _round_up(x: int, multiple: int) -> int:
 
 def _forward_kernel(schedule: Schedule, save: bool, *refs) -> None:
   """Grid [B, H, query blocks, key blocks that pass]."""
-  scalars, refs = refs[: schedule.num_scalars], iter(refs[schedule.num_scalars :])
+  scalars, take = refs[: schedule.num_scalars], iter(refs[schedule.num_scalars :])
   G, M = schedule.num_maps, schedule.num_key_maps
-  q, k, v = [next(refs) for _ in range(G)], [next(refs) for _ in range(M)], next(refs)
-  lam = next(refs) if G == 2 else None
-  q_ids, kv_ids = (next(refs), next(refs)) if schedule.segments else (None, None)
-  out = next(refs)
-  out2, lse = next(refs) if G == 2 and save else None, next(refs) if save else None
-  peak, total, acc = refs  # [G, rows, 128] and [G, rows, V]; a row's total is spread over the lanes until the end
+  q, k, v = [next(take) for _ in range(G)], [next(take) for _ in range(M)], next(take)
+  lam: Any = next(take) if G == 2 else None
+  ids: Any = (next(take), next(take)) if schedule.segments else None
+  out = next(take)
+  out2: Any = next(take) if G == 2 and save else None
+  lse: Any = next(take) if save else None
+  peak, total, acc = take  # [G, rows, 128] and [G, rows, V]; a row's total is spread over the lanes until the end
   b, i, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
   first, last = schedule.passing(scalars, b, i)
 
@@ -323,8 +326,7 @@ def _forward_kernel(schedule: Schedule, save: bool, *refs) -> None:
     rows, keys = pl.ds(row, schedule.blocks.q_inner), pl.ds(key, schedule.blocks.kv_inner)
     values = v[keys, :]
     if mask is not None:
-      ids = (_column(q_ids[:, rows]), kv_ids[:, keys]) if schedule.segments else ()
-      mask = mask(0, *ids)
+      mask = mask(0, *((_column(ids[0][:, rows]), ids[1][:, keys]) if schedule.segments else ()))
     for g in range(G):
       logits = _dot(q[g][rows, :], k[g % M][keys, :], (1, 1))
       if mask is not None:
@@ -361,14 +363,14 @@ def _forward_kernel(schedule: Schedule, save: bool, *refs) -> None:
 
 def _backward_kernel(schedule: Schedule, scale: float, *refs) -> None:
   """Grid [B, K, key blocks, query heads of a key head, query blocks that pass]. Maps are transposed: keys × queries."""
-  scalars, refs = refs[: schedule.num_scalars], iter(refs[schedule.num_scalars :])
+  scalars, take = refs[: schedule.num_scalars], iter(refs[schedule.num_scalars :])
   G, M = schedule.num_maps, schedule.num_key_maps
-  q, k, v, d_out = [next(refs) for _ in range(G)], [next(refs) for _ in range(M)], next(refs), next(refs)
-  lse, delta = next(refs), next(refs)  # [G, rows]
-  lam = next(refs) if G == 2 else None
-  q_ids, kv_ids = (next(refs), next(refs)) if schedule.segments else (None, None)
-  d_q, d_k, d_v = next(refs), [next(refs) for _ in range(M)], next(refs)
-  d_q_acc, d_k_acc, d_v_acc = refs  # [heads, G, all rows, D], [M, keys, D] and [keys, V]
+  q, k, v, d_out = [next(take) for _ in range(G)], [next(take) for _ in range(M)], next(take), next(take)
+  lse, delta = next(take), next(take)  # [G, rows]
+  lam: Any = next(take) if G == 2 else None
+  ids: Any = (next(take), next(take)) if schedule.segments else None
+  d_q, d_k, d_v = next(take), [next(take) for _ in range(M)], next(take)
+  d_q_acc, d_k_acc, d_v_acc = take  # [heads, G, all rows, D], [M, keys, D] and [keys, V]
   b, j, head, step = pl.program_id(0), pl.program_id(2), pl.program_id(3), pl.program_id(4)
   first, last = schedule.passing(scalars, b, j)
   i = schedule.block(scalars, b, j, step)
@@ -386,11 +388,11 @@ def _backward_kernel(schedule: Schedule, scale: float, *refs) -> None:
   def subtile(row: int, key: int, mask) -> None:
     rows, keys = pl.ds(row, schedule.blocks.q_inner), pl.ds(key, schedule.blocks.kv_inner)
     if mask is not None:
-      ids = (q_ids[:, rows], _column(kv_ids[:, keys])) if schedule.segments else ()
-      mask = mask(1, *ids)
+      mask = mask(1, *((ids[0][:, rows], _column(ids[1][:, keys])) if schedule.segments else ()))
     d_rows = d_out[rows, :]
     d_weights = _dot(v[keys, :], d_rows, (1, 1))  # dP, shared by the maps
-    d_logits, weighted = [], None
+    d_logits: list[jax.Array] = []
+    weighted: Any = None
     for g in range(G):
       logits = _dot(k[g % M][keys, :], q[g][rows, :], (1, 1))
       if mask is not None:

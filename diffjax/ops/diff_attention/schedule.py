@@ -42,9 +42,9 @@ class Schedule:
 
   def area(self) -> int:
     """Pairs of query and key in the tiles that positions alone do not hide."""
-    blocks, geometry = self.blocks, dataclasses.replace(self.geometry, q_offset=self.geometry.q_offset or 0)
-    p0, k0 = np.arange(self.q_blocks)[:, None] * blocks.q + geometry.q_offset, np.arange(self.kv_blocks) * blocks.kv
-    tiles = np.broadcast_to(geometry.some(p0, p0 + blocks.q - 1, k0, k0 + blocks.kv - 1), (self.q_blocks, self.kv_blocks))
+    blocks, offset = self.blocks, self.geometry.q_offset or 0
+    p0, k0 = offset + blocks.q * np.arange(self.q_blocks)[:, None], blocks.kv * np.arange(self.kv_blocks)
+    tiles = np.broadcast_to(self.geometry.some(p0, p0 + blocks.q - 1, k0, k0 + blocks.kv - 1), (self.q_blocks, self.kv_blocks))
     return int(np.sum(tiles)) * blocks.q * blocks.kv
 
   def passing(self, scalars, b: Scalar, stays: Scalar) -> tuple[Scalar, Scalar]:
@@ -163,7 +163,7 @@ def scalars_of(schedule: Schedule, q_ids, kv_ids, offset, batch: int) -> list[ja
   if not schedule.num_scalars:
     return []
   geometry, blocks = schedule.geometry, schedule.blocks
-  offset = jnp.full((batch,), geometry.q_offset, jnp.int32) if offset is None else offset
+  offset = jnp.full((batch,), geometry.q_offset or 0, jnp.int32) if offset is None else offset
   p0 = (offset[:, None] + blocks.q * jnp.arange(schedule.q_blocks, dtype=jnp.int32))[:, :, None]
   k0 = blocks.kv * jnp.arange(schedule.kv_blocks, dtype=jnp.int32)
   visible = jnp.broadcast_to(geometry.some(p0, p0 + blocks.q - 1, k0, k0 + blocks.kv - 1), (batch, schedule.q_blocks, schedule.kv_blocks))
