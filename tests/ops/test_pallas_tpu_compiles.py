@@ -1,11 +1,12 @@
 """The TPU kernels go through the real compiler, for every generation of TPU, on a machine without one.
 
 What is compiled is a gradient through `diff_attention(implementation="pallas_tpu")`, with the block sizes of that chip: the forward
-kernel that saves, and the backward kernel. What fails here would fail on the TPU: layouts that the chip does not have, vector memory that
-runs out. The slow test covers v4, v5e, v5p, v6e and v7x: V1 at D 64, 96 and 128 and lengths of 2048, 8192 and 65,536, each once; V2; plain
-attention at D 256; on v4 (the least memory) and v6e packed rows, a window, no causality, offsets known at run time, a length that is no
-multiple of a block, and float32; and over 16 chips of v5e and v5p inside `shard_map`, batch on one mesh axis and heads on the other. The
-quick test is one shape on v5e and v6e. That the numbers are right is checked elsewhere, in the interpreter.
+kernel that saves, and the backward kernel; and the kernel that decodes. What fails here would fail on the TPU: layouts that the chip
+does not have, vector memory that runs out. The slow test covers v4, v5e, v5p, v6e and v7x: V1 at D 64, 96 and 128 and lengths of 2048,
+8192 and 65,536; V2; plain attention at D 256; decoding of V1 and V2; on v4 (the least memory) and v6e packed rows, a window, no
+causality, offsets known at run time, a length that is no multiple of a block, and float32; and over 16 chips of v5e and v5p inside
+`shard_map`, batch on one mesh axis and heads on the other. The quick test is one shape on v5e and v6e, with remat, which must not run
+the forward kernel again. That the numbers are right is checked elsewhere, in the interpreter.
 
 One process compiles many cases, because it starts slowly; it is not the test's own, because the compiler may abort it.
 """
@@ -28,11 +29,12 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 
-QUICK = [{"T": 2048, "D": 128}]
-SHAPES = [
-  {"T": 2048, "D": 64},
-  {"T": 8192, "D": 96},
-  {"T": 65536, "D": 128},
+QUICK = [{"T": 2048, "D": 128, "remat": True}, {"S": 8192, "D": 96}]
+SHAPES = [{"T": T, "D": D} for T in (2048, 8192, 65536) for D in (64, 96, 128)] + [
+  {"S": 65536, "D": 64},
+  {"S": 8192, "D": 96},
+  {"S": 8192, "D": 128},
+  {"S": 8192, "D": 128, "V": 128, "M": 1},
   {"T": 2048, "D": 128, "V": 128, "H": 2, "M": 1},
   {"T": 2048, "D": 256, "V": 256, "G": 1, "M": 1},
 ]
@@ -69,8 +71,15 @@ def _check(topology: str, cases: list[dict], chips: int = 1) -> list[str]:
   for result in results:
     case = result["case"]
     kind = "plain" if case.get("G") == 1 else "v2" if case.get("M") == 1 else "v1"
-    if "error" not in result and result["kernels"] != [f"diff_attention_backward_{kind}", f"diff_attention_forward_{kind}"]:
-      wrong.append(f"{topology}: {case}: the program calls the kernels {result['kernels']}")
+    if "error" in result:
+      continue
+    if "S" in case:
+      if (
+        result["kernels"] != [f"diff_attention_decode_{kind}"] or result["temporaries"] > 5 << 20
+      ):  # a cache in another layout would be copied
+        wrong.append(f"{topology}: {case}: kernels {result['kernels']}, {result['temporaries']} bytes of temporaries")
+    elif result["forward_calls"] != 1 or result["kernels"] != [f"diff_attention_backward_{kind}", f"diff_attention_forward_{kind}"]:
+      wrong.append(f"{topology}: {case}: kernels {result['kernels']}, the forward one {result['forward_calls']} times")
   if len(results) < len(cases):
     wrong.append(f"{topology}: {cases[len(results)]}: the compiler ended with {process.returncode}\n{process.stderr[-2000:]}")
   return wrong
@@ -99,14 +108,24 @@ def _compile(topology: str, chips: int, cases: list[dict]) -> None:
   from jax.sharding import Mesh, NamedSharding
   from jax.sharding import PartitionSpec as P
 
-  from diffjax.ops.diff_attention import diff_attention
+  from diffjax.ops.diff_attention import RESIDUAL_NAMES, diff_attention
+  from diffjax.ops.diff_attention.decode import decode_attention
 
   devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
   side = math.isqrt(chips)
   mesh = Mesh(np.array(devices[:chips]).reshape(side, side), ("data", "tensor"))
 
-  def compiled(T, D, V=None, H=1, K=1, G=2, M=2, B=1, dtype="bfloat16", segments=False, offsets=False, window=None, causal=True) -> str:
-    struct = lambda shape, spec, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+  def struct(shape, spec, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+  def decoding(S, D, V=None, M=2):
+    cache = [struct((8, 8, S, width), P(), jnp.bfloat16) for width in (M * D, V or 2 * D)]
+    decode = lambda q, k, v, lam, lengths: decode_attention(q, k, v, lam, lengths, implementation="pallas_tpu")
+    return decode, (struct((8, 16, 2, D), P(), jnp.bfloat16), *cache, struct((16,), P(), jnp.float32), struct((8,), P(), jnp.int32))
+
+  def gradient(
+    T, D, V=None, H=1, K=1, G=2, M=2, B=1, dtype="bfloat16", segments=False, offsets=False, window=None, causal=True, remat=False
+  ):
     heads = P("data", None, "tensor")
     arrays = [struct((B, T, H, G, D), heads, dtype), struct((B, T, K, M, D), heads, dtype), struct((B, T, K, V or 2 * D), heads, dtype)]
     arrays += [struct((), P(), jnp.float32)] if G == 2 else []
@@ -122,18 +141,21 @@ def _compile(topology: str, chips: int, cases: list[dict]) -> None:
     if chips > 1:
       specs = tuple([x.sharding.spec for x in arrays]), {name: x.sharding.spec for name, x in extra.items()}
       attend = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=heads)
-    loss = lambda arrays, extra: jnp.sum(attend(arrays, extra).astype(jnp.float32))
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-      lowered = jax.jit(jax.grad(loss)).lower(tuple(arrays), extra)
-    return lowered.compile().as_text()
+    loss = lambda arrays, extra: jnp.sum(jnp.sin(attend(arrays, extra).astype(jnp.float32)))
+    if remat:
+      loss = jax.checkpoint(loss, policy=jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES))
+    return jax.grad(loss), (tuple(arrays), extra)
 
   for case in cases:
     start, result = time.perf_counter(), {"case": case}
     try:
-      text = compiled(**case)
-      calls = [line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
+      function, arguments = decoding(**case) if "S" in case else gradient(**case)
+      with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        compiled = jax.jit(function).lower(*arguments).compile()
+      calls = [line for line in compiled.as_text().splitlines() if 'custom_call_target="tpu_custom_call"' in line]
       result["kernels"] = sorted({name for line in calls for name in re.findall(r"diff_attention_[a-z]+_[a-z0-9]+", line)})
-      result["calls"] = len(calls)
+      result["forward_calls"] = sum("diff_attention_forward" in line for line in calls)
+      result["temporaries"] = compiled.memory_analysis().temp_size_in_bytes
     except Exception as error:  # told by the test, with the case that it belongs to
       result["error"] = f"{type(error).__name__}: {error}"[:2000]
     print(json.dumps(result | {"seconds": round(time.perf_counter() - start, 1)}), flush=True)

@@ -236,7 +236,7 @@ def _pallas_tpu(q, k, v, lam, lengths, *, window: int | None, scale: float):
     compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
     cost_estimate=pl.CostEstimate(flops=2 * pairs * (width + V), transcendentals=pairs, bytes_accessed=pairs // (G * rows) * key_bytes),
     interpret=_interpret.get(),
-    name=f"decode_attention_{'plain' if G == 1 else 'v2' if width == q.shape[-1] else 'v1'}",
+    name=f"diff_attention_decode_{'plain' if G == 1 else 'v2' if width == q.shape[-1] else 'v1'}",
   )(lengths, *inputs)
   return out[:, :, : H // K].reshape(B, H, V)
 

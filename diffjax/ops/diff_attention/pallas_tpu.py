@@ -171,7 +171,7 @@ def _forward(options: _Options, q, k, v, lam, q_ids, kv_ids, offset, *, save: bo
   if save:
     outputs.append(((B, H, G, length), jnp.float32, (G, rows), stays_row))
   out, *saved = _call(
-    options, functools.partial(_forward_kernel, schedule, save), "diff_attention_forward",
+    options, functools.partial(_forward_kernel, schedule, save), f"diff_attention_forward_{schedule.variant}",
     grid=(B, H, schedule.q_blocks, schedule.steps), parallel=3, scalars=scalars, inputs=inputs, outputs=outputs,
     scratch=[(G, rows, _LANES), (G, rows, _LANES), (G, rows, V)], like=q,
     pairs=B * H * schedule.area(), flops=2 * G * (D + V),
@@ -252,7 +252,7 @@ def _backward_span(options: _Options, q, k, v, d_out, lse, delta, lam, q_ids, kv
   outputs: list[Any] = [((B, K, R, G, length, D), q.dtype, (R, G, length, D), lambda b, kv, j, r, step, *scalars: (b, kv, 0, 0, 0, 0))]
   outputs += [((B, K, kv_length, D), dtype, (keys, D), stays)] * M + [((B, K, kv_length, V), dtype, (keys, V), stays)]
   d_q, *d_k, d_v = _call(
-    options, functools.partial(_backward_kernel, schedule, options.scale), "diff_attention_backward",
+    options, functools.partial(_backward_kernel, schedule, options.scale), f"diff_attention_backward_{schedule.variant}",
     grid=(B, K, schedule.kv_blocks, R, schedule.steps), parallel=2, scalars=scalars, inputs=inputs, outputs=outputs,
     scratch=[(R, G, length, D), (M, keys, D), (keys, V)], like=k, pairs=B * K * R * schedule.area(), flops=2 * (3 * G * D + 2 * V),
   )  # fmt: skip

@@ -37,6 +37,10 @@ class Schedule:
   segments: bool
 
   @property
+  def variant(self) -> str:
+    return "plain" if self.num_maps == 1 else "v2" if self.num_key_maps == 1 else "v1"
+
+  @property
   def num_scalars(self) -> int:
     return 3 * (self.geometry.q_offset is None or self.segments) + 4 * self.segments
 
