@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from diffjax.ops.diff_attention import decode, diff_attention, pallas_tpu
+from diffjax.ops.diff_attention import decode, diff_attention
 from diffjax.ops.diff_attention.decode import decode_attention
 
 # Most of the time goes into compiling.
@@ -62,7 +62,7 @@ ROUNDED = [Case("v1_bfloat16", D=64, V=128, dtype="bfloat16"), Case("plain_bfloa
 def implementation(request, monkeypatch):
   """Its name, while small blocks are used and kernels are interpreted: memory not yet written, or beyond an array, is NaN there."""
   monkeypatch.setattr(decode, "_BLOCK_BYTES", 1)  # 128 keys a block
-  with pallas_tpu.interpreted() if request.param == "pallas_tpu" else contextlib.nullcontext():
+  with tpu.interpreted() if request.param == "pallas_tpu" else contextlib.nullcontext():
     yield request.param
 
 
@@ -188,7 +188,7 @@ def test_no_race_in_the_kernel(monkeypatch):
 
   monkeypatch.setattr(decode, "_BLOCK_BYTES", 1)
   case = Case("v1_window", window=150, lengths=(0, 5, 300, 170))
-  with pallas_tpu.interpreted(pltpu.InterpretParams(detect_races=True)):
+  with tpu.interpreted(pltpu.InterpretParams(detect_races=True)):
     out = jax.block_until_ready(_run(case, _arguments(case), "pallas_tpu"))
   assert interpret_pallas_call.races is not None and not interpret_pallas_call.races.races_found
   _assert_close(out, case, 3e-6)
@@ -267,7 +267,7 @@ def test_the_kernel_says_what_it_does_not_take():
   with pytest.raises(ValueError, match="^implementation = 'pallas_tpu' needs a TPU.*use implementation='xla'"):
     decode_attention(q, k, v, lam, lengths, implementation="pallas_tpu")
   half = [x.astype(jnp.float16) for x in (q, k, v)]
-  with pallas_tpu.interpreted(), pytest.raises(ValueError, match="^q .*float16.*use implementation='xla'"):
+  with tpu.interpreted(), pytest.raises(ValueError, match="^q .*float16.*use implementation='xla'"):
     decode_attention(*half, lam, lengths, implementation="pallas_tpu")
   assert decode_attention(*half, lam, lengths, implementation="xla").dtype == jnp.float16
 

@@ -14,7 +14,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.test_util import check_grads
 
-from diffjax.ops.diff_attention import RESIDUAL_NAMES, chunked, diff_attention, pallas_tpu
+from diffjax.ops.diff_attention import RESIDUAL_NAMES, chunked, diff_attention
 from diffjax.ops.diff_attention.reference import attention_maps, reference
 
 # Most of the time goes into compiling; LLVM's optimisations are left to the tests that do not run over all cases.
@@ -99,7 +99,7 @@ def implementation(request, monkeypatch):
     monkeypatch.setattr(chunked, "_SHORT_BLOCK", 3)
     monkeypatch.setattr(chunked, "_MAX_BANDS", 3)
     monkeypatch.setattr(chunked, "_BLOCK_LOGITS", 64)
-  with pallas_tpu.interpreted(pltpu.InterpretParams(uninitialized_memory="nan")):
+  with tpu.interpreted(pltpu.InterpretParams(uninitialized_memory="nan")):
     yield request.param
 
 
@@ -258,7 +258,7 @@ def test_vmap(implementation):
   arguments = jax.tree.map(lambda *x: jnp.stack([jnp.float32(a) for a in x]), *stacked)
 
   def f(q, k, v, lam):
-    with pallas_tpu.interpreted(True):  # the TPU's interpreter does not take vmap's additional grid axis
+    with tpu.interpreted(True):  # the TPU's interpreter does not take vmap's additional grid axis
       return jnp.sum(diff_attention(q, k, v, lam, implementation=implementation.name) ** 2)
 
   batched = _jit(jax.vmap(jax.value_and_grad(f, (0, 1, 2, 3))))(*arguments)

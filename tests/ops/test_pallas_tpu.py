@@ -11,7 +11,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-from diffjax.ops.diff_attention import block_sizes, diff_attention, pallas_tpu
+from diffjax.ops.diff_attention import block_sizes, diff_attention
 from diffjax.ops.diff_attention.block_sizes import Blocks
 from diffjax.ops.diff_attention.tiles import Geometry
 
@@ -63,7 +63,7 @@ def test_agrees_with_reference_over_several_blocks(name):
   blocks, shapes, options = CASES[name]
   arguments = _arguments(**shapes)
   expected = _run("reference", *arguments, options)
-  with pallas_tpu.interpreted(pltpu.InterpretParams(uninitialized_memory="nan")), block_sizes.use(forward=blocks, backward=blocks):
+  with tpu.interpreted(pltpu.InterpretParams(uninitialized_memory="nan")), block_sizes.use(forward=blocks, backward=blocks):
     actual = _run("pallas_tpu", *arguments, options)
   assert max(jax.tree.leaves(_errors(actual, expected))) < 3e-6
 
@@ -71,7 +71,7 @@ def test_agrees_with_reference_over_several_blocks(name):
 @pytest.mark.parametrize("name", ["v2", "packed"])
 def test_no_races(name):
   blocks, shapes, options = CASES[name]
-  with pallas_tpu.interpreted(pltpu.InterpretParams(detect_races=True)), block_sizes.use(forward=blocks, backward=blocks):
+  with tpu.interpreted(pltpu.InterpretParams(detect_races=True)), block_sizes.use(forward=blocks, backward=blocks):
     jax.block_until_ready(_run("pallas_tpu", *_arguments(**shapes), options))
   assert not interpret_pallas_call.races.races_found
 
@@ -91,7 +91,7 @@ def test_hidden_tiles_are_not_computed(options, ids, rows, hidden):
   segment_ids = jnp.broadcast_to((jnp.arange(512) >= 128).astype(jnp.int32), (2, 512)) if ids else None
   k, v = k.at[:, hidden].set(jnp.nan), v.at[:, hidden].set(jnp.nan)
   d_out = jnp.zeros_like(d_out).at[:, rows].set(d_out[:, rows])
-  with pallas_tpu.interpreted(pltpu.InterpretParams()), block_sizes.use(forward=SQUARE, backward=SQUARE):
+  with tpu.interpreted(pltpu.InterpretParams()), block_sizes.use(forward=SQUARE, backward=SQUARE):
     out, (d_q, _, _, d_lam) = _run("pallas_tpu", (q, k, v, lam), d_out, segment_ids, options)
   assert np.isfinite(out[:, rows]).all() and np.isfinite(d_q[:, rows]).all() and np.isfinite(d_lam[:, rows]).all()
   assert np.isnan(out[:, hidden]).any()  # the poison works
@@ -137,7 +137,7 @@ def test_geometry_against_the_mask_itself(causal, window, offset):
 def test_refusals_name_what_works(changes, message):
   dtype, D, V = changes.get("dtype", jnp.float32), changes.get("D", 8), changes.get("V", 16)
   zeros = functools.partial(jnp.zeros, dtype=dtype)
-  with pallas_tpu.interpreted(True), pytest.raises(ValueError, match=f"^q .*{message}.*implementation='chunked'"):
+  with tpu.interpreted(True), pytest.raises(ValueError, match=f"^q .*{message}.*implementation='chunked'"):
     diff_attention(zeros((1, 8, 2, 2, D)), zeros((1, 8, 2, 2, D)), zeros((1, 8, 2, V)), 0.5, implementation="pallas_tpu")
 
 

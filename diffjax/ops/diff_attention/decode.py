@@ -21,8 +21,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from diffjax.ops.diff_attention.pallas_tpu import _HIDDEN, _LANES, _LOG2E, _dot, _generation, _interpret, _repeat, _round_up, takes
+from diffjax.ops.diff_attention.pallas_tpu import takes
 from diffjax.ops.diff_attention.tiles import Scalar, block_of
+from diffjax.ops.diff_attention.tpu import HIDDEN, LANES, LOG2E, dot, generation, interpret_mode, repeat, round_up
 from diffjax.ops.varying import vary_like
 
 IMPLEMENTATIONS = ("auto", "xla", "pallas_tpu")
@@ -152,7 +153,7 @@ def _xla(q, k, v, lam, lengths, *, window: int | None, scale: float):
   distance = lengths[:, None] - 1 - jnp.arange(S)
   visible = (distance >= 0) & (distance < (S if window is None else window))  # [B, S]
   logits = jnp.einsum("bknd,bksd->bkns", _stack(q, k, H // K), k, preferred_element_type=dtype, precision=precision) * scale
-  maps = jax.nn.softmax(jnp.where(visible[:, None, None], logits, _HIDDEN), axis=-1).reshape(B, K, G, H // K, S)
+  maps = jax.nn.softmax(jnp.where(visible[:, None, None], logits, HIDDEN), axis=-1).reshape(B, K, G, H // K, S)
   weights = maps[:, :, 0] if lam is None else maps[:, :, 0] - lam.reshape(B, K, H // K, 1) * maps[:, :, 1]
   weights = jnp.where(visible[:, None, None], weights, 0).astype(q.dtype)  # a row that sees no key has weights until here
 
@@ -180,9 +181,9 @@ class _Walk:
   @classmethod
   def choose(cls, cached: int, window: int | None, key_bytes: int, rows: int) -> _Walk:
     """The walk for a cache of so many keys, of key_bytes bytes each (with their values), and so many rows of queries."""
-    most = max(_LANES, min(_BLOCK_BYTES // key_bytes, _BLOCK_LOGITS // rows) // _LANES * _LANES)
+    most = max(LANES, min(_BLOCK_BYTES // key_bytes, _BLOCK_LOGITS // rows) // LANES * LANES)
     seen = cached if window is None else window
-    block = _round_up(pl.cdiv(seen, pl.cdiv(seen, most)), _LANES)
+    block = round_up(pl.cdiv(seen, pl.cdiv(seen, most)), LANES)
     blocks = pl.cdiv(cached, block)
     return cls(window, block, blocks if window is None else min(blocks, pl.cdiv(window - 1, block) + 1))
 
@@ -198,7 +199,7 @@ class _Walk:
 
 def _pallas_tpu(q, k, v, lam, lengths, *, window: int | None, scale: float):
   try:
-    _generation()
+    generation()
   except ValueError as error:
     backend = jax.default_backend()
     raise ValueError(f"implementation = 'pallas_tpu' needs a TPU, got backend {backend!r}; use implementation='xla' or 'auto'") from error
@@ -208,10 +209,10 @@ def _pallas_tpu(q, k, v, lam, lengths, *, window: int | None, scale: float):
       "float32, D up to 256 and V up to 512: cast them, or use implementation='xla'"
     )
   (B, H, G, _), (K, S, width), V = q.shape, k.shape[1:], v.shape[-1]
-  rows = _round_up(H // K, 16 // G if q.dtype == jnp.bfloat16 else 8)  # of a map: the maps begin at tiles, and fill a tile of q's dtype
+  rows = round_up(H // K, 16 // G if q.dtype == jnp.bfloat16 else 8)  # of a map: the maps begin at tiles, and fill a tile of q's dtype
   key_bytes = (width + V) * q.dtype.itemsize
   walk = _Walk.choose(S, window, key_bytes, G * rows)
-  queries = _stack((q.astype(jnp.float32) * (scale * _LOG2E)).astype(q.dtype), k, rows)
+  queries = _stack((q.astype(jnp.float32) * (scale * LOG2E)).astype(q.dtype), k, rows)
   axes = _key_axis(k), _key_axis(v)
   inputs = [queries, *(jnp.swapaxes(x, 2, 3) if axis == 1 else x for x, axis in zip((k, v), axes, strict=True))]
   if lam is not None:
@@ -230,12 +231,12 @@ def _pallas_tpu(q, k, v, lam, lengths, *, window: int | None, scale: float):
       grid=(B, K, walk.steps),
       in_specs=[spec(stays, G * rows, width), *cached] + [spec(stays, rows, 1)] * (lam is not None),
       out_specs=spec(stays, rows, V),
-      scratch_shapes=[pltpu.VMEM((G * rows, lanes), jnp.float32) for lanes in (_LANES, _LANES, V)],
+      scratch_shapes=[pltpu.VMEM((G * rows, lanes), jnp.float32) for lanes in (LANES, LANES, V)],
     ),
     out_shape=jax.ShapeDtypeStruct((B, K, rows, V), q.dtype, manual_axis_type=jax.typeof(inputs[0]).manual_axis_type),
     compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
     cost_estimate=pl.CostEstimate(flops=2 * pairs * (width + V), transcendentals=pairs, bytes_accessed=pairs // (G * rows) * key_bytes),
-    interpret=_interpret.get(),
+    interpret=interpret_mode.get(),
     name=f"diff_attention_decode_{'plain' if G == 1 else 'v2' if width == q.shape[-1] else 'v1'}",
   )(lengths, *inputs)
   return out[:, :, : H // K].reshape(B, H, V)
@@ -247,7 +248,7 @@ def _key_axis(cache: Float[Array, "B K S X"]) -> int:
   Where they agree the transposition is free; where they do not, the whole cache is copied for every token.
   """
   S, X = cache.shape[2:]
-  padded = lambda sublanes, lanes: _round_up(sublanes, 8) * _round_up(lanes, _LANES)
+  padded = lambda sublanes, lanes: round_up(sublanes, 8) * round_up(lanes, LANES)
   return 1 if padded(X, S) < padded(S, X) else 0
 
 
@@ -261,25 +262,25 @@ def _kernel(walk: _Walk, axes: tuple[int, int], lengths, q, k, v, *refs) -> None
 
   @pl.when(step == 0)
   def _():
-    peak[...] = jnp.full_like(peak, _HIDDEN)
+    peak[...] = jnp.full_like(peak, HIDDEN)
     total[...] = jnp.zeros_like(total)
     acc[...] = jnp.zeros_like(acc)
 
   def attend(masked: bool) -> None:
-    logits, values = _dot(q[...], k[...], (1, 1 - axes[0])), v[...]
+    logits, values = dot(q[...], k[...], (1, 1 - axes[0])), v[...]
     if masked:
       visible = lambda keys: (keys >= first) & (keys < length)
-      logits = jnp.where(visible(start + lax.broadcasted_iota(jnp.int32, logits.shape, 1)), logits, _HIDDEN)
+      logits = jnp.where(visible(start + lax.broadcasted_iota(jnp.int32, logits.shape, 1)), logits, HIDDEN)
       # Hidden values may be anything, and 0·NaN is NaN. In float32, since not every TPU selects in bfloat16.
       kept = visible(start + lax.broadcasted_iota(jnp.int32, values.shape, axes[1]))
       values = jnp.where(kept, values.astype(jnp.float32), 0).astype(values.dtype)
     before = peak[...]
     after = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
-    weights, shrink = jnp.exp2(logits - _repeat(after, walk.block)), jnp.exp2(before - after)
-    parts = [weights[:, lane : lane + _LANES] for lane in range(0, walk.block, _LANES)]
+    weights, shrink = jnp.exp2(logits - repeat(after, walk.block)), jnp.exp2(before - after)
+    parts = [weights[:, lane : lane + LANES] for lane in range(0, walk.block, LANES)]
     total[...] = total[...] * shrink + functools.reduce(jnp.add, parts)
     peak[...] = after
-    acc[...] = acc[...] * _repeat(shrink, acc.shape[1]) + _dot(weights, values, (1, axes[1]))
+    acc[...] = acc[...] * repeat(shrink, acc.shape[1]) + dot(weights, values, (1, axes[1]))
 
   pl.when(live & every)(functools.partial(attend, False))
   pl.when(live & ~every)(functools.partial(attend, True))

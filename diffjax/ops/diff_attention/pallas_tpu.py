@@ -11,17 +11,14 @@ scale·log₂e once, outside.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
@@ -32,25 +29,10 @@ from diffjax.ops.diff_attention import block_sizes, residuals
 from diffjax.ops.diff_attention.block_sizes import Blocks
 from diffjax.ops.diff_attention.schedule import Schedule, make_schedule, pad, scalars_of
 from diffjax.ops.diff_attention.tiles import Geometry
+from diffjax.ops.diff_attention.tpu import HIDDEN, LANES, LOG2E, column, dot, generation, interpret_mode, repeat, round_up
 from diffjax.ops.varying import vary_like
 
-_HIDDEN = -1e30  # a hidden logit; finite, so that the maximum of a row that sees nothing can be subtracted from it
-_LOG2E = float(np.log2(np.e))
-_LANES = 128
-
 _Operand = tuple[jax.Array, tuple[int, ...], Callable]  # array, block without squeezed axes, index map
-
-_interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=False)
-
-
-@contextlib.contextmanager
-def interpreted(params: pltpu.InterpretParams | bool) -> Iterator[None]:
-  """Within it the kernels run in Pallas's TPU interpreter, or with True in its general one, on any backend: for tests."""
-  token = _interpret.set(params)
-  try:
-    yield
-  finally:
-    _interpret.reset(token)
 
 
 def pallas_tpu(
@@ -71,7 +53,7 @@ def pallas_tpu(
   Raises:
     ValueError: the program is not for a TPU, or a dtype or width is not taken.
   """
-  generation = _generation()
+  chip = generation()
   if not takes(q, v):
     raise ValueError(
       f"q ({q.dtype}, D = {q.shape[-1]}) and v (V = {v.shape[-1]}) are not taken by implementation 'pallas_tpu', which takes bfloat16 and "
@@ -80,10 +62,10 @@ def pallas_tpu(
   static, offset = (q_offset, None) if isinstance(q_offset, int) else (None, q_offset)
   geometry = Geometry(causal, window, static, q.shape[1], k.shape[1])
   forward, backward = (
-    block_sizes.choose(generation, direction, q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], q.shape[3], q.dtype)
+    block_sizes.choose(chip, direction, q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], q.shape[3], q.dtype)
     for direction in ("forward", "backward")
   )
-  options = _Options(geometry, scale, forward, backward, block_sizes.vmem_bytes(generation), _interpret.get())
+  options = _Options(geometry, scale, forward, backward, block_sizes.vmem_bytes(chip), interpret_mode.get())
   arrays = (q, k, v, lam, q_segment_ids, kv_segment_ids, offset)
   # Inside shard_map an array that all devices share must be made each device's own before the custom VJP, or its gradient is not summed.
   return _attend(options, *(None if x is None else vary_like(x, *arrays) for x in arrays))
@@ -92,18 +74,6 @@ def pallas_tpu(
 def takes(q: jax.Array, v: jax.Array) -> bool:
   """Whether the kernel takes arrays of such dtypes and widths."""
   return q.dtype in (jnp.bfloat16, jnp.float32) and q.shape[-1] <= 256 and v.shape[-1] <= 512
-
-
-def _generation() -> str:
-  """The TPU that the program is compiled for: the device's, or the abstract mesh's when compiling ahead of time."""
-  if _interpret.get():
-    return "v5e"
-  try:
-    return str(pltpu.get_tpu_info().chip_version)
-  except ValueError as error:
-    raise ValueError(
-      f"implementation = 'pallas_tpu' needs a TPU, and the backend is {jax.default_backend()!r}; use implementation='chunked' or 'auto'"
-    ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,14 +106,6 @@ def _attend_bwd(options: _Options, saved, d_out):
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-  """A matrix product over the given axes, accumulated in float32; float32 operands are not rounded to bfloat16."""
-  precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else lax.Precision.DEFAULT
-  return lax.dot_general(
-    a.astype(b.dtype), b, (((contract[0],), (contract[1],)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-  )
-
-
 def _forward(options: _Options, q, k, v, lam, q_ids, kv_ids, offset, *, save: bool):
   """Returns the output [B, H, T, V] and, to be saved for a gradient, O₂ likewise and the log-sum-exps (base 2) [B, H, G, T]; else None."""
   schedule = make_schedule(options.geometry, options.forward, q, k, q_ids, keys_pass=True)
@@ -173,7 +135,7 @@ def _forward(options: _Options, q, k, v, lam, q_ids, kv_ids, offset, *, save: bo
   out, *saved = _call(
     options, functools.partial(_forward_kernel, schedule, save), f"diff_attention_forward_{schedule.variant}",
     grid=(B, H, schedule.q_blocks, schedule.steps), parallel=3, scalars=scalars, inputs=inputs, outputs=outputs,
-    scratch=[(G, rows, _LANES), (G, rows, _LANES), (G, rows, V)], like=q,
+    scratch=[(G, rows, LANES), (G, rows, LANES), (G, rows, V)], like=q,
     pairs=B * H * schedule.area(), flops=2 * G * (D + V),
   )  # fmt: skip
   lse = saved.pop()[..., :T] if save else None
@@ -195,8 +157,8 @@ def _backward(options: _Options, d_out, q, k, v, lam, q_ids, kv_ids, offset, out
     lam = lam[:, :, None]
   # dQ of all the rows of a call stays in VMEM: a call takes as many heads of a group as fit, or a span of one head's rows.
   block = options.backward.q
-  heads = max(r for r in range(1, H // K + 1) if (H // K) % r == 0 and (r == 1 or r * _round_up(T, block) <= options.backward.resident))
-  span = min(_round_up(T, block), max(block, options.backward.resident // heads // block * block))
+  heads = max(r for r in range(1, H // K + 1) if (H // K) % r == 0 and (r == 1 or r * round_up(T, block) <= options.backward.resident))
+  span = min(round_up(T, block), max(block, options.backward.resident // heads // block * block))
   group = lambda x: x.reshape(B, K, H // K, *x.shape[2:])
   parts, d_k, d_v = [], 0.0, 0.0
   for head in range(0, H // K, heads):
@@ -238,7 +200,7 @@ def _backward_span(options: _Options, q, k, v, d_out, lse, delta, lam, q_ids, kv
   inputs += [(x, (keys, x.shape[-1]), stays) for x in (*_keys(k, schedule), *_keys(v[:, :, :, None], schedule))]
   inputs += [
     (pad(d_out, 3, length), (rows, V), passes),
-    (pad(lse, 4, length, -_HIDDEN), (G, rows), passes_row),
+    (pad(lse, 4, length, -HIDDEN), (G, rows), passes_row),
     (pad(delta, 4, length), (G, rows), passes_row),
   ]
   if lam is not None:
@@ -289,17 +251,13 @@ def _call(options: _Options, function, name: str, *, grid, parallel: int, scalar
 
 def _queries(options: _Options, q, length: int) -> list[jax.Array]:
   """[B, T, H, G, D] as G of [B, H, length, D], times scale·log₂e."""
-  q = (q.astype(jnp.float32) * (options.scale * _LOG2E)).astype(q.dtype)
+  q = (q.astype(jnp.float32) * (options.scale * LOG2E)).astype(q.dtype)
   return [pad(jnp.swapaxes(q[:, :, :, g], 1, 2), 2, length) for g in range(q.shape[3])]
 
 
 def _keys(k, schedule: Schedule) -> list[jax.Array]:
   """[B, S, K, M, D] as M of [B, K, length, D]."""
   return [pad(jnp.swapaxes(k[:, :, :, m], 1, 2), 2, schedule.kv_blocks * schedule.blocks.kv) for m in range(k.shape[3])]
-
-
-def _round_up(x: int, multiple: int) -> int:
-  return -(-x // multiple) * multiple
 
 
 def _forward_kernel(schedule: Schedule, save: bool, *refs) -> None:
@@ -318,7 +276,7 @@ def _forward_kernel(schedule: Schedule, save: bool, *refs) -> None:
 
   @pl.when(step == 0)
   def _():
-    peak[...] = jnp.full_like(peak, _HIDDEN)
+    peak[...] = jnp.full_like(peak, HIDDEN)
     total[...] = jnp.zeros_like(total)
     acc[...] = jnp.zeros_like(acc)
 
@@ -326,19 +284,19 @@ def _forward_kernel(schedule: Schedule, save: bool, *refs) -> None:
     rows, keys = pl.ds(row, schedule.blocks.q_inner), pl.ds(key, schedule.blocks.kv_inner)
     values = v[keys, :]
     if mask is not None:
-      mask = mask(0, *((_column(ids[0][:, rows]), ids[1][:, keys]) if schedule.segments else ()))
+      mask = mask(0, *((column(ids[0][:, rows]), ids[1][:, keys]) if schedule.segments else ()))
     for g in range(G):
-      logits = _dot(q[g][rows, :], k[g % M][keys, :], (1, 1))
+      logits = dot(q[g][rows, :], k[g % M][keys, :], (1, 1))
       if mask is not None:
-        logits = jnp.where(mask, logits, _HIDDEN)
+        logits = jnp.where(mask, logits, HIDDEN)
       before = peak[g, rows, :]
       after = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
-      weights = jnp.exp2(logits - _repeat(after, logits.shape[1]))
+      weights = jnp.exp2(logits - repeat(after, logits.shape[1]))
       shrink = jnp.exp2(before - after)
-      parts = [weights[:, lane : lane + _LANES] for lane in range(0, weights.shape[1], _LANES)]
+      parts = [weights[:, lane : lane + LANES] for lane in range(0, weights.shape[1], LANES)]
       total[g, rows, :] = total[g, rows, :] * shrink + functools.reduce(jnp.add, parts)
       peak[g, rows, :] = after
-      acc[g, rows, :] = acc[g, rows, :] * _repeat(shrink, acc.shape[2]) + _dot(weights, values, (1, 0))
+      acc[g, rows, :] = acc[g, rows, :] * repeat(shrink, acc.shape[2]) + dot(weights, values, (1, 0))
 
   schedule.visit(scalars, b, i, schedule.block(scalars, b, i, step), first + step <= last, subtile)
 
@@ -346,19 +304,19 @@ def _forward_kernel(schedule: Schedule, save: bool, *refs) -> None:
   def _():
     outs = []
     for g in range(G):
-      empty = peak[g] <= _HIDDEN / 2  # the row saw no key; whatever was added up counts for nothing
+      empty = peak[g] <= HIDDEN / 2  # the row saw no key; whatever was added up counts for nothing
       sums = jnp.where(empty, 1.0, jnp.sum(total[g], axis=1, keepdims=True))
-      outs.append(acc[g] * _repeat(jnp.where(empty, 0.0, 1.0 / sums), acc.shape[2]))
+      outs.append(acc[g] * repeat(jnp.where(empty, 0.0, 1.0 / sums), acc.shape[2]))
       if save:
         # An empty row's log-sum-exp makes its weights zero in the backward pass.
-        lse[g : g + 1, :] = jnp.where(empty, -_HIDDEN, peak[g] + jnp.log2(sums)).T[:1]
+        lse[g : g + 1, :] = jnp.where(empty, -HIDDEN, peak[g] + jnp.log2(sums)).T[:1]
     if G == 1:
       out[...] = outs[0].astype(out.dtype)
     else:
       second = outs[1].astype(out.dtype)  # rounded first, so that the backward pass, which reads it, agrees
       if save:
         out2[...] = second
-      out[...] = (outs[0] - _column(lam[...]) * second.astype(jnp.float32)).astype(out.dtype)
+      out[...] = (outs[0] - column(lam[...]) * second.astype(jnp.float32)).astype(out.dtype)
 
 
 def _backward_kernel(schedule: Schedule, scale: float, *refs) -> None:
@@ -388,24 +346,24 @@ def _backward_kernel(schedule: Schedule, scale: float, *refs) -> None:
   def subtile(row: int, key: int, mask) -> None:
     rows, keys = pl.ds(row, schedule.blocks.q_inner), pl.ds(key, schedule.blocks.kv_inner)
     if mask is not None:
-      mask = mask(1, *((ids[0][:, rows], _column(ids[1][:, keys])) if schedule.segments else ()))
+      mask = mask(1, *((ids[0][:, rows], column(ids[1][:, keys])) if schedule.segments else ()))
     d_rows = d_out[rows, :]
-    d_weights = _dot(v[keys, :], d_rows, (1, 1))  # dP, shared by the maps
+    d_weights = dot(v[keys, :], d_rows, (1, 1))  # dP, shared by the maps
     d_logits: list[jax.Array] = []
     weighted: Any = None
     for g in range(G):
-      logits = _dot(k[g % M][keys, :], q[g][rows, :], (1, 1))
+      logits = dot(k[g % M][keys, :], q[g][rows, :], (1, 1))
       if mask is not None:
-        logits = jnp.where(mask, logits, _HIDDEN)
+        logits = jnp.where(mask, logits, HIDDEN)
       weights = jnp.exp2(logits - lse[g : g + 1, rows])
       if g == 1:
         weights = weights * -lam[:, rows]
       weighted = weights if weighted is None else weighted + weights  # A₁ − λA₂
       d_logits.append((weights * (d_weights - delta[g : g + 1, rows])).astype(d_rows.dtype))
-    d_v_acc[keys, :] += _dot(weighted, d_rows, (1, 0))
+    d_v_acc[keys, :] += dot(weighted, d_rows, (1, 0))
     for g in range(G):
-      d_k_acc[g % M, keys, :] += _dot(d_logits[g], q[g][rows, :], (1, 0))
-      d_q_tile[g, rows, :] += _dot(d_logits[g], k[g % M][keys, :], (0, 0))
+      d_k_acc[g % M, keys, :] += dot(d_logits[g], q[g][rows, :], (1, 0))
+      d_q_tile[g, rows, :] += dot(d_logits[g], k[g % M][keys, :], (0, 0))
 
   schedule.visit(scalars, b, i, j, first + step <= last, subtile)
 
@@ -418,15 +376,5 @@ def _backward_kernel(schedule: Schedule, scale: float, *refs) -> None:
   @pl.when(end)
   def _():
     for m in range(M):
-      d_k[m][...] = (d_k_acc[m] * (1 / _LOG2E)).astype(d_k[m].dtype)  # the queries carry scale·log₂e
+      d_k[m][...] = (d_k_acc[m] * (1 / LOG2E)).astype(d_k[m].dtype)  # the queries carry scale·log₂e
     d_v[...] = d_v_acc[...].astype(d_v.dtype)
-
-
-def _column(row: jax.Array) -> jax.Array:
-  """[1, n] as [n, 1]."""
-  return jnp.broadcast_to(row, (8, row.shape[1])).T[:, :1]
-
-
-def _repeat(x: jax.Array, width: int) -> jax.Array:
-  """[rows, 128] of equal lanes at another width."""
-  return jnp.tile(x, (1, pl.cdiv(width, _LANES)))[:, :width]
