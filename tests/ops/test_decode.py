@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from diffjax.ops.diff_attention import decode, diff_attention
+from diffjax.ops.diff_attention import decode, diff_attention, tpu
 from diffjax.ops.diff_attention.decode import decode_attention
 
 # Most of the time goes into compiling.

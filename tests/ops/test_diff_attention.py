@@ -14,7 +14,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.test_util import check_grads
 
-from diffjax.ops.diff_attention import RESIDUAL_NAMES, chunked, diff_attention
+from diffjax.ops.diff_attention import RESIDUAL_NAMES, chunked, diff_attention, tpu
 from diffjax.ops.diff_attention.reference import attention_maps, reference
 
 # Most of the time goes into compiling; LLVM's optimisations are left to the tests that do not run over all cases.

@@ -11,7 +11,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-from diffjax.ops.diff_attention import block_sizes, diff_attention
+from diffjax.ops.diff_attention import block_sizes, diff_attention, tpu
 from diffjax.ops.diff_attention.block_sizes import Blocks
 from diffjax.ops.diff_attention.tiles import Geometry
 
