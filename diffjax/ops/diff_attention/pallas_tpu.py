@@ -29,7 +29,7 @@ from diffjax.ops.diff_attention import block_sizes, residuals
 from diffjax.ops.diff_attention.block_sizes import Blocks
 from diffjax.ops.diff_attention.schedule import Schedule, make_schedule, pad, scalars_of
 from diffjax.ops.diff_attention.tiles import Geometry
-from diffjax.ops.diff_attention.tpu import HIDDEN, LANES, LOG2E, column, dot, generation, interpret_mode, repeat, round_up
+from diffjax.ops.diff_attention.tpu import HIDDEN, LANES, LOG2E, as_column, as_row, dot, generation, interpret_mode, repeat, round_up
 from diffjax.ops.varying import vary_like
 
 _Operand = tuple[jax.Array, tuple[int, ...], Callable]  # array, block without squeezed axes, index map
@@ -284,7 +284,7 @@ def _forward_kernel(schedule: Schedule, save: bool, *refs) -> None:
     rows, keys = pl.ds(row, schedule.blocks.q_inner), pl.ds(key, schedule.blocks.kv_inner)
     values = v[keys, :]
     if mask is not None:
-      mask = mask(0, *((column(ids[0][:, rows]), ids[1][:, keys]) if schedule.segments else ()))
+      mask = mask(0, *((as_column(ids[0][:, rows]), ids[1][:, keys]) if schedule.segments else ()))
     for g in range(G):
       logits = dot(q[g][rows, :], k[g % M][keys, :], (1, 1))
       if mask is not None:
@@ -309,14 +309,14 @@ def _forward_kernel(schedule: Schedule, save: bool, *refs) -> None:
       outs.append(acc[g] * repeat(jnp.where(empty, 0.0, 1.0 / sums), acc.shape[2]))
       if save:
         # An empty row's log-sum-exp makes its weights zero in the backward pass.
-        lse[g : g + 1, :] = jnp.where(empty, -HIDDEN, peak[g] + jnp.log2(sums)).T[:1]
+        lse[g : g + 1, :] = as_row(jnp.where(empty, -HIDDEN, peak[g] + jnp.log2(sums)))
     if G == 1:
       out[...] = outs[0].astype(out.dtype)
     else:
       second = outs[1].astype(out.dtype)  # rounded first, so that the backward pass, which reads it, agrees
       if save:
         out2[...] = second
-      out[...] = (outs[0] - column(lam[...]) * second.astype(jnp.float32)).astype(out.dtype)
+      out[...] = (outs[0] - as_column(lam[...]) * second.astype(jnp.float32)).astype(out.dtype)
 
 
 def _backward_kernel(schedule: Schedule, scale: float, *refs) -> None:
@@ -346,7 +346,7 @@ def _backward_kernel(schedule: Schedule, scale: float, *refs) -> None:
   def subtile(row: int, key: int, mask) -> None:
     rows, keys = pl.ds(row, schedule.blocks.q_inner), pl.ds(key, schedule.blocks.kv_inner)
     if mask is not None:
-      mask = mask(1, *((ids[0][:, rows], column(ids[1][:, keys])) if schedule.segments else ()))
+      mask = mask(1, *((ids[0][:, rows], as_column(ids[1][:, keys])) if schedule.segments else ()))
     d_rows = d_out[rows, :]
     d_weights = dot(v[keys, :], d_rows, (1, 1))  # dP, shared by the maps
     d_logits: list[jax.Array] = []

@@ -51,9 +51,17 @@ def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
   )
 
 
-def column(row: jax.Array) -> jax.Array:
+def as_column(row: jax.Array) -> jax.Array:
   """[1, n] as [n, 1]."""
   return jnp.broadcast_to(row, (8, row.shape[1])).T[:, :1]
+
+
+def as_row(x: jax.Array) -> jax.Array:
+  """[n, 128] of equal lanes as [1, n]: the diagonals of its squares, since turning all of it would take much longer."""
+  square = (LANES, LANES)
+  diagonal = lax.broadcasted_iota(jnp.int32, square, 0) == lax.broadcasted_iota(jnp.int32, square, 1)
+  pieces = [x[start : start + LANES] for start in range(0, x.shape[0], LANES)]
+  return jnp.concatenate([jnp.sum(jnp.where(diagonal, piece, 0), axis=0, keepdims=True) for piece in pieces], axis=1)
 
 
 def repeat(x: jax.Array, width: int) -> jax.Array:
