@@ -143,14 +143,15 @@ def cost(case: Case, timeout: float) -> dict[str, float]:
   found = {kind: known for kind, known in found.items() if kind.endswith(kernels)}  # of other kernels is of no use
   what = f"seconds on {jax.devices()[0].device_kind}" if on_tpu else f"estimated cycles, libtpu {importlib.metadata.version('libtpu')}"
   kind = f"{what}, jax {jax.__version__}, {kernels}"
-  blocks = [dataclasses.astuple(_blocks(case, direction)) for direction in DIRECTIONS]
-  key = json.dumps([case.generation, case.D, case.V, case.G, case.M, case.length, "causal" if case.causal else "full", *blocks])
+  blocks = "; ".join(f"{name} {b.q_inner}×{b.kv_inner} of {b.q}×{b.kv}" for name in DIRECTIONS for b in [_blocks(case, name)])
+  mask = "causal" if case.causal else "full"
+  key = f"{case.generation} D {case.D} V {case.V} G {case.G} M {case.M} T {case.length} {mask}; {blocks}"
   known = found.setdefault(kind, {})
   if key not in known or set(known[key]) < set(DIRECTIONS):
     start = time.perf_counter()
     known[key] = seconds(case) if on_tpu else estimate(case, timeout)
     print(f"  {key}: {known[key] or 'nothing'} after {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-    rows = lambda entries: ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in entries.items())
+    rows = lambda entries: ",\n".join(f"  {json.dumps(name, ensure_ascii=False)}: {json.dumps(value)}" for name, value in entries.items())
     RESULTS.write_text("{\n" + ",\n".join(f" {json.dumps(name)}: {{\n{rows(entries)}\n }}" for name, entries in found.items()) + "\n}\n")
   return known[key]
 
