@@ -137,7 +137,9 @@ def seconds(case: Case, repetitions: int = 20) -> dict[str, float]:
 def cost(case: Case, timeout: float) -> dict[str, float]:
   """Cycles or seconds by direction: found before, or now and written down."""
   on_tpu = jax.default_backend() == "tpu"
-  sources = [pathlib.Path(block_sizes.__file__).with_name(name).read_bytes() for name in ("pallas_tpu.py", "schedule.py", "tiles.py", "tpu.py")]
+  sources = [
+    pathlib.Path(block_sizes.__file__).with_name(name).read_bytes() for name in ("pallas_tpu.py", "schedule.py", "tiles.py", "tpu.py")
+  ]
   kernels = f"kernels {hashlib.sha256(b''.join(sources)).hexdigest()[:8]}"
   found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
   found = {kind: known for kind, known in found.items() if kind.endswith(kernels)}  # of other kernels is of no use
