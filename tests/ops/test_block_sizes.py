@@ -68,3 +68,12 @@ def test_blocks_can_be_forced():
   assert {direction: choose("v5e", direction, *shape) for direction in chosen} == chosen
   with pytest.raises(ValueError, match="forward or backward, got both"), block_sizes.use(both=forced):
     pass
+
+
+@pytest.mark.parametrize(
+  ("named", "sizes"),
+  [("q_inner", (128, 128, 64, 128)), ("kv_inner", (256, 256, 128, 0)), ("q", (384, 256, 256, 128)), ("kv", (256, 128, 128, 256))],
+)
+def test_blocks_that_cannot_work_are_named(named, sizes):
+  with pytest.raises(ValueError, match=f"^{named} must be a multiple of"):
+    Blocks(*sizes)

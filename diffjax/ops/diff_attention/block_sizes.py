@@ -44,6 +44,14 @@ class Blocks:
   kv_inner: int
   resident: int = 8192
 
+  def __post_init__(self):
+    for outer, inner in (("q", "q_inner"), ("kv", "kv_inner")):
+      size, part = getattr(self, outer), getattr(self, inner)
+      if part < _LANES or part % _LANES:
+        raise ValueError(f"{inner} must be a multiple of {_LANES}, got {part}")
+      if size < part or size % part:
+        raise ValueError(f"{outer} must be a multiple of {inner} = {part}, got {size}")
+
 
 _forced: contextvars.ContextVar[Mapping[str, Blocks] | None] = contextvars.ContextVar("forced", default=None)
 
