@@ -148,6 +148,7 @@ def _when(condition: Scalar) -> Callable:
 
 
 def make_schedule(geometry: Geometry, blocks: Blocks, q, k, q_ids, *, keys_pass: bool) -> Schedule:
+  """The schedule of queries [B, T, …, G, D] against keys [B, S, K, M, D], with as few steps as the mask allows where it is known."""
   q_blocks, kv_blocks = pl.cdiv(q.shape[1], blocks.q), pl.cdiv(k.shape[1], blocks.kv)
   schedule = Schedule(geometry, blocks, q.shape[-2], k.shape[3], q_blocks, kv_blocks, keys_pass, 0, q_ids is not None)
   stay, most = (q_blocks, kv_blocks) if keys_pass else (kv_blocks, q_blocks)

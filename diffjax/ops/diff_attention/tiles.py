@@ -34,6 +34,7 @@ def both(*conditions: Condition) -> Condition:
 
 
 def negate(condition: Condition) -> Condition:
+  """Its opposite; a bool as long as it is known."""
   return not condition if isinstance(condition, bool) else ~condition
 
 
@@ -139,8 +140,10 @@ class Geometry:
 
 
 def minimum(a: Scalar, b: Scalar) -> Scalar:
+  """The lesser; an int if both are."""
   return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
 
 
 def maximum(a: Scalar, b: Scalar) -> Scalar:
+  """The greater; an int if both are."""
   return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)

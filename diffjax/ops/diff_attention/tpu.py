@@ -70,4 +70,5 @@ def repeat(x: jax.Array, width: int) -> jax.Array:
 
 
 def round_up(x: int, multiple: int) -> int:
+  """The next multiple that is not less than x."""
   return -(-x // multiple) * multiple
