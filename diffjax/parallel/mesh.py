@@ -38,7 +38,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
 def sharded_attention(mesh: Mesh, implementation: str) -> Callable[..., jax.Array]:
   """`diff_attention` with the batch and, on a mesh with an axis "tensor", the heads sharded: each device runs its own, without
-  communication. K must be a multiple of the tensor axis."""
+  communication. K must be a multiple of the tensor axis.
+  """
   if implementation not in IMPLEMENTATIONS:
     raise UserError(f"config.model.attention_implementation = {implementation!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
   attention = functools.partial(diff_attention, implementation=implementation)
