@@ -110,14 +110,21 @@ def _forward(options: _Options, q, k, v, lam, q_ids, kv_ids, offset, *, save: bo
   """Returns the output [B, H, T, V] and, to be saved for a gradient, O₂ likewise and the log-sum-exps (base 2) [B, H, G, T]; else None."""
   schedule = make_schedule(options.geometry, options.forward, q, k, q_ids, keys_pass=True)
   scalars = scalars_of(schedule, q_ids, kv_ids, offset, q.shape[0])
-  (B, T, H, G, D), K, V = q.shape, k.shape[2], v.shape[-1]
+  (B, T, H, G, D), (K, M), V = q.shape, k.shape[2:4], v.shape[-1]
   R, rows, keys = H // K, schedule.blocks.q, schedule.blocks.kv
   length = schedule.q_blocks * rows
   stays = lambda b, h, i, step, *scalars: (b, h, i, 0)
   stays_row = lambda b, h, i, step, *scalars: (b, h, 0, i)
   passes = lambda b, h, i, step, *scalars: (b, lax.div(h, R), schedule.block(scalars, b, i, step), 0)
-  inputs: list[_Operand] = [(x, (rows, D), stays) for x in _queries(options, q, length)]
-  inputs += [(x, (keys, x.shape[-1]), passes) for x in (*_keys(k, schedule), *_keys(v[:, :, :, None], schedule))]
+  inputs: list[_Operand] = [
+    (_queries(options, q, length), (G, rows, D), lambda b, h, i, step, *scalars: (b, h, 0, i, 0)),
+    (
+      _keys(k, schedule),
+      (M, keys, D),
+      lambda b, h, i, step, *scalars: (b, lax.div(h, R), 0, schedule.block(scalars, b, i, step), 0),
+    ),
+    (_values(v, schedule), (keys, V), passes),
+  ]
   if lam is not None:
     inputs.append((pad(jnp.swapaxes(lam, 1, 2)[:, :, None], 3, length), (1, rows), stays_row))
   if q_ids is not None:
@@ -147,14 +154,14 @@ def _backward(options: _Options, d_out, q, k, v, lam, q_ids, kv_ids, offset, out
   """Gradients of q, k, v and λ (None without λ); paper §1."""
   (B, T, H, G, D), K = q.shape, k.shape[2]
   d_out = jnp.swapaxes(d_out, 1, 2)
-  row_sums = lambda x: jnp.sum(d_out.astype(jnp.float32) * x.astype(jnp.float32), axis=-1)
-  delta, d_lam = row_sums(out)[:, :, None], None
+  row_sums = lambda x: jnp.sum(d_out.astype(jnp.float32) * x.astype(jnp.float32), axis=-1)[:, :, None]
+  vectors, d_lam = [lse, row_sums(out)], None
   if lam is not None:
-    lam = jnp.swapaxes(lam, 1, 2)
+    lam = jnp.swapaxes(lam, 1, 2)[:, :, None]
     delta2 = row_sums(out2)
-    delta = jnp.stack([delta[:, :, 0] + lam * delta2, delta2], axis=2)
-    d_lam = -jnp.swapaxes(delta2, 1, 2)
-    lam = lam[:, :, None]
+    vectors = [lse, vectors[1] + lam * delta2, delta2, lam]
+    d_lam = -jnp.swapaxes(delta2[:, :, 0], 1, 2)
+  vectors = jnp.concatenate(vectors, axis=2)  # of each query: log-sum-exps, deltas and λ
   # dQ of all the rows of a call stays in VMEM: a call takes as many heads of a group as fit, or a span of one head's rows.
   block = options.backward.q
   heads = max(r for r in range(1, H // K + 1) if (H // K) % r == 0 and (r == 1 or r * round_up(T, block) <= options.backward.resident))
@@ -169,8 +176,8 @@ def _backward(options: _Options, d_out, q, k, v, lam, q_ids, kv_ids, offset, out
       shifted = options.geometry.q_offset
       geometry = dataclasses.replace(options.geometry, q_length=stop - start, q_offset=None if shifted is None else shifted + start)
       pieces = _backward_span(
-        dataclasses.replace(options, geometry=geometry), own(jnp.swapaxes(q, 1, 2), 3), k, v, own(d_out, 3), own(lse, 4), own(delta, 4),
-        None if lam is None else own(lam, 4), None if q_ids is None else q_ids[:, start:stop], kv_ids,
+        dataclasses.replace(options, geometry=geometry), own(jnp.swapaxes(q, 1, 2), 3), k, v, own(d_out, 3), own(vectors, 4),
+        None if q_ids is None else q_ids[:, start:stop], kv_ids,
         None if offset is None else offset + start, whole=heads == H // K and span >= T,
       )  # fmt: skip
       spans.append(pieces[0])
@@ -185,7 +192,7 @@ def _backward(options: _Options, d_out, q, k, v, lam, q_ids, kv_ids, offset, out
   )
 
 
-def _backward_span(options: _Options, q, k, v, d_out, lse, delta, lam, q_ids, kv_ids, offset, *, whole: bool):
+def _backward_span(options: _Options, q, k, v, d_out, vectors, q_ids, kv_ids, offset, *, whole: bool):
   """dQ [B, K, R, G, T, D], dK [B, K, M, S, D] and dV [B, K, S, V] of queries [B, K, R, T, G, D]; dK and dV float32 unless `whole`."""
   (B, K, R, T, G, D), (S, M), V = q.shape, (k.shape[1], k.shape[3]), v.shape[-1]
   schedule = make_schedule(options.geometry, options.backward, q[:, 0, 0], k, q_ids, keys_pass=False)
@@ -193,18 +200,20 @@ def _backward_span(options: _Options, q, k, v, d_out, lse, delta, lam, q_ids, kv
   rows, keys = schedule.blocks.q, schedule.blocks.kv
   length, kv_length = schedule.q_blocks * rows, schedule.kv_blocks * keys
   stays = lambda b, kv, j, r, step, *scalars: (b, kv, j, 0)
+  stays_keys = lambda b, kv, j, r, step, *scalars: (b, kv, 0, j, 0)
   passes = lambda b, kv, j, r, step, *scalars: (b, kv, r, schedule.block(scalars, b, j, step), 0)
   passes_row = lambda b, kv, j, r, step, *scalars: (b, kv, r, 0, schedule.block(scalars, b, j, step))
-  queries = _queries(options, q.reshape(B, K * R, T, G, D).swapaxes(1, 2), length)
-  inputs: list[_Operand] = [(x.reshape(B, K, R, length, D), (rows, D), passes) for x in queries]
-  inputs += [(x, (keys, x.shape[-1]), stays) for x in (*_keys(k, schedule), *_keys(v[:, :, :, None], schedule))]
-  inputs += [
+  inputs: list[_Operand] = [
+    (
+      _queries(options, q.reshape(B, K * R, T, G, D).swapaxes(1, 2), length).reshape(B, K, R, G, length, D),
+      (G, rows, D),
+      lambda b, kv, j, r, step, *scalars: (b, kv, r, 0, schedule.block(scalars, b, j, step), 0),
+    ),
+    (_keys(k, schedule), (M, keys, D), stays_keys),
+    (_values(v, schedule), (keys, V), stays),
     (pad(d_out, 3, length), (rows, V), passes),
-    (pad(lse, 4, length, -HIDDEN), (G, rows), passes_row),
-    (pad(delta, 4, length), (G, rows), passes_row),
+    (pad(vectors, 4, length), (vectors.shape[3], rows), passes_row),
   ]
-  if lam is not None:
-    inputs.append((pad(lam, 4, length), (1, rows), passes_row))
   if q_ids is not None:
     inputs += [
       (pad(q_ids, 1, length)[:, None, None], (1, rows), lambda b, kv, j, r, step, *scalars: (b, 0, 0, schedule.block(scalars, b, j, step))),
@@ -212,13 +221,13 @@ def _backward_span(options: _Options, q, k, v, d_out, lse, delta, lam, q_ids, kv
     ]
   dtype = k.dtype if whole else jnp.float32
   outputs: list[Any] = [((B, K, R, G, length, D), q.dtype, (R, G, length, D), lambda b, kv, j, r, step, *scalars: (b, kv, 0, 0, 0, 0))]
-  outputs += [((B, K, kv_length, D), dtype, (keys, D), stays)] * M + [((B, K, kv_length, V), dtype, (keys, V), stays)]
-  d_q, *d_k, d_v = _call(
+  outputs += [((B, K, M, kv_length, D), dtype, (M, keys, D), stays_keys), ((B, K, kv_length, V), dtype, (keys, V), stays)]
+  d_q, d_k, d_v = _call(
     options, functools.partial(_backward_kernel, schedule, options.scale), f"diff_attention_backward_{schedule.variant}",
     grid=(B, K, schedule.kv_blocks, R, schedule.steps), parallel=2, scalars=scalars, inputs=inputs, outputs=outputs,
     scratch=[(R, G, length, D), (M, keys, D), (keys, V)], like=k, pairs=B * K * R * schedule.area(), flops=2 * (3 * G * D + 2 * V),
   )  # fmt: skip
-  return d_q[:, :, :, :, :T], jnp.stack([x[:, :, :S] for x in d_k], axis=2), d_v[:, :, :S]
+  return d_q[:, :, :, :, :T], d_k[:, :, :, :S], d_v[:, :, :S]
 
 
 def _call(options: _Options, function, name: str, *, grid, parallel: int, scalars, inputs, outputs, scratch, like, pairs: int, flops: int):
@@ -249,22 +258,27 @@ def _call(options: _Options, function, name: str, *, grid, parallel: int, scalar
   )(*scalars, *(x for x, _, _ in inputs))
 
 
-def _queries(options: _Options, q, length: int) -> list[jax.Array]:
-  """[B, T, H, G, D] as G of [B, H, length, D], times scale·log₂e."""
+def _queries(options: _Options, q, length: int) -> jax.Array:
+  """[B, T, H, G, D] as [B, H, G, length, D], times scale·log₂e."""
   q = (q.astype(jnp.float32) * (options.scale * LOG2E)).astype(q.dtype)
-  return [pad(jnp.swapaxes(q[:, :, :, g], 1, 2), 2, length) for g in range(q.shape[3])]
+  return pad(jnp.transpose(q, (0, 2, 3, 1, 4)), 3, length)
 
 
-def _keys(k, schedule: Schedule) -> list[jax.Array]:
-  """[B, S, K, M, D] as M of [B, K, length, D]."""
-  return [pad(jnp.swapaxes(k[:, :, :, m], 1, 2), 2, schedule.kv_blocks * schedule.blocks.kv) for m in range(k.shape[3])]
+def _keys(k, schedule: Schedule) -> jax.Array:
+  """[B, S, K, M, D] as [B, K, M, length, D]."""
+  return pad(jnp.transpose(k, (0, 2, 3, 1, 4)), 3, schedule.kv_blocks * schedule.blocks.kv)
+
+
+def _values(v, schedule: Schedule) -> jax.Array:
+  """[B, S, K, V] as [B, K, length, V]."""
+  return pad(jnp.swapaxes(v, 1, 2), 2, schedule.kv_blocks * schedule.blocks.kv)
 
 
 def _forward_kernel(schedule: Schedule, save: bool, *refs) -> None:
   """Grid [B, H, query blocks, key blocks that pass]."""
   scalars, take = refs[: schedule.num_scalars], iter(refs[schedule.num_scalars :])
-  G, M = schedule.num_maps, schedule.num_key_maps
-  q, k, v = [next(take) for _ in range(G)], [next(take) for _ in range(M)], next(take)
+  G, M, n = schedule.num_maps, schedule.num_key_maps, schedule.blocks.q_inner
+  q, k, v = next(take), next(take), next(take)
   lam: Any = next(take) if G == 2 else None
   ids: Any = (next(take), next(take)) if schedule.segments else None
   out = next(take)
@@ -282,52 +296,53 @@ def _forward_kernel(schedule: Schedule, save: bool, *refs) -> None:
 
   def subtile(row: int, key: int, mask) -> None:
     rows, keys = pl.ds(row, schedule.blocks.q_inner), pl.ds(key, schedule.blocks.kv_inner)
-    values = v[keys, :]
+    # The maps lie one below the other, so that V, and K where they share it, is put into the matrix unit once.
+    stacked = lambda x: x.reshape(-1, x.shape[-1])
+    logits = jnp.concatenate([dot(stacked(q[m * G // M : (m + 1) * G // M, rows, :]), k[m, keys, :], (1, 1)) for m in range(M)])
     if mask is not None:
       mask = mask(0, *((as_column(ids[0][:, rows]), ids[1][:, keys]) if schedule.segments else ()))
-    for g in range(G):
-      logits = dot(q[g][rows, :], k[g % M][keys, :], (1, 1))
-      if mask is not None:
-        logits = jnp.where(mask, logits, HIDDEN)
-      before = peak[g, rows, :]
-      after = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
-      weights = jnp.exp2(logits - repeat(after, logits.shape[1]))
-      shrink = jnp.exp2(before - after)
-      parts = [weights[:, lane : lane + LANES] for lane in range(0, weights.shape[1], LANES)]
-      total[g, rows, :] = total[g, rows, :] * shrink + functools.reduce(jnp.add, parts)
-      peak[g, rows, :] = after
-      acc[g, rows, :] = acc[g, rows, :] * repeat(shrink, acc.shape[2]) + dot(weights, values, (1, 0))
+      logits = jnp.where(jnp.concatenate([mask] * G), logits, HIDDEN)
+    before = stacked(peak[:, rows, :])
+    after = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
+    weights = jnp.exp2(logits - repeat(after, logits.shape[1]))
+    shrink = jnp.exp2(before - after)
+    parts = [weights[:, lane : lane + LANES] for lane in range(0, weights.shape[1], LANES)]
+    total[:, rows, :] = (stacked(total[:, rows, :]) * shrink + functools.reduce(jnp.add, parts)).reshape(G, n, LANES)
+    peak[:, rows, :] = after.reshape(G, n, LANES)
+    update = stacked(acc[:, rows, :]) * repeat(shrink, acc.shape[2]) + dot(weights, v[keys, :], (1, 0))
+    acc[:, rows, :] = update.reshape(G, n, -1)
 
   schedule.visit(scalars, b, i, schedule.block(scalars, b, i, step), first + step <= last, subtile)
 
   @pl.when(step == schedule.steps - 1)
   def _():
-    outs = []
-    for g in range(G):
-      empty = peak[g] <= HIDDEN / 2  # the row saw no key; whatever was added up counts for nothing
-      sums = jnp.where(empty, 1.0, jnp.sum(total[g], axis=1, keepdims=True))
-      outs.append(acc[g] * repeat(jnp.where(empty, 0.0, 1.0 / sums), acc.shape[2]))
-      if save:
-        # An empty row's log-sum-exp makes its weights zero in the backward pass.
-        lse[g : g + 1, :] = as_row(jnp.where(empty, -HIDDEN, peak[g] + jnp.log2(sums)))
-    if G == 1:
-      out[...] = outs[0].astype(out.dtype)
-    else:
-      second = outs[1].astype(out.dtype)  # rounded first, so that the backward pass, which reads it, agrees
-      if save:
-        out2[...] = second
-      out[...] = (outs[0] - as_column(lam[...]) * second.astype(jnp.float32)).astype(out.dtype)
+    for start in range(0, schedule.blocks.q, LANES):  # few rows at a time, which stay in registers
+      rows = pl.ds(start, LANES)
+      outs = []
+      for g in range(G):
+        empty = peak[g, rows, :] <= HIDDEN / 2  # the row saw no key; whatever was added up counts for nothing
+        sums = jnp.sum(total[g, rows, :], axis=1, keepdims=True)
+        outs.append(acc[g, rows, :] * repeat(jnp.where(empty, 0.0, 1.0 / sums), acc.shape[2]))
+        if save:
+          # An empty row's log-sum-exp makes its weights zero in the backward pass.
+          lse[g : g + 1, rows] = as_row(jnp.where(empty, -HIDDEN, peak[g, rows, :] + jnp.log2(sums)))
+      if G == 1:
+        out[rows, :] = outs[0].astype(out.dtype)
+      else:
+        second = outs[1].astype(out.dtype)  # rounded first, so that the backward pass, which reads it, agrees
+        if save:
+          out2[rows, :] = second
+        out[rows, :] = (outs[0] - as_column(lam[:, rows]) * second.astype(jnp.float32)).astype(out.dtype)
 
 
 def _backward_kernel(schedule: Schedule, scale: float, *refs) -> None:
   """Grid [B, K, key blocks, query heads of a key head, query blocks that pass]. Maps are transposed: keys × queries."""
   scalars, take = refs[: schedule.num_scalars], iter(refs[schedule.num_scalars :])
   G, M = schedule.num_maps, schedule.num_key_maps
-  q, k, v, d_out = [next(take) for _ in range(G)], [next(take) for _ in range(M)], next(take), next(take)
-  lse, delta = next(take), next(take)  # [G, rows]
-  lam: Any = next(take) if G == 2 else None
+  q, k, v, d_out = next(take), next(take), next(take), next(take)
+  vectors = next(take)  # [G log-sum-exps, G deltas and λ, rows]
   ids: Any = (next(take), next(take)) if schedule.segments else None
-  d_q, d_k, d_v = next(take), [next(take) for _ in range(M)], next(take)
+  d_q, d_k, d_v = next(take), next(take), next(take)
   d_q_acc, d_k_acc, d_v_acc = take  # [heads, G, all rows, D], [M, keys, D] and [keys, V]
   b, j, head, step = pl.program_id(0), pl.program_id(2), pl.program_id(3), pl.program_id(4)
   first, last = schedule.passing(scalars, b, j)
@@ -352,18 +367,20 @@ def _backward_kernel(schedule: Schedule, scale: float, *refs) -> None:
     d_logits: list[jax.Array] = []
     weighted: Any = None
     for g in range(G):
-      logits = dot(k[g % M][keys, :], q[g][rows, :], (1, 1))
+      logits = dot(k[g % M, keys, :], q[g, rows, :], (1, 1))
       if mask is not None:
         logits = jnp.where(mask, logits, HIDDEN)
-      weights = jnp.exp2(logits - lse[g : g + 1, rows])
+      weights = jnp.exp2(logits - vectors[g : g + 1, rows])
       if g == 1:
-        weights = weights * -lam[:, rows]
+        weights = weights * -vectors[2 * G :, rows]
       weighted = weights if weighted is None else weighted + weights  # A₁ − λA₂
-      d_logits.append((weights * (d_weights - delta[g : g + 1, rows])).astype(d_rows.dtype))
+      d_logits.append((weights * (d_weights - vectors[G + g : G + g + 1, rows])).astype(d_rows.dtype))
     d_v_acc[keys, :] += dot(weighted, d_rows, (1, 0))
-    for g in range(G):
-      d_k_acc[g % M, keys, :] += dot(d_logits[g], q[g][rows, :], (1, 0))
-      d_q_tile[g, rows, :] += dot(d_logits[g], k[g % M][keys, :], (0, 0))
+    for m in range(M):
+      maps = slice(m * G // M, (m + 1) * G // M)  # those that share a key
+      both = jnp.concatenate(d_logits[maps], axis=1)
+      d_k_acc[m, keys, :] += dot(both, q[maps, rows, :].reshape(-1, q.shape[2]), (1, 0))
+      d_q_tile[maps, rows, :] += dot(both, k[m, keys, :], (0, 0)).reshape(G // M, -1, k.shape[2])
 
   schedule.visit(scalars, b, i, j, first + step <= last, subtile)
 
@@ -375,6 +392,5 @@ def _backward_kernel(schedule: Schedule, scale: float, *refs) -> None:
 
   @pl.when(end)
   def _():
-    for m in range(M):
-      d_k[m][...] = (d_k_acc[m] * (1 / LOG2E)).astype(d_k[m].dtype)  # the queries carry scale·log₂e
+    d_k[...] = (d_k_acc[...] * (1 / LOG2E)).astype(d_k.dtype)  # the queries carry scale·log₂e
     d_v[...] = d_v_acc[...].astype(d_v.dtype)
