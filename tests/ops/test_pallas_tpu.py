@@ -22,8 +22,11 @@ CASES = {
   "ragged_grouped": (FINE, dict(T=300, H=2, K=1), {}),
   "v2": (WIDE, dict(T=300, H=4, K=2, M=1, V=8), {}),
   "plain": (FINE, dict(T=300, G=1, M=1, V=8), {}),
-  "packed": (FINE, dict(T=300, ids=True), {}),
-  "packed_not_causal": (FINE, dict(T=300, ids=True), dict(causal=False)),
+  "packed": (FINE, dict(T=300, starts=(70, 110, 180, 250)), {}),
+  "packed_long": (FINE, dict(T=600, starts=(40, 560)), {}),  # tiles that are mostly seen, below the diagonal too
+  "packed_short": (FINE, dict(T=600, starts=(128, 256, 384, 512)), {}),  # tiles that are mostly hidden
+  "packed_not_causal": (FINE, dict(T=300, starts=(70, 110, 180, 250)), dict(causal=False)),
+  "packed_offset_per_row": (FINE, dict(T=300, starts=(70, 110)), dict(q_offset=(5, 0))),
   "window": (FINE, dict(T=600), dict(window=100)),
   "window_not_causal": (SQUARE, dict(T=400), dict(window=150, causal=False)),
   "offset_per_row": (SQUARE, dict(T=130, S=300), dict(q_offset=(5, 170))),
@@ -33,12 +36,12 @@ CASES = {
 }
 
 
-def _arguments(T, S=None, H=2, K=None, G=2, M=2, D=8, V=16, ids=False, seed=0):
+def _arguments(T, S=None, H=2, K=None, G=2, M=2, D=8, V=16, starts=None, seed=0):
   rng = np.random.default_rng(seed)
   S, K = S or T, K or H
   normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
   lam = None if G == 1 else jnp.asarray(rng.uniform(0, 1, (2, T, H)), jnp.float32)
-  segment_ids = jnp.asarray(np.sort(rng.integers(0, 5, (2, T)), axis=1)) if ids else None
+  segment_ids = None if starts is None else jnp.broadcast_to(jnp.searchsorted(jnp.asarray(starts), jnp.arange(T), side="right"), (2, T))
   return (normal(2, T, H, G, D), normal(2, S, K, M, D), normal(2, S, K, V), lam), normal(2, T, H, V), segment_ids
 
 
@@ -77,21 +80,21 @@ def test_no_races(name):
 
 
 @pytest.mark.parametrize(
-  ("options", "ids", "rows", "hidden"),
+  ("blocks", "options", "starts", "rows", "hidden"),
   [
-    ({}, False, slice(0, 128), slice(128, 512)),
-    (dict(window=64), False, slice(384, 512), slice(0, 256)),
-    (dict(causal=False), True, slice(0, 128), slice(128, 512)),
+    (SQUARE, {}, None, slice(0, 128), slice(128, 512)),
+    (SQUARE, dict(window=64), None, slice(384, 512), slice(0, 256)),
+    (SQUARE, dict(causal=False), (128,), slice(0, 128), slice(128, 512)),
+    (FINE, dict(causal=False), (128,), slice(0, 128), slice(128, 512)),
   ],
-  ids=["causal", "window", "segments"],
+  ids=["causal", "window", "segments", "segments_within_a_tile"],
 )
-def test_hidden_tiles_are_not_computed(options, ids, rows, hidden):
+def test_hidden_tiles_are_not_computed(blocks, options, starts, rows, hidden):
   """NaN in keys and values spreads to every row that meets them in a product, masked or not."""
-  (q, k, v, lam), d_out, _ = _arguments(T=512)
-  segment_ids = jnp.broadcast_to((jnp.arange(512) >= 128).astype(jnp.int32), (2, 512)) if ids else None
+  (q, k, v, lam), d_out, segment_ids = _arguments(T=512, starts=starts)
   k, v = k.at[:, hidden].set(jnp.nan), v.at[:, hidden].set(jnp.nan)
   d_out = jnp.zeros_like(d_out).at[:, rows].set(d_out[:, rows])
-  with tpu.interpreted(pltpu.InterpretParams()), block_sizes.use(forward=SQUARE, backward=SQUARE):
+  with tpu.interpreted(pltpu.InterpretParams()), block_sizes.use(forward=blocks, backward=blocks):
     out, (d_q, _, _, d_lam) = _run("pallas_tpu", (q, k, v, lam), d_out, segment_ids, options)
   assert np.isfinite(out[:, rows]).all() and np.isfinite(d_q[:, rows]).all() and np.isfinite(d_lam[:, rows]).all()
   assert np.isnan(out[:, hidden]).any()  # the poison works

@@ -118,11 +118,7 @@ def _forward(options: _Options, q, k, v, lam, q_ids, kv_ids, offset, *, save: bo
   passes = lambda b, h, i, step, *scalars: (b, lax.div(h, R), schedule.block(scalars, b, i, step), 0)
   inputs: list[_Operand] = [
     (_queries(options, q, length), (G, rows, D), lambda b, h, i, step, *scalars: (b, h, 0, i, 0)),
-    (
-      _keys(k, schedule),
-      (M, keys, D),
-      lambda b, h, i, step, *scalars: (b, lax.div(h, R), 0, schedule.block(scalars, b, i, step), 0),
-    ),
+    (_keys(k, schedule), (M, keys, D), lambda b, h, i, step, *scalars: (b, lax.div(h, R), 0, schedule.block(scalars, b, i, step), 0)),
     (_values(v, schedule), (keys, V), passes),
   ]
   if lam is not None:
@@ -142,7 +138,7 @@ def _forward(options: _Options, q, k, v, lam, q_ids, kv_ids, offset, *, save: bo
   out, *saved = _call(
     options, functools.partial(_forward_kernel, schedule, save), f"diff_attention_forward_{schedule.variant}",
     grid=(B, H, schedule.q_blocks, schedule.steps), parallel=3, scalars=scalars, inputs=inputs, outputs=outputs,
-    scratch=[(G, rows, LANES), (G, rows, LANES), (G, rows, V)], like=q,
+    scratch=[_vmem(G, rows, LANES), _vmem(G, rows, LANES), _vmem(G, rows, V), *_column(schedule, rows)], like=q,
     pairs=B * H * schedule.area(), flops=2 * G * (D + V),
   )  # fmt: skip
   lse = saved.pop()[..., :T] if save else None
@@ -155,13 +151,13 @@ def _backward(options: _Options, d_out, q, k, v, lam, q_ids, kv_ids, offset, out
   (B, T, H, G, D), K = q.shape, k.shape[2]
   d_out = jnp.swapaxes(d_out, 1, 2)
   row_sums = lambda x: jnp.sum(d_out.astype(jnp.float32) * x.astype(jnp.float32), axis=-1)[:, :, None]
-  vectors, d_lam = [lse, row_sums(out)], None
+  delta, d_lam = row_sums(out), None
+  vectors = jnp.concatenate([lse, delta], axis=2)  # of each query: log-sum-exps, deltas and λ
   if lam is not None:
     lam = jnp.swapaxes(lam, 1, 2)[:, :, None]
     delta2 = row_sums(out2)
-    vectors = [lse, vectors[1] + lam * delta2, delta2, lam]
+    vectors = jnp.concatenate([lse, delta + lam * delta2, delta2, lam], axis=2)
     d_lam = -jnp.swapaxes(delta2[:, :, 0], 1, 2)
-  vectors = jnp.concatenate(vectors, axis=2)  # of each query: log-sum-exps, deltas and λ
   # dQ of all the rows of a call stays in VMEM: a call takes as many heads of a group as fit, or a span of one head's rows.
   block = options.backward.q
   heads = max(r for r in range(1, H // K + 1) if (H // K) % r == 0 and (r == 1 or r * round_up(T, block) <= options.backward.resident))
@@ -225,7 +221,8 @@ def _backward_span(options: _Options, q, k, v, d_out, vectors, q_ids, kv_ids, of
   d_q, d_k, d_v = _call(
     options, functools.partial(_backward_kernel, schedule, options.scale), f"diff_attention_backward_{schedule.variant}",
     grid=(B, K, schedule.kv_blocks, R, schedule.steps), parallel=2, scalars=scalars, inputs=inputs, outputs=outputs,
-    scratch=[(R, G, length, D), (M, keys, D), (keys, V)], like=k, pairs=B * K * R * schedule.area(), flops=2 * (3 * G * D + 2 * V),
+    scratch=[_vmem(R, G, length, D), _vmem(M, keys, D), _vmem(keys, V), *_column(schedule, keys)], like=k,
+    pairs=B * K * R * schedule.area(), flops=2 * (3 * G * D + 2 * V),
   )  # fmt: skip
   return d_q[:, :, :, :, :T], d_k[:, :, :, :S], d_v[:, :, :S]
 
@@ -246,7 +243,7 @@ def _call(options: _Options, function, name: str, *, grid, parallel: int, scalar
       grid=grid,
       in_specs=[spec(x.ndim, block, index) for x, block, index in inputs],
       out_specs=[spec(len(shape), block, index) for shape, _, block, index in outputs],
-      scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+      scratch_shapes=scratch,
     ),
     out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype, _, _ in outputs],
     compiler_params=pltpu.CompilerParams(
@@ -256,6 +253,15 @@ def _call(options: _Options, function, name: str, *, grid, parallel: int, scalar
     interpret=options.interpret,
     name=name,
   )(*scalars, *(x for x, _, _ in inputs))
+
+
+def _vmem(*shape: int, dtype=jnp.float32):
+  return pltpu.VMEM(shape, dtype)
+
+
+def _column(schedule: Schedule, size: int) -> list[Any]:
+  """Room for the segment ids of the block that stays, turned into a column once: the other block's lie in a row."""
+  return [_vmem(size, LANES, dtype=jnp.int32)] if schedule.segments else []
 
 
 def _queries(options: _Options, q, length: int) -> jax.Array:
@@ -284,7 +290,7 @@ def _forward_kernel(schedule: Schedule, save: bool, *refs) -> None:
   out = next(take)
   out2: Any = next(take) if G == 2 and save else None
   lse: Any = next(take) if save else None
-  peak, total, acc = take  # [G, rows, 128] and [G, rows, V]; a row's total is spread over the lanes until the end
+  peak, total, acc, *column = take  # [G, rows, 128] and [G, rows, V]; a row's total is spread over the lanes until the end
   b, i, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
   first, last = schedule.passing(scalars, b, i)
 
@@ -293,6 +299,8 @@ def _forward_kernel(schedule: Schedule, save: bool, *refs) -> None:
     peak[...] = jnp.full_like(peak, HIDDEN)
     total[...] = jnp.zeros_like(total)
     acc[...] = jnp.zeros_like(acc)
+    if schedule.segments:
+      column[0][...] = as_column(ids[0][...])
 
   def subtile(row: int, key: int, mask) -> None:
     rows, keys = pl.ds(row, schedule.blocks.q_inner), pl.ds(key, schedule.blocks.kv_inner)
@@ -300,7 +308,7 @@ def _forward_kernel(schedule: Schedule, save: bool, *refs) -> None:
     stacked = lambda x: x.reshape(-1, x.shape[-1])
     logits = jnp.concatenate([dot(stacked(q[m * G // M : (m + 1) * G // M, rows, :]), k[m, keys, :], (1, 1)) for m in range(M)])
     if mask is not None:
-      mask = mask(0, *((as_column(ids[0][:, rows]), ids[1][:, keys]) if schedule.segments else ()))
+      mask = mask(0, *((repeat(column[0][rows, :], schedule.blocks.kv_inner), ids[1][:, keys]) if schedule.segments else ()))
       logits = jnp.where(jnp.concatenate([mask] * G), logits, HIDDEN)
     before = stacked(peak[:, rows, :])
     after = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
@@ -332,7 +340,7 @@ def _forward_kernel(schedule: Schedule, save: bool, *refs) -> None:
         second = outs[1].astype(out.dtype)  # rounded first, so that the backward pass, which reads it, agrees
         if save:
           out2[rows, :] = second
-        out[rows, :] = (outs[0] - as_column(lam[:, rows]) * second.astype(jnp.float32)).astype(out.dtype)
+        out[rows, :] = (outs[0] - as_column(lam[:, rows], 8)[:, :1] * second.astype(jnp.float32)).astype(out.dtype)
 
 
 def _backward_kernel(schedule: Schedule, scale: float, *refs) -> None:
@@ -343,7 +351,7 @@ def _backward_kernel(schedule: Schedule, scale: float, *refs) -> None:
   vectors = next(take)  # [G log-sum-exps, G deltas and λ, rows]
   ids: Any = (next(take), next(take)) if schedule.segments else None
   d_q, d_k, d_v = next(take), next(take), next(take)
-  d_q_acc, d_k_acc, d_v_acc = take  # [heads, G, all rows, D], [M, keys, D] and [keys, V]
+  d_q_acc, d_k_acc, d_v_acc, *column = take  # [heads, G, all rows, D], [M, keys, D] and [keys, V]
   b, j, head, step = pl.program_id(0), pl.program_id(2), pl.program_id(3), pl.program_id(4)
   first, last = schedule.passing(scalars, b, j)
   i = schedule.block(scalars, b, j, step)
@@ -357,11 +365,13 @@ def _backward_kernel(schedule: Schedule, scale: float, *refs) -> None:
   def _():
     d_k_acc[...] = jnp.zeros_like(d_k_acc)
     d_v_acc[...] = jnp.zeros_like(d_v_acc)
+    if schedule.segments:
+      column[0][...] = as_column(ids[1][...])
 
   def subtile(row: int, key: int, mask) -> None:
     rows, keys = pl.ds(row, schedule.blocks.q_inner), pl.ds(key, schedule.blocks.kv_inner)
     if mask is not None:
-      mask = mask(1, *((ids[0][:, rows], as_column(ids[1][:, keys])) if schedule.segments else ()))
+      mask = mask(1, *((ids[0][:, rows], repeat(column[0][keys, :], schedule.blocks.q_inner)) if schedule.segments else ()))
     d_rows = d_out[rows, :]
     d_weights = dot(v[keys, :], d_rows, (1, 1))  # dP, shared by the maps
     d_logits: list[jax.Array] = []

@@ -75,56 +75,77 @@ class Schedule:
     return offset + i * self.blocks.q
 
   def visit(self, scalars, b: Scalar, i: Scalar, j: Scalar, live: Scalar, body: Callable) -> None:
-    """Runs body(row, key, mask) for every sub-tile of tile (i, j) that a query may see into, unless the tile is not `live`.
+    """Runs body(row, key, mask) for the sub-tiles of tile (i, j) that a query may see into, unless the tile is not `live`.
 
     row and key say where in the tile the sub-tile begins; mask(q_axis, ids) gives its elementwise mask, and is None where all is seen.
+
+    Sub-tiles that stand in one run of instructions overlap, and cost half to three quarters of one under a condition of its own. Where
+    the mask is data, a tile is therefore computed in one run if more than three fifths of what positions show can be seen.
     """
     blocks, geometry = self.blocks, self.geometry
     p0, k0 = self.position(scalars, b, i), j * blocks.kv
     subtiles = list(itertools.product(range(0, blocks.q, blocks.q_inner), range(0, blocks.kv, blocks.kv_inner)))
     corners = lambda row, key, p0, k0: (p0 + row, p0 + row + blocks.q_inner - 1, k0 + key, k0 + key + blocks.kv_inner - 1)
 
-    def mask(row: int, key: int, p0: Scalar, k0: Scalar, q_axis: int, q_ids=None, kv_ids=None):
+    def mask(row: int, key: int, difference: Scalar, k0: Scalar, q_axis: int, q_ids=None, kv_ids=None):
       shape = (blocks.q_inner, blocks.kv_inner) if q_axis == 0 else (blocks.kv_inner, blocks.q_inner)
       rows, keys = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (q_axis, 1 - q_axis))
-      visible = geometry.visible(rows - keys + (p0 + row - k0 - key), keys + (k0 + key))
+      visible = None if difference is None else geometry.visible(rows - keys + (difference + row - key), keys + (k0 + key))
       if self.segments:
         same = q_ids == kv_ids
         visible = same if visible is None else visible & same
       return visible
 
+    def known(row: int, key: int, difference: Scalar) -> tuple[bool, bool]:
+      """What is known now of a sub-tile, where the tile's first query lies so far behind its first key: whether some query may see some
+      key, and whether positions hide nothing (which is what None says of the whole tile)."""
+      if not isinstance(difference, int):
+        return True, difference is None
+      corner = corners(row, key, difference, 0)
+      return geometry.some(*corner), geometry.every(*corner)
+
+    def run(difference: Scalar, k0: Scalar) -> None:
+      for row, key in subtiles:
+        some, every = known(row, key, difference)
+        if some:
+          free = every and not self.segments
+          body(row, key, None if free else functools.partial(mask, row, key, None if every else difference, k0))
+
     tile = p0, p0 + blocks.q - 1, k0, k0 + blocks.kv - 1
     some, every = both(live, geometry.some(*tile)), geometry.every(*tile)
+    equal: Scalar = True
     if self.segments:
       overlap, equal = self._ids(scalars, b, i, j, subtiles)
-      some, every = both(some, overlap), both(every, equal)
+      some = both(some, overlap)
 
-    @_when(both(some, every))
+    @_when(both(some, every, equal))
     def _():
       for row, key in subtiles:
         body(row, key, None)
 
-    differences = None if self.segments else geometry.partial_differences(blocks.q, blocks.kv, _MAX_BODIES)
-    partial = both(some, negate(every))
-    if differences is None:
-
-      @_when(partial)
-      def _():
-        for row, key in subtiles:
-          visible = geometry.some(*corners(row, key, p0, k0))
-          if self.segments:
-            visible = both(visible, self._ids(scalars, b, i, j, [(row, key)])[0])
-          _when(visible)(functools.partial(body, row, key, functools.partial(mask, row, key, p0, k0)))
-
+    partial = both(some, negate(both(every, equal)))
+    differences = geometry.partial_differences(blocks.q, blocks.kv, _MAX_BODIES)
+    if differences is not None and not self.segments:
+      for difference in differences:  # every tile whose first query lies so far behind its first key is cut in the same way
+        _when(both(partial, p0 - k0 == difference))(functools.partial(run, difference, 0))
       return
-    for difference in differences:  # every tile whose first query lies so far behind its first key is cut in the same way
 
-      @_when(both(partial, p0 - k0 == difference))
-      def _(difference=difference):
-        for row, key in subtiles:
-          corner = corners(row, key, difference, 0)
-          if geometry.some(*corner):
-            body(row, key, None if geometry.every(*corner) else functools.partial(mask, row, key, difference, 0))
+    @_when(partial)
+    def _():
+      seen = [geometry.some(*corners(*x, p0, k0)) for x in subtiles]
+      if self.segments:
+        seen = [both(positions, self._ids(scalars, b, i, j, [x])[0]) for positions, x in zip(seen, subtiles, strict=True)]
+      count = sum(jnp.asarray(x).astype(jnp.int32) for x in seen)
+      runs: list[tuple[Scalar, Scalar]] = [(True, p0 - k0)]
+      if differences is not None:
+        runs = [(every, None)] + [(both(negate(every), p0 - k0 == difference), difference) for difference in differences]
+      one_by_one: Scalar = True
+      for condition, difference in runs:
+        whole = both(condition, 5 * count > 3 * sum(known(*x, difference)[0] for x in subtiles))
+        one_by_one = both(one_by_one, negate(whole))
+        _when(whole)(functools.partial(run, difference, k0))
+      for (row, key), visible in zip(subtiles, seen, strict=True):
+        _when(both(visible, one_by_one))(functools.partial(body, row, key, functools.partial(mask, row, key, p0 - k0, k0)))
 
   def _ids(self, scalars, b: Scalar, i: Scalar, j: Scalar, subtiles) -> tuple[Scalar, Scalar]:
     """Whether the ranges of segment ids of queries and keys overlap, and whether all ids are equal."""

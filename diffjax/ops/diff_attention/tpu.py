@@ -51,9 +51,9 @@ def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
   )
 
 
-def as_column(row: jax.Array) -> jax.Array:
-  """[1, n] as [n, 1]."""
-  return jnp.broadcast_to(row, (8, row.shape[1])).T[:, :1]
+def as_column(row: jax.Array, lanes: int = LANES) -> jax.Array:
+  """[1, n] as [n, lanes] of equal lanes."""
+  return jnp.broadcast_to(row, (lanes, row.shape[1])).T
 
 
 def as_row(x: jax.Array) -> jax.Array:
