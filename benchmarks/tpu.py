@@ -47,7 +47,7 @@ HEADS_TIMED = 32  # on a TPU: enough work that starting a call does not count
 # D, V, G, M
 FUSED, WIDE, PLAIN = (128, 256, 2, 2), (128, 256, 1, 1), (128, 128, 1, 1)
 SEARCHED = (FUSED, PLAIN, WIDE, (64, 128, 2, 2), (96, 192, 2, 2), (128, 128, 2, 1), (256, 256, 1, 1))
-CANDIDATES = ((1024, 256), (1024, 512), (512, 256), (2048, 512))  # tile and sub-tile; both directions are estimated at once
+CANDIDATES = ((1024, 256, 256), (1024, 256, 512), (1024, 512, 512))  # tile, and a sub-tile's queries and keys; for both directions at once
 SEARCH_LENGTH = 2048
 
 
@@ -60,7 +60,7 @@ class Case:
   M: int
   length: int
   causal: bool
-  blocks: tuple[int, int] | None = None  # tile and sub-tile, instead of the table's
+  blocks: tuple[int, int, int] | None = None  # tile, and a sub-tile's queries and keys, instead of the table's
 
 
 def attention(case: Case, heads: int):
@@ -160,8 +160,8 @@ def cost(case: Case, timeout: float) -> dict[str, float]:
 
 def _blocks(case: Case, direction: str) -> Blocks:
   if case.blocks:
-    tile, part = case.blocks
-    return Blocks(tile, tile, part, part, resident=case.length)
+    tile, *parts = case.blocks
+    return Blocks(tile, tile, *parts, resident=case.length)
   blocks = block_sizes.choose(case.generation, direction, case.length, case.length, case.D, case.V, case.G, "bfloat16")
   return dataclasses.replace(blocks, resident=min(blocks.resident, case.length))
 
@@ -218,13 +218,13 @@ def search(generations: list[str], flags) -> None:
       costs = {case.blocks: cost(case, flags.timeout) for case in cases}
       for direction in DIRECTIONS:
         if found := [(x[direction], blocks) for blocks, x in costs.items() if direction in x]:
-          tile, part = min(found)[1]
+          tile, *parts = min(found)[1]
           entry = {"generation": generation, "direction": direction, "D": D, "V": V, "G": G, "length": flags.search_length}
           others = [x for x in block_sizes.table() if {name: x[name] for name in entry} != entry]
-          entries = sorted([*others, entry | {"blocks": [tile, tile, part, part]}], key=_order)
+          entries = sorted([*others, entry | {"blocks": [tile, tile, *parts]}], key=_order)
           block_sizes.TABLE.write_text("[\n" + ",\n".join(map(json.dumps, entries)) + "\n]\n")
           block_sizes.table.cache_clear()
-          print(f"{generation} {direction} D {D} V {V} G {G}: tiles of {tile}, sub-tiles of {part}", flush=True)
+          print(f"{generation} {direction} D {D} V {V} G {G}: sub-tiles of {parts[0]}×{parts[1]}", flush=True)
 
 
 def _order(entry) -> tuple:
