@@ -11,12 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from diffjax.ops.diff_attention import pallas_gpu, pallas_tpu
 from diffjax.ops.diff_attention.chunked import chunked
-from diffjax.ops.diff_attention.pallas_tpu import pallas_tpu, takes
 from diffjax.ops.diff_attention.reference import reference
 from diffjax.ops.diff_attention.two_call import two_call
 
-_FUNCTIONS = {"reference": reference, "chunked": chunked, "two_call": two_call, "pallas_tpu": pallas_tpu}
+_FUNCTIONS = {
+  "reference": reference, "chunked": chunked, "two_call": two_call,
+  "pallas_tpu": pallas_tpu.pallas_tpu, "pallas_gpu": pallas_gpu.pallas_gpu,
+}  # fmt: skip
 IMPLEMENTATIONS = ("auto", *_FUNCTIONS)
 
 
@@ -52,7 +55,8 @@ def diff_attention(
     window: number of keys visible to a query, itself included: query p sees keys in (p − window, p]. Without causal it is symmetric:
       |p − key position| < window.
     scale: factor on q·k; 1/√D by default.
-    implementation: "auto" (the fastest for the backend), "reference", "chunked", "two_call" or "pallas_tpu". A name given never falls back.
+    implementation: "auto" (the fastest for the backend), "reference", "chunked", "two_call", "pallas_tpu" or "pallas_gpu" (Hopper). A name
+      given never falls back.
 
   Returns:
     The heads' outputs, in q's dtype.
@@ -70,7 +74,9 @@ def diff_attention(
   if implementation not in IMPLEMENTATIONS:
     raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
   if implementation == "auto":
-    implementation = _pick(jax.default_backend(), takes(q, v))
+    backend = jax.default_backend()
+    kernel_takes = {"tpu": pallas_tpu.takes, "gpu": lambda q, v: pallas_gpu.refusal() is None and pallas_gpu.takes(q, v)}
+    implementation = _pick(backend, kernel_takes.get(backend, lambda q, v: False)(q, v))
   return _FUNCTIONS[implementation](
     q, k, v, lam,
     q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, q_offset=q_offset,
@@ -81,7 +87,7 @@ def diff_attention(
 @functools.cache
 def _pick(backend: str, kernel_takes: bool) -> str:
   """Cached, so that what was picked is logged once per backend."""
-  picked = "pallas_tpu" if backend == "tpu" and kernel_takes else "chunked"
+  picked = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}[backend] if kernel_takes else "chunked"
   logging.getLogger(__name__).info("diff_attention: implementation %r on backend %r", picked, backend)
   return picked
 
