@@ -5,6 +5,9 @@ query rows each. Forward, both maps of a row stay in one warpgroup and meet the 
 registers (D 64, V up to 128), else one map after the other in one kernel, with O₂ waiting in shared memory. Only blocks of keys between the
 first and the last one that a row's mask lets it see are loaded, and only those that the mask cuts pay for it. Exponentials are base 2:
 queries are multiplied by scale·log₂e once, outside.
+
+Backward, one kernel makes dQ and another dK and dV. Where the sums would leave a warpgroup no registers, the two that compute share a
+block: each makes the dQ of one map, or one makes dK and the other dV, at the price of computing dP or the maps twice.
 """
 
 from __future__ import annotations
@@ -177,26 +180,29 @@ def _backward(options: _Options, d_out, q, k, v, lam, q_ids, kv_ids, offset, out
   arrays = q, k, v, d_out, vectors, q_ids, kv_ids, offset
   ids = q_ids, kv_ids
 
-  fixed, k_slot, v_slot = 2 * _CONSUMERS * _BLOCK * (G * D + V), 2 * _BLOCK * M * D, 2 * _BLOCK * V
+  split = G == 2 and D > _BLOCK
+  owners = 1 if split else _CONSUMERS
+  fixed, k_slot, v_slot = 2 * owners * _BLOCK * (G * D + V), 2 * _BLOCK * M * D, 2 * _BLOCK * V
   v_stages = max(1, _stages(fixed, k_slot + v_slot))
   k_stages = _stages(fixed + v_stages * v_slot, k_slot)
   (d_q,) = _call(
-    functools.partial(_d_q_kernel, options.geometry, options.scale, k_stages, v_stages), options, f"diff_attention_d_q_{_variant(G, M)}",
-    grid=(H, rows // (_CONSUMERS * _BLOCK), B), like=q, outputs=((q.shape, q.dtype),),
+    functools.partial(_d_q_kernel, options.geometry, options.scale, split, k_stages, v_stages),
+    options, f"diff_attention_d_q_{_variant(G, M)}",
+    grid=(H, rows // (owners * _BLOCK), B), like=q, outputs=((q.shape, q.dtype),),
     scratch=dict(
-      q_smem=_tiled((_CONSUMERS, G, _BLOCK, D), q.dtype),
-      d_out_smem=_tiled((_CONSUMERS, _BLOCK, V), q.dtype),
+      q_smem=_tiled((owners, G, _BLOCK, D), q.dtype),
+      d_out_smem=_tiled((owners, _BLOCK, V), q.dtype),
       k_smem=_tiled((k_stages * M, _BLOCK, D), q.dtype),
       v_smem=_tiled((v_stages, _BLOCK, V), q.dtype),
-      q_ready=plgpu.Barrier(num_arrivals=G + 1, num_barriers=_CONSUMERS),
+      q_ready=plgpu.Barrier(num_arrivals=G + 1, num_barriers=owners),
       k_ready=plgpu.Barrier(num_arrivals=M, num_barriers=k_stages),
       k_free=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=k_stages),
       v_ready=plgpu.Barrier(num_barriers=v_stages),
       v_free=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=v_stages),
     ),
-  )(*arrays, _bounds(options.geometry, offset, *ids, shared=_CONSUMERS))  # fmt: skip
+  )(*arrays, _bounds(options.geometry, offset, *ids, shared=owners))  # fmt: skip
 
-  split = M * D + V > 4 * _BLOCK
+  split = G == 2
   owners = 1 if split else _CONSUMERS
   fixed, slot = 2 * owners * _BLOCK * (M * D + V), 2 * _BLOCK * (G * D + V) + 4 * vectors.shape[2] * _BLOCK
   stages = _stages(fixed, slot)
@@ -333,9 +339,11 @@ def _forward_kernel(
             ids = _load(q_ids.at[batch, rows], _row()), _load(kv_ids.at[batch, pl.ds(j * _BLOCK, _BLOCK)], _column())
           return _hide(logits, j * _BLOCK, *limits, ids)
 
+        here = _in_loop(warpgroup, j)
+
         def weigh(*refs):
           for g, ref in zip(maps, refs, strict=True):
-            plgpu.wgmma(ref, q_smem.at[warpgroup, g], k_smem.at[slot, keys.index(g % M)].T)
+            plgpu.wgmma(ref, q_smem.at[here, g], k_smem.at[slot, keys.index(g % M)].T)
           results = []
           for i, (ref, (acc, peak, total)) in enumerate(zip(refs, states, strict=True)):
             logits = plgpu.wgmma_accumulator_load(ref, wait_n=len(maps) - 1 - i)
@@ -409,31 +417,34 @@ def _forward_kernel(
 
 
 def _d_q_kernel(
-  geometry: Geometry, scale: float, k_stages: int, v_stages: int, q, k, v, d_out, vectors, q_ids, kv_ids, offset, bounds, d_q,
+  geometry: Geometry, scale: float, split: bool, k_stages: int, v_stages: int, q, k, v, d_out, vectors, q_ids, kv_ids, offset, bounds, d_q,
   *, q_smem, d_out_smem, k_smem, v_smem, q_ready, k_ready, k_free, v_ready, v_free,
 ):  # fmt: skip
-  """A tile of queries stays while blocks of keys pass."""
-  head, batch, warpgroup = lax.axis_index("heads"), lax.axis_index("batch"), lax.axis_index("warpgroup")
-  (_, G, _, D), M = q_smem.shape, k.shape[2] // v.shape[2]
-  kv_head = lax.div(head, jnp.int32(d_out.shape[2] // v.shape[2]))
-  tile = lax.axis_index("tiles") * _CONSUMERS
+  """A tile of queries stays while blocks of keys pass.
 
-  def consumer() -> None:
+  With `split` both consumers work on the same queries, one map each: beside the sums of both, a step's own numbers would not fit one's
+  registers.
+  """
+  head, batch, warpgroup = lax.axis_index("heads"), lax.axis_index("batch"), lax.axis_index("warpgroup")
+  (owners, G, _, D), M = q_smem.shape, k.shape[2] // v.shape[2]
+  kv_head = lax.div(head, jnp.int32(d_out.shape[2] // v.shape[2]))
+  tile = lax.axis_index("tiles") * owners
+
+  def consumer(maps: Sequence[int]) -> None:
     plgpu.set_max_registers(240, action="increase")
-    block = tile + warpgroup
+    own = jnp.int32(0) if split else warpgroup
+    block = tile + own
     start, stop, own_start, own_stop, whole_start, whole_stop = _scalars(bounds, batch, block)
     rows = pl.ds(block * _BLOCK, _BLOCK)
-    for g in range(G):
-      plgpu.copy_gmem_to_smem(q.at[batch, rows, head * G + g], q_smem.at[warpgroup, g], q_ready.at[warpgroup])
-    plgpu.copy_gmem_to_smem(d_out.at[batch, rows, head], d_out_smem.at[warpgroup], q_ready.at[warpgroup])
     limits = _key_limits(geometry, offset, batch, block)
-    per_row = [_load(vectors.at[batch, head, n, rows], _row()) for n in range(vectors.shape[2])]
-    plgpu.barrier_wait(q_ready.at[warpgroup])
+    plgpu.barrier_wait(q_ready.at[own])
 
     def step(j, accs):
+      here = _in_loop(own, j)
+      vector = lambda n: _rows(_load(vectors.at[batch, head, n, rows], _row()), (_BLOCK, _BLOCK))
       k_slot, v_slot = lax.rem(j, jnp.int32(k_stages)), lax.rem(j, jnp.int32(v_stages))
       plgpu.barrier_wait(v_ready.at[v_slot])
-      d_weights = _product(d_out_smem.at[warpgroup], v_smem.at[v_slot].T)  # dP, shared by the maps
+      d_weights = _product(d_out_smem.at[here], v_smem.at[v_slot].T)  # dP, shared by the maps
       plgpu.barrier_arrive(v_free.at[v_slot])
       plgpu.barrier_wait(k_ready.at[k_slot])
 
@@ -443,16 +454,16 @@ def _d_q_kernel(
           ids = _load(q_ids.at[batch, rows], _row()), _load(kv_ids.at[batch, pl.ds(j * _BLOCK, _BLOCK)], _column())
         return _hide(logits, j * _BLOCK, *limits, ids)
 
-      for g in range(G):
+      for n, g in enumerate(maps):
         keys = k_smem.at[k_slot * M + g % M]
-        logits = _product(q_smem.at[warpgroup, g], keys.T)
+        logits = _product(q_smem.at[here, g], keys.T)
         if _cuts(geometry, q_ids):
           logits = lax.cond((j >= whole_start) & (j < whole_stop), lambda x: x, mask, logits)
-        weights = jnp.exp2(logits - _rows(per_row[g], logits.shape))
+        weights = jnp.exp2(logits - vector(g))
         if g == 1:
-          weights *= _rows(-per_row[2 * G], logits.shape)
-        d_logits = weights * (d_weights - _rows(per_row[G + g], logits.shape))
-        [accs[g]] = _accumulate([(accs[g], d_logits.astype(q.dtype), keys)])
+          weights *= -vector(2 * G)
+        d_logits = weights * (d_weights - vector(G + g))
+        [accs[n]] = _accumulate([(accs[n], d_logits.astype(q.dtype), keys)])
       plgpu.barrier_arrive(k_free.at[k_slot])
       return accs
 
@@ -462,18 +473,23 @@ def _d_q_kernel(
         plgpu.barrier_arrive(free.at[lax.rem(j, jnp.int32(stages))])
 
     lax.fori_loop(start, own_start, skip, None)
-    accs = lax.fori_loop(own_start, own_stop, step, [_full((_BLOCK, D), 0, _matrix()) for _ in range(G)])
+    accs = lax.fori_loop(own_start, own_stop, step, [_full((_BLOCK, D), 0, _matrix()) for _ in maps])
     lax.fori_loop(own_stop, stop, skip, None)
-    for g, acc in enumerate(accs):
-      q_smem[warpgroup, g] = (acc * scale).astype(q.dtype)
+    for g, acc in zip(maps, accs, strict=True):
+      q_smem[own, g] = (acc * scale).astype(q.dtype)
     plgpu.commit_smem()
-    for g in range(G):
-      plgpu.copy_smem_to_gmem(q_smem.at[warpgroup, g], d_q.at[batch, rows, head * G + g])
+    for g in maps:
+      plgpu.copy_smem_to_gmem(q_smem.at[own, g], d_q.at[batch, rows, head * G + g])
     plgpu.wait_smem_to_gmem(0)
 
   def producer() -> None:
     plgpu.set_max_registers(24, action="decrease")
     start, stop = _scalars(bounds, batch, tile)[:2]
+    for own in range(owners):
+      rows = pl.ds((tile + own) * _BLOCK, _BLOCK)
+      for g in range(G):
+        plgpu.copy_gmem_to_smem(q.at[batch, rows, head * G + g], q_smem.at[own, g], q_ready.at[own])
+      plgpu.copy_gmem_to_smem(d_out.at[batch, rows, head], d_out_smem.at[own], q_ready.at[own])
 
     @pl.loop(start, stop)
     def _(j):
@@ -488,7 +504,11 @@ def _d_q_kernel(
     _drain(start, stop, v_stages, v_free)
     _drain(start, stop, k_stages, k_free)
 
-  pl.when(warpgroup < _CONSUMERS)(consumer)
+  if split:
+    for g in range(G):
+      pl.when(warpgroup == g)(functools.partial(consumer, (g,)))
+  else:
+    pl.when(warpgroup < _CONSUMERS)(lambda: consumer(range(G)))
   pl.when(warpgroup == _CONSUMERS)(producer)
 
 
@@ -498,7 +518,8 @@ def _d_kv_kernel(
 ):  # fmt: skip
   """A tile of keys stays while the queries of all heads that share it pass; maps are transposed, keys × queries.
 
-  With `split` both consumers work on the same keys, one on dK and the other on dV: their sums together do not fit one's registers.
+  With `split` both consumers work on the same keys, one on dK and the other on dV: beside the sums of all, a step's own numbers would not
+  fit one's registers.
   """
   kv_head, batch, warpgroup = lax.axis_index("heads"), lax.axis_index("batch"), lax.axis_index("warpgroup")
   (owners, M, _, D), V = k_smem.shape, v_smem.shape[2]
@@ -515,6 +536,7 @@ def _d_kv_kernel(
 
     def step(r, i, accs):
       d_k_accs, d_v_acc = accs
+      here = _in_loop(own, i)
       slot = lax.rem(r * (stop - start) + i, jnp.int32(stages))
       plgpu.barrier_wait(q_ready.at[slot])
       plgpu.barrier_wait(d_out_ready.at[slot])
@@ -528,11 +550,11 @@ def _d_kv_kernel(
           ids = _load(kv_ids.at[batch, keys], _row()), _load(q_ids.at[batch, queries], _column())
         return _hide(logits, first, *limits, ids)
 
-      d_weights = _product(v_smem.at[own], d_out_smem.at[slot].T) if wants_k else None  # dP, shared by the maps
+      d_weights = _product(v_smem.at[here], d_out_smem.at[slot].T) if wants_k else None  # dP, shared by the maps
       combined: Any = None  # A₁ − λA₂
       for g in range(G):
         queries = q_smem.at[slot * G + g]
-        logits = _product(k_smem.at[own, g % M], queries.T)
+        logits = _product(k_smem.at[here, g % M], queries.T)
         if limits != (None, None) or q_ids is not None:
           logits = lax.cond((i >= whole_start) & (i < whole_stop), lambda x: x, mask, logits)
         weights = jnp.exp2(logits - vector(g))
@@ -543,6 +565,7 @@ def _d_kv_kernel(
         if wants_k:
           d_logits = (weights * (d_weights - vector(G + g))).astype(q.dtype)
           [d_k_accs[g % M]] = _accumulate([(d_k_accs[g % M], d_logits, queries)])
+      plgpu.commit_smem()  # the vectors were read without wgmma: before TMA writes there again
       plgpu.barrier_arrive(q_free.at[slot])
       if wants_v:
         [d_v_acc] = _accumulate([(d_v_acc, combined.astype(q.dtype), d_out_smem.at[slot])])
@@ -628,6 +651,15 @@ def _drain(first, stop, stages: int, free) -> None:
   @pl.loop(lax.max(stop - stages, first), stop)
   def _(step):
     plgpu.barrier_wait(free.at[lax.rem(step, jnp.int32(stages))])
+
+
+def _in_loop(index, step):
+  """The index, as the compiler cannot know in a loop of fewer than 2³⁰ steps.
+
+  What does not change in a loop is computed before it, and kept: for wgmma the address of each 16 columns of an operand that stays, in two
+  registers each, which are better used for sums.
+  """
+  return index + lax.shift_right_logical(step, jnp.int32(30))
 
 
 def _product(a, b) -> jax.Array:
