@@ -74,9 +74,7 @@ def diff_attention(
   if implementation not in IMPLEMENTATIONS:
     raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
   if implementation == "auto":
-    backend = jax.default_backend()
-    kernel_takes = {"tpu": pallas_tpu.takes, "gpu": lambda q, v: pallas_gpu.refusal() is None and pallas_gpu.takes(q, v)}
-    implementation = _pick(backend, kernel_takes.get(backend, lambda q, v: False)(q, v))
+    implementation = _pick(jax.default_backend(), pallas_tpu.takes(q, v))
   return _FUNCTIONS[implementation](
     q, k, v, lam,
     q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, q_offset=q_offset,
@@ -86,8 +84,8 @@ def diff_attention(
 
 @functools.cache
 def _pick(backend: str, kernel_takes: bool) -> str:
-  """Cached, so that what was picked is logged once per backend."""
-  picked = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}[backend] if kernel_takes else "chunked"
+  """Cached, so that what was picked is logged once per backend. "pallas_gpu" is not picked before it has run on a GPU."""
+  picked = "pallas_tpu" if backend == "tpu" and kernel_takes else "chunked"
   logging.getLogger(__name__).info("diff_attention: implementation %r on backend %r", picked, backend)
   return picked
 

@@ -26,12 +26,14 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
 from jaxtyping import Array, Float, Int
 
 from diffjax.ops.diff_attention import residuals
 from diffjax.ops.diff_attention.tiles import Geometry
 from diffjax.ops.varying import vary_like
+
+plgpu: Any = mosaic_gpu  # untyped: older JAX, on which this module only refuses, has another API
 
 _BLOCK = 64  # queries of a consumer warpgroup, which is the height of a wgmma, and keys of a block
 _CONSUMERS = 2
