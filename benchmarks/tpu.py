@@ -5,11 +5,11 @@
     python -m benchmarks.tpu --search                   # fills diffjax/ops/diff_attention/block_sizes.json
 
 On a TPU these are times: medians of calls after warm-up, on inputs that rotate. Anywhere else they are a compiler's estimate that ranks
-variants, not a time: libtpu compiles the kernels for a chip that is not there and walks through their instructions and loops. That
-takes minutes a case, and longer with every tile: a case that takes longer than --timeout is missing, and lengths beyond --simulate are
-computed from two shorter ones (a·n + b·n² for n rows of tiles) and marked ~. libtpu has no estimate for v4, and none that is right where
-the mask is data (segment ids, offsets known at run time). What benchmarks/tpu.json holds for the
-same kernels and blocks is not estimated again.
+variants, not a time: libtpu compiles the kernels for a chip that is not there and walks through their instructions and loops. At T 4096
+that takes minutes and up to 14 GB of memory a case, and more with every tile: a case that takes longer than --timeout is missing, and
+lengths beyond --simulate are computed from two shorter ones (a·n + b·n² for n rows of tiles) and marked ~. libtpu has no estimate for v4,
+and none that is right where the mask is data (segment ids, offsets known at run time). What benchmarks/tpu.json holds for the same kernels
+and blocks is not estimated again.
 
 All is for one head of differential attention, D 128, V 256, bfloat16, and for what stands in its place: two calls with one map each, either
 with V whole or with each half of V apart (four calls), whichever is less; and the Transformer's two heads of D 128, V 128.

@@ -131,22 +131,8 @@ def _compile(cases: list[dict]) -> None:
   struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
 
   def lower(
-    T=2048,
-    D=64,
-    V=None,
-    H=2,
-    K=1,
-    G=2,
-    M=2,
-    B=2,
-    dtype="bfloat16",
-    segments=False,
-    offsets=False,
-    window=None,
-    causal=True,
-    forward=False,
-    remat=False,
-  ):
+    T=2048, D=64, V=None, H=2, K=1, G=2, M=2, B=2, dtype="bfloat16", segments=False, offsets=False, window=None, causal=True, remat=False
+  ):  # fmt: skip
     arrays = [struct((B, T, H, G, D), dtype), struct((B, T, K, M, D), dtype), struct((B, T, K, V or 2 * D), dtype)]
     arrays += [struct((B, T, H), jnp.float32)] if G == 2 else []
     extra = {}
@@ -155,13 +141,11 @@ def _compile(cases: list[dict]) -> None:
     if offsets:
       extra["q_offset"] = struct((B,), jnp.int32)
     f = lambda arrays, extra: diff_attention(*arrays, **extra, window=window, causal=causal, implementation="pallas_gpu")
-    if not forward:
-      loss = lambda arrays, extra, f=f: jnp.sum(jnp.sin(f(arrays, extra).astype(jnp.float32)))
-      if remat:
-        loss = jax.checkpoint(loss, policy=jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES))
-      f = jax.grad(loss)
+    loss = lambda arrays, extra: jnp.sum(jnp.sin(f(arrays, extra).astype(jnp.float32)))
+    if remat:
+      loss = jax.checkpoint(loss, policy=jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-      return jax.jit(f).lower(arrays, extra)
+      return jax.jit(jax.grad(loss)).lower(arrays, extra)
 
   for case in cases:
     start, result = time.perf_counter(), {"case": case}

@@ -30,7 +30,9 @@ from jax.experimental.pallas import mosaic_gpu
 from jaxtyping import Array, Float, Int
 
 from diffjax.ops.diff_attention import residuals
+from diffjax.ops.diff_attention.schedule import pad
 from diffjax.ops.diff_attention.tiles import Geometry
+from diffjax.ops.diff_attention.tpu import HIDDEN, LOG2E, round_up
 from diffjax.ops.varying import vary_like
 
 plgpu: Any = mosaic_gpu  # untyped: older JAX, on which this module only refuses, has another API
@@ -39,8 +41,6 @@ _BLOCK = 64  # queries of a consumer warpgroup, which is the height of a wgmma, 
 _CONSUMERS = 2
 _SMEM_BYTES = 232_448 - 1024  # what a thread block may use, less what barriers take
 _MOST_STAGES = 4
-_HIDDEN = -1e30  # a hidden logit; finite, so that the maximum of a row that sees nothing can be subtracted from it
-_LOG2E = float(np.log2(np.e))
 
 _interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=None)
 
@@ -177,8 +177,8 @@ def _backward(options: _Options, d_out, q, k, v, lam, q_ids, kv_ids, offset, out
   q, k, v, _, q_ids, kv_ids = _operands(options, q, k, v, None, q_ids, kv_ids)
   (_, rows, _, D), keys, V = q.shape, k.shape[1], v.shape[3]
   # Log-sum-exps, deltas and λ of each query; the weights of queries that are padding are zero.
-  vectors = jnp.concatenate([_pad(x, 3, rows, -_HIDDEN if x is lse else 0) for x in columns], axis=2)
-  d_out = _pad(_pad(d_out, 1, rows), 3, V)
+  vectors = jnp.concatenate([pad(x, 3, rows, -HIDDEN if x is lse else 0) for x in columns], axis=2)
+  d_out = pad(pad(d_out, 1, rows), 3, V)
   arrays = q, k, v, d_out, vectors, q_ids, kv_ids, offset
   ids = q_ids, kv_ids
 
@@ -230,11 +230,11 @@ def _backward(options: _Options, d_out, q, k, v, lam, q_ids, kv_ids, offset, out
 
 def _operands(options: _Options, q, k, v, lam, q_ids, kv_ids):
   """Padded to whole tiles: q [B, rows, H·G, D] times scale·log₂e, k [B, keys, K·M, D], v [B, keys, K, V], λ [B, H, rows], ids."""
-  rows, keys = _up(q.shape[1], _CONSUMERS * _BLOCK), _up(k.shape[1], _CONSUMERS * _BLOCK)
-  folded = lambda x, length: _pad(_pad(x.reshape(*x.shape[:2], -1, x.shape[-1]), 1, length), 3, _up(x.shape[-1], _BLOCK))
-  q = (q.astype(jnp.float32) * (options.scale * _LOG2E)).astype(q.dtype)
-  lam = None if lam is None else _pad(jnp.swapaxes(lam, 1, 2), 2, rows)
-  ids = (None, None) if q_ids is None else (_pad(q_ids.astype(jnp.int32), 1, rows), _pad(kv_ids.astype(jnp.int32), 1, keys))
+  rows, keys = round_up(q.shape[1], _CONSUMERS * _BLOCK), round_up(k.shape[1], _CONSUMERS * _BLOCK)
+  folded = lambda x, length: pad(pad(x.reshape(*x.shape[:2], -1, x.shape[-1]), 1, length), 3, round_up(x.shape[-1], _BLOCK))
+  q = (q.astype(jnp.float32) * (options.scale * LOG2E)).astype(q.dtype)
+  lam = None if lam is None else pad(jnp.swapaxes(lam, 1, 2), 2, rows)
+  ids = (None, None) if q_ids is None else (pad(q_ids.astype(jnp.int32), 1, rows), pad(kv_ids.astype(jnp.int32), 1, keys))
   return folded(q, rows), folded(k, keys), folded(v, keys), lam, *ids
 
 
@@ -244,7 +244,7 @@ def _bounds(geometry: Geometry, offset, q_ids, kv_ids, *, shared: int, keys_stay
   The first one and the last one + 1 that are loaded for the `shared` blocks of a tile; those that the block's own mask shows; and those
   of a run that it shows whole.
   """
-  count = lambda length: _up(length, _CONSUMERS * _BLOCK) // _BLOCK
+  count = lambda length: round_up(length, _CONSUMERS * _BLOCK) // _BLOCK
   xp: Any = np if geometry.q_offset is not None and q_ids is None else jnp
   start = xp.zeros((1,), xp.int32) + (geometry.q_offset or 0) if offset is None else offset
   rows, k0 = _BLOCK * xp.arange(count(geometry.q_length))[:, None], _BLOCK * xp.arange(count(geometry.kv_length))
@@ -254,7 +254,7 @@ def _bounds(geometry: Geometry, offset, q_ids, kv_ids, *, shared: int, keys_stay
   whole = xp.broadcast_to(geometry.every(*tile), some.shape)
   if q_ids is not None:
     q_low, q_high, kv_low, kv_high = (
-      reduce(_pad(ids, 1, n * _BLOCK).reshape(ids.shape[0], n, _BLOCK), axis=2)
+      reduce(pad(ids, 1, n * _BLOCK).reshape(ids.shape[0], n, _BLOCK), axis=2)
       for ids, n in ((q_ids, rows.size), (kv_ids, k0.size))
       for reduce in (jnp.min, jnp.max)
     )
@@ -372,17 +372,17 @@ def _forward_kernel(
           plgpu.barrier_wait(ready.at[slot])
           plgpu.barrier_arrive(free.at[slot])
 
-      initial = [(_full((_BLOCK, v.shape[3]), 0, _matrix()), _full((_BLOCK,), _HIDDEN, _row()), _full((_BLOCK,), 0, _row())) for _ in maps]
+      initial = [(_full((_BLOCK, v.shape[3]), 0, _matrix()), _full((_BLOCK,), HIDDEN, _row()), _full((_BLOCK,), 0, _row())) for _ in maps]
       lax.fori_loop(start, own_start, skip, None)
       states = lax.fori_loop(own_start, own_stop, attend, initial)
       lax.fori_loop(own_stop, stop, skip, None)
 
       for g, (acc, peak, total) in reversed(list(zip(maps, states, strict=True))):
-        empty = peak <= _HIDDEN / 2  # the row saw no key; whatever was added up counts for nothing
+        empty = peak <= HIDDEN / 2  # the row saw no key; whatever was added up counts for nothing
         result = acc * _rows(jnp.where(empty, 0.0, 1 / total), acc.shape)
         if lse is not None:
           # An empty row's log-sum-exp makes its weights zero in the backward pass.
-          lse[batch, head, g, rows] = jnp.where(empty, -_HIDDEN, peak + jnp.log(total) * _LOG2E)
+          lse[batch, head, g, rows] = jnp.where(empty, -HIDDEN, peak + jnp.log(total) * LOG2E)
         target = out
         if g == 1:
           target = out2
@@ -592,7 +592,7 @@ def _d_kv_kernel(
       plgpu.barrier_arrive(finished)
       plgpu.barrier_wait(finished)
     for m, acc in enumerate(d_k_accs):
-      k_smem[own, m] = (acc * (1 / _LOG2E)).astype(q.dtype)  # the queries carry scale·log₂e
+      k_smem[own, m] = (acc * (1 / LOG2E)).astype(q.dtype)  # the queries carry scale·log₂e
     if wants_v:
       v_smem[own] = d_v_acc.astype(q.dtype)
     plgpu.commit_smem()
@@ -724,7 +724,7 @@ def _hide(logits: jax.Array, start, first, last, ids) -> jax.Array:
     conditions.append(columns >= limit(first))
   if ids is not None:
     conditions.append(_rows(ids[0], logits.shape) == _columns(ids[1], logits.shape))
-  return jnp.where(functools.reduce(jnp.logical_and, conditions), logits, _HIDDEN)
+  return jnp.where(functools.reduce(jnp.logical_and, conditions), logits, HIDDEN)
 
 
 def _scalars(table, batch, block) -> list[jax.Array]:
@@ -738,8 +738,7 @@ def _keys_of(maps: Sequence[int], M: int) -> list[int]:
 
 def _tiled(shape: tuple[int, ...], dtype: Any):
   """Shared memory as TMA and wgmma want it: tiles of 8 rows of 128 bytes, swizzled."""
-  api: Any = plgpu  # whose transforms are abstract to a type checker
-  return api.SMEM(shape, dtype, transforms=(api.TilingTransform((8, _BLOCK)), api.SwizzleTransform(128)))
+  return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, _BLOCK)), plgpu.SwizzleTransform(128)))
 
 
 def _stages(fixed_bytes: int, slot_bytes: int) -> int:
@@ -778,18 +777,6 @@ def _iota(layout) -> jax.Array:
 
 def _load(ref, layout) -> jax.Array:
   return plgpu.load(ref, layout=layout, optimized=False)
-
-
-def _up(x: int, multiple: int) -> int:
-  return -(-x // multiple) * multiple
-
-
-def _pad(x: jax.Array, axis: int, length: int, value: float = 0) -> jax.Array:
-  """x up to a length: with a value, or the last id where x holds ids."""
-  widths = [(0, length - x.shape[axis] if a == axis else 0) for a in range(x.ndim)]
-  if length == x.shape[axis]:
-    return x
-  return jnp.pad(x, widths, mode="edge") if jnp.issubdtype(x.dtype, jnp.integer) else jnp.pad(x, widths, constant_values=value)
 
 
 def _variant(G: int, M: int) -> str:
