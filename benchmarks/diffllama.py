@@ -21,7 +21,7 @@ import transformers
 from benchmarks import cpu_name
 from diffjax.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from diffjax.parallel.mesh import make_mesh
-from diffjax.training.metrics import parameter_count
+from diffjax.training.flops import parameter_count
 from diffjax.training.runtime import keep_freed_pages
 from diffjax.training.step import make_init, make_train_step, put_batch
 

@@ -18,9 +18,8 @@ import jax
 import numpy as np
 
 from benchmarks import cpu_name
-from diffjax.config import from_config_dict
 from diffjax.parallel.mesh import make_mesh
-from diffjax.training.metrics import parameter_count, step_flops
+from diffjax.training.flops import parameter_count, step_flops
 from diffjax.training.runtime import keep_freed_pages
 from diffjax.training.step import make_init, make_train_step, put_batch
 
@@ -52,6 +51,8 @@ def main() -> None:
   parser.add_argument("--config", default="configs/tiny.py")
   parser.add_argument("--repetitions", type=int, default=30)
   flags = parser.parse_args()
+  from diffjax.command import from_config_dict  # `stepper` needs nothing that reads configs
+
   keep_freed_pages()
   module = importlib.import_module(f"configs.{pathlib.Path(flags.config).stem}")
   configs = {variant: from_config_dict(module.get_config(variant)) for variant in ("transformer", "diff", "diff_v2")}

@@ -11,7 +11,7 @@ import time
 
 from absl import app, flags
 
-from diffjax import config as config_module
+from diffjax import command
 from diffjax.config import UserError
 from diffjax.training import manifest
 from diffjax.training.lock import lock
@@ -84,4 +84,4 @@ def _prune(directory) -> None:
 
 
 if __name__ == "__main__":
-  config_module.run(main, with_config=False)
+  command.run(main, with_config=False)

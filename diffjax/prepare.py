@@ -9,7 +9,8 @@ what is missing by itself; large datasets and runs of several processes want thi
 
 from absl import flags
 
-from diffjax import config as config_module
+from diffjax import command
+from diffjax.config import Config, DataConfig
 from diffjax.data import prepared, sources, tokenizer_training
 from diffjax.data.progress import say
 
@@ -22,7 +23,7 @@ _TRAIN_TOKENIZER = flags.DEFINE_string(
 _VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 32768, "Tokens of the tokenizer to train, the separator included.")
 
 
-def main(config: config_module.Config) -> None:
+def main(config: Config) -> None:
   """Prepares rows, or trains a tokenizer, as the flags say."""
   if not _TRAIN_TOKENIZER.value:
     prepared.prepare(config.data, _WORKERS.value)
@@ -34,7 +35,7 @@ def main(config: config_module.Config) -> None:
   )
 
 
-def _training_documents(config: config_module.DataConfig):
+def _training_documents(config: DataConfig):
   """Texts of the training split, component after component."""
   for component in sources.parse_mixture(config.source):
     source = sources.documents(component.spec, "train", config)
@@ -44,4 +45,4 @@ def _training_documents(config: config_module.DataConfig):
 
 
 if __name__ == "__main__":
-  config_module.run(main)
+  command.run(main)

@@ -6,12 +6,13 @@ checkpoint. It ends with a checkpoint, a plot of the loss (loss.png) and a sampl
 
 from absl import app, flags
 
-from diffjax import config as config_lib
+from diffjax import command
+from diffjax.config import Config
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Directory of checkpoints, metrics, plot and sample; local or gs://.")
 
 
-def main(config: config_lib.Config) -> None:
+def main(config: Config) -> None:
   """Trains in --workdir."""
   if not WORKDIR.value:
     raise app.UsageError("pass --workdir=DIR: where checkpoints, metrics, plot and sample go")
@@ -23,4 +24,4 @@ def main(config: config_lib.Config) -> None:
 
 
 if __name__ == "__main__":
-  config_lib.run(main)
+  command.run(main)

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from diffjax.config import UserError, from_config_dict, to_config_dict
+from diffjax.command import from_config_dict, to_config_dict
+from diffjax.config import UserError
 from diffjax.model.decoder import Decoder
-from diffjax.training.metrics import parameter_count
+from diffjax.training.flops import parameter_count
 
 NAMES = sorted(path.stem for path in pathlib.Path("configs").glob("*.py"))
 VARIANTS = ("diff", "transformer", "diff_v2")

@@ -19,8 +19,9 @@ from absl.testing import flagsaver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffjax import config as config_lib
-from diffjax.config import Config, DataConfig, TrainConfig, UserError, from_config_dict
+from diffjax import command
+from diffjax.command import from_config_dict
+from diffjax.config import Config, DataConfig, TrainConfig, UserError
 from diffjax.data.pipeline import training_batches
 from diffjax.training import loop
 
@@ -102,7 +103,7 @@ def run(arguments):
   saved = flagsaver.save_flag_values()
   try:
     with mock.patch.object(sys, "argv", ["train", *arguments]), contextlib.redirect_stderr(err):
-      config_lib.run(configs.append)
+      command.run(configs.append)
   except SystemExit as exit:
     code = exit.code or 0
   finally:

@@ -12,7 +12,7 @@ from diffjax.data import tokenizer
 @pytest.fixture
 def run(tmp_path):
   """Runs the command with a config of the defaults."""
-  (tmp_path / "config.py").write_text("from diffjax import config\n\ndef get_config():\n  return config.to_config_dict()\n")
+  (tmp_path / "config.py").write_text("from diffjax import command\n\ndef get_config():\n  return command.to_config_dict()\n")
 
   def run(*arguments):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -1,4 +1,4 @@
-"""Decoding against a cache: one property for both implementations, then what each of them promises besides."""
+"""Decoding against a cache: one property for all implementations, then what each of them promises besides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from diffjax.ops.diff_attention import decode, diff_attention, tpu
+from diffjax.ops.diff_attention import decode, decode_gpu, diff_attention, gpu, tpu
 from diffjax.ops.diff_attention.decode import decode_attention
 
 # Most of the time goes into compiling.
@@ -56,6 +56,11 @@ CASES = [
   Case("beyond_the_cache", S=40, lengths=(41, 1000, 40, -3), window=9),
 ]
 ROUNDED = [Case("v1_bfloat16", D=64, V=128, dtype="bfloat16"), Case("plain_bfloat16_window", G=1, M=1, window=150, dtype="bfloat16")]
+
+
+needs_gpu_interpreter = pytest.mark.skipif(
+  jax.__version_info__ < (0, 11, 2), reason="Pallas has no public interpreter of Mosaic GPU kernels before JAX 0.11.2"
+)
 
 
 @pytest.fixture(params=["xla", "pallas_tpu"])
@@ -141,6 +146,28 @@ def test_agrees_with_reference_in_bfloat16(implementation, case):
   out = _run(case, _arguments(case), implementation)
   assert out.dtype == jnp.bfloat16
   _assert_close(out, case, 2e-2)
+
+
+@needs_gpu_interpreter
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_gpu_kernel_agrees_with_reference(case, monkeypatch):
+  monkeypatch.setattr(decode_gpu, "_LEAST_KEYS", 64)  # several splits
+  case = dataclasses.replace(case, dtype="float16")
+  with gpu.interpreted():
+    _assert_close(_run(case, _arguments(case), "pallas_gpu"), case, 2e-3)
+
+
+@needs_gpu_interpreter
+@pytest.mark.parametrize("options", [{}, {"window": 100}, {"G": 1, "M": 1, "dtype": "bfloat16"}], ids=str)
+def test_no_race_in_the_gpu_kernel(options, monkeypatch):
+  from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+  from jax.experimental.pallas import mosaic_gpu as plgpu
+
+  monkeypatch.setattr(decode_gpu, "_LEAST_KEYS", 256)
+  case = Case("v1", **{"dtype": "float16", "S": 600, "lengths": (0, 600, 450), **options})
+  with gpu.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
+    _assert_close(_run(case, _arguments(case), "pallas_gpu"), case, 2e-2)
+  assert not interpret_pallas_call.get_races().races_found
 
 
 def test_equals_one_row_of_the_whole_sequence(implementation):
@@ -270,6 +297,17 @@ def test_the_kernel_says_what_it_does_not_take():
   with tpu.interpreted(), pytest.raises(ValueError, match="^q .*float16.*use implementation='xla'"):
     decode_attention(*half, lam, lengths, implementation="pallas_tpu")
   assert decode_attention(*half, lam, lengths, implementation="xla").dtype == jnp.float16
+
+
+@needs_gpu_interpreter
+def test_the_gpu_kernel_says_what_it_does_not_take():
+  q, k, v, lam, lengths = _arguments(Case("v1", dtype="float16"))
+  with pytest.raises(ValueError, match="^implementation = 'pallas_gpu' needs a Hopper GPU.*use implementation='xla'"):
+    decode_attention(q, k, v, lam, lengths, implementation="pallas_gpu")
+  many = _arguments(Case("many", H=66, lam="H", dtype="float16"))
+  for arguments, what in ((many, "66 queries"), ([x.astype(jnp.float32) for x in (q, k, v)] + [lam, lengths], "float32")):
+    with gpu.interpreted(), pytest.raises(ValueError, match=f"^q .*{what}.*use implementation='xla'"):
+      decode_attention(*arguments, implementation="pallas_gpu")
 
 
 def test_auto_is_logged_once(caplog):

@@ -373,4 +373,5 @@ def test_auto_is_logged_once(caplog):
     f"diff_attention: implementation 'chunked' on backend '{jax.default_backend()}'"
   ]
   chex.assert_trees_all_equal(*outs)
-  assert api._pick("tpu", True) == "pallas_tpu" and api._pick("tpu", False) == "chunked"
+  assert api._pick("tpu", True, False) == "pallas_tpu" and api._pick("tpu", False, False) == "chunked"
+  assert api._pick("gpu", True, True) == "two_call" and api._pick("gpu", True, False) == "chunked"

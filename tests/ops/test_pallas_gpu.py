@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from diffjax.ops.diff_attention import diff_attention, pallas_gpu
+from diffjax.ops.diff_attention import diff_attention, gpu
 
 pytestmark = pytest.mark.skipif(
   jax.__version_info__ < (0, 11, 2), reason="Pallas has no public interpreter of Mosaic GPU kernels before JAX 0.11.2"
@@ -68,7 +68,7 @@ def _run(implementation, arguments, d_out, options, params=None):
     out, pull = jax.vjp(lambda arguments: diff_attention(*arguments, implementation=implementation, **options), arguments)
     return out, pull(d_out)[0]
 
-  with pallas_gpu.interpreted(params):
+  with gpu.interpreted(params):
     return jax.tree.map(lambda x: np.asarray(x, np.float32), jax.block_until_ready(run(arguments, d_out)))
 
 
@@ -98,7 +98,7 @@ def test_bfloat16_and_lambda_of_fewer_axes(lam):
 
 def test_the_output_alone_is_the_output_with_a_gradient():
   arguments, d_out, _ = _arguments(T=100)
-  with pallas_gpu.interpreted():
+  with gpu.interpreted():
     out = jax.jit(lambda *x: diff_attention(*x, implementation="pallas_gpu"))(*arguments)
   assert out.dtype == jnp.float16
   np.testing.assert_array_equal(np.asarray(out, np.float32), _run("pallas_gpu", arguments, d_out, {})[0])
@@ -151,7 +151,7 @@ def test_row_without_keys_gives_zero_and_no_gradient():
 def test_refusals_name_what_works(changes, message):
   dtype, D, V = changes.get("dtype", jnp.float16), changes.get("D", 8), changes.get("V", 16)
   zeros = functools.partial(jnp.zeros, dtype=dtype)
-  with pallas_gpu.interpreted(), pytest.raises(ValueError, match=f"^q .*{message}.*implementation='chunked'"):
+  with gpu.interpreted(), pytest.raises(ValueError, match=f"^q .*{message}.*implementation='chunked'"):
     diff_attention(zeros((1, 8, 2, 2, D)), zeros((1, 8, 2, 2, D)), zeros((1, 8, 2, V)), 0.5, implementation="pallas_gpu")
 
 

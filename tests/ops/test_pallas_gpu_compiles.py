@@ -1,8 +1,8 @@
 """The GPU kernels go through the real compiler for Hopper (sm_90a), on a machine without a GPU.
 
-What is compiled is a gradient through `diff_attention(implementation="pallas_gpu")`. What fails here would fail on the GPU: layouts that
-the chip does not have, shared memory that runs out. And ptxas tells what would make a kernel slow: registers that spill, and products
-that it had to run one after the other. That the numbers are right is checked elsewhere, in the interpreter.
+What is compiled is a gradient through `diff_attention(implementation="pallas_gpu")`, and decoding. What fails here would fail on the GPU:
+layouts that the chip does not have, shared memory that runs out. And ptxas tells what would make a kernel slow: registers that spill, and
+products that it had to run one after the other. That the numbers are right is checked elsewhere, in the interpreter.
 
 It needs the compiler's packages, without a GPU or a driver:
   pip install --no-deps jax-cuda13-plugin==JAX jax-cuda13-pjrt==JAX nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-nvdisasm
@@ -37,7 +37,7 @@ dnn_version_info { major: 9 minor: 12 }
 runtime_version { major: 13 minor: 0 patch: 0 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
-QUICK = [{"D": 64, "remat": True}, {"D": 128, "V": 128, "M": 1, "segments": True}]
+QUICK = [{"D": 64, "remat": True}, {"D": 128, "V": 128, "M": 1, "segments": True}, {"D": 128, "decode": True}]
 SHAPES = [
   {"D": 64},
   {"D": 64, "causal": False},
@@ -60,7 +60,12 @@ MASKS = [
     {"dtype": "float16"},
     {"segments": True, "window": 512},
   )
-] + [{"D": 96}]
+] + [
+  {"D": 96},
+  {"D": 96, "decode": True, "window": 300},
+  {"D": 64, "V": 64, "M": 1, "decode": True, "dtype": "float16"},
+  {"D": 128, "V": 128, "G": 1, "M": 1, "decode": True},
+]
 
 
 # What ptxas may spill, bytes stored and loaded by a thread, and what was measured with ptxas 13.5: (kernel, width of queries) → at most.
@@ -91,7 +96,8 @@ def _check(cases: list[dict]) -> list[str]:
     if "error" in result:
       wrong.append(f"{case}: {result['error']}")
       continue
-    if sorted(result["kernels"]) != [f"d_kv_{kind}", f"d_q_{kind}", f"forward_{kind}"] or result["forward_calls"] != 1:
+    expected = ["decode"] if case.get("decode") else [f"d_kv_{kind}", f"d_q_{kind}", f"forward_{kind}"]
+    if sorted(result["kernels"]) != expected or result["forward_calls"] != ("forward" in expected[-1]):
       wrong.append(f"{case}: kernels {sorted(result['kernels'])}, the forward one {result['forward_calls']} times")
     for name, said in result["kernels"].items():
       most = SPILLS.get((name, 64 if case["D"] <= 64 else 128), 0)
@@ -123,6 +129,7 @@ def _compile(cases: list[dict]) -> None:
   from jax.sharding import PartitionSpec as P
 
   from diffjax.ops.diff_attention import RESIDUAL_NAMES, diff_attention
+  from diffjax.ops.diff_attention.decode import decode_attention
 
   warnings.simplefilter("ignore")
   dump = os.environ["MOSAIC_GPU_DUMP_TO"]
@@ -131,8 +138,14 @@ def _compile(cases: list[dict]) -> None:
   struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
 
   def lower(
-    T=2048, D=64, V=None, H=2, K=1, G=2, M=2, B=2, dtype="bfloat16", segments=False, offsets=False, window=None, causal=True, remat=False
+    T=2048, D=64, V=None, H=2, K=1, G=2, M=2, B=2, dtype="bfloat16", segments=False, offsets=False, window=None, causal=True, remat=False,
+    decode=False,
   ):  # fmt: skip
+    if decode:
+      cache = [struct((B, K, T, width), dtype) for width in (M * D, V or 2 * D)]
+      arrays = [struct((B, H, G, D), dtype), *cache, struct((B, H), jnp.float32) if G == 2 else None, struct((B,), jnp.int32)]
+      with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(lambda *a: decode_attention(*a, window=window, implementation="pallas_gpu")).lower(*arrays)
     arrays = [struct((B, T, H, G, D), dtype), struct((B, T, K, M, D), dtype), struct((B, T, K, V or 2 * D), dtype)]
     arrays += [struct((B, T, H), jnp.float32)] if G == 2 else []
     extra = {}

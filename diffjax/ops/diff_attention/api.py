@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from diffjax.ops.diff_attention import pallas_gpu, pallas_tpu
 from diffjax.ops.diff_attention.chunked import chunked
 from diffjax.ops.diff_attention.reference import reference
-from diffjax.ops.diff_attention.two_call import two_call
+from diffjax.ops.diff_attention.two_call import cudnn_takes, two_call
 
 _FUNCTIONS = {
   "reference": reference, "chunked": chunked, "two_call": two_call,
@@ -74,7 +74,8 @@ def diff_attention(
   if implementation not in IMPLEMENTATIONS:
     raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
   if implementation == "auto":
-    implementation = _pick(jax.default_backend(), pallas_tpu.takes(q, v))
+    stock = isinstance(q_offset, int) and q_offset == 0 and window is None and cudnn_takes(q, v, q_segment_ids is not None)
+    implementation = _pick(jax.default_backend(), pallas_tpu.takes(q, v), stock)
   return _FUNCTIONS[implementation](
     q, k, v, lam,
     q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, q_offset=q_offset,
@@ -83,9 +84,9 @@ def diff_attention(
 
 
 @functools.cache
-def _pick(backend: str, kernel_takes: bool) -> str:
+def _pick(backend: str, kernel_takes: bool, cudnn_takes: bool) -> str:
   """Cached, so that what was picked is logged once per backend. "pallas_gpu" is not picked before it has run on a GPU."""
-  picked = "pallas_tpu" if backend == "tpu" and kernel_takes else "chunked"
+  picked = "pallas_tpu" if backend == "tpu" and kernel_takes else "two_call" if cudnn_takes else "chunked"
   logging.getLogger(__name__).info("diff_attention: implementation %r on backend %r", picked, backend)
   return picked
 

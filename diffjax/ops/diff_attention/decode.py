@@ -1,8 +1,8 @@
 """Decoding: differential attention of one new token per row of a batch against its cache of keys and values.
 
-Two implementations that agree. Reading the cache is the whole cost, so both read keys and values once for both maps and for all query heads
-that share them. Where each map has keys of its own, the cache holds them side by side, and a query is padded with zeros where the other
-map's keys stand: one matrix product then gives the logits of both maps, and the cache is never sliced or copied.
+Three implementations that agree. Reading the cache is the whole cost, so all read keys and values once for both maps and for all query
+heads that share them. Where each map has keys of its own, the cache holds them side by side, and a query is padded with zeros where the
+other map's keys stand: one matrix product then gives the logits of both maps, and the cache is never sliced or copied.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from diffjax.ops.diff_attention import decode_gpu, gpu
 from diffjax.ops.diff_attention.pallas_tpu import takes
 from diffjax.ops.diff_attention.tiles import Scalar, block_of
 from diffjax.ops.diff_attention.tpu import HIDDEN, LANES, LOG2E, dot, generation, interpret_mode, repeat, round_up
 from diffjax.ops.varying import vary_like
 
-IMPLEMENTATIONS = ("auto", "xla", "pallas_tpu")
+IMPLEMENTATIONS = ("auto", "xla", "pallas_tpu", "pallas_gpu")
 _ARRAYS = (jax.Array, np.ndarray)
 _BLOCK_BYTES = 1 << 20  # of keys and values a step: with less the steps themselves show, with more short rows read what they do not see
 _BLOCK_LOGITS = 1 << 18  # a step: 1 MiB each for logits and weights
@@ -59,8 +60,9 @@ def decode_attention(
     lengths: number of tokens in each row's cache, the new one included; 0 gives zeros, more than S counts as S.
     window: number of keys visible to the token, itself included: the last ones of its row. None for all.
     scale: factor on q·k; 1/√D by default.
-    implementation: "auto" (the fastest for the backend), "xla" (any backend) or "pallas_tpu" (reads only the blocks of the cache that a row
-      sees; bfloat16 and float32, D up to 256, V up to 512). A name given never falls back.
+    implementation: "auto" (the fastest for the backend), "xla" (any backend), "pallas_tpu" (bfloat16 and float32, D up to 256, V up to 512)
+      or "pallas_gpu" (Hopper; bfloat16 and float16, D up to 128, V up to 256, G·H/K up to 64). The kernels read only the blocks of the
+      cache that a row sees. A name given never falls back.
 
   Returns:
     The heads' outputs, accumulated in at least float32, in q's dtype.
@@ -82,7 +84,7 @@ def decode_attention(
     raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
   if implementation == "auto":
     implementation = _pick(jax.default_backend(), takes(q, v))
-  return (_xla if implementation == "xla" else _pallas_tpu)(
+  return {"xla": _xla, "pallas_tpu": _pallas_tpu, "pallas_gpu": _pallas_gpu}[implementation](
     q, k, v, lam, jnp.clip(jnp.asarray(lengths).astype(jnp.int32), 0, cached),
     window=None if window is None else min(int(window), cached), scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
   )  # fmt: skip
@@ -90,7 +92,7 @@ def decode_attention(
 
 @functools.cache
 def _pick(backend: str, kernel_takes: bool) -> str:
-  """Cached, so that what was picked is logged once per backend."""
+  """Cached, so that what was picked is logged once per backend. "pallas_gpu" is not picked before it has run on a GPU."""
   picked = "pallas_tpu" if backend == "tpu" and kernel_takes else "xla"
   logging.getLogger(__name__).info("decode_attention: implementation %r on backend %r", picked, backend)
   return picked
@@ -240,6 +242,23 @@ def _pallas_tpu(q, k, v, lam, lengths, *, window: int | None, scale: float):
     name=f"diff_attention_decode_{'plain' if G == 1 else 'v2' if width == q.shape[-1] else 'v1'}",
   )(lengths, *inputs)
   return out[:, :, : H // K].reshape(B, H, V)
+
+
+def _pallas_gpu(q, k, v, lam, lengths, *, window: int | None, scale: float):
+  if problem := gpu.refusal():
+    raise ValueError(f"implementation = 'pallas_gpu' {problem}; use implementation='xla' or 'auto'")
+  (B, H, G, _), K, V = q.shape, k.shape[1], v.shape[-1]
+  rows = H // K
+  if not gpu.takes(q, v) or G * rows > gpu.BLOCK:
+    raise ValueError(
+      f"q ({q.dtype}, D = {q.shape[-1]}, {G * rows} queries a key head) and v (V = {V}) are not taken by implementation 'pallas_gpu', "
+      f"which takes bfloat16 and float16, D up to 128, {gpu.BLOCK} queries a key head and V up to 256: cast them, or use "
+      "implementation='xla'"
+    )
+  queries = _stack((q.astype(jnp.float32) * (scale * LOG2E)).astype(q.dtype), k, rows)
+  maps = decode_gpu.attend(queries, k, v, lengths, window=window).reshape(B, K, G, rows, V)
+  out = maps[:, :, 0] if lam is None else maps[:, :, 0] - lam.reshape(B, K, rows, 1) * maps[:, :, 1]
+  return out.reshape(B, H, V).astype(q.dtype)
 
 
 def _key_axis(cache: Float[Array, "B K S X"]) -> int:

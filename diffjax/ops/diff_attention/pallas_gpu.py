@@ -12,12 +12,9 @@ block: each makes the dQ of one map, or one makes dK and the other dV, at the pr
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,33 +23,16 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu
 from jaxtyping import Array, Float, Int
 
-from diffjax.ops.diff_attention import residuals
+from diffjax.ops.diff_attention import gpu, residuals
+from diffjax.ops.diff_attention.gpu import BLOCK, plgpu
 from diffjax.ops.diff_attention.schedule import pad
 from diffjax.ops.diff_attention.tiles import Geometry
 from diffjax.ops.diff_attention.tpu import HIDDEN, LOG2E, round_up
 from diffjax.ops.varying import vary_like
 
-plgpu: Any = mosaic_gpu  # untyped: older JAX, on which this module only refuses, has another API
-
-_BLOCK = 64  # queries of a consumer warpgroup, which is the height of a wgmma, and keys of a block
 _CONSUMERS = 2
-_SMEM_BYTES = 232_448 - 1024  # what a thread block may use, less what barriers take
-_MOST_STAGES = 4
-
-_interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=None)
-
-
-@contextlib.contextmanager
-def interpreted(params: Any = None) -> Iterator[None]:
-  """Within it the kernels run in Pallas's interpreter of Mosaic GPU, on any backend: for tests. `params`: a `plgpu.InterpretGPUParams`."""
-  token = _interpret.set(plgpu.InterpretGPUParams() if params is None else params)
-  try:
-    yield
-  finally:
-    _interpret.reset(token)
 
 
 def pallas_gpu(
@@ -73,39 +53,18 @@ def pallas_gpu(
   Raises:
     ValueError: JAX is too old, the program is not for a Hopper GPU, or a dtype or width is not taken.
   """
-  if problem := refusal():
+  if problem := gpu.refusal():
     raise ValueError(f"implementation = 'pallas_gpu' {problem}; use implementation='chunked' or 'auto'")
-  if not takes(q, v):
+  if not gpu.takes(q, v):
     raise ValueError(
       f"q ({q.dtype}, D = {q.shape[-1]}) and v (V = {v.shape[-1]}) are not taken by implementation 'pallas_gpu', which takes bfloat16 and "
       "float16, D up to 128 and V up to 256: cast them, or use implementation='chunked'"
     )
   static, offset = (q_offset, None) if isinstance(q_offset, int) else (None, q_offset)
-  options = _Options(Geometry(causal, window, static, q.shape[1], k.shape[1]), scale, _interpret.get())
+  options = _Options(Geometry(causal, window, static, q.shape[1], k.shape[1]), scale, gpu.interpret_mode.get())
   arrays = (q, k, v, lam, q_segment_ids, kv_segment_ids, offset)
   # Inside shard_map an array that all devices share must be made each device's own before the custom VJP, or its gradient is not summed.
   return _attend(options, *(None if x is None else vary_like(x, *arrays) for x in arrays))
-
-
-def takes(q: jax.Array, v: jax.Array) -> bool:
-  """Whether the kernel takes arrays of such dtypes and widths."""
-  return q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] <= 128 and v.shape[-1] <= 256
-
-
-def refusal() -> str | None:
-  """Why the kernel cannot run in this program, if so: what it needs, and what there is."""
-  if jax.__version_info__ < (0, 11, 2):
-    return f"needs JAX 0.11.2 or newer, and this is {jax.__version__}"
-  if _interpret.get() is not None:
-    return None
-  needed = "needs a Hopper GPU (compute capability 9.0)"
-  abstract = jax.sharding.get_abstract_mesh().abstract_device  # set when compiling ahead of time, and knows the name only
-  device = jax.devices()[0]
-  if abstract is not None and abstract.device_kind != device.device_kind:
-    return None if re.search(r"\bG?H(20|100|200|800)\b", abstract.device_kind) else f"{needed}, and this is {abstract.device_kind}"
-  if device.platform != "gpu":
-    return f"{needed}, and the backend is {jax.default_backend()!r}"
-  return None if device.compute_capability == "9.0" else f"{needed}, and this is {device.device_kind}, {device.compute_capability}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,26 +98,24 @@ def _forward(options: _Options, q, k, v, lam, q_ids, kv_ids, offset, *, save: bo
   (B, T, H, G, D), M, width = q.shape, k.shape[3], v.shape[-1]
   operands = _operands(options, q, k, v, lam, q_ids, kv_ids)
   rows, D, V = operands[0].shape[1], operands[0].shape[3], operands[2].shape[3]
-  passes = ((1,), (0,)) if G == 2 and (D > _BLOCK or V > 2 * _BLOCK) else (tuple(range(G)),)
+  passes = ((1,), (0,)) if G == 2 and (D > BLOCK or V > 2 * BLOCK) else (tuple(range(G)),)
   loaded = max(len(_keys_of(maps, M)) for maps in passes)
-  fixed, slot = _CONSUMERS * _BLOCK * (G * D + V), _BLOCK * (loaded * D + V)
-  stages = _stages(2 * fixed, 2 * slot)
+  fixed, slot = _CONSUMERS * BLOCK * (G * D + V), BLOCK * (loaded * D + V)
+  stages = gpu.stages(2 * fixed, 2 * slot)
   bounds = _bounds(options.geometry, offset, q_ids, kv_ids, shared=_CONSUMERS)
   out_like = ((B, rows, H, V), q.dtype)
-  out, out2, lse = _call(
+  out, out2, lse = _kernel(
     functools.partial(_forward_kernel, options.geometry, passes, stages), options, f"diff_attention_forward_{_variant(G, M)}",
-    grid=(H, rows // (_CONSUMERS * _BLOCK), B), like=q,
+    grid=(H, rows // (_CONSUMERS * BLOCK), B), like=q,
     outputs=(out_like, out_like if G == 2 and save else None, ((B, H, G, rows), jnp.float32) if save else None),
     scratch=dict(
-      q_smem=_tiled((_CONSUMERS, G, _BLOCK, D), q.dtype),
-      k_smem=_tiled((stages, loaded, _BLOCK, D), q.dtype),
-      v_smem=_tiled((stages, _BLOCK, V), q.dtype),
-      out_smem=_tiled((_CONSUMERS, _BLOCK, V), q.dtype),
+      q_smem=gpu.tiled((_CONSUMERS, G, BLOCK, D), q.dtype),
+      k_smem=gpu.tiled((stages, loaded, BLOCK, D), q.dtype),
+      v_smem=gpu.tiled((stages, BLOCK, V), q.dtype),
+      out_smem=gpu.tiled((_CONSUMERS, BLOCK, V), q.dtype),
       q_ready=plgpu.Barrier(num_arrivals=G, num_barriers=_CONSUMERS),
-      k_ready=plgpu.Barrier(num_arrivals=loaded, num_barriers=stages),
-      k_free=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
-      v_ready=plgpu.Barrier(num_barriers=stages),
-      v_free=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
+      **_barriers(loaded, stages, "k"),
+      **_barriers(1, stages, "v"),
     ),
   )(*operands, offset, bounds)  # fmt: skip
   trim = lambda x: None if x is None else x[:, :T, :, :width]
@@ -182,47 +139,43 @@ def _backward(options: _Options, d_out, q, k, v, lam, q_ids, kv_ids, offset, out
   arrays = q, k, v, d_out, vectors, q_ids, kv_ids, offset
   ids = q_ids, kv_ids
 
-  split = G == 2 and D > _BLOCK
+  split = G == 2 and D > BLOCK
   owners = 1 if split else _CONSUMERS
-  fixed, k_slot, v_slot = 2 * owners * _BLOCK * (G * D + V), 2 * _BLOCK * M * D, 2 * _BLOCK * V
-  v_stages = max(1, _stages(fixed, k_slot + v_slot))
-  k_stages = _stages(fixed + v_stages * v_slot, k_slot)
-  (d_q,) = _call(
+  fixed, k_slot, v_slot = 2 * owners * BLOCK * (G * D + V), 2 * BLOCK * M * D, 2 * BLOCK * V
+  v_stages = max(1, gpu.stages(fixed, k_slot + v_slot))
+  k_stages = gpu.stages(fixed + v_stages * v_slot, k_slot)
+  (d_q,) = _kernel(
     functools.partial(_d_q_kernel, options.geometry, options.scale, split, k_stages, v_stages),
     options, f"diff_attention_d_q_{_variant(G, M)}",
-    grid=(H, rows // (owners * _BLOCK), B), like=q, outputs=((q.shape, q.dtype),),
+    grid=(H, rows // (owners * BLOCK), B), like=q, outputs=((q.shape, q.dtype),),
     scratch=dict(
-      q_smem=_tiled((owners, G, _BLOCK, D), q.dtype),
-      d_out_smem=_tiled((owners, _BLOCK, V), q.dtype),
-      k_smem=_tiled((k_stages * M, _BLOCK, D), q.dtype),
-      v_smem=_tiled((v_stages, _BLOCK, V), q.dtype),
+      q_smem=gpu.tiled((owners, G, BLOCK, D), q.dtype),
+      d_out_smem=gpu.tiled((owners, BLOCK, V), q.dtype),
+      k_smem=gpu.tiled((k_stages * M, BLOCK, D), q.dtype),
+      v_smem=gpu.tiled((v_stages, BLOCK, V), q.dtype),
       q_ready=plgpu.Barrier(num_arrivals=G + 1, num_barriers=owners),
-      k_ready=plgpu.Barrier(num_arrivals=M, num_barriers=k_stages),
-      k_free=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=k_stages),
-      v_ready=plgpu.Barrier(num_barriers=v_stages),
-      v_free=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=v_stages),
+      **_barriers(M, k_stages, "k"),
+      **_barriers(1, v_stages, "v"),
     ),
   )(*arrays, _bounds(options.geometry, offset, *ids, shared=owners))  # fmt: skip
 
   split = G == 2
   owners = 1 if split else _CONSUMERS
-  fixed, slot = 2 * owners * _BLOCK * (M * D + V), 2 * _BLOCK * (G * D + V) + 4 * vectors.shape[2] * _BLOCK
-  stages = _stages(fixed, slot)
-  d_k, d_v = _call(
+  fixed, slot = 2 * owners * BLOCK * (M * D + V), 2 * BLOCK * (G * D + V) + 4 * vectors.shape[2] * BLOCK
+  stages = gpu.stages(fixed, slot)
+  d_k, d_v = _kernel(
     functools.partial(_d_kv_kernel, options.geometry, split, stages), options, f"diff_attention_d_kv_{_variant(G, M)}",
-    grid=(K, keys // (owners * _BLOCK), B), like=q, outputs=((k.shape, k.dtype), (v.shape, v.dtype)),
+    grid=(K, keys // (owners * BLOCK), B), like=q, outputs=((k.shape, k.dtype), (v.shape, v.dtype)),
     scratch=dict(
-      q_smem=_tiled((stages * G, _BLOCK, D), q.dtype),
-      d_out_smem=_tiled((stages, _BLOCK, V), q.dtype),
-      vectors_smem=plgpu.SMEM((stages, vectors.shape[2], _BLOCK), jnp.float32),
-      k_smem=_tiled((owners, M, _BLOCK, D), q.dtype),
-      v_smem=_tiled((owners, _BLOCK, V), q.dtype),
+      q_smem=gpu.tiled((stages * G, BLOCK, D), q.dtype),
+      d_out_smem=gpu.tiled((stages, BLOCK, V), q.dtype),
+      vectors_smem=plgpu.SMEM((stages, vectors.shape[2], BLOCK), jnp.float32),
+      k_smem=gpu.tiled((owners, M, BLOCK, D), q.dtype),
+      v_smem=gpu.tiled((owners, BLOCK, V), q.dtype),
       kv_ready=plgpu.Barrier(num_arrivals=M + 1, num_barriers=owners),
       finished=plgpu.Barrier(num_arrivals=_CONSUMERS),
-      q_ready=plgpu.Barrier(num_arrivals=G + 1, num_barriers=stages),
-      q_free=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
-      d_out_ready=plgpu.Barrier(num_barriers=stages),
-      d_out_free=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
+      **_barriers(G + 1, stages, "q"),
+      **_barriers(1, stages, "d_out"),
     ),
   )(*arrays, _bounds(options.geometry, offset, *ids, shared=owners, keys_stay=True))  # fmt: skip
   return (d_q[:, :T, :, :D_in].reshape(B, T, H, G, D_in), d_k[:, :S, :, :D_in].reshape(B, S, K, M, D_in), d_v[:, :S, :, :V_in], d_lam)
@@ -230,8 +183,8 @@ def _backward(options: _Options, d_out, q, k, v, lam, q_ids, kv_ids, offset, out
 
 def _operands(options: _Options, q, k, v, lam, q_ids, kv_ids):
   """Padded to whole tiles: q [B, rows, H·G, D] times scale·log₂e, k [B, keys, K·M, D], v [B, keys, K, V], λ [B, H, rows], ids."""
-  rows, keys = round_up(q.shape[1], _CONSUMERS * _BLOCK), round_up(k.shape[1], _CONSUMERS * _BLOCK)
-  folded = lambda x, length: pad(pad(x.reshape(*x.shape[:2], -1, x.shape[-1]), 1, length), 3, round_up(x.shape[-1], _BLOCK))
+  rows, keys = round_up(q.shape[1], _CONSUMERS * BLOCK), round_up(k.shape[1], _CONSUMERS * BLOCK)
+  folded = lambda x, length: pad(pad(x.reshape(*x.shape[:2], -1, x.shape[-1]), 1, length), 3, round_up(x.shape[-1], BLOCK))
   q = (q.astype(jnp.float32) * (options.scale * LOG2E)).astype(q.dtype)
   lam = None if lam is None else pad(jnp.swapaxes(lam, 1, 2), 2, rows)
   ids = (None, None) if q_ids is None else (pad(q_ids.astype(jnp.int32), 1, rows), pad(kv_ids.astype(jnp.int32), 1, keys))
@@ -244,17 +197,17 @@ def _bounds(geometry: Geometry, offset, q_ids, kv_ids, *, shared: int, keys_stay
   The first one and the last one + 1 that are loaded for the `shared` blocks of a tile; those that the block's own mask shows; and those
   of a run that it shows whole.
   """
-  count = lambda length: round_up(length, _CONSUMERS * _BLOCK) // _BLOCK
+  count = lambda length: round_up(length, _CONSUMERS * BLOCK) // BLOCK
   xp: Any = np if geometry.q_offset is not None and q_ids is None else jnp
   start = xp.zeros((1,), xp.int32) + (geometry.q_offset or 0) if offset is None else offset
-  rows, k0 = _BLOCK * xp.arange(count(geometry.q_length))[:, None], _BLOCK * xp.arange(count(geometry.kv_length))
+  rows, k0 = BLOCK * xp.arange(count(geometry.q_length))[:, None], BLOCK * xp.arange(count(geometry.kv_length))
   p0 = start[:, None, None] + rows
-  tile = p0, p0 + _BLOCK - 1, k0, k0 + _BLOCK - 1
+  tile = p0, p0 + BLOCK - 1, k0, k0 + BLOCK - 1
   some = xp.broadcast_to(geometry.some(*tile), (start.shape[0], rows.size, k0.size)) & (rows < geometry.q_length)
   whole = xp.broadcast_to(geometry.every(*tile), some.shape)
   if q_ids is not None:
     q_low, q_high, kv_low, kv_high = (
-      reduce(pad(ids, 1, n * _BLOCK).reshape(ids.shape[0], n, _BLOCK), axis=2)
+      reduce(pad(ids, 1, n * BLOCK).reshape(ids.shape[0], n, BLOCK), axis=2)
       for ids, n in ((q_ids, rows.size), (kv_ids, k0.size))
       for reduce in (jnp.min, jnp.max)
     )
@@ -279,29 +232,18 @@ def _bounds(geometry: Geometry, offset, q_ids, kv_ids, *, shared: int, keys_stay
   return jnp.asarray(xp.stack(columns, axis=2), jnp.int32)
 
 
-def _call(function, options: _Options, name: str, *, grid, outputs, scratch, like):
-  """`plgpu.kernel` over a grid of heads, tiles and batch, with outputs as (shape, dtype) or None."""
-  varying = jax.typeof(like).manual_axis_type
+def _kernel(function, options: _Options, name: str, **arguments):
+  """A kernel of two warpgroups that compute and one that loads, over a grid of heads, tiles and batch."""
+  names = ("heads", "tiles", "batch")
+  return gpu.call(function, name, interpret=options.interpret, grid_names=names, warpgroups=_CONSUMERS + 1, **arguments)
 
-  def body(*refs, **scratch):
-    token = _interpret.set(options.interpret)  # a backward pass may be traced outside of `interpreted`
-    try:
-      function(*refs, **scratch)
-    finally:
-      _interpret.reset(token)
 
-  return plgpu.kernel(
-    body,
-    out_type=tuple(None if x is None else jax.ShapeDtypeStruct(*x, manual_axis_type=varying) for x in outputs),
-    scratch_types=scratch,
-    grid=grid,
-    grid_names=("heads", "tiles", "batch"),
-    num_threads=_CONSUMERS + 1,
-    thread_name="warpgroup",
-    compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-    interpret=options.interpret,
-    kernel_name=name,
-  )
+def _barriers(arrivals: int, stages: int, prefix: str) -> dict[str, Any]:
+  """The two barriers of a ring: so many loads fill a slot, and all that compute free it."""
+  return {
+    f"{prefix}_ready": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
+    f"{prefix}_free": plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
+  }
 
 
 def _forward_kernel(
@@ -315,12 +257,13 @@ def _forward_kernel(
   M = k.shape[2] // v.shape[2]
   kv_head = lax.div(head, jnp.int32(H // v.shape[2]))
   tile = lax.axis_index("tiles") * _CONSUMERS
+  key_ring, value_ring = gpu.Ring(stages, k_ready, k_free), gpu.Ring(stages, v_ready, v_free)
 
   def consumer() -> None:
     plgpu.set_max_registers(240, action="increase")
     block = tile + warpgroup
     start, stop, own_start, own_stop, whole_start, whole_stop = _scalars(bounds, batch, block)
-    rows = pl.ds(block * _BLOCK, _BLOCK)
+    rows = pl.ds(block * BLOCK, BLOCK)
     for g in range(G):
       plgpu.copy_gmem_to_smem(q.at[batch, rows, head * G + g], q_smem.at[warpgroup, g], q_ready.at[warpgroup])
     limits = _key_limits(geometry, offset, batch, block)
@@ -331,17 +274,16 @@ def _forward_kernel(
       before = n * (stop - start)
 
       def attend(j, states, maps=maps, keys=keys, before=before):
-        slot = lax.rem(before + j, jnp.int32(stages))
-        plgpu.barrier_wait(k_ready.at[slot])
+        slot = key_ring.wait(before + j)
 
         def mask(logits):
           # Rows' ids are read again where they are needed: kept, they would take the registers that are left.
           ids = None
           if q_ids is not None:
-            ids = _load(q_ids.at[batch, rows], _row()), _load(kv_ids.at[batch, pl.ds(j * _BLOCK, _BLOCK)], _column())
-          return _hide(logits, j * _BLOCK, *limits, ids)
+            ids = gpu.load(q_ids.at[batch, rows], gpu.row()), gpu.load(kv_ids.at[batch, pl.ds(j * BLOCK, BLOCK)], gpu.column())
+          return gpu.hide(logits, j * BLOCK, *limits, ids)
 
-        here = _in_loop(warpgroup, j)
+        here = gpu.in_loop(warpgroup, j)
 
         def weigh(*refs):
           for g, ref in zip(maps, refs, strict=True):
@@ -350,36 +292,39 @@ def _forward_kernel(
           for i, (ref, (acc, peak, total)) in enumerate(zip(refs, states, strict=True)):
             logits = plgpu.wgmma_accumulator_load(ref, wait_n=len(maps) - 1 - i)
             if i == len(maps) - 1:
-              plgpu.barrier_arrive(k_free.at[slot])
+              key_ring.release(before + j)
             if _cuts(geometry, q_ids):
               logits = lax.cond((j >= whole_start) & (j < whole_stop), lambda x: x, mask, logits)
             after = jnp.maximum(peak, jnp.max(logits, axis=1))
-            weights = jnp.exp2(logits - _rows(after, logits.shape))
+            weights = jnp.exp2(logits - gpu.rows_of(after, logits.shape))
             shrink = jnp.exp2(peak - after)
-            results.append((acc * _rows(shrink, acc.shape), after, total * shrink + jnp.sum(weights, axis=1), weights.astype(q.dtype)))
+            results.append(
+              (acc * gpu.rows_of(shrink, acc.shape), after, total * shrink + jnp.sum(weights, axis=1), weights.astype(q.dtype))
+            )
           return results
 
-        results = pl.run_scoped(weigh, *[plgpu.ACC((_BLOCK, _BLOCK), jnp.float32) for _ in maps])
-        plgpu.barrier_wait(v_ready.at[slot])
+        results = pl.run_scoped(weigh, *[plgpu.ACC((BLOCK, BLOCK), jnp.float32) for _ in maps])
+        value_ring.wait(before + j)
         accs, peaks, totals, weights = zip(*results, strict=True)
-        accs = _accumulate([(acc, weight, v_smem.at[slot]) for acc, weight in zip(accs, weights, strict=True)])
-        plgpu.barrier_arrive(v_free.at[slot])
+        accs = gpu.accumulate([(acc, weight, v_smem.at[slot]) for acc, weight in zip(accs, weights, strict=True)])
+        value_ring.release(before + j)
         return list(zip(accs, peaks, totals, strict=True))
 
       def skip(j, _, before=before):
-        slot = lax.rem(before + j, jnp.int32(stages))
-        for ready, free in ((k_ready, k_free), (v_ready, v_free)):
-          plgpu.barrier_wait(ready.at[slot])
-          plgpu.barrier_arrive(free.at[slot])
+        key_ring.skip(before + j)
+        value_ring.skip(before + j)
 
-      initial = [(_full((_BLOCK, v.shape[3]), 0, _matrix()), _full((_BLOCK,), HIDDEN, _row()), _full((_BLOCK,), 0, _row())) for _ in maps]
+      initial = [
+        (gpu.full((BLOCK, v.shape[3]), 0, gpu.matrix()), gpu.full((BLOCK,), HIDDEN, gpu.row()), gpu.full((BLOCK,), 0, gpu.row()))
+        for _ in maps
+      ]
       lax.fori_loop(start, own_start, skip, None)
       states = lax.fori_loop(own_start, own_stop, attend, initial)
       lax.fori_loop(own_stop, stop, skip, None)
 
       for g, (acc, peak, total) in reversed(list(zip(maps, states, strict=True))):
         empty = peak <= HIDDEN / 2  # the row saw no key; whatever was added up counts for nothing
-        result = acc * _rows(jnp.where(empty, 0.0, 1 / total), acc.shape)
+        result = acc * gpu.rows_of(jnp.where(empty, 0.0, 1 / total), acc.shape)
         if lse is not None:
           # An empty row's log-sum-exp makes its weights zero in the backward pass.
           lse[batch, head, g, rows] = jnp.where(empty, -HIDDEN, peak + jnp.log(total) * LOG2E)
@@ -387,7 +332,7 @@ def _forward_kernel(
         if g == 1:
           target = out2
         elif G == 2:  # O₂ was rounded first, so that the backward pass, which reads it, agrees
-          result = result - _rows(_load(lam.at[batch, head, rows], _row()), acc.shape) * out_smem[warpgroup].astype(jnp.float32)
+          result = result - gpu.rows_of(gpu.load(lam.at[batch, head, rows], gpu.row()), acc.shape) * out_smem[warpgroup].astype(jnp.float32)
           plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         out_smem[warpgroup] = result.astype(out.dtype)
         if target is not None:
@@ -402,17 +347,15 @@ def _forward_kernel(
 
       @pl.loop(start, stop)
       def _(j, n=n, maps=maps):
-        step, keys = n * (stop - start) + j, pl.ds(j * _BLOCK, _BLOCK)
-        load_keys = lambda slot: [
-          plgpu.copy_gmem_to_smem(k.at[batch, keys, kv_head * M + m], k_smem.at[slot, i], k_ready.at[slot])
-          for i, m in enumerate(_keys_of(maps, M))
+        step, keys = n * (stop - start) + j, pl.ds(j * BLOCK, BLOCK)
+        load_keys = lambda slot, ready: [
+          plgpu.copy_gmem_to_smem(k.at[batch, keys, kv_head * M + m], k_smem.at[slot, i], ready) for i, m in enumerate(_keys_of(maps, M))
         ]
-        load_values = lambda slot: plgpu.copy_gmem_to_smem(v.at[batch, keys, kv_head], v_smem.at[slot], v_ready.at[slot])
-        _fill(step, start, stages, k_free, load_keys)
-        _fill(step, start, stages, v_free, load_values)
+        key_ring.fill(step, start, load_keys)
+        value_ring.fill(step, start, lambda slot, ready: plgpu.copy_gmem_to_smem(v.at[batch, keys, kv_head], v_smem.at[slot], ready))
 
-    for free in (k_free, v_free):
-      _drain(start, start + len(passes) * (stop - start), stages, free)
+    for ring in (key_ring, value_ring):
+      ring.drain(start, start + len(passes) * (stop - start))
 
   pl.when(warpgroup < _CONSUMERS)(consumer)
   pl.when(warpgroup == _CONSUMERS)(producer)
@@ -431,51 +374,49 @@ def _d_q_kernel(
   (owners, G, _, D), M = q_smem.shape, k.shape[2] // v.shape[2]
   kv_head = lax.div(head, jnp.int32(d_out.shape[2] // v.shape[2]))
   tile = lax.axis_index("tiles") * owners
+  key_ring, value_ring = gpu.Ring(k_stages, k_ready, k_free), gpu.Ring(v_stages, v_ready, v_free)
 
   def consumer(maps: Sequence[int]) -> None:
     plgpu.set_max_registers(240, action="increase")
     own = jnp.int32(0) if split else warpgroup
     block = tile + own
     start, stop, own_start, own_stop, whole_start, whole_stop = _scalars(bounds, batch, block)
-    rows = pl.ds(block * _BLOCK, _BLOCK)
+    rows = pl.ds(block * BLOCK, BLOCK)
     limits = _key_limits(geometry, offset, batch, block)
     plgpu.barrier_wait(q_ready.at[own])
 
     def step(j, accs):
-      here = _in_loop(own, j)
-      vector = lambda n: _rows(_load(vectors.at[batch, head, n, rows], _row()), (_BLOCK, _BLOCK))
-      k_slot, v_slot = lax.rem(j, jnp.int32(k_stages)), lax.rem(j, jnp.int32(v_stages))
-      plgpu.barrier_wait(v_ready.at[v_slot])
-      d_weights = _product(d_out_smem.at[here], v_smem.at[v_slot].T)  # dP, shared by the maps
-      plgpu.barrier_arrive(v_free.at[v_slot])
-      plgpu.barrier_wait(k_ready.at[k_slot])
+      here = gpu.in_loop(own, j)
+      vector = lambda n: gpu.rows_of(gpu.load(vectors.at[batch, head, n, rows], gpu.row()), (BLOCK, BLOCK))
+      d_weights = gpu.product(d_out_smem.at[here], v_smem.at[value_ring.wait(j)].T)  # dP, shared by the maps
+      value_ring.release(j)
+      slot = key_ring.wait(j)
 
       def mask(logits):
         ids = None
         if q_ids is not None:
-          ids = _load(q_ids.at[batch, rows], _row()), _load(kv_ids.at[batch, pl.ds(j * _BLOCK, _BLOCK)], _column())
-        return _hide(logits, j * _BLOCK, *limits, ids)
+          ids = gpu.load(q_ids.at[batch, rows], gpu.row()), gpu.load(kv_ids.at[batch, pl.ds(j * BLOCK, BLOCK)], gpu.column())
+        return gpu.hide(logits, j * BLOCK, *limits, ids)
 
       for n, g in enumerate(maps):
-        keys = k_smem.at[k_slot * M + g % M]
-        logits = _product(q_smem.at[here, g], keys.T)
+        keys = k_smem.at[slot * M + g % M]
+        logits = gpu.product(q_smem.at[here, g], keys.T)
         if _cuts(geometry, q_ids):
           logits = lax.cond((j >= whole_start) & (j < whole_stop), lambda x: x, mask, logits)
         weights = jnp.exp2(logits - vector(g))
         if g == 1:
           weights *= -vector(2 * G)
         d_logits = weights * (d_weights - vector(G + g))
-        [accs[n]] = _accumulate([(accs[n], d_logits.astype(q.dtype), keys)])
-      plgpu.barrier_arrive(k_free.at[k_slot])
+        [accs[n]] = gpu.accumulate([(accs[n], d_logits.astype(q.dtype), keys)])
+      key_ring.release(j)
       return accs
 
     def skip(j, _):
-      for ready, free, stages in ((v_ready, v_free, v_stages), (k_ready, k_free, k_stages)):
-        plgpu.barrier_wait(ready.at[lax.rem(j, jnp.int32(stages))])
-        plgpu.barrier_arrive(free.at[lax.rem(j, jnp.int32(stages))])
+      value_ring.skip(j)
+      key_ring.skip(j)
 
     lax.fori_loop(start, own_start, skip, None)
-    accs = lax.fori_loop(own_start, own_stop, step, [_full((_BLOCK, D), 0, _matrix()) for _ in maps])
+    accs = lax.fori_loop(own_start, own_stop, step, [gpu.full((BLOCK, D), 0, gpu.matrix()) for _ in maps])
     lax.fori_loop(own_stop, stop, skip, None)
     for g, acc in zip(maps, accs, strict=True):
       q_smem[own, g] = (acc * scale).astype(q.dtype)
@@ -488,23 +429,22 @@ def _d_q_kernel(
     plgpu.set_max_registers(24, action="decrease")
     start, stop = _scalars(bounds, batch, tile)[:2]
     for own in range(owners):
-      rows = pl.ds((tile + own) * _BLOCK, _BLOCK)
+      rows = pl.ds((tile + own) * BLOCK, BLOCK)
       for g in range(G):
         plgpu.copy_gmem_to_smem(q.at[batch, rows, head * G + g], q_smem.at[own, g], q_ready.at[own])
       plgpu.copy_gmem_to_smem(d_out.at[batch, rows, head], d_out_smem.at[own], q_ready.at[own])
 
     @pl.loop(start, stop)
     def _(j):
-      keys = pl.ds(j * _BLOCK, _BLOCK)
-      load_values = lambda slot: plgpu.copy_gmem_to_smem(v.at[batch, keys, kv_head], v_smem.at[slot], v_ready.at[slot])
-      load_keys = lambda slot: [
-        plgpu.copy_gmem_to_smem(k.at[batch, keys, kv_head * M + m], k_smem.at[slot * M + m], k_ready.at[slot]) for m in range(M)
+      keys = pl.ds(j * BLOCK, BLOCK)
+      load_keys = lambda slot, ready: [
+        plgpu.copy_gmem_to_smem(k.at[batch, keys, kv_head * M + m], k_smem.at[slot * M + m], ready) for m in range(M)
       ]
-      _fill(j, start, v_stages, v_free, load_values)
-      _fill(j, start, k_stages, k_free, load_keys)
+      value_ring.fill(j, start, lambda slot, ready: plgpu.copy_gmem_to_smem(v.at[batch, keys, kv_head], v_smem.at[slot], ready))
+      key_ring.fill(j, start, load_keys)
 
-    _drain(start, stop, v_stages, v_free)
-    _drain(start, stop, k_stages, k_free)
+    value_ring.drain(start, stop)
+    key_ring.drain(start, stop)
 
   if split:
     for g in range(G):
@@ -527,6 +467,7 @@ def _d_kv_kernel(
   (owners, M, _, D), V = k_smem.shape, v_smem.shape[2]
   R, G = d_out.shape[2] // v.shape[2], q.shape[2] // d_out.shape[2]
   tile = lax.axis_index("tiles") * owners
+  query_ring, d_out_ring = gpu.Ring(stages, q_ready, q_free), gpu.Ring(stages, d_out_ready, d_out_free)
 
   def consumer(wants_k: bool, wants_v: bool) -> None:
     plgpu.set_max_registers(240, action="increase")
@@ -538,25 +479,25 @@ def _d_kv_kernel(
 
     def step(r, i, accs):
       d_k_accs, d_v_acc = accs
-      here = _in_loop(own, i)
-      slot = lax.rem(r * (stop - start) + i, jnp.int32(stages))
-      plgpu.barrier_wait(q_ready.at[slot])
-      plgpu.barrier_wait(d_out_ready.at[slot])
-      vector = lambda n: _columns(plgpu.load(vectors_smem.at[slot, n], layout=_column()), (_BLOCK, _BLOCK))
+      here = gpu.in_loop(own, i)
+      turn = r * (stop - start) + i
+      slot = query_ring.wait(turn)
+      d_out_ring.wait(turn)
+      vector = lambda n: gpu.columns_of(plgpu.load(vectors_smem.at[slot, n], layout=gpu.column()), (BLOCK, BLOCK))
 
       def mask(logits):
-        first = i * _BLOCK + (geometry.q_offset if offset is None else offset[batch])
+        first = i * BLOCK + (geometry.q_offset if offset is None else offset[batch])
         ids = None
         if q_ids is not None:
-          keys, queries = pl.ds(block * _BLOCK, _BLOCK), pl.ds(i * _BLOCK, _BLOCK)
-          ids = _load(kv_ids.at[batch, keys], _row()), _load(q_ids.at[batch, queries], _column())
-        return _hide(logits, first, *limits, ids)
+          keys, queries = pl.ds(block * BLOCK, BLOCK), pl.ds(i * BLOCK, BLOCK)
+          ids = gpu.load(kv_ids.at[batch, keys], gpu.row()), gpu.load(q_ids.at[batch, queries], gpu.column())
+        return gpu.hide(logits, first, *limits, ids)
 
-      d_weights = _product(v_smem.at[here], d_out_smem.at[slot].T) if wants_k else None  # dP, shared by the maps
+      d_weights = gpu.product(v_smem.at[here], d_out_smem.at[slot].T) if wants_k else None  # dP, shared by the maps
       combined: Any = None  # A₁ − λA₂
       for g in range(G):
         queries = q_smem.at[slot * G + g]
-        logits = _product(k_smem.at[here, g % M], queries.T)
+        logits = gpu.product(k_smem.at[here, g % M], queries.T)
         if limits != (None, None) or q_ids is not None:
           logits = lax.cond((i >= whole_start) & (i < whole_stop), lambda x: x, mask, logits)
         weights = jnp.exp2(logits - vector(g))
@@ -566,19 +507,17 @@ def _d_kv_kernel(
           combined = weights if combined is None else combined + weights
         if wants_k:
           d_logits = (weights * (d_weights - vector(G + g))).astype(q.dtype)
-          [d_k_accs[g % M]] = _accumulate([(d_k_accs[g % M], d_logits, queries)])
+          [d_k_accs[g % M]] = gpu.accumulate([(d_k_accs[g % M], d_logits, queries)])
       plgpu.commit_smem()  # the vectors were read without wgmma: before TMA writes there again
-      plgpu.barrier_arrive(q_free.at[slot])
+      query_ring.release(turn)
       if wants_v:
-        [d_v_acc] = _accumulate([(d_v_acc, combined.astype(q.dtype), d_out_smem.at[slot])])
-      plgpu.barrier_arrive(d_out_free.at[slot])
+        [d_v_acc] = gpu.accumulate([(d_v_acc, combined.astype(q.dtype), d_out_smem.at[slot])])
+      d_out_ring.release(turn)
       return d_k_accs, d_v_acc
 
     def skip(r, i):
-      slot = lax.rem(r * (stop - start) + i, jnp.int32(stages))
-      for ready, free in ((q_ready, q_free), (d_out_ready, d_out_free)):
-        plgpu.barrier_wait(ready.at[slot])
-        plgpu.barrier_arrive(free.at[slot])
+      for ring in (query_ring, d_out_ring):
+        ring.skip(r * (stop - start) + i)
 
     def one_head(r, accs):
       lax.fori_loop(start, own_start, lambda i, _: skip(r, i), None)
@@ -586,7 +525,7 @@ def _d_kv_kernel(
       lax.fori_loop(own_stop, stop, lambda i, _: skip(r, i), None)
       return accs
 
-    zeros = lambda width: _full((_BLOCK, width), 0, _matrix())
+    zeros = lambda width: gpu.full((BLOCK, width), 0, gpu.matrix())
     d_k_accs, d_v_acc = lax.fori_loop(0, R, one_head, ([zeros(D) for _ in range(M * wants_k)], zeros(V) if wants_v else None))
     if split:  # the other one may still read what the gradients overwrite
       plgpu.barrier_arrive(finished)
@@ -596,7 +535,7 @@ def _d_kv_kernel(
     if wants_v:
       v_smem[own] = d_v_acc.astype(q.dtype)
     plgpu.commit_smem()
-    keys = pl.ds(block * _BLOCK, _BLOCK)
+    keys = pl.ds(block * BLOCK, BLOCK)
     for m in range(len(d_k_accs)):
       plgpu.copy_smem_to_gmem(k_smem.at[own, m], d_k.at[batch, keys, kv_head * M + m])
     if wants_v:
@@ -607,7 +546,7 @@ def _d_kv_kernel(
     plgpu.set_max_registers(24, action="decrease")
     start, stop = _scalars(bounds, batch, tile)[:2]
     for own in range(owners):
-      keys = pl.ds((tile + own) * _BLOCK, _BLOCK)
+      keys = pl.ds((tile + own) * BLOCK, BLOCK)
       for m in range(M):
         plgpu.copy_gmem_to_smem(k.at[batch, keys, kv_head * M + m], k_smem.at[own, m], kv_ready.at[own])
       plgpu.copy_gmem_to_smem(v.at[batch, keys, kv_head], v_smem.at[own], kv_ready.at[own])
@@ -618,19 +557,18 @@ def _d_kv_kernel(
 
       @pl.loop(start, stop)
       def _(i):
-        step, rows = r * (stop - start) + i, pl.ds(i * _BLOCK, _BLOCK)
+        turn, rows = r * (stop - start) + i, pl.ds(i * BLOCK, BLOCK)
 
-        def load_queries(slot):
+        def load_queries(slot, ready):
           for g in range(G):
-            plgpu.copy_gmem_to_smem(q.at[batch, rows, head * G + g], q_smem.at[slot * G + g], q_ready.at[slot])
-          plgpu.copy_gmem_to_smem(vectors.at[batch, head, :, rows], vectors_smem.at[slot], q_ready.at[slot])
+            plgpu.copy_gmem_to_smem(q.at[batch, rows, head * G + g], q_smem.at[slot * G + g], ready)
+          plgpu.copy_gmem_to_smem(vectors.at[batch, head, :, rows], vectors_smem.at[slot], ready)
 
-        load_d_out = lambda slot: plgpu.copy_gmem_to_smem(d_out.at[batch, rows, head], d_out_smem.at[slot], d_out_ready.at[slot])
-        _fill(step, start, stages, q_free, load_queries)
-        _fill(step, start, stages, d_out_free, load_d_out)
+        query_ring.fill(turn, start, load_queries)
+        d_out_ring.fill(turn, start, lambda slot, ready: plgpu.copy_gmem_to_smem(d_out.at[batch, rows, head], d_out_smem.at[slot], ready))
 
-    for free in (q_free, d_out_free):
-      _drain(start, start + R * (stop - start), stages, free)
+    for ring in (query_ring, d_out_ring):
+      ring.drain(start, start + R * (stop - start))
 
   if split:
     pl.when(warpgroup == 0)(lambda: consumer(True, False))
@@ -640,67 +578,16 @@ def _d_kv_kernel(
   pl.when(warpgroup == _CONSUMERS)(producer)
 
 
-def _fill(step, first, stages: int, free, load) -> None:
-  """Loads into the slot of a step, once it is free; steps are counted from `first`."""
-  slot = lax.rem(step, jnp.int32(stages))
-  pl.when(step - first >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-  load(slot)
-
-
-def _drain(first, stop, stages: int, free) -> None:
-  """Waits until the last slots were freed, so that every phase of the barriers is observed."""
-
-  @pl.loop(lax.max(stop - stages, first), stop)
-  def _(step):
-    plgpu.barrier_wait(free.at[lax.rem(step, jnp.int32(stages))])
-
-
-def _in_loop(index, step):
-  """The index, as the compiler cannot know in a loop of fewer than 2³⁰ steps.
-
-  What does not change in a loop is computed before it, and kept: for wgmma the address of each 16 columns of an operand that stays, in two
-  registers each, which are better used for sums.
-  """
-  return index + lax.shift_right_logical(step, jnp.int32(30))
-
-
-def _product(a, b) -> jax.Array:
-  """a·b, both in shared memory."""
-
-  def multiply(ref):
-    plgpu.wgmma(ref, a, b)
-    return ref[...]
-
-  return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
-
-
-def _accumulate(products: Sequence[tuple[jax.Array, jax.Array, Any]]) -> Sequence[jax.Array]:
-  """acc + a·b for each (acc, a, b), a in registers and b in shared memory; all are in flight at once.
-
-  Where b is one of several in a buffer, its index must be traced: `pl.run_state` takes no numbers in.
-  """
-  if _interpret.get() is not None:  # the interpreter takes neither accumulators with a value nor `a` in registers
-    sums = [acc + jnp.dot(a, b[...], preferred_element_type=jnp.float32) for acc, a, b in products]
-    plgpu.commit_smem()  # b was read without wgmma: before TMA writes there again
-    return sums
-
-  def multiply(refs):
-    for ref, (_, a, b) in zip(refs, products, strict=True):
-      plgpu.wgmma(ref, a, b)
-
-  return pl.run_state(multiply)(tuple(plgpu.ACC.init(acc) for acc, _, _ in products))
-
-
 def _cuts(geometry: Geometry, q_ids) -> bool:
   """Whether the mask can cut a block at all."""
-  return q_ids is not None or geometry.causal or geometry.window is not None or geometry.kv_length % _BLOCK > 0
+  return q_ids is not None or geometry.causal or geometry.window is not None or geometry.kv_length % BLOCK > 0
 
 
 def _key_limits(geometry: Geometry, offset, batch, block):
   """First and last key that the queries of a block see, by position: numbers, or one a row."""
   positions: Any = 0
   if geometry.causal or geometry.window is not None:  # what is not used has no layout
-    positions = _iota(_row()) + (block * _BLOCK + (geometry.q_offset if offset is None else offset[batch]))
+    positions = gpu.iota(gpu.row()) + (block * BLOCK + (geometry.q_offset if offset is None else offset[batch]))
   return geometry.keys_of(positions, positions)
 
 
@@ -708,23 +595,8 @@ def _query_limits(geometry: Geometry, block):
   """First and last query that see the keys of a block, by position: one a row, or None. Who sees padding does not matter."""
   if not geometry.causal and geometry.window is None:
     return None, None
-  keys, reach = _iota(_row()) + block * _BLOCK, (geometry.window or 1) - 1
+  keys, reach = gpu.iota(gpu.row()) + block * BLOCK, (geometry.window or 1) - 1
   return keys if geometry.causal else keys - reach, None if geometry.window is None else keys + reach
-
-
-def _hide(logits: jax.Array, start, first, last, ids) -> jax.Array:
-  """Logits but for columns `first` to `last`, where the first column is `start`; `ids` of rows and columns must agree."""
-  # Compared with limits a row, columns take a register each; the mask of distances would take one an element, in every turn of the loop.
-  columns = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=_matrix())
-  limit = lambda x: x - start if isinstance(x, int) else _rows(x - start, logits.shape)
-  conditions = []
-  if last is not None:
-    conditions.append(columns <= limit(last))
-  if first is not None and not (isinstance(first, int) and first == 0):
-    conditions.append(columns >= limit(first))
-  if ids is not None:
-    conditions.append(_rows(ids[0], logits.shape) == _columns(ids[1], logits.shape))
-  return jnp.where(functools.reduce(jnp.logical_and, conditions), logits, HIDDEN)
 
 
 def _scalars(table, batch, block) -> list[jax.Array]:
@@ -734,49 +606,6 @@ def _scalars(table, batch, block) -> list[jax.Array]:
 def _keys_of(maps: Sequence[int], M: int) -> list[int]:
   """The key maps that these maps meet."""
   return sorted({g % M for g in maps})
-
-
-def _tiled(shape: tuple[int, ...], dtype: Any):
-  """Shared memory as TMA and wgmma want it: tiles of 8 rows of 128 bytes, swizzled."""
-  return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, _BLOCK)), plgpu.SwizzleTransform(128)))
-
-
-def _stages(fixed_bytes: int, slot_bytes: int) -> int:
-  return min(_MOST_STAGES, (_SMEM_BYTES - fixed_bytes) // slot_bytes)
-
-
-def _matrix():
-  return plgpu.Layout.WGMMA
-
-
-def _row():
-  """One value a row of a matrix."""
-  return plgpu.Layout.WGMMA.reduce(1)
-
-
-def _column():
-  """One value a column of a matrix."""
-  return plgpu.Layout.WGMMA.reduce(0)
-
-
-def _rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  return lax.broadcast_in_dim(x, shape, [0])
-
-
-def _columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  return lax.broadcast_in_dim(x, shape, [1])
-
-
-def _full(shape: tuple[int, ...], value: float, layout) -> jax.Array:
-  return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-
-def _iota(layout) -> jax.Array:
-  return plgpu.broadcasted_iota(jnp.int32, (_BLOCK,), 0, layout=layout)
-
-
-def _load(ref, layout) -> jax.Array:
-  return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def _variant(G: int, M: int) -> str:

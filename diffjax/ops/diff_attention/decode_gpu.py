@@ -1,0 +1,121 @@
+"""Decoding on Hopper GPUs: the new token of each row against its cache, keys and values read once (Pallas, Mosaic GPU).
+
+The queries of all heads that share a key head, map after map, are the rows of one product with a block of keys, and their weights those of
+one product with its values. What a row sees of its cache is shared out evenly over `splits` thread blocks, so that few rows with long
+caches still occupy the whole chip; their sums are put together outside.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from diffjax.ops.diff_attention import gpu
+from diffjax.ops.diff_attention.gpu import BLOCK, plgpu
+from diffjax.ops.diff_attention.schedule import pad
+from diffjax.ops.diff_attention.tpu import HIDDEN, round_up
+from diffjax.ops.varying import vary_like
+
+_THREAD_BLOCKS = 264  # wanted at least: two for each of the chip's 132 multiprocessors
+_LEAST_KEYS = 256  # of a split: with fewer, writing its sums would cost as much as reading its keys
+
+
+def attend(
+  q: Float[Array, "B K N X"], k: Float[Array, "B K S X"], v: Float[Array, "B K S V"], lengths: Int[Array, "B"], *, window: int | None
+) -> Float[Array, "B K N V"]:
+  """softmax(qkᵀ)v over the keys that each row of the batch sees, for N ≤ 64 queries a key head, which carry scale·log₂e.
+
+  Zero for a row that sees no key. S, X and V should be multiples of 64: else the cache is copied for every token.
+  """
+  (B, K, N, _), V = q.shape, v.shape[-1]
+  k, v = (pad(pad(x, 2, round_up(x.shape[2], BLOCK)), 3, round_up(x.shape[3], BLOCK)) for x in (k, v))
+  q = pad(pad(q, 2, BLOCK), 3, k.shape[3])
+  seen = round_up(k.shape[2] if window is None else min(k.shape[2], window + BLOCK), BLOCK)
+  splits = max(1, min(-(-_THREAD_BLOCKS // (B * K)), seen // _LEAST_KEYS))
+  lengths, q, k, v = (vary_like(x, lengths, q, k, v) for x in (lengths, q, k, v))
+  stages = gpu.stages(2 * BLOCK * q.shape[3], 2 * BLOCK * (k.shape[3] + v.shape[3]))
+  parts = (B, K, splits, BLOCK)
+  sums, peaks, totals = gpu.call(
+    functools.partial(_kernel, window, stages),
+    "diff_attention_decode",
+    interpret=gpu.interpret_mode.get(),
+    grid=(splits, K, B),
+    grid_names=("splits", "heads", "batch"),
+    warpgroups=2,
+    outputs=(((*parts, v.shape[3]), jnp.float32), (parts, jnp.float32), (parts, jnp.float32)),
+    like=q,
+    scratch=dict(
+      q_smem=gpu.tiled((BLOCK, q.shape[3]), q.dtype),
+      k_smem=gpu.tiled((stages, BLOCK, k.shape[3]), k.dtype),
+      v_smem=gpu.tiled((stages, BLOCK, v.shape[3]), v.dtype),
+      q_ready=plgpu.Barrier(),
+      ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+      free=plgpu.Barrier(num_barriers=stages),
+    ),
+  )(q, k, v, lengths)
+  peak = jnp.max(peaks, axis=2, keepdims=True)
+  shares = jnp.exp2(peaks - peak)
+  total = jnp.sum(totals * shares, axis=2)[..., None]
+  out = jnp.sum(sums * shares[..., None], axis=2) / jnp.where(total == 0, 1.0, total)
+  return out[:, :, :N, :V]
+
+
+def _kernel(window, stages: int, q, k, v, lengths, sums, peaks, totals, *, q_smem, k_smem, v_smem, q_ready, ready, free):
+  split, head, batch = lax.axis_index("splits"), lax.axis_index("heads"), lax.axis_index("batch")
+  ring, length = gpu.Ring(stages, ready, free), lengths[batch]
+  first = 0 if window is None else lax.max(length - window, jnp.int32(0))
+  first_block, stop_block = first // BLOCK, lax.div(length + (BLOCK - 1), jnp.int32(BLOCK))
+  share = lax.div(stop_block - first_block + (sums.shape[2] - 1), jnp.int32(sums.shape[2]))
+  start = lax.min(first_block + split * share, stop_block)
+  stop = lax.min(start + share, stop_block)
+
+  def consumer() -> None:
+    plgpu.copy_gmem_to_smem(q.at[batch, head], q_smem, q_ready)
+    plgpu.barrier_wait(q_ready)
+
+    def step(j, state):
+      acc, peak, total = state
+      slot, start = ring.wait(j), j * BLOCK
+      cut = (start < first) | (start + BLOCK > length)
+      logits = gpu.product(q_smem, k_smem.at[slot].T)
+      logits = lax.cond(cut, lambda x: gpu.hide(x, start, first, length - 1), lambda x: x, logits)
+
+      @pl.when(cut)
+      def _():
+        # Hidden values may be anything, and 0·NaN is NaN.
+        values = plgpu.load(v_smem.at[slot], layout=gpu.matrix())
+        position = gpu.rows_of(gpu.iota(gpu.row()), values.shape) + start
+        v_smem[slot] = jnp.where((position >= first) & (position < length), values, 0)
+        plgpu.commit_smem()
+
+      after = jnp.maximum(peak, jnp.max(logits, axis=1))
+      weights, shrink = jnp.exp2(logits - gpu.rows_of(after, logits.shape)), jnp.exp2(peak - after)
+      total = total * shrink + jnp.sum(weights, axis=1)
+      [acc] = gpu.accumulate([(acc * gpu.rows_of(shrink, acc.shape), weights.astype(v.dtype), v_smem.at[slot])])
+      ring.release(j)
+      return acc, after, total
+
+    vector = lambda value: gpu.full((BLOCK,), value, gpu.row())
+    state = gpu.full((BLOCK, v.shape[3]), 0, gpu.matrix()), vector(HIDDEN), vector(0)
+    for target, value in zip((sums, peaks, totals), lax.fori_loop(start, stop, step, state), strict=True):
+      target[batch, head, split] = value
+
+  def producer() -> None:
+    def load(slot, ready, j):
+      keys = pl.ds(j * BLOCK, BLOCK)
+      plgpu.copy_gmem_to_smem(k.at[batch, head, keys], k_smem.at[slot], ready)
+      plgpu.copy_gmem_to_smem(v.at[batch, head, keys], v_smem.at[slot], ready)
+
+    @pl.loop(start, stop)
+    def _(j):
+      ring.fill(j, start, functools.partial(load, j=j))
+
+    ring.drain(start, stop)
+
+  warpgroup = lax.axis_index("warpgroup")
+  pl.when(warpgroup == 0)(consumer)
+  pl.when(warpgroup == 1)(producer)

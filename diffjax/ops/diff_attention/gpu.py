@@ -1,0 +1,217 @@
+"""What the Hopper kernels share: what they need, the interpreter, rings of slots in shared memory, products and masks."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
+
+from diffjax.ops.diff_attention.tpu import HIDDEN
+
+plgpu: Any = mosaic_gpu  # untyped: older JAX, on which the kernels only refuse, has another API
+
+BLOCK = 64  # queries of a warpgroup, which is the height of a wgmma, and keys of a block
+_SMEM_BYTES = 232_448 - 1024  # what a thread block may use, less what barriers take
+_MOST_STAGES = 4
+
+interpret_mode: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=None)
+
+
+@contextlib.contextmanager
+def interpreted(params: Any = None) -> Iterator[None]:
+  """Within it the kernels run in Pallas's interpreter of Mosaic GPU, on any backend: for tests. `params`: a `plgpu.InterpretGPUParams`."""
+  token = interpret_mode.set(plgpu.InterpretGPUParams() if params is None else params)
+  try:
+    yield
+  finally:
+    interpret_mode.reset(token)
+
+
+def refusal() -> str | None:
+  """Why the kernels cannot run in this program, if so: what they need, and what there is."""
+  if jax.__version_info__ < (0, 11, 2):
+    return f"needs JAX 0.11.2 or newer, and this is {jax.__version__}"
+  if interpret_mode.get() is not None:
+    return None
+  needed = "needs a Hopper GPU (compute capability 9.0)"
+  abstract = jax.sharding.get_abstract_mesh().abstract_device  # set when compiling ahead of time, and knows the name only
+  device = jax.devices()[0]
+  if abstract is not None and abstract.device_kind != device.device_kind:
+    return None if re.search(r"\bG?H(20|100|200|800)\b", abstract.device_kind) else f"{needed}, and this is {abstract.device_kind}"
+  if device.platform != "gpu":
+    return f"{needed}, and the backend is {jax.default_backend()!r}"
+  return None if device.compute_capability == "9.0" else f"{needed}, and this is {device.device_kind}, {device.compute_capability}"
+
+
+def takes(q: jax.Array, v: jax.Array) -> bool:
+  """Whether the kernels take arrays of such dtypes and widths."""
+  return q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] <= 128 and v.shape[-1] <= 256
+
+
+def call(function, name: str, *, interpret, grid, grid_names, warpgroups: int, outputs, scratch, like):
+  """`plgpu.kernel` over a grid, with outputs as (shape, dtype) or None."""
+  varying = jax.typeof(like).manual_axis_type
+
+  def body(*refs, **scratch):
+    token = interpret_mode.set(interpret)  # a backward pass may be traced outside of `interpreted`
+    try:
+      function(*refs, **scratch)
+    finally:
+      interpret_mode.reset(token)
+
+  return plgpu.kernel(
+    body,
+    out_type=tuple(None if x is None else jax.ShapeDtypeStruct(*x, manual_axis_type=varying) for x in outputs),
+    scratch_types=scratch,
+    grid=grid,
+    grid_names=grid_names,
+    num_threads=warpgroups,
+    thread_name="warpgroup",
+    compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+    interpret=interpret,
+    kernel_name=name,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+  """Slots in shared memory that one warpgroup fills and others read and free, with a barrier each way for every slot."""
+
+  stages: int
+  ready: Any
+  free: Any
+
+  def slot(self, step):
+    return lax.rem(step, jnp.int32(self.stages))
+
+  def wait(self, step):
+    """The slot of a step, once it is filled."""
+    plgpu.barrier_wait(self.ready.at[self.slot(step)])
+    return self.slot(step)
+
+  def release(self, step) -> None:
+    plgpu.barrier_arrive(self.free.at[self.slot(step)])
+
+  def skip(self, step) -> None:
+    self.wait(step)
+    self.release(step)
+
+  def fill(self, step, first, load: Callable[[Any, Any], Any]) -> None:
+    """Calls load(slot, its barrier) for the slot of a step, once it is free; steps are counted from `first`."""
+    slot = self.slot(step)
+    pl.when(step - first >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[slot]))
+    load(slot, self.ready.at[slot])
+
+  def drain(self, first, stop) -> None:
+    """Waits until the last slots were freed, so that every phase of the barriers is observed."""
+
+    @pl.loop(lax.max(stop - self.stages, first), stop)
+    def _(step):
+      plgpu.barrier_wait(self.free.at[self.slot(step)])
+
+
+def stages(fixed_bytes: int, slot_bytes: int) -> int:
+  """How many slots fit into shared memory beside what stays there."""
+  return min(_MOST_STAGES, (_SMEM_BYTES - fixed_bytes) // slot_bytes)
+
+
+def tiled(shape: tuple[int, ...], dtype: Any):
+  """Shared memory as TMA and wgmma want it: tiles of 8 rows of 128 bytes, swizzled."""
+  return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(128)))
+
+
+def in_loop(index, step):
+  """The index, as the compiler cannot know in a loop of fewer than 2³⁰ steps.
+
+  What does not change in a loop is computed before it, and kept: for wgmma the address of each 16 columns of an operand that stays, in two
+  registers each, which are better used for sums.
+  """
+  return index + lax.shift_right_logical(step, jnp.int32(30))
+
+
+def product(a, b) -> jax.Array:
+  """a·b, both in shared memory."""
+
+  def multiply(ref):
+    plgpu.wgmma(ref, a, b)
+    return ref[...]
+
+  return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def accumulate(products: Sequence[tuple[jax.Array, jax.Array, Any]]) -> Sequence[jax.Array]:
+  """acc + a·b for each (acc, a, b), a in registers and b in shared memory; all are in flight at once.
+
+  Where b is one of several in a buffer, its index must be traced: `pl.run_state` takes no numbers in.
+  """
+  if interpret_mode.get() is not None:  # the interpreter takes neither accumulators with a value nor `a` in registers
+    sums = [acc + jnp.dot(a, b[...], preferred_element_type=jnp.float32) for acc, a, b in products]
+    plgpu.commit_smem()  # b was read without wgmma: before TMA writes there again
+    return sums
+
+  def multiply(refs):
+    for ref, (_, a, b) in zip(refs, products, strict=True):
+      plgpu.wgmma(ref, a, b)
+
+  return pl.run_state(multiply)(tuple(plgpu.ACC.init(acc) for acc, _, _ in products))
+
+
+def hide(logits: jax.Array, start, first, last, ids=None) -> jax.Array:
+  """Logits but for columns `first` to `last`, where the first column is `start`; `ids` of rows and columns must agree."""
+  # Compared with limits a row, columns take a register each; the mask of distances would take one an element, in every turn of the loop.
+  columns = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=matrix())
+  limit = lambda x: rows_of(x - start, logits.shape) if getattr(x, "ndim", 0) else x - start
+  conditions = []
+  if last is not None:
+    conditions.append(columns <= limit(last))
+  if first is not None and not (isinstance(first, int) and first == 0):
+    conditions.append(columns >= limit(first))
+  if ids is not None:
+    conditions.append(rows_of(ids[0], logits.shape) == columns_of(ids[1], logits.shape))
+  return jnp.where(functools.reduce(jnp.logical_and, conditions), logits, HIDDEN)
+
+
+def matrix():
+  return plgpu.Layout.WGMMA
+
+
+def row():
+  """One value a row of a matrix."""
+  return plgpu.Layout.WGMMA.reduce(1)
+
+
+def column():
+  """One value a column of a matrix."""
+  return plgpu.Layout.WGMMA.reduce(0)
+
+
+def rows_of(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  """One value a row, in all columns."""
+  return lax.broadcast_in_dim(x, shape, [0])
+
+
+def columns_of(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  """One value a column, in all rows."""
+  return lax.broadcast_in_dim(x, shape, [1])
+
+
+def full(shape: tuple[int, ...], value: float, layout) -> jax.Array:
+  return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def iota(layout) -> jax.Array:
+  return plgpu.broadcasted_iota(jnp.int32, (BLOCK,), 0, layout=layout)
+
+
+def load(ref, layout) -> jax.Array:
+  return plgpu.load(ref, layout=layout, optimized=False)
