@@ -63,7 +63,7 @@ def test_readme_module():
 
 def test_the_gpu_benchmark_needs_little():
   """A machine with a GPU may have JAX, flax and optax, and little else."""
-  absent = "ml_collections grain tensorboardX orbax tiktoken tokenizers rich matplotlib tensorflow_datasets array_record pyarrow zstandard"
+  absent = "ml_collections grain tensorboardX orbax tiktoken tokenizers matplotlib tensorflow_datasets array_record pyarrow zstandard"
   code = f"import sys; sys.modules.update(dict.fromkeys({absent.split()})); import benchmarks.gpu; benchmarks.gpu.main()"
   result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
   assert result.stderr.strip() == "error: this times a GPU, and the backend is 'cpu'" and result.returncode == 1

@@ -47,7 +47,6 @@ def attend(
     grid_names=("splits", "heads", "batch"),
     warpgroups=2,
     outputs=(((*parts, v.shape[3]), jnp.float32), (parts, jnp.float32), (parts, jnp.float32)),
-    like=q,
     scratch=dict(
       q_smem=gpu.tiled((BLOCK, q.shape[3]), q.dtype),
       k_smem=gpu.tiled((stages, BLOCK, k.shape[3]), k.dtype),
