@@ -60,6 +60,8 @@ class Plan:
   available: int | None
   # Received in a step, by mesh axes and kind; nothing where it does not fit
   received: dict[tuple[tuple[str, ...], str], float]
+  # Names of our Pallas kernels in it
+  kernels: tuple[str, ...]
   # Of compilation
   seconds: float
 
@@ -127,7 +129,7 @@ def _compile(config: Config, topology: str, slices: int) -> Plan:
   mesh = make_mesh(config.mesh, devices)
   lowered, state = lower_train_step(config, mesh)
   parameters, optimizer = (_shard_bytes(tree) * a_chip for tree in (state.params, state.opt_state))
-  temporaries = program = available = 0
+  temporaries, program, available, kernels = 0, 0, 0, ()
   received: dict[tuple[tuple[str, ...], str], float] = collections.defaultdict(float)
   start = time.perf_counter()
   try:
@@ -137,13 +139,25 @@ def _compile(config: Config, topology: str, slices: int) -> Plan:
     needed, available = needed * a_chip, available * a_chip
     temporaries = needed if of_temporaries else needed - parameters - optimizer
   else:
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
+    text = compiled.as_text() or ""
+    kernels = tuple(sorted(set(re.findall(r"diff_attention_[a-z]+_[a-z0-9]+", text))))
     program, temporaries = memory.generated_code_size_in_bytes * a_chip, memory.temp_size_in_bytes * a_chip
-    for collective in collectives(compiled.as_text() or "", mesh.shape):
+    for collective in collectives(text, mesh.shape):
       received[collective.axes, collective.kind] += collective.bytes * collective.times * a_chip
   seconds = time.perf_counter() - start
   return Plan(
-    chips, devices[0].device_kind, dict(mesh.shape), parameters, optimizer, temporaries, program, available or None, dict(received), seconds
+    chips,
+    devices[0].device_kind,
+    dict(mesh.shape),
+    parameters,
+    optimizer,
+    temporaries,
+    program,
+    available or None,
+    dict(received),
+    kernels,
+    seconds,
   )
 
 
@@ -186,6 +200,7 @@ def _report(config: Config, topology: str, plan: Plan) -> None:
     print(f"; at least {flops / math.prod(plan.mesh.values()) / peak:.3g} s at the chip's peak", end="")
   print()
   if plan.available is None:
+    print(f"attention kernels: {', '.join(plan.kernels) or 'none'}")
     print("received in a step, GiB a chip" if plan.received else "nothing is sent between devices")
     for crossed in sorted({crossed for crossed, _ in plan.received}):
       kinds = {kind: size for (axes_of_kind, kind), size in sorted(plan.received.items()) if axes_of_kind == crossed}
