@@ -52,6 +52,8 @@ class Plan:
   mesh: dict[str, int]
   parameters: int
   optimizer: int
+  # With what layouts pad all three by
+  batch: int
   # All that is alive only inside the step: activations, gradients, gathered parameters
   temporaries: int
   # The machine code
@@ -67,7 +69,7 @@ class Plan:
 
   @property
   def total(self) -> int:
-    return self.parameters + self.optimizer + self.temporaries + self.program
+    return self.parameters + self.optimizer + self.batch + self.temporaries + self.program
 
 
 def main(config: Config) -> None:
@@ -129,7 +131,7 @@ def _compile(config: Config, topology: str, slices: int) -> Plan:
   mesh = make_mesh(config.mesh, devices)
   lowered, state = lower_train_step(config, mesh)
   parameters, optimizer = (_shard_bytes(tree) * a_chip for tree in (state.params, state.opt_state))
-  temporaries, program, available, kernels = 0, 0, 0, ()
+  batch, temporaries, program, available, kernels = 0, 0, 0, 0, ()
   received: dict[tuple[tuple[str, ...], str], float] = collections.defaultdict(float)
   start = time.perf_counter()
   try:
@@ -143,22 +145,12 @@ def _compile(config: Config, topology: str, slices: int) -> Plan:
     text = compiled.as_text() or ""
     kernels = tuple(sorted(set(re.findall(r"diff_attention_[a-z]+_[a-z0-9]+", text))))
     program, temporaries = memory.generated_code_size_in_bytes * a_chip, memory.temp_size_in_bytes * a_chip
+    batch = memory.argument_size_in_bytes * a_chip - parameters - optimizer
     for collective in collectives(text, mesh.shape):
       received[collective.axes, collective.kind] += collective.bytes * collective.times * a_chip
   seconds = time.perf_counter() - start
-  return Plan(
-    chips,
-    devices[0].device_kind,
-    dict(mesh.shape),
-    parameters,
-    optimizer,
-    temporaries,
-    program,
-    available or None,
-    dict(received),
-    kernels,
-    seconds,
-  )
+  kind, axes = devices[0].device_kind, dict(mesh.shape)
+  return Plan(chips, kind, axes, parameters, optimizer, batch, temporaries, program, available or None, dict(received), kernels, seconds)
 
 
 def _shard_bytes(tree: Any) -> int:
@@ -192,7 +184,7 @@ def _report(config: Config, topology: str, plan: Plan) -> None:
   axes = " × ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
   print(f"{plan.chips} chips ({plan.device_kind}), mesh {axes}; compiled in {plan.seconds:.0f} s")
   print("memory, GiB a chip")
-  for name in ("parameters", "optimizer", "temporaries", "program", "total"):
+  for name in ("parameters", "optimizer", "batch", "temporaries", "program", "total"):
     print(f"  {name:<12}{getattr(plan, name) / 2**30:>8.2f}{f' of {MEMORY[generation]}' if name == 'total' else ''}")
   flops = step_flops(config.model, config.data.length, config.train.batch_size * config.data.length).training
   print(f"FLOPs a step, nominal (without rematerialisation): {flops:.3g}, {flops / plan.chips:.3g} a chip", end="")

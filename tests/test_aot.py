@@ -135,6 +135,22 @@ def test_as_tpu_compilers_write():
   ]
 
 
+def test_slices():
+  """Two slices of four devices: a slice's own collectives in its own numbers, and what comes from the other one through the host."""
+  recv = "%r = (bf16[23,8,128]{2,1,0:T(8,128)(2,1)}, u32[], token[]) recv(%t), channel_id=3, frontend_attributes={_xla_megascale_target="
+  text = "HloModule jit_step, num_partitions=4\n" + program(
+    "%g = bf16[16,8]{1,0} all-gather(%x), channel_id=3, replica_groups={{0,1,2,3}}, dimensions={0}",
+    "%a = f32[16]{0} all-reduce(%x), channel_id=4, replica_groups={}, to_apply=%add",
+    recv + '"{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}',
+    '%d = (bf16[23,8,128], token[]) recv-done(%r), frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}',
+  )
+  assert collectives(text, MESH) == [
+    Collective("all-gather", ("fsdp",), 256 * 3 / 4, 1),
+    Collective("all-reduce", ("fsdp",), 2 * 64 * 3 / 4, 1),
+    Collective("all-reduce", ("data",), 2 * 23 * 8 * 128 * 2 / 2, 1),
+  ]
+
+
 def test_what_cannot_be_read_is_an_error():
   loop = "%loop = (s32[]) while(%tuple), condition=%condition, body=%body"
   body = "%body (x: s32[]) -> s32[] {{\n  {}\n}}\n%condition (x: s32[]) -> pred[] {{\n}}\n"
@@ -178,7 +194,7 @@ def test_another_refusal_is_told():
 
 def test_changes_are_of_what_dominates():
   config = Config(train=TrainConfig(batch_size=128), mesh=MeshConfig(data=-1))
-  plan = aot.Plan(4, "TPU v5 lite", {"data": 4, "fsdp": 1}, 4 << 30, 8 << 30, 16 << 30, 0, 15 << 30, {}, (), 1.0)
+  plan = aot.Plan(4, "TPU v5 lite", {"data": 4, "fsdp": 1}, 4 << 30, 8 << 30, 0, 16 << 30, 0, 15 << 30, {}, (), 1.0)
   changes = aot._changes(config, "v5e:2x2", 1, plan)
   assert [change.split(" ")[0] for change in changes] == [
     "--config.model.remat=full",

@@ -17,6 +17,7 @@ from jaxtyping import Int
 
 _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 _COLLECTIVE = re.compile(rf" = (.+?) ({_KINDS})(-start)?\(")
+_ACROSS_SLICES = re.compile(r' = (.+?) recv\(.*_xla_megascale_transfer_type="([A-Z_]+)"')
 _COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
 _CALLED = re.compile(r"\b(body|calls|to_apply|branch_computations)=\{?(%[^\s,}]+(?:, %[^\s,}]+)*)")
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\w*\[([\d,]*)\]")
@@ -46,6 +47,9 @@ def collectives(program: str, mesh: Mapping[str, int]) -> list[Collective]:
     ValueError: if the text cannot be read: devices of a collective, or iterations of a loop that holds one.
   """
   computations, entry = _computations(program)
+  # The program of one of several slices numbers its own devices, which are the first of the mesh, and reaches the others through its host.
+  partitions = re.search(r"num_partitions=(\d+)", program)
+  places = np.arange(math.prod(mesh.values())).reshape(-1, int(partitions[1]) if partitions else math.prod(mesh.values()))
 
   def walk(name: str, times: int, seen: set[str]) -> Iterator[Collective]:
     for line in computations[name]:
@@ -53,8 +57,11 @@ def collectives(program: str, mesh: Mapping[str, int]) -> list[Collective]:
         # TPU compilers overlap a collective with computation by cutting it in parts, each of which shows it whole.
         chain = re.search(r'chain_id="(\d+)"', line)
         if chain is None or chain[1] not in seen:
-          yield _collective(match, line, name, mesh, times)
+          yield _collective(match, line, name, mesh, places[0], times)
         seen |= {chain[1]} if chain else set()
+      elif match := _ACROSS_SLICES.search(line):
+        kind, size = match[2].lower().replace("_", "-"), _bytes(*_ARRAY.findall(match[1])[0])
+        yield Collective(kind, _axes(places.T, mesh), _received(kind, size, len(places)), times)
       for kind, names in _CALLED.findall(line):
         for callee in re.findall(r"%([^\s,]+)", names):
           if kind != "body":
@@ -79,23 +86,30 @@ def _computations(program: str) -> tuple[dict[str, list[str]], str]:
   return computations, entry
 
 
-def _collective(match: re.Match[str], line: str, computation: str, mesh: Mapping[str, int], times: int) -> Collective:
+def _collective(
+  match: re.Match[str], line: str, computation: str, mesh: Mapping[str, int], devices: Int[np.ndarray, "devices"], times: int
+) -> Collective:
   shape, kind, start = match.groups()
   sizes = [_bytes(*array) for array in _ARRAY.findall(shape)]
-  # The start of an asynchronous gather or permutation returns its operands, its results and, for the latter, two semaphores.
-  arrays = [size for size in sizes if size > 4] if kind == "collective-permute" else sizes
-  size = sum(arrays[len(arrays) // 2 :] if start and kind in ("all-gather", "collective-permute") else sizes)
-  groups = _groups(line, math.prod(mesh.values()))
-  count = groups.shape[1]
+  if start and kind in ("all-gather", "collective-permute"):  # returns its operands, its results and, perhaps, semaphores
+    sizes = [size for size, array in zip(sizes, _ARRAY.findall(shape), strict=True) if array[0] != "u32" or array[1]]
+    sizes = sizes[len(sizes) // 2 :]
+  groups = _groups(line, devices)
+  size, count = sum(sizes), groups.shape[1]
+  # TPU compilers write a reduce-scatter as an all-reduce of which each device keeps a part, in a computation of its own.
+  if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
+    kind, size = "reduce-scatter", size // count
+  return Collective(kind, _axes(groups, mesh), _received(kind, size, count), times)
+
+
+def _received(kind: str, size: int, count: int) -> float:
+  """Bytes that each of `count` devices receives, from those of its result."""
+  if kind not in _KINDS.split("|"):
+    raise ValueError(f"a collective that is not known: {kind}")
   if kind == "collective-permute":
-    received = float(size)
-  else:
-    # TPU compilers write a reduce-scatter as an all-reduce of which each device keeps a part, in a computation of its own.
-    if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
-      kind, size = "reduce-scatter", size // count
-    whole = size * count if kind == "reduce-scatter" else size
-    received = whole * (count - 1) / count * (2 if kind == "all-reduce" else 1)
-  return Collective(kind, _axes(groups, mesh), received, times)
+    return float(size)
+  whole = size * count if kind == "reduce-scatter" else size
+  return whole * (count - 1) / count * (2 if kind == "all-reduce" else 1)
 
 
 def _bytes(dtype: str, dimensions: str) -> int:
@@ -109,7 +123,7 @@ def _axes(groups: Int[np.ndarray, "groups members"], mesh: Mapping[str, int]) ->
   return tuple(axis for axis, places in zip(mesh, coordinates, strict=True) if np.any(places != places[:, :1]))
 
 
-def _groups(line: str, num_devices: int) -> Int[np.ndarray, "groups members"]:
+def _groups(line: str, devices: Int[np.ndarray, "devices"]) -> Int[np.ndarray, "groups members"]:
   """Devices that take part together, by their places in the mesh; of a permutation, its pairs of source and target."""
   if match := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}", line):
     return np.array([[int(place) for place in group.split(",")] for group in re.findall(r"\{([\d, ]+)\}", match[1])])
@@ -119,13 +133,13 @@ def _groups(line: str, num_devices: int) -> Int[np.ndarray, "groups members"]:
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match[1])}
     crossed = re.findall(r"'([^']+)'(?!:)", match[3])  # a part of an axis, 'x':(1)2, is unknown here
     if set(crossed) <= set(sizes) and len(crossed) == match[3].count("'") // 2:
-      devices = _iota(match[2]) if match[2] else np.arange(num_devices)
+      devices = _iota(match[2]) if match[2] else devices
       names = list(sizes)
       order = [names.index(name) for name in names if name not in crossed] + [names.index(name) for name in crossed]
       members = math.prod(sizes[name] for name in crossed)
       return devices.reshape(tuple(sizes.values())).transpose(order).reshape(-1, members)
   if "replica_groups={}" in line:
-    return np.arange(num_devices)[None]
+    return devices[None]
   raise ValueError(f"a collective whose devices cannot be read: {line.strip()[:300]}")
 
 
