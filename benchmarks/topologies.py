@@ -22,6 +22,7 @@ from diffjax.training.flops import parameter_count
 
 RESULTS = pathlib.Path(__file__).with_suffix(".json")
 CONFIGS = ("diff_125m", "diff_350m", "diff_830m", "diff_1b", "diff_3b", "diff_7b", "diff_13b")
+GENERATIONS = ("v5e", "v5p", "v6e")
 
 
 def smallest(name: str, generation: str) -> dict | None:
@@ -45,6 +46,22 @@ def smallest(name: str, generation: str) -> dict | None:
   return None
 
 
+def table(found: dict) -> str:
+  """The results as a table in Markdown, a row a config: slice, overrides, GiB a chip, seconds of compilation."""
+
+  def cell(generation: str, entry: dict | None) -> str:
+    if entry is None:
+      return "none"
+    overrides = "".join(f", {field.split('.')[1]} {value}" for field, value in entry["overrides"].items())
+    return f"`{entry['topology']}`{overrides}: {entry['GiB']:.1f} of {aot.MEMORY[generation]} GiB, {entry['compiled in s']} s"
+
+  rows = [["config", *GENERATIONS], ["---"] * (1 + len(GENERATIONS))]
+  for name in CONFIGS:
+    entries = found.get(name, {})
+    rows.append([f"`{name}`", *(cell(generation, entries[generation]) if generation in entries else "" for generation in GENERATIONS)])
+  return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 def _config(name: str, overrides: dict) -> Config:
   config = importlib.import_module(f"configs.{name}").get_config()
   config.update_from_flattened_dict(overrides)
@@ -54,7 +71,7 @@ def _config(name: str, overrides: dict) -> Config:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=CONFIGS)
-  parser.add_argument("--generations", nargs="+", choices=aot.TOPOLOGIES, default=("v5e", "v5p", "v6e"))
+  parser.add_argument("--generations", nargs="+", choices=aot.TOPOLOGIES, default=GENERATIONS)
   flags = parser.parse_args()
   found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
   for name in flags.configs:
@@ -63,6 +80,7 @@ def main() -> None:
         found[name][generation] = smallest(name, generation)
         rows = lambda entries: ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items())
         RESULTS.write_text("{\n" + ",\n".join(f" {json.dumps(key)}: {{\n{rows(entries)}\n }}" for key, entries in found.items()) + "\n}\n")
+  print(table(found))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ The quick tests read programs compiled for eight CPU devices and lines as TPU co
 import dataclasses
 import functools
 import importlib.util
+import json
 import pathlib
 import re
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import topologies
 from diffjax import aot
 from diffjax.config import Config, MeshConfig, TrainConfig, UserError
 from diffjax.ops.diff_attention.tpu import platform
@@ -219,6 +221,10 @@ def test_changes_are_of_what_dominates():
 def test_bad_input_is_one_line(args, code, message):
   result = run("--config=configs/tiny.py", *args)
   assert result.returncode == code and message in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
+
+
+def test_readme_has_the_measured_slices():
+  assert topologies.table(json.loads(topologies.RESULTS.read_text())) in (ROOT / "README.md").read_text()
 
 
 @needs_libtpu
