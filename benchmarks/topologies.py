@@ -32,8 +32,9 @@ def smallest(name: str, generation: str) -> dict | None:
     config = _config(name, {})
     if config.train.batch_size % devices or 16 * parameter_count(config.model) > devices * aot.MEMORY[generation] * 2**30:
       continue  # parameters, Adam's two moments and the gradient, float32, leave no room
-    one_row = {"train.accumulation": config.train.batch_size // devices}
-    for overrides in ({}, one_row, one_row | {"model.remat": "full"}):
+    rows = config.train.batch_size // devices
+    one_row = {"train.accumulation": rows} if rows > 1 else {}
+    for overrides in [{}, *([one_row] if one_row else []), one_row | {"model.remat": "full"}]:
       plan = aot.compile_apart(_config(name, overrides), f"{generation}:{topology}")
       print(f"{name} {generation}:{topology} {overrides}: {plan.total / 2**30:.2f} GiB, {plan.seconds:.0f} s", flush=True)
       if plan.available is None:

@@ -205,8 +205,9 @@ def _changes(config: Config, topology: str, slices: int, plan: Plan) -> list[str
   assert plan.available is not None
   train, devices = config.train, math.prod(plan.mesh.values())
   state, activations = [], []
-  if plan.mesh["fsdp"] < devices and config.model.embed_dim % devices == 0:
-    state.append(f"--config.mesh.data=1 --config.mesh.fsdp={devices} (parameters and optimizer over all chips)")
+  in_slice = devices // slices
+  if plan.mesh["fsdp"] < in_slice and config.model.embed_dim % in_slice == 0:
+    state.append(f"--config.mesh.data={slices} --config.mesh.fsdp={in_slice} (parameters and optimizer over all chips of a slice)")
   if config.model.remat != "full":
     activations.append("--config.model.remat=full (activations computed again)")
   if (parts := train.batch_size // devices) > train.accumulation:

@@ -241,6 +241,13 @@ def test_what_does_not_go_with_the_topology_is_one_line(args, message):
 
 
 @needs_libtpu
+def test_a_compiler_that_ends_its_process_is_an_error(monkeypatch):
+  monkeypatch.setenv("LIBTPU_INIT_ARGS", "--no_such_flag=1")
+  result = run("--config=configs/tiny.py", "--topology=v5e:2x2")
+  assert result.returncode == 1 and result.stderr.splitlines()[-1].startswith("error: the TPU's compiler ended its process"), result.stderr
+
+
+@needs_libtpu
 def test_tiny_compiles_with_the_kernels():
   result = run("--config=configs/tiny.py", "--topology=v5e:2x2", "--config.model.num_layers=1", "--config.mesh.fsdp=2")
   assert result.returncode == 0, result.stderr
