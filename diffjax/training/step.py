@@ -156,6 +156,17 @@ def make_train_step(config: Config, mesh: Mesh, abstract_state: TrainState) -> C
   return run
 
 
+def lower_train_step(config: Config, mesh: Mesh) -> tuple[jax.stages.Lowered, TrainState]:
+  """The step as training runs it, lowered for the devices of a mesh, which need not be there; and the abstract state."""
+  _, abstract_state = make_init(config, mesh)
+  step = make_train_step(config, mesh, abstract_state)
+  shape, sharding = (config.train.batch_size, config.data.length), NamedSharding(mesh, P(rules.BATCH))
+  batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for name in ("tokens", "targets", "segment_ids", "positions")}
+  batch["weights"] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+  with _context(mesh):
+    return step.lower(abstract_state, batch), abstract_state  # type: ignore[attr-defined]
+
+
 def make_eval_step(config: Config, mesh: Mesh) -> Callable[[Any, Batch], Metrics]:
   """The jitted evaluation of one batch of this process's rows, for `evals.validation.evaluate`.
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from diffjax.ops.diff_attention import pallas_gpu, pallas_tpu
 from diffjax.ops.diff_attention.chunked import chunked
 from diffjax.ops.diff_attention.reference import reference
+from diffjax.ops.diff_attention.tpu import platform
 from diffjax.ops.diff_attention.two_call import cudnn_takes, two_call
 
 _FUNCTIONS = {
@@ -75,7 +76,7 @@ def diff_attention(
     raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
   if implementation == "auto":
     stock = isinstance(q_offset, int) and q_offset == 0 and window is None and cudnn_takes(q, v, q_segment_ids is not None)
-    implementation = _pick(jax.default_backend(), pallas_tpu.takes(q, v), stock)
+    implementation = _pick(platform(), pallas_tpu.takes(q, v), stock)
   return _FUNCTIONS[implementation](
     q, k, v, lam,
     q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, q_offset=q_offset,

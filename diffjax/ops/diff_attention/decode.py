@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 from diffjax.ops.diff_attention import decode_gpu, gpu
 from diffjax.ops.diff_attention.pallas_tpu import takes
 from diffjax.ops.diff_attention.tiles import Scalar, block_of
-from diffjax.ops.diff_attention.tpu import HIDDEN, LANES, LOG2E, dot, generation, interpret_mode, repeat, round_up
+from diffjax.ops.diff_attention.tpu import HIDDEN, LANES, LOG2E, dot, generation, interpret_mode, platform, repeat, round_up
 from diffjax.ops.varying import vary_like
 
 IMPLEMENTATIONS = ("auto", "xla", "pallas_tpu", "pallas_gpu")
@@ -83,7 +83,7 @@ def decode_attention(
   if implementation not in IMPLEMENTATIONS:
     raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
   if implementation == "auto":
-    implementation = _pick(jax.default_backend(), takes(q, v))
+    implementation = _pick(platform(), takes(q, v))
   return {"xla": _xla, "pallas_tpu": _pallas_tpu, "pallas_gpu": _pallas_gpu}[implementation](
     q, k, v, lam, jnp.clip(jnp.asarray(lengths).astype(jnp.int32), 0, cached),
     window=None if window is None else min(int(window), cached), scale=q.shape[-1] ** -0.5 if scale is None else float(scale),

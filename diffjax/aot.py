@@ -1,0 +1,226 @@
+"""Compiles a run's training step for TPUs that are not there, and says what it takes of them and whether it fits.
+
+    python -m diffjax.aot --config=configs/diff_1b.py --topology=v5e:4x4
+    python -m diffjax.aot --config=configs/diff_13b.py --topology=v5p:4x4x4 --slices=2 --config.mesh.data=2
+
+It needs the TPU's compiler, libtpu ('.[tpu]', Linux on x86-64), and no TPU. It exits with 1 if the step does not fit.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+import importlib.util
+import math
+import multiprocessing
+import os
+import re
+import time
+from typing import Any
+
+from absl import app, flags
+
+from diffjax import command
+from diffjax.config import Config, UserError
+from diffjax.training.flops import peak_flops, step_flops
+
+_TOPOLOGY = flags.DEFINE_string("topology", None, "Generation and chips of a slice, such as v5e:4x4 or v5p:4x4x4.")
+_SLICES = flags.DEFINE_integer("slices", 1, "Slices of that topology, joined by the data-centre network.", lower_bound=1)
+
+# Slices by generation, from small to large (cloud.google.com/tpu/docs).
+_PLANES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16")
+TOPOLOGIES = {"v4": _CUBES, "v5e": _PLANES, "v5p": (*_CUBES, "16x16x16", "16x16x24"), "v6e": _PLANES, "tpu7x": _CUBES}
+
+# GiB of a chip's memory (cloud.google.com/tpu/docs). The compiler keeps some for itself: 0.25 of v5e's 16.
+MEMORY = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 192}
+
+# What libtpu wants to hear where there is no TPU; and its log, of which only what ends a process is of use here.
+_ENVIRONMENT = {
+  "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
+  "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3", "TF_CPP_MIN_LOG_LEVEL": "3",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What a compiled training step takes of a chip. All sizes are bytes a chip."""
+
+  chips: int
+  # As JAX calls it: "TPU v5 lite"
+  device_kind: str
+  # Devices along each axis; v7x has two devices a chip
+  mesh: dict[str, int]
+  parameters: int
+  optimizer: int
+  # With what layouts pad all three by
+  batch: int
+  # All that is alive only inside the step: activations, gradients, gathered parameters
+  temporaries: int
+  # The machine code
+  program: int
+  # What the compiler had left for these, where it was too little; otherwise None
+  available: int | None
+  # Received in a step, by mesh axes and kind; nothing where it does not fit
+  received: dict[tuple[tuple[str, ...], str], float]
+  # Names of our Pallas kernels in it
+  kernels: tuple[str, ...]
+  # Of compilation
+  seconds: float
+
+  @property
+  def total(self) -> int:
+    return self.parameters + self.optimizer + self.batch + self.temporaries + self.program
+
+
+def main(config: Config) -> None:
+  """Prints the plan for --topology."""
+  if not _TOPOLOGY.value:
+    raise app.UsageError("pass --topology=GENERATION:CHIPS, for example --topology=v5e:4x4")
+  plan = compile_apart(config, _TOPOLOGY.value, _SLICES.value)
+  _report(config, _TOPOLOGY.value, plan)
+  if plan.available is not None:
+    changes = "; or ".join(_changes(config, _TOPOLOGY.value, _SLICES.value, plan))
+    raise UserError(f"does not fit: {plan.total / 2**30:.2f} GiB of {plan.available / 2**30:.2f} GiB a chip. Change {changes}")
+  print("fits")
+
+
+def compile_apart(config: Config, topology: str, slices: int = 1) -> Plan:
+  """Compiles the training step in a process of its own, since libtpu may end the process that it is in.
+
+  Args:
+    config: the run's config.
+    topology: generation and chips of a slice, a name and a member of TOPOLOGIES: "v5e:4x4".
+    slices: number of such slices.
+
+  Raises:
+    UserError: if there is no such topology, it does not go with the config, or the compiler cannot be had or refuses.
+  """
+  generation, _, shape = topology.partition(":")
+  if shape not in TOPOLOGIES.get(generation, ()):
+    there = ", ".join(f"{generation}:{known}" for known in TOPOLOGIES.get(generation, ())) or ", ".join(
+      f"{name}:{shapes[0]} to {name}:{shapes[-1]}" for name, shapes in TOPOLOGIES.items()
+    )
+    raise UserError(f"--topology={topology}: there is no such slice; there are {there}")
+  if importlib.util.find_spec("libtpu") is None:
+    raise UserError("the TPU's compiler is not installed: pip install -e '.[tpu]' (Linux on x86-64)")
+  with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    try:
+      return pool.submit(_compile, config, topology, slices).result()
+    except concurrent.futures.process.BrokenProcessPool as error:
+      raise UserError(f"the TPU's compiler ended its process, compiling for {topology}; what it said is above, if anything") from error
+
+
+def _compile(config: Config, topology: str, slices: int) -> Plan:
+  """In the other process."""
+  os.environ.update(_ENVIRONMENT)
+  import jax
+  from jax.experimental import topologies
+
+  from diffjax.parallel.collectives import collectives
+  from diffjax.parallel.mesh import make_mesh
+  from diffjax.training.step import lower_train_step
+
+  jax.config.update("jax_platforms", "cpu")  # where the caller's module has imported JAX already
+  generation, shape = topology.split(":")
+  options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
+  options |= {"chip_config_name": "megacore"} if generation == "v4" else {}  # two cores as one device, as on the TPU itself
+  options |= {"chips_per_host_bounds": (1, 1, 1)} if shape == "1x1" else {}
+  devices: Any = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
+  chips = slices * math.prod(map(int, shape.split("x")))
+  a_chip = len(devices) // chips
+  mesh = make_mesh(config.mesh, devices)
+  lowered, state = lower_train_step(config, mesh)
+  parameters, optimizer = (_shard_bytes(tree) * a_chip for tree in (state.params, state.opt_state))
+  batch, temporaries, program, available, kernels = 0, 0, 0, 0, ()
+  received: dict[tuple[tuple[str, ...], str], float] = collections.defaultdict(float)
+  start = time.perf_counter()
+  try:
+    compiled = lowered.compile()
+  except jax.errors.JaxRuntimeError as error:
+    needed, available, of_temporaries = _out_of_memory(str(error))
+    needed, available = needed * a_chip, available * a_chip
+    temporaries = needed if of_temporaries else needed - parameters - optimizer
+  else:
+    memory: Any = compiled.memory_analysis()
+    text = compiled.as_text() or ""
+    kernels = tuple(sorted(set(re.findall(r"diff_attention_[a-z]+_[a-z0-9]+", text))))
+    program, temporaries = memory.generated_code_size_in_bytes * a_chip, memory.temp_size_in_bytes * a_chip
+    batch = memory.argument_size_in_bytes * a_chip - parameters - optimizer
+    for collective in collectives(text, mesh.shape):
+      received[collective.axes, collective.kind] += collective.bytes * collective.times * a_chip
+  seconds = time.perf_counter() - start
+  kind, axes = devices[0].device_kind, dict(mesh.shape)
+  return Plan(chips, kind, axes, parameters, optimizer, batch, temporaries, program, available or None, dict(received), kernels, seconds)
+
+
+def _shard_bytes(tree: Any) -> int:
+  """What a device holds of abstract arrays."""
+  import jax
+
+  return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _out_of_memory(message: str) -> tuple[int, int, bool]:
+  """Reads the compiler's refusal: bytes needed and available on a device, and whether the first is of temporaries alone.
+
+  "the total memory required for HLO temporaries (30.24G) exceeds available HBM (15.75G)" or "Used 21.43G of 15.75G hbm".
+
+  Raises:
+    UserError: if it refuses for another reason.
+  """
+  amount = r"([\d.]+)([KMGT])"
+  match = re.search(rf"(temporaries) \({amount}\) exceeds available HBM \({amount}\)|Used {amount} of {amount} hbm", message)
+  if match is None:
+    raise UserError(f"the TPU's compiler refuses the step: {message}")
+  temporaries, *amounts = match.groups()
+  numbers = [
+    round(float(number) * 2 ** (10 + 10 * "KMGT".index(unit))) for number, unit in zip(amounts[::2], amounts[1::2], strict=True) if number
+  ]
+  return numbers[0], numbers[1], temporaries is not None
+
+
+def _report(config: Config, topology: str, plan: Plan) -> None:
+  generation = topology.partition(":")[0]
+  axes = " × ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
+  print(f"{plan.chips} chips ({plan.device_kind}), mesh {axes}; compiled in {plan.seconds:.0f} s")
+  print("memory, GiB a chip")
+  for name in ("parameters", "optimizer", "batch", "temporaries", "program", "total"):
+    print(f"  {name:<12}{getattr(plan, name) / 2**30:>8.2f}{f' of {MEMORY[generation]}' if name == 'total' else ''}")
+  flops = step_flops(config.model, config.data.length, config.train.batch_size * config.data.length).training
+  print(f"FLOPs a step, nominal (without rematerialisation): {flops:.3g}, {flops / plan.chips:.3g} a chip", end="")
+  if peak := peak_flops(plan.device_kind):
+    print(f"; at least {flops / math.prod(plan.mesh.values()) / peak:.3g} s at the chip's peak", end="")
+  print()
+  if plan.available is None:
+    print(f"attention kernels: {', '.join(plan.kernels) or 'none'}")
+    print("received in a step, GiB a chip" if plan.received else "nothing is sent between devices")
+    for crossed in sorted({crossed for crossed, _ in plan.received}):
+      kinds = {kind: size for (axes_of_kind, kind), size in sorted(plan.received.items()) if axes_of_kind == crossed}
+      parts = ", ".join(f"{kind} {size / 2**30:.3f}" for kind, size in kinds.items())
+      print(f"  {' and '.join(crossed):<16}{sum(kinds.values()) / 2**30:>8.3f}: {parts}")
+
+
+def _changes(config: Config, topology: str, slices: int, plan: Plan) -> list[str]:
+  """What would take less memory, the kind that dominates first."""
+  assert plan.available is not None
+  train, devices = config.train, math.prod(plan.mesh.values())
+  state, activations = [], []
+  in_slice = devices // slices
+  if plan.mesh["fsdp"] < in_slice and config.model.embed_dim % in_slice == 0:
+    state.append(f"--config.mesh.data={slices} --config.mesh.fsdp={in_slice} (parameters and optimizer over all chips of a slice)")
+  if config.model.remat != "full":
+    activations.append("--config.model.remat=full (activations computed again)")
+  if (parts := train.batch_size // devices) > train.accumulation:
+    activations.append(f"--config.train.accumulation={parts} (one row a device at a time)")
+  changes = state + activations if plan.parameters + plan.optimizer > plan.temporaries else activations + state
+  generation, _, shape = topology.partition(":")
+  for larger in TOPOLOGIES[generation][TOPOLOGIES[generation].index(shape) + 1 :]:
+    factor = math.prod(map(int, larger.split("x"))) * slices / plan.chips
+    if plan.total <= factor * plan.available and train.batch_size % (devices * factor) == 0:
+      changes.append(f"--topology={generation}:{larger}")
+      break
+  return changes or ["the config: fewer layers, a smaller width or shorter rows; or the generation of TPU"]
+
+
+if __name__ == "__main__":
+  command.run(main)

@@ -1,0 +1,166 @@
+"""What a compiled program sends between devices, read from its text: kind, mesh axes and bytes of every collective.
+
+XLA's own cost analysis counts neither: it takes the body of a loop once, and knows no axes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+_KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+_COLLECTIVE = re.compile(rf" = (.+?) ({_KINDS})(-start)?\(")
+_ACROSS_SLICES = re.compile(r' = (.+?) recv\(.*_xla_megascale_transfer_type="([A-Z_]+)"')
+_COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
+_CALLED = re.compile(r"\b(body|calls|to_apply|branch_computations)=\{?(%[^\s,}]+(?:, %[^\s,}]+)*)")
+_ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\w*\[([\d,]*)\]")
+
+
+class Collective(NamedTuple):
+  """One collective of a program."""
+
+  # all-gather, all-reduce, reduce-scatter, all-to-all or collective-permute
+  kind: str
+  # Names of the mesh axes that it crosses
+  axes: tuple[str, ...]
+  # Bytes that a device receives each time, in a ring: (n − 1)/n of the whole array on n devices, twice that for an all-reduce
+  bytes: float
+  # How often it runs when the program runs once
+  times: int
+
+
+def collectives(program: str, mesh: Mapping[str, int]) -> list[Collective]:
+  """The collectives of a compiled program; those in loops with the number of their iterations.
+
+  Args:
+    program: its text, from `jax.stages.Compiled.as_text`.
+    mesh: devices along each axis of the mesh that it is compiled for, in order.
+
+  Raises:
+    ValueError: if the text cannot be read: devices of a collective, or iterations of a loop that holds one.
+  """
+  computations, entry = _computations(program)
+  # The program of one of several slices numbers its own devices, which are the first of the mesh, and reaches the others through its host.
+  partitions = re.search(r"num_partitions=(\d+)", program)
+  places = np.arange(math.prod(mesh.values())).reshape(-1, int(partitions[1]) if partitions else math.prod(mesh.values()))
+
+  def walk(name: str, times: int, seen: set[str]) -> Iterator[Collective]:
+    for line in computations[name]:
+      if match := _COLLECTIVE.search(line):
+        # TPU compilers overlap a collective with computation by cutting it in parts, each of which shows it whole.
+        chain = re.search(r'chain_id="(\d+)"', line)
+        if chain is None or chain[1] not in seen:
+          yield _collective(match, line, name, mesh, places[0], times)
+        seen |= {chain[1]} if chain else set()
+      elif match := _ACROSS_SLICES.search(line):
+        kind, size = match[2].lower().replace("_", "-"), _bytes(*_ARRAY.findall(match[1])[0])
+        yield Collective(kind, _axes(places.T, mesh), _received(kind, size, len(places)), times)
+      for kind, names in _CALLED.findall(line):
+        for callee in re.findall(r"%([^\s,]+)", names):
+          if kind != "body":
+            yield from walk(callee, times, seen)
+          elif found := list(walk(callee, times, set())):
+            iterations = _iterations(line, computations)
+            yield from (collective._replace(times=collective.times * iterations) for collective in found)
+
+  return list(walk(entry, 1, set()))
+
+
+def _computations(program: str) -> tuple[dict[str, list[str]], str]:
+  """Lines by computation, and the name of the first computation to run."""
+  computations: dict[str, list[str]] = defaultdict(list)
+  name = entry = ""
+  for line in program.splitlines():
+    if match := _COMPUTATION.match(line):
+      name = match[2]
+      entry = name if match[1] else entry
+    elif name:
+      computations[name].append(line)
+  return computations, entry
+
+
+def _collective(
+  match: re.Match[str], line: str, computation: str, mesh: Mapping[str, int], devices: Int[np.ndarray, "devices"], times: int
+) -> Collective:
+  shape, kind, start = match.groups()
+  sizes = [_bytes(*array) for array in _ARRAY.findall(shape)]
+  if start and kind in ("all-gather", "collective-permute"):  # returns its operands, its results and, perhaps, semaphores
+    sizes = [size for size, array in zip(sizes, _ARRAY.findall(shape), strict=True) if array[0] != "u32" or array[1]]
+    sizes = sizes[len(sizes) // 2 :]
+  groups = _groups(line, devices)
+  size, count = sum(sizes), groups.shape[1]
+  # TPU compilers write a reduce-scatter as an all-reduce of which each device keeps a part, in a computation of its own.
+  if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
+    kind, size = "reduce-scatter", size // count
+  return Collective(kind, _axes(groups, mesh), _received(kind, size, count), times)
+
+
+def _received(kind: str, size: int, count: int) -> float:
+  """Bytes that each of `count` devices receives, from those of its result."""
+  if kind not in _KINDS.split("|"):
+    raise ValueError(f"a collective that is not known: {kind}")
+  if kind == "collective-permute":
+    return float(size)
+  whole = size * count if kind == "reduce-scatter" else size
+  return whole * (count - 1) / count * (2 if kind == "all-reduce" else 1)
+
+
+def _bytes(dtype: str, dimensions: str) -> int:
+  bits = 8 if dtype == "pred" else int(re.sub(r"\D", "", dtype))
+  return math.prod(map(int, filter(None, dimensions.split(",")))) * bits // 8
+
+
+def _axes(groups: Int[np.ndarray, "groups members"], mesh: Mapping[str, int]) -> tuple[str, ...]:
+  """The axes along which members of a group lie apart."""
+  coordinates = np.unravel_index(groups, tuple(mesh.values()))
+  return tuple(axis for axis, places in zip(mesh, coordinates, strict=True) if np.any(places != places[:, :1]))
+
+
+def _groups(line: str, devices: Int[np.ndarray, "devices"]) -> Int[np.ndarray, "groups members"]:
+  """Devices that take part together, by their places in the mesh; of a permutation, its pairs of source and target."""
+  if match := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}", line):
+    return np.array([[int(place) for place in group.split(",")] for group in re.findall(r"\{([\d, ]+)\}", match[1])])
+  if match := re.search(r"replica_groups=(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)", line):
+    return _iota(match[1])
+  if match := re.search(r"replica_groups=mesh\[([^\]]+)\](?:, device_ids=\(([^{]+)\))? \{([^}]*)\}", line):
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match[1])}
+    crossed = re.findall(r"'([^']+)'(?!:)", match[3])  # a part of an axis, 'x':(1)2, is unknown here
+    if set(crossed) <= set(sizes) and len(crossed) == match[3].count("'") // 2:
+      devices = _iota(match[2]) if match[2] else devices
+      names = list(sizes)
+      order = [names.index(name) for name in names if name not in crossed] + [names.index(name) for name in crossed]
+      members = math.prod(sizes[name] for name in crossed)
+      return devices.reshape(tuple(sizes.values())).transpose(order).reshape(-1, members)
+  if "replica_groups={}" in line:
+    return devices[None]
+  raise ValueError(f"a collective whose devices cannot be read: {line.strip()[:300]}")
+
+
+def _iota(text: str) -> Int[np.ndarray, "..."]:
+  """[8,2]<=[2,8]T(1,0): the numbers from 0 in the second shape, transposed, in the first shape; [2,8]T(1,0) without the first."""
+  match = re.fullmatch(r"(?:\[([\d,]+)\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+  if not match:
+    raise ValueError(f"devices that cannot be read: {text}")
+  final, shape, order = ([int(x) for x in part.split(",")] if part else None for part in match.groups())
+  assert shape is not None
+  devices = np.arange(math.prod(shape)).reshape(shape).transpose(order)
+  return devices.reshape(final) if final else devices
+
+
+def _iterations(line: str, computations: Mapping[str, list[str]]) -> int:
+  """How often a loop's body runs: as the compiler wrote it down, or the bound of a counter from 0, which is what `jax.lax.scan` makes."""
+  if match := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line):
+    return int(match[1])
+  condition = re.search(r"condition=%([^\s,]+)", line)
+  lines = computations[condition[1]] if condition else []
+  bounds = list(itertools.chain.from_iterable(re.findall(r" = s32\[\]\S* constant\((\d+)\)", text) for text in lines))
+  if len(bounds) != 1 or not any("direction=LT" in text for text in lines):
+    raise ValueError(f"a loop whose iterations cannot be read: {line.strip()[:300]}")
+  return int(bounds[0])

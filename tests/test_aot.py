@@ -1,0 +1,272 @@
+"""The command that compiles for absent TPUs: what a program sends, read from its text; what it says of bad input; two configs that fit.
+
+The quick tests read programs compiled for eight CPU devices and lines as TPU compilers write them; the slow ones compile whole steps.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import topologies
+from diffjax import aot
+from diffjax.config import Config, MeshConfig, TrainConfig, UserError
+from diffjax.ops.diff_attention.tpu import platform
+from diffjax.parallel.collectives import Collective, collectives
+
+ROOT = pathlib.Path(__file__).parents[1]
+MESH = {"data": 2, "fsdp": 4}
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler, libtpu, is not installed")
+
+
+def run(*args):
+  return subprocess.run([sys.executable, "-m", "diffjax.aot", *args], cwd=ROOT, capture_output=True, text=True, timeout=1800)
+
+
+ARRAY = 32 * 4 * 4  # bytes of the shard that a device holds in the programs below
+
+
+def _ring(axis):
+  return [(n, (n + 1) % jax.lax.axis_size(axis)) for n in range(jax.lax.axis_size(axis))]
+
+
+@pytest.mark.parametrize(
+  "axes", [("data",), ("fsdp",), ("tensor",), ("data", "fsdp"), ("data", "tensor"), ("data", "fsdp", "tensor")], ids="-".join
+)
+@pytest.mark.parametrize(
+  "kind, function, shares",  # bytes received in shards, from the number n of devices
+  [
+    ("all-reduce", lambda x, axes: jax.lax.psum(x, axes), lambda n: 2 * (n - 1) / n),
+    ("all-gather", lambda x, axes: jax.lax.all_gather(x, axes), lambda n: n - 1),
+    ("reduce-scatter", lambda x, axes: jax.lax.psum_scatter(x, axes, tiled=True), lambda n: (n - 1) / n),
+    ("all-to-all", lambda x, axes: jax.lax.all_to_all(x, axes, 0, 0, tiled=True), lambda n: (n - 1) / n),
+    ("collective-permute", lambda x, axes: jax.lax.ppermute(x, axes, _ring(axes)), lambda n: 1),
+  ],
+)
+def test_every_collective_over_every_axis(kind, function, shares, axes):
+  """Once, and in a loop inside a loop of 5 and 3."""
+  mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+  sharded = functools.partial(jax.shard_map, mesh=mesh, in_specs=P(mesh.axis_names), out_specs=P(mesh.axis_names), check_vma=False)
+
+  def loop(x):
+    inner = lambda x: jax.lax.scan(lambda x, _: (x + jnp.sum(jnp.sin(function(x, axes))), None), x, None, length=3)[0]
+    return jax.lax.scan(lambda x, _: (inner(x), None), x, None, length=5)[0]
+
+  expected = Collective(kind, axes, ARRAY * shares(2 ** len(axes)), 1)
+  for program, times in ((lambda x: function(x, axes), 1), (loop, 15)):
+    text = jax.jit(sharded(program)).lower(np.ones((8 * 32, 4), np.float32)).compile().as_text()
+    assert collectives(text, mesh.shape) == [expected._replace(times=times)]
+
+
+def program(*lines, computations=""):
+  """A program's text with these instructions, and one loop of 24 iterations over %body."""
+  return textwrap.dedent(computations) + "\nENTRY %main (x: f32[8]) -> f32[8] {\n" + "".join(f"  {line}\n" for line in lines) + "}\n"
+
+
+@pytest.mark.parametrize(
+  "groups, axes",
+  [
+    ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", ("data",)),
+    ("replica_groups={{0,1,2,3},{4,5,6,7}}", ("fsdp",)),
+    ("replica_groups=[2,4]<=[8]", ("fsdp",)),
+    ("replica_groups=[4,2]<=[2,4]T(1,0)", ("data",)),
+    ("replica_groups=[1,8]<=[8]", ("data", "fsdp")),
+    ("replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_0'}", ("fsdp",)),
+    ("replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_2'}", ("data",)),
+    ("replica_groups=mesh['axis_0'=8,'axis_1'=1] {'axis_0','axis_1'}", ("data", "fsdp")),
+    ("replica_groups={}", ("data", "fsdp")),
+  ],
+)
+def test_groups_however_they_are_written(groups, axes):
+  line = f"%a = bf16[8,16]{{1,0:T(8,128)(2,1)}} all-gather(%x), channel_id=1, {groups}, dimensions={{0}}"
+  devices = {("data",): 2, ("fsdp",): 4}.get(axes, 8)
+  assert collectives(program(line), MESH) == [Collective("all-gather", axes, 256 * (devices - 1) / devices, 1)]
+
+
+def test_as_tpu_compilers_write():
+  """A loop with its bound in the condition; a gather in three parts; a reduce-scatter as an all-reduce and a slice; tuples; a start."""
+  fsdp, data = "replica_groups=[2,4]<=[8]", "replica_groups=[4,2]<=[2,4]T(1,0)"
+  text = program(
+    "%loop = (s32[], f32[8]) while(%tuple), condition=%condition, body=%body, metadata={}",
+    f"%r = (f32[16]{{0:T(128)S(1)}}, /*index=1*/f32[]{{:T(128)}}) all-reduce(%x, %y), channel_id=9, {data}, to_apply=%add",
+    "%p = (bf16[8,16]{1,0}, bf16[8,16]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}",
+    "%q = bf16[8,16]{1,0} collective-permute-done(%p)",
+    computations=f"""
+      %part.1 (x: bf16[4,8]) -> bf16[16,8] {{
+        %a.1 = bf16[16,8]{{1,0}} all-gather(%x), channel_id=3, {fsdp}, dimensions={{0}}, frontend_attributes={{chain_id="0"}}
+      }}
+
+      %part.2 (x: bf16[4,8]) -> bf16[16,8] {{
+        %a.2 = bf16[16,8]{{1,0}} all-gather(%x), channel_id=3, {fsdp}, dimensions={{0}}, frontend_attributes={{chain_id="0"}}
+      }}
+
+      %all-reduce-scatter.4.clone (x: f32[16,8]) -> f32[4,8] {{
+        %b = f32[16,8]{{1,0}} all-reduce(%x), channel_id=4, {fsdp}, to_apply=%add
+        ROOT %s = f32[4,8]{{1,0}} dynamic-slice(%b, %i, %zero), dynamic_slice_sizes={{4,8}}
+      }}
+
+      %body (state: (s32[], f32[8])) -> (s32[], f32[8]) {{
+        %f.1 = (bf16[16,8]) fusion(%x), kind=kCustom, calls=%part.1
+        %f.2 = (bf16[16,8]) fusion(%x), kind=kCustom, calls=%part.2
+        %f.3 = f32[4,8]{{1,0}} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.4.clone
+      }}
+
+      %condition (state: (s32[], f32[8])) -> pred[] {{
+        %bound = s32[]{{:T(128)}} constant(24)
+        ROOT %lt = pred[]{{:T(512)}} compare(%n, %bound), direction=LT
+      }}
+      """.replace("\n      ", "\n"),
+  )
+  assert collectives(text, MESH) == [
+    Collective("all-gather", ("fsdp",), 256 * 3 / 4, 24),
+    Collective("reduce-scatter", ("fsdp",), 512 * 3 / 4, 24),
+    Collective("all-reduce", ("data",), 2 * (64 + 4) / 2, 1),
+    Collective("collective-permute", ("fsdp",), 256, 1),
+  ]
+
+
+def test_slices():
+  """Two slices of four devices: a slice's own collectives in its own numbers, and what comes from the other one through the host."""
+  recv = "%r = (bf16[23,8,128]{2,1,0:T(8,128)(2,1)}, u32[], token[]) recv(%t), channel_id=3, frontend_attributes={_xla_megascale_target="
+  text = "HloModule jit_step, num_partitions=4\n" + program(
+    "%g = bf16[16,8]{1,0} all-gather(%x), channel_id=3, replica_groups={{0,1,2,3}}, dimensions={0}",
+    "%a = f32[16]{0} all-reduce(%x), channel_id=4, replica_groups={}, to_apply=%add",
+    recv + '"{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}',
+    '%d = (bf16[23,8,128], token[]) recv-done(%r), frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}',
+  )
+  assert collectives(text, MESH) == [
+    Collective("all-gather", ("fsdp",), 256 * 3 / 4, 1),
+    Collective("all-reduce", ("fsdp",), 2 * 64 * 3 / 4, 1),
+    Collective("all-reduce", ("data",), 2 * 23 * 8 * 128 * 2 / 2, 1),
+  ]
+
+
+def test_what_cannot_be_read_is_an_error():
+  loop = "%loop = (s32[]) while(%tuple), condition=%condition, body=%body"
+  body = "%body (x: s32[]) -> s32[] {{\n  {}\n}}\n%condition (x: s32[]) -> pred[] {{\n}}\n"
+  assert collectives(program(loop, computations=body.format("%y = s32[] add(%x, %x)")), MESH) == []
+  line = "%y = s32[8] all-reduce(%x), {}, to_apply=%add"
+  with pytest.raises(ValueError, match="iterations"):
+    collectives(program(loop, computations=body.format(line.format("replica_groups={}"))), MESH)
+  with pytest.raises(ValueError, match="devices"):
+    collectives(program(line.format("replica_groups=mesh['x'=8] {'x':(1)2}")), MESH)
+
+
+def test_attention_is_picked_for_the_devices_of_the_mesh():
+  assert platform() == "cpu"
+  device = dataclasses.replace(jax.make_mesh((1,), ("data",)).abstract_mesh.abstract_device, platform="tpu")
+  with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("data",), abstract_device=device)):
+    assert platform() == "tpu"
+
+
+@pytest.mark.parametrize(
+  "message, expected",
+  [
+    (
+      "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (9.25G) exceeds available HBM (15.75G).",
+      (9.25, 15.75, True),
+    ),
+    (
+      "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 1.50T of 95.25G hbm. Exceeded hbm capacity by 1G.",
+      (1536, 95.25, False),
+    ),
+  ],
+)
+def test_a_refusal_is_read(message, expected):
+  needed, available, of_temporaries = aot._out_of_memory(message)
+  assert (needed / 2**30, available / 2**30, of_temporaries) == expected
+
+
+def test_another_refusal_is_told():
+  with pytest.raises(UserError, match="refuses the step: INTERNAL: Mosaic failed"):
+    aot._out_of_memory("INTERNAL: Mosaic failed to compile TPU kernel")
+
+
+def test_changes_are_of_what_dominates():
+  config = Config(train=TrainConfig(batch_size=128), mesh=MeshConfig(data=-1))
+  plan = aot.Plan(4, "TPU v5 lite", {"data": 4, "fsdp": 1}, 4 << 30, 8 << 30, 0, 16 << 30, 0, 15 << 30, {}, (), 1.0)
+  changes = aot._changes(config, "v5e:2x2", 1, plan)
+  assert [change.split(" ")[0] for change in changes] == [
+    "--config.model.remat=full",
+    "--config.train.accumulation=32",
+    "--config.mesh.data=1",
+    "--topology=v5e:2x4",
+  ]
+  assert aot._changes(config, "v5e:2x2", 1, dataclasses.replace(plan, temporaries=4 << 30))[0].startswith("--config.mesh.data=1")
+  sharded = dataclasses.replace(plan, mesh={"data": 1, "fsdp": 4}, temporaries=100 << 30)
+  assert aot._changes(config, "v5e:2x2", 1, sharded)[2:] == ["--topology=v5e:4x8"]  # 112 GiB of 4 chips: 14 of 32
+
+
+@pytest.mark.parametrize(
+  "args, code, message",
+  [
+    ([], 2, "error: pass --topology=GENERATION:CHIPS"),
+    (["--topology=v5e:3x3"], 1, "error: --topology=v5e:3x3: there is no such slice; there are v5e:1x1, v5e:2x2, v5e:2x4, v5e:4x4"),
+    (["--topology=v9:2x2"], 1, "there are v4:2x2x1 to v4:8x16x16, v5e:1x1 to v5e:16x16, v5p:2x2x1 to"),
+    (["--topology=v5e:2x2", "--slices=0"], 2, "--slices=0"),
+  ],
+)
+def test_bad_input_is_one_line(args, code, message):
+  result = run("--config=configs/tiny.py", *args)
+  assert result.returncode == code and message in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
+
+
+def test_readme_has_the_measured_slices():
+  assert topologies.table(json.loads(topologies.RESULTS.read_text())) in (ROOT / "README.md").read_text()
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+  "args, message",
+  [
+    (["--config.mesh.data=3"], "config.mesh.data = 3, config.mesh.fsdp = 1: the axes must multiply to the 4 devices"),
+    (["--config.train.batch_size=6"], "config.train.batch_size = 6 over config.train.accumulation = 1 gives 6 rows, which the 4 devices"),
+  ],
+)
+def test_what_does_not_go_with_the_topology_is_one_line(args, message):
+  result = run("--config=configs/tiny.py", "--topology=v5e:2x2", *args)
+  assert result.returncode == 1 and f"error: {message}" in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
+
+
+@needs_libtpu
+def test_a_compiler_that_ends_its_process_is_an_error(monkeypatch):
+  monkeypatch.setenv("LIBTPU_INIT_ARGS", "--no_such_flag=1")
+  result = run("--config=configs/tiny.py", "--topology=v5e:2x2")
+  assert result.returncode == 1 and result.stderr.splitlines()[-1].startswith("error: the TPU's compiler ended its process"), result.stderr
+
+
+@needs_libtpu
+def test_tiny_compiles_with_the_kernels():
+  result = run("--config=configs/tiny.py", "--topology=v5e:2x2", "--config.model.num_layers=1", "--config.mesh.fsdp=2")
+  assert result.returncode == 0, result.stderr
+  assert "4 chips (TPU v5 lite), mesh data 2 × fsdp 2" in result.stdout
+  assert "attention kernels: diff_attention_backward_v1, diff_attention_forward_v1" in result.stdout
+  assert re.search(r"\n  fsdp +0\.\d+: all-gather ", result.stdout) and result.stdout.endswith("\nfits\n")
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_what_does_not_fit_is_told_with_the_remedy():
+  result = run("--config=configs/diff_1b.py", "--topology=v5e:2x2")
+  assert result.returncode == 1 and "error: does not fit: " in result.stderr and "--config.model.remat=full" in result.stderr, result.stderr
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("config, topology", [("diff_1b", "v5e:4x4"), ("diff_13b", "v5p:4x4x4")])
+def test_the_paper_configs_fit(config, topology):
+  result = run(f"--config=configs/{config}.py", f"--topology={topology}")
+  assert result.returncode == 0 and result.stdout.endswith("\nfits\n"), result.stdout + result.stderr
+  assert "diff_attention_backward_v1, diff_attention_forward_v1" in result.stdout
