@@ -160,7 +160,7 @@ def lower_train_step(config: Config, mesh: Mesh) -> tuple[jax.stages.Lowered, Tr
   """The step as training runs it, lowered for the devices of a mesh, which need not be there; and the abstract state."""
   _, abstract_state = make_init(config, mesh)
   step = make_train_step(config, mesh, abstract_state)
-  shape, sharding = (config.train.batch_size, config.data.length), NamedSharding(mesh, P(rules.BATCH))
+  shape, sharding = (config.train.batch_size, config.data.length), NamedSharding(mesh, P(rules.BATCH, rules.LENGTH))
   batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for name in ("tokens", "targets", "segment_ids", "positions")}
   batch["weights"] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
   with _context(mesh):
