@@ -3,8 +3,8 @@
 Any field of the config can be overridden (--config.train.steps=100). Run again with the same command, it goes on from the last
 checkpoint. It ends with a checkpoint, a plot of the loss (loss.png) and a sample of text (sample.txt) in the workdir.
 
-Several processes, each started with the same command, train one model on all their devices. They find each other by themselves on Cloud TPU,
-under Slurm and in Kubernetes; elsewhere each is told where process 0 is: --coordinator=HOST:PORT --num_processes=N --process_id=I
+Several processes, each started with the same command, train one model on all their devices. On Cloud TPU, under Slurm and in Kubernetes
+they find each other by themselves; elsewhere each is told how: --coordinator=HOST:PORT --num_processes=N --process_id=I
 """
 
 from absl import app, flags

@@ -108,7 +108,7 @@ def _initialize(coordinator: str, num_processes: int, process_id: int, timeout: 
   except Exception as error:  # a cluster's own client has errors of its own
     if indexed:
       raise RuntimeError(
-        f"in an indexed Kubernetes Job JAX finds no other processes ({error}): pip install 'jax[k8s]', or pass --num_processes=1 to be alone"
+        f"in this indexed Kubernetes Job JAX finds no others ({error}): pip install 'jax[k8s]', or pass --num_processes=1 to be alone"
       ) from error
     if "coordinator_address should be defined" in str(error) or "KUBERNETES_SERVICE_HOST" in os.environ:
       return False
