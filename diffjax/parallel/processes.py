@@ -14,6 +14,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -55,7 +56,7 @@ def connected(coordinator: str = "", num_processes: int = 0, process_id: int = -
     timeout: Seconds (and 5 more) to wait for the others.
 
   Raises:
-    UserError: for arguments that do not fit each other.
+    UserError: for arguments that do not fit each other, and a port that is in use.
   """
   given = {"--coordinator=HOST:PORT": bool(coordinator), "--num_processes=N": num_processes > 0, "--process_id=I": process_id >= 0}
   if num_processes == 1 and not coordinator:
@@ -68,6 +69,8 @@ def connected(coordinator: str = "", num_processes: int = 0, process_id: int = -
       raise UserError(f"--process_id={process_id}: must be less than --num_processes={num_processes}; the first process is 0")
     if not coordinator.rpartition(":")[2].isdecimal():
       raise UserError(f"--coordinator={coordinator}: must be HOST:PORT of process 0, such as 10.0.0.2:9476")
+    if process_id == 0:
+      _check_port(coordinator)
   where = f" of {num_processes} at {coordinator}, where process 0 listens" * any(given.values())
   end = _End(
     f"this process could not join the others{where}, within {timeout} s: start all of them, with the same --coordinator and "
@@ -94,10 +97,19 @@ def connected(coordinator: str = "", num_processes: int = 0, process_id: int = -
   end.forget()
 
 
+def _check_port(coordinator: str) -> None:
+  """JAX crashes where it cannot listen."""
+  port, both = int(coordinator.rpartition(":")[2]), socket.has_dualstack_ipv6()
+  try:
+    socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both).close()
+  except (OSError, OverflowError) as error:
+    raise UserError(f"--coordinator={coordinator}: process 0 cannot listen there ({error}); end what does, or take another port") from error
+
+
 def _initialize(coordinator: str, num_processes: int, process_id: int, timeout: int) -> bool:
   """Whether there are other processes to join, or a cluster that says there may be; they are joined then."""
   jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, and keep it until the first step
-  limits = dict(initialization_timeout=timeout, heartbeat_timeout_seconds=_HEARTBEAT)
+  limits: dict[str, Any] = dict(initialization_timeout=timeout, heartbeat_timeout_seconds=_HEARTBEAT)
   if coordinator:
     jax.distributed.initialize(coordinator, num_processes, process_id, cluster_detection_method="deactivate", **limits)
     return True
@@ -128,7 +140,7 @@ class _End:
     self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: self(self.if_aborted))
     self._signal = ctypes.CDLL(None).signal
     self._signal.argtypes, self._signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-    self._signal(signal.SIGABRT, ctypes.cast(self._handler, ctypes.c_void_p))
+    self._previous = self._signal(signal.SIGABRT, ctypes.cast(self._handler, ctypes.c_void_p))
 
   def __call__(self, message: str) -> NoReturn:
     self._once.acquire()  # for good: who comes second waits for the end
@@ -142,7 +154,7 @@ class _End:
 
   def forget(self) -> None:
     """From now on the process ends as any other."""
-    self._signal(signal.SIGABRT, None)
+    self._signal(signal.SIGABRT, self._previous)
 
 
 def _watch(client: Any, end: _End) -> None:
@@ -231,7 +243,7 @@ def check_same(settings: Mapping[str, Any]) -> None:
     UserError: naming the fields that differ, and what they are in which process.
   """
   first, *others = [dict(_flat(mine)) for mine in gather(dict(settings))]
-  differing = {}
+  differing: dict[str, str] = {}
   for process, theirs in enumerate(others, start=1):
     for name in sorted({*first, *theirs}):
       if first.get(name) != theirs.get(name):

@@ -231,6 +231,15 @@ def test_flags_that_do_not_fit(arguments, message):
     pass
 
 
+def test_a_port_in_use():
+  with socket.socket() as other:
+    other.bind(("localhost", 0))
+    other.listen()
+    port = other.getsockname()[1]
+    with pytest.raises(UserError, match=f"--coordinator=localhost:{port}: process 0 cannot listen"), connected(f"localhost:{port}", 2, 0):
+      pass
+
+
 @pytest.mark.slow
 def test_streams_resume_exactly(overrides, tmp_path):
   """Every process has read another part of a stream: each takes its own place in it up again."""
