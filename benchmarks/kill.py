@@ -42,7 +42,7 @@ CONFIG = Config(
   train=TrainConfig(steps=300, batch_size=8, log_interval=1, checkpoint_interval=5, keep_checkpoints=2, sample_tokens=0),
   eval=EvalConfig(interval=50, rows=16),
 )
-# Seconds that a life lasts, at most, from its first batch; and the share of lives that end before that, while starting.
+# Seconds that a life lasts, at most, from its second step, before which it compiles; and the share of lives that end before that, while starting.
 _LIFE, _STARTING = 4.0, 0.15
 # Of several processes: the share of kills that take all, and the seconds in which those that are left must end.
 _ALL, _ENDING = 0.2, 60.0
@@ -158,10 +158,14 @@ class Life:
     self.processes, self._errors = [], []
     for index in range(processes):
       command = [sys.executable, "-m", "benchmarks.kill", f"--mode={mode}", f"--processes={processes}", "--child"]
+      environment = os.environ | ({"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} if processes > 1 else {})  # all but process 0 always compile
       self._errors.append(tempfile.TemporaryFile("w+"))
       self.processes.append(
         subprocess.Popen(
-          [*command, str(directory), str(workdir), coordinator, str(index)], stdout=subprocess.DEVNULL, stderr=self._errors[-1]
+          [*command, str(directory), str(workdir), coordinator, str(index)],
+          env=environment,
+          stdout=subprocess.DEVNULL,
+          stderr=self._errors[-1],
         )
       )
 
@@ -223,7 +227,7 @@ def main() -> None:
         life = Life(directory, workdir, flags.mode, flags.processes)
         starting, delay = rng.random() < _STARTING, rng.uniform(0, _LIFE)
         if kills < flags.times:
-          while not starting and life.runs() and not life.steps():
+          while not starting and life.runs() and len(life.steps()) <= flags.processes:
             time.sleep(0.01)
           deadline = time.time() + delay
           while life.runs() and time.time() < deadline:
