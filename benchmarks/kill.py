@@ -42,10 +42,14 @@ CONFIG = Config(
   train=TrainConfig(steps=300, batch_size=8, log_interval=1, checkpoint_interval=5, keep_checkpoints=2, sample_tokens=0),
   eval=EvalConfig(interval=50, rows=16),
 )
-# Seconds that a life lasts, at most, from its second step, before which it compiles; and the share of lives that end before that, while starting.
+# Seconds that a life lasts, at most, from its second step on; and the share of lives that end before that, while starting or compiling.
 _LIFE, _STARTING = 4.0, 0.15
 # Of several processes: the share of kills that take all, and the seconds in which those that are left must end.
 _ALL, _ENDING = 0.2, 60.0
+
+
+def make_config(steps: int) -> Config:
+  return dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, steps=steps))
 
 
 def data_config(directory: pathlib.Path, mode: str) -> DataConfig:
@@ -53,7 +57,7 @@ def data_config(directory: pathlib.Path, mode: str) -> DataConfig:
   return DataConfig(source=text, validation_fraction=0.1, length=64, prepared_dir=rows, mode=mode)
 
 
-def run_child(directory: pathlib.Path, workdir: str, mode: str, coordinator: str, processes: int, index: int) -> None:
+def run_child(flags: argparse.Namespace, directory: pathlib.Path, workdir: str, coordinator: str, index: int) -> None:
   """Trains as the command does, and appends every batch that it takes to WORKDIR.batches."""
   from diffjax.parallel.processes import connected
   from diffjax.training import loop, runtime
@@ -76,8 +80,8 @@ def run_child(directory: pathlib.Path, workdir: str, mode: str, coordinator: str
     return put_batch(batch, mesh)
 
   loop.put_batch, loop.Metrics = record, metrics
-  with connected(coordinator if processes > 1 else "", processes, index, timeout=20):
-    loop.train(dataclasses.replace(CONFIG, data=data_config(directory, mode)), workdir)
+  with connected(coordinator if flags.processes > 1 else "", flags.processes, index, timeout=20):
+    loop.train(dataclasses.replace(make_config(flags.steps), data=data_config(directory, flags.mode)), workdir)
 
 
 def losses(workdir: pathlib.Path) -> list[tuple]:
@@ -103,14 +107,14 @@ def batches(workdir: pathlib.Path) -> dict[tuple[int, int], set[str]]:
 
 
 def parameters(workdir: pathlib.Path) -> str:
-  """sha256 of the final checkpoint's parameters."""
+  """sha256 of the newest complete checkpoint's parameters."""
   from diffjax.parallel.mesh import make_mesh
   from diffjax.training.checkpoint import load_params
   from diffjax.training.step import make_init
 
   abstract = make_init(CONFIG, make_mesh(CONFIG.mesh))[1].params
   bare = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract)
-  leaves = jax.tree.leaves(load_params(workdir, bare, step=CONFIG.train.steps))
+  leaves = jax.tree.leaves(load_params(workdir, bare))
   return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()
 
 
@@ -149,20 +153,29 @@ def complete(workdir: pathlib.Path) -> int:
 class Life:
   """The processes of a run from one start to their end."""
 
-  def __init__(self, directory: pathlib.Path, workdir: pathlib.Path, mode: str, processes: int):
-    self._workdir, self._before = workdir, len(taken(workdir))
+  def __init__(self, directory: pathlib.Path, workdir: pathlib.Path, flags: argparse.Namespace):
+    self._workdir, self._before, self._flags = workdir, len(taken(workdir)), flags
     self.newest, self.started = complete(workdir), time.time()
     with socket.socket() as listener:
       listener.bind(("localhost", 0))
       coordinator = f"localhost:{listener.getsockname()[1]}"
     self.processes, self._errors = [], []
-    for index in range(processes):
-      command = [sys.executable, "-m", "benchmarks.kill", f"--mode={mode}", f"--processes={processes}", "--child"]
-      environment = os.environ | ({"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} if processes > 1 else {})  # all but process 0 always compile
+    for index in range(flags.processes):
+      command = [
+        sys.executable,
+        "-m",
+        "benchmarks.kill",
+        f"--mode={flags.mode}",
+        f"--processes={flags.processes}",
+        f"--steps={flags.steps}",
+      ]
+      environment = os.environ | (
+        {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} if flags.processes > 1 else {}
+      )  # all but process 0 always compile
       self._errors.append(tempfile.TemporaryFile("w+"))
       self.processes.append(
         subprocess.Popen(
-          [*command, str(directory), str(workdir), coordinator, str(index)],
+          [*command, "--child", str(directory), str(workdir), coordinator, str(index)],
           env=environment,
           stdout=subprocess.DEVNULL,
           stderr=self._errors[-1],
@@ -186,7 +199,7 @@ class Life:
         code = "nothing: it hangs"
       errors.seek(0)
       text = errors.read()
-      through = code == 0 and complete(self._workdir) == CONFIG.train.steps  # killed when the rest was done
+      through = code == 0 and complete(self._workdir) == self._flags.steps  # killed when the rest was done
       if code != -signal.SIGKILL and not through and (code != expected or (expected and "\nerror: " not in f"\n{text}")):
         for other in self.processes:
           other.kill()
@@ -198,12 +211,14 @@ def main() -> None:
   parser.add_argument("--times", type=int, default=20, help="kills")
   parser.add_argument("--seed", type=int, default=0, help="of the moments")
   parser.add_argument("--mode", choices=("prepared", "streamed"), default="prepared", help="config.data.mode")
+  parser.add_argument("--steps", type=int, default=CONFIG.train.steps, help="of a run")
   parser.add_argument("--processes", type=int, default=1, help="of a run")
   parser.add_argument("--json", help="file for the table")
   parser.add_argument("--child", nargs=4, metavar=("DIRECTORY", "WORKDIR", "COORDINATOR", "PROCESS"), help=argparse.SUPPRESS)
   flags = parser.parse_args()
   if flags.child:
-    run_child(pathlib.Path(flags.child[0]), flags.child[1], flags.mode, flags.child[2], flags.processes, int(flags.child[3]))
+    directory, workdir, coordinator, index = flags.child
+    run_child(flags, pathlib.Path(directory), workdir, coordinator, int(index))
     return
 
   rng, began = random.Random(flags.seed), time.time()
@@ -217,14 +232,14 @@ def main() -> None:
       prepared.prepare(data_config(directory, flags.mode))
 
     whole, everyone = directory / "whole", list(range(flags.processes))
-    Life(directory, whole, flags.mode, flags.processes).wait(0)
+    Life(directory, whole, flags).wait(0)
     moments: collections.Counter[str] = collections.Counter()
     victims: collections.Counter[str] = collections.Counter()
     kills, runs, lost, starts, wrong, slowest, differing = 0, 0, 0, 0, 0, 0.0, []
     while kills < flags.times or runs == 0:
       workdir, runs, finished = directory / f"run{runs}", runs + 1, False
       while not finished:
-        life = Life(directory, workdir, flags.mode, flags.processes)
+        life = Life(directory, workdir, flags)
         starting, delay = rng.random() < _STARTING, rng.uniform(0, _LIFE)
         if kills < flags.times:
           while not starting and life.runs() and len(life.steps()) <= flags.processes:
@@ -267,7 +282,7 @@ def main() -> None:
       "moments": dict(moments),
       **several,
       "runs finished": runs,
-      "steps of a run": CONFIG.train.steps,
+      "steps of a run": flags.steps,
       "steps taken in killed lives": lost,
       "starts that took steps": starts,
       "starts not from the newest complete checkpoint": wrong,

@@ -158,6 +158,15 @@ class Checkpoints:
     """Waits for the last save, failed or not, and ends the worker."""
     self._worker.shutdown()
 
+  def __enter__(self) -> Checkpoints:
+    return self
+
+  def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+    if jax.process_count() > 1 and kind is not None and not issubclass(kind, UserError):
+      self._worker.shutdown(wait=False)  # another process may be dead: Orbax would wait for its part of the save
+    else:
+      self.close()
+
   def _check_room(self, step: int, size: int) -> None:
     """Fails before Orbax does: without a directory its threads wait for minutes, even after the run; a full disk is tracebacks there.
 

@@ -19,7 +19,7 @@ from etils import epath
 from jaxtyping import Int
 
 from diffjax.config import Config, UserError
-from diffjax.data.pipeline import ValidationBatches, check_vocabulary, training_batches, training_rows, validation_batches
+from diffjax.data.pipeline import ValidationBatches, check_prepared, check_vocabulary, training_batches, training_rows, validation_batches
 from diffjax.data.progress import say
 from diffjax.data.reader import Interrupted
 from diffjax.data.tokenizer import Tokenizer, load_tokenizer
@@ -67,13 +67,15 @@ def _train(config: Config, workdir: str, held: contextlib.ExitStack) -> None:
     check_resume(saved, config.to_dict())
   make_state, abstract_state = make_init(config, mesh)
   train_step, eval_step = make_train_step(config, mesh, abstract_state), make_eval_step(config, mesh)
+  if jax.process_count() > 1 and config.data.mode == "prepared":
+    check_prepared(config.data)  # also if all of them feed the same rows
   batches = training_batches(config, **processes)
   held.callback(batches.close)
   held_out = validation_batches(config, config.train.batch_size // config.train.accumulation, **processes)
   if is_first:
     held.enter_context(lock(workdir))  # before the first write, after what a wrong config is refused for
   checkpoints = Checkpoints(workdir, keep=config.train.keep_checkpoints)
-  held.callback(checkpoints.close)  # before the lock goes, however the run ends
+  held.enter_context(checkpoints)  # closed before the lock goes, however the run ends
 
   # Restore.
   if (restored := checkpoints.restore(abstract_state)) is not None:

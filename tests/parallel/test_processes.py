@@ -27,6 +27,22 @@ LINE, COMMAND = re.search(r"^(for i in 0 1; do (python -m diffjax\.train .*) & d
 STEPS = 120
 
 
+# The command, in which a process kills itself while the checkpoint of step 60 is written.
+KILLED_IN_A_SAVE = """
+import os, signal
+from diffjax import command, train
+from diffjax.training import checkpoint
+save = checkpoint.ocp.save_checkpointables_async
+def save_and_die(path, *args, **options):
+  response = save(path, *args, **options)
+  if path.name == "60":
+    os.kill(os.getpid(), signal.SIGKILL)
+  return response
+checkpoint.ocp.save_checkpointables_async = save_and_die
+command.run(train.main)
+"""
+
+
 def free_port():
   with socket.socket() as listener:
     listener.bind(("localhost", 0))
@@ -56,12 +72,13 @@ def environment():
 class Processes:
   """The README's command, once a process."""
 
-  def __init__(self, workdir, overrides, *, count=2, own=None):
+  def __init__(self, workdir, overrides, *, count=2, own=None, code=None):
     self.workdir, port, self.all, self._files = pathlib.Path(workdir), free_port(), [], []
     for index in range(count):
       command = COMMAND.replace("runs/two", str(workdir)).replace("9476", str(port)).replace("=2 ", f"={count} ").replace("$i", str(index))
       file = open(f"{workdir}.{index}.log", "w+")
-      arguments = [sys.executable, *command.split()[1:], *overrides, *(own or {}).get(index, [])]
+      program = ["-c", code[index]] if index in (code or {}) else command.split()[1:3]
+      arguments = [sys.executable, *program, *command.split()[3:], *overrides, *(own or {}).get(index, [])]
       self.all.append(subprocess.Popen(arguments, cwd=ROOT, env=environment(), stdout=file, stderr=subprocess.STDOUT))
       self._files.append(file)
 
@@ -241,6 +258,19 @@ def test_a_port_in_use():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_what_a_dead_process_half_wrote_is_never_whole(overrides, whole, tmp_path, killed):
+  with Processes(tmp_path / "run", overrides, code={killed: KILLED_IN_A_SAVE}) as processes:
+    codes, _ = processes.end(timeout=150)
+  assert codes[killed] == -signal.SIGKILL and codes[1 - killed] == 1
+  assert saved(tmp_path / "run") == [20, 40]
+  with Processes(tmp_path / "run", overrides) as processes:
+    assert processes.end()[0] == [0, 0]
+  assert "resuming from step 40" in processes.text(0)
+  assert log(tmp_path / "run") == log(whole[0])
+
+
+@pytest.mark.slow
 def test_streams_resume_exactly(overrides, tmp_path):
   """Every process has read another part of a stream: each takes its own place in it up again."""
   for index in range(4):
@@ -250,11 +280,13 @@ def test_streams_resume_exactly(overrides, tmp_path):
   with Processes(tmp_path / "whole", streamed) as processes:
     codes, lines = processes.end()
   assert codes == [0, 0], lines
-  for _ in range(2):
-    with Processes(tmp_path / "run", streamed) as processes:
-      processes.reach("step 25/")
-      processes.all[0].send_signal(signal.SIGTERM)
-      assert processes.end()[0] == [0, 0]
+  with Processes(tmp_path / "run", streamed) as processes:
+    processes.reach("step 25/")
+    processes.all[0].send_signal(signal.SIGTERM)
+    assert processes.end()[0] == [0, 0]
+  with Processes(tmp_path / "run", streamed) as processes:
+    assert processes.end()[0] == [0, 0]
+  assert "resuming from step" in processes.text(0)
   assert log(tmp_path / "run") == log(tmp_path / "whole")
 
 
