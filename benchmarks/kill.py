@@ -1,15 +1,19 @@
 """Kills training again and again, and compares what comes out with a run that was left alone: python -m benchmarks.kill --times=100
 
 Every life of the run is ended by SIGKILL at a random moment: while it starts, takes steps, evaluates or saves (it does so every few steps).
-Once a run has reached its last step, its losses and validation losses (metrics.jsonl), its batches (a sha256 each, by step, of all lives)
-and its final parameters must equal those of the uninterrupted run bit for bit. Prints a line a kill and a table; exits with 1 if anything
-differs. `--json=FILE` writes the table.
+Every life must begin at the newest complete checkpoint. Once a run has reached its last step, its losses and validation losses
+(metrics.jsonl), its batches (a sha256 each, by step, of all lives) and its final parameters must equal those of the uninterrupted run bit
+for bit. Prints a line a kill and a table; exits with 1 if anything differs. `--json=FILE` writes the table.
+
+With `--processes=N` a run is N processes, of which one is killed, any one, or all at once. Those left must end by themselves within a
+minute, with 1 and an error in one line.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -19,6 +23,7 @@ import pathlib
 import platform
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +33,8 @@ import jax
 import numpy as np
 
 from diffjax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TrainConfig
+from diffjax.data import prepared
+from diffjax.training import manifest
 
 CONFIG = Config(
   model=ModelConfig(num_layers=2, embed_dim=64, num_heads=2, num_kv_heads=2, head_dim=16, ffn_dim=128),
@@ -35,19 +42,28 @@ CONFIG = Config(
   train=TrainConfig(steps=300, batch_size=8, log_interval=1, checkpoint_interval=5, keep_checkpoints=2, sample_tokens=0),
   eval=EvalConfig(interval=50, rows=16),
 )
-# Seconds that a life lasts, at most, from its first batch; and the share of lives that end before that, while starting.
+# Seconds that a life lasts, at most, from its second step on; and the share of lives that end before that, while starting or compiling.
 _LIFE, _STARTING = 4.0, 0.15
+# Of several processes: the share of kills that take all, and the seconds in which those that are left must end.
+_ALL, _ENDING = 0.2, 60.0
 
 
-def run_child(directory: pathlib.Path, workdir: str, mode: str) -> None:
+def make_config(steps: int) -> Config:
+  return dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, steps=steps))
+
+
+def data_config(directory: pathlib.Path, mode: str) -> DataConfig:
+  text, rows = f"text:{directory}/text/*.txt", str(directory / "rows")
+  return DataConfig(source=text, validation_fraction=0.1, length=64, prepared_dir=rows, mode=mode)
+
+
+def run_child(flags: argparse.Namespace, directory: pathlib.Path, workdir: str, coordinator: str, index: int) -> None:
   """Trains as the command does, and appends every batch that it takes to WORKDIR.batches."""
+  from diffjax.parallel.processes import connected
   from diffjax.training import loop, runtime
 
   runtime.keep_compiled_programs()
   runtime.keep_freed_pages()
-  data = DataConfig(
-    source=f"text:{directory}/text/*.txt", validation_fraction=0.1, length=64, prepared_dir=str(directory / "rows"), mode=mode
-  )
   log = os.open(f"{workdir}.batches", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
   step, put_batch, make_metrics = 0, loop.put_batch, loop.Metrics
 
@@ -60,11 +76,12 @@ def run_child(directory: pathlib.Path, workdir: str, mode: str) -> None:
     nonlocal step
     step += 1
     digest = hashlib.sha256(b"".join(np.ascontiguousarray(batch[name]).tobytes() for name in sorted(batch))).hexdigest()
-    os.write(log, f"{step} {digest}\n".encode())
+    os.write(log, f"{step} {index} {digest}\n".encode())
     return put_batch(batch, mesh)
 
   loop.put_batch, loop.Metrics = record, metrics
-  loop.train(dataclasses.replace(CONFIG, data=data), workdir)
+  with connected(coordinator if flags.processes > 1 else "", flags.processes, index, timeout=20):
+    loop.train(dataclasses.replace(make_config(flags.steps), data=data_config(directory, flags.mode)), workdir)
 
 
 def losses(workdir: pathlib.Path) -> list[tuple]:
@@ -74,24 +91,30 @@ def losses(workdir: pathlib.Path) -> list[tuple]:
   return [tuple(line.get(name) for name in names) for line in lines]
 
 
-def batches(workdir: pathlib.Path) -> dict[int, set[str]]:
-  """Digests of the batches that any life took for each step."""
+def taken(workdir: pathlib.Path) -> list[tuple[int, int, str]]:
+  """Step, process and digest of every batch, in the order they were taken."""
+  log = pathlib.Path(f"{workdir}.batches")
+  lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+  return [(int(step), int(process), digest) for step, process, digest in lines]
+
+
+def batches(workdir: pathlib.Path) -> dict[tuple[int, int], set[str]]:
+  """Digests of the batches that any life took for each step, in each process."""
   seen = collections.defaultdict(set)
-  for line in pathlib.Path(f"{workdir}.batches").read_text().splitlines():
-    step, digest = line.split()
-    seen[int(step)].add(digest)
+  for step, process, digest in taken(workdir):
+    seen[step, process].add(digest)
   return dict(seen)
 
 
 def parameters(workdir: pathlib.Path) -> str:
-  """sha256 of the final checkpoint's parameters."""
+  """sha256 of the newest complete checkpoint's parameters."""
   from diffjax.parallel.mesh import make_mesh
   from diffjax.training.checkpoint import load_params
   from diffjax.training.step import make_init
 
   abstract = make_init(CONFIG, make_mesh(CONFIG.mesh))[1].params
   bare = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract)
-  leaves = jax.tree.leaves(load_params(workdir, bare, step=CONFIG.train.steps))
+  leaves = jax.tree.leaves(load_params(workdir, bare))
   return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()
 
 
@@ -118,16 +141,84 @@ def moment(workdir: pathlib.Path, taken: int) -> str:
   return "taking steps" if taken else "starting"
 
 
+def complete(workdir: pathlib.Path) -> int:
+  """The newest complete checkpoint's step, by its files; 0 if there is none."""
+  directory = manifest.checkpoint_directory(workdir)
+  for step in reversed(manifest.steps(directory)):
+    with contextlib.suppress(manifest.Damage):
+      return manifest.verify(directory / str(step), step)["step"]
+  return 0
+
+
+class Life:
+  """The processes of a run from one start to their end."""
+
+  def __init__(self, directory: pathlib.Path, workdir: pathlib.Path, flags: argparse.Namespace):
+    self._workdir, self._before, self._flags = workdir, len(taken(workdir)), flags
+    self.newest, self.started = complete(workdir), time.time()
+    with socket.socket() as listener:
+      listener.bind(("localhost", 0))
+      coordinator = f"localhost:{listener.getsockname()[1]}"
+    self.processes, self._errors = [], []
+    for index in range(flags.processes):
+      command = [
+        sys.executable,
+        "-m",
+        "benchmarks.kill",
+        f"--mode={flags.mode}",
+        f"--processes={flags.processes}",
+        f"--steps={flags.steps}",
+      ]
+      environment = os.environ | (
+        {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} if flags.processes > 1 else {}
+      )  # all but process 0 always compile
+      self._errors.append(tempfile.TemporaryFile("w+"))
+      self.processes.append(
+        subprocess.Popen(
+          [*command, "--child", str(directory), str(workdir), coordinator, str(index)],
+          env=environment,
+          stdout=subprocess.DEVNULL,
+          stderr=self._errors[-1],
+        )
+      )
+
+  def steps(self) -> list[int]:
+    """Those that its batches were taken for, by all processes."""
+    return [step for step, _, _ in taken(self._workdir)[self._before :]]
+
+  def runs(self) -> bool:
+    return all(process.poll() is None for process in self.processes)
+
+  def wait(self, expected: int, timeout: float | None = None) -> None:
+    """Ends this program if any but the killed processes end with another code, or without a line that says why, or not in time."""
+    deadline = time.time() + (timeout or 3600.0)
+    for process, errors in zip(self.processes, self._errors, strict=True):
+      try:
+        code: int | str = process.wait(max(0.0, deadline - time.time()))
+      except subprocess.TimeoutExpired:
+        code = "nothing: it hangs"
+      errors.seek(0)
+      text = errors.read()
+      through = code == 0 and complete(self._workdir) == self._flags.steps  # killed when the rest was done
+      if code != -signal.SIGKILL and not through and (code != expected or (expected and "\nerror: " not in f"\n{text}")):
+        for other in self.processes:
+          other.kill()
+        sys.exit(f"a process ended by itself with {code}:\n{text}")
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--times", type=int, default=20, help="kills")
   parser.add_argument("--seed", type=int, default=0, help="of the moments")
   parser.add_argument("--mode", choices=("prepared", "streamed"), default="prepared", help="config.data.mode")
+  parser.add_argument("--steps", type=int, default=CONFIG.train.steps, help="of a run")
+  parser.add_argument("--processes", type=int, default=1, help="of a run")
   parser.add_argument("--json", help="file for the table")
-  parser.add_argument("--child", nargs=2, metavar=("DIRECTORY", "WORKDIR"), help=argparse.SUPPRESS)
+  parser.add_argument("--child", nargs=4, metavar=("DIRECTORY", "WORKDIR", "COORDINATOR", "PROCESS"), help=argparse.SUPPRESS)
   flags = parser.parse_args()
   if flags.child:
-    run_child(pathlib.Path(flags.child[0]), flags.child[1], flags.mode)
+    directory, workdir, coordinator, index = flags.child
+    run_child(flags, pathlib.Path(directory), workdir, coordinator, int(index))
     return
 
   rng, began = random.Random(flags.seed), time.time()
@@ -137,58 +228,64 @@ def main() -> None:
     for index in range(200):
       text = "".join(f"document {index}, line {line}: {line * index % 97}\n" for line in range(60))
       (directory / "text" / f"{index}.txt").write_text(text)
+    if flags.mode == "prepared":
+      prepared.prepare(data_config(directory, flags.mode))
 
-    def start(workdir: pathlib.Path) -> subprocess.Popen:
-      command = [sys.executable, "-m", "benchmarks.kill", f"--mode={flags.mode}", "--child", str(directory), str(workdir)]
-      return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-
-    def finish(child: subprocess.Popen) -> None:
-      errors = child.communicate()[1]
-      if child.returncode:
-        sys.exit(f"a run ended by itself with {child.returncode}:\n{errors}")
-
-    whole = directory / "whole"
-    finish(start(whole))
-    started = time.time()
+    whole, everyone = directory / "whole", list(range(flags.processes))
+    Life(directory, whole, flags).wait(0)
     moments: collections.Counter[str] = collections.Counter()
-    kills, runs, lost, differing = 0, 0, 0, []
+    victims: collections.Counter[str] = collections.Counter()
+    kills, runs, lost, starts, wrong, slowest, differing = 0, 0, 0, 0, 0, 0.0, []
     while kills < flags.times or runs == 0:
-      workdir, runs = directory / f"run{runs}", runs + 1
-      while True:
-        log = pathlib.Path(f"{workdir}.batches")
-        before = len(log.read_text().splitlines()) if log.exists() else 0
-        child, started = start(workdir), time.time()
-        if kills >= flags.times:
-          finish(child)
+      workdir, runs, finished = directory / f"run{runs}", runs + 1, False
+      while not finished:
+        life = Life(directory, workdir, flags)
+        starting, delay = rng.random() < _STARTING, rng.uniform(0, _LIFE)
+        if kills < flags.times:
+          while not starting and life.runs() and len(life.steps()) <= flags.processes:
+            time.sleep(0.01)
+          deadline = time.time() + delay
+          while life.runs() and time.time() < deadline:
+            time.sleep(0.001)
+        finished = kills >= flags.times or not life.runs()
+        killed = [] if finished else everyone if rng.random() < _ALL else [rng.choice(everyone)]
+        for index in killed:
+          life.processes[index].kill()
+        moment_of_kill = time.time()
+        life.wait(*(0,) if finished else (1, _ENDING))
+        ending, steps = time.time() - moment_of_kill, life.steps()
+        starts += bool(steps)
+        wrong += bool(steps) and steps[0] != life.newest + 1
+        if finished:
           break
-        starting = rng.random() < _STARTING
-        delay = rng.uniform(0, _LIFE)
-        while not starting and child.poll() is None and (not log.exists() or len(log.read_text().splitlines()) == before):
-          time.sleep(0.01)
-        deadline = time.time() + delay
-        while child.poll() is None and time.time() < deadline:
-          time.sleep(0.001)
-        if child.poll() is not None:
-          finish(child)
-          break
-        child.send_signal(signal.SIGKILL)
-        child.communicate()
         kills += 1
-        taken = (len(log.read_text().splitlines()) if log.exists() else 0) - before
-        what = moment(workdir, taken)
+        what = moment(workdir, len(steps))
         moments[what] += 1
-        lost += taken
-        print(f"kill {kills}: {time.time() - started:.1f} s after its start, {taken} steps into it, {what}", flush=True)
+        lost += len(steps) // flags.processes
+        line = f"kill {kills}: {moment_of_kill - life.started:.1f} s after its start, {len(steps)} batches into it, {what}"
+        if flags.processes > 1:
+          victims["all" if len(killed) > 1 else "process 0" if killed == [0] else "another one"] += 1
+          if len(killed) < flags.processes:
+            slowest = max(slowest, ending)
+            line += f"; process {killed[0]}, the others ended {ending:.1f} s later"
+          else:
+            line += "; all"
+        print(line, flush=True)
       for name, read in (("losses", losses), ("batches", batches), ("final parameters", parameters)):
         found, expected = read(workdir), read(whole)
         if found != expected:
           differing.append(f"run {runs}: its {name} differ, first {_first_difference(found, expected)}")
+    several = {"killed": dict(victims), "seconds until the others had ended, at most": round(slowest, 1)} if flags.processes > 1 else {}
     table = {
+      "processes": flags.processes,
       "kills": kills,
       "moments": dict(moments),
+      **several,
       "runs finished": runs,
-      "steps of a run": CONFIG.train.steps,
+      "steps of a run": flags.steps,
       "steps taken in killed lives": lost,
+      "starts that took steps": starts,
+      "starts not from the newest complete checkpoint": wrong,
       "differences from the uninterrupted run": differing,
       "mode": flags.mode,
       "seed": flags.seed,
@@ -200,7 +297,7 @@ def main() -> None:
   print(json.dumps(table, indent=1))
   if flags.json:
     pathlib.Path(flags.json).write_text(json.dumps(table, indent=1) + "\n")
-  sys.exit(1 if differing else 0)
+  sys.exit(1 if differing or wrong else 0)
 
 
 if __name__ == "__main__":

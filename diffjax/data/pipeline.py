@@ -135,16 +135,26 @@ def _refuse_other(state: dict[str, Any], own: dict[str, Any], fields: dict[str, 
 # --- Prepared ---
 
 
+def check_prepared(config: DataConfig) -> None:
+  """Refuses rows that are not prepared, since several processes would prepare them at the same time.
+
+  Raises:
+    UserError: naming the directory and the command that prepares it.
+  """
+  missing = [target.directory for target in prepared.targets(config) if not prepared.is_prepared(target)]
+  if missing:
+    raise UserError(
+      f"config.data.mode = 'prepared': rows are not prepared ({missing[0]}), and several processes do not prepare; "
+      "run python -m diffjax.prepare with the same --config flags first, or set config.data.mode to 'streamed'"
+    )
+
+
 def _open_rows(config: DataConfig, split: str, process_count: int) -> tuple[list[prepared.PreparedRows], list[float]]:
   """The rows of each component of a split, and their weights; prepared first where this process may."""
+  if process_count > 1:
+    check_prepared(config)
   found = prepared.targets(config)
   if not all(prepared.is_prepared(target) for target in found):
-    if process_count > 1:
-      missing = next(target.directory for target in found if not prepared.is_prepared(target))
-      raise UserError(
-        f"config.data.mode = 'prepared': rows are not prepared ({missing}), and several processes do not prepare; "
-        "run python -m diffjax.prepare with the same --config flags first, or set config.data.mode to 'streamed'"
-      )
     say("rows are not prepared yet; preparing them once (python -m diffjax.prepare does this ahead of time)")
     found = prepared.prepare(config)
   mine = [target for target in found if split in target.splits]

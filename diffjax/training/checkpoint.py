@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import jax
-import numpy as np
 from absl import logging
 from etils import epath
-from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from diffjax.config import Config, UserError
+from diffjax.parallel.processes import gather
 from diffjax.training import manifest
 
 # What Orbax calls the file of every step that holds our JSON.
@@ -86,7 +85,7 @@ class Checkpoints:
 
     It waits for the save before, if that one is still under way. A save that fails is a warning, and what it wrote is removed: the run
     can go on, the checkpoints before are as they were, and the next save tries again. Only `wait` raises the last one's error.
-    Several processes cannot know of each other's failures: there, the next save raises it too.
+    If one of several processes fails, Orbax fails in the others too, by a limit of 5 minutes to its barriers.
 
     Args:
       step: Updates done.
@@ -98,15 +97,9 @@ class Checkpoints:
 
     Returns:
       Whether there was anything to save: not if this step is the last one saved or restored.
-
-    Raises:
-      UserError: if the save before failed and there are several processes.
     """
-    try:
+    with contextlib.suppress(UserError):
       self.wait()
-    except UserError:
-      if jax.process_count() > 1:
-        raise
     if step == self._saved and not force:
       return False
     self._saved = step
@@ -165,19 +158,37 @@ class Checkpoints:
     """Waits for the last save, failed or not, and ends the worker."""
     self._worker.shutdown()
 
+  def __enter__(self) -> Checkpoints:
+    return self
+
+  def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+    if jax.process_count() > 1 and kind is not None and not issubclass(kind, UserError):
+      self._worker.shutdown(wait=False)  # another process may be dead: Orbax would wait for its part of the save
+    else:
+      self.close()
+
   def _check_room(self, step: int, size: int) -> None:
-    """Fails before Orbax does: without a directory its threads wait for minutes, even after the run; a full disk is tracebacks there."""
+    """Fails before Orbax does: without a directory its threads wait for minutes, even after the run; a full disk is tracebacks there.
+
+    Process 0 looks, and all fail: one that went on alone would meet the others' saving with its next step.
+    """
+    problem = ""
     if jax.process_index() == 0:
-      path = self._directory / str(step)
-      if not path.is_dir():  # a file or a broken link
-        manifest.delete(path)
-      probe = manifest.temporary(path)
-      probe.mkdir(parents=True, exist_ok=True)
-      manifest.delete(probe)
-      if "://" not in os.fspath(path):
-        disk = shutil.disk_usage(self._directory)
-        if disk.total and disk.free < size:  # Some network file systems do not know, and say 0 of both.
-          raise OSError(f"no space left: it takes {size / 2**20:.0f} MiB, and {disk.free / 2**20:.0f} are free")
+      try:
+        path = self._directory / str(step)
+        if not path.is_dir():  # a file or a broken link
+          manifest.delete(path)
+        probe = manifest.temporary(path)
+        probe.mkdir(parents=True, exist_ok=True)
+        manifest.delete(probe)
+        if "://" not in os.fspath(path):
+          disk = shutil.disk_usage(self._directory)
+          if disk.total and disk.free < size:  # Some network file systems do not know, and say 0 of both.
+            problem = f"no space left: it takes {size / 2**20:.0f} MiB, and {disk.free / 2**20:.0f} are free"
+      except OSError as error:
+        problem = str(error)
+    if problem := gather(problem)[0]:
+      raise OSError(problem)
 
   def _complete(self, finish: Callable[[], Any], step: int, metrics: dict[str, float]) -> None:
     """In the worker: the end of the save, then the manifest, then the pruning, so that a kill at any moment leaves a complete step."""
@@ -355,8 +366,7 @@ def _newest(
     # A step alone and without a manifest is the run's first save, interrupted.
     if len(passed_over) > 1 or any(manifest.has_manifest(directory / str(step)) for step in passed_over):
       found = -2
-  if jax.process_count() > 1:
-    found = int(multihost_utils.broadcast_one_to_all(np.int32(found)))
+  found, reason = gather((found, reason))[0]
   if found == -2 and before is None:
     raise UserError(
       f"every checkpoint in {directory} is damaged ({reason}): put an intact copy of one there, or start from the beginning with "

@@ -19,7 +19,7 @@ from etils import epath
 from jaxtyping import Int
 
 from diffjax.config import Config, UserError
-from diffjax.data.pipeline import ValidationBatches, check_vocabulary, training_batches, training_rows, validation_batches
+from diffjax.data.pipeline import ValidationBatches, check_prepared, check_vocabulary, training_batches, training_rows, validation_batches
 from diffjax.data.progress import say
 from diffjax.data.reader import Interrupted
 from diffjax.data.tokenizer import Tokenizer, load_tokenizer
@@ -28,6 +28,7 @@ from diffjax.evals.sample import sample
 from diffjax.model.decoder import Decoder
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.parallel.mesh import batch_share, make_mesh, put_batch
+from diffjax.parallel.processes import Agreement, check_same, gather
 from diffjax.training.checkpoint import Checkpoints, check_resume, latest_config, load_params
 from diffjax.training.lock import lock
 from diffjax.training.metrics import Metrics, Progress, plot_losses
@@ -42,6 +43,7 @@ def train(config: Config, workdir: str) -> None:
   """Trains to `config.train.steps`, from the newest checkpoint in `workdir` if there is one.
 
   SIGTERM and Ctrl-C end it after the step or evaluation in hand, or while it waits for data, with a checkpoint; a second one at once.
+  Several processes make the same calls in the same order; a signal to one of them ends all after the same step.
 
   Raises:
     UserError: for whatever the user can mend: a config that does not fit the devices, the data or the checkpoint; or
@@ -52,6 +54,9 @@ def train(config: Config, workdir: str) -> None:
 
 
 def _train(config: Config, workdir: str, held: contextlib.ExitStack) -> None:
+  is_first = jax.process_index() == 0
+  note = say if is_first else lambda message: None
+  check_same({"config": config.to_dict(), "--workdir": workdir, "JAX's version": jax.__version__})
   steps, mesh = config.train.steps, make_mesh(config.mesh)
   share, shares = batch_share(mesh)
   processes = dict(process_index=share, process_count=shares)
@@ -62,28 +67,28 @@ def _train(config: Config, workdir: str, held: contextlib.ExitStack) -> None:
     check_resume(saved, config.to_dict())
   make_state, abstract_state = make_init(config, mesh)
   train_step, eval_step = make_train_step(config, mesh, abstract_state), make_eval_step(config, mesh)
+  if jax.process_count() > 1 and config.data.mode == "prepared":
+    check_prepared(config.data)  # also if all of them feed the same rows
   batches = training_batches(config, **processes)
   held.callback(batches.close)
   held_out = validation_batches(config, config.train.batch_size // config.train.accumulation, **processes)
-  if jax.process_index() == 0:
+  if is_first:
     held.enter_context(lock(workdir))  # before the first write, after what a wrong config is refused for
   checkpoints = Checkpoints(workdir, keep=config.train.keep_checkpoints)
-  held.callback(checkpoints.close)  # before the lock goes, however the run ends
+  held.enter_context(checkpoints)  # closed before the lock goes, however the run ends
 
   # Restore.
   if (restored := checkpoints.restore(abstract_state)) is not None:
     state = restored.state
-    batches.set_state(restored.data_state)
-    say(f"resuming from step {restored.step} of {workdir}")
+    batches.set_state(_own(restored.data_state, share))
+    note(f"resuming from step {restored.step} of {workdir}")
   else:
     state = make_state()
     if config.train.init_from:
       state = dataclasses.replace(state, params=load_params(config.train.init_from, abstract_state.params))
-      say(f"starting from the parameters of {config.train.init_from}")
+      note(f"starting from the parameters of {config.train.init_from}")
   step = first = int(state.step)
-  metrics = Metrics(
-    workdir, config.to_dict(), resume_step=first, wandb_project=config.train.wandb_project, is_writer=jax.process_index() == 0
-  )
+  metrics = Metrics(workdir, config.to_dict(), resume_step=first, wandb_project=config.train.wandb_project, is_writer=is_first)
   held.callback(metrics.close)
   progress = Progress(config, first_step=first, num_devices=mesh.size, device_kind=mesh.devices.flat[0].device_kind)
   held.callback(progress.close)
@@ -103,18 +108,25 @@ def _train(config: Config, workdir: str, held: contextlib.ExitStack) -> None:
       metrics.write(number, progress.report(number, values) if reporting else values)
     if in_a_row:
       reason = skip_reason(measured)
-      say(f"step {number} is skipped, {in_a_row} in a row: {reason}")
+      note(f"step {number} is skipped, {in_a_row} in a row: {reason}")
       if 0 < config.train.max_skipped_in_a_row <= in_a_row:
         good = checkpoints.newest(before=number - in_a_row + 1)
         if good is None:  # one saved among the skipped steps is as good: they change no parameter
           good = checkpoints.newest()
         raise UserError(_too_many_skipped(workdir, number, in_a_row, reason, good))
 
+  def save(scores: dict[str, float]) -> None:
+    places = dict(gather([share, batches.get_state()]))  # in a stream every process has a place of its own
+    data_state = {"shares": [places[share] for share in sorted(places)]}
+    checkpoints.save(step, state, data_state=data_state, config=config.to_dict(), metrics=scores)
+
   with Interruption() as interrupted:
-    batches.interrupted = interrupted
+    stopping = Agreement(mesh, interrupted)
+    if jax.process_count() == 1:  # one of several alone cannot call off a wait: the others may be in the next step, waiting for it
+      batches.interrupted = interrupted
     while True:
       done = step >= steps
-      ending = done or interrupted()
+      ending = done or stopping()
       fresh = step > first  # what was restored has been evaluated and saved
       evaluating = fresh and bool(config.eval.interval) and (done or step % config.eval.interval == 0)
       saving = fresh and (ending or step % config.train.checkpoint_interval == 0)
@@ -134,7 +146,7 @@ def _train(config: Config, workdir: str, held: contextlib.ExitStack) -> None:
 
       # Save.
       if saving:
-        checkpoints.save(step, state, data_state=batches.get_state(), config=config.to_dict(), metrics=scores)
+        save(scores)
       if ending:
         break
 
@@ -145,9 +157,10 @@ def _train(config: Config, workdir: str, held: contextlib.ExitStack) -> None:
       except Interrupted:
         if fresh:
           log_pending()
-          checkpoints.save(step, state, data_state=batches.get_state(), config=config.to_dict(), metrics=scores)
+          save(scores)
         break
       waited = time.perf_counter() - asked
+      stopping.ask()
       state, measured = train_step(state, batch)
       step += 1
 
@@ -161,9 +174,15 @@ def _train(config: Config, workdir: str, held: contextlib.ExitStack) -> None:
 
   progress.close()
   if step < steps:
-    say(f"stopped at step {step} of {steps}{', saved' * fresh}; run the same command to go on")
+    note(f"stopped at step {step} of {steps}{', saved' * fresh}; run the same command to go on")
   else:
     _finish(config, workdir, make_model(config, mesh), state, tokenizer, scores)
+
+
+def _own(data_state: dict[str, Any], share: int) -> dict[str, Any]:
+  """The state of the data of the processes with one share of the batch. Of fewer shares any will do: it is refused where they matter."""
+  shares = data_state.get("shares", [data_state])  # an older checkpoint has one for all
+  return shares[min(share, len(shares) - 1)]
 
 
 class Interruption:

@@ -1,0 +1,260 @@
+"""Several processes that train one model: how they find each other, agree, and end together.
+
+They are JAX's own multi-controller runtime: its coordination service, which process 0 serves, and XLA's collectives. On Cloud TPU, under
+Slurm and Open MPI and in indexed Kubernetes Jobs JAX finds the processes by itself; elsewhere flags say where process 0 is.
+
+All decide alike because they decide on the same numbers: a step is skipped by sums over all rows, and the run is stopped by an `Agreement`.
+What goes wrong in one process alone ends all of them, with its reason; JAX ends those that outlive a killed one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from jax._src import distributed  # its client's key-value store has no public name
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from diffjax.config import UserError
+
+# Seconds without a sign of life after which JAX counts a process as dead, and ends the others. A connection that breaks is seen at once.
+_HEARTBEAT = 30
+# Seconds that the others have, once one has failed, to hear of it and to finish what they write.
+_GRACE = 5.0
+# The key under which the coordination service keeps why the run ends; empty if it just ends.
+_ENDING = "diffjax/ending"
+_AGAIN = "start all processes again with the same command to go on from the last complete checkpoint"
+# What the errors say that collectives and the coordination service raise when another process has gone.
+_LOST = ("Gloo", "NCCL", "oordination", "UNAVAILABLE", "Connection")
+
+
+@contextlib.contextmanager
+def connected(coordinator: str = "", num_processes: int = 0, process_id: int = -1, *, timeout: int = 300) -> Iterator[None]:
+  """Joins the other processes of the run, for as long as the context. To be entered before JAX makes its backend.
+
+  Without arguments JAX looks for a cluster; where there is none, this process is alone, at once. Where there are several processes, an
+  error in the context, here or in another one, ends this process with one line and exit code 1.
+
+  Args:
+    coordinator: HOST:PORT at which process 0 is to listen; "" to look for a cluster.
+    num_processes: How many there are; 1 to be alone wherever this is.
+    process_id: Which one this is, from 0.
+    timeout: Seconds (and 5 more) to wait for the others.
+
+  Raises:
+    UserError: for arguments that do not fit each other, and a port that is in use.
+  """
+  given = {"--coordinator=HOST:PORT": bool(coordinator), "--num_processes=N": num_processes > 0, "--process_id=I": process_id >= 0}
+  if num_processes == 1 and not coordinator:
+    yield
+    return
+  if any(given.values()):
+    if missing := [flag for flag, is_given in given.items() if not is_given]:
+      raise UserError(f"{' and '.join(missing)}: missing; {', '.join(given)} go together, in every process")
+    if process_id >= num_processes:
+      raise UserError(f"--process_id={process_id}: must be less than --num_processes={num_processes}; the first process is 0")
+    if not coordinator.rpartition(":")[2].isdecimal():
+      raise UserError(f"--coordinator={coordinator}: must be HOST:PORT of process 0, such as 10.0.0.2:9476")
+    if process_id == 0:
+      _check_port(coordinator)
+  where = f" of {num_processes} at {coordinator}, where process 0 listens" * any(given.values())
+  end = _End(
+    f"this process could not join the others{where}, within {timeout} s: start all of them, with the same --coordinator and "
+    "--num_processes, and see that the others can reach process 0 there; --connect_timeout sets how long to wait"
+  )
+  try:
+    if not _initialize(coordinator, num_processes, process_id, timeout):
+      end.forget()
+      yield
+      return
+  except (RuntimeError, ValueError, OSError) as error:
+    end(f"this process cannot join the others{where}: {str(error).strip().splitlines()[0]}")
+  client, me = distributed.global_state.client, distributed.global_state.process_id
+  end.if_aborted = f"process {me} has lost the others: one has ended or cannot be reached, as JAX says above; {_AGAIN}"
+  watcher = threading.Thread(target=_watch, args=(client, end), name="diffjax-processes", daemon=True)
+  watcher.start()
+  try:
+    yield
+  except BaseException as error:
+    _fail(error, me, client, end)
+  _tell(client, "")
+  watcher.join()
+  jax.distributed.shutdown()  # waits for the others
+  end.forget()
+
+
+def _check_port(coordinator: str) -> None:
+  """JAX crashes where it cannot listen."""
+  port, both = int(coordinator.rpartition(":")[2]), socket.has_dualstack_ipv6()
+  try:
+    socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both).close()
+  except (OSError, OverflowError) as error:
+    raise UserError(f"--coordinator={coordinator}: process 0 cannot listen there ({error}); end what does, or take another port") from error
+
+
+def _initialize(coordinator: str, num_processes: int, process_id: int, timeout: int) -> bool:
+  """Whether there are other processes to join, or a cluster that says there may be; they are joined then."""
+  jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, and keep it until the first step
+  limits: dict[str, Any] = dict(initialization_timeout=timeout, heartbeat_timeout_seconds=_HEARTBEAT)
+  if coordinator:
+    jax.distributed.initialize(coordinator, num_processes, process_id, cluster_detection_method="deactivate", **limits)
+    return True
+  indexed = "JOB_COMPLETION_INDEX" in os.environ
+  try:
+    jax.distributed.initialize(**limits)
+    return True
+  except Exception as error:  # a cluster's own client has errors of its own
+    if indexed:
+      raise RuntimeError(
+        f"in this indexed Kubernetes Job JAX finds no others ({error}): pip install 'jax[k8s]', or pass --num_processes=1 to be alone"
+      ) from error
+    if "coordinator_address should be defined" in str(error) or "KUBERNETES_SERVICE_HOST" in os.environ:
+      return False
+    raise RuntimeError(f"{error}; pass --num_processes=1 to be alone") from error
+
+
+class _End:
+  """Ends this process with one line, once, also where JAX's C++ aborts it.
+
+  Attributes:
+    if_aborted: What to say then.
+  """
+
+  def __init__(self, if_aborted: str):
+    self.if_aborted, self._once = if_aborted, threading.Lock()
+    # Not Python's signal module: it would call the handler between two instructions of the main thread, which come no more.
+    self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: self(self.if_aborted))
+    self._signal = ctypes.CDLL(None).signal
+    self._signal.argtypes, self._signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    self._previous = self._signal(signal.SIGABRT, ctypes.cast(self._handler, ctypes.c_void_p))
+
+  def __call__(self, message: str) -> NoReturn:
+    self._once.acquire()  # for good: who comes second waits for the end
+    if os.isatty(1):
+      os.write(1, b"\x1b[?25h\n")  # the cursor, which the live line hides
+    with contextlib.suppress(OSError, ValueError):
+      sys.stdout.flush()
+      sys.stderr.flush()
+    os.write(2, f"error: {message}\n".encode())
+    os._exit(1)
+
+  def forget(self) -> None:
+    """From now on the process ends as any other."""
+    self._signal(signal.SIGABRT, self._previous)
+
+
+def _watch(client: Any, end: _End) -> None:
+  """Waits for one process to say why the run ends: the others may wait for it in a collective, where no Python runs."""
+  while (told := _told(client, seconds=3600.0)) is None:
+    time.sleep(1.0)
+  if told:
+    time.sleep(_GRACE)
+    end(told)
+
+
+def _fail(error: BaseException, me: int, client: Any, end: _End) -> NoReturn:
+  """Tells the others, and ends."""
+  reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+  if not isinstance(error, UserError | KeyboardInterrupt):
+    if told := _told(client, seconds=1.0):
+      end(told)
+    if any(word in reason for word in _LOST):
+      end(f"process {me} has lost the others: one has ended or cannot be reached ({reason.strip().splitlines()[0]}); {_AGAIN}")
+    traceback.print_exception(error)
+    reason = f"{type(error).__name__}: {reason}"
+  _tell(client, f"process {me} stopped: {reason}")
+  if me == 0:
+    time.sleep(_GRACE)  # it serves what the others are told
+  end(reason)
+
+
+def _tell(client: Any, message: str) -> None:
+  with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one was first
+    client.key_value_set(_ENDING, message)
+
+
+def _told(client: Any, seconds: float) -> str | None:
+  try:
+    return client.blocking_key_value_get(_ENDING, int(seconds * 1000))
+  except jax.errors.JaxRuntimeError:
+    return None
+
+
+class Agreement:
+  """Whether any process wants what each is asked, known to all before the same step.
+
+  The wishes are an all-reduce of one number a device, queued before a step. When the loop reads the result, a step later, it is there as
+  soon as the step before is over, whose metrics the loop waits for anyway: no device ever waits for a host. One process decides alone.
+  """
+
+  def __init__(self, mesh: Mesh, wish: Callable[[], bool]):
+    """Asks nothing yet.
+
+    Args:
+      mesh: Of all processes' devices.
+      wish: What this process wants.
+    """
+    self._wish, self._alone, self._answer = wish, jax.process_count() == 1, None
+    self._devices = NamedSharding(mesh, P(mesh.axis_names))
+    self._any = jax.jit(lambda wishes: wishes.max(), out_shardings=NamedSharding(mesh, P()))
+
+  def ask(self) -> None:
+    """Every process calls it before it starts a step."""
+    if not self._alone:
+      wishes = np.full(len(self._devices.addressable_devices), self._wish(), np.int32)
+      self._answer = self._any(jax.make_array_from_process_local_data(self._devices, wishes))
+
+  def __call__(self) -> bool:
+    """The answer to what was asked last; the same in every process."""
+    return self._wish() if self._alone else self._answer is not None and bool(self._answer)
+
+
+def gather(value: Any) -> list[Any]:
+  """Every process's value (JSON), in the order of the processes. All call it together."""
+  if jax.process_count() == 1:
+    return [value]
+  text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+  sizes = multihost_utils.process_allgather(np.int32(text.size))
+  texts = multihost_utils.process_allgather(np.pad(text, (0, int(sizes.max()) - text.size)))
+  return [json.loads(texts[process, :size].tobytes()) for process, size in enumerate(sizes)]
+
+
+def check_same(settings: Mapping[str, Any]) -> None:
+  """Refuses processes that were started with different settings. All call it together, and all raise.
+
+  Args:
+    settings: Values (JSON) by name; a mapping's fields are settings themselves.
+
+  Raises:
+    UserError: naming the fields that differ, and what they are in which process.
+  """
+  first, *others = [dict(_flat(mine)) for mine in gather(dict(settings))]
+  differing: dict[str, str] = {}
+  for process, theirs in enumerate(others, start=1):
+    for name in sorted({*first, *theirs}):
+      if first.get(name) != theirs.get(name):
+        differing.setdefault(name, f"{name} is {first.get(name)!r} in process 0 and {theirs.get(name)!r} in process {process}")
+  if differing:
+    raise UserError(f"the processes do not fit: {'; '.join(differing.values())}; start all of them with the same command")
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+  for name, value in settings.items():
+    if isinstance(value, Mapping):
+      yield from _flat(value, f"{prefix}{name}.")
+    else:
+      yield prefix + name, value

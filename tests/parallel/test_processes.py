@@ -1,0 +1,309 @@
+"""Several real processes over loopback: they train as one, stop as one, and none outlives another."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from diffjax.config import DataConfig, UserError
+from diffjax.data import prepared
+from diffjax.parallel.processes import connected
+from diffjax.training.lock import lock
+
+ROOT = pathlib.Path(__file__).parents[2]
+# Fields that tell the time, not the run.
+CLOCK = {"time", "train/tokens_per_second", "train/step_seconds", "train/wait_fraction"}
+# The README's line for two processes on one machine, and the command in it.
+README = (ROOT / "README.md").read_text()
+LINE, COMMAND = re.search(r"^(for i in 0 1; do (python -m diffjax\.train .*) & done; wait)$", README, re.MULTILINE).groups()
+STEPS = 120
+
+
+# The command, in which a process kills itself while the checkpoint of step 60 is written.
+KILLED_IN_A_SAVE = """
+import os, signal
+from diffjax import command, train
+from diffjax.training import checkpoint
+save = checkpoint.ocp.save_checkpointables_async
+def save_and_die(path, *args, **options):
+  response = save(path, *args, **options)
+  if path.name == "60":
+    os.kill(os.getpid(), signal.SIGKILL)
+  return response
+checkpoint.ocp.save_checkpointables_async = save_and_die
+command.run(train.main)
+"""
+
+
+def free_port():
+  with socket.socket() as listener:
+    listener.bind(("localhost", 0))
+    return listener.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory):
+  """Flags that make the README's run a tiny one, on rows that are prepared."""
+  path = tmp_path_factory.mktemp("data")
+  for index in range(60):
+    (path / f"{index}.txt").write_text("".join(f"document {index}, line {line}: {line * index % 97}\n" for line in range(20)))
+  data = dict(source=f"text:{path}/*.txt", validation_fraction=0.2, length=32, prepared_dir=str(path / "rows"))
+  prepared.prepare(DataConfig(**data))
+  fields = {f"data.{name}": value for name, value in data.items()}
+  fields |= {"model.num_layers": 1, "model.embed_dim": 16, "model.num_heads": 1, "model.num_kv_heads": 1, "model.head_dim": 8}
+  fields |= {"model.ffn_dim": 32, "optimizer.warmup_steps": 2, "eval.interval": 40, "eval.rows": 16, "train.steps": STEPS}
+  fields |= {"train.batch_size": 8, "train.log_interval": 1, "train.checkpoint_interval": 20, "train.sample_tokens": 5}
+  return [f"--config.{name}={value}" for name, value in fields.items()]
+
+
+def environment():
+  # One device a process, not the eight that the tests have; machine code without optimisation, whose compilation is quick.
+  return os.environ | {"PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+
+class Processes:
+  """The README's command, once a process."""
+
+  def __init__(self, workdir, overrides, *, count=2, own=None, code=None):
+    self.workdir, port, self.all, self._files = pathlib.Path(workdir), free_port(), [], []
+    for index in range(count):
+      command = COMMAND.replace("runs/two", str(workdir)).replace("9476", str(port)).replace("=2 ", f"={count} ").replace("$i", str(index))
+      file = open(f"{workdir}.{index}.log", "w+")
+      program = ["-c", code[index]] if index in (code or {}) else command.split()[1:3]
+      arguments = [sys.executable, *program, *command.split()[3:], *overrides, *(own or {}).get(index, [])]
+      self.all.append(subprocess.Popen(arguments, cwd=ROOT, env=environment(), stdout=file, stderr=subprocess.STDOUT))
+      self._files.append(file)
+
+  def text(self, index):
+    return pathlib.Path(self._files[index].name).read_text()
+
+  def reach(self, text, index=0, timeout=150):
+    """Waits until a process has printed something."""
+    deadline = time.monotonic() + timeout
+    while text not in self.text(index):
+      assert time.monotonic() < deadline and self.all[index].poll() is None, self.text(index)
+      time.sleep(0.02)
+
+  def end(self, timeout=150):
+    """Exit codes, and each one's error, or last line."""
+    deadline = time.monotonic() + timeout
+    codes = [process.wait(timeout=max(1.0, deadline - time.monotonic())) for process in self.all]
+    texts = [self.text(index).splitlines() or [""] for index in range(len(codes))]
+    return codes, [([line for line in text if line.startswith("error: ")] or text)[-1] for text in texts]
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    for process, file in zip(self.all, self._files, strict=True):
+      process.kill()
+      process.wait()
+      file.close()
+
+
+def log(workdir):
+  lines = [json.loads(line) for line in (pathlib.Path(workdir) / "metrics.jsonl").read_text().splitlines()]
+  return [{name: value for name, value in line.items() if name not in CLOCK} for line in lines]
+
+
+def assert_close(found, expected):
+  assert found.keys() == expected.keys()
+  for name, value in expected.items():
+    found_value, value = np.array([found[name], value], float)  # null, for what is not finite, becomes NaN
+    np.testing.assert_allclose(found_value, value, rtol=1e-4, err_msg=f"{name} of step {found['step']}")
+
+
+def saved(workdir):
+  return sorted(int(path.parent.name) for path in pathlib.Path(workdir).glob("checkpoints/*/manifest.json"))
+
+
+@pytest.fixture(scope="module")
+def whole(overrides, tmp_path_factory):
+  """What an uninterrupted run of the README's line leaves, and what it printed."""
+  workdir = tmp_path_factory.mktemp("whole") / "run"
+  line = LINE.replace("runs/two", str(workdir)).replace("9476", str(free_port())).replace(" & done", f" {' '.join(overrides)} & done")
+  result = subprocess.run(["bash", "-c", line], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+  assert result.returncode == 0 and saved(workdir)[-1] == STEPS, result.stdout + result.stderr
+  return workdir, result
+
+
+def test_the_readmes_line_trains_as_one_process_does(overrides, whole, tmp_path):
+  """The same batches and, but for the order in which two devices add up, the same numbers."""
+  workdir, result = whole
+  command = [sys.executable, *COMMAND.split(" --workdir")[0].split()[1:], f"--workdir={tmp_path}", *overrides]
+  subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True, timeout=300)
+  one, two = log(tmp_path), log(workdir)
+  assert [line["step"] for line in one] == [line["step"] for line in two]
+  for mine, theirs in zip(one, two, strict=True):
+    assert mine.get("train/tokens") == theirs.get("train/tokens")
+    mine.pop("validation/trigram_bits_per_byte", None)  # a lone process measures it
+    assert_close(theirs, mine)
+  assert result.stdout.count(f"step {STEPS}/{STEPS}  loss") == 1, "two wrote the log"
+  assert (workdir / "loss.png").exists() and (workdir / "sample.txt").exists()
+
+
+def kill(processes, killed):
+  """SIGKILL to one: the others end within a minute, with 1 and a message."""
+  processes.all[killed].kill()
+  began = time.monotonic()
+  codes, lines = processes.end(timeout=60)
+  assert time.monotonic() - began < 60
+  for index in {*range(len(codes))} - {killed}:
+    assert codes[index] == 1
+    assert re.match(rf"error: process {index} has lost the others: .*; start all processes again with the same command to go", lines[index])
+
+
+def test_sigterm_stops_all_and_a_killed_one_ends_all(overrides, whole, tmp_path):
+  """SIGTERM to process 1: all save the same step. SIGKILL to process 0, which serves the coordination: process 1 ends. Each time the same
+  command goes on, and in the end the log is the uninterrupted run's, number for number."""
+  with Processes(tmp_path / "run", overrides) as processes:
+    processes.reach("step 25/")
+    processes.all[1].send_signal(signal.SIGTERM)
+    codes, lines = processes.end()
+  assert codes == [0, 0], lines
+  assert "SIGTERM: saving" in lines[1]
+  step = int(re.search(rf"stopped at step (\d+) of {STEPS}, saved", lines[0]).group(1))
+  assert 25 <= step < STEPS and saved(tmp_path / "run")[-1] == step
+  with Processes(tmp_path / "run", overrides) as processes:
+    processes.reach("  loss ")
+    kill(processes, 0)
+  assert f"resuming from step {step}" in processes.text(0)
+  with Processes(tmp_path / "run", overrides) as processes:
+    assert processes.end()[0] == [0, 0]
+  assert log(tmp_path / "run") == log(whole[0])
+
+
+def test_different_configs_are_refused_by_all(overrides, tmp_path):
+  with Processes(tmp_path / "run", overrides, own={1: ["--config.train.batch_size=16", "--config.data.seed=3"]}) as processes:
+    codes, lines = processes.end()
+  assert codes == [1, 1]
+  for line in lines:
+    assert line.startswith("error: ") and "config.train.batch_size is 8 in process 0 and 16 in process 1" in line
+    assert "config.data.seed is 0 in process 0 and 3 in process 1" in line
+  assert not (tmp_path / "run").exists()
+
+
+def test_what_stops_one_stops_all_with_its_reason(overrides, tmp_path):
+  """Process 0 alone takes the workdir's lock."""
+  with lock(tmp_path / "run"), Processes(tmp_path / "run", overrides) as processes:
+    codes, lines = processes.end()
+  assert codes == [1, 1]
+  assert re.match(rf"error: .*/run is in use by process {os.getpid()} on ", lines[0])
+  assert re.match(rf"error: process 0 stopped: .*/run is in use by process {os.getpid()} on ", lines[1])
+
+
+def test_a_data_worker_that_dies_stops_all(overrides, tmp_path):
+  with Processes(tmp_path / "run", [*overrides, "--config.data.num_workers=1", "--config.train.steps=100000"]) as processes:
+    processes.reach("step 5/")
+    tasks = pathlib.Path(f"/proc/{processes.all[1].pid}/task").glob("*/children")
+    children = [int(pid) for task in tasks for pid in task.read_text().split()]
+    (worker,) = [pid for pid in children if b"spawn_main" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(worker, signal.SIGKILL)
+    codes, lines = processes.end(timeout=60)
+  assert codes == [1, 1]
+  assert re.match(rf"error: data worker {worker} \(SIGKILL", lines[1])
+  assert re.match(rf"error: process 1 stopped: data worker {worker} \(SIGKILL", lines[0])
+
+
+def test_too_many_skipped_steps_stop_all(overrides, tmp_path):
+  diverging = ["--config.optimizer.learning_rate=1e30", "--config.train.max_skipped_in_a_row=3"]
+  with Processes(tmp_path / "run", [*overrides, *diverging]) as processes:
+    codes, lines = processes.end()
+  assert codes == [1, 1]
+  assert all(re.match("error: (process . stopped: )?stopped at step .*: 3 steps in a row were skipped", line) for line in lines), lines
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_nobody_there(overrides, tmp_path, index):
+  """The others do not come, or the coordinator cannot be reached."""
+  with Processes(tmp_path / "run", [*overrides, "--connect_timeout=1"], count=2) as processes:
+    processes.all[1 - index].kill()
+    codes, lines = processes.end(timeout=60)
+  assert codes[index] == 1
+  assert re.match(
+    r"error: this process could not join the others of 2 at localhost:\d+, where process 0 listens, within 1 s: .*--connect_timeout",
+    lines[index],
+  )
+
+
+@pytest.mark.parametrize(
+  "arguments, message",
+  [
+    (("localhost:9476", 0, -1), "--num_processes=N and --process_id=I: missing"),
+    (("", 2, 0), "--coordinator=HOST:PORT: missing"),
+    (("localhost:9476", 2, 2), "--process_id=2: must be less than --num_processes=2"),
+    (("localhost", 2, 0), "--coordinator=localhost: must be HOST:PORT"),
+  ],
+)
+def test_flags_that_do_not_fit(arguments, message):
+  with pytest.raises(UserError, match=message), connected(*arguments):
+    pass
+
+
+def test_a_port_in_use():
+  with socket.socket() as other:
+    other.bind(("localhost", 0))
+    other.listen()
+    port = other.getsockname()[1]
+    with pytest.raises(UserError, match=f"--coordinator=localhost:{port}: process 0 cannot listen"), connected(f"localhost:{port}", 2, 0):
+      pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_what_a_dead_process_half_wrote_is_never_whole(overrides, whole, tmp_path, killed):
+  with Processes(tmp_path / "run", overrides, code={killed: KILLED_IN_A_SAVE}) as processes:
+    codes, _ = processes.end(timeout=150)
+  assert codes[killed] == -signal.SIGKILL and codes[1 - killed] == 1
+  assert saved(tmp_path / "run") == [20, 40]
+  with Processes(tmp_path / "run", overrides) as processes:
+    assert processes.end()[0] == [0, 0]
+  assert "resuming from step 40" in processes.text(0)
+  assert log(tmp_path / "run") == log(whole[0])
+
+
+@pytest.mark.slow
+def test_streams_resume_exactly(overrides, tmp_path):
+  """Every process has read another part of a stream: each takes its own place in it up again."""
+  for index in range(4):
+    documents = [{"text": f"document {line} of {index}: {line * index % 97}\n" * 5} for line in range(100)]
+    (tmp_path / f"{index}.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+  streamed = [*overrides, "--config.data.mode=streamed", f"--config.data.source=jsonl:{tmp_path}/*.jsonl"]
+  with Processes(tmp_path / "whole", streamed) as processes:
+    codes, lines = processes.end()
+  assert codes == [0, 0], lines
+  with Processes(tmp_path / "run", streamed) as processes:
+    processes.reach("step 25/")
+    processes.all[0].send_signal(signal.SIGTERM)
+    assert processes.end()[0] == [0, 0]
+  with Processes(tmp_path / "run", streamed) as processes:
+    assert processes.end()[0] == [0, 0]
+  assert "resuming from step" in processes.text(0)
+  assert log(tmp_path / "run") == log(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_four_processes_with_shared_parameters(overrides, whole, tmp_path):
+  """Parameters lie in shares on four processes, for the sample and the validation too. SIGKILL to one, and SIGTERM to another."""
+  shared = [*overrides, "--config.mesh.data=2", "--config.mesh.fsdp=2"]
+  with Processes(tmp_path / "run", shared, count=4) as processes:
+    processes.reach("step 25/")
+    kill(processes, 2)
+  with Processes(tmp_path / "run", shared, count=4) as processes:
+    processes.reach("  loss ")
+    processes.all[3].send_signal(signal.SIGTERM)
+    codes, lines = processes.end()
+  assert codes == [0] * 4, lines
+  with Processes(tmp_path / "run", shared, count=4) as processes:
+    assert processes.end()[0] == [0] * 4
+  assert processes.text(0).count("resuming from step") == 1
+  for mine, theirs in zip(log(tmp_path / "run"), log(whole[0]), strict=True):
+    assert_close(mine, theirs)
