@@ -62,6 +62,8 @@ class Plan:
   available: int | None
   # Received in a step, by mesh axes and kind; nothing where it does not fit
   received: dict[tuple[tuple[str, ...], str], float]
+  # What of the compiled program could not be read, so that nothing is counted; "" if all was
+  unread: str
   # Names of our Pallas kernels in it
   kernels: tuple[str, ...]
   # Of compilation
@@ -131,7 +133,7 @@ def _compile(config: Config, topology: str, slices: int) -> Plan:
   mesh = make_mesh(config.mesh, devices)
   lowered, state = lower_train_step(config, mesh)
   parameters, optimizer = (_shard_bytes(tree) * a_chip for tree in (state.params, state.opt_state))
-  batch, temporaries, program, available, kernels = 0, 0, 0, 0, ()
+  batch, temporaries, program, available, kernels, unread = 0, 0, 0, 0, (), ""
   received: dict[tuple[tuple[str, ...], str], float] = collections.defaultdict(float)
   start = time.perf_counter()
   try:
@@ -146,11 +148,15 @@ def _compile(config: Config, topology: str, slices: int) -> Plan:
     kernels = tuple(sorted(set(re.findall(r"diff_attention_[a-z]+_[a-z0-9]+", text))))
     program, temporaries = memory.generated_code_size_in_bytes * a_chip, memory.temp_size_in_bytes * a_chip
     batch = memory.argument_size_in_bytes * a_chip - parameters - optimizer
-    for collective in collectives(text, mesh.shape):
-      received[collective.axes, collective.kind] += collective.bytes * collective.times * a_chip
+    try:
+      for collective in collectives(text, mesh.shape):
+        received[collective.axes, collective.kind] += collective.bytes * collective.times * a_chip
+    except ValueError as error:
+      unread = str(error)
   seconds = time.perf_counter() - start
   kind, axes = devices[0].device_kind, dict(mesh.shape)
-  return Plan(chips, kind, axes, parameters, optimizer, batch, temporaries, program, available or None, dict(received), kernels, seconds)
+  sizes = parameters, optimizer, batch, temporaries, program, available or None
+  return Plan(chips, kind, axes, *sizes, dict(received), unread, kernels, seconds)
 
 
 def _shard_bytes(tree: Any) -> int:
@@ -193,7 +199,7 @@ def _report(config: Config, topology: str, plan: Plan) -> None:
   print()
   if plan.available is None:
     print(f"attention kernels: {', '.join(plan.kernels) or 'none'}")
-    print("received in a step, GiB a chip" if plan.received else "nothing is sent between devices")
+    print(f"received in a step, GiB a chip{f': not counted, the program has {plan.unread}' if plan.unread else ''}")
     for crossed in sorted({crossed for crossed, _ in plan.received}):
       kinds = {kind: size for (axes_of_kind, kind), size in sorted(plan.received.items()) if axes_of_kind == crossed}
       parts = ", ".join(f"{kind} {size / 2**30:.3f}" for kind, size in kinds.items())

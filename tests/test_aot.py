@@ -71,7 +71,7 @@ def test_every_collective_over_every_axis(kind, function, shares, axes):
 
 
 def program(*lines, computations=""):
-  """A program's text with these instructions, and one loop of 24 iterations over %body."""
+  """A program's text with these instructions and computations."""
   return textwrap.dedent(computations) + "\nENTRY %main (x: f32[8]) -> f32[8] {\n" + "".join(f"  {line}\n" for line in lines) + "}\n"
 
 
@@ -96,9 +96,13 @@ def test_groups_however_they_are_written(groups, axes):
 
 
 def test_as_tpu_compilers_write():
-  """A loop with its bound in the condition; a gather in three parts; a reduce-scatter as an all-reduce and a slice; tuples; a start."""
+  """A loop that counts from 2 to 24 by 2; gathers in parts, one of them in that loop; a reduce-scatter as all-reduce and slice."""
   fsdp, data = "replica_groups=[2,4]<=[8]", "replica_groups=[4,2]<=[2,4]T(1,0)"
   text = program(
+    "%start = s32[]{:T(128)} constant(2)",
+    "%copy = s32[]{:T(128)} copy(%start)",
+    "%tuple = (s32[]{:T(128)}, f32[8]{0:T(128)}) tuple(%copy, %x)",
+    "%started = (bf16[16,8]) fusion(%x), kind=kCustom, calls=%other.1",
     "%loop = (s32[], f32[8]) while(%tuple), condition=%condition, body=%body, metadata={}",
     f"%r = (f32[16]{{0:T(128)S(1)}}, /*index=1*/f32[]{{:T(128)}}) all-reduce(%x, %y), channel_id=9, {data}, to_apply=%add",
     "%p = (bf16[8,16]{1,0}, bf16[8,16]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}",
@@ -112,6 +116,14 @@ def test_as_tpu_compilers_write():
         %a.2 = bf16[16,8]{{1,0}} all-gather(%x), channel_id=3, {fsdp}, dimensions={{0}}, frontend_attributes={{chain_id="0"}}
       }}
 
+      %other.1 (x: bf16[4,8]) -> bf16[16,8] {{
+        %h.1 = bf16[16,8]{{1,0}} all-gather(%x), channel_id=5, {fsdp}, dimensions={{0}}, frontend_attributes={{chain_id="1"}}
+      }}
+
+      %other.2 (x: bf16[4,8]) -> bf16[16,8] {{
+        %h.2 = bf16[16,8]{{1,0}} all-gather(%x), channel_id=5, {fsdp}, dimensions={{0}}, frontend_attributes={{chain_id="1"}}
+      }}
+
       %all-reduce-scatter.4.clone (x: f32[16,8]) -> f32[4,8] {{
         %b = f32[16,8]{{1,0}} all-reduce(%x), channel_id=4, {fsdp}, to_apply=%add
         ROOT %s = f32[4,8]{{1,0}} dynamic-slice(%b, %i, %zero), dynamic_slice_sizes={{4,8}}
@@ -120,20 +132,27 @@ def test_as_tpu_compilers_write():
       %body (state: (s32[], f32[8])) -> (s32[], f32[8]) {{
         %f.1 = (bf16[16,8]) fusion(%x), kind=kCustom, calls=%part.1
         %f.2 = (bf16[16,8]) fusion(%x), kind=kCustom, calls=%part.2
+        %h.2 = (bf16[16,8]) fusion(%x), kind=kCustom, calls=%other.2
         %f.3 = f32[4,8]{{1,0}} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.4.clone
+        %m = s32[]{{:T(128)}} get-tuple-element(%state), index=0
+        %step = s32[]{{:T(128)}} constant(2)
+        %next = s32[]{{:T(128)}} add(%m, %step)
+        ROOT %t = (s32[]{{:T(128)}}, f32[8]{{0:T(128)}}) tuple(%next, %y)
       }}
 
       %condition (state: (s32[], f32[8])) -> pred[] {{
+        %n = s32[]{{:T(128)}} get-tuple-element(%state), index=0
         %bound = s32[]{{:T(128)}} constant(24)
         ROOT %lt = pred[]{{:T(512)}} compare(%n, %bound), direction=LT
       }}
       """.replace("\n      ", "\n"),
   )
   assert collectives(text, MESH) == [
-    Collective("all-gather", ("fsdp",), 256 * 3 / 4, 24),
-    Collective("reduce-scatter", ("fsdp",), 512 * 3 / 4, 24),
+    Collective("reduce-scatter", ("fsdp",), 512 * 3 / 4, 11),
     Collective("all-reduce", ("data",), 2 * (64 + 4) / 2, 1),
     Collective("collective-permute", ("fsdp",), 256, 1),
+    Collective("all-gather", ("fsdp",), 256 * 3 / 4, 1),
+    Collective("all-gather", ("fsdp",), 256 * 3 / 4, 11),
   ]
 
 
@@ -196,7 +215,7 @@ def test_another_refusal_is_told():
 
 def test_changes_are_of_what_dominates():
   config = Config(train=TrainConfig(batch_size=128), mesh=MeshConfig(data=-1))
-  plan = aot.Plan(4, "TPU v5 lite", {"data": 4, "fsdp": 1}, 4 << 30, 8 << 30, 0, 16 << 30, 0, 15 << 30, {}, (), 1.0)
+  plan = aot.Plan(4, "TPU v5 lite", {"data": 4, "fsdp": 1}, 4 << 30, 8 << 30, 0, 16 << 30, 0, 15 << 30, {}, "", (), 1.0)
   changes = aot._changes(config, "v5e:2x2", 1, plan)
   assert [change.split(" ")[0] for change in changes] == [
     "--config.model.remat=full",

@@ -5,7 +5,6 @@ XLA's own cost analysis counts neither: it takes the body of a loop once, and kn
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections import defaultdict
@@ -19,6 +18,7 @@ _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 _COLLECTIVE = re.compile(rf" = (.+?) ({_KINDS})(-start)?\(")
 _ACROSS_SLICES = re.compile(r' = (.+?) recv\(.*_xla_megascale_transfer_type="([A-Z_]+)"')
 _COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
+_DEFINITION = re.compile(r"\s*(?:ROOT )?%(\S+) = ")
 _CALLED = re.compile(r"\b(body|calls|to_apply|branch_computations)=\{?(%[^\s,}]+(?:, %[^\s,}]+)*)")
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\w*\[([\d,]*)\]")
 
@@ -51,26 +51,31 @@ def collectives(program: str, mesh: Mapping[str, int]) -> list[Collective]:
   partitions = re.search(r"num_partitions=(\d+)", program)
   places = np.arange(math.prod(mesh.values())).reshape(-1, int(partitions[1]) if partitions else math.prod(mesh.values()))
 
-  def walk(name: str, times: int, seen: set[str]) -> Iterator[Collective]:
+  def walk(name: str) -> Iterator[tuple[str | None, Collective]]:
+    """What one run of a computation sends, and the chain that it is a part of, if any."""
     for line in computations[name]:
       if match := _COLLECTIVE.search(line):
-        # TPU compilers overlap a collective with computation by cutting it in parts, each of which shows it whole.
         chain = re.search(r'chain_id="(\d+)"', line)
-        if chain is None or chain[1] not in seen:
-          yield _collective(match, line, name, mesh, places[0], times)
-        seen |= {chain[1]} if chain else set()
+        yield chain[1] if chain else None, _collective(match, line, name, mesh, places[0])
       elif match := _ACROSS_SLICES.search(line):
         kind, size = match[2].lower().replace("_", "-"), _bytes(*_ARRAY.findall(match[1])[0])
-        yield Collective(kind, _axes(places.T, mesh), _received(kind, size, len(places)), times)
+        yield None, Collective(kind, _axes(places.T, mesh), _received(kind, size, len(places)), 1)
       for kind, names in _CALLED.findall(line):
         for callee in re.findall(r"%([^\s,]+)", names):
-          if kind != "body":
-            yield from walk(callee, times, seen)
-          elif found := list(walk(callee, times, set())):
-            iterations = _iterations(line, computations)
-            yield from (collective._replace(times=collective.times * iterations) for collective in found)
+          if found := list(walk(callee)):
+            iterations = _iterations(line, computations) if kind == "body" else 1
+            yield from ((chain_id, each._replace(times=each.times * iterations)) for chain_id, each in found)
 
-  return list(walk(entry, 1, set()))
+  # TPU compilers overlap a collective with computation by cutting it in parts, a chain, each of which shows it whole; some of the parts may
+  # lie in a loop that runs meanwhile.
+  chains: dict[str, Collective] = {}
+  sent = []
+  for chain_id, collective in walk(entry):
+    if chain_id is None:
+      sent.append(collective)
+    elif chain_id not in chains or collective.times < chains[chain_id].times:
+      chains[chain_id] = collective
+  return sent + list(chains.values())
 
 
 def _computations(program: str) -> tuple[dict[str, list[str]], str]:
@@ -87,7 +92,7 @@ def _computations(program: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _collective(
-  match: re.Match[str], line: str, computation: str, mesh: Mapping[str, int], devices: Int[np.ndarray, "devices"], times: int
+  match: re.Match[str], line: str, computation: str, mesh: Mapping[str, int], devices: Int[np.ndarray, "devices"]
 ) -> Collective:
   shape, kind, start = match.groups()
   sizes = [_bytes(*array) for array in _ARRAY.findall(shape)]
@@ -99,7 +104,7 @@ def _collective(
   # TPU compilers write a reduce-scatter as an all-reduce of which each device keeps a part, in a computation of its own.
   if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
     kind, size = "reduce-scatter", size // count
-  return Collective(kind, _axes(groups, mesh), _received(kind, size, count), times)
+  return Collective(kind, _axes(groups, mesh), _received(kind, size, count), 1)
 
 
 def _received(kind: str, size: int, count: int) -> float:
@@ -154,13 +159,32 @@ def _iota(text: str) -> Int[np.ndarray, "..."]:
   return devices.reshape(final) if final else devices
 
 
-def _iterations(line: str, computations: Mapping[str, list[str]]) -> int:
-  """How often a loop's body runs: as the compiler wrote it down, or the bound of a counter from 0, which is what `jax.lax.scan` makes."""
-  if match := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line):
+def _iterations(loop: str, computations: Mapping[str, list[str]]) -> int:
+  """How often a loop's body runs: as the compiler wrote it down, or from the start, the step and the bound of its counter."""
+  if match := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop):
     return int(match[1])
-  condition = re.search(r"condition=%([^\s,]+)", line)
-  lines = computations[condition[1]] if condition else []
-  bounds = list(itertools.chain.from_iterable(re.findall(r" = s32\[\]\S* constant\((\d+)\)", text) for text in lines))
-  if len(bounds) != 1 or not any("direction=LT" in text for text in lines):
-    raise ValueError(f"a loop whose iterations cannot be read: {line.strip()[:300]}")
-  return int(bounds[0])
+  definitions = {match[1]: line for lines in computations.values() for line in lines if (match := _DEFINITION.match(line))}
+
+  def resolve(name: str) -> str:
+    line = definitions[name]
+    return resolve(_operands(line, "copy")[0]) if " copy(" in line else line
+
+  def constant(name: str) -> int:
+    return int(re.search(r" constant\((\d+)\)", resolve(name))[1])  # type: ignore[index]
+
+  try:
+    condition, body = (re.search(rf"\b{name}=%([^\s,]+)", loop)[1] for name in ("condition", "body"))  # type: ignore[index]
+    (compare,) = [line for line in computations[condition] if " compare(" in line and "direction=LT" in line]
+    counter, bound = _operands(compare, "compare")
+    place = int(re.search(r"index=(\d+)", resolve(counter))[1])  # type: ignore[index]
+    start = constant(_operands(resolve(_operands(loop, "while")[0]), "tuple")[place])
+    (root,) = [line for line in computations[body] if line.lstrip().startswith("ROOT ")]
+    step = constant(_operands(resolve(_operands(root, "tuple")[place]), "add")[1])
+    return -(-(constant(bound) - start) // step)
+  except (KeyError, TypeError, ValueError, IndexError) as error:
+    raise ValueError(f"a loop whose iterations cannot be read: {loop.strip()[:300]}") from error
+
+
+def _operands(line: str, operation: str) -> list[str]:
+  """Names of the operands of an instruction."""
+  return re.findall(r"%([^\s,]+)", re.search(rf" {operation}\(([^)]*)\)", line)[1])  # type: ignore[index]
