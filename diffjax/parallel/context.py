@@ -37,7 +37,8 @@ def attend(
   each shard its own.
   """
   shards, shard, size = lax.axis_size(axis), lax.axis_index(axis), q.shape[1] // 2
-  k, v, kv_segment_ids = (None if x is None else _gather(x, axis) for x in (k, v, kv_segment_ids))
+  k, v = _gather(k, axis), _gather(v, axis)
+  kv_segment_ids = None if kv_segment_ids is None else _gather(kv_segment_ids, axis)
   outs = []
   for half, piece in enumerate((shard, 2 * shards - 1 - shard)):
     mine = lambda x, half=half: None if x is None else x[:, half * size : (half + 1) * size]

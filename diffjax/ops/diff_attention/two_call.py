@@ -81,9 +81,9 @@ def stock_attention(
   for part in jnp.array_split(v, parts, axis=-1):
     width = max(q.shape[-1], part.shape[-1])
     width += -width % 8 if cudnn else 0
-    padded = [jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[-1]))) for x in (q, k, part)]
+    pad = lambda x, width=width: jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[-1])))
     out = jax.nn.dot_product_attention(
-      *padded, mask=mask, scale=scale, is_causal=causal and mask is None, implementation="cudnn" if cudnn else None
+      pad(q), pad(k), pad(part), mask=mask, scale=scale, is_causal=causal and mask is None, implementation="cudnn" if cudnn else None
     )
     outs.append(out[..., : part.shape[-1]])
   return jnp.concatenate(outs, axis=-1)
