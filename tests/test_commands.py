@@ -85,7 +85,9 @@ def test_readme_training_line(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["kill --times=20", "kill --times=5 --mode=streamed", "growth --batch_size=2"])
+@pytest.mark.parametrize(
+  "command", ["kill --times=20", "kill --times=5 --mode=streamed", "kill --times=4 --steps=60 --processes=2", "growth --batch_size=2"]
+)
 def test_reliability_commands(command):
   """SIGKILL at random moments changes nothing, and memory does not grow; the full measurements are in the README."""
   module, *arguments = command.split()
