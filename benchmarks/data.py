@@ -32,8 +32,7 @@ def measure(mode: str, tokenizer: str, batch_size: int, length: int) -> float:
 
   from diffjax.config import Config, DataConfig, MeshConfig, TrainConfig
   from diffjax.data.pipeline import training_batches
-  from diffjax.parallel.mesh import make_mesh
-  from diffjax.training.step import put_batch
+  from diffjax.parallel.mesh import make_mesh, put_batch
 
   mesh = make_mesh(MeshConfig())
   data = DataConfig(mode=mode, tokenizer=tokenizer, length=length)

@@ -20,10 +20,10 @@ import transformers
 
 from benchmarks import cpu_name
 from diffjax.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
-from diffjax.parallel.mesh import make_mesh
+from diffjax.parallel.mesh import make_mesh, put_batch
 from diffjax.training.flops import parameter_count
 from diffjax.training.runtime import keep_freed_pages
-from diffjax.training.step import make_init, make_train_step, put_batch
+from diffjax.training.step import make_init, make_train_step
 
 MODEL = ModelConfig(vocab_size=256, num_layers=6, embed_dim=256, num_heads=4, num_kv_heads=4, head_dim=32, ffn_dim=688)
 OPTIMIZER = OptimizerConfig(warmup_steps=0)

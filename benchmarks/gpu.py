@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import datetime
+import functools
 import importlib.metadata
 import json
 import pathlib
@@ -104,13 +105,18 @@ def milliseconds(program, input_sets) -> tuple[float, str, dict[str, float]]:
       kernels[name] = kernels.get(name, 0) + taken
     return statistics.median(sum(taken for _, taken in call) for call in found), "device", kernels
   except Exception as error:
-    print(f"  no device times ({type(error).__name__}: {error}); the host's clock instead", file=sys.stderr)
+    _say_once(f"  no device times ({type(error).__name__}: {error}); the host's clock instead")
   taken = []
   for inputs in input_sets:
     start = time.perf_counter()
     jax.block_until_ready([program(*inputs) for _ in range(calls)])
     taken.append((time.perf_counter() - start) / calls * 1e3)
   return statistics.median(taken), "clock", {}
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+  print(line, file=sys.stderr)
 
 
 def with_gradients(function):

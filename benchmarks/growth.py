@@ -45,7 +45,7 @@ def main() -> None:
   loop.put_batch = measured
   with tempfile.TemporaryDirectory() as workdir:
     loop.train(dataclasses.replace(config, train=train, eval=evaluation), workdir)
-  for step in range(0, flags.steps, max(1, flags.steps // 20)):
+  for step in range(0, len(memory), max(1, flags.steps // 20)):
     print(f"step {step}: {memory[step]:.0f} MiB")
   start, most = memory[flags.start], max(memory[flags.start :])
   print(

@@ -170,15 +170,19 @@ def cost_or_computed(case: Case, flags) -> dict[str, tuple[float, str]]:
   """Cost and its mark by direction: "~" where it is computed from two shorter lengths."""
   if jax.default_backend() == "tpu" or case.length <= flags.simulate:
     return {direction: (value, "") for direction, value in cost(case, flags.timeout).items()}
-  half, most = (dataclasses.replace(case, length=length) for length in (flags.simulate // 2, flags.simulate))
   result = {}
   for direction in DIRECTIONS:
-    tiles = {dataclasses.astuple(_blocks(x, direction))[:4] for x in (half, most, case)}
-    values = [cost(x, flags.timeout).get(direction) for x in (half, most)]
-    if len(tiles) == 1 and None not in values:
+    blocks = _blocks(case, direction)
+    values = []
+    for length in (flags.simulate // 2, flags.simulate):
+      shorter = dataclasses.replace(case, length=length)
+      if dataclasses.astuple(_blocks(shorter, direction))[:4] != dataclasses.astuple(blocks)[:4]:
+        shorter = dataclasses.replace(shorter, blocks=(blocks.q, blocks.q_inner, blocks.kv_inner))
+      values.append(cost(shorter, flags.timeout).get(direction))
+    if None not in values:
       # a·n + b·n² through two points, where n counts the shorter length.
       square = (values[1] - 2 * values[0]) / 2
-      n = case.length / half.length
+      n = case.length / (flags.simulate // 2)
       result[direction] = ((values[0] - square) * n + square * n * n, "~")
   return result
 

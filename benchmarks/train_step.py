@@ -18,10 +18,10 @@ import jax
 import numpy as np
 
 from benchmarks import cpu_name
-from diffjax.parallel.mesh import make_mesh
+from diffjax.parallel.mesh import make_mesh, put_batch
 from diffjax.training.flops import parameter_count, step_flops
 from diffjax.training.runtime import keep_freed_pages
-from diffjax.training.step import make_init, make_train_step, put_batch
+from diffjax.training.step import make_init, make_train_step
 
 
 def stepper(config):

@@ -175,6 +175,10 @@ class MeshConfig:
   data: int = -1
   # Devices that share parameters and optimizer state, and the batch too
   fsdp: int = 1
+  # Devices that share the tokens of a row: queries are split by length, keys and values are gathered
+  context: int = 1
+  # Devices that share heads, feed-forward columns and vocabulary
+  tensor: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +252,7 @@ def check(config: Config) -> None:
     optimizer.warmup_steps,
     f"must be at most train.steps = {train.steps}",
   )
-  sizes = (mesh.data, mesh.fsdp)
+  sizes = (mesh.data, mesh.fsdp, mesh.context, mesh.tensor)
   require(
     all(size == -1 or size > 0 for size in sizes) and sizes.count(-1) <= 1,
     "mesh",

@@ -61,6 +61,14 @@ def test_readme_module():
   assert result.stdout.strip() == "(2, 128, 256)", result.stderr
 
 
+def test_the_gpu_benchmark_needs_little():
+  """A machine with a GPU may have JAX, flax and optax, and little else."""
+  absent = "ml_collections grain tensorboardX orbax tiktoken tokenizers matplotlib tensorflow_datasets array_record pyarrow zstandard"
+  code = f"import sys; sys.modules.update(dict.fromkeys({absent.split()})); import benchmarks.gpu; benchmarks.gpu.main()"
+  result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+  assert result.stderr.strip() == "error: this times a GPU, and the backend is 'cpu'" and result.returncode == 1
+
+
 @pytest.mark.slow
 def test_readme_training_line(tmp_path):
   """The README's training line as it stands there, but for where it writes: below 2.2 bits per byte and below a trigram model."""

@@ -1,4 +1,4 @@
-"""The mesh of devices, and the operations wrapped for it."""
+"""The mesh of devices, what each process feeds it, and the operations wrapped for it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,26 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diffjax.config import MeshConfig, UserError
 from diffjax.ops.cross_entropy import fused_cross_entropy
 from diffjax.ops.diff_attention import IMPLEMENTATIONS, diff_attention
-from diffjax.parallel.rules import BATCH
+from diffjax.parallel import context
+from diffjax.parallel.rules import BATCH, LENGTH
 
-AXES = ("data", "fsdp")
+AXES = ("data", "fsdp", "context", "tensor")
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-  """A mesh with the axes data and fsdp over all devices.
+  """A mesh with the axes data, fsdp, context and tensor over all devices. Several slices are told apart along data alone, so that what
+  crosses between them is one sum of gradients a step.
 
   Raises:
-    UserError: if the sizes do not multiply to the number of devices.
+    UserError: if the sizes do not multiply to the number of devices, or data is no multiple of the slices.
   """
   devices = jax.devices() if devices is None else list(devices)
   sizes = [getattr(config, axis) for axis in AXES]
@@ -33,12 +37,50 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
   if math.prod(sizes) != len(devices):
     given = ", ".join(f"config.mesh.{axis} = {getattr(config, axis)}" for axis in AXES)
     raise UserError(f"{given}: the axes must multiply to the {len(devices)} devices; −1 on one axis takes what is left")
-  return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+  types = (AxisType.Auto,) * len(AXES)
+  slices = len({getattr(device, "slice_index", 0) for device in devices})
+  if slices == 1:
+    return jax.make_mesh(tuple(sizes), AXES, axis_types=types, devices=devices)
+  if sizes[0] % slices:
+    raise UserError(f"config.mesh.data = {sizes[0]} must be a multiple of the {slices} slices: no other axis may cross between slices")
+  within = (sizes[0] // slices, *sizes[1:])
+  return Mesh(mesh_utils.create_hybrid_device_mesh(within, (slices, 1, 1, 1), devices), AXES, axis_types=types)
+
+
+def batch_share(mesh: Mesh) -> tuple[int, int]:
+  """Which share of every batch this process feeds, and how many shares there are. Processes that lie apart along context or tensor alone
+  feed the same share.
+
+  Raises:
+    UserError: if the processes' devices do not split the batch into equal parts.
+  """
+  shares: dict[int, set[int]] = {}
+  for index, device in np.ndenumerate(mesh.devices):
+    shares.setdefault(device.process_index, set()).add(index[0] * mesh.shape["fsdp"] + index[1])
+  distinct = sorted({tuple(sorted(share)) for share in shares.values()})
+  if sum(map(len, distinct)) != mesh.shape["data"] * mesh.shape["fsdp"] or len(set(map(len, distinct))) > 1:
+    raise UserError(f"config.mesh = {dict(mesh.shape)}: the processes' devices do not split the batch evenly; change the order of sizes")
+  return distinct.index(tuple(sorted(shares[jax.process_index()]))), len(distinct)
+
+
+def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+  """This process's rows [rows, T] of a batch as global arrays, split over the mesh's batch axes, and each row over its context axis."""
+  sharding = NamedSharding(mesh, P(BATCH, LENGTH))
+  shards = mesh.shape["context"]
+  local = sorted({index[2] for index, device in np.ndenumerate(mesh.devices) if device.process_index == jax.process_index()})
+
+  def put(rows: np.ndarray) -> jax.Array:
+    if shards > 1:
+      pieces = rows[:, context.order(rows.shape[1], shards)].reshape(len(rows), shards, -1)
+      rows = pieces[:, local].reshape(len(rows), -1)
+    return jax.make_array_from_process_local_data(sharding, rows)
+
+  return {name: put(rows) for name, rows in batch.items()}
 
 
 def sharded_attention(mesh: Mesh, implementation: str) -> Callable[..., jax.Array]:
-  """`diff_attention` with the batch and, on a mesh with an axis "tensor", the heads sharded: each device runs its own, without
-  communication. K must be a multiple of the tensor axis.
+  """`diff_attention` with the batch, the heads and, in context order, the tokens sharded: each device attends from its own queries. Keys
+  and values are gathered along the context axis; nothing else is communicated. K must be a multiple of the tensor axis.
   """
   if implementation not in IMPLEMENTATIONS:
     raise UserError(f"config.model.attention_implementation = {implementation!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
@@ -51,9 +93,11 @@ def sharded_attention(mesh: Mesh, implementation: str) -> Callable[..., jax.Arra
     lam = None if lam is None else jnp.broadcast_to(lam, q.shape[:3])
 
     def local(q, k, v, lam, q_segment_ids, kv_segment_ids):
+      if mesh.shape["context"] > 1:
+        return context.attend(attention, LENGTH, q, k, v, lam, q_segment_ids, kv_segment_ids)
       return attention(q, k, v, lam, q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids)
 
-    heads, ids = P(BATCH, None, "tensor" if "tensor" in mesh.axis_names else None), P(BATCH)
+    heads, ids = P(BATCH, LENGTH, "tensor"), P(BATCH, LENGTH)
     sharded_call = jax.shard_map(local, mesh=mesh, in_specs=(heads, heads, heads, heads, ids, ids), out_specs=heads)
     return sharded_call(q, k, v, lam, q_segment_ids, kv_segment_ids)
 
@@ -61,15 +105,17 @@ def sharded_attention(mesh: Mesh, implementation: str) -> Callable[..., jax.Arra
 
 
 def sharded_cross_entropy(mesh: Mesh) -> Callable[..., tuple[jax.Array, jax.Array]]:
-  """`fused_cross_entropy` with the batch sharded: each device loops over its own tokens, and the sums (and the gradient of the
-  embedding) are reduced once."""
+  """`fused_cross_entropy` with the tokens sharded over the whole mesh: each device loops over its own, and the sums (and the gradient of
+  the embedding) are reduced once."""
   if mesh.size == 1:
     return fused_cross_entropy
 
   def sharded(hidden, embedding, targets, weights, *, z_loss=0.0):
     def local(hidden, embedding, targets, weights):
-      return jax.lax.psum(fused_cross_entropy(hidden, embedding, targets, weights, z_loss=z_loss), BATCH)
+      return jax.lax.psum(fused_cross_entropy(hidden, embedding, targets, weights, z_loss=z_loss), AXES)
 
-    return jax.shard_map(local, mesh=mesh, in_specs=(P(BATCH), P(), P(BATCH), P(BATCH)), out_specs=P())(hidden, embedding, targets, weights)
+    # Along the tensor axis, which holds every token's hidden state whole, tokens are split too.
+    tokens = P(BATCH, (LENGTH, "tensor"))
+    return jax.shard_map(local, mesh=mesh, in_specs=(tokens, P(), tokens, tokens), out_specs=P())(hidden, embedding, targets, weights)
 
   return sharded

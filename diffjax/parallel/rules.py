@@ -10,33 +10,39 @@ from jax.sharding import PartitionSpec as P
 
 from diffjax.config import UserError
 
-# Mesh axes that split the batch.
-BATCH = ("data", "fsdp")
+# Mesh axes that split the batch, and a row.
+BATCH, LENGTH = ("data", "fsdp"), "context"
 
 # Activations by the names the model gives their axes (flax's logical axis rules).
-ACTIVATIONS = (("batch", BATCH), ("length", None), ("embed", None), ("ffn", None))
+ACTIVATIONS = (("batch", BATCH), ("length", LENGTH), ("embed", None), ("ffn", "tensor"))
 
-# Parameters by name; the layers' have a leading axis L. Every matrix is split along E, so that fsdp devices hold equal shares.
+# Parameters by name; the layers' have a leading axis L. Every matrix is split along E, so that fsdp devices hold equal shares, and along
+# heads, feed-forward columns or vocabulary over the tensor axis.
 PARAMETERS = {
-  "embedding": P(None, "fsdp"),
-  "unembedding": P(None, "fsdp"),
+  "embedding": P("tensor", "fsdp"),
+  "unembedding": P("tensor", "fsdp"),
   "final_norm": P(),
-  "query": P(None, "fsdp"),
-  "key": P(None, "fsdp"),
-  "value": P(None, "fsdp"),
-  "out": P(None, None, None, "fsdp"),
+  "query": P(None, "fsdp", "tensor"),
+  "key": P(None, "fsdp", "tensor"),
+  "value": P(None, "fsdp", "tensor"),
+  "out": P(None, "tensor", None, "fsdp"),
   "lambda_q1": P(),
   "lambda_k1": P(),
   "lambda_q2": P(),
   "lambda_k2": P(),
-  "lambda_hat": P(None, "fsdp"),
+  "lambda_hat": P(None, "fsdp", "tensor"),
   "head_gain": P(),
   "attention_norm": P(),
   "ffn_norm": P(),
-  "gate": P(None, "fsdp"),
-  "up": P(None, "fsdp"),
-  "down": P(None, None, "fsdp"),
+  "gate": P(None, "fsdp", "tensor"),
+  "up": P(None, "fsdp", "tensor"),
+  "down": P(None, "tensor", "fsdp"),
 }
+# What the tensor axis splits, by parameter: the field of config.model that it must divide. The fsdp axis splits embed_dim everywhere.
+_TENSOR_FIELDS = {
+  "embedding": "vocab_size", "unembedding": "vocab_size", "query": "num_heads", "key": "num_kv_heads", "value": "num_kv_heads",
+  "out": "num_heads", "lambda_hat": "num_heads", "gate": "ffn_dim", "up": "ffn_dim", "down": "ffn_dim",
+}  # fmt: skip
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
@@ -54,9 +60,10 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
       spec = P()
     for size, axis in zip(leaf.shape, spec, strict=False):
       if axis is not None and size % mesh.shape[axis]:
+        field = "embed_dim" if axis == "fsdp" else _TENSOR_FIELDS[names[-1]]
         raise UserError(
           f"config.mesh.{axis} = {mesh.shape[axis]} does not divide the {size} of {'/'.join(names)} {leaf.shape}; "
-          f"choose a divisor of config.model.embed_dim"
+          f"choose a divisor of config.model.{field}"
         )
     return NamedSharding(mesh, spec)
 

@@ -27,12 +27,12 @@ from diffjax.evals import trigram, validation
 from diffjax.evals.sample import sample
 from diffjax.model.decoder import Decoder
 from diffjax.ops.diff_attention import diff_attention
-from diffjax.parallel.mesh import make_mesh
+from diffjax.parallel.mesh import batch_share, make_mesh, put_batch
 from diffjax.training.checkpoint import Checkpoints, check_resume, latest_config, load_params
 from diffjax.training.lock import lock
 from diffjax.training.metrics import Metrics, Progress, plot_losses
 from diffjax.training.optimizer import skip_reason
-from diffjax.training.step import TrainState, make_eval_step, make_init, make_model, make_train_step, put_batch
+from diffjax.training.step import TrainState, make_eval_step, make_init, make_model, make_train_step
 
 # Bytes that the trigram model of a byte-level run is fitted on, at most: all of the embedded corpus, seconds of counting.
 _TRIGRAM_TOKENS = 200_000_000
@@ -52,8 +52,9 @@ def train(config: Config, workdir: str) -> None:
 
 
 def _train(config: Config, workdir: str, held: contextlib.ExitStack) -> None:
-  steps, processes = config.train.steps, dict(process_index=jax.process_index(), process_count=jax.process_count())
-  mesh = make_mesh(config.mesh)
+  steps, mesh = config.train.steps, make_mesh(config.mesh)
+  share, shares = batch_share(mesh)
+  processes = dict(process_index=share, process_count=shares)
   tokenizer = load_tokenizer(config.data.tokenizer)
   check_vocabulary(config, tokenizer)
   token_bytes = tokenizer.token_bytes()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +20,9 @@ from jax.sharding import PartitionSpec as P
 from diffjax.config import Config, UserError
 from diffjax.model.decoder import Decoder, output_embedding
 from diffjax.ops.cross_entropy import per_token_cross_entropy
+from diffjax.ops.diff_attention import diff_attention
 from diffjax.parallel import rules
-from diffjax.parallel.mesh import sharded_attention, sharded_cross_entropy
+from diffjax.parallel.mesh import put_batch, sharded_attention, sharded_cross_entropy
 from diffjax.training.optimizer import make_optimizer, make_schedule, skip_metrics
 
 Batch = dict[str, jax.Array]
@@ -51,17 +54,18 @@ def make_init(config: Config, mesh: Mesh) -> tuple[Callable[[], TrainState], Tra
     A function without arguments that makes the state on the mesh (no device ever holds it whole), and the abstract state.
   """
   optimizer = make_optimizer(config.optimizer, config.train.steps)
-  model = make_model(config, mesh)
+  # Parameters depend on no activation: what attends does not matter, and a batch that the mesh can split is enough.
+  model = make_model(config, mesh).clone(attention_fn=functools.partial(diff_attention, implementation="reference"))
+  tokens = jnp.zeros((_batch_parts(mesh), mesh.shape["context"]), jnp.int32)
 
   def init() -> TrainState:
     init_rng, rng = jax.random.split(jax.random.key(config.train.seed))
-    # One token a device: parameter shapes do not depend on the batch, but the attention's shard_map must be able to split it.
-    params = model.init(init_rng, jnp.zeros((mesh.size, 1), jnp.int32))["params"]
+    params = model.init(init_rng, tokens)["params"]
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), rng)
 
+  shapes = jax.eval_shape(init)
+  shardings = rules.shardings(shapes, mesh)
   with _context(mesh):
-    shapes = jax.eval_shape(init)
-    shardings = rules.shardings(shapes, mesh)
     jitted = jax.jit(init, out_shardings=shardings)
 
   def make() -> TrainState:
@@ -90,10 +94,17 @@ def make_train_step(config: Config, mesh: Mesh, abstract_state: TrainState) -> C
   model, cross_entropy = make_model(config, mesh), sharded_cross_entropy(mesh)
   optimizer, schedule = make_optimizer(config.optimizer, config.train.steps), make_schedule(config.optimizer, config.train.steps)
   accumulation, z_loss = config.train.accumulation, config.train.z_loss
-  if (rows := config.train.batch_size // accumulation) % mesh.size:
+  if (rows := config.train.batch_size // accumulation) % _batch_parts(mesh):
     raise UserError(
-      f"config.train.batch_size = {config.train.batch_size} over config.train.accumulation = {accumulation} gives {rows} rows, "
-      f"which the {mesh.size} devices cannot share evenly; choose a multiple of {accumulation * mesh.size}"
+      f"config.train.batch_size = {config.train.batch_size} over config.train.accumulation = {accumulation} gives {rows} rows, which "
+      f"the {_batch_parts(mesh)} parts of the batch (data × fsdp) cannot share evenly; choose a multiple of "
+      f"{accumulation * _batch_parts(mesh)}"
+    )
+  pieces = math.lcm(2, mesh.shape["tensor"]) * mesh.shape["context"] if mesh.shape["context"] > 1 else mesh.shape["tensor"]
+  if config.data.length % pieces:
+    raise UserError(
+      f"config.data.length = {config.data.length} must be a multiple of {pieces} with config.mesh.context = {mesh.shape['context']} and "
+      f"config.mesh.tensor = {mesh.shape['tensor']}: a row is cut into two pieces a context shard, and its loss over tensor shards too"
     )
 
   def loss_fn(params, batch, total_weight):
@@ -149,7 +160,7 @@ def lower_train_step(config: Config, mesh: Mesh) -> tuple[jax.stages.Lowered, Tr
   """The step as training runs it, lowered for the devices of a mesh, which need not be there; and the abstract state."""
   _, abstract_state = make_init(config, mesh)
   step = make_train_step(config, mesh, abstract_state)
-  shape, sharding = (config.train.batch_size, config.data.length), NamedSharding(mesh, P(rules.BATCH))
+  shape, sharding = (config.train.batch_size, config.data.length), NamedSharding(mesh, P(rules.BATCH, rules.LENGTH))
   batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for name in ("tokens", "targets", "segment_ids", "positions")}
   batch["weights"] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
   with _context(mesh):
@@ -186,10 +197,9 @@ def make_eval_step(config: Config, mesh: Mesh) -> Callable[[Any, Batch], Metrics
   return run
 
 
-def put_batch(batch: dict[str, Any], mesh: Mesh) -> Batch:
-  """This process's rows as global arrays, split over the mesh's batch axes."""
-  sharding = NamedSharding(mesh, P(rules.BATCH))
-  return {name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()}
+def _batch_parts(mesh: Mesh) -> int:
+  """Into how many parts the mesh splits a batch."""
+  return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
 def _context(mesh: Mesh):

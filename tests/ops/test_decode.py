@@ -300,6 +300,17 @@ def test_the_kernel_says_what_it_does_not_take():
 
 
 @needs_gpu_interpreter
+def test_the_gpu_kernel_in_shard_map():
+  """On one device: the interpreter takes no more."""
+  case, cache = Case("v1", lam="H", dtype="float16"), P("data", "tensor")
+  mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
+  run = lambda *arguments: _decode(case, arguments, "pallas_gpu")
+  run = jax.shard_map(run, mesh=mesh, in_specs=(cache, cache, cache, P("tensor"), P("data")), out_specs=cache)
+  with gpu.interpreted():
+    _assert_close(jax.jit(run)(*_arguments(case)), case, 2e-3)
+
+
+@needs_gpu_interpreter
 def test_the_gpu_kernel_says_what_it_does_not_take():
   q, k, v, lam, lengths = _arguments(Case("v1", dtype="float16"))
   with pytest.raises(ValueError, match="^implementation = 'pallas_gpu' needs a Hopper GPU.*use implementation='xla'"):

@@ -113,6 +113,24 @@ def test_no_races(shapes):
   assert not interpret_pallas_call.get_races().races_found
 
 
+def test_in_shard_map():
+  """Arrays vary over a mesh there, if of one device only: the interpreter takes no more. One λ, which all devices would share."""
+  mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+  (q, k, v, _), d_out, ids = _arguments(T=100, ids=True)
+  rows, shared = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+  local = lambda q, k, v, lam, ids: diff_attention(q, k, v, lam, q_segment_ids=ids, implementation="pallas_gpu")
+  mapped = jax.shard_map(local, mesh=mesh, in_specs=(rows, rows, rows, shared, rows), out_specs=rows)
+
+  @jax.jit
+  def run(arguments, d_out):
+    out, pull = jax.vjp(lambda *a: mapped(*a, ids), *arguments)
+    return out, pull(d_out)
+
+  with gpu.interpreted():
+    actual = jax.tree.map(lambda x: np.asarray(x, np.float32), run((q, k, v, jnp.float32(0.4)), d_out))
+  _assert_close(actual, _run("reference", (q, k, v, jnp.float32(0.4)), d_out, {"q_segment_ids": ids}), 2e-3)
+
+
 @pytest.mark.parametrize(
   ("options", "ids", "rows", "hidden"),
   [

@@ -29,7 +29,7 @@ def calls(monkeypatch):
 def _run(implementation, D, V, M=2, T=14, dtype=jnp.float16, ids=False, **options):
   rng = np.random.default_rng(0)
   normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
-  arrays = normal(2, T, 4, 2, D), normal(2, T, 2, M, D), normal(2, T, 2, V), 0.4
+  arrays = normal(2, T, 4, 2, D), normal(2, T, 2, M, D), normal(2, T, 2, V), jnp.asarray(rng.uniform(-0.5, 1.2, (2, T, 4)), jnp.float32)
   segment_ids = jnp.asarray(np.sort(rng.integers(0, 3, (2, T)), axis=1)) if ids else None
   run = lambda *a: diff_attention(*a, q_segment_ids=segment_ids, implementation=implementation, **options)
   out, pull = jax.vjp(run, *arrays)

@@ -2,23 +2,25 @@
 
 import dataclasses
 import functools
+import types
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax._src import mesh_utils
 
-from diffjax.config import Config, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig, UserError
+from diffjax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig, UserError
 from diffjax.ops import cross_entropy
 from diffjax.ops.diff_attention import diff_attention
-from diffjax.parallel.mesh import make_mesh, sharded_attention, sharded_cross_entropy
-from diffjax.training.step import make_eval_step, make_init, make_train_step, put_batch
+from diffjax.parallel import context, rules
+from diffjax.parallel.mesh import AXES, batch_share, make_mesh, put_batch, sharded_attention, sharded_cross_entropy
+from diffjax.training.step import make_eval_step, make_init, make_train_step
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-B, T = 16, 24
+B, T = 16, 32
 DATA = MeshConfig(data=-1)
 MODEL = ModelConfig(vocab_size=64, num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=2, head_dim=8, ffn_dim=48, dtype="float32")
 VARIANTS = {
@@ -67,8 +69,9 @@ def run_steps(config, num_devices, steps=3):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("mesh", [(8, 1), (1, 8), (2, 4)])
+@pytest.mark.parametrize("mesh", [(8,), (1, 8), (2, 4), (1, 1, 8), (4, 1, 1, 2), (1, 1, 4, 2), (1, 2, 2, 2)], ids=str)
 def test_eight_devices_give_one_devices_losses(name, mesh):
+  """Sizes of data, fsdp, context and tensor."""
   one = run_steps(make_config(VARIANTS[name]), 1)
   many = run_steps(make_config(VARIANTS[name], MeshConfig(*mesh)), 8)
   chex.assert_trees_all_close(one[1], many[1], rtol=2e-5)
@@ -124,18 +127,105 @@ def test_evaluation_adds_up_over_the_mesh():
 
 
 @pytest.mark.parametrize(
-  "mesh, message", [(MeshConfig(3, 1), "multiply to the 8 devices"), (MeshConfig(-1, 3), "multiply to the 8 devices")]
+  "mesh, message", [(MeshConfig(3), "multiply to the 8 devices"), (MeshConfig(-1, context=3), "context = 3, .*multiply to the 8 devices")]
 )
 def test_sizes_that_do_not_multiply_to_the_devices(mesh, message):
   with pytest.raises(UserError, match=message):
     make_mesh(mesh)
 
 
-def test_widths_that_fsdp_does_not_divide():
-  model = dataclasses.replace(MODEL, embed_dim=36)
-  config = make_config(model, MeshConfig(1, 8))
-  with pytest.raises(UserError, match="config.mesh.fsdp = 8 does not divide the 36"):
+@pytest.mark.parametrize(
+  "model, mesh, message",
+  [
+    (dict(embed_dim=36), dict(fsdp=8), "config.mesh.fsdp = 8 does not divide the 36 .*config.model.embed_dim"),
+    (dict(), dict(tensor=8), "config.mesh.tensor = 8 does not divide the 2 .*config.model.num_kv_heads"),
+    (dict(num_heads=8, num_kv_heads=8, ffn_dim=44), dict(tensor=8), "config.mesh.tensor = 8 does not divide the 44 .*config.model.ffn_dim"),
+    (dict(num_heads=8, num_kv_heads=8, vocab_size=65), dict(tensor=8), "config.mesh.tensor = 8 does not divide the 65 .*vocab_size"),
+  ],
+  ids=str,
+)
+def test_sizes_that_an_axis_does_not_divide(model, mesh, message):
+  config = make_config(dataclasses.replace(MODEL, **model), MeshConfig(**mesh))
+  with pytest.raises(UserError, match=message):
     make_init(config, make_mesh(config.mesh))
+
+
+def test_rows_that_the_context_axis_cannot_cut():
+  config = dataclasses.replace(make_config(mesh=MeshConfig(context=4, tensor=2)), data=DataConfig(length=36))
+  with pytest.raises(UserError, match="config.data.length = 36 must be a multiple of 8 with config.mesh.context = 4"):
+    make_train_step(config, make_mesh(config.mesh), None)
+
+
+def test_no_parameter_is_split_twice_along_an_axis():
+  for name, spec in rules.PARAMETERS.items():
+    axes = [axis for axis in spec if axis]
+    assert len(axes) == len(set(axes)), name
+
+
+class Device:
+  """What `batch_share` and `make_mesh` read of a device."""
+
+  platform, device_kind = "tpu", "TPU v4"
+
+  def __init__(self, number, process_index=0, slice_index=0):
+    self.id, self.process_index, self.slice_index = number, process_index, slice_index
+
+
+def fake_mesh(shape, processes):
+  devices = np.array([Device(*x) for x in enumerate(processes)]).reshape(shape)
+  return types.SimpleNamespace(devices=devices, shape=dict(zip(AXES, shape, strict=True)))
+
+
+@pytest.mark.parametrize(
+  "shape, processes, shares",
+  [
+    ((4, 1, 1, 2), [0, 0, 1, 1, 2, 2, 3, 3], [(0, 4), (1, 4), (2, 4), (3, 4)]),
+    ((2, 1, 2, 2), [0, 0, 1, 1, 2, 2, 3, 3], [(0, 2), (0, 2), (1, 2), (1, 2)]),  # a row's tokens lie on two processes
+    ((4, 2, 1, 1), [0, 1, 0, 1, 2, 3, 2, 3], [(0, 4), (1, 4), (2, 4), (3, 4)]),  # rows that do not lie side by side
+    ((1, 1, 8, 1), [0, 0, 0, 0, 1, 1, 1, 1], [(0, 1), (0, 1)]),
+  ],
+)
+def test_each_process_feeds_its_share(shape, processes, shares, monkeypatch):
+  mesh = fake_mesh(shape, processes)
+  for process, share in enumerate(shares):
+    monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+    assert batch_share(mesh) == share
+
+
+def test_shares_that_are_not_equal_are_refused(monkeypatch):
+  with pytest.raises(UserError, match="do not split the batch evenly"):
+    batch_share(fake_mesh((4, 1, 1, 1), [0, 0, 0, 1]))
+
+
+def test_slices_lie_along_data(monkeypatch):
+  monkeypatch.setattr(mesh_utils, "create_device_mesh", lambda shape, devices, **_: np.array(devices).reshape(shape))
+  devices = [Device(n, n // 2, n // 4) for n in range(8)]
+  mesh = make_mesh(MeshConfig(data=-1, fsdp=4), devices)
+  assert [[device.slice_index for device in row.flat] for row in mesh.devices] == [[0] * 4, [1] * 4]
+  with pytest.raises(UserError, match="config.mesh.data = 1 must be a multiple of the 2 slices"):
+    make_mesh(MeshConfig(data=1, fsdp=8), devices)
+
+
+def test_context_order_gives_every_shard_the_same_work():
+  order = context.order(48, 4)
+  assert sorted(order) == list(range(48))
+  assert len({sum(shard + 1) for shard in order.reshape(4, 12)}) == 1  # keys that a causal mask shows to its queries
+
+
+def test_long_rows_over_eight_shards():
+  """65,536 tokens a row, which no device holds whole: a step is taken, and its gradients are not nothing."""
+  model = dataclasses.replace(MODEL, num_layers=1, embed_dim=16, ffn_dim=16, num_heads=1, num_kv_heads=1, max_length=65_536)
+  config = Config(model=model, mesh=MeshConfig(context=8), data=DataConfig(length=65_536), train=TrainConfig(batch_size=1))
+  mesh = make_mesh(config.mesh)
+  init, abstract = make_init(config, mesh)
+  rng = np.random.default_rng(0)
+  tokens = rng.integers(0, 64, (2, 1, 65_536), np.int32)
+  ids = np.sort(rng.integers(0, 9, (1, 65_536), np.int32), axis=1)
+  positions, weights = np.arange(65_536, dtype=np.int32)[None], np.ones((1, 65_536), np.float32)
+  batch = put_batch(dict(tokens=tokens[0], targets=tokens[1], segment_ids=ids, positions=positions, weights=weights), mesh)
+  assert batch["tokens"].addressable_shards[0].data.shape == (1, 8192)
+  _, metrics = make_train_step(config, mesh, abstract)(init(), batch)
+  assert 4 < float(metrics["loss"]) < 5 and float(metrics["grad_norm"]) > 1e-3
 
 
 def test_batch_that_the_devices_cannot_share():
@@ -163,7 +253,7 @@ def test_a_spike_is_skipped_on_a_mesh():
 
 
 def test_attention_with_heads_on_a_tensor_axis():
-  mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("data", "fsdp", "tensor"))
+  mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
   normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
   arguments = normal(0, 4, T, 8, 2, 6), normal(1, 4, T, 4, 2, 6), normal(2, 4, T, 4, 12), jnp.float32(0.4)
   ids = jnp.broadcast_to(jnp.arange(T) // 10, (4, T))

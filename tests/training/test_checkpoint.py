@@ -260,6 +260,8 @@ def test_what_may_change_on_resume():
     ("train.steps", 7),
     ("mesh.fsdp", 4),
     ("mesh.data", 2),
+    ("mesh.context", 2),
+    ("mesh.tensor", 2),
     ("train.log_interval", 1),
     ("train.checkpoint_interval", 1),
     ("train.keep_checkpoints", 9),

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import threading
 import time
 
 import chex
+import jax
 import numpy as np
 import pytest
 
@@ -85,6 +87,36 @@ def test_resume_repeats_and_skips_nothing(config, whole, tmp_path):
   assert 3 <= resumed < 6
   loop.train(config, str(tmp_path))
   assert log(tmp_path) == log(whole)
+
+
+@pytest.fixture(scope="module")
+def two_heads(config):
+  return change(config, model__num_heads=2, model__num_kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def on_eight_devices(two_heads, tmp_path_factory):
+  """A run whose batches are split over all of the tests' devices."""
+  workdir = tmp_path_factory.mktemp("eight")
+  loop.train(two_heads, str(workdir))
+  return workdir
+
+
+@pytest.mark.parametrize(
+  "devices, mesh", [(1, {}), (2, {"context": 2}), (4, {"data": 2, "fsdp": 2}), (4, {"fsdp": 2, "tensor": 2})], ids=str
+)
+def test_resume_on_another_mesh(two_heads, on_eight_devices, tmp_path, monkeypatch, devices, mesh):
+  """Begun on eight devices, ended on fewer that split other things: the same batches, and the same losses but for rounding."""
+  workdir = tmp_path / "run"
+  shutil.copytree(on_eight_devices, workdir)
+  for step in (4, 6):
+    shutil.rmtree(workdir / "checkpoints" / str(step))
+  monkeypatch.setattr(loop, "make_mesh", lambda config: make_mesh(config, jax.devices()[:devices]))
+  loop.train(dataclasses.replace(two_heads, mesh=MeshConfig(**mesh)), str(workdir))
+  for expected, line in zip(log(on_eight_devices), log(workdir), strict=True):
+    assert line["step"] == expected["step"] and line.keys() == expected.keys()
+    for name, value in expected.items():
+      assert line[name] == (value if value is None or name == "train/tokens" else pytest.approx(value, rel=2e-4)), name
 
 
 def interrupt_after(config, workdir, steps):

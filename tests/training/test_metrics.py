@@ -9,7 +9,7 @@ import time
 import jax.numpy as jnp
 import pytest
 
-from diffjax.config import Config, DataConfig, ModelConfig, TrainConfig, UserError
+from diffjax.config import Config, DataConfig, TrainConfig, UserError
 from diffjax.training import metrics
 from diffjax.training.flops import step_flops
 
@@ -108,7 +108,7 @@ def test_wandb_run_goes_on_after_a_restart(tmp_path, monkeypatch):
   assert seen[0] == seen[3] and seen[1] == (1, {"train/loss": 2.0}) and seen[2] == "finished"
 
 
-CONFIG = Config(model=ModelConfig(**SMALL), data=DataConfig(length=16), train=TrainConfig(steps=100, batch_size=2))
+CONFIG = Config(data=DataConfig(length=16), train=TrainConfig(steps=100, batch_size=2))
 
 
 def clock(monkeypatch, times):

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from diffjax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TrainConfig
-from diffjax.parallel.mesh import make_mesh
+from diffjax.parallel.mesh import make_mesh, put_batch
 from diffjax.training import loop
-from diffjax.training.step import make_init, make_train_step, put_batch
+from diffjax.training.step import make_init, make_train_step
 
 MODEL = ModelConfig(num_layers=2, embed_dim=16, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=32)
 CONFIG = Config(

@@ -10,8 +10,8 @@ import pytest
 
 from diffjax.config import Config, ModelConfig, OptimizerConfig, TrainConfig
 from diffjax.model.decoder import Decoder, logits
-from diffjax.parallel.mesh import make_mesh
-from diffjax.training.step import make_init, make_train_step, put_batch
+from diffjax.parallel.mesh import make_mesh, put_batch
+from diffjax.training.step import make_init, make_train_step
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

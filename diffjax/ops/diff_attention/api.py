@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Int
 from diffjax.ops.diff_attention import pallas_gpu, pallas_tpu
 from diffjax.ops.diff_attention.chunked import chunked
 from diffjax.ops.diff_attention.reference import reference
-from diffjax.ops.diff_attention.tpu import platform
 from diffjax.ops.diff_attention.two_call import cudnn_takes, two_call
 
 _FUNCTIONS = {
@@ -82,6 +81,12 @@ def diff_attention(
     q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, q_offset=q_offset,
     causal=bool(causal), window=None if window is None else int(window), scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
   )  # fmt: skip
+
+
+def platform() -> str:
+  """What the program is compiled for: the mesh's platform, whose devices need not be there (ahead of time), or the default backend."""
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  return jax.default_backend() if device is None else device.platform
 
 
 @functools.cache

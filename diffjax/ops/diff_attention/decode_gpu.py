@@ -47,7 +47,6 @@ def attend(
     grid_names=("splits", "heads", "batch"),
     warpgroups=2,
     outputs=(((*parts, v.shape[3]), jnp.float32), (parts, jnp.float32), (parts, jnp.float32)),
-    like=q,
     scratch=dict(
       q_smem=gpu.tiled((BLOCK, q.shape[3]), q.dtype),
       k_smem=gpu.tiled((stages, BLOCK, k.shape[3]), k.dtype),
@@ -87,9 +86,10 @@ def _kernel(window, stages: int, q, k, v, lengths, sums, peaks, totals, *, q_sme
       @pl.when(cut)
       def _():
         # Hidden values may be anything, and 0·NaN is NaN.
-        values = plgpu.load(v_smem.at[slot], layout=gpu.matrix())
-        position = gpu.rows_of(gpu.iota(gpu.row()), values.shape) + start
-        v_smem[slot] = jnp.where((position >= first) & (position < length), values, 0)
+        position = gpu.rows_of(gpu.iota(gpu.row()), (BLOCK, BLOCK)) + start
+        for column in range(0, v.shape[3], BLOCK):  # all at once would take the registers that the sums are in
+          piece = v_smem.at[slot, :, pl.ds(column, BLOCK)]
+          piece[...] = jnp.where((position >= first) & (position < length), plgpu.load(piece, layout=gpu.matrix()), 0)
         plgpu.commit_smem()
 
       after = jnp.maximum(peak, jnp.max(logits, axis=1))

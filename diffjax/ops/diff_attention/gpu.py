@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from diffjax.ops.diff_attention.tpu import HIDDEN
+from diffjax.ops.varying import vary_like
 
 plgpu: Any = mosaic_gpu  # untyped: older JAX, on which the kernels only refuse, has another API
 
@@ -58,9 +59,8 @@ def takes(q: jax.Array, v: jax.Array) -> bool:
   return q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] <= 128 and v.shape[-1] <= 256
 
 
-def call(function, name: str, *, interpret, grid, grid_names, warpgroups: int, outputs, scratch, like):
-  """`plgpu.kernel` over a grid, with outputs as (shape, dtype) or None."""
-  varying = jax.typeof(like).manual_axis_type
+def call(function, name: str, *, interpret, grid, grid_names, warpgroups: int, outputs, scratch):
+  """`plgpu.kernel` over a grid, with outputs as (shape, dtype) or None. Inside shard_map they vary over the mesh as the inputs do."""
 
   def body(*refs, **scratch):
     token = interpret_mode.set(interpret)  # a backward pass may be traced outside of `interpreted`
@@ -69,9 +69,9 @@ def call(function, name: str, *, interpret, grid, grid_names, warpgroups: int, o
     finally:
       interpret_mode.reset(token)
 
-  return plgpu.kernel(
+  kernel = plgpu.kernel(
     body,
-    out_type=tuple(None if x is None else jax.ShapeDtypeStruct(*x, manual_axis_type=varying) for x in outputs),
+    out_type=tuple(None if x is None else jax.ShapeDtypeStruct(*x) for x in outputs),
     scratch_types=scratch,
     grid=grid,
     grid_names=grid_names,
@@ -81,6 +81,7 @@ def call(function, name: str, *, interpret, grid, grid_names, warpgroups: int, o
     interpret=interpret,
     kernel_name=name,
   )
+  return lambda *inputs: jax.tree.map(lambda x: vary_like(x, *jax.tree.leaves(inputs)), kernel(*inputs))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -106,7 +106,7 @@ def _forward(options: _Options, q, k, v, lam, q_ids, kv_ids, offset, *, save: bo
   out_like = ((B, rows, H, V), q.dtype)
   out, out2, lse = _kernel(
     functools.partial(_forward_kernel, options.geometry, passes, stages), options, f"diff_attention_forward_{_variant(G, M)}",
-    grid=(H, rows // (_CONSUMERS * BLOCK), B), like=q,
+    grid=(H, rows // (_CONSUMERS * BLOCK), B),
     outputs=(out_like, out_like if G == 2 and save else None, ((B, H, G, rows), jnp.float32) if save else None),
     scratch=dict(
       q_smem=gpu.tiled((_CONSUMERS, G, BLOCK, D), q.dtype),
@@ -147,7 +147,7 @@ def _backward(options: _Options, d_out, q, k, v, lam, q_ids, kv_ids, offset, out
   (d_q,) = _kernel(
     functools.partial(_d_q_kernel, options.geometry, options.scale, split, k_stages, v_stages),
     options, f"diff_attention_d_q_{_variant(G, M)}",
-    grid=(H, rows // (owners * BLOCK), B), like=q, outputs=((q.shape, q.dtype),),
+    grid=(H, rows // (owners * BLOCK), B), outputs=((q.shape, q.dtype),),
     scratch=dict(
       q_smem=gpu.tiled((owners, G, BLOCK, D), q.dtype),
       d_out_smem=gpu.tiled((owners, BLOCK, V), q.dtype),
@@ -165,7 +165,7 @@ def _backward(options: _Options, d_out, q, k, v, lam, q_ids, kv_ids, offset, out
   stages = gpu.stages(fixed, slot)
   d_k, d_v = _kernel(
     functools.partial(_d_kv_kernel, options.geometry, split, stages), options, f"diff_attention_d_kv_{_variant(G, M)}",
-    grid=(K, keys // (owners * BLOCK), B), like=q, outputs=((k.shape, k.dtype), (v.shape, v.dtype)),
+    grid=(K, keys // (owners * BLOCK), B), outputs=((k.shape, k.dtype), (v.shape, v.dtype)),
     scratch=dict(
       q_smem=gpu.tiled((stages * G, BLOCK, D), q.dtype),
       d_out_smem=gpu.tiled((stages, BLOCK, V), q.dtype),
@@ -600,7 +600,8 @@ def _query_limits(geometry: Geometry, block):
 
 
 def _scalars(table, batch, block) -> list[jax.Array]:
-  return [table[0 if table.shape[0] == 1 else batch, block, n] for n in range(table.shape[2])]
+  # Inside shard_map, what a kernel reads is marked as varying over the mesh, and what it computes is not: a loop can begin with the latter.
+  return [lax.add(table[0 if table.shape[0] == 1 else batch, block, n], jnp.int32(0)) for n in range(table.shape[2])]
 
 
 def _keys_of(maps: Sequence[int], M: int) -> list[int]:

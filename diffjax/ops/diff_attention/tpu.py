@@ -31,12 +31,6 @@ def interpreted(params: pltpu.InterpretParams | bool | None = None) -> Iterator[
     interpret_mode.reset(token)
 
 
-def platform() -> str:
-  """What the program is compiled for: the mesh's platform, whose devices need not be there (ahead of time), or the default backend."""
-  device = jax.sharding.get_abstract_mesh().abstract_device
-  return jax.default_backend() if device is None else device.platform
-
-
 def generation() -> str:
   """The TPU that the program is compiled for: the device's, or the abstract mesh's when compiling ahead of time."""
   if interpret_mode.get():
