@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks import topologies
 from diffjax import aot
 from diffjax.config import Config, MeshConfig, TrainConfig, UserError
-from diffjax.ops.diff_attention.tpu import platform
+from diffjax.ops.diff_attention.api import platform
 from diffjax.parallel.collectives import Collective, collectives
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -250,8 +250,12 @@ def test_readme_has_the_measured_slices():
 @pytest.mark.parametrize(
   "args, message",
   [
-    (["--config.mesh.data=3"], "config.mesh.data = 3, config.mesh.fsdp = 1: the axes must multiply to the 4 devices"),
-    (["--config.train.batch_size=6"], "config.train.batch_size = 6 over config.train.accumulation = 1 gives 6 rows, which the 4 devices"),
+    (["--config.mesh.data=3"], "config.mesh.data = 3, config.mesh.fsdp = 1"),
+    (["--config.mesh.tensor=4"], "config.mesh.tensor = 4 does not divide the 2 of layers/attention/key"),
+    (
+      ["--config.train.batch_size=6"],
+      "config.train.batch_size = 6 over config.train.accumulation = 1 gives 6 rows, which the 4 parts of the batch",
+    ),
   ],
 )
 def test_what_does_not_go_with_the_topology_is_one_line(args, message):
