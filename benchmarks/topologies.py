@@ -37,7 +37,7 @@ def smallest(name: str, generation: str) -> dict | None:
     for overrides in [{}, *([one_row] if one_row else []), one_row | {"model.remat": "full"}]:
       plan = aot.compile_apart(_config(name, overrides), f"{generation}:{topology}")
       print(f"{name} {generation}:{topology} {overrides}: {plan.total / 2**30:.2f} GiB, {plan.seconds:.0f} s", flush=True)
-      if plan.available is None:
+      if plan.fits:
         return {
           "topology": f"{generation}:{topology}",
           "overrides": overrides,
@@ -54,7 +54,7 @@ def table(found: dict) -> str:
     if entry is None:
       return "none"
     overrides = "".join(f", {field.split('.')[1]} {value}" for field, value in entry["overrides"].items())
-    return f"`{entry['topology']}`{overrides}: {entry['GiB']:.1f} of {aot.MEMORY[generation]} GiB, {entry['compiled in s']} s"
+    return f"`{entry['topology']}`{overrides}: {entry['GiB']:.1f} of {aot.MEMORY[generation]:.1f} GiB, {entry['compiled in s']} s"
 
   rows = [["config", *GENERATIONS], ["---"] * (1 + len(GENERATIONS))]
   for name in CONFIGS:

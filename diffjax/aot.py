@@ -31,8 +31,8 @@ _PLANES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16")
 TOPOLOGIES = {"v4": _CUBES, "v5e": _PLANES, "v5p": (*_CUBES, "16x16x16", "16x16x24"), "v6e": _PLANES, "tpu7x": _CUBES}
 
-# GiB of a chip's memory (cloud.google.com/tpu/docs). The compiler keeps some for itself: 0.25 of v5e's 16.
-MEMORY = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 192}
+# GiB of a chip's memory that the compiler has for a program; v7x's as sold.
+MEMORY = {"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "tpu7x": 192}
 
 # What libtpu wants to hear where there is no TPU; and its log, of which only what ends a process is of use here.
 _ENVIRONMENT = {
@@ -58,9 +58,9 @@ class Plan:
   temporaries: int
   # The machine code
   program: int
-  # What the compiler had left for these, where it was too little; otherwise None
-  available: int | None
-  # Received in a step, by mesh axes and kind; nothing where it does not fit
+  # What there is for all of these
+  available: int
+  # Received in a step, by mesh axes and kind; nothing where the compiler refused
   received: dict[tuple[tuple[str, ...], str], float]
   # What of the compiled program could not be read, so that nothing is counted; "" if all was
   unread: str
@@ -73,14 +73,19 @@ class Plan:
   def total(self) -> int:
     return self.parameters + self.optimizer + self.batch + self.temporaries + self.program
 
+  @property
+  def fits(self) -> bool:
+    """Not left to the compiler, which may refuse temporaries that are too large alone, but takes them beside parameters that are."""
+    return self.total <= self.available
+
 
 def main(config: Config) -> None:
   """Prints the plan for --topology."""
   if not _TOPOLOGY.value:
     raise app.UsageError("pass --topology=GENERATION:CHIPS, for example --topology=v5e:4x4")
   plan = compile_apart(config, _TOPOLOGY.value, _SLICES.value)
-  _report(config, _TOPOLOGY.value, plan)
-  if plan.available is not None:
+  _report(config, plan)
+  if not plan.fits:
     changes = "; or ".join(_changes(config, _TOPOLOGY.value, _SLICES.value, plan))
     raise UserError(f"does not fit: {plan.total / 2**30:.2f} GiB of {plan.available / 2**30:.2f} GiB a chip. Change {changes}")
   print("fits")
@@ -133,7 +138,8 @@ def _compile(config: Config, topology: str, slices: int) -> Plan:
   mesh = make_mesh(config.mesh, devices)
   lowered, state = lower_train_step(config, mesh)
   parameters, optimizer = (_shard_bytes(tree) * a_chip for tree in (state.params, state.opt_state))
-  batch, temporaries, program, available, kernels, unread = 0, 0, 0, 0, (), ""
+  batch, temporaries, program, kernels, unread = 0, 0, 0, (), ""
+  available = round(MEMORY[generation] * 2**30)
   received: dict[tuple[tuple[str, ...], str], float] = collections.defaultdict(float)
   start = time.perf_counter()
   try:
@@ -155,7 +161,7 @@ def _compile(config: Config, topology: str, slices: int) -> Plan:
       unread = str(error)
   seconds = time.perf_counter() - start
   kind, axes = devices[0].device_kind, dict(mesh.shape)
-  sizes = parameters, optimizer, batch, temporaries, program, available or None
+  sizes = parameters, optimizer, batch, temporaries, program, available
   return Plan(chips, kind, axes, *sizes, dict(received), unread, kernels, seconds)
 
 
@@ -185,19 +191,18 @@ def _out_of_memory(message: str) -> tuple[int, int, bool]:
   return numbers[0], numbers[1], temporaries is not None
 
 
-def _report(config: Config, topology: str, plan: Plan) -> None:
-  generation = topology.partition(":")[0]
+def _report(config: Config, plan: Plan) -> None:
   axes = " × ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
   print(f"{plan.chips} chips ({plan.device_kind}), mesh {axes}; compiled in {plan.seconds:.0f} s")
   print("memory, GiB a chip")
   for name in ("parameters", "optimizer", "batch", "temporaries", "program", "total"):
-    print(f"  {name:<12}{getattr(plan, name) / 2**30:>8.2f}{f' of {MEMORY[generation]}' if name == 'total' else ''}")
+    print(f"  {name:<12}{getattr(plan, name) / 2**30:>8.2f}{f' of {plan.available / 2**30:.2f}' if name == 'total' else ''}")
   flops = step_flops(config.model, config.data.length, config.train.batch_size * config.data.length).training
   print(f"FLOPs a step, nominal (without rematerialisation): {flops:.3g}, {flops / plan.chips:.3g} a chip", end="")
   if peak := peak_flops(plan.device_kind):
     print(f"; at least {flops / math.prod(plan.mesh.values()) / peak:.3g} s at the chip's peak", end="")
   print()
-  if plan.available is None:
+  if plan.program:
     print(f"attention kernels: {', '.join(plan.kernels) or 'none'}")
     print(f"received in a step, GiB a chip{f': not counted, the program has {plan.unread}' if plan.unread else ''}")
     for crossed in sorted({crossed for crossed, _ in plan.received}):
@@ -208,7 +213,6 @@ def _report(config: Config, topology: str, plan: Plan) -> None:
 
 def _changes(config: Config, topology: str, slices: int, plan: Plan) -> list[str]:
   """What would take less memory, the kind that dominates first."""
-  assert plan.available is not None
   train, devices = config.train, math.prod(plan.mesh.values())
   state, activations = [], []
   in_slice = devices // slices

@@ -223,6 +223,7 @@ def test_changes_are_of_what_dominates():
     "--config.mesh.data=1",
     "--topology=v5e:2x4",
   ]
+  assert not plan.fits and dataclasses.replace(plan, temporaries=3 << 30).fits  # 15 GiB, as available
   assert aot._changes(config, "v5e:2x2", 1, dataclasses.replace(plan, temporaries=4 << 30))[0].startswith("--config.mesh.data=1")
   sharded = dataclasses.replace(plan, mesh={"data": 1, "fsdp": 4}, temporaries=100 << 30)
   assert aot._changes(config, "v5e:2x2", 1, sharded)[2:] == ["--topology=v5e:4x8"]  # 112 GiB of 4 chips: 14 of 32
