@@ -13,8 +13,6 @@ from etils import epath
 
 from diffjax.data.cache import cache_directory
 
-_SMALL_BLOCKS = 256 << 20  # bytes
-
 
 def keep_compiled_programs() -> None:
   """Turns on JAX's persistent compilation cache, in the user's cache folder; JAX's own settings go first.
@@ -39,10 +37,8 @@ def keep_freed_pages() -> None:
   XLA allocates its temporaries anew at every call on CPU. Left alone, glibc maps and unmaps them, and the kernel clears fresh pages at
   every step, which took a third of tiny's time. So glibc is told never to give memory back (M_TRIM_THRESHOLD = −1, M_MMAP_THRESHOLD = −3),
   and programs run in the thread that calls them, since glibc keeps large blocks in the main thread's arena alone. All other threads share
-  one arena (M_ARENA_MAX = −8): with one each, the short-lived threads of every checkpoint left 15 MiB of other pages behind. And since a
-  free chunk is split for the next small block while no smaller one is free, a small block that stayed could keep a step's temporaries from
-  the place where the last step's lay, and the heap grew by as much again: so a chunk is set free for small blocks to lie in, of pages that
-  cost nothing before they are used. On other devices nothing changes; with another C library only the thread does.
+  one arena (M_ARENA_MAX = −8): with one each, the short-lived threads of every checkpoint left 15 MiB of other pages behind. On other
+  devices nothing changes; with another C library only the thread does.
   """
   jax.config.update("jax_cpu_enable_async_dispatch", False)
   if platform.libc_ver()[0] == "glibc":
@@ -50,10 +46,6 @@ def keep_freed_pages() -> None:
     libc.mallopt(-1, 2**31 - 1)
     libc.mallopt(-3, 2**30)
     libc.mallopt(-8, 2)
-    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-    for_small_blocks = libc.malloc(_SMALL_BLOCKS)
-    libc.malloc(1)  # stays, and keeps the chunk from growing together with what lies above it
-    libc.free(for_small_blocks)
 
 
 def _seal_all(directory: epath.Path) -> None:
