@@ -183,6 +183,7 @@ def hide(logits: jax.Array, start, first, last, ids=None) -> jax.Array:
 
 
 def matrix():
+  """The layout of a matrix in the registers of a warpgroup, as wgmma has it."""
   return plgpu.Layout.WGMMA
 
 
@@ -207,12 +208,15 @@ def columns_of(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def full(shape: tuple[int, ...], value: float, layout) -> jax.Array:
+  """One float32 value everywhere."""
   return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 def iota(layout) -> jax.Array:
+  """0 … BLOCK − 1."""
   return plgpu.broadcasted_iota(jnp.int32, (BLOCK,), 0, layout=layout)
 
 
 def load(ref, layout) -> jax.Array:
+  """Read straight from global memory: few numbers, once a block."""
   return plgpu.load(ref, layout=layout, optimized=False)

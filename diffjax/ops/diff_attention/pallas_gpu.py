@@ -19,20 +19,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from diffjax.ops.diff_attention import gpu, residuals
+from diffjax.ops.diff_attention import gpu, gpu_blocks, residuals
 from diffjax.ops.diff_attention.gpu import BLOCK, plgpu
+from diffjax.ops.diff_attention.gpu_blocks import CONSUMERS
 from diffjax.ops.diff_attention.schedule import pad
 from diffjax.ops.diff_attention.tiles import Geometry
 from diffjax.ops.diff_attention.tpu import HIDDEN, LOG2E, round_up
 from diffjax.ops.varying import vary_like
-
-_CONSUMERS = 2
 
 
 def pallas_gpu(
@@ -100,20 +98,20 @@ def _forward(options: _Options, q, k, v, lam, q_ids, kv_ids, offset, *, save: bo
   rows, D, V = operands[0].shape[1], operands[0].shape[3], operands[2].shape[3]
   passes = ((1,), (0,)) if G == 2 and (D > BLOCK or V > 2 * BLOCK) else (tuple(range(G)),)
   loaded = max(len(_keys_of(maps, M)) for maps in passes)
-  fixed, slot = _CONSUMERS * BLOCK * (G * D + V), BLOCK * (loaded * D + V)
+  fixed, slot = CONSUMERS * BLOCK * (G * D + V), BLOCK * (loaded * D + V)
   stages = gpu.stages(2 * fixed, 2 * slot)
-  bounds = _bounds(options.geometry, offset, q_ids, kv_ids, shared=_CONSUMERS)
+  bounds = gpu_blocks.bounds(options.geometry, offset, q_ids, kv_ids, shared=CONSUMERS)
   out_like = ((B, rows, H, V), q.dtype)
   out, out2, lse = _kernel(
     functools.partial(_forward_kernel, options.geometry, passes, stages), options, f"diff_attention_forward_{_variant(G, M)}",
-    grid=(H, rows // (_CONSUMERS * BLOCK), B),
+    grid=(H, rows // (CONSUMERS * BLOCK), B),
     outputs=(out_like, out_like if G == 2 and save else None, ((B, H, G, rows), jnp.float32) if save else None),
     scratch=dict(
-      q_smem=gpu.tiled((_CONSUMERS, G, BLOCK, D), q.dtype),
+      q_smem=gpu.tiled((CONSUMERS, G, BLOCK, D), q.dtype),
       k_smem=gpu.tiled((stages, loaded, BLOCK, D), q.dtype),
       v_smem=gpu.tiled((stages, BLOCK, V), q.dtype),
-      out_smem=gpu.tiled((_CONSUMERS, BLOCK, V), q.dtype),
-      q_ready=plgpu.Barrier(num_arrivals=G, num_barriers=_CONSUMERS),
+      out_smem=gpu.tiled((CONSUMERS, BLOCK, V), q.dtype),
+      q_ready=plgpu.Barrier(num_arrivals=G, num_barriers=CONSUMERS),
       **_barriers(loaded, stages, "k"),
       **_barriers(1, stages, "v"),
     ),
@@ -140,7 +138,7 @@ def _backward(options: _Options, d_out, q, k, v, lam, q_ids, kv_ids, offset, out
   ids = q_ids, kv_ids
 
   split = G == 2 and D > BLOCK
-  owners = 1 if split else _CONSUMERS
+  owners = 1 if split else CONSUMERS
   fixed, k_slot, v_slot = 2 * owners * BLOCK * (G * D + V), 2 * BLOCK * M * D, 2 * BLOCK * V
   v_stages = max(1, gpu.stages(fixed, k_slot + v_slot))
   k_stages = gpu.stages(fixed + v_stages * v_slot, k_slot)
@@ -157,10 +155,10 @@ def _backward(options: _Options, d_out, q, k, v, lam, q_ids, kv_ids, offset, out
       **_barriers(M, k_stages, "k"),
       **_barriers(1, v_stages, "v"),
     ),
-  )(*arrays, _bounds(options.geometry, offset, *ids, shared=owners))  # fmt: skip
+  )(*arrays, gpu_blocks.bounds(options.geometry, offset, *ids, shared=owners))  # fmt: skip
 
   split = G == 2
-  owners = 1 if split else _CONSUMERS
+  owners = 1 if split else CONSUMERS
   fixed, slot = 2 * owners * BLOCK * (M * D + V), 2 * BLOCK * (G * D + V) + 4 * vectors.shape[2] * BLOCK
   stages = gpu.stages(fixed, slot)
   d_k, d_v = _kernel(
@@ -173,17 +171,17 @@ def _backward(options: _Options, d_out, q, k, v, lam, q_ids, kv_ids, offset, out
       k_smem=gpu.tiled((owners, M, BLOCK, D), q.dtype),
       v_smem=gpu.tiled((owners, BLOCK, V), q.dtype),
       kv_ready=plgpu.Barrier(num_arrivals=M + 1, num_barriers=owners),
-      finished=plgpu.Barrier(num_arrivals=_CONSUMERS),
+      finished=plgpu.Barrier(num_arrivals=CONSUMERS),
       **_barriers(G + 1, stages, "q"),
       **_barriers(1, stages, "d_out"),
     ),
-  )(*arrays, _bounds(options.geometry, offset, *ids, shared=owners, keys_stay=True))  # fmt: skip
+  )(*arrays, gpu_blocks.bounds(options.geometry, offset, *ids, shared=owners, keys_stay=True))  # fmt: skip
   return (d_q[:, :T, :, :D_in].reshape(B, T, H, G, D_in), d_k[:, :S, :, :D_in].reshape(B, S, K, M, D_in), d_v[:, :S, :, :V_in], d_lam)
 
 
 def _operands(options: _Options, q, k, v, lam, q_ids, kv_ids):
   """Padded to whole tiles: q [B, rows, H·G, D] times scale·log₂e, k [B, keys, K·M, D], v [B, keys, K, V], λ [B, H, rows], ids."""
-  rows, keys = round_up(q.shape[1], _CONSUMERS * BLOCK), round_up(k.shape[1], _CONSUMERS * BLOCK)
+  rows, keys = round_up(q.shape[1], CONSUMERS * BLOCK), round_up(k.shape[1], CONSUMERS * BLOCK)
   folded = lambda x, length: pad(pad(x.reshape(*x.shape[:2], -1, x.shape[-1]), 1, length), 3, round_up(x.shape[-1], BLOCK))
   q = (q.astype(jnp.float32) * (options.scale * LOG2E)).astype(q.dtype)
   lam = None if lam is None else pad(jnp.swapaxes(lam, 1, 2), 2, rows)
@@ -191,58 +189,17 @@ def _operands(options: _Options, q, k, v, lam, q_ids, kv_ids):
   return folded(q, rows), folded(k, keys), folded(v, keys), lam, *ids
 
 
-def _bounds(geometry: Geometry, offset, q_ids, kv_ids, *, shared: int, keys_stay: bool = False):
-  """Which blocks pass by each block that stays, int32[B or 1, blocks, 6].
-
-  The first one and the last one + 1 that are loaded for the `shared` blocks of a tile; those that the block's own mask shows; and those
-  of a run that it shows whole.
-  """
-  count = lambda length: round_up(length, _CONSUMERS * BLOCK) // BLOCK
-  xp: Any = np if geometry.q_offset is not None and q_ids is None else jnp
-  start = xp.zeros((1,), xp.int32) + (geometry.q_offset or 0) if offset is None else offset
-  rows, k0 = BLOCK * xp.arange(count(geometry.q_length))[:, None], BLOCK * xp.arange(count(geometry.kv_length))
-  p0 = start[:, None, None] + rows
-  tile = p0, p0 + BLOCK - 1, k0, k0 + BLOCK - 1
-  some = xp.broadcast_to(geometry.some(*tile), (start.shape[0], rows.size, k0.size)) & (rows < geometry.q_length)
-  whole = xp.broadcast_to(geometry.every(*tile), some.shape)
-  if q_ids is not None:
-    q_low, q_high, kv_low, kv_high = (
-      reduce(pad(ids, 1, n * BLOCK).reshape(ids.shape[0], n, BLOCK), axis=2)
-      for ids, n in ((q_ids, rows.size), (kv_ids, k0.size))
-      for reduce in (jnp.min, jnp.max)
-    )
-    q_low, q_high, kv_low, kv_high = q_low[:, :, None], q_high[:, :, None], kv_low[:, None], kv_high[:, None]
-    some = some & (q_low <= kv_high) & (kv_low <= q_high)
-    whole = whole & (q_low == q_high) & (kv_low == kv_high) & (q_low == kv_low)
-  if keys_stay:
-    some, whole = xp.swapaxes(some, 1, 2), xp.swapaxes(whole, 1, 2)
-  whole = whole & some
-  first, stop = xp.argmax(some, axis=2), some.shape[2] - xp.argmax(xp.flip(some, 2), axis=2)
-  any_, any_whole = xp.any(some, axis=2), xp.any(whole, axis=2)
-  tiles = lambda x, reduce: xp.repeat(reduce(x.reshape(x.shape[0], -1, shared), axis=2), shared, axis=1)
-  shared_stop = tiles(xp.where(any_, stop, 0), xp.max)
-  shared_first = xp.minimum(tiles(xp.where(any_, first, some.shape[2]), xp.min), shared_stop)
-  whole_first = xp.argmax(whole, axis=2)
-  after = ~whole & (xp.arange(some.shape[2]) > whole_first[:, :, None])
-  whole_stop = xp.where(xp.any(after, axis=2), xp.argmax(after, axis=2), some.shape[2])
-  columns = (
-    shared_first, shared_stop, xp.where(any_, first, shared_first), xp.where(any_, stop, shared_first),
-    whole_first, xp.where(any_whole, whole_stop, whole_first),
-  )  # fmt: skip
-  return jnp.asarray(xp.stack(columns, axis=2), jnp.int32)
-
-
 def _kernel(function, options: _Options, name: str, **arguments):
   """A kernel of two warpgroups that compute and one that loads, over a grid of heads, tiles and batch."""
   names = ("heads", "tiles", "batch")
-  return gpu.call(function, name, interpret=options.interpret, grid_names=names, warpgroups=_CONSUMERS + 1, **arguments)
+  return gpu.call(function, name, interpret=options.interpret, grid_names=names, warpgroups=CONSUMERS + 1, **arguments)
 
 
 def _barriers(arrivals: int, stages: int, prefix: str) -> dict[str, Any]:
   """The two barriers of a ring: so many loads fill a slot, and all that compute free it."""
   return {
     f"{prefix}_ready": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
-    f"{prefix}_free": plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
+    f"{prefix}_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
   }
 
 
@@ -256,17 +213,17 @@ def _forward_kernel(
   H = out.shape[2]
   M = k.shape[2] // v.shape[2]
   kv_head = lax.div(head, jnp.int32(H // v.shape[2]))
-  tile = lax.axis_index("tiles") * _CONSUMERS
+  tile = lax.axis_index("tiles") * CONSUMERS
   key_ring, value_ring = gpu.Ring(stages, k_ready, k_free), gpu.Ring(stages, v_ready, v_free)
 
   def consumer() -> None:
     plgpu.set_max_registers(240, action="increase")
     block = tile + warpgroup
-    start, stop, own_start, own_stop, whole_start, whole_stop = _scalars(bounds, batch, block)
+    start, stop, own_start, own_stop, whole_start, whole_stop = gpu_blocks.scalars(bounds, batch, block)
     rows = pl.ds(block * BLOCK, BLOCK)
     for g in range(G):
       plgpu.copy_gmem_to_smem(q.at[batch, rows, head * G + g], q_smem.at[warpgroup, g], q_ready.at[warpgroup])
-    limits = _key_limits(geometry, offset, batch, block)
+    limits = gpu_blocks.key_limits(geometry, offset, batch, block)
     plgpu.barrier_wait(q_ready.at[warpgroup])
 
     for n, maps in enumerate(passes):
@@ -293,7 +250,7 @@ def _forward_kernel(
             logits = plgpu.wgmma_accumulator_load(ref, wait_n=len(maps) - 1 - i)
             if i == len(maps) - 1:
               key_ring.release(before + j)
-            if _cuts(geometry, q_ids):
+            if gpu_blocks.cuts(geometry, q_ids):
               logits = lax.cond((j >= whole_start) & (j < whole_stop), lambda x: x, mask, logits)
             after = jnp.maximum(peak, jnp.max(logits, axis=1))
             weights = jnp.exp2(logits - gpu.rows_of(after, logits.shape))
@@ -342,7 +299,7 @@ def _forward_kernel(
 
   def producer() -> None:
     plgpu.set_max_registers(24, action="decrease")
-    start, stop = _scalars(bounds, batch, tile)[:2]
+    start, stop = gpu_blocks.scalars(bounds, batch, tile)[:2]
     for n, maps in enumerate(passes):
 
       @pl.loop(start, stop)
@@ -357,8 +314,8 @@ def _forward_kernel(
     for ring in (key_ring, value_ring):
       ring.drain(start, start + len(passes) * (stop - start))
 
-  pl.when(warpgroup < _CONSUMERS)(consumer)
-  pl.when(warpgroup == _CONSUMERS)(producer)
+  pl.when(warpgroup < CONSUMERS)(consumer)
+  pl.when(warpgroup == CONSUMERS)(producer)
 
 
 def _d_q_kernel(
@@ -380,9 +337,9 @@ def _d_q_kernel(
     plgpu.set_max_registers(240, action="increase")
     own = jnp.int32(0) if split else warpgroup
     block = tile + own
-    start, stop, own_start, own_stop, whole_start, whole_stop = _scalars(bounds, batch, block)
+    start, stop, own_start, own_stop, whole_start, whole_stop = gpu_blocks.scalars(bounds, batch, block)
     rows = pl.ds(block * BLOCK, BLOCK)
-    limits = _key_limits(geometry, offset, batch, block)
+    limits = gpu_blocks.key_limits(geometry, offset, batch, block)
     plgpu.barrier_wait(q_ready.at[own])
 
     def step(j, accs):
@@ -401,7 +358,7 @@ def _d_q_kernel(
       for n, g in enumerate(maps):
         keys = k_smem.at[slot * M + g % M]
         logits = gpu.product(q_smem.at[here, g], keys.T)
-        if _cuts(geometry, q_ids):
+        if gpu_blocks.cuts(geometry, q_ids):
           logits = lax.cond((j >= whole_start) & (j < whole_stop), lambda x: x, mask, logits)
         weights = jnp.exp2(logits - vector(g))
         if g == 1:
@@ -427,7 +384,7 @@ def _d_q_kernel(
 
   def producer() -> None:
     plgpu.set_max_registers(24, action="decrease")
-    start, stop = _scalars(bounds, batch, tile)[:2]
+    start, stop = gpu_blocks.scalars(bounds, batch, tile)[:2]
     for own in range(owners):
       rows = pl.ds((tile + own) * BLOCK, BLOCK)
       for g in range(G):
@@ -450,8 +407,8 @@ def _d_q_kernel(
     for g in range(G):
       pl.when(warpgroup == g)(functools.partial(consumer, (g,)))
   else:
-    pl.when(warpgroup < _CONSUMERS)(lambda: consumer(range(G)))
-  pl.when(warpgroup == _CONSUMERS)(producer)
+    pl.when(warpgroup < CONSUMERS)(lambda: consumer(range(G)))
+  pl.when(warpgroup == CONSUMERS)(producer)
 
 
 def _d_kv_kernel(
@@ -473,8 +430,8 @@ def _d_kv_kernel(
     plgpu.set_max_registers(240, action="increase")
     own = jnp.int32(0) if split else warpgroup
     block = tile + own
-    start, stop, own_start, own_stop, whole_start, whole_stop = _scalars(bounds, batch, block)
-    limits = _query_limits(geometry, block)
+    start, stop, own_start, own_stop, whole_start, whole_stop = gpu_blocks.scalars(bounds, batch, block)
+    limits = gpu_blocks.query_limits(geometry, block)
     plgpu.barrier_wait(kv_ready.at[own])
 
     def step(r, i, accs):
@@ -544,7 +501,7 @@ def _d_kv_kernel(
 
   def producer() -> None:
     plgpu.set_max_registers(24, action="decrease")
-    start, stop = _scalars(bounds, batch, tile)[:2]
+    start, stop = gpu_blocks.scalars(bounds, batch, tile)[:2]
     for own in range(owners):
       keys = pl.ds((tile + own) * BLOCK, BLOCK)
       for m in range(M):
@@ -574,34 +531,8 @@ def _d_kv_kernel(
     pl.when(warpgroup == 0)(lambda: consumer(True, False))
     pl.when(warpgroup == 1)(lambda: consumer(False, True))
   else:
-    pl.when(warpgroup < _CONSUMERS)(lambda: consumer(True, True))
-  pl.when(warpgroup == _CONSUMERS)(producer)
-
-
-def _cuts(geometry: Geometry, q_ids) -> bool:
-  """Whether the mask can cut a block at all."""
-  return q_ids is not None or geometry.causal or geometry.window is not None or geometry.kv_length % BLOCK > 0
-
-
-def _key_limits(geometry: Geometry, offset, batch, block):
-  """First and last key that the queries of a block see, by position: numbers, or one a row."""
-  positions: Any = 0
-  if geometry.causal or geometry.window is not None:  # what is not used has no layout
-    positions = gpu.iota(gpu.row()) + (block * BLOCK + (geometry.q_offset if offset is None else offset[batch]))
-  return geometry.keys_of(positions, positions)
-
-
-def _query_limits(geometry: Geometry, block):
-  """First and last query that see the keys of a block, by position: one a row, or None. Who sees padding does not matter."""
-  if not geometry.causal and geometry.window is None:
-    return None, None
-  keys, reach = gpu.iota(gpu.row()) + block * BLOCK, (geometry.window or 1) - 1
-  return keys if geometry.causal else keys - reach, None if geometry.window is None else keys + reach
-
-
-def _scalars(table, batch, block) -> list[jax.Array]:
-  # Inside shard_map, what a kernel reads is marked as varying over the mesh, and what it computes is not: a loop can begin with the latter.
-  return [lax.add(table[0 if table.shape[0] == 1 else batch, block, n], jnp.int32(0)) for n in range(table.shape[2])]
+    pl.when(warpgroup < CONSUMERS)(lambda: consumer(True, True))
+  pl.when(warpgroup == CONSUMERS)(producer)
 
 
 def _keys_of(maps: Sequence[int], M: int) -> list[int]:
