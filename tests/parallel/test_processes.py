@@ -274,14 +274,14 @@ def test_what_a_dead_process_half_wrote_is_never_whole(overrides, whole, tmp_pat
 def test_streams_resume_exactly(overrides, tmp_path):
   """Every process has read another part of a stream: each takes its own place in it up again."""
   for index in range(4):
-    documents = [{"text": f"document {line} of {index}: {line * index % 97}\n" * 5} for line in range(100)]
+    documents = [{"text": f"document {line} of {index}: {line * index % 97}\n" * (1 + 3 * index)} for line in range(100)]
     (tmp_path / f"{index}.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
   streamed = [*overrides, "--config.data.mode=streamed", f"--config.data.source=jsonl:{tmp_path}/*.jsonl"]
   with Processes(tmp_path / "whole", streamed) as processes:
     codes, lines = processes.end()
   assert codes == [0, 0], lines
   with Processes(tmp_path / "run", streamed) as processes:
-    processes.reach("step 25/")
+    processes.reach("step 85/")  # by then the parts have been read to other places
     processes.all[0].send_signal(signal.SIGTERM)
     assert processes.end()[0] == [0, 0]
   with Processes(tmp_path / "run", streamed) as processes:
