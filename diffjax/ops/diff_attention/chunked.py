@@ -218,7 +218,8 @@ def _bands(mask: _Mask, q_length: int, kv_length: int, block: int) -> list[_Band
         high = min(high, last + reach)
     high = max(high, 1)  # a block that sees nothing looks at one masked key
     blocks.append((row, rows, min(low, high - 1), high))
-  per_band = -(-len(blocks) // _MAX_BANDS)
+  alike = len({seen[2:] for seen in blocks}) == 1  # nothing is won by telling them apart
+  per_band = len(blocks) if alike else -(-len(blocks) // _MAX_BANDS)
   bands = []
   while blocks:
     rows = blocks[0][1]
