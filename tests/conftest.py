@@ -2,8 +2,11 @@
 
 import os
 
-import jax
-import pytest
+# Eight devices share a few cores: on a busy machine one may wait long for the others, and XLA ends the process after 40 seconds of it.
+os.environ["XLA_FLAGS"] = f"--xla_cpu_collective_call_terminate_timeout_seconds=600 {os.environ.get('XLA_FLAGS', '')}"
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 if "JAX_PLATFORMS" not in os.environ:  # libtpu is installed for its compiler: neither tests nor the commands that they start look for a TPU
