@@ -91,7 +91,7 @@ def run(main: Callable[..., None], *, with_config: bool = True) -> None:
   app.run(checked_main, flags_parser=parse)
 
 
-def to_config_dict(config: Config | None = None) -> ml_collections.ConfigDict:
+def to_config_dict(config: Any = None) -> ml_collections.ConfigDict:
   """A config (the defaults if none) as a ConfigDict, for config files to edit and flags to override."""
 
   def convert(section):

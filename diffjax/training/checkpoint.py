@@ -250,26 +250,22 @@ def load_params(workdir: epath.PathLike, abstract_params: Any, step: int | None 
   Raises:
     UserError: if there is no such complete checkpoint, or its parameters have other names or shapes.
   """
-  directory = manifest.checkpoint_directory(workdir)
-  if step is None:
-    step, _ = _newest(directory)
-    if step is None:
-      raise UserError(f"there is no complete checkpoint in {directory}")
-  else:
-    try:
-      manifest.verify(directory / str(step), step)
-    except manifest.Damage as damage:
-      raise UserError(f"there is no complete checkpoint of step {step} in {directory}: {damage}") from damage
-  path = directory / str(step)
-  _check_shapes(ocp.checkpointables_metadata(path).metadata["state"].get("params", {}), abstract_params, path)
-  first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-  wanted = jax.tree.map(
-    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or first), abstract_params
-  )
-  context = ocp.Context()
-  context.pytree.loading.partial_load = True
-  with context, _explained(path):
-    return ocp.load_checkpointables(path, {"state": {"params": wanted}})["state"]["params"]
+  return _read_params(_complete_step(workdir, step), abstract_params)
+
+
+def load_run(
+  workdir: epath.PathLike, make_abstract_params: Callable[[dict[str, Any]], Any], step: int | None = None
+) -> tuple[int, dict[str, Any], Any]:
+  """The step, config and parameters of another run's checkpoint; what is not said is as in `load_params`.
+
+  Args:
+    workdir: That run's directory.
+    make_abstract_params: Called with the config, as nested dicts, that the checkpoint was trained with.
+    step: Which checkpoint.
+  """
+  path = _complete_step(workdir, step)
+  config = _read_config(path)
+  return int(path.name), config, _read_params(path, make_abstract_params(config))
 
 
 def latest_config(workdir: epath.PathLike) -> dict[str, Any] | None:
@@ -284,10 +280,39 @@ def latest_config(workdir: epath.PathLike) -> dict[str, Any] | None:
   directory = manifest.checkpoint_directory(workdir)
   # Only the file with the config is checked, and read: restore will read everything, and say what it passes over.
   step, _ = _newest(directory, only=_METADATA, quiet=True)
+  return None if step is None else _read_config(directory / str(step))
+
+
+def _complete_step(workdir: epath.PathLike, step: int | None) -> epath.Path:
+  """The directory of a step's checkpoint, or of the newest complete one; UserError if there is no such complete checkpoint."""
+  directory = manifest.checkpoint_directory(workdir)
   if step is None:
-    return None
-  with _explained(directory / str(step)):
-    return json.loads((directory / str(step) / _METADATA).read_text())["custom_metadata"]["config"]
+    step, _ = _newest(directory)
+    if step is None:
+      raise UserError(f"there is no complete checkpoint in {directory}")
+  else:
+    try:
+      manifest.verify(directory / str(step), step)
+    except manifest.Damage as damage:
+      raise UserError(f"there is no complete checkpoint of step {step} in {directory}: {damage}") from damage
+  return directory / str(step)
+
+
+def _read_config(path: epath.Path) -> dict[str, Any]:
+  with _explained(path):
+    return json.loads((path / _METADATA).read_text())["custom_metadata"]["config"]
+
+
+def _read_params(path: epath.Path, abstract_params: Any) -> Any:
+  _check_shapes(ocp.checkpointables_metadata(path).metadata["state"].get("params", {}), abstract_params, path)
+  first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  wanted = jax.tree.map(
+    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or first), abstract_params
+  )
+  context = ocp.Context()
+  context.pytree.loading.partial_load = True
+  with context, _explained(path):
+    return ocp.load_checkpointables(path, {"state": {"params": wanted}})["state"]["params"]
 
 
 # What may change between a checkpoint and the run that goes on from it; a name ending in "." is a section.

@@ -34,6 +34,7 @@ from diffjax.training.lock import lock
 from diffjax.training.metrics import Metrics, Progress, plot_losses
 from diffjax.training.optimizer import skip_reason
 from diffjax.training.step import TrainState, make_eval_step, make_init, make_model, make_train_step
+from diffjax.training.trained import keep_tokenizer
 
 # Bytes that the trigram model of a byte-level run is fitted on, at most: all of the embedded corpus, seconds of counting.
 _TRIGRAM_TOKENS = 200_000_000
@@ -75,6 +76,8 @@ def _train(config: Config, workdir: str, held: contextlib.ExitStack) -> None:
   if is_first:
     held.enter_context(lock(workdir))  # before the first write, after what a wrong config is refused for
   checkpoints = Checkpoints(workdir, keep=config.train.keep_checkpoints)
+  if is_first:
+    keep_tokenizer(workdir, config.data.tokenizer)
   held.enter_context(checkpoints)  # closed before the lock goes, however the run ends
 
   # Restore.

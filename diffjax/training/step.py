@@ -41,10 +41,13 @@ class TrainState:
 
 def make_model(config: Config, mesh: Mesh) -> Decoder:
   """The decoder in the compute dtype of the mesh's platform, its attention wrapped for the mesh."""
-  platform = mesh.devices.flat[0].platform
-  dtype = {"auto": jnp.float32 if platform == "cpu" else jnp.bfloat16, "float32": jnp.float32, "bfloat16": jnp.bfloat16}
   attention = sharded_attention(mesh, config.model.attention_implementation)
-  return Decoder(config.model, dtype=dtype[config.model.dtype], attention_fn=attention)
+  return Decoder(config.model, dtype=compute_dtype(config.model.dtype, mesh.devices.flat[0].platform), attention_fn=attention)
+
+
+def compute_dtype(name: str, platform: str) -> Any:
+  """What config.model.dtype means on a platform."""
+  return {"auto": jnp.float32 if platform == "cpu" else jnp.bfloat16, "float32": jnp.float32, "bfloat16": jnp.bfloat16}[name]
 
 
 def make_init(config: Config, mesh: Mesh) -> tuple[Callable[[], TrainState], TrainState]:

@@ -1,0 +1,81 @@
+"""A trained model, taken from its workdir to be used: parameters, config and tokenizer, on one device."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from etils import epath
+
+from diffjax.command import from_config_dict
+from diffjax.config import Config, UserError
+from diffjax.data.tokenizer import Tokenizer, load_tokenizer
+from diffjax.model.decoder import Decoder
+from diffjax.training.checkpoint import load_run
+from diffjax.training.step import compute_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+  """A model as evaluations, generation and conversion take it.
+
+  Attributes:
+    name: what tables call it: its workdir and step.
+    config: of the run that trained it.
+    model: the decoder, in the compute dtype of the device, attention by the fastest implementation there.
+    params: its parameters, float32.
+    tokenizer: the one that it was trained with.
+  """
+
+  name: str
+  config: Config
+  model: Decoder
+  params: Any
+  tokenizer: Tokenizer
+
+
+def load(workdir: epath.PathLike, step: int | None = None) -> Trained:
+  """Loads the newest complete checkpoint, or that of a step.
+
+  Raises:
+    UserError: if there is none, it is damaged, or its tokenizer is not at hand.
+  """
+  newest, saved, params = load_run(workdir, lambda saved: _abstract_params(from_config_dict(saved)), step)
+  config = from_config_dict(saved)
+  tokenizer = load_tokenizer(_tokenizer_beside(workdir, config.data.tokenizer))
+  if tokenizer.vocab_size > config.model.vocab_size:
+    raise UserError(
+      f"{workdir} was trained with {config.model.vocab_size} tokens, but its tokenizer {tokenizer.spec!r} has {tokenizer.vocab_size}: "
+      "it is another one; put the one that it was trained with there"
+    )
+  model = Decoder(config.model, dtype=compute_dtype(config.model.dtype, jax.local_devices()[0].platform))
+  return Trained(f"{workdir} at step {newest}", config, model, params, tokenizer)
+
+
+def _abstract_params(config: Config) -> Any:
+  return jax.eval_shape(lambda: Decoder(config.model).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"])
+
+
+def keep_tokenizer(workdir: epath.PathLike, spec: str) -> None:
+  """Copies a tokenizer's file into the workdir, where `load` looks for it first; built-in ones need none."""
+  if (path := _kept(workdir, spec)) is not None:
+    path.write_bytes(epath.Path(spec).expanduser().read_bytes())
+
+
+def _kept(workdir: epath.PathLike, spec: str) -> epath.Path | None:
+  suffix = epath.Path(spec).suffix
+  return epath.Path(workdir) / f"tokenizer{suffix}" if suffix in (".json", ".tiktoken") else None
+
+
+def _tokenizer_beside(workdir: epath.PathLike, spec: str) -> str:
+  """The copy in the workdir, else where the config says."""
+  path = _kept(workdir, spec)
+  if path is None or path.exists():
+    return spec if path is None else str(path)
+  if epath.Path(spec).expanduser().exists():  # a run older than the copies
+    return spec
+  raise UserError(
+    f"there is no tokenizer beside the checkpoint: neither {path} nor {spec}, which it was trained with, is there; put it at {path}"
+  )
