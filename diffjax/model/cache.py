@@ -1,0 +1,106 @@
+"""The key/value cache: a decoder that reads new tokens against what it has read before.
+
+Layers are unrolled, each with weights and a cache of its own: sliced out of arrays stacked over layers, as a scan would, both would be
+copied for every token. The model's modules run unchanged; only what attends is another function.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from diffjax.model.attention import ATTENTION
+from diffjax.model.decoder import Block, Decoder, lambda_inits
+from diffjax.ops.diff_attention import diff_attention
+from diffjax.ops.diff_attention.decode import decode_attention
+from diffjax.ops.rms_norm import rms_norm
+
+
+@flax.struct.dataclass
+class Cache:
+  """What every row has been read so far; the keys of several maps lie side by side, as `decode_attention` wants them.
+
+  Attributes:
+    keys: of each layer, after RoPE.
+    values: of each layer.
+    lengths: tokens of each row that count; what lies beyond them is never seen.
+  """
+
+  keys: tuple[Float[Array, "B K S M*D"], ...]
+  values: tuple[Float[Array, "B K S V"], ...]
+  lengths: Int[Array, "B"]
+
+
+def empty_cache(model: Decoder, batch_size: int, capacity: int) -> Cache:
+  """A cache of no tokens, in the model's compute dtype.
+
+  Args:
+    model: the decoder.
+    batch_size: B.
+    capacity: S, tokens that a row can hold.
+  """
+  config, kind = model.config, ATTENTION[model.config.attention]
+  keys, values = (
+    tuple(jnp.zeros((batch_size, config.num_kv_heads, capacity, width), model.dtype) for _ in range(config.num_layers))
+    for width in (kind.num_key_maps * config.head_dim, kind.value_heads * config.head_dim)
+  )
+  return Cache(keys, values, jnp.zeros(batch_size, jnp.int32))
+
+
+def unstack(model: Decoder, params: dict[str, Any]) -> dict[str, Any]:
+  """Parameters as `extend` takes them: `layers` a tuple, one tree a layer, and matrices in the compute dtype, so that no token casts."""
+
+  def cast(leaf: jax.Array) -> jax.Array:
+    return leaf.astype(model.dtype) if leaf.ndim > 1 else leaf
+
+  def layer(index: int) -> Any:
+    return jax.tree.map(lambda leaf: cast(leaf[index]), params["layers"])
+
+  outer = {name: cast(leaf) for name, leaf in params.items() if name != "layers"}
+  return outer | {"layers": tuple(layer(index) for index in range(model.config.num_layers))}
+
+
+def extend(
+  model: Decoder, params: dict[str, Any], tokens: Int[Array, "B T"], cache: Cache, counts: Int[Array, "B"] | None = None
+) -> tuple[Float[Array, "B T E"], Cache]:
+  """Reads T more tokens of every row.
+
+  Args:
+    model: the decoder; its own `attention_fn` is not used.
+    params: from `unstack`.
+    tokens: row b continues at position cache.lengths[b]. The row must have room for all T in the cache.
+    cache: of the tokens before; to be donated, since it is written in place.
+    counts: how many of the T count, the first ones of each row; all by default. The others leave no trace that later tokens would see.
+
+  Returns:
+    Hidden states after the final norm (of tokens that do not count: meaningless), and the cache.
+  """
+  config, length = model.config, tokens.shape[1]
+  positions = cache.lengths[:, None] + jnp.arange(length)
+  keys: list[jax.Array] = []
+  values: list[jax.Array] = []
+
+  def attend(q, k, v, lam, **_):
+    layer = len(keys)
+    keys.append(_write(cache.keys[layer], k.reshape(*k.shape[:3], -1), cache.lengths))
+    values.append(_write(cache.values[layer], v, cache.lengths))
+    if length == 1:
+      lam = lam[:, 0] if lam is not None and lam.ndim == 3 else lam
+      return decode_attention(q[:, 0], keys[layer], values[layer], lam, cache.lengths + 1)[:, None]
+    seen = jnp.swapaxes(keys[layer], 1, 2)
+    return diff_attention(q, seen.reshape(*seen.shape[:3], *k.shape[3:]), jnp.swapaxes(values[layer], 1, 2), lam, q_offset=cache.lengths)
+
+  x = jnp.take(params["embedding"], tokens, axis=0)
+  for weights, lambda_init in zip(params["layers"], lambda_inits(config), strict=True):
+    x, _ = Block(config, model.dtype, attend).apply({"params": weights}, x, lambda_init, None, positions)
+  counts = jnp.full_like(cache.lengths, length) if counts is None else counts
+  return rms_norm(x, params["final_norm"], config.norm_eps), Cache(tuple(keys), tuple(values), cache.lengths + counts)
+
+
+def _write(stored: Float[Array, "B K S W"], new: Float[Array, "B T K W"], at: Int[Array, "B"]) -> Float[Array, "B K S W"]:
+  """New keys or values in their places."""
+  return jax.vmap(lambda row, tokens, start: jax.lax.dynamic_update_slice(row, tokens, (0, start, 0)))(stored, jnp.swapaxes(new, 1, 2), at)

@@ -1,0 +1,223 @@
+"""Generation: prompts are read in chunks into a cache, then one token at a time is drawn and read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from diffjax.config import UserError
+from diffjax.model.cache import Cache, empty_cache, extend, unstack
+from diffjax.model.decoder import Decoder, logits
+
+# Tokens of a prompt read at once.
+_CHUNK = 128
+# Tokens drawn between two looks of the host: often enough for a terminal, seldom enough that the device never waits.
+_BURST = 8
+
+
+@flax.struct.dataclass
+class SamplerState:
+  """Rows that have been read, and what comes next in each."""
+
+  cache: Cache
+  logits: Float[Array, "B N"]
+
+
+class Sampler:
+  """Draws continuations. Everything is compiled once for a batch size and a capacity, whatever the lengths of prompts and answers."""
+
+  def __init__(self, model: Decoder, params: dict[str, Any], *, batch_size: int = 1, capacity: int | None = None):
+    """Prepares the parameters (unstacked, matrices in the compute dtype: a second copy of them).
+
+    Args:
+      model: the decoder.
+      params: its parameters.
+      batch_size: B, rows at a time.
+      capacity: tokens that a row can have, prompt and continuation together; the model's max_length by default.
+
+    Raises:
+      UserError: if the capacity is beyond the model's max_length.
+    """
+    self.capacity = model.config.max_length if capacity is None else capacity
+    self.batch_size = batch_size
+    if not 1 <= self.capacity <= model.config.max_length:
+      raise UserError(f"{self.capacity} tokens a row: the model takes 1 to {model.config.max_length} (config.model.max_length)")
+    chunk = min(_CHUNK, self.capacity)
+    stored = -(-(self.capacity + chunk) // 128) * 128  # rows that have ended still write a chunk, behind what counts
+    self._params = jax.jit(functools.partial(unstack, model))(params)
+    self._make_cache = jax.jit(lambda: empty_cache(model, batch_size, stored))
+    self._prefill = jax.jit(functools.partial(_prefill, model, chunk), donate_argnums=1)
+    self._step = jax.jit(functools.partial(_step, model), donate_argnums=1)
+    self._draw = jax.jit(functools.partial(_draw, model), donate_argnums=1, static_argnames="method")
+
+  def prefill(self, prompts: Sequence[Sequence[int]]) -> SamplerState:
+    """Reads up to B prompts of any lengths from 1 to the capacity; rows beyond them hold nothing of meaning.
+
+    Raises:
+      UserError: if a prompt is empty or longer than the capacity.
+    """
+    if len(prompts) > self.batch_size:
+      raise ValueError(f"{len(prompts)} prompts for a batch of {self.batch_size}")
+    chunks = -(-self.capacity // _CHUNK)
+    tokens, lengths = np.zeros((self.batch_size, chunks * _CHUNK), np.int32), np.ones(self.batch_size, np.int32)
+    for row, prompt in enumerate(prompts):
+      if not 1 <= len(prompt) <= self.capacity:
+        raise UserError(f"a prompt of {len(prompt)} tokens: it must have 1 to {self.capacity}")
+      tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+    return self._prefill(self._params, self._make_cache(), tokens, lengths)
+
+  def step(self, state: SamplerState, tokens: Int[np.ndarray, "B"]) -> SamplerState:
+    """Reads one token more of every row. The old state is used up. No row may have more tokens than the capacity."""
+    return self._step(self._params, state, jnp.asarray(tokens, jnp.int32))
+
+  def generate(
+    self,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop_ids: Sequence[int] = (),
+    stop: Callable[[list[int]], bool] | None = None,
+  ) -> list[list[int]]:
+    """Continues any number of prompts; what is not said is as in `stream`.
+
+    Returns:
+      The new tokens of each prompt.
+    """
+    out: list[list[int]] = [[] for _ in prompts]
+    options = dict(temperature=temperature, top_k=top_k, top_p=top_p, stop_ids=stop_ids, stop=stop)
+    for first in range(0, len(prompts), self.batch_size):
+      batch = prompts[first : first + self.batch_size]
+      for new in self.stream(batch, max_new_tokens, seed=seed, first_row=first, **options):  # type: ignore[arg-type]
+        for row, tokens in enumerate(new):
+          out[first + row] += tokens
+    return out
+
+  def stream(
+    self,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    first_row: int = 0,
+    stop_ids: Sequence[int] = (),
+    stop: Callable[[list[int]], bool] | None = None,
+  ) -> Iterator[list[list[int]]]:
+    """Continues up to B prompts, a few tokens at a time. Row i draws the same tokens whatever stands in the rows beside it.
+
+    Args:
+      prompts: token ids.
+      max_new_tokens: most tokens to add to each.
+      temperature: divides the logits; 0 takes the likeliest token.
+      top_k: draw among the k likeliest tokens; 0 for all.
+      top_p: draw among the likeliest tokens that together have this probability, by the logits after temperature and top_k.
+      seed: of the draws.
+      first_row: number of the first prompt, for the draws.
+      stop_ids: tokens that end a row; not part of the result.
+      stop: asked after every token with all new ones of a row; the token for which it says yes is the row's last.
+
+    Yields:
+      The next tokens of each row, none for rows that have ended.
+
+    Raises:
+      UserError: if a prompt and max_new_tokens do not fit the capacity, or an option is out of range.
+    """
+    for name, value, ok, want in (
+      ("temperature", temperature, 0 <= temperature < float("inf"), "at least 0"),
+      ("top_k", top_k, top_k >= 0, "at least 0"),
+      ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
+      ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
+    ):
+      if not ok:
+        raise UserError(f"{name} must be {want}; got {value}")
+    longest = max(map(len, prompts))
+    if longest + max_new_tokens > self.capacity:
+      raise UserError(f"a prompt of {longest} tokens and {max_new_tokens} new ones are more than the {self.capacity} that a row can have")
+    method = "greedy" if temperature == 0 else "plain" if top_k == 0 and top_p == 1 else "filtered"
+    settings = (np.float32(temperature or 1), np.int32(top_k), np.float32(top_p))
+    rows = np.arange(self.batch_size, dtype=np.int32) + first_row
+    stopping = np.asarray(stop_ids if len(stop_ids) else [-1], np.int32)
+    state, so_far = self.prefill(prompts), [list[int]() for _ in prompts]
+    ended = np.arange(self.batch_size) >= len(prompts)
+    for begun in range(0, max_new_tokens, _BURST):
+      count = min(_BURST, max_new_tokens - begun)
+      state, drawn, _ = self._draw(self._params, state, np.int32(seed), rows, settings, stopping, ended, np.int32(count), method=method)
+      drawn, ended, new = np.asarray(drawn), ended.copy(), [list[int]() for _ in prompts]
+      for row, tokens in enumerate(new):
+        for token in drawn[row, :count].tolist():
+          if ended[row] or token in stop_ids:
+            ended[row] = True
+            break
+          tokens.append(token)
+          so_far[row].append(token)
+          ended[row] = stop is not None and stop(so_far[row])
+      yield new
+      if ended.all():
+        return
+
+
+def _prefill(model: Decoder, chunk: int, params, cache: Cache, tokens: Int[Array, "B P"], lengths: Int[Array, "B"]) -> SamplerState:
+  """Chunk after chunk, as many as the longest prompt has; the last hidden state of each row is kept from the chunk that it is in."""
+
+  def read(carry):
+    index, cache, last = carry
+    counts = jnp.clip(lengths - index * chunk, 0, chunk)
+    hidden, cache = extend(model, params, jax.lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, axis=1), cache, counts)
+    own = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
+    return index + 1, cache, jnp.where(counts[:, None] > 0, own, last)
+
+  start = (0, cache, jnp.zeros((tokens.shape[0], model.config.embed_dim), model.dtype))
+  _, cache, last = jax.lax.while_loop(lambda carry: carry[0] * chunk < jnp.max(lengths), read, start)
+  return SamplerState(cache, logits(params, last[:, None])[:, 0])
+
+
+def _step(model: Decoder, params, state: SamplerState, tokens: Int[Array, "B"]) -> SamplerState:
+  hidden, cache = extend(model, params, tokens[:, None], state.cache)
+  return SamplerState(cache, logits(params, hidden)[:, 0])
+
+
+def _draw(
+  model: Decoder, params, state: SamplerState, seed, rows, settings, stop_ids, ended: Bool[Array, "B"], count, *, method: str
+) -> tuple[SamplerState, Int[Array, "B burst"], Bool[Array, "B"]]:
+  """Draws and reads `count` tokens, at most _BURST, or until all rows have ended."""
+  keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(rows)
+
+  def one(carry):
+    index, state, drawn, ended = carry
+    token = _choose(state.logits, jax.vmap(jax.random.fold_in)(keys, state.cache.lengths), settings, method)
+    drawn = jax.lax.dynamic_update_slice_in_dim(drawn, token[:, None], index, axis=1)
+    return index + 1, _step(model, params, state, token), drawn, ended | jnp.isin(token, stop_ids)
+
+  start = (0, state, jnp.zeros((len(rows), _BURST), jnp.int32), ended)
+  _, state, drawn, ended = jax.lax.while_loop(lambda carry: (carry[0] < count) & ~jnp.all(carry[3]), one, start)
+  return state, drawn, ended
+
+
+def _choose(logits: Float[Array, "B N"], keys: Array, settings: tuple[Array, Array, Array], method: str) -> Int[Array, "B"]:
+  """One token a row: the likeliest ("greedy"), one drawn among all ("plain") or among those that top_k and top_p leave ("filtered")."""
+  if method == "greedy":
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+  temperature, top_k, top_p = settings
+  logits = logits / temperature
+  if method == "filtered":
+    order = jnp.argsort(-logits, axis=-1)
+    ranked = jnp.take_along_axis(logits, order, axis=-1)
+    ranked = jnp.where((jnp.arange(ranked.shape[-1]) < top_k) | (top_k == 0), ranked, -jnp.inf)
+    probabilities = jax.nn.softmax(ranked, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities  # 0 for the likeliest, which always stays
+    choice = jax.vmap(jax.random.categorical)(keys, jnp.where(before < top_p, ranked, -jnp.inf))
+    return jnp.take_along_axis(order, choice[:, None], axis=-1)[:, 0].astype(jnp.int32)
+  return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)

@@ -1,0 +1,77 @@
+"""Reading with a cache equals reading everything at once, for every attention, in pieces of any size."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffjax.config import ModelConfig
+from diffjax.model.cache import empty_cache, extend, unstack
+from diffjax.model.decoder import Decoder
+
+CONFIG = ModelConfig(vocab_size=64, num_layers=3, embed_dim=32, num_heads=4, num_kv_heads=4, head_dim=8, ffn_dim=48, max_length=32)
+VARIANTS = {
+  "diff": CONFIG,
+  "diff, grouped heads": dataclasses.replace(CONFIG, num_kv_heads=2),
+  "softmax": dataclasses.replace(CONFIG, attention="softmax", head_norm=False),
+  "softmax, grouped heads": dataclasses.replace(CONFIG, attention="softmax", num_kv_heads=1, head_norm=False),
+  "diff_v2": dataclasses.replace(CONFIG, attention="diff_v2", head_norm=False),
+  "diff_v2, grouped heads, untied": dataclasses.replace(CONFIG, attention="diff_v2", num_kv_heads=2, head_norm=False, tie_embeddings=False),
+}
+TOKENS = jax.random.randint(jax.random.key(1), (3, 24), 0, 64)
+
+
+def trained_like(params):
+  """Every parameter off its initial value, so that none is idle: gains are not 1, λ vectors not small."""
+  keys = jax.random.split(jax.random.key(7), len(jax.tree.leaves(params)))
+  noise = jax.tree.unflatten(jax.tree.structure(params), list(keys))
+  return jax.tree.map(lambda leaf, key: leaf + 0.2 * jax.random.normal(key, leaf.shape) * jnp.std(leaf) + 0.02, params, noise)
+
+
+@functools.cache
+def model_and_params(variant):
+  model = Decoder(VARIANTS[variant])
+  return model, trained_like(jax.jit(model.init)(jax.random.key(0), TOKENS[:1, :1])["params"])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_pieces_equal_the_whole(variant):
+  model, params = model_and_params(variant)
+  whole = model.apply({"params": params}, TOKENS)
+  weights, cache = unstack(model, params), empty_cache(model, 3, 24)
+  read = jax.jit(functools.partial(extend, model))
+  pieces = []
+  for first, last in ((0, 8), (8, 9), (9, 10), (10, 11), (11, 19), (19, 20)):  # both what decodes and what reads prompts
+    hidden, cache = read(weights, TOKENS[:, first:last], cache)
+    pieces.append(hidden)
+  np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), whole[:, :20], rtol=2e-5, atol=2e-5)
+  assert cache.lengths.tolist() == [20] * 3
+
+
+@pytest.mark.parametrize("variant", ["diff", "diff_v2, grouped heads, untied"])
+def test_rows_of_unequal_lengths_do_not_see_what_does_not_count(variant):
+  """Rows of 2, 5 and 8 tokens are read in one piece, filled up with tokens that do not count; then each goes on for itself."""
+  model, params = model_and_params(variant)
+  lengths = np.array([2, 5, 8])
+  weights, cache = unstack(model, params), empty_cache(model, 3, 24)
+  read = jax.jit(functools.partial(extend, model))
+  _, cache = read(weights, TOKENS[:, :8], cache, lengths)
+  assert cache.lengths.tolist() == lengths.tolist()
+  after = jax.random.randint(jax.random.key(2), (3, 3), 0, 64)
+  for step in range(3):
+    hidden, cache = read(weights, after[:, step : step + 1], cache)
+    for row, length in enumerate(lengths):
+      alone = jnp.concatenate([TOKENS[row, :length], after[row, : step + 1]])[None]
+      np.testing.assert_allclose(hidden[row, 0], model.apply({"params": params}, alone)[0, -1], rtol=2e-5, atol=2e-5)
+
+
+def test_weights_are_cast_once_and_vectors_stay_float32():
+  model, params = model_and_params("diff")
+  weights = unstack(model.clone(dtype=jnp.bfloat16), params)
+  layer = weights["layers"][1]
+  assert layer["attention"]["query"].dtype == jnp.bfloat16 and weights["embedding"].dtype == jnp.bfloat16
+  assert layer["attention"]["lambda_q1"].dtype == layer["ffn_norm"].dtype == jnp.float32
+  np.testing.assert_array_equal(layer["ffn"]["up"], params["layers"]["ffn"]["up"][1].astype(jnp.bfloat16))

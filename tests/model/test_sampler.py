@@ -1,0 +1,143 @@
+"""Generation: as a loop over the whole model would do it, whatever stands beside a row, and compiled once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffjax.config import ModelConfig, UserError
+from diffjax.model.decoder import Decoder, logits
+from diffjax.model.sampler import Sampler
+
+CONFIG = ModelConfig(vocab_size=64, num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=2, head_dim=8, ffn_dim=48, max_length=300)
+PROMPTS = [[5], [7, 3, 9], list(range(1, 60)), [int(i) for i in np.random.default_rng(0).integers(0, 64, 140)]]
+
+
+@pytest.fixture(scope="module")
+def model():
+  return Decoder(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def params(model):
+  params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+  return params | {"embedding": 3 * params["embedding"]}  # logits far enough apart that rounding decides nothing
+
+
+@pytest.fixture(scope="module")
+def sampler(model, params):
+  return Sampler(model, params, batch_size=4, capacity=200)
+
+
+@pytest.fixture(scope="module")
+def next_logits(model, params):
+  apply = jax.jit(lambda window: logits(params, model.apply({"params": params}, window)))
+
+  def function(ids):
+    window = jnp.zeros((1, 200), jnp.int32).at[0, : len(ids)].set(jnp.asarray(ids))
+    return np.asarray(apply(window)[0, len(ids) - 1])
+
+  return function
+
+
+def greedily(next_logits, prompt, count):
+  ids = list(prompt)
+  for _ in range(count):
+    ids.append(int(np.argmax(next_logits(ids))))
+  return ids[len(prompt) :]
+
+
+def test_prefill_and_steps_give_the_models_logits(sampler, next_logits):
+  state, rows = sampler.prefill(PROMPTS), [list(prompt) for prompt in PROMPTS]
+  for tokens in ([1, 2, 3, 4], [9, 8, 7, 6]):
+    np.testing.assert_allclose(state.logits, [next_logits(row) for row in rows], rtol=1e-4, atol=1e-4)
+    rows = [[*row, token] for row, token in zip(rows, tokens, strict=True)]
+    state = sampler.step(state, tokens)
+  np.testing.assert_allclose(state.logits, [next_logits(row) for row in rows], rtol=1e-4, atol=1e-4)
+
+
+def test_greedy_generation_is_the_loop_over_the_whole_model(sampler, next_logits):
+  wanted = [greedily(next_logits, prompt, 21) for prompt in PROMPTS]  # 21: two bursts and a part of a third
+  assert sampler.generate(PROMPTS, 21) == wanted
+  assert sampler.generate([*PROMPTS, *PROMPTS[:2]], 3) == [row[:3] for row in [*wanted, *wanted[:2]]]  # more prompts than rows
+  assert sampler.generate(PROMPTS[2:3], 5) == [wanted[2][:5]]
+
+
+def test_a_stop_token_ends_its_row_alone(sampler, next_logits):
+  whole = sampler.generate(PROMPTS, 20)
+  stop = whole[1][5]
+  ended = [row[: row.index(stop)] if stop in row else row for row in whole]
+  assert sampler.generate(PROMPTS, 20, stop_ids=[stop]) == ended
+  assert len(ended[1]) < 20
+
+
+def test_a_predicate_ends_its_row_with_the_token_that_it_asks_about(sampler):
+  whole = sampler.generate(PROMPTS, 20)
+  assert sampler.generate(PROMPTS, 20, stop=lambda ids: len(ids) == 11) == [row[:11] for row in whole]
+
+
+def test_draws_follow_the_models_probabilities(model, params, next_logits):
+  """One token, 4,000 draws: frequencies against temperature, top_k and top_p computed by hand."""
+  sampler, prompt = Sampler(model, params, batch_size=500, capacity=16), PROMPTS[1]
+  scaled = np.float64(next_logits(prompt)) / 1.7
+  order = np.argsort(-scaled)
+
+  def expected(top_k, top_p):
+    probability = np.exp(scaled - scaled.max())
+    if top_k:
+      probability[order[top_k:]] = 0
+    probability /= probability.sum()
+    before = np.cumsum(probability[order]) - probability[order]
+    probability[order[before >= top_p]] = 0
+    return probability / probability.sum()
+
+  for top_k, top_p in ((0, 1.0), (5, 1.0), (0, 0.6), (8, 0.7)):
+    drawn = sampler.generate([prompt] * 4000, 1, temperature=1.7, top_k=top_k, top_p=top_p, seed=3)
+    frequency = np.bincount(np.ravel(drawn), minlength=64) / 4000
+    wanted = expected(top_k, top_p)
+    assert not frequency[wanted == 0].any()
+    assert np.abs(frequency - wanted).max() < 5 * np.sqrt(wanted.max() / 4000)
+    assert np.count_nonzero(wanted) > 1
+
+
+def test_a_rows_draws_depend_on_seed_and_row_alone(model, params, sampler):
+  options = dict(temperature=4.0, seed=5)
+  together = sampler.generate(PROMPTS, 12, **options)
+  assert Sampler(model, params, batch_size=2, capacity=160).generate(PROMPTS, 12, **options) == together
+  assert sampler.generate(PROMPTS, 12, temperature=4.0, seed=6) != together
+  assert sampler.generate([PROMPTS[0]] * 2, 12, **options)[0] != sampler.generate([PROMPTS[0]] * 2, 12, **options)[1]
+  assert sampler.generate(PROMPTS, 12, temperature=4.0, top_k=1, seed=5) == sampler.generate(PROMPTS, 12)
+
+
+def test_nothing_compiles_twice(model, params):
+  """Whatever the lengths of prompts and answers and the settings of one way of drawing."""
+  sampler = Sampler(model, params, batch_size=2, capacity=64)
+  sampler.generate([[1], [2, 3]], 9, temperature=0.5, top_k=3)
+  functions = (sampler._prefill, sampler._draw)
+  before = [function._cache_size() for function in functions]
+  sampler.generate([[4, 5, 6, 7]], 30, temperature=0.9, top_k=7, top_p=0.3, seed=9)
+  sampler.generate([list(range(50)), [1]], 3, temperature=2.0, top_p=0.9)
+  assert [function._cache_size() for function in functions] == before == [1, 1]
+
+
+@pytest.mark.parametrize(
+  ("prompts", "count", "options", "message"),
+  [
+    ([list(range(60)) * 4], 1, {}, "240 tokens and 1 new ones are more than the 200"),
+    ([[1] * 150], 51, {}, "150 tokens and 51 new"),
+    ([[]], 1, {}, "a prompt of 0 tokens"),
+    ([[1]], 0, {}, "max_new_tokens must be at least 1; got 0"),
+    ([[1]], 1, {"temperature": -1.0}, "temperature must be at least 0; got -1.0"),
+    ([[1]], 1, {"temperature": float("nan")}, "temperature"),
+    ([[1]], 1, {"top_p": 0.0}, "top_p must be above 0"),
+    ([[1]], 1, {"top_k": -1}, "top_k must be at least 0"),
+  ],
+)
+def test_bad_input(sampler, prompts, count, options, message):
+  with pytest.raises(UserError, match=message):
+    sampler.generate(prompts, count, **options)
+
+
+def test_a_capacity_beyond_the_models_limit_is_refused(model, params):
+  with pytest.raises(UserError, match=r"301 tokens a row: the model takes 1 to 300"):
+    Sampler(model, params, capacity=301)
