@@ -14,6 +14,10 @@ The paper's protocol (paper.md, §5): N needles, R of them asked for; the first 
   at most 32 tokens, each a line or a part of one, at the boundary nearest to the depth. Digits in the text do no harm: what counts is
   what the model writes.
 - The answer's opening words end with the needle's own "is:", without a space, because tokenizers differ in where a number's space goes.
+
+The table at 4K is the default. The heat map at 64K:
+
+    --set.needle.pairs=8/1 --set.needle.lengths=8192,16384,24576,32768,40960,49152,57344,65536
 """
 
 from __future__ import annotations
@@ -21,13 +25,19 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import matplotlib.figure
 import numpy as np
+from etils import epath
 
 from diffjax.config import DataConfig, UserError
 from diffjax.data import sources
 from diffjax.data.tokenizer import Tokenizer
+from diffjax.evals.figures import Figure, mean_of
+from diffjax.model.sampler import Sampler
+from diffjax.training.trained import Trained
 
 OPENING = (
   "Some cities have a special magic number, and the text below hides those numbers between other lines. "
@@ -43,6 +53,142 @@ CITIES = (
   "Mumbai Nairobi Oslo Paris Prague Quito Rabat Riga Rome Santiago Sarajevo Seattle Seoul Shanghai Sofia Stockholm Sydney Tashkent "
   "Thimphu Tokyo Toronto Tunis Vancouver Victoria Vienna Warsaw Yangon Yerevan Zagreb Zurich"
 ).split()
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """What is asked, and how often."""
+
+  # N/R: needles in the text / how many of them are asked for
+  pairs: tuple[str, ...] = ("1/1", "2/2", "4/2", "6/2")
+  # Tokens, the answer's included; none: 4096, or the model's config.model.max_length if that is less
+  lengths: tuple[int, ...] = ()
+  # Where the first needle asked for stands: 0 is the beginning of the haystack, 1 its end
+  depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+  # Prompts for each pair, length and depth
+  samples: int = 50
+  # Tokens that the model writes
+  new_tokens: int = 20
+  # "validation" (held-out text of the model's training data) or "synthetic" (made-up sentences)
+  haystack: str = "validation"
+  # Of cities, numbers and places
+  seed: int = 0
+  # Tokens of a batch: as many rows at a time as it holds, at least one
+  batch_tokens: int = 32_768
+
+
+def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
+  """Retrieval accuracy for each pair, length and depth, and the mean over depths.
+
+  Yields:
+    `accuracy`, the share of the numbers asked for that were written; its units are prompts.
+
+  Raises:
+    UserError: for settings that cannot be met by this model.
+  """
+  limit = trained.config.model.max_length
+  pairs = [_pair(pair) for pair in settings.pairs]
+  lengths = settings.lengths or (min(4096, limit),)
+  _check(trained, settings, pairs, lengths)
+  # Sixteen texts of the longest length, so that samples differ
+  haystack = find_haystack(trained, settings.haystack, tokens=16 * max(lengths))
+  for length in lengths:
+    sampler = Sampler(trained.model, trained.params, batch_size=max(1, settings.batch_tokens // length), capacity=length)
+    for num_needles, num_asked in pairs:
+      place = {"needles": num_needles, "asked": num_asked, "length": length}
+      every: list[float] = []
+      for depth in settings.depths:
+        prompts = make_prompts(
+          trained.tokenizer,
+          length=length - settings.new_tokens,
+          num_needles=num_needles,
+          num_asked=num_asked,
+          depth=depth,
+          samples=settings.samples,
+          seed=settings.seed,
+          haystack=haystack,
+        )
+        written = sampler.generate([prompt.ids for prompt in prompts], settings.new_tokens, stop_ids=(trained.tokenizer.separator,))
+        found = [_share_found(trained.tokenizer.decode(ids), prompt.answers) for ids, prompt in zip(written, prompts, strict=True)]
+        yield mean_of("accuracy", found, **place, depth=depth)
+        every += found
+      yield mean_of("accuracy", every, **place, depth="mean")
+
+
+def plot(results: dict[str, Any], path: epath.PathLike) -> None:
+  """Heat maps of accuracy over length and depth: a row for each pair of N and R; the model, the one compared with, and the difference."""
+  rows = [row for row in results["figures"] if row["at"]["depth"] != "mean"]
+  axis = lambda name: sorted({row["at"][name] for row in rows})
+  pairs = list(dict.fromkeys((row["at"]["needles"], row["at"]["asked"]) for row in rows))
+  lengths, depths = axis("length"), axis("depth")
+  columns = [(model["name"], key) for model, key in zip(results["models"], ("value", "against"), strict=False)]
+  columns += [("difference", "difference")] * (len(columns) > 1)
+  figure = matplotlib.figure.Figure((1.5 + len(columns) * max(2.6, 0.7 * len(lengths)), 0.6 + 2.4 * len(pairs)), layout="constrained")
+  axes = figure.subplots(len(pairs), len(columns), squeeze=False)
+  for (needles, asked), line in zip(pairs, axes, strict=True):
+    for (title, key), place in zip(columns, line, strict=True):
+      cells = np.full((len(depths), len(lengths)), np.nan)
+      for row in rows:
+        if (row["at"]["needles"], row["at"]["asked"]) == (needles, asked):
+          value = row[key] if key == "value" else row[key]["value"]
+          cells[depths.index(row["at"]["depth"]), lengths.index(row["at"]["length"])] = value
+      low, colors = (-1, "RdBu") if key == "difference" else (0, "RdYlGn")
+      place.imshow(cells, vmin=low, vmax=1, cmap=colors, aspect="auto")
+      for (y, x), cell in np.ndenumerate(cells):
+        place.text(x, y, f"{cell:.2f}", ha="center", va="center", fontsize=8)
+      place.set_xticks(range(len(lengths)), [f"{length / 1024:.4g}K" for length in lengths])
+      place.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+      place.set_title(f"{title}\nN = {needles}, R = {asked}", fontsize=8)
+    line[0].set_ylabel("depth of the answer")
+  for place in axes[-1]:
+    place.set_xlabel("length (tokens)")
+  with epath.Path(path).open("wb") as file:
+    figure.savefig(file, format="png", dpi=150)
+
+
+def find_haystack(trained: Trained, kind: str, *, tokens: int) -> list[list[int]]:
+  """The haystack that a suite's setting names, at least so many tokens if there are.
+
+  Raises:
+    UserError: for a kind that there is not, or validation text that is not at hand.
+  """
+  if kind == "synthetic":
+    return synthetic_haystack(trained.tokenizer, tokens=tokens)
+  if kind != "validation":
+    raise UserError(f"haystack = {kind!r}: must be 'validation' or 'synthetic'")
+  try:
+    return validation_haystack(trained.tokenizer, trained.config.data, tokens=tokens)
+  except UserError as error:
+    raise UserError(f"{error}; haystack = 'synthetic' needs no data") from error
+
+
+def _pair(text: str) -> tuple[int, int]:
+  try:
+    num_needles, num_asked = map(int, text.split("/"))
+  except ValueError:
+    raise UserError(f"set.needle.pairs = {text!r}: must be N/R, needles in the text and how many are asked for, such as 4/2") from None
+  return num_needles, num_asked
+
+
+def _check(trained: Trained, settings: Settings, pairs: Sequence[tuple[int, int]], lengths: Sequence[int]) -> None:
+  limit = trained.config.model.max_length
+  if (longest := max(lengths)) > limit:
+    raise UserError(f"set.needle.lengths = {longest}: the model takes at most {limit} tokens (its config.model.max_length)")
+  if (shortest := min(lengths)) <= settings.new_tokens:
+    raise UserError(f"set.needle.lengths = {shortest}: must be more than the {settings.new_tokens} tokens of the answer")
+  if settings.samples < 1:
+    raise UserError(f"set.needle.samples = {settings.samples}: must be at least 1")
+  for _, num_asked in pairs:
+    needed = len(trained.tokenizer.encode(" " + " and ".join(["40404"] * num_asked)))
+    if needed > settings.new_tokens:
+      raise UserError(
+        f"set.needle.new_tokens = {settings.new_tokens}: {num_asked} numbers take {needed} tokens of {trained.tokenizer.spec!r}; "
+        "raise it or ask for fewer"
+      )
+
+
+def _share_found(text: str, answers: Sequence[str]) -> float:
+  return sum(answer in text for answer in answers) / len(answers)
 
 
 @dataclasses.dataclass(frozen=True)
