@@ -59,6 +59,13 @@ def test_other_needles_stand_at_random_and_samples_differ():
   assert len({tuple(prompt.ids[len(needle.OPENING) + 60 : len(needle.OPENING) + 90]) for prompt in prompts}) > 50
 
 
+@pytest.mark.parametrize("depth", [0.0, 1.0])
+def test_where_needles_meet_the_answer_is_the_first_or_the_last(depth):
+  for prompt in make(length=600, num_needles=6, depth=depth, samples=20):
+    starts = [match.start() + 1 for match in re.finditer(r"\nThe special magic \w+ number is: \d{5}\n", BYTES.decode(prompt.ids))]
+    assert prompt.answer_spans[0][0] == (min(starts) if depth == 0 else max(starts))
+
+
 def test_no_city_is_part_of_another():
   assert not [(city, other) for city in needle.CITIES for other in needle.CITIES if city != other and city in other]
 
