@@ -23,7 +23,15 @@ from diffjax import command
 from diffjax.config import UserError
 
 # Measurements by name, one module each; imported where used, so that a mistyped flag need not wait.
-SUITES = {"validation": "diffjax.evals.validation"}
+SUITES = {
+  "validation": "diffjax.evals.validation",
+  "position_nll": "diffjax.evals.position_nll",
+  "needle": "diffjax.evals.needle",
+  "attention": "diffjax.evals.attention",
+  "outliers": "diffjax.evals.outliers",
+  "quantised": "diffjax.evals.quantised",
+  "difference_map": "diffjax.evals.difference_map",
+}
 
 _SUITE = flags.DEFINE_list("suite", [], f"What to measure, with commas between: {', '.join(SUITES)}.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory; local or gs://.")
@@ -67,7 +75,7 @@ def main(settings: Any) -> None:
       measured.append(list(module.evaluate(model.trained, chosen)))
       described.append({**model.described, "seconds": round(time.monotonic() - start, 1)})
     rows = list(figures.compare(*measured))
-    found = {"suite": name, "settings": dataclasses.asdict(chosen), "models": described, "figures": rows}
+    found = results.finite({"suite": name, "settings": dataclasses.asdict(chosen), "models": described, "figures": rows})
     results.write(out / f"{name}.json", found)
     console.print(results.table(found))
     written = [out / f"{name}.json"]
