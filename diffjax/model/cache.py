@@ -70,7 +70,7 @@ def extend(
   """Reads T more tokens of every row.
 
   Args:
-    model: the decoder; its own `attention_fn` is not used.
+    model: the decoder; an `attention_fn` of its own, other than `diff_attention`, must take a q_offset.
     params: from `unstack`.
     tokens: row b continues at position cache.lengths[b]. The row must have room for all T in the cache.
     cache: of the tokens before; to be donated, since it is written in place.
@@ -88,11 +88,13 @@ def extend(
     layer = len(keys)
     keys.append(_write(cache.keys[layer], k.reshape(*k.shape[:3], -1), cache.lengths))
     values.append(_write(cache.values[layer], v, cache.lengths))
-    if length == 1:
+    if length == 1 and model.attention_fn is diff_attention:
       lam = lam[:, 0] if lam is not None and lam.ndim == 3 else lam
       return decode_attention(q[:, 0], keys[layer], values[layer], lam, cache.lengths + 1)[:, None]
     seen = jnp.swapaxes(keys[layer], 1, 2)
-    return diff_attention(q, seen.reshape(*seen.shape[:3], *k.shape[3:]), jnp.swapaxes(values[layer], 1, 2), lam, q_offset=cache.lengths)
+    return model.attention_fn(
+      q, seen.reshape(*seen.shape[:3], *k.shape[3:]), jnp.swapaxes(values[layer], 1, 2), lam, q_offset=cache.lengths
+    )
 
   x = jnp.take(params["embedding"], tokens, axis=0)
   for weights, lambda_init in zip(params["layers"], lambda_inits(config), strict=True):

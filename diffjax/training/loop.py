@@ -138,7 +138,7 @@ def _train(config: Config, workdir: str, held: contextlib.ExitStack) -> None:
       # Evaluate.
       scores = {}
       if evaluating:
-        losses = validation.evaluate(eval_step, state.params, held_out, token_bytes=token_bytes, ngram=config.eval.ngram)
+        losses = validation.losses(eval_step, state.params, held_out, token_bytes=token_bytes, ngram=config.eval.ngram)
         scores = {f"validation/{name}": value for name, value in losses}
         if done and jax.process_count() == 1 and config.data.mode == "prepared" and config.data.tokenizer == "bytes":
           scores["validation/trigram_bits_per_byte"] = _trigram_bits_per_byte(config, held_out, token_bytes)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
 
 from diffjax.config import Config, UserError
 from diffjax.model.decoder import Decoder, output_embedding
@@ -170,28 +171,43 @@ def lower_train_step(config: Config, mesh: Mesh) -> tuple[jax.stages.Lowered, Tr
     return step.lower(abstract_state, batch), abstract_state  # type: ignore[attr-defined]
 
 
+def row_losses(model: Decoder, params: Any, batch: Batch) -> dict[str, Float[Array, "B"]]:
+  """What each row adds to the validation losses: nll (nats), weight, bytes, and nll and weight over the AR hits.
+
+  Args:
+    model: the decoder.
+    params: its parameters.
+    batch: a batch of the pipeline, with the bytes of its targets and its AR hits, float32 [B, T].
+  """
+  weight = batch["weights"]
+  nll = jnp.where(weight > 0, token_losses(model, params, batch) * weight, 0.0)
+  terms = {
+    "nll": nll,
+    "weight": weight,
+    "bytes": batch["bytes"] * (weight > 0),
+    "hit_nll": nll * batch["hits"],
+    "hit_weight": weight * batch["hits"],
+  }
+  return jax.tree.map(lambda term: jnp.sum(term, axis=1), terms)
+
+
+def token_losses(model: Decoder, params: Any, batch: Batch) -> Float[Array, "B T"]:
+  """Cross-entropy of every target, nats; one of weight 0 means nothing."""
+  hidden: Any = model.apply({"params": params}, batch["tokens"], batch["segment_ids"], batch["positions"])
+  return per_token_cross_entropy(hidden, output_embedding(params).astype(hidden.dtype), batch["targets"])
+
+
 def make_eval_step(config: Config, mesh: Mesh) -> Callable[[Any, Batch], Metrics]:
-  """The jitted evaluation of one batch of this process's rows, for `evals.validation.evaluate`.
+  """The jitted evaluation of one batch of this process's rows, for `evals.validation.losses`.
 
   Returns:
-    A function (params, batch) → sums over the batch of nll (nats), weight, bytes, and of nll and weight over the AR hits.
+    A function (params, batch) → the sums of `row_losses` over the batch.
   """
   model = make_model(config, mesh)
 
   @jax.jit
   def step(params, batch):
-    hidden = model.apply({"params": params}, batch["tokens"], batch["segment_ids"], batch["positions"])
-    nll = per_token_cross_entropy(hidden, output_embedding(params).astype(hidden.dtype), batch["targets"])
-    weight = batch["weights"]
-    nll = jnp.where(weight > 0, nll * weight, 0.0)
-    terms = {
-      "nll": nll,
-      "weight": weight,
-      "bytes": batch["bytes"] * (weight > 0),
-      "hit_nll": nll * batch["hits"],
-      "hit_weight": weight * batch["hits"],
-    }
-    return jax.tree.map(jnp.sum, terms)
+    return jax.tree.map(jnp.sum, row_losses(model, params, batch))
 
   def run(params, batch):
     with _context(mesh):

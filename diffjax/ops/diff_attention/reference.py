@@ -11,6 +11,21 @@ from jaxtyping import Array, Float, Int
 from diffjax.ops.diff_attention import masks
 
 
+def attention_logits(q: Float[Array, "B T H G D"], k: Float[Array, "B S K M D"], scale: float | None = None) -> Float[Array, "B H G T S"]:
+  """What the softmax of paper §1 is taken of, before any mask: q·k·scale, in at least float32.
+
+  Args:
+    q: queries of G maps.
+    k: keys; M = 1 shares them between the maps.
+    scale: factor on q·k; 1/√D by default.
+  """
+  heads, num_maps = q.shape[2:4]
+  dtype = jnp.promote_types(jnp.float32, q.dtype)
+  k = jnp.repeat(jnp.repeat(k, heads // k.shape[2], axis=2), num_maps // k.shape[3], axis=3)
+  scale = q.shape[-1] ** -0.5 if scale is None else scale
+  return jnp.einsum("bthgd,bshgd->bhgts", q, k, preferred_element_type=dtype, precision=jax.lax.Precision.HIGHEST) * scale
+
+
 def attention_maps(
   q: Float[Array, "B T H G D"],
   k: Float[Array, "B S K M D"],
@@ -39,11 +54,7 @@ def attention_maps(
   Returns:
     A[b, h, g, t, s], rows summing to one (or zero).
   """
-  heads, num_maps = q.shape[2:4]
-  dtype = jnp.promote_types(jnp.float32, q.dtype)
-  k = jnp.repeat(jnp.repeat(k, heads // k.shape[2], axis=2), num_maps // k.shape[3], axis=3)
-  scale = q.shape[-1] ** -0.5 if scale is None else scale
-  logits = jnp.einsum("bthgd,bshgd->bhgts", q, k, preferred_element_type=dtype, precision=jax.lax.Precision.HIGHEST) * scale
+  logits = attention_logits(q, k, scale)
   if logits_transform is not None:
     logits = logits_transform(logits)
   mask = masks.visible(
@@ -56,6 +67,21 @@ def attention_maps(
   any_key = jnp.any(mask, axis=-1, keepdims=True)
   maps = jax.nn.softmax(masks.apply(mask | ~any_key, logits), axis=-1)
   return jnp.where(any_key, maps, 0)
+
+
+def attention_weights(
+  q: Float[Array, "B T H G D"], k: Float[Array, "B S K M D"], lam: Float[Array, "B T H"] | None, **options
+) -> Float[Array, "B H T S"]:
+  """What meets the values: A₁ − λA₂ (paper §1), or A₁ if G is 1. A row that sees keys sums to 1 − λ, and its entries may be negative.
+
+  Args:
+    q: queries of G maps.
+    k: keys.
+    lam: λ per token and head; None if G is 1.
+    **options: those of `attention_maps`.
+  """
+  maps = attention_maps(q, k, **options)
+  return maps[:, :, 0] if lam is None else maps[:, :, 0] - jnp.moveaxis(lam, 2, 1)[..., None] * maps[:, :, 1]
 
 
 def reference(
@@ -73,7 +99,6 @@ def reference(
   Returns:
     The heads' outputs in q's dtype.
   """
-  maps = attention_maps(q, k, **options)
-  weights = maps[:, :, 0] if lam is None else maps[:, :, 0] - jnp.moveaxis(lam, 2, 1)[..., None] * maps[:, :, 1]
+  weights = attention_weights(q, k, lam, **options)
   v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2).astype(weights.dtype)
   return jnp.einsum("bhts,bshv->bthv", weights, v, precision=jax.lax.Precision.HIGHEST).astype(q.dtype)

@@ -1,0 +1,150 @@
+"""Where the last query looks: attention to the answer's needle, and attention noise (paper.md, §4 and §5).
+
+The weights are those that meet the values, A₁ for the Transformer and A₁ − λA₂ for DIFF, from the prompt's last token, which the answer
+follows. They are averaged over heads and layers, divided by their sum, and added up over the parts of the prompt: BOS, the context before
+the answer, the answer (its needle's whole sentence), the context after it, and the query. Noise is the context before and after.
+
+A row of A₁ − λA₂ sums to 1 − λ and has negative entries, and the paper does not say how it normalises them. Here:
+
+- "signed": the weights as they are, divided by their sum, so that the shares sum to 1, as the paper's do, with no step that is not linear.
+  Context that the second map takes away as much as the first one gives counts as nothing: such is the noise that differential attention
+  cancels in its output, where values that are alike meet weights of both signs. A share can be negative or above 1, and where λ is near 1
+  the sum is near 0 and shares grow without bound.
+- "absolute": the same of |weights| after the average. It cannot cancel within a part, so it is the harder measure for DIFF, and bounded.
+
+For the Transformer both are the same. The average goes before the normalisation, so that layers with a λ near 1, which write little, count
+little. Prompts are those of the needle suite, N needles and one of them asked for; the others are context, since they are not the answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib.figure
+import numpy as np
+from etils import epath
+from jaxtyping import Array, Float
+
+from diffjax.config import UserError
+from diffjax.data.progress import Progress
+from diffjax.evals import inside
+from diffjax.evals.figures import Figure, mean_of
+from diffjax.evals.needle import NeedlePrompt, find_haystack, make_prompts
+from diffjax.evals.results import by_model, draw_line, save
+from diffjax.model.decoder import Decoder
+from diffjax.ops.diff_attention.reference import attention_weights
+from diffjax.training.trained import Trained
+
+PARTS = ("BOS", "context before", "answer", "context after", "query")
+OTHERS = tuple(part for part in PARTS if part != "answer")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """Of the suite."""
+
+  # Tokens of a prompt; 0 for 4096, or the model's config.model.max_length if that is less
+  length: int = 0
+  # Needles in it, one of them asked for
+  needles: int = 6
+  # Where the answer's needle stands: 0 is the beginning of the haystack, 1 its end
+  depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+  # Prompts for each depth
+  samples: int = 50
+  # "validation" (held-out text of the model's training data) or "synthetic" (made-up sentences)
+  haystack: str = "validation"
+  # Of cities, numbers and places
+  seed: int = 0
+  # Tokens of a batch: as many prompts at a time as it holds, at least one
+  batch_tokens: int = 16_384
+
+
+def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
+  """The answer's share and the noise for each depth and over all, signed and absolute; the other parts' over all. The units are prompts.
+
+  Raises:
+    UserError: for settings that cannot be met by this model.
+  """
+  limit = trained.config.model.max_length
+  length = settings.length or min(4096, limit)
+  if not 1 <= length <= limit:
+    raise UserError(f"set.attention.length = {length}: {trained.name} takes 1 to {limit} tokens (config.model.max_length)")
+  for name in ("samples", "batch_tokens"):
+    if (value := getattr(settings, name)) < 1:
+      raise UserError(f"set.attention.{name} = {value}: must be at least 1")
+  if not settings.depths:
+    raise UserError("set.attention.depths = (): name at least one, between 0 and 1")
+  haystack = find_haystack(trained, settings.haystack, tokens=16 * length)
+  weights = jax.jit(lambda params, tokens: last_query(trained.model, params, tokens))
+  size = max(1, min(settings.samples, settings.batch_tokens // length))
+  found: dict[tuple[str, str], list[list[float]]] = {}  # by part and sign, for each depth one share a prompt
+  with Progress(f"attention of {trained.name}", settings.samples * len(settings.depths)) as progress:
+    for index, depth in enumerate(settings.depths):
+      prompts = make_prompts(
+        trained.tokenizer, length=length, num_needles=settings.needles, num_asked=1, depth=depth, samples=settings.samples,
+        seed=settings.seed, haystack=haystack,
+      )  # fmt: skip
+      shares: dict[tuple[str, str], list[float]] = {}
+      for first in range(0, len(prompts), size):
+        batch = prompts[first : first + size]
+        rows = [prompt.ids for prompt in batch]
+        tokens = np.asarray(rows + rows[:1] * (size - len(rows)), np.int32)  # a last batch that is not full is filled up: one program
+        for prompt, row in zip(batch, np.asarray(weights(trained.params, tokens), np.float64), strict=False):
+          for key, share in shares_of(row, prompt).items():
+            shares.setdefault(key, []).append(share)
+        done = index * settings.samples + first + len(batch)
+        progress.update(done, done * length)
+      for key, values in shares.items():
+        found.setdefault(key, []).append(values)
+  wanted = [(part, sign) for sign in ("signed", "absolute") for part in ("answer", "noise")] + [(part, "signed") for part in OTHERS]
+  for part, sign in wanted:
+    by_depth = found[part, sign]
+    if part not in OTHERS:
+      for depth, values in zip(settings.depths, by_depth, strict=True):
+        yield mean_of(part, values, weights=sign, depth=depth)
+    yield mean_of(part, np.concatenate(by_depth), weights=sign, depth="mean")
+
+
+def last_query(model: Decoder, params: Any, tokens: Any) -> Float[Array, "B S"]:
+  """Weights of the last token's query, averaged over heads and layers."""
+
+  def of_layer(attended: inside.Attended) -> Float[Array, "B S"]:
+    q, k, lam, _ = attended
+    last = attention_weights(q[:, -1:], k, None if lam is None else lam[:, -1:], q_offset=q.shape[1] - 1)
+    return jnp.mean(last[:, :, 0], axis=1)
+
+  return jnp.mean(inside.measure(model, params, {"tokens": tokens}, attention=of_layer)["attention"], axis=0)
+
+
+def shares_of(weights: Float[np.ndarray, "S"], prompt: NeedlePrompt) -> dict[tuple[str, str], float]:
+  """The share of every part of a prompt and of the noise, by (part, "signed" or "absolute")."""
+  bounds = [*prompt.bos_span, *prompt.answer_spans[0], *prompt.query_span]
+  out: dict[tuple[str, str], float] = {}
+  for sign, chosen in (("signed", weights), ("absolute", np.abs(weights))):
+    total = float(chosen.sum())
+    shares = {
+      part: float(chosen[start:end].sum()) / total if total else float("nan")
+      for part, (start, end) in zip(PARTS, itertools.pairwise(bounds), strict=True)
+    }
+    shares["noise"] = shares["context before"] + shares["context after"]
+    out |= {(part, sign): share for part, share in shares.items()}
+  return out
+
+
+def plot(results: dict[str, Any], path: epath.PathLike) -> None:
+  """Answer and noise over the answer's depth, signed and absolute."""
+  figure = matplotlib.figure.Figure((9, 3.5), layout="constrained")
+  for axes, part in zip(figure.subplots(1, 2, sharey=True), ("answer", "noise"), strict=True):
+    for number, (name, rows) in enumerate(by_model(results, part)):
+      for sign, style in (("signed", "-"), ("absolute", ":")):
+        chosen = [row for row in rows if row["at"]["weights"] == sign and row["at"]["depth"] != "mean"]
+        draw_line(axes, [row["at"]["depth"] for row in chosen], chosen, label=f"{name}, {sign}", color=f"C{number}", linestyle=style)
+    axes.set(title=f"attention: {part}", xlabel="depth of the answer")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+  save(figure, path)

@@ -1,0 +1,119 @@
+"""The map that meets the values, by layer: how much of A₁ − λA₂ is negative, and how sparse it is.
+
+The paper shows that DIFF's attention is sparse and does not measure it. All measures are of the weights w of one query over the n ≥ 2 keys
+that it sees, and are averaged over queries and heads, so that each layer has one number. For the Transformer, w is its one map.
+
+- negative share: Σ max(−w, 0) / Σ |w|, the weight, not the number, of negative entries: tiny ones of either sign do not count. 0 for the
+  Transformer.
+- small share: the share of keys with |w| below a tenth of the mean |w| (a tenth of uniform, for a softmax). A count, easily read; it
+  does not depend on the scale of w, which 1 − λ sets.
+- effective keys: (Σ|w|)² / (n Σ w²), the participation ratio as a share of n: 1 for uniform weights, 1/n for a single key. It looks at
+  where the weight is, not at the many small entries.
+- Hoyer sparsity: (√n − Σ|w| / √Σw²) / (√n − 1) (Hoyer 2004), from 0 for uniform weights to 1 for a single key; between rows of different
+  n it compares better than effective keys do.
+
+A row of weights that are all 0 (A₁ = λA₂) counts as uniform.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib.figure
+import numpy as np
+from etils import epath
+from jaxtyping import Array, Bool, Float
+
+from diffjax.data.progress import Progress
+from diffjax.evals import inside
+from diffjax.evals.figures import Figure
+from diffjax.evals.results import by_model, draw_line, save
+from diffjax.evals.validation import validation_rows
+from diffjax.model.decoder import Decoder
+from diffjax.ops.diff_attention.reference import attention_weights
+from diffjax.training.trained import Trained
+
+MEASURES = ("negative share", "small share", "effective keys", "Hoyer sparsity")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """Of the suite."""
+
+  # Validation rows measured (fewer if there are fewer); -1 for all
+  rows: int = 64
+  # Tokens a row; 0 for the config.data.length that the model was trained with
+  length: int = 0
+  # Rows at once: memory, not the result
+  batch_size: int = 4
+  # Text, as config.data.source has it; "" for the run's validation text
+  source: str = ""
+
+
+def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
+  """Each measure for each layer, from 0, and over all of them. The units are rows."""
+  batches = validation_rows(
+    "difference_map", trained, settings.rows, length=settings.length, batch_size=settings.batch_size, source=settings.source
+  )
+  sums = jax.jit(functools.partial(layer_sums, trained.model))
+  found = []
+  with Progress(f"difference_map of {trained.name}", len(batches)) as progress:
+    for index, batch in enumerate(batches):
+      found.append(np.moveaxis(np.asarray(sums(trained.params, batch), np.float64), 1, 0))
+      progress.update(index + 1, (index + 1) * batch["tokens"].size)
+  whole = np.concatenate(found)[: batches.rows]  # [U, L, measures and count]; the last batch is padded
+  for index, measure in enumerate(MEASURES):
+    for layer in range(whole.shape[1]):
+      yield Figure(measure, whole[:, layer][:, [index, -1]], {"layer": layer})
+    yield Figure(measure, whole.sum(axis=1)[:, [index, -1]], {"layer": "all"})
+
+
+def layer_sums(model: Decoder, params: Any, batch: dict[str, Any]) -> Float[Array, "L B measures"]:
+  """For each layer and row the sums of MEASURES over its queries and heads, and their number."""
+
+  def of_layer(attended: inside.Attended) -> Float[Array, "B measures"]:
+    def step(total, block, seen, first):
+      q, k, lam, ids = block
+      weights = attention_weights(q, k, lam, q_segment_ids=ids, kv_segment_ids=attended.segment_ids, q_offset=first)
+      return total + row_sums(weights, seen)
+
+    return inside.over_queries(step, jnp.zeros((attended.q.shape[0], len(MEASURES) + 1)), attended)
+
+  return inside.measure(model, params, batch, attention=of_layer)["attention"]
+
+
+def row_sums(weights: Float[Array, "B H t S"], seen: Bool[Array, "B t S"]) -> Float[Array, "B measures"]:
+  """MEASURES of every query that sees at least two keys, added up, and their number."""
+  seen = seen[:, None]
+  n = jnp.sum(seen, axis=-1).astype(jnp.float32)
+  size = jnp.where(seen, jnp.abs(weights), 0.0)
+  total, squares = jnp.sum(size, axis=-1), jnp.sum(jnp.square(size), axis=-1)
+  flat = total == 0
+  negative = jnp.sum(jnp.where(seen & (weights < 0), size, 0.0), axis=-1) / jnp.where(flat, 1, total)
+  small = jnp.sum(seen & (size < 0.1 * (total / jnp.maximum(n, 1))[..., None]), axis=-1) / jnp.maximum(n, 1)
+  ratio = jnp.where(flat, jnp.sqrt(n), total / jnp.sqrt(jnp.where(flat, 1, squares)))  # Σ|w| / √Σw², from 1 to √n
+  effective = jnp.square(ratio) / jnp.maximum(n, 1)
+  hoyer = (jnp.sqrt(n) - ratio) / (jnp.sqrt(jnp.maximum(n, 2)) - 1)
+  counted = jnp.broadcast_to(n >= 2, total.shape)
+  measures = jnp.stack([negative, small, effective, hoyer, jnp.ones_like(total)], axis=-1)
+  return jnp.sum(jnp.where(counted[..., None], measures, 0.0), axis=(1, 2))
+
+
+def plot(results: dict[str, Any], path: epath.PathLike) -> None:
+  """Each measure over layers."""
+  figure = matplotlib.figure.Figure((10, 6), layout="constrained")
+  for axes, measure in zip(figure.subplots(2, 2).flat, MEASURES, strict=True):
+    for name, rows in by_model(results, measure):
+      chosen = [row for row in rows if row["at"]["layer"] != "all"]
+      draw_line(axes, [row["at"]["layer"] for row in chosen], chosen, label=name)
+    axes.set(title=measure, xlabel="layer")
+    axes.set_ylim(bottom=0)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3)
+  axes.legend(fontsize=7)
+  save(figure, path)

@@ -1,0 +1,128 @@
+"""What goes on inside a model: functions run within its layers, and only what they return leaves them.
+
+So a measurement of all attention logits or hidden states needs no more memory than the layer it is in: nothing of size [L, B, T, …] exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from diffjax.model.attention import Attention
+from diffjax.model.decoder import Block, Decoder
+from diffjax.ops.diff_attention import masks
+
+_COLLECTION, _NAME = "metrics", "measured"
+
+
+class Attended(NamedTuple):
+  """What one attention layer attends with.
+
+  Attributes:
+    q: queries after RoPE.
+    k: keys after RoPE.
+    lam: λ per token and head; None with one map.
+    segment_ids: the tokens' documents; None for one document a row.
+  """
+
+  q: Float[Array, "B T H G D"]
+  k: Float[Array, "B S K M D"]
+  lam: Float[Array, "B T H"] | None
+  segment_ids: Int[Array, "B T"] | None
+
+
+def measure(
+  model: Decoder,
+  params: Any,
+  batch: dict[str, Any],
+  *,
+  attention: Callable[[Attended], Any] | None = None,
+  hidden: Callable[[Float[Array, "B T E"]], Any] | None = None,
+) -> dict[str, Any]:
+  """Runs the model with a look inside. To be jitted by the caller.
+
+  Args:
+    model: the decoder.
+    params: its parameters.
+    batch: tokens, and segment_ids and positions if there are any, [B, T].
+    attention: called in every attention layer; returns a tree of arrays.
+    hidden: called with every layer's output, after both residuals.
+
+  Returns:
+    "attention" and "hidden": what was returned, with a leading axis L.
+  """
+  inside: list[Attention] = []
+
+  def intercept(call, args, kwargs, context):
+    module = context.module
+    if context.method_name != "__call__" or not isinstance(module, Attention | Block):
+      return call(*args, **kwargs)
+    if isinstance(module, Attention):
+      inside.append(module)
+      out = call(*args, **kwargs)
+      inside.pop()
+      return out
+    out = call(*args, **kwargs)
+    if hidden is not None:
+      module.sow(_COLLECTION, _NAME, hidden(out[0]))
+    return out
+
+  def attend(q, k, v, lam, **options):
+    if attention is not None:
+      every = None if lam is None else jnp.broadcast_to(jnp.asarray(lam, jnp.float32), q.shape[:3])
+      inside[-1].sow(_COLLECTION, _NAME, attention(Attended(q, k, every, options.get("q_segment_ids"))))
+    return model.attention_fn(q, k, v, lam, **options)
+
+  with nn.intercept_methods(intercept):
+    _, variables = model.clone(attention_fn=attend).apply(
+      {"params": params}, batch["tokens"], batch.get("segment_ids"), batch.get("positions"), mutable=[_COLLECTION]
+    )
+  layers = variables[_COLLECTION]["layers"]
+  found = {}
+  if attention is not None:
+    found["attention"] = layers["attention"][_NAME][0]
+  if hidden is not None:
+    found["hidden"] = layers[_NAME][0]
+  return found
+
+
+def over_queries(
+  step: Callable[[Any, Attended, Bool[Array, "B t S"], Int[Array, ""]], Any], start: Any, attended: Attended, *, block: int = 128
+) -> Any:
+  """Folds a function over blocks of queries, so that no map of all of a row's queries exists.
+
+  Args:
+    step: called with what it returned last, a block of queries with all keys, which of the keys each query sees (none for those that
+      fill up the last block, and for padding, which is segment 0) and the position of the first query.
+    start: what the first call gets.
+    attended: of one layer.
+    block: queries of a block.
+
+  Returns:
+    What the last call returned.
+  """
+  q, k, lam, segment_ids = attended
+  length = q.shape[1]
+  size = min(block, length)
+  blocks = -(-length // size)
+  if segment_ids is None:
+    segment_ids = jnp.ones(q.shape[:2], jnp.int32)
+
+  def pad(x):
+    return jnp.pad(x, [(0, 0), (0, blocks * size - length)] + [(0, 0)] * (x.ndim - 2))
+
+  padded = pad(q), None if lam is None else pad(lam), pad(segment_ids)
+
+  def body(index, carry):
+    first = index * size
+    q, lam, ids = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, size, axis=1), padded)
+    seen = masks.visible(masks.positions(size, first), masks.positions(k.shape[1], 0), ids, segment_ids, causal=True, window=None)
+    assert seen is not None  # since it is causal
+    return step(carry, Attended(q, k, lam, segment_ids), seen & (ids > 0)[:, :, None], first)
+
+  return jax.lax.fori_loop(0, blocks, body, start)

@@ -1,0 +1,154 @@
+"""Activation outliers: the largest attention logits and hidden states, and their medians (paper.md, §4 and §5).
+
+Logits are |q·k/√D| of every map, layer, head and pair of a query and a key that it sees: what the mask hides is never computed by the
+kernels that train. Hidden states are the entries of each layer's output, after both residuals. Padding does not count.
+
+Top-k is the k-th largest value of all tokens, kept exactly: 100 values a row. The median comes from a histogram of each row, 16 bins to an
+octave and linear within a bin, of every 16th query's logits and every 16th token's states, since each of them already gives thousands. So
+memory does not grow with the number of tokens, and rows can be resampled. A bootstrap interval of a maximum never lies above what was seen:
+it says how much the largest values depend on few rows, and is no bound on what other text would give.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib.figure
+import numpy as np
+from etils import epath
+from jaxtyping import Array, Float
+
+from diffjax.config import UserError
+from diffjax.data.progress import Progress
+from diffjax.evals import inside
+from diffjax.evals.figures import Figure
+from diffjax.evals.results import by_model, save
+from diffjax.evals.validation import validation_rows
+from diffjax.model.decoder import Decoder
+from diffjax.ops.diff_attention.reference import attention_logits
+from diffjax.training.trained import Trained
+
+RANKS = (1, 2, 3, 10, 100)
+LOGITS, HIDDEN = "attention logits", "hidden states"
+_KEPT = max(RANKS)
+# A bin is a value's exponent and the first four bits behind its point, from 2⁻²⁴ to 2²⁰.
+_SHIFT, _LOWEST, _BINS = 19, (127 - 24) << 4, (24 + 20) << 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """Of the suite."""
+
+  # Tokens measured, rounded up to whole rows (fewer if the validation set has fewer)
+  tokens: int = 400_000
+  # Tokens a row; 0 for the config.data.length that the model was trained with
+  length: int = 0
+  # Rows at once: memory, not the result
+  batch_size: int = 4
+  # Every so many-th query and token counts for the medians; 1 for all
+  median_every: int = 16
+  # Text, as config.data.source has it; "" for the run's validation text
+  source: str = ""
+
+
+def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
+  """The top 1, 2, 3, 10 and 100 and the median of |logits| and of |hidden states|. The units are rows."""
+  for name in ("tokens", "median_every"):
+    if (value := getattr(settings, name)) < 1:
+      raise UserError(f"set.outliers.{name} = {value}: must be at least 1")
+  count = -(-settings.tokens // (settings.length or trained.config.data.length))
+  batches = validation_rows("outliers", trained, count, length=settings.length, batch_size=settings.batch_size, source=settings.source)
+  summaries = jax.jit(functools.partial(row_summaries, trained.model, every=settings.median_every))
+  found: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {LOGITS: [], HIDDEN: []}
+  with Progress(f"outliers of {trained.name}", len(batches)) as progress:
+    for index, batch in enumerate(batches):
+      for name, summary in jax.device_get(summaries(trained.params, batch)).items():
+        found[name].append(summary)
+      progress.update(index + 1, (index + 1) * batch["tokens"].size)
+  for name, parts in found.items():
+    top, counts = (np.concatenate(arrays)[: batches.rows] for arrays in zip(*parts, strict=True))  # the last batch is padded
+    for rank in RANKS:
+      yield Figure(name, top[:, :rank], {"value": f"top-{rank}"}, functools.partial(largest, rank))
+    used = np.flatnonzero(counts.any(axis=0))
+    low, high = (used[0], used[-1] + 1) if used.size else (0, 1)
+    yield Figure(name, counts[:, low:high], {"value": "median"}, functools.partial(median, edges()[low : high + 1]))
+
+
+def row_summaries(model: Decoder, params: Any, batch: dict[str, Any], every: int) -> dict[str, tuple[jax.Array, jax.Array]]:
+  """For logits and hidden states the 100 largest of each row (−1 where there are fewer), [B, 100], and its histogram, [B, bins]."""
+  rows = batch["tokens"].shape[0]
+  empty = jnp.full((rows, _KEPT), -1.0), jnp.zeros((rows, _BINS))
+
+  def of_attention(attended: inside.Attended):
+    def step(summary, block, seen, first):
+      size = jnp.abs(attention_logits(block.q, block.k))
+      return _add(summary, jnp.moveaxis(jnp.where(seen[:, None, None], size, -1.0), 3, 1), every)
+
+    return inside.over_queries(step, empty, attended)
+
+  def of_hidden(x):
+    kept = (batch["segment_ids"] > 0)[..., None]
+    return _add(empty, jnp.where(kept, jnp.abs(x.astype(jnp.float32)), -1.0), every)
+
+  layers = inside.measure(model, params, batch, attention=of_attention, hidden=of_hidden)
+  return {
+    name: (_top(jnp.swapaxes(top, 0, 1).reshape(rows, -1)), jnp.sum(counts, axis=0))
+    for name, (top, counts) in ((LOGITS, layers["attention"]), (HIDDEN, layers["hidden"]))
+  }
+
+
+def _add(summary: tuple[jax.Array, jax.Array], values: Float[Array, "B t ..."], every: int) -> tuple[jax.Array, jax.Array]:
+  """Takes in the values of some tokens; −1 is none."""
+  top, counts = summary
+  top = _top(jnp.concatenate([top, _top(values)], axis=1))
+  sample = values[:, min(every, values.shape[1]) - 1 :: every].reshape(len(values), -1)
+  bins = jnp.clip((jax.lax.bitcast_convert_type(sample, jnp.int32) >> _SHIFT) - _LOWEST, 0, _BINS - 1)
+  count = jax.vmap(lambda bins, kept: jnp.zeros(_BINS, jnp.int32).at[bins].add(kept))(bins, (sample >= 0).astype(jnp.int32))
+  return top, counts + count
+
+
+def _top(values: Float[Array, "B ..."]) -> Float[Array, "B 100"]:
+  """The largest of each row, in order. They lie in the groups whose own largest are largest, so that few values are ever sorted."""
+  rows, group = values.shape[0], values.shape[-1]
+  grouped = values.reshape(rows, -1, group)
+  if grouped.shape[1] > _KEPT:
+    _, best = jax.lax.top_k(jnp.max(grouped, axis=-1), _KEPT)
+    grouped = jnp.take_along_axis(grouped, best[..., None], axis=1)
+  flat = grouped.reshape(rows, -1)
+  flat = jnp.pad(flat, [(0, 0), (0, max(_KEPT - flat.shape[1], 0))], constant_values=-1.0)
+  return jax.lax.top_k(flat, _KEPT)[0]
+
+
+def largest(rank: int, top: Float[np.ndarray, "U rank"]) -> float:
+  """The rank-th largest of rows that each give their own largest."""
+  value = float(np.partition(top, -rank, axis=None)[-rank]) if top.size >= rank else -1.0
+  return value if value >= 0 else float("nan")
+
+
+def edges() -> Float[np.ndarray, "bins_and_1"]:
+  """Where the bins of the histograms begin, and the last one ends; the first one begins at 0."""
+  starts = ((np.arange(_BINS + 1) + _LOWEST) << _SHIFT).astype(np.int32).view(np.float32).astype(np.float64)
+  return np.concatenate([[0.0], starts[1:]])
+
+
+def median(edges: Float[np.ndarray, "bins_and_1"], counts: Float[np.ndarray, "U bins"]) -> float:
+  """The median of what rows have counted, taken as spread evenly within a bin."""
+  cumulative = np.concatenate([[0.0], np.cumsum(counts.sum(axis=0, dtype=np.float64))])
+  return float(np.interp(cumulative[-1] / 2, cumulative, edges)) if cumulative[-1] else float("nan")
+
+
+def plot(results: dict[str, Any], path: epath.PathLike) -> None:
+  """The values of each model, on a log scale."""
+  figure = matplotlib.figure.Figure((9, 3.5), layout="constrained")
+  for axes, name in zip(figure.subplots(1, 2), (LOGITS, HIDDEN), strict=True):
+    for model, rows in by_model(results, name):
+      axes.plot([row["at"]["value"] for row in rows], np.array([row["value"] for row in rows], float), "o-", label=model, linewidth=1)
+    axes.set(title=name, yscale="log", ylabel="magnitude")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+  save(figure, path)

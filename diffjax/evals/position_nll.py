@@ -1,0 +1,134 @@
+"""Cumulative NLL by position: how much a model gains from more context, up to 64K tokens (paper.md, §4).
+
+At position p it is the mean loss of a row's first p targets, so that it falls as long as context helps. The paper measures books. Here
+rows are the run's validation text, or any other (`source`), either concatenated (the default: every text has enough, and another
+document is context of equally little use to every model) or the beginnings of documents that are longer than a row. A row that is not
+full is left out, so that every position is measured on the same rows.
+
+The 64K curve:
+
+    --set.position_nll.length=65536 --set.position_nll.rows=64 --set.position_nll.source=jsonl:books/*.jsonl --set.position_nll.rows_of=long
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import matplotlib.figure
+import numpy as np
+from etils import epath
+
+from diffjax.config import UserError
+from diffjax.data import packing, sources
+from diffjax.data.progress import Progress
+from diffjax.evals.figures import Figure
+from diffjax.evals.results import by_model, draw_line, save
+from diffjax.evals.validation import validation_rows
+from diffjax.training.step import token_losses
+from diffjax.training.trained import Trained
+
+LONGEST = 65_536
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """Of the suite."""
+
+  # Tokens a row; 0 for 64K, or the model's config.model.max_length if that is less
+  length: int = 0
+  # Rows measured (fewer if the text has fewer)
+  rows: int = 32
+  # "concatenated" documents, or "long" ones, at least a row each
+  rows_of: str = "concatenated"
+  # Text, as config.data.source has it ("jsonl:books/*.jsonl"); "" for the run's validation text
+  source: str = ""
+  # First position, tokens
+  first: int = 64
+  # Positions between one and its double
+  per_octave: int = 2
+  # Whether rows may be longer than config.model.max_length
+  beyond_limit: bool = False
+
+
+def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
+  """Mean loss of the first p targets, at p spaced evenly on a log scale. The units are rows.
+
+  Raises:
+    UserError: if rows are longer than the model or the text.
+  """
+  if settings.rows_of not in ("concatenated", "long"):
+    raise UserError(f"set.position_nll.rows_of = {settings.rows_of!r}: must be 'concatenated' or 'long'")
+  for name in ("rows", "first", "per_octave"):
+    if (value := getattr(settings, name)) < 1:
+      raise UserError(f"set.position_nll.{name} = {value}: must be at least 1")
+  limit = trained.config.model.max_length
+  length = settings.length or min(LONGEST, limit)
+  if not 1 <= length <= (length if settings.beyond_limit else limit):
+    raise UserError(
+      f"set.position_nll.length = {length}: {trained.name} takes 1 to {limit} tokens (config.model.max_length); "
+      "set.position_nll.beyond_limit=true measures it beyond that all the same"
+    )
+  rows = _long_documents(trained, settings, length) if settings.rows_of == "long" else _concatenated(trained, settings, length)
+  model = trained.model.clone(config=dataclasses.replace(trained.model.config, max_length=max(length, limit)))
+  losses = jax.jit(functools.partial(token_losses, model))
+  positions = spaced(settings.first, length, settings.per_octave)
+  sums = []
+  with Progress(f"position_nll of {trained.name}", settings.rows) as progress:
+    for batch in itertools.islice(rows, settings.rows):
+      nll = np.asarray(losses(trained.params, batch), np.float64)[0]
+      sums.append(np.cumsum(nll)[np.asarray(positions) - 1])
+      progress.update(len(sums), len(sums) * length)
+  if not sums:
+    kind = "no document of" if settings.rows_of == "long" else "less than"
+    raise UserError(
+      f"set.position_nll.length = {length}: the text holds {kind} {length + 1} tokens; take a shorter length or another source"
+    )
+  for index, position in enumerate(positions):
+    total = np.array([row[index] for row in sums])
+    yield Figure("cumulative NLL (nats/token)", np.stack([total, np.full_like(total, position)], axis=1), {"position": position})
+
+
+def spaced(first: int, last: int, per_octave: int) -> list[int]:
+  """Positions from the first to the last, so many to an octave, both included (the last alone if the first lies behind it)."""
+  count = int(np.floor(np.log2(max(last / first, 1)) * per_octave + 1e-9))
+  return sorted({round(first * 2 ** (index / per_octave)) for index in range(count + 1) if first <= last} | {last})
+
+
+def _concatenated(trained: Trained, settings: Settings, length: int) -> Iterator[dict[str, Any]]:
+  rows = validation_rows(
+    "position_nll", trained, settings.rows, length=length, source=settings.source, packing="concat", beyond_limit=settings.beyond_limit
+  )
+  return (batch for batch in rows if batch["weights"].all())
+
+
+def _long_documents(trained: Trained, settings: Settings, length: int) -> Iterator[dict[str, Any]]:
+  """The beginnings of validation documents that are longer than a row."""
+  data = dataclasses.replace(
+    trained.config.data, tokenizer=trained.tokenizer.spec, validation_source=settings.source or trained.config.data.validation_source
+  )
+  field, spec = ("data.validation_source", data.validation_source) if data.validation_source else ("data.source", data.source)
+  tokenize = packing.Tokenize(data.tokenizer)
+  for component in sources.parse_mixture(spec, field):
+    source = sources.documents(component.spec, "validation", data)
+    for part in source.parts:
+      for document in source.read(part):
+        tokens = tokenize(document)[: length + 1]
+        if len(tokens) == length + 1:
+          yield packing.make_batch([packing.Row(tokens, np.array([length + 1]))], length)
+
+
+def plot(results: dict[str, Any], path: epath.PathLike) -> None:
+  """The curves with their intervals, position on a log scale."""
+  figure = matplotlib.figure.Figure((7, 4), layout="constrained")
+  axes = figure.add_subplot(xlabel="position (tokens)", ylabel="cumulative NLL (nats per token)")
+  axes.set_xscale("log", base=2)
+  for name, rows in by_model(results):
+    draw_line(axes, [row["at"]["position"] for row in rows], rows, label=name)
+  axes.legend()
+  axes.grid(alpha=0.3)
+  save(figure, path)

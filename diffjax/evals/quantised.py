@@ -1,0 +1,140 @@
+"""Quantised attention logits against other measurements: how many bits attention needs (paper.md, §4 and §5).
+
+Dynamic post-training quantisation by absmax, simulated: with b bits, logits become the nearest of 2ᵇ − 1 evenly spaced values between plus
+and minus the largest |logit|, and all else stays in full precision. The paper does not say what the largest is taken over; here:
+
+- "tensor": all that one attention layer computes for one sequence, both maps. The step is set by the largest outlier.
+- "head": each head's map by itself.
+- "row": each query of each map, as a kernel that sees one row of logits at a time could do.
+
+A sequence has scales of its own, so that no result depends on what stands beside it in a batch. Logits that the mask hides do not count. In
+generation the prompt is read in chunks: "tensor" and "head" then mean one chunk, and the tokens that fill up its last one count too.
+
+Any attention goes through `quantised_attention`, so that every measurement of a model can be taken of its quantised twin (`quantise`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib.figure
+from etils import epath
+from jaxtyping import Array, Bool, Float
+
+from diffjax.config import UserError
+from diffjax.evals import needle, validation
+from diffjax.evals.figures import Figure
+from diffjax.evals.results import by_model, draw_line, save
+from diffjax.ops.diff_attention import masks
+from diffjax.ops.diff_attention.reference import reference
+from diffjax.training.trained import Trained
+
+# Over which axes of [B, H, G, T, S] the largest logit is taken.
+_AXES = {"tensor": (1, 2, 3, 4), "head": (3, 4), "row": (4,)}
+# Measurements by name, and which of their figures count.
+_MEASUREMENTS: dict[str, tuple[Any, Callable[[Figure], bool]]] = {
+  "validation": (validation, lambda figure: figure.name.startswith("loss")),
+  "needle": (needle, lambda figure: figure.at["depth"] == "mean"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """Of the suite; the measurements have their own, such as --set.quantised.needle.samples=50."""
+
+  # What is measured
+  measurements: tuple[str, ...] = ("validation", "needle")
+  # Bits of a logit; without quantisation is measured too
+  bits: tuple[int, ...] = (8, 6, 4)
+  # What has a scale of its own: "tensor", "head", "row"
+  per: tuple[str, ...] = ("tensor", "head", "row")
+  validation: validation.Settings = validation.Settings(rows=128)
+  needle: needle.Settings = needle.Settings(pairs=("1/1",), samples=20)
+
+
+def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
+  """Each measurement without quantisation, and with every number of bits and kind of scale. The units are the measurements' own.
+
+  Raises:
+    UserError: for settings that there are not.
+  """
+  for field, known in (("measurements", _MEASUREMENTS), ("per", _AXES)):
+    for name in getattr(settings, field):
+      if name not in known:
+        raise UserError(f"set.quantised.{field} = {name!r}: there are {', '.join(known)}")
+  for bits in settings.bits:
+    if not 2 <= bits <= 24:
+      raise UserError(f"set.quantised.bits = {bits}: must be from 2 to 24")
+  for name in settings.measurements:
+    module, counts = _MEASUREMENTS[name]
+    models: list[tuple[dict[str, Any], Trained]] = [({"bits": "all", "per": ""}, trained)]
+    models += [({"bits": bits, "per": per}, quantise(trained, bits, per)) for per in settings.per for bits in settings.bits]
+    for at, model in models:
+      for figure in module.evaluate(model, getattr(settings, name)):
+        if counts(figure):
+          yield dataclasses.replace(figure, name=f"{name}: {figure.name}", at={**at, **figure.at})
+
+
+def quantise(trained: Trained, bits: int, per: str) -> Trained:
+  """The same model with quantised attention logits."""
+  model = trained.model.clone(attention_fn=quantised_attention(bits, per))
+  return dataclasses.replace(trained, name=f"{trained.name}, logits of {bits} bits per {per}", model=model)
+
+
+def quantised_attention(bits: int, per: str) -> Callable[..., jax.Array]:
+  """A function like `diff_attention`, by the reference, with logits rounded by `absmax`."""
+
+  def attend(q, k, v, lam=None, *, q_segment_ids=None, kv_segment_ids=None, q_offset=0):
+    if kv_segment_ids is None:
+      kv_segment_ids = q_segment_ids
+    positions = masks.positions(q.shape[1], q_offset), masks.positions(k.shape[1], 0)
+    seen = masks.visible(*positions, q_segment_ids, kv_segment_ids, causal=True, window=None)
+    if q_segment_ids is not None:
+      seen &= (q_segment_ids > 0)[:, :, None]  # padding
+    return reference(
+      q, k, v, None if lam is None else jnp.broadcast_to(jnp.asarray(lam, jnp.float32), q.shape[:3]),
+      q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, q_offset=q_offset,
+      logits_transform=lambda logits: absmax(logits, seen[:, None, None], bits, _AXES[per]),
+    )  # fmt: skip
+
+  return attend
+
+
+def absmax(
+  logits: Float[Array, "B H G T S"], seen: Bool[Array, "B 1 1 T S"], bits: int, axes: tuple[int, ...]
+) -> Float[Array, "B H G T S"]:
+  """Logits rounded to 2^bits − 1 levels between ± the largest visible one over some axes."""
+  largest = jnp.max(jnp.where(seen, jnp.abs(logits), 0.0), axis=axes, keepdims=True)
+  step = largest / (2 ** (bits - 1) - 1)
+  return jnp.where(largest > 0, jnp.round(logits / jnp.where(largest > 0, step, 1)) * step, logits)
+
+
+def plot(results: dict[str, Any], path: epath.PathLike) -> None:
+  """Each measurement over bits, a line for each model and kind of scale."""
+  figures = [row for row in results["figures"] if row["at"]["bits"] != "all"]
+  kinds = list(dict.fromkeys(_kind(row) for row in results["figures"]))
+  bits = sorted({row["at"]["bits"] for row in figures}, reverse=True)
+  figure = matplotlib.figure.Figure((5 * len(kinds), 3.8), layout="constrained")
+  for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
+    for number, (name, rows) in enumerate(by_model(results)):
+      rows = [row for row in rows if _kind(row) == kind]
+      for per, style in (("tensor", ":"), ("head", "--"), ("row", "-")):
+        chosen = [row for row in rows if row["at"]["per"] in ("", per)]
+        if len(chosen) > 1:
+          x = [0 if row["at"]["bits"] == "all" else 1 + bits.index(row["at"]["bits"]) for row in chosen]
+          draw_line(axes, x, chosen, label=f"{name}, per {per}", color=f"C{number}", linestyle=style)
+    axes.set(title=kind, xlabel="bits of a logit")
+    axes.set_xticks(range(len(bits) + 1), ["all", *map(str, bits)])
+    axes.grid(alpha=0.3)
+  if kinds:
+    axes.legend(fontsize=7)
+  save(figure, path)
+
+
+def _kind(row: Mapping[str, Any]) -> str:
+  place = ", ".join(f"{key} {value}" for key, value in row["at"].items() if key not in ("bits", "per", "depth"))
+  return f"{row['name']} {place}".strip()

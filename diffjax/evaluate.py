@@ -1,0 +1,151 @@
+"""Measures a trained model, or two beside each other.
+
+    python -m diffjax.evaluate --suite=validation --workdir=runs/diff
+    python -m diffjax.evaluate --suite=validation,needle --workdir=runs/diff --against=runs/transformer --set.validation.rows=100
+
+Each suite writes OUT/SUITE.json (OUT is WORKDIR/evals unless said otherwise), a plot SUITE.png where there is one to draw, and a table on
+the terminal. Every figure has a 95% interval; with --against both models are measured on the same samples, those of --workdir's data, and
+the difference is paired. What a suite can be told is in the Settings of its file in diffjax/evals/.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+import time
+import types
+from typing import Any
+
+from absl import app, flags
+
+from diffjax import command
+from diffjax.config import UserError
+
+# Measurements by name, one module each; imported where used, so that a mistyped flag need not wait.
+SUITES = {
+  "validation": "diffjax.evals.validation",
+  "position_nll": "diffjax.evals.position_nll",
+  "needle": "diffjax.evals.needle",
+  "attention": "diffjax.evals.attention",
+  "outliers": "diffjax.evals.outliers",
+  "quantised": "diffjax.evals.quantised",
+  "difference_map": "diffjax.evals.difference_map",
+}
+
+_SUITE = flags.DEFINE_list("suite", [], f"What to measure, with commas between: {', '.join(SUITES)}.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory; local or gs://.")
+_STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest complete one by default.", lower_bound=0)
+_AGAINST = flags.DEFINE_string("against", None, "Another run's directory, to compare with.")
+_AGAINST_STEP = flags.DEFINE_integer("against_step", None, "Which of its checkpoints.", lower_bound=0)
+_OUT = flags.DEFINE_string("out", None, "Directory of the results; WORKDIR/evals by default.")
+
+
+def suite(name: str) -> types.ModuleType:
+  """The module of a suite: `Settings`, `evaluate(trained, settings)` and perhaps `plot(results, path)`."""
+  return importlib.import_module(SUITES[name])
+
+
+def main(settings: Any) -> None:
+  """Measures what the flags say.
+
+  Args:
+    settings: a dataclass with the Settings of the suites that the command line sets something of.
+  """
+  names = _check_flags()
+  import rich.console  # after the flags, like all that takes time to import
+  from etils import epath
+
+  from diffjax.evals import figures, results
+  from diffjax.training import runtime
+
+  runtime.keep_compiled_programs()
+  out = epath.Path(_OUT.value) if _OUT.value else epath.Path(_WORKDIR.value) / "evals"
+  models = _load()
+  results.check_writable(out)
+  console = rich.console.Console(highlight=False)
+  if not console.is_terminal:
+    console = rich.console.Console(highlight=False, width=160)
+  for name in names:
+    module = suite(name)
+    chosen = getattr(settings, name, None) or module.Settings()
+    measured, described = [], []
+    for model in models:
+      start = time.monotonic()
+      measured.append(list(module.evaluate(model.trained, chosen)))
+      described.append({**model.described, "seconds": round(time.monotonic() - start, 1)})
+    rows = list(figures.compare(*measured))
+    found = results.finite({"suite": name, "settings": dataclasses.asdict(chosen), "models": described, "figures": rows})
+    results.write(out / f"{name}.json", found)
+    console.print(results.table(found))
+    written = [out / f"{name}.json"]
+    if hasattr(module, "plot"):
+      written.append(out / f"{name}.png")
+      module.plot(found, written[-1])
+    print(", ".join(map(str, written)), flush=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Model:
+  trained: Any
+  described: dict[str, Any]
+
+
+def _check_flags() -> list[str]:
+  names = list(dict.fromkeys(_SUITE.value))
+  if not names:
+    raise app.UsageError(f"pass --suite=NAME[,NAME]: there are {', '.join(SUITES)}")
+  for name in names:
+    if name not in SUITES:
+      raise app.UsageError(f"--suite={name}: there is no such suite; there are {', '.join(SUITES)}")
+  if not _WORKDIR.value:
+    raise app.UsageError("pass --workdir=DIR: the directory of a run")
+  if _AGAINST_STEP.value is not None and not _AGAINST.value:
+    raise app.UsageError("--against_step is a checkpoint of --against=DIR; pass that too")
+  return names
+
+
+def _load() -> list[_Model]:
+  """The model, and the one it is compared with, which is measured on the same data.
+
+  Raises:
+    UserError: if a checkpoint cannot be loaded, or the two do not share a tokenizer.
+  """
+  import jax
+
+  from diffjax.training import trained
+
+  models = [trained.load(_WORKDIR.value, _STEP.value)]
+  if _AGAINST.value:
+    first, second = models[0], trained.load(_AGAINST.value, _AGAINST_STEP.value)
+    if first.tokenizer.fingerprint != second.tokenizer.fingerprint:
+      raise UserError(
+        f"--against={_AGAINST.value} has another vocabulary: {second.tokenizer.spec!r} of {second.tokenizer.vocab_size} tokens, "
+        f"not {first.tokenizer.spec!r} of {first.tokenizer.vocab_size}; only models of the same tokens can be compared"
+      )
+    config = dataclasses.replace(second.config, data=first.config.data, eval=first.config.eval)
+    models.append(dataclasses.replace(second, config=config, tokenizer=first.tokenizer))
+  return [
+    _Model(
+      model,
+      {
+        "name": model.name,
+        "workdir": workdir,
+        "attention": model.config.model.attention,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.params)),
+      },
+    )
+    for model, workdir in zip(models, (_WORKDIR.value, _AGAINST.value), strict=False)
+  ]
+
+
+def _settings() -> Any:
+  """The Settings of every suite as one dataclass, if the command line sets anything; what it does not is left to the suites."""
+  if not any(argument.lstrip("-").startswith("set.") for argument in sys.argv[1:]):
+    return dataclasses.make_dataclass("Settings", [])()
+  fields: list[Any] = [(name, suite(name).Settings, suite(name).Settings()) for name in SUITES]
+  return dataclasses.make_dataclass("Settings", fields)()
+
+
+if __name__ == "__main__":
+  command.run(main, with_config=False, settings=_settings())
