@@ -90,6 +90,8 @@ def test_round_trip():
     ("model.attention", "diff_v3", "config.model.attention = 'diff_v3': must be one of diff, diff_v2, softmax"),
     ("model.max_length", 100, "config.data.length = 256: must be at most model.max_length = 100"),
     ("data.validation_fraction", 1.5, "config.data.validation_fraction = 1.5: must lie between 0 and 1"),
+    ("data.prompt_template", "Question:", r"config.data.prompt_template = 'Question:': must hold \{prompt\} once"),
+    ("data.prompt_field", "text", "config.data.prompt_field = 'text': must be another field than data.text_field"),
     ("train.accumulation", 3, "config.train.accumulation = 3: must divide train.batch_size = 16"),
     ("optimizer.warmup_steps", 10**6, "config.optimizer.warmup_steps = 1000000: must be at most train.steps"),
     ("optimizer.name", "sgd", "config.optimizer.name = 'sgd': must be one of adamw, muon"),
@@ -106,6 +108,13 @@ def test_bad_fields(field, value, message):
     target = target[key]
   target[name] = value
   with pytest.raises(UserError, match=message):
+    from_config_dict(values)
+
+
+def test_prompts_are_packed_as_documents():
+  values = load("tiny").to_dict()
+  values["data"] |= {"prompt_field": "question", "packing": "concat"}
+  with pytest.raises(UserError, match="config.data.packing = 'concat': must be 'documents' with config.data.prompt_field = 'question'"):
     from_config_dict(values)
 
 
