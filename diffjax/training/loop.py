@@ -25,6 +25,7 @@ from diffjax.data.tokenizer import Tokenizer, load_tokenizer
 from diffjax.evals import trigram, validation
 from diffjax.model.decoder import Decoder
 from diffjax.model.sampler import Sampler
+from diffjax.ops.diff_attention import diff_attention
 from diffjax.parallel.mesh import batch_share, make_mesh, put_batch
 from diffjax.parallel.processes import Agreement, check_same, gather
 from diffjax.training.checkpoint import Checkpoints, check_resume, latest_config, load_params
@@ -286,7 +287,8 @@ def _finish(config: Config, workdir: str, model: Decoder, state: TrainState, tok
     room = config.model.max_length - len(prompt)
     if room > 0:
       count = min(config.train.sample_tokens, room)
-      sampler = Sampler(model, state.params, capacity=len(prompt) + count)
+      alone = model.clone(attention_fn=diff_attention)  # a single row needs no sharded attention
+      sampler = Sampler(alone, state.params, capacity=len(prompt) + count)
       [ids] = sampler.generate([prompt], count, temperature=0.8)
       text = config.train.sample_prompt + tokenizer.decode(ids)
   if jax.process_index() == 0:
