@@ -49,8 +49,8 @@ def diffjax_step(tokens: np.ndarray):
   return run
 
 
-def diffllama_step(tokens: np.ndarray):
-  """The same for DiffLlama. It counts a head's two maps as two heads."""
+def diffllama(length: int) -> transformers.DiffLlamaForCausalLM:
+  """DiffLlama of the same size, for rows of at most so many tokens. It counts a head's two maps as two heads."""
   config = transformers.DiffLlamaConfig(
     vocab_size=MODEL.vocab_size,
     hidden_size=MODEL.embed_dim,
@@ -60,14 +60,19 @@ def diffllama_step(tokens: np.ndarray):
     num_key_value_heads=2 * MODEL.num_kv_heads,
     head_dim=MODEL.head_dim,
     tie_word_embeddings=True,
-    max_position_embeddings=tokens.shape[1],
-    use_cache=False,
+    max_position_embeddings=length,
     attn_implementation="sdpa",
   )
-  model = transformers.DiffLlamaForCausalLM(config).train()
+  model = transformers.DiffLlamaForCausalLM(config)
   assert model.config._attn_implementation == "sdpa"
   expected, found = parameter_count(dataclasses.replace(MODEL, head_norm=False)), sum(p.numel() for p in model.parameters())
   assert found == expected, f"DiffLlama has {found} parameters, expected {expected}"  # its head norm has no gain
+  return model
+
+
+def diffllama_step(tokens: np.ndarray):
+  """What `diffjax_step` is, for DiffLlama."""
+  model = diffllama(tokens.shape[1]).train()
   optimizer = torch.optim.AdamW(
     model.parameters(), lr=OPTIMIZER.learning_rate, betas=(OPTIMIZER.b1, OPTIMIZER.b2), weight_decay=OPTIMIZER.weight_decay, fused=True
   )
@@ -75,7 +80,7 @@ def diffllama_step(tokens: np.ndarray):
 
   def run() -> float:
     optimizer.zero_grad(set_to_none=True)
-    loss = model(input_ids=ids, labels=ids).loss
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
     optimizer.step()
     return float(loss.detach())

@@ -104,7 +104,7 @@ def milliseconds(program, input_sets) -> tuple[float, str, dict[str, float]]:
     for name, taken in found[-1]:
       kernels[name] = kernels.get(name, 0) + taken
     return statistics.median(sum(taken for _, taken in call) for call in found), "device", kernels
-  except Exception as error:
+  except Exception as error:  # whatever the profiler lacks on this machine, times by the clock are better than none
     _say_once(f"  no device times ({type(error).__name__}: {error}); the host's clock instead")
   taken = []
   for inputs in input_sets:
@@ -288,7 +288,7 @@ def time_steps(report: dict, length: int = 4096, layers: int = 4, repetitions: i
   for name, model in models.items():
     try:
       runs[name] = stepper(Config(model=model, data=DataConfig(length=length), train=TrainConfig(batch_size=rows)))
-    except Exception as error:
+    except Exception as error:  # one that fails must not cost the others their times: a GPU is at hand for minutes
       report["steps"].append({"name": name, "error": f"{type(error).__name__}: {error}"[:500]})
   for n in range(repetitions + 2):
     for name, run in runs.items():

@@ -67,8 +67,14 @@ class DataConfig:
   validation_fraction: float = 0.01
   # TFDS data directory; "" for the TFDS default
   data_dir: str = ""
-  # Field of a record that holds its text
+  # Field of a record that holds its text, or with prompt_field the answer. A dot goes into it: "conversations.-1.value" is the field
+  # "value" of the last item of the list "conversations"
   text_field: str = "text"
+  # Field of a record that holds the prompt to its answer, so that answers alone are learnt (targets in the prompt have weight 0);
+  # "" for plain text
+  prompt_field: str = ""
+  # What stands before an answer, around its prompt
+  prompt_template: str = "Question: {prompt}\nAnswer:\n"
   # "bytes", "cl100k_base", or a file: *.tiktoken (see diffjax.prepare --train_tokenizer) or a Hugging Face tokenizer.json
   tokenizer: str = "bytes"
   # T: tokens a row that the model sees (a stored row has one more, for the last target)
@@ -238,6 +244,21 @@ def check(config: Config) -> None:
     "model.lambda_init",
     model.lambda_init,
     f"only attention = 'diff' has a λ_init; leave it None for {model.attention!r}",
+  )
+  require(
+    data.prompt_template.count("{prompt}") == 1,
+    "data.prompt_template",
+    data.prompt_template,
+    "must hold {prompt} once, where the prompt goes",
+  )
+  require(
+    not data.prompt_field or data.packing == "documents",
+    "data.packing",
+    data.packing,
+    f"must be 'documents' with config.data.prompt_field = {data.prompt_field!r}: answers see their own prompts only",
+  )
+  require(
+    data.prompt_field != data.text_field, "data.prompt_field", data.prompt_field, "must be another field than data.text_field, the answer's"
   )
   require(data.length <= model.max_length, "data.length", data.length, f"must be at most model.max_length = {model.max_length}")
   require(

@@ -41,7 +41,7 @@ def _training_documents(config: DataConfig):
     source = sources.documents(component.spec, "train", config)
     for part in source.parts:
       for document in source.read(part):
-        yield document.text
+        yield (document.prompt or "") + document.text
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Every config and variant, by shape alone: sizes as in the paper, twins of equal size."""
 
+import dataclasses
 import importlib
 import pathlib
 
@@ -16,7 +17,16 @@ NAMES = sorted(path.stem for path in pathlib.Path("configs").glob("*.py"))
 VARIANTS = ("diff", "transformer", "diff_v2")
 
 # Billions with one vocabulary matrix (paper, tables 2 and 8, from shapes; see each config).
-PAPER = {"diff_830m": 0.834, "diff_1b": 1.410, "diff_3b": 3.479, "diff_3b_64k": 3.479, "diff_7b": 6.837, "diff_13b": 13.123}
+PAPER = {
+  "diff_830m": 0.834,
+  "diff_1b": 1.410,
+  "diff_3b": 3.479,
+  "diff_3b_64k": 3.479,
+  "math_stage1": 3.479,
+  "math_stage2": 3.479,
+  "diff_7b": 6.837,
+  "diff_13b": 13.123,
+}
 
 
 def load(name, variant="diff"):
@@ -59,10 +69,28 @@ def test_paper_shapes(name):
   assert model.head_norm and not twin.head_norm and not v2.head_norm
 
 
-@pytest.mark.parametrize("name, tokens", [("diff_830m", 0.25e6), ("diff_1b", 0.25e6), ("diff_13b", 0.25e6), ("diff_3b", 4e6)])
-def test_paper_batches(name, tokens):
+PAPER_BATCHES = {"diff_830m": 0.25e6, "diff_1b": 0.25e6, "diff_13b": 0.25e6, "diff_3b": 4e6, "math_stage1": 4e6, "math_stage2": 1e6}
+
+
+@pytest.mark.parametrize("name", PAPER_BATCHES)
+def test_paper_batches(name):
   config = load(name)
-  assert config.train.batch_size * config.data.length == pytest.approx(tokens, rel=0.05)
+  assert config.train.batch_size * config.data.length == pytest.approx(PAPER_BATCHES[name], rel=0.05)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_mathematics(variant):
+  """Each stage takes the parameters of the one before: the same model, but for lengths; tokens and learning rates are the paper's."""
+  before, first, second = (load(name, variant) for name in ("diff_3b_64k", "math_stage1", "math_stage2"))
+  for name, tokens, learning_rate in [("math_stage1", 20e9, 8e-5), ("math_stage2", 2e9, 1e-5)]:
+    config = load(name, variant)
+    assert config.train.steps * config.train.batch_size * config.data.length == pytest.approx(tokens, rel=0.01)
+    assert config.optimizer.learning_rate == learning_rate and config.train.init_from == ""
+    assert dataclasses.replace(config.model, remat="") == dataclasses.replace(before.model, remat="")
+  assert not first.data.prompt_field and second.data.prompt_field == "problem"
+  assert second.data.length == 16_384 and second.model.max_length > second.data.length, "a prompt stands before an answer of 16K"
+  head, tail = second.data.prompt_template.split("{prompt}")
+  assert second.train.sample_prompt.startswith(head) and second.train.sample_prompt.endswith(tail)
 
 
 def test_unknown_variant():
@@ -90,6 +118,8 @@ def test_round_trip():
     ("model.attention", "diff_v3", "config.model.attention = 'diff_v3': must be one of diff, diff_v2, softmax"),
     ("model.max_length", 100, "config.data.length = 256: must be at most model.max_length = 100"),
     ("data.validation_fraction", 1.5, "config.data.validation_fraction = 1.5: must lie between 0 and 1"),
+    ("data.prompt_template", "Question:", r"config.data.prompt_template = 'Question:': must hold \{prompt\} once"),
+    ("data.prompt_field", "text", "config.data.prompt_field = 'text': must be another field than data.text_field"),
     ("train.accumulation", 3, "config.train.accumulation = 3: must divide train.batch_size = 16"),
     ("optimizer.warmup_steps", 10**6, "config.optimizer.warmup_steps = 1000000: must be at most train.steps"),
     ("optimizer.name", "sgd", "config.optimizer.name = 'sgd': must be one of adamw, muon"),
@@ -106,6 +136,13 @@ def test_bad_fields(field, value, message):
     target = target[key]
   target[name] = value
   with pytest.raises(UserError, match=message):
+    from_config_dict(values)
+
+
+def test_prompts_are_packed_as_documents():
+  values = load("tiny").to_dict()
+  values["data"] |= {"prompt_field": "question", "packing": "concat"}
+  with pytest.raises(UserError, match="config.data.packing = 'concat': must be 'documents' with config.data.prompt_field = 'question'"):
     from_config_dict(values)
 
 

@@ -260,7 +260,7 @@ def _stream(config: DataConfig, split: str, process_index: int = 0, process_coun
         )
       parts = parts.seed(config.seed + index).shuffle()[process_index::process_count].repeat(None)
     documents = packing.Documents(parts.to_iter_dataset(grain.ReadOptions(num_threads=0)), source.read, len(source.parts), component.spec)
-    streams.append(packing.pack(documents.map(packing.Tokenize(config.tokenizer)), config.length, config.packing))
+    streams.append(packing.make_rows(documents, config, packing.ExampleCounts(config.length, aloud=True)))
   if len(streams) == 1:
     return streams[0]
   return grain.IterDataset.mix(streams, [component.weight for component in components])
@@ -303,6 +303,8 @@ class _StreamedBatches(TrainingBatches):
       packing.load_once(data.tokenizer).fingerprint,
       config.train.batch_size,
     ]
+    if data.prompt_field:
+      description += [data.prompt_field, data.prompt_template]
     self._identity = {
       "kind": "streamed",
       "num_workers": data.num_workers,

@@ -26,6 +26,7 @@ import grain
 from diffjax.config import DataConfig, UserError
 from diffjax.data import packing, sources
 from diffjax.data.cache import cache_directory
+from diffjax.data.document import Source, reason
 from diffjax.data.progress import Progress, say
 from diffjax.data.tokenizer import load_tokenizer
 
@@ -36,6 +37,8 @@ _MAX_SHARDS = {"train": 1024, "validation": 16}
 _FIELDS = {
   "source": "data.source",
   "text_field": "data.text_field",
+  "prompt_field": "data.prompt_field",
+  "prompt_template": "data.prompt_template",
   "validation_fraction": "data.validation_fraction",
   "tokenizer": "data.tokenizer",
   "length": "data.length",
@@ -87,6 +90,8 @@ def targets(config: DataConfig) -> list[Target]:
       "length": config.length,
       "packing": config.packing,
     }
+    if config.prompt_field:  # without, the rows and their names are those of versions that knew no prompts
+      description |= {"prompt_field": config.prompt_field, "prompt_template": config.prompt_template}
     name = re.sub(r"[^A-Za-z0-9]+", "-", component.spec).strip("-")[:40]
     if not config.prepared_dir:
       whole = {**description, "identity": _identity(component.spec, splits, config)}
@@ -124,9 +129,9 @@ def _read_meta(target: Target) -> dict[str, Any] | None:
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise UserError(f"{path}: cannot be read ({error}); delete {target.directory} and prepare again") from error
   differ = [
-    f"config.{_FIELDS[key]} (there {stored.get(key)!r}, asked for {value!r})"
-    for key, value in target.description.items()
-    if stored.get(key) != value
+    f"config.{name} (there {stored.get(key)!r}, asked for {target.description.get(key)!r})"
+    for key, name in _FIELDS.items()
+    if stored.get(key) != target.description.get(key)
   ]
   if differ:
     raise UserError(
@@ -213,8 +218,9 @@ def _prepare(target: Target, config: DataConfig, workers: int) -> None:
   train = meta["splits"].get("train")
   if train and not train["rows"]:
     raise UserError(
-      f"config.data.source {target.spec!r}: empty: no document to train on (documents without text do not count, and "
-      f"config.data.validation_fraction = {config.validation_fraction} are held out)"
+      f"config.data.source {target.spec!r}: empty: no document to train on (documents without text do not count, "
+      + f"nor do those whose prompts fill a row of config.data.length = {config.length}, " * bool(config.prompt_field)
+      + f"and config.data.validation_fraction = {config.validation_fraction} are held out)"
     )
   for split, totals in meta["splits"].items():
     totals["fingerprint"] = _digest([target.description, split, totals.pop("digests")])
@@ -229,6 +235,13 @@ def _prepare(target: Target, config: DataConfig, workers: int) -> None:
     )
     if totals["replaced"]:
       say(f"{target.spec}, {split}: {totals['replaced']:,} documents were not UTF-8; what could not be read became U+FFFD")
+    if totals.get("skipped"):
+      say(
+        f"{target.spec}, {split}: {totals['skipped']:,} documents are left out: their prompts fill a row, which leaves nothing to learn; "
+        f"config.data.length = {config.length}"
+      )
+    if totals.get("cut"):
+      say(f"{target.spec}, {split}: {totals['cut']:,} documents are longer than a row; the rest of their answers does not see the prompt")
   tokens = sum(totals["tokens"] for totals in meta["splits"].values())
   say(f"{target.spec}: prepared in {seconds:.1f} s ({tokens / seconds / 1e6:.2f} M tokens/s)")
 
@@ -275,12 +288,12 @@ class _Shard:
       with open(f"{self.path}.json") as file:
         return json.load(file)
     except (OSError, ValueError) as error:
-      raise UserError(f"{self.path}.json: cannot be read ({sources.reason(error)}); delete it, and run {_COMMAND}") from error
+      raise UserError(f"{self.path}.json: cannot be read ({reason(error)}); delete it, and run {_COMMAND}") from error
 
 
 def _totals(shards: Sequence[_Shard]) -> dict[str, Any]:
   each = [shard.totals() for shard in shards]
-  out = {key: sum(totals[key] for totals in each) for key in ("documents", "bytes", "replaced", "tokens", "rows")}
+  out = {key: sum(totals[key] for totals in each) for key in each[0] if key != "sha256"}
   return {**out, "shard_rows": [totals["rows"] for totals in each], "digests": [totals["sha256"] for totals in each]}
 
 
@@ -310,18 +323,20 @@ def _write_shard(shard: _Shard, config: DataConfig, counter: _Counter) -> None:
   def read(part):
     for document in source.read(part):
       totals["documents"] += 1
-      totals["bytes"] += len(document.text) if document.text.isascii() else len(document.text.encode("utf-8"))
+      text = document.text if document.prompt is None else document.prompt + document.text
+      totals["bytes"] += len(text) if text.isascii() else len(text.encode("utf-8"))
       totals["replaced"] += document.replaced
       yield document
     counter.add(1, 0)
 
   parts = grain.MapDataset.source(source.parts[shard.start : shard.stop]).to_iter_dataset(grain.ReadOptions(num_threads=0))
-  documents = packing.Documents(parts, read, len(source.parts), shard.spec).map(packing.Tokenize(config.tokenizer))
+  documents = packing.Documents(parts, read, len(source.parts), shard.spec)
+  counts = packing.ExampleCounts(config.length)
   temporary = f"{shard.path}.{os.getpid()}.tmp"
   writer = array_record_module.ArrayRecordWriter(temporary, "group_size:1")
   try:
     uncounted = 0
-    for row in packing.pack(documents, config.length, config.packing):
+    for row in packing.make_rows(documents, config, counts):
       record = packing.encode_row(row, vocab_size)
       writer.write(record)
       digest.update(record)
@@ -334,12 +349,14 @@ def _write_shard(shard: _Shard, config: DataConfig, counter: _Counter) -> None:
     counter.add(0, uncounted)
   finally:
     writer.close()
+  if config.prompt_field:
+    totals |= {"skipped": counts.skipped, "cut": counts.cut}
   _write_json(f"{shard.path}.json", {**totals, "sha256": digest.hexdigest()})
   os.replace(temporary, shard.path)
 
 
 @functools.lru_cache(maxsize=8)
-def _source(spec: str, split: str, config: DataConfig) -> sources.Source:
+def _source(spec: str, split: str, config: DataConfig) -> Source:
   return sources.documents(spec, split, config)
 
 
@@ -417,5 +434,5 @@ class PreparedRows:
       path = self._paths[shard].rpartition("[")[0]
       number = index - (self._ends[shard - 1] if shard else 0)
       raise UserError(
-        f"{path}: row {number} cannot be read ({sources.reason(error)}); delete this file and its directory's meta.json, and run {_COMMAND}"
+        f"{path}: row {number} cannot be read ({reason(error)}); delete this file and its directory's meta.json, and run {_COMMAND}"
       ) from error

@@ -27,6 +27,7 @@ from etils import epath
 
 from diffjax.config import DataConfig, UserError
 from diffjax.data import stdlib_corpus
+from diffjax.data.document import Document, Source, decode, is_text, lookup, reason
 
 KINDS = "stdlib, tfds:NAME, text:GLOB, jsonl:GLOB (also .gz, .zst), parquet:GLOB"
 _TFDS_PART = 256  # documents
@@ -39,13 +40,6 @@ class Component(NamedTuple):
 
   spec: str
   weight: float
-
-
-class Document(NamedTuple):
-  """A document's text, and whether some of it was not UTF-8 and has been replaced."""
-
-  text: str
-  replaced: bool
 
 
 def parse_mixture(spec: str, field: str = "data.source") -> list[Component]:
@@ -104,64 +98,12 @@ def documents(spec: str, split: str, config: DataConfig) -> Source:
     UserError: if it does not exist, is empty or has no text field.
   """
   kind, _, argument = spec.partition(":")
+  if config.prompt_field and kind in ("stdlib", "text"):
+    raise UserError(
+      f"config.data.prompt_field = {config.prompt_field!r}: {spec!r} is plain text without fields; set it to '', or take prompts and "
+      "answers from a jsonl:, parquet: or tfds: source"
+    )
   return _KINDS[kind](spec, argument, split, config)
-
-
-class Source(abc.ABC):
-  """Documents, in parts.
-
-  Attributes:
-    parts: Tuples that ``read`` understands; any process may read any part.
-    identity: What the documents are (JSON-able): names, sizes, times, versions. Changes when they do.
-  """
-
-  parts: list[tuple]
-  identity: dict[str, Any]
-
-  def __init__(self, spec: str, split: str, config: DataConfig):
-    self.spec = spec
-    self._field = config.text_field
-    self._split = split
-    # None: no part of the documents is held out
-    self._held_out = None if config.validation_source else config.validation_fraction
-
-  def read(self, part: tuple) -> Iterator[Document]:
-    """Yields the part's documents, in order; empty ones are skipped.
-
-    Raises:
-      UserError: naming file and place, for what cannot be read.
-    """
-    for document in self._read(part):
-      if document.text and self._keeps(document.text):
-        yield document
-
-  def _keeps(self, text: str) -> bool:
-    if self._held_out is None:
-      return True
-    return stdlib_corpus.held_out(hashlib.sha256(text.encode("utf-8")).digest(), self._held_out) == (self._split == "validation")
-
-  @abc.abstractmethod
-  def _read(self, part: tuple) -> Iterator[Document]:
-    """Every document of the part, empty and held-out ones too."""
-
-
-def _decode(raw: bytes | str | None) -> Document:
-  """Text that can be written as UTF-8, whatever was stored."""
-  if raw is None:
-    return Document("", False)
-  try:
-    if isinstance(raw, str):
-      raw.encode("utf-8")  # JSON may hold half a surrogate pair
-      return Document(raw, False)
-    return Document(raw.decode("utf-8"), False)
-  except UnicodeError:
-    raw = raw.encode("utf-8", errors="surrogatepass") if isinstance(raw, str) else raw
-    return Document(raw.decode("utf-8", errors="replace"), True)
-
-
-def reason(error: Exception) -> str:
-  """What a library's exception says, in one line."""
-  return " ".join(str(error).split()) or type(error).__name__
 
 
 class _TfdsSource(Source):
@@ -172,7 +114,7 @@ class _TfdsSource(Source):
     import tensorflow_datasets as tfds
 
     if spec == "stdlib":
-      self._directory, self._field = os.fspath(stdlib_corpus.corpus_directory()), "text"
+      self._directory, self._fields = os.fspath(stdlib_corpus.corpus_directory()), {"text_field": "text"}
     else:
       self._directory = _find_tfds(spec, name, config.data_dir)
     try:
@@ -181,12 +123,13 @@ class _TfdsSource(Source):
     except Exception as error:  # whatever is wrong with the directory, TFDS has its own exception for it
       raise UserError(f"config.data.source {spec!r}: {self._directory} is no whole TFDS dataset ({error})") from error
     features = dict(info.features.items()) if hasattr(info.features, "items") else {}
-    feature = features.get(self._field)
-    if feature is None or feature.shape or np.dtype(feature.np_dtype).kind != "O":
-      raise UserError(
-        f"config.data.source {spec!r}: config.data.text_field = {self._field!r} is no text in this dataset; "
-        f"its features are {', '.join(f'{key} ({type(value).__name__})' for key, value in features.items())}"
-      )
+    for field, path in self._fields.items():
+      feature = features.get(path)
+      if feature is None or feature.shape or np.dtype(feature.np_dtype).kind != "O":
+        raise UserError(
+          f"config.data.source {spec!r}: config.data.{field} = {path!r} is no text in this dataset; "
+          f"its features are {', '.join(f'{key} ({type(value).__name__})' for key, value in features.items())}"
+        )
     native = splits.get("validation", 0) > 0
     if native:
       self._held_out = None
@@ -210,10 +153,11 @@ class _TfdsSource(Source):
     data = _tfds_data(self._directory, self._stored_split)
     for index in range(*part):
       try:
-        raw = data[index][self._field]
+        record = data[index]
+        values = [record[path] for path in self._fields.values()]
       except Exception as error:  # ArrayRecord and TFDS raise bare exceptions of many kinds for damage
         raise UserError(f"{self._place(index)} cannot be read ({reason(error)}); missing or damaged? Build the dataset again") from error
-      yield _decode(raw)
+      yield self._document(*values)
 
   def _place(self, index: int) -> str:
     ends = list(itertools.accumulate(count for _, count in self._shards))
@@ -318,7 +262,7 @@ class _TextSource(_FileSource):
         content = epath.Path(name).read_bytes()
       except OSError as error:
         raise UserError(f"{name}: cannot be read ({reason(error)})") from error
-      yield _decode(content)
+      yield Document(*decode(content))
 
 
 class _JsonlSource(_FileSource):
@@ -338,20 +282,21 @@ class _JsonlSource(_FileSource):
     for number, line in enumerate(_lines(*part)):
       if not line.strip():
         continue
-      line_text, replaced = _decode(line)
+      line_text, replaced = decode(line)
       try:
         record = json.loads(line_text)
       except (ValueError, RecursionError) as error:
         raise UserError(f"{_place(name, start, number)}: not JSON ({error})") from error
-      value = record.get(self._field, ...) if isinstance(record, dict) else ...
-      if value is not None and not isinstance(value, str):
-        fields = [f"{key} ({type(item).__name__})" for key, item in record.items()] if isinstance(record, dict) else []
-        raise UserError(
-          f"{_place(name, start, number)}: config.data.text_field = {self._field!r} is no text here; "
-          + (f"the fields are {', '.join(fields)}" if fields else "a line must be a JSON object")
-        )
-      text, half = _decode(value)
-      yield Document(text, replaced or half)
+      values = [lookup(record, path) for path in self._fields.values()]
+      for (field, path), value in zip(self._fields.items(), values, strict=True):
+        if not is_text(field, value):
+          fields = [f"{key} ({type(item).__name__})" for key, item in record.items()] if isinstance(record, dict) else []
+          raise UserError(
+            f"{_place(name, start, number)}: config.data.{field} = {path!r} is no text here; "
+            + (f"the fields are {', '.join(fields)}" if fields else "a line must be a JSON object")
+          )
+      document = self._document(*values)
+      yield document._replace(replaced=replaced or document.replaced)
 
 
 def _lines(name: str, start: int, stop: int | None) -> Iterator[bytes]:
@@ -414,17 +359,26 @@ class _ParquetSource(_FileSource):
 
     name, index = part
     file = _open_parquet(name)
-    columns = file.schema_arrow.names
-    if self._field not in columns:
-      raise UserError(f"{name}: has no column config.data.text_field = {self._field!r}; its columns are {', '.join(columns)}")
+    names = file.schema_arrow.names
+    columns = {}
+    for field, path in self._fields.items():
+      columns[field] = path if path in names else path.partition(".")[0]
+      if columns[field] not in names:
+        raise UserError(f"{name}: has no column config.data.{field} = {path!r}; its columns are {', '.join(names)}")
     done = 0
     try:
-      for batch in file.iter_batches(batch_size=256, row_groups=[index], columns=[self._field]):
-        for value in _values(batch.column(0)):
-          if not isinstance(value, bytes | str | None):
-            kinds = ", ".join(f"{field.name} ({field.type})" for field in file.schema_arrow)
-            raise UserError(f"{name}: column config.data.text_field = {self._field!r} is not text; its columns are {kinds}")
-          yield _decode(value)
+      for batch in file.iter_batches(batch_size=256, row_groups=[index], columns=list(dict.fromkeys(columns.values()))):
+        parts = [
+          [lookup({columns[field]: value}, path) for value in _values(batch.column(columns[field]))] for field, path in self._fields.items()
+        ]
+        for values in zip(*parts, strict=True):
+          for (field, path), value in zip(self._fields.items(), values, strict=True):
+            if not is_text(field, value):
+              kinds = ", ".join(f"{column.name} ({column.type})" for column in file.schema_arrow)
+              raise UserError(
+                f"{name}: config.data.{field} = {path!r} is not text in row {done} of row group {index}; its columns are {kinds}"
+              )
+          yield self._document(*values)
           done += 1
     except (pyarrow.ArrowException, OSError) as error:
       raise UserError(f"{name}: row group {index} cannot be read beyond its row {done} ({reason(error)}); damaged?") from error
@@ -434,7 +388,7 @@ def _values(column: Any) -> list[Any]:
   try:
     return column.to_pylist()
   except UnicodeDecodeError:  # a string column that does not hold UTF-8
-    return column.cast("large_binary").to_pylist()
+    return column.cast("large_binary").to_pylist()  # lists and records cannot be cast, which is an error of Arrow's
 
 
 def _open_parquet(name: str):

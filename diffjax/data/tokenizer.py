@@ -18,6 +18,7 @@ from etils import epath
 from jaxtyping import Int32
 
 from diffjax.config import UserError
+from diffjax.data.tokenizer_json import tokenizer_json
 
 SEPARATOR = "<|endoftext|>"
 
@@ -29,6 +30,9 @@ PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[
 _CL100K_URL = "https://openaipublic.blob.core.windows.net/encodings/cl100k_base.tiktoken"
 _CL100K_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
 _CL100K_PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+# The same for Hugging Face tokenizers, whose Oniguruma takes {1,3}+ for a repetition and $ for any line's end. Possessive or not is one
+# here: what could be given back is never what comes next.
+_CL100K_JSON_PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+\z|\s*[\r\n]|\s+(?!\S)|\s"
 _CL100K_SPECIAL = {
   SEPARATOR: 100257,
   "<|fim_prefix|>": 100258,
@@ -71,6 +75,10 @@ class Tokenizer(abc.ABC):
   @abc.abstractmethod
   def token_bytes(self) -> Int32[np.ndarray, "N"]:
     """UTF-8 bytes that each id stands for; 0 for the separator and special tokens. For bits per byte."""
+
+  @abc.abstractmethod
+  def tokenizer_json(self) -> str:
+    """The text of a Hugging Face tokenizer.json with the same ids."""
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
@@ -129,6 +137,9 @@ class _ByteTokenizer(Tokenizer):
   def token_bytes(self) -> Int32[np.ndarray, "N"]:
     return (np.arange(self.vocab_size) != self.separator).astype(np.int32)
 
+  def tokenizer_json(self) -> str:
+    return tokenizer_json({bytes([byte]): byte for byte in range(self.separator)}, PATTERN, {SEPARATOR: self.separator})
+
 
 class _TiktokenTokenizer(Tokenizer):
   """A byte-level BPE run by tiktoken."""
@@ -148,6 +159,7 @@ class _TiktokenTokenizer(Tokenizer):
         f"config.data.tokenizer = {spec!r}: not a whole tiktoken file, lines of BASE64 RANK that start with the 256 bytes ({error})"
       ) from error
     special_tokens = special_tokens or {SEPARATOR: len(self._ranks)}
+    self._special_tokens, self._pattern = special_tokens, pattern
     self.spec = spec
     self.fingerprint = hashlib.sha256(content + pattern.encode() + json.dumps(special_tokens, sort_keys=True).encode()).hexdigest()
     self.vocab_size = max(special_tokens.values()) + 1
@@ -170,6 +182,10 @@ class _TiktokenTokenizer(Tokenizer):
       lengths[rank] = len(token)
     return lengths
 
+  def tokenizer_json(self) -> str:
+    pattern = _CL100K_JSON_PATTERN if self._pattern == _CL100K_PATTERN else self._pattern
+    return tokenizer_json(self._ranks, pattern, self._special_tokens)
+
 
 class _HuggingFaceTokenizer(Tokenizer):
   """Any tokenizer.json, run by Hugging Face tokenizers."""
@@ -178,8 +194,9 @@ class _HuggingFaceTokenizer(Tokenizer):
     import tokenizers
 
     try:
-      self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-      self._description = json.loads(content)
+      self._content = content.decode("utf-8")
+      self._tokenizer = tokenizers.Tokenizer.from_str(self._content)
+      self._description = json.loads(self._content)
     except Exception as error:  # tokenizers raises bare Exception for whatever it cannot parse
       raise UserError(f"config.data.tokenizer = {spec!r}: not a Hugging Face tokenizer.json ({error})") from error
     self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a document is text
@@ -222,6 +239,9 @@ class _HuggingFaceTokenizer(Tokenizer):
       else:  # SentencePiece writes a space as ▁
         lengths[token] = len(text.replace("▁", " ").encode("utf-8"))
     return lengths
+
+  def tokenizer_json(self) -> str:
+    return self._content
 
 
 def _load_cl100k() -> Tokenizer:

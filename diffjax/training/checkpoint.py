@@ -90,7 +90,7 @@ class Checkpoints:
     Args:
       step: Updates done.
       state: The train state: a pytree of jax arrays, PRNG keys included, with its parameters under "params".
-      data_state: State of the data iterator, as JSON; the same in every process.
+      data_state: State of the data iterator, as JSON; the same in every process. Empty if no run can go on from here.
       config: The run's config as nested dicts.
       metrics: Measured at this step; "validation/loss", if there, competes for the best.
       force: Whether to save again a step that this object has saved or restored last.
@@ -264,7 +264,7 @@ def load_run(
     step: Which checkpoint.
   """
   path = _complete_step(workdir, step)
-  config = _read_config(path)
+  config = _read_metadata(path)["config"]
   return int(path.name), config, _read_params(path, make_abstract_params(config))
 
 
@@ -275,12 +275,20 @@ def latest_config(workdir: epath.PathLike) -> dict[str, Any] | None:
     workdir: The run's directory, local or gs://.
 
   Raises:
-    UserError: if there are checkpoints, but all of them are damaged.
+    UserError: if there are checkpoints, but all of them are damaged, or they are of no run that could go on.
   """
   directory = manifest.checkpoint_directory(workdir)
   # Only the file with the config is checked, and read: restore will read everything, and say what it passes over.
   step, _ = _newest(directory, only=_METADATA, quiet=True)
-  return None if step is None else _read_config(directory / str(step))
+  if step is None:
+    return None
+  metadata = _read_metadata(directory / str(step))
+  if not metadata["data_state"]:
+    raise UserError(
+      f"the checkpoint in {workdir} holds parameters alone, as diffjax.convert writes them: to start from it, use another --workdir and "
+      f"--config.train.init_from={workdir}"
+    )
+  return metadata["config"]
 
 
 def _complete_step(workdir: epath.PathLike, step: int | None) -> epath.Path:
@@ -298,9 +306,10 @@ def _complete_step(workdir: epath.PathLike, step: int | None) -> epath.Path:
   return directory / str(step)
 
 
-def _read_config(path: epath.Path) -> dict[str, Any]:
+def _read_metadata(path: epath.Path) -> dict[str, Any]:
+  """What `save` was given beside the state: "data_state" and "config"."""
   with _explained(path):
-    return json.loads((path / _METADATA).read_text())["custom_metadata"]["config"]
+    return json.loads((path / _METADATA).read_text())["custom_metadata"]
 
 
 def _read_params(path: epath.Path, abstract_params: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import os
 import signal
@@ -24,8 +23,8 @@ from diffjax.data.progress import say
 from diffjax.data.reader import Interrupted
 from diffjax.data.tokenizer import Tokenizer, load_tokenizer
 from diffjax.evals import trigram, validation
-from diffjax.evals.sample import sample
 from diffjax.model.decoder import Decoder
+from diffjax.model.sampler import Sampler
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.parallel.mesh import batch_share, make_mesh, put_batch
 from diffjax.parallel.processes import Agreement, check_same, gather
@@ -283,11 +282,15 @@ def _trigram_bits_per_byte(config: Config, held_out: ValidationBatches, token_by
 def _finish(config: Config, workdir: str, model: Decoder, state: TrainState, tokenizer: Tokenizer, scores: dict[str, float]) -> None:
   """What a user looks at first: the losses, their plot and a sample of text."""
   path, text = epath.Path(workdir), ""
-  if config.train.sample_tokens:  # by all processes, since they share the parameters; a single row needs no sharded attention
-    alone = model.clone(attention_fn=functools.partial(diff_attention, implementation=config.model.attention_implementation))
-    prompt = [tokenizer.separator, *tokenizer.encode(config.train.sample_prompt)]
-    ids = sample(alone, state.params, prompt, num_tokens=config.train.sample_tokens, length=config.data.length)
-    text = config.train.sample_prompt + tokenizer.decode(ids)
+  if config.train.sample_tokens:  # by all processes, since they share the parameters
+    prompt = [tokenizer.separator, *map(int, tokenizer.encode(config.train.sample_prompt))]
+    room = config.model.max_length - len(prompt)
+    if room > 0:
+      count = min(config.train.sample_tokens, room)
+      alone = model.clone(attention_fn=diff_attention)  # a single row needs no sharded attention
+      sampler = Sampler(alone, state.params, capacity=len(prompt) + count)
+      [ids] = sampler.generate([prompt], count, temperature=0.8)
+      text = config.train.sample_prompt + tokenizer.decode(ids)
   if jax.process_index() == 0:
     try:
       plot_losses(path / "metrics.jsonl", path / "loss.png")

@@ -104,7 +104,7 @@ def make_train_step(config: Config, mesh: Mesh, abstract_state: TrainState) -> C
       f"the {_batch_parts(mesh)} parts of the batch (data × fsdp) cannot share evenly; choose a multiple of "
       f"{accumulation * _batch_parts(mesh)}"
     )
-  pieces = math.lcm(2, mesh.shape["tensor"]) * mesh.shape["context"] if mesh.shape["context"] > 1 else mesh.shape["tensor"]
+  pieces = math.lcm(2 if mesh.shape["context"] > 1 else 1, mesh.shape["tensor"]) * mesh.shape["context"]
   if config.data.length % pieces:
     raise UserError(
       f"config.data.length = {config.data.length} must be a multiple of {pieces} with config.mesh.context = {mesh.shape['context']} and "

@@ -58,10 +58,16 @@ def _abstract_params(config: Config) -> Any:
   return jax.eval_shape(lambda: Decoder(config.model).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"])
 
 
-def keep_tokenizer(workdir: epath.PathLike, spec: str) -> None:
-  """Copies a tokenizer's file into the workdir, where `load` looks for it first; built-in ones need none."""
-  if (path := _kept(workdir, spec)) is not None:
-    path.write_bytes(epath.Path(spec).expanduser().read_bytes())
+def keep_tokenizer(workdir: epath.PathLike, spec: str) -> str:
+  """Copies a tokenizer's file into the workdir, where `load` looks for it first; built-in ones need none.
+
+  Returns:
+    The spec of the copy.
+  """
+  if (path := _kept(workdir, spec)) is None:
+    return spec
+  path.write_bytes(epath.Path(spec).expanduser().read_bytes())
+  return str(path)
 
 
 def _kept(workdir: epath.PathLike, spec: str) -> epath.Path | None:

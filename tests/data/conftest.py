@@ -40,3 +40,28 @@ def make_config(jsonl):
     return Config(data=DataConfig(**data), train=TrainConfig(batch_size=batch_size), eval=EvalConfig(rows=eval_rows))
 
   return make
+
+
+@pytest.fixture(scope="session")
+def examples():
+  """120 different questions and answers, from a few bytes to several rows long."""
+  rng = random.Random(1)
+  lengths = [(rng.choice((1, 4, 8)), rng.choice((1, 4, 8, 40))) for _ in range(120)]
+  return [
+    (f"question {index}: " + " ".join(rng.choices(WORDS, k=asked)), f"answer {index}: " + " ".join(rng.choices(WORDS, k=answered)))
+    for index, (asked, answered) in enumerate(lengths)
+  ]
+
+
+@pytest.fixture
+def make_example_config(make_config, tmp_path, examples):
+  """The same of the questions and answers, in a form that holds the answer in a conversation."""
+  path = tmp_path / "examples.jsonl"
+  records = [{"problem": asked, "turns": [{"value": asked}, {"value": answered}]} for asked, answered in examples]
+  path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+  def make(**data):
+    fields = {"prompt_field": "problem", "text_field": "turns.-1.value", "prompt_template": "Q: {prompt} A:", "length": 128}
+    return make_config(**{"source": f"jsonl:{path}", **fields, **data})
+
+  return make

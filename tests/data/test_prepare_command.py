@@ -38,3 +38,12 @@ def test_train_a_tokenizer_then_prepare_with_it(run, jsonl, tmp_path, texts):
 def test_bad_input_is_one_line_and_exit_code_1(run, tmp_path):
   result = run("--config.data.source=text:/nowhere/*.txt")
   assert result.returncode == 1 and "no file matches" in result.stderr and result.stderr.strip().count("\n") == 0, result.stderr
+
+
+def test_a_record_without_a_prompt(run, tmp_path):
+  (tmp_path / "a.jsonl").write_text('{"question": "1 + 1?", "text": "2"}\n{"text": "3"}\n')
+  result = run(
+    f"--config.data.source=jsonl:{tmp_path}/a.jsonl", "--config.data.prompt_field=question", f"--config.data.prepared_dir={tmp_path}/rows"
+  )
+  assert result.returncode == 1 and "Traceback" not in result.stderr
+  assert result.stderr.splitlines()[-1].startswith(f"error: {tmp_path}/a.jsonl:2: config.data.prompt_field = 'question' is no text here")

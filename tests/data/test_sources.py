@@ -129,9 +129,9 @@ def test_validation_source_leaves_both_sides_whole(jsonl, tmp_path, texts):
 
 def test_what_is_not_utf8_is_replaced_and_marked(tmp_path):
   (tmp_path / "a.txt").write_bytes(b"caf\xe9 au lait")
-  assert read(f"text:{tmp_path}/a.txt") == [("caf� au lait", True)]
+  assert read(f"text:{tmp_path}/a.txt") == [("caf� au lait", True, None)]
   (tmp_path / "a.jsonl").write_bytes(b'{"text": "caf\xe9"}\n{"text": "half \\ud83d of one"}\n{"text": "\\ud83d\\ude00"}\n')
-  assert read(f"jsonl:{tmp_path}/a.jsonl") == [("caf�", True), ("half ��� of one", True), ("😀", False)]
+  assert read(f"jsonl:{tmp_path}/a.jsonl") == [("caf�", True, None), ("half ��� of one", True, None), ("😀", False, None)]
 
 
 def test_documents_without_text_are_skipped(tmp_path):
@@ -284,7 +284,7 @@ def test_files_that_change_after_they_were_listed(tmp_path, texts, name, now):
 def test_parquet_that_is_not_utf8_is_replaced_and_marked(tmp_path):
   path = write(tmp_path / "a.parquet", ["caf? au lait", "tea"])
   path.write_bytes(path.read_bytes().replace(b"caf?", b"caf\xe9"))
-  assert read(f"parquet:{path}") == [("caf\ufffd au lait", True), ("tea", False)]
+  assert read(f"parquet:{path}") == [("caf\ufffd au lait", True, None), ("tea", False, None)]
 
 
 def test_empty_parquet(tmp_path):

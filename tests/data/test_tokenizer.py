@@ -83,6 +83,37 @@ def test_both_formats_give_the_same_ids(trained):
   assert merged > 1000, "the vocabulary must have been used"
 
 
+def _cl100k_stand_in(monkeypatch, path):
+  """A BPE trained with cl100k's own pattern, which keeps white space at the end of a text whole, under cl100k's name."""
+  import base64
+
+  import rustbpe
+
+  rng = random.Random(2)
+  documents = ["x" + "".join(rng.choices(["  ", "\n", "\t", " a", "it's", "12"], k=rng.randrange(2, 8))) for _ in range(2000)]
+  trainer = rustbpe.Tokenizer()
+  trainer.train_from_iterator(iter(documents), 600, pattern=tokenizer._CL100K_PATTERN)
+  ranks = sorted((rank, bytes(token)) for token, rank in trainer.get_mergeable_ranks())
+  path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in ranks))
+  monkeypatch.setattr(tokenizer, "_CL100K_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+  return str(path)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "tiktoken", "cl100k", "json"])
+def test_tokenizer_json_gives_the_same_ids(kind, trained, tmp_path, monkeypatch):
+  spec = {"bytes": "bytes", "tiktoken": trained[0], "json": trained[1]}.get(kind) or _cl100k_stand_in(monkeypatch, tmp_path / "x.tiktoken")
+  left = tokenizer.load_tokenizer(spec)
+  (tmp_path / "tokenizer.json").write_text(left.tokenizer_json())
+  right = tokenizer.load_tokenizer(str(tmp_path / "tokenizer.json"))
+  assert (left.vocab_size, left.separator) == (right.vocab_size, right.separator)
+  np.testing.assert_array_equal(left.token_bytes(), right.token_bytes())
+  rng = random.Random(3)
+  alphabet = [*"a  \n\t1'.é😀_中(\r\x85\u2028", "it's", "'S", "'ſ", "123", "\n\n ", "  \n", "<|endoftext|>"]
+  for text in ODD + ["".join(rng.choices(alphabet, k=rng.randrange(30))) for _ in range(2000)]:
+    ids = list(left.encode(text))
+    assert ids == list(right.encode(text)) and left.decode(ids) == right.decode(ids) == text, repr(text)
+
+
 def test_fingerprints_tell_tokenizers_apart(trained, tmp_path):
   other = tokenizer_training.train_tokenizer(["abcabcabc abc abd abd"] * 9, 260, tmp_path)
   prints = {tokenizer.load_tokenizer(spec).fingerprint for spec in ("bytes", *trained, str(other))}

@@ -374,4 +374,5 @@ def test_auto_is_logged_once(caplog):
   ]
   chex.assert_trees_all_equal(*outs)
   assert api._pick("tpu", True, False) == "pallas_tpu" and api._pick("tpu", False, False) == "chunked"
+  assert api._pick("tpu", False, True) == "chunked"  # compiled for TPUs on a machine with a GPU
   assert api._pick("gpu", True, True) == "two_call" and api._pick("gpu", True, False) == "chunked"

@@ -140,6 +140,7 @@ def test_sizes_that_do_not_multiply_to_the_devices(mesh, message):
     (dict(embed_dim=36), dict(fsdp=8), "config.mesh.fsdp = 8 does not divide the 36 .*config.model.embed_dim"),
     (dict(), dict(tensor=8), "config.mesh.tensor = 8 does not divide the 2 .*config.model.num_kv_heads"),
     (dict(num_heads=8, num_kv_heads=8, ffn_dim=44), dict(tensor=8), "config.mesh.tensor = 8 does not divide the 44 .*config.model.ffn_dim"),
+    (dict(attention_implementation="two_call"), dict(context=2), "attention_implementation = 'two_call' takes no offset, .*mesh.context"),
     (dict(num_heads=8, num_kv_heads=8, vocab_size=65), dict(tensor=8), "config.mesh.tensor = 8 does not divide the 65 .*vocab_size"),
   ],
   ids=str,
@@ -193,7 +194,7 @@ def test_each_process_feeds_its_share(shape, processes, shares, monkeypatch):
 
 
 def test_shares_that_are_not_equal_are_refused(monkeypatch):
-  with pytest.raises(UserError, match="do not split the batch evenly"):
+  with pytest.raises(UserError, match="must hold whole and equal parts of the batch"):
     batch_share(fake_mesh((4, 1, 1, 1), [0, 0, 0, 1]))
 
 

@@ -92,7 +92,7 @@ def platform() -> str:
 @functools.cache
 def _pick(backend: str, kernel_takes: bool, cudnn_takes: bool) -> str:
   """Cached, so that what was picked is logged once per backend. "pallas_gpu" is not picked before it has run on a GPU."""
-  picked = "pallas_tpu" if backend == "tpu" and kernel_takes else "two_call" if cudnn_takes else "chunked"
+  picked = "pallas_tpu" if backend == "tpu" and kernel_takes else "two_call" if backend == "gpu" and cudnn_takes else "chunked"
   logging.getLogger(__name__).info("diff_attention: implementation %r on backend %r", picked, backend)
   return picked
 

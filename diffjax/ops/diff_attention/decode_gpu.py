@@ -64,10 +64,11 @@ def attend(
 
 
 def _kernel(window, stages: int, q, k, v, lengths, sums, peaks, totals, *, q_smem, k_smem, v_smem, q_ready, ready, free):
+  """One share of a row's blocks of keys: unnormalised sums of values, and what joins them to those of the other shares."""
   split, head, batch = lax.axis_index("splits"), lax.axis_index("heads"), lax.axis_index("batch")
   ring, length = gpu.Ring(stages, ready, free), lengths[batch]
-  first = 0 if window is None else lax.max(length - window, jnp.int32(0))
-  first_block, stop_block = first // BLOCK, lax.div(length + (BLOCK - 1), jnp.int32(BLOCK))
+  first = jnp.int32(0) if window is None else lax.max(length - window, jnp.int32(0))
+  first_block, stop_block = lax.div(first, jnp.int32(BLOCK)), lax.div(length + (BLOCK - 1), jnp.int32(BLOCK))
   share = lax.div(stop_block - first_block + (sums.shape[2] - 1), jnp.int32(sums.shape[2]))
   start = lax.min(first_block + split * share, stop_block)
   stop = lax.min(start + share, stop_block)

@@ -60,6 +60,7 @@ def bounds(geometry: Geometry, offset, q_ids, kv_ids, *, shared: int, keys_stay:
 
 
 def scalars(table, batch, block) -> list[jax.Array]:
+  """A block's numbers from a table [1 or B, blocks, numbers] in memory."""
   # Inside shard_map, what a kernel reads is marked as varying over the mesh, and what it computes is not: a loop can begin with the latter.
   return [lax.add(table[0 if table.shape[0] == 1 else batch, block, n], jnp.int32(0)) for n in range(table.shape[2])]
 

@@ -1,0 +1,82 @@
+"""Converts a model between diffjax's workdirs and other people's layouts.
+
+    python -m diffjax.convert --from=diffjax:runs/tiny --to=diffllama:exported          then transformers loads it
+    python -m diffjax.convert --from=diffllama:downloaded --to=diffjax:runs/diffllama
+    python -m diffjax.convert --from=llama:downloaded --to=diffjax:runs/v2              DIFF V2 of the same function, to be trained on
+
+Layouts, each described in diffjax/interop/: diffjax, a workdir, of which the newest checkpoint is taken; diffllama, Hugging Face's; unilm,
+the authors' layers, V1 and V2; llama, Hugging Face's, which is only read. All but workdirs are directories with config.json, safetensors
+files and a tokenizer.json, which has the same ids whatever the tokenizer was. What a layout cannot hold is refused.
+"""
+
+import dataclasses
+import importlib
+import os
+import pathlib
+
+from absl import app, flags
+from etils import epath
+
+from diffjax import command
+from diffjax.config import Config, UserError
+
+_MODULES = {"diffjax": "workdir", "diffllama": "diffllama", "unilm": "unilm", "llama": "llama"}
+_OF_THE_RUN = ("dtype", "attention_implementation", "remat")  # of the model's fields
+_FROM = flags.DEFINE_string("from", None, f"LAYOUT:PATH of the model; a layout is one of {', '.join(_MODULES)}.")
+_TO = flags.DEFINE_string("to", None, "LAYOUT:PATH to write it to: a directory that is not there, or empty.")
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "What tensors are written in; a workdir's are always float32.")
+
+
+def main() -> None:
+  """Reads the one and writes the other."""
+  (source, source_path), (target, target_path) = _parse("from", _FROM.value), _parse("to", _TO.value)
+  if target == "llama":
+    raise app.UsageError("--to=llama: that layout is only read: it has no DIFF attention")
+  if target == "diffjax" and _DTYPE.value != "float32":
+    raise app.UsageError(f"--dtype={_DTYPE.value}: a workdir's parameters are always float32")
+  _check_empty(target_path)
+  os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed, and an accelerator may be in use
+  model = _module(source).read(source_path)
+  if target == "diffjax":
+    start = _flags(_module(target).write(target_path, model))
+  else:
+    _module(target).write(target_path, model, _DTYPE.value)
+    start = ""
+  config, tokens = model.config, model.tokenizer.vocab_size
+  print(
+    f"{target_path}: {config.attention}, {config.num_layers} layers of width {config.embed_dim}, vocabulary {config.vocab_size}"
+    + f" (its tokenizer has {tokens})" * (tokens != config.vocab_size)
+    + f"\nto train on from it: --config.train.init_from={target_path} {start}" * bool(start)
+  )
+
+
+def _parse(flag: str, value: str | None) -> tuple[str, str]:
+  layout, _, path = (value or "").partition(":")
+  if layout not in _MODULES or not path:
+    got = f"; got {value!r}" if value else ""
+    raise app.UsageError(f"pass --{flag}=LAYOUT:PATH, LAYOUT one of {', '.join(_MODULES)}{got}")
+  if "://" in path and layout != "diffjax":
+    raise app.UsageError(f"--{flag}={value}: safetensors files are on local disks; copy them, only workdirs may be gs://")
+  return layout, path if "://" in path else str(pathlib.Path(path).expanduser())
+
+
+def _check_empty(path: str) -> None:
+  target = epath.Path(path)
+  if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    raise UserError(f"--to: {path} is there already and no empty directory; name another one, or delete it")
+
+
+def _module(layout: str):
+  return importlib.import_module(f"diffjax.interop.{_MODULES[layout]}")
+
+
+def _flags(config: Config) -> str:
+  """What diffjax.train needs, beside a config file and a workdir, to start from a workdir that was written here."""
+  model = {name: value for name, value in dataclasses.asdict(config.model).items() if name not in _OF_THE_RUN and value is not None}
+  return " ".join(
+    [f"--config.data.tokenizer={config.data.tokenizer}", *(f"--config.model.{name}={value}" for name, value in model.items())]
+  )
+
+
+if __name__ == "__main__":
+  command.run(main, with_config=False)

@@ -1,0 +1,161 @@
+"""A layout of weights as a table: each row names an array of diffjax and a tensor of the file, and how the axes of one lie in the other.
+
+Both directions read the same table, so that a round trip gives back what it was given, bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import einops
+import numpy as np
+
+from diffjax.config import ModelConfig, UserError
+from diffjax.data.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """What every layout is read into and written from.
+
+  Attributes:
+    config: Its sizes and kind.
+    params: The parameter tree (see model/decoder.py), NumPy arrays in float32.
+    tokenizer: Its tokenizer.
+  """
+
+  config: ModelConfig
+  params: dict[str, Any]
+  tokenizer: Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """One array and its tensor, or its L tensors.
+
+  Attributes:
+    param: Path in the parameter tree; under "layers/" an array has a leading axis L, and a tensor for each layer.
+    tensor: Name in the file, with {} for the layer's number.
+    axes: Both shapes, without L, in einops' notation: "E H G D = (G H D) E". Beside the project's letters, C is V / D, and D may be
+      written as P J: the two members of a rotated pair, and D/2 pairs.
+  """
+
+  param: str
+  tensor: str
+  axes: str
+
+
+class Tensors(Protocol):
+  """Named tensors to read from."""
+
+  def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+  def read(self, name: str) -> np.ndarray: ...
+
+
+class Layout:
+  """A table for a model of given sizes."""
+
+  def __init__(self, rows: Iterable[Row], config: ModelConfig, *, G: int, M: int, C: int, tied_by: str):
+    """Fills in the sizes.
+
+    Args:
+      rows: The table.
+      config: Of the model.
+      G: Maps of a head.
+      M: Maps with keys of their own.
+      C: V / D.
+      tied_by: Field of the layout's config.json that says whether the embedding is the output projection too.
+    """
+    self._layers, self._tied, self._tied_by = config.num_layers, config.tie_embeddings, tied_by
+    self._sizes = dict(
+      N=config.vocab_size,
+      E=config.embed_dim,
+      F=config.ffn_dim,
+      H=config.num_heads,
+      K=config.num_kv_heads,
+      D=config.head_dim,
+      V=C * config.head_dim,
+      P=2,
+      J=config.head_dim // 2,
+      G=G,
+      M=M,
+      C=C,
+    )
+    rows = list(rows)
+    self._embedding, self._unembedding = (next(row.tensor for row in rows if row.param == param) for param in ("embedding", "unembedding"))
+    self._rows = [row for row in rows if not (self._tied and row.param == "unembedding")]
+
+  @functools.cached_property
+  def _places(self) -> dict[str, tuple[Row, int | None]]:
+    """Each tensor's row and layer."""
+    return {row.tensor.format(layer): (row, layer) for row in self._rows for layer in self._numbers(row)}
+
+  def shapes(self) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor."""
+    return {name: self._shape(row.axes.split(" = ")[1]) for name, (row, _) in self._places.items()}
+
+  def tensor(self, params: dict[str, Any], name: str) -> np.ndarray:
+    """One tensor of a model."""
+    row, layer = self._places[name]
+    array: Any = params
+    for key in row.param.split("/"):
+      array = array[key]
+    here, there = row.axes.split(" = ")
+    return self._rearrange(array if layer is None else array[layer], here, there)
+
+  def params(self, tensors: Tensors) -> dict[str, Any]:
+    """The parameters of a model, in float32.
+
+    Raises:
+      UserError: if a tensor is missing, of another shape, or none of this layout's.
+    """
+    self._check(tensors)
+    params: dict[str, Any] = {}
+    for row in self._rows:
+      here, there = row.axes.split(" = ")
+      stack = np.empty((len(self._numbers(row)), *self._shape(here)), np.float32)
+      for index, layer in enumerate(self._numbers(row)):
+        stack[index] = self._rearrange(tensors.read(row.tensor.format(layer)), there, here)
+      *sections, name = row.param.split("/")
+      section = params
+      for key in sections:
+        section = section.setdefault(key, {})
+      section[name] = stack if sections else stack[0]
+    return params
+
+  def _check(self, tensors: Tensors) -> None:
+    found = dict(tensors.shapes())
+    if self._layers > len(found):
+      raise UserError(f"{tensors} has {len(found)} tensors: its config.json is another model's, of {self._layers} layers")
+    wanted = self.shapes()
+    if self._tied and self._unembedding in found and self._embedding in found:
+      if not np.array_equal(tensors.read(self._unembedding), tensors.read(self._embedding)):
+        raise UserError(
+          f"{tensors} has a {self._unembedding} that differs from {self._embedding}, but its config.json says {self._tied_by}: true; "
+          "set that to false if the two are not tied"
+        )
+      del found[self._unembedding]
+    for name in wanted:
+      if name not in found:
+        hint = f"; if it is {self._embedding} again, set {self._tied_by} to true in config.json" * (name == self._unembedding)
+        raise UserError(f"{tensors} has no tensor {name}, which this layout needs for its config.json{hint}")
+      if found[name] != wanted[name]:
+        raise UserError(f"{tensors} has {name} of shape {list(found[name])}, but for its config.json it must be {list(wanted[name])}")
+    if extra := sorted(found.keys() - wanted.keys()):
+      hint = ": diffjax has no biases" * extra[0].endswith(".bias")
+      raise UserError(f"{tensors} has a tensor {extra[0]}, which is not in this layout for its config.json{hint}")
+
+  def _numbers(self, row: Row) -> range | list[None]:
+    return range(self._layers) if row.param.startswith("layers/") else [None]
+
+  def _shape(self, axes: str) -> tuple[int, ...]:
+    return tuple(math.prod(self._sizes[letter] for letter in group if letter.isalpha()) for group in re.findall(r"\([^)]*\)|\w", axes))
+
+  def _rearrange(self, array: np.ndarray, before: str, after: str) -> np.ndarray:
+    return einops.rearrange(array, f"{before} -> {after}", **{letter: self._sizes[letter] for letter in before if letter.isalpha()})

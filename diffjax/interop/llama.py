@@ -1,0 +1,33 @@
+"""A Transformer in Hugging Face's Llama layout, made into DIFF V2 that computes the same function, to be trained on from there.
+
+Each query head is doubled and W_λ is 0, so λ = sigmoid(0) = ½: out = A V − ½ A V = ½ A V, which the doubled W_O makes whole again. Training
+then tells the two maps apart, since the second one's gradient is −½ of the first one's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import numpy as np
+
+from diffjax.interop import hugging_face
+from diffjax.interop.directory import SafetensorsDirectory, read_tokenizer
+from diffjax.interop.layout import Layout, Model
+
+
+def read(path: str) -> Model:
+  """Reads a directory that transformers wrote.
+
+  Raises:
+    UserError: if it is damaged, or holds what diffjax cannot.
+  """
+  directory = pathlib.Path(path)
+  config = dataclasses.replace(hugging_face.read_config(directory, "llama", maps=1), attention="diff_v2", head_norm=False)
+  tokenizer = read_tokenizer(directory, config.vocab_size)
+  params = Layout(hugging_face.ROWS, config, G=1, M=1, C=1, tied_by=hugging_face.TIED_BY).params(SafetensorsDirectory(directory))
+  attention = params["layers"]["attention"]
+  attention["query"] = np.repeat(attention["query"], 2, axis=-2)
+  attention["out"] *= 2
+  attention["lambda_hat"] = np.zeros((config.num_layers, config.embed_dim, config.num_heads), np.float32)
+  return Model(config, params, tokenizer)

@@ -1,0 +1,42 @@
+"""diffjax's own layout: a workdir, of which only the parameters, the config of the model and the tokenizer count here."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from diffjax.config import Config, DataConfig
+from diffjax.interop.layout import Model
+from diffjax.training.checkpoint import Checkpoints
+from diffjax.training.lock import lock
+from diffjax.training.trained import keep_tokenizer, load
+
+# Tokens a row for a run that goes on from here, at most; what the model was trained with elsewhere is not known.
+_LENGTH = 2048
+
+
+def read(path: str) -> Model:
+  """Reads the newest complete checkpoint.
+
+  Raises:
+    UserError: if there is none, or its tokenizer is not at hand.
+  """
+  trained = load(path)
+  return Model(trained.config.model, jax.tree.map(np.asarray, trained.params), trained.tokenizer)
+
+
+def write(path: str, model: Model) -> Config:
+  """Writes a workdir with a checkpoint of step 0, without an optimizer: a start for `config.train.init_from`, not a run to go on with.
+
+  Returns:
+    The config that it has.
+
+  Raises:
+    UserError: if it cannot be written.
+  """
+  with lock(path), Checkpoints(path, keep=1) as checkpoints:
+    spec = keep_tokenizer(path, model.tokenizer.spec)
+    config = Config(model=model.config, data=DataConfig(tokenizer=spec, length=min(_LENGTH, model.config.max_length)))
+    checkpoints.save(0, {"params": jax.tree.map(jax.numpy.asarray, model.params)}, data_state={}, config=config.to_dict())
+    checkpoints.wait()
+  return config

@@ -1,0 +1,262 @@
+"""python -m diffjax.convert as typed: one line for what cannot be done, and nothing written."""
+
+import json
+import pathlib
+import re
+import shutil
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from diffjax.interop import unilm, workdir
+
+USAGE = r"pass --{}=LAYOUT:PATH, LAYOUT one of diffjax, diffllama, unilm, llama{}$"
+
+
+@pytest.mark.parametrize(
+  "args, message",
+  [
+    ([], USAGE.format("from", "")),
+    (["--from=runs/tiny", "--to=diffllama:x"], USAGE.format("from", "; got 'runs/tiny'")),
+    (["--from=diffjax:", "--to=diffllama:x"], USAGE.format("from", "; got 'diffjax:'")),
+    (["--from=diffjax:runs/tiny"], USAGE.format("to", "")),
+    (["--from=diffjax:runs/tiny", "--to=gguf:x"], USAGE.format("to", "; got 'gguf:x'")),
+    (["--from=diffjax:runs/tiny", "--to=llama:x"], "--to=llama: that layout is only read"),
+    (["--from=llama:x", "--to=diffjax:y", "--dtype=bfloat16"], "--dtype=bfloat16: a workdir's parameters are always float32"),
+    (["--from=llama:x", "--to=unilm:y", "--dtype=int8"], "flag --dtype=int8: value should be one of <float32|bfloat16>"),
+    (["--from=llama:gs://bucket/x", "--to=diffjax:y"], "--from=llama:gs://bucket/x: safetensors files are on local disks"),
+    (["--from=llama:x", "--to=diffjax:y", "--config=x"], "Unknown command line flag 'config'"),
+    (["llama", "diffjax"], "unexpected argument 'llama'"),
+  ],
+)
+def test_usage(convert, args, message):
+  result = convert(*args)
+  assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
+  assert re.match(f"error: {message}", result.stderr.strip()), result.stderr
+
+
+@pytest.fixture(scope="module")
+def refuses(convert, tmp_path_factory):
+  """Asserts that a conversion ends with one line, and leaves nothing behind."""
+  out = tmp_path_factory.mktemp("out") / "out"
+
+  def check(source, message, target="diffjax"):
+    result = convert(f"--from={source}", f"--to={target}:{out}")
+    assert result.returncode == 1 and not result.stdout
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and re.search(message, line), line
+    assert not out.exists()
+
+  return check
+
+
+def edit(path, change):
+  """Changes fields of a JSON file."""
+  path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+
+@pytest.mark.parametrize(
+  "change, message",
+  [
+    (dict(model_type="mistral"), "model_type = 'mistral': this layout is 'llama'"),
+    (dict(attention_bias=True), "attention_bias = True: diffjax has only False"),
+    (dict(mlp_bias=True), "mlp_bias = True: diffjax has only False"),
+    (dict(hidden_act="gelu"), "hidden_act = 'gelu': diffjax has only 'silu'"),
+    (dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "scales its rotary angles .*'llama3'"),
+    (dict(rope_scaling={"type": "linear", "factor": 2.0}), "scales its rotary angles .*'linear'"),
+    (dict(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}), "scales its rotary angles .*'yarn'"),
+    (dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}), "scales its rotary angles"),
+    (dict(rope_parameters="default"), "rope_parameters = 'default': it must be an object"),
+    (dict(rope_theta="x"), "rope_base must be float; got 'x'"),
+    (dict(hidden_size=None), "has no hidden_size"),
+    (dict(hidden_size="32"), "hidden_size = '32': it must be a positive multiple of 1"),
+    (dict(num_hidden_layers="2"), "num_layers must be int; got '2'"),
+    (dict(num_hidden_layers=2_000_000_000), "tensors: its config.json is another model's, of 2000000000 layers"),
+    (dict(num_hidden_layers=1), r"a tensor model.layers.1\..*not in this layout for its config.json"),
+    (dict(num_hidden_layers=3), r"no tensor model.layers.2\."),
+    (dict(num_attention_heads=0), "num_attention_heads = 0: it must be a positive multiple of 1"),
+    (dict(num_key_value_heads=3), "num_kv_heads = 3: must divide"),
+    (dict(num_key_value_heads=4), r"k_proj.weight of shape \[16, 32\], but for its config.json it must be \[32, 32\]"),
+    (dict(rms_norm_eps=0), "norm_eps = 0.0: must be positive"),
+    (dict(vocab_size=120), "tokenizer.json has 128 tokens, but the model has 120: it is another one's"),
+    (dict(vocab_size=256), r"embed_tokens.weight of shape \[128, 32\]"),
+    (dict(tie_word_embeddings=True), "has a lm_head.weight that differs .*says tie_word_embeddings: true"),
+  ],
+)
+def test_configs_that_diffjax_cannot_hold(write_llama, refuses, change, message, tmp_path):
+  write_llama(tmp_path)
+  edit(tmp_path / "config.json", change)
+  refuses(f"llama:{tmp_path}", message)
+
+
+def test_tied_in_the_target_alone(write_llama, refuses, tmp_path):
+  write_llama(tmp_path, tie=True)
+  edit(tmp_path / "config.json", dict(tie_word_embeddings=False))
+  refuses(f"llama:{tmp_path}", "no tensor lm_head.weight.*set tie_word_embeddings to true")
+
+
+def _truncated(path):
+  (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-100])
+
+
+def _header_cut(path):
+  (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:50])
+
+
+def _rewritten(change):
+  def make(path):
+    tensors = safetensors.numpy.load_file(path / "model.safetensors")
+    change(tensors)
+    safetensors.numpy.save_file(tensors, path / "model.safetensors")
+
+  return make
+
+
+def _index(weight_map):
+  def make(path):
+    (path / "model.safetensors.index.json").write_text(json.dumps(weight_map))
+
+  return make
+
+
+BIAS = "model.layers.0.self_attn.q_proj.bias"
+
+
+@pytest.mark.parametrize(
+  "damage, message",
+  [
+    (_truncated, "cannot read or write .*model.safetensors: Error while deserializing header"),
+    (_header_cut, "cannot read or write .*model.safetensors: Error while deserializing header"),
+    (lambda path: (path / "model.safetensors").write_text(""), "cannot read or write .*model.safetensors"),
+    (lambda path: (path / "model.safetensors").unlink(), "there is no .*model.safetensors; only safetensors are read, no pickles"),
+    (_rewritten(lambda tensors: tensors.pop("model.norm.weight")), "has no tensor model.norm.weight"),
+    (_rewritten(lambda tensors: tensors.update({BIAS: np.ones(32, np.float32)})), f"has a tensor {BIAS}.*: diffjax has no biases"),
+    (_rewritten(lambda tensors: tensors.update({"model.norm.weight": np.ones(32)})), "model.norm.weight in F64: only F32, F16, BF16"),
+    (_rewritten(lambda tensors: tensors.update({"model.norm.weight": np.ones(32, np.int8)})), "model.norm.weight in I8"),
+    (_index({"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}), "no .*model-00002-of-00002.*index.json names"),
+    (
+      _index({"weight_map": {"model.norm.weight": "../other.safetensors"}}),
+      "names a file '../other.safetensors': it must be one beside it",
+    ),
+    (_index({"weights": {}}), "has no weight_map"),
+    (lambda path: (path / "model.safetensors.index.json").write_text("{"), "index.json is not JSON"),
+    (lambda path: (path / "config.json").unlink(), "cannot read .*config.json: No such file"),
+    (lambda path: (path / "config.json").write_text("[" * 100_000), "config.json is not JSON"),
+    (lambda path: (path / "config.json").write_text("[1]"), "config.json must hold a JSON object"),
+    (lambda path: (path / "config.json").write_bytes(b"\xff\xfe"), "config.json is not JSON"),
+    (lambda path: (path / "tokenizer.json").unlink(), "there is no tokenizer beside the model"),
+    (lambda path: (path / "tokenizer.json").write_text("{}"), "not a Hugging Face tokenizer.json"),
+    (lambda path: shutil.rmtree(path), "cannot read .*config.json: No such file"),
+  ],
+)
+def test_damaged_directories(write_llama, refuses, damage, message, tmp_path):
+  write_llama(tmp_path / "llama")
+  damage(tmp_path / "llama")
+  refuses(f"llama:{tmp_path / 'llama'}", message)
+
+
+@pytest.mark.parametrize(
+  "change, message",
+  [
+    (dict(num_attention_heads=5), "num_attention_heads = 5: it must be a positive multiple of 2"),
+    (dict(num_key_value_heads=1), "num_key_value_heads = 1: it must be a positive multiple of 2"),
+    (dict(model_type="llama"), "model_type = 'llama': this layout is 'diffllama'"),
+  ],
+)
+def test_diffllama_configs(golden, refuses, change, message, tmp_path):
+  source, _, _ = golden("diffllama_tiny_gqa", tmp_path / "source")
+  edit(source / "config.json", change)
+  refuses(f"diffllama:{source}", message)
+
+
+@pytest.mark.parametrize(
+  "target, attention, fields, message",
+  [
+    ("diffllama", "diff_v2", {}, "DiffLlama is DIFF V1: it cannot hold a model of attention 'diff_v2'"),
+    ("diffllama", "softmax", {}, "DiffLlama is DIFF V1: it cannot hold a model of attention 'softmax'"),
+    ("diffllama", "diff", dict(lambda_init=0.8), "λ_init is the schedule's: it cannot hold a model of lambda_init 0.8"),
+    ("diffllama", "diff", dict(head_norm=False), "always has the head norm"),
+    ("unilm", "softmax", {}, "DIFF V1 and V2: they cannot hold a model of attention 'softmax'"),
+    ("unilm", "diff", dict(lambda_init=0.8), "the schedule's λ_init"),
+    ("unilm", "diff", dict(head_norm=False), "V1 layer has a head norm"),
+    ("unilm", "diff_v2", dict(head_norm=True), "V2 layer has no head norm"),
+    ("unilm", "diff", dict(norm_eps=1e-6), "ε = 1e-05: it cannot be one of norm_eps 1e-06"),
+    ("unilm", "diff", dict(head_dim=8), "embed_dim 32 is not 2 · 8 · 4"),
+  ],
+)
+def test_models_that_a_layout_cannot_hold(make_model, refuses, target, attention, fields, message, tmp_path):
+  workdir.write(str(tmp_path), make_model(attention, **fields))
+  refuses(f"diffjax:{tmp_path}", message, target)
+
+
+@pytest.mark.parametrize(
+  "change, message",
+  [
+    (dict(diff_version=3), "diff_version = 3: it must be 1 or 2"),
+    (dict(diff_version=1), r"has no tensor layers.0.self_attn.out_proj.weight|must be"),
+    (dict(norm_eps=None), "norm_eps must be float; got None"),
+    (dict(share_input_output_embed=False), "no tensor output_projection.weight.*set share_input_output_embed to true"),
+  ],
+)
+def test_unilm_configs(make_model, refuses, change, message, tmp_path):
+  unilm.write(str(tmp_path), make_model("diff_v2"), "float32")
+  edit(tmp_path / "config.json", change)
+  refuses(f"unilm:{tmp_path}", message)
+
+
+def test_unilm_config_without_a_field(make_model, refuses, tmp_path):
+  unilm.write(str(tmp_path), make_model("diff"), "float32")
+  config = json.loads((tmp_path / "config.json").read_text())
+  del config["rope_theta"]
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  refuses(f"unilm:{tmp_path}", "config.json has no rope_theta")
+
+
+def test_workdirs_without_what_is_needed(make_model, refuses, convert, tmp_path, write_tokenizer):
+  refuses(f"diffjax:{tmp_path / 'nowhere'}", "there is no complete checkpoint in", "diffllama")
+  write_tokenizer(tmp_path)
+  workdir.write(str(tmp_path / "run"), make_model("diff", tokenizer=str(tmp_path / "tokenizer.json")))
+  write_tokenizer(tmp_path / "run", 200)
+  refuses(f"diffjax:{tmp_path / 'run'}", "was trained with 128 tokens, but its tokenizer .* has 200: it is another one", "diffllama")
+  (tmp_path / "run/tokenizer.json").unlink()
+  refuses(f"diffjax:{tmp_path / 'run'}", "there is no tokenizer beside the checkpoint", "diffllama")
+  (data,) = (tmp_path / "run/checkpoints/0/state/d").iterdir()
+  data.write_bytes(data.read_bytes()[:-1])
+  result = convert(f"--from=diffjax:{tmp_path / 'run'}", f"--to=diffllama:{tmp_path / 'out'}")
+  assert result.returncode == 1 and not (tmp_path / "out").exists()
+  assert re.match("error: every checkpoint in .* is damaged", result.stderr.splitlines()[-1])  # after a warning that says how
+
+
+@pytest.mark.parametrize("target", ["diffjax", "diffllama"])
+def test_what_is_there_is_not_written_over(write_llama, convert, target, tmp_path):
+  write_llama(tmp_path / "llama")
+  (tmp_path / "full").mkdir()
+  (tmp_path / "full/notes.txt").write_text("mine")
+  (tmp_path / "file").write_text("mine")
+  for name in ("full", "file"):
+    result = convert(f"--from=llama:{tmp_path / 'llama'}", f"--to={target}:{tmp_path / name}")
+    assert result.returncode == 1
+    assert result.stderr == f"error: --to: {tmp_path / name} is there already and no empty directory; name another one, or delete it\n"
+  assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("target", ["diffjax", "unilm"])
+def test_a_place_that_cannot_be_written(write_llama, convert, target, tmp_path):
+  write_llama(tmp_path / "llama")
+  (tmp_path / "file").write_text("mine")
+  result = convert(f"--from=llama:{tmp_path / 'llama'}", f"--to={target}:{tmp_path / 'file/below'}")
+  assert result.returncode == 1 and len(result.stderr.splitlines()) == 1
+  assert result.stderr.startswith("error: cannot ") and str(tmp_path / "file") in result.stderr
+
+
+def test_a_vocabulary_that_is_padded_is_said(write_llama, write_tokenizer, convert, tmp_path):
+  write_llama(tmp_path / "llama")
+  write_tokenizer(tmp_path / "llama", 100)
+  result = convert(f"--from=llama:{tmp_path / 'llama'}", f"--to=unilm:{tmp_path / 'out'}", "--dtype=bfloat16")
+  assert result.returncode == 0 and not result.stderr
+  assert result.stdout == f"{tmp_path / 'out'}: diff_v2, 2 layers of width 32, vocabulary 128 (its tokenizer has 100)\n"
+  tensors = safetensors.numpy.load_file(tmp_path / "out/model.safetensors")
+  assert {tensor.dtype for tensor in tensors.values()} == {np.dtype(ml_dtypes.bfloat16)}
+  assert pathlib.Path(tmp_path / "out/tokenizer.json").read_text() == (tmp_path / "llama/tokenizer.json").read_text()

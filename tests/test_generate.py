@@ -1,0 +1,92 @@
+"""python -m diffjax.generate as typed."""
+
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from diffjax.config import Config, DataConfig, ModelConfig
+from diffjax.data.tokenizer import load_tokenizer
+from diffjax.generate import _cut, _printer
+from diffjax.model.sampler import Sampler
+from diffjax.parallel.mesh import make_mesh
+from diffjax.training.checkpoint import Checkpoints
+from diffjax.training.step import make_init
+from diffjax.training.trained import load
+
+
+def save(workdir, **data):
+  """A model that has learnt nothing, but whose logits are far apart."""
+  model = ModelConfig(num_layers=1, embed_dim=16, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=32, max_length=600)
+  config = Config(model=model, data=DataConfig(**data))
+  make_state, _ = make_init(config, make_mesh(config.mesh, jax.devices()[:1]))
+  state = make_state()
+  state.params["embedding"] *= 3
+  with Checkpoints(workdir, keep=1) as checkpoints:
+    checkpoints.save(0, state, data_state={}, config=config.to_dict(), metrics={})
+    checkpoints.wait()
+  return workdir
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+  return save(tmp_path_factory.mktemp("run"))
+
+
+def run(*args):
+  return subprocess.run([sys.executable, "-m", "diffjax.generate", *args], capture_output=True, timeout=300)
+
+
+def test_it_prints_what_the_sampler_gives(workdir):
+  """One prompt as it comes, two together; a stop string ends the text before it."""
+  trained = load(workdir)
+  sampler = Sampler(trained.model, trained.params, batch_size=2, capacity=512)
+  prompts = [[255, *b"abc"], [255, *b"a longer one"]]
+  first, second = (trained.tokenizer.decode(ids) for ids in sampler.generate(prompts, 40, temperature=0.8, seed=3, stop_ids=[255]))
+  alone = run(f"--workdir={workdir}", "--prompt=abc", "--max_new_tokens=40", "--seed=3")
+  assert alone.stdout.decode() == f"abc{first}\n", alone.stderr
+  stop = second[len(second) // 2 :][:2]
+  both = run(f"--workdir={workdir}", "--prompt=abc", "--prompt=a longer one", "--max_new_tokens=40", "--seed=3", f"--stop={stop}")
+  assert both.stdout.decode() == f"--- 1 ---\nabc{first.split(stop)[0]}\n--- 2 ---\na longer one{second.split(stop)[0]}\n"
+
+
+def test_the_terminal_gets_whole_characters_and_no_part_of_a_stop_string(capsys):
+  tokenizer, text = load_tokenizer("bytes"), "größer€ STOP and more"
+  ids = tokenizer.encode(text).tolist()
+  show, seen = _printer("p: ", tokenizer, ["STOP", "€€"]), []
+  for end in range(len(ids) + 1):
+    show(ids[:end], False)
+    seen.append(capsys.readouterr().out)
+  show(ids, True)
+  assert "".join(seen) + capsys.readouterr().out == "p: größer€ \n"
+  assert not any("\ufffd" in part for part in seen) and _cut("nothing", ["STOP"]) is None
+
+
+def test_bad_input_is_one_line(workdir, tmp_path):
+  tokenized = save(tmp_path / "tokenized", tokenizer="/nowhere/tokenizer.json")
+  for args, code, message in (
+    ([], 2, "pass --workdir=DIR"),
+    ([f"--workdir={workdir}"], 2, "pass --prompt=TEXT"),
+    ([f"--workdir={workdir}", "--prompt=x", "--stop="], 2, "--stop must not be empty"),
+    (["--workdir=/nowhere", "--prompt=x"], 1, "there is no complete checkpoint in /nowhere/checkpoints"),
+    ([f"--workdir={workdir}", "--prompt=x", "--step=7"], 1, "there is no complete checkpoint of step 7"),
+    ([f"--workdir={workdir}", f"--prompt={'x' * 700}"], 1, "701 tokens and 200 new ones are more than the 600 that a row can have"),
+    ([f"--workdir={workdir}", "--prompt=x", "--top_p=2"], 1, "top_p must be above 0 and at most 1; got 2.0"),
+    ([f"--workdir={tokenized}", "--prompt=x"], 1, "there is no tokenizer beside the checkpoint: neither"),
+  ):
+    result = run(*args)
+    lines = result.stderr.decode().strip().splitlines()
+    assert result.returncode == code and lines[-1].startswith("error: ") and message in lines[-1], result.stderr
+    assert b"Traceback" not in result.stderr
+
+
+def test_a_damaged_checkpoint_is_passed_over_or_named(workdir, tmp_path):
+  damaged = save(tmp_path / "damaged")
+  file = next(path for path in (damaged / "checkpoints/0").rglob("*") if path.is_file() and path.stat().st_size > 2000)
+  data = np.frombuffer(file.read_bytes(), np.uint8).copy()
+  data[1000] ^= 1
+  file.write_bytes(data.tobytes())
+  result = run(f"--workdir={damaged}", "--prompt=x")
+  assert result.returncode == 1 and b"is damaged" in result.stderr and b"Traceback" not in result.stderr
