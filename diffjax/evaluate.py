@@ -113,11 +113,17 @@ def _load() -> list[_Model]:
   """
   import jax
 
+  from diffjax.data.progress import say
   from diffjax.training import trained
 
-  models = [trained.load(_WORKDIR.value, _STEP.value)]
+  def load(workdir: str, step: int | None) -> trained.Trained:
+    say(f"loading {workdir}")
+    return trained.load(workdir, step)
+
+  assert _WORKDIR.value is not None
+  models = [load(_WORKDIR.value, _STEP.value)]
   if _AGAINST.value:
-    first, second = models[0], trained.load(_AGAINST.value, _AGAINST_STEP.value)
+    first, second = models[0], load(_AGAINST.value, _AGAINST_STEP.value)
     if first.tokenizer.fingerprint != second.tokenizer.fingerprint:
       raise UserError(
         f"--against={_AGAINST.value} has another vocabulary: {second.tokenizer.spec!r} of {second.tokenizer.vocab_size} tokens, "

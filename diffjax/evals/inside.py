@@ -123,6 +123,6 @@ def over_queries(
     q, lam, ids = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, size, axis=1), padded)
     seen = masks.visible(masks.positions(size, first), masks.positions(k.shape[1], 0), ids, segment_ids, causal=True, window=None)
     assert seen is not None  # since it is causal
-    return step(carry, Attended(q, k, lam, segment_ids), seen & (ids > 0)[:, :, None], first)
+    return step(carry, Attended(q, k, lam, ids), seen & (ids > 0)[:, :, None], first)
 
   return jax.lax.fori_loop(0, blocks, body, start)

@@ -74,13 +74,13 @@ def save(figure: Figure, path: epath.PathLike) -> None:
 
 def table(results: Mapping[str, Any]) -> rich.table.Table:
   """The figures of one model, or of two and their paired difference, each with its 95% interval; a difference that excludes 0 is bold."""
-  out = rich.table.Table(title=results["suite"], title_justify="left", title_style="bold")
+  out = rich.table.Table(title=rich.text.Text(results["suite"]), title_justify="left", title_style="bold")
   places = list(dict.fromkeys(name for row in results["figures"] for name in row["at"]))
   out.add_column("")
   for place in places:
     out.add_column(place, justify="right")
   for model in results["models"]:
-    out.add_column(model["name"], justify="right")
+    out.add_column(rich.text.Text(model["name"]), justify="right")
   if len(results["models"]) > 1:
     out.add_column("difference", justify="right")
   for row in results["figures"]:

@@ -99,9 +99,9 @@ def validation_rows(
   """
   config = trained.config
   length = length or config.data.length
-  for name, value, low in (("rows", count, -1), ("length", length, 1), ("batch_size", batch_size, 1)):
-    if value < low:
-      raise UserError(f"set.{suite}.{name} = {value}: must be at least {low}")
+  for name, value in (("rows", count), ("length", length), ("batch_size", batch_size)):
+    if value < 1 and (name, value) != ("rows", -1):
+      raise UserError(f"set.{suite}.{name} = {value}: must be at least 1{', or -1 for all' * (name == 'rows')}")
   if length > config.model.max_length and not beyond_limit:
     raise UserError(
       f"set.{suite}.length = {length}: {trained.name} takes at most {config.model.max_length} tokens (config.model.max_length)"
@@ -115,10 +115,7 @@ def validation_rows(
     validation_source=source or config.data.validation_source,
     mode=config.data.mode if own else "streamed",  # other rows are few: nothing is prepared for them, least of all the training split
   )
-  batches = validation_batches(dataclasses.replace(config, data=data, eval=dataclasses.replace(config.eval, rows=count)), batch_size)
-  if not batches.rows:
-    raise UserError(f"set.{suite}.rows = {count}: there is nothing to measure on")
-  return batches
+  return validation_batches(dataclasses.replace(config, data=data, eval=dataclasses.replace(config.eval, rows=count)), batch_size)
 
 
 def losses(

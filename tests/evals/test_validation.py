@@ -1,0 +1,66 @@
+"""The validation suite, and the rows that other measurements share with it."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from diffjax.config import UserError
+from diffjax.evals import validation
+from diffjax.evals.figures import interval
+from diffjax.evals.validation import Settings, validation_rows
+from diffjax.parallel.mesh import make_mesh
+from diffjax.training.step import make_eval_step
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def numbers(figures):
+  return {figure.name: interval(figure).value for figure in figures}
+
+
+def test_a_uniform_model_loses_log_n(make_trained, uniform):
+  figures = list(validation.evaluate(uniform(make_trained()), Settings(rows=8)))
+  found = numbers(figures)
+  assert {figure.units.shape for figure in figures} == {(8, 5)}
+  for name in ("loss (nats/token)", "AR-Hit (nats/token)", "Others (nats/token)"):
+    assert found[name] == pytest.approx(math.log(256), rel=1e-6)
+  assert found["perplexity"] == pytest.approx(256, rel=1e-5)
+  assert 8 < found["bits per byte"] < 8.5  # separators cost bits and are no bytes
+
+
+def test_the_suite_equals_what_the_loop_logs_whatever_the_batch(make_trained):
+  trained = make_trained()
+  config = dataclasses.replace(trained.config, eval=dataclasses.replace(trained.config.eval, rows=13))
+  step = make_eval_step(config, make_mesh(config.mesh, jax.devices()[:1]))
+  rows = validation_rows("validation", trained, 13, batch_size=4)
+  logged = dict(validation.losses(step, trained.params, rows, token_bytes=trained.tokenizer.token_bytes(), ngram=3))
+  for batch_size in (1, 5):
+    found = numbers(validation.evaluate(trained, Settings(rows=13, batch_size=batch_size)))
+    assert list(found.values()) == pytest.approx(list(logged.values()), rel=1e-5)
+
+
+def test_rows_of_another_text_or_length(make_trained, tmp_path):
+  trained = make_trained()
+  (tmp_path / "other.txt").write_text("x" * 1000)
+  batches = list(validation_rows("validation", trained, -1, length=128, source=f"text:{tmp_path}/*.txt"))
+  tokens = np.concatenate([batch["tokens"] for batch in batches])
+  assert tokens.shape == (8, 128) and set(tokens.ravel()) <= {ord("x"), 255, 0}
+
+
+@pytest.mark.parametrize(
+  "settings, message",
+  [
+    (dict(length=513), "set.validation.length = 513: a diff model takes at most 512 tokens"),
+    (dict(rows=-2), "set.validation.rows = -2: must be at least 1, or -1 for all"),
+    (dict(rows=0), "set.validation.rows = 0: must"),
+    (dict(batch_size=0), "set.validation.batch_size = 0"),
+    (dict(ngram=1), "set.validation.ngram = 1"),
+    (dict(source="text:/nowhere/*"), "/nowhere/"),
+  ],
+)
+def test_bad_settings(make_trained, settings, message):
+  with pytest.raises(UserError, match=message):
+    list(validation.evaluate(make_trained(), Settings(**settings)))

@@ -1,0 +1,154 @@
+"""python -m diffjax.evaluate as typed: results of a trained pair, and one clear line for what cannot be done."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from diffjax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TrainConfig
+from diffjax.data.tokenizer_training import train_tokenizer
+from diffjax.evaluate import SUITES
+from diffjax.training import loop
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def run(*args):
+  command = [sys.executable, "-m", "diffjax.evaluate", *map(str, args)]
+  result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+  assert "Traceback" not in result.stderr
+  return result
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+  """A DIFF model, its Transformer twin, and one of another vocabulary, each after two steps."""
+  path = tmp_path_factory.mktemp("runs")
+  texts = ["".join(f"document {index}, line {line}: {line * index % 97}\n" for line in range(40)) for index in range(40)]
+  (path / "text").mkdir()
+  for index, text in enumerate(texts):
+    (path / "text" / f"{index}.txt").write_text(text)
+  model = ModelConfig(num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn_dim=32, max_length=512)
+  data = DataConfig(source=f"text:{path}/text/*.txt", validation_fraction=0.3, length=64, prepared_dir=str(path / "rows"))
+  config = Config(
+    model=model, data=data, optimizer=OptimizerConfig(warmup_steps=1), eval=EvalConfig(interval=0),
+    train=TrainConfig(steps=2, batch_size=8, log_interval=1, sample_tokens=0),
+  )  # fmt: skip
+  loop.train(config, str(path / "diff"))
+  twin = dataclasses.replace(model, attention="softmax", num_heads=4, num_kv_heads=2, head_norm=False)
+  loop.train(dataclasses.replace(config, model=twin), str(path / "transformer"))
+  train_tokenizer(texts, 300, path / "tokenizer")
+  words = dataclasses.replace(data, tokenizer=str(next((path / "tokenizer").glob("*.tiktoken"))), prepared_dir=str(path / "other_rows"))
+  loop.train(dataclasses.replace(config, data=words, model=dataclasses.replace(model, vocab_size=300)), str(path / "other"))
+  return path
+
+
+def load(path):
+  def refuse(name):
+    raise ValueError(name)
+
+  return json.loads(path.read_text(), parse_constant=refuse)
+
+
+QUICK = [
+  "--set.validation.rows=6",
+  "--set.position_nll.rows=2",
+  "--set.position_nll.length=128",
+  "--set.needle.pairs=1/1",
+  "--set.needle.samples=2",
+  "--set.needle.depths=0.0,1.0",
+  "--set.attention.needles=1",
+  "--set.attention.samples=2",
+  "--set.outliers.tokens=512",
+  "--set.quantised.measurements=validation",
+  "--set.quantised.bits=4",
+  "--set.quantised.validation.rows=4",
+  "--set.difference_map.rows=4",
+]
+
+
+def test_every_suite_of_a_pair(runs, tmp_path):
+  suites = ["validation", "position_nll", "needle", "attention", "outliers", "quantised", "difference_map"]
+  result = run(
+    f"--suite={','.join(suites)}", f"--workdir={runs / 'diff'}", f"--against={runs / 'transformer'}", f"--out={tmp_path}", *QUICK
+  )
+  assert result.returncode == 0, result.stderr
+  for suite in suites:
+    found = load(tmp_path / f"{suite}.json")
+    assert found["suite"] == suite and found["figures"]
+    assert [(model["attention"], model["name"]) for model in found["models"]] == [
+      ("diff", f"{runs / 'diff'} at step 2"), ("softmax", f"{runs / 'transformer'} at step 2")
+    ]  # fmt: skip
+    assert all(model["parameters"] > 5000 and model["seconds"] >= 0 for model in found["models"])
+    for row in found["figures"]:
+      assert row["units"] == row["against"]["units"] == row["difference"]["units"] > 0
+    assert (suite == "validation") or (tmp_path / f"{suite}.png").stat().st_size > 1000
+    assert f"{tmp_path / suite}.json" in result.stdout
+  assert load(tmp_path / "validation.json")["settings"]["rows"] == 6
+  loss = load(tmp_path / "validation.json")["figures"][0]
+  assert loss["difference"]["value"] == pytest.approx(loss["value"] - loss["against"]["value"])
+  assert "AR-Hit (nats/token)" in result.stdout and "difference" in result.stdout and f"{loss['value']:.4g} [" in result.stdout
+  assert not [file for file in os.listdir(tmp_path) if not file.endswith((".json", ".png"))]
+  assert result.stderr.count("loading") == 2  # each model once
+
+
+def test_one_model_and_a_step_of_it(runs):
+  result = run("--suite=validation", f"--workdir={runs / 'transformer'}", "--step=2", "--set.validation.rows=3")
+  assert result.returncode == 0, result.stderr
+  found = load(runs / "transformer" / "evals" / "validation.json")
+  assert len(found["models"]) == 1 and "against" not in found["figures"][0] and "difference" not in result.stdout
+  # The model that another is compared with is measured on the other's data, to the same numbers
+  result = run("--suite=validation", f"--workdir={runs / 'diff'}", f"--against={runs / 'transformer'}", "--set.validation.rows=3")
+  assert result.returncode == 0, result.stderr
+  both = load(runs / "diff" / "evals" / "validation.json")
+  assert both["figures"][0]["against"]["value"] == pytest.approx(found["figures"][0]["value"])
+
+
+def test_another_vocabulary_is_refused_before_anything_runs(runs, tmp_path):
+  out = tmp_path / "out"
+  result = run("--suite=validation", f"--workdir={runs / 'diff'}", f"--against={runs / 'other'}", f"--out={out}")
+  assert result.returncode == 1 and not out.exists() and not result.stdout
+  message = result.stderr.splitlines()[-1]
+  assert (
+    message.startswith(f"error: --against={runs / 'other'} has another vocabulary: ") and "of 300 tokens, not 'bytes' of 256" in message
+  )
+
+
+@pytest.mark.parametrize(
+  "args, code, message",
+  [
+    ([], 2, f"error: pass --suite=NAME[,NAME]: there are {', '.join(SUITES)}"),
+    (["--suite=validation,books"], 2, f"error: --suite=books: there is no such suite; there are {', '.join(SUITES)}"),
+    (["--suite=validation"], 2, "error: pass --workdir=DIR"),
+    (["--suite=validation", "--workdir={diff}", "--against_step=3"], 2, "error: --against_step is a checkpoint of --against=DIR"),
+    (["--suite=validation", "--workdir={diff}", "--step=x"], 2, "error: flag --step=x"),
+    (["--suite=validation", "--workdir={diff}", "--steps=1"], 2, "error: Unknown command line flag 'steps'"),
+    (["--suite=validation", "--workdir={diff}", "extra"], 2, "error: unexpected argument 'extra'"),
+    (["--suite=validation", "--set.validation.row=3"], 2, "error: set.validation.row is not a setting: did you mean validation.rows?"),
+    (["--suite=validation", "--set.books.rows=3"], 2, "error: set.books is not a setting: there are validation, "),
+    (["--suite=validation", "--set.validation.rows=x"], 2, "error: flag --set.validation.rows=x: invalid literal"),
+    (["--suite=quantised", "--set.quantised.needle.sample=3"], 2, "error: set.quantised.needle.sample is not a setting: did you mean"),
+    (["--suite=quantised", "--workdir=x", "--set.quantised.bits=4.5"], 1, "error: set.quantised.bits must be int; got 4.5"),
+    (["--suite=validation", "--workdir=/nowhere"], 1, "error: there is no complete checkpoint in /nowhere/checkpoints"),
+    (["--suite=validation", "--workdir={diff}", "--step=3"], 1, "error: there is no complete checkpoint of step 3"),
+    (["--suite=validation", "--workdir={diff}", "--against=/nowhere"], 1, "error: there is no complete checkpoint in /nowhere/checkpoints"),
+    (["--suite=validation", "--workdir={diff}", "--out=/proc/evals"], 1, "error: cannot write results in /proc/evals"),
+    (["--suite=validation", "--workdir={diff}", "--set.validation.length=513"], 1, "takes at most 512 tokens (config.model.max_length)"),
+    (["--suite=attention", "--workdir={diff}", "--set.attention.length=513"], 1, "takes 1 to 512 tokens (config.model.max_length)"),
+    (["--suite=needle", "--workdir={diff}", "--set.needle.lengths=513"], 1, "at most 512 tokens"),
+  ],
+)
+def test_bad_input_is_one_line(runs, args, code, message):
+  result = run(*(argument.format(diff=runs / "diff") for argument in args))
+  assert result.returncode == code, result.stderr
+  lines = [line for line in result.stderr.splitlines() if not line.startswith("diffjax: ")]
+  assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0]
+
+
+def test_a_mistyped_flag_waits_for_no_imports():
+  code = "import sys, diffjax.evaluate; sys.exit(bool({'jax', 'flax', 'matplotlib', 'etils'} & set(sys.modules)))"
+  assert subprocess.run([sys.executable, "-c", code], cwd=pathlib.Path(__file__).parents[1]).returncode == 0
