@@ -22,9 +22,9 @@ QUESTIONS = {
   "arc_easy": [{"question": f"Which is {n}?", "choices": {"text": list("0123"), **LETTERS}, "answerKey": "ABCD"[n]} for n in range(4)],
   "arc_challenge": [{"question": "Which is 2?", "choices": {"text": list("0123"), **LETTERS}, "answerKey": "C"}],
   "boolq": [{"passage": "So it is.", "question": "is it so", "label": label} for label in (0, 0, 1)],
-  "hellaswag": [
-    {"activity_label": "Cooking", "ctx_a": "A man stands.", "ctx_b": "he", "endings": ["12", "[x] 222", "3", "4"], "label": str(n)}
-    for n in range(4)
+  "hellaswag": [  # the second ending has most 2s, the first most for its length, once its brackets are gone
+    {"activity_label": "Cooking", "ctx_a": "A man stands.", "ctx_b": "he", "endings": ["[steps]2", "2 and 2", "3", "4"], "label": label}
+    for label in "001"
   ],
   "openbookqa": [{"question_stem": "Water is", "choices": {"text": ["2", "dry", "hot", "red"], **LETTERS}, "answerKey": "A"}],
   "piqa": [{"goal": "To eat", "sol1": "use a fork", "sol2": "use 2 forks", "label": label} for label in (0, 1)],
@@ -65,11 +65,9 @@ def test_the_papers_tasks_on_local_questions(monkeypatch, data):
   for task, expected in accuracy.items():
     assert figures.interval(found["acc", task]).value == pytest.approx(expected)
     assert len(found["acc", task].units) == len(QUESTIONS[task])
-  # "[x] 222" loses its brackets and has the most 2s; "12" too is half a 2 a byte
-  np.testing.assert_array_equal(found["acc", "hellaswag"].units[:, 0], [0, 1, 0, 0])
-  assert found["acc_norm", "hellaswag"].units[:, 0].sum() == 1
-  mean = np.mean([*accuracy.values(), 0.25])
-  assert figures.interval(found["mean accuracy", None]).value == pytest.approx(mean)
+  assert figures.interval(found["acc", "hellaswag"]).value == pytest.approx(1 / 3)
+  assert figures.interval(found["acc_norm", "hellaswag"]).value == pytest.approx(2 / 3)
+  assert figures.interval(found["mean accuracy", None]).value == pytest.approx(np.mean([*accuracy.values(), 2 / 3]))
   # Pairing: the same questions in the same order
   rows = list(figures.compare(found.values(), run(data_dir=str(data)).values()))
   assert all(row["difference"] == row["difference"] | {"value": 0, "units": row["units"]} for row in rows)

@@ -1,5 +1,7 @@
 """lm-eval gets from the adapter what the model itself gives: the same likelihoods and the same greedy texts."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,8 @@ from lm_eval.api.instance import Instance  # noqa: E402
 
 from diffjax.config import Config, ModelConfig  # noqa: E402
 from diffjax.data.tokenizer import load_tokenizer  # noqa: E402
+from diffjax.evals.scoring import Score  # noqa: E402
+from diffjax.interop import lm_eval as adapter  # noqa: E402
 from diffjax.interop.lm_eval import DiffjaxLM  # noqa: E402
 from diffjax.model.decoder import Decoder, logits  # noqa: E402
 from diffjax.training.trained import Trained  # noqa: E402
@@ -54,13 +58,30 @@ def test_loglikelihoods(model, log_softmax):
     assert is_greedy == all(table[place].argmax() == whole[place + 1] for place in places)
 
 
-def test_a_context_that_is_too_long_loses_its_oldest_tokens_but_not_the_separator(model, log_softmax, caplog):
-  ((value, _),) = DiffjaxLM(model, batch_tokens=128).loglikelihood([request("loglikelihood", "x" * 30 + "y" * 40, "zz")])
-  ids = [255, *(b"x" * 30 + b"y" * 40)[-46:], *b"zz"]
-  table = log_softmax(ids[:-1])
-  assert len(ids) - 1 == CONFIG.max_length
-  assert value == pytest.approx(sum(table[place, ids[place + 1]] for place in (46, 47)), rel=1e-5)
-  assert "1 of 1 contexts are longer than the model takes (48 tokens) and were cut" in caplog.text
+@pytest.fixture
+def pairs(monkeypatch):
+  """What is scored, instead of scoring it."""
+  pairs = []
+  monkeypatch.setattr(adapter, "score", lambda model, params, asked, **_: pairs.extend(asked) or [Score(0.0, True)] * len(asked))
+  return pairs
+
+
+def test_a_context_that_is_too_long_loses_its_oldest_tokens_but_not_the_separator(model, pairs, caplog):
+  asked = [("x" * 30 + "y" * 40, "zz"), ("x", "z" * 48), ("y", "zz")]
+  DiffjaxLM(model, batch_tokens=128).loglikelihood([request("loglikelihood", *pair) for pair in asked])
+  assert pairs == [([255, *b"x" * 6, *b"y" * 40], [*b"zz"]), ([255], [*b"z" * 48]), ([255, *b"y"], [*b"zz"])]
+  assert "2 of 3 contexts are longer than the model takes (48 tokens) and were cut" in caplog.text
+
+
+def test_a_continuation_that_the_tokenizer_joins_with_the_context(model, pairs, monkeypatch):
+  class Joins:
+    separator = 255
+
+    def encode(self, text):
+      return [200 if text == "ab" else ord(text)]
+
+  DiffjaxLM(dataclasses.replace(model, tokenizer=Joins()), batch_tokens=128).loglikelihood([request("loglikelihood", "a", "b")])
+  assert pairs == [([255, ord("a")], [ord("b")])]
 
 
 def test_rolling_likelihoods(model, log_softmax):
