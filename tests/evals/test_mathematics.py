@@ -96,9 +96,13 @@ def test_the_mean_weights_files_alike(play, trained, files):
 
 
 def test_what_follows_another_question_does_not_count(play, trained, files):
-  own = lambda prompt: oracle(prompt) + "\n\nQ: What is 1 + 1?\nA: The answer is 2."
-  found, _ = play(trained, Settings(files=files, new_tokens=200), own)
-  assert all(row["value"] == 1 for row in found.values())
+  own = lambda prompt: oracle("Q: " + prompt.partition(": ")[2]) + "\n\nExercise 9: What is 1 + 1?\nA: 2."
+  config = dataclasses.replace(trained.config, data=DataConfig(prompt_template="Exercise 9: {prompt}\nA:"))
+  found, asked = play(dataclasses.replace(trained, config=config), Settings(files=files, new_tokens=200), own)
+  assert asked[0] == "Exercise 9: What is 3 + 3?\nA:" and all(row["value"] == 1 for row in found.values())
+  bare = lambda prompt: f"{2 * int(prompt.split()[4])}\nExercise 9: What"
+  found, _ = play(dataclasses.replace(trained, config=config), Settings(files=files[:1], new_tokens=200), bare)
+  assert found["accuracy", "gsm8k"]["value"] == 1, "9 is of the template"
 
 
 def test_answers_that_do_not_end(play, trained, files):
