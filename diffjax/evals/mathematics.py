@@ -38,8 +38,8 @@ _TAIL = 64  # tokens looked at for the beginning of another question
 class Settings:
   """What is asked, and how."""
 
-  # JSONL files, each a benchmark, named by its file
-  files: tuple[str, ...] = ()
+  # JSONL files with commas between, each a benchmark, named by its file
+  files: str = ""
   # Questions of each file, its first ones; 0 for all
   questions: int = 0
   # Demonstrations before every question
@@ -67,12 +67,13 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   Raises:
     UserError: for files that cannot be read, records without a field, or prompts that do not leave room for an answer.
   """
-  _check(settings)
+  paths = [path.strip() for path in settings.files.split(",") if path.strip()]
+  _check(settings, paths)
   template = trained.config.data.prompt_template
   shots = "".join(
     f"{_ask(template, shot.text)}{shot.solution}\n\n" for shot in (read(settings.shots_file)[: settings.shots] if settings.shots else ())
   )
-  files = [(epath.Path(name).stem, read(name)[: settings.questions or None]) for name in settings.files]
+  files = [(epath.Path(name).stem, read(name)[: settings.questions or None]) for name in paths]
   prompts = [[_prompt(trained.tokenizer, shots + _ask(template, question.text)) for question in questions] for _, questions in files]
   capacity = _capacity(trained, settings, files, prompts)
   sampler = Sampler(trained.model, trained.params, batch_size=max(1, settings.batch_tokens // capacity), capacity=capacity)
@@ -140,15 +141,15 @@ def _prompt(tokenizer: Tokenizer, text: str) -> list[int]:
   return [tokenizer.separator, *np.asarray(tokenizer.encode(text)).tolist()]
 
 
-def _check(settings: Settings) -> None:
-  if not settings.files:
+def _check(settings: Settings, paths: Sequence[str]) -> None:
+  if not paths:
     raise UserError(
       "set.mathematics.files names JSONL files of questions, with commas between: records with a question (or problem) and an answer "
       "(or solution)"
     )
-  names = [epath.Path(name).stem for name in settings.files]
+  names = [epath.Path(path).stem for path in paths]
   if len(set(names)) < len(names):
-    raise UserError(f"set.mathematics.files = {','.join(settings.files)}: two files of one name; figures are named by it, so rename one")
+    raise UserError(f"set.mathematics.files = {settings.files}: two files of one name; figures are named by it, so rename one")
   for name, low in (("questions", 0), ("shots", 0), ("new_tokens", 1)):
     if getattr(settings, name) < low:
       raise UserError(f"set.mathematics.{name} = {getattr(settings, name)}: must be at least {low}")

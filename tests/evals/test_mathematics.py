@@ -2,9 +2,10 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from diffjax.config import Config, DataConfig, ModelConfig, UserError
@@ -13,7 +14,9 @@ from diffjax.data.packing import TokenizeExample
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.evals import figures, mathematics
 from diffjax.evals.mathematics import Settings
-from diffjax.model.decoder import Decoder
+from diffjax.parallel.mesh import make_mesh
+from diffjax.training.checkpoint import Checkpoints
+from diffjax.training.step import make_init
 from diffjax.training.trained import Trained
 
 TOKENIZER = load_tokenizer("bytes")
@@ -76,7 +79,7 @@ def oracle(prompt):
 
 
 def test_an_oracle_scores_1_and_its_opposite_0(play, trained, files):
-  found, asked = play(trained, Settings(files=files, new_tokens=100), oracle)
+  found, asked = play(trained, Settings(files=",".join(files), new_tokens=100), oracle)
   assert {key: row["value"] for key, row in found.items()} == {
     **{(name, file): 1.0 for name in ("accuracy", "ended") for file in ("gsm8k", "math", "math500")},
     ("accuracy", "mean"): 1.0,
@@ -84,12 +87,12 @@ def test_an_oracle_scores_1_and_its_opposite_0(play, trained, files):
   assert found["accuracy", "gsm8k"]["units"] == 6 and found["accuracy", "mean"]["units"] == 14
   assert asked[0] == "Q: What is 3 + 3?\nA:"
   for wrong in ("The answer is 1000.", "", "nothing", r"\boxed{x}"):
-    found, _ = play(trained, Settings(files=files, new_tokens=100), lambda prompt: wrong)  # noqa: B023
+    found, _ = play(trained, Settings(files=",".join(files), new_tokens=100), lambda prompt: wrong)  # noqa: B023
     assert all(row["value"] == 0 for (name, _), row in found.items() if name == "accuracy")
 
 
 def test_the_mean_weights_files_alike(play, trained, files):
-  found, _ = play(trained, Settings(files=files[:2], new_tokens=100), lambda prompt: oracle(prompt) if "What" in prompt else "")
+  found, _ = play(trained, Settings(files=",".join(files[:2]), new_tokens=100), lambda prompt: oracle(prompt) if "What" in prompt else "")
   assert (found["accuracy", "gsm8k"]["value"], found["accuracy", "math"]["value"]) == (1.0, 0.0)
   assert found["accuracy", "mean"]["value"] == pytest.approx(0.5)
   assert found["accuracy", "mean"]["low"] < 0.5 < found["accuracy", "mean"]["high"]
@@ -98,20 +101,20 @@ def test_the_mean_weights_files_alike(play, trained, files):
 def test_what_follows_another_question_does_not_count(play, trained, files):
   own = lambda prompt: oracle("Q: " + prompt.partition(": ")[2]) + "\n\nExercise 9: What is 1 + 1?\nA: 2."
   config = dataclasses.replace(trained.config, data=DataConfig(prompt_template="Exercise 9: {prompt}\nA:"))
-  found, asked = play(dataclasses.replace(trained, config=config), Settings(files=files, new_tokens=200), own)
+  found, asked = play(dataclasses.replace(trained, config=config), Settings(files=",".join(files), new_tokens=200), own)
   assert asked[0] == "Exercise 9: What is 3 + 3?\nA:" and all(row["value"] == 1 for row in found.values())
   bare = lambda prompt: f"{2 * int(prompt.split()[4])}\nExercise 9: What"
-  found, _ = play(dataclasses.replace(trained, config=config), Settings(files=files[:1], new_tokens=200), bare)
+  found, _ = play(dataclasses.replace(trained, config=config), Settings(files=files[0], new_tokens=200), bare)
   assert found["accuracy", "gsm8k"]["value"] == 1, "9 is of the template"
 
 
 def test_answers_that_do_not_end(play, trained, files):
-  found, _ = play(trained, Settings(files=files[:1], new_tokens=50), lambda prompt: "3" * 200 if "3 + 3" in prompt else "no")
+  found, _ = play(trained, Settings(files=files[0], new_tokens=50), lambda prompt: "3" * 200 if "3 + 3" in prompt else "no")
   assert found["ended", "gsm8k"]["value"] == pytest.approx(5 / 6)
 
 
 def test_demonstrations_stand_before_questions(play, trained, files):
-  settings = Settings(files=files[:1], shots=2, shots_file=files[2], questions=3, new_tokens=100)
+  settings = Settings(files=files[0], shots=2, shots_file=files[2], questions=3, new_tokens=100)
   found, asked = play(trained, settings, oracle)
   shots = "Q: Half of 1?\nA:See above.\n\nQ: Half of 2?\nA:See above.\n\n"
   assert asked == [f"{shots}Q: What is {number} + {number}?\nA:" for number in (3, 4, 5)]
@@ -141,7 +144,7 @@ def test_prompts_are_those_of_fine_tuning(trained):
 def test_bad_records(tmp_path, trained, record, message):
   path = write(tmp_path / "a.jsonl", [GSM8K[0], record])
   with pytest.raises(UserError, match=message) as caught:
-    list(mathematics.evaluate(trained, Settings(files=(path,), new_tokens=50)))
+    list(mathematics.evaluate(trained, Settings(files=path, new_tokens=50)))
   assert "\n" not in str(caught.value)
 
 
@@ -152,32 +155,41 @@ def test_numbers_are_answers_too(tmp_path):
 @pytest.mark.parametrize(
   ("change", "message"),
   [
-    ({"files": ()}, "set.mathematics.files names JSONL files"),
-    ({"files": ("/nowhere/a.jsonl",)}, "/nowhere/a.jsonl: cannot be read"),
+    ({"files": " ,"}, "set.mathematics.files names JSONL files"),
+    ({"files": "/nowhere/a.jsonl"}, "/nowhere/a.jsonl: cannot be read"),
     ({"shots": 1}, "set.mathematics.shots_file must name a file"),
     ({"shots": 9, "shots_file": "math.jsonl"}, "set.mathematics.shots = 9: .*math.jsonl has 4 records"),
     ({"shots": -1}, "set.mathematics.shots = -1: must be at least 0"),
     ({"new_tokens": 0}, "set.mathematics.new_tokens = 0: must be at least 1"),
-    ({"files": ("a/b.jsonl", "c/b.jsonl")}, "two files of one name"),
+    ({"files": "a/b.jsonl,c/b.jsonl"}, "two files of one name"),
   ],
 )
 def test_bad_settings(tmp_path, trained, files, change, message):
   if change.get("shots_file"):
     change = {**change, "shots_file": str(tmp_path / change["shots_file"])}
   with pytest.raises(UserError, match=message):
-    list(mathematics.evaluate(trained, dataclasses.replace(Settings(files=files), **change)))
+    list(mathematics.evaluate(trained, dataclasses.replace(Settings(files=",".join(files)), **change)))
 
 
-def test_a_real_model(files):
-  config = Config(model=ModelConfig(num_layers=1, embed_dim=16, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=16, max_length=128))
-  model = Decoder(config.model)
-  params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-  trained = Trained("a model", config, model, params, TOKENIZER)
-  found = list(mathematics.evaluate(trained, Settings(files=files[:2], new_tokens=9, questions=3, batch_tokens=128)))
-  assert [(figure.name, len(figure.units)) for figure in found] == [
-    ("accuracy", 3),
-    ("ended", 3),
-    ("accuracy", 3),
-    ("ended", 3),
-    ("accuracy", 6),
-  ]
+def test_the_command(files, tmp_path):
+  """python -m diffjax.evaluate --suite=mathematics, with a model that has learnt nothing; and with a bad record."""
+  config = Config(model=ModelConfig(num_layers=1, embed_dim=16, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=16, max_length=256))
+  make_state, _ = make_init(config, make_mesh(config.mesh, jax.devices()[:1]))
+  with Checkpoints(tmp_path / "run", keep=1) as checkpoints:
+    checkpoints.save(0, make_state(), data_state={}, config=config.to_dict(), metrics={})
+    checkpoints.wait()
+
+  def run(*args):
+    command = [sys.executable, "-m", "diffjax.evaluate", "--suite=mathematics", f"--workdir={tmp_path}/run", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+  result = run(f"--set.mathematics.files={files[0]},{files[1]}", "--set.mathematics.new_tokens=9", "--set.mathematics.questions=3")
+  assert result.returncode == 0, result.stderr
+  found = json.loads((tmp_path / "run" / "evals" / "mathematics.json").read_text())
+  assert [(row["name"], row["at"]["file"], row["units"]) for row in found["figures"]] == [
+    ("accuracy", "gsm8k", 3), ("ended", "gsm8k", 3), ("accuracy", "math", 3), ("ended", "math", 3), ("accuracy", "mean", 6)
+  ]  # fmt: skip
+  result = run(f"--set.mathematics.files={write(tmp_path / 'bad.jsonl', [GSM8K[0], {'question': '?'}])}", "--set.mathematics.new_tokens=9")
+  assert result.returncode == 1 and result.stderr == (
+    f"error: {tmp_path}/bad.jsonl:2: the field 'answer' or 'solution' is missing; there are 'question'\n"
+  )
