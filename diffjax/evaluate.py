@@ -31,6 +31,7 @@ SUITES = {
   "outliers": "diffjax.evals.outliers",
   "quantised": "diffjax.evals.quantised",
   "difference_map": "diffjax.evals.difference_map",
+  "mathematics": "diffjax.evals.mathematics",
 }
 
 _SUITE = flags.DEFINE_list("suite", [], f"What to measure, with commas between: {', '.join(SUITES)}.")
