@@ -1,5 +1,6 @@
 """python -m diffjax.convert as typed: one line for what cannot be done, and nothing written."""
 
+import importlib.util
 import json
 import pathlib
 import re
@@ -240,6 +241,22 @@ def test_what_is_there_is_not_written_over(write_llama, convert, target, tmp_pat
     assert result.returncode == 1
     assert result.stderr == f"error: --to: {tmp_path / name} is there already and no empty directory; name another one, or delete it\n"
   assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="gcsfs is there")
+def test_buckets_need_gcsfs(convert):
+  for args in (["--from=llama:x", "--to=diffjax:gs://b/x"], ["--from=diffjax:gs://b/x", "--to=unilm:x"]):
+    result = convert(*args)
+    assert result.returncode == 1 and result.stderr == "error: the workdir gs://b/x needs gcsfs: pip install 'diffjax[gcs]'\n"
+
+
+def test_names_that_cannot_be(convert, tmp_path):
+  for args, message in [
+    ([f"--from=llama:{tmp_path / ('x' * 300)}", f"--to=unilm:{tmp_path / 'out'}"], "cannot read .*: File name too long"),
+    (["--from=llama:~nobody-of-that-name/x", f"--to=unilm:{tmp_path / 'out'}"], "cannot read .*: No such file"),
+  ]:
+    result = convert(*args)
+    assert result.returncode == 1 and re.fullmatch(f"error: {message}.*\n", result.stderr), result.stderr
 
 
 @pytest.mark.parametrize("target", ["diffjax", "unilm"])
