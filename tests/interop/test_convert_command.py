@@ -115,9 +115,10 @@ def _rewritten(change):
   return make
 
 
-def _index(weight_map):
+def _index(content):
   def make(path):
-    (path / "model.safetensors.index.json").write_text(json.dumps(weight_map))
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text(content if isinstance(content, str) else json.dumps(content))
 
   return make
 
@@ -142,7 +143,7 @@ BIAS = "model.layers.0.self_attn.q_proj.bias"
       "names a file '../other.safetensors': it must be one beside it",
     ),
     (_index({"weights": {}}), "has no weight_map"),
-    (lambda path: (path / "model.safetensors.index.json").write_text("{"), "index.json is not JSON"),
+    (_index("{"), "index.json is not JSON"),
     (lambda path: (path / "config.json").unlink(), "cannot read .*config.json: No such file"),
     (lambda path: (path / "config.json").write_text("[" * 100_000), "config.json is not JSON"),
     (lambda path: (path / "config.json").write_text("[1]"), "config.json must hold a JSON object"),
