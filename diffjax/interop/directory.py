@@ -189,8 +189,10 @@ def _write_tokenizer(directory: pathlib.Path, tokenizer: Tokenizer) -> None:
   text = tokenizer.tokenizer_json()
   separator = tokenizers.Tokenizer.from_str(text).id_to_token(tokenizer.separator)
   (directory / "tokenizer.json").write_text(text, encoding="utf-8")
-  description = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": separator, "eos_token": separator}
-  _write_json(directory / "tokenizer_config.json", description | {"clean_up_tokenization_spaces": False})
+  description: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": separator, "eos_token": separator}
+  # Else transformers 4 adds token_type_ids, which DiffLlama does not take.
+  description |= {"model_input_names": ["input_ids", "attention_mask"], "clean_up_tokenization_spaces": False}
+  _write_json(directory / "tokenizer_config.json", description)
 
 
 def _write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
