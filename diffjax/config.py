@@ -18,7 +18,7 @@ class UserError(Exception):
 class ModelConfig:
   """The decoder. Letters as everywhere: B T S H K G M D V E F L N (see CONTRIBUTING.md)."""
 
-  # "diff" (DIFF V1), "diff_v2" (DIFF V2) or "softmax" (the Transformer baseline)
+  # "diff" (DIFF V1), "diff_v2" (DIFF V2), "softmax" (the Transformer baseline), or "diff_v2_linear" (an ablation: V2 without the sigmoid)
   attention: str = "diff"
   # N: rows of the embedding; at least the tokenizer's size, and less than 256 more than it
   vocab_size: int = 256
@@ -123,6 +123,8 @@ class OptimizerConfig:
   spike_sigmas: float = 6.0
   # "muon": momentum
   muon_momentum: float = 0.95
+  # Parameters that stay as they were initialised, by name with commas between: "lambda_q1,lambda_k1,lambda_q2,lambda_k2"; "" for none
+  frozen: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +206,7 @@ class Config:
 
 
 _CHOICES = {
-  "model.attention": ("diff", "diff_v2", "softmax"),
+  "model.attention": ("diff", "diff_v2", "diff_v2_linear", "softmax"),
   "model.dtype": ("auto", "bfloat16", "float32"),
   "model.remat": ("none", "attention", "dots", "full"),
   "data.packing": ("documents", "concat"),

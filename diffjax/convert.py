@@ -12,13 +12,12 @@ files and a tokenizer.json, which has the same ids whatever the tokenizer was. W
 import dataclasses
 import importlib
 import os
-import pathlib
 
 from absl import app, flags
-from etils import epath
 
 from diffjax import command
 from diffjax.config import Config, UserError
+from diffjax.training import manifest
 
 _MODULES = {"diffjax": "workdir", "diffllama": "diffllama", "unilm": "unilm", "llama": "llama"}
 _OF_THE_RUN = ("dtype", "attention_implementation", "remat")  # of the model's fields
@@ -57,12 +56,16 @@ def _parse(flag: str, value: str | None) -> tuple[str, str]:
     raise app.UsageError(f"pass --{flag}=LAYOUT:PATH, LAYOUT one of {', '.join(_MODULES)}{got}")
   if "://" in path and layout != "diffjax":
     raise app.UsageError(f"--{flag}={value}: safetensors files are on local disks; copy them, only workdirs may be gs://")
-  return layout, path if "://" in path else str(pathlib.Path(path).expanduser())
+  return layout, os.path.expanduser(path)
 
 
 def _check_empty(path: str) -> None:
-  target = epath.Path(path)
-  if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+  target = manifest.checkpoint_directory(path).parent
+  try:
+    free = not target.exists() or target.is_dir() and not any(target.iterdir())
+  except OSError as error:
+    raise UserError(f"--to: cannot look at {path}: {error.strerror or error}") from error
+  if not free:
     raise UserError(f"--to: {path} is there already and no empty directory; name another one, or delete it")
 
 

@@ -32,6 +32,7 @@ SUITES = {
   "outliers": "diffjax.evals.outliers",
   "quantised": "diffjax.evals.quantised",
   "difference_map": "diffjax.evals.difference_map",
+  "mathematics": "diffjax.evals.mathematics",
 }
 # The page of what was measured, and of how the models were trained and where they look; made after the measurements.
 REPORT = "report"

@@ -1,4 +1,4 @@
-"""Nothing is unpickled, and no code from data or checkpoints is run: runs, their resumes and a start from parameters, watched."""
+"""Nothing is unpickled, and no code from data or checkpoints is run: runs, resumes, a start from parameters and conversions, watched."""
 
 import subprocess
 import sys
@@ -27,6 +27,7 @@ def refused(*args, **kwargs):
 
 import jax
 from diffjax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TrainConfig
+from diffjax.interop import diffllama, workdir
 from diffjax.training import loop
 
 jax.config.update("jax_disable_most_optimizations", True)
@@ -56,6 +57,8 @@ train("prepared", "prepared", 1)
 train("prepared", "prepared", 2)
 train("streamed", "streamed", 1, init_from=str(work / "prepared"))
 train("streamed", "streamed", 2)
+diffllama.write(str(work / "exported"), workdir.read(str(work / "prepared")), "bfloat16")
+workdir.write(str(work / "imported"), diffllama.read(str(work / "exported")))
 print("seen:", seen)
 """
 

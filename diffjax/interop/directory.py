@@ -70,7 +70,7 @@ class SafetensorsDirectory:
 
 
 def _file_names(directory: pathlib.Path) -> list[str]:
-  if not (directory / _INDEX).exists():
+  if (directory / _WEIGHTS).exists() or not (directory / _INDEX).exists():  # transformers too takes the one file before the index
     return [_WEIGHTS]
   weight_map = read_json(directory / _INDEX).get("weight_map")
   if not isinstance(weight_map, dict) or not weight_map:
@@ -164,7 +164,7 @@ def write(
       size = sum(math.prod(shape) for shape in shapes.values()) * DTYPES[dtype].itemsize
       weight_map = {name: file for file, names in shards.items() for name in names}
       _write_json(directory / _INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
-    _write_tokenizer(directory, tokenizer, config)
+    _write_tokenizer(directory, tokenizer)
     _write_json(directory / "config.json", config)
 
 
@@ -183,14 +183,16 @@ def _shards(sizes: Mapping[str, int]) -> dict[str, list[str]]:
   return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": names for number, names in enumerate(shards, 1)}
 
 
-def _write_tokenizer(directory: pathlib.Path, tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
+def _write_tokenizer(directory: pathlib.Path, tokenizer: Tokenizer) -> None:
   import tokenizers
 
   text = tokenizer.tokenizer_json()
   separator = tokenizers.Tokenizer.from_str(text).id_to_token(tokenizer.separator)
   (directory / "tokenizer.json").write_text(text, encoding="utf-8")
-  description = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": separator, "eos_token": separator}
-  _write_json(directory / "tokenizer_config.json", description | {"clean_up_tokenization_spaces": False})
+  description: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": separator, "eos_token": separator}
+  # Else transformers 4 adds token_type_ids, which DiffLlama does not take.
+  description |= {"model_input_names": ["input_ids", "attention_mask"], "clean_up_tokenization_spaces": False}
+  _write_json(directory / "tokenizer_config.json", description)
 
 
 def _write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:

@@ -146,13 +146,22 @@ class DiffAttentionV2(Attention):
   num_maps: ClassVar[int] = 2
 
   def _lambda(self, x, lambda_init):
+    return jax.nn.sigmoid(self._lambda_logits(x))
+
+  def _lambda_logits(self, x: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
     E, H = x.shape[-1], self.num_heads
-    logits = jnp.einsum("BTE,EH->BTH", x, self._matrix("lambda_hat", (E, H), E), preferred_element_type=jnp.float32)
-    return jax.nn.sigmoid(logits)
+    return jnp.einsum("BTE,EH->BTH", x, self._matrix("lambda_hat", (E, H), E), preferred_element_type=jnp.float32)
+
+
+class DiffAttentionV2Linear(DiffAttentionV2):
+  """Version 2 whose λ is x W_λ itself, without a sigmoid and so without bounds: an ablation of the authors' (V2 post, 2026-01-20)."""
+
+  def _lambda(self, x, lambda_init):
+    return self._lambda_logits(x)
 
 
 def _project(x: Float[Array, "B T E"], w: Float[Array, "E *heads"]) -> Float[Array, "B T *heads"]:
   return linear(x, w.reshape(w.shape[0], -1)).reshape(*x.shape[:2], *w.shape[1:])
 
 
-ATTENTION = {"softmax": Attention, "diff": DiffAttention, "diff_v2": DiffAttentionV2}
+ATTENTION = {"softmax": Attention, "diff": DiffAttention, "diff_v2": DiffAttentionV2, "diff_v2_linear": DiffAttentionV2Linear}

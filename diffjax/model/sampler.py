@@ -63,15 +63,27 @@ class Sampler:
     Raises:
       UserError: if a prompt is empty or longer than the capacity.
     """
+    return self._read(self._make_cache(), prompts)
+
+  def read(self, state: SamplerState, more: Sequence[Sequence[int]]) -> SamplerState:
+    """Reads more of up to B rows, of any lengths from 1. The old state is kept: many prompts may share a beginning that is read once.
+
+    Raises:
+      UserError: if there is nothing more for a row, or it gets longer than the capacity.
+    """
+    return self._read(jax.tree.map(jnp.copy, state.cache), more)
+
+  def _read(self, cache: Cache, prompts: Sequence[Sequence[int]]) -> SamplerState:
     if len(prompts) > self.batch_size:
       raise ValueError(f"{len(prompts)} prompts for a batch of {self.batch_size}")
-    chunks = -(-self.capacity // _CHUNK)
+    chunks, before = -(-self.capacity // _CHUNK), np.asarray(cache.lengths)
     tokens, lengths = np.zeros((self.batch_size, chunks * _CHUNK), np.int32), np.ones(self.batch_size, np.int32)
     for row, prompt in enumerate(prompts):
-      if not 1 <= len(prompt) <= self.capacity:
-        raise UserError(f"a prompt of {len(prompt)} tokens: it must have 1 to {self.capacity}")
+      if not 1 <= len(prompt) <= self.capacity - before[row]:
+        behind = f" behind {before[row]} others" if before[row] else ""
+        raise UserError(f"a prompt of {len(prompt)} tokens{behind}: it must have 1 to {self.capacity - before[row]}")
       tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
-    return self._prefill(self._params, self._make_cache(), tokens, lengths)
+    return self._prefill(self._params, cache, tokens, lengths)
 
   def step(self, state: SamplerState, tokens: Int[np.ndarray, "B"]) -> SamplerState:
     """Reads one token more of every row. The old state is used up. No row may have more tokens than the capacity."""

@@ -73,7 +73,8 @@ def parameter_count(model: ModelConfig) -> int:
 
 def _maps(model: ModelConfig) -> tuple[int, int, int]:
   """G, M and V."""
-  return {"softmax": (1, 1, model.head_dim), "diff": (2, 2, 2 * model.head_dim), "diff_v2": (2, 1, model.head_dim)}[model.attention]
+  v2 = (2, 1, model.head_dim)
+  return {"softmax": (1, 1, model.head_dim), "diff": (2, 2, 2 * model.head_dim), "diff_v2": v2, "diff_v2_linear": v2}[model.attention]
 
 
 def _layer_sizes(model: ModelConfig) -> dict[str, int]:
@@ -87,6 +88,6 @@ def _layer_sizes(model: ModelConfig) -> dict[str, int]:
     "ffn": 3 * E * model.ffn_dim,
     "norms": 2 * E,
     "lambda": 4 * D if model.attention == "diff" else 0,
-    "lambda_hat": E * H if model.attention == "diff_v2" else 0,
+    "lambda_hat": E * H if model.attention in ("diff_v2", "diff_v2_linear") else 0,
     "head_gain": width if model.head_norm else 0,
   }

@@ -6,6 +6,7 @@ Every parameter is treated by its name, in two tables below. A name in neither i
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 from optax.contrib import MuonDimensionNumbers
 
-from diffjax.config import OptimizerConfig
+from diffjax.config import OptimizerConfig, UserError
 
 # Matrices of the layers, with the axes that each one sums over and those it writes to; what is left, axis 0, is the layer.
 # They decay, and they are what Muon orthogonalises: one matrix a layer, whatever the number of heads.
@@ -64,8 +65,13 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     steps: Updates in all, which the schedule ends with.
 
   Returns:
-    The optimizer. Its `init` and `update` raise ValueError for a parameter whose name they do not know.
+    The optimizer. Its `init` and `update` raise ValueError for a parameter whose name they do not know, and UserError if a parameter to
+    be frozen is not there.
+
+  Raises:
+    UserError: if config.frozen names what is no parameter.
   """
+  frozen = _frozen(config)
   adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
   if config.name == "muon":
     muon = optax.chain(
@@ -80,9 +86,10 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
   return optax.chain(
     _skip_bad_steps(
       optax.chain(
+        *([_freeze(frozen)] if frozen else []),  # else its state would be missing in older checkpoints
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
         direction,
-        optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
+        optax.add_decayed_weights(config.weight_decay, mask=functools.partial(decay_mask, frozen=frozen)),
       ),
       config.spike_sigmas,
     ),
@@ -120,19 +127,20 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
   return optax.join_schedules(parts, starts)
 
 
-def decay_mask(params: Any) -> Any:
+def decay_mask(params: Any, frozen: frozenset[str] = frozenset()) -> Any:
   """Which parameters decay, by name.
 
   Args:
     params: The tree of parameters, or of anything in their places.
+    frozen: Names of those that stay as they are.
 
   Returns:
-    The same tree of bools: True for the layers' matrices.
+    The same tree of bools: True for the layers' matrices that are not frozen.
 
   Raises:
     ValueError: for a name that this file does not know.
   """
-  return jax.tree_util.tree_map_with_path(lambda path, _: _name(path) in _MATRICES, params)
+  return jax.tree_util.tree_map_with_path(lambda path, _: _name(path) in _MATRICES.keys() - frozen, params)
 
 
 def skip_metrics(before: Any, after: Any, sigmas: float) -> dict[str, Array]:
@@ -230,6 +238,24 @@ def _skip_bad_steps(inner: optax.GradientTransformation, sigmas: float) -> optax
     return updates, new
 
   return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _frozen(config: OptimizerConfig) -> frozenset[str]:
+  names = frozenset(filter(None, (name.strip() for name in config.frozen.split(","))))
+  if unknown := names - _MATRICES.keys() - _OTHERS:
+    raise UserError(f"config.optimizer.frozen: {min(unknown)!r} is no parameter; there are {', '.join([*_MATRICES, *sorted(_OTHERS)])}")
+  return names
+
+
+def _freeze(names: frozenset[str]) -> optax.GradientTransformation:
+  """Gradients of 0, which give no norm, no moments and no update."""
+
+  def update(gradients, _):
+    if missing := names - {_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(gradients)}:
+      raise UserError(f"config.optimizer.frozen: this model has no {min(missing)!r}")
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: jnp.zeros_like(leaf) if _name(path) in names else leaf, gradients)
+
+  return optax.stateless(update)
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -1,5 +1,6 @@
 """python -m diffjax.convert as typed: one line for what cannot be done, and nothing written."""
 
+import importlib.util
 import json
 import pathlib
 import re
@@ -114,9 +115,10 @@ def _rewritten(change):
   return make
 
 
-def _index(weight_map):
+def _index(content):
   def make(path):
-    (path / "model.safetensors.index.json").write_text(json.dumps(weight_map))
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text(content if isinstance(content, str) else json.dumps(content))
 
   return make
 
@@ -141,7 +143,7 @@ BIAS = "model.layers.0.self_attn.q_proj.bias"
       "names a file '../other.safetensors': it must be one beside it",
     ),
     (_index({"weights": {}}), "has no weight_map"),
-    (lambda path: (path / "model.safetensors.index.json").write_text("{"), "index.json is not JSON"),
+    (_index("{"), "index.json is not JSON"),
     (lambda path: (path / "config.json").unlink(), "cannot read .*config.json: No such file"),
     (lambda path: (path / "config.json").write_text("[" * 100_000), "config.json is not JSON"),
     (lambda path: (path / "config.json").write_text("[1]"), "config.json must hold a JSON object"),
@@ -240,6 +242,22 @@ def test_what_is_there_is_not_written_over(write_llama, convert, target, tmp_pat
     assert result.returncode == 1
     assert result.stderr == f"error: --to: {tmp_path / name} is there already and no empty directory; name another one, or delete it\n"
   assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="gcsfs is there")
+def test_buckets_need_gcsfs(convert):
+  for args in (["--from=llama:x", "--to=diffjax:gs://b/x"], ["--from=diffjax:gs://b/x", "--to=unilm:x"]):
+    result = convert(*args)
+    assert result.returncode == 1 and result.stderr == "error: the workdir gs://b/x needs gcsfs: pip install 'diffjax[gcs]'\n"
+
+
+def test_names_that_cannot_be(convert, tmp_path):
+  for args, message in [
+    ([f"--from=llama:{tmp_path / ('x' * 300)}", f"--to=unilm:{tmp_path / 'out'}"], "cannot read .*: File name too long"),
+    (["--from=llama:~nobody-of-that-name/x", f"--to=unilm:{tmp_path / 'out'}"], "cannot read .*: No such file"),
+  ]:
+    result = convert(*args)
+    assert result.returncode == 1 and re.fullmatch(f"error: {message}.*\n", result.stderr), result.stderr
 
 
 @pytest.mark.parametrize("target", ["diffjax", "unilm"])

@@ -53,7 +53,7 @@ def test_golden_checkpoints_by_the_command(golden, convert, logits, name, tmp_pa
     "use_cache",
   }
   with safetensors.safe_open(tmp_path / "out/model.safetensors", "numpy") as file:
-    assert file.metadata() == {"format": "pt"}  # without it transformers refuses the file
+    assert file.metadata() == {"format": "pt"}  # transformers 4 refuses files without it
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -86,12 +86,12 @@ def test_stands_alone_in_a_users_module(name):
   x = jax.random.normal(jax.random.key(0), (2, 6, 16))
   y, variables = jax.jit(Mine().init_with_output)(jax.random.key(1), x)
   assert y.shape == (2, 6, 32) and bool(jnp.isfinite(y).all())
-  G, M, V = {"softmax": (1, 1, 8), "diff": (2, 2, 16), "diff_v2": (2, 1, 8)}[name]
+  G, M, V = {"softmax": (1, 1, 8), "diff": (2, 2, 16), "diff_v2": (2, 1, 8), "diff_v2_linear": (2, 1, 8)}[name]
   shapes = jax.tree.map(jnp.shape, variables["params"]["attention"])
   want = {"query": (32, 2, G, 8), "key": (32, 2, M, 8), "value": (32, 2, V), "out": (2, V, 32)}
   if name == "diff":
     want |= dict.fromkeys(("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"), (8,)) | {"head_gain": (16,)}
-  if name == "diff_v2":
+  if name.startswith("diff_v2"):
     want["lambda_hat"] = (32, 2)
   assert shapes == want
 
@@ -126,6 +126,19 @@ def test_first_layer_without_difference_is_attention():
     params[name] = jnp.zeros(4)
   changed = params | {"query": params["query"].at[:, :, 1].add(1.0), "key": params["key"].at[:, :, 1].add(1.0)}
   np.testing.assert_array_equal(diff.apply({"params": params}, x, 0.0), diff.apply({"params": changed}, x, 0.0))
+
+
+def test_without_the_sigmoid_v2s_lambda_is_its_logit():
+  """Parameters are the same; the share of the second map is x W_λ, which grows with W_λ beyond 1."""
+  x = jax.random.normal(jax.random.key(0), (1, 6, 16))
+  layers = [ATTENTION[name](num_heads=2, head_dim=4) for name in ("diff_v2", "diff_v2_linear")]
+  params = layers[0].init(jax.random.key(1), x)["params"]
+  (_, v2), (once, linear) = (layer.apply({"params": params}, x, mutable=["metrics"]) for layer in layers)
+  logits = x @ params["lambda_hat"]
+  np.testing.assert_allclose(v2["metrics"]["lambda"][0], jnp.mean(jax.nn.sigmoid(logits)), rtol=1e-5)
+  np.testing.assert_allclose(linear["metrics"]["lambda"][0], jnp.mean(logits), rtol=1e-5)
+  none, thrice = (layers[1].apply({"params": params | {"lambda_hat": scale * params["lambda_hat"]}}, x) for scale in (0.0, 3.0))
+  np.testing.assert_allclose(thrice - none, 3 * (once - none), rtol=1e-3, atol=1e-5)
 
 
 def test_queries_and_keys_after_rope_can_be_captured():

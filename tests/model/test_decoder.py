@@ -20,6 +20,7 @@ VARIANTS = {
   "diff": CONFIG,
   "softmax": dataclasses.replace(CONFIG, attention="softmax", num_heads=4, num_kv_heads=4, head_norm=False),
   "diff_v2": dataclasses.replace(CONFIG, attention="diff_v2", num_heads=4, num_kv_heads=2, head_norm=False),
+  "diff_v2_linear": dataclasses.replace(CONFIG, attention="diff_v2_linear", num_heads=4, num_kv_heads=2, head_norm=False),
 }
 
 

@@ -56,6 +56,21 @@ def test_prefill_and_steps_give_the_models_logits(sampler, next_logits):
   np.testing.assert_allclose(state.logits, [next_logits(row) for row in rows], rtol=1e-4, atol=1e-4)
 
 
+def test_prompts_may_share_a_beginning_that_is_read_once(sampler, next_logits):
+  shared, rest = PROMPTS[3], [[5], [7, 3, 9], list(range(1, 60)), [4, 4]]
+  beginning, compiled = sampler.prefill([shared] * 4), sampler._prefill._cache_size()
+  for tails in (rest, rest[::-1], rest[:2]):
+    state = sampler.read(beginning, tails)
+    np.testing.assert_allclose(state.logits[: len(tails)], [next_logits([*shared, *tail]) for tail in tails], rtol=1e-4, atol=1e-4)
+  state = sampler.step(sampler.read(beginning, rest), [1, 2, 3, 4])
+  np.testing.assert_allclose(state.logits[2], next_logits([*shared, *rest[2], 3]), rtol=1e-4, atol=1e-4)
+  assert sampler._prefill._cache_size() == compiled
+  with pytest.raises(UserError, match="a prompt of 61 tokens behind 140 others: it must have 1 to 60"):
+    sampler.read(beginning, [list(range(61))])
+  with pytest.raises(UserError, match="a prompt of 0 tokens"):
+    sampler.read(beginning, [[1], []])
+
+
 def test_greedy_generation_is_the_loop_over_the_whole_model(sampler, next_logits):
   wanted = [greedily(next_logits, prompt, 21) for prompt in PROMPTS]  # 21: two bursts and a part of a third
   assert sampler.generate(PROMPTS, 21) == wanted

@@ -49,6 +49,11 @@ def test_flops_equal_xlas_count_of_the_matrix_products(attention):
   assert counted.training == 3 * counted.forward
 
 
+def test_the_sigmoid_costs_nothing():
+  v2, linear = (ModelConfig(attention=attention, **SMALL) for attention in ("diff_v2", "diff_v2_linear"))
+  assert flops.step_flops(v2, 16, 32) == flops.step_flops(linear, 16, 32) and flops.parameter_count(v2) == flops.parameter_count(linear)
+
+
 def test_attention_costs_what_the_paper_says():
   # paper.md §1: 6 N²d multiply-adds a DIFF head against 4 of its Transformer twin, before the causal half; same projections.
   model = dataclasses.replace(PAPER_1B, lambda_init=None)

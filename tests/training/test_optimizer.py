@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from diffjax.config import OptimizerConfig
+from diffjax.config import OptimizerConfig, UserError
 from diffjax.training import optimizer
 
 L, E, H, G, D, K, M, V, F, N = 2, 12, 2, 2, 4, 1, 2, 8, 20, 16
@@ -105,6 +105,38 @@ def test_muon_updates_each_layer_as_one_orthogonal_matrix():
       # Newton–Schulz with five steps ends between 0.7 and 1.2 (Keller Jordan's post), around an exactly orthogonal matrix.
       singular = np.linalg.svd(got, compute_uv=False) / (0.2 * np.sqrt(max(shape)))
       assert singular.min() > 0.6 and singular.max() < 1.3, (name, singular)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_frozen_parameters_stay(name):
+  """Matrices, which decay, as λ vectors; the others move as if the frozen ones had no gradient, the clip included."""
+  frozen = {"lambda_q1", "lambda_k2", "value"}
+  config = dataclasses.replace(STILL, name=name, clip_norm=1.0, weight_decay=0.1)
+  params, gradients = random_tree(0), random_tree(1)
+  still = first_update(optimizer.make_optimizer(dataclasses.replace(config, frozen=", ".join(sorted(frozen))), 10), gradients, params)
+  none = jax.tree_util.tree_map_with_path(lambda path, leaf: jnp.zeros_like(leaf) if path[-1].key in frozen else leaf, gradients)
+  moving = first_update(optimizer.make_optimizer(config, 10), none, params)
+  for key, update in still.items():
+    np.testing.assert_array_equal(update, np.zeros_like(update) if key in frozen else moving[key], err_msg=key)
+  assert np.abs(moving["value"]).max() > 0, "weight decay alone moves it"
+
+
+def test_frozen_names_are_checked():
+  with pytest.raises(UserError, match="config.optimizer.frozen: 'lambda_q' is no parameter; there are query, key"):
+    optimizer.make_optimizer(dataclasses.replace(STILL, frozen="lambda_q1,lambda_q"), 10)
+  params = {"embedding": jnp.zeros((N, E))}
+  tx = optimizer.make_optimizer(dataclasses.replace(STILL, frozen="lambda_q1"), 10)
+  with pytest.raises(UserError, match="config.optimizer.frozen: this model has no 'lambda_q1'"):
+    tx.update(params, tx.init(params), params)
+
+
+def test_the_state_is_as_ever_without_frozen_parameters():
+  """Older checkpoints go on."""
+  paths = [
+    jax.tree_util.keystr(path)
+    for path, _ in jax.tree_util.tree_leaves_with_path(optimizer.make_optimizer(STILL, 10).init({"embedding": jnp.zeros(3)}))
+  ]
+  assert paths[-1] == "[1].count" and "[0].inner[1].mu['embedding']" in paths
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

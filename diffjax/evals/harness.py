@@ -1,0 +1,213 @@
+"""Zero-shot tasks by the LM Evaluation Harness (lm-eval, the extra `eval`), on its own task files.
+
+The paper's tables have ARC-C, ARC-E, BoolQ, HellaSwag, OBQA, PIQA and WinoGrande and do not say which accuracy they give. The row of
+OpenLLaMA-3B-v2 agrees with that model's published figures if it is `acc` for all tasks but HellaSwag, whose `acc_norm` (normalised by the
+endings' bytes) it is: so is the mean here. Every metric of a task is given all the same. Figures are shares of 1, per question.
+
+lm-eval downloads what it needs from the Hugging Face hub. Where that cannot be reached, data_dir names a directory with one folder a task:
+
+    DIR/TASK/test.jsonl or DIR/TASK/validation.jsonl     the questions, one JSON object a line
+    DIR/TASK/train.jsonl                                 examples, only for num_fewshot > 0
+
+with the fields of the hub's datasets (`datasets.load_dataset(…)["test"].to_json(PATH)` writes such files there):
+
+    arc_challenge, arc_easy    question, choices {text: […], label: […]}, answerKey
+    boolq                      passage, question, label (0 no, 1 yes)
+    hellaswag                  activity_label, ctx_a, ctx_b, endings […], label
+    openbookqa                 question_stem, choices {text: […], label: […]}, answerKey
+    piqa                       goal, sol1, sol2, label (0 or 1)
+    winogrande                 sentence (with _ for the gap), option1, option2, answer ("1" or "2")
+
+Any other task of lm-eval works too, if every line of its file has the same fields.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from diffjax.config import UserError
+from diffjax.data import sources
+from diffjax.evals import jsonl, scoring
+from diffjax.evals.figures import Figure, mean_of
+from diffjax.training.trained import Trained
+
+PAPER = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande")
+_CHOICES = {"choices.text": list, "choices.label": list, "answerKey": str}
+_FIELDS: dict[str, dict[str, type]] = {
+  "arc_challenge": {"question": str, **_CHOICES},
+  "arc_easy": {"question": str, **_CHOICES},
+  "boolq": {"passage": str, "question": str, "label": int},
+  "hellaswag": {"activity_label": str, "ctx_a": str, "ctx_b": str, "endings": list, "label": object},
+  "openbookqa": {"question_stem": str, **_CHOICES},
+  "piqa": {"goal": str, "sol1": str, "sol2": str, "label": int},
+  "winogrande": {"sentence": str, "option1": str, "option2": str, "answer": str},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """Which tasks, and how much of them."""
+
+  # Names of lm-eval's tasks; the paper's seven by default
+  tasks: tuple[str, ...] = PAPER
+  # Directory of local questions, DIR/TASK/test.jsonl and so on; "" for the Hugging Face hub
+  data_dir: str = ""
+  # Questions shown with their answers before each one; −1 for the task's own number, which is 0 for the paper's seven
+  num_fewshot: int = -1
+  # Questions of each task, the first ones; 0 for all
+  limit: int = 0
+  # Of the choice of few-shot examples
+  seed: int = 1234
+  # Tokens of a batch, padding included
+  batch_tokens: int = scoring.BATCH_TOKENS
+
+
+def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
+  """Runs the tasks.
+
+  Yields:
+    Every metric of every task, by lm-eval's name, units questions; and the mean over tasks, if there are several.
+
+  Raises:
+    UserError: if lm-eval is missing, or for a task or data that cannot be had or read.
+  """
+  if not settings.tasks:
+    raise UserError(f"set.harness.tasks is empty; the paper's are {','.join(PAPER)}")
+  try:
+    import lm_eval
+    from lm_eval.api.metrics import mean
+
+    from diffjax.interop.lm_eval import DiffjaxLM
+  except ImportError as error:
+    raise UserError(f"the harness needs lm-eval, which cannot be imported ({error}); pip install 'diffjax[eval]'") from error
+  with contextlib.ExitStack() as stack:
+    tasks = _load(settings, stack.enter_context(tempfile.TemporaryDirectory()))
+    result = lm_eval.simple_evaluate(
+      DiffjaxLM(trained, batch_tokens=settings.batch_tokens),
+      tasks=list(tasks.values()),
+      num_fewshot=None if settings.num_fewshot < 0 else settings.num_fewshot,
+      limit=settings.limit or None,
+      bootstrap_iters=0,  # intervals are ours
+      random_seed=None,  # nor need the process's own random numbers be the same
+      numpy_random_seed=None,
+      torch_random_seed=None,
+      fewshot_random_seed=settings.seed,
+      task_manager=_manager(),
+    )
+  headline: dict[str, list[float]] = {}
+  for name, task in tasks.items():
+    samples = result["samples"][name]
+    for metric, kind in dict.fromkeys((metric, sample["filter"]) for sample in samples for metric in sample["metrics"]):
+      values = [sample[metric] for sample in samples if sample["filter"] == kind]
+      place = {"task": name} if kind == "none" else {"task": name, "filter": kind}
+      aggregation = task.aggregation()[metric]
+      if aggregation is mean:
+        yield mean_of(metric, values, **place)
+      else:  # such as a perplexity, of sums of log-likelihoods and words: units are places in the list of values
+        again = lambda units, values=values, aggregation=aggregation: float(aggregation([values[int(index)] for index in units]))
+        yield Figure(metric, np.arange(len(values)), place, again)
+      if metric == ("acc_norm" if name == "hellaswag" else "acc"):
+        headline[name] = values
+  if len(headline) > 1:
+    units = [(index, value) for index, values in enumerate(headline.values()) for value in values]
+    yield Figure("mean accuracy", np.asarray(units, np.float64), {}, _mean_of_tasks)
+
+
+def _mean_of_tasks(units: ndarray) -> float:
+  """The mean of the tasks' means; rows are (task, accuracy)."""
+  return float(np.mean([units[units[:, 0] == task, 1].mean() for task in np.unique(units[:, 0])]))
+
+
+@functools.cache
+def _manager() -> Any:
+  """lm-eval's own tasks: reading all their files takes seconds."""
+  from lm_eval.tasks import TaskManager
+
+  return TaskManager()
+
+
+def _load(settings: Settings, temporary: str) -> dict[str, Any]:
+  """The tasks with their data, by name; a group gives several."""
+  from lm_eval.tasks import TaskManager
+
+  manager = _manager()
+  for name in settings.tasks:
+    if name not in manager.all_tasks:
+      near = difflib.get_close_matches(name, manager.all_tasks, n=3)
+      raise UserError(f"set.harness.tasks: lm-eval has no task {name!r}" + (f"; near it are {', '.join(near)}" if near else ""))
+  if not settings.data_dir:
+    remedy = "; where the hub cannot be reached, set.harness.data_dir names a directory of local files"
+    return {name: task for chosen in settings.tasks for name, task in _build(manager, chosen, remedy).items()}
+  folder, questions = os.path.join(temporary, "tasks"), {}
+  os.makedirs(folder)
+  for name in settings.tasks:
+    if name not in manager.all_subtasks:
+      raise UserError(f"set.harness.tasks: {name!r} is a group of tasks; with local files, name the tasks")
+    files = _files(settings, name)
+    fields = _FIELDS.get(name, {})
+    records = {split: jsonl.read(path, fields) for split, path in files.items()}
+    if not fields:  # what lm-eval would take for an empty value
+      for split, path in files.items():
+        jsonl.read(path, dict.fromkeys(records[split][0].value, object))
+    questions[name] = next(records[split] for split in ("test", "validation") if split in records)
+    config = {
+      "include": str(manager.task_index[name].yaml_path),
+      "task": name,
+      "dataset_path": "json",
+      "dataset_name": None,
+      "dataset_kwargs": {"data_files": files, "cache_dir": os.path.join(temporary, "cache", name)},
+      "training_split": "train" if "train" in files else None,
+      "validation_split": "validation" if "validation" in files else None,
+      "test_split": "test" if "test" in files else None,
+      "fewshot_split": None,
+    }
+    with open(os.path.join(folder, f"{name}.yaml"), "w") as file:
+      json.dump(config, file)  # JSON is YAML
+  manager = TaskManager(include_path=folder, include_defaults=False)
+  tasks = {name: _build(manager, name, f"; see {questions[name][0].place}")[name] for name in settings.tasks}
+  for name, task in tasks.items():
+    _check_questions(task, questions[name])
+  return tasks
+
+
+def _build(manager: Any, name: str, remedy: str) -> dict[str, Any]:
+  try:
+    return manager.load([name])["tasks"]
+  except Exception as error:  # lm-eval and what it loads data with raise whatever they like
+    raise UserError(f"set.harness.tasks: {name!r} cannot be loaded ({sources.reason(error)}){remedy}") from error
+
+
+def _files(settings: Settings, name: str) -> dict[str, str]:
+  """The local files of a task, by split."""
+  folder = os.path.join(os.path.abspath(os.path.expanduser(settings.data_dir)), name)
+  files = {split: os.path.join(folder, f"{split}.jsonl") for split in ("train", "validation", "test")}
+  files = {split: path for split, path in files.items() if os.path.exists(path)}
+  if not {"validation", "test"} & set(files):
+    fields = f", with the fields {', '.join(_FIELDS[name])}" if name in _FIELDS else ""
+    raise UserError(f"{folder} holds neither test.jsonl nor validation.jsonl: the task's questions, one JSON object a line{fields}")
+  if settings.num_fewshot > 0 and "train" not in files:
+    raise UserError(f"set.harness.num_fewshot = {settings.num_fewshot}: {folder} holds no train.jsonl to take examples from")
+  return files
+
+
+def _check_questions(task: Any, records: Sequence[jsonl.Record]) -> None:
+  """Renders every question, so that one that the task cannot read is reported with its line."""
+  for record, question in zip(records, task.eval_docs, strict=True):
+    try:
+      task.doc_to_text(question)
+      task.doc_to_target(question)
+      if task.config.doc_to_choice is not None:
+        task.doc_to_choice(question)
+    except Exception as error:  # templates and the tasks' own functions raise whatever they like
+      raise UserError(f"{record.place}: {task.task_name} cannot read this question ({sources.reason(error)})") from error

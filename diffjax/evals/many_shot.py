@@ -1,0 +1,290 @@
+"""Many-shot in-context learning: classifying after ever more demonstrations, and how much their order matters.
+
+The paper's protocol (paper.md, §5): demonstrations from one up to 64K tokens, classes balanced, decoding constrained to the label set; and
+the same demonstrations in other orders, random or alternating by class, of which the best minus the worst accuracy is the figure. What it
+leaves open:
+
+- Decoding is greedy over the tree of the labels' tokens. Scoring every label in full would cost as many readings as there are labels (150
+  in Clinic-150) for what is, where labels differ in their first token, the same answer; and greedy is what "decoding constrained to the
+  labels" says. Labels are tokenised apart from what is before them, in demonstrations and in answers alike, and end with a blank line.
+- Demonstrations come in rounds of one from every class, the classes shuffled in each round, so that any first n of them are balanced to
+  within one; a class that has no more examples drops out. One demonstration is the first point of the curve, every next one has twice as
+  many, and the last as many as fit. A larger number continues the smaller one's demonstrations.
+- Accuracy is the mean over `sets` draws of demonstrations. Units are the queries, so intervals do not cover the draw of demonstrations.
+- Orders are drawn `orders` times. Alternating: the classes in a random order, one example of each in turn, in random order within a class.
+- Demonstrations are read once for all queries.
+
+Data is "synthetic", sentences of invented words whose classes have words of their own, so that only the demonstrations say which, or a
+folder DATA_DIR/NAME with train.jsonl (demonstrations) and test.jsonl (queries), one {"text": …, "label": …} a line. Names that begin with
+"trec" (TREC, TREC-fine) have the form "Question: …\nType: …", all others (Banking-77, Clinic-150) "utterance: …\nintent: …".
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import matplotlib.figure
+import numpy as np
+from etils import epath
+from numpy import ndarray
+
+from diffjax.config import UserError
+from diffjax.data.tokenizer import Tokenizer
+from diffjax.evals import jsonl
+from diffjax.evals.figures import Figure, mean_of
+from diffjax.evals.label_decoding import LabelTree, decode_labels
+from diffjax.model.sampler import Sampler
+from diffjax.training.trained import Trained
+
+_FORMS = {"trec": ("Question: {}\nType:", " {}\n\n"), "": ("utterance: {}\nintent:", " {}\n\n")}
+_SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 1000, 200  # of each class
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """Which data, and how many demonstrations."""
+
+  # "synthetic", or names of folders in data_dir
+  datasets: tuple[str, ...] = ("synthetic",)
+  # Where the folders are
+  data_dir: str = ""
+  # Tokens of a prompt at most; 0 for the model's config.model.max_length
+  max_tokens: int = 0
+  # Queries, drawn from the test examples; fewer if there are fewer
+  samples: int = 100
+  # Draws of demonstrations to average over
+  sets: int = 3
+  # Orders of the same demonstrations, of each kind; 0 leaves robustness to order out
+  orders: int = 5
+  # Of all draws
+  seed: int = 0
+  # Classes of the synthetic data
+  synthetic_classes: int = 6
+  # Words that each of them has for itself
+  synthetic_words: int = 4
+  # Tokens of a batch: as many queries at a time as it holds, at least one
+  batch_tokens: int = 32_768
+
+
+class Example(NamedTuple):
+  """A text and its class."""
+
+  text: str
+  label: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+  """Demonstrations to draw from, queries, and what a prompt looks like: `head` up to the label, `tail` with it."""
+
+  train: list[Example]
+  test: list[Example]
+  head: str
+  tail: str
+
+  @property
+  def labels(self) -> list[str]:
+    """The label set, sorted."""
+    return sorted({example.label for example in self.train})
+
+
+def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
+  """Accuracy by number of demonstrations, and robustness to their order.
+
+  Yields:
+    For each dataset `accuracy` by number (and tokens) of demonstrations, and `best minus worst` by kind of order. Units are queries.
+
+  Raises:
+    UserError: for data or settings that this model cannot be asked about.
+  """
+  limit = trained.config.model.max_length
+  capacity = settings.max_tokens or limit
+  if not 1 <= capacity <= limit:
+    raise UserError(f"set.many_shot.max_tokens = {settings.max_tokens}: the model takes at most {limit} (its config.model.max_length)")
+  for field in ("samples", "sets", "synthetic_classes", "synthetic_words"):
+    if getattr(settings, field) < 1:
+      raise UserError(f"set.many_shot.{field} = {getattr(settings, field)}: must be at least 1")
+  datasets = {name: load(name, settings) for name in settings.datasets}  # all of them, before anything is run
+  sampler = Sampler(trained.model, trained.params, batch_size=max(1, settings.batch_tokens // capacity), capacity=capacity)
+  for name, dataset in datasets.items():
+    task = _Task(sampler, trained.tokenizer, name, dataset, settings)
+    yield from task.accuracies()
+    if settings.orders:
+      yield from task.robustness()
+
+
+class _Task:
+  """One dataset, as one model is asked about it."""
+
+  def __init__(self, sampler: Sampler, tokenizer: Tokenizer, name: str, dataset: Dataset, settings: Settings):
+    self._sampler, self._tokenizer, self._name, self._dataset, self._settings = sampler, tokenizer, name, dataset, settings
+    self._endings = {label: self._encode(dataset.tail.format(label)) for label in dataset.labels}
+    self._tree = LabelTree.grow(list(self._endings.values()))
+    rng = np.random.default_rng(settings.seed)
+    self._queries = [dataset.test[index] for index in rng.permutation(len(dataset.test))[: settings.samples]]
+    self._heads = [self._encode(dataset.head.format(query.text)) for query in self._queries]
+    self._sets = [self._that_fit(balanced(dataset.train, rng)) for _ in range(settings.sets)]
+    self._most = min(map(len, self._sets))
+    self._rng = rng
+
+  def accuracies(self) -> Iterator[Figure]:
+    """From one demonstration to as many as fit."""
+    counts = [*itertools.takewhile(lambda count: count < self._most, (1 << power for power in itertools.count())), self._most]
+    for count in counts:
+      chosen = [demonstrations[:count] for demonstrations in self._sets]
+      correct = np.stack([self._correct(demonstrations) for demonstrations in chosen], axis=1)
+      yield mean_of("accuracy", correct.mean(1), **self._place(chosen))
+
+  def robustness(self) -> Iterator[Figure]:
+    """The first set, as many as fit of it, in other orders."""
+    demonstrations = self._sets[0][: self._most]
+    for kind, order in (("random", shuffled), ("alternating", alternating)):
+      correct = [self._correct(order(demonstrations, self._rng)) for _ in range(self._settings.orders)]
+      yield Figure("best minus worst", np.stack(correct, axis=1), {**self._place([demonstrations]), "order": kind}, _best_minus_worst)
+
+  def _place(self, sets: Sequence[Sequence[Example]]) -> dict[str, Any]:
+    tokens = np.mean([sum(len(self._demonstration(example)) for example in demonstrations) for demonstrations in sets])
+    return {"dataset": self._name, "demonstrations": len(sets[0]), "tokens": round(float(tokens))}
+
+  def _correct(self, demonstrations: Sequence[Example]) -> ndarray:
+    """Whether each query got its label, as 0 or 1."""
+    sampler, labels = self._sampler, self._dataset.labels
+    beginning = [self._tokenizer.separator, *itertools.chain.from_iterable(map(self._demonstration, demonstrations))]
+    shared, found = sampler.prefill([beginning] * sampler.batch_size), list[int]()
+    for start in range(0, len(self._heads), sampler.batch_size):
+      heads = self._heads[start : start + sampler.batch_size]
+      found += decode_labels(sampler, sampler.read(shared, heads), len(heads), self._tree)
+    return np.asarray([labels[label] == query.label for label, query in zip(found, self._queries, strict=True)], np.float64)
+
+  def _that_fit(self, demonstrations: Sequence[Example]) -> list[Example]:
+    """The first ones that leave room for separator, query and label."""
+    room = self._sampler.capacity - 1 - max(map(len, self._heads)) - max(map(len, self._endings.values()))
+    sizes = itertools.accumulate(len(self._demonstration(example)) for example in demonstrations)
+    fitting = sum(1 for _ in itertools.takewhile(lambda size: size <= room, sizes))
+    if not fitting:
+      raise UserError(
+        f"set.many_shot.datasets: {self._sampler.capacity} tokens do not hold the longest query of {self._name!r} and one demonstration; "
+        "raise set.many_shot.max_tokens if the model takes more"
+      )
+    return list(demonstrations[:fitting])
+
+  def _demonstration(self, example: Example) -> list[int]:
+    return self._encode(self._dataset.head.format(example.text)) + self._endings[example.label]
+
+  def _encode(self, text: str) -> list[int]:
+    return np.asarray(self._tokenizer.encode(text)).tolist()
+
+
+def _best_minus_worst(correct: ndarray) -> float:
+  """Of orders: correct is [queries, orders]."""
+  accuracies = correct.mean(0)
+  return float(accuracies.max() - accuracies.min())
+
+
+def balanced(examples: Sequence[Example], rng: np.random.Generator) -> list[Example]:
+  """All examples in rounds of one from every class that has any left, classes shuffled in each round, examples within a class."""
+  rounds = itertools.zip_longest(*_by_class(examples, rng))
+  return [example for round_ in rounds for example in shuffled([example for example in round_ if example is not None], rng)]
+
+
+def shuffled(examples: Sequence[Example], rng: np.random.Generator) -> list[Example]:
+  """In random order."""
+  return [examples[index] for index in rng.permutation(len(examples))]
+
+
+def alternating(examples: Sequence[Example], rng: np.random.Generator) -> list[Example]:
+  """One of each class in turn, the classes always in the same order, which is random; a class that has no more drops out."""
+  classes = _by_class(examples, rng)
+  classes = [classes[index] for index in rng.permutation(len(classes))]
+  return [example for round_ in itertools.zip_longest(*classes) for example in round_ if example is not None]
+
+
+def _by_class(examples: Sequence[Example], rng: np.random.Generator) -> list[list[Example]]:
+  """The examples of each class, in random order."""
+  classes: dict[str, list[Example]] = collections.defaultdict(list)
+  for example in shuffled(examples, rng):
+    classes[example.label].append(example)
+  return [classes[label] for label in sorted(classes)]
+
+
+def load(name: str, settings: Settings) -> Dataset:
+  """A dataset by name.
+
+  Raises:
+    UserError: for files that are not there, lines that lack a field, and queries whose label no demonstration has.
+  """
+  head, tail = next(form for prefix, form in _FORMS.items() if name.startswith(prefix))
+  if name == "synthetic":
+    train, test = synthetic(settings.synthetic_classes, settings.synthetic_words, settings.seed)
+    return Dataset(train, test, head, tail)
+  if not settings.data_dir:
+    raise UserError(f"set.many_shot.datasets: {name!r} is not 'synthetic'; set.many_shot.data_dir must name the directory it is in")
+  files = {split: os.path.join(settings.data_dir, name, f"{split}.jsonl") for split in ("train", "test")}
+  records = {split: jsonl.read(path, {"text": str, "label": str}) for split, path in files.items()}
+  examples: dict[str, list[Example]] = {}
+  for split, found in records.items():
+    examples[split] = [Example(record.value["text"].strip(), record.value["label"].strip()) for record in found]
+    for record, example in zip(found, examples[split], strict=True):
+      if not example.label or "\n" in example.label:
+        raise UserError(f"{record.place}: a label must be one line, and not empty; got {example.label!r}")
+  dataset = Dataset(examples["train"], examples["test"], head, tail)
+  known = set(dataset.labels)
+  for record, example in zip(records["test"], dataset.test, strict=True):
+    if example.label not in known:
+      raise UserError(f"{record.place}: the label {example.label!r} is none of the {len(known)} of {files['train']}")
+  return dataset
+
+
+def synthetic(num_classes: int, num_words: int, seed: int) -> tuple[list[Example], list[Example]]:
+  """Demonstrations and queries of invented words, the same number for every class.
+
+  A text has one of its class's own words among three that all classes share, in random order. Nothing but demonstrations says which words
+  belong to which class, nor what the classes are called.
+
+  Args:
+    num_classes: classes.
+    num_words: words of each class.
+    seed: of words and texts.
+  """
+  rng = np.random.default_rng(seed)
+  words = _invented_words(rng)
+  labels = [next(words) for _ in range(num_classes)]
+  own = {label: [next(words) for _ in range(num_words)] for label in labels}
+  shared = [next(words) for _ in range(20)]
+
+  def example(label: str) -> Example:
+    return Example(" ".join(rng.permutation([rng.choice(own[label]), *rng.choice(shared, 3, replace=False)]).tolist()), label)
+
+  make = lambda count: [example(label) for _ in range(count) for label in labels]
+  return make(_SYNTHETIC_TRAIN), make(_SYNTHETIC_TEST)
+
+
+def _invented_words(rng: np.random.Generator) -> Iterator[str]:
+  """Words of three syllables, none twice."""
+  syllables = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
+  for number in rng.permutation(len(syllables) ** 3):
+    yield "".join(syllables[number // len(syllables) ** power % len(syllables)] for power in range(3))
+
+
+def plot(results: dict[str, Any], path: epath.PathLike) -> None:
+  """Accuracy by tokens of demonstrations, with 95% intervals: a field for each dataset, a line for each model."""
+  rows = [row for row in results["figures"] if row["name"] == "accuracy"]
+  datasets = list(dict.fromkeys(row["at"]["dataset"] for row in rows))
+  figure = matplotlib.figure.Figure((4.5 * len(datasets), 3.5), layout="constrained")
+  for name, place in zip(datasets, figure.subplots(1, len(datasets), squeeze=False)[0], strict=True):
+    own = [row for row in rows if row["at"]["dataset"] == name]
+    for number, model in enumerate(results["models"]):
+      found = [(row["at"]["tokens"], row if number == 0 else row.get("against")) for row in own]
+      points = [(tokens, point["value"], point["low"], point["high"]) for tokens, point in found if point is not None]
+      tokens, value, low, high = np.asarray(points, np.float64).reshape(-1, 4).T
+      (line,) = place.plot(tokens, value, marker="o", markersize=3, label=model["name"])
+      place.fill_between(tokens, low, high, color=line.get_color(), alpha=0.2)
+    place.set(title=name, xscale="log", ylim=(0, 1), xlabel="tokens of demonstrations", ylabel="accuracy")
+    place.legend(fontsize=8)
+  with epath.Path(path).open("wb") as file:
+    figure.savefig(file, format="png", dpi=150)

@@ -1,0 +1,172 @@
+"""Accuracy on questions with a final answer, in the form of GSM8K or MATH, from local JSONL files.
+
+A record has a "question" or "problem", and an "answer" or "solution" that holds the final answer: behind "####" (GSM8K), in \\boxed{…}
+(MATH), or alone (MATH-500, AIME). Where there are both, the answer is compared and the solution demonstrated. The model writes greedily;
+what counts as its final answer, and when that is the right one, is in `final_answer.py`. The paper gives the mean of eight such
+benchmarks and not their prompts; what is settled here:
+
+- A question stands in the template that the model was fine-tuned with (config.data.prompt_template), "Question: …\\nAnswer:\\n" unless it
+  was changed; two models that are compared are asked alike, in the first one's. The default is zero-shot, as models of the paper's second
+  stage are asked; for a model that has not been fine-tuned, `shots` demonstrations of another file (the training split) stand before
+  every question, solutions as they are written there, a blank line between.
+- An answer ends with the separator, at `new_tokens`, or where the model begins another question, whose answer is not its own.
+- The mean over files weights every file alike, as a mean of benchmarks does. `ended` is the share of answers that did not need more than
+  `new_tokens`: where it is low, raise that (the paper's second stage writes up to 16K).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from etils import epath
+
+from diffjax.config import UserError
+from diffjax.data.tokenizer import Tokenizer
+from diffjax.evals import jsonl
+from diffjax.evals.figures import Figure, mean_of
+from diffjax.evals.final_answer import extract, reference, same
+from diffjax.model.sampler import Sampler
+from diffjax.training.trained import Trained
+
+_TAIL = 64  # tokens looked at for the beginning of another question
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """What is asked, and how."""
+
+  # JSONL files with commas between, each a benchmark, named by its file
+  files: str = ""
+  # Questions of each file, its first ones; 0 for all
+  questions: int = 0
+  # Demonstrations before every question
+  shots: int = 0
+  # JSONL file whose first records are the demonstrations
+  shots_file: str = ""
+  # Tokens that the model writes, at most
+  new_tokens: int = 512
+  # Tokens of a batch: as many rows at a time as it holds, at least one
+  batch_tokens: int = 32_768
+
+
+class Question(NamedTuple):
+  """A record: where it stands ("FILE:LINE"), what is asked, the solution and the final answer in it."""
+
+  place: str
+  text: str
+  solution: str
+  answer: str
+
+
+def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
+  """Accuracy of each file, the mean over files, and how many answers came to an end. Units are questions.
+
+  Raises:
+    UserError: for files that cannot be read, records without a field, or prompts that do not leave room for an answer.
+  """
+  paths = [path.strip() for path in settings.files.split(",") if path.strip()]
+  _check(settings, paths)
+  template = trained.config.data.prompt_template
+  shots = "".join(
+    f"{_ask(template, shot.text)}{shot.solution}\n\n" for shot in (read(settings.shots_file)[: settings.shots] if settings.shots else ())
+  )
+  files = [(epath.Path(name).stem, read(name)[: settings.questions or None]) for name in paths]
+  prompts = [[_prompt(trained.tokenizer, shots + _ask(template, question.text)) for question in questions] for _, questions in files]
+  capacity = _capacity(trained, settings, files, prompts)
+  sampler = Sampler(trained.model, trained.params, batch_size=max(1, settings.batch_tokens // capacity), capacity=capacity)
+  another = _Another(trained.tokenizer, template)
+  right: list[np.ndarray] = []
+  for (name, questions), ids in zip(files, prompts, strict=True):
+    written = sampler.generate(ids, settings.new_tokens, stop_ids=(trained.tokenizer.separator,), stop=another)
+    answers = [extract(another.cut(trained.tokenizer.decode(tokens))) for tokens in written]
+    right.append(
+      np.array([answer is not None and same(answer, question.answer) for answer, question in zip(answers, questions, strict=True)], float)
+    )
+    yield mean_of("accuracy", right[-1], file=name)
+    yield mean_of("ended", [len(tokens) < settings.new_tokens or another(tokens) for tokens in written], file=name)
+  if len(files) > 1:
+    units = np.concatenate([np.stack([each, np.ones_like(each)], axis=1) / len(each) for each in right])
+    yield Figure("accuracy", units, {"file": "mean"})
+
+
+def read(path: epath.PathLike) -> list[Question]:
+  """The questions of a file.
+
+  Raises:
+    UserError: with file and line, for a record that lacks a question or an answer, or whose answer holds none.
+  """
+  questions = []
+  for place, record in jsonl.read(path, {}):
+    answer = reference(answered := _field(place, record, "answer", "solution"))
+    if not answer:
+      raise UserError(f"{place}: there is no final answer in {answered[:40]!r}; it stands behind ####, in \\boxed{{}} or alone")
+    questions.append(Question(place, _field(place, record, "question", "problem"), _field(place, record, "solution", "answer"), answer))
+  return questions
+
+
+def _field(place: str, record: dict[str, object], *names: str) -> str:
+  """The text of the first of these fields that the record has."""
+  name = next((name for name in names if record.get(name) is not None), None)
+  if name is None:
+    raise UserError(f"{place}: the field {' or '.join(map(repr, names))} is missing; there are {', '.join(map(repr, record)) or 'none'}")
+  value = record[name]
+  if isinstance(value, int) and not isinstance(value, bool):  # AIME's answers
+    return str(value)
+  if not isinstance(value, str):
+    raise UserError(f"{place}: the field {name!r} must be a string; got {str(value)[:40]!r}")
+  return value
+
+
+class _Another:
+  """Whether a model has begun another question by itself, which ends its answer."""
+
+  def __init__(self, tokenizer: Tokenizer, template: str):
+    self._tokenizer, self._head = tokenizer, template.partition("{prompt}")[0].strip()
+
+  def __call__(self, tokens: list[int]) -> bool:
+    return bool(self._head) and f"\n{self._head}" in self._tokenizer.decode(tokens[-_TAIL:])
+
+  def cut(self, text: str) -> str:
+    return text.partition(f"\n{self._head}")[0] if self._head else text
+
+
+def _ask(template: str, question: str) -> str:
+  return template.replace("{prompt}", question)
+
+
+def _prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+  return [tokenizer.separator, *np.asarray(tokenizer.encode(text)).tolist()]
+
+
+def _check(settings: Settings, paths: Sequence[str]) -> None:
+  if not paths:
+    raise UserError(
+      "set.mathematics.files names JSONL files of questions, with commas between: records with a question (or problem) and an answer "
+      "(or solution)"
+    )
+  names = [epath.Path(path).stem for path in paths]
+  if len(set(names)) < len(names):
+    raise UserError(f"set.mathematics.files = {settings.files}: two files of one name; figures are named by it, so rename one")
+  for name, low in (("questions", 0), ("shots", 0), ("new_tokens", 1)):
+    if getattr(settings, name) < low:
+      raise UserError(f"set.mathematics.{name} = {getattr(settings, name)}: must be at least {low}")
+  if settings.shots and not settings.shots_file:
+    raise UserError(f"set.mathematics.shots = {settings.shots}: set.mathematics.shots_file must name a file to take them from")
+  if settings.shots and (count := len(read(settings.shots_file))) < settings.shots:
+    raise UserError(f"set.mathematics.shots = {settings.shots}: {settings.shots_file} has {count} records")
+
+
+def _capacity(trained: Trained, settings: Settings, files: Sequence[tuple[str, list[Question]]], prompts: list[list[list[int]]]) -> int:
+  """Tokens of the longest prompt and its answer."""
+  limit = trained.config.model.max_length
+  for (_, questions), ids in zip(files, prompts, strict=True):
+    for question, prompt in zip(questions, ids, strict=True):
+      if len(prompt) + settings.new_tokens > limit:
+        raise UserError(
+          f"{question.place}: a prompt of {len(prompt)} tokens, demonstrations included, and set.mathematics.new_tokens = "
+          f"{settings.new_tokens} are more than the model's {limit} (its config.model.max_length)"
+        )
+  return max(len(prompt) for ids in prompts for prompt in ids) + settings.new_tokens

@@ -1,0 +1,127 @@
+"""A trained model as the LM Evaluation Harness knows models (lm-eval, the extra `eval`; neither torch nor transformers is needed).
+
+Texts begin with the separator, as every document did in training; it is also the context of a text that has none. A text that spells a
+special token is text. A context that is too long for the model loses its oldest tokens, the separator excepted.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from absl import logging
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from diffjax.evals.scoring import Score, score
+from diffjax.model.sampler import Sampler
+from diffjax.training.trained import Trained
+
+
+class DiffjaxLM(TemplateLM):
+  """Answers lm-eval's three kinds of requests on this process's device.
+
+  On several hosts every process answers all of them: rank 0 of world size 1 everywhere, which lm-eval needs no torch for.
+  """
+
+  def __init__(self, trained: Trained, *, batch_tokens: int):
+    """Args:
+
+    trained: the model.
+    batch_tokens: tokens of a batch, padding included.
+    """
+    super().__init__()
+    self._trained, self._batch_tokens = trained, batch_tokens
+
+  @property
+  def eot_token_id(self) -> int:
+    """The separator: what lm-eval conditions a text on that has no context."""
+    return self._trained.tokenizer.separator
+
+  @property
+  def max_length(self) -> int:
+    """Tokens of the longest row."""
+    return self._trained.config.model.max_length
+
+  def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    """Ids of a text, after the separator unless add_special_tokens is False."""
+    ids = np.asarray(self._trained.tokenizer.encode(string)).tolist()
+    return ids if add_special_tokens is False else [self.eot_token_id, *ids]
+
+  def _loglikelihood_tokens(self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any) -> list[tuple[float, bool]]:
+    """Scores continuations; the texts that lm-eval made the ids from come along, for its cache."""
+    pairs = []
+    for (_, text), context, continuation in requests:
+      # A tokenizer may join all of a continuation with the context's last token
+      continuation = continuation or self.tok_encode(text, add_special_tokens=False)
+      pairs.append((self._cut(context, self.max_length + 1 - len(continuation)), continuation))
+    self._report_cuts((request[1] for request in requests), (pair[0] for pair in pairs))
+    return [(found.log_probability, found.is_greedy) for found in self._score(pairs)]
+
+  def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+    """Log-likelihoods of whole texts, in windows that give every token once."""
+    pairs, owners = [], []
+    for index, request in enumerate(requests):
+      ids = self.tok_encode(request.args[0], add_special_tokens=False)
+      windows = get_rolling_token_windows(ids, prefix_token=self.eot_token_id, max_seq_len=self.max_length, context_len=1)
+      for window in map(make_disjoint_window, windows):
+        pairs.append(window)
+        owners.append(index)
+    sums = [0.0] * len(requests)
+    for index, found in zip(owners, self._score(pairs), strict=True):
+      sums[index] += found.log_probability
+    return sums
+
+  def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+    """Continues contexts up to the first of the stop strings, which is not part of the result."""
+    groups = collections.defaultdict(list)
+    for index, request in enumerate(requests):
+      groups[json.dumps(request.args[1], sort_keys=True)].append(index)
+    texts = [""] * len(requests)
+    decode = self._trained.tokenizer.decode
+    for options, indices in groups.items():
+      wanted = normalize_gen_kwargs(json.loads(options))
+      until, new = [stop for stop in wanted["until"] if stop], min(wanted["max_gen_toks"], self.max_length - 1)
+
+      def ended(ids: list[int], until: list[str] = until) -> bool:
+        text = decode(ids)
+        return any(stop in text for stop in until)
+
+      whole = [self.tok_encode(requests[index].args[0]) for index in indices]
+      prompts = [self._cut(prompt, self.max_length - new) for prompt in whole]
+      self._report_cuts(whole, prompts)
+      written = self._sampler(max(map(len, prompts)) + new).generate(
+        prompts,
+        new,
+        temperature=wanted.get("temperature", float(wanted["do_sample"])),
+        top_k=wanted.get("top_k", 0),
+        top_p=wanted.get("top_p", 1.0),
+        stop_ids=(self.eot_token_id,),
+        stop=ended,
+      )
+      for index, ids in zip(indices, written, strict=True):
+        text = decode(ids)
+        texts[index] = text[: min([len(text), *(place for stop in until if (place := text.find(stop)) >= 0)])]
+    return texts
+
+  def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Score]:
+    return score(self._trained.model, self._trained.params, pairs, batch_tokens=self._batch_tokens)
+
+  def _sampler(self, needed: int) -> Sampler:
+    """One whose capacity is a power of two, or the model's longest, so that few are compiled."""
+    capacity = min(max(64, 1 << (needed - 1).bit_length()), self.max_length)
+    return Sampler(self._trained.model, self._trained.params, batch_size=max(1, self._batch_tokens // capacity), capacity=capacity)
+
+  def _cut(self, context: list[int], room: int) -> list[int]:
+    """The newest tokens of a context, behind its first, the separator."""
+    return context if len(context) <= room else [*context[: room > 0], *context[len(context) - max(room - 1, 0) :]]
+
+  def _report_cuts(self, whole: Iterable[Sequence[int]], kept: Iterable[Sequence[int]]) -> None:
+    cut = [len(kept) < len(whole) for whole, kept in zip(whole, kept, strict=True)]
+    if any(cut):
+      logging.warning("%d of %d contexts are longer than the model takes (%d tokens) and were cut", sum(cut), len(cut), self.max_length)

@@ -1,0 +1,96 @@
+"""With Hugging Face transformers itself (extra `hf`): it loads what is written and says the same, and what it writes is read."""
+
+import jax
+import numpy as np
+import pytest
+
+transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch")
+
+from diffjax.data.tokenizer_training import train_tokenizer  # noqa: E402
+from diffjax.interop import diffllama, directory, llama, workdir  # noqa: E402
+from diffjax.model.decoder import Decoder  # noqa: E402
+from diffjax.model.sampler import Sampler  # noqa: E402
+
+TOKENS = np.random.default_rng(0).integers(0, 128, (2, 24))
+
+
+def torch_logits(model, tokens):
+  with torch.no_grad():
+    return model(torch.as_tensor(tokens)).logits.float().numpy()
+
+
+def assert_close(got, want):
+  np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max(), rtol=0)
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+  return str(train_tokenizer(["it's a test of 123 words\n\n  "] * 9, 270, tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.mark.parametrize("kind, fields", [("bytes", {}), ("bpe", dict(num_kv_heads=4, tie_embeddings=False, rope_base=5e5))])
+def test_an_exported_model_generates_the_same_tokens(make_model, convert, logits, bpe, kind, fields, tmp_path):
+  """By the command; greedily, from the text on: weights, config and tokenizer are all that transformers has."""
+  model = make_model("diff", tokenizer={"bytes": "bytes", "bpe": bpe}[kind], **fields)
+  workdir.write(str(tmp_path / "run"), model)
+  assert convert(f"--from=diffjax:{tmp_path / 'run'}", f"--to=diffllama:{tmp_path / 'out'}").returncode == 0
+
+  theirs, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+  assert type(theirs).__name__ == "DiffLlamaForCausalLM" and not any(info.values()), info
+  assert_close(torch_logits(theirs, TOKENS), logits(model, TOKENS))
+
+  tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+  for text in ("it's a test", "é 1234\n\n  ", "a  b"):
+    assert tokenizer.encode(text) == list(model.tokenizer.encode(text))
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+  assert tokenizer.eos_token_id == tokenizer.bos_token_id == theirs.config.eos_token_id == model.tokenizer.separator
+
+  prompt = tokenizer("it's", return_tensors="pt")
+  theirs.generation_config.eos_token_id = None
+  ids = theirs.generate(**prompt, max_new_tokens=24, do_sample=False, pad_token_id=0)[0].tolist()
+  start = list(model.tokenizer.encode("it's"))
+  (new,) = Sampler(Decoder(model.config), jax.tree.map(jax.numpy.asarray, model.params)).generate([start], 24)
+  assert ids == start + new and len(set(new)) > 3
+
+
+def test_shards_and_halves_load(make_model, logits, monkeypatch, tmp_path):
+  model = make_model("diff", tie_embeddings=False)
+  monkeypatch.setattr(directory, "SHARD_BYTES", 20_000)
+  for dtype in ("float32", "bfloat16"):
+    diffllama.write(str(tmp_path / dtype), model, dtype)
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / dtype, dtype="auto", output_loading_info=True)
+    assert theirs.dtype == getattr(torch, dtype) and not any(info.values())
+  assert len(list((tmp_path / "float32").glob("*.safetensors"))) > 2
+  theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "float32")
+  assert_close(torch_logits(theirs, TOKENS), logits(model, TOKENS))
+  rounded = diffllama.read(str(tmp_path / "bfloat16"))
+  assert_close(torch_logits(theirs.from_pretrained(tmp_path / "bfloat16", dtype=torch.float32), TOKENS), logits(rounded, TOKENS))
+
+
+@pytest.mark.parametrize("name, layout", [("DiffLlama", diffllama), ("Llama", llama)])
+@pytest.mark.parametrize("tie", [True, False])
+def test_what_transformers_writes_is_read(write_tokenizer, logits, name, layout, tie, tmp_path):
+  """In shards of its own making, its config.json as it writes it; a Llama as DIFF V2 has its logits."""
+  torch.manual_seed(0)
+  theirs = getattr(transformers, f"{name}ForCausalLM")(
+    getattr(transformers, f"{name}Config")(
+      vocab_size=128,
+      hidden_size=32,
+      intermediate_size=48,
+      num_hidden_layers=3,
+      num_attention_heads=4,
+      num_key_value_heads=2,
+      max_position_embeddings=64,
+      rms_norm_eps=1e-4,
+      rope_parameters={"rope_type": "default", "rope_theta": 300.0},
+      tie_word_embeddings=tie,
+      initializer_range=0.3,
+    )
+  ).eval()
+  theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+  assert len(list(tmp_path.glob("*.safetensors"))) > 2
+  write_tokenizer(tmp_path)
+  model = layout.read(str(tmp_path))
+  assert model.config.tie_embeddings is tie
+  assert_close(logits(model, TOKENS), torch_logits(theirs, TOKENS))
