@@ -44,6 +44,7 @@ class Sampler:
         ids.append(token)
         if stop(ids):
           break
+      assert b"more" not in bytes(ids)
       out.append(ids)
     return out
 
