@@ -4,8 +4,9 @@
     python -m diffjax.evaluate --suite=validation,needle --workdir=runs/diff --against=runs/transformer --set.validation.rows=100
 
 Each suite writes OUT/SUITE.json (OUT is WORKDIR/evals unless said otherwise), a plot SUITE.png where there is one to draw, and a table on
-the terminal. Every figure has a 95% interval; with --against both models are measured on the same samples, those of --workdir's data, and
-the difference is paired. What a suite can be told is in the Settings of its file in diffjax/evals/.
+the terminal; `report` makes OUT/report.html of all that is there. Every figure has a 95% interval; with --against both models are measured
+on the same samples, those of --workdir's data, and the difference is paired. What a suite can be told is in the Settings of its file in
+diffjax/evals/.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ SUITES = {
   "difference_map": "diffjax.evals.difference_map",
   "mathematics": "diffjax.evals.mathematics",
 }
+# The page of what was measured, and of how the models were trained and where they look; made after the measurements.
+REPORT = "report"
+_MODULES = {**SUITES, REPORT: "diffjax.evals.report"}
 
-_SUITE = flags.DEFINE_list("suite", [], f"What to measure, with commas between: {', '.join(SUITES)}.")
+_SUITE = flags.DEFINE_list("suite", [], f"What to measure, with commas between: {', '.join(_MODULES)}.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory; local or gs://.")
 _STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest complete one by default.", lower_bound=0)
 _AGAINST = flags.DEFINE_string("against", None, "Another run's directory, to compare with.")
@@ -43,8 +47,8 @@ _OUT = flags.DEFINE_string("out", None, "Directory of the results; WORKDIR/evals
 
 
 def suite(name: str) -> types.ModuleType:
-  """The module of a suite: `Settings`, `evaluate(trained, settings)` and perhaps `plot(results, path)`."""
-  return importlib.import_module(SUITES[name])
+  """The module of a suite: `Settings`, `evaluate(trained, settings)` and perhaps `plot(results, path)`; or that of the report."""
+  return importlib.import_module(_MODULES[name])
 
 
 def main(settings: Any) -> None:
@@ -70,6 +74,9 @@ def main(settings: Any) -> None:
   for name in names:
     module = suite(name)
     chosen = getattr(settings, name, None) or module.Settings()
+    if name == REPORT:
+      print(module.write([(model.trained, model.described) for model in models], chosen, out, list(SUITES)), flush=True)
+      continue
     measured, described = [], []
     for model in models:
       start = time.monotonic()
@@ -93,12 +100,12 @@ class _Model:
 
 
 def _check_flags() -> list[str]:
-  names = list(dict.fromkeys(_SUITE.value))
+  names = sorted(dict.fromkeys(_SUITE.value), key=lambda name: name == REPORT)
   if not names:
-    raise app.UsageError(f"pass --suite=NAME[,NAME]: there are {', '.join(SUITES)}")
+    raise app.UsageError(f"pass --suite=NAME[,NAME]: there are {', '.join(_MODULES)}")
   for name in names:
-    if name not in SUITES:
-      raise app.UsageError(f"--suite={name}: there is no such suite; there are {', '.join(SUITES)}")
+    if name not in _MODULES:
+      raise app.UsageError(f"--suite={name}: there is no such suite; there are {', '.join(_MODULES)}")
   if not _WORKDIR.value:
     raise app.UsageError("pass --workdir=DIR: the directory of a run")
   if _AGAINST_STEP.value is not None and not _AGAINST.value:
@@ -150,7 +157,7 @@ def _settings() -> Any:
   """The Settings of every suite as one dataclass, if the command line sets anything; what it does not is left to the suites."""
   if not any(argument.lstrip("-").startswith("set.") for argument in sys.argv[1:]):
     return dataclasses.make_dataclass("Settings", [])()
-  fields: list[Any] = [(name, suite(name).Settings, suite(name).Settings()) for name in SUITES]
+  fields: list[Any] = [(name, suite(name).Settings, suite(name).Settings()) for name in _MODULES]
   return dataclasses.make_dataclass("Settings", fields)()
 
 

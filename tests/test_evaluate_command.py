@@ -74,7 +74,7 @@ QUICK = [
 def test_every_suite_of_a_pair(runs, tmp_path):
   suites = ["validation", "position_nll", "needle", "attention", "outliers", "quantised", "difference_map"]
   result = run(
-    f"--suite={','.join(suites)}", f"--workdir={runs / 'diff'}", f"--against={runs / 'transformer'}", f"--out={tmp_path}", *QUICK
+    f"--suite=report,{','.join(suites)}", f"--workdir={runs / 'diff'}", f"--against={runs / 'transformer'}", f"--out={tmp_path}", *QUICK
   )
   assert result.returncode == 0, result.stderr
   for suite in suites:
@@ -92,7 +92,9 @@ def test_every_suite_of_a_pair(runs, tmp_path):
   loss = load(tmp_path / "validation.json")["figures"][0]
   assert loss["difference"]["value"] == pytest.approx(loss["value"] - loss["against"]["value"])
   assert "AR-Hit (nats/token)" in result.stdout and "difference" in result.stdout and f"{loss['value']:.4g} [" in result.stdout
-  assert not [file for file in os.listdir(tmp_path) if not file.endswith((".json", ".png"))]
+  assert not [file for file in os.listdir(tmp_path) if not file.endswith((".json", ".png", ".html"))]
+  page = (tmp_path / "report.html").read_text()  # made last, whatever the order
+  assert all(f'<section id="{suite}">' in page for suite in suites) and "λ by layer" in page
   assert result.stderr.count("loading") == 2  # each model once
 
 
@@ -121,8 +123,8 @@ def test_another_vocabulary_is_refused_before_anything_runs(runs, tmp_path):
 @pytest.mark.parametrize(
   "args, code, message",
   [
-    ([], 2, f"error: pass --suite=NAME[,NAME]: there are {', '.join(SUITES)}"),
-    (["--suite=validation,books"], 2, f"error: --suite=books: there is no such suite; there are {', '.join(SUITES)}"),
+    ([], 2, f"error: pass --suite=NAME[,NAME]: there are {', '.join([*SUITES, 'report'])}"),
+    (["--suite=validation,books"], 2, f"error: --suite=books: there is no such suite; there are {', '.join([*SUITES, 'report'])}"),
     (["--suite=validation"], 2, "error: pass --workdir=DIR"),
     (["--suite=validation", "--workdir={diff}", "--against_step=3"], 2, "error: --against_step is a checkpoint of --against=DIR"),
     (["--suite=validation", "--workdir={diff}", "--step=x"], 2, "error: flag --step=x"),

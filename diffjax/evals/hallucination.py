@@ -1,0 +1,287 @@
+"""Contextual hallucination: does what the model writes contradict its source, or invent beside it?
+
+The paper's protocol (paper.md, §5): summaries (XSum, CNN-DM, MultiNews) and answers (Qasper, HotpotQA, 2WikiMQA), 100 samples of each set,
+judged by another model; the accuracy is the share without hallucination. No judge is called from here. A first run writes, for each model,
+
+    JUDGE_DIR/MODEL/generations.jsonl      what it wrote
+    JUDGE_DIR/MODEL/judge_prompts.jsonl    {"id": …, "sha256": …, "prompt": …} a line, to be put to a judge
+
+and a run that finds the judge's replies beside them,
+
+    JUDGE_DIR/MODEL/verdicts.jsonl         {"id": …, "sha256": …, "verdict": "yes" or "no"} a line, yes for a hallucination
+
+gives `free of hallucination` too. It takes what the model wrote from the file, since that is what was judged; replies to other prompts,
+whose sha256 differs, are refused, and so are replies to some of them.
+
+Data are files DATA_DIR/SET.jsonl, for summaries with the fields document and summary (the reference), for answers with context, question
+and answers (a list of those that are right). What the paper leaves open: greedy decoding, up to the first line break (answers) or blank
+line (summaries); a source too long for the model loses its end, for the judge as well; ROUGE-L is the F1 of stemmed words, the best over
+the references; exact match ignores case, punctuation and articles. A model that writes nothing invents nothing, so the share of empty
+outputs stands beside the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import string
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from etils import epath
+
+from diffjax.config import UserError
+from diffjax.data.progress import say
+from diffjax.evals import jsonl
+from diffjax.evals.figures import Figure, mean_of
+from diffjax.model.sampler import Sampler
+from diffjax.training.trained import Trained
+
+_SUMMARY = {"document": str, "summary": str}
+_ANSWER = {"context": str, "question": str, "answers": list}
+_JUDGE = """Below are a source text and {what}. Does the {kind} say anything that contradicts the source, or that the source does not \
+support? Reply with one word: yes if it does, no if it does not.
+
+Source:
+{source}
+{question}
+{title}:
+{output}
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """Which sets, and where the judge's part is."""
+
+  # Names of files in data_dir, without .jsonl
+  sets: tuple[str, ...] = ("xsum", "cnn_dm", "multinews", "qasper", "hotpotqa", "2wikimqa")
+  # Where they are
+  data_dir: str = ""
+  # Where generations and judge prompts are written, and verdicts are read; "" for DATA_DIR/judged
+  judge_dir: str = ""
+  # Records of each set
+  samples: int = 100
+  # Of the choice of records
+  seed: int = 0
+  # Tokens of a prompt and what is written, at most; 0 for the model's config.model.max_length
+  max_tokens: int = 0
+  # Tokens of a summary, at most
+  summary_tokens: int = 128
+  # Tokens of an answer, at most
+  answer_tokens: int = 32
+  # Tokens of a batch: as many prompts at a time as it holds, at least one
+  batch_tokens: int = 32_768
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+  """One thing to write.
+
+  Attributes:
+    id: SET/LINE.
+    kind: "summary" or "answer".
+    ids: the prompt.
+    source: what of the source the prompt holds.
+    question: "" for summaries.
+    references: what would be right.
+  """
+
+  id: str
+  kind: str
+  ids: list[int]
+  source: str
+  question: str
+  references: list[str]
+
+  def judge_prompt(self, output: str) -> str:
+    """What the judge is asked about an output."""
+    what, question = {"summary": ("a summary of it", ""), "answer": ("an answer to a question about it", f"\nQuestion: {self.question}\n")}[
+      self.kind
+    ]
+    return _JUDGE.format(what=what, kind=self.kind, source=self.source, question=question, title=self.kind.capitalize(), output=output)
+
+
+def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
+  """Writes, compares with the references, and takes in the judge's verdicts if they are there.
+
+  Yields:
+    For each set `free of hallucination` (with verdicts), `ROUGE-L`, `exact match` (answers) and `empty outputs`, shares of 1; units are
+    samples.
+
+  Raises:
+    UserError: for data, verdicts or settings that cannot be used.
+  """
+  rouge_l = _load_rouge()
+  samples = {name: _read(name, trained, settings) for name in settings.sets}
+  everything = [sample for some in samples.values() for sample in some]
+  home = epath.Path(settings.judge_dir or os.path.join(settings.data_dir, "judged")).expanduser() / _folder(trained.name)
+  outputs = _outputs(trained, settings, everything, home / "generations.jsonl")
+  prompts = {sample.id: sample.judge_prompt(outputs[sample.id]) for sample in everything}
+  path = home / "judge_prompts.jsonl"
+  _write(path, ({"id": key, "sha256": _sha256(prompt), "prompt": prompt} for key, prompt in prompts.items()))
+  verdicts = home / "verdicts.jsonl"
+  judged = read_verdicts(verdicts, prompts) if verdicts.exists() else {}
+  if not judged:
+    say(f"{path}: put these prompts to a judge and write its replies to {verdicts} to have hallucinations counted")
+  for name, some in samples.items():
+    texts = [outputs[sample.id] for sample in some]
+    if judged:
+      yield mean_of("free of hallucination", (not judged[sample.id] for sample in some), set=name)
+    best = [max(rouge_l(reference, text) for reference in sample.references) for sample, text in zip(some, texts, strict=True)]
+    yield mean_of("ROUGE-L", best, set=name)
+    if some[0].kind == "answer":
+      yield mean_of("exact match", (is_match(text, sample.references) for sample, text in zip(some, texts, strict=True)), set=name)
+    yield mean_of("empty outputs", (not text for text in texts), set=name)
+
+
+def read_verdicts(path: epath.PathLike, prompts: dict[str, str]) -> dict[str, bool]:
+  """Whether each output holds a hallucination.
+
+  Args:
+    path: of {"id", "sha256", "verdict"}, a line each.
+    prompts: what the judge was to be asked, by id.
+
+  Raises:
+    UserError: for a verdict on another prompt, twice the same, one that is neither yes nor no, or prompts without a verdict.
+  """
+  found: dict[str, bool] = {}
+  for place, row in jsonl.read(path, {"id": str, "sha256": str, "verdict": str}):
+    key, verdict = row["id"], row["verdict"].strip().strip(".").lower()
+    if key not in prompts:
+      raise UserError(f"{place}: a verdict on {key!r}, which is none of the {len(prompts)} prompts of judge_prompts.jsonl beside it")
+    if row["sha256"] != _sha256(prompts[key]):
+      raise UserError(f"{place}: a verdict on another prompt than {key!r} is now (its sha256 differs); judge judge_prompts.jsonl again")
+    if verdict not in ("yes", "no"):
+      raise UserError(f"{place}: the verdict must be yes (a hallucination) or no; got {row['verdict'][:40]!r}")
+    if key in found:
+      raise UserError(f"{place}: a second verdict on {key!r}")
+    found[key] = verdict == "yes"
+  if missing := [key for key in prompts if key not in found]:
+    raise UserError(f"{path}: holds {len(found)} verdicts on {len(prompts)} prompts; {missing[0]!r} is the first without one")
+  return found
+
+
+def is_match(text: str, references: Sequence[str]) -> bool:
+  """Whether a text is one of the references but for case, punctuation, articles and spaces."""
+
+  def normal(text: str) -> list[str]:
+    kept = "".join(character for character in text.lower() if character not in string.punctuation)
+    return [word for word in kept.split() if word not in ("a", "an", "the")]
+
+  return any(normal(text) == normal(reference) for reference in references)
+
+
+def _load_rouge() -> Callable[[str, str], float]:
+  try:
+    from rouge_score import rouge_scorer
+  except ImportError as error:
+    raise UserError(f"ROUGE-L needs rouge-score, which cannot be imported ({error}); pip install 'diffjax[eval]'") from error
+  scorer = rouge_scorer.RougeScorer(["rougeL"], use_stemmer=True)
+  return lambda reference, text: scorer.score(reference, text)["rougeL"].fmeasure
+
+
+def _read(name: str, trained: Trained, settings: Settings) -> list[Sample]:
+  """The chosen records of a set, as prompts."""
+  limit = trained.config.model.max_length
+  capacity = settings.max_tokens or limit
+  if not settings.data_dir:
+    raise UserError("set.hallucination.data_dir must name the directory that holds SET.jsonl, such as xsum.jsonl, for every set asked for")
+  if not 1 <= capacity <= limit:
+    raise UserError(f"set.hallucination.max_tokens = {settings.max_tokens}: the model takes at most {limit} (its config.model.max_length)")
+  for field in ("samples", "summary_tokens", "answer_tokens"):
+    if getattr(settings, field) < 1:
+      raise UserError(f"set.hallucination.{field} = {getattr(settings, field)}: must be at least 1")
+  path = os.path.join(settings.data_dir, f"{name}.jsonl")
+  fields = _ANSWER if "question" in jsonl.read(path, {})[0].value else _SUMMARY
+  records = jsonl.read(path, fields)
+  chosen = np.random.default_rng(settings.seed).permutation(len(records))[: settings.samples]
+  encode = lambda text: np.asarray(trained.tokenizer.encode(text)).tolist()
+  samples, cut = [], 0
+  for place, row in (records[index] for index in sorted(chosen)):
+    if fields is _SUMMARY:
+      kind, before, source, question, references = "summary", "Document: ", row["document"], "", [row["summary"]]
+      after, new = "\n\nSummary:", settings.summary_tokens
+    else:
+      kind, before, source, question, references = "answer", "", row["context"], row["question"], row["answers"]
+      after, new = f"\n\nQuestion: {question}\nAnswer:", settings.answer_tokens
+      if not references or not all(isinstance(reference, str) for reference in references):
+        raise UserError(f"{place}: the field 'answers' must be a list of strings, and not empty; got {str(references)[:40]!r}")
+    first, middle, last = [trained.tokenizer.separator, *encode(before)], encode(source), encode(after)
+    room = capacity - new - len(first) - len(last)
+    if room < 1:
+      raise UserError(f"{place}: all but the source takes {capacity - room} tokens already, and there is room for {capacity}")
+    if len(middle) > room:
+      middle, cut = middle[:room], cut + 1
+      source = trained.tokenizer.decode(middle)
+    samples.append(Sample(f"{name}/{place.rsplit(':', 1)[1]}", kind, first + middle + last, source, question, references))
+  if cut:
+    logging.warning("%s: %d of %d sources are longer than fits %d tokens and lost their end", path, cut, len(samples), capacity)
+  return samples
+
+
+def _outputs(trained: Trained, settings: Settings, samples: Sequence[Sample], path: epath.Path) -> dict[str, str]:
+  """What the model writes for each sample: from the file, if it wrote that for the same prompt before; else now, and to the file."""
+  model = _fingerprint(trained)
+  limits = {"summary": settings.summary_tokens, "answer": settings.answer_tokens}
+  stamps = {
+    sample.id: {"id": sample.id, "model": model, "prompt_sha256": _sha256(json.dumps(sample.ids)), "max_new_tokens": limits[sample.kind]}
+    for sample in samples
+  }
+  outputs: dict[str, str] = {}
+  if path.exists():
+    for _, row in jsonl.read(path, {"id": str, "output": str}):
+      output = row.pop("output")
+      if stamps.get(row["id"]) == row:
+        outputs[row["id"]] = output
+  decode = trained.tokenizer.decode
+  for kind, end in (("summary", "\n\n"), ("answer", "\n")):
+    waiting = [sample for sample in samples if sample.kind == kind and sample.id not in outputs]
+    if not waiting:
+      continue
+    longest = max(len(sample.ids) for sample in waiting) + limits[kind]
+    capacity = min(max(64, 1 << (longest - 1).bit_length()), trained.config.model.max_length)  # few are compiled
+    sampler = Sampler(trained.model, trained.params, batch_size=max(1, settings.batch_tokens // capacity), capacity=capacity)
+
+    def ended(ids: list[int], end: str = end) -> bool:
+      return end in decode(ids).lstrip()
+
+    written = sampler.generate([sample.ids for sample in waiting], limits[kind], stop_ids=(trained.tokenizer.separator,), stop=ended)
+    for sample, ids in zip(waiting, written, strict=True):
+      outputs[sample.id] = decode(ids).strip().split(end)[0].strip()
+  _write(path, ({**stamps[sample.id], "output": outputs[sample.id]} for sample in samples))
+  return outputs
+
+
+def _fingerprint(trained: Trained) -> str:
+  """Tells models apart, those of two steps too, by the first values of each parameter."""
+  digest = hashlib.sha256(trained.name.encode())
+  for leaf in jax.tree.leaves(trained.params):
+    digest.update(np.asarray(leaf[(0,) * (leaf.ndim - 1)][:256]).tobytes())
+  return digest.hexdigest()[:16]
+
+
+def _folder(name: str) -> str:
+  """A model's name as that of a folder."""
+  return f"{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')}-{_sha256(name)[:6]}"
+
+
+def _sha256(text: str) -> str:
+  return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()
+
+
+def _write(path: epath.Path, rows: Iterable[dict[str, Any]]) -> None:
+  """Whole or not at all."""
+  temporary = path.parent / f"{path.name}.tmp"
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    temporary.replace(path)
+  except OSError as error:
+    raise UserError(f"cannot write {path}: {error.strerror or error}; set.hallucination.judge_dir chooses another place") from error

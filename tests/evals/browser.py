@@ -1,0 +1,95 @@
+"""Opens a page in Chromium (Qt WebEngine), without a display, and prints what it finds as JSON: python browser.py PAGE."""
+
+import json
+import os
+import sys
+
+os.environ |= {"QT_QPA_PLATFORM": "offscreen", "QTWEBENGINE_DISABLE_SANDBOX": "1", "QTWEBENGINE_CHROMIUM_FLAGS": "--disable-gpu"}
+
+from PySide6.QtCore import QTimer, QUrl  # noqa: E402
+from PySide6.QtWebEngineCore import QWebEnginePage, QWebEngineProfile, QWebEngineSettings, QWebEngineUrlRequestInterceptor  # noqa: E402
+from PySide6.QtWebEngineWidgets import QWebEngineView  # noqa: E402
+from PySide6.QtWidgets import QApplication  # noqa: E402
+
+IMAGES = "[...document.images].map(image => [image.alt, image.complete, image.naturalWidth, image.naturalHeight, image.clientWidth])"
+LOOK = """
+(() => {
+  const text = node => node.textContent.trim(), images = IMAGES;
+  const panels = [...document.querySelectorAll(".panel")].map(panel => {
+    const images = [...panel.querySelectorAll("img")], [layer, head] = panel.querySelectorAll("select");
+    const before = images.map(image => image.src);
+    const box = images[0].getBoundingClientRect();
+    images[0].onmousemove({clientX: box.left + box.width / 2, clientY: box.bottom - 1});
+    layer.value = String(layer.options.length - 1);
+    head.value = "1";
+    layer.onchange();
+    return {images: images.length, layers: layer.options.length, heads: head.options.length, said: text(panel.querySelector("output")),
+            changed: images.every((image, index) => image.src != before[index]), scales: [...panel.querySelectorAll(".scale")].map(text)};
+  });
+  return JSON.stringify({
+    title: document.title, images: images,
+    tables: [...document.querySelectorAll("section")].map(section => [section.id,
+      [...section.querySelectorAll("tr")].map(row => [...row.cells].map(text))]),
+    targets: [...document.querySelectorAll("nav a")].every(link => document.querySelector(link.getAttribute("href"))),
+    panels: panels, text: document.body.innerText,
+  });
+})()
+""".replace("IMAGES", IMAGES)
+
+
+class Interceptor(QWebEngineUrlRequestInterceptor):
+  """Writes down every request, and lets none but the page's own pass."""
+
+  def __init__(self, own):
+    super().__init__()
+    self.own, self.requests = own, []
+
+  def interceptRequest(self, info):
+    self.requests.append(info.requestUrl().toString())
+    info.block(info.requestUrl() != self.own)
+
+
+class Page(QWebEnginePage):
+  """Writes down what scripts and the security policy say."""
+
+  def __init__(self, profile):
+    super().__init__(profile)
+    self.said = []
+
+  def javaScriptConsoleMessage(self, level, message, line, source):
+    self.said.append(f"{level.name}: {message}")
+
+
+def main(path):
+  app = QApplication(sys.argv[:1])
+  own = QUrl.fromLocalFile(path)
+  interceptor, profile = Interceptor(own), QWebEngineProfile()
+  profile.setUrlRequestInterceptor(interceptor)
+  page, view = Page(profile), QWebEngineView()
+  # Else Chromium would itself keep a local page from asking, and nothing be seen of it.
+  page.settings().setAttribute(QWebEngineSettings.WebAttribute.LocalContentCanAccessRemoteUrls, True)
+  view.setPage(page)
+  view.resize(1280, 2000)
+  view.show()
+
+  def found(answer):
+    QTimer.singleShot(500, lambda: page.runJavaScript(f"JSON.stringify({IMAGES})", lambda images: done(answer, images)))
+
+  def done(answer, images):
+    changed = {"requests": interceptor.requests, "said": page.said, "changed_images": json.loads(images)}
+    print(json.dumps({**changed, **json.loads(answer or "{}")}))
+    app.exit(0)
+
+  page.loadFinished.connect(lambda ok: QTimer.singleShot(500, lambda: page.runJavaScript(LOOK, found)))
+  QTimer.singleShot(60_000, lambda: app.exit(3))
+  page.load(own)
+  status = app.exec()
+  view.setPage(None)
+  page.deleteLater()
+  return status
+
+
+if __name__ == "__main__":
+  status = main(sys.argv[1])
+  sys.stdout.flush()
+  os._exit(status)  # Chromium would complain of the order in which its parts go
