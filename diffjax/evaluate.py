@@ -2,6 +2,7 @@
 
     python -m diffjax.evaluate --suite=validation --workdir=runs/diff
     python -m diffjax.evaluate --suite=validation,needle --workdir=runs/diff --against=runs/transformer --set.validation.rows=100
+    python -m diffjax.evaluate --suite=harness --tasks=arc_easy,hellaswag --workdir=runs/diff
 
 Each suite writes OUT/SUITE.json (OUT is WORKDIR/evals unless said otherwise), a plot SUITE.png where there is one to draw, and a table on
 the terminal; `report` makes OUT/report.html of all that is there. Every figure has a 95% interval; with --against both models are measured
@@ -32,6 +33,9 @@ SUITES = {
   "outliers": "diffjax.evals.outliers",
   "quantised": "diffjax.evals.quantised",
   "difference_map": "diffjax.evals.difference_map",
+  "many_shot": "diffjax.evals.many_shot",
+  "harness": "diffjax.evals.harness",
+  "hallucination": "diffjax.evals.hallucination",
   "mathematics": "diffjax.evals.mathematics",
 }
 # The page of what was measured, and of how the models were trained and where they look; made after the measurements.
@@ -43,6 +47,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory; local or g
 _STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest complete one by default.", lower_bound=0)
 _AGAINST = flags.DEFINE_string("against", None, "Another run's directory, to compare with.")
 _AGAINST_STEP = flags.DEFINE_integer("against_step", None, "Which of its checkpoints.", lower_bound=0)
+_TASKS = flags.DEFINE_list("tasks", [], "The harness's tasks, with commas between: short for --set.harness.tasks.")
 _OUT = flags.DEFINE_string("out", None, "Directory of the results; WORKDIR/evals by default.")
 
 
@@ -74,6 +79,8 @@ def main(settings: Any) -> None:
   for name in names:
     module = suite(name)
     chosen = getattr(settings, name, None) or module.Settings()
+    if name == "harness" and _TASKS.value:
+      chosen = dataclasses.replace(chosen, tasks=tuple(_TASKS.value))
     if name == REPORT:
       print(module.write([(model.trained, model.described) for model in models], chosen, out, list(SUITES)), flush=True)
       continue
@@ -106,6 +113,8 @@ def _check_flags() -> list[str]:
   for name in names:
     if name not in _MODULES:
       raise app.UsageError(f"--suite={name}: there is no such suite; there are {', '.join(_MODULES)}")
+  if _TASKS.value and "harness" not in names:
+    raise app.UsageError("--tasks are those of --suite=harness; pass that too")
   if not _WORKDIR.value:
     raise app.UsageError("pass --workdir=DIR: the directory of a run")
   if _AGAINST_STEP.value is not None and not _AGAINST.value:

@@ -126,6 +126,8 @@ def test_another_vocabulary_is_refused_before_anything_runs(runs, tmp_path):
     ([], 2, f"error: pass --suite=NAME[,NAME]: there are {', '.join([*SUITES, 'report'])}"),
     (["--suite=validation,books"], 2, f"error: --suite=books: there is no such suite; there are {', '.join([*SUITES, 'report'])}"),
     (["--suite=validation"], 2, "error: pass --workdir=DIR"),
+    (["--suite=validation", "--tasks=piqa"], 2, "error: --tasks are those of --suite=harness"),
+    (["--suite=harness", "--tasks=piqua", "--workdir={diff}"], 1, "error: "),
     (["--suite=validation", "--workdir={diff}", "--against_step=3"], 2, "error: --against_step is a checkpoint of --against=DIR"),
     (["--suite=validation", "--workdir={diff}", "--step=x"], 2, "error: flag --step=x"),
     (["--suite=validation", "--workdir={diff}", "--steps=1"], 2, "error: Unknown command line flag 'steps'"),

@@ -26,7 +26,7 @@ from etils import epath
 from jaxtyping import Array, Bool, Float
 
 from diffjax.config import UserError
-from diffjax.evals import needle, validation
+from diffjax.evals import harness, many_shot, mathematics, needle, position_nll, validation
 from diffjax.evals.figures import Figure
 from diffjax.evals.results import by_model, draw_line, save
 from diffjax.ops.diff_attention import masks
@@ -39,6 +39,10 @@ _AXES = {"tensor": (1, 2, 3, 4), "head": (3, 4), "row": (4,)}
 _MEASUREMENTS: dict[str, tuple[Any, Callable[[Figure], bool]]] = {
   "validation": (validation, lambda figure: figure.name.startswith("loss")),
   "needle": (needle, lambda figure: figure.at["depth"] == "mean"),
+  "position_nll": (position_nll, lambda figure: True),
+  "many_shot": (many_shot, lambda figure: True),
+  "harness": (harness, lambda figure: True),
+  "mathematics": (mathematics, lambda figure: figure.name == "accuracy"),
 }
 
 
@@ -54,6 +58,10 @@ class Settings:
   per: tuple[str, ...] = ("tensor", "head", "row")
   validation: validation.Settings = validation.Settings(rows=128)
   needle: needle.Settings = needle.Settings(pairs=("1/1",), samples=20)
+  position_nll: position_nll.Settings = position_nll.Settings(per_octave=1)
+  many_shot: many_shot.Settings = many_shot.Settings(orders=0)
+  harness: harness.Settings = harness.Settings(tasks=("hellaswag",))  # the paper's
+  mathematics: mathematics.Settings = mathematics.Settings()
 
 
 def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:

@@ -112,7 +112,7 @@ def test_the_suite_measures_without_and_with_quantisation(make_trained, monkeypa
 @pytest.mark.parametrize(
   "settings, message",
   [
-    (dict(measurements=("attention",)), "'attention': there are validation, needle"),
+    (dict(measurements=("attention",)), "'attention': there are validation, needle, position_nll, many_shot, harness, mathematics"),
     (dict(per=("layer",)), "'layer': there are tensor, head, row"),
     (dict(bits=(1,)), "bits = 1: must be from 2 to 24"),
   ],
