@@ -32,6 +32,9 @@ SUITES = {
   "quantised": "diffjax.evals.quantised",
   "difference_map": "diffjax.evals.difference_map",
   "mathematics": "diffjax.evals.mathematics",
+  "harness": "diffjax.evals.harness",
+  "many_shot": "diffjax.evals.many_shot",
+  "hallucination": "diffjax.evals.hallucination",
 }
 
 _SUITE = flags.DEFINE_list("suite", [], f"What to measure, with commas between: {', '.join(SUITES)}.")
@@ -39,6 +42,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory; local or g
 _STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest complete one by default.", lower_bound=0)
 _AGAINST = flags.DEFINE_string("against", None, "Another run's directory, to compare with.")
 _AGAINST_STEP = flags.DEFINE_integer("against_step", None, "Which of its checkpoints.", lower_bound=0)
+_TASKS = flags.DEFINE_list("tasks", None, "Of --suite=harness: which of lm-eval's tasks, short for --set.harness.tasks.")
 _OUT = flags.DEFINE_string("out", None, "Directory of the results; WORKDIR/evals by default.")
 
 
@@ -70,6 +74,8 @@ def main(settings: Any) -> None:
   for name in names:
     module = suite(name)
     chosen = getattr(settings, name, None) or module.Settings()
+    if name == "harness" and _TASKS.value is not None:
+      chosen = dataclasses.replace(chosen, tasks=tuple(_TASKS.value))
     measured, described = [], []
     for model in models:
       start = time.monotonic()
@@ -99,6 +105,8 @@ def _check_flags() -> list[str]:
   for name in names:
     if name not in SUITES:
       raise app.UsageError(f"--suite={name}: there is no such suite; there are {', '.join(SUITES)}")
+  if _TASKS.value is not None and "harness" not in names:
+    raise app.UsageError("--tasks is of --suite=harness; add that")
   if not _WORKDIR.value:
     raise app.UsageError("pass --workdir=DIR: the directory of a run")
   if _AGAINST_STEP.value is not None and not _AGAINST.value:

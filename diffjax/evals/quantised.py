@@ -26,7 +26,7 @@ from etils import epath
 from jaxtyping import Array, Bool, Float
 
 from diffjax.config import UserError
-from diffjax.evals import needle, validation
+from diffjax.evals import harness, many_shot, needle, validation
 from diffjax.evals.figures import Figure
 from diffjax.evals.results import by_model, draw_line, save
 from diffjax.ops.diff_attention import masks
@@ -39,6 +39,8 @@ _AXES = {"tensor": (1, 2, 3, 4), "head": (3, 4), "row": (4,)}
 _MEASUREMENTS: dict[str, tuple[Any, Callable[[Figure], bool]]] = {
   "validation": (validation, lambda figure: figure.name.startswith("loss")),
   "needle": (needle, lambda figure: figure.at["depth"] == "mean"),
+  "harness": (harness, lambda figure: figure.name in ("acc", "acc_norm")),
+  "many_shot": (many_shot, lambda figure: figure.name == "accuracy"),
 }
 
 
@@ -46,7 +48,7 @@ _MEASUREMENTS: dict[str, tuple[Any, Callable[[Figure], bool]]] = {
 class Settings:
   """Of the suite; the measurements have their own, such as --set.quantised.needle.samples=50."""
 
-  # What is measured
+  # What is measured: "validation", "needle", "harness" (the paper's is HellaSwag), "many_shot"
   measurements: tuple[str, ...] = ("validation", "needle")
   # Bits of a logit; without quantisation is measured too
   bits: tuple[int, ...] = (8, 6, 4)
@@ -54,6 +56,8 @@ class Settings:
   per: tuple[str, ...] = ("tensor", "head", "row")
   validation: validation.Settings = validation.Settings(rows=128)
   needle: needle.Settings = needle.Settings(pairs=("1/1",), samples=20)
+  harness: harness.Settings = harness.Settings(tasks=("hellaswag",))
+  many_shot: many_shot.Settings = many_shot.Settings(orders=0)
 
 
 def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
