@@ -36,6 +36,7 @@ from diffjax.config import DataConfig, UserError
 from diffjax.data import sources
 from diffjax.data.tokenizer import Tokenizer
 from diffjax.evals.figures import Figure, mean_of
+from diffjax.evals.results import save
 from diffjax.model.sampler import Sampler
 from diffjax.training.trained import Trained
 
@@ -142,8 +143,7 @@ def plot(results: dict[str, Any], path: epath.PathLike) -> None:
     line[0].set_ylabel("depth of the answer")
   for place in axes[-1]:
     place.set_xlabel("length (tokens)")
-  with epath.Path(path).open("wb") as file:
-    figure.savefig(file, format="png", dpi=150)
+  save(figure, path)
 
 
 def find_haystack(trained: Trained, kind: str, *, tokens: int) -> list[list[int]]:
