@@ -115,7 +115,7 @@ def test_round_trip():
     ("model.num_layers", 0, "config.model.num_layers = 0: must be at least 1"),
     ("model.num_kv_heads", 3, "config.model.num_kv_heads = 3: must divide model.num_heads = 2"),
     ("model.head_dim", 33, "config.model.head_dim = 33: must be even"),
-    ("model.attention", "diff_v3", "config.model.attention = 'diff_v3': must be one of diff, diff_v2, softmax"),
+    ("model.attention", "diff_v3", "config.model.attention = 'diff_v3': must be one of diff, diff_v2, diff_v2_linear, softmax"),
     ("model.max_length", 100, "config.data.length = 256: must be at most model.max_length = 100"),
     ("data.validation_fraction", 1.5, "config.data.validation_fraction = 1.5: must lie between 0 and 1"),
     ("data.prompt_template", "Question:", r"config.data.prompt_template = 'Question:': must hold \{prompt\} once"),

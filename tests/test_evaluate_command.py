@@ -11,7 +11,7 @@ import pytest
 
 from diffjax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TrainConfig
 from diffjax.data.tokenizer_training import train_tokenizer
-from diffjax.evaluate import SUITES
+from diffjax.evals import SUITES
 from diffjax.training import loop
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
