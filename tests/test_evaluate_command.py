@@ -69,11 +69,14 @@ QUICK = [
   "--set.quantised.bits=4",
   "--set.quantised.validation.rows=4",
   "--set.difference_map.rows=4",
+  "--set.many_shot.samples=4",
+  "--set.many_shot.sets=1",
+  "--set.many_shot.orders=2",
 ]
 
 
 def test_every_suite_of_a_pair(runs, tmp_path):
-  suites = ["validation", "position_nll", "needle", "attention", "outliers", "quantised", "difference_map"]
+  suites = ["validation", "position_nll", "needle", "attention", "outliers", "quantised", "difference_map", "many_shot"]
   result = run(
     f"--suite=report,{','.join(suites)}", f"--workdir={runs / 'diff'}", f"--against={runs / 'transformer'}", f"--out={tmp_path}", *QUICK
   )
@@ -111,6 +114,26 @@ def test_one_model_and_a_step_of_it(runs):
   assert both["units"] == both["against"]["units"] < 0.7 * found["figures"][0]["units"]
 
 
+def test_the_harness_and_hallucination_of_a_pair(runs, tmp_path):
+  pytest.importorskip("lm_eval")
+  (tmp_path / "piqa").mkdir()
+  question = {"goal": "To eat", "sol1": "use a fork", "sol2": "use a car", "label": 0}
+  (tmp_path / "piqa" / "validation.jsonl").write_text(f"{json.dumps(question)}\n{json.dumps(question | {'label': 1})}\n")
+  (tmp_path / "xsum.jsonl").write_text(json.dumps({"document": "The river rose.", "summary": "River rises"}) + "\n")
+  result = run(
+    "--suite=harness,hallucination", f"--workdir={runs / 'diff'}", f"--against={runs / 'transformer'}", f"--out={tmp_path / 'out'}",
+    "--tasks=piqa", f"--set.harness.data_dir={tmp_path}", "--set.hallucination.sets=xsum", f"--set.hallucination.data_dir={tmp_path}",
+    "--set.hallucination.summary_tokens=8",
+  )  # fmt: skip
+  assert result.returncode == 0, result.stderr
+  accuracy = load(tmp_path / "out" / "harness.json")["figures"][0]
+  assert accuracy["name"] == "acc" and accuracy["at"] == {"task": "piqa"} and accuracy["value"] == accuracy["against"]["value"] == 0.5
+  assert {row["name"] for row in load(tmp_path / "out" / "hallucination.json")["figures"]} == {"ROUGE-L", "empty outputs"}
+  assert len(list((tmp_path / "judged").glob("*/judge_prompts.jsonl"))) == 2
+  result = run("--suite=harness", f"--workdir={runs / 'diff'}", "--tasks=piqaa", f"--out={tmp_path / 'out'}")
+  assert result.returncode == 1 and "error: set.harness.tasks: lm-eval has no task 'piqaa'; near it are piqa" in result.stderr
+
+
 def test_another_vocabulary_is_refused_before_anything_runs(runs, tmp_path):
   out = tmp_path / "out"
   result = run("--suite=validation", f"--workdir={runs / 'diff'}", f"--against={runs / 'other'}", f"--out={out}")
@@ -145,6 +168,10 @@ def test_another_vocabulary_is_refused_before_anything_runs(runs, tmp_path):
     (["--suite=validation", "--workdir={diff}", "--set.validation.length=513"], 1, "takes at most 512 tokens (config.model.max_length)"),
     (["--suite=attention", "--workdir={diff}", "--set.attention.length=513"], 1, "takes 1 to 512 tokens (config.model.max_length)"),
     (["--suite=needle", "--workdir={diff}", "--set.needle.lengths=513"], 1, "at most 512 tokens"),
+    (["--suite=needle", "--workdir={diff}", "--set.needle.pairs=1/2"], 1, "2 of 1 needles cannot be asked for"),
+    (["--suite=needle", "--tasks=piqa"], 2, "error: --tasks are those of --suite=harness"),
+    (["--suite=many_shot", "--workdir={diff}", "--set.many_shot.datasets=trec"], 1, "'trec' is not 'synthetic'; set.many_shot.data_dir"),
+    (["--suite=many_shot", "--workdir={diff}", "--set.many_shot.max_tokens=513"], 1, "the model takes at most 512"),
   ],
 )
 def test_bad_input_is_one_line(runs, args, code, message):

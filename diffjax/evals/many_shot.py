@@ -38,6 +38,7 @@ from diffjax.data.tokenizer import Tokenizer
 from diffjax.evals import jsonl
 from diffjax.evals.figures import Figure, mean_of
 from diffjax.evals.label_decoding import LabelTree, decode_labels
+from diffjax.evals.results import by_model, draw_line, save
 from diffjax.model.sampler import Sampler
 from diffjax.training.trained import Trained
 
@@ -273,18 +274,13 @@ def _invented_words(rng: np.random.Generator) -> Iterator[str]:
 
 def plot(results: dict[str, Any], path: epath.PathLike) -> None:
   """Accuracy by tokens of demonstrations, with 95% intervals: a field for each dataset, a line for each model."""
-  rows = [row for row in results["figures"] if row["name"] == "accuracy"]
-  datasets = list(dict.fromkeys(row["at"]["dataset"] for row in rows))
+  models = list(by_model(results, "accuracy"))
+  datasets = list(dict.fromkeys(row["at"]["dataset"] for _, rows in models for row in rows))
   figure = matplotlib.figure.Figure((4.5 * len(datasets), 3.5), layout="constrained")
-  for name, place in zip(datasets, figure.subplots(1, len(datasets), squeeze=False)[0], strict=True):
-    own = [row for row in rows if row["at"]["dataset"] == name]
-    for number, model in enumerate(results["models"]):
-      found = [(row["at"]["tokens"], row if number == 0 else row.get("against")) for row in own]
-      points = [(tokens, point["value"], point["low"], point["high"]) for tokens, point in found if point is not None]
-      tokens, value, low, high = np.asarray(points, np.float64).reshape(-1, 4).T
-      (line,) = place.plot(tokens, value, marker="o", markersize=3, label=model["name"])
-      place.fill_between(tokens, low, high, color=line.get_color(), alpha=0.2)
-    place.set(title=name, xscale="log", ylim=(0, 1), xlabel="tokens of demonstrations", ylabel="accuracy")
-    place.legend(fontsize=8)
-  with epath.Path(path).open("wb") as file:
-    figure.savefig(file, format="png", dpi=150)
+  for dataset, axes in zip(datasets, figure.subplots(1, len(datasets), squeeze=False)[0], strict=True):
+    for name, rows in models:
+      own = [row for row in rows if row["at"]["dataset"] == dataset]
+      draw_line(axes, [row["at"]["tokens"] for row in own], own, label=name)
+    axes.set(title=dataset, xscale="log", ylim=(0, 1), xlabel="tokens of demonstrations", ylabel="accuracy")
+    axes.legend(fontsize=8)
+  save(figure, path)

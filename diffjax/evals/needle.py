@@ -36,6 +36,7 @@ from diffjax.config import DataConfig, UserError
 from diffjax.data import sources
 from diffjax.data.tokenizer import Tokenizer
 from diffjax.evals.figures import Figure, mean_of
+from diffjax.evals.results import save
 from diffjax.model.sampler import Sampler
 from diffjax.training.trained import Trained
 
@@ -132,18 +133,17 @@ def plot(results: dict[str, Any], path: epath.PathLike) -> None:
         if (row["at"]["needles"], row["at"]["asked"]) == (needles, asked):
           value = row[key] if key == "value" else row[key]["value"]
           cells[depths.index(row["at"]["depth"]), lengths.index(row["at"]["length"])] = value
-      low, colors = (-1, "RdBu") if key == "difference" else (0, "RdYlGn")
+      low, colors = (-1, "RdBu") if key == "difference" else (0, "YlGn")
       place.imshow(cells, vmin=low, vmax=1, cmap=colors, aspect="auto")
       for (y, x), cell in np.ndenumerate(cells):
-        place.text(x, y, f"{cell:.2f}", ha="center", va="center", fontsize=8)
+        place.text(x, y, f"{cell:.2f}", ha="center", va="center", fontsize=8, color="white" if abs(cell) > 0.6 else "black")
       place.set_xticks(range(len(lengths)), [f"{length / 1024:.4g}K" for length in lengths])
       place.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
       place.set_title(f"{title}\nN = {needles}, R = {asked}", fontsize=8)
     line[0].set_ylabel("depth of the answer")
   for place in axes[-1]:
     place.set_xlabel("length (tokens)")
-  with epath.Path(path).open("wb") as file:
-    figure.savefig(file, format="png", dpi=150)
+  save(figure, path)
 
 
 def find_haystack(trained: Trained, kind: str, *, tokens: int) -> list[list[int]]:

@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 from diffjax.config import MeshConfig, UserError
 from diffjax.ops.cross_entropy import fused_cross_entropy
 from diffjax.ops.diff_attention import IMPLEMENTATIONS, diff_attention
+from diffjax.ops.varying import vary_like
 from diffjax.parallel import context
-from diffjax.parallel.rules import BATCH, LENGTH
+from diffjax.parallel.rules import BATCH, LENGTH, PARAMETERS
 
 AXES = ("data", "fsdp", "context", "tensor")
 
@@ -112,17 +113,21 @@ def sharded_attention(mesh: Mesh, implementation: str) -> Callable[..., jax.Arra
 
 
 def sharded_cross_entropy(mesh: Mesh) -> Callable[..., tuple[jax.Array, jax.Array]]:
-  """`fused_cross_entropy` with the tokens sharded over the whole mesh: each device loops over its own, and the sums (and the gradient of
-  the embedding) are reduced once."""
+  """`fused_cross_entropy` with the tokens sharded over the whole mesh: each device loops over its own. The embedding is gathered before the
+  loop, and its gradient, after it, scattered to the devices that keep it; the sums are reduced once."""
   if mesh.size == 1:
     return fused_cross_entropy
 
   def sharded(hidden, embedding, targets, weights, *, z_loss=0.0):
     def local(hidden, embedding, targets, weights):
+      embedding = vary_like(embedding, hidden)  # before it is gathered, so that what is summed over data is a share of the gradient
+      for axis, name in enumerate(PARAMETERS["embedding"]):
+        embedding = jax.lax.all_gather(embedding, name, axis=axis, tiled=True)
       return jax.lax.psum(fused_cross_entropy(hidden, embedding, targets, weights, z_loss=z_loss), AXES)
 
     # Along the tensor axis, which holds every token's hidden state whole, tokens are split too.
     tokens = P(BATCH, (LENGTH, "tensor"))
-    return jax.shard_map(local, mesh=mesh, in_specs=(tokens, P(), tokens, tokens), out_specs=P())(hidden, embedding, targets, weights)
+    in_specs = (tokens, PARAMETERS["embedding"], tokens, tokens)
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=P())(hidden, embedding, targets, weights)
 
   return sharded

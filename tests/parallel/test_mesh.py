@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+import re
 import types
 
 import chex
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src import mesh_utils
+from jax.sharding import NamedSharding
 
 from diffjax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig, UserError
 from diffjax.ops import cross_entropy
@@ -98,18 +101,23 @@ def test_parameters_and_optimizer_are_sharded():
     assert leaf.addressable_shards[0].data.size * 4 == leaf.size, jax.tree_util.keystr(path)
 
 
-def test_gradient_of_the_embedding_is_reduced_once(monkeypatch):
-  """The wrapped loss, made to loop over chunks: every collective of the compiled program stands outside the loop."""
+def test_the_embedding_is_gathered_and_its_gradient_scattered_once(monkeypatch):
+  """The wrapped loss, made to loop over chunks: every collective of the compiled program stands outside the loop, and no device is sent a
+  whole gradient."""
   for limit in ("_CHUNK_LOGITS", "_CHUNK_TOKENS"):
     monkeypatch.setattr(cross_entropy, limit, 8)
-  mesh = make_mesh(MeshConfig(data=2, fsdp=4))
+  mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
   loss = sharded_cross_entropy(mesh)
   batch = put_batch(make_batch() | {"hidden": np.ones((B, T, 32), np.float32)}, mesh)
   gradient = jax.jit(jax.grad(lambda embedding, batch: loss(batch["hidden"], embedding, batch["targets"], batch["weights"])[0]))
-  program = gradient.lower(np.ones((64, 32), np.float32), batch).compile().as_text()
+  embedding = jax.device_put(np.ones((64, 32), np.float32), NamedSharding(mesh, rules.PARAMETERS["embedding"]))
+  program = gradient.lower(embedding, batch).compile().as_text()
   entry = program[program.index("ENTRY") :]  # a loop's body is a computation of its own
   assert " while(" in entry
-  assert program.count(" all-reduce(") == entry.count(" all-reduce(") > 0
+  for collective in ("all-gather", "reduce-scatter", "all-reduce"):
+    assert program.count(f" {collective}(") == entry.count(f" {collective}(") > 0
+  sizes = [math.prod(map(int, shape.split(","))) for shape in re.findall(r"f32\[([0-9,]+)\]\S* all-reduce\(", entry)]
+  assert sizes and max(sizes) <= 64 * 32 // 4
 
 
 def test_evaluation_adds_up_over_the_mesh():

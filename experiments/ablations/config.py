@@ -1,0 +1,73 @@
+"""The rows of the paper's ablation table and of the V2 post's, by what stands behind the colon: ROW, or ROW@SIZE.
+
+    python -m diffjax.train --config=experiments/ablations/config.py:diff_without_norm --workdir=runs/diff_without_norm
+    python -m diffjax.train --config=experiments/ablations/config.py:diff_without_norm@1b --workdir=runs/diff_without_norm_1b
+
+ROW is a key of ROWS, or heads_N: DIFF with N heads of the same model width, d = E / 2N. SIZE is tiny (the default), 125m or 1b (the
+paper's).
+"""
+
+import importlib
+
+import ml_collections
+
+from configs import base
+from diffjax.config import UserError
+
+LAMBDAS = "lambda_q1,lambda_k1,lambda_q2,lambda_k2"
+
+
+def _diff(config, **model):
+  config.model.update(model)
+  return config
+
+
+def _wide(config, head_norm):
+  """The Transformer with DIFF's number of heads, each as wide as a pair of DIFF's: the same matrices."""
+  config.model.update(attention="softmax", head_dim=2 * config.model.head_dim, head_norm=head_norm)
+  return config
+
+
+def _frozen(config):
+  config.optimizer.frozen = LAMBDAS
+  return config
+
+
+def _linear(config):
+  config = base.twin(config, "diff_v2")
+  config.model.attention = "diff_v2_linear"
+  return config
+
+
+# Paper's table, then V2's, then λ that is not trained.
+ROWS = {
+  "transformer": lambda config: base.twin(config, "transformer"),
+  "transformer_wide": lambda config: _wide(config, head_norm=False),
+  "transformer_norm": lambda config: _wide(config, head_norm=True),
+  "diff": _diff,
+  "diff_without_norm": lambda config: _diff(config, head_norm=False),
+  "diff_lambda_0.8": lambda config: _diff(config, lambda_init=0.8),
+  "diff_lambda_0.5": lambda config: _diff(config, lambda_init=0.5),
+  "diff_frozen_lambda": _frozen,
+  "diff_v2": lambda config: base.twin(config, "diff_v2"),
+  "diff_v2_linear": _linear,
+}
+SIZES = {"tiny": "tiny", "125m": "diff_125m", "1b": "diff_1b"}
+
+
+def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
+  row, _, size = variant.partition("@")
+  heads = row.removeprefix("heads_")
+  if (row not in ROWS and not (row.startswith("heads_") and heads.isdigit() and int(heads))) or (size and size not in SIZES):
+    raise UserError(
+      f"variant {variant!r}: must be ROW or ROW@SIZE, with the rows {', '.join(ROWS)}, heads_N and the sizes {', '.join(SIZES)}"
+    )
+  config = importlib.import_module(f"configs.{SIZES[size or 'tiny']}").get_config()
+  if config.data.tokenizer == "bytes":  # one validation, at the end, of enough rows for small differences
+    config.eval.update(interval=config.train.steps, rows=2048)
+  config.train.sample_tokens = 0
+  if row in ROWS:
+    return ROWS[row](config)
+  if config.model.embed_dim % (4 * int(heads)):
+    raise UserError(f"variant {variant!r}: 2 × {heads} heads of an even width do not share E = {config.model.embed_dim}")
+  return _diff(config, num_heads=int(heads), num_kv_heads=int(heads), head_dim=config.model.embed_dim // (2 * int(heads)))

@@ -1,0 +1,180 @@
+"""What an experiment is, and the runs that its grids are made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import importlib
+import pathlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from diffjax.command import from_config_dict
+from diffjax.config import Config, UserError
+
+FOLDER = pathlib.Path(__file__).resolve().parent
+
+# Fields that say where and how conveniently a run is made, not what comes out: results may differ in them.
+_CIRCUMSTANCES = (
+  "mesh.", "data.prepared_dir", "data.num_workers", "data.timeout", "train.log_interval", "train.checkpoint_interval",
+  "train.keep_checkpoints", "train.profile_step", "train.profile_steps", "train.wandb_project", "train.sample_prompt",
+  "train.sample_tokens",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+  """Runs of one size.
+
+  Attributes:
+    variants: of the folder's config.py.
+    baseline: the variant that the others are compared with.
+    seeds: each variant is trained with every one, of initialisation and of the order of data: runs of one seed are pairs.
+  """
+
+  variants: tuple[str, ...]
+  baseline: str
+  seeds: tuple[int, ...] = (0,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+  """A folder's experiment.py holds one as EXPERIMENT.
+
+  Attributes:
+    question: what it asks, in a line.
+    grids: by name; "cpu" is the one whose results lie in the folder itself.
+    metrics: columns of the table: what a number is called there, by its name in a run's results. Without `measure`, results are the last
+      numbers of these names in metrics.jsonl.
+    prepare: writes the data that a run reads into a directory, unless it is there, and returns the fields that say where it lies.
+    measure: what a finished run's workdir yields beyond its log: JSON-able, by name.
+    task: what `prepare` and `measure` do, in numbers (JSON-able); part of what must be equal for results to lie in one folder.
+    plot: draws results.json as a PNG.
+  """
+
+  question: str
+  grids: Mapping[str, Grid]
+  metrics: Mapping[str, str]
+  prepare: Callable[[pathlib.Path, Config], Mapping[str, str]] | None = None
+  measure: Callable[[str, Config], dict[str, Any]] | None = None
+  task: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  plot: Callable[[Mapping[str, Any], pathlib.Path], None] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """One training run.
+
+  Attributes:
+    name: VARIANT/seed_SEED, also the path of its workdir.
+    variant: of the folder's config.py.
+    seed: of initialisation and data.
+    config: all of it.
+    fields: what the command line must say beyond the variant, by dotted name.
+  """
+
+  name: str
+  variant: str
+  seed: int
+  config: Config
+  fields: Mapping[str, Any]
+
+
+def names() -> list[str]:
+  """The experiments there are."""
+  return sorted(path.parent.name for path in FOLDER.glob("*/experiment.py"))
+
+
+def load(name: str) -> Experiment:
+  """An experiment by its folder's name.
+
+  Raises:
+    UserError: for one that there is not; lists those that there are.
+  """
+  if name not in names():
+    raise UserError(f"there is no experiment {name!r}; there are {', '.join(names())}")
+  return importlib.import_module(f"experiments.{name}.experiment").EXPERIMENT
+
+
+def expand(name: str, grid: Grid, changes: Mapping[str, Any]) -> list[Run]:
+  """The runs of a grid, seed after seed, so that a grid that is stopped has whole comparisons.
+
+  Args:
+    name: the experiment's.
+    grid: one of its grids.
+    changes: fields to set in every run, by dotted name.
+
+  Raises:
+    UserError: for a field that there is not, or a config that cannot work.
+  """
+  get_config = importlib.import_module(f"experiments.{name}.config").get_config
+  runs = []
+  for seed in grid.seeds:
+    for variant in grid.variants:
+      fields = {"train.seed": seed, "data.seed": seed, **changes}
+      runs.append(Run(f"{variant}/seed_{seed}", variant, seed, _with_fields(get_config(variant).to_dict(), fields), fields))
+  return runs
+
+
+def with_fields(run: Run, fields: Mapping[str, Any]) -> Run:
+  """The run with more fields set."""
+  return dataclasses.replace(run, config=_with_fields(run.config.to_dict(), fields), fields={**run.fields, **fields})
+
+
+def _with_fields(values: dict[str, Any], fields: Mapping[str, Any]) -> Config:
+  for field, value in fields.items():
+    section, _, name = field.partition(".")
+    if not isinstance(values.get(section), dict):
+      raise UserError(f"config.{field} is not a config field: fields are SECTION.NAME, with the sections {', '.join(values)}")
+    values[section][name] = value
+  return from_config_dict(values)
+
+
+def read_value(text: str) -> Any:
+  """A field's value as written on a command line: a number, a truth value, or else text."""
+  if text in ("True", "False"):
+    return text == "True"
+  for kind in (int, float):
+    try:
+      return kind(text)
+    except ValueError:
+      pass
+  return text
+
+
+def choose(runs: Sequence[Run], only: Iterable[str], slice_: str) -> list[Run]:
+  """The runs that match a pattern of `only` ("diff*", "diff/seed_0"; none: all), and of these the slice INDEX/COUNT.
+
+  Raises:
+    UserError: for a pattern that matches nothing, or a slice that is none.
+  """
+  only = list(only)
+  for pattern in only:
+    if not any(_matches(run, pattern) for run in runs):
+      variants = dict.fromkeys(run.variant for run in runs)
+      raise UserError(f"--only={pattern} matches no run; runs are VARIANT/seed_SEED, with the variants {', '.join(variants)}")
+  chosen = [run for run in runs if not only or any(_matches(run, pattern) for pattern in only)]
+  index, separator, count = slice_.partition("/")
+  if not (separator and index.isdigit() and count.isdigit() and int(index) < int(count)):
+    raise UserError(f"--slice={slice_}: must be INDEX/COUNT, from 0/COUNT to COUNT−1/COUNT, such as 0/4")
+  return chosen[int(index) :: int(count)]
+
+
+def _matches(run: Run, pattern: str) -> bool:
+  return fnmatch.fnmatchcase(run.name, pattern) or fnmatch.fnmatchcase(run.variant, pattern)
+
+
+def comparable(config: Mapping[str, Mapping[str, Any]], places: Iterable[str]) -> dict[str, Any]:
+  """A config's fields by dotted name, but for those that do not decide what comes out.
+
+  Args:
+    config: as `Config.to_dict` gives it.
+    places: fields that only say where data lies.
+  """
+  left_out = {*_CIRCUMSTANCES, *places}
+  return {
+    f"{section}.{name}": value
+    for section, values in config.items()
+    for name, value in values.items()
+    if f"{section}." not in left_out and f"{section}.{name}" not in left_out
+  }

@@ -1,0 +1,156 @@
+"""Runs training side by side on this machine's devices, each run a process of its own, and goes on where it was stopped."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import pathlib
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from diffjax.config import UserError
+from diffjax.data.progress import say
+from experiments.grid import FOLDER
+
+
+class Devices(NamedTuple):
+  """What a process of this machine sees: JAX's backend, the kind of a device, their number, and JAX's version."""
+
+  backend: str
+  kind: str
+  number: int
+  jax: str
+
+
+def devices() -> Devices:
+  """Asked of a process of its own: this one must not hold the devices."""
+  code = "import jax, json; d = jax.local_devices(); print(json.dumps([jax.default_backend(), d[0].device_kind, len(d), jax.__version__]))"
+  result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+  if result.returncode:
+    raise UserError(f"JAX does not start: {(result.stderr.strip().splitlines() or ['no message'])[-1]}")
+  return Devices(*json.loads(result.stdout.splitlines()[-1]))
+
+
+def environment(found: Devices, slot: int, slots: int) -> dict[str, str]:
+  """What shows a slot's process its own share of the devices.
+
+  Raises:
+    UserError: if the devices cannot be shared out so.
+  """
+  if slots == 1 or found.backend == "cpu":  # processes share the cores
+    return {}
+  if found.number % slots or (found.backend == "tpu" and found.number != slots):
+    fit = "1 or as many as there are" if found.backend == "tpu" else "a divisor of their number"
+    raise UserError(f"--side_by_side={slots}: there are {found.number} devices ({found.kind}); choose {fit}")
+  share = found.number // slots
+  chosen = ",".join(str(index) for index in range(slot * share, (slot + 1) * share))
+  if found.backend == "gpu":
+    return {"CUDA_VISIBLE_DEVICES": chosen}
+  one = {name: "1,1,1" for name in ("TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_PROCESS_BOUNDS")}
+  return {"TPU_VISIBLE_DEVICES": chosen, **one}
+
+
+class Stopped(Exception):
+  """The launcher has been stopped."""
+
+
+class Launcher:
+  """Processes that end when this one does: whatever ends it, they get SIGTERM, at which training saves, and are waited for."""
+
+  def __init__(self) -> None:
+    self._running: set[subprocess.Popen] = set()
+    self._lock = threading.Lock()
+    self._stopped = False
+
+  def call(self, command: Sequence[str], env: Mapping[str, str] | None = None, log: pathlib.Path | None = None) -> None:
+    """Runs a command to its end; its output goes to the terminal, or to the end of a file.
+
+    Raises:
+      UserError: if it fails.
+      Stopped: if this launcher has been stopped meanwhile.
+    """
+    with contextlib.ExitStack() as stack:
+      out = stack.enter_context(log.open("ab")) if log else None
+      with self._lock:
+        if self._stopped:
+          raise Stopped
+        process = subprocess.Popen(
+          command,
+          env={**os.environ, **(env or {})},
+          stdout=out,
+          stderr=subprocess.STDOUT if out else None,
+          start_new_session=True,
+          cwd=FOLDER.parent,
+        )
+        self._running.add(process)
+      try:
+        code = process.wait()
+      finally:
+        with self._lock:
+          self._running.discard(process)
+    if self._stopped:
+      raise Stopped
+    if code:
+      last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log else []
+      reason = f": {last[-1]} (more in {log})" if last else ", as said above"
+      raise UserError(f"{' '.join(command[1:])} failed with exit code {code}{reason}")
+
+  def stop(self) -> None:
+    """Ends all processes, and lets none begin."""
+    with self._lock:
+      self._stopped = True
+      running = list(self._running)
+    for process in running:
+      process.terminate()
+    for process in running:
+      process.wait()
+
+  def side_by_side(self, jobs: Sequence[tuple[str, Callable[[int], None]]], slots: int) -> None:
+    """Calls every job, which has a name, with the number of a free slot, as many at a time as there are slots, in order.
+
+    Raises:
+      UserError: the first that a job raised; no further job is begun then, and those that run are waited for.
+    """
+    free: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for slot in range(slots):
+      free.put(slot)
+    failed = threading.Event()
+
+    def work(number: int) -> None:
+      if failed.is_set():
+        return
+      name, job = jobs[number]
+      slot, start = free.get(), time.monotonic()
+      try:
+        say(f"{number + 1} of {len(jobs)}: {name}")
+        job(slot)
+        say(f"{number + 1} of {len(jobs)}: {name} took {time.monotonic() - start:.0f} s")
+      except BaseException:
+        failed.set()
+        raise
+      finally:
+        free.put(slot)
+
+    def interrupt(*_):
+      raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+      with concurrent.futures.ThreadPoolExecutor(slots) as pool:
+        try:
+          for future in [pool.submit(work, number) for number in range(len(jobs))]:
+            future.result()
+        except KeyboardInterrupt:
+          failed.set()
+          self.stop()
+          raise
+    finally:
+      signal.signal(signal.SIGTERM, previous)

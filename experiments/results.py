@@ -1,0 +1,217 @@
+"""Results of runs: kept in each run's workdir, collected in a folder's results.json, and set as a table.
+
+A folder holds results of one grid at one setting: results of other configs, tasks or grids are refused, since a table of them would
+compare what cannot be compared.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import scipy.stats
+
+from diffjax.config import UserError
+from diffjax.training.flops import parameter_count
+from experiments.grid import Experiment, Run, comparable
+from experiments.launch import Devices
+
+_PACKAGES = ("jax", "flax", "optax", "numpy")
+
+
+def logged(workdir: pathlib.Path, steps: int) -> dict[str, float] | None:
+  """The last number of every name in a run's metrics.jsonl; None if it has not come to the last step's validation."""
+  found: dict[str, float] = {}
+  ended = False
+  try:
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+  except OSError:
+    return None
+  for line in lines:
+    values = json.loads(line)
+    ended |= values["step"] == steps and "validation/loss" in values
+    found |= values
+  return found if ended else None
+
+
+def write_run(workdir: pathlib.Path, run: Run, task: Mapping[str, Any], results: Mapping[str, Any], seconds: float, found: Devices) -> None:
+  """Keeps what a finished run came to: what was run, when, on what, for how long, and its results."""
+  _write(
+    workdir / "result.json",
+    {
+      "name": run.name,
+      "variant": run.variant,
+      "seed": run.seed,
+      "date": str(datetime.date.today()),
+      "machine": f"{found.number} × {found.kind} ({found.backend}), {platform.machine()}, {os.cpu_count()} CPUs",
+      "versions": {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in _PACKAGES}},
+      "seconds": round(seconds, 1),
+      "parameters": parameter_count(run.config.model),
+      "task": dict(task),
+      "config": run.config.to_dict(),
+      "results": dict(results),
+    },
+  )
+
+
+def read_run(workdir: pathlib.Path, run: Run, task: Mapping[str, Any], places: Iterable[str]) -> dict[str, Any] | None:
+  """What a run came to; None if it has not finished.
+
+  Raises:
+    UserError: if another run of that name has been made there.
+  """
+  path = workdir / "result.json"
+  entry = _read(path)
+  if entry is None:
+    return None
+  entry["config"] = comparable(entry["config"], places)
+  _check(path, entry, run, task, places)
+  return entry
+
+
+def read_folder(
+  path: pathlib.Path, name: str, grid: str, runs: Sequence[Run], task: Mapping[str, Any], places: Iterable[str]
+) -> dict[str, dict[str, Any]]:
+  """The runs in a results.json, by name; none if there is no such file.
+
+  Args:
+    path: the file.
+    name: the experiment's.
+    grid: the grid's.
+    runs: all runs of the grid, as they are asked for now.
+    task: the experiment's.
+    places: fields that only say where data lies.
+
+  Raises:
+    UserError: if it holds results of anything else.
+  """
+  stored = _read(path)
+  if stored is None:
+    return {}
+  for key, value in (("experiment", name), ("grid", grid)):
+    if stored.get(key) != value:
+      raise UserError(f"{path} holds results of another {key}, {stored.get(key)!r}; choose another place with --out=DIR")
+  wanted = {run.name: run for run in runs}
+  entries = {}
+  for entry in stored["runs"]:
+    entry = {**entry, "task": stored["task"], "config": {**stored["config"], **entry["config"]}}
+    if entry["name"] not in wanted:
+      raise UserError(f"{path} holds results of {entry['name']!r}, which the grid does not have now; choose another place with --out=DIR")
+    _check(path, entry, wanted[entry["name"]], task, places)
+    entries[entry["name"]] = entry
+  return entries
+
+
+def write_folder(path: pathlib.Path, name: str, grid: str, baseline: str, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+  """Writes results.json: what all runs share once, then what each has of its own. Returns what it holds."""
+  configs = [entry["config"] for entry in entries]
+  shared = {field: value for field, value in configs[0].items() if all(config.get(field, ...) == value for config in configs)}
+  runs = [
+    {key: value for key, value in entry.items() if key not in ("config", "task")}
+    | {"config": {field: value for field, value in entry["config"].items() if field not in shared}}
+    for entry in entries
+  ]
+  results = {"experiment": name, "grid": grid, "baseline": baseline, "task": entries[0]["task"], "config": shared, "runs": runs}
+  _write(path, results)
+  return results
+
+
+def _check(path: pathlib.Path, entry: Mapping[str, Any], run: Run, task: Mapping[str, Any], places: Iterable[str]) -> None:
+  own = comparable(run.config.to_dict(), places)
+  stored = entry["config"]
+  differing = [
+    f"{field} is {stored[field]!r} there and {own[field]!r} now" for field in own if field in stored and stored[field] != own[field]
+  ] + [f"{field} is not known there" for field in own if field not in stored]
+  kept, asked = json.loads(json.dumps(entry["task"])), json.loads(json.dumps(dict(task)))
+  differing += [
+    f"the task's {key} is {kept.get(key)!r} there and {asked.get(key)!r} now"
+    for key in {**kept, **asked}
+    if kept.get(key) != asked.get(key)
+  ]
+  if differing:
+    more = f" and {len(differing) - 2} more" if len(differing) > 2 else ""
+    raise UserError(
+      f"{path} holds results of another config ({run.name}): {'; '.join(differing[:2])}{more}; choose other places with --workdir=DIR and "
+      "--out=DIR, or delete them"
+    )
+
+
+def _read(path: pathlib.Path) -> dict[str, Any] | None:
+  try:
+    return json.loads(path.read_text())
+  except FileNotFoundError:
+    return None
+  except (OSError, ValueError) as error:
+    raise UserError(f"{path}: cannot be read ({error}); delete it, and run again") from error
+
+
+def _write(path: pathlib.Path, value: Any) -> None:
+  path.parent.mkdir(parents=True, exist_ok=True)
+  temporary = path.with_suffix(f".{os.getpid()}.tmp")
+  temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+  temporary.replace(path)
+
+
+# --- What they say ---
+
+
+def values(results: Mapping[str, Any], variant: str, name: str) -> dict[int, float]:
+  """A number of every run of a variant that has it, by seed."""
+  return {
+    run["seed"]: run["results"][name] for run in results["runs"] if run["variant"] == variant and run["results"].get(name) is not None
+  }
+
+
+def differences(results: Mapping[str, Any], variant: str, name: str) -> list[float]:
+  """Variant − baseline of every seed that both have."""
+  ours, theirs = values(results, variant, name), values(results, results["baseline"], name)
+  return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())] if variant != results["baseline"] else []
+
+
+def difference(results: Mapping[str, Any], variant: str, name: str) -> tuple[float, float, float] | None:
+  """The mean of `differences` and its 95% interval (Student's t); None with fewer than two seeds."""
+  each = differences(results, variant, name)
+  if len(each) < 2:
+    return None
+  mean, error = statistics.mean(each), statistics.stdev(each) / len(each) ** 0.5
+  reach = float(scipy.stats.t.ppf(0.975, len(each) - 1)) * error
+  return mean, mean - reach, mean + reach
+
+
+def table(experiment: Experiment, results: Mapping[str, Any]) -> str:
+  """A Markdown table: a row a variant, mean ± standard deviation over seeds of every metric, and the first one's difference from the
+  baseline with its 95% interval, where there are several seeds; bold if that excludes 0."""
+  first = next(iter(experiment.metrics.values()))
+  variants = list(dict.fromkeys(run["variant"] for run in results["runs"]))
+  several = any(difference(results, variant, first) for variant in variants)
+  head = [
+    "",
+    "parameters",
+    "seeds",
+    *experiment.metrics,
+    *([f"{next(iter(experiment.metrics))} − {results['baseline']}'s"] if several else []),
+  ]
+  lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+  for variant in variants:
+    own = [run for run in results["runs"] if run["variant"] == variant]
+    cells = [variant, f"{own[0]['parameters'] / 1e6:.3g} M", str(len(own))]
+    cells += [_mean(list(values(results, variant, name).values())) for name in experiment.metrics.values()]
+    if several:
+      found = difference(results, variant, first)
+      text = f"{found[0]:+.4f} [{found[1]:+.4f}, {found[2]:+.4f}]" if found else ""
+      cells.append(f"**{text}**" if found and (found[1] > 0 or found[2] < 0) else text)
+    lines.append("| " + " | ".join(cells) + " |")
+  return "\n".join(lines) + "\n"
+
+
+def _mean(found: Sequence[float]) -> str:
+  if not found:
+    return "–"
+  return f"{statistics.mean(found):.4f}" + (f" ± {statistics.stdev(found):.4f}" if len(found) > 1 else "")

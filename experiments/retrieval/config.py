@@ -1,0 +1,19 @@
+"""Small models for associative recall: VARIANT is diff, transformer, transformer_norm, diff_v2 or diff_without_norm.
+
+The data is written by the runner (`python -m experiments.run retrieval`), which sets data.source, validation_source and tokenizer.
+"""
+
+import ml_collections
+
+from configs import base
+from experiments.ablations.config import ROWS
+
+
+def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
+  config = base.get_config()
+  config.model.update(vocab_size=256, num_layers=2, max_length=128)
+  config.data.update(length=128, prompt_field="context", text_field="answer", prompt_template="{prompt}")
+  config.optimizer.update(learning_rate=3e-3, schedule="cosine", warmup_steps=100)
+  config.train.update(steps=1500, batch_size=64, checkpoint_interval=150, keep_checkpoints=100, sample_tokens=0)
+  config.eval.update(interval=150, rows=64)
+  return ROWS[variant](config)

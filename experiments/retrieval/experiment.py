@@ -1,0 +1,152 @@
+"""Does DIFF find what was asked for among distractors, where the Transformer does not? (README.md)"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import matplotlib.figure
+import numpy as np
+
+from diffjax.config import Config
+from experiments.grid import Experiment, Grid
+from experiments.retrieval import task
+
+_TRAINING = task.Training()
+# Words before the question, and pairs that are not asked for, where they fit
+_CELLS = [(length, distractors) for length in (32, 64, 100) for distractors in (0, 8, 24, 40) if 2 * (1 + distractors) <= length]
+_SAMPLES = 200
+_REFERENCE = (100, 40)  # the hardest cell, followed over training
+_SEED = 1_000
+_VARIANTS = ("transformer", "transformer_norm", "diff_without_norm", "diff", "diff_v2")
+
+
+def prepare(directory: pathlib.Path, config: Config) -> Mapping[str, str]:
+  """As many examples as training can see, each once: at least one fills a row."""
+  return task.write(directory, max(512, 2 * config.train.steps * config.train.batch_size), _TRAINING)
+
+
+def measure(workdir: str, config: Config) -> dict[str, Any]:
+  """Accuracy in every cell at the end; at every checkpoint, accuracy and where the last query looks, in the reference cell."""
+  import jax
+  import jax.numpy as jnp
+
+  from diffjax.evals.attention import last_query
+  from diffjax.model.decoder import logits
+  from diffjax.training import manifest
+  from diffjax.training.trained import load
+
+  trained = load(workdir)
+
+  @jax.jit
+  def forward(params, tokens):
+    hidden: Any = trained.model.apply({"params": params}, tokens)
+    return jnp.argmax(logits(params, hidden[:, -1:])[:, 0], axis=-1)
+
+  looks = jax.jit(lambda params, tokens: last_query(trained.model, params, tokens))
+  cells = {cell: _questions(trained.tokenizer, *cell) for cell in _CELLS}
+
+  def accuracy(params, cell):
+    tokens, wanted, _ = cells[cell]
+    return float(np.mean(np.concatenate([np.asarray(forward(params, part)) for part in np.split(tokens, 4)]) == wanted))
+
+  curve = []
+  for step in manifest.steps(manifest.checkpoint_directory(workdir)):
+    params = load(workdir, step).params
+    tokens, _, places = cells[_REFERENCE]
+    weights = np.concatenate([np.asarray(looks(params, part), np.float64) for part in np.split(tokens, 4)])
+    curve.append({"step": step, "accuracy": accuracy(params, _REFERENCE), **_shares(weights, places)})
+  grid = [{"length": cell[0], "distractors": cell[1], "accuracy": accuracy(trained.params, cell)} for cell in _CELLS]
+  last = curve[-1]
+  return {
+    "accuracy": last["accuracy"],
+    "mean_accuracy": float(np.mean([row["accuracy"] for row in grid])),
+    "answer": last["answer_absolute"],
+    "noise": last["noise_absolute"],
+    "noise_signed": last["noise_signed"],
+    "steps_to_half": next((row["step"] for row in curve if row["accuracy"] >= 0.5), None),
+    "curve": curve,
+    "grid": grid,
+  }
+
+
+def _questions(tokenizer: Any, length: int, distractors: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Prompts that end with the key asked for [U, S], the values [U], and where in the prompt each pair stands [U]."""
+  rng = np.random.default_rng([_SEED, length, distractors])
+  rows, wanted, places = [], [], []
+  for _ in range(_SAMPLES):
+    example = task.make_example(rng, asked=1, distractors=distractors, fillers=length - 2 * (1 + distractors))
+    key, value = tokenizer.encode(" ".join(example.answer))
+    rows.append([tokenizer.separator, *tokenizer.encode(" ".join(example.context)), key])
+    wanted.append(value)
+    places.append(1 + example.places[0])
+  return np.asarray(rows, np.int32), np.asarray(wanted), np.asarray(places)
+
+
+def _shares(weights: np.ndarray, places: np.ndarray) -> dict[str, float]:
+  """Means over prompts of the shares of the pair asked for and of the rest of the context; see diffjax/evals/attention.py for the signs."""
+  out = {}
+  for sign, chosen in (("signed", weights), ("absolute", np.abs(weights))):
+    answer = np.take_along_axis(chosen, places[:, None] + np.arange(2), axis=1).sum(axis=1)
+    context = chosen[:, 1:-2].sum(axis=1)  # but for the separator, "?" and the key
+    # Sums over prompts first: where λ is near 1, the signed weights of one prompt add up to nearly 0
+    out[f"answer_{sign}"] = float(answer.sum() / chosen.sum())
+    out[f"noise_{sign}"] = float((context - answer).sum() / chosen.sum())
+  return out
+
+
+def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
+  """Over training: accuracy, answer and noise of the hardest cell; at the end, accuracy over distractors for each length."""
+  variants = list(dict.fromkeys(run["variant"] for run in results["runs"]))
+  lengths = sorted({row["length"] for row in results["runs"][0]["results"]["grid"]})
+  figure = matplotlib.figure.Figure((13, 6), layout="constrained")
+  above, below = figure.subplots(2, max(3, len(lengths)))
+  for color, variant in enumerate(variants):
+    runs = [run["results"] for run in results["runs"] if run["variant"] == variant]
+    for axes, name in zip(above, ("accuracy", "answer_absolute", "noise_absolute"), strict=False):
+      rows = np.array([[row[name] for row in run["curve"]] for run in runs])
+      _band(axes, [row["step"] for row in runs[0]["curve"]], rows, f"C{color}", variant)
+      axes.set(title=f"{name.replace('_', ', ')}; length {_REFERENCE[0]}, {_REFERENCE[1]} distractors", xlabel="step")
+    for axes, length in zip(below, lengths, strict=False):
+      chosen = [[row for row in run["grid"] if row["length"] == length] for run in runs]
+      rows = np.array([[row["accuracy"] for row in run] for run in chosen])
+      _band(axes, [row["distractors"] for row in chosen[0]], rows, f"C{color}", variant)
+      axes.set(title=f"accuracy at the end; length {length}", xlabel="distractors", ylim=(-0.05, 1.05))
+  for axes in above[3:]:
+    axes.set_axis_off()
+  above[0].legend(fontsize=7)
+  figure.savefig(path, dpi=150)
+
+
+def _band(axes: Any, x: list[float], rows: np.ndarray, color: str, label: str) -> None:
+  """The mean over seeds, and the single seeds."""
+  axes.plot(x, rows.T, color=color, linewidth=0.5, alpha=0.5)
+  axes.plot(x, rows.mean(axis=0), color=color, marker="o", markersize=3, label=label)
+  axes.tick_params(labelsize=8)
+  axes.title.set_fontsize(8)
+
+
+EXPERIMENT = Experiment(
+  question="Does DIFF find what is asked for among distractors where the Transformer does not, and is it more than its head norm?",
+  grids={"cpu": Grid(_VARIANTS, "transformer", tuple(range(5)))},
+  metrics={
+    "accuracy": "accuracy",
+    "mean over cells": "mean_accuracy",
+    "steps to 50%": "steps_to_half",
+    "attention to the answer": "answer",
+    "noise": "noise",
+    "noise, signed": "noise_signed",
+  },
+  prepare=prepare,
+  measure=measure,
+  task={
+    "training": _TRAINING.__dict__,
+    "cells": _CELLS,
+    "samples": _SAMPLES,
+    "reference": _REFERENCE,
+    "asked": task.ASKED,
+    "words": len(task.WORDS),
+  },
+  plot=plot,
+)

@@ -1,0 +1,117 @@
+"""Associative recall with distractors: pairs of a key and a value among filler, then the values of some keys are asked for.
+
+    k17 v3 n5 k90 v22 n8 n8 k4 v3 … ?  k90 v22 k17 v3 …
+
+The words after "?" are learnt, as answers (config.data.prompt_field): a key that is asked for can only be guessed, at the same cost for
+every model, and its value be looked up. Keys of one context are all different; pairs that are not asked for are distractors, which differ
+from the others in nothing before the question, so that the model has to keep all apart. Every word is one token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+KEYS, VALUES, FILLERS = 128, 32, 32
+SEPARATOR = "<|endoftext|>"
+WORDS = [SEPARATOR, "?", *(f"k{i}" for i in range(KEYS)), *(f"v{i}" for i in range(VALUES)), *(f"n{i}" for i in range(FILLERS))]
+ASKED = 8  # pairs that are asked for, in training
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+  """What contexts are drawn from, uniformly."""
+
+  # Pairs not asked for, at most
+  distractors: int = 40
+  # Words before the question, at most
+  length: int = 100
+
+
+class Example(NamedTuple):
+  """Words of a context, ended by "?", and the pairs asked for: their words, and where in the context each stands."""
+
+  context: list[str]
+  answer: list[str]
+  places: list[int]
+
+
+def make_example(rng: np.random.Generator, *, asked: int, distractors: int, fillers: int) -> Example:
+  """An example with these numbers of pairs and of filler words, in random order."""
+  pairs = asked + distractors
+  keys, values = rng.permutation(KEYS)[:pairs], rng.integers(0, VALUES, pairs)
+  items = rng.permutation(pairs + fillers)  # an item below `pairs` is a pair, the others are filler
+  context: list[str] = []
+  places = [0] * pairs
+  for item in items.tolist():
+    if item < pairs:
+      places[item] = len(context)
+      context += [f"k{keys[item]}", f"v{values[item]}"]
+    else:
+      context.append(f"n{rng.integers(FILLERS)}")
+  answer = [word for pair in range(asked) for word in (f"k{keys[pair]}", f"v{values[pair]}")]
+  return Example([*context, "?"], answer, places[:asked])
+
+
+def training_examples(rng: np.random.Generator, count: int, training: Training) -> Iterator[Example]:
+  """Examples of any number of distractors and of fillers that the limits allow."""
+  for _ in range(count):
+    distractors = int(rng.integers(0, training.distractors + 1))
+    room = training.length - 2 * (ASKED + distractors)
+    yield make_example(rng, asked=ASKED, distractors=distractors, fillers=int(rng.integers(0, room + 1)))
+
+
+def write(directory: pathlib.Path, count: int, training: Training) -> dict[str, str]:
+  """Writes training and validation examples and the tokenizer, unless they are there.
+
+  Args:
+    directory: where.
+    count: training examples.
+    training: what they are drawn from.
+
+  Returns:
+    The fields of a config that say where they lie.
+  """
+  digest = hashlib.sha256(json.dumps([count, dataclasses.asdict(training), WORDS, ASKED]).encode()).hexdigest()[:12]
+  target = directory / f"data-{digest}"
+  if not target.exists():
+    building = directory / f"data-{digest}.{os.getpid()}.tmp"
+    building.mkdir(parents=True)
+    for seed, (name, number) in enumerate((("train", count), ("validation", 512))):
+      with (building / f"{name}.jsonl").open("w") as file:
+        for example in training_examples(np.random.default_rng(seed), number, training):
+          file.write(json.dumps({"context": " ".join(example.context), "answer": " ".join(example.answer)}) + "\n")
+    (building / "tokenizer.json").write_text(json.dumps(_tokenizer()))
+    try:
+      building.rename(target)
+    except OSError:  # another process was first
+      if not target.exists():
+        raise
+  return {
+    "data.source": f"jsonl:{target}/train.jsonl",
+    "data.validation_source": f"jsonl:{target}/validation.jsonl",
+    "data.tokenizer": f"{target}/tokenizer.json",
+  }
+
+
+def _tokenizer() -> dict[str, object]:
+  """A Hugging Face tokenizer of one token a word."""
+  special = {"id": 0, "content": SEPARATOR, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+  return {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [special],
+    "normalizer": None,
+    "pre_tokenizer": {"type": "WhitespaceSplit"},
+    "post_processor": None,
+    "decoder": None,
+    "model": {"type": "WordLevel", "vocab": {word: index for index, word in enumerate(WORDS)}, "unk_token": SEPARATOR},
+  }

@@ -1,0 +1,185 @@
+"""Runs an experiment: trains what its grid asks for, and makes results.json, table.md and plot.png of it.
+
+    python -m experiments.run ablations                               # the grid "cpu", one run after the other
+    python -m experiments.run ablations --only='diff*' --steps=2
+    python -m experiments.run retrieval --grid=gpu --side_by_side=8   # a GPU each
+    python -m experiments.run ablations --grid=tpu --cost             # what it would take; --print lists the commands
+
+Stopped, the same command goes on where it was: runs have workdirs of their own (WORKDIR/NAME/GRID/VARIANT/seed_SEED), and what is done is
+skipped. On several hosts that share the workdir, each takes its own part of the grid, and who comes last collects:
+
+    srun --ntasks=4 bash -c 'python -m experiments.run ablations --workdir=/shared/runs --slice=$SLURM_PROCID/$SLURM_NTASKS'
+    python -m experiments.run ablations --workdir=/shared/runs
+
+A run that takes several hosts by itself is started by their launcher with the line that --print gives; the same command then collects it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+import shlex
+import sys
+import time
+
+from absl import app, flags
+
+from diffjax import command
+from diffjax.config import UserError
+from diffjax.data.progress import say
+from experiments import grid as grids
+from experiments import launch, results
+from experiments.grid import Experiment, Run
+
+_GRID = flags.DEFINE_string("grid", "cpu", "Which of the experiment's grids.")
+_ONLY = flags.DEFINE_list("only", [], "Runs or variants, with commas between; * stands for anything.")
+_STEPS = flags.DEFINE_integer("steps", None, "Steps of every run, instead of what its config says.", lower_bound=1)
+_SET = flags.DEFINE_multi_string("set", [], "A field of every run's config, as in --set=eval.rows=64; may be repeated.")
+_SLICE = flags.DEFINE_string("slice", "0/1", "INDEX/COUNT: this host's part of the runs.")
+_SIDE_BY_SIDE = flags.DEFINE_integer("side_by_side", 1, "Runs at a time, each on its share of this machine's devices.", lower_bound=1)
+_WORKDIR = flags.DEFINE_string("workdir", "runs/experiments", "Directory of the runs.")
+_OUT = flags.DEFINE_string("out", None, "Directory of the results; the experiment's own folder by default.")
+_PRINT = flags.DEFINE_bool("print", False, "Print the commands that train, and do nothing.")
+_COST = flags.DEFINE_bool("cost", False, "Print what the runs would take, and do nothing.")
+
+# Of a chip's peak that a training step of these sizes is taken to reach, for --cost: what others report for dense models.
+_UTILISATION = 0.4
+
+
+def main(name: str) -> None:
+  """Does what the flags say with the experiment of that name."""
+  if not name:
+    raise app.UsageError(f"name an experiment: python -m experiments.run NAME; there are {', '.join(grids.names())}")
+  experiment = grids.load(name)
+  if _GRID.value not in experiment.grids:
+    raise UserError(f"--grid={_GRID.value}: {name} has no such grid; there are {', '.join(experiment.grids)}")
+  everything = grids.expand(name, experiment.grids[_GRID.value], _changes())
+  if _STEPS.value is not None:  # a run of a few steps has no long warmup, and is evaluated when it ends
+    everything = [grids.with_fields(run, _few_steps(run, _STEPS.value)) for run in everything]
+  chosen = grids.choose(everything, _ONLY.value, _SLICE.value)
+  base = pathlib.Path(_WORKDIR.value).absolute() / name / _GRID.value
+  own_folder = grids.FOLDER / name / ("" if _GRID.value == "cpu" else _GRID.value)
+  out = pathlib.Path(_OUT.value).absolute() if _OUT.value else own_folder
+  if _COST.value:
+    print(_cost(chosen))
+    return
+  places: tuple[str, ...] = ()
+  if experiment.prepare:
+    fields = dict(experiment.prepare(base, everything[0].config))
+    places = tuple(fields)
+    everything, chosen = ([grids.with_fields(run, fields) for run in runs] for runs in (everything, chosen))
+  if _PRINT.value:
+    print("\n".join(shlex.join(_training(name, run, base / run.name)) for run in chosen))
+    return
+
+  kept = results.read_folder(out / "results.json", name, _GRID.value, everything, experiment.task, places)
+  read = lambda run: results.read_run(base / run.name, run, experiment.task, places)
+  missing = [run for run in chosen if run.name not in kept and read(run) is None]
+  say(f"{name}, grid {_GRID.value}: {len(missing)} of {len(chosen)} runs to do, in {base}")
+  if missing:
+    _do(name, experiment, missing, base)
+  if _SLICE.value != "0/1":
+    say("this slice is done; run the command without --slice to collect the results")
+    return
+  entries = [entry for run in everything if (entry := read(run) or kept.get(run.name)) is not None]
+  found = results.write_folder(out / "results.json", name, _GRID.value, experiment.grids[_GRID.value].baseline, entries)
+  (out / "table.md").write_text(text := results.table(experiment, found))
+  written = ["results.json", "table.md"]
+  if experiment.plot:
+    experiment.plot(found, out / "plot.png")
+    written.append("plot.png")
+  print(f"{text}\n{out}: {', '.join(written)} ({len(entries)} of {len(everything)} runs)")
+
+
+def _changes() -> dict[str, object]:
+  changes = {}
+  for setting in _SET.value:
+    field, separator, value = setting.partition("=")
+    if not separator:
+      raise UserError(f"--set={setting}: must be FIELD=VALUE, such as eval.rows=64")
+    changes[field.removeprefix("config.")] = grids.read_value(value)
+  return changes
+
+
+def _few_steps(run: Run, steps: int) -> dict[str, int]:
+  config = run.config
+  return {
+    "train.steps": steps,
+    "optimizer.warmup_steps": min(config.optimizer.warmup_steps, steps),
+    "eval.interval": min(config.eval.interval, steps) or steps,
+  }
+
+
+def _training(name: str, run: Run, workdir: pathlib.Path) -> list[str]:
+  """The command that trains a run."""
+  config = f"--config={(grids.FOLDER / name / 'config.py').relative_to(grids.FOLDER.parent)}:{run.variant}"
+  fields = [f"--config.{field}={value}" for field, value in run.fields.items()]
+  return [sys.executable, "-m", "diffjax.train", config, f"--workdir={workdir}", *fields]
+
+
+def _do(name: str, experiment: Experiment, runs: list[Run], base: pathlib.Path) -> None:
+  """Trains and measures what is missing; every run that is done has a result.json."""
+  found, slots, launcher = launch.devices(), _SIDE_BY_SIDE.value, launch.Launcher()
+  environments = [launch.environment(found, slot, slots) for slot in range(slots)]
+  if runs[0].config.data.mode == "prepared":  # once, before several runs want the same rows
+    for _, run in {str(run.config.data): run for run in runs}.items():
+      command_line = _training(name, run, base)
+      launcher.call([*command_line[:2], "diffjax.prepare", *(each for each in command_line[3:] if not each.startswith("--workdir="))])
+
+  def do(run: Run, slot: int) -> None:
+    workdir = base / run.name
+    workdir.mkdir(parents=True, exist_ok=True)
+    log = workdir / "output.txt" if slots > 1 else None
+    start = time.monotonic()
+    try:
+      launcher.call(_training(name, run, workdir), environments[slot], log)
+      if (measured := results.logged(workdir, run.config.train.steps)) is None:
+        raise UserError(f"{workdir}: training ended before its last step; run the same command to go on")
+      if experiment.measure:
+        launcher.call([sys.executable, "-m", "experiments.measure", name, str(workdir)], environments[slot], log)
+        chosen = json.loads((workdir / "measured.json").read_text())
+      else:
+        chosen = {metric: measured.get(metric) for metric in experiment.metrics.values()}
+    finally:
+      seconds = _add_seconds(workdir, time.monotonic() - start)
+    results.write_run(workdir, run, experiment.task, chosen, seconds, found)
+
+  launcher.side_by_side([(run.name, functools.partial(do, run)) for run in runs], slots)
+
+
+def _add_seconds(workdir: pathlib.Path, seconds: float) -> float:
+  """Wall time of a run over all its starts."""
+  path = workdir / "seconds.txt"
+  seconds += float(path.read_text()) if path.exists() else 0.0
+  path.write_text(f"{seconds}\n")
+  return seconds
+
+
+def _cost(runs: list[Run]) -> str:
+  """Tokens, FLOPs and chip-hours of every variant's runs together."""
+  from diffjax.training.flops import parameter_count, peak_flops, step_flops
+
+  chips = {"v5p": peak_flops("TPU v5"), "H100": peak_flops("NVIDIA H100")}
+  lines = [
+    f"chip-hours at {_UTILISATION:.0%} of the peak",
+    "| | runs | parameters | tokens | FLOPs | " + " | ".join(chips) + " |",
+    "|---" * 7 + "|",
+  ]
+  total = dict.fromkeys(chips, 0.0)
+  for variant in dict.fromkeys(run.variant for run in runs):
+    own = [run for run in runs if run.variant == variant]
+    config = own[0].config
+    tokens = config.train.steps * config.train.batch_size * config.data.length
+    spent = len(own) * step_flops(config.model, config.data.length, tokens).training
+    hours = {chip: spent / (peak * _UTILISATION) / 3600 for chip, peak in chips.items() if peak}
+    total = {chip: total[chip] + hours[chip] for chip in chips}
+    cells = [variant, str(len(own)), f"{parameter_count(config.model) / 1e6:,.4g} M", f"{tokens / 1e9:.3g} B", f"{spent:.2e}"]
+    lines.append("| " + " | ".join(cells + [f"{value:,.3g}" for value in hours.values()]) + " |")
+  lines.append("| all | " + f"{len(runs)} | | | | " + " | ".join(f"{value:,.3g}" for value in total.values()) + " |")
+  return "\n".join(lines)
+
+
+if __name__ == "__main__":
+  named = sys.argv.pop(1) if len(sys.argv) > 1 and not sys.argv[1].startswith("-") else ""
+  command.run(functools.partial(main, named), with_config=False)

@@ -1,0 +1,118 @@
+"""Grids: every run is a config that works, rows differ in what they are called after, and only results of one config come together."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from diffjax.config import UserError
+from diffjax.model.decoder import Decoder
+from diffjax.training.flops import parameter_count
+from experiments import grid
+
+ABLATIONS = {name: grid.load("ablations").grids[name] for name in ("cpu", "gpu", "tpu")}
+
+
+def configs(name, size=""):
+  get_config = __import__(f"experiments.{name}.config", fromlist=["get_config"]).get_config
+  return lambda variant: grid._with_fields(get_config(variant + size).to_dict(), {})
+
+
+@pytest.mark.parametrize("name", grid.names())
+def test_every_run_of_every_grid_has_a_model(name):
+  experiment = grid.load(name)
+  for chosen in experiment.grids.values():
+    runs = grid.expand(name, dataclasses.replace(chosen, seeds=chosen.seeds[:1]), {})
+    assert {run.variant for run in runs} >= {chosen.baseline} and len(
+      {str(run.config.model) + run.config.optimizer.frozen for run in runs}
+    ) == len(runs)
+    for run in runs:
+      shapes = jax.eval_shape(Decoder(run.config.model).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+      assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == parameter_count(run.config.model)
+
+
+def test_five_seeds_and_pairs():
+  for name in grid.names():
+    runs = grid.expand(name, grid.load(name).grids["cpu"], {})
+    seeds = [run.seed for run in runs]
+    assert seeds == sorted(seeds) and set(seeds) == set(range(5)), "whole comparisons first"
+    assert all(run.config.train.seed == run.config.data.seed == run.seed for run in runs)
+
+
+@pytest.mark.parametrize("size", ["", "@125m", "@1b"])
+def test_ablation_rows_differ_in_what_they_are_called_after(size):
+  get = configs("ablations", size)
+  diff = get("diff")
+  changed = lambda variant: {
+    field: value
+    for field, value in grid.comparable(get(variant).to_dict(), ()).items()
+    if value != grid.comparable(diff.to_dict(), ())[field]
+  }
+  H, D, E = diff.model.num_heads, diff.model.head_dim, diff.model.embed_dim
+  assert changed("diff_without_norm") == {"model.head_norm": False}
+  assert changed("diff_lambda_0.8") == {"model.lambda_init": 0.8} and changed("diff_lambda_0.5") == {"model.lambda_init": 0.5}
+  assert changed("diff_frozen_lambda") == {"optimizer.frozen": "lambda_q1,lambda_k1,lambda_q2,lambda_k2"}
+  assert changed("transformer_wide") == {"model.attention": "softmax", "model.head_dim": 2 * D, "model.head_norm": False}
+  assert changed("transformer_norm") == {"model.attention": "softmax", "model.head_dim": 2 * D}
+  assert changed("transformer") == {
+    "model.attention": "softmax", "model.num_heads": 2 * H, "model.num_kv_heads": 2 * H, "model.head_norm": False
+  }  # fmt: skip
+  v2, linear = changed("diff_v2"), changed("diff_v2_linear")
+  assert linear == {**v2, "model.attention": "diff_v2_linear"} and v2["model.attention"] == "diff_v2"
+  for heads in (2, 4, 8, 16):
+    model = get(f"heads_{heads}").model
+    assert model.num_heads == model.num_kv_heads == heads and 2 * heads * model.head_dim == E
+  # The same matrices: sizes differ by the λ vectors, the gains and the rounding of V2's feed-forward width alone
+  sizes = [parameter_count(get(row).model) for row in ("transformer", "transformer_wide", "transformer_norm", "diff", "heads_4", "diff_v2")]
+  assert max(sizes) < min(sizes) * (1.02 if not size else 1.001)
+
+
+@pytest.mark.parametrize("variant", ["nothing", "heads_0", "heads_x", "diff@2b", "heads_3", ""])
+def test_unknown_rows(variant):
+  with pytest.raises(UserError, match="variant"):
+    configs("ablations")(variant)
+
+
+def test_unknown_experiments_are_answered_with_a_list():
+  with pytest.raises(UserError, match="there is no experiment 'nothing'; there are ablations, retrieval"):
+    grid.load("nothing")
+
+
+def test_changes():
+  (run,) = grid.expand(
+    "ablations", grid.Grid(("diff",), "diff"), {"train.steps": 700, "optimizer.learning_rate": 1, "data.source": "text:a"}
+  )
+  assert run.config.train.steps == 700 and run.config.optimizer.learning_rate == 1.0 and run.config.data.source == "text:a"
+  assert run.fields == {"train.seed": 0, "data.seed": 0, "train.steps": 700, "optimizer.learning_rate": 1, "data.source": "text:a"}
+  assert [grid.read_value(text) for text in ("3", "-1e-3", "True", "text:a", "")] == [3, -1e-3, True, "text:a", ""]
+  for field, message in (
+    ("steps", "config.steps is not a config field"),
+    ("train.step", "train.step is not a config field: did you mean train.steps"),
+    ("x.y", "config.x.y"),
+  ):
+    with pytest.raises(UserError, match=message):
+      grid.expand("ablations", grid.Grid(("diff",), "diff"), {field: 1})
+
+
+def test_choices():
+  runs = grid.expand("ablations", ABLATIONS["cpu"], {})
+  pick = lambda only, part="0/1": [run.name for run in grid.choose(runs, only, part)]
+  assert len(pick([])) == len(runs) == 5 * len(ABLATIONS["cpu"].variants)
+  assert pick(["diff"]) == [f"diff/seed_{seed}" for seed in range(5)]
+  assert pick(["diff_v2*/seed_1", "transformer/seed_0"]) == ["transformer/seed_0", "diff_v2/seed_1", "diff_v2_linear/seed_1"]
+  parts = [pick([], f"{index}/3") for index in range(3)]
+  assert sorted(sum(parts, [])) == sorted(pick([])) and max(map(len, parts)) - min(map(len, parts)) <= 1
+  with pytest.raises(UserError, match="--only=banana matches no run; .*variants transformer, transformer_wide"):
+    pick(["diff", "banana"])
+  for part in ("1", "3/3", "a/b", "1/0", "-1/2"):
+    with pytest.raises(UserError, match=f"--slice={part}: must be INDEX/COUNT"):
+      pick([], part)
+
+
+def test_circumstances_are_not_compared():
+  config = configs("ablations")("diff").to_dict()
+  fields = grid.comparable(config, ["data.source"])
+  assert "train.steps" in fields and "eval.rows" in fields and "model.dtype" in fields
+  assert not fields.keys() & {"data.source", "mesh.data", "data.prepared_dir", "train.checkpoint_interval"}
+  assert all(field.partition(".")[2] in config[field.partition(".")[0]] for field in grid._CIRCUMSTANCES if not field.endswith("."))

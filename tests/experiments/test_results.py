@@ -1,0 +1,117 @@
+"""Results: kept as they were made, compared by seeds, and never of different configs in one folder."""
+
+import json
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from diffjax.config import UserError
+from experiments import grid, results
+from experiments.grid import Experiment, Grid
+from experiments.launch import Devices
+
+EXPERIMENT = Experiment("?", {"cpu": Grid(("transformer", "diff"), "transformer", (0, 1, 2))}, {"loss": "validation/loss", "other": "x"})
+CPU = Devices("cpu", "a CPU", 1, "0")
+
+
+@pytest.fixture
+def runs():
+  return grid.expand("ablations", EXPERIMENT.grids["cpu"], {})
+
+
+@pytest.fixture
+def entries(runs, tmp_path):
+  """Results of all runs, DIFF's loss 0.1 lower but for noise."""
+  noise = iter(np.random.default_rng(0).normal(0, 0.01, len(runs)))
+  found = []
+  for run in runs:
+    loss = 2.0 - 0.1 * (run.variant == "diff") + 0.3 * run.seed + next(noise)
+    results.write_run(tmp_path / run.name, run, {"samples": 3}, {"validation/loss": loss}, 12.345, CPU)
+    found.append(results.read_run(tmp_path / run.name, run, {"samples": 3}, ()))
+  return found
+
+
+def changed(run, field, value):
+  return grid.with_fields(run, {field: value})
+
+
+def test_a_run_is_kept_with_what_it_was(entries, runs):
+  entry = entries[1]
+  assert (entry["name"], entry["variant"], entry["seed"], entry["seconds"]) == ("diff/seed_0", "diff", 0, 12.3)
+  assert {"date", "machine", "versions", "parameters", "task"} <= entry.keys() and "jax" in entry["versions"]
+  assert entry["config"] == grid.comparable(runs[1].config.to_dict(), ())
+
+
+def test_results_of_another_config_are_refused(entries, runs, tmp_path):
+  read = lambda run, task=None: results.read_run(tmp_path / run.name, run, task or {"samples": 3}, ("data.source",))
+  assert read(changed(changed(runs[0], "mesh.fsdp", 2), "data.source", "text:x")) is not None, "circumstances and places may differ"
+  with pytest.raises(
+    UserError, match=r"result.json holds results of another config \(transformer/seed_0\): train.steps is 600 there and 700 now"
+  ):
+    read(changed(runs[0], "train.steps", 700))
+  with pytest.raises(UserError, match="the task's samples is 3 there and 4 now"):
+    read(runs[0], {"samples": 4})
+  (tmp_path / runs[0].name / "result.json").write_text("{")
+  with pytest.raises(UserError, match="cannot be read.*delete it"):
+    read(runs[0])
+  assert results.read_run(tmp_path / "nothing", runs[0], {}, ()) is None
+
+
+def test_folders_hold_one_config(entries, runs, tmp_path):
+  path = tmp_path / "out" / "results.json"
+  read = lambda runs=runs, name="ablations", grid="cpu", task=None: results.read_folder(path, name, grid, runs, task or {"samples": 3}, ())
+  assert read() == {}
+  results.write_folder(path, "ablations", "cpu", "transformer", entries)
+  assert list(read().values()) == entries, "what is shared is put back"
+  stored = json.loads(path.read_text())
+  assert stored["config"]["train.steps"] == 600 and stored["runs"][1]["config"].keys() == stored["runs"][0]["config"].keys()
+  assert {"train.seed", "data.seed", "model.attention", "model.num_heads"} <= stored["runs"][0]["config"].keys()
+  for change, message in (
+    (dict(name="retrieval"), "another experiment, 'ablations'; choose another place with --out=DIR"),
+    (dict(grid="tpu"), "another grid, 'cpu'"),
+    (dict(task={"samples": 2}), "the task's samples is 3 there and 2 now"),
+    (dict(runs=runs[1:]), "results of 'transformer/seed_0', which the grid does not have now"),
+    (
+      dict(runs=[changed(run, "train.steps", 200) for run in runs]),
+      r"another config \(transformer/seed_0\): train.steps is 600 there and 200 now",
+    ),
+  ):
+    with pytest.raises(UserError, match=message):
+      read(**change)
+  path.write_text("[")
+  with pytest.raises(UserError, match="cannot be read"):
+    read()
+
+
+def test_differences_are_paired_by_seed(entries, tmp_path):
+  found = results.write_folder(tmp_path / "results.json", "ablations", "cpu", "transformer", entries)
+  ours, theirs = ([results.values(found, variant, "validation/loss")[seed] for seed in range(3)] for variant in ("diff", "transformer"))
+  mean, low, high = results.difference(found, "diff", "validation/loss")
+  wanted = scipy.stats.ttest_rel(ours, theirs)
+  interval = wanted.confidence_interval(0.95)
+  np.testing.assert_allclose([mean, low, high], [np.mean(np.subtract(ours, theirs)), interval.low, interval.high])
+  assert high < 0 and results.difference(found, "transformer", "validation/loss") is None
+  found["runs"] = [run for run in found["runs"] if run["name"] not in ("diff/seed_1", "transformer/seed_2")]
+  assert len(results.differences(found, "diff", "validation/loss")) == 1 and results.difference(found, "diff", "validation/loss") is None
+
+
+def test_the_table(entries, tmp_path):
+  found = results.write_folder(tmp_path / "results.json", "ablations", "cpu", "transformer", entries)
+  lines = results.table(EXPERIMENT, found).splitlines()
+  assert lines[0] == "|  | parameters | seeds | loss | other | loss − transformer's |"
+  cells = [cell.strip() for cell in lines[3].split("|")[1:-1]]
+  assert cells[0] == "diff" and cells[2] == "3" and " ± " in cells[3] and cells[4] == "–" and cells[5].startswith("**-0.")
+  assert lines[2].rstrip().endswith("|  |")
+  alone = results.write_folder(tmp_path / "results.json", "ablations", "cpu", "transformer", entries[:2])
+  assert "−" not in results.table(EXPERIMENT, alone) and "±" not in results.table(EXPERIMENT, alone), "one seed makes no claim"
+
+
+def test_logs_count_when_they_have_come_to_the_end(tmp_path):
+  lines = [{"step": 1, "train/loss": 3.0}, {"step": 2, "train/loss": 2.0}]
+  (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+  assert results.logged(tmp_path, 2) is None and results.logged(tmp_path / "nothing", 2) is None
+  with (tmp_path / "metrics.jsonl").open("a") as file:
+    file.write(json.dumps({"step": 2, "validation/loss": 1.5}) + "\n")
+  assert results.logged(tmp_path, 2) == {"step": 2, "train/loss": 2.0, "validation/loss": 1.5}
+  assert results.logged(tmp_path, 3) is None

@@ -1,0 +1,59 @@
+"""Associative recall: what is asked for stands where the example says, once, and data and questions are as training sees them."""
+
+import numpy as np
+import pytest
+
+from diffjax.data import pipeline
+from diffjax.data.tokenizer import load_tokenizer
+from experiments import grid
+from experiments.retrieval import experiment, task
+
+
+def test_examples():
+  rng = np.random.default_rng(0)
+  for distractors, fillers in ((0, 0), (5, 3), (40, 10)):
+    example = task.make_example(rng, asked=3, distractors=distractors, fillers=fillers)
+    context = example.context
+    keys = [word for word in context if word.startswith("k")]
+    assert context[-1] == "?" and len(context) == 2 * (3 + distractors) + fillers + 1
+    assert len(set(keys)) == len(keys) == 3 + distractors and sum(word.startswith("n") for word in context) == fillers
+    for number, place in enumerate(example.places):
+      assert context[place : place + 2] == example.answer[2 * number : 2 * number + 2]
+
+
+def test_questions_of_every_cell(tmp_path):
+  """Prompts of one length end with a key whose value is wanted; places point at its pair."""
+  tokenizer = load_tokenizer(task.write(tmp_path, 4, task.Training())["data.tokenizer"])
+  for length, distractors in experiment._CELLS:
+    tokens, wanted, places = experiment._questions(tokenizer, length, distractors)
+    assert tokens.shape == (experiment._SAMPLES, length + 3)
+    pairs = np.take_along_axis(tokens, places[:, None] + np.arange(2), axis=1)
+    np.testing.assert_array_equal(pairs, np.stack([tokens[:, -1], wanted], axis=1))
+    assert ((tokens == tokens[:, -1:]).sum(axis=1) == 2).all(), "the key stands in its pair and at the end alone"
+  assert experiment._REFERENCE in experiment._CELLS
+
+
+def test_shares_of_a_known_attention():
+  weights = np.zeros((2, 8))
+  weights[:, [0, 2, 3, 4, 7]] = [[0.1, 0.2, 0.4, -0.1, 0.2], [0.1, 0.0, 0.6, -0.1, 0.2]]  # separator, pair, another word, the key
+  found = experiment._shares(weights, np.array([2, 2]))
+  assert found["answer_signed"] == pytest.approx(1.2 / 1.6) and found["noise_signed"] == pytest.approx(-0.2 / 1.6)
+  assert found["answer_absolute"] == pytest.approx(1.2 / 2.0) and found["noise_absolute"] == pytest.approx(0.2 / 2.0)
+
+
+def test_training_learns_the_words_after_the_question(tmp_path):
+  run = grid.expand("retrieval", grid.Grid(("diff",), "diff"), {"train.batch_size": 2})[0]
+  run = grid.with_fields(run, task.write(tmp_path, 40, task.Training()))
+  tokenizer = load_tokenizer(run.config.data.tokenizer)
+  assert run.config.model.vocab_size >= tokenizer.vocab_size == len(task.WORDS)
+  batch = next(pipeline.training_batches(run.config))
+  question = tokenizer.encode("?")[0]
+  for tokens, targets, segments, weights in zip(*(batch[key] for key in ("tokens", "targets", "segment_ids", "weights")), strict=True):
+    for segment in range(1, segments.max() + 1):
+      mine = segments == segment
+      learnt = tokenizer.decode(targets[mine & (weights > 0)])
+      (start,) = np.flatnonzero(mine & (tokens == question))
+      assert len(learnt.split()) == 2 * task.ASKED and np.flatnonzero(mine & (weights > 0))[0] == start
+  assert task.write(tmp_path, 40, task.Training()) == {
+    field: getattr(run.config.data, field[5:]) for field in ("data.source", "data.validation_source", "data.tokenizer")
+  }

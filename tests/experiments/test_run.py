@@ -1,0 +1,159 @@
+"""python -m experiments.run as typed: grids at two steps, resumed where they were stopped, and refused where they do not fit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from experiments import grid
+
+# Models small enough for the command's own start to take longest, and machine code without optimisation
+SMALL = ("model.num_layers=1", "model.embed_dim=32", "model.head_dim=8", "model.ffn_dim=32", "eval.rows=8", "train.batch_size=4")
+
+
+def start(*args, **options):
+  environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_NUM_CPU_DEVICES": "1"}
+  return subprocess.Popen(
+    [sys.executable, "-m", "experiments.run", *args], cwd=grid.FOLDER.parent, env=environment, text=True,
+    stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options,
+  )  # fmt: skip
+
+
+def run(*args, code=0):
+  process = start(*args)
+  out, errors = process.communicate(timeout=900)
+  assert process.returncode == code and "Traceback" not in errors, errors
+  return out, errors
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+  """Flags: a workdir, a place for results and a small text, for all tests of this file."""
+  directory = tmp_path_factory.mktemp("experiments")
+  (directory / "text").mkdir()
+  for index in range(30):
+    (directory / "text" / f"{index}.txt").write_text(f"line {index} of a text\n" * 60)
+  text = f"--set=data.source=text:{directory}/text/*.txt"
+  return directory, [f"--workdir={directory}/runs", f"--out={directory}/out", text, "--set=data.validation_fraction=0.3"]
+
+
+def small(*fields):
+  return [f"--set={field}" for field in (*SMALL, *fields)]
+
+
+def test_ablations_at_two_steps_and_again(places):
+  """A part of the grid, then more of it, side by side: what is done is not done again; then other configs are refused."""
+  directory, flags = places
+  flags = [*flags, "--steps=2", *small()]
+  out, errors = run("ablations", *flags, "--only=diff/seed_0,transformer/seed_0")
+  assert "2 of 2 runs to do" in errors and "(2 of 65 runs)" in out
+  path = directory / "runs/ablations/cpu/diff/seed_0/result.json"
+  before = path.stat().st_mtime_ns
+  _, errors = run("ablations", *flags, "--only=diff/seed_[01],transformer/seed_[01]", "--side_by_side=2")
+  assert "2 of 4 runs to do" in errors and path.stat().st_mtime_ns == before
+  found = json.loads((directory / "out/results.json").read_text())
+  assert [each["name"] for each in found["runs"]] == ["transformer/seed_0", "diff/seed_0", "transformer/seed_1", "diff/seed_1"]
+  assert found["config"]["train.steps"] == 2 and all(each["results"]["validation/loss"] > 0 for each in found["runs"])
+  assert "| diff | " in (directory / "out/table.md").read_text() and (directory / "out/plot.png").stat().st_size > 5000
+  path.unlink()
+  _, errors = run("ablations", *flags, "--only=diff/seed_0")
+  assert "0 of 1 runs to do" in errors, "results.json holds it"
+  _, errors = run("ablations", *flags[:-1], "--only=diff/seed_0", code=1)
+  assert (
+    len(errors.splitlines()) == 1 and "holds results of another config" in errors and "train.batch_size is 4 there and 16 now" in errors
+  )
+
+
+def test_a_run_that_was_stopped_goes_on(places):
+  """SIGTERM in the middle: training saves, nothing is left running, and the same command ends what was begun."""
+  directory, flags = places
+  flags = [
+    *flags,
+    "--steps=600",
+    *small("train.log_interval=1"),
+    "--only=diff/seed_0",
+    f"--workdir={directory}/stopped",
+    f"--out={directory}/stopped_out",
+  ]
+  process = start("ablations", *flags)
+  workdir = directory / "stopped/ablations/cpu/diff/seed_0"
+  deadline = time.monotonic() + 300
+  while not (workdir / "metrics.jsonl").exists() or (workdir / "metrics.jsonl").read_text().count("\n") < 5:
+    assert time.monotonic() < deadline and process.poll() is None
+    time.sleep(0.02)
+  process.send_signal(signal.SIGTERM)
+  out, errors = process.communicate(timeout=120)
+  assert process.returncode == 130 and "SIGTERM: saving" in errors and "error: interrupted" in errors, errors
+  steps = [json.loads(line)["step"] for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+  assert 5 <= steps[-1] < 600 and not (workdir / "result.json").exists() and not (directory / "stopped_out").exists()
+  out, errors = run("ablations", *flags)
+  assert f"resuming from step {steps[-1]}" in errors and "(1 of 65 runs)" in out
+  result = json.loads((workdir / "result.json").read_text())
+  assert result["config"]["train"]["steps"] == 600 and result["seconds"] > 0
+
+
+def test_retrieval_at_two_steps(places):
+  """Data, training, measurement and plot of two variants, in two slices as two hosts would, then collected."""
+  directory, flags = places
+  flags = ["--steps=2", *small(), f"--workdir={directory}/runs", f"--out={directory}/retrieval", "--only=transformer/seed_0,diff/seed_0"]
+  for index in range(2):
+    _, errors = run("retrieval", *flags, f"--slice={index}/2")
+    assert "1 of 1 runs to do" in errors and "this slice is done" in errors
+  out, errors = run("retrieval", *flags)
+  assert "0 of 2 runs to do" in errors and "(2 of 25 runs)" in out
+  found = json.loads((directory / "retrieval/results.json").read_text())
+  assert found["task"]["samples"] == 200 and "data.source" not in found["config"]
+  for each in found["runs"]:
+    assert len(each["results"]["grid"]) == len(found["task"]["cells"]) and [row["step"] for row in each["results"]["curve"]] == [2]
+    assert 0 <= each["results"]["accuracy"] <= 1
+  assert (directory / "retrieval/plot.png").stat().st_size > 5000
+
+
+def test_bad_input_is_one_line(tmp_path):
+  for args, code, message in (
+    ([], 2, "error: name an experiment: python -m experiments.run NAME; there are ablations, retrieval"),
+    (["nothing"], 1, "error: there is no experiment 'nothing'; there are ablations, retrieval"),
+    (["ablations", "--grid=moon"], 1, "error: --grid=moon: ablations has no such grid; there are cpu, gpu, tpu"),
+    (["ablations", "--only=banana"], 1, "error: --only=banana matches no run"),
+    (["ablations", "--slice=2/2"], 1, "error: --slice=2/2: must be INDEX/COUNT"),
+    (["ablations", "--set=train.step=3"], 1, "error: config.train.step is not a config field: did you mean train.steps?"),
+    (["ablations", "--set=train"], 1, "error: --set=train: must be FIELD=VALUE"),
+    (["ablations", "--steps=0"], 2, "error: flag --steps=0"),
+    (["ablations", "banana"], 2, "error: unexpected argument 'banana'"),
+  ):
+    _, errors = run(*args, f"--out={tmp_path}", code=code)
+    assert errors.startswith(message) and len(errors.splitlines()) == 1, errors
+
+
+def test_costs_and_commands_are_printed():
+  out, _ = run("ablations", "--grid=tpu", "--cost")
+  line = next(line for line in out.splitlines() if line.startswith("| diff@1b |"))
+  assert [cell.strip() for cell in line.split("|")[2:6]] == ["1", "1,410 M", "10.5 B", "9.82e+19"]
+  out, _ = run("ablations", "--print", "--only=diff/seed_3", "--workdir=/runs")
+  assert out.endswith(
+    "-m diffjax.train --config=experiments/ablations/config.py:diff --workdir=/runs/ablations/cpu/diff/seed_3 "
+    "--config.train.seed=3 --config.data.seed=3\n"
+  )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", grid.names())
+def test_every_grid_at_two_steps(places, tmp_path, name):
+  directory, flags = places
+  flags = flags[2:] if name == "ablations" else []
+  out, _ = run(
+    name,
+    *flags,
+    "--steps=2",
+    "--only=*/seed_0",
+    f"--workdir={tmp_path}",
+    f"--out={tmp_path}/out",
+    "--set=eval.rows=8",
+    "--set=train.batch_size=4",
+  )
+  variants = grid.load(name).grids["cpu"].variants
+  assert f"({len(variants)} of {5 * len(variants)} runs)" in out and all(f"| {variant} |" in out for variant in variants)
