@@ -26,7 +26,7 @@ def run(*args):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-  """A DIFF model, its Transformer twin, and one of another vocabulary, each after two steps."""
+  """A DIFF model, its Transformer twin (of shorter rows), and one of another vocabulary, each after two steps."""
   path = tmp_path_factory.mktemp("runs")
   texts = ["".join(f"document {index}, line {line}: {line * index % 97}\n" for line in range(40)) for index in range(40)]
   (path / "text").mkdir()
@@ -40,7 +40,8 @@ def runs(tmp_path_factory):
   )  # fmt: skip
   loop.train(config, str(path / "diff"))
   twin = dataclasses.replace(model, attention="softmax", num_heads=4, num_kv_heads=2, head_norm=False)
-  loop.train(dataclasses.replace(config, model=twin), str(path / "transformer"))
+  shorter = dataclasses.replace(data, length=32, prepared_dir=str(path / "shorter_rows"))
+  loop.train(dataclasses.replace(config, model=twin, data=shorter), str(path / "transformer"))
   train_tokenizer(texts, 300, path / "tokenizer")
   words = dataclasses.replace(data, tokenizer=str(next((path / "tokenizer").glob("*.tiktoken"))), prepared_dir=str(path / "other_rows"))
   loop.train(dataclasses.replace(config, data=words, model=dataclasses.replace(model, vocab_size=300)), str(path / "other"))
@@ -102,15 +103,15 @@ def test_every_suite_of_a_pair(runs, tmp_path):
 
 
 def test_one_model_and_a_step_of_it(runs):
-  result = run("--suite=validation", f"--workdir={runs / 'transformer'}", "--step=2", "--set.validation.rows=3")
+  result = run("--suite=validation", f"--workdir={runs / 'transformer'}", "--step=2", "--set.validation.rows=-1")
   assert result.returncode == 0, result.stderr
   found = load(runs / "transformer" / "evals" / "validation.json")
   assert len(found["models"]) == 1 and "against" not in found["figures"][0] and "difference" not in result.stdout
-  # The model that another is compared with is measured on the other's data, to the same numbers
-  result = run("--suite=validation", f"--workdir={runs / 'diff'}", f"--against={runs / 'transformer'}", "--set.validation.rows=3")
+  # Beside another, it is measured on the other's rows
+  result = run("--suite=validation", f"--workdir={runs / 'diff'}", f"--against={runs / 'transformer'}", "--set.validation.rows=-1")
   assert result.returncode == 0, result.stderr
-  both = load(runs / "diff" / "evals" / "validation.json")
-  assert both["figures"][0]["against"]["value"] == pytest.approx(found["figures"][0]["value"])
+  both = load(runs / "diff" / "evals" / "validation.json")["figures"][0]
+  assert both["units"] == both["against"]["units"] < 0.7 * found["figures"][0]["units"]
 
 
 def test_the_harness_and_hallucination_of_a_pair(runs, tmp_path):

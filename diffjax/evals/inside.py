@@ -56,26 +56,23 @@ def measure(
   Returns:
     "attention" and "hidden": what was returned, with a leading axis L.
   """
-  inside: list[Attention] = []
+  layer: Attention | None = None
 
   def intercept(call, args, kwargs, context):
-    module = context.module
-    if context.method_name != "__call__" or not isinstance(module, Attention | Block):
-      return call(*args, **kwargs)
-    if isinstance(module, Attention):
-      inside.append(module)
-      out = call(*args, **kwargs)
-      inside.pop()
-      return out
+    nonlocal layer
+    module, outermost = context.module, context.method_name == "__call__"
+    if outermost and isinstance(module, Attention):
+      layer = module
     out = call(*args, **kwargs)
-    if hidden is not None:
+    if outermost and isinstance(module, Block) and hidden is not None:
       module.sow(_COLLECTION, _NAME, hidden(out[0]))
     return out
 
   def attend(q, k, v, lam, **options):
     if attention is not None:
+      assert layer is not None  # since only layers attend
       every = None if lam is None else jnp.broadcast_to(jnp.asarray(lam, jnp.float32), q.shape[:3])
-      inside[-1].sow(_COLLECTION, _NAME, attention(Attended(q, k, every, options.get("q_segment_ids"))))
+      layer.sow(_COLLECTION, _NAME, attention(Attended(q, k, every, options.get("q_segment_ids"))))
     return model.attention_fn(q, k, v, lam, **options)
 
   with nn.intercept_methods(intercept):

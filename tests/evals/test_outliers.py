@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from diffjax.config import UserError
+from diffjax.data import packing
 from diffjax.evals import outliers
 from diffjax.evals.figures import interval
 from diffjax.evals.outliers import RANKS, Settings, edges, largest, median
@@ -56,6 +57,19 @@ def test_top_values_are_exact_and_medians_close(make_trained, kind):
     # And so is every resampling: rows 0, 0 and 3
     values = np.sort(np.concatenate([want[figure.name][row] for row in (0, 0, 3)]))
     assert figure.statistic(figure.units[[0, 0, 3]]) == pytest.approx(values[-rank], rel=1e-5)
+
+
+def test_padding_does_not_count(make_trained):
+  """Eleven tokens in a row of 64 give what they give alone."""
+  trained = make_trained()
+  row = packing.Row(np.arange(11), np.array([11]))
+  summaries = jax.jit(functools.partial(outliers.row_summaries, trained.model, every=1))
+  short, long = (summaries(trained.params, packing.make_batch([row], length)) for length in (11, 64))
+  for name in short:
+    for alone, padded in zip(short[name], long[name], strict=True):
+      np.testing.assert_allclose(alone[:, :100], padded[:, :100], rtol=1e-5)
+  # Layers × heads × maps × pairs, and layers × tokens × E
+  assert [float(long[name][1].sum()) for name in ("attention logits", "hidden states")] == [2 * 2 * 2 * 66, 2 * 11 * 16]
 
 
 def test_a_sample_of_queries_gives_nearly_the_same_median(make_trained):

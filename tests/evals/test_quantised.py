@@ -59,7 +59,17 @@ def test_many_bits_change_nothing_and_few_change_much(make_trained, kind):
   assert np.abs(apply(quantise(trained, 2, "tensor").model, trained.params) - want).max() > 0.01
 
 
-def test_padding_and_rows_beside_it_do_not_change_a_row(make_trained):
+def test_padding_does_not_set_the_scale():
+  keys = jax.random.split(jax.random.key(0), 3)
+  q, k, v = (jax.random.normal(key, shape) for key, shape in zip(keys, [(1, 9, 4, 2, 8), (1, 9, 2, 2, 8), (1, 9, 2, 16)], strict=True))
+  ids = jnp.array([[1] * 6 + [0] * 3])
+  attend = quantised_attention(4, "tensor")
+  short = attend(q[:, :6], k[:, :6], v[:, :6], 0.3, q_segment_ids=ids[:, :6])
+  long = attend(q.at[:, 6:].multiply(100), k, v, 0.3, q_segment_ids=ids)
+  np.testing.assert_allclose(long[:, :6], short, atol=1e-5)
+
+
+def test_rows_beside_it_do_not_change_a_row(make_trained):
   trained = quantise(make_trained(), 4, "tensor")
   alone, together = (list(validation.evaluate(trained, validation.Settings(rows=7, batch_size=size))) for size in (1, 4))
   for one, other in zip(alone, together, strict=True):
