@@ -63,12 +63,24 @@ class Stopped(Exception):
 
 
 class Launcher:
-  """Processes that end when this one does: whatever ends it, they get SIGTERM, at which training saves, and are waited for."""
+  """Processes that end when this one does: on the way out of the context, and at SIGTERM and Ctrl-C, they get SIGTERM, at which training
+  saves, and are waited for."""
 
   def __init__(self) -> None:
     self._running: set[subprocess.Popen] = set()
     self._lock = threading.Lock()
     self._stopped = False
+
+  def __enter__(self) -> Launcher:
+    def interrupt(*_):
+      raise KeyboardInterrupt
+
+    self._previous = signal.signal(signal.SIGTERM, interrupt)
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.stop()
+    signal.signal(signal.SIGTERM, self._previous)
 
   def call(self, command: Sequence[str], env: Mapping[str, str] | None = None, log: pathlib.Path | None = None) -> None:
     """Runs a command to its end; its output goes to the terminal, or to the end of a file.
@@ -94,8 +106,9 @@ class Launcher:
       try:
         code = process.wait()
       finally:
-        with self._lock:
-          self._running.discard(process)
+        if process.returncode is not None:  # else this process is interrupted, and the other still runs
+          with self._lock:
+            self._running.discard(process)
     if self._stopped:
       raise Stopped
     if code:
@@ -139,18 +152,11 @@ class Launcher:
       finally:
         free.put(slot)
 
-    def interrupt(*_):
-      raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-      with concurrent.futures.ThreadPoolExecutor(slots) as pool:
-        try:
-          for future in [pool.submit(work, number) for number in range(len(jobs))]:
-            future.result()
-        except KeyboardInterrupt:
-          failed.set()
-          self.stop()
-          raise
-    finally:
-      signal.signal(signal.SIGTERM, previous)
+    with concurrent.futures.ThreadPoolExecutor(slots) as pool:
+      try:
+        for future in [pool.submit(work, number) for number in range(len(jobs))]:
+          future.result()
+      except KeyboardInterrupt:  # before the pool waits for its threads, which wait for their processes
+        failed.set()
+        self.stop()
+        raise

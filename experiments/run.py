@@ -16,6 +16,7 @@ A run that takes several hosts by itself is started by their launcher with the l
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -120,12 +121,8 @@ def _training(name: str, run: Run, workdir: pathlib.Path) -> list[str]:
 
 def _do(name: str, experiment: Experiment, runs: list[Run], base: pathlib.Path) -> None:
   """Trains and measures what is missing; every run that is done has a result.json."""
-  found, slots, launcher = launch.devices(), _SIDE_BY_SIDE.value, launch.Launcher()
+  found, slots = launch.devices(), _SIDE_BY_SIDE.value
   environments = [launch.environment(found, slot, slots) for slot in range(slots)]
-  if runs[0].config.data.mode == "prepared":  # once, before several runs want the same rows
-    for _, run in {str(run.config.data): run for run in runs}.items():
-      command_line = _training(name, run, base)
-      launcher.call([*command_line[:2], "diffjax.prepare", *(each for each in command_line[3:] if not each.startswith("--workdir="))])
 
   def do(run: Run, slot: int) -> None:
     workdir = base / run.name
@@ -145,7 +142,13 @@ def _do(name: str, experiment: Experiment, runs: list[Run], base: pathlib.Path) 
       seconds = _add_seconds(workdir, time.monotonic() - start)
     results.write_run(workdir, run, experiment.task, chosen, seconds, found)
 
-  launcher.side_by_side([(run.name, functools.partial(do, run)) for run in runs], slots)
+  with launch.Launcher() as launcher:
+    if runs[0].config.data.mode == "prepared":  # once, before several runs want the same rows
+      rows = {str(dataclasses.replace(run.config.data, seed=0)): run for run in runs}
+      for run in rows.values():
+        python, module, _, *fields = _training(name, run, base)
+        launcher.call([python, module, "diffjax.prepare", *(field for field in fields if not field.startswith("--workdir="))])
+    launcher.side_by_side([(run.name, functools.partial(do, run)) for run in runs], slots)
 
 
 def _add_seconds(workdir: pathlib.Path, seconds: float) -> float:

@@ -27,11 +27,11 @@ ASKED = 8  # pairs that are asked for, in training
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-  """What contexts are drawn from, uniformly."""
+  """What contexts are drawn from."""
 
-  # Pairs not asked for, at most
+  # Pairs not asked for, at most; their number's logarithm is uniform, so that there are easy examples to begin with
   distractors: int = 40
-  # Words before the question, at most
+  # Words before the question, at most; filler takes up any part of what the pairs leave
   length: int = 100
 
 
@@ -63,7 +63,7 @@ def make_example(rng: np.random.Generator, *, asked: int, distractors: int, fill
 def training_examples(rng: np.random.Generator, count: int, training: Training) -> Iterator[Example]:
   """Examples of any number of distractors and of fillers that the limits allow."""
   for _ in range(count):
-    distractors = int(rng.integers(0, training.distractors + 1))
+    distractors = int((training.distractors + 1) ** rng.random()) - 1
     room = training.length - 2 * (ASKED + distractors)
     yield make_example(rng, asked=ASKED, distractors=distractors, fillers=int(rng.integers(0, room + 1)))
 

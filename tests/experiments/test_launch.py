@@ -84,16 +84,17 @@ def test_stopping_ends_what_runs():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_reaches_the_processes(tmp_path, number):
+@pytest.mark.parametrize("how", ["launcher.side_by_side([('a', lambda slot: call())] * 2, 1)", "call()"])
+def test_a_signal_reaches_the_processes(tmp_path, number, how):
   """They get SIGTERM, at which training saves, and are waited for."""
   child = (
-    "import pathlib, signal, sys, time; here = pathlib.Path(sys.argv[1]);"
-    "signal.signal(signal.SIGTERM, lambda *_: ((here / 'saved').write_text(''), sys.exit(0)));"
-    "(here / 'begun').write_text(''); time.sleep(60)"
+    "import pathlib, signal, sys, time; here = pathlib.Path(sys.argv[1])\n"
+    "signal.signal(signal.SIGTERM, lambda *_: ((here / 'saved').write_text(''), sys.exit(0)))\n"
+    "(here / 'begun').write_text(''); time.sleep(60)\n"
   )
   parent = (
-    "import sys; from experiments.launch import Launcher; launcher = Launcher();"
-    "launcher.side_by_side([('a', lambda slot: launcher.call([sys.executable, '-c', sys.argv[1], sys.argv[2]]))] * 2, 1)"
+    "import sys; from experiments.launch import Launcher\n"
+    f"with Launcher() as launcher:\n  call = lambda: launcher.call([sys.executable, '-c', sys.argv[1], sys.argv[2]])\n  {how}\n"
   )
   process = subprocess.Popen([sys.executable, "-c", parent, child, str(tmp_path)], cwd=FOLDER.parent, stderr=subprocess.PIPE)
   deadline = time.monotonic() + 60
