@@ -93,7 +93,8 @@ def test_a_signal_reaches_the_processes(tmp_path, number, how):
     "(here / 'begun').write_text(''); time.sleep(60)\n"
   )
   parent = (
-    "import sys; from experiments.launch import Launcher\n"
+    "import signal, sys; from experiments.launch import Launcher\n"
+    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # which a shell's background jobs ignore
     f"with Launcher() as launcher:\n  call = lambda: launcher.call([sys.executable, '-c', sys.argv[1], sys.argv[2]])\n  {how}\n"
   )
   process = subprocess.Popen([sys.executable, "-c", parent, child, str(tmp_path)], cwd=FOLDER.parent, stderr=subprocess.PIPE)
