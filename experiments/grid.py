@@ -46,8 +46,12 @@ class Experiment:
     grids: by name; "cpu" is the one whose results lie in the folder itself.
     metrics: columns of the table: what a number is called there, by its name in a run's results. Without `measure`, results are the last
       numbers of these names in metrics.jsonl.
+    trains: whether runs are trained; if not, `measure` is all that is done.
+    pretrained: the experiment whose runs, of the same grid, variants and seeds, are trained first, in their own place: runs start from
+      their parameters, and those that are not trained are measured there.
     prepare: writes the data that a run reads into a directory, unless it is there, and returns the fields that say where it lies.
-    measure: what a finished run's workdir yields beyond its log: JSON-able, by name.
+    measure: what a finished run yields beyond its log: JSON-able, by name. It is given the run's workdir (the pretrained one's, if the
+      run is not trained itself) and its config.
     task: what `prepare` and `measure` do, in numbers (JSON-able); part of what must be equal for results to lie in one folder.
     plot: draws results.json as a PNG.
   """
@@ -55,6 +59,8 @@ class Experiment:
   question: str
   grids: Mapping[str, Grid]
   metrics: Mapping[str, str]
+  trains: bool = True
+  pretrained: str | None = None
   prepare: Callable[[pathlib.Path, Config], Mapping[str, str]] | None = None
   measure: Callable[[str, Config], dict[str, Any]] | None = None
   task: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -71,6 +77,7 @@ class Run:
     seed: of initialisation and data.
     config: all of it.
     fields: what the command line must say beyond the variant, by dotted name.
+    pretrained: the run that it starts from.
   """
 
   name: str
@@ -78,6 +85,12 @@ class Run:
   seed: int
   config: Config
   fields: Mapping[str, Any]
+  pretrained: Run | None = None
+
+  def settings(self) -> dict[str, Any]:
+    """The config's sections, and what it starts from as one more."""
+    start = {"pretrained": comparable(self.pretrained.config.to_dict(), ())} if self.pretrained else {}
+    return {**self.config.to_dict(), **start}
 
 
 def names() -> list[str]:
@@ -107,12 +120,16 @@ def expand(name: str, grid: Grid, changes: Mapping[str, Any]) -> list[Run]:
   Raises:
     UserError: for a field that there is not, or a config that cannot work.
   """
-  get_config = importlib.import_module(f"experiments.{name}.config").get_config
+  experiment = load(name)
+  start = {run.name: run for run in expand(experiment.pretrained, grid, changes)} if experiment.pretrained else {}
+  config_of = name if experiment.trains or not experiment.pretrained else experiment.pretrained
+  get_config = importlib.import_module(f"experiments.{config_of}.config").get_config
   runs = []
   for seed in grid.seeds:
     for variant in grid.variants:
       fields = {"train.seed": seed, "data.seed": seed, **changes}
-      runs.append(Run(f"{variant}/seed_{seed}", variant, seed, _with_fields(get_config(variant).to_dict(), fields), fields))
+      config = _with_fields(get_config(variant).to_dict(), fields)
+      runs.append(Run(f"{variant}/seed_{seed}", variant, seed, config, fields, start.get(f"{variant}/seed_{seed}")))
   return runs
 
 

@@ -45,8 +45,10 @@ def environment(found: Devices, slot: int, slots: int) -> dict[str, str]:
   Raises:
     UserError: if the devices cannot be shared out so.
   """
-  if slots == 1 or found.backend == "cpu":  # processes share the cores
+  if slots == 1:
     return {}
+  if found.backend == "cpu":  # XLA's number of threads: processes that each use all cores wait for one another
+    return {"NPROC": str(max(1, (os.cpu_count() or 1) // slots))}
   if found.number % slots or (found.backend == "tpu" and found.number != slots):
     fit = "1 or as many as there are" if found.backend == "tpu" else "a divisor of their number"
     raise UserError(f"--side_by_side={slots}: there are {found.number} devices ({found.kind}); choose {fit}")

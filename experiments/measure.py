@@ -1,4 +1,4 @@
-"""Measures a finished run in a process of its own: python -m experiments.measure NAME WORKDIR (experiments.run calls it)."""
+"""Measures a finished run in a process of its own: python -m experiments.measure NAME WORKDIR TRAINED (experiments.run calls it)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import json
 import pathlib
 import sys
 
+from diffjax.command import from_config_dict
 from diffjax.config import UserError
 from diffjax.training import runtime
-from diffjax.training.trained import load
 from experiments import grid
 
 
-def main(name: str, workdir: str) -> None:
-  """Writes what the experiment's `measure` finds as measured.json into the workdir."""
+def main(name: str, workdir: str, trained: str) -> None:
+  """Writes what the experiment's `measure` finds as measured.json into the workdir; TRAINED is the workdir of the trained model."""
   runtime.keep_compiled_programs()
   experiment = grid.load(name)
   assert experiment.measure is not None
-  found = experiment.measure(workdir, load(workdir).config)
-  (pathlib.Path(workdir) / "measured.json").write_text(json.dumps(found) + "\n")
+  directory = pathlib.Path(workdir)
+  found = experiment.measure(trained, from_config_dict(json.loads((directory / "config.json").read_text())))
+  (directory / "measured.json").write_text(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def write_run(workdir: pathlib.Path, run: Run, task: Mapping[str, Any], results:
       "seconds": round(seconds, 1),
       "parameters": parameter_count(run.config.model),
       "task": dict(task),
-      "config": run.config.to_dict(),
+      "config": run.settings(),
       "results": dict(results),
     },
   )
@@ -124,7 +124,7 @@ def write_folder(path: pathlib.Path, name: str, grid: str, baseline: str, entrie
 
 
 def _check(path: pathlib.Path, entry: Mapping[str, Any], run: Run, task: Mapping[str, Any], places: Iterable[str]) -> None:
-  own = comparable(run.config.to_dict(), places)
+  own = comparable(run.settings(), places)
   stored = entry["config"]
   differing = [
     f"{field} is {stored[field]!r} there and {own[field]!r} now" for field in own if field in stored and stored[field] != own[field]

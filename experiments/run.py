@@ -56,10 +56,10 @@ def main(name: str) -> None:
   if _GRID.value not in experiment.grids:
     raise UserError(f"--grid={_GRID.value}: {name} has no such grid; there are {', '.join(experiment.grids)}")
   everything = grids.expand(name, experiment.grids[_GRID.value], _changes())
-  if _STEPS.value is not None:  # a run of a few steps has no long warmup, and is evaluated when it ends
-    everything = [grids.with_fields(run, _few_steps(run, _STEPS.value)) for run in everything]
+  if _STEPS.value is not None:
+    everything = [_few_steps(run, _STEPS.value) for run in everything]
   chosen = grids.choose(everything, _ONLY.value, _SLICE.value)
-  base = pathlib.Path(_WORKDIR.value).absolute() / name / _GRID.value
+  base = _base(name)
   own_folder = grids.FOLDER / name / ("" if _GRID.value == "cpu" else _GRID.value)
   out = pathlib.Path(_OUT.value).absolute() if _OUT.value else own_folder
   if _COST.value:
@@ -71,7 +71,7 @@ def main(name: str) -> None:
     places = tuple(fields)
     everything, chosen = ([grids.with_fields(run, fields) for run in runs] for runs in (everything, chosen))
   if _PRINT.value:
-    print("\n".join(shlex.join(_training(name, run, base / run.name)) for run in chosen))
+    print("\n".join(shlex.join(command) for run in chosen for command, _, _ in _trainings(name, experiment, run)))
     return
 
   kept = results.read_folder(out / "results.json", name, _GRID.value, everything, experiment.task, places)
@@ -79,7 +79,7 @@ def main(name: str) -> None:
   missing = [run for run in chosen if run.name not in kept and read(run) is None]
   say(f"{name}, grid {_GRID.value}: {len(missing)} of {len(chosen)} runs to do, in {base}")
   if missing:
-    _do(name, experiment, missing, base)
+    _do(name, experiment, missing)
   if _SLICE.value != "0/1":
     say("this slice is done; run the command without --slice to collect the results")
     return
@@ -103,13 +103,21 @@ def _changes() -> dict[str, object]:
   return changes
 
 
-def _few_steps(run: Run, steps: int) -> dict[str, int]:
+def _few_steps(run: Run, steps: int) -> Run:
+  """The run with no longer warmup than that, and evaluated when it ends."""
   config = run.config
-  return {
+  fields = {
     "train.steps": steps,
     "optimizer.warmup_steps": min(config.optimizer.warmup_steps, steps),
     "eval.interval": min(config.eval.interval, steps) or steps,
   }
+  start = _few_steps(run.pretrained, steps) if run.pretrained else None
+  return dataclasses.replace(grids.with_fields(run, fields), pretrained=start)
+
+
+def _base(name: str) -> pathlib.Path:
+  """Directory of an experiment's runs."""
+  return pathlib.Path(_WORKDIR.value).absolute() / name / _GRID.value
 
 
 def _training(name: str, run: Run, workdir: pathlib.Path) -> list[str]:
@@ -119,34 +127,52 @@ def _training(name: str, run: Run, workdir: pathlib.Path) -> list[str]:
   return [sys.executable, "-m", "diffjax.train", config, f"--workdir={workdir}", *fields]
 
 
-def _do(name: str, experiment: Experiment, runs: list[Run], base: pathlib.Path) -> None:
+def _trainings(name: str, experiment: Experiment, run: Run) -> list[tuple[list[str], pathlib.Path, int]]:
+  """What must be trained for a run, in order: the command, the workdir, and the steps."""
+  commands = []
+  if run.pretrained:
+    assert experiment.pretrained is not None
+    commands += _trainings(experiment.pretrained, grids.load(experiment.pretrained), run.pretrained)
+  if experiment.trains:
+    start = {"train.init_from": commands[-1][1]} if commands else {}
+    workdir = _base(name) / run.name
+    commands.append((_training(name, grids.with_fields(run, start), workdir), workdir, run.config.train.steps))
+  return commands
+
+
+def _do(name: str, experiment: Experiment, runs: list[Run]) -> None:
   """Trains and measures what is missing; every run that is done has a result.json."""
   found, slots = launch.devices(), _SIDE_BY_SIDE.value
   environments = [launch.environment(found, slot, slots) for slot in range(slots)]
 
   def do(run: Run, slot: int) -> None:
-    workdir = base / run.name
+    workdir = _base(name) / run.name
     workdir.mkdir(parents=True, exist_ok=True)
     log = workdir / "output.txt" if slots > 1 else None
     start = time.monotonic()
     try:
-      launcher.call(_training(name, run, workdir), environments[slot], log)
-      if (measured := results.logged(workdir, run.config.train.steps)) is None:
-        raise UserError(f"{workdir}: training ended before its last step; run the same command to go on")
+      trained, measured = workdir, None
+      for command, trained, steps in _trainings(name, experiment, run):
+        if results.logged(trained, steps) is None:
+          launcher.call(command, environments[slot], log)
+        if (measured := results.logged(trained, steps)) is None:
+          raise UserError(f"{trained}: training ended before its last step; run the same command to go on")
       if experiment.measure:
-        launcher.call([sys.executable, "-m", "experiments.measure", name, str(workdir)], environments[slot], log)
+        (workdir / "config.json").write_text(json.dumps(run.config.to_dict()) + "\n")
+        launcher.call([sys.executable, "-m", "experiments.measure", name, str(workdir), str(trained)], environments[slot], log)
         chosen = json.loads((workdir / "measured.json").read_text())
       else:
+        assert measured is not None
         chosen = {metric: measured.get(metric) for metric in experiment.metrics.values()}
     finally:
       seconds = _add_seconds(workdir, time.monotonic() - start)
     results.write_run(workdir, run, experiment.task, chosen, seconds, found)
 
   with launch.Launcher() as launcher:
-    if runs[0].config.data.mode == "prepared":  # once, before several runs want the same rows
+    if experiment.trains and runs[0].config.data.mode == "prepared":  # once, before several runs want the same rows
       rows = {str(dataclasses.replace(run.config.data, seed=0)): run for run in runs}
       for run in rows.values():
-        python, module, _, *fields = _training(name, run, base)
+        python, module, _, *fields = _training(name, run, _base(name))
         launcher.call([python, module, "diffjax.prepare", *(field for field in fields if not field.startswith("--workdir="))])
     launcher.side_by_side([(run.name, functools.partial(do, run)) for run in runs], slots)
 

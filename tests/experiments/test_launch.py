@@ -23,7 +23,7 @@ def test_every_slot_has_devices_of_its_own():
     {"CUDA_VISIBLE_DEVICES": "4,5,6,7"},
   ]
   assert [environment(tpus, slot, 4)["TPU_VISIBLE_DEVICES"] for slot in range(4)] == ["0", "1", "2", "3"]
-  assert environment(cpu, 1, 2) == {}
+  assert environment(cpu, 1, 2) == {"NPROC": str(max(1, (os.cpu_count() or 1) // 2))} and environment(cpu, 0, 1) == {}
   for found, slots in ((gpus, 3), (tpus, 2), (gpus, 16)):
     with pytest.raises(UserError, match=f"--side_by_side={slots}: there are {found.number} devices"):
       environment(found, 0, slots)
