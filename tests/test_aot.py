@@ -28,6 +28,7 @@ from diffjax.parallel.collectives import Collective, collectives
 
 ROOT = pathlib.Path(__file__).parents[1]
 MESH = {"data": 2, "fsdp": 4}
+pytestmark = pytest.mark.usefixtures("optimised")
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler, libtpu, is not installed")
 
 

@@ -70,6 +70,7 @@ def test_the_gpu_benchmark_needs_little():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimised")
 def test_readme_training_line(tmp_path):
   """The README's training line as it stands there, but for where it writes: below 2.2 bits per byte and below a trigram model."""
   line = next(line for line in (ROOT / "README.md").read_text().splitlines() if "-m diffjax.train --config=configs/tiny.py" in line)
@@ -85,6 +86,7 @@ def test_readme_training_line(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize(
   "command", ["kill --times=20", "kill --times=5 --mode=streamed", "kill --times=4 --steps=60 --processes=2", "growth --batch_size=2"]
 )

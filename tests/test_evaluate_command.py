@@ -14,8 +14,6 @@ from diffjax.data.tokenizer_training import train_tokenizer
 from diffjax.evals import SUITES
 from diffjax.training import loop
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def run(*args):
   command = [sys.executable, "-m", "diffjax.evaluate", *map(str, args)]

@@ -235,7 +235,6 @@ def train(changes, workdir):
   assert (workdir / "checkpoints" / str(config.train.steps)).exists() or not config.train.steps
 
 
-@pytest.mark.usefixtures("quick_compile")
 @settings(derandomize=True, deadline=None, max_examples=8)
 @given(runs)
 def test_small_runs(corpus, tmp_path_factory, changes):

@@ -12,8 +12,6 @@ from diffjax.evals.attention import Settings
 from diffjax.evals.figures import interval
 from diffjax.evals.needle import NeedlePrompt
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 QUICK = Settings(length=512, needles=1, depths=(0.0, 0.5, 1.0), samples=3, haystack="synthetic")
 DIGITS = list(b"0123456789")
 

@@ -10,8 +10,6 @@ from diffjax.evals import difference_map
 from diffjax.evals.difference_map import MEASURES, Settings
 from diffjax.evals.figures import interval
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def one_row(weights):
   """The measures of one query."""

@@ -225,7 +225,7 @@ def test_a_real_model(data, monkeypatch):
   monkeypatch.setattr(hallucination, "Sampler", Sampler)
   config = ModelConfig(num_layers=1, embed_dim=16, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=16, max_length=256)
   model = Decoder(config)
-  params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+  params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
   trained = Trained("real", Config(model=config), model, params, BYTES)
   found = run(data, trained, sets=("hotpotqa",), samples=2, answer_tokens=8, batch_tokens=256)
   assert found["exact match", "hotpotqa"] == 0.0 and len(rows_of(home(data) / "generations.jsonl")) == 2

@@ -156,7 +156,7 @@ def test_synthetic_classes_have_words_of_their_own():
 def real():
   config = ModelConfig(num_layers=2, embed_dim=32, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=32, max_length=256)
   model = Decoder(config)
-  params = jax.tree.map(lambda x: x * 3, model.init(jax.random.key(1), jnp.zeros((1, 1), jnp.int32))["params"])
+  params = jax.tree.map(lambda x: x * 3, jax.jit(model.init)(jax.random.key(1), jnp.zeros((1, 1), jnp.int32))["params"])
   return Trained("real", Config(model=config), model, params, BYTES)
 
 

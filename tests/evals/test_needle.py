@@ -178,7 +178,7 @@ def test_default_is_the_table_at_4k(monkeypatch):
 def test_a_real_model_and_sampler():
   config = ModelConfig(num_layers=1, embed_dim=16, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=16, max_length=512)
   model = Decoder(config)
-  params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+  params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
   settings = needle.Settings(pairs=("1/1",), depths=(0.5,), samples=3, haystack="synthetic", batch_tokens=1024)
   found = list(needle.evaluate(dataclasses.replace(trained(max_length=512), model=model, params=params), settings))
   assert [(figure.at["length"], figures.interval(figure).value) for figure in found] == [(512, 0.0), (512, 0.0)]

@@ -13,8 +13,6 @@ from diffjax.evals.figures import interval
 from diffjax.evals.outliers import RANKS, Settings, edges, largest, median
 from diffjax.evals.validation import validation_rows
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def magnitudes(trained, batches):
   """All |logits| and |hidden states| that count, from what the model captures."""

@@ -14,8 +14,6 @@ from diffjax.evals.position_nll import Settings, spaced
 from diffjax.evals.validation import validation_rows
 from diffjax.model.decoder import logits
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def test_a_uniform_model_loses_log_n_at_every_position(make_trained, uniform):
   found = list(position_nll.evaluate(uniform(make_trained()), Settings(rows=3, length=256)))

@@ -15,8 +15,6 @@ from diffjax.config import UserError
 from diffjax.evals import figures, report, results
 from diffjax.evals.report import Settings
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 SUITES = ["validation", "needle", "outliers", "attention"]
 PROMPT = 'if a < b: print("</script><script>alert(1)</script>") & é'
 NASTY = '<b>DIFF</b> & twin\'s "run"'
@@ -147,12 +145,12 @@ def test_maps_are_those_of_the_model(make_trained, kind):
 
   trained = make_trained(kind)
   tokens = np.arange(20)[None]
-  _, variables = trained.model.apply({"params": trained.params}, tokens, mutable=["intermediates"])
+  _, variables = jax.jit(lambda params: trained.model.apply({"params": params}, tokens, mutable=["intermediates"]))(trained.params)
   captured = variables["intermediates"]["layers"]["attention"]
   found = maps_of(trained.model, trained.params, tokens, 2)
   assert found.shape == (2, 3, 1 if kind == "softmax" else 3, 20, 20)
   for layer in range(2):
-    maps = attention_maps(captured["query"][0][layer], captured["key"][0][layer])[0]
+    maps = jax.jit(attention_maps)(captured["query"][0][layer], captured["key"][0][layer])[0]
     np.testing.assert_allclose(found[layer, 1:, : maps.shape[1]], maps[:2], atol=1e-6)
     np.testing.assert_allclose(found[layer, 0, : maps.shape[1]], maps.mean(axis=0), atol=1e-6)
   if kind != "softmax":  # what is left of a row is 1 − λ

@@ -15,7 +15,7 @@ CONFIG = ModelConfig(vocab_size=50, num_layers=2, embed_dim=32, num_heads=2, num
 @pytest.fixture(scope="module")
 def model_and_params():
   model = Decoder(CONFIG)
-  params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+  params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
   return model, jax.tree.map(lambda x: x * 3, params)  # far from uniform
 
 
@@ -44,11 +44,12 @@ def test_scores_equal_a_direct_computation(model_and_params, direct, monkeypatch
   pairs += [([3], [4]), ([3] * 100, [4]), ([3], [4] * 100), ([1, 2], [3, 4])]
   # A greedy continuation, so that is_greedy is not always False; and one that is wrong only at its end
   model, params = model_and_params
+  forward = jax.jit(lambda tokens: logits(params, model.apply({"params": params}, tokens)))
   greedy = [5]
   for _ in range(6):
     padded = np.zeros((1, 16), np.int32)
     padded[0, : len(greedy)] = greedy
-    greedy.append(int(logits(params, model.apply({"params": params}, padded))[0, len(greedy) - 1].argmax()))
+    greedy.append(int(forward(padded)[0, len(greedy) - 1].argmax()))
   pairs += [(greedy[:2], greedy[2:]), (greedy[:2], [*greedy[2:-1], (greedy[-1] + 1) % 50])]
   scores = scoring.score(model, params, pairs, batch_tokens=3 * 64)
   expected = [direct(*pair) for pair in pairs]

@@ -14,8 +14,6 @@ from diffjax.evals.validation import Settings, validation_rows
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training.step import make_eval_step
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def numbers(figures):
   return {figure.name: interval(figure).value for figure in figures}

@@ -16,7 +16,7 @@ SMALL = ("model.num_layers=1", "model.embed_dim=32", "model.head_dim=8", "model.
 
 
 def start(*args, **options):
-  environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_NUM_CPU_DEVICES": "1"}
+  environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
   return subprocess.Popen(
     [sys.executable, "-m", "experiments.run", *args], cwd=grid.FOLDER.parent, env=environment, text=True,
     stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options,

@@ -25,7 +25,7 @@ CONFIG = ModelConfig(num_layers=1, embed_dim=16, num_heads=1, num_kv_heads=1, he
 @pytest.fixture(scope="module")
 def model():
   model = Decoder(CONFIG)
-  params = jax.tree.map(lambda x: x * 3, model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"])
+  params = jax.tree.map(lambda x: x * 3, jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"])
   return Trained("model", Config(model=CONFIG), model, params, BYTES)
 
 

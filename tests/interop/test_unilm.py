@@ -37,7 +37,7 @@ def test_golden_layer_in_a_whole_model(make_model, name, tmp_path):
   model = unilm.read(str(tmp_path))
   module = {"v1": DiffAttention, "v2": DiffAttentionV2}[meta["kind"]](**sizes)
   params = jax.tree.map(lambda leaf: jnp.asarray(leaf[depth]), model.params["layers"]["attention"])
-  y = module.apply({"params": params}, jnp.asarray(data["x"], jnp.float32), lambda_init_schedule(depth))
+  y = jax.jit(module.apply)({"params": params}, jnp.asarray(data["x"], jnp.float32), lambda_init_schedule(depth))
   assert np.linalg.norm(y - data["y"]) < 2e-6 * np.linalg.norm(data["y"])
 
 

@@ -1,6 +1,7 @@
 """The attention layers, against the authors' own layers and as parts of a user's module."""
 
 import ast
+import functools
 import pathlib
 
 import flax.linen as nn
@@ -121,31 +122,33 @@ def test_first_layer_without_difference_is_attention():
   """With λ = 0 (λ vectors 0, λ_init 0) and no head norm, DIFF's first map alone remains."""
   x = jax.random.normal(jax.random.key(0), (2, 8, 16))
   diff = DiffAttention(num_heads=2, head_dim=4, head_norm=False)
-  params = dict(diff.init(jax.random.key(1), x, 0.0)["params"])
+  params = dict(jax.jit(diff.init)(jax.random.key(1), x, 0.0)["params"])
   for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
     params[name] = jnp.zeros(4)
   changed = params | {"query": params["query"].at[:, :, 1].add(1.0), "key": params["key"].at[:, :, 1].add(1.0)}
-  np.testing.assert_array_equal(diff.apply({"params": params}, x, 0.0), diff.apply({"params": changed}, x, 0.0))
+  apply = jax.jit(diff.apply)
+  np.testing.assert_array_equal(apply({"params": params}, x, 0.0), apply({"params": changed}, x, 0.0))
 
 
 def test_without_the_sigmoid_v2s_lambda_is_its_logit():
   """Parameters are the same; the share of the second map is x W_λ, which grows with W_λ beyond 1."""
   x = jax.random.normal(jax.random.key(0), (1, 6, 16))
   layers = [ATTENTION[name](num_heads=2, head_dim=4) for name in ("diff_v2", "diff_v2_linear")]
-  params = layers[0].init(jax.random.key(1), x)["params"]
-  (_, v2), (once, linear) = (layer.apply({"params": params}, x, mutable=["metrics"]) for layer in layers)
+  params = jax.jit(layers[0].init)(jax.random.key(1), x)["params"]
+  (_, v2), (once, linear) = (jax.jit(functools.partial(layer.apply, mutable=["metrics"]))({"params": params}, x) for layer in layers)
   logits = x @ params["lambda_hat"]
   np.testing.assert_allclose(v2["metrics"]["lambda"][0], jnp.mean(jax.nn.sigmoid(logits)), rtol=1e-5)
   np.testing.assert_allclose(linear["metrics"]["lambda"][0], jnp.mean(logits), rtol=1e-5)
-  none, thrice = (layers[1].apply({"params": params | {"lambda_hat": scale * params["lambda_hat"]}}, x) for scale in (0.0, 3.0))
+  apply = jax.jit(layers[1].apply)
+  none, thrice = (apply({"params": params | {"lambda_hat": scale * params["lambda_hat"]}}, x) for scale in (0.0, 3.0))
   np.testing.assert_allclose(thrice - none, 3 * (once - none), rtol=1e-3, atol=1e-5)
 
 
 def test_queries_and_keys_after_rope_can_be_captured():
   x = jax.random.normal(jax.random.key(0), (1, 6, 16))
   layer = DiffAttention(num_heads=2, head_dim=4)
-  params = layer.init(jax.random.key(1), x, 0.2)["params"]
-  _, captured = layer.apply({"params": params}, x, 0.2, mutable=["intermediates"])
+  params = jax.jit(layer.init)(jax.random.key(1), x, 0.2)["params"]
+  _, captured = jax.jit(functools.partial(layer.apply, mutable=["intermediates"]))({"params": params}, x, 0.2)
   (q,), (k,) = captured["intermediates"]["query"], captured["intermediates"]["key"]
   assert q.shape == (1, 6, 2, 2, 4) and k.shape == (1, 6, 2, 2, 4)
   unrotated = jnp.einsum("BTE,EHGD->BTHGD", x, params["query"])

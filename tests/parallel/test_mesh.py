@@ -21,8 +21,6 @@ from diffjax.parallel import context, rules
 from diffjax.parallel.mesh import AXES, batch_share, make_mesh, put_batch, sharded_attention, sharded_cross_entropy
 from diffjax.training.step import make_eval_step, make_init, make_train_step
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 B, T = 16, 32
 DATA = MeshConfig(data=-1)
 MODEL = ModelConfig(vocab_size=64, num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=2, head_dim=8, ffn_dim=48, dtype="float32")

@@ -65,8 +65,8 @@ def overrides(tmp_path_factory):
 
 
 def environment():
-  # One device a process, not the eight that the tests have; machine code without optimisation, whose compilation is quick.
-  return os.environ | {"PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+  # One device a process, not the eight that the tests have.
+  return os.environ | {"PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
 class Processes:

@@ -23,8 +23,6 @@ from diffjax.training import loop
 from diffjax.training.checkpoint import load_params
 from diffjax.training.step import make_init
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 # Fields that tell the time, not the run.
 CLOCK = {"time", "train/tokens_per_second", "train/step_seconds", "train/wait_fraction", "train/mfu"}
 

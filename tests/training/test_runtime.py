@@ -26,7 +26,6 @@ CONFIG = Config(
 )
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_step_is_traced_once_and_moves_nothing(monkeypatch, accumulation):
   config = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, accumulation=accumulation, batch_size=16))
@@ -45,7 +44,6 @@ def test_a_step_is_traced_once_and_moves_nothing(monkeypatch, accumulation):
   jax.block_until_ready(state)
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_the_loop_compiles_nothing_after_the_second_step(monkeypatch, tmp_path):
   """Saves and log lines included; and but for putting the batch and fetching metrics, which are explicit, no transfer."""
   for index in range(60):

@@ -14,8 +14,6 @@ from diffjax.model.decoder import Decoder, logits
 from diffjax.parallel.mesh import make_mesh, put_batch
 from diffjax.training.step import make_init, make_train_step
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 MODEL = ModelConfig(vocab_size=64, num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=2, head_dim=8, ffn_dim=48, dtype="float32")
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_steps=0, clip_norm=0.0, weight_decay=0.0)
 CONFIG = Config(model=MODEL, optimizer=OPTIMIZER, train=TrainConfig(steps=10, batch_size=4, z_loss=0.1))
