@@ -150,6 +150,7 @@ def test_every_grid_at_two_steps(places, tmp_path, name):
     *flags,
     "--steps=2",
     "--only=*/seed_0",
+    "--side_by_side=2",
     f"--workdir={tmp_path}",
     f"--out={tmp_path}/out",
     "--set=eval.rows=8",

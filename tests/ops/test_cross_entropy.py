@@ -79,7 +79,6 @@ def test_bfloat16_hidden_sums_in_float32():
   chex.assert_trees_all_close(d_hidden.astype(jnp.float32), gradients[0], atol=4e-2, rtol=2e-2)
 
 
-@pytest.mark.usefixtures("optimised")
 def test_logits_never_exist_whole():
   shape = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
   tokens, vocabulary = 4 * 1024, 8192

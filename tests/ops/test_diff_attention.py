@@ -314,7 +314,6 @@ def test_chunked_skips_what_the_mask_hides(causal, window, share):
   assert sorted(row for band in bands for row in band.rows) == list(range(0, length, block))
 
 
-@pytest.mark.usefixtures("optimised")
 def test_chunked_memory_is_linear_in_length():
   def temporaries(length):
     shape = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -73,7 +73,6 @@ MASKS = [
 SPILLS = {("forward_v1", 64): 16, ("d_kv_v1", 128): 1200}
 
 pytestmark = [
-  pytest.mark.usefixtures("optimised"),
   pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the GPU kernels need JAX 0.11.2 or newer"),
   pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None,

@@ -51,12 +51,9 @@ OVER_16_CHIPS = [
   {"T": 2048, "D": 128, "V": 128, "B": 8, "H": 8, "K": 4, "M": 1, "segments": True},
 ]
 
-pytestmark = [
-  pytest.mark.usefixtures("optimised"),
-  pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() != "x86_64", reason="the TPU compiler, libtpu, is for Linux on x86-64 only"
-  ),
-]
+pytestmark = pytest.mark.skipif(
+  sys.platform != "linux" or platform.machine() != "x86_64", reason="the TPU compiler, libtpu, is for Linux on x86-64 only"
+)
 
 
 def _check(topology: str, cases: list[dict], chips: int = 1) -> list[str]:
