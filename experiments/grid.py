@@ -28,7 +28,7 @@ class Grid:
 
   Attributes:
     variants: of the folder's config.py.
-    baseline: the variant that the others are compared with.
+    baseline: the variant that the others are compared with; in NAME@*, the star stands for what a variant has behind its @.
     seeds: each variant is trained with every one, of initialisation and of the order of data: runs of one seed are pairs.
   """
 
@@ -53,6 +53,8 @@ class Experiment:
     measure: what a finished run yields beyond its log: JSON-able, by name. It is given the run's workdir (the pretrained one's, if the
       run is not trained itself) and its config.
     task: what `prepare` and `measure` do, in numbers (JSON-able); part of what must be equal for results to lie in one folder.
+    summarise: what the runs say together, from what results.json holds: rows of a second table, kept there as `summary`. A cell is a
+      text, a number, a number with the bounds of its interval, or None.
     plot: draws results.json as a PNG.
   """
 
@@ -64,6 +66,7 @@ class Experiment:
   prepare: Callable[[pathlib.Path, Config], Mapping[str, str]] | None = None
   measure: Callable[[str, Config], dict[str, Any]] | None = None
   task: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  summarise: Callable[[Mapping[str, Any]], list[dict[str, Any]]] | None = None
   plot: Callable[[Mapping[str, Any], pathlib.Path], None] | None = None
 
 

@@ -13,7 +13,7 @@ import os
 import pathlib
 import platform
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import scipy.stats
@@ -109,8 +109,15 @@ def read_folder(
   return entries
 
 
-def write_folder(path: pathlib.Path, name: str, grid: str, baseline: str, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-  """Writes results.json: what all runs share once, then what each has of its own. Returns what it holds."""
+def write_folder(
+  path: pathlib.Path,
+  name: str,
+  grid: str,
+  baseline: str,
+  entries: Sequence[Mapping[str, Any]],
+  summarise: Callable[[Mapping[str, Any]], list[dict[str, Any]]] | None = None,
+) -> dict[str, Any]:
+  """Writes results.json: what all runs share once, then what each has of its own, then what they say together. Returns what it holds."""
   configs = [entry["config"] for entry in entries]
   shared = {field: value for field, value in configs[0].items() if all(config.get(field, ...) == value for config in configs)}
   runs = [
@@ -119,6 +126,8 @@ def write_folder(path: pathlib.Path, name: str, grid: str, baseline: str, entrie
     for entry in entries
   ]
   results = {"experiment": name, "grid": grid, "baseline": baseline, "task": entries[0]["task"], "config": shared, "runs": runs}
+  if summarise:
+    results["summary"] = summarise(results)
   _write(path, results)
   return results
 
@@ -171,8 +180,9 @@ def values(results: Mapping[str, Any], variant: str, name: str) -> dict[int, flo
 
 def differences(results: Mapping[str, Any], variant: str, name: str) -> list[float]:
   """Variant − baseline of every seed that both have."""
-  ours, theirs = values(results, variant, name), values(results, results["baseline"], name)
-  return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())] if variant != results["baseline"] else []
+  baseline = results["baseline"].replace("*", variant.partition("@")[2])
+  ours, theirs = values(results, variant, name), values(results, baseline, name)
+  return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())] if variant != baseline else []
 
 
 def difference(results: Mapping[str, Any], variant: str, name: str) -> tuple[float, float, float] | None:
@@ -187,7 +197,7 @@ def difference(results: Mapping[str, Any], variant: str, name: str) -> tuple[flo
 
 def table(experiment: Experiment, results: Mapping[str, Any]) -> str:
   """A Markdown table: a row a variant, mean ± standard deviation over seeds of every metric, and the first one's difference from the
-  baseline with its 95% interval, where there are several seeds; bold if that excludes 0."""
+  baseline with its 95% interval, where there are several seeds; bold if that excludes 0. Below it the summary, if there is one."""
   first = next(iter(experiment.metrics.values()))
   variants = list(dict.fromkeys(run["variant"] for run in results["runs"]))
   several = any(difference(results, variant, first) for variant in variants)
@@ -208,7 +218,19 @@ def table(experiment: Experiment, results: Mapping[str, Any]) -> str:
       text = f"{found[0]:+.4f} [{found[1]:+.4f}, {found[2]:+.4f}]" if found else ""
       cells.append(f"**{text}**" if found and (found[1] > 0 or found[2] < 0) else text)
     lines.append("| " + " | ".join(cells) + " |")
+  if summary := results.get("summary"):
+    lines += ["", "| " + " | ".join(summary[0]) + " |", "|---" * len(summary[0]) + "|"]
+    lines += ["| " + " | ".join(_cell(cell) for cell in row.values()) + " |" for row in summary]
   return "\n".join(lines) + "\n"
+
+
+def _cell(cell: Any) -> str:
+  if isinstance(cell, (list, tuple)):
+    value, low, high = map(_cell, cell)
+    return f"{value} [{low}, {high}]"
+  if isinstance(cell, (int, float)):
+    return f"{cell:,.0f}" if abs(cell) >= 1000 else f"{cell:.3g}"
+  return "–" if cell is None else cell
 
 
 def _mean(found: Sequence[float]) -> str:

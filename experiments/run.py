@@ -84,7 +84,9 @@ def main(name: str) -> None:
     say("this slice is done; run the command without --slice to collect the results")
     return
   entries = [entry for run in everything if (entry := read(run) or kept.get(run.name)) is not None]
-  found = results.write_folder(out / "results.json", name, _GRID.value, experiment.grids[_GRID.value].baseline, entries)
+  found = results.write_folder(
+    out / "results.json", name, _GRID.value, experiment.grids[_GRID.value].baseline, entries, experiment.summarise
+  )
   (out / "table.md").write_text(text := results.table(experiment, found))
   written = ["results.json", "table.md"]
   if experiment.plot:

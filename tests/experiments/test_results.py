@@ -107,6 +107,27 @@ def test_the_table(entries, tmp_path):
   assert "−" not in results.table(EXPERIMENT, alone) and "±" not in results.table(EXPERIMENT, alone), "one seed makes no claim"
 
 
+def test_a_baseline_of_every_size(entries, tmp_path):
+  """NAME@* stands for the variant of the same size."""
+  sizes = [{**entry, "variant": f"{entry['variant']}@{size}"} for size in ("1m", "2m") for entry in entries]
+  found = results.write_folder(tmp_path / "results.json", "ablations", "cpu", "transformer@*", sizes[: len(entries)] + sizes[-2:])
+  assert (
+    len(results.differences(found, "diff@1m", "validation/loss")) == 3
+    and len(results.differences(found, "diff@2m", "validation/loss")) == 1
+  )
+  assert results.differences(found, "transformer@1m", "validation/loss") == []
+
+
+def test_the_summary_is_a_second_table(entries, tmp_path):
+  rows = [{"what": "a", "share": [0.6234, 0.5, 0.75], "speed": 51234.5}, {"what": "b", "share": None, "speed": 0.01234}]
+  found = results.write_folder(
+    tmp_path / "results.json", "ablations", "cpu", "transformer", entries, lambda results: rows[: len(results["runs"])]
+  )
+  assert json.loads((tmp_path / "results.json").read_text())["summary"] == rows
+  lines = results.table(EXPERIMENT, found).splitlines()
+  assert lines[-5:] == ["", "| what | share | speed |", "|---|---|---|", "| a | 0.623 [0.5, 0.75] | 51,234 |", "| b | – | 0.0123 |"]
+
+
 def test_logs_count_when_they_have_come_to_the_end(tmp_path):
   lines = [{"step": 1, "train/loss": 3.0}, {"step": 2, "train/loss": 2.0}]
   (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

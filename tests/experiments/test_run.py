@@ -115,8 +115,8 @@ def test_retrieval_at_two_steps(places):
 
 def test_bad_input_is_one_line(tmp_path):
   for args, code, message in (
-    ([], 2, "error: name an experiment: python -m experiments.run NAME; there are ablations, retrieval"),
-    (["nothing"], 1, "error: there is no experiment 'nothing'; there are ablations, retrieval"),
+    ([], 2, "error: name an experiment: python -m experiments.run NAME; there are ablations, retrieval, scaling, throughput"),
+    (["nothing"], 1, "error: there is no experiment 'nothing'; there are ablations, retrieval, scaling, throughput"),
     (["ablations", "--grid=moon"], 1, "error: --grid=moon: ablations has no such grid; there are cpu, gpu, tpu"),
     (["ablations", "--only=banana"], 1, "error: --only=banana matches no run"),
     (["ablations", "--slice=2/2"], 1, "error: --slice=2/2: must be INDEX/COUNT"),
@@ -156,5 +156,5 @@ def test_every_grid_at_two_steps(places, tmp_path, name):
     "--set=eval.rows=8",
     "--set=train.batch_size=4",
   )
-  variants = grid.load(name).grids["cpu"].variants
-  assert f"({len(variants)} of {5 * len(variants)} runs)" in out and all(f"| {variant} |" in out for variant in variants)
+  variants, seeds = grid.load(name).grids["cpu"].variants, grid.load(name).grids["cpu"].seeds
+  assert f"({len(variants)} of {len(seeds) * len(variants)} runs)" in out and all(f"| {variant} |" in out for variant in variants)

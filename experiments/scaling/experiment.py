@@ -1,0 +1,116 @@
+"""At which share of the parameters, and of the tokens, DIFF equals the Transformer (README.md)."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import matplotlib.figure
+import numpy as np
+
+from experiments.grid import Experiment, Grid
+from experiments.scaling.config import ARCHITECTURES, SMALL, parts
+from experiments.scaling.fit import Fit, fit, interval
+
+_LOSS = "validation/loss"
+_PAPER = {("diff", "parameters"): "0.622 (at 11 B), 0.595", ("diff", "tokens"): "0.637"}
+Points = dict[str, dict[float, dict[int, float]]]  # by architecture, size and seed
+
+
+def _points(results: Mapping[str, Any]) -> dict[str, Points]:
+  """Losses against parameters, of runs of the same number of tokens, and against tokens (both in millions), of runs of one size."""
+  runs = [(*parts(run["variant"]), run) for run in results["runs"]]
+  measured_by_tokens = {size for _, size, times, _ in runs if times is not None}
+  points: dict[str, Points] = {"parameters": {}, "tokens": {}}
+  for architecture, size, times, run in runs:
+    config = {**results["config"], **run["config"]}
+    tokens = config["train.steps"] * config["train.batch_size"] * config["data.length"]
+    chosen = {"parameters": run["parameters"]} if times is None else {}
+    chosen |= {"tokens": tokens} if size in measured_by_tokens else {}
+    for axis, x in chosen.items():
+      points[axis].setdefault(architecture, {}).setdefault(x / 1e6, {})[run["seed"]] = run["results"][_LOSS]
+  return points
+
+
+def _fit(points: Points, seeds: set[int]) -> Fit:
+  """Of the means over some seeds; the Transformer's largest size is what shares are of."""
+  means = {
+    name: (sorted(curve), [float(np.mean([curve[x][seed] for seed in seeds])) for x in sorted(curve)]) for name, curve in points.items()
+  }
+  return fit(means, at=max(points["transformer"]))
+
+
+def summarise(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+  """A row an architecture and axis: the fitted curve, and the share at which it equals the Transformer, with intervals where there are
+  several seeds. Nothing of an axis with fewer than three sizes of an architecture, or without a seed that all of them have."""
+  rows = []
+  for axis, points in _points(results).items():
+    seeds = set.intersection(*(set(losses) for curve in points.values() for losses in curve.values())) if points else set()
+    if not seeds or "transformer" not in points or min(map(len, points.values())) < 3:
+      continue
+    whole = _fit(points, seeds)
+    left_out = [_fit(points, seeds - {seed}) for seed in sorted(seeds)] if len(seeds) > 1 else []
+    for name in (name for name in ARCHITECTURES if name in points):
+      cells = {
+        "c": _with_interval(whole.c, [each.c for each in left_out]),
+        "a": _with_interval(whole.a[name], [each.a[name] for each in left_out], positive=True),
+        "b": _with_interval(whole.b[name], [each.b[name] for each in left_out], positive=True),
+        "share": _with_interval(whole.share(name, "transformer"), [each.share(name, "transformer") for each in left_out], positive=True)
+        if name != "transformer"
+        else None,
+      }
+      rows.append({"against": axis, "architecture": name, "at (M)": whole.at, **cells, "paper's share": _PAPER.get((name, axis))})
+  return rows
+
+
+def _with_interval(whole: float, left_out: list[float], positive: bool = False) -> float | list[float]:
+  """The number alone where there is one seed; the interval of a positive one is that of its logarithm."""
+  if not left_out:
+    return whole
+  low, high = np.exp(interval(np.log(whole), np.log(left_out))) if positive else interval(whole, left_out)
+  return [whole, float(low), float(high)]
+
+
+def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
+  """Loss against parameters and against tokens: single seeds, their means, and the fitted curves; dashed, the loss that the Transformer's
+  curve has at its largest size, from where DIFF's has it."""
+  value = lambda cell: cell[0] if isinstance(cell, list) else cell
+  figure = matplotlib.figure.Figure((11, 4.5), layout="constrained")
+  for axes, (axis, points) in zip(figure.subplots(1, 2), _points(results).items(), strict=True):
+    rows = {row["architecture"]: row for row in results["summary"] if row["against"] == axis}
+    for color, name in enumerate(name for name in ARCHITECTURES if name in points):
+      curve = points[name]
+      x = np.array(sorted(curve))
+      for size in x:
+        axes.plot([size] * len(curve[size]), list(curve[size].values()), ".", color=f"C{color}", alpha=0.35, markersize=4)
+      axes.plot(x, [np.mean(list(curve[size].values())) for size in x], "o", color=f"C{color}", markersize=5, label=name)
+      if row := rows.get(name):
+        smooth = np.geomspace(x[0], x[-1], 100)
+        axes.plot(smooth, value(row["c"]) + value(row["a"]) * (smooth / row["at (M)"]) ** -value(row["b"]), color=f"C{color}", linewidth=1)
+    if "diff" in rows and 0.1 < (share := value(rows["diff"]["share"])) < 10:
+      at, same = rows["transformer"]["at (M)"], value(rows["transformer"]["c"]) + value(rows["transformer"]["a"])
+      axes.plot([at * share, at], [same, same], "--", color="0.4", linewidth=1)
+      axes.annotate(f"DIFF with {share:.0%}", (at * share, same), textcoords="offset points", xytext=(-4, -12), ha="right", fontsize=8)
+    axes.set(xscale="log", xlabel=f"{axis} (M)", ylabel="validation loss (nats per token)")
+    if points:
+      ticks = sorted(points.get("transformer", next(iter(points.values()))))
+      axes.set_xticks(ticks, [f"{tick:,.3g}" if tick < 1000 else f"{tick:,.0f}" for tick in ticks])
+      axes.set_xticks([], minor=True)
+      axes.legend(fontsize=8)
+  figure.savefig(path, dpi=150)
+
+
+def _grid(sizes: tuple[str, ...], seeds: int) -> Grid:
+  return Grid(tuple(f"{name}@{size}" for size in sizes for name in ARCHITECTURES), "transformer@*", tuple(range(seeds)))
+
+
+_LARGE = _grid(("830m", "1.4b", "2.8b", "6.8b", "13.1b", "3b_x0.125", "3b_x0.25", "3b_x0.5", "3b_x1"), seeds=1)
+
+EXPERIMENT = Experiment(
+  question="With which share of the parameters, and of the tokens, does DIFF equal the Transformer?",
+  grids={"cpu": _grid((*SMALL, "0.2m_x0.5", "0.2m_x2", "0.2m_x4"), seeds=5), "gpu": _LARGE, "tpu": _LARGE},
+  metrics={"loss": _LOSS},
+  summarise=summarise,
+  plot=plot,
+)

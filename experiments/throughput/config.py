@@ -1,0 +1,32 @@
+"""Shapes whose speed is measured: SIZE@LENGTH, where SIZE is tiny, 125m (its widths: two layers, 256 tokens in the vocabulary), 3b or 13b.
+
+train.steps are the repetitions, train.batch_size × data.length the tokens of a call.
+"""
+
+import importlib
+
+import ml_collections
+
+from diffjax.config import UserError
+
+LENGTHS = {"256": 256, "1k": 1024, "2k": 2048, "4k": 4096}
+SIZES = {
+  "tiny": ("tiny", 4096),
+  "125m": ("diff_125m", 1024),
+  "3b": ("diff_3b", 8192),
+  "13b": ("diff_13b", 8192),
+}  # and the tokens of a call
+
+
+def get_config(variant: str = "tiny@256") -> ml_collections.ConfigDict:
+  size, _, length = variant.partition("@")
+  if size not in SIZES or length not in LENGTHS:
+    raise UserError(f"variant {variant!r}: must be SIZE@LENGTH, with the sizes {', '.join(SIZES)} and the lengths {', '.join(LENGTHS)}")
+  name, tokens = SIZES[size]
+  config = importlib.import_module(f"configs.{name}").get_config()
+  if size == "125m":  # what a CPU does in seconds, and not the vocabulary's time alone
+    config.model.update(num_layers=2, vocab_size=256)
+  config.model.max_length = config.data.length = LENGTHS[length]
+  config.train.update(steps=10, batch_size=max(1, tokens // LENGTHS[length]))
+  config.optimizer.warmup_steps = 0
+  return config

@@ -1,0 +1,116 @@
+"""Throughput: the same loss as training's, all three architectures timed, and no more layers than fit."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from diffjax.command import from_config_dict
+from diffjax.config import UserError
+from diffjax.parallel.mesh import make_mesh
+from diffjax.training.flops import parameter_count
+from diffjax.training.step import make_eval_step
+from experiments import grid, results
+from experiments.launch import Devices
+from experiments.throughput import experiment
+from experiments.throughput.config import get_config
+
+
+@pytest.fixture
+def small():
+  changes = {
+    "model.num_layers": 4, "model.embed_dim": 32, "model.head_dim": 8, "model.ffn_dim": 48, "data.length": 32, "train.batch_size": 2,
+    "train.steps": 3,
+  }  # fmt: skip
+  (run,) = grid.expand("throughput", grid.Grid(("tiny@256",), "tiny@256"), changes)
+  return run
+
+
+def test_the_loss_is_that_of_training(small):
+  config = small.config
+  tokens, targets = map(np.asarray, experiment.batch(config))
+  assert tokens.shape == (2, 32) and (tokens != targets).any()
+  programs = experiment.compile_programs(config)
+  params = programs.make()
+  assert sum(leaf.size for leaf in jax.tree.leaves(params)) == parameter_count(config.model)
+  ones = np.ones(tokens.shape, np.int32)
+  rows = dict(
+    tokens=tokens, targets=targets, segment_ids=ones, positions=np.cumsum(ones, axis=1) - 1, weights=np.float32(ones),
+    bytes=np.float32(ones), hits=0.0 * ones,
+  )  # fmt: skip
+  mesh = make_mesh(config.mesh, jax.devices()[:1])
+  found = make_eval_step(config, mesh)(params, {name: jax.device_put(row) for name, row in rows.items()})
+  loss = float(programs.forward(params, tokens, targets))
+  assert loss == pytest.approx(float(np.sum(found["nll"]) / np.sum(found["weight"])), rel=1e-5)
+  value, gradients = programs.both(params, tokens, targets)
+  assert float(value) == pytest.approx(loss, rel=1e-5) and all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradients))
+
+
+def test_measuring(small, tmp_path):
+  found = experiment.measure(str(tmp_path), small.config)
+  assert found["layers"] == 4 and all(len(taken) == 3 for kinds in found["seconds"].values() for taken in kinds.values())
+  assert found["tokens_per_second"]["diff"]["both"] == pytest.approx(64 / np.median(found["seconds"]["diff"]["both"]))
+  assert found["diff_v2_forward"] == pytest.approx(
+    np.median(found["seconds"]["transformer"]["forward"]) / np.median(found["seconds"]["diff_v2"]["forward"])
+  )
+  assert found.keys() >= set(experiment.EXPERIMENT.metrics.values())
+
+
+def test_layers_that_fit(small):
+  """By the compiler's plan, whose bytes grow by the same for every layer: as many as the limit has room for, and no more."""
+  needed = functools.cache(lambda layers: experiment._bytes(small.config, layers))
+  sizes = np.array([needed(layers) for layers in (2, 3, 4, 8)])
+  np.testing.assert_allclose(np.diff(sizes) / [1, 1, 4], sizes[1] - sizes[0], rtol=0.05)
+  for layers in (3, 5, 8):
+    assert experiment.layers_that_fit(9, needed(layers) * 1.01, needed) == layers
+  assert experiment.layers_that_fit(4, 1e12, needed) == 4 and experiment.layers_that_fit(2, 1.0, needed) == 2
+  with pytest.raises(UserError, match="2 layers take .* make train.batch_size smaller"):
+    experiment.layers_that_fit(4, 1e4, needed)
+
+
+def test_a_device_of_little_memory(small, tmp_path, monkeypatch):
+  class Device:
+    memory_stats = staticmethod(lambda: {"bytes_limit": experiment._bytes(small.config, 3) * 1.05 / experiment._USABLE})
+
+  monkeypatch.setattr(jax, "local_devices", lambda: [Device])
+  monkeypatch.setattr(experiment, "compile_programs", lambda config: pytest.fail(f"{config.model.num_layers} layers"))
+  with pytest.raises(pytest.fail.Exception, match="[23] layers"):
+    experiment.measure(str(tmp_path), small.config)
+
+
+def test_shapes():
+  config = from_config_dict(get_config("13b@2k"))
+  assert (config.model.num_layers, config.data.length, config.train.batch_size) == (40, 2048, 4)
+  assert from_config_dict(get_config("3b@4k")).train.batch_size == 2 and from_config_dict(get_config("3b@4k")).model.max_length == 4096
+  for variant in ("3b", "3b@3k", "diff@2k", ""):
+    with pytest.raises(UserError, match="must be SIZE@LENGTH"):
+      get_config(variant)
+
+
+def test_every_large_shape_has_its_loss():
+  """Shapes alone: parameters of all twins, and the gradient of the loss."""
+  for variant in ("3b@4k", "13b@2k"):
+    for name in experiment._ARCHITECTURES:
+      config = from_config_dict(experiment.base.twin(get_config(variant), name))
+      _, loss, arguments = experiment._parts(config)
+      value, gradients = jax.eval_shape(jax.value_and_grad(loss), *arguments)
+      assert value.shape == () and sum(leaf.size for leaf in jax.tree.leaves(gradients)) == parameter_count(config.model)
+
+
+def test_the_table_stands_beside_the_papers(tmp_path):
+  runs = grid.expand("throughput", experiment.EXPERIMENT.grids["gpu"], {})
+  entries = []
+  for run in runs:
+    speed = {"transformer": {"forward": 50_000.0, "both": 7000.0}, "diff": {"forward": 46_000.0, "both": 6500.0}}
+    speed["diff_v2"] = speed["transformer"]
+    ratios = {"diff_forward": 0.92, "diff_both": 0.9286, "diff_v2_forward": 1.0, "diff_v2_both": 1.0}
+    found = {"layers": 20, "tokens_per_second": speed, **ratios}
+    results.write_run(tmp_path / run.name, run, {}, found, 1.0, Devices("gpu", "a GPU", 1, "0"))
+    entries.append(results.read_run(tmp_path / run.name, run, {}, ()))
+  stored = results.write_folder(tmp_path / "results.json", "throughput", "gpu", runs[0].variant, entries, experiment.summarise)
+  lines = [line for line in results.table(experiment.EXPERIMENT, stored).splitlines() if "of" in line]
+  assert [line.split("|")[8].strip() for line in lines[-6:]] == ["−9%", "−8%", "−9%", "−10%", "−5%", "−6%"]
+  assert lines[-6] == "| 3b@2k | 20 of 28 | forward | 50,000 | 46,000 | 50,000 | −8% | −9% | +0% |"
+  experiment.plot(stored, tmp_path / "plot.png")
+  assert (tmp_path / "plot.png").stat().st_size > 10_000
