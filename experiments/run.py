@@ -175,11 +175,19 @@ def _do(name: str, experiment: Experiment, runs: list[Run]) -> None:
 
   with launch.Launcher() as launcher:
     if experiment.trains and runs[0].config.data.mode == "prepared":  # once, before several runs want the same rows
-      rows = {str(dataclasses.replace(run.config.data, seed=0)): run for run in runs}
+      rows = {str(dataclasses.replace(run.config.data, seed=0)): run for run in runs if not _has_rows(run)}
       for run in rows.values():
         python, module, _, *fields = _training(name, run, _base(name))
         launcher.call([python, module, "diffjax.prepare", *(field for field in fields if not field.startswith("--workdir="))])
     launcher.side_by_side([(run.name, functools.partial(do, run)) for run in runs], slots)
+
+
+def _has_rows(run: Run) -> bool:
+  """Whether the rows lie where the config says; their source may then be another machine's."""
+  from diffjax.data import prepared
+
+  data = run.config.data
+  return bool(data.prepared_dir) and all(prepared.is_prepared(target) for target in prepared.targets(data))
 
 
 def _add_seconds(workdir: pathlib.Path, seconds: float) -> float:
