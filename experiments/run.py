@@ -4,6 +4,7 @@
     python -m experiments.run ablations --only='diff*' --steps=2
     python -m experiments.run retrieval --grid=gpu --side_by_side=8   # a GPU each
     python -m experiments.run ablations --grid=tpu --cost             # what it would take; --print lists the commands
+    python -m experiments.run ablations --grid=tpu --aot=v5p:4x4x4    # whether its steps fit these TPUs, which need not be there
 
 Stopped, the same command goes on where it was: runs have workdirs of their own (WORKDIR/NAME/GRID/VARIANT/seed_SEED), and what is done is
 skipped. On several hosts that share the workdir, each takes its own part of the grid, and who comes last collects:
@@ -43,6 +44,7 @@ _WORKDIR = flags.DEFINE_string("workdir", "runs/experiments", "Directory of the 
 _OUT = flags.DEFINE_string("out", None, "Directory of the results; the experiment's own folder by default.")
 _PRINT = flags.DEFINE_bool("print", False, "Print the commands that train, and do nothing.")
 _COST = flags.DEFINE_bool("cost", False, "Print what the runs would take, and do nothing.")
+_AOT = flags.DEFINE_string("aot", None, "Compile each variant's training step for a slice, such as v5p:4x4x4, and do nothing.")
 
 # Of a chip's peak that a training step of these sizes is taken to reach, for --cost: what others report for dense models.
 _UTILISATION = 0.4
@@ -64,6 +66,9 @@ def main(name: str) -> None:
   out = pathlib.Path(_OUT.value).absolute() if _OUT.value else own_folder
   if _COST.value:
     print(_cost(chosen))
+    return
+  if _AOT.value:
+    _compile(chosen, _AOT.value)
     return
   places: tuple[str, ...] = ()
   if experiment.prepare:
@@ -172,11 +177,19 @@ def _do(name: str, experiment: Experiment, runs: list[Run]) -> None:
 
   with launch.Launcher() as launcher:
     if experiment.trains and runs[0].config.data.mode == "prepared":  # once, before several runs want the same rows
-      rows = {str(dataclasses.replace(run.config.data, seed=0)): run for run in runs}
+      rows = {str(dataclasses.replace(run.config.data, seed=0)): run for run in runs if not _has_rows(run)}
       for run in rows.values():
         python, module, _, *fields = _training(name, run, _base(name))
         launcher.call([python, module, "diffjax.prepare", *(field for field in fields if not field.startswith("--workdir="))])
     launcher.side_by_side([(run.name, functools.partial(do, run)) for run in runs], slots)
+
+
+def _has_rows(run: Run) -> bool:
+  """Whether the rows lie where the config says; their source may then be another machine's."""
+  from diffjax.data import prepared
+
+  data = run.config.data
+  return bool(data.prepared_dir) and all(prepared.is_prepared(target) for target in prepared.targets(data))
 
 
 def _add_seconds(workdir: pathlib.Path, seconds: float) -> float:
@@ -209,6 +222,32 @@ def _cost(runs: list[Run]) -> str:
     lines.append("| " + " | ".join(cells + [f"{value:,.3g}" for value in hours.values()]) + " |")
   lines.append("| all | " + f"{len(runs)} | | | | " + " | ".join(f"{value:,.3g}" for value in total.values()) + " |")
   return "\n".join(lines)
+
+
+def _compile(runs: list[Run], topology: str) -> None:
+  """Compiles the training step of every variant for TPUs that are not there, and prints a row as each is done.
+
+  Raises:
+    UserError: if one does not fit, at the end; or where one does not go with the topology.
+  """
+  from diffjax import aot  # here, since it has flags of its own
+  from diffjax.training.flops import step_flops
+
+  print(f"a training step on {topology}\n| | GiB a chip | fits | FLOPs | compiled in |\n{'|---' * 5}|", flush=True)
+  first = {run.variant: run.config for run in reversed(runs)}
+  too_large = []
+  for variant in dict.fromkeys(run.variant for run in runs):
+    config = first[variant]
+    try:
+      plan = aot.compile_apart(config, topology)
+    except UserError as error:
+      raise UserError(f"{variant}: {error}") from error
+    flops = step_flops(config.model, config.data.length, config.train.batch_size * config.data.length).training
+    sizes = f"{plan.total / 2**30:.2f} of {plan.available / 2**30:.2f}"
+    print(f"| {variant} | {sizes} | {'yes' if plan.fits else 'no'} | {flops:.3g} | {plan.seconds:.0f} s |", flush=True)
+    too_large += [variant] * (not plan.fits)
+  if too_large:
+    raise UserError(f"{', '.join(too_large)}: too large for {topology}; python -m diffjax.aot says what would take less")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """python -m experiments.run as typed: grids at two steps, resumed where they were stopped, and refused where they do not fit."""
 
+import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -117,11 +119,12 @@ def test_bad_input_is_one_line(tmp_path):
   for args, code, message in (
     ([], 2, "error: name an experiment: python -m experiments.run NAME; there are ablations, retrieval, scaling, throughput"),
     (["nothing"], 1, "error: there is no experiment 'nothing'; there are ablations, retrieval, scaling, throughput"),
-    (["ablations", "--grid=moon"], 1, "error: --grid=moon: ablations has no such grid; there are cpu, gpu, tpu"),
+    (["ablations", "--grid=moon"], 1, "error: --grid=moon: ablations has no such grid; there are cpu, session, gpu, tpu"),
     (["ablations", "--only=banana"], 1, "error: --only=banana matches no run"),
     (["ablations", "--slice=2/2"], 1, "error: --slice=2/2: must be INDEX/COUNT"),
     (["ablations", "--set=train.step=3"], 1, "error: config.train.step is not a config field: did you mean train.steps?"),
     (["ablations", "--set=train"], 1, "error: --set=train: must be FIELD=VALUE"),
+    (["ablations", "--aot=v5e:3x3"], 1, "error: transformer: --topology=v5e:3x3: there is no such slice"),
     (["ablations", "--steps=0"], 2, "error: flag --steps=0"),
     (["ablations", "banana"], 2, "error: unexpected argument 'banana'"),
   ):
@@ -138,6 +141,18 @@ def test_costs_and_commands_are_printed():
     "-m diffjax.train --config=experiments/ablations/config.py:diff --workdir=/runs/ablations/cpu/diff/seed_3 "
     "--config.train.seed=3 --config.data.seed=3\n"
   )
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler, libtpu, is not installed")
+def test_variants_are_compiled_for_tpus_that_are_not_there():
+  """One row a variant, whatever the seeds; what is too large is named at the end, after its row."""
+  flags = ["ablations", "--aot=v5e:1x1", *small("model.max_length=64", "data.length=64")]
+  out, _ = run(*flags, "--only=diff")
+  row = next(line for line in out.splitlines() if line.startswith("| diff |"))
+  assert re.fullmatch(r"\| diff \| 0\.\d\d of 15\.75 \| yes \| \d[\d.e+]+ \| \d+ s \|", row) and out.count("\n") == 4, out
+  out, errors = run(*flags, "--set=model.embed_dim=32768", "--set=model.ffn_dim=32768", "--only=transformer/seed_3", code=1)
+  assert "| transformer |" in out and " of 15.75 | no |" in out
+  assert errors == "error: transformer: too large for v5e:1x1; python -m diffjax.aot says what would take less\n"
 
 
 @pytest.mark.slow

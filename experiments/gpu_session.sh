@@ -1,0 +1,145 @@
+#!/usr/bin/env bash
+# The grid `session` of ablations, 98M parameters, on a GPU that is at hand for minutes and has no network:
+#
+#   experiments/gpu_session.sh pack runs/session    # with a network: tokenizer, rows and packages, under 64 MiB
+#   experiments/gpu_session.sh run runs/session     # on the GPU, within $LIMIT = 540 seconds; again for more
+#
+# Flags of experiments.run such as --set=train.steps=100 may follow, the same ones each time. The GPU's machine is taken to have Python
+# 3.12, JAX for CUDA, SciPy, matplotlib and pip; what else it lacks comes from the pack and goes to $SCRATCH = /tmp/gpu_session, where runs
+# are too. Run after run is made, seed after seed, and none is begun that would not end in time. What came out stands in DIR/out, and in $OUT
+# if that is set: results.json, table.md, plot.png and the curves of all runs, curves.jsonl. Run again, also on another machine with that
+# DIR/out and DIR of the same name, it goes on with the runs that are missing.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+PYTHON=${PYTHON:-python3}
+LIMIT=${LIMIT:-540}
+SCRATCH=${SCRATCH:-/tmp/gpu_session}
+RESERVE=40 # seconds to save what must be stopped, and to collect
+RUN_SECONDS=150 # a run's, before one has been timed; see experiments/ablations/config.py
+MAX_MIB=60 # of a pack, so that the code fits beside it
+
+# What training imports beyond JAX, and what that imports.
+PACKAGES=(
+  absl-py aiofiles array_record cloudpickle etils flax fsspec grain humanize jaxtyping markdown-it-py mdurl ml_collections msgpack optax
+  orbax-checkpoint packaging portpicker prometheus_client protobuf psutil pygments pyyaml rich simplejson tensorboardX tensorstore
+  tokenizers treescope typing_extensions uvloop wadler-lindig zipp
+)
+
+pack() {
+  local vocabulary=16384 flag platforms=()
+  local prepare=("$PYTHON" -m diffjax.prepare --config=experiments/ablations/config.py:diff@session)
+  for flag in "$@"; do
+    case $flag in --set=model.vocab_size=*) vocabulary=${flag##*=} ;; esac
+    case $flag in --set=*) prepare+=("--config.${flag#--set=}") ;; esac
+  done
+  [ -e "$DIR/tokenizer/tokenizer.json" ] || "${prepare[@]}" --train_tokenizer="$DIR/tokenizer" --vocab_size="$vocabulary"
+  "${prepare[@]}" --config.data.tokenizer="$DIR/tokenizer/tokenizer.json" --config.data.prepared_dir="$DIR/rows"
+  if [ ! -e "$DIR/wheels" ]; then
+    for flag in 17 24 26 27 28 31 34 35 39; do platforms+=(--platform "manylinux_2_${flag}_x86_64"); done
+    "$PYTHON" -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp "${platforms[@]}" \
+      --platform manylinux2014_x86_64 -d "$DIR/wheels.tmp" "${PACKAGES[@]}"
+    mv "$DIR/wheels.tmp" "$DIR/wheels"
+  fi
+  du -sh "$DIR"/*
+  local size
+  size=$(du -sm "$DIR" | cut -f1)
+  [ "$size" -le "$MAX_MIB" ] || fail "$DIR takes $size MiB, more than $MAX_MIB"
+}
+
+run() {
+  [ -e "$DIR/rows/meta.json" ] || fail "$DIR holds no rows; make them with experiments/gpu_session.sh pack $DIR"
+  mkdir -p "$DIR/out" "$SCRATCH"
+  export XDG_CACHE_HOME=$SCRATCH/cache PYTHONUNBUFFERED=1 PYTHONPATH=$SCRATCH/site:$PWD
+  install_packages
+  "$PYTHON" -c 'import diffjax.training.loop, experiments.run, jax; print("devices:", *jax.devices(), flush=True)' # what lacks is said here
+  local experiment=(
+    "$PYTHON" -m experiments.run ablations --grid=session "--workdir=$SCRATCH/runs" "--out=$DIR/out" "--set=data.prepared_dir=$DIR/rows"
+    "--set=data.tokenizer=$DIR/tokenizer/tokenizer.json" "$@"
+  )
+  local next left status=0
+  while [ "$status" = 0 ]; do
+    left=$((LIMIT - SECONDS - RESERVE))
+    next=$(runs_that_fit "$left")
+    [ -n "$next" ] || break
+    echo "$left s left: $next"
+    timeout --foreground --signal=TERM --kill-after="$RESERVE" "$left" "${experiment[@]}" "--only=$next" || status=$?
+    if [ "$status" != 0 ]; then # those that ended before the one that was stopped or failed
+      next=$(find "$SCRATCH/runs/ablations/session" -name result.json -printf '%P\n' | sed 's|/result.json||' | paste -sd,)
+      [ -z "$next" ] || "${experiment[@]}" "--only=$next"
+    fi
+    collect
+  done
+  [ "$status" != 124 ] || status=0 # stopped, and saved
+  [ "$status" = 0 ] || fail "a run failed, as said above"
+  echo "$(grep -c '"name"' "$DIR/out/results.json" 2>/dev/null || true) runs in $DIR/out; $SECONDS s"
+}
+
+# Puts packages into $SCRATCH/site that this machine lacks, or has in older versions than pyproject.toml asks for.
+install_packages() {
+  local wheels
+  wheels=$(
+    "$PYTHON" - "$DIR/wheels" << 'END'
+import importlib.metadata, pathlib, sys, tomllib
+from pip._vendor.packaging import requirements, specifiers, utils
+
+asked = map(requirements.Requirement, tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]["dependencies"])
+floors = {utils.canonicalize_name(each.name): each.specifier for each in asked}
+for wheel in sorted(pathlib.Path(sys.argv[1]).glob("*.whl")):
+  name = utils.parse_wheel_filename(wheel.name)[0]
+  try:
+    fits = importlib.metadata.version(name) in floors.get(name, specifiers.SpecifierSet())
+  except importlib.metadata.PackageNotFoundError:
+    fits = False
+  if not fits:
+    print(wheel)
+END
+  )
+  [ -z "$wheels" ] || xargs -d '\n' "$PYTHON" -m pip install -q --no-index --no-deps --upgrade --target "$SCRATCH/site" <<< "$wheels"
+}
+
+# The next runs that end within so many seconds, with commas between: as long as the longest one so far and a little more.
+runs_that_fit() {
+  "$PYTHON" - "$1" "$RUN_SECONDS" "$DIR/out/results.json" << 'END'
+import json, pathlib, sys
+from experiments import grid
+
+left, seconds, results = int(sys.argv[1]), float(sys.argv[2]), pathlib.Path(sys.argv[3])
+done = json.loads(results.read_text())["runs"] if results.exists() else []
+seconds = 1.15 * max((run["seconds"] for run in done), default=seconds / 1.15)
+names = [run.name for run in grid.expand("ablations", grid.load("ablations").grids["session"], {})]
+missing = [name for name in names if name not in {run["name"] for run in done}]
+print(",".join(missing[: max(0, int((left - 15) / seconds))]))  # 15 s: the command's own start
+END
+}
+
+# The logs of all runs as one file, those of other machines too.
+collect() {
+  "$PYTHON" - "$SCRATCH/runs/ablations/session" "$DIR/out/curves.jsonl" << 'END'
+import json, pathlib, sys
+
+runs, curves = map(pathlib.Path, sys.argv[1:])
+lines = [json.loads(line) for line in curves.read_text().splitlines()] if curves.exists() else []
+there = {line["run"] for line in lines}
+for result in sorted(runs.glob("*/*/result.json")):
+  name = f"{result.parts[-3]}/{result.parts[-2]}"
+  if name not in there:
+    lines += [{"run": name, **json.loads(line)} for line in (result.parent / "metrics.jsonl").read_text().splitlines()]
+curves.write_text("".join(json.dumps(line) + "\n" for line in lines))
+END
+  [ -z "${OUT:-}" ] || cp "$DIR"/out/* "$OUT"
+}
+
+fail() {
+  echo "error: $1" >&2
+  exit 1
+}
+
+case ${1:-} in
+  pack | run)
+    [ -n "${2:-}" ] || fail "name a directory: experiments/gpu_session.sh $1 DIR"
+    DIR=$2
+    "$1" "${@:3}"
+    ;;
+  *) fail "experiments/gpu_session.sh pack DIR, or run DIR" ;;
+esac
