@@ -4,11 +4,11 @@
 #   experiments/gpu_session.sh pack runs/session    # with a network: tokenizer, rows and packages, under 64 MiB
 #   experiments/gpu_session.sh run runs/session     # on the GPU, within $LIMIT = 540 seconds; again for more
 #
-# The GPU's machine is taken to have Python 3.12, JAX for CUDA, SciPy, matplotlib and pip; what else it lacks comes from the pack and goes to
-# $SCRATCH = /tmp/gpu_session, where runs are too. Run after run is made, seed after seed, and none is begun that would not end in time. What
-# came out stands in DIR/out, and in $OUT if that is set: results.json, table.md, plot.png and the logs of all runs, curves.jsonl. Run again,
-# also on another machine with that DIR/out and DIR of the same name, it goes on with the runs that are missing. Flags of experiments.run may
-# follow, the same ones each time: --set=model.attention_implementation=chunked.
+# The GPU's machine is taken to have Python 3.12, JAX for CUDA, SciPy, matplotlib and pip; what else it lacks comes from the pack and goes
+# to $SCRATCH = /tmp/gpu_session, where runs are too. Run after run is made, seed after seed, and none is begun that would not end in time.
+# What came out stands in DIR/out, and in $OUT if that is set: results.json, table.md, plot.png and the logs of all runs, curves.jsonl. Run
+# again, also on another machine with that DIR/out and DIR of the same name, it goes on with the runs that are missing. Flags of
+# experiments.run may follow, the same ones each time: --set=model.attention_implementation=chunked.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
