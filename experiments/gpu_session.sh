@@ -4,20 +4,20 @@
 #   experiments/gpu_session.sh pack runs/session    # with a network: tokenizer, rows and packages, under 64 MiB
 #   experiments/gpu_session.sh run runs/session     # on the GPU, within $LIMIT = 540 seconds; again for more
 #
-# Flags of experiments.run such as --set=train.steps=100 may follow, the same ones each time. The GPU's machine is taken to have Python
-# 3.12, JAX for CUDA, SciPy, matplotlib and pip; what else it lacks comes from the pack and goes to $SCRATCH = /tmp/gpu_session, where runs
-# are too. Run after run is made, seed after seed, and none is begun that would not end in time. What came out stands in DIR/out, and in $OUT
-# if that is set: results.json, table.md, plot.png and the curves of all runs, curves.jsonl. Run again, also on another machine with that
-# DIR/out and DIR of the same name, it goes on with the runs that are missing.
+# The GPU's machine is taken to have Python 3.12, JAX for CUDA, SciPy, matplotlib and pip; what else it lacks comes from the pack and goes
+# to $SCRATCH = /tmp/gpu_session, where runs are too. Run after run is made, seed after seed, and none is begun that would not end in time.
+# What came out stands in DIR/out, and in $OUT if that is set: results.json, table.md, plot.png and the logs of all runs, curves.jsonl. Run
+# again, also on another machine with that DIR/out and DIR of the same name, it goes on with the runs that are missing. Flags of
+# experiments.run may follow, the same ones each time: --set=model.attention_implementation=chunked.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3}
 LIMIT=${LIMIT:-540}
 SCRATCH=${SCRATCH:-/tmp/gpu_session}
-RESERVE=40 # seconds to save what must be stopped, and to collect
+RESERVE=40      # seconds to save what must be stopped, and to collect
 RUN_SECONDS=150 # a run's, before one has been timed; see experiments/ablations/config.py
-MAX_MIB=60 # of a pack, so that the code fits beside it
+MAX_MIB=60      # of a pack, so that the code fits beside it
 
 # What training imports beyond JAX, and what that imports.
 PACKAGES=(
@@ -50,7 +50,7 @@ pack() {
 run() {
   [ -e "$DIR/rows/meta.json" ] || fail "$DIR holds no rows; make them with experiments/gpu_session.sh pack $DIR"
   mkdir -p "$DIR/out" "$SCRATCH"
-  export XDG_CACHE_HOME=$SCRATCH/cache PYTHONUNBUFFERED=1 PYTHONPATH=$SCRATCH/site:$PWD
+  export XDG_CACHE_HOME=$SCRATCH/cache PYTHONUNBUFFERED=1 PYTHONPATH=$SCRATCH/site:$PWD${PYTHONPATH:+:$PYTHONPATH}
   install_packages
   "$PYTHON" -c 'import diffjax.training.loop, experiments.run, jax; print("devices:", *jax.devices(), flush=True)' # what lacks is said here
   local experiment=(
@@ -75,23 +75,21 @@ run() {
   echo "$(grep -c '"name"' "$DIR/out/results.json" 2>/dev/null || true) runs in $DIR/out; $SECONDS s"
 }
 
-# Puts packages into $SCRATCH/site that this machine lacks, or has in older versions than pyproject.toml asks for.
+# Puts packages into $SCRATCH/site that this machine lacks, or has in older versions than the pack.
 install_packages() {
   local wheels
   wheels=$(
     "$PYTHON" - "$DIR/wheels" << 'END'
-import importlib.metadata, pathlib, sys, tomllib
-from pip._vendor.packaging import requirements, specifiers, utils
+import importlib.metadata, pathlib, sys
+from pip._vendor.packaging import utils, version
 
-asked = map(requirements.Requirement, tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]["dependencies"])
-floors = {utils.canonicalize_name(each.name): each.specifier for each in asked}
 for wheel in sorted(pathlib.Path(sys.argv[1]).glob("*.whl")):
-  name = utils.parse_wheel_filename(wheel.name)[0]
+  name, packed, *_ = utils.parse_wheel_filename(wheel.name)
   try:
-    fits = importlib.metadata.version(name) in floors.get(name, specifiers.SpecifierSet())
+    there = version.Version(importlib.metadata.version(name)) >= packed
   except importlib.metadata.PackageNotFoundError:
-    fits = False
-  if not fits:
+    there = False
+  if not there:
     print(wheel)
 END
   )
