@@ -218,6 +218,7 @@ def table(experiment: Experiment, results: Mapping[str, Any]) -> str:
       text = f"{found[0]:+.4f} [{found[1]:+.4f}, {found[2]:+.4f}]" if found else ""
       cells.append(f"**{text}**" if found and (found[1] > 0 or found[2] < 0) else text)
     lines.append("| " + " | ".join(cells) + " |")
+  lines += _other_differences(experiment, results, variants)
   if summary := results.get("summary"):
     lines += ["", "| " + " | ".join(summary[0]) + " |", "|---" * len(summary[0]) + "|"]
     lines += ["| " + " | ".join(_cell(cell) for cell in row.values()) + " |" for row in summary]
@@ -231,6 +232,21 @@ def _cell(cell: Any) -> str:
   if isinstance(cell, (int, float)):
     return f"{cell:,.0f}" if abs(cell) >= 1000 else f"{cell:.3g}"
   return "–" if cell is None else cell
+
+
+def _other_differences(experiment: Experiment, results: Mapping[str, Any], variants: Sequence[str]) -> list[str]:
+  """A second table: the other metrics' differences from the baseline, where there are several seeds."""
+  names = list(experiment.metrics.items())[1:]
+  rows = {variant: [difference(results, variant, name) for _, name in names] for variant in variants}
+  rows = {variant: row for variant, row in rows.items() if any(row)}
+  if not rows:
+    return []
+  lines = ["", f"| − {results['baseline']}'s | " + " | ".join(title for title, _ in names) + " |", "|---" * (1 + len(names)) + "|"]
+  for variant, row in rows.items():
+    cells = [f"{found[0]:+.4f} [{found[1]:+.4f}, {found[2]:+.4f}]" if found else "" for found in row]
+    bold = [f"**{cell}**" if found and (found[1] > 0 or found[2] < 0) else cell for cell, found in zip(cells, row, strict=True)]
+    lines.append(f"| {variant} | " + " | ".join(bold) + " |")
+  return lines
 
 
 def _mean(found: Sequence[float]) -> str:

@@ -17,6 +17,7 @@ A run that takes several hosts by itself is started by their launcher with the l
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -24,11 +25,12 @@ import pathlib
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 
 from absl import app, flags
 
 from diffjax import command
-from diffjax.config import UserError
+from diffjax.config import Config, UserError
 from diffjax.data.progress import say
 from experiments import grid as grids
 from experiments import launch, results
@@ -48,6 +50,8 @@ _AOT = flags.DEFINE_string("aot", None, "Compile each variant's training step fo
 
 # Of a chip's peak that a training step of these sizes is taken to reach, for --cost: what others report for dense models.
 _UTILISATION = 0.4
+# The file of a workdir that holds its wall time
+_SECONDS = "seconds.txt"
 
 
 def main(name: str) -> None:
@@ -76,7 +80,7 @@ def main(name: str) -> None:
     places = tuple(fields)
     everything, chosen = ([grids.with_fields(run, fields) for run in runs] for runs in (everything, chosen))
   if _PRINT.value:
-    print("\n".join(shlex.join(command) for run in chosen for command, _, _ in _trainings(name, experiment, run)))
+    print("\n".join(shlex.join(training) for run in chosen for training, _, _ in _trainings(name, experiment, run)))
     return
 
   kept = results.read_folder(out / "results.json", name, _GRID.value, everything, experiment.task, places)
@@ -134,8 +138,8 @@ def _training(name: str, run: Run, workdir: pathlib.Path) -> list[str]:
   return [sys.executable, "-m", "diffjax.train", config, f"--workdir={workdir}", *fields]
 
 
-def _trainings(name: str, experiment: Experiment, run: Run) -> list[tuple[list[str], pathlib.Path, int]]:
-  """What must be trained for a run, in order: the command, the workdir, and the steps."""
+def _trainings(name: str, experiment: Experiment, run: Run) -> list[tuple[list[str], pathlib.Path, Config]]:
+  """What must be trained for a run, in order: the command, the workdir, and the config."""
   commands = []
   if run.pretrained:
     assert experiment.pretrained is not None
@@ -143,7 +147,7 @@ def _trainings(name: str, experiment: Experiment, run: Run) -> list[tuple[list[s
   if experiment.trains:
     start = {"train.init_from": commands[-1][1]} if commands else {}
     workdir = _base(name) / run.name
-    commands.append((_training(name, grids.with_fields(run, start), workdir), workdir, run.config.train.steps))
+    commands.append((_training(name, grids.with_fields(run, start), workdir), workdir, run.config))
   return commands
 
 
@@ -156,48 +160,61 @@ def _do(name: str, experiment: Experiment, runs: list[Run]) -> None:
     workdir = _base(name) / run.name
     workdir.mkdir(parents=True, exist_ok=True)
     log = workdir / "output.txt" if slots > 1 else None
-    start = time.monotonic()
-    try:
-      trained, measured = workdir, None
-      for command, trained, steps in _trainings(name, experiment, run):
-        if results.logged(trained, steps) is None:
-          launcher.call(command, environments[slot], log)
-        if (measured := results.logged(trained, steps)) is None:
-          raise UserError(f"{trained}: training ended before its last step; run the same command to go on")
-      if experiment.measure:
-        (workdir / "config.json").write_text(json.dumps(run.config.to_dict()) + "\n")
+    trained, measured = workdir, None
+    for training, trained, config in _trainings(name, experiment, run):
+      if results.logged(trained, config.train.steps) is None:
+        with _timed(trained):
+          launcher.call(training, environments[slot], log)
+      if (measured := results.logged(trained, config.train.steps)) is None:
+        raise UserError(f"{trained}: training ended before its last step; run the same command to go on")
+    if experiment.measure:
+      (workdir / "config.json").write_text(json.dumps(run.config.to_dict()) + "\n")
+      with _timed(workdir):
         launcher.call([sys.executable, "-m", "experiments.measure", name, str(workdir), str(trained)], environments[slot], log)
-        chosen = json.loads((workdir / "measured.json").read_text())
-      else:
-        assert measured is not None
-        chosen = {metric: measured.get(metric) for metric in experiment.metrics.values()}
-    finally:
-      seconds = _add_seconds(workdir, time.monotonic() - start)
-    results.write_run(workdir, run, experiment.task, chosen, seconds, found)
+      chosen = json.loads((workdir / "measured.json").read_text())
+    else:
+      assert measured is not None
+      chosen = {metric: measured.get(metric) for metric in experiment.metrics.values()}
+    results.write_run(workdir, run, experiment.task, chosen, _seconds(workdir), found)
 
   with launch.Launcher() as launcher:
-    if experiment.trains and runs[0].config.data.mode == "prepared":  # once, before several runs want the same rows
-      rows = {str(dataclasses.replace(run.config.data, seed=0)): run for run in runs if not _has_rows(run)}
-      for run in rows.values():
-        python, module, _, *fields = _training(name, run, _base(name))
-        launcher.call([python, module, "diffjax.prepare", *(field for field in fields if not field.startswith("--workdir="))])
+    for preparation in _preparations(name, experiment, runs):  # once, before several runs want the same rows
+      launcher.call(preparation)
     launcher.side_by_side([(run.name, functools.partial(do, run)) for run in runs], slots)
 
 
-def _has_rows(run: Run) -> bool:
+def _preparations(name: str, experiment: Experiment, runs: list[Run]) -> list[list[str]]:
+  """What must be prepared for the trainings that are still to come."""
+  rows: dict[str, list[str]] = {}
+  for run in runs:
+    for (python, module, _, *fields), workdir, config in _trainings(name, experiment, run):
+      if config.data.mode == "prepared" and not _has_rows(config) and results.logged(workdir, config.train.steps) is None:
+        prepare = [python, module, "diffjax.prepare", *(field for field in fields if not field.startswith("--workdir="))]
+        rows.setdefault(str(dataclasses.replace(config.data, seed=0)), prepare)
+  return list(rows.values())
+
+
+def _has_rows(config: Config) -> bool:
   """Whether the rows lie where the config says; their source may then be another machine's."""
   from diffjax.data import prepared
 
-  data = run.config.data
-  return bool(data.prepared_dir) and all(prepared.is_prepared(target) for target in prepared.targets(data))
+  return bool(config.data.prepared_dir) and all(prepared.is_prepared(target) for target in prepared.targets(config.data))
 
 
-def _add_seconds(workdir: pathlib.Path, seconds: float) -> float:
-  """Wall time of a run over all its starts."""
-  path = workdir / "seconds.txt"
-  seconds += float(path.read_text()) if path.exists() else 0.0
-  path.write_text(f"{seconds}\n")
-  return seconds
+@contextlib.contextmanager
+def _timed(workdir: pathlib.Path) -> Iterator[None]:
+  """Adds the wall time of what is done to that of the run in a workdir, over all its starts and whoever started it."""
+  start = time.monotonic()
+  try:
+    yield
+  finally:
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / _SECONDS).write_text(f"{_seconds(workdir) + time.monotonic() - start}\n")
+
+
+def _seconds(workdir: pathlib.Path) -> float:
+  path = workdir / _SECONDS
+  return float(path.read_text()) if path.exists() else 0.0
 
 
 def _cost(runs: list[Run]) -> str:

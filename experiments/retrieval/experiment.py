@@ -10,6 +10,7 @@ import matplotlib.figure
 import numpy as np
 
 from diffjax.config import Config
+from experiments import plots
 from experiments.grid import Experiment, Grid
 from experiments.retrieval import task
 
@@ -106,25 +107,17 @@ def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
     runs = [run["results"] for run in results["runs"] if run["variant"] == variant]
     for axes, name in zip(above, ("accuracy", "answer_absolute", "noise_absolute"), strict=False):
       rows = np.array([[row[name] for row in run["curve"]] for run in runs])
-      _band(axes, [row["step"] for row in runs[0]["curve"]], rows, f"C{color}", variant)
+      plots.over_seeds(axes, [row["step"] for row in runs[0]["curve"]], rows, f"C{color}", variant)
       axes.set(title=f"{name.replace('_', ', ')}; length {_REFERENCE[0]}, {_REFERENCE[1]} distractors", xlabel="step")
     for axes, length in zip(below, lengths, strict=False):
       chosen = [[row for row in run["grid"] if row["length"] == length] for run in runs]
       rows = np.array([[row["accuracy"] for row in run] for run in chosen])
-      _band(axes, [row["distractors"] for row in chosen[0]], rows, f"C{color}", variant)
+      plots.over_seeds(axes, [row["distractors"] for row in chosen[0]], rows, f"C{color}", variant)
       axes.set(title=f"accuracy at the end; length {length}", xlabel="distractors", ylim=(-0.05, 1.05))
   for axes in above[3:]:
     axes.set_axis_off()
   above[0].legend(fontsize=7)
   figure.savefig(path, dpi=150)
-
-
-def _band(axes: Any, x: list[float], rows: np.ndarray, color: str, label: str) -> None:
-  """The mean over seeds, and the single seeds."""
-  axes.plot(x, rows.T, color=color, linewidth=0.5, alpha=0.5)
-  axes.plot(x, rows.mean(axis=0), color=color, marker="o", markersize=3, label=label)
-  axes.tick_params(labelsize=8)
-  axes.title.set_fontsize(8)
 
 
 EXPERIMENT = Experiment(

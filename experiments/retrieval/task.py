@@ -10,18 +10,16 @@ from the others in nothing before the question, so that the model has to keep al
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import os
 import pathlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
+from experiments import words
+
 KEYS, VALUES, FILLERS = 128, 32, 32
-SEPARATOR = "<|endoftext|>"
-WORDS = [SEPARATOR, "?", *(f"k{i}" for i in range(KEYS)), *(f"v{i}" for i in range(VALUES)), *(f"n{i}" for i in range(FILLERS))]
+WORDS = [words.SEPARATOR, "?", *(f"k{i}" for i in range(KEYS)), *(f"v{i}" for i in range(VALUES)), *(f"n{i}" for i in range(FILLERS))]
 ASKED = 8  # pairs that are asked for, in training
 
 
@@ -79,39 +77,10 @@ def write(directory: pathlib.Path, count: int, training: Training) -> dict[str, 
   Returns:
     The fields of a config that say where they lie.
   """
-  digest = hashlib.sha256(json.dumps([count, dataclasses.asdict(training), WORDS, ASKED]).encode()).hexdigest()[:12]
-  target = directory / f"data-{digest}"
-  if not target.exists():
-    building = directory / f"data-{digest}.{os.getpid()}.tmp"
-    building.mkdir(parents=True)
-    for seed, (name, number) in enumerate((("train", count), ("validation", 512))):
-      with (building / f"{name}.jsonl").open("w") as file:
-        for example in training_examples(np.random.default_rng(seed), number, training):
-          file.write(json.dumps({"context": " ".join(example.context), "answer": " ".join(example.answer)}) + "\n")
-    (building / "tokenizer.json").write_text(json.dumps(_tokenizer()))
-    try:
-      building.rename(target)
-    except OSError:  # another process was first
-      if not target.exists():
-        raise
-  return {
-    "data.source": f"jsonl:{target}/train.jsonl",
-    "data.validation_source": f"jsonl:{target}/validation.jsonl",
-    "data.tokenizer": f"{target}/tokenizer.json",
-  }
 
+  def records(seed: int, number: int) -> Iterator[dict[str, str]]:
+    for example in training_examples(np.random.default_rng(seed), number, training):
+      yield {"context": " ".join(example.context), "answer": " ".join(example.answer)}
 
-def _tokenizer() -> dict[str, object]:
-  """A Hugging Face tokenizer of one token a word."""
-  special = {"id": 0, "content": SEPARATOR, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-  return {
-    "version": "1.0",
-    "truncation": None,
-    "padding": None,
-    "added_tokens": [special],
-    "normalizer": None,
-    "pre_tokenizer": {"type": "WhitespaceSplit"},
-    "post_processor": None,
-    "decoder": None,
-    "model": {"type": "WordLevel", "vocab": {word: index for index, word in enumerate(WORDS)}, "unk_token": SEPARATOR},
-  }
+  examples = {"train": records(0, count), "validation": records(1, 512)}
+  return words.write(directory, WORDS, examples, [count, dataclasses.asdict(training), WORDS, ASKED])

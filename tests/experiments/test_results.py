@@ -103,6 +103,13 @@ def test_the_table(entries, tmp_path):
   cells = [cell.strip() for cell in lines[3].split("|")[1:-1]]
   assert cells[0] == "diff" and cells[2] == "3" and " ± " in cells[3] and cells[4] == "–" and cells[5].startswith("**-0.")
   assert lines[2].rstrip().endswith("|  |")
+  for run in found["runs"]:
+    run["results"]["x"] = run["seed"] + 2.0 * (run["variant"] == "diff")
+  assert results.table(EXPERIMENT, found).splitlines()[-3:] == [
+    "| − transformer's | other |",
+    "|---|---|",
+    "| diff | **+2.0000 [+2.0000, +2.0000]** |",
+  ]
   alone = results.write_folder(tmp_path / "results.json", "ablations", "cpu", "transformer", entries[:2])
   assert "−" not in results.table(EXPERIMENT, alone) and "±" not in results.table(EXPERIMENT, alone), "one seed makes no claim"
 

@@ -1,0 +1,80 @@
+"""What do longer rows give, before and after a length extension with a larger RoPE base? (README.md)"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import matplotlib.figure
+
+from diffjax.config import Config
+from experiments import plots
+from experiments.grid import Experiment, Grid
+
+
+def measure(workdir: str, config: Config) -> dict[str, Any]:
+  """Cumulative NLL (nats per token) by position of the run that was extended and of the extended one, on the same documents."""
+  from diffjax.evals import position_nll
+  from diffjax.training.trained import load
+
+  extended = load(workdir)
+  start = load(extended.config.train.init_from)
+  own = start.config.data.length  # of the rows that it was trained on
+  start = dataclasses.replace(start, config=dataclasses.replace(start.config, data=extended.config.data))
+  settings = position_nll.Settings(
+    length=config.data.length, rows=config.eval.rows, rows_of="long", first=max(1, own // 4), per_octave=2, beyond_limit=True
+  )
+  curves = {}
+  for name, trained in (("before", start), ("after", extended)):
+    curves[name] = {figure.at["position"]: figure.statistic(figure.units) for figure in position_nll.evaluate(trained, settings)}
+  before, after = curves["before"], curves["after"]
+  return {
+    "after": after[config.data.length],
+    "after_short": after[own],
+    "gain": after[own] - after[config.data.length],
+    "before": before[config.data.length],
+    "before_short": before[own],
+    "own_length": own,
+    "positions": list(after),
+    "curve_before": list(before.values()),
+    "curve_after": list(after.values()),
+  }
+
+
+def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
+  """Cumulative NLL by position: before and after, and after alone."""
+  figure = matplotlib.figure.Figure((11, 4), layout="constrained")
+  both, alone = figure.subplots(1, 2)
+  for color, (variant, runs) in enumerate(plots.runs_by_variant(results).items()):
+    after = [run["curve_after"] for run in runs]
+    plots.over_seeds(both, runs[0]["positions"], [run["curve_before"] for run in runs], f"C{color}", f"{variant}, before", ":")
+    plots.over_seeds(both, runs[0]["positions"], after, f"C{color}", f"{variant}, after")
+    plots.over_seeds(alone, runs[0]["positions"], after, f"C{color}", variant)
+  for axes, title in ((both, "before and after the extension"), (alone, "after the extension")):
+    axes.axvline(results["runs"][0]["results"]["own_length"], color="black", linewidth=0.8)
+    axes.set(title=f"{title}; the line is the length before", xlabel="position (tokens)", ylabel="cumulative NLL (nats per token)")
+    axes.set_xscale("log", base=2)
+    axes.legend(fontsize=7)
+  figure.savefig(path, dpi=150)
+
+
+def _grid(size: str, seeds: int) -> Grid:
+  return Grid(tuple(f"{row}{size}" for row in ("transformer", "diff", "diff_v2")), f"transformer{size}", tuple(range(seeds)))
+
+
+EXPERIMENT = Experiment(
+  question="Does DIFF gain more from longer rows, before and after a length extension?",
+  grids={"cpu": _grid("", seeds=5), "gpu": _grid("@125m", seeds=1), "tpu": _grid("@1b", seeds=1)},
+  metrics={
+    "NLL after": "after",
+    "after, own length": "after_short",
+    "gain from own length to new": "gain",
+    "before": "before",
+    "before, own length": "before_short",
+  },
+  pretrained="ablations",
+  measure=measure,
+  plot=plot,
+)

@@ -1,0 +1,87 @@
+"""Are DIFF's logits and hidden states smaller, and can its attention do with fewer bits? (README.md)"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import matplotlib.figure
+import numpy as np
+
+from diffjax.config import Config
+from experiments import plots
+from experiments.grid import Experiment, Grid
+
+# Rows measured, at most those of a run's own validation: magnitudes, and the loss with quantised logits
+_ROWS, _QUANTISED_ROWS = 400, 128
+_VALUES = ("top_1", "top_2", "top_3", "top_10", "top_100", "median")
+_IN_TABLE = ("top_1", "top_10", "top_100", "median")
+_BITS = (8, 6, 4)
+_PER = ("tensor", "row")
+
+
+def measure(workdir: str, config: Config) -> dict[str, Any]:
+  """Magnitudes of attention logits and hidden states, the loss, and how much it rises when logits are quantised (nats per token)."""
+  from diffjax.evals import outliers, quantised, validation
+  from diffjax.training.trained import load
+
+  trained = load(workdir)
+  found: dict[str, float] = {}
+  settings = outliers.Settings(tokens=min(_ROWS, config.eval.rows) * config.data.length)
+  for figure in outliers.evaluate(trained, settings):
+    name = "logits" if figure.name == outliers.LOGITS else "hidden"
+    found[f"{name}_{figure.at['value'].replace('-', '_')}"] = figure.statistic(figure.units)
+  for name in ("logits", "hidden"):
+    found[f"{name}_ratio"] = found[f"{name}_top_1"] / found[f"{name}_median"]
+  rows = validation.Settings(rows=min(_QUANTISED_ROWS, config.eval.rows))
+  for figure in quantised.evaluate(trained, quantised.Settings(measurements=("validation",), bits=_BITS, per=_PER, validation=rows)):
+    if figure.at["bits"] == "all":
+      found["loss"] = figure.statistic(figure.units)
+    else:
+      found[f"rise_{figure.at['per']}_{figure.at['bits']}"] = figure.statistic(figure.units) - found["loss"]
+  return found
+
+
+def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
+  """The largest values and the median of logits and of hidden states; the rise of the loss by bits, per tensor and per row."""
+  figure = matplotlib.figure.Figure((13, 4), layout="constrained")
+  logits, hidden, bits = figure.subplots(1, 3)
+  for color, (variant, runs) in enumerate(plots.runs_by_variant(results).items()):
+    for axes, name in ((logits, "logits"), (hidden, "hidden")):
+      labels = [value.replace("_", "-") for value in _VALUES]
+      plots.over_seeds(axes, labels, [[run[f"{name}_{value}"] for value in _VALUES] for run in runs], f"C{color}", variant)
+    for per, style in zip(_PER, ("-", "--"), strict=True):
+      rows = np.array([[run[f"rise_{per}_{number}"] for number in _BITS] for run in runs])
+      plots.over_seeds(bits, [str(number) for number in _BITS], rows, f"C{color}", f"{variant}, per {per}", style)
+  logits.set(title="|attention logits|", yscale="log")
+  hidden.set(title="|hidden states|", yscale="log")
+  bits.set(title="rise of the loss (nats per token)", xlabel="bits of a logit")
+  bits.set_yscale("symlog", linthresh=1e-3)
+  for axes in (logits, bits):
+    axes.legend(fontsize=7)
+  figure.savefig(path, dpi=150)
+
+
+def _grid(size: str, seeds: int) -> Grid:
+  return Grid(tuple(f"{row}{size}" for row in ("transformer", "diff", "diff_v2")), f"transformer{size}", tuple(range(seeds)))
+
+
+EXPERIMENT = Experiment(
+  question="Are DIFF's logits and hidden states smaller than the Transformer's, and can its attention do with fewer bits?",
+  grids={"cpu": _grid("", seeds=5), "gpu": _grid("@125m", seeds=1), "tpu": _grid("@1b", seeds=1)},
+  metrics={
+    "logits: top-1 / median": "logits_ratio",
+    **{f"logits: {value.replace('_', '-')}": f"logits_{value}" for value in _IN_TABLE},
+    "hidden states: top-1 / median": "hidden_ratio",
+    **{f"hidden states: {value.replace('_', '-')}": f"hidden_{value}" for value in _IN_TABLE},
+    "loss": "loss",
+    **{f"rise at {bits} bits": f"rise_tensor_{bits}" for bits in _BITS},
+    "rise at 4 bits per row": "rise_row_4",
+  },
+  trains=False,
+  pretrained="ablations",
+  measure=measure,
+  task={"rows": _ROWS, "quantised_rows": _QUANTISED_ROWS, "bits": _BITS, "per": _PER},
+  plot=plot,
+)

@@ -1,0 +1,60 @@
+"""Data of made-up words: JSONL files of examples, and a tokenizer with one token a word."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+SEPARATOR = "<|endoftext|>"
+
+
+def write(directory: pathlib.Path, words: Sequence[str], examples: Mapping[str, Iterable[Mapping[str, str]]], of: Any) -> dict[str, str]:
+  """Writes training and validation examples and the tokenizer, unless they are there.
+
+  Args:
+    directory: where.
+    words: the vocabulary, SEPARATOR first.
+    examples: "train" and "validation", each the records of a JSONL file; they are asked for if the files are not there.
+    of: what the examples are made of (JSON-able); others lie in another place.
+
+  Returns:
+    The fields of a config that say where they lie.
+  """
+  target = directory / f"data-{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:12]}"
+  if not target.exists():
+    building = directory / f"{target.name}.{os.getpid()}.tmp"
+    building.mkdir(parents=True)
+    for name, records in examples.items():
+      with (building / f"{name}.jsonl").open("w") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+    (building / "tokenizer.json").write_text(json.dumps(_tokenizer(words)))
+    try:
+      building.rename(target)
+    except OSError:  # another process was first
+      if not target.exists():
+        raise
+  return {
+    "data.source": f"jsonl:{target}/train.jsonl",
+    "data.validation_source": f"jsonl:{target}/validation.jsonl",
+    "data.tokenizer": f"{target}/tokenizer.json",
+  }
+
+
+def _tokenizer(words: Sequence[str]) -> dict[str, object]:
+  """A Hugging Face tokenizer of one token a word."""
+  special = {"id": 0, "content": SEPARATOR, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+  return {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [special],
+    "normalizer": None,
+    "pre_tokenizer": {"type": "WhitespaceSplit"},
+    "post_processor": None,
+    "decoder": None,
+    "model": {"type": "WordLevel", "vocab": {word: index for index, word in enumerate(words)}, "unk_token": SEPARATOR},
+  }

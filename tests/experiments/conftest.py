@@ -1,0 +1,49 @@
+"""Workdirs with checkpoints of small models, made without training."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from diffjax.command import from_config_dict
+from diffjax.model.decoder import Decoder
+from diffjax.training.checkpoint import Checkpoints
+
+SMALL = dict(num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=4, ffn_dim=16)
+
+
+@pytest.fixture
+def make_workdir(tmp_path):
+  """make_workdir("run", config, {"train.steps": 1}): the workdir of a small model with random parameters, and its config."""
+  (tmp_path / "text").mkdir()
+  for index in range(8):
+    (tmp_path / "text" / f"{index}.txt").write_text(f"line {index} of a text that goes on and on\n" * 8)
+
+  def make(name, config, fields=None):
+    values = config.to_dict()
+    values["model"].update(SMALL)
+    values["data"].update(source=f"text:{tmp_path}/text/*.txt", validation_fraction=0.7, mode="streamed", length=64)
+    for field, value in (fields or {}).items():
+      section, key = field.split(".")
+      values[section][key] = value
+    config = from_config_dict(values)
+    params = jax.jit(Decoder(config.model).init)(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
+    with Checkpoints(str(tmp_path / name), keep=1) as checkpoints:
+      checkpoints.save(0, {"params": params}, data_state={}, config=config.to_dict())
+      checkpoints.wait()
+    return str(tmp_path / name), config
+
+  return make
+
+
+@pytest.fixture
+def make_results():
+  """make_results(experiment, measured): results.json of all its CPU runs, as if `measured(run)` had come of each."""
+
+  def make(name, experiment, measured):
+    from experiments import grid
+
+    runs = grid.expand(name, experiment.grids["cpu"], {})
+    found = [{"name": run.name, "variant": run.variant, "seed": run.seed, "parameters": 838_000, "results": measured(run)} for run in runs]
+    return {"baseline": experiment.grids["cpu"].baseline, "runs": found}
+
+  return make
