@@ -34,8 +34,9 @@ def test_every_run_of_every_grid_has_a_model(name):
 
 def test_five_seeds_and_pairs():
   for name in grid.names():
-    runs = grid.expand(name, grid.load(name).grids["cpu"], {})
-    seeds, paired = [run.seed for run in runs], grid.load(name).trains
+    experiment = grid.load(name)
+    runs = grid.expand(name, experiment.grids["cpu"], {})
+    seeds, paired = [run.seed for run in runs], bool(experiment.trains or experiment.pretrained)
     assert seeds == sorted(seeds) and set(seeds) == set(range(5 if paired else 1)), "whole comparisons first"
     assert all(run.config.train.seed == run.config.data.seed == run.seed for run in runs)
 

@@ -32,7 +32,7 @@ def test_the_base_grows_as_the_papers():
   assert long.optimizer.learning_rate == short.optimizer.learning_rate / 4
 
 
-def test_measure(make_workdir, quick_compile):
+def test_measure(make_workdir):
   """With the same parameters, before and after differ by the RoPE base alone: where it is the same too, not at all."""
   run = grid.expand("long_context", grid.Grid(("diff",), "diff"), {})[0]
   start, _ = make_workdir("start", run.pretrained.config, {"model.max_length": 64})

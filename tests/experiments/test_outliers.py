@@ -12,7 +12,7 @@ from experiments import grid, results
 from experiments.outliers import experiment
 
 
-def test_measure(make_workdir, quick_compile):
+def test_measure(make_workdir):
   workdir, config = make_workdir("run", grid.expand("ablations", grid.Grid(("diff",), "diff"), {})[0].config)
   found = experiment.measure(workdir, dataclasses.replace(config, eval=dataclasses.replace(config.eval, rows=3)))
   assert found["logits_ratio"] == found["logits_top_1"] / found["logits_median"] > 1
