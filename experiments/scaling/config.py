@@ -50,6 +50,6 @@ def _small(embed_dim: int, num_layers: int, ffn_dim: int) -> ml_collections.Conf
   heads = embed_dim // 32
   config.model.update(embed_dim=embed_dim, num_layers=num_layers, num_heads=heads, num_kv_heads=heads, head_dim=16, ffn_dim=ffn_dim)
   config.optimizer.update(learning_rate=0.5 / embed_dim, schedule="cosine")
-  config.train.update(steps=280, batch_size=8)
+  config.train.update(steps=560, batch_size=4)
   config.eval.rows = 1024
   return config

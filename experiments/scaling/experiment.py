@@ -56,10 +56,11 @@ def summarise(results: Mapping[str, Any]) -> list[dict[str, Any]]:
         "c": _with_interval(whole.c, [each.c for each in left_out]),
         "a": _with_interval(whole.a[name], [each.a[name] for each in left_out], positive=True),
         "b": _with_interval(whole.b[name], [each.b[name] for each in left_out], positive=True),
-        "share": _with_interval(whole.share(name, "transformer"), [each.share(name, "transformer") for each in left_out], positive=True)
-        if name != "transformer"
-        else None,
+        "share": None,
       }
+      if name != "transformer":
+        shares = [each.share(name, "transformer") for each in (whole, *left_out)]
+        cells["share"] = _with_interval(shares[0], shares[1:], positive=True)
       rows.append({"against": axis, "architecture": name, "at (M)": whole.at, **cells, "paper's share": _PAPER.get((name, axis))})
   return rows
 

@@ -164,7 +164,7 @@ def summarise(results: Mapping[str, Any]) -> list[dict[str, Any]]:
           "DIFF − Transformer": _percent(found[f"diff_{kind}"]),
           "paper's": paper and _percent(paper),
           "V2 − Transformer": _percent(found[f"diff_v2_{kind}"]),
-        }  # fmt: skip
+        }
       )
   return rows
 

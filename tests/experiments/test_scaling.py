@@ -76,7 +76,7 @@ def test_the_summary_holds_the_shares(tmp_path):
     value, low, high = rows["tokens", name]["share"]
     assert low < TRUE[name] < high and high / low < 1.3 and value == pytest.approx(TRUE[name], rel=0.1)
   assert rows["parameters", "transformer"]["share"] is None and rows["tokens", "diff"]["paper's share"] == "0.637"
-  assert rows["tokens", "diff"]["at (M)"] == pytest.approx(4 * 280 * 8 * 256 / 1e6)
+  assert rows["tokens", "diff"]["at (M)"] == pytest.approx(4 * 560 * 4 * 256 / 1e6)
   assert rows["parameters", "diff"]["at (M)"] == pytest.approx(
     parameter_count(grid.from_config_dict(get_config("transformer@1.6m")).model) / 1e6
   )
@@ -121,9 +121,9 @@ def test_sizes():
 
 def test_tokens():
   steps = lambda variant: get_config(variant).train.steps
-  assert [steps(f"diff@0.2m{times}") for times in ("_x0.5", "", "_x2", "_x4")] == [140, 280, 560, 1120]
+  assert [steps(f"diff@0.2m{times}") for times in ("_x0.5", "", "_x2", "_x4")] == [280, 560, 1120, 2240]
   assert [steps(f"diff_v2@3b_x{times}") for times in ("0.125", "1")] == [10_938, 87_500]
-  assert get_config("diff@0.2m_x4").optimizer.warmup_steps == 112, "a schedule of its own"
+  assert get_config("diff@0.2m_x4").optimizer.warmup_steps == 224, "a schedule of its own"
   for variant in ("diff", "diff@5b", "softmax@0.1m", "diff@0.1m_x", "diff@0.1m_x0", "diff@0.1m_x.", ""):
     with pytest.raises(UserError, match="must be ARCHITECTURE@SIZE or"):
       get_config(variant)
