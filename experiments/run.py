@@ -145,7 +145,7 @@ def _trainings(name: str, experiment: Experiment, run: Run) -> list[tuple[list[s
     assert experiment.pretrained is not None
     commands += _trainings(experiment.pretrained, grids.load(experiment.pretrained), run.pretrained)
   if experiment.trains:
-    start = {"train.init_from": commands[-1][1]} if commands else {}
+    start = {"train.init_from": str(commands[-1][1])} if commands else {}
     workdir = _base(name) / run.name
     commands.append((_training(name, grids.with_fields(run, start), workdir), workdir, run.config))
   return commands
