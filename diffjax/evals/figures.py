@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
-import scipy.stats
 from jaxtyping import Float
 from numpy import ndarray
 
@@ -77,6 +76,8 @@ def interval(figure: Figure, against: Figure | None = None) -> Interval:
   whole = value(everything) if count else float("nan")
   if count < 2:
     return Interval(whole, float("nan"), float("nan"), count)
+  import scipy.stats  # here: training, which imports this file, would start a second later
+
   resampled = scipy.stats.bootstrap(
     (everything,), value, vectorized=False, n_resamples=RESAMPLES, confidence_level=CONFIDENCE, method="percentile",
     rng=np.random.default_rng(0),
