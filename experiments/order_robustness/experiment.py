@@ -1,0 +1,129 @@
+"""Does what DIFF answers depend less on the order of its demonstrations? (README.md)"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import matplotlib.figure
+import numpy as np
+
+from diffjax.config import Config
+from diffjax.evals.many_shot import Example, alternating, shuffled
+from experiments import plots
+from experiments.grid import Experiment, Grid
+from experiments.order_robustness import task
+
+_ORDERS: dict[str, Callable] = {"random": shuffled, "alternating": alternating, "blocked": task.blocked}
+_SETS = 16  # of demonstrations
+_DRAWS = 10  # orders of each kind
+_COUNTS = (6, 12, 24, 48, 72)  # demonstrations, for accuracy by their number
+_CURVE_DRAWS = 2  # random orders of which the first so many are taken for it
+_SEED = 1_000
+
+
+def prepare(directory: pathlib.Path, config: Config) -> Mapping[str, str]:
+  """As many episodes as training reads, one a row."""
+  return task.write(directory, max(512, config.train.steps * config.train.batch_size), task.SIZES)
+
+
+def measure(workdir: str, config: Config) -> dict[str, Any]:
+  """Accuracy for each kind of order, its best minus worst over orders, and how often two orders have different answers."""
+  import jax
+
+  from diffjax.model.decoder import logits
+  from diffjax.training.trained import load
+
+  trained = load(workdir)
+
+  @jax.jit
+  def forward(params, tokens):
+    hidden: Any = trained.model.apply({"params": params}, tokens)
+    return logits(params, hidden[:, -1:])[:, 0]
+
+  rng = np.random.default_rng(_SEED)
+  sets = [task.balanced_episode(rng, task.SIZES) for _ in range(_SETS)]
+  encode = lambda text: np.asarray(trained.tokenizer.encode(text)).tolist()
+  wanted = np.array([[encode(query.label)[0] for query in queries] for _, queries in sets])
+  possible = np.zeros((_SETS, 1, config.model.vocab_size), bool)
+  np.put_along_axis(possible, wanted[:, None], True, axis=2)
+
+  def answers(ordered: list[list[Example]]) -> np.ndarray:
+    """To every query of every set, the likeliest of the set's labels after its demonstrations in some order, [sets, queries]."""
+    rows = []
+    for demonstrations, (_, queries) in zip(ordered, sets, strict=True):
+      shown = [trained.tokenizer.separator, *encode(" ".join(example.text for example in demonstrations))]
+      rows += [[*shown, *encode(query.text)] for query in queries]
+    scores = np.asarray(forward(trained.params, np.array(rows))).reshape(_SETS, -1, config.model.vocab_size)
+    return np.argmax(np.where(possible, scores, -np.inf), axis=2)
+
+  found: dict[str, Any] = {}
+  for kind, order in _ORDERS.items():
+    draws = [[order(demonstrations, rng) for demonstrations, _ in sets] for _ in range(_DRAWS)]
+    given = np.stack([answers(ordered) for ordered in draws], axis=1)
+    found |= {f"{kind}_{name}": value for name, value in spread(given, wanted).items()}
+    if kind == "random":
+      found["curve"] = [
+        float(np.mean([answers([each[:count] for each in ordered]) == wanted for ordered in draws[:_CURVE_DRAWS]])) for count in _COUNTS
+      ]
+  return found
+
+
+def spread(answers: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
+  """What orders do to answers.
+
+  Args:
+    answers: of every set of demonstrations, order and query, [S, O, Q].
+    wanted: the right ones, [S, Q].
+
+  Returns:
+    Mean accuracy; the best order's accuracy minus the worst one's, and the share of pairs of orders that answer a query differently,
+    both averaged over sets.
+  """
+  accuracy = (answers == wanted[:, None]).mean(axis=2)
+  first, second = np.triu_indices(answers.shape[1], 1)
+  return {
+    "accuracy": float(accuracy.mean()),
+    "spread": float((accuracy.max(axis=1) - accuracy.min(axis=1)).mean()),
+    "changed": float((answers[:, first] != answers[:, second]).mean()),
+  }
+
+
+def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
+  """Accuracy by the number of demonstrations; by kind of order accuracy, best minus worst and changed answers."""
+  figure = matplotlib.figure.Figure((14, 3.8), layout="constrained")
+  curve, *kinds = figure.subplots(1, 4)
+  for color, (variant, runs) in enumerate(plots.runs_by_variant(results).items()):
+    plots.over_seeds(curve, _COUNTS, [run["curve"] for run in runs], f"C{color}", variant)
+    for axes, name in zip(kinds, ("accuracy", "spread", "changed"), strict=True):
+      plots.over_seeds(axes, list(_ORDERS), [[run[f"{kind}_{name}"] for kind in _ORDERS] for run in runs], f"C{color}", variant)
+  curve.set(title="accuracy, random order", xlabel="demonstrations", ylim=(0, 1))
+  curve.set_xscale("log", base=2)
+  for axes, title in zip(kinds, ("accuracy", "best minus worst order", "answers that change with the order"), strict=True):
+    axes.set(title=title, xlabel="order of the demonstrations")
+    axes.set_ylim(bottom=0)
+  curve.legend(fontsize=7)
+  figure.savefig(path, dpi=150)
+
+
+EXPERIMENT = Experiment(
+  question="Do DIFF's answers depend less on the order of its demonstrations?",
+  grids={"cpu": Grid(("transformer", "transformer_norm", "diff", "diff_v2"), "transformer", tuple(range(5)))},
+  metrics={
+    "best − worst, random": "random_spread",
+    "best − worst, alternating": "alternating_spread",
+    "best − worst, blocked": "blocked_spread",
+    "changed, random": "random_changed",
+    "changed, alternating": "alternating_changed",
+    "changed, blocked": "blocked_changed",
+    "accuracy, random": "random_accuracy",
+    "accuracy, alternating": "alternating_accuracy",
+    "accuracy, blocked": "blocked_accuracy",
+  },
+  prepare=prepare,
+  measure=measure,
+  task={**dataclasses.asdict(task.SIZES), "words": task.WORDS, "labels": task.LABELS, "sets": _SETS, "orders": _DRAWS, "counts": _COUNTS},
+  plot=plot,
+)
