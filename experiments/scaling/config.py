@@ -1,7 +1,7 @@
 """One architecture at one size, and for one number of tokens: ARCHITECTURE@SIZE, or ARCHITECTURE@SIZE_xTIMES.
 
     python -m diffjax.train --config=experiments/scaling/config.py:diff@0.4m --workdir=runs/diff_0.4m
-    python -m diffjax.train --config=experiments/scaling/config.py:diff@0.2m_x4 --workdir=runs/diff_0.2m_x4
+    python -m diffjax.train --config=experiments/scaling/config.py:diff@0.1m_x4 --workdir=runs/diff_0.1m_x4
 
 ARCHITECTURE is transformer, diff or diff_v2. SIZE is a key of SMALL, 830m, 1.4b, 2.8b, 6.8b or 13.1b (the paper's scaling runs), or 3b (its
 main model). TIMES multiplies the tokens, with a schedule of that length.
@@ -16,7 +16,7 @@ from configs import base
 from diffjax.config import UserError
 
 ARCHITECTURES = ("transformer", "diff", "diff_v2")
-SMALL = {"0.1m": (64, 2, 176), "0.2m": (96, 2, 256), "0.4m": (96, 4, 256), "0.8m": (128, 4, 352), "1.6m": (160, 5, 432)}  # E, L, F
+SMALL = {"0.1m": (64, 2, 176), "0.2m": (96, 2, 256), "0.4m": (96, 4, 256), "0.8m": (128, 4, 352), "1.2m": (160, 4, 432)}  # E, L, F
 PAPER = {"830m": "diff_830m", "1.4b": "diff_1b", "2.8b": "diff_830m", "6.8b": "diff_7b", "13.1b": "diff_13b", "3b": "diff_3b"}
 
 
@@ -45,11 +45,11 @@ def get_config(variant: str = "diff@0.4m") -> ml_collections.ConfigDict:
 
 
 def _small(embed_dim: int, num_layers: int, ffn_dim: int) -> ml_collections.ConfigDict:
-  """Heads of 16, so that the narrowest has several; 0.57 M bytes of the standard library's source; a learning rate by width (README.md)."""
+  """Heads of 16, so that the narrowest has several; 0.49 M bytes of the standard library's source; a learning rate by width (README.md)."""
   config = base.get_config()
   heads = embed_dim // 32
   config.model.update(embed_dim=embed_dim, num_layers=num_layers, num_heads=heads, num_kv_heads=heads, head_dim=16, ffn_dim=ffn_dim)
   config.optimizer.update(learning_rate=0.5 / embed_dim, schedule="cosine")
-  config.train.update(steps=560, batch_size=4)
+  config.train.update(steps=480, batch_size=4)
   config.eval.rows = 1024
   return config

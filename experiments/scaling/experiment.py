@@ -110,7 +110,7 @@ _LARGE = _grid(("830m", "1.4b", "2.8b", "6.8b", "13.1b", "3b_x0.125", "3b_x0.25"
 
 EXPERIMENT = Experiment(
   question="With which share of the parameters, and of the tokens, does DIFF equal the Transformer?",
-  grids={"cpu": _grid((*SMALL, "0.2m_x0.5", "0.2m_x2", "0.2m_x4"), seeds=5), "gpu": _LARGE, "tpu": _LARGE},
+  grids={"cpu": _grid((*SMALL, "0.1m_x0.5", "0.1m_x2", "0.1m_x4"), seeds=5), "gpu": _LARGE, "tpu": _LARGE},
   metrics={"loss": _LOSS},
   summarise=summarise,
   plot=plot,

@@ -60,7 +60,7 @@ def made_up(tmp_path, seeds, only=lambda run: True):
     if only(run):
       share = TRUE[architecture]
       loss = 0.7 + law(times, share, 0.0) if times else law(parameter_count(run.config.model) / 1e6, share)
-      if times is None and "0.2m" in run.variant:
+      if times is None and "0.1m" in run.variant:
         loss = 0.7 + law(1.0, share, 0.0)  # on both axes
       loss += 0.05 * run.seed + rng.normal(0, 0.002)
       results.write_run(tmp_path / run.name, run, {}, {"validation/loss": loss}, 1.0, Devices("cpu", "a CPU", 1, "0"))
@@ -76,14 +76,14 @@ def test_the_summary_holds_the_shares(tmp_path):
     value, low, high = rows["tokens", name]["share"]
     assert low < TRUE[name] < high and high / low < 1.3 and value == pytest.approx(TRUE[name], rel=0.1)
   assert rows["parameters", "transformer"]["share"] is None and rows["tokens", "diff"]["paper's share"] == "0.637"
-  assert rows["tokens", "diff"]["at (M)"] == pytest.approx(4 * 560 * 4 * 256 / 1e6)
+  assert rows["tokens", "diff"]["at (M)"] == pytest.approx(4 * 480 * 4 * 256 / 1e6)
   assert rows["parameters", "diff"]["at (M)"] == pytest.approx(
-    parameter_count(grid.from_config_dict(get_config("transformer@1.6m")).model) / 1e6
+    parameter_count(grid.from_config_dict(get_config("transformer@1.2m")).model) / 1e6
   )
   text = results.table(experiment.EXPERIMENT, found)
   assert "| against | architecture |" in text and "loss − transformer@*'s" in text
-  row = next(line for line in text.splitlines() if line.startswith("| diff@1.6m |"))
-  difference = [run["results"]["validation/loss"] for run in found["runs"] if run["variant"] in ("diff@1.6m", "transformer@1.6m")]
+  row = next(line for line in text.splitlines() if line.startswith("| diff@1.2m |"))
+  difference = [run["results"]["validation/loss"] for run in found["runs"] if run["variant"] in ("diff@1.2m", "transformer@1.2m")]
   assert f"{np.mean(difference[1::2]) - np.mean(difference[::2]):+.4f}" in row, "compared with the Transformer of its size"
   experiment.plot(found, tmp_path / "plot.png")
   assert (tmp_path / "plot.png").stat().st_size > 20_000
@@ -121,9 +121,9 @@ def test_sizes():
 
 def test_tokens():
   steps = lambda variant: get_config(variant).train.steps
-  assert [steps(f"diff@0.2m{times}") for times in ("_x0.5", "", "_x2", "_x4")] == [280, 560, 1120, 2240]
+  assert [steps(f"diff@0.1m{times}") for times in ("_x0.5", "", "_x2", "_x4")] == [240, 480, 960, 1920]
   assert [steps(f"diff_v2@3b_x{times}") for times in ("0.125", "1")] == [10_938, 87_500]
-  assert get_config("diff@0.2m_x4").optimizer.warmup_steps == 224, "a schedule of its own"
+  assert get_config("diff@0.1m_x4").optimizer.warmup_steps == 192, "a schedule of its own"
   for variant in ("diff", "diff@5b", "softmax@0.1m", "diff@0.1m_x", "diff@0.1m_x0", "diff@0.1m_x.", ""):
     with pytest.raises(UserError, match="must be ARCHITECTURE@SIZE or"):
       get_config(variant)
