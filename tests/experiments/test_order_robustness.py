@@ -111,7 +111,9 @@ def test_measure(tmp_path, monkeypatch, counts_all):
     if counts_all:
       assert measured == [1, 0, 0] and found["curve"][-1] == 1
     else:
-      assert 0.4 < measured[0] < 0.9 and measured[1] > 0.2 and measured[2] > 0.2
+      assert 0.4 < measured[0] < 0.9 and measured[2] > 0.2
+      # Of blocks, a class comes after another as often as before it, and words and wrong labels are balanced: half of the answers are right
+      assert (measured[:2] == [0.5, 0]) if kind == "blocked" else measured[1] > 0.2
   if not counts_all:
     assert found["random_accuracy"] == pytest.approx(1 - SIZES.mislabelled, abs=0.05)
 
