@@ -39,7 +39,7 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-  """A folder's experiment.py holds one as EXPERIMENT.
+  """A folder's experiment.py holds one as EXPERIMENT, and, where larger models are asked something else, another one as LARGE.
 
   Attributes:
     question: what it asks, in a line.
@@ -101,15 +101,25 @@ def names() -> list[str]:
   return sorted(path.parent.name for path in FOLDER.glob("*/experiment.py"))
 
 
-def load(name: str) -> Experiment:
-  """An experiment by its folder's name.
+def load(name: str, grid: str = "cpu") -> Experiment:
+  """An experiment by its folder's name: what is done with the grid of that name.
 
   Raises:
     UserError: for one that there is not; lists those that there are.
   """
   if name not in names():
     raise UserError(f"there is no experiment {name!r}; there are {', '.join(names())}")
-  return importlib.import_module(f"experiments.{name}.experiment").EXPERIMENT
+  experiments = every(name)
+  for experiment in experiments:
+    if grid in experiment.grids:
+      return experiment
+  raise UserError(f"--grid={grid}: {name} has no such grid; there are {', '.join(key for each in experiments for key in each.grids)}")
+
+
+def every(name: str) -> list[Experiment]:
+  """EXPERIMENT of a folder, and LARGE where there is one."""
+  module = importlib.import_module(f"experiments.{name}.experiment")
+  return [module.EXPERIMENT, *([module.LARGE] if hasattr(module, "LARGE") else [])]
 
 
 def expand(name: str, grid: Grid, changes: Mapping[str, Any]) -> list[Run]:
@@ -123,7 +133,7 @@ def expand(name: str, grid: Grid, changes: Mapping[str, Any]) -> list[Run]:
   Raises:
     UserError: for a field that there is not, or a config that cannot work.
   """
-  experiment = load(name)
+  experiment = next((each for each in every(name) if grid in each.grids.values()), load(name))
   start = {run.name: run for run in expand(experiment.pretrained, grid, changes)} if experiment.pretrained else {}
   config_of = name if experiment.trains or not experiment.pretrained else experiment.pretrained
   get_config = importlib.import_module(f"experiments.{config_of}.config").get_config

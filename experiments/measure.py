@@ -1,4 +1,4 @@
-"""Measures a finished run in a process of its own: python -m experiments.measure NAME WORKDIR TRAINED (experiments.run calls it)."""
+"""Measures a finished run in a process of its own: python -m experiments.measure NAME GRID WORKDIR TRAINED (experiments.run calls it)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import sys
 from diffjax.command import from_config_dict
 from diffjax.config import UserError
 from diffjax.training import runtime
-from experiments import grid
+from experiments import grid as grids
 
 
-def main(name: str, workdir: str, trained: str) -> None:
+def main(name: str, grid: str, workdir: str, trained: str) -> None:
   """Writes what the experiment's `measure` finds as measured.json into the workdir; TRAINED is the workdir of the trained model."""
   runtime.keep_compiled_programs()
-  experiment = grid.load(name)
+  experiment = grids.load(name, grid)
   assert experiment.measure is not None
   directory = pathlib.Path(workdir)
   found = experiment.measure(trained, from_config_dict(json.loads((directory / "config.json").read_text())))

@@ -58,9 +58,7 @@ def main(name: str) -> None:
   """Does what the flags say with the experiment of that name."""
   if not name:
     raise app.UsageError(f"name an experiment: python -m experiments.run NAME; there are {', '.join(grids.names())}")
-  experiment = grids.load(name)
-  if _GRID.value not in experiment.grids:
-    raise UserError(f"--grid={_GRID.value}: {name} has no such grid; there are {', '.join(experiment.grids)}")
+  experiment = grids.load(name, _GRID.value)
   everything = grids.expand(name, experiment.grids[_GRID.value], _changes())
   if _STEPS.value is not None:
     everything = [_few_steps(run, _STEPS.value) for run in everything]
@@ -143,7 +141,7 @@ def _trainings(name: str, experiment: Experiment, run: Run) -> list[tuple[list[s
   commands = []
   if run.pretrained:
     assert experiment.pretrained is not None
-    commands += _trainings(experiment.pretrained, grids.load(experiment.pretrained), run.pretrained)
+    commands += _trainings(experiment.pretrained, grids.load(experiment.pretrained, _GRID.value), run.pretrained)
   if experiment.trains:
     start = {"train.init_from": str(commands[-1][1])} if commands else {}
     workdir = _base(name) / run.name
@@ -170,7 +168,8 @@ def _do(name: str, experiment: Experiment, runs: list[Run]) -> None:
     if experiment.measure:
       (workdir / "config.json").write_text(json.dumps(run.config.to_dict()) + "\n")
       with _timed(workdir):
-        launcher.call([sys.executable, "-m", "experiments.measure", name, str(workdir), str(trained)], environments[slot], log)
+        measure = [sys.executable, "-m", "experiments.measure", name, _GRID.value, str(workdir), str(trained)]
+        launcher.call(measure, environments[slot], log)
       chosen = json.loads((workdir / "measured.json").read_text())
     else:
       assert measured is not None

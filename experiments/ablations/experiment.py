@@ -21,6 +21,11 @@ def _grid(size: str, heads: tuple[int, ...], seeds: int) -> Grid:
   return Grid(tuple(f"{row}{size}" for row in rows), f"transformer{size}", tuple(range(seeds)))
 
 
+def three(size: str, seeds: int = 1) -> Grid:
+  """The Transformer, DIFF and DIFF V2 alone: for what is measured on these runs, or starts from them."""
+  return Grid(tuple(f"{row}{size}" for row in ("transformer", "diff", "diff_v2")), f"transformer{size}", tuple(range(seeds)))
+
+
 def _plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
   """Each row's loss beside the baseline's of the same seed: the single seeds, and their mean with its 95% interval."""
   variants = [variant for variant in dict.fromkeys(run["variant"] for run in results["runs"]) if found.differences(results, variant, _LOSS)]
@@ -43,7 +48,7 @@ EXPERIMENT = Experiment(
   question="Which parts of DIFF make it better than the Transformer?",
   grids={
     "cpu": _grid("", (4, 8, 16), seeds=5),
-    "session": Grid(("transformer@session", "diff@session", "diff_v2@session"), "transformer@session", tuple(range(5))),
+    "session": three("@session", seeds=5),
     "gpu": _grid("@125m", (2, 4, 8, 16), seeds=1),
     "tpu": _grid("@1b", (2, 4, 16), seeds=1),
   },

@@ -11,7 +11,8 @@ import matplotlib.figure
 
 from diffjax.config import Config
 from experiments import plots
-from experiments.grid import Experiment, Grid
+from experiments.ablations.experiment import three
+from experiments.grid import Experiment
 
 
 def measure(workdir: str, config: Config) -> dict[str, Any]:
@@ -60,13 +61,9 @@ def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
   figure.savefig(path, dpi=150)
 
 
-def _grid(size: str, seeds: int) -> Grid:
-  return Grid(tuple(f"{row}{size}" for row in ("transformer", "diff", "diff_v2")), f"transformer{size}", tuple(range(seeds)))
-
-
 EXPERIMENT = Experiment(
   question="Does DIFF gain more from longer rows, before and after a length extension?",
-  grids={"cpu": _grid("", seeds=5), "gpu": _grid("@125m", seeds=1), "tpu": _grid("@1b", seeds=1)},
+  grids={"cpu": three("", seeds=5), "gpu": three("@125m"), "tpu": three("@1b")},
   metrics={
     "NLL after": "after",
     "after, own length": "after_short",

@@ -13,6 +13,7 @@ import numpy as np
 from diffjax.config import Config
 from diffjax.evals.many_shot import Example, alternating, shuffled
 from experiments import plots
+from experiments.ablations.experiment import three
 from experiments.grid import Experiment, Grid
 from experiments.order_robustness import task
 
@@ -22,6 +23,8 @@ _DRAWS = 10  # orders of each kind
 _COUNTS = (6, 12, 24, 48, 72)  # demonstrations, for accuracy by their number
 _CURVE_DRAWS = 2  # random orders of which the first so many are taken for it
 _SEED = 1_000
+# Of larger models' orders, each kind; and queries
+_ORDERS_LARGE, _QUERIES_LARGE = 10, 100
 
 
 def prepare(directory: pathlib.Path, config: Config) -> Mapping[str, str]:
@@ -126,4 +129,48 @@ EXPERIMENT = Experiment(
   measure=measure,
   task={**dataclasses.asdict(task.SIZES), "words": task.WORDS, "labels": task.LABELS, "sets": _SETS, "orders": _DRAWS, "counts": _COUNTS},
   plot=plot,
+)
+
+
+def measure_many_shot(workdir: str, config: Config) -> dict[str, Any]:
+  """Of a language model, asked about invented words' classes: accuracy by demonstrations, and best minus worst order of as many as fit."""
+  from diffjax.evals import many_shot
+  from diffjax.training.trained import load
+
+  found: dict[str, Any] = {"counts": [], "curve": []}
+  for figure in many_shot.evaluate(load(workdir), many_shot.Settings(orders=_ORDERS_LARGE, samples=_QUERIES_LARGE)):
+    value = figure.statistic(figure.units)
+    if figure.name == "accuracy":
+      found["counts"].append(figure.at["demonstrations"])
+      found["curve"].append(value)
+    else:
+      found[f"{figure.at['order']}_spread"] = value
+  return {**found, "accuracy": found["curve"][-1]}
+
+
+def plot_many_shot(results: Mapping[str, Any], path: pathlib.Path) -> None:
+  """Accuracy by the number of demonstrations, and best minus worst by kind of order."""
+  figure = matplotlib.figure.Figure((9, 3.8), layout="constrained")
+  curve, spreads = figure.subplots(1, 2)
+  kinds = ("random", "alternating")
+  for color, (variant, runs) in enumerate(plots.runs_by_variant(results).items()):
+    plots.over_seeds(curve, runs[0]["counts"], [run["curve"] for run in runs], f"C{color}", variant)
+    plots.over_seeds(spreads, kinds, [[run[f"{kind}_spread"] for kind in kinds] for run in runs], f"C{color}")
+  curve.set(title="accuracy", xlabel="demonstrations", ylim=(0, 1))
+  curve.set_xscale("log", base=2)
+  curve.legend(fontsize=7)
+  spreads.set(title="best minus worst order", xlabel="order of the demonstrations")
+  spreads.set_ylim(bottom=0)
+  figure.savefig(path, dpi=150)
+
+
+LARGE = Experiment(
+  question="Do larger DIFFs' answers depend less on the order of their demonstrations?",
+  grids={"gpu": three("@125m"), "tpu": three("@1b")},
+  metrics={"best − worst, random": "random_spread", "best − worst, alternating": "alternating_spread", "accuracy": "accuracy"},
+  trains=False,
+  pretrained="ablations",
+  measure=measure_many_shot,
+  task={"orders": _ORDERS_LARGE, "queries": _QUERIES_LARGE},
+  plot=plot_many_shot,
 )

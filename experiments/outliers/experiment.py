@@ -11,7 +11,8 @@ import numpy as np
 
 from diffjax.config import Config
 from experiments import plots
-from experiments.grid import Experiment, Grid
+from experiments.ablations.experiment import three
+from experiments.grid import Experiment
 
 # Rows measured, at most those of a run's own validation: magnitudes, and the loss with quantised logits
 _ROWS, _QUANTISED_ROWS = 400, 128
@@ -63,13 +64,9 @@ def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
   figure.savefig(path, dpi=150)
 
 
-def _grid(size: str, seeds: int) -> Grid:
-  return Grid(tuple(f"{row}{size}" for row in ("transformer", "diff", "diff_v2")), f"transformer{size}", tuple(range(seeds)))
-
-
 EXPERIMENT = Experiment(
   question="Are DIFF's logits and hidden states smaller than the Transformer's, and can its attention do with fewer bits?",
-  grids={"cpu": _grid("", seeds=5), "gpu": _grid("@125m", seeds=1), "tpu": _grid("@1b", seeds=1)},
+  grids={"cpu": three("", seeds=5), "gpu": three("@125m"), "tpu": three("@1b")},
   metrics={
     "logits: top-1 / median": "logits_ratio",
     **{f"logits: {value.replace('_', '-')}": f"logits_{value}" for value in _IN_TABLE},

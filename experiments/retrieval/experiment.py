@@ -11,6 +11,7 @@ import numpy as np
 
 from diffjax.config import Config
 from experiments import plots
+from experiments.ablations.experiment import three
 from experiments.grid import Experiment, Grid
 from experiments.retrieval import task
 
@@ -20,6 +21,9 @@ _CELLS = [(length, distractors) for length in (32, 64, 100) for distractors in (
 _SAMPLES = 200
 _REFERENCE = (100, 40)  # the hardest cell, followed over training
 _SEED = 1_000
+# The paper's needles: N of them in a text, R asked for; 50 prompts for each of five depths; at most 4K tokens
+_PAIRS = ("1/1", "2/2", "4/2", "6/2")
+_PROMPTS = 50
 _VARIANTS = ("transformer", "transformer_norm", "diff_without_norm", "diff", "diff_v2")
 
 
@@ -142,4 +146,52 @@ EXPERIMENT = Experiment(
     "words": len(task.WORDS),
   },
   plot=plot,
+)
+
+
+def measure_needles(workdir: str, config: Config) -> dict[str, Any]:
+  """Of a language model: accuracy for each number of needles, and where the last query looks with six of them."""
+  from diffjax.evals import attention, needle
+  from diffjax.training.trained import load
+
+  trained = load(workdir)
+  found = {}
+  for figure in needle.evaluate(trained, needle.Settings(pairs=_PAIRS, samples=_PROMPTS)):
+    if figure.at["depth"] == "mean":
+      found[f"accuracy_{figure.at['needles']}/{figure.at['asked']}"] = figure.statistic(figure.units)
+  for figure in attention.evaluate(trained, attention.Settings(samples=_PROMPTS)):
+    if figure.at["depth"] == "mean" and figure.name in ("answer", "noise"):
+      found[f"{figure.name}_{figure.at['weights']}"] = figure.statistic(figure.units)
+  return found
+
+
+def plot_needles(results: Mapping[str, Any], path: pathlib.Path) -> None:
+  """Accuracy by needles; answer and noise."""
+  figure = matplotlib.figure.Figure((9, 3.8), layout="constrained")
+  accuracy, looks = figure.subplots(1, 2)
+  parts = ("answer_signed", "noise_signed", "answer_absolute", "noise_absolute")
+  for color, (variant, runs) in enumerate(plots.runs_by_variant(results).items()):
+    plots.over_seeds(accuracy, _PAIRS, [[run[f"accuracy_{pair}"] for pair in _PAIRS] for run in runs], f"C{color}", variant)
+    plots.over_seeds(looks, [part.replace("_", ",\n") for part in parts], [[run[part] for part in parts] for run in runs], f"C{color}")
+  accuracy.set(title="accuracy", xlabel="needles / asked for", ylim=(-0.05, 1.05))
+  looks.set(title="shares of the last query's attention")
+  accuracy.legend(fontsize=7)
+  figure.savefig(path, dpi=150)
+
+
+LARGE = Experiment(
+  question="Do larger DIFFs find more needles in a text than the Transformer, and look at them more?",
+  grids={"gpu": three("@125m"), "tpu": three("@1b")},
+  metrics={
+    **{f"accuracy, {pair}": f"accuracy_{pair}" for pair in _PAIRS},
+    "attention to the answer": "answer_signed",
+    "noise": "noise_signed",
+    "answer, absolute": "answer_absolute",
+    "noise, absolute": "noise_absolute",
+  },
+  trains=False,
+  pretrained="ablations",
+  measure=measure_needles,
+  task={"pairs": _PAIRS, "prompts": _PROMPTS},
+  plot=plot_needles,
 )

@@ -37,13 +37,13 @@ def make_workdir(tmp_path):
 
 @pytest.fixture
 def make_results():
-  """make_results(experiment, measured): results.json of all its CPU runs, as if `measured(run)` had come of each."""
+  """make_results(name, experiment, measured): results.json of all its runs, as if `measured(run)` had come of each."""
 
-  def make(name, experiment, measured):
+  def make(name, experiment, measured, chosen="cpu"):
     from experiments import grid
 
-    runs = grid.expand(name, experiment.grids["cpu"], {})
+    runs = grid.expand(name, experiment.grids[chosen], {})
     found = [{"name": run.name, "variant": run.variant, "seed": run.seed, "parameters": 838_000, "results": measured(run)} for run in runs]
-    return {"baseline": experiment.grids["cpu"].baseline, "runs": found}
+    return {"baseline": experiment.grids[chosen].baseline, "runs": found}
 
   return make

@@ -21,8 +21,9 @@ def configs(name, size=""):
 
 @pytest.mark.parametrize("name", grid.names())
 def test_every_run_of_every_grid_has_a_model(name):
-  experiment = grid.load(name)
-  for chosen in experiment.grids.values():
+  grids = [chosen for experiment in grid.every(name) for chosen in experiment.grids.values()]
+  assert {"cpu", "gpu", "tpu"} <= {key for experiment in grid.every(name) for key in experiment.grids}
+  for chosen in grids:
     runs = grid.expand(name, dataclasses.replace(chosen, seeds=chosen.seeds[:1]), {})
     variants = {run.variant for run in runs}
     assert variants >= {chosen.baseline.replace("*", variant.partition("@")[2]) for variant in variants}
@@ -78,6 +79,8 @@ def test_unknown_rows(variant):
 def test_unknown_experiments_are_answered_with_a_list():
   with pytest.raises(UserError, match=f"there is no experiment 'nothing'; there are {', '.join(grid.names())}"):
     grid.load("nothing")
+  with pytest.raises(UserError, match="--grid=moon: retrieval has no such grid; there are cpu, gpu, tpu$"):
+    grid.load("retrieval", "moon")
 
 
 def test_changes():

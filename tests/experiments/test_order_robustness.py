@@ -133,3 +133,19 @@ def test_the_plot_and_the_table(make_results, tmp_path):
   experiment.plot(found, tmp_path / "plot.png")
   assert (tmp_path / "plot.png").stat().st_size > 20_000
   assert results.table(experiment.EXPERIMENT, found).count("| diff |") == 2
+
+
+def test_larger_models_are_asked_about_words(make_workdir, make_results, monkeypatch, tmp_path):
+  """Of ablations' runs, which are trained there: all numbers that table and plot want, from the suite's own figures."""
+  run = grid.expand("order_robustness", grid.load("order_robustness", "gpu").grids["gpu"], {})[0]
+  assert run.pretrained.config == run.config and not experiment.LARGE.trains
+  workdir, config = make_workdir("run", grid.expand("ablations", grid.Grid(("diff",), "diff"), {})[0].config, {"model.max_length": 512})
+  monkeypatch.setattr(experiment, "_ORDERS_LARGE", 2)
+  monkeypatch.setattr(experiment, "_QUERIES_LARGE", 4)
+  found = experiment.measure_many_shot(workdir, config)
+  assert found["counts"][:3] == [1, 2, 4] and len(found["curve"]) == len(found["counts"]) and found["accuracy"] == found["curve"][-1]
+  assert set(experiment.LARGE.metrics.values()) <= found.keys()
+  made = make_results("order_robustness", experiment.LARGE, lambda run: found, "gpu")
+  experiment.plot_many_shot(made, tmp_path / "plot.png")
+  assert (tmp_path / "plot.png").stat().st_size > 10_000
+  assert "| diff@125m | " in results.table(experiment.LARGE, made)

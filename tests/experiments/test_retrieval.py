@@ -5,7 +5,7 @@ import pytest
 
 from diffjax.data import pipeline
 from diffjax.data.tokenizer import load_tokenizer
-from experiments import grid
+from experiments import grid, results
 from experiments.retrieval import experiment, task
 
 
@@ -57,3 +57,21 @@ def test_training_learns_the_words_after_the_question(tmp_path):
   assert task.write(tmp_path, 40, task.Training()) == {
     field: getattr(run.config.data, field[5:]) for field in ("data.source", "data.validation_source", "data.tokenizer")
   }
+
+
+def test_larger_models_are_asked_for_needles(make_workdir, make_results, monkeypatch, tmp_path):
+  """Of ablations' runs, which are trained there: all numbers that table and plot want, from the suites' own figures."""
+  run = grid.expand("retrieval", grid.load("retrieval", "gpu").grids["gpu"], {})[0]
+  assert run.pretrained.config == run.config and not experiment.LARGE.trains
+  workdir, config = make_workdir("run", grid.expand("ablations", grid.Grid(("diff",), "diff"), {})[0].config, {"model.max_length": 1024})
+  monkeypatch.setattr(experiment, "_PAIRS", ("6/2",))
+  monkeypatch.setattr(experiment, "_PROMPTS", 1)
+  found = experiment.measure_needles(workdir, config)
+  assert found["accuracy_6/2"] == 0, "the parameters are random"
+  assert 0 < found["answer_absolute"] < 0.2 < found["noise_absolute"] < 1
+  monkeypatch.undo()
+  every = lambda run: {**found, **{f"accuracy_{pair}": 0.5 for pair in experiment._PAIRS}}
+  made = make_results("retrieval", experiment.LARGE, every, "gpu")
+  experiment.plot_needles(made, tmp_path / "plot.png")
+  assert (tmp_path / "plot.png").stat().st_size > 10_000
+  assert "| diff@125m | " in results.table(experiment.LARGE, made)
