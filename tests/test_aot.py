@@ -266,6 +266,27 @@ def test_what_does_not_go_with_the_topology_is_one_line(args, message):
 
 
 @needs_libtpu
+@pytest.mark.parametrize("slices", [1, 2])
+def test_axes_may_share_a_dimension_of_the_torus(slices):
+  """fsdp 8 × context 2 on a plane of 4 × 4; every device is there once."""
+  code = f"""if True:
+    import os
+    from diffjax import aot
+    os.environ.update(aot._ENVIRONMENT)
+    import jax
+    from jax.experimental import topologies
+    from diffjax.config import MeshConfig
+    from diffjax.parallel.mesh import make_mesh
+    jax.config.update("jax_platforms", "cpu")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v6e:4x4", num_slices={slices}).devices
+    mesh = make_mesh(MeshConfig(data={slices}, fsdp=8, context=2), devices)
+    slices_of = [len({{getattr(device, "slice_index", 0) for device in part.flat}}) for part in mesh.devices]
+    print(mesh.devices.shape, len(set(mesh.devices.flat)), slices_of)"""
+  result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+  assert result.stdout == f"({slices}, 8, 2, 1) {16 * slices} {[1] * slices}\n", result.stderr
+
+
+@needs_libtpu
 def test_a_compiler_that_ends_its_process_is_an_error(monkeypatch):
   monkeypatch.setenv("LIBTPU_INIT_ARGS", "--no_such_flag=1")
   result = run("--config=configs/tiny.py", "--topology=v5e:2x2")

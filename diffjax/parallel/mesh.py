@@ -40,12 +40,13 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     raise UserError(f"{given}: the axes must multiply to the {len(devices)} devices; −1 on one axis takes what is left")
   types = (AxisType.Auto,) * len(AXES)
   slices = len({getattr(device, "slice_index", 0) for device in devices})
-  if slices == 1:
-    return jax.make_mesh(tuple(sizes), AXES, axis_types=types, devices=devices)
+  if slices == 1:  # axes go along the torus's own where these fit, and share one where they do not
+    return Mesh(mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True), AXES, axis_types=types)
   if sizes[0] % slices:
     raise UserError(f"config.mesh.data = {sizes[0]} must be a multiple of the {slices} slices: no other axis may cross between slices")
   within = (sizes[0] // slices, *sizes[1:])
-  return Mesh(mesh_utils.create_hybrid_device_mesh(within, (slices, 1, 1, 1), devices), AXES, axis_types=types)
+  across = mesh_utils.create_hybrid_device_mesh(within, (slices, 1, 1, 1), devices, allow_split_physical_axes=True)
+  return Mesh(across, AXES, axis_types=types)
 
 
 def batch_share(mesh: Mesh) -> tuple[int, int]:
