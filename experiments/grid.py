@@ -109,14 +109,13 @@ def load(name: str, grid: str = "cpu") -> Experiment:
   """
   if name not in names():
     raise UserError(f"there is no experiment {name!r}; there are {', '.join(names())}")
-  experiments = every(name)
-  for experiment in experiments:
-    if grid in experiment.grids:
-      return experiment
-  raise UserError(f"--grid={grid}: {name} has no such grid; there are {', '.join(key for each in experiments for key in each.grids)}")
+  by_grid = {key: experiment for experiment in experiments_of(name) for key in experiment.grids}
+  if grid not in by_grid:
+    raise UserError(f"--grid={grid}: {name} has no such grid; there are {', '.join(by_grid)}")
+  return by_grid[grid]
 
 
-def every(name: str) -> list[Experiment]:
+def experiments_of(name: str) -> list[Experiment]:
   """EXPERIMENT of a folder, and LARGE where there is one."""
   module = importlib.import_module(f"experiments.{name}.experiment")
   return [module.EXPERIMENT, *([module.LARGE] if hasattr(module, "LARGE") else [])]
@@ -133,7 +132,7 @@ def expand(name: str, grid: Grid, changes: Mapping[str, Any]) -> list[Run]:
   Raises:
     UserError: for a field that there is not, or a config that cannot work.
   """
-  experiment = next((each for each in every(name) if grid in each.grids.values()), load(name))
+  experiment = next((each for each in experiments_of(name) if grid in each.grids.values()), load(name))
   start = {run.name: run for run in expand(experiment.pretrained, grid, changes)} if experiment.pretrained else {}
   config_of = name if experiment.trains or not experiment.pretrained else experiment.pretrained
   get_config = importlib.import_module(f"experiments.{config_of}.config").get_config

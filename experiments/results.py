@@ -214,9 +214,7 @@ def table(experiment: Experiment, results: Mapping[str, Any]) -> str:
     cells = [variant, f"{own[0]['parameters'] / 1e6:.3g} M", str(len(own))]
     cells += [_mean(list(values(results, variant, name).values())) for name in experiment.metrics.values()]
     if several:
-      found = difference(results, variant, first)
-      text = f"{found[0]:+.4f} [{found[1]:+.4f}, {found[2]:+.4f}]" if found else ""
-      cells.append(f"**{text}**" if found and (found[1] > 0 or found[2] < 0) else text)
+      cells.append(_difference_cell(difference(results, variant, first)))
     lines.append("| " + " | ".join(cells) + " |")
   lines += _other_differences(experiment, results, variants)
   if summary := results.get("summary"):
@@ -242,11 +240,16 @@ def _other_differences(experiment: Experiment, results: Mapping[str, Any], varia
   if not rows:
     return []
   lines = ["", f"| − {results['baseline']}'s | " + " | ".join(title for title, _ in names) + " |", "|---" * (1 + len(names)) + "|"]
-  for variant, row in rows.items():
-    cells = [f"{found[0]:+.4f} [{found[1]:+.4f}, {found[2]:+.4f}]" if found else "" for found in row]
-    bold = [f"**{cell}**" if found and (found[1] > 0 or found[2] < 0) else cell for cell, found in zip(cells, row, strict=True)]
-    lines.append(f"| {variant} | " + " | ".join(bold) + " |")
-  return lines
+  return lines + [f"| {variant} | " + " | ".join(map(_difference_cell, row)) + " |" for variant, row in rows.items()]
+
+
+def _difference_cell(found: tuple[float, float, float] | None) -> str:
+  """A mean with its interval, bold if that excludes 0."""
+  if found is None:
+    return ""
+  mean, low, high = found
+  text = f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]"
+  return f"**{text}**" if low > 0 or high < 0 else text
 
 
 def _mean(found: Sequence[float]) -> str:

@@ -234,7 +234,7 @@ def training_rows(config: Config, batch_size: int = 1024) -> Iterator[Batch]:
   """
   for rows in _open_rows(config.data, "train", 1)[0]:
     for first in range(0, len(rows), batch_size):
-      yield packing.make_batch(rows.__getitems__(range(first, min(first + batch_size, len(rows)))), config.data.length)
+      yield packing.make_batch(rows.__getitems__(range(len(rows))[first : first + batch_size]), config.data.length)
 
 
 # --- Streamed ---

@@ -21,7 +21,7 @@ def _grid(size: str, heads: tuple[int, ...], seeds: int) -> Grid:
   return Grid(tuple(f"{row}{size}" for row in rows), f"transformer{size}", tuple(range(seeds)))
 
 
-def three(size: str, seeds: int = 1) -> Grid:
+def twins(size: str, seeds: int = 1) -> Grid:
   """The Transformer, DIFF and DIFF V2 alone: for what is measured on these runs, or starts from them."""
   return Grid(tuple(f"{row}{size}" for row in ("transformer", "diff", "diff_v2")), f"transformer{size}", tuple(range(seeds)))
 
@@ -48,7 +48,7 @@ EXPERIMENT = Experiment(
   question="Which parts of DIFF make it better than the Transformer?",
   grids={
     "cpu": _grid("", (4, 8, 16), seeds=5),
-    "session": three("@session", seeds=5),
+    "session": twins("@session", seeds=5),
     "gpu": _grid("@125m", (2, 4, 8, 16), seeds=1),
     "tpu": _grid("@1b", (2, 4, 16), seeds=1),
   },

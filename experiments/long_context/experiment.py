@@ -11,7 +11,7 @@ import matplotlib.figure
 
 from diffjax.config import Config
 from experiments import plots
-from experiments.ablations.experiment import three
+from experiments.ablations.experiment import twins
 from experiments.grid import Experiment
 
 
@@ -63,7 +63,7 @@ def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
 
 EXPERIMENT = Experiment(
   question="Does DIFF gain more from longer rows, before and after a length extension?",
-  grids={"cpu": three("", seeds=5), "gpu": three("@125m"), "tpu": three("@1b")},
+  grids={"cpu": twins("", seeds=5), "gpu": twins("@125m"), "tpu": twins("@1b")},
   metrics={
     "NLL after": "after",
     "after, own length": "after_short",

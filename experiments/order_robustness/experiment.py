@@ -13,7 +13,7 @@ import numpy as np
 from diffjax.config import Config
 from diffjax.evals.many_shot import Example, alternating, shuffled
 from experiments import plots
-from experiments.ablations.experiment import three
+from experiments.ablations.experiment import twins
 from experiments.grid import Experiment, Grid
 from experiments.order_robustness import task
 
@@ -166,7 +166,7 @@ def plot_many_shot(results: Mapping[str, Any], path: pathlib.Path) -> None:
 
 LARGE = Experiment(
   question="Do larger DIFFs' answers depend less on the order of their demonstrations?",
-  grids={"gpu": three("@125m"), "tpu": three("@1b")},
+  grids={"gpu": twins("@125m"), "tpu": twins("@1b")},
   metrics={"best − worst, random": "random_spread", "best − worst, alternating": "alternating_spread", "accuracy": "accuracy"},
   trains=False,
   pretrained="ablations",

@@ -11,7 +11,7 @@ import numpy as np
 
 from diffjax.config import Config
 from experiments import plots
-from experiments.ablations.experiment import three
+from experiments.ablations.experiment import twins
 from experiments.grid import Experiment
 
 # Rows measured, at most those of a run's own validation: magnitudes, and the loss with quantised logits
@@ -66,7 +66,7 @@ def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
 
 EXPERIMENT = Experiment(
   question="Are DIFF's logits and hidden states smaller than the Transformer's, and can its attention do with fewer bits?",
-  grids={"cpu": three("", seeds=5), "gpu": three("@125m"), "tpu": three("@1b")},
+  grids={"cpu": twins("", seeds=5), "gpu": twins("@125m"), "tpu": twins("@1b")},
   metrics={
     "logits: top-1 / median": "logits_ratio",
     **{f"logits: {value.replace('_', '-')}": f"logits_{value}" for value in _IN_TABLE},

@@ -11,7 +11,7 @@ import numpy as np
 
 from diffjax.config import Config
 from experiments import plots
-from experiments.ablations.experiment import three
+from experiments.ablations.experiment import twins
 from experiments.grid import Experiment, Grid
 from experiments.retrieval import task
 
@@ -103,12 +103,10 @@ def _shares(weights: np.ndarray, places: np.ndarray) -> dict[str, float]:
 
 def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
   """Over training: accuracy, answer and noise of the hardest cell; at the end, accuracy over distractors for each length."""
-  variants = list(dict.fromkeys(run["variant"] for run in results["runs"]))
   lengths = sorted({row["length"] for row in results["runs"][0]["results"]["grid"]})
   figure = matplotlib.figure.Figure((13, 6), layout="constrained")
   above, below = figure.subplots(2, max(3, len(lengths)))
-  for color, variant in enumerate(variants):
-    runs = [run["results"] for run in results["runs"] if run["variant"] == variant]
+  for color, (variant, runs) in enumerate(plots.runs_by_variant(results).items()):
     for axes, name in zip(above, ("accuracy", "answer_absolute", "noise_absolute"), strict=False):
       rows = np.array([[row[name] for row in run["curve"]] for run in runs])
       plots.over_seeds(axes, [row["step"] for row in runs[0]["curve"]], rows, f"C{color}", variant)
@@ -181,7 +179,7 @@ def plot_needles(results: Mapping[str, Any], path: pathlib.Path) -> None:
 
 LARGE = Experiment(
   question="Do larger DIFFs find more needles in a text than the Transformer, and look at them more?",
-  grids={"gpu": three("@125m"), "tpu": three("@1b")},
+  grids={"gpu": twins("@125m"), "tpu": twins("@1b")},
   metrics={
     **{f"accuracy, {pair}": f"accuracy_{pair}" for pair in _PAIRS},
     "attention to the answer": "answer_signed",

@@ -21,8 +21,8 @@ def configs(name, size=""):
 
 @pytest.mark.parametrize("name", grid.names())
 def test_every_run_of_every_grid_has_a_model(name):
-  grids = [chosen for experiment in grid.every(name) for chosen in experiment.grids.values()]
-  assert {"cpu", "gpu", "tpu"} <= {key for experiment in grid.every(name) for key in experiment.grids}
+  grids = [chosen for experiment in grid.experiments_of(name) for chosen in experiment.grids.values()]
+  assert {"cpu", "gpu", "tpu"} <= {key for experiment in grid.experiments_of(name) for key in experiment.grids}
   for chosen in grids:
     runs = grid.expand(name, dataclasses.replace(chosen, seeds=chosen.seeds[:1]), {})
     variants = {run.variant for run in runs}
