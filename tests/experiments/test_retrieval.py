@@ -14,28 +14,29 @@ def test_examples():
   for distractors, fillers in ((0, 0), (5, 3), (40, 10)):
     example = task.make_example(rng, asked=3, distractors=distractors, fillers=fillers)
     context = example.context
-    keys = [word for word in context if word.startswith("k")]
-    assert context[-1] == "?" and len(context) == 2 * (3 + distractors) + fillers + 1
+    keys = [word.partition(":")[0] for word in context if word.startswith("k")]
+    assert context[-1] == "?" and len(context) == 3 + distractors + fillers + 1
     assert len(set(keys)) == len(keys) == 3 + distractors and sum(word.startswith("n") for word in context) == fillers
     for number, place in enumerate(example.places):
-      assert context[place : place + 2] == example.answer[2 * number : 2 * number + 2]
+      assert context[place] == ":".join(example.answer[2 * number : 2 * number + 2])
 
 
 def test_questions_of_every_cell(tmp_path):
-  """Prompts of one length end with a key whose value is wanted; places point at its pair."""
+  """Prompts of one length end with a key whose value is wanted; places point at its pair, which is the only one of that key."""
   tokenizer = load_tokenizer(task.write(tmp_path, 4, task.Training())["data.tokenizer"])
   for length, distractors in experiment._CELLS:
     tokens, wanted, places = experiment._questions(tokenizer, length, distractors)
     assert tokens.shape == (experiment._SAMPLES, length + 3)
-    pairs = np.take_along_axis(tokens, places[:, None] + np.arange(2), axis=1)
-    np.testing.assert_array_equal(pairs, np.stack([tokens[:, -1], wanted], axis=1))
-    assert ((tokens == tokens[:, -1:]).sum(axis=1) == 2).all(), "the key stands in its pair and at the end alone"
+    for row, value, place in zip(tokens, wanted, places, strict=True):
+      context, key = [task.WORDS[token] for token in row[1:-2]], task.WORDS[row[-1]]
+      assert task.WORDS[row[-2]] == "?" and [context[place - 1]] == [word for word in context if word.startswith(f"{key}:")]
+      assert context[place - 1] == f"{key}:{task.WORDS[value]}"
   assert experiment._REFERENCE in experiment._CELLS
 
 
 def test_shares_of_a_known_attention():
   weights = np.zeros((2, 8))
-  weights[:, [0, 2, 3, 4, 7]] = [[0.1, 0.2, 0.4, -0.1, 0.2], [0.1, 0.0, 0.6, -0.1, 0.2]]  # separator, pair, another word, the key
+  weights[:, [0, 2, 4, 7]] = [[0.1, 0.6, -0.1, 0.2], [0.1, 0.6, -0.1, 0.2]]  # separator, the pair, another word, the key
   found = experiment._shares(weights, np.array([2, 2]))
   assert found["answer_signed"] == pytest.approx(1.2 / 1.6) and found["noise_signed"] == pytest.approx(-0.2 / 1.6)
   assert found["answer_absolute"] == pytest.approx(1.2 / 2.0) and found["noise_absolute"] == pytest.approx(0.2 / 2.0)
