@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
@@ -248,11 +249,18 @@ def _difference_cell(found: tuple[float, float, float] | None) -> str:
   if found is None:
     return ""
   mean, low, high = found
-  text = f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]"
+  digits = _decimals(found)
+  text = f"{mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
   return f"**{text}**" if low > 0 or high < 0 else text
 
 
 def _mean(found: Sequence[float]) -> str:
   if not found:
     return "–"
-  return f"{statistics.mean(found):.4f}" + (f" ± {statistics.stdev(found):.4f}" if len(found) > 1 else "")
+  digits = _decimals(found)
+  return f"{statistics.mean(found):.{digits}f}" + (f" ± {statistics.stdev(found):.{digits}f}" if len(found) > 1 else "")
+
+
+def _decimals(numbers: Sequence[float]) -> int:
+  """Four where all are below 10, and one less for each digit more."""
+  return max(0, 4 - int(math.log10(max(1.0, *map(abs, numbers)))))

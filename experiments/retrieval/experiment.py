@@ -115,7 +115,10 @@ def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
       chosen = [[row for row in run["grid"] if row["length"] == length] for run in runs]
       rows = np.array([[row["accuracy"] for row in run] for run in chosen])
       plots.over_seeds(axes, [row["distractors"] for row in chosen[0]], rows, f"C{color}", variant)
-      axes.set(title=f"accuracy at the end; length {length}", xlabel="distractors", ylim=(-0.05, 1.05))
+      axes.set(title=f"accuracy at the end; length {length}", xlabel="distractors")
+  lowest = min(axes.get_ylim()[0] for axes in below)
+  for axes in below:
+    axes.set_ylim(lowest, 1.01)
   for axes in above[3:]:
     axes.set_axis_off()
   above[0].legend(fontsize=7)
