@@ -262,5 +262,5 @@ def _mean(found: Sequence[float]) -> str:
 
 
 def _decimals(numbers: Sequence[float]) -> int:
-  """Four where all are below 10, and one less for each digit more."""
-  return max(0, 4 - int(math.log10(max(1.0, *map(abs, numbers)))))
+  """Four where all are below 10, and one less for each digit more; those of a run that diverged say nothing."""
+  return max(0, 4 - int(math.log10(max([1.0, *(abs(number) for number in numbers if math.isfinite(number))]))))

@@ -3,7 +3,7 @@
     k17:v3 n5 k90:v2 n8 n8 k4:v3 … ?  k90 v2 k17 v3 …
 
 A pair is one token, so that the last key has to find its own pair among the others, and nothing else: two layers learn it in a minute, and
-keys and values as tokens of their own not in 2,000 steps, which attention has nothing to do with that is asked about here. The words after
+keys and values as tokens of their own not in 2,000 steps. The words after
 "?" are learnt, as answers (config.data.prompt_field): a key that is asked for can only be guessed, at the same cost for every model, and
 its value be looked up. Keys of one context are all different; pairs that are not asked for are distractors, which differ from the others
 in nothing before the question, so that the model has to keep all apart.

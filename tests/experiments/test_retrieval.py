@@ -30,14 +30,15 @@ def test_questions_of_every_cell(tmp_path):
     for row, value, place in zip(tokens, wanted, places, strict=True):
       context, key = [task.WORDS[token] for token in row[1:-2]], task.WORDS[row[-1]]
       assert task.WORDS[row[-2]] == "?" and [context[place - 1]] == [word for word in context if word.startswith(f"{key}:")]
-      assert context[place - 1] == f"{key}:{task.WORDS[value]}"
+      assert key not in context and context[place - 1] == f"{key}:{task.WORDS[value]}"
   assert experiment._REFERENCE in experiment._CELLS
 
 
 def test_shares_of_a_known_attention():
   weights = np.zeros((2, 8))
-  weights[:, [0, 2, 4, 7]] = [[0.1, 0.6, -0.1, 0.2], [0.1, 0.6, -0.1, 0.2]]  # separator, the pair, another word, the key
-  found = experiment._shares(weights, np.array([2, 2]))
+  weights[0, [0, 2, 4, 7]] = [0.2, 0.5, -0.1, 0.2]  # separator, the pair, another word, the key
+  weights[1, [0, 3, 4, 7]] = [0.0, 0.7, -0.1, 0.2]
+  found = experiment._shares(weights, np.array([2, 3]))
   assert found["answer_signed"] == pytest.approx(1.2 / 1.6) and found["noise_signed"] == pytest.approx(-0.2 / 1.6)
   assert found["answer_absolute"] == pytest.approx(1.2 / 2.0) and found["noise_absolute"] == pytest.approx(0.2 / 2.0)
 
