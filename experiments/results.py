@@ -6,6 +6,7 @@ compare what cannot be compared.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -51,7 +52,7 @@ def write_run(workdir: pathlib.Path, run: Run, task: Mapping[str, Any], results:
       "variant": run.variant,
       "seed": run.seed,
       "date": str(datetime.date.today()),
-      "machine": f"{found.number} × {found.kind} ({found.backend}), {platform.machine()}, {os.cpu_count()} CPUs",
+      "machine": f"{found.number} × {found.kind} ({found.backend}), {os.cpu_count()} × {_processor()}",
       "versions": {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in _PACKAGES}},
       "seconds": round(seconds, 1),
       "parameters": parameter_count(run.config.model),
@@ -60,6 +61,16 @@ def write_run(workdir: pathlib.Path, run: Run, task: Mapping[str, Any], results:
       "results": dict(results),
     },
   )
+
+
+def _processor() -> str:
+  """The CPU's name where Linux tells it, such as "AMD EPYC"; else the kind of machine."""
+  with contextlib.suppress(OSError):
+    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+      field, _, name = line.partition(":")
+      if field.strip() == "model name":
+        return name.strip()
+  return platform.machine()
 
 
 def read_run(workdir: pathlib.Path, run: Run, task: Mapping[str, Any], places: Iterable[str]) -> dict[str, Any] | None:
