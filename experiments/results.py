@@ -231,17 +231,18 @@ def table(experiment: Experiment, results: Mapping[str, Any]) -> str:
   lines += _other_differences(experiment, results, variants)
   if summary := results.get("summary"):
     lines += ["", "| " + " | ".join(summary[0]) + " |", "|---" * len(summary[0]) + "|"]
-    lines += ["| " + " | ".join(_cell(cell) for cell in row.values()) + " |" for row in summary]
+    lines += ["| " + " | ".join(cell(value) for value in row.values()) + " |" for row in summary]
   return "\n".join(lines) + "\n"
 
 
-def _cell(cell: Any) -> str:
-  if isinstance(cell, (list, tuple)):
-    value, low, high = map(_cell, cell)
-    return f"{value} [{low}, {high}]"
-  if isinstance(cell, (int, float)):
-    return f"{cell:,.0f}" if abs(cell) >= 1000 else f"{cell:.3g}"
-  return "–" if cell is None else cell
+def cell(value: Any) -> str:
+  """How a table says a text, a number, a number with its interval, or None."""
+  if isinstance(value, (list, tuple)):
+    mean, low, high = map(cell, value)
+    return f"{mean} [{low}, {high}]"
+  if isinstance(value, (int, float)):
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+  return "–" if value is None else value
 
 
 def _other_differences(experiment: Experiment, results: Mapping[str, Any], variants: Sequence[str]) -> list[str]:

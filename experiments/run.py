@@ -234,9 +234,9 @@ def _cost(runs: list[Run]) -> str:
     spent = len(own) * step_flops(config.model, config.data.length, tokens).training
     hours = {chip: spent / (peak * _UTILISATION) / 3600 for chip, peak in chips.items() if peak}
     total = {chip: total[chip] + hours[chip] for chip in chips}
-    cells = [variant, str(len(own)), f"{parameter_count(config.model) / 1e6:,.4g} M", f"{tokens / 1e9:.3g} B", f"{spent:.2e}"]
-    lines.append("| " + " | ".join(cells + [f"{value:,.3g}" for value in hours.values()]) + " |")
-  lines.append("| all | " + f"{len(runs)} | | | | " + " | ".join(f"{value:,.3g}" for value in total.values()) + " |")
+    cells = [variant, str(len(own)), f"{results.cell(parameter_count(config.model) / 1e6)} M", f"{tokens / 1e9:.3g} B", f"{spent:.2e}"]
+    lines.append("| " + " | ".join(cells + [results.cell(value) for value in hours.values()]) + " |")
+  lines.append("| all | " + f"{len(runs)} | | | | " + " | ".join(map(results.cell, total.values())) + " |")
   return "\n".join(lines)
 
 
