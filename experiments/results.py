@@ -26,6 +26,7 @@ from experiments.grid import Experiment, Run, comparable
 from experiments.launch import Devices
 
 _PACKAGES = ("jax", "flax", "optax", "numpy")
+_CPUS = pathlib.Path("/proc/cpuinfo")  # on Linux
 
 
 def logged(workdir: pathlib.Path, steps: int) -> dict[str, float] | None:
@@ -52,7 +53,7 @@ def write_run(workdir: pathlib.Path, run: Run, task: Mapping[str, Any], results:
       "variant": run.variant,
       "seed": run.seed,
       "date": str(datetime.date.today()),
-      "machine": f"{found.number} × {found.kind} ({found.backend}), {os.cpu_count()} × {_processor()}",
+      "machine": f"{found.number} × {found.kind} ({found.backend}), {os.cpu_count()} × {processor()}",
       "versions": {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in _PACKAGES}},
       "seconds": round(seconds, 1),
       "parameters": parameter_count(run.config.model),
@@ -63,10 +64,10 @@ def write_run(workdir: pathlib.Path, run: Run, task: Mapping[str, Any], results:
   )
 
 
-def _processor() -> str:
+def processor() -> str:
   """The CPU's name where Linux tells it, such as "AMD EPYC"; else the kind of machine."""
   with contextlib.suppress(OSError):
-    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+    for line in _CPUS.read_text().splitlines():
       field, _, name = line.partition(":")
       if field.strip() == "model name":
         return name.strip()
