@@ -19,4 +19,4 @@ def over_seeds(axes: Any, x: Sequence[Any], rows: Any, color: str, label: str | 
   rows = np.asarray(rows, float)
   axes.plot(x, rows.T, color=color, linewidth=0.5, alpha=0.5, linestyle=linestyle)
   axes.plot(x, rows.mean(axis=0), color=color, marker="o", markersize=3, label=label, linestyle=linestyle)
-  axes.tick_params(labelsize=8)
+  axes.tick_params(which="both", labelsize=8)

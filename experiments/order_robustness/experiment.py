@@ -106,6 +106,7 @@ def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
   curve.set_xscale("log", base=2)
   for axes, title in zip(kinds, ("accuracy", "best minus worst order", "answers that change with the order"), strict=True):
     axes.set(title=title, xlabel="order of the demonstrations")
+  for axes in kinds[1:]:
     axes.set_ylim(bottom=0)
   curve.legend(fontsize=7)
   figure.savefig(path, dpi=150)

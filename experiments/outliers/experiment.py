@@ -60,7 +60,7 @@ def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
   bits.set(title="rise of the loss (nats per token)", xlabel="bits of a logit")
   bits.set_yscale("symlog", linthresh=1e-3)
   for axes in (logits, bits):
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, handlelength=4)  # dashes can be told from lines
   figure.savefig(path, dpi=150)
 
 

@@ -75,23 +75,30 @@ def _with_interval(whole: float, left_out: list[float], positive: bool = False) 
 
 def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
   """Loss against parameters and against tokens: single seeds, their means, and the fitted curves; dashed, the loss that the Transformer's
-  curve has at its largest size, from where DIFF's has it."""
+  curve has at its largest size, from where DIFF's has it, to which it is dotted beyond its runs."""
   value = lambda cell: cell[0] if isinstance(cell, list) else cell
+  colors = {name: f"C{index}" for index, name in enumerate(ARCHITECTURES)}
+  curve_of = lambda row, x: value(row["c"]) + value(row["a"]) * (x / row["at (M)"]) ** -value(row["b"])
   figure = matplotlib.figure.Figure((11, 4.5), layout="constrained")
   for axes, (axis, points) in zip(figure.subplots(1, 2), _points(results).items(), strict=True):
     rows = {row["architecture"]: row for row in results["summary"] if row["against"] == axis}
-    for color, name in enumerate(name for name in ARCHITECTURES if name in points):
-      curve = points[name]
+    for name, color in colors.items():
+      if (curve := points.get(name)) is None:
+        continue
       x = np.array(sorted(curve))
       for size in x:
-        axes.plot([size] * len(curve[size]), list(curve[size].values()), ".", color=f"C{color}", alpha=0.35, markersize=4)
-      axes.plot(x, [np.mean(list(curve[size].values())) for size in x], "o", color=f"C{color}", markersize=5, label=name)
+        axes.plot([size] * len(curve[size]), list(curve[size].values()), ".", color=color, alpha=0.35, markersize=4)
+      axes.plot(x, [np.mean(list(curve[size].values())) for size in x], "o", color=color, markersize=5, label=name)
       if row := rows.get(name):
         smooth = np.geomspace(x[0], x[-1], 100)
-        axes.plot(smooth, value(row["c"]) + value(row["a"]) * (smooth / row["at (M)"]) ** -value(row["b"]), color=f"C{color}", linewidth=1)
+        axes.plot(smooth, curve_of(row, smooth), color=color, linewidth=1)
     if "diff" in rows and 0.1 < (share := value(rows["diff"]["share"])) < 10:
-      at, same = rows["transformer"]["at (M)"], value(rows["transformer"]["c"]) + value(rows["transformer"]["a"])
+      at = rows["transformer"]["at (M)"]
+      same = curve_of(rows["transformer"], at)
       axes.plot([at * share, at], [same, same], "--", color="0.4", linewidth=1)
+      if share > 1:
+        beyond = np.geomspace(at, at * share, 100)
+        axes.plot(beyond, curve_of(rows["diff"], beyond), ":", color=colors["diff"], linewidth=1)
       axes.annotate(f"DIFF with {share:.0%}", (at * share, same), textcoords="offset points", xytext=(-4, -12), ha="right", fontsize=8)
     axes.set(xscale="log", xlabel=f"{axis} (M)", ylabel="validation loss (nats per token)")
     if points:
