@@ -49,10 +49,11 @@ pack() {
 
 run() {
   [ -e "$DIR/rows/meta.json" ] || fail "$DIR holds no rows; make them with experiments/gpu_session.sh pack $DIR"
-  mkdir -p "$DIR/out" "$SCRATCH"
+  mkdir -p "$DIR/out" "$SCRATCH/runs/ablations/session"
   export XDG_CACHE_HOME=$SCRATCH/cache PYTHONUNBUFFERED=1 PYTHONPATH=$SCRATCH/site:$PWD${PYTHONPATH:+:$PYTHONPATH}
   install_packages
   "$PYTHON" -c 'import diffjax.training.loop, experiments.run, jax; print("devices:", *jax.devices(), flush=True)' # what lacks is said here
+  [ -n "${ON_CPU:-}" ] || [ "$("$PYTHON" -c 'import jax; print(jax.default_backend())')" != cpu ] || fail "JAX finds no GPU here; set ON_CPU=1 to go on without"
   local experiment=(
     "$PYTHON" -m experiments.run ablations --grid=session "--workdir=$SCRATCH/runs" "--out=$DIR/out" "--set=data.prepared_dir=$DIR/rows"
     "--set=data.tokenizer=$DIR/tokenizer/tokenizer.json" "$@"
@@ -117,13 +118,23 @@ collect() {
 import json, pathlib, sys
 
 runs, curves = map(pathlib.Path, sys.argv[1:])
-lines = [json.loads(line) for line in curves.read_text().splitlines()] if curves.exists() else []
+def read(log):
+  for line in log.read_text().splitlines():
+    try:
+      yield json.loads(line)
+    except ValueError:  # a line that was being written when the run was killed
+      continue
+
+
+lines = [*read(curves)] if curves.exists() else []
 there = {line["run"] for line in lines}
 for result in sorted(runs.glob("*/*/result.json")):
   name = f"{result.parts[-3]}/{result.parts[-2]}"
   if name not in there:
-    lines += [{"run": name, **json.loads(line)} for line in (result.parent / "metrics.jsonl").read_text().splitlines()]
-curves.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines += [{"run": name, **line} for line in read(result.parent / "metrics.jsonl")]
+temporary = curves.with_suffix(".tmp")
+temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
+temporary.replace(curves)
 END
   [ -z "${OUT:-}" ] || cp "$DIR"/out/* "$OUT"
 }

@@ -130,8 +130,11 @@ def expand(name: str, grid: Grid, changes: Mapping[str, Any]) -> list[Run]:
     changes: fields to set in every run, by dotted name.
 
   Raises:
-    UserError: for a field that there is not, or a config that cannot work.
+    UserError: for a field that there is not or that is the grid's own, or a config that cannot work.
   """
+  for field in ("train.seed", "data.seed"):
+    if field in changes:
+      raise UserError(f"--set={field}: seeds are the grid's, {', '.join(map(str, grid.seeds))}; --only='*/seed_0' chooses one")
   experiment = next((each for each in experiments_of(name) if grid in each.grids.values()), load(name))
   start = {run.name: run for run in expand(experiment.pretrained, grid, changes)} if experiment.pretrained else {}
   config_of = name if experiment.trains or not experiment.pretrained else experiment.pretrained
@@ -193,6 +196,11 @@ def _matches(run: Run, pattern: str) -> bool:
   return fnmatch.fnmatchcase(run.name, pattern) or fnmatch.fnmatchcase(run.variant, pattern)
 
 
+def decides(field: str) -> bool:
+  """Whether what comes out depends on a config's field, by its dotted name."""
+  return field not in _CIRCUMSTANCES and f"{field.partition('.')[0]}." not in _CIRCUMSTANCES
+
+
 def comparable(config: Mapping[str, Mapping[str, Any]], places: Iterable[str]) -> dict[str, Any]:
   """A config's fields by dotted name, but for those that do not decide what comes out.
 
@@ -200,10 +208,6 @@ def comparable(config: Mapping[str, Mapping[str, Any]], places: Iterable[str]) -
     config: as `Config.to_dict` gives it.
     places: fields that only say where data lies.
   """
-  left_out = {*_CIRCUMSTANCES, *places}
-  return {
-    f"{section}.{name}": value
-    for section, values in config.items()
-    for name, value in values.items()
-    if f"{section}." not in left_out and f"{section}.{name}" not in left_out
-  }
+  fields = {f"{section}.{name}": value for section, values in config.items() for name, value in values.items()}
+  left_out = set(places)
+  return {field: value for field, value in fields.items() if decides(field) and field not in left_out}

@@ -22,17 +22,16 @@ from experiments.grid import FOLDER
 
 
 class Devices(NamedTuple):
-  """What a process of this machine sees: JAX's backend, the kind of a device, their number, and JAX's version."""
+  """What a process of this machine sees: JAX's backend, the kind of a device, and their number."""
 
   backend: str
   kind: str
   number: int
-  jax: str
 
 
 def devices() -> Devices:
   """Asked of a process of its own: this one must not hold the devices."""
-  code = "import jax, json; d = jax.local_devices(); print(json.dumps([jax.default_backend(), d[0].device_kind, len(d), jax.__version__]))"
+  code = "import jax, json; d = jax.local_devices(); print(json.dumps([jax.default_backend(), d[0].device_kind, len(d)]))"
   result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
   if result.returncode:
     raise UserError(f"JAX does not start: {(result.stderr.strip().splitlines() or ['no message'])[-1]}")
@@ -52,12 +51,12 @@ def environment(found: Devices, slot: int, slots: int) -> dict[str, str]:
   if found.number % slots or (found.backend == "tpu" and found.number != slots):
     fit = "1 or as many as there are" if found.backend == "tpu" else "a divisor of their number"
     raise UserError(f"--side_by_side={slots}: there are {found.number} devices ({found.kind}); choose {fit}")
+  name, more = "CUDA_VISIBLE_DEVICES", {}
+  if found.backend == "tpu":
+    name, more = "TPU_VISIBLE_DEVICES", {name: "1,1,1" for name in ("TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_PROCESS_BOUNDS")}
+  visible = os.environ[name].split(",") if os.environ.get(name) else [str(index) for index in range(found.number)]
   share = found.number // slots
-  chosen = ",".join(str(index) for index in range(slot * share, (slot + 1) * share))
-  if found.backend == "gpu":
-    return {"CUDA_VISIBLE_DEVICES": chosen}
-  one = {name: "1,1,1" for name in ("TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_PROCESS_BOUNDS")}
-  return {"TPU_VISIBLE_DEVICES": chosen, **one}
+  return {name: ",".join(visible[slot * share : (slot + 1) * share]), **more}
 
 
 class Stopped(Exception):

@@ -8,7 +8,7 @@ import sys
 
 from diffjax.command import from_config_dict
 from diffjax.config import UserError
-from diffjax.training import runtime
+from diffjax.training import manifest, runtime
 from experiments import grid as grids
 
 
@@ -18,7 +18,14 @@ def main(name: str, grid: str, workdir: str, trained: str) -> None:
   experiment = grids.load(name, grid)
   assert experiment.measure is not None
   directory = pathlib.Path(workdir)
-  found = experiment.measure(trained, from_config_dict(json.loads((directory / "config.json").read_text())))
+  config = from_config_dict(json.loads((directory / "config.json").read_text()))
+  if experiment.trains or experiment.pretrained:  # a damaged checkpoint is passed over for an older one, which is another result
+    path = manifest.checkpoint_directory(trained) / str(config.train.steps)
+    try:
+      manifest.verify(path, config.train.steps)
+    except manifest.Damage as damage:
+      raise UserError(f"{path} is damaged: {damage}; delete it, and run again to train its steps once more") from damage
+  found = experiment.measure(trained, config)
   (directory / "measured.json").write_text(json.dumps(found) + "\n")
 
 

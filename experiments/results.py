@@ -20,7 +20,8 @@ from typing import Any
 
 import scipy.stats
 
-from diffjax.config import UserError
+from diffjax.config import Config, UserError
+from diffjax.training import manifest
 from diffjax.training.flops import parameter_count
 from experiments.grid import Experiment, Run, comparable
 from experiments.launch import Devices
@@ -29,39 +30,78 @@ _PACKAGES = ("jax", "flax", "optax", "numpy")
 _CPUS = pathlib.Path("/proc/cpuinfo")  # on Linux
 
 
-def logged(workdir: pathlib.Path, steps: int) -> dict[str, float] | None:
-  """The last number of every name in a run's metrics.jsonl; None if it has not come to the last step's validation."""
+def trained(workdir: pathlib.Path, config: Config, places: Iterable[str]) -> dict[str, float] | None:
+  """The last number of every name in the log of a run that has been trained to its end; None if it has not.
+
+  Its end is the validation of the last step in metrics.jsonl and that step's checkpoint: either can be there alone, if a disk was full.
+
+  Args:
+    workdir: the run's.
+    config: what it is to have been trained with.
+    places: fields that only say where data lies.
+
+  Raises:
+    UserError: if what has been trained there, to the end or not, is of another config.
+  """
+  directory, places = manifest.checkpoint_directory(workdir), (*places, "train.init_from")
+  for step in reversed(manifest.steps(directory)):
+    try:
+      manifest.verify(directory / str(step), step, contents=False)
+      stored = manifest.metadata(directory / str(step))["config"]
+    except manifest.Damage:
+      continue
+    if differing := _differing(comparable(stored, places), comparable(config.to_dict(), places)):
+      raise UserError(
+        f"{workdir} holds a run of another config: {_shortened(differing)}; choose another place with --workdir=DIR, or delete it"
+      )
+    return _logged(workdir, step) if step == config.train.steps else None
+  return None
+
+
+def _logged(workdir: pathlib.Path, step: int) -> dict[str, float] | None:
+  """The last number of every name in a run's metrics.jsonl; None if it has not come to a step's validation."""
   found: dict[str, float] = {}
   ended = False
   try:
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    lines = (workdir / "metrics.jsonl").read_text(errors="replace").splitlines()
   except OSError:
     return None
   for line in lines:
-    values = json.loads(line)
-    ended |= values["step"] == steps and "validation/loss" in values
-    found |= values
+    try:
+      values = json.loads(line)
+      ended |= values["step"] == step and "validation/loss" in values
+      found |= values
+    except (ValueError, KeyError, TypeError):  # the last line of a run that was killed while it wrote
+      continue
   return found if ended else None
 
 
-def write_run(workdir: pathlib.Path, run: Run, task: Mapping[str, Any], results: Mapping[str, Any], seconds: float, found: Devices) -> None:
-  """Keeps what a finished run came to: what was run, when, on what, for how long, and its results."""
-  _write(
+def write_run(
+  workdir: pathlib.Path, run: Run, task: Mapping[str, Any], results: Mapping[str, Any], seconds: float | None, machine: str
+) -> None:
+  """Keeps what a finished run came to: what was run, when, on what, for how long (None: not known), and its results."""
+  write(
     workdir / "result.json",
     {
       "name": run.name,
       "variant": run.variant,
       "seed": run.seed,
       "date": str(datetime.date.today()),
-      "machine": f"{found.number} × {found.kind} ({found.backend}), {os.cpu_count()} × {processor()}",
+      "machine": machine,
       "versions": {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in _PACKAGES}},
-      "seconds": round(seconds, 1),
+      "seconds": seconds and round(seconds, 1),
       "parameters": parameter_count(run.config.model),
       "task": dict(task),
       "config": run.settings(),
       "results": dict(results),
     },
   )
+
+
+def machine(found: Devices, slots: int) -> str:
+  """What one of so many runs side by side runs on."""
+  number = found.number if found.backend == "cpu" else found.number // slots
+  return f"{number} × {found.kind} ({found.backend}), {max(1, (os.cpu_count() or 1) // slots)} × {processor()}"
 
 
 def processor() -> str:
@@ -81,7 +121,7 @@ def read_run(workdir: pathlib.Path, run: Run, task: Mapping[str, Any], places: I
     UserError: if another run of that name has been made there.
   """
   path = workdir / "result.json"
-  entry = _read(path)
+  entry = read(path, "name", "variant", "seed", "parameters", "task", "config", "results")
   if entry is None:
     return None
   entry["config"] = comparable(entry["config"], places)
@@ -105,7 +145,7 @@ def read_folder(
   Raises:
     UserError: if it holds results of anything else.
   """
-  stored = _read(path)
+  stored = read(path, "experiment", "grid", "task", "config", "runs")
   if stored is None:
     return {}
   for key, value in (("experiment", name), ("grid", grid)):
@@ -120,6 +160,24 @@ def read_folder(
     _check(path, entry, wanted[entry["name"]], task, places)
     entries[entry["name"]] = entry
   return entries
+
+
+def check_text(entries: Iterable[Mapping[str, Any]], python: str | None = None) -> None:
+  """Refuses to compare runs on different texts: the standard library is another one in every Python.
+
+  Args:
+    entries: results of runs.
+    python: the version that further ones are to be made with.
+
+  Raises:
+    UserError: if those on `stdlib` have not all been made with the same.
+  """
+  versions = {entry["versions"]["python"] for entry in entries if entry["config"].get("data.source") == "stdlib"}
+  if len(found := versions | ({python} if python and versions else set())) > 1:
+    raise UserError(
+      f"runs on data.source = stdlib under Python {' and '.join(sorted(found))} cannot be compared, since their texts differ: use one "
+      "Python, or other places with --workdir=DIR and --out=DIR"
+    )
 
 
 def write_folder(
@@ -141,16 +199,12 @@ def write_folder(
   results = {"experiment": name, "grid": grid, "baseline": baseline, "task": entries[0]["task"], "config": shared, "runs": runs}
   if summarise:
     results["summary"] = summarise(results)
-  _write(path, results)
+  write(path, results)
   return results
 
 
 def _check(path: pathlib.Path, entry: Mapping[str, Any], run: Run, task: Mapping[str, Any], places: Iterable[str]) -> None:
-  own = comparable(run.settings(), places)
-  stored = entry["config"]
-  differing = [
-    f"{field} is {stored[field]!r} there and {own[field]!r} now" for field in own if field in stored and stored[field] != own[field]
-  ] + [f"{field} is not known there" for field in own if field not in stored]
+  differing = _differing(entry["config"], comparable(run.settings(), places))
   kept, asked = json.loads(json.dumps(entry["task"])), json.loads(json.dumps(dict(task)))
   differing += [
     f"the task's {key} is {kept.get(key)!r} there and {asked.get(key)!r} now"
@@ -158,23 +212,39 @@ def _check(path: pathlib.Path, entry: Mapping[str, Any], run: Run, task: Mapping
     if kept.get(key) != asked.get(key)
   ]
   if differing:
-    more = f" and {len(differing) - 2} more" if len(differing) > 2 else ""
     raise UserError(
-      f"{path} holds results of another config ({run.name}): {'; '.join(differing[:2])}{more}; choose other places with --workdir=DIR and "
+      f"{path} holds results of another config ({run.name}): {_shortened(differing)}; choose other places with --workdir=DIR and "
       "--out=DIR, or delete them"
     )
 
 
-def _read(path: pathlib.Path) -> dict[str, Any] | None:
+def _differing(stored: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+  """What is said of every field that differs; one that is not stored is newer, and counts as its default."""
+  default = comparable(Config().to_dict(), ())
+  before = {field: stored.get(field, default.get(field.removeprefix("pretrained."))) for field in own}
+  return [f"{field} is {before[field]!r} there and {own[field]!r} now" for field in own if before[field] != own[field]]
+
+
+def _shortened(differing: Sequence[str]) -> str:
+  return "; ".join(differing[:2]) + (f" and {len(differing) - 2} more" if len(differing) > 2 else "")
+
+
+def read(path: pathlib.Path, *keys: str) -> dict[str, Any] | None:
+  """What a file of ours holds, an object with these keys; None if it is not there."""
   try:
-    return json.loads(path.read_text())
+    found = json.loads(path.read_text())
+    missing = [key for key in keys if key not in found]
   except FileNotFoundError:
     return None
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, TypeError) as error:
     raise UserError(f"{path}: cannot be read ({error}); delete it, and run again") from error
+  if missing or not isinstance(found, dict):
+    raise UserError(f"{path}: cannot be read (it is no results of ours); delete it, and run again")
+  return found
 
 
-def _write(path: pathlib.Path, value: Any) -> None:
+def write(path: pathlib.Path, value: Any) -> None:
+  """Writes a file of ours, so that it is there entire or as it was."""
   path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.with_suffix(f".{os.getpid()}.tmp")
   temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
@@ -191,17 +261,30 @@ def values(results: Mapping[str, Any], variant: str, name: str) -> dict[int, flo
   }
 
 
+def _baseline(results: Mapping[str, Any], variant: str) -> str:
+  """The variant that another one is compared with."""
+  return results["baseline"].replace("*", variant.partition("@")[2])
+
+
+def _count(results: Mapping[str, Any], name: str, variant: str) -> str:
+  """ " (4 of 5)" if only four of a variant's five runs have a number; else ""."""
+  there, runs = len(values(results, variant, name)), sum(run["variant"] == variant for run in results["runs"])
+  return f" ({there} of {runs})" if 0 < there < runs else ""
+
+
 def differences(results: Mapping[str, Any], variant: str, name: str) -> list[float]:
   """Variant − baseline of every seed that both have."""
-  baseline = results["baseline"].replace("*", variant.partition("@")[2])
+  baseline = _baseline(results, variant)
   ours, theirs = values(results, variant, name), values(results, baseline, name)
   return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())] if variant != baseline else []
 
 
 def difference(results: Mapping[str, Any], variant: str, name: str) -> tuple[float, float, float] | None:
-  """The mean of `differences` and its 95% interval (Student's t); None with fewer than two seeds."""
+  """The mean of `differences` and its 95% interval (Student's t).
+
+  None with fewer than two seeds, and if a run lacks the number, having diverged, say: those that have it are not a fair sample."""
   each = differences(results, variant, name)
-  if len(each) < 2:
+  if len(each) < 2 or any(_count(results, name, compared) for compared in (variant, _baseline(results, variant))):
     return None
   mean, error = statistics.mean(each), statistics.stdev(each) / len(each) ** 0.5
   reach = float(scipy.stats.t.ppf(0.975, len(each) - 1)) * error
@@ -225,7 +308,7 @@ def table(experiment: Experiment, results: Mapping[str, Any]) -> str:
   for variant in variants:
     own = [run for run in results["runs"] if run["variant"] == variant]
     cells = [variant, f"{own[0]['parameters'] / 1e6:.3g} M", str(len(own))]
-    cells += [_mean(list(values(results, variant, name).values())) for name in experiment.metrics.values()]
+    cells += [_mean(list(values(results, variant, name).values())) + _count(results, name, variant) for name in experiment.metrics.values()]
     if several:
       cells.append(_difference_cell(difference(results, variant, first)))
     lines.append("| " + " | ".join(cells) + " |")

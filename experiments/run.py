@@ -1,13 +1,14 @@
 """Runs an experiment: trains what its grid asks for, and makes results.json, table.md and plot.png of it.
 
     python -m experiments.run ablations                               # the grid "cpu", one run after the other
-    python -m experiments.run ablations --only='diff*' --steps=2
+    python -m experiments.run ablations --only='diff*/seed_0' --steps=2
     python -m experiments.run retrieval --grid=gpu --side_by_side=8   # a GPU each
     python -m experiments.run ablations --grid=tpu --cost             # what it would take; --print lists the commands
     python -m experiments.run ablations --grid=tpu --aot=v5p:4x4x4    # whether its steps fit these TPUs, which need not be there
 
 Stopped, the same command goes on where it was: runs have workdirs of their own (WORKDIR/NAME/GRID/VARIANT/seed_SEED), and what is done is
-skipped. On several hosts that share the workdir, each takes its own part of the grid, and who comes last collects:
+skipped. A grid changed by --steps or --set has another WORKDIR and its results there, unless --workdir and --out say otherwise. On several
+hosts that share the workdir, each takes its own part of the grid, and the command without --slice collects when all are done:
 
     srun --ntasks=4 bash -c 'python -m experiments.run ablations --workdir=/shared/runs --slice=$SLURM_PROCID/$SLURM_NTASKS'
     python -m experiments.run ablations --workdir=/shared/runs
@@ -20,10 +21,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import pathlib
+import platform
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 
@@ -42,20 +46,27 @@ _STEPS = flags.DEFINE_integer("steps", None, "Steps of every run, instead of wha
 _SET = flags.DEFINE_multi_string("set", [], "A field of every run's config, as in --set=eval.rows=64; may be repeated.")
 _SLICE = flags.DEFINE_string("slice", "0/1", "INDEX/COUNT: this host's part of the runs.")
 _SIDE_BY_SIDE = flags.DEFINE_integer("side_by_side", 1, "Runs at a time, each on its share of this machine's devices.", lower_bound=1)
-_WORKDIR = flags.DEFINE_string("workdir", "runs/experiments", "Directory of the runs.")
-_OUT = flags.DEFINE_string("out", None, "Directory of the results; the experiment's own folder by default.")
-_PRINT = flags.DEFINE_bool("print", False, "Print the commands that train, and do nothing.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the runs; runs/experiments, or for changed grids runs/experiments_CODE.")
+_OUT = flags.DEFINE_string("out", None, "Directory of the results; the experiment's own folder, or for changed grids one beside the runs.")
+_PRINT = flags.DEFINE_bool("print", False, "Print the commands that train, and train nothing.")
 _COST = flags.DEFINE_bool("cost", False, "Print what the runs would take, and do nothing.")
 _AOT = flags.DEFINE_string("aot", None, "Compile each variant's training step for a slice, such as v5p:4x4x4, and do nothing.")
 
 # Of a chip's peak that a training step of these sizes is taken to reach, for --cost: what others report for dense models.
 _UTILISATION = 0.4
-# The file of a workdir that holds its wall time
-_SECONDS = "seconds.txt"
+# The file of a workdir that holds what has been spent on it
+_SPENT = "spent.json"
 
 
 def main(name: str) -> None:
   """Does what the flags say with the experiment of that name."""
+  try:
+    _main(name)
+  except OSError as error:  # a disk that is full, a directory that cannot be written
+    raise UserError(f"{error.filename or 'writing'}: {error.strerror or error}") from error
+
+
+def _main(name: str) -> None:
   if not name:
     raise app.UsageError(f"name an experiment: python -m experiments.run NAME; there are {', '.join(grids.names())}")
   experiment = grids.load(name, _GRID.value)
@@ -63,10 +74,13 @@ def main(name: str) -> None:
   if _STEPS.value is not None:
     everything = [_few_steps(run, _STEPS.value) for run in everything]
   chosen = grids.choose(everything, _ONLY.value, _SLICE.value)
-  base = _base(name)
-  own_folder = grids.FOLDER / name / ("" if _GRID.value == "cpu" else _GRID.value)
-  out = pathlib.Path(_OUT.value).absolute() if _OUT.value else own_folder
+  for flag in (_WORKDIR, _OUT):
+    if "://" in (flag.value or ""):
+      raise UserError(f"--{flag.name}={flag.value}: must be a local directory")
+  base, out = _base(name), _results_folder(name)
   if _COST.value:
+    if not experiment.trains and not experiment.pretrained:
+      raise UserError(f"{name} trains nothing: it takes what its README says")
     print(_cost(chosen))
     return
   if _AOT.value:
@@ -83,14 +97,25 @@ def main(name: str) -> None:
 
   kept = results.read_folder(out / "results.json", name, _GRID.value, everything, experiment.task, places)
   read = lambda run: results.read_run(base / run.name, run, experiment.task, places)
+  own_text = not everything[0].config.data.prepared_dir  # else rows that were brought along
   missing = [run for run in chosen if run.name not in kept and read(run) is None]
-  say(f"{name}, grid {_GRID.value}: {len(missing)} of {len(chosen)} runs to do, in {base}")
+  for flag, directory in ((_WORKDIR, base), (_OUT, out)) if missing else ():  # now, not after hours
+    try:
+      directory.mkdir(parents=True, exist_ok=True)
+      tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+      raise UserError(f"cannot write in {directory}: {error.strerror}; choose another place with --{flag.name}=DIR") from error
+  if missing and own_text:
+    results.check_text(kept.values(), platform.python_version())
+  say(f"{name}, grid {_GRID.value}: {len(missing)} of {len(chosen)} runs to do, in {base}; results in {out}")
   if missing:
-    _do(name, experiment, missing)
+    _do(name, experiment, missing, places)
   if _SLICE.value != "0/1":
     say("this slice is done; run the command without --slice to collect the results")
     return
   entries = [entry for run in everything if (entry := read(run) or kept.get(run.name)) is not None]
+  if own_text:
+    results.check_text(entries)
   found = results.write_folder(
     out / "results.json", name, _GRID.value, experiment.grids[_GRID.value].baseline, entries, experiment.summarise
   )
@@ -124,9 +149,24 @@ def _few_steps(run: Run, steps: int) -> Run:
   return dataclasses.replace(grids.with_fields(run, fields), pretrained=start)
 
 
+def _changed() -> str:
+  """A code for what --steps and --set change of what comes out; "" for nothing."""
+  changes = {field: value for field, value in _changes().items() if grids.decides(field)}
+  changes |= {"--steps": _STEPS.value} if _STEPS.value is not None else {}
+  return hashlib.sha256(json.dumps(changes, sort_keys=True).encode()).hexdigest()[:8] if changes else ""
+
+
 def _base(name: str) -> pathlib.Path:
   """Directory of an experiment's runs."""
-  return pathlib.Path(_WORKDIR.value).absolute() / name / _GRID.value
+  default = f"runs/experiments_{_changed()}" if _changed() else "runs/experiments"
+  return pathlib.Path(_WORKDIR.value or default).absolute() / name / _GRID.value
+
+
+def _results_folder(name: str) -> pathlib.Path:
+  """Directory of an experiment's results: that which is committed belongs to the grid as it is."""
+  if _OUT.value:
+    return pathlib.Path(_OUT.value).absolute()
+  return _base(name) if _changed() else grids.FOLDER / name / ("" if _GRID.value == "cpu" else _GRID.value)
 
 
 def _training(name: str, run: Run, workdir: pathlib.Path) -> list[str]:
@@ -149,45 +189,48 @@ def _trainings(name: str, experiment: Experiment, run: Run) -> list[tuple[list[s
   return commands
 
 
-def _do(name: str, experiment: Experiment, runs: list[Run]) -> None:
+def _do(name: str, experiment: Experiment, runs: list[Run], places: tuple[str, ...]) -> None:
   """Trains and measures what is missing; every run that is done has a result.json."""
   found, slots = launch.devices(), _SIDE_BY_SIDE.value
+  machine = results.machine(found, slots)
   environments = [launch.environment(found, slot, slots) for slot in range(slots)]
 
   def do(run: Run, slot: int) -> None:
     workdir = _base(name) / run.name
     workdir.mkdir(parents=True, exist_ok=True)
     log = workdir / "output.txt" if slots > 1 else None
-    trained, measured = workdir, None
+    trained, logged = workdir, None
     for training, trained, config in _trainings(name, experiment, run):
-      if results.logged(trained, config.train.steps) is None:
-        with _timed(trained):
+      if (logged := results.trained(trained, config, places)) is None:
+        with _timed(trained, machine):
           launcher.call(training, environments[slot], log)
-      if (measured := results.logged(trained, config.train.steps)) is None:
-        raise UserError(f"{trained}: training ended before its last step; run the same command to go on")
+        if (logged := results.trained(trained, config, places)) is None:
+          raise UserError(f"{trained}: training ended before its last step, or could not save it; run the same command to go on")
+    elsewhere = experiment.trains and not (workdir / _SPENT).exists()  # by --print's line
     if experiment.measure:
       (workdir / "config.json").write_text(json.dumps(run.config.to_dict()) + "\n")
-      with _timed(workdir):
+      with _timed(workdir, machine):
         measure = [sys.executable, "-m", "experiments.measure", name, _GRID.value, str(workdir), str(trained)]
         launcher.call(measure, environments[slot], log)
       chosen = json.loads((workdir / "measured.json").read_text())
     else:
-      assert measured is not None
-      chosen = {metric: measured.get(metric) for metric in experiment.metrics.values()}
-    results.write_run(workdir, run, experiment.task, chosen, _seconds(workdir), found)
+      assert logged is not None
+      chosen = {metric: logged.get(metric) for metric in experiment.metrics.values()}
+    spent = (None, "not known: trained by another launcher") if elsewhere else _spent(workdir)
+    results.write_run(workdir, run, experiment.task, chosen, *spent)
 
   with launch.Launcher() as launcher:
-    for preparation in _preparations(name, experiment, runs):  # once, before several runs want the same rows
+    for preparation in _preparations(name, experiment, runs, places):  # once, before several runs want the same rows
       launcher.call(preparation)
     launcher.side_by_side([(run.name, functools.partial(do, run)) for run in runs], slots)
 
 
-def _preparations(name: str, experiment: Experiment, runs: list[Run]) -> list[list[str]]:
+def _preparations(name: str, experiment: Experiment, runs: list[Run], places: tuple[str, ...]) -> list[list[str]]:
   """What must be prepared for the trainings that are still to come."""
   rows: dict[str, list[str]] = {}
   for run in runs:
     for (python, module, _, *fields), workdir, config in _trainings(name, experiment, run):
-      if config.data.mode == "prepared" and not _has_rows(config) and results.logged(workdir, config.train.steps) is None:
+      if config.data.mode == "prepared" and not _has_rows(config) and results.trained(workdir, config, places) is None:
         prepare = [python, module, "diffjax.prepare", *(field for field in fields if not field.startswith("--workdir="))]
         rows.setdefault(str(dataclasses.replace(config.data, seed=0)), prepare)
   return list(rows.values())
@@ -201,19 +244,19 @@ def _has_rows(config: Config) -> bool:
 
 
 @contextlib.contextmanager
-def _timed(workdir: pathlib.Path) -> Iterator[None]:
+def _timed(workdir: pathlib.Path, machine: str) -> Iterator[None]:
   """Adds the wall time of what is done to that of the run in a workdir, over all its starts and whoever started it."""
   start = time.monotonic()
   try:
     yield
   finally:
-    workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / _SECONDS).write_text(f"{_seconds(workdir) + time.monotonic() - start}\n")
+    results.write(workdir / _SPENT, {"seconds": _spent(workdir)[0] + time.monotonic() - start, "machine": machine})
 
 
-def _seconds(workdir: pathlib.Path) -> float:
-  path = workdir / _SECONDS
-  return float(path.read_text()) if path.exists() else 0.0
+def _spent(workdir: pathlib.Path) -> tuple[float, str]:
+  """Seconds that have been spent on a workdir, and the machine that did so last."""
+  spent = results.read(workdir / _SPENT, "seconds", "machine") or {"seconds": 0.0, "machine": ""}
+  return spent["seconds"], spent["machine"]
 
 
 def _cost(runs: list[Run]) -> str:
@@ -267,5 +310,7 @@ def _compile(runs: list[Run], topology: str) -> None:
 
 
 if __name__ == "__main__":
-  named = sys.argv.pop(1) if len(sys.argv) > 1 and not sys.argv[1].startswith("-") else ""
+  named = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
+  if named:
+    sys.argv.remove(named)
   command.run(functools.partial(main, named), with_config=False)

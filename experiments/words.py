@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import pathlib
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,17 +26,19 @@ def write(directory: pathlib.Path, words: Sequence[str], examples: Mapping[str, 
   """
   target = directory / f"data-{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:12]}"
   if not target.exists():
-    building = directory / f"{target.name}.{os.getpid()}.tmp"
-    building.mkdir(parents=True)
-    for name, records in examples.items():
-      with (building / f"{name}.jsonl").open("w") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
-    (building / "tokenizer.json").write_text(json.dumps(_tokenizer(words)))
-    try:
-      building.rename(target)
-    except OSError:  # another process was first
-      if not target.exists():
-        raise
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory) as building:
+      complete = pathlib.Path(building) / "complete"
+      complete.mkdir()
+      for name, records in examples.items():
+        with (complete / f"{name}.jsonl").open("w") as file:
+          file.writelines(json.dumps(record) + "\n" for record in records)
+      (complete / "tokenizer.json").write_text(json.dumps(_tokenizer(words)))
+      try:
+        complete.rename(target)
+      except OSError:  # another process was first
+        if not target.exists():
+          raise
   return {
     "data.source": f"jsonl:{target}/train.jsonl",
     "data.validation_source": f"jsonl:{target}/validation.jsonl",

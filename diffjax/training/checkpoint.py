@@ -10,7 +10,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import shutil
 import time
@@ -26,8 +25,6 @@ from diffjax.config import Config, UserError
 from diffjax.parallel.processes import gather
 from diffjax.training import manifest
 
-# What Orbax calls the file of every step that holds our JSON.
-_METADATA = "_CHECKPOINT_METADATA"
 # Seconds that are spent, at most, on removing what a failed save goes on writing.
 _STRAGGLING = 5.0
 
@@ -142,7 +139,7 @@ class Checkpoints:
   def newest(self, before: int | None = None) -> int | None:
     """The newest step whose save is complete, and which is less than `before`; None if there is none. What it holds is not read."""
     self.wait()
-    return _newest(self._directory, before=before, only=_METADATA, quiet=True)[0]
+    return _newest(self._directory, before=before, only=manifest.METADATA, quiet=True)[0]
 
   def wait(self) -> None:
     """Returns once the last save is complete, its manifest included.
@@ -279,7 +276,7 @@ def latest_config(workdir: epath.PathLike) -> dict[str, Any] | None:
   """
   directory = manifest.checkpoint_directory(workdir)
   # Only the file with the config is checked, and read: restore will read everything, and say what it passes over.
-  step, _ = _newest(directory, only=_METADATA, quiet=True)
+  step, _ = _newest(directory, only=manifest.METADATA, quiet=True)
   if step is None:
     return None
   metadata = _read_metadata(directory / str(step))
@@ -307,9 +304,10 @@ def _complete_step(workdir: epath.PathLike, step: int | None) -> epath.Path:
 
 
 def _read_metadata(path: epath.Path) -> dict[str, Any]:
-  """What `save` was given beside the state: "data_state" and "config"."""
-  with _explained(path):
-    return json.loads((path / _METADATA).read_text())["custom_metadata"]
+  try:
+    return manifest.metadata(path)
+  except manifest.Damage as damage:
+    raise UserError(f"cannot read or write the checkpoint {path}: {damage}") from damage
 
 
 def _read_params(path: epath.Path, abstract_params: Any) -> Any:

@@ -25,6 +25,8 @@ from etils import epath
 from diffjax.config import UserError
 
 _MANIFEST = "manifest.json"
+# What Orbax calls the file of every step that holds our JSON.
+METADATA = "_CHECKPOINT_METADATA"
 BEST_METRIC = "validation/loss"
 # What Orbax calls a save until it is committed.
 _TEMPORARY = ".orbax-checkpoint-tmp"
@@ -100,6 +102,18 @@ def read(path: epath.Path, step: int) -> dict[str, Any]:
   if body["step"] != step:
     raise Damage(f"its {_MANIFEST} is of step {body['step']}")
   return body
+
+
+def metadata(path: epath.Path) -> dict[str, Any]:
+  """What a step was saved with beside its state: "data_state" and "config".
+
+  Raises:
+    Damage: if it cannot be read.
+  """
+  try:
+    return json.loads((path / METADATA).read_text())["custom_metadata"]
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise Damage(f"{METADATA} cannot be read: {error}") from error
 
 
 def verify(path: epath.Path, step: int, *, only: str | None = None, contents: bool = True) -> dict[str, Any]:

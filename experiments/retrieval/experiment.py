@@ -39,7 +39,6 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
 
   from diffjax.evals.attention import last_query
   from diffjax.model.decoder import logits
-  from diffjax.training import manifest
   from diffjax.training.trained import load
 
   trained = load(workdir)
@@ -57,7 +56,8 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
     return float(np.mean(np.concatenate([np.asarray(forward(params, part)) for part in np.split(tokens, 4)]) == wanted))
 
   curve = []
-  for step in manifest.steps(manifest.checkpoint_directory(workdir)):
+  steps = {*range(config.eval.interval, config.train.steps, config.eval.interval), config.train.steps}
+  for step in sorted(steps):  # not all there are: a run that was stopped saved one more
     params = load(workdir, step).params
     tokens, _, places = cells[_REFERENCE]
     weights = np.concatenate([np.asarray(looks(params, part), np.float64) for part in np.split(tokens, 4)])

@@ -28,7 +28,7 @@ def _points(results: Mapping[str, Any]) -> dict[str, Points]:
     tokens = config["train.steps"] * config["train.batch_size"] * config["data.length"]
     chosen = {"parameters": run["parameters"]} if times is None else {}
     chosen |= {"tokens": tokens} if size in measured_by_tokens else {}
-    for axis, x in chosen.items():
+    for axis, x in chosen.items() if run["results"][_LOSS] is not None else ():  # else it diverged, and its seed is left out
       points[axis].setdefault(architecture, {}).setdefault(x / 1e6, {})[run["seed"]] = run["results"][_LOSS]
   return points
 

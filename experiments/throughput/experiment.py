@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import pathlib
 import statistics
 import time
@@ -45,6 +46,8 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
 
   from diffjax.training.runtime import keep_freed_pages
 
+  if os.environ.get("NPROC"):
+    raise UserError("--side_by_side: runs that share a CPU's cores cannot be timed; measure one at a time")
   keep_freed_pages()
   twins = {name: from_config_dict(base.twin(to_config_dict(config), name)) for name in _ARCHITECTURES}
   limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")

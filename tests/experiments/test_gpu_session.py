@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from experiments import grid, launch, results
+from experiments import grid, results
 
 SCRIPT = grid.FOLDER / "gpu_session.sh"
 SMALL = {
@@ -19,7 +19,7 @@ RUNS = [f"{variant}@session/seed_{seed}" for seed in range(5) for variant in ("t
 
 
 def call(*args, code=0, **environment):
-  environment = {"PYTHON": sys.executable, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_NUM_CPU_DEVICES": "1", **environment}
+  environment = {"PYTHON": sys.executable, "ON_CPU": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_NUM_CPU_DEVICES": "1", **environment}
   result = subprocess.run(["bash", SCRIPT, *map(str, args)], env={**os.environ, **environment}, capture_output=True, text=True, timeout=900)
   assert result.returncode == code, result.stdout + result.stderr
   return result.stdout, result.stderr
@@ -52,7 +52,7 @@ def earlier(pack, fields, steps, names):
   entries = []
   for run in grid.expand("ablations", grid.load("ablations").grids["session"], changes):
     if run.name in names:
-      results.write_run(pack / "made", run, {}, {"validation/loss": 5.0 + run.seed}, 1.0, launch.Devices("gpu", "NVIDIA H200", 1, "0"))
+      results.write_run(pack / "made", run, {}, {"validation/loss": 5.0 + run.seed}, 1.0, "a machine")
       entries.append(results.read_run(pack / "made", run, {}, ()))
   results.write_folder(pack / "out/results.json", "ablations", "session", "transformer@session", entries)
 
@@ -65,6 +65,14 @@ def test_bad_input_is_one_line(tmp_path):
     (["run", tmp_path], f"error: {tmp_path} holds no rows; make them with experiments/gpu_session.sh pack {tmp_path}\n"),
   ):
     assert call(*args, code=1) == ("", message)
+
+
+def test_without_a_gpu_nothing_is_begun(tmp_path):
+  (tmp_path / "rows").mkdir()
+  (tmp_path / "rows/meta.json").write_text("{}")
+  (tmp_path / "wheels").mkdir()
+  out, errors = call("run", tmp_path, code=1, ON_CPU="", SCRATCH=str(tmp_path / "scratch"))
+  assert "devices:" in out and errors.endswith("error: JAX finds no GPU here; set ON_CPU=1 to go on without\n")
 
 
 @pytest.mark.slow

@@ -16,13 +16,19 @@ from experiments.launch import Devices, Launcher, Stopped, devices, environment
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
-def test_every_slot_has_devices_of_its_own():
-  gpus, tpus, cpu = Devices("gpu", "H100", 8, ""), Devices("tpu", "v5p", 4, ""), Devices("cpu", "cpu", 1, "")
+def test_every_slot_has_devices_of_its_own(monkeypatch):
+  for name in ("CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_DEVICES"):
+    monkeypatch.delenv(name, raising=False)
+  gpus, tpus, cpu = Devices("gpu", "H100", 8), Devices("tpu", "v5p", 4), Devices("cpu", "cpu", 1)
   assert environment(gpus, 0, 1) == {} and [environment(gpus, slot, 2) for slot in range(2)] == [
     {"CUDA_VISIBLE_DEVICES": "0,1,2,3"},
     {"CUDA_VISIBLE_DEVICES": "4,5,6,7"},
   ]
   assert [environment(tpus, slot, 4)["TPU_VISIBLE_DEVICES"] for slot in range(4)] == ["0", "1", "2", "3"]
+  monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+  assert [environment(Devices("gpu", "H100", 4), slot, 2)["CUDA_VISIBLE_DEVICES"] for slot in range(2)] == ["4,5", "6,7"], (
+    "not another user's"
+  )
   assert environment(cpu, 1, 2) == {"NPROC": str(max(1, (os.cpu_count() or 1) // 2))} and environment(cpu, 0, 1) == {}
   for found, slots in ((gpus, 3), (tpus, 2), (gpus, 16)):
     with pytest.raises(UserError, match=f"--side_by_side={slots}: there are {found.number} devices"):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import platform
 
 import numpy as np
@@ -9,12 +10,13 @@ import pytest
 import scipy.stats
 
 from diffjax.config import UserError
+from diffjax.training.checkpoint import Checkpoints
 from experiments import grid, results
 from experiments.grid import Experiment, Grid
 from experiments.launch import Devices
 
 EXPERIMENT = Experiment("?", {"cpu": Grid(("transformer", "diff"), "transformer", (0, 1, 2))}, {"loss": "validation/loss", "other": "x"})
-CPU = Devices("cpu", "a CPU", 1, "0")
+CPU = Devices("cpu", "a CPU", 1)
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def entries(runs, tmp_path):
   found = []
   for run in runs:
     loss = 2.0 - 0.1 * (run.variant == "diff") + 0.3 * run.seed + next(noise)
-    results.write_run(tmp_path / run.name, run, {"samples": 3}, {"validation/loss": loss}, 12.345, CPU)
+    results.write_run(tmp_path / run.name, run, {"samples": 3}, {"validation/loss": loss}, 12.345, results.machine(CPU, 1))
     found.append(results.read_run(tmp_path / run.name, run, {"samples": 3}, ()))
   return found
 
@@ -146,11 +148,109 @@ def test_the_summary_is_a_second_table(entries, tmp_path):
   assert lines[-5:] == ["", "| what | share | speed |", "|---|---|---|", "| a | 0.623 [0.5, 0.75] | 51,234 |", "| b | – | 0.0123 |"]
 
 
-def test_logs_count_when_they_have_come_to_the_end(tmp_path):
-  lines = [{"step": 1, "train/loss": 3.0}, {"step": 2, "train/loss": 2.0}]
-  (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-  assert results.logged(tmp_path, 2) is None and results.logged(tmp_path / "nothing", 2) is None
-  with (tmp_path / "metrics.jsonl").open("a") as file:
-    file.write(json.dumps({"step": 2, "validation/loss": 1.5}) + "\n")
-  assert results.logged(tmp_path, 2) == {"step": 2, "train/loss": 2.0, "validation/loss": 1.5}
-  assert results.logged(tmp_path, 3) is None
+def save(workdir, config, step, log_lines=()):
+  """A checkpoint without arrays to speak of, and a log."""
+  with Checkpoints(str(workdir), keep=9) as checkpoints:
+    checkpoints.save(step, {"params": np.zeros(1)}, data_state={"shares": [{}]}, config=config.to_dict())
+    checkpoints.wait()
+  with (workdir / "metrics.jsonl").open("a") as file:
+    file.writelines(line + "\n" for line in log_lines)
+
+
+def test_trained_is_what_has_logged_and_saved_its_last_step(runs, tmp_path):
+  """Neither does alone: the log says the last step's loss before that step is saved."""
+  config = grid.with_fields(runs[0], {"train.steps": 2, "optimizer.warmup_steps": 1}).config
+  lines = ['{"step": 1, "train/loss": 3.0}', '{"step": 2, "train/loss": 2.0}', '{"step": 2, "validation/loss": 1.5}', '{"step": 2, "val']
+  assert results.trained(tmp_path / "nothing", config, ()) is None
+  (tmp_path / "logged").mkdir()
+  (tmp_path / "logged/metrics.jsonl").write_text("\n".join(lines))
+  assert results.trained(tmp_path / "logged", config, ()) is None
+  save(tmp_path / "logged", config, 1)
+  assert results.trained(tmp_path / "logged", config, ()) is None
+  save(tmp_path / "logged", config, 2)
+  assert results.trained(tmp_path / "logged", config, ()) == {"step": 2, "train/loss": 2.0, "validation/loss": 1.5}
+  save(tmp_path / "saved", config, 2, lines[:2])
+  assert results.trained(tmp_path / "saved", config, ()) is None
+  (tmp_path / "logged/checkpoints/2/manifest.json").unlink()
+  assert results.trained(tmp_path / "logged", config, ()) is None
+
+
+def test_what_is_trained_with_another_config_is_refused(runs, tmp_path):
+  """To its end or not; where data lies and what a run starts from are not asked here."""
+  config = grid.with_fields(runs[0], {"train.steps": 2, "optimizer.warmup_steps": 1}).config
+  end = '{"step": 2, "validation/loss": 1.5}'
+  save(tmp_path, config, 1, [end])
+  change = lambda **fields: grid._with_fields(config.to_dict(), {name.replace("__", "."): value for name, value in fields.items()})
+  for step in (1, 2):
+    with pytest.raises(UserError, match="holds a run of another config: optimizer.learning_rate is 0.003 there and 0.01 now; choose"):
+      results.trained(tmp_path, change(optimizer__learning_rate=0.01), ())
+    with pytest.raises(UserError, match="train.steps is 2 there and 3 now"):
+      results.trained(tmp_path, change(train__steps=3), ())
+    other = change(data__source="text:x", train__init_from="elsewhere", mesh__fsdp=1, data__num_workers=3)
+    assert (results.trained(tmp_path, other, ("data.source",)) is None) == (step == 1)
+    save(tmp_path, config, 2)
+
+
+def test_a_field_that_is_newer_than_the_results_counts_as_its_default(entries, runs):
+  entry = {**entries[0], "config": {field: value for field, value in entries[0]["config"].items() if field != "model.remat"}}
+  results._check(pathlib.Path("x"), entry, runs[0], {"samples": 3}, ())
+  with pytest.raises(UserError, match="model.remat is 'none' there and 'full' now"):
+    results._check(pathlib.Path("x"), entry, changed(runs[0], "model.remat", "full"), {"samples": 3}, ())
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "3", '{"name": "diff/seed_0"}'])
+def test_files_that_are_not_ours_are_named(runs, tmp_path, text):
+  (tmp_path / "result.json").write_text(text)
+  (tmp_path / "results.json").write_text(text)
+  with pytest.raises(UserError, match="result.json: cannot be read .*; delete it, and run again"):
+    results.read_run(tmp_path, runs[0], {}, ())
+  with pytest.raises(UserError, match="results.json: cannot be read .*; delete it, and run again"):
+    results.read_folder(tmp_path / "results.json", "ablations", "cpu", runs, {}, ())
+
+
+def test_a_run_that_diverged_leaves_no_interval(entries, tmp_path):
+  """It would else be forgotten, and the others look better than they are."""
+  entries[3] = {**entries[3], "results": {"validation/loss": None}}
+  found = results.write_folder(tmp_path / "results.json", "ablations", "cpu", "transformer", entries)
+  assert entries[3]["name"] == "diff/seed_1" and results.difference(found, "diff", "validation/loss") is None
+  assert " (2 of 3) |" in results.table(EXPERIMENT, found).splitlines()[-1]
+
+
+def test_different_texts_are_not_compared(entries):
+  """The standard library's, which is another one in every Python."""
+  results.check_text(entries)
+  results.check_text(entries, entries[0]["versions"]["python"])
+  results.check_text([], "3.99")
+  with pytest.raises(UserError, match=r"runs on data.source = stdlib under Python .*3.99.* cannot be compared"):
+    results.check_text(entries, "3.99")
+  other = [{**entries[0], "versions": {"python": "3.99"}}, *entries[1:]]
+  with pytest.raises(UserError, match="cannot be compared"):
+    results.check_text(other)
+  results.check_text([{**entry, "config": {"data.source": "text:x"}} for entry in other])
+
+
+def test_a_machine_is_what_a_run_has_of_it():
+  cpus = os.cpu_count() or 1
+  assert results.machine(Devices("gpu", "H100", 8), 8).startswith(f"1 × H100 (gpu), {max(1, cpus // 8)} × ")
+  assert results.machine(Devices("gpu", "H100", 8), 1) == f"8 × H100 (gpu), {cpus} × {results.processor()}"
+  assert results.machine(CPU, 2).startswith("1 × a CPU (cpu), ")
+
+
+def numbers(rows):
+  cells = [cell for row in rows for cell in row.values()]
+  return [value for cell in cells for value in (cell if isinstance(cell, (list, tuple)) else [cell]) if isinstance(value, (int, float))]
+
+
+@pytest.mark.parametrize("name", grid.names())
+def test_committed_results_are_those_of_the_grid_as_it_is(name, tmp_path):
+  """Else the command in the README would refuse its own folder. And the table is made of them."""
+  experiment, folder = grid.load(name), grid.FOLDER / name
+  runs = grid.expand(name, experiment.grids["cpu"], {})
+  places = tuple(experiment.prepare(tmp_path, runs[0].config)) if experiment.prepare else ()
+  kept = results.read_folder(folder / "results.json", name, "cpu", runs, experiment.task, places)
+  assert list(kept) == [run.name for run in runs]
+  results.check_text(kept.values())
+  found = json.loads((folder / "results.json").read_text())
+  assert results.table(experiment, found) == (folder / "table.md").read_text()
+  if experiment.summarise:
+    assert numbers(experiment.summarise(found)) == pytest.approx(numbers(found["summary"]), rel=1e-3)

@@ -1,10 +1,16 @@
 """Associative recall: what is asked for stands where the example says, once, and data and questions are as training sees them."""
 
+import concurrent.futures
+import pathlib
+
 import numpy as np
 import pytest
 
+from diffjax.config import UserError
 from diffjax.data import pipeline
 from diffjax.data.tokenizer import load_tokenizer
+from diffjax.training.checkpoint import Checkpoints
+from diffjax.training.trained import load
 from experiments import grid, results
 from experiments.retrieval import experiment, task
 
@@ -41,6 +47,37 @@ def test_shares_of_a_known_attention():
   found = experiment._shares(weights, np.array([2, 3]))
   assert found["answer_signed"] == pytest.approx(1.2 / 1.6) and found["noise_signed"] == pytest.approx(-0.2 / 1.6)
   assert found["answer_absolute"] == pytest.approx(1.2 / 2.0) and found["noise_absolute"] == pytest.approx(0.2 / 2.0)
+
+
+def test_a_run_that_was_stopped_is_measured_as_others(make_workdir, tmp_path):
+  """It has a checkpoint more, of the step in hand; one that lacks a checkpoint is not measured."""
+  run = grid.expand("retrieval", grid.Grid(("diff",), "diff"), {})[0]
+  fields = {"data.tokenizer": task.write(tmp_path / "words", 4, task.Training())["data.tokenizer"]}
+  fields |= {"train.steps": 5, "eval.interval": 2, "optimizer.warmup_steps": 1}
+  workdir, config = make_workdir("run", run.config, fields)
+  params = load(workdir).params
+  with Checkpoints(workdir, keep=9) as checkpoints:
+    for step in (2, 3, 4, 5):
+      if step == 5:
+        checkpoints.wait()
+        with pytest.raises(UserError, match="no complete checkpoint of step 5"):
+          experiment.measure(workdir, config)
+      checkpoints.save(step, {"params": params}, data_state={}, config=config.to_dict())
+      checkpoints.wait()
+  found = experiment.measure(workdir, config)
+  assert [row["step"] for row in found["curve"]] == [2, 4, 5] and len(found["grid"]) == len(experiment._CELLS)
+
+
+def test_data_is_written_whole_by_whoever_is_first(tmp_path):
+  """Also beside what a killed process left, and with others at the same time."""
+  wanted = task.write(tmp_path / "alone", 40, task.Training())
+  (tmp_path / "several").mkdir()
+  with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    found = list(pool.map(lambda _: task.write(tmp_path / "several", 40, task.Training()), range(4)))
+  assert [path.name for path in (tmp_path / "several").iterdir()] == [pathlib.Path(wanted["data.tokenizer"]).parent.name]
+  for field in wanted:
+    one, other = (pathlib.Path(places[field].removeprefix("jsonl:")) for places in (wanted, found[0]))
+    assert one.read_bytes() == other.read_bytes() and all(places == found[0] for places in found)
 
 
 def test_training_learns_the_words_after_the_question(tmp_path):

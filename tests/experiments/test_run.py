@@ -68,6 +68,10 @@ def test_ablations_at_two_steps_and_again(places):
   assert (
     len(errors.splitlines()) == 1 and "holds results of another config" in errors and "train.batch_size is 4 there and 16 now" in errors
   )
+  for path in (directory / "runs/ablations/cpu/diff/seed_0/result.json", directory / "out/results.json"):
+    path.unlink(missing_ok=True)
+  _, errors = run("ablations", *flags[:-1], "--only=diff/seed_0", code=1)
+  assert "diff/seed_0 holds a run of another config" in errors and "train.batch_size is 4 there and 16 now" in errors
 
 
 def test_a_run_that_was_stopped_goes_on(places):
@@ -91,11 +95,12 @@ def test_a_run_that_was_stopped_goes_on(places):
   out, errors = process.communicate(timeout=120)
   assert process.returncode == 130 and "SIGTERM: saving" in errors and "error: interrupted" in errors, errors
   steps = [json.loads(line)["step"] for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-  assert 5 <= steps[-1] < 600 and not (workdir / "result.json").exists() and not (directory / "stopped_out").exists()
+  assert 5 <= steps[-1] < 600 and not (workdir / "result.json").exists() and not list((directory / "stopped_out").glob("*"))
+  spent = json.loads((workdir / "spent.json").read_text())["seconds"]
   out, errors = run("ablations", *flags)
   assert f"resuming from step {steps[-1]}" in errors and "(1 of 65 runs)" in out
   result = json.loads((workdir / "result.json").read_text())
-  assert result["config"]["train"]["steps"] == 600 and result["seconds"] > 0
+  assert result["config"]["train"]["steps"] == 600 and result["seconds"] > spent + 1 > 2, "both starts"
 
 
 def test_retrieval_at_two_steps(places):
@@ -125,9 +130,14 @@ def test_bad_input_is_one_line(tmp_path):
     (["ablations", "--slice=2/2"], 1, "error: --slice=2/2: must be INDEX/COUNT"),
     (["ablations", "--set=train.step=3"], 1, "error: config.train.step is not a config field: did you mean train.steps?"),
     (["ablations", "--set=train"], 1, "error: --set=train: must be FIELD=VALUE"),
+    (["ablations", "--set=data.seed=7"], 1, "error: --set=data.seed: seeds are the grid's, 0, 1, 2, 3, 4; --only='*/seed_0' chooses one"),
+    (["ablations", "--workdir=gs://bucket/runs"], 1, "error: --workdir=gs://bucket/runs: must be a local directory"),
+    (["ablations", "--grid=gpu", "--workdir=/proc/nowhere"], 1, "error: cannot write in /proc/nowhere/ablations/gpu: No such"),
+    (["throughput", "--cost"], 1, "error: throughput trains nothing"),
     (["ablations", "--aot=v5e:3x3"], 1, "error: transformer: --topology=v5e:3x3: there is no such slice"),
     (["ablations", "--steps=0"], 2, "error: flag --steps=0"),
     (["ablations", "banana"], 2, "error: unexpected argument 'banana'"),
+    (["--only=diff", "banana"], 1, "error: there is no experiment 'banana'"),
   ):
     _, errors = run(*args, f"--out={tmp_path}", code=code)
     assert errors.startswith(message) and len(errors.splitlines()) == 1, errors
@@ -142,6 +152,16 @@ def test_costs_and_commands_are_printed():
     "-m diffjax.train --config=experiments/ablations/config.py:diff --workdir=/runs/ablations/cpu/diff/seed_3 "
     "--config.train.seed=3 --config.data.seed=3\n"
   )
+
+
+def test_a_changed_grid_lies_apart():
+  """So that it is neither taken for the grid as it is nor refused by its results; where data lies is no change."""
+  places = []
+  for flags in ([], ["--set=mesh.fsdp=1"], ["--steps=2"], ["--steps=2", "--set=eval.rows=8"]):
+    out, _ = run("ablations", "--print", "--only=diff/seed_0", *flags)
+    places.append(re.search(r"--workdir=(\S+)/ablations/cpu/diff/seed_0", out)[1].rpartition("/runs/")[2])
+  assert places[:2] == ["experiments"] * 2 and len(set(places[1:])) == 3
+  assert all(re.fullmatch(r"experiments_[0-9a-f]{8}", place) for place in places[2:])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler, libtpu, is not installed")
@@ -169,10 +189,10 @@ def test_every_grid_at_two_steps(places, tmp_path, name):
     *flags,
     "--steps=2",
     f"--only={','.join(each.name for each in chosen)}",
-    "--side_by_side=2",
+    f"--side_by_side={1 if name == 'throughput' else 2}",
     f"--workdir={tmp_path}",
-    f"--out={tmp_path}/out",
     "--set=eval.rows=8",
     "--set=train.batch_size=4",
   )
-  assert f"({len(chosen)} of {len(runs)} runs)" in out and all(f"| {each.variant} |" in out for each in chosen)
+  assert f"{tmp_path}/{name}/cpu: results.json, table.md" in out and f"({len(chosen)} of {len(runs)} runs)" in out
+  assert all(f"| {each.variant} |" in out for each in chosen)

@@ -8,7 +8,6 @@ import pytest
 from diffjax.config import UserError
 from diffjax.training.flops import parameter_count
 from experiments import grid, results
-from experiments.launch import Devices
 from experiments.scaling import experiment
 from experiments.scaling.config import ARCHITECTURES, PAPER, SMALL, get_config, parts
 from experiments.scaling.fit import fit, interval
@@ -63,7 +62,7 @@ def made_up(tmp_path, seeds, only=lambda run: True):
       if times is None and "0.1m" in run.variant:
         loss = 0.7 + law(1.0, share, 0.0)  # on both axes
       loss += 0.05 * run.seed + rng.normal(0, 0.002)
-      results.write_run(tmp_path / run.name, run, {}, {"validation/loss": loss}, 1.0, Devices("cpu", "a CPU", 1, "0"))
+      results.write_run(tmp_path / run.name, run, {}, {"validation/loss": loss}, 1.0, "a machine")
       entries.append(results.read_run(tmp_path / run.name, run, {}, ()))
   return results.write_folder(tmp_path / "results.json", "scaling", "cpu", chosen.baseline, entries, experiment.summarise)
 

@@ -12,7 +12,6 @@ from diffjax.parallel.mesh import make_mesh
 from diffjax.training.flops import parameter_count
 from diffjax.training.step import make_eval_step
 from experiments import grid, results
-from experiments.launch import Devices
 from experiments.throughput import experiment
 from experiments.throughput.config import get_config
 
@@ -79,6 +78,12 @@ def test_a_device_of_little_memory(small, tmp_path, monkeypatch):
     experiment.measure(str(tmp_path), small.config)
 
 
+def test_times_of_processes_that_share_a_cpu_are_refused(monkeypatch):
+  monkeypatch.setenv("NPROC", "1")
+  with pytest.raises(UserError, match="cannot be timed; measure one at a time"):
+    experiment.measure("", from_config_dict(get_config("tiny@256")))
+
+
 def test_shapes():
   config = from_config_dict(get_config("13b@2k"))
   assert (config.model.num_layers, config.data.length, config.train.batch_size) == (40, 2048, 4)
@@ -106,7 +111,7 @@ def test_the_table_stands_beside_the_papers(tmp_path):
     speed["diff_v2"] = speed["transformer"]
     ratios = {"diff_forward": 0.92, "diff_both": 0.9286, "diff_v2_forward": 1.0, "diff_v2_both": 1.0}
     found = {"layers": 20, "tokens_per_second": speed, **ratios}
-    results.write_run(tmp_path / run.name, run, {}, found, 1.0, Devices("gpu", "a GPU", 1, "0"))
+    results.write_run(tmp_path / run.name, run, {}, found, 1.0, "a machine")
     entries.append(results.read_run(tmp_path / run.name, run, {}, ()))
   stored = results.write_folder(tmp_path / "results.json", "throughput", "gpu", runs[0].variant, entries, experiment.summarise)
   lines = [line for line in results.table(experiment.EXPERIMENT, stored).splitlines() if "of" in line]
