@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -246,11 +247,20 @@ def _prepare(target: Target, config: DataConfig, workers: int) -> None:
   say(f"{target.spec}: prepared in {seconds:.1f} s ({tokens / seconds / 1e6:.2f} M tokens/s)")
 
 
+def _temporary(path: str) -> str:
+  """Where this process writes a file until it is whole: several hosts may prepare the same rows in one place."""
+  return f"{path}.{os.getpid()}.{_host()}.tmp"
+
+
+def _host() -> str:
+  return socket.gethostname().replace(".", "-")
+
+
 def _remove_leftovers(directory: str) -> None:
-  """Removes what killed processes left half written."""
-  for path in glob.glob(os.path.join(glob.escape(directory), "*.tmp")):
+  """Removes what killed processes of this host left half written."""
+  for path in glob.glob(os.path.join(glob.escape(directory), f"*.{glob.escape(_host())}.tmp")):
     try:
-      os.kill(int(path.split(".")[-2]), 0)
+      os.kill(int(path.split(".")[-3]), 0)
     except ProcessLookupError:
       os.remove(path)
     except (ValueError, OSError):  # another user's process, or no file of ours
@@ -258,7 +268,7 @@ def _remove_leftovers(directory: str) -> None:
 
 
 def _write_json(path: str, value: Any) -> None:
-  temporary = f"{path}.{os.getpid()}.tmp"
+  temporary = _temporary(path)
   with open(temporary, "w") as file:
     json.dump(value, file, indent=2)
   os.replace(temporary, path)
@@ -332,7 +342,7 @@ def _write_shard(shard: _Shard, config: DataConfig, counter: _Counter) -> None:
   parts = grain.MapDataset.source(source.parts[shard.start : shard.stop]).to_iter_dataset(grain.ReadOptions(num_threads=0))
   documents = packing.Documents(parts, read, len(source.parts), shard.spec)
   counts = packing.ExampleCounts(config.length)
-  temporary = f"{shard.path}.{os.getpid()}.tmp"
+  temporary = _temporary(shard.path)
   writer = array_record_module.ArrayRecordWriter(temporary, "group_size:1")
   try:
     uncounted = 0

@@ -114,6 +114,21 @@ def test_killed_and_started_again(many_files, tmp_path, workers):
   assert content(directory) == content(whole)
 
 
+def test_what_others_are_writing_stays(tmp_path, monkeypatch):
+  """What a killed process of this host left goes; what a live one, or any of another host, is writing does not."""
+  dead = subprocess.Popen([sys.executable, "-c", ""])
+  dead.wait()
+  files = {}
+  for host, pid in (("here", dead.pid), ("here", os.getpid()), ("there.example", dead.pid)):
+    monkeypatch.setattr(prepared.socket, "gethostname", lambda host=host: host)
+    monkeypatch.setattr(prepared.os, "getpid", lambda pid=pid: pid)
+    files[host, pid] = prepared._temporary(str(tmp_path / "meta.json"))
+    open(files[host, pid], "w").close()
+  monkeypatch.setattr(prepared.socket, "gethostname", lambda: "here")
+  prepared._remove_leftovers(str(tmp_path))
+  assert not os.path.exists(files.pop(("here", dead.pid))) and len(files) == 2 and all(map(os.path.exists, files.values()))
+
+
 def test_a_second_time_nothing_is_written(make_config, capsys):
   config = make_config().data
   (target,) = prepared.prepare(config, 1)
