@@ -1,4 +1,4 @@
-"""Small models for associative recall: VARIANT is diff, transformer, transformer_norm, diff_v2 or diff_without_norm.
+"""Small models for associative recall: VARIANT is diff, transformer, transformer_wide, transformer_norm, diff_v2 or diff_without_norm.
 
 The data is written by the runner (`python -m experiments.run retrieval`), which sets data.source, validation_source and tokenizer.
 """

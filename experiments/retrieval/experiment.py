@@ -24,7 +24,7 @@ _SEED = 1_000
 # The paper's needles: N of them in a text, R asked for; 50 prompts for each of five depths; at most 4K tokens
 _PAIRS = ("1/1", "2/2", "4/2", "6/2")
 _PROMPTS = 50
-_VARIANTS = ("transformer", "transformer_norm", "diff_without_norm", "diff", "diff_v2")
+_VARIANTS = ("transformer", "transformer_wide", "transformer_norm", "diff_without_norm", "diff", "diff_v2")
 
 
 def prepare(directory: pathlib.Path, config: Config) -> Mapping[str, str]:

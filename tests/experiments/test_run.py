@@ -111,7 +111,7 @@ def test_retrieval_at_two_steps(places):
     _, errors = run("retrieval", *flags, f"--slice={index}/2")
     assert "1 of 1 runs to do" in errors and "this slice is done" in errors
   out, errors = run("retrieval", *flags)
-  assert "0 of 2 runs to do" in errors and "(2 of 25 runs)" in out
+  assert "0 of 2 runs to do" in errors and "(2 of 30 runs)" in out
   found = json.loads((directory / "retrieval/results.json").read_text())
   assert found["task"]["samples"] == 200 and "data.source" not in found["config"]
   for each in found["runs"]:
