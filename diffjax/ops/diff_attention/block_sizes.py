@@ -124,18 +124,22 @@ def known(generation: str) -> str:
 
 
 def footprint(direction: str, blocks: Blocks, D: int, V: int, G: int, itemsize: int) -> int:
-  """Vector memory of a kernel, bytes: what is loaded and stored is there twice, for while one block is worked on the next one comes."""
+  """Vector memory of a kernel, bytes: what is loaded and stored is there twice, for while one block is worked on the next one comes.
+
+  With segment ids, a column of which is kept, and the backward kernel's dK and dV in float32, as where it takes several calls.
+  """
   D, V = _lanes(D), _lanes(V)
   rows, keys = blocks.q, blocks.kv
   vectors = 8 * 4 * (4 * rows + keys)  # λ, log-sum-exps, deltas and ids fill a register's eight rows
   subtile = 4 * blocks.q_inner * blocks.kv_inner
+  column = 4 * _LANES * (rows if direction == "forward" else keys)
   queries, values = G * rows * D, rows * V
   loaded = itemsize * (queries + keys * (G * D + V))
   if direction == "forward":
-    return 2 * (loaded + vectors + itemsize * G * values) + 4 * G * (2 * rows * _LANES + values) + 4 * subtile
-  stored = itemsize * (keys * (G * D + V) + G * blocks.resident * D)
+    return 2 * (loaded + vectors + itemsize * G * values) + 4 * G * (2 * rows * _LANES + values) + column + 4 * subtile
+  stored = 4 * keys * (G * D + V) + itemsize * G * blocks.resident * D
   summed = 4 * (keys * (G * D + V) + G * blocks.resident * D)
-  return 2 * (loaded + vectors + itemsize * values + stored) + summed + 6 * subtile
+  return 2 * (loaded + vectors + itemsize * values + stored) + summed + column + 6 * subtile
 
 
 def _lanes(width: int) -> int:
