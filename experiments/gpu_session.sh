@@ -53,7 +53,8 @@ run() {
   export XDG_CACHE_HOME=$SCRATCH/cache PYTHONUNBUFFERED=1 PYTHONPATH=$SCRATCH/site:$PWD${PYTHONPATH:+:$PYTHONPATH}
   install_packages
   "$PYTHON" -c 'import diffjax.training.loop, experiments.run, jax; print("devices:", *jax.devices(), flush=True)' # what lacks is said here
-  [ -n "${ON_CPU:-}" ] || [ "$("$PYTHON" -c 'import jax; print(jax.default_backend())')" != cpu ] || fail "JAX finds no GPU here; set ON_CPU=1 to go on without"
+  [ -n "${ON_CPU:-}" ] || [ "$("$PYTHON" -c 'import jax; print(jax.default_backend())')" != cpu ] ||
+    fail "JAX finds no GPU here; set ON_CPU=1 to go on without"
   local experiment=(
     "$PYTHON" -m experiments.run ablations --grid=session "--workdir=$SCRATCH/runs" "--out=$DIR/out" "--set=data.prepared_dir=$DIR/rows"
     "--set=data.tokenizer=$DIR/tokenizer/tokenizer.json" "$@"
@@ -117,7 +118,7 @@ collect() {
   "$PYTHON" - "$SCRATCH/runs/ablations/session" "$DIR/out/curves.jsonl" << 'END'
 import json, pathlib, sys
 
-runs, curves = map(pathlib.Path, sys.argv[1:])
+
 def read(log):
   for line in log.read_text().splitlines():
     try:
@@ -126,6 +127,7 @@ def read(log):
       continue
 
 
+runs, curves = map(pathlib.Path, sys.argv[1:])
 lines = [*read(curves)] if curves.exists() else []
 there = {line["run"] for line in lines}
 for result in sorted(runs.glob("*/*/result.json")):

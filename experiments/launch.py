@@ -51,12 +51,13 @@ def environment(found: Devices, slot: int, slots: int) -> dict[str, str]:
   if found.number % slots or (found.backend == "tpu" and found.number != slots):
     fit = "1 or as many as there are" if found.backend == "tpu" else "a divisor of their number"
     raise UserError(f"--side_by_side={slots}: there are {found.number} devices ({found.kind}); choose {fit}")
-  name, more = "CUDA_VISIBLE_DEVICES", {}
-  if found.backend == "tpu":
-    name, more = "TPU_VISIBLE_DEVICES", {name: "1,1,1" for name in ("TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_PROCESS_BOUNDS")}
+  name = "CUDA_VISIBLE_DEVICES" if found.backend == "gpu" else "TPU_VISIBLE_DEVICES"
   visible = os.environ[name].split(",") if os.environ.get(name) else [str(index) for index in range(found.number)]
   share = found.number // slots
-  return {name: ",".join(visible[slot * share : (slot + 1) * share]), **more}
+  chosen = {name: ",".join(visible[slot * share : (slot + 1) * share])}
+  if found.backend == "tpu":
+    chosen |= {"TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1", "TPU_PROCESS_BOUNDS": "1,1,1"}
+  return chosen
 
 
 class Stopped(Exception):

@@ -121,7 +121,7 @@ def read_run(workdir: pathlib.Path, run: Run, task: Mapping[str, Any], places: I
     UserError: if another run of that name has been made there.
   """
   path = workdir / "result.json"
-  entry = read(path, "name", "variant", "seed", "parameters", "task", "config", "results")
+  entry = read(path, "name", "variant", "seed", "versions", "parameters", "task", "config", "results")
   if entry is None:
     return None
   entry["config"] = comparable(entry["config"], places)
@@ -267,7 +267,7 @@ def _baseline(results: Mapping[str, Any], variant: str) -> str:
 
 
 def _count(results: Mapping[str, Any], name: str, variant: str) -> str:
-  """ " (4 of 5)" if only four of a variant's five runs have a number; else ""."""
+  """What is said beside a mean that not all runs of a variant have a part in: " (4 of 5)"; else nothing."""
   there, runs = len(values(results, variant, name)), sum(run["variant"] == variant for run in results["runs"])
   return f" ({there} of {runs})" if 0 < there < runs else ""
 

@@ -99,14 +99,11 @@ def _main(name: str) -> None:
   read = lambda run: results.read_run(base / run.name, run, experiment.task, places)
   own_text = not everything[0].config.data.prepared_dir  # else rows that were brought along
   missing = [run for run in chosen if run.name not in kept and read(run) is None]
-  for flag, directory in ((_WORKDIR, base), (_OUT, out)) if missing else ():  # now, not after hours
-    try:
-      directory.mkdir(parents=True, exist_ok=True)
-      tempfile.TemporaryFile(dir=directory).close()
-    except OSError as error:
-      raise UserError(f"cannot write in {directory}: {error.strerror}; choose another place with --{flag.name}=DIR") from error
-  if missing and own_text:
-    results.check_text(kept.values(), platform.python_version())
+  if missing:  # what would stop it after hours
+    if own_text:
+      results.check_text(kept.values(), platform.python_version())
+    _check_writable(_WORKDIR.name, base)
+    _check_writable(_OUT.name, out)
   say(f"{name}, grid {_GRID.value}: {len(missing)} of {len(chosen)} runs to do, in {base}; results in {out}")
   if missing:
     _do(name, experiment, missing, places)
@@ -125,6 +122,14 @@ def _main(name: str) -> None:
     experiment.plot(found, out / "plot.png")
     written.append("plot.png")
   print(f"{text}\n{out}: {', '.join(written)} ({len(entries)} of {len(everything)} runs)")
+
+
+def _check_writable(flag: str, directory: pathlib.Path) -> None:
+  try:
+    directory.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=directory).close()
+  except OSError as error:
+    raise UserError(f"cannot write in {directory}: {error.strerror}; choose another place with --{flag}=DIR") from error
 
 
 def _changes() -> dict[str, object]:

@@ -87,23 +87,13 @@ def test_readme_training_line(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
-@pytest.mark.parametrize("arguments", ["--times=20", "--times=5 --mode=streamed", "--times=4 --steps=60 --processes=2"])
-def test_kills_change_nothing(arguments):
-  """SIGKILL at random moments; the full measurement is in the README."""
-  result = _benchmark("kill", *arguments.split())
+@pytest.mark.parametrize(
+  "command", ["kill --times=20", "kill --times=5 --mode=streamed", "kill --times=4 --steps=60 --processes=2", "growth --batch_size=2"]
+)
+def test_reliability_commands(command):
+  """SIGKILL at random moments changes nothing, and memory does not grow; the full measurements are in the README."""
+  module, *arguments = command.split()
+  result = subprocess.run(
+    [sys.executable, "-m", f"benchmarks.{module}", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=1200
+  )
   assert result.returncode == 0, result.stdout + result.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("optimised")
-def test_memory_does_not_grow():
-  """Or once, in one of two runs: the allocator places a block of temporaries anew in some, by up to 8% (README). A leak is in both."""
-  results = []
-  while not results or (results[-1].returncode and len(results) < 2):
-    results.append(_benchmark("growth", "--batch_size=2"))
-  assert results[-1].returncode == 0, "".join(result.stdout + result.stderr for result in results)
-
-
-def _benchmark(module, *arguments):
-  command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
-  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)

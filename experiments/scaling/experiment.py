@@ -20,7 +20,8 @@ Points = dict[str, dict[float, dict[int, float]]]  # by architecture, size and s
 
 def _points(results: Mapping[str, Any]) -> dict[str, Points]:
   """Losses against parameters, of runs of the same number of tokens, and against tokens (both in millions), of runs of one size."""
-  runs = [(*parts(run["variant"]), run) for run in results["runs"]]
+  # One that diverged has no loss, and its seed is left out
+  runs = [(*parts(run["variant"]), run) for run in results["runs"] if run["results"][_LOSS] is not None]
   measured_by_tokens = {size for _, size, times, _ in runs if times is not None}
   points: dict[str, Points] = {"parameters": {}, "tokens": {}}
   for architecture, size, times, run in runs:
@@ -28,7 +29,7 @@ def _points(results: Mapping[str, Any]) -> dict[str, Points]:
     tokens = config["train.steps"] * config["train.batch_size"] * config["data.length"]
     chosen = {"parameters": run["parameters"]} if times is None else {}
     chosen |= {"tokens": tokens} if size in measured_by_tokens else {}
-    for axis, x in chosen.items() if run["results"][_LOSS] is not None else ():  # else it diverged, and its seed is left out
+    for axis, x in chosen.items():
       points[axis].setdefault(architecture, {}).setdefault(x / 1e6, {})[run["seed"]] = run["results"][_LOSS]
   return points
 
