@@ -23,7 +23,7 @@ from orbax.checkpoint import v1 as ocp
 
 from diffjax.config import Config, UserError
 from diffjax.parallel.processes import gather
-from diffjax.training import manifest
+from diffjax.training import manifest, runtime
 
 # Seconds that are spent, at most, on removing what a failed save goes on writing.
 _STRAGGLING = 5.0
@@ -110,6 +110,7 @@ class Checkpoints:
     except _FAILURES as error:
       finish = functools.partial(_raise, error)
     self._pending = self._worker.submit(self._complete, finish, step, dict(metrics or {}))
+    self._worker.submit(runtime.give_back_freed_pages)  # as soon as nothing holds the copies that were saved
     return True
 
   def restore(self, abstract_state: Any) -> Restored | None:
@@ -187,6 +188,7 @@ class Checkpoints:
     if problem := gather(problem)[0]:
       raise OSError(problem)
 
+  @runtime.freed_pages_not_kept()
   def _complete(self, finish: Callable[[], Any], step: int, metrics: dict[str, float]) -> None:
     """In the worker: the end of the save, then the manifest, then the pruning, so that a kill at any moment leaves a complete step."""
     path = self._directory / str(step)

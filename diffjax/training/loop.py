@@ -28,6 +28,7 @@ from diffjax.model.sampler import Sampler
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.parallel.mesh import batch_share, make_mesh, put_batch
 from diffjax.parallel.processes import Agreement, check_same, gather
+from diffjax.training import runtime
 from diffjax.training.checkpoint import Checkpoints, check_resume, latest_config, load_params
 from diffjax.training.lock import lock
 from diffjax.training.metrics import Metrics, Progress, plot_losses
@@ -69,9 +70,10 @@ def _train(config: Config, workdir: str, held: contextlib.ExitStack) -> None:
   train_step, eval_step = make_train_step(config, mesh, abstract_state), make_eval_step(config, mesh)
   if jax.process_count() > 1 and config.data.mode == "prepared":
     check_prepared(config.data)  # also if all of them feed the same rows
-  batches = training_batches(config, **processes)
-  held.callback(batches.close)
-  held_out = validation_batches(config, config.train.batch_size // config.train.accumulation, **processes)
+  with runtime.freed_pages_not_kept():  # decompressors that are let go after a minute, amid the steps' temporaries
+    batches = training_batches(config, **processes)
+    held.callback(batches.close)
+    held_out = validation_batches(config, config.train.batch_size // config.train.accumulation, **processes)
   if is_first:
     held.enter_context(lock(workdir))  # before the first write, after what a wrong config is refused for
   checkpoints = Checkpoints(workdir, keep=config.train.keep_checkpoints)

@@ -7,11 +7,16 @@ import contextlib
 import ctypes
 import hashlib
 import platform
+from collections.abc import Iterator
 
 import jax
 from etils import epath
 
 from diffjax.data.cache import cache_directory
+
+# glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
+_libc: ctypes.CDLL | None = None  # once freed pages are kept
 
 
 def keep_compiled_programs() -> None:
@@ -35,17 +40,50 @@ def keep_freed_pages() -> None:
   """On CPU: what is freed stays with the process, for the next step. To be called before JAX makes its backend.
 
   XLA allocates its temporaries anew at every call on CPU. Left alone, glibc maps and unmaps them, and the kernel clears fresh pages at
-  every step, which took a third of tiny's time. So glibc is told never to give memory back (M_TRIM_THRESHOLD = −1, M_MMAP_THRESHOLD = −3),
-  and programs run in the thread that calls them, since glibc keeps large blocks in the main thread's arena alone. All other threads share
-  one arena (M_ARENA_MAX = −8): with one each, the short-lived threads of every checkpoint left 15 MiB of other pages behind. On other
-  devices nothing changes; with another C library only the thread does.
+  every step, which took a third of tiny's time. So glibc is told never to give memory back, and programs run in the thread that calls
+  them, since glibc keeps large blocks in the main thread's arena alone. Every other thread has an arena of its own: one that shares the
+  main thread's cuts the temporaries' place into pieces, and they are placed anew, on other pages. On other devices nothing changes; with
+  another C library only the thread does.
   """
+  global _libc
   jax.config.update("jax_cpu_enable_async_dispatch", False)
   if platform.libc_ver()[0] == "glibc":
-    libc = ctypes.CDLL(None)
-    libc.mallopt(-1, 2**31 - 1)
-    libc.mallopt(-3, 2**30)
-    libc.mallopt(-8, 2)
+    _libc = ctypes.CDLL(None)
+    _libc.mallopt(_M_ARENA_MAX, 4096)
+    _libc.mallopt(_M_MMAP_THRESHOLD, 2**20)
+    _keep_freed_pages(_libc)
+
+
+@contextlib.contextmanager
+def freed_pages_not_kept() -> Iterator[None]:
+  """What is freed while it lasts goes back to the system at once: for what a run does once, or now and then.
+
+  The threads that write a checkpoint would leave their buffers' pages behind, in other arenas every time. Without `keep_freed_pages`
+  nothing changes.
+  """
+  if _libc is None:
+    yield
+    return
+  _libc.mallopt(_M_MMAP_MAX, 2**16)
+  _libc.mallopt(_M_TRIM_THRESHOLD, 2**20)
+  try:
+    yield
+  finally:
+    _keep_freed_pages(_libc)
+
+
+def give_back_freed_pages() -> None:
+  """What has been freed so far goes back to the system: what compiling has needed, above all, which no step needs.
+
+  The next step takes its pages anew. Without `keep_freed_pages` nothing changes.
+  """
+  if _libc is not None:
+    _libc.malloc_trim(0)
+
+
+def _keep_freed_pages(libc: ctypes.CDLL) -> None:
+  libc.mallopt(_M_MMAP_MAX, 0)
+  libc.mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 def _seal_all(directory: epath.Path) -> None:

@@ -122,3 +122,62 @@ for _ in range(40):
 print(min(faults))
 """
   assert int(run_in(tmp_path, code)) < 1000  # 64 MB are 16,384 pages
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's /proc")
+def test_other_threads_leave_the_main_threads_heap_alone(tmp_path):
+  """More threads than glibc has arenas by itself, all alive: none takes its blocks from where the temporaries lie."""
+  code = """
+import os, threading, numpy as np
+from diffjax.training import runtime
+runtime.keep_freed_pages()
+
+def heap():
+  places = [line.split()[0].split("-") for line in open("/proc/self/maps") if "[heap]" in line]
+  return sum(int(last, 16) - int(first, 16) for first, last in places)
+
+count = 20 * os.cpu_count()
+barrier, before = threading.Barrier(count), heap()
+def allocate():
+  block = np.ones(1 << 20)
+  barrier.wait()
+threads = [threading.Thread(target=allocate) for _ in range(count)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(heap() - before)
+"""
+  assert int(run_in(tmp_path, code)) < 2**20  # a block is 8 MiB
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's /proc")
+def test_freed_pages_can_be_given_back(tmp_path):
+  code = """
+import resource, threading, numpy as np
+from diffjax.training import runtime
+runtime.keep_freed_pages()
+
+def resident():
+  [line] = [line for line in open("/proc/self/status") if line.startswith("VmRSS")]
+  return int(line.split()[1]) // 1024
+
+def allocate():
+  blocks = [np.ones(1 << 18) for _ in range(64)]  # 128 MiB
+
+before = resident()
+with runtime.freed_pages_not_kept():
+  allocate()
+  thread = threading.Thread(target=allocate)
+  thread.start()
+  thread.join()
+print(resident() - before)
+allocate()
+print(resident() - before)
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+allocate()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
+runtime.give_back_freed_pages()
+print(resident() - before)
+"""
+  meanwhile, kept, faults, left = map(int, run_in(tmp_path, code).split())
+  assert meanwhile < 16 and left < 16  # MiB, of 128
+  assert kept > 120 and faults < 1000  # of 32,768 pages
