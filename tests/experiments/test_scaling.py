@@ -1,6 +1,8 @@
 """Power laws: known ones are found, and the paper's own losses give about the share that the paper gives."""
 
 import dataclasses
+import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -47,6 +49,28 @@ def test_intervals_of_a_mean_are_students():
   low, high = interval(values.mean(), [np.delete(values, index).mean() for index in range(5)])
   reach = 2.7764 * values.std(ddof=1) / 5**0.5
   np.testing.assert_allclose([low, high], [values.mean() - reach, values.mean() + reach], rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["parameters", "tokens"])
+def test_intervals_hold_the_true_share(axis):
+  """About 95% of them, in grids simulated from the curves of the committed results, with their runs' spread; the README says so."""
+  points = experiment._points(json.loads(pathlib.Path(experiment.__file__).with_name("results.json").read_text()))[axis]
+  seeds = set(range(5))
+  true = experiment._fit(points, seeds)
+  spread = np.sqrt(np.mean([np.var(list(losses.values()), ddof=1) for curve in points.values() for losses in curve.values()]))
+  rng, grids = np.random.default_rng(0), 240
+  held = dict.fromkeys(("diff", "diff_v2"), 0)
+  for _ in range(grids):
+    simulated = {
+      name: {x: {seed: true.loss(name, x) + rng.normal(0, spread) for seed in seeds} for x in curve} for name, curve in points.items()
+    }
+    fits = [experiment._fit(simulated, kept) for kept in (seeds, *(seeds - {seed} for seed in seeds))]
+    for name in held:
+      whole, *left_out = np.log([found.share(name, "transformer") for found in fits])
+      low, high = interval(whole, left_out)
+      held[name] += bool(low < np.log(true.share(name, "transformer")) < high)
+  assert all(0.9 < count / grids < 0.98 for count in held.values()), held
 
 
 def made_up(tmp_path, seeds, only=lambda run: True):
