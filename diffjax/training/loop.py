@@ -70,7 +70,7 @@ def _train(config: Config, workdir: str, held: contextlib.ExitStack) -> None:
   train_step, eval_step = make_train_step(config, mesh, abstract_state), make_eval_step(config, mesh)
   if jax.process_count() > 1 and config.data.mode == "prepared":
     check_prepared(config.data)  # also if all of them feed the same rows
-  with runtime.freed_pages_not_kept():  # decompressors that are let go after a minute, amid the steps' temporaries
+  with runtime.freed_pages_not_kept():  # or decompressors, freed a minute later, would leave a hole where temporaries lie
     batches = training_batches(config, **processes)
     held.callback(batches.close)
     held_out = validation_batches(config, config.train.batch_size // config.train.accumulation, **processes)

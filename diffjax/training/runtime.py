@@ -42,16 +42,16 @@ def keep_freed_pages() -> None:
   XLA allocates its temporaries anew at every call on CPU. Left alone, glibc maps and unmaps them, and the kernel clears fresh pages at
   every step, which took a third of tiny's time. So glibc is told never to give memory back, and programs run in the thread that calls
   them, since glibc keeps large blocks in the main thread's arena alone. Every other thread has an arena of its own: one that shares the
-  main thread's cuts the temporaries' place into pieces, and they are placed anew, on other pages. On other devices nothing changes; with
-  another C library only the thread does.
+  main thread's cuts the temporaries' place into pieces, and they are placed anew, on other pages. Of other devices' runs it
+  changes the host's memory alone; with another C library only the thread changes.
   """
   global _libc
   jax.config.update("jax_cpu_enable_async_dispatch", False)
   if platform.libc_ver()[0] == "glibc":
     _libc = ctypes.CDLL(None)
-    _libc.mallopt(_M_ARENA_MAX, 4096)
+    _libc.mallopt(_M_ARENA_MAX, 4096)  # more than there are threads
     _libc.mallopt(_M_MMAP_THRESHOLD, 2**20)
-    _keep_freed_pages(_libc)
+    _give_nothing_back(_libc)
 
 
 @contextlib.contextmanager
@@ -64,12 +64,12 @@ def freed_pages_not_kept() -> Iterator[None]:
   if _libc is None:
     yield
     return
-  _libc.mallopt(_M_MMAP_MAX, 2**16)
+  _libc.mallopt(_M_MMAP_MAX, 2**16)  # as glibc has it
   _libc.mallopt(_M_TRIM_THRESHOLD, 2**20)
   try:
     yield
   finally:
-    _keep_freed_pages(_libc)
+    _give_nothing_back(_libc)
 
 
 def give_back_freed_pages() -> None:
@@ -81,7 +81,7 @@ def give_back_freed_pages() -> None:
     _libc.malloc_trim(0)
 
 
-def _keep_freed_pages(libc: ctypes.CDLL) -> None:
+def _give_nothing_back(libc: ctypes.CDLL) -> None:
   libc.mallopt(_M_MMAP_MAX, 0)
   libc.mallopt(_M_TRIM_THRESHOLD, -1)
 
