@@ -33,10 +33,12 @@ from diffjax.config import UserError
 
 # Seconds without a sign of life after which JAX counts a process as dead, and ends the others. A connection that breaks is seen at once.
 _HEARTBEAT = 30
-# Seconds that the others have, once one has failed, to hear of it and to finish what they write.
+# Seconds that all have, once each has heard that one has failed, to finish what they write.
 _GRACE = 5.0
 # The key under which the coordination service keeps why the run ends; empty if it just ends.
 _ENDING = "diffjax/ending"
+# The barrier at which each process waits until all have heard it.
+_HEARD = "diffjax/heard"
 _AGAIN = "start all processes again with the same command to go on from the last complete checkpoint"
 # What the errors say that collectives and the coordination service raise when another process has gone.
 _LOST = ("Gloo", "NCCL", "oordination", "UNAVAILABLE", "Connection")
@@ -142,15 +144,18 @@ class _End:
     self._signal.argtypes, self._signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
     self._previous = self._signal(signal.SIGABRT, ctypes.cast(self._handler, ctypes.c_void_p))
 
-  def __call__(self, message: str) -> NoReturn:
+  def __call__(self, message: str, before: Callable[[], None] = lambda: None) -> NoReturn:
     self._once.acquire()  # for good: who comes second waits for the end
-    if os.isatty(1):
-      os.write(1, b"\x1b[?25h\n")  # the cursor, which the live line hides
-    with contextlib.suppress(OSError, ValueError):
-      sys.stdout.flush()
-      sys.stderr.flush()
-    os.write(2, f"error: {message}\n".encode())
-    os._exit(1)
+    try:
+      before()
+    finally:  # also on a second Ctrl-C
+      if os.isatty(1):
+        os.write(1, b"\x1b[?25h\n")  # the cursor, which the live line hides
+      with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+      os.write(2, f"error: {message}\n".encode())
+      os._exit(1)
 
   def forget(self) -> None:
     """From now on the process ends as any other."""
@@ -162,24 +167,28 @@ def _watch(client: Any, end: _End) -> None:
   while (told := _told(client, seconds=3600.0)) is None:
     time.sleep(1.0)
   if told:
-    time.sleep(_GRACE)
-    end(told)
+    end(told, lambda: _leave(client, told))
 
 
 def _fail(error: BaseException, me: int, client: Any, end: _End) -> NoReturn:
-  """Tells the others, and ends."""
+  """Ends this process for a reason of its own, or for another's, if that is why a collective fails here."""
   reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
   if not isinstance(error, UserError | KeyboardInterrupt):
-    if told := _told(client, seconds=1.0):
-      end(told)
+    if told := _told(client, seconds=_GRACE):
+      end(told, lambda: _leave(client, told))
     if any(word in reason for word in _LOST):
       end(f"process {me} has lost the others: one has ended or cannot be reached ({reason.strip().splitlines()[0]}); {_AGAIN}")
     traceback.print_exception(error)
     reason = f"{type(error).__name__}: {reason}"
-  _tell(client, f"process {me} stopped: {reason}")
-  if me == 0:
-    time.sleep(_GRACE)  # it serves what the others are told
-  end(reason)
+  end(reason, lambda: _leave(client, f"process {me} stopped: {reason}"))
+
+
+def _leave(client: Any, why: str) -> None:
+  """Tells the others, and stays until all have heard and had time: process 0 serves what they are told, and collectives need everyone."""
+  _tell(client, why)
+  with contextlib.suppress(jax.errors.JaxRuntimeError):  # one has been killed
+    client.wait_at_barrier(_HEARD, _HEARTBEAT * 1000)
+  time.sleep(_GRACE)
 
 
 def _tell(client: Any, message: str) -> None:

@@ -43,6 +43,24 @@ command.run(train.main)
 """
 
 
+# A program of which one process fails, once it is told to by a file, while the others wait for it in a collective.
+ONE_FAILS = """
+import pathlib, sys, time
+from diffjax.config import UserError
+from diffjax.parallel.processes import connected, gather
+flags = dict(flag[2:].split("=", 1) for flag in sys.argv[1:])
+me = int(flags["process_id"])
+with connected(flags["coordinator"], int(flags["num_processes"]), me):
+  gather(me)
+  print("together", flush=True)
+  while me == FAILING and not pathlib.Path(flags["workdir"]).exists():
+    time.sleep(0.05)
+  if me == FAILING:
+    raise UserError("nothing left to do")
+  gather(me)
+"""
+
+
 def free_port():
   with socket.socket() as listener:
     listener.bind(("localhost", 0))
@@ -198,6 +216,23 @@ def test_what_stops_one_stops_all_with_its_reason(overrides, tmp_path):
   assert codes == [1, 1]
   assert re.match(rf"error: .*/run is in use by process {os.getpid()} on ", lines[0])
   assert re.match(rf"error: process 0 stopped: .*/run is in use by process {os.getpid()} on ", lines[1])
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_who_is_late_hears_the_reason_too(tmp_path, failing):
+  """Process 2 does not run while another one fails, for longer than the others have to finish what they write."""
+  code = dict.fromkeys(range(3), ONE_FAILS.replace("FAILING", str(failing)))
+  with Processes(tmp_path / "fail", [], count=3, code=code) as processes:
+    for index in code:
+      processes.reach("together", index)
+    processes.all[2].send_signal(signal.SIGSTOP)
+    (tmp_path / "fail").touch()
+    time.sleep(8)
+    processes.all[2].send_signal(signal.SIGCONT)
+    codes, lines = processes.end(timeout=60)
+  assert codes == [1] * 3
+  others = f"error: process {failing} stopped: nothing left to do"
+  assert lines == ["error: nothing left to do" if index == failing else others for index in code]
 
 
 def test_a_data_worker_that_dies_stops_all(overrides, tmp_path):
