@@ -15,7 +15,8 @@ import multiprocessing
 import os
 import re
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from absl import app, flags
 
@@ -39,6 +40,8 @@ _ENVIRONMENT = {
   "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
   "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3", "TF_CPP_MIN_LOG_LEVEL": "3",
 }  # fmt: skip
+
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +95,7 @@ def main(config: Config) -> None:
 
 
 def compile_apart(config: Config, topology: str, slices: int = 1) -> Plan:
-  """Compiles the training step in a process of its own, since libtpu may end the process that it is in.
+  """Compiles the training step for TPUs that are not there.
 
   Args:
     config: the run's config.
@@ -101,6 +104,21 @@ def compile_apart(config: Config, topology: str, slices: int = 1) -> Plan:
 
   Raises:
     UserError: if there is no such topology, it does not go with the config, or the compiler cannot be had or refuses.
+  """
+  return apart(_compile, config, topology=topology, slices=slices)
+
+
+def apart(function: Callable[..., _T], *args: Any, topology: str, slices: int = 1) -> _T:
+  """Calls function(devices, chips, bytes of memory a chip, *args) in a process of its own, since libtpu may end the process that it is in.
+
+  Args:
+    function: what uses the compiler; a module's, as are args picklable.
+    args: what else it is given.
+    topology: generation and chips of a slice, a name and a member of TOPOLOGIES: "v5e:4x4".
+    slices: number of such slices.
+
+  Raises:
+    UserError: if there is no such topology, or the compiler cannot be had or ends the process; and what the function raises.
   """
   generation, _, shape = topology.partition(":")
   if shape not in TOPOLOGIES.get(generation, ()):
@@ -112,20 +130,16 @@ def compile_apart(config: Config, topology: str, slices: int = 1) -> Plan:
     raise UserError("the TPU's compiler is not installed: pip install -e '.[tpu]' (Linux on x86-64)")
   with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
     try:
-      return pool.submit(_compile, config, topology, slices).result()
+      return pool.submit(_call, function, args, topology, slices).result()
     except concurrent.futures.process.BrokenProcessPool as error:
       raise UserError(f"the TPU's compiler ended its process, compiling for {topology}; what it said is above, if anything") from error
 
 
-def _compile(config: Config, topology: str, slices: int) -> Plan:
+def _call(function: Callable[..., _T], args: tuple[Any, ...], topology: str, slices: int) -> _T:
   """In the other process."""
   os.environ.update(_ENVIRONMENT)
   import jax
   from jax.experimental import topologies
-
-  from diffjax.parallel.collectives import collectives
-  from diffjax.parallel.mesh import make_mesh
-  from diffjax.training.step import lower_train_step
 
   jax.config.update("jax_platforms", "cpu")  # where the caller's module has imported JAX already
   generation, shape = topology.split(":")
@@ -134,12 +148,22 @@ def _compile(config: Config, topology: str, slices: int) -> Plan:
   options |= {"chips_per_host_bounds": (1, 1, 1)} if shape == "1x1" else {}
   devices: Any = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
   chips = slices * math.prod(map(int, shape.split("x")))
+  return function(devices, chips, round(MEMORY[generation] * 2**30), *args)
+
+
+def _compile(devices: Any, chips: int, available: int, config: Config) -> Plan:
+  """The plan of a config's training step. Available are bytes a chip."""
+  import jax
+
+  from diffjax.parallel.collectives import collectives
+  from diffjax.parallel.mesh import make_mesh
+  from diffjax.training.step import lower_train_step
+
   a_chip = len(devices) // chips
   mesh = make_mesh(config.mesh, devices)
   lowered, state = lower_train_step(config, mesh)
   parameters, optimizer = (_shard_bytes(tree) * a_chip for tree in (state.params, state.opt_state))
   batch, temporaries, program, kernels, unread = 0, 0, 0, (), ""
-  available = round(MEMORY[generation] * 2**30)
   received: dict[tuple[tuple[str, ...], str], float] = collections.defaultdict(float)
   start = time.perf_counter()
   try:

@@ -52,6 +52,7 @@ class Experiment:
     prepare: writes the data that a run reads into a directory, unless it is there, and returns the fields that say where it lies.
     measure: what a finished run yields beyond its log: JSON-able, by name. It is given the run's workdir (the pretrained one's, if the
       run is not trained itself) and its config.
+    plan: where nothing is trained, what a config's programs take of a device of a topology of TPUs that are not there: rows of a table.
     task: what `prepare` and `measure` do, in numbers (JSON-able); part of what must be equal for results to lie in one folder.
     summarise: what the runs say together, from what results.json holds: rows of a second table, kept there as `summary`. A cell is a
       text, a number, a number with the bounds of its interval, or None.
@@ -65,6 +66,7 @@ class Experiment:
   pretrained: str | None = None
   prepare: Callable[[pathlib.Path, Config], Mapping[str, str]] | None = None
   measure: Callable[[str, Config], dict[str, Any]] | None = None
+  plan: Callable[[Config, str], list[dict[str, str]]] | None = None
   task: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   summarise: Callable[[Mapping[str, Any]], list[dict[str, Any]]] | None = None
   plot: Callable[[Mapping[str, Any], pathlib.Path], None] | None = None

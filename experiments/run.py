@@ -50,7 +50,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the runs; runs/exp
 _OUT = flags.DEFINE_string("out", None, "Directory of the results; the experiment's own folder, or for changed grids one beside the runs.")
 _PRINT = flags.DEFINE_bool("print", False, "Print the commands that train, and train nothing.")
 _COST = flags.DEFINE_bool("cost", False, "Print what the runs would take, and do nothing.")
-_AOT = flags.DEFINE_string("aot", None, "Compile each variant's training step for a slice, such as v5p:4x4x4, and do nothing.")
+_AOT = flags.DEFINE_string("aot", None, "Compile what each variant runs, its training step, for a slice such as v5p:4x4x4, and do nothing.")
 
 # Of a chip's peak that a training step of these sizes is taken to reach, for --cost: what others report for dense models.
 _UTILISATION = 0.4
@@ -84,7 +84,7 @@ def _main(name: str) -> None:
     print(_cost(chosen))
     return
   if _AOT.value:
-    _compile(chosen, _AOT.value)
+    _compile(experiment, chosen, _AOT.value)
     return
   places: tuple[str, ...] = ()
   if experiment.prepare:
@@ -288,30 +288,40 @@ def _cost(runs: list[Run]) -> str:
   return "\n".join(lines)
 
 
-def _compile(runs: list[Run], topology: str) -> None:
-  """Compiles the training step of every variant for TPUs that are not there, and prints a row as each is done.
+def _compile(experiment: Experiment, runs: list[Run], topology: str) -> None:
+  """Compiles what every variant runs, its training step if it is trained, for TPUs that are not there, and prints rows as each is done.
 
   Raises:
     UserError: if one does not fit, at the end; or where one does not go with the topology.
   """
+  print(f"compiled for {topology}", flush=True)
+  first = {run.variant: run.config for run in reversed(runs)}
+  columns: list[str] = []
+  too_large = []
+  for variant in dict.fromkeys(run.variant for run in runs):
+    try:
+      rows = experiment.plan(first[variant], topology) if experiment.plan else [_plan(first[variant], topology)]
+    except UserError as error:
+      raise UserError(f"{variant}: {error}") from error
+    if not columns:
+      columns = ["", *rows[0]]
+      print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    for row in rows:
+      print(f"| {' | '.join([variant, *row.values()])} |", flush=True)
+    too_large += [variant] * any(row.get("fits") == "no" for row in rows)
+  if too_large:
+    raise UserError(f"{', '.join(too_large)}: too large for {topology}; python -m diffjax.aot says what would take less")
+
+
+def _plan(config: Config, topology: str) -> dict[str, str]:
+  """A row on a config's training step."""
   from diffjax import aot  # here, since it has flags of its own
   from diffjax.training.flops import step_flops
 
-  print(f"a training step on {topology}\n| | GiB a chip | fits | FLOPs | compiled in |\n{'|---' * 5}|", flush=True)
-  first = {run.variant: run.config for run in reversed(runs)}
-  too_large = []
-  for variant in dict.fromkeys(run.variant for run in runs):
-    config = first[variant]
-    try:
-      plan = aot.compile_apart(config, topology)
-    except UserError as error:
-      raise UserError(f"{variant}: {error}") from error
-    flops = step_flops(config.model, config.data.length, config.train.batch_size * config.data.length).training
-    sizes = f"{plan.total / 2**30:.2f} of {plan.available / 2**30:.2f}"
-    print(f"| {variant} | {sizes} | {'yes' if plan.fits else 'no'} | {flops:.3g} | {plan.seconds:.0f} s |", flush=True)
-    too_large += [variant] * (not plan.fits)
-  if too_large:
-    raise UserError(f"{', '.join(too_large)}: too large for {topology}; python -m diffjax.aot says what would take less")
+  plan = aot.compile_apart(config, topology)
+  flops = step_flops(config.model, config.data.length, config.train.batch_size * config.data.length).training
+  sizes = f"{plan.total / 2**30:.2f} of {plan.available / 2**30:.2f}"
+  return {"GiB a chip": sizes, "fits": "yes" if plan.fits else "no", "FLOPs": f"{flops:.3g}", "compiled in": f"{plan.seconds:.0f} s"}
 
 
 if __name__ == "__main__":

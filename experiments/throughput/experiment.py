@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import matplotlib.figure
 
 from configs import base
 from diffjax.command import from_config_dict, to_config_dict
-from diffjax.config import Config, UserError
+from diffjax.config import Config, MeshConfig, UserError
 from experiments.grid import Experiment, Grid
+
+if TYPE_CHECKING:
+  from jax.sharding import Mesh
 
 _ARCHITECTURES = {"transformer": "Transformer", "diff": "DIFF", "diff_v2": "DIFF V2"}
 _PASSES = {"forward": "forward", "both": "forward + backward"}
@@ -44,17 +48,16 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
   """
   import jax
 
+  from diffjax.parallel.mesh import make_mesh
   from diffjax.training.runtime import keep_freed_pages
 
   if os.environ.get("NPROC"):
     raise UserError("--side_by_side: runs that share a CPU's cores cannot be timed; measure one at a time")
   keep_freed_pages()
-  twins = {name: from_config_dict(base.twin(to_config_dict(config), name)) for name in _ARCHITECTURES}
-  limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-  layers = config.model.num_layers
-  if limit:
-    layers = min(layers_that_fit(layers, _USABLE * limit, functools.partial(_bytes, twin)) for twin in twins.values())
-  programs = {name: compile_programs(_with_layers(twin, layers)) for name, twin in twins.items()}
+  device = jax.local_devices()[0]
+  mesh = make_mesh(MeshConfig(), [device])
+  layers = _layers(config, mesh, (device.memory_stats() or {}).get("bytes_limit"))
+  programs = {name: compile_programs(_with_layers(twin, layers), mesh) for name, twin in _twins(config).items()}
   tokens, targets = batch(config)
   seconds: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in _PASSES} for name in programs}
   for repetition in range(config.train.steps + 1):
@@ -79,27 +82,37 @@ def batch(config: Config) -> tuple[Any, Any]:
   return tuple(jax.random.randint(jax.random.key(config.data.seed), shape, 0, config.model.vocab_size))
 
 
-def compile_programs(config: Config) -> Programs:
-  """As training computes, but for the update: parameters float32, the config's compute dtype, rematerialisation and attention."""
+def compile_programs(config: Config, mesh: Mesh) -> Programs:
+  """As training computes, but for the update: parameters float32, the config's compute dtype, rematerialisation and attention.
+
+  Args:
+    config: the run's.
+    mesh: of one device, which need not be there.
+  """
   import jax
 
-  make, loss, arguments = _parts(config)
-  both = jax.jit(jax.value_and_grad(loss))
-  return Programs(jax.jit(make), jax.jit(loss).lower(*arguments).compile(), both.lower(*arguments).compile())
+  return Programs(jax.jit(_parts(config, mesh)[0]), *(_compile(config, mesh, kind) for kind in _PASSES))
 
 
-def _parts(config: Config) -> tuple[Callable[[], Any], Callable[..., Any], tuple[Any, ...]]:
+def _compile(config: Config, mesh: Mesh, kind: str) -> Any:
+  import jax
+
+  _, loss, arguments = _parts(config, mesh)
+  with jax.set_mesh(mesh):
+    return jax.jit(loss if kind == "forward" else jax.value_and_grad(loss)).lower(*arguments).compile()
+
+
+def _parts(config: Config, mesh: Mesh) -> tuple[Callable[[], Any], Callable[..., Any], tuple[Any, ...]]:
   """What makes parameters, the loss of (parameters, tokens, targets), and the shapes of these."""
   import jax
   import jax.numpy as jnp
 
-  from diffjax.model.decoder import Decoder, output_embedding
+  from diffjax.model.decoder import output_embedding
   from diffjax.ops.cross_entropy import fused_cross_entropy
   from diffjax.ops.diff_attention import diff_attention
-  from diffjax.training.step import compute_dtype
+  from diffjax.training.step import make_model
 
-  attend = functools.partial(diff_attention, implementation=config.model.attention_implementation)
-  model = Decoder(config.model, dtype=compute_dtype(config.model.dtype, jax.default_backend()), attention_fn=attend)
+  model = make_model(config, mesh)
   # parameters depend on no activation
   reference = model.clone(attention_fn=functools.partial(diff_attention, implementation="reference"))
 
@@ -111,19 +124,42 @@ def _parts(config: Config) -> tuple[Callable[[], Any], Callable[..., Any], tuple
     embedding = output_embedding(params).astype(hidden.dtype)
     return fused_cross_entropy(hidden, embedding, targets, jnp.ones(targets.shape, jnp.float32))[0] / targets.size
 
-  return make, loss, (jax.eval_shape(make), *jax.eval_shape(lambda: batch(config)))
+  place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  shapes = (jax.eval_shape(make), *jax.eval_shape(lambda: batch(config)))
+  return make, loss, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes)
+
+
+def _twins(config: Config) -> dict[str, Config]:
+  """Each architecture's config of this size."""
+  return {name: from_config_dict(base.twin(to_config_dict(config), name)) for name in _ARCHITECTURES}
 
 
 def _with_layers(config: Config, layers: int) -> Config:
   return dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=layers))
 
 
-def _bytes(config: Config, layers: int) -> float:
-  """What forward + backward takes of the device's memory with so many layers, by the compiler's plan."""
+def _layers(config: Config, mesh: Mesh, memory: float | None) -> int:
+  """How many layers all three are given on a device of so many bytes; all where that is not known."""
+  layers = config.model.num_layers
+  if memory:
+    layers = min(layers_that_fit(layers, _USABLE * memory, functools.partial(_bytes, twin, mesh)) for twin in _twins(config).values())
+  return layers
+
+
+def _bytes(config: Config, mesh: Mesh, layers: int) -> float:
+  """What forward + backward takes of the device's memory with so many layers, by the compiler's plan; infinite where it refuses."""
   import jax
 
-  _, loss, arguments = _parts(_with_layers(config, layers))
-  plan: Any = jax.jit(jax.value_and_grad(loss)).lower(*arguments).compile().memory_analysis()
+  try:
+    return _planned(_compile(_with_layers(config, layers), mesh, "both"))
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise
+    return math.inf
+
+
+def _planned(program: Any) -> float:
+  plan = program.memory_analysis()
   return plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes + plan.generated_code_size_in_bytes
 
 
@@ -133,20 +169,53 @@ def layers_that_fit(layers: int, limit: float, needed: Callable[[int], float]) -
   Args:
     layers: the model's.
     limit: bytes.
-    needed: bytes by layers.
+    needed: bytes by layers, infinite where they are certainly too many.
 
   Raises:
     UserError: if not even two do.
   """
-  few, more = 2, 4  # one layer is compiled without a loop, otherwise than several
+  few = 2  # one layer is compiled without a loop, otherwise than several
   if layers <= few:
     return layers
   least = needed(few)
-  a_layer = (needed(more) - least) / (more - few)
-  fitting = few + int((limit - least) // a_layer)
-  if fitting < few:
-    raise UserError(f"{few} layers take {least / 2**30:.1f} GiB of the device's {limit / 2**30:.1f}; make train.batch_size smaller")
-  return min(layers, fitting)
+  if least > limit:
+    raise UserError(
+      f"{few} layers take more than the {limit / 2**30:.1f} GiB of the device that can be used; make train.batch_size smaller"
+    )
+  return min(layers, few + int((limit - least) // (needed(few + 1) - least)))
+
+
+def plan(config: Config, topology: str) -> list[dict[str, str]]:
+  """What `measure` would compile for one device of TPUs that are not there: a row an architecture.
+
+  Raises:
+    UserError: if not even two layers fit; and what `diffjax.aot.apart` raises.
+  """
+  from diffjax import aot  # here, since it has flags of its own
+
+  return aot.apart(_plan, config, topology=topology)
+
+
+def _plan(devices: Sequence[Any], chips: int, memory: int, config: Config) -> list[dict[str, str]]:
+  from diffjax.parallel.mesh import make_mesh
+
+  mesh, memory = make_mesh(MeshConfig(), devices[:1]), memory * chips // len(devices)
+  layers, rows = _layers(config, mesh, memory), []
+  for name, twin in _twins(config).items():
+    start = time.perf_counter()
+    programs = compile_programs(_with_layers(twin, layers), mesh)
+    sizes = {f"{words}, GiB": f"{_planned(getattr(programs, kind)) / 2**30:.2f}" for kind, words in _PASSES.items()}
+    seconds = f"{time.perf_counter() - start:.0f} s"
+    rows.append(
+      {
+        "architecture": name,
+        "layers": f"{layers} of {config.model.num_layers}",
+        **sizes,
+        "of": f"{memory / 2**30:.2f}",
+        "compiled in": seconds,
+      }
+    )
+  return rows
 
 
 def summarise(results: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -208,6 +277,7 @@ EXPERIMENT = Experiment(
   },
   trains=False,
   measure=measure,
+  plan=plan,
   summarise=summarise,
   plot=plot,
 )

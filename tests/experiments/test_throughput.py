@@ -1,19 +1,29 @@
 """Throughput: the same loss as training's, all three architectures timed, and no more layers than fit."""
 
+import dataclasses
 import functools
+import importlib.util
+import math
 
 import jax
 import numpy as np
 import pytest
 
 from diffjax.command import from_config_dict
-from diffjax.config import UserError
+from diffjax.config import MeshConfig, UserError
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training.flops import parameter_count
 from diffjax.training.step import make_eval_step
 from experiments import grid, results
 from experiments.throughput import experiment
 from experiments.throughput.config import get_config
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler, libtpu, is not installed")
+
+
+@pytest.fixture
+def mesh():
+  return make_mesh(MeshConfig(), jax.devices()[:1])
 
 
 @pytest.fixture
@@ -26,11 +36,11 @@ def small():
   return run
 
 
-def test_the_loss_is_that_of_training(small):
+def test_the_loss_is_that_of_training(small, mesh):
   config = small.config
   tokens, targets = map(np.asarray, experiment.batch(config))
   assert tokens.shape == (2, 32) and (tokens != targets).any()
-  programs = experiment.compile_programs(config)
+  programs = experiment.compile_programs(config, mesh)
   params = programs.make()
   assert sum(leaf.size for leaf in jax.tree.leaves(params)) == parameter_count(config.model)
   ones = np.ones(tokens.shape, np.int32)
@@ -38,7 +48,6 @@ def test_the_loss_is_that_of_training(small):
     tokens=tokens, targets=targets, segment_ids=ones, positions=np.cumsum(ones, axis=1) - 1, weights=np.float32(ones),
     bytes=np.float32(ones), hits=0.0 * ones,
   )  # fmt: skip
-  mesh = make_mesh(config.mesh, jax.devices()[:1])
   found = make_eval_step(config, mesh)(params, {name: jax.device_put(row) for name, row in rows.items()})
   loss = float(programs.forward(params, tokens, targets))
   assert loss == pytest.approx(float(np.sum(found["nll"]) / np.sum(found["weight"])), rel=1e-5)
@@ -56,24 +65,39 @@ def test_measuring(small, tmp_path):
   assert found.keys() >= set(experiment.EXPERIMENT.metrics.values())
 
 
-def test_layers_that_fit(small):
+def test_layers_that_fit(small, mesh):
   """By the compiler's plan, whose bytes grow by the same for every layer: as many as the limit has room for, and no more."""
-  needed = functools.cache(lambda layers: experiment._bytes(small.config, layers))
+  needed = functools.cache(lambda layers: experiment._bytes(small.config, mesh, layers))
   sizes = np.array([needed(layers) for layers in (2, 3, 4, 8)])
   np.testing.assert_allclose(np.diff(sizes) / [1, 1, 4], sizes[1] - sizes[0], rtol=0.05)
   for layers in (3, 5, 8):
     assert experiment.layers_that_fit(9, needed(layers) * 1.01, needed) == layers
   assert experiment.layers_that_fit(4, 1e12, needed) == 4 and experiment.layers_that_fit(2, 1.0, needed) == 2
-  with pytest.raises(UserError, match="2 layers take .* make train.batch_size smaller"):
-    experiment.layers_that_fit(4, 1e4, needed)
+  assert experiment.layers_that_fit(9, 1e12, lambda layers: needed(2) if layers == 2 else math.inf) == 2, "a third is refused"
+  for refused in (needed, lambda layers: math.inf):
+    with pytest.raises(UserError, match="2 layers take more than the 0.0 GiB .* make train.batch_size smaller"):
+      experiment.layers_that_fit(4, 1e4, refused)
 
 
-def test_a_device_of_little_memory(small, tmp_path, monkeypatch):
+@needs_libtpu
+def test_what_is_measured_compiles_for_tpus_that_are_not_there(small):
+  model = dataclasses.replace(small.config.model, num_layers=2, vocab_size=1 << 18)
+  found = experiment.plan(dataclasses.replace(small.config, model=model), "v5e:1x1")
+  assert [row["architecture"] for row in found] == ["transformer", "diff", "diff_v2"]
+  for row in found:
+    assert row["layers"] == "2 of 2" and 0 < float(row["forward, GiB"]) < float(row["forward + backward, GiB"]) < float(row["of"]) == 15.75
+  wide = dataclasses.replace(small.config.model, embed_dim=1 << 15, ffn_dim=1 << 15)
+  with pytest.raises(UserError, match="2 layers take more than the 14.2 GiB"):
+    experiment.plan(dataclasses.replace(small.config, model=wide), "v5e:1x1")
+
+
+def test_a_device_of_little_memory(small, mesh, tmp_path, monkeypatch):
   class Device:
-    memory_stats = staticmethod(lambda: {"bytes_limit": experiment._bytes(small.config, 3) * 1.05 / experiment._USABLE})
+    memory_stats = staticmethod(lambda: {"bytes_limit": experiment._bytes(small.config, mesh, 3) * 1.05 / experiment._USABLE})
 
   monkeypatch.setattr(jax, "local_devices", lambda: [Device])
-  monkeypatch.setattr(experiment, "compile_programs", lambda config: pytest.fail(f"{config.model.num_layers} layers"))
+  monkeypatch.setattr("diffjax.parallel.mesh.make_mesh", lambda *_: mesh)
+  monkeypatch.setattr(experiment, "compile_programs", lambda config, _: pytest.fail(f"{config.model.num_layers} layers"))
   with pytest.raises(pytest.fail.Exception, match="[23] layers"):
     experiment.measure(str(tmp_path), small.config)
 
@@ -93,12 +117,12 @@ def test_shapes():
       get_config(variant)
 
 
-def test_every_large_shape_has_its_loss():
+def test_every_large_shape_has_its_loss(mesh):
   """Shapes alone: parameters of all twins, and the gradient of the loss."""
   for variant in ("3b@4k", "13b@2k"):
     for name in experiment._ARCHITECTURES:
       config = from_config_dict(experiment.base.twin(get_config(variant), name))
-      _, loss, arguments = experiment._parts(config)
+      _, loss, arguments = experiment._parts(config, mesh)
       value, gradients = jax.eval_shape(jax.value_and_grad(loss), *arguments)
       assert value.shape == () and sum(leaf.size for leaf in jax.tree.leaves(gradients)) == parameter_count(config.model)
 
