@@ -152,7 +152,7 @@ def _call(function: Callable[..., _T], args: tuple[Any, ...], topology: str, sli
 
 
 def _compile(devices: Any, chips: int, available: int, config: Config) -> Plan:
-  """The plan of a config's training step. Available are bytes a chip."""
+  """The plan of a config's training step on devices with so many available bytes a chip."""
   import jax
 
   from diffjax.parallel.collectives import collectives

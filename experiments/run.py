@@ -50,7 +50,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the runs; runs/exp
 _OUT = flags.DEFINE_string("out", None, "Directory of the results; the experiment's own folder, or for changed grids one beside the runs.")
 _PRINT = flags.DEFINE_bool("print", False, "Print the commands that train, and train nothing.")
 _COST = flags.DEFINE_bool("cost", False, "Print what the runs would take, and do nothing.")
-_AOT = flags.DEFINE_string("aot", None, "Compile what each variant runs, its training step, for a slice such as v5p:4x4x4, and do nothing.")
+_AOT = flags.DEFINE_string("aot", None, "Compile what each variant trains or times for a slice, such as v5p:4x4x4, and do nothing.")
 
 # Of a chip's peak that a training step of these sizes is taken to reach, for --cost: what others report for dense models.
 _UTILISATION = 0.4
@@ -289,7 +289,7 @@ def _cost(runs: list[Run]) -> str:
 
 
 def _compile(experiment: Experiment, runs: list[Run], topology: str) -> None:
-  """Compiles what every variant runs, its training step if it is trained, for TPUs that are not there, and prints rows as each is done.
+  """Compiles every variant's training step, or what else it plans, for TPUs that are not there, and prints rows as each is done.
 
   Raises:
     UserError: if one does not fit, at the end; or where one does not go with the topology.

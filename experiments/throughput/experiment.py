@@ -95,6 +95,7 @@ def compile_programs(config: Config, mesh: Mesh) -> Programs:
 
 
 def _compile(config: Config, mesh: Mesh, kind: str) -> Any:
+  """The program of a pass, one of _PASSES."""
   import jax
 
   _, loss, arguments = _parts(config, mesh)
@@ -147,7 +148,7 @@ def _layers(config: Config, mesh: Mesh, memory: float | None) -> int:
 
 
 def _bytes(config: Config, mesh: Mesh, layers: int) -> float:
-  """What forward + backward takes of the device's memory with so many layers, by the compiler's plan; infinite where it refuses."""
+  """What forward + backward takes of the device's memory with so many layers; infinite where the compiler refuses."""
   import jax
 
   try:
@@ -159,6 +160,7 @@ def _bytes(config: Config, mesh: Mesh, layers: int) -> float:
 
 
 def _planned(program: Any) -> float:
+  """Bytes that a program takes of the device's memory, by the compiler's plan."""
   plan = program.memory_analysis()
   return plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes + plan.generated_code_size_in_bytes
 
