@@ -294,7 +294,7 @@ def _compile(experiment: Experiment, runs: list[Run], topology: str) -> None:
   Raises:
     UserError: if one does not fit, at the end; or where one does not go with the topology.
   """
-  print(f"compiled for {topology}", flush=True)
+  print(f"compiling for {topology}", flush=True)
   first = {run.variant: run.config for run in reversed(runs)}
   columns: list[str] = []
   too_large = []
