@@ -1,12 +1,24 @@
-"""Eight fake CPU devices for every test, and no writes to the user's cache."""
+"""Eight fake CPU devices for every test, no writes to the user's cache, and commands in processes that start at once."""
 
+import importlib.metadata
+import json
 import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
 
 # Eight devices share a few cores: on a busy machine one may wait long for the others, and XLA ends the process after 40 seconds of it.
-os.environ["XLA_FLAGS"] = f"--xla_cpu_collective_call_terminate_timeout_seconds=600 {os.environ.get('XLA_FLAGS', '')}"
+_USERS_FLAGS = f"--xla_cpu_collective_call_terminate_timeout_seconds=600 {os.environ.get('XLA_FLAGS', '')}"
+os.environ["XLA_FLAGS"] = _USERS_FLAGS
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # the older emitters, gone since, compile in 40% of the time
+  os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+
+ROOT = pathlib.Path(__file__).parents[1]
 
 jax.config.update("jax_num_cpu_devices", 8)
 if "JAX_PLATFORMS" not in os.environ:  # libtpu is installed for its compiler: neither tests nor the commands that they start look for a TPU
@@ -25,7 +37,8 @@ def cache_home(tmp_path_factory):
   shared = tmp_path_factory.getbasetemp()
   shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
   os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
-  jax.config.update("jax_compilation_cache_dir", str(shared / "compiled"))
+  # DIFFJAX_TESTS_COMPILED names a directory for several runs of the suite to share.
+  jax.config.update("jax_compilation_cache_dir", os.environ.get("DIFFJAX_TESTS_COMPILED", str(shared / "compiled")))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
@@ -36,5 +49,43 @@ def optimised():
   jax.config.update("jax_disable_most_optimizations", False)
   with pytest.MonkeyPatch.context() as patch:
     patch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
+    patch.setenv("XLA_FLAGS", _USERS_FLAGS)  # of processes that tests start: this one has read its own
     yield
   jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(scope="session")
+def command(tmp_path_factory):
+  """command("diffjax.convert", "--from=…"): what `python -m diffjax.convert --from=…` does, told as `subprocess.run` tells it.
+
+  The process is forked from one that has imported everything (tests/fork_server.py): imports take most of the time of a short command.
+  """
+  server = None
+  directory = tmp_path_factory.mktemp("command")
+
+  def run(module, *arguments, cwd=ROOT, environment=(), timeout=300, text=True):
+    nonlocal server
+    if server is None:
+      server = subprocess.Popen(
+        [sys.executable, "-m", "tests.fork_server"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        start_new_session=True,
+      )  # fmt: skip
+    files = {name: directory / name for name in ("out", "errors")}
+    for file in files.values():
+      file.write_bytes(b"")
+    task = {"module": module, "arguments": list(map(str, arguments)), "directory": str(cwd)}
+    task |= {"environment": {**os.environ, **dict(environment)}, "out": str(files["out"]), "errors": str(files["errors"])}
+    server.stdin.write(json.dumps(task) + "\n")
+    server.stdin.flush()
+    hanging = threading.Timer(timeout, os.killpg, (server.pid, signal.SIGKILL))
+    hanging.start()
+    answer = server.stdout.readline()
+    hanging.cancel()
+    assert answer, f"{module} {arguments} has not ended within {timeout} s"
+    read = (lambda file: file.read_text()) if text else (lambda file: file.read_bytes())
+    return subprocess.CompletedProcess([module, *arguments], int(answer), read(files["out"]), read(files["errors"]))
+
+  yield run
+  if server is not None:
+    server.stdin.close()
+    server.wait()

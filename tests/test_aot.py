@@ -32,8 +32,9 @@ pytestmark = pytest.mark.usefixtures("optimised")
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler, libtpu, is not installed")
 
 
-def run(*args):
-  return subprocess.run([sys.executable, "-m", "diffjax.aot", *args], cwd=ROOT, capture_output=True, text=True, timeout=1800)
+@pytest.fixture
+def run(command):
+  return lambda *args: command("diffjax.aot", *args, timeout=1800)
 
 
 ARRAY = 32 * 4 * 4  # bytes of the shard that a device holds in the programs below
@@ -239,7 +240,7 @@ def test_changes_are_of_what_dominates():
     (["--topology=v5e:2x2", "--slices=0"], 2, "--slices=0"),
   ],
 )
-def test_bad_input_is_one_line(args, code, message):
+def test_bad_input_is_one_line(run, args, code, message):
   result = run("--config=configs/tiny.py", *args)
   assert result.returncode == code and message in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
 
@@ -260,7 +261,7 @@ def test_readme_has_the_measured_slices():
     ),
   ],
 )
-def test_what_does_not_go_with_the_topology_is_one_line(args, message):
+def test_what_does_not_go_with_the_topology_is_one_line(run, args, message):
   result = run("--config=configs/tiny.py", "--topology=v5e:2x2", *args)
   assert result.returncode == 1 and f"error: {message}" in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
 
@@ -287,14 +288,14 @@ def test_axes_may_share_a_dimension_of_the_torus(slices):
 
 
 @needs_libtpu
-def test_a_compiler_that_ends_its_process_is_an_error(monkeypatch):
+def test_a_compiler_that_ends_its_process_is_an_error(run, monkeypatch):
   monkeypatch.setenv("LIBTPU_INIT_ARGS", "--no_such_flag=1")
   result = run("--config=configs/tiny.py", "--topology=v5e:2x2")
   assert result.returncode == 1 and result.stderr.splitlines()[-1].startswith("error: the TPU's compiler ended its process"), result.stderr
 
 
 @needs_libtpu
-def test_tiny_compiles_with_the_kernels():
+def test_tiny_compiles_with_the_kernels(run):
   result = run("--config=configs/tiny.py", "--topology=v5e:2x2", "--config.model.num_layers=1", "--config.mesh.fsdp=2")
   assert result.returncode == 0, result.stderr
   assert "4 chips (TPU v5 lite), mesh data 2 × fsdp 2" in result.stdout
@@ -303,16 +304,16 @@ def test_tiny_compiles_with_the_kernels():
 
 
 @needs_libtpu
-@pytest.mark.slow
-def test_what_does_not_fit_is_told_with_the_remedy():
+@pytest.mark.full
+def test_what_does_not_fit_is_told_with_the_remedy(run):
   result = run("--config=configs/diff_1b.py", "--topology=v5e:2x2")
   assert result.returncode == 1 and "error: does not fit: " in result.stderr and "--config.model.remat=full" in result.stderr, result.stderr
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("config, topology", [("diff_1b", "v5e:4x4"), ("diff_13b", "v5p:4x4x4")])
-def test_the_paper_configs_fit(config, topology):
+def test_the_paper_configs_fit(run, config, topology):
   result = run(f"--config=configs/{config}.py", f"--topology={topology}")
   assert result.returncode == 0 and result.stdout.endswith("\nfits\n"), result.stdout + result.stderr
   assert "diff_attention_backward_v1, diff_attention_forward_v1" in result.stdout

@@ -11,10 +11,6 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def run(*args, cwd=ROOT):
-  return subprocess.run([sys.executable, "-m", *args], cwd=cwd, capture_output=True, text=True, timeout=300)
-
-
 @pytest.mark.parametrize(
   "args, code, message",
   [
@@ -40,8 +36,8 @@ def run(*args, cwd=ROOT):
     (["--config=configs/diff_1b.py", "--workdir=x"], 1, "cl100k_base"),
   ],
 )
-def test_bad_input_is_one_line(args, code, message, tmp_path):
-  result = run("diffjax.train", *args)
+def test_bad_input_is_one_line(command, args, code, message):
+  result = command("diffjax.train", *args)
   lines = result.stderr.strip().splitlines()
   assert result.returncode == code, result.stderr
   assert message in lines[-1]
@@ -49,8 +45,8 @@ def test_bad_input_is_one_line(args, code, message, tmp_path):
   assert "Traceback" not in result.stderr
 
 
-def test_help_names_the_flags():
-  result = run("diffjax.train", "--help")
+def test_help_names_the_flags(command):
+  result = command("diffjax.train", "--help")
   assert "--config" in result.stdout and "--workdir" in result.stdout
 
 
@@ -69,7 +65,7 @@ def test_the_gpu_benchmark_needs_little():
   assert result.stderr.strip() == "error: this times a GPU, and the backend is 'cpu'" and result.returncode == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.usefixtures("optimised")
 def test_readme_training_line(tmp_path):
   """The README's training line as it stands there, but for where it writes: below 2.2 bits per byte and below a trigram model."""
@@ -85,7 +81,7 @@ def test_readme_training_line(tmp_path):
   assert (tmp_path / "loss.png").exists() and (tmp_path / "sample.txt").exists() and (tmp_path / "checkpoints" / "600").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize(
   "command", ["kill --times=20", "kill --times=5 --mode=streamed", "kill --times=4 --steps=60 --processes=2", "growth --batch_size=2"]

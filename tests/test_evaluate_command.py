@@ -15,11 +15,14 @@ from diffjax.evals import SUITES
 from diffjax.training import loop
 
 
-def run(*args):
-  command = [sys.executable, "-m", "diffjax.evaluate", *map(str, args)]
-  result = subprocess.run(command, capture_output=True, text=True, timeout=600)
-  assert "Traceback" not in result.stderr
-  return result
+@pytest.fixture
+def run(command):
+  def run(*args):
+    result = command("diffjax.evaluate", *args, timeout=600)
+    assert "Traceback" not in result.stderr
+    return result
+
+  return run
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +76,7 @@ QUICK = [
 ]
 
 
-def test_every_suite_of_a_pair(runs, tmp_path):
+def test_every_suite_of_a_pair(run, runs, tmp_path):
   suites = ["validation", "position_nll", "needle", "attention", "outliers", "quantised", "difference_map", "many_shot"]
   result = run(
     f"--suite=report,{','.join(suites)}", f"--workdir={runs / 'diff'}", f"--against={runs / 'transformer'}", f"--out={tmp_path}", *QUICK
@@ -100,7 +103,7 @@ def test_every_suite_of_a_pair(runs, tmp_path):
   assert result.stderr.count("loading") == 2  # each model once
 
 
-def test_one_model_and_a_step_of_it(runs):
+def test_one_model_and_a_step_of_it(run, runs):
   result = run("--suite=validation", f"--workdir={runs / 'transformer'}", "--step=2", "--set.validation.rows=-1")
   assert result.returncode == 0, result.stderr
   found = load(runs / "transformer" / "evals" / "validation.json")
@@ -112,7 +115,7 @@ def test_one_model_and_a_step_of_it(runs):
   assert both["units"] == both["against"]["units"] < 0.7 * found["figures"][0]["units"]
 
 
-def test_the_harness_and_hallucination_of_a_pair(runs, tmp_path):
+def test_the_harness_and_hallucination_of_a_pair(run, runs, tmp_path):
   pytest.importorskip("lm_eval")
   (tmp_path / "piqa").mkdir()
   question = {"goal": "To eat", "sol1": "use a fork", "sol2": "use a car", "label": 0}
@@ -132,7 +135,7 @@ def test_the_harness_and_hallucination_of_a_pair(runs, tmp_path):
   assert result.returncode == 1 and "error: set.harness.tasks: lm-eval has no task 'piqaa'; near it are piqa" in result.stderr
 
 
-def test_another_vocabulary_is_refused_before_anything_runs(runs, tmp_path):
+def test_another_vocabulary_is_refused_before_anything_runs(run, runs, tmp_path):
   out = tmp_path / "out"
   result = run("--suite=validation", f"--workdir={runs / 'diff'}", f"--against={runs / 'other'}", f"--out={out}")
   assert result.returncode == 1 and not out.exists() and not result.stdout
@@ -172,7 +175,7 @@ def test_another_vocabulary_is_refused_before_anything_runs(runs, tmp_path):
     (["--suite=many_shot", "--workdir={diff}", "--set.many_shot.max_tokens=513"], 1, "the model takes at most 512"),
   ],
 )
-def test_bad_input_is_one_line(runs, args, code, message):
+def test_bad_input_is_one_line(run, runs, args, code, message):
   result = run(*(argument.format(diff=runs / "diff") for argument in args))
   assert result.returncode == code, result.stderr
   lines = [line for line in result.stderr.splitlines() if not line.startswith("diffjax: ")]

@@ -34,11 +34,12 @@ def workdir(tmp_path_factory):
   return save(tmp_path_factory.mktemp("run"))
 
 
-def run(*args):
-  return subprocess.run([sys.executable, "-m", "diffjax.generate", *args], capture_output=True, timeout=300)
+@pytest.fixture
+def run(command):
+  return lambda *args: command("diffjax.generate", *args, text=False)
 
 
-def test_it_prints_what_the_sampler_gives(workdir):
+def test_it_prints_what_the_sampler_gives(run, workdir):
   """One prompt as it comes, two together; a stop string ends the text before it."""
   trained = load(workdir)
   sampler = Sampler(trained.model, trained.params, batch_size=2, capacity=512)
@@ -69,7 +70,7 @@ show(ids, True)
   assert text.replace("|", "") == "p: größer€ \n" and "\ufffd" not in text, printed.stderr
 
 
-def test_bad_input_is_one_line(workdir, tmp_path):
+def test_bad_input_is_one_line(run, workdir, tmp_path):
   tokenized = save(tmp_path / "tokenized", tokenizer="/nowhere/tokenizer.json")
   for args, code, message in (
     ([], 2, "pass --workdir=DIR"),
@@ -87,7 +88,7 @@ def test_bad_input_is_one_line(workdir, tmp_path):
     assert b"Traceback" not in result.stderr
 
 
-def test_a_damaged_checkpoint_is_passed_over_or_named(workdir, tmp_path):
+def test_a_damaged_checkpoint_is_passed_over_or_named(run, workdir, tmp_path):
   damaged = save(tmp_path / "damaged")
   file = next(path for path in (damaged / "checkpoints/0").rglob("*") if path.is_file() and path.stat().st_size > 2000)
   data = np.frombuffer(file.read_bytes(), np.uint8).copy()

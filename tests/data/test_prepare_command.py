@@ -1,23 +1,17 @@
 """python -m diffjax.prepare, as a user runs it."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from diffjax.data import tokenizer
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(command, tmp_path):
   """Runs the command with a config of the defaults."""
   (tmp_path / "config.py").write_text("from diffjax import command\n\ndef get_config():\n  return command.to_config_dict()\n")
 
   def run(*arguments):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "diffjax.prepare", f"--config={tmp_path}/config.py", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    return command("diffjax.prepare", f"--config={tmp_path}/config.py", *arguments)
 
   return run
 

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -171,7 +169,7 @@ def test_bad_settings(tmp_path, trained, files, change, message):
     list(mathematics.evaluate(trained, dataclasses.replace(Settings(files=",".join(files)), **change)))
 
 
-def test_the_command(files, tmp_path):
+def test_the_command(command, files, tmp_path):
   """python -m diffjax.evaluate --suite=mathematics, with a model that has learnt nothing; and with a bad record."""
   config = Config(model=ModelConfig(num_layers=1, embed_dim=16, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=16, max_length=256))
   make_state, _ = make_init(config, make_mesh(config.mesh, jax.devices()[:1]))
@@ -180,8 +178,7 @@ def test_the_command(files, tmp_path):
     checkpoints.wait()
 
   def run(*args):
-    command = [sys.executable, "-m", "diffjax.evaluate", "--suite=mathematics", f"--workdir={tmp_path}/run", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return command("diffjax.evaluate", "--suite=mathematics", f"--workdir={tmp_path}/run", *args)
 
   result = run(f"--set.mathematics.files={files[0]},{files[1]}", "--set.mathematics.new_tokens=9", "--set.mathematics.questions=3")
   assert result.returncode == 0, result.stderr

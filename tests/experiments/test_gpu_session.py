@@ -75,7 +75,7 @@ def test_without_a_gpu_nothing_is_begun(tmp_path):
   assert "devices:" in out and errors.endswith("error: JAX finds no GPU here; set ON_CPU=1 to go on without\n")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_is_made_where_the_others_are_known(place):
   """Rows whose text is elsewhere; what a machine lacks; too little time for a run; then the one that is missing, and nothing twice."""
   directory, fields = place
@@ -100,7 +100,7 @@ def test_a_run_is_made_where_the_others_are_known(place):
   assert "15 runs in" in text and "left:" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_that_takes_too_long_is_stopped_and_saved(place):
   directory, fields = place
   pack = directory / "pack"

@@ -120,7 +120,7 @@ def test_retrieval_at_two_steps(places):
   assert (directory / "retrieval/plot.png").stat().st_size > 5000
 
 
-def test_bad_input_is_one_line(tmp_path):
+def test_bad_input_is_one_line(command, tmp_path):
   names = ", ".join(grid.names())
   for args, code, message in (
     ([], 2, f"error: name an experiment: python -m experiments.run NAME; there are {names}"),
@@ -139,8 +139,8 @@ def test_bad_input_is_one_line(tmp_path):
     (["ablations", "banana"], 2, "error: unexpected argument 'banana'"),
     (["--only=diff", "banana"], 1, "error: there is no experiment 'banana'"),
   ):
-    _, errors = run(*args, f"--out={tmp_path}", code=code)
-    assert errors.startswith(message) and len(errors.splitlines()) == 1, errors
+    result = command("experiments.run", *args, f"--out={tmp_path}")
+    assert result.returncode == code and result.stderr.startswith(message) and len(result.stderr.splitlines()) == 1, result.stderr
 
 
 def test_costs_and_commands_are_printed():
@@ -176,7 +176,7 @@ def test_variants_are_compiled_for_tpus_that_are_not_there():
   assert errors == "error: transformer: too large for v5e:1x1; python -m diffjax.aot says what would take less\n"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", grid.names())
 def test_every_grid_at_two_steps(places, tmp_path, name):
   """Every variant but those that differ in their number of steps alone."""

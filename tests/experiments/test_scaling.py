@@ -51,7 +51,7 @@ def test_intervals_of_a_mean_are_students():
   np.testing.assert_allclose([low, high], [values.mean() - reach, values.mean() + reach], rtol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("axis", ["parameters", "tokens"])
 def test_intervals_hold_the_true_share(axis):
   """About 95% of them, in grids simulated from the curves of the committed results, with their runs' spread; the README says so."""

@@ -3,8 +3,6 @@
 import json
 import pathlib
 import shutil
-import subprocess
-import sys
 import types
 
 import jax
@@ -53,11 +51,11 @@ def golden():
 
 
 @pytest.fixture(scope="session")
-def convert():
+def convert(command):
   """Runs the command; it must not end with a traceback."""
 
   def run(*args):
-    result = subprocess.run([sys.executable, "-m", "diffjax.convert", *args], capture_output=True, text=True, timeout=120)
+    result = command("diffjax.convert", *args)
     assert "Traceback" not in result.stderr, result.stderr
     return result
 

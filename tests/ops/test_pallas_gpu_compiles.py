@@ -113,7 +113,7 @@ def test_forward_and_backward_compile():
   assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_shape_and_mask_compiles():
   wrong = _check(SHAPES + MASKS)
   assert not wrong, "\n".join(wrong)

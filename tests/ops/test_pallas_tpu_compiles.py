@@ -92,7 +92,7 @@ def test_forward_and_backward_compile(generation):
   assert not _check(TOPOLOGIES[generation], QUICK)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_generation_compiles_every_shape():
   jobs = [(topology, SHAPES + (MASKS if name in ("v4", "v6e") else []), 1) for name, topology in TOPOLOGIES.items()]
   jobs += [(topology, OVER_16_CHIPS, 16) for topology in ("v5e:4x4", "v5p:2x2x4")]

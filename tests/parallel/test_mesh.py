@@ -219,7 +219,7 @@ def test_context_order_gives_every_shard_the_same_work():
   assert len({sum(shard + 1) for shard in order.reshape(4, 12)}) == 1  # keys that a causal mask shows to its queries
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_long_rows_over_eight_shards():
   """65,536 tokens a row, which no device holds whole: a step is taken, and its gradients are not nothing. 7 GB of memory."""
   model = dataclasses.replace(MODEL, num_layers=1, embed_dim=16, ffn_dim=16, num_heads=1, num_kv_heads=1, max_length=65_536)

@@ -292,7 +292,7 @@ def test_a_port_in_use():
       pass
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("killed", [0, 1])
 def test_what_a_dead_process_half_wrote_is_never_whole(overrides, whole, tmp_path, killed):
   with Processes(tmp_path / "run", overrides, code={killed: KILLED_IN_A_SAVE}) as processes:
@@ -305,7 +305,7 @@ def test_what_a_dead_process_half_wrote_is_never_whole(overrides, whole, tmp_pat
   assert log(tmp_path / "run") == log(whole[0])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_streams_resume_exactly(overrides, tmp_path):
   """Every process has read another part of a stream: each takes its own place in it up again."""
   for index in range(4):
@@ -325,7 +325,7 @@ def test_streams_resume_exactly(overrides, tmp_path):
   assert log(tmp_path / "run") == log(tmp_path / "whole")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_four_processes_with_shared_parameters(overrides, whole, tmp_path):
   """Parameters lie in shares on four processes, for the sample and the validation too. SIGKILL to one, and SIGTERM to another."""
   shared = [*overrides, "--config.mesh.data=2", "--config.mesh.fsdp=2"]

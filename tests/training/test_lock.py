@@ -58,7 +58,7 @@ def test_the_second_is_refused_until_the_first_is_killed(holder):
     pass
 
 
-def test_training_and_pruning_are_refused(holder, tmp_path):
+def test_training_and_pruning_are_refused(command, holder, tmp_path):
   workdir, _, _ = holder
   (tmp_path / "text").mkdir()
   for index in range(20):
@@ -74,7 +74,7 @@ def test_training_and_pruning_are_refused(holder, tmp_path):
     loop.train(config, str(workdir))
   assert [path.name for path in workdir.iterdir()] == ["lock"], "nothing is written"
   (workdir / "checkpoints").mkdir()
-  result = subprocess.run([sys.executable, "-m", "diffjax.checkpoints", f"--workdir={workdir}", "--prune"], capture_output=True, text=True)
+  result = command("diffjax.checkpoints", f"--workdir={workdir}", "--prune")
   assert result.returncode == 1 and result.stderr.startswith("error: ") and "is in use by process" in result.stderr
 
 

@@ -1,0 +1,37 @@
+"""Runs commands in forked processes, each as `python -m MODULE` would, but with the slow imports done once.
+
+Reads one task a line on standard input (JSON: module, arguments, directory, environment, and files for the two outputs), and writes the
+exit code a line on standard output. No backend of JAX is made here, so that every command makes its own.
+"""
+
+import json
+import os
+import runpy
+import sys
+import warnings
+
+import diffjax.command
+import diffjax.evals.validation
+import diffjax.interop.workdir
+import diffjax.training.loop  # noqa: F401
+
+warnings.filterwarnings("ignore", message="os.fork")  # JAX has threads only once it has a backend
+
+while line := sys.stdin.readline():
+  task = json.loads(line)
+  child = os.fork()
+  if not child:
+    break
+  _, status = os.waitpid(child, 0)
+  print(os.waitstatus_to_exitcode(status), flush=True)
+else:
+  sys.exit()
+
+# From here on this is a command's process.
+os.chdir(task["directory"])
+os.environ.clear()
+os.environ.update(task["environment"])
+for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, task["out"], os.O_WRONLY), (2, task["errors"], os.O_WRONLY)):
+  os.dup2(os.open(path, flags), number)
+sys.argv, sys.path[0] = [task["module"], *task["arguments"]], task["directory"]
+runpy.run_module(task["module"], run_name="__main__", alter_sys=True)
