@@ -113,7 +113,7 @@ def test_head_norm_is_a_field_of_every_layer():
     outputs = {}
     for head_norm in (True, False):
       layer = cls(num_heads=2, head_dim=4, head_norm=head_norm)
-      outputs[head_norm], variables = layer.init_with_output(jax.random.key(1), x, 0.5)
+      outputs[head_norm], variables = jax.jit(layer.init_with_output)(jax.random.key(1), x, 0.5)
       assert ("head_gain" in variables["params"]) is head_norm
     assert not np.allclose(outputs[True], outputs[False])
 

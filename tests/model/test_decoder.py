@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import operator
 
 import chex
@@ -14,6 +15,7 @@ from diffjax.config import ModelConfig
 from diffjax.model import decoder
 from diffjax.model.attention import lambda_init_schedule
 from diffjax.model.decoder import Decoder, lambda_inits, logits
+from tests.tiers import full
 
 CONFIG = ModelConfig(vocab_size=64, num_layers=3, embed_dim=32, num_heads=2, num_kv_heads=2, head_dim=8, ffn_dim=48, max_length=32)
 VARIANTS = {
@@ -140,8 +142,12 @@ def test_packed_documents_do_not_see_each_other(name):
   assert np.abs(got[:, 7:] - apply(config, params, packed)[:, 7:]).max() > 1e-3  # without segments they do
 
 
-@pytest.mark.parametrize("policy", ["attention", "dots", "full"])
-@pytest.mark.parametrize("name", VARIANTS)
+REMAT = [("diff", "attention"), ("diff_v2", "dots"), ("softmax", "full")]
+
+
+@pytest.mark.parametrize(
+  "name, policy", [*REMAT, *full(case for case in itertools.product(VARIANTS, ("attention", "dots", "full")) if case not in REMAT)]
+)
 def test_remat_does_not_change_loss_or_gradients(name, policy):
   config, ids = VARIANTS[name], tokens((2, 16))
 
@@ -165,7 +171,7 @@ def test_initial_logits_have_unit_scale():
     assert 0.7 < float(apply(config, init(config), tokens((4, 32))).std()) < 1.4
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ["diff", "diff_v2", *full(["diff_v2_linear", "softmax"])])
 def test_bfloat16_computes_near_float32(name):
   """Mixed precision: float32 parameters and gradients, loss within bfloat16's rounding."""
   config, ids = VARIANTS[name], tokens((4, 32))
