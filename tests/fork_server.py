@@ -8,6 +8,7 @@ import json
 import os
 import runpy
 import sys
+import types
 import warnings
 
 import diffjax.command
@@ -33,5 +34,7 @@ os.environ.clear()
 os.environ.update(task["environment"])
 for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, task["out"], os.O_WRONLY), (2, task["errors"], os.O_WRONLY)):
   os.dup2(os.open(path, flags), number)
+main = sys.modules["__mp_main__"] = types.ModuleType("__mp_main__")  # multiprocessing's name for the command, which is not here yet
+main.__getattr__ = lambda name: getattr(sys.modules["__main__"], name)
 sys.argv, sys.path[0] = [task["module"], *task["arguments"]], task["directory"]
 runpy.run_module(task["module"], run_name="__main__", alter_sys=True)
