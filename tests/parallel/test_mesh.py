@@ -20,6 +20,7 @@ from diffjax.ops.diff_attention import diff_attention
 from diffjax.parallel import context, rules
 from diffjax.parallel.mesh import AXES, batch_share, make_mesh, put_batch, sharded_attention, sharded_cross_entropy
 from diffjax.training.step import make_eval_step, make_init, make_train_step
+from tests.tiers import full
 
 B, T = 16, 32
 DATA = MeshConfig(data=-1)
@@ -69,8 +70,20 @@ def run_steps(config, num_devices, steps=3):
   return jax.tree.map(np.asarray, jax.device_get(state.params)), losses
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("mesh", [(8,), (1, 8), (2, 4), (1, 1, 8), (4, 1, 1, 2), (1, 1, 4, 2), (1, 2, 2, 2)], ids=str)
+# Every axis by itself with the attention that has most parameters; with the others, pairs of axes.
+DIFF_ON = [(8,), (1, 8), (2, 4), (1, 1, 8), (4, 1, 1, 2), (1, 1, 4, 2)]
+
+
+@pytest.mark.parametrize(
+  "name, mesh",
+  [
+    ("diff", (1, 2, 2, 2)),
+    ("diff_v2", (2, 4)),
+    ("softmax", (4, 1, 1, 2)),
+    *full([*(("diff", mesh) for mesh in DIFF_ON), ("diff_v2", (1, 1, 4, 2)), ("diff_v2", (4, 1, 1, 2)), ("softmax", (1, 2, 2, 2))]),
+  ],
+  ids=str,
+)
 def test_eight_devices_give_one_devices_losses(name, mesh):
   """Sizes of data, fsdp, context and tensor."""
   one = run_steps(make_config(VARIANTS[name]), 1)
@@ -80,7 +93,7 @@ def test_eight_devices_give_one_devices_losses(name, mesh):
   assert one[1][0]["loss"] != one[1][2]["loss"]
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [4, *full([1])])
 def test_accumulation_equals_the_full_batch(devices):
   """Micro-batches of unequal token counts: Σ loss / Σ tokens, not a mean of means."""
   full = run_steps(make_config(), devices)
@@ -219,23 +232,6 @@ def test_context_order_gives_every_shard_the_same_work():
   assert len({sum(shard + 1) for shard in order.reshape(4, 12)}) == 1  # keys that a causal mask shows to its queries
 
 
-@pytest.mark.full
-def test_long_rows_over_eight_shards():
-  """65,536 tokens a row, which no device holds whole: a step is taken, and its gradients are not nothing. 7 GB of memory."""
-  model = dataclasses.replace(MODEL, num_layers=1, embed_dim=16, ffn_dim=16, num_heads=1, num_kv_heads=1, max_length=65_536)
-  config = Config(model=model, mesh=MeshConfig(context=8), data=DataConfig(length=65_536), train=TrainConfig(batch_size=1))
-  mesh = make_mesh(config.mesh)
-  init, abstract = make_init(config, mesh)
-  rng = np.random.default_rng(0)
-  tokens = rng.integers(0, 64, (2, 1, 65_536), np.int32)
-  ids = np.sort(rng.integers(0, 9, (1, 65_536), np.int32), axis=1)
-  positions, weights = np.arange(65_536, dtype=np.int32)[None], np.ones((1, 65_536), np.float32)
-  batch = put_batch(dict(tokens=tokens[0], targets=tokens[1], segment_ids=ids, positions=positions, weights=weights), mesh)
-  assert batch["tokens"].addressable_shards[0].data.shape == (1, 8192)
-  _, metrics = make_train_step(config, mesh, abstract)(init(), batch)
-  assert 4 < float(metrics["loss"]) < 5 and float(metrics["grad_norm"]) > 1e-3
-
-
 def test_batch_that_the_devices_cannot_share():
   config = dataclasses.replace(make_config(), train=TrainConfig(batch_size=12))
   with pytest.raises(UserError, match="batch_size = 12 .* multiple of 8"):
@@ -270,3 +266,21 @@ def test_attention_with_heads_on_a_tensor_axis():
   expected = jax.value_and_grad(loss(functools.partial(diff_attention, implementation="reference")), (0, 1, 2, 3))(*arguments)
   chex.assert_trees_all_close(compiled(*arguments), expected, rtol=1e-4, atol=1e-4)
   assert "all-gather" not in compiled.as_text()
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("optimised")
+def test_long_rows_over_eight_shards():
+  """65,536 tokens a row, which no device holds whole: a step is taken, and its gradients are not nothing. 7 GB of memory."""
+  model = dataclasses.replace(MODEL, num_layers=1, embed_dim=16, ffn_dim=16, num_heads=1, num_kv_heads=1, max_length=65_536)
+  config = Config(model=model, mesh=MeshConfig(context=8), data=DataConfig(length=65_536), train=TrainConfig(batch_size=1))
+  mesh = make_mesh(config.mesh)
+  init, abstract = make_init(config, mesh)
+  rng = np.random.default_rng(0)
+  tokens = rng.integers(0, 64, (2, 1, 65_536), np.int32)
+  ids = np.sort(rng.integers(0, 9, (1, 65_536), np.int32), axis=1)
+  positions, weights = np.arange(65_536, dtype=np.int32)[None], np.ones((1, 65_536), np.float32)
+  batch = put_batch(dict(tokens=tokens[0], targets=tokens[1], segment_ids=ids, positions=positions, weights=weights), mesh)
+  assert batch["tokens"].addressable_shards[0].data.shape == (1, 8192)
+  _, metrics = make_train_step(config, mesh, abstract)(init(), batch)
+  assert 4 < float(metrics["loss"]) < 5 and float(metrics["grad_norm"]) > 1e-3
