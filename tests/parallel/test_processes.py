@@ -17,6 +17,7 @@ from diffjax.config import DataConfig, UserError
 from diffjax.data import prepared
 from diffjax.parallel.processes import connected
 from diffjax.training.lock import lock
+from tests.tiers import full
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Fields that tell the time, not the run.
@@ -24,10 +25,10 @@ CLOCK = {"time", "train/tokens_per_second", "train/step_seconds", "train/wait_fr
 # The README's line for two processes on one machine, and the command in it.
 README = (ROOT / "README.md").read_text()
 LINE, COMMAND = re.search(r"^(for i in 0 1; do (python -m diffjax\.train .*) & done; wait)$", README, re.MULTILINE).groups()
-STEPS = 120
+STEPS = 60
 
 
-# The command, in which a process kills itself while the checkpoint of step 60 is written.
+# The command, in which a process kills itself while the checkpoint of step 30 is written.
 KILLED_IN_A_SAVE = """
 import os, signal
 from diffjax import command, train
@@ -35,7 +36,7 @@ from diffjax.training import checkpoint
 save = checkpoint.ocp.save_checkpointables_async
 def save_and_die(path, *args, **options):
   response = save(path, *args, **options)
-  if path.name == "60":
+  if path.name == "30":
     os.kill(os.getpid(), signal.SIGKILL)
   return response
 checkpoint.ocp.save_checkpointables_async = save_and_die
@@ -77,8 +78,8 @@ def overrides(tmp_path_factory):
   prepared.prepare(DataConfig(**data))
   fields = {f"data.{name}": value for name, value in data.items()}
   fields |= {"model.num_layers": 1, "model.embed_dim": 16, "model.num_heads": 1, "model.num_kv_heads": 1, "model.head_dim": 8}
-  fields |= {"model.ffn_dim": 32, "optimizer.warmup_steps": 2, "eval.interval": 40, "eval.rows": 16, "train.steps": STEPS}
-  fields |= {"train.batch_size": 8, "train.log_interval": 1, "train.checkpoint_interval": 20, "train.sample_tokens": 5}
+  fields |= {"model.ffn_dim": 32, "optimizer.warmup_steps": 2, "eval.interval": 20, "eval.rows": 16, "train.steps": STEPS}
+  fields |= {"train.batch_size": 8, "train.log_interval": 1, "train.checkpoint_interval": 10, "train.sample_tokens": 5}
   return [f"--config.{name}={value}" for name, value in fields.items()]
 
 
@@ -143,22 +144,39 @@ def saved(workdir):
   return sorted(int(path.parent.name) for path in pathlib.Path(workdir).glob("checkpoints/*/manifest.json"))
 
 
-@pytest.fixture(scope="module")
-def whole(overrides, tmp_path_factory):
-  """What an uninterrupted run of the README's line leaves, and what it printed."""
-  workdir = tmp_path_factory.mktemp("whole") / "run"
+def readmes_line(workdir, overrides):
+  """The README's line for two processes, run as it stands there but for the workdir and the port."""
   line = LINE.replace("runs/two", str(workdir)).replace("9476", str(free_port())).replace(" & done", f" {' '.join(overrides)} & done")
   result = subprocess.run(["bash", "-c", line], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
   assert result.returncode == 0 and saved(workdir)[-1] == STEPS, result.stdout + result.stderr
-  return workdir, result
+  return result
 
 
-def test_the_readmes_line_trains_as_one_process_does(overrides, whole, tmp_path):
-  """The same batches and, but for the order in which two devices add up, the same numbers."""
-  workdir, result = whole
-  command = [sys.executable, *COMMAND.split(" --workdir")[0].split()[1:], f"--workdir={tmp_path}", *overrides]
+@pytest.fixture(scope="module")
+def whole(overrides, tmp_path_factory):
+  """The workdir of an uninterrupted run of the README's line."""
+  workdir = tmp_path_factory.mktemp("whole") / "run"
+  readmes_line(workdir, overrides)
+  return workdir
+
+
+def test_the_readmes_line_stopped_and_resumed_trains_as_one_process_does(overrides, tmp_path):
+  """SIGTERM to process 1: both save the same step. The README's line goes on from there, and the log is that of one process: the same
+  batches and, but for the order in which two devices add up, the same numbers."""
+  workdir = tmp_path / "run"
+  with Processes(workdir, overrides) as processes:
+    processes.reach("step 15/")
+    processes.all[1].send_signal(signal.SIGTERM)
+    codes, lines = processes.end()
+  assert codes == [0, 0], lines
+  assert "SIGTERM: saving" in lines[1]
+  step = int(re.search(rf"stopped at step (\d+) of {STEPS}, saved", lines[0]).group(1))
+  assert 15 <= step < STEPS and saved(workdir)[-1] == step
+  result = readmes_line(workdir, overrides)
+  assert f"resuming from step {step}" in result.stderr
+  command = [sys.executable, *COMMAND.split(" --workdir")[0].split()[1:], f"--workdir={tmp_path}/one", *overrides]
   subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True, timeout=300)
-  one, two = log(tmp_path), log(workdir)
+  one, two = log(tmp_path / "one"), log(workdir)
   assert [line["step"] for line in one] == [line["step"] for line in two]
   for mine, theirs in zip(one, two, strict=True):
     assert mine.get("train/tokens") == theirs.get("train/tokens")
@@ -179,24 +197,17 @@ def kill(processes, killed):
     assert re.match(rf"error: process {index} has lost the others: .*; start all processes again with the same command to go", lines[index])
 
 
-def test_sigterm_stops_all_and_a_killed_one_ends_all(overrides, whole, tmp_path):
-  """SIGTERM to process 1: all save the same step. SIGKILL to process 0, which serves the coordination: process 1 ends. Each time the same
-  command goes on, and in the end the log is the uninterrupted run's, number for number."""
+@pytest.mark.full
+def test_a_killed_one_ends_all(overrides, whole, tmp_path):
+  """SIGKILL to process 0, which serves the coordination: process 1 ends. The same command goes on, and in the end the log is the
+  uninterrupted run's, number for number."""
   with Processes(tmp_path / "run", overrides) as processes:
-    processes.reach("step 25/")
-    processes.all[1].send_signal(signal.SIGTERM)
-    codes, lines = processes.end()
-  assert codes == [0, 0], lines
-  assert "SIGTERM: saving" in lines[1]
-  step = int(re.search(rf"stopped at step (\d+) of {STEPS}, saved", lines[0]).group(1))
-  assert 25 <= step < STEPS and saved(tmp_path / "run")[-1] == step
-  with Processes(tmp_path / "run", overrides) as processes:
-    processes.reach("  loss ")
+    processes.reach("step 25/")  # the checkpoint of step 20 is written once that of step 10 is
     kill(processes, 0)
-  assert f"resuming from step {step}" in processes.text(0)
   with Processes(tmp_path / "run", overrides) as processes:
     assert processes.end()[0] == [0, 0]
-  assert log(tmp_path / "run") == log(whole[0])
+  assert "resuming from step" in processes.text(0)
+  assert log(tmp_path / "run") == log(whole)
 
 
 def test_different_configs_are_refused_by_all(overrides, tmp_path):
@@ -218,6 +229,7 @@ def test_what_stops_one_stops_all_with_its_reason(overrides, tmp_path):
   assert re.match(rf"error: process 0 stopped: .*/run is in use by process {os.getpid()} on ", lines[1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("failing", [0, 1])
 def test_who_is_late_hears_the_reason_too(tmp_path, failing):
   """Process 2 does not run while another one fails, for longer than the others have to finish what they write."""
@@ -235,6 +247,7 @@ def test_who_is_late_hears_the_reason_too(tmp_path, failing):
   assert lines == ["error: nothing left to do" if index == failing else others for index in code]
 
 
+@pytest.mark.full
 def test_a_data_worker_that_dies_stops_all(overrides, tmp_path):
   with Processes(tmp_path / "run", [*overrides, "--config.data.num_workers=1", "--config.train.steps=100000"]) as processes:
     processes.reach("step 5/")
@@ -248,6 +261,7 @@ def test_a_data_worker_that_dies_stops_all(overrides, tmp_path):
   assert re.match(rf"error: process 1 stopped: data worker {worker} \(SIGKILL", lines[0])
 
 
+@pytest.mark.full
 def test_too_many_skipped_steps_stop_all(overrides, tmp_path):
   diverging = ["--config.optimizer.learning_rate=1e30", "--config.train.max_skipped_in_a_row=3"]
   with Processes(tmp_path / "run", [*overrides, *diverging]) as processes:
@@ -256,7 +270,7 @@ def test_too_many_skipped_steps_stop_all(overrides, tmp_path):
   assert all(re.match("error: (process . stopped: )?stopped at step .*: 3 steps in a row were skipped", line) for line in lines), lines
 
 
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("index", [0, *full([1])])
 def test_nobody_there(overrides, tmp_path, index):
   """The others do not come, or the coordinator cannot be reached."""
   with Processes(tmp_path / "run", [*overrides, "--connect_timeout=1"], count=2) as processes:
@@ -298,11 +312,11 @@ def test_what_a_dead_process_half_wrote_is_never_whole(overrides, whole, tmp_pat
   with Processes(tmp_path / "run", overrides, code={killed: KILLED_IN_A_SAVE}) as processes:
     codes, _ = processes.end(timeout=150)
   assert codes[killed] == -signal.SIGKILL and codes[1 - killed] == 1
-  assert saved(tmp_path / "run") == [20, 40]
+  assert saved(tmp_path / "run") == [10, 20]
   with Processes(tmp_path / "run", overrides) as processes:
     assert processes.end()[0] == [0, 0]
-  assert "resuming from step 40" in processes.text(0)
-  assert log(tmp_path / "run") == log(whole[0])
+  assert "resuming from step 20" in processes.text(0)
+  assert log(tmp_path / "run") == log(whole)
 
 
 @pytest.mark.full
@@ -316,7 +330,7 @@ def test_streams_resume_exactly(overrides, tmp_path):
     codes, lines = processes.end()
   assert codes == [0, 0], lines
   with Processes(tmp_path / "run", streamed) as processes:
-    processes.reach("step 85/")  # by then the parts have been read to other places
+    processes.reach("step 42/")  # by then the parts have been read to other places
     processes.all[0].send_signal(signal.SIGTERM)
     assert processes.end()[0] == [0, 0]
   with Processes(tmp_path / "run", streamed) as processes:
@@ -330,7 +344,7 @@ def test_four_processes_with_shared_parameters(overrides, whole, tmp_path):
   """Parameters lie in shares on four processes, for the sample and the validation too. SIGKILL to one, and SIGTERM to another."""
   shared = [*overrides, "--config.mesh.data=2", "--config.mesh.fsdp=2"]
   with Processes(tmp_path / "run", shared, count=4) as processes:
-    processes.reach("step 25/")
+    processes.reach("step 15/")
     kill(processes, 2)
   with Processes(tmp_path / "run", shared, count=4) as processes:
     processes.reach("  loss ")
@@ -340,5 +354,5 @@ def test_four_processes_with_shared_parameters(overrides, whole, tmp_path):
   with Processes(tmp_path / "run", shared, count=4) as processes:
     assert processes.end()[0] == [0] * 4
   assert processes.text(0).count("resuming from step") == 1
-  for mine, theirs in zip(log(tmp_path / "run"), log(whole[0]), strict=True):
+  for mine, theirs in zip(log(tmp_path / "run"), log(whole), strict=True):
     assert_close(mine, theirs)
