@@ -1,6 +1,7 @@
 """One training step against the plain formula, and what it leaves of its input."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +29,17 @@ def make_batch():
   return dict(tokens=tokens[0], targets=tokens[1], segment_ids=segments, positions=positions, weights=weights)
 
 
-def start(config):
+@functools.cache
+def program(config):
+  """What makes a state, and the step; compiled once for all tests."""
   mesh = make_mesh(config.mesh, jax.devices()[:1])
   init, abstract = make_init(config, mesh)
-  return init(), make_train_step(config, mesh, abstract), mesh
+  return init, make_train_step(config, mesh, abstract), mesh
+
+
+def start(config):
+  init, step, mesh = program(config)
+  return init(), step, mesh
 
 
 def plain(params, batch, z_loss):
@@ -112,7 +120,8 @@ def test_targets_in_prompts_are_not_learnt():
 
 def test_compiled_once():
   """The second step takes the first one's output as it is."""
-  state, step, mesh = start(CONFIG)
+  init, step, mesh = program.__wrapped__(CONFIG)
+  state = init()
   for _ in range(3):
     state, _ = step(state, put_batch(make_batch(), mesh))
   assert step.lower.__self__._cache_size() == 1
