@@ -13,6 +13,7 @@ import pytest
 
 from diffjax.config import DataConfig, UserError
 from diffjax.data import packing, prepared, progress
+from tests.tiers import full
 
 
 def rows_of(config, split="train"):
@@ -75,7 +76,7 @@ def test_the_number_of_workers_changes_nothing(many_files, tmp_path):
   assert content(directories[0]) == content(directories[1])
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [*full([1]), 2])
 def test_killed_and_started_again(many_files, tmp_path, workers):
   spec, directory = f"text:{many_files}/*.txt", tmp_path / "killed"
   code = (

@@ -10,6 +10,7 @@ import pytest
 
 from diffjax.config import DataConfig, UserError
 from diffjax.data import packing, pipeline, prepared, sources
+from tests.tiers import full
 
 LENGTH = 16
 ALL = DataConfig(validation_fraction=0.0, prompt_field="question", text_field="answer")
@@ -232,9 +233,11 @@ def test_answers_alone_are_learnt(make_example_config, examples, mode):
   assert not any(b"Q:" in each or b"question" in each for each in found)
 
 
-@pytest.mark.parametrize("mode", ["prepared", "streamed"])
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_restart(make_example_config, mode, num_workers):
+@pytest.mark.parametrize(
+  "mode, num_workers, steps",
+  [("streamed", 0, (0, 7, 28)), ("prepared", 2, (7,)), *full([("prepared", 0, (0, 7, 28)), ("streamed", 2, (7,))])],
+)
+def test_restart(make_example_config, mode, num_workers, steps):
   config = make_example_config(mode=mode, num_workers=num_workers)
   batches = pipeline.training_batches(config)
   states, expected = [], []
@@ -242,7 +245,7 @@ def test_restart(make_example_config, mode, num_workers):
     states.append(json.loads(json.dumps(batches.get_state())))
     expected.append(next(batches))
   other = pipeline.training_batches(config)
-  for step in (0, 7, 28):
+  for step in steps:
     other.set_state(states[step])
     for batch in expected[step : step + 2]:
       again = next(other)

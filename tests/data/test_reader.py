@@ -14,6 +14,7 @@ from absl import flags
 
 from diffjax.config import UserError
 from diffjax.data import reader
+from tests.tiers import full
 
 
 class Trouble:
@@ -72,7 +73,7 @@ def test_a_worker_that_dies_is_reported(make_reader, how, end):
   assert time.monotonic() - start < 20 and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("how", "num_workers"), [("stop", 2), ("hang", 2), ("hang", 0)])
+@pytest.mark.parametrize(("how", "num_workers"), [("stop", 2), ("hang", 0), *full([("hang", 2)])])
 def test_a_hang_is_reported(make_reader, how, num_workers):
   batches = make_reader(how, num_workers)
   with pytest.raises(UserError, match="no batch for .* s from SOURCE, .*config.data.timeout = 1 ") as caught:
@@ -108,7 +109,7 @@ def test_an_interrupted_wait_loses_nothing(make_reader):
   assert [next(batches), next(batches)] == [1, 2]
 
 
-@pytest.mark.parametrize(("mode", "num_workers"), [("prepared", 0), ("streamed", 2)])
+@pytest.mark.parametrize(("mode", "num_workers"), [("prepared", 0), *full([("streamed", 2)])])
 def test_the_process_ends(jsonl, tmp_path, mode, num_workers):
   """Reading hangs in this process, or its worker is stopped: the error comes, and the interpreter exits."""
   script = tmp_path / "script.py"

@@ -42,10 +42,10 @@ def test_first_use_by_several_processes_at_once(tmp_path):
   environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
   running = [
     subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for _ in range(3)
+    for _ in range(2)
   ]
   results = [process.communicate(timeout=60) for process in running]
-  assert [process.returncode for process in running] == [0, 0, 0], results
+  assert [process.returncode for process in running] == [0, 0], results
   assert len({out for out, _ in results}) == 1
   home = tmp_path / "diffjax" / "stdlib"
   assert len(list(home.iterdir())) == 1, "nothing half built stays behind"
