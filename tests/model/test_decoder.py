@@ -164,6 +164,18 @@ def test_longer_than_max_length_is_refused():
     apply(CONFIG, init(CONFIG), tokens((1, 33)))
 
 
+@pytest.mark.parametrize("name", ["diff", "diff_v2"])
+def test_initial_standard_deviations(name):
+  """1/√inputs; the two matrices that write to the residual stream a further 1/√(2L)."""
+  params, residual = init(VARIANTS[name]), (2 * CONFIG.num_layers) ** -0.5
+  layers, E = params["layers"], CONFIG.embed_dim
+  wanted = {"query": E**-0.5, "key": E**-0.5, "value": E**-0.5, "out": residual * E**-0.5}  # H·V inputs, as many as E
+  wanted |= {"gate": E**-0.5, "up": E**-0.5, "down": residual * CONFIG.ffn_dim**-0.5}
+  found = {key: float(leaf.std()) for key, leaf in {**layers["attention"], **layers["ffn"]}.items() if key in wanted}
+  assert found == {key: pytest.approx(value, rel=0.1) for key, value in wanted.items()}
+  assert float(params["embedding"].std()) == pytest.approx(E**-0.5, rel=0.1)
+
+
 def test_initial_logits_have_unit_scale():
   """So that the first loss is near log N, whatever the width."""
   for width in (32, 128):
