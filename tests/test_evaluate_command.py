@@ -1,33 +1,35 @@
 """python -m diffjax.evaluate as typed: results of a trained pair, and one clear line for what cannot be done."""
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from diffjax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TrainConfig
 from diffjax.data.tokenizer_training import train_tokenizer
-from diffjax.evals import SUITES
+from diffjax.evals import SUITES, figures, harness
+from diffjax.parallel.mesh import make_mesh
 from diffjax.training import loop
+from diffjax.training.checkpoint import Checkpoints
+from diffjax.training.step import make_init
+from tests import in_process
 
 
-@pytest.fixture
-def run(command):
-  def run(*args):
-    result = command("diffjax.evaluate", *args, timeout=600)
-    assert "Traceback" not in result.stderr
-    return result
-
-  return run
+def run(*args):
+  result = in_process.call("diffjax.evaluate", *args)
+  assert "Traceback" not in result.stderr
+  return result
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-  """A DIFF model, its Transformer twin (of shorter rows), and one of another vocabulary, each after two steps."""
+  """A DIFF model after two steps; its Transformer twin (of shorter rows) and one of another vocabulary, as if after two."""
   path = tmp_path_factory.mktemp("runs")
   texts = ["".join(f"document {index}, line {line}: {line * index % 97}\n" for line in range(40)) for index in range(40)]
   (path / "text").mkdir()
@@ -41,12 +43,32 @@ def runs(tmp_path_factory):
   )  # fmt: skip
   loop.train(config, str(path / "diff"))
   twin = dataclasses.replace(model, attention="softmax", num_heads=4, num_kv_heads=2, head_norm=False)
-  shorter = dataclasses.replace(data, length=32, prepared_dir=str(path / "shorter_rows"))
-  loop.train(dataclasses.replace(config, model=twin, data=shorter), str(path / "transformer"))
+  shorter = dataclasses.replace(data, length=32, mode="streamed")
+  save(path / "transformer", dataclasses.replace(config, model=twin, data=shorter))
   train_tokenizer(texts, 300, path / "tokenizer")
-  words = dataclasses.replace(data, tokenizer=str(next((path / "tokenizer").glob("*.tiktoken"))), prepared_dir=str(path / "other_rows"))
-  loop.train(dataclasses.replace(config, data=words, model=dataclasses.replace(model, vocab_size=300)), str(path / "other"))
+  words = dataclasses.replace(data, tokenizer=str(next((path / "tokenizer").glob("*.tiktoken"))))
+  save(path / "other", dataclasses.replace(config, data=words, model=dataclasses.replace(model, vocab_size=300)))
   return path
+
+
+def save(workdir, config):
+  make_state, _ = make_init(config, make_mesh(config.mesh, jax.devices()[:1]))
+  with Checkpoints(str(workdir), keep=1) as checkpoints:
+    checkpoints.save(2, make_state(), data_state={}, config=config.to_dict())
+    checkpoints.wait()
+
+
+@pytest.fixture(autouse=True)
+def few_tasks(monkeypatch):
+  """Of lm-eval's, piqa: to read all of them takes seconds."""
+
+  @functools.cache
+  def manager():
+    from lm_eval import tasks
+
+    return tasks.TaskManager(include_path=str(pathlib.Path(tasks.__file__).with_name("piqa")), include_defaults=False)
+
+  monkeypatch.setattr(harness, "_manager", manager)
 
 
 def load(path):
@@ -62,6 +84,7 @@ QUICK = [
   "--set.position_nll.length=128",
   "--set.needle.pairs=1/1",
   "--set.needle.samples=2",
+  "--set.needle.batch_tokens=1024",
   "--set.needle.depths=0.0,1.0",
   "--set.attention.needles=1",
   "--set.attention.samples=2",
@@ -71,12 +94,14 @@ QUICK = [
   "--set.quantised.validation.rows=4",
   "--set.difference_map.rows=4",
   "--set.many_shot.samples=4",
+  "--set.many_shot.batch_tokens=1024",
   "--set.many_shot.sets=1",
   "--set.many_shot.orders=2",
 ]
 
 
-def test_every_suite_of_a_pair(run, runs, tmp_path):
+def test_every_suite_of_a_pair(runs, tmp_path, monkeypatch):
+  monkeypatch.setattr(figures, "RESAMPLES", 99)  # of an interval's ends nothing is asked here
   suites = ["validation", "position_nll", "needle", "attention", "outliers", "quantised", "difference_map", "many_shot"]
   result = run(
     f"--suite=report,{','.join(suites)}", f"--workdir={runs / 'diff'}", f"--against={runs / 'transformer'}", f"--out={tmp_path}", *QUICK
@@ -103,7 +128,7 @@ def test_every_suite_of_a_pair(run, runs, tmp_path):
   assert result.stderr.count("loading") == 2  # each model once
 
 
-def test_one_model_and_a_step_of_it(run, runs):
+def test_one_model_and_a_step_of_it(runs):
   result = run("--suite=validation", f"--workdir={runs / 'transformer'}", "--step=2", "--set.validation.rows=-1")
   assert result.returncode == 0, result.stderr
   found = load(runs / "transformer" / "evals" / "validation.json")
@@ -115,7 +140,7 @@ def test_one_model_and_a_step_of_it(run, runs):
   assert both["units"] == both["against"]["units"] < 0.7 * found["figures"][0]["units"]
 
 
-def test_the_harness_and_hallucination_of_a_pair(run, runs, tmp_path):
+def test_the_harness_and_hallucination_of_a_pair(runs, tmp_path):
   pytest.importorskip("lm_eval")
   (tmp_path / "piqa").mkdir()
   question = {"goal": "To eat", "sol1": "use a fork", "sol2": "use a car", "label": 0}
@@ -124,7 +149,7 @@ def test_the_harness_and_hallucination_of_a_pair(run, runs, tmp_path):
   result = run(
     "--suite=harness,hallucination", f"--workdir={runs / 'diff'}", f"--against={runs / 'transformer'}", f"--out={tmp_path / 'out'}",
     "--tasks=piqa", f"--set.harness.data_dir={tmp_path}", "--set.hallucination.sets=xsum", f"--set.hallucination.data_dir={tmp_path}",
-    "--set.hallucination.summary_tokens=8",
+    "--set.hallucination.summary_tokens=8", "--set.hallucination.batch_tokens=1024", "--set.harness.batch_tokens=1024",
   )  # fmt: skip
   assert result.returncode == 0, result.stderr
   accuracy = load(tmp_path / "out" / "harness.json")["figures"][0]
@@ -135,7 +160,7 @@ def test_the_harness_and_hallucination_of_a_pair(run, runs, tmp_path):
   assert result.returncode == 1 and "error: set.harness.tasks: lm-eval has no task 'piqaa'; near it are piqa" in result.stderr
 
 
-def test_another_vocabulary_is_refused_before_anything_runs(run, runs, tmp_path):
+def test_another_vocabulary_is_refused_before_anything_runs(runs, tmp_path):
   out = tmp_path / "out"
   result = run("--suite=validation", f"--workdir={runs / 'diff'}", f"--against={runs / 'other'}", f"--out={out}")
   assert result.returncode == 1 and not out.exists() and not result.stdout
@@ -175,7 +200,7 @@ def test_another_vocabulary_is_refused_before_anything_runs(run, runs, tmp_path)
     (["--suite=many_shot", "--workdir={diff}", "--set.many_shot.max_tokens=513"], 1, "the model takes at most 512"),
   ],
 )
-def test_bad_input_is_one_line(run, runs, args, code, message):
+def test_bad_input_is_one_line(runs, args, code, message):
   result = run(*(argument.format(diff=runs / "diff") for argument in args))
   assert result.returncode == code, result.stderr
   lines = [line for line in result.stderr.splitlines() if not line.startswith("diffjax: ")]

@@ -24,6 +24,7 @@ from diffjax.command import from_config_dict
 from diffjax.config import Config, DataConfig, TrainConfig, UserError
 from diffjax.data.pipeline import training_batches
 from diffjax.training import loop
+from tests.tiers import full
 
 FIELDS = {
   f"{section.name}.{field.name}": typing.get_type_hints(type(section.default))[field.name]
@@ -235,11 +236,16 @@ def train(changes, workdir):
   assert (workdir / "checkpoints" / str(config.train.steps)).exists() or not config.train.steps
 
 
-@settings(derandomize=True, deadline=None, max_examples=8)
-@given(runs)
-def test_small_runs(corpus, tmp_path_factory, changes):
+@pytest.mark.parametrize("examples", [3, *full([12])])
+def test_small_runs(corpus, tmp_path_factory, examples):
   """Every combination of fields that the check lets pass trains a step, or is refused in one line."""
-  train({**changes, "data.source": f"text:{corpus}/*.txt"}, tmp_path_factory.mktemp("run"))
+
+  @settings(derandomize=True, deadline=None, max_examples=examples)
+  @given(runs)
+  def check(changes):
+    train({**changes, "data.source": f"text:{corpus}/*.txt"}, tmp_path_factory.mktemp("run"))
+
+  check()
 
 
 def parquet(column):

@@ -1,7 +1,5 @@
 """python -m diffjax.generate as typed."""
 
-import os
-import subprocess
 import sys
 
 import jax
@@ -9,11 +7,13 @@ import numpy as np
 import pytest
 
 from diffjax.config import Config, DataConfig, ModelConfig
+from diffjax.data.tokenizer import load_tokenizer
 from diffjax.model.sampler import Sampler
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.step import make_init
 from diffjax.training.trained import load
+from tests import in_process
 
 
 def save(workdir, **data):
@@ -34,43 +34,41 @@ def workdir(tmp_path_factory):
   return save(tmp_path_factory.mktemp("run"))
 
 
-@pytest.fixture
-def run(command):
-  return lambda *args: command("diffjax.generate", *args, text=False)
+def run(*args):
+  return in_process.call("diffjax.generate", *args)
 
 
-def test_it_prints_what_the_sampler_gives(run, workdir):
+def test_it_prints_what_the_sampler_gives(workdir):
   """One prompt as it comes, two together; a stop string ends the text before it."""
   trained = load(workdir)
   sampler = Sampler(trained.model, trained.params, batch_size=2, capacity=512)
   prompts = [[255, *b"abc"], [255, *b"a longer one"]]
   first, second = (trained.tokenizer.decode(ids) for ids in sampler.generate(prompts, 40, temperature=0.8, seed=3, stop_ids=[255]))
   alone = run(f"--workdir={workdir}", "--prompt=abc", "--max_new_tokens=40", "--seed=3")
-  assert alone.stdout.decode() == f"abc{first}\n", alone.stderr
+  assert alone.stdout == f"abc{first}\n", alone.stderr
   stop = second[len(second) // 2 :][:2]
   both = run(f"--workdir={workdir}", "--prompt=abc", "--prompt=a longer one", "--max_new_tokens=40", "--seed=3", f"--stop={stop}")
-  assert both.stdout.decode() == f"--- 1 ---\nabc{first.split(stop)[0]}\n--- 2 ---\na longer one{second.split(stop)[0]}\n"
+  assert both.stdout == f"--- 1 ---\nabc{first.split(stop)[0]}\n--- 2 ---\na longer one{second.split(stop)[0]}\n"
 
 
-def test_the_terminal_gets_whole_characters_and_no_part_of_a_stop_string():
-  """Token by token; in a process of its own, as no two commands fit into one."""
-  code = """
-from diffjax.data.tokenizer import load_tokenizer
-from diffjax.generate import _printer
-tokenizer = load_tokenizer("bytes")
-ids = tokenizer.encode("größer€ STOP and more").tolist()
-show = _printer("p: ", tokenizer, ["STOP", "€€"])
-for end in range(len(ids) + 1):
-  print("|", end="")
-  show(ids[:end], False)
-show(ids, True)
-"""
-  printed = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300, env={**os.environ, "PYTHONUTF8": "1"})
-  text = printed.stdout.decode()
-  assert text.replace("|", "") == "p: größer€ \n" and "\ufffd" not in text, printed.stderr
+def test_the_terminal_gets_whole_characters_and_no_part_of_a_stop_string(capsys):
+  """Token by token."""
+  with in_process.own_flags():
+    from diffjax.generate import _printer
+
+    del sys.modules["diffjax.generate"]  # the command's own run of it must be the first
+  tokenizer = load_tokenizer("bytes")
+  ids = tokenizer.encode("größer€ STOP and more").tolist()
+  show = _printer("p: ", tokenizer, ["STOP", "€€"])
+  for end in range(len(ids) + 1):
+    print("|", end="")
+    show(ids[:end], False)
+  show(ids, True)
+  text = capsys.readouterr().out
+  assert text.replace("|", "") == "p: größer€ \n" and "\ufffd" not in text
 
 
-def test_bad_input_is_one_line(run, workdir, tmp_path):
+def test_bad_input_is_one_line(workdir, tmp_path):
   tokenized = save(tmp_path / "tokenized", tokenizer="/nowhere/tokenizer.json")
   for args, code, message in (
     ([], 2, "pass --workdir=DIR"),
@@ -83,16 +81,16 @@ def test_bad_input_is_one_line(run, workdir, tmp_path):
     ([f"--workdir={tokenized}", "--prompt=x"], 1, "there is no tokenizer beside the checkpoint: neither"),
   ):
     result = run(*args)
-    lines = result.stderr.decode().strip().splitlines()
+    lines = result.stderr.strip().splitlines()
     assert result.returncode == code and lines[-1].startswith("error: ") and message in lines[-1], result.stderr
-    assert b"Traceback" not in result.stderr
+    assert "Traceback" not in result.stderr
 
 
-def test_a_damaged_checkpoint_is_passed_over_or_named(run, workdir, tmp_path):
+def test_a_damaged_checkpoint_is_passed_over_or_named(workdir, tmp_path):
   damaged = save(tmp_path / "damaged")
   file = next(path for path in (damaged / "checkpoints/0").rglob("*") if path.is_file() and path.stat().st_size > 2000)
   data = np.frombuffer(file.read_bytes(), np.uint8).copy()
   data[1000] ^= 1
   file.write_bytes(data.tobytes())
   result = run(f"--workdir={damaged}", "--prompt=x")
-  assert result.returncode == 1 and b"is damaged" in result.stderr and b"Traceback" not in result.stderr
+  assert result.returncode == 1 and "is damaged" in result.stderr and "Traceback" not in result.stderr

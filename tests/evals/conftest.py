@@ -1,6 +1,7 @@
 """Small models of every kind with text to measure them on, made without training."""
 
 import dataclasses
+import functools
 import random
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 from diffjax.config import Config, DataConfig, EvalConfig, ModelConfig
 from diffjax.data.tokenizer import load_tokenizer
+from diffjax.evals import figures
 from diffjax.model.decoder import Decoder
 from diffjax.training.trained import Trained
 
@@ -32,8 +34,9 @@ def text_source(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def make_trained(text_source):
-  """make_trained("diff", num_layers=1): a model with random parameters, as if it had been loaded."""
+  """make_trained("diff", num_layers=1): a model with random parameters, as if it had been loaded; the same one for all that ask so."""
 
+  @functools.cache
   def make(kind="diff", **fields):
     sizes = dict(vocab_size=256, num_layers=2, embed_dim=16, head_dim=8, ffn_dim=32, max_length=512)
     model_config = ModelConfig(**{**sizes, **KINDS[kind], **fields})
@@ -54,3 +57,10 @@ def uniform():
     return dataclasses.replace(trained, params={**trained.params, "embedding": jnp.zeros_like(trained.params["embedding"])})
 
   return make
+
+
+@pytest.fixture(autouse=True)
+def few_resamples(monkeypatch, request):
+  """Intervals are wide of the mark but in their own tests: they take longer than the measurements that they are of."""
+  if request.node.path.name != "test_figures.py":
+    monkeypatch.setattr(figures, "RESAMPLES", 99)

@@ -16,6 +16,7 @@ from diffjax.parallel.mesh import make_mesh
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.step import make_init
 from diffjax.training.trained import Trained
+from tests import in_process
 
 TOKENIZER = load_tokenizer("bytes")
 GSM8K = [{"question": f"What is {a} + {a}?", "answer": f"{a} + {a} = <<{a}+{a}={2 * a}>>{2 * a}.\n#### {2 * a}"} for a in range(3, 9)]
@@ -169,7 +170,7 @@ def test_bad_settings(tmp_path, trained, files, change, message):
     list(mathematics.evaluate(trained, dataclasses.replace(Settings(files=",".join(files)), **change)))
 
 
-def test_the_command(command, files, tmp_path):
+def test_the_command(files, tmp_path):
   """python -m diffjax.evaluate --suite=mathematics, with a model that has learnt nothing; and with a bad record."""
   config = Config(model=ModelConfig(num_layers=1, embed_dim=16, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=16, max_length=256))
   make_state, _ = make_init(config, make_mesh(config.mesh, jax.devices()[:1]))
@@ -178,7 +179,7 @@ def test_the_command(command, files, tmp_path):
     checkpoints.wait()
 
   def run(*args):
-    return command("diffjax.evaluate", "--suite=mathematics", f"--workdir={tmp_path}/run", *args)
+    return in_process.call("diffjax.evaluate", "--suite=mathematics", f"--workdir={tmp_path}/run", *args)
 
   result = run(f"--set.mathematics.files={files[0]},{files[1]}", "--set.mathematics.new_tokens=9", "--set.mathematics.questions=3")
   assert result.returncode == 0, result.stderr

@@ -92,7 +92,7 @@ def test_an_outlier_is_found_wherever_it_is():
   values[1, ::2] = 0.5
   want = np.sort(values.reshape(3, -1), axis=1)[:, ::-1][:, :100]
   np.testing.assert_array_equal(jax.jit(outliers._top)(values), want)
-  few = np.asarray(outliers._top(values[:, :2]))
+  few = np.asarray(jax.jit(outliers._top)(values[:, :2]))
   np.testing.assert_array_equal(few[:, :14], np.sort(values[:, :2].reshape(3, -1), axis=1)[:, ::-1])
   assert (few[:, 14:] == -1).all()
 

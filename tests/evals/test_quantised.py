@@ -62,7 +62,7 @@ def test_padding_does_not_set_the_scale():
   keys = jax.random.split(jax.random.key(0), 3)
   q, k, v = (jax.random.normal(key, shape) for key, shape in zip(keys, [(1, 9, 4, 2, 8), (1, 9, 2, 2, 8), (1, 9, 2, 16)], strict=True))
   ids = jnp.array([[1] * 6 + [0] * 3])
-  attend = quantised_attention(4, "tensor")
+  attend = jax.jit(quantised_attention(4, "tensor"))
   short = attend(q[:, :6], k[:, :6], v[:, :6], 0.3, q_segment_ids=ids[:, :6])
   long = attend(q.at[:, 6:].multiply(100), k, v, 0.3, q_segment_ids=ids)
   np.testing.assert_allclose(long[:, :6], short, atol=1e-5)
@@ -93,8 +93,8 @@ def test_offsets_and_lambda_are_those_of_diff_attention():
   keys = jax.random.split(jax.random.key(0), 3)
   q, k, v = (jax.random.normal(key, shape) for key, shape in zip(keys, [(2, 3, 4, 2, 8), (2, 9, 2, 2, 8), (2, 9, 2, 16)], strict=True))
   for lam in (0.3, jnp.linspace(0, 1, 24).reshape(2, 3, 4)):
-    want = diff_attention(q, k, v, lam, q_offset=jnp.array([2, 5]))
-    np.testing.assert_allclose(quantised_attention(24, "row")(q, k, v, lam, q_offset=jnp.array([2, 5])), want, atol=1e-5)
+    want = jax.jit(diff_attention)(q, k, v, lam, q_offset=jnp.array([2, 5]))
+    np.testing.assert_allclose(jax.jit(quantised_attention(24, "row"))(q, k, v, lam, q_offset=jnp.array([2, 5])), want, atol=1e-5)
 
 
 def test_the_suite_measures_without_and_with_quantisation(make_trained, monkeypatch):

@@ -1,6 +1,7 @@
 """Grids: every run is a config that works, rows differ in what they are called after, and only results of one config come together."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,13 @@ def configs(name, size=""):
   return lambda variant: grid._with_fields(get_config(variant + size).to_dict(), {})
 
 
+@functools.cache
+def size(model):
+  """Parameters by shape alone; grids share models."""
+  shapes = jax.eval_shape(Decoder(model).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+  return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
 @pytest.mark.parametrize("name", grid.names())
 def test_every_run_of_every_grid_has_a_model(name):
   grids = [chosen for experiment in grid.experiments_of(name) for chosen in experiment.grids.values()]
@@ -28,9 +36,7 @@ def test_every_run_of_every_grid_has_a_model(name):
     variants = {run.variant for run in runs}
     assert variants >= {chosen.baseline.replace("*", variant.partition("@")[2]) for variant in variants}
     assert len({(run.config.model, run.config.optimizer.frozen, run.config.train.steps) for run in runs}) == len(runs)
-    for run in runs:
-      shapes = jax.eval_shape(Decoder(run.config.model).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-      assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == parameter_count(run.config.model)
+    assert all(size(run.config.model) == parameter_count(run.config.model) for run in runs)
 
 
 def test_five_seeds_and_pairs():

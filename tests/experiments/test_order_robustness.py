@@ -1,6 +1,7 @@
 """Classification from demonstrations: what is asked can be told from the demonstrations, and orders change nothing but places."""
 
 import collections
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 
 from diffjax.data import pipeline
 from diffjax.data.tokenizer import load_tokenizer
+from diffjax.evals import many_shot
 from diffjax.training import trained
 from experiments import grid, results
 from experiments.order_robustness import experiment, task
@@ -140,6 +142,7 @@ def test_larger_models_are_asked_about_words(make_workdir, make_results, monkeyp
   run = grid.expand("order_robustness", grid.load("order_robustness", "gpu").grids["gpu"], {})[0]
   assert run.pretrained.config == run.config and not experiment.LARGE.trains
   workdir, config = make_workdir("run", grid.expand("ablations", grid.Grid(("diff",), "diff"), {})[0].config, {"model.max_length": 512})
+  monkeypatch.setattr(many_shot, "Settings", functools.partial(many_shot.Settings, batch_tokens=1024))
   monkeypatch.setattr(experiment, "_ORDERS_LARGE", 2)
   monkeypatch.setattr(experiment, "_QUERIES_LARGE", 4)
   found = experiment.measure_many_shot(workdir, config)

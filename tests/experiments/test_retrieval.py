@@ -1,6 +1,7 @@
 """Associative recall: what is asked for stands where the example says, once, and data and questions are as training sees them."""
 
 import concurrent.futures
+import functools
 import pathlib
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from diffjax.config import UserError
 from diffjax.data import pipeline
 from diffjax.data.tokenizer import load_tokenizer
+from diffjax.evals import attention, needle
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.trained import load
 from experiments import grid, results
@@ -49,8 +51,10 @@ def test_shares_of_a_known_attention():
   assert found["answer_absolute"] == pytest.approx(1.2 / 2.0) and found["noise_absolute"] == pytest.approx(0.2 / 2.0)
 
 
-def test_a_run_that_was_stopped_is_measured_as_others(make_workdir, tmp_path):
+def test_a_run_that_was_stopped_is_measured_as_others(make_workdir, monkeypatch, tmp_path):
   """It has a checkpoint more, of the step in hand; one that lacks a checkpoint is not measured."""
+  monkeypatch.setattr(experiment, "_CELLS", ((24, 5), experiment._REFERENCE))
+  monkeypatch.setattr(experiment, "_SAMPLES", 8)
   run = grid.expand("retrieval", grid.Grid(("diff",), "diff"), {})[0]
   fields = {"data.tokenizer": task.write(tmp_path / "words", 4, task.Training())["data.tokenizer"]}
   fields |= {"train.steps": 5, "eval.interval": 2, "optimizer.warmup_steps": 1}
@@ -65,7 +69,8 @@ def test_a_run_that_was_stopped_is_measured_as_others(make_workdir, tmp_path):
       checkpoints.save(step, {"params": params}, data_state={}, config=config.to_dict())
       checkpoints.wait()
   found = experiment.measure(workdir, config)
-  assert [row["step"] for row in found["curve"]] == [2, 4, 5] and len(found["grid"]) == len(experiment._CELLS)
+  assert [row["step"] for row in found["curve"]] == [2, 4, 5]
+  assert [(row["length"], row["distractors"]) for row in found["grid"]] == [(24, 5), experiment._REFERENCE]
 
 
 def test_data_is_written_whole_by_whoever_is_first(tmp_path):
@@ -105,6 +110,8 @@ def test_larger_models_are_asked_for_needles(make_workdir, make_results, monkeyp
   workdir, config = make_workdir("run", grid.expand("ablations", grid.Grid(("diff",), "diff"), {})[0].config, {"model.max_length": 1024})
   monkeypatch.setattr(experiment, "_PAIRS", ("6/2",))
   monkeypatch.setattr(experiment, "_PROMPTS", 1)
+  for suite in (attention, needle):
+    monkeypatch.setattr(suite, "Settings", functools.partial(suite.Settings, batch_tokens=1024))
   found = experiment.measure_needles(workdir, config)
   assert found["accuracy_6/2"] == 0, "the parameters are random"
   assert 0 < found["answer_absolute"] < 0.2 < found["noise_absolute"] < 1

@@ -4,32 +4,60 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 
+import jax
 import pytest
 
-from experiments import grid
+import diffjax.command
+from diffjax import aot
+from diffjax.config import UserError
+from experiments import grid, launch
+from tests import in_process
 
 # Models small enough for the command's own start to take longest, and machine code without optimisation
 SMALL = ("model.num_layers=1", "model.embed_dim=32", "model.head_dim=8", "model.ffn_dim=32", "eval.rows=8", "train.batch_size=4")
 
 
-def start(*args, **options):
+def start(*args):
+  """The command as a user starts it, in a process with processes of its own."""
   environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
   return subprocess.Popen(
     [sys.executable, "-m", "experiments.run", *args], cwd=grid.FOLDER.parent, env=environment, text=True,
-    stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options,
+    stdout=subprocess.PIPE, stderr=subprocess.PIPE,
   )  # fmt: skip
 
 
-def run(*args, code=0):
-  process = start(*args)
-  out, errors = process.communicate(timeout=900)
-  assert process.returncode == code and "Traceback" not in errors, errors
-  return out, errors
+@pytest.fixture
+def run(command, monkeypatch):
+  """run(…): the command in this process, and what it starts in forked ones, which share compiled programs: its outputs."""
+  one_at_a_time = threading.Lock()
+  compiled = {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+
+  def call(self, line, env=None, log=None):
+    python, dash_m, module, *arguments = line
+    assert (python, dash_m) == (sys.executable, "-m")
+    with one_at_a_time:
+      result = command(module, *arguments, environment={**compiled, "JAX_NUM_CPU_DEVICES": "1", **(env or {})})
+    if log:
+      log.write_text(result.stdout + result.stderr)
+    print(result.stdout + result.stderr, file=sys.stderr)
+    if result.returncode:
+      raise UserError(f"{module} failed with exit code {result.returncode}")
+
+  def run(*args, code=0):
+    result = in_process.call("experiments.run", *args)
+    assert result.returncode == code and "Traceback" not in result.stderr, result.stderr
+    return result.stdout, result.stderr
+
+  monkeypatch.setattr(launch.Launcher, "call", call)
+  monkeypatch.setattr(launch, "devices", lambda: launch.Devices("cpu", "cpu", 1))
+  return run
 
 
 @pytest.fixture(scope="module")
@@ -47,40 +75,39 @@ def small(*fields):
   return [f"--set={field}" for field in (*SMALL, *fields)]
 
 
-def test_ablations_at_two_steps_and_again(places):
-  """A part of the grid, then more of it, side by side: what is done is not done again; then other configs are refused."""
+def test_ablations_at_two_steps_and_again(run, places):
+  """A slice of the grid, then more of it, side by side: what is done is not done again; then other configs are refused."""
   directory, flags = places
   flags = [*flags, "--steps=2", *small()]
-  out, errors = run("ablations", *flags, "--only=diff/seed_0,transformer/seed_0")
-  assert "2 of 2 runs to do" in errors and "(2 of 65 runs)" in out
+  _, errors = run("ablations", *flags, "--only=diff/seed_0,transformer/seed_0", "--slice=1/2")
+  assert "1 of 1 runs to do" in errors and "this slice is done" in errors and not (directory / "out/results.json").exists()
   path = directory / "runs/ablations/cpu/diff/seed_0/result.json"
   before = path.stat().st_mtime_ns
-  _, errors = run("ablations", *flags, "--only=diff/seed_[01],transformer/seed_[01]", "--side_by_side=2")
-  assert "2 of 4 runs to do" in errors and path.stat().st_mtime_ns == before
+  out, errors = run("ablations", *flags, "--only=diff/seed_[01],transformer/seed_0", "--side_by_side=2")
+  assert "2 of 3 runs to do" in errors and "(3 of 65 runs)" in out and path.stat().st_mtime_ns == before
   found = json.loads((directory / "out/results.json").read_text())
-  assert [each["name"] for each in found["runs"]] == ["transformer/seed_0", "diff/seed_0", "transformer/seed_1", "diff/seed_1"]
+  assert [each["name"] for each in found["runs"]] == ["transformer/seed_0", "diff/seed_0", "diff/seed_1"]
   assert found["config"]["train.steps"] == 2 and all(each["results"]["validation/loss"] > 0 for each in found["runs"])
+  assert len({each["results"]["validation/loss"] for each in found["runs"]}) == 3, "seeds and variants differ"
   assert "| diff | " in (directory / "out/table.md").read_text() and (directory / "out/plot.png").stat().st_size > 5000
   path.unlink()
   _, errors = run("ablations", *flags, "--only=diff/seed_0")
   assert "0 of 1 runs to do" in errors, "results.json holds it"
-  _, errors = run("ablations", *flags[:-1], "--only=diff/seed_0", code=1)
-  assert (
-    len(errors.splitlines()) == 1 and "holds results of another config" in errors and "train.batch_size is 4 there and 16 now" in errors
-  )
+  *_, errors = run("ablations", *flags[:-1], "--only=diff/seed_0", code=1)[1].splitlines()
+  assert "holds results of another config" in errors and "train.batch_size is 4 there and 16 now" in errors
   for path in (directory / "runs/ablations/cpu/diff/seed_0/result.json", directory / "out/results.json"):
     path.unlink(missing_ok=True)
   _, errors = run("ablations", *flags[:-1], "--only=diff/seed_0", code=1)
   assert "diff/seed_0 holds a run of another config" in errors and "train.batch_size is 4 there and 16 now" in errors
 
 
-def test_a_run_that_was_stopped_goes_on(places):
+def test_a_run_that_was_stopped_goes_on(run, places):
   """SIGTERM in the middle: training saves, nothing is left running, and the same command ends what was begun."""
   directory, flags = places
   flags = [
     *flags,
     "--steps=600",
-    *small("train.log_interval=1"),
+    *small("train.log_interval=1", "data.length=64"),
     "--only=diff/seed_0",
     f"--workdir={directory}/stopped",
     f"--out={directory}/stopped_out",
@@ -100,27 +127,24 @@ def test_a_run_that_was_stopped_goes_on(places):
   out, errors = run("ablations", *flags)
   assert f"resuming from step {steps[-1]}" in errors and "(1 of 65 runs)" in out
   result = json.loads((workdir / "result.json").read_text())
-  assert result["config"]["train"]["steps"] == 600 and result["seconds"] > spent + 1 > 2, "both starts"
+  assert result["config"]["train"]["steps"] == 600 and result["seconds"] > spent + 0.5 > 1, "both starts"
 
 
-def test_retrieval_at_two_steps(places):
-  """Data, training, measurement and plot of two variants, in two slices as two hosts would, then collected."""
-  directory, flags = places
-  flags = ["--steps=2", *small(), f"--workdir={directory}/runs", f"--out={directory}/retrieval", "--only=transformer/seed_0,diff/seed_0"]
-  for index in range(2):
-    _, errors = run("retrieval", *flags, f"--slice={index}/2")
-    assert "1 of 1 runs to do" in errors and "this slice is done" in errors
-  out, errors = run("retrieval", *flags)
-  assert "0 of 2 runs to do" in errors and "(2 of 30 runs)" in out
+def test_retrieval_at_two_steps(run, places):
+  """Data, training, measurement and plot of a variant; then nothing is left to do."""
+  directory, _ = places
+  flags = ["--steps=2", *small(), f"--workdir={directory}/runs", f"--out={directory}/retrieval", "--only=diff/seed_0"]
+  for left in (1, 0):
+    out, errors = run("retrieval", *flags)
+    assert f"{left} of 1 runs to do" in errors and "(1 of 30 runs)" in out
   found = json.loads((directory / "retrieval/results.json").read_text())
   assert found["task"]["samples"] == 200 and "data.source" not in found["config"]
-  for each in found["runs"]:
-    assert len(each["results"]["grid"]) == len(found["task"]["cells"]) and [row["step"] for row in each["results"]["curve"]] == [2]
-    assert 0 <= each["results"]["accuracy"] <= 1
-  assert (directory / "retrieval/plot.png").stat().st_size > 5000
+  (only,) = found["runs"]
+  assert len(only["results"]["grid"]) == len(found["task"]["cells"]) and [row["step"] for row in only["results"]["curve"]] == [2]
+  assert 0 <= only["results"]["accuracy"] <= 1 and (directory / "retrieval/plot.png").stat().st_size > 5000
 
 
-def test_bad_input_is_one_line(command, tmp_path):
+def test_bad_input_is_one_line(run, tmp_path):
   names = ", ".join(grid.names())
   for args, code, message in (
     ([], 2, f"error: name an experiment: python -m experiments.run NAME; there are {names}"),
@@ -139,11 +163,11 @@ def test_bad_input_is_one_line(command, tmp_path):
     (["ablations", "banana"], 2, "error: unexpected argument 'banana'"),
     (["--only=diff", "banana"], 1, "error: there is no experiment 'banana'"),
   ):
-    result = command("experiments.run", *args, f"--out={tmp_path}")
-    assert result.returncode == code and result.stderr.startswith(message) and len(result.stderr.splitlines()) == 1, result.stderr
+    _, errors = run(*args, f"--out={tmp_path}", code=code)
+    assert errors.startswith(message) and len(errors.splitlines()) == 1, errors
 
 
-def test_costs_and_commands_are_printed():
+def test_costs_and_commands_are_printed(run):
   out, _ = run("ablations", "--grid=tpu", "--cost")
   line = next(line for line in out.splitlines() if line.startswith("| diff@1b |"))
   assert [cell.strip() for cell in line.split("|")[2:6]] == ["1", "1,410 M", "10.5 B", "9.82e+19"]
@@ -154,7 +178,7 @@ def test_costs_and_commands_are_printed():
   )
 
 
-def test_a_changed_grid_lies_apart():
+def test_a_changed_grid_lies_apart(run):
   """So that it is neither taken for the grid as it is nor refused by its results; where data lies is no change."""
   places = []
   for flags in ([], ["--set=mesh.fsdp=1"], ["--steps=2"], ["--steps=2", "--set=eval.rows=8"]):
@@ -164,35 +188,81 @@ def test_a_changed_grid_lies_apart():
   assert all(re.fullmatch(r"experiments_[0-9a-f]{8}", place) for place in places[2:])
 
 
+def parsed(line):
+  """What `diffjax.train` makes of a printed line: the workdir, and the config."""
+  python, dash_m, module, *arguments = shlex.split(line)
+  assert (python, dash_m, module) == (sys.executable, "-m", "diffjax.train")
+  (workdir,) = (argument.removeprefix("--workdir=") for argument in arguments if argument.startswith("--workdir="))
+  configs = []
+  with in_process.own_flags(), pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+    patch.setattr(sys, "argv", ["train", *(argument for argument in arguments if not argument.startswith("--workdir="))])
+    diffjax.command.run(configs.append)
+  return workdir, *configs
+
+
+@pytest.mark.parametrize("name", grid.names())
+def test_the_commands_that_are_printed_train_what_the_grid_says(run, tmp_path, name):
+  """Every variant's, the pretrained one's before: parsed, a line gives the run's whole config."""
+  changes = {"train.steps": 6, "optimizer.warmup_steps": 1, "eval.interval": 2}
+  settings = [f"--set={field}={value}" for field, value in changes.items()]
+  for size in {size for each in grid.experiments_of(name) for size in each.grids} - {"session"}:
+    experiment = grid.load(name, size)
+    chosen, base = experiment.grids[size], tmp_path / name / size
+    wanted = {}
+    for each in grid.expand(name, chosen, changes):
+      if each.seed != chosen.seeds[-1]:
+        continue
+      before = tmp_path / "ablations" / size / each.name
+      if each.pretrained:
+        wanted[str(before)] = each.pretrained.config
+      if experiment.trains:
+        fields = {**(experiment.prepare(base, each.config) if experiment.prepare else {})}
+        fields |= {"train.init_from": str(before)} if each.pretrained else {}
+        wanted[str(base / each.name)] = grid.with_fields(each, fields).config
+    out, _ = run(name, f"--grid={size}", "--print", f"--workdir={tmp_path}", f"--only=*/seed_{chosen.seeds[-1]}", *settings)
+    assert dict(map(parsed, filter(None, out.splitlines()))) == wanted and bool(wanted) == (name != "throughput")
+
+
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler, libtpu, is not installed")
-def test_variants_are_compiled_for_tpus_that_are_not_there():
+def test_variants_are_compiled_for_tpus_that_are_not_there(run, monkeypatch):
   """One row a variant, whatever the seeds; what is too large is named at the end, after its row."""
   flags = ["ablations", "--aot=v5e:1x1", *small("model.max_length=64", "data.length=64")]
   out, _ = run(*flags, "--only=diff")
   row = next(line for line in out.splitlines() if line.startswith("| diff |"))
   assert re.fullmatch(r"\| diff \| 0\.\d\d of 15\.75 \| yes \| \d[\d.e+]+ \| \d+ s \|", row) and out.count("\n") == 4, out
-  out, errors = run(*flags, "--set=model.embed_dim=32768", "--set=model.ffn_dim=32768", "--only=transformer/seed_3", code=1)
-  assert "| transformer |" in out and " of 15.75 | no |" in out
+  compiled = []
+
+  def too_large(config, topology):
+    compiled.append((config.model.attention, topology))
+    return aot.Plan(1, "TPU v5 lite", {}, 9 << 30, 9 << 30, 0, 0, 0, round(15.75 * 2**30), {}, "", (), 1.0)
+
+  monkeypatch.setattr(aot, "compile_apart", too_large)
+  out, errors = run(*flags, "--only=transformer", code=1)
+  assert compiled == [("softmax", "v5e:1x1")] and "| transformer | 18.00 of 15.75 | no |" in out
   assert errors == "error: transformer: too large for v5e:1x1; python -m diffjax.aot says what would take less\n"
+
+
+# One of each kind of program; that the others are what the grid says is asked above
+TRAINED = {
+  "ablations": ("transformer_norm", "diff_frozen_lambda", "diff_v2_linear"),
+  "long_context": ("diff_v2",),
+  "order_robustness": ("transformer_norm",),
+  "outliers": ("diff",),
+  "retrieval": ("transformer_wide", "diff_v2"),
+  "scaling": ("diff@0.1m_x0.5", "diff_v2@0.2m"),
+  "throughput": ("tiny@256",),
+}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", grid.names())
-def test_every_grid_at_two_steps(places, tmp_path, name):
-  """Every variant but those that differ in their number of steps alone."""
+def test_every_experiment_at_two_steps(run, places, tmp_path, name):
+  """Of the sizes that the grid has: from the data to the plot."""
   directory, flags = places
   flags = flags[2:] if name == "ablations" else []
-  runs = grid.expand(name, grid.load(name).grids["cpu"], {"train.steps": 2, "optimizer.warmup_steps": 1, "eval.interval": 2})
-  chosen = {str(run.settings()): run for run in reversed(runs) if run.seed == 0}.values()
-  out, _ = run(
-    name,
-    *flags,
-    "--steps=2",
-    f"--only={','.join(each.name for each in chosen)}",
-    f"--side_by_side={1 if name == 'throughput' else 2}",
-    f"--workdir={tmp_path}",
-    "--set=eval.rows=8",
-    "--set=train.batch_size=4",
-  )
-  assert f"{tmp_path}/{name}/cpu: results.json, table.md" in out and f"({len(chosen)} of {len(runs)} runs)" in out
-  assert all(f"| {each.variant} |" in out for each in chosen)
+  variants = TRAINED[name]
+  only = f"--only={','.join(f'{variant}/seed_0' for variant in variants)}"
+  sizes = ["--set=eval.rows=4", "--set=train.batch_size=2"]
+  out, _ = run(name, *flags, "--steps=2", only, f"--workdir={tmp_path}", *sizes)
+  assert f"{tmp_path}/{name}/cpu: results.json, table.md" in out and f"({len(variants)} of " in out
+  assert all(f"| {variant} |" in out for variant in variants)

@@ -15,6 +15,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from diffjax.ops.diff_attention import diff_attention, gpu
+from tests.tiers import full
 
 pytestmark = pytest.mark.skipif(
   jax.__version_info__ < (0, 11, 2), reason="Pallas has no public interpreter of Mosaic GPU kernels before JAX 0.11.2"
@@ -22,25 +23,26 @@ pytestmark = pytest.mark.skipif(
 
 CASES = {
   "v1_ragged_grouped": (dict(T=130, H=2, K=1), {}),
+  "v1_wide_packed_window": (dict(T=140, H=1, D=96, V=192, ids=True), dict(window=30)),
+  "v2_grouped": (dict(T=70, H=4, K=2, M=1, V=8), {}),
+  "plain_wide": (dict(T=70, H=1, G=1, M=1, D=128, V=128), dict(causal=False)),
+  "window_not_causal_v2": (dict(B=1, T=200, M=1, V=8), dict(window=20, causal=False)),
+  "offset_per_row": (dict(T=70, S=300), dict(q_offset=(5, 170))),
+}
+COMBINED = {
   "v1_not_causal": (dict(T=100), dict(causal=False)),
   "v1_several_tiles": (dict(B=1, T=300, H=1), {}),
   "v1_wide": (dict(T=140, H=1, D=100, V=200), {}),
-  "v1_wide_packed_window": (dict(T=140, H=1, D=96, V=192, ids=True), dict(window=30)),
-  "v2_grouped": (dict(T=70, H=4, K=2, M=1, V=8), {}),
   "v2_wide_not_causal": (dict(T=70, H=1, M=1, D=128, V=128), dict(causal=False)),
   "plain_grouped": (dict(T=130, H=2, K=1, G=1, M=1, V=8), {}),
-  "plain_wide": (dict(T=70, H=1, G=1, M=1, D=128, V=128), dict(causal=False)),
   "one_query": (dict(T=1, S=130), dict(q_offset=(4, 129))),
   "packed": (dict(T=200, ids=True), {}),
   "packed_not_causal": (dict(T=200, ids=True), dict(causal=False)),
   "window": (dict(B=1, T=300, H=1), dict(window=40)),
   "window_not_causal": (dict(B=1, T=300, H=1), dict(window=90, causal=False)),
-  "window_not_causal_v2": (dict(B=1, T=200, M=1, V=8), dict(window=20, causal=False)),
   "cross": (dict(T=70, S=150), dict(causal=False)),
   "fewer_keys": (dict(T=150, S=70), {}),
-  "offset": (dict(T=70, S=300), dict(q_offset=170)),
   "offset_window": (dict(T=70, S=300), dict(q_offset=170, window=40)),
-  "offset_per_row": (dict(T=70, S=300), dict(q_offset=(5, 170))),
   "offset_per_row_packed_window": (dict(T=150, ids=True), dict(q_offset=(5, 20), window=40)),
   "before_keys": (dict(T=150), dict(q_offset=-70)),
   "beyond_window": (dict(T=80, S=70), dict(q_offset=100, window=20)),
@@ -57,19 +59,28 @@ def _arguments(B=2, T=130, S=None, H=2, K=None, G=2, M=2, D=8, V=16, ids=False, 
   return (normal(B, T, H, G, D), normal(B, S, K, M, D), normal(B, S, K, V), lam), normal(B, T, H, V), segment_ids
 
 
+@functools.cache
+def _program(implementation, params, options):
+  """Output and gradients, in a program that calls share as long as only numbers differ."""
+
+  @jax.jit
+  def run(arguments, d_out, arrays):
+    attend = lambda arguments: diff_attention(*arguments, implementation=implementation, **dict(options), **arrays)
+    out, pull = jax.vjp(attend, arguments)
+    return out, pull(d_out)[0]
+
+  return run
+
+
 def _run(implementation, arguments, d_out, options, params=None):
   """Output and gradients; `reference` in float32."""
   options = {name: jnp.asarray(x, jnp.int32) if isinstance(x, tuple) else x for name, x in options.items()}
+  arrays = {name: x for name, x in options.items() if isinstance(x, jax.Array)}
   if implementation == "reference":
     arguments, d_out = jax.tree.map(lambda x: x.astype(jnp.float32), (arguments, d_out))
-
-  @jax.jit
-  def run(arguments, d_out):
-    out, pull = jax.vjp(lambda arguments: diff_attention(*arguments, implementation=implementation, **options), arguments)
-    return out, pull(d_out)[0]
-
+  run = _program(implementation, params, tuple((name, x) for name, x in options.items() if name not in arrays))
   with gpu.interpreted(params):
-    return jax.tree.map(lambda x: np.asarray(x, np.float32), jax.block_until_ready(run(arguments, d_out)))
+    return jax.tree.map(lambda x: np.asarray(x, np.float32), jax.block_until_ready(run(arguments, d_out, arrays)))
 
 
 def _assert_close(actual, expected, tolerance):
@@ -82,15 +93,15 @@ def _assert_close(actual, expected, tolerance):
   jax.tree_util.tree_map_with_path(check, actual, expected)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *full(COMBINED)])
 def test_agrees_with_reference(name):
-  shapes, options = CASES[name]
+  shapes, options = (CASES | COMBINED)[name]
   arguments, d_out, ids = _arguments(**shapes)
   options = options | ({} if ids is None else {"q_segment_ids": ids})
   _assert_close(_run("pallas_gpu", arguments, d_out, options), _run("reference", arguments, d_out, options), 1e-3)
 
 
-@pytest.mark.parametrize("lam", ["scalar", "H"])
+@pytest.mark.parametrize("lam", ["H", *full(["scalar"])])
 def test_bfloat16_and_lambda_of_fewer_axes(lam):
   arguments, d_out, _ = _arguments(T=100, lam=lam, dtype=jnp.bfloat16)
   _assert_close(_run("pallas_gpu", arguments, d_out, {}), _run("reference", arguments, d_out, {}), 6e-3)
@@ -104,7 +115,9 @@ def test_the_output_alone_is_the_output_with_a_gradient():
   np.testing.assert_array_equal(np.asarray(out, np.float32), _run("pallas_gpu", arguments, d_out, {})[0])
 
 
-@pytest.mark.parametrize("shapes", [dict(B=1, T=140, H=1), dict(B=1, T=70, H=1, D=128, V=256), dict(B=1, T=140, K=1, M=1)], ids=str)
+@pytest.mark.parametrize(
+  "shapes", [dict(B=1, T=140, H=1), *full([dict(B=1, T=70, H=1, D=128, V=256), dict(B=1, T=140, K=1, M=1)])], ids=str
+)
 def test_no_races(shapes):
   from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
@@ -134,11 +147,11 @@ def test_in_shard_map():
 @pytest.mark.parametrize(
   ("options", "ids", "rows", "hidden"),
   [
-    ({}, False, slice(0, 64), slice(64, 256)),
-    (dict(window=64), False, slice(192, 256), slice(0, 128)),
-    (dict(causal=False), True, slice(0, 64), slice(64, 256)),
+    (dict(window=64), False, slice(128, 192), np.r_[:64, 192:256]),
+    (dict(causal=False), True, slice(0, 64), np.r_[64:256]),
+    *full([({}, False, slice(0, 64), np.r_[64:256])]),
   ],
-  ids=["causal", "window", "segments"],
+  ids=["window", "segments", "causal"],
 )
 def test_hidden_blocks_are_not_computed(options, ids, rows, hidden):
   """NaN in keys and values spreads to every row that meets them in a product, masked or not."""

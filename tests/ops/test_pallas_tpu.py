@@ -14,35 +14,43 @@ from jax.experimental.pallas import tpu as pltpu
 from diffjax.ops.diff_attention import block_sizes, diff_attention, tpu
 from diffjax.ops.diff_attention.block_sizes import Blocks
 from diffjax.ops.diff_attention.tiles import Geometry
+from tests.tiers import full
 
 SQUARE, WIDE, FINE = Blocks(128, 128, 128, 128, 1024), Blocks(256, 128, 128, 128, 1024), Blocks(256, 256, 128, 128, 1024)
 SPANS = Blocks(128, 128, 128, 128, 256)  # dQ of 256 rows a call
 
 CASES = {
   "ragged_grouped": (FINE, dict(T=300, H=2, K=1), {}),
+  "v2_grouped_window": (WIDE, dict(T=300, H=2, K=1, M=1, V=8), dict(window=100)),
+  # Tiles that are mostly seen, below the diagonal too, mostly hidden, and hidden.
+  "packed_long": (FINE, dict(T=600, H=1, starts=(40, 560)), {}),
+  "window_not_causal": (SQUARE, dict(B=1, T=400, H=1), dict(window=150, causal=False)),
+  "offset_per_row": (SQUARE, dict(T=130, S=300), dict(q_offset=(5, 170))),
+  "spans_of_a_group": (SPANS, dict(B=1, T=300, H=2, K=1), {}),
+}
+COMBINED = {
   "v2": (WIDE, dict(T=300, H=4, K=2, M=1, V=8), {}),
   "plain": (FINE, dict(T=300, G=1, M=1, V=8), {}),
   "packed": (FINE, dict(T=300, starts=(70, 110, 180, 250)), {}),
-  "packed_long": (FINE, dict(T=600, starts=(40, 560)), {}),  # tiles that are mostly seen, below the diagonal too
-  "packed_short": (FINE, dict(T=600, starts=(128, 256, 384, 512)), {}),  # tiles that are mostly hidden
+  "packed_short": (FINE, dict(T=600, H=1, starts=(128, 256, 384, 512)), {}),  # tiles that are mostly hidden
   "packed_not_causal": (FINE, dict(T=300, starts=(70, 110, 180, 250)), dict(causal=False)),
   "packed_offset_per_row": (FINE, dict(T=300, starts=(70, 110)), dict(q_offset=(5, 0))),
   "window": (FINE, dict(T=600), dict(window=100)),
-  "window_not_causal": (SQUARE, dict(T=400), dict(window=150, causal=False)),
-  "offset_per_row": (SQUARE, dict(T=130, S=300), dict(q_offset=(5, 170))),
   "offset_window": (SQUARE, dict(T=130, S=300), dict(q_offset=170, window=40)),
   "before_keys": (SQUARE, dict(T=300), dict(q_offset=-100)),
-  "spans_of_a_group": (SPANS, dict(T=600, H=2, K=1), {}),
+  "several_spans_of_a_group": (SPANS, dict(T=600, H=2, K=1), {}),
 }
 
 
-def _arguments(T, S=None, H=2, K=None, G=2, M=2, D=8, V=16, starts=None, seed=0):
+def _arguments(T, S=None, B=2, H=2, K=None, G=2, M=2, D=8, V=16, starts=None, seed=0):
   rng = np.random.default_rng(seed)
   S, K = S or T, K or H
   normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
-  lam = None if G == 1 else jnp.asarray(rng.uniform(0, 1, (2, T, H)), jnp.float32)
-  segment_ids = None if starts is None else jnp.broadcast_to(jnp.searchsorted(jnp.asarray(starts), jnp.arange(T), side="right"), (2, T))
-  return (normal(2, T, H, G, D), normal(2, S, K, M, D), normal(2, S, K, V), lam), normal(2, T, H, V), segment_ids
+  lam = None if G == 1 else jnp.asarray(rng.uniform(0, 1, (B, T, H)), jnp.float32)
+  segment_ids = None
+  if starts is not None:  # the second row's segments begin a little later
+    segment_ids = jnp.stack([jnp.searchsorted(jnp.asarray(starts) + later, jnp.arange(T), side="right") for later in (0, 20)][:B])
+  return (normal(B, T, H, G, D), normal(B, S, K, M, D), normal(B, S, K, V), lam), normal(B, T, H, V), segment_ids
 
 
 def _run(implementation, arguments, d_out, segment_ids, options):
@@ -61,37 +69,38 @@ def _errors(actual, expected):
   return jax.tree.map(lambda a, e: float(jnp.linalg.norm(a - e) / jnp.maximum(jnp.linalg.norm(e), 1e-3)), actual, expected)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_agrees_with_reference_over_several_blocks(name):
-  blocks, shapes, options = CASES[name]
+@pytest.fixture
+def races(monkeypatch):
+  """What the interpreter finds, kernel after kernel, while it looks for races."""
+  kernels, state = [], interpret_pallas_call.RaceDetectionState
+  monkeypatch.setattr(interpret_pallas_call, "RaceDetectionState", lambda **options: kernels.append(state(**options)) or kernels[-1])
+  return kernels
+
+
+@pytest.mark.parametrize("name", [*CASES, *full(COMBINED)])
+def test_agrees_with_reference_over_several_blocks(name, races):
+  blocks, shapes, options = (CASES | COMBINED)[name]
   arguments = _arguments(**shapes)
   expected = _run("reference", *arguments, options)
-  with tpu.interpreted(pltpu.InterpretParams(uninitialized_memory="nan")), block_sizes.use(forward=blocks, backward=blocks):
-    actual = _run("pallas_tpu", *arguments, options)
-  assert max(jax.tree.leaves(_errors(actual, expected))) < 3e-6
-
-
-@pytest.mark.parametrize("name", ["v2", "packed"])
-def test_no_races(name):
-  blocks, shapes, options = CASES[name]
-  with tpu.interpreted(pltpu.InterpretParams(detect_races=True)), block_sizes.use(forward=blocks, backward=blocks):
-    jax.block_until_ready(_run("pallas_tpu", *_arguments(**shapes), options))
-  assert not interpret_pallas_call.races.races_found
+  params = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
+  with tpu.interpreted(params), block_sizes.use(forward=blocks, backward=blocks):
+    actual = jax.block_until_ready(_run("pallas_tpu", *arguments, options))
+  assert np.max(jax.tree.leaves(_errors(actual, expected))) < 3e-6  # NumPy's max is NaN where an error is
+  assert len(races) >= 2 and not any(kernel.races_found for kernel in races)
 
 
 @pytest.mark.parametrize(
   ("blocks", "options", "starts", "rows", "hidden"),
   [
-    (SQUARE, {}, None, slice(0, 128), slice(128, 512)),
-    (SQUARE, dict(window=64), None, slice(384, 512), slice(0, 256)),
-    (SQUARE, dict(causal=False), (128,), slice(0, 128), slice(128, 512)),
-    (FINE, dict(causal=False), (128,), slice(0, 128), slice(128, 512)),
+    (SQUARE, dict(window=64), None, slice(256, 384), np.r_[:128, 384:512]),
+    (FINE, dict(causal=False), (128,), slice(0, 128), np.r_[128:512]),
+    *full([(SQUARE, {}, None, slice(0, 128), np.r_[128:512]), (SQUARE, dict(causal=False), (128,), slice(0, 128), np.r_[128:512])]),
   ],
-  ids=["causal", "window", "segments", "segments_within_a_tile"],
+  ids=["window", "segments_within_a_tile", "causal", "segments"],
 )
 def test_hidden_tiles_are_not_computed(blocks, options, starts, rows, hidden):
   """NaN in keys and values spreads to every row that meets them in a product, masked or not."""
-  (q, k, v, lam), d_out, segment_ids = _arguments(T=512, starts=starts)
+  (q, k, v, lam), d_out, segment_ids = _arguments(B=1, T=512, H=1, starts=starts)
   k, v = k.at[:, hidden].set(jnp.nan), v.at[:, hidden].set(jnp.nan)
   d_out = jnp.zeros_like(d_out).at[:, rows].set(d_out[:, rows])
   with tpu.interpreted(pltpu.InterpretParams()), block_sizes.use(forward=blocks, backward=blocks):
