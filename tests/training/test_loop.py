@@ -269,9 +269,9 @@ def test_bad_batches_are_skipped_and_a_resume_among_them_is_exact(config, tmp_pa
 @pytest.mark.parametrize(
   "steps, interval, keep, named",
   [
-    (20, 2, 3, r"is .*/checkpoints/2\. "),
+    (20, 1, 9, r"is .*/checkpoints/3\. "),
     (6, 3, 1, r"is .*/checkpoints/3\. "),
-    *full([(20, 2, 1, r"is .*/checkpoints/4\. "), (20, 100, 3, "there is no checkpoint")]),
+    *full([(20, 2, 3, r"is .*/checkpoints/2\. "), (20, 2, 1, r"is .*/checkpoints/4\. "), (20, 100, 3, "there is no checkpoint")]),
   ],
 )
 def test_too_many_bad_steps_in_a_row_stop_the_run(config, tmp_path, monkeypatch, steps, interval, keep, named):
