@@ -48,9 +48,9 @@ CASES = [  # each option once
   Case("v2_one_group_window_lambda_per_head", M=1, H=3, K=1, V=6, window=4, lam="H"),
   Case("packed_grouped_lambda_scalar", H=4, ids=(PACKED, PACKED), lam="scalar"),
   EMPTY,
-  Case("window_not_causal", window=4, causal=False, T=9, S=13),
+  Case("window_not_causal", window=4, causal=False, T=13, S=11),
   Case("offset_window", T=7, S=16, q_offset=6, window=4),
-  Case("offset_before_keys", q_offset=-4),
+  Case("offset_before_keys", q_offset=-7),
   Case("offset_per_row_packed_window", T=7, S=13, q_offset=(-3, 6), ids=(PACKED[4:11], PACKED), window=3),
 ]
 COMBINED = [

@@ -17,7 +17,7 @@ from diffjax.ops.diff_attention.tiles import Geometry
 from tests.tiers import full
 
 SQUARE, WIDE, FINE = Blocks(128, 128, 128, 128, 1024), Blocks(256, 128, 128, 128, 1024), Blocks(256, 256, 128, 128, 1024)
-SPANS = Blocks(128, 128, 128, 128, 256)  # dQ of 256 rows a call
+SPANS, SHORT_SPANS = Blocks(128, 128, 128, 128, 256), Blocks(128, 128, 128, 128, 128)  # dQ of 256 or 128 rows a call
 
 CASES = {
   "ragged_grouped": (FINE, dict(T=300, H=2, K=1), {}),
@@ -25,7 +25,7 @@ CASES = {
   # Tiles that are mostly seen, below the diagonal too, mostly hidden, and hidden.
   "packed_long": (FINE, dict(T=600, H=1, starts=(40, 560)), {}),
   "window_not_causal": (SQUARE, dict(B=1, T=400, H=1), dict(window=150, causal=False)),
-  "offset_per_row": (SQUARE, dict(T=130, S=300), dict(q_offset=(5, 170))),
+  "offset_per_row": (SHORT_SPANS, dict(T=130, S=300), dict(q_offset=(5, 170))),
   "spans_of_a_group": (SPANS, dict(B=1, T=300, H=2, K=1), {}),
 }
 COMBINED = {
@@ -36,6 +36,7 @@ COMBINED = {
   "packed_not_causal": (FINE, dict(T=300, starts=(70, 110, 180, 250)), dict(causal=False)),
   "packed_offset_per_row": (FINE, dict(T=300, starts=(70, 110)), dict(q_offset=(5, 0))),
   "window": (FINE, dict(T=600), dict(window=100)),
+  "offset_per_row_window_not_causal": (SQUARE, dict(T=130, S=640), dict(q_offset=(5, 255), window=150, causal=False)),
   "offset_window": (SQUARE, dict(T=130, S=300), dict(q_offset=170, window=40)),
   "before_keys": (SQUARE, dict(T=300), dict(q_offset=-100)),
   "several_spans_of_a_group": (SPANS, dict(T=600, H=2, K=1), {}),
@@ -48,8 +49,8 @@ def _arguments(T, S=None, B=2, H=2, K=None, G=2, M=2, D=8, V=16, starts=None, se
   normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
   lam = None if G == 1 else jnp.asarray(rng.uniform(0, 1, (B, T, H)), jnp.float32)
   segment_ids = None
-  if starts is not None:  # the second row's segments begin a little later
-    segment_ids = jnp.stack([jnp.searchsorted(jnp.asarray(starts) + later, jnp.arange(T), side="right") for later in (0, 20)][:B])
+  if starts is not None:  # the second row's segments begin later
+    segment_ids = jnp.stack([jnp.searchsorted(jnp.asarray(starts) + later, jnp.arange(T), side="right") for later in (0, T // 2)][:B])
   return (normal(B, T, H, G, D), normal(B, S, K, M, D), normal(B, S, K, V), lam), normal(B, T, H, V), segment_ids
 
 
