@@ -4,10 +4,10 @@
     python -m benchmarks.faults --only 'ops/*' --again        # some of them, once more
     python -m benchmarks.faults --revision=0b4565c            # the same faults against the tests (and the package) of another commit
 
-The faults stand in benchmarks/faults.toml, of the kind that real changes make. A fault meets first the default tier's tests of the files
-that it names, then the rest of the default tier, then the full tier in the same order; the run ends at the first test that fails. At the
-end all tests that saw a fault are run without any: a test that fails then has seen nothing. The results go to benchmarks/faults.json, and
-as a table to benchmarks/faults.md.
+The faults stand in benchmarks/faults.toml, of the kind that real changes make. A fault meets first the tests in the files that it names,
+those of the default tier and then those of the full one; and, where none of them sees it, all others in the same order. It ends at the
+first test that fails. At the end all tests that saw a fault are run without any: a test that fails then has seen nothing. The results go
+to benchmarks/faults.json, and as a table to benchmarks/faults.md; seconds are of one core, from the start of pytest.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def look(fault: Fault, directory: pathlib.Path, cache: pathlib.Path) -> Seen:
   try:
     named = [test for test in fault.tests if (directory / test).exists()]
     others = ["tests", *(f"--ignore={test}" for test in named)]
-    for tier, options in _TIERS.items():
-      for chosen in (named, others):
+    for chosen in (named, others):
+      for tier, options in _TIERS.items():
         test, _ = pytest(directory, [*options, *chosen], cache)
         if test:
           return Seen(tier, test, round(time.monotonic() - started, 1))
@@ -189,7 +189,8 @@ def main() -> None:
     ordered = {fault.name: found[fault.name] for fault in faults if fault.name in found}
     results[revision] = ordered
     RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-    TABLE.write_text(table(faults, results) + "\n")
+    lines = [f"- The suite {'as it is' if name == 'now' else f'of {name}'}: {summary(seen)}." for name, seen in results.items()]
+    TABLE.write_text("\n".join(["What `python -m benchmarks.faults` found last.", "", *lines, "", table(faults, results), ""]))
 
   with tempfile.TemporaryDirectory() as scratch, concurrent.futures.ThreadPoolExecutor(flags.jobs) as pool:
     copies: queue.SimpleQueue[pathlib.Path] = queue.SimpleQueue()

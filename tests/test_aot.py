@@ -300,6 +300,7 @@ def test_a_compiler_that_ends_its_process_is_an_error(run, monkeypatch):
 
 
 @needs_libtpu
+@pytest.mark.full
 def test_tiny_compiles_with_the_kernels():
   result = compile_("--config=configs/tiny.py", "--topology=v5e:2x2", "--config.model.num_layers=1", "--config.mesh.fsdp=2")
   assert result.returncode == 0, result.stderr

@@ -8,16 +8,13 @@ import pytest
 from etils import epath
 
 from diffjax.training import manifest
+from tests import in_process
 
 
-@pytest.fixture
-def run(command):
-  def run(*args):
-    result = command("diffjax.checkpoints", *args)
-    assert "Traceback" not in result.stderr
-    return result
-
-  return run
+def run(*args):
+  result = in_process.call("diffjax.checkpoints", *args)
+  assert "Traceback" not in result.stderr
+  return result
 
 
 def save(workdir, step, loss=None):
@@ -39,7 +36,7 @@ def workdir(tmp_path):
   return tmp_path
 
 
-def test_list_and_verify(run, workdir):
+def test_list_and_verify(workdir):
   listed = run(f"--workdir={workdir}")
   lines = listed.stdout.splitlines()
   assert listed.returncode == 0 and not listed.stderr
@@ -50,7 +47,7 @@ def test_list_and_verify(run, workdir):
   assert verified.returncode == 1 and verified.stderr == "error: not complete: 40\n"
 
 
-def test_prune_keeps_the_newest_and_the_best_and_names_what_goes(run, workdir):
+def test_prune_keeps_the_newest_and_the_best_and_names_what_goes(workdir):
   result = run(f"--workdir={workdir}", "--prune", "--keep=1")
   assert result.returncode == 0 and not result.stderr
   assert [line.split(":")[0].rsplit("/", 1)[1] for line in result.stdout.splitlines()] == ["60.orbax-checkpoint-tmp", "10", "30", "40"]
@@ -59,7 +56,7 @@ def test_prune_keeps_the_newest_and_the_best_and_names_what_goes(run, workdir):
   assert verified.returncode == 0 and len(verified.stdout.splitlines()) == 3
 
 
-def test_prune_deletes_nothing_where_nothing_is_complete(run, tmp_path):
+def test_prune_deletes_nothing_where_nothing_is_complete(tmp_path):
   (save(tmp_path, 10) / "state/data").unlink()
   result = run(f"--workdir={tmp_path}", "--prune", "--keep=1")
   assert result.returncode == 1 and "is complete: nothing is deleted" in result.stderr and (tmp_path / "checkpoints/10").exists()
@@ -76,13 +73,13 @@ def test_prune_deletes_nothing_where_nothing_is_complete(run, tmp_path):
     (["runs/tiny"], 2, "error: unexpected argument 'runs/tiny'"),
   ],
 )
-def test_bad_input_is_one_line(run, args, code, message):
+def test_bad_input_is_one_line(args, code, message):
   result = run(*args)
   assert result.returncode == code and result.stderr.startswith(message) and len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("make", ["empty", "file"])
-def test_workdir_without_checkpoints(run, tmp_path, make):
+def test_workdir_without_checkpoints(tmp_path, make):
   path = tmp_path / "checkpoints"
   path.mkdir() if make == "empty" else path.write_text("")
   result = run(f"--workdir={tmp_path}")

@@ -19,6 +19,7 @@ from diffjax.training import loop
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.step import make_init
 from tests import in_process
+from tests.tiers import full
 
 
 def run(*args):
@@ -100,9 +101,12 @@ QUICK = [
 ]
 
 
-def test_every_suite_of_a_pair(runs, tmp_path, monkeypatch):
+SOME = ["validation", "needle", "difference_map"]
+
+
+@pytest.mark.parametrize("suites", [SOME, *full([[*SOME, "position_nll", "attention", "outliers", "quantised", "many_shot"]])], ids=len)
+def test_suites_of_a_pair(runs, tmp_path, monkeypatch, suites):
   monkeypatch.setattr(figures, "RESAMPLES", 99)  # of an interval's ends nothing is asked here
-  suites = ["validation", "position_nll", "needle", "attention", "outliers", "quantised", "difference_map", "many_shot"]
   result = run(
     f"--suite=report,{','.join(suites)}", f"--workdir={runs / 'diff'}", f"--against={runs / 'transformer'}", f"--out={tmp_path}", *QUICK
   )

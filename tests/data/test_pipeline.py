@@ -197,7 +197,7 @@ def test_streamed_restart(make_config, packing, num_workers, steps):
   other.close()
 
 
-@pytest.mark.parametrize("packing", ["documents", "concat"])
+@pytest.mark.parametrize("packing", ["documents", *full(["concat"])])
 def test_streamed_dataset_keeps_grains_contract(make_config, tmp_path, packing):
   lines = [json.dumps({"text": "x" * (index % 90)}) + "\n" for index in range(60)]
   for part in range(3):
@@ -251,7 +251,7 @@ def test_streaming_nothing_does_not_run_for_ever(make_config):
 # --- Damage ---
 
 
-@pytest.mark.parametrize("mode, num_workers", [("prepared", 2), ("streamed", 0), *full([("prepared", 0), ("streamed", 2)])])
+@pytest.mark.parametrize("mode, num_workers", [("prepared", 0), ("streamed", 0), *full([("prepared", 2), ("streamed", 2)])])
 def test_damage_arrives_as_one_line(make_config, jsonl, mode, num_workers):
   """From workers too: the error of the code that read, with file and place, not a library's."""
   config = make_config(mode=mode, num_workers=num_workers)

@@ -234,8 +234,7 @@ def test_answers_alone_are_learnt(make_example_config, examples, mode):
 
 
 @pytest.mark.parametrize(
-  "mode, num_workers, steps",
-  [("streamed", 0, (0, 7, 28)), ("prepared", 2, (7,)), *full([("prepared", 0, (0, 7, 28)), ("streamed", 2, (7,))])],
+  "mode, num_workers, steps", [("streamed", 0, (0, 7, 28)), ("prepared", 0, (7,)), *full([("prepared", 2, (0, 28)), ("streamed", 2, (7,))])]
 )
 def test_restart(make_example_config, mode, num_workers, steps):
   config = make_example_config(mode=mode, num_workers=num_workers)

@@ -146,6 +146,7 @@ def test_shapes():
       get_config(variant)
 
 
+@pytest.mark.full
 def test_every_large_shape_has_its_loss(mesh):
   """Shapes alone: parameters of the three twins, and the gradient of the loss."""
   for variant, name in (("3b@4k", "diff"), ("13b@2k", "transformer"), ("13b@2k", "diff_v2")):

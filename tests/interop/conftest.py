@@ -16,6 +16,7 @@ from diffjax.config import ModelConfig
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.interop.layout import Model
 from diffjax.model import decoder
+from tests import in_process
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 SIZES = dict(
@@ -51,11 +52,11 @@ def golden():
 
 
 @pytest.fixture(scope="session")
-def convert(command):
+def convert():
   """Runs the command; it must not end with a traceback."""
 
   def run(*args):
-    result = command("diffjax.convert", *args)
+    result = in_process.call("diffjax.convert", *args)
     assert "Traceback" not in result.stderr, result.stderr
     return result
 

@@ -112,7 +112,7 @@ def test_metrics_hold_each_layers_lambda():
   np.testing.assert_allclose(lam, want, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ["diff", "softmax", *full(["diff_v2", "diff_v2_linear"])])
 def test_causality_by_gradient(name):
   config, length, at = VARIANTS[name], 12, 5
   params = init(config)
@@ -128,7 +128,7 @@ def test_causality_by_gradient(name):
   assert bool((influence[at + 1 :] == 0).all())
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ["diff", "diff_v2", *full(["diff_v2_linear", "softmax"])])
 def test_packed_documents_do_not_see_each_other(name):
   """Two documents packed in a row give each the logits it has alone."""
   config, params = VARIANTS[name], init(VARIANTS[name])
@@ -183,7 +183,7 @@ def test_initial_logits_have_unit_scale():
     assert 0.7 < float(apply(config, init(config), tokens((4, 32))).std()) < 1.4
 
 
-@pytest.mark.parametrize("name", ["diff", "diff_v2", *full(["diff_v2_linear", "softmax"])])
+@pytest.mark.parametrize("name", ["diff", *full(["diff_v2", "diff_v2_linear", "softmax"])])
 def test_bfloat16_computes_near_float32(name):
   """Mixed precision: float32 parameters and gradients, loss within bfloat16's rounding."""
   config, ids = VARIANTS[name], tokens((4, 32))

@@ -93,7 +93,7 @@ def test_a_predicate_ends_its_row_with_the_token_that_it_asks_about(sampler):
 
 def test_draws_follow_the_models_probabilities(model, params, next_logits):
   """One token, 4,000 draws: frequencies against temperature, top_k and top_p computed by hand."""
-  sampler, prompt = Sampler(model, params, batch_size=500, capacity=16), PROMPTS[1]
+  sampler, prompt = Sampler(model, params, batch_size=500, capacity=4), PROMPTS[1]
   scaled = np.float64(next_logits(prompt)) / 1.7
   order = np.argsort(-scaled)
 

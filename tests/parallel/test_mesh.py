@@ -79,8 +79,15 @@ DIFF_ON = [(8,), (1, 8), (2, 4), (1, 1, 8), (4, 1, 1, 2), (1, 1, 4, 2)]
   [
     ("diff", (1, 2, 2, 2)),
     ("diff_v2", (2, 4)),
-    ("softmax", (4, 1, 1, 2)),
-    *full([*(("diff", mesh) for mesh in DIFF_ON), ("diff_v2", (1, 1, 4, 2)), ("diff_v2", (4, 1, 1, 2)), ("softmax", (1, 2, 2, 2))]),
+    *full(
+      [
+        ("softmax", (4, 1, 1, 2)),
+        *(("diff", mesh) for mesh in DIFF_ON),
+        ("diff_v2", (1, 1, 4, 2)),
+        ("diff_v2", (4, 1, 1, 2)),
+        ("softmax", (1, 2, 2, 2)),
+      ]
+    ),
   ],
   ids=str,
 )
@@ -93,7 +100,7 @@ def test_eight_devices_give_one_devices_losses(name, mesh):
   assert one[1][0]["loss"] != one[1][2]["loss"]
 
 
-@pytest.mark.parametrize("devices", [4, *full([1])])
+@pytest.mark.parametrize("devices", [1, *full([4])])
 def test_accumulation_equals_the_full_batch(devices):
   """Micro-batches of unequal token counts: Σ loss / Σ tokens, not a mean of means."""
   full = run_steps(make_config(), devices)

@@ -17,7 +17,6 @@ from diffjax.config import DataConfig, UserError
 from diffjax.data import prepared
 from diffjax.parallel.processes import connected
 from diffjax.training.lock import lock
-from tests.tiers import full
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Fields that tell the time, not the run.
@@ -220,6 +219,7 @@ def test_different_configs_are_refused_by_all(overrides, tmp_path):
   assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 def test_what_stops_one_stops_all_with_its_reason(overrides, tmp_path):
   """Process 0 alone takes the workdir's lock."""
   with lock(tmp_path / "run"), Processes(tmp_path / "run", overrides) as processes:
@@ -270,7 +270,8 @@ def test_too_many_skipped_steps_stop_all(overrides, tmp_path):
   assert all(re.match("error: (process . stopped: )?stopped at step .*: 3 steps in a row were skipped", line) for line in lines), lines
 
 
-@pytest.mark.parametrize("index", [0, *full([1])])
+@pytest.mark.full
+@pytest.mark.parametrize("index", [0, 1])
 def test_nobody_there(overrides, tmp_path, index):
   """The others do not come, or the coordinator cannot be reached."""
   with Processes(tmp_path / "run", [*overrides, "--connect_timeout=1"], count=2) as processes:
