@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 WATCHED = """
 import pathlib, pickle, sys
 
@@ -63,6 +65,7 @@ print("seen:", seen)
 """
 
 
+@pytest.mark.full
 def test_nothing_is_unpickled_or_executed(tmp_path):
   result = subprocess.run([sys.executable, "-c", WATCHED, tmp_path], capture_output=True, text=True, timeout=100)
   assert result.returncode == 0, result.stderr

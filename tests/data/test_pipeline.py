@@ -180,7 +180,7 @@ def test_mixture_weights_are_part_of_the_state(make_config, tmp_path):
 # The worker processes of every restart take a second to start: there are fewer of them.
 @pytest.mark.parametrize(
   "packing, num_workers, steps",
-  [("documents", 0, (0, 1, 17, 38)), ("concat", 2, (17,)), *full([("concat", 0, (0, 1, 17, 38)), ("documents", 2, (0, 38))])],
+  [("documents", 0, (0, 1, 17, 38)), ("concat", 0, (17,)), *full([("concat", 2, (17, 38)), ("documents", 2, (0, 38))])],
 )
 def test_streamed_restart(make_config, packing, num_workers, steps):
   config = make_config(mode="streamed", packing=packing, num_workers=num_workers)

@@ -13,7 +13,6 @@ import pytest
 
 from diffjax.config import DataConfig, UserError
 from diffjax.data import packing, prepared, progress
-from tests.tiers import full
 
 
 def rows_of(config, split="train"):
@@ -68,6 +67,7 @@ def test_meta_counts(make_config, texts):
   assert meta["description"]["length"] == config.length and meta["tokenizer_spec"] == "bytes"
 
 
+@pytest.mark.full
 def test_the_number_of_workers_changes_nothing(many_files, tmp_path):
   directories = []
   for workers in (1, 3):
@@ -76,7 +76,8 @@ def test_the_number_of_workers_changes_nothing(many_files, tmp_path):
   assert content(directories[0]) == content(directories[1])
 
 
-@pytest.mark.parametrize("workers", [*full([1]), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("workers", [1, 2])
 def test_killed_and_started_again(many_files, tmp_path, workers):
   spec, directory = f"text:{many_files}/*.txt", tmp_path / "killed"
   code = (

@@ -109,7 +109,8 @@ def test_an_interrupted_wait_loses_nothing(make_reader):
   assert [next(batches), next(batches)] == [1, 2]
 
 
-@pytest.mark.parametrize(("mode", "num_workers"), [("prepared", 0), *full([("streamed", 2)])])
+@pytest.mark.full
+@pytest.mark.parametrize(("mode", "num_workers"), [("prepared", 0), ("streamed", 2)])
 def test_the_process_ends(jsonl, tmp_path, mode, num_workers):
   """Reading hangs in this process, or its worker is stopped: the error comes, and the interpreter exits."""
   script = tmp_path / "script.py"
@@ -140,6 +141,7 @@ if __name__ == "__main__":
   assert "\n" not in result.stdout.strip() and "Traceback" not in result.stderr, result.stderr
 
 
+@pytest.mark.full
 def test_workers_end_with_a_run_that_is_killed(tmp_path):
   script = tmp_path / "run.py"
   script.write_text("""

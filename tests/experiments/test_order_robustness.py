@@ -137,6 +137,7 @@ def test_the_plot_and_the_table(make_results, tmp_path):
   assert results.table(experiment.EXPERIMENT, found).count("| diff |") == 2
 
 
+@pytest.mark.full
 def test_larger_models_are_asked_about_words(make_workdir, make_results, monkeypatch, tmp_path):
   """Of ablations' runs, which are trained there: all numbers that table and plot want, from the suite's own figures."""
   run = grid.expand("order_robustness", grid.load("order_robustness", "gpu").grids["gpu"], {})[0]

@@ -103,6 +103,7 @@ def test_training_learns_the_words_after_the_question(tmp_path):
   }
 
 
+@pytest.mark.full
 def test_larger_models_are_asked_for_needles(make_workdir, make_results, monkeypatch, tmp_path):
   """Of ablations' runs, which are trained there: all numbers that table and plot want, from the suites' own figures."""
   run = grid.expand("retrieval", grid.load("retrieval", "gpu").grids["gpu"], {})[0]

@@ -75,6 +75,7 @@ def small(*fields):
   return [f"--set={field}" for field in (*SMALL, *fields)]
 
 
+@pytest.mark.full
 def test_ablations_at_two_steps_and_again(run, places):
   """A slice of the grid, then more of it, side by side: what is done is not done again; then other configs are refused."""
   directory, flags = places
@@ -227,6 +228,7 @@ def test_the_commands_that_are_printed_train_what_the_grid_says(run, tmp_path, n
     assert dict(map(parsed, filter(None, out.splitlines()))) == wanted and bool(wanted) == (name != "throughput")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler, libtpu, is not installed")
 def test_variants_are_compiled_for_tpus_that_are_not_there(run, monkeypatch):
   """One row a variant, whatever the seeds; what is too large is named at the end, after its row."""

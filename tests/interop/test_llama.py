@@ -61,6 +61,7 @@ def run_config(start, tmp_path):
   )
 
 
+@pytest.mark.full
 def test_training_goes_on_from_it(start, run_config, tmp_path):
   """A step of training has its parameters, and tells the two maps apart. In its own workdir there is no optimizer to go on with."""
   train = dataclasses.replace(run_config.train, init_from=str(tmp_path / "v2"))
