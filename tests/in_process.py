@@ -50,6 +50,7 @@ def call(module, *arguments):
   arguments = [module, *map(str, arguments)]
   with own_flags(), mock.patch.object(sys, "argv", arguments), contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
     try:
+      sys.modules.pop(module, None)  # of a test that has imported it, at which runpy would warn
       runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as exit:
       code = exit.code or 0

@@ -25,6 +25,7 @@ from diffjax import aot
 from diffjax.config import Config, MeshConfig, TrainConfig, UserError
 from diffjax.ops.diff_attention.api import platform
 from diffjax.parallel.collectives import Collective, collectives
+from tests.tiers import full
 
 ROOT = pathlib.Path(__file__).parents[1]
 MESH = {"data": 2, "fsdp": 4}
@@ -258,11 +259,15 @@ def test_readme_has_the_measured_slices():
 @pytest.mark.parametrize(
   "args, message",
   [
-    (["--config.mesh.data=3"], "config.mesh.data = 3, config.mesh.fsdp = 1"),
     (["--config.mesh.tensor=4"], "config.mesh.tensor = 4 does not divide the 2 of layers/attention/key"),
-    (
-      ["--config.train.batch_size=6"],
-      "config.train.batch_size = 6 over config.train.accumulation = 1 gives 6 rows, which the 4 parts of the batch",
+    *full(
+      [
+        (["--config.mesh.data=3"], "config.mesh.data = 3, config.mesh.fsdp = 1"),
+        (
+          ["--config.train.batch_size=6"],
+          "config.train.batch_size = 6 over config.train.accumulation = 1 gives 6 rows, which the 4 parts of the batch",
+        ),
+      ]
     ),
   ],
 )

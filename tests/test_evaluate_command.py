@@ -144,6 +144,7 @@ def test_one_model_and_a_step_of_it(runs):
   assert both["units"] == both["against"]["units"] < 0.7 * found["figures"][0]["units"]
 
 
+@pytest.mark.full
 def test_the_harness_and_hallucination_of_a_pair(runs, tmp_path):
   pytest.importorskip("lm_eval")
   (tmp_path / "piqa").mkdir()

@@ -15,6 +15,7 @@ import pytest
 
 from diffjax.config import DataConfig, UserError
 from diffjax.data import prepared
+from diffjax.parallel import processes
 from diffjax.parallel.processes import connected
 from diffjax.training.lock import lock
 
@@ -159,7 +160,7 @@ def whole(overrides, tmp_path_factory):
   return workdir
 
 
-def test_the_readmes_line_stopped_and_resumed_trains_as_one_process_does(overrides, tmp_path):
+def test_the_readmes_line_stopped_and_resumed_trains_as_one_process_does(command, overrides, tmp_path):
   """SIGTERM to process 1: both save the same step. The README's line goes on from there, and the log is that of one process: the same
   batches and, but for the order in which two devices add up, the same numbers."""
   workdir = tmp_path / "run"
@@ -173,8 +174,8 @@ def test_the_readmes_line_stopped_and_resumed_trains_as_one_process_does(overrid
   assert 15 <= step < STEPS and saved(workdir)[-1] == step
   result = readmes_line(workdir, overrides)
   assert f"resuming from step {step}" in result.stderr
-  command = [sys.executable, *COMMAND.split(" --workdir")[0].split()[1:], f"--workdir={tmp_path}/one", *overrides]
-  subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True, timeout=300)
+  alone = command(*COMMAND.split(" --workdir")[0].split()[2:], f"--workdir={tmp_path}/one", *overrides)
+  assert alone.returncode == 0, alone.stderr
   one, two = log(tmp_path / "one"), log(workdir)
   assert [line["step"] for line in one] == [line["step"] for line in two]
   for mine, theirs in zip(one, two, strict=True):
@@ -209,6 +210,18 @@ def test_a_killed_one_ends_all(overrides, whole, tmp_path):
   assert log(tmp_path / "run") == log(whole)
 
 
+def test_what_differs_is_named_with_its_process(monkeypatch):
+  mine = {"config": {"train": {"batch_size": 8, "seed": 0}}, "--workdir": "a"}
+  monkeypatch.setattr(processes, "gather", lambda value: [value, value, {"config": {"train": {"batch_size": 8, "seed": 3}}}])
+  with pytest.raises(UserError) as caught:
+    processes.check_same(mine)
+  assert "config.train.seed is 0 in process 0 and 3 in process 2" in str(caught.value) and "batch_size" not in str(caught.value)
+  assert "--workdir is 'a' in process 0 and None in process 2" in str(caught.value)
+  monkeypatch.setattr(processes, "gather", lambda value: [value, value])
+  processes.check_same(mine)
+
+
+@pytest.mark.full
 def test_different_configs_are_refused_by_all(overrides, tmp_path):
   with Processes(tmp_path / "run", overrides, own={1: ["--config.train.batch_size=16", "--config.data.seed=3"]}) as processes:
     codes, lines = processes.end()

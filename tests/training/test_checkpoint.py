@@ -22,7 +22,6 @@ from diffjax.config import Config, DataConfig, OptimizerConfig, UserError
 from diffjax.training import manifest
 from diffjax.training.checkpoint import Checkpoints, check_resume, latest_config, load_params
 from diffjax.training.optimizer import make_optimizer
-from tests.tiers import full
 
 
 @flax.struct.dataclass
@@ -380,7 +379,8 @@ def test_a_save_that_does_not_fit_the_disk_is_not_begun(tmp_path, caplog, monkey
   assert listing(tmp_path) == ["2"]
 
 
-@pytest.mark.parametrize("name", ["checkpoints", *full(["."])])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["checkpoints", "."])
 def test_save_into_a_directory_that_became_a_file(tmp_path, name):
   workdir = tmp_path / "run"
   checkpoints = Checkpoints(workdir, keep=1)

@@ -14,6 +14,7 @@ from diffjax.data import packing
 from diffjax.model.decoder import Decoder, logits
 from diffjax.parallel.mesh import make_mesh, put_batch
 from diffjax.training.step import make_init, make_train_step
+from tests.tiers import full
 
 MODEL = ModelConfig(vocab_size=64, num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=2, head_dim=8, ffn_dim=48, dtype="float32")
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_steps=0, clip_norm=0.0, weight_decay=0.0)
@@ -51,7 +52,7 @@ def plain(params, batch, z_loss):
   return mean(nll + z_loss * lse**2), (mean(nll), mean(z_loss * lse**2))
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, *full([False])])
 def test_losses_and_gradient_equal_the_plain_formula(tied):
   config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, tie_embeddings=tied))
   state, step, mesh = start(config)
