@@ -46,6 +46,17 @@ def test_plain_formula_in_numpy():
     chex.assert_trees_all_close(per_token, nll.astype(np.float32), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("chunk", [None, 20])
+def test_the_embeddings_gradient_is_summed_in_float32(chunk):
+  """Of bfloat16 activations too: what comes out is not what bfloat16 can hold."""
+  hidden, embedding, targets, weights = _arguments()
+  loss = lambda embedding, hidden: fused_cross_entropy(hidden, embedding, targets, weights, chunk=chunk)[0]
+  gradient = jax.jit(jax.grad(loss))(embedding, jnp.asarray(hidden, jnp.bfloat16))
+  assert gradient.dtype == jnp.float32
+  rounded = gradient.astype(jnp.bfloat16).astype(jnp.float32)
+  assert np.mean(np.asarray(gradient) != np.asarray(rounded)) > 0.9
+
+
 def test_the_cotangent_scales():
   hidden, embedding, targets, weights = _arguments()
   loss = lambda h, e, w, factor: factor * fused_cross_entropy(h, e, targets, w, chunk=20)[0]
