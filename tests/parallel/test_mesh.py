@@ -210,6 +210,7 @@ def fake_mesh(shape, processes):
     ((2, 1, 2, 2), [0, 0, 1, 1, 2, 2, 3, 3], [(0, 2), (0, 2), (1, 2), (1, 2)]),  # a row's tokens lie on two processes
     ((4, 2, 1, 1), [0, 1, 0, 1, 2, 3, 2, 3], [(0, 4), (1, 4), (2, 4), (3, 4)]),  # rows that do not lie side by side
     ((1, 1, 8, 1), [0, 0, 0, 0, 1, 1, 1, 1], [(0, 1), (0, 1)]),
+    ((2, 4, 1, 1), [0, 0, 1, 1, 2, 2, 3, 3], [(0, 4), (1, 4), (2, 4), (3, 4)]),
   ],
 )
 def test_each_process_feeds_its_share(shape, processes, shares, monkeypatch):
