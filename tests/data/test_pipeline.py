@@ -214,14 +214,15 @@ def test_streamed_pass_has_every_document_once(make_config, texts):
   assert [part.strip(b"\xff\0") for part in stream.split(b"\xff\xff")] == [text.encode() for text in texts]
 
 
-def test_streamed_processes_read_different_documents(make_config, tmp_path):
-  for part in range(4):
+@pytest.mark.parametrize("seed", range(3))
+def test_streamed_processes_read_different_documents(make_config, tmp_path, seed):
+  for part in range(8):
     (tmp_path / f"part{part}.jsonl").write_text("".join(json.dumps({"text": f"{part}" * 40}) + "\n" for _ in range(50)))
-  config = make_config(mode="streamed", source=f"jsonl:{tmp_path}/part*.jsonl", validation_fraction=0.0)
-  shares = [take(pipeline.training_batches(config, process_index=index, process_count=2), 5) for index in range(2)]
+  config = make_config(mode="streamed", source=f"jsonl:{tmp_path}/part*.jsonl", validation_fraction=0.0, seed=seed)
+  shares = [take(pipeline.training_batches(config, process_index=index, process_count=2), 45) for index in range(2)]
   assert all(batch["tokens"].shape == (4, 64) for share in shares for batch in share)
   seen = [set(np.unique([batch["tokens"] for batch in share])) - {0, 255} for share in shares]
-  assert seen[0] and seen[1] and not seen[0] & seen[1]
+  assert len(seen[0]) == len(seen[1]) == 4 and not seen[0] & seen[1], seen
 
 
 def test_streamed_resume_with_other_workers_or_processes_is_refused(make_config, tmp_path, jsonl):
