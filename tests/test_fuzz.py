@@ -24,7 +24,6 @@ from diffjax.command import from_config_dict
 from diffjax.config import Config, DataConfig, TrainConfig, UserError
 from diffjax.data.pipeline import training_batches
 from diffjax.training import loop
-from tests.tiers import full
 
 FIELDS = {
   f"{section.name}.{field.name}": typing.get_type_hints(type(section.default))[field.name]
@@ -236,16 +235,12 @@ def train(changes, workdir):
   assert (workdir / "checkpoints" / str(config.train.steps)).exists() or not config.train.steps
 
 
-@pytest.mark.parametrize("examples", [1, *full([12])])
-def test_small_runs(corpus, tmp_path_factory, examples):
+@pytest.mark.full
+@settings(derandomize=True, deadline=None, max_examples=12)
+@given(runs)
+def test_small_runs(corpus, tmp_path_factory, changes):
   """Every combination of fields that the check lets pass trains a step, or is refused in one line."""
-
-  @settings(derandomize=True, deadline=None, max_examples=examples)
-  @given(runs)
-  def check(changes):
-    train({**changes, "data.source": f"text:{corpus}/*.txt"}, tmp_path_factory.mktemp("run"))
-
-  check()
+  train({**changes, "data.source": f"text:{corpus}/*.txt"}, tmp_path_factory.mktemp("run"))
 
 
 def parquet(column):

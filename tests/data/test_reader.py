@@ -61,7 +61,7 @@ def make_reader(monkeypatch):
     each.close()
 
 
-@pytest.mark.parametrize(("how", "end"), [("kill", "SIGKILL: out of memory?"), (0, "exit code 0")])
+@pytest.mark.parametrize(("how", "end"), [("kill", "SIGKILL: out of memory?"), *full([(0, "exit code 0")])])
 def test_a_worker_that_dies_is_reported(make_reader, how, end):
   batches = make_reader(how, num_workers=2, timeout=60.0)
   start = time.monotonic()

@@ -37,6 +37,7 @@ def test_built_once_with_splits_that_share_nothing(capsys):
   assert capsys.readouterr().err == "", "the second time it is there"
 
 
+@pytest.mark.full
 def test_first_use_by_several_processes_at_once(tmp_path):
   code = "from diffjax.data import stdlib_corpus; print(stdlib_corpus.corpus_directory())"
   environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}

@@ -11,6 +11,7 @@ from diffjax.evals import attention, figures, results
 from diffjax.evals.attention import Settings
 from diffjax.evals.figures import interval
 from diffjax.evals.needle import NeedlePrompt
+from tests.tiers import full
 
 QUICK = Settings(length=512, needles=1, depths=(0.0, 0.5, 1.0), samples=3, haystack="synthetic")
 DIGITS = list(b"0123456789")
@@ -46,7 +47,7 @@ def make(make_trained, kind):
   return make_trained(kind, rope_base=1e30, lambda_init=0.5 if kind == "diff" else None)
 
 
-@pytest.mark.parametrize("kind", ["softmax", "diff", "diff_v2"])
+@pytest.mark.parametrize("kind", ["diff", *full(["softmax", "diff_v2"])])
 def test_attention_that_looks_only_at_the_answer(make_trained, kind):
   """All maps do, so that a difference of 1 − λ is left, which is normalised away."""
   found = measured(looking_at_digits(make(make_trained, kind), [0] if kind == "softmax" else [0, 1]))

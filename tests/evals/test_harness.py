@@ -1,7 +1,9 @@
 """The harness on local questions: bundled tasks give the known accuracies, and whatever is wrong with the files is said with its line."""
 
 import dataclasses
+import functools
 import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -37,6 +39,33 @@ def score_twos(model, params, pairs, *, batch_tokens):
   """A model that likes every 2, in the continuation and, for WinoGrande, in the context."""
   count = lambda ids: bytes(ids).count(b"2")
   return [Score(float(count(continuation)) + 0.1 * count(context), False) for context, continuation in pairs]
+
+
+ALL = harness._manager  # of lm-eval's thousands of tasks: to read their files takes seconds
+
+
+@functools.cache
+def few():
+  """The tasks of these tests alone."""
+  from lm_eval import tasks
+
+  folders = ("arc", "super_glue", "hellaswag", "openbookqa", "piqa", "winogrande", "wikitext", "mmlu/default")
+  paths = [str(pathlib.Path(tasks.__file__).parent / folder) for folder in folders]
+  return tasks.TaskManager(include_path=paths, include_defaults=False)
+
+
+@pytest.fixture(autouse=True)
+def few_tasks(monkeypatch):
+  monkeypatch.setattr(harness, "_manager", few)
+
+
+@pytest.mark.full
+def test_the_papers_tasks_are_found_among_all(monkeypatch, data):
+  monkeypatch.setattr(harness, "_manager", ALL)
+  monkeypatch.setattr(adapter, "score", score_twos)
+  assert {task for _, task in run(data_dir=str(data))} == {*QUESTIONS, None}
+  for name in QUESTIONS:
+    assert ALL().task_index[name].yaml_path == few().task_index[name].yaml_path
 
 
 @pytest.fixture

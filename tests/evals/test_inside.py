@@ -10,6 +10,7 @@ import pytest
 from diffjax.evals import inside
 from diffjax.evals.validation import validation_rows
 from diffjax.ops.diff_attention.reference import attention_weights
+from tests.tiers import full
 
 
 @pytest.mark.parametrize("kind", ["softmax", "diff", "diff_v2"])
@@ -54,7 +55,7 @@ def test_it_measures_under_remat_and_leaves_the_model_as_it_was(make_trained):
   np.testing.assert_array_equal(before, after)
 
 
-@pytest.mark.parametrize("length, block", [(37, 8), (16, 16), (5, 128)])
+@pytest.mark.parametrize("length, block", [(37, 8), *full([(16, 16), (5, 128)])])
 def test_blocks_of_queries_give_the_whole_map(length, block):
   keys = jax.random.split(jax.random.key(0), 3)
   q, k = jax.random.normal(keys[0], (2, length, 4, 2, 8)), jax.random.normal(keys[1], (2, length, 2, 2, 8))

@@ -15,6 +15,7 @@ from etils import epath
 from diffjax.config import UserError
 from diffjax.evals import figures, report, results
 from diffjax.evals.report import Settings
+from tests.tiers import full
 
 SUITES = ["validation", "needle", "outliers", "attention"]
 PROMPT = 'if a < b: print("</script><script>alert(1)</script>") & é'
@@ -139,7 +140,7 @@ def test_the_browser_would_see_a_request_and_an_error(browser, tmp_path):
   assert "http://example.com/a.png" in seen["requests"] and any("missing is not defined" in line for line in seen["said"])
 
 
-@pytest.mark.parametrize("kind", ["softmax", "diff", "diff_v2"])
+@pytest.mark.parametrize("kind", ["diff", *full(["softmax", "diff_v2"])])
 def test_maps_are_those_of_the_model(make_trained, kind):
   from diffjax.evals.report_maps import maps_of
   from diffjax.ops.diff_attention.reference import attention_maps

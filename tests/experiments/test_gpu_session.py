@@ -67,6 +67,7 @@ def test_bad_input_is_one_line(tmp_path):
     assert call(*args, code=1) == ("", message)
 
 
+@pytest.mark.full
 def test_without_a_gpu_nothing_is_begun(tmp_path):
   (tmp_path / "rows").mkdir()
   (tmp_path / "rows/meta.json").write_text("{}")

@@ -51,6 +51,7 @@ def test_shares_of_a_known_attention():
   assert found["answer_absolute"] == pytest.approx(1.2 / 2.0) and found["noise_absolute"] == pytest.approx(0.2 / 2.0)
 
 
+@pytest.mark.full
 def test_a_run_that_was_stopped_is_measured_as_others(make_workdir, monkeypatch, tmp_path):
   """It has a checkpoint more, of the step in hand; one that lacks a checkpoint is not measured."""
   monkeypatch.setattr(experiment, "_CELLS", ((24, 5), experiment._REFERENCE))

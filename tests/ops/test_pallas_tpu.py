@@ -26,9 +26,9 @@ CASES = {
   "packed_long": (FINE, dict(T=600, H=1, starts=(40, 560)), {}),
   "window_not_causal": (SQUARE, dict(B=1, T=400, H=1), dict(window=150, causal=False)),
   "offset_per_row": (SHORT_SPANS, dict(T=130, S=300), dict(q_offset=(5, 170))),
-  "spans_of_a_group": (SPANS, dict(B=1, T=300, H=2, K=1), {}),
 }
 COMBINED = {
+  "spans_of_a_group": (SPANS, dict(B=1, T=300, H=2, K=1), {}),
   "v2": (WIDE, dict(T=300, H=4, K=2, M=1, V=8), {}),
   "plain": (FINE, dict(T=300, G=1, M=1, V=8), {}),
   "packed": (FINE, dict(T=300, starts=(70, 110, 180, 250)), {}),

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -160,28 +161,48 @@ def whole(overrides, tmp_path_factory):
   return workdir
 
 
-def test_the_readmes_line_stopped_and_resumed_trains_as_one_process_does(command, overrides, tmp_path):
-  """SIGTERM to process 1: both save the same step. The README's line goes on from there, and the log is that of one process: the same
-  batches and, but for the order in which two devices add up, the same numbers."""
-  workdir = tmp_path / "run"
+@pytest.fixture(scope="module")
+def stopped(overrides, tmp_path_factory):
+  """A run of two processes of which the second got a SIGTERM: its workdir, exit codes, last lines, and the step that both stopped at."""
+  workdir = tmp_path_factory.mktemp("stopped") / "run"
   with Processes(workdir, overrides) as processes:
     processes.reach("step 15/")
     processes.all[1].send_signal(signal.SIGTERM)
     codes, lines = processes.end()
-  assert codes == [0, 0], lines
-  assert "SIGTERM: saving" in lines[1]
-  step = int(re.search(rf"stopped at step (\d+) of {STEPS}, saved", lines[0]).group(1))
-  assert 15 <= step < STEPS and saved(workdir)[-1] == step
-  result = readmes_line(workdir, overrides)
-  assert f"resuming from step {step}" in result.stderr
-  alone = command(*COMMAND.split(" --workdir")[0].split()[2:], f"--workdir={tmp_path}/one", *overrides)
-  assert alone.returncode == 0, alone.stderr
-  one, two = log(tmp_path / "one"), log(workdir)
-  assert [line["step"] for line in one] == [line["step"] for line in two]
-  for mine, theirs in zip(one, two, strict=True):
+  found = re.search(rf"stopped at step (\d+) of {STEPS}, saved", lines[0])
+  return workdir, codes, lines, int(found[1]) if found else None
+
+
+@pytest.fixture(scope="module")
+def alone(command, overrides, tmp_path_factory):
+  """The log of the README's command by one process."""
+  workdir = tmp_path_factory.mktemp("alone") / "run"
+  result = command(*COMMAND.split(" --workdir")[0].split()[2:], f"--workdir={workdir}", *overrides)
+  assert result.returncode == 0, result.stderr
+  return [{name: value for name, value in line.items() if name != "validation/trigram_bits_per_byte"} for line in log(workdir)]
+
+
+def assert_logs_close(found, expected):
+  """The same batches and, but for the order in which two devices add up, the same numbers."""
+  assert [line["step"] for line in found] == [line["step"] for line in expected]
+  for mine, theirs in zip(found, expected, strict=True):
     assert mine.get("train/tokens") == theirs.get("train/tokens")
-    mine.pop("validation/trigram_bits_per_byte", None)  # a lone process measures it
-    assert_close(theirs, mine)
+    assert_close(mine, theirs)
+
+
+def test_two_processes_train_as_one_and_stop_together(stopped, alone):
+  workdir, codes, lines, step = stopped
+  assert codes == [0, 0] and "SIGTERM: saving" in lines[1], lines
+  assert step is not None and 15 <= step < STEPS and saved(workdir)[-1] == step, lines
+  assert_logs_close(log(workdir), [line for line in alone if line["step"] <= step])
+
+
+@pytest.mark.full
+def test_the_readmes_line_goes_on_from_there(stopped, alone, overrides, tmp_path):
+  workdir = shutil.copytree(stopped[0], tmp_path / "run")
+  result = readmes_line(workdir, overrides)
+  assert f"resuming from step {stopped[-1]}" in result.stderr
+  assert_logs_close(log(workdir), alone)
   assert result.stdout.count(f"step {STEPS}/{STEPS}  loss") == 1, "two wrote the log"
   assert (workdir / "loss.png").exists() and (workdir / "sample.txt").exists()
 
