@@ -101,10 +101,11 @@ QUICK = [
 ]
 
 
-SOME = ["validation", "needle", "difference_map"]
+SOME = ["validation", "needle"]
+MORE = [*SOME, "difference_map", "position_nll", "attention", "outliers", "quantised", "many_shot"]
 
 
-@pytest.mark.parametrize("suites", [SOME, *full([[*SOME, "position_nll", "attention", "outliers", "quantised", "many_shot"]])], ids=len)
+@pytest.mark.parametrize("suites", [SOME, *full([MORE])], ids=len)
 def test_suites_of_a_pair(runs, tmp_path, monkeypatch, suites):
   monkeypatch.setattr(figures, "RESAMPLES", 99)  # of an interval's ends nothing is asked here
   result = run(

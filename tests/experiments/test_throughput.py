@@ -55,6 +55,7 @@ def test_the_loss_is_that_of_training(small, mesh):
   assert float(value) == pytest.approx(loss, rel=1e-5) and all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradients))
 
 
+@pytest.mark.full
 def test_measuring(small, tmp_path):
   found = experiment.measure(str(tmp_path), small.config)
   assert found["layers"] == 4 and all(len(taken) == 3 for kinds in found["seconds"].values() for taken in kinds.values())

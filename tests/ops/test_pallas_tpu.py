@@ -22,12 +22,12 @@ SPANS, SHORT_SPANS = Blocks(128, 128, 128, 128, 256), Blocks(128, 128, 128, 128,
 CASES = {
   "ragged_grouped": (FINE, dict(T=300, H=2, K=1), {}),
   "v2_grouped_window": (WIDE, dict(T=300, H=2, K=1, M=1, V=8), dict(window=100)),
-  # Tiles that are mostly seen, below the diagonal too, mostly hidden, and hidden.
-  "packed_long": (FINE, dict(T=600, H=1, starts=(40, 560)), {}),
   "window_not_causal": (SQUARE, dict(B=1, T=400, H=1), dict(window=150, causal=False)),
   "offset_per_row": (SHORT_SPANS, dict(T=130, S=300), dict(q_offset=(5, 170))),
 }
 COMBINED = {
+  # Tiles that are mostly seen, below the diagonal too, mostly hidden, and hidden.
+  "packed_long": (FINE, dict(T=600, H=1, starts=(40, 560)), {}),
   "spans_of_a_group": (SPANS, dict(B=1, T=300, H=2, K=1), {}),
   "v2": (WIDE, dict(T=300, H=4, K=2, M=1, V=8), {}),
   "plain": (FINE, dict(T=300, G=1, M=1, V=8), {}),

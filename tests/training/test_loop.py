@@ -191,6 +191,7 @@ with Interruption():
   assert process.stderr.read() == ""
 
 
+@pytest.mark.full
 def test_a_finished_run_can_be_prolonged(config, whole, tmp_path):
   short = change(config, train__steps=3)
   loop.train(short, str(tmp_path))
