@@ -2,12 +2,12 @@
 
     python -m benchmarks.faults                               # all that benchmarks/faults.json does not hold yet; hours
     python -m benchmarks.faults --only 'ops/*' --again        # some of them, once more
-    python -m benchmarks.faults --revision=0b4565c            # the same faults against the tests (and the package) of another commit
+    python -m benchmarks.faults --named --revision=0b4565c    # against the tests (and the package) of another commit, in less time
 
 The faults stand in benchmarks/faults.toml, of the kind that real changes make. A fault meets first the tests in the files that it names,
-those of the default tier and then those of the full one; and, where none of them sees it, all others in the same order. It ends at the
-first test that fails. At the end all tests that saw a fault are run without any: a test that fails then has seen nothing. The results go
-to benchmarks/faults.json, and as a table to benchmarks/faults.md; seconds are of one core, from the start of pytest.
+those of the default tier and then those of the full one; and, where none of them sees it and not --named, all others in the same order.
+It ends at the first test that fails. At the end all tests that saw a fault are run without any: a test that fails then has seen nothing.
+The results go to benchmarks/faults.json, and as a table to benchmarks/faults.md; seconds are of one core, from the start of pytest.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def pytest(directory: pathlib.Path, arguments: list[str], cache: pathlib.Path) -
   return found[1] if found else f"pytest ends with {code}", text
 
 
-def look(fault: Fault, directory: pathlib.Path, cache: pathlib.Path) -> Seen:
+def look(fault: Fault, directory: pathlib.Path, cache: pathlib.Path, named_alone: bool) -> Seen:
   """Puts a fault into a copy, runs the tests, and takes it out again."""
   path = directory / fault.file
   sound = path.read_text()
@@ -136,7 +136,7 @@ def look(fault: Fault, directory: pathlib.Path, cache: pathlib.Path) -> Seen:
   try:
     named = [test for test in fault.tests if (directory / test).exists()]
     others = ["tests", *(f"--ignore={test}" for test in named)]
-    for chosen in (named, others):
+    for chosen in [named] if named_alone else [named, others]:
       for tier, options in _TIERS.items():
         test, _ = pytest(directory, [*options, *chosen], cache)
         if test:
@@ -157,7 +157,7 @@ def table(faults: list[Fault], found: dict[str, dict[str, dict]]) -> str:
     for revision in revisions:
       seen = found[revision].get(fault.name)
       if revision != "now":
-        cells.append("" if seen is None else {"default": "default", "full": "slow", "": "**missed**"}[seen["tier"]])
+        cells.append("" if seen is None else {"default": "default", "full": "slow", "": "by no named test"}[seen["tier"]])
       elif seen is None:
         cells += [""] * 4
       else:
@@ -177,6 +177,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--only", default="*", help="faults by name; * stands for anything")
   parser.add_argument("--again", action="store_true", help="also those that benchmarks/faults.json holds already")
+  parser.add_argument("--named", action="store_true", help="ask only the tests that a fault names; a suite without tiers takes hours else")
   parser.add_argument("--revision", default="", help="of the tests and the package; as they stand by default")
   parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
   flags = parser.parse_args()
@@ -201,7 +202,7 @@ def main() -> None:
     def do(fault: Fault) -> tuple[Fault, Seen]:
       directory = copies.get()
       try:
-        return fault, look(fault, directory, pathlib.Path(scratch, f"compiled{directory.name[-1]}"))
+        return fault, look(fault, directory, pathlib.Path(scratch, f"compiled{directory.name[-1]}"), flags.named)
       finally:
         copies.put(directory)
 

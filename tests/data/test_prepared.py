@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ def rows_of(config, split="train"):
 
 
 def content(directory):
-  return {name: (directory / name).read_bytes() for name in sorted(os.listdir(directory))}
+  return {name: (pathlib.Path(directory) / name).read_bytes() for name in sorted(os.listdir(directory))}
 
 
 @pytest.fixture
@@ -229,6 +230,18 @@ def test_damage_is_named(make_config):
     file.write("{")
   with pytest.raises(UserError, match="meta.json: cannot be read"):
     prepared.is_prepared(target)
+
+
+def test_damaged_files_are_written_again_as_the_message_says(make_config):
+  """"Delete this file and its directory's meta.json": what lies beside the file does not stand for it."""
+  config = make_config().data
+  (target,) = prepared.prepare(config, 1)
+  before = content(target.directory)
+  (first, *_) = (name for name in before if name.startswith("train") and name.endswith("array_record"))
+  for name in (first, "meta.json"):
+    os.remove(os.path.join(target.directory, name))
+  prepared.prepare(config, 1)
+  assert content(target.directory) == before
 
 
 def test_a_flipped_bit_never_gives_other_rows(make_config):

@@ -242,6 +242,16 @@ def test_what_differs_is_named_with_its_process(monkeypatch):
   processes.check_same(mine)
 
 
+def test_a_reason_is_waited_for_in_milliseconds():
+  """As JAX's client wants it."""
+
+  class Client:
+    def blocking_key_value_get(self, key, timeout_in_ms):
+      return f"{key}: {timeout_in_ms}"
+
+  assert processes._told(Client(), seconds=2.5) == f"{processes._ENDING}: 2500"
+
+
 @pytest.mark.full
 def test_different_configs_are_refused_by_all(overrides, tmp_path):
   with Processes(tmp_path / "run", overrides, own={1: ["--config.train.batch_size=16", "--config.data.seed=3"]}) as processes:
