@@ -108,7 +108,7 @@ def test_a_run_that_takes_too_long_is_stopped_and_saved(place):
   call("pack", pack, *flags(fields))
   earlier(pack, fields, 10**6, RUNS[1:])
   scratch = directory / "scratch"
-  text, errors = call("run", pack, *flags(fields), "--steps=1000000", LIMIT="120", SCRATCH=str(scratch))
+  text, errors = call("run", pack, *flags(fields), "--steps=1000000", LIMIT="90", SCRATCH=str(scratch))
   assert "SIGTERM: saving" in errors and "14 runs in" in text
   workdir = scratch / "runs/ablations/session" / RUNS[0]
   assert list((workdir / "checkpoints").glob("[0-9]*")) and not (workdir / "result.json").exists()

@@ -99,7 +99,25 @@ def test_lambda_init_under_scan_is_each_layers_own():
 
 def test_lambda_init_is_the_schedule_or_a_constant():
   np.testing.assert_allclose(lambda_inits(CONFIG), [0.2, 0.3555, 0.4707], atol=5e-5)
-  np.testing.assert_allclose(lambda_inits(dataclasses.replace(CONFIG, lambda_init=0.5)), [0.5] * 3)
+  for constant in (0.5, 0.0):
+    np.testing.assert_allclose(lambda_inits(dataclasses.replace(CONFIG, lambda_init=constant)), [constant] * 3)
+
+
+def test_positions_count_by_their_distances_alone():
+  """Queries and keys turn by the same angles, whatever RoPE's base is."""
+  config, ids, positions = dataclasses.replace(CONFIG, rope_base=20.0), tokens((2, 16)), np.broadcast_to(np.arange(16), (2, 16))
+  params = init(CONFIG)
+  expected = apply(config, params, ids, positions=positions)
+  np.testing.assert_allclose(apply(config, params, ids, positions=positions + 9), expected, atol=1e-5)
+  assert np.abs(apply(config, params, ids, positions=2 * positions) - expected).max() > 1e-3
+
+
+def test_untied_logits_are_products_with_the_unembedding():
+  rng = np.random.default_rng(0)
+  hidden, embedding, unembedding = (rng.standard_normal(shape, np.float32) for shape in ((2, 3, 8), (5, 8), (5, 8)))
+  tied, untied = {"embedding": embedding}, {"embedding": embedding, "unembedding": unembedding}
+  np.testing.assert_allclose(logits(tied, hidden), hidden @ embedding.T, rtol=1e-5)
+  np.testing.assert_allclose(logits(untied, hidden), hidden @ unembedding.T, rtol=1e-5)
 
 
 def test_metrics_hold_each_layers_lambda():

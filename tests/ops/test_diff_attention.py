@@ -204,6 +204,15 @@ def test_float64_and_bfloat16(implementation, case):
   _assert_close(actual, expected, 2e-2)
 
 
+@pytest.mark.parametrize("implementation", ["chunked", "chunked_small_blocks", "pallas_tpu"], indirect=True)  # two_call is XLA's own
+def test_delta_is_not_rounded(implementation):
+  """One key a row: outputs are exact in bfloat16, dP is rowsum(dO ∘ O), and queries and keys get no gradient unless that sum is rounded."""
+  (q, k, v, _), d_out, options = _arguments(V1)
+  arguments = (q, k, v.round(), np.float64(0.5))
+  _, (d_q, d_k, _, _) = _run(implementation, arguments, d_out, options | {"window": 1}, jnp.bfloat16)
+  assert max(np.abs(gradient.astype(np.float64)).max() for gradient in (d_q, d_k)) < 1e-5
+
+
 def test_finite_differences_of_reference():
   (q, k, v, lam), _, options = _arguments(Case("grouped", T=4, H=2, K=1, V=3, ids=((0, 0, 5, 1), (0, 0, 1, 1))))
   with jax.enable_x64(True):

@@ -27,6 +27,7 @@ CLOCK = {"time", "train/tokens_per_second", "train/step_seconds", "train/wait_fr
 README = (ROOT / "README.md").read_text()
 LINE, COMMAND = re.search(r"^(for i in 0 1; do (python -m diffjax\.train .*) & done; wait)$", README, re.MULTILINE).groups()
 STEPS = 60
+SAMPLED = "--config.train.sample_tokens=5"
 
 
 # The command, in which a process kills itself while the checkpoint of step 30 is written.
@@ -80,7 +81,7 @@ def overrides(tmp_path_factory):
   fields = {f"data.{name}": value for name, value in data.items()}
   fields |= {"model.num_layers": 1, "model.embed_dim": 16, "model.num_heads": 1, "model.num_kv_heads": 1, "model.head_dim": 8}
   fields |= {"model.ffn_dim": 32, "optimizer.warmup_steps": 2, "eval.interval": 20, "eval.rows": 16, "train.steps": STEPS}
-  fields |= {"train.batch_size": 8, "train.log_interval": 1, "train.checkpoint_interval": 10, "train.sample_tokens": 5}
+  fields |= {"train.batch_size": 8, "train.log_interval": 1, "train.checkpoint_interval": 10, "train.sample_tokens": 0}
   return [f"--config.{name}={value}" for name, value in fields.items()]
 
 
@@ -165,7 +166,7 @@ def whole(overrides, tmp_path_factory):
 def stopped(overrides, tmp_path_factory):
   """A run of two processes of which the second got a SIGTERM: its workdir, exit codes, last lines, and the step that both stopped at."""
   workdir = tmp_path_factory.mktemp("stopped") / "run"
-  with Processes(workdir, overrides) as processes:
+  with Processes(workdir, [*overrides, SAMPLED]) as processes:
     processes.reach("step 15/")
     processes.all[1].send_signal(signal.SIGTERM)
     codes, lines = processes.end()
@@ -200,7 +201,7 @@ def test_two_processes_train_as_one_and_stop_together(stopped, alone):
 @pytest.mark.full
 def test_the_readmes_line_goes_on_from_there(stopped, alone, overrides, tmp_path):
   workdir = shutil.copytree(stopped[0], tmp_path / "run")
-  result = readmes_line(workdir, overrides)
+  result = readmes_line(workdir, [*overrides, SAMPLED])
   assert f"resuming from step {stopped[-1]}" in result.stderr
   assert_logs_close(log(workdir), alone)
   assert result.stdout.count(f"step {STEPS}/{STEPS}  loss") == 1, "two wrote the log"
@@ -387,7 +388,7 @@ def test_streams_resume_exactly(overrides, tmp_path):
 @pytest.mark.full
 def test_four_processes_with_shared_parameters(overrides, whole, tmp_path):
   """Parameters lie in shares on four processes, for the sample and the validation too. SIGKILL to one, and SIGTERM to another."""
-  shared = [*overrides, "--config.mesh.data=2", "--config.mesh.fsdp=2"]
+  shared = [*overrides, SAMPLED, "--config.mesh.data=2", "--config.mesh.fsdp=2"]
   with Processes(tmp_path / "run", shared, count=4) as processes:
     processes.reach("step 15/")
     kill(processes, 2)
