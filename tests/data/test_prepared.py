@@ -233,7 +233,7 @@ def test_damage_is_named(make_config):
 
 
 def test_damaged_files_are_written_again_as_the_message_says(make_config):
-  """"Delete this file and its directory's meta.json": what lies beside the file does not stand for it."""
+  """ "Delete this file and its directory's meta.json": what lies beside the file does not stand for it."""
   config = make_config().data
   (target,) = prepared.prepare(config, 1)
   before = content(target.directory)

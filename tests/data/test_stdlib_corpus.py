@@ -9,6 +9,7 @@ import pytest
 
 from diffjax.config import DataConfig, UserError
 from diffjax.data import sources, stdlib_corpus
+from diffjax.data.cache import cache_directory
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +36,15 @@ def test_built_once_with_splits_that_share_nothing(capsys):
   stdlib_corpus.corpus_directory.cache_clear()
   assert stdlib_corpus.corpus_directory() == directory
   assert capsys.readouterr().err == "", "the second time it is there"
+
+
+@pytest.mark.parametrize("root", ["", None])
+def test_without_a_cache_directory_it_is_in_the_home(monkeypatch, root):
+  monkeypatch.setenv("HOME", "/home/ann")
+  monkeypatch.setenv("XDG_CACHE_HOME", root or "")
+  if root is None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+  assert os.fspath(cache_directory("rows")) == "/home/ann/.cache/diffjax/rows"
 
 
 @pytest.mark.full

@@ -136,6 +136,14 @@ def test_another_model_has_generations_of_its_own(data, monkeypatch):
   assert len(list((data / "judged").iterdir())) == 2
 
 
+def test_what_was_written_within_another_limit_is_written_anew(data, monkeypatch):
+  """Of summaries, whose limit has changed; answers stay."""
+  run(data, summary_tokens=9)
+  use(monkeypatch, write_right)
+  assert run(data)["ROUGE-L", "xsum"] == 1.0
+  assert len(Sampler.prompts) == len(NEWS)
+
+
 @pytest.mark.parametrize(
   "change, message",
   [

@@ -39,6 +39,13 @@ def test_there_and_back(make_model, tokenizers, kind, tmp_path):
     assert list(again.tokenizer.encode(text)) == list(load_tokenizer(tokenizers[kind]).encode(text))
 
 
+def test_a_workdir_that_is_moved_takes_its_tokenizer_along(make_model, tokenizers, tmp_path):
+  model = make_model("diff", tokenizer=tokenizers["json"])
+  workdir.write(str(tmp_path / "run"), model)
+  moved = (tmp_path / "run").rename(tmp_path / "moved")
+  assert trained.load(moved).tokenizer.fingerprint == model.tokenizer.fingerprint
+
+
 def test_rows_are_no_longer_than_the_model_takes(make_model, tmp_path):
   assert workdir.write(str(tmp_path / "short"), make_model("diff_v2", max_length=32)).data.length == 32
   model = make_model("diff")

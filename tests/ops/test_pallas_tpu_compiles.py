@@ -48,7 +48,7 @@ GRADIENTS = {
   ],
   "v5e": [{"T": 2048, "D": 64}, {"T": 500, **V2}, {"T": 3000, **PLAIN}],
   "v5p": [
-    {"T": 2048, "D": 96},
+    {"T": 500, "D": 96},
     {"T": 3000, **PLAIN},
     {"T": 500, "segments": True, **V2},
     {"T": 500, "window": 200, **PLAIN},
@@ -62,12 +62,7 @@ GRADIENTS = {
     {"T": 500, "offsets": True, **V2},
     {"T": 500, "causal": False, "dtype": "float32", **PLAIN},
   ],
-  "v7x": [
-    {"T": 2048, "D": 64},
-    {"T": 3000, **PLAIN},
-    {"T": 500, "offsets": True, **PLAIN},
-    {"T": 500, "dtype": "float32", **V2},
-  ],
+  "v7x": [{"T": 500, "D": 64}, {"T": 3000, **PLAIN}, {"T": 500, "offsets": True, **PLAIN}, {"T": 500, "dtype": "float32", **V2}],
 }
 OVER_16_CHIPS = [
   ("v5e:4x4", {"T": 512, "D": 128, "B": 8, "H": 8, "K": 4, "chips": 16}),

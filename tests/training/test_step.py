@@ -52,6 +52,16 @@ def plain(params, batch, z_loss):
   return mean(nll + z_loss * lse**2), (mean(nll), mean(z_loss * lse**2))
 
 
+def test_parameters_follow_the_seed_of_training_and_no_other():
+  def embedding(**sections):
+    state, *_ = start(dataclasses.replace(CONFIG, **sections))
+    return np.asarray(state.params["embedding"])
+
+  expected = embedding()
+  np.testing.assert_array_equal(embedding(data=dataclasses.replace(CONFIG.data, seed=3)), expected)
+  assert (embedding(train=dataclasses.replace(CONFIG.train, seed=3)) != expected).all()
+
+
 @pytest.mark.parametrize("tied", [True, *full([False])])
 def test_losses_and_gradient_equal_the_plain_formula(tied):
   config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, tie_embeddings=tied))
