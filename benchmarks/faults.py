@@ -121,6 +121,8 @@ def pytest(directory: pathlib.Path, arguments: list[str], cache: pathlib.Path) -
     return "", text
   if code == -1:
     return f"a test that does not end within {_LIMIT:.0f} s", text
+  if -code in (signal.SIGINT, signal.SIGKILL, signal.SIGTERM):
+    raise RuntimeError(f"pytest was killed by {signal.Signals(-code).name}, which says nothing of the fault:\n{text[-3000:]}")
   found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", text, re.MULTILINE)
   return found[1] if found else f"pytest ends with {code}", text
 

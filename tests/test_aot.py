@@ -235,6 +235,8 @@ def test_changes_are_of_what_dominates():
   assert aot._changes(config, "v5e:2x2", 1, dataclasses.replace(plan, temporaries=4 << 30))[0].startswith("--config.mesh.data=1")
   sharded = dataclasses.replace(plan, mesh={"data": 1, "fsdp": 4}, temporaries=100 << 30)
   assert aot._changes(config, "v5e:2x2", 1, sharded)[2:] == ["--topology=v5e:4x8"]  # 112 GiB of 4 chips: 14 of 32
+  of_two = dataclasses.replace(sharded, chips=8, mesh={"data": 2, "fsdp": 4})
+  assert aot._changes(config, "v5e:2x2", 2, of_two)[2:] == ["--topology=v5e:4x8"]  # as much of 8 chips, twice 4: 14 of twice 32
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,14 @@ def workdir(tmp_path):
   return tmp_path
 
 
+def test_sizes_are_in_mib(tmp_path):
+  with (save(tmp_path, 10) / "state/data").open("wb") as file:
+    file.truncate(3 << 20)
+  manifest.write(epath.Path(tmp_path / "checkpoints/10"), 10, {})
+  lines = run(f"--workdir={tmp_path}").stdout.splitlines()
+  assert lines[0].split()[2] == "MiB" and lines[1].split()[3] == "3.0"
+
+
 def test_list_and_verify(workdir):
   listed = run(f"--workdir={workdir}")
   lines = listed.stdout.splitlines()

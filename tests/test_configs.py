@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import math
 import pathlib
 
 import jax
@@ -117,6 +118,8 @@ def test_round_trip():
     ("model.head_dim", 33, "config.model.head_dim = 33: must be even"),
     ("model.attention", "diff_v3", "config.model.attention = 'diff_v3': must be one of diff, diff_v2, diff_v2_linear, softmax"),
     ("model.max_length", 100, "config.data.length = 256: must be at most model.max_length = 100"),
+    ("optimizer.learning_rate", math.inf, "config.optimizer.learning_rate must be finite; got inf"),
+    ("optimizer.learning_rate", math.nan, "config.optimizer.learning_rate must be finite; got nan"),
     ("data.validation_fraction", 1.5, "config.data.validation_fraction = 1.5: must lie between 0 and 1"),
     ("data.prompt_template", "Question:", r"config.data.prompt_template = 'Question:': must hold \{prompt\} once"),
     ("data.prompt_field", "text", "config.data.prompt_field = 'text': must be another field than data.text_field"),

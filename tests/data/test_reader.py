@@ -61,6 +61,21 @@ def make_reader(monkeypatch):
     each.close()
 
 
+@pytest.fixture
+def a_minute():
+  """What waits for longer has failed."""
+
+  def stop(*_):
+    raise TimeoutError
+
+  before = signal.signal(signal.SIGALRM, stop)
+  signal.alarm(60)
+  yield
+  signal.alarm(0)
+  signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("a_minute")
 @pytest.mark.parametrize(("how", "end"), [("kill", "SIGKILL: out of memory?"), *full([(0, "exit code 0")])])
 def test_a_worker_that_dies_is_reported(make_reader, how, end):
   batches = make_reader(how, num_workers=2, timeout=60.0)

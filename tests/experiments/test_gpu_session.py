@@ -46,7 +46,7 @@ def place(tmp_path):
 
 
 def earlier(pack, fields, steps, names):
-  """A results.json as another machine left it, with these runs, each of a second."""
+  """What another machine left: a results.json with these runs, each of a second, and the first one's curve."""
   changes = {**fields, "data.tokenizer": f"{pack}/tokenizer/tokenizer.json", "data.prepared_dir": f"{pack}/rows"}
   changes |= {"train.steps": steps, "optimizer.warmup_steps": min(40, steps), "eval.interval": min(64, steps)}
   entries = []
@@ -55,6 +55,7 @@ def earlier(pack, fields, steps, names):
       results.write_run(pack / "made", run, {}, {"validation/loss": 5.0 + run.seed}, 1.0, "a machine")
       entries.append(results.read_run(pack / "made", run, {}, ()))
   results.write_folder(pack / "out/results.json", "ablations", "session", "transformer@session", entries)
+  (pack / "out/curves.jsonl").write_text(json.dumps({"run": names[0], "step": 1, "train/loss": 6.0}) + "\n")
 
 
 def test_bad_input_is_one_line(tmp_path):
@@ -95,7 +96,8 @@ def test_a_run_is_made_where_the_others_are_known(place):
   found = json.loads((out / "results.json").read_text())
   assert [run["name"] for run in found["runs"]] == RUNS and found["runs"][-1]["config"]["train.seed"] == 4
   curves = [json.loads(line) for line in (out / "curves.jsonl").read_text().splitlines()]
-  assert {line["run"] for line in curves} == {RUNS[-1]} and any("validation/loss" in line for line in curves)
+  assert curves[0]["run"] == RUNS[0] and {line["run"] for line in curves[1:]} == {RUNS[-1]}
+  assert any("validation/loss" in line for line in curves)
   assert "| diff_v2@session | " in (out / "table.md").read_text() and (out / "plot.png").exists()
   text, _ = call(*arguments, LIMIT="600", **environment)
   assert "15 runs in" in text and "left:" not in text

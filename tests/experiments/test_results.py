@@ -170,7 +170,7 @@ def test_trained_is_what_has_logged_and_saved_its_last_step(runs, tmp_path):
   assert results.trained(tmp_path / "logged", config, ()) is None
   save(tmp_path / "logged", config, 2)
   assert results.trained(tmp_path / "logged", config, ()) == {"step": 2, "train/loss": 2.0, "validation/loss": 1.5}
-  save(tmp_path / "saved", config, 2, lines[:2])
+  save(tmp_path / "saved", config, 2, [*lines[:2], '{"step": 1, "validation/loss": 1.5}'])
   assert results.trained(tmp_path / "saved", config, ()) is None
   (tmp_path / "logged/checkpoints/2/manifest.json").unlink()
   assert results.trained(tmp_path / "logged", config, ()) is None

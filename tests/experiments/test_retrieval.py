@@ -44,7 +44,7 @@ def test_questions_of_every_cell(tmp_path):
 
 def test_shares_of_a_known_attention():
   weights = np.zeros((2, 8))
-  weights[0, [0, 2, 4, 7]] = [0.2, 0.5, -0.1, 0.2]  # separator, the pair, another word, the key
+  weights[0, [0, 2, 4, 6, 7]] = [0.1, 0.5, -0.1, 0.1, 0.2]  # separator, the pair, another word, "?", the key
   weights[1, [0, 3, 4, 7]] = [0.0, 0.7, -0.1, 0.2]
   found = experiment._shares(weights, np.array([2, 3]))
   assert found["answer_signed"] == pytest.approx(1.2 / 1.6) and found["noise_signed"] == pytest.approx(-0.2 / 1.6)

@@ -236,12 +236,13 @@ def test_what_is_there_is_not_written_over(write_llama, convert, target, tmp_pat
   write_llama(tmp_path / "llama")
   (tmp_path / "full").mkdir()
   (tmp_path / "full/notes.txt").write_text("mine")
+  (tmp_path / "runs/one").mkdir(parents=True)
   (tmp_path / "file").write_text("mine")
-  for name in ("full", "file"):
+  for name in ("full", "runs", "file"):
     result = convert(f"--from=llama:{tmp_path / 'llama'}", f"--to={target}:{tmp_path / name}")
     assert result.returncode == 1
     assert result.stderr == f"error: --to: {tmp_path / name} is there already and no empty directory; name another one, or delete it\n"
-  assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
+  assert [path.name for name in ("full", "runs") for path in (tmp_path / name).iterdir()] == ["notes.txt", "one"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="gcsfs is there")
@@ -267,6 +268,13 @@ def test_a_place_that_cannot_be_written(write_llama, convert, target, tmp_path):
   result = convert(f"--from=llama:{tmp_path / 'llama'}", f"--to={target}:{tmp_path / 'file/below'}")
   assert result.returncode == 1 and len(result.stderr.splitlines()) == 1
   assert result.stderr.startswith("error: cannot ") and str(tmp_path / "file") in result.stderr
+
+
+def test_fields_that_are_false_are_among_the_flags_to_train_on(write_llama, convert, tmp_path):
+  write_llama(tmp_path / "llama")
+  result = convert(f"--from=llama:{tmp_path / 'llama'}", f"--to=diffjax:{tmp_path / 'out'}")
+  fields = [field.split("=") for field in result.stdout.strip().split(" --config.model.")[1:]]
+  assert result.returncode == 0 and {"head_norm": "False", "tie_embeddings": "False"}.items() <= dict(fields).items()
 
 
 def test_a_vocabulary_that_is_padded_is_said(write_llama, write_tokenizer, convert, tmp_path):
