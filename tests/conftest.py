@@ -1,5 +1,6 @@
 """Eight fake CPU devices for every test, no writes to the user's cache, and commands in processes that start at once."""
 
+import gc
 import importlib.metadata
 import json
 import os
@@ -20,6 +21,7 @@ import pytest  # noqa: E402
 
 ROOT = pathlib.Path(__file__).parents[1]
 
+gc.set_threshold(20_000, 20, 100)  # JAX traces with millions of small objects, few of them in cycles: looking for those took 6% of the time
 jax.config.update("jax_num_cpu_devices", 8)
 if "JAX_PLATFORMS" not in os.environ:  # libtpu is installed for its compiler: neither tests nor the commands that they start look for a TPU
   jax.config.update("jax_platforms", "cpu")
@@ -60,32 +62,38 @@ def command(tmp_path_factory):
 
   The process is forked from one that has imported everything (tests/fork_server.py): imports take most of the time of a short command.
   """
-  server = None
+  servers = {}  # by JAX's settings, which are read at the import that the forked processes share
   directory = tmp_path_factory.mktemp("command")
 
-  def run(module, *arguments, cwd=ROOT, environment=(), timeout=300, text=True):
-    nonlocal server
-    if server is None:
-      server = subprocess.Popen(
-        [sys.executable, "-m", "tests.fork_server"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        start_new_session=True,
+  def server_of(environment):
+    settings = frozenset((name, value) for name, value in environment.items() if name.startswith("JAX_"))
+    if settings not in servers or servers[settings].poll() is not None:
+      servers[settings] = subprocess.Popen(
+        [sys.executable, "-m", "tests.fork_server"], cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True, start_new_session=True,
       )  # fmt: skip
+    return servers[settings]
+
+  def run(module, *arguments, cwd=ROOT, environment=(), timeout=300):
     files = {name: directory / name for name in ("out", "errors")}
     for file in files.values():
       file.write_bytes(b"")
-    task = {"module": module, "arguments": list(map(str, arguments)), "directory": str(cwd)}
-    task |= {"environment": {**os.environ, **dict(environment)}, "out": str(files["out"]), "errors": str(files["errors"])}
+    environment = {**os.environ, **dict(environment)}
+    task = {"module": module, "arguments": list(map(str, arguments)), "directory": str(cwd), "environment": environment}
+    task |= {name: str(file) for name, file in files.items()}
+    server = server_of(environment)
     server.stdin.write(json.dumps(task) + "\n")
     server.stdin.flush()
     hanging = threading.Timer(timeout, os.killpg, (server.pid, signal.SIGKILL))
     hanging.start()
     answer = server.stdout.readline()
     hanging.cancel()
-    assert answer, f"{module} {arguments} has not ended within {timeout} s"
-    read = (lambda file: file.read_text()) if text else (lambda file: file.read_bytes())
-    return subprocess.CompletedProcess([module, *arguments], int(answer), read(files["out"]), read(files["errors"]))
+    if not answer:
+      server.wait()  # the next command gets another one
+      raise AssertionError(f"{module} {arguments} has not ended within {timeout} s")
+    return subprocess.CompletedProcess([module, *arguments], int(answer), files["out"].read_text(), files["errors"].read_text())
 
   yield run
-  if server is not None:
+  for server in servers.values():
     server.stdin.close()
     server.wait()

@@ -4,6 +4,7 @@ Reads one task a line on standard input (JSON: module, arguments, directory, env
 exit code a line on standard output. No backend of JAX is made here, so that every command makes its own.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -17,6 +18,7 @@ import diffjax.interop.workdir
 import diffjax.training.loop  # noqa: F401
 
 warnings.filterwarnings("ignore", message="os.fork")  # JAX has threads only once it has a backend
+gc.freeze()  # what is imported is there to stay: no forked process looks through it for cycles
 
 while line := sys.stdin.readline():
   task = json.loads(line)

@@ -1,6 +1,6 @@
 """The command that compiles for absent TPUs: what a program sends, read from its text; what it says of bad input; two configs that fit.
 
-The quick tests read programs compiled for eight CPU devices and lines as TPU compilers write them; the slow ones compile whole steps.
+The default tier reads programs compiled for eight CPU devices and lines as TPU compilers write them; the full one compiles whole steps.
 """
 
 import dataclasses

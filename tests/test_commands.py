@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
@@ -68,18 +69,27 @@ def test_the_gpu_benchmark_needs_little():
 
 @pytest.mark.full
 @pytest.mark.usefixtures("optimised")
-def test_readme_training_line(tmp_path):
-  """The README's training line as it stands there, but for where it writes: below 2.2 bits per byte and below a trigram model."""
-  line = next(line for line in (ROOT / "README.md").read_text().splitlines() if "-m diffjax.train --config=configs/tiny.py" in line)
-  arguments = line.split(" -m ", 1)[1].replace("runs/tiny", str(tmp_path)).split()
-  result = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=1200)
-  assert result.returncode == 0, result.stderr
-  last = {}
-  for entry in (tmp_path / "metrics.jsonl").read_text().splitlines():
+def test_readme_tiny(tmp_path):
+  """The README's training line as it stands there, but for where it writes: below 2.2 bits per byte and below a trigram model. Then what
+  else the README does with that run, each command in a process of its own, as a user starts it."""
+  lines = [line for line in (ROOT / "README.md").read_text().splitlines() if re.search(r"python -m diffjax\.\w+ .*runs/tiny\b", line)]
+  commands = [shlex.split(re.sub(r"runs/tiny|exported", rf"{tmp_path}/\g<0>", line).split(" -m ")[1], comments=True) for line in lines]
+  commands.append(["diffjax.evaluate", "--suite=validation", f"--workdir={tmp_path}/runs/tiny"])
+  assert [command[0].partition(".")[2] for command in commands] == ["train", "checkpoints", "generate", "convert", "evaluate"]
+  outputs = {}
+  for module, *arguments in commands:
+    result = subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=1200)
+    assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr
+    assert module == "diffjax.train" or "warning" not in result.stderr.lower(), result.stderr
+    outputs[module] = result.stdout
+  run, last = tmp_path / "runs/tiny", {}
+  for entry in (run / "metrics.jsonl").read_text().splitlines():
     last |= json.loads(entry)
   assert last["validation/bits_per_byte"] < 2.2
   assert last["validation/bits_per_byte"] < last["validation/trigram_bits_per_byte"]
-  assert (tmp_path / "loss.png").exists() and (tmp_path / "sample.txt").exists() and (tmp_path / "checkpoints" / "600").exists()
+  assert (run / "loss.png").exists() and (run / "sample.txt").exists() and (run / "checkpoints" / "600").exists()
+  assert "600" in outputs["diffjax.checkpoints"] and outputs["diffjax.generate"].startswith("def main(")
+  assert (tmp_path / "exported" / "model.safetensors").exists() and (run / "evals" / "validation.json").exists()
 
 
 @pytest.mark.full

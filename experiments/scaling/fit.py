@@ -56,12 +56,17 @@ def fit(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], at: float
     log_a, b, c = values[:count], values[count:-1], values[-1]
     return c + np.exp(log_a[which] - b[which] * t) - loss
 
+  def jacobian(values):
+    log_a, b = values[:count], values[count:-1]
+    above = np.exp(log_a[which] - b[which] * t)[:, None] * (which[:, None] == np.arange(count))  # of its own architecture alone
+    return np.concatenate([above, -t[:, None] * above, np.ones((len(t), 1))], axis=1)
+
   limits = [-np.inf] * count + [1e-2] * count + [0.0], [np.inf] * count + [5.0] * count + [lowest]
   found = []
   for share in (0.1, 0.5, 0.9):  # starts: a power law alone is a line of logarithms
     lines = [np.polyfit(t[which == index], np.log(loss[which == index] - share * lowest), 1) for index in range(count)]
     start = [*(line[1] for line in lines), *(np.clip(-line[0], 1e-2, 4) for line in lines), share * lowest]
-    found.append(scipy.optimize.least_squares(residuals, start, bounds=limits, x_scale="jac"))
+    found.append(scipy.optimize.least_squares(residuals, start, jacobian, bounds=limits, x_scale="jac"))
   best = min(found, key=lambda result: result.cost).x
   log_a, b = best[:count] - best[count:-1] * (np.log(at) - centre), best[count:-1]
   named = lambda values: dict(zip(names, map(float, values), strict=True))

@@ -5,11 +5,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from diffjax.config import UserError
+from diffjax.config import Config, DataConfig, OptimizerConfig, TrainConfig, UserError
 from diffjax.model.decoder import Decoder
+from diffjax.parallel.mesh import make_mesh, put_batch
 from diffjax.training.flops import parameter_count
+from diffjax.training.step import make_init, make_train_step
 from experiments import grid
 from tests.tiers import full
 
@@ -38,6 +41,32 @@ def test_every_run_of_every_grid_has_a_model(name):
     assert variants >= {chosen.baseline.replace("*", variant.partition("@")[2]) for variant in variants}
     assert len({(run.config.model, run.config.optimizer.frozen, run.config.train.steps) for run in runs}) == len(runs)
     assert all(size(run.config.model) == parameter_count(run.config.model) for run in runs)
+
+
+def smaller(config):
+  """A config of few sizes and one step: what is left is what variants are, not how large they are or how they are trained."""
+  model = dataclasses.replace(config.model, vocab_size=64, num_layers=2, embed_dim=16, head_dim=4, ffn_dim=16, max_length=32)
+  optimizer = OptimizerConfig(frozen=config.optimizer.frozen, warmup_steps=0)
+  return Config(model=model, data=DataConfig(length=32), optimizer=optimizer, train=TrainConfig(steps=1, batch_size=2))
+
+
+@pytest.mark.full
+def test_every_row_of_ablations_takes_a_step():
+  """That moves each parameter, but for those that are frozen. What other grids train is of these kinds."""
+  runs = grid.expand("ablations", ABLATIONS["cpu"], {})
+  rng = np.random.default_rng(0)
+  tokens, positions = rng.integers(0, 64, (2, 33)), np.broadcast_to(np.arange(32), (2, 32))
+  batch = dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], segment_ids=np.ones((2, 32)), positions=positions)
+  batch = {name: np.int32(values) for name, values in batch.items()} | {"weights": np.ones((2, 32), np.float32)}
+  for config in dict.fromkeys(smaller(run.config) for run in runs):
+    mesh = make_mesh(config.mesh, jax.devices()[:1])
+    init, abstract = make_init(config, mesh)
+    state = init()
+    before = jax.tree.map(np.asarray, state.params)
+    state, metrics = make_train_step(config, mesh, abstract)(state, put_batch(batch, mesh))
+    assert np.isfinite(metrics["loss"])
+    for path, moved in jax.tree_util.tree_leaves_with_path(jax.tree.map(lambda a, b: (a != b).any(), before, state.params)):
+      assert moved != (path[-1].key in config.optimizer.frozen.split(",")), (config.model, path)
 
 
 def test_five_seeds_and_pairs():

@@ -9,6 +9,7 @@ from experiments import grid, results
 from experiments.ablations.config import get_config as pretrained
 from experiments.long_context import experiment
 from experiments.long_context.config import get_config
+from tests.tiers import full
 
 
 @pytest.mark.parametrize("size", ["", "@125m", "@1b"])
@@ -32,9 +33,10 @@ def test_the_base_grows_as_the_papers():
   assert long.optimizer.learning_rate == short.optimizer.learning_rate / 4
 
 
-def test_measure(make_workdir):
+@pytest.mark.parametrize("variant", ["diff", *full(["transformer", "diff_v2"])])
+def test_measure(make_workdir, variant):
   """With the same parameters, before and after differ by the RoPE base alone: where it is the same too, not at all."""
-  run = grid.expand("long_context", grid.Grid(("diff",), "diff"), {})[0]
+  run = grid.expand("long_context", grid.Grid((variant,), variant), {})[0]
   start, _ = make_workdir("start", run.pretrained.config, {"model.max_length": 64})
   longer = {"train.init_from": start, "data.length": 256, "model.max_length": 256, "eval.rows": 3}
   find = lambda name, fields: experiment.measure(*make_workdir(name, run.config, {**longer, **fields}))

@@ -10,10 +10,12 @@ import pytest
 from diffjax.training.trained import load
 from experiments import grid, results
 from experiments.outliers import experiment
+from tests.tiers import full
 
 
-def test_measure(make_workdir):
-  workdir, config = make_workdir("run", grid.expand("ablations", grid.Grid(("diff",), "diff"), {})[0].config)
+@pytest.mark.parametrize("variant", ["diff", *full(["transformer", "diff_v2"])])
+def test_measure(make_workdir, variant):
+  workdir, config = make_workdir("run", grid.expand("ablations", grid.Grid((variant,), variant), {})[0].config)
   found = experiment.measure(workdir, dataclasses.replace(config, eval=dataclasses.replace(config.eval, rows=3)))
   assert found["logits_ratio"] == found["logits_top_1"] / found["logits_median"] > 1
   assert found["hidden_ratio"] == found["hidden_top_1"] / found["hidden_median"] > 1

@@ -52,11 +52,12 @@ def test_shares_of_a_known_attention():
 
 
 @pytest.mark.full
-def test_a_run_that_was_stopped_is_measured_as_others(make_workdir, monkeypatch, tmp_path):
+@pytest.mark.parametrize("variant", ["transformer", "diff", "diff_v2"])
+def test_a_run_that_was_stopped_is_measured_as_others(make_workdir, monkeypatch, tmp_path, variant):
   """It has a checkpoint more, of the step in hand; one that lacks a checkpoint is not measured."""
   monkeypatch.setattr(experiment, "_CELLS", ((24, 5), experiment._REFERENCE))
   monkeypatch.setattr(experiment, "_SAMPLES", 8)
-  run = grid.expand("retrieval", grid.Grid(("diff",), "diff"), {})[0]
+  run = grid.expand("retrieval", grid.Grid((variant,), variant), {})[0]
   fields = {"data.tokenizer": task.write(tmp_path / "words", 4, task.Training())["data.tokenizer"]}
   fields |= {"train.steps": 5, "eval.interval": 2, "optimizer.warmup_steps": 1}
   workdir, config = make_workdir("run", run.config, fields)

@@ -101,11 +101,11 @@ IMPLEMENTATIONS = {
 
 def _over_cases(default, more):
   """Parametrizes by implementation and case; cases in `more` are of the full tier, and so are most of the interpreted ones."""
-  pairs: tuple[list, list] = [], []
-  for name, case in itertools.product(IMPLEMENTATIONS, [*default, *more]):
-    pairs[case in more or (name == "pallas_tpu" and case.name not in INTERPRETED)].append((name, case))
-  ids = [f"{name}-{case.name}" for name, case in sum(pairs, [])]
-  return pytest.mark.parametrize(("implementation", "case"), [*pairs[0], *full(pairs[1])], ids=ids, indirect=["implementation"])
+  pairs = list(itertools.product(IMPLEMENTATIONS, [*default, *more]))
+  others = [(name, case) for name, case in pairs if case in more or (name == "pallas_tpu" and case.name not in INTERPRETED)]
+  chosen = [pair for pair in pairs if pair not in others]
+  ids = [f"{name}-{case.name}" for name, case in [*chosen, *others]]
+  return pytest.mark.parametrize(("implementation", "case"), [*chosen, *full(others)], ids=ids, indirect=["implementation"])
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
@@ -359,8 +359,9 @@ def test_chunked_skips_what_the_mask_hides(causal, window, share):
   assert sorted(row for band in bands for row in band.rows) == list(range(0, length, block))
 
 
-def test_chunked_memory_is_linear_in_length(monkeypatch):
-  monkeypatch.setattr(chunked, "_MAX_BANDS", 2)  # both lengths scan
+@pytest.mark.parametrize("bands", [2, *full([chunked._MAX_BANDS])])  # the fewer, the quicker to compile
+def test_chunked_memory_is_linear_in_length(monkeypatch, bands):
+  monkeypatch.setattr(chunked, "_MAX_BANDS", bands)
 
   def temporaries(length):
     shape = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)

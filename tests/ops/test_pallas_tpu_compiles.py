@@ -39,6 +39,7 @@ DECODING = [{"S": 65536, "D": 64}, {"S": 8192, "D": 96}, {"S": 8192, "D": 128}, 
 GRADIENTS = {
   "v4": [
     {"T": 2048, "D": 64, "dtype": "float32"},
+    {"T": 500, "D": 96},
     {"T": 8192, **V2},
     {"T": 3000, **PLAIN},
     {"T": 500, "segments": True, **PLAIN},
@@ -46,8 +47,9 @@ GRADIENTS = {
     {"T": 500, "offsets": True, **V1},
     {"T": 500, "causal": False, **V2},
   ],
-  "v5e": [{"T": 2048, "D": 64}, {"T": 500, **V2}, {"T": 3000, **PLAIN}],
+  "v5e": [{"T": 2048, "D": 64}, {"T": 500, "D": 96}, {"T": 500, **V2}, {"T": 3000, **PLAIN}],
   "v5p": [
+    {"T": 500, "D": 64},
     {"T": 500, "D": 96},
     {"T": 3000, **PLAIN},
     {"T": 500, "segments": True, **V2},
@@ -57,12 +59,18 @@ GRADIENTS = {
   "v6e": [
     {"T": 2048, "D": 96},
     {"T": 3000, **PLAIN},
-    {"T": 500, "segments": True, **V1},
+    {"T": 500, "D": 64},
     {"T": 500, "window": 200, **V1},
     {"T": 500, "offsets": True, **V2},
     {"T": 500, "causal": False, "dtype": "float32", **PLAIN},
   ],
-  "v7x": [{"T": 500, "D": 64}, {"T": 3000, **PLAIN}, {"T": 500, "offsets": True, **PLAIN}, {"T": 500, "dtype": "float32", **V2}],
+  "v7x": [
+    {"T": 500, "D": 64},
+    {"T": 500, "D": 96},
+    {"T": 3000, **PLAIN},
+    {"T": 500, "offsets": True, **PLAIN},
+    {"T": 500, "dtype": "float32", **V2},
+  ],
 }
 OVER_16_CHIPS = [
   ("v5e:4x4", {"T": 512, "D": 128, "B": 8, "H": 8, "K": 4, "chips": 16}),
@@ -107,9 +115,9 @@ def test_forward_and_backward_compile():
 
 
 def _longest(name: str) -> dict:
-  """As many rows as dQ has room for in vector memory; on v4, which has the least, in two calls that also read segments."""
+  """Packed rows, as training has them, of the length for which dQ has room in vector memory; on v4, which has the least, in two calls."""
   rows = block_sizes.choose(name, "backward", 65536, 65536, 128, 256, 2, "bfloat16").resident
-  return {"T": 2 * rows, "segments": True, **V1} if name == "v4" else {"T": rows, **V1}
+  return {"T": 2 * rows if name == "v4" else rows, "segments": True, **V1}
 
 
 @pytest.mark.full

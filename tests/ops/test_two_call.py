@@ -55,10 +55,10 @@ MORE_SHAPES = [
   (dict(D=64, V=128, ids=True), [(128, True, False)] * 2),
 ]
 REFUSED = [
-  dict(D=64, V=128, T=13, ids=True),
+  dict(D=64, V=128, T=13, ids=True),  # cuDNN takes no biases of odd lengths
   dict(D=64, V=128, dtype=jnp.float32),
   dict(D=136, V=136),
-]  # cuDNN takes no biases of odd lengths
+]
 
 
 @pytest.mark.parametrize(("shape", "expected"), [*SHAPES, *MORE_SHAPES, *((shape, []) for shape in REFUSED)], ids=str)
