@@ -12,9 +12,9 @@ import threading
 
 # Eight devices share a few cores: on a busy machine one may wait long for the others, and XLA ends the process after 40 seconds of it.
 _USERS_FLAGS = f"--xla_cpu_collective_call_terminate_timeout_seconds=600 {os.environ.get('XLA_FLAGS', '')}"
-os.environ["XLA_FLAGS"] = _USERS_FLAGS
+os.environ["XLA_FLAGS"] = f"{_USERS_FLAGS} --xla_cpu_parallel_codegen_split_count=1"
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # the older emitters, gone since, compile in 40% of the time
-  os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+  os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
