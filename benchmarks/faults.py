@@ -195,7 +195,8 @@ def main() -> None:
     ordered = {fault.name: found[fault.name] for fault in faults if fault.name in found}
     results[revision] = ordered
     RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-    lines = [f"- The suite {'as it is' if name == 'now' else f'of {name}'}: {summary(seen)}." for name, seen in results.items()]
+    suites = {name: f"The suite of {name}, asked for no more tests than a fault names" for name in results} | {"now": "The suite as it is"}
+    lines = [f"- {suites[name]}: {summary(seen)}." for name, seen in results.items()]
     TABLE.write_text("\n".join(["What `python -m benchmarks.faults` found last.", "", *lines, "", table(faults, results), ""]))
 
   with tempfile.TemporaryDirectory() as scratch, concurrent.futures.ThreadPoolExecutor(flags.jobs) as pool:
