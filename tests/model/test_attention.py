@@ -126,6 +126,14 @@ def test_head_norm_is_a_field_of_every_layer():
     assert not np.allclose(outputs[True], outputs[False])
 
 
+def test_the_heads_norm_has_the_models_epsilon():
+  """An ε that outweighs every mean square leaves the heads' outputs over √ε."""
+  x = jax.random.normal(jax.random.key(0), (1, 8, 16))
+  params = DiffAttention(num_heads=2, head_dim=4).init(jax.random.key(1), x, 0.5)["params"]
+  outputs = [DiffAttention(num_heads=2, head_dim=4, norm_eps=eps).apply({"params": params}, x, 0.5) for eps in (1e6, 4e6)]
+  assert relative(outputs[0], 2 * outputs[1]) < 1e-5
+
+
 def test_first_layer_without_difference_is_attention():
   """With λ = 0 (λ vectors 0, λ_init 0) and no head norm, DIFF's first map alone remains."""
   x = jax.random.normal(jax.random.key(0), (2, 8, 16))

@@ -124,6 +124,12 @@ def test_a_rows_draws_depend_on_seed_and_row_alone(model, params, sampler):
   assert sampler.generate(PROMPTS, 12, temperature=4.0, top_k=1, seed=5) == sampler.generate(PROMPTS, 12)
 
 
+def test_each_place_has_noise_of_its_own(sampler):
+  """So hot that every token is as likely: noise that came back would bring the same token back."""
+  (row,) = sampler.generate([PROMPTS[0]], 20, temperature=1e6, seed=5)
+  assert len(set(row)) > 10
+
+
 def test_nothing_compiles_twice(model, params):
   """Whatever the lengths of prompts and answers and the settings of one way of drawing."""
   sampler = Sampler(model, params, batch_size=2, capacity=64)

@@ -1,13 +1,16 @@
 """Logs survive restarts, and the progress line tells the truth about speed."""
 
+import errno
 import io
 import json
 import math
+import os
 import sys
 import time
 
 import jax.numpy as jnp
 import pytest
+from etils import epath
 
 from diffjax.config import Config, DataConfig, TrainConfig, UserError
 from diffjax.training import metrics
@@ -42,6 +45,25 @@ def test_jsonl_drops_the_steps_that_are_taken_again(tmp_path, monkeypatch, remot
   assert lines[0]["train/loss"] == pytest.approx(0.1) and lines[0]["train/grad_norm"] is None and lines[0]["time"] > 1.7e9
   assert len(list((tmp_path / "tensorboard").glob("events*"))) == 2
   assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl", "tensorboard"]
+
+
+def test_a_resume_that_cannot_rewrite_the_log_leaves_it_whole(tmp_path, monkeypatch):
+  writer = open_metrics(tmp_path)
+  for step in (10, 20, 30):
+    writer.write(step, {"train/loss": 1.0})
+  writer.close()
+  path = tmp_path / "metrics.jsonl"
+  before = path.read_text()
+
+  def until_the_disk_is_full(path, text, *_, **__):
+    with open(path, "w") as file:
+      file.write(text[: len(text) // 2])
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  monkeypatch.setattr(type(epath.Path(tmp_path)), "write_text", until_the_disk_is_full)
+  with pytest.raises((OSError, UserError), match="No space left"):
+    open_metrics(tmp_path, resume_step=20)
+  assert path.read_text() == before
 
 
 def test_remote_workdir_is_written_at_intervals(tmp_path, monkeypatch):

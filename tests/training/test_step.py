@@ -52,6 +52,16 @@ def plain(params, batch, z_loss):
   return mean(nll + z_loss * lse**2), (mean(nll), mean(z_loss * lse**2))
 
 
+def test_the_optimizer_is_shown_the_loss():
+  """What it holds the second step against is what the first one measured."""
+  state, step, mesh = start(CONFIG)
+  state, first = step(state, put_batch(make_batch(), mesh))
+  first = jax.device_get(first)
+  _, second = step(state, put_batch(make_batch(), mesh))
+  assert float(second["loss_mean"]) == pytest.approx(float(first["loss"]), rel=1e-5)
+  assert float(second["grad_norm_mean"]) == pytest.approx(float(first["grad_norm"]), rel=1e-5)
+
+
 def test_parameters_follow_the_seed_of_training_and_no_other():
   def embedding(**sections):
     state, *_ = start(dataclasses.replace(CONFIG, **sections))
