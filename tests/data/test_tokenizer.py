@@ -122,7 +122,8 @@ def test_fingerprints_tell_tokenizers_apart(trained, tmp_path):
 
 
 def test_any_hugging_face_file(tmp_path):
-  """One with SentencePiece's conventions: ▁ for a space, bytes as <0x..>, </s> between documents, which is not byte-level."""
+  """One with SentencePiece's conventions: ▁ for a space, bytes as <0x..>, </s> between documents, which is not byte-level. It was saved for
+  inputs of 4 tokens: our documents are neither cut nor filled up to them."""
   import tokenizers
 
   vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}, "▁": 259, "a": 260, "▁a": 261}
@@ -133,12 +134,15 @@ def test_any_hugging_face_file(tmp_path):
     [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
   )
   made.add_special_tokens(["<unk>", "<s>", "</s>"])
+  made.enable_truncation(4)
+  made.enable_padding(length=4)
   made.save(str(tmp_path / "tokenizer.json"))
   loaded = tokenizer.load_tokenizer(str(tmp_path / "tokenizer.json"))
   assert loaded.separator == 2 and loaded.vocab_size == 262
   text = "a a é"
   ids = loaded.encode(text)
   assert ids == [260, 261, 259, 3 + 0xC3, 3 + 0xA9] and loaded.decode(ids) == text
+  assert loaded.encode("a") == [260]
   assert loaded.token_bytes()[ids].tolist() == [1, 2, 1, 1, 1]
   assert loaded.token_bytes()[:3].tolist() == [0, 0, 0]
 
