@@ -2,10 +2,11 @@
 
     python -m benchmarks.faults                               # all that benchmarks/faults.json does not hold yet; hours
     python -m benchmarks.faults --only 'ops/*' --again        # some of them, once more
-    python -m benchmarks.faults --named --revision=0b4565c    # against the tests (and the package) of another commit, in less time
+    python -m benchmarks.faults --revision=0b4565c            # against the tests and the package of another commit
 
 The faults stand in benchmarks/faults.toml, of the kind that real changes make. A fault meets first the tests in the files that it names,
-those of the default tier and then those of the full one; and, where none of them sees it and not --named, all others in the same order.
+those of the default tier and then those of the full one; and, where none of them sees it, all others in the same order, but not those of
+another commit, which may have no tiers and take hours.
 It ends at the first test that fails. At the end all tests that saw a fault are run without any: a test that fails then has seen nothing.
 One fault, in decode_gpu.py, shows under Python 3.12 or later alone: the JAX before runs none of its tests.
 The results go to benchmarks/faults.json, and as a table to benchmarks/faults.md; seconds are of one core, from the start of pytest.
@@ -182,8 +183,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--only", default="*", help="faults by name; * stands for anything")
   parser.add_argument("--again", action="store_true", help="also those that benchmarks/faults.json holds already")
-  parser.add_argument("--named", action="store_true", help="ask only the tests that a fault names; a suite without tiers takes hours else")
-  parser.add_argument("--revision", default="", help="of the tests and the package; as they stand by default")
+  parser.add_argument("--revision", default="", help="of the package and of the tests that a fault names; as they stand by default")
   parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
   flags = parser.parse_args()
   faults, revision = load(), flags.revision or "now"
@@ -208,7 +208,7 @@ def main() -> None:
     def do(fault: Fault) -> tuple[Fault, Seen]:
       directory = copies.get()
       try:
-        return fault, look(fault, directory, pathlib.Path(scratch, f"compiled{directory.name[-1]}"), flags.named)
+        return fault, look(fault, directory, pathlib.Path(scratch, f"compiled{directory.name[-1]}"), bool(flags.revision))
       finally:
         copies.put(directory)
 

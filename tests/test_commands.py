@@ -95,10 +95,10 @@ def test_readme_tiny(tmp_path):
 @pytest.mark.full
 @pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize(
-  "arguments", ["--times=3 --steps=120 --seed=16", "--times=2 --steps=80 --mode=streamed", "--times=1 --steps=60 --processes=2"]
+  "arguments", ["--times=3 --steps=120 --seed=142", "--times=2 --steps=80 --mode=streamed", "--times=1 --steps=60 --processes=2"]
 )
 def test_sigkill_at_random_moments_changes_nothing(arguments):
-  """The full measurements are in the README."""
+  """The full measurements are in the README. Seed 142 kills it once while it starts again."""
   result = subprocess.run(
     [sys.executable, "-m", "benchmarks.kill", *arguments.split()], cwd=ROOT, capture_output=True, text=True, timeout=1200
   )

@@ -56,7 +56,6 @@ def test_the_optimizer_is_shown_the_loss():
   """What it holds the second step against is what the first one measured."""
   state, step, mesh = start(CONFIG)
   state, first = step(state, put_batch(make_batch(), mesh))
-  first = jax.device_get(first)
   _, second = step(state, put_batch(make_batch(), mesh))
   assert float(second["loss_mean"]) == pytest.approx(float(first["loss"]), rel=1e-5)
   assert float(second["grad_norm_mean"]) == pytest.approx(float(first["grad_norm"]), rel=1e-5)
