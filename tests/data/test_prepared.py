@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -284,6 +285,22 @@ def test_a_flipped_bit_never_gives_other_rows(make_config):
     json.dump(meta, file)
   with pytest.raises(UserError, match="meta.json: cannot be read .its counts of train rows do not agree"):
     rows()
+
+
+def test_the_fingerprint_is_of_the_rows(make_config, jsonl, tmp_path):
+  """A file that was replaced in its place gives rows of the same description, which no resumed run may take for those before."""
+  config = dataclasses.replace(make_config().data, prepared_dir=str(tmp_path / "rows"))
+  (target,) = prepared.targets(config)
+
+  def fingerprints():
+    shutil.rmtree(target.directory, ignore_errors=True)
+    prepared.prepare(config, 1)
+    return [prepared.PreparedRows(target, split).fingerprint for split in ("train", "validation")]
+
+  before = fingerprints()
+  assert fingerprints() == before
+  jsonl.write_text(jsonl.read_text().replace("document", "Document"))
+  assert not set(fingerprints()) & set(before)
 
 
 def test_mixtures_are_prepared_apart(make_config, tmp_path):

@@ -15,11 +15,12 @@ import chex
 import jax
 import numpy as np
 import pytest
+from etils import epath
 
 from diffjax.config import Config, DataConfig, EvalConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig, UserError
 from diffjax.data import pipeline, reader
 from diffjax.parallel.mesh import make_mesh
-from diffjax.training import loop
+from diffjax.training import loop, manifest
 from diffjax.training.checkpoint import load_params
 from diffjax.training.step import make_init
 from tests.tiers import full
@@ -78,6 +79,8 @@ def test_what_a_run_leaves_behind(whole):
   assert (whole / "loss.png").stat().st_size > 1000
   assert (whole / "sample.txt").read_text().startswith("def ")
   assert list((whole / "tensorboard").iterdir())
+  saved = manifest.read(epath.Path(whole) / "checkpoints" / "6", 6)["metrics"]  # by which the best step is kept
+  assert saved == {name: value for name, value in evaluations[1].items() if name.startswith("validation/")}
 
 
 def test_resume_repeats_and_skips_nothing(config, whole, tmp_path):
