@@ -1,6 +1,6 @@
 """The TPU kernels' cost: fused differential attention, two calls of the same code with one map, and the Transformer's plain attention.
 
-    python -m benchmarks.tpu                            # table, and benchmarks/tpu.json
+    python -m benchmarks.tpu                            # table, and diffjax/ops/diff_attention/tpu_cycles.json
     python -m benchmarks.tpu --generations v6e --lengths 4096 --masks causal
     python -m benchmarks.tpu --search                   # fills diffjax/ops/diff_attention/block_sizes.json
 
@@ -9,7 +9,7 @@ variants, not a time: libtpu compiles the kernels for a chip that is not there a
 that takes minutes and up to 14 GB of memory a case, and more with every tile: a case that takes longer than --timeout is missing, and
 lengths beyond --simulate are computed from two shorter ones (a·n + b·n² for n rows of tiles) and marked ~. libtpu has no estimate for v4,
 none that is whole for v5p and v7x (forward at T 2048 it says 1.4 times what it says at 1024, or nothing), and none that is right where the
-mask is data (segment ids, offsets known at run time). What benchmarks/tpu.json holds for the same kernels
+mask is data (segment ids, offsets known at run time). What diffjax/ops/diff_attention/tpu_cycles.json holds for the same kernels
 and blocks is not estimated again.
 
 All is for one head of differential attention, D 128, V 256, bfloat16, and for what stands in its place: two calls with one map each, either
@@ -37,10 +37,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from diffjax.ops.diff_attention import block_sizes, diff_attention
+from diffjax.ops.diff_attention import block_sizes, diff_attention, tpu_cycles
 from diffjax.ops.diff_attention.block_sizes import Blocks
 
-RESULTS = pathlib.Path(__file__).with_name("tpu.json")
+RESULTS = tpu_cycles.TABLE
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
 DIRECTIONS = ("forward", "backward")
 HEADS_TIMED = 32  # on a TPU: enough work that starting a call does not count

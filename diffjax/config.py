@@ -50,7 +50,9 @@ class ModelConfig:
   dtype: str = "auto"
   # Which diff_attention: "auto", "reference", "chunked", "two_call", …
   attention_implementation: str = "auto"
-  # What the backward pass keeps of a layer: "none" (keep all), "attention" (attention outputs), "dots" (matmul outputs), "full" (nothing)
+  # What is computed again in the backward pass instead of kept, from the most memory to the least: "none" (nothing), "dots" (all but
+  # matrix products and attention), "ffn" (all but attention and the feed-forward layer's first two products), "gate" (all but attention and
+  # one of the two), "attention" (all but attention) or "full" (everything). `diffjax.aot --remat` tells what each would take
   remat: str = "none"
 
 
@@ -139,6 +141,8 @@ class TrainConfig:
   accumulation: int = 1
   # Seed of the initialisation
   seed: int = 0
+  # Tokens a device whose logits exist at once in the loss; 0 for 16 MiB of logits (at least 512 tokens), on TPU a 16th of its memory
+  loss_chunk: int = 0
   # Coefficient of the z-loss (mean squared log-partition); 0 for none
   z_loss: float = 0.0
   # Another run's workdir to take the parameters from; "" for none
@@ -205,10 +209,13 @@ class Config:
     return dataclasses.asdict(self)
 
 
+# What the backward pass may keep of a layer, from the most memory to the least.
+REMAT = ("none", "dots", "ffn", "gate", "attention", "full")
+
 _CHOICES = {
   "model.attention": ("diff", "diff_v2", "diff_v2_linear", "softmax"),
   "model.dtype": ("auto", "bfloat16", "float32"),
-  "model.remat": ("none", "attention", "dots", "full"),
+  "model.remat": REMAT,
   "data.packing": ("documents", "concat"),
   "data.mode": ("prepared", "streamed"),
   "optimizer.name": ("adamw", "muon"),
@@ -305,6 +312,7 @@ _AT_LEAST = {
   "train.batch_size": 1,
   "train.accumulation": 1,
   "train.seed": 0,
+  "train.loss_chunk": 0,
   "train.z_loss": 0,
   "train.max_skipped_in_a_row": 0,
   "train.log_interval": 1,

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks import topologies
 from diffjax import aot
 from diffjax.config import Config, MeshConfig, TrainConfig, UserError
-from diffjax.ops.diff_attention.api import platform
+from diffjax.ops.platform import platform
 from diffjax.parallel.collectives import Collective, collectives
 from tests.tiers import full
 
@@ -115,6 +115,8 @@ def test_as_tpu_compilers_write():
     f"%r = (f32[16]{{0:T(128)S(1)}}, /*index=1*/f32[]{{:T(128)}}) all-reduce(%x, %y), channel_id=9, {data}, to_apply=%add",
     "%p = (bf16[8,16]{1,0}, bf16[8,16]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}",
     "%q = bf16[8,16]{1,0} collective-permute-done(%p)",
+    f"%s = ((bf16[8,16]{{1,0}}), bf16[8,16]{{1,0}}, u32[]{{:S(2)}}) all-to-all-start(%x), channel_id=8, {fsdp}, dimensions={{0}}",
+    "%t = bf16[8,16]{1,0} all-to-all-done(%s)",
     computations=f"""
       %part.1 (x: bf16[4,8]) -> bf16[16,8] {{
         %a.1 = bf16[16,8]{{1,0}} all-gather(%x), channel_id=3, {fsdp}, dimensions={{0}}, frontend_attributes={{chain_id="0"}}
@@ -159,6 +161,7 @@ def test_as_tpu_compilers_write():
     Collective("reduce-scatter", ("fsdp",), 512 * 3 / 4, 11),
     Collective("all-reduce", ("data",), 2 * (64 + 4) / 2, 1),
     Collective("collective-permute", ("fsdp",), 256, 1),
+    Collective("all-to-all", ("fsdp",), 256 * 3 / 4, 1),
     Collective("all-gather", ("fsdp",), 256 * 3 / 4, 1),
     Collective("all-gather", ("fsdp",), 256 * 3 / 4, 11),
   ]

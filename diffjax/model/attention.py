@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from diffjax.ops.diff_attention import diff_attention
-from diffjax.ops.linear import linear
 from diffjax.ops.rms_norm import rms_norm
 from diffjax.ops.rope import rope
+from diffjax.parallel.product import product, whole
 
 Lambda = Float[Array, ""] | Float[Array, "B T H"] | None
 
@@ -85,9 +85,7 @@ class Attention(nn.Module):
     if positions is None:
       positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
     x = x.astype(self.dtype)
-    q = _project(x, self._matrix("query", (E, H, G, D), E))
-    k = _project(x, self._matrix("key", (E, K, M, D), E))
-    v = _project(x, self._matrix("value", (E, K, V), E))
+    q, k, v = (self._project(x, name, heads) for name, heads in (("query", (H, G, D)), ("key", (K, M, D)), ("value", (K, V))))
     q, k = rope(q, positions, self.rope_base), rope(k, positions, self.rope_base)
     self.sow("intermediates", "query", q)
     self.sow("intermediates", "key", k)
@@ -98,11 +96,12 @@ class Attention(nn.Module):
     if self.head_norm:
       heads = rms_norm(heads, self.param("head_gain", nn.initializers.ones, (V,)), self.norm_eps)
     heads = self._scale(heads, lambda_init)
-    out = self._matrix("out", (H, V, E), H * V, scale=self.out_scale)
-    return linear(heads.reshape(*x.shape[:2], H * V), out.reshape(H * V, E))
+    out = self.param("out", matrix_init(H * V, scale=self.out_scale), (H, V, E))
+    return product(heads, out, "out")
 
-  def _matrix(self, name: str, shape: tuple[int, ...], inputs: int, *, scale: float = 1.0) -> jax.Array:
-    return self.param(name, matrix_init(inputs, scale=scale), shape).astype(self.dtype)
+  def _project(self, x: Float[Array, "B T E"], name: str, heads: tuple[int, ...]) -> Float[Array, "B T *heads"]:
+    w = self.param(name, matrix_init(x.shape[-1]), (x.shape[-1], *heads))
+    return product(x, w, name)
 
   def _lambda(self, x: Float[Array, "B T E"], lambda_init: Any) -> Lambda:
     return None
@@ -150,7 +149,8 @@ class DiffAttentionV2(Attention):
 
   def _lambda_logits(self, x: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
     E, H = x.shape[-1], self.num_heads
-    return jnp.einsum("BTE,EH->BTH", x, self._matrix("lambda_hat", (E, H), E), preferred_element_type=jnp.float32)
+    w = whole(self.param("lambda_hat", matrix_init(E), (E, H)), "lambda_hat", self.dtype)
+    return jnp.einsum("BTE,EH->BTH", x, w, preferred_element_type=jnp.float32)
 
 
 class DiffAttentionV2Linear(DiffAttentionV2):
@@ -158,10 +158,6 @@ class DiffAttentionV2Linear(DiffAttentionV2):
 
   def _lambda(self, x, lambda_init):
     return self._lambda_logits(x)
-
-
-def _project(x: Float[Array, "B T E"], w: Float[Array, "E *heads"]) -> Float[Array, "B T *heads"]:
-  return linear(x, w.reshape(w.shape[0], -1)).reshape(*x.shape[:2], *w.shape[1:])
 
 
 ATTENTION = {"softmax": Attention, "diff": DiffAttention, "diff_v2": DiffAttentionV2, "diff_v2_linear": DiffAttentionV2Linear}

@@ -8,18 +8,30 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from diffjax.config import ModelConfig
 from diffjax.model.attention import ATTENTION, lambda_init_schedule, matrix_init
 from diffjax.ops.diff_attention import RESIDUAL_NAMES, diff_attention
-from diffjax.ops.linear import linear
-from diffjax.ops.rms_norm import rms_norm
+from diffjax.ops.rms_norm import SCALE, rms_norm
+from diffjax.ops.swiglu import swiglu
+from diffjax.parallel.product import product
 
+# Names of the SwiGLU's two inputs, for remat policies.
+GATE, UP = "ffn_gate", "ffn_up"
+
+_policies = jax.checkpoint_policies
+# What the backward pass keeps of a layer, from the least memory to the most.
 REMAT_POLICIES = {
-  "attention": jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES),
-  "dots": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
-  "full": jax.checkpoint_policies.nothing_saveable,
+  "full": _policies.nothing_saveable,
+  "attention": _policies.save_only_these_names(*RESIDUAL_NAMES, SCALE),
+  "gate": _policies.save_only_these_names(*RESIDUAL_NAMES, SCALE, GATE),
+  "ffn": _policies.save_only_these_names(*RESIDUAL_NAMES, SCALE, GATE, UP),
+  "dots": _policies.save_from_both_policies(
+    _policies.save_only_these_names(*RESIDUAL_NAMES, SCALE), _policies.checkpoint_dots_with_no_batch_dims
+  ),
+  "none": _policies.everything_saveable,
 }
 
 
@@ -33,12 +45,13 @@ class SwiGLU(nn.Module):
   @nn.compact
   def __call__(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
     E, F = x.shape[-1], self.ffn_dim
-    gate = self.param("gate", matrix_init(E), (E, F)).astype(self.dtype)
-    up = self.param("up", matrix_init(E), (E, F)).astype(self.dtype)
-    down = self.param("down", matrix_init(F, scale=self.out_scale), (F, E)).astype(self.dtype)
-    hidden = jax.nn.silu(linear(x, gate)) * linear(x, up)
+    gate = self.param("gate", matrix_init(E), (E, F))
+    up = self.param("up", matrix_init(E), (E, F))
+    down = self.param("down", matrix_init(F, scale=self.out_scale), (F, E))
+    x = x.astype(self.dtype)
+    hidden = swiglu(checkpoint_name(product(x, gate, "gate"), GATE), checkpoint_name(product(x, up, "up"), UP))
     hidden = nn.with_logical_constraint(hidden, ("batch", "length", "ffn"))
-    return linear(hidden, down)
+    return product(hidden, down, "down")
 
 
 class Block(nn.Module):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+# The name of 1/√(mean(x²) + eps), for remat policies: kept, one number a row, x is not read once more for it in the backward pass.
+SCALE = "rms_norm_scale"
 
+
+@jax.named_scope("rms_norm")
 def rms_norm(x: Float[Array, "*shape E"], gain: Float[Array, "E"] | None = None, eps: float = 1e-5) -> Float[Array, "*shape E"]:
   """x / √(mean(x²) + eps) · gain over the last axis (arXiv:1910.07467, eq. 4).
 
@@ -25,5 +31,5 @@ def rms_norm(x: Float[Array, "*shape E"], gain: Float[Array, "E"] | None = None,
     raise ValueError(f"gain must be x's last axis [{x.shape[-1]}], got shape {gain.shape}")
   dtype = jnp.promote_types(jnp.float32, x.dtype)
   wide = x.astype(dtype)
-  wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+  wide = wide * checkpoint_name(lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps), SCALE)
   return (wide if gain is None else wide * gain.astype(dtype)).astype(x.dtype)

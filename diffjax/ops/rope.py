@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
+from diffjax.ops.platform import platform
 
+
+@jax.named_scope("rope")
 def rope(x: Float[Array, "B T *heads D"], positions: Int[Array, "B T"], base: float = 10_000.0) -> Float[Array, "B T *heads D"]:
   """Rotates dimensions j and j + D/2 of every head by the angle position · base^(−2j/D) (RoFormer, arXiv:2104.09864, §3.2).
 
@@ -31,6 +36,44 @@ def rope(x: Float[Array, "B T *heads D"], positions: Int[Array, "B T"], base: fl
   frequencies = jnp.asarray(base, dtype) ** (-jnp.arange(0, width, 2, dtype=dtype) / width)
   angles = positions.astype(dtype)[..., None] * frequencies
   angles = angles.reshape(*positions.shape, *[1] * (x.ndim - 3), width // 2)
-  sin, cos = jnp.sin(angles), jnp.cos(angles)
-  first, second = jnp.split(x.astype(dtype), 2, axis=-1)
+  rotate = rotate_by_product if platform() == "tpu" else rotate_halves
+  return rotate(x, jnp.sin(angles), jnp.cos(angles))
+
+
+def rotate_halves(
+  x: Float[Array, "B T *heads D"], sin: Float[Array, "B T *ones half"], cos: Float[Array, "B T *ones half"]
+) -> Float[Array, "B T *heads D"]:
+  """(x₁ cos − x₂ sin, x₂ cos + x₁ sin), where x₁ and x₂ are the halves of x's last axis."""
+  first, second = jnp.split(x.astype(sin.dtype), 2, axis=-1)
   return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+@jax.custom_vjp
+def rotate_by_product(
+  x: Float[Array, "B T *heads D"], sin: Float[Array, "B T *ones half"], cos: Float[Array, "B T *ones half"]
+) -> Float[Array, "B T *heads D"]:
+  """The same numbers as x cos + (−x₂, x₁) sin, with the halves exchanged by a product with a matrix of 0, 1 and −1, which rounds nothing.
+
+  For TPUs: halves of 128 lanes do not fill their registers. XLA writes them to memory apart, padded to twice their size, and joins them in
+  another pass: 145 ms of 1,442 by the compiler's estimate for diff_1b on v5e:4x4, and 63 ms in this form.
+  """
+  half = x.shape[-1] // 2
+  eye = jnp.eye(half, dtype=x.dtype)
+  exchange = jnp.block([[jnp.zeros_like(eye), eye], [-eye, jnp.zeros_like(eye)]])
+  precision = lax.Precision.DEFAULT if x.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
+  exchanged = jnp.einsum("...d,de->...e", x, exchange, precision=precision, preferred_element_type=sin.dtype)
+  sin, cos = (jnp.concatenate([part, part], axis=-1) for part in (sin, cos))
+  return (x.astype(sin.dtype) * cos + exchanged * sin).astype(x.dtype)
+
+
+def _rotate_forward(x, sin, cos):
+  return rotate_by_product(x, sin, cos), (sin, cos)
+
+
+def _rotate_backward(angles, d_out):
+  """Rotates back. Positions have no gradient."""
+  sin, cos = angles
+  return rotate_by_product(d_out, -sin, cos), jnp.zeros_like(sin), jnp.zeros_like(cos)
+
+
+rotate_by_product.defvjp(_rotate_forward, _rotate_backward)

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
+from diffjax.parallel.program import Program
+
 _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 _COLLECTIVE = re.compile(rf" = (.+?) ({_KINDS})(-start)?\(")
 _ACROSS_SLICES = re.compile(r' = (.+?) recv\(.*_xla_megascale_transfer_type="([A-Z_]+)"')
-_COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
-_DEFINITION = re.compile(r"\s*(?:ROOT )?%(\S+) = ")
-_CALLED = re.compile(r"\b(body|calls|to_apply|branch_computations)=\{?(%[^\s,}]+(?:, %[^\s,}]+)*)")
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\w*\[([\d,]*)\]")
 
 
@@ -46,31 +44,24 @@ def collectives(program: str, mesh: Mapping[str, int]) -> list[Collective]:
   Raises:
     ValueError: if the text cannot be read: devices of a collective, or iterations of a loop that holds one.
   """
-  computations, entry = _computations(program)
-  # The program of one of several slices numbers its own devices, which are the first of the mesh, and reaches the others through its host.
-  partitions = re.search(r"num_partitions=(\d+)", program)
-  places = np.arange(math.prod(mesh.values())).reshape(-1, int(partitions[1]) if partitions else math.prod(mesh.values()))
+  read = Program(program)
+  places = _places(read, mesh)
 
   def walk(name: str) -> Iterator[tuple[str | None, Collective]]:
     """What one run of a computation sends, and the chain that it is a part of, if any."""
-    for line in computations[name]:
-      if match := _COLLECTIVE.search(line):
-        chain = re.search(r'chain_id="(\d+)"', line)
-        yield chain[1] if chain else None, _collective(match, line, name, mesh, places[0])
-      elif match := _ACROSS_SLICES.search(line):
-        kind, size = match[2].lower().replace("_", "-"), _bytes(*_ARRAY.findall(match[1])[0])
-        yield None, Collective(kind, _axes(places.T, mesh), _received(kind, size, len(places)), 1)
-      for kind, names in _CALLED.findall(line):
-        for callee in re.findall(r"%([^\s,]+)", names):
-          if found := list(walk(callee)):
-            iterations = _iterations(line, computations) if kind == "body" else 1
-            yield from ((chain_id, each._replace(times=each.times * iterations)) for chain_id, each in found)
+    for line in read.computations[name]:
+      if found := _of_line(line, name, mesh, places):
+        yield found
+      for kind, callee in read.called(line):
+        if sent := list(walk(callee)):
+          iterations = read.iterations(line) if kind == "body" else 1
+          yield from ((chain, each._replace(times=each.times * iterations)) for chain, each in sent)
 
   # TPU compilers overlap a collective with computation by cutting it in parts, a chain, each of which shows it whole; some of the parts may
   # lie in a loop that runs meanwhile.
   chains: dict[str, Collective] = {}
   sent = []
-  for chain_id, collective in walk(entry):
+  for chain_id, collective in walk(read.entry):
     if chain_id is None:
       sent.append(collective)
     elif chain_id not in chains or collective.times < chains[chain_id].times:
@@ -78,17 +69,41 @@ def collectives(program: str, mesh: Mapping[str, int]) -> list[Collective]:
   return sent + list(chains.values())
 
 
-def _computations(program: str) -> tuple[dict[str, list[str]], str]:
-  """Lines by computation, and the name of the first computation to run."""
-  computations: dict[str, list[str]] = defaultdict(list)
-  name = entry = ""
-  for line in program.splitlines():
-    if match := _COMPUTATION.match(line):
-      name = match[2]
-      entry = name if match[1] else entry
-    elif name:
-      computations[name].append(line)
-  return computations, entry
+def of_line(program: Program, line: str, computation: str, mesh: Mapping[str, int]) -> list[tuple[str | None, Collective]]:
+  """The collectives of one instruction, with those of the fusion that it may call: the chain that each is a part of, if any, and once.
+
+  Args:
+    program: where it stands.
+    line: the instruction.
+    computation: the computation that it stands in.
+    mesh: as for `collectives`.
+
+  Raises:
+    ValueError: if devices of a collective cannot be read.
+  """
+  found = [here] if (here := _of_line(line, computation, mesh, _places(program, mesh))) else []
+  for kind, callee in program.called(line):
+    if kind == "calls":
+      found += [each for inner in program.computations[callee] for each in of_line(program, inner, callee, mesh)]
+  return found
+
+
+def _places(program: Program, mesh: Mapping[str, int]) -> Int[np.ndarray, "slices devices"]:
+  """The places in the mesh of the devices that the program numbers. That of one of several slices numbers its own devices, which are the
+  first of the mesh, and reaches the others through its host."""
+  partitions = re.search(r"num_partitions=(\d+)", program.text)
+  return np.arange(math.prod(mesh.values())).reshape(-1, int(partitions[1]) if partitions else math.prod(mesh.values()))
+
+
+def _of_line(line: str, computation: str, mesh: Mapping[str, int], places: Int[np.ndarray, "slices devices"]):
+  """The collective that a line itself is, and the chain that it is a part of."""
+  if match := _COLLECTIVE.search(line):
+    chain = re.search(r'chain_id="(\d+)"', line)
+    return chain[1] if chain else None, _collective(match, line, computation, mesh, places[0])
+  if match := _ACROSS_SLICES.search(line):
+    kind, size = match[2].lower().replace("_", "-"), _bytes(*_ARRAY.findall(match[1])[0])
+    return None, Collective(kind, _axes(places.T, mesh), _received(kind, size, len(places)), 1)
+  return None
 
 
 def _collective(
@@ -96,7 +111,7 @@ def _collective(
 ) -> Collective:
   shape, kind, start = match.groups()
   sizes = [_bytes(*array) for array in _ARRAY.findall(shape)]
-  if start and kind in ("all-gather", "collective-permute"):  # returns its operands, its results and, perhaps, semaphores
+  if start and kind != "all-reduce":  # returns its operands, its results and, perhaps, semaphores
     sizes = [size for size, array in zip(sizes, _ARRAY.findall(shape), strict=True) if array[0] != "u32" or array[1]]
     sizes = sizes[len(sizes) // 2 :]
   groups = _groups(line, devices)
@@ -157,34 +172,3 @@ def _iota(text: str) -> Int[np.ndarray, "..."]:
   assert shape is not None
   devices = np.arange(math.prod(shape)).reshape(shape).transpose(order)
   return devices.reshape(final) if final else devices
-
-
-def _iterations(loop: str, computations: Mapping[str, list[str]]) -> int:
-  """How often a loop's body runs: as the compiler wrote it down, or from the start, the step and the bound of its counter."""
-  if match := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop):
-    return int(match[1])
-  definitions = {match[1]: line for lines in computations.values() for line in lines if (match := _DEFINITION.match(line))}
-
-  def resolve(name: str) -> str:
-    line = definitions[name]
-    return resolve(_operands(line, "copy")[0]) if " copy(" in line else line
-
-  def constant(name: str) -> int:
-    return int(re.search(r" constant\((\d+)\)", resolve(name))[1])  # type: ignore[index]
-
-  try:
-    condition, body = (re.search(rf"\b{name}=%([^\s,]+)", loop)[1] for name in ("condition", "body"))  # type: ignore[index]
-    (compare,) = [line for line in computations[condition] if " compare(" in line and "direction=LT" in line]
-    counter, bound = _operands(compare, "compare")
-    place = int(re.search(r"index=(\d+)", resolve(counter))[1])  # type: ignore[index]
-    start = constant(_operands(resolve(_operands(loop, "while")[0]), "tuple")[place])
-    (root,) = [line for line in computations[body] if line.lstrip().startswith("ROOT ")]
-    step = constant(_operands(resolve(_operands(root, "tuple")[place]), "add")[1])
-    return -(-(constant(bound) - start) // step)
-  except (KeyError, TypeError, ValueError, IndexError) as error:
-    raise ValueError(f"a loop whose iterations cannot be read: {loop.strip()[:300]}") from error
-
-
-def _operands(line: str, operation: str) -> list[str]:
-  """Names of the operands of an instruction."""
-  return re.findall(r"%([^\s,]+)", re.search(rf" {operation}\(([^)]*)\)", line)[1])  # type: ignore[index]

@@ -18,6 +18,7 @@ from diffjax.ops.cross_entropy import fused_cross_entropy
 from diffjax.ops.diff_attention import IMPLEMENTATIONS, diff_attention
 from diffjax.ops.varying import vary_like
 from diffjax.parallel import context
+from diffjax.parallel.product import gather
 from diffjax.parallel.rules import BATCH, LENGTH, PARAMETERS
 
 AXES = ("data", "fsdp", "context", "tensor")
@@ -119,12 +120,12 @@ def sharded_cross_entropy(mesh: Mesh) -> Callable[..., tuple[jax.Array, jax.Arra
   if mesh.size == 1:
     return fused_cross_entropy
 
-  def sharded(hidden, embedding, targets, weights, *, z_loss=0.0):
+  def sharded(hidden, embedding, targets, weights, *, z_loss=0.0, chunk=None):
     def local(hidden, embedding, targets, weights):
       embedding = vary_like(embedding, hidden)  # before it is gathered, so that what is summed over data is a share of the gradient
       for axis, name in enumerate(PARAMETERS["embedding"]):
-        embedding = jax.lax.all_gather(embedding, name, axis=axis, tiled=True)
-      return jax.lax.psum(fused_cross_entropy(hidden, embedding, targets, weights, z_loss=z_loss), AXES)
+        embedding = gather(embedding, axis, name, hidden.dtype)
+      return jax.lax.psum(fused_cross_entropy(hidden, embedding, targets, weights, z_loss=z_loss, chunk=chunk), AXES)
 
     # Along the tensor axis, which holds every token's hidden state whole, tokens are split too.
     tokens = P(BATCH, (LENGTH, "tensor"))

@@ -340,6 +340,7 @@ _MAY_CHANGE = (
   "train.sample_prompt",
   "train.sample_tokens",
   "train.init_from",
+  "train.loss_chunk",
   "data.prepared_dir",
   "data.timeout",
   "model.attention_implementation",

@@ -26,6 +26,18 @@ from diffjax.parallel import rules
 from diffjax.parallel.mesh import put_batch, sharded_attention, sharded_cross_entropy
 from diffjax.training.optimizer import make_optimizer, make_schedule, skip_metrics
 
+# What the compiler is told, by platform. On TPU: never to cut a product into a loop over a parameter's or a gradient's shards (a windowed
+# einsum, for operands of at least so many MiB), and to let parameters and gradients travel while it computes (parallel/product.py).
+_COMPILER_OPTIONS = {
+  "tpu": {
+    "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
+    "xla_enable_async_all_gather": "true",
+    "xla_tpu_enable_async_collective_fusion": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+    "xla_tpu_enable_async_all_to_all": "true",
+  }
+}
+
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
@@ -97,7 +109,7 @@ def make_train_step(config: Config, mesh: Mesh, abstract_state: TrainState) -> C
   """
   model, cross_entropy = make_model(config, mesh), sharded_cross_entropy(mesh)
   optimizer, schedule = make_optimizer(config.optimizer, config.train.steps), make_schedule(config.optimizer, config.train.steps)
-  accumulation, z_loss = config.train.accumulation, config.train.z_loss
+  accumulation, z_loss, chunk = config.train.accumulation, config.train.z_loss, config.train.loss_chunk or None
   if (rows := config.train.batch_size // accumulation) % _batch_parts(mesh):
     raise UserError(
       f"config.train.batch_size = {config.train.batch_size} over config.train.accumulation = {accumulation} gives {rows} rows, which "
@@ -113,8 +125,9 @@ def make_train_step(config: Config, mesh: Mesh, abstract_state: TrainState) -> C
 
   def loss_fn(params, batch, total_weight):
     hidden, variables = model.apply({"params": params}, batch["tokens"], batch["segment_ids"], batch["positions"], mutable=["metrics"])
-    embedding = output_embedding(params).astype(hidden.dtype)
-    objective, z_term = cross_entropy(hidden, embedding, batch["targets"], batch["weights"], z_loss=z_loss)
+    with jax.named_scope("loss"):
+      targets, weights = batch["targets"], batch["weights"]
+      objective, z_term = cross_entropy(hidden, output_embedding(params), targets, weights, z_loss=z_loss, chunk=chunk)
     metrics = {"loss": (objective - z_term) / total_weight, **_lambdas(variables)}
     if z_loss:
       metrics["z_loss"] = z_term / total_weight
@@ -138,8 +151,9 @@ def make_train_step(config: Config, mesh: Mesh, abstract_state: TrainState) -> C
       (grads, metrics), _ = jax.lax.scan(micro_step, zeros, micro_batches)
       if "lambda" in metrics:
         metrics["lambda"] /= accumulation
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params, value=metrics["loss"])
-    params = optax.apply_updates(state.params, updates)
+    with jax.named_scope("optimizer"):
+      updates, opt_state = optimizer.update(grads, state.opt_state, state.params, value=metrics["loss"])
+      params = optax.apply_updates(state.params, updates)
     metrics |= {
       "grad_norm": optax.global_norm(grads),
       "learning_rate": schedule(state.step),
@@ -150,7 +164,9 @@ def make_train_step(config: Config, mesh: Mesh, abstract_state: TrainState) -> C
 
   # The state comes out as it went in: left to the compiler, another layout would compile the second step anew.
   state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
-  jitted = jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, NamedSharding(mesh, P())))
+  outs = state_shardings, NamedSharding(mesh, P())
+  options = _COMPILER_OPTIONS.get(mesh.devices.flat[0].platform)
+  jitted = jax.jit(step, donate_argnums=0, out_shardings=outs, compiler_options=options)
 
   def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     with _context(mesh):

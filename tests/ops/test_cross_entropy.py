@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import types
 
 import chex
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diffjax.ops import cross_entropy
 from diffjax.ops.cross_entropy import fused_cross_entropy, per_token_cross_entropy, reference_cross_entropy
 
 B, T, E, N = 3, 37, 16, 50
@@ -31,6 +33,30 @@ def test_value_and_gradients_equal_the_plain_formula(chunk, z_loss):
   chex.assert_trees_all_close(actual, _value_and_grad(reference_cross_entropy, *arguments, z_loss=z_loss), rtol=1e-5, atol=1e-5)
   value = jax.jit(lambda *a: fused_cross_entropy(*a, z_loss=z_loss, chunk=chunk))(*arguments)  # without gradients it is other code
   chex.assert_trees_all_close(value, actual[0], rtol=1e-5)
+
+
+@pytest.fixture
+def for_tpu(monkeypatch):
+  """As a TPU with so little memory is given the loss: a chunk of 16 tokens, since 4 bytes × 50 logits of each are a 16th of it."""
+  chip = types.SimpleNamespace(hbm_capacity_bytes=16 * 4 * N * 16)
+  monkeypatch.setattr(cross_entropy, "platform", lambda: "tpu")
+  monkeypatch.setattr(cross_entropy, "_CHUNK_TOKENS", 1)
+  monkeypatch.setattr(cross_entropy.pltpu, "get_tpu_info", lambda: chip)
+  return chip
+
+
+def test_a_tpus_form_has_the_same_value_and_gradients(for_tpu):
+  arguments = _arguments()
+  program = jax.make_jaxpr(lambda *a: jax.value_and_grad(lambda h: fused_cross_entropy(h, *a[1:])[0])(a[0]))(*arguments)
+  assert f"f32[{B},4,{N}]" in str(program)  # 16 tokens of 3 rows are 5 of each, of which the next power of two is 4
+  assert "scatter" not in str(program) and "optimization_barrier" in str(program)
+  actual = _value_and_grad(fused_cross_entropy, *arguments, z_loss=1e-2)
+  chex.assert_trees_all_close(actual, _value_and_grad(reference_cross_entropy, *arguments, z_loss=1e-2), rtol=1e-5, atol=1e-5)
+
+
+def test_a_tpu_with_memory_has_one_chunk(for_tpu):
+  for_tpu.hbm_capacity_bytes *= B * T
+  assert f"f32[{B},{T},{N}]" in str(jax.make_jaxpr(lambda *a: fused_cross_entropy(*a)[0])(*_arguments()))
 
 
 def test_plain_formula_in_numpy():

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffjax.ops.rope import rope
+from diffjax.ops.rope import rope, rotate_by_product, rotate_halves
 
 
 def _x(*shape):
@@ -36,6 +36,28 @@ def test_dtype_and_angles_are_wide():
   out = rope(x, positions, 1e4)
   assert out.dtype == jnp.bfloat16
   chex.assert_trees_all_equal(out, rope(x.astype(jnp.float32), positions, 1e4).astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_the_form_for_tpus_rounds_as_the_other_does(dtype):
+  """Values and gradients, to the bit of the dtype but for the order of one addition."""
+  x, angles = _x(2, 5, 3, 2, 8).astype(dtype), jax.random.uniform(jax.random.key(1), (2, 5, 1, 1, 4), maxval=3.0)
+  d_out = jax.random.normal(jax.random.key(2), x.shape, dtype)
+  of = lambda rotate: jax.jit(
+    lambda x, d_out: (
+      jax.vjp(lambda x: rotate(x, jnp.sin(angles), jnp.cos(angles)), x)[1](d_out) + (rotate(x, jnp.sin(angles), jnp.cos(angles)),)
+    )
+  )(x, d_out)
+  ours, plain = of(rotate_by_product), of(rotate_halves)
+  chex.assert_trees_all_close(ours, plain, rtol=float(jnp.finfo(dtype).eps), atol=1e-6)
+  wrong = of(lambda x, sin, cos: rotate_by_product(x, -sin, cos))
+  assert not np.allclose(np.float32(wrong[0]), np.float32(plain[0]), atol=1e-2)
+
+
+def test_a_tpus_program_takes_the_form_for_tpus(monkeypatch):
+  monkeypatch.setattr("diffjax.ops.rope.platform", lambda: "tpu")
+  text = str(jax.make_jaxpr(lambda x: rope(x, jnp.zeros((1, 4), jnp.int32)))(_x(1, 4, 2, 8)))
+  assert "dot_general" in text and "split" not in text
 
 
 def test_bad_arguments():

@@ -117,7 +117,7 @@ def test_the_embedding_is_gathered_and_its_gradient_scattered_once(monkeypatch):
   program = gradient.lower(embedding, batch).compile().as_text()
   entry = program[program.index("ENTRY") :]  # a loop's body is a computation of its own
   assert " while(" in entry
-  for collective in ("all-gather", "reduce-scatter", "all-reduce"):
+  for collective in ("all-gather", "all-to-all", "all-reduce"):
     assert program.count(f" {collective}(") == entry.count(f" {collective}(") > 0
   sizes = [math.prod(map(int, shape.split(","))) for shape in re.findall(r"f32\[([0-9,]+)\]\S* all-reduce\(", entry)]
   assert sizes and max(sizes) <= 64 * 32 // 4

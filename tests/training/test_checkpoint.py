@@ -271,6 +271,7 @@ def test_what_may_change_on_resume():
     ("train.sample_prompt", "x"),
     ("train.sample_tokens", 0),
     ("train.init_from", "elsewhere"),
+    ("train.loss_chunk", 512),
     ("train.max_skipped_in_a_row", 0),
     ("optimizer.spike_sigmas", 0.0),
     ("data.timeout", 1.0),

@@ -15,6 +15,7 @@ from diffjax.ops.diff_attention import pallas_gpu, pallas_tpu
 from diffjax.ops.diff_attention.chunked import chunked
 from diffjax.ops.diff_attention.reference import reference
 from diffjax.ops.diff_attention.two_call import cudnn_takes, two_call
+from diffjax.ops.platform import platform
 
 _FUNCTIONS = {
   "reference": reference, "chunked": chunked, "two_call": two_call,
@@ -81,12 +82,6 @@ def diff_attention(
     q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, q_offset=q_offset,
     causal=bool(causal), window=None if window is None else int(window), scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
   )  # fmt: skip
-
-
-def platform() -> str:
-  """What the program is compiled for: the mesh's platform, whose devices need not be there (ahead of time), or the default backend."""
-  device = jax.sharding.get_abstract_mesh().abstract_device
-  return jax.default_backend() if device is None else device.platform
 
 
 @functools.cache

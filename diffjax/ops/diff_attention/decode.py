@@ -22,10 +22,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from diffjax.ops.diff_attention import decode_gpu, gpu
-from diffjax.ops.diff_attention.api import platform
 from diffjax.ops.diff_attention.pallas_tpu import takes
 from diffjax.ops.diff_attention.tiles import Scalar, block_of
 from diffjax.ops.diff_attention.tpu import HIDDEN, LANES, LOG2E, dot, generation, interpret_mode, repeat, round_up
+from diffjax.ops.platform import platform
 from diffjax.ops.varying import vary_like
 
 IMPLEMENTATIONS = ("auto", "xla", "pallas_tpu", "pallas_gpu")

@@ -1,0 +1,283 @@
+"""Our training step beside MaxText's, both compiled by the same libtpu for TPUs that are not there.
+
+    python3.12 -m venv maxtext-env
+    maxtext-env/bin/pip install 'maxtext[tpu]==0.2.5' jax==0.12.0.1 libtpu==0.0.50.1
+    python -m benchmarks.maxtext --python=maxtext-env/bin/python                # a table, and benchmarks/maxtext.json; half an hour
+    maxtext-env/bin/python benchmarks/maxtext.py --child 1b out                 # MaxText's program alone, into the folder out
+
+MaxText asks for Python 3.12 and for versions of jax and libtpu of its own, so it has an environment to itself, in which diffjax need not
+be; without its extra tpu it installs none of what it needs. Ours should have the same jax and libtpu: the table says which each had.
+
+Seconds are the compiler's estimate, read as `diffjax.aot` reads it. Kernels have none: MaxText's splash attention counts as ours of the
+same shape, its two backward kernels together as our one, which rather favours MaxText.
+
+MaxText's step is that of its own train_compile: a Llama-like decoder of the shape named, scanned over its layers, with AdamW, float32
+parameters and bfloat16 products, splash attention with segment ids, tied embeddings, and all parameters split over all chips (FSDP).
+What is not in SHAPES or SETTINGS is MaxText's default. --settings sets more of it: with '{"num_vocab_tiling": 8}' the loss is computed in 8
+parts, and with --remat custom and '{"mlpwi_0": "device", "mlpwi_1": "device"}' the feed-forward's two inner products are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import math
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+
+# MaxText names a v5p slice by its cores: v5p-128 is 4x4x4 chips.
+SHAPES = {
+  "1b": {
+    "compile_topology": "v5e-16", "base_emb_dim": 2048, "base_num_decoder_layers": 24, "base_num_query_heads": 16,
+    "base_num_kv_heads": 16, "head_dim": 128, "base_mlp_dim": 5440, "vocab_size": 100_288, "per_device_batch_size": 8,
+  },
+  "13b": {
+    "compile_topology": "v5p-128", "base_emb_dim": 5120, "base_num_decoder_layers": 40, "base_num_query_heads": 40,
+    "base_num_kv_heads": 40, "head_dim": 128, "base_mlp_dim": 13_696, "vocab_size": 100_288, "per_device_batch_size": 2,
+  },
+}  # fmt: skip
+
+RESULTS = pathlib.Path(__file__).with_suffix(".json")
+# Ours of the same shape: the slice, the config and what is set in it.
+_OURS: dict[str, tuple[str, str, dict]] = {
+  "1b": ("v5e:4x4", "diff_1b", {}),
+  "13b": ("v5p:4x4x4", "diff_13b", {"mesh.data": 4, "mesh.fsdp": 16}),
+}
+# MaxText's programs: the compiler's options, what the backward pass keeps of a layer, further settings.
+_FLAG = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+MAXTEXT: tuple[tuple[str, dict[str, str], str, dict[str, str]], ...] = (
+  ("full", {}, "full", {}),
+  ("full, flag", _FLAG, "full", {}),
+  ("save_qkv_proj, flag", _FLAG, "save_qkv_proj", {}),
+  ("mlpwi_0 and mlpwi_1 kept, flag", _FLAG, "custom", {"mlpwi_0": "device", "mlpwi_1": "device"}),
+  ("minimal_with_context, flag", _FLAG, "minimal_with_context", {}),
+)
+# Parts that both programs can be told apart by: MaxText's instructions do not say of which module they are.
+_SCOPES = (
+  (r"\bloss\b", "outside the layers, elementwise", "outside the layers, products"),
+  (r"while/body", "layers, elementwise", "layers, products"),
+  (r"", "outside the layers, elementwise", "outside the layers, products"),
+)
+
+SETTINGS = {
+  "compile_topology_num_slices": 1, "decoder_block": "llama2", "mlp_activations": ["silu", "linear"], "max_target_length": 2048,
+  "logits_via_embedding": True, "normalize_embedding_logits": False, "dtype": "bfloat16", "weight_dtype": "float32", "opt_type": "adamw",
+  "attention": "flash", "scan_layers": True, "ici_fsdp_parallelism": -1, "enable_dropout": False, "enable_checkpointing": False,
+  "dataset_type": "synthetic", "run_name": "compiled", "jax_cache_dir": "",
+}  # fmt: skip
+
+# As in diffjax.aot: what libtpu wants to hear where there is no TPU; and of its log only what ends a process.
+_ENVIRONMENT = {
+  "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
+  "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3", "TF_CPP_MIN_LOG_LEVEL": "3",
+}  # fmt: skip
+
+_PACKAGES = ("jax", "jaxlib", "libtpu", "maxtext", "flax", "optax")
+
+
+def compile_maxtext(
+  python: str, shape: str, folder: pathlib.Path, options: dict[str, str], remat: str, settings: dict | None = None
+) -> dict:
+  """Compiles MaxText's training step under another interpreter.
+
+  Args:
+    python: the interpreter of MaxText's environment.
+    shape: a name in SHAPES.
+    folder: where step.txt and step.json go; made if it is not there.
+    options: the compiler's options by name, such as {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}.
+    remat: MaxText's remat_policy, such as "full" or "minimal".
+    settings: further settings of MaxText by name; they go before those of SHAPES and SETTINGS.
+
+  Returns:
+    What step.json holds, and under "hlo" the path of step.txt; of a step that does not fit "refused", the compiler's reason, and no "hlo".
+
+  Raises:
+    RuntimeError: if the other process ends for another reason.
+  """
+  command = [python, str(pathlib.Path(__file__).resolve()), "--child", shape, str(folder), "--remat", remat]
+  command += ["--options", json.dumps(options), "--settings", json.dumps(settings or {})]
+  environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LIBTPU_INIT_ARGS", "XLA_FLAGS")}
+  done = subprocess.run(command, env=environment, capture_output=True, text=True)
+  if done.returncode:
+    raise RuntimeError(f"MaxText's step was not compiled, exit status {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+  result = json.loads((folder / "step.json").read_text())
+  return result if "refused" in result else result | {"hlo": str(folder / "step.txt")}
+
+
+def compile_here(shape: str, folder: pathlib.Path, options: dict[str, str], remat: str, settings: dict) -> None:
+  """Under MaxText's interpreter: compiles the step and writes step.txt and step.json, over those of an earlier time."""
+  folder.mkdir(parents=True, exist_ok=True)
+  for name in ("step.txt", "step.json"):
+    (folder / name).unlink(missing_ok=True)
+  # As MaxText's train_compile does: random bits are drawn on each chip for itself.
+  os.environ.update(_ENVIRONMENT, LIBTPU_INIT_ARGS="--xla_tpu_spmd_rng_bit_generator_unsafe=true")
+  here = pathlib.Path(__file__).resolve().parent
+  sys.path = [entry for entry in sys.path if pathlib.Path(entry).resolve() != here]  # or this file were the module maxtext
+  import jax
+  import maxtext
+  from flax.core.spmd import logical_axis_rules
+  from maxtext.configs import pyconfig
+  from maxtext.trainers.pre_train import train, train_compile
+  from maxtext.utils import maxtext_utils, sharding
+
+  jax.config.update("jax_default_prng_impl", "unsafe_rbg")
+  nominal = SETTINGS | SHAPES[shape] | {"remat_policy": remat} | settings
+  flags = " ".join(f"--{name}={value}" for name, value in options.items())
+  base = pathlib.Path(maxtext.__file__).parent / "configs" / "base.yml"
+  config = pyconfig.initialize(["train_compile", str(base)], **nominal, compile_xla_flags=flags)
+
+  start = time.perf_counter()
+  mesh = train_compile.get_topology_mesh(config)
+  arguments, keywords, state_shardings, _, model = train_compile.get_shaped_inputs(mesh, config)
+  parameter_shardings, state_shardings = sharding.maybe_update_params_sharding_with_opt(config, state_shardings)
+  step, in_shardings, out_shardings, static, donated = maxtext_utils.get_functional_train_with_signature(
+    train.train_step,
+    sharding.get_input_data_sharding(config, mesh),
+    sharding.build_zero1_input_state_mesh_shardings(config, state_shardings, parameter_shardings),
+    model,
+    config,
+    parameter_shardings,
+  )
+  result: dict = {
+    "shape": shape,
+    "device": mesh.devices.flat[0].device_kind,
+    "mesh": {axis: size for axis, size in mesh.shape.items() if size > 1},
+    "settings": nominal,
+    "options": options,
+    "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+  }
+  rules = logical_axis_rules(config.logical_axis_rules)
+  try:
+    compiled = train_compile.jit_and_compile(step, arguments, keywords, mesh, in_shardings, out_shardings, static, donated, config, rules)
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise
+    result["refused"] = str(error)
+  else:
+    memory = compiled.memory_analysis()
+    result |= {
+      "temporaries_bytes": memory.temp_size_in_bytes,
+      "argument_bytes": memory.argument_size_in_bytes,
+      "output_bytes": memory.output_size_in_bytes,
+      "alias_bytes": memory.alias_size_in_bytes,
+      "program_bytes": memory.generated_code_size_in_bytes,
+    }
+    (folder / "step.txt").write_text(compiled.as_text())
+  result["seconds"] = round(time.perf_counter() - start, 1)
+  (folder / "step.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def compile_ours(devices, chips: int, available: int, config, topology: str, folder: pathlib.Path) -> dict:
+  """Our step, in the process of libtpu (`diffjax.aot.apart`); returns what `compile_maxtext` does, as far as it is needed."""
+  from diffjax.parallel.mesh import make_mesh
+  from diffjax.training.step import lower_train_step
+
+  mesh = make_mesh(config.mesh, devices)
+  compiled = lower_train_step(config, mesh)[0].compile()
+  (folder / "step.txt").write_text(compiled.as_text())
+  versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
+  temporaries = compiled.memory_analysis().temp_size_in_bytes
+  return {"hlo": str(folder / "step.txt"), "temporaries_bytes": temporaries, "mesh": dict(mesh.shape), "versions": versions}
+
+
+def read(result: dict, config, topology: str, chips: int) -> dict:
+  """A row of the table: seconds by part, the bound on MFU, temporaries and collectives of a compiled step of a config's shape."""
+  from diffjax import aot
+  from diffjax.parallel.estimate import CHIPS, Torus, estimate
+  from diffjax.training.flops import peak_flops, step_flops
+
+  text, chip = pathlib.Path(result["hlo"]).read_text(), CHIPS[topology.partition(":")[0]]
+  kernels = aot._kernel_cycles(config, {"data": 1, "fsdp": chips, "context": 1, "tensor": 1}, topology.partition(":")[0], chip.cores)
+  kernels |= {"splash_mha_fwd": kernels["diff_attention_forward"], "splash_mha_dkv": kernels["diff_attention_backward"]}
+  found = estimate(text, result["mesh"], chip, Torus.of(topology), kernels, _SCOPES)
+  assert found is not None
+  flops = step_flops(config.model, config.data.length, config.train.batch_size * config.data.length).training
+  peak = flops / chips / peak_flops({"v5e": "TPU v5e", "v5p": "TPU v5p"}[topology.partition(":")[0]])
+  return {
+    "versions": f"jax {result['versions']['jax']}, libtpu {result['versions']['libtpu']}",
+    "seconds": round(found.seconds, 4),
+    "bound on MFU": round(peak / found.seconds, 4),
+    "parts": {part: round(seconds, 4) for part, seconds in sorted(found.parts.items(), key=lambda entry: -entry[1])},
+    "collectives, of them exposed": {kind: [round(x, 4) for x in pair] for kind, pair in found.collectives.items()},
+    "windowed": len(set(re.findall(r"body=%(\S*windowed_dot_general\S*?)[,\s]", text))),
+    "temporaries, GiB": round(result["temporaries_bytes"] / 2**30, 2),
+  }
+
+
+def compare(python: str, shape: str, folder: pathlib.Path) -> dict:
+  """Rows by program: ours, DIFF and its Transformer twin, and MaxText's with and without the option, with what it keeps of a layer."""
+  from diffjax import aot
+  from diffjax.command import from_config_dict
+
+  topology, name, overrides = _OURS[shape]
+  chips = math.prod(map(int, topology.partition(":")[2].split("x")))
+  rows: dict = {}
+
+  def add(row: str, result: dict, config) -> None:
+    rows[row] = {"refused": result["refused"][:200]} if "refused" in result else read(result, config, topology, chips)
+    print(f"{shape} {row}: {rows[row]}", file=sys.stderr, flush=True)
+
+  configs = {}
+  for variant in ("diff", "transformer"):
+    config = importlib.import_module(f"configs.{name}").get_config(variant)
+    config.update_from_flattened_dict(overrides)
+    configs[variant] = from_config_dict(config)
+    add(f"diffjax {variant}", aot.apart(compile_ours, configs[variant], topology, folder, topology=topology), configs[variant])
+  for row, options, remat, settings in MAXTEXT:
+    add(f"MaxText {row}", compile_maxtext(python, shape, folder, options, remat, settings), configs["transformer"])
+  return rows
+
+
+def table(found: dict) -> str:
+  """The results in Markdown, a row a program."""
+  lines = ["| | step, s | bound on MFU | products | elementwise | copies | kernels | exposed | temporaries, GiB |", "|---" * 9 + "|"]
+  for shape, rows in found.items():
+    for row, read in rows.items():
+      if "refused" in read:
+        lines.append(f"| {shape} {row} | does not fit |" + " |" * 7)
+        continue
+      parts = read["parts"]
+      of = lambda kind, parts=parts: sum(seconds for part, seconds in parts.items() if kind in part)
+      cells = [of("products"), of("elementwise") + parts.get("other", 0), of("copies"), of("kernels"), of("exposed")]
+      windowed = f" ({read['windowed']} windowed)" if read["windowed"] else ""
+      text = [f"{seconds:.3f}" for seconds in cells]
+      text[0] += windowed
+      temporaries = f"{read['temporaries, GiB']:.1f}"
+      lines.append(f"| {shape} {row} | {read['seconds']:.3f} | {read['bound on MFU']:.1%} | {' | '.join(text)} | {temporaries} |")
+  return "\n".join(lines)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--python", help="the interpreter of MaxText's environment")
+  parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+  parser.add_argument("--child", nargs=2, metavar=("SHAPE", "OUT"), help=f"one of {', '.join(SHAPES)}, and a folder")
+  parser.add_argument("--options", type=json.loads, default={}, help="the compiler's options, JSON")
+  parser.add_argument("--remat", default="full", help="MaxText's remat_policy")
+  parser.add_argument("--settings", type=json.loads, default={}, help="further settings of MaxText, JSON")
+  flags = parser.parse_args()
+  if not flags.child:
+    if not flags.python:
+      parser.error("pass --python, the interpreter of MaxText's environment")
+    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for shape in flags.shapes:
+      with tempfile.TemporaryDirectory() as folder:
+        found[shape] = compare(flags.python, shape, pathlib.Path(folder))
+      RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    print(table(found))
+    return
+  shape, folder = flags.child
+  if shape not in SHAPES:
+    parser.error(f"--child {shape}: there is no such shape; there are {', '.join(SHAPES)}")
+  compile_here(shape, pathlib.Path(folder), flags.options, flags.remat, flags.settings)
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,115 @@
+"""How a layer's products use parameters that the fsdp axis shares out: gathered before, and their gradients summed and scattered after.
+
+Each parameter is gathered in the compute dtype, once a layer and pass, so that its product is one product on every device. Left to XLA the
+product becomes a loop over the parameter's shards (a windowed einsum), whose partial sums are rounded and pass through memory: on TPU twice
+as slow. The gradient leaves the layer by one exchange: every device rounds its own share, a product accumulated in float32, to the compute
+dtype once, sends each device the part that this one keeps (an all-to-all), and sums what it receives in float32. That is a reduce-scatter:
+as many bytes, but the sum rounds nothing, and TPUs overlap it with the products that follow, where their compiler turns XLA's own
+reduce-scatter over several dimensions of the torus into an all-reduce, twice the bytes, for which everything waits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from diffjax.ops.linear import linear
+from diffjax.parallel.rules import BATCH, LENGTH, PARAMETERS
+
+
+def product(x: Float[Array, "B T *inputs"], parameter: Float[Array, "..."], name: str) -> Float[Array, "B T *outputs"]:
+  """x W in x's dtype: the sum over the inputs of a layer's parameter, [E, *outputs] or [*inputs, E].
+
+  Without a mesh, or on one device, it is `linear`.
+
+  Args:
+    x: activations; the tensor axis splits those of their axes that it splits of the parameter.
+    parameter: one layer's, float32; the fsdp axis splits E.
+    name: the parameter's, in PARAMETERS.
+  """
+  split = PARAMETERS[name][1:]
+  if _is_split():
+    return _product(x, parameter, (*split, *[None] * (parameter.ndim - len(split))))
+  inputs = x.shape[2:]
+  w = parameter.reshape(math.prod(inputs), -1).astype(x.dtype)
+  return linear(x.reshape(*x.shape[:2], -1), w).reshape(*x.shape[:2], *parameter.shape[len(inputs) :])
+
+
+def whole(parameter: Float[Array, "..."], name: str, dtype: Any) -> Float[Array, "..."]:
+  """A layer's parameter in the compute dtype, gathered along the fsdp axis; along the tensor axis it stays split."""
+  return _whole(parameter, PARAMETERS[name][1:], dtype) if _is_split() else parameter.astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def gather(shard: Float[Array, "..."], axis: int, name: str, dtype: Any) -> Float[Array, "..."]:
+  """Inside `shard_map`: the shards of all devices along a mesh axis, in a dtype, whose gradient is summed as a layer's is.
+
+  Args:
+    shard: this device's.
+    axis: of the array, along which it is split.
+    name: the mesh axis.
+    dtype: what is sent, there and back.
+  """
+  return lax.all_gather(shard.astype(dtype), name, axis=axis, tiled=True)
+
+
+def _gather_forward(shard, axis, name, dtype):
+  return gather(shard, axis, name, dtype), jnp.empty(0, shard.dtype)
+
+
+def _gather_backward(axis, name, dtype, like, gradient):
+  return (_sum_scattered(gradient, axis, name).astype(like.dtype),)
+
+
+gather.defvjp(_gather_forward, _gather_backward)
+
+
+def _sum_scattered(x: Float[Array, "..."], axis: int, name: str) -> Float[Array, "..."]:
+  """Inside `shard_map`: the sum of all devices' x, float32, of which each keeps its part of an axis."""
+  devices = lax.axis_size(name)
+  parts = x.reshape(*x.shape[:axis], devices, -1, *x.shape[axis + 1 :])
+  parts = lax.all_to_all(parts, name, axis, axis, tiled=True) if devices > 1 else parts
+  return jnp.sum(parts.astype(jnp.promote_types(jnp.float32, x.dtype)), axis=axis)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x: Float[Array, "B T *inputs"], w: Float[Array, "..."], split: tuple[str | None, ...]) -> Float[Array, "B T *outputs"]:
+  return jnp.tensordot(x, _whole(w, split, x.dtype), x.ndim - 2)
+
+
+def _product_forward(x, w, split):
+  return _product(x, w, split), (x, w)
+
+
+def _product_backward(split, saved, dy):
+  x, w = saved
+  inputs, kept = x.ndim - 2, tuple(None if axis == "fsdp" else axis for axis in split)
+
+  def local(x, dy):
+    dw = jnp.tensordot(x, dy, ((0, 1), (0, 1)))
+    return lax.psum(_sum_scattered(dw, split.index("fsdp"), "fsdp"), ("data", LENGTH))
+
+  specs = P(BATCH, LENGTH, *kept[:inputs]), P(BATCH, LENGTH, *kept[inputs:])
+  dw = jax.shard_map(local, in_specs=specs, out_specs=P(*split))(x, dy)
+  outputs = tuple(range(2, dy.ndim)), tuple(range(inputs, w.ndim))
+  return jnp.tensordot(dy, _whole(w, split, x.dtype), outputs), dw.astype(w.dtype)
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+def _whole(parameter: jax.Array, split: Any, dtype: Any) -> jax.Array:
+  return lax.with_sharding_constraint(parameter.astype(dtype), P(*(None if axis == "fsdp" else axis for axis in split)))
+
+
+def _is_split() -> bool:
+  """Whether what is traced is for a mesh with an fsdp axis and several devices."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return "fsdp" in mesh.axis_names and mesh.size > 1

@@ -1,0 +1,199 @@
+"""What a compiled program takes by its compiler's estimate: programs written by hand, and two of which the answer is known, compiled."""
+
+import importlib.util
+import math
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from diffjax import aot
+from diffjax.ops.diff_attention.tpu_cycles import cycles
+from diffjax.parallel.collectives import Collective
+from diffjax.parallel.estimate import CHIPS, Chip, Torus, estimate
+from tests.tiers import full
+
+CHIP = Chip(clock=1e3, link=100.0, cores=1, ring=16)  # a cycle is a millisecond
+TORUS = Torus(sizes=(2, 2), ring=16, link=100.0)  # two links a chip, of 100 bytes a second
+MESH = {"fsdp": 4}
+GROUPS = "replica_groups={{0,1,2,3}}"
+
+
+def instruction(name, cycles=0, operation="fusion", scope="", extra=""):
+  source = f', metadata={{op_name="jit(step)/{scope}"}}' if scope else ""
+  counted = f', backend_config={{"window_config":{{"estimated_cycles":"{cycles}"}}}}' if cycles else ""
+  return f"%{name} = bf16[8,16]{{1,0}} {operation}(%x){extra}{source}{counted}"
+
+
+def program(*lines, computations=""):
+  body = "".join(f"  {line}\n" for line in lines)
+  return textwrap.dedent(computations) + f"\nENTRY %main (x: f32[8]) -> f32[8] {{\n{body}}}\n"
+
+
+def read(text, **kernels):
+  return estimate(text, MESH, CHIP, TORUS, kernels)
+
+
+def computation(name, *lines):
+  return f"%{name} (x: bf16[8]) -> bf16[8] {{\n" + "".join(f"  {line}\n" for line in lines) + "}\n\n"
+
+
+PRODUCT = computation("product", "%c = bf16[8,16]{1,0} convolution(%x, %y), dim_labels=bf_io->bf")
+
+
+def test_parts_and_a_kernel():
+  found = read(
+    program(
+      instruction("f.1", 100, scope="jvp(Decoder)/layers/attention/dot_general", extra=", calls=%product"),
+      instruction("f.2", 20, scope="jvp(Decoder)/layers/attention/exp"),
+      instruction("f.3", 3, scope="jvp(Decoder)/layers/attention/rope/dot_general", extra=", calls=%product"),
+      instruction("f.4", 400, scope="transpose(jvp(Decoder))/layers/ffn/mul"),
+      instruction("f.5", 5000, scope="jvp(loss)/shard_map/dot_general", extra=", calls=%product"),
+      instruction("f.6", 60, scope="optimizer/add"),
+      instruction("copy.7", 7, "copy", scope="jvp(Decoder)/layers/ffn/transpose"),
+      instruction("f.8", 10, extra=", calls=%product"),
+      instruction("diff_attention_forward_v1.2", 0, "custom-call", extra=', custom_call_target="tpu_custom_call"'),
+      instruction("diff_attention_backward_v1", 0, "custom-call", extra=', custom_call_target="tpu_custom_call"'),
+      computations=PRODUCT,
+    ),
+    diff_attention_forward=1000,
+    diff_attention_backward=2000,
+  )
+  assert {part: round(1000 * seconds) for part, seconds in found.parts.items()} == {
+    "projections": 100,
+    "attention, other": 20,
+    "norms, RoPE, residuals": 3,
+    "feed-forward": 400,
+    "loss": 5000,
+    "optimizer": 60,
+    "copies": 7,
+    "other products": 10,
+    "attention kernels": 3000,
+  }
+  assert found.seconds == pytest.approx(8.6)
+  assert found.longest[0][0] == 5
+
+
+def test_loops_by_their_own_counts():
+  loop = '%w = (s32[]) while(%t), condition=%c, body={}, backend_config={{"known_trip_count":{{"n":"{}"}}}}'
+  inner = computation("inner", instruction("f.2", 10))
+  outer = computation("outer", instruction("f.1", 1), loop.format("%inner", 5))
+  found = read(program(loop.format("%outer", 3), instruction("f.3", 100), computations=inner + outer))
+  assert found.seconds == pytest.approx(0.100 + 3 * (0.001 + 5 * 0.010))
+  with pytest.raises(ValueError, match="iterations"):
+    read(program("%w = (s32[]) while(%t), condition=%c, body=%inner", computations=inner))
+
+
+def gather(name, operation="all-gather", chain=""):
+  return f"%{name} = bf16[8,16]{{1,0}} {operation}(%x), channel_id=1, {GROUPS}, dimensions={{0}}{chain}"
+
+
+SECONDS = 8 * 16 * 2 * 3 / 4 / 200  # of one such gather: 192 bytes over two links
+
+
+@pytest.mark.parametrize(
+  "lines, exposed",
+  [
+    ([gather("a"), instruction("f", 5000)], SECONDS),
+    ([gather("s", "all-gather-start"), "%d = bf16[8,16] all-gather-done(%s)", instruction("f", 5000)], SECONDS),
+    ([gather("s", "all-gather-start"), instruction("f", 5000), "%d = bf16[8,16] all-gather-done(%s)"], 0),
+    ([gather("s", "all-gather-start"), instruction("f", 500), "%d = bf16[8,16] all-gather-done(%s)"], SECONDS - 0.5),
+    # Two share the links, so that one second covers what one of them takes of it, not both.
+    (
+      [
+        gather("s", "all-gather-start"),
+        gather("t", "all-gather-start"),
+        instruction("f", 1000),
+        "%d = bf16[8,16] all-gather-done(%s)",
+        "%e = bf16[8,16] all-gather-done(%t)",
+      ],
+      2 * SECONDS - 1,
+    ),
+    # In parts, one of them inside a product's fusion.
+    (
+      [instruction("s", extra=", calls=%start"), instruction("f", 700, extra=", calls=%part"), instruction("d", extra=", calls=%done")],
+      SECONDS - 0.7,
+    ),
+  ],
+  ids=["alone", "nothing between", "covered", "half covered", "two", "in parts"],
+)
+def test_collectives_count_where_nothing_covers_them(lines, exposed):
+  chain = ', frontend_attributes={chain_id="7"}'
+  parts = computation("start", gather("g.1", chain=chain), 'ROOT %q = bf16[8] custom-call(%g.1), custom_call_target="AsyncCollectiveStart"')
+  parts += computation("part", gather("g.2", chain=chain))
+  parts += computation("done", gather("g.3", chain=chain), 'ROOT %q = bf16[8] custom-call(%g.3), custom_call_target="AsyncCollectiveDone"')
+  found = read(program(*lines, instruction("last", 1), computations=parts))
+  assert found.parts.get("exposed collectives", 0) == pytest.approx(exposed)
+  count = sum("start" in line.partition("(")[0] or "%a " in line or "%s " in line for line in lines)
+  assert found.collectives["all-gather"] == pytest.approx((count * SECONDS, exposed))
+
+
+def test_a_program_without_estimates():
+  assert read(program(gather("a"))) is None
+
+
+@pytest.mark.parametrize(
+  "topology, gather, exchange",  # seconds, if every chip receives 1 GB
+  [
+    ("v5e:4x4", 1 / 90, 16 / 15 / 45),  # two links at a corner; 64 of 240 pairs cross the middle one way, over four links
+    ("v5e:16x16", 1 / 180, 256 * 16 / (255 * 8) / 45),
+    ("v5e:8x16", 1 / 135, 128 * 16 / (127 * 8) / 45),
+    ("v5p:4x4x4", 1 / 540, 64 * 4 / (63 * 8) / 90),
+    ("v5p:2x2x4", 1 / 270, 16 * 4 / (15 * 4) / 90),
+    ("v6e:1x1", 0, 0),
+  ],
+)
+def test_links(topology, gather, exchange):
+  chips = math.prod(map(int, topology.partition(":")[2].split("x")))
+  seconds = lambda kind: Torus.of(topology).seconds(Collective(kind, ("fsdp",), 1e9, 1), chips)
+  assert seconds("all-gather") == pytest.approx(gather) and seconds("all-to-all") == pytest.approx(exchange)
+
+
+def test_cycles_of_kernels():
+  known = cycles("v5e", "forward", 2048, 128, 256, 2, 2), cycles("v5e", "forward", 4096, 128, 256, 2, 2)
+  assert known == (40880, 137995)
+  assert cycles("v5e", "forward", 2048, 96, 192, 2, 2) == known[0] == cycles("v5p", "forward", 2048, 128, 256, 2, 2)
+  assert cycles("v5e", "forward", 65536, 128, 256, 2, 2) == pytest.approx(
+    32**2 * (known[1] / 2 - known[0]) + 32 * (2 * known[0] - known[1] / 2)
+  )
+  assert cycles("v5e", "forward", 2048, 512, 512, 2, 2) is None
+
+
+SIZE, COUNT, TURNS = 8192, 8, 3
+
+
+def _chain(devices, chips, available, with_copies):
+  """Estimated and nominal seconds of a chain of products in a loop, and seconds by part; with a copy between each that moves everything."""
+  from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+  from diffjax.training.flops import peak_flops
+
+  mesh = Mesh(devices[:1], ("data",))
+  apart = jax.lax.optimization_barrier  # nothing that a product could take along
+
+  def chain(x, w):
+    def step(x, _):
+      for _ in range(COUNT):
+        x = jnp.dot(x, w)
+        x = apart(apart(x) + 1) if with_copies else x
+      return x, None
+
+    return jax.lax.scan(step, x, None, length=TURNS)[0]
+
+  matrix = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))
+  text = jax.jit(chain).lower(matrix, matrix).compile().as_text()
+  generation = {"TPU v5 lite": "v5e", "TPU v6 lite": "v6e", "TPU v5": "v5p"}[devices[0].device_kind]
+  found = estimate(text, mesh.shape, CHIPS[generation], Torus.of("v5e:1x1"), {})
+  return found.seconds, TURNS * COUNT * 2 * SIZE**3 / peak_flops(devices[0].device_kind), found.parts
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler, libtpu, is not installed")
+@pytest.mark.parametrize("topology, bandwidth", [("v5e:2x2", 819e9), *full([("v6e:2x2", 1640e9), ("v5p:2x2x1", 2765e9)])])
+def test_a_chain_of_products_is_near_the_peak(topology, bandwidth):
+  """And with a copy between each it takes longer, by what the copies cost: at least what the memory takes to read and write everything."""
+  alone, peak, parts = aot.apart(_chain, False, topology=topology)
+  assert 0.85 * alone <= peak <= alone and set(parts) <= {"other products", "copies", "other"}
+  longer, _, parts = aot.apart(_chain, True, topology=topology)
+  moved = TURNS * COUNT * 2 * SIZE**2 * 2 / bandwidth
+  assert moved <= longer - alone <= 4 * moved

@@ -1,0 +1,110 @@
+"""A layer's products over a mesh: what is gathered, what its gradient is and in which dtype each travels."""
+
+import math
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from diffjax.config import MeshConfig
+from diffjax.parallel.mesh import make_mesh
+from diffjax.parallel.product import product, whole
+from diffjax.parallel.rules import PARAMETERS
+
+pytestmark = pytest.mark.usefixtures("optimised")
+B, T, E, H, D, F = 8, 4, 32, 4, 8, 48
+# Shapes of activations beyond [B, T] and of the parameter.
+SHAPES = {
+  "query": ((E,), (E, H, 2, D)),
+  "value": ((E,), (E, H, D)),
+  "out": ((H, D), (H, D, E)),
+  "gate": ((E,), (E, F)),
+  "down": ((F,), (F, E)),
+}
+MESHES = {"fsdp": MeshConfig(data=1, fsdp=8), "all": MeshConfig(data=1, fsdp=2, context=2, tensor=2), "data": MeshConfig(data=8)}
+
+
+def arguments(name):
+  inputs, shape = SHAPES[name]
+  keys = jax.random.split(jax.random.key(0), 3)
+  outputs = shape[len(inputs) :]
+  return [jax.random.normal(key, shape) for key, shape in zip(keys, ((B, T, *inputs), shape, (B, T, *outputs)), strict=True)]
+
+
+def program(name, mesh, dtype):
+  """x, w, dy → y, dx, dw, jitted with the shardings of training."""
+  inputs, _ = SHAPES[name]
+  spec = PARAMETERS[name][1:]
+  kept = [None if axis == "fsdp" else axis for axis in (*spec, *[None] * 3)]
+  shard = lambda *axes: NamedSharding(mesh, P(*axes))
+  x = shard(("data", "fsdp"), "context", *kept[: len(inputs)])
+  dy = shard(("data", "fsdp"), "context", *kept[len(inputs) : len(SHAPES[name][1])])
+
+  def both(x, w, dy):
+    y, pull = jax.vjp(lambda x, w: product(x, w, name), x.astype(dtype), w)
+    return y, *pull(dy.astype(dtype))
+
+  return jax.jit(both, in_shardings=(x, shard(*spec), dy), out_shardings=(dy, x, shard(*spec)))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_value_and_gradients_equal_one_devices(name, mesh):
+  x, w, dy = arguments(name)
+  mesh = make_mesh(MESHES[mesh])
+  with jax.set_mesh(mesh):
+    actual = program(name, mesh, jnp.float32)(x, w, dy)
+  inputs = x.ndim - 2
+  double = [np.asarray(z, np.float64) for z in (x, w, dy)]
+  plain = (
+    np.tensordot(double[0], double[1], inputs),
+    np.tensordot(double[2], double[1], (range(2, dy.ndim), range(inputs, w.ndim))),
+    np.tensordot(double[0], double[2], ((0, 1), (0, 1))),
+  )
+  chex.assert_trees_all_close([np.asarray(z, np.float64) for z in actual], list(plain), rtol=1e-5, atol=1e-4)
+  y, pull = jax.vjp(lambda x, w: product(x, w, name), x, w)  # without a mesh
+  chex.assert_trees_all_close((y, *pull(dy)), actual, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["query", "down"])
+def test_what_travels(name):
+  """Forward one gather of the parameter in bfloat16, and the same backward; one exchange of the gradient in bfloat16, of what the tensor
+  axis leaves of it; sums over data in float32, of what each device keeps. XLA's CPU backend computes, and may send, bfloat16 as float32, so
+  the text before it is read."""
+  mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+  x, w, dy = (jax.ShapeDtypeStruct(z.shape, z.dtype) for z in arguments(name))
+  with jax.set_mesh(mesh):
+    lowered = program(name, mesh, jnp.bfloat16).lower(x, w, dy)
+  text = lowered.as_text()
+  exchanged = re.findall(r"all_to_all.*?-> tensor<([\dx]+)x(\w+)>", text)
+  assert [(math.prod(map(int, size.split("x"))), dtype) for size, dtype in exchanged] == [(w.size // 2, "bf16")]
+  summed = re.findall(r"stablehlo.all_reduce[\s\S]*?\) -> tensor<([\dx]+)x(\w+)>", text)
+  assert {(math.prod(map(int, size.split("x"))), dtype) for size, dtype in summed} == {(w.size // 4, "f32")}
+  compiled = lowered.compile().as_text()
+  gathered = [math.prod(map(int, size.split(","))) for size in re.findall(r"\[([\d,]+)\]\S* all-gather\(", compiled)]
+  assert gathered and set(gathered) == {w.size // 2}  # along the tensor axis it stays split
+  assert "while(" not in compiled
+
+
+def test_sums_over_devices_round_nothing():
+  """Eight devices' shares of 1 + 2⁻⁷ in bfloat16: their sum is not a bfloat16."""
+  mesh = make_mesh(MESHES["fsdp"])
+  x, w = jnp.ones((B, 1, E), jnp.bfloat16), jnp.zeros((E, F))
+  dy = jnp.full((B, 1, F), 1 + 2**-7, jnp.bfloat16).at[0].set(512)
+  with jax.set_mesh(mesh):
+    dw = program("gate", mesh, jnp.bfloat16)(x, w, dy)[2]
+  assert dw.dtype == jnp.float32 and jnp.all(dw == 512 + 7 * (1 + 2**-7))
+
+
+def test_whole():
+  w = arguments("gate")[1]
+  assert whole(w, "gate", jnp.bfloat16).dtype == jnp.bfloat16  # without a mesh
+  mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+  with jax.set_mesh(mesh):
+    out = jax.jit(lambda w: whole(w, "gate", jnp.bfloat16))(jax.device_put(w, NamedSharding(mesh, P("fsdp", "tensor"))))
+  assert out.sharding.spec == P(None, "tensor")
