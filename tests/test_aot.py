@@ -22,9 +22,10 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import topologies
 from diffjax import aot
-from diffjax.config import Config, MeshConfig, TrainConfig, UserError
+from diffjax.config import REMAT, Config, MeshConfig, TrainConfig, UserError
 from diffjax.ops.platform import platform
 from diffjax.parallel.collectives import Collective, collectives
+from diffjax.parallel.estimate import Estimate
 from tests.tiers import full
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -231,15 +232,16 @@ def test_changes_are_of_what_dominates():
   assert [change.split(" ")[0] for change in changes] == [
     "--config.model.remat=full",
     "--config.train.accumulation=32",
+    "--config.train.loss_chunk=512",
     "--config.mesh.data=1",
     "--topology=v5e:2x4",
   ]
   assert not plan.fits and dataclasses.replace(plan, temporaries=3 << 30).fits  # 15 GiB, as available
   assert aot._changes(config, "v5e:2x2", 1, dataclasses.replace(plan, temporaries=4 << 30))[0].startswith("--config.mesh.data=1")
   sharded = dataclasses.replace(plan, mesh={"data": 1, "fsdp": 4}, temporaries=100 << 30)
-  assert aot._changes(config, "v5e:2x2", 1, sharded)[2:] == ["--topology=v5e:4x8"]  # 112 GiB of 4 chips: 14 of 32
+  assert aot._changes(config, "v5e:2x2", 1, sharded)[3:] == ["--topology=v5e:4x8"]  # 112 GiB of 4 chips: 14 of 32
   of_two = dataclasses.replace(sharded, chips=8, mesh={"data": 2, "fsdp": 4})
-  assert aot._changes(config, "v5e:2x2", 2, of_two)[2:] == ["--topology=v5e:4x8"]  # as much of 8 chips, twice 4: 14 of twice 32
+  assert aot._changes(config, "v5e:2x2", 2, of_two)[3:] == ["--topology=v5e:4x8"]  # as much of 8 chips, twice 4: 14 of twice 32
 
 
 @pytest.mark.parametrize(
@@ -328,8 +330,50 @@ def test_what_does_not_fit_is_told_with_the_remedy():
 
 @needs_libtpu
 @pytest.mark.full
-@pytest.mark.parametrize("config, topology", [("diff_1b", "v5e:4x4"), ("diff_13b", "v5p:4x4x4")])
-def test_the_paper_configs_fit(config, topology):
-  result = compile_(f"--config=configs/{config}.py", f"--topology={topology}")
+@pytest.mark.parametrize(
+  "config, topology, overrides, bound",
+  [("diff_1b", "v5e:4x4", [], 0.58), ("diff_13b", "v5p:4x4x4", ["--config.mesh.data=4", "--config.mesh.fsdp=16"], 0.59)],
+)
+def test_the_paper_configs_fit_and_are_not_bound_more_than_before(config, topology, overrides, bound):
+  """One kernel each way: the forward pass runs once. No product is a loop over shards. The bound is what was reached, rounded down."""
+  result = compile_(f"--config=configs/{config}.py", f"--topology={topology}", *overrides)
   assert result.returncode == 0 and result.stdout.endswith("\nfits\n"), result.stdout + result.stderr
-  assert "diff_attention_backward_v1, diff_attention_forward_v1" in result.stdout
+  assert "\nattention kernels: diff_attention_backward_v1, diff_attention_forward_v1\n" in result.stdout
+  assert "windowed" not in result.stdout
+  assert float(re.search(r"\nbound on MFU, the compiler's estimate: ([\d.]+)%\n", result.stdout)[1]) >= 100 * bound, result.stdout
+  # The gathers overlap: what is exposed of them is the first of each pass through a layer, and the embedding's.
+  exposed, whole = map(float, re.search(r"all-gather ([\d.]+) of ([\d.]+)", result.stdout).groups())
+  assert exposed <= 0.2 * whole
+
+
+@needs_libtpu
+@pytest.mark.full
+def test_policies_are_compared():
+  result = compile_("--config=configs/tiny.py", "--topology=v5e:2x2", "--remat")
+  assert result.returncode == 0, result.stderr
+  rows = [line.split()[0] for line in result.stdout.splitlines()]
+  assert rows[:7] == ["remat", *REMAT] and rows[7:] == ["quickest"]
+  assert result.stdout.splitlines()[-1].partition("=")[2] in REMAT
+
+
+def _report(capsys, **changes):
+  plan = aot.Plan(4, "TPU v5 lite", {"fsdp": 4}, 1 << 30, 1 << 30, 0, 1 << 30, 1, 15 << 30, {}, "", ("diff_attention_forward_v1",), 1.0)
+  aot._report(Config(), dataclasses.replace(plan, **changes))
+  return capsys.readouterr().out
+
+
+def test_the_estimate_is_told(capsys):
+  parts = {"feed-forward": 0.5, "attention kernels": 0.25, "exposed collectives": 0.25}
+  found = Estimate(parts, {"all-gather": (0.5, 0.125), "all-reduce": (0.125, 0.125)}, [])
+  out = _report(capsys, estimate=found, peak_seconds=0.6, windowed=3)
+  assert re.search(r"\n  feed-forward +0\.5000\n", out) and re.search(r"\n  total +1\.0000\n", out)
+  assert "0.2500: 40% of all collectives; all-gather 0.1250 of 0.5000, all-reduce 0.1250 of 0.1250\n" in out
+  assert "bound on MFU, the compiler's estimate: 60.0%\n" in out and "windowed einsums: 3" in out
+  del parts["attention kernels"]
+  out = _report(capsys, estimate=found._replace(parts=parts), peak_seconds=0.6)
+  assert "80.0% (without attention kernels, for whose shape there is no estimate)" in out and "windowed" not in out
+
+
+def test_no_estimate_is_told(capsys):
+  assert "the compiler's estimate: none, since it makes none\n" in _report(capsys)
+  assert "none, since the program has a loop whose" in _report(capsys, unread="a loop whose iterations cannot be read: x")

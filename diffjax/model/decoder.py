@@ -15,6 +15,7 @@ from diffjax.config import ModelConfig
 from diffjax.model.attention import ATTENTION, lambda_init_schedule, matrix_init
 from diffjax.ops.diff_attention import RESIDUAL_NAMES, diff_attention
 from diffjax.ops.rms_norm import SCALE, rms_norm
+from diffjax.ops.rope import ANGLES
 from diffjax.ops.swiglu import swiglu
 from diffjax.parallel.product import product
 
@@ -25,11 +26,11 @@ _policies = jax.checkpoint_policies
 # What the backward pass keeps of a layer, from the least memory to the most.
 REMAT_POLICIES = {
   "full": _policies.nothing_saveable,
-  "attention": _policies.save_only_these_names(*RESIDUAL_NAMES, SCALE),
-  "gate": _policies.save_only_these_names(*RESIDUAL_NAMES, SCALE, GATE),
-  "ffn": _policies.save_only_these_names(*RESIDUAL_NAMES, SCALE, GATE, UP),
+  "attention": _policies.save_only_these_names(*RESIDUAL_NAMES, ANGLES, SCALE),
+  "gate": _policies.save_only_these_names(*RESIDUAL_NAMES, ANGLES, SCALE, GATE),
+  "ffn": _policies.save_only_these_names(*RESIDUAL_NAMES, ANGLES, SCALE, GATE, UP),
   "dots": _policies.save_from_both_policies(
-    _policies.save_only_these_names(*RESIDUAL_NAMES, SCALE), _policies.checkpoint_dots_with_no_batch_dims
+    _policies.save_only_these_names(*RESIDUAL_NAMES, ANGLES, SCALE), _policies.checkpoint_dots_with_no_batch_dims
   ),
   "none": _policies.everything_saveable,
 }

@@ -5,9 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from diffjax.ops.platform import platform
+
+# The name of the sines and cosines, for remat policies: those of one layer are those of all, so that they are kept once.
+ANGLES = "rope_angles"
 
 
 @jax.named_scope("rope")
@@ -37,7 +41,7 @@ def rope(x: Float[Array, "B T *heads D"], positions: Int[Array, "B T"], base: fl
   angles = positions.astype(dtype)[..., None] * frequencies
   angles = angles.reshape(*positions.shape, *[1] * (x.ndim - 3), width // 2)
   rotate = rotate_by_product if platform() == "tpu" else rotate_halves
-  return rotate(x, jnp.sin(angles), jnp.cos(angles))
+  return rotate(x, *(checkpoint_name(part, ANGLES) for part in (jnp.sin(angles), jnp.cos(angles))))
 
 
 def rotate_halves(
