@@ -27,16 +27,9 @@ from diffjax.parallel.mesh import put_batch, sharded_attention, sharded_cross_en
 from diffjax.training.optimizer import make_optimizer, make_schedule, skip_metrics
 
 # What the compiler is told, by platform. On TPU: never to cut a product into a loop over a parameter's or a gradient's shards (a windowed
-# einsum, for operands of at least so many MiB), and to let parameters and gradients travel while it computes (parallel/product.py).
-_COMPILER_OPTIONS = {
-  "tpu": {
-    "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
-    "xla_enable_async_all_gather": "true",
-    "xla_tpu_enable_async_collective_fusion": "true",
-    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
-    "xla_tpu_enable_async_all_to_all": "true",
-  }
-}
+# einsum, for operands of at least so many MiB), and to let gradients travel while it computes (parallel/product.py). Not to let gathers do
+# so too where it does not by itself: newer compilers refuse xla_tpu_enable_async_collective_fusion but on v5e, for fear of wrong results.
+_COMPILER_OPTIONS = {"tpu": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000", "xla_tpu_enable_async_all_to_all": "true"}}
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
