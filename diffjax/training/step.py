@@ -24,12 +24,8 @@ from diffjax.ops.cross_entropy import per_token_cross_entropy
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.parallel import rules
 from diffjax.parallel.mesh import put_batch, sharded_attention, sharded_cross_entropy
+from diffjax.parallel.product import exchanges
 from diffjax.training.optimizer import make_optimizer, make_schedule, skip_metrics
-
-# What the compiler is told, by platform. On TPU: never to cut a product into a loop over a parameter's or a gradient's shards (a windowed
-# einsum, for operands of at least so many MiB), and to let gradients travel while it computes (parallel/product.py). Not to let gathers do
-# so too where it does not by itself: newer compilers refuse xla_tpu_enable_async_collective_fusion but on v5e, for fear of wrong results.
-_COMPILER_OPTIONS = {"tpu": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000", "xla_tpu_enable_async_all_to_all": "true"}}
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -158,8 +154,7 @@ def make_train_step(config: Config, mesh: Mesh, abstract_state: TrainState) -> C
   # The state comes out as it went in: left to the compiler, another layout would compile the second step anew.
   state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
   outs = state_shardings, NamedSharding(mesh, P())
-  options = _COMPILER_OPTIONS.get(mesh.devices.flat[0].platform)
-  jitted = jax.jit(step, donate_argnums=0, out_shardings=outs, compiler_options=options)
+  jitted = jax.jit(step, donate_argnums=0, out_shardings=outs, compiler_options=_compiler_options(mesh))
 
   def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     with _context(mesh):
@@ -223,6 +218,19 @@ def make_eval_step(config: Config, mesh: Mesh) -> Callable[[Any, Batch], Metrics
       return step(params, put_batch(batch, mesh))
 
   return run
+
+
+def _compiler_options(mesh: Mesh) -> dict[str, str] | None:
+  """On TPU: never to cut a product into a loop over a parameter's or a gradient's shards (a windowed einsum, for operands of at least so
+  many MiB), and to let gradients travel while it computes (parallel/product.py).
+
+  Not to let gathers do so too where it does not by itself: newer compilers refuse xla_tpu_enable_async_collective_fusion but on v5e, for
+  fear of wrong results.
+  """
+  if mesh.devices.flat[0].platform != "tpu":
+    return None
+  asynchronous = {"xla_tpu_enable_async_all_to_all": "true"} if exchanges(mesh) else {}
+  return {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"} | asynchronous
 
 
 def _batch_parts(mesh: Mesh) -> int:

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diffjax.config import MeshConfig
 from diffjax.parallel.mesh import make_mesh
-from diffjax.parallel.product import product, whole
+from diffjax.parallel.product import exchanges, product, whole
 from diffjax.parallel.rules import PARAMETERS
 
 pytestmark = pytest.mark.usefixtures("optimised")
@@ -89,6 +89,35 @@ def test_what_travels(name):
   gathered = [math.prod(map(int, size.split(","))) for size in re.findall(r"\[([\d,]+)\]\S* all-gather\(", compiled)]
   assert gathered and set(gathered) == {w.size // 2}  # along the tensor axis it stays split
   assert "while(" not in compiled
+
+
+@pytest.mark.parametrize(
+  "kind, chips, fsdp, exchanged",
+  [
+    ("TPU v5 lite", 16, 16, True),
+    ("TPU v5 lite", 32, 8, False),
+    ("TPU v6 lite", 256, 64, True),
+    ("TPU v5", 128, 128, False),
+    (None, 8, 8, True),
+  ],
+)
+def test_where_gradients_are_exchanged(kind, chips, fsdp, exchanged):
+  device = kind and jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="tpu")
+  mesh = AbstractMesh((chips // fsdp, fsdp), ("data", "fsdp"), abstract_device=device)
+  assert exchanges(mesh) == exchanged
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_xlas_own_reduce_scatter_gives_the_same(name, monkeypatch):
+  x, w, dy = arguments(name)
+  mesh = make_mesh(MESHES["all"])
+  with jax.set_mesh(mesh):
+    exchanged = program(name, mesh, jnp.float32)(x, w, dy)
+    monkeypatch.setattr("diffjax.parallel.product.exchanges", lambda mesh: False)
+    jax.clear_caches()
+    reduced = program(name, mesh, jnp.float32)
+    assert "all_to_all" not in reduced.lower(*(jax.ShapeDtypeStruct(z.shape, z.dtype) for z in (x, w, dy))).as_text()
+    chex.assert_trees_all_close(reduced(x, w, dy), exchanged, rtol=1e-5, atol=1e-5)
 
 
 def test_sums_over_devices_round_nothing():
