@@ -26,7 +26,6 @@ import json
 import math
 import os
 import pathlib
-import re
 import subprocess
 import sys
 import tempfile
@@ -191,6 +190,7 @@ def read(result: dict, config, topology: str, chips: int) -> dict:
   """A row of the table: seconds by part, the bound on MFU, temporaries and collectives of a compiled step of a config's shape."""
   from diffjax import aot
   from diffjax.parallel.estimate import CHIPS, Torus, estimate
+  from diffjax.parallel.program import windowed_einsums
   from diffjax.training.flops import peak_flops, step_flops
 
   text, chip = pathlib.Path(result["hlo"]).read_text(), CHIPS[topology.partition(":")[0]]
@@ -206,7 +206,7 @@ def read(result: dict, config, topology: str, chips: int) -> dict:
     "bound on MFU": round(peak / found.seconds, 4),
     "parts": {part: round(seconds, 4) for part, seconds in sorted(found.parts.items(), key=lambda entry: -entry[1])},
     "collectives, of them exposed": {kind: [round(x, 4) for x in pair] for kind, pair in found.collectives.items()},
-    "windowed": len(set(re.findall(r"body=%(\S*windowed_dot_general\S*?)[,\s]", text))),
+    "windowed": windowed_einsums(text),
     "temporaries, GiB": round(result["temporaries_bytes"] / 2**30, 2),
   }
 

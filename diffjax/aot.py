@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from absl import app, flags
 
 from diffjax import command
-from diffjax.config import Config, UserError
+from diffjax.config import REMAT, Config, UserError
 from diffjax.parallel.estimate import Estimate
 from diffjax.training.flops import peak_flops, step_flops
 
@@ -175,6 +175,7 @@ def _compile(devices: Any, chips: int, available: int, config: Config, topology:
   from diffjax.parallel.collectives import collectives
   from diffjax.parallel.estimate import CHIPS, Torus, estimate
   from diffjax.parallel.mesh import make_mesh
+  from diffjax.parallel.program import windowed_einsums
   from diffjax.training.step import lower_train_step
 
   a_chip = len(devices) // chips
@@ -195,7 +196,7 @@ def _compile(devices: Any, chips: int, available: int, config: Config, topology:
     memory: Any = compiled.memory_analysis()
     text = compiled.as_text() or ""
     kernels = tuple(sorted(re.findall(r"%(diff_attention_[a-z]+_[a-z0-9]+)[.\d]* = .* custom-call\(", text)))
-    windowed = len(set(re.findall(r"body=%(\S*windowed_dot_general\S*?)[,\s]", text)))
+    windowed = windowed_einsums(text)
     program, temporaries = memory.generated_code_size_in_bytes * a_chip, memory.temp_size_in_bytes * a_chip
     batch = memory.argument_size_in_bytes * a_chip - parameters - optimizer
     try:
@@ -301,8 +302,6 @@ def _compare_remat(config: Config, topology: str, slices: int) -> None:
   Raises:
     UserError: if none fits.
   """
-  from diffjax.config import REMAT
-
   print(f"{'remat':<12}{'GiB a chip':>16}{'seconds a step':>18}{'bound on MFU':>15}  by the compiler's estimate")
   fitting: list[tuple[float, str]] = []
   for order, policy in enumerate(REMAT):

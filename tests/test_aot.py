@@ -26,6 +26,7 @@ from diffjax.config import REMAT, Config, MeshConfig, TrainConfig, UserError
 from diffjax.ops.platform import platform
 from diffjax.parallel.collectives import Collective, collectives
 from diffjax.parallel.estimate import Estimate
+from diffjax.parallel.program import windowed_einsums
 from tests.tiers import full
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -182,6 +183,11 @@ def test_slices():
     Collective("all-reduce", ("fsdp",), 2 * 64 * 3 / 4, 1),
     Collective("all-reduce", ("data",), 2 * 23 * 8 * 128 * 2 / 2, 1),
   ]
+
+
+def test_windowed_einsums_are_counted():
+  loop = "%w.{0} = (bf16[8]) while(%t), condition=%c, body=%wide.windowed_dot_general_body_ag.{0}.clone, metadata={{}}"
+  assert windowed_einsums(program(loop.format(1), loop.format(2), "%x = (s32[]) while(%t), condition=%c, body=%body")) == 2
 
 
 def test_what_cannot_be_read_is_an_error():

@@ -23,7 +23,7 @@ from diffjax.parallel.product import product
 GATE, UP = "ffn_gate", "ffn_up"
 
 _policies = jax.checkpoint_policies
-# What the backward pass keeps of a layer, from the least memory to the most.
+# What the backward pass keeps of a layer, from the least memory to the most; with "none" it computes nothing again.
 REMAT_POLICIES = {
   "full": _policies.nothing_saveable,
   "attention": _policies.save_only_these_names(*RESIDUAL_NAMES, ANGLES, SCALE),
@@ -32,7 +32,6 @@ REMAT_POLICIES = {
   "dots": _policies.save_from_both_policies(
     _policies.save_only_these_names(*RESIDUAL_NAMES, ANGLES, SCALE), _policies.checkpoint_dots_with_no_batch_dims
   ),
-  "none": _policies.everything_saveable,
 }
 
 

@@ -68,6 +68,11 @@ class Program:
       raise ValueError(f"a loop whose iterations cannot be read: {loop.strip()[:300]}") from error
 
 
+def windowed_einsums(text: str) -> int:
+  """How many products of a program have become loops over the shards of an operand."""
+  return len(set(re.findall(r"body=%(\S*windowed_dot_general\S*?)[,\s]", text)))
+
+
 def _operands(line: str, operation: str) -> list[str]:
   """Names of the operands of an instruction."""
   return re.findall(r"%([^\s,]+)", re.search(rf" {operation}\(([^)]*)\)", line)[1])  # type: ignore[index]
