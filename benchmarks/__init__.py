@@ -1,12 +1,14 @@
 """Commands that print a ratio, a speed or a table of what was tried."""
 
+import pathlib
 import platform
 
 
 def cpu_name() -> str:
-  """The CPU's name, as Linux tells it."""
+  """The CPU's name, family and model, as Linux tells them: in a virtual machine the name alone may not say which CPU it is."""
   try:
-    with open("/proc/cpuinfo") as file:
-      return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-  except (OSError, StopIteration):
+    first = pathlib.Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+    return f"{fields['model name']} (family {fields['cpu family']}, model {fields['model']})"
+  except (OSError, KeyError):
     return platform.processor()

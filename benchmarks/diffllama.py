@@ -1,15 +1,19 @@
-"""Training steps of diffjax against Hugging Face's DiffLlama (PyTorch), same size, one process: python -m benchmarks.diffllama
+"""Training steps of diffjax against Hugging Face's DiffLlama (PyTorch), same size: python -m benchmarks.diffllama
 
 Needs the extra `hf`. Both take the same tokens, in float32, and do all of a step: forward pass, loss, backward pass, AdamW. DiffLlama
 runs with sdpa attention and the fused AdamW, without clipping; diffjax takes the step that training takes, which also clips, masks packed
-documents and measures. Blocks of steps are taken in turn, so that a busy machine slows both alike; what is printed are medians.
+documents and measures. Each has a process of its own, as in use; for both the C library keeps freed memory, which helps both. They take
+one step each in turn, so that a busy machine slows both alike: the ratio is the median of the pairs', with its quartiles.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import multiprocessing
 import os
+import platform
 import statistics
 import time
 
@@ -88,31 +92,63 @@ def diffllama_step(tokens: np.ndarray):
   return run
 
 
+STEPS = {"diffjax": diffjax_step, "DiffLlama": diffllama_step}
+
+
+def steps_in_turn(seconds: float, shape: tuple[int, int]) -> list[tuple[float, float]]:
+  """Seconds of a step of diffjax and of the step of DiffLlama after it, for so long; two pairs warm up first."""
+  spawn = multiprocessing.get_context("spawn")
+  pipes = []
+  for name in STEPS:
+    ours, theirs = spawn.Pipe()
+    spawn.Process(target=_step_when_asked, args=(name, shape, theirs), daemon=True).start()
+    theirs.close()  # so that a child that dies is an EOFError here
+    pipes.append(ours)
+
+  def pair() -> tuple[float, ...]:
+    times = []
+    for pipe in pipes:
+      pipe.send(None)
+      times.append(pipe.recv())
+    return tuple(times)
+
+  for _ in range(2):
+    pair()
+  start, pairs = time.perf_counter(), []
+  while time.perf_counter() - start < seconds:
+    pairs.append(pair())
+  return pairs
+
+
+def _step_when_asked(name: str, shape: tuple[int, int], pipe) -> None:
+  """A child's work: a step, and its seconds, for whatever comes through the pipe."""
+  keep_freed_pages()
+  run = STEPS[name](np.random.default_rng(0).integers(0, MODEL.vocab_size, shape, np.int32))
+  with contextlib.suppress(EOFError):  # the parent has what it wants
+    while True:
+      pipe.recv()
+      start = time.perf_counter()
+      run()
+      pipe.send(time.perf_counter() - start)
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--blocks", type=int, default=8, help="blocks of steps of each")
-  parser.add_argument("--steps", type=int, default=5, help="steps of a block")
+  parser.add_argument("--seconds", type=float, default=45, help="how long each shape is measured")
   flags = parser.parse_args()
-  keep_freed_pages()
   print(
-    f"JAX {jax.__version__}, PyTorch {torch.__version__}, transformers {transformers.__version__}; {cpu_name()}, "
-    f"{len(os.sched_getaffinity(0))} CPUs, PyTorch uses {torch.get_num_threads()} threads"
+    f"{cpu_name()}, {len(os.sched_getaffinity(0))} CPUs, PyTorch uses {torch.get_num_threads()} threads; Python {platform.python_version()}, "
+    f"JAX {jax.__version__}, PyTorch {torch.__version__}, transformers {transformers.__version__}",
+    flush=True,
   )
   for shape in SHAPES:
-    tokens = np.random.default_rng(0).integers(0, MODEL.vocab_size, shape, np.int32)
-    runs = {"diffjax": diffjax_step(tokens), "DiffLlama": diffllama_step(tokens)}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for block in range(flags.blocks + 1):
-      for name, run in runs.items():
-        for _ in range(flags.steps):
-          start = time.perf_counter()
-          run()
-          if block:  # the first one compiles and warms up
-            seconds[name].append(time.perf_counter() - start)
-    speed = {name: tokens.size / statistics.median(times) for name, times in seconds.items()}
+    pairs = steps_in_turn(flags.seconds, shape)
+    ours, theirs = (shape[0] * shape[1] / statistics.median(times) for times in zip(*pairs, strict=True))
+    low, ratio, high = statistics.quantiles((theirs / ours for ours, theirs in pairs), n=4)
     print(
-      f"{shape[0]} × {shape[1]}: diffjax {speed['diffjax']:,.0f} tokens/s, DiffLlama {speed['DiffLlama']:,.0f} tokens/s, "
-      f"ratio {speed['diffjax'] / speed['DiffLlama']:.2f}"
+      f"{shape[0]} × {shape[1]}, {len(pairs)} pairs of steps: diffjax {ours:,.0f} tokens/s, DiffLlama {theirs:,.0f} tokens/s, "
+      f"ratio {ratio:.2f} (quartiles {low:.2f} and {high:.2f})",
+      flush=True,
     )
 
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from diffjax.config import ModelConfig
 from diffjax.model.attention import ATTENTION, lambda_init_schedule, matrix_init
 from diffjax.ops.diff_attention import RESIDUAL_NAMES, diff_attention
+from diffjax.ops.platform import platform
 from diffjax.ops.rms_norm import SCALE, rms_norm
 from diffjax.ops.rope import ANGLES
 from diffjax.ops.swiglu import swiglu
@@ -123,9 +124,18 @@ class Decoder(nn.Module):
       split_rngs={"params": True},
       in_axes=(0, nn.broadcast, nn.broadcast),
       length=config.num_layers,
+      unroll=config.num_layers if self._unrolled() else 1,
     )
     x, _ = layers(config, self.dtype, self.attention_fn, name="layers")(x, lambda_inits(config), segment_ids, positions)
     return rms_norm(x, self.param("final_norm", nn.initializers.ones, (config.embed_dim,)), config.norm_eps)
+
+  def _unrolled(self) -> bool:
+    """Whether the program holds every layer apart, which takes longer to compile: on CPUs, for a few layers.
+
+    What a scan keeps for the backward pass it copies into arrays stacked over layers, and out of them again; on a CPU that takes a tenth
+    of the time of a step. Where a layer is computed again (remat), a scan also keeps XLA from using the first result in its place.
+    """
+    return platform() == "cpu" and self.config.num_layers <= 8 and self.config.remat == "none"
 
 
 def lambda_inits(config: ModelConfig) -> Float[Array, L]:
