@@ -137,7 +137,7 @@ def main() -> None:
   parser.add_argument("--seconds", type=float, default=45, help="how long each shape is measured")
   flags = parser.parse_args()
   print(
-    f"{cpu_name()}, {len(os.sched_getaffinity(0))} CPUs, PyTorch uses {torch.get_num_threads()} threads; Python {platform.python_version()}, "
+    f"{cpu_name()}, {len(os.sched_getaffinity(0))} CPUs, PyTorch uses {torch.get_num_threads()}; Python {platform.python_version()}, "
     f"JAX {jax.__version__}, PyTorch {torch.__version__}, transformers {transformers.__version__}",
     flush=True,
   )

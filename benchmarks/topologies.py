@@ -1,10 +1,12 @@
-"""The smallest slice of each TPU generation that a config's training step fits, by the TPU's own compiler; no TPU is needed.
+"""Which TPU slices a config's training step fits, and which it can use: by the TPU's own compiler, no TPU is needed.
 
     python -m benchmarks.topologies                          # every config of the paper, into benchmarks/topologies.json; hours
     python -m benchmarks.topologies --configs diff_1b --generations v5e
+    python -m benchmarks.topologies --offline                # the table of what was compiled, and what it still lacks
 
-Slices are tried from small to large: as the config has it, with one row a device at a time (accumulation), and with rematerialisation of
-everything too, the first of these that fits. What benchmarks/topologies.json holds is not compiled again.
+For every config and generation it finds the smallest slice that fits, and the smallest on which the bound on MFU (the compiler's estimate,
+as `diffjax.aot` prints it) is at least half. On a slice it takes the fewest changes that fit: none, accumulation by powers of two until a
+chip has one row at a time, and then rematerialisation of everything too. What benchmarks/topologies.json holds is not compiled again.
 """
 
 from __future__ import annotations
@@ -14,64 +16,137 @@ import importlib
 import json
 import math
 import pathlib
+from collections.abc import Iterator
 
 from diffjax import aot
 from diffjax.command import from_config_dict
-from diffjax.config import Config
+from diffjax.config import Config, UserError
 from diffjax.training.flops import parameter_count
 
 RESULTS = pathlib.Path(__file__).with_suffix(".json")
 CONFIGS = ("diff_125m", "diff_350m", "diff_830m", "diff_1b", "diff_3b", "diff_7b", "diff_13b")
 GENERATIONS = ("v5e", "v5p", "v6e")
+HALF = 0.5
 
 
-def smallest(name: str, generation: str) -> dict | None:
-  """The first slice and overrides that fit, and what the step takes there; None if there is none."""
-  for topology in aot.TOPOLOGIES[generation]:
-    devices = math.prod(map(int, topology.split("x")))
-    config = _config(name, {})
-    if config.train.batch_size % devices or 16 * parameter_count(config.model) > devices * aot.MEMORY[generation] * 2**30:
-      continue  # parameters, Adam's two moments and the gradient, float32, leave no room
-    rows = config.train.batch_size // devices
-    one_row = {"train.accumulation": rows} if rows > 1 else {}
-    least = one_row | {"model.remat": "full"}
-    plan = _compile(name, least, f"{generation}:{topology}")
-    if not plan.fits:
-      continue
-    for overrides in [{}, *([one_row] if one_row else [])]:  # fewer changes, if that fits too
-      better = _compile(name, overrides, f"{generation}:{topology}")
-      if better.fits:
-        least, plan = overrides, better
-        break
-    return {
-      "topology": f"{generation}:{topology}",
-      "overrides": least,
-      "GiB": round(plan.total / 2**30, 2),
-      "compiled in s": round(plan.seconds),
-    }
-  return None
+class NotCompiled(Exception):
+  """What --offline lacks."""
 
 
-def table(found: dict) -> str:
-  """The results as a table in Markdown, a row a config: slice, overrides, GiB a chip, seconds of compilation."""
+class Compiled:
+  """The rows of benchmarks/topologies.json; what is asked for and not there is compiled, and kept there."""
 
-  def cell(generation: str, entry: dict | None) -> str:
-    if entry is None:
-      return "none"
-    overrides = "".join(f", {field.split('.')[1]} {value}" for field, value in entry["overrides"].items())
-    return f"`{entry['topology']}`{overrides}: {entry['GiB']:.1f} of {aot.MEMORY[generation]:.1f} GiB, {entry['compiled in s']} s"
+  def __init__(self, offline: bool = False):
+    self.offline = offline
+    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    self.rows = {self._key(row["config"], row["topology"], row["overrides"]): row for row in rows}
 
-  rows = [["config", *GENERATIONS], ["---"] * (1 + len(GENERATIONS))]
+  def known(self, name: str, topology: str, overrides: dict) -> dict | None:
+    return self.rows.get(self._key(name, topology, overrides))
+
+  def row(self, name: str, topology: str, overrides: dict) -> dict:
+    """A config on a topology: memory of a chip in GiB, whether it fits, and the bound on MFU, None where the compiler refused.
+
+    Raises:
+      NotCompiled: if it is not there, and offline.
+    """
+    if found := self.known(name, topology, overrides):
+      return found
+    if self.offline:
+      raise NotCompiled(f"{name} {topology} {json.dumps(overrides)}")
+    plan = aot.compile_apart(_config(name, overrides), topology)
+    if plan.fits and not (plan.estimate and plan.estimate.has_kernels):
+      raise UserError(f"the attention kernels of {name} have no estimate on {topology}: python -m benchmarks.tpu --shapes makes one")
+    row = dict(config=name, topology=topology, overrides=overrides, GiB=round(plan.total / 2**30, 2), fits=plan.fits)
+    row["bound on MFU"] = plan.mfu_bound and round(plan.mfu_bound, 3)
+    print(f"{json.dumps(row)} after {plan.seconds:.0f} s", flush=True)
+    self.rows[self._key(name, topology, overrides)] = row
+    RESULTS.write_text("[\n" + ",\n".join(json.dumps(self.rows[key]) for key in sorted(self.rows)) + "\n]\n")
+    return row
+
+  @staticmethod
+  def _key(name: str, topology: str, overrides: dict) -> tuple[str, str, str]:
+    return name, topology, json.dumps(overrides, sort_keys=True)
+
+
+def smallest(name: str, generation: str, compiled: Compiled) -> dict | None:
+  """The first slice that fits; None if there is none."""
+  return next(_slices(name, generation, compiled), None)
+
+
+def smallest_at_half(name: str, generation: str, compiled: Compiled) -> tuple[dict | None, dict | None]:
+  """The first slice whose bound on MFU is at least half, if there is one; and the best of all up to there.
+
+  The search ends on the first slice for which nothing need be changed: on a larger one a chip has fewer rows for as many parameters to
+  gather.
+  """
+  best = None
+  for row in _slices(name, generation, compiled):
+    best = max(best or row, row, key=lambda row: row["bound on MFU"])
+    if row["bound on MFU"] >= HALF:
+      return row, best
+    if not row["overrides"]:
+      break
+  return None, best
+
+
+def table(compiled: Compiled) -> str:
+  """The results as a table in Markdown, a row a config. What --offline lacks is left out of it, and named after it."""
+  rows, lacking = [["config", *GENERATIONS], ["---"] * (1 + len(GENERATIONS))], []
   for name in CONFIGS:
-    entries = found.get(name, {})
-    rows.append([f"`{name}`", *(cell(generation, entries[generation]) if generation in entries else "" for generation in GENERATIONS)])
-  return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    cells = []
+    for generation in GENERATIONS:
+      try:
+        cells.append(_cell(name, generation, compiled))
+      except NotCompiled as error:
+        cells.append("")
+        lacking.append(str(error))
+    rows.append([f"`{name}`", *cells])
+  return "\n".join([f"| {' | '.join(row)} |" for row in rows] + [f"not compiled: {entry}" for entry in lacking])
 
 
-def _compile(name: str, overrides: dict, topology: str) -> aot.Plan:
-  plan = aot.compile_apart(_config(name, overrides), topology)
-  print(f"{name} {topology} {overrides}: {plan.total / 2**30:.2f} GiB, {plan.seconds:.0f} s", flush=True)
-  return plan
+def _cell(name: str, generation: str, compiled: Compiled) -> str:
+  def entry(row: dict) -> str:
+    overrides = "".join(f", {field.split('.')[1]} {value}" for field, value in row["overrides"].items())
+    return f"`{row['topology']}`{overrides}: {row['GiB']:.1f} GiB, {row['bound on MFU']:.0%}"
+
+  if (first := smallest(name, generation, compiled)) is None:
+    return "none"
+  half, best = smallest_at_half(name, generation, compiled)
+  if half:
+    return entry(first) if half == first else f"{entry(first)}<br>{entry(half)}"
+  return f"{entry(first)}<br>none at half" + ("" if best in (None, first) else f"; best {entry(best)}")
+
+
+def _slices(name: str, generation: str, compiled: Compiled) -> Iterator[dict]:
+  """A row for each slice that fits, from small to large, with the fewest changes that it needs."""
+  for shape in aot.TOPOLOGIES[generation]:
+    config, chips = _config(name, {}), math.prod(map(int, shape.split("x")))
+    if config.train.batch_size % chips:
+      return
+    # Parameters, Adam's two moments and the gradient, float32, must leave room.
+    if 16 * parameter_count(config.model) < chips * aot.MEMORY[generation] * 2**30:
+      if row := _fewest_changes(name, f"{generation}:{shape}", config.train.batch_size // chips, compiled):
+        yield row
+
+
+def _fewest_changes(name: str, topology: str, rows: int, compiled: Compiled) -> dict | None:
+  """The row of the first changes that fit, where a chip has so many rows of the batch; None if none do.
+
+  Every change takes less memory than the one before it, so that they need not all be compiled: what is known narrows the search first.
+  """
+  changes: list[dict] = [{"train.accumulation": 2**n} if n else {} for n in range(rows.bit_length())]
+  changes.append(changes[-1] | {"model.remat": "full"})
+  low, high = -1, len(changes)  # the last that does not fit, the first that does
+  for place, overrides in enumerate(changes):
+    if row := compiled.known(name, topology, overrides):
+      low, high = (low, min(high, place)) if row["fits"] else (place, high)
+  while high - low > 1:
+    # Whether the last one fits decides whether there is any.
+    middle = high - 1 if high == len(changes) else (low + high) // 2
+    fits = compiled.row(name, topology, changes[middle])["fits"]
+    low, high = (low, middle) if fits else (middle, high)
+  return compiled.row(name, topology, changes[high]) if high < len(changes) else None
 
 
 def _config(name: str, overrides: dict) -> Config:
@@ -83,16 +158,15 @@ def _config(name: str, overrides: dict) -> Config:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=CONFIGS)
-  parser.add_argument("--generations", nargs="+", choices=aot.TOPOLOGIES, default=GENERATIONS)
+  parser.add_argument("--generations", nargs="+", choices=GENERATIONS, default=GENERATIONS)
+  parser.add_argument("--offline", action="store_true", help="compile nothing")
   flags = parser.parse_args()
-  found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-  for name in flags.configs:
-    for generation in flags.generations:
-      if generation not in found.setdefault(name, {}):
-        found[name][generation] = smallest(name, generation)
-        rows = lambda entries: ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items())
-        RESULTS.write_text("{\n" + ",\n".join(f" {json.dumps(key)}: {{\n{rows(entries)}\n }}" for key, entries in found.items()) + "\n}\n")
-  print(table(found))
+  compiled = Compiled(flags.offline)
+  if not flags.offline:
+    for name in flags.configs:
+      for generation in flags.generations:
+        smallest_at_half(name, generation, compiled)  # the smallest that fits is on its way
+  print(table(Compiled(offline=True)))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python -m benchmarks.tpu                            # table, and diffjax/ops/diff_attention/tpu_cycles.json
     python -m benchmarks.tpu --generations v6e --lengths 4096 --masks causal
+    python -m benchmarks.tpu --shapes 64,128,2,2 128,128,2,1 --lengths 1024 2048 --masks causal     # D,V,G,M of single calls
     python -m benchmarks.tpu --search                   # fills diffjax/ops/diff_attention/block_sizes.json
 
 On a TPU these are times: medians of calls after warm-up, on inputs that rotate. Anywhere else they are a compiler's estimate that ranks
@@ -243,6 +244,7 @@ def main() -> None:
   parser.add_argument("--masks", nargs="+", choices=("causal", "full"), default=["causal", "full"])
   parser.add_argument("--simulate", type=int, default=4096, help="longest length that is estimated and not computed (a multiple of 2048)")
   parser.add_argument("--timeout", type=float, default=1800, help="seconds a case")
+  parser.add_argument("--shapes", nargs="+", help="D,V,G,M of calls that are measured alone, instead of the table")
   parser.add_argument("--search", action="store_true", help="fill the table of block sizes")
   parser.add_argument("--search_length", type=int, default=2048)
   parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -253,6 +255,11 @@ def main() -> None:
   generations = flags.generations
   if jax.default_backend() == "tpu":
     generations = [str(pltpu.get_tpu_info().chip_version)]
+  if flags.shapes:
+    for generation, shape, length, mask in itertools.product(generations, flags.shapes, flags.lengths, flags.masks):
+      case = Case(generation, *map(int, shape.split(",")), length, mask == "causal")
+      print(generation, shape, length, mask, cost(case, flags.timeout), flush=True)
+    return
   (search if flags.search else table)(generations, flags)
 
 

@@ -40,6 +40,11 @@ def apply(config, params, *args, **kwargs):
   return logits(params, Decoder(config).apply({"params": params}, *args, **kwargs))
 
 
+def scans(config, params, ids):
+  """Whether the program for these small arrays, in which nothing else loops, loops over the layers."""
+  return "stablehlo.while" in apply.lower(config, params, ids).as_text()
+
+
 def test_parameter_layout():
   params = jax.tree.map(jnp.shape, init(CONFIG))
   L, E, H, D, F = 3, 32, 2, 8, 48
@@ -78,9 +83,11 @@ def test_diff_equals_its_twin_in_parameters_but_for_lambda_and_gains():
   assert count(diff) - count(twin) == CONFIG.num_layers * (4 * CONFIG.head_dim + 2 * CONFIG.head_dim)
 
 
-def test_lambda_init_under_scan_is_each_layers_own():
+@pytest.mark.parametrize("remat", ["full", "none"])  # scanned; and unrolled, on a CPU
+def test_lambda_init_is_each_layers_own(remat):
   """Against a decoder written as a Python loop over layers; with layer 0's λ_init everywhere the logits differ."""
-  params, ids = init(CONFIG), tokens((2, 16))
+  params, ids, config = init(CONFIG), tokens((2, 16)), dataclasses.replace(CONFIG, remat=remat)
+  assert scans(config, params, ids) == (remat == "full")
 
   @functools.partial(jax.jit, static_argnums=0)
   def looped(lambda_init_of):
@@ -92,9 +99,15 @@ def test_lambda_init_under_scan_is_each_layers_own():
       x, _ = block.apply({"params": weights}, x, lambda_init_of(layer), None, positions)
     return logits(params, decoder.rms_norm(x, params["final_norm"], CONFIG.norm_eps))
 
-  scanned = apply(CONFIG, params, ids)
-  np.testing.assert_allclose(scanned, looped(lambda_init_schedule), atol=1e-5)
-  assert np.abs(scanned - looped(lambda layer: lambda_init_schedule(0))).max() > 1e-3
+  found = apply(config, params, ids)
+  np.testing.assert_allclose(found, looped(lambda_init_schedule), atol=1e-5)
+  assert np.abs(found - looped(lambda layer: lambda_init_schedule(0))).max() > 1e-3
+
+
+def test_many_layers_are_scanned():
+  """On a CPU too: the program does not grow with every layer."""
+  config = dataclasses.replace(CONFIG, num_layers=9)
+  assert scans(config, init(config), tokens((2, 16)))
 
 
 def test_lambda_init_is_the_schedule_or_a_constant():

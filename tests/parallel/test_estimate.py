@@ -157,6 +157,7 @@ def test_cycles_of_kernels():
   assert cycles("v5e", "forward", 65536, 128, 256, 2, 2) == pytest.approx(
     32**2 * (known[1] / 2 - known[0]) + 32 * (2 * known[0] - known[1] / 2)
   )
+  assert cycles("v5e", "forward", 2048, 64, 128, 2, 2) == 29433  # its own, and not that of 128, 128 or 128, 256
   assert cycles("v5e", "forward", 2048, 512, 512, 2, 2) is None
 
 

@@ -17,8 +17,8 @@ _KEY = re.compile(r"(\S+) D (\d+) V (\d+) G (\d+) M (\d+) T (\d+) causal;")
 def cycles(generation: str, direction: str, length: int, D: int, V: int, G: int, M: int) -> float | None:
   """Cycles of one query head's row on one core, causal, without segments: a mask that is data costs more, and has no estimate.
 
-  Widths that are no multiple of 128 take what the next one takes. Lengths that were not estimated are computed from two that were, one
-  twice the other: a·n + b·n².
+  Widths that are no multiple of 128 and were not estimated take what the next one takes. Lengths that were not estimated are computed from
+  two that were, one twice the other: a·n + b·n².
 
   Args:
     generation: "v5e".
@@ -32,8 +32,10 @@ def cycles(generation: str, direction: str, length: int, D: int, V: int, G: int,
   Returns:
     The cycles, or None if nothing was estimated for this shape.
   """
-  shape = (_SAME_CORE.get(generation, generation), -(-D // 128) * 128, -(-V // 128) * 128, G, M)
-  known = {T: cost for (*of, T, way), cost in _table().items() if (tuple(of), way) == (shape, direction)}
+  core = _SAME_CORE.get(generation, generation)
+  shapes = [(core, D, V, G, M), (core, -(-D // 128) * 128, -(-V // 128) * 128, G, M)]
+  found = ({T: cost for (*of, T, way), cost in _table().items() if (tuple(of), way) == (shape, direction)} for shape in shapes)
+  known = next(filter(None, found), {})
   if length in known:
     return float(known[length])
   for longer in sorted(known, reverse=True):
