@@ -10,6 +10,7 @@ be; without its extra tpu it installs none of what it needs. Ours should have th
 
 Seconds are the compiler's estimate, read as `diffjax.aot` reads it. Kernels have none: MaxText's splash attention counts as ours of the
 same shape, its two backward kernels together as our one, which rather favours MaxText.
+What benchmarks/maxtext.json holds is not compiled again.
 
 MaxText's step is that of its own train_compile: a Llama-like decoder of the shape named, scanned over its layers, with AdamW, float32
 parameters and bfloat16 products, splash attention with segment ids, tied embeddings, and all parameters split over all chips (FSDP).
@@ -20,6 +21,7 @@ parts, and with --remat custom and '{"mlpwi_0": "device", "mlpwi_1": "device"}' 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import importlib.metadata
 import json
@@ -30,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 
 # MaxText names a v5p slice by its cores: v5p-128 is 4x4x4 chips.
 SHAPES = {
@@ -211,28 +214,33 @@ def read(result: dict, config, topology: str, chips: int) -> dict:
   }
 
 
-def compare(python: str, shape: str, folder: pathlib.Path) -> dict:
-  """Rows by program: ours, DIFF and its Transformer twin, and MaxText's with and without the option, with what it keeps of a layer."""
+def compare(python: str, shape: str, folder: pathlib.Path, found: dict) -> None:
+  """Adds the rows that `found` lacks of a shape, by program, and writes it after each: ours, DIFF and its Transformer twin, and MaxText's
+  with and without the option, with what it keeps of a layer."""
   from diffjax import aot
   from diffjax.command import from_config_dict
 
   topology, name, overrides = _OURS[shape]
   chips = math.prod(map(int, topology.partition(":")[2].split("x")))
-  rows: dict = {}
+  rows = found.setdefault(shape, {})
 
-  def add(row: str, result: dict, config) -> None:
+  def add(row: str, compile: Callable[[], dict], config) -> None:
+    if row in rows:
+      return
+    result = compile()
     rows[row] = {"refused": result["refused"][:200]} if "refused" in result else read(result, config, topology, chips)
     print(f"{shape} {row}: {rows[row]}", file=sys.stderr, flush=True)
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
 
   configs = {}
   for variant in ("diff", "transformer"):
     config = importlib.import_module(f"configs.{name}").get_config(variant)
     config.update_from_flattened_dict(overrides)
     configs[variant] = from_config_dict(config)
-    add(f"diffjax {variant}", aot.apart(compile_ours, configs[variant], topology, folder, topology=topology), configs[variant])
+    ours = functools.partial(aot.apart, compile_ours, configs[variant], topology, folder, topology=topology)
+    add(f"diffjax {variant}", ours, configs[variant])
   for row, options, remat, settings in MAXTEXT:
-    add(f"MaxText {row}", compile_maxtext(python, shape, folder, options, remat, settings), configs["transformer"])
-  return rows
+    add(f"MaxText {row}", functools.partial(compile_maxtext, python, shape, folder, options, remat, settings), configs["transformer"])
 
 
 def table(found: dict) -> str:
@@ -269,8 +277,7 @@ def main() -> None:
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for shape in flags.shapes:
       with tempfile.TemporaryDirectory() as folder:
-        found[shape] = compare(flags.python, shape, pathlib.Path(folder))
-      RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+        compare(flags.python, shape, pathlib.Path(folder), found)
     print(table(found))
     return
   shape, folder = flags.child

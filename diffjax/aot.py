@@ -281,7 +281,10 @@ def _report(config: Config, plan: Plan) -> None:
 
 def _report_estimate(plan: Plan) -> None:
   if plan.estimate is None:
-    print("seconds a step, the compiler's estimate: none, since " + (f"the program has {plan.unread}" if plan.unread else "it makes none"))
+    print(
+      "seconds a step, the compiler's estimate: none, since "
+      + (f"the program has {plan.unread}" if plan.unread else "there is none for this generation")
+    )
     return
   print("seconds a step, the compiler's estimate (cycles × iterations, which rank programs; not a time)")
   for part, seconds in sorted(plan.estimate.parts.items(), key=lambda entry: -entry[1]):
