@@ -24,6 +24,7 @@ import argparse
 import functools
 import importlib
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -47,10 +48,11 @@ SHAPES = {
 }  # fmt: skip
 
 RESULTS = pathlib.Path(__file__).with_suffix(".json")
-# Ours of the same shape: the slice, the config and what is set in it.
-_OURS: dict[str, tuple[str, str, dict]] = {
-  "1b": ("v5e:4x4", "diff_1b", {}),
-  "13b": ("v5p:4x4x4", "diff_13b", {"mesh.data": 4, "mesh.fsdp": 16}),
+# Ours of the same shape: the slice, the config and what is set in it; and what the backward pass keeps of a layer besides, where there is
+# memory for it.
+_OURS: dict[str, tuple[str, str, dict, tuple[str, ...]]] = {
+  "1b": ("v5e:4x4", "diff_1b", {}, ()),
+  "13b": ("v5p:4x4x4", "diff_13b", {"mesh.data": 4, "mesh.fsdp": 16}, ("none",)),
 }
 # MaxText's programs: the compiler's options, what the backward pass keeps of a layer, further settings.
 _FLAG = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
@@ -220,7 +222,7 @@ def compare(python: str, shape: str, folder: pathlib.Path, found: dict) -> None:
   from diffjax import aot
   from diffjax.command import from_config_dict
 
-  topology, name, overrides = _OURS[shape]
+  topology, name, overrides, policies = _OURS[shape]
   chips = math.prod(map(int, topology.partition(":")[2].split("x")))
   rows = found.setdefault(shape, {})
 
@@ -232,15 +234,16 @@ def compare(python: str, shape: str, folder: pathlib.Path, found: dict) -> None:
     print(f"{shape} {row}: {rows[row]}", file=sys.stderr, flush=True)
     RESULTS.write_text(json.dumps(found, indent=1) + "\n")
 
-  configs = {}
-  for variant in ("diff", "transformer"):
+  programs = {}
+  for remat, variant in itertools.product((None, *policies), ("diff", "transformer")):
     config = importlib.import_module(f"configs.{name}").get_config(variant)
-    config.update_from_flattened_dict(overrides)
-    configs[variant] = from_config_dict(config)
-    ours = functools.partial(aot.apart, compile_ours, configs[variant], topology, folder, topology=topology)
-    add(f"diffjax {variant}", ours, configs[variant])
+    config.update_from_flattened_dict(overrides | ({"model.remat": remat} if remat else {}))
+    programs[f"diffjax {variant}" + (f", remat {remat}" if remat else "")] = from_config_dict(config)
+  for row, config in programs.items():
+    add(row, functools.partial(aot.apart, compile_ours, config, topology, folder, topology=topology), config)
+  twin = programs["diffjax transformer"]
   for row, options, remat, settings in MAXTEXT:
-    add(f"MaxText {row}", functools.partial(compile_maxtext, python, shape, folder, options, remat, settings), configs["transformer"])
+    add(f"MaxText {row}", functools.partial(compile_maxtext, python, shape, folder, options, remat, settings), twin)
 
 
 def table(found: dict) -> str:
