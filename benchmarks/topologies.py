@@ -90,32 +90,42 @@ def smallest_at_half(name: str, generation: str, compiled: Compiled) -> tuple[di
   return None, best
 
 
-def table(compiled: Compiled) -> str:
-  """The results as a table in Markdown, a row a config. What --offline lacks is left out of it, and named after it."""
+def table(compiled: Compiled) -> tuple[str, list[str]]:
+  """The results as a table in Markdown, a row a config; and what --offline lacks for it, in whose place stands an ellipsis."""
   rows, lacking = [["config", *GENERATIONS], ["---"] * (1 + len(GENERATIONS))], []
+
+  def known(search, name: str, generation: str):
+    try:
+      return search(name, generation, compiled)
+    except NotCompiled as error:
+      lacking.append(str(error))
+      return ...
+
   for name in CONFIGS:
     cells = []
     for generation in GENERATIONS:
-      try:
-        cells.append(_cell(name, generation, compiled))
-      except NotCompiled as error:
-        cells.append("")
-        lacking.append(str(error))
+      first = known(smallest, name, generation)
+      half = known(smallest_at_half, name, generation) if first not in (None, ...) else None
+      cells.append(_cell(first, half))
     rows.append([f"`{name}`", *cells])
-  return "\n".join([f"| {' | '.join(row)} |" for row in rows] + [f"not compiled: {entry}" for entry in lacking])
+  return "\n".join(f"| {' | '.join(row)} |" for row in rows), lacking
 
 
-def _cell(name: str, generation: str, compiled: Compiled) -> str:
+def _cell(first, half) -> str:
+  """One generation's two searches; of one that is not done, an ellipsis."""
+
   def entry(row: dict) -> str:
     overrides = "".join(f", {field.split('.')[1]} {value}" for field, value in row["overrides"].items())
     return f"`{row['topology']}`{overrides}: {row['GiB']:.1f} GiB, {row['bound on MFU']:.0%}"
 
-  if (first := smallest(name, generation, compiled)) is None:
-    return "none"
-  half, best = smallest_at_half(name, generation, compiled)
-  if half:
-    return entry(first) if half == first else f"{entry(first)}<br>{entry(half)}"
-  return f"{entry(first)}<br>none at half" + ("" if best in (None, first) else f"; best {entry(best)}")
+  if first is None or first is ...:
+    return "none" if first is None else "…"
+  if half is ...:
+    return f"{entry(first)}<br>…"
+  found, best = half
+  if found is None:
+    return f"{entry(first)}<br>none at half" + ("" if best == first else f"; best {entry(best)}")
+  return entry(first) if found == first else f"{entry(first)}<br>{entry(found)}"
 
 
 def _slices(name: str, generation: str, compiled: Compiled) -> Iterator[dict]:
@@ -166,7 +176,8 @@ def main() -> None:
     for name in flags.configs:
       for generation in flags.generations:
         smallest_at_half(name, generation, compiled)  # the smallest that fits is on its way
-  print(table(Compiled(offline=True)))
+  text, lacking = table(Compiled(offline=True))
+  print("\n".join([text, *(f"not compiled: {entry}" for entry in lacking)]))
 
 
 if __name__ == "__main__":
