@@ -12,12 +12,16 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.rms_norm import rms_norm
 from diffjax.ops.rope import rope
 from diffjax.parallel.product import product, whole
+
+# Name of the four products' results, for remat policies.
+PROJECTED = "attention_projected"
 
 Lambda = Float[Array, ""] | Float[Array, "B T H"] | None
 
@@ -97,11 +101,11 @@ class Attention(nn.Module):
       heads = rms_norm(heads, self.param("head_gain", nn.initializers.ones, (V,)), self.norm_eps)
     heads = self._scale(heads, lambda_init)
     out = self.param("out", matrix_init(H * V, scale=self.out_scale), (H, V, E))
-    return product(heads, out, "out")
+    return checkpoint_name(product(heads, out, "out"), PROJECTED)
 
   def _project(self, x: Float[Array, "B T E"], name: str, heads: tuple[int, ...]) -> Float[Array, "B T *heads"]:
     w = self.param(name, matrix_init(x.shape[-1]), (x.shape[-1], *heads))
-    return product(x, w, name)
+    return checkpoint_name(product(x, w, name), PROJECTED)
 
   def _lambda(self, x: Float[Array, "B T E"], lambda_init: Any) -> Lambda:
     return None

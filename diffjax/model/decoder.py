@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from diffjax.config import ModelConfig
-from diffjax.model.attention import ATTENTION, lambda_init_schedule, matrix_init
+from diffjax.model.attention import ATTENTION, PROJECTED, lambda_init_schedule, matrix_init
 from diffjax.ops.diff_attention import RESIDUAL_NAMES, diff_attention
 from diffjax.ops.platform import platform
 from diffjax.ops.rms_norm import SCALE, rms_norm
@@ -23,17 +23,17 @@ from diffjax.parallel.product import product
 # Names of the SwiGLU's two inputs, for remat policies.
 GATE, UP = "ffn_gate", "ffn_up"
 
-_policies = jax.checkpoint_policies
-# What the backward pass keeps of a layer, from the least memory to the most; with "none" it computes nothing again.
-REMAT_POLICIES = {
-  "full": _policies.nothing_saveable,
-  "attention": _policies.save_only_these_names(*RESIDUAL_NAMES, ANGLES, SCALE),
-  "gate": _policies.save_only_these_names(*RESIDUAL_NAMES, ANGLES, SCALE, GATE),
-  "ffn": _policies.save_only_these_names(*RESIDUAL_NAMES, ANGLES, SCALE, GATE, UP),
-  "dots": _policies.save_from_both_policies(
-    _policies.save_only_these_names(*RESIDUAL_NAMES, ANGLES, SCALE), _policies.checkpoint_dots_with_no_batch_dims
-  ),
+# What the backward pass keeps of a layer, from the least memory to the most; with "none" it computes nothing again. Names and no policy of
+# JAX's own say what: those see no product inside `product`, where it runs on shards.
+_ATTENTION = (*RESIDUAL_NAMES, ANGLES, SCALE)
+_KEPT = {
+  "full": (),
+  "attention": _ATTENTION,
+  "gate": (*_ATTENTION, GATE),
+  "ffn": (*_ATTENTION, GATE, UP),
+  "dots": (*_ATTENTION, GATE, UP, PROJECTED),
 }
+REMAT_POLICIES = {name: jax.checkpoint_policies.save_only_these_names(*kept) for name, kept in _KEPT.items()}
 
 
 class SwiGLU(nn.Module):

@@ -1,5 +1,6 @@
 """A layer's products over a mesh: what is gathered, what its gradient is and in which dtype each travels."""
 
+import dataclasses
 import math
 import re
 
@@ -11,10 +12,11 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diffjax.config import MeshConfig
+from diffjax.config import REMAT, Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from diffjax.parallel.mesh import make_mesh
 from diffjax.parallel.product import exchanges, product, whole
 from diffjax.parallel.rules import PARAMETERS
+from diffjax.training.step import lower_train_step
 
 pytestmark = pytest.mark.usefixtures("optimised")
 B, T, E, H, D, F = 8, 4, 32, 4, 8, 48
@@ -137,3 +139,23 @@ def test_whole():
   with jax.set_mesh(mesh):
     out = jax.jit(lambda w: whole(w, "gate", jnp.bfloat16))(jax.device_put(w, NamedSharding(mesh, P("fsdp", "tensor"))))
   assert out.sharding.spec == P(None, "tensor")
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(data=1), MESHES["fsdp"], MESHES["all"]])
+def test_remat_computes_again_what_its_policy_says(mesh):
+  """Products in the step by policy, beyond those of a step that keeps all: on shards too, where JAX's policies see none."""
+  devices = make_mesh(mesh, jax.devices()[: mesh.data * mesh.fsdp * mesh.context * mesh.tensor])
+  model = ModelConfig(
+    attention="softmax", vocab_size=64, num_layers=9, embed_dim=E, num_heads=4, num_kv_heads=4, head_dim=D, ffn_dim=F, head_norm=False
+  )
+
+  def products(remat):
+    config = Config(
+      model=dataclasses.replace(model, remat=remat), data=DataConfig(length=16), mesh=mesh, train=TrainConfig(batch_size=8, steps=200)
+    )
+    return lower_train_step(config, devices)[0].as_text().count("stablehlo.dot_general")
+
+  found = {remat: products(remat) for remat in REMAT}
+  assert found.pop("full") > found["attention"]
+  # query, key, value and out; up; gate
+  assert {remat: count - found["none"] for remat, count in found.items()} == {"none": 0, "dots": 0, "ffn": 4, "gate": 5, "attention": 6}
