@@ -42,7 +42,13 @@ class Compiled:
     self.rows = {self._key(row["config"], row["topology"], row["overrides"]): row for row in rows}
 
   def known(self, name: str, topology: str, overrides: dict) -> dict | None:
-    return self.rows.get(self._key(name, topology, overrides))
+    row = self.rows.get(self._key(name, topology, overrides))
+    return None if row is None or "earlier" in row else row
+
+  def fitting(self, name: str, generation: str) -> dict | None:
+    """The smallest slice of those that are known to fit, also by an earlier step, marked so by hand: a smaller one or fewer changes may."""
+    fit = [row for row in self.rows.values() if row["config"] == name and row["topology"].startswith(generation) and row["fits"]]
+    return min(fit, key=lambda row: (_chips(row["topology"]), "earlier" in row), default=None)
 
   def row(self, name: str, topology: str, overrides: dict) -> dict:
     """A config on a topology: memory of a chip in GiB, whether it fits, and the bound on MFU, None where the compiler refused.
@@ -91,7 +97,8 @@ def smallest_at_half(name: str, generation: str, compiled: Compiled) -> tuple[di
 
 
 def table(compiled: Compiled) -> tuple[str, list[str]]:
-  """The results as a table in Markdown, a row a config; and what --offline lacks for it, in whose place stands an ellipsis."""
+  """The results as a table in Markdown, a row a config; and what --offline lacks for it. In its place stand the smallest slice
+  that is known to fit, and an ellipsis."""
   rows, lacking = [["config", *GENERATIONS], ["---"] * (1 + len(GENERATIONS))], []
 
   def known(search, name: str, generation: str):
@@ -106,20 +113,23 @@ def table(compiled: Compiled) -> tuple[str, list[str]]:
     for generation in GENERATIONS:
       first = known(smallest, name, generation)
       half = known(smallest_at_half, name, generation) if first not in (None, ...) else None
-      cells.append(_cell(first, half))
+      cells.append(_cell(first, half, compiled.fitting(name, generation)))
     rows.append([f"`{name}`", *cells])
   return "\n".join(f"| {' | '.join(row)} |" for row in rows), lacking
 
 
-def _cell(first, half) -> str:
+def _cell(first, half, fitting: dict | None) -> str:
   """One generation's two searches; of one that is not done, an ellipsis."""
 
   def entry(row: dict) -> str:
     overrides = "".join(f", {field.split('.')[1]} {value}" for field, value in row["overrides"].items())
-    return f"`{row['topology']}`{overrides}: {row['GiB']:.1f} GiB, {row['bound on MFU']:.0%}"
+    bound = "" if "earlier" in row else f", {row['bound on MFU']:.0%}"
+    return f"`{row['topology']}`{overrides}: {row['GiB']:.1f} GiB{bound}"
 
-  if first is None or first is ...:
-    return "none" if first is None else "…"
+  if first is ...:
+    return f"{entry(fitting)}, …" if fitting else "…"
+  if first is None:
+    return "none"
   if half is ...:
     return f"{entry(first)}<br>…"
   found, best = half
@@ -131,7 +141,7 @@ def _cell(first, half) -> str:
 def _slices(name: str, generation: str, compiled: Compiled) -> Iterator[dict]:
   """A row for each slice that fits, from small to large, with the fewest changes that it needs."""
   for shape in aot.TOPOLOGIES[generation]:
-    config, chips = _config(name, {}), math.prod(map(int, shape.split("x")))
+    config, chips = _config(name, {}), _chips(f"{generation}:{shape}")
     if config.train.batch_size % chips:
       return
     # Parameters, Adam's two moments and the gradient, float32, must leave room.
@@ -157,6 +167,10 @@ def _fewest_changes(name: str, topology: str, rows: int, compiled: Compiled) -> 
     fits = compiled.row(name, topology, changes[middle])["fits"]
     low, high = (low, middle) if fits else (middle, high)
   return compiled.row(name, topology, changes[high]) if high < len(changes) else None
+
+
+def _chips(topology: str) -> int:
+  return math.prod(map(int, topology.partition(":")[2].split("x")))
 
 
 def _config(name: str, overrides: dict) -> Config:
