@@ -270,7 +270,7 @@ def test_readme_has_the_measured_slices():
 
 
 def test_slices_are_searched_with_few_compilations(monkeypatch, tmp_path):
-  """Against trying all; a chip takes what its rows take, and rematerialisation halves that."""
+  """Where a chip takes a share of the state and something for each of its rows, of which rematerialisation saves half."""
   monkeypatch.setattr(topologies, "RESULTS", tmp_path / "compiled.json")
   asked = []
 

@@ -223,7 +223,7 @@ def make_eval_step(config: Config, mesh: Mesh) -> Callable[[Any, Batch], Metrics
 def _compiler_options(mesh: Mesh) -> dict[str, str] | None:
   """On TPU: never to cut a product into a loop over a parameter's or a gradient's shards (a windowed einsum, for operands of at least so
   many MiB), and to let gradients travel while it computes (parallel/product.py). On v6e a product may take 96 of the 128 MiB of VMEM for
-  its tiles, which is more than by default: its matrix units are quick enough to wait for memory otherwise.
+  its tiles, more than by default: diff_1b's step on v6e:4x4 then takes 433 ms and not 476, by the compiler's estimate.
 
   Not to let gathers do so too where it does not by itself: newer compilers refuse xla_tpu_enable_async_collective_fusion but on v5e, for
   fear of wrong results.
