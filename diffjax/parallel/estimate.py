@@ -234,9 +234,10 @@ def _part(program: Program, line: str, scopes: tuple[tuple[str, str, str], ...],
   source = _source(line)
   if "tpu_custom_call" in line:
     return KERNELS
-  if re.match(r"\s*(?:ROOT )?%\S*(copy|dynamic-update-slice|dynamic-slice)\S* = ", line):
-    return COPIES
   is_product = any(kind == "calls" and callee in products for kind, callee in program.called(line))
+  # A product that writes into the stack of what is kept for the backward pass is named after that, and is a product all the same.
+  if not is_product and re.match(r"\s*(?:ROOT )?%\S*(copy|dynamic-update-slice|dynamic-slice)\S* = ", line):
+    return COPIES
   for pattern, part, of_products in scopes:
     if re.search(pattern, source):
       return of_products if is_product else part
