@@ -16,16 +16,16 @@ def linear(x: Float[Array, "B T I"], w: Float[Array, "I O"]) -> Float[Array, "B 
 
   Args:
     x: activations.
-    w: weights, in x's dtype.
+    w: weights, of which the backward pass keeps no second copy in x's dtype.
 
   Returns:
-    The product, in that dtype.
+    The product, in x's dtype.
   """
-  return x @ w
+  return x @ w.astype(x.dtype)
 
 
 def _forward(x, w):
-  return x @ w, (x, w)
+  return linear(x, w), (x, w)
 
 
 def _backward(saved, dy):
@@ -34,7 +34,7 @@ def _backward(saved, dy):
     dw = jnp.einsum("BTI,BTO->IO", x, dy)
   else:
     dw = jnp.einsum("BTO,BTI->OI", dy, x).T
-  return jnp.einsum("BTO,IO->BTI", dy, w), dw
+  return jnp.einsum("BTO,IO->BTI", dy, w.astype(x.dtype)), dw.astype(w.dtype)
 
 
 linear.defvjp(_forward, _backward)

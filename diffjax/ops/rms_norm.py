@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,7 +14,6 @@ from jaxtyping import Array, Float
 SCALE = "rms_norm_scale"
 
 
-@jax.named_scope("rms_norm")
 def rms_norm(x: Float[Array, "*shape E"], gain: Float[Array, "E"] | None = None, eps: float = 1e-5) -> Float[Array, "*shape E"]:
   """x / √(mean(x²) + eps) · gain over the last axis (arXiv:1910.07467, eq. 4).
 
@@ -22,13 +23,20 @@ def rms_norm(x: Float[Array, "*shape E"], gain: Float[Array, "E"] | None = None,
     eps: added to the mean square.
 
   Returns:
-    The normalised x in its own dtype, computed in float32 (or x's float64).
+    The normalised x in its own dtype, computed in float32 (or x's float64). For the backward pass x itself is kept, and one number a row.
 
   Raises:
     ValueError: gain is not [E].
   """
   if gain is not None and gain.shape != x.shape[-1:]:
     raise ValueError(f"gain must be x's last axis [{x.shape[-1]}], got shape {gain.shape}")
+  return _formula(x, gain, eps)
+
+
+# JAX on its own would keep three float32 arrays of x's size.
+@functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(SCALE), prevent_cse=False, static_argnums=2)
+@jax.named_scope("rms_norm")
+def _formula(x, gain, eps):
   dtype = jnp.promote_types(jnp.float32, x.dtype)
   wide = x.astype(dtype)
   wide = wide * checkpoint_name(lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps), SCALE)

@@ -70,7 +70,8 @@ def collectives(program: str, mesh: Mapping[str, int]) -> list[Collective]:
 
 
 def of_line(program: Program, line: str, computation: str, mesh: Mapping[str, int]) -> list[tuple[str | None, Collective]]:
-  """The collectives of one instruction, with those of the fusion that it may call: the chain that each is a part of, if any, and once.
+  """The collectives of one instruction, with those of the fusion or of the other core's program that it may start: the chain that each is a
+  part of, if any, and once.
 
   Args:
     program: where it stands.
@@ -83,7 +84,7 @@ def of_line(program: Program, line: str, computation: str, mesh: Mapping[str, in
   """
   found = [here] if (here := _of_line(line, computation, mesh, _places(program, mesh))) else []
   for kind, callee in program.called(line):
-    if kind == "calls":
+    if kind == "calls" or " call-start(" in line:  # on a sparse core
       found += [each for inner in program.computations[callee] for each in of_line(program, inner, callee, mesh)]
   return found
 

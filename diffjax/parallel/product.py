@@ -39,7 +39,7 @@ def product(x: Float[Array, "B T *inputs"], parameter: Float[Array, "..."], name
   if _is_split():
     return _product(x, parameter, (*split, *[None] * (parameter.ndim - len(split))))
   inputs = x.shape[2:]
-  w = parameter.reshape(math.prod(inputs), -1).astype(x.dtype)
+  w = parameter.reshape(math.prod(inputs), -1)
   return linear(x.reshape(*x.shape[:2], -1), w).reshape(*x.shape[:2], *parameter.shape[len(inputs) :])
 
 

@@ -190,6 +190,21 @@ def test_remat_does_not_change_loss_or_gradients(name, policy):
   chex.assert_trees_all_close(plain, remat, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_backward_pass_keeps_no_float32_and_no_second_copy_of_a_parameter(name):
+  """Where nothing is computed again, either would take more memory than all else that is kept."""
+  config, ids = dataclasses.replace(VARIANTS[name], remat="none"), tokens((5, 16))
+  B, T, E = *ids.shape, config.embed_dim
+  model = Decoder(config, jnp.bfloat16)
+  backward = lambda params: jax.vjp(lambda params: model.apply({"params": params}, ids), params)[1]
+  kept = jax.tree.leaves(jax.eval_shape(backward, init(config)))
+  assert [leaf for leaf in kept if leaf.shape == (config.num_layers, B, T, E) and leaf.dtype == jnp.bfloat16]
+  wide = [leaf for leaf in kept if leaf.dtype == jnp.float32 and (B, T) in (leaf.shape[:2], leaf.shape[1:3])]
+  assert all(leaf.size < B * T * E for leaf in wide), wide
+  parameters = {leaf.shape for leaf in jax.tree.leaves(init(config)) if leaf.size > E * E}
+  assert not [leaf for leaf in kept if leaf.dtype == jnp.bfloat16 and leaf.shape in parameters]
+
+
 def test_longer_than_max_length_is_refused():
   with pytest.raises(ValueError, match="max_length is 32"):
     apply(CONFIG, init(CONFIG), tokens((1, 33)))

@@ -118,14 +118,17 @@ SECONDS = 8 * 16 * 2 * 3 / 4 / 200  # of one such gather: 192 bytes over two lin
       [instruction("s", extra=", calls=%start"), instruction("f", 700, extra=", calls=%part"), instruction("d", extra=", calls=%done")],
       SECONDS - 0.7,
     ),
+    # By another core.
+    ([instruction("s", operation="call-start", extra=", to_apply=%other"), instruction("f", 500), "%d = bf16[8] call-done(%s)"], SECONDS - 0.5),
   ],
-  ids=["alone", "nothing between", "covered", "half covered", "two", "in parts"],
+  ids=["alone", "nothing between", "covered", "half covered", "two", "in parts", "on a sparse core"],
 )
 def test_collectives_count_where_nothing_covers_them(lines, exposed):
   chain = ', frontend_attributes={chain_id="7"}'
   parts = computation("start", gather("g.1", chain=chain), 'ROOT %q = bf16[8] custom-call(%g.1), custom_call_target="AsyncCollectiveStart"')
   parts += computation("part", gather("g.2", chain=chain))
   parts += computation("done", gather("g.3", chain=chain), 'ROOT %q = bf16[8] custom-call(%g.3), custom_call_target="AsyncCollectiveDone"')
+  parts += computation("other", gather("g.4"))
   found = read(program(*lines, instruction("last", 1), computations=parts))
   assert found.parts.get("exposed collectives", 0) == pytest.approx(exposed)
   count = sum("start" in line.partition("(")[0] or "%a " in line or "%s " in line for line in lines)
