@@ -88,6 +88,18 @@ def test_loops_by_their_own_counts():
     read(program("%w = (s32[]) while(%t), condition=%c, body=%inner", computations=inner))
 
 
+def test_loops_by_their_counters():
+  """From the start, the bound and the step, where the compiler has not written down how often a loop runs: 1, 3 and 5 are below 6."""
+  body = computation(
+    "body", instruction("f.1", 10), "%i.1 = s32[] get-tuple-element(%x), index=0", "%step = s32[] constant(2)",
+    "%next = s32[] add(%i.1, %step)", "ROOT %r = (s32[]) tuple(%next)",
+  )  # fmt: skip
+  less = "ROOT %less = pred[] compare(%i.2, %bound), direction=LT"
+  condition = computation("condition", "%i.2 = s32[] get-tuple-element(%x), index=0", "%bound = s32[] constant(6)", less)
+  lines = "%start = s32[] constant(1)", "%t = (s32[]) tuple(%start)", "%w = (s32[]) while(%t), condition=%condition, body=%body"
+  assert read(program(*lines, computations=body + condition)).seconds == pytest.approx(3 * 0.010)
+
+
 def gather(name, operation="all-gather", chain=""):
   return f"%{name} = bf16[8,16]{{1,0}} {operation}(%x), channel_id=1, {GROUPS}, dimensions={{0}}{chain}"
 
