@@ -131,7 +131,10 @@ SECONDS = 8 * 16 * 2 * 3 / 4 / 200  # of one such gather: 192 bytes over two lin
       SECONDS - 0.7,
     ),
     # By another core.
-    ([instruction("s", operation="call-start", extra=", to_apply=%other"), instruction("f", 500), "%d = bf16[8] call-done(%s)"], SECONDS - 0.5),
+    (
+      [instruction("s", operation="call-start", extra=", to_apply=%other"), instruction("f", 500), "%d = bf16[8] call-done(%s)"],
+      SECONDS - 0.5,
+    ),
   ],
   ids=["alone", "nothing between", "covered", "half covered", "two", "in parts", "on a sparse core"],
 )
