@@ -1,6 +1,7 @@
 """A layer's products over a mesh: what is gathered, what its gradient is and in which dtype each travels."""
 
 import dataclasses
+import importlib.util
 import math
 import re
 
@@ -12,11 +13,14 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from diffjax import aot
 from diffjax.config import REMAT, Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from diffjax.parallel.estimate import CHIPS, Torus, estimate
 from diffjax.parallel.mesh import make_mesh
 from diffjax.parallel.product import exchanges, product, whole
 from diffjax.parallel.rules import PARAMETERS
-from diffjax.training.step import lower_train_step
+from diffjax.training.step import _compiler_options, lower_train_step
+from tests.tiers import full
 
 pytestmark = pytest.mark.usefixtures("optimised")
 B, T, E, H, D, F = 8, 4, 32, 4, 8, 48
@@ -159,3 +163,32 @@ def test_remat_computes_again_what_its_policy_says(mesh):
   assert found.pop("full") > found["attention"]
   # query, key, value and out; up; gate
   assert {remat: count - found["none"] for remat, count in found.items()} == {"none": 0, "dots": 0, "ffn": 4, "gate": 5, "attention": 6}
+
+
+def _layers(devices, chips, available, topology):
+  """Seconds of the gathers of layers over 16 chips, all and those that nothing covers."""
+  mesh, width = make_mesh(MeshConfig(fsdp=16), devices), (2048, 8192)
+
+  def layer(x, parameters):
+    for name, parameter in zip(("gate", "down"), parameters, strict=True):
+      x = jax.nn.relu(product(x, parameter, name))
+    return x, None
+
+  spec = P(None, *PARAMETERS["gate"][1:]), P(None, *PARAMETERS["down"][1:])
+  parameters = [
+    jax.ShapeDtypeStruct((4, *shape), jnp.float32, sharding=NamedSharding(mesh, split))
+    for shape, split in zip((width, width[::-1]), spec, strict=True)
+  ]
+  x = jax.ShapeDtypeStruct((128, 2048, width[0]), jnp.bfloat16, sharding=NamedSharding(mesh, P(("data", "fsdp"))))
+  with jax.set_mesh(mesh):
+    layers = jax.jit(lambda x, parameters: jax.lax.scan(layer, x, parameters)[0], compiler_options=_compiler_options(mesh))
+    text = layers.lower(x, parameters).compile().as_text()
+  return estimate(text, mesh.shape, CHIPS[topology[:3]], Torus.of(topology), {}).collectives["all-gather"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler, libtpu, is not installed")
+@pytest.mark.parametrize("topology", ["v5e:4x4", *full(["v6e:4x4"])])
+def test_gathers_travel_while_chips_compute(topology):
+  """A layer's first gather waits, since nothing of the layer runs before it; the second, of as many bytes, is covered."""
+  every, exposed = aot.apart(_layers, topology, topology=topology)
+  assert exposed == pytest.approx(every / 2, rel=0.1)
