@@ -222,12 +222,12 @@ def make_eval_step(config: Config, mesh: Mesh) -> Callable[[Any, Batch], Metrics
 
 def _compiler_options(mesh: Mesh) -> dict[str, str] | None:
   """On TPU: never to cut a product into a loop over a parameter's or a gradient's shards (a windowed einsum, for operands of at least so
-  many MiB), and to let gradients travel while it computes (parallel/product.py). On v6e a product may take 96 of the 128 MiB of VMEM for
-  its tiles, more than by default: diff_1b's step on v6e:4x4 then takes 433 ms and not 476, by the compiler's estimate. And there the sparse
-  cores gather while the others compute: 414 ms.
+  many MiB), and to let gradients travel while it computes (parallel/product.py). On v5p and v6e the sparse cores gather parameters
+  meanwhile, along one, two or three dimensions of the torus; v5e has none, and overlaps gathers by itself. On v6e a product may take 96 of
+  the 128 MiB of VMEM for its tiles, more than by default. By the compiler's estimate diff_1b's step on v6e:4x4 then takes 414 ms and not
+  476.
 
-  On v5p gathers wait: its sparse cores do not take them, and newer compilers refuse xla_tpu_enable_async_collective_fusion but on v5e, for
-  fear of wrong results.
+  Not xla_tpu_enable_async_collective_fusion, which newer compilers refuse but on v5e, for fear of wrong results.
   """
   device = mesh.devices.flat[0]
   if device.platform != "tpu":
@@ -235,9 +235,10 @@ def _compiler_options(mesh: Mesh) -> dict[str, str] | None:
   options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
   if exchanges(mesh):
     options["xla_tpu_enable_async_all_to_all"] = "true"
+  if device.device_kind in ("TPU v5", "TPU v5p", "TPU v6 lite"):
+    options |= {f"xla_tpu_enable_sparse_core_collective_offload_{dimensions}all_gather": "true" for dimensions in ("", "2d_", "3d_")}
   if device.device_kind == "TPU v6 lite":
     options["xla_tpu_scoped_vmem_limit_kib"] = str(96 * 1024)
-    options["xla_tpu_enable_sparse_core_collective_offload_all_gather"] = "true"
   return options
 
 
