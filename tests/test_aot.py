@@ -365,10 +365,7 @@ def test_what_does_not_fit_is_told_with_the_remedy():
 @pytest.mark.full
 @pytest.mark.parametrize(
   "config, topology, overrides, bound, exposed_gathers",
-  [
-    ("diff_1b", "v5e:4x4", [], 0.58, 0.2),
-    ("diff_13b", "v5p:4x4x4", ["--config.mesh.data=4", "--config.mesh.fsdp=16"], 0.60, 0.05),
-  ],
+  [("diff_1b", "v5e:4x4", [], 0.58, 0.2), ("diff_13b", "v5p:4x4x4", ["--config.mesh.data=4", "--config.mesh.fsdp=16"], 0.60, 0.05)],
 )
 def test_the_paper_configs_fit_and_are_not_bound_more_than_before(config, topology, overrides, bound, exposed_gathers):
   """One kernel each way: the forward pass runs once. No product is a loop over shards. The bound is what was reached, rounded down."""
