@@ -56,7 +56,7 @@ _OURS: dict[str, tuple[str, str, dict, tuple[str, ...]]] = {
 }
 # MaxText's programs: the compiler's options, what the backward pass keeps of a layer, further settings.
 _FLAG = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
-# What our own step sets on chips with sparse cores, besides.
+# As compiler_options in diffjax/training/step.py, which MaxText's interpreter cannot import: gathers on the sparse cores.
 _SPARSE = {f"xla_tpu_enable_sparse_core_collective_offload_{dimensions}all_gather": "true" for dimensions in ("", "2d_", "3d_")}
 MAXTEXT: tuple[tuple[str, dict[str, str], str, dict[str, str]], ...] = (
   ("full", {}, "full", {}),

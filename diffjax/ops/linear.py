@@ -16,7 +16,7 @@ def linear(x: Float[Array, "B T I"], w: Float[Array, "I O"]) -> Float[Array, "B 
 
   Args:
     x: activations.
-    w: weights, of which the backward pass keeps no second copy in x's dtype.
+    w: weights, of any dtype: the backward pass keeps them as they are, and no second copy in x's dtype.
 
   Returns:
     The product, in x's dtype.

@@ -16,15 +16,15 @@ def swiglu(gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Arra
   Left to itself, XLA on TPU computes them again inside every product that reads them, for every tile: 83 ms of 1,278 for diff_1b on v5e:4x4
   by the compiler's estimate. From v6e on it does so with the result too, and with the whole product that gives `gate`: 30 ms of 426.
   """
-  return _held(gate, up) if platform() == "tpu" else _kept(gate, up)
+  return _held(gate, up) if platform() == "tpu" else _recomputed(gate, up)
 
 
 def _formula(gate, up):
   return jax.nn.silu(gate) * up
 
 
-# JAX on its own would keep three further arrays of gate's size for the backward pass.
-_kept = jax.checkpoint(_formula, prevent_cse=False)
+# For the backward pass it keeps its operands; JAX on its own would keep three further arrays of gate's size.
+_recomputed = jax.checkpoint(_formula, prevent_cse=False)
 
 
 @jax.custom_vjp

@@ -154,7 +154,7 @@ def make_train_step(config: Config, mesh: Mesh, abstract_state: TrainState) -> C
   # The state comes out as it went in: left to the compiler, another layout would compile the second step anew.
   state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
   outs = state_shardings, NamedSharding(mesh, P())
-  jitted = jax.jit(step, donate_argnums=0, out_shardings=outs, compiler_options=_compiler_options(mesh))
+  jitted = jax.jit(step, donate_argnums=0, out_shardings=outs, compiler_options=compiler_options(mesh))
 
   def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     with _context(mesh):
@@ -220,7 +220,7 @@ def make_eval_step(config: Config, mesh: Mesh) -> Callable[[Any, Batch], Metrics
   return run
 
 
-def _compiler_options(mesh: Mesh) -> dict[str, str] | None:
+def compiler_options(mesh: Mesh) -> dict[str, str] | None:
   """On TPU: never to cut a product into a loop over a parameter's or a gradient's shards (a windowed einsum, for operands of at least so
   many MiB), and to let gradients travel while it computes (parallel/product.py). On v5p and v6e the sparse cores gather parameters
   meanwhile, along one, two or three dimensions of the torus; v5e has none, and overlaps gathers by itself. On v6e a product may take 96 of

@@ -19,7 +19,7 @@ from diffjax.parallel.estimate import CHIPS, Torus, estimate
 from diffjax.parallel.mesh import make_mesh
 from diffjax.parallel.product import exchanges, product, whole
 from diffjax.parallel.rules import PARAMETERS
-from diffjax.training.step import _compiler_options, lower_train_step
+from diffjax.training.step import compiler_options, lower_train_step
 from tests.tiers import full
 
 pytestmark = pytest.mark.usefixtures("optimised")
@@ -181,7 +181,7 @@ def _layers(devices, chips, available, topology):
   ]
   x = jax.ShapeDtypeStruct((8 * chips, 2048, width[0]), jnp.bfloat16, sharding=NamedSharding(mesh, P(("data", "fsdp"))))
   with jax.set_mesh(mesh):
-    layers = jax.jit(lambda x, parameters: jax.lax.scan(layer, x, parameters)[0], compiler_options=_compiler_options(mesh))
+    layers = jax.jit(lambda x, parameters: jax.lax.scan(layer, x, parameters)[0], compiler_options=compiler_options(mesh))
     text = layers.lower(x, parameters).compile().as_text()
   return estimate(text, mesh.shape, CHIPS[topology[:3]], Torus.of(topology), {}).collectives["all-gather"]
 
