@@ -56,8 +56,9 @@ _OURS: dict[str, tuple[str, str, dict, tuple[str, ...]]] = {
 }
 # MaxText's programs: the compiler's options, what the backward pass keeps of a layer, further settings.
 _FLAG = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
-# As compiler_options in diffjax/training/step.py, which MaxText's interpreter cannot import: gathers on the sparse cores.
-_SPARSE = {f"xla_tpu_enable_sparse_core_collective_offload_{dimensions}all_gather": "true" for dimensions in ("", "2d_", "3d_")}
+# As compiler_options in diffjax/training/step.py, which MaxText's interpreter cannot import: gathers and sums on the sparse cores.
+_OFFLOADED = ("all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter", "all_reduce")
+_SPARSE = {f"xla_tpu_enable_sparse_core_collective_offload_{collective}": "true" for collective in _OFFLOADED}
 MAXTEXT: tuple[tuple[str, dict[str, str], str, dict[str, str]], ...] = (
   ("full", {}, "full", {}),
   ("full, flag", _FLAG, "full", {}),

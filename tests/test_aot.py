@@ -364,10 +364,13 @@ def test_what_does_not_fit_is_told_with_the_remedy():
 @needs_libtpu
 @pytest.mark.full
 @pytest.mark.parametrize(
-  "config, topology, overrides, bound, exposed_gathers",
-  [("diff_1b", "v5e:4x4", [], 0.58, 0.2), ("diff_13b", "v5p:4x4x4", ["--config.mesh.data=4", "--config.mesh.fsdp=16"], 0.60, 0.05)],
+  "config, topology, overrides, bound, exposed",
+  [
+    ("diff_1b", "v5e:4x4", [], 0.58, {"all-gather": 0.2, "all-to-all": 0.2}),
+    ("diff_13b", "v5p:4x4x4", ["--config.mesh.data=4", "--config.mesh.fsdp=16"], 0.63, {"all-gather": 0.05, "reduce-scatter": 0.05}),
+  ],
 )
-def test_the_paper_configs_fit_and_are_not_bound_more_than_before(config, topology, overrides, bound, exposed_gathers):
+def test_the_paper_configs_fit_and_are_not_bound_more_than_before(config, topology, overrides, bound, exposed):
   """One kernel each way: the forward pass runs once. No product is a loop over shards. The bound is what was reached, rounded down."""
   result = compile_(f"--config=configs/{config}.py", f"--topology={topology}", *overrides)
   assert result.returncode == 0 and result.stdout.endswith("\nfits\n"), result.stdout + result.stderr
@@ -375,9 +378,9 @@ def test_the_paper_configs_fit_and_are_not_bound_more_than_before(config, topolo
   assert "windowed" not in result.stdout
   assert float(re.search(r"\nbound on MFU, the compiler's estimate: ([\d.]+)%\n", result.stdout)[1]) >= 100 * bound, result.stdout
   # What is exposed of the gathers where they overlap is the first of each pass through a layer, and the embedding's. Gradients overlap.
-  for kind, share in (("all-gather", exposed_gathers), ("all-to-all", 0.2)):
-    exposed, whole = map(float, re.search(rf"{kind} ([\d.]+) of ([\d.]+)", result.stdout).groups())
-    assert exposed <= share * whole
+  for kind, share in exposed.items():
+    waited, whole = map(float, re.search(rf"{kind} ([\d.]+) of ([\d.]+)", result.stdout).groups())
+    assert waited <= share * whole
 
 
 @needs_libtpu

@@ -2,10 +2,13 @@
 
 Each parameter is gathered in the compute dtype, once a layer and pass, so that its product is one product on every device. Left to XLA the
 product becomes a loop over the parameter's shards (a windowed einsum), whose partial sums are rounded and pass through memory: on TPU twice
-as slow. The gradient leaves the layer by one exchange: every device rounds its own share, a product accumulated in float32, to the compute
-dtype once, sends each device the part that this one keeps (an all-to-all), and sums what it receives in float32. That is a reduce-scatter:
-as many bytes, but the sum rounds nothing, and TPUs overlap it with the products that follow, where their compiler turns XLA's own
-reduce-scatter over several dimensions of the torus into an all-reduce, twice the bytes, for which everything waits.
+as slow.
+
+The gradient leaves the layer by one reduce-scatter, whose sum over devices is one of float32. TPUs' sparse cores, where there are some,
+do it in float32 while the products that follow are computed: nothing is rounded. Elsewhere it is an exchange: every device rounds its own
+share, a product accumulated in float32, to the compute dtype once, sends each device the part that this one keeps (an all-to-all), and sums
+what it receives. That overlaps too, where the compiler turns XLA's own reduce-scatter over several dimensions of the torus into an
+all-reduce, twice the bytes, for which everything waits.
 """
 
 from __future__ import annotations
@@ -72,23 +75,36 @@ def _gather_backward(axis, name, dtype, like, gradient):
 gather.defvjp(_gather_forward, _gather_backward)
 
 
+def has_sparse_cores(mesh: Mesh | jax.sharding.AbstractMesh) -> bool:
+  """Whether the devices are TPUs whose sparse cores gather and sum while the others compute, with the options of training/step.py."""
+  return _device_kind(mesh) in ("TPU v5", "TPU v5p", "TPU v6 lite")
+
+
 def exchanges(mesh: Mesh | jax.sharding.AbstractMesh) -> bool:
-  """Whether gradients are exchanged on this mesh. If not, XLA's own reduce-scatter sums them, in the compute dtype.
+  """Whether gradients are exchanged on this mesh. If not, XLA's own reduce-scatter sums them: in float32 where there are sparse cores,
+  elsewhere in the compute dtype.
 
   What an exchange sends crosses the middle of the torus, so that it takes longer than even an all-reduce between many devices; and on v5e
   slices of more than 16 chips (in the compiler's words, of limited ICI) computation would wait for it.
   """
-  device = (mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh).abstract_device
-  if device is not None and device.device_kind in ("TPU v5 lite", "TPU v5e"):
+  if has_sparse_cores(mesh):
+    return False
+  if _device_kind(mesh) in ("TPU v5 lite", "TPU v5e"):
     return mesh.size <= 16
   return mesh.shape["fsdp"] <= 64
 
 
+def _device_kind(mesh: Mesh | jax.sharding.AbstractMesh) -> str | None:
+  device = (mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh).abstract_device
+  return device.device_kind if device is not None else None
+
+
 def _sum_scattered(x: Float[Array, "..."], axis: int, name: str) -> Float[Array, "..."]:
   """Inside `shard_map`: the sum of all devices' x, float32, of which each keeps its part of an axis."""
-  dtype = jnp.promote_types(jnp.float32, x.dtype)
-  if not exchanges(jax.sharding.get_abstract_mesh()):
-    return lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True).astype(dtype)
+  dtype, mesh = jnp.promote_types(jnp.float32, x.dtype), jax.sharding.get_abstract_mesh()
+  if not exchanges(mesh):
+    shares = x.astype(dtype) if has_sparse_cores(mesh) else x
+    return lax.psum_scatter(shares, name, scatter_dimension=axis, tiled=True).astype(dtype)
   devices = lax.axis_size(name)
   parts = x.reshape(*x.shape[:axis], devices, -1, *x.shape[axis + 1 :])
   parts = lax.all_to_all(parts, name, axis, axis, tiled=True) if devices > 1 else parts
@@ -109,7 +125,8 @@ def _product_backward(split, saved, dy):
   inputs, kept = x.ndim - 2, tuple(None if axis == "fsdp" else axis for axis in split)
 
   def local(x, dy):
-    dw = jnp.tensordot(x, dy, ((0, 1), (0, 1)))
+    dtype = jnp.promote_types(jnp.float32, x.dtype) if has_sparse_cores(jax.sharding.get_abstract_mesh()) else x.dtype
+    dw = jnp.tensordot(x, dy, ((0, 1), (0, 1)), preferred_element_type=dtype)
     return lax.psum(_sum_scattered(dw, split.index("fsdp"), "fsdp"), ("data", LENGTH))
 
   specs = P(BATCH, LENGTH, *kept[:inputs]), P(BATCH, LENGTH, *kept[inputs:])

@@ -24,7 +24,7 @@ from diffjax.ops.cross_entropy import per_token_cross_entropy
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.parallel import rules
 from diffjax.parallel.mesh import put_batch, sharded_attention, sharded_cross_entropy
-from diffjax.parallel.product import exchanges
+from diffjax.parallel.product import exchanges, has_sparse_cores
 from diffjax.training.optimizer import make_optimizer, make_schedule, skip_metrics
 
 Batch = dict[str, jax.Array]
@@ -222,10 +222,9 @@ def make_eval_step(config: Config, mesh: Mesh) -> Callable[[Any, Batch], Metrics
 
 def compiler_options(mesh: Mesh) -> dict[str, str] | None:
   """On TPU: never to cut a product into a loop over a parameter's or a gradient's shards (a windowed einsum, for operands of at least so
-  many MiB), and to let gradients travel while it computes (parallel/product.py). On v5p and v6e the sparse cores gather parameters
-  meanwhile, along one, two or three dimensions of the torus; v5e has none, and overlaps gathers by itself. On v6e a product may take 96 of
-  the 128 MiB of VMEM for its tiles, more than by default. By the compiler's estimate diff_1b's step on v6e:4x4 then takes 414 ms and not
-  476.
+  many MiB), and to let gradients travel while it computes (parallel/product.py). On v5p and v6e the sparse cores gather parameters and sum
+  gradients meanwhile, along one, two or three dimensions of the torus; v5e has none, and overlaps gathers by itself. On v6e a product may
+  take 96 of the 128 MiB of VMEM for its tiles, more than by default.
 
   Not xla_tpu_enable_async_collective_fusion, which newer compilers refuse but on v5e, for fear of wrong results.
   """
@@ -235,8 +234,9 @@ def compiler_options(mesh: Mesh) -> dict[str, str] | None:
   options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
   if exchanges(mesh):
     options["xla_tpu_enable_async_all_to_all"] = "true"
-  if device.device_kind in ("TPU v5", "TPU v5p", "TPU v6 lite"):
-    options |= {f"xla_tpu_enable_sparse_core_collective_offload_{dimensions}all_gather": "true" for dimensions in ("", "2d_", "3d_")}
+  if has_sparse_cores(mesh):
+    offloaded = ("all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter", "all_reduce")
+    options |= {f"xla_tpu_enable_sparse_core_collective_offload_{collective}": "true" for collective in offloaded}
   if device.device_kind == "TPU v6 lite":
     options["xla_tpu_scoped_vmem_limit_kib"] = str(96 * 1024)
   return options
