@@ -17,7 +17,7 @@ from diffjax import aot
 from diffjax.config import REMAT, Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from diffjax.parallel.estimate import CHIPS, Torus, estimate
 from diffjax.parallel.mesh import make_mesh
-from diffjax.parallel.product import exchanges, product, whole
+from diffjax.parallel.product import exchanges, gather, product, whole
 from diffjax.parallel.rules import PARAMETERS
 from diffjax.training.step import compiler_options, lower_train_step
 from tests.tiers import full
@@ -132,6 +132,7 @@ def test_xlas_own_reduce_scatter_gives_the_same(name, monkeypatch):
 def test_sums_over_devices_round_nothing(sparse_cores, monkeypatch):
   """Eight devices' shares of 1 + 2⁻⁷ in bfloat16: their sum is not a bfloat16. Where the shares travel in float32 they need not be one."""
   monkeypatch.setattr("diffjax.parallel.product.has_sparse_cores", lambda mesh: sparse_cores)
+  monkeypatch.setattr("diffjax.parallel.product.exchanges", lambda mesh: not sparse_cores)
   jax.clear_caches()
   mesh = make_mesh(MESHES["fsdp"])
   x, w = jnp.ones((B, 2, E), jnp.bfloat16), jnp.zeros((E, F))
@@ -141,6 +142,22 @@ def test_sums_over_devices_round_nothing(sparse_cores, monkeypatch):
   with jax.set_mesh(mesh):
     dw = program("gate", mesh, jnp.bfloat16)(x, w, dy)[2]
   assert dw.dtype == jnp.float32 and jnp.all(dw == 512 + 7 * (1 + 2**-7 + small))
+
+
+@pytest.mark.parametrize("sparse_cores", [False, True])
+def test_sums_of_a_gathers_gradient_round_nothing(sparse_cores, monkeypatch):
+  """As above, of `gather`: eight devices' shares of 1 + 2⁻⁷ in bfloat16."""
+  monkeypatch.setattr("diffjax.parallel.product.has_sparse_cores", lambda mesh: sparse_cores)
+  monkeypatch.setattr("diffjax.parallel.product.exchanges", lambda mesh: not sparse_cores)
+  mesh = make_mesh(MESHES["fsdp"])
+
+  def local(shard, dy):
+    return jax.vjp(lambda shard: gather(shard, 0, "fsdp", jnp.bfloat16), shard)[1](dy[0])[0]
+
+  dy = jnp.full((8, 16), 1 + 2**-7, jnp.bfloat16).at[0].set(512)
+  with jax.set_mesh(mesh):
+    gradient = jax.jit(jax.shard_map(local, in_specs=(P("fsdp"), P("fsdp")), out_specs=P("fsdp"), check_vma=False))(jnp.zeros(16), dy)
+  assert gradient.dtype == jnp.float32 and jnp.all(gradient == 512 + 7 * (1 + 2**-7))
 
 
 def test_whole():
