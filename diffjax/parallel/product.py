@@ -4,11 +4,11 @@ Each parameter is gathered in the compute dtype, once a layer and pass, so that 
 product becomes a loop over the parameter's shards (a windowed einsum), whose partial sums are rounded and pass through memory: on TPU twice
 as slow.
 
-The gradient leaves the layer by one reduce-scatter, whose sum over devices is one of float32. TPUs' sparse cores, where there are some,
-do it in float32 while the products that follow are computed: nothing is rounded. Elsewhere it is an exchange: every device rounds its own
-share, a product accumulated in float32, to the compute dtype once, sends each device the part that this one keeps (an all-to-all), and sums
-what it receives. That overlaps too, where the compiler turns XLA's own reduce-scatter over several dimensions of the torus into an
-all-reduce, twice the bytes, for which everything waits.
+The gradient leaves the layer by one reduce-scatter. The sparse cores of v5p and v6e do it in float32 while the products that follow are
+computed: nothing is rounded. Elsewhere it is an exchange: every device rounds its own share, a product accumulated in float32, to the
+compute dtype once, sends each device the part that this one keeps (an all-to-all), and sums what it receives in float32. That overlaps too,
+where the compiler turns XLA's own reduce-scatter over several dimensions of the torus into an all-reduce, twice the bytes, for which
+everything waits. Where an exchange would take longer than that, which `exchanges` knows, XLA's own sums in the compute dtype.
 """
 
 from __future__ import annotations
@@ -75,19 +75,20 @@ def _gather_backward(axis, name, dtype, like, gradient):
 gather.defvjp(_gather_forward, _gather_backward)
 
 
-def has_sparse_cores(mesh: Mesh | jax.sharding.AbstractMesh) -> bool:
-  """Whether the devices are TPUs whose sparse cores gather and sum while the others compute, with the options of training/step.py."""
+def uses_sparse_cores(mesh: Mesh | jax.sharding.AbstractMesh) -> bool:
+  """Whether sparse cores gather and sum while the others compute, with the options of training/step.py: on v5p and v6e. v5e has none;
+  those of v4 and v7x were not tried."""
   return _device_kind(mesh) in ("TPU v5", "TPU v5p", "TPU v6 lite")
 
 
 def exchanges(mesh: Mesh | jax.sharding.AbstractMesh) -> bool:
-  """Whether gradients are exchanged on this mesh. If not, XLA's own reduce-scatter sums them: in float32 where there are sparse cores,
-  elsewhere in the compute dtype.
+  """Whether gradients are exchanged on this mesh. If not, XLA's own reduce-scatter sums them: in float32 on sparse cores, elsewhere in the
+  compute dtype.
 
   What an exchange sends crosses the middle of the torus, so that it takes longer than even an all-reduce between many devices; and on v5e
   slices of more than 16 chips (in the compiler's words, of limited ICI) computation would wait for it.
   """
-  if has_sparse_cores(mesh):
+  if uses_sparse_cores(mesh):
     return False
   if _device_kind(mesh) in ("TPU v5 lite", "TPU v5e"):
     return mesh.size <= 16
@@ -99,12 +100,16 @@ def _device_kind(mesh: Mesh | jax.sharding.AbstractMesh) -> str | None:
   return device.device_kind if device is not None else None
 
 
+def _share_dtype(dtype: Any) -> Any:
+  """Inside `shard_map`: in which dtype a device's share of a gradient travels, if it is computed in this one."""
+  return jnp.promote_types(jnp.float32, dtype) if uses_sparse_cores(jax.sharding.get_abstract_mesh()) else dtype
+
+
 def _sum_scattered(x: Float[Array, "..."], axis: int, name: str) -> Float[Array, "..."]:
   """Inside `shard_map`: the sum of all devices' x, float32, of which each keeps its part of an axis."""
-  dtype, mesh = jnp.promote_types(jnp.float32, x.dtype), jax.sharding.get_abstract_mesh()
-  if not exchanges(mesh):
-    shares = x.astype(dtype) if has_sparse_cores(mesh) else x
-    return lax.psum_scatter(shares, name, scatter_dimension=axis, tiled=True).astype(dtype)
+  dtype = jnp.promote_types(jnp.float32, x.dtype)
+  if not exchanges(jax.sharding.get_abstract_mesh()):
+    return lax.psum_scatter(x.astype(_share_dtype(x.dtype)), name, scatter_dimension=axis, tiled=True).astype(dtype)
   devices = lax.axis_size(name)
   parts = x.reshape(*x.shape[:axis], devices, -1, *x.shape[axis + 1 :])
   parts = lax.all_to_all(parts, name, axis, axis, tiled=True) if devices > 1 else parts
@@ -125,8 +130,7 @@ def _product_backward(split, saved, dy):
   inputs, kept = x.ndim - 2, tuple(None if axis == "fsdp" else axis for axis in split)
 
   def local(x, dy):
-    dtype = jnp.promote_types(jnp.float32, x.dtype) if has_sparse_cores(jax.sharding.get_abstract_mesh()) else x.dtype
-    dw = jnp.tensordot(x, dy, ((0, 1), (0, 1)), preferred_element_type=dtype)
+    dw = jnp.tensordot(x, dy, ((0, 1), (0, 1)), preferred_element_type=_share_dtype(x.dtype))
     return lax.psum(_sum_scattered(dw, split.index("fsdp"), "fsdp"), ("data", LENGTH))
 
   specs = P(BATCH, LENGTH, *kept[:inputs]), P(BATCH, LENGTH, *kept[inputs:])

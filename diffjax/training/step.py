@@ -24,7 +24,7 @@ from diffjax.ops.cross_entropy import per_token_cross_entropy
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.parallel import rules
 from diffjax.parallel.mesh import put_batch, sharded_attention, sharded_cross_entropy
-from diffjax.parallel.product import exchanges, has_sparse_cores
+from diffjax.parallel.product import exchanges, uses_sparse_cores
 from diffjax.training.optimizer import make_optimizer, make_schedule, skip_metrics
 
 Batch = dict[str, jax.Array]
@@ -234,7 +234,7 @@ def compiler_options(mesh: Mesh) -> dict[str, str] | None:
   options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
   if exchanges(mesh):
     options["xla_tpu_enable_async_all_to_all"] = "true"
-  if has_sparse_cores(mesh):
+  if uses_sparse_cores(mesh):
     offloaded = ("all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter", "all_reduce")
     options |= {f"xla_tpu_enable_sparse_core_collective_offload_{collective}": "true" for collective in offloaded}
   if device.device_kind == "TPU v6 lite":

@@ -131,7 +131,7 @@ def test_xlas_own_reduce_scatter_gives_the_same(name, monkeypatch):
 @pytest.mark.parametrize("sparse_cores", [False, True])
 def test_sums_over_devices_round_nothing(sparse_cores, monkeypatch):
   """Eight devices' shares of 1 + 2⁻⁷ in bfloat16: their sum is not a bfloat16. Where the shares travel in float32 they need not be one."""
-  monkeypatch.setattr("diffjax.parallel.product.has_sparse_cores", lambda mesh: sparse_cores)
+  monkeypatch.setattr("diffjax.parallel.product.uses_sparse_cores", lambda mesh: sparse_cores)
   monkeypatch.setattr("diffjax.parallel.product.exchanges", lambda mesh: not sparse_cores)
   jax.clear_caches()
   mesh = make_mesh(MESHES["fsdp"])
@@ -147,7 +147,7 @@ def test_sums_over_devices_round_nothing(sparse_cores, monkeypatch):
 @pytest.mark.parametrize("sparse_cores", [False, True])
 def test_sums_of_a_gathers_gradient_round_nothing(sparse_cores, monkeypatch):
   """As above, of `gather`: eight devices' shares of 1 + 2⁻⁷ in bfloat16."""
-  monkeypatch.setattr("diffjax.parallel.product.has_sparse_cores", lambda mesh: sparse_cores)
+  monkeypatch.setattr("diffjax.parallel.product.uses_sparse_cores", lambda mesh: sparse_cores)
   monkeypatch.setattr("diffjax.parallel.product.exchanges", lambda mesh: not sparse_cores)
   mesh = make_mesh(MESHES["fsdp"])
 
