@@ -42,13 +42,12 @@ class Compiled:
     self.rows = {self._key(row["config"], row["topology"], row["overrides"]): row for row in rows}
 
   def known(self, name: str, topology: str, overrides: dict) -> dict | None:
-    row = self.rows.get(self._key(name, topology, overrides))
-    return None if row is None or "earlier" in row else row
+    return self.rows.get(self._key(name, topology, overrides))
 
   def fitting(self, name: str, generation: str) -> dict | None:
-    """The smallest slice of those that are known to fit, also by an earlier step, marked so by hand: a smaller one or fewer changes may."""
+    """The smallest slice of those that are known to fit: a smaller one or fewer changes may."""
     fit = [row for row in self.rows.values() if row["config"] == name and row["topology"].startswith(generation) and row["fits"]]
-    return min(fit, key=lambda row: (_chips(row["topology"]), "earlier" in row), default=None)
+    return min(fit, key=lambda row: _chips(row["topology"]), default=None)
 
   def row(self, name: str, topology: str, overrides: dict) -> dict:
     """A config on a topology: memory of a chip in GiB, whether it fits, and the bound on MFU, None where the compiler refused.
@@ -123,8 +122,7 @@ def _cell(first, half, fitting: dict | None) -> str:
 
   def entry(row: dict) -> str:
     overrides = "".join(f", {field.split('.')[1]} {value}" for field, value in row["overrides"].items())
-    bound = "" if "earlier" in row else f", {row['bound on MFU']:.0%}"
-    return f"`{row['topology']}`{overrides}: {row['GiB']:.1f} GiB{bound}"
+    return f"`{row['topology']}`{overrides}: {row['GiB']:.1f} GiB, {row['bound on MFU']:.0%}"
 
   if first is ...:
     return f"{entry(fitting)}, …" if fitting else "…"
