@@ -117,7 +117,7 @@ def _load() -> list[_Model]:
   """
   import jax
 
-  from diffjax.data.progress import say
+  from diffjax.progress import say
   from diffjax.training import trained
 
   def load(workdir: str, step: int | None) -> trained.Trained:

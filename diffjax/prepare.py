@@ -12,7 +12,7 @@ from absl import flags
 from diffjax import command
 from diffjax.config import Config, DataConfig
 from diffjax.data import prepared, sources, tokenizer_training
-from diffjax.data.progress import say
+from diffjax.progress import say
 
 _WORKERS = flags.DEFINE_integer(
   "workers", 0, "Processes that tokenise and write; 0 for one a CPU. The rows are the same for any number.", lower_bound=0

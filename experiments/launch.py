@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from diffjax.config import UserError
-from diffjax.data.progress import say
+from diffjax.progress import say
 from experiments.grid import FOLDER
 
 

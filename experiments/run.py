@@ -35,7 +35,7 @@ from absl import app, flags
 
 from diffjax import command
 from diffjax.config import Config, UserError
-from diffjax.data.progress import say
+from diffjax.progress import say
 from experiments import grid as grids
 from experiments import launch, results
 from experiments.grid import Experiment, Run

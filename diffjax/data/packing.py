@@ -24,8 +24,8 @@ from jaxtyping import Int, Shaped
 
 from diffjax.config import DataConfig, UserError
 from diffjax.data.document import Document
-from diffjax.data.progress import say
 from diffjax.data.tokenizer import Tokenizer, load_tokenizer
+from diffjax.progress import say
 
 
 class Row(NamedTuple):

@@ -21,9 +21,9 @@ from absl import flags
 from diffjax.config import Config, DataConfig, UserError
 from diffjax.data import packing, prepared, sources
 from diffjax.data.packing import Batch, Row
-from diffjax.data.progress import say
 from diffjax.data.reader import Reader, start_worker
 from diffjax.data.tokenizer import Tokenizer
+from diffjax.progress import say
 
 _EMPTY_ROW = packing.decode_row(b"\0\0\0\0")
 _PREFETCH = 4  # batches read ahead; more would only cost memory

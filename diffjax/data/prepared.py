@@ -26,10 +26,10 @@ import grain
 
 from diffjax.config import DataConfig, UserError
 from diffjax.data import packing, sources
-from diffjax.data.cache import cache_directory
 from diffjax.data.document import Source, reason
-from diffjax.data.progress import Progress, say
 from diffjax.data.tokenizer import load_tokenizer
+from diffjax.progress import Progress, say
+from diffjax.user_cache import cache_directory
 
 _FORMAT = 1
 # Shards at most. Validation has few, because the last rows of a shard are not full

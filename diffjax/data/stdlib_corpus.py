@@ -21,7 +21,7 @@ import time
 from etils import epath
 
 from diffjax.config import UserError
-from diffjax.data import cache
+from diffjax.user_cache import cache_directory
 
 # Share of the files held out. More than config.data.validation_fraction's default, because a few dozen files would be a noisy measure.
 VALIDATION_FRACTION = 0.05
@@ -77,7 +77,7 @@ def corpus_directory(root: str = "") -> epath.Path:
   start = time.time()
   files = _files()
   key = hashlib.sha256(b"".join(sorted(files)) + str(VALIDATION_FRACTION).encode()).hexdigest()[:16]
-  home = epath.Path(root) if root else cache.cache_directory("stdlib")
+  home = epath.Path(root) if root else cache_directory("stdlib")
   target = home / f"python-{platform.python_version()}-{key}"
   builder_directory = target / "stdlib" / "1.0.0"
   if target.exists():

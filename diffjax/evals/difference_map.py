@@ -29,13 +29,13 @@ import numpy as np
 from etils import epath
 from jaxtyping import Array, Bool, Float
 
-from diffjax.data.progress import Progress
 from diffjax.evals import inside
 from diffjax.evals.figures import Figure
 from diffjax.evals.results import by_model, draw_line, save
 from diffjax.evals.validation import validation_rows
 from diffjax.model.decoder import Decoder
 from diffjax.ops.diff_attention.reference import attention_weights
+from diffjax.progress import Progress
 from diffjax.training.trained import Trained
 
 MEASURES = ("negative share", "small share", "effective keys", "Hoyer sparsity")

@@ -37,10 +37,10 @@ from absl import logging
 from etils import epath
 
 from diffjax.config import UserError
-from diffjax.data.progress import say
 from diffjax.evals import jsonl
 from diffjax.evals.figures import Figure, mean_of
 from diffjax.model.sampler import Sampler
+from diffjax.progress import say
 from diffjax.training.trained import Trained
 
 _SUMMARY = {"document": str, "summary": str}

@@ -24,13 +24,13 @@ from etils import epath
 from jaxtyping import Array, Float
 
 from diffjax.config import UserError
-from diffjax.data.progress import Progress
 from diffjax.evals import inside
 from diffjax.evals.figures import Figure
 from diffjax.evals.results import by_model, save
 from diffjax.evals.validation import validation_rows
 from diffjax.model.decoder import Decoder
 from diffjax.ops.diff_attention.reference import attention_logits
+from diffjax.progress import Progress
 from diffjax.training.trained import Trained
 
 RANKS = (1, 2, 3, 10, 100)

@@ -25,10 +25,10 @@ from etils import epath
 
 from diffjax.config import UserError
 from diffjax.data import packing, sources
-from diffjax.data.progress import Progress
 from diffjax.evals.figures import Figure
 from diffjax.evals.results import by_model, draw_line, save
 from diffjax.evals.validation import validation_rows
+from diffjax.progress import Progress
 from diffjax.training.step import token_losses
 from diffjax.training.trained import Trained
 

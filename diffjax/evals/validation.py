@@ -18,9 +18,9 @@ from numpy import ndarray
 
 from diffjax.config import UserError
 from diffjax.data.pipeline import ValidationBatches, validation_batches
-from diffjax.data.progress import Progress
 from diffjax.evals.ar_hit import ar_hit_mask
 from diffjax.evals.figures import Figure
+from diffjax.progress import Progress
 from diffjax.training.step import row_losses
 from diffjax.training.trained import Trained
 

@@ -19,7 +19,6 @@ from jaxtyping import Int
 
 from diffjax.config import Config, UserError
 from diffjax.data.pipeline import ValidationBatches, check_prepared, check_vocabulary, training_batches, training_rows, validation_batches
-from diffjax.data.progress import say
 from diffjax.data.reader import Interrupted
 from diffjax.data.tokenizer import Tokenizer, load_tokenizer
 from diffjax.evals import trigram, validation
@@ -28,6 +27,7 @@ from diffjax.model.sampler import Sampler
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.parallel.mesh import batch_share, make_mesh, put_batch
 from diffjax.parallel.processes import Agreement, check_same, gather
+from diffjax.progress import say
 from diffjax.training import runtime
 from diffjax.training.checkpoint import Checkpoints, check_resume, latest_config, load_params
 from diffjax.training.lock import lock

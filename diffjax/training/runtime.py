@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import jax
 from etils import epath
 
-from diffjax.data.cache import cache_directory
+from diffjax.user_cache import cache_directory
 
 # glibc's malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8

@@ -1,4 +1,4 @@
-"""What is shown while rows are prepared: a live bar on a terminal, a line now and then elsewhere."""
+"""What the user sees of long work: lines on stderr, and a live bar on a terminal."""
 
 import sys
 import time
