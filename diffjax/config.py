@@ -18,7 +18,7 @@ class UserError(Exception):
 class ModelConfig:
   """The decoder. Letters as everywhere: B T S H K G M D V E F L N (see CONTRIBUTING.md)."""
 
-  # "diff" (DIFF V1), "diff_v2" (DIFF V2), "softmax" (the Transformer baseline), or "diff_v2_linear" (an ablation: V2 without the sigmoid)
+  # A layer of model/attention.py: "diff" (DIFF V1), "diff_v2" (DIFF V2), "softmax" (the Transformer baseline), or one of its variants
   attention: str = "diff"
   # N: rows of the embedding; at least the tokenizer's size, and less than 256 more than it
   vocab_size: int = 256
@@ -36,8 +36,16 @@ class ModelConfig:
   ffn_dim: int = 352
   # Longest row, tokens
   max_length: int = 2048
+  # A token sees itself and those before it. False shows it the whole row: for encoders in a loop of your own, since training refuses it
+  causal: bool = True
+  # Keys that a token sees, itself included (sliding window); None for all
+  window: int | None = None
+  # Rotary position embedding of queries and keys
+  rope: bool = True
   # RoPE base (angle = position · base^(−2j/D))
   rope_base: float = 10_000.0
+  # Biases of the query, key, value and output projections
+  projection_biases: bool = False
   # RMSNorm of each head's output, with one gain vector per layer. The paper's DIFF V1 has it, V2 and the baseline do not
   head_norm: bool = True
   # λ_init of DIFF V1: a constant for every layer, or None for the paper's 0.8 − 0.6·exp(−0.3·l)
@@ -213,7 +221,6 @@ class Config:
 REMAT = ("none", "dots", "ffn", "gate", "attention", "full")
 
 _CHOICES = {
-  "model.attention": ("diff", "diff_v2", "diff_v2_linear", "softmax"),
   "model.dtype": ("auto", "bfloat16", "float32"),
   "model.remat": REMAT,
   "data.packing": ("documents", "concat"),
@@ -249,10 +256,7 @@ def check(config: Config) -> None:
   )
   require(model.head_dim % 2 == 0, "model.head_dim", model.head_dim, "must be even: RoPE rotates pairs")
   require(
-    model.attention == "diff" or model.lambda_init is None,
-    "model.lambda_init",
-    model.lambda_init,
-    f"only attention = 'diff' has a λ_init; leave it None for {model.attention!r}",
+    model.window is None or model.window >= 1, "model.window", model.window, "must be at least 1 (the token itself), or None for all keys"
   )
   require(
     data.prompt_template.count("{prompt}") == 1,

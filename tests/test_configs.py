@@ -116,7 +116,7 @@ def test_round_trip():
     ("model.num_layers", 0, "config.model.num_layers = 0: must be at least 1"),
     ("model.num_kv_heads", 3, "config.model.num_kv_heads = 3: must divide model.num_heads = 2"),
     ("model.head_dim", 33, "config.model.head_dim = 33: must be even"),
-    ("model.attention", "diff_v3", "config.model.attention = 'diff_v3': must be one of diff, diff_v2, diff_v2_linear, softmax"),
+    ("model.window", 0, "config.model.window = 0: must be at least 1"),
     ("model.max_length", 100, "config.data.length = 256: must be at most model.max_length = 100"),
     ("optimizer.learning_rate", math.inf, "config.optimizer.learning_rate must be finite; got inf"),
     ("optimizer.learning_rate", math.nan, "config.optimizer.learning_rate must be finite; got nan"),
@@ -146,11 +146,4 @@ def test_prompts_are_packed_as_documents():
   values = load("tiny").to_dict()
   values["data"] |= {"prompt_field": "question", "packing": "concat"}
   with pytest.raises(UserError, match="config.data.packing = 'concat': must be 'documents' with config.data.prompt_field = 'question'"):
-    from_config_dict(values)
-
-
-def test_lambda_init_belongs_to_diff():
-  values = load("tiny", "transformer").to_dict()
-  values["model"]["lambda_init"] = 0.8
-  with pytest.raises(UserError, match="config.model.lambda_init = 0.8: only attention = 'diff'"):
     from_config_dict(values)

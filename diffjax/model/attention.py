@@ -6,6 +6,7 @@ softmax maps a head has, where λ comes from and what happens to a head's output
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -15,10 +16,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from diffjax.config import ModelConfig, UserError
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.rms_norm import rms_norm
 from diffjax.ops.rope import rope
 from diffjax.parallel.product import product, whole
+from diffjax.parameters import FIELDS, PARAMETERS
 
 # Name of the four products' results, for remat policies.
 PROJECTED = "attention_projected"
@@ -39,14 +42,19 @@ def matrix_init(inputs: int, *, scale: float = 1.0):
 class Attention(nn.Module):
   """Softmax attention, the Transformer baseline: y = concat_h(softmax(QKᵀ/√D) V) W_O.
 
-  Matrices start from a truncated normal of standard deviation 1/√inputs, `out` further scaled by `out_scale`; gains start at 1.
+  Matrices start from a truncated normal of standard deviation 1/√inputs, `out` further scaled by `out_scale`; gains start
+  at 1, biases at 0.
 
   Attributes:
     num_heads: H.
     head_dim: D.
     num_kv_heads: K, a divisor of H; None for H.
     head_norm: RMSNorm over each head's output, with one gain vector of width V shared by the heads.
+    causal: a token sees itself and those before it; False for the whole row.
+    window: number of keys that a token sees, itself included (see `diff_attention`); None for all.
+    rope: rotary position embedding of queries and keys.
     rope_base: base of the rotary angles; pairs are (j, j + D/2).
+    projection_biases: biases of the query, key, value and output projections.
     norm_eps: ε of the head norm.
     out_scale: factor on the initial output projection.
     dtype: compute dtype; parameters are float32.
@@ -57,7 +65,11 @@ class Attention(nn.Module):
   head_dim: int
   num_kv_heads: int | None = None
   head_norm: bool = False
+  causal: bool = True
+  window: int | None = None
+  rope: bool = True
   rope_base: float = 10_000.0
+  projection_biases: bool = False
   norm_eps: float = 1e-5
   out_scale: float = 1.0
   dtype: Any = jnp.float32
@@ -66,6 +78,8 @@ class Attention(nn.Module):
   num_maps: ClassVar[int] = 1  # G
   num_key_maps: ClassVar[int] = 1  # M
   value_heads: ClassVar[int] = 1  # V / D
+  extra: ClassVar[tuple[str, ...]] = ()  # parameters besides those of every layer
+  has_lambda_init: ClassVar[bool] = False
 
   @nn.compact
   def __call__(
@@ -76,7 +90,7 @@ class Attention(nn.Module):
     segment_ids: Int[Array, "B T"] | None = None,
     positions: Int[Array, "B T"] | None = None,
   ) -> Float[Array, "B T E"]:
-    """Causal self-attention.
+    """Self-attention.
 
     Args:
       x: input.
@@ -84,33 +98,58 @@ class Attention(nn.Module):
       segment_ids: tokens attend within equal ids; None for one document a row.
       positions: positions for RoPE; None for 0 … T−1.
     """
-    E, H, D, G, M = x.shape[-1], self.num_heads, self.head_dim, self.num_maps, self.num_key_maps
-    K, V = self.num_kv_heads or H, self.value_heads * D
-    if positions is None:
-      positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
     x = x.astype(self.dtype)
-    q, k, v = (self._project(x, name, heads) for name, heads in (("query", (H, G, D)), ("key", (K, M, D)), ("value", (K, V))))
-    q, k = rope(q, positions, self.rope_base), rope(k, positions, self.rope_base)
+    q, k, v = (self._project(x, name, x.shape[-1]) for name in ("query", "key", "value"))
+    if self.rope:
+      if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+      q, k = rope(q, positions, self.rope_base), rope(k, positions, self.rope_base)
     self.sow("intermediates", "query", q)
     self.sow("intermediates", "key", k)
     lam = self._lambda(x, lambda_init)
     if lam is not None:
       self.sow("metrics", "lambda", jnp.mean(lam))
-    heads = self.attention_fn(q, k, v, lam, q_segment_ids=segment_ids, kv_segment_ids=segment_ids)
+    mask = dict(q_segment_ids=segment_ids, kv_segment_ids=segment_ids, causal=self.causal, window=self.window)
+    heads = self.attention_fn(q, k, v, lam, **mask)
     if self.head_norm:
-      heads = rms_norm(heads, self.param("head_gain", nn.initializers.ones, (V,)), self.norm_eps)
-    heads = self._scale(heads, lambda_init)
-    out = self.param("out", matrix_init(H * V, scale=self.out_scale), (H, V, E))
-    return checkpoint_name(product(heads, out, "out"), PROJECTED)
+      heads = rms_norm(heads, self._parameter("head_gain", nn.initializers.ones, x.shape[-1]), self.norm_eps)
+    return self._project(self._output(heads, x, lambda_init), "out", x.shape[-1], self.out_scale)
 
-  def _project(self, x: Float[Array, "B T E"], name: str, heads: tuple[int, ...]) -> Float[Array, "B T *heads"]:
-    w = self.param(name, matrix_init(x.shape[-1]), (x.shape[-1], *heads))
-    return checkpoint_name(product(x, w, name), PROJECTED)
+  def _parameter(self, name: str, init: Callable[..., jax.Array], embed_dim: int) -> jax.Array:
+    """A parameter of one layer, of the shape that the table of parameters gives it."""
+    return self.param(name, init, tuple(self._size(axis, embed_dim) for axis in PARAMETERS[name].axes[1:]))
+
+  def _matrix(self, name: str, embed_dim: int, scale: float = 1.0) -> jax.Array:
+    inputs = math.prod(self._size(axis, embed_dim) for axis in PARAMETERS[name].inputs)
+    return self._parameter(name, matrix_init(inputs, scale=scale), embed_dim)
+
+  def _size(self, axis: str, embed_dim: int) -> int:
+    return {
+      "E": embed_dim,
+      "H": self.num_heads,
+      "K": self.num_kv_heads or self.num_heads,
+      "D": self.head_dim,
+      **map_sizes(type(self), self.head_dim),
+    }[axis]
+
+  def _project(self, x: Float[Array, "B T *inputs"], name: str, embed_dim: int, scale: float = 1.0) -> Float[Array, "B T *outputs"]:
+    """x W, plus the bias where projections have one."""
+    y = product(x, self._matrix(name, embed_dim, scale), name)
+    if self.projection_biases and f"{name}_bias" in PARAMETERS:
+      y += self._parameter(f"{name}_bias", nn.initializers.zeros, embed_dim).astype(y.dtype)
+    return checkpoint_name(y, PROJECTED)
 
   def _lambda(self, x: Float[Array, "B T E"], lambda_init: Any) -> Lambda:
+    """λ, of variants with two maps."""
     return None
 
-  def _scale(self, heads: Float[Array, "B T H V"], lambda_init: Any) -> Float[Array, "B T H V"]:
+  def _lambda_logits(self, x: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
+    """x W_λ in float32, for variants whose λ depends on the token."""
+    w = whole(self._matrix("lambda_hat", x.shape[-1]), "lambda_hat", self.dtype)
+    return jnp.einsum("BTE,EH->BTH", x, w, preferred_element_type=jnp.float32)
+
+  def _output(self, heads: Float[Array, "B T H V"], x: Float[Array, "B T E"], lambda_init: Any) -> Float[Array, "B T H V"]:
+    """What a variant does to the heads' outputs before the output projection."""
     return heads
 
 
@@ -127,16 +166,16 @@ class DiffAttention(Attention):
   num_maps: ClassVar[int] = 2
   num_key_maps: ClassVar[int] = 2
   value_heads: ClassVar[int] = 2
+  extra: ClassVar[tuple[str, ...]] = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+  has_lambda_init: ClassVar[bool] = True
 
   def _lambda(self, x, lambda_init):
     if lambda_init is None:
-      raise ValueError("DiffAttention needs lambda_init: pass lambda_init_schedule(layer) or a constant such as 0.8")
-    q1, k1, q2, k2 = (
-      self.param(name, nn.initializers.normal(0.1), (self.head_dim,)) for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
-    )
+      raise ValueError(f"{type(self).__name__} needs lambda_init: pass lambda_init_schedule(layer) or a constant such as 0.8")
+    q1, k1, q2, k2 = (self._parameter(name, nn.initializers.normal(0.1), x.shape[-1]) for name in self.extra)
     return jnp.exp(jnp.dot(q1, k1)) - jnp.exp(jnp.dot(q2, k2)) + lambda_init
 
-  def _scale(self, heads, lambda_init):
+  def _output(self, heads, x, lambda_init):
     return heads * jnp.asarray(1.0 - lambda_init, heads.dtype)
 
 
@@ -147,14 +186,10 @@ class DiffAttentionV2(Attention):
   """
 
   num_maps: ClassVar[int] = 2
+  extra: ClassVar[tuple[str, ...]] = ("lambda_hat",)
 
   def _lambda(self, x, lambda_init):
     return jax.nn.sigmoid(self._lambda_logits(x))
-
-  def _lambda_logits(self, x: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
-    E, H = x.shape[-1], self.num_heads
-    w = whole(self.param("lambda_hat", matrix_init(E), (E, H)), "lambda_hat", self.dtype)
-    return jnp.einsum("BTE,EH->BTH", x, w, preferred_element_type=jnp.float32)
 
 
 class DiffAttentionV2Linear(DiffAttentionV2):
@@ -165,3 +200,36 @@ class DiffAttentionV2Linear(DiffAttentionV2):
 
 
 ATTENTION = {"softmax": Attention, "diff": DiffAttention, "diff_v2": DiffAttentionV2, "diff_v2_linear": DiffAttentionV2Linear}
+
+
+def attention_class(config: ModelConfig) -> type[Attention]:
+  """The layer that a config names.
+
+  Raises:
+    UserError: if there is none of that name, or it has no λ_init and the config gives one.
+  """
+  if config.attention not in ATTENTION:
+    raise UserError(f"config.model.attention = {config.attention!r}: must be one of {', '.join(ATTENTION)}")
+  kind = ATTENTION[config.attention]
+  if config.lambda_init is not None and not kind.has_lambda_init:
+    having = " or ".join(repr(name) for name, other in ATTENTION.items() if other.has_lambda_init)
+    raise UserError(
+      f"config.model.lambda_init = {config.lambda_init!r}: only attention = {having} has a λ_init; leave it None for {config.attention!r}"
+    )
+  return kind
+
+
+def map_sizes(kind: type[Attention], head_dim: int) -> dict[str, int]:
+  """G, M and V of a layer."""
+  return {"G": kind.num_maps, "M": kind.num_key_maps, "V": kind.value_heads * head_dim}
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+  """The shape of every parameter of a decoder, by name, without making one; those of the layers with their leading L."""
+  kind = attention_class(config)
+  sizes = {axis: getattr(config, field) for axis, field in FIELDS.items()} | map_sizes(kind, config.head_dim)
+  layer = ("attention_norm", "query", "key", "value", "out", *kind.extra, "ffn_norm", "gate", "up", "down")
+  biases = tuple(name for name in PARAMETERS if name.endswith("_bias")) * config.projection_biases
+  outer = ("embedding", *("unembedding",) * (not config.tie_embeddings), "final_norm")
+  names = (*outer, *layer, *biases, *("head_gain",) * config.head_norm)
+  return {name: tuple(sizes[axis] for axis in PARAMETERS[name].axes) for name in names}

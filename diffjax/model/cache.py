@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from diffjax.model.attention import ATTENTION
+from diffjax.config import UserError
+from diffjax.model.attention import attention_class
 from diffjax.model.decoder import Block, Decoder, lambda_inits
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.diff_attention.decode import decode_attention
@@ -43,8 +44,13 @@ def empty_cache(model: Decoder, batch_size: int, capacity: int) -> Cache:
     model: the decoder.
     batch_size: B.
     capacity: S, tokens that a row can hold.
+
+  Raises:
+    UserError: if the model is not causal: its tokens depend on those to come.
   """
-  config, kind = model.config, ATTENTION[model.config.attention]
+  config, kind = model.config, attention_class(model.config)
+  if not config.causal:
+    raise UserError("config.model.causal = False: what a token gives depends on those after it, so that no cache can hold it")
   keys, values = (
     tuple(jnp.zeros((batch_size, config.num_kv_heads, capacity, width), model.dtype) for _ in range(config.num_layers))
     for width in (kind.num_key_maps * config.head_dim, kind.value_heads * config.head_dim)
@@ -85,16 +91,16 @@ def extend(
   keys: list[jax.Array] = []
   values: list[jax.Array] = []
 
-  def attend(q, k, v, lam, **_):
+  def attend(q, k, v, lam, *, window, **_):
     layer = len(keys)
     keys.append(_write(cache.keys[layer], k.reshape(*k.shape[:3], -1), cache.lengths))
     values.append(_write(cache.values[layer], v, cache.lengths))
     if length == 1 and model.attention_fn is diff_attention:
       lam = lam[:, 0] if lam is not None and lam.ndim == 3 else lam
-      return decode_attention(q[:, 0], keys[layer], values[layer], lam, cache.lengths + 1)[:, None]
+      return decode_attention(q[:, 0], keys[layer], values[layer], lam, cache.lengths + 1, window=window)[:, None]
     seen = jnp.swapaxes(keys[layer], 1, 2)
     return model.attention_fn(
-      q, seen.reshape(*seen.shape[:3], *k.shape[3:]), jnp.swapaxes(values[layer], 1, 2), lam, q_offset=cache.lengths
+      q, seen.reshape(*seen.shape[:3], *k.shape[3:]), jnp.swapaxes(values[layer], 1, 2), lam, q_offset=cache.lengths, window=window
     )
 
   x = jnp.take(params["embedding"], tokens, axis=0)

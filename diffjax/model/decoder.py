@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from diffjax.config import ModelConfig
-from diffjax.model.attention import ATTENTION, PROJECTED, lambda_init_schedule, matrix_init
+from diffjax.model.attention import PROJECTED, attention_class, lambda_init_schedule, matrix_init
 from diffjax.ops.diff_attention import RESIDUAL_NAMES, diff_attention
 from diffjax.ops.platform import platform
 from diffjax.ops.rms_norm import SCALE, rms_norm
@@ -66,12 +66,16 @@ class Block(nn.Module):
   def __call__(self, x, lambda_init, segment_ids, positions):
     config, E = self.config, x.shape[-1]
     out_scale = (2 * config.num_layers) ** -0.5
-    attention = ATTENTION[config.attention](
+    attention = attention_class(config)(
       num_heads=config.num_heads,
       head_dim=config.head_dim,
       num_kv_heads=config.num_kv_heads,
       head_norm=config.head_norm,
+      causal=config.causal,
+      window=config.window,
+      rope=config.rope,
       rope_base=config.rope_base,
+      projection_biases=config.projection_biases,
       norm_eps=config.norm_eps,
       out_scale=out_scale,
       dtype=self.dtype,

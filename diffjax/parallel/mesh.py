@@ -19,7 +19,7 @@ from diffjax.ops.diff_attention import IMPLEMENTATIONS, diff_attention
 from diffjax.ops.varying import vary_like
 from diffjax.parallel import context
 from diffjax.parallel.product import gather
-from diffjax.parallel.rules import BATCH, LENGTH, PARAMETERS
+from diffjax.parallel.rules import BATCH, LENGTH, SPECS
 
 AXES = ("data", "fsdp", "context", "tensor")
 
@@ -98,14 +98,16 @@ def sharded_attention(mesh: Mesh, implementation: str) -> Callable[..., jax.Arra
   if mesh.size == 1:
     return attention
 
-  def sharded(q, k, v, lam=None, *, q_segment_ids=None, kv_segment_ids=None):
+  def sharded(q, k, v, lam=None, *, q_segment_ids=None, kv_segment_ids=None, causal=True, window=None):
     # λ is broadcast before the shard_map, so that autodiff reduces its gradient over the devices outside.
     lam = None if lam is None else jnp.broadcast_to(lam, q.shape[:3])
 
+    masked = functools.partial(attention, causal=causal, window=window)
+
     def local(q, k, v, lam, q_segment_ids, kv_segment_ids):
       if mesh.shape["context"] > 1:
-        return context.attend(attention, LENGTH, q, k, v, lam, q_segment_ids, kv_segment_ids)
-      return attention(q, k, v, lam, q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids)
+        return context.attend(masked, LENGTH, q, k, v, lam, q_segment_ids, kv_segment_ids)
+      return masked(q, k, v, lam, q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids)
 
     heads, ids = P(BATCH, LENGTH, "tensor"), P(BATCH, LENGTH)
     sharded_call = jax.shard_map(local, mesh=mesh, in_specs=(heads, heads, heads, heads, ids, ids), out_specs=heads)
@@ -123,13 +125,13 @@ def sharded_cross_entropy(mesh: Mesh) -> Callable[..., tuple[jax.Array, jax.Arra
   def sharded(hidden, embedding, targets, weights, *, z_loss=0.0, chunk=None):
     def local(hidden, embedding, targets, weights):
       embedding = vary_like(embedding, hidden)  # before it is gathered, so that what is summed over data is a share of the gradient
-      for axis, name in enumerate(PARAMETERS["embedding"]):
+      for axis, name in enumerate(SPECS["embedding"]):
         embedding = gather(embedding, axis, name, hidden.dtype)
       return jax.lax.psum(fused_cross_entropy(hidden, embedding, targets, weights, z_loss=z_loss, chunk=chunk), AXES)
 
     # Along the tensor axis, which holds every token's hidden state whole, tokens are split too.
     tokens = P(BATCH, (LENGTH, "tensor"))
-    in_specs = (tokens, PARAMETERS["embedding"], tokens, tokens)
+    in_specs = (tokens, SPECS["embedding"], tokens, tokens)
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=P())(hidden, embedding, targets, weights)
 
   return sharded

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from diffjax.ops.linear import linear
-from diffjax.parallel.rules import BATCH, LENGTH, PARAMETERS
+from diffjax.parallel.rules import BATCH, LENGTH, SPECS
 
 
 def product(x: Float[Array, "B T *inputs"], parameter: Float[Array, "..."], name: str) -> Float[Array, "B T *outputs"]:
@@ -36,9 +36,9 @@ def product(x: Float[Array, "B T *inputs"], parameter: Float[Array, "..."], name
   Args:
     x: activations; the tensor axis splits those of their axes that it splits of the parameter.
     parameter: one layer's, float32; the fsdp axis splits E.
-    name: the parameter's, in PARAMETERS.
+    name: the parameter's, in diffjax/parameters.py.
   """
-  split = PARAMETERS[name][1:]
+  split = SPECS[name][1:]
   if _is_split():
     return _product(x, parameter, (*split, *[None] * (parameter.ndim - len(split))))
   inputs = x.shape[2:]
@@ -48,7 +48,7 @@ def product(x: Float[Array, "B T *inputs"], parameter: Float[Array, "..."], name
 
 def whole(parameter: Float[Array, "..."], name: str, dtype: Any) -> Float[Array, "..."]:
   """A layer's parameter in the compute dtype, gathered along the fsdp axis; along the tensor axis it stays split."""
-  return _whole(parameter, PARAMETERS[name][1:], dtype) if _is_split() else parameter.astype(dtype)
+  return _whole(parameter, SPECS[name][1:], dtype) if _is_split() else parameter.astype(dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))

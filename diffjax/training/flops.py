@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from diffjax.config import ModelConfig
+from diffjax.model.attention import attention_class, map_sizes, parameter_shapes
+from diffjax.parameters import MATRICES
 
 # Peak dense bfloat16 FLOP/s of one JAX device, by the start of its `device_kind`; the first that fits counts.
 # TPUs: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. A TPU7x chip (2307e12) is two JAX devices.
@@ -44,9 +47,9 @@ class StepFlops(NamedTuple):
 def step_flops(model: ModelConfig, length: int, tokens: int) -> StepFlops:
   """Nominal model FLOPs: every matrix product once forward, and twice its forward backward; nothing for rematerialisation.
 
-  Counted: the projections (DIFF V2's λ̂ too), QKᵀ and AV of every map (AV is V = 2D wide in DIFF V1) over the T(T+1)/2 pairs of a
-  causal row, the SwiGLU and the vocabulary projection. Not counted: the embedding's lookup, norms, RoPE, softmax, and what packed
-  documents save by not attending to each other.
+  Counted: the projections (DIFF V2's λ̂ too), QKᵀ and AV of every map (AV is V = 2D wide in DIFF V1) over the pairs of a token and one that
+  it sees, T(T+1)/2 of a causal row without a window; the SwiGLU and the vocabulary projection. Not counted: the embedding's lookup, norms,
+  RoPE, softmax, and what packed documents save by not attending to each other.
 
   Args:
     model: The model's config.
@@ -56,38 +59,22 @@ def step_flops(model: ModelConfig, length: int, tokens: int) -> StepFlops:
   Returns:
     FLOPs of the forward pass over those tokens, and of a training step on them.
   """
-  maps, _, width = _maps(model)
-  sizes = _layer_sizes(model)
-  matrices = sum(size for name, size in sizes.items() if name in ("query", "key", "value", "out", "ffn", "lambda_hat"))
-  pair = model.num_heads * maps * (model.head_dim + width)
-  row = length * (model.num_layers * matrices + model.vocab_size * model.embed_dim) + model.num_layers * pair * length * (length + 1) // 2
+  sizes = map_sizes(attention_class(model), model.head_dim)
+  shapes = parameter_shapes(model)
+  matrices = sum(math.prod(shapes[name]) for name in shapes.keys() & MATRICES)
+  pair = model.num_heads * sizes["G"] * (model.head_dim + sizes["V"])
+  row = length * (matrices + model.vocab_size * model.embed_dim) + model.num_layers * pair * _pairs(model, length)
   forward = 2 * row * tokens // length
   return StepFlops(forward, 3 * forward)
 
 
 def parameter_count(model: ModelConfig) -> int:
   """Number of parameters, in closed form (paper.md §3 with one vocabulary matrix: tie_embeddings)."""
-  vocabulary = model.vocab_size * model.embed_dim * (1 if model.tie_embeddings else 2)
-  return vocabulary + model.embed_dim + model.num_layers * sum(_layer_sizes(model).values())
+  return sum(map(math.prod, parameter_shapes(model).values()))
 
 
-def _maps(model: ModelConfig) -> tuple[int, int, int]:
-  """G, M and V."""
-  v2 = (2, 1, model.head_dim)
-  return {"softmax": (1, 1, model.head_dim), "diff": (2, 2, 2 * model.head_dim), "diff_v2": v2, "diff_v2_linear": v2}[model.attention]
-
-
-def _layer_sizes(model: ModelConfig) -> dict[str, int]:
-  maps, key_maps, width = _maps(model)
-  E, D, H, K = model.embed_dim, model.head_dim, model.num_heads, model.num_kv_heads
-  return {
-    "query": E * H * maps * D,
-    "key": E * K * key_maps * D,
-    "value": E * K * width,
-    "out": H * width * E,
-    "ffn": 3 * E * model.ffn_dim,
-    "norms": 2 * E,
-    "lambda": 4 * D if model.attention == "diff" else 0,
-    "lambda_hat": E * H if model.attention in ("diff_v2", "diff_v2_linear") else 0,
-    "head_gain": width if model.head_norm else 0,
-  }
+def _pairs(model: ModelConfig, length: int) -> int:
+  """Pairs of a query and a key that it sees, in one row."""
+  window = min(model.window or length, length)
+  before = window * (window + 1) // 2 + (length - window) * window  # with the token itself
+  return before if model.causal else 2 * before - length

@@ -1,6 +1,6 @@
 """AdamW or Muon, its schedule and its limits.
 
-Every parameter is treated by its name, in two tables below. A name in neither is an error: optax's Muon, left alone, takes every
+Every parameter is treated by its name, as the table of parameters says. An unknown name is an error: optax's Muon, left alone, takes every
 2-D array for a matrix, so that with stacked layers the gains [L, E] are orthogonalised and the matrices [L, E, F] are not.
 """
 
@@ -18,24 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from optax.contrib import MuonDimensionNumbers
 
 from diffjax.config import OptimizerConfig, UserError
-
-# Matrices of the layers, with the axes that each one sums over and those it writes to; what is left, axis 0, is the layer.
-# They decay, and they are what Muon orthogonalises: one matrix a layer, whatever the number of heads.
-_MATRICES = {
-  "query": MuonDimensionNumbers(reduction_axis=1, output_axis=(2, 3, 4)),  # [L, E, H, G, D]
-  "key": MuonDimensionNumbers(reduction_axis=1, output_axis=(2, 3, 4)),  # [L, E, K, M, D]
-  "value": MuonDimensionNumbers(reduction_axis=1, output_axis=(2, 3)),  # [L, E, K, V]
-  "out": MuonDimensionNumbers(reduction_axis=(1, 2), output_axis=3),  # [L, H, V, E]
-  "lambda_hat": MuonDimensionNumbers(reduction_axis=1, output_axis=2),  # [L, E, H]
-  "gate": MuonDimensionNumbers(reduction_axis=1, output_axis=2),  # [L, E, F]
-  "up": MuonDimensionNumbers(reduction_axis=1, output_axis=2),  # [L, E, F]
-  "down": MuonDimensionNumbers(reduction_axis=1, output_axis=2),  # [L, F, E]
-}
-
-# Embeddings, gains and λ vectors: AdamW without weight decay.
-_OTHERS = frozenset(
-  {"embedding", "unembedding", "final_norm", "attention_norm", "ffn_norm", "head_gain", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"}
-)
+from diffjax.parameters import MATRICES, PARAMETERS
 
 # RMS of Muon's update, near AdamW's own, so that one learning rate and one weight decay serve both (Liu et al. 2025, arXiv:2502.16982).
 _MUON_RMS = 0.2
@@ -128,7 +111,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def decay_mask(params: Any, frozen: frozenset[str] = frozenset()) -> Any:
-  """Which parameters decay, by name.
+  """The parameters that decay, by name.
 
   Args:
     params: The tree of parameters, or of anything in their places.
@@ -138,9 +121,9 @@ def decay_mask(params: Any, frozen: frozenset[str] = frozenset()) -> Any:
     The same tree of bools: True for the layers' matrices that are not frozen.
 
   Raises:
-    ValueError: for a name that this file does not know.
+    ValueError: for a name that the table of parameters does not have.
   """
-  return jax.tree_util.tree_map_with_path(lambda path, _: _name(path) in _MATRICES.keys() - frozen, params)
+  return jax.tree_util.tree_map_with_path(lambda path, _: _name(path) in MATRICES - frozen, params)
 
 
 def skip_metrics(before: Any, after: Any, sigmas: float) -> dict[str, Array]:
@@ -242,8 +225,8 @@ def _skip_bad_steps(inner: optax.GradientTransformation, sigmas: float) -> optax
 
 def _frozen(config: OptimizerConfig) -> frozenset[str]:
   names = frozenset(filter(None, (name.strip() for name in config.frozen.split(","))))
-  if unknown := names - _MATRICES.keys() - _OTHERS:
-    raise UserError(f"config.optimizer.frozen: {min(unknown)!r} is no parameter; there are {', '.join([*_MATRICES, *sorted(_OTHERS)])}")
+  if unknown := names - PARAMETERS.keys():
+    raise UserError(f"config.optimizer.frozen: {min(unknown)!r} is no parameter; there are {', '.join(PARAMETERS)}")
   return names
 
 
@@ -260,23 +243,27 @@ def _freeze(names: frozenset[str]) -> optax.GradientTransformation:
 
 def _name(path: tuple[Any, ...]) -> str:
   name = path[-1].key
-  if name not in _MATRICES and name not in _OTHERS:
-    raise ValueError(
-      f"the optimizer does not know the parameter {'/'.join(key.key for key in path)}: "
-      "add its name to _MATRICES or _OTHERS in diffjax/training/optimizer.py"
-    )
+  if name not in PARAMETERS:
+    raise ValueError(f"the optimizer does not know the parameter {'/'.join(key.key for key in path)}: add it to diffjax/parameters.py")
   return name
 
 
 def _labels(params: Any) -> Any:
-  return jax.tree_util.tree_map_with_path(lambda path, _: "muon" if _name(path) in _MATRICES else "adam", params)
+  return jax.tree_util.tree_map_with_path(lambda path, _: "muon" if _name(path) in MATRICES else "adam", params)
 
 
 def _muon_axes(updates: Any) -> Any:
-  return jax.tree_util.tree_map_with_path(lambda path, _: _MATRICES[_name(path)], updates)
+  return jax.tree_util.tree_map_with_path(lambda path, _: _sides(_name(path)), updates)
+
+
+def _sides(name: str) -> MuonDimensionNumbers:
+  """The axes that a matrix sums over and those it writes to. What is left, axis 0, is the layer: one matrix a layer, whatever the heads."""
+  parameter = PARAMETERS[name]
+  inputs, outputs = (tuple(parameter.axes.index(axis) for axis in side) for side in (parameter.inputs, parameter.outputs))
+  return MuonDimensionNumbers(reduction_axis=inputs, output_axis=outputs)
 
 
 def _to_adam_rms(update: Float[Array, "L ..."], axes: MuonDimensionNumbers) -> Float[Array, "L ..."]:
   # An orthogonal [m, n] matrix has an RMS of 1/√max(m, n).
-  fans = [math.prod(update.shape[axis] for axis in ((side,) if isinstance(side, int) else side)) for side in axes]
+  fans = [math.prod(update.shape[axis] for axis in side) for side in axes]
   return _MUON_RMS * max(fans) ** 0.5 * update

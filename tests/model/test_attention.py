@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffjax.model.attention import ATTENTION, Attention, DiffAttention, DiffAttentionV2, lambda_init_schedule
+from diffjax.config import ModelConfig, UserError
+from diffjax.model.attention import ATTENTION, Attention, DiffAttention, DiffAttentionV2, attention_class, lambda_init_schedule
 from diffjax.ops.diff_attention import diff_attention
 from tests.tiers import full
+from tests.variants import VARIANTS
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
@@ -85,6 +87,10 @@ def test_layer_equals_the_authors(name, implementation):
     assert relative(dparams[key], want) < 2e-6, key
 
 
+def test_every_layer_has_its_row():
+  assert VARIANTS.keys() == ATTENTION.keys()
+
+
 @pytest.mark.parametrize("name", ATTENTION)
 def test_stands_alone_in_a_users_module(name):
   class Mine(nn.Module):
@@ -95,14 +101,28 @@ def test_stands_alone_in_a_users_module(name):
   x = jax.random.normal(jax.random.key(0), (2, 6, 16))
   y, variables = jax.jit(Mine().init_with_output)(jax.random.key(1), x)
   assert y.shape == (2, 6, 32) and bool(jnp.isfinite(y).all())
-  G, M, V = {"softmax": (1, 1, 8), "diff": (2, 2, 16), "diff_v2": (2, 1, 8), "diff_v2_linear": (2, 1, 8)}[name]
+  G, M, wide = VARIANTS[name].sizes
   shapes = jax.tree.map(jnp.shape, variables["params"]["attention"])
-  want = {"query": (32, 2, G, 8), "key": (32, 2, M, 8), "value": (32, 2, V), "out": (2, V, 32)}
-  if name == "diff":
-    want |= dict.fromkeys(("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"), (8,)) | {"head_gain": (16,)}
-  if name.startswith("diff_v2"):
-    want["lambda_hat"] = (32, 2)
-  assert shapes == want
+  size = dict(E=32, H=2, K=2, G=G, M=M, D=8, V=8 * wide)
+  want = {"query": "EHGD", "key": "EKMD", "value": "EKV", "out": "HVE", **VARIANTS[name].extra}
+  if ATTENTION[name].head_norm:
+    want["head_gain"] = "V"
+  assert shapes == {name: tuple(size[axis] for axis in axes) for name, axes in want.items()}
+
+
+@pytest.mark.parametrize(
+  "fields, message",
+  [
+    (dict(attention="diff_v3"), "config.model.attention = 'diff_v3': must be one of softmax, diff, diff_v2"),
+    (
+      dict(attention="softmax", lambda_init=0.8),
+      "config.model.lambda_init = 0.8: only attention = 'diff'.* has a λ_init; leave it None for",
+    ),
+  ],
+)
+def test_a_layer_that_there_is_not(fields, message):
+  with pytest.raises(UserError, match=message):
+    attention_class(ModelConfig(**fields))
 
 
 def test_lambda_init_schedule_is_the_papers():
@@ -158,6 +178,65 @@ def test_without_the_sigmoid_v2s_lambda_is_its_logit():
   apply = jax.jit(layers[1].apply)
   none, thrice = (apply({"params": params | {"lambda_hat": scale * params["lambda_hat"]}}, x) for scale in (0.0, 3.0))
   np.testing.assert_allclose(thrice - none, 3 * (once - none), rtol=1e-3, atol=1e-5)
+
+
+def dense(visible, q, k, v, lam, **_):
+  """Attention whose mask is given, whatever the layer asks for."""
+  k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+  scores = jnp.einsum("BTHGD,BSHGD->BHGTS", q, jnp.broadcast_to(k, (*k.shape[:3], *q.shape[3:]))) * q.shape[-1] ** -0.5
+  maps = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+  weights = maps[:, :, 0]
+  if lam is not None:
+    weights -= jnp.moveaxis(jnp.broadcast_to(lam, q.shape[:3]), 1, 2)[..., None] * maps[:, :, 1]
+  return jnp.einsum("BHTS,BSHV->BTHV", weights, v)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("causal, window", [(True, 3), (False, None), (False, 3)])
+def test_mask_fields(name, causal, window):
+  """Against a mask that is written out."""
+  x, distance = jax.random.normal(jax.random.key(0), (2, 9, 16)), np.subtract.outer(np.arange(9), np.arange(9))
+  visible = (distance >= 0) | (not causal)
+  if window:
+    visible &= abs(distance) < window
+  layer = ATTENTION[name](num_heads=4, num_kv_heads=2, head_dim=4, causal=causal, window=window)
+  params = jax.jit(layer.init)(jax.random.key(1), x, 0.3)["params"]
+  masked = layer.clone(causal=True, window=None, attention_fn=functools.partial(dense, visible))
+  got, want = (jax.jit(module.apply)({"params": params}, x, 0.3) for module in (layer, masked))
+  np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_without_rope_and_causality_order_does_not_matter(name):
+  x, order = jax.random.normal(jax.random.key(0), (1, 9, 16)), np.random.default_rng(0).permutation(9)
+  layer = ATTENTION[name](num_heads=2, head_dim=4, rope=False, causal=False)
+  params = jax.jit(layer.init)(jax.random.key(1), x, 0.3)["params"]
+  apply = jax.jit(layer.apply)
+  np.testing.assert_allclose(apply({"params": params}, x[:, order], 0.3), apply({"params": params}, x, 0.3)[:, order], rtol=1e-4, atol=1e-5)
+  rotated = jax.jit(layer.clone(rope=True).apply)
+  assert not np.allclose(rotated({"params": params}, x[:, order], 0.3), rotated({"params": params}, x, 0.3)[:, order], atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_projection_biases_are_the_weights_of_an_input_of_ones(name):
+  E, x = 16, jax.random.normal(jax.random.key(0), (1, 9, 16))
+  layer = ATTENTION[name](num_heads=4, num_kv_heads=2, head_dim=4, projection_biases=True)
+  params = jax.jit(layer.init)(jax.random.key(1), x, 0.3)["params"]
+  biases = {key: jax.random.normal(jax.random.key(2), leaf.shape) for key, leaf in params.items() if key.endswith("_bias")}
+  assert biases.keys() == {"query_bias", "key_bias", "value_bias", "out_bias"}
+  got = jax.jit(layer.apply)({"params": params | biases}, x, 0.3)
+
+  def widened(key, leaf):  # by one more input, of ones, and one more output
+    if f"{key}_bias" in biases and key != "out":
+      return jnp.concatenate([leaf, biases[f"{key}_bias"][None]])
+    if key == "out":
+      return jnp.pad(leaf, [(0, 0), (0, 0), (0, 1)])
+    return jnp.pad(leaf, [(0, 1)] + [(0, 0)] * (leaf.ndim - 1)) if leaf.shape[0] == E else leaf
+
+  wide = {key: widened(key, leaf) for key, leaf in params.items() if key not in biases}
+  ones = jnp.concatenate([x, jnp.ones((1, 9, 1))], axis=-1)
+  want = jax.jit(layer.clone(projection_biases=False).apply)({"params": wide}, ones, 0.3)[..., :E] + biases["out_bias"]
+  np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_queries_and_keys_after_rope_can_be_captured():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffjax.config import ModelConfig
+from diffjax.config import ModelConfig, UserError
 from diffjax.model.cache import empty_cache, extend, unstack
 from diffjax.model.decoder import Decoder
 from tests.tiers import full
@@ -21,6 +21,8 @@ VARIANTS = {
   "softmax, grouped heads": dataclasses.replace(CONFIG, attention="softmax", num_kv_heads=1, head_norm=False),
   "diff_v2": dataclasses.replace(CONFIG, attention="diff_v2", head_norm=False),
   "diff_v2, grouped heads, untied": dataclasses.replace(CONFIG, attention="diff_v2", num_kv_heads=2, head_norm=False, tie_embeddings=False),
+  "diff, window, no RoPE, biases": dataclasses.replace(CONFIG, num_kv_heads=2, window=5, rope=False, projection_biases=True),
+  "softmax, window": dataclasses.replace(CONFIG, attention="softmax", head_norm=False, window=3),
 }
 TOKENS = jax.random.randint(jax.random.key(1), (3, 24), 0, 64)
 
@@ -38,7 +40,7 @@ def model_and_params(variant):
   return model, trained_like(jax.jit(model.init)(jax.random.key(0), TOKENS[:1, :1])["params"])
 
 
-HARDEST = ["diff, grouped heads", "diff_v2, grouped heads, untied"]
+HARDEST = ["diff, grouped heads", "diff_v2, grouped heads, untied", "diff, window, no RoPE, biases"]
 
 
 @pytest.mark.parametrize("variant", [*HARDEST, *full(variant for variant in VARIANTS if variant not in HARDEST)])
@@ -71,6 +73,11 @@ def test_rows_of_unequal_lengths_do_not_see_what_does_not_count(variant):
       alone, last = np.zeros((1, 16), np.int32), length + step  # what follows changes nothing: the model is causal
       alone[0, : last + 1] = [*TOKENS[row, :length], *after[row, : step + 1]]
       np.testing.assert_allclose(hidden[row, 0], apply({"params": params}, alone)[0, last], rtol=2e-5, atol=2e-5)
+
+
+def test_a_model_that_is_not_causal_has_no_cache():
+  with pytest.raises(UserError, match="config.model.causal = False"):
+    empty_cache(Decoder(dataclasses.replace(CONFIG, causal=False)), 1, 8)
 
 
 def test_weights_are_cast_once_and_vectors_stay_float32():

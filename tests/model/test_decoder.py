@@ -13,17 +13,13 @@ import pytest
 
 from diffjax.config import ModelConfig
 from diffjax.model import decoder
-from diffjax.model.attention import lambda_init_schedule
+from diffjax.model.attention import lambda_init_schedule, parameter_shapes
 from diffjax.model.decoder import Decoder, lambda_inits, logits
 from tests.tiers import full
+from tests.variants import models
 
 CONFIG = ModelConfig(vocab_size=64, num_layers=3, embed_dim=32, num_heads=2, num_kv_heads=2, head_dim=8, ffn_dim=48, max_length=32)
-VARIANTS = {
-  "diff": CONFIG,
-  "softmax": dataclasses.replace(CONFIG, attention="softmax", num_heads=4, num_kv_heads=4, head_norm=False),
-  "diff_v2": dataclasses.replace(CONFIG, attention="diff_v2", num_heads=4, num_kv_heads=2, head_norm=False),
-  "diff_v2_linear": dataclasses.replace(CONFIG, attention="diff_v2_linear", num_heads=4, num_kv_heads=2, head_norm=False),
-}
+VARIANTS = models(CONFIG)
 
 
 @functools.cache
@@ -143,7 +139,7 @@ def test_metrics_hold_each_layers_lambda():
   np.testing.assert_allclose(lam, want, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["diff", "softmax", *full(["diff_v2", "diff_v2_linear"])])
+@pytest.mark.parametrize("name", ["diff", "softmax", *full(sorted(VARIANTS.keys() - {"diff", "softmax"}))])
 def test_causality_by_gradient(name):
   config, length, at = VARIANTS[name], 12, 5
   params = init(config)
@@ -159,7 +155,39 @@ def test_causality_by_gradient(name):
   assert bool((influence[at + 1 :] == 0).all())
 
 
-@pytest.mark.parametrize("name", ["diff", "diff_v2", *full(["diff_v2_linear", "softmax"])])
+@pytest.mark.parametrize(
+  "fields, seen",
+  [
+    (dict(window=3), range(3, 6)),
+    (dict(causal=False), range(12)),
+    (dict(causal=False, window=3), range(3, 8)),
+    (dict(rope=False, projection_biases=True), range(6)),
+  ],
+  ids=str,
+)
+def test_a_token_sees_what_the_config_lets_it_see(fields, seen):
+  config, at = dataclasses.replace(CONFIG, num_layers=1, **fields), 5
+  params = init(config)
+
+  def output(x):
+    hidden = Decoder(dataclasses.replace(config, vocab_size=12)).apply({"params": {**params, "embedding": x}}, jnp.arange(12)[None])
+    return hidden[0, at].sum()
+
+  influence = jnp.abs(jax.jit(jax.grad(output))(jax.random.normal(jax.random.key(3), (12, CONFIG.embed_dim)))).sum(-1)
+  assert np.flatnonzero(influence).tolist() == list(seen)
+
+
+OPTIONS = dict(tie_embeddings=False, projection_biases=True)
+
+
+@pytest.mark.parametrize("name, fields", [(name, fields) for name in VARIANTS for fields in ({}, OPTIONS, dict(head_norm=True))], ids=str)
+def test_the_table_knows_the_shape_of_every_parameter(name, fields):
+  config = dataclasses.replace(VARIANTS[name], **fields)
+  made = jax.eval_shape(Decoder(config).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+  assert parameter_shapes(config) == {path[-1].key: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(made)}
+
+
+@pytest.mark.parametrize("name", ["diff", "diff_v2", *full(sorted(VARIANTS.keys() - {"diff", "diff_v2"}))])
 def test_packed_documents_do_not_see_each_other(name):
   """Two documents packed in a row give each the logits it has alone."""
   config, params = VARIANTS[name], init(VARIANTS[name])
@@ -229,7 +257,7 @@ def test_initial_logits_have_unit_scale():
     assert 0.7 < float(apply(config, init(config), tokens((4, 32))).std()) < 1.4
 
 
-@pytest.mark.parametrize("name", ["diff", *full(["diff_v2", "diff_v2_linear", "softmax"])])
+@pytest.mark.parametrize("name", ["diff", *full(sorted(VARIANTS.keys() - {"diff"}))])
 def test_bfloat16_computes_near_float32(name):
   """Mixed precision: float32 parameters and gradients, loss within bfloat16's rounding."""
   config, ids = VARIANTS[name], tokens((4, 32))

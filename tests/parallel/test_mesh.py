@@ -21,15 +21,12 @@ from diffjax.parallel import context, rules
 from diffjax.parallel.mesh import AXES, batch_share, make_mesh, put_batch, sharded_attention, sharded_cross_entropy
 from diffjax.training.step import make_eval_step, make_init, make_train_step
 from tests.tiers import full
+from tests.variants import models
 
 B, T = 16, 32
 DATA = MeshConfig(data=-1)
 MODEL = ModelConfig(vocab_size=64, num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=2, head_dim=8, ffn_dim=48, dtype="float32")
-VARIANTS = {
-  "diff": MODEL,
-  "softmax": dataclasses.replace(MODEL, attention="softmax", num_heads=4, num_kv_heads=4, head_norm=False),
-  "diff_v2": dataclasses.replace(MODEL, attention="diff_v2", num_heads=4, num_kv_heads=2, head_norm=False),
-}
+VARIANTS = models(MODEL)
 
 
 def make_config(model=MODEL, mesh=DATA, **train):
@@ -70,9 +67,12 @@ def run_steps(config, num_devices, steps=3):
   return jax.tree.map(np.asarray, jax.device_get(state.params)), losses
 
 
-# Sizes of data, fsdp, context and tensor: pairs of axes with every variant; each by itself with the one that has most parameters.
+# Sizes of data, fsdp, context and tensor: pairs of axes with every variant; each by itself with the one that has most parameters; and with
+# every option of the layers.
 PAIRS = [(2, 4), (4, 1, 1, 2), (1, 2, 2, 2)]
 MESHES = [(name, mesh) for name in VARIANTS for mesh in PAIRS] + [("diff", mesh) for mesh in ((8,), (1, 8), (1, 1, 8), (1, 1, 4, 2))]
+MESHES += [("options", (1, 2, 2, 2))]
+VARIANTS["options"] = dataclasses.replace(VARIANTS["diff_v2"], window=11, rope=False, projection_biases=True)
 FIRST = [("diff", (1, 2, 2, 2)), ("diff_v2", (2, 4))]
 
 
@@ -113,7 +113,7 @@ def test_the_embedding_is_gathered_and_its_gradient_scattered_once(monkeypatch):
   loss = sharded_cross_entropy(mesh)
   batch = put_batch(make_batch() | {"hidden": np.ones((B, T, 32), np.float32)}, mesh)
   gradient = jax.jit(jax.grad(lambda embedding, batch: loss(batch["hidden"], embedding, batch["targets"], batch["weights"])[0]))
-  embedding = jax.device_put(np.ones((64, 32), np.float32), NamedSharding(mesh, rules.PARAMETERS["embedding"]))
+  embedding = jax.device_put(np.ones((64, 32), np.float32), NamedSharding(mesh, rules.SPECS["embedding"]))
   program = gradient.lower(embedding, batch).compile().as_text()
   entry = program[program.index("ENTRY") :]  # a loop's body is a computation of its own
   assert " while(" in entry
@@ -169,7 +169,7 @@ def test_rows_that_the_context_axis_cannot_cut():
 
 
 def test_no_parameter_is_split_twice_along_an_axis():
-  for name, spec in rules.PARAMETERS.items():
+  for name, spec in rules.SPECS.items():
     axes = [axis for axis in spec if axis]
     assert len(axes) == len(set(axes)), name
 

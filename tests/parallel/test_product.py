@@ -18,7 +18,7 @@ from diffjax.config import REMAT, Config, DataConfig, MeshConfig, ModelConfig, T
 from diffjax.parallel.estimate import CHIPS, Torus, estimate
 from diffjax.parallel.mesh import make_mesh
 from diffjax.parallel.product import exchanges, gather, product, whole
-from diffjax.parallel.rules import PARAMETERS
+from diffjax.parallel.rules import SPECS
 from diffjax.training.step import compiler_options, lower_train_step
 from tests.tiers import full
 
@@ -45,7 +45,7 @@ def arguments(name):
 def program(name, mesh, dtype):
   """x, w, dy → y, dx, dw, jitted with the shardings of training."""
   inputs, _ = SHAPES[name]
-  spec = PARAMETERS[name][1:]
+  spec = SPECS[name][1:]
   kept = [None if axis == "fsdp" else axis for axis in (*spec, *[None] * 3)]
   shard = lambda *axes: NamedSharding(mesh, P(*axes))
   x = shard(("data", "fsdp"), "context", *kept[: len(inputs)])
@@ -201,7 +201,7 @@ def _layers(devices, chips, available, topology):
   def loss(parameters, x):
     return jax.lax.scan(layer, x, parameters)[0].astype(jnp.float32).sum()
 
-  shardings = [NamedSharding(mesh, P(None, *PARAMETERS[name][1:])) for name in ("gate", "down")]
+  shardings = [NamedSharding(mesh, P(None, *SPECS[name][1:])) for name in ("gate", "down")]
   parameters = [
     jax.ShapeDtypeStruct((4, *shape), jnp.float32, sharding=sharding)
     for shape, sharding in zip((width, width[::-1]), shardings, strict=True)

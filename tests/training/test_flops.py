@@ -4,10 +4,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from diffjax.config import ModelConfig
 from diffjax.training import flops
+from tests.variants import VARIANTS
 
 SMALL = dict(vocab_size=96, num_layers=3, embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=6, ffn_dim=40)
 PAPER_1B = ModelConfig(vocab_size=100_288, num_layers=24, embed_dim=2048, num_heads=8, num_kv_heads=8, head_dim=128, ffn_dim=5440)
@@ -15,7 +17,7 @@ PAPER_1B = ModelConfig(vocab_size=100_288, num_layers=24, embed_dim=2048, num_he
 
 def by_hand(attention):
   """Matrix products of a layer and of the vocabulary, as einsum over shapes; FLOPs by XLA's own count, attention uncut by the mask."""
-  G, M, wide = {"softmax": (1, 1, 1), "diff": (2, 2, 2), "diff_v2": (2, 1, 1)}[attention]
+  G, M, wide = VARIANTS[attention].sizes
   E, H, K, D, F, N, B, T = 32, 4, 2, 6, 40, 96, 2, 16
   V = wide * D
   products = [
@@ -27,8 +29,11 @@ def by_hand(attention):
     ("bte,ef->btf", (B, T, E), (E, F)),
     ("btf,fe->bte", (B, T, F), (F, E)),
   ]
-  if attention == "diff_v2":
-    products.append(("bte,eh->bth", (B, T, E), (E, H)))
+  size = dict(E=E, H=H, K=K, G=G, M=M, D=D, V=V)
+  for axes in VARIANTS[attention].extra.values():
+    if "E" in axes:  # a matrix
+      outputs = axes.replace("E", "").lower()
+      products.append((f"bte,{axes.lower()}->bt{outputs}", (B, T, E), tuple(size[axis] for axis in axes)))
   pairs = [("bthgd,bshgd->bhgts", (B, T, H, G, D), (B, T, H, G, D)), ("bhgts,bshv->bthgv", (B, H, G, T, T), (B, T, H, V))]
 
   def xla(product):
@@ -41,12 +46,22 @@ def by_hand(attention):
   return 3 * layer + xla(("bte,ne->btn", (B, T, E), (N, E)))
 
 
-@pytest.mark.parametrize("attention", ["softmax", "diff", "diff_v2"])
+@pytest.mark.parametrize("attention", VARIANTS)
 def test_flops_equal_xlas_count_of_the_matrix_products(attention):
   model = ModelConfig(attention=attention, **SMALL)
   counted = flops.step_flops(model, length=16, tokens=32)
   assert counted.forward == pytest.approx(by_hand(attention), rel=1e-6)
   assert counted.training == 3 * counted.forward
+
+
+@pytest.mark.parametrize("causal, window", [(True, 5), (True, 16), (True, 99), (False, None), (False, 5), (False, 99)])
+def test_only_visible_pairs_count(causal, window):
+  distance = np.subtract.outer(np.arange(16), np.arange(16))
+  visible = ((distance >= 0) | (not causal)) & (abs(distance) < (window or 16))
+  plain, masked = ModelConfig(**SMALL), ModelConfig(causal=causal, window=window, **SMALL)
+  pair = 2 * SMALL["num_layers"] * SMALL["num_heads"] * 2 * (6 + 12)
+  without = flops.step_flops(plain, 16, 16).forward - pair * 16 * 17 // 2
+  assert flops.step_flops(masked, 16, 16).forward == without + pair * visible.sum()
 
 
 def test_the_sigmoid_costs_nothing():

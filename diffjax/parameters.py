@@ -1,0 +1,57 @@
+"""One table of the decoder's parameters. Their shapes, sharding, weight decay, Muon's sides, FLOPs and counts follow from it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+  """One array.
+
+  Attributes:
+    axes: a letter each, as everywhere (CONTRIBUTING.md). An array of the layers has a leading L.
+    inputs: of a matrix, the axes that its product sums over; empty for embeddings, gains, biases and λ vectors. Matrices decay, Muon
+      orthogonalises them, and each element costs a token one multiply-add.
+  """
+
+  axes: str
+  inputs: str = ""
+
+  @property
+  def outputs(self) -> str:
+    """Of a matrix, the axes that its product writes to."""
+    return "".join(axis for axis in self.axes if axis not in "L" + self.inputs)
+
+
+PARAMETERS = {
+  "embedding": Parameter("NE"),
+  "unembedding": Parameter("NE"),
+  "final_norm": Parameter("E"),
+  "attention_norm": Parameter("LE"),
+  "query": Parameter("LEHGD", inputs="E"),
+  "key": Parameter("LEKMD", inputs="E"),
+  "value": Parameter("LEKV", inputs="E"),
+  "out": Parameter("LHVE", inputs="HV"),
+  "query_bias": Parameter("LHGD"),
+  "key_bias": Parameter("LKMD"),
+  "value_bias": Parameter("LKV"),
+  "out_bias": Parameter("LE"),
+  "head_gain": Parameter("LV"),
+  "lambda_q1": Parameter("LD"),
+  "lambda_k1": Parameter("LD"),
+  "lambda_q2": Parameter("LD"),
+  "lambda_k2": Parameter("LD"),
+  "lambda_hat": Parameter("LEH", inputs="E"),
+  "ffn_norm": Parameter("LE"),
+  "gate": Parameter("LEF", inputs="E"),
+  "up": Parameter("LEF", inputs="E"),
+  "down": Parameter("LFE", inputs="F"),
+}
+
+MATRICES = frozenset(name for name, parameter in PARAMETERS.items() if parameter.inputs)
+
+# The fields of config.model that give the sizes of axes. G, M and V follow from the attention class (model/attention.py).
+FIELDS = {
+  "N": "vocab_size", "L": "num_layers", "E": "embed_dim", "H": "num_heads", "K": "num_kv_heads", "D": "head_dim", "F": "ffn_dim",
+}  # fmt: skip

@@ -1,0 +1,36 @@
+"""The attention variants, a row each: what the tests of every room run over."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from diffjax.config import ModelConfig
+
+
+class Variant(NamedTuple):
+  """One layer of model/attention.py, as its author would say it, not as the code does.
+
+  Attributes:
+    sizes: G, M and V / D.
+    extra: further parameters of a layer, with the letters of their axes.
+    fields: of config.model, beside `attention`, in a small model of two or four heads.
+  """
+
+  sizes: tuple[int, int, int]
+  extra: dict[str, str]
+  fields: dict[str, Any]
+
+
+# Four heads, of which two share a key head.
+_GROUPED = dict(num_heads=4, num_kv_heads=2, head_norm=False)
+
+VARIANTS = {
+  "diff": Variant((2, 2, 2), dict.fromkeys(("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"), "D"), {}),
+  "softmax": Variant((1, 1, 1), {}, dict(num_heads=4, num_kv_heads=4, head_norm=False)),
+  "diff_v2": Variant((2, 1, 1), {"lambda_hat": "EH"}, _GROUPED),
+  "diff_v2_linear": Variant((2, 1, 1), {"lambda_hat": "EH"}, _GROUPED),
+}
+
+
+def models(config: ModelConfig) -> dict[str, ModelConfig]:
+  """A small DIFF V1 config and its like of every other variant."""
+  return {name: dataclasses.replace(config, attention=name, **variant.fields) for name, variant in VARIANTS.items()}
