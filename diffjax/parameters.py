@@ -43,6 +43,7 @@ PARAMETERS = {
   "lambda_q2": Parameter("LD"),
   "lambda_k2": Parameter("LD"),
   "lambda_hat": Parameter("LEH", inputs="E"),
+  "head_gate": Parameter("LEHV", inputs="E"),
   "ffn_norm": Parameter("LE"),
   "gate": Parameter("LEF", inputs="E"),
   "up": Parameter("LEF", inputs="E"),

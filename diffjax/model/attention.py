@@ -199,7 +199,35 @@ class DiffAttentionV2Linear(DiffAttentionV2):
     return self._lambda_logits(x)
 
 
-ATTENTION = {"softmax": Attention, "diff": DiffAttention, "diff_v2": DiffAttentionV2, "diff_v2_linear": DiffAttentionV2Linear}
+class DiffAttentionPerToken(DiffAttention):
+  """Version 1 with version 2's λ: sigmoid(x W_λ + logit(λ_init)) per token and head, which is λ_init where W_λ is 0."""
+
+  extra: ClassVar[tuple[str, ...]] = ("lambda_hat",)
+
+  def _lambda(self, x, lambda_init):
+    return jax.nn.sigmoid(self._lambda_logits(x) + jax.scipy.special.logit(lambda_init))
+
+
+class GatedAttention(Attention):
+  """Softmax attention whose heads' outputs are gated, sigmoid(x W_g) ∘ heads (Qiu et al., 2025, arXiv:2505.06708, elementwise).
+
+  It has about as many parameters as version 2, and a gate per token as that has, but one map: a control for the difference.
+  """
+
+  extra: ClassVar[tuple[str, ...]] = ("head_gate",)
+
+  def _output(self, heads, x, lambda_init):
+    return heads * jax.nn.sigmoid(self._project(x, "head_gate", x.shape[-1]))
+
+
+ATTENTION = {
+  "softmax": Attention,
+  "diff": DiffAttention,
+  "diff_v2": DiffAttentionV2,
+  "diff_v2_linear": DiffAttentionV2Linear,
+  "diff_per_token": DiffAttentionPerToken,
+  "gated": GatedAttention,
+}
 
 
 def attention_class(config: ModelConfig) -> type[Attention]:
