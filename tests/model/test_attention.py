@@ -239,6 +239,32 @@ def test_projection_biases_are_the_weights_of_an_input_of_ones(name):
   np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+def test_lambda_per_token_starts_from_lambda_init():
+  """Where W_λ is 0 it is version 1 with λ = λ_init; elsewhere λ is sigmoid(x W_λ + log(λ_init / (1 − λ_init)))."""
+  x, constant = jax.random.normal(jax.random.key(0), (1, 6, 16)), 0.3
+  layers = [ATTENTION[name](num_heads=2, head_dim=4) for name in ("diff_per_token", "diff")]
+  params = jax.jit(layers[0].init)(jax.random.key(1), x, constant)["params"]
+  w = params.pop("lambda_hat")
+  vectors = {name: jnp.zeros(4) for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")}
+  got = jax.jit(layers[0].apply)({"params": params | {"lambda_hat": 0 * w}}, x, constant)
+  np.testing.assert_allclose(got, jax.jit(layers[1].apply)({"params": params | vectors}, x, constant), rtol=1e-5, atol=1e-6)
+  _, variables = jax.jit(functools.partial(layers[0].apply, mutable=["metrics"]))({"params": params | {"lambda_hat": w}}, x, constant)
+  want = 1 / (1 + np.exp(-np.asarray(x @ w)) * (1 - constant) / constant)
+  assert want.std() > 0.05
+  np.testing.assert_allclose(variables["metrics"]["lambda"][0], want.mean(), rtol=1e-5)
+
+
+def test_a_gate_weighs_each_number_of_the_heads_outputs():
+  x = jax.random.normal(jax.random.key(0), (1, 6, 16))
+  gated, plain = (ATTENTION[name](num_heads=4, head_dim=4) for name in ("gated", "softmax"))
+  params = jax.jit(gated.init)(jax.random.key(1), x)["params"]
+  w, eye = params["head_gate"], jnp.eye(16).reshape(4, 4, 16)
+  ungated = {key: leaf for key, leaf in params.items() if key != "head_gate"} | {"out": eye}
+  heads = jax.jit(plain.apply)({"params": ungated}, x)  # before the output projection
+  want = heads / (1 + np.exp(-np.einsum("bte,ehv->bthv", x, w).reshape(1, 6, 16)))
+  np.testing.assert_allclose(jax.jit(gated.apply)({"params": {**params, "out": eye}}, x), want, rtol=1e-5, atol=1e-6)
+
+
 def test_queries_and_keys_after_rope_can_be_captured():
   x = jax.random.normal(jax.random.key(0), (1, 6, 16))
   layer = DiffAttention(num_heads=2, head_dim=4)
