@@ -1,13 +1,22 @@
 """What a run's config may hold: every field with its unit, default and check.
 
-A config file (``configs/*.py``) returns these fields as an ``ml_collections.ConfigDict``; `diffjax.command` turns that into the frozen,
+A config file (``configs/*.py``) returns these fields as an ``ml_collections.ConfigDict``; `from_config_dict` turns that into the frozen,
 checked dataclasses that the rest of the code reads.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import math
+import types
+import typing
 from typing import Any
+
+if typing.TYPE_CHECKING:
+  import ml_collections
+
+Section = typing.TypeVar("Section")
 
 
 class UserError(Exception):
@@ -334,3 +343,88 @@ _SHARES = (
   "optimizer.muon_momentum",
 )
 _POSITIVE = ("model.norm_eps", "model.rope_base", "data.timeout", "optimizer.eps")
+
+
+def to_config_dict(config: Any = None) -> ml_collections.ConfigDict:
+  """A config (the defaults if none) as a ConfigDict, for config files to edit and flags to override."""
+  import ml_collections  # here, so that reading fields needs the standard library alone
+  from ml_collections import config_dict
+
+  def convert(section):
+    out = ml_collections.ConfigDict()
+    hints = typing.get_type_hints(type(section))
+    for field in dataclasses.fields(section):
+      value = getattr(section, field.name)
+      if dataclasses.is_dataclass(value):
+        value = convert(value)
+      elif isinstance(hints[field.name], types.UnionType):  # float | None: None stays overridable by a float
+        out[field.name] = config_dict.placeholder(typing.get_args(hints[field.name])[0])
+      out[field.name] = value
+    return out
+
+  return convert(config or Config())
+
+
+def from_config_dict(values: ml_collections.ConfigDict | dict[str, Any]) -> Config:
+  """Checks field names, types and ranges.
+
+  Raises:
+    UserError: naming the field, what it got and what would work.
+  """
+  config = to_dataclass(values, Config, "config")
+  check(config)
+  return config
+
+
+def to_dataclass(values: ml_collections.ConfigDict | dict[str, Any], cls: type[Section], root: str) -> Section:
+  """A dataclass of plain fields, tuples and sections from nested dicts, names and types checked.
+
+  Args:
+    values: What the fields are; one that is left out keeps its default.
+    cls: The dataclass.
+    root: What messages call it.
+
+  Raises:
+    UserError: naming the field, what it got and what would work.
+  """
+
+  def convert(cls, mapping, prefix):
+    hints = typing.get_type_hints(cls)
+    if not isinstance(mapping, dict):  # also what a config file returns, if it is no ConfigDict
+      raise UserError(f"{prefix.rstrip('.')} must be a section with the fields {', '.join(hints)}; got {mapping!r}")
+    for name in mapping:
+      if name not in hints:
+        raise unknown_field(prefix, name, hints)
+    return cls(**{name: convert_field(hints[name], value, f"{prefix}{name}") for name, value in mapping.items()})
+
+  def convert_field(kind, value, field):
+    if dataclasses.is_dataclass(kind):
+      return convert(kind, value, f"{field}.")
+    if typing.get_origin(kind) is tuple:  # tuple[int, ...]
+      if not isinstance(value, tuple | list):
+        raise UserError(f"{field} must be values with commas between them; got {value!r}")
+      return tuple(convert_field(typing.get_args(kind)[0], item, field) for item in value)
+    allowed = typing.get_args(kind) or (kind,)
+    if isinstance(value, int) and abs(value) >= 2**31:
+      raise UserError(f"{field} must be below 2³¹; got a number of {value.bit_length()} bits")
+    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
+      value = float(value)
+    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+      names = " or ".join(t.__name__ for t in allowed)
+      raise UserError(f"{field} must be {names}; got {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+      raise UserError(f"{field} must be finite; got {value}")
+    return value
+
+  if hasattr(values, "to_dict"):  # a ConfigDict
+    values = values.to_dict()
+  return convert(cls, values, f"{root}.")
+
+
+def unknown_field(prefix: str, name: Any, fields: typing.Iterable[str]) -> UserError:
+  """The error for a field that there is not: names it whole (`prefix` is "config.train."), with the nearest of `fields` or all of them."""
+  near = difflib.get_close_matches(str(name), fields, n=1)
+  root, _, section = prefix.partition(".")
+  hint = f"did you mean {section}{near[0]}?" if near else f"there are {', '.join(fields)}"
+  kind = "config field" if root == "config" else "setting"
+  return UserError(f"{prefix}{name if str(name).isprintable() else repr(name)} is not a {kind}: {hint}")

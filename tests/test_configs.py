@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from diffjax.command import from_config_dict, to_config_dict
-from diffjax.config import UserError
+from diffjax.config import UserError, from_config_dict, to_config_dict
 from diffjax.model.decoder import Decoder
 from diffjax.training.flops import parameter_count
 

@@ -20,8 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffjax import command
-from diffjax.command import from_config_dict
-from diffjax.config import Config, DataConfig, TrainConfig, UserError
+from diffjax.config import Config, DataConfig, TrainConfig, UserError, from_config_dict
 from diffjax.data.pipeline import training_batches
 from diffjax.training import loop
 
