@@ -13,7 +13,7 @@ import sys
 import tempfile
 
 from configs import tiny
-from diffjax.command import from_config_dict
+from diffjax.config import from_config_dict
 from diffjax.training import loop, runtime
 
 

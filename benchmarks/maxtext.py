@@ -224,7 +224,7 @@ def compare(python: str, shape: str, folder: pathlib.Path, found: dict) -> None:
   """Adds the rows that `found` lacks of a shape, by program, and writes it after each: ours, DIFF and its Transformer twin, and MaxText's
   with and without the option, with what it keeps of a layer."""
   from diffjax import aot
-  from diffjax.command import from_config_dict
+  from diffjax.config import from_config_dict
 
   topology, name, overrides, policies = _OURS[shape]
   chips = math.prod(map(int, topology.partition(":")[2].split("x")))

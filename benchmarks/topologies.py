@@ -19,8 +19,7 @@ import pathlib
 from collections.abc import Iterator
 
 from diffjax import aot
-from diffjax.command import from_config_dict
-from diffjax.config import Config, UserError
+from diffjax.config import Config, UserError, from_config_dict
 from diffjax.training.flops import parameter_count
 
 RESULTS = pathlib.Path(__file__).with_suffix(".json")

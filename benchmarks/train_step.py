@@ -51,7 +51,7 @@ def main() -> None:
   parser.add_argument("--config", default="configs/tiny.py")
   parser.add_argument("--repetitions", type=int, default=30)
   flags = parser.parse_args()
-  from diffjax.command import from_config_dict  # `stepper` needs nothing that reads configs
+  from diffjax.config import from_config_dict  # `stepper` needs nothing that reads configs
 
   keep_freed_pages()
   module = importlib.import_module(f"configs.{pathlib.Path(flags.config).stem}")

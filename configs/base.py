@@ -5,8 +5,7 @@ A config file sets the shapes of DIFF V1 and ends with `return base.twin(config,
 
 import ml_collections
 
-from diffjax.command import to_config_dict
-from diffjax.config import UserError
+from diffjax.config import UserError, to_config_dict
 
 # What a twin's feed-forward width is rounded to, so that it stays shardable.
 FFN_MULTIPLE = 16

@@ -1,17 +1,79 @@
-"""What a run's config may hold: every field with its unit, default and check.
+"""The fields of a run's config, each with its unit, default and bound, and how a config is read and checked.
 
-A config file (``configs/*.py``) returns these fields as an ``ml_collections.ConfigDict``; `diffjax.command` turns that into the frozen,
+A config file (``configs/*.py``) returns these fields as an ``ml_collections.ConfigDict``; `from_config_dict` turns that into the frozen,
 checked dataclasses that the rest of the code reads.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import math
+import types
+import typing
 from typing import Any
+
+if typing.TYPE_CHECKING:
+  import ml_collections
+
+Section = typing.TypeVar("Section")
 
 
 class UserError(Exception):
-  """Something the user can mend. Commands print it as one line and exit with 1."""
+  """An error that the user can fix. Commands print it as one line and exit with 1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+  """The values that a field may take: one of `choices`, or numbers from `low` to `high`, where `low` itself may be left out."""
+
+  choices: tuple[str, ...] = ()
+  low: float = -math.inf
+  high: float = math.inf
+  above_low: bool = False
+
+  def holds(self, value: Any) -> bool:
+    """True if a field may have the value."""
+    if self.choices:
+      return value in self.choices
+    return (self.low < value if self.above_low else self.low <= value) and value <= self.high
+
+  def __str__(self) -> str:
+    """The rule in an error's words, such as "must be at least 1"."""
+    if self.choices:
+      return f"must be one of {', '.join(self.choices)}"
+    if self.high < math.inf:
+      return f"must lie between {self.low} and {self.high}"
+    return "must be positive" if self.above_low else f"must be at least {self.low}"
+
+
+def bound_of(field: dataclasses.Field) -> Bound | None:
+  """The bound that a config's field was declared with."""
+  return field.metadata.get("bound")
+
+
+def one_of(*choices: str, default: str) -> Any:
+  """A field whose value is one of `choices`."""
+  return dataclasses.field(default=default, metadata={"bound": Bound(choices=choices)})
+
+
+def at_least(low: int, *, default: float) -> Any:
+  """A field whose number is `low` or more."""
+  return dataclasses.field(default=default, metadata={"bound": Bound(low=low)})
+
+
+def positive(*, default: float) -> Any:
+  """A field whose number is above 0."""
+  return dataclasses.field(default=default, metadata={"bound": Bound(low=0, above_low=True)})
+
+
+def share(*, default: float) -> Any:
+  """A field whose number lies from 0 to 1."""
+  return dataclasses.field(default=default, metadata={"bound": Bound(low=0, high=1)})
+
+
+# Values of `ModelConfig.remat`, from the most memory to the least.
+REMAT = ("none", "dots", "ffn", "gate", "attention", "full")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,21 +83,21 @@ class ModelConfig:
   # A layer of model/attention.py: "diff" (DIFF V1), "diff_v2" (DIFF V2), "softmax" (the Transformer baseline), or one of its variants
   attention: str = "diff"
   # N: rows of the embedding; at least the tokenizer's size, and less than 256 more than it
-  vocab_size: int = 256
+  vocab_size: int = at_least(1, default=256)
   # L
-  num_layers: int = 4
+  num_layers: int = at_least(1, default=4)
   # E: width of the residual stream
-  embed_dim: int = 128
+  embed_dim: int = at_least(1, default=128)
   # H: heads that write to the residual stream. DIFF V1 has half as many as its Transformer twin, DIFF V2 as many
-  num_heads: int = 2
+  num_heads: int = at_least(1, default=2)
   # K: key/value heads; divides num_heads
-  num_kv_heads: int = 2
+  num_kv_heads: int = at_least(1, default=2)
   # D: width of a query and key. V is 2D wide in DIFF V1 and D wide otherwise
-  head_dim: int = 32
+  head_dim: int = at_least(2, default=32)
   # F: hidden width of the SwiGLU
-  ffn_dim: int = 352
+  ffn_dim: int = at_least(1, default=352)
   # Longest row, tokens
-  max_length: int = 2048
+  max_length: int = at_least(1, default=2048)
   # A token sees itself and those before it. False shows it the whole row: for encoders in a loop of your own, since training refuses it
   causal: bool = True
   # Keys that a token sees, itself included (sliding window); None for all
@@ -43,7 +105,7 @@ class ModelConfig:
   # Rotary position embedding of queries and keys
   rope: bool = True
   # RoPE base (angle = position · base^(−2j/D))
-  rope_base: float = 10_000.0
+  rope_base: float = positive(default=10_000.0)
   # Biases of the query, key, value and output projections
   projection_biases: bool = False
   # RMSNorm of each head's output, with one gain vector per layer. The paper's DIFF V1 has it, V2 and the baseline do not
@@ -51,17 +113,17 @@ class ModelConfig:
   # λ_init of DIFF V1: a constant for every layer, or None for the paper's 0.8 − 0.6·exp(−0.3·l)
   lambda_init: float | None = None
   # ε of every RMSNorm
-  norm_eps: float = 1e-5
+  norm_eps: float = positive(default=1e-5)
   # One matrix for the embedding and the output projection
   tie_embeddings: bool = True
   # Compute dtype: "bfloat16", "float32" or "auto" (bfloat16, but float32 on CPU). Parameters are always float32
-  dtype: str = "auto"
+  dtype: str = one_of("auto", "bfloat16", "float32", default="auto")
   # Which diff_attention: "auto", "reference", "chunked", "two_call", …
   attention_implementation: str = "auto"
   # What is computed again in the backward pass instead of kept, from the most memory to the least: "none" (nothing), "dots" (all but
   # matrix products and attention), "ffn" (all but attention and the feed-forward layer's first two products), "gate" (all but attention and
   # one of the two), "attention" (all but attention) or "full" (everything). `diffjax.aot --remat` tells what each would take
-  remat: str = "none"
+  remat: str = one_of(*REMAT, default="none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +136,7 @@ class DataConfig:
   # Source of the validation rows; "" holds out a part of `source`: its validation split if it has one, else validation_fraction
   validation_source: str = ""
   # Share of the documents (by hash of their text) held out for validation where the source has no such split
-  validation_fraction: float = 0.01
+  validation_fraction: float = share(default=0.01)
   # TFDS data directory; "" for the TFDS default
   data_dir: str = ""
   # Field of a record that holds its text, or with prompt_field the answer. A dot goes into it: "conversations.-1.value" is the field
@@ -88,19 +150,19 @@ class DataConfig:
   # "bytes", "cl100k_base", or a file: *.tiktoken (see diffjax.prepare --train_tokenizer) or a Hugging Face tokenizer.json
   tokenizer: str = "bytes"
   # T: tokens a row that the model sees (a stored row has one more, for the last target)
-  length: int = 256
+  length: int = at_least(1, default=256)
   # "documents" (whole documents packed into rows, segment ids, positions that restart) or "concat" (concatenate and split)
-  packing: str = "documents"
+  packing: str = one_of("documents", "concat", default="documents")
   # "prepared" (rows packed once by diffjax.prepare; batch n is a function of seed and n) or "streamed" (on the fly)
-  mode: str = "prepared"
+  mode: str = one_of("prepared", "streamed", default="prepared")
   # Directory of prepared rows; "" for one in the user's cache, named by what is in it
   prepared_dir: str = ""
   # Worker processes that read; 0 reads in the training process
-  num_workers: int = 0
+  num_workers: int = at_least(0, default=0)
   # Seconds without a batch after which reading counts as hung, and the run ends with an error instead of waiting
-  timeout: float = 50.0
+  timeout: float = positive(default=50.0)
   # Seed of the order of rows
-  seed: int = 0
+  seed: int = at_least(0, default=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,31 +170,31 @@ class OptimizerConfig:
   """AdamW or Muon, its schedule and its limits."""
 
   # "adamw" or "muon" (Muon for the layers' matrices, AdamW for everything else)
-  name: str = "adamw"
+  name: str = one_of("adamw", "muon", default="adamw")
   # Peak learning rate
-  learning_rate: float = 1e-3
+  learning_rate: float = at_least(0, default=1e-3)
   # Learning rate at the end, as a share of the peak
-  final_fraction: float = 0.0
+  final_fraction: float = share(default=0.0)
   # After the warmup: "linear", "cosine", or "wsd" (constant, then linear over the last decay_fraction of the steps)
-  schedule: str = "linear"
+  schedule: str = one_of("linear", "cosine", "wsd", default="linear")
   # Steps of linear warmup from 0
-  warmup_steps: int = 100
+  warmup_steps: int = at_least(0, default=100)
   # "wsd": share of the steps that decay
-  decay_fraction: float = 0.2
+  decay_fraction: float = share(default=0.2)
   # Adam's β₁
-  b1: float = 0.9
+  b1: float = share(default=0.9)
   # Adam's β₂
-  b2: float = 0.95
+  b2: float = share(default=0.95)
   # Adam's ε
-  eps: float = 1e-8
+  eps: float = positive(default=1e-8)
   # Decoupled weight decay of matrices (not of gains, λ vectors and embeddings)
-  weight_decay: float = 0.1
+  weight_decay: float = at_least(0, default=0.1)
   # Largest global norm of a gradient; 0 for no limit
-  clip_norm: float = 1.0
+  clip_norm: float = at_least(0, default=1.0)
   # Skip a step whose loss or gradient norm lies this many standard deviations above its mean of about the last 128 steps; 0 for none
-  spike_sigmas: float = 6.0
+  spike_sigmas: float = at_least(0, default=6.0)
   # "muon": momentum
-  muon_momentum: float = 0.95
+  muon_momentum: float = share(default=0.95)
   # Parameters that stay as they were initialised, by name with commas between: "lambda_q1,lambda_k1,lambda_q2,lambda_k2"; "" for none
   frozen: str = ""
 
@@ -142,37 +204,37 @@ class TrainConfig:
   """The loop."""
 
   # Steps (parameter updates) in all
-  steps: int = 1000
+  steps: int = at_least(0, default=1000)
   # B: rows of a step, over all devices and micro-batches
-  batch_size: int = 16
+  batch_size: int = at_least(1, default=16)
   # Micro-batches a step
-  accumulation: int = 1
+  accumulation: int = at_least(1, default=1)
   # Seed of the initialisation
-  seed: int = 0
+  seed: int = at_least(0, default=0)
   # Tokens a device whose logits exist at once in the loss; 0 for 16 MiB of logits (at least 512 tokens), on TPU a 16th of its memory
-  loss_chunk: int = 0
+  loss_chunk: int = at_least(0, default=0)
   # Coefficient of the z-loss (mean squared log-partition); 0 for none
-  z_loss: float = 0.0
+  z_loss: float = at_least(0, default=0.0)
   # Another run's workdir to take the parameters from; "" for none
   init_from: str = ""
   # The run stops after this many skipped steps in a row (not finite, or optimizer.spike_sigmas); 0 for never
-  max_skipped_in_a_row: int = 10
+  max_skipped_in_a_row: int = at_least(0, default=10)
   # Steps between log lines
-  log_interval: int = 10
+  log_interval: int = at_least(1, default=10)
   # Steps between checkpoints (one is also saved at the end)
-  checkpoint_interval: int = 500
+  checkpoint_interval: int = at_least(1, default=500)
   # Newest checkpoints to keep (the best by validation loss is kept too)
-  keep_checkpoints: int = 3
+  keep_checkpoints: int = at_least(1, default=3)
   # First step of the profiler's window; -1 for no profile
-  profile_step: int = -1
+  profile_step: int = at_least(-1, default=-1)
   # Steps in the profiler's window
-  profile_steps: int = 5
+  profile_steps: int = at_least(1, default=5)
   # Weights & Biases project; "" for none
   wandb_project: str = ""
   # Prompt of the sample at the end of a run
   sample_prompt: str = "def "
   # Tokens of the sample at the end of a run; 0 for none
-  sample_tokens: int = 200
+  sample_tokens: int = at_least(0, default=200)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,11 +242,11 @@ class EvalConfig:
   """Validation inside the loop."""
 
   # Steps between evaluations (there is also one at the end); 0 for none
-  interval: int = 500
+  interval: int = at_least(0, default=500)
   # Rows evaluated (fewer if the validation set has fewer); -1 for all
-  rows: int = 256
+  rows: int = at_least(-1, default=256)
   # AR-Hit: a target counts as a hit if it ends an n-gram of this many tokens seen earlier in its document
-  ngram: int = 2
+  ngram: int = at_least(2, default=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,40 +279,27 @@ class Config:
     return dataclasses.asdict(self)
 
 
-# What the backward pass may keep of a layer, from the most memory to the least.
-REMAT = ("none", "dots", "ffn", "gate", "attention", "full")
-
-_CHOICES = {
-  "model.dtype": ("auto", "bfloat16", "float32"),
-  "model.remat": REMAT,
-  "data.packing": ("documents", "concat"),
-  "data.mode": ("prepared", "streamed"),
-  "optimizer.name": ("adamw", "muon"),
-  "optimizer.schedule": ("linear", "cosine", "wsd"),
-}
+def require(ok: bool, field: str, got: Any, want: str) -> None:
+  """Raises UserError unless `ok`: names the field, what it got and what would work."""
+  if not ok:
+    raise UserError(f"config.{field} = {got!r}: {want}")
 
 
 def check(config: Config) -> None:
-  """Raises UserError for the first field that cannot work with the others."""
+  """Raises UserError for the first field that is out of its bounds or cannot work with the others."""
+  for section in dataclasses.fields(config):
+    values = getattr(config, section.name)
+    for field in dataclasses.fields(values):
+      if (bound := bound_of(field)) is not None:
+        value = getattr(values, field.name)
+        require(bound.holds(value), f"{section.name}.{field.name}", value, str(bound))
+  _check_model(config.model)
+  _check_data(config.data, config.model)
+  _check_training(config.train, config.optimizer)
+  _check_mesh(config.mesh)
 
-  def require(ok: bool, field: str, got: Any, want: str):
-    if not ok:
-      raise UserError(f"config.{field} = {got!r}: {want}")
 
-  def get(field: str):
-    section, name = field.split(".")
-    return getattr(getattr(config, section), name)
-
-  for field, choices in _CHOICES.items():
-    require(get(field) in choices, field, get(field), f"must be one of {', '.join(choices)}")
-  for field, low in _AT_LEAST.items():
-    require(get(field) >= low, field, get(field), f"must be at least {low}")
-  for field in _SHARES:
-    require(0 <= get(field) <= 1, field, get(field), "must lie between 0 and 1")
-  for field in _POSITIVE:
-    require(get(field) > 0, field, get(field), "must be positive")
-
-  model, data, train, optimizer, mesh = config.model, config.data, config.train, config.optimizer, config.mesh
+def _check_model(model: ModelConfig) -> None:
   require(
     model.num_heads % model.num_kv_heads == 0, "model.num_kv_heads", model.num_kv_heads, f"must divide model.num_heads = {model.num_heads}"
   )
@@ -258,6 +307,9 @@ def check(config: Config) -> None:
   require(
     model.window is None or model.window >= 1, "model.window", model.window, "must be at least 1 (the token itself), or None for all keys"
   )
+
+
+def _check_data(data: DataConfig, model: ModelConfig) -> None:
   require(
     data.prompt_template.count("{prompt}") == 1,
     "data.prompt_template",
@@ -274,6 +326,9 @@ def check(config: Config) -> None:
     data.prompt_field != data.text_field, "data.prompt_field", data.prompt_field, "must be another field than data.text_field, the answer's"
   )
   require(data.length <= model.max_length, "data.length", data.length, f"must be at most model.max_length = {model.max_length}")
+
+
+def _check_training(train: TrainConfig, optimizer: OptimizerConfig) -> None:
   require(
     train.batch_size % train.accumulation == 0,
     "train.accumulation",
@@ -286,6 +341,9 @@ def check(config: Config) -> None:
     optimizer.warmup_steps,
     f"must be at most train.steps = {train.steps}",
   )
+
+
+def _check_mesh(mesh: MeshConfig) -> None:
   sizes = (mesh.data, mesh.fsdp, mesh.context, mesh.tensor)
   require(
     all(size == -1 or size > 0 for size in sizes) and sizes.count(-1) <= 1,
@@ -295,46 +353,86 @@ def check(config: Config) -> None:
   )
 
 
-_AT_LEAST = {
-  "model.vocab_size": 1,
-  "model.num_layers": 1,
-  "model.embed_dim": 1,
-  "model.num_heads": 1,
-  "model.num_kv_heads": 1,
-  "model.head_dim": 2,
-  "model.ffn_dim": 1,
-  "model.max_length": 1,
-  "data.length": 1,
-  "data.num_workers": 0,
-  "data.seed": 0,
-  "optimizer.warmup_steps": 0,
-  "optimizer.weight_decay": 0,
-  "optimizer.clip_norm": 0,
-  "optimizer.spike_sigmas": 0,
-  "optimizer.learning_rate": 0,
-  "train.steps": 0,
-  "train.batch_size": 1,
-  "train.accumulation": 1,
-  "train.seed": 0,
-  "train.loss_chunk": 0,
-  "train.z_loss": 0,
-  "train.max_skipped_in_a_row": 0,
-  "train.log_interval": 1,
-  "train.checkpoint_interval": 1,
-  "train.keep_checkpoints": 1,
-  "train.profile_step": -1,
-  "train.profile_steps": 1,
-  "train.sample_tokens": 0,
-  "eval.interval": 0,
-  "eval.rows": -1,
-  "eval.ngram": 2,
-}
-_SHARES = (
-  "data.validation_fraction",
-  "optimizer.final_fraction",
-  "optimizer.decay_fraction",
-  "optimizer.b1",
-  "optimizer.b2",
-  "optimizer.muon_momentum",
-)
-_POSITIVE = ("model.norm_eps", "model.rope_base", "data.timeout", "optimizer.eps")
+def to_config_dict(config: Any = None) -> ml_collections.ConfigDict:
+  """A config (the defaults if none) as a ConfigDict, for config files to edit and flags to override."""
+  import ml_collections  # here, so that reading fields needs the standard library alone
+  from ml_collections import config_dict
+
+  def convert(section):
+    out = ml_collections.ConfigDict()
+    hints = typing.get_type_hints(type(section))
+    for field in dataclasses.fields(section):
+      value = getattr(section, field.name)
+      if dataclasses.is_dataclass(value):
+        value = convert(value)
+      elif isinstance(hints[field.name], types.UnionType):  # float | None: None stays overridable by a float
+        out[field.name] = config_dict.placeholder(typing.get_args(hints[field.name])[0])
+      out[field.name] = value
+    return out
+
+  return convert(config or Config())
+
+
+def from_config_dict(values: ml_collections.ConfigDict | dict[str, Any]) -> Config:
+  """Checks field names, types and ranges.
+
+  Raises:
+    UserError: naming the field, what it got and what would work.
+  """
+  config = to_dataclass(values, Config, "config")
+  check(config)
+  return config
+
+
+def to_dataclass(values: ml_collections.ConfigDict | dict[str, Any], cls: type[Section], root: str) -> Section:
+  """A dataclass of plain fields, tuples and sections from nested dicts, names and types checked.
+
+  Args:
+    values: What the fields are; one that is left out keeps its default.
+    cls: The dataclass.
+    root: What messages call it.
+
+  Raises:
+    UserError: naming the field, what it got and what would work.
+  """
+
+  def convert(cls, mapping, prefix):
+    hints = typing.get_type_hints(cls)
+    if not isinstance(mapping, dict):  # also what a config file returns, if it is no ConfigDict
+      raise UserError(f"{prefix.rstrip('.')} must be a section with the fields {', '.join(hints)}; got {mapping!r}")
+    for name in mapping:
+      if name not in hints:
+        raise unknown_field(prefix, name, hints)
+    return cls(**{name: convert_field(hints[name], value, f"{prefix}{name}") for name, value in mapping.items()})
+
+  def convert_field(kind, value, field):
+    if dataclasses.is_dataclass(kind):
+      return convert(kind, value, f"{field}.")
+    if typing.get_origin(kind) is tuple:  # tuple[int, ...]
+      if not isinstance(value, tuple | list):
+        raise UserError(f"{field} must be values with commas between them; got {value!r}")
+      return tuple(convert_field(typing.get_args(kind)[0], item, field) for item in value)
+    allowed = typing.get_args(kind) or (kind,)
+    if isinstance(value, int) and abs(value) >= 2**31:
+      raise UserError(f"{field} must be below 2³¹; got a number of {value.bit_length()} bits")
+    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
+      value = float(value)
+    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+      names = " or ".join(t.__name__ for t in allowed)
+      raise UserError(f"{field} must be {names}; got {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+      raise UserError(f"{field} must be finite; got {value}")
+    return value
+
+  if hasattr(values, "to_dict"):  # a ConfigDict
+    values = values.to_dict()
+  return convert(cls, values, f"{root}.")
+
+
+def unknown_field(prefix: str, name: Any, fields: typing.Iterable[str]) -> UserError:
+  """The error for a field that there is not: names it whole (`prefix` is "config.train."), with the nearest of `fields` or all of them."""
+  near = difflib.get_close_matches(str(name), fields, n=1)
+  root, _, section = prefix.partition(".")
+  hint = f"did you mean {section}{near[0]}?" if near else f"there are {', '.join(fields)}"
+  kind = "config field" if root == "config" else "setting"
+  return UserError(f"{prefix}{name if str(name).isprintable() else repr(name)} is not a {kind}: {hint}")

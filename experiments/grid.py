@@ -9,8 +9,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from diffjax.command import from_config_dict
-from diffjax.config import Config, UserError
+from diffjax.config import Config, UserError, from_config_dict
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 

@@ -6,8 +6,7 @@ import json
 import pathlib
 import sys
 
-from diffjax.command import from_config_dict
-from diffjax.config import UserError
+from diffjax.config import UserError, from_config_dict
 from diffjax.training import manifest, runtime
 from experiments import grid as grids
 

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from diffjax.command import from_config_dict, to_config_dict
-from diffjax.config import UserError
+from diffjax.config import Config, UserError, bound_of, check, from_config_dict, to_config_dict
 from diffjax.model.decoder import Decoder
 from diffjax.training.flops import parameter_count
 
@@ -140,6 +139,51 @@ def test_bad_fields(field, value, message):
   target[name] = value
   with pytest.raises(UserError, match=message):
     from_config_dict(values)
+
+
+FIELDS = [(section.name, field) for section in dataclasses.fields(Config) for field in dataclasses.fields(section.default)]
+BOUNDS = [pytest.param(section, field.name, bound, id=f"{section}.{field.name}") for section, field in FIELDS if (bound := bound_of(field))]
+
+
+def refusal(section, name, value):
+  """The error that a config with this one field changed is refused with, if it is this field's bound that refuses it."""
+  config = Config()
+  try:
+    check(dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{name: value})}))
+  except UserError as error:
+    return str(error) if str(error).startswith(f"config.{section}.{name} = {value!r}: ") else None
+  return None
+
+
+@pytest.mark.parametrize("section, name, bound", BOUNDS)
+def test_bounds(section, name, bound):
+  """Every bound that a field is declared with is checked: what is just outside is refused, with the bound, and what is inside is not."""
+  if bound.choices:
+    inside, outside = bound.choices, ["", bound.choices[0] + "x", bound.choices[0].upper()]
+  else:
+    inside = [bound.low + 1e-9 if bound.above_low else bound.low]
+    outside = [bound.low if bound.above_low else bound.low - 1, bound.low - 1e-9]
+    if bound.high < math.inf:
+      inside.append(bound.high)
+      outside += [bound.high + 1, bound.high + 1e-9]
+  for value in outside:
+    assert refusal(section, name, value) == f"config.{section}.{name} = {value!r}: {bound}"
+  for value in inside:
+    assert str(bound) not in (refusal(section, name, value) or "")
+
+
+def test_what_bounds_say():
+  """One of each kind, so that a declaration means what it says."""
+  bounds = {f"{section}.{field.name}": str(bound) for section, field in FIELDS if (bound := bound_of(field))}
+  assert bounds["train.profile_step"] == "must be at least -1" and bounds["optimizer.b1"] == "must lie between 0 and 1"
+  assert bounds["model.norm_eps"] == "must be positive" and bounds["data.mode"] == "must be one of prepared, streamed"
+
+
+@pytest.mark.parametrize("section, field", [pytest.param(section, field, id=f"{section}.{field.name}") for section, field in FIELDS])
+def test_every_number_is_bounded(section, field):
+  """By its own bound, or by a check of several fields."""
+  if field.type in ("int", "float") and section != "mesh":
+    assert bound_of(field) is not None
 
 
 def test_prompts_are_packed_as_documents():

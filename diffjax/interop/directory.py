@@ -17,8 +17,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from diffjax.command import from_config_dict
-from diffjax.config import ModelConfig, UserError
+from diffjax.config import ModelConfig, UserError, from_config_dict
 from diffjax.data.tokenizer import Tokenizer, load_tokenizer
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}

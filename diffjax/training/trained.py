@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from diffjax.command import from_config_dict
-from diffjax.config import Config, UserError
+from diffjax.config import Config, UserError, from_config_dict
 from diffjax.data.tokenizer import Tokenizer, load_tokenizer
 from diffjax.model.decoder import Decoder
 from diffjax.training.checkpoint import load_run

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import matplotlib.figure
 
 from configs import base
-from diffjax.command import from_config_dict, to_config_dict
-from diffjax.config import Config, MeshConfig, UserError
+from diffjax.config import Config, MeshConfig, UserError, from_config_dict, to_config_dict
 from experiments.grid import Experiment, Grid
 
 if TYPE_CHECKING:

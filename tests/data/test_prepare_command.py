@@ -8,7 +8,7 @@ from diffjax.data import tokenizer
 @pytest.fixture
 def run(command, tmp_path):
   """Runs the command with a config of the defaults."""
-  (tmp_path / "config.py").write_text("from diffjax import command\n\ndef get_config():\n  return command.to_config_dict()\n")
+  (tmp_path / "config.py").write_text("from diffjax.config import to_config_dict\n\ndef get_config():\n  return to_config_dict()\n")
 
   def run(*arguments):
     return command("diffjax.prepare", f"--config={tmp_path}/config.py", *arguments)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from diffjax.command import from_config_dict
+from diffjax.config import from_config_dict
 from diffjax.model.decoder import Decoder
 from diffjax.training.checkpoint import Checkpoints
 

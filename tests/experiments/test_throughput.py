@@ -9,8 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from diffjax.command import from_config_dict
-from diffjax.config import MeshConfig, UserError
+from diffjax.config import MeshConfig, UserError, from_config_dict
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training.flops import parameter_count
 from diffjax.training.step import make_eval_step
