@@ -149,7 +149,7 @@ class Attention(nn.Module):
     return jnp.einsum("BTE,EH->BTH", x, w, preferred_element_type=jnp.float32)
 
   def _output(self, heads: Float[Array, "B T H V"], x: Float[Array, "B T E"], lambda_init: Any) -> Float[Array, "B T H V"]:
-    """What a variant does to the heads' outputs before the output projection."""
+    """A variant's change to the heads' outputs before the output projection."""
     return heads
 
 

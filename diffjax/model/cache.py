@@ -1,8 +1,7 @@
 """The key/value cache: a decoder that reads new tokens against what it has read before.
 
-Layers are unrolled, each with weights and a cache of its own: sliced out of arrays stacked over layers, as in a scan, both are copied for
-every token, which then takes 3.3 times as long (6 layers, E 256, a CPU). The model's modules run unchanged; only what attends is another
-function.
+Layers are unrolled, and each has its own weights and cache. A scan would slice both out of stacked arrays and copy them for every token,
+which then takes 3.3 times as long (6 layers, E 256, a CPU). The model's modules run unchanged; only `attention_fn` is replaced.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from diffjax.ops.rms_norm import rms_norm
 
 @flax.struct.dataclass
 class Cache:
-  """What every row has been read so far; the keys of several maps lie side by side, as `decode_attention` wants them.
+  """The keys and values of all tokens read so far. The keys of several maps lie side by side, as `decode_attention` takes them.
 
   Attributes:
     keys: of each layer, after RoPE.
     values: of each layer.
-    lengths: tokens of each row that count; what lies beyond them is never seen.
+    lengths: number of valid tokens in each row. Entries beyond them are never seen.
   """
 
   keys: tuple[Float[Array, "B K S M*D"], ...]
@@ -74,17 +73,17 @@ def unstack(model: Decoder, params: dict[str, Any]) -> dict[str, Any]:
 def extend(
   model: Decoder, params: dict[str, Any], tokens: Int[Array, "B T"], cache: Cache, counts: Int[Array, "B"] | None = None
 ) -> tuple[Float[Array, "B T E"], Cache]:
-  """Reads T more tokens of every row.
+  """Reads T more tokens in every row.
 
   Args:
     model: the decoder; an `attention_fn` of its own, other than `diff_attention`, must take a q_offset.
     params: from `unstack`.
-    tokens: row b continues at position cache.lengths[b]. The row must have room for all T in the cache.
-    cache: of the tokens before; to be donated, since it is written in place.
-    counts: how many of the T count, the first ones of each row; all by default. The others leave no trace that later tokens would see.
+    tokens: row b continues at position cache.lengths[b]. Its cache must have room for all T.
+    cache: of the tokens before. Donate it, since it is written in place.
+    counts: number of valid tokens of each row, its first ones; all T by default. Later tokens never see the others.
 
   Returns:
-    Hidden states after the final norm (of tokens that do not count: meaningless), and the cache.
+    Hidden states after the final norm (meaningless for tokens that are not valid), and the cache.
   """
   config, length = model.config, tokens.shape[1]
   positions = cache.lengths[:, None] + jnp.arange(length)

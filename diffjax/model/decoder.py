@@ -23,8 +23,8 @@ from diffjax.parallel.product import product
 # Names of the SwiGLU's two inputs, for remat policies.
 GATE, UP = "ffn_gate", "ffn_up"
 
-# What the backward pass keeps of a layer, from the least memory to the most; with "none" it computes nothing again. Names and no policy of
-# JAX's own say what: those see no product inside `product`, where it runs on shards.
+# The arrays of a layer that the backward pass keeps, from the least memory to the most; with remat "none" it keeps all of them. They are
+# listed by name, because JAX's own policies do not see the products inside `product`, which run on shards.
 _ATTENTION = (*RESIDUAL_NAMES, ANGLES, SCALE)
 _KEPT = {
   "full": (),
@@ -56,7 +56,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-  """x + attention(norm(x)), then x + ffn(norm(x)). Its two outputs are what `nn.scan` wants: the carry, and nothing."""
+  """x + attention(norm(x)), then x + ffn(norm(x)). It returns two values, as `nn.scan` requires: the carry and None."""
 
   config: ModelConfig
   dtype: Any
@@ -134,10 +134,10 @@ class Decoder(nn.Module):
     return rms_norm(x, self.param("final_norm", nn.initializers.ones, (config.embed_dim,)), config.norm_eps)
 
   def _unrolled(self) -> bool:
-    """Whether the program holds every layer apart, which takes longer to compile: on CPUs, for a few layers.
+    """True if the program holds each layer separately instead of a loop: on CPUs, for a few layers, since it takes longer to compile.
 
-    What a scan keeps for the backward pass it copies into arrays stacked over layers, and out of them again; on a CPU that takes a tenth
-    of the time of a step. Where a layer is computed again (remat), a scan also keeps XLA from using the first result in its place.
+    A scan copies what the backward pass needs into arrays stacked over layers, and out of them again. On a CPU that takes a tenth of a
+    step. With remat the scan stays: it keeps XLA from replacing the second computation of a layer by the first.
     """
     return platform() == "cpu" and self.config.num_layers <= 8 and self.config.remat == "none"
 

@@ -1,4 +1,4 @@
-"""Generation: prompts are read in chunks into a cache, then one token at a time is drawn and read."""
+"""Generation: prompts are read into a cache in chunks; then tokens are drawn one at a time."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from diffjax.model.decoder import Decoder, logits
 
 # Tokens of a prompt read at once.
 _CHUNK = 128
-# Tokens drawn between two looks of the host: often enough for a terminal, seldom enough that the device never waits.
+# Tokens drawn between two transfers to the host: few enough for a live terminal, enough that the device never waits.
 _BURST = 8
 
 
 @flax.struct.dataclass
 class SamplerState:
-  """Rows that have been read, and what comes next in each."""
+  """The cache of the rows read so far, and the logits of each row's next token."""
 
   cache: Cache
   logits: Float[Array, "B N"]
 
 
 class Sampler:
-  """Draws continuations. Everything is compiled once for a batch size and a capacity, whatever the lengths of prompts and answers."""
+  """Draws continuations. It compiles once for a batch size and a capacity, whatever the lengths of prompts and answers."""
 
   def __init__(self, model: Decoder, params: dict[str, Any], *, batch_size: int = 1, capacity: int | None = None):
     """Prepares the parameters (unstacked, matrices in the compute dtype: a second copy of them).
@@ -58,7 +58,7 @@ class Sampler:
     self._draw = jax.jit(functools.partial(_draw, model), donate_argnums=1, static_argnames="method")
 
   def prefill(self, prompts: Sequence[Sequence[int]]) -> SamplerState:
-    """Reads up to B prompts of any lengths from 1 to the capacity; rows beyond them hold nothing of meaning.
+    """Reads up to B prompts, each of 1 to `capacity` tokens. Rows without a prompt hold nothing meaningful.
 
     Raises:
       UserError: if a prompt is empty or longer than the capacity.
@@ -66,10 +66,10 @@ class Sampler:
     return self._read(self._make_cache(), prompts)
 
   def read(self, state: SamplerState, more: Sequence[Sequence[int]]) -> SamplerState:
-    """Reads more of up to B rows, of any lengths from 1. The old state is kept: many prompts may share a beginning that is read once.
+    """Reads further tokens, at least 1, in up to B rows. The old state stays valid, so that many prompts can share a prefix read once.
 
     Raises:
-      UserError: if there is nothing more for a row, or it gets longer than the capacity.
+      UserError: if a row gets no token, or grows longer than the capacity.
     """
     return self._read(jax.tree.map(jnp.copy, state.cache), more)
 
@@ -86,7 +86,7 @@ class Sampler:
     return self._prefill(self._params, cache, tokens, lengths)
 
   def step(self, state: SamplerState, tokens: Int[np.ndarray, "B"]) -> SamplerState:
-    """Reads one token more of every row. The old state is used up. No row may have more tokens than the capacity."""
+    """Reads one more token in every row. The old state is donated. No row may grow longer than the capacity."""
     return self._step(self._params, state, jnp.asarray(tokens, jnp.int32))
 
   def generate(
@@ -101,7 +101,7 @@ class Sampler:
     stop_ids: Sequence[int] = (),
     stop: Callable[[list[int]], bool] | None = None,
   ) -> list[list[int]]:
-    """Continues any number of prompts; what is not said is as in `stream`.
+    """Continues any number of prompts; the options are those of `stream`.
 
     Returns:
       The new tokens of each prompt.
@@ -139,7 +139,7 @@ class Sampler:
       seed: of the draws.
       first_row: number of the first prompt, for the draws.
       stop_ids: tokens that end a row; not part of the result.
-      stop: asked after every token with all new ones of a row; the token for which it says yes is the row's last.
+      stop: called after every token with all new tokens of a row; a row ends with the token for which it returns True.
 
     Yields:
       The next tokens of each row, none for rows that have ended.

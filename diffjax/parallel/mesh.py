@@ -1,4 +1,4 @@
-"""The mesh of devices, what each process feeds it, and the operations wrapped for it."""
+"""The mesh of devices, each process's share of a batch, and the operations wrapped for the mesh."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ AXES = ("data", "fsdp", "context", "tensor")
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-  """A mesh with the axes data, fsdp, context and tensor over all devices. Several slices are told apart along data alone, so that what
-  crosses between them is one sum of gradients a step.
+  """A mesh with the axes data, fsdp, context and tensor over all devices. Only the data axis crosses between slices, so that they exchange
+  one sum of gradients a step.
 
   Raises:
     UserError: if the sizes do not multiply to the number of devices, or data is no multiple of the slices.
@@ -51,8 +51,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
 
 def batch_share(mesh: Mesh) -> tuple[int, int]:
-  """Which share of every batch this process feeds, and how many shares there are. Processes that lie apart along context or tensor alone
-  feed the same share.
+  """The number of this process's share of every batch, and the number of shares. Processes that differ along context or tensor alone feed
+  the same share.
 
   Raises:
     UserError: if the processes' devices do not split the batch into equal parts.

@@ -1,4 +1,4 @@
-"""Several processes that train one model: how they find each other, agree, and end together.
+"""Several processes that train one model: they find each other, agree, and end together.
 
 They are JAX's own multi-controller runtime: its coordination service, which process 0 serves, and XLA's collectives. On Cloud TPU, under
 Slurm and Open MPI and in indexed Kubernetes Jobs JAX finds the processes by itself; elsewhere flags say where process 0 is.
@@ -33,28 +33,28 @@ from diffjax.config import UserError
 
 # Seconds without a sign of life after which JAX counts a process as dead, and ends the others. A connection that breaks is seen at once.
 _HEARTBEAT = 30
-# Seconds that all have, once each has heard that one has failed, to finish what they write.
+# Seconds for all to finish writing once each has heard that one has failed.
 _GRACE = 5.0
-# The key under which the coordination service keeps why the run ends; empty if it just ends.
+# The coordination service's key for the reason why the run ends; empty for a normal end.
 _ENDING = "diffjax/ending"
-# The barrier at which each process waits until all have heard it.
+# The barrier at which each process waits until all have heard that reason.
 _HEARD = "diffjax/heard"
 _AGAIN = "start all processes again with the same command to go on from the last complete checkpoint"
-# What the errors say that collectives and the coordination service raise when another process has gone.
+# Words in the errors that collectives and the coordination service raise when another process is gone.
 _LOST = ("Gloo", "NCCL", "oordination", "UNAVAILABLE", "Connection")
 
 
 @contextlib.contextmanager
 def connected(coordinator: str = "", num_processes: int = 0, process_id: int = -1, *, timeout: int = 300) -> Iterator[None]:
-  """Joins the other processes of the run, for as long as the context. To be entered before JAX makes its backend.
+  """Joins the other processes of the run for the duration of the context. Enter it before JAX makes its backend.
 
-  Without arguments JAX looks for a cluster; where there is none, this process is alone, at once. Where there are several processes, an
-  error in the context, here or in another one, ends this process with one line and exit code 1.
+  Without arguments JAX looks for a cluster; where there is none, this process runs alone. With several processes, an error in the context,
+  in any of them, ends this process with one line and exit code 1.
 
   Args:
     coordinator: HOST:PORT at which process 0 is to listen; "" to look for a cluster.
-    num_processes: How many there are; 1 to be alone wherever this is.
-    process_id: Which one this is, from 0.
+    num_processes: The number of processes; 1 to run alone, also inside a cluster.
+    process_id: This process's number, from 0.
     timeout: Seconds (and 5 more) to wait for the others.
 
   Raises:
@@ -100,7 +100,7 @@ def connected(coordinator: str = "", num_processes: int = 0, process_id: int = -
 
 
 def _check_port(coordinator: str) -> None:
-  """JAX crashes where it cannot listen."""
+  """Refuses a port on which JAX could not listen: it would crash."""
   port, both = int(coordinator.rpartition(":")[2]), socket.has_dualstack_ipv6()
   try:
     socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both).close()
@@ -109,7 +109,7 @@ def _check_port(coordinator: str) -> None:
 
 
 def _initialize(coordinator: str, num_processes: int, process_id: int, timeout: int) -> bool:
-  """Whether there are other processes to join, or a cluster that says there may be; they are joined then."""
+  """Joins the other processes, if there are any or a cluster says that there may be. Returns whether it did."""
   jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, and keep it until the first step
   limits: dict[str, Any] = dict(initialization_timeout=timeout, heartbeat_timeout_seconds=_HEARTBEAT)
   if coordinator:
@@ -130,22 +130,22 @@ def _initialize(coordinator: str, num_processes: int, process_id: int, timeout: 
 
 
 class _End:
-  """Ends this process with one line, once, also where JAX's C++ aborts it.
+  """Ends this process with one line, once, even if JAX's C++ code aborts it.
 
   Attributes:
-    if_aborted: What to say then.
+    if_aborted: The message in that case.
   """
 
   def __init__(self, if_aborted: str):
     self.if_aborted, self._once = if_aborted, threading.Lock()
-    # Not Python's signal module: it would call the handler between two instructions of the main thread, which come no more.
+    # Not Python's signal module: Python's handlers do not run once the main thread is stuck in C++.
     self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: self(self.if_aborted))
     self._signal = ctypes.CDLL(None).signal
     self._signal.argtypes, self._signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
     self._previous = self._signal(signal.SIGABRT, ctypes.cast(self._handler, ctypes.c_void_p))
 
   def __call__(self, message: str, before: Callable[[], None] = lambda: None) -> NoReturn:
-    self._once.acquire()  # for good: who comes second waits for the end
+    self._once.acquire()  # never released: a second caller waits until the process ends
     try:
       before()
     finally:  # also on a second Ctrl-C
@@ -158,12 +158,12 @@ class _End:
       os._exit(1)
 
   def forget(self) -> None:
-    """From now on the process ends as any other."""
+    """Restores the default: the process then ends like any other."""
     self._signal(signal.SIGABRT, self._previous)
 
 
 def _watch(client: Any, end: _End) -> None:
-  """Waits for one process to say why the run ends: the others may wait for it in a collective, where no Python runs."""
+  """Waits until a process says why the run ends. The main thread may be waiting for that process in a collective, where no Python runs."""
   while (told := _told(client, seconds=3600.0)) is None:
     time.sleep(1.0)
   if told:
@@ -171,7 +171,7 @@ def _watch(client: Any, end: _End) -> None:
 
 
 def _fail(error: BaseException, me: int, client: Any, end: _End) -> NoReturn:
-  """Ends this process for a reason of its own, or for another's, if that is why a collective fails here."""
+  """Ends this process, with its own reason or with that of another process whose end made a collective fail here."""
   reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
   if not isinstance(error, UserError | KeyboardInterrupt):
     if told := _told(client, seconds=_GRACE):
@@ -184,7 +184,7 @@ def _fail(error: BaseException, me: int, client: Any, end: _End) -> NoReturn:
 
 
 def _leave(client: Any, why: str) -> None:
-  """Tells the others, and stays until all have heard and had time: process 0 serves what they are told, and collectives need everyone."""
+  """Tells the others, and waits until all have heard and finished writing: process 0 serves the message, and collectives need everyone."""
   _tell(client, why)
   with contextlib.suppress(jax.errors.JaxRuntimeError):  # one has been killed
     client.wait_at_barrier(_HEARD, _HEARTBEAT * 1000)
@@ -204,36 +204,36 @@ def _told(client: Any, seconds: float) -> str | None:
 
 
 class Agreement:
-  """Whether any process wants what each is asked, known to all before the same step.
+  """An "or" over all processes' answers to a question, which all know before the same step.
 
-  The wishes are an all-reduce of one number a device, queued before a step. When the loop reads the result, a step later, it is there as
-  soon as the step before is over, whose metrics the loop waits for anyway: no device ever waits for a host. One process decides alone.
+  It is an all-reduce of one number a device, queued before a step. The loop reads the result a step later, when the step before is over,
+  whose metrics the loop waits for anyway. So no device ever waits for a host. A single process decides alone.
   """
 
   def __init__(self, mesh: Mesh, wish: Callable[[], bool]):
     """Asks nothing yet.
 
     Args:
-      mesh: Of all processes' devices.
-      wish: What this process wants.
+      mesh: The mesh of all processes' devices.
+      wish: This process's answer when it is called.
     """
     self._wish, self._alone, self._answer = wish, jax.process_count() == 1, None
     self._devices = NamedSharding(mesh, P(mesh.axis_names))
     self._any = jax.jit(lambda wishes: wishes.max(), out_shardings=NamedSharding(mesh, P()))
 
   def ask(self) -> None:
-    """Every process calls it before it starts a step."""
+    """Starts the all-reduce. Every process calls it before it starts a step."""
     if not self._alone:
       wishes = np.full(len(self._devices.addressable_devices), self._wish(), np.int32)
       self._answer = self._any(jax.make_array_from_process_local_data(self._devices, wishes))
 
   def __call__(self) -> bool:
-    """The answer to what was asked last; the same in every process."""
+    """The result of the last `ask`; the same in every process."""
     return self._wish() if self._alone else self._answer is not None and bool(self._answer)
 
 
 def gather(value: Any) -> list[Any]:
-  """Every process's value (JSON), in the order of the processes. All call it together."""
+  """Every process's value (JSON), in the order of the processes. All processes call it together."""
   if jax.process_count() == 1:
     return [value]
   text = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -243,13 +243,13 @@ def gather(value: Any) -> list[Any]:
 
 
 def check_same(settings: Mapping[str, Any]) -> None:
-  """Refuses processes that were started with different settings. All call it together, and all raise.
+  """Refuses processes that were started with different settings. All processes call it together, and all raise.
 
   Args:
     settings: Values (JSON) by name; a mapping's fields are settings themselves.
 
   Raises:
-    UserError: naming the fields that differ, and what they are in which process.
+    UserError: naming the fields that differ, with their values.
   """
   first, *others = [dict(_flat(mine)) for mine in gather(dict(settings))]
   differing: dict[str, str] = {}

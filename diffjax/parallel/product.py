@@ -1,4 +1,4 @@
-"""How a layer's products use parameters that the fsdp axis shares out: gathered before, and their gradients summed and scattered after.
+"""Matrix products with parameters that are split over fsdp: parameters are gathered before, gradients summed and scattered after.
 
 Each parameter is gathered in the compute dtype, once a layer and pass, so that its product is one product on every device. Left to XLA the
 product becomes a loop over the parameter's shards (a windowed einsum), whose partial sums are rounded and pass through memory: on TPU twice
@@ -76,13 +76,13 @@ gather.defvjp(_gather_forward, _gather_backward)
 
 
 def uses_sparse_cores(mesh: Mesh | jax.sharding.AbstractMesh) -> bool:
-  """Whether sparse cores gather and sum while the others compute, with the options of training/step.py: on v5p and v6e. v5e has none;
-  those of v4 and v7x were not tried."""
+  """True where sparse cores gather parameters and sum gradients during computation, with the step's compiler options: on v5p and v6e. v5e
+  has none; those of v4 and v7x were not tried."""
   return _device_kind(mesh) in ("TPU v5", "TPU v5p", "TPU v6 lite")
 
 
 def exchanges(mesh: Mesh | jax.sharding.AbstractMesh) -> bool:
-  """Whether gradients are exchanged on this mesh. If not, XLA's own reduce-scatter sums them: in float32 on sparse cores, elsewhere in the
+  """True if an exchange sums gradients on this mesh. Otherwise XLA's own reduce-scatter does: in float32 on sparse cores, elsewhere in the
   compute dtype.
 
   What an exchange sends crosses the middle of the torus, so that it takes longer than even an all-reduce between many devices; and on v5e
@@ -101,7 +101,7 @@ def _device_kind(mesh: Mesh | jax.sharding.AbstractMesh) -> str | None:
 
 
 def _share_dtype(dtype: Any) -> Any:
-  """Inside `shard_map`: in which dtype a device's share of a gradient travels, if it is computed in this one."""
+  """Inside `shard_map`: the dtype in which a device sends its share of a gradient that it computes in `dtype`."""
   return jnp.promote_types(jnp.float32, dtype) if uses_sparse_cores(jax.sharding.get_abstract_mesh()) else dtype
 
 
@@ -147,6 +147,6 @@ def _whole(parameter: jax.Array, split: Any, dtype: Any) -> jax.Array:
 
 
 def _is_split() -> bool:
-  """Whether what is traced is for a mesh with an fsdp axis and several devices."""
+  """True while tracing for a mesh with an fsdp axis and several devices."""
   mesh = jax.sharding.get_abstract_mesh()
   return "fsdp" in mesh.axis_names and mesh.size > 1

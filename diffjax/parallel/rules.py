@@ -1,4 +1,4 @@
-"""Which mesh axes split which arrays: the parameters by the axes that the table of parameters gives them, activations by name."""
+"""The mesh axes that split arrays: parameters by the letters of their axes (diffjax/parameters.py), activations by name."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _SPLIT = {"E": "fsdp", "H": "tensor", "K": "tensor", "F": "tensor", "N": "tensor
 
 
 def _spec(parameter: Parameter) -> P:
-  """Every matrix is split along E, so that fsdp devices hold equal shares, and along heads, feed-forward columns or vocabulary over the
-  tensor axis. A vector of width E stays whole."""
+  """The mesh axis of each axis: E of matrices over fsdp, so that its devices hold equal shares; heads, feed-forward columns and vocabulary
+  over tensor. A vector of width E stays whole."""
   if parameter.axes.strip("L") == "E":
     return P()
   split = [_SPLIT.get(axis) for axis in parameter.axes]

@@ -1,4 +1,4 @@
-"""What a model costs: parameters and FLOPs, and what chips can do."""
+"""The number of a model's parameters and FLOPs, and the peak FLOP/s of devices."""
 
 from __future__ import annotations
 

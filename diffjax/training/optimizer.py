@@ -24,10 +24,10 @@ from diffjax.parameters import MATRICES, PARAMETERS
 _MUON_RMS = 0.2
 
 # The averages that a spike is measured against give step n − i the weight (1 − _NEWEST)^i: as old, on average, as a plain window of
-# 128 steps, which OLMo and Levanter take. Like theirs, the rule sleeps until it has seen half of them.
+# 128 steps, which OLMo and Levanter take. Like theirs, spike detection is inactive until it has seen half of them.
 _NEWEST = 2 / 129
-_ASLEEP = 64
-# What is watched, by the name of its metric, and in words.
+_INACTIVE_STEPS = 64
+# The watched metrics, by name, and in words.
 _MEASURED = {"loss": "loss", "grad_norm": "gradient's norm"}
 # Their least standard deviations, as shares of the mean: on a plateau of nearly equal losses, noise is no spike; nor is, at 6 σ, a gradient
 # of less than twice the mean norm, since healthy runs of small variance have bursts of those.
@@ -127,7 +127,7 @@ def decay_mask(params: Any, frozen: frozenset[str] = frozenset()) -> Any:
 
 
 def skip_metrics(before: Any, after: Any, sigmas: float) -> dict[str, Array]:
-  """How many steps have been left out, and what was a spike.
+  """The number of skipped steps, and the limits above which a step was a spike.
 
   Args:
     before: State of an optimizer that `make_optimizer` made, before the step.
@@ -137,7 +137,7 @@ def skip_metrics(before: Any, after: Any, sigmas: float) -> dict[str, Array]:
   Returns:
     Scalars on the device: "skipped_steps" since the run began and "skipped_in_a_row" up to now (int32); and, unless sigmas is 0,
     the running means "loss_mean" and "grad_norm_mean" and the limits "loss_limit" and "grad_norm_limit" (float32) that the step was
-    held against; the limits are infinite as long as the rule sleeps.
+    held against; the limits are infinite while spike detection is inactive.
   """
   old, new = _skip_state(before), _skip_state(after)
   metrics = {"skipped_steps": new.skipped, "skipped_in_a_row": new.in_a_row}
@@ -147,7 +147,7 @@ def skip_metrics(before: Any, after: Any, sigmas: float) -> dict[str, Array]:
 
 
 def skip_reason(metrics: Mapping[str, float]) -> str:
-  """Why a step was skipped, in words.
+  """The reason why a step was skipped, in words.
 
   Args:
     metrics: Those of the step: "loss", "grad_norm" and what `skip_metrics` gives.
@@ -183,9 +183,9 @@ def _skip_state(opt_state: Any) -> SkipState:
 
 
 def _limit(state: SkipState, sigmas: float) -> Float[Array, "2"]:
-  """Above which the loss and the norm are spikes."""
+  """The limits above which the loss and the norm are spikes."""
   limit = state.mean + sigmas * jnp.maximum(jnp.sqrt(state.variance), jnp.array(_LEAST_DEVIATION) * state.mean)
-  return jnp.where((state.seen < _ASLEEP) | (limit <= 0), jnp.inf, limit)  # 0: all before were 0
+  return jnp.where((state.seen < _INACTIVE_STEPS) | (limit <= 0), jnp.inf, limit)  # 0: all before were 0
 
 
 def _skip_bad_steps(inner: optax.GradientTransformation, sigmas: float) -> optax.GradientTransformationExtraArgs:
@@ -231,7 +231,7 @@ def _frozen(config: OptimizerConfig) -> frozenset[str]:
 
 
 def _freeze(names: frozenset[str]) -> optax.GradientTransformation:
-  """Gradients of 0, which give no norm, no moments and no update."""
+  """Sets the gradients of the named parameters to 0, which gives no norm, no moments and no update."""
 
   def update(gradients, _):
     if missing := names - {_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(gradients)}:
