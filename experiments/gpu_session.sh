@@ -28,7 +28,7 @@ PACKAGES=(
 
 pack() {
   local vocabulary=16384 flag platforms=()
-  local prepare=("$PYTHON" -m diffjax.prepare --config=experiments/ablations/config.py:diff@session)
+  local prepare=("$PYTHON" -m diffjax.prepare --config=experiments/ablations/config.py:diff,size=session)
   for flag in "$@"; do
     case $flag in --set=model.vocab_size=*) vocabulary=${flag##*=} ;; esac
     case $flag in --set=*) prepare+=("--config.${flag#--set=}") ;; esac
@@ -59,16 +59,18 @@ run() {
     "$PYTHON" -m experiments.run ablations --grid=session "--workdir=$SCRATCH/runs" "--out=$DIR/out" "--set=data.prepared_dir=$DIR/rows"
     "--set=data.tokenizer=$DIR/tokenizer/tokenizer.json" "$@"
   )
-  local next left status=0
+  local next only left status=0
   while [ "$status" = 0 ]; do
     left=$((LIMIT - SECONDS - RESERVE))
     next=$(runs_that_fit "$left")
     [ -n "$next" ] || break
-    echo "$left s left: $next"
-    timeout --foreground --signal=TERM --kill-after="$RESERVE" "$left" "${experiment[@]}" "--only=$next" || status=$?
+    mapfile -t only <<< "$next"
+    echo "$left s left: ${only[*]}"
+    timeout --foreground --signal=TERM --kill-after="$RESERVE" "$left" "${experiment[@]}" "${only[@]/#/--only=}" || status=$?
     if [ "$status" != 0 ]; then # those that ended before the one that was stopped or failed
-      next=$(find "$SCRATCH/runs/ablations/session" -name result.json -printf '%P\n' | sed 's|/result.json||' | paste -sd,)
-      [ -z "$next" ] || "${experiment[@]}" "--only=$next"
+      next=$(find "$SCRATCH/runs/ablations/session" -name result.json -printf '%P\n' | sed 's|/result.json||')
+      mapfile -t only <<< "$next"
+      [ -z "$next" ] || "${experiment[@]}" "${only[@]/#/--only=}"
     fi
     collect
   done
@@ -98,7 +100,7 @@ END
   [ -z "$wheels" ] || xargs -d '\n' "$PYTHON" -m pip install -q --no-index --no-deps --upgrade --target "$SCRATCH/site" <<< "$wheels"
 }
 
-# The next runs that end within so many seconds, with commas between: as long as the longest one so far and a little more.
+# The next runs that end within so many seconds, a line each: as long as the longest one so far and a little more.
 runs_that_fit() {
   "$PYTHON" - "$1" "$RUN_SECONDS" "$DIR/out/results.json" << 'END'
 import json, pathlib, sys
@@ -109,7 +111,8 @@ done = json.loads(results.read_text())["runs"] if results.exists() else []
 seconds = 1.15 * max((run["seconds"] for run in done), default=seconds / 1.15)
 names = [run.name for run in grid.expand("ablations", grid.load("ablations").grids["session"], {})]
 missing = [name for name in names if name not in {run["name"] for run in done}]
-print(",".join(missing[: max(0, int((left - 15) / seconds))]))  # 15 s: the command's own start
+for name in missing[: max(0, int((left - 15) / seconds))]:  # 15 s: the command's own start
+  print(name)
 END
 }
 

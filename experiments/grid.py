@@ -27,7 +27,7 @@ class Grid:
 
   Attributes:
     variants: of the folder's config.py.
-    baseline: the variant that the others are compared with; in NAME@*, the star stands for what a variant has behind its @.
+    baseline: the variant that the others are compared with; in NAME,*, the star stands for what a variant has behind its first comma.
     seeds: each variant is trained with every one, of initialisation and of the order of data: runs of one seed are pairs.
   """
 

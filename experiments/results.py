@@ -263,7 +263,7 @@ def values(results: Mapping[str, Any], variant: str, name: str) -> dict[int, flo
 
 def _baseline(results: Mapping[str, Any], variant: str) -> str:
   """The variant that another one is compared with."""
-  return results["baseline"].replace("*", variant.partition("@")[2])
+  return results["baseline"].replace("*", variant.partition(",")[2])
 
 
 def _count(results: Mapping[str, Any], name: str, variant: str) -> str:

@@ -41,7 +41,7 @@ from experiments import launch, results
 from experiments.grid import Experiment, Run
 
 _GRID = flags.DEFINE_string("grid", "cpu", "Which of the experiment's grids.")
-_ONLY = flags.DEFINE_list("only", [], "Runs or variants, with commas between; * stands for anything.")
+_ONLY = flags.DEFINE_multi_string("only", [], "A run or a variant, where * stands for anything; may be repeated.")
 _STEPS = flags.DEFINE_integer("steps", None, "Steps of every run, instead of what its config says.", lower_bound=1)
 _SET = flags.DEFINE_multi_string("set", [], "A field of every run's config, as in --set=eval.rows=64; may be repeated.")
 _SLICE = flags.DEFINE_string("slice", "0/1", "INDEX/COUNT: this host's part of the runs.")

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from configs import base
 from diffjax.config import Config, UserError, bound_of, check, from_config_dict, to_config_dict
 from diffjax.model.decoder import Decoder
 from diffjax.training.flops import parameter_count
@@ -93,9 +94,54 @@ def test_mathematics(variant):
   assert second.train.sample_prompt.startswith(head) and second.train.sample_prompt.endswith(tail)
 
 
-def test_unknown_variant():
-  with pytest.raises(UserError, match="'diff_v3'.*diff, transformer, diff_v2"):
-    load("tiny", "diff_v3")
+@pytest.mark.parametrize(
+  "variant, reason",
+  [
+    ("diff_v3", "there is no architecture 'diff_v3'"),
+    ("architecture=v2", "there is no architecture 'v2'"),
+    ("", "there is no architecture ''"),
+    ("diff,", "architecture is there twice"),
+    ("diff,heads=2,heads=2", "heads is there twice"),
+    ("diff,transformer", "architecture is there twice"),
+    ("diff,head=2", "there is no field 'head'"),
+    ("heads=0", "heads is '0', but must be a positive integer"),
+    ("heads=-2", "heads is '-2', but must be a positive integer"),
+    ("heads=2.0", "heads is '2.0', but must be a positive integer"),
+    ("heads=٢", "heads is '٢', but must be a positive integer"),
+    ("heads=", "heads is '', but must be a positive integer"),
+  ],
+)
+def test_unknown_variants(variant, reason):
+  """One line that says what is wrong and what there is."""
+  with pytest.raises(UserError) as error:
+    load("tiny", variant)
+  assert str(error.value) == f"variant {variant!r}: {reason}; variants are diff|transformer|diff_v2[,heads=NUMBER]"
+
+
+def test_variants_are_values_by_name():
+  """A value without a name is the first field's; what is not said is the default; the order does not matter."""
+  read = lambda text: base.read_variant(text, row=("b", ("a", "b")), size=("1b", {"1b": 1, "2b": 2}), times=(None, float), heads=(4, int))
+  assert read("b") == read("row=b") == read("size=1b") == ("b", "1b", None, 4)
+  assert read("a,size=2b,times=0.5,heads=8") == read("heads=8,times=.5,a,size=2b") == ("a", "2b", 0.5, 8)
+  for times in ("9" * 400, "1e3", "nan", "inf"):
+    with pytest.raises(UserError, match=rf"times is '{times}', but must be a positive number; variants are a\|b\[,size=1b\|2b\]\[,times="):
+      read(f"a,times={times}")
+
+
+@pytest.mark.parametrize("name", ["tiny", "diff_1b", "diff_3b"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_heads(name, variant):
+  """Another number of heads has the same matrices: sizes differ by λ, gains and V2's gates alone."""
+  config = load(name, variant)
+  for heads in (config.model.num_heads * 2, config.model.num_heads // 2):
+    changed = load(name, f"{variant},heads={heads}")
+    assert changed.model.num_heads == changed.model.num_kv_heads == heads
+    assert dataclasses.replace(changed.model, num_heads=0, num_kv_heads=0, head_dim=0) == dataclasses.replace(
+      config.model, num_heads=0, num_kv_heads=0, head_dim=0
+    )
+    assert parameter_count(changed.model) == pytest.approx(parameter_count(config.model), rel=3e-2 if name == "tiny" else 1e-3)
+  with pytest.raises(UserError, match="variant with heads=7: a width of .* cannot be divided among 7 heads of an even width"):
+    load(name, f"{variant},heads=7")
 
 
 def test_round_trip():

@@ -133,6 +133,28 @@ def test_command_lines(rest):
     assert config is None and code in (1, 2) and len(lines) == 1 and lines[0].startswith("error: "), (code, err)
 
 
+variants = st.lists(
+  st.one_of(
+    st.sampled_from(["diff", "transformer", "diff_v2", "heads", "architecture"]),
+    st.builds("{}={}".format, st.sampled_from(["heads", "architecture", "x", ""]), st.one_of(values, st.sampled_from(["2", "8", "diff"]))),
+    st.text(max_size=8),
+  ),
+  min_size=1,
+  max_size=3,
+).map(",".join)
+
+
+@fast
+@given(variants)
+def test_variants(variant):
+  config, code, err = run([f"--config=configs/tiny.py:{variant}"])
+  if code == 0:
+    assert isinstance(config, Config)
+  else:
+    lines = err.splitlines()
+    assert config is None and code in (1, 2) and len(lines) == 1 and lines[0].startswith("error: "), (code, err)
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
   """Texts of several lengths, the empty one among them."""

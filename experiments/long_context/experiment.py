@@ -63,7 +63,7 @@ def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
 
 EXPERIMENT = Experiment(
   question="Does DIFF gain more from longer rows, before and after a length extension?",
-  grids={"cpu": twins("", seeds=5), "gpu": twins("@125m"), "tpu": twins("@1b")},
+  grids={"cpu": twins("tiny", seeds=5), "gpu": twins("125m"), "tpu": twins("1b")},
   metrics={
     "NLL after": "after",
     "after, own length": "after_short",

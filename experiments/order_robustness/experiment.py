@@ -167,7 +167,7 @@ def plot_many_shot(results: Mapping[str, Any], path: pathlib.Path) -> None:
 
 LARGE = Experiment(
   question="Do larger DIFFs' answers depend less on the order of their demonstrations?",
-  grids={"gpu": twins("@125m"), "tpu": twins("@1b")},
+  grids={"gpu": twins("125m"), "tpu": twins("1b")},
   metrics={"best − worst, random": "random_spread", "best − worst, alternating": "alternating_spread", "accuracy": "accuracy"},
   trains=False,
   pretrained="ablations",

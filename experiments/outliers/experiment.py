@@ -66,7 +66,7 @@ def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
 
 EXPERIMENT = Experiment(
   question="Are DIFF's logits and hidden states smaller than the Transformer's, and can its attention do with fewer bits?",
-  grids={"cpu": twins("", seeds=5), "gpu": twins("@125m"), "tpu": twins("@1b")},
+  grids={"cpu": twins("tiny", seeds=5), "gpu": twins("125m"), "tpu": twins("1b")},
   metrics={
     "logits: top-1 / median": "logits_ratio",
     **{f"logits: {value.replace('_', '-')}": f"logits_{value}" for value in _IN_TABLE},

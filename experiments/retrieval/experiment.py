@@ -182,7 +182,7 @@ def plot_needles(results: Mapping[str, Any], path: pathlib.Path) -> None:
 
 LARGE = Experiment(
   question="Do larger DIFFs find more needles in a text than the Transformer, and look at them more?",
-  grids={"gpu": twins("@125m"), "tpu": twins("@1b")},
+  grids={"gpu": twins("125m"), "tpu": twins("1b")},
   metrics={
     **{f"accuracy, {pair}": f"accuracy_{pair}" for pair in _PAIRS},
     "attention to the answer": "answer_signed",

@@ -111,14 +111,14 @@ def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
 
 
 def _grid(sizes: tuple[str, ...], seeds: int) -> Grid:
-  return Grid(tuple(f"{name}@{size}" for size in sizes for name in ARCHITECTURES), "transformer@*", tuple(range(seeds)))
+  return Grid(tuple(f"{name},size={size}" for size in sizes for name in ARCHITECTURES), "transformer,*", tuple(range(seeds)))
 
 
-_LARGE = _grid(("830m", "1.4b", "2.8b", "6.8b", "13.1b", "3b_x0.125", "3b_x0.25", "3b_x0.5", "3b_x1"), seeds=1)
+_LARGE = _grid(("830m", "1.4b", "2.8b", "6.8b", "13.1b", "3b,times=0.125", "3b,times=0.25", "3b,times=0.5", "3b,times=1"), seeds=1)
 
 EXPERIMENT = Experiment(
   question="With which share of the parameters, and of the tokens, does DIFF equal the Transformer?",
-  grids={"cpu": _grid((*SMALL, "0.1m_x0.5", "0.1m_x2", "0.1m_x4"), seeds=5), "gpu": _LARGE, "tpu": _LARGE},
+  grids={"cpu": _grid((*SMALL, "0.1m,times=0.5", "0.1m,times=2", "0.1m,times=4"), seeds=5), "gpu": _LARGE, "tpu": _LARGE},
   metrics={"loss": _LOSS},
   summarise=summarise,
   plot=plot,

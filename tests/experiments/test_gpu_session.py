@@ -54,7 +54,7 @@ def earlier(pack, fields, steps, names):
     if run.name in names:
       results.write_run(pack / "made", run, {}, {"validation/loss": 5.0 + run.seed}, 1.0, "a machine")
       entries.append(results.read_run(pack / "made", run, {}, ()))
-  results.write_folder(pack / "out/results.json", "ablations", "session", "transformer@session", entries)
+  results.write_folder(pack / "out/results.json", "ablations", "session", "transformer,size=session", entries)
   (pack / "out/curves.jsonl").write_text(json.dumps({"run": names[0], "step": 1, "train/loss": 6.0}) + "\n")
 
 
@@ -98,7 +98,7 @@ def test_a_run_is_made_where_the_others_are_known(place):
   curves = [json.loads(line) for line in (out / "curves.jsonl").read_text().splitlines()]
   assert curves[0]["run"] == RUNS[0] and {line["run"] for line in curves[1:]} == {RUNS[-1]}
   assert any("validation/loss" in line for line in curves)
-  assert "| diff_v2@session | " in (out / "table.md").read_text() and (out / "plot.png").exists()
+  assert "| diff_v2,size=session | " in (out / "table.md").read_text() and (out / "plot.png").exists()
   text, _ = call(*arguments, LIMIT="600", **environment)
   assert "15 runs in" in text and "left:" not in text
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import re
+import shlex
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +40,7 @@ def test_every_run_of_every_grid_has_a_model(name):
   for chosen in grids:
     runs = grid.expand(name, dataclasses.replace(chosen, seeds=chosen.seeds[:1]), {})
     variants = {run.variant for run in runs}
-    assert variants >= {chosen.baseline.replace("*", variant.partition("@")[2]) for variant in variants}
+    assert variants >= {chosen.baseline.replace("*", variant.partition(",")[2]) for variant in variants}
     assert len({(run.config.model, run.config.optimizer.frozen, run.config.train.steps) for run in runs}) == len(runs)
     assert all(size(run.config.model) == parameter_count(run.config.model) for run in runs)
 
@@ -78,7 +80,7 @@ def test_five_seeds_and_pairs():
     assert all(run.config.train.seed == run.config.data.seed == run.seed for run in runs)
 
 
-@pytest.mark.parametrize("size", ["", "@session", "@125m", "@1b"])
+@pytest.mark.parametrize("size", ["", ",size=session", ",size=125m", ",size=1b"])
 def test_ablation_rows_differ_in_what_they_are_called_after(size):
   get = configs("ablations", size)
   diff = get("diff")
@@ -99,17 +101,42 @@ def test_ablation_rows_differ_in_what_they_are_called_after(size):
   v2, linear = changed("diff_v2"), changed("diff_v2_linear")
   assert linear == {**v2, "model.attention": "diff_v2_linear"} and v2["model.attention"] == "diff_v2"
   for heads in (2, 4, 8, 16):
-    model = get(f"heads_{heads}").model
+    model = get(f"diff,heads={heads}").model
     assert model.num_heads == model.num_kv_heads == heads and 2 * heads * model.head_dim == E
   # The same matrices: sizes differ by the λ vectors, the gains and the rounding of V2's feed-forward width alone
-  sizes = [parameter_count(get(row).model) for row in ("transformer", "transformer_wide", "transformer_norm", "diff", "heads_4", "diff_v2")]
-  assert max(sizes) < min(sizes) * {"": 1.02, "@session": 1.002}.get(size, 1.001)
+  sizes = [
+    parameter_count(get(row).model) for row in ("transformer", "transformer_wide", "transformer_norm", "diff", "diff,heads=4", "diff_v2")
+  ]
+  assert max(sizes) < min(sizes) * {"": 1.02, ",size=session": 1.002}.get(size, 1.001)
 
 
-@pytest.mark.parametrize("variant", ["nothing", "heads_0", "heads_x", "diff@2b", "heads_3", ""])
-def test_unknown_rows(variant):
-  with pytest.raises(UserError, match="variant"):
-    configs("ablations")(variant)
+@pytest.mark.parametrize("variant", ["nothing", "heads_4", "diff@1b", "diff,size=2b", "diff,heads=0", "diff,heads=x", "diff,rows=3", ""])
+@pytest.mark.parametrize("name", ["ablations", "long_context"])
+def test_unknown_variants_are_answered_with_what_there_is(name, variant):
+  with pytest.raises(UserError, match=r"^variant .*; variants are transformer\|.*\|diff_v2_linear\[,size=tiny\|.*\]\[,heads=NUMBER\]$"):
+    configs(name)(variant)
+
+
+@pytest.mark.parametrize("name", ["order_robustness", "retrieval"])
+def test_unknown_rows_are_answered_with_those_there_are(name):
+  for variant in ("nothing", "diff,size=1b", ""):
+    with pytest.raises(UserError, match=r"^variant .*; variants are transformer\|.*\|diff_v2_linear$"):
+      configs(name)(variant)
+
+
+def test_heads_that_do_not_divide_the_width():
+  with pytest.raises(UserError, match="heads=3: a width of 64 cannot be divided among 3 heads"):
+    configs("ablations")("diff,heads=3")
+
+
+@pytest.mark.parametrize("name", grid.names())
+def test_runs_are_called_as_files_can_be(name):
+  """A run's name is its variant as it stands on a command line, and its workdir's path: two parts, of characters that no shell reads."""
+  for experiment in grid.experiments_of(name):
+    for chosen in experiment.grids.values():
+      runs = [f"{variant}/seed_{seed}" for variant in chosen.variants for seed in chosen.seeds]
+      assert len(set(runs)) == len(runs) and all(re.fullmatch(r"[a-z0-9_.]+(,[a-z]+=[a-z0-9.]+)*/seed_[0-9]+", run) for run in runs)
+      assert all(shlex.quote(run) == run for run in runs)
 
 
 def test_unknown_experiments_are_answered_with_a_list():

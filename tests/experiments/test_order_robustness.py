@@ -152,4 +152,4 @@ def test_larger_models_are_asked_about_words(make_workdir, make_results, monkeyp
   made = make_results("order_robustness", experiment.LARGE, lambda run: found, "gpu")
   experiment.plot_many_shot(made, tmp_path / "plot.png")
   assert (tmp_path / "plot.png").stat().st_size > 10_000
-  assert "| diff@125m | " in results.table(experiment.LARGE, made)
+  assert "| diff,size=125m | " in results.table(experiment.LARGE, made)

@@ -129,14 +129,14 @@ def test_the_table(entries, tmp_path):
 
 
 def test_a_baseline_of_every_size(entries, tmp_path):
-  """NAME@* stands for the variant of the same size."""
-  sizes = [{**entry, "variant": f"{entry['variant']}@{size}"} for size in ("1m", "2m") for entry in entries]
-  found = results.write_folder(tmp_path / "results.json", "ablations", "cpu", "transformer@*", sizes[: len(entries)] + sizes[-2:])
+  """NAME,* stands for the variant of the same size."""
+  sizes = [{**entry, "variant": f"{entry['variant']},size={size}"} for size in ("1m", "2m") for entry in entries]
+  found = results.write_folder(tmp_path / "results.json", "ablations", "cpu", "transformer,*", sizes[: len(entries)] + sizes[-2:])
   assert (
-    len(results.differences(found, "diff@1m", "validation/loss")) == 3
-    and len(results.differences(found, "diff@2m", "validation/loss")) == 1
+    len(results.differences(found, "diff,size=1m", "validation/loss")) == 3
+    and len(results.differences(found, "diff,size=2m", "validation/loss")) == 1
   )
-  assert results.differences(found, "transformer@1m", "validation/loss") == []
+  assert results.differences(found, "transformer,size=1m", "validation/loss") == []
 
 
 def test_the_summary_is_a_second_table(entries, tmp_path):

@@ -123,4 +123,4 @@ def test_larger_models_are_asked_for_needles(make_workdir, make_results, monkeyp
   made = make_results("retrieval", experiment.LARGE, every, "gpu")
   experiment.plot_needles(made, tmp_path / "plot.png")
   assert (tmp_path / "plot.png").stat().st_size > 10_000
-  assert "| diff@125m | " in results.table(experiment.LARGE, made)
+  assert "| diff,size=125m | " in results.table(experiment.LARGE, made)

@@ -78,11 +78,11 @@ def test_ablations_at_two_steps_and_again(run, places):
   """A slice of the grid, then more of it, side by side: what is done is not done again; then other configs are refused."""
   directory, flags = places
   flags = [*flags, "--steps=2", *small()]
-  _, errors = run("ablations", *flags, "--only=diff/seed_0,transformer/seed_0", "--slice=1/2")
+  _, errors = run("ablations", *flags, "--only=diff/seed_0", "--only=transformer/seed_0", "--slice=1/2")
   assert "1 of 1 runs to do" in errors and "this slice is done" in errors and not (directory / "out/results.json").exists()
   path = directory / "runs/ablations/cpu/diff/seed_0/result.json"
   before = path.stat().st_mtime_ns
-  out, errors = run("ablations", *flags, "--only=diff/seed_[01],transformer/seed_0", "--side_by_side=2")
+  out, errors = run("ablations", *flags, "--only=diff/seed_[01]", "--only=transformer/seed_0", "--side_by_side=2")
   assert "2 of 3 runs to do" in errors and "(3 of 65 runs)" in out and path.stat().st_mtime_ns == before
   found = json.loads((directory / "out/results.json").read_text())
   assert [each["name"] for each in found["runs"]] == ["transformer/seed_0", "diff/seed_0", "diff/seed_1"]
@@ -172,7 +172,7 @@ def test_bad_input_is_one_line(run, tmp_path):
 
 def test_costs_and_commands_are_printed(run):
   out, _ = run("ablations", "--grid=tpu", "--cost")
-  line = next(line for line in out.splitlines() if line.startswith("| diff@1b |"))
+  line = next(line for line in out.splitlines() if line.startswith("| diff,size=1b |"))
   assert [cell.strip() for cell in line.split("|")[2:6]] == ["1", "1,410 M", "10.5 B", "9.82e+19"]
   out, _ = run("ablations", "--print", "--only=diff/seed_3", "--workdir=/runs")
   assert out.endswith(
@@ -253,8 +253,8 @@ TRAINED = {
   "order_robustness": ("transformer_norm",),
   "outliers": ("diff",),
   "retrieval": ("diff_without_norm",),
-  "scaling": ("diff@0.1m_x0.5", "diff_v2@0.2m"),
-  "throughput": ("tiny@256",),
+  "scaling": ("diff,size=0.1m,times=0.5", "diff_v2,size=0.2m"),
+  "throughput": ("tiny,length=256",),
 }
 
 
@@ -265,8 +265,8 @@ def test_every_experiment_at_two_steps(run, places, tmp_path, name):
   directory, flags = places
   flags = {"ablations": flags[2:], "long_context": ["--set=model.num_layers=1"]}.get(name, [])
   variants = TRAINED[name]
-  only = f"--only={','.join(f'{variant}/seed_0' for variant in variants)}"
+  only = [f"--only={variant}/seed_0" for variant in variants]
   sizes = ["--set=eval.rows=4", "--set=train.batch_size=2"]
-  out, _ = run(name, *flags, "--steps=2", only, f"--workdir={tmp_path}", *sizes)
+  out, _ = run(name, *flags, "--steps=2", *only, f"--workdir={tmp_path}", *sizes)
   assert f"{tmp_path}/{name}/cpu: results.json, table.md" in out and f"({len(variants)} of " in out
   assert all(f"| {variant} |" in out for variant in variants)
