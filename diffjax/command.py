@@ -27,7 +27,7 @@ def run(main: Callable[..., None], *, with_config: bool = True, settings: Any = 
 
   Args:
     main: What to call with the config, with the settings, or without arguments.
-    with_config: Whether the command has a config.
+    with_config: True for a command with a config.
     settings: A command without a config may have settings: a dataclass of sections at their defaults, overridden by flags such as
       `--set.validation.rows=100`.
   """

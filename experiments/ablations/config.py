@@ -1,4 +1,4 @@
-"""The rows of the paper's ablation table and of the V2 post's, by what stands behind the colon: ROW, size=SIZE and heads=NUMBER.
+"""The rows of the paper's ablation table and of the V2 post's. A variant is ROW, with size=SIZE and heads=NUMBER if wanted.
 
     python -m diffjax.train --config=experiments/ablations/config.py:diff_without_norm --workdir=runs/diff_without_norm
     python -m diffjax.train --config=experiments/ablations/config.py:diff,size=1b,heads=4 --workdir=runs/diff_of_4_heads_1b
@@ -39,7 +39,7 @@ def _linear(config):
   return config
 
 
-# Paper's table, then V2's, then λ that is not trained.
+# From the rows to functions that turn a DIFF config into them
 ROWS = {
   "transformer": lambda config: base.twin(config, "transformer"),
   "transformer_wide": lambda config: _wide(config, head_norm=False),
@@ -58,9 +58,9 @@ SIZES = {"tiny": "tiny", "session": "diff_125m", "125m": "diff_125m", "1b": "dif
 def _session(config):
   """The 125M shape with a vocabulary of 16,384 (98M parameters), trained on almost three times the standard library's 7.3M tokens.
 
-  Counted: 6N and the attention are 0.7 GFLOPs a token, so 1.5e16 in 320 steps of 65,536 tokens, which takes 37 s at 40% of an H100's 990
-  TFLOP/s. Taken twice, for safety, and 75 s more to start, compile, validate and save, that is 150 s a run, three runs in a command of 540
-  s and nine, three seeds, in 23 minutes. At the expected speed, and with programs compiled before, five seeds take about as long.
+  Estimate: 6N and the attention are 0.7 GFLOPs a token, so 1.5e16 FLOPs in 320 steps of 65,536 tokens, or 37 s at 40% of an H100's 990
+  TFLOP/s. Twice that, for safety, and 75 s to start, compile, validate and save are 150 s a run: three runs in a command of 540 s, nine
+  runs (three seeds) in 23 minutes. At the expected speed, with compiled programs cached, five seeds take about as long.
   """
   config.model.update(vocab_size=16_384)
   config.data.update(source="stdlib", length=1024)
@@ -78,7 +78,7 @@ def parts(variant: str, sizes: Collection[str] = SIZES) -> tuple[str, str, int |
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
   row, size, heads = parts(variant)
   config = importlib.import_module(f"configs.{SIZES[size]}").get_config()
-  if config.data.tokenizer == "bytes":  # one validation, at the end, of enough rows for small differences
+  if config.data.tokenizer == "bytes":  # one validation, at the end, with enough rows to see small differences
     config.eval.update(interval=config.train.steps, rows=2048)
   if size == "session":
     _session(config)

@@ -2,8 +2,8 @@
 
     python -m diffjax.train --config=experiments/long_context/config.py:diff --workdir=runs/diff_2k --config.train.init_from=runs/diff
 
-As in the paper (4K to 64K, RoPE base 10,000 to 640,000, learning rate 3.2e-4 to 8e-5): the base grows with the length's power 1.5, and the
-learning rate starts at a quarter of the run's own. Steps have as many tokens as the run's own.
+As in the paper (4K to 64K, RoPE base 10,000 to 640,000, learning rate 3.2e-4 to 8e-5), the base grows with the length to the power 1.5, and
+the learning rate starts at a quarter of the run's own. A step has as many tokens as in the run.
 """
 
 import ml_collections

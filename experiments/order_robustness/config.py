@@ -1,6 +1,6 @@
-"""Small models that classify by demonstrations: VARIANT is transformer, transformer_norm, diff or diff_v2.
+"""Small models that classify by demonstrations. A variant is a row of ablations.
 
-The data is written by the runner (`python -m experiments.run order_robustness`), which sets data.source, validation_source and tokenizer.
+The runner (`python -m experiments.run order_robustness`) writes the data and sets data.source, validation_source and tokenizer.
 """
 
 import ml_collections

@@ -1,6 +1,6 @@
-"""Small models for associative recall: VARIANT is diff, transformer, transformer_wide, transformer_norm, diff_v2 or diff_without_norm.
+"""Small models for associative recall. A variant is a row of ablations.
 
-The data is written by the runner (`python -m experiments.run retrieval`), which sets data.source, validation_source and tokenizer.
+The runner (`python -m experiments.run retrieval`) writes the data and sets data.source, validation_source and tokenizer.
 """
 
 import ml_collections

@@ -1,10 +1,10 @@
-"""One architecture at one size, and for one number of tokens: ARCHITECTURE, size=SIZE and times=TIMES.
+"""An architecture at a size, trained on a number of tokens: a variant is ARCHITECTURE, with size=SIZE and times=TIMES if wanted.
 
     python -m diffjax.train --config=experiments/scaling/config.py:diff,size=0.4m --workdir=runs/diff_0.4m
     python -m diffjax.train --config=experiments/scaling/config.py:diff,size=0.1m,times=4 --workdir=runs/diff_0.1m_4_times
 
 ARCHITECTURE is transformer, diff or diff_v2. SIZE is a key of SMALL, 830m, 1.4b, 2.8b, 6.8b or 13.1b (the paper's scaling runs), or 3b (its
-main model). TIMES multiplies the tokens, with a schedule of that length.
+main model). TIMES multiplies the tokens; the schedule is as long.
 """
 
 import importlib
@@ -39,7 +39,7 @@ def get_config(variant: str = "diff,size=0.4m") -> ml_collections.ConfigDict:
 
 
 def _small(embed_dim: int, num_layers: int, ffn_dim: int) -> ml_collections.ConfigDict:
-  """Heads of 16, so that the narrowest has several; 0.49 M bytes of the standard library's source; a learning rate by width (README.md)."""
+  """Heads of 16, so that the narrowest model has several; 0.49 M bytes of the standard library; a learning rate by width (README.md)."""
   config = base.get_config()
   heads = embed_dim // 32
   config.model.update(embed_dim=embed_dim, num_layers=num_layers, num_heads=heads, num_kv_heads=heads, head_dim=16, ffn_dim=ffn_dim)

@@ -15,7 +15,7 @@ SMALL = {
   "model.vocab_size": 300, "model.num_layers": 1, "model.embed_dim": 32, "model.num_heads": 2, "model.num_kv_heads": 2, "model.head_dim": 8,
   "model.ffn_dim": 32, "data.length": 64, "data.validation_fraction": 0.3, "train.batch_size": 4, "eval.rows": 8,
 }  # fmt: skip
-RUNS = [f"{variant}@session/seed_{seed}" for seed in range(5) for variant in ("transformer", "diff", "diff_v2")]
+RUNS = [f"{variant},size=session/seed_{seed}" for seed in range(5) for variant in ("transformer", "diff", "diff_v2")]
 
 
 def call(*args, code=0, **environment):
