@@ -1,4 +1,4 @@
-"""What a user types: exit codes and one clear line for bad input; the README's commands as they stand there."""
+"""Commands as users type them: exit codes and one clear line for bad input; the README's commands as they stand there."""
 
 import json
 import pathlib

@@ -81,7 +81,7 @@ def test_paper_batches(name):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_mathematics(variant):
-  """Each stage takes the parameters of the one before: the same model, but for lengths; tokens and learning rates are the paper's."""
+  """Each stage can load the one before: the models differ only in lengths. Tokens and learning rates are the paper's."""
   before, first, second = (load(name, variant) for name in ("diff_3b_64k", "math_stage1", "math_stage2"))
   for name, tokens, learning_rate in [("math_stage1", 20e9, 8e-5), ("math_stage2", 2e9, 1e-5)]:
     config = load(name, variant)
@@ -119,7 +119,7 @@ def test_unknown_variants(variant, reason):
 
 
 def test_variants_are_values_by_name():
-  """A value without a name is the first field's; what is not said is the default; the order does not matter."""
+  """A value without a name is the first field's; fields left out have defaults; the order does not matter."""
   read = lambda text: base.read_variant(text, row=("b", ("a", "b")), size=("1b", {"1b": 1, "2b": 2}), times=(None, float), heads=(4, int))
   assert read("b") == read("row=b") == read("size=1b") == ("b", "1b", None, 4)
   assert read("a,size=2b,times=0.5,heads=8") == read("heads=8,times=.5,a,size=2b") == ("a", "2b", 0.5, 8)
@@ -192,7 +192,7 @@ BOUNDS = [pytest.param(section, field.name, bound, id=f"{section}.{field.name}")
 
 
 def refusal(section, name, value):
-  """The error that a config with this one field changed is refused with, if it is this field's bound that refuses it."""
+  """The error for a config with this one field changed, if it is about this field."""
   config = Config()
   try:
     check(dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{name: value})}))
@@ -203,7 +203,7 @@ def refusal(section, name, value):
 
 @pytest.mark.parametrize("section, name, bound", BOUNDS)
 def test_bounds(section, name, bound):
-  """Every bound that a field is declared with is checked: what is just outside is refused, with the bound, and what is inside is not."""
+  """Every declared bound is checked: a value just outside is refused, with the bound in the message, and one inside is not."""
   if bound.choices:
     inside, outside = bound.choices, ["", bound.choices[0] + "x", bound.choices[0].upper()]
   else:
@@ -219,7 +219,7 @@ def test_bounds(section, name, bound):
 
 
 def test_what_bounds_say():
-  """One of each kind, so that a declaration means what it says."""
+  """One bound of each kind: the declarations mean what they say."""
   bounds = {f"{section}.{field.name}": str(bound) for section, field in FIELDS if (bound := bound_of(field))}
   assert bounds["train.profile_step"] == "must be at least -1" and bounds["optimizer.b1"] == "must lie between 0 and 1"
   assert bounds["model.norm_eps"] == "must be positive" and bounds["data.mode"] == "must be one of prepared, streamed"
@@ -227,7 +227,7 @@ def test_what_bounds_say():
 
 @pytest.mark.parametrize("section, field", [pytest.param(section, field, id=f"{section}.{field.name}") for section, field in FIELDS])
 def test_every_number_is_bounded(section, field):
-  """By its own bound, or by a check of several fields."""
+  """A new number needs a bound; the mesh's axes have a check of their own."""
   if field.type in ("int", "float") and section != "mesh":
     assert bound_of(field) is not None
 

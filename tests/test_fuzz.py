@@ -1,4 +1,4 @@
-"""Whatever a user can type either works or is answered by one clear line: no traceback from inside a library."""
+"""Any input of a user works or gets one clear line: no traceback from inside a library."""
 
 import contextlib
 import dataclasses
@@ -65,7 +65,7 @@ fast = settings(derandomize=True, deadline=None, max_examples=300)
 
 
 def checked(get):
-  """A config that is sane, or one line."""
+  """Reading gives a valid config, or one line."""
   try:
     config = get()
   except UserError as error:
@@ -96,7 +96,7 @@ def test_whole_configs(nested):
 
 
 def run(arguments):
-  """`config.run` in this process: the config it hands on or None, exit code, standard error."""
+  """`command.run` in this process: the config that it passes on (or None), the exit code, and standard error."""
   configs, err = [], io.StringIO()
   saved = flagsaver.save_flag_values()
   try:
@@ -157,7 +157,7 @@ def test_variants(variant):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-  """Texts of several lengths, the empty one among them."""
+  """Texts of several lengths, some empty."""
   path = tmp_path_factory.mktemp("text")
   for index in range(40):
     (path / f"{index}.txt").write_text("".join(f"text {index}, line {line}\n" for line in range(index % 7 * 3)))
@@ -235,7 +235,7 @@ runs = st.builds(
 
 
 def train(changes, workdir):
-  """A run that ends, or one line."""
+  """Training ends, or gives one line."""
   nested = Config().to_dict()
   for field, value in changes.items():
     section, name = field.split(".")
@@ -285,7 +285,7 @@ CONTENTS = {
 
 @st.composite
 def files(draw):
-  """A source and what its file holds: sound, cut off, or with a few bytes of noise."""
+  """A source and the content of its file: sound, cut off, or with a few bytes of noise."""
   spec = draw(st.sampled_from(list(CONTENTS)))
   content = bytearray(draw(CONTENTS[spec]))
   damage = draw(st.sampled_from(["none", "cut", "noise", "all"]))

@@ -1,4 +1,4 @@
-"""experiments/gpu_session.sh on a CPU, with models of nothing: what is packed, what is begun, and what comes back."""
+"""experiments/gpu_session.sh on a CPU with tiny models: the pack, the choice of runs, and the collected results."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def flags(fields):
 
 @pytest.fixture
 def place(tmp_path):
-  """A directory to pack into, with a wheel that no machine has already, so that none is fetched, and all flags."""
+  """A directory to pack into, and all fields. It holds a wheel already, which no machine has installed, so that none is fetched."""
   (tmp_path / "text").mkdir()
   for index in range(30):
     (tmp_path / "text" / f"{index}.txt").write_text("".join(f"line {line} of text {index}\n" for line in range(60)))
@@ -46,7 +46,7 @@ def place(tmp_path):
 
 
 def earlier(pack, fields, steps, names):
-  """What another machine left: a results.json with these runs, each of a second, and the first one's curve."""
+  """Another machine's results: a results.json with these runs, of one second each, and the first one's curve."""
   changes = {**fields, "data.tokenizer": f"{pack}/tokenizer/tokenizer.json", "data.prepared_dir": f"{pack}/rows"}
   changes |= {"train.steps": steps, "optimizer.warmup_steps": min(40, steps), "eval.interval": min(64, steps)}
   entries = []
@@ -79,7 +79,7 @@ def test_without_a_gpu_nothing_is_begun(tmp_path):
 
 @pytest.mark.full
 def test_a_run_is_made_where_the_others_are_known(place):
-  """Rows whose text is elsewhere; what a machine lacks; too little time for a run; then the one that is missing, and nothing twice."""
+  """Rows are read without their text, and missing packages installed. No run starts in too little time; then the missing one does, once."""
   directory, fields = place
   pack, out = directory / "pack", directory / "OUT"
   out.mkdir()

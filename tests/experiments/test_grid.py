@@ -1,4 +1,4 @@
-"""Grids: every run is a config that works, rows differ in what they are called after, and only results of one config come together."""
+"""Grids: every run has a valid config, and each row differs from DIFF in what its name says."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ def test_every_run_of_every_grid_has_a_model(name):
 
 
 def smaller(config):
-  """A config of few sizes and one step: what is left is what variants are, not how large they are or how they are trained."""
+  """The config with small sizes and one step. Variants of one kind become equal, whatever their size and training."""
   model = dataclasses.replace(config.model, vocab_size=64, num_layers=2, embed_dim=16, head_dim=4, ffn_dim=16, max_length=32)
   optimizer = OptimizerConfig(frozen=config.optimizer.frozen, warmup_steps=0)
   return Config(model=model, data=DataConfig(length=32), optimizer=optimizer, train=TrainConfig(steps=1, batch_size=2))
@@ -54,7 +54,7 @@ def smaller(config):
 
 @pytest.mark.full
 def test_every_row_of_ablations_takes_a_step():
-  """That moves each parameter, but for those that are frozen. What other grids train is of these kinds."""
+  """The step moves every parameter that is not frozen. Other grids train no further kinds of models."""
   runs = grid.expand("ablations", ABLATIONS["cpu"], {})
   rng = np.random.default_rng(0)
   tokens, positions = rng.integers(0, 64, (2, 33)), np.broadcast_to(np.arange(32), (2, 32))
@@ -131,7 +131,7 @@ def test_heads_that_do_not_divide_the_width():
 
 @pytest.mark.parametrize("name", grid.names())
 def test_runs_are_called_as_files_can_be(name):
-  """A run's name is its variant as it stands on a command line, and its workdir's path: two parts, of characters that no shell reads."""
+  """A run's name is the path of its workdir: the variant and the seed, in characters that no shell interprets."""
   for experiment in grid.experiments_of(name):
     for chosen in experiment.grids.values():
       runs = [f"{variant}/seed_{seed}" for variant in chosen.variants for seed in chosen.seeds]

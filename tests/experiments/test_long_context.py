@@ -1,4 +1,4 @@
-"""Length extensions: what changes is the length and what goes with it, and both curves are of the same documents."""
+"""Length extensions: only the length and the fields that follow from it change, and both curves are of the same documents."""
 
 import dataclasses
 
@@ -43,7 +43,7 @@ def test_the_base_grows_as_the_papers():
 
 @pytest.mark.parametrize("variant", ["diff", *full(["transformer", "diff_v2"])])
 def test_measure(make_workdir, variant):
-  """With the same parameters, before and after differ by the RoPE base alone: where it is the same too, not at all."""
+  """With the same parameters, the curves before and after differ by the RoPE base alone; with the same base they are equal."""
   run = grid.expand("long_context", grid.Grid((variant,), variant), {})[0]
   start, _ = make_workdir("start", run.pretrained.config, {"model.max_length": 64})
   longer = {"train.init_from": start, "data.length": 256, "model.max_length": 256, "eval.rows": 3}

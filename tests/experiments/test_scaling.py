@@ -37,7 +37,7 @@ def test_known_laws_are_found():
 
 
 def test_the_papers_own_losses():
-  """Read off its figure to ±0.002. The paper: 6.8B of DIFF are 11B of the Transformer, 62%, and 7.8B are 13.1B, 59.5%."""
+  """Losses read off its figure to ±0.002. In the paper 6.8B of DIFF equal 11B of the Transformer (62%), and 7.8B equal 13.1B (59.5%)."""
   billions = [0.8335, 1.413, 2.794, 6.837, 13.123]
   curves = {"transformer": (billions, [3.170, 3.087, 3.003, 2.961, 2.899]), "diff": (billions, [3.138, 3.062, 2.977, 2.934, 2.872])}
   equal = 6.837 * fit(curves, at=6.837).share("transformer", "diff")
@@ -55,7 +55,7 @@ def test_intervals_of_a_mean_are_students():
 @pytest.mark.full
 @pytest.mark.parametrize("axis, grids", [("parameters", 120), ("tokens", 240)])  # a fit against parameters takes longer
 def test_intervals_hold_the_true_share(axis, grids):
-  """About 95% of them, in grids simulated from the curves of the committed results, with their runs' spread; the README says so."""
+  """About 95% of the intervals do, in grids simulated from the committed curves with their runs' spread, as the README says."""
   points = experiment._points(json.loads(pathlib.Path(experiment.__file__).with_name("results.json").read_text()))[axis]
   seeds = set(range(5))
   true = experiment._fit(points, seeds)
@@ -75,7 +75,7 @@ def test_intervals_hold_the_true_share(axis, grids):
 
 
 def made_up(tmp_path, seeds, only=lambda run: True):
-  """Results of the CPU grid: laws in both axes, a level of every seed, and a little noise."""
+  """Made-up results of the CPU grid: a law on each axis, an offset per seed, and a little noise."""
   rng = np.random.default_rng(1)
   chosen = experiment.EXPERIMENT.grids["cpu"]
   entries = []
@@ -114,7 +114,7 @@ def test_the_summary_holds_the_shares(tmp_path):
 
 
 def test_parts_of_the_grid_have_the_summary_that_they_can_have(tmp_path):
-  """One seed: no interval. Two sizes, or no Transformer: no fit. Seeds that some lack are left out."""
+  """One seed has no interval. Two sizes, or no Transformer, have no fit. Seeds that some lack are left out."""
   rows = made_up(tmp_path / "one", seeds=(0,))["summary"]
   assert len(rows) == 6 and all(isinstance(row["b"], float) for row in rows)
   two = made_up(tmp_path / "two", seeds=(0, 1), only=lambda run: "0.1m" in run.variant or "0.2m" in run.variant)
@@ -128,7 +128,7 @@ def test_parts_of_the_grid_have_the_summary_that_they_can_have(tmp_path):
 
 
 def test_sizes():
-  """The same heads at every size, no fewer than two of DIFF's; the paper's sizes have its parameters, steps and learning rates."""
+  """Heads are equally wide at every size, and DIFF has two or more; the paper's sizes have its parameters, steps and learning rates."""
   count = lambda variant: parameter_count(grid.from_config_dict(get_config(variant)).model)
   for size, (E, L, F) in SMALL.items():
     model = get_config(f"diff,size={size}").model

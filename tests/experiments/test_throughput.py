@@ -66,7 +66,7 @@ def test_measuring(small, tmp_path):
 
 
 def test_layers_that_fit(small, mesh):
-  """By the compiler's plan, whose bytes grow by the same for every layer: as many as the limit has room for, and no more."""
+  """The compiler's plan grows by the same bytes with every layer; as many layers are taken as the limit has room for, and no more."""
   # A CPU, whose memory nobody asks for, would unroll these few layers; what has memory of its own scans them.
   scanned = dataclasses.replace(small.config, model=dataclasses.replace(small.config.model, remat="attention"))
   needed = functools.cache(lambda layers: experiment._bytes(scanned, mesh, layers))
@@ -82,7 +82,7 @@ def test_layers_that_fit(small, mesh):
 
 
 def test_the_plan_is_of_what_is_measured(small, monkeypatch):
-  """As many layers as fit of all three, and what both passes take of the memory, in GiB; the compiler is made up."""
+  """The rows say how many layers of all three fit, and the memory of both passes in GiB; the compiler is made up."""
   a_layer = {"softmax": 1.0, "diff": 1.2, "diff_v2": 1.1}
   monkeypatch.setattr(experiment, "_compile", lambda config, mesh, kind: (config.model.num_layers, config.model.attention, kind))
   monkeypatch.setattr(
@@ -119,7 +119,7 @@ def test_what_does_not_fit_on_tpus_that_are_not_there(small):
 
 
 def test_a_device_of_little_memory(small, mesh, tmp_path, monkeypatch):
-  """As many layers as the architecture that needs most has room for in nine tenths of the memory."""
+  """The architecture that needs most memory decides the number of layers, in nine tenths of the memory."""
   needed = {"softmax": 100, "diff": 120, "diff_v2": 110}  # a layer
 
   class Device:
