@@ -47,7 +47,7 @@ def twin(config: ml_collections.ConfigDict, variant: str) -> ml_collections.Conf
 
 
 def with_heads(config: ml_collections.ConfigDict, heads: int | None) -> ml_collections.ConfigDict:
-  """Divides the width of all heads together among another number of heads; the matrices keep their sizes. None changes nothing.
+  """Divides the width of all heads together among another number of heads, each with its own keys and values. None changes nothing.
 
   Raises:
     UserError: if the width cannot be divided so.
