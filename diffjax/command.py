@@ -27,7 +27,7 @@ def run(main: Callable[..., None], *, with_config: bool = True, settings: Any = 
 
   Args:
     main: What to call with the config, with the settings, or without arguments.
-    with_config: Whether the command has a config.
+    with_config: True for a command with a config.
     settings: A command without a config may have settings: a dataclass of sections at their defaults, overridden by flags such as
       `--set.validation.rows=100`.
   """
@@ -35,7 +35,7 @@ def run(main: Callable[..., None], *, with_config: bool = True, settings: Any = 
   cls: type = Config if with_config else type(settings)
   root = "config" if with_config else "set"
   if with_config:
-    flag = config_flags.DEFINE_config_file("config", help_string="Config file, with a variant after a colon where it has some.")
+    flag = config_flags.DEFINE_config_file("config", help_string="Config file, and a variant after a colon: FILE:diff_v2,heads=8.")
   elif settings is not None:
     try:
       _check_overrides(sys.argv[1:], root, cls)  # defining the flag reads them

@@ -128,7 +128,7 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-  """Where tokens come from and how they become rows."""
+  """The source of the tokens, and how they become rows."""
 
   # One source, or a weighted mixture: "A" or "A=0.7,B=0.3". A source is "stdlib" (the embedded default: the Python standard
   # library's own source), "tfds:c4/en" (any TFDS builder on disk), "text:GLOB", "jsonl:GLOB" (also .gz, .zst) or "parquet:GLOB"
@@ -139,13 +139,13 @@ class DataConfig:
   validation_fraction: float = share(default=0.01)
   # TFDS data directory; "" for the TFDS default
   data_dir: str = ""
-  # Field of a record that holds its text, or with prompt_field the answer. A dot goes into it: "conversations.-1.value" is the field
-  # "value" of the last item of the list "conversations"
+  # Field of a record that holds its text, or with prompt_field the answer. Dots lead into nested fields: "conversations.-1.value" is the
+  # field "value" of the last item of the list "conversations"
   text_field: str = "text"
-  # Field of a record that holds the prompt to its answer, so that answers alone are learnt (targets in the prompt have weight 0);
-  # "" for plain text
+  # Field of a record that holds the prompt to its answer: only answers are learnt then (targets in the prompt have weight 0); "" for
+  # plain text
   prompt_field: str = ""
-  # What stands before an answer, around its prompt
+  # The text before an answer, with {prompt} where its prompt goes
   prompt_template: str = "Question: {prompt}\nAnswer:\n"
   # "bytes", "cl100k_base", or a file: *.tiktoken (see diffjax.prepare --train_tokenizer) or a Hugging Face tokenizer.json
   tokenizer: str = "bytes"
@@ -155,7 +155,7 @@ class DataConfig:
   packing: str = one_of("documents", "concat", default="documents")
   # "prepared" (rows packed once by diffjax.prepare; batch n is a function of seed and n) or "streamed" (on the fly)
   mode: str = one_of("prepared", "streamed", default="prepared")
-  # Directory of prepared rows; "" for one in the user's cache, named by what is in it
+  # Directory of prepared rows; "" for one in the user's cache, named by a hash of its contents' settings
   prepared_dir: str = ""
   # Worker processes that read; 0 reads in the training process
   num_workers: int = at_least(0, default=0)
@@ -354,7 +354,7 @@ def _check_mesh(mesh: MeshConfig) -> None:
 
 
 def to_config_dict(config: Any = None) -> ml_collections.ConfigDict:
-  """A config (the defaults if none) as a ConfigDict, for config files to edit and flags to override."""
+  """A config (by default `Config()`) as a ConfigDict, for config files to edit and flags to override."""
   import ml_collections  # here, so that reading fields needs the standard library alone
   from ml_collections import config_dict
 
@@ -374,7 +374,7 @@ def to_config_dict(config: Any = None) -> ml_collections.ConfigDict:
 
 
 def from_config_dict(values: ml_collections.ConfigDict | dict[str, Any]) -> Config:
-  """Checks field names, types and ranges.
+  """The checked config of nested values: names, types and bounds of all fields, and how they go together.
 
   Raises:
     UserError: naming the field, what it got and what would work.
@@ -388,9 +388,9 @@ def to_dataclass(values: ml_collections.ConfigDict | dict[str, Any], cls: type[S
   """A dataclass of plain fields, tuples and sections from nested dicts, names and types checked.
 
   Args:
-    values: What the fields are; one that is left out keeps its default.
+    values: The fields by name; one that is left out keeps its default.
     cls: The dataclass.
-    root: What messages call it.
+    root: The name of the whole in error messages, such as "config".
 
   Raises:
     UserError: naming the field, what it got and what would work.
@@ -398,7 +398,7 @@ def to_dataclass(values: ml_collections.ConfigDict | dict[str, Any], cls: type[S
 
   def convert(cls, mapping, prefix):
     hints = typing.get_type_hints(cls)
-    if not isinstance(mapping, dict):  # also what a config file returns, if it is no ConfigDict
+    if not isinstance(mapping, dict):  # a config file may return anything
       raise UserError(f"{prefix.rstrip('.')} must be a section with the fields {', '.join(hints)}; got {mapping!r}")
     for name in mapping:
       if name not in hints:
@@ -430,7 +430,7 @@ def to_dataclass(values: ml_collections.ConfigDict | dict[str, Any], cls: type[S
 
 
 def unknown_field(prefix: str, name: Any, fields: typing.Iterable[str]) -> UserError:
-  """The error for a field that there is not: names it whole (`prefix` is "config.train."), with the nearest of `fields` or all of them."""
+  """The error for an unknown field: its full name (`prefix` is "config.train." for one of train's), and the nearest of `fields` or all."""
   near = difflib.get_close_matches(str(name), fields, n=1)
   root, _, section = prefix.partition(".")
   hint = f"did you mean {section}{near[0]}?" if near else f"there are {', '.join(fields)}"

@@ -1,25 +1,25 @@
 #!/usr/bin/env bash
-# The grid `session` of ablations, 98M parameters, on a GPU that is at hand for minutes and has no network:
+# The grid `session` of ablations, 98M parameters, on a GPU that is available for minutes and has no network:
 #
 #   experiments/gpu_session.sh pack runs/session    # with a network: tokenizer, rows and packages, under 64 MiB
 #   experiments/gpu_session.sh run runs/session     # on the GPU, within $LIMIT = 540 seconds; again for more
 #
-# The GPU's machine is taken to have Python 3.12, JAX for CUDA, SciPy, matplotlib and pip; what else it lacks comes from the pack and goes
-# to $SCRATCH = /tmp/gpu_session, where runs are too. Run after run is made, seed after seed, and none is begun that would not end in time.
-# What came out stands in DIR/out, and in $OUT if that is set: results.json, table.md, plot.png and the logs of all runs, curves.jsonl. Run
-# again, also on another machine with that DIR/out and DIR of the same name, it goes on with the runs that are missing. Flags of
-# experiments.run may follow, the same ones each time: --set=model.attention_implementation=chunked.
+# The GPU's machine needs Python 3.12, JAX for CUDA, SciPy, matplotlib and pip. Other packages that it lacks are installed from the pack into
+# $SCRATCH = /tmp/gpu_session, where the runs are too. Runs are made one after the other, seed after seed, and none starts that would not end
+# in time. The results are in DIR/out, and in $OUT if that is set: results.json, table.md, plot.png, and the logs of all runs, curves.jsonl.
+# The same command continues with the missing runs, also on another machine with this DIR/out at the same path. Flags of experiments.run may
+# follow, the same ones each time: --set=model.attention_implementation=chunked.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3}
 LIMIT=${LIMIT:-540}
 SCRATCH=${SCRATCH:-/tmp/gpu_session}
-RESERVE=40      # seconds to save what must be stopped, and to collect
-RUN_SECONDS=150 # a run's, before one has been timed; see experiments/ablations/config.py
-MAX_MIB=60      # of a pack, so that the code fits beside it
+RESERVE=40      # seconds to save a run that is stopped, and to collect the results
+RUN_SECONDS=150 # estimate for a run, until one has been timed; see experiments/ablations/config.py
+MAX_MIB=60      # largest pack, so that the code fits beside it
 
-# What training imports beyond JAX, and what that imports.
+# The packages that training needs beyond JAX, and their dependencies.
 PACKAGES=(
   absl-py aiofiles array_record cloudpickle etils flax fsspec grain humanize jaxtyping markdown-it-py mdurl ml_collections msgpack optax
   orbax-checkpoint packaging portpicker prometheus_client protobuf psutil pygments pyyaml rich simplejson tensorboardX tensorstore
@@ -28,7 +28,7 @@ PACKAGES=(
 
 pack() {
   local vocabulary=16384 flag platforms=()
-  local prepare=("$PYTHON" -m diffjax.prepare --config=experiments/ablations/config.py:diff@session)
+  local prepare=("$PYTHON" -m diffjax.prepare --config=experiments/ablations/config.py:diff,size=session)
   for flag in "$@"; do
     case $flag in --set=model.vocab_size=*) vocabulary=${flag##*=} ;; esac
     case $flag in --set=*) prepare+=("--config.${flag#--set=}") ;; esac
@@ -52,23 +52,25 @@ run() {
   mkdir -p "$DIR/out" "$SCRATCH/runs/ablations/session"
   export XDG_CACHE_HOME=$SCRATCH/cache PYTHONUNBUFFERED=1 PYTHONPATH=$SCRATCH/site:$PWD${PYTHONPATH:+:$PYTHONPATH}
   install_packages
-  "$PYTHON" -c 'import diffjax.training.loop, experiments.run, jax; print("devices:", *jax.devices(), flush=True)' # what lacks is said here
+  "$PYTHON" -c 'import diffjax.training.loop, experiments.run, jax; print("devices:", *jax.devices(), flush=True)' # missing packages fail here
   [ -n "${ON_CPU:-}" ] || [ "$("$PYTHON" -c 'import jax; print(jax.default_backend())')" != cpu ] ||
     fail "JAX finds no GPU here; set ON_CPU=1 to go on without"
   local experiment=(
     "$PYTHON" -m experiments.run ablations --grid=session "--workdir=$SCRATCH/runs" "--out=$DIR/out" "--set=data.prepared_dir=$DIR/rows"
     "--set=data.tokenizer=$DIR/tokenizer/tokenizer.json" "$@"
   )
-  local next left status=0
+  local next only left status=0
   while [ "$status" = 0 ]; do
     left=$((LIMIT - SECONDS - RESERVE))
     next=$(runs_that_fit "$left")
     [ -n "$next" ] || break
-    echo "$left s left: $next"
-    timeout --foreground --signal=TERM --kill-after="$RESERVE" "$left" "${experiment[@]}" "--only=$next" || status=$?
-    if [ "$status" != 0 ]; then # those that ended before the one that was stopped or failed
-      next=$(find "$SCRATCH/runs/ablations/session" -name result.json -printf '%P\n' | sed 's|/result.json||' | paste -sd,)
-      [ -z "$next" ] || "${experiment[@]}" "--only=$next"
+    mapfile -t only <<< "$next"
+    echo "$left s left: ${only[*]}"
+    timeout --foreground --signal=TERM --kill-after="$RESERVE" "$left" "${experiment[@]}" "${only[@]/#/--only=}" || status=$?
+    if [ "$status" != 0 ]; then # collect the runs that ended before the one that was stopped or failed
+      next=$(find "$SCRATCH/runs/ablations/session" -name result.json -printf '%P\n' | sed 's|/result.json||')
+      mapfile -t only <<< "$next"
+      [ -z "$next" ] || "${experiment[@]}" "${only[@]/#/--only=}"
     fi
     collect
   done
@@ -77,7 +79,7 @@ run() {
   echo "$(grep -c '"name"' "$DIR/out/results.json" 2>/dev/null || true) runs in $DIR/out; $SECONDS s"
 }
 
-# Puts packages into $SCRATCH/site that this machine lacks, or has in older versions than the pack.
+# Installs into $SCRATCH/site the packages that this machine lacks, or has in older versions than the pack.
 install_packages() {
   local wheels
   wheels=$(
@@ -98,7 +100,7 @@ END
   [ -z "$wheels" ] || xargs -d '\n' "$PYTHON" -m pip install -q --no-index --no-deps --upgrade --target "$SCRATCH/site" <<< "$wheels"
 }
 
-# The next runs that end within so many seconds, with commas between: as long as the longest one so far and a little more.
+# Prints the next runs that end within $1 seconds, one a line. A run is expected to take a little longer than the longest so far.
 runs_that_fit() {
   "$PYTHON" - "$1" "$RUN_SECONDS" "$DIR/out/results.json" << 'END'
 import json, pathlib, sys
@@ -109,11 +111,12 @@ done = json.loads(results.read_text())["runs"] if results.exists() else []
 seconds = 1.15 * max((run["seconds"] for run in done), default=seconds / 1.15)
 names = [run.name for run in grid.expand("ablations", grid.load("ablations").grids["session"], {})]
 missing = [name for name in names if name not in {run["name"] for run in done}]
-print(",".join(missing[: max(0, int((left - 15) / seconds))]))  # 15 s: the command's own start
+for name in missing[: max(0, int((left - 15) / seconds))]:  # 15 s: the command's own start
+  print(name)
 END
 }
 
-# The logs of all runs as one file, those of other machines too.
+# Joins the logs of all runs into one file, with those of other machines.
 collect() {
   "$PYTHON" - "$SCRATCH/runs/ablations/session" "$DIR/out/curves.jsonl" << 'END'
 import json, pathlib, sys

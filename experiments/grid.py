@@ -1,4 +1,4 @@
-"""What an experiment is, and the runs that its grids are made of."""
+"""Experiments, their grids, and the runs of a grid."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diffjax.config import Config, UserError, from_config_dict
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 
-# Fields that say where and how conveniently a run is made, not what comes out: results may differ in them.
+# Fields that do not affect a run's results. Runs in one table may differ in them.
 _CIRCUMSTANCES = (
   "mesh.", "data.prepared_dir", "data.num_workers", "data.timeout", "train.log_interval", "train.checkpoint_interval",
   "train.keep_checkpoints", "train.profile_step", "train.profile_steps", "train.wandb_project", "train.sample_prompt",
@@ -27,8 +27,8 @@ class Grid:
 
   Attributes:
     variants: of the folder's config.py.
-    baseline: the variant that the others are compared with; in NAME@*, the star stands for what a variant has behind its @.
-    seeds: each variant is trained with every one, of initialisation and of the order of data: runs of one seed are pairs.
+    baseline: the variant that the others are compared with; in NAME,*, the star stands for what a variant has behind its first comma.
+    seeds: of initialisation and of the order of data. Each variant is trained with every seed; runs of one seed are compared in pairs.
   """
 
   variants: tuple[str, ...]
@@ -38,23 +38,24 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-  """A folder's experiment.py holds one as EXPERIMENT, and, where larger models are asked something else, another one as LARGE.
+  """An experiment. A folder's experiment.py defines EXPERIMENT, and LARGE too where its larger grids measure something else.
 
   Attributes:
-    question: what it asks, in a line.
-    grids: by name; "cpu" is the one whose results lie in the folder itself.
-    metrics: columns of the table: what a number is called there, by its name in a run's results. Without `measure`, results are the last
+    question: what it asks, in one line.
+    grids: by name. The results of "cpu" lie in the folder itself.
+    metrics: the table's columns: from their titles to the names of numbers in a run's results. Without `measure`, the results are the last
       numbers of these names in metrics.jsonl.
-    trains: whether runs are trained; if not, `measure` is all that is done.
-    pretrained: the experiment whose runs, of the same grid, variants and seeds, are trained first, in their own place: runs start from
-      their parameters, and those that are not trained are measured there.
-    prepare: writes the data that a run reads into a directory, unless it is there, and returns the fields that say where it lies.
-    measure: what a finished run yields beyond its log: JSON-able, by name. It is given the run's workdir (the pretrained one's, if the
-      run is not trained itself) and its config.
-    plan: where nothing is trained, what a config's programs take of a device of a topology of TPUs that are not there: rows of a table.
-    task: what `prepare` and `measure` do, in numbers (JSON-able); part of what must be equal for results to lie in one folder.
-    summarise: what the runs say together, from what results.json holds: rows of a second table, kept there as `summary`. A cell is a
-      text, a number, a number with the bounds of its interval, or None.
+    trains: False if runs are only measured.
+    pretrained: another experiment. Its runs of the same grid, variants and seeds are trained first, in their own workdirs. Runs of this
+      experiment start from their parameters; if this experiment does not train, it measures those runs.
+    prepare: writes the data that a run reads into a directory, unless it exists, and returns the fields of a config that point to it.
+    measure: returns a finished run's results by name (JSON-able), from its workdir (the pretrained run's if this experiment does not train)
+      and its config.
+    plan: for an experiment that does not train: returns table rows on the memory that a config's programs take on TPUs of a topology, which
+      need not be attached.
+    task: the constants of `prepare` and `measure` (JSON-able). Results of different tasks do not share a folder.
+    summarise: returns the rows of a second table, computed from results.json and stored there as `summary`. A cell is a text, a number, a
+      number with the bounds of its interval, or None.
     plot: draws results.json as a PNG.
   """
 
@@ -79,8 +80,8 @@ class Run:
     name: VARIANT/seed_SEED, also the path of its workdir.
     variant: of the folder's config.py.
     seed: of initialisation and data.
-    config: all of it.
-    fields: what the command line must say beyond the variant, by dotted name.
+    config: the whole config.
+    fields: the overrides that the command line needs beside the variant, by dotted name.
     pretrained: the run that it starts from.
   """
 
@@ -92,21 +93,21 @@ class Run:
   pretrained: Run | None = None
 
   def settings(self) -> dict[str, Any]:
-    """The config's sections, and what it starts from as one more."""
+    """The config's sections, and the fields of the pretrained run as one more section."""
     start = {"pretrained": comparable(self.pretrained.config.to_dict(), ())} if self.pretrained else {}
     return {**self.config.to_dict(), **start}
 
 
 def names() -> list[str]:
-  """The experiments there are."""
+  """The names of all experiments."""
   return sorted(path.parent.name for path in FOLDER.glob("*/experiment.py"))
 
 
 def load(name: str, grid: str = "cpu") -> Experiment:
-  """An experiment by its folder's name: what is done with the grid of that name.
+  """The experiment in a folder that has the grid of that name.
 
   Raises:
-    UserError: for one that there is not; lists those that there are.
+    UserError: for an unknown experiment or grid; lists the known ones.
   """
   if name not in names():
     raise UserError(f"there is no experiment {name!r}; there are {', '.join(names())}")
@@ -117,13 +118,13 @@ def load(name: str, grid: str = "cpu") -> Experiment:
 
 
 def experiments_of(name: str) -> list[Experiment]:
-  """EXPERIMENT of a folder, and LARGE where there is one."""
+  """EXPERIMENT of a folder, and LARGE if it has one."""
   module = importlib.import_module(f"experiments.{name}.experiment")
   return [module.EXPERIMENT, *([module.LARGE] if hasattr(module, "LARGE") else [])]
 
 
 def expand(name: str, grid: Grid, changes: Mapping[str, Any]) -> list[Run]:
-  """The runs of a grid, seed after seed, so that a grid that is stopped has whole comparisons.
+  """The runs of a grid, seed after seed, so that a grid that is stopped has complete comparisons.
 
   Args:
     name: the experiment's.
@@ -131,7 +132,7 @@ def expand(name: str, grid: Grid, changes: Mapping[str, Any]) -> list[Run]:
     changes: fields to set in every run, by dotted name.
 
   Raises:
-    UserError: for a field that there is not or that is the grid's own, or a config that cannot work.
+    UserError: for an unknown field, for a seed, which the grid sets, and for a config that cannot work.
   """
   for field in ("train.seed", "data.seed"):
     if field in changes:
@@ -150,7 +151,7 @@ def expand(name: str, grid: Grid, changes: Mapping[str, Any]) -> list[Run]:
 
 
 def with_fields(run: Run, fields: Mapping[str, Any]) -> Run:
-  """The run with more fields set."""
+  """The run with further fields set."""
   return dataclasses.replace(run, config=_with_fields(run.config.to_dict(), fields), fields={**run.fields, **fields})
 
 
@@ -164,7 +165,7 @@ def _with_fields(values: dict[str, Any], fields: Mapping[str, Any]) -> Config:
 
 
 def read_value(text: str) -> Any:
-  """A field's value as written on a command line: a number, a truth value, or else text."""
+  """The value of a field from a command line: a number, a truth value, or else the text."""
   if text in ("True", "False"):
     return text == "True"
   for kind in (int, float):
@@ -176,10 +177,10 @@ def read_value(text: str) -> Any:
 
 
 def choose(runs: Sequence[Run], only: Iterable[str], slice_: str) -> list[Run]:
-  """The runs that match a pattern of `only` ("diff*", "diff/seed_0"; none: all), and of these the slice INDEX/COUNT.
+  """The runs that match one of the patterns `only` ("diff*", "diff/seed_0"; all runs if empty), and of these the slice INDEX/COUNT.
 
   Raises:
-    UserError: for a pattern that matches nothing, or a slice that is none.
+    UserError: for a pattern that matches nothing, or a malformed slice.
   """
   only = list(only)
   for pattern in only:
@@ -198,16 +199,16 @@ def _matches(run: Run, pattern: str) -> bool:
 
 
 def decides(field: str) -> bool:
-  """Whether what comes out depends on a config's field, by its dotted name."""
+  """True if results depend on a config's field, given by its dotted name."""
   return field not in _CIRCUMSTANCES and f"{field.partition('.')[0]}." not in _CIRCUMSTANCES
 
 
 def comparable(config: Mapping[str, Mapping[str, Any]], places: Iterable[str]) -> dict[str, Any]:
-  """A config's fields by dotted name, but for those that do not decide what comes out.
+  """The fields of a config that affect results, by dotted name.
 
   Args:
-    config: as `Config.to_dict` gives it.
-    places: fields that only say where data lies.
+    config: as `Config.to_dict` returns it.
+    places: further fields to leave out: those that only say where data lies.
   """
   fields = {f"{section}.{name}": value for section, values in config.items() for name, value in values.items()}
   left_out = set(places)

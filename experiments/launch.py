@@ -1,4 +1,4 @@
-"""Runs training side by side on this machine's devices, each run a process of its own, and goes on where it was stopped."""
+"""Runs commands side by side, each in a process of its own with its own share of this machine's devices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from experiments.grid import FOLDER
 
 
 class Devices(NamedTuple):
-  """What a process of this machine sees: JAX's backend, the kind of a device, and their number."""
+  """The devices of this machine: JAX's backend, the kind of a device, and their number."""
 
   backend: str
   kind: str
@@ -30,7 +30,7 @@ class Devices(NamedTuple):
 
 
 def devices() -> Devices:
-  """Asked of a process of its own: this one must not hold the devices."""
+  """This machine's devices. A process of its own asks JAX, since this one must not hold the devices."""
   code = "import jax, json; d = jax.local_devices(); print(json.dumps([jax.default_backend(), d[0].device_kind, len(d)]))"
   result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
   if result.returncode:
@@ -39,10 +39,10 @@ def devices() -> Devices:
 
 
 def environment(found: Devices, slot: int, slots: int) -> dict[str, str]:
-  """What shows a slot's process its own share of the devices.
+  """The environment variables that show a slot's process only its own share of the devices.
 
   Raises:
-    UserError: if the devices cannot be shared out so.
+    UserError: if the devices cannot be divided among so many slots.
   """
   if slots == 1:
     return {}
@@ -65,8 +65,9 @@ class Stopped(Exception):
 
 
 class Launcher:
-  """Processes that end when this one does: on the way out of the context, and at SIGTERM and Ctrl-C, they get SIGTERM, at which training
-  saves, and are waited for."""
+  """Starts processes that end with this one: at the end of the context, at SIGTERM and at Ctrl-C they get SIGTERM and are waited for.
+
+  Training saves a checkpoint at SIGTERM."""
 
   def __init__(self) -> None:
     self._running: set[subprocess.Popen] = set()
@@ -85,7 +86,7 @@ class Launcher:
     signal.signal(signal.SIGTERM, self._previous)
 
   def call(self, command: Sequence[str], env: Mapping[str, str] | None = None, log: pathlib.Path | None = None) -> None:
-    """Runs a command to its end; its output goes to the terminal, or to the end of a file.
+    """Runs a command to its end. Its output goes to the terminal, or is appended to a file.
 
     Raises:
       UserError: if it fails.
@@ -119,7 +120,7 @@ class Launcher:
       raise UserError(f"{' '.join(command[1:])} failed with exit code {code}{reason}")
 
   def stop(self) -> None:
-    """Ends all processes, and lets none begin."""
+    """Ends all processes, and starts no more."""
     with self._lock:
       self._stopped = True
       running = list(self._running)
@@ -129,10 +130,14 @@ class Launcher:
       process.wait()
 
   def side_by_side(self, jobs: Sequence[tuple[str, Callable[[int], None]]], slots: int) -> None:
-    """Calls every job, which has a name, with the number of a free slot, as many at a time as there are slots, in order.
+    """Calls the jobs in order, each with the number of a free slot, at most `slots` at a time.
+
+    Args:
+      jobs: names, for progress lines, and what to call.
+      slots: jobs at a time.
 
     Raises:
-      UserError: the first that a job raised; no further job is begun then, and those that run are waited for.
+      UserError: the first that a job raised. No further job starts then; running ones are waited for.
     """
     free: queue.SimpleQueue[int] = queue.SimpleQueue()
     for slot in range(slots):

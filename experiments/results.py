@@ -1,7 +1,6 @@
-"""Results of runs: kept in each run's workdir, collected in a folder's results.json, and set as a table.
+"""Results of runs: stored in each run's workdir, collected in a folder's results.json, and printed as a table.
 
-A folder holds results of one grid at one setting: results of other configs, tasks or grids are refused, since a table of them would
-compare what cannot be compared.
+A folder holds results of one grid with one setting. Results of other configs, tasks or grids are refused, since they cannot be compared.
 """
 
 from __future__ import annotations
@@ -31,17 +30,18 @@ _CPUS = pathlib.Path("/proc/cpuinfo")  # on Linux
 
 
 def trained(workdir: pathlib.Path, config: Config, places: Iterable[str]) -> dict[str, float] | None:
-  """The last number of every name in the log of a run that has been trained to its end; None if it has not.
+  """The last number of every name in the log of a finished run; None for one that has not finished.
 
-  Its end is the validation of the last step in metrics.jsonl and that step's checkpoint: either can be there alone, if a disk was full.
+  A run has finished if metrics.jsonl holds the last step's validation and that step's checkpoint exists. Either can exist alone, if a disk
+  was full.
 
   Args:
     workdir: the run's.
-    config: what it is to have been trained with.
+    config: the config that it must have been trained with.
     places: fields that only say where data lies.
 
   Raises:
-    UserError: if what has been trained there, to the end or not, is of another config.
+    UserError: if the workdir holds a run of another config, finished or not.
   """
   directory, places = manifest.checkpoint_directory(workdir), (*places, "train.init_from")
   for step in reversed(manifest.steps(directory)):
@@ -59,7 +59,7 @@ def trained(workdir: pathlib.Path, config: Config, places: Iterable[str]) -> dic
 
 
 def _logged(workdir: pathlib.Path, step: int) -> dict[str, float] | None:
-  """The last number of every name in a run's metrics.jsonl; None if it has not come to a step's validation."""
+  """The last number of every name in a run's metrics.jsonl; None if it does not hold the validation of `step`."""
   found: dict[str, float] = {}
   ended = False
   try:
@@ -79,7 +79,7 @@ def _logged(workdir: pathlib.Path, step: int) -> dict[str, float] | None:
 def write_run(
   workdir: pathlib.Path, run: Run, task: Mapping[str, Any], results: Mapping[str, Any], seconds: float | None, machine: str
 ) -> None:
-  """Keeps what a finished run came to: what was run, when, on what, for how long (None: not known), and its results."""
+  """Writes a finished run's result.json: its config, date, machine, wall time (None if not known) and results."""
   write(
     workdir / "result.json",
     {
@@ -99,13 +99,13 @@ def write_run(
 
 
 def machine(found: Devices, slots: int) -> str:
-  """What one of so many runs side by side runs on."""
+  """Names the devices and CPU cores that one of `slots` runs side by side has."""
   number = found.number if found.backend == "cpu" else found.number // slots
   return f"{number} × {found.kind} ({found.backend}), {max(1, (os.cpu_count() or 1) // slots)} × {processor()}"
 
 
 def processor() -> str:
-  """The CPU's name where Linux tells it, such as "AMD EPYC"; else the kind of machine."""
+  """The CPU's name on Linux, such as "AMD EPYC"; else the machine type."""
   with contextlib.suppress(OSError):
     for line in _CPUS.read_text().splitlines():
       field, _, name = line.partition(":")
@@ -115,10 +115,10 @@ def processor() -> str:
 
 
 def read_run(workdir: pathlib.Path, run: Run, task: Mapping[str, Any], places: Iterable[str]) -> dict[str, Any] | None:
-  """What a run came to; None if it has not finished.
+  """A run's result.json; None if the run has not finished.
 
   Raises:
-    UserError: if another run of that name has been made there.
+    UserError: if it belongs to another config or task.
   """
   path = workdir / "result.json"
   entry = read(path, "name", "variant", "seed", "versions", "parameters", "task", "config", "results")
@@ -132,18 +132,18 @@ def read_run(workdir: pathlib.Path, run: Run, task: Mapping[str, Any], places: I
 def read_folder(
   path: pathlib.Path, name: str, grid: str, runs: Sequence[Run], task: Mapping[str, Any], places: Iterable[str]
 ) -> dict[str, dict[str, Any]]:
-  """The runs in a results.json, by name; none if there is no such file.
+  """The runs in a results.json, by name; empty if there is no such file.
 
   Args:
     path: the file.
     name: the experiment's.
     grid: the grid's.
-    runs: all runs of the grid, as they are asked for now.
+    runs: all runs of the grid, with the present settings.
     task: the experiment's.
     places: fields that only say where data lies.
 
   Raises:
-    UserError: if it holds results of anything else.
+    UserError: if it holds results of another experiment, grid, config or task.
   """
   stored = read(path, "experiment", "grid", "task", "config", "runs")
   if stored is None:
@@ -163,14 +163,14 @@ def read_folder(
 
 
 def check_text(entries: Iterable[Mapping[str, Any]], python: str | None = None) -> None:
-  """Refuses to compare runs on different texts: the standard library is another one in every Python.
+  """Refuses to compare runs on different texts: every version of Python has another standard library.
 
   Args:
     entries: results of runs.
-    python: the version that further ones are to be made with.
+    python: the version of Python for further runs.
 
   Raises:
-    UserError: if those on `stdlib` have not all been made with the same.
+    UserError: if the runs on `stdlib` have several versions of Python.
   """
   versions = {entry["versions"]["python"] for entry in entries if entry["config"].get("data.source") == "stdlib"}
   if len(found := versions | ({python} if python and versions else set())) > 1:
@@ -188,7 +188,7 @@ def write_folder(
   entries: Sequence[Mapping[str, Any]],
   summarise: Callable[[Mapping[str, Any]], list[dict[str, Any]]] | None = None,
 ) -> dict[str, Any]:
-  """Writes results.json: what all runs share once, then what each has of its own, then what they say together. Returns what it holds."""
+  """Writes and returns results.json: the fields that all runs share, then each run with its own fields and results, then the summary."""
   configs = [entry["config"] for entry in entries]
   shared = {field: value for field, value in configs[0].items() if all(config.get(field, ...) == value for config in configs)}
   runs = [
@@ -219,7 +219,7 @@ def _check(path: pathlib.Path, entry: Mapping[str, Any], run: Run, task: Mapping
 
 
 def _differing(stored: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-  """What is said of every field that differs; one that is not stored is newer, and counts as its default."""
+  """A text for each field that differs. A field that is not stored is newer than the results, and counts as its default."""
   default = comparable(Config().to_dict(), ())
   before = {field: stored.get(field, default.get(field.removeprefix("pretrained."))) for field in own}
   return [f"{field} is {before[field]!r} there and {own[field]!r} now" for field in own if before[field] != own[field]]
@@ -230,7 +230,7 @@ def _shortened(differing: Sequence[str]) -> str:
 
 
 def read(path: pathlib.Path, *keys: str) -> dict[str, Any] | None:
-  """What a file of ours holds, an object with these keys; None if it is not there."""
+  """The JSON object in a file, which must have these keys; None if there is no such file."""
   try:
     found = json.loads(path.read_text())
     missing = [key for key in keys if key not in found]
@@ -239,41 +239,41 @@ def read(path: pathlib.Path, *keys: str) -> dict[str, Any] | None:
   except (OSError, ValueError, TypeError) as error:
     raise UserError(f"{path}: cannot be read ({error}); delete it, and run again") from error
   if missing or not isinstance(found, dict):
-    raise UserError(f"{path}: cannot be read (it is no results of ours); delete it, and run again")
+    raise UserError(f"{path}: cannot be read (it holds other data than results); delete it, and run again")
   return found
 
 
 def write(path: pathlib.Path, value: Any) -> None:
-  """Writes a file of ours, so that it is there entire or as it was."""
+  """Writes a JSON file atomically."""
   path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.with_suffix(f".{os.getpid()}.tmp")
   temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
   temporary.replace(path)
 
 
-# --- What they say ---
+# --- Statistics and tables ---
 
 
 def values(results: Mapping[str, Any], variant: str, name: str) -> dict[int, float]:
-  """A number of every run of a variant that has it, by seed."""
+  """A named number of a variant's runs, by seed; runs without it are left out."""
   return {
     run["seed"]: run["results"][name] for run in results["runs"] if run["variant"] == variant and run["results"].get(name) is not None
   }
 
 
 def _baseline(results: Mapping[str, Any], variant: str) -> str:
-  """The variant that another one is compared with."""
-  return results["baseline"].replace("*", variant.partition("@")[2])
+  """The variant that `variant` is compared with."""
+  return results["baseline"].replace("*", variant.partition(",")[2])
 
 
 def _count(results: Mapping[str, Any], name: str, variant: str) -> str:
-  """What is said beside a mean that not all runs of a variant have a part in: " (4 of 5)"; else nothing."""
+  """The note " (4 of 5)" beside a mean, if some runs of a variant lack the number; else an empty text."""
   there, runs = len(values(results, variant, name)), sum(run["variant"] == variant for run in results["runs"])
   return f" ({there} of {runs})" if 0 < there < runs else ""
 
 
 def differences(results: Mapping[str, Any], variant: str, name: str) -> list[float]:
-  """Variant − baseline of every seed that both have."""
+  """Variant − baseline, for every seed that both have."""
   baseline = _baseline(results, variant)
   ours, theirs = values(results, variant, name), values(results, baseline, name)
   return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())] if variant != baseline else []
@@ -282,7 +282,7 @@ def differences(results: Mapping[str, Any], variant: str, name: str) -> list[flo
 def difference(results: Mapping[str, Any], variant: str, name: str) -> tuple[float, float, float] | None:
   """The mean of `differences` and its 95% interval (Student's t).
 
-  None with fewer than two seeds, and if a run lacks the number, having diverged, say: those that have it are not a fair sample."""
+  None with fewer than two seeds, and if a run lacks the number (it may have diverged), since the others are no fair sample."""
   each = differences(results, variant, name)
   if len(each) < 2 or any(_count(results, name, compared) for compared in (variant, _baseline(results, variant))):
     return None
@@ -292,8 +292,11 @@ def difference(results: Mapping[str, Any], variant: str, name: str) -> tuple[flo
 
 
 def table(experiment: Experiment, results: Mapping[str, Any]) -> str:
-  """A Markdown table: a row a variant, mean ± standard deviation over seeds of every metric, and the first one's difference from the
-  baseline with its 95% interval, where there are several seeds; bold if that excludes 0. Below it the summary, if there is one."""
+  """Markdown tables of an experiment's results.
+
+  The first has a row per variant: mean ± standard deviation over seeds of every metric and, where there are several seeds, the first
+  metric's difference from the baseline with its 95% interval, bold if that excludes 0. The second has the other metrics' differences, and
+  the last the summary, if there is one."""
   first = next(iter(experiment.metrics.values()))
   variants = list(dict.fromkeys(run["variant"] for run in results["runs"]))
   several = any(difference(results, variant, first) for variant in variants)
@@ -320,7 +323,7 @@ def table(experiment: Experiment, results: Mapping[str, Any]) -> str:
 
 
 def cell(value: Any) -> str:
-  """How a table says a text, a number, a number with its interval, or None."""
+  """A cell of a table: a text, a number, a number with its interval, or "–" for None."""
   if isinstance(value, (list, tuple)):
     mean, low, high = map(cell, value)
     return f"{mean} [{low}, {high}]"
@@ -330,7 +333,7 @@ def cell(value: Any) -> str:
 
 
 def _other_differences(experiment: Experiment, results: Mapping[str, Any], variants: Sequence[str]) -> list[str]:
-  """A second table: the other metrics' differences from the baseline, where there are several seeds."""
+  """The lines of the second table: the other metrics' differences from the baseline; none without several seeds."""
   names = list(experiment.metrics.items())[1:]
   rows = {variant: [difference(results, variant, name) for _, name in names] for variant in variants}
   rows = {variant: row for variant, row in rows.items() if any(row)}
@@ -358,5 +361,5 @@ def _mean(found: Sequence[float]) -> str:
 
 
 def _decimals(numbers: Sequence[float]) -> int:
-  """Four where all are below 10, and one less for each digit more; those of a run that diverged say nothing."""
+  """Decimal places: four for numbers below 10, one fewer for each further digit. Infinite numbers are ignored."""
   return max(0, 4 - int(math.log10(max([1.0, *(abs(number) for number in numbers if math.isfinite(number))]))))

@@ -1,19 +1,19 @@
-"""Runs an experiment: trains what its grid asks for, and makes results.json, table.md and plot.png of it.
+"""Runs an experiment: trains and measures its grid's runs, and writes results.json, table.md and plot.png.
 
     python -m experiments.run ablations                               # the grid "cpu", one run after the other
     python -m experiments.run ablations --only='diff*/seed_0' --steps=2
     python -m experiments.run retrieval --grid=gpu --side_by_side=8   # a GPU each
-    python -m experiments.run ablations --grid=tpu --cost             # what it would take; --print lists the commands
-    python -m experiments.run ablations --grid=tpu --aot=v5p:4x4x4    # whether its steps fit these TPUs, which need not be there
+    python -m experiments.run ablations --grid=tpu --cost             # its FLOPs and chip-hours; --print lists the commands
+    python -m experiments.run ablations --grid=tpu --aot=v5p:4x4x4    # do its steps fit these TPUs? They need not be attached
 
-Stopped, the same command goes on where it was: runs have workdirs of their own (WORKDIR/NAME/GRID/VARIANT/seed_SEED), and what is done is
-skipped. A grid changed by --steps or --set has another WORKDIR and its results there, unless --workdir and --out say otherwise. On several
-hosts that share the workdir, each takes its own part of the grid, and the command without --slice collects when all are done:
+The same command continues a grid that was stopped: each run has a workdir of its own (WORKDIR/NAME/GRID/VARIANT/seed_SEED), and finished
+runs are skipped. A grid changed by --steps or --set has another WORKDIR and its results there, unless --workdir and --out are given.
+Several hosts that share the workdir can each take a part of the grid; afterwards the command without --slice collects the results:
 
     srun --ntasks=4 bash -c 'python -m experiments.run ablations --workdir=/shared/runs --slice=$SLURM_PROCID/$SLURM_NTASKS'
     python -m experiments.run ablations --workdir=/shared/runs
 
-A run that takes several hosts by itself is started by their launcher with the line that --print gives; the same command then collects it.
+A run that needs several hosts is started by their launcher, with the line that --print gives; this command then collects its results.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from absl import app, flags
 
@@ -40,26 +41,26 @@ from experiments import grid as grids
 from experiments import launch, results
 from experiments.grid import Experiment, Run
 
-_GRID = flags.DEFINE_string("grid", "cpu", "Which of the experiment's grids.")
-_ONLY = flags.DEFINE_list("only", [], "Runs or variants, with commas between; * stands for anything.")
-_STEPS = flags.DEFINE_integer("steps", None, "Steps of every run, instead of what its config says.", lower_bound=1)
+_GRID = flags.DEFINE_string("grid", "cpu", "One of the experiment's grids.")
+_ONLY = flags.DEFINE_multi_string("only", [], "A run or a variant, where * stands for anything; may be repeated.")
+_STEPS = flags.DEFINE_integer("steps", None, "Steps of every run, instead of its config's.", lower_bound=1)
 _SET = flags.DEFINE_multi_string("set", [], "A field of every run's config, as in --set=eval.rows=64; may be repeated.")
 _SLICE = flags.DEFINE_string("slice", "0/1", "INDEX/COUNT: this host's part of the runs.")
 _SIDE_BY_SIDE = flags.DEFINE_integer("side_by_side", 1, "Runs at a time, each on its share of this machine's devices.", lower_bound=1)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the runs; runs/experiments, or for changed grids runs/experiments_CODE.")
 _OUT = flags.DEFINE_string("out", None, "Directory of the results; the experiment's own folder, or for changed grids one beside the runs.")
 _PRINT = flags.DEFINE_bool("print", False, "Print the commands that train, and train nothing.")
-_COST = flags.DEFINE_bool("cost", False, "Print what the runs would take, and do nothing.")
-_AOT = flags.DEFINE_string("aot", None, "Compile what each variant trains or times for a slice, such as v5p:4x4x4, and do nothing.")
+_COST = flags.DEFINE_bool("cost", False, "Print the FLOPs and chip-hours of the runs, and run nothing.")
+_AOT = flags.DEFINE_string("aot", None, "Compile each variant's step for a slice of TPUs, such as v5p:4x4x4, and run nothing.")
 
-# Of a chip's peak that a training step of these sizes is taken to reach, for --cost: what others report for dense models.
+# The share of a chip's peak that --cost assumes for training, as others report it for dense models of these sizes.
 _UTILISATION = 0.4
-# The file of a workdir that holds what has been spent on it
+# The file in a workdir with the time spent on it, and the machine
 _SPENT = "spent.json"
 
 
 def main(name: str) -> None:
-  """Does what the flags say with the experiment of that name."""
+  """Runs the experiment of that name as the flags say."""
   try:
     _main(name)
   except OSError as error:  # a disk that is full, a directory that cannot be written
@@ -77,34 +78,38 @@ def _main(name: str) -> None:
   for flag in (_WORKDIR, _OUT):
     if "://" in (flag.value or ""):
       raise UserError(f"--{flag.name}={flag.value}: must be a local directory")
-  base, out = _base(name), _results_folder(name)
   if _COST.value:
     if not experiment.trains and not experiment.pretrained:
-      raise UserError(f"{name} trains nothing: it takes what its README says")
+      raise UserError(f"{name} trains nothing; its README says how long it takes")
     print(_cost(chosen))
-    return
-  if _AOT.value:
+  elif _AOT.value:
     _compile(experiment, chosen, _AOT.value)
-    return
-  places: tuple[str, ...] = ()
-  if experiment.prepare:
-    fields = dict(experiment.prepare(base, everything[0].config))
-    places = tuple(fields)
-    everything, chosen = ([grids.with_fields(run, fields) for run in runs] for runs in (everything, chosen))
-  if _PRINT.value:
-    print("\n".join(shlex.join(training) for run in chosen for training, _, _ in _trainings(name, experiment, run)))
-    return
+  else:
+    places: tuple[str, ...] = ()
+    if experiment.prepare:
+      fields = dict(experiment.prepare(_base(name), everything[0].config))
+      places = tuple(fields)
+      everything, chosen = ([grids.with_fields(run, fields) for run in runs] for runs in (everything, chosen))
+    if _PRINT.value:
+      print("\n".join(shlex.join(training) for run in chosen for training, _, _ in _trainings(name, experiment, run)))
+    else:
+      _run(name, experiment, everything, chosen, places)
 
+
+def _run(name: str, experiment: Experiment, everything: list[Run], chosen: list[Run], places: tuple[str, ...]) -> None:
+  """Does the chosen runs that are missing, then collects the results of all runs, unless this host has only a slice of them."""
+  base, out = _base(name), _results_folder(name)
   kept = results.read_folder(out / "results.json", name, _GRID.value, everything, experiment.task, places)
   read = lambda run: results.read_run(base / run.name, run, experiment.task, places)
   own_text = not everything[0].config.data.prepared_dir  # else rows that were brought along
   missing = [run for run in chosen if run.name not in kept and read(run) is None]
-  if missing:  # what would stop it after hours
+  if missing:  # errors that would otherwise come after hours
     if own_text:
       results.check_text(kept.values(), platform.python_version())
     _check_writable(_WORKDIR.name, base)
     _check_writable(_OUT.name, out)
-  say(f"{name}, grid {_GRID.value}: {len(missing)} of {len(chosen)} runs to do, in {base}; results in {out}")
+  say(f"{name}: {experiment.question}")
+  say(f"grid {_GRID.value}: {len(missing)} of {len(chosen)} runs to do, in {base}; results in {out}")
   if missing:
     _do(name, experiment, missing, places)
   if _SLICE.value != "0/1":
@@ -113,15 +118,19 @@ def _main(name: str) -> None:
   entries = [entry for run in everything if (entry := read(run) or kept.get(run.name)) is not None]
   if own_text:
     results.check_text(entries)
-  found = results.write_folder(
-    out / "results.json", name, _GRID.value, experiment.grids[_GRID.value].baseline, entries, experiment.summarise
-  )
+  print(f"{_collect(name, experiment, entries, out)} ({len(entries)} of {len(everything)} runs)")
+
+
+def _collect(name: str, experiment: Experiment, entries: list[dict[str, Any]], out: pathlib.Path) -> str:
+  """Writes results.json, table.md and plot.png, and returns the table and their names."""
+  baseline = experiment.grids[_GRID.value].baseline
+  found = results.write_folder(out / "results.json", name, _GRID.value, baseline, entries, experiment.summarise)
   (out / "table.md").write_text(text := results.table(experiment, found))
   written = ["results.json", "table.md"]
   if experiment.plot:
     experiment.plot(found, out / "plot.png")
     written.append("plot.png")
-  print(f"{text}\n{out}: {', '.join(written)} ({len(entries)} of {len(everything)} runs)")
+  return f"{text}\n{out}: {', '.join(written)}"
 
 
 def _check_writable(flag: str, directory: pathlib.Path) -> None:
@@ -143,7 +152,7 @@ def _changes() -> dict[str, object]:
 
 
 def _few_steps(run: Run, steps: int) -> Run:
-  """The run with no longer warmup than that, and evaluated when it ends."""
+  """The run with so many steps, a warmup that is no longer than that, and an evaluation at the end."""
   config = run.config
   fields = {
     "train.steps": steps,
@@ -155,7 +164,7 @@ def _few_steps(run: Run, steps: int) -> Run:
 
 
 def _changed() -> str:
-  """A code for what --steps and --set change of what comes out; "" for nothing."""
+  """A hash of the changes by --steps and --set that affect results; "" if there are none."""
   changes = {field: value for field, value in _changes().items() if grids.decides(field)}
   changes |= {"--steps": _STEPS.value} if _STEPS.value is not None else {}
   return hashlib.sha256(json.dumps(changes, sort_keys=True).encode()).hexdigest()[:8] if changes else ""
@@ -168,7 +177,7 @@ def _base(name: str) -> pathlib.Path:
 
 
 def _results_folder(name: str) -> pathlib.Path:
-  """Directory of an experiment's results: that which is committed belongs to the grid as it is."""
+  """Directory of an experiment's results. The committed one belongs to the unchanged grid."""
   if _OUT.value:
     return pathlib.Path(_OUT.value).absolute()
   return _base(name) if _changed() else grids.FOLDER / name / ("" if _GRID.value == "cpu" else _GRID.value)
@@ -182,7 +191,7 @@ def _training(name: str, run: Run, workdir: pathlib.Path) -> list[str]:
 
 
 def _trainings(name: str, experiment: Experiment, run: Run) -> list[tuple[list[str], pathlib.Path, Config]]:
-  """What must be trained for a run, in order: the command, the workdir, and the config."""
+  """The trainings that a run needs, in order: the command, the workdir and the config of each."""
   commands = []
   if run.pretrained:
     assert experiment.pretrained is not None
@@ -195,7 +204,7 @@ def _trainings(name: str, experiment: Experiment, run: Run) -> list[tuple[list[s
 
 
 def _do(name: str, experiment: Experiment, runs: list[Run], places: tuple[str, ...]) -> None:
-  """Trains and measures what is missing; every run that is done has a result.json."""
+  """Trains and measures the runs, and writes a result.json for each."""
   found, slots = launch.devices(), _SIDE_BY_SIDE.value
   machine = results.machine(found, slots)
   environments = [launch.environment(found, slot, slots) for slot in range(slots)]
@@ -231,7 +240,7 @@ def _do(name: str, experiment: Experiment, runs: list[Run], places: tuple[str, .
 
 
 def _preparations(name: str, experiment: Experiment, runs: list[Run], places: tuple[str, ...]) -> list[list[str]]:
-  """What must be prepared for the trainings that are still to come."""
+  """The commands that prepare rows for the trainings that have not finished, one for each data set."""
   rows: dict[str, list[str]] = {}
   for run in runs:
     for (python, module, _, *fields), workdir, config in _trainings(name, experiment, run):
@@ -242,7 +251,7 @@ def _preparations(name: str, experiment: Experiment, runs: list[Run], places: tu
 
 
 def _has_rows(config: Config) -> bool:
-  """Whether the rows lie where the config says; their source may then be another machine's."""
+  """True if the rows exist in the config's prepared_dir. Their source may be missing on this machine then."""
   from diffjax.data import prepared
 
   return bool(config.data.prepared_dir) and all(prepared.is_prepared(target) for target in prepared.targets(config.data))
@@ -250,7 +259,7 @@ def _has_rows(config: Config) -> bool:
 
 @contextlib.contextmanager
 def _timed(workdir: pathlib.Path, machine: str) -> Iterator[None]:
-  """Adds the wall time of what is done to that of the run in a workdir, over all its starts and whoever started it."""
+  """Adds the wall time inside the context to the time spent on a workdir."""
   start = time.monotonic()
   try:
     yield
@@ -259,13 +268,13 @@ def _timed(workdir: pathlib.Path, machine: str) -> Iterator[None]:
 
 
 def _spent(workdir: pathlib.Path) -> tuple[float, str]:
-  """Seconds that have been spent on a workdir, and the machine that did so last."""
+  """The seconds spent on a workdir, over all starts, and the machine of the last one."""
   spent = results.read(workdir / _SPENT, "seconds", "machine") or {"seconds": 0.0, "machine": ""}
   return spent["seconds"], spent["machine"]
 
 
 def _cost(runs: list[Run]) -> str:
-  """Tokens, FLOPs and chip-hours of every variant's runs together."""
+  """A table of the tokens, FLOPs and chip-hours of each variant's runs together."""
   from diffjax.training.flops import parameter_count, peak_flops, step_flops
 
   chips = {"v5p": peak_flops("TPU v5"), "H100": peak_flops("NVIDIA H100")}
@@ -289,10 +298,10 @@ def _cost(runs: list[Run]) -> str:
 
 
 def _compile(experiment: Experiment, runs: list[Run], topology: str) -> None:
-  """Compiles every variant's training step, or what else it plans, for TPUs that are not there, and prints rows as each is done.
+  """Compiles each variant's training step, or what `experiment.plan` compiles, for TPUs that need not be attached; prints rows on the way.
 
   Raises:
-    UserError: if one does not fit, at the end; or where one does not go with the topology.
+    UserError: for a variant that cannot be compiled for the topology; and, after the last row, for those that are too large.
   """
   print(f"compiling for {topology}", flush=True)
   first = {run.variant: run.config for run in reversed(runs)}
@@ -314,7 +323,7 @@ def _compile(experiment: Experiment, runs: list[Run], topology: str) -> None:
 
 
 def _plan(config: Config, topology: str) -> dict[str, str]:
-  """A row on a config's training step."""
+  """The row of a config's training step: its memory, FLOPs and time of compilation."""
   from diffjax import aot  # here, since it has flags of its own
   from diffjax.training.flops import step_flops
 

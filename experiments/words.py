@@ -13,16 +13,16 @@ SEPARATOR = "<|endoftext|>"
 
 
 def write(directory: pathlib.Path, words: Sequence[str], examples: Mapping[str, Iterable[Mapping[str, str]]], of: Any) -> dict[str, str]:
-  """Writes training and validation examples and the tokenizer, unless they are there.
+  """Writes training and validation examples and the tokenizer, unless they exist already.
 
   Args:
-    directory: where.
+    directory: where to write.
     words: the vocabulary, SEPARATOR first.
-    examples: "train" and "validation", each the records of a JSONL file; they are asked for if the files are not there.
-    of: what the examples are made of (JSON-able); others lie in another place.
+    examples: "train" and "validation", each the records of a JSONL file; not read if the files exist.
+    of: everything that determines the examples (JSON-able); its hash is in the path.
 
   Returns:
-    The fields of a config that say where they lie.
+    The fields of a config that point to the files.
   """
   target = directory / f"data-{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:12]}"
   if not target.exists():
@@ -47,7 +47,7 @@ def write(directory: pathlib.Path, words: Sequence[str], examples: Mapping[str, 
 
 
 def _tokenizer(words: Sequence[str]) -> dict[str, object]:
-  """A Hugging Face tokenizer of one token a word."""
+  """A Hugging Face tokenizer with one token per word."""
   special = {"id": 0, "content": SEPARATOR, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
   return {
     "version": "1.0",

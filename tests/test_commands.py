@@ -1,4 +1,4 @@
-"""What a user types: exit codes and one clear line for bad input; the README's commands as they stand there."""
+"""Commands as users type them: exit codes and one clear line for bad input; the README's commands as they stand there."""
 
 import json
 import pathlib
@@ -17,7 +17,16 @@ ROOT = pathlib.Path(__file__).parents[1]
   [
     ([], 2, "error: pass --config=FILE"),
     (["--config=configs/nope.py"], 2, "error: --config: no such file; there are configs/base.py"),
-    (["--config=configs/tiny.py:v9"], 2, "error: variant 'v9' of a config: must be one of diff, transformer, diff_v2"),
+    (
+      ["--config=configs/tiny.py:v9"],
+      2,
+      "error: variant 'v9': there is no architecture 'v9'; variants are diff|transformer|diff_v2[,heads=NUMBER]",
+    ),
+    (
+      ["--config=experiments/scaling/config.py:diff,size=9b"],
+      2,
+      "error: variant 'diff,size=9b': there is no size '9b'; variants are transformer|diff|diff_v2[,size=0.1m|",
+    ),
     (
       ["--config=configs/tiny.py", "--config.train.stepz=3"],
       2,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from configs import base
 from diffjax.config import Config, UserError, bound_of, check, from_config_dict, to_config_dict
 from diffjax.model.decoder import Decoder
 from diffjax.training.flops import parameter_count
@@ -80,7 +81,7 @@ def test_paper_batches(name):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_mathematics(variant):
-  """Each stage takes the parameters of the one before: the same model, but for lengths; tokens and learning rates are the paper's."""
+  """Each stage can load the one before: the models differ only in lengths. Tokens and learning rates are the paper's."""
   before, first, second = (load(name, variant) for name in ("diff_3b_64k", "math_stage1", "math_stage2"))
   for name, tokens, learning_rate in [("math_stage1", 20e9, 8e-5), ("math_stage2", 2e9, 1e-5)]:
     config = load(name, variant)
@@ -93,9 +94,54 @@ def test_mathematics(variant):
   assert second.train.sample_prompt.startswith(head) and second.train.sample_prompt.endswith(tail)
 
 
-def test_unknown_variant():
-  with pytest.raises(UserError, match="'diff_v3'.*diff, transformer, diff_v2"):
-    load("tiny", "diff_v3")
+@pytest.mark.parametrize(
+  "variant, reason",
+  [
+    ("diff_v3", "there is no architecture 'diff_v3'"),
+    ("architecture=v2", "there is no architecture 'v2'"),
+    ("", "there is no architecture ''"),
+    ("diff,", "architecture is there twice"),
+    ("diff,heads=2,heads=2", "heads is there twice"),
+    ("diff,transformer", "architecture is there twice"),
+    ("diff,head=2", "there is no field 'head'"),
+    ("heads=0", "heads is '0', but must be a positive integer"),
+    ("heads=-2", "heads is '-2', but must be a positive integer"),
+    ("heads=2.0", "heads is '2.0', but must be a positive integer"),
+    ("heads=٢", "heads is '٢', but must be a positive integer"),
+    ("heads=", "heads is '', but must be a positive integer"),
+  ],
+)
+def test_unknown_variants(variant, reason):
+  """One line that says what is wrong and what there is."""
+  with pytest.raises(UserError) as error:
+    load("tiny", variant)
+  assert str(error.value) == f"variant {variant!r}: {reason}; variants are diff|transformer|diff_v2[,heads=NUMBER]"
+
+
+def test_variants_are_values_by_name():
+  """A value without a name is the first field's; fields left out have defaults; the order does not matter."""
+  read = lambda text: base.read_variant(text, row=("b", ("a", "b")), size=("1b", {"1b": 1, "2b": 2}), times=(None, float), heads=(4, int))
+  assert read("b") == read("row=b") == read("size=1b") == ("b", "1b", None, 4)
+  assert read("a,size=2b,times=0.5,heads=8") == read("heads=8,times=.5,a,size=2b") == ("a", "2b", 0.5, 8)
+  for times in ("9" * 400, "1e3", "nan", "inf"):
+    with pytest.raises(UserError, match=rf"times is '{times}', but must be a positive number; variants are a\|b\[,size=1b\|2b\]\[,times="):
+      read(f"a,times={times}")
+
+
+@pytest.mark.parametrize("name", ["tiny", "diff_1b", "diff_3b"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_heads(name, variant):
+  """Another number of heads has the same matrices: sizes differ by λ, gains and V2's gates alone."""
+  config = load(name, variant)
+  for heads in (config.model.num_heads * 2, config.model.num_heads // 2):
+    changed = load(name, f"{variant},heads={heads}")
+    assert changed.model.num_heads == changed.model.num_kv_heads == heads
+    assert dataclasses.replace(changed.model, num_heads=0, num_kv_heads=0, head_dim=0) == dataclasses.replace(
+      config.model, num_heads=0, num_kv_heads=0, head_dim=0
+    )
+    assert parameter_count(changed.model) == pytest.approx(parameter_count(config.model), rel=3e-2 if name == "tiny" else 1e-3)
+  with pytest.raises(UserError, match="variant with heads=7: a width of .* cannot be divided among 7 heads of an even width"):
+    load(name, f"{variant},heads=7")
 
 
 def test_round_trip():
@@ -146,7 +192,7 @@ BOUNDS = [pytest.param(section, field.name, bound, id=f"{section}.{field.name}")
 
 
 def refusal(section, name, value):
-  """The error that a config with this one field changed is refused with, if it is this field's bound that refuses it."""
+  """The error for a config with this one field changed, if it is about this field."""
   config = Config()
   try:
     check(dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{name: value})}))
@@ -157,7 +203,7 @@ def refusal(section, name, value):
 
 @pytest.mark.parametrize("section, name, bound", BOUNDS)
 def test_bounds(section, name, bound):
-  """Every bound that a field is declared with is checked: what is just outside is refused, with the bound, and what is inside is not."""
+  """Every declared bound is checked: a value just outside is refused, with the bound in the message, and one inside is not."""
   if bound.choices:
     inside, outside = bound.choices, ["", bound.choices[0] + "x", bound.choices[0].upper()]
   else:
@@ -173,7 +219,7 @@ def test_bounds(section, name, bound):
 
 
 def test_what_bounds_say():
-  """One of each kind, so that a declaration means what it says."""
+  """One bound of each kind: the declarations mean what they say."""
   bounds = {f"{section}.{field.name}": str(bound) for section, field in FIELDS if (bound := bound_of(field))}
   assert bounds["train.profile_step"] == "must be at least -1" and bounds["optimizer.b1"] == "must lie between 0 and 1"
   assert bounds["model.norm_eps"] == "must be positive" and bounds["data.mode"] == "must be one of prepared, streamed"
@@ -181,7 +227,7 @@ def test_what_bounds_say():
 
 @pytest.mark.parametrize("section, field", [pytest.param(section, field, id=f"{section}.{field.name}") for section, field in FIELDS])
 def test_every_number_is_bounded(section, field):
-  """By its own bound, or by a check of several fields."""
+  """A new number needs a bound; the mesh's axes have a check of their own."""
   if field.type in ("int", "float") and section != "mesh":
     assert bound_of(field) is not None
 

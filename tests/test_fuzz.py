@@ -1,4 +1,4 @@
-"""Whatever a user can type either works or is answered by one clear line: no traceback from inside a library."""
+"""Any input of a user works or gets one clear line: no traceback from inside a library."""
 
 import contextlib
 import dataclasses
@@ -65,7 +65,7 @@ fast = settings(derandomize=True, deadline=None, max_examples=300)
 
 
 def checked(get):
-  """A config that is sane, or one line."""
+  """Reading gives a valid config, or one line."""
   try:
     config = get()
   except UserError as error:
@@ -96,7 +96,7 @@ def test_whole_configs(nested):
 
 
 def run(arguments):
-  """`config.run` in this process: the config it hands on or None, exit code, standard error."""
+  """`command.run` in this process: the config that it passes on (or None), the exit code, and standard error."""
   configs, err = [], io.StringIO()
   saved = flagsaver.save_flag_values()
   try:
@@ -133,9 +133,31 @@ def test_command_lines(rest):
     assert config is None and code in (1, 2) and len(lines) == 1 and lines[0].startswith("error: "), (code, err)
 
 
+variants = st.lists(
+  st.one_of(
+    st.sampled_from(["diff", "transformer", "diff_v2", "heads", "architecture"]),
+    st.builds("{}={}".format, st.sampled_from(["heads", "architecture", "x", ""]), st.one_of(values, st.sampled_from(["2", "8", "diff"]))),
+    st.text(max_size=8),
+  ),
+  min_size=1,
+  max_size=3,
+).map(",".join)
+
+
+@fast
+@given(variants)
+def test_variants(variant):
+  config, code, err = run([f"--config=configs/tiny.py:{variant}"])
+  if code == 0:
+    assert isinstance(config, Config)
+  else:
+    lines = err.splitlines()
+    assert config is None and code in (1, 2) and len(lines) == 1 and lines[0].startswith("error: "), (code, err)
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-  """Texts of several lengths, the empty one among them."""
+  """Texts of several lengths, some empty."""
   path = tmp_path_factory.mktemp("text")
   for index in range(40):
     (path / f"{index}.txt").write_text("".join(f"text {index}, line {line}\n" for line in range(index % 7 * 3)))
@@ -213,7 +235,7 @@ runs = st.builds(
 
 
 def train(changes, workdir):
-  """A run that ends, or one line."""
+  """Training ends, or gives one line."""
   nested = Config().to_dict()
   for field, value in changes.items():
     section, name = field.split(".")
@@ -263,7 +285,7 @@ CONTENTS = {
 
 @st.composite
 def files(draw):
-  """A source and what its file holds: sound, cut off, or with a few bytes of noise."""
+  """A source and the content of its file: sound, cut off, or with a few bytes of noise."""
   spec = draw(st.sampled_from(list(CONTENTS)))
   content = bytearray(draw(CONTENTS[spec]))
   damage = draw(st.sampled_from(["none", "cut", "noise", "all"]))

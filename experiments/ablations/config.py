@@ -1,18 +1,18 @@
-"""The rows of the paper's ablation table and of the V2 post's, by what stands behind the colon: ROW, or ROW@SIZE.
+"""The rows of the paper's ablation table and of the V2 post's. A variant is ROW, with size=SIZE and heads=NUMBER if wanted.
 
     python -m diffjax.train --config=experiments/ablations/config.py:diff_without_norm --workdir=runs/diff_without_norm
-    python -m diffjax.train --config=experiments/ablations/config.py:diff_without_norm@1b --workdir=runs/diff_without_norm_1b
+    python -m diffjax.train --config=experiments/ablations/config.py:diff,size=1b,heads=4 --workdir=runs/diff_of_4_heads_1b
 
-ROW is a key of ROWS, or heads_N: DIFF with N heads of the same model width, d = E / 2N. SIZE is tiny (the default), session (minutes on one
-GPU, experiments/gpu_session.sh), 125m or 1b (the paper's).
+ROW is a key of ROWS. SIZE is tiny (the default), session (minutes on one GPU, experiments/gpu_session.sh), 125m or 1b (the paper's).
+heads=NUMBER divides the width among so many heads: d = E / 2N for DIFF with N heads.
 """
 
 import importlib
+from collections.abc import Collection
 
 import ml_collections
 
 from configs import base
-from diffjax.config import UserError
 
 LAMBDAS = "lambda_q1,lambda_k1,lambda_q2,lambda_k2"
 
@@ -39,7 +39,7 @@ def _linear(config):
   return config
 
 
-# Paper's table, then V2's, then λ that is not trained.
+# From the rows to functions that turn a DIFF config into them
 ROWS = {
   "transformer": lambda config: base.twin(config, "transformer"),
   "transformer_wide": lambda config: _wide(config, head_norm=False),
@@ -58,9 +58,9 @@ SIZES = {"tiny": "tiny", "session": "diff_125m", "125m": "diff_125m", "1b": "dif
 def _session(config):
   """The 125M shape with a vocabulary of 16,384 (98M parameters), trained on almost three times the standard library's 7.3M tokens.
 
-  Counted: 6N and the attention are 0.7 GFLOPs a token, so 1.5e16 in 320 steps of 65,536 tokens, which takes 37 s at 40% of an H100's 990
-  TFLOP/s. Taken twice, for safety, and 75 s more to start, compile, validate and save, that is 150 s a run, three runs in a command of 540
-  s and nine, three seeds, in 23 minutes. At the expected speed, and with programs compiled before, five seeds take about as long.
+  Estimate: 6N and the attention are 0.7 GFLOPs a token, so 1.5e16 FLOPs in 320 steps of 65,536 tokens, or 37 s at 40% of an H100's 990
+  TFLOP/s. Twice that, for safety, and 75 s to start, compile, validate and save are 150 s a run: three runs in a command of 540 s, nine
+  runs (three seeds) in 23 minutes. At the expected speed, with compiled programs cached, five seeds take about as long.
   """
   config.model.update(vocab_size=16_384)
   config.data.update(source="stdlib", length=1024)
@@ -69,21 +69,18 @@ def _session(config):
   config.eval.update(interval=64, rows=-1)
 
 
+def parts(variant: str, sizes: Collection[str] = SIZES) -> tuple[str, str, int | None]:
+  """The row, the size and the number of heads (None for the row's own) that a variant names."""
+  row, size, heads = base.read_variant(variant, row=("diff", ROWS), size=("tiny", sizes), heads=(None, int))
+  return row, size, heads
+
+
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
-  row, _, size = variant.partition("@")
-  heads = row.removeprefix("heads_")
-  if (row not in ROWS and not (row.startswith("heads_") and heads.isdigit() and int(heads))) or (size and size not in SIZES):
-    raise UserError(
-      f"variant {variant!r}: must be ROW or ROW@SIZE, with the rows {', '.join(ROWS)}, heads_N and the sizes {', '.join(SIZES)}"
-    )
-  config = importlib.import_module(f"configs.{SIZES[size or 'tiny']}").get_config()
-  if config.data.tokenizer == "bytes":  # one validation, at the end, of enough rows for small differences
+  row, size, heads = parts(variant)
+  config = importlib.import_module(f"configs.{SIZES[size]}").get_config()
+  if config.data.tokenizer == "bytes":  # one validation, at the end, with enough rows to see small differences
     config.eval.update(interval=config.train.steps, rows=2048)
   if size == "session":
     _session(config)
   config.train.sample_tokens = 0
-  if row in ROWS:
-    return ROWS[row](config)
-  if config.model.embed_dim % (4 * int(heads)):
-    raise UserError(f"variant {variant!r}: 2 × {heads} heads of an even width do not share E = {config.model.embed_dim}")
-  return _diff(config, num_heads=int(heads), num_kv_heads=int(heads), head_dim=config.model.embed_dim // (2 * int(heads)))
+  return base.with_heads(ROWS[row](config), heads)

@@ -1,4 +1,4 @@
-"""Which parts of DIFF make the difference: the paper's ablation table and a few rows more (README.md)."""
+"""The paper's ablation table and a few further rows (README.md)."""
 
 from __future__ import annotations
 
@@ -15,19 +15,25 @@ from experiments.grid import Experiment, Grid
 _LOSS = "validation/loss"
 
 
+def _variant(row: str, size: str) -> str:
+  return row if size == "tiny" else f"{row},size={size}"
+
+
 def _grid(size: str, heads: tuple[int, ...], seeds: int) -> Grid:
-  """Every row; the row `diff` is one of the head counts by itself."""
-  rows = [*ROWS, *(f"heads_{number}" for number in heads)]
-  return Grid(tuple(f"{row}{size}" for row in rows), f"transformer{size}", tuple(range(seeds)))
+  """All rows, and DIFF with other numbers of heads."""
+  diff = _variant("diff", size)
+  variants = [*(_variant(row, size) for row in ROWS), *(f"{diff},heads={number}" for number in heads)]
+  return Grid(tuple(variants), _variant("transformer", size), tuple(range(seeds)))
 
 
 def twins(size: str, seeds: int = 1) -> Grid:
-  """The Transformer, DIFF and DIFF V2 alone: for what is measured on these runs, or starts from them."""
-  return Grid(tuple(f"{row}{size}" for row in ("transformer", "diff", "diff_v2")), f"transformer{size}", tuple(range(seeds)))
+  """The Transformer, DIFF and DIFF V2: for experiments that measure these runs or start from them."""
+  rows = ("transformer", "diff", "diff_v2")
+  return Grid(tuple(_variant(row, size) for row in rows), _variant("transformer", size), tuple(range(seeds)))
 
 
 def _plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
-  """Each row's loss beside the baseline's of the same seed: the single seeds, and their mean with its 95% interval."""
+  """Draws each variant's loss minus the baseline's: single seeds, and their mean with its 95% interval."""
   variants = [variant for variant in dict.fromkeys(run["variant"] for run in results["runs"]) if found.differences(results, variant, _LOSS)]
   figure = matplotlib.figure.Figure((7, 1 + 0.35 * max(1, len(variants))), layout="constrained")
   axes = figure.subplots()
@@ -47,10 +53,10 @@ def _plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
 EXPERIMENT = Experiment(
   question="Which parts of DIFF make it better than the Transformer?",
   grids={
-    "cpu": _grid("", (4, 8, 16), seeds=5),
-    "session": twins("@session", seeds=5),
-    "gpu": _grid("@125m", (2, 4, 8, 16), seeds=1),
-    "tpu": _grid("@1b", (2, 4, 16), seeds=1),
+    "cpu": _grid("tiny", (4, 8, 16), seeds=5),
+    "session": twins("session", seeds=5),
+    "gpu": _grid("125m", (2, 4, 8, 16), seeds=1),
+    "tpu": _grid("1b", (2, 4, 16), seeds=1),
   },
   metrics={"loss": _LOSS, "AR-Hit": "validation/ar_hit", "Others": "validation/others"},
   plot=_plot,

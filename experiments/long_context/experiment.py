@@ -1,4 +1,4 @@
-"""What do longer rows give, before and after a length extension with a larger RoPE base? (README.md)"""
+"""The loss by position in long rows, before and after a length extension with a larger RoPE base (README.md)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from experiments.grid import Experiment
 
 
 def measure(workdir: str, config: Config) -> dict[str, Any]:
-  """Cumulative NLL (nats per token) by position of the run that was extended and of the extended one, on the same documents."""
+  """Cumulative NLL (nats per token) by position, before and after the extension, on the same documents."""
   from diffjax.evals import position_nll
   from diffjax.training.trained import load
 
@@ -45,7 +45,7 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
 
 
 def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
-  """Cumulative NLL by position: before and after, and after alone."""
+  """Draws the cumulative NLL by position: before and after the extension, and after it alone."""
   figure = matplotlib.figure.Figure((11, 4), layout="constrained")
   both, alone = figure.subplots(1, 2)
   for color, (variant, runs) in enumerate(plots.runs_by_variant(results).items()):
@@ -63,7 +63,7 @@ def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
 
 EXPERIMENT = Experiment(
   question="Does DIFF gain more from longer rows, before and after a length extension?",
-  grids={"cpu": twins("", seeds=5), "gpu": twins("@125m"), "tpu": twins("@1b")},
+  grids={"cpu": twins("tiny", seeds=5), "gpu": twins("125m"), "tpu": twins("1b")},
   metrics={
     "NLL after": "after",
     "after, own length": "after_short",

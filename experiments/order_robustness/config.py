@@ -1,6 +1,6 @@
-"""Small models that classify by demonstrations: VARIANT is transformer, transformer_norm, diff or diff_v2.
+"""Small models that classify by demonstrations. A variant is a row of ablations.
 
-The data is written by the runner (`python -m experiments.run order_robustness`), which sets data.source, validation_source and tokenizer.
+The runner (`python -m experiments.run order_robustness`) writes the data and sets data.source, validation_source and tokenizer.
 """
 
 import ml_collections
@@ -10,6 +10,7 @@ from experiments.ablations.config import ROWS
 
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
+  (row,) = base.read_variant(variant, row=("diff", ROWS))
   config = base.get_config()
   config.model.update(vocab_size=225, num_layers=2, embed_dim=64, head_dim=16, ffn_dim=176, max_length=128)
   config.model.attention_implementation = "reference"  # the fastest one on a CPU for rows this short
@@ -17,4 +18,4 @@ def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
   config.optimizer.update(learning_rate=3e-3, schedule="cosine", warmup_steps=50)
   config.train.update(steps=800, batch_size=16, log_interval=50, checkpoint_interval=400, keep_checkpoints=1, sample_tokens=0)
   config.eval.update(interval=400, rows=64)
-  return ROWS[variant](config)
+  return ROWS[row](config)

@@ -1,4 +1,4 @@
-"""Does what DIFF answers depend less on the order of its demonstrations? (README.md)"""
+"""The dependence of a model's answers on the order of its demonstrations (README.md)."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _ORDERS: dict[str, Callable] = {"random": shuffled, "alternating": alternating, 
 _SETS = 16  # of demonstrations
 _DRAWS = 10  # orders of each kind
 _COUNTS = (6, 12, 24, 48, 72)  # demonstrations, for accuracy by their number
-_CURVE_DRAWS = 2  # random orders of which the first so many are taken for it
+_CURVE_DRAWS = 2  # random orders for that accuracy
 _SEED = 1_000
-# Of larger models' orders, each kind; and queries
+# For larger models: orders of each kind, and queries
 _ORDERS_LARGE, _QUERIES_LARGE = 10, 100
 
 
 def prepare(directory: pathlib.Path, config: Config) -> Mapping[str, str]:
-  """As many episodes as training reads, one a row."""
+  """Writes as many episodes as training reads, one a row."""
   return task.write(directory, max(512, config.train.steps * config.train.batch_size), task.SIZES)
 
 
 def measure(workdir: str, config: Config) -> dict[str, Any]:
-  """Accuracy for each kind of order, its best minus worst over orders, and how often two orders have different answers."""
+  """Accuracy for each kind of order, the best order's minus the worst's, and how often the answers to a query differ by order."""
   import jax
 
   from diffjax.model.decoder import logits
@@ -54,7 +54,7 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
   np.put_along_axis(possible, wanted[:, None], True, axis=2)
 
   def answers(ordered: list[list[Example]]) -> np.ndarray:
-    """To every query of every set, the likeliest of the set's labels after its demonstrations in some order, [sets, queries]."""
+    """The likeliest label for every query after its set's demonstrations in the given order, [sets, queries]."""
     rows = []
     for demonstrations, (_, queries) in zip(ordered, sets, strict=True):
       shown = [trained.tokenizer.separator, *encode(" ".join(example.text for example in demonstrations))]
@@ -75,15 +75,15 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
 
 
 def spread(answers: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
-  """What orders do to answers.
+  """The spread of answers over orders.
 
   Args:
-    answers: of every set of demonstrations, order and query, [S, O, Q].
-    wanted: the right ones, [S, Q].
+    answers: by set of demonstrations, order and query, [S, O, Q].
+    wanted: the right answers, [S, Q].
 
   Returns:
-    Mean accuracy; the best order's accuracy minus the worst one's, and the share of pairs of orders that answer a query differently,
-    both averaged over sets.
+    Mean accuracy; and, averaged over sets, the best order's accuracy minus the worst one's, and the share of pairs of orders after which a
+    query has different answers.
   """
   accuracy = (answers == wanted[:, None]).mean(axis=2)
   first, second = np.triu_indices(answers.shape[1], 1)
@@ -95,7 +95,7 @@ def spread(answers: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
 
 
 def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
-  """Accuracy by the number of demonstrations; by kind of order accuracy, best minus worst and changed answers."""
+  """Draws accuracy by the number of demonstrations; and accuracy, best minus worst and changed answers by the kind of order."""
   figure = matplotlib.figure.Figure((14, 3.8), layout="constrained")
   curve, *kinds = figure.subplots(1, 4)
   for color, (variant, runs) in enumerate(plots.runs_by_variant(results).items()):
@@ -134,7 +134,7 @@ EXPERIMENT = Experiment(
 
 
 def measure_many_shot(workdir: str, config: Config) -> dict[str, Any]:
-  """Of a language model, asked about invented words' classes: accuracy by demonstrations, and best minus worst order of as many as fit."""
+  """A language model's accuracy on classes of invented words by the number of demonstrations, and best minus worst order of the most."""
   from diffjax.evals import many_shot
   from diffjax.training.trained import load
 
@@ -150,7 +150,7 @@ def measure_many_shot(workdir: str, config: Config) -> dict[str, Any]:
 
 
 def plot_many_shot(results: Mapping[str, Any], path: pathlib.Path) -> None:
-  """Accuracy by the number of demonstrations, and best minus worst by kind of order."""
+  """Draws accuracy by the number of demonstrations, and best minus worst by the kind of order."""
   figure = matplotlib.figure.Figure((9, 3.8), layout="constrained")
   curve, spreads = figure.subplots(1, 2)
   kinds = ("random", "alternating")
@@ -167,7 +167,7 @@ def plot_many_shot(results: Mapping[str, Any], path: pathlib.Path) -> None:
 
 LARGE = Experiment(
   question="Do larger DIFFs' answers depend less on the order of their demonstrations?",
-  grids={"gpu": twins("@125m"), "tpu": twins("@1b")},
+  grids={"gpu": twins("125m"), "tpu": twins("1b")},
   metrics={"best − worst, random": "random_spread", "best − worst, alternating": "alternating_spread", "accuracy": "accuracy"},
   trains=False,
   pretrained="ablations",

@@ -1,11 +1,11 @@
-"""Classification from demonstrations: which class each word belongs to, every episode draws anew, and only its demonstrations say it.
+"""Classification from demonstrations. Every episode assigns words to classes anew, and only its demonstrations tell them.
 
     w7:y4 w20:y2 w7:y4 w3:y4 w7:y1 …  w20 y2 w7 y4 …
 
-A demonstration is one token for a word and the label that it is shown with, so that a query's word has to find its own demonstrations
-among the others, and nothing else: two layers learn it in a minute, and words and labels apart not in ten. One demonstration in three
-shows another class's label. So all demonstrations of a word have to be weighed, none counting more than another: an answer that depends
-on where they stand depends on their order.
+A demonstration is one token for a word and the label shown with it, so that a query's word only has to find its own demonstrations among
+the others. Two layers learn this in a minute; with words and labels as separate tokens they did not in ten. One demonstration in three
+shows another class's label, so all demonstrations of a word have to be weighed alike. An answer that depends on where they stand depends
+on their order.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ VOCABULARY = [
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-  """Of an episode."""
+  """Sizes of an episode."""
 
-  # Drawn from all labels; WORDS are shared out among them evenly
+  # Classes, with labels drawn from all LABELS; the words are divided among them evenly
   classes: int = 4
-  # Of each word, on average in training
+  # Demonstrations of each word; in training, on average
   demonstrations: int = 3
   # Share of the demonstrations that show another class's label
   mislabelled: float = 1 / 3
@@ -54,7 +54,7 @@ class Episode(NamedTuple):
 
 
 def training_episode(rng: np.random.Generator, sizes: Sizes) -> Episode:
-  """Random demonstrations and queries of a random number of words, from two to all; its logarithm is uniform: there are easy ones."""
+  """Random demonstrations and queries of two or more words. The logarithm of their number is uniform, so that some episodes are easy."""
   classes, labels = _draw(rng, sizes)
   used = rng.permutation(WORDS)[: round(2 * (WORDS / 2) ** rng.random())]
   count = WORDS * sizes.demonstrations
@@ -65,7 +65,7 @@ def training_episode(rng: np.random.Generator, sizes: Sizes) -> Episode:
 
 
 def balanced_episode(rng: np.random.Generator, sizes: Sizes) -> Episode:
-  """Every word is shown equally often, and so is every label, whether it is right or not; every word is a query."""
+  """An episode that shows every word equally often, and every label, right or wrong, too; every word is a query."""
   classes, labels = _draw(rng, sizes)
   wrong = round(sizes.demonstrations * sizes.mislabelled)
   demonstrations, seen = [], [0] * sizes.classes
@@ -77,7 +77,7 @@ def balanced_episode(rng: np.random.Generator, sizes: Sizes) -> Episode:
 
 
 def blocked(examples: list[Example], rng: np.random.Generator) -> list[Example]:
-  """All of one class, then all of the next, both in random order: the counterpart of many_shot's `alternating`."""
+  """All demonstrations of one class, then all of the next; classes and demonstrations in random order. The opposite of `alternating`."""
   labels = rng.permutation(sorted({example.label for example in examples})).tolist()
   return sorted(shuffled(examples, rng), key=lambda example: labels.index(example.label))
 
@@ -92,7 +92,7 @@ def _shown(word: int, label: int) -> Example:
 
 
 def write(directory: pathlib.Path, count: int, sizes: Sizes) -> dict[str, str]:
-  """Writes so many training episodes, 512 for validation, and the tokenizer; returns the fields of a config that say where they lie."""
+  """Writes `count` training episodes, 512 for validation, and the tokenizer; returns the fields of a config that point to them."""
 
   def records(seed: int, number: int) -> Iterator[dict[str, str]]:
     rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Are DIFF's logits and hidden states smaller, and can its attention do with fewer bits? (README.md)"""
+"""The largest logits and hidden states, and the loss with logits of fewer bits (README.md)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from experiments import plots
 from experiments.ablations.experiment import twins
 from experiments.grid import Experiment
 
-# Rows measured, at most those of a run's own validation: magnitudes, and the loss with quantised logits
+# Rows for magnitudes, and for the loss with quantised logits; at most those of a run's own validation
 _ROWS, _QUANTISED_ROWS = 400, 128
 _VALUES = ("top_1", "top_2", "top_3", "top_10", "top_100", "median")
 _IN_TABLE = ("top_1", "top_10", "top_100", "median")
@@ -23,7 +23,7 @@ _PER = ("tensor", "row")
 
 
 def measure(workdir: str, config: Config) -> dict[str, Any]:
-  """Magnitudes of attention logits and hidden states, the loss, and how much it rises when logits are quantised (nats per token)."""
+  """Magnitudes of attention logits and hidden states, the loss, and its rise with quantised logits (nats per token)."""
   from diffjax.evals import outliers, quantised, validation
   from diffjax.training.trained import load
 
@@ -45,7 +45,7 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
 
 
 def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
-  """The largest values and the median of logits and of hidden states; the rise of the loss by bits, per tensor and per row."""
+  """Draws the largest values and the median of logits and of hidden states; and the rise of the loss by bits, per tensor and per row."""
   figure = matplotlib.figure.Figure((13, 4), layout="constrained")
   logits, hidden, bits = figure.subplots(1, 3)
   for color, (variant, runs) in enumerate(plots.runs_by_variant(results).items()):
@@ -66,7 +66,7 @@ def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
 
 EXPERIMENT = Experiment(
   question="Are DIFF's logits and hidden states smaller than the Transformer's, and can its attention do with fewer bits?",
-  grids={"cpu": twins("", seeds=5), "gpu": twins("@125m"), "tpu": twins("@1b")},
+  grids={"cpu": twins("tiny", seeds=5), "gpu": twins("125m"), "tpu": twins("1b")},
   metrics={
     "logits: top-1 / median": "logits_ratio",
     **{f"logits: {value.replace('_', '-')}": f"logits_{value}" for value in _IN_TABLE},

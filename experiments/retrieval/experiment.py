@@ -1,4 +1,4 @@
-"""Does DIFF find what was asked for among distractors, where the Transformer does not? (README.md)"""
+"""Recall of a value among distractors, and the attention on it (README.md)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from experiments.grid import Experiment, Grid
 from experiments.retrieval import task
 
 _TRAINING = task.Training()
-# Words before the question, and pairs that are not asked for, where they fit
+# Words before the question, and distractors (pairs that are not asked for), where they fit
 _CELLS = [(length, distractors) for length in (24, 48, 96) for distractors in (0, 5, 11, 23, 47, 95) if 1 + distractors <= length]
 _SAMPLES = 200
 _REFERENCE = (96, 95)  # the hardest cell, followed over training
@@ -28,12 +28,12 @@ _VARIANTS = ("transformer", "transformer_wide", "transformer_norm", "diff_withou
 
 
 def prepare(directory: pathlib.Path, config: Config) -> Mapping[str, str]:
-  """As many examples as training can see, each once: at least one fills a row."""
+  """Writes as many examples as training can read once: every row holds at least one."""
   return task.write(directory, max(512, 2 * config.train.steps * config.train.batch_size), _TRAINING)
 
 
 def measure(workdir: str, config: Config) -> dict[str, Any]:
-  """Accuracy in every cell at the end; at every checkpoint, accuracy and where the last query looks, in the reference cell."""
+  """Accuracy in every cell at the end; at every checkpoint, accuracy and the last query's attention in the reference cell."""
   import jax
   import jax.numpy as jnp
 
@@ -77,7 +77,7 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
 
 
 def _questions(tokenizer: Any, length: int, distractors: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Prompts that end with the key asked for [U, S], the values [U], and where in the prompt the pair stands [U]."""
+  """Prompts that end with the key asked for [U, S], the values [U], and the pair's positions in the prompts [U]."""
   rng = np.random.default_rng([_SEED, length, distractors])
   rows, wanted, places = [], [], []
   for _ in range(_SAMPLES):
@@ -90,7 +90,7 @@ def _questions(tokenizer: Any, length: int, distractors: int) -> tuple[np.ndarra
 
 
 def _shares(weights: np.ndarray, places: np.ndarray) -> dict[str, float]:
-  """Means over prompts of the shares of the pair asked for and of the rest of the context; see diffjax/evals/attention.py for the signs."""
+  """The shares of attention on the pair asked for and on the rest of the context (see diffjax/evals/attention.py for the signs)."""
   out = {}
   for sign, chosen in (("signed", weights), ("absolute", np.abs(weights))):
     answer = np.take_along_axis(chosen, places[:, None], axis=1)[:, 0]
@@ -102,7 +102,7 @@ def _shares(weights: np.ndarray, places: np.ndarray) -> dict[str, float]:
 
 
 def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
-  """Over training: accuracy, answer and noise of the hardest cell; at the end, accuracy over distractors for each length."""
+  """Draws accuracy, answer and noise in the hardest cell over training; and the last accuracy by distractors for each length."""
   lengths = sorted({row["length"] for row in results["runs"][0]["results"]["grid"]})
   figure = matplotlib.figure.Figure((13, 6), layout="constrained")
   above, below = figure.subplots(2, max(3, len(lengths)))
@@ -151,7 +151,7 @@ EXPERIMENT = Experiment(
 
 
 def measure_needles(workdir: str, config: Config) -> dict[str, Any]:
-  """Of a language model: accuracy for each number of needles, and where the last query looks with six of them."""
+  """A language model's accuracy for each number of needles, and the last query's attention with six needles."""
   from diffjax.evals import attention, needle
   from diffjax.training.trained import load
 
@@ -167,7 +167,7 @@ def measure_needles(workdir: str, config: Config) -> dict[str, Any]:
 
 
 def plot_needles(results: Mapping[str, Any], path: pathlib.Path) -> None:
-  """Accuracy by needles; answer and noise."""
+  """Draws accuracy by needles, and the shares of attention."""
   figure = matplotlib.figure.Figure((9, 3.8), layout="constrained")
   accuracy, looks = figure.subplots(1, 2)
   parts = ("answer_signed", "noise_signed", "answer_absolute", "noise_absolute")
@@ -182,7 +182,7 @@ def plot_needles(results: Mapping[str, Any], path: pathlib.Path) -> None:
 
 LARGE = Experiment(
   question="Do larger DIFFs find more needles in a text than the Transformer, and look at them more?",
-  grids={"gpu": twins("@125m"), "tpu": twins("@1b")},
+  grids={"gpu": twins("125m"), "tpu": twins("1b")},
   metrics={
     **{f"accuracy, {pair}": f"accuracy_{pair}" for pair in _PAIRS},
     "attention to the answer": "answer_signed",

@@ -1,12 +1,11 @@
-"""Associative recall with distractors: pairs of a key and a value among filler, then the values of some keys are asked for.
+"""Associative recall with distractors: pairs of a key and a value among filler words, then questions for the values of some keys.
 
     k17:v3 n5 k90:v2 n8 n8 k4:v3 … ?  k90 v2 k17 v3 …
 
-A pair is one token, so that the last key has to find its own pair among the others, and nothing else: two layers learn it in a minute, and
-keys and values as tokens of their own not in 2,000 steps. The words after
-"?" are learnt, as answers (config.data.prompt_field): a key that is asked for can only be guessed, at the same cost for every model, and
-its value be looked up. Keys of one context are all different; pairs that are not asked for are distractors, which differ from the others
-in nothing before the question, so that the model has to keep all apart.
+A pair is one token, so that the last key only has to find its own pair among the others. Two layers learn this in a minute; with keys and
+values as separate tokens they did not in 2,000 steps. The loss covers the words after "?" (config.data.prompt_field): the next key can only
+be guessed, at the same cost for every model; its value can be looked up. Keys of one context are all different. Distractors are pairs that
+are not asked for. Before the question nothing tells them from the others, so the model has to keep all pairs apart.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ ASKED = 8  # pairs that are asked for, in training
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-  """What contexts are drawn from."""
+  """Limits of the training contexts."""
 
-  # Pairs not asked for, at most; their number's logarithm is uniform, so that there are easy examples to begin with
+  # Most distractors of a context. The logarithm of their number is uniform, so that some examples are easy
   distractors: int = 88
-  # Words before the question, at most; filler takes up any part of what the pairs leave
+  # Most words before the question. A random part of what the pairs leave is filler
   length: int = 96
 
 
 class Example(NamedTuple):
-  """Words of a context, ended by "?"; keys and values of the pairs asked for; where in the context each pair stands."""
+  """Words of a context, ended by "?"; keys and values of the pairs asked for; the positions of these pairs in the context."""
 
   context: list[str]
   answer: list[str]
@@ -61,7 +60,7 @@ def make_example(rng: np.random.Generator, *, asked: int, distractors: int, fill
 
 
 def training_examples(rng: np.random.Generator, count: int, training: Training) -> Iterator[Example]:
-  """Examples of any number of distractors and of fillers that the limits allow."""
+  """Random examples within the limits."""
   for _ in range(count):
     distractors = int((training.distractors + 1) ** rng.random()) - 1
     room = training.length - ASKED - distractors
@@ -69,15 +68,15 @@ def training_examples(rng: np.random.Generator, count: int, training: Training) 
 
 
 def write(directory: pathlib.Path, count: int, training: Training) -> dict[str, str]:
-  """Writes training and validation examples and the tokenizer, unless they are there.
+  """Writes training and validation examples and the tokenizer, unless they exist.
 
   Args:
-    directory: where.
+    directory: where to write.
     count: training examples.
-    training: what they are drawn from.
+    training: their limits.
 
   Returns:
-    The fields of a config that say where they lie.
+    The fields of a config that point to the files.
   """
 
   def records(seed: int, number: int) -> Iterator[dict[str, str]]:

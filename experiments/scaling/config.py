@@ -1,19 +1,17 @@
-"""One architecture at one size, and for one number of tokens: ARCHITECTURE@SIZE, or ARCHITECTURE@SIZE_xTIMES.
+"""An architecture at a size, trained on a number of tokens: a variant is ARCHITECTURE, with size=SIZE and times=TIMES if wanted.
 
-    python -m diffjax.train --config=experiments/scaling/config.py:diff@0.4m --workdir=runs/diff_0.4m
-    python -m diffjax.train --config=experiments/scaling/config.py:diff@0.1m_x4 --workdir=runs/diff_0.1m_x4
+    python -m diffjax.train --config=experiments/scaling/config.py:diff,size=0.4m --workdir=runs/diff_0.4m
+    python -m diffjax.train --config=experiments/scaling/config.py:diff,size=0.1m,times=4 --workdir=runs/diff_0.1m_4_times
 
 ARCHITECTURE is transformer, diff or diff_v2. SIZE is a key of SMALL, 830m, 1.4b, 2.8b, 6.8b or 13.1b (the paper's scaling runs), or 3b (its
-main model). TIMES multiplies the tokens, with a schedule of that length.
+main model). TIMES multiplies the tokens; the schedule is as long.
 """
 
 import importlib
-import re
 
 import ml_collections
 
 from configs import base
-from diffjax.config import UserError
 
 ARCHITECTURES = ("transformer", "diff", "diff_v2")
 SMALL = {"0.1m": (64, 2, 176), "0.2m": (96, 2, 256), "0.4m": (96, 4, 256), "0.8m": (128, 4, 352), "1.2m": (160, 4, 432)}  # E, L, F
@@ -21,17 +19,13 @@ PAPER = {"830m": "diff_830m", "1.4b": "diff_1b", "2.8b": "diff_830m", "6.8b": "d
 
 
 def parts(variant: str) -> tuple[str, str, float | None]:
-  """Architecture, size, and times the tokens, if these are said."""
-  match = re.fullmatch(r"(\w+)@([\d.]+[mb])(?:_x(\d+|\d*\.\d+))?", variant)
-  if match is None or match[1] not in ARCHITECTURES or match[2] not in {**SMALL, **PAPER} or (match[3] and float(match[3]) == 0):
-    raise UserError(
-      f"variant {variant!r}: must be ARCHITECTURE@SIZE or ARCHITECTURE@SIZE_xTIMES, with the architectures {', '.join(ARCHITECTURES)} and "
-      f"the sizes {', '.join({**SMALL, **PAPER})}"
-    )
-  return match[1], match[2], float(match[3]) if match[3] else None
+  """The architecture, the size and the multiple of the tokens (None where the variant names none)."""
+  sizes = (*SMALL, *PAPER)
+  architecture, size, times = base.read_variant(variant, architecture=("diff", ARCHITECTURES), size=("0.4m", sizes), times=(None, float))
+  return architecture, size, times
 
 
-def get_config(variant: str = "diff@0.4m") -> ml_collections.ConfigDict:
+def get_config(variant: str = "diff,size=0.4m") -> ml_collections.ConfigDict:
   architecture, size, times = parts(variant)
   config = _small(*SMALL[size]) if size in SMALL else importlib.import_module(f"configs.{PAPER[size]}").get_config()
   if size == "2.8b":
@@ -45,7 +39,7 @@ def get_config(variant: str = "diff@0.4m") -> ml_collections.ConfigDict:
 
 
 def _small(embed_dim: int, num_layers: int, ffn_dim: int) -> ml_collections.ConfigDict:
-  """Heads of 16, so that the narrowest has several; 0.49 M bytes of the standard library's source; a learning rate by width (README.md)."""
+  """Heads of 16, so that the narrowest model has several; 0.49 M bytes of the standard library; a learning rate by width (README.md)."""
   config = base.get_config()
   heads = embed_dim // 32
   config.model.update(embed_dim=embed_dim, num_layers=num_layers, num_heads=heads, num_kv_heads=heads, head_dim=16, ffn_dim=ffn_dim)

@@ -1,4 +1,4 @@
-"""At which share of the parameters, and of the tokens, DIFF equals the Transformer (README.md)."""
+"""The share of the parameters, and of the tokens, with which DIFF equals the Transformer (README.md)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Points = dict[str, dict[float, dict[int, float]]]  # by architecture, size and s
 
 def _points(results: Mapping[str, Any]) -> dict[str, Points]:
   """Losses against parameters, of runs of the same number of tokens, and against tokens (both in millions), of runs of one size."""
-  # One that diverged has no loss, and its seed is left out
+  # A run that diverged has no loss, and its seed is left out
   runs = [(*parts(run["variant"]), run) for run in results["runs"] if run["results"][_LOSS] is not None]
   measured_by_tokens = {size for _, size, times, _ in runs if times is not None}
   points: dict[str, Points] = {"parameters": {}, "tokens": {}}
@@ -35,7 +35,7 @@ def _points(results: Mapping[str, Any]) -> dict[str, Points]:
 
 
 def _fit(points: Points, seeds: set[int]) -> Fit:
-  """Of the means over some seeds; the Transformer's largest size is what shares are of."""
+  """Fits the means over some seeds. Shares are shares of the Transformer's largest size."""
   means = {
     name: (sorted(curve), [float(np.mean([curve[x][seed] for seed in seeds])) for x in sorted(curve)]) for name, curve in points.items()
   }
@@ -43,8 +43,8 @@ def _fit(points: Points, seeds: set[int]) -> Fit:
 
 
 def summarise(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-  """A row an architecture and axis: the fitted curve, and the share at which it equals the Transformer, with intervals where there are
-  several seeds. Nothing of an axis with fewer than three sizes of an architecture, or without a seed that all of them have."""
+  """A row for each axis and architecture: the fitted curve, and the share with which it equals the Transformer, with intervals where there
+  are several seeds. An axis with fewer than three sizes of an architecture, or without a seed that all have, has no rows."""
   rows = []
   for axis, points in _points(results).items():
     seeds = set.intersection(*(set(losses) for curve in points.values() for losses in curve.values())) if points else set()
@@ -67,7 +67,7 @@ def summarise(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _with_interval(whole: float, left_out: list[float], positive: bool = False) -> float | list[float]:
-  """The number alone where there is one seed; the interval of a positive one is that of its logarithm."""
+  """An estimate with its interval, or alone if there is one seed. The interval of a positive number is that of its logarithm."""
   if not left_out:
     return whole
   low, high = np.exp(interval(np.log(whole), np.log(left_out))) if positive else interval(whole, left_out)
@@ -75,8 +75,10 @@ def _with_interval(whole: float, left_out: list[float], positive: bool = False) 
 
 
 def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
-  """Loss against parameters and against tokens: single seeds, their means, and the fitted curves; dashed, the loss that the Transformer's
-  curve has at its largest size, from where DIFF's has it, to which it is dotted beyond its runs."""
+  """Draws loss against parameters and against tokens: single seeds, their means, and the fitted curves.
+
+  The dashed line is the loss of the Transformer's curve at its largest size; it ends where DIFF's curve has that loss. DIFF's curve is
+  dotted beyond its runs."""
   value = lambda cell: cell[0] if isinstance(cell, list) else cell
   colors = {name: f"C{index}" for index, name in enumerate(ARCHITECTURES)}
   curve_of = lambda row, x: value(row["c"]) + value(row["a"]) * (x / row["at (M)"]) ** -value(row["b"])
@@ -111,14 +113,14 @@ def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
 
 
 def _grid(sizes: tuple[str, ...], seeds: int) -> Grid:
-  return Grid(tuple(f"{name}@{size}" for size in sizes for name in ARCHITECTURES), "transformer@*", tuple(range(seeds)))
+  return Grid(tuple(f"{name},size={size}" for size in sizes for name in ARCHITECTURES), "transformer,*", tuple(range(seeds)))
 
 
-_LARGE = _grid(("830m", "1.4b", "2.8b", "6.8b", "13.1b", "3b_x0.125", "3b_x0.25", "3b_x0.5", "3b_x1"), seeds=1)
+_LARGE = _grid(("830m", "1.4b", "2.8b", "6.8b", "13.1b", "3b,times=0.125", "3b,times=0.25", "3b,times=0.5", "3b,times=1"), seeds=1)
 
 EXPERIMENT = Experiment(
   question="With which share of the parameters, and of the tokens, does DIFF equal the Transformer?",
-  grids={"cpu": _grid((*SMALL, "0.1m_x0.5", "0.1m_x2", "0.1m_x4"), seeds=5), "gpu": _LARGE, "tpu": _LARGE},
+  grids={"cpu": _grid((*SMALL, "0.1m,times=0.5", "0.1m,times=2", "0.1m,times=4"), seeds=5), "gpu": _LARGE, "tpu": _LARGE},
   metrics={"loss": _LOSS},
   summarise=summarise,
   plot=plot,

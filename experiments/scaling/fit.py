@@ -1,4 +1,4 @@
-"""Power laws of loss, and at which share of a size one architecture equals another."""
+"""Power laws of the loss, and the share of a size with which one architecture equals another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Fit:
 
   Attributes:
     at: the size at which a is the loss above c.
-    c: nats, of all.
+    c: nats, shared by all.
     a: nats, by architecture.
     b: by architecture.
   """
@@ -32,15 +32,15 @@ class Fit:
     return self.c + self.a[name] * (x / self.at) ** -self.b[name]
 
   def share(self, name: str, other: str) -> float:
-    """Of `at`: where a curve has the loss that the other one has there."""
+    """The x at which a curve has the loss that the other curve has at `at`, divided by `at`."""
     return (self.a[name] / self.a[other]) ** (1 / self.b[name])
 
 
 def fit(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], at: float) -> Fit:
   """Least squares over all architectures together.
 
-  They share c, the loss that no size would undercut: it is the text's more than the model's, a handful of sizes does not determine one for
-  each, and with one a share exists wherever the curves do.
+  They share c, the loss that no size would undercut. It belongs to the text more than to the model, a handful of sizes does not determine
+  one for each architecture, and with a common c a share exists wherever the curves do.
 
   Args:
     curves: by architecture, sizes (three different ones at least) and losses in nats.
@@ -74,11 +74,11 @@ def fit(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], at: float
 
 
 def interval(whole: float, left_out: Sequence[float] | Float[ndarray, "S"]) -> tuple[float, float]:
-  """The 95% interval of a number by the jackknife, with Student's t: percentiles of a few resampled seeds would be too narrow.
+  """The 95% interval of an estimate by the jackknife, with Student's t. Percentiles of a few resampled seeds would be too narrow.
 
   Args:
-    whole: from all seeds.
-    left_out: from all seeds but one, for each one.
+    whole: the estimate from all seeds.
+    left_out: for each seed, the estimate from all others.
   """
   count = len(left_out)
   error = np.sqrt((count - 1) * np.var(left_out))

@@ -1,4 +1,6 @@
-"""Shapes whose speed is measured: SIZE@LENGTH, where SIZE is tiny, 125m (its widths: two layers, 256 tokens in the vocabulary), 3b or 13b.
+"""Shapes whose speed is measured: SIZE,length=LENGTH.
+
+SIZE is tiny, 125m (its widths: two layers, 256 tokens in the vocabulary), 3b or 13b.
 
 train.steps are the repetitions, train.batch_size × data.length the tokens of a call.
 """
@@ -7,9 +9,8 @@ import importlib
 
 import ml_collections
 
-from diffjax.config import UserError
+from configs import base
 
-LENGTHS = {"256": 256, "1k": 1024, "2k": 2048, "4k": 4096}
 SIZES = {
   "tiny": ("tiny", 4096),
   "125m": ("diff_125m", 1024),
@@ -18,15 +19,13 @@ SIZES = {
 }  # and the tokens of a call
 
 
-def get_config(variant: str = "tiny@256") -> ml_collections.ConfigDict:
-  size, _, length = variant.partition("@")
-  if size not in SIZES or length not in LENGTHS:
-    raise UserError(f"variant {variant!r}: must be SIZE@LENGTH, with the sizes {', '.join(SIZES)} and the lengths {', '.join(LENGTHS)}")
+def get_config(variant: str = "tiny,length=256") -> ml_collections.ConfigDict:
+  size, length = base.read_variant(variant, size=("tiny", SIZES), length=(256, int))
   name, tokens = SIZES[size]
   config = importlib.import_module(f"configs.{name}").get_config()
   if size == "125m":  # what a CPU does in seconds, and not the vocabulary's time alone
     config.model.update(num_layers=2, vocab_size=256)
-  config.model.max_length = config.data.length = LENGTHS[length]
-  config.train.update(steps=10, batch_size=max(1, tokens // LENGTHS[length]))
+  config.model.max_length = config.data.length = length
+  config.train.update(steps=10, batch_size=max(1, tokens // length))
   config.optimizer.warmup_steps = 0
   return config

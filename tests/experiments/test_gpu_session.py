@@ -1,4 +1,4 @@
-"""experiments/gpu_session.sh on a CPU, with models of nothing: what is packed, what is begun, and what comes back."""
+"""experiments/gpu_session.sh on a CPU with tiny models: the pack, the choice of runs, and the collected results."""
 
 import json
 import os
@@ -15,7 +15,7 @@ SMALL = {
   "model.vocab_size": 300, "model.num_layers": 1, "model.embed_dim": 32, "model.num_heads": 2, "model.num_kv_heads": 2, "model.head_dim": 8,
   "model.ffn_dim": 32, "data.length": 64, "data.validation_fraction": 0.3, "train.batch_size": 4, "eval.rows": 8,
 }  # fmt: skip
-RUNS = [f"{variant}@session/seed_{seed}" for seed in range(5) for variant in ("transformer", "diff", "diff_v2")]
+RUNS = [f"{variant},size=session/seed_{seed}" for seed in range(5) for variant in ("transformer", "diff", "diff_v2")]
 
 
 def call(*args, code=0, **environment):
@@ -31,7 +31,7 @@ def flags(fields):
 
 @pytest.fixture
 def place(tmp_path):
-  """A directory to pack into, with a wheel that no machine has already, so that none is fetched, and all flags."""
+  """A directory to pack into, and all fields. It holds a wheel already, which no machine has installed, so that none is fetched."""
   (tmp_path / "text").mkdir()
   for index in range(30):
     (tmp_path / "text" / f"{index}.txt").write_text("".join(f"line {line} of text {index}\n" for line in range(60)))
@@ -46,7 +46,7 @@ def place(tmp_path):
 
 
 def earlier(pack, fields, steps, names):
-  """What another machine left: a results.json with these runs, each of a second, and the first one's curve."""
+  """Another machine's results: a results.json with these runs, of one second each, and the first one's curve."""
   changes = {**fields, "data.tokenizer": f"{pack}/tokenizer/tokenizer.json", "data.prepared_dir": f"{pack}/rows"}
   changes |= {"train.steps": steps, "optimizer.warmup_steps": min(40, steps), "eval.interval": min(64, steps)}
   entries = []
@@ -54,7 +54,7 @@ def earlier(pack, fields, steps, names):
     if run.name in names:
       results.write_run(pack / "made", run, {}, {"validation/loss": 5.0 + run.seed}, 1.0, "a machine")
       entries.append(results.read_run(pack / "made", run, {}, ()))
-  results.write_folder(pack / "out/results.json", "ablations", "session", "transformer@session", entries)
+  results.write_folder(pack / "out/results.json", "ablations", "session", "transformer,size=session", entries)
   (pack / "out/curves.jsonl").write_text(json.dumps({"run": names[0], "step": 1, "train/loss": 6.0}) + "\n")
 
 
@@ -79,7 +79,7 @@ def test_without_a_gpu_nothing_is_begun(tmp_path):
 
 @pytest.mark.full
 def test_a_run_is_made_where_the_others_are_known(place):
-  """Rows whose text is elsewhere; what a machine lacks; too little time for a run; then the one that is missing, and nothing twice."""
+  """Rows are read without their text, and missing packages installed. No run starts in too little time; then the missing one does, once."""
   directory, fields = place
   pack, out = directory / "pack", directory / "OUT"
   out.mkdir()
@@ -98,7 +98,7 @@ def test_a_run_is_made_where_the_others_are_known(place):
   curves = [json.loads(line) for line in (out / "curves.jsonl").read_text().splitlines()]
   assert curves[0]["run"] == RUNS[0] and {line["run"] for line in curves[1:]} == {RUNS[-1]}
   assert any("validation/loss" in line for line in curves)
-  assert "| diff_v2@session | " in (out / "table.md").read_text() and (out / "plot.png").exists()
+  assert "| diff_v2,size=session | " in (out / "table.md").read_text() and (out / "plot.png").exists()
   text, _ = call(*arguments, LIMIT="600", **environment)
   assert "15 runs in" in text and "left:" not in text
 

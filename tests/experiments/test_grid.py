@@ -1,7 +1,9 @@
-"""Grids: every run is a config that works, rows differ in what they are called after, and only results of one config come together."""
+"""Grids: every run has a valid config, and each row differs from DIFF in what its name says."""
 
 import dataclasses
 import functools
+import re
+import shlex
 
 import jax
 import jax.numpy as jnp
@@ -38,13 +40,13 @@ def test_every_run_of_every_grid_has_a_model(name):
   for chosen in grids:
     runs = grid.expand(name, dataclasses.replace(chosen, seeds=chosen.seeds[:1]), {})
     variants = {run.variant for run in runs}
-    assert variants >= {chosen.baseline.replace("*", variant.partition("@")[2]) for variant in variants}
+    assert variants >= {chosen.baseline.replace("*", variant.partition(",")[2]) for variant in variants}
     assert len({(run.config.model, run.config.optimizer.frozen, run.config.train.steps) for run in runs}) == len(runs)
     assert all(size(run.config.model) == parameter_count(run.config.model) for run in runs)
 
 
 def smaller(config):
-  """A config of few sizes and one step: what is left is what variants are, not how large they are or how they are trained."""
+  """The config with small sizes and one step. Variants of one kind become equal, whatever their size and training."""
   model = dataclasses.replace(config.model, vocab_size=64, num_layers=2, embed_dim=16, head_dim=4, ffn_dim=16, max_length=32)
   optimizer = OptimizerConfig(frozen=config.optimizer.frozen, warmup_steps=0)
   return Config(model=model, data=DataConfig(length=32), optimizer=optimizer, train=TrainConfig(steps=1, batch_size=2))
@@ -52,7 +54,7 @@ def smaller(config):
 
 @pytest.mark.full
 def test_every_row_of_ablations_takes_a_step():
-  """That moves each parameter, but for those that are frozen. What other grids train is of these kinds."""
+  """The step moves every parameter that is not frozen. Other grids train no further kinds of models."""
   runs = grid.expand("ablations", ABLATIONS["cpu"], {})
   rng = np.random.default_rng(0)
   tokens, positions = rng.integers(0, 64, (2, 33)), np.broadcast_to(np.arange(32), (2, 32))
@@ -78,7 +80,7 @@ def test_five_seeds_and_pairs():
     assert all(run.config.train.seed == run.config.data.seed == run.seed for run in runs)
 
 
-@pytest.mark.parametrize("size", ["", "@session", "@125m", "@1b"])
+@pytest.mark.parametrize("size", ["", ",size=session", ",size=125m", ",size=1b"])
 def test_ablation_rows_differ_in_what_they_are_called_after(size):
   get = configs("ablations", size)
   diff = get("diff")
@@ -99,17 +101,42 @@ def test_ablation_rows_differ_in_what_they_are_called_after(size):
   v2, linear = changed("diff_v2"), changed("diff_v2_linear")
   assert linear == {**v2, "model.attention": "diff_v2_linear"} and v2["model.attention"] == "diff_v2"
   for heads in (2, 4, 8, 16):
-    model = get(f"heads_{heads}").model
+    model = get(f"diff,heads={heads}").model
     assert model.num_heads == model.num_kv_heads == heads and 2 * heads * model.head_dim == E
   # The same matrices: sizes differ by the λ vectors, the gains and the rounding of V2's feed-forward width alone
-  sizes = [parameter_count(get(row).model) for row in ("transformer", "transformer_wide", "transformer_norm", "diff", "heads_4", "diff_v2")]
-  assert max(sizes) < min(sizes) * {"": 1.02, "@session": 1.002}.get(size, 1.001)
+  sizes = [
+    parameter_count(get(row).model) for row in ("transformer", "transformer_wide", "transformer_norm", "diff", "diff,heads=4", "diff_v2")
+  ]
+  assert max(sizes) < min(sizes) * {"": 1.02, ",size=session": 1.002}.get(size, 1.001)
 
 
-@pytest.mark.parametrize("variant", ["nothing", "heads_0", "heads_x", "diff@2b", "heads_3", ""])
-def test_unknown_rows(variant):
-  with pytest.raises(UserError, match="variant"):
-    configs("ablations")(variant)
+@pytest.mark.parametrize("variant", ["nothing", "heads_4", "diff@1b", "diff,size=2b", "diff,heads=0", "diff,heads=x", "diff,rows=3", ""])
+@pytest.mark.parametrize("name", ["ablations", "long_context"])
+def test_unknown_variants_are_answered_with_what_there_is(name, variant):
+  with pytest.raises(UserError, match=r"^variant .*; variants are transformer\|.*\|diff_v2_linear\[,size=tiny\|.*\]\[,heads=NUMBER\]$"):
+    configs(name)(variant)
+
+
+@pytest.mark.parametrize("name", ["order_robustness", "retrieval"])
+def test_unknown_rows_are_answered_with_those_there_are(name):
+  for variant in ("nothing", "diff,size=1b", ""):
+    with pytest.raises(UserError, match=r"^variant .*; variants are transformer\|.*\|diff_v2_linear$"):
+      configs(name)(variant)
+
+
+def test_heads_that_do_not_divide_the_width():
+  with pytest.raises(UserError, match="heads=3: a width of 64 cannot be divided among 3 heads"):
+    configs("ablations")("diff,heads=3")
+
+
+@pytest.mark.parametrize("name", grid.names())
+def test_runs_are_called_as_files_can_be(name):
+  """A run's name is the path of its workdir: the variant and the seed, in characters that no shell interprets."""
+  for experiment in grid.experiments_of(name):
+    for chosen in experiment.grids.values():
+      runs = [f"{variant}/seed_{seed}" for variant in chosen.variants for seed in chosen.seeds]
+      assert len(set(runs)) == len(runs) and all(re.fullmatch(r"[a-z0-9_.]+(,[a-z]+=[a-z0-9.]+)*/seed_[0-9]+", run) for run in runs)
+      assert all(shlex.quote(run) == run for run in runs)
 
 
 def test_unknown_experiments_are_answered_with_a_list():

@@ -92,7 +92,7 @@ def test_stopping_ends_what_runs():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("how", ["launcher.side_by_side([('a', lambda slot: call())] * 2, 1)", "call()"])
 def test_a_signal_reaches_the_processes(tmp_path, number, how):
-  """They get SIGTERM, at which training saves, and are waited for."""
+  """The processes get SIGTERM, at which training saves, and are waited for."""
   child = (
     "import pathlib, signal, sys, time; here = pathlib.Path(sys.argv[1])\n"
     "signal.signal(signal.SIGTERM, lambda *_: ((here / 'saved').write_text(''), sys.exit(0)))\n"

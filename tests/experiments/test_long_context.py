@@ -1,10 +1,11 @@
-"""Length extensions: what changes is the length and what goes with it, and both curves are of the same documents."""
+"""Length extensions: only the length and the fields that follow from it change, and both curves are of the same documents."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 
+from diffjax.config import UserError
 from experiments import grid, results
 from experiments.ablations.config import get_config as pretrained
 from experiments.long_context import experiment
@@ -12,7 +13,7 @@ from experiments.long_context.config import get_config
 from tests.tiers import full
 
 
-@pytest.mark.parametrize("size", ["", "@125m", "@1b"])
+@pytest.mark.parametrize("size", ["", ",size=125m", ",size=1b"])
 @pytest.mark.parametrize("row", ["transformer", "diff", "diff_v2"])
 def test_extensions(size, row):
   short, long = (grid._with_fields(get(row + size).to_dict(), {}) for get in (pretrained, get_config))
@@ -25,6 +26,13 @@ def test_extensions(size, row):
   assert dataclasses.replace(long.model, **same) == dataclasses.replace(short.model, **same)
 
 
+def test_sizes_without_an_extension_are_refused():
+  with pytest.raises(
+    UserError, match=r"there is no size 'session'; variants are transformer\|.*\[,size=tiny\|125m\|1b\]\[,heads=NUMBER\]$"
+  ):
+    get_config("diff,size=session")
+
+
 def test_the_base_grows_as_the_papers():
   from configs import diff_3b, diff_3b_64k
 
@@ -35,7 +43,7 @@ def test_the_base_grows_as_the_papers():
 
 @pytest.mark.parametrize("variant", ["diff", *full(["transformer", "diff_v2"])])
 def test_measure(make_workdir, variant):
-  """With the same parameters, before and after differ by the RoPE base alone: where it is the same too, not at all."""
+  """With the same parameters, the curves before and after differ by the RoPE base alone; with the same base they are equal."""
   run = grid.expand("long_context", grid.Grid((variant,), variant), {})[0]
   start, _ = make_workdir("start", run.pretrained.config, {"model.max_length": 64})
   longer = {"train.init_from": start, "data.length": 256, "model.max_length": 256, "eval.rows": 3}

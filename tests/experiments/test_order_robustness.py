@@ -1,4 +1,4 @@
-"""Classification from demonstrations: what is asked can be told from the demonstrations, and orders change nothing but places."""
+"""Classification from demonstrations: they determine every answer, and an order changes only their places."""
 
 import collections
 import functools
@@ -19,7 +19,7 @@ SIZES = task.SIZES
 
 
 def shown(demonstrations):
-  """How often each word is shown with each label."""
+  """The number of times that each word is shown with each label."""
   counts = collections.defaultdict(collections.Counter)
   for example in demonstrations:
     word, label = example.text.split(":")
@@ -89,7 +89,7 @@ def test_training_learns_the_answers(tmp_path):
 
 @pytest.mark.parametrize("counts_all", [True, False])
 def test_measure(tmp_path, monkeypatch, counts_all):
-  """Of a model that counts what is shown with the query's word, whatever the order, and of one that goes by the last time alone."""
+  """Measures a model that counts what is shown with the query's word, whatever the order, and of one that goes by the last time alone."""
 
   parts = [name.split(":") for name in task.VOCABULARY]
   word, label = (jnp.array([task.VOCABULARY.index(part[place]) if len(part) > 1 else 0 for part in parts]) for place in (0, 1))
@@ -139,7 +139,7 @@ def test_the_plot_and_the_table(make_results, tmp_path):
 
 @pytest.mark.full
 def test_larger_models_are_asked_about_words(make_workdir, make_results, monkeypatch, tmp_path):
-  """Of ablations' runs, which are trained there: all numbers that table and plot want, from the suite's own figures."""
+  """Measured on ablations' runs, which are trained there: all numbers that table and plot want, from the suite's own figures."""
   run = grid.expand("order_robustness", grid.load("order_robustness", "gpu").grids["gpu"], {})[0]
   assert run.pretrained.config == run.config and not experiment.LARGE.trains
   workdir, config = make_workdir("run", grid.expand("ablations", grid.Grid(("diff",), "diff"), {})[0].config, {"model.max_length": 512})
@@ -152,4 +152,4 @@ def test_larger_models_are_asked_about_words(make_workdir, make_results, monkeyp
   made = make_results("order_robustness", experiment.LARGE, lambda run: found, "gpu")
   experiment.plot_many_shot(made, tmp_path / "plot.png")
   assert (tmp_path / "plot.png").stat().st_size > 10_000
-  assert "| diff@125m | " in results.table(experiment.LARGE, made)
+  assert "| diff,size=125m | " in results.table(experiment.LARGE, made)

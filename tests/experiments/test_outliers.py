@@ -1,4 +1,4 @@
-"""Outliers of ablations' runs: what is measured is the model's, and fewer bits cost more."""
+"""Outliers of ablations' runs: the magnitudes are the model's, and fewer bits cost more."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Results: kept as they were made, compared by seeds, and never of different configs in one folder."""
+"""Results: stored as they were measured, compared by seeds, and never of different configs in one folder."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def runs():
 
 @pytest.fixture
 def entries(runs, tmp_path):
-  """Results of all runs, DIFF's loss 0.1 lower but for noise."""
+  """Results of all runs; DIFF's loss is 0.1 lower, plus noise."""
   noise = iter(np.random.default_rng(0).normal(0, 0.01, len(runs)))
   found = []
   for run in runs:
@@ -50,7 +50,7 @@ def test_a_run_is_kept_with_what_it_was(entries, runs):
 
 
 def test_the_cpu_is_called_by_its_name(tmp_path, monkeypatch):
-  """So that results of different makes can be told apart; by the kind of machine where the system does not tell."""
+  """The CPU's name tells results of different machines apart; it is the machine type where the system does not give a name."""
   monkeypatch.setattr(results, "_CPUS", tmp_path / "cpuinfo")
   assert results.processor() == platform.machine()
   (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel\t\t: 106\nmodel name\t: Intel(R) Xeon(R) CPU @ 2.60GHz\n\nprocessor\t: 1\n")
@@ -129,14 +129,14 @@ def test_the_table(entries, tmp_path):
 
 
 def test_a_baseline_of_every_size(entries, tmp_path):
-  """NAME@* stands for the variant of the same size."""
-  sizes = [{**entry, "variant": f"{entry['variant']}@{size}"} for size in ("1m", "2m") for entry in entries]
-  found = results.write_folder(tmp_path / "results.json", "ablations", "cpu", "transformer@*", sizes[: len(entries)] + sizes[-2:])
+  """NAME,* stands for the variant of the same size."""
+  sizes = [{**entry, "variant": f"{entry['variant']},size={size}"} for size in ("1m", "2m") for entry in entries]
+  found = results.write_folder(tmp_path / "results.json", "ablations", "cpu", "transformer,*", sizes[: len(entries)] + sizes[-2:])
   assert (
-    len(results.differences(found, "diff@1m", "validation/loss")) == 3
-    and len(results.differences(found, "diff@2m", "validation/loss")) == 1
+    len(results.differences(found, "diff,size=1m", "validation/loss")) == 3
+    and len(results.differences(found, "diff,size=2m", "validation/loss")) == 1
   )
-  assert results.differences(found, "transformer@1m", "validation/loss") == []
+  assert results.differences(found, "transformer,size=1m", "validation/loss") == []
 
 
 def test_the_summary_is_a_second_table(entries, tmp_path):
@@ -150,7 +150,7 @@ def test_the_summary_is_a_second_table(entries, tmp_path):
 
 
 def save(workdir, config, step, log_lines=()):
-  """A checkpoint without arrays to speak of, and a log."""
+  """A tiny checkpoint and a log."""
   with Checkpoints(str(workdir), keep=9) as checkpoints:
     checkpoints.save(step, {"params": np.zeros(1)}, data_state={"shares": [{}]}, config=config.to_dict())
     checkpoints.wait()
@@ -159,7 +159,7 @@ def save(workdir, config, step, log_lines=()):
 
 
 def test_trained_is_what_has_logged_and_saved_its_last_step(runs, tmp_path):
-  """Neither does alone: the log says the last step's loss before that step is saved."""
+  """Neither is enough alone: the log has the last step's loss before that step is saved."""
   config = grid.with_fields(runs[0], {"train.steps": 2, "optimizer.warmup_steps": 1}).config
   lines = ['{"step": 1, "train/loss": 3.0}', '{"step": 2, "train/loss": 2.0}', '{"step": 2, "validation/loss": 1.5}', '{"step": 2, "val']
   assert results.trained(tmp_path / "nothing", config, ()) is None
@@ -177,7 +177,7 @@ def test_trained_is_what_has_logged_and_saved_its_last_step(runs, tmp_path):
 
 
 def test_what_is_trained_with_another_config_is_refused(runs, tmp_path):
-  """To its end or not; where data lies and what a run starts from are not asked here."""
+  """Finished or not; the places of data and of the pretrained run do not matter."""
   config = grid.with_fields(runs[0], {"train.steps": 2, "optimizer.warmup_steps": 1}).config
   end = '{"step": 2, "validation/loss": 1.5}'
   save(tmp_path, config, 1, [end])
@@ -210,7 +210,7 @@ def test_files_that_are_not_ours_are_named(runs, tmp_path, text):
 
 
 def test_a_run_that_diverged_leaves_no_interval(entries, tmp_path):
-  """It would else be forgotten, and the others look better than they are."""
+  """Otherwise the diverged run would be forgotten, and its variant look better than it is."""
   entries[3] = {**entries[3], "results": {"validation/loss": None}}
   found = results.write_folder(tmp_path / "results.json", "ablations", "cpu", "transformer", entries)
   assert entries[3]["name"] == "diff/seed_1" and results.difference(found, "diff", "validation/loss") is None
@@ -218,7 +218,7 @@ def test_a_run_that_diverged_leaves_no_interval(entries, tmp_path):
 
 
 def test_different_texts_are_not_compared(entries):
-  """The standard library's, which is another one in every Python."""
+  """Every version of Python has another standard library."""
   results.check_text(entries)
   results.check_text(entries, entries[0]["versions"]["python"])
   results.check_text([], "3.99")
@@ -244,7 +244,7 @@ def numbers(rows):
 
 @pytest.mark.parametrize("name", [*sorted({*grid.names()} - {"retrieval"}), *full(["retrieval"])])  # whose data takes long to write
 def test_committed_results_are_those_of_the_grid_as_it_is(name, tmp_path):
-  """Else the command in the README would refuse its own folder. And the table is made of them."""
+  """Otherwise the README's command would refuse its own folder. The table is that of the results."""
   experiment, folder = grid.load(name), grid.FOLDER / name
   runs = grid.expand(name, experiment.grids["cpu"], {})
   places = tuple(experiment.prepare(tmp_path, runs[0].config)) if experiment.prepare else ()

@@ -1,4 +1,4 @@
-"""Associative recall: what is asked for stands where the example says, once, and data and questions are as training sees them."""
+"""Associative recall: the pair asked for stands once, where the example says, and questions look as in training."""
 
 import concurrent.futures
 import functools
@@ -30,7 +30,7 @@ def test_examples():
 
 
 def test_questions_of_every_cell(tmp_path):
-  """Prompts of one length end with a key whose value is wanted; places point at its pair, which is the only one of that key."""
+  """Prompts have one length and end with a key; the position is that of its pair, the only one with that key."""
   tokenizer = load_tokenizer(task.write(tmp_path, 4, task.Training())["data.tokenizer"])
   for length, distractors in experiment._CELLS:
     tokens, wanted, places = experiment._questions(tokenizer, length, distractors)
@@ -54,7 +54,7 @@ def test_shares_of_a_known_attention():
 @pytest.mark.full
 @pytest.mark.parametrize("variant", ["transformer", "diff", "diff_v2"])
 def test_a_run_that_was_stopped_is_measured_as_others(make_workdir, monkeypatch, tmp_path, variant):
-  """It has a checkpoint more, of the step in hand; one that lacks a checkpoint is not measured."""
+  """A resumed run has one more checkpoint, which does not count; a run that lacks a checkpoint is not measured."""
   monkeypatch.setattr(experiment, "_CELLS", ((24, 5), experiment._REFERENCE))
   monkeypatch.setattr(experiment, "_SAMPLES", 8)
   run = grid.expand("retrieval", grid.Grid((variant,), variant), {})[0]
@@ -76,7 +76,7 @@ def test_a_run_that_was_stopped_is_measured_as_others(make_workdir, monkeypatch,
 
 
 def test_data_is_written_whole_by_whoever_is_first(tmp_path):
-  """Also beside what a killed process left, and with others at the same time."""
+  """Also beside the remains of a killed process, and with several processes at once."""
   wanted = task.write(tmp_path / "alone", 40, task.Training())
   (tmp_path / "several").mkdir()
   with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -107,7 +107,7 @@ def test_training_learns_the_words_after_the_question(tmp_path):
 
 @pytest.mark.full
 def test_larger_models_are_asked_for_needles(make_workdir, make_results, monkeypatch, tmp_path):
-  """Of ablations' runs, which are trained there: all numbers that table and plot want, from the suites' own figures."""
+  """Measured on ablations' runs, which are trained there: all numbers that table and plot want, from the suites' own figures."""
   run = grid.expand("retrieval", grid.load("retrieval", "gpu").grids["gpu"], {})[0]
   assert run.pretrained.config == run.config and not experiment.LARGE.trains
   workdir, config = make_workdir("run", grid.expand("ablations", grid.Grid(("diff",), "diff"), {})[0].config, {"model.max_length": 1024})
@@ -123,4 +123,4 @@ def test_larger_models_are_asked_for_needles(make_workdir, make_results, monkeyp
   made = make_results("retrieval", experiment.LARGE, every, "gpu")
   experiment.plot_needles(made, tmp_path / "plot.png")
   assert (tmp_path / "plot.png").stat().st_size > 10_000
-  assert "| diff@125m | " in results.table(experiment.LARGE, made)
+  assert "| diff,size=125m | " in results.table(experiment.LARGE, made)

@@ -1,4 +1,4 @@
-"""python -m experiments.run: grids at two steps, resumed where they were stopped, and refused where they do not fit."""
+"""python -m experiments.run: grids at two steps, resumed after a stop, and refused beside results of another config."""
 
 import importlib.util
 import json
@@ -33,7 +33,7 @@ def start(*args):
 
 @pytest.fixture
 def run(command, monkeypatch):
-  """run(…): the command in this process, and what it starts in forked ones, which share compiled programs: its outputs."""
+  """run(…): the outputs of the command in this process. The commands that it starts are forked, and share compiled programs."""
   one_at_a_time = threading.Lock()
   compiled = {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
@@ -75,14 +75,14 @@ def small(*fields):
 
 @pytest.mark.full
 def test_ablations_at_two_steps_and_again(run, places):
-  """A slice of the grid, then more of it, side by side: what is done is not done again; then other configs are refused."""
+  """A slice of the grid, then more of it, side by side: finished runs are not repeated, and other configs are refused."""
   directory, flags = places
   flags = [*flags, "--steps=2", *small()]
-  _, errors = run("ablations", *flags, "--only=diff/seed_0,transformer/seed_0", "--slice=1/2")
+  _, errors = run("ablations", *flags, "--only=diff/seed_0", "--only=transformer/seed_0", "--slice=1/2")
   assert "1 of 1 runs to do" in errors and "this slice is done" in errors and not (directory / "out/results.json").exists()
   path = directory / "runs/ablations/cpu/diff/seed_0/result.json"
   before = path.stat().st_mtime_ns
-  out, errors = run("ablations", *flags, "--only=diff/seed_[01],transformer/seed_0", "--side_by_side=2")
+  out, errors = run("ablations", *flags, "--only=diff/seed_[01]", "--only=transformer/seed_0", "--side_by_side=2")
   assert "2 of 3 runs to do" in errors and "(3 of 65 runs)" in out and path.stat().st_mtime_ns == before
   found = json.loads((directory / "out/results.json").read_text())
   assert [each["name"] for each in found["runs"]] == ["transformer/seed_0", "diff/seed_0", "diff/seed_1"]
@@ -102,7 +102,7 @@ def test_ablations_at_two_steps_and_again(run, places):
 
 @pytest.mark.full
 def test_a_run_that_was_stopped_goes_on(run, places):
-  """SIGTERM in the middle: training saves, nothing is left running, and the same command ends what was begun."""
+  """At SIGTERM training saves and no process is left; the same command finishes the run."""
   directory, flags = places
   flags = [
     *flags,
@@ -172,7 +172,7 @@ def test_bad_input_is_one_line(run, tmp_path):
 
 def test_costs_and_commands_are_printed(run):
   out, _ = run("ablations", "--grid=tpu", "--cost")
-  line = next(line for line in out.splitlines() if line.startswith("| diff@1b |"))
+  line = next(line for line in out.splitlines() if line.startswith("| diff,size=1b |"))
   assert [cell.strip() for cell in line.split("|")[2:6]] == ["1", "1,410 M", "10.5 B", "9.82e+19"]
   out, _ = run("ablations", "--print", "--only=diff/seed_3", "--workdir=/runs")
   assert out.endswith(
@@ -182,7 +182,7 @@ def test_costs_and_commands_are_printed(run):
 
 
 def test_a_changed_grid_lies_apart(run):
-  """So that it is neither taken for the grid as it is nor refused by its results; where data lies is no change."""
+  """Its results are neither mixed with the unchanged grid's nor refused because of them. The place of data is no change."""
   places = []
   for flags in ([], ["--set=mesh.fsdp=1"], ["--steps=2"], ["--steps=2", "--set=eval.rows=8"]):
     out, _ = run("ablations", "--print", "--only=diff/seed_0", *flags)
@@ -192,7 +192,7 @@ def test_a_changed_grid_lies_apart(run):
 
 
 def parsed(line):
-  """What `diffjax.train` makes of a printed line: the workdir, and the config."""
+  """The workdir and the config that `diffjax.train` reads from a printed line."""
   python, dash_m, module, *arguments = shlex.split(line)
   assert (python, dash_m, module) == (sys.executable, "-m", "diffjax.train")
   (workdir,) = (argument.removeprefix("--workdir=") for argument in arguments if argument.startswith("--workdir="))
@@ -205,7 +205,7 @@ def parsed(line):
 
 @pytest.mark.parametrize("name", grid.names())
 def test_the_commands_that_are_printed_train_what_the_grid_says(run, tmp_path, name):
-  """Every variant's, the pretrained one's before: parsed, a line gives the run's whole config."""
+  """Every variant's line, after the pretrained run's, gives the run's whole config."""
   changes = {"train.steps": 6, "optimizer.warmup_steps": 1, "eval.interval": 2}
   settings = [f"--set={field}={value}" for field, value in changes.items()]
   for size in {size for each in grid.experiments_of(name) for size in each.grids} - {"session"}:
@@ -229,7 +229,7 @@ def test_the_commands_that_are_printed_train_what_the_grid_says(run, tmp_path, n
 @pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler, libtpu, is not installed")
 def test_variants_are_compiled_for_tpus_that_are_not_there(run, monkeypatch):
-  """One row a variant, whatever the seeds; what is too large is named at the end, after its row."""
+  """There is one row per variant, whatever the seeds; variants that are too large are named after the rows."""
   flags = ["ablations", "--aot=v5e:1x1", *small("model.max_length=64", "data.length=64")]
   out, _ = run(*flags, "--only=diff")
   row = next(line for line in out.splitlines() if line.startswith("| diff |"))
@@ -253,20 +253,20 @@ TRAINED = {
   "order_robustness": ("transformer_norm",),
   "outliers": ("diff",),
   "retrieval": ("diff_without_norm",),
-  "scaling": ("diff@0.1m_x0.5", "diff_v2@0.2m"),
-  "throughput": ("tiny@256",),
+  "scaling": ("diff,size=0.1m,times=0.5", "diff_v2,size=0.2m"),
+  "throughput": ("tiny,length=256",),
 }
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", grid.names())
 def test_every_experiment_at_two_steps(run, places, tmp_path, name):
-  """Of the sizes that the grid has, but for the layers of a model that takes long rows: from the data to the plot."""
+  """From the data to the plot, with the grid's own sizes, except for the layers of the model with long rows."""
   directory, flags = places
   flags = {"ablations": flags[2:], "long_context": ["--set=model.num_layers=1"]}.get(name, [])
   variants = TRAINED[name]
-  only = f"--only={','.join(f'{variant}/seed_0' for variant in variants)}"
+  only = [f"--only={variant}/seed_0" for variant in variants]
   sizes = ["--set=eval.rows=4", "--set=train.batch_size=2"]
-  out, _ = run(name, *flags, "--steps=2", only, f"--workdir={tmp_path}", *sizes)
+  out, _ = run(name, *flags, "--steps=2", *only, f"--workdir={tmp_path}", *sizes)
   assert f"{tmp_path}/{name}/cpu: results.json, table.md" in out and f"({len(variants)} of " in out
   assert all(f"| {variant} |" in out for variant in variants)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ def test_known_laws_are_found():
 
 
 def test_the_papers_own_losses():
-  """Read off its figure to ±0.002. The paper: 6.8B of DIFF are 11B of the Transformer, 62%, and 7.8B are 13.1B, 59.5%."""
+  """Losses read off its figure to ±0.002. In the paper 6.8B of DIFF equal 11B of the Transformer (62%), and 7.8B equal 13.1B (59.5%)."""
   billions = [0.8335, 1.413, 2.794, 6.837, 13.123]
   curves = {"transformer": (billions, [3.170, 3.087, 3.003, 2.961, 2.899]), "diff": (billions, [3.138, 3.062, 2.977, 2.934, 2.872])}
   equal = 6.837 * fit(curves, at=6.837).share("transformer", "diff")
@@ -54,7 +55,7 @@ def test_intervals_of_a_mean_are_students():
 @pytest.mark.full
 @pytest.mark.parametrize("axis, grids", [("parameters", 120), ("tokens", 240)])  # a fit against parameters takes longer
 def test_intervals_hold_the_true_share(axis, grids):
-  """About 95% of them, in grids simulated from the curves of the committed results, with their runs' spread; the README says so."""
+  """About 95% of the intervals do, in grids simulated from the committed curves with their runs' spread, as the README says."""
   points = experiment._points(json.loads(pathlib.Path(experiment.__file__).with_name("results.json").read_text()))[axis]
   seeds = set(range(5))
   true = experiment._fit(points, seeds)
@@ -74,7 +75,7 @@ def test_intervals_hold_the_true_share(axis, grids):
 
 
 def made_up(tmp_path, seeds, only=lambda run: True):
-  """Results of the CPU grid: laws in both axes, a level of every seed, and a little noise."""
+  """Made-up results of the CPU grid: a law on each axis, an offset per seed, and a little noise."""
   rng = np.random.default_rng(1)
   chosen = experiment.EXPERIMENT.grids["cpu"]
   entries = []
@@ -101,52 +102,58 @@ def test_the_summary_holds_the_shares(tmp_path):
   assert rows["parameters", "transformer"]["share"] is None and rows["tokens", "diff"]["paper's share"] == "0.637"
   assert rows["tokens", "diff"]["at (M)"] == pytest.approx(4 * 480 * 4 * 256 / 1e6)
   assert rows["parameters", "diff"]["at (M)"] == pytest.approx(
-    parameter_count(grid.from_config_dict(get_config("transformer@1.2m")).model) / 1e6
+    parameter_count(grid.from_config_dict(get_config("transformer,size=1.2m")).model) / 1e6
   )
   text = results.table(experiment.EXPERIMENT, found)
-  assert "| against | architecture |" in text and "loss − transformer@*'s" in text
-  row = next(line for line in text.splitlines() if line.startswith("| diff@1.2m |"))
-  difference = [run["results"]["validation/loss"] for run in found["runs"] if run["variant"] in ("diff@1.2m", "transformer@1.2m")]
+  assert "| against | architecture |" in text and "loss − transformer,*'s" in text
+  row = next(line for line in text.splitlines() if line.startswith("| diff,size=1.2m |"))
+  difference = [run["results"]["validation/loss"] for run in found["runs"] if run["variant"] in ("diff,size=1.2m", "transformer,size=1.2m")]
   assert f"{np.mean(difference[1::2]) - np.mean(difference[::2]):+.4f}" in row, "compared with the Transformer of its size"
   experiment.plot(found, tmp_path / "plot.png")
   assert (tmp_path / "plot.png").stat().st_size > 20_000
 
 
 def test_parts_of_the_grid_have_the_summary_that_they_can_have(tmp_path):
-  """One seed: no interval. Two sizes, or no Transformer: no fit. Seeds that some lack are left out."""
+  """One seed has no interval. Two sizes, or no Transformer, have no fit. Seeds that some lack are left out."""
   rows = made_up(tmp_path / "one", seeds=(0,))["summary"]
   assert len(rows) == 6 and all(isinstance(row["b"], float) for row in rows)
   two = made_up(tmp_path / "two", seeds=(0, 1), only=lambda run: "0.1m" in run.variant or "0.2m" in run.variant)
   assert {row["against"] for row in two["summary"]} == {"tokens"}
-  none = made_up(tmp_path / "none", seeds=(0, 1), only=lambda run: run.variant.startswith("diff@"))
+  none = made_up(tmp_path / "none", seeds=(0, 1), only=lambda run: run.variant.startswith("diff,"))
   assert none["summary"] == []
-  less = made_up(tmp_path / "less", seeds=range(3), only=lambda run: run.seed < 2 or run.variant == "diff@0.8m")["summary"]
+  less = made_up(tmp_path / "less", seeds=range(3), only=lambda run: run.seed < 2 or run.variant == "diff,size=0.8m")["summary"]
   assert less[0]["share"] is None and less[1]["share"] == made_up(tmp_path / "both", seeds=range(2))["summary"][1]["share"]
   for name, found in (("two", two), ("none", none)):
     experiment.plot(found, tmp_path / f"{name}.png")
 
 
 def test_sizes():
-  """The same heads at every size, no fewer than two of DIFF's; the paper's sizes have its parameters, steps and learning rates."""
+  """Heads are equally wide at every size, and DIFF has two or more; the paper's sizes have its parameters, steps and learning rates."""
   count = lambda variant: parameter_count(grid.from_config_dict(get_config(variant)).model)
   for size, (E, L, F) in SMALL.items():
-    model = get_config(f"diff@{size}").model
+    model = get_config(f"diff,size={size}").model
     assert (model.head_dim, 2 * model.num_heads * model.head_dim, model.num_layers, model.ffn_dim) == (16, E, L, F) and model.num_heads >= 2
-    assert count(f"diff@{size}") - 256 * E == pytest.approx(1e6 * float(size[:-1]), rel=0.25), "without the vocabulary"
-    assert max(count(f"{name}@{size}") for name in ARCHITECTURES) < 1.03 * min(count(f"{name}@{size}") for name in ARCHITECTURES)
+    assert count(f"diff,size={size}") - 256 * E == pytest.approx(1e6 * float(size[:-1]), rel=0.25), "without the vocabulary"
+    assert max(count(f"{name},size={size}") for name in ARCHITECTURES) < 1.03 * min(count(f"{name},size={size}") for name in ARCHITECTURES)
   for size, parameters in {"830m": 0.8335e9, "1.4b": 1.413e9, "2.8b": 2.794e9, "6.8b": 6.837e9, "13.1b": 13.123e9, "3b": 3.479e9}.items():
-    assert count(f"transformer@{size}") == pytest.approx(parameters, rel=3e-3) and size in PAPER
+    assert count(f"transformer,size={size}") == pytest.approx(parameters, rel=3e-3) and size in PAPER
     if size != "3b":
-      config = get_config(f"diff@{size}")
+      config = get_config(f"diff,size={size}")
       tokens = config.train.steps * config.train.batch_size * config.data.length
       assert config.optimizer.learning_rate == (7.5e-5 if size in ("6.8b", "13.1b") else 1.5e-4) and tokens == pytest.approx(10e9, rel=0.06)
 
 
 def test_tokens():
   steps = lambda variant: get_config(variant).train.steps
-  assert [steps(f"diff@0.1m{times}") for times in ("_x0.5", "", "_x2", "_x4")] == [240, 480, 960, 1920]
-  assert [steps(f"diff_v2@3b_x{times}") for times in ("0.125", "1")] == [10_938, 87_500]
-  assert get_config("diff@0.1m_x4").optimizer.warmup_steps == 192, "a schedule of its own"
-  for variant in ("diff", "diff@5b", "softmax@0.1m", "diff@0.1m_x", "diff@0.1m_x0", "diff@0.1m_x.", ""):
-    with pytest.raises(UserError, match="must be ARCHITECTURE@SIZE or"):
+  assert [steps(f"diff,size=0.1m{times}") for times in (",times=0.5", "", ",times=2", ",times=4")] == [240, 480, 960, 1920]
+  assert [steps(f"diff_v2,size=3b,times={times}") for times in ("0.125", "1")] == [10_938, 87_500]
+  assert get_config("diff,size=0.1m,times=4").optimizer.warmup_steps == 192, "a schedule of its own"
+  sizes = "|".join([*SMALL, *PAPER])
+  for variant in (
+    "diff@0.1m",
+    "diff,size=5b",
+    "softmax,size=0.1m",
+    *(f"diff,size=0.1m,times={times}" for times in ("", "0", ".", "x", "-1")),
+  ):
+    with pytest.raises(UserError, match=rf"; variants are transformer\|diff\|diff_v2\[,size={re.escape(sizes)}\]\[,times=NUMBER\]$"):
       get_config(variant)

@@ -31,7 +31,7 @@ def small():
     "model.num_layers": 4, "model.embed_dim": 32, "model.head_dim": 8, "model.ffn_dim": 48, "data.length": 32, "train.batch_size": 2,
     "train.steps": 3,
   }  # fmt: skip
-  (run,) = grid.expand("throughput", grid.Grid(("tiny@256",), "tiny@256"), changes)
+  (run,) = grid.expand("throughput", grid.Grid(("tiny,length=256",), "tiny,length=256"), changes)
   return run
 
 
@@ -66,7 +66,7 @@ def test_measuring(small, tmp_path):
 
 
 def test_layers_that_fit(small, mesh):
-  """By the compiler's plan, whose bytes grow by the same for every layer: as many as the limit has room for, and no more."""
+  """The compiler's plan grows by the same bytes with every layer; as many layers are taken as the limit has room for, and no more."""
   # A CPU, whose memory nobody asks for, would unroll these few layers; what has memory of its own scans them.
   scanned = dataclasses.replace(small.config, model=dataclasses.replace(small.config.model, remat="attention"))
   needed = functools.cache(lambda layers: experiment._bytes(scanned, mesh, layers))
@@ -82,7 +82,7 @@ def test_layers_that_fit(small, mesh):
 
 
 def test_the_plan_is_of_what_is_measured(small, monkeypatch):
-  """As many layers as fit of all three, and what both passes take of the memory, in GiB; the compiler is made up."""
+  """The rows say how many layers of all three fit, and the memory of both passes in GiB; the compiler is made up."""
   a_layer = {"softmax": 1.0, "diff": 1.2, "diff_v2": 1.1}
   monkeypatch.setattr(experiment, "_compile", lambda config, mesh, kind: (config.model.num_layers, config.model.attention, kind))
   monkeypatch.setattr(
@@ -119,7 +119,7 @@ def test_what_does_not_fit_on_tpus_that_are_not_there(small):
 
 
 def test_a_device_of_little_memory(small, mesh, tmp_path, monkeypatch):
-  """As many layers as the architecture that needs most has room for in nine tenths of the memory."""
+  """The architecture that needs most memory decides the number of layers, in nine tenths of the memory."""
   needed = {"softmax": 100, "diff": 120, "diff_v2": 110}  # a layer
 
   class Device:
@@ -136,22 +136,25 @@ def test_a_device_of_little_memory(small, mesh, tmp_path, monkeypatch):
 def test_times_of_processes_that_share_a_cpu_are_refused(monkeypatch):
   monkeypatch.setenv("NPROC", "1")
   with pytest.raises(UserError, match="cannot be timed; measure one at a time"):
-    experiment.measure("", from_config_dict(get_config("tiny@256")))
+    experiment.measure("", from_config_dict(get_config("tiny,length=256")))
 
 
 def test_shapes():
-  config = from_config_dict(get_config("13b@2k"))
+  config = from_config_dict(get_config("13b,length=2048"))
   assert (config.model.num_layers, config.data.length, config.train.batch_size) == (40, 2048, 4)
-  assert from_config_dict(get_config("3b@4k")).train.batch_size == 2 and from_config_dict(get_config("3b@4k")).model.max_length == 4096
-  for variant in ("3b", "3b@3k", "diff@2k", ""):
-    with pytest.raises(UserError, match="must be SIZE@LENGTH"):
+  assert (
+    from_config_dict(get_config("3b,length=4096")).train.batch_size == 2
+    and from_config_dict(get_config("3b,length=4096")).model.max_length == 4096
+  )
+  for variant in ("3b@3k", "3b,length=2k", "3b,length=0", "diff,length=2048", ""):
+    with pytest.raises(UserError, match=r"; variants are tiny\|125m\|3b\|13b\[,length=NUMBER\]$"):
       get_config(variant)
 
 
 @pytest.mark.full
 def test_every_large_shape_has_its_loss(mesh):
   """Shapes alone: parameters of the three twins, and the gradient of the loss."""
-  for variant, name in (("3b@4k", "diff"), ("13b@2k", "transformer"), ("13b@2k", "diff_v2")):
+  for variant, name in (("3b,length=4096", "diff"), ("13b,length=2048", "transformer"), ("13b,length=2048", "diff_v2")):
     config = from_config_dict(experiment.base.twin(get_config(variant), name))
     _, loss, arguments = experiment._parts(config, mesh)
     value, gradients = jax.eval_shape(jax.value_and_grad(loss), *arguments)
@@ -171,6 +174,6 @@ def test_the_table_stands_beside_the_papers(tmp_path):
   stored = results.write_folder(tmp_path / "results.json", "throughput", "gpu", runs[0].variant, entries, experiment.summarise)
   lines = [line for line in results.table(experiment.EXPERIMENT, stored).splitlines() if "of" in line]
   assert [line.split("|")[8].strip() for line in lines[-6:]] == ["−9%", "−8%", "−9%", "−10%", "−5%", "−6%"]
-  assert lines[-6] == "| 3b@2k | 20 of 28 | forward | 50,000 | 46,000 | 50,000 | −8% | −9% | +0% |"
+  assert lines[-6] == "| 3b,length=2048 | 20 of 28 | forward | 50,000 | 46,000 | 50,000 | −8% | −9% | +0% |"
   experiment.plot(stored, tmp_path / "plot.png")
   assert (tmp_path / "plot.png").stat().st_size > 10_000
