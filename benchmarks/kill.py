@@ -60,12 +60,12 @@ def data_config(directory: pathlib.Path, mode: str) -> DataConfig:
 def run_child(flags: argparse.Namespace, directory: pathlib.Path, workdir: str, coordinator: str, index: int) -> None:
   """Trains as the command does, and appends every batch that it takes to WORKDIR.batches."""
   from diffjax.parallel.processes import connected
-  from diffjax.training import loop, runtime
+  from diffjax.training import loop, run_log, runtime, session
 
   runtime.keep_compiled_programs()
-  runtime.keep_freed_pages()
+  runtime.keep_freed_memory()
   log = os.open(f"{workdir}.batches", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-  step, put_batch, make_metrics = 0, loop.put_batch, loop.Metrics
+  step, put_batch, make_metrics = 0, session.put_batch, run_log.Metrics
 
   def metrics(*args, resume_step, **options):
     nonlocal step
@@ -79,7 +79,7 @@ def run_child(flags: argparse.Namespace, directory: pathlib.Path, workdir: str, 
     os.write(log, f"{step} {index} {digest}\n".encode())
     return put_batch(batch, mesh)
 
-  loop.put_batch, loop.Metrics = record, metrics
+  session.put_batch, run_log.Metrics = record, metrics
   with connected(coordinator if flags.processes > 1 else "", flags.processes, index, timeout=20):
     loop.train(dataclasses.replace(make_config(flags.steps), data=data_config(directory, flags.mode)), workdir)
 
@@ -109,12 +109,12 @@ def batches(workdir: pathlib.Path) -> dict[tuple[int, int], set[str]]:
 def parameters(workdir: pathlib.Path) -> str:
   """sha256 of the newest complete checkpoint's parameters."""
   from diffjax.parallel.mesh import make_mesh
-  from diffjax.training.checkpoint import load_params
-  from diffjax.training.step import make_init
+  from diffjax.training.checkpoint import open_checkpoint
+  from diffjax.training.program import build
 
-  abstract = make_init(CONFIG, make_mesh(CONFIG.mesh))[1].params
+  abstract = build(CONFIG, make_mesh(CONFIG.mesh)).abstract_state.params
   bare = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract)
-  leaves = jax.tree.leaves(load_params(workdir, bare))
+  leaves = jax.tree.leaves(open_checkpoint(workdir).params(bare))
   return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()
 
 

@@ -107,7 +107,7 @@ class OptimizerConfig:
   final_fraction: float = 0.0
   # After the warmup: "linear", "cosine", or "wsd" (constant, then linear over the last decay_fraction of the steps)
   schedule: str = "linear"
-  # Steps of linear warmup from 0
+  # Steps of linear warmup from 0; cut to train.steps if it is longer
   warmup_steps: int = 100
   # "wsd": share of the steps that decay
   decay_fraction: float = 0.2
@@ -243,7 +243,7 @@ def check(config: Config) -> None:
   for field in _POSITIVE:
     require(get(field) > 0, field, get(field), "must be positive")
 
-  model, data, train, optimizer, mesh = config.model, config.data, config.train, config.optimizer, config.mesh
+  model, data, train, mesh = config.model, config.data, config.train, config.mesh
   require(
     model.num_heads % model.num_kv_heads == 0, "model.num_kv_heads", model.num_kv_heads, f"must divide model.num_heads = {model.num_heads}"
   )
@@ -275,12 +275,6 @@ def check(config: Config) -> None:
     "train.accumulation",
     train.accumulation,
     f"must divide train.batch_size = {train.batch_size}",
-  )
-  require(
-    optimizer.warmup_steps <= train.steps or train.steps == 0,
-    "optimizer.warmup_steps",
-    optimizer.warmup_steps,
-    f"must be at most train.steps = {train.steps}",
   )
   sizes = (mesh.data, mesh.fsdp, mesh.context, mesh.tensor)
   require(

@@ -27,7 +27,7 @@ def main(config: Config) -> None:
   from diffjax.training import loop, runtime
 
   runtime.keep_compiled_programs()
-  runtime.keep_freed_pages()
+  runtime.keep_freed_memory()
   with connected(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, timeout=_CONNECT_TIMEOUT.value):
     loop.train(config, WORKDIR.value)
 

@@ -49,11 +49,11 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
   import jax
 
   from diffjax.parallel.mesh import make_mesh
-  from diffjax.training.runtime import keep_freed_pages
+  from diffjax.training.runtime import keep_freed_memory
 
   if os.environ.get("NPROC"):
     raise UserError("--side_by_side: runs that share a CPU's cores cannot be timed; measure one at a time")
-  keep_freed_pages()
+  keep_freed_memory()
   device = jax.local_devices()[0]
   mesh = make_mesh(MeshConfig(), [device])
   layers = _layers(config, mesh, (device.memory_stats() or {}).get("bytes_limit"))
@@ -110,15 +110,13 @@ def _parts(config: Config, mesh: Mesh) -> tuple[Callable[[], Any], Callable[...,
 
   from diffjax.model.decoder import output_embedding
   from diffjax.ops.cross_entropy import fused_cross_entropy
-  from diffjax.ops.diff_attention import diff_attention
-  from diffjax.training.step import make_model
+  from diffjax.training.program import build
+  from diffjax.training.step import init_params
 
-  model = make_model(config, mesh)
-  # parameters depend on no activation
-  reference = model.clone(attention_fn=functools.partial(diff_attention, implementation="reference"))
+  model = build(config, mesh).model
 
   def make():
-    return reference.init(jax.random.key(config.train.seed), jnp.zeros((1, 1), jnp.int32))["params"]
+    return init_params(model, jax.random.key(config.train.seed))
 
   def loss(params, tokens, targets):
     hidden = model.apply({"params": params}, tokens)
@@ -191,11 +189,11 @@ def plan(config: Config, topology: str) -> list[dict[str, str]]:
   """What `measure` would compile for one device of TPUs that are not there: a row an architecture.
 
   Raises:
-    UserError: if not even two layers fit; and what `diffjax.aot.apart` raises.
+    UserError: if not even two layers fit; and what `diffjax.compiled.plan.apart` raises.
   """
-  from diffjax import aot  # here, since it has flags of its own
+  from diffjax.compiled.plan import apart
 
-  return aot.apart(_plan, config, topology=topology)
+  return apart(_plan, config, topology=topology)
 
 
 def _plan(devices: Sequence[Any], chips: int, memory: int, config: Config) -> list[dict[str, str]]:

@@ -10,7 +10,7 @@ _DEFINITION = re.compile(r"\s*(?:ROOT )?%(\S+) = ")
 _CALLED = re.compile(r"\b(body|calls|to_apply|branch_computations)=\{?(%[^\s,}]+(?:, %[^\s,}]+)*)")
 
 
-class Program:
+class ProgramText:
   """A compiled program, read from its text.
 
   Attributes:

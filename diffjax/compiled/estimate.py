@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from diffjax.parallel.collectives import Collective, of_line
-from diffjax.parallel.program import Program
+from diffjax.compiled.collectives import Collective, of_line
+from diffjax.compiled.text import ProgramText
 
 KERNELS, PRODUCTS, COPIES, EXPOSED, OTHER = "attention kernels", "other products", "copies", "exposed collectives", "other"
 _FFN, _NORMS = "feed-forward", "norms, RoPE, residuals"
@@ -129,77 +129,118 @@ def estimate(
   Raises:
     ValueError: if the text cannot be read: devices of a collective, or iterations of a loop.
   """
-  program = Program(text)
-  parts: dict[str, float] = defaultdict(float)
-  moved: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-  taken: list[tuple[float, str]] = []
-  products = _with_products(program)
-
-  def walk(name: str, times: int) -> float:
-    """Adds what `times` runs of a computation take, and returns the seconds of one. Its lines are in the order of the schedule."""
-    seconds = 0.0
-    under_way: dict[str, float] = {}  # seconds left of what has started: a chip's links serve one after another
-    kinds: dict[str, str] = {}
-
-    def cover(cost: float) -> None:
-      nonlocal seconds
-      seconds += cost
-      for key, left in under_way.items():
-        hidden = min(left, cost)
-        under_way[key], cost = left - hidden, cost - hidden
-
-    def wait(key: str) -> None:
-      """For a collective and those that started before it."""
-      nonlocal seconds
-      for other in list(under_way):
-        exposed = under_way.pop(other)
-        seconds += exposed
-        parts[EXPOSED] += exposed * times
-        moved[kinds[other]][1] += exposed * times
-        taken.append((exposed * times, f"{other}, exposed"))
-        if other == key:
-          return
-
-    for line in program.computations[name]:
-      label = _label(line)
-      if " while(" in line:
-        body = next(callee for kind, callee in program.called(line) if kind == "body")
-        iterations = program.iterations(line)
-        cover(walk(body, times * iterations) * iterations)
-        continue
-      if re.search(r" (call|conditional)\(", line):  # of the branches of a condition, all: the most that it can take
-        for _, callee in program.called(line):
-          cover(walk(callee, times))
-        continue
-      if sent := of_line(program, line, name, mesh):
-        chain, collective = sent[0]
-        key, phase = chain or _operand(line) or label, _phase(program, line)
-        if phase in ("start", "whole"):
-          kinds[key] = collective.kind
-          under_way[key] = sum(torus.seconds(each, math.prod(mesh[axis] for axis in each.axes)) for _, each in sent)
-          moved[collective.kind][0] += under_way[key] * times
-        if phase in ("end", "whole") and key in under_way:
-          wait(key)
-      elif (ended := _operand(line)) in under_way:
-        wait(ended)
-      part = _part(program, line, scopes, products)
-      cycles = float(match[1]) if (match := re.search(r'"estimated_cycles":"(\d+)"', line)) else 0.0
-      if part == KERNELS:
-        cycles = next((cost for kernel, cost in kernel_cycles.items() if kernel in label), 0.0)
-      if cycles:
-        seconds_taken = cycles / chip.clock
-        parts[part] += seconds_taken * times
-        taken.append((seconds_taken * times, f"{label}: {_source(line)}"))
-        cover(seconds_taken)
-    for key in list(under_way):
-      if key in under_way:
-        wait(key)
-    return seconds
-
   if "estimated_cycles" not in text:
     return None
-  walk(program.entry, 1)
-  return Estimate(dict(parts), {kind: (whole, shown) for kind, (whole, shown) in moved.items()}, sorted(taken, reverse=True)[:20])
+  reader = _Reader(ProgramText(text), mesh, chip, torus, kernel_cycles, scopes)
+  reader.run(reader.program.entry, 1)
+  collectives = {kind: (whole, shown) for kind, (whole, shown) in reader.moved.items()}
+  return Estimate(dict(reader.parts), collectives, sorted(reader.taken, reverse=True)[:20])
+
+
+class _Reader:
+  """Adds up what a program takes, computation by computation.
+
+  Attributes:
+    program: the program.
+    parts: seconds by part.
+    moved: seconds of collectives by kind, all and exposed.
+    taken: seconds and name of each instruction.
+  """
+
+  def __init__(
+    self,
+    program: ProgramText,
+    mesh: Mapping[str, int],
+    chip: Chip,
+    torus: Torus,
+    kernel_cycles: Mapping[str, float],
+    scopes: tuple[tuple[str, str, str], ...],
+  ):
+    self.program = program
+    self.parts: dict[str, float] = defaultdict(float)
+    self.moved: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    self.taken: list[tuple[float, str]] = []
+    self._mesh, self._chip, self._torus, self._kernel_cycles, self._scopes = mesh, chip, torus, kernel_cycles, scopes
+    self._products = _with_products(program)
+
+  def run(self, name: str, times: int) -> float:
+    """Adds what `times` runs of a computation take, and returns the seconds of one. Its lines are in the order of the schedule."""
+    clock = _Clock(self, times)
+    for line in self.program.computations[name]:
+      if " while(" in line:
+        body = next(callee for kind, callee in self.program.called(line) if kind == "body")
+        iterations = self.program.iterations(line)
+        clock.cover(self.run(body, times * iterations) * iterations)
+      elif re.search(r" (call|conditional)\(", line):  # every branch of a condition counts: the most that it can take
+        for _, callee in self.program.called(line):
+          clock.cover(self.run(callee, times))
+      else:
+        self._communicate(line, name, clock)
+        clock.cover(self._compute(line, times))
+    clock.wait_for_all()
+    return clock.seconds
+
+  def _communicate(self, line: str, computation: str, clock: _Clock) -> None:
+    """Starts the collectives that an instruction starts, and waits for those that it ends."""
+    if sent := of_line(self.program, line, computation, self._mesh):
+      chain, collective = sent[0]
+      key, phase = chain or _operand(line) or _label(line), _phase(self.program, line)
+      if phase in ("start", "whole"):
+        seconds = sum(self._torus.seconds(each, math.prod(self._mesh[axis] for axis in each.axes)) for _, each in sent)
+        clock.start(key, collective.kind, seconds)
+      if phase in ("end", "whole"):
+        clock.wait_for(key)
+    else:
+      clock.wait_for(_operand(line))
+
+  def _compute(self, line: str, times: int) -> float:
+    """Adds what an instruction takes by its own cycles, and returns the seconds of one run."""
+    label, part = _label(line), _part(self.program, line, self._scopes, self._products)
+    cycles = float(match[1]) if (match := re.search(r'"estimated_cycles":"(\d+)"', line)) else 0.0
+    if part == KERNELS:
+      cycles = next((cost for kernel, cost in self._kernel_cycles.items() if kernel in label), 0.0)
+    seconds = cycles / self._chip.clock
+    if cycles:
+      self.parts[part] += seconds * times
+      self.taken.append((seconds * times, f"{label}: {_source(line)}"))
+    return seconds
+
+
+class _Clock:
+  """The time of one run of a computation, and the collectives that are under way. A chip's links serve one after another."""
+
+  def __init__(self, reader: _Reader, times: int):
+    self.seconds = 0.0
+    self._reader, self._times = reader, times
+    self._under_way: dict[str, float] = {}  # seconds left of each, in the order in which they started
+    self._kinds: dict[str, str] = {}
+
+  def start(self, key: str, kind: str, seconds: float) -> None:
+    """Starts a collective."""
+    self._under_way[key], self._kinds[key] = seconds, kind
+    self._reader.moved[kind][0] += seconds * self._times
+
+  def cover(self, cost: float) -> None:
+    """Lets a computation run, which hides as much of what is under way."""
+    self.seconds += cost
+    for key, left in self._under_way.items():
+      hidden = min(left, cost)
+      self._under_way[key], cost = left - hidden, cost - hidden
+
+  def wait_for(self, key: str) -> None:
+    """Waits for a collective and for those that started before it; not at all if it is not under way."""
+    while key in self._under_way:
+      first = next(iter(self._under_way))
+      exposed = self._under_way.pop(first)
+      self.seconds += exposed
+      self._reader.parts[EXPOSED] += exposed * self._times
+      self._reader.moved[self._kinds[first]][1] += exposed * self._times
+      self._reader.taken.append((exposed * self._times, f"{first}, exposed"))
+
+  def wait_for_all(self) -> None:
+    """Waits for every collective."""
+    if self._under_way:
+      self.wait_for(next(reversed(self._under_way)))
 
 
 def _label(line: str) -> str:
@@ -217,7 +258,7 @@ def _operand(line: str) -> str:
   return match[1] if (match := re.search(r" [a-z-]+-done\([^%]*%([^\s,)]+)", line)) else ""
 
 
-def _phase(program: Program, line: str) -> str:
+def _phase(program: ProgramText, line: str) -> str:
   """Of an instruction that holds a collective: whether it is the whole of it, its start, its end, or a part between the two."""
   if re.search(r" [a-z-]+-start\(", line):
     return "start"
@@ -229,7 +270,7 @@ def _phase(program: Program, line: str) -> str:
   return "part" if any("chain_id=" in inner for inner in inside) else "whole"
 
 
-def _part(program: Program, line: str, scopes: tuple[tuple[str, str, str], ...], products: set[str]) -> str:
+def _part(program: ProgramText, line: str, scopes: tuple[tuple[str, str, str], ...], products: set[str]) -> str:
   """The part that an instruction counts to."""
   source = _source(line)
   if "tpu_custom_call" in line:
@@ -244,7 +285,7 @@ def _part(program: Program, line: str, scopes: tuple[tuple[str, str, str], ...],
   return PRODUCTS if is_product else OTHER
 
 
-def _with_products(program: Program) -> set[str]:
+def _with_products(program: ProgramText) -> set[str]:
   """Computations that hold a matrix product, directly or in what they call."""
   found: set[str] = set()
 

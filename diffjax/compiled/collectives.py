@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from diffjax.parallel.program import Program
+from diffjax.compiled.text import ProgramText
 
 _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 _COLLECTIVE = re.compile(rf" = (.+?) ({_KINDS})(-start)?\(")
@@ -44,7 +44,7 @@ def collectives(program: str, mesh: Mapping[str, int]) -> list[Collective]:
   Raises:
     ValueError: if the text cannot be read: devices of a collective, or iterations of a loop that holds one.
   """
-  read = Program(program)
+  read = ProgramText(program)
   places = _places(read, mesh)
 
   def walk(name: str) -> Iterator[tuple[str | None, Collective]]:
@@ -69,7 +69,7 @@ def collectives(program: str, mesh: Mapping[str, int]) -> list[Collective]:
   return sent + list(chains.values())
 
 
-def of_line(program: Program, line: str, computation: str, mesh: Mapping[str, int]) -> list[tuple[str | None, Collective]]:
+def of_line(program: ProgramText, line: str, computation: str, mesh: Mapping[str, int]) -> list[tuple[str | None, Collective]]:
   """The collectives of one instruction, with those of the fusion or of the other core's program that it may start: the chain that each is a
   part of, if any, and once.
 
@@ -89,7 +89,7 @@ def of_line(program: Program, line: str, computation: str, mesh: Mapping[str, in
   return found
 
 
-def _places(program: Program, mesh: Mapping[str, int]) -> Int[np.ndarray, "slices devices"]:
+def _places(program: ProgramText, mesh: Mapping[str, int]) -> Int[np.ndarray, "slices devices"]:
   """The places in the mesh of the devices that the program numbers. That of one of several slices numbers its own devices, which are the
   first of the mesh, and reaches the others through its host."""
   partitions = re.search(r"num_partitions=(\d+)", program.text)
