@@ -204,6 +204,26 @@ def test_a_finished_run_can_be_prolonged(config, whole, tmp_path):
   assert [line["step"] for line in log(tmp_path) if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_profile_names_its_steps(config, tmp_path):
+  """By the numbers that the log has for them."""
+  loop.train(change(config, train__steps=4, train__profile_step=1, train__profile_steps=2, eval__interval=0), str(tmp_path))
+  (path,) = (tmp_path / "profile").rglob("*.xplane.pb")
+  events = [event for plane in jax.profiler.ProfileData.from_file(str(path)).planes for line in plane.lines for event in line.events]
+  assert sorted(dict(event.stats)["step_num"] for event in events if event.name == "train") == [2, 3]
+
+
+def test_a_warmup_longer_than_the_run_is_cut_aloud(config, tmp_path, capsys):
+  """The checkpoint keeps what the user gave, so that a longer run goes on with the whole warmup."""
+  config = change(config, optimizer__warmup_steps=8, optimizer__learning_rate=1.0, eval__interval=0)
+  loop.train(change(config, train__steps=4), str(tmp_path))
+  assert "config.optimizer.warmup_steps = 8 is cut to config.train.steps = 4\n" in capsys.readouterr().err
+  assert open_checkpoint(tmp_path).config["optimizer"]["warmup_steps"] == 8
+  loop.train(change(config, train__steps=10), str(tmp_path))
+  assert "is cut" not in capsys.readouterr().err
+  rates = [line["train/learning_rate"] for line in log(tmp_path)]
+  assert rates == pytest.approx([0, 1 / 4, 2 / 4, 3 / 4, 4 / 8, 5 / 8, 6 / 8, 7 / 8, 1, 1 / 2])
+
+
 def test_init_from_takes_parameters_alone(config, whole, tmp_path):
   start = change(config, train__init_from=str(whole), train__steps=2, optimizer__learning_rate=0.0)
   loop.train(start, str(tmp_path))
