@@ -75,7 +75,7 @@ def diffllama(length: int) -> transformers.DiffLlamaForCausalLM:
 
 
 def diffllama_step(tokens: np.ndarray):
-  """What `diffjax_step` is, for DiffLlama."""
+  """The counterpart of `diffjax_step` for DiffLlama."""
   model = diffllama(tokens.shape[1]).train()
   optimizer = torch.optim.AdamW(
     model.parameters(), lr=OPTIMIZER.learning_rate, betas=(OPTIMIZER.b1, OPTIMIZER.b2), weight_decay=OPTIMIZER.weight_decay, fused=True

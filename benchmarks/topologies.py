@@ -1,4 +1,4 @@
-"""Which TPU slices a config's training step fits, and which it can use: by the TPU's own compiler, no TPU is needed.
+"""The TPU slices that a config's training step fits, and those that it can use, by the TPU's own compiler. No TPU is needed.
 
     python -m benchmarks.topologies                          # every config of the paper, into benchmarks/topologies.json; hours
     python -m benchmarks.topologies --configs diff_1b --generations v5e
@@ -30,7 +30,7 @@ HALF = 0.5
 
 
 class NotCompiled(Exception):
-  """What --offline lacks."""
+  """Raised with --offline for a result that is not there."""
 
 
 class Compiled:

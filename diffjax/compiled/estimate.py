@@ -1,8 +1,8 @@
-"""What a compiled TPU program takes by its compiler's own estimate: cycles of every instruction times how often it runs, by part.
+"""The time of a compiled TPU program by its compiler's own estimate: cycles of every instruction times how often it runs, by part.
 
-It is an estimate that ranks programs, not a time: libtpu writes `estimated_cycles` beside fusions and copies. It writes none beside
-kernels and collectives. A kernel's come from elsewhere (`kernel_cycles`). A collective takes what it must at the links' full speed, and
-counts where no computation runs between its start and its end. What crosses between slices is not counted.
+It is an estimate that ranks programs, not a time. libtpu writes `estimated_cycles` beside fusions and copies, and none beside kernels and
+collectives. A kernel's cycles come from elsewhere (`kernel_cycles`). A collective takes the time of its bytes at the links' full speed, as
+far as no computation runs between its start and its end. Traffic between slices is not counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from diffjax.compiled.text import ProgramText
 KERNELS, PRODUCTS, COPIES, EXPOSED, OTHER = "attention kernels", "other products", "copies", "exposed collectives", "other"
 _FFN, _NORMS = "feed-forward", "norms, RoPE, residuals"
 
-# Where an instruction belongs, by the first of these that its name in the source (JAX's scopes) fits; and one with a matrix product in it.
+# The part of an instruction: that of the first pattern that its name in the source (JAX's scopes) fits. The last column is for one that
+# holds a matrix product.
 SCOPES: tuple[tuple[str, str, str], ...] = (
   (r"\bloss\b", "loss", "loss"),
   (r"\boptimizer\b", "optimizer", "optimizer"),
@@ -31,7 +32,7 @@ SCOPES: tuple[tuple[str, str, str], ...] = (
 
 
 class Chip(NamedTuple):
-  """What an estimate needs to know of a device.
+  """A device's speed, as far as an estimate needs it.
 
   Sources: peak FLOP/s as in training/flops.py over the FLOPs of a cycle (v4 and v5p: two cores of four 128 × 128 MXUs; v5e: one; v6e: two
   256 × 256); links one way, from "How to scale your model" (jax-ml.github.io/scaling-book/tpus).
@@ -66,12 +67,12 @@ class Estimate(NamedTuple):
 
   @property
   def seconds(self) -> float:
-    """Of all parts."""
+    """Seconds of all parts."""
     return sum(self.parts.values())
 
   @property
   def has_kernels(self) -> bool:
-    """Whether attention kernels are counted."""
+    """True if attention kernels are counted."""
     return KERNELS in self.parts
 
 
@@ -84,7 +85,7 @@ class Torus(NamedTuple):
 
   @classmethod
   def of(cls, topology: str) -> Torus:
-    """That of a slice, by generation and chips: "v5e:4x4"."""
+    """The torus of a slice, by generation and chips: "v5e:4x4"."""
     generation, _, shape = topology.partition(":")
     sizes = tuple(size for size in map(int, shape.split("x")) if size > 1)
     closed = all(size % CHIPS[generation].ring == 0 for size in sizes) or CHIPS[generation].ring > 4  # cubes close together or not at all
@@ -95,8 +96,8 @@ class Torus(NamedTuple):
     return 2 if self.ring and size % self.ring == 0 else 1
 
   def seconds(self, collective: Collective, devices: int) -> float:
-    """What a collective between so many devices takes at least: what a chip receives over its links, and of an all-to-all also what
-    crosses the middle of the longest dimension. The chips of a group are taken to lie together."""
+    """Lower bound on a collective between so many devices: the time of the bytes that a chip receives over its links, and for an all-to-all
+    also of those that cross the middle of the longest dimension. It assumes that the chips of a group lie together."""
     if devices == 1 or not self.sizes:
       return 0.0
     received = collective.bytes / (sum(map(self._ways, self.sizes)) * self.link)
@@ -249,17 +250,17 @@ def _label(line: str) -> str:
 
 
 def _source(line: str) -> str:
-  """What it comes from, by JAX's scopes."""
+  """An instruction's origin, by JAX's scopes."""
   return match[1] if (match := re.search(r'op_name="([^"]*)"', line)) else ""
 
 
 def _operand(line: str) -> str:
-  """The start that an instruction ends, such as `all-gather-done(%all-gather-start.1)`; of others nothing."""
+  """The name of the start that an instruction ends, such as `all-gather-done(%all-gather-start.1)`; "" for other instructions."""
   return match[1] if (match := re.search(r" [a-z-]+-done\([^%]*%([^\s,)]+)", line)) else ""
 
 
 def _phase(program: ProgramText, line: str) -> str:
-  """Of an instruction that holds a collective: whether it is the whole of it, its start, its end, or a part between the two."""
+  """The phase of an instruction that holds a collective: "whole", "start", "end", or "part", which lies between the two."""
   if re.search(r" [a-z-]+-start\(", line):
     return "start"
   inside = [inner for kind, callee in program.called(line) if kind == "calls" for inner in program.computations[callee]]
@@ -276,7 +277,7 @@ def _part(program: ProgramText, line: str, scopes: tuple[tuple[str, str, str], .
   if "tpu_custom_call" in line:
     return KERNELS
   is_product = any(kind == "calls" and callee in products for kind, callee in program.called(line))
-  # A product that writes into the stack of what is kept for the backward pass is named after that, and is a product all the same.
+  # A product that writes into the stack of saved activations is named after the writing; it still counts as a product.
   if not is_product and re.match(r"\s*(?:ROOT )?%\S*(copy|dynamic-update-slice|dynamic-slice)\S* = ", line):
     return COPIES
   for pattern, part, of_products in scopes:

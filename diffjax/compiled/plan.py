@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """What a compiled training step takes of a chip. All sizes are bytes per chip."""
+  """Memory and time of a compiled training step. All sizes are bytes per chip."""
 
   chips: int
   # As JAX calls it: "TPU v5 lite"
@@ -53,7 +53,7 @@ class Plan:
   optimizer: int
   # The batch, and the padding of the layouts of all three
   batch: int
-  # All that is alive only inside the step: activations, gradients, gathered parameters
+  # Everything that lives inside the step alone: activations, gradients, gathered parameters
   temporaries: int
   # The machine code
   program: int
@@ -85,7 +85,7 @@ class Plan:
 
   @property
   def fits(self) -> bool:
-    """Whether the step fits. The compiler does not tell: it refuses temporaries that are too large, but accepts parameters that are."""
+    """True if the step fits. The compiler does not tell: it refuses temporaries that are too large, but accepts parameters that are."""
     return self.total <= self.available
 
 

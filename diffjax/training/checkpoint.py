@@ -25,7 +25,7 @@ from diffjax.config import UserError
 from diffjax.parallel.processes import gather
 from diffjax.training import manifest, runtime
 
-# Seconds that are spent, at most, on removing what a failed save goes on writing.
+# Seconds to spend, at most, on removing files that a failed save goes on writing.
 _STRAGGLING = 5.0
 
 
@@ -33,7 +33,7 @@ class Checkpoints:
   """Writes the checkpoints of one run. Every process of a run makes the same calls in the same order."""
 
   def __init__(self, workdir: epath.PathLike, *, keep: int):
-    """Makes the directory and clears away what a killed save left. The caller holds the workdir's lock (lock.py).
+    """Makes the directory, and removes what a killed save has left there. The caller holds the workdir's lock (lock.py).
 
     Args:
       workdir: The run's directory, local or gs://.
@@ -45,10 +45,10 @@ class Checkpoints:
     self._workdir, self._directory, self._keep = workdir, manifest.checkpoint_directory(workdir), keep
     self._pending: concurrent.futures.Future[None] | None = None
     self._saved: int | None = None
-    self._damaged: set[int] = set()  # known only by reading them: their manifests are in order
-    # Orbax logs a failure as tracebacks, one a thread; as an exception it reaches us anyway.
+    self._damaged: set[int] = set()  # steps whose manifests are in order but whose files are not: only reading them tells
+    # Orbax logs a failure as one traceback per thread, and raises it too.
     logging.get_absl_logger().addFilter(_not_orbax)
-    # One worker: a save is hashed and pruned in the order of the saves, off the training path.
+    # One worker hashes and prunes in the order of the saves, while training goes on.
     self._worker = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
     if jax.process_index() == 0:
       with _explained(self._directory):
@@ -62,9 +62,9 @@ class Checkpoints:
   ) -> bool:
     """Starts a save and returns as soon as the caller may donate `state`; the files are written meanwhile.
 
-    It waits for the save before, if that one is still under way. A save that fails is a warning, and what it wrote is removed: the run
-    can go on, the checkpoints before are as they were, and the next save tries again. Only `wait` raises the last one's error.
-    If one of several processes fails, Orbax fails in the others too, by a limit of 5 minutes to its barriers.
+    It waits for the previous save, if that one is still under way. A save that fails is a warning, and its files are removed: the run can
+    go on, the older checkpoints are untouched, and the next save tries again. Only `wait` raises the last save's error. If one of several
+    processes fails, Orbax fails in the others too, at most 5 minutes later, the limit of its barriers.
 
     Args:
       step: Updates done.
@@ -84,7 +84,7 @@ class Checkpoints:
     self._damaged.discard(step)
     try:
       self._check_room(step, sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
-      # overwrite: what may lie there is a step that restore passed over.
+      # overwrite: a step that `restore` has passed over may lie there.
       finish = ocp.save_checkpointables_async(
         self._directory / str(step), {"state": state}, overwrite=True, custom_metadata={"data_state": data_state, "config": config}
       ).result
@@ -138,9 +138,9 @@ class Checkpoints:
       self.close()
 
   def _check_room(self, step: int, size: int) -> None:
-    """Fails before Orbax does: without a directory its threads wait for minutes, even after the run; a full disk is tracebacks there.
+    """Raises OSError before Orbax fails: without a directory its threads wait for minutes, and a full disk makes it print tracebacks.
 
-    Process 0 looks, and all fail: one that went on alone would meet the others' saving with its next step.
+    Process 0 looks, and all processes raise: one that went on alone would run its next step while the others save.
     """
     problem = ""
     if jax.process_index() == 0:
@@ -153,7 +153,7 @@ class Checkpoints:
         manifest.delete(probe)
         if "://" not in os.fspath(path):
           disk = shutil.disk_usage(self._directory)
-          if disk.total and disk.free < size:  # Some network file systems do not know, and say 0 of both.
+          if disk.total and disk.free < size:  # some network file systems do not know, and report 0 for both
             problem = f"no space left: it takes {size / 2**20:.0f} MiB, and {disk.free / 2**20:.0f} are free"
       except OSError as error:
         problem = str(error)
@@ -162,7 +162,8 @@ class Checkpoints:
 
   @runtime.release_freed_memory()
   def _complete(self, finish: Callable[[], Any], step: int, metrics: dict[str, float]) -> None:
-    """In the worker: the end of the save, then the manifest, then the pruning, so that a kill at any moment leaves a complete step."""
+    """Completes a save in the worker: first the files, then the manifest, then the pruning, so that a kill at any moment leaves a complete
+    step."""
     path = self._directory / str(step)
     try:
       with _explained(path):
@@ -182,7 +183,7 @@ class Checkpoints:
         logging.warning("cannot delete old checkpoints: %s", error)
 
   def _remove_failed(self, path: epath.Path, step: int) -> None:
-    """A half-written save would fill a full disk further. Threads of Orbax's may still write, so it may take more than one try."""
+    """Removes a half-written save, which would fill a full disk further. Orbax's threads may still write: it takes several tries."""
     deadline = time.monotonic() + _STRAGGLING
     while time.monotonic() < deadline:
       with contextlib.suppress(OSError, UserError):
@@ -366,7 +367,7 @@ def _raise(error: BaseException) -> NoReturn:
 
 @contextlib.contextmanager
 def _explained(path: epath.Path) -> Iterator[None]:
-  """What goes wrong in the file system, as one line."""
+  """Turns an error of the file system into a UserError of one line."""
   try:
     yield
   except _FAILURES as error:

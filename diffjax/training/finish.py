@@ -1,4 +1,4 @@
-"""What a run leaves for its user to look at first: the losses, their plot and a sample of text."""
+"""The end of a run: the plot of its losses and a sample of text, for its user to look at first."""
 
 from __future__ import annotations
 

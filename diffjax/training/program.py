@@ -1,4 +1,4 @@
-"""What a run computes on a mesh: the model, its first state, the training step and the evaluation, each made once.
+"""The program of a run on a mesh: its model, first state, training step and evaluation, each made once.
 
 The loop, ahead-of-time compilation, experiments and benchmarks take the same `Program`, so that what is planned or timed is what trains.
 """
@@ -28,7 +28,7 @@ from diffjax.training.validation import row_losses
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """What a run computes on a mesh. `build` makes it; each part is compiled when it is first called.
+  """The computations of a run on a mesh. `build` makes it; each part is compiled when it is first called.
 
   Attributes:
     config: the run's config.

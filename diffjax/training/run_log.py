@@ -1,4 +1,4 @@
-"""What a run reports: metrics to files, its progress to the terminal, and skipped steps to its user."""
+"""The log of a run: metrics to files, its progress to the terminal, and skipped steps to its user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training run shows on the terminal, and how its speed is measured."""
+"""The line of a training run on the terminal, and the measurement of its speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DIFF costs in time beside the Transformer: the authors' Table 7 on the accelerator at hand (README.md)."""
+"""The time of DIFF beside the Transformer's: the authors' Table 7 on the accelerator at hand (README.md)."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _compile(config: Config, mesh: Mesh, kind: str) -> Any:
 
 
 def _parts(config: Config, mesh: Mesh) -> tuple[Callable[[], Any], Callable[..., Any], tuple[Any, ...]]:
-  """What makes parameters, the loss of (parameters, tokens, targets), and the shapes of these."""
+  """The function that makes parameters, the loss of (parameters, tokens, targets), and the shapes of these."""
   import jax
   import jax.numpy as jnp
 
@@ -138,7 +138,7 @@ def _with_layers(config: Config, layers: int) -> Config:
 
 
 def _layers(config: Config, mesh: Mesh, memory: float | None) -> int:
-  """How many layers all three are given on a device of so many bytes; all where that is not known."""
+  """The number of layers that all three get on a device of so many bytes; all layers where the bytes are not known."""
   layers = config.model.num_layers
   if memory:
     layers = min(layers_that_fit(layers, _USABLE * memory, functools.partial(_bytes, twin, mesh)) for twin in _twins(config).values())
@@ -146,7 +146,7 @@ def _layers(config: Config, mesh: Mesh, memory: float | None) -> int:
 
 
 def _bytes(config: Config, mesh: Mesh, layers: int) -> float:
-  """What forward + backward takes of the device's memory with so many layers; infinite where the compiler refuses."""
+  """Bytes of the device's memory that forward + backward takes with so many layers; infinite where the compiler refuses."""
   import jax
 
   try:
@@ -186,7 +186,7 @@ def layers_that_fit(layers: int, limit: float, needed: Callable[[int], float]) -
 
 
 def plan(config: Config, topology: str) -> list[dict[str, str]]:
-  """What `measure` would compile for one device of TPUs that are not there: a row an architecture.
+  """The programs that `measure` would compile, for one device of TPUs that are not there: a row an architecture.
 
   Raises:
     UserError: if not even two layers fit; and what `diffjax.compiled.plan.apart` raises.
