@@ -4,7 +4,7 @@
     python -m benchmarks.attention --memory   # peak memory of a process that runs forward + backward at T = 16,384
 
 Candidates that are compared run in turn, several times each; what is printed are medians. DIFF and its twin have equal projections: the
-twin has twice the heads, each with one map and values half as wide. Times are taken with training's allocator (runtime.keep_freed_pages).
+twin has twice the heads, each with one map and values half as wide. Times are taken with training's allocator (runtime.keep_freed_memory).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from benchmarks import cpu_name
 from diffjax.ops.diff_attention import diff_attention
-from diffjax.training.runtime import keep_freed_pages
+from diffjax.training.runtime import keep_freed_memory
 
 
 def step(implementation: str, batch: int, length: int, heads: int, maps: int, width: int, value_width: int, packed: bool = False):
@@ -74,7 +74,7 @@ def main() -> None:
     child = subprocess.run([sys.executable, "-m", "benchmarks.attention", "--child"], capture_output=True, text=True, check=True)
     print(f"chunked, B 1 × T 16,384, H 8, D 64: peak memory of the process {int(child.stdout) / 2**20:.2f} GiB")
     return
-  keep_freed_pages()
+  keep_freed_memory()
   if flags.only in (None, "implementations"):
     times = medians({name: step(name, 1, 4096, 8, 2, 64, 128) for name in ("chunked", "two_call", "reference")}, 3)
     print("B 1 × T 4096, H 8, D 64, V 128")

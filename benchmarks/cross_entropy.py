@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from benchmarks import cpu_name
 from benchmarks.attention import medians
 from diffjax.ops.cross_entropy import fused_cross_entropy, reference_cross_entropy
-from diffjax.training.runtime import keep_freed_pages
+from diffjax.training.runtime import keep_freed_memory
 
 VOCABULARY, WIDTH = 100_288, 1024
 
@@ -59,7 +59,7 @@ def main() -> None:
     child = subprocess.run([sys.executable, "-m", "benchmarks.cross_entropy", "--child"], capture_output=True, text=True, check=True)
     results = plan.output_size_in_bytes / 2**20
     print(f"B 4 × T 4096: {int(child.stdout) / 2**10:.0f} MiB more resident memory while it runs, {results:.0f} MiB of them its results")
-  keep_freed_pages()
+  keep_freed_memory()
   for batch, length in ((1, 512), (1, 1024), (1, 2048)):
     candidates = {}
     for name, function in (("plain", reference_cross_entropy), ("fused", fused_cross_entropy)):

@@ -26,8 +26,8 @@ from benchmarks import cpu_name
 from diffjax.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from diffjax.parallel.mesh import make_mesh, put_batch
 from diffjax.training.flops import parameter_count
-from diffjax.training.runtime import keep_freed_pages
-from diffjax.training.step import make_init, make_train_step
+from diffjax.training.program import build
+from diffjax.training.runtime import keep_freed_memory
 
 MODEL = ModelConfig(vocab_size=256, num_layers=6, embed_dim=256, num_heads=4, num_kv_heads=4, head_dim=32, ffn_dim=688)
 OPTIMIZER = OptimizerConfig(warmup_steps=0)
@@ -39,15 +39,15 @@ def diffjax_step(tokens: np.ndarray):
   batch_size, length = tokens.shape
   config = Config(model=MODEL, data=DataConfig(length=length), optimizer=OPTIMIZER, train=TrainConfig(batch_size=batch_size))
   mesh = make_mesh(config.mesh)
-  make_state, abstract = make_init(config, mesh)
-  state, step = make_state(), make_train_step(config, mesh, abstract)
+  program = build(config, mesh)
+  state = program.init()
   positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
   ones = np.ones(tokens.shape, np.int32)
   batch = dict(tokens=tokens, targets=np.roll(tokens, -1, axis=1), segment_ids=ones, positions=positions, weights=ones.astype(np.float32))
 
   def run() -> float:
     nonlocal state
-    state, metrics = step(state, put_batch(batch, mesh))
+    state, metrics = program.train_step(state, put_batch(batch, mesh))
     return float(metrics["loss"])
 
   return run
@@ -75,7 +75,7 @@ def diffllama(length: int) -> transformers.DiffLlamaForCausalLM:
 
 
 def diffllama_step(tokens: np.ndarray):
-  """What `diffjax_step` is, for DiffLlama."""
+  """The counterpart of `diffjax_step` for DiffLlama."""
   model = diffllama(tokens.shape[1]).train()
   optimizer = torch.optim.AdamW(
     model.parameters(), lr=OPTIMIZER.learning_rate, betas=(OPTIMIZER.b1, OPTIMIZER.b2), weight_decay=OPTIMIZER.weight_decay, fused=True
@@ -122,7 +122,7 @@ def steps_in_turn(seconds: float, shape: tuple[int, int]) -> list[tuple[float, f
 
 def _step_when_asked(name: str, shape: tuple[int, int], pipe) -> None:
   """A child's work: a step, and its seconds, for whatever comes through the pipe."""
-  keep_freed_pages()
+  keep_freed_memory()
   run = STEPS[name](np.random.default_rng(0).integers(0, MODEL.vocab_size, shape, np.int32))
   with contextlib.suppress(EOFError):  # the parent has what it wants
     while True:

@@ -14,7 +14,7 @@ import tempfile
 
 from configs import tiny
 from diffjax.config import from_config_dict
-from diffjax.training import loop, runtime
+from diffjax.training import loop, runtime, session
 
 
 def resident() -> float:
@@ -35,14 +35,14 @@ def main() -> None:
   )
   evaluation = dataclasses.replace(config.eval, interval=100)
   runtime.keep_compiled_programs()
-  runtime.keep_freed_pages()
-  memory, put_batch = [], loop.put_batch
+  runtime.keep_freed_memory()
+  memory, put_batch = [], session.put_batch
 
   def measured(batch, mesh):
     memory.append(resident())
     return put_batch(batch, mesh)
 
-  loop.put_batch = measured
+  session.put_batch = measured
   with tempfile.TemporaryDirectory() as workdir:
     loop.train(dataclasses.replace(config, train=train, eval=evaluation), workdir)
   for step in range(0, len(memory), max(1, flags.steps // 20)):

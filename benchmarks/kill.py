@@ -60,12 +60,12 @@ def data_config(directory: pathlib.Path, mode: str) -> DataConfig:
 def run_child(flags: argparse.Namespace, directory: pathlib.Path, workdir: str, coordinator: str, index: int) -> None:
   """Trains as the command does, and appends every batch that it takes to WORKDIR.batches."""
   from diffjax.parallel.processes import connected
-  from diffjax.training import loop, runtime
+  from diffjax.training import loop, run_log, runtime, session
 
   runtime.keep_compiled_programs()
-  runtime.keep_freed_pages()
+  runtime.keep_freed_memory()
   log = os.open(f"{workdir}.batches", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-  step, put_batch, make_metrics = 0, loop.put_batch, loop.Metrics
+  step, put_batch, make_metrics = 0, session.put_batch, run_log.Metrics
 
   def metrics(*args, resume_step, **options):
     nonlocal step
@@ -79,13 +79,13 @@ def run_child(flags: argparse.Namespace, directory: pathlib.Path, workdir: str, 
     os.write(log, f"{step} {index} {digest}\n".encode())
     return put_batch(batch, mesh)
 
-  loop.put_batch, loop.Metrics = record, metrics
+  session.put_batch, run_log.Metrics = record, metrics
   with connected(coordinator if flags.processes > 1 else "", flags.processes, index, timeout=20):
     loop.train(dataclasses.replace(make_config(flags.steps), data=data_config(directory, flags.mode)), workdir)
 
 
 def losses(workdir: pathlib.Path) -> list[tuple]:
-  """What the log says of every step but the time."""
+  """The log of every step without its times."""
   names = ("step", "train/loss", "train/grad_norm", "validation/loss")
   lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
   return [tuple(line.get(name) for name in names) for line in lines]
@@ -109,12 +109,12 @@ def batches(workdir: pathlib.Path) -> dict[tuple[int, int], set[str]]:
 def parameters(workdir: pathlib.Path) -> str:
   """sha256 of the newest complete checkpoint's parameters."""
   from diffjax.parallel.mesh import make_mesh
-  from diffjax.training.checkpoint import load_params
-  from diffjax.training.step import make_init
+  from diffjax.training.checkpoint import open_checkpoint
+  from diffjax.training.program import build
 
-  abstract = make_init(CONFIG, make_mesh(CONFIG.mesh))[1].params
+  abstract = build(CONFIG, make_mesh(CONFIG.mesh)).abstract_state.params
   bare = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract)
-  leaves = jax.tree.leaves(load_params(workdir, bare))
+  leaves = jax.tree.leaves(open_checkpoint(workdir).params(bare))
   return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()
 
 
@@ -131,7 +131,7 @@ def _first_difference(found, expected) -> str:
 
 
 def moment(workdir: pathlib.Path, taken: int) -> str:
-  """What the killed life was doing, by what it left."""
+  """The occupation of a killed life, by the files that it left."""
   checkpoints = workdir / "checkpoints"
   steps = list(checkpoints.iterdir()) if checkpoints.exists() else []
   if any("tmp" in path.name for path in steps):
@@ -206,6 +206,100 @@ class Life:
         sys.exit(f"a process ended by itself with {code}:\n{text}")
 
 
+@dataclasses.dataclass
+class Tally:
+  """The counts of a whole session of kills."""
+
+  kills: int = 0
+  runs: int = 0
+  # Steps taken in killed lives
+  lost: int = 0
+  # Lives that took steps, and those of them that did not begin at the newest complete checkpoint
+  starts: int = 0
+  wrong: int = 0
+  # Seconds until the processes that were not killed had ended, at most
+  slowest: float = 0.0
+  # Kills by what the life was doing, and by the processes that were killed
+  moments: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+  victims: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+  # Differences from the uninterrupted run
+  differing: list[str] = dataclasses.field(default_factory=list)
+
+  def table(self, flags: argparse.Namespace, seconds: float) -> dict:
+    """The counts under the names that the results have."""
+    several = {"killed": dict(self.victims), "seconds until the others had ended, at most": round(self.slowest, 1)}
+    return {
+      "processes": flags.processes,
+      "kills": self.kills,
+      "moments": dict(self.moments),
+      **(several if flags.processes > 1 else {}),
+      "runs finished": self.runs,
+      "steps of a run": flags.steps,
+      "steps taken in killed lives": self.lost,
+      "starts that took steps": self.starts,
+      "starts not from the newest complete checkpoint": self.wrong,
+      "differences from the uninterrupted run": self.differing,
+      "mode": flags.mode,
+      "seed": flags.seed,
+      "seconds": round(seconds),
+      "date": time.strftime("%Y-%m-%d"),
+      "jax": jax.__version__,
+      "python": platform.python_version(),
+    }
+
+
+def make_data(directory: pathlib.Path, mode: str) -> None:
+  """Writes the text that the runs train on, and prepares its rows if they are to be."""
+  (directory / "text").mkdir()
+  for index in range(200):
+    text = "".join(f"document {index}, line {line}: {line * index % 97}\n" for line in range(60))
+    (directory / "text" / f"{index}.txt").write_text(text)
+  if mode == "prepared":
+    prepared.prepare(data_config(directory, mode))
+
+
+def live(directory: pathlib.Path, workdir: pathlib.Path, flags: argparse.Namespace, rng: random.Random, tally: Tally) -> bool:
+  """Starts a life of a run, and kills it unless there have been enough kills.
+
+  Returns:
+    Whether the run has come to its end.
+  """
+  life = Life(directory, workdir, flags)
+  starting, delay = rng.random() < _STARTING, rng.uniform(0, _LIFE)
+  if tally.kills < flags.times:
+    while not starting and life.runs() and len(life.steps()) <= flags.processes:
+      time.sleep(0.01)
+    deadline = time.time() + delay
+    while life.runs() and time.time() < deadline:
+      time.sleep(0.001)
+  everyone = list(range(flags.processes))
+  finished = tally.kills >= flags.times or not life.runs()
+  killed = [] if finished else everyone if rng.random() < _ALL else [rng.choice(everyone)]
+  for index in killed:
+    life.processes[index].kill()
+  moment_of_kill = time.time()
+  life.wait(*(0,) if finished else (1, _ENDING))
+  ending, steps = time.time() - moment_of_kill, life.steps()
+  tally.starts += bool(steps)
+  tally.wrong += bool(steps) and steps[0] != life.newest + 1
+  if finished:
+    return True
+  tally.kills += 1
+  what = moment(workdir, len(steps))
+  tally.moments[what] += 1
+  tally.lost += len(steps) // flags.processes
+  line = f"kill {tally.kills}: {moment_of_kill - life.started:.1f} s after its start, {len(steps)} batches into it, {what}"
+  if flags.processes > 1:
+    tally.victims["all" if len(killed) > 1 else "process 0" if killed == [0] else "another one"] += 1
+    if len(killed) < flags.processes:
+      tally.slowest = max(tally.slowest, ending)
+      line += f"; process {killed[0]}, the others ended {ending:.1f} s later"
+    else:
+      line += "; all"
+  print(line, flush=True)
+  return False
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--times", type=int, default=20, help="kills")
@@ -221,83 +315,26 @@ def main() -> None:
     run_child(flags, pathlib.Path(directory), workdir, coordinator, int(index))
     return
 
-  rng, began = random.Random(flags.seed), time.time()
+  rng, began, tally = random.Random(flags.seed), time.time(), Tally()
   with tempfile.TemporaryDirectory() as scratch:
     directory = pathlib.Path(scratch)
-    (directory / "text").mkdir()
-    for index in range(200):
-      text = "".join(f"document {index}, line {line}: {line * index % 97}\n" for line in range(60))
-      (directory / "text" / f"{index}.txt").write_text(text)
-    if flags.mode == "prepared":
-      prepared.prepare(data_config(directory, flags.mode))
-
-    whole, everyone = directory / "whole", list(range(flags.processes))
+    make_data(directory, flags.mode)
+    whole = directory / "whole"
     Life(directory, whole, flags).wait(0)
-    moments: collections.Counter[str] = collections.Counter()
-    victims: collections.Counter[str] = collections.Counter()
-    kills, runs, lost, starts, wrong, slowest, differing = 0, 0, 0, 0, 0, 0.0, []
-    while kills < flags.times or runs == 0:
-      workdir, runs, finished = directory / f"run{runs}", runs + 1, False
-      while not finished:
-        life = Life(directory, workdir, flags)
-        starting, delay = rng.random() < _STARTING, rng.uniform(0, _LIFE)
-        if kills < flags.times:
-          while not starting and life.runs() and len(life.steps()) <= flags.processes:
-            time.sleep(0.01)
-          deadline = time.time() + delay
-          while life.runs() and time.time() < deadline:
-            time.sleep(0.001)
-        finished = kills >= flags.times or not life.runs()
-        killed = [] if finished else everyone if rng.random() < _ALL else [rng.choice(everyone)]
-        for index in killed:
-          life.processes[index].kill()
-        moment_of_kill = time.time()
-        life.wait(*(0,) if finished else (1, _ENDING))
-        ending, steps = time.time() - moment_of_kill, life.steps()
-        starts += bool(steps)
-        wrong += bool(steps) and steps[0] != life.newest + 1
-        if finished:
-          break
-        kills += 1
-        what = moment(workdir, len(steps))
-        moments[what] += 1
-        lost += len(steps) // flags.processes
-        line = f"kill {kills}: {moment_of_kill - life.started:.1f} s after its start, {len(steps)} batches into it, {what}"
-        if flags.processes > 1:
-          victims["all" if len(killed) > 1 else "process 0" if killed == [0] else "another one"] += 1
-          if len(killed) < flags.processes:
-            slowest = max(slowest, ending)
-            line += f"; process {killed[0]}, the others ended {ending:.1f} s later"
-          else:
-            line += "; all"
-        print(line, flush=True)
+    while tally.kills < flags.times or tally.runs == 0:
+      workdir = directory / f"run{tally.runs}"
+      tally.runs += 1
+      while not live(directory, workdir, flags, rng, tally):
+        pass
       for name, read in (("losses", losses), ("batches", batches), ("final parameters", parameters)):
         found, expected = read(workdir), read(whole)
         if found != expected:
-          differing.append(f"run {runs}: its {name} differ, first {_first_difference(found, expected)}")
-    several = {"killed": dict(victims), "seconds until the others had ended, at most": round(slowest, 1)} if flags.processes > 1 else {}
-    table = {
-      "processes": flags.processes,
-      "kills": kills,
-      "moments": dict(moments),
-      **several,
-      "runs finished": runs,
-      "steps of a run": flags.steps,
-      "steps taken in killed lives": lost,
-      "starts that took steps": starts,
-      "starts not from the newest complete checkpoint": wrong,
-      "differences from the uninterrupted run": differing,
-      "mode": flags.mode,
-      "seed": flags.seed,
-      "seconds": round(time.time() - began),
-      "date": time.strftime("%Y-%m-%d"),
-      "jax": jax.__version__,
-      "python": platform.python_version(),
-    }
+          tally.differing.append(f"run {tally.runs}: its {name} differ, first {_first_difference(found, expected)}")
+  table = tally.table(flags, time.time() - began)
   print(json.dumps(table, indent=1))
   if flags.json:
     pathlib.Path(flags.json).write_text(json.dumps(table, indent=1) + "\n")
-  sys.exit(1 if differing or wrong else 0)
+  sys.exit(1 if tally.differing or tally.wrong else 0)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ _OURS: dict[str, tuple[str, str, dict, tuple[str, ...]]] = {
 }
 # MaxText's programs: the compiler's options, what the backward pass keeps of a layer, further settings.
 _FLAG = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
-# As compiler_options in diffjax/training/step.py, which MaxText's interpreter cannot import: gathers and sums on the sparse cores.
+# As compiler_options in diffjax/training/program.py, which MaxText's interpreter cannot import: gathers and sums on the sparse cores.
 _OFFLOADED = ("all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter", "all_reduce")
 _SPARSE = {f"xla_tpu_enable_sparse_core_collective_offload_{collective}": "true" for collective in _OFFLOADED}
 MAXTEXT: tuple[tuple[str, dict[str, str], str, dict[str, str]], ...] = (
@@ -81,12 +81,6 @@ SETTINGS = {
   "dataset_type": "synthetic", "run_name": "compiled", "jax_cache_dir": "",
 }  # fmt: skip
 
-# As in diffjax.aot: what libtpu wants to hear where there is no TPU; and of its log only what ends a process.
-_ENVIRONMENT = {
-  "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
-  "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3", "TF_CPP_MIN_LOG_LEVEL": "3",
-}  # fmt: skip
-
 _PACKAGES = ("jax", "jaxlib", "libtpu", "maxtext", "flax", "optax")
 
 
@@ -109,10 +103,12 @@ def compile_maxtext(
   Raises:
     RuntimeError: if the other process ends for another reason.
   """
+  from diffjax.compiled.plan import ENVIRONMENT
+
   command = [python, str(pathlib.Path(__file__).resolve()), "--child", shape, str(folder), "--remat", remat]
   command += ["--options", json.dumps(options), "--settings", json.dumps(settings or {})]
   environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LIBTPU_INIT_ARGS", "XLA_FLAGS")}
-  done = subprocess.run(command, env=environment, capture_output=True, text=True)
+  done = subprocess.run(command, env=environment | ENVIRONMENT, capture_output=True, text=True)
   if done.returncode:
     raise RuntimeError(f"MaxText's step was not compiled, exit status {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
   result = json.loads((folder / "step.json").read_text())
@@ -125,7 +121,7 @@ def compile_here(shape: str, folder: pathlib.Path, options: dict[str, str], rema
   for name in ("step.txt", "step.json"):
     (folder / name).unlink(missing_ok=True)
   # As MaxText's train_compile does: random bits are drawn on each chip for itself.
-  os.environ.update(_ENVIRONMENT, LIBTPU_INIT_ARGS="--xla_tpu_spmd_rng_bit_generator_unsafe=true")
+  os.environ["LIBTPU_INIT_ARGS"] = "--xla_tpu_spmd_rng_bit_generator_unsafe=true"
   here = pathlib.Path(__file__).resolve().parent
   sys.path = [entry for entry in sys.path if pathlib.Path(entry).resolve() != here]  # or this file were the module maxtext
   import jax
@@ -183,27 +179,27 @@ def compile_here(shape: str, folder: pathlib.Path, options: dict[str, str], rema
 
 
 def compile_ours(devices, chips: int, available: int, config, topology: str, folder: pathlib.Path) -> dict:
-  """Our step, in the process of libtpu (`diffjax.aot.apart`); returns what `compile_maxtext` does, as far as it is needed."""
+  """Our step, in the process of libtpu (`diffjax.compiled.plan.apart`); returns what `compile_maxtext` does, as far as it is needed."""
   from diffjax.parallel.mesh import make_mesh
-  from diffjax.training.step import lower_train_step
+  from diffjax.training.program import build
 
-  mesh = make_mesh(config.mesh, devices)
-  compiled = lower_train_step(config, mesh)[0].compile()
+  program = build(config, make_mesh(config.mesh, devices))
+  compiled = program.lower_train_step().compile()
   (folder / "step.txt").write_text(compiled.as_text())
   versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
   temporaries = compiled.memory_analysis().temp_size_in_bytes
-  return {"hlo": str(folder / "step.txt"), "temporaries_bytes": temporaries, "mesh": dict(mesh.shape), "versions": versions}
+  return {"hlo": str(folder / "step.txt"), "temporaries_bytes": temporaries, "mesh": dict(program.mesh.shape), "versions": versions}
 
 
 def read(result: dict, config, topology: str, chips: int) -> dict:
   """A row of the table: seconds by part, the bound on MFU, temporaries and collectives of a compiled step of a config's shape."""
-  from diffjax import aot
-  from diffjax.parallel.estimate import CHIPS, Torus, estimate
-  from diffjax.parallel.program import windowed_einsums
+  from diffjax.compiled.estimate import CHIPS, Torus, estimate
+  from diffjax.compiled.plan import kernel_cycles
+  from diffjax.compiled.text import windowed_einsums
   from diffjax.training.flops import peak_flops, step_flops
 
   text, chip = pathlib.Path(result["hlo"]).read_text(), CHIPS[topology.partition(":")[0]]
-  kernels = aot._kernel_cycles(config, {"data": 1, "fsdp": chips, "context": 1, "tensor": 1}, topology.partition(":")[0], chip.cores)
+  kernels = kernel_cycles(config, {"data": 1, "fsdp": chips, "context": 1, "tensor": 1}, topology.partition(":")[0], chip.cores)
   kernels |= {"splash_mha_fwd": kernels["diff_attention_forward"], "splash_mha_dkv": kernels["diff_attention_backward"]}
   found = estimate(text, result["mesh"], chip, Torus.of(topology), kernels, _SCOPES)
   assert found is not None
@@ -223,7 +219,7 @@ def read(result: dict, config, topology: str, chips: int) -> dict:
 def compare(python: str, shape: str, folder: pathlib.Path, found: dict) -> None:
   """Adds the rows that `found` lacks of a shape, by program, and writes it after each: ours, DIFF and its Transformer twin, and MaxText's
   with and without the option, with what it keeps of a layer."""
-  from diffjax import aot
+  from diffjax.compiled.plan import apart
   from diffjax.config import from_config_dict
 
   topology, name, overrides, policies = _OURS[shape]
@@ -244,7 +240,7 @@ def compare(python: str, shape: str, folder: pathlib.Path, found: dict) -> None:
     config.update_from_flattened_dict(overrides | ({"model.remat": remat} if remat else {}))
     programs[f"diffjax {variant}" + (f", remat {remat}" if remat else "")] = from_config_dict(config)
   for row, config in programs.items():
-    add(row, functools.partial(aot.apart, compile_ours, config, topology, folder, topology=topology), config)
+    add(row, functools.partial(apart, compile_ours, config, topology, folder, topology=topology), config)
   twin = programs["diffjax transformer"]
   for row, options, remat, settings in MAXTEXT:
     if "sparse cores" in row and topology.startswith("v5e"):

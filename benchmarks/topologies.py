@@ -1,4 +1,4 @@
-"""Which TPU slices a config's training step fits, and which it can use: by the TPU's own compiler, no TPU is needed.
+"""The TPU slices that a config's training step fits, and those that it can use, by the TPU's own compiler. No TPU is needed.
 
     python -m benchmarks.topologies                          # every config of the paper, into benchmarks/topologies.json; hours
     python -m benchmarks.topologies --configs diff_1b --generations v5e
@@ -18,7 +18,7 @@ import math
 import pathlib
 from collections.abc import Iterator
 
-from diffjax import aot
+from diffjax.compiled.plan import MEMORY, TOPOLOGIES, compile_apart
 from diffjax.config import Config, UserError, from_config_dict
 from diffjax.training.flops import parameter_count
 
@@ -29,7 +29,7 @@ HALF = 0.5
 
 
 class NotCompiled(Exception):
-  """What --offline lacks."""
+  """Raised with --offline for a result that is not there."""
 
 
 class Compiled:
@@ -58,7 +58,7 @@ class Compiled:
       return found
     if self.offline:
       raise NotCompiled(f"{name} {topology} {json.dumps(overrides)}")
-    plan = aot.compile_apart(_config(name, overrides), topology)
+    plan = compile_apart(_config(name, overrides), topology)
     if plan.fits and not (plan.estimate and plan.estimate.has_kernels):
       raise UserError(f"the attention kernels of {name} have no estimate on {topology}: python -m benchmarks.tpu --shapes makes one")
     row = dict(config=name, topology=topology, overrides=overrides, GiB=round(plan.total / 2**30, 2), fits=plan.fits)
@@ -137,12 +137,12 @@ def _cell(first, half, fitting: dict | None) -> str:
 
 def _slices(name: str, generation: str, compiled: Compiled) -> Iterator[dict]:
   """A row for each slice that fits, from small to large, with the fewest changes that it needs."""
-  for shape in aot.TOPOLOGIES[generation]:
+  for shape in TOPOLOGIES[generation]:
     config, chips = _config(name, {}), _chips(f"{generation}:{shape}")
     if config.train.batch_size % chips:
       return
     # Parameters, Adam's two moments and the gradient, float32, must leave room.
-    if 16 * parameter_count(config.model) < chips * aot.MEMORY[generation] * 2**30:
+    if 16 * parameter_count(config.model) < chips * MEMORY[generation] * 2**30:
       if row := _fewest_changes(name, f"{generation}:{shape}", config.train.batch_size // chips, compiled):
         yield row
 

@@ -20,15 +20,15 @@ import numpy as np
 from benchmarks import cpu_name
 from diffjax.parallel.mesh import make_mesh, put_batch
 from diffjax.training.flops import parameter_count, step_flops
-from diffjax.training.runtime import keep_freed_pages
-from diffjax.training.step import make_init, make_train_step
+from diffjax.training.program import build
+from diffjax.training.runtime import keep_freed_memory
 
 
 def stepper(config):
   """A function of no arguments that takes one step on random packed rows and waits for it."""
   mesh = make_mesh(config.mesh)
-  make_state, abstract = make_init(config, mesh)
-  state, step = make_state(), make_train_step(config, mesh, abstract)
+  program = build(config, mesh)
+  state = program.init()
   rows, length = config.train.batch_size, config.data.length
   rng = np.random.default_rng(0)
   segments = np.sort(rng.integers(1, 4, (rows, length), np.int32), axis=1)
@@ -39,7 +39,7 @@ def stepper(config):
 
   def run():
     nonlocal state
-    state, metrics = step(state, batch)
+    state, metrics = program.train_step(state, batch)
     jax.block_until_ready(metrics)
 
   run()
@@ -53,7 +53,7 @@ def main() -> None:
   flags = parser.parse_args()
   from diffjax.config import from_config_dict  # `stepper` needs nothing that reads configs
 
-  keep_freed_pages()
+  keep_freed_memory()
   module = importlib.import_module(f"configs.{pathlib.Path(flags.config).stem}")
   configs = {variant: from_config_dict(module.get_config(variant)) for variant in ("transformer", "diff", "diff_v2")}
   runs = {variant: stepper(config) for variant, config in configs.items()}

@@ -23,7 +23,7 @@ _KEEP = flags.DEFINE_integer("keep", 3, "With --prune: newest complete checkpoin
 
 
 def main() -> None:
-  """Does what the flags say."""
+  """Lists, verifies or prunes the checkpoints of the flags."""
   if not _WORKDIR.value:
     raise app.UsageError("pass --workdir=DIR: the directory of a run")
   directory = manifest.checkpoint_directory(_WORKDIR.value)
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _inspect(directory, contents: bool) -> tuple[dict, dict]:
-  """The manifests of the complete steps, and why the others are not."""
+  """The manifests of the complete steps, and why the others are not complete."""
   manifests, damages = {}, {}
   for step in manifest.steps(directory):
     try:

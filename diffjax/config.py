@@ -177,7 +177,7 @@ class OptimizerConfig:
   final_fraction: float = share(default=0.0)
   # After the warmup: "linear", "cosine", or "wsd" (constant, then linear over the last decay_fraction of the steps)
   schedule: str = one_of("linear", "cosine", "wsd", default="linear")
-  # Steps of linear warmup from 0
+  # Steps of linear warmup from 0; cut to train.steps if it is longer
   warmup_steps: int = at_least(0, default=100)
   # "wsd": share of the steps that decay
   decay_fraction: float = share(default=0.2)
@@ -295,7 +295,7 @@ def check(config: Config) -> None:
         require(bound.holds(value), f"{section.name}.{field.name}", value, str(bound))
   _check_model(config.model)
   _check_data(config.data, config.model)
-  _check_training(config.train, config.optimizer)
+  _check_training(config.train)
   _check_mesh(config.mesh)
 
 
@@ -328,18 +328,12 @@ def _check_data(data: DataConfig, model: ModelConfig) -> None:
   require(data.length <= model.max_length, "data.length", data.length, f"must be at most model.max_length = {model.max_length}")
 
 
-def _check_training(train: TrainConfig, optimizer: OptimizerConfig) -> None:
+def _check_training(train: TrainConfig) -> None:
   require(
     train.batch_size % train.accumulation == 0,
     "train.accumulation",
     train.accumulation,
     f"must divide train.batch_size = {train.batch_size}",
-  )
-  require(
-    optimizer.warmup_steps <= train.steps or train.steps == 0,
-    "optimizer.warmup_steps",
-    optimizer.warmup_steps,
-    f"must be at most train.steps = {train.steps}",
   )
 
 

@@ -32,7 +32,7 @@ _ROOM = 256
 
 
 def main() -> None:
-  """Does what the flags say."""
+  """Continues the prompts of the flags."""
   if not _WORKDIR.value:
     raise app.UsageError("pass --workdir=DIR: the directory of a run")
   if not _PROMPT.value:
@@ -47,7 +47,7 @@ def main() -> None:
   tokenizer, limit = model.tokenizer, model.config.model.max_length
   prompts = [[tokenizer.separator, *map(int, tokenizer.encode(prompt))] for prompt in _PROMPT.value]
   needed = max(map(len, prompts)) + _MAX_NEW_TOKENS.value
-  # What is beyond the model's limit, the sampler refuses.
+  # The sampler refuses prompts beyond the model's limit.
   sampler = Sampler(model.model, model.params, batch_size=len(prompts), capacity=min(limit, -(-needed // _ROOM) * _ROOM))
   stop = (lambda ids: _cut(tokenizer.decode(ids), _STOP.value) is not None) if _STOP.value else None
   options = dict(temperature=_TEMPERATURE.value, top_k=_TOP_K.value, top_p=_TOP_P.value, seed=_SEED.value)
@@ -67,12 +67,12 @@ def main() -> None:
 
 
 def _cut(text: str, stops: Sequence[str]) -> int | None:
-  """Where the first of the stop strings begins; None if there is none."""
+  """The place where the first of the stop strings begins; None if there is none."""
   return min((text.index(stop) for stop in stops if stop in text), default=None)
 
 
 def _printer(prompt: str, tokenizer: Tokenizer, stops: Sequence[str]) -> Callable[[list[int], bool], None]:
-  """What prints the answer as far as it is certain: no half characters, and nothing that may turn out to begin a stop string."""
+  """A function that prints the answer as far as it is certain: no half characters, and no text that may begin a stop string."""
   print(prompt, end="", flush=True)
   printed = 0
 

@@ -7,12 +7,18 @@ Several processes, each started with the same command, train one model on all th
 they find each other by themselves; elsewhere each is told how: --coordinator=HOST:PORT --num_processes=N --process_id=I
 """
 
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
 from absl import app, flags
 
 from diffjax import command
 from diffjax.config import Config
 
-WORKDIR = flags.DEFINE_string("workdir", None, "Directory of checkpoints, metrics, plot and sample; local or gs://.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of checkpoints, metrics, plot and sample; local or gs://.")
 _COORDINATOR = flags.DEFINE_string("coordinator", "", "HOST:PORT of process 0, where the processes are not found by themselves.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", 0, "Processes that train together; 1 to be alone wherever this is.", lower_bound=0)
 _PROCESS_ID = flags.DEFINE_integer("process_id", -1, "Which of them this is, from 0.")
@@ -21,16 +27,27 @@ _CONNECT_TIMEOUT = flags.DEFINE_integer("connect_timeout", 300, "Seconds to wait
 
 def main(config: Config) -> None:
   """Trains in --workdir."""
-  if not WORKDIR.value:
+  if not _WORKDIR.value:
     raise app.UsageError("pass --workdir=DIR: where checkpoints, metrics, plot and sample go")
   from diffjax.parallel.processes import connected  # after the flags: a mistyped one should not wait for these imports
   from diffjax.training import loop, runtime
 
   runtime.keep_compiled_programs()
-  runtime.keep_freed_pages()
+  runtime.keep_freed_memory()
   with connected(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, timeout=_CONNECT_TIMEOUT.value):
-    loop.train(config, WORKDIR.value)
+    loop.train(config, _WORKDIR.value)
+
+
+class _Callable(types.ModuleType):
+  """Importing this module puts it in the place of the function `diffjax.train`; so it can be called as that function."""
+
+  def __call__(self, config: Any, workdir: Any) -> Any:
+    from diffjax.training import notebook
+
+    return notebook.train(config, workdir)
 
 
 if __name__ == "__main__":
   command.run(main)
+else:
+  sys.modules[__name__].__class__ = _Callable

@@ -324,10 +324,10 @@ def _compile(experiment: Experiment, runs: list[Run], topology: str) -> None:
 
 def _plan(config: Config, topology: str) -> dict[str, str]:
   """The row of a config's training step: its memory, FLOPs and time of compilation."""
-  from diffjax import aot  # here, since it has flags of its own
+  from diffjax.compiled.plan import compile_apart
   from diffjax.training.flops import step_flops
 
-  plan = aot.compile_apart(config, topology)
+  plan = compile_apart(config, topology)
   flops = step_flops(config.model, config.data.length, config.train.batch_size * config.data.length).training
   sizes = f"{plan.total / 2**30:.2f} of {plan.available / 2**30:.2f}"
   return {"GiB a chip": sizes, "fits": "yes" if plan.fits else "no", "FLOPs": f"{flops:.3g}", "compiled in": f"{plan.seconds:.0f} s"}

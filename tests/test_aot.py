@@ -22,12 +22,13 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import topologies
-from diffjax import aot
+from diffjax.compiled import plan as planning
+from diffjax.compiled import report
+from diffjax.compiled.collectives import Collective, collectives
+from diffjax.compiled.estimate import Estimate
+from diffjax.compiled.text import windowed_einsums
 from diffjax.config import REMAT, Config, MeshConfig, TrainConfig, UserError
 from diffjax.ops.platform import platform
-from diffjax.parallel.collectives import Collective, collectives
-from diffjax.parallel.estimate import Estimate
-from diffjax.parallel.program import windowed_einsums
 from tests.tiers import full
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -223,19 +224,19 @@ def test_attention_is_picked_for_the_devices_of_the_mesh():
   ],
 )
 def test_a_refusal_is_read(message, expected):
-  needed, available, of_temporaries = aot._out_of_memory(message)
+  needed, available, of_temporaries = planning._out_of_memory(message)
   assert (needed / 2**30, available / 2**30, of_temporaries) == expected
 
 
 def test_another_refusal_is_told():
   with pytest.raises(UserError, match="refuses the step: INTERNAL: Mosaic failed"):
-    aot._out_of_memory("INTERNAL: Mosaic failed to compile TPU kernel")
+    planning._out_of_memory("INTERNAL: Mosaic failed to compile TPU kernel")
 
 
 def test_changes_are_of_what_dominates():
   config = Config(train=TrainConfig(batch_size=128), mesh=MeshConfig(data=-1))
-  plan = aot.Plan(4, "TPU v5 lite", {"data": 4, "fsdp": 1}, 4 << 30, 8 << 30, 0, 16 << 30, 0, 15 << 30, {}, "", (), 1.0)
-  changes = aot._changes(config, "v5e:2x2", 1, plan)
+  plan = planning.Plan(4, "TPU v5 lite", {"data": 4, "fsdp": 1}, 4 << 30, 8 << 30, 0, 16 << 30, 0, 15 << 30, {}, "", (), 1.0)
+  changes = report.changes(config, "v5e:2x2", 1, plan)
   assert [change.split(" ")[0] for change in changes] == [
     "--config.model.remat=full",
     "--config.train.accumulation=32",
@@ -244,11 +245,11 @@ def test_changes_are_of_what_dominates():
     "--topology=v5e:2x4",
   ]
   assert not plan.fits and dataclasses.replace(plan, temporaries=3 << 30).fits  # 15 GiB, as available
-  assert aot._changes(config, "v5e:2x2", 1, dataclasses.replace(plan, temporaries=4 << 30))[0].startswith("--config.mesh.data=1")
+  assert report.changes(config, "v5e:2x2", 1, dataclasses.replace(plan, temporaries=4 << 30))[0].startswith("--config.mesh.data=1")
   sharded = dataclasses.replace(plan, mesh={"data": 1, "fsdp": 4}, temporaries=100 << 30)
-  assert aot._changes(config, "v5e:2x2", 1, sharded)[3:] == ["--topology=v5e:4x8"]  # 112 GiB of 4 chips: 14 of 32
+  assert report.changes(config, "v5e:2x2", 1, sharded)[3:] == ["--topology=v5e:4x8"]  # 112 GiB of 4 chips: 14 of 32
   of_two = dataclasses.replace(sharded, chips=8, mesh={"data": 2, "fsdp": 4})
-  assert aot._changes(config, "v5e:2x2", 2, of_two)[3:] == ["--topology=v5e:4x8"]  # as much of 8 chips, twice 4: 14 of twice 32
+  assert report.changes(config, "v5e:2x2", 2, of_two)[3:] == ["--topology=v5e:4x8"]  # as much of 8 chips, twice 4: 14 of twice 32
 
 
 @pytest.mark.parametrize(
@@ -282,7 +283,7 @@ def test_slices_are_searched_with_few_compilations(monkeypatch, tmp_path):
     estimate = types.SimpleNamespace(has_kernels=True)
     return types.SimpleNamespace(total=gib * 2**30, fits=gib <= 15.75, estimate=estimate, mfu_bound=0.3 + rows / 40, seconds=1)
 
-  monkeypatch.setattr(topologies.aot, "compile_apart", compile_apart)
+  monkeypatch.setattr(topologies, "compile_apart", compile_apart)
   compiled = topologies.Compiled()
   first = topologies.smallest("diff_1b", "v5e", compiled)  # 22.6 GB of parameters, optimizer and gradients; 128 rows
   changes = {"train.accumulation": 32, "model.remat": "full"}
@@ -322,8 +323,8 @@ def test_axes_may_share_a_dimension_of_the_torus(slices):
   """fsdp 8 × context 2 on a plane of 4 × 4; every device is there once."""
   code = f"""if True:
     import os
-    from diffjax import aot
-    os.environ.update(aot._ENVIRONMENT)
+    from diffjax.compiled import plan
+    os.environ.update(plan.ENVIRONMENT)
     import jax
     from jax.experimental import topologies
     from diffjax.config import MeshConfig
@@ -394,8 +395,10 @@ def test_policies_are_compared():
 
 
 def _report(capsys, **changes):
-  plan = aot.Plan(4, "TPU v5 lite", {"fsdp": 4}, 1 << 30, 1 << 30, 0, 1 << 30, 1, 15 << 30, {}, "", ("diff_attention_forward_v1",), 1.0)
-  aot._report(Config(), dataclasses.replace(plan, **changes))
+  plan = planning.Plan(
+    4, "TPU v5 lite", {"fsdp": 4}, 1 << 30, 1 << 30, 0, 1 << 30, 1, 15 << 30, {}, "", ("diff_attention_forward_v1",), 1.0
+  )
+  report.print_plan(Config(), dataclasses.replace(plan, **changes))
   return capsys.readouterr().out
 
 

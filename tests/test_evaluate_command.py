@@ -17,7 +17,7 @@ from diffjax.evals import SUITES, figures, harness
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training import loop
 from diffjax.training.checkpoint import Checkpoints
-from diffjax.training.step import make_init
+from diffjax.training.program import build
 from tests import in_process
 from tests.tiers import full
 
@@ -53,9 +53,9 @@ def runs(tmp_path_factory):
 
 
 def save(workdir, config):
-  make_state, _ = make_init(config, make_mesh(config.mesh, jax.devices()[:1]))
+  program = build(config, make_mesh(config.mesh, jax.devices()[:1]))
   with Checkpoints(str(workdir), keep=1) as checkpoints:
-    checkpoints.save(2, make_state(), data_state={}, config=config.to_dict())
+    checkpoints.save(2, program.init(), data_state={}, config=config.to_dict())
     checkpoints.wait()
 
 

@@ -9,7 +9,7 @@ from diffjax.data.tokenizer import load_tokenizer
 from diffjax.model.sampler import Sampler
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training.checkpoint import Checkpoints
-from diffjax.training.step import make_init
+from diffjax.training.program import build
 from diffjax.training.trained import load
 from tests import in_process
 
@@ -18,8 +18,8 @@ def save(workdir, **data):
   """A model that has learnt nothing, but whose logits are far apart."""
   model = ModelConfig(num_layers=1, embed_dim=16, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=32, max_length=600)
   config = Config(model=model, data=DataConfig(**data))
-  make_state, _ = make_init(config, make_mesh(config.mesh, jax.devices()[:1]))
-  state = make_state()
+  program = build(config, make_mesh(config.mesh, jax.devices()[:1]))
+  state = program.init()
   state.params["embedding"] *= 3
   with Checkpoints(workdir, keep=1) as checkpoints:
     checkpoints.save(0, state, data_state={}, config=config.to_dict(), metrics={})

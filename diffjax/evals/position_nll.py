@@ -29,8 +29,8 @@ from diffjax.evals.figures import Figure
 from diffjax.evals.results import by_model, draw_line, save
 from diffjax.evals.validation import validation_rows
 from diffjax.progress import Progress
-from diffjax.training.step import token_losses
 from diffjax.training.trained import Trained
+from diffjax.training.validation import token_losses
 
 LONGEST = 65_536
 

@@ -1,31 +1,25 @@
-"""Validation loss: nats per token, perplexity, bits per byte, and AR-Hit / Others (paper.md, §4: ablations; §5).
-
-The training loop measures it as it goes (`losses`); the suite measures a checkpoint, on more rows and with intervals (`evaluate`).
-"""
+"""The validation losses of diffjax/training/validation.py for a checkpoint: on more rows than the training loop, and with intervals."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from numpy import ndarray
 
 from diffjax.config import UserError
 from diffjax.data.pipeline import ValidationBatches, validation_batches
-from diffjax.evals.ar_hit import ar_hit_mask
 from diffjax.evals.figures import Figure
 from diffjax.progress import Progress
-from diffjax.training.step import row_losses
 from diffjax.training.trained import Trained
+from diffjax.training.validation import SUMS, from_sums, row_losses, with_hits
 
-_SUMS = ("nll", "weight", "bytes", "hit_nll", "hit_weight")
-# What the loop logs, and what the suite's figures are called.
+# The suite's name of each loss, by the name that the loop logs it under.
 _FIGURES = {
   "loss": "loss (nats/token)",
   "perplexity": "perplexity",
@@ -63,11 +57,11 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   units = []
   with Progress(f"validation of {trained.name}", len(batches)) as progress:
     for index, batch in enumerate(batches):
-      sums = jax.device_get(step(trained.params, _measured(batch, token_bytes, ngram)))
-      units.append(np.stack([sums[name] for name in _SUMS], axis=1).astype(np.float64))
+      sums = jax.device_get(step(trained.params, with_hits(batch, token_bytes, ngram)))
+      units.append(np.stack([sums[name] for name in SUMS], axis=1).astype(np.float64))
       progress.update(index + 1, (index + 1) * batch["tokens"].size)
   whole = np.concatenate(units)[: batches.rows]  # the last batch is padded
-  for name, _ in _numbers(*whole.sum(axis=0)):
+  for name, _ in from_sums(*whole.sum(axis=0)):
     yield Figure(_FIGURES[name], whole, statistic=functools.partial(_statistic, name))
 
 
@@ -118,63 +112,5 @@ def validation_rows(
   return validation_batches(dataclasses.replace(config, data=data, eval=dataclasses.replace(config.eval, rows=count)), batch_size)
 
 
-def losses(
-  eval_step: Callable[[Any, dict[str, Any]], dict[str, Any]],
-  params: Any,
-  batches: Iterable[dict[str, Any]],
-  *,
-  token_bytes: Int[ndarray, N],
-  ngram: int,
-) -> Iterator[tuple[str, float]]:
-  """Losses over the targets that carry weight, for the training loop.
-
-  Args:
-    eval_step: adds up one batch; see `training.step.make_eval_step`.
-    params: the model's parameters.
-    batches: host batches of tokens, targets, segment_ids, positions, weights [B, T].
-    token_bytes: UTF-8 bytes that each token stands for.
-    ngram: length of the n-grams of AR-Hit.
-
-  Yields:
-    loss (nats per token), perplexity, bits_per_byte, and, where there are such targets, ar_hit and others: the loss on targets that
-    end an n-gram seen earlier in their document, and on the rest (paper.md, §5).
-  """
-  totals: dict[str, float] = {}
-  pending = []
-  for batch in batches:
-    pending.append(eval_step(params, _measured(batch, token_bytes, ngram)))
-    if len(pending) > 1:  # fetch one batch behind, so that the device never waits for the host
-      _add(totals, pending.pop(0))
-  for sums in pending:
-    _add(totals, sums)
-  if totals:
-    yield from _numbers(*(totals[name] for name in _SUMS))
-
-
-def _measured(batch: dict[str, Any], token_bytes: Int[ndarray, N], ngram: int) -> dict[str, Any]:
-  """A batch as `row_losses` takes it."""
-  hits = ar_hit_mask(batch["tokens"], batch["targets"], batch["segment_ids"], ngram)
-  return batch | {"hits": hits.astype(np.float32), "bytes": token_bytes[batch["targets"]].astype(np.float32)}
-
-
-def _numbers(nll: float, weight: float, num_bytes: float, hit_nll: float, hit_weight: float) -> Iterator[tuple[str, float]]:
-  if not weight:
-    return
-  loss = nll / weight
-  yield "loss", loss
-  yield "perplexity", math.exp(min(loss, 700.0))
-  if num_bytes:
-    yield "bits_per_byte", nll / math.log(2) / num_bytes
-  if hit_weight:
-    yield "ar_hit", hit_nll / hit_weight
-  if weight > hit_weight:
-    yield "others", (nll - hit_nll) / (weight - hit_weight)
-
-
 def _statistic(name: str, units: Float[ndarray, "U 5"]) -> float:
-  return dict(_numbers(*units.sum(axis=0))).get(name, math.nan)
-
-
-def _add(totals: dict[str, float], sums: dict[str, Any]) -> None:
-  for name, value in sums.items():
-    totals[name] = totals.get(name, 0.0) + float(value)
+  return dict(from_sums(*units.sum(axis=0))).get(name, math.nan)

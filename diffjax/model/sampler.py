@@ -33,18 +33,21 @@ class SamplerState:
 class Sampler:
   """Draws continuations. It compiles once for a batch size and a capacity, whatever the lengths of prompts and answers."""
 
-  def __init__(self, model: Decoder, params: dict[str, Any], *, batch_size: int = 1, capacity: int | None = None):
+  def __init__(self, model: Any, params: dict[str, Any] | None = None, *, batch_size: int = 1, capacity: int | None = None):
     """Prepares the parameters (unstacked, matrices in the compute dtype: a second copy of them).
 
     Args:
-      model: the decoder.
-      params: its parameters.
+      model: the decoder; or a trained model as `diffjax.load` returns it, which has `model`, `params` and `tokenizer`.
+      params: the decoder's parameters; None with a trained model.
       batch_size: B, rows at a time.
       capacity: tokens that a row can have, prompt and continuation together; the model's max_length by default.
 
     Raises:
       UserError: if the capacity is beyond the model's max_length.
     """
+    self._tokenizer = None
+    if params is None:
+      model, params, self._tokenizer = model.model, model.params, model.tokenizer
     self.capacity = model.config.max_length if capacity is None else capacity
     self.batch_size = batch_size
     if not 1 <= self.capacity <= model.config.max_length:
@@ -91,7 +94,7 @@ class Sampler:
 
   def generate(
     self,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]] | Sequence[str],
     max_new_tokens: int,
     *,
     temperature: float = 0.0,
@@ -100,12 +103,23 @@ class Sampler:
     seed: int = 0,
     stop_ids: Sequence[int] = (),
     stop: Callable[[list[int]], bool] | None = None,
-  ) -> list[list[int]]:
+  ) -> list[Any]:
     """Continues any number of prompts; the options are those of `stream`.
 
+    Args:
+      prompts: token ids; or texts, if the sampler was made from a trained model. A text is the beginning of a document, and its
+        continuation ends where the model ends the document.
+
     Returns:
-      The new tokens of each prompt.
+      The new tokens of each prompt, or the new text.
     """
+    if prompts and isinstance(prompts[0], str):
+      if (tokenizer := self._tokenizer) is None:
+        raise ValueError("prompts are texts: only a sampler made from a trained model has a tokenizer; give it token ids")
+      prompts = [[tokenizer.separator, *map(int, tokenizer.encode(prompt))] for prompt in prompts]
+      stop_ids = [*stop_ids, tokenizer.separator]
+      options: Any = dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop_ids=stop_ids, stop=stop)
+      return [tokenizer.decode(ids) for ids in self.generate(prompts, max_new_tokens, **options)]
     out: list[list[int]] = [[] for _ in prompts]
     options = dict(temperature=temperature, top_k=top_k, top_p=top_p, stop_ids=stop_ids, stop=stop)
     for first in range(0, len(prompts), self.batch_size):

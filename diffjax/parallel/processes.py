@@ -138,7 +138,7 @@ class _End:
 
   def __init__(self, if_aborted: str):
     self.if_aborted, self._once = if_aborted, threading.Lock()
-    # Not Python's signal module: Python's handlers do not run once the main thread is stuck in C++.
+    # libc's signal(), not Python's: Python's handlers do not run once the main thread is stuck in C++.
     self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: self(self.if_aborted))
     self._signal = ctypes.CDLL(None).signal
     self._signal.argtypes, self._signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p

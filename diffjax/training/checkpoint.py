@@ -21,30 +21,19 @@ from absl import logging
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from diffjax.config import Config, UserError
+from diffjax.config import UserError
 from diffjax.parallel.processes import gather
 from diffjax.training import manifest, runtime
 
-# Seconds that are spent, at most, on removing what a failed save goes on writing.
+# Seconds to spend, at most, on removing files that a failed save goes on writing.
 _STRAGGLING = 5.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Restored:
-  """What a checkpoint held."""
-
-  step: int
-  # The train state, on the shardings of the abstract state
-  state: Any
-  data_state: dict[str, Any]
-  config: dict[str, Any]
-
-
 class Checkpoints:
-  """The checkpoints of one run. Every process of a run makes the same calls in the same order."""
+  """Writes the checkpoints of one run. Every process of a run makes the same calls in the same order."""
 
   def __init__(self, workdir: epath.PathLike, *, keep: int):
-    """Makes the directory and clears away what a killed save left. The caller holds the workdir's lock (lock.py).
+    """Makes the directory, and removes what a killed save has left there. The caller holds the workdir's lock (lock.py).
 
     Args:
       workdir: The run's directory, local or gs://.
@@ -53,13 +42,13 @@ class Checkpoints:
     Raises:
       UserError: if the directory cannot be written.
     """
-    self._directory, self._keep = manifest.checkpoint_directory(workdir), keep
+    self._workdir, self._directory, self._keep = workdir, manifest.checkpoint_directory(workdir), keep
     self._pending: concurrent.futures.Future[None] | None = None
     self._saved: int | None = None
-    self._damaged: set[int] = set()  # known only by reading them: their manifests are in order
-    # Orbax logs a failure as tracebacks, one a thread; as an exception it reaches us anyway.
+    self._damaged: set[int] = set()  # steps whose manifests are in order but whose files are not: only reading them tells
+    # Orbax logs a failure as one traceback per thread, and raises it too.
     logging.get_absl_logger().addFilter(_not_orbax)
-    # One worker: a save is hashed and pruned in the order of the saves, off the training path.
+    # One worker hashes and prunes in the order of the saves, while training goes on.
     self._worker = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
     if jax.process_index() == 0:
       with _explained(self._directory):
@@ -69,20 +58,13 @@ class Checkpoints:
           manifest.delete(path)
 
   def save(
-    self,
-    step: int,
-    state: Any,
-    *,
-    data_state: dict[str, Any],
-    config: dict[str, Any],
-    metrics: Mapping[str, float] | None = None,
-    force: bool = False,
+    self, step: int, state: Any, *, data_state: dict[str, Any], config: dict[str, Any], metrics: Mapping[str, float] | None = None
   ) -> bool:
     """Starts a save and returns as soon as the caller may donate `state`; the files are written meanwhile.
 
-    It waits for the save before, if that one is still under way. A save that fails is a warning, and what it wrote is removed: the run
-    can go on, the checkpoints before are as they were, and the next save tries again. Only `wait` raises the last one's error.
-    If one of several processes fails, Orbax fails in the others too, by a limit of 5 minutes to its barriers.
+    It waits for the previous save, if that one is still under way. A save that fails is a warning, and its files are removed: the run can
+    go on, the older checkpoints are untouched, and the next save tries again. Only `wait` raises the last save's error. If one of several
+    processes fails, Orbax fails in the others too, at most 5 minutes later, the limit of its barriers.
 
     Args:
       step: Updates done.
@@ -90,57 +72,47 @@ class Checkpoints:
       data_state: State of the data iterator, as JSON; the same in every process. Empty if no run can go on from here.
       config: The run's config as nested dicts.
       metrics: Measured at this step; "validation/loss", if there, competes for the best.
-      force: Whether to save again a step that this object has saved or restored last.
 
     Returns:
       Whether there was anything to save: not if this step is the last one saved or restored.
     """
     with contextlib.suppress(UserError):
       self.wait()
-    if step == self._saved and not force:
+    if step == self._saved:
       return False
     self._saved = step
     self._damaged.discard(step)
     try:
       self._check_room(step, sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
-      # overwrite: what may lie there is a step that restore passed over.
+      # overwrite: a step that `restore` has passed over may lie there.
       finish = ocp.save_checkpointables_async(
         self._directory / str(step), {"state": state}, overwrite=True, custom_metadata={"data_state": data_state, "config": config}
       ).result
     except _FAILURES as error:
       finish = functools.partial(_raise, error)
     self._pending = self._worker.submit(self._complete, finish, step, dict(metrics or {}))
-    self._worker.submit(runtime.give_back_freed_pages)  # as soon as nothing holds the copies that were saved
+    self._worker.submit(runtime.trim_freed_memory)  # as soon as nothing holds the copies that were saved
     return True
 
-  def restore(self, abstract_state: Any) -> Restored | None:
-    """The newest complete checkpoint; a warning names every newer one that it passes over, and why.
-
-    Args:
-      abstract_state: The state's structure, as jax.ShapeDtypeStruct with the shardings that the arrays shall have.
+  def restore(self) -> Checkpoint | None:
+    """The newest complete checkpoint, for the run to go on from; `save` does not save its step again.
 
     Returns:
-      What it held, or None if there is none.
+      The checkpoint, or None if there is none. A warning names every newer one that is passed over, and why.
 
     Raises:
-      UserError: if it holds other parameters or another optimizer's state, or if there are checkpoints, but all of them are damaged.
+      UserError: if there are checkpoints, but all of them are damaged.
     """
     self.wait()
-    step, self._damaged = _newest(self._directory)
-    if step is None:
-      return None
-    path = self._directory / str(step)
-    with _explained(path):
-      metadata = ocp.checkpointables_metadata(path)
-      _check_shapes(metadata.metadata["state"], abstract_state, path)
-      state = ocp.load_checkpointables(path, {"state": abstract_state})["state"]
-    self._saved = step
-    return Restored(step, state, metadata.custom_metadata["data_state"], metadata.custom_metadata["config"])
+    if (found := find_checkpoint(self._workdir)) is not None:
+      self._saved, self._damaged = found.step, set(found.passed_over)
+    return found
 
   def newest(self, before: int | None = None) -> int | None:
-    """The newest step whose save is complete, and which is less than `before`; None if there is none. What it holds is not read."""
+    """The newest step whose save is complete, and which is less than `before`; None if there is none. Its arrays are not verified."""
     self.wait()
-    return _newest(self._directory, before=before, only=manifest.METADATA, quiet=True)[0]
+    found = find_checkpoint(self._workdir, before=before, config_only=True)
+    return None if found is None else found.step
 
   def wait(self) -> None:
     """Returns once the last save is complete, its manifest included.
@@ -166,9 +138,9 @@ class Checkpoints:
       self.close()
 
   def _check_room(self, step: int, size: int) -> None:
-    """Fails before Orbax does: without a directory its threads wait for minutes, even after the run; a full disk is tracebacks there.
+    """Raises OSError before Orbax fails: without a directory its threads wait for minutes, and a full disk makes it print tracebacks.
 
-    Process 0 looks, and all fail: one that went on alone would meet the others' saving with its next step.
+    Process 0 looks, and all processes raise: one that went on alone would run its next step while the others save.
     """
     problem = ""
     if jax.process_index() == 0:
@@ -181,16 +153,17 @@ class Checkpoints:
         manifest.delete(probe)
         if "://" not in os.fspath(path):
           disk = shutil.disk_usage(self._directory)
-          if disk.total and disk.free < size:  # Some network file systems do not know, and say 0 of both.
+          if disk.total and disk.free < size:  # some network file systems do not know, and report 0 for both
             problem = f"no space left: it takes {size / 2**20:.0f} MiB, and {disk.free / 2**20:.0f} are free"
       except OSError as error:
         problem = str(error)
     if problem := gather(problem)[0]:
       raise OSError(problem)
 
-  @runtime.freed_pages_not_kept()
+  @runtime.release_freed_memory()
   def _complete(self, finish: Callable[[], Any], step: int, metrics: dict[str, float]) -> None:
-    """In the worker: the end of the save, then the manifest, then the pruning, so that a kill at any moment leaves a complete step."""
+    """Completes a save in the worker: first the files, then the manifest, then the pruning, so that a kill at any moment leaves a complete
+    step."""
     path = self._directory / str(step)
     try:
       with _explained(path):
@@ -210,7 +183,7 @@ class Checkpoints:
         logging.warning("cannot delete old checkpoints: %s", error)
 
   def _remove_failed(self, path: epath.Path, step: int) -> None:
-    """A half-written save would fill a full disk further. Threads of Orbax's may still write, so it may take more than one try."""
+    """Removes a half-written save, which would fill a full disk further. Orbax's threads may still write: it takes several tries."""
     deadline = time.monotonic() + _STRAGGLING
     while time.monotonic() < deadline:
       with contextlib.suppress(OSError, UserError):
@@ -235,164 +208,115 @@ class Checkpoints:
       pass
 
 
-def load_params(workdir: epath.PathLike, abstract_params: Any, step: int | None = None) -> Any:
-  """The parameters alone of another run's checkpoint.
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+  """A complete checkpoint, to be read; `find_checkpoint` and `open_checkpoint` return one.
 
-  Args:
-    workdir: That run's directory, local or gs://.
-    abstract_params: Tree of jax.ShapeDtypeStruct; where one has no sharding, the array goes to the first device.
-    step: Which checkpoint; None for the newest complete one.
-
-  Returns:
-    The parameters, as arrays with the shardings asked for.
-
-  Raises:
-    UserError: if there is no such complete checkpoint, or its parameters have other names or shapes.
+  Attributes:
+    path: its directory.
+    step: updates done when it was saved.
+    passed_over: newer steps that are damaged; known to process 0 alone.
   """
-  return _read_params(_complete_step(workdir, step), abstract_params)
+
+  path: epath.Path
+  step: int
+  passed_over: frozenset[int] = frozenset()
+
+  @functools.cached_property
+  def _beside_the_state(self) -> dict[str, Any]:
+    try:
+      return manifest.metadata(self.path)
+    except manifest.Damage as damage:
+      raise UserError(f"cannot read or write the checkpoint {self.path}: {damage}") from damage
+
+  @property
+  def config(self) -> dict[str, Any]:
+    """The config that it was trained with, as nested dicts."""
+    return self._beside_the_state["config"]
+
+  @property
+  def data_state(self) -> dict[str, Any]:
+    """State of the data iterator; empty if no run can go on from here."""
+    return self._beside_the_state["data_state"]
+
+  def state(self, abstract_state: Any) -> Any:
+    """Reads the train state.
+
+    Args:
+      abstract_state: its structure, as jax.ShapeDtypeStruct with the shardings that the arrays shall have.
+
+    Raises:
+      UserError: if the checkpoint holds other parameters or another optimizer's state.
+    """
+    with _explained(self.path):
+      _check_shapes(ocp.checkpointables_metadata(self.path).metadata["state"], abstract_state, self.path)
+      return ocp.load_checkpointables(self.path, {"state": abstract_state})["state"]
+
+  def params(self, abstract_params: Any) -> Any:
+    """Reads the parameters alone.
+
+    Args:
+      abstract_params: tree of jax.ShapeDtypeStruct; where one has no sharding, the array goes to the first device.
+
+    Raises:
+      UserError: if the checkpoint's parameters have other names or shapes.
+    """
+    first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    wanted = jax.tree.map(
+      lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or first), abstract_params
+    )
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    with context, _explained(self.path):
+      _check_shapes(ocp.checkpointables_metadata(self.path).metadata["state"].get("params", {}), abstract_params, self.path)
+      return ocp.load_checkpointables(self.path, {"state": {"params": wanted}})["state"]["params"]
 
 
-def load_run(
-  workdir: epath.PathLike, make_abstract_params: Callable[[dict[str, Any]], Any], step: int | None = None
-) -> tuple[int, dict[str, Any], Any]:
-  """The step, config and parameters of another run's checkpoint; what is not said is as in `load_params`.
-
-  Args:
-    workdir: That run's directory.
-    make_abstract_params: Called with the config, as nested dicts, that the checkpoint was trained with.
-    step: Which checkpoint.
-  """
-  path = _complete_step(workdir, step)
-  config = _read_metadata(path)["config"]
-  return int(path.name), config, _read_params(path, make_abstract_params(config))
-
-
-def latest_config(workdir: epath.PathLike) -> dict[str, Any] | None:
-  """The config that the newest complete checkpoint was trained with, as nested dicts; None if there is no checkpoint.
+def open_checkpoint(workdir: epath.PathLike, step: int | None = None) -> Checkpoint:
+  """A run's newest complete checkpoint, or that of a step.
 
   Args:
     workdir: The run's directory, local or gs://.
+    step: The checkpoint's step; None for the newest complete one.
 
   Raises:
-    UserError: if there are checkpoints, but all of them are damaged, or they are of no run that could go on.
+    UserError: if there is no such complete checkpoint.
   """
   directory = manifest.checkpoint_directory(workdir)
-  # Only the file with the config is checked, and read: restore will read everything, and say what it passes over.
-  step, _ = _newest(directory, only=manifest.METADATA, quiet=True)
   if step is None:
-    return None
-  metadata = _read_metadata(directory / str(step))
-  if not metadata["data_state"]:
-    raise UserError(
-      f"the checkpoint in {workdir} holds parameters alone, as diffjax.convert writes them: to start from it, use another --workdir and "
-      f"--config.train.init_from={workdir}"
-    )
-  return metadata["config"]
-
-
-def _complete_step(workdir: epath.PathLike, step: int | None) -> epath.Path:
-  """The directory of a step's checkpoint, or of the newest complete one; UserError if there is no such complete checkpoint."""
-  directory = manifest.checkpoint_directory(workdir)
-  if step is None:
-    step, _ = _newest(directory)
-    if step is None:
+    if (found := find_checkpoint(workdir)) is None:
       raise UserError(f"there is no complete checkpoint in {directory}")
-  else:
-    try:
-      manifest.verify(directory / str(step), step)
-    except manifest.Damage as damage:
-      raise UserError(f"there is no complete checkpoint of step {step} in {directory}: {damage}") from damage
-  return directory / str(step)
-
-
-def _read_metadata(path: epath.Path) -> dict[str, Any]:
+    return found
   try:
-    return manifest.metadata(path)
+    manifest.verify(directory / str(step), step)
   except manifest.Damage as damage:
-    raise UserError(f"cannot read or write the checkpoint {path}: {damage}") from damage
+    raise UserError(f"there is no complete checkpoint of step {step} in {directory}: {damage}") from damage
+  return Checkpoint(directory / str(step), step)
 
 
-def _read_params(path: epath.Path, abstract_params: Any) -> Any:
-  _check_shapes(ocp.checkpointables_metadata(path).metadata["state"].get("params", {}), abstract_params, path)
-  first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-  wanted = jax.tree.map(
-    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or first), abstract_params
-  )
-  context = ocp.Context()
-  context.pytree.loading.partial_load = True
-  with context, _explained(path):
-    return ocp.load_checkpointables(path, {"state": {"params": wanted}})["state"]["params"]
-
-
-# What may change between a checkpoint and the run that goes on from it; a name ending in "." is a section.
-_MAY_CHANGE = (
-  "mesh.",
-  "eval.",
-  "train.steps",
-  "optimizer.spike_sigmas",
-  "train.max_skipped_in_a_row",
-  "train.log_interval",
-  "train.checkpoint_interval",
-  "train.keep_checkpoints",
-  "train.profile_step",
-  "train.profile_steps",
-  "train.wandb_project",
-  "train.sample_prompt",
-  "train.sample_tokens",
-  "train.init_from",
-  "train.loss_chunk",
-  "data.prepared_dir",
-  "data.timeout",
-  "model.attention_implementation",
-  "model.remat",
-)
-
-
-def check_resume(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-  """Refuses to go on from a checkpoint of another model, tokenizer, optimizer, data or batch.
-
-  `train.steps` may change; the learning rate's schedule then ends at the new last step. A field that the checkpoint, being older,
-  does not have counts as its default.
+def find_checkpoint(workdir: epath.PathLike, *, before: int | None = None, config_only: bool = False) -> Checkpoint | None:
+  """The newest complete checkpoint, if there is one. Process 0 looks, and tells the others.
 
   Args:
-    saved: The checkpoint's config as nested dicts.
-    current: The run's.
+    workdir: The run's directory, local or gs://.
+    before: Only steps less than this one count; None for all.
+    config_only: Whether to verify and read its config alone. No warning names what is passed over then.
 
   Raises:
-    UserError: listing every field that differs and may not.
+    UserError: if there are checkpoints, but all of them are damaged, unless `before` leaves some out: to start anew in silence would be
+      the end of a run.
   """
-  old, new, default = (dict(_fields(config)) for config in (saved, current, Config().to_dict()))
-  differing = []
-  for field in sorted({*old, *new}):
-    before, after = old.get(field, default.get(field)), new.get(field, default.get(field))
-    may_change = field in _MAY_CHANGE or f"{field.partition('.')[0]}." in _MAY_CHANGE
-    if field == "data.num_workers":
-      # A prepared batch is a function of seed and step; a stream's order depends on its workers.
-      may_change = old.get("data.mode") == new.get("data.mode") == "prepared"
-    if before != after and not may_change:
-      differing.append(f"{field} was {before!r} and is {after!r}")
-  if differing:
-    raise UserError(f"the checkpoint in this workdir is of another run: {'; '.join(differing)}; use another --workdir or set them back")
-
-
-def _newest(
-  directory: epath.Path, *, before: int | None = None, only: str | None = None, quiet: bool = False
-) -> tuple[int | None, set[int]]:
-  """The newest step (of those before one, if asked) that verifies, and those passed over on the way. Process 0 looks, the others are told.
-
-  Raises:
-    UserError: if there are steps, but all are damaged: to start anew in silence would be the end of a run.
-  """
+  directory = manifest.checkpoint_directory(workdir)
   found, passed_over, reason = -1, set(), ""
   steps = manifest.steps(directory) if jax.process_index() == 0 else []
   for step in reversed(steps if before is None else [step for step in steps if step < before]):
     path = directory / str(step)
     try:
-      manifest.verify(path, step, only=only)
+      manifest.verify(path, step, only=manifest.METADATA if config_only else None)
     except manifest.Damage as damage:
       passed_over.add(step)
       reason = reason or f"{step}: {damage}"
-      if not quiet:
+      if not config_only:
         logging.warning("passing over checkpoint %s: %s", path, damage)
     else:
       found = step
@@ -407,7 +331,7 @@ def _newest(
       f"every checkpoint in {directory} is damaged ({reason}): put an intact copy of one there, or start from the beginning with "
       "another --workdir"
     )
-  return (None if found < 0 else found), passed_over
+  return None if found < 0 else Checkpoint(directory / str(found), found, frozenset(passed_over))
 
 
 def _check_shapes(saved: Any, wanted: Any, path: epath.Path) -> None:
@@ -429,12 +353,6 @@ def _shapes(tree: Any) -> Iterator[tuple[str, list[int]]]:
     yield jax.tree_util.keystr(path, simple=True, separator="/"), list(leaf.shape)
 
 
-def _fields(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-  for section, values in config.items():
-    for name, value in values.items():
-      yield f"{section}.{name}", value
-
-
 # TensorStore reports a full disk as a ValueError; Orbax says of anything else that it finds no handler, which is a KeyError.
 _FAILURES = (OSError, ValueError, RuntimeError, KeyError)
 
@@ -449,7 +367,7 @@ def _raise(error: BaseException) -> NoReturn:
 
 @contextlib.contextmanager
 def _explained(path: epath.Path) -> Iterator[None]:
-  """What goes wrong in the file system, as one line."""
+  """Turns an error of the file system into a UserError of one line."""
   try:
     yield
   except _FAILURES as error:

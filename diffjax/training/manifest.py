@@ -1,8 +1,8 @@
-"""Which checkpoints are complete, and which ones go. Knows neither JAX nor Orbax, so that it loads at once.
+"""Complete checkpoints: how one is told, and which are kept. This file imports neither JAX nor Orbax, so that it loads at once.
 
-`workdir/checkpoints/STEP` is complete if its `manifest.json` is there and every file is as the manifest says (size and sha256): Orbax
+`workdir/checkpoints/STEP` is complete if it has a `manifest.json` and every file has the size and sha256 that the manifest gives: Orbax
 itself reads a flipped bit without a word. The manifest lies inside the step, so that it is deleted, moved and copied with it. Other files
-beside it are harmless; deeper down they are damage, since Orbax takes what it finds in some directories for its own.
+beside it are harmless. Deeper down they count as damage, since Orbax takes every file in some directories for its own.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from etils import epath
 from diffjax.config import UserError
 
 _MANIFEST = "manifest.json"
-# What Orbax calls the file of every step that holds our JSON.
+# Orbax's name of the file, in every step, that holds our JSON.
 METADATA = "_CHECKPOINT_METADATA"
 BEST_METRIC = "validation/loss"
-# What Orbax calls a save until it is committed.
+# A part of the name that Orbax gives a save until it is committed.
 _TEMPORARY = ".orbax-checkpoint-tmp"
 
 
@@ -54,12 +54,12 @@ def steps(directory: epath.Path) -> list[int]:
 
 
 def temporaries(directory: epath.Path) -> list[epath.Path]:
-  """What saves have written that are under way, or were interrupted."""
+  """The directories of saves that are under way or were interrupted."""
   return sorted(directory / name for name in _names(directory) if _TEMPORARY in name)
 
 
 def temporary(path: epath.Path) -> epath.Path:
-  """A path that `temporaries` finds, for what may be deleted at any time."""
+  """A path that `temporaries` finds, for files that may be deleted at any time."""
   return path.parent / f"{path.name}{_TEMPORARY}-probe"
 
 
@@ -73,7 +73,7 @@ def _names(directory: epath.Path) -> list[str]:
 
 
 def has_manifest(path: epath.Path) -> bool:
-  """Whether a step has a manifest, in order or not."""
+  """True if a step has a manifest, in order or not."""
   return (path / _MANIFEST).exists()
 
 
@@ -105,7 +105,7 @@ def read(path: epath.Path, step: int) -> dict[str, Any]:
 
 
 def metadata(path: epath.Path) -> dict[str, Any]:
-  """What a step was saved with beside its state: "data_state" and "config".
+  """The JSON that a step was saved with beside its state: "data_state" and "config".
 
   Raises:
     Damage: if it cannot be read.
@@ -129,7 +129,7 @@ def verify(path: epath.Path, step: int, *, only: str | None = None, contents: bo
     The manifest.
 
   Raises:
-    Damage: for the first file that differs, or that is too much.
+    Damage: for the first file that differs, or that the manifest does not name.
   """
   body = read(path, step)
   names = [name for name in body["files"] if only in (None, name)]
@@ -216,7 +216,7 @@ def best(manifests: Mapping[int, Mapping[str, Any]]) -> int | None:
 
 
 def prune(directory: epath.Path, manifests: Mapping[int, Mapping[str, Any]], *, keep: int, among: Iterable[int]) -> Iterator[epath.Path]:
-  """Deletes steps, incomplete ones among them, but for the newest complete ones and the best.
+  """Deletes steps, complete or not, except the newest complete ones and the best.
 
   Args:
     directory: The checkpoint directory.
@@ -236,11 +236,11 @@ def prune(directory: epath.Path, manifests: Mapping[int, Mapping[str, Any]], *, 
 
 
 def delete(path: epath.Path) -> None:
-  """Deletes a step or a temporary directory, or what lies in its place; a link, not what it points to."""
+  """Deletes a step or a temporary directory, or a file or link in its place. A link's target stays."""
   if not path.is_dir() or (not _is_remote(path) and os.path.islink(path)):
     path.unlink(missing_ok=True)
     return
-  # First the manifest: a deletion that is interrupted leaves an interrupted step, not a damaged one.
+  # The manifest goes first: an interrupted deletion then leaves an interrupted step, not a damaged one.
   with contextlib.suppress(OSError):
     (path / _MANIFEST).unlink()
   path.rmtree(missing_ok=True)

@@ -1,10 +1,8 @@
-"""How a run goes: metric writers, the progress line and the plot of the loss."""
+"""Metric writers: a JSONL file, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import datetime
 import json
 import math
 import os
@@ -14,11 +12,8 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import Any, TextIO
+from typing import Any
 
-import jax
-import rich.console
-import rich.progress
 from absl import logging
 from etils import epath
 from tensorboardX import summary
@@ -26,17 +21,16 @@ from tensorboardX.proto import event_pb2
 from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import masked_crc32c
 
-from diffjax.config import Config, UserError
-from diffjax.training.flops import peak_flops, step_flops
+from diffjax.config import UserError
 
 
 class Metrics:
   """Writes numbers by step to `workdir/metrics.jsonl`, to TensorBoard files in `workdir/tensorboard`, and to W&B if asked.
 
   A line of the JSONL file is an object with "step", "time" (seconds since 1970) and the metrics; a number that is not finite is
-  null, since JSON has no other word for it. In an object store, which cannot append, both are kept here and written as a whole
-  every `remote_interval` seconds and at the end. What cannot be written, as to a full disk, is a warning and is tried again at the
-  next write: no run ends because of its log.
+  null, since JSON has no other word for it. An object store cannot append: for one, lines and events are kept here and written as a
+  whole every `remote_interval` seconds and at the end. A write that fails, as on a full disk, is a warning, and the next write tries
+  again: no run ends because of its log.
   """
 
   def __init__(
@@ -49,7 +43,7 @@ class Metrics:
     is_writer: bool = True,
     remote_interval: float = 60.0,
   ):
-    """Opens the files; what they hold of steps past `resume_step` is dropped, since the run takes those steps again.
+    """Opens the files, and drops what they hold of steps past `resume_step`, since the run takes those steps again.
 
     Args:
       workdir: The run's directory, local or gs://.
@@ -82,7 +76,7 @@ class Metrics:
       raise UserError(f"cannot write metrics in {workdir}: {error}") from error
 
   def _open_tensorboard(self, config: Mapping[str, Any], resume_step: int) -> None:
-    """Not tensorboardX.SummaryWriter: when its thread cannot write, it dies, and the run waits for it for ever."""
+    """tensorboardX.SummaryWriter does not serve: when its thread cannot write, it dies, and the run waits for it for ever."""
     self._local_tensorboard = epath.Path(tempfile.mkdtemp(prefix="diffjax-tensorboard-")) if self._remote else self._tensorboard_dir
     self._local_tensorboard.mkdir(parents=True, exist_ok=True)
     # TensorBoard reads the files in the order of their names, hence the time; a quick restart falls into the same second, hence the rest.
@@ -151,7 +145,7 @@ class Metrics:
         if json.loads(line)["step"] <= resume_step:
           kept.append(line.decode() + "\n")
       except (ValueError, KeyError, TypeError):
-        continue  # The last line of a run that was killed while it wrote.
+        continue  # The last line may be torn, if the run was killed while it wrote.
     return kept
 
   def _write_remote(self) -> None:
@@ -163,7 +157,7 @@ class Metrics:
 
 
 class _Appender:
-  """A file that is appended to at once. What cannot be written now is kept, and written before what comes next: no line is lost or torn."""
+  """A file that is appended to at once. Data that cannot be written is kept, and written before what follows: no line is lost or torn."""
 
   def __init__(self, path: epath.Path):
     self._file, self._left = open(path, "ab", buffering=0), b""
@@ -190,7 +184,7 @@ def _is_remote(path: epath.Path) -> bool:
 
 
 def _replace(path: epath.Path, text: str) -> None:
-  """Writes a file so that a reader, or a run killed meanwhile, finds the old text or the new, never a part of it."""
+  """Replaces a file at once: a reader, or a run after a kill, finds the old text or the new, never a part of it."""
   if _is_remote(path):  # An object store puts whole objects only.
     path.write_text(text)
   else:
@@ -212,144 +206,3 @@ def _open_wandb(project: str, workdir: epath.Path, config: Mapping[str, Any]) ->
     identity.write_text(uuid.uuid4().hex[:12])
   local = tempfile.gettempdir() if _is_remote(workdir) else os.fspath(workdir)
   return wandb.init(project=project, id=identity.read_text().strip(), resume="allow", config=dict(config), dir=local)
-
-
-class Progress:
-  """Where a run is: a live line on a terminal, else one plain line per report. Only process 0 prints.
-
-  Speeds are means since the report before, without compilation and evaluation.
-  """
-
-  def __init__(self, config: Config, *, first_step: int, num_devices: int, device_kind: str, file: TextIO | None = None):
-    """Starts the line.
-
-    Args:
-      config: The run's config.
-      first_step: Steps done before this process began.
-      num_devices: Devices that share a step.
-      device_kind: Their `jax.Device.device_kind`; MFU is reported if its peak is known.
-      file: Where to print; stdout by default.
-    """
-    self._total, self._step = config.train.steps, first_step
-    self._tokens = config.train.batch_size * config.data.length
-    peak = peak_flops(device_kind)
-    self._least_seconds = (
-      None if peak is None else (step_flops(config.model, config.data.length, self._tokens).training / (peak * num_devices))
-    )
-    self._rates: dict[str, float] = {}
-    self._window: tuple[int, float] | None = None
-    self._waited = 0.0
-    # soft_wrap: rich must not break a plain line at the 80 columns that it assumes of a pipe.
-    self._console = rich.console.Console(file=file, quiet=jax.process_index() != 0, highlight=False, soft_wrap=True)
-    self._bar: rich.progress.Progress | None = None
-    if self._console.is_terminal and not self._console.quiet:
-      self._bar = rich.progress.Progress(
-        rich.progress.TextColumn("{task.completed}/{task.total}"),
-        rich.progress.BarColumn(bar_width=20),
-        rich.progress.TextColumn("{task.fields[status]}"),
-        console=self._console,
-      )
-      self._task = self._bar.add_task("", total=self._total, completed=first_step, status="compiling …")
-      self._bar.start()
-      atexit.register(self.close)  # Else an error leaves the terminal without a cursor.
-
-  def stepped(self, step: int, waited: float = 0.0) -> None:
-    """Call it once a step is dispatched.
-
-    Args:
-      step: Steps dispatched so far.
-      waited: Seconds that the step waited for its batch.
-    """
-    if self._window is None:
-      # The first call comes when the first step is compiled and has just begun to run.
-      self._window, waited = (step - 1, time.perf_counter()), 0.0
-    self._step = step
-    self._waited += waited
-    if self._bar is not None:
-      self._bar.update(self._task, completed=step)
-
-  def report(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
-    """Call it with a step's metrics, once they have been fetched (and so the step is over).
-
-    Args:
-      step: The step that they belong to.
-      values: Its metrics; "train/loss" is shown.
-
-    Returns:
-      The metrics with the speeds: "train/tokens_per_second", "train/step_seconds", "train/wait_fraction" (the share of the time
-      spent waiting for data) and, on known chips, "train/mfu".
-    """
-    now = time.perf_counter()
-    if self._window is not None and step > self._window[0]:
-      done, start = self._window
-      seconds = max(now - start, 1e-9) / (step - done)
-      self._rates = {
-        "train/tokens_per_second": self._tokens / seconds,
-        "train/step_seconds": seconds,
-        "train/wait_fraction": min(self._waited / (seconds * (step - done)), 1.0),
-      }
-      if self._least_seconds is not None:
-        self._rates["train/mfu"] = self._least_seconds / seconds
-      self._window, self._waited = (step, now), 0.0
-    status = self._status(step, values.get("train/loss", math.nan))
-    if self._bar is not None:
-      self._bar.update(self._task, status=status)
-    else:
-      self._console.print(f"step {step}/{self._total}  {status}", markup=False)
-    return {**values, **self._rates}
-
-  def note(self, step: int, values: Mapping[str, float]) -> None:
-    """Prints one line that stays, such as an evaluation's, and leaves the time it took out of the speeds.
-
-    Args:
-      step: The step that they belong to.
-      values: What to show.
-    """
-    if values:
-      shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-      self._console.print(f"step {step}/{self._total}  {shown}", markup=False)
-    if self._window is not None:
-      self._window, self._waited = (step, time.perf_counter()), 0.0
-
-  def close(self) -> None:
-    """Ends the live line."""
-    if self._bar is not None:
-      self._bar.stop()
-      self._bar = None
-      atexit.unregister(self.close)
-
-  def _status(self, step: int, loss: float) -> str:
-    parts = [f"loss {loss:.4f}"]
-    if self._rates:
-      seconds = self._rates["train/step_seconds"]
-      parts += [f"{self._rates['train/tokens_per_second']:,.0f} tokens/s", f"{seconds:.3f} s/step"]
-      if "train/mfu" in self._rates:
-        parts.append(f"MFU {self._rates['train/mfu']:.1%}")
-      parts.append(f"waited for data {self._rates['train/wait_fraction']:.1%}")
-      parts.append(f"{datetime.timedelta(seconds=round(seconds * (self._total - step)))} left")
-    return "  ".join(parts)
-
-
-def plot_losses(jsonl: epath.PathLike, png: epath.PathLike) -> None:
-  """Draws training and validation loss against steps.
-
-  Args:
-    jsonl: A run's metrics.jsonl.
-    png: Where to write the picture.
-  """
-  # Imported here: it takes a second, and only the end of a run needs it. No pyplot: it would look for a display.
-  from matplotlib.backends.backend_agg import FigureCanvasAgg
-  from matplotlib.figure import Figure
-
-  figure = Figure(figsize=(7, 4), layout="constrained")
-  axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
-  lines = [json.loads(line) for line in epath.Path(jsonl).read_text().splitlines()]
-  for name, style in (("train/loss", "-"), ("validation/loss", "o-")):
-    points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-    if points:
-      axes.plot(*zip(*points, strict=True), style, label=name, markersize=3, linewidth=1)
-  if axes.lines:
-    axes.legend()
-  axes.grid(alpha=0.3)
-  with epath.Path(png).open("wb") as file:
-    FigureCanvasAgg(figure).print_png(file)

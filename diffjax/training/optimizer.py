@@ -23,36 +23,36 @@ from diffjax.parameters import MATRICES, PARAMETERS
 # RMS of Muon's update, near AdamW's own, so that one learning rate and one weight decay serve both (Liu et al. 2025, arXiv:2502.16982).
 _MUON_RMS = 0.2
 
-# The averages that a spike is measured against give step n − i the weight (1 − _NEWEST)^i: as old, on average, as a plain window of
-# 128 steps, which OLMo and Levanter take. Like theirs, spike detection is inactive until it has seen half of them.
+# A spike is measured against averages that give step n − i the weight (1 − _NEWEST)^i. Their mean age is that of a plain window of 128
+# steps, as OLMo and Levanter use. Like theirs, spike detection is inactive for the first 64 steps.
 _NEWEST = 2 / 129
-_INACTIVE_STEPS = 64
-# The watched metrics, by name, and in words.
+_INACTIVE = 64
+# The measured quantities: the names of their metrics, and words for messages.
 _MEASURED = {"loss": "loss", "grad_norm": "gradient's norm"}
-# Their least standard deviations, as shares of the mean: on a plateau of nearly equal losses, noise is no spike; nor is, at 6 σ, a gradient
-# of less than twice the mean norm, since healthy runs of small variance have bursts of those.
+# Lower bounds of their standard deviations, as shares of the mean. On a plateau of nearly equal losses noise must not count as a spike. Nor
+# must, at 6 σ, a gradient of less than twice the mean norm: healthy runs of small variance have bursts of those.
 _LEAST_DEVIATION = (0.01, 1 / 6)
 
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
   """Clip → Adam or Muon direction → decoupled weight decay → learning rate, with non-finite and spiking steps skipped.
 
-  A step whose gradient's global norm (or whose loss, if the caller passes it as `update(…, value=loss)`) is not finite, or lies more
-  than `config.spike_sigmas` standard deviations above its running mean, changes no parameter and no moment, and is counted: see
-  `skip_metrics`. A spike enters the means as if it were at that limit: one alone moves them little, but a run whose losses or
-  gradients have come to another level gets used to it instead of skipping all that follows. The schedule follows the step,
-  skipped or not, so that the learning rate of step n is `make_schedule(config, steps)(n)` in every run.
+  A step is skipped if its gradient's global norm (or its loss, if the caller passes it as `update(…, value=loss)`) is not finite, or lies
+  more than `config.spike_sigmas` standard deviations above its running mean. A skipped step changes no parameter and no moment, and is
+  counted: see `skip_metrics`. A spike enters the means as if it lay at that limit. A single one moves them little, but after a lasting
+  change of the loss or the gradients the means follow, and the run stops skipping. The schedule counts skipped steps too, so that the
+  learning rate of step n is `schedule(n)` in every run.
 
   Args:
     config: The run's `config.optimizer`.
-    steps: Updates in all, which the schedule ends with.
+    schedule: Its learning rate by step, of `make_schedule`.
 
   Returns:
-    The optimizer. Its `init` and `update` raise ValueError for a parameter whose name they do not know, and UserError if a parameter to
-    be frozen is not there.
+    The optimizer. Its `init` and `update` raise ValueError for a parameter whose name they do not know, and UserError if the model lacks
+    a parameter of `config.frozen`.
 
   Raises:
-    UserError: if config.frozen names what is no parameter.
+    UserError: if config.frozen has a name that is not a parameter's.
   """
   frozen = _frozen(config)
   adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
@@ -76,14 +76,15 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
       ),
       config.spike_sigmas,
     ),
-    optax.scale_by_learning_rate(make_schedule(config, steps)),
+    optax.scale_by_learning_rate(schedule),
   )
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
   """Learning rate by step: linear warmup from 0, then linear, cosine or wsd down to `final_fraction` of the peak.
 
-  The peak is reached at step `warmup_steps`, and the floor at step `steps`, which is the first one that training does not take.
+  The peak is reached at step `warmup_steps`, and the floor at step `steps`, which is the first one that training does not take. A warmup
+  longer than the run is cut to its steps.
 
   Args:
     config: The run's `config.optimizer`.
@@ -93,7 +94,8 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     A function of the step (updates taken before it) that may be traced.
   """
   peak, floor = config.learning_rate, config.learning_rate * config.final_fraction
-  left = max(steps - config.warmup_steps, 1)
+  warmup = min(config.warmup_steps, steps)
+  left = max(steps - warmup, 1)
   parts: list[optax.Schedule]
   starts: list[int]
   if config.schedule == "linear":
@@ -102,20 +104,20 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     parts, starts = [optax.cosine_decay_schedule(peak, left, alpha=config.final_fraction)], []
   elif config.schedule == "wsd":
     decay = min(max(round(steps * config.decay_fraction), 1), left)
-    parts, starts = [optax.constant_schedule(peak), optax.linear_schedule(peak, floor, decay)], [config.warmup_steps + left - decay]
+    parts, starts = [optax.constant_schedule(peak), optax.linear_schedule(peak, floor, decay)], [warmup + left - decay]
   else:
     raise ValueError(f"no schedule is called {config.schedule!r}")
-  if config.warmup_steps:
-    parts, starts = [optax.linear_schedule(0.0, peak, config.warmup_steps), *parts], [config.warmup_steps, *starts]
+  if warmup:
+    parts, starts = [optax.linear_schedule(0.0, peak, warmup), *parts], [warmup, *starts]
   return optax.join_schedules(parts, starts)
 
 
 def decay_mask(params: Any, frozen: frozenset[str] = frozenset()) -> Any:
-  """The parameters that decay, by name.
+  """A tree that marks the parameters that decay, by name.
 
   Args:
     params: The tree of parameters, or of anything in their places.
-    frozen: Names of those that stay as they are.
+    frozen: Names of the frozen ones, which do not decay.
 
   Returns:
     The same tree of bools: True for the layers' matrices that are not frozen.
@@ -127,7 +129,7 @@ def decay_mask(params: Any, frozen: frozenset[str] = frozenset()) -> Any:
 
 
 def skip_metrics(before: Any, after: Any, sigmas: float) -> dict[str, Array]:
-  """The number of skipped steps, and the limits above which a step was a spike.
+  """The counts of skipped steps, and the means and limits that a step was measured against.
 
   Args:
     before: State of an optimizer that `make_optimizer` made, before the step.
@@ -137,7 +139,7 @@ def skip_metrics(before: Any, after: Any, sigmas: float) -> dict[str, Array]:
   Returns:
     Scalars on the device: "skipped_steps" since the run began and "skipped_in_a_row" up to now (int32); and, unless sigmas is 0,
     the running means "loss_mean" and "grad_norm_mean" and the limits "loss_limit" and "grad_norm_limit" (float32) that the step was
-    held against; the limits are infinite while spike detection is inactive.
+    measured against; the limits are infinite while spike detection is inactive.
   """
   old, new = _skip_state(before), _skip_state(after)
   metrics = {"skipped_steps": new.skipped, "skipped_in_a_row": new.in_a_row}
@@ -150,7 +152,7 @@ def skip_reason(metrics: Mapping[str, float]) -> str:
   """The reason why a step was skipped, in words.
 
   Args:
-    metrics: Those of the step: "loss", "grad_norm" and what `skip_metrics` gives.
+    metrics: The step's "loss" and "grad_norm", and its `skip_metrics`.
   """
   for name, words in _MEASURED.items():
     if not math.isfinite(metrics[name]):
@@ -161,13 +163,13 @@ def skip_reason(metrics: Mapping[str, float]) -> str:
 
 
 class SkipState(NamedTuple):
-  """State of the wrapper that skips: in the optimizer's state, so that a resumed run skips and counts as an unbroken one."""
+  """State of the wrapper that skips steps: part of the optimizer's state, so that a resumed run skips and counts as an unbroken one."""
 
   # Steps skipped since the run began
   skipped: Int[Array, ""]
-  # Steps skipped since the last one that was taken
+  # Steps skipped since the last step that was not
   in_a_row: Int[Array, ""]
-  # Steps that are in the means: all whose loss and gradient were finite
+  # Steps that the means count: all whose loss and gradient were finite
   seen: Int[Array, ""]
   # Running mean and variance of the loss and of the gradient's norm
   mean: Float[Array, "2"]
@@ -185,13 +187,13 @@ def _skip_state(opt_state: Any) -> SkipState:
 def _limit(state: SkipState, sigmas: float) -> Float[Array, "2"]:
   """The limits above which the loss and the norm are spikes."""
   limit = state.mean + sigmas * jnp.maximum(jnp.sqrt(state.variance), jnp.array(_LEAST_DEVIATION) * state.mean)
-  return jnp.where((state.seen < _INACTIVE_STEPS) | (limit <= 0), jnp.inf, limit)  # 0: all before were 0
+  return jnp.where((state.seen < _INACTIVE) | (limit <= 0), jnp.inf, limit)  # a limit of 0: every loss or norm so far was 0
 
 
 def _skip_bad_steps(inner: optax.GradientTransformation, sigmas: float) -> optax.GradientTransformationExtraArgs:
   """Replaces the update by zeros, and keeps the state, where the gradient's norm or the loss is not finite or a spike.
 
-  Not optax.apply_if_finite: that one gives in after a number of such steps, and does not see the loss.
+  optax.apply_if_finite does not serve: it takes the step after a number of non-finite ones, and it does not see the loss.
   """
 
   def init(params):
@@ -200,14 +202,14 @@ def _skip_bad_steps(inner: optax.GradientTransformation, sigmas: float) -> optax
 
   def update(gradients, state, params=None, *, value: Float[Array, ""] | float = 0.0, **extra):
     del extra
-    # The norm, not each element: XLA shares it with the clip, and a norm that overflows would clip every gradient to zero anyway.
+    # The norm decides, not each element: XLA shares it with the clip, and a norm that overflows would clip every gradient to zero anyway.
     measured = jnp.stack([jnp.asarray(value, jnp.float32), optax.global_norm(gradients).astype(jnp.float32)])
     finite: Bool[Array, ""] = jnp.all(jnp.isfinite(measured))
     limit = _limit(state, sigmas) if sigmas else jnp.full(2, jnp.inf)
     take = finite & jnp.all(measured <= limit)
     updates, inner_state = inner.update(gradients, state.inner, params)
     updates = jax.tree.map(lambda new: jnp.where(take, new, jnp.zeros_like(new)), updates)
-    # The newest step's share of the weights so far; with it, what follows is their weighted mean and variance without a bias.
+    # The newest step's share of the weights so far. With it the mean and the variance below are weighted without a bias.
     share = jnp.minimum(_NEWEST / -jnp.expm1((state.seen + 1) * math.log1p(-_NEWEST)), 1.0)
     away = jnp.minimum(measured, limit) - state.mean
     new = SkipState(
@@ -231,7 +233,7 @@ def _frozen(config: OptimizerConfig) -> frozenset[str]:
 
 
 def _freeze(names: frozenset[str]) -> optax.GradientTransformation:
-  """Sets the gradients of the named parameters to 0, which gives no norm, no moments and no update."""
+  """Replaces the gradients of frozen parameters by 0, so that they add nothing to the norm, the moments and the update."""
 
   def update(gradients, _):
     if missing := names - {_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(gradients)}:

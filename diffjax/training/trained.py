@@ -6,14 +6,14 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from etils import epath
 
 from diffjax.config import Config, UserError, from_config_dict
 from diffjax.data.tokenizer import Tokenizer, load_tokenizer
 from diffjax.model.decoder import Decoder
-from diffjax.training.checkpoint import load_run
-from diffjax.training.step import compute_dtype
+from diffjax.training.checkpoint import open_checkpoint
+from diffjax.training.program import compute_dtype
+from diffjax.training.step import init_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +41,9 @@ def load(workdir: epath.PathLike, step: int | None = None) -> Trained:
   Raises:
     UserError: if there is none, it is damaged, or its tokenizer is not at hand.
   """
-  newest, saved, params = load_run(workdir, lambda saved: _abstract_params(from_config_dict(saved)), step)
-  config = from_config_dict(saved)
+  saved = open_checkpoint(workdir, step)
+  config = from_config_dict(saved.config)
+  params = saved.params(jax.eval_shape(lambda: init_params(Decoder(config.model), jax.random.key(0))))
   tokenizer = load_tokenizer(_tokenizer_beside(workdir, config.data.tokenizer))
   if tokenizer.vocab_size > config.model.vocab_size:
     raise UserError(
@@ -50,11 +51,7 @@ def load(workdir: epath.PathLike, step: int | None = None) -> Trained:
       "it is another one; put the one that it was trained with there"
     )
   model = Decoder(config.model, dtype=compute_dtype(config.model.dtype, jax.local_devices()[0].platform))
-  return Trained(f"{workdir} at step {newest}", config, model, params, tokenizer)
-
-
-def _abstract_params(config: Config) -> Any:
-  return jax.eval_shape(lambda: Decoder(config.model).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"])
+  return Trained(f"{workdir} at step {saved.step}", config, model, params, tokenizer)
 
 
 def keep_tokenizer(workdir: epath.PathLike, spec: str) -> str:

@@ -1,4 +1,4 @@
-"""What DIFF costs in time beside the Transformer: the authors' Table 7 on the accelerator at hand (README.md)."""
+"""The time of DIFF beside the Transformer's: the authors' Table 7 on the accelerator at hand (README.md)."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
   import jax
 
   from diffjax.parallel.mesh import make_mesh
-  from diffjax.training.runtime import keep_freed_pages
+  from diffjax.training.runtime import keep_freed_memory
 
   if os.environ.get("NPROC"):
     raise UserError("--side_by_side: runs that share a CPU's cores cannot be timed; measure one at a time")
-  keep_freed_pages()
+  keep_freed_memory()
   device = jax.local_devices()[0]
   mesh = make_mesh(MeshConfig(), [device])
   layers = _layers(config, mesh, (device.memory_stats() or {}).get("bytes_limit"))
@@ -107,21 +107,19 @@ def _compile(config: Config, mesh: Mesh, kind: str) -> Any:
 
 
 def _parts(config: Config, mesh: Mesh) -> tuple[Callable[[], Any], Callable[..., Any], tuple[Any, ...]]:
-  """What makes parameters, the loss of (parameters, tokens, targets), and the shapes of these."""
+  """The function that makes parameters, the loss of (parameters, tokens, targets), and the shapes of these."""
   import jax
   import jax.numpy as jnp
 
   from diffjax.model.decoder import output_embedding
   from diffjax.ops.cross_entropy import fused_cross_entropy
-  from diffjax.ops.diff_attention import diff_attention
-  from diffjax.training.step import make_model
+  from diffjax.training.program import build
+  from diffjax.training.step import init_params
 
-  model = make_model(config, mesh)
-  # parameters depend on no activation
-  reference = model.clone(attention_fn=functools.partial(diff_attention, implementation="reference"))
+  model = build(config, mesh).model
 
   def make():
-    return reference.init(jax.random.key(config.train.seed), jnp.zeros((1, 1), jnp.int32))["params"]
+    return init_params(model, jax.random.key(config.train.seed))
 
   def loss(params, tokens, targets):
     hidden = model.apply({"params": params}, tokens)
@@ -143,7 +141,7 @@ def _with_layers(config: Config, layers: int) -> Config:
 
 
 def _layers(config: Config, mesh: Mesh, memory: float | None) -> int:
-  """How many layers all three are given on a device of so many bytes; all where that is not known."""
+  """The number of layers that all three get on a device of so many bytes; all layers where the bytes are not known."""
   layers = config.model.num_layers
   if memory:
     layers = min(layers_that_fit(layers, _USABLE * memory, functools.partial(_bytes, twin, mesh)) for twin in _twins(config).values())
@@ -151,7 +149,7 @@ def _layers(config: Config, mesh: Mesh, memory: float | None) -> int:
 
 
 def _bytes(config: Config, mesh: Mesh, layers: int) -> float:
-  """What forward + backward takes of the device's memory with so many layers; infinite where the compiler refuses."""
+  """Bytes of the device's memory that forward + backward takes with so many layers; infinite where the compiler refuses."""
   import jax
 
   try:
@@ -191,14 +189,14 @@ def layers_that_fit(layers: int, limit: float, needed: Callable[[int], float]) -
 
 
 def plan(config: Config, topology: str) -> list[dict[str, str]]:
-  """What `measure` would compile for one device of TPUs that are not there: a row an architecture.
+  """The programs that `measure` would compile, for one device of TPUs that are not there: a row an architecture.
 
   Raises:
-    UserError: if not even two layers fit; and what `diffjax.aot.apart` raises.
+    UserError: if not even two layers fit; and what `diffjax.compiled.plan.apart` raises.
   """
-  from diffjax import aot  # here, since it has flags of its own
+  from diffjax.compiled.plan import apart
 
-  return aot.apart(_plan, config, topology=topology)
+  return apart(_plan, config, topology=topology)
 
 
 def _plan(devices: Sequence[Any], chips: int, memory: int, config: Config) -> list[dict[str, str]]:

@@ -14,7 +14,7 @@ from diffjax.evals import figures, mathematics
 from diffjax.evals.mathematics import Settings
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training.checkpoint import Checkpoints
-from diffjax.training.step import make_init
+from diffjax.training.program import build
 from diffjax.training.trained import Trained
 from tests import in_process
 
@@ -173,9 +173,9 @@ def test_bad_settings(tmp_path, trained, files, change, message):
 def test_the_command(files, tmp_path):
   """python -m diffjax.evaluate --suite=mathematics, with a model that has learnt nothing; and with a bad record."""
   config = Config(model=ModelConfig(num_layers=1, embed_dim=16, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=16, max_length=256))
-  make_state, _ = make_init(config, make_mesh(config.mesh, jax.devices()[:1]))
+  program = build(config, make_mesh(config.mesh, jax.devices()[:1]))
   with Checkpoints(tmp_path / "run", keep=1) as checkpoints:
-    checkpoints.save(0, make_state(), data_state={}, config=config.to_dict(), metrics={})
+    checkpoints.save(0, program.init(), data_state={}, config=config.to_dict(), metrics={})
     checkpoints.wait()
 
   def run(*args):

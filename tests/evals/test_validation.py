@@ -12,7 +12,8 @@ from diffjax.evals import validation
 from diffjax.evals.figures import interval
 from diffjax.evals.validation import Settings, validation_rows
 from diffjax.parallel.mesh import make_mesh
-from diffjax.training.step import make_eval_step
+from diffjax.training.program import build
+from diffjax.training.validation import losses
 
 
 def numbers(figures):
@@ -32,9 +33,9 @@ def test_a_uniform_model_loses_log_n(make_trained, uniform):
 def test_the_suite_equals_what_the_loop_logs_whatever_the_batch(make_trained):
   trained = make_trained()
   config = dataclasses.replace(trained.config, eval=dataclasses.replace(trained.config.eval, rows=13))
-  step = make_eval_step(config, make_mesh(config.mesh, jax.devices()[:1]))
+  step = build(config, make_mesh(config.mesh, jax.devices()[:1])).eval_step
   rows = validation_rows("validation", trained, 13, batch_size=4)
-  logged = dict(validation.losses(step, trained.params, rows, token_bytes=trained.tokenizer.token_bytes(), ngram=3))
+  logged = dict(losses(step, trained.params, rows, token_bytes=trained.tokenizer.token_bytes(), ngram=3))
   for batch_size in (1, 5):
     found = numbers(validation.evaluate(trained, Settings(rows=13, batch_size=batch_size)))
     assert list(found.values()) == pytest.approx(list(logged.values()), rel=1e-5)

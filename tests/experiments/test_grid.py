@@ -14,7 +14,7 @@ from diffjax.config import Config, DataConfig, OptimizerConfig, TrainConfig, Use
 from diffjax.model.decoder import Decoder
 from diffjax.parallel.mesh import make_mesh, put_batch
 from diffjax.training.flops import parameter_count
-from diffjax.training.step import make_init, make_train_step
+from diffjax.training.program import build
 from experiments import grid
 from tests.tiers import full
 
@@ -61,11 +61,10 @@ def test_every_row_of_ablations_takes_a_step():
   batch = dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], segment_ids=np.ones((2, 32)), positions=positions)
   batch = {name: np.int32(values) for name, values in batch.items()} | {"weights": np.ones((2, 32), np.float32)}
   for config in dict.fromkeys(smaller(run.config) for run in runs):
-    mesh = make_mesh(config.mesh, jax.devices()[:1])
-    init, abstract = make_init(config, mesh)
-    state = init()
+    program = build(config, make_mesh(config.mesh, jax.devices()[:1]))
+    state = program.init()
     before = jax.tree.map(np.asarray, state.params)
-    state, metrics = make_train_step(config, mesh, abstract)(state, put_batch(batch, mesh))
+    state, metrics = program.train_step(state, put_batch(batch, program.mesh))
     assert np.isfinite(metrics["loss"])
     for path, moved in jax.tree_util.tree_leaves_with_path(jax.tree.map(lambda a, b: (a != b).any(), before, state.params)):
       assert moved != (path[-1].key in config.optimizer.frozen.split(",")), (config.model, path)

@@ -28,7 +28,7 @@ def test_measure(make_workdir, variant):
   assert set(experiment.EXPERIMENT.metrics.values()) <= found.keys()
   # The loss is that of the first rows of the run's own validation
   from diffjax.data.pipeline import validation_batches
-  from diffjax.training.step import token_losses
+  from diffjax.training.validation import token_losses
 
   trained = load(workdir)
   config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, rows=3))

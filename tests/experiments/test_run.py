@@ -14,7 +14,7 @@ import jax
 import pytest
 
 import diffjax.command
-from diffjax import aot
+from diffjax.compiled import plan
 from diffjax.config import UserError
 from experiments import grid, launch
 from tests import in_process
@@ -238,9 +238,9 @@ def test_variants_are_compiled_for_tpus_that_are_not_there(run, monkeypatch):
 
   def too_large(config, topology):
     compiled.append((config.model.attention, topology))
-    return aot.Plan(1, "TPU v5 lite", {}, 9 << 30, 9 << 30, 0, 0, 0, round(15.75 * 2**30), {}, "", (), 1.0)
+    return plan.Plan(1, "TPU v5 lite", {}, 9 << 30, 9 << 30, 0, 0, 0, round(15.75 * 2**30), {}, "", (), 1.0)
 
-  monkeypatch.setattr(aot, "compile_apart", too_large)
+  monkeypatch.setattr(plan, "compile_apart", too_large)
   out, errors = run(*flags, "--only=transformer", code=1)
   assert compiled == [("softmax", "v5e:1x1")] and "| transformer | 18.00 of 15.75 | no |" in out
   assert errors == "error: transformer: too large for v5e:1x1; python -m diffjax.aot says what would take less\n"

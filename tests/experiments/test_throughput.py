@@ -12,7 +12,7 @@ import pytest
 from diffjax.config import MeshConfig, UserError, from_config_dict
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training.flops import parameter_count
-from diffjax.training.step import make_eval_step
+from diffjax.training.program import build
 from experiments import grid, results
 from experiments.throughput import experiment
 from experiments.throughput.config import get_config
@@ -47,7 +47,7 @@ def test_the_loss_is_that_of_training(small, mesh):
     tokens=tokens, targets=targets, segment_ids=ones, positions=np.cumsum(ones, axis=1) - 1, weights=np.float32(ones),
     bytes=np.float32(ones), hits=0.0 * ones,
   )  # fmt: skip
-  found = make_eval_step(config, mesh)(params, {name: jax.device_put(row) for name, row in rows.items()})
+  found = build(config, mesh).eval_step(params, {name: jax.device_put(row) for name, row in rows.items()})
   loss = float(programs.forward(params, tokens, targets))
   assert loss == pytest.approx(float(np.sum(found["nll"]) / np.sum(found["weight"])), rel=1e-5)
   value, gradients = programs.both(params, tokens, targets)

@@ -19,7 +19,7 @@ from diffjax.ops import cross_entropy
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.parallel import context, rules
 from diffjax.parallel.mesh import AXES, batch_share, make_mesh, put_batch, sharded_attention, sharded_cross_entropy
-from diffjax.training.step import make_eval_step, make_init, make_train_step
+from diffjax.training.program import build
 from tests.tiers import full
 from tests.variants import models
 
@@ -58,11 +58,10 @@ def make_batch(seed=0):
 @functools.cache
 def run_steps(config, num_devices, steps=3):
   """Parameters after some steps, and each step's metrics."""
-  mesh = make_mesh(config.mesh, jax.devices()[:num_devices])
-  init, abstract = make_init(config, mesh)
-  state, step, losses = init(), make_train_step(config, mesh, abstract), []
+  program = build(config, make_mesh(config.mesh, jax.devices()[:num_devices]))
+  state, losses = program.init(), []
   for n in range(steps):
-    state, metrics = step(state, put_batch(make_batch(n), mesh))
+    state, metrics = program.train_step(state, put_batch(make_batch(n), program.mesh))
     losses.append(jax.tree.map(np.asarray, metrics))
   return jax.tree.map(np.asarray, jax.device_get(state.params)), losses
 
@@ -96,7 +95,7 @@ def test_accumulation_equals_the_full_batch(devices):
 
 def test_parameters_and_optimizer_are_sharded():
   config = make_config(mesh=MeshConfig(data=2, fsdp=4))
-  state = make_init(config, make_mesh(config.mesh))[0]()
+  state = build(config, make_mesh(config.mesh)).init()
   leaves = jax.tree_util.tree_leaves_with_path((state.params, state.opt_state))
   matrices = [(path, leaf) for path, leaf in leaves if leaf.ndim >= 3]
   assert len(matrices) >= 3 * 7  # parameters and both of Adam's moments
@@ -129,9 +128,8 @@ def test_evaluation_adds_up_over_the_mesh():
   batch |= {"hits": (batch["tokens"] % 2).astype(np.float32), "bytes": np.ones((B, T), np.float32)}
   sums = []
   for devices in (jax.devices()[:1], jax.devices()):
-    mesh = make_mesh(config.mesh, devices)
-    state = make_init(config, mesh)[0]()
-    sums.append(jax.tree.map(float, make_eval_step(config, mesh)(state.params, batch)))
+    program = build(config, make_mesh(config.mesh, devices))
+    sums.append(jax.tree.map(float, program.eval_step(program.init().params, batch)))
   chex.assert_trees_all_close(*sums, rtol=1e-5)
   assert sums[0]["weight"] == batch["weights"].sum()
   assert 3 < sums[0]["nll"] / sums[0]["weight"] < 6  # near log 64
@@ -159,13 +157,13 @@ def test_sizes_that_do_not_multiply_to_the_devices(mesh, message):
 def test_sizes_that_an_axis_does_not_divide(model, mesh, message):
   config = make_config(dataclasses.replace(MODEL, **model), MeshConfig(**mesh))
   with pytest.raises(UserError, match=message):
-    make_init(config, make_mesh(config.mesh))
+    build(config, make_mesh(config.mesh))
 
 
 def test_rows_that_the_context_axis_cannot_cut():
   config = dataclasses.replace(make_config(mesh=MeshConfig(context=4, tensor=2)), data=DataConfig(length=36))
   with pytest.raises(UserError, match="config.data.length = 36 must be a multiple of 8 with config.mesh.context = 4"):
-    make_train_step(config, make_mesh(config.mesh), None)
+    build(config, make_mesh(config.mesh))
 
 
 def test_no_parameter_is_split_twice_along_an_axis():
@@ -228,22 +226,21 @@ def test_context_order_gives_every_shard_the_same_work():
 def test_batch_that_the_devices_cannot_share():
   config = dataclasses.replace(make_config(), train=TrainConfig(batch_size=12))
   with pytest.raises(UserError, match="batch_size = 12 .* multiple of 8"):
-    make_train_step(config, make_mesh(config.mesh), None)
+    build(config, make_mesh(config.mesh))
 
 
 def test_a_spike_is_skipped_on_a_mesh():
   config = make_config(mesh=MeshConfig(data=2, fsdp=4))
-  mesh = make_mesh(config.mesh)
-  init, abstract = make_init(config, mesh)
-  state, step = init(), make_train_step(config, mesh, abstract)
+  program = build(config, make_mesh(config.mesh))
+  state = program.init()
   for n in range(2):
-    state, _ = step(state, put_batch(make_batch(n), mesh))
+    state, _ = program.train_step(state, put_batch(make_batch(n), program.mesh))
   (skip, rate) = state.opt_state
   # As after many steps whose gradients were far smaller; the loss lies where it was.
   mean = skip.mean * np.float32([1, 1e-3])
   skip = skip._replace(seen=skip.seen + 100, mean=jax.device_put(mean, skip.mean.sharding), variance=0 * skip.variance)
   before = jax.tree.map(np.asarray, (state.params, skip.inner))
-  state, metrics = step(dataclasses.replace(state, opt_state=(skip, rate)), put_batch(make_batch(2), mesh))
+  state, metrics = program.train_step(dataclasses.replace(state, opt_state=(skip, rate)), put_batch(make_batch(2), program.mesh))
   assert int(metrics["skipped_steps"]) == int(metrics["skipped_in_a_row"]) == 1
   after = state.opt_state[0]
   chex.assert_trees_all_equal(jax.tree.map(np.asarray, (state.params, after.inner)), before)
@@ -267,13 +264,12 @@ def test_long_rows_over_eight_shards():
   """65,536 tokens a row, which no device holds whole: a step is taken, and its gradients are not nothing. 7 GB of memory."""
   model = dataclasses.replace(MODEL, num_layers=1, embed_dim=16, ffn_dim=16, num_heads=1, num_kv_heads=1, max_length=65_536)
   config = Config(model=model, mesh=MeshConfig(context=8), data=DataConfig(length=65_536), train=TrainConfig(batch_size=1))
-  mesh = make_mesh(config.mesh)
-  init, abstract = make_init(config, mesh)
+  program = build(config, make_mesh(config.mesh))
   rng = np.random.default_rng(0)
   tokens = rng.integers(0, 64, (2, 1, 65_536), np.int32)
   ids = np.sort(rng.integers(0, 9, (1, 65_536), np.int32), axis=1)
   positions, weights = np.arange(65_536, dtype=np.int32)[None], np.ones((1, 65_536), np.float32)
-  batch = put_batch(dict(tokens=tokens[0], targets=tokens[1], segment_ids=ids, positions=positions, weights=weights), mesh)
+  batch = put_batch(dict(tokens=tokens[0], targets=tokens[1], segment_ids=ids, positions=positions, weights=weights), program.mesh)
   assert batch["tokens"].addressable_shards[0].data.shape == (1, 8192)
-  _, metrics = make_train_step(config, mesh, abstract)(init(), batch)
+  _, metrics = program.train_step(program.init(), batch)
   assert 4 < float(metrics["loss"]) < 5 and float(metrics["grad_norm"]) > 1e-3

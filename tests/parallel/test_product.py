@@ -13,13 +13,13 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diffjax import aot
+from diffjax.compiled.estimate import CHIPS, Torus, estimate
+from diffjax.compiled.plan import apart
 from diffjax.config import REMAT, Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
-from diffjax.parallel.estimate import CHIPS, Torus, estimate
 from diffjax.parallel.mesh import make_mesh
 from diffjax.parallel.product import exchanges, gather, product, whole
 from diffjax.parallel.rules import SPECS
-from diffjax.training.step import compiler_options, lower_train_step
+from diffjax.training.program import build, compiler_options
 from tests.tiers import full
 
 pytestmark = pytest.mark.usefixtures("optimised")
@@ -181,7 +181,7 @@ def test_remat_computes_again_what_its_policy_says(mesh):
     config = Config(
       model=dataclasses.replace(model, remat=remat), data=DataConfig(length=16), mesh=mesh, train=TrainConfig(batch_size=8, steps=200)
     )
-    return lower_train_step(config, devices)[0].as_text().count("stablehlo.dot_general")
+    return build(config, devices).lower_train_step().as_text().count("stablehlo.dot_general")
 
   found = {remat: products(remat) for remat in REMAT}
   assert found.pop("full") > found["attention"]
@@ -218,7 +218,7 @@ def _layers(devices, chips, available, topology):
 def test_parameters_and_gradients_travel_while_chips_compute(topology):
   """A layer's first gather waits, since nothing of the layer runs before it; the second, of as many bytes, is covered. Gradients are: by an
   exchange on v5e, by the sparse cores' reduce-scatter elsewhere."""
-  seconds = aot.apart(_layers, topology, topology=topology)
+  seconds = apart(_layers, topology, topology=topology)
   assert set(seconds) == {"all-gather", "all-to-all" if topology.startswith("v5e") else "reduce-scatter"}
   for kind, (every, exposed) in seconds.items():
     assert exposed < {"all-gather": 0.51}.get(kind, 0.2) * every, (kind, seconds)

@@ -20,8 +20,9 @@ from jax.sharding import PartitionSpec as P
 
 from diffjax.config import Config, DataConfig, OptimizerConfig, UserError
 from diffjax.training import manifest
-from diffjax.training.checkpoint import Checkpoints, check_resume, latest_config, load_params
+from diffjax.training.checkpoint import Checkpoints, find_checkpoint, open_checkpoint
 from diffjax.training.optimizer import make_optimizer
+from diffjax.training.resume import check_resume
 
 
 @flax.struct.dataclass
@@ -44,7 +45,7 @@ def make_state(seed=0, name="muon", up=(2, 8, 16)):
   params = {"embedding": normal(32, 8), "layers": {"ffn": {"up": normal(*up), "down": normal(2, 16, 8)}, "ffn_norm": normal(2, 8)}}
   opt_state = jax.tree.map(
     lambda leaf: normal(*leaf.shape) if leaf.dtype == jnp.float32 else leaf + seed,
-    make_optimizer(OptimizerConfig(name=name), 10).init(params),
+    make_optimizer(OptimizerConfig(name=name), lambda step: 1e-3).init(params),
   )
   return State(jnp.int32(seed), params, opt_state, jax.random.key(seed))
 
@@ -75,7 +76,17 @@ def run(workdir, steps, keep=10):
 
 
 def restore(workdir):
-  return Checkpoints(workdir, keep=10).restore(abstract(make_state()))
+  return Checkpoints(workdir, keep=10).restore()
+
+
+def read(checkpoint):
+  return checkpoint.state(abstract(make_state()))
+
+
+def newest_config(workdir):
+  """Read as at the start of a run: without the arrays."""
+  found = find_checkpoint(workdir, config_only=True)
+  return None if found is None else found.config
 
 
 def listing(workdir):
@@ -86,14 +97,15 @@ def test_restores_every_bit(tmp_path):
   run(tmp_path, [3, 12])
   restored = restore(tmp_path)
   assert restored.step == 12 and restored.data_state == {"batch": 12, "seed": [1, None]} and restored.config == CONFIG
-  assert_same(restored.state, make_state(12))
-  assert type(restored.state) is State
-  np.testing.assert_array_equal(jax.random.normal(restored.state.rng, 4), jax.random.normal(make_state(12).rng, 4))
-  assert latest_config(tmp_path) == CONFIG
+  state = read(restored)
+  assert_same(state, make_state(12))
+  assert type(state) is State
+  np.testing.assert_array_equal(jax.random.normal(state.rng, 4), jax.random.normal(make_state(12).rng, 4))
+  assert newest_config(tmp_path) == CONFIG
 
 
 def test_nothing_saved_restores_to_none(tmp_path):
-  assert restore(tmp_path) is None and latest_config(tmp_path) is None and latest_config(tmp_path / "absent") is None
+  assert restore(tmp_path) is None and newest_config(tmp_path) is None and newest_config(tmp_path / "absent") is None
 
 
 def test_save_returns_before_the_files_and_its_state_may_be_donated(tmp_path, monkeypatch):
@@ -102,12 +114,12 @@ def test_save_returns_before_the_files_and_its_state_may_be_donated(tmp_path, mo
   checkpoints = Checkpoints(tmp_path, keep=2)
   state = make_state(5)
   checkpoints.save(5, state, data_state={}, config=CONFIG)
-  assert latest_config(tmp_path) is None, "no manifest, not complete"
+  assert newest_config(tmp_path) is None, "no manifest, not complete"
   state = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0 if leaf.dtype == jnp.float32 else leaf, tree), donate_argnums=0)(state)
   jax.block_until_ready(state)
   gate.set()
   checkpoints.close()
-  assert_same(restore(tmp_path).state, make_state(5))
+  assert_same(read(restore(tmp_path)), make_state(5))
 
 
 def test_keeps_the_newest_and_the_best(tmp_path):
@@ -124,10 +136,10 @@ def test_keeps_the_newest_and_the_best(tmp_path):
 
 def test_a_step_just_saved_or_restored_is_not_saved_again(tmp_path):
   checkpoints = Checkpoints(tmp_path, keep=2)
-  assert save(checkpoints, 4) and not save(checkpoints, 4) and save(checkpoints, 4, force=True)
+  assert save(checkpoints, 4) and not save(checkpoints, 4)
   checkpoints.close()
   checkpoints = Checkpoints(tmp_path, keep=2)
-  checkpoints.restore(abstract(make_state()))
+  checkpoints.restore()
   assert not save(checkpoints, 4)
   checkpoints.close()
   assert restore(tmp_path).step == 4
@@ -153,7 +165,7 @@ def test_stale_temporary_directory_is_removed(two_steps, tmp_path, caplog):
   stale = workdir / "checkpoints" / "30.orbax-checkpoint-tmp"
   shutil.copytree(workdir / "checkpoints" / "20", stale)
   (workdir / "checkpoints" / "notes").mkdir()  # not ours
-  assert latest_config(workdir) == CONFIG and stale.exists(), "a reader deletes nothing"
+  assert newest_config(workdir) == CONFIG and stale.exists(), "a reader deletes nothing"
   with caplog.at_level(logging.WARNING):
     assert restore(workdir).step == 20
   assert not stale.exists() and any("30.orbax-checkpoint-tmp" in record.getMessage() for record in caplog.records)
@@ -163,13 +175,13 @@ def test_damaged_step_is_overwritten_and_does_not_count_as_kept(two_steps, tmp_p
   workdir = shutil.copytree(two_steps, tmp_path / "run")
   flip_bit(workdir)
   checkpoints = Checkpoints(workdir, keep=2)
-  assert checkpoints.restore(abstract(make_state())).step == 10
+  assert checkpoints.restore().step == 10
   save(checkpoints, 15)
   checkpoints.wait()
   assert listing(workdir) == ["10", "15", "20"]
   save(checkpoints, 20)
   checkpoints.wait()
-  assert_same(restore(workdir).state, make_state(20))
+  assert_same(read(restore(workdir)), make_state(20))
   save(checkpoints, 30)
   checkpoints.close()
   assert listing(workdir) == ["20", "30"]
@@ -179,7 +191,7 @@ def test_damaged_step_that_was_left_behind_is_pruned_first(two_steps, tmp_path):
   workdir = shutil.copytree(two_steps, tmp_path / "run")
   flip_bit(workdir)
   checkpoints = Checkpoints(workdir, keep=2)
-  checkpoints.restore(abstract(make_state()))
+  checkpoints.restore()
   save(checkpoints, 25)
   checkpoints.close()
   assert listing(workdir) == ["10", "25"]
@@ -208,43 +220,43 @@ def test_restores_onto_another_mesh(tmp_path):
   placed = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, spec.sharding), state, eight)
   checkpoints = Checkpoints(tmp_path, keep=1)
   checkpoints.save(7, placed, data_state={}, config=CONFIG)
-  restored = checkpoints.restore(four).state
+  restored = checkpoints.restore().state(four)
   checkpoints.close()
   assert_same(restored, state)
   for leaf, spec in zip(jax.tree.leaves(restored), jax.tree.leaves(four), strict=True):
     assert leaf.sharding == spec.sharding
   assert len(restored.params["embedding"].sharding.device_set) == 8
-  single = load_params(tmp_path, jax.eval_shape(lambda: make_state().params))
+  single = open_checkpoint(tmp_path).params(jax.eval_shape(lambda: make_state().params))
   assert_same(single, state.params)
   assert single["embedding"].sharding.device_set == {jax.devices()[0]}
 
 
 def test_loads_parameters_alone(two_steps):
   wanted = abstract(make_state().params)
-  assert_same(load_params(two_steps, wanted), make_state(20).params)
-  assert_same(load_params(two_steps, wanted, step=10), make_state(10).params)
+  assert_same(open_checkpoint(two_steps).params(wanted), make_state(20).params)
+  assert_same(open_checkpoint(two_steps, 10).params(wanted), make_state(10).params)
 
 
 def test_parameters_of_another_model_are_refused(two_steps):
   with pytest.raises(UserError, match=r"layers/ffn/up is \[2, 8, 16\] there and \[2, 8, 24\] here"):
-    load_params(two_steps, abstract(make_state(up=(2, 8, 24)).params))
+    open_checkpoint(two_steps).params(abstract(make_state(up=(2, 8, 24)).params))
   wanted = abstract(make_state().params)
   with pytest.raises(UserError, match=r"it has no unembedding, which is \[32, 8\] here"):
-    load_params(two_steps, {**wanted, "unembedding": wanted["embedding"]})
+    open_checkpoint(two_steps).params({**wanted, "unembedding": wanted["embedding"]})
   with pytest.raises(UserError, match=r"it has layers/ffn_norm \[2, 8\], which is not there here"):
-    load_params(two_steps, {**wanted, "layers": {"ffn": wanted["layers"]["ffn"]}})
+    open_checkpoint(two_steps).params({**wanted, "layers": {"ffn": wanted["layers"]["ffn"]}})
 
 
 def test_another_optimizers_state_is_refused(two_steps):
   with pytest.raises(UserError, match=r"opt_state/"):
-    Checkpoints(two_steps, keep=10).restore(abstract(make_state(name="adamw")))
+    restore(two_steps).state(abstract(make_state(name="adamw")))
 
 
 def test_no_checkpoint_to_load_from(two_steps, tmp_path):
   with pytest.raises(UserError, match=f"no complete checkpoint in {tmp_path}/checkpoints"):
-    load_params(tmp_path, abstract(make_state().params))
+    open_checkpoint(tmp_path)
   with pytest.raises(UserError, match="no complete checkpoint of step 11"):
-    load_params(two_steps, abstract(make_state().params), step=11)
+    open_checkpoint(two_steps, 11)
 
 
 def changed(*fields, base=CONFIG):
@@ -397,7 +409,7 @@ def test_save_into_a_directory_that_became_a_file(tmp_path, name):
   assert listing(workdir) == ["1"]
   save(checkpoints, 2)
   checkpoints.close()
-  assert_same(restore(workdir).state, make_state(2))
+  assert_same(read(restore(workdir)), make_state(2))
 
 
 def test_a_workdir_that_is_moved_away_is_made_again(tmp_path):
@@ -415,4 +427,4 @@ def test_what_lies_in_a_steps_place_is_overwritten(tmp_path, make):
   (tmp_path / "checkpoints").mkdir()
   make(tmp_path / "checkpoints" / "2")
   run(tmp_path, [2])
-  assert_same(restore(tmp_path).state, make_state(2))
+  assert_same(read(restore(tmp_path)), make_state(2))

@@ -16,7 +16,7 @@ from absl.testing import flagsaver
 
 from diffjax import checkpoints as command
 from diffjax.config import Config, UserError
-from diffjax.training.checkpoint import Checkpoints, latest_config, load_params
+from diffjax.training.checkpoint import Checkpoints, find_checkpoint, open_checkpoint
 from tests.tiers import full
 
 
@@ -220,26 +220,37 @@ def verify(workdir, capsys):
   return capsys.readouterr().out, error
 
 
+def newest_config(workdir):
+  """Read as at the start of a run: without the arrays."""
+  found = find_checkpoint(workdir, config_only=True)
+  return None if found is None else found.config
+
+
 def assert_holds(step, restored, params):
+  state = restored.state(abstract(make_state()))
   for name, expected in make_state(step)["params"].items():
-    np.testing.assert_array_equal(restored.state["params"][name], expected)
+    np.testing.assert_array_equal(state["params"][name], expected)
     np.testing.assert_array_equal(params[name], expected)
-  assert restored.step == int(restored.state["step"]) == restored.data_state["batch"] == restored.config["train"]["steps"] == step
+  assert restored.step == int(state["step"]) == restored.data_state["batch"] == restored.config["train"]["steps"] == step
+
+
+def params(workdir, step=None):
+  return open_checkpoint(workdir, step).params(abstract(make_state()["params"]))
 
 
 def load(workdir):
-  return (Checkpoints(workdir, keep=10).restore(abstract(make_state())), load_params(workdir, abstract(make_state()["params"])))
+  return Checkpoints(workdir, keep=10).restore(), params(workdir)
 
 
 def assert_passed_over(workdir, caplog, capsys, reason, damaged=20):
   path = workdir / "checkpoints" / str(damaged)
   with caplog.at_level(logging.WARNING):
-    restored = Checkpoints(workdir, keep=10).restore(abstract(make_state()))
+    restored = Checkpoints(workdir, keep=10).restore()
   warnings = [record.getMessage() for record in caplog.records]
   assert len(warnings) == 1 and str(path) in warnings[0] and reason in warnings[0]
-  assert_holds(10, restored, load_params(workdir, abstract(make_state()["params"])))
+  assert_holds(10, restored, params(workdir))
   with pytest.raises(UserError, match=f"no complete checkpoint of step {damaged}"):
-    load_params(workdir, abstract(make_state()["params"]), step=damaged)
+    params(workdir, damaged)
   printed, error = verify(workdir, capsys)
   (line,) = [line for line in printed.splitlines() if line.split()[0] == str(damaged)]
   assert "not complete" in line and reason in line and error == f"not complete: {damaged}"
@@ -255,7 +266,7 @@ def test_damaged_file(workdir, caplog, capsys, kind, damage):
   FILE_DAMAGES[damage](path)
   assert_passed_over(workdir, caplog, capsys, str(path.relative_to(workdir / "checkpoints" / "20")))
   # Reads one file alone: the newest config that is as it was written.
-  assert latest_config(workdir) == make_config(10 if kind in ("manifest.json", "_CHECKPOINT_METADATA") else 20)
+  assert newest_config(workdir) == make_config(10 if kind in ("manifest.json", "_CHECKPOINT_METADATA") else 20)
 
 
 @pytest.mark.parametrize("damage, reason", STEP_DAMAGES)
@@ -302,7 +313,7 @@ def moved_behind_a_link(step):
 def test_harmless(workdir, caplog, capsys, change):
   change(workdir / "checkpoints" / "20")
   assert_holds(20, *load(workdir))
-  assert not caplog.records and latest_config(workdir) == make_config(20)
+  assert not caplog.records and newest_config(workdir) == make_config(20)
   printed, error = verify(workdir, capsys)
   assert error is None and len(printed.splitlines()) == 3
 
@@ -310,7 +321,7 @@ def test_harmless(workdir, caplog, capsys, change):
 def test_stale_temporary_directory(workdir, caplog, capsys):
   stale = workdir / "checkpoints" / "30.orbax-checkpoint-tmp"
   shutil.copytree(workdir / "checkpoints" / "20", stale)
-  assert latest_config(workdir) == make_config(20)
+  assert newest_config(workdir) == make_config(20)
   printed, error = verify(workdir, capsys)
   assert error is None and "30.orbax-checkpoint-tmp: a save that is under way, or was interrupted" in printed
   assert stale.exists(), "a reader deletes nothing"
@@ -322,11 +333,7 @@ def test_stale_temporary_directory(workdir, caplog, capsys):
 def test_all_damaged_is_an_error(workdir, capsys, damage):
   for step in ("10", "20"):
     FILE_DAMAGES[damage](workdir / "checkpoints" / step / "_CHECKPOINT_METADATA")
-  for reader in (
-    lambda: Checkpoints(workdir, keep=10).restore(abstract(make_state())),
-    lambda: load_params(workdir, abstract(make_state()["params"])),
-    lambda: latest_config(workdir),
-  ):
+  for reader in (lambda: Checkpoints(workdir, keep=10).restore(), lambda: open_checkpoint(workdir), lambda: newest_config(workdir)):
     with pytest.raises(UserError, match=r"every checkpoint in .*/checkpoints is damaged \(20: _CHECKPOINT.*intact copy.*another --workdir"):
       reader()
   assert verify(workdir, capsys)[1] == "not complete: 10, 20"
@@ -336,11 +343,11 @@ def test_every_manifest_lost_is_an_error(workdir):
   for step in ("10", "20"):
     (workdir / "checkpoints" / step / "manifest.json").unlink()
   with pytest.raises(UserError, match="every checkpoint in"):
-    Checkpoints(workdir, keep=10).restore(abstract(make_state()))
+    Checkpoints(workdir, keep=10).restore()
 
 
 def test_first_save_interrupted_starts_from_the_beginning(workdir, caplog):
   shutil.rmtree(workdir / "checkpoints" / "10")
   (workdir / "checkpoints" / "20" / "manifest.json").unlink()
-  assert Checkpoints(workdir, keep=10).restore(abstract(make_state())) is None
-  assert latest_config(workdir) is None and "its save or its deletion was interrupted" in caplog.text
+  assert Checkpoints(workdir, keep=10).restore() is None
+  assert newest_config(workdir) is None and "its save or its deletion was interrupted" in caplog.text

@@ -20,9 +20,9 @@ from etils import epath
 from diffjax.config import Config, DataConfig, EvalConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig, UserError
 from diffjax.data import pipeline, reader
 from diffjax.parallel.mesh import make_mesh
-from diffjax.training import loop, manifest
-from diffjax.training.checkpoint import load_params
-from diffjax.training.step import make_init
+from diffjax.training import loop, manifest, session
+from diffjax.training.checkpoint import open_checkpoint
+from diffjax.training.program import build
 from tests.tiers import full
 
 # Fields that tell the time, not the run.
@@ -117,7 +117,7 @@ def test_resume_on_another_mesh(two_heads, on_eight_devices, tmp_path, monkeypat
   shutil.copytree(on_eight_devices, workdir)
   for step in (4, 6):
     shutil.rmtree(workdir / "checkpoints" / str(step))
-  monkeypatch.setattr(loop, "make_mesh", lambda config: make_mesh(config, jax.devices()[:devices]))
+  monkeypatch.setattr(session, "make_mesh", lambda config: make_mesh(config, jax.devices()[:devices]))
   loop.train(dataclasses.replace(two_heads, mesh=MeshConfig(**mesh)), str(workdir))
   for expected, line in zip(log(on_eight_devices), log(workdir), strict=True):
     assert line["step"] == expected["step"] and line.keys() == expected.keys()
@@ -136,17 +136,17 @@ def interrupt_after(config, workdir, steps):
 
   slow = threading.Thread(target=watch)
   slow.start()
-  original = loop.put_batch
+  original = session.put_batch
 
   def slower(batch, mesh):
     time.sleep(0.2)
     return original(batch, mesh)
 
-  loop.put_batch = slower
+  session.put_batch = slower
   try:
     loop.train(config, str(workdir))
   finally:
-    loop.put_batch = original
+    session.put_batch = original
   slow.join()
   return max(int(path.name) for path in (pathlib.Path(workdir) / "checkpoints").iterdir() if path.name.isdecimal())
 
@@ -180,7 +180,7 @@ def test_a_second_signal_ends_the_process_at_once():
   """Even inside a long call that runs no Python, as a compilation does: there Python alone sees two signals as one, and late."""
   code = """
 import hashlib
-from diffjax.training.loop import Interruption
+from diffjax.training.interruption import Interruption
 with Interruption():
   print("ready", flush=True)
   hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
@@ -202,6 +202,26 @@ def test_a_finished_run_can_be_prolonged(config, whole, tmp_path):
   assert [line["step"] for line in log(tmp_path) if "train/loss" in line] == [1, 2, 3]
   loop.train(config, str(tmp_path))
   assert [line["step"] for line in log(tmp_path) if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_profile_names_its_steps(config, tmp_path):
+  """By the numbers that the log has for them."""
+  loop.train(change(config, train__steps=4, train__profile_step=1, train__profile_steps=2, eval__interval=0), str(tmp_path))
+  (path,) = (tmp_path / "profile").rglob("*.xplane.pb")
+  events = [event for plane in jax.profiler.ProfileData.from_file(str(path)).planes for line in plane.lines for event in line.events]
+  assert sorted(dict(event.stats)["step_num"] for event in events if event.name == "train") == [2, 3]
+
+
+def test_a_warmup_longer_than_the_run_is_cut_aloud(config, tmp_path, capsys):
+  """The checkpoint keeps what the user gave, so that a longer run goes on with the whole warmup."""
+  config = change(config, optimizer__warmup_steps=8, optimizer__learning_rate=1.0, eval__interval=0)
+  loop.train(change(config, train__steps=4), str(tmp_path))
+  assert "config.optimizer.warmup_steps = 8 is cut to config.train.steps = 4\n" in capsys.readouterr().err
+  assert open_checkpoint(tmp_path).config["optimizer"]["warmup_steps"] == 8
+  loop.train(change(config, train__steps=10), str(tmp_path))
+  assert "is cut" not in capsys.readouterr().err
+  rates = [line["train/learning_rate"] for line in log(tmp_path)]
+  assert rates == pytest.approx([0, 1 / 4, 2 / 4, 3 / 4, 4 / 8, 5 / 8, 6 / 8, 7 / 8, 1, 1 / 2])
 
 
 def test_init_from_takes_parameters_alone(config, whole, tmp_path):
@@ -230,7 +250,7 @@ def test_vocabularies_that_differ(config, tmp_path):
 
 def spoil(monkeypatch, bad, *, first=0, interrupt_at=None):
   """Gives the steps in `bad` one weight that makes their loss NaN or infinite, and sends SIGTERM before one step if asked."""
-  original, steps = loop.put_batch, iter(range(first + 1, 1000))
+  original, steps = session.put_batch, iter(range(first + 1, 1000))
 
   def put_batch(batch, mesh):
     step = next(steps)
@@ -241,7 +261,7 @@ def spoil(monkeypatch, bad, *, first=0, interrupt_at=None):
       batch["weights"][0, 0] = bad[step]
     return original(batch, mesh)
 
-  monkeypatch.setattr(loop, "put_batch", put_batch)
+  monkeypatch.setattr(session, "put_batch", put_batch)
 
 
 def test_bad_batches_are_skipped_and_a_resume_among_them_is_exact(config, tmp_path, monkeypatch, capsys):
@@ -256,8 +276,8 @@ def test_bad_batches_are_skipped_and_a_resume_among_them_is_exact(config, tmp_pa
   printed = capsys.readouterr().err
   assert "step 3 is skipped, 1 in a row: the loss is nan" in printed and "step 4 is skipped, 2 in a row: the loss is nan" in printed
   assert printed.count("skipped") == 2
-  abstract = make_init(config, make_mesh(config.mesh))[1].params
-  before, skipped, after = (load_params(tmp_path / "whole", abstract, step) for step in (2, 4, 6))
+  abstract = build(config, make_mesh(config.mesh)).abstract_state.params
+  before, skipped, after = (open_checkpoint(tmp_path / "whole", step).params(abstract) for step in (2, 4, 6))
   chex.assert_trees_all_equal(before, skipped)
   assert np.any(np.asarray(before["embedding"]) != np.asarray(after["embedding"]))
 

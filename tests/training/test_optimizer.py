@@ -55,6 +55,10 @@ def random_tree(seed, scale=1.0):
   )
 
 
+def make_optimizer(config, steps):
+  return optimizer.make_optimizer(config, optimizer.make_schedule(config, steps))
+
+
 def first_update(tx, gradients, params):
   # Compiled as one program: op by op, Muon compiles for ten times as long.
   return by_name(jax.jit(lambda g, p: tx.update(g, tx.init(p), p)[0])(gradients, params))
@@ -73,13 +77,13 @@ def test_decay_mask_takes_the_layers_matrices_alone():
 def test_unknown_parameter_is_an_error(name):
   params = {"layers": {"attention": {"query": jnp.ones((L, E, H, G, D)), "temperature": jnp.ones((L, H))}}}
   with pytest.raises(ValueError, match="layers/attention/temperature"):
-    optimizer.make_optimizer(dataclasses.replace(STILL, name=name), 10).init(params)
+    make_optimizer(dataclasses.replace(STILL, name=name), 10).init(params)
 
 
 def test_muon_takes_the_matrices_and_adam_the_rest():
   params, gradients = random_tree(0), random_tree(1)
   config = dataclasses.replace(STILL, name="muon", weight_decay=0.0, learning_rate=1.0)
-  muon, adam = optimizer.make_optimizer(config, 10), optimizer.make_optimizer(dataclasses.replace(config, name="adamw"), 10)
+  muon, adam = make_optimizer(config, 10), make_optimizer(dataclasses.replace(config, name="adamw"), 10)
   ours = first_update(muon, gradients, params)
   adams = first_update(adam, gradients, params)
   assert {name for name in ours if not np.allclose(ours[name], adams[name], rtol=1e-5)} == MATRICES
@@ -93,7 +97,7 @@ def test_muon_takes_the_matrices_and_adam_the_rest():
 def test_muon_updates_each_layer_as_one_orthogonal_matrix():
   params, gradients = random_tree(0), random_tree(1)
   config = dataclasses.replace(STILL, name="muon", weight_decay=0.0, learning_rate=1.0)
-  tx = optimizer.make_optimizer(config, 10)
+  tx = make_optimizer(config, 10)
   updates = first_update(tx, gradients, params)
   stock = optax.contrib.muon(1.0, beta=config.muon_momentum, consistent_rms=0.2)
   slices = {f"{name}{layer}": by_name(gradients)[name][layer].reshape(shape) for name, shape in FLAT.items() for layer in range(L)}
@@ -113,9 +117,9 @@ def test_frozen_parameters_stay(name):
   frozen = {"lambda_q1", "lambda_k2", "value"}
   config = dataclasses.replace(STILL, name=name, clip_norm=1.0, weight_decay=0.1)
   params, gradients = random_tree(0), random_tree(1)
-  still = first_update(optimizer.make_optimizer(dataclasses.replace(config, frozen=", ".join(sorted(frozen))), 10), gradients, params)
+  still = first_update(make_optimizer(dataclasses.replace(config, frozen=", ".join(sorted(frozen))), 10), gradients, params)
   none = jax.tree_util.tree_map_with_path(lambda path, leaf: jnp.zeros_like(leaf) if path[-1].key in frozen else leaf, gradients)
-  moving = first_update(optimizer.make_optimizer(config, 10), none, params)
+  moving = first_update(make_optimizer(config, 10), none, params)
   for key, update in still.items():
     np.testing.assert_array_equal(update, np.zeros_like(update) if key in frozen else moving[key], err_msg=key)
   assert np.abs(moving["value"]).max() > 0, "weight decay alone moves it"
@@ -123,9 +127,9 @@ def test_frozen_parameters_stay(name):
 
 def test_frozen_names_are_checked():
   with pytest.raises(UserError, match="config.optimizer.frozen: 'lambda_q' is no parameter; there are embedding, .* query, key"):
-    optimizer.make_optimizer(dataclasses.replace(STILL, frozen="lambda_q1,lambda_q"), 10)
+    make_optimizer(dataclasses.replace(STILL, frozen="lambda_q1,lambda_q"), 10)
   params = {"embedding": jnp.zeros((N, E))}
-  tx = optimizer.make_optimizer(dataclasses.replace(STILL, frozen="lambda_q1"), 10)
+  tx = make_optimizer(dataclasses.replace(STILL, frozen="lambda_q1"), 10)
   with pytest.raises(UserError, match="config.optimizer.frozen: this model has no 'lambda_q1'"):
     tx.update(params, tx.init(params), params)
 
@@ -134,7 +138,7 @@ def test_the_state_is_as_ever_without_frozen_parameters():
   """Older checkpoints go on."""
   paths = [
     jax.tree_util.keystr(path)
-    for path, _ in jax.tree_util.tree_leaves_with_path(optimizer.make_optimizer(STILL, 10).init({"embedding": jnp.zeros(3)}))
+    for path, _ in jax.tree_util.tree_leaves_with_path(make_optimizer(STILL, 10).init({"embedding": jnp.zeros(3)}))
   ]
   assert paths[-1] == "[1].count" and "[0].inner[1].mu['embedding']" in paths
 
@@ -142,7 +146,7 @@ def test_the_state_is_as_ever_without_frozen_parameters():
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_decay_follows_the_mask(name):
   params, zeros = random_tree(0), jax.tree.map(jnp.zeros_like, random_tree(0))
-  tx = optimizer.make_optimizer(dataclasses.replace(STILL, name=name, weight_decay=0.25, learning_rate=0.5), 10)
+  tx = make_optimizer(dataclasses.replace(STILL, name=name, weight_decay=0.25, learning_rate=0.5), 10)
   updates = first_update(tx, zeros, params)
   for leaf_name, leaf in by_name(params).items():
     np.testing.assert_allclose(updates[leaf_name], -0.125 * leaf if leaf_name in MATRICES else 0 * leaf, rtol=1e-6, err_msg=leaf_name)
@@ -150,7 +154,7 @@ def test_decay_follows_the_mask(name):
 
 def test_adamw_equals_float64_by_hand():
   config = OptimizerConfig(schedule="linear", warmup_steps=2, learning_rate=0.02, weight_decay=0.3, clip_norm=1.5, eps=1e-6)
-  tx, params = optimizer.make_optimizer(config, 6), random_tree(0)
+  tx, params = make_optimizer(config, 6), random_tree(0)
   state, rates = tx.init(params), [0.0, 0.01, 0.02, 0.015]
   hand = {name: np.asarray(leaf, np.float64) for name, leaf in by_name(params).items()}
   first = {name: 0.0 * leaf for name, leaf in hand.items()}
@@ -174,7 +178,7 @@ def test_adamw_equals_float64_by_hand():
 def test_clip_limits_the_global_norm_and_zero_means_no_limit():
   params, huge, seen = {"up": jnp.ones((L, E, F))}, {"up": jnp.full((L, E, F), 100.0)}, []
   for clip_norm in (1.0, 0.0):
-    tx = optimizer.make_optimizer(dataclasses.replace(STILL, clip_norm=clip_norm, b1=0.0), 10)
+    tx = make_optimizer(dataclasses.replace(STILL, clip_norm=clip_norm, b1=0.0), 10)
     _, state = jax.jit(tx.update)(huge, tx.init(params), params)
     (moments,) = [
       node
@@ -202,7 +206,16 @@ def test_schedule_at_key_points(schedule, points):
   assert float(no_warmup(0)) == pytest.approx(2.0) and float(no_warmup(100)) == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize("steps, warmup", [(0, 0), (0, 100), (1, 0), (5, 5)])
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
+def test_a_warmup_longer_than_the_run_is_cut_to_its_steps(schedule):
+  config = OptimizerConfig(schedule=schedule, learning_rate=2.0, warmup_steps=100)
+  cut, short = (optimizer.make_schedule(dataclasses.replace(config, warmup_steps=steps), 8) for steps in (100, 8))
+  assert [float(cut(step)) for step in range(9)] == [float(short(step)) for step in range(9)]
+  assert [float(cut(step)) for step in (0, 4, 8)] == pytest.approx([0.0, 1.0, 2.0])
+  assert float(optimizer.make_schedule(config, 200)(50)) == pytest.approx(1.0), "a longer run warms up as long as the config says"
+
+
+@pytest.mark.parametrize("steps, warmup", [(0, 0), (0, 100), (1, 0), (5, 5), (5, 6)])
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
 def test_schedule_of_very_short_runs_is_finite(schedule, steps, warmup):
   rate = optimizer.make_schedule(OptimizerConfig(schedule=schedule, warmup_steps=warmup), steps)
@@ -212,7 +225,7 @@ def test_schedule_of_very_short_runs_is_finite(schedule, steps, warmup):
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_non_finite_steps_are_skipped_and_counted(name):
   config = dataclasses.replace(STILL, name=name, schedule="linear", clip_norm=1.0)
-  tx, params, gradients = optimizer.make_optimizer(config, 10), random_tree(0), random_tree(1)
+  tx, params, gradients = make_optimizer(config, 10), random_tree(0), random_tree(1)
   update, state = jax.jit(tx.update), jax.jit(tx.init)(params)
   _, state = update(gradients, state, params, value=jnp.float32(2.0))
   for count, (element, loss) in enumerate([(jnp.nan, 2.0), (jnp.inf, 2.0), (1.0, jnp.nan), (1.0, jnp.inf)], start=1):
@@ -234,7 +247,7 @@ def test_non_finite_steps_are_skipped_and_counted(name):
 
 def run_scalar(losses, norms, sigmas=6.0):
   """Which steps are skipped, and the last state, for a model of one parameter whose gradient is its norm."""
-  tx = optimizer.make_optimizer(dataclasses.replace(STILL, spike_sigmas=sigmas), 10)
+  tx = make_optimizer(dataclasses.replace(STILL, spike_sigmas=sigmas), 10)
   params = {"final_norm": jnp.zeros(1)}
 
   def step(state, measured):

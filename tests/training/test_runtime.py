@@ -13,8 +13,8 @@ import pytest
 
 from diffjax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TrainConfig
 from diffjax.parallel.mesh import make_mesh, put_batch
-from diffjax.training import loop
-from diffjax.training.step import make_init, make_train_step
+from diffjax.training import loop, session
+from diffjax.training.program import build
 from tests.tiers import full
 
 MODEL = ModelConfig(num_layers=2, embed_dim=16, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=32)
@@ -31,17 +31,17 @@ CONFIG = Config(
 def test_a_step_is_traced_once_and_moves_nothing(monkeypatch, accumulation):
   config = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, accumulation=accumulation, batch_size=16))
   mesh = make_mesh(config.mesh)
-  make_state, abstract = make_init(config, mesh)
   chex.clear_trace_counter()
   jit = jax.jit
   monkeypatch.setattr(jax, "jit", lambda function, **options: jit(chex.assert_max_traces(function, n=1), **options))
-  state, step = make_state(), make_train_step(config, mesh, abstract)
+  program = build(config, mesh)
+  state = program.init()
   ints = np.ones((16, 32), np.int32)
   batch = put_batch(dict(tokens=ints, targets=ints, segment_ids=ints, positions=ints, weights=ints.astype(np.float32)), mesh)
-  state, _ = step(state, batch)
+  state, _ = program.train_step(state, batch)
   with jax.transfer_guard("disallow_explicit"):
     for _ in range(3):
-      state, _ = step(state, batch)
+      state, _ = program.train_step(state, batch)
   jax.block_until_ready(state)
 
 
@@ -60,7 +60,7 @@ def test_the_loop_compiles_nothing_after_the_second_step(monkeypatch, tmp_path):
     jax.config.update("jax_transfer_guard", "disallow" if 2 < len(calls) < config.train.steps else "allow")
     return put_batch(batch, mesh)
 
-  monkeypatch.setattr(loop, "put_batch", guarded)
+  monkeypatch.setattr(session, "put_batch", guarded)
   try:
     loop.train(config, str(tmp_path / "run"))
   finally:
@@ -113,7 +113,7 @@ def test_freed_pages_are_kept(tmp_path):
   code = """
 import resource, jax, jax.numpy as jnp
 from diffjax.training import runtime
-runtime.keep_freed_pages()
+runtime.keep_freed_memory()
 f = jax.jit(lambda x: jnp.outer(x, x) @ x)
 x, faults = jnp.ones(4096), []
 for _ in range(40):
@@ -133,7 +133,7 @@ import os
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 import threading, numpy as np
 from diffjax.training import runtime
-runtime.keep_freed_pages()
+runtime.keep_freed_memory()
 
 def heap():
   places = [line.split()[0].split("-") for line in open("/proc/self/maps") if "[heap]" in line]
@@ -156,7 +156,7 @@ def test_freed_pages_can_be_given_back(tmp_path):
   code = """
 import resource, threading, numpy as np
 from diffjax.training import runtime
-runtime.keep_freed_pages()
+runtime.keep_freed_memory()
 
 def resident():
   [line] = [line for line in open("/proc/self/status") if line.startswith("VmRSS")]
@@ -166,7 +166,7 @@ def allocate():
   blocks = [np.ones(1 << 18) for _ in range(64)]  # 128 MiB
 
 before = resident()
-with runtime.freed_pages_not_kept():
+with runtime.release_freed_memory():
   allocate()
   thread = threading.Thread(target=allocate)
   thread.start()
@@ -177,7 +177,7 @@ print(resident() - before)
 faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 allocate()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
-runtime.give_back_freed_pages()
+runtime.trim_freed_memory()
 print(resident() - before)
 """
   meanwhile, kept, faults, left = map(int, run_in(tmp_path, code).split())

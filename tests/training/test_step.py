@@ -9,11 +9,11 @@ import numpy as np
 import optax
 import pytest
 
-from diffjax.config import Config, ModelConfig, OptimizerConfig, TrainConfig
+from diffjax.config import Config, ModelConfig, OptimizerConfig, TrainConfig, UserError
 from diffjax.data import packing
 from diffjax.model.decoder import Decoder, logits
 from diffjax.parallel.mesh import make_mesh, put_batch
-from diffjax.training.step import make_init, make_train_step
+from diffjax.training.program import build
 from tests.tiers import full
 
 MODEL = ModelConfig(vocab_size=64, num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=2, head_dim=8, ffn_dim=48, dtype="float32")
@@ -32,15 +32,13 @@ def make_batch():
 
 @functools.cache
 def program(config):
-  """What makes a state, and the step; compiled once for all tests."""
-  mesh = make_mesh(config.mesh, jax.devices()[:1])
-  init, abstract = make_init(config, mesh)
-  return init, make_train_step(config, mesh, abstract), mesh
+  """Compiled once for all tests."""
+  return build(config, make_mesh(config.mesh, jax.devices()[:1]))
 
 
 def start(config):
-  init, step, mesh = program(config)
-  return init(), step, mesh
+  built = program(config)
+  return built.init(), built.train_step, built.mesh
 
 
 def plain(params, batch, z_loss):
@@ -50,6 +48,11 @@ def plain(params, batch, z_loss):
   nll = lse - jnp.take_along_axis(logits(params, hidden), batch["targets"][..., None], axis=-1)[..., 0]
   mean = lambda x: jnp.sum(batch["weights"] * x) / jnp.sum(batch["weights"])
   return mean(nll + z_loss * lse**2), (mean(nll), mean(z_loss * lse**2))
+
+
+def test_tokens_that_see_their_targets_are_not_trained_on():
+  with pytest.raises(UserError, match="config.model.causal = False: every token would see the next one"):
+    program(dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, causal=False)))
 
 
 def test_the_optimizer_is_shown_the_loss():
@@ -140,8 +143,8 @@ def test_targets_in_prompts_are_not_learnt():
 
 def test_compiled_once():
   """The second step takes the first one's output as it is."""
-  init, step, mesh = program.__wrapped__(CONFIG)
-  state = init()
+  built = program.__wrapped__(CONFIG)
+  state = built.init()
   for _ in range(3):
-    state, _ = step(state, put_batch(make_batch(), mesh))
-  assert step.lower.__self__._cache_size() == 1
+    state, _ = built.train_step(state, put_batch(make_batch(), built.mesh))
+  assert built.jitted_train_step._cache_size() == 1

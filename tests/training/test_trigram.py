@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from diffjax.evals import trigram
+from diffjax.training import trigram
 
 
 def batch_of(row, segment_ids=None, weights=None):

@@ -1,6 +1,6 @@
-"""What a compiled program sends between devices, read from its text: kind, mesh axes and bytes of every collective.
+"""The collectives of a compiled program, read from its text: kind, mesh axes and bytes of each.
 
-XLA's own cost analysis counts neither: it takes the body of a loop once, and knows no axes.
+XLA's own cost analysis does not serve: it counts the body of a loop once, and knows no axes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from diffjax.parallel.program import Program
+from diffjax.compiled.text import ProgramText
 
 _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 _COLLECTIVE = re.compile(rf" = (.+?) ({_KINDS})(-start)?\(")
@@ -44,11 +44,11 @@ def collectives(program: str, mesh: Mapping[str, int]) -> list[Collective]:
   Raises:
     ValueError: if the text cannot be read: devices of a collective, or iterations of a loop that holds one.
   """
-  read = Program(program)
+  read = ProgramText(program)
   places = _places(read, mesh)
 
   def walk(name: str) -> Iterator[tuple[str | None, Collective]]:
-    """What one run of a computation sends, and the chain that it is a part of, if any."""
+    """The collectives of one run of a computation, each with the chain that it is a part of, if any."""
     for line in read.computations[name]:
       if found := _of_line(line, name, mesh, places):
         yield found
@@ -57,8 +57,8 @@ def collectives(program: str, mesh: Mapping[str, int]) -> list[Collective]:
           iterations = read.iterations(line) if kind == "body" else 1
           yield from ((chain, each._replace(times=each.times * iterations)) for chain, each in sent)
 
-  # TPU compilers overlap a collective with computation by cutting it in parts, a chain, each of which shows it whole; some of the parts may
-  # lie in a loop that runs meanwhile.
+  # TPU compilers overlap a collective with computation by cutting it into parts, a chain. Each part shows the whole collective, and some
+  # parts may lie in a loop that runs meanwhile.
   chains: dict[str, Collective] = {}
   sent = []
   for chain_id, collective in walk(read.entry):
@@ -69,9 +69,9 @@ def collectives(program: str, mesh: Mapping[str, int]) -> list[Collective]:
   return sent + list(chains.values())
 
 
-def of_line(program: Program, line: str, computation: str, mesh: Mapping[str, int]) -> list[tuple[str | None, Collective]]:
-  """The collectives of one instruction, with those of the fusion or of the other core's program that it may start: the chain that each is a
-  part of, if any, and once.
+def of_line(program: ProgramText, line: str, computation: str, mesh: Mapping[str, int]) -> list[tuple[str | None, Collective]]:
+  """The collectives of one instruction, and of the fusion or the other core's program that it starts, each with the chain that it is a part
+  of, if any. Each counts once, whatever loop it stands in.
 
   Args:
     program: where it stands.
@@ -89,15 +89,15 @@ def of_line(program: Program, line: str, computation: str, mesh: Mapping[str, in
   return found
 
 
-def _places(program: Program, mesh: Mapping[str, int]) -> Int[np.ndarray, "slices devices"]:
-  """The places in the mesh of the devices that the program numbers. That of one of several slices numbers its own devices, which are the
+def _places(program: ProgramText, mesh: Mapping[str, int]) -> Int[np.ndarray, "slices devices"]:
+  """The places in the mesh of the devices that the program numbers. The program of one of several slices numbers its own devices alone, the
   first of the mesh, and reaches the others through its host."""
   partitions = re.search(r"num_partitions=(\d+)", program.text)
   return np.arange(math.prod(mesh.values())).reshape(-1, int(partitions[1]) if partitions else math.prod(mesh.values()))
 
 
 def _of_line(line: str, computation: str, mesh: Mapping[str, int], places: Int[np.ndarray, "slices devices"]):
-  """The collective that a line itself is, and the chain that it is a part of."""
+  """The chain and the collective of a line that is a collective; None for another line."""
   if match := _COLLECTIVE.search(line):
     chain = re.search(r'chain_id="(\d+)"', line)
     return chain[1] if chain else None, _collective(match, line, computation, mesh, places[0])
@@ -112,7 +112,7 @@ def _collective(
 ) -> Collective:
   shape, kind, start = match.groups()
   sizes = [_bytes(*array) for array in _ARRAY.findall(shape)]
-  if start and kind != "all-reduce":  # returns its operands, its results and, perhaps, semaphores
+  if start and kind != "all-reduce":  # its shape lists operands, results and, perhaps, semaphores
     sizes = [size for size, array in zip(sizes, _ARRAY.findall(shape), strict=True) if array[0] != "u32" or array[1]]
     sizes = sizes[len(sizes) // 2 :]
   groups = _groups(line, devices)
@@ -124,7 +124,7 @@ def _collective(
 
 
 def _received(kind: str, size: int, count: int) -> float:
-  """Bytes that each of `count` devices receives, from those of its result."""
+  """Bytes that each of `count` devices receives in a collective whose result has `size` bytes."""
   if kind not in _KINDS.split("|"):
     raise ValueError(f"a collective that is not known: {kind}")
   if kind == "collective-permute":
@@ -145,7 +145,7 @@ def _axes(groups: Int[np.ndarray, "groups members"], mesh: Mapping[str, int]) ->
 
 
 def _groups(line: str, devices: Int[np.ndarray, "devices"]) -> Int[np.ndarray, "groups members"]:
-  """Devices that take part together, by their places in the mesh; of a permutation, its pairs of source and target."""
+  """The groups of devices that take part together, by their places in the mesh; for a permutation, its pairs of source and target."""
   if match := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}", line):
     return np.array([[int(place) for place in group.split(",")] for group in re.findall(r"\{([\d, ]+)\}", match[1])])
   if match := re.search(r"replica_groups=(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)", line):

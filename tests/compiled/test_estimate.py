@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from diffjax import aot
+from diffjax.compiled.collectives import Collective
+from diffjax.compiled.estimate import CHIPS, Chip, Torus, estimate
+from diffjax.compiled.plan import apart
 from diffjax.ops.diff_attention.tpu_cycles import cycles
-from diffjax.parallel.collectives import Collective
-from diffjax.parallel.estimate import CHIPS, Chip, Torus, estimate
 from tests.tiers import full
 
 CHIP = Chip(clock=1e3, link=100.0, cores=1, ring=16)  # a cycle is a millisecond
@@ -192,13 +192,13 @@ def _chain(devices, chips, available, with_copies):
   from diffjax.training.flops import peak_flops
 
   mesh = Mesh(devices[:1], ("data",))
-  apart = jax.lax.optimization_barrier  # nothing that a product could take along
+  barrier = jax.lax.optimization_barrier  # nothing that a product could take along
 
   def chain(x, w):
     def step(x, _):
       for _ in range(COUNT):
         x = jnp.dot(x, w)
-        x = apart(apart(x) + 1) if with_copies else x
+        x = barrier(barrier(x) + 1) if with_copies else x
       return x, None
 
     return jax.lax.scan(step, x, None, length=TURNS)[0]
@@ -214,8 +214,8 @@ def _chain(devices, chips, available, with_copies):
 @pytest.mark.parametrize("topology, bandwidth", [("v5e:2x2", 819e9), *full([("v6e:2x2", 1640e9), ("v5p:2x2x1", 2765e9)])])
 def test_a_chain_of_products_is_near_the_peak(topology, bandwidth):
   """And with a copy between each it takes longer, by what the copies cost: at least what the memory takes to read and write everything."""
-  alone, peak, parts = aot.apart(_chain, False, topology=topology)
+  alone, peak, parts = apart(_chain, False, topology=topology)
   assert 0.85 * alone <= peak <= alone and set(parts) <= {"other products", "copies", "other"}
-  longer, _, parts = aot.apart(_chain, True, topology=topology)
+  longer, _, parts = apart(_chain, True, topology=topology)
   moved = TURNS * COUNT * 2 * ROWS * SIZE * 2 / bandwidth
   assert moved <= longer - alone <= 4 * moved

@@ -10,7 +10,7 @@ _DEFINITION = re.compile(r"\s*(?:ROOT )?%(\S+) = ")
 _CALLED = re.compile(r"\b(body|calls|to_apply|branch_computations)=\{?(%[^\s,}]+(?:, %[^\s,}]+)*)")
 
 
-class Program:
+class ProgramText:
   """A compiled program, read from its text.
 
   Attributes:
@@ -33,11 +33,11 @@ class Program:
     self._definitions = {match[1]: line for lines in computations.values() for line in lines if (match := _DEFINITION.match(line))}
 
   def called(self, line: str) -> list[tuple[str, str]]:
-    """What an instruction calls: how (body, calls, to_apply or branch_computations) and the computation's name."""
+    """The computations that an instruction calls: how it calls each (body, calls, to_apply or branch_computations), and its name."""
     return [(kind, name) for kind, names in _CALLED.findall(line) for name in re.findall(r"%([^\s,]+)", names)]
 
   def iterations(self, loop: str) -> int:
-    """How often a loop's body runs: as the compiler wrote it down, or from the start, the step and the bound of its counter.
+    """The number of times that a loop's body runs: as the compiler wrote it down, or from the start, the step and the bound of its counter.
 
     Args:
       loop: the line of the loop.
@@ -69,7 +69,7 @@ class Program:
 
 
 def windowed_einsums(text: str) -> int:
-  """How many products of a program have become loops over the shards of an operand."""
+  """The number of a program's products that have become loops over the shards of an operand."""
   return len(set(re.findall(r"body=%(\S*windowed_dot_general\S*?)[,\s]", text)))
 
 

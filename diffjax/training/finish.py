@@ -1,0 +1,81 @@
+"""The end of a run: the plot of its losses and a sample of text, for its user to look at first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from absl import logging
+from etils import epath
+
+from diffjax.config import Config
+from diffjax.data.tokenizer import Tokenizer
+from diffjax.model.decoder import Decoder
+from diffjax.model.sampler import Sampler
+from diffjax.ops.diff_attention import diff_attention
+
+
+def finish(config: Config, workdir: str, model: Decoder, params: Any, tokenizer: Tokenizer, scores: Mapping[str, float]) -> None:
+  """Writes loss.png and sample.txt into the workdir, and prints the sample and the scores. All processes call it.
+
+  Args:
+    config: The run's config.
+    workdir: The run's directory, local or gs://.
+    model: The decoder.
+    params: Its parameters.
+    tokenizer: The run's.
+    scores: The last validation losses, by name.
+  """
+  path = epath.Path(workdir)
+  text = _sample(config, model, params, tokenizer)  # by all processes, since they share the parameters
+  if jax.process_index() != 0:
+    return
+  try:
+    plot_losses(path / "metrics.jsonl", path / "loss.png")
+    if text:
+      (path / "sample.txt").write_text(text)
+  except (OSError, ValueError) as error:  # ValueError: a line of which a full disk took a part
+    logging.warning("cannot write the plot and the sample in %s: %s", path, error)
+  if text:
+    print(f"\n--- a sample ---\n{text}\n---")
+  for name, value in scores.items():
+    print(f"{name} {value:.4f}")
+  print(f"{path}: checkpoints, metrics.jsonl, TensorBoard files, loss.png{', sample.txt' * bool(text)}")
+
+
+def _sample(config: Config, model: Decoder, params: Any, tokenizer: Tokenizer) -> str:
+  """The config's prompt and how the model continues it; "" if the config asks for no sample, or the prompt leaves no room for one."""
+  prompt = [tokenizer.separator, *map(int, tokenizer.encode(config.train.sample_prompt))]
+  count = min(config.train.sample_tokens, config.model.max_length - len(prompt))
+  if count < 1:
+    return ""
+  alone = model.clone(attention_fn=diff_attention)  # a single row needs no sharded attention
+  [ids] = Sampler(alone, params, capacity=len(prompt) + count).generate([prompt], count, temperature=0.8)
+  return config.train.sample_prompt + tokenizer.decode(ids)
+
+
+def plot_losses(jsonl: epath.PathLike, png: epath.PathLike) -> None:
+  """Draws training and validation loss against steps.
+
+  Args:
+    jsonl: A run's metrics.jsonl.
+    png: Where to write the picture.
+  """
+  # Imported here: it takes a second, and only the end of a run needs it. No pyplot: it would look for a display.
+  from matplotlib.backends.backend_agg import FigureCanvasAgg
+  from matplotlib.figure import Figure
+
+  figure = Figure(figsize=(7, 4), layout="constrained")
+  axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
+  lines = [json.loads(line) for line in epath.Path(jsonl).read_text().splitlines()]
+  for name, style in (("train/loss", "-"), ("validation/loss", "o-")):
+    points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+    if points:
+      axes.plot(*zip(*points, strict=True), style, label=name, markersize=3, linewidth=1)
+  if axes.lines:
+    axes.legend()
+  axes.grid(alpha=0.3)
+  with epath.Path(png).open("wb") as file:
+    FigureCanvasAgg(figure).print_png(file)

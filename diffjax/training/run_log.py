@@ -1,0 +1,121 @@
+"""The log of a run: metrics to files, its progress to the terminal, and skipped steps to its user."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from etils import epath
+from jax.sharding import Mesh
+
+from diffjax.config import Config, UserError
+from diffjax.progress import say
+from diffjax.training.checkpoint import Checkpoints
+from diffjax.training.metrics import Metrics
+from diffjax.training.optimizer import skip_reason
+from diffjax.training.status_line import StatusLine
+
+
+def note(message: str) -> None:
+  """A line for the user, from the first of several processes alone."""
+  if jax.process_index() == 0:
+    say(message)
+
+
+class RunLog:
+  """The log of a run. A step's metrics are fetched once the next step has been dispatched, so that the device never waits for the host."""
+
+  def __init__(self, config: Config, workdir: str, mesh: Mesh, checkpoints: Checkpoints, *, first_step: int):
+    """Opens the files and the terminal's line.
+
+    Args:
+      config: The run's config.
+      workdir: The run's directory, local or gs://.
+      mesh: The devices that share a step.
+      checkpoints: The run's, which name the last good one if too many steps are skipped.
+      first_step: Steps done before this process began; what the files hold of later ones is dropped.
+    """
+    self._config, self._workdir, self._checkpoints = config, workdir, checkpoints
+    self._metrics = Metrics(
+      workdir, config.to_dict(), resume_step=first_step, wandb_project=config.train.wandb_project, is_writer=jax.process_index() == 0
+    )
+    self._status = StatusLine(config, first_step=first_step, num_devices=mesh.size, device_kind=mesh.devices.flat[0].device_kind)
+    self._pending: tuple[int, dict[str, jax.Array]] | None = None
+
+  def stepped(self, step: int, measured: dict[str, jax.Array], waited: float) -> None:
+    """Takes the metrics of a step that has been dispatched, and logs those of the step before.
+
+    Args:
+      step: Steps dispatched so far.
+      measured: The step's metrics, which may not have been computed yet.
+      waited: Seconds that the step waited for its batch.
+
+    Raises:
+      UserError: as `flush`.
+    """
+    self._status.stepped(step, waited)
+    self.flush()
+    self._pending = step, measured
+
+  def flush(self) -> None:
+    """Logs the metrics of the last step.
+
+    Raises:
+      UserError: if `train.max_skipped_in_a_row` steps in a row have been skipped.
+    """
+    if self._pending is None:
+      return
+    (step, results), self._pending = self._pending, None
+    train = self._config.train
+    in_a_row = int(jax.device_get(results["skipped_in_a_row"]))
+    reporting = step % train.log_interval == 0 or step == train.steps
+    if in_a_row or reporting:
+      measured = jax.device_get(results)
+      values = _by_layer(measured)
+      self._metrics.write(step, self._status.report(step, values) if reporting else values)
+    if in_a_row:
+      reason = skip_reason(measured)
+      note(f"step {step} is skipped, {in_a_row} in a row: {reason}")
+      if 0 < train.max_skipped_in_a_row <= in_a_row:
+        raise UserError(self._too_many_skipped(step, in_a_row, reason))
+
+  def evaluated(self, step: int, scores: dict[str, float]) -> None:
+    """Logs what was measured after a step, and leaves the time that it took out of the speeds."""
+    self._metrics.write(step, scores)
+    self._status.note(step, scores)
+
+  def end_line(self) -> None:
+    """Ends the terminal's live line."""
+    self._status.close()
+
+  def close(self) -> None:
+    """Ends the line and closes the files."""
+    self._status.close()
+    self._metrics.close()
+
+  def _too_many_skipped(self, step: int, in_a_row: int, reason: str) -> str:
+    good = self._checkpoints.newest(before=step - in_a_row + 1)
+    if good is None:  # one saved among the skipped steps is as good: they change no parameter
+      good = self._checkpoints.newest()
+    checkpoint = (
+      f"the last good checkpoint is {epath.Path(self._workdir) / 'checkpoints' / str(good)}"
+      if good is not None
+      else "there is no checkpoint"
+    )
+    return (
+      f"stopped at step {step}: {in_a_row} steps in a row were skipped (config.train.max_skipped_in_a_row), the last one because "
+      f"{reason}; {checkpoint}. Lower config.optimizer.learning_rate or change config.data.seed, "
+      + (f"with --workdir=NEW --config.train.init_from={self._workdir}; " if good is not None else "with --workdir=NEW; ")
+      + "if the loss has only moved to another level, go on with config.optimizer.spike_sigmas raised, or 0"
+    )
+
+
+def _by_layer(measured: dict[str, Any]) -> dict[str, float]:
+  """A step's metrics by the names they are logged under, λ by layer."""
+  values: dict[str, float] = {}
+  for name, value in measured.items():
+    if name == "lambda":
+      values |= {f"lambda/layer_{layer:02d}": float(lam) for layer, lam in enumerate(value)}
+    else:
+      values[f"train/{name}"] = float(value)
+  return values

@@ -1,0 +1,188 @@
+"""Everything that a run opens, in the order that its safety needs, and what the loop asks of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from diffjax.config import Config
+from diffjax.data.pipeline import check_prepared, check_vocabulary, training_batches, validation_batches
+from diffjax.data.tokenizer import load_tokenizer
+from diffjax.parallel.mesh import batch_share, make_mesh, put_batch
+from diffjax.parallel.processes import Agreement, check_same, gather
+from diffjax.training import runtime, trigram, validation
+from diffjax.training.checkpoint import Checkpoints, open_checkpoint
+from diffjax.training.finish import finish
+from diffjax.training.interruption import Interruption
+from diffjax.training.lock import lock
+from diffjax.training.profiler import Profiler
+from diffjax.training.program import build
+from diffjax.training.resume import check_workdir
+from diffjax.training.run_log import RunLog, note
+from diffjax.training.step import Batch, Metrics, TrainState
+from diffjax.training.trained import keep_tokenizer
+
+
+class Session:
+  """A run's data, program, checkpoints and logs, open for as long as the context. Several processes make the same calls in the same order.
+
+  Attributes:
+    program: what the run computes.
+  """
+
+  def __init__(self, config: Config, workdir: str):
+    """Refuses what it can before anything is opened or written.
+
+    Args:
+      config: the run's config.
+      workdir: the run's directory, local or gs://.
+
+    Raises:
+      UserError: if the config fits neither the devices, the tokenizer nor the checkpoint in the workdir.
+    """
+    self._config, self._workdir = config, workdir
+    check_same({"config": config.to_dict(), "--workdir": workdir, "JAX's version": jax.__version__})
+    mesh = make_mesh(config.mesh)
+    self._share, self._shares = batch_share(mesh)
+    self._tokenizer = load_tokenizer(config.data.tokenizer)
+    check_vocabulary(config, self._tokenizer)
+    self._token_bytes = self._tokenizer.token_bytes()
+    check_workdir(workdir, config)
+    self.program = build(config, mesh)
+    self._held = contextlib.ExitStack()
+    self._waited = 0.0
+
+  def __enter__(self) -> Session:
+    """Opens the data, then the workdir: its lock comes before the first write, and after everything that refuses a wrong config."""
+    with contextlib.ExitStack() as held:
+      self._open_data(held)
+      if jax.process_index() == 0:
+        held.enter_context(lock(self._workdir))
+      self._checkpoints = Checkpoints(self._workdir, keep=self._config.train.keep_checkpoints)
+      if jax.process_index() == 0:
+        keep_tokenizer(self._workdir, self._config.data.tokenizer)
+      held.enter_context(self._checkpoints)  # closed before the lock goes, however the run ends
+      self._held = held.pop_all()
+    return self
+
+  def __exit__(self, *exception: Any) -> None:
+    self._held.__exit__(*exception)
+
+  def _open_data(self, held: contextlib.ExitStack) -> None:
+    config, share = self._config, dict(process_index=self._share, process_count=self._shares)
+    if jax.process_count() > 1 and config.data.mode == "prepared":
+      check_prepared(config.data)  # also if all of them feed the same rows
+    with runtime.release_freed_memory():  # or decompressors, freed a minute later, would leave a hole where temporaries lie
+      self._batches = training_batches(config, **share)
+      held.callback(self._batches.close)
+      self._held_out = validation_batches(config, config.train.batch_size // config.train.accumulation, **share)
+
+  def restore(self) -> TrainState:
+    """The state to start from: the newest checkpoint's, else a new one. Then the log is opened, which drops what it has of later steps."""
+    config, program = self._config, self.program
+    if (saved := self._checkpoints.restore()) is not None:
+      state = saved.state(program.abstract_state)
+      self._batches.set_state(self._own(saved.data_state))
+      note(f"resuming from step {saved.step} of {self._workdir}")
+    else:
+      state = program.init()
+      if source := config.train.init_from:
+        state = dataclasses.replace(state, params=open_checkpoint(source).params(program.abstract_state.params))
+        note(f"starting from the parameters of {source}")
+    if (warmup := config.optimizer.warmup_steps) > config.train.steps > 0:
+      note(f"config.optimizer.warmup_steps = {warmup} is cut to config.train.steps = {config.train.steps}")
+    self._first = int(state.step)
+    self._log = RunLog(config, self._workdir, program.mesh, self._checkpoints, first_step=self._first)
+    self._held.callback(self._log.close)
+    self._profiler = Profiler(config, self._workdir)
+    self._held.callback(self._profiler.close)
+    return state
+
+  def _own(self, data_state: dict[str, Any]) -> dict[str, Any]:
+    """The state of the data for this process's share of the batch. Of a checkpoint with fewer shares any will do: where they matter, the
+    data refuse it."""
+    shares = data_state.get("shares", [data_state])  # an older checkpoint has one for all
+    return shares[min(self._share, len(shares) - 1)]
+
+  @contextlib.contextmanager
+  def stoppable(self) -> Iterator[Agreement]:
+    """The steps of the run, which SIGTERM and Ctrl-C end. At the end of the context the data are closed, and the last save is complete.
+
+    Yields:
+      Called, it says whether to stop, the same in every process.
+    """
+    with Interruption() as interrupted:
+      self._stopping = Agreement(self.program.mesh, interrupted)
+      if jax.process_count() == 1:  # one of several alone cannot call off a wait: the others may be in the next step, waiting for it
+        self._batches.interrupted = interrupted
+      yield self._stopping
+      self._batches.close()
+      self._checkpoints.wait()
+    self._log.end_line()
+
+  def profile(self, step: int, ending: bool) -> None:
+    """Starts or stops the profile that the config asks for."""
+    self._profiler(step, ending)
+
+  def next_batch(self) -> Batch:
+    """The next global batch, on the devices.
+
+    Raises:
+      Interrupted: if a signal comes while it is waited for.
+      UserError: as `TrainingBatches.__next__`.
+    """
+    asked = time.perf_counter()
+    batch = put_batch(next(self._batches), self.program.mesh)
+    self._waited = time.perf_counter() - asked
+    self._stopping.ask()
+    return batch
+
+  def log(self, step: int, measured: Metrics) -> None:
+    """Takes the metrics of the step that was just dispatched, and logs those of the step before.
+
+    Raises:
+      UserError: as `log_last`.
+    """
+    self._log.stepped(step, measured, self._waited)
+
+  def log_last(self) -> None:
+    """Logs the metrics of the last step. It comes before a save, so that no line of a step that a checkpoint holds can be lost.
+
+    Raises:
+      UserError: if too many steps in a row have been skipped.
+    """
+    self._log.flush()
+
+  def evaluate(self, step: int, state: TrainState) -> dict[str, float]:
+    """Measures the validation losses, and logs them.
+
+    Returns:
+      The losses by the names that they are logged under.
+    """
+    config = self._config
+    losses = validation.losses(self.program.eval_step, state.params, self._held_out, token_bytes=self._token_bytes, ngram=config.eval.ngram)
+    scores = {f"validation/{name}": value for name, value in losses}
+    counts = config.data.mode == "prepared" and config.data.tokenizer == "bytes" and jax.process_count() == 1
+    if counts and step >= config.train.steps:
+      scores["validation/trigram_bits_per_byte"] = trigram.baseline(config, self._held_out, self._token_bytes)
+    self._log.evaluated(step, scores)
+    return scores
+
+  def save(self, step: int, state: TrainState, scores: dict[str, float]) -> None:
+    """Starts to save a checkpoint, unless the step was saved or restored last."""
+    places = dict(gather([self._share, self._batches.get_state()]))  # in a stream every process has a place of its own
+    data_state = {"shares": [places[share] for share in sorted(places)]}
+    self._checkpoints.save(step, state, data_state=data_state, config=self._config.to_dict(), metrics=scores)
+
+  def end(self, step: int, state: TrainState, scores: dict[str, float]) -> None:
+    """Says that the run has stopped, or writes what a finished run leaves for its user."""
+    if step < self._config.train.steps:
+      saved = ", saved" * (step > self._first)
+      note(f"stopped at step {step} of {self._config.train.steps}{saved}; run the same command to go on")
+    else:
+      finish(self._config, self._workdir, self.program.model, state.params, self._tokenizer, scores)

@@ -1,0 +1,133 @@
+"""The line of a training run on the terminal, and the measurement of its speed."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import math
+import time
+from collections.abc import Mapping
+from typing import TextIO
+
+import jax
+import rich.console
+import rich.progress
+
+from diffjax.config import Config
+from diffjax.training.flops import peak_flops, step_flops
+
+
+class StatusLine:
+  """The step, loss and speed of a run: a live line on a terminal, else one plain line per report. Only process 0 prints.
+
+  Speeds are means since the report before, without compilation and evaluation.
+  """
+
+  def __init__(self, config: Config, *, first_step: int, num_devices: int, device_kind: str, file: TextIO | None = None):
+    """Starts the line.
+
+    Args:
+      config: The run's config.
+      first_step: Steps done before this process began.
+      num_devices: Devices that share a step.
+      device_kind: Their `jax.Device.device_kind`; MFU is reported if its peak is known.
+      file: Where to print; stdout by default.
+    """
+    self._total, self._step = config.train.steps, first_step
+    self._tokens = config.train.batch_size * config.data.length
+    peak = peak_flops(device_kind)
+    self._least_seconds = (
+      None if peak is None else (step_flops(config.model, config.data.length, self._tokens).training / (peak * num_devices))
+    )
+    self._rates: dict[str, float] = {}
+    self._window: tuple[int, float] | None = None
+    self._waited = 0.0
+    # soft_wrap: rich must not break a plain line at the 80 columns that it assumes of a pipe.
+    self._console = rich.console.Console(file=file, quiet=jax.process_index() != 0, highlight=False, soft_wrap=True)
+    self._bar: rich.progress.Progress | None = None
+    if self._console.is_terminal and not self._console.quiet:
+      self._bar = rich.progress.Progress(
+        rich.progress.TextColumn("{task.completed}/{task.total}"),
+        rich.progress.BarColumn(bar_width=20),
+        rich.progress.TextColumn("{task.fields[status]}"),
+        console=self._console,
+      )
+      self._task = self._bar.add_task("", total=self._total, completed=first_step, status="compiling …")
+      self._bar.start()
+      atexit.register(self.close)  # or an error would leave the terminal without a cursor
+
+  def stepped(self, step: int, waited: float = 0.0) -> None:
+    """Call it once a step is dispatched.
+
+    Args:
+      step: Steps dispatched so far.
+      waited: Seconds that the step waited for its batch.
+    """
+    if self._window is None:
+      # The first call comes when the first step is compiled and has just begun to run.
+      self._window, waited = (step - 1, time.perf_counter()), 0.0
+    self._step = step
+    self._waited += waited
+    if self._bar is not None:
+      self._bar.update(self._task, completed=step)
+
+  def report(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
+    """Call it with a step's metrics, once they have been fetched (and so the step is over).
+
+    Args:
+      step: The step that they belong to.
+      values: Its metrics; "train/loss" is shown.
+
+    Returns:
+      The metrics with the speeds: "train/tokens_per_second", "train/step_seconds", "train/wait_fraction" (the share of the time
+      spent waiting for data) and, on known chips, "train/mfu".
+    """
+    now = time.perf_counter()
+    if self._window is not None and step > self._window[0]:
+      done, start = self._window
+      seconds = max(now - start, 1e-9) / (step - done)
+      self._rates = {
+        "train/tokens_per_second": self._tokens / seconds,
+        "train/step_seconds": seconds,
+        "train/wait_fraction": min(self._waited / (seconds * (step - done)), 1.0),
+      }
+      if self._least_seconds is not None:
+        self._rates["train/mfu"] = self._least_seconds / seconds
+      self._window, self._waited = (step, now), 0.0
+    status = self._status(step, values.get("train/loss", math.nan))
+    if self._bar is not None:
+      self._bar.update(self._task, status=status)
+    else:
+      self._console.print(f"step {step}/{self._total}  {status}", markup=False)
+    return {**values, **self._rates}
+
+  def note(self, step: int, values: Mapping[str, float]) -> None:
+    """Prints one line that stays, such as an evaluation's, and leaves the time it took out of the speeds.
+
+    Args:
+      step: The step that they belong to.
+      values: What to show.
+    """
+    if values:
+      shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+      self._console.print(f"step {step}/{self._total}  {shown}", markup=False)
+    if self._window is not None:
+      self._window, self._waited = (step, time.perf_counter()), 0.0
+
+  def close(self) -> None:
+    """Ends the live line."""
+    if self._bar is not None:
+      self._bar.stop()
+      self._bar = None
+      atexit.unregister(self.close)
+
+  def _status(self, step: int, loss: float) -> str:
+    parts = [f"loss {loss:.4f}"]
+    if self._rates:
+      seconds = self._rates["train/step_seconds"]
+      parts += [f"{self._rates['train/tokens_per_second']:,.0f} tokens/s", f"{seconds:.3f} s/step"]
+      if "train/mfu" in self._rates:
+        parts.append(f"MFU {self._rates['train/mfu']:.1%}")
+      parts.append(f"waited for data {self._rates['train/wait_fraction']:.1%}")
+      parts.append(f"{datetime.timedelta(seconds=round(seconds * (self._total - step)))} left")
+    return "  ".join(parts)
