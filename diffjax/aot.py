@@ -218,7 +218,7 @@ def _compile(devices: Any, chips: int, available: int, config: Config, topology:
 def _kernel_cycles(config: Config, mesh: Mapping[str, int], generation: str, cores: int) -> dict[str, float]:
   """Cycles of one call of each attention kernel on a device, by name; one that was never estimated is not there."""
   from diffjax.model.attention import ATTENTION
-  from diffjax.ops.diff_attention.tpu_cycles import cycles
+  from diffjax.ops.diff_attention.tpu.cycles import cycles
 
   model, kind = config.model, ATTENTION[config.model.attention]
   rows = config.train.batch_size // config.train.accumulation // (mesh["data"] * mesh["fsdp"])

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from diffjax.ops.platform import platform
@@ -165,6 +164,8 @@ def _default_chunk(vocabulary: int) -> int:
   """Tokens of a chunk."""
   if platform() != "tpu":
     return max(_CHUNK_TOKENS, _CHUNK_LOGITS // vocabulary)
+  from jax.experimental.pallas import tpu as pltpu  # not at the top: other platforms do without
+
   chip = pltpu.get_tpu_info()
   return max(_CHUNK_TOKENS, chip.hbm_capacity_bytes // (_CHUNK_SHARE * 4 * vocabulary))
 

@@ -15,8 +15,10 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.test_util import check_grads
 
-from diffjax.ops.diff_attention import RESIDUAL_NAMES, chunked, diff_attention, tpu
+from diffjax.ops.diff_attention import RESIDUAL_NAMES, api, chunked, diff_attention, two_call
+from diffjax.ops.diff_attention.mask import Mask
 from diffjax.ops.diff_attention.reference import attention_maps, reference
+from diffjax.ops.diff_attention.tpu import chip
 from tests.tiers import full
 
 
@@ -115,7 +117,7 @@ def implementation(request, monkeypatch):
     monkeypatch.setattr(chunked, "_SHORT_BLOCK", 3)
     monkeypatch.setattr(chunked, "_MAX_BANDS", 3)
     monkeypatch.setattr(chunked, "_BLOCK_LOGITS", 64)
-  with tpu.interpreted(pltpu.InterpretParams(uninitialized_memory="nan")):
+  with chip.interpreted(pltpu.InterpretParams(uninitialized_memory="nan")):
     yield chosen
 
 
@@ -300,7 +302,7 @@ def test_vmap(implementation):
     out, pull = jax.vjp(lambda arguments: diff_attention(*arguments, implementation=implementation.name, **options), arguments)
     return out, pull(d_out)[0]
 
-  with tpu.interpreted(True):  # the TPU's interpreter does not take vmap's additional grid axis
+  with chip.interpreted(True):  # the TPU's interpreter does not take vmap's additional grid axis
     batched = jax.jit(jax.vmap(run))(*jax.tree.map(lambda *x: jnp.stack([jnp.float32(a) for a in x]), *[x[:2] for x in stacked]))
   _assert_close(batched, jax.tree.map(lambda *x: np.stack(x), *single), 3e-6)
 
@@ -352,7 +354,7 @@ def test_logits_transform_of_reference():
 )
 def test_chunked_skips_what_the_mask_hides(causal, window, share):
   length, block = 4096, 128
-  bands = chunked._bands(chunked._Mask(causal, window, 1.0, 0), length, length, block)
+  bands = chunked._bands(Mask(length, length, causal, window), block)
   assert len(bands) <= chunked._MAX_BANDS + 1
   computed = sum(band.block * band.span * len(band.rows) for band in bands)
   assert computed <= share * length**2
@@ -412,15 +414,21 @@ def test_bad_arguments_are_named(named, arguments):
 
 
 def test_auto_is_logged_once(caplog):
-  from diffjax.ops.diff_attention import api
-
-  api._pick.cache_clear()
+  api._log_once.cache_clear()
   with caplog.at_level("INFO"):
     programs = [jax.make_jaxpr(lambda name=name: diff_attention(**_bad(implementation=name)))() for name in ("auto", "auto", "chunked")]
   assert [r.getMessage() for r in caplog.records if "diff_attention" in r.name] == [
     f"diff_attention: implementation 'chunked' on backend '{jax.default_backend()}'"
   ]
   assert len(set(map(str, programs))) == 1
-  assert api._pick("tpu", True, False) == "pallas_tpu" and api._pick("tpu", False, False) == "chunked"
-  assert api._pick("tpu", False, True) == "chunked"  # compiled for TPUs on a machine with a GPU
-  assert api._pick("gpu", True, True) == "two_call" and api._pick("gpu", True, False) == "chunked"
+
+
+@pytest.mark.parametrize("has_cudnn", [True, False])
+def test_auto_takes_what_the_backend_runs(monkeypatch, has_cudnn):
+  """Also where a program is compiled for TPUs on a machine with a GPU."""
+  monkeypatch.setattr(two_call, "_has_cudnn", lambda backend: has_cudnn)
+  q, v = jnp.zeros((2, 4, 2, 2, 8)), jnp.zeros((2, 4, 2, 16))
+  pick = lambda backend, dtype: api._pick(backend, q.astype(dtype), v.astype(dtype), Mask(4, 4))
+  assert pick("tpu", jnp.float32) == "pallas_tpu" and pick("tpu", jnp.float16) == "chunked"
+  assert pick("gpu", jnp.float16) == ("two_call" if has_cudnn else "chunked") and pick("gpu", jnp.float32) == "chunked"
+  assert pick("cpu", jnp.float16) == "chunked"

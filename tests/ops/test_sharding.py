@@ -10,7 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diffjax.ops.cross_entropy import fused_cross_entropy, per_token_cross_entropy, reference_cross_entropy
-from diffjax.ops.diff_attention import chunked, diff_attention, tpu
+from diffjax.ops.diff_attention import chunked, diff_attention
+from diffjax.ops.diff_attention.tpu import chip
 
 DATA = P("data")
 
@@ -81,5 +82,5 @@ def test_attention_in_shard_map(mesh, implementation, monkeypatch):
   mapped = lambda ids, *a: jax.lax.psum(loss(implementation, ids, *a), "data")
   mapped = jax.shard_map(mapped, mesh=mesh, in_specs=(DATA, DATA, DATA, DATA, P()), out_specs=P())
   expected = jax.jit(jax.value_and_grad(lambda *a: loss("reference", ids, *a), (0, 1, 2, 3)))(*arguments)
-  with tpu.interpreted():
+  with chip.interpreted():
     _assert_close(jax.jit(jax.value_and_grad(mapped, (1, 2, 3, 4)))(ids, *arguments), expected)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from diffjax import aot
-from diffjax.ops.diff_attention.tpu_cycles import cycles
+from diffjax.ops.diff_attention.tpu.cycles import cycles
 from diffjax.parallel.collectives import Collective
 from diffjax.parallel.estimate import CHIPS, Chip, Torus, estimate
 from tests.tiers import full
