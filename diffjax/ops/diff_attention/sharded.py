@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -82,8 +82,10 @@ class Layout:
 
   def map(self, function: Callable[..., jax.Array], operands: list[tuple[Any, P]], out: P) -> jax.Array:
     """function(*operands) on each device's own parts. An operand is None, or an array with its spec."""
-    call = jax.shard_map(function, mesh=self.mesh, in_specs=tuple(spec for _, spec in operands), out_specs=out)
-    return call(*(x for x, _ in operands))
+    arrays, specs = zip(*operands, strict=True)
+    if AxisType.Explicit in self.mesh.axis_types:  # their arrays' types say how they lie, and must agree
+      arrays = tuple(None if x is None else jax.reshard(x, NamedSharding(self.mesh, spec)) for x, spec in operands)
+    return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out)(*arrays)
 
 
 def attend_to_whole_rows(
