@@ -159,3 +159,25 @@ def test_another_backend_is_refused():
   x = jnp.zeros((1, 8, 2, 2, 8))
   with pytest.raises(ValueError, match="^implementation = 'pallas_tpu' needs a TPU, and the backend is 'cpu'; use implementation="):
     diff_attention(x, x, jnp.zeros((1, 8, 2, 16)), 0.5, implementation="pallas_tpu")
+
+
+def test_without_a_gradient_nothing_is_saved_for_one():
+  """The forward kernel then writes its output alone: neither O₂ nor log-sum-exps."""
+  arguments, _, _ = _arguments(T=130)
+  attend = lambda *a: diff_attention(*a, implementation="pallas_tpu")
+
+  def written(function):
+    kernels = [eqn for eqn in _equations(jax.make_jaxpr(function)(*arguments).jaxpr) if eqn.primitive.name == "pallas_call"]
+    return len(kernels[0].outvars)
+
+  with chip.interpreted():
+    assert written(attend) == 1 and written(lambda *a: jax.vjp(attend, *a)[0]) == 3
+
+
+def _equations(jaxpr):
+  """Equations, those inside other equations included."""
+  for eqn in jaxpr.eqns:
+    yield eqn
+    for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+      if hasattr(value := getattr(value, "jaxpr", value), "eqns"):
+        yield from _equations(value)

@@ -1,6 +1,7 @@
 """The three Hopper kernels of attention: forward, dQ, and dK with dV. `gpu/attention.py` says how they share the work.
 
-Each is one function, though long: its loops, its two roles (a consumer computes, the producer loads) and its barriers are one protocol.
+Each is one function, though long: its two roles (a consumer computes, the producer loads) keep one protocol of rings and barriers over the
+same references, all of which either would have to be given if they stood apart.
 """
 
 from __future__ import annotations
@@ -111,9 +112,8 @@ def forward(
         if g == 1:
           target = out2
         elif G == 2:  # O₂ was rounded first, so that the backward pass, which reads it, agrees
-          result = result - chip.rows_of(chip.load(lam.at[batch, head, rows], chip.row()), acc.shape) * out_smem[warpgroup].astype(
-            jnp.float32
-          )
+          lam_rows = chip.rows_of(chip.load(lam.at[batch, head, rows], chip.row()), acc.shape)
+          result = result - lam_rows * out_smem[warpgroup].astype(jnp.float32)
           plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         out_smem[warpgroup] = result.astype(out.dtype)
         if target is not None:

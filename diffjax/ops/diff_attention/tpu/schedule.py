@@ -87,14 +87,6 @@ class Schedule:
     subtiles = list(itertools.product(range(0, blocks.q, blocks.q_inner), range(0, blocks.kv, blocks.kv_inner)))
     corners = lambda row, key, p0, k0: (p0 + row, p0 + row + blocks.q_inner - 1, k0 + key, k0 + key + blocks.kv_inner - 1)
 
-    def mask(row: int, key: int, difference: Scalar, k0: Scalar, q_axis: int, q_ids=None, kv_ids=None):
-      shape = (blocks.q_inner, blocks.kv_inner) if q_axis == 0 else (blocks.kv_inner, blocks.q_inner)
-      rows, keys = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (q_axis, 1 - q_axis))
-      distance = padded = None
-      if difference is not None:
-        distance, padded = rows - keys + (difference + row - key), keys + (k0 + key)
-      return self.mask.visible(distance, keys=padded, same=q_ids == kv_ids if self.mask.segments else None)
-
     def known(row: int, key: int, difference: Scalar) -> tuple[bool, bool]:
       """What is known now of a sub-tile, where the tile's first query lies so far behind its first key: whether some query may see some
       key, and whether positions hide nothing (which is what None says of the whole tile)."""
@@ -108,7 +100,7 @@ class Schedule:
         some, every = known(row, key, difference)
         if some:
           free = every and not self.mask.segments
-          body(row, key, None if free else functools.partial(mask, row, key, None if every else difference, k0))
+          body(row, key, None if free else functools.partial(self._visible, row, key, None if every else difference, k0))
 
     tile = p0, p0 + blocks.q - 1, k0, k0 + blocks.kv - 1
     some, every = both(live, self.mask.some(*tile)), self.mask.every(*tile)
@@ -144,7 +136,17 @@ class Schedule:
         one_by_one = both(one_by_one, negate(whole))
         _when(whole)(functools.partial(run, difference, k0))
       for (row, key), visible in zip(subtiles, seen, strict=True):
-        _when(both(visible, one_by_one))(functools.partial(body, row, key, functools.partial(mask, row, key, p0 - k0, k0)))
+        _when(both(visible, one_by_one))(functools.partial(body, row, key, functools.partial(self._visible, row, key, p0 - k0, k0)))
+
+  def _visible(self, row: int, key: int, difference: Scalar, k0: Scalar, q_axis: int, q_ids=None, kv_ids=None) -> jax.Array | None:
+    """The elementwise mask of a sub-tile, with queries along `q_axis`; a difference of None says that positions hide nothing."""
+    blocks = self.blocks
+    shape = (blocks.q_inner, blocks.kv_inner) if q_axis == 0 else (blocks.kv_inner, blocks.q_inner)
+    rows, keys = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (q_axis, 1 - q_axis))
+    distance = positions = None
+    if difference is not None:
+      distance, positions = rows - keys + (difference + row - key), keys + (k0 + key)
+    return self.mask.visible(distance, keys=positions, same=q_ids == kv_ids if self.mask.segments else None)
 
   def _ids(self, scalars, b: Scalar, i: Scalar, j: Scalar, subtiles) -> tuple[Scalar, Scalar]:
     """Whether the ranges of segment ids of queries and keys overlap, and whether all ids are equal."""
