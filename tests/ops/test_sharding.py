@@ -184,7 +184,10 @@ def test_decoding_on_a_mesh_of_other_axes(window):
     (P("rows"), "^sharding = .* needs a mesh: pass NamedSharding.*jax.set_mesh"),
     ("rows", "^sharding must be a PartitionSpec or NamedSharding over .B, T, H., got 'rows'"),
     (NamedSharding(_strangers_mesh(), P("rows", None, None, "columns")), "^sharding must be over .B, T, H., 3 axes at most"),
-    (NamedSharding(_strangers_mesh(), P(None, None, ("rows", "columns"))), "^sharding over .* needs K to be a multiple of 4, got K = 2"),
+    (
+      NamedSharding(_strangers_mesh(), P(None, None, ("rows", "columns"))),
+      "^sharding over .* needs K to be a multiple of 4, got K = 2; repeat k and v",
+    ),
     (NamedSharding(jax.make_mesh((1, 3), ("a", "b"), devices=jax.devices()[:3]), P("b")), "needs B to be a multiple of 3, got B = 4"),
   ],
   ids=["no_mesh", "no_sharding", "too_many_axes", "heads", "batch"],
@@ -192,6 +195,11 @@ def test_decoding_on_a_mesh_of_other_axes(window):
 def test_a_sharding_that_does_not_fit_is_refused(sharding, message):
   with pytest.raises(ValueError, match=message):
     diff_attention(*_attention_arguments(), sharding=sharding)
+
+
+def test_an_axis_that_the_mesh_lacks_is_named():
+  with jax.set_mesh(_strangers_mesh()), pytest.raises(ValueError, match="must use axes of the mesh, rows, columns, got tensor"):
+    diff_attention(*_attention_arguments(), sharding=P("rows", None, "tensor"))
 
 
 def test_balanced_tokens_need_two_pieces_a_shard():

@@ -1,4 +1,4 @@
-"""Differential attention, the public operation: checks the arguments, broadcasts λ, shards the call, picks an implementation."""
+"""Differential attention, the operation that users call: it checks arguments, broadcasts λ, shards the call and picks an implementation."""
 
 from __future__ import annotations
 
@@ -55,10 +55,11 @@ def diff_attention(
     scale: factor on q·k; 1/√D by default.
     implementation: "auto" (the fastest for the backend), "reference", "chunked", "two_call", "pallas_tpu" or "pallas_gpu" (Hopper), or a
       name given to `register`. A name given never falls back.
-    sharding: how [B, T, H] lies on a mesh, whose axes may have any names: a NamedSharding, or a PartitionSpec for the mesh of
-      `jax.set_mesh`. Keys, values, λ and ids are taken to lie likewise. The call then runs inside `shard_map` on each device's own rows and
-      heads; along a sharded T, keys and values are gathered. None: the call is not sharded, or is inside `shard_map` already.
-    token_order: "given", or "balanced" where T is sharded and tokens lie as `balanced_order` says, so that all devices have the same work.
+    sharding: of [B, T, H] over a mesh, whose axes may have any names: a NamedSharding, or a PartitionSpec for the mesh of `jax.set_mesh`.
+      Keys, values, λ and ids are sharded likewise. The call then runs inside `shard_map`, each device on its own rows and heads; where T is
+      sharded, keys and values are gathered. None: the call is not sharded, or is inside `shard_map` already.
+    token_order: "given"; or "balanced" where T is sharded and the caller has put the tokens of each row in the order of `balanced_order`,
+      which gives all devices the same work.
 
   Returns:
     The heads' outputs, in q's dtype.

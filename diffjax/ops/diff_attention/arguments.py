@@ -20,10 +20,10 @@ def describe(x: Any) -> str:
 
 
 def check_arrays(q: Any, k: Any, v: Any, layouts: tuple[str, str, str]) -> None:
-  """Refuses queries, keys and values that are no arrays of the layouts ("B T H G D"), of one floating dtype, or empty.
+  """Refuses q, k and v unless they are arrays of one floating dtype, with the axes of `layouts` ("B T H G D") and none of size 0.
 
   Raises:
-    ValueError: naming the argument, like all functions here.
+    ValueError: an argument is unusable; the message begins with its name, as everywhere in this file.
   """
   for name, array, layout in zip("qkv", (q, k, v), layouts, strict=True):
     if not isinstance(array, ARRAYS) or array.ndim != len(layout.split()):

@@ -61,8 +61,8 @@ def decode_attention(
     implementation: "auto" (the fastest for the backend), "xla" (any backend), "pallas_tpu" (bfloat16 and float32, D up to 256, V up to 512)
       or "pallas_gpu" (Hopper; bfloat16 and float16, D up to 128, V up to 256, G·H/K up to 64). The kernels read only the blocks of the
       cache that a row sees. A name given never falls back.
-    sharding: how [B, H] lies on a mesh, whose axes may have any names: a NamedSharding, or a PartitionSpec for the mesh of `jax.set_mesh`.
-      The cache and λ are taken to lie likewise. The call then runs inside `shard_map` on each device's own rows and heads.
+    sharding: of [B, H] over a mesh, whose axes may have any names: a NamedSharding, or a PartitionSpec for the mesh of `jax.set_mesh`.
+      The cache, λ and lengths are sharded likewise. The call then runs inside `shard_map`, each device on its own rows and heads.
 
   Returns:
     The heads' outputs, accumulated in at least float32, in q's dtype.

@@ -1,4 +1,4 @@
-"""The operations on a mesh: which axes shard batch, tokens and heads is read from one sharding, whatever the axes are called.
+"""The operations on a mesh: one sharding says which mesh axes, of any names, shard batch, tokens and heads.
 
 Batch and heads need no communication. Where tokens are sharded, each device attends from its own queries to the whole row: keys and values
 are gathered, and autodiff sums their gradients back to the devices that hold them.
@@ -34,11 +34,11 @@ def balanced_order(length: int, shards: int) -> Int[np.ndarray, "T"]:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """How an array's leading axes lie on a mesh.
+  """The mesh axes that shard an array's leading axes.
 
   Attributes:
     mesh: the mesh.
-    axes: mesh axes of each leading axis, () where it is whole.
+    axes: mesh axes of each leading axis; () for one that is not sharded.
   """
 
   mesh: Any
@@ -66,7 +66,7 @@ class Layout:
     return None if mesh.size == 1 else cls(mesh, axes + ((),) * (count - len(axes)))
 
   def shards(self, axis: int) -> int:
-    """In how many parts an axis lies."""
+    """The number of parts that an axis is cut into."""
     return math.prod(self.mesh.shape[name] for name in self.axes[axis])
 
   def spec(self, *axes: int) -> P:
@@ -74,11 +74,14 @@ class Layout:
     return P(*(self.axes[axis] or None for axis in axes))
 
   def check(self, axis: int, sizes: dict[str, int], multiple: int = 1) -> None:
-    """Refuses sizes along an axis that its shards cannot share evenly."""
+    """Refuses sizes along an axis, by name, that its shards cannot share evenly; with `multiple`, in so many pieces a shard."""
     for name, size in sizes.items():
       if size % (multiple * self.shards(axis)):
-        what = f"a multiple of {multiple * self.shards(axis)}" if multiple == 1 else f"a multiple of {multiple} × {self.shards(axis)}"
-        raise ValueError(f"sharding over {self.axes[axis]} needs {name} to be {what}, got {name} = {size}; pad it, or shard less")
+        factors = f"{multiple} × {self.shards(axis)}" if multiple > 1 else self.shards(axis)
+        remedy = "repeat k and v" if name == "K" else f"pad {name}"
+        raise ValueError(
+          f"sharding over {self.axes[axis]} needs {name} to be a multiple of {factors}, got {name} = {size}; {remedy}, or use fewer shards"
+        )
 
   def map(self, function: Callable[..., jax.Array], operands: list[tuple[Any, P]], out: P) -> jax.Array:
     """function(*operands) on each device's own parts. An operand is None, or an array with its spec."""
@@ -100,13 +103,19 @@ def attend_to_whole_rows(
   kv_ids: Int[Array, "B S"] | None,
   q_offset: int | Int[Array, "B"],
 ) -> Float[Array, "B T H V"]:
-  """`attention` inside `shard_map` from one shard's tokens to the whole row, gathered along the mesh axes `axes`.
+  """`attention` inside `shard_map`, from one shard's queries to the keys of the whole row, which are gathered.
 
   Args:
-    attention: takes these arrays, ids and q_offset.
-    axes: mesh axes that share the tokens.
+    attention: takes the arrays below, in this order.
+    axes: mesh axes that shard the tokens.
     order: "given", each shard's tokens follow those of the shard before; or "balanced", as `balanced_order` says.
-    q: one shard's queries; and so on.
+    q: one shard's queries.
+    k: its keys.
+    v: its values.
+    lam: λ of its queries, or None.
+    q_ids: documents of its queries, or None.
+    kv_ids: documents of its keys, or None.
+    q_offset: position of the row's first query.
   """
   shards, shard = lax.axis_size(axes), lax.axis_index(axes)
   whole = _gather_balanced if order == "balanced" else _gather
@@ -128,7 +137,7 @@ def _gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def _gather_balanced(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-  """The tokens of all shards [B, T, …] in their own order."""
+  """The tokens of all shards [B, T, …], put back into the order of the row."""
   early, late = (lax.all_gather(half, axes, axis=1) for half in jnp.split(x, 2, axis=1))  # [B, C, T/2C, …], the late ones backwards
   whole = jnp.concatenate([early, jnp.flip(late, axis=1)], axis=1)
   return whole.reshape(x.shape[0], -1, *x.shape[2:])
