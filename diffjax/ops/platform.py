@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 
@@ -12,11 +14,16 @@ def platform() -> str:
 
 
 def tpu_generation() -> str:
-  """The TPU that the program is compiled for ("v5e"): the device's, or the abstract mesh's when compiling ahead of time.
+  """The name of the TPU that the program is compiled for: "v5e"."""
+  return str(tpu_info().chip_version)
+
+
+def tpu_info() -> Any:
+  """The TPU that the program is compiled for, a `pltpu.TpuInfo`: the device's, or the abstract mesh's when compiling ahead of time.
 
   Raises:
     ValueError: the program is not for a TPU.
   """
   from jax.experimental.pallas import tpu as pltpu  # not at the top: it takes long, and most programs do not ask
 
-  return str(pltpu.get_tpu_info().chip_version)
+  return pltpu.get_tpu_info()
