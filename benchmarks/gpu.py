@@ -38,8 +38,7 @@ import numpy as np
 
 from benchmarks.train_step import stepper
 from diffjax.config import Config, DataConfig, ModelConfig, TrainConfig
-from diffjax.ops.diff_attention import diff_attention
-from diffjax.ops.diff_attention.decode import decode_attention
+from diffjax.ops.diff_attention import decode_attention, diff_attention
 from diffjax.ops.diff_attention.two_call import stock_attention
 from diffjax.training.flops import peak_flops, step_flops
 

@@ -1,16 +1,16 @@
 """The TPU kernels' cost: fused differential attention, two calls of the same code with one map, and the Transformer's plain attention.
 
-    python -m benchmarks.tpu                            # table, and diffjax/ops/diff_attention/tpu_cycles.json
+    python -m benchmarks.tpu                            # table, and diffjax/ops/diff_attention/tpu/cycles.json
     python -m benchmarks.tpu --generations v6e --lengths 4096 --masks causal
     python -m benchmarks.tpu --shapes 64,128,2,2 128,128,2,1 --lengths 1024 2048 --masks causal     # D,V,G,M of single calls
-    python -m benchmarks.tpu --search                   # fills diffjax/ops/diff_attention/block_sizes.json
+    python -m benchmarks.tpu --search                   # fills diffjax/ops/diff_attention/tpu/block_sizes.json
 
 On a TPU these are times: medians of calls after warm-up, on inputs that rotate. Anywhere else they are a compiler's estimate that ranks
 variants, not a time: libtpu compiles the kernels for a chip that is not there and walks through their instructions and loops. At T 4096
 that takes minutes and up to 14 GB of memory a case, and more with every tile: a case that takes longer than --timeout is missing, and
 lengths beyond --simulate are computed from two shorter ones (a·n + b·n² for n rows of tiles) and marked ~. libtpu has no estimate for v4,
 none that is whole for v5p and v7x (forward at T 2048 it says 1.4 times what it says at 1024, or nothing), and none that is right where the
-mask is data (segment ids, offsets known at run time). What diffjax/ops/diff_attention/tpu_cycles.json holds for the same kernels
+mask is data (segment ids, offsets known at run time). What diffjax/ops/diff_attention/tpu/cycles.json holds for the same kernels
 and blocks is not estimated again.
 
 All is for one head of differential attention, D 128, V 256, bfloat16, and for what stands in its place: two calls with one map each, either
@@ -38,10 +38,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from diffjax.ops.diff_attention import block_sizes, diff_attention, tpu_cycles
-from diffjax.ops.diff_attention.block_sizes import Blocks
+from diffjax.ops.diff_attention import diff_attention
+from diffjax.ops.diff_attention.tpu import block_sizes, cycles
+from diffjax.ops.diff_attention.tpu.block_sizes import Blocks
 
-RESULTS = tpu_cycles.TABLE
+RESULTS = cycles.TABLE
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
 DIRECTIONS = ("forward", "backward")
 HEADS_TIMED = 32  # on a TPU: enough work that starting a call does not count
@@ -139,9 +140,9 @@ def seconds(case: Case, repetitions: int = 20) -> dict[str, float]:
 def cost(case: Case, timeout: float) -> dict[str, float]:
   """Cycles or seconds by direction: found before, or now and written down."""
   on_tpu = jax.default_backend() == "tpu"
-  sources = [
-    pathlib.Path(block_sizes.__file__).with_name(name).read_bytes() for name in ("pallas_tpu.py", "schedule.py", "tiles.py", "tpu.py")
-  ]
+  room = pathlib.Path(block_sizes.__file__).parent
+  names = ("attention.py", "schedule.py", "chip.py", "../mask.py", "../tiles.py")
+  sources = [(room / name).read_bytes() for name in names]
   kernels = f"kernels {hashlib.sha256(b''.join(sources)).hexdigest()[:8]}"
   found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
   found = {kind: known for kind, known in found.items() if kind.endswith(kernels)}  # of other kernels is of no use

@@ -213,7 +213,7 @@ def kernel_cycles(config: Config, mesh: Mapping[str, int], generation: str, core
     cores: that share a device's work.
   """
   from diffjax.model.attention import attention_class, map_sizes
-  from diffjax.ops.diff_attention.tpu_cycles import cycles
+  from diffjax.ops.diff_attention.tpu.cycles import cycles
 
   model = config.model
   if model.window is not None:

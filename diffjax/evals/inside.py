@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from diffjax.model.attention import Attention
 from diffjax.model.decoder import Block, Decoder
-from diffjax.ops.diff_attention import masks
+from diffjax.ops.diff_attention.mask import Mask, positions
 
 _COLLECTION, _NAME = "metrics", "measured"
 
@@ -118,7 +118,7 @@ def over_queries(
   def body(index, carry):
     first = index * size
     q, lam, ids = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, size, axis=1), padded)
-    seen = masks.visible(masks.positions(size, first), masks.positions(k.shape[1], 0), ids, segment_ids, causal=True, window=None)
+    seen = Mask(size, k.shape[1]).between(positions(size, first), positions(k.shape[1], 0), ids, segment_ids)
     assert seen is not None  # since it is causal
     return step(carry, Attended(q, k, lam, ids), seen & (ids > 0)[:, :, None], first)
 

@@ -29,7 +29,7 @@ from diffjax.config import UserError
 from diffjax.evals import harness, many_shot, mathematics, needle, position_nll, validation
 from diffjax.evals.figures import Figure
 from diffjax.evals.results import by_model, draw_line, save
-from diffjax.ops.diff_attention import masks
+from diffjax.ops.diff_attention.mask import Mask, positions
 from diffjax.ops.diff_attention.reference import reference
 from diffjax.training.trained import Trained
 
@@ -99,8 +99,8 @@ def quantised_attention(bits: int, per: str) -> Callable[..., jax.Array]:
   def attend(q, k, v, lam=None, *, q_segment_ids=None, kv_segment_ids=None, q_offset=0):
     if kv_segment_ids is None:
       kv_segment_ids = q_segment_ids
-    positions = masks.positions(q.shape[1], q_offset), masks.positions(k.shape[1], 0)
-    seen = masks.visible(*positions, q_segment_ids, kv_segment_ids, causal=True, window=None)
+    mask = Mask(q.shape[1], k.shape[1])
+    seen = mask.between(positions(q.shape[1], q_offset), positions(k.shape[1], 0), q_segment_ids, kv_segment_ids)
     if q_segment_ids is not None:
       seen &= (q_segment_ids > 0)[:, :, None]  # padding
     return reference(

@@ -16,8 +16,7 @@ from jaxtyping import Array, Float, Int
 from diffjax.config import UserError
 from diffjax.model.attention import attention_class
 from diffjax.model.decoder import Block, Decoder, lambda_inits
-from diffjax.ops.diff_attention import diff_attention
-from diffjax.ops.diff_attention.decode import decode_attention
+from diffjax.ops.diff_attention import decode_attention, diff_attention
 from diffjax.ops.rms_norm import rms_norm
 
 

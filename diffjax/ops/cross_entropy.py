@@ -9,10 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from diffjax.ops.platform import platform
+from diffjax.ops.platform import platform, tpu_info
 from diffjax.ops.varying import vary_like
 
 # A chunk by default: 16 MiB of float32 logits, which stay near a CPU's cache, but at least 512 tokens, because every chunk adds to all of
@@ -165,8 +164,7 @@ def _default_chunk(vocabulary: int) -> int:
   """Tokens of a chunk."""
   if platform() != "tpu":
     return max(_CHUNK_TOKENS, _CHUNK_LOGITS // vocabulary)
-  chip = pltpu.get_tpu_info()
-  return max(_CHUNK_TOKENS, chip.hbm_capacity_bytes // (_CHUNK_SHARE * 4 * vocabulary))
+  return max(_CHUNK_TOKENS, tpu_info().hbm_capacity_bytes // (_CHUNK_SHARE * 4 * vocabulary))
 
 
 def _add_at(logits: Float[Array, "B T N"], targets: Int[Array, "B T"], values: Float[Array, "B T"]) -> Float[Array, "B T N"]:

@@ -1,6 +1,8 @@
-"""What a program is compiled for."""
+"""The hardware that a program is compiled for."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 
@@ -9,3 +11,19 @@ def platform() -> str:
   """The platform of the mesh, whose devices need not be there (ahead of time), or the default backend."""
   device = jax.sharding.get_abstract_mesh().abstract_device
   return jax.default_backend() if device is None else device.platform
+
+
+def tpu_generation() -> str:
+  """The name of the TPU that the program is compiled for: "v5e"."""
+  return str(tpu_info().chip_version)
+
+
+def tpu_info() -> Any:
+  """The TPU that the program is compiled for, a `pltpu.TpuInfo`: the device's, or the abstract mesh's when compiling ahead of time.
+
+  Raises:
+    ValueError: the program is not for a TPU.
+  """
+  from jax.experimental.pallas import tpu as pltpu  # not at the top: it takes long, and most programs do not ask
+
+  return pltpu.get_tpu_info()

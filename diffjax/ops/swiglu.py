@@ -6,8 +6,7 @@ import jax
 from jax import lax
 from jaxtyping import Array, Float
 
-from diffjax.ops.diff_attention.tpu import generation
-from diffjax.ops.platform import platform
+from diffjax.ops.platform import platform, tpu_generation
 
 
 def swiglu(gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
@@ -30,7 +29,7 @@ _recomputed = jax.checkpoint(_formula, prevent_cse=False)
 @jax.custom_vjp
 def _held(gate, up):
   hidden = _formula(gate, up)
-  return lax.optimization_barrier(hidden) if generation() in ("v6e", "7x") else hidden
+  return lax.optimization_barrier(hidden) if tpu_generation() in ("v6e", "7x") else hidden
 
 
 def _forward(gate, up):

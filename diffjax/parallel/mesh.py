@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -15,9 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from diffjax.config import MeshConfig, UserError
 from diffjax.ops.cross_entropy import fused_cross_entropy
-from diffjax.ops.diff_attention import IMPLEMENTATIONS, diff_attention
+from diffjax.ops.diff_attention import balanced_order, diff_attention, implementations
 from diffjax.ops.varying import vary_like
-from diffjax.parallel import context
 from diffjax.parallel.product import gather
 from diffjax.parallel.rules import BATCH, LENGTH, SPECS
 
@@ -77,7 +75,7 @@ def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
 
   def put(rows: np.ndarray) -> jax.Array:
     if shards > 1:
-      pieces = rows[:, context.order(rows.shape[1], shards)].reshape(len(rows), shards, -1)
+      pieces = rows[:, balanced_order(rows.shape[1], shards)].reshape(len(rows), shards, -1)
       rows = pieces[:, local].reshape(len(rows), -1)
     return jax.make_array_from_process_local_data(sharding, rows)
 
@@ -85,35 +83,21 @@ def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
 
 
 def sharded_attention(mesh: Mesh, implementation: str) -> Callable[..., jax.Array]:
-  """`diff_attention` with the batch, the heads and, in context order, the tokens sharded: each device attends from its own queries. Keys
-  and values are gathered along the context axis; nothing else is communicated. K must be a multiple of the tensor axis.
+  """`diff_attention` with the batch, the heads and, in balanced order, the tokens sharded; it takes the same arguments.
+
+  K must be a multiple of the tensor axis. Keys and values are gathered along the context axis; nothing else is communicated.
+
+  Raises:
+    UserError: the implementation is not known, or takes no context axis.
   """
-  if implementation not in IMPLEMENTATIONS:
-    raise UserError(f"config.model.attention_implementation = {implementation!r}: must be one of {', '.join(IMPLEMENTATIONS)}")
+  if implementation not in implementations.names():
+    raise UserError(f"config.model.attention_implementation = {implementation!r}: must be one of {', '.join(implementations.names())}")
   if implementation == "two_call" and mesh.shape["context"] > 1:
     raise UserError(
       "config.model.attention_implementation = 'two_call' takes no offset, which config.mesh.context needs; use 'auto' or 'chunked'"
     )
-  attention = functools.partial(diff_attention, implementation=implementation)
-  if mesh.size == 1:
-    return attention
-
-  def sharded(q, k, v, lam=None, *, q_segment_ids=None, kv_segment_ids=None, causal=True, window=None):
-    # λ is broadcast before the shard_map, so that autodiff reduces its gradient over the devices outside.
-    lam = None if lam is None else jnp.broadcast_to(lam, q.shape[:3])
-
-    masked = functools.partial(attention, causal=causal, window=window)
-
-    def local(q, k, v, lam, q_segment_ids, kv_segment_ids):
-      if mesh.shape["context"] > 1:
-        return context.attend(masked, LENGTH, q, k, v, lam, q_segment_ids, kv_segment_ids)
-      return masked(q, k, v, lam, q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids)
-
-    heads, ids = P(BATCH, LENGTH, "tensor"), P(BATCH, LENGTH)
-    sharded_call = jax.shard_map(local, mesh=mesh, in_specs=(heads, heads, heads, heads, ids, ids), out_specs=heads)
-    return sharded_call(q, k, v, lam, q_segment_ids, kv_segment_ids)
-
-  return sharded
+  sharding = NamedSharding(mesh, P(BATCH, LENGTH, "tensor"))
+  return functools.partial(diff_attention, implementation=implementation, sharding=sharding, token_order="balanced")
 
 
 def sharded_cross_entropy(mesh: Mesh) -> Callable[..., tuple[jax.Array, jax.Array]]:

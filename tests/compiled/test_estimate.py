@@ -11,7 +11,7 @@ import pytest
 from diffjax.compiled.collectives import Collective
 from diffjax.compiled.estimate import CHIPS, Chip, Torus, estimate
 from diffjax.compiled.plan import apart
-from diffjax.ops.diff_attention.tpu_cycles import cycles
+from diffjax.ops.diff_attention.tpu.cycles import cycles
 from tests.tiers import full
 
 CHIP = Chip(clock=1e3, link=100.0, cores=1, ring=16)  # a cycle is a millisecond

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffjax.ops.diff_attention import block_sizes
-from diffjax.ops.diff_attention.block_sizes import GENERATIONS, Blocks, choose, footprint, vmem_bytes
+from diffjax.ops.diff_attention.tpu import block_sizes
+from diffjax.ops.diff_attention.tpu.block_sizes import GENERATIONS, Blocks, choose, footprint, vmem_bytes
 
 _lengths = st.one_of(st.integers(1, 5000), st.sampled_from([8192, 65536, 100_001]))
 _widths = st.sampled_from(

@@ -41,7 +41,7 @@ def for_tpu(monkeypatch):
   chip = types.SimpleNamespace(hbm_capacity_bytes=16 * 4 * N * 16)
   monkeypatch.setattr(cross_entropy, "platform", lambda: "tpu")
   monkeypatch.setattr(cross_entropy, "_CHUNK_TOKENS", 1)
-  monkeypatch.setattr(cross_entropy.pltpu, "get_tpu_info", lambda: chip)
+  monkeypatch.setattr(cross_entropy, "tpu_info", lambda: chip)
   return chip
 
 

@@ -14,8 +14,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from diffjax.ops.diff_attention import decode, decode_gpu, diff_attention, gpu, tpu
-from diffjax.ops.diff_attention.decode import decode_attention
+from diffjax.ops.diff_attention import decode, decode_attention, diff_attention
+from diffjax.ops.diff_attention.gpu import chip as gpu_chip
+from diffjax.ops.diff_attention.gpu import decode as gpu_decode
+from diffjax.ops.diff_attention.tpu import chip as tpu_chip
+from diffjax.ops.diff_attention.tpu import decode as tpu_decode
 from tests.tiers import full
 
 
@@ -66,8 +69,8 @@ needs_gpu_interpreter = pytest.mark.skipif(
 @pytest.fixture(params=["xla", "pallas_tpu"])
 def implementation(request, monkeypatch):
   """Its name, while small blocks are used and kernels are interpreted: memory not yet written, or beyond an array, is NaN there."""
-  monkeypatch.setattr(decode, "_BLOCK_BYTES", 1)  # 128 keys a block
-  with tpu.interpreted() if request.param == "pallas_tpu" else contextlib.nullcontext():
+  monkeypatch.setattr(tpu_decode, "_BLOCK_BYTES", 1)  # 128 keys a block
+  with tpu_chip.interpreted() if request.param == "pallas_tpu" else contextlib.nullcontext():
     yield request.param
 
 
@@ -156,9 +159,9 @@ def test_agrees_with_reference_in_bfloat16(implementation, case):
 @needs_gpu_interpreter
 @pytest.mark.parametrize("case", [*CASES, *full(COMBINED)], ids=lambda case: case.name)
 def test_the_gpu_kernel_agrees_with_reference(case, monkeypatch):
-  monkeypatch.setattr(decode_gpu, "_LEAST_KEYS", 64)  # several splits
+  monkeypatch.setattr(gpu_decode, "_LEAST_KEYS", 64)  # several splits
   case = dataclasses.replace(case, dtype="float16")
-  with gpu.interpreted():
+  with gpu_chip.interpreted():
     _assert_close(_run(case, _arguments(case), "pallas_gpu"), case, 2e-3)
 
 
@@ -168,9 +171,9 @@ def test_no_race_in_the_gpu_kernel(options, monkeypatch):
   from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
   from jax.experimental.pallas import mosaic_gpu as plgpu
 
-  monkeypatch.setattr(decode_gpu, "_LEAST_KEYS", 256)
+  monkeypatch.setattr(gpu_decode, "_LEAST_KEYS", 256)
   case = Case("v1", **{"dtype": "float16", "S": 600, "lengths": (0, 600, 450), **options})
-  with gpu.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
+  with gpu_chip.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
     _assert_close(_run(case, _arguments(case), "pallas_gpu"), case, 2e-2)
   assert not interpret_pallas_call.get_races().races_found
 
@@ -211,9 +214,9 @@ def test_in_shard_map(implementation):
 def test_no_race_in_the_kernel(monkeypatch):
   from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # where the interpreter says what it found, and nowhere else
 
-  monkeypatch.setattr(decode, "_BLOCK_BYTES", 1)
+  monkeypatch.setattr(tpu_decode, "_BLOCK_BYTES", 1)
   case = Case("v1_window", window=150, lengths=(0, 5, 300, 170))
-  with tpu.interpreted(pltpu.InterpretParams(detect_races=True)):
+  with tpu_chip.interpreted(pltpu.InterpretParams(detect_races=True)):
     out = jax.block_until_ready(_run(case, _arguments(case), "pallas_tpu"))
   assert interpret_pallas_call.races is not None and not interpret_pallas_call.races.races_found
   _assert_close(out, case, 3e-6)
@@ -222,9 +225,9 @@ def test_no_race_in_the_kernel(monkeypatch):
 @pytest.mark.parametrize("window", [None, 1, 2, 128, 129, 300, 1000])
 @pytest.mark.parametrize("block_bytes", [1, 256])
 def test_the_kernel_walks_the_blocks_that_a_row_sees_and_no_other(window, block_bytes, monkeypatch):
-  monkeypatch.setattr(decode, "_BLOCK_BYTES", block_bytes * 1024)
+  monkeypatch.setattr(tpu_decode, "_BLOCK_BYTES", block_bytes * 1024)
   cached = 1000
-  walk = decode._Walk.choose(cached, None if window is None else min(window, cached), 1024, 16)
+  walk = tpu_decode._Walk.choose(cached, None if window is None else min(window, cached), 1024, 16)
   for length in (0, 1, 2, 127, 128, 129, 256, 257, 500, 999, 1000):
     seen = {key // walk.block for key in range(max(0, length - (window or cached)), length)}
     at_hand, live = zip(*(map(int, walk.at(jnp.int32(length), step)) for step in range(walk.steps)), strict=True)
@@ -292,7 +295,7 @@ def test_the_kernel_says_what_it_does_not_take():
   with pytest.raises(ValueError, match="^implementation = 'pallas_tpu' needs a TPU.*use implementation='xla'"):
     decode_attention(q, k, v, lam, lengths, implementation="pallas_tpu")
   half = [x.astype(jnp.float16) for x in (q, k, v)]
-  with tpu.interpreted(), pytest.raises(ValueError, match="^q .*float16.*use implementation='xla'"):
+  with tpu_chip.interpreted(), pytest.raises(ValueError, match="^q .*float16.*use implementation='xla'"):
     decode_attention(*half, lam, lengths, implementation="pallas_tpu")
   assert jax.eval_shape(lambda: decode_attention(*half, lam, lengths, implementation="xla")).dtype == jnp.float16
 
@@ -304,7 +307,7 @@ def test_the_gpu_kernel_in_shard_map():
   mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
   run = lambda *arguments: _decode(case, arguments, "pallas_gpu")
   run = jax.shard_map(run, mesh=mesh, in_specs=(cache, cache, cache, P("tensor"), P("data")), out_specs=cache)
-  with gpu.interpreted():
+  with gpu_chip.interpreted():
     _assert_close(jax.jit(run)(*_arguments(case)), case, 2e-3)
 
 
@@ -315,12 +318,12 @@ def test_the_gpu_kernel_says_what_it_does_not_take():
     decode_attention(q, k, v, lam, lengths, implementation="pallas_gpu")
   many = _arguments(Case("many", H=66, lam="H", dtype="float16"))
   for arguments, what in ((many, "66 queries"), ([x.astype(jnp.float32) for x in (q, k, v)] + [lam, lengths], "float32")):
-    with gpu.interpreted(), pytest.raises(ValueError, match=f"^q .*{what}.*use implementation='xla'"):
+    with gpu_chip.interpreted(), pytest.raises(ValueError, match=f"^q .*{what}.*use implementation='xla'"):
       decode_attention(*arguments, implementation="pallas_gpu")
 
 
 def test_auto_is_logged_once(caplog):
-  decode._pick.cache_clear()
+  decode._log_once.cache_clear()
   arguments = _arguments(Case("v1"))
   with caplog.at_level("INFO", logger=decode.__name__):
     for _ in range(2):
@@ -329,5 +332,7 @@ def test_auto_is_logged_once(caplog):
 
 
 def test_auto_takes_the_kernel_on_a_tpu_where_it_can():
-  assert decode._pick("tpu", True) == "pallas_tpu"
-  assert decode._pick("tpu", False) == decode._pick("gpu", True) == "xla"
+  q, _, v, *_ = _arguments(Case("v1"))
+  half = (q.astype(jnp.float16), v.astype(jnp.float16))
+  assert decode._pick("tpu", q, v) == "pallas_tpu"
+  assert decode._pick("tpu", *half) == decode._pick("gpu", q, v) == decode._pick("gpu", *half) == "xla"

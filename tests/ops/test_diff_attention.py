@@ -1,7 +1,11 @@
-"""One property test for every implementation of differential attention. A new implementation joins by a line in IMPLEMENTATIONS."""
+"""One property test for every implementation of differential attention. A new implementation joins by a line in IMPLEMENTATIONS.
+
+Numbers are rounded to the dtype that an implementation is tested in, and compared with `reference` in float64 on the same numbers.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -15,8 +19,11 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.test_util import check_grads
 
-from diffjax.ops.diff_attention import RESIDUAL_NAMES, chunked, diff_attention, tpu
+from diffjax.ops.diff_attention import RESIDUAL_NAMES, api, chunked, diff_attention, two_call
+from diffjax.ops.diff_attention.gpu import chip as gpu_chip
+from diffjax.ops.diff_attention.mask import Mask
 from diffjax.ops.diff_attention.reference import attention_maps, reference
+from diffjax.ops.diff_attention.tpu import chip
 from tests.tiers import full
 
 
@@ -70,18 +77,35 @@ COMBINED = [
   Case("offset_per_row", T=7, S=13, q_offset=(-3, 6), ids=(PACKED[4:11], PACKED)),
   Case("offset_per_row_window", T=7, S=13, q_offset=(2, 6), window=3, H=4),
 ]
-# The kernels are slow in their interpreter, and test_pallas_tpu.py holds more of them.
-INTERPRETED = ("plain_grouped_scale", "v1_grouped", "v2_one_group_window_lambda_per_head", "empty_rows", "offset_per_row_packed_window")
+# Cases of the kernels in the default tier: they are slow in their interpreters. test_pallas_tpu.py and test_pallas_gpu.py hold more.
+INTERPRETED = {
+  "pallas_tpu": ("plain_grouped_scale", "v1_grouped", "v2_one_group_window_lambda_per_head", "empty_rows", "offset_per_row_packed_window"),
+  "pallas_gpu": ("v1_grouped", "offset_per_row_packed_window"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-  """An implementation as the tests run it, and what it refuses: case → the argument that its error must name, or None."""
+  """An implementation as the tests run it.
+
+  Attributes:
+    name: the implementation's.
+    dtype: the widest that tests of all implementations use.
+    tolerance: of the relative error in that dtype.
+    atol: of outputs of about 1 in that dtype.
+    float64_tolerance: None for one that refuses float64.
+    refuses: case → the argument that its error must name, or None.
+    small_blocks: whether blocks are cut small.
+    forward_marker: see below.
+  """
 
   name: str
+  dtype: str = "float32"
+  tolerance: float = 3e-6
+  atol: float = 1e-6
+  float64_tolerance: float | None = 1e-12
   refuses: Callable[[Case], str | None] = lambda case: None
   small_blocks: bool = False
-  float64_tolerance: float | None = 1e-12  # None: refuses float64
   # A primitive that occurs only in the forward pass, to count how often that runs; None for what leaves nothing to be saved by name.
   forward_marker: str | None = None
 
@@ -96,13 +120,15 @@ IMPLEMENTATIONS = {
   "chunked_small_blocks": Implementation("chunked", small_blocks=True),
   "two_call": Implementation("two_call", refuses=_two_call_refuses, float64_tolerance=1e-6),  # the stock softmax is float32
   "pallas_tpu": Implementation("pallas_tpu", float64_tolerance=None),
+  # Ten bits of mantissa in weights and outputs are 5e-4 at most, and a mask that is wrong by one key shows at 1e-1.
+  "pallas_gpu": Implementation("pallas_gpu", "float16", tolerance=1e-3, atol=1e-3, float64_tolerance=None),
 }
 
 
 def _over_cases(default, more):
   """Parametrizes by implementation and case; cases in `more` are of the full tier, and so are most of the interpreted ones."""
   pairs = list(itertools.product(IMPLEMENTATIONS, [*default, *more]))
-  others = [(name, case) for name, case in pairs if case in more or (name == "pallas_tpu" and case.name not in INTERPRETED)]
+  others = [(name, case) for name, case in pairs if case in more or case.name not in INTERPRETED.get(name, case.name)]
   chosen = [pair for pair in pairs if pair not in others]
   ids = [f"{name}-{case.name}" for name, case in [*chosen, *others]]
   return pytest.mark.parametrize(("implementation", "case"), [*chosen, *full(others)], ids=ids, indirect=["implementation"])
@@ -115,8 +141,11 @@ def implementation(request, monkeypatch):
     monkeypatch.setattr(chunked, "_SHORT_BLOCK", 3)
     monkeypatch.setattr(chunked, "_MAX_BANDS", 3)
     monkeypatch.setattr(chunked, "_BLOCK_LOGITS", 64)
-  with tpu.interpreted(pltpu.InterpretParams(uninitialized_memory="nan")):
-    yield chosen
+  if chosen.name == "pallas_gpu" and jax.__version_info__ < (0, 11, 2):
+    pytest.skip("Pallas has no public interpreter of Mosaic GPU kernels before JAX 0.11.2")
+  with chip.interpreted(pltpu.InterpretParams(uninitialized_memory="nan")):
+    with gpu_chip.interpreted() if chosen.name == "pallas_gpu" else contextlib.nullcontext():
+      yield chosen
 
 
 def _arguments(case: Case, seed: int = 0):
@@ -149,7 +178,8 @@ def _program(implementation: Implementation, options: tuple):
   return run
 
 
-def _run(implementation: Implementation, arguments, d_out, options, dtype=np.float32):
+def _run(implementation: Implementation, arguments, d_out, options, dtype=None):
+  dtype = implementation.dtype if dtype is None else dtype
   arguments, d_out = jax.tree.map(lambda x: jnp.asarray(x, dtype), (arguments, d_out))
   arrays = {name: jnp.asarray(x) for name, x in options.items() if isinstance(x, np.ndarray)}
   program = _program(implementation, tuple((name, x) for name, x in options.items() if name not in arrays))
@@ -157,9 +187,12 @@ def _run(implementation: Implementation, arguments, d_out, options, dtype=np.flo
 
 
 @functools.cache
-def _expected(case: Case):
+def _expected(case: Case, dtype: str):
+  """`reference` in float64 on numbers rounded to a dtype."""
+  arguments, d_out, options = _arguments(case)
+  arguments, d_out = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)).astype(np.float64), (arguments, d_out))
   with jax.enable_x64(True):
-    return _run(IMPLEMENTATIONS["reference"], *_arguments(case), np.float64)
+    return _run(IMPLEMENTATIONS["reference"], arguments, d_out, options, np.float64)
 
 
 def _assert_close(actual, expected, tolerance):
@@ -184,7 +217,7 @@ def test_agrees_with_reference_in_float64(implementation, case):
     return
   if case.ids is not None and case.ids[0] == case.ids[1]:
     del options["kv_segment_ids"]  # those of the queries serve
-  _assert_close(_run(implementation, arguments, d_out, options), _expected(case), 3e-6)
+  _assert_close(_run(implementation, arguments, d_out, options), _expected(case, implementation.dtype), implementation.tolerance)
 
 
 @_over_cases([V1], [case for case in CASES + COMBINED if case.name in ("v2", "packed_grouped_lambda_scalar")])
@@ -195,16 +228,15 @@ def test_float64_and_bfloat16(implementation, case):
       with pytest.raises(ValueError, match="float64.*use implementation="):
         _run(implementation, arguments, d_out, options, np.float64)
     else:
-      _assert_close(_run(implementation, arguments, d_out, options, np.float64), _expected(case), implementation.float64_tolerance)
-  rounded, d_out = jax.tree.map(lambda x: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64), (arguments, d_out))
-  with jax.enable_x64(True):
-    expected = _run(IMPLEMENTATIONS["reference"], rounded, d_out, options, np.float64)
-  actual = _run(implementation, rounded, d_out, options, jnp.bfloat16)
+      actual = _run(implementation, arguments, d_out, options, np.float64)
+      _assert_close(actual, _expected(case, "float64"), implementation.float64_tolerance)
+  actual = _run(implementation, arguments, d_out, options, jnp.bfloat16)
   assert actual[0].dtype == jnp.bfloat16
-  _assert_close(actual, expected, 2e-2)
+  _assert_close(actual, _expected(case, "bfloat16"), 2e-2)
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "chunked_small_blocks", "pallas_tpu"], indirect=True)  # two_call is XLA's own
+# two_call is XLA's own.
+@pytest.mark.parametrize("implementation", ["chunked", "chunked_small_blocks", "pallas_tpu", "pallas_gpu"], indirect=True)
 def test_delta_is_not_rounded(implementation):
   """One key a row: outputs are exact in bfloat16, dP is rowsum(dO ∘ O), and queries and keys get no gradient unless that sum is rounded."""
   (q, k, v, _), d_out, options = _arguments(V1)
@@ -255,29 +287,31 @@ def test_packed_documents_do_not_see_each_other(implementation):
 
 
 @functools.cache
-def _stock_attention(scale: float | None):
-  """JAX's own attention of V1's first map. It takes values as wide as keys alone, six columns at once."""
+def _stock_attention(scale: float | None, dtype: str):
+  """JAX's own attention of V1's first map, of numbers rounded to a dtype. It takes values as wide as keys alone, six columns at once."""
   (q, k, v, _), _, _ = _arguments(V1)
   run = jax.jit(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=scale))
-  first, last = (np.asarray(run(*map(jnp.float32, (q[:, :, :, 0], k[:, :, :, 0], part)))) for part in (v[..., :6], v[..., 4:]))
+  first, last = (
+    np.asarray(run(*(jnp.float32(x.astype(dtype)) for x in (q[:, :, :, 0], k[:, :, :, 0], part)))) for part in (v[..., :6], v[..., 4:])
+  )
   return np.concatenate([first[..., :4], last], axis=-1)
 
 
 def test_lambda_zero_is_plain_attention(implementation):
   (q, k, v, lam), d_out, options = _arguments(V1)
   out, (d_q, d_k, _, _) = _run(implementation, (q, k, v, 0 * lam), d_out, options)
-  chex.assert_trees_all_close(out, _stock_attention(None), atol=1e-6)
+  chex.assert_trees_all_close(np.float32(out), _stock_attention(None, implementation.dtype), atol=implementation.atol)
   assert (d_q[:, :, :, 1] == 0).all() and (d_k[:, :, :, 1] == 0).all()
   plain = _arguments(CASES[0])[2]
   out, _ = _run(implementation, (q[:, :, :, :1], k[:, :, :, :1], v, None), d_out, plain)
-  chex.assert_trees_all_close(out, _stock_attention(plain["scale"]), atol=1e-6)
+  chex.assert_trees_all_close(np.float32(out), _stock_attention(plain["scale"], implementation.dtype), atol=implementation.atol)
 
 
 def test_equal_maps_with_lambda_one_give_zero(implementation):
   (q, k, v, lam), d_out, options = _arguments(V1)
   q[:, :, :, 1], k[:, :, :, 1] = q[:, :, :, 0], k[:, :, :, 0]
   out, _ = _run(implementation, (q, k, v, np.ones_like(lam)), d_out, options)
-  chex.assert_trees_all_close(out, np.zeros((2, 13, 4, 10), np.float32), atol=1e-6)
+  chex.assert_trees_all_close(np.float32(out), np.zeros((2, 13, 4, 10), np.float32), atol=implementation.atol)
 
 
 def test_row_without_keys_gives_zero_and_no_gradient(implementation):
@@ -300,9 +334,9 @@ def test_vmap(implementation):
     out, pull = jax.vjp(lambda arguments: diff_attention(*arguments, implementation=implementation.name, **options), arguments)
     return out, pull(d_out)[0]
 
-  with tpu.interpreted(True):  # the TPU's interpreter does not take vmap's additional grid axis
-    batched = jax.jit(jax.vmap(run))(*jax.tree.map(lambda *x: jnp.stack([jnp.float32(a) for a in x]), *[x[:2] for x in stacked]))
-  _assert_close(batched, jax.tree.map(lambda *x: np.stack(x), *single), 3e-6)
+  with chip.interpreted(True):  # the TPU's interpreter does not take vmap's additional grid axis
+    batched = jax.jit(jax.vmap(run))(*jax.tree.map(lambda *x: jnp.asarray(np.stack(x), implementation.dtype), *[x[:2] for x in stacked]))
+  _assert_close(batched, jax.tree.map(lambda *x: np.stack(x), *single), implementation.tolerance)
 
 
 def _count(jaxpr, name: str) -> int:
@@ -352,7 +386,7 @@ def test_logits_transform_of_reference():
 )
 def test_chunked_skips_what_the_mask_hides(causal, window, share):
   length, block = 4096, 128
-  bands = chunked._bands(chunked._Mask(causal, window, 1.0, 0), length, length, block)
+  bands = chunked._bands(Mask(length, length, causal, window), block)
   assert len(bands) <= chunked._MAX_BANDS + 1
   computed = sum(band.block * band.span * len(band.rows) for band in bands)
   assert computed <= share * length**2
@@ -412,15 +446,21 @@ def test_bad_arguments_are_named(named, arguments):
 
 
 def test_auto_is_logged_once(caplog):
-  from diffjax.ops.diff_attention import api
-
-  api._pick.cache_clear()
+  api._log_once.cache_clear()
   with caplog.at_level("INFO"):
     programs = [jax.make_jaxpr(lambda name=name: diff_attention(**_bad(implementation=name)))() for name in ("auto", "auto", "chunked")]
   assert [r.getMessage() for r in caplog.records if "diff_attention" in r.name] == [
     f"diff_attention: implementation 'chunked' on backend '{jax.default_backend()}'"
   ]
   assert len(set(map(str, programs))) == 1
-  assert api._pick("tpu", True, False) == "pallas_tpu" and api._pick("tpu", False, False) == "chunked"
-  assert api._pick("tpu", False, True) == "chunked"  # compiled for TPUs on a machine with a GPU
-  assert api._pick("gpu", True, True) == "two_call" and api._pick("gpu", True, False) == "chunked"
+
+
+@pytest.mark.parametrize("has_cudnn", [True, False])
+def test_auto_takes_what_the_backend_runs(monkeypatch, has_cudnn):
+  """Also where a program is compiled for TPUs on a machine with a GPU."""
+  monkeypatch.setattr(two_call, "_has_cudnn", lambda backend: has_cudnn)
+  q, v = jnp.zeros((2, 4, 2, 2, 8)), jnp.zeros((2, 4, 2, 16))
+  pick = lambda backend, dtype: api._pick(backend, q.astype(dtype), v.astype(dtype), Mask(4, 4))
+  assert pick("tpu", jnp.float32) == "pallas_tpu" and pick("tpu", jnp.float16) == "chunked"
+  assert pick("gpu", jnp.float16) == ("two_call" if has_cudnn else "chunked") and pick("gpu", jnp.float32) == "chunked"
+  assert pick("cpu", jnp.float16) == "chunked"

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from diffjax.ops.diff_attention import diff_attention, gpu
+from diffjax.ops.diff_attention import diff_attention
+from diffjax.ops.diff_attention.gpu import chip
 from tests.tiers import full
 
 pytestmark = pytest.mark.skipif(
@@ -79,7 +80,7 @@ def _run(implementation, arguments, d_out, options, params=None):
   if implementation == "reference":
     arguments, d_out = jax.tree.map(lambda x: x.astype(jnp.float32), (arguments, d_out))
   run = _program(implementation, params, tuple((name, x) for name, x in options.items() if name not in arrays))
-  with gpu.interpreted(params):
+  with chip.interpreted(params):
     return jax.tree.map(lambda x: np.asarray(x, np.float32), jax.block_until_ready(run(arguments, d_out, arrays)))
 
 
@@ -109,7 +110,7 @@ def test_bfloat16_and_lambda_of_fewer_axes(lam):
 
 def test_the_output_alone_is_the_output_with_a_gradient():
   arguments, d_out, _ = _arguments(T=100)
-  with gpu.interpreted():
+  with chip.interpreted():
     out = jax.jit(lambda *x: diff_attention(*x, implementation="pallas_gpu"))(*arguments)
   assert out.dtype == jnp.float16
   np.testing.assert_array_equal(np.asarray(out, np.float32), _run("pallas_gpu", arguments, d_out, {})[0])
@@ -139,7 +140,7 @@ def test_in_shard_map():
     out, pull = jax.vjp(lambda *a: mapped(*a, ids), *arguments)
     return out, pull(d_out)
 
-  with gpu.interpreted():
+  with chip.interpreted():
     actual = jax.tree.map(lambda x: np.asarray(x, np.float32), run((q, k, v, jnp.float32(0.4)), d_out))
   _assert_close(actual, _run("reference", (q, k, v, jnp.float32(0.4)), d_out, {"q_segment_ids": ids}), 2e-3)
 
@@ -182,7 +183,7 @@ def test_row_without_keys_gives_zero_and_no_gradient():
 def test_refusals_name_what_works(changes, message):
   dtype, D, V = changes.get("dtype", jnp.float16), changes.get("D", 8), changes.get("V", 16)
   zeros = functools.partial(jnp.zeros, dtype=dtype)
-  with gpu.interpreted(), pytest.raises(ValueError, match=f"^q .*{message}.*implementation='chunked'"):
+  with chip.interpreted(), pytest.raises(ValueError, match=f"^q .*{message}.*implementation='chunked'"):
     diff_attention(zeros((1, 8, 2, 2, D)), zeros((1, 8, 2, 2, D)), zeros((1, 8, 2, V)), 0.5, implementation="pallas_gpu")
 
 

@@ -116,8 +116,7 @@ def _compile(cases: list[dict]) -> None:
   from jax.sharding import Mesh, NamedSharding
   from jax.sharding import PartitionSpec as P
 
-  from diffjax.ops.diff_attention import RESIDUAL_NAMES, diff_attention
-  from diffjax.ops.diff_attention.decode import decode_attention
+  from diffjax.ops.diff_attention import RESIDUAL_NAMES, decode_attention, diff_attention
 
   warnings.simplefilter("ignore")
   dump = os.environ["MOSAIC_GPU_DUMP_TO"]

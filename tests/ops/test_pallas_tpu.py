@@ -11,9 +11,10 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-from diffjax.ops.diff_attention import block_sizes, diff_attention, tpu
-from diffjax.ops.diff_attention.block_sizes import Blocks
-from diffjax.ops.diff_attention.tiles import Geometry
+from diffjax.ops.diff_attention import diff_attention
+from diffjax.ops.diff_attention.mask import Mask
+from diffjax.ops.diff_attention.tpu import block_sizes, chip
+from diffjax.ops.diff_attention.tpu.block_sizes import Blocks
 from tests.tiers import full
 
 SQUARE, WIDE, FINE = Blocks(128, 128, 128, 128, 1024), Blocks(256, 128, 128, 128, 1024), Blocks(256, 256, 128, 128, 1024)
@@ -84,7 +85,7 @@ def test_agrees_with_reference_over_several_blocks(name, races):
   arguments = _arguments(**shapes)
   expected = _run("reference", *arguments, options)
   params = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
-  with tpu.interpreted(params), block_sizes.use(forward=blocks, backward=blocks):
+  with chip.interpreted(params), block_sizes.use(forward=blocks, backward=blocks):
     actual = jax.block_until_ready(_run("pallas_tpu", *arguments, options))
   assert np.max(jax.tree.leaves(_errors(actual, expected))) < 3e-6  # NumPy's max is NaN where an error is
   assert len(races) >= 2 and not any(kernel.races_found for kernel in races)
@@ -104,7 +105,7 @@ def test_hidden_tiles_are_not_computed(blocks, options, starts, rows, hidden):
   (q, k, v, lam), d_out, segment_ids = _arguments(B=1, T=512, H=1, starts=starts)
   k, v = k.at[:, hidden].set(jnp.nan), v.at[:, hidden].set(jnp.nan)
   d_out = jnp.zeros_like(d_out).at[:, rows].set(d_out[:, rows])
-  with tpu.interpreted(pltpu.InterpretParams()), block_sizes.use(forward=blocks, backward=blocks):
+  with chip.interpreted(pltpu.InterpretParams()), block_sizes.use(forward=blocks, backward=blocks):
     out, (d_q, _, _, d_lam) = _run("pallas_tpu", (q, k, v, lam), d_out, segment_ids, options)
   assert np.isfinite(out[:, rows]).all() and np.isfinite(d_q[:, rows]).all() and np.isfinite(d_lam[:, rows]).all()
   assert np.isnan(out[:, hidden]).any()  # the poison works
@@ -113,32 +114,32 @@ def test_hidden_tiles_are_not_computed(blocks, options, starts, rows, hidden):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 5, 8, 11])
 @pytest.mark.parametrize("offset", [-9, 0, 3, 8])
-def test_geometry_against_the_mask_itself(causal, window, offset):
+def test_tiles_against_the_mask_itself(causal, window, offset):
   """Tiles said to be hidden, whole or within reach are so; every difference of a partly visible tile is listed."""
   q_block, kv_block, q_length, kv_length = 8, 4, 21, 18
-  geometry = Geometry(causal, window, offset, q_length, kv_length)
+  tiles = Mask(q_length, kv_length, causal, window, offset)
   p, k = offset + np.arange(24)[:, None], np.arange(20)
   distance = p - k
   mask = (k < kv_length) & ((distance >= 0) | (not causal)) & (window is None or abs(distance) < window if not causal else True)
   if causal and window is not None:
     mask = mask & (distance < window)
-  differences = geometry.partial_differences(q_block, kv_block, 99)
+  differences = tiles.partial_differences(q_block, kv_block, 99)
   for i in range(3):
     p0, p1 = offset + i * q_block, offset + (i + 1) * q_block - 1
-    first, last = geometry.keys_of(p0, p1)
+    first, last = tiles.keys_of(p0, p1)
     seen = np.flatnonzero(mask[i * q_block : (i + 1) * q_block].any(0))
     assert seen.size == 0 or (first <= seen.min() and seen.max() <= last)
     for j in range(5):
       k0, k1 = j * kv_block, (j + 1) * kv_block - 1
       tile = mask[i * q_block : (i + 1) * q_block, k0 : k1 + 1]
-      some, every = geometry.some(p0, p1, k0, k1), geometry.every(p0, p1, k0, k1)
+      some, every = tiles.some(p0, p1, k0, k1), tiles.every(p0, p1, k0, k1)
       assert some or not tile.any()
       real = tile[: max(0, q_length - i * q_block)]  # rows beyond the last query may see padding where causality hides it from real ones
       assert not every or real.all()
       if differences is not None and some and not every:
         assert p0 - k0 in differences
       if tile.any():
-        low, high = geometry.rows_of(k0, k1)
+        low, high = tiles.rows_of(k0, k1)
         rows = np.flatnonzero(mask[:q_length, k0 : k1 + 1].any(1))
         assert rows.size == 0 or (low <= rows.min() and rows.max() <= high)
 
@@ -150,7 +151,7 @@ def test_geometry_against_the_mask_itself(causal, window, offset):
 def test_refusals_name_what_works(changes, message):
   dtype, D, V = changes.get("dtype", jnp.float32), changes.get("D", 8), changes.get("V", 16)
   zeros = functools.partial(jnp.zeros, dtype=dtype)
-  with tpu.interpreted(True), pytest.raises(ValueError, match=f"^q .*{message}.*implementation='chunked'"):
+  with chip.interpreted(True), pytest.raises(ValueError, match=f"^q .*{message}.*implementation='chunked'"):
     diff_attention(zeros((1, 8, 2, 2, D)), zeros((1, 8, 2, 2, D)), zeros((1, 8, 2, V)), 0.5, implementation="pallas_tpu")
 
 
@@ -158,3 +159,25 @@ def test_another_backend_is_refused():
   x = jnp.zeros((1, 8, 2, 2, 8))
   with pytest.raises(ValueError, match="^implementation = 'pallas_tpu' needs a TPU, and the backend is 'cpu'; use implementation="):
     diff_attention(x, x, jnp.zeros((1, 8, 2, 16)), 0.5, implementation="pallas_tpu")
+
+
+def test_without_a_gradient_nothing_is_saved_for_one():
+  """The forward kernel then writes its output alone: neither O₂ nor log-sum-exps."""
+  arguments, _, _ = _arguments(T=130)
+  attend = lambda *a: diff_attention(*a, implementation="pallas_tpu")
+
+  def written(function):
+    kernels = [eqn for eqn in _equations(jax.make_jaxpr(function)(*arguments).jaxpr) if eqn.primitive.name == "pallas_call"]
+    return len(kernels[0].outvars)
+
+  with chip.interpreted():
+    assert written(attend) == 1 and written(lambda *a: jax.vjp(attend, *a)[0]) == 3
+
+
+def _equations(jaxpr):
+  """Equations, those inside other equations included."""
+  for eqn in jaxpr.eqns:
+    yield eqn
+    for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+      if hasattr(value := getattr(value, "jaxpr", value), "eqns"):
+        yield from _equations(value)

@@ -26,7 +26,7 @@ import time
 
 import pytest
 
-from diffjax.ops.diff_attention import block_sizes
+from diffjax.ops.diff_attention.tpu import block_sizes
 
 ROOT = pathlib.Path(__file__).parents[2]
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
@@ -137,8 +137,7 @@ def _compile(cases: list[tuple[str, dict]]) -> None:
   from jax.sharding import Mesh, NamedSharding
   from jax.sharding import PartitionSpec as P
 
-  from diffjax.ops.diff_attention import RESIDUAL_NAMES, diff_attention
-  from diffjax.ops.diff_attention.decode import decode_attention
+  from diffjax.ops.diff_attention import RESIDUAL_NAMES, decode_attention, diff_attention
 
   @functools.cache
   def devices(topology: str):

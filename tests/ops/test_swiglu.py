@@ -12,7 +12,7 @@ from diffjax.ops.swiglu import swiglu
 def test_value_and_gradients_are_the_formulas(platform, generation, held, monkeypatch):
   """On TPU each is held together, which changes no number."""
   monkeypatch.setattr("diffjax.ops.swiglu.platform", lambda: platform)
-  monkeypatch.setattr("diffjax.ops.swiglu.generation", lambda: generation)
+  monkeypatch.setattr("diffjax.ops.swiglu.tpu_generation", lambda: generation)
   gate, up, d_out = jax.random.normal(jax.random.key(0), (3, 2, 5, 7))
   formula = lambda gate, up: gate / (1 + jnp.exp(-gate)) * up
   of = lambda function: jax.jit(lambda: (function(gate, up), *jax.vjp(function, gate, up)[1](d_out)))()

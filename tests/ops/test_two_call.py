@@ -83,11 +83,12 @@ def test_large_masks_do_not_go_through_cudnn(calls):
 
 def test_auto_on_a_gpu(calls, monkeypatch):
   picked = []
-  monkeypatch.setattr(api, "_pick", lambda backend, kernel, cudnn: picked.append(cudnn) or "chunked")
+  monkeypatch.setattr(api, "platform", lambda: "gpu")
+  monkeypatch.setattr(api, "_log_once", lambda implementation, backend: picked.append(implementation))
   for options in ({}, {"ids": True}, {"window": 4}, {"q_offset": 3}, {"q_offset": jnp.zeros(2, jnp.int32)}, {"dtype": jnp.float32}):
     run, arrays = _program("auto", D=8, V=16, **options)
     jax.eval_shape(run, *arrays)
-  assert picked == [True, True, False, False, False, False]
+  assert picked == ["two_call"] * 2 + ["chunked"] * 4
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding
 
 from diffjax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig, UserError
 from diffjax.ops import cross_entropy
-from diffjax.ops.diff_attention import diff_attention
-from diffjax.parallel import context, rules
+from diffjax.ops.diff_attention import balanced_order, diff_attention
+from diffjax.parallel import rules
 from diffjax.parallel.mesh import AXES, batch_share, make_mesh, put_batch, sharded_attention, sharded_cross_entropy
 from diffjax.training.program import build
 from tests.tiers import full
@@ -218,7 +218,7 @@ def test_slices_lie_along_data(monkeypatch):
 
 
 def test_context_order_gives_every_shard_the_same_work():
-  order = context.order(48, 4)
+  order = balanced_order(48, 4)
   assert sorted(order) == list(range(48))
   assert len({sum(shard + 1) for shard in order.reshape(4, 12)}) == 1  # keys that a causal mask shows to its queries
 

@@ -1,6 +1,15 @@
-"""Differential attention: one operation, several implementations that agree."""
+"""Differential attention: one operation, several implementations that agree; and its twin for one new token against a cache.
 
-from diffjax.ops.diff_attention.api import IMPLEMENTATIONS, diff_attention
-from diffjax.ops.diff_attention.residuals import RESIDUAL_NAMES
+The import needs jax, numpy and jaxtyping alone and starts no backend. An implementation's module, with Pallas where it needs that, is
+imported when it is first asked for.
+"""
 
-__all__ = ["IMPLEMENTATIONS", "RESIDUAL_NAMES", "diff_attention"]
+from diffjax.ops.diff_attention.api import diff_attention
+from diffjax.ops.diff_attention.decode import decode_attention
+from diffjax.ops.diff_attention.implementations import register
+from diffjax.ops.diff_attention.sharded import balanced_order
+from diffjax.ops.diff_attention.vjp import RESIDUAL_NAMES, Arrays, Implementation, Options, Saved
+
+__all__ = [
+  "RESIDUAL_NAMES", "Arrays", "Implementation", "Options", "Saved", "balanced_order", "decode_attention", "diff_attention", "register",
+]  # fmt: skip

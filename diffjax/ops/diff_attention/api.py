@@ -1,27 +1,22 @@
-"""The one door to differential attention: checks the arguments, broadcasts λ, picks an implementation."""
+"""Differential attention, the operation that users call: it checks arguments, broadcasts λ, shards the call and picks an implementation."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import numbers
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from diffjax.ops.diff_attention import pallas_gpu, pallas_tpu
-from diffjax.ops.diff_attention.chunked import chunked
-from diffjax.ops.diff_attention.reference import reference
-from diffjax.ops.diff_attention.two_call import cudnn_takes, two_call
+from diffjax.ops.diff_attention import arguments, implementations, vjp
+from diffjax.ops.diff_attention.mask import PER_ROW, Mask
+from diffjax.ops.diff_attention.sharded import TOKEN_ORDERS, Layout, attend_to_whole_rows
 from diffjax.ops.platform import platform
-
-_FUNCTIONS = {
-  "reference": reference, "chunked": chunked, "two_call": two_call,
-  "pallas_tpu": pallas_tpu.pallas_tpu, "pallas_gpu": pallas_gpu.pallas_gpu,
-}  # fmt: skip
-IMPLEMENTATIONS = ("auto", *_FUNCTIONS)
 
 
 def diff_attention(
@@ -37,12 +32,14 @@ def diff_attention(
   window: int | None = None,
   scale: float | None = None,
   implementation: str = "auto",
+  sharding: NamedSharding | PartitionSpec | None = None,
+  token_order: str = "given",
 ) -> Float[Array, "B T H V"]:
   """Differential attention, out = softmax(q₁k₁ᵀ·scale)v − λ·softmax(q₂k₂ᵀ·scale)v (paper §1; §2 with M = 1).
 
   Head h reads keys and values of group ⌊h / (H/K)⌋. The key at index s has position s, the query at row t has position q_offset + t.
-  A query that sees no key returns zeros and passes no gradient. On a mesh, wrap the call in `shard_map`: block sizes are chosen from the
-  shapes seen here.
+  A query that sees no key returns zeros and passes no gradient. On a mesh, pass `sharding`, or wrap the call in `shard_map` yourself: block
+  sizes are chosen from the shapes that one device sees.
 
   Args:
     q: queries of G = 2 maps, or of G = 1 for plain attention.
@@ -56,8 +53,13 @@ def diff_attention(
     window: number of keys visible to a query, itself included: query p sees keys in (p − window, p]. Without causal it is symmetric:
       |p − key position| < window.
     scale: factor on q·k; 1/√D by default.
-    implementation: "auto" (the fastest for the backend), "reference", "chunked", "two_call", "pallas_tpu" or "pallas_gpu" (Hopper). A name
-      given never falls back.
+    implementation: "auto" (the fastest for the backend), "reference", "chunked", "two_call", "pallas_tpu" or "pallas_gpu" (Hopper), or a
+      name given to `register`. A name given never falls back.
+    sharding: of [B, T, H] over a mesh, whose axes may have any names: a NamedSharding, or a PartitionSpec for the mesh of `jax.set_mesh`.
+      Keys, values, λ and ids are sharded likewise. The call then runs inside `shard_map`, each device on its own rows and heads; where T is
+      sharded, keys and values are gathered. None: the call is not sharded, or is inside `shard_map` already.
+    token_order: "given"; or "balanced" where T is sharded and the caller has put the tokens of each row in the order of `balanced_order`,
+      which gives all devices the same work.
 
   Returns:
     The heads' outputs, in q's dtype.
@@ -66,65 +68,79 @@ def diff_attention(
     ValueError: an argument is unusable, or the implementation cannot take it; the message says which, and what would work.
   """
   _check_shapes(q, k, v)
-  batch, length, heads = q.shape[:3]
-  lam = _broadcast_lambda(lam, q)
-  q_segment_ids, kv_segment_ids = _check_segments(q_segment_ids, kv_segment_ids, batch, length, k.shape[1])
-  q_offset = _check_offset(q_offset, batch)
-  if window is not None and (not isinstance(window, numbers.Integral) or isinstance(window, bool) or window < 1):
-    raise ValueError(f"window must be None or an int ≥ 1 (keys a query sees, itself included), got {window!r}")
-  if implementation not in IMPLEMENTATIONS:
-    raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+  lam = arguments.broadcast_lambda(lam, q)
+  q_segment_ids, kv_segment_ids = _check_segments(q_segment_ids, kv_segment_ids, q.shape[0], q.shape[1], k.shape[1])
+  q_offset = _check_offset(q_offset, q.shape[0])
+  window, scale = arguments.check_window(window), arguments.check_scale(scale, q.shape[-1])
+  if implementation not in implementations.names():
+    raise ValueError(f"implementation must be one of {', '.join(implementations.names())}, got {implementation!r}")
+  if token_order not in TOKEN_ORDERS:
+    raise ValueError(f"token_order must be one of {', '.join(TOKEN_ORDERS)}, got {token_order!r}")
+  attend = functools.partial(_attend, causal=bool(causal), window=window, scale=scale, implementation=implementation)
+  layout = None if sharding is None else Layout.of(sharding, "B T H")
+  if layout is None:
+    return attend(q, k, v, lam, q_segment_ids, kv_segment_ids, q_offset)
+  return _attend_sharded(attend, layout, token_order, q, k, v, lam, q_segment_ids, kv_segment_ids, q_offset)
+
+
+def _attend(q, k, v, lam, q_ids, kv_ids, q_offset, *, causal: bool, window: int | None, scale: float, implementation: str) -> jax.Array:
+  """The operation on one device's arrays."""
+  static = isinstance(q_offset, int)
+  mask = Mask(q.shape[1], k.shape[1], causal, window, q_offset if static else PER_ROW, segments=q_ids is not None)
   if implementation == "auto":
-    stock = isinstance(q_offset, int) and q_offset == 0 and window is None and cudnn_takes(q, v, q_segment_ids is not None)
-    implementation = _pick(platform(), pallas_tpu.takes(q, v), stock)
-  return _FUNCTIONS[implementation](
-    q, k, v, lam,
-    q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, q_offset=q_offset,
-    causal=bool(causal), window=None if window is None else int(window), scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-  )  # fmt: skip
+    implementation = _pick(platform(), q, v, mask)
+  arrays = vjp.Arrays(q, k, v, lam, q_ids, kv_ids, None if static else q_offset)
+  return vjp.attend(implementations.implementation_of(implementation), arrays, mask, scale)
 
 
-@functools.cache
-def _pick(backend: str, kernel_takes: bool, cudnn_takes: bool) -> str:
-  """Cached, so that what was picked is logged once per backend. "pallas_gpu" is not picked before it has run on a GPU."""
-  picked = "pallas_tpu" if backend == "tpu" and kernel_takes else "two_call" if backend == "gpu" and cudnn_takes else "chunked"
-  logging.getLogger(__name__).info("diff_attention: implementation %r on backend %r", picked, backend)
+def _attend_sharded(attend, layout: Layout, token_order: str, q, k, v, lam, q_ids, kv_ids, q_offset) -> jax.Array:
+  """The operation inside `shard_map`."""
+  layout.check(0, {"B": q.shape[0]})
+  layout.check(1, {"T": q.shape[1], "S": k.shape[1]}, multiple=2 if token_order == "balanced" and layout.shards(1) > 1 else 1)
+  layout.check(2, {"H": q.shape[2], "K": k.shape[2]})
+  offset = None if isinstance(q_offset, int) else q_offset
+
+  def local(q, k, v, lam, q_ids, kv_ids, offset):
+    first = q_offset if offset is None else offset
+    if layout.shards(1) > 1:
+      return attend_to_whole_rows(attend, layout.axes[1], token_order, q, k, v, lam, q_ids, kv_ids, first)
+    return attend(q, k, v, lam, q_ids, kv_ids, first)
+
+  heads, ids = layout.spec(0, 1, 2), layout.spec(0, 1)
+  operands = [(q, heads), (k, heads), (v, heads), (lam, heads), (q_ids, ids), (kv_ids, ids), (offset, layout.spec(0))]
+  return layout.map(local, operands, heads)
+
+
+def _pick(backend: str, q: jax.Array, v: jax.Array, mask: Mask) -> str:
+  """The fastest implementation. "pallas_gpu" is not picked before it has run on a GPU."""
+  picked = "chunked"
+  if backend == "tpu":
+    from diffjax.ops.diff_attention.tpu import chip
+
+    picked = "pallas_tpu" if chip.takes(q, v) else picked
+  elif backend == "gpu":
+    from diffjax.ops.diff_attention.two_call import cudnn_takes
+
+    stock = mask.offset == 0 and mask.window is None
+    picked = "two_call" if stock and cudnn_takes(q, v, mask.segments) else picked
+  _log_once(picked, backend)
   return picked
 
 
+@functools.cache
+def _log_once(picked: str, backend: str) -> None:
+  logging.getLogger(__name__).info("diff_attention: implementation %r on backend %r", picked, backend)
+
+
 def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-  for name, array, layout in (("q", q, "B T H G D"), ("k", k, "B S K M D"), ("v", v, "B S K V")):
-    if array.ndim != len(layout.split()):
-      raise ValueError(f"{name} must be [{layout.replace(' ', ', ')}], got shape {array.shape}")
-    if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype != q.dtype:
-      raise ValueError(f"{name} must be floating point and of q's dtype {q.dtype}, got {array.dtype}; cast it")
-    if 0 in array.shape:
-      raise ValueError(f"{name} must have no axis of size 0, got shape {array.shape}")
-  if q.shape[3] not in (1, 2):
-    raise ValueError(f"q must have 1 or 2 maps (axis 3), got {q.shape[3]} in shape {q.shape}")
+  arguments.check_arrays(q, k, v, ("B T H G D", "B S K M D", "B S K V"))
   if k.shape[3] not in (1, q.shape[3]):
     raise ValueError(f"k must have 1 map or q's {q.shape[3]} (axis 3), got {k.shape[3]} in shape {k.shape}")
   if k.shape[0] != q.shape[0] or k.shape[4] != q.shape[4]:
     raise ValueError(f"k must share B and D with q, got shape {k.shape} beside {q.shape}")
-  if q.shape[2] % k.shape[2]:
-    raise ValueError(f"k has K = {k.shape[2]} heads, which must divide q's H = {q.shape[2]}")
+  arguments.check_heads(q.shape[2], k.shape[2])
   if v.shape[:3] != k.shape[:3]:
     raise ValueError(f"v must share [B, S, K] = {k.shape[:3]} with k, got shape {v.shape}")
-
-
-def _broadcast_lambda(lam, q: jax.Array) -> jax.Array | None:
-  """λ as [B, T, H], broadcast outside the custom VJP, so that autodiff reduces its gradient to whatever shape it had."""
-  batch, length, heads, num_maps = q.shape[:4]
-  if num_maps == 1:
-    if lam is not None:
-      raise ValueError(f"lam must be None with one map (q's axis 3 is 1), got {lam!r}")
-    return None
-  if lam is None:
-    raise ValueError("lam must be a scalar, [H] or [B, T, H] with two maps (q's axis 3 is 2), got None")
-  lam = jnp.asarray(lam)
-  if lam.shape not in ((), (heads,), (batch, length, heads)):
-    raise ValueError(f"lam must be a scalar, [{heads}] or [{batch}, {length}, {heads}], got shape {lam.shape}")
-  return jnp.broadcast_to(lam.astype(jnp.promote_types(jnp.float32, q.dtype)), (batch, length, heads))
 
 
 def _check_segments(q_ids, kv_ids, batch: int, q_length: int, kv_length: int):
@@ -142,10 +158,9 @@ def _check_segments(q_ids, kv_ids, batch: int, q_length: int, kv_length: int):
   return q_ids, kv_ids
 
 
-def _check_offset(q_offset, batch: int):
+def _check_offset(q_offset: Any, batch: int) -> int | jax.Array:
   if isinstance(q_offset, numbers.Integral) and not isinstance(q_offset, bool):
     return int(q_offset)
   if isinstance(q_offset, (jax.Array, np.ndarray)) and q_offset.shape in ((), (batch,)) and jnp.issubdtype(q_offset.dtype, jnp.integer):
     return jnp.broadcast_to(q_offset, (batch,)).astype(jnp.int32)
-  got = f"{q_offset.dtype} of shape {q_offset.shape}" if hasattr(q_offset, "shape") else repr(q_offset)
-  raise ValueError(f"q_offset must be an int or int32[B] with B = {batch}, got {got}")
+  raise ValueError(f"q_offset must be an int or int32[B] with B = {batch}, got {arguments.describe(q_offset)}")

@@ -9,7 +9,6 @@ before they meet V, and because δ₂ is a row sum of A₂ ∘ dP, so that O₂ 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,10 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from diffjax.ops.diff_attention import masks, residuals
+from diffjax.ops.diff_attention.mask import PER_ROW, Mask, apply, positions
+from diffjax.ops.diff_attention.vjp import Arrays, Implementation, Options, Saved
 from diffjax.ops.varying import vary_like
 
 # Measured on two CPU cores, lengths 256 to 16,384: 128 rows a block, 256 where rows are long (each block adds to all of dK and dV), and
@@ -30,14 +29,6 @@ _BLOCK_LOGITS = 1 << 20
 # Query blocks are unrolled, each with the keys it sees, up to so many; longer sequences scan inside so many bands. It bounds compile time,
 # and costs at most 1/16 of the causal work.
 _MAX_BANDS = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class _Mask:
-  causal: bool
-  window: int | None
-  scale: float
-  q_offset: int | None  # None: an array, one per row of the batch
 
 
 class _Inputs(NamedTuple):
@@ -61,60 +52,22 @@ class _Band(NamedTuple):
   keys: list[int]  # each block's first key
 
 
-def chunked(
-  q: Float[Array, "B T H G D"],
-  k: Float[Array, "B S K M D"],
-  v: Float[Array, "B S K V"],
-  lam: Float[Array, "B T H"] | None,
-  *,
-  q_segment_ids: Int[Array, "B T"] | None = None,
-  kv_segment_ids: Int[Array, "B S"] | None = None,
-  q_offset: int | Int[Array, "B"] = 0,
-  causal: bool = True,
-  window: int | None = None,
-  scale: float,
-) -> Float[Array, "B T H V"]:
-  """`diff_attention` by query blocks; the arguments are those of `api.diff_attention`, checked there."""
-  mask = _Mask(causal, window, scale, q_offset if isinstance(q_offset, int) else None)
-  arrays = (q, k, v, lam, q_segment_ids, kv_segment_ids, None if isinstance(q_offset, int) else q_offset)
-  # Inside shard_map an array that all devices share must be made each device's own before the custom VJP, or its gradient is not summed.
-  return _attend(mask, *(None if x is None else vary_like(x, *arrays) for x in arrays))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(mask: _Mask, q, k, v, lam, q_ids, kv_ids, offset):
-  return _forward(mask, q, k, v, lam, q_ids, kv_ids, offset)[0]
-
-
-def _attend_fwd(mask: _Mask, q, k, v, lam, q_ids, kv_ids, offset):
-  out, lse = _forward(mask, q, k, v, lam, q_ids, kv_ids, offset)
-  out, lse = checkpoint_name(out, residuals.OUT), checkpoint_name(lse, residuals.LSE)
-  return out, (q, k, v, lam, q_ids, kv_ids, offset, out, lse)
-
-
-def _attend_bwd(mask: _Mask, saved, d_out):
-  return *_backward(mask, d_out, *saved), None, None, None
-
-
-_attend.defvjp(_attend_fwd, _attend_bwd)
-
-
-def _forward(mask: _Mask, q, k, v, lam, q_ids, kv_ids, offset):
-  """Returns the output [B, T, H, V] and the log-sum-exps, G of [N, R, T, 1]."""
-  inputs = _lead_with_heads(q, k, v, lam, q_ids, kv_ids, offset)
+def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
+  """The output [B, T, H, V] and the log-sum-exps, G of [N, R, T, 1]."""
+  inputs = _lead_with_heads(arrays)
   num_groups, block = _tile(inputs)
-  bands = _bands(mask, q.shape[1], k.shape[1], block)
-  out, lse = _map_groups(functools.partial(_forward_group, mask, bands), num_groups, inputs)
-  return _tokens_first(out, q.shape[0]).astype(q.dtype), lse
+  group = functools.partial(_forward_group, mask, options.scale, _bands(mask, block))
+  out, lse = _map_groups(group, num_groups, inputs)
+  return Saved(_tokens_first(out, arrays.q.shape[0]).astype(arrays.q.dtype), lse=lse)
 
 
-def _forward_group(mask: _Mask, bands: list[_Band], inputs: _Inputs):
+def _forward_group(mask: Mask, scale: float, bands: list[_Band], inputs: _Inputs):
   def step(band: _Band, arrays, carry, row, key):
     (inputs,) = arrays
-    allowed = _allowed(mask, band, inputs, row, key)
+    visible = _visible(mask, band, inputs, row, key)
     weights, sums, lses = [], [], []
     for q, k in zip(inputs.q, _per_map(inputs), strict=True):
-      logits = masks.apply(allowed, _logits(_rows(q, row, band.block), _keys(k, key, band.span), mask.scale))
+      logits = apply(visible, _logits(_rows(q, row, band.block), _keys(k, key, band.span), scale))
       peak = jnp.max(logits, axis=-1, keepdims=True)
       peak = jnp.where(peak == -jnp.inf, 0, peak)  # an empty row: exp(−∞ − 0) is 0 where exp(−∞ + ∞) is NaN
       weight = jnp.exp(logits - peak)
@@ -131,24 +84,27 @@ def _forward_group(mask: _Mask, bands: list[_Band], inputs: _Inputs):
   return _walk(bands, step, (inputs,), ())[1]
 
 
-def _backward(mask: _Mask, d_out, q, k, v, lam, q_ids, kv_ids, offset, out, lse):
+def _backward(arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out):
   """Gradients of q, k, v and λ (None without λ); paper §1."""
-  batch, num_kv_heads = q.shape[0], k.shape[2]
+  q, k, v, lam = arrays[:4]
+  batch, num_kv_heads, scale = q.shape[0], k.shape[2], options.scale
   dtype = jnp.promote_types(jnp.float32, q.dtype)
-  inputs = _lead_with_heads(q, k, v, lam, q_ids, kv_ids, offset)
+  inputs = _lead_with_heads(arrays)
   # rowsum(dO ∘ O) = δ₁ − λδ₂
-  delta = _heads_first(jnp.sum(d_out.astype(dtype) * out.astype(dtype), axis=-1, keepdims=True), num_kv_heads)
+  delta = _heads_first(jnp.sum(d_out.astype(dtype) * saved.out.astype(dtype), axis=-1, keepdims=True), num_kv_heads)
   num_groups, block = _tile(inputs)
-  bands = _bands(mask, q.shape[1], k.shape[1], block)
-  group = functools.partial(_backward_group, mask, bands)
-  (d_k, d_v), (d_q, d_lam) = _map_groups(group, num_groups, inputs, lse, delta, _heads_first(d_out, num_kv_heads))
-  d_q = jnp.stack([_tokens_first(x * mask.scale, batch) for x in d_q], axis=3).astype(q.dtype)
-  d_k = jnp.stack([_keys_first(x * mask.scale, batch) for x in d_k], axis=3).astype(k.dtype)
+  group = functools.partial(_backward_group, mask, scale, _bands(mask, block))
+  (d_k, d_v), (d_q, d_lam) = _map_groups(group, num_groups, inputs, saved.lse, delta, _heads_first(d_out, num_kv_heads))
+  d_q = jnp.stack([_tokens_first(x * scale, batch) for x in d_q], axis=3).astype(q.dtype)
+  d_k = jnp.stack([_keys_first(x * scale, batch) for x in d_k], axis=3).astype(k.dtype)
   d_v = _keys_first(d_v, batch).astype(v.dtype)
   return d_q, d_k, d_v, None if lam is None else _tokens_first(d_lam, batch)[..., 0].astype(lam.dtype)
 
 
-def _backward_group(mask: _Mask, bands: list[_Band], inputs: _Inputs, lse, delta, d_out):
+IMPLEMENTATION = Implementation(_forward, _backward)
+
+
+def _backward_group(mask: Mask, scale: float, bands: list[_Band], inputs: _Inputs, lse, delta, d_out):
   dtype = delta.dtype
   # dK and dV grow as [N, D, S] from queries and dO laid out [N, D, R, T]: a product of two row-major matrices, where the natural
   # [S, T]·[T, D] reads the large matrix across its rows and measured two to ten times slower on CPU.
@@ -158,10 +114,10 @@ def _backward_group(mask: _Mask, bands: list[_Band], inputs: _Inputs, lse, delta
   def step(band: _Band, arrays, carry, row, key):
     inputs, turned, lse, delta, d_out = arrays
     d_k, d_v = list(carry[0]), carry[1]
-    allowed = _allowed(mask, band, inputs, row, key)
+    visible = _visible(mask, band, inputs, row, key)
     keys = [_keys(k, key, band.span) for k in _per_map(inputs)]
     maps = [
-      jnp.exp(masks.apply(allowed, _logits(_rows(q, row, band.block), k, mask.scale)) - _rows(total, row, band.block))
+      jnp.exp(apply(visible, _logits(_rows(q, row, band.block), k, scale)) - _rows(total, row, band.block))
       for q, k, total in zip(inputs.q, keys, lse, strict=True)
     ]
     d_weights = _logits(_rows(d_out, row, band.block), _keys(inputs.v, key, band.span), 1.0)  # dP = dO·Vᵀ, for both maps
@@ -203,20 +159,15 @@ def _walk(bands: list[_Band], step: Callable, arrays: Any, carry: Any) -> tuple[
   return carry, jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), *outs)
 
 
-def _bands(mask: _Mask, q_length: int, kv_length: int, block: int) -> list[_Band]:
+def _bands(mask: Mask, block: int) -> list[_Band]:
   """All query blocks, each with the keys that its rows may see."""
   blocks = []  # (first row, rows, first key, last key + 1)
-  for row in range(0, q_length, block):
-    rows = min(block, q_length - row)
-    low, high = 0, kv_length
-    if mask.q_offset is not None:
-      first, last = mask.q_offset + row, mask.q_offset + row + rows - 1
-      if mask.window is not None:
-        low = max(low, first - mask.window + 1)
-      reach = 1 if mask.causal else mask.window
-      if reach is not None:
-        high = min(high, last + reach)
-    high = max(high, 1)  # a block that sees nothing looks at one masked key
+  for row in range(0, mask.q_length, block):
+    rows = min(block, mask.q_length - row)
+    low, last = 0, mask.kv_length - 1
+    if mask.offset != PER_ROW:
+      low, last = mask.keys_of(mask.offset + row, mask.offset + row + rows - 1)
+    high = max(last + 1, 1)  # a block that sees nothing looks at one masked key
     blocks.append((row, rows, min(low, high - 1), high))
   alike = len({seen[2:] for seen in blocks}) == 1  # nothing is won by telling them apart
   per_band = len(blocks) if alike else -(-len(blocks) // _MAX_BANDS)
@@ -226,7 +177,7 @@ def _bands(mask: _Mask, q_length: int, kv_length: int, block: int) -> list[_Band
     members = [b for b in blocks[:per_band] if b[1] == rows]  # the last block may be shorter and is then a band of its own
     blocks = blocks[len(members) :]
     span = max(high - low for _, _, low, high in members)
-    bands.append(_Band(rows, span, [b[0] for b in members], [min(b[2], kv_length - span) for b in members]))
+    bands.append(_Band(rows, span, [b[0] for b in members], [min(b[2], mask.kv_length - span) for b in members]))
   return bands
 
 
@@ -248,7 +199,8 @@ def _map_groups(function: Callable, num_groups: int, *arrays: Any) -> Any:
   return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), lax.map(lambda group: function(*group), split))
 
 
-def _lead_with_heads(q, k, v, lam, q_ids, kv_ids, offset) -> _Inputs:
+def _lead_with_heads(arrays: Arrays) -> _Inputs:
+  q, k, v, lam, q_ids, kv_ids, offset = arrays
   num_kv_heads = k.shape[2]
   per_head = lambda x: None if x is None else jnp.repeat(x, num_kv_heads, axis=0)
   return _Inputs(
@@ -279,14 +231,13 @@ def _per_map(inputs: _Inputs) -> list[jax.Array]:
   return [inputs.k[g % len(inputs.k)] for g in range(len(inputs.q))]
 
 
-def _allowed(mask: _Mask, band: _Band, inputs: _Inputs, row, key):
-  offset = inputs.offset if mask.q_offset is None else mask.q_offset
-  assert offset is not None
+def _visible(mask: Mask, band: _Band, inputs: _Inputs, row, key) -> Bool[Array, "Z 1 t s"] | None:
+  """The mask of one block of queries and the keys that it looks at."""
   q_ids = None if inputs.q_ids is None else lax.dynamic_slice_in_dim(inputs.q_ids, row, band.block, axis=1)
   kv_ids = None if inputs.kv_ids is None else lax.dynamic_slice_in_dim(inputs.kv_ids, key, band.span, axis=1)
-  q_positions, k_positions = masks.positions(band.block, offset, row), masks.positions(band.span, 0, key)
-  allowed = masks.visible(q_positions, k_positions, q_ids, kv_ids, causal=mask.causal, window=mask.window)
-  return None if allowed is None else allowed[:, None]
+  q_positions = positions(band.block, mask.first_position(inputs.offset), row)
+  visible = mask.between(q_positions, positions(band.span, 0, key), q_ids, kv_ids)
+  return None if visible is None else visible[:, None]
 
 
 def _dot(equation: str, weights: jax.Array, other: jax.Array) -> jax.Array:

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from diffjax.ops.diff_attention import masks
+from diffjax.ops.diff_attention.mask import Mask, apply, positions
+from diffjax.ops.diff_attention.vjp import Arrays, Implementation, Options, Saved
 
 
 def attention_logits(q: Float[Array, "B T H G D"], k: Float[Array, "B S K M D"], scale: float | None = None) -> Float[Array, "B H G T S"]:
-  """What the softmax of paper §1 is taken of, before any mask: q·k·scale, in at least float32.
+  """Logits before any mask, q·k·scale, whose softmax paper §1 takes; in at least float32.
 
   Args:
     q: queries of G maps.
@@ -57,22 +58,21 @@ def attention_maps(
   logits = attention_logits(q, k, scale)
   if logits_transform is not None:
     logits = logits_transform(logits)
-  mask = masks.visible(
-    masks.positions(q.shape[1], q_offset), masks.positions(k.shape[1], 0), q_segment_ids, kv_segment_ids, causal=causal, window=window
-  )
-  if mask is None:
+  mask = Mask(q.shape[1], k.shape[1], causal=causal, window=window)
+  visible = mask.between(positions(q.shape[1], q_offset), positions(k.shape[1], 0), q_segment_ids, kv_segment_ids)
+  if visible is None:
     return jax.nn.softmax(logits, axis=-1)
-  mask = mask[:, None, None]
+  visible = visible[:, None, None]
   # An empty row keeps its finite logits through the softmax and is zeroed after it: −∞ throughout would give NaN gradients.
-  any_key = jnp.any(mask, axis=-1, keepdims=True)
-  maps = jax.nn.softmax(masks.apply(mask | ~any_key, logits), axis=-1)
+  any_key = jnp.any(visible, axis=-1, keepdims=True)
+  maps = jax.nn.softmax(apply(visible | ~any_key, logits), axis=-1)
   return jnp.where(any_key, maps, 0)
 
 
 def attention_weights(
   q: Float[Array, "B T H G D"], k: Float[Array, "B S K M D"], lam: Float[Array, "B T H"] | None, **options
 ) -> Float[Array, "B H T S"]:
-  """What meets the values: A₁ − λA₂ (paper §1), or A₁ if G is 1. A row that sees keys sums to 1 − λ, and its entries may be negative.
+  """Weights of the values: A₁ − λA₂ (paper §1), or A₁ if G is 1. A row that sees keys sums to 1 − λ, and its entries may be negative.
 
   Args:
     q: queries of G maps.
@@ -102,3 +102,16 @@ def reference(
   weights = attention_weights(q, k, lam, **options)
   v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2).astype(weights.dtype)
   return jnp.einsum("bhts,bshv->bthv", weights, v, precision=jax.lax.Precision.HIGHEST).astype(q.dtype)
+
+
+def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
+  q, k, v, lam, q_ids, kv_ids, offset = arrays
+  return Saved(
+    reference(
+      q, k, v, lam, q_segment_ids=q_ids, kv_segment_ids=kv_ids, q_offset=mask.first_position(offset),
+      causal=mask.causal, window=mask.window, scale=options.scale,
+    )
+  )  # fmt: skip
+
+
+IMPLEMENTATION = Implementation(_forward)

@@ -7,47 +7,41 @@ import re
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from diffjax.ops.diff_attention import masks
+from diffjax.ops.diff_attention.mask import PER_ROW, Mask, positions
+from diffjax.ops.diff_attention.vjp import Arrays, Implementation, Options, Saved
 
 _CUDNN_WIDTH = 128
 
 
-def two_call(
-  q: Float[Array, "B T H G D"],
-  k: Float[Array, "B S K M D"],
-  v: Float[Array, "B S K V"],
-  lam: Float[Array, "B T H"] | None,
-  *,
-  q_segment_ids: Int[Array, "B T"] | None = None,
-  kv_segment_ids: Int[Array, "B S"] | None = None,
-  q_offset: int | Int[Array, "B"] = 0,
-  causal: bool = True,
-  window: int | None = None,
-  scale: float,
-) -> Float[Array, "B T H V"]:
-  """`diff_attention` by `stock_attention`, once a map; arguments as in `api.diff_attention`, checked there.
-
-  Raises:
-    ValueError: a window or a q_offset is asked for, which stock calls do not all take.
-  """
-  if window is not None:
-    raise ValueError(f"window = {window} is not taken by implementation 'two_call'; use implementation='chunked'")
-  if not isinstance(q_offset, int) or q_offset != 0:
-    got = q_offset if isinstance(q_offset, int) else "an array"
-    raise ValueError(f"q_offset = {got} is not taken by implementation 'two_call'; use implementation='chunked'")
-  mask, any_key = None, None
-  if q_segment_ids is not None:
-    mask = masks.visible(
-      masks.positions(q.shape[1], 0), masks.positions(k.shape[1], 0), q_segment_ids, kv_segment_ids, causal=causal, window=None
-    )
-    assert mask is not None
-    any_key = jnp.any(mask, axis=-1)[:, :, None, None]
-    mask = (mask | ~jnp.any(mask, axis=-1, keepdims=True))[:, None]  # an empty row attends to all, and is zeroed below
-  outs = [stock_attention(q[:, :, :, g], k[:, :, :, g % k.shape[3]], v, mask, causal=causal, scale=scale) for g in range(q.shape[3])]
+def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
+  """By `stock_attention`, once a map."""
+  q, k, v, lam, q_ids, kv_ids, _ = arrays
+  visible, any_key = None, None
+  if mask.segments:
+    visible = mask.between(positions(q.shape[1], 0), positions(k.shape[1], 0), q_ids, kv_ids)
+    assert visible is not None
+    any_key = jnp.any(visible, axis=-1)[:, :, None, None]
+    visible = (visible | ~jnp.any(visible, axis=-1, keepdims=True))[:, None]  # an empty row attends to all, and is zeroed below
+  outs = [
+    stock_attention(q[:, :, :, g], k[:, :, :, g % k.shape[3]], v, visible, causal=mask.causal, scale=options.scale)
+    for g in range(q.shape[3])
+  ]
   out = outs[0] if lam is None else outs[0] - lam[..., None] * outs[1]
-  return (out if any_key is None else jnp.where(any_key, out, 0)).astype(q.dtype)
+  return Saved((out if any_key is None else jnp.where(any_key, out, 0)).astype(q.dtype))
+
+
+def _prepare(arrays: Arrays, mask: Mask) -> None:
+  """Refuses windows and offsets, which stock calls do not all take."""
+  if mask.window is not None:
+    raise ValueError(f"window = {mask.window} is not taken by implementation 'two_call'; use implementation='chunked'")
+  if mask.offset != 0:
+    got = "an array" if mask.offset == PER_ROW else mask.offset
+    raise ValueError(f"q_offset = {got} is not taken by implementation 'two_call'; use implementation='chunked'")
+
+
+IMPLEMENTATION = Implementation(_forward, prepare=_prepare)
 
 
 def stock_attention(

@@ -1,4 +1,4 @@
-"""Which blocks of 64 queries and 64 keys meet in the Hopper kernels, and what a mask leaves of those that it cuts."""
+"""Blocks of 64 queries and 64 keys in the Hopper kernels: which of them meet, and what a mask leaves of those that it cuts."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from diffjax.ops.diff_attention import gpu
-from diffjax.ops.diff_attention.gpu import BLOCK
-from diffjax.ops.diff_attention.schedule import pad
-from diffjax.ops.diff_attention.tiles import Geometry
-from diffjax.ops.diff_attention.tpu import round_up
+from diffjax.ops.diff_attention.gpu import chip
+from diffjax.ops.diff_attention.gpu.chip import BLOCK
+from diffjax.ops.diff_attention.mask import PER_ROW, Mask
+from diffjax.ops.diff_attention.tiles import pad, round_up
 
 CONSUMERS = 2  # warpgroups of a thread block that compute, each with a block of its own or both with the same
 
 
-def bounds(geometry: Geometry, offset, q_ids, kv_ids, *, shared: int, keys_stay: bool = False):
-  """Which blocks pass by each block that stays, int32[B or 1, blocks, 6].
+def bounds(mask: Mask, offset, q_ids, kv_ids, *, shared: int, keys_stay: bool = False):
+  """The blocks that pass by each block that stays, int32[B or 1, blocks, 6].
 
   The first one and the last one + 1 that are loaded for the `shared` blocks of a tile; those that the block's own mask shows; and those
   of a run that it shows whole.
   """
   count = lambda length: round_up(length, CONSUMERS * BLOCK) // BLOCK
-  xp: Any = np if geometry.q_offset is not None and q_ids is None else jnp
-  start = xp.zeros((1,), xp.int32) + (geometry.q_offset or 0) if offset is None else offset
-  rows, k0 = BLOCK * xp.arange(count(geometry.q_length))[:, None], BLOCK * xp.arange(count(geometry.kv_length))
+  xp: Any = np if mask.offset != PER_ROW and q_ids is None else jnp
+  start = xp.zeros((1,), xp.int32) + mask.offset if offset is None else offset
+  rows, k0 = BLOCK * xp.arange(count(mask.q_length))[:, None], BLOCK * xp.arange(count(mask.kv_length))
   p0 = start[:, None, None] + rows
   tile = p0, p0 + BLOCK - 1, k0, k0 + BLOCK - 1
-  some = xp.broadcast_to(geometry.some(*tile), (start.shape[0], rows.size, k0.size)) & (rows < geometry.q_length)
-  whole = xp.broadcast_to(geometry.every(*tile), some.shape)
+  some = xp.broadcast_to(mask.some(*tile), (start.shape[0], rows.size, k0.size)) & (rows < mask.q_length)
+  whole = xp.broadcast_to(mask.every(*tile), some.shape)
   if q_ids is not None:
     q_low, q_high, kv_low, kv_high = (
       reduce(pad(ids, 1, n * BLOCK).reshape(ids.shape[0], n, BLOCK), axis=2)
@@ -65,22 +64,27 @@ def scalars(table, batch, block) -> list[jax.Array]:
   return [lax.add(table[0 if table.shape[0] == 1 else batch, block, n], jnp.int32(0)) for n in range(table.shape[2])]
 
 
-def cuts(geometry: Geometry, q_ids) -> bool:
+def cuts(mask: Mask) -> bool:
   """Whether the mask can cut a block at all."""
-  return q_ids is not None or geometry.causal or geometry.window is not None or geometry.kv_length % BLOCK > 0
+  return mask.segments or mask.causal or mask.window is not None or mask.kv_length % BLOCK > 0
 
 
-def key_limits(geometry: Geometry, offset, batch, block):
+def first_position(mask: Mask, offset, batch):
+  """Position of a row's first query, from the offsets in memory where the mask does not know it."""
+  return mask.offset if offset is None else offset[batch]
+
+
+def key_limits(mask: Mask, offset, batch, block):
   """First and last key that the queries of a block see, by position: numbers, or one a row."""
   positions: Any = 0
-  if geometry.causal or geometry.window is not None:  # what is not used has no layout
-    positions = gpu.iota(gpu.row()) + (block * BLOCK + (geometry.q_offset if offset is None else offset[batch]))
-  return geometry.keys_of(positions, positions)
+  if mask.causal or mask.window is not None:  # what is not used has no layout
+    positions = chip.iota(chip.row()) + (block * BLOCK + first_position(mask, offset, batch))
+  return mask.keys_of(positions, positions)
 
 
-def query_limits(geometry: Geometry, block):
+def query_limits(mask: Mask, block):
   """First and last query that see the keys of a block, by position: one a row, or None. Who sees padding does not matter."""
-  if not geometry.causal and geometry.window is None:
+  if not mask.causal and mask.window is None:
     return None, None
-  keys, reach = gpu.iota(gpu.row()) + block * BLOCK, (geometry.window or 1) - 1
-  return keys if geometry.causal else keys - reach, None if geometry.window is None else keys + reach
+  keys, reach = chip.iota(chip.row()) + block * BLOCK, (mask.window or 1) - 1
+  return keys if mask.causal else keys - reach, None if mask.window is None else keys + reach

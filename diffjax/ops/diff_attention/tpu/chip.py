@@ -1,4 +1,4 @@
-"""What the TPU kernels share: the chip that they are for, the interpreter, and idioms of vectors."""
+"""The chip that the TPU kernels are for, what they take, their interpreter, and idioms of vectors."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-HIDDEN = -1e30  # a hidden logit; finite, so that the maximum of a row that sees nothing can be subtracted from it
-LOG2E = float(np.log2(np.e))
+from diffjax.ops.platform import tpu_generation
+
 LANES = 128
 
 interpret_mode: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=False)
@@ -31,16 +30,41 @@ def interpreted(params: pltpu.InterpretParams | bool | None = None) -> Iterator[
     interpret_mode.reset(token)
 
 
-def generation() -> str:
-  """The TPU that the program is compiled for: the device's, or the abstract mesh's when compiling ahead of time."""
+def generation(otherwise: str) -> str:
+  """The TPU that the program is compiled for; "v5e" in the interpreter.
+
+  Args:
+    otherwise: the implementation that errors name.
+
+  Raises:
+    ValueError: the program is not for a TPU.
+  """
   if interpret_mode.get():
     return "v5e"
   try:
-    return str(pltpu.get_tpu_info().chip_version)
+    return tpu_generation()
   except ValueError as error:
     raise ValueError(
-      f"implementation = 'pallas_tpu' needs a TPU, and the backend is {jax.default_backend()!r}; use implementation='chunked' or 'auto'"
+      f"implementation = 'pallas_tpu' needs a TPU, and the backend is {jax.default_backend()!r}; use implementation={otherwise!r} or 'auto'"
     ) from error
+
+
+def takes(q: jax.Array, v: jax.Array) -> bool:
+  """Whether the kernels take arrays of such dtypes and widths."""
+  return q.dtype in (jnp.bfloat16, jnp.float32) and q.shape[-1] <= 256 and v.shape[-1] <= 512
+
+
+def check(q: jax.Array, v: jax.Array, otherwise: str) -> None:
+  """Refuses arrays that the kernels do not take.
+
+  Raises:
+    ValueError: naming what they take, and the implementation `otherwise`.
+  """
+  if not takes(q, v):
+    raise ValueError(
+      f"q ({q.dtype}, D = {q.shape[-1]}) and v (V = {v.shape[-1]}) are not taken by implementation 'pallas_tpu', which takes bfloat16 and "
+      f"float32, D up to 256 and V up to 512: cast them, or use implementation={otherwise!r}"
+    )
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
@@ -67,8 +91,3 @@ def as_row(x: jax.Array) -> jax.Array:
 def repeat(x: jax.Array, width: int) -> jax.Array:
   """[rows, 128] of equal lanes at another width."""
   return jnp.tile(x, (1, pl.cdiv(width, LANES)))[:, :width]
-
-
-def round_up(x: int, multiple: int) -> int:
-  """The next multiple that is not less than x."""
-  return -(-x // multiple) * multiple

@@ -1,4 +1,4 @@
-"""What the TPU kernels take by their compiler's estimate, looked up: benchmarks/tpu.py writes the table, tpu_cycles.json."""
+"""Cycles of the TPU kernels by their compiler's estimate, looked up: benchmarks/tpu.py writes the table, cycles.json."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def choose(generation: str, direction: str, q_length: int, kv_length: int, D: in
 
 
 def vmem_bytes(generation: str) -> int:
-  """What a kernel may use of a chip's vector memory, bytes."""
+  """Bytes of a chip's vector memory that a kernel may use."""
   return _VMEM_BYTES[known(generation)]
 
 
@@ -124,7 +124,7 @@ def known(generation: str) -> str:
 
 
 def footprint(direction: str, blocks: Blocks, D: int, V: int, G: int, itemsize: int) -> int:
-  """Vector memory of a kernel, bytes: what is loaded and stored is there twice, for while one block is worked on the next one comes.
+  """Vector memory of a kernel, bytes: what is loaded and stored is there twice, since the next block comes while one is worked on.
 
   With segment ids, a column of which is kept, and the backward kernel's dK and dV in float32, as where it takes several calls.
   """

@@ -1,4 +1,4 @@
-"""What the Hopper kernels share: what they need, the interpreter, rings of slots in shared memory, products and masks."""
+"""The chip that the GPU kernels are for (Hopper), what they take, their interpreter, rings of slots in shared memory, products, masks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from diffjax.ops.diff_attention.tpu import HIDDEN
+from diffjax.ops.diff_attention.tiles import HIDDEN
 from diffjax.ops.varying import vary_like
 
 plgpu: Any = mosaic_gpu  # untyped: older JAX, on which the kernels only refuse, has another API
@@ -39,7 +39,7 @@ def interpreted(params: Any = None) -> Iterator[None]:
 
 
 def refusal() -> str | None:
-  """Why the kernels cannot run in this program, if so: what they need, and what there is."""
+  """The reason why the kernels cannot run in this program, if so: what they need, and what there is."""
   if jax.__version_info__ < (0, 11, 2):
     return f"needs JAX 0.11.2 or newer, and this is {jax.__version__}"
   if interpret_mode.get() is not None:
@@ -122,7 +122,7 @@ class Ring:
 
 
 def stages(fixed_bytes: int, slot_bytes: int) -> int:
-  """How many slots fit into shared memory beside what stays there."""
+  """Slots that fit into shared memory beside what stays there."""
   return min(_MOST_STAGES, (_SMEM_BYTES - fixed_bytes) // slot_bytes)
 
 

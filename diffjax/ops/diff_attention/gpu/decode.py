@@ -14,17 +14,38 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from diffjax.ops.diff_attention import gpu
-from diffjax.ops.diff_attention.gpu import BLOCK, plgpu
-from diffjax.ops.diff_attention.schedule import pad
-from diffjax.ops.diff_attention.tpu import HIDDEN, round_up
+from diffjax.ops.diff_attention.decode import stack
+from diffjax.ops.diff_attention.gpu import chip
+from diffjax.ops.diff_attention.gpu.chip import BLOCK, plgpu
+from diffjax.ops.diff_attention.tiles import HIDDEN, LOG2E, pad, round_up
 from diffjax.ops.varying import vary_like
 
 _THREAD_BLOCKS = 264  # wanted at least: two for each of the chip's 132 multiprocessors
 _LEAST_KEYS = 256  # of a split: with fewer, writing its sums would cost as much as reading its keys
 
 
-def attend(
+def attend(q, k, v, lam, lengths, *, window: int | None, scale: float):
+  """`decode_attention` on a Hopper GPU; the arguments are checked there.
+
+  Raises:
+    ValueError: JAX is too old, the program is not for a Hopper GPU, or a dtype or size is not taken.
+  """
+  if problem := chip.refusal():
+    raise ValueError(f"implementation = 'pallas_gpu' {problem}; use implementation='xla' or 'auto'")
+  (B, H, G, _), K, V = q.shape, k.shape[1], v.shape[-1]
+  rows = H // K
+  if not chip.takes(q, v) or G * rows > BLOCK:
+    raise ValueError(
+      f"q ({q.dtype}, D = {q.shape[-1]}, {G * rows} queries a key head) and v (V = {V}) are not taken by implementation 'pallas_gpu', "
+      f"which takes bfloat16 and float16, D up to 128, {BLOCK} queries a key head and V up to 256: cast them, or use implementation='xla'"
+    )
+  queries = stack((q.astype(jnp.float32) * (scale * LOG2E)).astype(q.dtype), k, rows)
+  maps = _attend(queries, k, v, lengths, window=window).reshape(B, K, G, rows, V)
+  out = maps[:, :, 0] if lam is None else maps[:, :, 0] - lam.reshape(B, K, rows, 1) * maps[:, :, 1]
+  return out.reshape(B, H, V).astype(q.dtype)
+
+
+def _attend(
   q: Float[Array, "B K N X"], k: Float[Array, "B K S X"], v: Float[Array, "B K S V"], lengths: Int[Array, "B"], *, window: int | None
 ) -> Float[Array, "B K N V"]:
   """softmax(qkᵀ)v over the keys that each row of the batch sees, for N ≤ 64 queries a key head, which carry scale·log₂e.
@@ -37,20 +58,20 @@ def attend(
   seen = round_up(k.shape[2] if window is None else min(k.shape[2], window + BLOCK), BLOCK)
   splits = max(1, min(-(-_THREAD_BLOCKS // (B * K)), seen // _LEAST_KEYS))
   lengths, q, k, v = (vary_like(x, lengths, q, k, v) for x in (lengths, q, k, v))
-  stages = gpu.stages(2 * BLOCK * q.shape[3], 2 * BLOCK * (k.shape[3] + v.shape[3]))
+  stages = chip.stages(2 * BLOCK * q.shape[3], 2 * BLOCK * (k.shape[3] + v.shape[3]))
   parts = (B, K, splits, BLOCK)
-  sums, peaks, totals = gpu.call(
+  sums, peaks, totals = chip.call(
     functools.partial(_kernel, window, stages),
     "diff_attention_decode",
-    interpret=gpu.interpret_mode.get(),
+    interpret=chip.interpret_mode.get(),
     grid=(splits, K, B),
     grid_names=("splits", "heads", "batch"),
     warpgroups=2,
     outputs=(((*parts, v.shape[3]), jnp.float32), (parts, jnp.float32), (parts, jnp.float32)),
     scratch=dict(
-      q_smem=gpu.tiled((BLOCK, q.shape[3]), q.dtype),
-      k_smem=gpu.tiled((stages, BLOCK, k.shape[3]), k.dtype),
-      v_smem=gpu.tiled((stages, BLOCK, v.shape[3]), v.dtype),
+      q_smem=chip.tiled((BLOCK, q.shape[3]), q.dtype),
+      k_smem=chip.tiled((stages, BLOCK, k.shape[3]), k.dtype),
+      v_smem=chip.tiled((stages, BLOCK, v.shape[3]), v.dtype),
       q_ready=plgpu.Barrier(),
       ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
       free=plgpu.Barrier(num_barriers=stages),
@@ -66,7 +87,7 @@ def attend(
 def _kernel(window, stages: int, q, k, v, lengths, sums, peaks, totals, *, q_smem, k_smem, v_smem, q_ready, ready, free):
   """One share of a row's blocks of keys: unnormalised sums of values, and what joins them to those of the other shares."""
   split, head, batch = lax.axis_index("splits"), lax.axis_index("heads"), lax.axis_index("batch")
-  ring, length = gpu.Ring(stages, ready, free), lengths[batch]
+  ring, length = chip.Ring(stages, ready, free), lengths[batch]
   first = jnp.int32(0) if window is None else lax.max(length - window, jnp.int32(0))
   first_block, stop_block = lax.div(first, jnp.int32(BLOCK)), lax.div(length + (BLOCK - 1), jnp.int32(BLOCK))
   share = lax.div(stop_block - first_block + (sums.shape[2] - 1), jnp.int32(sums.shape[2]))
@@ -81,27 +102,27 @@ def _kernel(window, stages: int, q, k, v, lengths, sums, peaks, totals, *, q_sme
       acc, peak, total = state
       slot, start = ring.wait(j), j * BLOCK
       cut = (start < first) | (start + BLOCK > length)
-      logits = gpu.product(q_smem, k_smem.at[slot].T)
-      logits = lax.cond(cut, lambda x: gpu.hide(x, start, first, length - 1), lambda x: x, logits)
+      logits = chip.product(q_smem, k_smem.at[slot].T)
+      logits = lax.cond(cut, lambda x: chip.hide(x, start, first, length - 1), lambda x: x, logits)
 
       @pl.when(cut)
       def _():
         # Hidden values may be anything, and 0·NaN is NaN.
-        position = gpu.rows_of(gpu.iota(gpu.row()), (BLOCK, BLOCK)) + start
+        position = chip.rows_of(chip.iota(chip.row()), (BLOCK, BLOCK)) + start
         for column in range(0, v.shape[3], BLOCK):  # all at once would take the registers that the sums are in
           piece = v_smem.at[slot, :, pl.ds(column, BLOCK)]
-          piece[...] = jnp.where((position >= first) & (position < length), plgpu.load(piece, layout=gpu.matrix()), 0)
+          piece[...] = jnp.where((position >= first) & (position < length), plgpu.load(piece, layout=chip.matrix()), 0)
         plgpu.commit_smem()
 
       after = jnp.maximum(peak, jnp.max(logits, axis=1))
-      weights, shrink = jnp.exp2(logits - gpu.rows_of(after, logits.shape)), jnp.exp2(peak - after)
+      weights, shrink = jnp.exp2(logits - chip.rows_of(after, logits.shape)), jnp.exp2(peak - after)
       total = total * shrink + jnp.sum(weights, axis=1)
-      [acc] = gpu.accumulate([(acc * gpu.rows_of(shrink, acc.shape), weights.astype(v.dtype), v_smem.at[slot])])
+      [acc] = chip.accumulate([(acc * chip.rows_of(shrink, acc.shape), weights.astype(v.dtype), v_smem.at[slot])])
       ring.release(j)
       return acc, after, total
 
-    vector = lambda value: gpu.full((BLOCK,), value, gpu.row())
-    state = gpu.full((BLOCK, v.shape[3]), 0, gpu.matrix()), vector(HIDDEN), vector(0)
+    vector = lambda value: chip.full((BLOCK,), value, chip.row())
+    state = chip.full((BLOCK, v.shape[3]), 0, chip.matrix()), vector(HIDDEN), vector(0)
     for target, value in zip((sums, peaks, totals), lax.fori_loop(start, stop, step, state), strict=True):
       target[batch, head, split] = value
 

@@ -20,95 +20,44 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
 
-from diffjax.ops.diff_attention import block_sizes, residuals
-from diffjax.ops.diff_attention.block_sizes import Blocks
-from diffjax.ops.diff_attention.schedule import Schedule, make_schedule, pad, scalars_of
-from diffjax.ops.diff_attention.tiles import Geometry
-from diffjax.ops.diff_attention.tpu import HIDDEN, LANES, LOG2E, as_column, as_row, dot, generation, interpret_mode, repeat, round_up
-from diffjax.ops.varying import vary_like
+from diffjax.ops.diff_attention.mask import Mask
+from diffjax.ops.diff_attention.tiles import HIDDEN, LOG2E, pad, round_up
+from diffjax.ops.diff_attention.tpu import block_sizes, chip
+from diffjax.ops.diff_attention.tpu.block_sizes import Blocks
+from diffjax.ops.diff_attention.tpu.chip import LANES, as_column, as_row, dot, repeat
+from diffjax.ops.diff_attention.tpu.schedule import Schedule, make_schedule, scalars_of
+from diffjax.ops.diff_attention.vjp import Arrays, Implementation, Options, Saved
 
 _Operand = tuple[jax.Array, tuple[int, ...], Callable]  # array, block without squeezed axes, index map
 
 
-def pallas_tpu(
-  q: Float[Array, "B T H G D"],
-  k: Float[Array, "B S K M D"],
-  v: Float[Array, "B S K V"],
-  lam: Float[Array, "B T H"] | None,
-  *,
-  q_segment_ids: Int[Array, "B T"] | None = None,
-  kv_segment_ids: Int[Array, "B S"] | None = None,
-  q_offset: int | Int[Array, "B"] = 0,
-  causal: bool = True,
-  window: int | None = None,
-  scale: float,
-) -> Float[Array, "B T H V"]:
-  """`diff_attention` on TPU; the arguments are those of `api.diff_attention`, checked there.
-
-  Raises:
-    ValueError: the program is not for a TPU, or a dtype or width is not taken.
-  """
-  chip = generation()
-  if not takes(q, v):
-    raise ValueError(
-      f"q ({q.dtype}, D = {q.shape[-1]}) and v (V = {v.shape[-1]}) are not taken by implementation 'pallas_tpu', which takes bfloat16 and "
-      "float32, D up to 256 and V up to 512: cast them, or use implementation='chunked'"
-    )
-  static, offset = (q_offset, None) if isinstance(q_offset, int) else (None, q_offset)
-  geometry = Geometry(causal, window, static, q.shape[1], k.shape[1])
-  forward, backward = (
-    block_sizes.choose(chip, direction, q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], q.shape[3], q.dtype)
-    for direction in ("forward", "backward")
-  )
-  options = _Options(geometry, scale, forward, backward, block_sizes.vmem_bytes(chip), interpret_mode.get())
-  arrays = (q, k, v, lam, q_segment_ids, kv_segment_ids, offset)
-  # Inside shard_map an array that all devices share must be made each device's own before the custom VJP, or its gradient is not summed.
-  return _attend(options, *(None if x is None else vary_like(x, *arrays) for x in arrays))
-
-
-def takes(q: jax.Array, v: jax.Array) -> bool:
-  """Whether the kernel takes arrays of such dtypes and widths."""
-  return q.dtype in (jnp.bfloat16, jnp.float32) and q.shape[-1] <= 256 and v.shape[-1] <= 512
-
-
 @dataclasses.dataclass(frozen=True)
-class _Options:
-  geometry: Geometry
-  scale: float
+class _Chosen:
   forward: Blocks
   backward: Blocks
   vmem_bytes: int
   interpret: Any
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: _Options, q, k, v, lam, q_ids, kv_ids, offset):
-  out, _, _ = _forward(options, q, k, v, lam, q_ids, kv_ids, offset, save=False)
-  return jnp.swapaxes(out, 1, 2)
+def _prepare(arrays: Arrays, mask: Mask) -> _Chosen:
+  """Block sizes for the chip; refuses programs for other devices, and dtypes and widths that are not taken."""
+  q, _, v, *_ = arrays
+  generation = chip.generation(otherwise="chunked")
+  chip.check(q, v, otherwise="chunked")
+  forward, backward = (
+    block_sizes.choose(generation, direction, mask.q_length, mask.kv_length, q.shape[-1], v.shape[-1], q.shape[3], q.dtype)
+    for direction in ("forward", "backward")
+  )
+  return _Chosen(forward, backward, block_sizes.vmem_bytes(generation), chip.interpret_mode.get())
 
 
-def _attend_fwd(options: _Options, q, k, v, lam, q_ids, kv_ids, offset):
-  out, out2, lse = _forward(options, q, k, v, lam, q_ids, kv_ids, offset, save=True)
-  out, lse = checkpoint_name(out, residuals.OUT), checkpoint_name(lse, residuals.LSE)
-  out2 = None if out2 is None else checkpoint_name(out2, residuals.OUT2)
-  return jnp.swapaxes(out, 1, 2), (q, k, v, lam, q_ids, kv_ids, offset, out, out2, lse)
-
-
-def _attend_bwd(options: _Options, saved, d_out):
-  return *_backward(options, d_out, *saved), None, None, None
-
-
-_attend.defvjp(_attend_fwd, _attend_bwd)
-
-
-def _forward(options: _Options, q, k, v, lam, q_ids, kv_ids, offset, *, save: bool):
-  """Returns the output [B, H, T, V] and, to be saved for a gradient, O₂ likewise and the log-sum-exps (base 2) [B, H, G, T]; else None."""
-  schedule = make_schedule(options.geometry, options.forward, q, k, q_ids, keys_pass=True)
+def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
+  """The output [B, H, T, V] and, to be saved for a gradient, O₂ likewise and the log-sum-exps (base 2) [B, H, G, T]; else None."""
+  (q, k, v, lam, q_ids, kv_ids, offset), save = arrays, options.save
+  schedule = make_schedule(mask, options.chosen.forward, q, k, keys_pass=True)
   scalars = scalars_of(schedule, q_ids, kv_ids, offset, q.shape[0])
   (B, T, H, G, D), (K, M), V = q.shape, k.shape[2:4], v.shape[-1]
   R, rows, keys = H // K, schedule.blocks.q, schedule.blocks.kv
@@ -117,13 +66,13 @@ def _forward(options: _Options, q, k, v, lam, q_ids, kv_ids, offset, *, save: bo
   stays_row = lambda b, h, i, step, *scalars: (b, h, 0, i)
   passes = lambda b, h, i, step, *scalars: (b, lax.div(h, R), schedule.block(scalars, b, i, step), 0)
   inputs: list[_Operand] = [
-    (_queries(options, q, length), (G, rows, D), lambda b, h, i, step, *scalars: (b, h, 0, i, 0)),
+    (_queries(options.scale, q, length), (G, rows, D), lambda b, h, i, step, *scalars: (b, h, 0, i, 0)),
     (_keys(k, schedule), (M, keys, D), lambda b, h, i, step, *scalars: (b, lax.div(h, R), 0, schedule.block(scalars, b, i, step), 0)),
     (_values(v, schedule), (keys, V), passes),
   ]
   if lam is not None:
     inputs.append((pad(jnp.swapaxes(lam, 1, 2)[:, :, None], 3, length), (1, rows), stays_row))
-  if q_ids is not None:
+  if q_ids is not None and kv_ids is not None:
     inputs += [
       (pad(q_ids, 1, length)[:, None, None], (1, rows), lambda b, h, i, step, *scalars: (b, 0, 0, i)),
       (
@@ -136,18 +85,19 @@ def _forward(options: _Options, q, k, v, lam, q_ids, kv_ids, offset, *, save: bo
   if save:
     outputs.append(((B, H, G, length), jnp.float32, (G, rows), stays_row))
   out, *saved = _call(
-    options, functools.partial(_forward_kernel, schedule, save), f"diff_attention_forward_{schedule.variant}",
+    options.chosen, functools.partial(_forward_kernel, schedule, save), f"diff_attention_forward_{schedule.variant}",
     grid=(B, H, schedule.q_blocks, schedule.steps), parallel=3, scalars=scalars, inputs=inputs, outputs=outputs,
     scratch=[_vmem(G, rows, LANES), _vmem(G, rows, LANES), _vmem(G, rows, V), *_column(schedule, rows)], like=q,
     pairs=B * H * schedule.area(), flops=2 * G * (D + V),
   )  # fmt: skip
   lse = saved.pop()[..., :T] if save else None
   out2 = saved.pop()[:, :, :T] if saved else None
-  return out[:, :, :T], out2, lse
+  return Saved(out[:, :, :T], out2, lse)
 
 
-def _backward(options: _Options, d_out, q, k, v, lam, q_ids, kv_ids, offset, out, out2, lse):
+def _backward(arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out):
   """Gradients of q, k, v and λ (None without λ); paper §1."""
+  (q, k, v, lam, q_ids, kv_ids, offset), (out, out2, lse), chosen = arrays, saved, options.chosen
   (B, T, H, G, D), K = q.shape, k.shape[2]
   d_out = jnp.swapaxes(d_out, 1, 2)
   row_sums = lambda x: jnp.sum(d_out.astype(jnp.float32) * x.astype(jnp.float32), axis=-1)[:, :, None]
@@ -159,9 +109,9 @@ def _backward(options: _Options, d_out, q, k, v, lam, q_ids, kv_ids, offset, out
     vectors = jnp.concatenate([lse, delta + lam * delta2, delta2, lam], axis=2)
     d_lam = -jnp.swapaxes(delta2[:, :, 0], 1, 2)
   # dQ of all the rows of a call stays in VMEM: a call takes as many heads of a group as fit, or a span of one head's rows.
-  block = options.backward.q
-  heads = max(r for r in range(1, H // K + 1) if (H // K) % r == 0 and (r == 1 or r * round_up(T, block) <= options.backward.resident))
-  span = min(round_up(T, block), max(block, options.backward.resident // heads // block * block))
+  block = chosen.backward.q
+  heads = max(r for r in range(1, H // K + 1) if (H // K) % r == 0 and (r == 1 or r * round_up(T, block) <= chosen.backward.resident))
+  span = min(round_up(T, block), max(block, chosen.backward.resident // heads // block * block))
   group = lambda x: x.reshape(B, K, H // K, *x.shape[2:])
   parts, d_k, d_v = [], 0.0, 0.0
   for head in range(0, H // K, heads):
@@ -169,10 +119,8 @@ def _backward(options: _Options, d_out, q, k, v, lam, q_ids, kv_ids, offset, out
     for start in range(0, T, span):
       stop = min(start + span, T)
       own = lambda x, axis, head=head, start=start, stop=stop: lax.slice_in_dim(group(x)[:, :, head : head + heads], start, stop, axis=axis)
-      shifted = options.geometry.q_offset
-      geometry = dataclasses.replace(options.geometry, q_length=stop - start, q_offset=None if shifted is None else shifted + start)
       pieces = _backward_span(
-        dataclasses.replace(options, geometry=geometry), own(jnp.swapaxes(q, 1, 2), 3), k, v, own(d_out, 3), own(vectors, 4),
+        mask.of_rows(start, stop), options, own(jnp.swapaxes(q, 1, 2), 3), k, v, own(d_out, 3), own(vectors, 4),
         None if q_ids is None else q_ids[:, start:stop], kv_ids,
         None if offset is None else offset + start, whole=heads == H // K and span >= T,
       )  # fmt: skip
@@ -188,10 +136,10 @@ def _backward(options: _Options, d_out, q, k, v, lam, q_ids, kv_ids, offset, out
   )
 
 
-def _backward_span(options: _Options, q, k, v, d_out, vectors, q_ids, kv_ids, offset, *, whole: bool):
+def _backward_span(mask: Mask, options: Options, q, k, v, d_out, vectors, q_ids, kv_ids, offset, *, whole: bool):
   """dQ [B, K, R, G, T, D], dK [B, K, M, S, D] and dV [B, K, S, V] of queries [B, K, R, T, G, D]; dK and dV float32 unless `whole`."""
   (B, K, R, T, G, D), (S, M), V = q.shape, (k.shape[1], k.shape[3]), v.shape[-1]
-  schedule = make_schedule(options.geometry, options.backward, q[:, 0, 0], k, q_ids, keys_pass=False)
+  schedule = make_schedule(mask, options.chosen.backward, q[:, 0, 0], k, keys_pass=False)
   scalars = scalars_of(schedule, q_ids, kv_ids, offset, B)
   rows, keys = schedule.blocks.q, schedule.blocks.kv
   length, kv_length = schedule.q_blocks * rows, schedule.kv_blocks * keys
@@ -201,7 +149,7 @@ def _backward_span(options: _Options, q, k, v, d_out, vectors, q_ids, kv_ids, of
   passes_row = lambda b, kv, j, r, step, *scalars: (b, kv, r, 0, schedule.block(scalars, b, j, step))
   inputs: list[_Operand] = [
     (
-      _queries(options, q.reshape(B, K * R, T, G, D).swapaxes(1, 2), length).reshape(B, K, R, G, length, D),
+      _queries(options.scale, q.reshape(B, K * R, T, G, D).swapaxes(1, 2), length).reshape(B, K, R, G, length, D),
       (G, rows, D),
       lambda b, kv, j, r, step, *scalars: (b, kv, r, 0, schedule.block(scalars, b, j, step), 0),
     ),
@@ -210,7 +158,7 @@ def _backward_span(options: _Options, q, k, v, d_out, vectors, q_ids, kv_ids, of
     (pad(d_out, 3, length), (rows, V), passes),
     (pad(vectors, 4, length), (vectors.shape[3], rows), passes_row),
   ]
-  if q_ids is not None:
+  if q_ids is not None and kv_ids is not None:
     inputs += [
       (pad(q_ids, 1, length)[:, None, None], (1, rows), lambda b, kv, j, r, step, *scalars: (b, 0, 0, schedule.block(scalars, b, j, step))),
       (pad(kv_ids, 1, kv_length)[:, None, None], (1, keys), lambda b, kv, j, r, step, *scalars: (b, 0, 0, j)),
@@ -219,7 +167,7 @@ def _backward_span(options: _Options, q, k, v, d_out, vectors, q_ids, kv_ids, of
   outputs: list[Any] = [((B, K, R, G, length, D), q.dtype, (R, G, length, D), lambda b, kv, j, r, step, *scalars: (b, kv, 0, 0, 0, 0))]
   outputs += [((B, K, M, kv_length, D), dtype, (M, keys, D), stays_keys), ((B, K, kv_length, V), dtype, (keys, V), stays)]
   d_q, d_k, d_v = _call(
-    options, functools.partial(_backward_kernel, schedule, options.scale), f"diff_attention_backward_{schedule.variant}",
+    options.chosen, functools.partial(_backward_kernel, schedule, options.scale), f"diff_attention_backward_{schedule.variant}",
     grid=(B, K, schedule.kv_blocks, R, schedule.steps), parallel=2, scalars=scalars, inputs=inputs, outputs=outputs,
     scratch=[_vmem(R, G, length, D), _vmem(M, keys, D), _vmem(keys, V), *_column(schedule, keys)], like=k,
     pairs=B * K * R * schedule.area(), flops=2 * (3 * G * D + 2 * V),
@@ -227,7 +175,7 @@ def _backward_span(options: _Options, q, k, v, d_out, vectors, q_ids, kv_ids, of
   return d_q[:, :, :, :, :T], d_k[:, :, :, :S], d_v[:, :, :S]
 
 
-def _call(options: _Options, function, name: str, *, grid, parallel: int, scalars, inputs, outputs, scratch, like, pairs: int, flops: int):
+def _call(chosen: _Chosen, function, name: str, *, grid, parallel: int, scalars, inputs, outputs, scratch, like, pairs: int, flops: int):
   """`pallas_call` on (array, block, index map) and (shape, dtype, block, index map); a block's leading axes are squeezed away.
 
   pairs counts the query-key pairs that are computed, flops what each costs.
@@ -247,10 +195,10 @@ def _call(options: _Options, function, name: str, *, grid, parallel: int, scalar
     ),
     out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype, _, _ in outputs],
     compiler_params=pltpu.CompilerParams(
-      dimension_semantics=[pltpu.PARALLEL] * parallel + [pltpu.ARBITRARY] * (len(grid) - parallel), vmem_limit_bytes=options.vmem_bytes
+      dimension_semantics=[pltpu.PARALLEL] * parallel + [pltpu.ARBITRARY] * (len(grid) - parallel), vmem_limit_bytes=chosen.vmem_bytes
     ),
     cost_estimate=pl.CostEstimate(flops=flops * pairs, transcendentals=2 * pairs, bytes_accessed=traffic),
-    interpret=options.interpret,
+    interpret=chosen.interpret,
     name=name,
   )(*scalars, *(x for x, _, _ in inputs))
 
@@ -261,12 +209,12 @@ def _vmem(*shape: int, dtype=jnp.float32):
 
 def _column(schedule: Schedule, size: int) -> list[Any]:
   """Room for the segment ids of the block that stays, turned into a column once: the other block's lie in a row."""
-  return [_vmem(size, LANES, dtype=jnp.int32)] if schedule.segments else []
+  return [_vmem(size, LANES, dtype=jnp.int32)] if schedule.mask.segments else []
 
 
-def _queries(options: _Options, q, length: int) -> jax.Array:
+def _queries(scale: float, q, length: int) -> jax.Array:
   """[B, T, H, G, D] as [B, H, G, length, D], times scale·log₂e."""
-  q = (q.astype(jnp.float32) * (options.scale * LOG2E)).astype(q.dtype)
+  q = (q.astype(jnp.float32) * (scale * LOG2E)).astype(q.dtype)
   return pad(jnp.transpose(q, (0, 2, 3, 1, 4)), 3, length)
 
 
@@ -280,13 +228,16 @@ def _values(v, schedule: Schedule) -> jax.Array:
   return pad(jnp.swapaxes(v, 1, 2), 2, schedule.kv_blocks * schedule.blocks.kv)
 
 
+IMPLEMENTATION = Implementation(_forward, _backward, _prepare, output=lambda out: jnp.swapaxes(out, 1, 2))
+
+
 def _forward_kernel(schedule: Schedule, save: bool, *refs) -> None:
   """Grid [B, H, query blocks, key blocks that pass]."""
   scalars, take = refs[: schedule.num_scalars], iter(refs[schedule.num_scalars :])
   G, M, n = schedule.num_maps, schedule.num_key_maps, schedule.blocks.q_inner
   q, k, v = next(take), next(take), next(take)
   lam: Any = next(take) if G == 2 else None
-  ids: Any = (next(take), next(take)) if schedule.segments else None
+  ids: Any = (next(take), next(take)) if schedule.mask.segments else None
   out = next(take)
   out2: Any = next(take) if G == 2 and save else None
   lse: Any = next(take) if save else None
@@ -299,7 +250,7 @@ def _forward_kernel(schedule: Schedule, save: bool, *refs) -> None:
     peak[...] = jnp.full_like(peak, HIDDEN)
     total[...] = jnp.zeros_like(total)
     acc[...] = jnp.zeros_like(acc)
-    if schedule.segments:
+    if schedule.mask.segments:
       column[0][...] = as_column(ids[0][...])
 
   def subtile(row: int, key: int, mask) -> None:
@@ -308,7 +259,7 @@ def _forward_kernel(schedule: Schedule, save: bool, *refs) -> None:
     stacked = lambda x: x.reshape(-1, x.shape[-1])
     logits = jnp.concatenate([dot(stacked(q[m * G // M : (m + 1) * G // M, rows, :]), k[m, keys, :], (1, 1)) for m in range(M)])
     if mask is not None:
-      mask = mask(0, *((repeat(column[0][rows, :], schedule.blocks.kv_inner), ids[1][:, keys]) if schedule.segments else ()))
+      mask = mask(0, *((repeat(column[0][rows, :], schedule.blocks.kv_inner), ids[1][:, keys]) if schedule.mask.segments else ()))
       logits = jnp.where(jnp.concatenate([mask] * G), logits, HIDDEN)
     before = stacked(peak[:, rows, :])
     after = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
@@ -349,7 +300,7 @@ def _backward_kernel(schedule: Schedule, scale: float, *refs) -> None:
   G, M = schedule.num_maps, schedule.num_key_maps
   q, k, v, d_out = next(take), next(take), next(take), next(take)
   vectors = next(take)  # [G log-sum-exps, G deltas and λ, rows]
-  ids: Any = (next(take), next(take)) if schedule.segments else None
+  ids: Any = (next(take), next(take)) if schedule.mask.segments else None
   d_q, d_k, d_v = next(take), next(take), next(take)
   d_q_acc, d_k_acc, d_v_acc, *column = take  # [heads, G, all rows, D], [M, keys, D] and [keys, V]
   b, j, head, step = pl.program_id(0), pl.program_id(2), pl.program_id(3), pl.program_id(4)
@@ -365,13 +316,13 @@ def _backward_kernel(schedule: Schedule, scale: float, *refs) -> None:
   def _():
     d_k_acc[...] = jnp.zeros_like(d_k_acc)
     d_v_acc[...] = jnp.zeros_like(d_v_acc)
-    if schedule.segments:
+    if schedule.mask.segments:
       column[0][...] = as_column(ids[1][...])
 
   def subtile(row: int, key: int, mask) -> None:
     rows, keys = pl.ds(row, schedule.blocks.q_inner), pl.ds(key, schedule.blocks.kv_inner)
     if mask is not None:
-      mask = mask(1, *((ids[0][:, rows], repeat(column[0][keys, :], schedule.blocks.q_inner)) if schedule.segments else ()))
+      mask = mask(1, *((ids[0][:, rows], repeat(column[0][keys, :], schedule.blocks.q_inner)) if schedule.mask.segments else ()))
     d_rows = d_out[rows, :]
     d_weights = dot(v[keys, :], d_rows, (1, 1))  # dP, shared by the maps
     d_logits: list[jax.Array] = []

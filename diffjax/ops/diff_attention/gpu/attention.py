@@ -1,0 +1,159 @@
+"""Differential attention on Hopper GPUs as fused Pallas kernels (Mosaic GPU).
+
+A thread block holds three warpgroups: one loads blocks of 64 keys and values through a ring of slots in shared memory, two compute with 64
+query rows each. Forward, both maps of a row stay in one warpgroup and meet the same values: side by side where two accumulators fit its
+registers (D 64, V up to 128), else one map after the other in one kernel, with O₂ waiting in shared memory. Only blocks of keys between the
+first and the last one that a row's mask lets it see are loaded, and only those that the mask cuts pay for it. Exponentials are base 2:
+queries are multiplied by scale·log₂e once, outside.
+
+Backward, one kernel makes dQ and another dK and dV. Where the sums would leave a warpgroup no registers, the two that compute share a
+block: each makes the dQ of one map, or one makes dK and the other dV, at the price of computing dP or the maps twice.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+
+from diffjax.ops.diff_attention.gpu import blocks, chip, kernels
+from diffjax.ops.diff_attention.gpu.blocks import CONSUMERS
+from diffjax.ops.diff_attention.gpu.chip import BLOCK, plgpu
+from diffjax.ops.diff_attention.mask import Mask
+from diffjax.ops.diff_attention.tiles import HIDDEN, LOG2E, pad, round_up
+from diffjax.ops.diff_attention.vjp import Arrays, Implementation, Options, Saved
+
+
+def _prepare(arrays: Arrays, mask: Mask) -> Any:
+  """The interpreter to run in, if any; refuses other devices and older JAX, and dtypes and widths that are not taken."""
+  q, _, v, *_ = arrays
+  if problem := chip.refusal():
+    raise ValueError(f"implementation = 'pallas_gpu' {problem}; use implementation='chunked' or 'auto'")
+  if not chip.takes(q, v):
+    raise ValueError(
+      f"q ({q.dtype}, D = {q.shape[-1]}) and v (V = {v.shape[-1]}) are not taken by implementation 'pallas_gpu', which takes bfloat16 and "
+      "float16, D up to 128 and V up to 256: cast them, or use implementation='chunked'"
+    )
+  return chip.interpret_mode.get()
+
+
+def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
+  """The output [B, T, H, V] and, to be saved for a gradient, O₂ likewise and the log-sum-exps (base 2) [B, H, G, T]; else None."""
+  (q, k, v, lam, q_ids, kv_ids, offset), save = arrays, options.save
+  (B, T, H, G, D), M, width = q.shape, k.shape[3], v.shape[-1]
+  operands = _operands(options.scale, q, k, v, lam, q_ids, kv_ids)
+  rows, D, V = operands[0].shape[1], operands[0].shape[3], operands[2].shape[3]
+  passes = ((1,), (0,)) if G == 2 and (D > BLOCK or V > 2 * BLOCK) else (tuple(range(G)),)
+  loaded = max(len(kernels.keys_of(maps, M)) for maps in passes)
+  fixed, slot = CONSUMERS * BLOCK * (G * D + V), BLOCK * (loaded * D + V)
+  stages = chip.stages(2 * fixed, 2 * slot)
+  bounds = blocks.bounds(mask, offset, q_ids, kv_ids, shared=CONSUMERS)
+  out_like = ((B, rows, H, V), q.dtype)
+  out, out2, lse = _kernel(
+    functools.partial(kernels.forward, mask, passes, stages), options.chosen, f"diff_attention_forward_{_variant(G, M)}",
+    grid=(H, rows // (CONSUMERS * BLOCK), B),
+    outputs=(out_like, out_like if G == 2 and save else None, ((B, H, G, rows), jnp.float32) if save else None),
+    scratch=dict(
+      q_smem=chip.tiled((CONSUMERS, G, BLOCK, D), q.dtype),
+      k_smem=chip.tiled((stages, loaded, BLOCK, D), q.dtype),
+      v_smem=chip.tiled((stages, BLOCK, V), q.dtype),
+      out_smem=chip.tiled((CONSUMERS, BLOCK, V), q.dtype),
+      q_ready=plgpu.Barrier(num_arrivals=G, num_barriers=CONSUMERS),
+      **_barriers(loaded, stages, "k"),
+      **_barriers(1, stages, "v"),
+    ),
+  )(*operands, offset, bounds)  # fmt: skip
+  trim = lambda x: None if x is None else x[:, :T, :, :width]
+  return Saved(trim(out), trim(out2), None if lse is None else lse[..., :T])
+
+
+def _backward(arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out):
+  """Gradients of q, k, v and λ (None without λ); paper §1."""
+  (q, k, v, lam, q_ids, kv_ids, offset), (out, out2, lse) = arrays, saved
+  (B, T, H, G, D_in), (S, K, M), V_in = q.shape, k.shape[1:4], v.shape[-1]
+  row_sums = lambda x: jnp.swapaxes(jnp.sum(d_out.astype(jnp.float32) * x.astype(jnp.float32), axis=-1), 1, 2)[:, :, None]
+  columns, d_lam = [lse, row_sums(out)], None
+  if lam is not None:
+    turned, delta2 = jnp.swapaxes(lam, 1, 2)[:, :, None], row_sums(out2)
+    columns = [lse, columns[1] + turned * delta2, delta2, turned]
+    d_lam = -jnp.swapaxes(delta2[:, :, 0], 1, 2)
+  q, k, v, _, q_ids, kv_ids = _operands(options.scale, q, k, v, None, q_ids, kv_ids)
+  (_, rows, _, D), keys, V = q.shape, k.shape[1], v.shape[3]
+  # Log-sum-exps, deltas and λ of each query; the weights of queries that are padding are zero.
+  vectors = jnp.concatenate([pad(x, 3, rows, -HIDDEN if x is lse else 0) for x in columns], axis=2)
+  d_out = pad(pad(d_out, 1, rows), 3, V)
+  operands = q, k, v, d_out, vectors, q_ids, kv_ids, offset
+  ids = q_ids, kv_ids
+
+  split = G == 2 and D > BLOCK
+  owners = 1 if split else CONSUMERS
+  fixed, k_slot, v_slot = 2 * owners * BLOCK * (G * D + V), 2 * BLOCK * M * D, 2 * BLOCK * V
+  v_stages = max(1, chip.stages(fixed, k_slot + v_slot))
+  k_stages = chip.stages(fixed + v_stages * v_slot, k_slot)
+  (d_q,) = _kernel(
+    functools.partial(kernels.d_q, mask, options.scale, split, k_stages, v_stages),
+    options.chosen, f"diff_attention_d_q_{_variant(G, M)}",
+    grid=(H, rows // (owners * BLOCK), B), outputs=((q.shape, q.dtype),),
+    scratch=dict(
+      q_smem=chip.tiled((owners, G, BLOCK, D), q.dtype),
+      d_out_smem=chip.tiled((owners, BLOCK, V), q.dtype),
+      k_smem=chip.tiled((k_stages * M, BLOCK, D), q.dtype),
+      v_smem=chip.tiled((v_stages, BLOCK, V), q.dtype),
+      q_ready=plgpu.Barrier(num_arrivals=G + 1, num_barriers=owners),
+      **_barriers(M, k_stages, "k"),
+      **_barriers(1, v_stages, "v"),
+    ),
+  )(*operands, blocks.bounds(mask, offset, *ids, shared=owners))  # fmt: skip
+
+  split = G == 2
+  owners = 1 if split else CONSUMERS
+  fixed, slot = 2 * owners * BLOCK * (M * D + V), 2 * BLOCK * (G * D + V) + 4 * vectors.shape[2] * BLOCK
+  stages = chip.stages(fixed, slot)
+  d_k, d_v = _kernel(
+    functools.partial(kernels.d_kv, mask, split, stages), options.chosen, f"diff_attention_d_kv_{_variant(G, M)}",
+    grid=(K, keys // (owners * BLOCK), B), outputs=((k.shape, k.dtype), (v.shape, v.dtype)),
+    scratch=dict(
+      q_smem=chip.tiled((stages * G, BLOCK, D), q.dtype),
+      d_out_smem=chip.tiled((stages, BLOCK, V), q.dtype),
+      vectors_smem=plgpu.SMEM((stages, vectors.shape[2], BLOCK), jnp.float32),
+      k_smem=chip.tiled((owners, M, BLOCK, D), q.dtype),
+      v_smem=chip.tiled((owners, BLOCK, V), q.dtype),
+      kv_ready=plgpu.Barrier(num_arrivals=M + 1, num_barriers=owners),
+      finished=plgpu.Barrier(num_arrivals=CONSUMERS),
+      **_barriers(G + 1, stages, "q"),
+      **_barriers(1, stages, "d_out"),
+    ),
+  )(*operands, blocks.bounds(mask, offset, *ids, shared=owners, keys_stay=True))  # fmt: skip
+  return (d_q[:, :T, :, :D_in].reshape(B, T, H, G, D_in), d_k[:, :S, :, :D_in].reshape(B, S, K, M, D_in), d_v[:, :S, :, :V_in], d_lam)
+
+
+def _operands(scale: float, q, k, v, lam, q_ids, kv_ids):
+  """Padded to whole tiles: q [B, rows, H·G, D] times scale·log₂e, k [B, keys, K·M, D], v [B, keys, K, V], λ [B, H, rows], ids."""
+  rows, keys = round_up(q.shape[1], CONSUMERS * BLOCK), round_up(k.shape[1], CONSUMERS * BLOCK)
+  folded = lambda x, length: pad(pad(x.reshape(*x.shape[:2], -1, x.shape[-1]), 1, length), 3, round_up(x.shape[-1], BLOCK))
+  q = (q.astype(jnp.float32) * (scale * LOG2E)).astype(q.dtype)
+  lam = None if lam is None else pad(jnp.swapaxes(lam, 1, 2), 2, rows)
+  ids = (None, None) if q_ids is None else (pad(q_ids.astype(jnp.int32), 1, rows), pad(kv_ids.astype(jnp.int32), 1, keys))
+  return folded(q, rows), folded(k, keys), folded(v, keys), lam, *ids
+
+
+def _kernel(function, interpret: Any, name: str, **arguments):
+  """A kernel of two warpgroups that compute and one that loads, over a grid of heads, tiles and batch."""
+  names = ("heads", "tiles", "batch")
+  return chip.call(function, name, interpret=interpret, grid_names=names, warpgroups=CONSUMERS + 1, **arguments)
+
+
+def _barriers(arrivals: int, stages: int, prefix: str) -> dict[str, Any]:
+  """The two barriers of a ring: so many loads fill a slot, and all that compute free it."""
+  return {
+    f"{prefix}_ready": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
+    f"{prefix}_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+  }
+
+
+def _variant(G: int, M: int) -> str:
+  return "plain" if G == 1 else "v2" if M == 1 else "v1"
+
+
+IMPLEMENTATION = Implementation(_forward, _backward, _prepare)
