@@ -80,7 +80,7 @@ class Session:
     with runtime.release_freed_memory():  # or decompressors, freed a minute later, would leave a hole where temporaries lie
       self._batches = training_batches(config, **share)
       held.callback(self._batches.close)
-      self._held_out = validation_batches(config, config.train.batch_size // config.train.accumulation, **share)
+      self._validation_batches = validation_batches(config, config.train.batch_size // config.train.accumulation, **share)
 
   def restore(self) -> TrainState:
     """The state to start from: the newest checkpoint's, else a new one. Opens the log, which drops its lines of later steps."""
@@ -165,11 +165,13 @@ class Session:
       The losses by the names that they are logged under.
     """
     config = self._config
-    losses = validation.losses(self.program.eval_step, state.params, self._held_out, token_bytes=self._token_bytes, ngram=config.eval.ngram)
+    losses = validation.losses(
+      self.program.eval_step, state.params, self._validation_batches, token_bytes=self._token_bytes, ngram=config.eval.ngram
+    )
     scores = {f"validation/{name}": value for name, value in losses}
-    counts = config.data.mode == "prepared" and config.data.tokenizer == "bytes" and jax.process_count() == 1
-    if counts and step >= config.train.steps:
-      scores["validation/trigram_bits_per_byte"] = trigram.baseline(config, self._held_out, self._token_bytes)
+    has_baseline = config.data.mode == "prepared" and config.data.tokenizer == "bytes" and jax.process_count() == 1
+    if has_baseline and step >= config.train.steps:
+      scores["validation/trigram_bits_per_byte"] = trigram.baseline(config, self._validation_batches, self._token_bytes)
     self._log.evaluated(step, scores)
     return scores
 
