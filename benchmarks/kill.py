@@ -65,12 +65,12 @@ def run_child(flags: argparse.Namespace, directory: pathlib.Path, workdir: str, 
   runtime.keep_compiled_programs()
   runtime.keep_freed_memory()
   log = os.open(f"{workdir}.batches", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-  step, put_batch, make_metrics = 0, session.put_batch, run_log.Metrics
+  step, put_batch, make_writer = 0, session.put_batch, run_log.MetricWriter
 
   def metrics(*args, resume_step, **options):
     nonlocal step
     step = resume_step
-    return make_metrics(*args, resume_step=resume_step, **options)
+    return make_writer(*args, resume_step=resume_step, **options)
 
   def record(batch, mesh):
     nonlocal step
@@ -79,7 +79,7 @@ def run_child(flags: argparse.Namespace, directory: pathlib.Path, workdir: str, 
     os.write(log, f"{step} {index} {digest}\n".encode())
     return put_batch(batch, mesh)
 
-  session.put_batch, run_log.Metrics = record, metrics
+  session.put_batch, run_log.MetricWriter = record, metrics
   with connected(coordinator if flags.processes > 1 else "", flags.processes, index, timeout=20):
     loop.train(dataclasses.replace(make_config(flags.steps), data=data_config(directory, flags.mode)), workdir)
 

@@ -24,7 +24,7 @@ from tensorboardX.record_writer import masked_crc32c
 from diffjax.config import UserError
 
 
-class Metrics:
+class MetricWriter:
   """Writes numbers by step to `workdir/metrics.jsonl`, to TensorBoard files in `workdir/tensorboard`, and to W&B if asked.
 
   A line of the JSONL file is an object with "step", "time" (seconds since 1970) and the metrics; a number that is not finite is

@@ -15,7 +15,8 @@ from diffjax.training.trained import Trained, load
 def train(config: Config | ml_collections.ConfigDict | dict[str, Any], workdir: epath.PathLike) -> Trained:
   """Trains to `config.train.steps`, from the newest checkpoint in `workdir` if there is one, and loads what has been trained.
 
-  It may be called again and again, and in any thread. In the main thread Ctrl-C ends it after the step in hand, with a checkpoint.
+  It may be called again and again, and in any thread. In the main thread Ctrl-C ends it after the step in hand, with a checkpoint;
+  a second one ends the process.
 
   Args:
     config: the run's config; or the ConfigDict of a config file (`configs.tiny.get_config()`).

@@ -114,8 +114,11 @@ def build(config: Config, mesh: Mesh) -> Program:
   # The state comes out as it went in: left to the compiler, another layout would compile the second step anew.
   outs = shardings, NamedSharding(mesh, P())
   jitted_step = jax.jit(step, donate_argnums=0, out_shardings=outs, compiler_options=compiler_options(mesh))
-  jitted_evaluation = jax.jit(lambda params, batch: jax.tree.map(jnp.sum, row_losses(model, params, batch)))
-  return Program(config, mesh, model, abstract, jitted_init, jitted_step, jitted_evaluation)
+
+  def evaluate(params, batch):
+    return jax.tree.map(jnp.sum, row_losses(model, params, batch))
+
+  return Program(config, mesh, model, abstract, jitted_init, jitted_step, jax.jit(evaluate))
 
 
 def compute_dtype(name: str, platform: str) -> Any:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from diffjax.config import Config, UserError
 from diffjax.progress import say
 from diffjax.training.checkpoint import Checkpoints
-from diffjax.training.metrics import Metrics
+from diffjax.training.metrics import MetricWriter
 from diffjax.training.optimizer import skip_reason
 from diffjax.training.status_line import StatusLine
 
@@ -36,7 +36,7 @@ class RunLog:
       first_step: Steps done before this process began; what the files hold of later ones is dropped.
     """
     self._config, self._workdir, self._checkpoints = config, workdir, checkpoints
-    self._metrics = Metrics(
+    self._metrics = MetricWriter(
       workdir, config.to_dict(), resume_step=first_step, wandb_project=config.train.wandb_project, is_writer=jax.process_index() == 0
     )
     self._status = StatusLine(config, first_step=first_step, num_devices=mesh.size, device_kind=mesh.devices.flat[0].device_kind)

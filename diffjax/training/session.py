@@ -43,7 +43,7 @@ class Session:
       workdir: the run's directory, local or gs://.
 
     Raises:
-      UserError: if the config fits neither the devices, the tokenizer nor the checkpoint in the workdir.
+      UserError: if the config does not fit the devices, the tokenizer or the checkpoint in the workdir.
     """
     self._config, self._workdir = config, workdir
     check_same({"config": config.to_dict(), "--workdir": workdir, "JAX's version": jax.__version__})
@@ -80,10 +80,10 @@ class Session:
     with runtime.release_freed_memory():  # or decompressors, freed a minute later, would leave a hole where temporaries lie
       self._batches = training_batches(config, **share)
       held.callback(self._batches.close)
-      self._held_out = validation_batches(config, config.train.batch_size // config.train.accumulation, **share)
+      self._validation_batches = validation_batches(config, config.train.batch_size // config.train.accumulation, **share)
 
   def restore(self) -> TrainState:
-    """The state to start from: the newest checkpoint's, else a new one. Then the log is opened, which drops what it has of later steps."""
+    """The state to start from: the newest checkpoint's, else a new one. Opens the log, which drops its lines of later steps."""
     config, program = self._config, self.program
     if (saved := self._checkpoints.restore()) is not None:
       state = saved.state(program.abstract_state)
@@ -104,7 +104,7 @@ class Session:
     return state
 
   def _own(self, data_state: dict[str, Any]) -> dict[str, Any]:
-    """The state of the data for this process's share of the batch. Of a checkpoint with fewer shares any will do: where they matter, the
+    """The state of the data for this process's share of the batch. Of a checkpoint with fewer shares it takes any: where shares matter, the
     data refuse it."""
     shares = data_state.get("shares", [data_state])  # an older checkpoint has one for all
     return shares[min(self._share, len(shares) - 1)]
@@ -165,11 +165,13 @@ class Session:
       The losses by the names that they are logged under.
     """
     config = self._config
-    losses = validation.losses(self.program.eval_step, state.params, self._held_out, token_bytes=self._token_bytes, ngram=config.eval.ngram)
+    losses = validation.losses(
+      self.program.eval_step, state.params, self._validation_batches, token_bytes=self._token_bytes, ngram=config.eval.ngram
+    )
     scores = {f"validation/{name}": value for name, value in losses}
-    counts = config.data.mode == "prepared" and config.data.tokenizer == "bytes" and jax.process_count() == 1
-    if counts and step >= config.train.steps:
-      scores["validation/trigram_bits_per_byte"] = trigram.baseline(config, self._held_out, self._token_bytes)
+    has_baseline = config.data.mode == "prepared" and config.data.tokenizer == "bytes" and jax.process_count() == 1
+    if has_baseline and step >= config.train.steps:
+      scores["validation/trigram_bits_per_byte"] = trigram.baseline(config, self._validation_batches, self._token_bytes)
     self._log.evaluated(step, scores)
     return scores
 

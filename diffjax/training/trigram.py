@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from diffjax.config import Config
+from diffjax.data.packing import Batch
 from diffjax.data.pipeline import training_rows
 
-Batch = Mapping[str, np.ndarray]
 # Tokens that the baseline of a byte-level run is fitted on, at most: all of the embedded corpus, seconds of counting.
 _MOST_TOKENS = 200_000_000
 
@@ -50,17 +50,17 @@ class TrigramModel:
     return bits / size
 
 
-def baseline(config: Config, held_out: Iterable[Batch], token_bytes: Int[np.ndarray, N]) -> float:
+def baseline(config: Config, validation: Iterable[Batch], token_bytes: Int[np.ndarray, N]) -> float:
   """Bits per byte of a model that is fitted on the training split of a run on bytes.
 
   Args:
     config: The run's; its rows are prepared.
-    held_out: Validation batches.
+    validation: Its validation batches.
     token_bytes: Bytes that each token stands for.
   """
   rows = 1024
   batches = itertools.islice(training_rows(config, rows), max(1, _MOST_TOKENS // (rows * config.data.length)))
-  return fit(batches).bits_per_byte(held_out, token_bytes)
+  return fit(batches).bits_per_byte(validation, token_bytes)
 
 
 def fit(batches: Iterable[Batch], vocab_size: int = 256) -> TrigramModel:

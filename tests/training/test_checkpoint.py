@@ -332,12 +332,12 @@ import contextlib, os, pathlib, resource, sys
 import jax, jax.numpy as jnp
 from diffjax.config import Config, UserError
 from diffjax.training.checkpoint import Checkpoints
-from diffjax.training.metrics import Metrics
+from diffjax.training.metrics import MetricWriter
 
 workdir = pathlib.Path(sys.argv[1])
 state = {"params": {"weight": jnp.arange(4096.0)}, "step": jnp.int32(1)}
 checkpoints = Checkpoints(workdir, keep=1)
-metrics = Metrics(workdir, {}, resume_step=0)
+metrics = MetricWriter(workdir, {}, resume_step=0)
 
 def save(step):
   checkpoints.save(step, state, data_state={}, config={})

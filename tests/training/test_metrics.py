@@ -19,7 +19,7 @@ def read(path):
 
 
 def open_metrics(workdir, resume_step=0, **kwargs):
-  return metrics.Metrics(workdir, {"train": {"steps": 9}}, resume_step=resume_step, **kwargs)
+  return metrics.MetricWriter(workdir, {"train": {"steps": 9}}, resume_step=resume_step, **kwargs)
 
 
 @pytest.mark.parametrize("remote", [False, True])
