@@ -27,7 +27,7 @@ from diffjax.evals import SUITES
 
 # The page of what was measured, and of how the models were trained and where they look; made after the measurements.
 REPORT = "report"
-_MODULES = {**SUITES, REPORT: "diffjax.evals.report"}
+_MODULES = {**SUITES, REPORT: "diffjax.evals.report.page"}
 
 _SUITE = flags.DEFINE_list("suite", [], f"What to measure, with commas between: {', '.join(_MODULES)}.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory; local or gs://.")
@@ -53,7 +53,7 @@ def main(settings: Any) -> None:
   import rich.console  # after the flags, like all that takes time to import
   from etils import epath
 
-  from diffjax.evals import figures, results
+  from diffjax.evals.report import figures, results
   from diffjax.training import runtime
 
   runtime.keep_compiled_programs()

@@ -31,10 +31,10 @@ from etils import epath
 from jaxtyping import Array, Float
 
 from diffjax.config import UserError
-from diffjax.evals import inside
-from diffjax.evals.figures import Figure, mean_of
+from diffjax.evals.methods import inside
 from diffjax.evals.needle import NeedlePrompt, find_haystack, make_prompts
-from diffjax.evals.results import by_model, draw_line, save
+from diffjax.evals.report.figures import Figure, mean_of
+from diffjax.evals.report.plots import by_model, draw_line, save
 from diffjax.model.decoder import Decoder
 from diffjax.ops.diff_attention.reference import attention_weights
 from diffjax.progress import Progress

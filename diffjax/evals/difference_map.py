@@ -29,9 +29,9 @@ import numpy as np
 from etils import epath
 from jaxtyping import Array, Bool, Float
 
-from diffjax.evals import inside
-from diffjax.evals.figures import Figure
-from diffjax.evals.results import by_model, draw_line, save
+from diffjax.evals.methods import inside
+from diffjax.evals.report.figures import Figure
+from diffjax.evals.report.plots import by_model, draw_line, save
 from diffjax.evals.validation import validation_rows
 from diffjax.model.decoder import Decoder
 from diffjax.ops.diff_attention.reference import attention_weights

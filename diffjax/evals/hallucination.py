@@ -37,8 +37,8 @@ from absl import logging
 from etils import epath
 
 from diffjax.config import UserError
-from diffjax.evals import jsonl
-from diffjax.evals.figures import Figure, mean_of
+from diffjax.evals.methods import jsonl
+from diffjax.evals.report.figures import Figure, mean_of
 from diffjax.model.sampler import Sampler
 from diffjax.progress import say
 from diffjax.training.trained import Trained

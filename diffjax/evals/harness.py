@@ -38,8 +38,8 @@ from numpy import ndarray
 
 from diffjax.config import UserError
 from diffjax.data import sources
-from diffjax.evals import jsonl, scoring
-from diffjax.evals.figures import Figure, mean_of
+from diffjax.evals.methods import jsonl, scoring
+from diffjax.evals.report.figures import Figure, mean_of
 from diffjax.training.trained import Trained
 
 PAPER = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande")
@@ -88,7 +88,7 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
     import lm_eval
     from lm_eval.api.metrics import mean
 
-    from diffjax.interop.lm_eval import DiffjaxLM
+    from diffjax.evals.methods.lm_eval import DiffjaxLM
   except ImportError as error:
     raise UserError(f"the harness needs lm-eval, which cannot be imported ({error}); pip install 'diffjax[eval]'") from error
   with contextlib.ExitStack() as stack:

@@ -35,10 +35,10 @@ from numpy import ndarray
 
 from diffjax.config import UserError
 from diffjax.data.tokenizer import Tokenizer
-from diffjax.evals import jsonl
-from diffjax.evals.figures import Figure, mean_of
-from diffjax.evals.label_decoding import LabelTree, decode_labels
-from diffjax.evals.results import by_model, draw_line, save
+from diffjax.evals.methods import jsonl
+from diffjax.evals.methods.label_decoding import LabelTree, decode_labels
+from diffjax.evals.report.figures import Figure, mean_of
+from diffjax.evals.report.plots import by_model, draw_line, save
 from diffjax.model.sampler import Sampler
 from diffjax.training.trained import Trained
 

@@ -25,9 +25,9 @@ from etils import epath
 
 from diffjax.config import UserError
 from diffjax.data.tokenizer import Tokenizer
-from diffjax.evals import jsonl
-from diffjax.evals.figures import Figure, mean_of
-from diffjax.evals.final_answer import extract, reference, same
+from diffjax.evals.methods import jsonl
+from diffjax.evals.methods.final_answer import extract, reference, same
+from diffjax.evals.report.figures import Figure, mean_of
 from diffjax.model.sampler import Sampler
 from diffjax.training.trained import Trained
 

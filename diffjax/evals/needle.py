@@ -35,8 +35,8 @@ from etils import epath
 from diffjax.config import DataConfig, UserError
 from diffjax.data import sources
 from diffjax.data.tokenizer import Tokenizer
-from diffjax.evals.figures import Figure, mean_of
-from diffjax.evals.results import save
+from diffjax.evals.report.figures import Figure, mean_of
+from diffjax.evals.report.plots import save
 from diffjax.model.sampler import Sampler
 from diffjax.training.trained import Trained
 

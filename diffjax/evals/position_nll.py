@@ -25,8 +25,8 @@ from etils import epath
 
 from diffjax.config import UserError
 from diffjax.data import packing, sources
-from diffjax.evals.figures import Figure
-from diffjax.evals.results import by_model, draw_line, save
+from diffjax.evals.report.figures import Figure
+from diffjax.evals.report.plots import by_model, draw_line, save
 from diffjax.evals.validation import validation_rows
 from diffjax.progress import Progress
 from diffjax.training.step import token_losses

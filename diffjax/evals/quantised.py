@@ -27,8 +27,8 @@ from jaxtyping import Array, Bool, Float
 
 from diffjax.config import UserError
 from diffjax.evals import harness, many_shot, mathematics, needle, position_nll, validation
-from diffjax.evals.figures import Figure
-from diffjax.evals.results import by_model, draw_line, save
+from diffjax.evals.report.figures import Figure
+from diffjax.evals.report.plots import by_model, draw_line, save
 from diffjax.ops.diff_attention import masks
 from diffjax.ops.diff_attention.reference import reference
 from diffjax.training.trained import Trained

@@ -17,9 +17,9 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 
 from diffjax.config import UserError
+from diffjax.data.ar_hit import ar_hit_mask
 from diffjax.data.pipeline import ValidationBatches, validation_batches
-from diffjax.evals.ar_hit import ar_hit_mask
-from diffjax.evals.figures import Figure
+from diffjax.evals.report.figures import Figure
 from diffjax.progress import Progress
 from diffjax.training.step import row_losses
 from diffjax.training.trained import Trained

@@ -10,7 +10,7 @@ import pytest
 
 from diffjax.config import Config, DataConfig, EvalConfig, ModelConfig
 from diffjax.data.tokenizer import load_tokenizer
-from diffjax.evals import figures
+from diffjax.evals.report import figures
 from diffjax.model.decoder import Decoder
 from diffjax.training.trained import Trained
 

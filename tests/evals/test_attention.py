@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from diffjax.config import UserError
-from diffjax.evals import attention, figures, results
+from diffjax.evals import attention
 from diffjax.evals.attention import Settings
-from diffjax.evals.figures import interval
 from diffjax.evals.needle import NeedlePrompt
+from diffjax.evals.report import figures, results
+from diffjax.evals.report.figures import interval
 from tests.tiers import full
 
 QUICK = Settings(length=512, needles=1, depths=(0.0, 0.5, 1.0), samples=3, haystack="synthetic")

@@ -8,7 +8,7 @@ import pytest
 
 from diffjax.evals import difference_map
 from diffjax.evals.difference_map import MEASURES, Settings
-from diffjax.evals.figures import interval
+from diffjax.evals.report.figures import interval
 
 
 def one_row(weights):

@@ -10,8 +10,9 @@ import pytest
 
 from diffjax.config import Config, ModelConfig, UserError
 from diffjax.data.tokenizer import load_tokenizer
-from diffjax.evals import figures, hallucination
+from diffjax.evals import hallucination
 from diffjax.evals.hallucination import Settings
+from diffjax.evals.report import figures
 from diffjax.model.decoder import Decoder
 from diffjax.training.trained import Trained
 

@@ -12,9 +12,10 @@ pytest.importorskip("lm_eval")
 
 from diffjax.config import Config, ModelConfig, UserError  # noqa: E402
 from diffjax.data.tokenizer import load_tokenizer  # noqa: E402
-from diffjax.evals import figures, harness  # noqa: E402
-from diffjax.evals.scoring import Score  # noqa: E402
-from diffjax.interop import lm_eval as adapter  # noqa: E402
+from diffjax.evals import harness  # noqa: E402
+from diffjax.evals.methods import lm_eval as adapter  # noqa: E402
+from diffjax.evals.methods.scoring import Score  # noqa: E402
+from diffjax.evals.report import figures  # noqa: E402
 from diffjax.training.trained import Trained  # noqa: E402
 
 BYTES = load_tokenizer("bytes")
@@ -170,7 +171,7 @@ def test_without_the_hub_the_remedy_is_said(monkeypatch):
 def test_it_needs_lm_eval(monkeypatch):
   import sys
 
-  monkeypatch.setitem(sys.modules, "diffjax.interop.lm_eval", None)
+  monkeypatch.setitem(sys.modules, "diffjax.evals.methods.lm_eval", None)
   with pytest.raises(UserError, match=r"the harness needs lm-eval, .*pip install 'diffjax\[eval\]'"):
     run(tasks=("boolq",))
   assert dataclasses.fields(harness.Settings)  # the settings do not

@@ -13,9 +13,10 @@ import pytest
 
 from diffjax.config import Config, ModelConfig, UserError
 from diffjax.data.tokenizer import load_tokenizer
-from diffjax.evals import figures, many_shot
-from diffjax.evals.label_decoding import LabelTree, decode_labels
+from diffjax.evals import many_shot
 from diffjax.evals.many_shot import Example, Settings
+from diffjax.evals.methods.label_decoding import LabelTree, decode_labels
+from diffjax.evals.report import figures
 from diffjax.model.decoder import Decoder, logits
 from diffjax.model.sampler import Sampler
 from diffjax.training.trained import Trained

@@ -10,8 +10,9 @@ from diffjax.config import Config, DataConfig, ModelConfig, UserError
 from diffjax.data.document import Document
 from diffjax.data.packing import TokenizeExample
 from diffjax.data.tokenizer import load_tokenizer
-from diffjax.evals import figures, mathematics
+from diffjax.evals import mathematics
 from diffjax.evals.mathematics import Settings
+from diffjax.evals.report import figures
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.step import make_init

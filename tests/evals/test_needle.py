@@ -13,7 +13,8 @@ import pytest
 from diffjax.config import Config, DataConfig, ModelConfig, UserError
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.data.tokenizer_training import train_tokenizer
-from diffjax.evals import figures, needle
+from diffjax.evals import needle
+from diffjax.evals.report import figures
 from diffjax.model.decoder import Decoder
 from diffjax.training.trained import Trained
 

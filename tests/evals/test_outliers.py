@@ -9,8 +9,8 @@ import pytest
 from diffjax.config import UserError
 from diffjax.data import packing
 from diffjax.evals import outliers
-from diffjax.evals.figures import interval
 from diffjax.evals.outliers import RANKS, Settings, edges, largest, median
+from diffjax.evals.report.figures import interval
 from diffjax.evals.validation import validation_rows
 
 

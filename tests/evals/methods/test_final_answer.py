@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffjax.evals.final_answer import extract, last_boxed, reference, same
+from diffjax.evals.methods.final_answer import extract, last_boxed, reference, same
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from lm_eval.api.instance import Instance  # noqa: E402
 
 from diffjax.config import Config, ModelConfig  # noqa: E402
 from diffjax.data.tokenizer import load_tokenizer  # noqa: E402
-from diffjax.evals.scoring import Score  # noqa: E402
-from diffjax.interop import lm_eval as adapter  # noqa: E402
-from diffjax.interop.lm_eval import DiffjaxLM  # noqa: E402
+from diffjax.evals.methods import lm_eval as adapter  # noqa: E402
+from diffjax.evals.methods.lm_eval import DiffjaxLM  # noqa: E402
+from diffjax.evals.methods.scoring import Score  # noqa: E402
 from diffjax.model.decoder import Decoder, logits  # noqa: E402
 from diffjax.training.trained import Trained  # noqa: E402
 

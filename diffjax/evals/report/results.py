@@ -1,18 +1,15 @@
-"""What a suite found: as JSON for other programs, as a table for the terminal, and as what plots are drawn from."""
+"""Results of a suite, as JSON for other programs and as a table for the terminal."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import rich.table
 import rich.text
 from etils import epath
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from diffjax.config import UserError
 
@@ -49,27 +46,6 @@ def finite(value: Any) -> Any:
   if isinstance(value, list | tuple):
     return [finite(item) for item in value]
   return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def by_model(results: Mapping[str, Any], name: str | None = None) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
-  """For each model its name and its figures: name, at, value, low, high. With a name, the figures of that name alone."""
-  rows = [row for row in results["figures"] if name in (None, row["name"])]
-  yield results["models"][0]["name"], rows
-  if len(results["models"]) > 1:
-    yield results["models"][1]["name"], [{**row, **row["against"]} for row in rows if "against" in row]
-
-
-def draw_line(axes: Axes, x: Sequence[float], rows: Sequence[Mapping[str, Any]], **style: Any) -> None:
-  """Draws figures over x, with their intervals as a band."""
-  value, low, high = (np.array([row[key] for row in rows], float) for key in ("value", "low", "high"))
-  (line,) = axes.plot(x, value, marker="o", markersize=3, linewidth=1, **style)
-  axes.fill_between(np.asarray(x, float), low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-
-
-def save(figure: Figure, path: epath.PathLike) -> None:
-  """Writes a plot as PNG."""
-  with epath.Path(path).open("wb") as file:
-    figure.savefig(file, format="png", dpi=150)
 
 
 def table(results: Mapping[str, Any]) -> rich.table.Table:

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from diffjax.evals import figures
-from diffjax.evals.figures import Figure, compare, interval, mean_of
+from diffjax.evals.report import figures
+from diffjax.evals.report.figures import Figure, compare, interval, mean_of
 
 
 def test_intervals_cover_the_truth_as_often_as_they_say(monkeypatch):

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from diffjax.evals.ar_hit import ar_hit_mask
+from diffjax.data.ar_hit import ar_hit_mask
 
 
 def naive(tokens, targets, segment_ids, n):

@@ -18,7 +18,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from diffjax.evals.scoring import Score, score
+from diffjax.evals.methods.scoring import Score, score
 from diffjax.model.sampler import Sampler
 from diffjax.training.trained import Trained
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffjax.evals import inside
+from diffjax.evals.methods import inside
 from diffjax.evals.validation import validation_rows
 from diffjax.ops.diff_attention.reference import attention_weights
 from tests.tiers import full
