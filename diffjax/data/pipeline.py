@@ -20,12 +20,11 @@ from absl import flags
 
 from diffjax.config import Config, DataConfig, UserError
 from diffjax.data import packing, prepared, sources
-from diffjax.data.packing import Batch, Row
 from diffjax.data.reader import Reader, start_worker
-from diffjax.data.tokenizer import Tokenizer
+from diffjax.data.row import EMPTY_ROW, Batch, Row, make_batch
+from diffjax.data.tokenizer import Tokenizer, load_once
 from diffjax.progress import say
 
-_EMPTY_ROW = packing.decode_row(b"\0\0\0\0")
 _PREFETCH = 4  # batches read ahead; more would only cost memory
 
 
@@ -179,7 +178,7 @@ class _GlobalBatches:
 
   def __getitem__(self, index: int) -> Batch:
     first = index * self._batch_size
-    return packing.make_batch([self._rows[first + offset] for offset in range(self._start, self._stop)], self._length)
+    return make_batch([self._rows[first + offset] for offset in range(self._start, self._stop)], self._length)
 
 
 class _PreparedBatches(TrainingBatches):
@@ -234,7 +233,7 @@ def training_rows(config: Config, batch_size: int = 1024) -> Iterator[Batch]:
   """
   for rows in _open_rows(config.data, "train", 1)[0]:
     for first in range(0, len(rows), batch_size):
-      yield packing.make_batch(rows.__getitems__(range(len(rows))[first : first + batch_size]), config.data.length)
+      yield make_batch(rows.__getitems__(range(len(rows))[first : first + batch_size]), config.data.length)
 
 
 # --- Streamed ---
@@ -260,7 +259,7 @@ def _stream(config: DataConfig, split: str, process_index: int = 0, process_coun
         )
       parts = parts.seed(config.seed + index).shuffle()[process_index::process_count].repeat(None)
     documents = packing.Documents(parts.to_iter_dataset(grain.ReadOptions(num_threads=0)), source.read, len(source.parts), component.spec)
-    streams.append(packing.make_rows(documents, config, packing.ExampleCounts(config.length, aloud=True)))
+    streams.append(packing.make_rows(documents, config, packing.ExampleCounts(config.length, report_first=True)))
   if len(streams) == 1:
     return streams[0]
   return grain.IterDataset.mix(streams, [component.weight for component in components])
@@ -273,7 +272,7 @@ class _MakeBatch:
     self._length = length
 
   def __call__(self, rows: Any) -> Batch:
-    return packing.make_batch(list(rows), self._length)
+    return make_batch(list(rows), self._length)
 
 
 class _StreamedBatches(TrainingBatches):
@@ -300,7 +299,7 @@ class _StreamedBatches(TrainingBatches):
       data.length,
       data.packing,
       data.seed,
-      packing.load_once(data.tokenizer).fingerprint,
+      load_once(data.tokenizer).fingerprint,
       config.train.batch_size,
     ]
     if data.prompt_field:
@@ -381,7 +380,7 @@ class ValidationBatches:
   def __iter__(self) -> Iterator[Batch]:
     for first in range(0, self._count, self._batch_size):
       indices = range(first + self._start, first + self._stop)
-      yield packing.make_batch([self._rows[index] if index < self._count else _EMPTY_ROW for index in indices], self._length)
+      yield make_batch([self._rows[index] if index < self._count else EMPTY_ROW for index in indices], self._length)
 
 
 def validation_batches(config: Config, batch_size: int, *, process_index: int = 0, process_count: int = 1) -> ValidationBatches:

@@ -27,7 +27,8 @@ import grain
 from diffjax.config import DataConfig, UserError
 from diffjax.data import packing, sources
 from diffjax.data.document import Source, reason
-from diffjax.data.tokenizer import load_tokenizer
+from diffjax.data.row import Row, decode_row, encode_row
+from diffjax.data.tokenizer import load_once, load_tokenizer
 from diffjax.progress import Progress, say
 from diffjax.user_cache import cache_directory
 
@@ -326,7 +327,7 @@ def _write_shard(shard: _Shard, config: DataConfig, counter: _Counter) -> None:
   from array_record.python import array_record_module
 
   source = _source(shard.spec, shard.split, config)
-  vocab_size = packing.load_once(config.tokenizer).vocab_size
+  vocab_size = load_once(config.tokenizer).vocab_size
   totals = {"documents": 0, "bytes": 0, "replaced": 0, "tokens": 0, "rows": 0}
   digest = hashlib.sha256()
 
@@ -347,7 +348,7 @@ def _write_shard(shard: _Shard, config: DataConfig, counter: _Counter) -> None:
   try:
     uncounted = 0
     for row in packing.make_rows(documents, config, counts):
-      record = packing.encode_row(row, vocab_size)
+      record = encode_row(row, vocab_size, with_prompts=bool(config.prompt_field))
       writer.write(record)
       digest.update(record)
       totals["rows"] += 1
@@ -436,9 +437,9 @@ class PreparedRows:
   def __len__(self) -> int:
     return self._ends[-1] if self._ends else 0
 
-  def __getitem__(self, index: int) -> packing.Row:
+  def __getitem__(self, index: int) -> Row:
     try:
-      return packing.decode_row(self._source[index])
+      return decode_row(self._source[index])
     except Exception as error:  # ArrayRecord raises bare exceptions for missing and damaged files alike
       shard = bisect.bisect_right(self._ends, index)
       path = self._paths[shard].rpartition("[")[0]
@@ -447,9 +448,9 @@ class PreparedRows:
         f"{path}: row {number} cannot be read ({reason(error)}); delete this file and its directory's meta.json, and run {_COMMAND}"
       ) from error
 
-  def __getitems__(self, indices: Sequence[int]) -> list[packing.Row]:
+  def __getitems__(self, indices: Sequence[int]) -> list[Row]:
     """Several rows; neighbours four times as fast as one by one."""
     try:
-      return [packing.decode_row(record) for record in self._source.__getitems__(indices)]
+      return [decode_row(record) for record in self._source.__getitems__(indices)]
     except Exception:
       return [self[index] for index in indices]  # says which cannot be read

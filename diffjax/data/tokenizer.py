@@ -7,6 +7,7 @@ the first and the last token of a document. Special tokens written out in a text
 import abc
 import base64
 import binascii
+import functools
 import hashlib
 import json
 import os
@@ -115,6 +116,12 @@ def load_tokenizer(spec: str) -> Tokenizer:
   if hashlib.sha256(content).hexdigest() == _CL100K_SHA256:
     return _TiktokenTokenizer(spec, content, _CL100K_PATTERN, _CL100K_SPECIAL)
   return _TiktokenTokenizer(spec, content, PATTERN, None)
+
+
+@functools.lru_cache(maxsize=4)
+def load_once(spec: str) -> Tokenizer:
+  """`load_tokenizer`, once a process: worker processes get the name of a tokenizer instead of its vocabulary."""
+  return load_tokenizer(spec)
 
 
 class _ByteTokenizer(Tokenizer):

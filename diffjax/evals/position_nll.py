@@ -24,7 +24,9 @@ import numpy as np
 from etils import epath
 
 from diffjax.config import UserError
-from diffjax.data import packing, sources
+from diffjax.data import sources
+from diffjax.data.packing import Tokenize
+from diffjax.data.row import Row, make_batch
 from diffjax.evals.report.figures import Figure
 from diffjax.evals.report.plots import by_model, draw_line, save
 from diffjax.evals.validation import validation_rows
@@ -112,14 +114,14 @@ def _long_documents(trained: Trained, settings: Settings, length: int) -> Iterat
     trained.config.data, tokenizer=trained.tokenizer.spec, validation_source=settings.source or trained.config.data.validation_source
   )
   field, spec = ("data.validation_source", data.validation_source) if data.validation_source else ("data.source", data.source)
-  tokenize = packing.Tokenize(data.tokenizer)
+  tokenize = Tokenize(data.tokenizer)
   for component in sources.parse_mixture(spec, field):
     source = sources.documents(component.spec, "validation", data)
     for part in source.parts:
       for document in source.read(part):
-        tokens = tokenize(document)[: length + 1]
+        tokens = tokenize(document._replace(prompt=None)).tokens[: length + 1]
         if len(tokens) == length + 1:
-          yield packing.make_batch([packing.Row(tokens, np.array([length + 1]))], length)
+          yield make_batch([Row(tokens, np.array([length + 1]), np.array([0]))], length)
 
 
 def plot(results: dict[str, Any], path: epath.PathLike) -> None:

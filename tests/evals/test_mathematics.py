@@ -8,7 +8,7 @@ import pytest
 
 from diffjax.config import Config, DataConfig, ModelConfig, UserError
 from diffjax.data.document import Document
-from diffjax.data.packing import TokenizeExample
+from diffjax.data.packing import Tokenize
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.evals import mathematics
 from diffjax.evals.mathematics import Settings
@@ -124,7 +124,7 @@ def test_demonstrations_stand_before_questions(play, trained, files):
 def test_prompts_are_those_of_fine_tuning(trained):
   """Token for token what stands before an answer in a training row."""
   template = DataConfig().prompt_template
-  example = TokenizeExample("bytes")(Document("4", False, template.replace("{prompt}", "2 + 2?")))
+  example = Tokenize("bytes")(Document("4", False, template.replace("{prompt}", "2 + 2?")))
   ids = mathematics._prompt(TOKENIZER, mathematics._ask(template, "2 + 2?"))
   assert ids == example.tokens[: example.prompt_length].tolist()
 
