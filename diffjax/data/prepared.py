@@ -1,9 +1,11 @@
 """Prepared rows: tokenised, packed and written once, as ArrayRecord shards and a meta.json beside them.
 
-The rows depend on the source, the tokenizer, the length and the packing alone: a shard is a fixed run of the source's parts, whoever
-writes it. A shard gets its name when it is whole, so that preparing goes on where it was stopped. The sources of a mixture are prepared
-apart and mixed when they are read, so that weights may change without preparing again.
+The rows depend on the source, the tokenizer, the length and the packing alone: a shard is a fixed run of the source's parts, whichever
+process writes it. A shard gets its name when it is complete, so that preparing continues where it was stopped. The sources of a mixture are
+prepared apart and mixed when they are read, so that weights can change without preparing again.
 """
+
+from __future__ import annotations
 
 import bisect
 import concurrent.futures
@@ -33,9 +35,9 @@ from diffjax.progress import Progress, say
 from diffjax.user_cache import cache_directory
 
 _FORMAT = 1
-# Shards at most. Validation has few, because the last rows of a shard are not full
+# The largest number of shards. Validation has few, because the last rows of a shard are not full
 _MAX_SHARDS = {"train": 1024, "validation": 16}
-# What the fields of meta.json are called in a config
+# The config fields of the fields of meta.json
 _FIELDS = {
   "source": "data.source",
   "text_field": "data.text_field",
@@ -53,7 +55,15 @@ _COMMAND = "python -m diffjax.prepare with the same --config flags"
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-  """One source's rows: what they are made of and where they lie."""
+  """The rows of one source.
+
+  Attributes:
+    spec: The source, as in config.data.source.
+    weight: Its share of a mixture.
+    splits: The splits that are prepared.
+    directory: The directory of the rows.
+    description: All that the rows depend on but the files' contents, as stored in meta.json.
+  """
 
   spec: str
   weight: float
@@ -63,15 +73,15 @@ class Target:
 
 
 def targets(config: DataConfig) -> list[Target]:
-  """The directories of rows that a config needs.
+  """The rows that a config needs, one target a source.
 
   Raises:
     UserError: for a bad source, or a prepared_dir that is not local.
   """
   if "://" in config.prepared_dir:
     raise UserError(
-      f"config.data.prepared_dir = {config.prepared_dir!r}: must be a local path, because ArrayRecord files are read at "
-      "random; copy the rows to a disk, or mount the bucket"
+      f"config.data.prepared_dir = {config.prepared_dir!r}: must be a local path, because ArrayRecord files are read in "
+      "random order; copy the rows to a disk, or mount the bucket"
     )
   wanted: list[tuple[sources.Component, tuple[str, ...]]]
   if config.validation_source:
@@ -92,7 +102,7 @@ def targets(config: DataConfig) -> list[Target]:
       "length": config.length,
       "packing": config.packing,
     }
-    if config.prompt_field:  # without, the rows and their names are those of versions that knew no prompts
+    if config.prompt_field:  # else the description is that of versions without prompts, and so are the names of the rows
       description |= {"prompt_field": config.prompt_field, "prompt_template": config.prompt_template}
     name = re.sub(r"[^A-Za-z0-9]+", "-", component.spec).strip("-")[:40]
     if not config.prepared_dir:
@@ -115,7 +125,7 @@ def _digest(value: Any) -> str:
 
 
 def _read_meta(target: Target) -> dict[str, Any] | None:
-  """The directory's meta.json, checked against what the config asks for."""
+  """The directory's meta.json, checked against the target; None if there is none."""
   path = os.path.join(target.directory, "meta.json")
   try:
     with open(path) as file:
@@ -144,21 +154,21 @@ def _read_meta(target: Target) -> dict[str, Any] | None:
 
 
 def is_prepared(target: Target) -> bool:
-  """Whether all rows of a target are there.
+  """Whether all rows of a target are written.
 
   Raises:
-    UserError: if other rows are.
+    UserError: if its directory holds other rows.
   """
   meta = _read_meta(target)
   return meta is not None and meta["complete"]
 
 
 def prepare(config: DataConfig, workers: int = 0) -> list[Target]:
-  """Writes what is missing of the rows that a config needs.
+  """Writes the rows that a config needs and that are missing.
 
   Args:
     config: The data fields.
-    workers: Processes that tokenise and write; 0 for one a CPU. The rows are the same for any number.
+    workers: Number of processes that tokenise and write; 0 for one a CPU. The rows are the same for any number.
 
   Returns:
     The targets, all prepared.
@@ -192,17 +202,44 @@ def _prepare(target: Target, config: DataConfig, workers: int) -> None:
   if not meta:
     meta = {"complete": False, "description": target.description, "identity": identity, "tokenizer_spec": config.tokenizer}
     _write_json(os.path.join(target.directory, "meta.json"), meta)
-
   start = time.monotonic()
+  shards = _shards(target, config)
+  _write_missing(shards, target, config, workers)
+  meta["splits"] = {split: _totals([shard for shard in shards if shard.split == split]) for split in target.splits}
+  train = meta["splits"].get("train")
+  if train and not train["rows"]:
+    raise UserError(
+      f"config.data.source {target.spec!r}: empty: no document to train on (documents without text do not count, "
+      + f"nor do those whose prompts fill a row of config.data.length = {config.length}, " * bool(config.prompt_field)
+      + f"and config.data.validation_fraction = {config.validation_fraction} are held out)"
+    )
+  for split, totals in meta["splits"].items():
+    totals["fingerprint"] = _digest([target.description, split, totals.pop("digests")])
+  _write_json(os.path.join(target.directory, "meta.json"), {**meta, "complete": True})
+  _remove_leftovers(target.directory)
+  for split, totals in meta["splits"].items():
+    _report(f"{target.spec}, {split}", totals, config.length)
+  seconds = time.monotonic() - start
+  tokens = sum(totals["tokens"] for totals in meta["splits"].values())
+  say(f"{target.spec}: prepared in {seconds:.1f} s ({tokens / seconds / 1e6:.2f} M tokens/s)")
+
+
+def _shards(target: Target, config: DataConfig) -> list[_Shard]:
+  """All shards of a target: runs of its source's parts."""
   shards = []
   for split in target.splits:
     count = len(sources.documents(target.spec, split, config).parts)
     number = min(count, _MAX_SHARDS[split])
     bounds = [count * index // number for index in range(number + 1)]
     shards += [_Shard(target.directory, target.spec, split, index, number, *bounds[index : index + 2]) for index in range(number)]
+  return shards
+
+
+def _write_missing(shards: Sequence[_Shard], target: Target, config: DataConfig, workers: int) -> None:
+  """Writes the shards that are not complete, in this process or in workers."""
   missing = [shard for shard in shards if not shard.is_whole()]
   parts = sum(shard.stop - shard.start for shard in missing)
-  # Processes take seconds to start, which one or two shards are not worth
+  # Processes take seconds to start, too long for one or two shards
   workers = min(workers or min(os.cpu_count() or 1, len(missing) // 2), len(missing))
   say(
     f"preparing {target.spec}, {len(missing)} of {len(shards)} shards to write, with {max(workers, 1)} "
@@ -216,40 +253,27 @@ def _prepare(target: Target, config: DataConfig, workers: int) -> None:
       for shard in missing:
         _write_shard(shard, config, counter)
 
-  meta["splits"] = {split: _totals([shard for shard in shards if shard.split == split]) for split in target.splits}
-  train = meta["splits"].get("train")
-  if train and not train["rows"]:
-    raise UserError(
-      f"config.data.source {target.spec!r}: empty: no document to train on (documents without text do not count, "
-      + f"nor do those whose prompts fill a row of config.data.length = {config.length}, " * bool(config.prompt_field)
-      + f"and config.data.validation_fraction = {config.validation_fraction} are held out)"
-    )
-  for split, totals in meta["splits"].items():
-    totals["fingerprint"] = _digest([target.description, split, totals.pop("digests")])
-  _write_json(os.path.join(target.directory, "meta.json"), {**meta, "complete": True})
-  _remove_leftovers(target.directory)
-  seconds = time.monotonic() - start
-  for split, totals in meta["splits"].items():
-    fill = totals["tokens"] / max(1, totals["rows"] * (config.length + 1))
+
+def _report(name: str, totals: dict[str, Any], length: int) -> None:
+  """Tells the user what a split holds, and what was left out of it."""
+  fill = totals["tokens"] / max(1, totals["rows"] * (length + 1))
+  say(
+    f"{name}: {totals['documents']:,} documents ({totals['bytes']:,} bytes), {totals['tokens']:,} tokens, "
+    f"{totals['rows']:,} rows of {length} ({fill:.1%} full)"
+  )
+  if totals["replaced"]:
+    say(f"{name}: {totals['replaced']:,} documents were not UTF-8; what could not be read became U+FFFD")
+  if totals.get("skipped"):
     say(
-      f"{target.spec}, {split}: {totals['documents']:,} documents ({totals['bytes']:,} bytes), {totals['tokens']:,} tokens, "
-      f"{totals['rows']:,} rows of {config.length} ({fill:.1%} full)"
+      f"{name}: {totals['skipped']:,} documents are left out: their prompts fill a row, which leaves nothing to learn; "
+      f"config.data.length = {length}"
     )
-    if totals["replaced"]:
-      say(f"{target.spec}, {split}: {totals['replaced']:,} documents were not UTF-8; what could not be read became U+FFFD")
-    if totals.get("skipped"):
-      say(
-        f"{target.spec}, {split}: {totals['skipped']:,} documents are left out: their prompts fill a row, which leaves nothing to learn; "
-        f"config.data.length = {config.length}"
-      )
-    if totals.get("cut"):
-      say(f"{target.spec}, {split}: {totals['cut']:,} documents are longer than a row; the rest of their answers does not see the prompt")
-  tokens = sum(totals["tokens"] for totals in meta["splits"].values())
-  say(f"{target.spec}: prepared in {seconds:.1f} s ({tokens / seconds / 1e6:.2f} M tokens/s)")
+  if totals.get("cut"):
+    say(f"{name}: {totals['cut']:,} documents are longer than a row; the rest of their answers does not see the prompt")
 
 
 def _temporary(path: str) -> str:
-  """Where this process writes a file until it is whole: several hosts may prepare the same rows in one place."""
+  """The name of a file until it is complete. Processes and hosts that prepare the same rows have different ones."""
   return f"{path}.{os.getpid()}.{_host()}.tmp"
 
 
@@ -258,13 +282,13 @@ def _host() -> str:
 
 
 def _remove_leftovers(directory: str) -> None:
-  """Removes what killed processes of this host left half written."""
+  """Removes incomplete files of killed processes of this host."""
   for path in glob.glob(os.path.join(glob.escape(directory), f"*.{glob.escape(_host())}.tmp")):
     try:
       os.kill(int(path.split(".")[-3]), 0)
     except ProcessLookupError:
       os.remove(path)
-    except (ValueError, OSError):  # another user's process, or no file of ours
+    except (ValueError, OSError):  # a process of another user, or another program's file
       pass
 
 
@@ -277,7 +301,17 @@ def _write_json(path: str, value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Shard:
-  """A run of a source's parts and the file that its rows go to."""
+  """A run of a source's parts, and the file of its rows.
+
+  Attributes:
+    directory: Of the target.
+    spec: The source.
+    split: "train" or "validation".
+    index: Number of the shard, from 0.
+    number: Number of shards of the split.
+    start: The first part.
+    stop: The part after the last one.
+  """
 
   directory: str
   spec: str
@@ -309,7 +343,7 @@ def _totals(shards: Sequence[_Shard]) -> dict[str, Any]:
 
 
 class _Counter:
-  """Parts and tokens done, over all workers; shown as they grow where a progress is given."""
+  """Counts of parts and tokens over all workers, and their progress bar if this process shows one."""
 
   def __init__(self, values: Any, lock: Any, progress: Progress | None = None):
     self.values, self._lock, self._progress = values, lock, progress
@@ -323,7 +357,7 @@ class _Counter:
 
 
 def _write_shard(shard: _Shard, config: DataConfig, counter: _Counter) -> None:
-  """Tokenises, packs and writes; the names appear when all is on disk."""
+  """Writes the rows of a shard. Its files get their names once they are complete."""
   from array_record.python import array_record_module
 
   source = _source(shard.spec, shard.split, config)
@@ -375,7 +409,7 @@ _worker_counter: _Counter | None = None  # set in worker processes only
 
 
 def _write_in_processes(shards: Sequence[_Shard], config: DataConfig, workers: int, progress: Progress) -> None:
-  context = multiprocessing.get_context("spawn")  # forking a process that holds JAX's threads may hang
+  context = multiprocessing.get_context("spawn")  # a process with JAX's threads may hang when it is forked
   values, lock = context.Array("q", 2, lock=False), context.Lock()
   with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (values, lock)) as pool:
     waiting = {pool.submit(_write_shard_in_worker, shard, config) for shard in shards}
@@ -387,7 +421,7 @@ def _write_in_processes(shards: Sequence[_Shard], config: DataConfig, workers: i
         progress.update(*values)
     except concurrent.futures.process.BrokenProcessPool as error:
       raise UserError(
-        "a worker died while preparing (out of memory?); run the same command again, with fewer --workers, to go on"
+        "a worker died while preparing (out of memory?); to continue, run the same command again with fewer --workers"
       ) from error
     finally:
       pool.shutdown(wait=True, cancel_futures=True)
@@ -401,7 +435,7 @@ def _start_worker(values: Any, lock: Any) -> None:
 
   def leave_with_parent():
     parent.join()
-    os._exit(1)  # a killed parent would leave its workers waiting for ever
+    os._exit(1)  # else the workers of a killed parent would wait for ever
 
   threading.Thread(target=leave_with_parent, daemon=True).start()
 
@@ -412,17 +446,17 @@ def _write_shard_in_worker(shard: _Shard, config: DataConfig) -> None:
 
 
 class PreparedRows:
-  """Rows of one split of a target, by index: a random-access source for Grain.
+  """The rows of one split of a target, by index: a random-access source for Grain.
 
   Attributes:
-    directory: Where they lie.
+    directory: The directory of the rows.
     fingerprint: sha256 (hex) of the rows.
   """
 
   def __init__(self, target: Target, split: str):
     meta = _read_meta(target)
     if not (meta and meta["complete"]):
-      raise UserError(f"{target.directory}: rows of {target.spec!r} are not prepared (or not to the end); run {_COMMAND}")
+      raise UserError(f"{target.directory}: rows of {target.spec!r} are not prepared (or not all of them); run {_COMMAND}")
     self.directory = target.directory
     counts = meta["splits"][split]["shard_rows"]
     self.fingerprint = meta["splits"][split]["fingerprint"]
@@ -440,7 +474,7 @@ class PreparedRows:
   def __getitem__(self, index: int) -> Row:
     try:
       return decode_row(self._source[index])
-    except Exception as error:  # ArrayRecord raises bare exceptions for missing and damaged files alike
+    except Exception as error:  # ArrayRecord raises exceptions of many kinds
       shard = bisect.bisect_right(self._ends, index)
       path = self._paths[shard].rpartition("[")[0]
       number = index - (self._ends[shard - 1] if shard else 0)
@@ -449,8 +483,8 @@ class PreparedRows:
       ) from error
 
   def __getitems__(self, indices: Sequence[int]) -> list[Row]:
-    """Several rows; neighbours four times as fast as one by one."""
+    """Several rows. Neighbouring rows are read four times as fast as one by one."""
     try:
       return [decode_row(record) for record in self._source.__getitems__(indices)]
     except Exception:
-      return [self[index] for index in indices]  # says which cannot be read
+      return [self[index] for index in indices]  # names the row that cannot be read

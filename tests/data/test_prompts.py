@@ -148,10 +148,10 @@ def test_a_name_with_a_dot_is_a_name_first(tmp_path):
 @pytest.mark.parametrize(
   ("record", "message"),
   [
-    ('{"answer": "2"}', r"a.jsonl:3: config.data.prompt_field = 'question' is no text here; the fields are answer \(str\)"),
+    ('{"answer": "2"}', r"a.jsonl:3: config.data.prompt_field = 'question' is not text here; the fields are answer \(str\)"),
     ('{"question": null, "answer": "2"}', r"a.jsonl:3: config.data.prompt_field"),
     ('{"question": ["1 + 1?"], "answer": "2"}', r"a.jsonl:3: config.data.prompt_field = .*question \(list\)"),
-    ('{"question": "1 + 1?"}', r"a.jsonl:3: config.data.text_field = 'answer' is no text here; the fields are question \(str\)"),
+    ('{"question": "1 + 1?"}', r"a.jsonl:3: config.data.text_field = 'answer' is not text here; the fields are question \(str\)"),
     ('["1 + 1?", "2"]', "a.jsonl:3: .*must be a JSON object"),
   ],
 )

@@ -194,8 +194,8 @@ def test_cl100k_loads_where_its_file_is(tmp_path, monkeypatch, trained):
   [
     ("missing.tiktoken", None, "missing.tiktoken.*cannot read"),
     ("missing.json", None, "missing.json.*cannot read"),
-    ("bad.tiktoken", "not base64 at all\n", "bad.tiktoken.*not a whole tiktoken file"),
-    ("cut.tiktoken", "YQ== 0\nYg== 1\n", "cut.tiktoken.*not a whole tiktoken file"),
+    ("bad.tiktoken", "not base64 at all\n", "bad.tiktoken.*not a complete tiktoken file"),
+    ("cut.tiktoken", "YQ== 0\nYg== 1\n", "cut.tiktoken.*not a complete tiktoken file"),
     ("bad.json", "{", "bad.json.*not a Hugging Face tokenizer.json"),
     ("other.json", "{}", "other.json.*not a Hugging Face tokenizer.json"),
     ("model.vocab", "x", "must be 'bytes', 'cl100k_base'"),
@@ -213,7 +213,7 @@ def test_a_tokenizer_without_separator_is_refused(tmp_path, trained):
     description = json.load(file)
   description["added_tokens"] = []
   (tmp_path / "tokenizer.json").write_text(json.dumps(description))
-  with pytest.raises(UserError, match="no token to put between documents"):
+  with pytest.raises(UserError, match="no separator for documents"):
     tokenizer.load_tokenizer(str(tmp_path / "tokenizer.json"))
 
 
