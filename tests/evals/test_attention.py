@@ -9,7 +9,7 @@ import pytest
 from diffjax.config import UserError
 from diffjax.evals import attention
 from diffjax.evals.attention import Settings
-from diffjax.evals.needle import NeedlePrompt
+from diffjax.evals.methods.needle_prompts import NeedlePrompt
 from diffjax.evals.report import figures, results
 from diffjax.evals.report.figures import interval
 from tests.tiers import full

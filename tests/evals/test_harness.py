@@ -147,7 +147,7 @@ def test_bad_questions(monkeypatch, tmp_path, task, rows, message):
 
 
 def test_bad_settings(tmp_path):
-  with pytest.raises(UserError, match="lm-eval has no task 'arc_esy'; near it are arc_easy"):
+  with pytest.raises(UserError, match="lm-eval has no task 'arc_esy'; similar ones are arc_easy"):
     run(tasks=("arc_esy",))
   with pytest.raises(UserError, match="set.harness.tasks is empty"):
     run(tasks=())

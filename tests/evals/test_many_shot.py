@@ -198,7 +198,7 @@ def test_whatever_the_logits_a_label_comes_out():
   assert set(found) == set(range(len(labels)))
   assert decode_labels(sampler, sampler.step(None, None), 3, LabelTree.grow([[1]])) == [0, 0, 0]
   for same in ([[1, 2], [1, 2]], [[1, 2], [1, 2, 3]]):
-    with pytest.raises(UserError, match="labels 0, 1 .counted from 0. cannot be told apart"):
+    with pytest.raises(UserError, match="labels 0, 1 .counted from 0. have the same tokens"):
       LabelTree.grow(same)
 
 
@@ -231,7 +231,7 @@ def test_local_data(monkeypatch, tmp_path, name, form):
 @pytest.mark.parametrize(
   "test, message",
   [
-    ([TRAIN[0], {"text": "a", "label": "other"}], "test.jsonl:2: the label 'other' is none of the 3 of .*train.jsonl"),
+    ([TRAIN[0], {"text": "a", "label": "other"}], "test.jsonl:2: the label 'other' is not one of the 3 labels of .*train.jsonl"),
     ([{"text": "a"}], "test.jsonl:1: the field 'label' is missing"),
     ([{"text": "a", "label": 3}], "test.jsonl:1: the field 'label' must be a string"),
     ([{"text": "a", "label": "b\nc"}], "test.jsonl:1: a label must be one line"),

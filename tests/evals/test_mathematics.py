@@ -161,7 +161,7 @@ def test_numbers_are_answers_too(tmp_path):
     ({"shots": 9, "shots_file": "math.jsonl"}, "set.mathematics.shots = 9: .*math.jsonl has 4 records"),
     ({"shots": -1}, "set.mathematics.shots = -1: must be at least 0"),
     ({"new_tokens": 0}, "set.mathematics.new_tokens = 0: must be at least 1"),
-    ({"files": "a/b.jsonl,c/b.jsonl"}, "two files of one name"),
+    ({"files": "a/b.jsonl,c/b.jsonl"}, "two files have the same name"),
   ],
 )
 def test_bad_settings(tmp_path, trained, files, change, message):

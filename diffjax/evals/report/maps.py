@@ -1,4 +1,4 @@
-"""Attention maps on the report's page: both maps and their difference as heat maps, by model, layer and head."""
+"""Attention maps of the report: both maps and their difference as heat maps, by model, layer and head."""
 
 from __future__ import annotations
 
@@ -104,7 +104,14 @@ def _panel(trained: Trained, ids: list[int], tokens: list[str], settings: Settin
 
 
 def maps_of(model: Decoder, params: Any, tokens: Any, heads: int) -> Float[Array, "L heads_and_mean maps T T"]:
-  """A₁, A₂ and A₁ − λA₂ (the one map of the Transformer) of the first row: the mean over all heads, then the first heads'."""
+  """A₁, A₂ and A₁ − λA₂ (the Transformer's one map) of the first row: the mean over all heads, then each of the first heads.
+
+  Args:
+    model: The decoder.
+    params: Its parameters.
+    tokens: Int[B, T].
+    heads: Number of heads.
+  """
 
   def of_layer(attended: inside.Attended) -> Float[Array, "heads_and_mean maps T T"]:
     maps = attention_maps(attended.q, attended.k)[0]
@@ -119,7 +126,7 @@ def maps_of(model: Decoder, params: Any, tokens: Any, heads: int) -> Float[Array
 def _picture(weights: Float[np.ndarray, "T T"]) -> dict[str, str]:
   """A map as a PNG, one pixel a cell, and the scale of its colours."""
   seen = np.abs(weights[np.tri(len(weights), dtype=bool)])
-  largest = float(np.quantile(seen, _CLIP) or seen.max() or 1.0)  # the first query's only key would outshine all others
+  largest = float(np.quantile(seen, _CLIP) or seen.max() or 1.0)  # clipped, since the first query's only key has weight 1
   scaled = np.sign(weights) * np.sqrt(np.minimum(np.abs(weights) / largest, 1))
   signed = bool((weights < 0).any())
   colors = matplotlib.colormaps["RdBu_r"]((scaled + 1) / 2) if signed else matplotlib.colormaps["magma"](scaled)

@@ -15,10 +15,10 @@ from diffjax.config import UserError
 
 
 def check_writable(directory: epath.Path) -> None:
-  """Makes the directory and a file in it, before hours are spent on what could not be kept.
+  """Makes the directory and writes a file in it, before hours are spent on results that could not be kept.
 
   Raises:
-    UserError: if that cannot be done.
+    UserError: if that fails.
   """
   try:
     directory.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,11 @@ def check_writable(directory: epath.Path) -> None:
 
 
 def write(path: epath.Path, results: Mapping[str, Any]) -> None:
-  """Writes results, from `finite`, as JSON, whole or not at all."""
+  """Writes results, from `finite`, as JSON, completely or not at all.
+
+  Raises:
+    UserError: if that fails.
+  """
   temporary = path.parent / f"{path.name}.tmp"
   try:
     temporary.write_text(json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
@@ -40,7 +44,7 @@ def write(path: epath.Path, results: Mapping[str, Any]) -> None:
 
 
 def finite(value: Any) -> Any:
-  """The value with None for numbers that are not finite, since JSON has no other word for them."""
+  """The value with None for numbers that are not finite, which JSON does not have."""
   if isinstance(value, Mapping):
     return {key: finite(item) for key, item in value.items()}
   if isinstance(value, list | tuple):
@@ -49,7 +53,7 @@ def finite(value: Any) -> Any:
 
 
 def table(results: Mapping[str, Any]) -> rich.table.Table:
-  """The figures of one model, or of two and their paired difference, each with its 95% interval; a difference that excludes 0 is bold."""
+  """The figures of one model, or of two and their paired difference, with intervals. A difference whose interval excludes 0 is bold."""
   out = rich.table.Table(title=rich.text.Text(results["suite"]), title_justify="left", title_style="bold")
   places = list(dict.fromkeys(name for row in results["figures"] for name in row["at"]))
   out.add_column("")
@@ -69,7 +73,7 @@ def table(results: Mapping[str, Any]) -> rich.table.Table:
 
 
 def number(interval: Mapping[str, Any] | None) -> str:
-  """An interval as text: its value and bounds, or – for what there is not."""
+  """An interval as text: its value and bounds. A dash stands for a missing value."""
   if interval is None or not _is_number(interval["value"]):
     return "–"
   if not (_is_number(interval["low"]) and _is_number(interval["high"])):
@@ -78,7 +82,7 @@ def number(interval: Mapping[str, Any] | None) -> str:
 
 
 def excludes_zero(interval: Mapping[str, Any] | None) -> bool:
-  """Whether all of an interval lies on one side of 0."""
+  """Whether an interval lies on one side of 0."""
   return interval is not None and _is_number(interval["low"]) and (interval["low"] > 0 or interval["high"] < 0)
 
 
