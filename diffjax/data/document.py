@@ -77,7 +77,7 @@ class Source(abc.ABC):
 
 
 def is_validation(digest: bytes, fraction: float) -> bool:
-  """Whether a document with this sha256 is for validation. Equal documents are in the same split.
+  """True if a document with this sha256 is for validation. Equal documents are in the same split.
 
   Args:
     digest: 32 bytes.
@@ -123,5 +123,5 @@ def lookup(record: Any, path: str) -> Any:
 
 
 def is_text(field: str, value: Any) -> bool:
-  """Whether a field has a value that can be read. A record may lack its text, which skips it, but not its prompt."""
+  """True if a field has a value that can be read. A record may lack its text, which skips it, but not its prompt."""
   return isinstance(value, bytes | str) or (value is None and field == "text_field")

@@ -1,25 +1,18 @@
 """Prepared rows: tokenised, packed and written once, as ArrayRecord shards and a meta.json beside them.
 
-The rows depend on the source, the tokenizer, the length and the packing alone: a shard is a fixed run of the source's parts, whichever
-process writes it. A shard gets its name when it is complete, so that preparing continues where it was stopped. The sources of a mixture are
-prepared apart and mixed when they are read, so that weights can change without preparing again.
+The rows depend on the source, the tokenizer, the length and the packing alone. The sources of a mixture are prepared apart and mixed when
+they are read, so that weights can change without preparing again.
 """
 
 from __future__ import annotations
 
 import bisect
-import concurrent.futures
 import dataclasses
-import functools
-import glob
 import hashlib
 import itertools
 import json
-import multiprocessing
 import os
 import re
-import socket
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -27,11 +20,12 @@ from typing import Any
 import grain
 
 from diffjax.config import DataConfig, UserError
-from diffjax.data import packing, sources
-from diffjax.data.document import Source, reason
-from diffjax.data.row import Row, decode_row, encode_row
-from diffjax.data.tokenizer import load_once, load_tokenizer
-from diffjax.progress import Progress, say
+from diffjax.data import sources
+from diffjax.data.document import reason
+from diffjax.data.row import Row, decode_row
+from diffjax.data.shards import COMMAND, Shard, add_totals, remove_leftovers, write_json, write_missing
+from diffjax.data.tokenizer import load_tokenizer
+from diffjax.progress import say
 from diffjax.user_cache import cache_directory
 
 _FORMAT = 1
@@ -50,7 +44,6 @@ _FIELDS = {
   "format": "(diffjax's own format)",
   "splits": "data.validation_source",
 }
-_COMMAND = "python -m diffjax.prepare with the same --config flags"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +147,7 @@ def _read_meta(target: Target) -> dict[str, Any] | None:
 
 
 def is_prepared(target: Target) -> bool:
-  """Whether all rows of a target are written.
+  """True if all rows of a target are written.
 
   Raises:
     UserError: if its directory holds other rows.
@@ -201,11 +194,11 @@ def _prepare(target: Target, config: DataConfig, workers: int) -> None:
   os.makedirs(target.directory, exist_ok=True)
   if not meta:
     meta = {"complete": False, "description": target.description, "identity": identity, "tokenizer_spec": config.tokenizer}
-    _write_json(os.path.join(target.directory, "meta.json"), meta)
+    write_json(os.path.join(target.directory, "meta.json"), meta)
   start = time.monotonic()
   shards = _shards(target, config)
-  _write_missing(shards, target, config, workers)
-  meta["splits"] = {split: _totals([shard for shard in shards if shard.split == split]) for split in target.splits}
+  write_missing(shards, config, workers)
+  meta["splits"] = {split: add_totals([shard for shard in shards if shard.split == split]) for split in target.splits}
   train = meta["splits"].get("train")
   if train and not train["rows"]:
     raise UserError(
@@ -215,8 +208,8 @@ def _prepare(target: Target, config: DataConfig, workers: int) -> None:
     )
   for split, totals in meta["splits"].items():
     totals["fingerprint"] = _digest([target.description, split, totals.pop("digests")])
-  _write_json(os.path.join(target.directory, "meta.json"), {**meta, "complete": True})
-  _remove_leftovers(target.directory)
+  write_json(os.path.join(target.directory, "meta.json"), {**meta, "complete": True})
+  remove_leftovers(target.directory)
   for split, totals in meta["splits"].items():
     _report(f"{target.spec}, {split}", totals, config.length)
   seconds = time.monotonic() - start
@@ -224,34 +217,15 @@ def _prepare(target: Target, config: DataConfig, workers: int) -> None:
   say(f"{target.spec}: prepared in {seconds:.1f} s ({tokens / seconds / 1e6:.2f} M tokens/s)")
 
 
-def _shards(target: Target, config: DataConfig) -> list[_Shard]:
+def _shards(target: Target, config: DataConfig) -> list[Shard]:
   """All shards of a target: runs of its source's parts."""
   shards = []
   for split in target.splits:
     count = len(sources.documents(target.spec, split, config).parts)
     number = min(count, _MAX_SHARDS[split])
     bounds = [count * index // number for index in range(number + 1)]
-    shards += [_Shard(target.directory, target.spec, split, index, number, *bounds[index : index + 2]) for index in range(number)]
+    shards += [Shard(target.directory, target.spec, split, index, number, *bounds[index : index + 2]) for index in range(number)]
   return shards
-
-
-def _write_missing(shards: Sequence[_Shard], target: Target, config: DataConfig, workers: int) -> None:
-  """Writes the shards that are not complete, in this process or in workers."""
-  missing = [shard for shard in shards if not shard.is_whole()]
-  parts = sum(shard.stop - shard.start for shard in missing)
-  # Processes take seconds to start, too long for one or two shards
-  workers = min(workers or min(os.cpu_count() or 1, len(missing) // 2), len(missing))
-  say(
-    f"preparing {target.spec}, {len(missing)} of {len(shards)} shards to write, with {max(workers, 1)} "
-    f"worker{'s' * (workers > 1)}: {target.directory}"
-  )
-  with Progress(f"preparing {target.spec}", parts) as progress:
-    if workers > 1:
-      _write_in_processes(missing, config, workers, progress)
-    else:
-      counter = _Counter([0, 0], threading.Lock(), progress)
-      for shard in missing:
-        _write_shard(shard, config, counter)
 
 
 def _report(name: str, totals: dict[str, Any], length: int) -> None:
@@ -272,179 +246,6 @@ def _report(name: str, totals: dict[str, Any], length: int) -> None:
     say(f"{name}: {totals['cut']:,} documents are longer than a row; the rest of their answers does not see the prompt")
 
 
-def _temporary(path: str) -> str:
-  """The name of a file until it is complete. Processes and hosts that prepare the same rows have different ones."""
-  return f"{path}.{os.getpid()}.{_host()}.tmp"
-
-
-def _host() -> str:
-  return socket.gethostname().replace(".", "-")
-
-
-def _remove_leftovers(directory: str) -> None:
-  """Removes incomplete files of killed processes of this host."""
-  for path in glob.glob(os.path.join(glob.escape(directory), f"*.{glob.escape(_host())}.tmp")):
-    try:
-      os.kill(int(path.split(".")[-3]), 0)
-    except ProcessLookupError:
-      os.remove(path)
-    except (ValueError, OSError):  # a process of another user, or another program's file
-      pass
-
-
-def _write_json(path: str, value: Any) -> None:
-  temporary = _temporary(path)
-  with open(temporary, "w") as file:
-    json.dump(value, file, indent=2)
-  os.replace(temporary, path)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shard:
-  """A run of a source's parts, and the file of its rows.
-
-  Attributes:
-    directory: Of the target.
-    spec: The source.
-    split: "train" or "validation".
-    index: Number of the shard, from 0.
-    number: Number of shards of the split.
-    start: The first part.
-    stop: The part after the last one.
-  """
-
-  directory: str
-  spec: str
-  split: str
-  index: int
-  number: int
-  start: int
-  stop: int
-
-  @property
-  def path(self) -> str:
-    return os.path.join(self.directory, f"{self.split}-{self.index:05d}-of-{self.number:05d}.array_record")
-
-  def is_whole(self) -> bool:
-    return os.path.exists(self.path) and os.path.exists(f"{self.path}.json")
-
-  def totals(self) -> dict[str, Any]:
-    try:
-      with open(f"{self.path}.json") as file:
-        return json.load(file)
-    except (OSError, ValueError) as error:
-      raise UserError(f"{self.path}.json: cannot be read ({reason(error)}); delete it, and run {_COMMAND}") from error
-
-
-def _totals(shards: Sequence[_Shard]) -> dict[str, Any]:
-  each = [shard.totals() for shard in shards]
-  out = {key: sum(totals[key] for totals in each) for key in each[0] if key != "sha256"}
-  return {**out, "shard_rows": [totals["rows"] for totals in each], "digests": [totals["sha256"] for totals in each]}
-
-
-class _Counter:
-  """Counts of parts and tokens over all workers, and their progress bar if this process shows one."""
-
-  def __init__(self, values: Any, lock: Any, progress: Progress | None = None):
-    self.values, self._lock, self._progress = values, lock, progress
-
-  def add(self, parts: int, tokens: int) -> None:
-    with self._lock:
-      self.values[0] += parts
-      self.values[1] += tokens
-    if self._progress:
-      self._progress.update(*self.values)
-
-
-def _write_shard(shard: _Shard, config: DataConfig, counter: _Counter) -> None:
-  """Writes the rows of a shard. Its files get their names once they are complete."""
-  from array_record.python import array_record_module
-
-  source = _source(shard.spec, shard.split, config)
-  vocab_size = load_once(config.tokenizer).vocab_size
-  totals = {"documents": 0, "bytes": 0, "replaced": 0, "tokens": 0, "rows": 0}
-  digest = hashlib.sha256()
-
-  def read(part):
-    for document in source.read(part):
-      totals["documents"] += 1
-      text = document.text if document.prompt is None else document.prompt + document.text
-      totals["bytes"] += len(text) if text.isascii() else len(text.encode("utf-8"))
-      totals["replaced"] += document.replaced
-      yield document
-    counter.add(1, 0)
-
-  parts = grain.MapDataset.source(source.parts[shard.start : shard.stop]).to_iter_dataset(grain.ReadOptions(num_threads=0))
-  documents = packing.Documents(parts, read, len(source.parts), shard.spec)
-  counts = packing.ExampleCounts(config.length)
-  temporary = _temporary(shard.path)
-  writer = array_record_module.ArrayRecordWriter(temporary, "group_size:1")
-  try:
-    uncounted = 0
-    for row in packing.make_rows(documents, config, counts):
-      record = encode_row(row, vocab_size, with_prompts=bool(config.prompt_field))
-      writer.write(record)
-      digest.update(record)
-      totals["rows"] += 1
-      totals["tokens"] += len(row.tokens)
-      uncounted += len(row.tokens)
-      if uncounted > 100_000:
-        counter.add(0, uncounted)
-        uncounted = 0
-    counter.add(0, uncounted)
-  finally:
-    writer.close()
-  if config.prompt_field:
-    totals |= {"skipped": counts.skipped, "cut": counts.cut}
-  _write_json(f"{shard.path}.json", {**totals, "sha256": digest.hexdigest()})
-  os.replace(temporary, shard.path)
-
-
-@functools.lru_cache(maxsize=8)
-def _source(spec: str, split: str, config: DataConfig) -> Source:
-  return sources.documents(spec, split, config)
-
-
-_worker_counter: _Counter | None = None  # set in worker processes only
-
-
-def _write_in_processes(shards: Sequence[_Shard], config: DataConfig, workers: int, progress: Progress) -> None:
-  context = multiprocessing.get_context("spawn")  # a process with JAX's threads may hang when it is forked
-  values, lock = context.Array("q", 2, lock=False), context.Lock()
-  with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (values, lock)) as pool:
-    waiting = {pool.submit(_write_shard_in_worker, shard, config) for shard in shards}
-    try:
-      while waiting:
-        done, waiting = concurrent.futures.wait(waiting, timeout=0.5, return_when=concurrent.futures.FIRST_EXCEPTION)
-        for future in done:
-          future.result()
-        progress.update(*values)
-    except concurrent.futures.process.BrokenProcessPool as error:
-      raise UserError(
-        "a worker died while preparing (out of memory?); to continue, run the same command again with fewer --workers"
-      ) from error
-    finally:
-      pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _start_worker(values: Any, lock: Any) -> None:
-  global _worker_counter
-  _worker_counter = _Counter(values, lock)
-  parent = multiprocessing.parent_process()
-  assert parent is not None
-
-  def leave_with_parent():
-    parent.join()
-    os._exit(1)  # else the workers of a killed parent would wait for ever
-
-  threading.Thread(target=leave_with_parent, daemon=True).start()
-
-
-def _write_shard_in_worker(shard: _Shard, config: DataConfig) -> None:
-  assert _worker_counter is not None
-  _write_shard(shard, config, _worker_counter)
-
-
 class PreparedRows:
   """The rows of one split of a target, by index: a random-access source for Grain.
 
@@ -456,14 +257,12 @@ class PreparedRows:
   def __init__(self, target: Target, split: str):
     meta = _read_meta(target)
     if not (meta and meta["complete"]):
-      raise UserError(f"{target.directory}: rows of {target.spec!r} are not prepared (or not all of them); run {_COMMAND}")
+      raise UserError(f"{target.directory}: rows of {target.spec!r} are not prepared (or not all of them); run {COMMAND}")
     self.directory = target.directory
     counts = meta["splits"][split]["shard_rows"]
     self.fingerprint = meta["splits"][split]["fingerprint"]
     self._paths = [
-      f"{_Shard(target.directory, target.spec, split, index, len(counts), 0, 0).path}[0:{rows}]"
-      for index, rows in enumerate(counts)
-      if rows
+      f"{Shard(target.directory, target.spec, split, index, len(counts), 0, 0).path}[0:{rows}]" for index, rows in enumerate(counts) if rows
     ]
     self._ends = list(itertools.accumulate(rows for rows in counts if rows))
     self._source: Any = grain.sources.ArrayRecordDataSource(self._paths) if self._paths else None
@@ -479,7 +278,7 @@ class PreparedRows:
       path = self._paths[shard].rpartition("[")[0]
       number = index - (self._ends[shard - 1] if shard else 0)
       raise UserError(
-        f"{path}: row {number} cannot be read ({reason(error)}); delete this file and its directory's meta.json, and run {_COMMAND}"
+        f"{path}: row {number} cannot be read ({reason(error)}); delete this file and its directory's meta.json, and run {COMMAND}"
       ) from error
 
   def __getitems__(self, indices: Sequence[int]) -> list[Row]:

@@ -172,7 +172,7 @@ def read_verdicts(path: epath.PathLike, prompts: dict[str, str]) -> dict[str, bo
 
 
 def is_match(text: str, references: Sequence[str]) -> bool:
-  """Whether a text equals one of the references, apart from case, punctuation, articles and spaces."""
+  """True if a text equals one of the references, apart from case, punctuation, articles and spaces."""
 
   def normal(text: str) -> list[str]:
     kept = "".join(character for character in text.lower() if character not in string.punctuation)

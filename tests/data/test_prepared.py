@@ -15,7 +15,7 @@ import pytest
 
 from diffjax import progress
 from diffjax.config import DataConfig, UserError
-from diffjax.data import prepared
+from diffjax.data import prepared, shards
 from diffjax.data.row import Row, decode_row, encode_row
 
 
@@ -128,10 +128,10 @@ def test_what_others_are_writing_stays(tmp_path, monkeypatch):
   for host, pid in (("here", dead.pid), ("here", os.getpid()), ("there.example", dead.pid)):
     monkeypatch.setattr(prepared.socket, "gethostname", lambda host=host: host)
     monkeypatch.setattr(prepared.os, "getpid", lambda pid=pid: pid)
-    files[host, pid] = prepared._temporary(str(tmp_path / "meta.json"))
+    files[host, pid] = shards.temporary_name(str(tmp_path / "meta.json"))
     open(files[host, pid], "w").close()
   monkeypatch.setattr(prepared.socket, "gethostname", lambda: "here")
-  prepared._remove_leftovers(str(tmp_path))
+  shards.remove_leftovers(str(tmp_path))
   assert not os.path.exists(files.pop(("here", dead.pid))) and len(files) == 2 and all(map(os.path.exists, files.values()))
 
 

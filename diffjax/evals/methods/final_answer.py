@@ -70,7 +70,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def same(answer: str, wanted: str) -> bool:
-  """Whether two answers are the same, by the module's rules."""
+  """True if two answers are the same, by the module's rules."""
   return _form(answer) == _form(wanted)
 
 
@@ -145,7 +145,7 @@ def _number(text: str) -> Fraction | None:
 
 
 def _is_whole(inside: str) -> bool:
-  """Whether its brackets match, so that brackets around it enclose all of it, unlike those of (1,2)(3,4)."""
+  """True if its brackets match, so that brackets around it enclose all of it, unlike those of (1,2)(3,4)."""
   depth = 0
   for sign in re.sub(r"\\([{}])", r"\1", inside):
     depth += (sign in "([{") - (sign in ")]}")

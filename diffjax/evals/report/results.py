@@ -82,7 +82,7 @@ def number(interval: Mapping[str, Any] | None) -> str:
 
 
 def excludes_zero(interval: Mapping[str, Any] | None) -> bool:
-  """Whether an interval lies on one side of 0."""
+  """True if an interval lies on one side of 0."""
   return interval is not None and _is_number(interval["low"]) and (interval["low"] > 0 or interval["high"] < 0)
 
 
