@@ -126,11 +126,11 @@ def test_what_others_are_writing_stays(tmp_path, monkeypatch):
   dead.wait()
   files = {}
   for host, pid in (("here", dead.pid), ("here", os.getpid()), ("there.example", dead.pid)):
-    monkeypatch.setattr(prepared.socket, "gethostname", lambda host=host: host)
+    monkeypatch.setattr(shards.socket, "gethostname", lambda host=host: host)
     monkeypatch.setattr(prepared.os, "getpid", lambda pid=pid: pid)
     files[host, pid] = shards.temporary_name(str(tmp_path / "meta.json"))
     open(files[host, pid], "w").close()
-  monkeypatch.setattr(prepared.socket, "gethostname", lambda: "here")
+  monkeypatch.setattr(shards.socket, "gethostname", lambda: "here")
   shards.remove_leftovers(str(tmp_path))
   assert not os.path.exists(files.pop(("here", dead.pid))) and len(files) == 2 and all(map(os.path.exists, files.values()))
 
