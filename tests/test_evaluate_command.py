@@ -1,4 +1,4 @@
-"""python -m diffjax.evaluate as typed: results of a trained pair, and one clear line for what cannot be done."""
+"""python -m diffjax.evaluate, as a user runs it: results of a trained pair, and errors of one line."""
 
 import dataclasses
 import functools
@@ -62,7 +62,7 @@ def save(workdir, config):
 
 @pytest.fixture(autouse=True)
 def few_tasks(monkeypatch):
-  """Of lm-eval's, piqa: to read all of them takes seconds."""
+  """Restricts lm-eval to piqa, since reading all tasks takes seconds."""
 
   @functools.cache
   def manager():

@@ -1,4 +1,4 @@
-"""What packing promises: every token once, in order, and segments that do not see each other."""
+"""Packing keeps every token once and in order, and segments do not see each other."""
 
 import grain
 import numpy as np
@@ -11,7 +11,7 @@ LENGTH = 16
 
 
 def make_documents(seed=0, count=200):
-  """Documents of tokens that are all different, so that each can be recognised."""
+  """Documents whose tokens all differ, so that each can be recognised."""
   rng = np.random.default_rng(seed)
   ends = np.cumsum(rng.integers(1, 50, count))
   return np.split(np.arange(1, ends[-1] + 1, dtype=np.int32), ends[:-1])

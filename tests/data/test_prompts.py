@@ -1,4 +1,4 @@
-"""Prompts and answers: answers alone are learnt, whatever packs, stores, cuts or streams them."""
+"""Prompts and answers: only answers are learnt, packed, stored, cut or streamed."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ def pack(examples, length=LENGTH):
 
 
 def learnt(batch):
-  """Targets that carry weight."""
+  """The targets with weight."""
   return sorted(batch["targets"][batch["weights"] > 0].tolist())
 
 
@@ -96,8 +96,8 @@ def test_records_give_back_their_row():
     decode_row(encode_row(row, 256, True)[:-1])
 
 
-def test_plain_rows_are_stored_as_ever():
-  """These bytes lie on disks."""
+def test_plain_rows_are_stored_as_before():
+  """The bytes are those of earlier versions, which are on disks."""
   row = Row(np.array([255, 104, 105, 255, 255, 33], np.int32), np.array([4, 2], np.int32), np.zeros(2, np.int32))
   stored = bytes.fromhex("02000000 04000000 02000000 ff00 6800 6900 ff00 ff00 2100")
   assert encode_row(row, 256, False) == stored and decode_row(stored).prompt_lengths.tolist() == [0, 0]
@@ -105,7 +105,7 @@ def test_plain_rows_are_stored_as_ever():
   assert with_prompts == bytes.fromhex("feffffff 04000000 02000000 02000000 01000000 ff00 6800 6900 ff00 ff00 2100")
 
 
-def test_plain_rows_are_called_as_ever(jsonl):
+def test_plain_rows_are_described_as_before(jsonl):
   """A plain config asks for the description that versions without prompts wrote."""
   (target,) = prepared.targets(DataConfig(source=f"jsonl:{jsonl}"))
   assert sorted(target.description) == [
@@ -208,7 +208,7 @@ def test_plain_text_has_no_prompts(spec):
 
 
 def answers(batches):
-  """What is learnt, by the segments of the batches: bytes that carry weight."""
+  """The learnt bytes of each segment of the batches: those with weight."""
   out = []
   for batch in batches:
     for targets, segments, weights in zip(batch["targets"], batch["segment_ids"], batch["weights"], strict=True):

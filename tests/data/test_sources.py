@@ -1,4 +1,4 @@
-"""Every kind of source gives its documents; every bad one gives one clear line."""
+"""Every kind of source gives its documents, and every bad one an error of one line."""
 
 import dataclasses
 import gzip
@@ -213,7 +213,7 @@ def test_damaged_files_are_named(tmp_path, texts):
 
 
 def damages(data, rng):
-  """A file with a bit flipped, cut short, with nonsense in its middle, and all nonsense."""
+  """A file with a flipped bit, cut short, with random bytes in its middle, and of random bytes alone."""
   for _ in range(12):
     flipped = bytearray(data)
     flipped[rng.integers(len(data))] ^= 1 << rng.integers(8)

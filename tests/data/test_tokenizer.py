@@ -122,8 +122,10 @@ def test_fingerprints_tell_tokenizers_apart(trained, tmp_path):
 
 
 def test_any_hugging_face_file(tmp_path):
-  """One with SentencePiece's conventions: ▁ for a space, bytes as <0x..>, </s> between documents, which is not byte-level. It was saved for
-  inputs of 4 tokens: our documents are neither cut nor filled up to them."""
+  """A file with SentencePiece's conventions: ▁ for a space, bytes as <0x..>, </s> between documents; it is not byte-level.
+
+  It was saved for inputs of 4 tokens: documents are neither cut nor padded to them.
+  """
   import tokenizers
 
   vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}, "▁": 259, "a": 260, "▁a": 261}

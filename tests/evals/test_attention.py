@@ -19,7 +19,7 @@ DIGITS = list(b"0123456789")
 
 
 def looking_at_digits(trained, maps):
-  """Every head looks, by the maps named, only at digits, which only the needle's number is made of; by the others at all alike.
+  """In every head the named maps attend only to digits, which only the needle's number has; the others attend to all keys alike.
 
   Digits have an embedding of their own. It becomes the key's part that RoPE turns least, which here, with a huge base, is not at all.
   """
@@ -50,7 +50,7 @@ def make(make_trained, kind):
 
 @pytest.mark.parametrize("kind", ["diff", *full(["softmax", "diff_v2"])])
 def test_attention_that_looks_only_at_the_answer(make_trained, kind):
-  """All maps do, so that a difference of 1 − λ is left, which is normalised away."""
+  """All maps do, so the difference sums to 1 − λ, which the normalisation removes."""
   found = measured(looking_at_digits(make(make_trained, kind), [0] if kind == "softmax" else [0, 1]))
   for weights in ("signed", "absolute"):
     for depth in (*QUICK.depths, "mean"):

@@ -46,7 +46,7 @@ def test_rows_count_only_what_they_see_and_queries_of_two_keys_or_more():
 
 
 def flat(trained):
-  """Queries of zeros: every map is uniform."""
+  """The model with queries of zeros, so that every map is uniform."""
   layers = trained.params["layers"]
   still = layers["attention"] | {"query": jnp.zeros_like(layers["attention"]["query"])}
   return dataclasses.replace(trained, params={**trained.params, "layers": {**layers, "attention": still}})

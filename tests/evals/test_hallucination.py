@@ -1,4 +1,4 @@
-"""Hallucination: what a model wrote is judged elsewhere, and only verdicts on exactly that count."""
+"""Hallucination: the model's texts are judged elsewhere, and only verdicts on exactly these texts count."""
 
 import dataclasses
 import hashlib
@@ -24,7 +24,7 @@ FACTS = [{"context": f"Ann is {n}.", "question": "How old is Ann?", "answers": [
 
 
 class Sampler:
-  """The sampler's interface over a function from a prompt's text to what is written."""
+  """The sampler's interface over a function from a prompt's text to the model's text."""
 
   prompts: list = []
 
@@ -51,7 +51,7 @@ class Sampler:
 
 
 def write_right(text):
-  """What the references say."""
+  """Writes the references."""
   if "Question:" in text:
     return " The " + text.split(" is ")[1].split(".")[0] + ".\nQuestion: more"
   return "\nRiver rises by " + text.split("rose by ")[1].split()[0] + " metres\n\nDocument: more"
@@ -138,7 +138,7 @@ def test_another_model_has_generations_of_its_own(data, monkeypatch):
 
 
 def test_what_was_written_within_another_limit_is_written_anew(data, monkeypatch):
-  """Of summaries, whose limit has changed; answers stay."""
+  """Summaries, whose limit has changed, are written again; answers are kept."""
   run(data, summary_tokens=9)
   use(monkeypatch, write_right)
   assert run(data)["ROUGE-L", "xsum"] == 1.0

@@ -1,4 +1,4 @@
-"""The harness on local questions: bundled tasks give the known accuracies, and whatever is wrong with the files is said with its line."""
+"""The harness on local questions: bundled tasks give the known accuracies, and errors in files are reported with their lines."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ SPLITS = {task: "test" if task in ("arc_easy", "arc_challenge", "openbookqa") el
 
 
 def score_twos(model, params, pairs, *, batch_tokens):
-  """A model that likes every 2, in the continuation and, for WinoGrande, in the context."""
+  """A model that prefers 2s, in the continuation and, for WinoGrande, in the context."""
   count = lambda ids: bytes(ids).count(b"2")
   return [Score(float(count(continuation)) + 0.1 * count(context), False) for context, continuation in pairs]
 
@@ -47,7 +47,7 @@ ALL = harness._manager  # of lm-eval's thousands of tasks: to read their files t
 
 @functools.cache
 def few():
-  """The tasks of these tests alone."""
+  """Restricts lm-eval to the tasks of these tests."""
   from lm_eval import tasks
 
   folders = ("arc", "super_glue", "hellaswag", "openbookqa", "piqa", "winogrande", "wikitext", "mmlu/default")

@@ -1,4 +1,4 @@
-"""Many-shot learning: what is decoded is a label, models with a known answer get it, and demonstrations are balanced."""
+"""Many-shot learning: decoding gives labels, models with a known answer get it, and demonstrations are balanced."""
 
 import collections
 import dataclasses
@@ -26,7 +26,7 @@ TRAINED = Trained("model", Config(model=ModelConfig(max_length=4096)), None, Non
 
 
 class FakeSampler:
-  """The sampler's interface over a function from a prompt's text to the label that is written, byte by byte."""
+  """The sampler's interface over a function from a prompt's text to the label that it writes, byte by byte."""
 
   def __init__(self, answer):
     self.answer, self.prompts = answer, []
@@ -162,7 +162,7 @@ def real():
 
 
 def test_decoding_takes_the_likeliest_token_that_leads_to_a_label(real):
-  """Against a loop over the whole model, with labels that begin alike and one that is the beginning of another."""
+  """Decoding equals a loop over the whole model, with labels that begin alike and one that is the beginning of another."""
   labels = ["cat", "cat food", "catalogue", "dog", "do"]
   endings = [BYTES.encode(f" {label}\n\n").tolist() for label in labels]
   sampler = Sampler(real.model, real.params, batch_size=4, capacity=128)

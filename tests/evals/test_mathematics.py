@@ -1,4 +1,4 @@
-"""Mathematics: models with a known answer score what they must, and prompts are those that fine-tuning makes."""
+"""Mathematics: models with a known answer get their known scores, and prompts are those of fine-tuning."""
 
 import dataclasses
 import json
@@ -43,7 +43,7 @@ def trained():
 
 @pytest.fixture
 def play(monkeypatch):
-  """Evaluates with a sampler that answers as it is told."""
+  """Evaluates with a sampler that gives the given answers."""
 
   def play(trained, settings, answer):
     asked = []
@@ -73,7 +73,7 @@ def play(monkeypatch):
 
 
 def oracle(prompt):
-  """The right answers, said in other words."""
+  """Writes the right answers in other words."""
   number = int(prompt.rpartition("Q: ")[2].split()[2].rstrip("?"))
   return f"Let me see. 17 + 4 ... The answer is {2 * number}.0" if "What" in prompt.rpartition("Q: ")[2] else rf"So \boxed{{{number / 2}}}"
 
@@ -122,7 +122,7 @@ def test_demonstrations_stand_before_questions(play, trained, files):
 
 
 def test_prompts_are_those_of_fine_tuning(trained):
-  """Token for token what stands before an answer in a training row."""
+  """They are, token for token, the text before an answer in a training row."""
   template = DataConfig().prompt_template
   example = Tokenize("bytes")(Document("4", False, template.replace("{prompt}", "2 + 2?")))
   ids = mathematics._prompt(TOKENIZER, mathematics._ask(template, "2 + 2?"))
@@ -172,7 +172,7 @@ def test_bad_settings(tmp_path, trained, files, change, message):
 
 
 def test_the_command(files, tmp_path):
-  """python -m diffjax.evaluate --suite=mathematics, with a model that has learnt nothing; and with a bad record."""
+  """python -m diffjax.evaluate --suite=mathematics, with an untrained model, and with a bad record."""
   config = Config(model=ModelConfig(num_layers=1, embed_dim=16, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=16, max_length=256))
   make_state, _ = make_init(config, make_mesh(config.mesh, jax.devices()[:1]))
   with Checkpoints(tmp_path / "run", keep=1) as checkpoints:

@@ -1,4 +1,4 @@
-"""The needle suite: where the needles stand, and what models with a known answer score."""
+"""The needle suite: models with a known answer get their known scores."""
 
 import dataclasses
 import random
@@ -25,7 +25,7 @@ def trained(model=None, params=None, **changes):
 
 
 class Sampler:
-  """The sampler's interface over a function from a prompt's text to what is written."""
+  """The sampler's interface over a function from a prompt's text to the model's text."""
 
   def __init__(self, write):
     self.write = write
@@ -40,7 +40,7 @@ class Sampler:
 
 
 def copy(text):
-  """Looks every city of the question up."""
+  """Looks up every city of the question."""
   numbers = dict(re.findall(r"\nThe special magic (\w+) number is: (\d+)\n", text))
   return " " + " and ".join(numbers[word] for word in re.findall(r"\w+", text.rsplit("?", 1)[1]) if word in numbers)
 

@@ -58,7 +58,7 @@ def test_top_values_are_exact_and_medians_close(make_trained, kind):
 
 
 def test_padding_does_not_count(make_trained):
-  """Eleven tokens in a row of 64 give what they give alone."""
+  """Eleven tokens in a row of 64 give the same values as alone."""
   trained = make_trained()
   row = Row(np.arange(11), np.array([11]), np.array([0]))
   summaries = jax.jit(functools.partial(outliers.row_summaries, trained.model, every=1))

@@ -1,4 +1,4 @@
-"""Quantised logits: the rounding by hand, many bits change nothing, and every way of running a model is quantised."""
+"""Quantised logits: rounding equals that by hand, many bits change nothing, and every way of running a model is quantised."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ QUICK = Settings(measurements=("validation",), bits=(4,), per=("row",), validati
 
 
 def test_four_bits_by_hand():
-  """Levels −7 … 7 of a step of a seventh of the largest logit that is seen."""
+  """The levels are −7 … 7, with a step of a seventh of the largest visible logit."""
   logits = jnp.array([[14.0, -3.4, 0.9, 100.0], [1.0, 0.49, -0.51, 0.06]]).reshape(1, 1, 1, 2, 4)
   seen = jnp.array([[True, True, True, False], [True, True, True, True]]).reshape(1, 1, 1, 2, 4)
   by_row = np.asarray(absmax(logits, seen, 4, (4,)))[0, 0, 0]
@@ -35,7 +35,7 @@ def test_four_bits_by_hand():
 
 @pytest.mark.parametrize("per, rows, heads", [("tensor", False, False), ("head", False, True), ("row", True, True)])
 def test_what_has_a_scale_of_its_own(per, rows, heads):
-  """An outlier coarsens the logits of those that share its scale, and never those of another sequence."""
+  """An outlier makes the logits of its scale coarser, and never those of another sequence."""
   rng = np.random.default_rng(0)
   logits = rng.normal(size=(2, 3, 2, 5, 5)).astype(np.float32)
   seen = np.tri(5, dtype=bool)[None, None, None].repeat(2, axis=0)

@@ -1,4 +1,4 @@
-"""python -m diffjax.convert as typed: one line for what cannot be done, and nothing written."""
+"""python -m diffjax.convert, as a user runs it: an error is one line, and nothing is written."""
 
 import importlib.util
 import json

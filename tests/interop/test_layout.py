@@ -1,4 +1,4 @@
-"""The tables: what one direction writes, the other reads back bit for bit."""
+"""The tables: a written model is read back bit for bit."""
 
 import dataclasses
 

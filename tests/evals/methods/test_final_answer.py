@@ -1,4 +1,4 @@
-"""Answers are found where solutions give them, and are the same where the module says so, and only there."""
+"""Answers are found in solutions, and are the same exactly where the module's rules say so."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""What measurements see inside a model is what the model computes."""
+"""Measurements inside a model see the values that the model computes."""
 
 import functools
 

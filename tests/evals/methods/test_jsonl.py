@@ -1,4 +1,4 @@
-"""Every mistake in a file of records is reported in one line with its place."""
+"""Every error in a file of records is reported in one line with its place."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""lm-eval gets from the adapter what the model itself gives: the same likelihoods and the same greedy texts."""
+"""The adapter gives lm-eval the model's own likelihoods and greedy texts."""
 
 import dataclasses
 
@@ -60,7 +60,7 @@ def test_loglikelihoods(model, log_softmax):
 
 @pytest.fixture
 def pairs(monkeypatch):
-  """What is scored, instead of scoring it."""
+  """Collects the pairs to score instead of scoring them."""
   pairs = []
   monkeypatch.setattr(adapter, "score", lambda model, params, asked, **_: pairs.extend(asked) or [Score(0.0, True)] * len(asked))
   return pairs

@@ -1,4 +1,4 @@
-"""Prompts with needles: where they stand, and that lengths are exact."""
+"""Prompts with needles have the needles in their places and exact lengths."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Log-likelihoods equal a softmax over all logits, whatever the batch, the length and the padding."""
+"""Log-likelihoods equal a softmax over all logits for any batch, length and padding."""
 
 import jax
 import jax.numpy as jnp

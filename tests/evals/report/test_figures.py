@@ -1,4 +1,4 @@
-"""Intervals: they cover what they should, and pairing makes differences sharp."""
+"""Intervals cover the truth as often as they should, and pairing makes those of differences narrow."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The report's page, read as HTML and opened in a browser: it shows what it should, and asks nobody for anything."""
+"""The report's page, read as HTML and opened in a browser, shows all its parts and sends no request."""
 
 import html.parser
 import json
@@ -61,7 +61,7 @@ def save_a_plot(path):
 
 
 class Reader(html.parser.HTMLParser):
-  """Notes tags, and every attribute that could fetch something."""
+  """Records tags, ids and every attribute that could cause a request."""
 
   def __init__(self):
     super().__init__()
