@@ -1,12 +1,12 @@
-"""Converts a model between diffjax's workdirs and other people's layouts.
+"""Converts a model between diffjax's workdirs and other layouts.
 
     python -m diffjax.convert --from=diffjax:runs/tiny --to=diffllama:exported          then transformers loads it
     python -m diffjax.convert --from=diffllama:downloaded --to=diffjax:runs/diffllama
-    python -m diffjax.convert --from=llama:downloaded --to=diffjax:runs/v2              DIFF V2 of the same function, to be trained on
+    python -m diffjax.convert --from=llama:downloaded --to=diffjax:runs/v2              DIFF V2 of the same function, for training
 
-Layouts, each described in diffjax/interop/: diffjax, a workdir, of which the newest checkpoint is taken; diffllama, Hugging Face's; unilm,
+The layouts are described in diffjax/interop/: diffjax, a workdir, of which the newest checkpoint is read; diffllama, Hugging Face's; unilm,
 the authors' layers, V1 and V2; llama, Hugging Face's, which is only read. All but workdirs are directories with config.json, safetensors
-files and a tokenizer.json, which has the same ids whatever the tokenizer was. What a layout cannot hold is refused.
+files and a tokenizer.json with the same ids as the model's tokenizer. A model that a layout cannot hold is an error.
 """
 
 import dataclasses
@@ -20,21 +20,21 @@ from diffjax.config import Config, UserError
 from diffjax.training import manifest
 
 _MODULES = {"diffjax": "workdir", "diffllama": "diffllama", "unilm": "unilm", "llama": "llama"}
-_OF_THE_RUN = ("dtype", "attention_implementation", "remat")  # of the model's fields
+_OF_THE_RUN = ("dtype", "attention_implementation", "remat")  # fields of the model that each run chooses
 _FROM = flags.DEFINE_string("from", None, f"LAYOUT:PATH of the model; a layout is one of {', '.join(_MODULES)}.")
-_TO = flags.DEFINE_string("to", None, "LAYOUT:PATH to write it to: a directory that is not there, or empty.")
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "What tensors are written in; a workdir's are always float32.")
+_TO = flags.DEFINE_string("to", None, "LAYOUT:PATH to write it to: a directory that does not exist or is empty.")
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of the written tensors; a workdir's are always float32.")
 
 
 def main() -> None:
-  """Reads the one and writes the other."""
+  """Reads the model of --from and writes it to --to."""
   (source, source_path), (target, target_path) = _parse("from", _FROM.value), _parse("to", _TO.value)
   if target == "llama":
     raise app.UsageError("--to=llama: that layout is only read: it has no DIFF attention")
   if target == "diffjax" and _DTYPE.value != "float32":
     raise app.UsageError(f"--dtype={_DTYPE.value}: a workdir's parameters are always float32")
   _check_empty(target_path)
-  os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed, and an accelerator may be in use
+  os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed, and another process may use the accelerator
   model = _module(source).read(source_path)
   if target == "diffjax":
     start = _flags(_module(target).write(target_path, model))
@@ -45,7 +45,7 @@ def main() -> None:
   print(
     f"{target_path}: {config.attention}, {config.num_layers} layers of width {config.embed_dim}, vocabulary {config.vocab_size}"
     + f" (its tokenizer has {tokens})" * (tokens != config.vocab_size)
-    + f"\nto train on from it: --config.train.init_from={target_path} {start}" * bool(start)
+    + f"\nto continue training from it: --config.train.init_from={target_path} {start}" * bool(start)
   )
 
 
@@ -55,7 +55,7 @@ def _parse(flag: str, value: str | None) -> tuple[str, str]:
     got = f"; got {value!r}" if value else ""
     raise app.UsageError(f"pass --{flag}=LAYOUT:PATH, LAYOUT one of {', '.join(_MODULES)}{got}")
   if "://" in path and layout != "diffjax":
-    raise app.UsageError(f"--{flag}={value}: safetensors files are on local disks; copy them, only workdirs may be gs://")
+    raise app.UsageError(f"--{flag}={value}: only workdirs may be gs://; copy the files to a local disk")
   return layout, os.path.expanduser(path)
 
 
@@ -66,7 +66,7 @@ def _check_empty(path: str) -> None:
   except OSError as error:
     raise UserError(f"--to: cannot look at {path}: {error.strerror or error}") from error
   if not free:
-    raise UserError(f"--to: {path} is there already and no empty directory; name another one, or delete it")
+    raise UserError(f"--to: {path} exists and is not an empty directory; choose another one, or delete it")
 
 
 def _module(layout: str):
@@ -74,7 +74,7 @@ def _module(layout: str):
 
 
 def _flags(config: Config) -> str:
-  """What diffjax.train needs, beside a config file and a workdir, to start from a workdir that was written here."""
+  """The flags of diffjax.train, beside a config file and a workdir, to start from a workdir that was written here."""
   model = {name: value for name, value in dataclasses.asdict(config.model).items() if name not in _OF_THE_RUN and value is not None}
   return " ".join(
     [f"--config.data.tokenizer={config.data.tokenizer}", *(f"--config.model.{name}={value}" for name, value in model.items())]

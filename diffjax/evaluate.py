@@ -4,9 +4,9 @@
     python -m diffjax.evaluate --suite=validation,needle --workdir=runs/diff --against=runs/transformer --set.validation.rows=100
     python -m diffjax.evaluate --suite=harness --tasks=arc_easy,hellaswag --workdir=runs/diff
 
-Each suite writes OUT/SUITE.json (OUT is WORKDIR/evals unless said otherwise), a plot SUITE.png where there is one to draw, and a table on
-the terminal; `report` makes OUT/report.html of all that is there. Every figure has a 95% interval; with --against both models are measured
-on the same samples, those of --workdir's data, and the difference is paired. What a suite can be told is in the Settings of its file in
+Each suite writes OUT/SUITE.json (OUT is WORKDIR/evals by default), a plot OUT/SUITE.png if it has one, and a table on the terminal.
+`report` makes OUT/report.html of all results in OUT. Every figure has a 95% interval. With --against both models are measured on the same
+samples, those of --workdir's data, and the difference is paired. The flags --set.SUITE.FIELD set the Settings of a suite's file in
 diffjax/evals/.
 """
 
@@ -25,35 +25,35 @@ from diffjax import command
 from diffjax.config import UserError
 from diffjax.evals import SUITES
 
-# The page of what was measured, and of how the models were trained and where they look; made after the measurements.
+# The page of training, attention maps and measurements. It is made after the measurements.
 REPORT = "report"
-_MODULES = {**SUITES, REPORT: "diffjax.evals.report"}
+_MODULES = {**SUITES, REPORT: "diffjax.evals.report.page"}
 
-_SUITE = flags.DEFINE_list("suite", [], f"What to measure, with commas between: {', '.join(_MODULES)}.")
+_SUITE = flags.DEFINE_list("suite", [], f"Suites, with commas between: {', '.join(_MODULES)}.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory; local or gs://.")
-_STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest complete one by default.", lower_bound=0)
-_AGAINST = flags.DEFINE_string("against", None, "Another run's directory, to compare with.")
-_AGAINST_STEP = flags.DEFINE_integer("against_step", None, "Which of its checkpoints.", lower_bound=0)
-_TASKS = flags.DEFINE_list("tasks", [], "The harness's tasks, with commas between: short for --set.harness.tasks.")
+_STEP = flags.DEFINE_integer("step", None, "Step of the checkpoint; the newest complete one by default.", lower_bound=0)
+_AGAINST = flags.DEFINE_string("against", None, "Directory of another run to compare with.")
+_AGAINST_STEP = flags.DEFINE_integer("against_step", None, "Step of the other run's checkpoint.", lower_bound=0)
+_TASKS = flags.DEFINE_list("tasks", [], "Tasks of the harness, with commas between: short for --set.harness.tasks.")
 _OUT = flags.DEFINE_string("out", None, "Directory of the results; WORKDIR/evals by default.")
 
 
 def suite(name: str) -> types.ModuleType:
-  """The module of a suite: `Settings`, `evaluate(trained, settings)` and perhaps `plot(results, path)`; or that of the report."""
+  """The module of a suite or of the report."""
   return importlib.import_module(_MODULES[name])
 
 
 def main(settings: Any) -> None:
-  """Measures what the flags say.
+  """Runs the suites of the flags.
 
   Args:
-    settings: a dataclass with the Settings of the suites that the command line sets something of.
+    settings: A dataclass with the Settings of each suite, or an empty one for the defaults.
   """
   names = _check_flags()
-  import rich.console  # after the flags, like all that takes time to import
+  import rich.console  # these imports take time, so they come after the check of the flags
   from etils import epath
 
-  from diffjax.evals import figures, results
+  from diffjax.evals.report import figures, results
   from diffjax.training import runtime
 
   runtime.keep_compiled_programs()
@@ -101,19 +101,19 @@ def _check_flags() -> list[str]:
     if name not in _MODULES:
       raise app.UsageError(f"--suite={name}: there is no such suite; there are {', '.join(_MODULES)}")
   if _TASKS.value and "harness" not in names:
-    raise app.UsageError("--tasks are those of --suite=harness; pass that too")
+    raise app.UsageError("--tasks is for --suite=harness; pass that too")
   if not _WORKDIR.value:
     raise app.UsageError("pass --workdir=DIR: the directory of a run")
   if _AGAINST_STEP.value is not None and not _AGAINST.value:
-    raise app.UsageError("--against_step is a checkpoint of --against=DIR; pass that too")
+    raise app.UsageError("--against_step is for --against=DIR; pass that too")
   return names
 
 
 def _load() -> list[_Model]:
-  """The model, and the one it is compared with, which is measured on the same data.
+  """The model, and the one to compare with, which is measured on the same data.
 
   Raises:
-    UserError: if a checkpoint cannot be loaded, or the two do not share a tokenizer.
+    UserError: if a checkpoint cannot be loaded, or the two have different tokenizers.
   """
   import jax
 
@@ -150,7 +150,7 @@ def _load() -> list[_Model]:
 
 
 def _settings() -> Any:
-  """The Settings of every suite as one dataclass, if the command line sets anything; what it does not is left to the suites."""
+  """A dataclass with the Settings of every suite if the command line sets any; else an empty one, so that no suite is imported."""
   if not any(argument.lstrip("-").startswith("set.") for argument in sys.argv[1:]):
     return dataclasses.make_dataclass("Settings", [])()
   fields: list[Any] = [(name, suite(name).Settings, suite(name).Settings()) for name in _MODULES]

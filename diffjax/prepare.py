@@ -3,8 +3,8 @@
     python -m diffjax.prepare --config=configs/diff_1b.py [--config.data.source=…] [--workers=N]
     python -m diffjax.prepare --config=configs/diff_1b.py --train_tokenizer=OUT_DIR --vocab_size=32768
 
-Rows go to config.data.prepared_dir, or to the user's cache. Stopped, the same command goes on where it was. A run of one process prepares
-what is missing by itself; large datasets and runs of several processes want this command first.
+Rows are written to config.data.prepared_dir, or to the user's cache. If the command is stopped, the same command continues. A training run
+of one process prepares missing rows by itself. Runs of several processes need this command first; for large datasets it is faster.
 """
 
 from absl import flags
@@ -15,16 +15,16 @@ from diffjax.data import prepared, sources, tokenizer_training
 from diffjax.progress import say
 
 _WORKERS = flags.DEFINE_integer(
-  "workers", 0, "Processes that tokenise and write; 0 for one a CPU. The rows are the same for any number.", lower_bound=0
+  "workers", 0, "Number of processes that tokenise and write; 0 for one a CPU. The rows are the same for any number.", lower_bound=0
 )
 _TRAIN_TOKENIZER = flags.DEFINE_string(
   "train_tokenizer", "", "Directory to write a BPE tokenizer to, trained on the source's training documents, instead of preparing rows."
 )
-_VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 32768, "Tokens of the tokenizer to train, the separator included.")
+_VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 32768, "Number of tokens of the tokenizer to train, the separator included.")
 
 
 def main(config: Config) -> None:
-  """Prepares rows, or trains a tokenizer, as the flags say."""
+  """Prepares rows, or trains a tokenizer."""
   if not _TRAIN_TOKENIZER.value:
     prepared.prepare(config.data, _WORKERS.value)
     return
@@ -36,7 +36,7 @@ def main(config: Config) -> None:
 
 
 def _training_documents(config: DataConfig):
-  """Texts of the training split, component after component."""
+  """The texts of the training split, one source after the other."""
   for component in sources.parse_mixture(config.source):
     source = sources.documents(component.spec, "train", config)
     for part in source.parts:

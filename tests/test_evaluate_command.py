@@ -1,4 +1,4 @@
-"""python -m diffjax.evaluate as typed: results of a trained pair, and one clear line for what cannot be done."""
+"""python -m diffjax.evaluate, as a user runs it: results of a trained pair, and errors of one line."""
 
 import dataclasses
 import functools
@@ -13,7 +13,8 @@ import pytest
 
 from diffjax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TrainConfig
 from diffjax.data.tokenizer_training import train_tokenizer
-from diffjax.evals import SUITES, figures, harness
+from diffjax.evals import SUITES, harness
+from diffjax.evals.report import figures
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training import loop
 from diffjax.training.checkpoint import Checkpoints
@@ -61,7 +62,7 @@ def save(workdir, config):
 
 @pytest.fixture(autouse=True)
 def few_tasks(monkeypatch):
-  """Of lm-eval's, piqa: to read all of them takes seconds."""
+  """Restricts lm-eval to piqa, since reading all tasks takes seconds."""
 
   @functools.cache
   def manager():
@@ -163,7 +164,7 @@ def test_the_harness_and_hallucination_of_a_pair(runs, tmp_path):
   assert {row["name"] for row in load(tmp_path / "out" / "hallucination.json")["figures"]} == {"ROUGE-L", "empty outputs"}
   assert len(list((tmp_path / "judged").glob("*/judge_prompts.jsonl"))) == 2
   result = run("--suite=harness", f"--workdir={runs / 'diff'}", "--tasks=piqaa", f"--out={tmp_path / 'out'}")
-  assert result.returncode == 1 and "error: set.harness.tasks: lm-eval has no task 'piqaa'; near it are piqa" in result.stderr
+  assert result.returncode == 1 and "error: set.harness.tasks: lm-eval has no task 'piqaa'; similar ones are piqa" in result.stderr
 
 
 def test_another_vocabulary_is_refused_before_anything_runs(runs, tmp_path):
@@ -182,9 +183,9 @@ def test_another_vocabulary_is_refused_before_anything_runs(runs, tmp_path):
     ([], 2, f"error: pass --suite=NAME[,NAME]: there are {', '.join([*SUITES, 'report'])}"),
     (["--suite=validation,books"], 2, f"error: --suite=books: there is no such suite; there are {', '.join([*SUITES, 'report'])}"),
     (["--suite=validation"], 2, "error: pass --workdir=DIR"),
-    (["--suite=validation", "--tasks=piqa"], 2, "error: --tasks are those of --suite=harness"),
+    (["--suite=validation", "--tasks=piqa"], 2, "error: --tasks is for --suite=harness"),
     (["--suite=harness", "--tasks=piqua", "--workdir={diff}"], 1, "error: "),
-    (["--suite=validation", "--workdir={diff}", "--against_step=3"], 2, "error: --against_step is a checkpoint of --against=DIR"),
+    (["--suite=validation", "--workdir={diff}", "--against_step=3"], 2, "error: --against_step is for --against=DIR"),
     (["--suite=validation", "--workdir={diff}", "--step=x"], 2, "error: flag --step=x"),
     (["--suite=validation", "--workdir={diff}", "--steps=1"], 2, "error: Unknown command line flag 'steps'"),
     (["--suite=validation", "--workdir={diff}", "extra"], 2, "error: unexpected argument 'extra'"),
@@ -201,7 +202,7 @@ def test_another_vocabulary_is_refused_before_anything_runs(runs, tmp_path):
     (["--suite=attention", "--workdir={diff}", "--set.attention.length=513"], 1, "takes 1 to 512 tokens (config.model.max_length)"),
     (["--suite=needle", "--workdir={diff}", "--set.needle.lengths=513"], 1, "at most 512 tokens"),
     (["--suite=needle", "--workdir={diff}", "--set.needle.pairs=1/2"], 1, "2 of 1 needles cannot be asked for"),
-    (["--suite=needle", "--tasks=piqa"], 2, "error: --tasks are those of --suite=harness"),
+    (["--suite=needle", "--tasks=piqa"], 2, "error: --tasks is for --suite=harness"),
     (["--suite=many_shot", "--workdir={diff}", "--set.many_shot.datasets=trec"], 1, "'trec' is not 'synthetic'; set.many_shot.data_dir"),
     (["--suite=many_shot", "--workdir={diff}", "--set.many_shot.max_tokens=513"], 1, "the model takes at most 512"),
   ],

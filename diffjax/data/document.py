@@ -1,4 +1,4 @@
-"""A document, the source that it comes from, and how its fields are found in a record."""
+"""Documents, sources of documents, and the fields of records."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from diffjax.config import DataConfig
-from diffjax.data import stdlib_corpus
 
 
 class Document(NamedTuple):
   """A document.
 
   Attributes:
-    text: Its text; with a prompt, the answer.
-    replaced: Whether some of it was not UTF-8 and has been replaced.
-    prompt: All that stands before the answer and is not learnt; None for plain text.
+    text: Its text. With a prompt, the answer.
+    replaced: Whether bytes that are not UTF-8 were replaced.
+    prompt: The text before the answer, which is not learnt. None for plain text.
   """
 
   text: str
@@ -27,11 +26,11 @@ class Document(NamedTuple):
 
 
 class Source(abc.ABC):
-  """Documents, in parts.
+  """The documents of one split of a source, in parts.
 
   Attributes:
-    parts: Tuples that ``read`` understands; any process may read any part.
-    identity: What the documents are (JSON-able): names, sizes, times, versions. Changes when they do.
+    parts: Tuples for ``read``. Any process may read any part.
+    identity: Names, sizes, times and versions of the documents' files (JSON-able). Changes when they do.
   """
 
   parts: list[tuple]
@@ -39,46 +38,56 @@ class Source(abc.ABC):
 
   def __init__(self, spec: str, split: str, config: DataConfig):
     self.spec = spec
-    # Where the text and, with prompts, the prompt stand in a record, and what the config calls them
+    # Paths of the text and, with prompts, of the prompt in a record, by their fields of the config
     self._fields = {"text_field": config.text_field}
     if config.prompt_field:
       self._fields["prompt_field"] = config.prompt_field
     self._template = config.prompt_template
     self._split = split
-    # None: no part of the documents is held out
-    self._held_out = None if config.validation_source else config.validation_fraction
+    # Share of the documents that are for validation; None if the source is not divided
+    self._validation_fraction = None if config.validation_source else config.validation_fraction
 
   def read(self, part: tuple) -> Iterator[Document]:
-    """Yields the part's documents, in order; empty ones are skipped.
+    """Yields the part's documents of the split, in order, without empty ones.
 
     Raises:
-      UserError: naming file and place, for what cannot be read.
+      UserError: if a document cannot be read. Names its file and place.
     """
     for document in self._read(part):
-      # Held out by the prompt where there is one, so that two answers to one question never lie on both sides
-      if document.text and self._keeps(document.text if document.prompt is None else document.prompt):
+      # The prompt decides the split where there is one, so that all answers to a question are in the same split
+      if document.text and self._is_in_split(document.text if document.prompt is None else document.prompt):
         yield document
 
   def _document(self, text: bytes | str | None, prompt: bytes | str | None = None) -> Document:
-    """A document of a record's fields, in the order of self._fields."""
+    """The document of a record, from its fields in the order of self._fields."""
     answer, replaced = decode(text)
     if len(self._fields) == 1:
       return Document(answer, replaced)
     asked, prompt_replaced = decode(prompt)
     return Document(answer, replaced or prompt_replaced, self._template.replace("{prompt}", asked))
 
-  def _keeps(self, text: str) -> bool:
-    if self._held_out is None:
+  def _is_in_split(self, text: str) -> bool:
+    if self._validation_fraction is None:
       return True
-    return stdlib_corpus.held_out(hashlib.sha256(text.encode("utf-8")).digest(), self._held_out) == (self._split == "validation")
+    return is_validation(hashlib.sha256(text.encode("utf-8")).digest(), self._validation_fraction) == (self._split == "validation")
 
   @abc.abstractmethod
   def _read(self, part: tuple) -> Iterator[Document]:
-    """Every document of the part, empty and held-out ones too."""
+    """Yields all documents of the part, of both splits and empty ones too."""
+
+
+def is_validation(digest: bytes, fraction: float) -> bool:
+  """True if a document with this sha256 is for validation. Equal documents are in the same split.
+
+  Args:
+    digest: 32 bytes.
+    fraction: Share of all documents that are for validation, 0 to 1.
+  """
+  return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
 def decode(raw: bytes | str | None) -> tuple[str, bool]:
-  """Text that can be written as UTF-8, whatever was stored, and whether some of it had to be replaced."""
+  """Text that can be written as UTF-8, and whether some of it had to be replaced. None is an empty text."""
   if raw is None:
     return "", False
   try:
@@ -92,12 +101,15 @@ def decode(raw: bytes | str | None) -> tuple[str, bool]:
 
 
 def reason(error: Exception) -> str:
-  """What a library's exception says, in one line."""
+  """The message of a library's exception, in one line."""
   return " ".join(str(error).split()) or type(error).__name__
 
 
 def lookup(record: Any, path: str) -> Any:
-  """What stands in a record at the names and list indices of a path, "a.0.b", or under that very name; ... where nothing does."""
+  """The value in a record at a path of names and list indices, such as "a.0.b"; Ellipsis if there is none.
+
+  A name of the record that equals the whole path comes first.
+  """
   if isinstance(record, dict) and path in record:
     return record[path]
   for name in path.split("."):
@@ -111,5 +123,5 @@ def lookup(record: Any, path: str) -> Any:
 
 
 def is_text(field: str, value: Any) -> bool:
-  """A record without text is skipped; one without a prompt is a mistake."""
+  """True if a field has a value that can be read. A record may lack its text, which skips it, but not its prompt."""
   return isinstance(value, bytes | str) or (value is None and field == "text_field")

@@ -1,300 +1,189 @@
-"""Documents to rows of tokens, and rows to batches.
+"""Packing: documents become examples of tokens, and examples share rows.
 
-A document becomes ``[separator] + tokens + [separator]``. A row holds T + 1 tokens: the model reads the first T and predicts the last T.
+A row holds T + 1 tokens: the model reads the first T and predicts the last T. A document becomes an example,
+``[separator] + prompt + text + [separator]``. Targets in its prompt, the first separator included, have weight 0. Plain text is an example
+whose prompt has length 0.
 
-* "documents": whole documents share a row, each a segment with positions that restart. A document longer than a row is cut into pieces,
-  each a segment of its own; nothing is dropped or repeated.
-* "concat": all tokens in one line, cut every T + 1; a row is one segment. Only the last row of a shard may be padded.
+* "documents": whole examples share a row. Each is a segment with positions that restart. An example longer than a row is cut into pieces,
+  each a segment of its own.
+* "concat" (plain text only): all tokens in one sequence, cut every T + 1. A row is one segment. Only the last row of a shard may be padded.
 
-With prompts, a document is an example, ``[separator] + prompt + answer + [separator]``, of which the answer and the last separator are
-learnt: targets before them have weight 0. Prompt and answer become tokens apart, since a prompt alone is what the model is given later.
-Around the prompt stands config.data.prompt_template; its default, "Question: …", a line break, "Answer:" and a line break, is the form
-in which models are commonly asked for mathematics, and ends where tokenizers cut anyway, so that the answer stands as it was written.
-Examples are packed as "documents" are, with two differences: one whose prompt fills a row is left out, since no target would see it whole,
-and so is a piece without a target. The later pieces of an answer that is longer than a row do not see its prompt.
+Nothing of plain text is dropped or repeated. With prompts, an example is left out if its prompt fills a row, since no target would see the
+whole prompt; and the last piece of an example is left out if it is a single token, since it has no target. The later pieces of an answer
+that is longer than a row do not see its prompt.
+
+Prompt and answer are tokenised apart, because the model is later given a prompt alone. config.data.prompt_template stands around the
+prompt. Its default, "Question: …", a line break, "Answer:" and a line break, is a common form for mathematics and ends where tokenizers
+split anyway, so that the tokens of the answer are those of its text.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import grain
 import numpy as np
-from jaxtyping import Int, Shaped
+from jaxtyping import Int
 
 from diffjax.config import DataConfig, UserError
 from diffjax.data.document import Document
-from diffjax.data.tokenizer import Tokenizer, load_tokenizer
+from diffjax.data.row import Row
+from diffjax.data.tokenizer import load_once
 from diffjax.progress import say
 
 
-class Row(NamedTuple):
-  """A packed row without its padding.
+class Example(NamedTuple):
+  """The tokens of a document.
 
   Attributes:
-    tokens: Ids, at most T + 1.
-    segment_lengths: Tokens of each segment; sums to len(tokens).
-    prompt_lengths: How many of each segment's tokens, the first ones, are not learnt; None for plain text.
+    tokens: Ids, separators included.
+    prompt_length: Number of tokens at the start that are not learnt; 0 for plain text.
   """
-
-  tokens: Int[np.ndarray, "n"]
-  segment_lengths: Int[np.ndarray, "m"]
-  prompt_lengths: Int[np.ndarray, "m"] | None = None
-
-
-class Example(NamedTuple):
-  """The tokens of a prompt and its answer, separators included, and how many of them, the first ones, are not learnt."""
 
   tokens: Int[np.ndarray, "n"]
   prompt_length: int
 
 
-class ExampleCounts:
-  """How examples fit the rows.
-
-  Attributes:
-    skipped: Examples left out, because their prompts fill a row.
-    cut: Examples whose answers go on in pieces that do not see their prompts.
-  """
-
-  # Examples in a row to leave out before giving in: a source of nothing else, repeated for ever, would be read for ever.
-  _PATIENCE = 10_000
-
-  def __init__(self, length: int, aloud: bool = False):
-    """Where examples are read for ever, and counts come to no end, `aloud` says so of the first one that is left out."""
-    self.skipped = self.cut = self._in_a_row = 0
-    self._length, self._aloud = length, aloud
-
-  def skip(self, prompt_length: int) -> None:
-    self.skipped += 1
-    self._in_a_row += 1
-    message = f"a prompt of {prompt_length:,} tokens fills a row (config.data.length = {self._length}), which leaves nothing to learn"
-    if self._in_a_row > self._PATIENCE:
-      raise UserError(f"config.data.source: {message}, and so do the {self._PATIENCE:,} before it; raise config.data.length")
-    if self._aloud and self.skipped == 1:
-      say(f"{message}: such examples are left out")
-
-  def take(self, is_cut: bool) -> None:
-    self.cut += is_cut
-    self._in_a_row = 0
-
-
-Batch = dict[str, Shaped[np.ndarray, "b T"]]
-
-
-def pack(documents: grain.IterDataset, length: int, packing: str) -> grain.IterDataset:
-  """Packs documents into rows.
-
-  Args:
-    documents: Dataset of int32 arrays: the tokens of one document, separators included.
-    length: T.
-    packing: "documents" or "concat".
-
-  Returns:
-    Dataset of Row. An iterator's state says exactly which rows it has given.
-  """
-  if packing == "concat":
-    elements = documents.map(_as_element)
-    packed = grain.experimental.ConcatThenSplitIterDataset(elements, length_struct={"tokens": length + 1})
-    return packed.map(_concatenated_row)
-  return _best_fit(grain.experimental.FlatMapIterDataset(documents, _Pieces(length + 1)), ("tokens",), length).map(_packed_row)
-
-
-def pack_examples(examples: grain.IterDataset[Example], length: int, counts: ExampleCounts) -> grain.IterDataset[Row]:
-  """Packs prompts and answers into rows, each with a target that belongs to an answer.
-
-  Args:
-    examples: Dataset of Example.
-    length: T.
-    counts: What does not fit is counted there.
-
-  Returns:
-    Dataset of Row with prompt_lengths.
-
-  Raises:
-    UserError: while iterating, if thousands of examples after one another do not fit a row.
-  """
-  pieces = grain.experimental.FlatMapIterDataset(examples, _ExamplePieces(length + 1, counts))
-  return _best_fit(pieces, ("tokens", "is_prompt"), length).map(_packed_examples)
-
-
-def _best_fit(pieces: grain.IterDataset, features: Sequence[str], length: int) -> grain.IterDataset:
-  # Rows are given out together once a piece fits none of them: more rows leave less padding, and cost memory
-  bins = min(128, max(8, (1 << 18) // (length + 1)))
-  return grain.experimental.BestFitPackIterDataset(
-    pieces, length_struct=dict.fromkeys(features, length + 1), num_packing_bins=bins, shuffle_bins=False
-  )
-
-
-def _as_element(tokens: Int[np.ndarray, "n"]) -> dict[str, Int[np.ndarray, "n"]]:
-  return {"tokens": tokens}
-
-
-class _Pieces(grain.experimental.FlatMapTransform):
-  """Cuts a document into pieces that fit a row."""
-
-  max_fan_out = 1 << 30
-
-  def __init__(self, size: int):
-    self._size = size
-
-  def flat_map(self, tokens: Int[np.ndarray, "n"]) -> list[dict[str, Int[np.ndarray, "p"]]]:
-    return [{"tokens": tokens[start : start + self._size]} for start in range(0, len(tokens), self._size)]
-
-
-class _ExamplePieces(grain.experimental.FlatMapTransform):
-  """Cuts an example into pieces that fit a row and hold something to learn."""
-
-  max_fan_out = 1 << 30
-
-  def __init__(self, size: int, counts: ExampleCounts):
-    self._size, self._counts = size, counts
-
-  def flat_map(self, example: Example) -> list[dict[str, Shaped[np.ndarray, "p"]]]:
-    if example.prompt_length >= self._size:
-      self._counts.skip(example.prompt_length)
-      return []
-    is_prompt = np.arange(len(example.tokens)) < example.prompt_length
-    starts = range(0, len(example.tokens) - 1, self._size)  # a piece of one token has no target
-    self._counts.take(len(starts) > 1)
-    return [{"tokens": example.tokens[start : start + self._size], "is_prompt": is_prompt[start : start + self._size]} for start in starts]
-
-
-def _packed_row(element: dict[str, Any]) -> Row:
-  lengths = np.bincount(element["tokens_segment_ids"], minlength=1)[1:].astype(np.int32)
-  return Row(element["tokens"][: lengths.sum()], lengths)
-
-
-def _packed_examples(element: dict[str, Any]) -> Row:
-  row = _packed_row(element)
-  prompts = np.bincount(element["tokens_segment_ids"], element["is_prompt"], minlength=1)[1:]
-  return row._replace(prompt_lengths=prompts.astype(np.int32))
-
-
-def _concatenated_row(element: dict[str, Any]) -> Row:
-  count = np.count_nonzero(element["tokens_segment_ids"])
-  return Row(element["tokens"][:count], np.array([count], np.int32))
-
-
-def make_batch(rows: Sequence[Row], length: int) -> Batch:
-  """Arrays of a batch.
-
-  Args:
-    rows: b rows; one without tokens is all padding.
-    length: T.
-
-  Returns:
-    "tokens", "targets", "segment_ids" (from 1 in each row; 0 is padding) and "positions" (from 0 in each segment), int32[b, T]; "weights",
-    float32[b, T]: 1 where the target belongs to the input's segment and is learnt.
-  """
-  shape = len(rows), length + 1
-  tokens, segments, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-  column = np.arange(length + 1, dtype=np.int32)
-  learnt = np.ones(shape, bool)
-  for index, (row, lengths, prompts) in enumerate(rows):
-    count = len(row)
-    tokens[index, :count] = row
-    if len(lengths) == 1:
-      segments[index, :count] = 1
-      positions[index, :count] = column[:count]
-    elif count:
-      segments[index, :count] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-      positions[index, :count] = column[:count] - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    if prompts is not None:
-      learnt[index, :count] = positions[index, :count] >= np.repeat(prompts, lengths)
-  weights = (segments[:, 1:] == segments[:, :-1]) & (segments[:, :-1] > 0) & learnt[:, 1:]
-  return {
-    "tokens": np.ascontiguousarray(tokens[:, :-1]),
-    "targets": np.ascontiguousarray(tokens[:, 1:]),
-    "segment_ids": np.ascontiguousarray(segments[:, :-1]),
-    "positions": np.ascontiguousarray(positions[:, :-1]),
-    "weights": weights.astype(np.float32),
-  }
-
-
-def encode_row(row: Row, vocab_size: int) -> bytes:
-  """A row as it is stored.
-
-  The number of segments and their lengths (int32), then the tokens (uint16, or uint32 for large vocabularies). With prompts, the number is
-  negative, and the prompts' lengths follow those of the segments.
-  """
-  count = len(row.segment_lengths)
-  numbers = [count, *row.segment_lengths] if row.prompt_lengths is None else [-count, *row.segment_lengths, *row.prompt_lengths]
-  header = np.array(numbers, "<i4")
-  return header.tobytes() + row.tokens.astype("<u2" if vocab_size <= 1 << 16 else "<u4").tobytes()
-
-
-def decode_row(record: bytes) -> Row:
-  """The inverse of encode_row. The lengths tell how wide a token is."""
-  number = int.from_bytes(record[:4], "little", signed=True)
-  segments = abs(number)
-  lengths = np.frombuffer(record, "<i4", segments, 4)
-  prompts = np.frombuffer(record, "<i4", segments, 4 * (segments + 1)) if number < 0 else None
-  start = 4 * (segments + 1) if prompts is None else 4 * (2 * segments + 1)
-  count = int(lengths.sum())
-  if len(record) - start not in (2 * count, 4 * count):
-    raise ValueError(f"{len(record)} bytes do not hold the {count} tokens that the record announces")
-  return Row(np.frombuffer(record, "<u2" if len(record) - start == 2 * count else "<u4", count, start), lengths, prompts)
-
-
-@functools.lru_cache(maxsize=4)
-def load_once(spec: str) -> Tokenizer:
-  """Loaded once a process, by name, so that worker processes need not be sent whole vocabularies."""
-  return load_tokenizer(spec)
-
-
 class Tokenize:
-  """Document to its tokens, separators included."""
-
-  def __init__(self, tokenizer: str):
-    self._spec = tokenizer
-
-  def __call__(self, document: Document) -> Int[np.ndarray, "n"]:
-    tokenizer = load_once(self._spec)
-    ids = tokenizer.encode(document.text)
-    tokens = np.empty(len(ids) + 2, np.int32)
-    tokens[0] = tokens[-1] = tokenizer.separator
-    tokens[1:-1] = ids
-    return tokens
-
-
-class TokenizeExample:
-  """Document with a prompt to its tokens."""
+  """Turns a document into an Example."""
 
   def __init__(self, tokenizer: str):
     self._spec = tokenizer
 
   def __call__(self, document: Document) -> Example:
     tokenizer = load_once(self._spec)
-    assert document.prompt is not None
-    prompt, answer = tokenizer.encode(document.prompt), tokenizer.encode(document.text)
-    tokens = np.concatenate([[tokenizer.separator], prompt, answer, [tokenizer.separator]])
-    return Example(tokens.astype(np.int32), 1 + len(prompt))
+    prompt = [] if document.prompt is None else tokenizer.encode(document.prompt)
+    text = tokenizer.encode(document.text)
+    tokens = np.empty(len(prompt) + len(text) + 2, np.int32)
+    tokens[0] = tokens[-1] = tokenizer.separator
+    tokens[1 : len(prompt) + 1] = prompt
+    tokens[len(prompt) + 1 : -1] = text
+    return Example(tokens, 0 if document.prompt is None else len(prompt) + 1)
+
+
+class ExampleCounts:
+  """Counts of examples with prompts that do not fit a row.
+
+  Attributes:
+    skipped: Examples left out, because their prompts fill a row.
+    cut: Examples in several pieces, of which the later ones do not see the prompt.
+  """
+
+  # Skipped examples in a row before an error: a source of nothing else, repeated for ever, would be read for ever.
+  _PATIENCE = 10_000
+
+  def __init__(self, length: int, report_first: bool = False):
+    """report_first: report the first skipped example (a stream has no final count)."""
+    self.skipped = self.cut = self._in_a_row = 0
+    self._length, self._report_first = length, report_first
+
+  def skip(self, prompt_length: int) -> None:
+    """Counts an example that is left out.
+
+    Raises:
+      UserError: if thousands were left out one after the other.
+    """
+    self.skipped += 1
+    self._in_a_row += 1
+    message = f"a prompt of {prompt_length:,} tokens fills a row (config.data.length = {self._length}), which leaves nothing to learn"
+    if self._in_a_row > self._PATIENCE:
+      raise UserError(f"config.data.source: {message}, and so do the {self._PATIENCE:,} before it; raise config.data.length")
+    if self._report_first and self.skipped == 1:
+      say(f"{message}: such examples are left out")
+
+  def take(self, is_cut: bool) -> None:
+    """Counts an example that is packed."""
+    self.cut += is_cut
+    self._in_a_row = 0
+
+
+def pack(examples: grain.IterDataset[Example], length: int, packing: str, counts: ExampleCounts) -> grain.IterDataset[Row]:
+  """Packs examples into rows.
+
+  Args:
+    examples: Dataset of Example.
+    length: T.
+    packing: "documents" or, for plain text, "concat".
+    counts: Examples that do not fit are counted there.
+
+  Returns:
+    Dataset of Row. An iterator's state says exactly which rows it has given.
+
+  Raises:
+    UserError: while iterating, if thousands of examples after one another do not fit a row.
+  """
+  if packing == "concat":
+    elements = examples.map(_tokens)
+    packed = grain.experimental.ConcatThenSplitIterDataset(elements, length_struct={"tokens": length + 1})
+    return packed.map(_concatenated_row)
+  pieces = grain.experimental.FlatMapIterDataset(examples, _Pieces(length + 1, counts))
+  # The packer gives out its rows together, once a piece fits none of them. More rows leave less padding, and cost memory.
+  num_rows = min(128, max(8, (1 << 18) // (length + 1)))
+  packed = grain.experimental.BestFitPackIterDataset(
+    pieces, length_struct={"tokens": length + 1}, num_packing_bins=num_rows, shuffle_bins=False,
+    meta_features=("tokens", "segment_length", "prompt_length"),  # given out as they are, the last two in a list for each row
+  )  # fmt: skip
+  return packed.map(_packed_row)
+
+
+class _Pieces(grain.experimental.FlatMapTransform):
+  """Cuts an example into pieces that fit a row."""
+
+  max_fan_out = 1 << 30
+
+  def __init__(self, size: int, counts: ExampleCounts):
+    self._size, self._counts = size, counts
+
+  def flat_map(self, example: Example) -> list[dict[str, Any]]:
+    tokens, prompt_length = example
+    if prompt_length >= self._size:
+      self._counts.skip(prompt_length)
+      return []
+    starts = range(0, len(tokens) - (prompt_length > 0), self._size)  # with a prompt, without a last piece of one token
+    self._counts.take(len(starts) > 1)
+    pieces = [tokens[start : start + self._size] for start in starts]
+    prompt_lengths = [prompt_length] + [0] * (len(pieces) - 1)
+    return [
+      {"tokens": piece, "segment_length": len(piece), "prompt_length": number} for piece, number in zip(pieces, prompt_lengths, strict=True)
+    ]
+
+
+def _packed_row(element: dict[str, Any]) -> Row:
+  lengths = np.array(element["segment_length"], np.int32)
+  return Row(element["tokens"][: lengths.sum()], lengths, np.array(element["prompt_length"], np.int32))
+
+
+def _tokens(example: Example) -> dict[str, Int[np.ndarray, "n"]]:
+  return {"tokens": example.tokens}
+
+
+def _concatenated_row(element: dict[str, Any]) -> Row:
+  count = np.count_nonzero(element["tokens_segment_ids"])
+  return Row(element["tokens"][:count], np.array([count], np.int32), np.zeros(1, np.int32))
 
 
 def make_rows(documents: grain.IterDataset[Document], config: DataConfig, counts: ExampleCounts) -> grain.IterDataset[Row]:
-  """Documents to rows, as the config says: tokenised and packed.
+  """Tokenises and packs documents as the config says.
 
   Args:
     documents: Dataset of Document, all with a prompt if config.prompt_field is set, else all without.
     config: The data fields.
-    counts: What does not fit a row is counted there.
+    counts: Examples that do not fit a row are counted there.
 
   Returns:
     Dataset of Row.
   """
-  if config.prompt_field:
-    return pack_examples(documents.map(TokenizeExample(config.tokenizer)), config.length, counts)
-  return pack(documents.map(Tokenize(config.tokenizer)), config.length, config.packing)
+  return pack(documents.map(Tokenize(config.tokenizer)), config.length, config.packing, counts)
 
 
 class Documents(grain.IterDataset):
-  """Reads the parts of a source. The iterator's state is the parts' state and the number of documents taken from the present part.
+  """Dataset of the documents of a source.
+
+  An iterator's state is that of its parts and the number of documents taken from the current part.
 
   Args:
-    parts: What `read` understands, once or for ever.
+    parts: Dataset of parts, once or for ever.
     read: Gives the documents of a part.
-    patience: Parts in a row that may hold no documents: a source without any, repeated for ever, would otherwise be read for ever.
+    patience: Parts in a row that may hold no documents. More are an error: an empty source, repeated for ever, would be read for ever.
     spec: The source, for messages.
   """
 

@@ -1,10 +1,10 @@
 """Batches for training and validation.
 
-Prepared: global batch n is rows n·B … n·B + B − 1 of a seeded shuffle that is repeated for ever and reshuffled every epoch; process p of P
-takes its p-th contiguous slice. So batches depend on seed and n alone, not on workers, processes or restarts; n is all there is to save.
+Prepared: global batch n is rows n·B … n·B + B − 1 of a seeded shuffle that is repeated for ever and reshuffled every epoch. Process p of P
+takes the p-th contiguous slice. So batches depend on the seed and n alone, not on workers, processes or restarts, and n is the whole state.
 
-Streamed: documents are read, tokenised and packed on the way, by Grain. Deterministic, and resumable with the same numbers of workers and
-processes; with others Grain would silently give other data, so that such a resume is refused.
+Streamed: Grain reads, tokenises and packs documents during training. This is deterministic, and resumable with the same numbers of workers
+and processes. With others Grain would silently give other data, so that such a resume is refused.
 """
 
 import abc
@@ -20,20 +20,19 @@ from absl import flags
 
 from diffjax.config import Config, DataConfig, UserError
 from diffjax.data import packing, prepared, sources
-from diffjax.data.packing import Batch, Row
 from diffjax.data.reader import Reader, start_worker
-from diffjax.data.tokenizer import Tokenizer
+from diffjax.data.row import EMPTY_ROW, Batch, Row, make_batch
+from diffjax.data.tokenizer import Tokenizer, load_once
 from diffjax.progress import say
 
-_EMPTY_ROW = packing.decode_row(b"\0\0\0\0")
 _PREFETCH = 4  # batches read ahead; more would only cost memory
 
 
 class TrainingBatches(abc.ABC):
-  """This process's rows of the global batches, for ever.
+  """This process's rows of the global batches, without end.
 
   Attributes:
-    interrupted: Asked while a batch is waited for: whether to call the wait off.
+    interrupted: Called while waiting for a batch; whether to end the wait.
   """
 
   def __init__(self, config: DataConfig):
@@ -49,8 +48,8 @@ class TrainingBatches(abc.ABC):
     """The next batch, arrays of [B / processes, T].
 
     Raises:
-      UserError: for damaged data, a worker that died, or no batch for config.data.timeout seconds.
-      Interrupted: if the wait was called off.
+      UserError: for damaged data, a worker that died, or no batch within config.data.timeout seconds.
+      Interrupted: if `interrupted` ended the wait.
     """
 
   def _read(self, iterator: grain.DatasetIterator, source: str) -> None:
@@ -58,14 +57,14 @@ class TrainingBatches(abc.ABC):
 
   @abc.abstractmethod
   def get_state(self) -> dict[str, Any]:
-    """What to save (JSON-able): describes exactly the batches handed out, whatever has been read ahead."""
+    """The state after the last batch that was handed out, whatever has been read ahead (JSON-able)."""
 
   @abc.abstractmethod
   def set_state(self, state: dict[str, Any]) -> None:
-    """Goes on from a saved state.
+    """Continues from a saved state.
 
     Raises:
-      UserError: if the state is of other data; names the fields that differ.
+      UserError: if the state is of other data. Names the fields that differ.
     """
 
   def close(self) -> None:
@@ -80,28 +79,28 @@ def training_batches(config: Config, *, process_index: int = 0, process_count: i
 
   Args:
     config: The run's config. Rows that are not prepared yet are prepared now, if this is the only process.
-    process_index: Which process of the run this is.
+    process_index: The index of this process in the run.
     process_count: Number of processes; must divide config.train.batch_size.
 
   Returns:
     The iterator.
 
   Raises:
-    UserError: for bad sources, rows that are not prepared, or a batch that does not divide.
+    UserError: for bad sources, rows that are not prepared, or a batch size that the number of processes does not divide.
   """
   if config.train.batch_size % process_count:
     raise UserError(f"config.train.batch_size = {config.train.batch_size}: must be divisible by the number of processes, {process_count}")
   if config.data.num_workers and not flags.FLAGS.is_parsed():
-    flags.FLAGS.mark_as_parsed()  # Grain's workers read flags; outside absl.app.run nobody has parsed them
+    flags.FLAGS.mark_as_parsed()  # Grain's workers read flags, which only absl.app.run parses
   make = _PreparedBatches if config.data.mode == "prepared" else _StreamedBatches
   return make(config, process_index, process_count)
 
 
 def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
-  """Checks that a model's vocabulary is the tokenizer's, padded by less than 256 so that it may be sharded.
+  """Checks that a model's vocabulary is the tokenizer's, padded by less than 256 for sharding.
 
   Raises:
-    UserError: naming both fields, both numbers and what to set.
+    UserError: if it is not. Names both fields, both numbers and a size that works.
   """
   vocab_size = config.model.vocab_size
   if not tokenizer.vocab_size <= vocab_size < tokenizer.vocab_size + 256:
@@ -114,32 +113,32 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def _plain(batch: Batch) -> Batch:
-  """Arrays of our own: workers hand over shared memory, which has to be given back soon."""
+  """A batch of ordinary arrays. Workers hand over shared memory, which has to be released soon."""
   return {key: np.array(value) if type(value) is not np.ndarray else value for key, value in batch.items()}
 
 
 def _ahead(batches: grain.IterDataset[Batch], num_workers: int) -> grain.IterDataset[Batch]:
-  """Reads ahead, in workers or in a daemon thread: one that hangs must not keep the process from ending, as Grain's thread pools do."""
+  """Reads ahead in workers or in a daemon thread. If that hangs, the process can still end, unlike with Grain's thread pools."""
   if num_workers:
     return batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=num_workers, per_worker_buffer_size=2), start_worker)
   return grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=_PREFETCH)
 
 
 def _refuse_other(state: dict[str, Any], own: dict[str, Any], fields: dict[str, str]) -> None:
-  """Raises UserError for the first fields of a saved state that differ from this run's."""
+  """Raises UserError if fields of a saved state differ from this run's."""
   differ = [f"{name} was {state.get(key)!r} and is {own[key]!r}" for key, name in fields.items() if state.get(key) != own[key]]
   if differ:
-    raise UserError(f"cannot go on in the data from this checkpoint: {'; '.join(differ)}; set the fields back, or start a new workdir")
+    raise UserError(f"cannot continue in the data from this checkpoint: {'; '.join(differ)}; set the fields back, or start a new workdir")
 
 
 # --- Prepared ---
 
 
 def check_prepared(config: DataConfig) -> None:
-  """Refuses rows that are not prepared, since several processes would prepare them at the same time.
+  """Checks that all rows are prepared, since several processes would prepare them at the same time.
 
   Raises:
-    UserError: naming the directory and the command that prepares it.
+    UserError: if some are not. Names the directory and the command that prepares it.
   """
   missing = [target.directory for target in prepared.targets(config) if not prepared.is_prepared(target)]
   if missing:
@@ -150,7 +149,7 @@ def check_prepared(config: DataConfig) -> None:
 
 
 def _open_rows(config: DataConfig, split: str, process_count: int) -> tuple[list[prepared.PreparedRows], list[float]]:
-  """The rows of each component of a split, and their weights; prepared first where this process may."""
+  """The rows of each component of a split, and their weights. A single process prepares what is missing."""
   if process_count > 1:
     check_prepared(config)
   found = prepared.targets(config)
@@ -169,7 +168,7 @@ def _open_rows(config: DataConfig, split: str, process_count: int) -> tuple[list
 
 
 class _GlobalBatches:
-  """Random access to this process's slice of every global batch, for Grain to read with threads and workers."""
+  """This process's slice of every global batch, by index: a random-access source for Grain."""
 
   def __init__(self, rows: grain.MapDataset, length: int, batch_size: int, start: int, stop: int):
     self._rows, self._length, self._batch_size, self._start, self._stop = rows, length, batch_size, start, stop
@@ -179,11 +178,11 @@ class _GlobalBatches:
 
   def __getitem__(self, index: int) -> Batch:
     first = index * self._batch_size
-    return packing.make_batch([self._rows[first + offset] for offset in range(self._start, self._stop)], self._length)
+    return make_batch([self._rows[first + offset] for offset in range(self._start, self._stop)], self._length)
 
 
 class _PreparedBatches(TrainingBatches):
-  """Batch n is a function of the rows, the seed and n."""
+  """Batches of prepared rows. Batch n is a function of the rows, the seed and n."""
 
   _FIELDS = {
     "kind": "config.data.mode",
@@ -195,7 +194,7 @@ class _PreparedBatches(TrainingBatches):
   def __init__(self, config: Config, process_index: int, process_count: int):
     super().__init__(config.data)
     rows, weights = _open_rows(config.data, "train", process_count)
-    # A seed apart for each component: equal sources must not march in step
+    # Each component has its own seed, so that equal sources are shuffled differently
     shuffled = [
       grain.MapDataset.source(component).seed(config.data.seed + index).shuffle().repeat(None) for index, component in enumerate(rows)
     ]
@@ -226,22 +225,25 @@ class _PreparedBatches(TrainingBatches):
 
 
 def training_rows(config: Config, batch_size: int = 1024) -> Iterator[Batch]:
-  """Every prepared training row once, in the order they are stored: for measurements of the training split.
+  """Every prepared training row once, in stored order, for measurements of the training split.
 
   Args:
     config: The run's config, in prepared mode.
-    batch_size: Rows of a batch; the last may have fewer.
+    batch_size: Rows of a batch. The last batch may have fewer.
+
+  Yields:
+    Batches of [batch_size, T].
   """
   for rows in _open_rows(config.data, "train", 1)[0]:
     for first in range(0, len(rows), batch_size):
-      yield packing.make_batch(rows.__getitems__(range(len(rows))[first : first + batch_size]), config.data.length)
+      yield make_batch(rows.__getitems__(range(len(rows))[first : first + batch_size]), config.data.length)
 
 
 # --- Streamed ---
 
 
 def _stream(config: DataConfig, split: str, process_index: int = 0, process_count: int = 1, repeat: bool = True) -> grain.IterDataset[Row]:
-  """Rows of a split, tokenised and packed on the way; shuffled and repeated for ever, or once in order."""
+  """Rows of a split, tokenised and packed as they are read: shuffled and repeated for ever, or once in order."""
   spec, field = (
     (config.validation_source, "data.validation_source")
     if split == "validation" and config.validation_source
@@ -260,24 +262,24 @@ def _stream(config: DataConfig, split: str, process_index: int = 0, process_coun
         )
       parts = parts.seed(config.seed + index).shuffle()[process_index::process_count].repeat(None)
     documents = packing.Documents(parts.to_iter_dataset(grain.ReadOptions(num_threads=0)), source.read, len(source.parts), component.spec)
-    streams.append(packing.make_rows(documents, config, packing.ExampleCounts(config.length, aloud=True)))
+    streams.append(packing.make_rows(documents, config, packing.ExampleCounts(config.length, report_first=True)))
   if len(streams) == 1:
     return streams[0]
   return grain.IterDataset.mix(streams, [component.weight for component in components])
 
 
 class _MakeBatch:
-  """Rows to a batch, as Grain's batch_fn."""
+  """Makes a batch of rows, as Grain's batch_fn."""
 
   def __init__(self, length: int):
     self._length = length
 
   def __call__(self, rows: Any) -> Batch:
-    return packing.make_batch(list(rows), self._length)
+    return make_batch(list(rows), self._length)
 
 
 class _StreamedBatches(TrainingBatches):
-  """Batches off a Grain pipeline, saved as the pipeline's own state."""
+  """Batches from a Grain pipeline, whose own state is saved."""
 
   _FIELDS = {
     "kind": "config.data.mode",
@@ -300,7 +302,7 @@ class _StreamedBatches(TrainingBatches):
       data.length,
       data.packing,
       data.seed,
-      packing.load_once(data.tokenizer).fingerprint,
+      load_once(data.tokenizer).fingerprint,
       config.train.batch_size,
     ]
     if data.prompt_field:
@@ -334,22 +336,22 @@ def streamed_dataset(config: Config, process_index: int = 0, process_count: int 
 
   Args:
     config: The run's config.
-    process_index: Which process of the run this is.
+    process_index: The index of this process in the run.
     process_count: Number of processes.
-    repeat: False for one pass, in order.
+    repeat: Whether to repeat the rows for ever, shuffled; else one pass in order.
 
   Returns:
     Dataset of batches.
   """
   rows = _stream(config.data, "train", process_index, process_count, repeat)
   batches = rows.batch(config.train.batch_size // process_count, drop_remainder=True, batch_fn=_MakeBatch(config.data.length))
-  # Workers pack and batch too, each with parts of its own, so that only whole batches travel between processes. The order depends on their
-  # number, which the saved state therefore names.
+  # Workers read parts of their own, and pack and batch them, so that only whole batches travel between processes. The order of batches
+  # depends on the number of workers, which is therefore part of the saved state.
   return _ahead(batches, config.data.num_workers)
 
 
 def _with_tuples(state: Any) -> Any:
-  """Undoes what JSON does to Grain's state: ConcatThenSplit compares its slices with tuples."""
+  """Grain's state from JSON. ConcatThenSplit compares its slices with tuples, which JSON makes lists."""
   if isinstance(state, dict):
     return {
       key: {name: tuple(value) for name, value in item.items()} if key == "remainder_slices" else _with_tuples(item)
@@ -362,7 +364,7 @@ def _with_tuples(state: Any) -> Any:
 
 
 class ValidationBatches:
-  """The same rows in the same order at every evaluation; iterate as often as you like."""
+  """Batches of the same rows in the same order, each time they are iterated."""
 
   def __init__(self, rows: Any, count: int, length: int, batch_size: int, process_index: int, process_count: int):
     self._rows, self._count, self._length = rows, count, length
@@ -372,7 +374,7 @@ class ValidationBatches:
 
   @property
   def rows(self) -> int:
-    """Rows in all, over all processes and without padding."""
+    """Number of rows over all processes, without padding."""
     return self._count
 
   def __len__(self) -> int:
@@ -381,26 +383,26 @@ class ValidationBatches:
   def __iter__(self) -> Iterator[Batch]:
     for first in range(0, self._count, self._batch_size):
       indices = range(first + self._start, first + self._stop)
-      yield packing.make_batch([self._rows[index] if index < self._count else _EMPTY_ROW for index in indices], self._length)
+      yield make_batch([self._rows[index] if index < self._count else EMPTY_ROW for index in indices], self._length)
 
 
 def validation_batches(config: Config, batch_size: int, *, process_index: int = 0, process_count: int = 1) -> ValidationBatches:
-  """Opens the validation data: the first config.eval.rows rows (−1: all) of a fixed order, the last batch padded with rows of weight 0.
+  """Opens the validation data: the first config.eval.rows rows (−1: all) of a fixed order. Rows of weight 0 fill up the last batch.
 
-  Prepared rows are shuffled once, with one seed for every run, so that a few rows are a fair sample of all documents; a mixture's rows come
-  in proportion to its weights, as far as its shortest component reaches. Streamed rows come in the order of the documents.
+  Prepared rows are shuffled once, with one seed for all runs, so that a few rows are a fair sample of all documents. A mixture's rows come
+  in proportion to its weights until its shortest component ends. Streamed rows come in the order of the documents.
 
   Args:
     config: The run's config.
     batch_size: Rows of a global batch.
-    process_index: Which process of the run this is.
+    process_index: The index of this process in the run.
     process_count: Number of processes; must divide batch_size.
 
   Returns:
-    The batches, of which every process has equally many.
+    The batches. All processes have equally many.
 
   Raises:
-    UserError: as training_batches.
+    UserError: as `training_batches`.
   """
   if batch_size % process_count:
     raise UserError(f"validation batch of {batch_size} rows: must be divisible by the number of processes, {process_count}")

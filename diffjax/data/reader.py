@@ -1,7 +1,7 @@
-"""Waiting for batches: a worker that dies or a source that hangs is reported, not waited for.
+"""Reading batches with a time limit: a worker that dies or a source that hangs becomes an error.
 
-Grain alone waits for ever for a worker that is stopped, blocked or gone with exit code 0, and for a read that hangs in the process itself;
-closing its iterators, or ending the process, then hangs as well.
+Grain alone waits for ever for a worker that is stopped, blocked or has ended with exit code 0, and for a read that hangs in the process
+itself. Closing its iterators, or ending the process, then hangs too.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ import grain
 from diffjax.config import UserError
 
 _POLL = 1.0  # seconds between looks at the workers while waiting
-_GRACE = 3.0  # seconds for what a dead worker gave before, and for workers to end by themselves
-_PATIENCE = 10  # times the time limit, at most, for a first batch that is being worked on
+_GRACE = 3.0  # seconds to receive batches that a dead worker had sent, and for workers to end by themselves
+_PATIENCE = 10  # time limits, at most, for a first batch while the CPU is in use
 
 
 class Interrupted(Exception):
-  """The wait for a batch was called off; the next call waits for the same one."""
+  """The wait for a batch was ended. The next call waits for the same batch."""
 
 
 class Reader:
-  """A Grain iterator, pulled by a thread when asked and no further, so that the wait for it can end.
+  """A Grain iterator that a thread reads, one element a request, so that a wait for an element can end.
 
-  At the start, workers import for seconds, and a resumed stream reads again what it had read of its parts. So as long as no batch has come
-  (from each worker, where there are some), the time limit starts anew whenever the processes that read have used the CPU.
+  The first batches take longer: workers import for seconds, and a resumed stream reads its parts again. So until a first batch has come
+  (from each worker, if there are workers), the time limit starts anew whenever the reading processes have used the CPU.
 
   Args:
-    iterator: What to pull.
-    source: What it reads, for messages.
-    num_workers: How many worker processes it has.
+    iterator: The iterator.
+    source: Its source, for messages.
+    num_workers: Number of its worker processes.
     timeout: Seconds without a batch that count as a hang.
-    interrupted: Asked while waiting, and when reading fails, since Ctrl-C ends the workers too: whether to call the wait off.
+    interrupted: Whether to end the wait. Called while waiting, and when reading fails, since Ctrl-C ends the workers too.
   """
 
   def __init__(
@@ -49,25 +49,25 @@ class Reader:
   ):
     self._iterator: grain.DatasetIterator | None = iterator
     self._source, self._num_workers, self._timeout, self._interrupted = source, num_workers, timeout, interrupted
-    self._starting = max(1, num_workers)  # batches to come until everything has been seen to work
+    self._starting = max(1, num_workers)  # batches until all workers have given one
     self._workers: list[Any] = []
     self._not_ours = set(multiprocessing.active_children())
     self._state: Any = None
     self._asked, self._given = queue.SimpleQueue[bool](), queue.SimpleQueue[tuple[Any, Any, Exception | None]]()
     self._is_asked = False
     threading.Thread(target=_serve, args=(iterator, self._asked, self._given), name="diffjax-data", daemon=True).start()
-    # Also when this object or the interpreter goes
+    # Runs too when this object is deleted and when the interpreter ends
     self._finalizer = weakref.finalize(self, _close, self._asked, self._given, self._workers)
 
   def get_state(self) -> Any:
-    """Grain's state after the last batch that was handed out."""
+    """Grain's state after the last element that was handed out."""
     if self._state is None:
       assert self._iterator is not None, "closed"
       self._state = self._iterator.get_state()
     return self._state
 
   def close(self) -> None:
-    """Ends the workers. There is no next element then."""
+    """Ends the workers. There is no next element after this."""
     self._finalizer()
     self._iterator = None
 
@@ -75,10 +75,10 @@ class Reader:
     """The next element.
 
     Raises:
-      UserError: for a worker that died or a source that hangs, with what happened and what to do.
-      Interrupted: if the wait was called off.
+      UserError: for a worker that died or a source that hangs. Names the worker or the time, and a remedy.
+      Interrupted: if `interrupted` ended the wait.
     """
-    if not self._is_asked:  # a wait that was interrupted has asked already
+    if not self._is_asked:  # an interrupted wait has asked already
       self._asked.put(True)
       self._is_asked = True
     element, state, error = self._wait()
@@ -118,7 +118,7 @@ class Reader:
         raise self._failure(self._dead(), now - start)
 
   def _find_workers(self) -> None:
-    """Grain starts them late and does not name them."""
+    """Notes worker processes, which Grain starts late and does not list."""
     if len(self._workers) < self._num_workers:
       known = self._not_ours.union(self._workers)
       self._workers += [
@@ -129,29 +129,32 @@ class Reader:
     return [worker for worker in self._workers if worker.exitcode is not None]
 
   def _failure(self, dead: list[Any], seconds: float = 0.0) -> UserError:
-    """What happened; ends whatever else would keep the process from ending."""
+    """The error to raise. Ends all that would keep the process from ending."""
     if dead:
       ends = [f"{worker.pid} ({_end(worker.exitcode)})" for worker in dead]
       message = f"data worker {' and '.join(ends)} died while reading {self._source}"
-      remedy = "run the same command again to go on from the last checkpoint; config.data.num_workers sets the number of workers"
+      remedy = "run the same command again to continue from the last checkpoint; config.data.num_workers sets the number of workers"
     else:
       pids = ", ".join(str(worker.pid) for worker in self._workers)
       where = f"by the data workers {pids}" if pids else "in the training process"
       message = f"no batch for {seconds:.0f} s from {self._source}, read {where}: reading hangs"
       remedy = (
-        "see whether its disk or network answers, and run the same command again to go on from the last checkpoint; "
+        "see whether its disk or network answers, and run the same command again to continue from the last checkpoint; "
         f"if it is only slow, raise config.data.timeout = {self._timeout:g} (seconds)"
       )
       _kill(self._workers)
-      if not self._workers:  # nothing ends a thread that hangs; as a daemon, it does not outlive the process
+      if not self._workers:  # a thread that hangs cannot be ended; as a daemon, it does not keep the process from ending
         self._finalizer.detach()
     self.close()
     return UserError(f"{message}; {remedy}")
 
 
 def start_worker(worker: int, num_workers: int) -> None:
-  """For Grain to call in each worker. It ignores Ctrl-C, which a terminal sends to the workers too and the run answers; and it ends once
-  the process it reads for has gone, however that ended, where Grain's own would wait for minutes or for ever."""
+  """Sets up a worker process, called by Grain.
+
+  The worker ignores Ctrl-C, which a terminal sends to all processes and the run itself handles. It ends with the process that it reads
+  for, however that ended; Grain's own worker would wait for minutes or for ever.
+  """
   del worker, num_workers
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   threading.Thread(target=_watch_parent, name="parent", daemon=True).start()
@@ -168,14 +171,14 @@ def _serve(iterator: grain.DatasetIterator, asked: queue.SimpleQueue, given: que
   while asked.get():
     try:
       given.put((next(iterator), iterator.get_state(), None))
-    except Exception as error:  # the one who waits raises it
+    except Exception as error:  # the waiting thread raises it
       given.put((None, None, error))
   iterator.close()
   given.put(None)
 
 
 def _close(asked: queue.SimpleQueue, given: queue.SimpleQueue, workers: list[Any]) -> None:
-  """Ends the thread and Grain's workers; those that do not end by themselves are killed, a read that hangs is left behind."""
+  """Ends the thread and Grain's workers. Workers that do not end by themselves are killed. A thread whose read hangs is left."""
   asked.put(False)
   for _ in range(2):
     deadline = time.monotonic() + _GRACE
@@ -190,7 +193,7 @@ def _close(asked: queue.SimpleQueue, given: queue.SimpleQueue, workers: list[Any
 def _kill(workers: list[Any]) -> None:
   for worker in workers:
     if worker.is_alive():
-      worker.kill()  # reaches a stopped process too
+      worker.kill()  # ends a stopped process too
 
 
 def _end(exit_code: int) -> str:
@@ -201,7 +204,7 @@ def _end(exit_code: int) -> str:
 
 
 def _cpu_seconds(pids: list[int]) -> float:
-  """CPU time that processes have used; where the system does not say, they count as busy."""
+  """CPU time that processes have used, in seconds. Without /proc, the seconds of a clock, as if they were always busy."""
   total = 0.0
   for pid in pids:
     try:

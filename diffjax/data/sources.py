@@ -1,7 +1,8 @@
-"""Where documents come from: TFDS datasets, text, JSONL and Parquet files, and the embedded standard library.
+"""Sources of documents: TFDS datasets, text, JSONL and Parquet files, and the embedded standard library.
 
-A source is a list of parts, small pieces of work that any process can read on its own. Preparing spreads parts over workers; streaming
-shuffles them. A file source holds out its validation documents by the hash of their text, so that equal documents never land on both sides.
+A source is a list of parts, small pieces of work that any process can read on its own. Preparing spreads parts over workers, streaming
+shuffles them. Where a source has no validation split of its own, the hash of a document decides its split, so that equal documents are
+always in the same one.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _JSONL_PART = 64 << 20  # bytes
 
 
 class Component(NamedTuple):
-  """One source of a mixture and its share of the rows, which sum to 1."""
+  """One source of a mixture and its share of the rows. The shares of a mixture sum to 1."""
 
   spec: str
   weight: float
@@ -73,11 +74,11 @@ def parse_mixture(spec: str, field: str = "data.source") -> list[Component]:
       raise UserError(f"config.{field} = {spec!r}: the weight of {name!r} must be a positive number; got {weight}")
     kind, _, argument = name.partition(":")
     if kind not in _KINDS or bool(argument) != (kind != "stdlib"):
-      raise UserError(f"config.{field} = {spec!r}: {name!r} is no source; the kinds are {KINDS}")
+      raise UserError(f"config.{field} = {spec!r}: {name!r} is not a source; the kinds are {KINDS}")
     components.append(Component(name, value))
   twice = [name for name, count in collections.Counter(component.spec for component in components).items() if count > 1]
   if twice:
-    raise UserError(f"config.{field} = {spec!r}: {twice[0]!r} stands there twice; add up its weights")
+    raise UserError(f"config.{field} = {spec!r}: {twice[0]!r} is listed twice; add up its weights")
   total = sum(component.weight for component in components)
   return [Component(name, weight / total) for name, weight in components]
 
@@ -87,20 +88,20 @@ def documents(spec: str, split: str, config: DataConfig) -> Source:
 
   Args:
     spec: A single source, e.g. "jsonl:/data/*.jsonl.zst".
-    split: "train" or "validation". With config.validation_source, each side takes whole file sources; without, validation is the source's
-      validation split, or the share config.validation_fraction of its documents, which train then lacks.
+    split: "train" or "validation". With config.validation_source, a split takes all documents of its file sources. Without,
+      validation is the source's own validation split or, if it has none, the share config.validation_fraction of its documents.
     config: The data fields.
 
   Returns:
     The source.
 
   Raises:
-    UserError: if it does not exist, is empty or has no text field.
+    UserError: if the source does not exist, is empty, has no text field, or is plain text and config.prompt_field is set.
   """
   kind, _, argument = spec.partition(":")
   if config.prompt_field and kind in ("stdlib", "text"):
     raise UserError(
-      f"config.data.prompt_field = {config.prompt_field!r}: {spec!r} is plain text without fields; set it to '', or take prompts and "
+      f"config.data.prompt_field = {config.prompt_field!r}: {spec!r} is plain text without fields; set it to '', or read prompts and "
       "answers from a jsonl:, parquet: or tfds: source"
     )
   return _KINDS[kind](spec, argument, split, config)
@@ -120,21 +121,21 @@ class _TfdsSource(Source):
     try:
       info = tfds.builder_from_directory(self._directory).info
       splits = {key: value.num_examples for key, value in info.splits.items()}
-    except Exception as error:  # whatever is wrong with the directory, TFDS has its own exception for it
-      raise UserError(f"config.data.source {spec!r}: {self._directory} is no whole TFDS dataset ({error})") from error
+    except Exception as error:  # TFDS raises exceptions of many kinds
+      raise UserError(f"config.data.source {spec!r}: {self._directory} is not a complete TFDS dataset ({error})") from error
     features = dict(info.features.items()) if hasattr(info.features, "items") else {}
     for field, path in self._fields.items():
       feature = features.get(path)
       if feature is None or feature.shape or np.dtype(feature.np_dtype).kind != "O":
         raise UserError(
-          f"config.data.source {spec!r}: config.data.{field} = {path!r} is no text in this dataset; "
+          f"config.data.source {spec!r}: config.data.{field} = {path!r} is not text in this dataset; "
           f"its features are {', '.join(f'{key} ({type(value).__name__})' for key, value in features.items())}"
         )
     native = splits.get("validation", 0) > 0
     if native:
-      self._held_out = None
+      self._validation_fraction = None
       stored = split
-    elif split == "validation" and config.validation_source:  # all of a dataset named for validation alone
+    elif split == "validation" and config.validation_source:  # a dataset that is for validation alone
       stored = "test" if splits.get("test") else "train"
     else:
       stored = "train"
@@ -156,7 +157,9 @@ class _TfdsSource(Source):
         record = data[index]
         values = [record[path] for path in self._fields.values()]
       except Exception as error:  # ArrayRecord and TFDS raise bare exceptions of many kinds for damage
-        raise UserError(f"{self._place(index)} cannot be read ({reason(error)}); missing or damaged? Build the dataset again") from error
+        raise UserError(
+          f"{self._place(index)} cannot be read ({reason(error)}); if the file is missing or damaged, build the dataset again"
+        ) from error
       yield self._document(*values)
 
   def _place(self, index: int) -> str:
@@ -168,7 +171,7 @@ class _TfdsSource(Source):
 
 @functools.lru_cache(maxsize=8)
 def _tfds_data(directory: str, split: str):
-  """Opened once a process: the parts of a source share it."""
+  """The data of a split, opened once a process for all parts."""
   import tensorflow_datasets as tfds
 
   try:
@@ -176,12 +179,12 @@ def _tfds_data(directory: str, split: str):
   except NotImplementedError as error:
     raise UserError(
       f"{directory} is not stored as ArrayRecord, which random access needs; where TensorFlow is installed, "
-      f"tfds convert_format --dataset_version_dir={directory} --out_file_format=array_record adds it"
+      f"tfds convert_format --dataset_version_dir={directory} --out_file_format=array_record converts it"
     ) from error
 
 
 def _find_tfds(spec: str, name: str, data_dir: str) -> str:
-  """Directory of the dataset's newest version (or of the one named, NAME:1.2.0)."""
+  """The directory of a dataset's newest version, or of the version in NAME:1.2.0."""
   root = epath.Path(data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
   name, _, version = name.partition(":")
   pattern = re.compile(r"\d+\.\d+\.\d+")
@@ -196,7 +199,7 @@ def _find_tfds(spec: str, name: str, data_dir: str) -> str:
     )
     holds = f"it holds {', '.join(found)}" if found else "it holds no datasets"
     if versions:
-      holds = f"{name} is there in the versions {', '.join(sorted(path.name for path in versions))}"
+      holds = f"{name} has the versions {', '.join(sorted(path.name for path in versions))}"
     raise UserError(f"config.data.source {spec!r}: no such dataset in {root} (config.data.data_dir); {holds}")
   return os.fspath(max(matching, key=lambda path: tuple(map(int, path.name.split(".")))))
 
@@ -228,11 +231,11 @@ class _FileSource(Source):
 
   @abc.abstractmethod
   def _make_parts(self) -> list[tuple]:
-    """Pieces of about equal work."""
+    """The parts, of about equal work."""
 
 
 def _match(pattern: str) -> list[epath.Path]:
-  """Files that match a glob, local or gs://."""
+  """The files that match a glob, local or gs://."""
   pattern = os.path.expanduser(pattern)
   if "://" not in pattern:
     return [epath.Path(name) for name in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(name)]
@@ -243,7 +246,7 @@ def _match(pattern: str) -> list[epath.Path]:
 
 
 class _TextSource(_FileSource):
-  """One file, one document. A part is a run of files."""
+  """A document a file. A part is a run of files."""
 
   def _make_parts(self) -> list[tuple]:
     parts: list[list[str]] = []
@@ -266,7 +269,7 @@ class _TextSource(_FileSource):
 
 
 class _JsonlSource(_FileSource):
-  """One line, one document. A part is a range of bytes, (name, start, stop), or a whole compressed file, (name, 0, None)."""
+  """A document a line. A part is a range of bytes, (name, start, stop), or a whole compressed file, (name, 0, None)."""
 
   def _make_parts(self) -> list[tuple]:
     parts: list[tuple] = []
@@ -292,7 +295,7 @@ class _JsonlSource(_FileSource):
         if not is_text(field, value):
           fields = [f"{key} ({type(item).__name__})" for key, item in record.items()] if isinstance(record, dict) else []
           raise UserError(
-            f"{_place(name, start, number)}: config.data.{field} = {path!r} is no text here; "
+            f"{_place(name, start, number)}: config.data.{field} = {path!r} is not text here; "
             + (f"the fields are {', '.join(fields)}" if fields else "a line must be a JSON object")
           )
       document = self._document(*values)
@@ -309,7 +312,7 @@ def _lines(name: str, start: int, stop: int | None) -> Iterator[bytes]:
       if name.endswith(".gz"):
         lines: Iterable[bytes] = gzip.open(file)
       elif name.endswith(".zst"):
-        # Not the zstandard package's reader, which takes a file that has been cut short for a whole one
+        # The zstandard package's reader does not notice a file that is cut short
         lines = io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), 1 << 20)
       else:
         assert stop is not None
@@ -319,20 +322,20 @@ def _lines(name: str, start: int, stop: int | None) -> Iterator[bytes]:
         number += 1
   except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
     place = f"line {number}" + f" after byte {start}" * bool(start)
-    raise UserError(f"{name}: cannot be read beyond {place} ({reason(error)}); damaged or cut short?") from error
+    raise UserError(f"{name}: cannot be read beyond {place} ({reason(error)}); the file may be damaged or cut short") from error
 
 
 def _range_of_lines(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
-  if start:  # the line that crosses the border belongs to the part before
+  if start:  # a line that crosses the start belongs to the part before
     file.seek(start - 1)
     start += len(file.readline()) - 1
-  while start < stop and (line := file.readline()):  # no line: the file has become shorter
+  while start < stop and (line := file.readline()):  # no line if the file has become shorter
     start += len(line)
     yield line
 
 
 def _place(name: str, start: int, number: int) -> str:
-  """file:line of the number-th line that begins at or after byte start."""
+  """FILE:LINE of a line, counted from 0 from the first one that begins at or after byte start."""
   before = 0
   if start:
     with epath.Path(name).open("rb") as file:
@@ -343,7 +346,7 @@ def _place(name: str, start: int, number: int) -> str:
 
 
 class _ParquetSource(_FileSource):
-  """One row, one document. A part is a row group, (name, index)."""
+  """A document a row. A part is a row group, (name, index)."""
 
   def _make_parts(self) -> list[tuple]:
     parts: list[tuple] = []
@@ -381,14 +384,16 @@ class _ParquetSource(_FileSource):
           yield self._document(*values)
           done += 1
     except (pyarrow.ArrowException, OSError) as error:
-      raise UserError(f"{name}: row group {index} cannot be read beyond its row {done} ({reason(error)}); damaged?") from error
+      raise UserError(
+        f"{name}: row group {index} cannot be read beyond its row {done} ({reason(error)}); the file may be damaged"
+      ) from error
 
 
 def _values(column: Any) -> list[Any]:
   try:
     return column.to_pylist()
   except UnicodeDecodeError:  # a string column that does not hold UTF-8
-    return column.cast("large_binary").to_pylist()  # lists and records cannot be cast, which is an error of Arrow's
+    return column.cast("large_binary").to_pylist()  # Arrow raises for lists and records
 
 
 def _open_parquet(name: str):
@@ -396,7 +401,7 @@ def _open_parquet(name: str):
   import pyarrow.parquet
 
   try:
-    return pyarrow.parquet.ParquetFile(epath.Path(name).open("rb"), page_checksum_verification=True)  # where the file has checksums
+    return pyarrow.parquet.ParquetFile(epath.Path(name).open("rb"), page_checksum_verification=True)  # if the file has checksums
   except (pyarrow.ArrowException, OSError) as error:
     raise UserError(f"{name}: not a Parquet file ({reason(error)})") from error
 

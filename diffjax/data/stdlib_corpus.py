@@ -1,7 +1,7 @@
-"""The embedded corpus: the Python standard library's own source text, as a TFDS dataset.
+"""The embedded corpus: the source text of the Python standard library, as a TFDS dataset.
 
-Every machine that runs diffjax has it, so that a first run trains on real text without a network. It is built from the running interpreter
-on first use, in seconds, and keyed by Python version and content: another interpreter, or a patched library, is another dataset.
+A first run can train on real text without a network. The corpus is built on first use, in seconds, from the library of the running
+interpreter. Python's version and the content are part of its name, so that another interpreter or a patched library is another dataset.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import io
 import os
 import pathlib
 import platform
-import sys
 import sysconfig
 import tempfile
 import time
@@ -21,17 +20,19 @@ import time
 from etils import epath
 
 from diffjax.config import UserError
+from diffjax.data.document import is_validation
+from diffjax.progress import say
 from diffjax.user_cache import cache_directory
 
-# Share of the files held out. More than config.data.validation_fraction's default, because a few dozen files would be a noisy measure.
+# Share of the files for validation. The default of config.data.validation_fraction would leave a few dozen files, a noisy measure.
 VALIDATION_FRACTION = 0.05
 
 
 def _files() -> dict[bytes, tuple[str, bytes]]:
-  """Every .py file of the standard library, {sha256: (name, content)}: files of equal content are one.
+  """The .py files of the standard library, {sha256: (name, content)}: of files of equal content one.
 
-  The library's tests count where the distribution ships them (about 30 MB with them, 12 MB without). Installed packages do not, and
-  neither do the few files that are not UTF-8.
+  They include the library's tests where the distribution ships them (about 30 MB with them, 12 MB without), but neither installed packages
+  nor the few files that are not UTF-8.
   """
   root = pathlib.Path(sysconfig.get_path("stdlib"))
   files: dict[bytes, tuple[str, bytes]] = {}
@@ -54,22 +55,17 @@ def _files() -> dict[bytes, tuple[str, bytes]]:
   return files
 
 
-def held_out(digest: bytes, fraction: float) -> bool:
-  """Whether a document with this sha256 belongs to validation: equal documents land on the same side."""
-  return int.from_bytes(digest[:8], "big") < fraction * 2**64
-
-
 @functools.cache
 def corpus_directory(root: str = "") -> epath.Path:
-  """The dataset's directory for ``tfds.builder_from_directory``, built if need be.
+  """The directory of the corpus, which is built if it is not there.
 
-  Processes that build it at the same time each build a whole one; the first to finish moves it into place, the others discard theirs.
+  Processes that build it at the same time each build a whole one. The first to finish moves it into place, the others discard theirs.
 
   Args:
-    root: Where the corpora are kept; "" for the user's cache.
+    root: Directory of the corpora; "" for the user's cache.
 
   Returns:
-    The directory, with splits "train" and "validation" and the features "text" and "name".
+    A directory for ``tfds.builder_from_directory``, with the splits "train" and "validation" and the features "text" and "name".
 
   Raises:
     UserError: if this Python has no source files.
@@ -79,15 +75,31 @@ def corpus_directory(root: str = "") -> epath.Path:
   key = hashlib.sha256(b"".join(sorted(files)) + str(VALIDATION_FRACTION).encode()).hexdigest()[:16]
   home = epath.Path(root) if root else cache_directory("stdlib")
   target = home / f"python-{platform.python_version()}-{key}"
-  builder_directory = target / "stdlib" / "1.0.0"
-  if target.exists():
-    return builder_directory
+  if not target.exists():
+    home.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=home, prefix=".building-") as temporary:
+      building = os.path.join(temporary, "corpus")
+      _build(building, files)
+      try:
+        os.rename(building, target)
+      except OSError:  # another process was first
+        if not target.exists():
+          raise
+    size = sum(len(content) for _, content in files.values()) / 1e6
+    say(
+      f"built the embedded corpus, {len(files)} files ({size:.1f} MB) of Python {platform.python_version()}'s standard library, "
+      f"in {time.time() - start:.1f} s: {target}"
+    )
+  return target / "stdlib" / "1.0.0"
 
+
+def _build(directory: str, files: dict[bytes, tuple[str, bytes]]) -> None:
+  """Writes the files as a TFDS dataset."""
   import tensorflow_datasets as tfds
 
   splits: dict[str, list[dict[str, str]]] = {"train": [], "validation": []}
   for digest, (name, content) in files.items():
-    split = "validation" if held_out(digest, VALIDATION_FRACTION) else "train"
+    split = "validation" if is_validation(digest, VALIDATION_FRACTION) else "train"
     splits[split].append({"name": name, "text": content.decode("utf-8")})
 
   class Stdlib(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
@@ -95,7 +107,7 @@ def corpus_directory(root: str = "") -> epath.Path:
 
     name = "stdlib"
     VERSION = tfds.core.Version("1.0.0")
-    code_path = None  # nothing is downloaded, so no checksums stand beside the code; TFDS needs importlib_resources to look for them
+    code_path = None  # without downloads there are no checksums beside the code, and TFDS would need importlib_resources to look for them
 
     def _info(self):
       features = tfds.features.FeaturesDict({"name": tfds.features.Text(), "text": tfds.features.Text()})
@@ -108,22 +120,6 @@ def corpus_directory(root: str = "") -> epath.Path:
       for document in documents:
         yield document["name"], document
 
-  home.mkdir(parents=True, exist_ok=True)
-  with tempfile.TemporaryDirectory(dir=home, prefix=".building-") as temporary:
-    building = os.path.join(temporary, "corpus")
-    # TFDS prints and draws progress bars meant for downloads of hours
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-      Stdlib(data_dir=building, file_format="array_record").download_and_prepare()
-    try:
-      os.rename(building, target)
-    except OSError:  # another process was first
-      if not target.exists():
-        raise
-  size = sum(len(content) for _, content in files.values()) / 1e6
-  print(
-    f"diffjax: built the embedded corpus, {len(files)} files ({size:.1f} MB) of Python {platform.python_version()}'s standard library, "
-    f"in {time.time() - start:.1f} s: {target}",
-    file=sys.stderr,
-    flush=True,
-  )
-  return builder_directory
+  # TFDS prints and draws progress bars that suit long downloads
+  with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    Stdlib(data_dir=directory, file_format="array_record").download_and_prepare()

@@ -1,12 +1,13 @@
 """Text to token ids and back: UTF-8 bytes, a tiktoken file, a Hugging Face tokenizer.json, or cl100k_base.
 
-Every tokenizer has one separator: documents become ``[separator] + tokens + [separator]`` before they are packed, so that it serves as both
-the first and the last token of a document. Special tokens written out in a text are text, never control tokens.
+Every tokenizer has one separator, which is both the first and the last token of a document: documents become
+``[separator] + tokens + [separator]`` before they are packed. A special token that is spelled out in a text is text, never a control token.
 """
 
 import abc
 import base64
 import binascii
+import functools
 import hashlib
 import json
 import os
@@ -22,16 +23,16 @@ from diffjax.data.tokenizer_json import tokenizer_json
 
 SEPARATOR = "<|endoftext|>"
 
-# The pattern of GPT-4-style tokenizers in the form that means the same in tiktoken, rustbpe and Hugging Face tokenizers: cl100k's own
-# possessive quantifiers do not.
+# The pattern of GPT-4-style tokenizers, in a form that has the same meaning in tiktoken, rustbpe and Hugging Face tokenizers. That of
+# cl100k's possessive quantifiers differs.
 PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-# cl100k_base is frozen, so its description stands here: reading it from tiktoken's registry would download the file when it is missing.
+# The description of cl100k_base, which is frozen. Reading it from tiktoken's registry would download the file if it is missing.
 _CL100K_URL = "https://openaipublic.blob.core.windows.net/encodings/cl100k_base.tiktoken"
 _CL100K_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
 _CL100K_PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-# The same for Hugging Face tokenizers, whose Oniguruma takes {1,3}+ for a repetition and $ for any line's end. Possessive or not is one
-# here: what could be given back is never what comes next.
+# The same for Hugging Face tokenizers, whose Oniguruma reads {1,3}+ as a repetition and $ as the end of any line. Possessive quantifiers
+# are not needed: what they could give back never matches what comes next.
 _CL100K_JSON_PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+\z|\s*[\r\n]|\s+(?!\S)|\s"
 _CL100K_SPECIAL = {
   SEPARATOR: 100257,
@@ -41,16 +42,16 @@ _CL100K_SPECIAL = {
   "<|endofprompt|>": 100276,
 }
 
-# What published tokenizer.json files call the token between documents, likeliest first.
+# Names of the token between documents in published tokenizer.json files, the likeliest first.
 _HF_SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "[SEP]")
 
 
 class Tokenizer(abc.ABC):
-  """What the rest of the package knows of a tokenizer.
+  """A tokenizer.
 
   Attributes:
-    spec: The value of config.data.tokenizer it was loaded from.
-    fingerprint: sha256 (hex) of what decides its ids.
+    spec: The value of config.data.tokenizer that it was loaded from.
+    fingerprint: sha256 (hex) of all that its ids depend on.
     vocab_size: Number of ids, the separator and special tokens included.
     separator: Id of the token before and after every document.
   """
@@ -66,7 +67,7 @@ class Tokenizer(abc.ABC):
 
   @abc.abstractmethod
   def encode_batch(self, texts: Sequence[str]) -> Sequence[Sequence[int] | Int32[np.ndarray, "T"]]:
-    """Ids of several texts, in parallel where the library can."""
+    """Ids of several texts, in parallel if the library can."""
 
   @abc.abstractmethod
   def decode(self, ids: Iterable[int]) -> str:
@@ -74,7 +75,7 @@ class Tokenizer(abc.ABC):
 
   @abc.abstractmethod
   def token_bytes(self) -> Int32[np.ndarray, "N"]:
-    """UTF-8 bytes that each id stands for; 0 for the separator and special tokens. For bits per byte."""
+    """The number of UTF-8 bytes of each id; 0 for the separator and special tokens. For bits per byte."""
 
   @abc.abstractmethod
   def tokenizer_json(self) -> str:
@@ -82,7 +83,7 @@ class Tokenizer(abc.ABC):
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-  """Loads a tokenizer. Never touches the network.
+  """Loads a tokenizer, without the network.
 
   Args:
     spec: "bytes", "cl100k_base", or the path (gs:// too) of a ``*.tiktoken`` file or of a Hugging Face ``tokenizer.json``.
@@ -91,7 +92,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     The tokenizer.
 
   Raises:
-    UserError: if the file is missing or damaged, or the spec is none of these; says what would work.
+    UserError: if the file is missing or damaged, or the spec is none of these. Names what would work.
   """
   if spec == "bytes":
     return _ByteTokenizer()
@@ -117,8 +118,14 @@ def load_tokenizer(spec: str) -> Tokenizer:
   return _TiktokenTokenizer(spec, content, PATTERN, None)
 
 
+@functools.lru_cache(maxsize=4)
+def load_once(spec: str) -> Tokenizer:
+  """`load_tokenizer`, once a process, so that worker processes are sent a spec and not a vocabulary."""
+  return load_tokenizer(spec)
+
+
 class _ByteTokenizer(Tokenizer):
-  """Ids are UTF-8 bytes. The separator is 255, a byte that UTF-8 never uses."""
+  """The tokenizer whose ids are UTF-8 bytes. The separator is 255, a byte that UTF-8 never uses."""
 
   spec = "bytes"
   fingerprint = hashlib.sha256(b"bytes").hexdigest()
@@ -142,7 +149,7 @@ class _ByteTokenizer(Tokenizer):
 
 
 class _TiktokenTokenizer(Tokenizer):
-  """A byte-level BPE run by tiktoken."""
+  """A byte-level BPE, run by tiktoken."""
 
   def __init__(self, spec: str, content: bytes, pattern: str, special_tokens: dict[str, int] | None):
     import tiktoken
@@ -153,10 +160,10 @@ class _TiktokenTokenizer(Tokenizer):
         token, rank = line.split()
         self._ranks[base64.b64decode(token, validate=True)] = int(rank)
       if sorted(self._ranks.values()) != list(range(len(self._ranks))) or not all(bytes([byte]) in self._ranks for byte in range(256)):
-        raise ValueError("its ranks have holes or lack a byte")
+        raise ValueError("its ranks have gaps or lack a byte")
     except (ValueError, binascii.Error) as error:
       raise UserError(
-        f"config.data.tokenizer = {spec!r}: not a whole tiktoken file, lines of BASE64 RANK that start with the 256 bytes ({error})"
+        f"config.data.tokenizer = {spec!r}: not a complete tiktoken file, lines of BASE64 RANK that start with the 256 bytes ({error})"
       ) from error
     special_tokens = special_tokens or {SEPARATOR: len(self._ranks)}
     self._special_tokens, self._pattern = special_tokens, pattern
@@ -188,7 +195,7 @@ class _TiktokenTokenizer(Tokenizer):
 
 
 class _HuggingFaceTokenizer(Tokenizer):
-  """Any tokenizer.json, run by Hugging Face tokenizers."""
+  """A tokenizer.json of any kind, run by Hugging Face tokenizers."""
 
   def __init__(self, spec: str, content: bytes):
     import tokenizers
@@ -197,7 +204,7 @@ class _HuggingFaceTokenizer(Tokenizer):
       self._content = content.decode("utf-8")
       self._tokenizer = tokenizers.Tokenizer.from_str(self._content)
       self._description = json.loads(self._content)
-    except Exception as error:  # tokenizers raises bare Exception for whatever it cannot parse
+    except Exception as error:  # tokenizers raises Exception itself for what it cannot parse
       raise UserError(f"config.data.tokenizer = {spec!r}: not a Hugging Face tokenizer.json ({error})") from error
     self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a document is text
     self._tokenizer.no_truncation()
@@ -207,10 +214,10 @@ class _HuggingFaceTokenizer(Tokenizer):
     self._special = {token for token, content_ in added.items() if content_.special}
     found = [vocabulary[name] for name in _HF_SEPARATORS if name in vocabulary]
     if not found:
-      raise UserError(f"config.data.tokenizer = {spec!r}: has no token to put between documents; looked for {', '.join(_HF_SEPARATORS)}")
+      raise UserError(f"config.data.tokenizer = {spec!r}: has no separator for documents; looked for {', '.join(_HF_SEPARATORS)}")
     self.spec = spec
     self.fingerprint = hashlib.sha256(content).hexdigest()
-    self.vocab_size = max(vocabulary.values()) + 1  # get_vocab_size() would miss holes in the ids
+    self.vocab_size = max(vocabulary.values()) + 1  # get_vocab_size() does not count gaps in the ids
     self.separator = found[0]
 
   def encode(self, text: str) -> list[int]:
@@ -245,17 +252,17 @@ class _HuggingFaceTokenizer(Tokenizer):
 
 
 def _load_cl100k() -> Tokenizer:
-  """tiktoken's cl100k_base from tiktoken's own cache, whose file names are the sha1 of the URL."""
+  """Loads cl100k_base from tiktoken's own cache, whose file names are the sha1 of the URL."""
   name = hashlib.sha1(_CL100K_URL.encode()).hexdigest()
   directory = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
   directory = directory or os.path.join(tempfile.gettempdir(), "data-gym-cache")
   path = epath.Path(directory) / name
   remedy = (
-    f"fetch {_CL100K_URL} on a machine that can, put it at {path} (TIKTOKEN_CACHE_DIR names another directory; "
+    f"download {_CL100K_URL} elsewhere and put it at {path} (TIKTOKEN_CACHE_DIR names another directory; "
     f"the file must be called {name}), or set config.data.tokenizer to the path of the file, called *.tiktoken"
   )
   if not path.exists():
-    raise UserError(f"config.data.tokenizer = 'cl100k_base': its file is not at hand, and diffjax downloads nothing: {remedy}")
+    raise UserError(f"config.data.tokenizer = 'cl100k_base': its file is not on this machine, and diffjax downloads nothing: {remedy}")
   content = path.read_bytes()
   if hashlib.sha256(content).hexdigest() != _CL100K_SHA256:
     raise UserError(f"config.data.tokenizer = 'cl100k_base': {path} is damaged (its sha256 is not {_CL100K_SHA256[:12]}…): {remedy}")

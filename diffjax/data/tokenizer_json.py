@@ -1,15 +1,15 @@
-"""A byte-level BPE as a Hugging Face tokenizer.json that gives tiktoken's ids."""
+"""Writes a byte-level BPE as a Hugging Face tokenizer.json with the same ids as tiktoken's."""
 
 from collections.abc import Mapping
 
 
 def tokenizer_json(ranks: Mapping[bytes, int], pattern: str, special_tokens: Mapping[str, int]) -> str:
-  """Writes the file.
+  """Makes the text of a tokenizer.json.
 
   Args:
-    ranks: tokens and their ids; a pair with the lower joint rank is merged first.
-    pattern: how a text is split before merging, in a form that means the same in Hugging Face tokenizers.
-    special_tokens: further tokens and their ids.
+    ranks: Tokens and their ids. Of two pairs, the one whose joint token has the lower id is merged first.
+    pattern: The regular expression that splits a text before merging, in a form for Hugging Face tokenizers.
+    special_tokens: Further tokens and their ids.
 
   Returns:
     The text of the tokenizer.json.
@@ -22,7 +22,7 @@ def tokenizer_json(ranks: Mapping[bytes, int], pattern: str, special_tokens: Map
   def spell(token: bytes) -> str:
     return "".join(characters[byte] for byte in token)
 
-  # tiktoken joins whatever neighbours make a known token, lowest rank first; Hugging Face only joins listed pairs. So every way to split
+  # tiktoken merges any neighbours that make a known token, the lowest rank first; Hugging Face only merges listed pairs. So every split of
   # a token into two known ones is listed, in the order of the tokens' ranks.
   merges = []
   for token in sorted(ranks, key=ranks.__getitem__):
@@ -31,8 +31,8 @@ def tokenizer_json(ranks: Mapping[bytes, int], pattern: str, special_tokens: Map
     merges += [(spell(left), spell(right)) for left, right in sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))]
   vocabulary = {spell(token): rank for token, rank in ranks.items()}
   if sorted(special_tokens.values()) != list(range(len(ranks), len(ranks) + len(special_tokens))):
-    vocabulary |= special_tokens  # added alone, they would get the ids that come next
-  # ignore_merges: a piece that is a token is that token, as in tiktoken.
+    vocabulary |= special_tokens  # if they were only added, they would get the next free ids
+  # ignore_merges: a piece of text that is a token becomes that token, as in tiktoken.
   out = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
   out.pre_tokenizer = pre_tokenizers.Sequence(
     [
@@ -47,7 +47,7 @@ def tokenizer_json(ranks: Mapping[bytes, int], pattern: str, special_tokens: Map
 
 
 def _byte_characters() -> list[str]:
-  """GPT-2's printable stand-ins for the 256 bytes, which Hugging Face's ByteLevel uses."""
+  """The printable characters for the 256 bytes of GPT-2 and of Hugging Face's ByteLevel."""
   printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
   others = [byte for byte in range(256) if byte not in printable]
   return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""Trains a byte-level BPE on documents and writes it in tiktoken's and in Hugging Face's format, which give identical ids."""
+"""Trains a byte-level BPE on documents and writes it in tiktoken's and in Hugging Face's format, with the same ids."""
 
 import base64
 import os
@@ -16,13 +16,13 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, directory: str | 
   Args:
     documents: Texts to train on.
     vocab_size: Number of ids, the 256 bytes and the separator (the last id) included.
-    directory: Where to write.
+    directory: Directory of the files.
 
   Returns:
     The tiktoken file.
 
   Raises:
-    UserError: if vocab_size is too small, or larger than the documents can fill.
+    UserError: if vocab_size is below 258, or larger than the documents yield.
   """
   import rustbpe
 

@@ -1,4 +1,9 @@
-"""Measurements of trained models, by name, one module each; imported where used, so that a mistyped flag need not wait."""
+"""Measurements of trained models: one module each, with `Settings`, `evaluate(trained, settings)` and perhaps `plot(results, path)`.
+
+methods/ holds what measurements share, report/ what becomes of their results.
+"""
+
+# The modules of the measurements, by name. They are imported when they are needed, so that a mistyped flag is reported at once.
 
 SUITES = {
   "validation": "diffjax.evals.validation",

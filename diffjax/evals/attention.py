@@ -1,19 +1,20 @@
-"""Where the last query looks: attention to the answer's needle, and attention noise (paper.md, §4 and §5).
+"""Attention of the last query: the share of the answer's needle, and attention noise (paper.md, §4 and §5).
 
-The weights are those that meet the values, A₁ for the Transformer and A₁ − λA₂ for DIFF, from the prompt's last token, which the answer
+The weights are those that multiply the values, A₁ for the Transformer and A₁ − λA₂ for DIFF, of the prompt's last token, which the answer
 follows. They are averaged over heads and layers, divided by their sum, and added up over the parts of the prompt: BOS, the context before
-the answer, the answer (its needle's whole sentence), the context after it, and the query. Noise is the context before and after.
+the answer, the answer (the whole sentence of its needle), the context after it, and the query. Noise is the context before and after.
 
-A row of A₁ − λA₂ sums to 1 − λ and has negative entries, and the paper does not say how it normalises them. Here:
+A row of A₁ − λA₂ sums to 1 − λ and has negative entries, and the paper does not say how it normalises them. There are two versions:
 
-- "signed": the weights as they are, divided by their sum, so that the shares sum to 1, as the paper's do, with no step that is not linear.
-  Context that the second map takes away as much as the first one gives counts as nothing: such is the noise that differential attention
-  cancels in its output, where values that are alike meet weights of both signs. A share can be negative or above 1, and where λ is near 1
-  the sum is near 0 and shares grow without bound.
-- "absolute": the same of |weights| after the average. It cannot cancel within a part, so it is the harder measure for DIFF, and bounded.
+- "signed": the weights divided by their sum, so that the shares sum to 1, as the paper's do, with linear steps only. Context from which the
+  second map takes as much as the first gives counts as nothing: this is the noise that differential attention cancels in its output,
+  where similar values meet weights of both signs. A share can be negative or above 1. Where λ is near 1 the sum is near 0, and shares grow
+  without bound.
+- "absolute": the same of |weights| after the average. Weights do not cancel within a part, so this is the harder measure for DIFF, and is
+  bounded.
 
-For the Transformer both are the same. The average goes before the normalisation, so that layers with a λ near 1, which write little, count
-little. Prompts are those of the needle suite, N needles and one of them asked for; the others are context, since they are not the answer.
+For the Transformer both are the same. The average comes before the normalisation, so that layers with a λ near 1, which write little, have
+little influence. Prompts are those of the needle suite, N needles and one of them asked for. The other needles are context.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from etils import epath
 from jaxtyping import Array, Float
 
 from diffjax.config import UserError
-from diffjax.evals import inside
-from diffjax.evals.figures import Figure, mean_of
-from diffjax.evals.needle import NeedlePrompt, find_haystack, make_prompts
-from diffjax.evals.results import by_model, draw_line, save
+from diffjax.evals.methods import inside
+from diffjax.evals.methods.needle_prompts import NeedlePrompt, find_haystack, make_prompts
+from diffjax.evals.report.figures import Figure, mean_of
+from diffjax.evals.report.plots import by_model, draw_line, save
 from diffjax.model.decoder import Decoder
 from diffjax.ops.diff_attention.reference import attention_weights
 from diffjax.progress import Progress
@@ -46,29 +47,31 @@ OTHERS = tuple(part for part in PARTS if part != "answer")
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """Of the suite."""
+  """Settings of the suite."""
 
   # Tokens of a prompt; 0 for 4096, or the model's config.model.max_length if that is less
   length: int = 0
   # Needles in it, one of them asked for
   needles: int = 6
-  # Where the answer's needle stands: 0 is the beginning of the haystack, 1 its end
+  # Places of the answer's needle: 0 is the beginning of the haystack, 1 its end
   depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
   # Prompts for each depth
   samples: int = 50
   # "validation" (held-out text of the model's training data) or "synthetic" (made-up sentences)
   haystack: str = "validation"
-  # Of cities, numbers and places
+  # Seed of cities, numbers and places
   seed: int = 0
-  # Tokens of a batch: as many prompts at a time as it holds, at least one
+  # Tokens of a batch; at least one prompt
   batch_tokens: int = 16_384
 
 
 def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
-  """The answer's share and the noise for each depth and over all, signed and absolute; the other parts' over all. The units are prompts.
+  """The answer's share and the noise, signed and absolute, for each depth and over all; the other parts' shares over all.
+
+  The units are prompts.
 
   Raises:
-    UserError: for settings that cannot be met by this model.
+    UserError: for settings that this model does not allow.
   """
   limit = trained.config.model.max_length
   length = settings.length or min(4096, limit)
@@ -93,7 +96,7 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
       for first in range(0, len(prompts), size):
         batch = prompts[first : first + size]
         rows = [prompt.ids for prompt in batch]
-        tokens = np.asarray(rows + rows[:1] * (size - len(rows)), np.int32)  # a last batch that is not full is filled up: one program
+        tokens = np.asarray(rows + rows[:1] * (size - len(rows)), np.int32)  # all batches have one shape
         for prompt, row in zip(batch, np.asarray(weights(trained.params, tokens), np.float64), strict=False):
           for key, share in shares_of(row, prompt).items():
             shares.setdefault(key, []).append(share)
@@ -111,18 +114,24 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
 
 
 def last_query(model: Decoder, params: Any, tokens: Any) -> Float[Array, "B S"]:
-  """Weights of the last token's query, averaged over heads and layers."""
+  """Weights of the last token's query, averaged over heads and layers.
+
+  Args:
+    model: The decoder.
+    params: Its parameters.
+    tokens: Int[B, T].
+  """
 
   def of_layer(attended: inside.Attended) -> Float[Array, "B S"]:
-    q, k, lam, _ = attended
-    last = attention_weights(q[:, -1:], k, None if lam is None else lam[:, -1:], q_offset=q.shape[1] - 1)
+    q, k, lam, _, window = attended
+    last = attention_weights(q[:, -1:], k, None if lam is None else lam[:, -1:], q_offset=q.shape[1] - 1, window=window)
     return jnp.mean(last[:, :, 0], axis=1)
 
   return jnp.mean(inside.measure(model, params, {"tokens": tokens}, attention=of_layer)["attention"], axis=0)
 
 
 def shares_of(weights: Float[np.ndarray, "S"], prompt: NeedlePrompt) -> dict[tuple[str, str], float]:
-  """The share of every part of a prompt and of the noise, by (part, "signed" or "absolute")."""
+  """The shares of the parts of a prompt and of the noise, by (part, "signed" or "absolute")."""
   bounds = [*prompt.bos_span, *prompt.answer_spans[0], *prompt.query_span]
   out: dict[tuple[str, str], float] = {}
   for sign, chosen in (("signed", weights), ("absolute", np.abs(weights))):
@@ -137,7 +146,7 @@ def shares_of(weights: Float[np.ndarray, "S"], prompt: NeedlePrompt) -> dict[tup
 
 
 def plot(results: dict[str, Any], path: epath.PathLike) -> None:
-  """Answer and noise over the answer's depth, signed and absolute."""
+  """Plots answer and noise over the answer's depth, signed and absolute."""
   figure = matplotlib.figure.Figure((9, 3.5), layout="constrained")
   for axes, part in zip(figure.subplots(1, 2, sharey=True), ("answer", "noise"), strict=True):
     for number, (name, rows) in enumerate(by_model(results, part)):

@@ -1,16 +1,16 @@
-"""The map that meets the values, by layer: how much of A₁ − λA₂ is negative, and how sparse it is.
+"""The attention map that multiplies the values, by layer: the negative share of A₁ − λA₂, and its sparsity.
 
 The paper shows that DIFF's attention is sparse and does not measure it. All measures are of the weights w of one query over the n ≥ 2 keys
 that it sees, and are averaged over queries and heads, so that each layer has one number. For the Transformer, w is its one map.
 
-- negative share: Σ max(−w, 0) / Σ |w|, the weight, not the number, of negative entries: tiny ones of either sign do not count. 0 for the
+- negative share: Σ max(−w, 0) / Σ |w|, the weight of negative entries, not their number, so that tiny entries do not count. 0 for the
   Transformer.
-- small share: the share of keys with |w| below a tenth of the mean |w| (a tenth of uniform, for a softmax). A count, easily read; it
-  does not depend on the scale of w, which 1 − λ sets.
-- effective keys: (Σ|w|)² / (n Σ w²), the participation ratio as a share of n: 1 for uniform weights, 1/n for a single key. It looks at
-  where the weight is, not at the many small entries.
-- Hoyer sparsity: (√n − Σ|w| / √Σw²) / (√n − 1) (Hoyer 2004), from 0 for uniform weights to 1 for a single key; between rows of different
-  n it compares better than effective keys do.
+- small share: the share of keys with |w| below a tenth of the mean |w| (a tenth of uniform, for a softmax). A count, which does not depend
+  on the scale of w, 1 − λ.
+- effective keys: (Σ|w|)² / (n Σ w²), the participation ratio as a share of n: 1 for uniform weights, 1/n for a single key. It depends on
+  the large entries, not on the many small ones.
+- Hoyer sparsity: (√n − Σ|w| / √Σw²) / (√n − 1) (Hoyer 2004), from 0 for uniform weights to 1 for a single key. It compares rows of
+  different n better than effective keys.
 
 A row of weights that are all 0 (A₁ = λA₂) counts as uniform.
 """
@@ -29,9 +29,9 @@ import numpy as np
 from etils import epath
 from jaxtyping import Array, Bool, Float
 
-from diffjax.evals import inside
-from diffjax.evals.figures import Figure
-from diffjax.evals.results import by_model, draw_line, save
+from diffjax.evals.methods import inside
+from diffjax.evals.report.figures import Figure
+from diffjax.evals.report.plots import by_model, draw_line, save
 from diffjax.evals.validation import validation_rows
 from diffjax.model.decoder import Decoder
 from diffjax.ops.diff_attention.reference import attention_weights
@@ -43,13 +43,13 @@ MEASURES = ("negative share", "small share", "effective keys", "Hoyer sparsity")
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """Of the suite."""
+  """Settings of the suite."""
 
   # Validation rows measured (fewer if there are fewer); -1 for all
   rows: int = 64
   # Tokens a row; 0 for the config.data.length that the model was trained with
   length: int = 0
-  # Rows at once: memory, not the result
+  # Rows of a batch, which does not change the result
   batch_size: int = 4
   # Text, as config.data.source has it; "" for the run's validation text
   source: str = ""
@@ -74,12 +74,12 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
 
 
 def layer_sums(model: Decoder, params: Any, batch: dict[str, Any]) -> Float[Array, "L B measures"]:
-  """For each layer and row the sums of MEASURES over its queries and heads, and their number."""
+  """The sums of MEASURES over queries and heads, and the number of terms, for each layer and row."""
 
   def of_layer(attended: inside.Attended) -> Float[Array, "B measures"]:
     def step(total, block, seen, first):
-      q, k, lam, ids = block
-      weights = attention_weights(q, k, lam, q_segment_ids=ids, kv_segment_ids=attended.segment_ids, q_offset=first)
+      ids = dict(q_segment_ids=block.segment_ids, kv_segment_ids=attended.segment_ids)
+      weights = attention_weights(block.q, block.k, block.lam, **ids, q_offset=first, window=block.window)
       return total + row_sums(weights, seen)
 
     return inside.over_queries(step, jnp.zeros((attended.q.shape[0], len(MEASURES) + 1)), attended)
@@ -88,7 +88,7 @@ def layer_sums(model: Decoder, params: Any, batch: dict[str, Any]) -> Float[Arra
 
 
 def row_sums(weights: Float[Array, "B H t S"], seen: Bool[Array, "B t S"]) -> Float[Array, "B measures"]:
-  """MEASURES of every query that sees at least two keys, added up, and their number."""
+  """The sums of MEASURES over queries and heads, and the number of terms. Queries that see fewer than two keys do not count."""
   seen = seen[:, None]
   n = jnp.sum(seen, axis=-1).astype(jnp.float32)
   size = jnp.where(seen, jnp.abs(weights), 0.0)
@@ -105,7 +105,7 @@ def row_sums(weights: Float[Array, "B H t S"], seen: Bool[Array, "B t S"]) -> Fl
 
 
 def plot(results: dict[str, Any], path: epath.PathLike) -> None:
-  """Each measure over layers."""
+  """Plots each measure over layers."""
   figure = matplotlib.figure.Figure((10, 6), layout="constrained")
   for axes, measure in zip(figure.subplots(2, 2).flat, MEASURES, strict=True):
     for name, rows in by_model(results, measure):

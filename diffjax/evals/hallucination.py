@@ -1,23 +1,23 @@
-"""Contextual hallucination: does what the model writes contradict its source, or invent beside it?
+"""Contextual hallucination: texts of the model that contradict their source or add to it.
 
 The paper's protocol (paper.md, §5): summaries (XSum, CNN-DM, MultiNews) and answers (Qasper, HotpotQA, 2WikiMQA), 100 samples of each set,
-judged by another model; the accuracy is the share without hallucination. No judge is called from here. A first run writes, for each model,
+judged by another model; the accuracy is the share without hallucination. This suite calls no judge. A first run writes, for each model,
 
-    JUDGE_DIR/MODEL/generations.jsonl      what it wrote
-    JUDGE_DIR/MODEL/judge_prompts.jsonl    {"id": …, "sha256": …, "prompt": …} a line, to be put to a judge
+    JUDGE_DIR/MODEL/generations.jsonl      the model's texts
+    JUDGE_DIR/MODEL/judge_prompts.jsonl    {"id": …, "sha256": …, "prompt": …} a line, to be sent to a judge
 
 and a run that finds the judge's replies beside them,
 
     JUDGE_DIR/MODEL/verdicts.jsonl         {"id": …, "sha256": …, "verdict": "yes" or "no"} a line, yes for a hallucination
 
-gives `free of hallucination` too. It takes what the model wrote from the file, since that is what was judged; replies to other prompts,
-whose sha256 differs, are refused, and so are replies to some of them.
+gives `free of hallucination` too. It reads the model's texts from the file, since those were judged. Replies to other prompts, whose sha256
+differs, are an error, and so are replies to some of the prompts only.
 
 Data are files DATA_DIR/SET.jsonl, for summaries with the fields document and summary (the reference), for answers with context, question
-and answers (a list of those that are right). What the paper leaves open: greedy decoding, up to the first line break (answers) or blank
-line (summaries); a source too long for the model loses its end, for the judge as well; ROUGE-L is the F1 of stemmed words, the best over
-the references; exact match ignores case, punctuation and articles. A model that writes nothing invents nothing, so the share of empty
-outputs stands beside the others.
+and answers (a list of right answers). The choices that the paper leaves open: decoding is greedy, up to the first line break (answers) or
+blank line (summaries); a source too long for the model loses its end, for the judge too; ROUGE-L is the F1 of stemmed words, the best over
+the references; exact match ignores case, punctuation and articles. An empty output has no hallucination, so the share of empty outputs is
+a figure too.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from absl import logging
 from etils import epath
 
 from diffjax.config import UserError
-from diffjax.evals import jsonl
-from diffjax.evals.figures import Figure, mean_of
+from diffjax.evals.methods import jsonl
+from diffjax.evals.report.figures import Figure, mean_of
 from diffjax.model.sampler import Sampler
 from diffjax.progress import say
 from diffjax.training.trained import Trained
@@ -58,39 +58,39 @@ Source:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """Which sets, and where the judge's part is."""
+  """Settings of the suite."""
 
   # Names of files in data_dir, without .jsonl
   sets: tuple[str, ...] = ("xsum", "cnn_dm", "multinews", "qasper", "hotpotqa", "2wikimqa")
-  # Where they are
+  # Directory of the files
   data_dir: str = ""
-  # Where generations and judge prompts are written, and verdicts are read; "" for DATA_DIR/judged
+  # Directory of generations, judge prompts and verdicts; "" for DATA_DIR/judged
   judge_dir: str = ""
   # Records of each set
   samples: int = 100
-  # Of the choice of records
+  # Seed of the choice of records
   seed: int = 0
-  # Tokens of a prompt and what is written, at most; 0 for the model's config.model.max_length
+  # Tokens of a prompt and its output, at most; 0 for the model's config.model.max_length
   max_tokens: int = 0
   # Tokens of a summary, at most
   summary_tokens: int = 128
   # Tokens of an answer, at most
   answer_tokens: int = 32
-  # Tokens of a batch: as many prompts at a time as it holds, at least one
+  # Tokens of a batch; at least one prompt
   batch_tokens: int = 32_768
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-  """One thing to write.
+  """A summary or answer to write.
 
   Attributes:
     id: SET/LINE.
     kind: "summary" or "answer".
-    ids: the prompt.
-    source: what of the source the prompt holds.
+    ids: The prompt.
+    source: The part of the source that is in the prompt.
     question: "" for summaries.
-    references: what would be right.
+    references: Right outputs.
   """
 
   id: str
@@ -101,7 +101,7 @@ class Sample:
   references: list[str]
 
   def judge_prompt(self, output: str) -> str:
-    """What the judge is asked about an output."""
+    """The judge's prompt about an output."""
     what, question = {"summary": ("a summary of it", ""), "answer": ("an answer to a question about it", f"\nQuestion: {self.question}\n")}[
       self.kind
     ]
@@ -109,14 +109,14 @@ class Sample:
 
 
 def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
-  """Writes, compares with the references, and takes in the judge's verdicts if they are there.
+  """Writes, compares with the references, and reads the judge's verdicts if there are any.
 
   Yields:
-    For each set `free of hallucination` (with verdicts), `ROUGE-L`, `exact match` (answers) and `empty outputs`, shares of 1; units are
+    For each set `free of hallucination` (with verdicts), `ROUGE-L`, `exact match` (answers) and `empty outputs`, shares of 1. The units are
     samples.
 
   Raises:
-    UserError: for data, verdicts or settings that cannot be used.
+    UserError: for data or verdicts that cannot be used, or settings that this model does not allow.
   """
   rouge_l = _load_rouge()
   samples = {name: _read(name, trained, settings) for name in settings.sets}
@@ -129,7 +129,7 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   verdicts = home / "verdicts.jsonl"
   judged = read_verdicts(verdicts, prompts) if verdicts.exists() else {}
   if not judged:
-    say(f"{path}: put these prompts to a judge and write its replies to {verdicts} to have hallucinations counted")
+    say(f"{path}: send these prompts to a judge and write its replies to {verdicts} to have hallucinations counted")
   for name, some in samples.items():
     texts = [outputs[sample.id] for sample in some]
     if judged:
@@ -142,22 +142,25 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
 
 
 def read_verdicts(path: epath.PathLike, prompts: dict[str, str]) -> dict[str, bool]:
-  """Whether each output holds a hallucination.
+  """Reads whether each output has a hallucination.
 
   Args:
-    path: of {"id", "sha256", "verdict"}, a line each.
-    prompts: what the judge was to be asked, by id.
+    path: File of one {"id", "sha256", "verdict"} a line.
+    prompts: The judge's prompts, by id.
+
+  Returns:
+    True for a hallucination, by id.
 
   Raises:
-    UserError: for a verdict on another prompt, twice the same, one that is neither yes nor no, or prompts without a verdict.
+    UserError: for a verdict on another prompt, a second one on the same, one that is neither yes nor no, or a prompt without a verdict.
   """
   found: dict[str, bool] = {}
   for place, row in jsonl.read(path, {"id": str, "sha256": str, "verdict": str}):
     key, verdict = row["id"], row["verdict"].strip().strip(".").lower()
     if key not in prompts:
-      raise UserError(f"{place}: a verdict on {key!r}, which is none of the {len(prompts)} prompts of judge_prompts.jsonl beside it")
+      raise UserError(f"{place}: a verdict on {key!r}, which is not one of the {len(prompts)} prompts of judge_prompts.jsonl beside it")
     if row["sha256"] != _sha256(prompts[key]):
-      raise UserError(f"{place}: a verdict on another prompt than {key!r} is now (its sha256 differs); judge judge_prompts.jsonl again")
+      raise UserError(f"{place}: a verdict on an older prompt of {key!r} (its sha256 differs); judge judge_prompts.jsonl again")
     if verdict not in ("yes", "no"):
       raise UserError(f"{place}: the verdict must be yes (a hallucination) or no; got {row['verdict'][:40]!r}")
     if key in found:
@@ -169,7 +172,7 @@ def read_verdicts(path: epath.PathLike, prompts: dict[str, str]) -> dict[str, bo
 
 
 def is_match(text: str, references: Sequence[str]) -> bool:
-  """Whether a text is one of the references but for case, punctuation, articles and spaces."""
+  """True if a text equals one of the references, apart from case, punctuation, articles and spaces."""
 
   def normal(text: str) -> list[str]:
     kept = "".join(character for character in text.lower() if character not in string.punctuation)
@@ -192,7 +195,7 @@ def _read(name: str, trained: Trained, settings: Settings) -> list[Sample]:
   limit = trained.config.model.max_length
   capacity = settings.max_tokens or limit
   if not settings.data_dir:
-    raise UserError("set.hallucination.data_dir must name the directory that holds SET.jsonl, such as xsum.jsonl, for every set asked for")
+    raise UserError("set.hallucination.data_dir must name the directory that holds SET.jsonl, such as xsum.jsonl, for every set")
   if not 1 <= capacity <= limit:
     raise UserError(f"set.hallucination.max_tokens = {settings.max_tokens}: the model takes at most {limit} (its config.model.max_length)")
   for field in ("samples", "summary_tokens", "answer_tokens"):
@@ -216,18 +219,20 @@ def _read(name: str, trained: Trained, settings: Settings) -> list[Sample]:
     first, middle, last = [trained.tokenizer.separator, *encode(before)], encode(source), encode(after)
     room = capacity - new - len(first) - len(last)
     if room < 1:
-      raise UserError(f"{place}: all but the source takes {capacity - room} tokens already, and there is room for {capacity}")
+      raise UserError(
+        f"{place}: the prompt without its source and the output take {capacity - room} tokens, and there is room for {capacity}"
+      )
     if len(middle) > room:
       middle, cut = middle[:room], cut + 1
       source = trained.tokenizer.decode(middle)
     samples.append(Sample(f"{name}/{place.rsplit(':', 1)[1]}", kind, first + middle + last, source, question, references))
   if cut:
-    logging.warning("%s: %d of %d sources are longer than fits %d tokens and lost their end", path, cut, len(samples), capacity)
+    logging.warning("%s: %d of %d sources do not fit into %d tokens and lost their end", path, cut, len(samples), capacity)
   return samples
 
 
 def _outputs(trained: Trained, settings: Settings, samples: Sequence[Sample], path: epath.Path) -> dict[str, str]:
-  """What the model writes for each sample: from the file, if it wrote that for the same prompt before; else now, and to the file."""
+  """The model's output for each sample. Outputs for the same prompts and limits are read from the file; all are written to it."""
   model = _fingerprint(trained)
   limits = {"summary": settings.summary_tokens, "answer": settings.answer_tokens}
   stamps = {
@@ -246,7 +251,7 @@ def _outputs(trained: Trained, settings: Settings, samples: Sequence[Sample], pa
     if not waiting:
       continue
     longest = max(len(sample.ids) for sample in waiting) + limits[kind]
-    capacity = min(max(64, 1 << (longest - 1).bit_length()), trained.config.model.max_length)  # few are compiled
+    capacity = min(max(64, 1 << (longest - 1).bit_length()), trained.config.model.max_length)  # a power of two, so that few are compiled
     sampler = Sampler(trained.model, trained.params, batch_size=max(1, settings.batch_tokens // capacity), capacity=capacity)
 
     def ended(ids: list[int], end: str = end) -> bool:
@@ -260,7 +265,7 @@ def _outputs(trained: Trained, settings: Settings, samples: Sequence[Sample], pa
 
 
 def _fingerprint(trained: Trained) -> str:
-  """Tells models apart, those of two steps too, by the first values of each parameter."""
+  """A digest of the name and the first values of each parameter, which differs between models and between steps."""
   digest = hashlib.sha256(trained.name.encode())
   for leaf in jax.tree.leaves(trained.params):
     digest.update(np.asarray(leaf[(0,) * (leaf.ndim - 1)][:256]).tobytes())
@@ -268,7 +273,7 @@ def _fingerprint(trained: Trained) -> str:
 
 
 def _folder(name: str) -> str:
-  """A model's name as that of a folder."""
+  """The name of a model's folder."""
   return f"{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')}-{_sha256(name)[:6]}"
 
 
@@ -277,7 +282,7 @@ def _sha256(text: str) -> str:
 
 
 def _write(path: epath.Path, rows: Iterable[dict[str, Any]]) -> None:
-  """Whole or not at all."""
+  """Writes a file of JSON lines, completely or not at all."""
   temporary = path.parent / f"{path.name}.tmp"
   try:
     path.parent.mkdir(parents=True, exist_ok=True)

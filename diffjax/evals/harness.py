@@ -1,15 +1,15 @@
-"""Zero-shot tasks by the LM Evaluation Harness (lm-eval, the extra `eval`), on its own task files.
+"""Zero-shot tasks of the LM Evaluation Harness (lm-eval, the extra `eval`), from its own task files.
 
 The paper's tables have ARC-C, ARC-E, BoolQ, HellaSwag, OBQA, PIQA and WinoGrande and do not say which accuracy they give. The row of
-OpenLLaMA-3B-v2 agrees with that model's published figures if it is `acc` for all tasks but HellaSwag, whose `acc_norm` (normalised by the
-endings' bytes) it is: so is the mean here. Every metric of a task is given all the same. Figures are shares of 1, per question.
+OpenLLaMA-3B-v2 agrees with that model's published figures if it is `acc_norm` (normalised by the endings' bytes) for HellaSwag and `acc`
+for the other tasks. The mean here is of the same metrics. All metrics of a task are figures. They are shares of 1, per question.
 
-lm-eval downloads what it needs from the Hugging Face hub. Where that cannot be reached, data_dir names a directory with one folder a task:
+lm-eval downloads questions from the Hugging Face hub. Without the hub, data_dir names a directory with one folder a task:
 
     DIR/TASK/test.jsonl or DIR/TASK/validation.jsonl     the questions, one JSON object a line
     DIR/TASK/train.jsonl                                 examples, only for num_fewshot > 0
 
-with the fields of the hub's datasets (`datasets.load_dataset(…)["test"].to_json(PATH)` writes such files there):
+with the fields of the hub's datasets (`datasets.load_dataset(…)["test"].to_json(PATH)` writes such files):
 
     arc_challenge, arc_easy    question, choices {text: […], label: […]}, answerKey
     boolq                      passage, question, label (0 no, 1 yes)
@@ -38,8 +38,8 @@ from numpy import ndarray
 
 from diffjax.config import UserError
 from diffjax.data import sources
-from diffjax.evals import jsonl, scoring
-from diffjax.evals.figures import Figure, mean_of
+from diffjax.evals.methods import jsonl, scoring
+from diffjax.evals.report.figures import Figure, mean_of
 from diffjax.training.trained import Trained
 
 PAPER = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande")
@@ -57,17 +57,17 @@ _FIELDS: dict[str, dict[str, type]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """Which tasks, and how much of them."""
+  """Settings of the suite."""
 
   # Names of lm-eval's tasks; the paper's seven by default
   tasks: tuple[str, ...] = PAPER
   # Directory of local questions, DIR/TASK/test.jsonl and so on; "" for the Hugging Face hub
   data_dir: str = ""
-  # Questions shown with their answers before each one; −1 for the task's own number, which is 0 for the paper's seven
+  # Answered questions before each question; −1 for the task's own number, which is 0 for the paper's seven
   num_fewshot: int = -1
   # Questions of each task, the first ones; 0 for all
   limit: int = 0
-  # Of the choice of few-shot examples
+  # Seed of the choice of few-shot examples
   seed: int = 1234
   # Tokens of a batch, padding included
   batch_tokens: int = scoring.BATCH_TOKENS
@@ -77,10 +77,10 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   """Runs the tasks.
 
   Yields:
-    Every metric of every task, by lm-eval's name, units questions; and the mean over tasks, if there are several.
+    Every metric of every task, by lm-eval's name, and the mean over tasks if there are several. The units are questions.
 
   Raises:
-    UserError: if lm-eval is missing, or for a task or data that cannot be had or read.
+    UserError: if lm-eval is not installed, a task is unknown, or its data cannot be read.
   """
   if not settings.tasks:
     raise UserError(f"set.harness.tasks is empty; the paper's are {','.join(PAPER)}")
@@ -88,7 +88,7 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
     import lm_eval
     from lm_eval.api.metrics import mean
 
-    from diffjax.interop.lm_eval import DiffjaxLM
+    from diffjax.evals.methods.lm_eval import DiffjaxLM
   except ImportError as error:
     raise UserError(f"the harness needs lm-eval, which cannot be imported ({error}); pip install 'diffjax[eval]'") from error
   with contextlib.ExitStack() as stack:
@@ -98,8 +98,8 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
       tasks=list(tasks.values()),
       num_fewshot=None if settings.num_fewshot < 0 else settings.num_fewshot,
       limit=settings.limit or None,
-      bootstrap_iters=0,  # intervals are ours
-      random_seed=None,  # nor need the process's own random numbers be the same
+      bootstrap_iters=0,  # intervals are made in report/figures.py
+      random_seed=None,  # keep the process's own random numbers
       numpy_random_seed=None,
       torch_random_seed=None,
       fewshot_random_seed=settings.seed,
@@ -114,7 +114,7 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
       aggregation = task.aggregation()[metric]
       if aggregation is mean:
         yield mean_of(metric, values, **place)
-      else:  # such as a perplexity, of sums of log-likelihoods and words: units are places in the list of values
+      else:  # such as a perplexity, of log-likelihoods and words: units are indices of the list of values
         again = lambda units, values=values, aggregation=aggregation: float(aggregation([values[int(index)] for index in units]))
         yield Figure(metric, np.arange(len(values)), place, again)
       if metric == ("acc_norm" if name == "hellaswag" else "acc"):
@@ -125,29 +125,29 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
 
 
 def _mean_of_tasks(units: ndarray) -> float:
-  """The mean of the tasks' means; rows are (task, accuracy)."""
+  """The mean of the tasks' means. A unit is (task, accuracy)."""
   return float(np.mean([units[units[:, 0] == task, 1].mean() for task in np.unique(units[:, 0])]))
 
 
 @functools.cache
 def _manager() -> Any:
-  """lm-eval's own tasks: reading all their files takes seconds."""
+  """lm-eval's own tasks, cached, since reading all their files takes seconds."""
   from lm_eval.tasks import TaskManager
 
   return TaskManager()
 
 
 def _load(settings: Settings, temporary: str) -> dict[str, Any]:
-  """The tasks with their data, by name; a group gives several."""
+  """The tasks with their data, by name. A group of tasks gives several."""
   from lm_eval.tasks import TaskManager
 
   manager = _manager()
   for name in settings.tasks:
     if name not in manager.all_tasks:
       near = difflib.get_close_matches(name, manager.all_tasks, n=3)
-      raise UserError(f"set.harness.tasks: lm-eval has no task {name!r}" + (f"; near it are {', '.join(near)}" if near else ""))
+      raise UserError(f"set.harness.tasks: lm-eval has no task {name!r}" + (f"; similar ones are {', '.join(near)}" if near else ""))
   if not settings.data_dir:
-    remedy = "; where the hub cannot be reached, set.harness.data_dir names a directory of local files"
+    remedy = "; without the hub, set.harness.data_dir names a directory of local files"
     return {name: task for chosen in settings.tasks for name, task in _build(manager, chosen, remedy).items()}
   folder, questions = os.path.join(temporary, "tasks"), {}
   os.makedirs(folder)
@@ -157,7 +157,7 @@ def _load(settings: Settings, temporary: str) -> dict[str, Any]:
     files = _files(settings, name)
     fields = _FIELDS.get(name, {})
     records = {split: jsonl.read(path, fields) for split, path in files.items()}
-    if not fields:  # what lm-eval would take for an empty value
+    if not fields:  # lm-eval would read a missing field as an empty value
       for split, path in files.items():
         jsonl.read(path, dict.fromkeys(records[split][0].value, object))
     questions[name] = next(records[split] for split in ("test", "validation") if split in records)
@@ -184,7 +184,7 @@ def _load(settings: Settings, temporary: str) -> dict[str, Any]:
 def _build(manager: Any, name: str, remedy: str) -> dict[str, Any]:
   try:
     return manager.load([name])["tasks"]
-  except Exception as error:  # lm-eval and what it loads data with raise whatever they like
+  except Exception as error:  # lm-eval and the libraries that load its data raise exceptions of many kinds
     raise UserError(f"set.harness.tasks: {name!r} cannot be loaded ({sources.reason(error)}){remedy}") from error
 
 
@@ -197,17 +197,17 @@ def _files(settings: Settings, name: str) -> dict[str, str]:
     fields = f", with the fields {', '.join(_FIELDS[name])}" if name in _FIELDS else ""
     raise UserError(f"{folder} holds neither test.jsonl nor validation.jsonl: the task's questions, one JSON object a line{fields}")
   if settings.num_fewshot > 0 and "train" not in files:
-    raise UserError(f"set.harness.num_fewshot = {settings.num_fewshot}: {folder} holds no train.jsonl to take examples from")
+    raise UserError(f"set.harness.num_fewshot = {settings.num_fewshot}: {folder} holds no train.jsonl with examples")
   return files
 
 
 def _check_questions(task: Any, records: Sequence[jsonl.Record]) -> None:
-  """Renders every question, so that one that the task cannot read is reported with its line."""
+  """Renders every question, so that a question that the task cannot read is reported with its line."""
   for record, question in zip(records, task.eval_docs, strict=True):
     try:
       task.doc_to_text(question)
       task.doc_to_target(question)
       if task.config.doc_to_choice is not None:
         task.doc_to_choice(question)
-    except Exception as error:  # templates and the tasks' own functions raise whatever they like
+    except Exception as error:  # templates and functions of tasks raise exceptions of many kinds
       raise UserError(f"{record.place}: {task.task_name} cannot read this question ({sources.reason(error)})") from error

@@ -1,20 +1,20 @@
-"""Many-shot in-context learning: classifying after ever more demonstrations, and how much their order matters.
+"""Many-shot in-context learning: accuracy of classifying after more and more demonstrations, and robustness to their order.
 
-The paper's protocol (paper.md, §5): demonstrations from one up to 64K tokens, classes balanced, decoding constrained to the label set; and
-the same demonstrations in other orders, random or alternating by class, of which the best minus the worst accuracy is the figure. What it
-leaves open:
+The paper's protocol (paper.md, §5): demonstrations from one up to 64K tokens, classes balanced, decoding constrained to the label set. The
+same demonstrations are read in other orders, random or alternating by class; the figure is the best minus the worst accuracy. The paper
+leaves these choices open:
 
-- Decoding is greedy over the tree of the labels' tokens. Scoring every label in full would cost as many readings as there are labels (150
-  in Clinic-150) for what is, where labels differ in their first token, the same answer; and greedy is what "decoding constrained to the
-  labels" says. Labels are tokenised apart from what is before them, in demonstrations and in answers alike, and end with a blank line.
-- Demonstrations come in rounds of one from every class, the classes shuffled in each round, so that any first n of them are balanced to
-  within one; a class that has no more examples drops out. One demonstration is the first point of the curve, every next one has twice as
-  many, and the last as many as fit. A larger number continues the smaller one's demonstrations.
-- Accuracy is the mean over `sets` draws of demonstrations. Units are the queries, so intervals do not cover the draw of demonstrations.
+- Decoding is greedy over the tree of the labels' tokens. Scoring every label in full would cost as many passes as there are labels (150 in
+  Clinic-150), for the same answer where labels differ in their first token. Labels are tokenised apart from the text before them, in
+  demonstrations and in answers alike, and end with a blank line.
+- Demonstrations come in rounds of one from every class, the classes shuffled in each round, so that the first n of them are balanced to
+  within one. A class without further examples is left out of later rounds. The curve begins with one demonstration, each point has twice
+  as many as the one before, and the last as many as fit. A larger number continues the demonstrations of the smaller one.
+- Accuracy is the mean over `sets` draws of demonstrations. The units are queries, so intervals do not cover the draw of demonstrations.
 - Orders are drawn `orders` times. Alternating: the classes in a random order, one example of each in turn, in random order within a class.
 - Demonstrations are read once for all queries.
 
-Data is "synthetic", sentences of invented words whose classes have words of their own, so that only the demonstrations say which, or a
+Data is "synthetic", sentences of invented words whose classes have their own words, so that only the demonstrations tell the classes, or a
 folder DATA_DIR/NAME with train.jsonl (demonstrations) and test.jsonl (queries), one {"text": …, "label": …} a line. Names that begin with
 "trec" (TREC, TREC-fine) have the form "Question: …\nType: …", all others (Banking-77, Clinic-150) "utterance: …\nintent: …".
 """
@@ -35,10 +35,10 @@ from numpy import ndarray
 
 from diffjax.config import UserError
 from diffjax.data.tokenizer import Tokenizer
-from diffjax.evals import jsonl
-from diffjax.evals.figures import Figure, mean_of
-from diffjax.evals.label_decoding import LabelTree, decode_labels
-from diffjax.evals.results import by_model, draw_line, save
+from diffjax.evals.methods import jsonl
+from diffjax.evals.methods.label_decoding import LabelTree, decode_labels
+from diffjax.evals.report.figures import Figure, mean_of
+from diffjax.evals.report.plots import by_model, draw_line, save
 from diffjax.model.sampler import Sampler
 from diffjax.training.trained import Trained
 
@@ -48,27 +48,27 @@ _SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 1000, 200  # of each class
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """Which data, and how many demonstrations."""
+  """Settings of the suite."""
 
   # "synthetic", or names of folders in data_dir
   datasets: tuple[str, ...] = ("synthetic",)
-  # Where the folders are
+  # Directory of the folders
   data_dir: str = ""
-  # Tokens of a prompt at most; 0 for the model's config.model.max_length
+  # Tokens of a prompt, at most; 0 for the model's config.model.max_length
   max_tokens: int = 0
   # Queries, drawn from the test examples; fewer if there are fewer
   samples: int = 100
   # Draws of demonstrations to average over
   sets: int = 3
-  # Orders of the same demonstrations, of each kind; 0 leaves robustness to order out
+  # Orders of the same demonstrations, of each kind; 0 to leave out robustness to order
   orders: int = 5
-  # Of all draws
+  # Seed of all draws
   seed: int = 0
   # Classes of the synthetic data
   synthetic_classes: int = 6
-  # Words that each of them has for itself
+  # Words of each synthetic class that no other class has
   synthetic_words: int = 4
-  # Tokens of a batch: as many queries at a time as it holds, at least one
+  # Tokens of a batch; at least one query
   batch_tokens: int = 32_768
 
 
@@ -81,7 +81,14 @@ class Example(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-  """Demonstrations to draw from, queries, and what a prompt looks like: `head` up to the label, `tail` with it."""
+  """A dataset.
+
+  Attributes:
+    train: Demonstrations.
+    test: Queries.
+    head: Template of an example up to its label.
+    tail: Template of the label and the text behind it.
+  """
 
   train: list[Example]
   test: list[Example]
@@ -90,7 +97,7 @@ class Dataset:
 
   @property
   def labels(self) -> list[str]:
-    """The label set, sorted."""
+    """The labels of the demonstrations, sorted."""
     return sorted({example.label for example in self.train})
 
 
@@ -101,7 +108,7 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
     For each dataset `accuracy` by number (and tokens) of demonstrations, and `best minus worst` by kind of order. Units are queries.
 
   Raises:
-    UserError: for data or settings that this model cannot be asked about.
+    UserError: for data that cannot be read, or settings that this model does not allow.
   """
   limit = trained.config.model.max_length
   capacity = settings.max_tokens or limit
@@ -110,7 +117,7 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   for field in ("samples", "sets", "synthetic_classes", "synthetic_words"):
     if getattr(settings, field) < 1:
       raise UserError(f"set.many_shot.{field} = {getattr(settings, field)}: must be at least 1")
-  datasets = {name: load(name, settings) for name in settings.datasets}  # all of them, before anything is run
+  datasets = {name: load(name, settings) for name in settings.datasets}  # read all of them first, since the run is long
   sampler = Sampler(trained.model, trained.params, batch_size=max(1, settings.batch_tokens // capacity), capacity=capacity)
   for name, dataset in datasets.items():
     task = _Task(sampler, trained.tokenizer, name, dataset, settings)
@@ -120,7 +127,7 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
 
 
 class _Task:
-  """One dataset, as one model is asked about it."""
+  """The questions of one dataset to one model."""
 
   def __init__(self, sampler: Sampler, tokenizer: Tokenizer, name: str, dataset: Dataset, settings: Settings):
     self._sampler, self._tokenizer, self._name, self._dataset, self._settings = sampler, tokenizer, name, dataset, settings
@@ -134,7 +141,7 @@ class _Task:
     self._rng = rng
 
   def accuracies(self) -> Iterator[Figure]:
-    """From one demonstration to as many as fit."""
+    """Accuracy with one demonstration up to as many as fit."""
     counts = [*itertools.takewhile(lambda count: count < self._most, (1 << power for power in itertools.count())), self._most]
     for count in counts:
       chosen = [demonstrations[:count] for demonstrations in self._sets]
@@ -142,7 +149,7 @@ class _Task:
       yield mean_of("accuracy", correct.mean(1), **self._place(chosen))
 
   def robustness(self) -> Iterator[Figure]:
-    """The first set, as many as fit of it, in other orders."""
+    """Best minus worst accuracy over orders of the first set of demonstrations, as many as fit."""
     demonstrations = self._sets[0][: self._most]
     for kind, order in (("random", shuffled), ("alternating", alternating)):
       correct = [self._correct(order(demonstrations, self._rng)) for _ in range(self._settings.orders)]
@@ -153,7 +160,7 @@ class _Task:
     return {"dataset": self._name, "demonstrations": len(sets[0]), "tokens": round(float(tokens))}
 
   def _correct(self, demonstrations: Sequence[Example]) -> ndarray:
-    """Whether each query got its label, as 0 or 1."""
+    """1 for each query whose label was right, else 0."""
     sampler, labels = self._sampler, self._dataset.labels
     beginning = [self._tokenizer.separator, *itertools.chain.from_iterable(map(self._demonstration, demonstrations))]
     shared, found = sampler.prefill([beginning] * sampler.batch_size), list[int]()
@@ -163,7 +170,7 @@ class _Task:
     return np.asarray([labels[label] == query.label for label, query in zip(found, self._queries, strict=True)], np.float64)
 
   def _that_fit(self, demonstrations: Sequence[Example]) -> list[Example]:
-    """The first ones that leave room for separator, query and label."""
+    """The first demonstrations, as many as leave room for separator, query and label."""
     room = self._sampler.capacity - 1 - max(map(len, self._heads)) - max(map(len, self._endings.values()))
     sizes = itertools.accumulate(len(self._demonstration(example)) for example in demonstrations)
     fitting = sum(1 for _ in itertools.takewhile(lambda size: size <= room, sizes))
@@ -182,24 +189,24 @@ class _Task:
 
 
 def _best_minus_worst(correct: ndarray) -> float:
-  """Of orders: correct is [queries, orders]."""
+  """Best minus worst accuracy of `correct`, [queries, orders]."""
   accuracies = correct.mean(0)
   return float(accuracies.max() - accuracies.min())
 
 
 def balanced(examples: Sequence[Example], rng: np.random.Generator) -> list[Example]:
-  """All examples in rounds of one from every class that has any left, classes shuffled in each round, examples within a class."""
+  """All examples, in rounds of one from every class that has any left. Each round's classes and each class's examples are shuffled."""
   rounds = itertools.zip_longest(*_by_class(examples, rng))
   return [example for round_ in rounds for example in shuffled([example for example in round_ if example is not None], rng)]
 
 
 def shuffled(examples: Sequence[Example], rng: np.random.Generator) -> list[Example]:
-  """In random order."""
+  """The examples in random order."""
   return [examples[index] for index in rng.permutation(len(examples))]
 
 
 def alternating(examples: Sequence[Example], rng: np.random.Generator) -> list[Example]:
-  """One of each class in turn, the classes always in the same order, which is random; a class that has no more drops out."""
+  """The examples, one of each class in turn. The order of the classes is random and the same in each turn. Empty classes are left out."""
   classes = _by_class(examples, rng)
   classes = [classes[index] for index in rng.permutation(len(classes))]
   return [example for round_ in itertools.zip_longest(*classes) for example in round_ if example is not None]
@@ -214,10 +221,10 @@ def _by_class(examples: Sequence[Example], rng: np.random.Generator) -> list[lis
 
 
 def load(name: str, settings: Settings) -> Dataset:
-  """A dataset by name.
+  """Loads a dataset.
 
   Raises:
-    UserError: for files that are not there, lines that lack a field, and queries whose label no demonstration has.
+    UserError: for missing files, lines that lack a field, and queries whose label no demonstration has.
   """
   head, tail = next(form for prefix, form in _FORMS.items() if name.startswith(prefix))
   if name == "synthetic":
@@ -237,20 +244,20 @@ def load(name: str, settings: Settings) -> Dataset:
   known = set(dataset.labels)
   for record, example in zip(records["test"], dataset.test, strict=True):
     if example.label not in known:
-      raise UserError(f"{record.place}: the label {example.label!r} is none of the {len(known)} of {files['train']}")
+      raise UserError(f"{record.place}: the label {example.label!r} is not one of the {len(known)} labels of {files['train']}")
   return dataset
 
 
 def synthetic(num_classes: int, num_words: int, seed: int) -> tuple[list[Example], list[Example]]:
-  """Demonstrations and queries of invented words, the same number for every class.
+  """Makes demonstrations and queries of invented words, the same number for every class.
 
-  A text has one of its class's own words among three that all classes share, in random order. Nothing but demonstrations says which words
-  belong to which class, nor what the classes are called.
+  A text has a word of its class and three words that all classes share, in random order. Only demonstrations tell the words and the names
+  of the classes.
 
   Args:
-    num_classes: classes.
-    num_words: words of each class.
-    seed: of words and texts.
+    num_classes: Number of classes.
+    num_words: Number of words of each class.
+    seed: Of words and texts.
   """
   rng = np.random.default_rng(seed)
   words = _invented_words(rng)
@@ -266,14 +273,14 @@ def synthetic(num_classes: int, num_words: int, seed: int) -> tuple[list[Example
 
 
 def _invented_words(rng: np.random.Generator) -> Iterator[str]:
-  """Words of three syllables, none twice."""
+  """Different words of three syllables."""
   syllables = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
   for number in rng.permutation(len(syllables) ** 3):
     yield "".join(syllables[number // len(syllables) ** power % len(syllables)] for power in range(3))
 
 
 def plot(results: dict[str, Any], path: epath.PathLike) -> None:
-  """Accuracy by tokens of demonstrations, with 95% intervals: a field for each dataset, a line for each model."""
+  """Plots accuracy over tokens of demonstrations: a field for each dataset, a line for each model."""
   models = list(by_model(results, "accuracy"))
   datasets = list(dict.fromkeys(row["at"]["dataset"] for _, rows in models for row in rows))
   figure = matplotlib.figure.Figure((4.5 * len(datasets), 3.5), layout="constrained")

@@ -1,17 +1,17 @@
 """Accuracy on questions with a final answer, in the form of GSM8K or MATH, from local JSONL files.
 
 A record has a "question" or "problem", and an "answer" or "solution" that holds the final answer: behind "####" (GSM8K), in \\boxed{…}
-(MATH), or alone (MATH-500, AIME). Where there are both, the answer is compared and the solution demonstrated. The model writes greedily;
-what counts as its final answer, and when that is the right one, is in `final_answer.py`. The paper gives the mean of eight such
-benchmarks and not their prompts; what is settled here:
+(MATH), or alone (MATH-500, AIME). If it has both, the answer is compared and the solution is demonstrated. The model writes greedily.
+`methods/final_answer.py` extracts its final answer and compares it. The paper gives the mean of eight such benchmarks and not their
+prompts. The choices here:
 
-- A question stands in the template that the model was fine-tuned with (config.data.prompt_template), "Question: …\\nAnswer:\\n" unless it
-  was changed; two models that are compared are asked alike, in the first one's. The default is zero-shot, as models of the paper's second
-  stage are asked; for a model that has not been fine-tuned, `shots` demonstrations of another file (the training split) stand before
-  every question, solutions as they are written there, a blank line between.
-- An answer ends with the separator, at `new_tokens`, or where the model begins another question, whose answer is not its own.
+- A question stands in the template that the model was fine-tuned with (config.data.prompt_template), by default "Question: …\\nAnswer:\\n".
+  Two models that are compared are both asked in the first one's. The default is zero-shot, as for models of the paper's second stage. For
+  a model that was not fine-tuned, `shots` demonstrations of another file (the training split) stand before every question: solutions as
+  they are written there, with a blank line between them.
+- An answer ends with the separator, at `new_tokens`, or where the model begins another question by itself.
 - The mean over files weights every file alike, as a mean of benchmarks does. `ended` is the share of answers that did not need more than
-  `new_tokens`: where it is low, raise that (the paper's second stage writes up to 16K).
+  `new_tokens`; where it is low, raise `new_tokens` (the paper's second stage writes up to 16K).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from etils import epath
 
 from diffjax.config import UserError
 from diffjax.data.tokenizer import Tokenizer
-from diffjax.evals import jsonl
-from diffjax.evals.figures import Figure, mean_of
-from diffjax.evals.final_answer import extract, reference, same
+from diffjax.evals.methods import jsonl
+from diffjax.evals.methods.final_answer import extract, reference, same
+from diffjax.evals.report.figures import Figure, mean_of
 from diffjax.model.sampler import Sampler
 from diffjax.training.trained import Trained
 
@@ -36,7 +36,7 @@ _TAIL = 64  # tokens looked at for the beginning of another question
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """What is asked, and how."""
+  """Settings of the suite."""
 
   # JSONL files with commas between, each a benchmark, named by its file
   files: str = ""
@@ -48,12 +48,19 @@ class Settings:
   shots_file: str = ""
   # Tokens that the model writes, at most
   new_tokens: int = 512
-  # Tokens of a batch: as many rows at a time as it holds, at least one
+  # Tokens of a batch; at least one row
   batch_tokens: int = 32_768
 
 
 class Question(NamedTuple):
-  """A record: where it stands ("FILE:LINE"), what is asked, the solution and the final answer in it."""
+  """A record.
+
+  Attributes:
+    place: "FILE:LINE".
+    text: The question.
+    solution: The solution.
+    answer: The final answer in it.
+  """
 
   place: str
   text: str
@@ -62,7 +69,7 @@ class Question(NamedTuple):
 
 
 def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
-  """Accuracy of each file, the mean over files, and how many answers came to an end. Units are questions.
+  """Accuracy and share of ended answers of each file, and the mean accuracy over files. The units are questions.
 
   Raises:
     UserError: for files that cannot be read, records without a field, or prompts that do not leave room for an answer.
@@ -93,22 +100,22 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
 
 
 def read(path: epath.PathLike) -> list[Question]:
-  """The questions of a file.
+  """Reads the questions of a file.
 
   Raises:
-    UserError: with file and line, for a record that lacks a question or an answer, or whose answer holds none.
+    UserError: for a record that lacks a question or an answer, or whose answer holds no final answer. Names file and line.
   """
   questions = []
   for place, record in jsonl.read(path, {}):
     answer = reference(answered := _field(place, record, "answer", "solution"))
     if not answer:
-      raise UserError(f"{place}: there is no final answer in {answered[:40]!r}; it stands behind ####, in \\boxed{{}} or alone")
+      raise UserError(f"{place}: there is no final answer in {answered[:40]!r}; it must be behind ####, in \\boxed{{}} or alone")
     questions.append(Question(place, _field(place, record, "question", "problem"), _field(place, record, "solution", "answer"), answer))
   return questions
 
 
 def _field(place: str, record: dict[str, object], *names: str) -> str:
-  """The text of the first of these fields that the record has."""
+  """The text of the first of the fields that the record has."""
   name = next((name for name in names if record.get(name) is not None), None)
   if name is None:
     raise UserError(f"{place}: the field {' or '.join(map(repr, names))} is missing; there are {', '.join(map(repr, record)) or 'none'}")
@@ -121,7 +128,7 @@ def _field(place: str, record: dict[str, object], *names: str) -> str:
 
 
 class _Another:
-  """Whether a model has begun another question by itself, which ends its answer."""
+  """The beginning of another question, which ends an answer. Called with an answer's tokens, it says whether there is one."""
 
   def __init__(self, tokenizer: Tokenizer, template: str):
     self._tokenizer, self._head = tokenizer, template.partition("{prompt}")[0].strip()
@@ -130,6 +137,7 @@ class _Another:
     return bool(self._head) and f"\n{self._head}" in self._tokenizer.decode(tokens[-_TAIL:])
 
   def cut(self, text: str) -> str:
+    """The text before another question."""
     return text.partition(f"\n{self._head}")[0] if self._head else text
 
 
@@ -149,18 +157,18 @@ def _check(settings: Settings, paths: Sequence[str]) -> None:
     )
   names = [epath.Path(path).stem for path in paths]
   if len(set(names)) < len(names):
-    raise UserError(f"set.mathematics.files = {settings.files}: two files of one name; figures are named by it, so rename one")
+    raise UserError(f"set.mathematics.files = {settings.files}: two files have the same name, which names the figures; rename one")
   for name, low in (("questions", 0), ("shots", 0), ("new_tokens", 1)):
     if getattr(settings, name) < low:
       raise UserError(f"set.mathematics.{name} = {getattr(settings, name)}: must be at least {low}")
   if settings.shots and not settings.shots_file:
-    raise UserError(f"set.mathematics.shots = {settings.shots}: set.mathematics.shots_file must name a file to take them from")
+    raise UserError(f"set.mathematics.shots = {settings.shots}: set.mathematics.shots_file must name a file of demonstrations")
   if settings.shots and (count := len(read(settings.shots_file))) < settings.shots:
     raise UserError(f"set.mathematics.shots = {settings.shots}: {settings.shots_file} has {count} records")
 
 
 def _capacity(trained: Trained, settings: Settings, files: Sequence[tuple[str, list[Question]]], prompts: list[list[list[int]]]) -> int:
-  """Tokens of the longest prompt and its answer."""
+  """The number of tokens of the longest prompt and its answer."""
   limit = trained.config.model.max_length
   for (_, questions), ids in zip(files, prompts, strict=True):
     for question, prompt in zip(questions, ids, strict=True):

@@ -1,12 +1,12 @@
 """Activation outliers: the largest attention logits and hidden states, and their medians (paper.md, §4 and §5).
 
-Logits are |q·k/√D| of every map, layer, head and pair of a query and a key that it sees: what the mask hides is never computed by the
-kernels that train. Hidden states are the entries of each layer's output, after both residuals. Padding does not count.
+Logits are |q·k/√D| of every map, layer, head and pair of a query and a key that it sees. Hidden logits are left out, since the kernels that
+train never compute them. Hidden states are the entries of each layer's output, after both residuals. Padding does not count.
 
-Top-k is the k-th largest value of all tokens, kept exactly: 100 values a row. The median comes from a histogram of each row, 16 bins to an
-octave and linear within a bin, of every 16th query's logits and every 16th token's states, since each of them already gives thousands. So
-memory does not grow with the number of tokens, and rows can be resampled. A bootstrap interval of a maximum never lies above what was seen:
-it says how much the largest values depend on few rows, and is no bound on what other text would give.
+Top-k is the k-th largest value of all tokens, which is exact: 100 values of each row are kept. The median comes from a histogram of each
+row, 16 bins to an octave and linear within a bin, of every 16th query's logits and every 16th token's states, each of which has thousands.
+So memory does not grow with the number of tokens, and rows can be resampled. A bootstrap interval of a maximum never lies above the
+observed one: it says how much the largest values depend on few rows, and is no bound for other text.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from etils import epath
 from jaxtyping import Array, Float
 
 from diffjax.config import UserError
-from diffjax.evals import inside
-from diffjax.evals.figures import Figure
-from diffjax.evals.results import by_model, save
+from diffjax.evals.methods import inside
+from diffjax.evals.report.figures import Figure
+from diffjax.evals.report.plots import by_model, save
 from diffjax.evals.validation import validation_rows
 from diffjax.model.decoder import Decoder
 from diffjax.ops.diff_attention.reference import attention_logits
@@ -36,21 +36,21 @@ from diffjax.training.trained import Trained
 RANKS = (1, 2, 3, 10, 100)
 LOGITS, HIDDEN = "attention logits", "hidden states"
 _KEPT = max(RANKS)
-# A bin is a value's exponent and the first four bits behind its point, from 2⁻²⁴ to 2²⁰.
+# A bin is a value's exponent and the first four bits of its mantissa, from 2⁻²⁴ to 2²⁰.
 _SHIFT, _LOWEST, _BINS = 19, (127 - 24) << 4, (24 + 20) << 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """Of the suite."""
+  """Settings of the suite."""
 
   # Tokens measured, rounded up to whole rows (fewer if the validation set has fewer)
   tokens: int = 400_000
   # Tokens a row; 0 for the config.data.length that the model was trained with
   length: int = 0
-  # Rows at once: memory, not the result
+  # Rows of a batch, which does not change the result
   batch_size: int = 4
-  # Every so many-th query and token counts for the medians; 1 for all
+  # Medians are of every n-th query and token; 1 for all
   median_every: int = 16
   # Text, as config.data.source has it; "" for the run's validation text
   source: str = ""
@@ -80,7 +80,17 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
 
 
 def row_summaries(model: Decoder, params: Any, batch: dict[str, Any], every: int) -> dict[str, tuple[jax.Array, jax.Array]]:
-  """For logits and hidden states the 100 largest of each row (−1 where there are fewer), [B, 100], and its histogram, [B, bins]."""
+  """Summaries of logits and of hidden states.
+
+  Args:
+    model: The decoder.
+    params: Its parameters.
+    batch: As from `make_batch`.
+    every: The histograms are of every n-th query and token.
+
+  Returns:
+    For each the 100 largest values of each row (−1 if there are fewer), [B, 100], and the row's histogram, [B, bins].
+  """
   rows = batch["tokens"].shape[0]
   empty = jnp.full((rows, _KEPT), -1.0), jnp.zeros((rows, _BINS))
 
@@ -103,7 +113,7 @@ def row_summaries(model: Decoder, params: Any, batch: dict[str, Any], every: int
 
 
 def _add(summary: tuple[jax.Array, jax.Array], values: Float[Array, "B t ..."], every: int) -> tuple[jax.Array, jax.Array]:
-  """Takes in the values of some tokens; −1 is none."""
+  """Adds the values of some tokens to a summary. −1 stands for no value."""
   top, counts = summary
   top = _top(jnp.concatenate([top, _top(values)], axis=1))
   sample = values[:, min(every, values.shape[1]) - 1 :: every].reshape(len(values), -1)
@@ -113,7 +123,7 @@ def _add(summary: tuple[jax.Array, jax.Array], values: Float[Array, "B t ..."], 
 
 
 def _top(values: Float[Array, "B ..."]) -> Float[Array, "B 100"]:
-  """The largest of each row, in order. They lie in the groups whose own largest are largest, so that few values are ever sorted."""
+  """The largest values of each row, in order. They are in the groups with the largest maxima, so only those groups are sorted."""
   rows, group = values.shape[0], values.shape[-1]
   grouped = values.reshape(rows, -1, group)
   if grouped.shape[1] > _KEPT:
@@ -125,25 +135,25 @@ def _top(values: Float[Array, "B ..."]) -> Float[Array, "B 100"]:
 
 
 def largest(rank: int, top: Float[np.ndarray, "U rank"]) -> float:
-  """The rank-th largest of rows that each give their own largest."""
+  """The rank-th largest value of all rows, from the `rank` largest of each. NaN if there are fewer."""
   value = float(np.partition(top, -rank, axis=None)[-rank]) if top.size >= rank else -1.0
   return value if value >= 0 else float("nan")
 
 
 def edges() -> Float[np.ndarray, "bins_and_1"]:
-  """Where the bins of the histograms begin, and the last one ends; the first one begins at 0."""
+  """The lower edges of the histograms' bins, and the upper edge of the last. The first bin begins at 0."""
   starts = ((np.arange(_BINS + 1) + _LOWEST) << _SHIFT).astype(np.int32).view(np.float32).astype(np.float64)
   return np.concatenate([[0.0], starts[1:]])
 
 
 def median(edges: Float[np.ndarray, "bins_and_1"], counts: Float[np.ndarray, "U bins"]) -> float:
-  """The median of what rows have counted, taken as spread evenly within a bin."""
+  """The median of the rows' histograms, whose values count as evenly spread within a bin. NaN for empty ones."""
   cumulative = np.concatenate([[0.0], np.cumsum(counts.sum(axis=0, dtype=np.float64))])
   return float(np.interp(cumulative[-1] / 2, cumulative, edges)) if cumulative[-1] else float("nan")
 
 
 def plot(results: dict[str, Any], path: epath.PathLike) -> None:
-  """The values of each model, on a log scale."""
+  """Plots the values of each model on a log scale."""
   figure = matplotlib.figure.Figure((9, 3.5), layout="constrained")
   for axes, name in zip(figure.subplots(1, 2), (LOGITS, HIDDEN), strict=True):
     for model, rows in by_model(results, name):

@@ -1,9 +1,9 @@
 """Cumulative NLL by position: how much a model gains from more context, up to 64K tokens (paper.md, §4).
 
-At position p it is the mean loss of a row's first p targets, so that it falls as long as context helps. The paper measures books. Here
-rows are the run's validation text, or any other (`source`), either concatenated (the default: every text has enough, and another
-document is context of equally little use to every model) or the beginnings of documents that are longer than a row. A row that is not
-full is left out, so that every position is measured on the same rows.
+At position p it is the mean loss of a row's first p targets, so it falls as long as context helps. The paper measures books. Here the text
+is the run's validation text or another one (`source`). Rows are concatenated documents (the default: any text has enough of it, and another
+document is of equally little use to every model) or the beginnings of documents that are longer than a row. A row that is not full
+is left out, so that all positions are measured on the same rows.
 
 The 64K curve:
 
@@ -24,9 +24,11 @@ import numpy as np
 from etils import epath
 
 from diffjax.config import UserError
-from diffjax.data import packing, sources
-from diffjax.evals.figures import Figure
-from diffjax.evals.results import by_model, draw_line, save
+from diffjax.data import sources
+from diffjax.data.packing import Tokenize
+from diffjax.data.row import Row, make_batch
+from diffjax.evals.report.figures import Figure
+from diffjax.evals.report.plots import by_model, draw_line, save
 from diffjax.evals.validation import validation_rows
 from diffjax.progress import Progress
 from diffjax.training.trained import Trained
@@ -37,7 +39,7 @@ LONGEST = 65_536
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """Of the suite."""
+  """Settings of the suite."""
 
   # Tokens a row; 0 for 64K, or the model's config.model.max_length if that is less
   length: int = 0
@@ -49,7 +51,7 @@ class Settings:
   source: str = ""
   # First position, tokens
   first: int = 64
-  # Positions between one and its double
+  # Positions to an octave
   per_octave: int = 2
   # Whether rows may be longer than config.model.max_length
   beyond_limit: bool = False
@@ -59,7 +61,7 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   """Mean loss of the first p targets, at p spaced evenly on a log scale. The units are rows.
 
   Raises:
-    UserError: if rows are longer than the model or the text.
+    UserError: if rows are longer than the model takes or the text holds.
   """
   if settings.rows_of not in ("concatenated", "long"):
     raise UserError(f"set.position_nll.rows_of = {settings.rows_of!r}: must be 'concatenated' or 'long'")
@@ -71,7 +73,7 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   if not 1 <= length <= (length if settings.beyond_limit else limit):
     raise UserError(
       f"set.position_nll.length = {length}: {trained.name} takes 1 to {limit} tokens (config.model.max_length); "
-      "set.position_nll.beyond_limit=true measures it beyond that all the same"
+      "set.position_nll.beyond_limit=true measures longer rows all the same"
     )
   rows = _long_documents(trained, settings, length) if settings.rows_of == "long" else _concatenated(trained, settings, length)
   model = trained.model.clone(config=dataclasses.replace(trained.model.config, max_length=max(length, limit)))
@@ -86,7 +88,7 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   if not sums:
     kind = "no document of" if settings.rows_of == "long" else "less than"
     raise UserError(
-      f"set.position_nll.length = {length}: the text holds {kind} {length + 1} tokens; take a shorter length or another source"
+      f"set.position_nll.length = {length}: the text holds {kind} {length + 1} tokens; use a shorter length or another source"
     )
   for index, position in enumerate(positions):
     total = np.array([row[index] for row in sums])
@@ -94,7 +96,7 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
 
 
 def spaced(first: int, last: int, per_octave: int) -> list[int]:
-  """Positions from the first to the last, so many to an octave, both included (the last alone if the first lies behind it)."""
+  """Positions from the first to the last, both included, `per_octave` to an octave; the last alone if it is before the first."""
   count = int(np.floor(np.log2(max(last / first, 1)) * per_octave + 1e-9))
   return sorted({round(first * 2 ** (index / per_octave)) for index in range(count + 1) if first <= last} | {last})
 
@@ -112,18 +114,18 @@ def _long_documents(trained: Trained, settings: Settings, length: int) -> Iterat
     trained.config.data, tokenizer=trained.tokenizer.spec, validation_source=settings.source or trained.config.data.validation_source
   )
   field, spec = ("data.validation_source", data.validation_source) if data.validation_source else ("data.source", data.source)
-  tokenize = packing.Tokenize(data.tokenizer)
+  tokenize = Tokenize(data.tokenizer)
   for component in sources.parse_mixture(spec, field):
     source = sources.documents(component.spec, "validation", data)
     for part in source.parts:
       for document in source.read(part):
-        tokens = tokenize(document)[: length + 1]
+        tokens = tokenize(document._replace(prompt=None)).tokens[: length + 1]
         if len(tokens) == length + 1:
-          yield packing.make_batch([packing.Row(tokens, np.array([length + 1]))], length)
+          yield make_batch([Row(tokens, np.array([length + 1]), np.array([0]))], length)
 
 
 def plot(results: dict[str, Any], path: epath.PathLike) -> None:
-  """The curves with their intervals, position on a log scale."""
+  """Plots the curves with their intervals, position on a log scale."""
   figure = matplotlib.figure.Figure((7, 4), layout="constrained")
   axes = figure.add_subplot(xlabel="position (tokens)", ylabel="cumulative NLL (nats per token)")
   axes.set_xscale("log", base=2)

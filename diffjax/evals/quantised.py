@@ -1,16 +1,16 @@
-"""Quantised attention logits against other measurements: how many bits attention needs (paper.md, §4 and §5).
+"""Quantised attention logits: the effect of few bits on other measurements (paper.md, §4 and §5).
 
-Dynamic post-training quantisation by absmax, simulated: with b bits, logits become the nearest of 2ᵇ − 1 evenly spaced values between plus
-and minus the largest |logit|, and all else stays in full precision. The paper does not say what the largest is taken over; here:
+Dynamic post-training quantisation by absmax, simulated: with b bits, a logit becomes the nearest of 2ᵇ − 1 evenly spaced values between
+minus and plus the largest |logit|, and all else stays in full precision. The paper does not say over which logits the largest is taken:
 
-- "tensor": all that one attention layer computes for one sequence, both maps. The step is set by the largest outlier.
+- "tensor": all logits that an attention layer computes for a sequence, both maps. The largest outlier sets the step.
 - "head": each head's map by itself.
 - "row": each query of each map, as a kernel that sees one row of logits at a time could do.
 
-A sequence has scales of its own, so that no result depends on what stands beside it in a batch. Logits that the mask hides do not count. In
-generation the prompt is read in chunks: "tensor" and "head" then mean one chunk, and the tokens that fill up its last one count too.
+Each sequence has its own scales, so that results do not depend on the other sequences of a batch. Masked logits do not count. In
+generation the prompt is read in chunks: "tensor" and "head" then mean one chunk, and the tokens that fill up the last chunk count too.
 
-Any attention goes through `quantised_attention`, so that every measurement of a model can be taken of its quantised twin (`quantise`).
+All attention of a quantised model (`quantise`) goes through `quantised_attention`, so that any measurement can be made of it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from jaxtyping import Array, Bool, Float
 
 from diffjax.config import UserError
 from diffjax.evals import harness, many_shot, mathematics, needle, position_nll, validation
-from diffjax.evals.figures import Figure
-from diffjax.evals.results import by_model, draw_line, save
+from diffjax.evals.report.figures import Figure
+from diffjax.evals.report.plots import by_model, draw_line, save
 from diffjax.ops.diff_attention.mask import Mask, positions
 from diffjax.ops.diff_attention.reference import reference
 from diffjax.training.trained import Trained
 
-# Over which axes of [B, H, G, T, S] the largest logit is taken.
+# The axes of [B, H, G, T, S] over which the largest logit is taken.
 _AXES = {"tensor": (1, 2, 3, 4), "head": (3, 4), "row": (4,)}
-# Measurements by name, and which of their figures count.
+# Measurements by name, and a test of which of their figures count.
 _MEASUREMENTS: dict[str, tuple[Any, Callable[[Figure], bool]]] = {
   "validation": (validation, lambda figure: figure.name.startswith("loss")),
   "needle": (needle, lambda figure: figure.at["depth"] == "mean"),
@@ -48,13 +48,13 @@ _MEASUREMENTS: dict[str, tuple[Any, Callable[[Figure], bool]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """Of the suite; the measurements have their own, such as --set.quantised.needle.samples=50."""
+  """Settings of the suite and of its measurements, such as --set.quantised.needle.samples=50."""
 
-  # What is measured
+  # Names of the measurements
   measurements: tuple[str, ...] = ("validation", "needle")
-  # Bits of a logit; without quantisation is measured too
+  # Bits of a logit. Logits of full precision are measured too
   bits: tuple[int, ...] = (8, 6, 4)
-  # What has a scale of its own: "tensor", "head", "row"
+  # Sets of logits with a scale each: "tensor", "head", "row"
   per: tuple[str, ...] = ("tensor", "head", "row")
   validation: validation.Settings = validation.Settings(rows=128)
   needle: needle.Settings = needle.Settings(pairs=("1/1",), samples=20)
@@ -68,7 +68,7 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   """Each measurement without quantisation, and with every number of bits and kind of scale. The units are the measurements' own.
 
   Raises:
-    UserError: for settings that there are not.
+    UserError: for unknown measurements or kinds of scale, or bits below 2 or above 24.
   """
   for field, known in (("measurements", _MEASUREMENTS), ("per", _AXES)):
     for name in getattr(settings, field):
@@ -88,24 +88,24 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
 
 
 def quantise(trained: Trained, bits: int, per: str) -> Trained:
-  """The same model with quantised attention logits."""
+  """The same model with quantised attention logits; see the module for `per`."""
   model = trained.model.clone(attention_fn=quantised_attention(bits, per))
   return dataclasses.replace(trained, name=f"{trained.name}, logits of {bits} bits per {per}", model=model)
 
 
 def quantised_attention(bits: int, per: str) -> Callable[..., jax.Array]:
-  """A function like `diff_attention`, by the reference, with logits rounded by `absmax`."""
+  """The reference implementation of `diff_attention`, with logits rounded by `absmax`."""
 
-  def attend(q, k, v, lam=None, *, q_segment_ids=None, kv_segment_ids=None, q_offset=0):
+  def attend(q, k, v, lam=None, *, q_segment_ids=None, kv_segment_ids=None, q_offset=0, causal=True, window=None):
     if kv_segment_ids is None:
       kv_segment_ids = q_segment_ids
-    mask = Mask(q.shape[1], k.shape[1])
+    mask = Mask(q.shape[1], k.shape[1], causal, window)
     seen = mask.between(positions(q.shape[1], q_offset), positions(k.shape[1], 0), q_segment_ids, kv_segment_ids)
     if q_segment_ids is not None:
       seen &= (q_segment_ids > 0)[:, :, None]  # padding
     return reference(
       q, k, v, None if lam is None else jnp.broadcast_to(jnp.asarray(lam, jnp.float32), q.shape[:3]),
-      q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, q_offset=q_offset,
+      q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, q_offset=q_offset, causal=causal, window=window,
       logits_transform=lambda logits: absmax(logits, seen[:, None, None], bits, _AXES[per]),
     )  # fmt: skip
 
@@ -115,14 +115,14 @@ def quantised_attention(bits: int, per: str) -> Callable[..., jax.Array]:
 def absmax(
   logits: Float[Array, "B H G T S"], seen: Bool[Array, "B 1 1 T S"], bits: int, axes: tuple[int, ...]
 ) -> Float[Array, "B H G T S"]:
-  """Logits rounded to 2^bits − 1 levels between ± the largest visible one over some axes."""
+  """Logits rounded to 2^bits − 1 levels between minus and plus the largest visible |logit| over some axes."""
   largest = jnp.max(jnp.where(seen, jnp.abs(logits), 0.0), axis=axes, keepdims=True)
   step = largest / (2 ** (bits - 1) - 1)
   return jnp.where(largest > 0, jnp.round(logits / jnp.where(largest > 0, step, 1)) * step, logits)
 
 
 def plot(results: dict[str, Any], path: epath.PathLike) -> None:
-  """Each measurement over bits, a line for each model and kind of scale."""
+  """Plots each measurement over bits, a line for each model and kind of scale."""
   figures = [row for row in results["figures"] if row["at"]["bits"] != "all"]
   kinds = list(dict.fromkeys(_kind(row) for row in results["figures"]))
   bits = sorted({row["at"]["bits"] for row in figures}, reverse=True)

@@ -14,7 +14,7 @@ from numpy import ndarray
 
 from diffjax.config import UserError
 from diffjax.data.pipeline import ValidationBatches, validation_batches
-from diffjax.evals.figures import Figure
+from diffjax.evals.report.figures import Figure
 from diffjax.progress import Progress
 from diffjax.training.trained import Trained
 from diffjax.training.validation import SUMS, from_sums, row_losses, with_hits

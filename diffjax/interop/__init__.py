@@ -1,1 +1,1 @@
-"""Models in other people's layouts: each module reads one into a `Model`, or writes one."""
+"""Models in other layouts. Each module reads a layout into a `Model`, writes it, or both."""

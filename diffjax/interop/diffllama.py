@@ -1,7 +1,7 @@
 """Hugging Face's DiffLlama, DIFF V1 in another layout (transformers, models/diffllama).
 
-It counts sub-heads: head i is sub-heads i and i + H, and its values are v_i ⊕ v_{i+H}. Its head norm has no gain: on the way out the gain
-goes into the rows of W_O that it scales, on the way in it is 1. λ_init is always the schedule's.
+It counts sub-heads: head i is sub-heads i and i + H, and its values are v_i ⊕ v_{i+H}. Its head norm has no gain: writing multiplies the
+rows of W_O by the gain, and reading sets the gain to 1. λ_init is always the schedule's.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from diffjax.config import ModelConfig, UserError
 from diffjax.interop import hugging_face
 from diffjax.interop.directory import SafetensorsDirectory, read_tokenizer
 from diffjax.interop.directory import write as write_directory
-from diffjax.interop.layout import Layout, Model, Row
+from diffjax.interop.layout import Entry, Layout, Model
 
-_LAMBDAS = tuple(Row(f"layers/attention/lambda_{i}", f"model.layers.{{}}.self_attn.lambda_{i}", "D = D") for i in ("q1", "k1", "q2", "k2"))
+_LAMBDAS = tuple(
+  Entry(f"layers/attention/lambda_{i}", f"model.layers.{{}}.self_attn.lambda_{i}", "D = D") for i in ("q1", "k1", "q2", "k2")
+)
 
 
 def read(path: str) -> Model:
   """Reads a directory that transformers wrote.
 
   Raises:
-    UserError: if it is damaged, or holds what diffjax cannot.
+    UserError: if it is damaged, or holds a model that diffjax does not support.
   """
   directory = pathlib.Path(path)
   config = hugging_face.read_config(directory, "diffllama", maps=2)
@@ -38,7 +40,7 @@ def write(path: str, model: Model, dtype: str) -> None:
   """Writes a directory that transformers loads.
 
   Raises:
-    UserError: if the model is none that this layout can hold, or the directory cannot be written.
+    UserError: if this layout cannot hold the model, or the directory cannot be written.
   """
   config = model.config
   if config.attention != "diff":
@@ -60,7 +62,7 @@ def write(path: str, model: Model, dtype: str) -> None:
 
 
 def _layout(config: ModelConfig) -> Layout:
-  return Layout(hugging_face.ROWS + _LAMBDAS, config, G=2, M=2, C=2, tied_by=hugging_face.TIED_BY)
+  return Layout(hugging_face.ENTRIES + _LAMBDAS, config, G=2, M=2, C=2, tied_by=hugging_face.TIED_BY)
 
 
 def _with_gain_in_out(params: dict[str, Any]) -> dict[str, Any]:

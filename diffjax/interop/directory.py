@@ -1,6 +1,6 @@
-"""A model's directory as Hugging Face lays it out: config.json, safetensors files with an index if there are several, tokenizer.json.
+"""A model's directory in Hugging Face's layout: config.json, safetensors files with an index if there are several, tokenizer.json.
 
-Nothing in it is unpickled or executed. Weights in pytorch_model.bin are pickles, so they are not read.
+Nothing in it is unpickled or executed. Weights in pytorch_model.bin are pickles and are not read.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from diffjax.data.tokenizer import Tokenizer, load_tokenizer
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
-# Bytes of tensors in one file, at most, unless one alone is larger: what Hugging Face's hub is comfortable with.
+# The largest number of bytes of tensors in a file, unless a single tensor is larger. Hugging Face's hub prefers such files.
 SHARD_BYTES = 5 * 10**9
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_EXACT = ("F32", "F16", "BF16")  # what float32 holds
-_COMPUTED = "rotary_emb.inv_freq"  # old Llama checkpoints store the angles, which follow from the config
+_EXACT = ("F32", "F16", "BF16")  # types that float32 holds exactly
+_COMPUTED = "rotary_emb.inv_freq"  # angles in old Llama checkpoints, which follow from the config
 
 
 class SafetensorsDirectory:
-  """The tensors of a directory, read one at a time. As text it is its path."""
+  """The tensors of a directory, read one at a time. Its text is its path."""
 
   def __init__(self, directory: pathlib.Path):
     """Opens the files.
 
     Raises:
-      UserError: if there are none, or one is missing or truncated.
+      UserError: if there are none, or a file is missing or truncated.
     """
     self._directory = directory
     self._files: dict[str, Any] = {}
@@ -56,10 +56,10 @@ class SafetensorsDirectory:
     return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
 
   def read(self, name: str) -> np.ndarray:
-    """A tensor in float32, exactly.
+    """A tensor in float32, with its exact values.
 
     Raises:
-      UserError: if it is of a type that float32 does not hold.
+      UserError: if float32 does not hold its type exactly.
     """
     file = self._files[name]
     with _explained(self._directory):
@@ -69,7 +69,7 @@ class SafetensorsDirectory:
 
 
 def _file_names(directory: pathlib.Path) -> list[str]:
-  if (directory / _WEIGHTS).exists() or not (directory / _INDEX).exists():  # transformers too takes the one file before the index
+  if (directory / _WEIGHTS).exists() or not (directory / _INDEX).exists():  # like transformers, prefer the single file to the index
     return [_WEIGHTS]
   weight_map = read_json(directory / _INDEX).get("weight_map")
   if not isinstance(weight_map, dict) or not weight_map:
@@ -77,7 +77,7 @@ def _file_names(directory: pathlib.Path) -> list[str]:
   names = sorted({str(name) for name in weight_map.values()})
   for name in names:
     if pathlib.PurePath(name).name != name:
-      raise UserError(f"{directory / _INDEX} names a file {name!r}: it must be one beside it")
+      raise UserError(f"{directory / _INDEX} names a file {name!r}: it must be in the same directory")
   return names
 
 
@@ -85,7 +85,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
   """A JSON object from a file.
 
   Raises:
-    UserError: if it is missing or something else.
+    UserError: if the file is missing or does not hold one.
   """
   try:
     content = json.loads(path.read_text(encoding="utf-8"))
@@ -102,16 +102,16 @@ def checked_config(path: pathlib.Path, fields: dict[str, Any]) -> ModelConfig:
   """A model's config from fields of a file.
 
   Raises:
-    UserError: naming the file and the field that cannot be.
+    UserError: if a field is not valid. Names the file and the field.
   """
   try:
     return from_config_dict({"model": fields, "data": {"length": 1}}).model
   except UserError as error:
-    raise UserError(f"{path} is of no model that diffjax has: {error}") from error
+    raise UserError(f"{path} is not of a model that diffjax supports: {error}") from error
 
 
 def read_tokenizer(directory: pathlib.Path, vocab_size: int) -> Tokenizer:
-  """The tokenizer beside a model.
+  """The tokenizer in a model's directory.
 
   Raises:
     UserError: if there is none, or it has more tokens than the model.
@@ -124,9 +124,7 @@ def read_tokenizer(directory: pathlib.Path, vocab_size: int) -> Tokenizer:
     )
   tokenizer = load_tokenizer(str(path))
   if tokenizer.vocab_size > vocab_size:
-    raise UserError(
-      f"{path} has {tokenizer.vocab_size} tokens, but the model has {vocab_size}: it is another one's; put the model's own there"
-    )
+    raise UserError(f"{path} has {tokenizer.vocab_size} tokens, but the model has {vocab_size}: replace it with the model's own tokenizer")
   return tokenizer
 
 
@@ -138,25 +136,24 @@ def write(
   tokenizer: Tokenizer,
   dtype: str,
 ) -> None:
-  """Writes a model's directory. config.json comes last: a directory without it is one that was interrupted.
+  """Writes a model's directory. config.json comes last, so that a directory without it is incomplete.
 
   Args:
-    directory: Made if it is not there.
-    config: Of config.json.
-    shapes: Of every tensor.
-    tensor: Gives a tensor by its name; called once for each, so that no more than one file's are in memory.
-    tokenizer: Written as tokenizer.json and tokenizer_config.json, its separator for the first and last token of a text: diffjax's own
-      documents lie between two.
+    directory: Is made if it does not exist.
+    config: Content of config.json.
+    shapes: The shape of every tensor.
+    tensor: Gives a tensor by its name. Called once for each tensor, so that those of one file at most are in memory.
+    tokenizer: Written as tokenizer.json and tokenizer_config.json. Its separator is the first and last token of a text, as in diffjax.
     dtype: "float32" or "bfloat16".
 
   Raises:
-    UserError: if it cannot be written.
+    UserError: if the directory cannot be written.
   """
   shards = _shards({name: math.prod(shape) * DTYPES[dtype].itemsize for name, shape in shapes.items()})
   with _explained(directory):
     directory.mkdir(parents=True, exist_ok=True)
     for file, names in shards.items():
-      # safetensors writes the memory of an array as it lies, whatever its strides.
+      # safetensors writes the memory of an array and ignores its strides
       arrays = {name: np.ascontiguousarray(tensor(name).astype(DTYPES[dtype])) for name in names}
       safetensors.numpy.save_file(arrays, directory / file, metadata={"format": "pt"})
     if len(shards) > 1:
@@ -168,7 +165,7 @@ def write(
 
 
 def _shards(sizes: Mapping[str, int]) -> dict[str, list[str]]:
-  """The names of tensors by file, in order, from their sizes in bytes."""
+  """The names of the tensors of each file, in order, from their sizes in bytes."""
   shards: list[list[str]] = []
   room = 0
   for name, size in sizes.items():
@@ -189,7 +186,7 @@ def _write_tokenizer(directory: pathlib.Path, tokenizer: Tokenizer) -> None:
   separator = tokenizers.Tokenizer.from_str(text).id_to_token(tokenizer.separator)
   (directory / "tokenizer.json").write_text(text, encoding="utf-8")
   description: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": separator, "eos_token": separator}
-  # Else transformers 4 adds token_type_ids, which DiffLlama does not take.
+  # Else transformers 4 adds token_type_ids, which DiffLlama does not accept
   description |= {"model_input_names": ["input_ids", "attention_mask"], "clean_up_tokenization_spaces": False}
   _write_json(directory / "tokenizer_config.json", description)
 
@@ -200,7 +197,7 @@ def _write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _explained(path: pathlib.Path) -> Iterator[None]:
-  """What goes wrong in the file system or in a file, as one line."""
+  """Turns errors of the file system and of safetensors into a UserError of one line."""
   try:
     yield
   except (OSError, safetensors.SafetensorError) as error:

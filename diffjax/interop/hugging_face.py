@@ -1,4 +1,4 @@
-"""What Hugging Face's Llama and DiffLlama have in common: names of tensors, and config.json."""
+"""The common parts of Hugging Face's Llama and DiffLlama: names of tensors, and config.json."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import Any
 
 from diffjax.config import ModelConfig, UserError
 from diffjax.interop.directory import checked_config, read_json
-from diffjax.interop.layout import Row
+from diffjax.interop.layout import Entry
 
 TIED_BY = "tie_word_embeddings"
 
-# Linear weights are [out, in]. Sub-heads of equal map stand together: sub-head i of map g is row i + g·H; so do the halves of values.
-ROWS = (
-  Row("embedding", "model.embed_tokens.weight", "N E = N E"),
-  Row("layers/attention_norm", "model.layers.{}.input_layernorm.weight", "E = E"),
-  Row("layers/attention/query", "model.layers.{}.self_attn.q_proj.weight", "E H G D = (G H D) E"),
-  Row("layers/attention/key", "model.layers.{}.self_attn.k_proj.weight", "E K M D = (M K D) E"),
-  Row("layers/attention/value", "model.layers.{}.self_attn.v_proj.weight", "E K (C D) = (C K D) E"),
-  Row("layers/attention/out", "model.layers.{}.self_attn.o_proj.weight", "H V E = E (H V)"),
-  Row("layers/ffn_norm", "model.layers.{}.post_attention_layernorm.weight", "E = E"),
-  Row("layers/ffn/gate", "model.layers.{}.mlp.gate_proj.weight", "E F = F E"),
-  Row("layers/ffn/up", "model.layers.{}.mlp.up_proj.weight", "E F = F E"),
-  Row("layers/ffn/down", "model.layers.{}.mlp.down_proj.weight", "F E = E F"),
-  Row("final_norm", "model.norm.weight", "E = E"),
-  Row("unembedding", "lm_head.weight", "N E = N E"),
+# Linear weights are [out, in]. The sub-heads of a map are consecutive: sub-head i of map g has index i + g·H. So are the halves of values.
+ENTRIES = (
+  Entry("embedding", "model.embed_tokens.weight", "N E = N E"),
+  Entry("layers/attention_norm", "model.layers.{}.input_layernorm.weight", "E = E"),
+  Entry("layers/attention/query", "model.layers.{}.self_attn.q_proj.weight", "E H G D = (G H D) E"),
+  Entry("layers/attention/key", "model.layers.{}.self_attn.k_proj.weight", "E K M D = (M K D) E"),
+  Entry("layers/attention/value", "model.layers.{}.self_attn.v_proj.weight", "E K (C D) = (C K D) E"),
+  Entry("layers/attention/out", "model.layers.{}.self_attn.o_proj.weight", "H V E = E (H V)"),
+  Entry("layers/ffn_norm", "model.layers.{}.post_attention_layernorm.weight", "E = E"),
+  Entry("layers/ffn/gate", "model.layers.{}.mlp.gate_proj.weight", "E F = F E"),
+  Entry("layers/ffn/up", "model.layers.{}.mlp.up_proj.weight", "E F = F E"),
+  Entry("layers/ffn/down", "model.layers.{}.mlp.down_proj.weight", "F E = E F"),
+  Entry("final_norm", "model.norm.weight", "E = E"),
+  Entry("unembedding", "lm_head.weight", "N E = N E"),
 )
 
-# Fields of the same meaning
+# Our fields and theirs of the same meaning
 _FIELDS = {
   "vocab_size": "vocab_size",
   "num_layers": "num_hidden_layers",
@@ -39,15 +39,15 @@ _FIELDS = {
 
 
 def read_config(directory: pathlib.Path, model_type: str, *, maps: int) -> ModelConfig:
-  """The sizes in a config.json; attention and head norm are left at their defaults.
+  """Reads the sizes in a config.json. Attention and head norm keep their defaults.
 
   Args:
-    directory: Where it lies.
-    model_type: What it must be of.
-    maps: Into how many maps its attention heads are counted; H and K are that many times fewer.
+    directory: Directory of the file.
+    model_type: The model_type that it must have.
+    maps: Number of maps that it counts as heads. H and K are that many times fewer.
 
   Raises:
-    UserError: if it lacks a field, or has what diffjax cannot hold.
+    UserError: if a field is missing, or has a value that diffjax does not support.
   """
   path = directory / "config.json"
   config = read_json(path)
@@ -59,7 +59,7 @@ def read_config(directory: pathlib.Path, model_type: str, *, maps: int) -> Model
 
   def require(name: str, wanted: Any) -> None:
     if (got := config.get(name, wanted)) not in (wanted, None):
-      raise UserError(f"{path} has {name} = {got!r}: diffjax has only {wanted!r}")
+      raise UserError(f"{path} has {name} = {got!r}: diffjax supports only {wanted!r}")
 
   if (got := config.get("model_type")) != model_type:
     raise UserError(f"{path} has model_type = {got!r}: this layout is {model_type!r}")
@@ -81,7 +81,12 @@ def read_config(directory: pathlib.Path, model_type: str, *, maps: int) -> Model
 
 
 def make_config(config: ModelConfig, *, maps: int) -> dict[str, Any]:
-  """The config.json of a model, without its type."""
+  """The config.json of a model, without its model_type.
+
+  Args:
+    config: The model's.
+    maps: Number of maps that are counted as heads.
+  """
   return {name: getattr(config, field) for field, name in _FIELDS.items()} | {
     "num_attention_heads": config.num_heads * maps,
     "num_key_value_heads": config.num_kv_heads * maps,
@@ -89,7 +94,7 @@ def make_config(config: ModelConfig, *, maps: int) -> dict[str, Any]:
     "hidden_act": "silu",
     "attention_bias": False,
     "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
-    "rope_theta": config.rope_base,  # where transformers before version 5 looks
+    "rope_theta": config.rope_base,  # for transformers before version 5
     TIED_BY: config.tie_embeddings,
   }
 
@@ -101,7 +106,7 @@ def _whole(path: pathlib.Path, name: str, got: Any, maps: int) -> int:
 
 
 def _rope_base(path: pathlib.Path, config: dict[str, Any]) -> Any:
-  """θ, from where transformers 5 and its predecessors have it; angles that are scaled in any way are refused."""
+  """θ, from the fields of transformers 5 and of earlier versions. Scaled angles are an error."""
   rope = {"rope_theta": 10_000.0 if config.get("rope_theta") is None else config["rope_theta"]}
   for section in ("rope_scaling", "rope_parameters"):
     if not isinstance(fields := config.get(section) or {}, dict):
@@ -109,5 +114,5 @@ def _rope_base(path: pathlib.Path, config: dict[str, Any]) -> Any:
     rope |= fields
   kind = rope.pop("rope_type", rope.pop("type", "default"))
   if kind != "default" or rope.pop("partial_rotary_factor", 1.0) != 1.0 or rope.keys() != {"rope_theta"}:
-    raise UserError(f"{path} scales its rotary angles ({ {'rope_type': kind} | rope }): diffjax has plain angles only")
+    raise UserError(f"{path} scales its rotary angles ({ {'rope_type': kind} | rope }): diffjax supports plain angles only")
   return rope["rope_theta"]

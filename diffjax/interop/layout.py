@@ -1,6 +1,6 @@
-"""A layout of weights as a table: each row names an array of diffjax and a tensor of the file, and how the axes of one lie in the other.
+"""Layouts of weights as tables: each entry names an array of diffjax and a tensor of the file, and the order of the axes in both.
 
-Both directions read the same table, so that a round trip gives back what it was given, bit for bit.
+Reading and writing use the same table, so that a round trip gives the same weights, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from diffjax.data.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-  """What every layout is read into and written from.
+  """A model, as it is read from any layout and written to any.
 
   Attributes:
     config: Its sizes and kind.
@@ -35,11 +35,11 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-  """One array and its tensor, or its L tensors.
+class Entry:
+  """An array and its tensor, or its L tensors.
 
   Attributes:
-    param: Path in the parameter tree; under "layers/" an array has a leading axis L, and a tensor for each layer.
+    param: Path in the parameter tree. Under "layers/" an array has a leading axis L, and a tensor for each layer.
     tensor: Name in the file, with {} for the layer's number.
     axes: Both shapes, without L, in einops' notation: "E H G D = (G H D) E". Beside the project's letters, C is V / D, and D may be
       written as P J: the two members of a rotated pair, and D/2 pairs.
@@ -51,7 +51,7 @@ class Row:
 
 
 class Tensors(Protocol):
-  """Named tensors to read from."""
+  """Named tensors of a file or directory."""
 
   def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
@@ -59,14 +59,14 @@ class Tensors(Protocol):
 
 
 class Layout:
-  """A table for a model of given sizes."""
+  """A table with the sizes of a model."""
 
-  def __init__(self, rows: Iterable[Row], config: ModelConfig, *, G: int, M: int, C: int, tied_by: str):
+  def __init__(self, entries: Iterable[Entry], config: ModelConfig, *, G: int, M: int, C: int, tied_by: str):
     """Fills in the sizes.
 
     Args:
-      rows: The table.
-      config: Of the model.
+      entries: The table.
+      config: The model's.
       G: Maps of a head.
       M: Maps with keys of their own.
       C: V / D.
@@ -87,42 +87,44 @@ class Layout:
       M=M,
       C=C,
     )
-    rows = list(rows)
-    self._embedding, self._unembedding = (next(row.tensor for row in rows if row.param == param) for param in ("embedding", "unembedding"))
-    self._rows = [row for row in rows if not (self._tied and row.param == "unembedding")]
+    entries = list(entries)
+    self._embedding, self._unembedding = (
+      next(entry.tensor for entry in entries if entry.param == param) for param in ("embedding", "unembedding")
+    )
+    self._entries = [entry for entry in entries if not (self._tied and entry.param == "unembedding")]
 
   @functools.cached_property
-  def _places(self) -> dict[str, tuple[Row, int | None]]:
-    """Each tensor's row and layer."""
-    return {row.tensor.format(layer): (row, layer) for row in self._rows for layer in self._numbers(row)}
+  def _places(self) -> dict[str, tuple[Entry, int | None]]:
+    """The entry and layer of each tensor."""
+    return {entry.tensor.format(layer): (entry, layer) for entry in self._entries for layer in self._numbers(entry)}
 
   def shapes(self) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor."""
-    return {name: self._shape(row.axes.split(" = ")[1]) for name, (row, _) in self._places.items()}
+    return {name: self._shape(entry.axes.split(" = ")[1]) for name, (entry, _) in self._places.items()}
 
   def tensor(self, params: dict[str, Any], name: str) -> np.ndarray:
-    """One tensor of a model."""
-    row, layer = self._places[name]
+    """A tensor of the layout, made of a model's parameters."""
+    entry, layer = self._places[name]
     array: Any = params
-    for key in row.param.split("/"):
+    for key in entry.param.split("/"):
       array = array[key]
-    here, there = row.axes.split(" = ")
+    here, there = entry.axes.split(" = ")
     return self._rearrange(array if layer is None else array[layer], here, there)
 
   def params(self, tensors: Tensors) -> dict[str, Any]:
-    """The parameters of a model, in float32.
+    """The parameters of a model, made of the layout's tensors, in float32.
 
     Raises:
-      UserError: if a tensor is missing, of another shape, or none of this layout's.
+      UserError: if a tensor is missing, has another shape, or is not in this layout.
     """
     self._check(tensors)
     params: dict[str, Any] = {}
-    for row in self._rows:
-      here, there = row.axes.split(" = ")
-      stack = np.empty((len(self._numbers(row)), *self._shape(here)), np.float32)
-      for index, layer in enumerate(self._numbers(row)):
-        stack[index] = self._rearrange(tensors.read(row.tensor.format(layer)), there, here)
-      *sections, name = row.param.split("/")
+    for entry in self._entries:
+      here, there = entry.axes.split(" = ")
+      stack = np.empty((len(self._numbers(entry)), *self._shape(here)), np.float32)
+      for index, layer in enumerate(self._numbers(entry)):
+        stack[index] = self._rearrange(tensors.read(entry.tensor.format(layer)), there, here)
+      *sections, name = entry.param.split("/")
       section = params
       for key in sections:
         section = section.setdefault(key, {})
@@ -132,7 +134,7 @@ class Layout:
   def _check(self, tensors: Tensors) -> None:
     found = dict(tensors.shapes())
     if self._layers > len(found):
-      raise UserError(f"{tensors} has {len(found)} tensors: its config.json is another model's, of {self._layers} layers")
+      raise UserError(f"{tensors} has {len(found)} tensors: its config.json is of another model, with {self._layers} layers")
     wanted = self.shapes()
     if self._tied and self._unembedding in found and self._embedding in found:
       if not np.array_equal(tensors.read(self._unembedding), tensors.read(self._embedding)):
@@ -151,8 +153,8 @@ class Layout:
       hint = ": diffjax has no biases" * extra[0].endswith(".bias")
       raise UserError(f"{tensors} has a tensor {extra[0]}, which is not in this layout for its config.json{hint}")
 
-  def _numbers(self, row: Row) -> range | list[None]:
-    return range(self._layers) if row.param.startswith("layers/") else [None]
+  def _numbers(self, entry: Entry) -> range | list[None]:
+    return range(self._layers) if entry.param.startswith("layers/") else [None]
 
   def _shape(self, axes: str) -> tuple[int, ...]:
     return tuple(math.prod(self._sizes[letter] for letter in group if letter.isalpha()) for group in re.findall(r"\([^)]*\)|\w", axes))

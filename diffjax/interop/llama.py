@@ -1,7 +1,7 @@
-"""A Transformer in Hugging Face's Llama layout, made into DIFF V2 that computes the same function, to be trained on from there.
+"""Reads a Transformer in Hugging Face's Llama layout as a DIFF V2 model of the same function, for further training.
 
-Each query head is doubled and W_λ is 0, so λ = sigmoid(0) = ½: out = A V − ½ A V = ½ A V, which the doubled W_O makes whole again. Training
-then tells the two maps apart, since the second one's gradient is −½ of the first one's.
+Each query head is doubled and W_λ is 0, so λ = sigmoid(0) = ½: out = A V − ½ A V = ½ A V, and W_O is doubled to make up for the ½. Training
+then makes the two maps differ, since the gradient of the second is −½ of the first's.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ def read(path: str) -> Model:
   """Reads a directory that transformers wrote.
 
   Raises:
-    UserError: if it is damaged, or holds what diffjax cannot.
+    UserError: if it is damaged, or holds a model that diffjax does not support.
   """
   directory = pathlib.Path(path)
   config = dataclasses.replace(hugging_face.read_config(directory, "llama", maps=1), attention="diff_v2", head_norm=False)
   tokenizer = read_tokenizer(directory, config.vocab_size)
-  params = Layout(hugging_face.ROWS, config, G=1, M=1, C=1, tied_by=hugging_face.TIED_BY).params(SafetensorsDirectory(directory))
+  params = Layout(hugging_face.ENTRIES, config, G=1, M=1, C=1, tied_by=hugging_face.TIED_BY).params(SafetensorsDirectory(directory))
   attention = params["layers"]["attention"]
   attention["query"] = np.repeat(attention["query"], 2, axis=-2)
   attention["out"] *= 2

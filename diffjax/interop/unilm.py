@@ -1,7 +1,7 @@
 """The authors' layers (microsoft/unilm, Diff-Transformer and Diff-Transformer-V2), as parts of a whole model.
 
-Their public code has the attention layers alone, so the rest is settled here, with the names of their other decoders in that repository
-(YOCO). `model.safetensors` is a state dict:
+Their public code has the attention layers alone, so the rest is defined here, with the names of their decoder YOCO in the same repository.
+`model.safetensors` is a state dict:
 
     embed_tokens.weight                                   [N, E]; not multiplied by √E
     layers.N.self_attn_layer_norm.weight                  before attention
@@ -12,12 +12,11 @@ Their public code has the attention layers alone, so the rest is settled here, w
     layers.N.final_layer_norm.weight                      before the feed-forward part
     layers.N.ffn.{fc1,gate,fc2}.weight                    fc2(silu(fc1(x)) · gate(x))
     layer_norm.weight                                     after the last layer
-    output_projection.weight                              not there if config.json says share_input_output_embed
+    output_projection.weight                              missing if config.json has share_input_output_embed: true
 
-`config.json` says diff_version (1 or 2), and the rest by arguments of theirs: the V2 layer's d_model, num_heads (DIFF heads in both
+`config.json` holds diff_version (1 or 2) and arguments of their classes: the V2 layer's d_model, num_heads (DIFF heads in both
 versions), num_kv_heads and head_dim, and YOCO's n_layers, hidden_dim, vocab_size, max_seq_len, rope_theta, norm_eps and
-share_input_output_embed.
-`tokenizer.json` lies beside.
+share_input_output_embed. The directory also holds `tokenizer.json`.
 """
 
 from __future__ import annotations
@@ -27,32 +26,32 @@ import pathlib
 from diffjax.config import ModelConfig, UserError
 from diffjax.interop.directory import SafetensorsDirectory, checked_config, read_json, read_tokenizer
 from diffjax.interop.directory import write as write_directory
-from diffjax.interop.layout import Layout, Model, Row
+from diffjax.interop.layout import Entry, Layout, Model
 
 _TIED_BY = "share_input_output_embed"
 
-# Sub-heads 2i and 2i + 1 are head i's. P and J change places in the rows of queries and keys: here pairs are (j, j + D/2).
-_ROWS = (
-  Row("embedding", "embed_tokens.weight", "N E = N E"),
-  Row("layers/attention_norm", "layers.{}.self_attn_layer_norm.weight", "E = E"),
-  Row("layers/attention/query", "layers.{}.self_attn.q_proj.weight", "E H G (P J) = (H G J P) E"),
-  Row("layers/attention/key", "layers.{}.self_attn.k_proj.weight", "E K M (P J) = (K M J P) E"),
-  Row("layers/attention/value", "layers.{}.self_attn.v_proj.weight", "E K V = (K V) E"),
-  Row("layers/ffn_norm", "layers.{}.final_layer_norm.weight", "E = E"),
-  Row("layers/ffn/gate", "layers.{}.ffn.fc1.weight", "E F = F E"),
-  Row("layers/ffn/up", "layers.{}.ffn.gate.weight", "E F = F E"),
-  Row("layers/ffn/down", "layers.{}.ffn.fc2.weight", "F E = E F"),
-  Row("final_norm", "layer_norm.weight", "E = E"),
-  Row("unembedding", "output_projection.weight", "N E = N E"),
+# Sub-heads 2i and 2i + 1 belong to head i. P and J are swapped in queries and keys: diffjax rotates the pairs (j, j + D/2).
+_ENTRIES = (
+  Entry("embedding", "embed_tokens.weight", "N E = N E"),
+  Entry("layers/attention_norm", "layers.{}.self_attn_layer_norm.weight", "E = E"),
+  Entry("layers/attention/query", "layers.{}.self_attn.q_proj.weight", "E H G (P J) = (H G J P) E"),
+  Entry("layers/attention/key", "layers.{}.self_attn.k_proj.weight", "E K M (P J) = (K M J P) E"),
+  Entry("layers/attention/value", "layers.{}.self_attn.v_proj.weight", "E K V = (K V) E"),
+  Entry("layers/ffn_norm", "layers.{}.final_layer_norm.weight", "E = E"),
+  Entry("layers/ffn/gate", "layers.{}.ffn.fc1.weight", "E F = F E"),
+  Entry("layers/ffn/up", "layers.{}.ffn.gate.weight", "E F = F E"),
+  Entry("layers/ffn/down", "layers.{}.ffn.fc2.weight", "F E = E F"),
+  Entry("final_norm", "layer_norm.weight", "E = E"),
+  Entry("unembedding", "output_projection.weight", "N E = N E"),
 )
-_V1_ROWS = (
-  Row("layers/attention/out", "layers.{}.self_attn.out_proj.weight", "H V E = E (H V)"),
-  Row("layers/attention/head_gain", "layers.{}.self_attn.subln.weight", "V = V"),
-  *(Row(f"layers/attention/lambda_{i}", f"layers.{{}}.self_attn.lambda_{i}", "D = D") for i in ("q1", "k1", "q2", "k2")),
+_V1_ENTRIES = (
+  Entry("layers/attention/out", "layers.{}.self_attn.out_proj.weight", "H V E = E (H V)"),
+  Entry("layers/attention/head_gain", "layers.{}.self_attn.subln.weight", "V = V"),
+  *(Entry(f"layers/attention/lambda_{i}", f"layers.{{}}.self_attn.lambda_{i}", "D = D") for i in ("q1", "k1", "q2", "k2")),
 )
-_V2_ROWS = (
-  Row("layers/attention/out", "layers.{}.self_attn.o_proj.weight", "H V E = E (H V)"),
-  Row("layers/attention/lambda_hat", "layers.{}.self_attn.lambda_proj.weight", "E H = H E"),
+_V2_ENTRIES = (
+  Entry("layers/attention/out", "layers.{}.self_attn.o_proj.weight", "H V E = E (H V)"),
+  Entry("layers/attention/lambda_hat", "layers.{}.self_attn.lambda_proj.weight", "E H = H E"),
 )
 
 _FIELDS = {
@@ -69,16 +68,16 @@ _FIELDS = {
   "tie_embeddings": _TIED_BY,
 }
 
-# Version: attention, head norm, rows, maps
-_VERSIONS = {1: ("diff", True, _V1_ROWS, dict(G=2, M=2, C=2)), 2: ("diff_v2", False, _V2_ROWS, dict(G=2, M=1, C=1))}
+# Version: attention, head norm, entries, maps
+_VERSIONS = {1: ("diff", True, _V1_ENTRIES, dict(G=2, M=2, C=2)), 2: ("diff_v2", False, _V2_ENTRIES, dict(G=2, M=1, C=1))}
 _SUBLN_EPS = 1e-5  # in the V1 layer's code
 
 
 def read(path: str) -> Model:
-  """Reads such a directory.
+  """Reads a directory of this layout.
 
   Raises:
-    UserError: if it is damaged, or holds what diffjax cannot.
+    UserError: if it is damaged, or holds a model that diffjax does not support.
   """
   directory = pathlib.Path(path)
   description = read_json(directory / "config.json")
@@ -96,10 +95,10 @@ def read(path: str) -> Model:
 
 
 def write(path: str, model: Model, dtype: str) -> None:
-  """Writes such a directory.
+  """Writes a directory of this layout.
 
   Raises:
-    UserError: if the model is none that this layout can hold, or the directory cannot be written.
+    UserError: if this layout cannot hold the model, or the directory cannot be written.
   """
   config = model.config
   version = next((number for number, (attention, *_) in _VERSIONS.items() if attention == config.attention), None)
@@ -118,11 +117,11 @@ def write(path: str, model: Model, dtype: str) -> None:
 
 def _layout(config: ModelConfig, version: int) -> Layout:
   if version == 1 and config.norm_eps != _SUBLN_EPS:
-    raise UserError(f"the authors' V1 layer norms heads with ε = {_SUBLN_EPS}: it cannot be one of norm_eps {config.norm_eps}")
+    raise UserError(f"the authors' V1 layer normalises heads with ε = {_SUBLN_EPS}: it cannot hold a model of norm_eps {config.norm_eps}")
   if version == 1 and config.embed_dim != 2 * config.head_dim * config.num_heads:
     raise UserError(
-      f"the authors' V1 layer has heads that make up the model's width: embed_dim {config.embed_dim} is not "
+      f"the heads of the authors' V1 layer make up the model's width: embed_dim {config.embed_dim} is not "
       f"2 · {config.head_dim} · {config.num_heads}"
     )
-  _, _, rows, maps = _VERSIONS[version]
-  return Layout(_ROWS + rows, config, **maps, tied_by=_TIED_BY)
+  _, _, entries, maps = _VERSIONS[version]
+  return Layout(_ENTRIES + entries, config, **maps, tied_by=_TIED_BY)

@@ -1,4 +1,4 @@
-"""diffjax's own layout: a workdir, of which only the parameters, the config of the model and the tokenizer count here."""
+"""diffjax's own layout: a workdir, of which the model's parameters, its config and its tokenizer are read and written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.lock import lock
 from diffjax.training.trained import keep_tokenizer, load
 
-# Tokens a row for a run that goes on from here, at most; what the model was trained with elsewhere is not known.
+# The largest config.data.length of a written workdir. The length that the model was trained with elsewhere is not known.
 _LENGTH = 2048
 
 
@@ -19,17 +19,17 @@ def read(path: str) -> Model:
   """Reads the newest complete checkpoint.
 
   Raises:
-    UserError: if there is none, or its tokenizer is not at hand.
+    UserError: if there is none, or its tokenizer is missing.
   """
   trained = load(path)
   return Model(trained.config.model, jax.tree.map(np.asarray, trained.params), trained.tokenizer)
 
 
 def write(path: str, model: Model) -> Config:
-  """Writes a workdir with a checkpoint of step 0, without an optimizer: a start for `config.train.init_from`, not a run to go on with.
+  """Writes a workdir with a checkpoint of step 0, without an optimizer: for `config.train.init_from`, not a run to resume.
 
   Returns:
-    The config that it has.
+    The config of the checkpoint.
 
   Raises:
     UserError: if it cannot be written.

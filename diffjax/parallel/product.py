@@ -76,8 +76,8 @@ gather.defvjp(_gather_forward, _gather_backward)
 
 
 def uses_sparse_cores(mesh: Mesh | jax.sharding.AbstractMesh) -> bool:
-  """True where sparse cores gather parameters and sum gradients during computation, with the options of training/program.py: on v5p and v6e.
-  v5e has none; those of v4 and v7x were not tried."""
+  """True where sparse cores gather parameters and sum gradients during computation, by the options of training/program.py: v5p and v6e. v5e
+  has none; those of v4 and v7x were not tried."""
   return _device_kind(mesh) in ("TPU v5", "TPU v5p", "TPU v6 lite")
 
 

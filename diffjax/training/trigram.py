@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from diffjax.config import Config
-from diffjax.data.packing import Batch
 from diffjax.data.pipeline import training_rows
+from diffjax.data.row import Batch
 
 # Tokens that the baseline of a byte-level run is fitted on, at most: all of the embedded corpus, seconds of counting.
 _MOST_TOKENS = 200_000_000

@@ -33,7 +33,7 @@ def jsonl(tmp_path, texts):
 
 @pytest.fixture
 def make_config(jsonl):
-  """Config(…) with short rows of the JSONL documents, unless told otherwise."""
+  """make_config(…): a Config with short rows of the JSONL documents by default."""
 
   def make(batch_size=8, eval_rows=-1, **data):
     data = {"source": f"jsonl:{jsonl}", "length": 64, "validation_fraction": 0.1, **data}
@@ -55,7 +55,7 @@ def examples():
 
 @pytest.fixture
 def make_example_config(make_config, tmp_path, examples):
-  """The same of the questions and answers, in a form that holds the answer in a conversation."""
+  """make_example_config(…): the same with questions and answers, whose answers stand in a conversation."""
   path = tmp_path / "examples.jsonl"
   records = [{"problem": asked, "turns": [{"value": asked}, {"value": answered}]} for asked, answered in examples]
   path.write_text("".join(json.dumps(record) + "\n" for record in records))

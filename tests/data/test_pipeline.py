@@ -1,4 +1,4 @@
-"""Batches: the same whatever reads them, after any restart, and every row once an epoch."""
+"""Batches are the same for all readers and after any restart, and hold every row once an epoch."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ def assert_same(left, right):
 
 
 def joined(shares):
-  """Global batches from each process's."""
+  """The global batches of the processes' batches."""
   return [{key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]} for batches in zip(*shares, strict=True)]
 
 
@@ -254,7 +254,7 @@ def test_streaming_nothing_does_not_run_for_ever(make_config):
 
 @pytest.mark.parametrize("mode, num_workers", [("prepared", 0), ("streamed", 0), *full([("prepared", 2), ("streamed", 2)])])
 def test_damage_arrives_as_one_line(make_config, jsonl, mode, num_workers):
-  """From workers too: the error of the code that read, with file and place, not a library's."""
+  """From workers too, the error is that of the reading code, with file and place, not a library's."""
   config = make_config(mode=mode, num_workers=num_workers)
   if mode == "prepared":
     (target,) = prepared.prepare(config.data, 1)

@@ -40,4 +40,4 @@ def test_a_record_without_a_prompt(run, tmp_path):
     f"--config.data.source=jsonl:{tmp_path}/a.jsonl", "--config.data.prompt_field=question", f"--config.data.prepared_dir={tmp_path}/rows"
   )
   assert result.returncode == 1 and "Traceback" not in result.stderr
-  assert result.stderr.splitlines()[-1].startswith(f"error: {tmp_path}/a.jsonl:2: config.data.prompt_field = 'question' is no text here")
+  assert result.stderr.splitlines()[-1].startswith(f"error: {tmp_path}/a.jsonl:2: config.data.prompt_field = 'question' is not text here")

@@ -1,4 +1,4 @@
-"""Prepared rows: the same bytes however they came about, and never mistaken for others."""
+"""Prepared rows are the same bytes however they were made, and are never mistaken for others."""
 
 import dataclasses
 import json
@@ -13,8 +13,10 @@ import time
 import numpy as np
 import pytest
 
+from diffjax import progress
 from diffjax.config import DataConfig, UserError
-from diffjax.data import packing, prepared, progress
+from diffjax.data import prepared, shards
+from diffjax.data.row import Row, decode_row, encode_row
 
 
 def rows_of(config, split="train"):
@@ -29,7 +31,7 @@ def content(directory):
 
 @pytest.fixture
 def many_files(tmp_path):
-  """7 MB of text in 12 files: as many parts and shards, long enough to be killed half-way."""
+  """7 MB of text in 12 files: as many parts and shards, enough to be killed half-way."""
   directory = tmp_path / "texts"
   directory.mkdir()
   rng = np.random.default_rng(0)
@@ -119,17 +121,17 @@ def test_killed_and_started_again(many_files, tmp_path, workers):
 
 
 def test_what_others_are_writing_stays(tmp_path, monkeypatch):
-  """What a killed process of this host left goes; what a live one, or any of another host, is writing does not."""
+  """Files of a killed process of this host are removed; those of a live one, or of another host, stay."""
   dead = subprocess.Popen([sys.executable, "-c", ""])
   dead.wait()
   files = {}
   for host, pid in (("here", dead.pid), ("here", os.getpid()), ("there.example", dead.pid)):
-    monkeypatch.setattr(prepared.socket, "gethostname", lambda host=host: host)
+    monkeypatch.setattr(shards.socket, "gethostname", lambda host=host: host)
     monkeypatch.setattr(prepared.os, "getpid", lambda pid=pid: pid)
-    files[host, pid] = prepared._temporary(str(tmp_path / "meta.json"))
+    files[host, pid] = shards.temporary_name(str(tmp_path / "meta.json"))
     open(files[host, pid], "w").close()
-  monkeypatch.setattr(prepared.socket, "gethostname", lambda: "here")
-  prepared._remove_leftovers(str(tmp_path))
+  monkeypatch.setattr(shards.socket, "gethostname", lambda: "here")
+  shards.remove_leftovers(str(tmp_path))
   assert not os.path.exists(files.pop(("here", dead.pid))) and len(files) == 2 and all(map(os.path.exists, files.values()))
 
 
@@ -234,7 +236,7 @@ def test_damage_is_named(make_config):
 
 
 def test_damaged_files_are_written_again_as_the_message_says(make_config):
-  """ "Delete this file and its directory's meta.json": what lies beside the file does not stand for it."""
+  """ "Delete this file and its directory's meta.json": the totals beside the file do not count as the file."""
   config = make_config().data
   (target,) = prepared.prepare(config, 1)
   before = content(target.directory)
@@ -288,7 +290,7 @@ def test_a_flipped_bit_never_gives_other_rows(make_config):
 
 
 def test_the_fingerprint_is_of_the_rows(make_config, jsonl, tmp_path):
-  """A file that was replaced in its place gives rows of the same description, which no resumed run may take for those before."""
+  """A replaced file gives rows of the same description, and a resumed run must tell them from the rows before."""
   config = dataclasses.replace(make_config().data, prepared_dir=str(tmp_path / "rows"))
   (target,) = prepared.targets(config)
 
@@ -313,8 +315,8 @@ def test_mixtures_are_prepared_apart(make_config, tmp_path):
 
 
 def test_large_vocabularies_are_stored_whole():
-  row = packing.Row(np.array([0, 100_256, 65_536], np.int32), np.array([3], np.int32))
-  np.testing.assert_array_equal(packing.decode_row(packing.encode_row(row, 100_277)).tokens, row.tokens)
+  row = Row(np.array([0, 100_256, 65_536], np.int32), np.array([3], np.int32), np.zeros(1, np.int32))
+  np.testing.assert_array_equal(decode_row(encode_row(row, 100_277, False)).tokens, row.tokens)
 
 
 def test_progress_is_lines_where_there_is_no_terminal(capsys):

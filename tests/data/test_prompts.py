@@ -1,4 +1,4 @@
-"""Prompts and answers: answers alone are learnt, whatever packs, stores, cuts or streams them."""
+"""Prompts and answers: only answers are learnt, packed, stored, cut or streamed."""
 
 import dataclasses
 import json
@@ -10,6 +10,7 @@ import pytest
 
 from diffjax.config import DataConfig, UserError
 from diffjax.data import packing, pipeline, prepared, sources
+from diffjax.data.row import Row, decode_row, encode_row, make_batch
 from tests.tiers import full
 
 LENGTH = 16
@@ -24,22 +25,22 @@ def example(start, prompt, answer):
 def pack(examples, length=LENGTH):
   counts = packing.ExampleCounts(length)
   dataset = grain.MapDataset.source(examples).to_iter_dataset(grain.ReadOptions(num_threads=0))
-  return list(packing.pack_examples(dataset, length, counts)), counts
+  return list(packing.pack(dataset, length, "documents", counts)), counts
 
 
 def learnt(batch):
-  """Targets that carry weight."""
+  """The targets with weight."""
   return sorted(batch["targets"][batch["weights"] > 0].tolist())
 
 
 def test_weights_of_a_known_row():
   """Two segments, "s p p | a a s" and "s p | a s", then padding."""
-  row = packing.Row(np.arange(10, 20, dtype=np.int32), np.array([6, 4], np.int32), np.array([3, 2], np.int32))
-  batch = packing.make_batch([row], 11)
+  row = Row(np.arange(10, 20, dtype=np.int32), np.array([6, 4], np.int32), np.array([3, 2], np.int32))
+  batch = make_batch([row], 11)
   np.testing.assert_array_equal(batch["targets"][0], [11, 12, 13, 14, 15, 16, 17, 18, 19, 0, 0])
   np.testing.assert_array_equal(batch["weights"][0], [0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0])
   np.testing.assert_array_equal(batch["segment_ids"][0], [1] * 6 + [2] * 4 + [0])
-  plain = packing.make_batch([row._replace(prompt_lengths=None)], 11)
+  plain = make_batch([row._replace(prompt_lengths=np.zeros(2, np.int32))], 11)
   np.testing.assert_array_equal(plain["weights"][0], [1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 0])
   assert all((plain[key] == batch[key]).all() for key in batch if key != "weights"), "weights alone differ"
 
@@ -51,7 +52,7 @@ def test_examples_share_rows_and_every_answer_is_learnt_once():
     examples.append(example(start, rng.integers(0, 9), rng.integers(1, 5)))
     start += 100
   rows, counts = pack(examples)
-  batch = packing.make_batch(rows, LENGTH)
+  batch = make_batch(rows, LENGTH)
   assert learnt(batch) == sorted(token for each in examples for token in each.tokens[each.prompt_length :].tolist())
   assert max(len(row.segment_lengths) for row in rows) > 1 and (counts.skipped, counts.cut) == (0, 0)
   same = (batch["targets"] // 100) == (batch["tokens"] // 100)
@@ -69,7 +70,7 @@ def test_every_row_has_something_to_learn():
   fits = [each for each in examples if each.prompt_length <= LENGTH]
   cut = [each for each in fits if len(each.tokens) > LENGTH + 2]
   assert (counts.skipped, counts.cut) == (300 - len(fits), len(cut)) and 50 < len(fits) < 250 and len(cut) > 50
-  batch = packing.make_batch(rows, LENGTH)
+  batch = make_batch(rows, LENGTH)
   assert batch["weights"].any(axis=1).all()
   # Where an answer goes on in another piece, that piece's first token has no input before it
   expected = [each.tokens[index] for each in fits for index in range(each.prompt_length, len(each.tokens)) if index % (LENGTH + 1)]
@@ -79,7 +80,7 @@ def test_every_row_has_something_to_learn():
 def test_prompts_at_the_end_of_a_row():
   """One token of the answer is enough; a prompt that fills the row is left out, and counted."""
   (row,), counts = pack([example(1, LENGTH - 1, 1)])
-  np.testing.assert_array_equal(packing.make_batch([row], LENGTH)["weights"][0], [0] * (LENGTH - 1) + [1])
+  np.testing.assert_array_equal(make_batch([row], LENGTH)["weights"][0], [0] * (LENGTH - 1) + [1])
   assert (counts.skipped, counts.cut) == (0, 0), "what is left of it is the last separator alone"
   rows, counts = pack([example(1, LENGTH, 5)])
   assert not rows and (counts.skipped, counts.cut) == (1, 0)
@@ -88,23 +89,23 @@ def test_prompts_at_the_end_of_a_row():
 def test_records_give_back_their_row():
   for vocab_size in (256, 100_000):
     for row in pack([example(1, 3, 4), example(20, 2, 30), example(60, 0, 1)])[0]:
-      again = packing.decode_row(packing.encode_row(row, vocab_size))
+      again = decode_row(encode_row(row, vocab_size, True))
       for left, right in zip(row, again, strict=True):
         np.testing.assert_array_equal(left, right)
   with pytest.raises(ValueError, match="tokens"):
-    packing.decode_row(packing.encode_row(row, 256)[:-1])
+    decode_row(encode_row(row, 256, True)[:-1])
 
 
-def test_plain_rows_are_stored_as_ever():
-  """These bytes lie on disks."""
-  row = packing.Row(np.array([255, 104, 105, 255, 255, 33], np.int32), np.array([4, 2], np.int32))
+def test_plain_rows_are_stored_as_before():
+  """The bytes are those of earlier versions, which are on disks."""
+  row = Row(np.array([255, 104, 105, 255, 255, 33], np.int32), np.array([4, 2], np.int32), np.zeros(2, np.int32))
   stored = bytes.fromhex("02000000 04000000 02000000 ff00 6800 6900 ff00 ff00 2100")
-  assert packing.encode_row(row, 256) == stored and packing.decode_row(stored).prompt_lengths is None
-  with_prompts = packing.encode_row(row._replace(prompt_lengths=np.array([2, 1], np.int32)), 256)
+  assert encode_row(row, 256, False) == stored and decode_row(stored).prompt_lengths.tolist() == [0, 0]
+  with_prompts = encode_row(row._replace(prompt_lengths=np.array([2, 1], np.int32)), 256, True)
   assert with_prompts == bytes.fromhex("feffffff 04000000 02000000 02000000 01000000 ff00 6800 6900 ff00 ff00 2100")
 
 
-def test_plain_rows_are_called_as_ever(jsonl):
+def test_plain_rows_are_described_as_before(jsonl):
   """A plain config asks for the description that versions without prompts wrote."""
   (target,) = prepared.targets(DataConfig(source=f"jsonl:{jsonl}"))
   assert sorted(target.description) == [
@@ -147,10 +148,10 @@ def test_a_name_with_a_dot_is_a_name_first(tmp_path):
 @pytest.mark.parametrize(
   ("record", "message"),
   [
-    ('{"answer": "2"}', r"a.jsonl:3: config.data.prompt_field = 'question' is no text here; the fields are answer \(str\)"),
+    ('{"answer": "2"}', r"a.jsonl:3: config.data.prompt_field = 'question' is not text here; the fields are answer \(str\)"),
     ('{"question": null, "answer": "2"}', r"a.jsonl:3: config.data.prompt_field"),
     ('{"question": ["1 + 1?"], "answer": "2"}', r"a.jsonl:3: config.data.prompt_field = .*question \(list\)"),
-    ('{"question": "1 + 1?"}', r"a.jsonl:3: config.data.text_field = 'answer' is no text here; the fields are question \(str\)"),
+    ('{"question": "1 + 1?"}', r"a.jsonl:3: config.data.text_field = 'answer' is not text here; the fields are question \(str\)"),
     ('["1 + 1?", "2"]', "a.jsonl:3: .*must be a JSON object"),
   ],
 )
@@ -207,7 +208,7 @@ def test_plain_text_has_no_prompts(spec):
 
 
 def answers(batches):
-  """What is learnt, by the segments of the batches: bytes that carry weight."""
+  """The learnt bytes of each segment of the batches: those with weight."""
   out = []
   for batch in batches:
     for targets, segments, weights in zip(batch["targets"], batch["segment_ids"], batch["weights"], strict=True):

@@ -1,4 +1,4 @@
-"""Workers that die and reads that hang: reported in time, and nothing that keeps the process from ending."""
+"""Workers that die and reads that hang are reported in time and do not keep the process from ending."""
 
 import os
 import pathlib
@@ -18,7 +18,7 @@ from tests.tiers import full
 
 
 class Trouble:
-  """Passes elements on, until one brings trouble. A class of its own, so that it can be sent to workers."""
+  """Passes elements on until the one with trouble. It is a class, so that it can be sent to workers."""
 
   def __init__(self, how, at=4):
     self._how, self._at = how, at
@@ -63,7 +63,7 @@ def make_reader(monkeypatch):
 
 @pytest.fixture
 def a_minute():
-  """What waits for longer has failed."""
+  """Ends a test that waits for longer."""
 
   def stop(*_):
     raise TimeoutError

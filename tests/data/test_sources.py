@@ -1,4 +1,4 @@
-"""Every kind of source gives its documents; every bad one gives one clear line."""
+"""Every kind of source gives its documents, and every bad one an error of one line."""
 
 import dataclasses
 import gzip
@@ -148,9 +148,9 @@ def test_mixtures():
 @pytest.mark.parametrize(
   ("spec", "message"),
   [
-    ("csv:data.csv", "'csv:data.csv' is no source; the kinds are stdlib, tfds:NAME, text:GLOB"),
-    ("", "is no source"),
-    ("text:", "is no source"),
+    ("csv:data.csv", "'csv:data.csv' is not a source; the kinds are stdlib, tfds:NAME, text:GLOB"),
+    ("", "is not a source"),
+    ("text:", "is not a source"),
     ("stdlib,text:a", "every source of a mixture needs a weight.*'stdlib' has none"),
     ("stdlib=a,text:a=1", "'stdlib=a' has none"),
     ("stdlib=0,text:a=1", "weight of 'stdlib' must be a positive number; got 0"),
@@ -169,7 +169,7 @@ def test_missing_dataset_lists_what_is_there(tfds_dir):
   config = dataclasses.replace(ALL, data_dir=str(tfds_dir))
   with pytest.raises(UserError, match=r"'tfds:c4/en': no such dataset in .*data_dir.*it holds mine/single, mine/split"):
     read("tfds:c4/en", config=config)
-  with pytest.raises(UserError, match="in the versions 1.0.0, 1.1.0"):
+  with pytest.raises(UserError, match="has the versions 1.0.0, 1.1.0"):
     read("tfds:mine/split:9.9.9", config=config)
 
 
@@ -180,7 +180,7 @@ def test_empty_data_dir_says_so(tmp_path):
 
 def test_dataset_without_text_lists_its_features(tfds_dir):
   for field in ("content", "number"):
-    with pytest.raises(UserError, match=rf"text_field = '{field}' is no text.*features are.*text \(Text\)"):
+    with pytest.raises(UserError, match=rf"text_field = '{field}' is not text.*features are.*text \(Text\)"):
       read("tfds:mine/single", config=dataclasses.replace(ALL, data_dir=str(tfds_dir), text_field=field))
 
 
@@ -213,7 +213,7 @@ def test_damaged_files_are_named(tmp_path, texts):
 
 
 def damages(data, rng):
-  """A file with a bit flipped, cut short, with nonsense in its middle, and all nonsense."""
+  """A file with a flipped bit, cut short, with random bytes in its middle, and of random bytes alone."""
   for _ in range(12):
     flipped = bytearray(data)
     flipped[rng.integers(len(data))] ^= 1 << rng.integers(8)
@@ -297,7 +297,7 @@ def test_empty_parquet(tmp_path):
   ("line", "message"),
   [
     ('{"text": "x"', "a.jsonl:3: not JSON"),
-    ('{"body": "x", "id": 1}', r"a.jsonl:3: config.data.text_field = 'text' is no text here; the fields are body \(str\), id \(int\)"),
+    ('{"body": "x", "id": 1}', r"a.jsonl:3: config.data.text_field = 'text' is not text here; the fields are body \(str\), id \(int\)"),
     ('{"text": 5}', r"a.jsonl:3: .*text \(int\)"),
     ('["text"]', "a.jsonl:3: .*must be a JSON object"),
   ],

@@ -1,4 +1,4 @@
-"""The embedded corpus: real text, built once, whoever asks first."""
+"""The embedded corpus is real text and is built once, by whichever process needs it first."""
 
 import os
 import platform

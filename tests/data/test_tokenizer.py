@@ -122,8 +122,10 @@ def test_fingerprints_tell_tokenizers_apart(trained, tmp_path):
 
 
 def test_any_hugging_face_file(tmp_path):
-  """One with SentencePiece's conventions: ▁ for a space, bytes as <0x..>, </s> between documents, which is not byte-level. It was saved for
-  inputs of 4 tokens: our documents are neither cut nor filled up to them."""
+  """A file with SentencePiece's conventions: ▁ for a space, bytes as <0x..>, </s> between documents; it is not byte-level.
+
+  It was saved for inputs of 4 tokens: documents are neither cut nor padded to them.
+  """
   import tokenizers
 
   vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}, "▁": 259, "a": 260, "▁a": 261}
@@ -194,8 +196,8 @@ def test_cl100k_loads_where_its_file_is(tmp_path, monkeypatch, trained):
   [
     ("missing.tiktoken", None, "missing.tiktoken.*cannot read"),
     ("missing.json", None, "missing.json.*cannot read"),
-    ("bad.tiktoken", "not base64 at all\n", "bad.tiktoken.*not a whole tiktoken file"),
-    ("cut.tiktoken", "YQ== 0\nYg== 1\n", "cut.tiktoken.*not a whole tiktoken file"),
+    ("bad.tiktoken", "not base64 at all\n", "bad.tiktoken.*not a complete tiktoken file"),
+    ("cut.tiktoken", "YQ== 0\nYg== 1\n", "cut.tiktoken.*not a complete tiktoken file"),
     ("bad.json", "{", "bad.json.*not a Hugging Face tokenizer.json"),
     ("other.json", "{}", "other.json.*not a Hugging Face tokenizer.json"),
     ("model.vocab", "x", "must be 'bytes', 'cl100k_base'"),
@@ -213,7 +215,7 @@ def test_a_tokenizer_without_separator_is_refused(tmp_path, trained):
     description = json.load(file)
   description["added_tokens"] = []
   (tmp_path / "tokenizer.json").write_text(json.dumps(description))
-  with pytest.raises(UserError, match="no token to put between documents"):
+  with pytest.raises(UserError, match="no separator for documents"):
     tokenizer.load_tokenizer(str(tmp_path / "tokenizer.json"))
 
 

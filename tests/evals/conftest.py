@@ -10,7 +10,7 @@ import pytest
 
 from diffjax.config import Config, DataConfig, EvalConfig, ModelConfig
 from diffjax.data.tokenizer import load_tokenizer
-from diffjax.evals import figures
+from diffjax.evals.report import figures
 from diffjax.model.decoder import Decoder
 from diffjax.training.trained import Trained
 
@@ -34,7 +34,7 @@ def text_source(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def make_trained(text_source):
-  """make_trained("diff", num_layers=1): a model with random parameters, as if it had been loaded; the same one for all that ask so."""
+  """make_trained("diff", num_layers=1): a model with random parameters, as if it had been loaded. Same arguments, same model."""
 
   @functools.cache
   def make(kind="diff", **fields):
@@ -61,6 +61,6 @@ def uniform():
 
 @pytest.fixture(autouse=True)
 def few_resamples(monkeypatch, request):
-  """Intervals are wide of the mark but in their own tests: they take longer than the measurements that they are of."""
+  """Makes intervals inaccurate but in their own tests: exact ones take longer than the measurements."""
   if request.node.path.name != "test_figures.py":
     monkeypatch.setattr(figures, "RESAMPLES", 99)

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from diffjax.config import UserError
-from diffjax.evals import attention, figures, results
+from diffjax.evals import attention
 from diffjax.evals.attention import Settings
-from diffjax.evals.figures import interval
-from diffjax.evals.needle import NeedlePrompt
+from diffjax.evals.methods.needle_prompts import NeedlePrompt
+from diffjax.evals.report import figures, results
+from diffjax.evals.report.figures import interval
 from tests.tiers import full
 
 QUICK = Settings(length=512, needles=1, depths=(0.0, 0.5, 1.0), samples=3, haystack="synthetic")
@@ -18,7 +19,7 @@ DIGITS = list(b"0123456789")
 
 
 def looking_at_digits(trained, maps):
-  """Every head looks, by the maps named, only at digits, which only the needle's number is made of; by the others at all alike.
+  """In every head the named maps attend only to digits, which only the needle's number has; the others attend to all keys alike.
 
   Digits have an embedding of their own. It becomes the key's part that RoPE turns least, which here, with a huge base, is not at all.
   """
@@ -49,7 +50,7 @@ def make(make_trained, kind):
 
 @pytest.mark.parametrize("kind", ["diff", *full(["softmax", "diff_v2"])])
 def test_attention_that_looks_only_at_the_answer(make_trained, kind):
-  """All maps do, so that a difference of 1 − λ is left, which is normalised away."""
+  """All maps do, so the difference sums to 1 − λ, which the normalisation removes."""
   found = measured(looking_at_digits(make(make_trained, kind), [0] if kind == "softmax" else [0, 1]))
   for weights in ("signed", "absolute"):
     for depth in (*QUICK.depths, "mean"):
@@ -80,6 +81,12 @@ def test_uniform_attention_gives_each_part_its_length(make_trained):
   assert found["BOS", "signed", "mean"] == pytest.approx(1 / 512, rel=1e-4)
   assert 0.05 < found["answer", "signed", "mean"] < 0.1  # a needle of some 42 bytes
   assert found["noise", "signed", "mean"] == pytest.approx(found["noise", "absolute", "mean"])
+
+
+def test_a_windows_last_query_weighs_the_windows_keys_alone(make_trained):
+  trained = make_trained(window=5, num_layers=1)
+  weights = attention.last_query(trained.model, trained.params, np.arange(12)[None])
+  assert np.flatnonzero(weights[0]).tolist() == list(range(7, 12))
 
 
 def test_shares_by_hand():

@@ -8,7 +8,7 @@ import pytest
 
 from diffjax.evals import difference_map
 from diffjax.evals.difference_map import MEASURES, Settings
-from diffjax.evals.figures import interval
+from diffjax.evals.report.figures import interval
 
 
 def one_row(weights):
@@ -46,7 +46,7 @@ def test_rows_count_only_what_they_see_and_queries_of_two_keys_or_more():
 
 
 def flat(trained):
-  """Queries of zeros: every map is uniform."""
+  """The model with queries of zeros, so that every map is uniform."""
   layers = trained.params["layers"]
   still = layers["attention"] | {"query": jnp.zeros_like(layers["attention"]["query"])}
   return dataclasses.replace(trained, params={**trained.params, "layers": {**layers, "attention": still}})

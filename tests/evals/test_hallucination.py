@@ -1,4 +1,4 @@
-"""Hallucination: what a model wrote is judged elsewhere, and only verdicts on exactly that count."""
+"""Hallucination: the model's texts are judged elsewhere, and only verdicts on exactly these texts count."""
 
 import dataclasses
 import hashlib
@@ -10,8 +10,9 @@ import pytest
 
 from diffjax.config import Config, ModelConfig, UserError
 from diffjax.data.tokenizer import load_tokenizer
-from diffjax.evals import figures, hallucination
+from diffjax.evals import hallucination
 from diffjax.evals.hallucination import Settings
+from diffjax.evals.report import figures
 from diffjax.model.decoder import Decoder
 from diffjax.training.trained import Trained
 
@@ -23,7 +24,7 @@ FACTS = [{"context": f"Ann is {n}.", "question": "How old is Ann?", "answers": [
 
 
 class Sampler:
-  """The sampler's interface over a function from a prompt's text to what is written."""
+  """The sampler's interface over a function from a prompt's text to the model's text."""
 
   prompts: list = []
 
@@ -50,7 +51,7 @@ class Sampler:
 
 
 def write_right(text):
-  """What the references say."""
+  """Writes the references."""
   if "Question:" in text:
     return " The " + text.split(" is ")[1].split(".")[0] + ".\nQuestion: more"
   return "\nRiver rises by " + text.split("rose by ")[1].split()[0] + " metres\n\nDocument: more"
@@ -109,7 +110,7 @@ def test_generations_and_judge_prompts_are_written(data, capsys):
     assert row["prompt"].strip().endswith(generations[row["id"]])
   assert NEWS[0]["document"] in prompts[0]["prompt"] and "Summary:" in prompts[0]["prompt"]
   assert "Ann is 30." in prompts[5]["prompt"] and "How old is Ann?" in prompts[5]["prompt"] and "Answer:" in prompts[5]["prompt"]
-  assert "put these prompts to a judge" in capsys.readouterr().err
+  assert "send these prompts to a judge" in capsys.readouterr().err
   assert [BYTES.decode(prompt) for prompt in Sampler.prompts[:1]] == [f"Document: {NEWS[0]['document']}\n\nSummary:"]
   assert BYTES.decode(Sampler.prompts[5]) == "Ann is 30.\n\nQuestion: How old is Ann?\nAnswer:"
 
@@ -128,7 +129,7 @@ def test_another_model_has_generations_of_its_own(data, monkeypatch):
   judge(data)
   use(monkeypatch, lambda text: "")
   again = dataclasses.replace(TRAINED, params={"embedding": jnp.ones((2, 2))})  # trained anew under the same name
-  with pytest.raises(UserError, match="a verdict on another prompt than 'xsum/1' is now"):
+  with pytest.raises(UserError, match="a verdict on an older prompt of 'xsum/1'"):
     run(data, again)
   assert len(Sampler.prompts) == 8
   found = run(data, dataclasses.replace(TRAINED, name="runs/other at step 5"))
@@ -137,7 +138,7 @@ def test_another_model_has_generations_of_its_own(data, monkeypatch):
 
 
 def test_what_was_written_within_another_limit_is_written_anew(data, monkeypatch):
-  """Of summaries, whose limit has changed; answers stay."""
+  """Summaries, whose limit has changed, are written again; answers are kept."""
   run(data, summary_tokens=9)
   use(monkeypatch, write_right)
   assert run(data)["ROUGE-L", "xsum"] == 1.0
@@ -147,8 +148,8 @@ def test_what_was_written_within_another_limit_is_written_anew(data, monkeypatch
 @pytest.mark.parametrize(
   "change, message",
   [
-    (lambda rows: rows[1].update(sha256="0" * 64), "verdicts.jsonl:2: a verdict on another prompt than 'xsum/2' is now"),
-    (lambda rows: rows[1].update(id="xsum/9"), "verdicts.jsonl:2: a verdict on 'xsum/9', which is none of the 8 prompts"),
+    (lambda rows: rows[1].update(sha256="0" * 64), "verdicts.jsonl:2: a verdict on an older prompt of 'xsum/2'"),
+    (lambda rows: rows[1].update(id="xsum/9"), "verdicts.jsonl:2: a verdict on 'xsum/9', which is not one of the 8 prompts"),
     (lambda rows: rows[1].update(verdict="maybe"), "verdicts.jsonl:2: the verdict must be yes .a hallucination. or no; got 'maybe'"),
     (lambda rows: rows[1].pop("verdict"), "verdicts.jsonl:2: the field 'verdict' is missing"),
     (lambda rows: rows.append(rows[0]), "verdicts.jsonl:9: a second verdict on 'xsum/1'"),
@@ -177,7 +178,7 @@ def test_samples_are_drawn_and_long_sources_lose_their_end(data, monkeypatch, ca
   assert len(prompt) + 128 == 400 and BYTES.decode(prompt).endswith("y\n\nSummary:")
   (judged,) = rows_of(home(data) / "judge_prompts.jsonl")
   assert judged["prompt"].count("y" * 50) and judged["prompt"].count("y") < 300
-  assert "1 of 1 sources are longer than fits 400 tokens and lost their end" in caplog.text
+  assert "1 of 1 sources do not fit into 400 tokens and lost their end" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,12 @@ def test_samples_are_drawn_and_long_sources_lose_their_end(data, monkeypatch, ca
     ("hotpotqa", [FACTS[0], {"context": "a", "answers": []}], {}, "hotpotqa.jsonl:2: the field 'question' is missing"),
     ("hotpotqa", [FACTS[0] | {"answers": []}], {}, "hotpotqa.jsonl:1: the field 'answers' must be a list of strings, and not empty"),
     ("hotpotqa", [FACTS[0] | {"answers": [3]}], {}, "hotpotqa.jsonl:1: the field 'answers' must be a list of strings"),
-    ("hotpotqa", [FACTS[0] | {"question": "long " * 100}], {}, "hotpotqa.jsonl:1: all but the source takes 5.. tokens already"),
+    (
+      "hotpotqa",
+      [FACTS[0] | {"question": "long " * 100}],
+      {},
+      "hotpotqa.jsonl:1: the prompt without its source and the output take 5.. tokens",
+    ),
     ("xsum", [], {}, "xsum.jsonl: is empty"),
     ("xsum", None, {}, "xsum.jsonl: cannot be read"),
     ("xsum", NEWS, dict(data_dir=""), "set.hallucination.data_dir must name the directory"),

@@ -1,4 +1,4 @@
-"""The harness on local questions: bundled tasks give the known accuracies, and whatever is wrong with the files is said with its line."""
+"""The harness on local questions: bundled tasks give the known accuracies, and errors in files are reported with their lines."""
 
 import dataclasses
 import functools
@@ -12,9 +12,10 @@ pytest.importorskip("lm_eval")
 
 from diffjax.config import Config, ModelConfig, UserError  # noqa: E402
 from diffjax.data.tokenizer import load_tokenizer  # noqa: E402
-from diffjax.evals import figures, harness  # noqa: E402
-from diffjax.evals.scoring import Score  # noqa: E402
-from diffjax.interop import lm_eval as adapter  # noqa: E402
+from diffjax.evals import harness  # noqa: E402
+from diffjax.evals.methods import lm_eval as adapter  # noqa: E402
+from diffjax.evals.methods.scoring import Score  # noqa: E402
+from diffjax.evals.report import figures  # noqa: E402
 from diffjax.training.trained import Trained  # noqa: E402
 
 BYTES = load_tokenizer("bytes")
@@ -36,7 +37,7 @@ SPLITS = {task: "test" if task in ("arc_easy", "arc_challenge", "openbookqa") el
 
 
 def score_twos(model, params, pairs, *, batch_tokens):
-  """A model that likes every 2, in the continuation and, for WinoGrande, in the context."""
+  """A model that prefers 2s, in the continuation and, for WinoGrande, in the context."""
   count = lambda ids: bytes(ids).count(b"2")
   return [Score(float(count(continuation)) + 0.1 * count(context), False) for context, continuation in pairs]
 
@@ -46,7 +47,7 @@ ALL = harness._manager  # of lm-eval's thousands of tasks: to read their files t
 
 @functools.cache
 def few():
-  """The tasks of these tests alone."""
+  """Restricts lm-eval to the tasks of these tests."""
   from lm_eval import tasks
 
   folders = ("arc", "super_glue", "hellaswag", "openbookqa", "piqa", "winogrande", "wikitext", "mmlu/default")
@@ -146,7 +147,7 @@ def test_bad_questions(monkeypatch, tmp_path, task, rows, message):
 
 
 def test_bad_settings(tmp_path):
-  with pytest.raises(UserError, match="lm-eval has no task 'arc_esy'; near it are arc_easy"):
+  with pytest.raises(UserError, match="lm-eval has no task 'arc_esy'; similar ones are arc_easy"):
     run(tasks=("arc_esy",))
   with pytest.raises(UserError, match="set.harness.tasks is empty"):
     run(tasks=())
@@ -170,7 +171,7 @@ def test_without_the_hub_the_remedy_is_said(monkeypatch):
 def test_it_needs_lm_eval(monkeypatch):
   import sys
 
-  monkeypatch.setitem(sys.modules, "diffjax.interop.lm_eval", None)
+  monkeypatch.setitem(sys.modules, "diffjax.evals.methods.lm_eval", None)
   with pytest.raises(UserError, match=r"the harness needs lm-eval, .*pip install 'diffjax\[eval\]'"):
     run(tasks=("boolq",))
   assert dataclasses.fields(harness.Settings)  # the settings do not

@@ -1,4 +1,4 @@
-"""Many-shot learning: what is decoded is a label, models with a known answer get it, and demonstrations are balanced."""
+"""Many-shot learning: decoding gives labels, models with a known answer get it, and demonstrations are balanced."""
 
 import collections
 import dataclasses
@@ -13,9 +13,10 @@ import pytest
 
 from diffjax.config import Config, ModelConfig, UserError
 from diffjax.data.tokenizer import load_tokenizer
-from diffjax.evals import figures, many_shot
-from diffjax.evals.label_decoding import LabelTree, decode_labels
+from diffjax.evals import many_shot
 from diffjax.evals.many_shot import Example, Settings
+from diffjax.evals.methods.label_decoding import LabelTree, decode_labels
+from diffjax.evals.report import figures
 from diffjax.model.decoder import Decoder, logits
 from diffjax.model.sampler import Sampler
 from diffjax.training.trained import Trained
@@ -25,7 +26,7 @@ TRAINED = Trained("model", Config(model=ModelConfig(max_length=4096)), None, Non
 
 
 class FakeSampler:
-  """The sampler's interface over a function from a prompt's text to the label that is written, byte by byte."""
+  """The sampler's interface over a function from a prompt's text to the label that it writes, byte by byte."""
 
   def __init__(self, answer):
     self.answer, self.prompts = answer, []
@@ -161,7 +162,7 @@ def real():
 
 
 def test_decoding_takes_the_likeliest_token_that_leads_to_a_label(real):
-  """Against a loop over the whole model, with labels that begin alike and one that is the beginning of another."""
+  """Decoding equals a loop over the whole model, with labels that begin alike and one that is the beginning of another."""
   labels = ["cat", "cat food", "catalogue", "dog", "do"]
   endings = [BYTES.encode(f" {label}\n\n").tolist() for label in labels]
   sampler = Sampler(real.model, real.params, batch_size=4, capacity=128)
@@ -197,7 +198,7 @@ def test_whatever_the_logits_a_label_comes_out():
   assert set(found) == set(range(len(labels)))
   assert decode_labels(sampler, sampler.step(None, None), 3, LabelTree.grow([[1]])) == [0, 0, 0]
   for same in ([[1, 2], [1, 2]], [[1, 2], [1, 2, 3]]):
-    with pytest.raises(UserError, match="labels 0, 1 .counted from 0. cannot be told apart"):
+    with pytest.raises(UserError, match="labels 0, 1 .counted from 0. have the same tokens"):
       LabelTree.grow(same)
 
 
@@ -230,7 +231,7 @@ def test_local_data(monkeypatch, tmp_path, name, form):
 @pytest.mark.parametrize(
   "test, message",
   [
-    ([TRAIN[0], {"text": "a", "label": "other"}], "test.jsonl:2: the label 'other' is none of the 3 of .*train.jsonl"),
+    ([TRAIN[0], {"text": "a", "label": "other"}], "test.jsonl:2: the label 'other' is not one of the 3 labels of .*train.jsonl"),
     ([{"text": "a"}], "test.jsonl:1: the field 'label' is missing"),
     ([{"text": "a", "label": 3}], "test.jsonl:1: the field 'label' must be a string"),
     ([{"text": "a", "label": "b\nc"}], "test.jsonl:1: a label must be one line"),

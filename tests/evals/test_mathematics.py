@@ -1,4 +1,4 @@
-"""Mathematics: models with a known answer score what they must, and prompts are those that fine-tuning makes."""
+"""Mathematics: models with a known answer get their known scores, and prompts are those of fine-tuning."""
 
 import dataclasses
 import json
@@ -8,10 +8,11 @@ import pytest
 
 from diffjax.config import Config, DataConfig, ModelConfig, UserError
 from diffjax.data.document import Document
-from diffjax.data.packing import TokenizeExample
+from diffjax.data.packing import Tokenize
 from diffjax.data.tokenizer import load_tokenizer
-from diffjax.evals import figures, mathematics
+from diffjax.evals import mathematics
 from diffjax.evals.mathematics import Settings
+from diffjax.evals.report import figures
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.program import build
@@ -42,7 +43,7 @@ def trained():
 
 @pytest.fixture
 def play(monkeypatch):
-  """Evaluates with a sampler that answers as it is told."""
+  """Evaluates with a sampler that gives the given answers."""
 
   def play(trained, settings, answer):
     asked = []
@@ -72,7 +73,7 @@ def play(monkeypatch):
 
 
 def oracle(prompt):
-  """The right answers, said in other words."""
+  """Writes the right answers in other words."""
   number = int(prompt.rpartition("Q: ")[2].split()[2].rstrip("?"))
   return f"Let me see. 17 + 4 ... The answer is {2 * number}.0" if "What" in prompt.rpartition("Q: ")[2] else rf"So \boxed{{{number / 2}}}"
 
@@ -121,9 +122,9 @@ def test_demonstrations_stand_before_questions(play, trained, files):
 
 
 def test_prompts_are_those_of_fine_tuning(trained):
-  """Token for token what stands before an answer in a training row."""
+  """They are, token for token, the text before an answer in a training row."""
   template = DataConfig().prompt_template
-  example = TokenizeExample("bytes")(Document("4", False, template.replace("{prompt}", "2 + 2?")))
+  example = Tokenize("bytes")(Document("4", False, template.replace("{prompt}", "2 + 2?")))
   ids = mathematics._prompt(TOKENIZER, mathematics._ask(template, "2 + 2?"))
   assert ids == example.tokens[: example.prompt_length].tolist()
 
@@ -160,7 +161,7 @@ def test_numbers_are_answers_too(tmp_path):
     ({"shots": 9, "shots_file": "math.jsonl"}, "set.mathematics.shots = 9: .*math.jsonl has 4 records"),
     ({"shots": -1}, "set.mathematics.shots = -1: must be at least 0"),
     ({"new_tokens": 0}, "set.mathematics.new_tokens = 0: must be at least 1"),
-    ({"files": "a/b.jsonl,c/b.jsonl"}, "two files of one name"),
+    ({"files": "a/b.jsonl,c/b.jsonl"}, "two files have the same name"),
   ],
 )
 def test_bad_settings(tmp_path, trained, files, change, message):
@@ -171,7 +172,7 @@ def test_bad_settings(tmp_path, trained, files, change, message):
 
 
 def test_the_command(files, tmp_path):
-  """python -m diffjax.evaluate --suite=mathematics, with a model that has learnt nothing; and with a bad record."""
+  """python -m diffjax.evaluate --suite=mathematics, with an untrained model, and with a bad record."""
   config = Config(model=ModelConfig(num_layers=1, embed_dim=16, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=16, max_length=256))
   program = build(config, make_mesh(config.mesh, jax.devices()[:1]))
   with Checkpoints(tmp_path / "run", keep=1) as checkpoints:

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from diffjax.config import UserError
-from diffjax.data import packing
+from diffjax.data.row import Row, make_batch
 from diffjax.evals import outliers
-from diffjax.evals.figures import interval
 from diffjax.evals.outliers import RANKS, Settings, edges, largest, median
+from diffjax.evals.report.figures import interval
 from diffjax.evals.validation import validation_rows
 
 
@@ -58,11 +58,11 @@ def test_top_values_are_exact_and_medians_close(make_trained, kind):
 
 
 def test_padding_does_not_count(make_trained):
-  """Eleven tokens in a row of 64 give what they give alone."""
+  """Eleven tokens in a row of 64 give the same values as alone."""
   trained = make_trained()
-  row = packing.Row(np.arange(11), np.array([11]))
+  row = Row(np.arange(11), np.array([11]), np.array([0]))
   summaries = jax.jit(functools.partial(outliers.row_summaries, trained.model, every=1))
-  short, long = (summaries(trained.params, packing.make_batch([row], length)) for length in (11, 64))
+  short, long = (summaries(trained.params, make_batch([row], length)) for length in (11, 64))
   for name in short:
     for alone, padded in zip(short[name], long[name], strict=True):
       np.testing.assert_allclose(alone[:, :100], padded[:, :100], rtol=1e-5)

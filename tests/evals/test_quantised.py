@@ -1,4 +1,4 @@
-"""Quantised logits: the rounding by hand, many bits change nothing, and every way of running a model is quantised."""
+"""Quantised logits: rounding equals that by hand, many bits change nothing, and every way of running a model is quantised."""
 
 import dataclasses
 import functools
@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from diffjax.config import UserError
-from diffjax.evals import figures, needle, quantised, results, validation
-from diffjax.evals.figures import interval
+from diffjax.evals import needle, quantised, validation
 from diffjax.evals.quantised import Settings, absmax, quantise, quantised_attention
+from diffjax.evals.report import figures, results
+from diffjax.evals.report.figures import interval
 from diffjax.evals.validation import validation_rows
 from diffjax.model.cache import empty_cache, extend, unstack
 from diffjax.ops.diff_attention import diff_attention
@@ -20,7 +21,7 @@ QUICK = Settings(measurements=("validation",), bits=(4,), per=("row",), validati
 
 
 def test_four_bits_by_hand():
-  """Levels −7 … 7 of a step of a seventh of the largest logit that is seen."""
+  """The levels are −7 … 7, with a step of a seventh of the largest visible logit."""
   logits = jnp.array([[14.0, -3.4, 0.9, 100.0], [1.0, 0.49, -0.51, 0.06]]).reshape(1, 1, 1, 2, 4)
   seen = jnp.array([[True, True, True, False], [True, True, True, True]]).reshape(1, 1, 1, 2, 4)
   by_row = np.asarray(absmax(logits, seen, 4, (4,)))[0, 0, 0]
@@ -34,7 +35,7 @@ def test_four_bits_by_hand():
 
 @pytest.mark.parametrize("per, rows, heads", [("tensor", False, False), ("head", False, True), ("row", True, True)])
 def test_what_has_a_scale_of_its_own(per, rows, heads):
-  """An outlier coarsens the logits of those that share its scale, and never those of another sequence."""
+  """An outlier makes the logits of its scale coarser, and never those of another sequence."""
   rng = np.random.default_rng(0)
   logits = rng.normal(size=(2, 3, 2, 5, 5)).astype(np.float32)
   seen = np.tri(5, dtype=bool)[None, None, None].repeat(2, axis=0)
@@ -46,9 +47,9 @@ def test_what_has_a_scale_of_its_own(per, rows, heads):
   assert changed[0, 1, 0, 4] == (not rows) and changed[0, 2, 1, 4] == changed[0, 1, 1, 4] == (not heads)
 
 
-@pytest.mark.parametrize("kind", ["softmax", "diff", "diff_v2"])
-def test_many_bits_change_nothing_and_few_change_much(make_trained, kind):
-  trained = make_trained(kind)
+@pytest.mark.parametrize("kind, window", [("softmax", None), ("diff", None), ("diff", 5), ("diff_v2", None)])
+def test_many_bits_change_nothing_and_few_change_much(make_trained, kind, window):
+  trained = make_trained(kind, window=window)
   batch = next(iter(validation_rows("quantised", trained, 3, batch_size=3)))
   apply = jax.jit(
     lambda model, params: model.apply({"params": params}, batch["tokens"], batch["segment_ids"], batch["positions"]), static_argnums=0

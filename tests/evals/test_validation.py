@@ -9,7 +9,7 @@ import pytest
 
 from diffjax.config import UserError
 from diffjax.evals import validation
-from diffjax.evals.figures import interval
+from diffjax.evals.report.figures import interval
 from diffjax.evals.validation import Settings, validation_rows
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training.program import build

@@ -1,4 +1,4 @@
-"""Checkpoints in other layouts to convert, the command, and a Transformer's parts in float64 NumPy, written apart from diffjax."""
+"""Checkpoints in other layouts, the command, and a Transformer's parts in float64 NumPy, independent of diffjax."""
 
 import json
 import pathlib
@@ -25,7 +25,7 @@ SIZES = dict(
 
 
 def _write_tokenizer(directory, size=128):
-  """A tokenizer.json of so many tokens: w1, w2, …, and <|endoftext|>."""
+  """Writes a tokenizer.json of the given number of tokens: w1, w2, …, and <|endoftext|>."""
   words = {"<|endoftext|>": 0, **{f"w{index}": index for index in range(1, size)}}
   made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w1"))
   made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -77,7 +77,7 @@ def logits():
 
 @pytest.fixture(scope="session")
 def make_model():
-  """A model whose every parameter is random, gains too, so that none can be lost or exchanged unseen."""
+  """A model whose parameters are all random, gains too, so that a lost or exchanged one is noticed."""
 
   def make(attention="diff", tokenizer="bytes", **fields):
     fields = SIZES | {"attention": attention, "head_norm": attention == "diff"} | fields
@@ -98,7 +98,7 @@ def make_model():
 
 @pytest.fixture(scope="session")
 def write_llama():
-  """Writes a random Llama as transformers lays it out, and returns its tensors."""
+  """Writes a random Llama in transformers' layout, and returns its tensors."""
 
   def write(directory, *, tie=False, tensors=None, without=(), **changes):
     description = {

@@ -1,4 +1,4 @@
-"""python -m diffjax.convert as typed: one line for what cannot be done, and nothing written."""
+"""python -m diffjax.convert, as a user runs it: an error is one line, and nothing is written."""
 
 import importlib.util
 import json
@@ -27,7 +27,7 @@ USAGE = r"pass --{}=LAYOUT:PATH, LAYOUT one of diffjax, diffllama, unilm, llama{
     (["--from=diffjax:runs/tiny", "--to=llama:x"], "--to=llama: that layout is only read"),
     (["--from=llama:x", "--to=diffjax:y", "--dtype=bfloat16"], "--dtype=bfloat16: a workdir's parameters are always float32"),
     (["--from=llama:x", "--to=unilm:y", "--dtype=int8"], "flag --dtype=int8: value should be one of <float32|bfloat16>"),
-    (["--from=llama:gs://bucket/x", "--to=diffjax:y"], "--from=llama:gs://bucket/x: safetensors files are on local disks"),
+    (["--from=llama:gs://bucket/x", "--to=diffjax:y"], "--from=llama:gs://bucket/x: only workdirs may be gs://"),
     (["--from=llama:x", "--to=diffjax:y", "--config=x"], "Unknown command line flag 'config'"),
     (["llama", "diffjax"], "unexpected argument 'llama'"),
   ],
@@ -62,9 +62,9 @@ def edit(path, change):
   "change, message",
   [
     (dict(model_type="mistral"), "model_type = 'mistral': this layout is 'llama'"),
-    (dict(attention_bias=True), "attention_bias = True: diffjax has only False"),
-    (dict(mlp_bias=True), "mlp_bias = True: diffjax has only False"),
-    (dict(hidden_act="gelu"), "hidden_act = 'gelu': diffjax has only 'silu'"),
+    (dict(attention_bias=True), "attention_bias = True: diffjax supports only False"),
+    (dict(mlp_bias=True), "mlp_bias = True: diffjax supports only False"),
+    (dict(hidden_act="gelu"), "hidden_act = 'gelu': diffjax supports only 'silu'"),
     (dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "scales its rotary angles .*'llama3'"),
     (dict(rope_scaling={"type": "linear", "factor": 2.0}), "scales its rotary angles .*'linear'"),
     (dict(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}), "scales its rotary angles .*'yarn'"),
@@ -74,14 +74,14 @@ def edit(path, change):
     (dict(hidden_size=None), "has no hidden_size"),
     (dict(hidden_size="32"), "hidden_size = '32': it must be a positive multiple of 1"),
     (dict(num_hidden_layers="2"), "num_layers must be int; got '2'"),
-    (dict(num_hidden_layers=2_000_000_000), "tensors: its config.json is another model's, of 2000000000 layers"),
+    (dict(num_hidden_layers=2_000_000_000), "tensors: its config.json is of another model, with 2000000000 layers"),
     (dict(num_hidden_layers=1), r"a tensor model.layers.1\..*not in this layout for its config.json"),
     (dict(num_hidden_layers=3), r"no tensor model.layers.2\."),
     (dict(num_attention_heads=0), "num_attention_heads = 0: it must be a positive multiple of 1"),
     (dict(num_key_value_heads=3), "num_kv_heads = 3: must divide"),
     (dict(num_key_value_heads=4), r"k_proj.weight of shape \[16, 32\], but for its config.json it must be \[32, 32\]"),
     (dict(rms_norm_eps=0), "norm_eps = 0.0: must be positive"),
-    (dict(vocab_size=120), "tokenizer.json has 128 tokens, but the model has 120: it is another one's"),
+    (dict(vocab_size=120), "tokenizer.json has 128 tokens, but the model has 120: replace it with the model's own tokenizer"),
     (dict(vocab_size=256), r"embed_tokens.weight of shape \[128, 32\]"),
     (dict(tie_word_embeddings=True), "has a lm_head.weight that differs .*says tie_word_embeddings: true"),
   ],
@@ -140,7 +140,7 @@ BIAS = "model.layers.0.self_attn.q_proj.bias"
     (_index({"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}), "no .*model-00002-of-00002.*index.json names"),
     (
       _index({"weight_map": {"model.norm.weight": "../other.safetensors"}}),
-      "names a file '../other.safetensors': it must be one beside it",
+      "names a file '../other.safetensors': it must be in the same directory",
     ),
     (_index({"weights": {}}), "has no weight_map"),
     (_index("{"), "index.json is not JSON"),
@@ -184,7 +184,7 @@ def test_diffllama_configs(golden, refuses, change, message, tmp_path):
     ("unilm", "diff", dict(lambda_init=0.8), "the schedule's λ_init"),
     ("unilm", "diff", dict(head_norm=False), "V1 layer has a head norm"),
     ("unilm", "diff_v2", dict(head_norm=True), "V2 layer has no head norm"),
-    ("unilm", "diff", dict(norm_eps=1e-6), "ε = 1e-05: it cannot be one of norm_eps 1e-06"),
+    ("unilm", "diff", dict(norm_eps=1e-6), "ε = 1e-05: it cannot hold a model of norm_eps 1e-06"),
     ("unilm", "diff", dict(head_dim=8), "embed_dim 32 is not 2 · 8 · 4"),
   ],
 )
@@ -241,7 +241,7 @@ def test_what_is_there_is_not_written_over(write_llama, convert, target, tmp_pat
   for name in ("full", "runs", "file"):
     result = convert(f"--from=llama:{tmp_path / 'llama'}", f"--to={target}:{tmp_path / name}")
     assert result.returncode == 1
-    assert result.stderr == f"error: --to: {tmp_path / name} is there already and no empty directory; name another one, or delete it\n"
+    assert result.stderr == f"error: --to: {tmp_path / name} exists and is not an empty directory; choose another one, or delete it\n"
   assert [path.name for name in ("full", "runs") for path in (tmp_path / name).iterdir()] == ["notes.txt", "one"]
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face's DiffLlama: golden checkpoints in, and what comes out again."""
+"""Hugging Face's DiffLlama: golden checkpoints are read, and written again."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ def assert_same(left, right):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_golden_checkpoints_by_the_command(golden, convert, logits, name, tmp_path):
-  """In: their logits to 1e-5. Out again: their tensors bit for bit, and their config.json."""
+  """Read, they have the same logits to 1e-5; written again, the same tensors bit for bit, and the same config.json."""
   source, ids, want = golden(name, tmp_path / "source")
   result = convert(f"--from=diffllama:{source}", f"--to=diffjax:{tmp_path / 'run'}")
   assert result.returncode == 0, result.stderr
@@ -94,7 +94,7 @@ def test_bfloat16_is_rounded_once_from_what_is_folded(make_model, tmp_path):
 
 
 def test_shards(make_model, monkeypatch, tmp_path):
-  """Files of at most so many bytes but for a tensor that is larger, an index as transformers has it, and the same tensors."""
+  """Files have at most the given size, except for a larger tensor; the index is that of transformers; the tensors are the same."""
   model = make_model("diff", tie_embeddings=False)
   diffllama.write(str(tmp_path / "one"), model, "float32")
   monkeypatch.setattr(directory, "SHARD_BYTES", 20_000)
@@ -133,7 +133,7 @@ def test_configs_of_older_versions(golden, tmp_path):
   assert (config.rope_base, config.tie_embeddings, config.num_kv_heads) == (10_000.0, False, 4)
 
 
-def test_what_old_checkpoints_have_beside(golden, tmp_path):
+def test_extra_tensors_of_old_checkpoints(golden, tmp_path):
   """A copy of tied weights, and the angles of RoPE."""
   source, _, _ = golden("diffllama_tiny_gqa", tmp_path / "source")
   want = diffllama.read(str(source)).params

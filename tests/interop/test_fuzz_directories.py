@@ -1,4 +1,4 @@
-"""Whatever lies in a directory is read, or refused in one line."""
+"""Any directory is read, or refused in one line."""
 
 import json
 
@@ -15,7 +15,7 @@ READ = {"diffllama": diffllama.read, "llama": llama.read, "unilm": unilm.read}
 
 @pytest.fixture(scope="module")
 def directories(golden, write_llama, make_model, tmp_path_factory):
-  """A good one of each layout, as file names and contents."""
+  """A good directory of each layout, as file names and contents."""
   home = tmp_path_factory.mktemp("good")
   golden("diffllama_tiny_gqa", home / "diffllama")
   write_llama(home / "llama")

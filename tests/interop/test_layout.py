@@ -1,4 +1,4 @@
-"""The tables: what one direction writes, the other reads back bit for bit."""
+"""The tables: a written model is read back bit for bit."""
 
 import dataclasses
 
@@ -44,5 +44,5 @@ def test_a_config_of_endless_layers_costs_nothing(make_model):
   model = make_model()
   layout = diffllama._layout(model.config)
   tensors = Tensors({name: layout.tensor(model.params, name) for name in layout.shapes()})
-  with pytest.raises(UserError, match="of 2000000000 layers"):
+  with pytest.raises(UserError, match="with 2000000000 layers"):
     diffllama._layout(dataclasses.replace(model.config, num_layers=2_000_000_000)).params(tensors)

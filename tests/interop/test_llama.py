@@ -1,4 +1,4 @@
-"""A Llama becomes DIFF V2 of the same function, from which training goes on."""
+"""A Llama becomes a DIFF V2 model of the same function, which can be trained further."""
 
 import dataclasses
 
@@ -63,7 +63,7 @@ def run_config(start, tmp_path):
 
 @pytest.mark.full
 def test_training_goes_on_from_it(start, run_config, tmp_path):
-  """A step of training has its parameters, and tells the two maps apart. In its own workdir there is no optimizer to go on with."""
+  """Training starts from its parameters, and makes the two maps differ. Its own workdir has no optimizer to resume."""
   train = dataclasses.replace(run_config.train, init_from=str(tmp_path / "v2"))
   loop.train(dataclasses.replace(run_config, train=train), str(tmp_path / "run"))
   after = trained.load(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""With Hugging Face transformers itself (extra `hf`): it loads what is written and says the same, and what it writes is read."""
+"""With Hugging Face transformers itself (extra `hf`): it loads written models with the same outputs, and its models are read."""
 
 import jax
 import numpy as np
@@ -31,7 +31,7 @@ def bpe(tmp_path_factory):
 
 @pytest.mark.parametrize("kind, fields", [("bytes", {}), ("bpe", dict(num_kv_heads=4, tie_embeddings=False, rope_base=5e5))])
 def test_an_exported_model_generates_the_same_tokens(make_model, convert, logits, bpe, kind, fields, tmp_path):
-  """By the command; greedily, from the text on: weights, config and tokenizer are all that transformers has."""
+  """By the command, and greedily from the text on: transformers has only weights, config and tokenizer."""
   model = make_model("diff", tokenizer={"bytes": "bytes", "bpe": bpe}[kind], **fields)
   workdir.write(str(tmp_path / "run"), model)
   assert convert(f"--from=diffjax:{tmp_path / 'run'}", f"--to=diffllama:{tmp_path / 'out'}").returncode == 0
@@ -71,7 +71,7 @@ def test_shards_and_halves_load(make_model, logits, monkeypatch, tmp_path):
 @pytest.mark.parametrize("name, layout", [("DiffLlama", diffllama), ("Llama", llama)])
 @pytest.mark.parametrize("tie", [True, False])
 def test_what_transformers_writes_is_read(write_tokenizer, logits, name, layout, tie, tmp_path):
-  """In shards of its own making, its config.json as it writes it; a Llama as DIFF V2 has its logits."""
+  """Its shards and its config.json are read as they are; a Llama as DIFF V2 has the same logits."""
   torch.manual_seed(0)
   theirs = getattr(transformers, f"{name}ForCausalLM")(
     getattr(transformers, f"{name}Config")(

@@ -1,4 +1,4 @@
-"""The authors' layers: golden ones as layers of a whole model, and whole models against one written apart from diffjax."""
+"""The authors' layers: golden ones as layers of a whole model, and whole models against an independent one."""
 
 import ast
 import json
@@ -19,7 +19,7 @@ GOLDEN = pathlib.Path(__file__).parents[1] / "model/golden"
 
 @pytest.mark.parametrize("name", ["v1_mha_depth0", "v1_gqa_depth5", "v2_gqa"])
 def test_golden_layer_in_a_whole_model(make_model, name, tmp_path):
-  """The layer's tensors go into a state dict as they are; what is read of it computes the layer's output."""
+  """The layer's tensors go into a state dict as they are; the model that is read from it computes the layer's output."""
   data = np.load(GOLDEN / f"{name}.npz", allow_pickle=False)
   meta = ast.literal_eval(str(data["meta"]))
   depth, sizes = meta["depth"], {key: meta[key] for key in ("num_heads", "num_kv_heads", "head_dim", "rope_base")}
@@ -75,7 +75,7 @@ def reference(parts, tensors, config, tokens):
 @pytest.mark.parametrize("attention", ["diff", "diff_v2"])
 @pytest.mark.parametrize("tie", [True, False])
 def test_whole_model(make_model, parts, logits, attention, tie, tmp_path):
-  """What is written computes, by its description, what diffjax computes; read again it is the same bit for bit."""
+  """A written model computes the same by the layout's description as in diffjax; read again, it is the same bit for bit."""
   model = make_model(attention, tie_embeddings=tie)
   unilm.write(str(tmp_path), model, "float32")
   tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Workdirs written from parameters alone, and every tokenizer's way out of one and in again."""
+"""Workdirs written from parameters alone, and every tokenizer written and read again."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ def tokenizers(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["bytes", "tiktoken", "json"])
 def test_there_and_back(make_model, tokenizers, kind, tmp_path):
-  """A workdir keeps tokenizer and parameters; what goes out has a tokenizer.json of the same ids, and comes in again."""
+  """A workdir keeps tokenizer and parameters; a written directory has a tokenizer.json of the same ids, and is read again."""
   model = make_model("diff", tokenizer=tokenizers[kind])
   written = workdir.write(str(tmp_path / "run"), model)
   manifest.verify(epath.Path(tmp_path / "run/checkpoints/0"), 0)

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from diffjax.config import Config, ModelConfig, OptimizerConfig, TrainConfig, UserError
-from diffjax.data import packing
+from diffjax.data import row as rows
 from diffjax.model.decoder import Decoder, logits
 from diffjax.parallel.mesh import make_mesh, put_batch
 from diffjax.training.program import build
@@ -122,8 +122,8 @@ def test_a_batch_without_weight_changes_nothing_but_moments():
 def test_targets_in_prompts_are_not_learnt():
   """Other targets there give the same step, bit for bit; another one in an answer does not. A batch of prompts alone has no gradient."""
   lengths = np.array([9, 8], np.int32)
-  row = packing.Row(np.arange(1, 18, dtype=np.int32), lengths, np.array([5, 4], np.int32))
-  batch = packing.make_batch([row] * 4, 16)
+  row = rows.Row(np.arange(1, 18, dtype=np.int32), lengths, np.array([5, 4], np.int32))
+  batch = rows.make_batch([row] * 4, 16)
   assert batch["weights"][0].tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1]
 
   def after(batch):
@@ -137,7 +137,7 @@ def test_targets_in_prompts_are_not_learnt():
   jax.tree.map(np.testing.assert_array_equal, others, params)
   changed, _ = after(batch | {"targets": np.where(batch["targets"] == 6, 7, batch["targets"])})
   assert not np.array_equal(changed["embedding"], params["embedding"])
-  _, metrics = after(packing.make_batch([row._replace(prompt_lengths=lengths)] * 4, 16))
+  _, metrics = after(rows.make_batch([row._replace(prompt_lengths=lengths)] * 4, 16))
   assert float(metrics["grad_norm"]) == 0.0 == float(metrics["tokens"])
 
 

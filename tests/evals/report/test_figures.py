@@ -1,12 +1,12 @@
-"""Intervals: they cover what they should, and pairing makes differences sharp."""
+"""Intervals cover the truth as often as they should, and pairing makes those of differences narrow."""
 
 import math
 
 import numpy as np
 import pytest
 
-from diffjax.evals import figures
-from diffjax.evals.figures import Figure, compare, interval, mean_of
+from diffjax.evals.report import figures
+from diffjax.evals.report.figures import Figure, compare, interval, mean_of
 
 
 def test_intervals_cover_the_truth_as_often_as_they_say(monkeypatch):

@@ -1,4 +1,4 @@
-"""Log-likelihoods equal a softmax over all logits, whatever the batch, the length and the padding."""
+"""Log-likelihoods equal a softmax over all logits for any batch, length and padding."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from diffjax.config import ModelConfig, UserError
-from diffjax.evals import scoring
+from diffjax.evals.methods import scoring
 from diffjax.model.decoder import Decoder, logits
 
 CONFIG = ModelConfig(vocab_size=50, num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=1, head_dim=8, ffn_dim=48, max_length=100)

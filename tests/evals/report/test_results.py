@@ -10,8 +10,8 @@ import rich.console
 from etils import epath
 
 from diffjax.config import UserError
-from diffjax.evals import results
-from diffjax.evals.figures import compare, mean_of
+from diffjax.evals.report import plots, results
+from diffjax.evals.report.figures import compare, mean_of
 
 MODELS = [{"name": "[one]"}, {"name": "two"}]
 
@@ -55,7 +55,7 @@ def test_the_table_has_both_models_and_their_difference():
 
 
 def test_by_model_gives_each_model_its_own_numbers():
-  (first, rows), (second, others) = results.by_model(found())
+  (first, rows), (second, others) = plots.by_model(found())
   assert (first, second) == ("[one]", "two")
   assert rows[0]["value"] == pytest.approx(others[0]["value"] + 1, abs=0.01) and len(rows) == 2 and len(others) == 1
-  assert [name for name, _ in results.by_model(found(MODELS[:1]), "single")] == ["[one]"]
+  assert [name for name, _ in plots.by_model(found(MODELS[:1]), "single")] == ["[one]"]

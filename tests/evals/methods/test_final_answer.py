@@ -1,10 +1,10 @@
-"""Answers are found where solutions give them, and are the same where the module says so, and only there."""
+"""Answers are found in solutions, and are the same exactly where the module's rules say so."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffjax.evals.final_answer import extract, last_boxed, reference, same
+from diffjax.evals.methods.final_answer import extract, last_boxed, reference, same
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
-"""Every mistake in a file of records is reported in one line with its place."""
+"""Every error in a file of records is reported in one line with its place."""
 
 import pytest
 
 from diffjax.config import UserError
-from diffjax.evals import jsonl
+from diffjax.evals.methods import jsonl
 
 FIELDS = {"text": str, "choices.label": list, "n": int, "any": object}
 GOOD = '{"text": "a", "choices": {"label": ["A"]}, "n": 1, "any": null, "more": 2}'

@@ -1,7 +1,7 @@
-"""A trained model as the LM Evaluation Harness knows models (lm-eval, the extra `eval`; neither torch nor transformers is needed).
+"""A trained model in the interface of the LM Evaluation Harness (lm-eval, the extra `eval`; it needs neither torch nor transformers).
 
-Texts begin with the separator, as every document did in training; it is also the context of a text that has none. A text that spells a
-special token is text. A context that is too long for the model loses its oldest tokens, the separator excepted.
+Texts begin with the separator, as every document did in training. The separator is also the context of a text that has none. A special
+token that is spelled out in a text is text. A context that is too long for the model loses its oldest tokens, except the separator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from diffjax.evals.scoring import Score, score
+from diffjax.evals.methods.scoring import Score, score
 from diffjax.model.sampler import Sampler
 from diffjax.training.trained import Trained
 
@@ -26,26 +26,26 @@ from diffjax.training.trained import Trained
 class DiffjaxLM(TemplateLM):
   """Answers lm-eval's three kinds of requests on this process's device.
 
-  On several hosts every process answers all of them: rank 0 of world size 1 everywhere, which lm-eval needs no torch for.
+  On several hosts every process answers all requests: each is rank 0 of world size 1, for which lm-eval needs no torch.
   """
 
   def __init__(self, trained: Trained, *, batch_tokens: int):
     """Args:
 
-    trained: the model.
-    batch_tokens: tokens of a batch, padding included.
+    trained: The model.
+    batch_tokens: Number of tokens of a batch, padding included.
     """
     super().__init__()
     self._trained, self._batch_tokens = trained, batch_tokens
 
   @property
   def eot_token_id(self) -> int:
-    """The separator: what lm-eval conditions a text on that has no context."""
+    """The separator, the context of a text that has none."""
     return self._trained.tokenizer.separator
 
   @property
   def max_length(self) -> int:
-    """Tokens of the longest row."""
+    """Number of tokens of the longest row."""
     return self._trained.config.model.max_length
 
   def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
@@ -54,7 +54,7 @@ class DiffjaxLM(TemplateLM):
     return ids if add_special_tokens is False else [self.eot_token_id, *ids]
 
   def _loglikelihood_tokens(self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any) -> list[tuple[float, bool]]:
-    """Scores continuations; the texts that lm-eval made the ids from come along, for its cache."""
+    """Scores continuations. A request holds the texts, for lm-eval's cache, and their ids."""
     pairs = []
     for (_, text), context, continuation in requests:
       # A tokenizer may join all of a continuation with the context's last token
@@ -64,7 +64,7 @@ class DiffjaxLM(TemplateLM):
     return [(found.log_probability, found.is_greedy) for found in self._score(pairs)]
 
   def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-    """Log-likelihoods of whole texts, in windows that give every token once."""
+    """Log-likelihoods of whole texts, in windows that score every token once."""
     pairs, owners = [], []
     for index, request in enumerate(requests):
       ids = self.tok_encode(request.args[0], add_special_tokens=False)
@@ -78,7 +78,7 @@ class DiffjaxLM(TemplateLM):
     return sums
 
   def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-    """Continues contexts up to the first of the stop strings, which is not part of the result."""
+    """Continues contexts up to the first stop string, which is not part of the result."""
     groups = collections.defaultdict(list)
     for index, request in enumerate(requests):
       groups[json.dumps(request.args[1], sort_keys=True)].append(index)
@@ -113,12 +113,12 @@ class DiffjaxLM(TemplateLM):
     return score(self._trained.model, self._trained.params, pairs, batch_tokens=self._batch_tokens)
 
   def _sampler(self, needed: int) -> Sampler:
-    """One whose capacity is a power of two, or the model's longest, so that few are compiled."""
+    """A sampler whose capacity is a power of two or the model's longest, so that few are compiled."""
     capacity = min(max(64, 1 << (needed - 1).bit_length()), self.max_length)
     return Sampler(self._trained.model, self._trained.params, batch_size=max(1, self._batch_tokens // capacity), capacity=capacity)
 
   def _cut(self, context: list[int], room: int) -> list[int]:
-    """The newest tokens of a context, behind its first, the separator."""
+    """The first token of a context, the separator, and its newest tokens, `room` in all."""
     return context if len(context) <= room else [*context[: room > 0], *context[len(context) - max(room - 1, 0) :]]
 
   def _report_cuts(self, whole: Iterable[Sequence[int]], kept: Iterable[Sequence[int]]) -> None:

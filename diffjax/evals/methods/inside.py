@@ -1,6 +1,6 @@
-"""What goes on inside a model: functions run within its layers, and only what they return leaves them.
+"""Measurements inside a model: functions that run within its layers, of which only their results leave the layers.
 
-So a measurement of all attention logits or hidden states needs no more memory than the layer it is in: nothing of size [L, B, T, …] exists.
+So a measurement of all attention logits or hidden states needs the memory of one layer, and no array of size [L, B, T, …].
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ _COLLECTION, _NAME = "metrics", "measured"
 
 
 class Attended(NamedTuple):
-  """What one attention layer attends with.
+  """The inputs of attention in one layer.
 
   Attributes:
-    q: queries after RoPE.
-    k: keys after RoPE.
+    q: Queries after RoPE.
+    k: Keys after RoPE.
     lam: λ per token and head; None with one map.
-    segment_ids: the tokens' documents; None for one document a row.
+    segment_ids: The tokens' segments; None for one segment a row.
+    window: The number of keys that a query sees, itself included; None for all up to itself.
   """
 
   q: Float[Array, "B T H G D"]
   k: Float[Array, "B S K M D"]
   lam: Float[Array, "B T H"] | None
   segment_ids: Int[Array, "B T"] | None
+  window: int | None = None
 
 
 def measure(
@@ -44,17 +46,17 @@ def measure(
   attention: Callable[[Attended], Any] | None = None,
   hidden: Callable[[Float[Array, "B T E"]], Any] | None = None,
 ) -> dict[str, Any]:
-  """Runs the model with a look inside. To be jitted by the caller.
+  """Runs a model and measures its layers. The caller jits it.
 
   Args:
-    model: the decoder.
-    params: its parameters.
+    model: The decoder.
+    params: Its parameters.
     batch: tokens, and segment_ids and positions if there are any, [B, T].
-    attention: called in every attention layer; returns a tree of arrays.
-    hidden: called with every layer's output, after both residuals.
+    attention: Is called in every attention layer, and returns a tree of arrays.
+    hidden: Is called with every layer's output, after both residuals, and returns a tree of arrays.
 
   Returns:
-    "attention" and "hidden": what was returned, with a leading axis L.
+    "attention" and "hidden": the results, with a leading axis L.
   """
   layer: Attention | None = None
 
@@ -70,9 +72,9 @@ def measure(
 
   def attend(q, k, v, lam, **options):
     if attention is not None:
-      assert layer is not None  # since only layers attend
+      assert layer is not None  # since only layers call attention
       every = None if lam is None else jnp.broadcast_to(jnp.asarray(lam, jnp.float32), q.shape[:3])
-      layer.sow(_COLLECTION, _NAME, attention(Attended(q, k, every, options.get("q_segment_ids"))))
+      layer.sow(_COLLECTION, _NAME, attention(Attended(q, k, every, options["q_segment_ids"], options["window"])))
     return model.attention_fn(q, k, v, lam, **options)
 
   with nn.intercept_methods(intercept):
@@ -91,19 +93,19 @@ def measure(
 def over_queries(
   step: Callable[[Any, Attended, Bool[Array, "B t S"], Int[Array, ""]], Any], start: Any, attended: Attended, *, block: int = 128
 ) -> Any:
-  """Folds a function over blocks of queries, so that no map of all of a row's queries exists.
+  """Folds a function over blocks of queries, so that the map of all queries of a row is never in memory.
 
   Args:
-    step: called with what it returned last, a block of queries with all keys, which of the keys each query sees (none for those that
-      fill up the last block, and for padding, which is segment 0) and the position of the first query.
-    start: what the first call gets.
-    attended: of one layer.
-    block: queries of a block.
+    step: Is called with its last result, a block of queries with all keys, the keys that each query sees (none for padding, which is
+      segment 0, and for queries that fill up the last block) and the position of the first query.
+    start: The first call's first argument.
+    attended: The inputs of a layer.
+    block: Number of queries of a block.
 
   Returns:
-    What the last call returned.
+    The result of the last call.
   """
-  q, k, lam, segment_ids = attended
+  q, k, lam, segment_ids, window = attended
   length = q.shape[1]
   size = min(block, length)
   blocks = -(-length // size)
@@ -118,8 +120,8 @@ def over_queries(
   def body(index, carry):
     first = index * size
     q, lam, ids = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, size, axis=1), padded)
-    seen = Mask(size, k.shape[1]).between(positions(size, first), positions(k.shape[1], 0), ids, segment_ids)
+    seen = Mask(size, k.shape[1], window=window).between(positions(size, first), positions(k.shape[1], 0), ids, segment_ids)
     assert seen is not None  # since it is causal
-    return step(carry, Attended(q, k, lam, ids), seen & (ids > 0)[:, :, None], first)
+    return step(carry, Attended(q, k, lam, ids, window), seen & (ids > 0)[:, :, None], first)
 
   return jax.lax.fori_loop(0, blocks, body, start)

@@ -1,4 +1,4 @@
-"""Records from JSON lines: every mistake is reported with its file and line."""
+"""Reads records from JSON lines. Every error names its file and line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Record(NamedTuple):
 
   Attributes:
     place: "FILE:LINE", for messages.
-    value: the object.
+    value: The object.
   """
 
   place: str
@@ -26,11 +26,12 @@ class Record(NamedTuple):
 
 
 def read(path: epath.PathLike, fields: Mapping[str, type]) -> list[Record]:
-  """Reads a file of one JSON object a line; blank lines are skipped.
+  """Reads a file of one JSON object a line. Blank lines are skipped.
 
   Args:
-    path: the file; gs:// too.
-    fields: what every object must have, and its type (`object` for any). "choices.text" is the field text of the field choices.
+    path: The file; gs:// too.
+    fields: The fields that every object must have, and their types (`object` for any). "choices.text" is the field text of the field
+      choices.
 
   Raises:
     UserError: for a file that cannot be read or is empty, and for a line that is not an object or lacks a field.
@@ -39,9 +40,6 @@ def read(path: epath.PathLike, fields: Mapping[str, type]) -> list[Record]:
   try:
     content = epath.Path(path).expanduser().read_bytes()
   except OSError as error:
-    wanted = (
-      f"it must hold one JSON object a line, with the fields {', '.join(fields)}" if fields else "it must hold one JSON object a line"
-    )
     raise UserError(f"{path}: cannot be read ({error.strerror or error}); {wanted}") from error
   records = []
   for number, line in enumerate(content.split(b"\n"), 1):
@@ -50,7 +48,7 @@ def read(path: epath.PathLike, fields: Mapping[str, type]) -> list[Record]:
     place = f"{path}:{number}"
     try:
       value = json.loads(line.decode("utf-8"))
-    except ValueError as error:  # UnicodeDecodeError is one too
+    except ValueError as error:  # UnicodeDecodeError is a ValueError
       raise UserError(f"{place}: not JSON ({error})") from error
     if not isinstance(value, dict):
       raise UserError(f"{place}: not a JSON object, but {str(value)[:40]!r}")

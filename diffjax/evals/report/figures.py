@@ -1,4 +1,4 @@
-"""What every measurement yields: figures, with 95% intervals, of one model or of two that are compared on the same samples."""
+"""Figures, the numbers that measurements yield, with 95% intervals and paired differences of two models on the same samples."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ CONFIDENCE = 0.95
 
 
 def ratio(units: Float[ndarray, "U 2"]) -> float:
-  """Σ first column / Σ second: the mean per token of units that hold a sum and a count."""
+  """Σ first column / Σ second column: the mean of units that hold a sum and a count."""
   total, count = units.sum(axis=0)
   return float(total / count)
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-  """One number of a measurement.
+  """A number of a measurement.
 
   Attributes:
-    name: what is measured, with its unit where it has one, such as "loss (nats/token)".
-    units: what each independent unit (a document's row, a prompt, a question) contributes, [U, …]. Units are resampled whole.
-    at: where in the measurement's grid it stands, such as {"length": 4096, "depth": 0.5}.
-    statistic: the number, from any resampling of the units along axis 0.
+    name: Name, with its unit if it has one, such as "loss (nats/token)".
+    units: The contribution of each independent unit (a document's row, a prompt, a question), [U, …]. Units are resampled whole.
+    at: Its place in the measurement's grid, such as {"length": 4096, "depth": 0.5}.
+    statistic: Computes the number from any resampling of the units along axis 0.
   """
 
   name: str
@@ -38,14 +38,20 @@ class Figure:
 
 
 def mean_of(name: str, values: Iterable[float], **at: Any) -> Figure:
-  """The mean of one number per unit."""
+  """The figure of the mean of one number per unit.
+
+  Args:
+    name: Of the figure.
+    values: A number for each unit.
+    at: The figure's place.
+  """
   values = np.asarray(list(values), np.float64)
   return Figure(name, np.stack([values, np.ones_like(values)], axis=1), at)
 
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-  """A number and its 95% percentile bootstrap interval over units; NaN bounds from fewer than two units."""
+  """A number and its 95% percentile bootstrap interval over units. With fewer than two units the bounds are NaN."""
 
   value: float
   low: float
@@ -57,10 +63,12 @@ class Interval:
 
 
 def interval(figure: Figure, against: Figure | None = None) -> Interval:
-  """The figure's value; with `against`, the difference figure − against, paired: both are measured on the same units in the same order.
+  """The interval of a figure, or of the difference figure − against.
+
+  The difference is paired: both figures are of the same units in the same order.
 
   Raises:
-    ValueError: if the two are not of the same units.
+    ValueError: if their names, places or numbers of units differ.
   """
   count = len(figure.units)
   if against is not None and (len(against.units) != count or against.name != figure.name or against.at != figure.at):
@@ -76,7 +84,7 @@ def interval(figure: Figure, against: Figure | None = None) -> Interval:
   whole = value(everything) if count else float("nan")
   if count < 2:
     return Interval(whole, float("nan"), float("nan"), count)
-  import scipy.stats  # here: training, which imports this file, would start a second later
+  import scipy.stats  # here, since it takes a second to import
 
   resampled = scipy.stats.bootstrap(
     (everything,), value, vectorized=False, n_resamples=RESAMPLES, confidence_level=CONFIDENCE, method="percentile",
@@ -86,7 +94,7 @@ def interval(figure: Figure, against: Figure | None = None) -> Interval:
 
 
 def compare(figures: Iterable[Figure], against: Iterable[Figure] | None = None) -> Iterator[dict[str, Any]]:
-  """Figures as JSON: name, place, value with interval and, beside another model's, that model's and the paired difference."""
+  """Figures as JSON: name, place, value and interval; with another model's figures, also that model's and the paired difference."""
   others = {} if against is None else {(other.name, *sorted(other.at.items())): other for other in against}
   for figure in figures:
     row = {"name": figure.name, "at": figure.at, **dataclasses.asdict(interval(figure))}

@@ -1,4 +1,4 @@
-"""lm-eval gets from the adapter what the model itself gives: the same likelihoods and the same greedy texts."""
+"""The adapter gives lm-eval the model's own likelihoods and greedy texts."""
 
 import dataclasses
 
@@ -12,9 +12,9 @@ from lm_eval.api.instance import Instance  # noqa: E402
 
 from diffjax.config import Config, ModelConfig  # noqa: E402
 from diffjax.data.tokenizer import load_tokenizer  # noqa: E402
-from diffjax.evals.scoring import Score  # noqa: E402
-from diffjax.interop import lm_eval as adapter  # noqa: E402
-from diffjax.interop.lm_eval import DiffjaxLM  # noqa: E402
+from diffjax.evals.methods import lm_eval as adapter  # noqa: E402
+from diffjax.evals.methods.lm_eval import DiffjaxLM  # noqa: E402
+from diffjax.evals.methods.scoring import Score  # noqa: E402
 from diffjax.model.decoder import Decoder, logits  # noqa: E402
 from diffjax.training.trained import Trained  # noqa: E402
 
@@ -60,7 +60,7 @@ def test_loglikelihoods(model, log_softmax):
 
 @pytest.fixture
 def pairs(monkeypatch):
-  """What is scored, instead of scoring it."""
+  """Collects the pairs to score instead of scoring them."""
   pairs = []
   monkeypatch.setattr(adapter, "score", lambda model, params, asked, **_: pairs.extend(asked) or [Score(0.0, True)] * len(asked))
   return pairs

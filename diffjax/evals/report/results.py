@@ -1,27 +1,24 @@
-"""What a suite found: as JSON for other programs, as a table for the terminal, and as what plots are drawn from."""
+"""Results of a suite, as JSON for other programs and as a table for the terminal."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import rich.table
 import rich.text
 from etils import epath
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from diffjax.config import UserError
 
 
 def check_writable(directory: epath.Path) -> None:
-  """Makes the directory and a file in it, before hours are spent on what could not be kept.
+  """Makes the directory and writes a file in it, before hours are spent on results that could not be kept.
 
   Raises:
-    UserError: if that cannot be done.
+    UserError: if that fails.
   """
   try:
     directory.mkdir(parents=True, exist_ok=True)
@@ -33,7 +30,11 @@ def check_writable(directory: epath.Path) -> None:
 
 
 def write(path: epath.Path, results: Mapping[str, Any]) -> None:
-  """Writes results, from `finite`, as JSON, whole or not at all."""
+  """Writes results, from `finite`, as JSON, completely or not at all.
+
+  Raises:
+    UserError: if that fails.
+  """
   temporary = path.parent / f"{path.name}.tmp"
   try:
     temporary.write_text(json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
@@ -43,7 +44,7 @@ def write(path: epath.Path, results: Mapping[str, Any]) -> None:
 
 
 def finite(value: Any) -> Any:
-  """The value with None for numbers that are not finite, since JSON has no other word for them."""
+  """The value with None for numbers that are not finite, which JSON does not have."""
   if isinstance(value, Mapping):
     return {key: finite(item) for key, item in value.items()}
   if isinstance(value, list | tuple):
@@ -51,29 +52,8 @@ def finite(value: Any) -> Any:
   return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def by_model(results: Mapping[str, Any], name: str | None = None) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
-  """For each model its name and its figures: name, at, value, low, high. With a name, the figures of that name alone."""
-  rows = [row for row in results["figures"] if name in (None, row["name"])]
-  yield results["models"][0]["name"], rows
-  if len(results["models"]) > 1:
-    yield results["models"][1]["name"], [{**row, **row["against"]} for row in rows if "against" in row]
-
-
-def draw_line(axes: Axes, x: Sequence[float], rows: Sequence[Mapping[str, Any]], **style: Any) -> None:
-  """Draws figures over x, with their intervals as a band."""
-  value, low, high = (np.array([row[key] for row in rows], float) for key in ("value", "low", "high"))
-  (line,) = axes.plot(x, value, marker="o", markersize=3, linewidth=1, **style)
-  axes.fill_between(np.asarray(x, float), low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-
-
-def save(figure: Figure, path: epath.PathLike) -> None:
-  """Writes a plot as PNG."""
-  with epath.Path(path).open("wb") as file:
-    figure.savefig(file, format="png", dpi=150)
-
-
 def table(results: Mapping[str, Any]) -> rich.table.Table:
-  """The figures of one model, or of two and their paired difference, each with its 95% interval; a difference that excludes 0 is bold."""
+  """The figures of one model, or of two and their paired difference, with intervals. A difference whose interval excludes 0 is bold."""
   out = rich.table.Table(title=rich.text.Text(results["suite"]), title_justify="left", title_style="bold")
   places = list(dict.fromkeys(name for row in results["figures"] for name in row["at"]))
   out.add_column("")
@@ -93,7 +73,7 @@ def table(results: Mapping[str, Any]) -> rich.table.Table:
 
 
 def number(interval: Mapping[str, Any] | None) -> str:
-  """An interval as text: its value and bounds, or – for what there is not."""
+  """An interval as text: its value and bounds. A dash stands for a missing value."""
   if interval is None or not _is_number(interval["value"]):
     return "–"
   if not (_is_number(interval["low"]) and _is_number(interval["high"])):
@@ -102,7 +82,7 @@ def number(interval: Mapping[str, Any] | None) -> str:
 
 
 def excludes_zero(interval: Mapping[str, Any] | None) -> bool:
-  """Whether all of an interval lies on one side of 0."""
+  """True if an interval lies on one side of 0."""
   return interval is not None and _is_number(interval["low"]) and (interval["low"] > 0 or interval["high"] < 0)
 
 

@@ -1,4 +1,4 @@
-"""The report's page, read as HTML and opened in a browser: it shows what it should, and asks nobody for anything."""
+"""The report's page, read as HTML and opened in a browser, shows all its parts and sends no request."""
 
 import html.parser
 import json
@@ -13,8 +13,8 @@ import pytest
 from etils import epath
 
 from diffjax.config import UserError
-from diffjax.evals import figures, report, results
-from diffjax.evals.report import Settings
+from diffjax.evals.report import figures, plots, results
+from diffjax.evals.report.page import Settings, write
 from tests.tiers import full
 
 SUITES = ["validation", "needle", "outliers", "attention"]
@@ -48,7 +48,7 @@ def made(make_trained, tmp_path_factory):
     found = {"suite": suite, "settings": {"rows": 3}, "models": described[: 1 if suite == "outliers" else 2], "figures": rows}
     results.write(out / f"{suite}.json", results.finite(found))
   save_a_plot(out / "needle.png")
-  page = report.write(models, Settings(prompt=PROMPT, heads=2), out, SUITES)
+  page = write(models, Settings(prompt=PROMPT, heads=2), out, SUITES)
   return models, out, page, results.finite({"rows": rows})["rows"]
 
 
@@ -57,11 +57,11 @@ def save_a_plot(path):
 
   figure = matplotlib.figure.Figure((3, 2))
   figure.add_subplot().plot([1, 2])
-  results.save(figure, path)
+  plots.save(figure, path)
 
 
 class Reader(html.parser.HTMLParser):
-  """Notes tags, and every attribute that could fetch something."""
+  """Records tags, ids and every attribute that could cause a request."""
 
   def __init__(self):
     super().__init__()
@@ -142,7 +142,7 @@ def test_the_browser_would_see_a_request_and_an_error(browser, tmp_path):
 
 @pytest.mark.parametrize("kind", ["diff", *full(["softmax", "diff_v2"])])
 def test_maps_are_those_of_the_model(make_trained, kind):
-  from diffjax.evals.report_maps import maps_of
+  from diffjax.evals.report.maps import maps_of
   from diffjax.ops.diff_attention.reference import attention_maps
 
   trained = make_trained(kind)
@@ -162,7 +162,7 @@ def test_maps_are_those_of_the_model(make_trained, kind):
 
 def test_one_model_without_logs_or_results(make_trained, tmp_path):
   model = make_trained("diff_v2", num_layers=1), {"name": "a model", "workdir": str(tmp_path), "attention": "diff_v2", "parameters": 1}
-  text = report.write([model], Settings(layers=9, heads=9), epath.Path(tmp_path), SUITES).read_text()
+  text = write([model], Settings(layers=9, heads=9), epath.Path(tmp_path), SUITES).read_text()
   assert f"a model: no metrics.jsonl in {tmp_path}." in text and f"Not measured here: {', '.join(SUITES)}." in text
   assert text.count("<option") == 1 + 5  # a layer; the mean and four heads
 
@@ -183,4 +183,4 @@ def test_bad_input(make_trained, tmp_path, settings, content, message):
     (tmp_path / "needle.json").write_text(content)
   model = make_trained(num_layers=1), {"name": "a model", "workdir": str(tmp_path), "attention": "diff", "parameters": 1}
   with pytest.raises(UserError, match=message):
-    report.write([model], Settings(**settings), epath.Path(tmp_path), SUITES)
+    write([model], Settings(**settings), epath.Path(tmp_path), SUITES)

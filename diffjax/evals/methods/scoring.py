@@ -1,4 +1,4 @@
-"""Log-likelihoods of continuations: how probable a model finds each text after its context, and whether greedy decoding would give it."""
+"""Log-likelihoods of continuations after their contexts, and whether greedy decoding would give them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from diffjax.config import UserError
 from diffjax.model.decoder import Decoder, output_embedding
 
 _SHORTEST = 32  # tokens of the smallest bucket
-_CHUNK_LOGITS = 1 << 24  # 64 MiB of float32 logits exist at once
-BATCH_TOKENS = 16_384  # of a batch, padding included
+_CHUNK_LOGITS = 1 << 24  # logits in memory at once: 64 MiB of float32
+BATCH_TOKENS = 16_384  # tokens of a batch, padding included
 
 
 class Score(NamedTuple):
-  """Of one continuation.
+  """The score of a continuation.
 
   Attributes:
-    log_probability: Σ log P(token | everything before it), nats.
-    is_greedy: whether each of its tokens is the likeliest one at its place.
+    log_probability: Σ log P(token | all tokens before it), nats.
+    is_greedy: Whether each of its tokens is the likeliest one at its position.
   """
 
   log_probability: float
@@ -37,20 +37,20 @@ def score(
 ) -> list[Score]:
   """Scores continuations after contexts.
 
-  Rows are padded to lengths that are powers of two (or the model's longest), and a length has as many rows as batch_tokens holds, so
-  that there is one compiled program for each length that occurs, whatever the number of pairs.
+  Rows are padded to lengths that are powers of two (or the model's longest), and a batch of a length has as many rows as batch_tokens
+  holds. So one program is compiled for each length that occurs, whatever the number of pairs.
 
   Args:
-    model: the decoder.
-    params: its parameters.
-    pairs: (context, continuation) as ids, neither empty; the first token of a document has the separator as its context.
-    batch_tokens: tokens of a batch, padding included; a longer row is a batch of its own.
+    model: The decoder.
+    params: Its parameters.
+    pairs: (context, continuation) as ids, neither empty. The context of a document's first token is the separator.
+    batch_tokens: Number of tokens of a batch, padding included. A longer row is a batch of its own.
 
   Returns:
-    One score a pair, in the pairs' order.
+    A score for each pair, in the pairs' order.
 
   Raises:
-    UserError: for a pair that is longer than the model's limit, of which the last token need not be read.
+    UserError: for a pair that is longer than the model's limit, its last token not counted, since the model does not read it.
     ValueError: for an empty context or continuation.
   """
   limit = model.config.max_length
@@ -65,12 +65,12 @@ def score(
       )
     buckets.setdefault(_bucket(length, limit), []).append(index)
   scores: list[Score | None] = [None] * len(pairs)
-  for length, indices in sorted(buckets.items(), reverse=True):  # the longest first: if memory does not suffice, it shows at once
+  for length, indices in sorted(buckets.items(), reverse=True):  # the longest first, so that a lack of memory shows at once
     rows = max(1, batch_tokens // length)
     pending = []
     for chosen in (indices[start : start + rows] for start in range(0, len(indices), rows)):
       pending.append((chosen, _score_rows(model, params, *_rows([pairs[index] for index in chosen], rows, length))))
-      if len(pending) > 1:  # fetched one batch behind, so that the device never waits for the host
+      if len(pending) > 1:  # fetch a batch after the next one is dispatched, so that the device never waits for the host
         _fetch(scores, *pending.pop(0))
     for chosen, results in pending:
       _fetch(scores, chosen, results)
@@ -82,7 +82,7 @@ def _bucket(length: int, limit: int) -> int:
 
 
 def _rows(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], rows: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Inputs, targets and which targets count. What pads a row stands to the right, where causal attention hides it."""
+  """Inputs, targets, and which targets are scored. Padding is on the right, where causal attention hides it."""
   tokens, targets, counts = np.zeros((rows, length), np.int32), np.zeros((rows, length), np.int32), np.zeros((rows, length), bool)
   for row, (context, continuation) in enumerate(pairs):
     ids = np.concatenate([np.asarray(context), np.asarray(continuation)])
@@ -105,7 +105,7 @@ def _score_rows(
   rows, length = tokens.shape
   size = min(length, max(1, _CHUNK_LOGITS // (rows * matrix.shape[0])))
   padding = -length % size
-  # Chunks along T, [T/t, B, t, …]; most hold no continuation, and their vocabulary projection is left out
+  # Chunks along T, [T/t, B, t, …]. Most hold no continuation, and their logits are not computed
   chunks = [
     jnp.moveaxis(jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)).reshape(rows, -1, size, *x.shape[2:]), 1, 0)
     for x in (hidden, targets, counts)

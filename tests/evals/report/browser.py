@@ -38,7 +38,7 @@ LOOK = """
 
 
 class Interceptor(QWebEngineUrlRequestInterceptor):
-  """Writes down every request, and lets none but the page's own pass."""
+  """Records every request and blocks all but the page's own."""
 
   def __init__(self, own):
     super().__init__()
@@ -50,7 +50,7 @@ class Interceptor(QWebEngineUrlRequestInterceptor):
 
 
 class Page(QWebEnginePage):
-  """Writes down what scripts and the security policy say."""
+  """Records the messages of scripts and of the security policy."""
 
   def __init__(self, profile):
     super().__init__(profile)

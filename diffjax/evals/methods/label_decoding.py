@@ -1,4 +1,4 @@
-"""Decoding constrained to a set of labels: greedy, token by token, over the tree of the labels' tokens."""
+"""Decoding constrained to a set of labels, greedy over the tree of the labels' tokens."""
 
 from __future__ import annotations
 
@@ -13,17 +13,25 @@ from diffjax.model.sampler import Sampler, SamplerState
 
 @dataclasses.dataclass
 class LabelTree:
-  """A place in the tree: the labels that can still come, and the tokens that lead on."""
+  """A node of the tree.
+
+  Attributes:
+    labels: The labels below it.
+    children: The next nodes, by their tokens.
+  """
 
   labels: list[int] = dataclasses.field(default_factory=list)
   children: dict[int, LabelTree] = dataclasses.field(default_factory=dict)
 
   @classmethod
   def grow(cls, sequences: Sequence[Sequence[int]]) -> LabelTree:
-    """The tree of labels given as ids, each with the tokens that end it, so that none is the beginning of another.
+    """Makes the tree of labels.
+
+    Args:
+      sequences: The tokens of each label, the ones that end it included, so that no label is the beginning of another.
 
     Raises:
-      UserError: if one is all the same.
+      UserError: if labels have the same tokens.
     """
     root = cls()
     for label, sequence in enumerate(sequences):
@@ -35,7 +43,7 @@ class LabelTree:
     ends = [_follow(root, sequence) for sequence in sequences]
     if any(len(end.labels) > 1 for end in ends):
       same = max((end.labels for end in ends), key=len)
-      raise UserError(f"labels {', '.join(map(str, same))} (counted from 0) cannot be told apart by their tokens; rename all but one")
+      raise UserError(f"labels {', '.join(map(str, same))} (counted from 0) have the same tokens; rename all but one")
     return root
 
 
@@ -46,18 +54,18 @@ def _follow(place: LabelTree, sequence: Sequence[int]) -> LabelTree:
 
 
 def decode_labels(sampler: Sampler, state: SamplerState, count: int, tree: LabelTree) -> list[int]:
-  """The label that each row would write, if it took the likeliest token of those that lead to a label.
+  """Decodes a label for each row: at each step the likeliest of the tokens that lead to a label.
 
-  A row is asked no further than to the token that tells its label from all others.
+  A row is decoded up to the token that distinguishes its label from all others.
 
   Args:
-    sampler: has read the prompts.
-    state: what came of it; used up.
-    count: rows that hold a prompt, the first ones.
-    tree: of at least one label.
+    sampler: The sampler that has read the prompts.
+    state: Its state, which is used up.
+    count: Number of rows with a prompt, the first ones.
+    tree: A tree of at least one label.
 
   Returns:
-    Numbers of labels.
+    The index of each row's label.
   """
   places = [tree] * count
   while True:

@@ -1,17 +1,17 @@
-"""The final answer in a solution of GSM8K or MATH form, and when two answers are the same.
+"""The final answer in a solution of GSM8K or MATH form, and the comparison of answers.
 
-Own code, since the library that does more (math-verify) hands what a model wrote to sympy, whose parser evaluates it as Python: here
-nothing that comes from data is executed. What counts as the same:
+The library that does more (math-verify) passes a model's text to sympy, whose parser evaluates it as Python. This code executes
+nothing that comes from data. These answers are the same:
 
 - numbers of the same value, exactly: 1,200 and 1200.0, 0.5 and 1/2 and \\frac12, 1\\frac{1}{2} and 3/2; "$", "%" (50% is 50, not 0.5),
   the degree sign and units at the end (of two letters at least, or set as text) are left out;
-- otherwise the same characters, after what only typesets them is left out: spaces, \\left and \\right, \\text{…}, \\mathrm{…},
-  \\displaystyle, \\dfrac for \\frac, \\frac12 for \\frac{1}{2}, \\sqrt2 for \\sqrt{2}, a last full stop, "x =" before the answer;
+- otherwise the same characters, without those that only typeset: spaces, \\left and \\right, \\text{…}, \\mathrm{…}, \\displaystyle,
+  \\dfrac for \\frac, \\frac12 for \\frac{1}{2}, \\sqrt2 for \\sqrt{2}, a last full stop, "x =" before the answer;
 - tuples and intervals whose parts are the same, in order, between the same brackets; sets and lists without brackets, in any order.
 
-What is not: anything that takes algebra (x + 1 and 1 + x, 2\\sqrt{3} and \\sqrt{12}, 1/\\sqrt{2} and \\sqrt{2}/2, a product and its
-factors), a rounded decimal and what it is rounded from, scientific notation, number words. Units are not compared, and a list "1,234"
-counts as the number. Answers of more than a thousand characters must be equal as they stand.
+These are not: all that takes algebra (x + 1 and 1 + x, 2\\sqrt{3} and \\sqrt{12}, 1/\\sqrt{2} and \\sqrt{2}/2, a product and its
+factors), a number and its rounded decimal, scientific notation, number words. Units are not compared, and a list "1,234" is read as the
+number. Answers of more than a thousand characters must be equal as they stand.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import re
 from collections import Counter
 from fractions import Fraction
 
-# A minus sign counts where it cannot be a difference or a range
+# A minus sign belongs to the number where it cannot be of a difference or a range
 _NUMBER = re.compile(r"(?<![\d)\w.])-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?|\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?")
-_LONGEST_NUMBER, _LONGEST_ANSWER = 200, 1000  # characters; Python takes long over huge numbers, and the rest over endless repetition
-_BOXES = 20  # looked at, from the end, for one that is closed
+_LONGEST_NUMBER, _LONGEST_ANSWER = 200, 1000  # characters; longer ones would take long
+_BOXES = 20  # the largest number of boxes, from the end, that are searched for one that is closed
 _BRACKETS = {"(": ")]", "[": ")]", r"\{": (r"\}",)}
 _WRAPPERS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|mbox|hbox|boxed|fbox|bf|rm)\s*\{")
 _DROPPED = re.compile(r"(?<!\\)\\(?:left|right|displaystyle|quad|qquad|[,!;:> ])(?![a-zA-Z])|\\(?:left|right)(?=[a-zA-Z])|~|\s")
@@ -32,8 +32,11 @@ _UNITS = re.compile(r"(?:(?<=[\d})])\s*\\(?:text|mathrm|mbox|hbox|rm)\s*\{[^{}]*
 
 
 def extract(solution: str) -> str | None:
-  """The final answer that a solution gives: its last complete \\boxed{…}, else what stands behind its first "####", else what its last
-  "answer is" is followed by on its line, if there is a number or a formula, else its last number, else None."""
+  """The final answer of a solution, or None.
+
+  It is the first of these that exists: the content of the last complete \\boxed{…}; the text behind the first "####"; the number or
+  formula behind the last "answer is" on its line; the last number.
+  """
   if (boxed := last_boxed(solution)) is not None:
     return boxed
   if (marked := re.search(r"####[ \t]*([^\n]+)", solution)) is not None:
@@ -49,12 +52,12 @@ def extract(solution: str) -> str | None:
 
 
 def reference(solution: str) -> str:
-  """The final answer of a reference solution, marked as in `extract`; one without marks is an answer alone."""
+  """The final answer of a reference solution, marked by a box or "####". A text without marks is an answer as a whole."""
   return extract(solution) or "" if "####" in solution or last_boxed(solution) is not None else solution.strip()
 
 
 def last_boxed(text: str) -> str | None:
-  """What stands in the last \\boxed{…} or \\fbox{…} whose braces close, or behind \\boxed without braces; None where there is none."""
+  """The content of the last \\boxed{…} or \\fbox{…} whose braces close, or the word behind one without braces; None if there is none."""
   starts = [match.end() for match in re.finditer(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*", text)]
   for start in reversed(starts[-_BOXES:]):
     if not text.startswith("{", start):
@@ -67,12 +70,12 @@ def last_boxed(text: str) -> str | None:
 
 
 def same(answer: str, wanted: str) -> bool:
-  """Whether two answers are the same, as the module says."""
+  """True if two answers are the same, by the module's rules."""
   return _form(answer) == _form(wanted)
 
 
 def _closing(text: str, start: int) -> int | None:
-  """Index of the brace that closes the one at start; braces behind a backslash are signs, not braces."""
+  """The index of the brace that closes the one at start. Braces behind a backslash do not count."""
   depth, index = 0, start
   while index < len(text):
     if text[index] == "\\":
@@ -86,7 +89,7 @@ def _closing(text: str, start: int) -> int | None:
 
 
 def _form(answer: str) -> object:
-  """A form that answers of the same meaning share, as far as the module says: a Fraction, a list of forms with its brackets, or a text."""
+  """The same form for all answers that the module's rules call the same: a Fraction, forms with their brackets, or a text."""
   if len(answer) > _LONGEST_ANSWER:
     return answer.strip()
   text = _plain(answer)
@@ -108,7 +111,7 @@ def _form(answer: str) -> object:
 
 
 def _plain(answer: str) -> str:
-  """The answer without what only typesets it."""
+  """The answer without characters that only typeset it."""
   text = answer.strip().strip("$").strip()
   text = text.replace(r"\(", "").replace(r"\)", "").replace(r"\[", "").replace(r"\]", "").replace("−", "-")
   text = _DEGREES.sub("", text)
@@ -142,7 +145,7 @@ def _number(text: str) -> Fraction | None:
 
 
 def _is_whole(inside: str) -> bool:
-  """Whether brackets around this would enclose all of it, unlike those of (1,2)(3,4)."""
+  """True if its brackets match, so that brackets around it enclose all of it, unlike those of (1,2)(3,4)."""
   depth = 0
   for sign in re.sub(r"\\([{}])", r"\1", inside):
     depth += (sign in "([{") - (sign in ")]}")
@@ -152,7 +155,7 @@ def _is_whole(inside: str) -> bool:
 
 
 def _parts(text: str) -> list[str]:
-  """The text cut at the commas that stand in no brackets."""
+  """The parts of a text between its commas outside of brackets."""
   parts, depth, start = [], 0, 0
   for index, sign in enumerate(text):
     depth += (sign in "([{") - (sign in ")]}")

@@ -1,4 +1,4 @@
-"""What measurements see inside a model is what the model computes."""
+"""Measurements inside a model see the values that the model computes."""
 
 import functools
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffjax.evals import inside
+from diffjax.evals.methods import inside
 from diffjax.evals.validation import validation_rows
 from diffjax.ops.diff_attention.reference import attention_weights
 from tests.tiers import full
@@ -55,19 +55,20 @@ def test_it_measures_under_remat_and_leaves_the_model_as_it_was(make_trained):
   np.testing.assert_array_equal(before, after)
 
 
-@pytest.mark.parametrize("length, block", [(37, 8), *full([(16, 16), (5, 128)])])
-def test_blocks_of_queries_give_the_whole_map(length, block):
+@pytest.mark.parametrize("length, block, window", [(37, 8, None), (37, 8, 7), *full([(16, 16, None), (5, 128, 3)])])
+def test_blocks_of_queries_give_the_whole_map(length, block, window):
   keys = jax.random.split(jax.random.key(0), 3)
   q, k = jax.random.normal(keys[0], (2, length, 4, 2, 8)), jax.random.normal(keys[1], (2, length, 2, 2, 8))
   lam = jax.random.uniform(keys[2], (2, length, 4))
   ids = jnp.asarray(np.repeat([[1, 2, 0]], [length // 2, length - length // 2 - 2, 2], axis=1).repeat(2, axis=0))
-  whole = attention_weights(q, k, lam, q_segment_ids=ids, kv_segment_ids=ids)
+  whole = attention_weights(q, k, lam, q_segment_ids=ids, kv_segment_ids=ids, window=window)
 
   def step(total, block, seen, first):
-    weights = attention_weights(block.q, block.k, block.lam, q_segment_ids=block.segment_ids, kv_segment_ids=ids, q_offset=first)
+    options = dict(q_segment_ids=block.segment_ids, kv_segment_ids=ids, q_offset=first, window=block.window)
+    weights = attention_weights(block.q, block.k, block.lam, **options)
     return total[0] + jnp.sum(jnp.where(seen[:, None], weights, 0) ** 2, axis=(2, 3)), total[1] + jnp.sum(seen)
 
-  squares, count = inside.over_queries(step, (jnp.zeros((2, 4)), 0), inside.Attended(q, k, lam, ids), block=block)
+  squares, count = inside.over_queries(step, (jnp.zeros((2, 4)), 0), inside.Attended(q, k, lam, ids, window), block=block)
   np.testing.assert_allclose(squares, jnp.sum(whole[:, :, : length - 2] ** 2, axis=(2, 3)), rtol=1e-5)
   parts = length // 2, length - length // 2 - 2
-  assert count == 2 * sum(n * (n + 1) // 2 for n in parts)  # padding sees nothing
+  assert count == 2 * sum(min(n, window or n) for part in parts for n in range(1, part + 1))  # padding sees nothing

@@ -1,0 +1,1 @@
+"""Methods that several measurements share: reading questions, looking inside a model, scoring, decoding and comparing answers."""

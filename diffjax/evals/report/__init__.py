@@ -1,0 +1,1 @@
+"""Results of measurements: figures with intervals, JSON files, tables, plots and the HTML page."""

@@ -1,0 +1,106 @@
+"""Who may import whom: the table of the rooms, and that neither rooms nor files import each other in circles."""
+
+import ast
+import graphlib
+import pathlib
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+# Files of diffjax/ itself that every room but ops may import. They import none but each other. All other files there are commands.
+BASE = {"config", "parameters", "progress", "user_cache"}
+# The rooms, and which others each may import.
+_BELOW_TRAINING = {"base", "ops", "model", "data", "parallel"}
+TABLE = {
+  "base": set(),
+  "ops": set(),
+  "model": {"base", "ops", "parallel"},  # parallel.product: the matrix product whose parameter a mesh may have split
+  "data": {"base", "ops"},
+  "parallel": {"base", "ops"},
+  "training": _BELOW_TRAINING,
+  "compiled": _BELOW_TRAINING | {"training"},
+  "evals": _BELOW_TRAINING | {"training"},
+  "interop": _BELOW_TRAINING | {"training"},
+  "commands": _BELOW_TRAINING | {"training", "compiled", "evals", "interop"},
+}
+# All that ops imports from outside the standard library.
+OPS_LIBRARIES = {"jax", "jaxtyping", "numpy"}
+
+
+def name_of(path: pathlib.Path) -> str:
+  """diffjax/evals/needle.py is diffjax.evals.needle; an __init__.py is its package."""
+  parts = path.relative_to(ROOT).with_suffix("").parts
+  return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {name_of(path): path for path in sorted((ROOT / "diffjax").rglob("*.py"))}
+PACKAGES = {name for name, path in FILES.items() if path.name == "__init__.py"}
+
+
+def imports(name: str) -> set[str]:
+  """All modules that a file imports, at its top, within functions and for type checkers.
+
+  A name from a package is the package's module of that name if there is one, else the package. The packages around a module do not count.
+  """
+  found = set()
+  for node in ast.walk(ast.parse(FILES[name].read_text())):
+    if isinstance(node, ast.Import):
+      found |= {alias.name for alias in node.names}
+    elif isinstance(node, ast.ImportFrom):
+      assert not node.level, f"{name}: imports are absolute"
+      found |= {whole if (whole := f"{node.module}.{alias.name}") in FILES else node.module for alias in node.names}
+  return found
+
+
+def room_of(name: str) -> str:
+  """The room of one of our modules. The package's own __init__.py offers what all rooms hold, as commands do."""
+  if name == "diffjax":
+    return "commands"
+  first = name.split(".")[1]
+  return first if f"diffjax.{first}" in PACKAGES else "base" if first in BASE else "commands"
+
+
+IMPORTS = {name: imports(name) for name in FILES}
+OURS = {name: {other for other in found if other in FILES} for name, found in IMPORTS.items()}
+
+
+@pytest.mark.parametrize("room", sorted({room_of(name) for name in FILES}))
+def test_a_room_imports_what_the_table_allows(room):
+  assert room in TABLE, f"diffjax/{room} is not in the table of {pathlib.Path(__file__).name}"
+  wrong = [
+    f"{name} imports {other}, of {room_of(other)}"
+    for name, found in OURS.items()
+    for other in sorted(found)
+    if room_of(name) == room and room_of(other) not in TABLE[room] | {room}
+  ]
+  assert not wrong, "\n".join(wrong)
+
+
+def test_the_table_has_no_circle():
+  list(graphlib.TopologicalSorter(TABLE).static_order())
+
+
+def test_no_circle_between_files():
+  try:
+    list(graphlib.TopologicalSorter(OURS).static_order())
+  except graphlib.CycleError as error:
+    pytest.fail(" is imported by ".join(error.args[1]))
+
+
+def test_operations_need_no_other_library():
+  wrong = [
+    f"{name} imports {other}"
+    for name, found in IMPORTS.items()
+    for other in sorted(found)
+    if room_of(name) == "ops" and other.split(".")[0] not in OPS_LIBRARIES | {"diffjax"} | sys.stdlib_module_names
+  ]
+  assert not wrong, "\n".join(wrong)
+
+
+def test_the_package_does_not_import_what_uses_it():
+  users = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"diffjax"}
+  assert {"experiments", "benchmarks", "tests"} <= users
+  wrong = [f"{name} imports {other}" for name, found in IMPORTS.items() for other in sorted(found) if other.split(".")[0] in users]
+  assert not wrong, "\n".join(wrong)
