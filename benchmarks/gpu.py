@@ -38,13 +38,15 @@ import numpy as np
 
 from benchmarks.train_step import stepper
 from diffjax.config import Config, DataConfig, ModelConfig, TrainConfig
+from diffjax.model.attention import Attention, DiffAttention, DiffAttentionV2
 from diffjax.ops.diff_attention import decode_attention, diff_attention
 from diffjax.ops.diff_attention.two_call import stock_attention
 from diffjax.training.flops import peak_flops, step_flops
 
 RESULTS = pathlib.Path(__file__).with_name("gpu.json")
 EMBED = 2048
-MAPS = {"v1": (2, 2, 2), "v2": (2, 1, 1), "plain": (1, 1, 1)}  # G, M and V/D
+LAYERS = {"v1": DiffAttention, "v2": DiffAttentionV2, "plain": Attention}
+MAPS = {kind: (layer.num_maps, layer.num_key_maps, layer.value_heads) for kind, layer in LAYERS.items()}  # G, M and V/D
 MULTIPLY_ADDS = {"v1": (6, 10), "v2": (4, 8), "plain": (2, 5)}  # in D, of one head, forward and backward
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3}  # norm of the difference over norm; bfloat16 weights and outputs are 2⁻⁹ apart
 SETS = 3  # of inputs

@@ -212,7 +212,7 @@ def kernel_cycles(config: Config, mesh: Mapping[str, int], generation: str, core
     generation: of TPU: "v5e".
     cores: that share a device's work.
   """
-  from diffjax.model.attention import attention_class, map_sizes
+  from diffjax.model.attention import axis_sizes
   from diffjax.ops.diff_attention.tpu.cycles import cycles
 
   model = config.model
@@ -222,7 +222,7 @@ def kernel_cycles(config: Config, mesh: Mapping[str, int], generation: str, core
   # In context order a device has two calls, of queries that attend to half of what the whole row's do between them.
   share = 1 / (2 * mesh["context"]) if mesh["context"] > 1 else 1
   calls = rows * model.num_heads / mesh["tensor"] * share / cores
-  sizes = map_sizes(attention_class(model), model.head_dim)
+  sizes = axis_sizes(model)
   shape = model.head_dim, sizes["V"], sizes["G"], sizes["M"]
   found = {way: cycles(generation, way, config.data.length, *shape) for way in ("forward", "backward")}
   return {f"diff_attention_{way}": cost * calls for way, cost in found.items() if cost is not None}

@@ -62,7 +62,7 @@ def write(path: str, model: Model, dtype: str) -> None:
 
 
 def _layout(config: ModelConfig) -> Layout:
-  return Layout(hugging_face.ENTRIES + _LAMBDAS, config, G=2, M=2, C=2, tied_by=hugging_face.TIED_BY)
+  return Layout(hugging_face.ENTRIES + _LAMBDAS, config, tied_by=hugging_face.TIED_BY)
 
 
 def _with_gain_in_out(params: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from diffjax.config import ModelConfig, UserError
 from diffjax.data.tokenizer import Tokenizer
+from diffjax.model.attention import axis_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,35 +59,30 @@ class Tensors(Protocol):
   def read(self, name: str) -> np.ndarray: ...
 
 
+# What every layout takes for granted.
+_PLAIN = {"causal": True, "window": None, "rope": True, "projection_biases": False}
+
+
 class Layout:
   """A table with the sizes of a model."""
 
-  def __init__(self, entries: Iterable[Entry], config: ModelConfig, *, G: int, M: int, C: int, tied_by: str):
+  def __init__(self, entries: Iterable[Entry], config: ModelConfig, *, tied_by: str):
     """Fills in the sizes.
 
     Args:
       entries: The table.
       config: The model's.
-      G: Maps of a head.
-      M: Maps with keys of their own.
-      C: V / D.
       tied_by: Field of the layout's config.json that says whether the embedding is the output projection too.
+
+    Raises:
+      UserError: if the model has what none of the layouts can say.
     """
+    for field, plain in _PLAIN.items():
+      if (value := getattr(config, field)) != plain:
+        raise UserError(f"this layout can only say {field} {plain}: it cannot hold a model of {field} {value}")
     self._layers, self._tied, self._tied_by = config.num_layers, config.tie_embeddings, tied_by
-    self._sizes = dict(
-      N=config.vocab_size,
-      E=config.embed_dim,
-      F=config.ffn_dim,
-      H=config.num_heads,
-      K=config.num_kv_heads,
-      D=config.head_dim,
-      V=C * config.head_dim,
-      P=2,
-      J=config.head_dim // 2,
-      G=G,
-      M=M,
-      C=C,
-    )
+    self._sizes = axis_sizes(config)
+    self._sizes |= dict(P=2, J=config.head_dim // 2, C=self._sizes["V"] // config.head_dim)
     entries = list(entries)
     self._embedding, self._unembedding = (
       next(entry.tensor for entry in entries if entry.param == param) for param in ("embedding", "unembedding")

@@ -23,9 +23,10 @@ def read(path: str) -> Model:
     UserError: if it is damaged, or holds a model that diffjax does not support.
   """
   directory = pathlib.Path(path)
-  config = dataclasses.replace(hugging_face.read_config(directory, "llama", maps=1), attention="diff_v2", head_norm=False)
+  llama = dataclasses.replace(hugging_face.read_config(directory, "llama", maps=1), attention="softmax", head_norm=False)
+  config = dataclasses.replace(llama, attention="diff_v2")
   tokenizer = read_tokenizer(directory, config.vocab_size)
-  params = Layout(hugging_face.ENTRIES, config, G=1, M=1, C=1, tied_by=hugging_face.TIED_BY).params(SafetensorsDirectory(directory))
+  params = Layout(hugging_face.ENTRIES, llama, tied_by=hugging_face.TIED_BY).params(SafetensorsDirectory(directory))
   attention = params["layers"]["attention"]
   attention["query"] = np.repeat(attention["query"], 2, axis=-2)
   attention["out"] *= 2

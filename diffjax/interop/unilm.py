@@ -68,8 +68,8 @@ _FIELDS = {
   "tie_embeddings": _TIED_BY,
 }
 
-# Version: attention, head norm, entries, maps
-_VERSIONS = {1: ("diff", True, _V1_ENTRIES, dict(G=2, M=2, C=2)), 2: ("diff_v2", False, _V2_ENTRIES, dict(G=2, M=1, C=1))}
+# Version: attention, head norm, entries
+_VERSIONS = {1: ("diff", True, _V1_ENTRIES), 2: ("diff_v2", False, _V2_ENTRIES)}
 _SUBLN_EPS = 1e-5  # in the V1 layer's code
 
 
@@ -86,7 +86,7 @@ def read(path: str) -> Model:
     raise UserError(f"{directory / 'config.json'} has diff_version = {version!r}: it must be 1 or 2")
   if missing := sorted(set(_FIELDS.values()) - description.keys()):
     raise UserError(f"{directory / 'config.json'} has no {missing[0]}")
-  attention, head_norm, _, _ = _VERSIONS[version]
+  attention, head_norm, _ = _VERSIONS[version]
   fields = {field: description[name] for field, name in _FIELDS.items()} | {"attention": attention, "head_norm": head_norm}
   config = checked_config(directory / "config.json", fields)
   layout = _layout(config, version)
@@ -123,5 +123,4 @@ def _layout(config: ModelConfig, version: int) -> Layout:
       f"the heads of the authors' V1 layer make up the model's width: embed_dim {config.embed_dim} is not "
       f"2 · {config.head_dim} · {config.num_heads}"
     )
-  _, _, entries, maps = _VERSIONS[version]
-  return Layout(_ENTRIES + entries, config, **maps, tied_by=_TIED_BY)
+  return Layout(_ENTRIES + _VERSIONS[version][2], config, tied_by=_TIED_BY)

@@ -252,10 +252,15 @@ def map_sizes(kind: type[Attention], head_dim: int) -> dict[str, int]:
   return {"G": kind.num_maps, "M": kind.num_key_maps, "V": kind.value_heads * head_dim}
 
 
+def axis_sizes(config: ModelConfig) -> dict[str, int]:
+  """The size of every axis of a decoder's parameters, by its letter."""
+  return {axis: getattr(config, field) for axis, field in FIELDS.items()} | map_sizes(attention_class(config), config.head_dim)
+
+
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
   """The shape of every parameter of a decoder, by name, without making one; those of the layers with their leading L."""
   kind = attention_class(config)
-  sizes = {axis: getattr(config, field) for axis, field in FIELDS.items()} | map_sizes(kind, config.head_dim)
+  sizes = axis_sizes(config)
   layer = ("attention_norm", "query", "key", "value", "out", *kind.extra, "ffn_norm", "gate", "up", "down")
   biases = tuple(name for name in PARAMETERS if name.endswith("_bias")) * config.projection_biases
   outer = ("embedding", *("unembedding",) * (not config.tie_embeddings), "final_norm")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from diffjax.config import UserError
-from diffjax.model.attention import attention_class
+from diffjax.model.attention import axis_sizes
 from diffjax.model.decoder import Block, Decoder, lambda_inits
 from diffjax.ops.diff_attention import decode_attention, diff_attention
 from diffjax.ops.rms_norm import rms_norm
@@ -46,12 +46,12 @@ def empty_cache(model: Decoder, batch_size: int, capacity: int) -> Cache:
   Raises:
     UserError: if the model is not causal: its tokens depend on those to come.
   """
-  config, kind = model.config, attention_class(model.config)
+  config, sizes = model.config, axis_sizes(model.config)
   if not config.causal:
     raise UserError("config.model.causal = False: what a token gives depends on those after it, so that no cache can hold it")
   keys, values = (
     tuple(jnp.zeros((batch_size, config.num_kv_heads, capacity, width), model.dtype) for _ in range(config.num_layers))
-    for width in (kind.num_key_maps * config.head_dim, kind.value_heads * config.head_dim)
+    for width in (sizes["M"] * sizes["D"], sizes["V"])
   )
   return Cache(keys, values, jnp.zeros(batch_size, jnp.int32))
 

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from diffjax.config import ModelConfig
-from diffjax.model.attention import attention_class, map_sizes, parameter_shapes
+from diffjax.model.attention import axis_sizes, parameter_shapes
 from diffjax.parameters import MATRICES
 
 # Peak dense bfloat16 FLOP/s of one JAX device, by the start of its `device_kind`; the first that fits counts.
@@ -59,7 +59,7 @@ def step_flops(model: ModelConfig, length: int, tokens: int) -> StepFlops:
   Returns:
     FLOPs of the forward pass over those tokens, and of a training step on them.
   """
-  sizes = map_sizes(attention_class(model), model.head_dim)
+  sizes = axis_sizes(model)
   shapes = parameter_shapes(model)
   matrices = sum(math.prod(shapes[name]) for name in shapes.keys() & MATRICES)
   pair = model.num_heads * sizes["G"] * (model.head_dim + sizes["V"])
