@@ -165,17 +165,22 @@ def compile_here(shape: str, folder: pathlib.Path, options: dict[str, str], rema
       raise
     result["refused"] = str(error)
   else:
-    memory = compiled.memory_analysis()
-    result |= {
-      "temporaries_bytes": memory.temp_size_in_bytes,
-      "argument_bytes": memory.argument_size_in_bytes,
-      "output_bytes": memory.output_size_in_bytes,
-      "alias_bytes": memory.alias_size_in_bytes,
-      "program_bytes": memory.generated_code_size_in_bytes,
-    }
+    result |= _memory(compiled)
     (folder / "step.txt").write_text(compiled.as_text())
   result["seconds"] = round(time.perf_counter() - start, 1)
   (folder / "step.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _memory(compiled) -> dict[str, int]:
+  """Bytes that a compiled program takes, by what they hold."""
+  memory = compiled.memory_analysis()
+  return {
+    "temporaries_bytes": memory.temp_size_in_bytes,
+    "argument_bytes": memory.argument_size_in_bytes,
+    "output_bytes": memory.output_size_in_bytes,
+    "alias_bytes": memory.alias_size_in_bytes,
+    "program_bytes": memory.generated_code_size_in_bytes,
+  }
 
 
 def compile_ours(devices, chips: int, available: int, config, topology: str, folder: pathlib.Path) -> dict:
