@@ -182,7 +182,7 @@ def _bands(mask: Mask, block: int) -> list[_Band]:
 
 
 def _tile(inputs: _Inputs) -> tuple[int, int]:
-  """How many groups the heads are walked in, and rows of a query block."""
+  """The number of groups in which heads are walked, and the rows of a query block."""
   num_heads, shared, length, _ = inputs.q[0].shape
   kv_length = inputs.v.shape[1]
   block = min(length, _LONG_BLOCK if kv_length > _LONG else _SHORT_BLOCK)

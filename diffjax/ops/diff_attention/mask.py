@@ -1,7 +1,8 @@
-"""Which keys a query sees: the one definition that all implementations ask.
+"""The mask: the one definition of which keys a query sees, for all implementations.
 
-A mask is what is known while the program is compiled. Segment ids, and a first position for each row of the batch, are data: they are
-handed to the methods that need them.
+A `Mask` holds what is known while a program is compiled. Segment ids, and offsets that differ between rows of the batch, are data, and
+arguments of the methods that need them. `visible` and `between` answer for single queries and keys; `some`, `every`, `keys_of` and
+`rows_of` answer for tiles, and leave segments out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PER_ROW: Literal["per row"] = "per row"
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-  """Which keys a query sees.
+  """The keys that each query sees, but for data.
 
   Attributes:
     q_length: number of queries.
@@ -62,7 +63,7 @@ class Mask:
     q_ids: Int[Array, "B T"] | None = None,
     kv_ids: Int[Array, "B S"] | None = None,
   ) -> Bool[Array, "Z T S"] | None:
-    """Whether query t sees key s; the leading axis is 1 or B. None where all is visible.
+    """True where query t sees key s; the leading axis is 1 or B. None if all is visible.
 
     Args:
       q_positions: [1 or B, T], from `positions`.
@@ -74,7 +75,7 @@ class Mask:
     return self.visible(q_positions[:, :, None] - k_positions[:, None, :], same=same)
 
   def visible(self, distance: jax.Array | None, *, keys: jax.Array | None = None, same: jax.Array | None = None) -> jax.Array | None:
-    """Whether queries see keys, elementwise; None where all is visible.
+    """True where a query sees a key, elementwise; None if all is visible.
 
     Args:
       distance: query − key position; None where positions hide nothing.
@@ -95,11 +96,11 @@ class Mask:
     return functools.reduce(operator.and_, terms) if terms else None
 
   def hides_padding(self) -> bool:
-    """Whether causality alone hides the padding from every query."""
+    """True if causality alone hides the padding from every query."""
     return self.causal and self.offset != PER_ROW and self.offset + self.q_length <= self.kv_length
 
   def some(self, p0: Scalar, p1: Scalar, k0: Scalar, k1: Scalar) -> Condition:
-    """Whether by position some query may see some key of a tile; where it is False, none does."""
+    """False if no query of a tile sees any of its keys, by position; segments may hide more."""
     conditions: list[Condition] = [k0 < self.kv_length]
     if self.causal:
       conditions.append(k0 <= p1)
@@ -110,7 +111,7 @@ class Mask:
     return both(*conditions)
 
   def every(self, p0: Scalar, p1: Scalar, k0: Scalar, k1: Scalar) -> Condition:
-    """Whether by position every query sees every key of a tile."""
+    """True if every query of a tile sees each of its keys, by position; segments may hide some."""
     conditions: list[Condition] = [] if self.hides_padding() else [k1 < self.kv_length]
     if self.causal:
       conditions.append(k1 <= p0)

@@ -21,7 +21,7 @@ Condition = Any  # bool, or a traced bool scalar
 
 
 def both(*conditions: Condition) -> Condition:
-  """Their conjunction; a bool as long as it is known."""
+  """The conjunction of conditions; a bool as long as it is known."""
   unknown = []
   for condition in conditions:
     if isinstance(condition, bool):
@@ -36,7 +36,7 @@ def both(*conditions: Condition) -> Condition:
 
 
 def negate(condition: Condition) -> Condition:
-  """Its opposite; a bool as long as it is known."""
+  """The opposite of a condition; a bool as long as it is known."""
   return not condition if isinstance(condition, bool) else ~condition
 
 

@@ -84,7 +84,7 @@ def stock_attention(
 
 
 def cudnn_takes(q: jax.Array, v: jax.Array, masked: bool) -> bool:
-  """Whether `stock_attention` of q [B, T, …, D] and v [B, S, …, V] runs through cuDNN, in this program.
+  """True if `stock_attention` of q [B, T, …, D] and v [B, S, …, V] runs through cuDNN, in this program.
 
   With a mask, which cuDNN reads as B·T·S biases, lengths must be even, and the biases less than 2 GiB.
   """
@@ -95,6 +95,6 @@ def cudnn_takes(q: jax.Array, v: jax.Array, masked: bool) -> bool:
 
 @functools.cache
 def _has_cudnn(backend: str) -> bool:
-  """Whether the backend is an NVIDIA GPU that cuDNN's attention runs on: Ampere or newer. JAX runs on none without cuDNN."""
+  """True if the backend is an NVIDIA GPU that cuDNN's attention runs on: Ampere or newer. JAX runs on none without cuDNN."""
   capability = jax.devices()[0].compute_capability if backend == "gpu" else ""
   return re.fullmatch(r"\d+\.\d+", capability) is not None and float(capability) >= 8.0  # AMD's have names

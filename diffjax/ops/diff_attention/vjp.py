@@ -1,6 +1,7 @@
-"""What an implementation supplies, and the one custom VJP around it: it types arrays for `shard_map` and names what remat may keep.
+"""An implementation of the operation, and the one custom VJP around it.
 
-An implementation is two functions. Masks, checks, λ's shapes, sharding and names come with the operation.
+An implementation supplies `forward` and `backward`. The custom VJP types the arrays for `shard_map` and names what remat may keep; checks,
+masks, λ's shapes and sharding come with the operation.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ RESIDUAL_NAMES = tuple(f"diff_attention_{field}" for field in Saved._fields)
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """What is known of a call while it is compiled, besides the mask.
+  """The options of a call, known while it is compiled.
 
   Attributes:
     scale: factor on q·k.
@@ -59,7 +60,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-  """How differential attention is computed.
+  """One way to compute differential attention. `register` gives it a name.
 
   Attributes:
     forward: (arrays, mask, options) → Saved.

@@ -65,7 +65,7 @@ def scalars(table, batch, block) -> list[jax.Array]:
 
 
 def cuts(mask: Mask) -> bool:
-  """Whether the mask can cut a block at all."""
+  """True if the mask can cut a block at all."""
   return mask.segments or mask.causal or mask.window is not None or mask.kv_length % BLOCK > 0
 
 

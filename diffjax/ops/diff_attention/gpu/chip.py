@@ -55,7 +55,7 @@ def refusal() -> str | None:
 
 
 def takes(q: jax.Array, v: jax.Array) -> bool:
-  """Whether the kernels take arrays of such dtypes and widths."""
+  """True if the kernels take arrays of such dtypes and widths."""
   return q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] <= 128 and v.shape[-1] <= 256
 
 

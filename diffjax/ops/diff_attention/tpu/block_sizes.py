@@ -28,7 +28,7 @@ GENERATIONS = tuple(_VMEM_BYTES)
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-  """How a kernel walks the attention maps.
+  """Sizes of the tiles in which a kernel walks the attention maps.
 
   Attributes:
     q: queries of a tile, which are loaded together.

@@ -50,7 +50,7 @@ def generation(otherwise: str) -> str:
 
 
 def takes(q: jax.Array, v: jax.Array) -> bool:
-  """Whether the kernels take arrays of such dtypes and widths."""
+  """True if the kernels take arrays of such dtypes and widths."""
   return q.dtype in (jnp.bfloat16, jnp.float32) and q.shape[-1] <= 256 and v.shape[-1] <= 512
 
 

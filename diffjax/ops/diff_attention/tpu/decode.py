@@ -92,7 +92,7 @@ class _Walk:
 
 
 def _key_axis(cache: Float[Array, "B K S X"]) -> int:
-  """Where keys lie in a block of the cache as the kernel takes it, [S, X] or [X, S]: as XLA stores it, in tiles of 8 × 128 padded least.
+  """The axis of keys in a block of the cache as the kernel takes it, [S, X] or [X, S]: as XLA stores it, in tiles of 8 × 128 padded least.
 
   Where they agree the transposition is free; where they do not, the whole cache is copied for every token.
   """

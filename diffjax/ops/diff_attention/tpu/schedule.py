@@ -1,4 +1,4 @@
-"""When which blocks of queries and keys meet in a TPU kernel, and what of them is computed."""
+"""The order in which blocks of queries and keys meet in a TPU kernel, and the part of each pair that is computed."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ class Schedule:
     corners = lambda row, key, p0, k0: (p0 + row, p0 + row + blocks.q_inner - 1, k0 + key, k0 + key + blocks.kv_inner - 1)
 
     def known(row: int, key: int, difference: Scalar) -> tuple[bool, bool]:
-      """What is known now of a sub-tile, where the tile's first query lies so far behind its first key: whether some query may see some
-      key, and whether positions hide nothing (which is what None says of the whole tile)."""
+      """`some` and `every` of a sub-tile as far as they are known now, where the tile's first query lies so far behind its first key. A
+      difference of None says that positions hide nothing of the whole tile."""
       if not isinstance(difference, int):
         return True, difference is None
       corner = corners(row, key, difference, 0)
@@ -149,7 +149,7 @@ class Schedule:
     return self.mask.visible(distance, keys=positions, same=q_ids == kv_ids if self.mask.segments else None)
 
   def _ids(self, scalars, b: Scalar, i: Scalar, j: Scalar, subtiles) -> tuple[Scalar, Scalar]:
-    """Whether the ranges of segment ids of queries and keys overlap, and whether all ids are equal."""
+    """Two conditions: the ranges of queries' and keys' segment ids overlap; all ids are equal."""
     q_low, q_high, kv_low, kv_high = scalars[3:]
     blocks = self.blocks
     q_start, q_size = (b * self.q_blocks + i) * (blocks.q // blocks.q_inner), blocks.q_inner
@@ -184,7 +184,7 @@ def make_schedule(mask: Mask, blocks: Blocks, q, k, *, keys_pass: bool) -> Sched
 
 
 def scalars_of(schedule: Schedule, q_ids, kv_ids, offset, batch: int) -> list[jax.Array]:
-  """What index maps and kernels read when the mask is data, flat int32 arrays: offsets, first and last passing block, ranges of ids."""
+  """Flat int32 arrays that index maps and kernels read if the mask is data: offsets, first and last passing block, ranges of ids."""
   if not schedule.num_scalars:
     return []
   mask, blocks = schedule.mask, schedule.blocks
