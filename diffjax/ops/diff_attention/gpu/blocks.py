@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,10 +59,34 @@ def bounds(mask: Mask, offset, q_ids, kv_ids, *, shared: int, keys_stay: bool = 
   return jnp.asarray(xp.stack(columns, axis=2), jnp.int32)
 
 
-def scalars(table, batch, block) -> list[jax.Array]:
-  """A block's numbers from a table [1 or B, blocks, numbers] in memory."""
-  # Inside shard_map, what a kernel reads is marked as varying over the mesh, and what it computes is not: a loop can begin with the latter.
-  return [lax.add(table[0 if table.shape[0] == 1 else batch, block, n], jnp.int32(0)) for n in range(table.shape[2])]
+class Passing(NamedTuple):
+  """The blocks that pass by one that stays, as numbers of the first one and of the last one + 1."""
+
+  start: jax.Array  # loaded for all blocks of a tile
+  stop: jax.Array
+  own_start: jax.Array  # shown by the block's own mask
+  own_stop: jax.Array
+  whole_start: jax.Array  # in a run that it shows whole
+  whole_stop: jax.Array
+
+  @classmethod
+  def read(cls, table, batch, block) -> Passing:
+    """Those of a block, from the table of `bounds` in memory."""
+    # Inside shard_map, what a kernel reads is marked as varying over the mesh, and what it computes is not: a loop can begin with the
+    # latter.
+    return cls._make(lax.add(table[0 if table.shape[0] == 1 else batch, block, n], jnp.int32(0)) for n in range(table.shape[2]))
+
+  def walk(self, step: Callable, skip: Callable, state: Any) -> Any:
+    """The state after step(block, state) for each block that the mask shows; skip(block) for the others that are loaded."""
+    pass_by = lambda block, _: skip(block)
+    lax.fori_loop(self.start, self.own_start, pass_by, None)
+    state = lax.fori_loop(self.own_start, self.own_stop, step, state)
+    lax.fori_loop(self.own_stop, self.stop, pass_by, None)
+    return state
+
+  def unless_whole(self, block, cut: Callable, logits: jax.Array) -> jax.Array:
+    """The logits of a block, through `cut` unless it is shown whole."""
+    return lax.cond((block >= self.whole_start) & (block < self.whole_stop), lambda x: x, cut, logits)
 
 
 def cuts(mask: Mask) -> bool:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from diffjax.ops.diff_attention.gpu import blocks, chip
-from diffjax.ops.diff_attention.gpu.blocks import CONSUMERS
+from diffjax.ops.diff_attention.gpu.blocks import CONSUMERS, Passing
 from diffjax.ops.diff_attention.gpu.chip import BLOCK, plgpu
 from diffjax.ops.diff_attention.mask import Mask
 from diffjax.ops.diff_attention.tiles import HIDDEN, LOG2E
@@ -42,7 +42,7 @@ def forward(
   def consumer() -> None:
     plgpu.set_max_registers(240, action="increase")
     block = tile + warpgroup
-    start, stop, own_start, own_stop, whole_start, whole_stop = blocks.scalars(bounds, batch, block)
+    passing = Passing.read(bounds, batch, block)
     rows = pl.ds(block * BLOCK, BLOCK)
     for g in range(G):
       plgpu.copy_gmem_to_smem(q.at[batch, rows, head * G + g], q_smem.at[warpgroup, g], q_ready.at[warpgroup])
@@ -51,7 +51,7 @@ def forward(
 
     for n, maps in enumerate(passes):
       keys = keys_of(maps, M)
-      before = n * (stop - start)
+      before = n * (passing.stop - passing.start)
 
       def attend(j, states, maps=maps, keys=keys, before=before):
         slot = key_ring.wait(before + j)
@@ -74,7 +74,7 @@ def forward(
             if i == len(maps) - 1:
               key_ring.release(before + j)
             if blocks.cuts(mask):
-              logits = lax.cond((j >= whole_start) & (j < whole_stop), lambda x: x, cut, logits)
+              logits = passing.unless_whole(j, cut, logits)
             after = jnp.maximum(peak, jnp.max(logits, axis=1))
             weights = jnp.exp2(logits - chip.rows_of(after, logits.shape))
             shrink = jnp.exp2(peak - after)
@@ -90,7 +90,7 @@ def forward(
         value_ring.release(before + j)
         return list(zip(accs, peaks, totals, strict=True))
 
-      def skip(j, _, before=before):
+      def skip(j, before=before):
         key_ring.skip(before + j)
         value_ring.skip(before + j)
 
@@ -98,9 +98,7 @@ def forward(
         (chip.full((BLOCK, v.shape[3]), 0, chip.matrix()), chip.full((BLOCK,), HIDDEN, chip.row()), chip.full((BLOCK,), 0, chip.row()))
         for _ in maps
       ]
-      lax.fori_loop(start, own_start, skip, None)
-      states = lax.fori_loop(own_start, own_stop, attend, initial)
-      lax.fori_loop(own_stop, stop, skip, None)
+      states = passing.walk(attend, skip, initial)
 
       for g, (acc, peak, total) in reversed(list(zip(maps, states, strict=True))):
         empty = peak <= HIDDEN / 2  # the row saw no key; whatever was added up counts for nothing
@@ -123,7 +121,7 @@ def forward(
 
   def producer() -> None:
     plgpu.set_max_registers(24, action="decrease")
-    start, stop = blocks.scalars(bounds, batch, tile)[:2]
+    start, stop = Passing.read(bounds, batch, tile)[:2]
     for n, maps in enumerate(passes):
 
       @pl.loop(start, stop)
@@ -161,7 +159,7 @@ def d_q(
     plgpu.set_max_registers(240, action="increase")
     own = jnp.int32(0) if split else warpgroup
     block = tile + own
-    start, stop, own_start, own_stop, whole_start, whole_stop = blocks.scalars(bounds, batch, block)
+    passing = Passing.read(bounds, batch, block)
     rows = pl.ds(block * BLOCK, BLOCK)
     limits = blocks.key_limits(mask, offset, batch, block)
     plgpu.barrier_wait(q_ready.at[own])
@@ -183,7 +181,7 @@ def d_q(
         keys = k_smem.at[slot * M + g % M]
         logits = chip.product(q_smem.at[here, g], keys.T)
         if blocks.cuts(mask):
-          logits = lax.cond((j >= whole_start) & (j < whole_stop), lambda x: x, cut, logits)
+          logits = passing.unless_whole(j, cut, logits)
         weights = jnp.exp2(logits - vector(g))
         if g == 1:
           weights *= -vector(2 * G)
@@ -192,13 +190,11 @@ def d_q(
       key_ring.release(j)
       return accs
 
-    def skip(j, _):
+    def skip(j):
       value_ring.skip(j)
       key_ring.skip(j)
 
-    lax.fori_loop(start, own_start, skip, None)
-    accs = lax.fori_loop(own_start, own_stop, step, [chip.full((BLOCK, D), 0, chip.matrix()) for _ in maps])
-    lax.fori_loop(own_stop, stop, skip, None)
+    accs = passing.walk(step, skip, [chip.full((BLOCK, D), 0, chip.matrix()) for _ in maps])
     for g, acc in zip(maps, accs, strict=True):
       q_smem[own, g] = (acc * scale).astype(q.dtype)
     plgpu.commit_smem()
@@ -208,7 +204,7 @@ def d_q(
 
   def producer() -> None:
     plgpu.set_max_registers(24, action="decrease")
-    start, stop = blocks.scalars(bounds, batch, tile)[:2]
+    start, stop = Passing.read(bounds, batch, tile)[:2]
     for own in range(owners):
       rows = pl.ds((tile + own) * BLOCK, BLOCK)
       for g in range(G):
@@ -254,14 +250,14 @@ def d_kv(
     plgpu.set_max_registers(240, action="increase")
     own = jnp.int32(0) if split else warpgroup
     block = tile + own
-    start, stop, own_start, own_stop, whole_start, whole_stop = blocks.scalars(bounds, batch, block)
+    passing = Passing.read(bounds, batch, block)
     limits = blocks.query_limits(mask, block)
     plgpu.barrier_wait(kv_ready.at[own])
 
     def step(r, i, accs):
       d_k_accs, d_v_acc = accs
       here = chip.in_loop(own, i)
-      turn = r * (stop - start) + i
+      turn = r * (passing.stop - passing.start) + i
       slot = query_ring.wait(turn)
       d_out_ring.wait(turn)
       vector = lambda n: chip.columns_of(plgpu.load(vectors_smem.at[slot, n], layout=chip.column()), (BLOCK, BLOCK))
@@ -280,7 +276,7 @@ def d_kv(
         queries = q_smem.at[slot * G + g]
         logits = chip.product(k_smem.at[here, g % M], queries.T)
         if limits != (None, None) or mask.segments:
-          logits = lax.cond((i >= whole_start) & (i < whole_stop), lambda x: x, cut, logits)
+          logits = passing.unless_whole(i, cut, logits)
         weights = jnp.exp2(logits - vector(g))
         if g == 1:
           weights *= -vector(2 * G)
@@ -298,13 +294,10 @@ def d_kv(
 
     def skip(r, i):
       for ring in (query_ring, d_out_ring):
-        ring.skip(r * (stop - start) + i)
+        ring.skip(r * (passing.stop - passing.start) + i)
 
     def one_head(r, accs):
-      lax.fori_loop(start, own_start, lambda i, _: skip(r, i), None)
-      accs = lax.fori_loop(own_start, own_stop, lambda i, accs: step(r, i, accs), accs)
-      lax.fori_loop(own_stop, stop, lambda i, _: skip(r, i), None)
-      return accs
+      return passing.walk(functools.partial(step, r), functools.partial(skip, r), accs)
 
     zeros = lambda width: chip.full((BLOCK, width), 0, chip.matrix())
     d_k_accs, d_v_acc = lax.fori_loop(0, R, one_head, ([zeros(D) for _ in range(M * wants_k)], zeros(V) if wants_v else None))
@@ -325,7 +318,7 @@ def d_kv(
 
   def producer() -> None:
     plgpu.set_max_registers(24, action="decrease")
-    start, stop = blocks.scalars(bounds, batch, tile)[:2]
+    start, stop = Passing.read(bounds, batch, tile)[:2]
     for own in range(owners):
       keys = pl.ds((tile + own) * BLOCK, BLOCK)
       for m in range(M):
