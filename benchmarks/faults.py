@@ -62,7 +62,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-  """What became of a fault: the tier and the test that saw it ("" if none), and the seconds from the start of the tests until then."""
+  """The result for a fault: the tier and the test that saw it ("" if none), and the seconds from the start of the tests until then."""
 
   tier: str
   test: str
@@ -175,7 +175,7 @@ def table(faults: list[Fault], found: dict[str, dict[str, dict]]) -> str:
 
 
 def summary(found: dict[str, dict]) -> str:
-  """How many faults each tier saw, in a line."""
+  """The number of faults that each tier saw, in a line."""
   default, full = (sum(seen["tier"] in tiers for seen in found.values()) for tiers in (("default",), ("default", "full")))
   return f"{len(found)} faults: the default tier sees {default} ({default / len(found):.0%}), the full one {full} ({full / len(found):.0%})"
 

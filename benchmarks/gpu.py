@@ -176,7 +176,7 @@ def check(report: dict) -> None:
 
 
 def attention_programs(kind: str, D: int) -> dict[str, tuple[Any, bool]]:
-  """What is timed for a kind of attention, by name, and whether its arrays are given map by map."""
+  """The timed functions for a kind of attention, by name; True with those that take each map's arrays separately."""
 
   def two_calls(parts):
     def attend(q1, q2, k1, k2, v, lam):
@@ -307,7 +307,7 @@ def time_steps(report: dict, length: int = 4096, layers: int = 4, repetitions: i
 
 
 def environment() -> dict[str, Any]:
-  """What ran: device, driver, versions, and the ptxas that JAX finds."""
+  """The device, driver and versions of this run, and the ptxas that JAX finds."""
   versions = {}
   for package in ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cuda-nvcc", "nvidia-cudnn-cu13", "flax", "optax"):
     try:

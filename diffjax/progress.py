@@ -1,4 +1,4 @@
-"""What the user sees of long work: lines on stderr, and a live bar on a terminal."""
+"""Progress of long work: lines on stderr, and a live bar on a terminal."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""Where diffjax keeps what it can make again: the embedded corpus and prepared rows."""
+"""The user's cache directory, for files that diffjax can make again: the embedded corpus, prepared rows, compiled programs."""
 
 from __future__ import annotations
 

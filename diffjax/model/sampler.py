@@ -161,14 +161,7 @@ class Sampler:
     Raises:
       UserError: if a prompt and max_new_tokens do not fit the capacity, or an option is out of range.
     """
-    for name, value, ok, want in (
-      ("temperature", temperature, 0 <= temperature < float("inf"), "at least 0"),
-      ("top_k", top_k, top_k >= 0, "at least 0"),
-      ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
-      ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
-    ):
-      if not ok:
-        raise UserError(f"{name} must be {want}; got {value}")
+    _check_options(temperature, top_k, top_p, max_new_tokens)
     longest = max(map(len, prompts))
     if longest + max_new_tokens > self.capacity:
       raise UserError(f"a prompt of {longest} tokens and {max_new_tokens} new ones are more than the {self.capacity} that a row can have")
@@ -195,8 +188,19 @@ class Sampler:
         return
 
 
+def _check_options(temperature: float, top_k: int, top_p: float, max_new_tokens: int) -> None:
+  for name, value, ok, want in (
+    ("temperature", temperature, 0 <= temperature < float("inf"), "at least 0"),
+    ("top_k", top_k, top_k >= 0, "at least 0"),
+    ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
+    ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
+  ):
+    if not ok:
+      raise UserError(f"{name} must be {want}; got {value}")
+
+
 def _prefill(model: Decoder, chunk: int, params, cache: Cache, tokens: Int[Array, "B P"], lengths: Int[Array, "B"]) -> SamplerState:
-  """Chunk after chunk, as many as the longest prompt has; the last hidden state of each row is kept from the chunk that it is in."""
+  """Reads prompts chunk by chunk, as many as the longest prompt has. Each row keeps its last hidden state, from the chunk that holds it."""
 
   def read(carry):
     index, cache, last = carry

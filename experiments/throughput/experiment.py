@@ -86,7 +86,7 @@ def batch(config: Config) -> tuple[Any, Any]:
 
 
 def compile_programs(config: Config, mesh: Mesh) -> Programs:
-  """As training computes, but for the update: parameters float32, the config's compute dtype, rematerialisation and attention.
+  """Compiles the programs, which compute as training does: parameters in float32, the config's compute dtype, remat and attention.
 
   Args:
     config: the run's.
@@ -167,7 +167,7 @@ def _planned(program: Any) -> float:
 
 
 def layers_that_fit(layers: int, limit: float, needed: Callable[[int], float]) -> int:
-  """As many of a model's layers as fit: what they need grows by the same for each.
+  """The largest number of a model's layers that fits. Each layer needs the same memory.
 
   Args:
     layers: the model's.

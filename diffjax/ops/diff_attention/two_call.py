@@ -16,7 +16,7 @@ _CUDNN_WIDTH = 128
 
 
 def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
-  """By `stock_attention`, once a map."""
+  """Calls `stock_attention` once for each map."""
   q, k, v, lam, q_ids, kv_ids, _ = arrays
   visible, any_key = None, None
   if mask.segments:
