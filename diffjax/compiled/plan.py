@@ -219,7 +219,7 @@ def kernel_cycles(config: Config, mesh: Mapping[str, int], generation: str, core
   if model.window is not None:
     return {}
   rows = config.train.batch_size // config.train.accumulation // (mesh["data"] * mesh["fsdp"])
-  # In context order a device has two calls, of queries that attend to half of what the whole row's do between them.
+  # In balanced order a device has two calls, of queries that attend to half of what the whole row's do between them.
   share = 1 / (2 * mesh["context"]) if mesh["context"] > 1 else 1
   calls = rows * model.num_heads / mesh["tensor"] * share / cores
   sizes = axis_sizes(model)

@@ -258,6 +258,19 @@ def test_attention_with_heads_on_a_tensor_axis():
   assert "all-gather" not in compiled.as_text()
 
 
+@pytest.mark.parametrize(
+  "options", [{"window": 5}, {"causal": False}, {"q_offset": jnp.array([0, 3, 1, 9])}], ids=lambda options: [*options][0]
+)
+def test_attention_on_a_mesh_takes_what_attention_takes(options):
+  """With the tokens of each row over a context axis, in balanced order."""
+  mesh, order = make_mesh(MeshConfig(data=2, context=2, tensor=2)), balanced_order(T, 2)
+  normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
+  q, k, v = normal(0, 4, T, 4, 2, 6), normal(1, 4, T, 2, 2, 6), normal(2, 4, T, 2, 12)
+  run = jax.jit(functools.partial(sharded_attention(mesh, "chunked"), **options))
+  expected = diff_attention(q, k, v, 0.4, implementation="reference", **options)
+  chex.assert_trees_all_close(run(*(x[:, order] for x in (q, k, v)), 0.4), expected[:, order], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.full
 @pytest.mark.usefixtures("optimised")
 def test_long_rows_over_eight_shards():
