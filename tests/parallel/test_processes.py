@@ -33,7 +33,8 @@ SAMPLED = "--config.train.sample_tokens=5"
 # The command, in which a process kills itself while the checkpoint of step 30 is written.
 KILLED_IN_A_SAVE = """
 import os, signal
-from diffjax import command, train
+from diffjax import command
+from diffjax.train import main
 from diffjax.training import checkpoint
 save = checkpoint.ocp.save_checkpointables_async
 def save_and_die(path, *args, **options):
@@ -42,7 +43,7 @@ def save_and_die(path, *args, **options):
     os.kill(os.getpid(), signal.SIGKILL)
   return response
 checkpoint.ocp.save_checkpointables_async = save_and_die
-command.run(train.main)
+command.run(main)
 """
 
 
