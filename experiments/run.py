@@ -152,13 +152,9 @@ def _changes() -> dict[str, object]:
 
 
 def _few_steps(run: Run, steps: int) -> Run:
-  """The run with so many steps, a warmup that is no longer than that, and an evaluation at the end."""
+  """The run with so many steps, and an evaluation at the end."""
   config = run.config
-  fields = {
-    "train.steps": steps,
-    "optimizer.warmup_steps": min(config.optimizer.warmup_steps, steps),
-    "eval.interval": min(config.eval.interval, steps) or steps,
-  }
+  fields = {"train.steps": steps, "eval.interval": min(config.eval.interval, steps) or steps}
   start = _few_steps(run.pretrained, steps) if run.pretrained else None
   return dataclasses.replace(grids.with_fields(run, fields), pretrained=start)
 

@@ -30,9 +30,9 @@ from etils import epath
 from jaxtyping import Array, Bool, Float
 
 from diffjax.evals.methods import inside
+from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.figures import Figure
 from diffjax.evals.report.plots import by_model, draw_line, save
-from diffjax.evals.validation import validation_rows
 from diffjax.model.decoder import Decoder
 from diffjax.ops.diff_attention.reference import attention_weights
 from diffjax.progress import Progress

@@ -25,9 +25,9 @@ from jaxtyping import Array, Float
 
 from diffjax.config import UserError
 from diffjax.evals.methods import inside
+from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.figures import Figure
 from diffjax.evals.report.plots import by_model, save
-from diffjax.evals.validation import validation_rows
 from diffjax.model.decoder import Decoder
 from diffjax.ops.diff_attention.reference import attention_logits
 from diffjax.progress import Progress

@@ -27,9 +27,9 @@ from diffjax.config import UserError
 from diffjax.data import sources
 from diffjax.data.packing import Tokenize
 from diffjax.data.row import Row, make_batch
+from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.figures import Figure
 from diffjax.evals.report.plots import by_model, draw_line, save
-from diffjax.evals.validation import validation_rows
 from diffjax.progress import Progress
 from diffjax.training.trained import Trained
 from diffjax.training.validation import token_losses

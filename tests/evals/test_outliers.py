@@ -9,9 +9,9 @@ import pytest
 from diffjax.config import UserError
 from diffjax.data.row import Row, make_batch
 from diffjax.evals import outliers
+from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.outliers import RANKS, Settings, edges, largest, median
 from diffjax.evals.report.figures import interval
-from diffjax.evals.validation import validation_rows
 
 
 def magnitudes(trained, batches):

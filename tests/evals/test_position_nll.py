@@ -9,10 +9,10 @@ import pytest
 
 from diffjax.config import UserError
 from diffjax.evals import position_nll
+from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.position_nll import Settings, spaced
 from diffjax.evals.report import figures, results
 from diffjax.evals.report.figures import interval
-from diffjax.evals.validation import validation_rows
 from diffjax.model.decoder import logits
 from tests.tiers import full
 

@@ -10,10 +10,10 @@ import pytest
 
 from diffjax.config import UserError
 from diffjax.evals import needle, quantised, validation
+from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.quantised import Settings, absmax, quantise, quantised_attention
 from diffjax.evals.report import figures, results
 from diffjax.evals.report.figures import interval
-from diffjax.evals.validation import validation_rows
 from diffjax.model.cache import empty_cache, extend, unstack
 from diffjax.ops.diff_attention import diff_attention
 

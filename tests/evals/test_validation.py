@@ -9,8 +9,9 @@ import pytest
 
 from diffjax.config import UserError
 from diffjax.evals import validation
+from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.figures import interval
-from diffjax.evals.validation import Settings, validation_rows
+from diffjax.evals.validation import Settings
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training.program import build
 from diffjax.training.validation import losses

@@ -18,8 +18,8 @@ from jaxtyping import Array, Float
 
 from diffjax.config import UserError
 from diffjax.evals.methods import inside
+from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.elements import Html, element
-from diffjax.evals.validation import validation_rows
 from diffjax.model.decoder import Decoder
 from diffjax.ops.diff_attention.reference import attention_maps
 from diffjax.training.trained import Trained

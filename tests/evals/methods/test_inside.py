@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from diffjax.evals.methods import inside
-from diffjax.evals.validation import validation_rows
+from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.ops.diff_attention.reference import attention_weights
 from tests.tiers import full
 
