@@ -1,4 +1,4 @@
-"""Cross-entropy fused with the output projection: [B, T, N] logits never exist whole."""
+"""Cross-entropy fused with the output projection. The logits [B, T, N] are never in memory as a whole."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jaxtyping import Array, Float, Int
 from diffjax.ops.platform import platform, tpu_info
 from diffjax.ops.varying import vary_like
 
-# A chunk by default: 16 MiB of float32 logits, which stay near a CPU's cache, but at least 512 tokens, because every chunk adds to all of
-# the embedding's gradient. The batches of a byte-level model fit in one chunk, and there is no loop. On TPU, where that addition takes
-# longer than its product (110 ms of 1,442 for diff_1b on v5e:4x4, by the compiler's estimate), logits take a 16th of the memory.
+# The default chunk has 16 MiB of float32 logits, which fit a CPU's cache, and at least 512 tokens, because every chunk adds to all of the
+# embedding's gradient. A byte-level model's batch fits in one chunk, and there is no loop. On TPU that addition takes longer than its
+# product (110 ms of 1,442 for diff_1b on v5e:4x4, by the compiler's estimate), so that logits may take a 16th of the memory.
 _CHUNK_LOGITS = 1 << 22
 _CHUNK_TOKENS = 512
 _CHUNK_SHARE = 16
@@ -33,25 +33,25 @@ def fused_cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
   """Σ w·(nll + z_loss·lse²) over tokens, with nll = lse − logit of the target, lse = logsumexp(hidden·embeddingᵀ).
 
-  Chunks are cut along T, so that a batch axis on a mesh stays where it is. The gradients of hidden and embedding are made in the forward
-  pass, chunk by chunk, and only scaled in the backward pass. Inside `shard_map` an embedding that all devices share has its gradient
-  summed over them once, after the last chunk.
+  Chunks are cut along T, which leaves a sharded batch axis as it is. The forward pass computes the gradients of hidden and embedding, chunk
+  by chunk; the backward pass only scales them. Inside `shard_map` the gradient of an embedding that all devices share is summed over them
+  once, after the last chunk.
 
   Args:
     hidden: the decoder's output; its dtype is the matmuls' input dtype. Logits and sums are float32.
     embedding: the output matrix, cast to hidden's dtype for the matmuls; its gradient is summed in float32.
-    targets: the next tokens; where the weight is 0 any integer will do.
+    targets: the next tokens; any integer where the weight is 0.
     weights: each token's weight in the sum.
     z_loss: coefficient of lse² (PaLM's is 1e-4).
     chunk: tokens of the batch seen here whose logits exist at once; None chooses 16 MiB of logits, at least 512 tokens, and on TPU
       a 16th of its memory.
 
   Returns:
-    The weighted sum, and the part of it that is z-loss (for reporting: no gradient flows through it). Divide by Σ w yourself, so that
-    accumulation over batches can divide by the sum over all of them.
+    The weighted sum, and its z-loss part (for reporting: no gradient flows through it). The caller divides by Σ w, which may be the sum
+    over several batches.
 
   Raises:
-    ValueError: shapes that do not fit, or a chunk below 1.
+    ValueError: shapes do not fit, or chunk is below 1.
   """
   _check(hidden, embedding, targets, weights, chunk)
   operands = (hidden, embedding, targets, weights)
@@ -63,7 +63,7 @@ def fused_cross_entropy(
 def per_token_cross_entropy(
   hidden: Float[Array, "B T E"], embedding: Float[Array, "N E"], targets: Int[Array, "B T"], *, chunk: int | None = None
 ) -> Float[Array, "B T"]:
-  """The negative log-likelihood of every target, for evaluation: made to be cheap without a gradient.
+  """The negative log-likelihood of every target, for evaluation. It is cheap without a gradient.
 
   Args:
     hidden: the decoder's output.

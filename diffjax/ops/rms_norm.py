@@ -10,7 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-# The name of 1/√(mean(x²) + eps), for remat policies: kept, one number a row, x is not read once more for it in the backward pass.
+# The name of 1/√(mean(x²) + eps), for remat policies. Keeping it, one number a row, saves the backward pass a read of x.
 SCALE = "rms_norm_scale"
 
 
@@ -18,12 +18,12 @@ def rms_norm(x: Float[Array, "*shape E"], gain: Float[Array, "E"] | None = None,
   """x / √(mean(x²) + eps) · gain over the last axis (arXiv:1910.07467, eq. 4).
 
   Args:
-    x: what is normalised.
+    x: the input.
     gain: a factor per channel; None for 1.
     eps: added to the mean square.
 
   Returns:
-    The normalised x in its own dtype, computed in float32 (or x's float64). For the backward pass x itself is kept, and one number a row.
+    The normalised x in its own dtype, computed in float32 (or x's float64). The backward pass keeps x itself and one number a row.
 
   Raises:
     ValueError: gain is not [E].
@@ -33,7 +33,7 @@ def rms_norm(x: Float[Array, "*shape E"], gain: Float[Array, "E"] | None = None,
   return _formula(x, gain, eps)
 
 
-# JAX on its own would keep three float32 arrays of x's size.
+# Without the checkpoint JAX would keep three float32 arrays of x's size.
 @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(SCALE), prevent_cse=False, static_argnums=2)
 @jax.named_scope("rms_norm")
 def _formula(x, gain, eps):

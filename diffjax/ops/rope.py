@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from diffjax.ops.platform import platform
 
-# The name of the sines and cosines, for remat policies: those of one layer are those of all, so that they are kept once.
+# The name of the sines and cosines, for remat policies. All layers share them, so that they are kept once.
 ANGLES = "rope_angles"
 
 
@@ -56,10 +56,11 @@ def rotate_halves(
 def rotate_by_product(
   x: Float[Array, "B T *heads D"], sin: Float[Array, "B T *ones half"], cos: Float[Array, "B T *ones half"]
 ) -> Float[Array, "B T *heads D"]:
-  """The same numbers as x cos + (−x₂, x₁) sin, with the halves exchanged by a product with a matrix of 0, 1 and −1, which rounds nothing.
+  """x cos + (−x₂, x₁) sin. A product with a matrix of 0, 1 and −1 exchanges the halves, without rounding.
 
-  For TPUs: halves of 128 lanes do not fill their registers. XLA writes them to memory apart, padded to twice their size, and joins them in
-  another pass: 145 ms of 1,442 by the compiler's estimate for diff_1b on v5e:4x4, and 63 ms in this form.
+  It is for TPUs, where halves of 128 lanes do not fill the registers. In `rotate_halves` XLA writes the two halves to memory separately,
+  padded to twice their size, and joins them in another pass: 145 ms of 1,442 by the compiler's estimate for diff_1b on v5e:4x4. This form
+  takes 63 ms.
   """
   half = x.shape[-1] // 2
   eye = jnp.eye(half, dtype=x.dtype)

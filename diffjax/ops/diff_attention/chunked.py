@@ -1,10 +1,10 @@
 """Differential attention in XLA with memory linear in length, for any backend; the CPU's default.
 
-A block of queries meets all the keys it may see at once, so the softmax is an ordinary one, and blocks are walked one after the other so
-that only one block's logits exist. Keys that the mask hides from a whole block are never touched. Heads are walked in groups where one
-block of all of them would leave the cache. Arithmetic per query, key and head, in multiply-adds of d (paper §1): forward 4, backward 10,
-as much as plain attention with the same projections; it is less than the 6 of a kernel that walks keys, because the maps are subtracted
-before they meet V, and because δ₂ is a row sum of A₂ ∘ dP, so that O₂ is not needed.
+A block of queries attends to all its visible keys at once, with an ordinary softmax. Blocks run one after the other, so that only one
+block's logits are in memory. Keys that the mask hides from a whole block are never read. Heads are processed in groups if one block of all
+of them would not fit the cache. Per query, key and head, the forward pass takes 4 multiply-adds of d and the backward pass 10 (paper §1),
+as plain attention with the same projections does. A kernel that iterates over keys takes 6 in the forward pass. Here the maps are
+subtracted before the product with V, and δ₂ is a row sum of A₂ ∘ dP, so that O₂ is not needed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from diffjax.ops.varying import vary_like
 # as many heads at once as keep a block's logits, all maps together, within 4 MB.
 _SHORT_BLOCK, _LONG_BLOCK, _LONG = 128, 256, 2048
 _BLOCK_LOGITS = 1 << 20
-# Query blocks are unrolled, each with the keys it sees, up to so many; longer sequences scan inside so many bands. It bounds compile time,
-# and costs at most 1/16 of the causal work.
+# Up to this many query blocks are unrolled, each with its visible keys. Longer sequences are cut into this many bands, and each band is a
+# scan. That bounds the compile time, and adds at most 1/16 to the causal work.
 _MAX_BANDS = 16
 
 
@@ -44,10 +44,10 @@ class _Inputs(NamedTuple):
 
 
 class _Band(NamedTuple):
-  """Consecutive query blocks that look at equally many keys."""
+  """Consecutive query blocks that read equally many keys."""
 
   block: int  # rows of a block
-  span: int  # keys a block looks at
+  span: int  # keys that a block reads
   rows: list[int]  # each block's first row
   keys: list[int]  # each block's first key
 
