@@ -48,7 +48,7 @@ def place(tmp_path):
 def earlier(pack, fields, steps, names):
   """Another machine's results: a results.json with these runs, of one second each, and the first one's curve."""
   changes = {**fields, "data.tokenizer": f"{pack}/tokenizer/tokenizer.json", "data.prepared_dir": f"{pack}/rows"}
-  changes |= {"train.steps": steps, "optimizer.warmup_steps": min(40, steps), "eval.interval": min(64, steps)}
+  changes |= {"train.steps": steps, "eval.interval": min(64, steps)}
   entries = []
   for run in grid.expand("ablations", grid.load("ablations").grids["session"], changes):
     if run.name in names:
