@@ -7,6 +7,7 @@ name when it is complete, so that preparing continues where it was stopped.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import glob
@@ -15,8 +16,10 @@ import json
 import multiprocessing
 import os
 import socket
+import sys
 import threading
-from collections.abc import Sequence
+import types
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grain
@@ -179,7 +182,8 @@ def _write_in_processes(shards: Sequence[Shard], config: DataConfig, workers: in
   context = multiprocessing.get_context("spawn")  # a process with JAX's threads may hang when it is forked
   values, lock = context.Array("q", 2, lock=False), context.Lock()
   with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (values, lock)) as pool:
-    waiting = {pool.submit(_write_shard_in_worker, shard, config) for shard in shards}
+    with _no_main_module():  # the first submission starts all processes
+      waiting = {pool.submit(_write_shard_in_worker, shard, config) for shard in shards}
     try:
       while waiting:
         done, waiting = concurrent.futures.wait(waiting, timeout=0.5, return_when=concurrent.futures.FIRST_EXCEPTION)
@@ -192,6 +196,17 @@ def _write_in_processes(shards: Sequence[Shard], config: DataConfig, workers: in
       ) from error
     finally:
       pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _no_main_module() -> Iterator[None]:
+  """Hides the main module: a spawned process would run a user's script again. Workers need nothing of it."""
+  main = sys.modules["__main__"]
+  sys.modules["__main__"] = types.ModuleType("__main__")
+  try:
+    yield
+  finally:
+    sys.modules["__main__"] = main
 
 
 def _start_worker(values: Any, lock: Any) -> None:

@@ -234,7 +234,7 @@ def attention_class(config: ModelConfig) -> type[Attention]:
   """The layer that a config names.
 
   Raises:
-    UserError: if there is none of that name, or it has no λ_init and the config gives one.
+    UserError: if there is none of that name, or the config gives a λ_init that it cannot have.
   """
   if config.attention not in ATTENTION:
     raise UserError(f"config.model.attention = {config.attention!r}: must be one of {', '.join(ATTENTION)}")
@@ -244,6 +244,8 @@ def attention_class(config: ModelConfig) -> type[Attention]:
     raise UserError(
       f"config.model.lambda_init = {config.lambda_init!r}: only attention = {having} has a λ_init; leave it None for {config.attention!r}"
     )
+  if issubclass(kind, DiffAttentionPerToken) and not 0 <= (config.lambda_init or 0) <= 1:
+    raise UserError(f"config.model.lambda_init = {config.lambda_init!r}: must lie between 0 and 1, as a sigmoid's λ does")
   return kind
 
 

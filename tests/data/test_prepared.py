@@ -80,6 +80,20 @@ def test_the_number_of_workers_changes_nothing(many_files, tmp_path):
   assert content(directories[0]) == content(directories[1])
 
 
+@pytest.mark.parametrize("how", ["file", "standard input"])
+def test_a_script_needs_no_guard(many_files, tmp_path, how):
+  """Workers do not run the caller's main module again."""
+  code = (
+    "from diffjax.config import DataConfig\nfrom diffjax.data import prepared\nprint('once')\n"
+    f"prepared.prepare(DataConfig(source='text:{many_files}/0[0-3].txt', length=256, prepared_dir='{tmp_path}/rows'), 2)\n"
+  )
+  (tmp_path / "script.py").write_text(code)
+  arguments, piped = ([tmp_path / "script.py"], None) if how == "file" else (["-"], code)
+  environment = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
+  result = subprocess.run([sys.executable, *arguments], input=piped, env=environment, capture_output=True, text=True, timeout=120)
+  assert result.returncode == 0 and result.stdout == "once\n" and "with 2 workers" in result.stderr, result.stderr
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("workers", [1, 2])
 def test_killed_and_started_again(many_files, tmp_path, workers):

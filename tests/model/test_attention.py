@@ -118,6 +118,7 @@ def test_stands_alone_in_a_users_module(name):
       dict(attention="softmax", lambda_init=0.8),
       "config.model.lambda_init = 0.8: only attention = 'diff'.* has a λ_init; leave it None for",
     ),
+    (dict(attention="diff_per_token", lambda_init=1.5), "config.model.lambda_init = 1.5: must lie between 0 and 1"),
   ],
 )
 def test_a_layer_that_there_is_not(fields, message):
