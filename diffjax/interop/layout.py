@@ -60,7 +60,7 @@ class Tensors(Protocol):
 
 
 # What every layout takes for granted.
-_PLAIN = {"causal": True, "window": None, "rope": True, "projection_biases": False}
+_PLAIN = {"causal": True, "window": None, "rope": True, "projection_biases": False, "embed_scale": 1.0}
 
 
 class Layout:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from diffjax.config import UserError
 from diffjax.model.attention import axis_sizes
-from diffjax.model.decoder import Block, Decoder, lambda_inits
+from diffjax.model.decoder import Block, Decoder, embed, lambda_inits
 from diffjax.ops.diff_attention import decode_attention, diff_attention
 from diffjax.ops.rms_norm import rms_norm
 
@@ -101,7 +101,7 @@ def extend(
       q, seen.reshape(*seen.shape[:3], *k.shape[3:]), jnp.swapaxes(values[layer], 1, 2), lam, q_offset=cache.lengths, window=window
     )
 
-  x = jnp.take(params["embedding"], tokens, axis=0)
+  x = embed(params["embedding"], tokens, config)
   for weights, lambda_init in zip(params["layers"], lambda_inits(config), strict=True):
     x, _ = Block(config, model.dtype, attend).apply({"params": weights}, x, lambda_init, None, positions)
   counts = jnp.full_like(cache.lengths, length) if counts is None else counts

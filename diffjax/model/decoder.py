@@ -117,7 +117,7 @@ class Decoder(nn.Module):
     embedding = self.param("embedding", init, (config.vocab_size, config.embed_dim))
     if not config.tie_embeddings:
       self.param("unembedding", init, (config.vocab_size, config.embed_dim))
-    x = jnp.take(embedding.astype(self.dtype), tokens, axis=0)
+    x = embed(embedding.astype(self.dtype), tokens, config)
     x = nn.with_logical_constraint(x, ("batch", "length", "embed"))
     block = Block
     if config.remat != "none":
@@ -147,6 +147,12 @@ def lambda_inits(config: ModelConfig) -> Float[Array, L]:
   if config.lambda_init is not None:
     return jnp.full(config.num_layers, config.lambda_init, jnp.float32)
   return lambda_init_schedule(jnp.arange(config.num_layers))
+
+
+def embed(embedding: Float[Array, "N E"], tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T E"]:
+  """The rows of the tokens, times the config's embed_scale: what enters the first layer, in the embedding's dtype."""
+  x = jnp.take(embedding, tokens, axis=0)
+  return x if config.embed_scale == 1 else x * jnp.asarray(config.embed_scale, x.dtype)
 
 
 def output_embedding(params: dict[str, Any]) -> Float[Array, "N E"]:

@@ -183,6 +183,7 @@ def test_diffllama_configs(golden, refuses, change, message, tmp_path):
     ("diffllama", "diff", dict(window=8), "can only say window None: it cannot hold a model of window 8"),
     ("unilm", "diff_v2", dict(rope=False), "can only say rope True: it cannot hold a model of rope False"),
     ("unilm", "diff", dict(projection_biases=True), "can only say projection_biases False"),
+    ("diffllama", "diff", dict(embed_scale=2.0), "can only say embed_scale 1.0: it cannot hold a model of embed_scale 2.0"),
     ("unilm", "softmax", {}, "DIFF V1 and V2: they cannot hold a model of attention 'softmax'"),
     ("unilm", "diff", dict(lambda_init=0.8), "the schedule's λ_init"),
     ("unilm", "diff", dict(head_norm=False), "V1 layer has a head norm"),

@@ -129,6 +129,14 @@ def test_untied_logits_are_products_with_the_unembedding():
   np.testing.assert_allclose(logits(untied, hidden), hidden @ unembedding.T, rtol=1e-5)
 
 
+def test_embed_scale_multiplies_what_enters_the_first_layer_and_not_the_logits():
+  config, params, ids = dataclasses.replace(CONFIG, embed_scale=5.0), init(CONFIG), tokens((2, 16))
+  entering = {**params, "embedding": 5 * params["embedding"], "unembedding": params["embedding"]}
+  wanted = apply(dataclasses.replace(CONFIG, tie_embeddings=False), entering, ids)
+  np.testing.assert_allclose(apply(config, params, ids), wanted, atol=1e-5)
+  assert np.abs(apply(CONFIG, params, ids) - wanted).max() > 1e-2
+
+
 def test_metrics_hold_each_layers_lambda():
   params = init(CONFIG)
   _, variables = jax.jit(lambda ids: Decoder(CONFIG).apply({"params": params}, ids, mutable=["metrics"]))(tokens((2, 8)))

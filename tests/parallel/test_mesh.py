@@ -71,7 +71,7 @@ def run_steps(config, num_devices, steps=3):
 PAIRS = [(2, 4), (4, 1, 1, 2), (1, 2, 2, 2)]
 MESHES = [(name, mesh) for name in VARIANTS for mesh in PAIRS] + [("diff", mesh) for mesh in ((8,), (1, 8), (1, 1, 8), (1, 1, 4, 2))]
 MESHES += [("options", (1, 2, 2, 2))]
-VARIANTS["options"] = dataclasses.replace(VARIANTS["diff_v2"], window=11, rope=False, projection_biases=True)
+VARIANTS["options"] = dataclasses.replace(VARIANTS["diff_v2"], window=11, rope=False, projection_biases=True, embed_scale=6.0)
 FIRST = [("diff", (1, 2, 2, 2)), ("diff_v2", (2, 4))]
 
 
