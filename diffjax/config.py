@@ -116,9 +116,9 @@ class ModelConfig:
   norm_eps: float = positive(default=1e-5)
   # One matrix for the embedding and the output projection
   tie_embeddings: bool = True
-  # Factor on the embeddings that enter the first layer; those of the output projection stay as they are. Embeddings start from 1/√E, so that
-  # tied logits start at unit variance. With 1, the default and the paper's (its code scales nothing), layers that norm their heads write several
-  # times a token's own size into the residual stream at the start; with √E a token enters with a size of 1, whatever the layers do
+  # Factor on the embeddings that enter the first layer; those of the output projection stay as they are. Embeddings start from 1/√E, so
+  # that tied logits start at unit variance. With 1, the default, a token enters the first layer with that small size, as in the authors'
+  # code, and a layer that norms its heads adds several times as much to it at the start; with √E a token enters with an RMS of 1
   embed_scale: float = positive(default=1.0)
   # Compute dtype: "bfloat16", "float32" or "auto" (bfloat16, but float32 on CPU). Parameters are always float32
   dtype: str = one_of("auto", "bfloat16", "float32", default="auto")
