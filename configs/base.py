@@ -41,9 +41,13 @@ def twin(config: ml_collections.ConfigDict, variant: str) -> ml_collections.Conf
     model.attention = "softmax"
   elif architecture == "diff_v2":
     model.attention = "diff_v2"
-    extra = model.num_heads * model.head_dim + model.num_heads
-    model.ffn_dim = round((model.ffn_dim - extra / 3) / FFN_MULTIPLE) * FFN_MULTIPLE
+    narrow_ffn(config, model.num_heads * model.head_dim + model.num_heads)
   return with_heads(config, heads)
+
+
+def narrow_ffn(config: ml_collections.ConfigDict, extra: int) -> None:
+  """Lets the feed-forward layer's three matrices give up the parameters of an E × `extra` matrix."""
+  config.model.ffn_dim = round((config.model.ffn_dim - extra / 3) / FFN_MULTIPLE) * FFN_MULTIPLE
 
 
 def with_heads(config: ml_collections.ConfigDict, heads: int | None) -> ml_collections.ConfigDict:
