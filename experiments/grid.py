@@ -9,6 +9,8 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from diffjax.config import Config, UserError, from_config_dict
 
 FOLDER = pathlib.Path(__file__).resolve().parent
@@ -28,7 +30,7 @@ class Grid:
   Attributes:
     variants: of the folder's config.py.
     baseline: the variant that the others are compared with; in NAME,*, the star stands for what a variant has behind its first comma.
-    seeds: of initialisation and of the order of data. Each variant is trained with every seed; runs of one seed are compared in pairs.
+    seeds: of initialisation and of the order of data. Each variant is trained with every seed.
   """
 
   variants: tuple[str, ...]
@@ -56,7 +58,7 @@ class Experiment:
     task: the constants of `prepare` and `measure` (JSON-able). Results of different tasks do not share a folder.
     summarise: returns the rows of a second table, computed from results.json and stored there as `summary`. A cell is a text, a number, a
       number with the bounds of its interval, or None.
-    plot: draws results.json as a PNG.
+    plot: draws results.json.
   """
 
   question: str
@@ -69,7 +71,7 @@ class Experiment:
   plan: Callable[[Config, str], list[dict[str, str]]] | None = None
   task: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   summarise: Callable[[Mapping[str, Any]], list[dict[str, Any]]] | None = None
-  plot: Callable[[Mapping[str, Any], pathlib.Path], None] | None = None
+  plot: Callable[[Mapping[str, Any]], Figure] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,56 @@
-"""Parts of plots that the experiments share."""
+"""What the experiments' figures share: each row's name and colour, means with intervals over seeds, and the files."""
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import matplotlib
+import matplotlib.transforms
 import numpy as np
+from matplotlib.figure import Figure
+
+from experiments import results as found
+
+
+class Style(NamedTuple):
+  """How figures show a row: its name in words, its colour and its marker."""
+
+  name: str
+  color: str
+  marker: str
+
+
+# From a variant's row to its style, the same in every figure. The colours are Okabe and Ito's (2008), which colour-blind people tell apart,
+# and a grey. Rows that have DIFF's or V2's colour are variants of it that no figure shows with a legend.
+_BLACK, _GREY, _PURPLE, _RED, _ORANGE, _SKY, _BLUE, _GREEN = (
+  "#000000", "#8c8c8c", "#cc79a7", "#d55e00", "#e69f00", "#56b4e9", "#0072b2", "#009e73",
+)  # fmt: skip
+ROWS = {
+  "transformer": Style("Transformer", _BLACK, "o"),
+  "transformer_wide": Style("Transformer with wide heads", _GREY, "o"),
+  "transformer_norm": Style("Transformer with wide heads and head norm", _PURPLE, "o"),
+  "diff": Style("DIFF", _RED, "s"),
+  "diff_without_norm": Style("DIFF without head norm", _ORANGE, "s"),
+  "diff_lambda_zero": Style("DIFF with λ ≡ 0", _SKY, "s"),
+  "diff_lambda_0.8": Style("DIFF with λ_init 0.8", _RED, "s"),
+  "diff_lambda_0.5": Style("DIFF with λ_init 0.5", _RED, "s"),
+  "diff_frozen_lambda": Style("DIFF with frozen λ", _RED, "s"),
+  "diff_v2": Style("DIFF V2", _BLUE, "^"),
+  "diff_v2_linear": Style("DIFF V2 with linear λ", _BLUE, "^"),
+  "gated": Style("Gated attention", _GREEN, "D"),
+}
+_DODGE = 2.0  # points between the rows that share an x
+
+
+def style(variant: str) -> Style:
+  """The style of a variant's row; its name has the variant's options, as in "DIFF, 4 heads"."""
+  row, *options = variant.split(",")
+  words = []
+  for key, _, value in (option.partition("=") for option in options):
+    words.append(f"{value} heads" if key == "heads" else f"{key.replace('_', ' ')} {value}")
+  return ROWS[row]._replace(name=", ".join([ROWS[row].name, *words]))
 
 
 def runs_by_variant(results: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -14,9 +59,34 @@ def runs_by_variant(results: Mapping[str, Any]) -> dict[str, list[dict[str, Any]
   return {variant: [run["results"] for run in results["runs"] if run["variant"] == variant] for variant in variants}
 
 
-def over_seeds(axes: Any, x: Sequence[Any], rows: Any, color: str, label: str | None = None, linestyle: str = "-") -> None:
-  """Draws a line for the mean over seeds and a thin one for each seed; rows are [seeds, x]."""
-  rows = np.asarray(rows, float)
-  axes.plot(x, rows.T, color=color, linewidth=0.5, alpha=0.5, linestyle=linestyle)
-  axes.plot(x, rows.mean(axis=0), color=color, marker="o", markersize=3, label=label, linestyle=linestyle)
+def over_seeds(axes: Any, x: Sequence[Any], rows: Mapping[str, Any], linestyle: str = "-", suffix: str = "") -> None:
+  """Draws the mean over seeds with its 95% interval (Student's t), side by side where rows share an x.
+
+  A mean is left out where a run lacks the number.
+
+  Args:
+    axes: matplotlib's.
+    x: numbers, or texts for categories.
+    rows: by variant, numbers [seeds, x].
+    linestyle: of the lines between the means; "none" for no lines.
+    suffix: behind the names in the legend.
+  """
+  for place, (variant, numbers) in enumerate(rows.items()):
+    mean, low, high = np.transpose([found.mean_interval(column) for column in np.asarray(numbers, float).T])
+    shift = matplotlib.transforms.ScaledTranslation((place - (len(rows) - 1) / 2) * _DODGE / 72, 0, axes.figure.dpi_scale_trans)
+    shown = style(variant)
+    drawn = axes.errorbar(
+      x, mean, yerr=[mean - low, high - mean], label=shown.name + suffix, color=shown.color, marker=shown.marker, markersize=4,
+      linewidth=1.2, linestyle=linestyle, elinewidth=0.8, capsize=2, capthick=0.8,
+    )  # fmt: skip
+    for part in drawn.get_children():  # not by the errorbar's own argument, with which the axes' limits would forget the data
+      part.set_transform(axes.transData + shift)
   axes.tick_params(which="both", labelsize=8)
+
+
+def save(figure: Figure, folder: pathlib.Path) -> list[str]:
+  """Writes plot.png and plot.svg into a folder, and returns these names. The same figure gives the same bytes."""
+  figure.savefig(folder / "plot.png", dpi=150, metadata={"Software": None})
+  with matplotlib.rc_context({"svg.hashsalt": "diffjax"}):
+    figure.savefig(folder / "plot.svg", metadata={"Date": None, "Creator": None})
+  return ["plot.png", "plot.svg"]

@@ -5,6 +5,7 @@ A folder holds results of one grid with one setting. Results of other configs, t
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import datetime
 import importlib.metadata
@@ -14,9 +15,11 @@ import os
 import pathlib
 import platform
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import scipy.stats
 
 from diffjax.config import Config, UserError
@@ -26,6 +29,7 @@ from experiments.grid import Experiment, Run, comparable
 from experiments.launch import Devices
 
 _PACKAGES = ("jax", "flax", "optax", "numpy")
+_LEVEL = 0.05  # of the p-values of differences that are bold
 _CPUS = pathlib.Path("/proc/cpuinfo")  # on Linux
 
 
@@ -272,54 +276,122 @@ def _count(results: Mapping[str, Any], name: str, variant: str) -> str:
   return f" ({there} of {runs})" if 0 < there < runs else ""
 
 
-def differences(results: Mapping[str, Any], variant: str, name: str) -> list[float]:
-  """Variant − baseline, for every seed that both have."""
-  baseline = _baseline(results, variant)
-  ours, theirs = values(results, variant, name), values(results, baseline, name)
-  return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())] if variant != baseline else []
+def _sample(results: Mapping[str, Any], variant: str, name: str) -> list[float] | None:
+  """A named number of all of a variant's runs. None with fewer than two runs, and if a run lacks the number.
+
+  A run without the number may have diverged. The others are no fair sample then."""
+  found = [run["results"].get(name) for run in results["runs"] if run["variant"] == variant]
+  return found if len(found) > 1 and None not in found else None
 
 
-def difference(results: Mapping[str, Any], variant: str, name: str) -> tuple[float, float, float] | None:
-  """The mean of `differences` and its 95% interval (Student's t).
-
-  None with fewer than two seeds, and if a run lacks the number (it may have diverged), since the others are no fair sample."""
-  each = differences(results, variant, name)
-  if len(each) < 2 or any(_count(results, name, compared) for compared in (variant, _baseline(results, variant))):
-    return None
-  mean, error = statistics.mean(each), statistics.stdev(each) / len(each) ** 0.5
-  reach = float(scipy.stats.t.ppf(0.975, len(each) - 1)) * error
+def mean_interval(found: Sequence[float]) -> tuple[float, float, float]:
+  """The mean over seeds and its 95% interval (Student's t). The bounds are NaN for one seed."""
+  mean = float(np.mean(found))
+  if len(found) < 2:
+    return mean, math.nan, math.nan
+  reach = float(scipy.stats.t.ppf(0.975, len(found) - 1)) * float(np.std(found, ddof=1)) / len(found) ** 0.5
   return mean, mean - reach, mean + reach
+
+
+def difference(results: Mapping[str, Any], variant: str, name: str, against: str | None = None) -> tuple[float, float, float] | None:
+  """A variant's mean minus another's, with Welch's 95% interval.
+
+  Runs of one seed are not paired: they have the order of data in common, and that does not make their results similar.
+
+  Args:
+    results: as in results.json.
+    variant: the row.
+    name: of a number in the runs' results.
+    against: the other row; the baseline if it is None.
+
+  Returns:
+    The difference and the bounds of its interval. None for a row against itself, for a row of fewer than two runs, and if a run lacks the
+    number.
+  """
+  against = against or _baseline(results, variant)
+  ours, theirs = _sample(results, variant, name), _sample(results, against, name)
+  if variant == against or ours is None or theirs is None:
+    return None
+  mean = statistics.mean(ours) - statistics.mean(theirs)
+  if len({*ours}) == len({*theirs}) == 1:  # without any spread the degrees of freedom are 0 / 0
+    return mean, mean, mean
+  with _equal_runs():
+    interval = scipy.stats.ttest_ind(ours, theirs, equal_var=False).confidence_interval(0.95)
+  return mean, float(interval.low), float(interval.high)
+
+
+@contextlib.contextmanager
+def _equal_runs() -> Iterator[None]:
+  """Without SciPy's warning about a row whose runs are all equal: its spread is 0, and no precision is lost."""
+  with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)
+    yield
+
+
+def dunnett(results: Mapping[str, Any], name: str) -> dict[str, float]:
+  """The p-values of Dunnett's test, by variant: is this row's mean the baseline's?
+
+  The test pools the spread over the baseline and all rows that are compared with it, and corrects for the number of these rows. Rows that
+  `difference` does not compare are left out."""
+  rows: dict[str, list[str]] = {}
+  for variant in dict.fromkeys(run["variant"] for run in results["runs"]):
+    if difference(results, variant, name) is not None:
+      rows.setdefault(_baseline(results, variant), []).append(variant)
+  found = {}
+  for baseline, variants in rows.items():
+    control, *samples = (_sample(results, variant, name) for variant in (baseline, *variants))
+    if any(len({*sample}) > 1 for sample in (control, *samples)):  # else there is no spread to compare with
+      with _equal_runs():
+        test = scipy.stats.dunnett(*samples, control=control, random_state=0)  # its integral is a random sum
+      found |= dict(zip(variants, map(float, test.pvalue), strict=True))
+  return found
+
+
+def significant(results: Mapping[str, Any], name: str) -> set[str]:
+  """The variants whose interval of the difference from the baseline excludes 0 and whose p-value of Dunnett's test is below 0.05.
+
+  The test alone would trust a row whose own spread is much larger than that of the others, since it pools them."""
+  found = {variant: difference(results, variant, name) for variant, p in dunnett(results, name).items() if p < _LEVEL}
+  return {variant for variant, interval in found.items() if interval and interval[1] * interval[2] > 0}
 
 
 def table(experiment: Experiment, results: Mapping[str, Any]) -> str:
   """Markdown tables of an experiment's results.
 
   The first has a row per variant: mean ± standard deviation over seeds of every metric and, where there are several seeds, the first
-  metric's difference from the baseline with its 95% interval, bold if that excludes 0. The second has the other metrics' differences, and
-  the last the summary, if there is one."""
-  first = next(iter(experiment.metrics.values()))
+  metric's difference from the baseline with its interval. The second has the other metrics' differences, and the third the summary, if
+  there is one. The last line says what intervals and bold differences are."""
+  metrics = experiment.metrics
   variants = list(dict.fromkeys(run["variant"] for run in results["runs"]))
-  several = any(difference(results, variant, first) for variant in variants)
-  head = [
-    "",
-    "parameters",
-    "seeds",
-    *experiment.metrics,
-    *([f"{next(iter(experiment.metrics))} − {results['baseline']}'s"] if several else []),
-  ]
+  compared = {name: _difference_cells(results, variants, name) for name in metrics.values()}
+  first = compared[next(iter(metrics.values()))]
+  head = ["", "parameters", "seeds", *metrics, *([f"{next(iter(metrics))} − {results['baseline']}'s"] if first else [])]
   lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
   for variant in variants:
     own = [run for run in results["runs"] if run["variant"] == variant]
     cells = [variant, f"{own[0]['parameters'] / 1e6:.3g} M", str(len(own))]
-    cells += [_mean(list(values(results, variant, name).values())) + _count(results, name, variant) for name in experiment.metrics.values()]
-    if several:
-      cells.append(_difference_cell(difference(results, variant, first)))
-    lines.append("| " + " | ".join(cells) + " |")
-  lines += _other_differences(experiment, results, variants)
+    cells += [_mean(list(values(results, variant, name).values())) + _count(results, name, variant) for name in metrics.values()]
+    lines.append("| " + " | ".join([*cells, *([first.get(variant, "")] if first else [])]) + " |")
+  others = dict(list(metrics.items())[1:])
+  if rows := [variant for variant in variants if any(variant in compared[name] for name in others.values())]:
+    lines += ["", f"| − {results['baseline']}'s | " + " | ".join(others) + " |", "|---" * (1 + len(others)) + "|"]
+    lines += ["| " + " | ".join([variant, *(compared[name].get(variant, "") for name in others.values())]) + " |" for variant in rows]
   if summary := results.get("summary"):
     lines += ["", "| " + " | ".join(summary[0]) + " |", "|---" * len(summary[0]) + "|"]
     lines += ["| " + " | ".join(cell(value) for value in row.values()) + " |" for row in summary]
+  if any(compared.values()):
+    lines += ["", _legend(results, compared)]
   return "\n".join(lines) + "\n"
+
+
+def _legend(results: Mapping[str, Any], compared: Mapping[str, Mapping[str, str]]) -> str:
+  """The line that says what the numbers beside the means are."""
+  rows = max(max(collections.Counter(_baseline(results, variant) for variant in found).values()) for found in compared.values() if found)
+  others = f"the {rows} rows" if rows > 1 else "the one row"
+  return (
+    "±: standard deviation over seeds. Intervals: Welch's 95%, each by itself. Bold: the interval excludes 0, and Dunnett's "
+    f"p < {_LEVEL} among {others} compared with {results['baseline']}, each column by itself."
+  )
 
 
 def cell(value: Any) -> str:
@@ -332,25 +404,14 @@ def cell(value: Any) -> str:
   return "–" if value is None else value
 
 
-def _other_differences(experiment: Experiment, results: Mapping[str, Any], variants: Sequence[str]) -> list[str]:
-  """The lines of the second table: the other metrics' differences from the baseline; none without several seeds."""
-  names = list(experiment.metrics.items())[1:]
-  rows = {variant: [difference(results, variant, name) for _, name in names] for variant in variants}
-  rows = {variant: row for variant, row in rows.items() if any(row)}
-  if not rows:
-    return []
-  lines = ["", f"| − {results['baseline']}'s | " + " | ".join(title for title, _ in names) + " |", "|---" * (1 + len(names)) + "|"]
-  return lines + [f"| {variant} | " + " | ".join(map(_difference_cell, row)) + " |" for variant, row in rows.items()]
-
-
-def _difference_cell(found: tuple[float, float, float] | None) -> str:
-  """A mean with its interval, bold if that excludes 0."""
-  if found is None:
-    return ""
-  mean, low, high = found
-  digits = _decimals(found)
-  text = f"{mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
-  return f"**{text}**" if low > 0 or high < 0 else text
+def _difference_cells(results: Mapping[str, Any], variants: Sequence[str], name: str) -> dict[str, str]:
+  """The cells of a metric's differences from the baseline, by variant: bold if they are significant."""
+  bold, cells = significant(results, name), {}
+  for variant in variants:
+    if (found := difference(results, variant, name)) is not None:
+      mean, low, high = (f"{number:+.{_decimals(found)}f}" for number in found)
+      cells[variant] = f"**{mean} [{low}, {high}]**" if variant in bold else f"{mean} [{low}, {high}]"
+  return cells
 
 
 def _mean(found: Sequence[float]) -> str:

@@ -1,4 +1,4 @@
-"""Runs an experiment: trains and measures its grid's runs, and writes results.json, table.md and plot.png.
+"""Runs an experiment: trains and measures its grid's runs, and writes results.json, table.md, plot.png and plot.svg.
 
     python -m experiments.run ablations                               # the grid "cpu", one run after the other
     python -m experiments.run ablations --only='diff*/seed_0' --steps=2
@@ -37,8 +37,8 @@ from absl import app, flags
 from diffjax import command
 from diffjax.config import Config, UserError
 from diffjax.progress import say
+from experiments import draw, launch, results
 from experiments import grid as grids
-from experiments import launch, results
 from experiments.grid import Experiment, Run
 
 _GRID = flags.DEFINE_string("grid", "cpu", "One of the experiment's grids.")
@@ -122,15 +122,11 @@ def _run(name: str, experiment: Experiment, everything: list[Run], chosen: list[
 
 
 def _collect(name: str, experiment: Experiment, entries: list[dict[str, Any]], out: pathlib.Path) -> str:
-  """Writes results.json, table.md and plot.png, and returns the table and their names."""
+  """Writes results.json, the tables and the figure, and returns the tables and the names of the files."""
   baseline = experiment.grids[_GRID.value].baseline
   found = results.write_folder(out / "results.json", name, _GRID.value, baseline, entries, experiment.summarise)
-  (out / "table.md").write_text(text := results.table(experiment, found))
-  written = ["results.json", "table.md"]
-  if experiment.plot:
-    experiment.plot(found, out / "plot.png")
-    written.append("plot.png")
-  return f"{text}\n{out}: {', '.join(written)}"
+  written = ["results.json", *draw.draw(experiment, found, out)]
+  return f"{(out / 'table.md').read_text()}\n{out}: {', '.join(written)}"
 
 
 def _check_writable(flag: str, directory: pathlib.Path) -> None:

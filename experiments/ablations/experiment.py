@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import pathlib
+import math
 from collections.abc import Mapping
 from typing import Any
 
-import matplotlib.figure
+import numpy as np
+from matplotlib.figure import Figure
 
+from experiments import plots
 from experiments import results as found
 from experiments.ablations.config import ROWS
 from experiments.grid import Experiment, Grid
@@ -32,22 +34,30 @@ def twins(size: str, seeds: int = 1) -> Grid:
   return Grid(tuple(_variant(row, size) for row in rows), _variant("transformer", size), tuple(range(seeds)))
 
 
-def _plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
-  """Draws each variant's loss minus the baseline's: single seeds, and their mean with its 95% interval."""
-  variants = [variant for variant in dict.fromkeys(run["variant"] for run in results["runs"]) if found.differences(results, variant, _LOSS)]
-  figure = matplotlib.figure.Figure((7, 1 + 0.35 * max(1, len(variants))), layout="constrained")
+def _plot(results: Mapping[str, Any]) -> Figure:
+  """Draws each row's loss minus the baseline's mean: single runs, and the difference with its interval."""
+  rows = {variant: [run[_LOSS] for run in runs if run[_LOSS] is not None] for variant, runs in plots.runs_by_variant(results).items()}
+  baseline = rows.get(results["baseline"]) or [math.nan]
+  significant = found.significant(results, _LOSS)
+  figure = Figure((9, 1.4 + 0.35 * len(rows)), layout="constrained")
   axes = figure.subplots()
-  for row, variant in enumerate(variants):
-    each = found.differences(results, variant, _LOSS)
-    axes.plot(each, [row] * len(each), "o", color="0.7", markersize=4)
+  for place, (variant, losses) in enumerate(rows.items()):
+    style = plots.style(variant)
+    axes.plot(np.array(losses) - np.mean(baseline), [place + 0.25] * len(losses), ".", color=style.color, alpha=0.5, markersize=5)
     if (interval := found.difference(results, variant, _LOSS)) is not None:
       mean, low, high = interval
-      axes.errorbar([mean], [row], xerr=[[mean - low], [high - mean]], fmt="o", color="C0", capsize=3)
+      fill = style.color if variant in significant else "white"
+      axes.errorbar(
+        [mean], [place], xerr=[[mean - low], [high - mean]], color=style.color, marker=style.marker, markerfacecolor=fill, capsize=3
+      )  # fmt: skip
   axes.axvline(0, color="black", linewidth=0.8)
-  axes.set_yticks(range(len(variants)), variants)
+  axes.set_yticks(range(len(rows)), [plots.style(variant).name for variant in rows])
   axes.invert_yaxis()
-  axes.set_xlabel(f"validation loss − {results['baseline']}'s (nats per token), 95% interval over seeds")
-  figure.savefig(path, dpi=150)
+  axes.set_xlabel(
+    f"validation loss minus that of the {plots.style(results['baseline']).name} (nats per token)\n"
+    "bars: Welch's 95% interval; filled: also Dunnett's p < 0.05; dots: single runs"
+  )
+  return figure
 
 
 EXPERIMENT = Experiment(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-import matplotlib.figure
+from matplotlib.figure import Figure
 
 from diffjax.config import Config
 from experiments import plots
@@ -44,21 +43,22 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
   }
 
 
-def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
+def plot(results: Mapping[str, Any]) -> Figure:
   """Draws the cumulative NLL by position: before and after the extension, and after it alone."""
-  figure = matplotlib.figure.Figure((11, 4), layout="constrained")
+  runs = plots.runs_by_variant(results)
+  positions = results["runs"][0]["results"]["positions"]
+  before, after = ({variant: [run[f"curve_{name}"] for run in own] for variant, own in runs.items()} for name in ("before", "after"))
+  figure = Figure((11, 4.2), layout="constrained")
   both, alone = figure.subplots(1, 2)
-  for color, (variant, runs) in enumerate(plots.runs_by_variant(results).items()):
-    after = [run["curve_after"] for run in runs]
-    plots.over_seeds(both, runs[0]["positions"], [run["curve_before"] for run in runs], f"C{color}", f"{variant}, before", ":")
-    plots.over_seeds(both, runs[0]["positions"], after, f"C{color}", f"{variant}, after")
-    plots.over_seeds(alone, runs[0]["positions"], after, f"C{color}", variant)
-  for axes, title in ((both, "before and after the extension"), (alone, "after the extension")):
-    axes.axvline(results["runs"][0]["results"]["own_length"], color="black", linewidth=0.8)
-    axes.set(title=f"{title}; the line is the length before", xlabel="position (tokens)", ylabel="cumulative NLL (nats per token)")
+  plots.over_seeds(both, positions, before, ":", ", before")
+  plots.over_seeds(both, positions, after, "-", ", after")
+  plots.over_seeds(alone, positions, after)
+  for axes, title in ((both, "Before and after the extension"), (alone, "After the extension")):
+    axes.axvline(results["runs"][0]["results"]["own_length"], color="0.6", linewidth=0.8, zorder=0)
+    axes.set(title=title, xlabel="position (tokens); the line is the length before", ylabel="cumulative NLL (nats per token)")
     axes.set_xscale("log", base=2)
-    axes.legend(fontsize=7)
-  figure.savefig(path, dpi=150)
+    axes.legend(fontsize=8)
+  return figure
 
 
 EXPERIMENT = Experiment(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import matplotlib.figure
 import numpy as np
+from matplotlib.figure import Figure
 
 from diffjax.config import Config
 from diffjax.evals.many_shot import Example, alternating, shuffled
@@ -94,22 +94,39 @@ def spread(answers: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
   }
 
 
-def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
+def plot(results: Mapping[str, Any]) -> Figure:
   """Draws accuracy by the number of demonstrations; and accuracy, best minus worst and changed answers by the kind of order."""
-  figure = matplotlib.figure.Figure((14, 3.8), layout="constrained")
+  runs = plots.runs_by_variant(results)
+  figure = Figure((14, 4.2), layout="constrained")
   curve, *kinds = figure.subplots(1, 4)
-  for color, (variant, runs) in enumerate(plots.runs_by_variant(results).items()):
-    plots.over_seeds(curve, _COUNTS, [run["curve"] for run in runs], f"C{color}", variant)
-    for axes, name in zip(kinds, ("accuracy", "spread", "changed"), strict=True):
-      plots.over_seeds(axes, list(_ORDERS), [[run[f"{kind}_{name}"] for kind in _ORDERS] for run in runs], f"C{color}", variant)
-  curve.set(title="accuracy, random order", xlabel="demonstrations", ylim=(0, 1))
-  curve.set_xscale("log", base=2)
-  for axes, title in zip(kinds, ("accuracy", "best minus worst order", "answers that change with the order"), strict=True):
-    axes.set(title=title, xlabel="order of the demonstrations")
+  plots.over_seeds(curve, _COUNTS, {variant: [run["curve"] for run in own] for variant, own in runs.items()})
+  _by_count(curve, "Accuracy, random order", _COUNTS)
+  titles = {
+    "accuracy": "Accuracy",
+    "spread": "Accuracy of the best minus the worst order",
+    "changed": "Share of answers that change",
+  }
+  for axes, (name, title) in zip(kinds, titles.items(), strict=True):
+    _by_kind(axes, tuple(_ORDERS), {variant: [[run[f"{kind}_{name}"] for kind in _ORDERS] for run in own] for variant, own in runs.items()})
+    axes.set_title(title, fontsize=10)
   for axes in kinds[1:]:
     axes.set_ylim(bottom=0)
-  curve.legend(fontsize=7)
-  figure.savefig(path, dpi=150)
+  figure.legend(*curve.get_legend_handles_labels(), loc="outside lower center", ncols=len(runs), fontsize=8)
+  return figure
+
+
+def _by_count(axes: Any, title: str, counts: Sequence[int]) -> None:
+  axes.set(xlabel="number of demonstrations", ylim=(0, 1))
+  axes.set_title(title, fontsize=10)
+  axes.set_xscale("log", base=2)
+  axes.set_xticks(counts, [str(count) for count in counts])
+  axes.set_xticks([], minor=True)
+
+
+def _by_kind(axes: Any, kinds: Sequence[str], rows: Mapping[str, Any]) -> None:
+  plots.over_seeds(axes, kinds, rows, "none")
+  axes.set_xlabel("order of the demonstrations")
+  axes.margins(x=0.2)
 
 
 EXPERIMENT = Experiment(
@@ -149,20 +166,19 @@ def measure_many_shot(workdir: str, config: Config) -> dict[str, Any]:
   return {**found, "accuracy": found["curve"][-1]}
 
 
-def plot_many_shot(results: Mapping[str, Any], path: pathlib.Path) -> None:
+def plot_many_shot(results: Mapping[str, Any]) -> Figure:
   """Draws accuracy by the number of demonstrations, and best minus worst by the kind of order."""
-  figure = matplotlib.figure.Figure((9, 3.8), layout="constrained")
+  runs, kinds = plots.runs_by_variant(results), ("random", "alternating")
+  counts = results["runs"][0]["results"]["counts"]
+  figure = Figure((9, 3.8), layout="constrained")
   curve, spreads = figure.subplots(1, 2)
-  kinds = ("random", "alternating")
-  for color, (variant, runs) in enumerate(plots.runs_by_variant(results).items()):
-    plots.over_seeds(curve, runs[0]["counts"], [run["curve"] for run in runs], f"C{color}", variant)
-    plots.over_seeds(spreads, kinds, [[run[f"{kind}_spread"] for kind in kinds] for run in runs], f"C{color}")
-  curve.set(title="accuracy", xlabel="demonstrations", ylim=(0, 1))
-  curve.set_xscale("log", base=2)
-  curve.legend(fontsize=7)
-  spreads.set(title="best minus worst order", xlabel="order of the demonstrations")
+  plots.over_seeds(curve, counts, {variant: [run["curve"] for run in own] for variant, own in runs.items()})
+  _by_count(curve, "Accuracy", counts)
+  curve.legend(fontsize=8)
+  _by_kind(spreads, kinds, {variant: [[run[f"{kind}_spread"] for kind in kinds] for run in own] for variant, own in runs.items()})
+  spreads.set_title("Accuracy of the best minus the worst order", fontsize=10)
   spreads.set_ylim(bottom=0)
-  figure.savefig(path, dpi=150)
+  return figure
 
 
 LARGE = Experiment(

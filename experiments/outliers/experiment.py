@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-import matplotlib.figure
-import numpy as np
+import matplotlib.ticker
+from matplotlib.figure import Figure
 
 from diffjax.config import Config
 from experiments import plots
@@ -44,24 +43,28 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
   return found
 
 
-def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
+def plot(results: Mapping[str, Any]) -> Figure:
   """Draws the largest values and the median of logits and of hidden states; and the rise of the loss by bits, per tensor and per row."""
-  figure = matplotlib.figure.Figure((13, 4), layout="constrained")
+  runs = plots.runs_by_variant(results)
+  figure = Figure((13, 4.2), layout="constrained")
   logits, hidden, bits = figure.subplots(1, 3)
-  for color, (variant, runs) in enumerate(plots.runs_by_variant(results).items()):
-    for axes, name in ((logits, "logits"), (hidden, "hidden")):
-      labels = [value.replace("_", "-") for value in _VALUES]
-      plots.over_seeds(axes, labels, [[run[f"{name}_{value}"] for value in _VALUES] for run in runs], f"C{color}", variant)
-    for per, style in zip(_PER, ("-", "--"), strict=True):
-      rows = np.array([[run[f"rise_{per}_{number}"] for number in _BITS] for run in runs])
-      plots.over_seeds(bits, [str(number) for number in _BITS], rows, f"C{color}", f"{variant}, per {per}", style)
-  logits.set(title="|attention logits|", yscale="log")
-  hidden.set(title="|hidden states|", yscale="log")
-  bits.set(title="rise of the loss (nats per token)", xlabel="bits of a logit")
+  for axes, name, title in ((logits, "logits", "Absolute attention logits"), (hidden, "hidden", "Absolute hidden states")):
+    labels = [value.replace("_", "-") for value in _VALUES]
+    plots.over_seeds(
+      axes, labels, {row: [[run[f"{name}_{value}"] for value in _VALUES] for run in own] for row, own in runs.items()}, "none"
+    )
+    axes.set(title=title, xlabel="place among all values", yscale="log")
+    ticks = matplotlib.ticker.LogLocator(subs=(1, 2, 5))
+    axes.yaxis.set(major_locator=ticks, major_formatter=matplotlib.ticker.StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+  for per, line in zip(_PER, ("-", "--"), strict=True):
+    rises = {row: [[run[f"rise_{per}_{number}"] for number in _BITS] for run in own] for row, own in runs.items()}
+    plots.over_seeds(bits, [str(number) for number in _BITS], rises, line, f", scaled per {per}")
+  bits.set(title="Rise of the loss with rounded logits", xlabel="bits of a logit", ylabel="nats per token")
   bits.set_yscale("symlog", linthresh=1e-3)
   for axes in (logits, bits):
-    axes.legend(fontsize=7, handlelength=4)  # dashes can be told from lines
-  figure.savefig(path, dpi=150)
+    axes.legend(fontsize=8, handlelength=4)  # dashes can be told from lines
+  return figure
 
 
 EXPERIMENT = Experiment(

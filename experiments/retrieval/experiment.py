@@ -6,8 +6,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-import matplotlib.figure
 import numpy as np
+from matplotlib.figure import Figure
 
 from diffjax.config import Config
 from experiments import plots
@@ -101,28 +101,31 @@ def _shares(weights: np.ndarray, places: np.ndarray) -> dict[str, float]:
   return out
 
 
-def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
+def plot(results: Mapping[str, Any]) -> Figure:
   """Draws accuracy, answer and noise in the hardest cell over training; and the last accuracy by distractors for each length."""
+  runs = plots.runs_by_variant(results)
   lengths = sorted({row["length"] for row in results["runs"][0]["results"]["grid"]})
-  figure = matplotlib.figure.Figure((13, 6), layout="constrained")
+  figure = Figure((13, 7), layout="constrained")
   above, below = figure.subplots(2, max(3, len(lengths)))
-  for color, (variant, runs) in enumerate(plots.runs_by_variant(results).items()):
-    for axes, name in zip(above, ("accuracy", "answer_absolute", "noise_absolute"), strict=False):
-      rows = np.array([[row[name] for row in run["curve"]] for run in runs])
-      plots.over_seeds(axes, [row["step"] for row in runs[0]["curve"]], rows, f"C{color}", variant)
-      axes.set(title=f"{name.replace('_', ', ')}; length {_REFERENCE[0]}, {_REFERENCE[1]} distractors", xlabel="step")
-    for axes, length in zip(below, lengths, strict=False):
-      chosen = [[row for row in run["grid"] if row["length"] == length] for run in runs]
-      rows = np.array([[row["accuracy"] for row in run] for run in chosen])
-      plots.over_seeds(axes, [row["distractors"] for row in chosen[0]], rows, f"C{color}", variant)
-      axes.set(title=f"accuracy at the end; length {length}", xlabel="distractors")
+  shown = {"accuracy": "Accuracy", "answer_absolute": "Attention to the answer", "noise_absolute": "Attention to the rest (noise)"}
+  for axes, (name, title) in zip(above, shown.items(), strict=False):
+    steps = [row["step"] for row in results["runs"][0]["results"]["curve"]]
+    plots.over_seeds(axes, steps, {row: [[each[name] for each in run["curve"]] for run in own] for row, own in runs.items()})
+    axes.set(xlabel="training step")
+    axes.set_title(f"{title}; {_REFERENCE[0]} words, {_REFERENCE[1]} distractors", fontsize=10)
+  for axes, length in zip(below, lengths, strict=False):
+    chosen = {row: [[each for each in run["grid"] if each["length"] == length] for run in own] for row, own in runs.items()}
+    distractors = [each["distractors"] for each in next(iter(chosen.values()))[0]]
+    plots.over_seeds(axes, distractors, {row: [[each["accuracy"] for each in run] for run in own] for row, own in chosen.items()})
+    axes.set(xlabel="number of distractors")
+    axes.set_title(f"Accuracy after training; {length} words", fontsize=10)
   lowest = min(axes.get_ylim()[0] for axes in below)
   for axes in below:
-    axes.set_ylim(lowest, 1.01)
+    axes.set_ylim(lowest, 1.02)
   for axes in above[3:]:
     axes.set_axis_off()
-  above[0].legend(fontsize=7)
-  figure.savefig(path, dpi=150)
+  figure.legend(*above[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+  return figure
 
 
 EXPERIMENT = Experiment(
@@ -166,18 +169,19 @@ def measure_needles(workdir: str, config: Config) -> dict[str, Any]:
   return found
 
 
-def plot_needles(results: Mapping[str, Any], path: pathlib.Path) -> None:
+def plot_needles(results: Mapping[str, Any]) -> Figure:
   """Draws accuracy by needles, and the shares of attention."""
-  figure = matplotlib.figure.Figure((9, 3.8), layout="constrained")
-  accuracy, looks = figure.subplots(1, 2)
+  runs = plots.runs_by_variant(results)
   parts = ("answer_signed", "noise_signed", "answer_absolute", "noise_absolute")
-  for color, (variant, runs) in enumerate(plots.runs_by_variant(results).items()):
-    plots.over_seeds(accuracy, _PAIRS, [[run[f"accuracy_{pair}"] for pair in _PAIRS] for run in runs], f"C{color}", variant)
-    plots.over_seeds(looks, [part.replace("_", ",\n") for part in parts], [[run[part] for part in parts] for run in runs], f"C{color}")
-  accuracy.set(title="accuracy", xlabel="needles / asked for", ylim=(-0.05, 1.05))
-  looks.set(title="shares of the last query's attention")
-  accuracy.legend(fontsize=7)
-  figure.savefig(path, dpi=150)
+  figure = Figure((9, 3.8), layout="constrained")
+  accuracy, looks = figure.subplots(1, 2)
+  plots.over_seeds(accuracy, _PAIRS, {row: [[run[f"accuracy_{pair}"] for pair in _PAIRS] for run in own] for row, own in runs.items()})
+  words = [part.replace("_", ",\n") for part in parts]
+  plots.over_seeds(looks, words, {row: [[run[part] for part in parts] for run in own] for row, own in runs.items()}, "none")
+  accuracy.set(title="Accuracy", xlabel="needles / asked for", ylim=(-0.05, 1.05))
+  looks.set(title="Shares of the last query's attention", xlabel="part of the text")
+  accuracy.legend(fontsize=8)
+  return figure
 
 
 LARGE = Experiment(

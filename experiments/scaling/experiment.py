@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-import matplotlib.figure
 import numpy as np
+from matplotlib.figure import Figure
 
+from experiments import plots
+from experiments import results as found
 from experiments.grid import Experiment, Grid
 from experiments.scaling.config import ARCHITECTURES, SMALL, parts
 from experiments.scaling.fit import Fit, fit, interval
@@ -74,42 +75,56 @@ def _with_interval(whole: float, left_out: list[float], positive: bool = False) 
   return [whole, float(low), float(high)]
 
 
-def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
-  """Draws loss against parameters and against tokens: single seeds, their means, and the fitted curves.
+def plot(results: Mapping[str, Any]) -> Figure:
+  """Draws loss against parameters and against tokens: single runs, their means with intervals, and the fitted curves.
 
   The dashed line is the loss of the Transformer's curve at its largest size; it ends where DIFF's curve has that loss. DIFF's curve is
   dotted beyond its runs."""
-  value = lambda cell: cell[0] if isinstance(cell, list) else cell
-  colors = {name: f"C{index}" for index, name in enumerate(ARCHITECTURES)}
-  curve_of = lambda row, x: value(row["c"]) + value(row["a"]) * (x / row["at (M)"]) ** -value(row["b"])
-  figure = matplotlib.figure.Figure((11, 4.5), layout="constrained")
+  figure = Figure((11, 4.8), layout="constrained")
   for axes, (axis, points) in zip(figure.subplots(1, 2), _points(results).items(), strict=True):
     rows = {row["architecture"]: row for row in results["summary"] if row["against"] == axis}
-    for name, color in colors.items():
-      if (curve := points.get(name)) is None:
-        continue
-      x = np.array(sorted(curve))
-      for size in x:
-        axes.plot([size] * len(curve[size]), list(curve[size].values()), ".", color=color, alpha=0.35, markersize=4)
-      axes.plot(x, [np.mean(list(curve[size].values())) for size in x], "o", color=color, markersize=5, label=name)
-      if row := rows.get(name):
-        smooth = np.geomspace(x[0], x[-1], 100)
-        axes.plot(smooth, curve_of(row, smooth), color=color, linewidth=1)
-    if "diff" in rows and 0.1 < (share := value(rows["diff"]["share"])) < 10:
+    for name in (name for name in ARCHITECTURES if name in points):
+      _draw_curve(axes, plots.style(name), points[name], rows.get(name))
+    if "diff" in rows and 0.1 < (share := _value(rows["diff"]["share"])) < 10:
       at = rows["transformer"]["at (M)"]
-      same = curve_of(rows["transformer"], at)
+      same = _curve(rows["transformer"], at)
       axes.plot([at * share, at], [same, same], "--", color="0.4", linewidth=1)
       if share > 1:
         beyond = np.geomspace(at, at * share, 100)
-        axes.plot(beyond, curve_of(rows["diff"], beyond), ":", color=colors["diff"], linewidth=1)
+        axes.plot(beyond, _curve(rows["diff"], beyond), ":", color=plots.style("diff").color, linewidth=1)
       axes.annotate(f"DIFF with {share:.0%}", (at * share, same), textcoords="offset points", xytext=(-4, -12), ha="right", fontsize=8)
-    axes.set(xscale="log", xlabel=f"{axis} (M)", ylabel="validation loss (nats per token)")
+    axes.set(xscale="log", xlabel=f"{axis} (millions)", ylabel="validation loss (nats per token)")
     if points:
       ticks = sorted(points.get("transformer", next(iter(points.values()))))
       axes.set_xticks(ticks, [f"{tick:,.3g}" if tick < 1000 else f"{tick:,.0f}" for tick in ticks])
       axes.set_xticks([], minor=True)
       axes.legend(fontsize=8)
-  figure.savefig(path, dpi=150)
+  return figure
+
+
+def _draw_curve(axes: Any, style: plots.Style, curve: Mapping[float, Mapping[int, float]], row: Mapping[str, Any] | None) -> None:
+  """Draws an architecture's losses by size and seed, and its fitted curve if there is one."""
+  x = np.array(sorted(curve))
+  for size in x:
+    axes.plot([size] * len(curve[size]), list(curve[size].values()), ".", color=style.color, alpha=0.35, markersize=4)
+  mean, low, high = np.transpose([found.mean_interval(list(curve[size].values())) for size in x])
+  axes.errorbar(
+    x, mean, yerr=[mean - low, high - mean], color=style.color, marker=style.marker, markersize=5, linestyle="none", capsize=3,
+    label=style.name,
+  )  # fmt: skip
+  if row:
+    smooth = np.geomspace(x[0], x[-1], 100)
+    axes.plot(smooth, _curve(row, smooth), color=style.color, linewidth=1)
+
+
+def _value(cell: float | list[float]) -> float:
+  """A cell of the summary without its interval."""
+  return cell[0] if isinstance(cell, list) else cell
+
+
+def _curve(row: Mapping[str, Any], x: Any) -> Any:
+  """The loss of a fitted curve at sizes in millions."""
+  return _value(row["c"]) + _value(row["a"]) * (x / row["at (M)"]) ** -_value(row["b"])
 
 
 def _grid(sizes: tuple[str, ...], seeds: int) -> Grid:

@@ -6,16 +6,16 @@ import dataclasses
 import functools
 import math
 import os
-import pathlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import matplotlib.figure
+from matplotlib.figure import Figure
 
 from configs import base
 from diffjax.config import Config, MeshConfig, UserError, from_config_dict, to_config_dict
+from experiments import plots
 from experiments.grid import Experiment, Grid
 
 if TYPE_CHECKING:
@@ -244,23 +244,27 @@ def summarise(results: Mapping[str, Any]) -> list[dict[str, Any]]:
   return rows
 
 
-def plot(results: Mapping[str, Any], path: pathlib.Path) -> None:
-  """DIFF's and DIFF V2's tokens/s of every shape and pass as shares of the Transformer's, and the authors'."""
+def plot(results: Mapping[str, Any]) -> Figure:
+  """Draws DIFF's and DIFF V2's tokens/s of every shape and pass as shares of the Transformer's: medians, single turns, and the authors'."""
   found = {(run["variant"], kind): run["results"] for run in results["runs"] for kind in _PASSES}
-  figure = matplotlib.figure.Figure((7, 1.2 + 0.35 * len(found)), layout="constrained")
+  figure = Figure((7, 1.4 + 0.35 * len(found)), layout="constrained")
   axes = figure.subplots()
   rows = range(len(found))
-  for name, label in _ARCHITECTURES.items():
-    if name != "transformer":
-      axes.plot([each[f"{name}_{kind}"] for (_, kind), each in found.items()], rows, "o", label=label)
+  for name in (name for name in _ARCHITECTURES if name != "transformer"):
+    style = plots.style(name)
+    for row, ((_, kind), each) in zip(rows, found.items(), strict=True):
+      taken, of = (each["seconds"][timed][kind] for timed in (name, "transformer"))
+      axes.plot([theirs / ours for ours, theirs in zip(taken, of, strict=True)], [row] * len(of), ".", color=style.color, alpha=0.3)
+    medians = [each[f"{name}_{kind}"] for (_, kind), each in found.items()]
+    axes.plot(medians, rows, style.marker, color=style.color, label=style.name)
   if found.keys() & _PAPER.keys():
     axes.plot([_PAPER.get(key, float("nan")) for key in found], rows, "kx", label="DIFF in the paper")
   axes.axvline(1, color="black", linewidth=0.8)
-  axes.set_yticks(rows, [f"{variant}, {_PASSES[kind]}" for variant, kind in found])
+  axes.set_yticks(rows, [f"{variant.replace(',', ', ').replace('=', ' ')}, {_PASSES[kind]}" for variant, kind in found])
   axes.invert_yaxis()
-  axes.set_xlabel("tokens/s over the Transformer's")
+  axes.set_xlabel("tokens/s over the Transformer's; dots: single turns")
   axes.legend(fontsize=8)
-  figure.savefig(path, dpi=150)
+  return figure
 
 
 def _percent(ratio: float) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from diffjax.config import UserError
-from experiments import grid, results
+from experiments import grid, plots, results
 from experiments.ablations.config import get_config as pretrained
 from experiments.long_context import experiment
 from experiments.long_context.config import get_config
@@ -70,6 +70,6 @@ def test_the_plot_and_the_table(make_results, tmp_path):
     return {**ends, "own_length": 256, "positions": positions, "curve_before": before, "curve_after": after}
 
   found = make_results("long_context", experiment.EXPERIMENT, measured)
-  experiment.plot(found, tmp_path / "plot.png")
+  plots.save(experiment.plot(found), tmp_path)
   assert (tmp_path / "plot.png").stat().st_size > 20_000
   assert results.table(experiment.EXPERIMENT, found).count("| diff |") == 2

@@ -12,7 +12,7 @@ from diffjax.data import pipeline
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.evals import many_shot
 from diffjax.training import trained
-from experiments import grid, results
+from experiments import grid, plots, results
 from experiments.order_robustness import experiment, task
 
 SIZES = task.SIZES
@@ -132,7 +132,7 @@ def test_the_plot_and_the_table(make_results, tmp_path):
     return {**out, "curve": [0.25 + (0.7 - level) * place / 5 for place in range(5)]}
 
   found = make_results("order_robustness", experiment.EXPERIMENT, measured)
-  experiment.plot(found, tmp_path / "plot.png")
+  plots.save(experiment.plot(found), tmp_path)
   assert (tmp_path / "plot.png").stat().st_size > 20_000
   assert results.table(experiment.EXPERIMENT, found).count("| diff |") == 2
 
@@ -150,6 +150,6 @@ def test_larger_models_are_asked_about_words(make_workdir, make_results, monkeyp
   assert found["counts"][:3] == [1, 2, 4] and len(found["curve"]) == len(found["counts"]) and found["accuracy"] == found["curve"][-1]
   assert set(experiment.LARGE.metrics.values()) <= found.keys()
   made = make_results("order_robustness", experiment.LARGE, lambda run: found, "gpu")
-  experiment.plot_many_shot(made, tmp_path / "plot.png")
+  plots.save(experiment.plot_many_shot(made), tmp_path)
   assert (tmp_path / "plot.png").stat().st_size > 10_000
   assert "| diff,size=125m | " in results.table(experiment.LARGE, made)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from diffjax.training.trained import load
-from experiments import grid, results
+from experiments import grid, plots, results
 from experiments.outliers import experiment
 from tests.tiers import full
 
@@ -57,7 +57,7 @@ def test_the_plot_and_the_table(make_results, tmp_path):
     return {**out, **rises, "loss": 1.33, "logits_ratio": 25.0, "hidden_ratio": 20.0}
 
   found = make_results("outliers", experiment.EXPERIMENT, measured)
-  experiment.plot(found, tmp_path / "plot.png")
+  plots.save(experiment.plot(found), tmp_path)
   assert (tmp_path / "plot.png").stat().st_size > 20_000
   table = results.table(experiment.EXPERIMENT, found)
   assert table.count("| diff |") == 2 and "rise at 4 bits per row" in table

@@ -1,4 +1,4 @@
-"""Results: stored as they were measured, compared by seeds, and never of different configs in one folder."""
+"""Results: stored as they were measured, compared with honest intervals, and never of different configs in one folder."""
 
 import json
 import os
@@ -98,20 +98,82 @@ def test_folders_hold_one_config(entries, runs, tmp_path):
     read()
 
 
-def test_differences_are_paired_by_seed(entries, tmp_path):
-  found = results.write_folder(tmp_path / "results.json", "ablations", "cpu", "transformer", entries)
-  ours, theirs = ([results.values(found, variant, "validation/loss")[seed] for seed in range(3)] for variant in ("diff", "transformer"))
-  mean, low, high = results.difference(found, "diff", "validation/loss")
-  wanted = scipy.stats.ttest_rel(ours, theirs)
-  interval = wanted.confidence_interval(0.95)
-  np.testing.assert_allclose([mean, low, high], [np.mean(np.subtract(ours, theirs)), interval.low, interval.high])
-  assert high < 0 and results.difference(found, "transformer", "validation/loss") is None
-  found["runs"] = [run for run in found["runs"] if run["name"] not in ("diff/seed_1", "transformer/seed_2")]
-  assert len(results.differences(found, "diff", "validation/loss")) == 1 and results.difference(found, "diff", "validation/loss") is None
+def made_up(**losses):
+  """Results with these losses of each variant, in the order of seeds; the first variant is the baseline."""
+  runs = [
+    {"name": f"{variant}/seed_{seed}", "variant": variant, "seed": seed, "parameters": 1_000_000, "results": {"validation/loss": loss}}
+    for variant, row in losses.items()
+    for seed, loss in enumerate(row)
+  ]
+  return {"baseline": next(iter(losses)), "runs": runs}
+
+
+def test_differences_are_welchs():
+  """Spreads of different size, numbers of runs that differ, and no pairs: the order of the seeds does not matter."""
+  rng = np.random.default_rng(0)
+  rows = {"transformer": rng.normal(1, 0.3, 5), "diff": rng.normal(2, 0.1, 7), "diff_v2": rng.normal(3, 0.2, 4)}
+  found = made_up(**rows)
+  for variant, against in (("diff", None), ("diff_v2", None), ("diff", "diff_v2"), ("transformer", "diff")):
+    ours, theirs = rows[variant], rows[against or "transformer"]
+    parts = np.array([each.var(ddof=1) / len(each) for each in (ours, theirs)])
+    degrees = parts.sum() ** 2 / sum(part**2 / (len(each) - 1) for part, each in zip(parts, (ours, theirs), strict=True))
+    mean, reach = ours.mean() - theirs.mean(), scipy.stats.t.ppf(0.975, degrees) * parts.sum() ** 0.5
+    np.testing.assert_allclose(results.difference(found, variant, "validation/loss", against), [mean, mean - reach, mean + reach])
+  turned = made_up(**{**rows, "diff": rows["diff"][::-1]})
+  np.testing.assert_allclose(
+    results.difference(turned, "diff", "validation/loss"), results.difference(found, "diff", "validation/loss"), rtol=1e-12
+  )
+
+
+def test_rows_that_cannot_be_compared():
+  """A row with itself, or of one run. Rows whose runs are all equal have an interval without width beside another such row."""
+  found = made_up(transformer=[1.0, 1.0], diff=[2.0, 2.0], diff_v2=[3.0], gated=[1.0, 2.0])
+  difference = lambda *args: results.difference(found, args[0], "validation/loss", *args[1:])
+  assert difference("transformer") is None and difference("diff", "diff") is None and difference("diff_v2") is None
+  assert difference("gated", "diff_v2") is None and difference("diff") == (1.0, 1.0, 1.0)
+  mean, low, high = difference("gated")
+  assert mean == 0.5 and low < 0 < 1 < high
+  assert results.dunnett(made_up(transformer=[1.0, 1.0], diff=[2.0, 2.0]), "validation/loss") == {}, "no spread to compare with"
+
+
+def test_intervals_of_means_are_students():
+  numbers = np.random.default_rng(0).normal(size=5)
+  wanted = scipy.stats.ttest_1samp(numbers, 0).confidence_interval(0.95)
+  np.testing.assert_allclose(results.mean_interval(numbers), [numbers.mean(), wanted.low, wanted.high])
+  assert results.mean_interval([2.0])[0] == 2.0 and np.isnan(results.mean_interval([2.0])[1:]).all()
+
+
+def test_a_difference_has_to_survive_the_number_of_rows():
+  """Of many rows one differs by chance: its interval excludes 0, and among twelve rows it is not bold. A large difference is."""
+  around = np.array([-0.01, -0.005, 0.0, 0.005, 0.01])
+  others = {f"row_{number}": 1.0 + around for number in range(10)}
+  few = made_up(transformer=1.0 + around, diff=1.014 + around)
+  many = made_up(transformer=1.0 + around, diff=1.014 + around, diff_v2=1.1 + around, **others)
+  assert results.difference(few, "diff", "validation/loss")[1] > 0
+  assert results.significant(few, "validation/loss") == {"diff"} and results.significant(many, "validation/loss") == {"diff_v2"}
+  experiment = Experiment("?", {}, {"loss": "validation/loss"})
+  lines = results.table(experiment, many).splitlines()
+  assert (
+    "| **+0.1000 [" in lines[4]
+    and "| +0.0140 [+" in lines[3]
+    and lines[-1].endswith(
+      "Bold: the interval excludes 0, and Dunnett's p < 0.05 among the 12 rows compared with transformer, each column by itself."
+    )
+  )
+  assert results.table(experiment, few).splitlines()[-1].endswith("among the one row compared with transformer, each column by itself.")
+
+
+def test_a_row_of_large_spread_is_not_trusted_beyond_its_own_interval():
+  """Dunnett's test pools the spread, so that a row that varies more than the others looks more certain than it is."""
+  around = np.array([-0.01, -0.005, 0.0, 0.005, 0.01])
+  found = made_up(transformer=1.0 + around, diff=1.05 + 6 * around, **{f"row_{number}": 1.0 + around for number in range(4)})
+  assert results.dunnett(found, "validation/loss")["diff"] < 0.05 and results.significant(found, "validation/loss") == set()
 
 
 def test_the_table(entries, tmp_path):
   found = results.write_folder(tmp_path / "results.json", "ablations", "cpu", "transformer", entries)
+  for run in found["runs"]:
+    run["results"]["validation/loss"] -= 0.3 * run["seed"]  # else the seeds differ more than the variants
   lines = results.table(EXPERIMENT, found).splitlines()
   assert lines[0] == "|  | parameters | seeds | loss | other | loss − transformer's |"
   cells = [cell.strip() for cell in lines[3].split("|")[1:-1]]
@@ -119,24 +181,29 @@ def test_the_table(entries, tmp_path):
   assert lines[2].rstrip().endswith("|  |")
   for run in found["runs"]:
     run["results"]["x"] = run["seed"] + 2.0 * (run["variant"] == "diff")
-  assert results.table(EXPERIMENT, found).splitlines()[-3:] == [
+  mean, low, high = results.difference(found, "diff", "x")
+  assert results.table(EXPERIMENT, found).splitlines()[-5:-2] == [
     "| − transformer's | other |",
     "|---|---|",
-    "| diff | **+2.0000 [+2.0000, +2.0000]** |",
+    f"| diff | {mean:+.4f} [{low:+.4f}, {high:+.4f}] |",
   ]
   alone = results.write_folder(tmp_path / "results.json", "ablations", "cpu", "transformer", entries[:2])
-  assert "−" not in results.table(EXPERIMENT, alone) and "±" not in results.table(EXPERIMENT, alone), "one seed makes no claim"
+  assert not set("−±") & set(results.table(EXPERIMENT, alone)), "one seed makes no claim"
 
 
-def test_a_baseline_of_every_size(entries, tmp_path):
-  """NAME,* stands for the variant of the same size."""
-  sizes = [{**entry, "variant": f"{entry['variant']},size={size}"} for size in ("1m", "2m") for entry in entries]
-  found = results.write_folder(tmp_path / "results.json", "ablations", "cpu", "transformer,*", sizes[: len(entries)] + sizes[-2:])
-  assert (
-    len(results.differences(found, "diff,size=1m", "validation/loss")) == 3
-    and len(results.differences(found, "diff,size=2m", "validation/loss")) == 1
-  )
-  assert results.differences(found, "transformer,size=1m", "validation/loss") == []
+def test_a_baseline_of_every_size():
+  """NAME,* stands for the variant of the same size, and Dunnett's test corrects for the rows of that size."""
+  around = np.array([-0.01, 0.0, 0.01])
+  rows = {
+    f"{name},size={size}": level + size + around for size in (1, 2) for name, level in (("transformer", 0), ("diff", 0.1), ("v2", 0.2))
+  }
+  found = {**made_up(**rows), "baseline": "transformer,*"}
+  assert results.difference(found, "diff,size=2", "validation/loss")[0] == pytest.approx(0.1)
+  assert results.difference(found, "transformer,size=2", "validation/loss") is None
+  alone = {**made_up(**{name: row for name, row in rows.items() if "size=2" in name}), "baseline": "transformer,*"}
+  both = results.dunnett(found, "validation/loss")
+  assert len(both) == 4 and results.dunnett(alone, "validation/loss") == {name: p for name, p in both.items() if "size=2" in name}
+  assert "among the 2 rows compared with transformer,*" in results.table(EXPERIMENT, found)
 
 
 def test_the_summary_is_a_second_table(entries, tmp_path):
@@ -146,7 +213,7 @@ def test_the_summary_is_a_second_table(entries, tmp_path):
   )
   assert json.loads((tmp_path / "results.json").read_text())["summary"] == rows
   lines = results.table(EXPERIMENT, found).splitlines()
-  assert lines[-5:] == ["", "| what | share | speed |", "|---|---|---|", "| a | 0.623 [0.5, 0.75] | 51,234 |", "| b | – | 0.0123 |"]
+  assert lines[-7:-2] == ["", "| what | share | speed |", "|---|---|---|", "| a | 0.623 [0.5, 0.75] | 51,234 |", "| b | – | 0.0123 |"]
 
 
 def save(workdir, config, step, log_lines=()):
@@ -214,7 +281,7 @@ def test_a_run_that_diverged_leaves_no_interval(entries, tmp_path):
   entries[3] = {**entries[3], "results": {"validation/loss": None}}
   found = results.write_folder(tmp_path / "results.json", "ablations", "cpu", "transformer", entries)
   assert entries[3]["name"] == "diff/seed_1" and results.difference(found, "diff", "validation/loss") is None
-  assert " (2 of 3) |" in results.table(EXPERIMENT, found).splitlines()[-1]
+  assert " (2 of 3) |" in results.table(EXPERIMENT, found).splitlines()[3]
 
 
 def test_different_texts_are_not_compared(entries):

@@ -13,7 +13,7 @@ from diffjax.data.tokenizer import load_tokenizer
 from diffjax.evals import attention, needle
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.trained import load
-from experiments import grid, results
+from experiments import grid, plots, results
 from experiments.retrieval import experiment, task
 
 
@@ -121,6 +121,6 @@ def test_larger_models_are_asked_for_needles(make_workdir, make_results, monkeyp
   monkeypatch.undo()
   every = lambda run: {**found, **{f"accuracy_{pair}": 0.5 for pair in experiment._PAIRS}}
   made = make_results("retrieval", experiment.LARGE, every, "gpu")
-  experiment.plot_needles(made, tmp_path / "plot.png")
+  plots.save(experiment.plot_needles(made), tmp_path)
   assert (tmp_path / "plot.png").stat().st_size > 10_000
   assert "| diff,size=125m | " in results.table(experiment.LARGE, made)

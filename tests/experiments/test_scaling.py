@@ -10,7 +10,7 @@ import pytest
 
 from diffjax.config import UserError
 from diffjax.training.flops import parameter_count
-from experiments import grid, results
+from experiments import grid, plots, results
 from experiments.scaling import experiment
 from experiments.scaling.config import ARCHITECTURES, PAPER, SMALL, get_config, parts
 from experiments.scaling.fit import fit, interval
@@ -109,7 +109,7 @@ def test_the_summary_holds_the_shares(tmp_path):
   row = next(line for line in text.splitlines() if line.startswith("| diff,size=1.2m |"))
   difference = [run["results"]["validation/loss"] for run in found["runs"] if run["variant"] in ("diff,size=1.2m", "transformer,size=1.2m")]
   assert f"{np.mean(difference[1::2]) - np.mean(difference[::2]):+.4f}" in row, "compared with the Transformer of its size"
-  experiment.plot(found, tmp_path / "plot.png")
+  plots.save(experiment.plot(found), tmp_path)
   assert (tmp_path / "plot.png").stat().st_size > 20_000
 
 
@@ -124,7 +124,7 @@ def test_parts_of_the_grid_have_the_summary_that_they_can_have(tmp_path):
   less = made_up(tmp_path / "less", seeds=range(3), only=lambda run: run.seed < 2 or run.variant == "diff,size=0.8m")["summary"]
   assert less[0]["share"] is None and less[1]["share"] == made_up(tmp_path / "both", seeds=range(2))["summary"][1]["share"]
   for name, found in (("two", two), ("none", none)):
-    experiment.plot(found, tmp_path / f"{name}.png")
+    assert plots.save(experiment.plot(found), tmp_path / name)
 
 
 def test_sizes():
