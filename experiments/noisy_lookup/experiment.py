@@ -10,7 +10,7 @@ import matplotlib.figure
 import numpy as np
 
 from diffjax.config import Config
-from experiments import plots
+from experiments import plots, tuned
 from experiments.grid import Experiment, Grid
 from experiments.noisy_lookup.config import RATES, ROWS
 from experiments.noisy_lookup.task import Task
@@ -43,18 +43,25 @@ def summary(found: Mapping[str, Any], task: Task) -> dict[str, Any]:
 
 
 def plot(results: Mapping[str, Any]) -> matplotlib.figure.Figure:
-  """Draws the accuracy over training, and at the end over the number of pairs for each σ: means over seeds with their 95% intervals."""
+  """Draws the accuracy over training, and at the end over the number of pairs for each σ; or the endpoint over the rates that were tried."""
+  if results["grid"] == "tune":
+    return tuned.plot(results, "accuracy", "share of values found at 8 N")
   noises = list(dict.fromkeys(row["noise"] for row in results["runs"][0]["results"]["grid"]))
   figure = matplotlib.figure.Figure((4 * (1 + len(noises)), 4), layout="constrained")
   curve, *ends = figure.subplots(1, 1 + len(noises), sharey=True)
-  for variant, runs in plots.runs_by_variant(results).items():
-    steps = [row["step"] for row in runs[0]["curve"]]
-    plots.over_seeds(curve, steps, [[row["accuracy"] for row in run["curve"]] for run in runs], variant)
-    for axes, noise in zip(ends, noises, strict=True):
-      rows = [[row for row in run["grid"] if row["noise"] == noise] for run in runs]
-      plots.over_seeds(axes, [row["pairs"] for row in rows[0]], [[row["accuracy"] for row in run] for run in rows], variant)
-      axes.set_xscale("log", base=2)
-      axes.set(title=f"at the end, noise σ = {noise:g}", xlabel="pairs in the context")
+  by_variant = plots.runs_by_variant(results)
+  first = next(iter(by_variant.values()))[0]
+  over_steps = {variant: [[row["accuracy"] for row in run["curve"]] for run in runs] for variant, runs in by_variant.items()}
+  plots.over_seeds(curve, [row["step"] for row in first["curve"]], over_steps)
+  for axes, noise in zip(ends, noises, strict=True):
+    chosen = {
+      variant: [[row["accuracy"] for row in run["grid"] if row["noise"] == noise] for run in runs] for variant, runs in by_variant.items()
+    }
+    pairs = [row["pairs"] for row in first["grid"] if row["noise"] == noise]
+    plots.over_seeds(axes, pairs, chosen)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(pairs, [str(number) for number in pairs])
+    axes.set(title=f"at the end, noise σ = {noise:g}", xlabel="pairs in the context")
   curve.set(title=f"while training on {_TASK.pairs} pairs, mean over σ", xlabel="step", ylabel="share of values found")
   curve.legend(fontsize=7)
   return figure
