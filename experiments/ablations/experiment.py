@@ -34,7 +34,7 @@ def twins(size: str, seeds: int = 1) -> Grid:
   return Grid(tuple(_variant(row, size) for row in rows), _variant("transformer", size), tuple(range(seeds)))
 
 
-def _plot(results: Mapping[str, Any]) -> Figure:
+def plot_losses(results: Mapping[str, Any]) -> Figure:
   """Draws each row's loss minus the baseline's mean: single runs, and the difference with its interval."""
   rows = {variant: [run[_LOSS] for run in runs if run[_LOSS] is not None] for variant, runs in plots.runs_by_variant(results).items()}
   baseline = rows.get(results["baseline"]) or [math.nan]
@@ -69,5 +69,5 @@ EXPERIMENT = Experiment(
     "tpu": _grid("1b", (2, 4, 16), seeds=1),
   },
   metrics={"loss": _LOSS, "AR-Hit": "validation/ar_hit", "Others": "validation/others"},
-  plot=_plot,
+  plot=plot_losses,
 )

@@ -43,7 +43,7 @@ def summary(found: Mapping[str, Any], task: Task) -> dict[str, Any]:
 
 
 def plot(results: Mapping[str, Any]) -> matplotlib.figure.Figure:
-  """Draws the accuracy over training, and at the end over the number of pairs for each σ; or the endpoint over the rates that were tried."""
+  """Draws the accuracy over training, and at the end over the number of pairs for each σ; for tuning the endpoint over rates."""
   if results["grid"] == "tune":
     return tuned.plot(results, "accuracy", "share of values found at 8 N")
   noises = list(dict.fromkeys(row["noise"] for row in results["runs"][0]["results"]["grid"]))

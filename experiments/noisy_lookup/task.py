@@ -118,8 +118,13 @@ def forward(model: ModelConfig, params: dict[str, Any], batch: Batch) -> tuple[F
   return logits(params, rms_norm(x, params["final_norm"], model.norm_eps)), seen[0]
 
 
-def train(config: Config, task: Task) -> dict[str, Any]:
+def train(config: Config, task: Task, *, keep: bool = False) -> dict[str, Any]:
   """Trains a model and asks it.
+
+  Args:
+    config: the model's and its training's.
+    task: the contexts' sizes.
+    keep: returns the parameters too, as "params".
 
   Returns:
     "curve": step, accuracy and loss (nats) over the σ during training, on N pairs; and "grid": for each σ and number of pairs the accuracy,
@@ -149,7 +154,7 @@ def train(config: Config, task: Task) -> dict[str, Any]:
       curve.append({"step": number + 1, **{name: float(np.mean([each[name] for each in found])) for name in ("accuracy", "loss")}})
   cells = [(noise, multiple * task.pairs) for noise in task.noises for multiple in task.multiples]
   grid = [{"noise": noise, "pairs": pairs, **ask(config, params, noise, pairs, task.contexts)} for noise, pairs in cells]
-  return {"curve": curve, "grid": grid}
+  return {"curve": curve, "grid": grid, **({"params": params} if keep else {})}
 
 
 _ASKED_SEED = 1_000_000  # contexts that no training sees, the same for all models

@@ -7,8 +7,25 @@ import pytest
 from diffjax.config import from_config_dict
 from diffjax.model.decoder import Decoder
 from diffjax.training.checkpoint import Checkpoints
+from experiments import grid, tuned
 
 SMALL = dict(num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=4, ffn_dim=16)
+
+
+@pytest.fixture
+def choose():
+  """The choice of settings by a tuning's results."""
+  return tuned.best
+
+
+@pytest.fixture(autouse=True)
+def first_settings(monkeypatch, choose):
+  """Instead of tuning's choice, which may not have been made yet, each row has the first setting of the grid "tune"."""
+
+  def first(name, row, *_):
+    return next(variant for variant in grid.load(name, "tune").grids["tune"].variants if variant.partition(",")[0] == row)
+
+  monkeypatch.setattr(tuned, "best", first)
 
 
 @pytest.fixture

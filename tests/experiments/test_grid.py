@@ -36,12 +36,12 @@ def size(model):
 @pytest.mark.parametrize("name", ["order_robustness", *full(sorted({*grid.names()} - {"order_robustness"}))])
 def test_every_run_of_every_grid_has_a_model(name):
   grids = [chosen for experiment in grid.experiments_of(name) for chosen in experiment.grids.values()]
-  assert {"cpu", "gpu", "tpu"} <= {key for experiment in grid.experiments_of(name) for key in experiment.grids}
+  assert "cpu" in {key for experiment in grid.experiments_of(name) for key in experiment.grids}
   for chosen in grids:
     runs = grid.expand(name, dataclasses.replace(chosen, seeds=chosen.seeds[:1]), {})
     variants = {run.variant for run in runs}
     assert variants >= {chosen.baseline.replace("*", variant.partition(",")[2]) for variant in variants}
-    assert len({(run.config.model, run.config.optimizer.frozen, run.config.train.steps) for run in runs}) == len(runs)
+    assert len({(run.config.model, run.config.optimizer, run.config.train.steps) for run in runs}) == len(runs)
     assert all(size(run.config.model) == parameter_count(run.config.model) for run in runs)
 
 
@@ -70,12 +70,13 @@ def test_every_row_of_ablations_takes_a_step():
       assert moved != (path[-1].key in config.optimizer.frozen.split(",")), (config.model, path)
 
 
-def test_five_seeds_and_pairs():
+def test_seed_after_seed():
   for name in grid.names():
     experiment = grid.load(name)
     runs = grid.expand(name, experiment.grids["cpu"], {})
-    seeds, paired = [run.seed for run in runs], bool(experiment.trains or experiment.pretrained)
-    assert seeds == sorted(seeds) and set(seeds) == set(range(5 if paired else 1)), "whole comparisons first"
+    seeds = [run.seed for run in runs]
+    assert seeds == sorted(seeds) and set(seeds) == set(experiment.grids["cpu"].seeds), "whole comparisons first"
+    assert len(set(seeds)) >= 3 or name == "throughput"
     assert all(run.config.train.seed == run.config.data.seed == run.seed for run in runs)
 
 

@@ -1,0 +1,12 @@
+"""As many heads as the paper advises, at 4.9 M parameters (README.md)."""
+
+from experiments.ablations.experiment import plot_losses
+from experiments.eight_heads.config import ROWS
+from experiments.grid import Experiment, Grid
+
+EXPERIMENT = Experiment(
+  question="Does DIFF gain on the Transformer once it has eight heads?",
+  grids={"cpu": Grid(ROWS, "transformer", (20, 21, 22))},
+  metrics={"loss": "validation/loss", "AR-Hit": "validation/ar_hit", "Others": "validation/others"},
+  plot=plot_losses,
+)

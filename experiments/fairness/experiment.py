@@ -1,0 +1,31 @@
+"""Each architecture at its own learning rate and scale of embeddings (README.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from experiments import tuned
+from experiments.ablations.experiment import plot_losses
+from experiments.fairness.config import RATES, ROWS, SCALES
+from experiments.grid import Experiment, Grid
+
+LOSS = "validation/loss"
+
+
+def _plot(results: Mapping[str, Any]) -> Figure:
+  if results["grid"] == "tune":
+    return tuned.plot(results, LOSS, "validation loss (nats per token)")
+  return plot_losses(results)
+
+
+_TUNED = tuple(f"{row},scale={scale},rate={rate:g}" for row in ROWS for scale in SCALES for rate in RATES)
+
+EXPERIMENT = Experiment(
+  question="Does DIFF, tuned, differ from the Transformer, tuned?",
+  grids={"tune": Grid(_TUNED, "transformer,*", (100, 101)), "cpu": Grid(tuple(ROWS), "transformer", tuple(range(10, 20)))},
+  metrics={"loss": LOSS, "AR-Hit": "validation/ar_hit", "Others": "validation/others"},
+  plot=_plot,
+)
