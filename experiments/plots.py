@@ -84,6 +84,33 @@ def over_seeds(axes: Any, x: Sequence[Any], rows: Mapping[str, Any], linestyle: 
   axes.tick_params(which="both", labelsize=8)
 
 
+def over_rates(results: Mapping[str, Any], metric: str, title: str) -> Figure:
+  """Draws a number over the learning rates that were tried, for each row and every other setting: the mean over seeds, and single runs."""
+  figure = Figure((7, 4.5), layout="constrained")
+  axes = figure.subplots()
+  lines: dict[tuple[str, str], dict[float, list[float]]] = {}
+  for variant, runs in runs_by_variant(results).items():
+    row, *fields = variant.split(",")
+    values = dict(field.split("=") for field in fields)
+    rate = float(values.pop("rate"))
+    rest = ", ".join(f"{name} {value}" for name, value in values.items())
+    lines.setdefault((row, rest), {})[rate] = [run[metric] for run in runs]
+  dashes = dict(zip(dict.fromkeys(rest for _, rest in lines), ("-", "--", ":"), strict=False))
+  for (row, rest), points in lines.items():
+    shown, rates = style(row), sorted(points)
+    label = ", ".join(filter(None, (shown.name, rest)))
+    axes.plot(rates, [np.mean(points[rate]) for rate in rates], dashes[rest], color=shown.color, marker=shown.marker, label=label)
+    axes.plot(
+      [rate for rate in rates for _ in points[rate]], [y for rate in rates for y in points[rate]], ".", color=shown.color, alpha=0.5
+    )
+  axes.set_xscale("log", base=2)
+  ticks = sorted({rate for points in lines.values() for rate in points})
+  axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
+  axes.set(xlabel="learning rate", ylabel=title)
+  axes.legend(fontsize=7)
+  return figure
+
+
 def save(figure: Figure, folder: pathlib.Path) -> list[str]:
   """Writes plot.png and plot.svg into a folder, and returns these names. The same figure gives the same bytes."""
   figure.savefig(folder / "plot.png", dpi=150, metadata={"Software": None})

@@ -5,14 +5,9 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
-
-import matplotlib.figure
-import numpy as np
+from collections.abc import Callable, Iterable
 
 from diffjax.config import UserError
-from experiments import plots
 from experiments.grid import FOLDER, load
 
 
@@ -47,30 +42,3 @@ def best(name: str, row: str, metric: str, better: Callable[[Iterable[float]], f
     raise UserError(f"{name}: no setting of {row} in {path} has a finite {metric}")
   chosen = better(means.values())
   return next(variant for variant, mean in means.items() if mean == chosen)
-
-
-def plot(results: Mapping[str, Any], metric: str, title: str) -> matplotlib.figure.Figure:
-  """Draws a number over the learning rates that were tried, for each row and every other setting: the mean over seeds, and single runs."""
-  figure = matplotlib.figure.Figure((7, 4.5), layout="constrained")
-  axes = figure.subplots()
-  lines: dict[tuple[str, str], dict[float, list[float]]] = {}
-  for variant, runs in plots.runs_by_variant(results).items():
-    row, *fields = variant.split(",")
-    values = dict(field.split("=") for field in fields)
-    rate = float(values.pop("rate"))
-    rest = ", ".join(f"{name} {value}" for name, value in values.items())
-    lines.setdefault((row, rest), {})[rate] = [run[metric] for run in runs]
-  dashes = dict(zip(dict.fromkeys(rest for _, rest in lines), ("-", "--", ":"), strict=False))
-  for (row, rest), points in lines.items():
-    style, rates = plots.style(row), sorted(points)
-    label = ", ".join(filter(None, (style.name, rest)))
-    axes.plot(rates, [np.mean(points[rate]) for rate in rates], dashes[rest], color=style.color, marker=style.marker, label=label)
-    axes.plot(
-      [rate for rate in rates for _ in points[rate]], [y for rate in rates for y in points[rate]], ".", color=style.color, alpha=0.5
-    )
-  axes.set_xscale("log", base=2)
-  ticks = sorted({rate for points in lines.values() for rate in points})
-  axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
-  axes.set(xlabel="learning rate", ylabel=title)
-  axes.legend(fontsize=7)
-  return figure

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments import tuned
+from experiments import plots
 from experiments.ablations.experiment import plot_losses
 from experiments.fairness.config import RATES, ROWS, SCALES
 from experiments.grid import Experiment, Grid
@@ -17,7 +17,7 @@ LOSS = "validation/loss"
 
 def _plot(results: Mapping[str, Any]) -> Figure:
   if results["grid"] == "tune":
-    return tuned.plot(results, LOSS, "validation loss (nats per token)")
+    return plots.over_rates(results, LOSS, "validation loss (nats per token)")
   return plot_losses(results)
 
 

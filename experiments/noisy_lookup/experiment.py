@@ -10,7 +10,7 @@ import matplotlib.figure
 import numpy as np
 
 from diffjax.config import Config
-from experiments import plots, tuned
+from experiments import plots
 from experiments.grid import Experiment, Grid
 from experiments.noisy_lookup.config import RATES, ROWS
 from experiments.noisy_lookup.task import Task
@@ -45,7 +45,7 @@ def summary(found: Mapping[str, Any], task: Task) -> dict[str, Any]:
 def plot(results: Mapping[str, Any]) -> matplotlib.figure.Figure:
   """Draws the accuracy over training, and at the end over the number of pairs for each σ; for tuning the endpoint over rates."""
   if results["grid"] == "tune":
-    return tuned.plot(results, "accuracy", "share of values found at 8 N")
+    return plots.over_rates(results, "accuracy", "share of values found at 8 N")
   noises = list(dict.fromkeys(row["noise"] for row in results["runs"][0]["results"]["grid"]))
   figure = matplotlib.figure.Figure((4 * (1 + len(noises)), 4), layout="constrained")
   curve, *ends = figure.subplots(1, 1 + len(noises), sharey=True)
