@@ -1,6 +1,6 @@
 """Draws the figure of README.md: how the loss differs from the Transformer's, over the size of the model, here and elsewhere.
 
-python -m experiments.first_page     # writes plot.png and plot.svg beside this file
+    python -m experiments.first_page     # writes plot.png and plot.svg beside this file
 
 Points of this project come from the results.json files that are there, those of others from elsewhere.json, which names its sources.
 """
