@@ -75,9 +75,9 @@ def elsewhere() -> list[Point]:
     for point in source["points"]:
       (against, theirs), (row, losses) = point["losses"].items()
       runs = [{"variant": name, "results": {_LOSS: loss}} for name, each in point["losses"].items() for loss in each]
-      compared = found.difference({"baseline": against, "runs": runs}, row, _LOSS)
       single = (statistics.mean(losses) - statistics.mean(theirs), math.nan, math.nan)
-      points.append(Point(row, against, point["parameters"], 0, *(compared or single), source["source"]))
+      difference, low, high = found.difference({"baseline": against, "runs": runs}, row, _LOSS) or single
+      points.append(Point(row, against, point["parameters"], 0, difference, low, high, source["source"]))
   return points
 
 
