@@ -312,12 +312,9 @@ def difference(results: Mapping[str, Any], variant: str, name: str, against: str
   ours, theirs = _sample(results, variant, name), _sample(results, against, name)
   if variant == against or ours is None or theirs is None:
     return None
-  mean = statistics.mean(ours) - statistics.mean(theirs)
-  if len({*ours}) == len({*theirs}) == 1:  # without any spread the degrees of freedom are 0 / 0
-    return mean, mean, mean
   with _equal_runs():
     interval = scipy.stats.ttest_ind(ours, theirs, equal_var=False).confidence_interval(0.95)
-  return mean, float(interval.low), float(interval.high)
+  return statistics.mean(ours) - statistics.mean(theirs), float(interval.low), float(interval.high)
 
 
 @contextlib.contextmanager
