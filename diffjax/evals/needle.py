@@ -75,7 +75,7 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   for length in lengths:
     sampler = Sampler(trained.model, trained.params, batch_size=max(1, settings.batch_tokens // length), capacity=length)
     for num_needles, num_asked in pairs:
-      place = {"needles": num_needles, "asked": num_asked, "length": length}
+      place: dict[str, Any] = {"needles": num_needles, "asked": num_asked, "length": length}
       every: list[float] = []
       for depth in settings.depths:
         prompts = make_prompts(
