@@ -5,8 +5,9 @@
     python -m diffjax.evaluate --suite=harness --tasks=arc_easy,hellaswag --workdir=runs/diff
 
 Each suite writes OUT/SUITE.json (OUT is WORKDIR/evals by default), a plot OUT/SUITE.png if it has one, and a table on the terminal.
-`report` makes OUT/report.html of all results in OUT. Every figure has a 95% interval. With --against both models are measured on the same
-samples, those of --workdir's data, and the difference is paired. The flags --set.SUITE.FIELD set the Settings of a suite's file in
+`report` makes OUT/report.html of all results in OUT. Every figure has a 95% interval over rows, prompts or questions: Wilson's for a share
+of yes-or-no answers, else a bootstrap. With --against both models are measured on the same samples, those of --workdir's data, and the
+difference is paired; that of two shares has Tango's interval. The flags --set.SUITE.FIELD set the Settings of a suite's file in
 diffjax/evals/.
 """
 

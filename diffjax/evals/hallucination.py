@@ -38,7 +38,7 @@ from etils import epath
 
 from diffjax.config import UserError
 from diffjax.evals.methods import jsonl
-from diffjax.evals.report.figures import Figure, mean_of
+from diffjax.evals.report.figures import Figure, mean_of, proportion
 from diffjax.model.sampler import Sampler
 from diffjax.progress import say
 from diffjax.training.trained import Trained
@@ -133,12 +133,12 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   for name, some in samples.items():
     texts = [outputs[sample.id] for sample in some]
     if judged:
-      yield mean_of("free of hallucination", (not judged[sample.id] for sample in some), set=name)
+      yield proportion("free of hallucination", (not judged[sample.id] for sample in some), set=name)
     best = [max(rouge_l(reference, text) for reference in sample.references) for sample, text in zip(some, texts, strict=True)]
     yield mean_of("ROUGE-L", best, set=name)
     if some[0].kind == "answer":
-      yield mean_of("exact match", (is_match(text, sample.references) for sample, text in zip(some, texts, strict=True)), set=name)
-    yield mean_of("empty outputs", (not text for text in texts), set=name)
+      yield proportion("exact match", (is_match(text, sample.references) for sample, text in zip(some, texts, strict=True)), set=name)
+    yield proportion("empty outputs", (not text for text in texts), set=name)
 
 
 def read_verdicts(path: epath.PathLike, prompts: dict[str, str]) -> dict[str, bool]:

@@ -27,6 +27,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import itertools
 import json
 import os
 import tempfile
@@ -34,12 +35,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from numpy import ndarray
 
 from diffjax.config import UserError
 from diffjax.data import sources
 from diffjax.evals.methods import jsonl, scoring
-from diffjax.evals.report.figures import Figure, mean_of
+from diffjax.evals.report.figures import Figure, mean_of, proportion
 from diffjax.training.trained import Trained
 
 PAPER = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande")
@@ -113,20 +113,16 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
       place = {"task": name} if kind == "none" else {"task": name, "filter": kind}
       aggregation = task.aggregation()[metric]
       if aggregation is mean:
-        yield mean_of(metric, values, **place)
+        right_or_wrong = all(value in (0, 1) for value in values)
+        yield (proportion if right_or_wrong else mean_of)(metric, values, **place)
       else:  # such as a perplexity, of log-likelihoods and words: units are indices of the list of values
         again = lambda units, values=values, aggregation=aggregation: float(aggregation([values[int(index)] for index in units]))
         yield Figure(metric, np.arange(len(values)), place, again)
       if metric == ("acc_norm" if name == "hellaswag" else "acc"):
         headline[name] = values
   if len(headline) > 1:
-    units = [(index, value) for index, values in enumerate(headline.values()) for value in values]
-    yield Figure("mean accuracy", np.asarray(units, np.float64), {}, _mean_of_tasks)
-
-
-def _mean_of_tasks(units: ndarray) -> float:
-  """The mean of the tasks' means. A unit is (task, accuracy)."""
-  return float(np.mean([units[units[:, 0] == task, 1].mean() for task in np.unique(units[:, 0])]))
+    groups = [index for index, values in enumerate(headline.values()) for _ in values]
+    yield proportion("mean accuracy", itertools.chain.from_iterable(headline.values()), groups)
 
 
 @functools.cache

@@ -10,7 +10,9 @@ leaves these choices open:
 - Demonstrations come in rounds of one from every class, the classes shuffled in each round, so that the first n of them are balanced to
   within one. A class without further examples is left out of later rounds. The curve begins with one demonstration, each point has twice
   as many as the one before, and the last as many as fit. A larger number continues the demonstrations of the smaller one.
-- Accuracy is the mean over `sets` draws of demonstrations. The units are queries, so intervals do not cover the draw of demonstrations.
+- Accuracy is the mean over `sets` draws of demonstrations. The units are queries, so intervals do not cover the draw of demonstrations; a
+  query counts as one trial, however many draws it is asked after. `best minus worst` is no proportion and has a bootstrap interval, or none
+  where every query is answered alike.
 - Orders are drawn `orders` times. Alternating: the classes in a random order, one example of each in turn, in random order within a class.
 - Demonstrations are read once for all queries.
 
@@ -37,7 +39,7 @@ from diffjax.config import UserError
 from diffjax.data.tokenizer import Tokenizer
 from diffjax.evals.methods import jsonl
 from diffjax.evals.methods.label_decoding import LabelTree, decode_labels
-from diffjax.evals.report.figures import Figure, mean_of
+from diffjax.evals.report.figures import Figure, proportion
 from diffjax.evals.report.plots import by_model, draw_line, save
 from diffjax.model.sampler import Sampler
 from diffjax.training.trained import Trained
@@ -146,7 +148,7 @@ class _Task:
     for count in counts:
       chosen = [demonstrations[:count] for demonstrations in self._sets]
       correct = np.stack([self._correct(demonstrations) for demonstrations in chosen], axis=1)
-      yield mean_of("accuracy", correct.mean(1), **self._place(chosen))
+      yield proportion("accuracy", correct.mean(1), **self._place(chosen))
 
   def robustness(self) -> Iterator[Figure]:
     """Best minus worst accuracy over orders of the first set of demonstrations, as many as fit."""

@@ -27,7 +27,7 @@ from diffjax.config import UserError
 from diffjax.data.tokenizer import Tokenizer
 from diffjax.evals.methods import jsonl
 from diffjax.evals.methods.final_answer import extract, reference, same
-from diffjax.evals.report.figures import Figure, mean_of
+from diffjax.evals.report.figures import Figure, proportion
 from diffjax.model.sampler import Sampler
 from diffjax.training.trained import Trained
 
@@ -92,11 +92,10 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
     right.append(
       np.array([answer is not None and same(answer, question.answer) for answer, question in zip(answers, questions, strict=True)], float)
     )
-    yield mean_of("accuracy", right[-1], file=name)
-    yield mean_of("ended", [len(tokens) < settings.new_tokens or another(tokens) for tokens in written], file=name)
+    yield proportion("accuracy", right[-1], file=name)
+    yield proportion("ended", [len(tokens) < settings.new_tokens or another(tokens) for tokens in written], file=name)
   if len(files) > 1:
-    units = np.concatenate([np.stack([each, np.ones_like(each)], axis=1) / len(each) for each in right])
-    yield Figure("accuracy", units, {"file": "mean"})
+    yield proportion("accuracy", np.concatenate(right), np.repeat(np.arange(len(right)), list(map(len, right))), file="mean")
 
 
 def read(path: epath.PathLike) -> list[Question]:

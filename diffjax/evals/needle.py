@@ -28,7 +28,7 @@ from etils import epath
 
 from diffjax.config import UserError
 from diffjax.evals.methods.needle_prompts import find_haystack, make_prompts
-from diffjax.evals.report.figures import Figure, mean_of
+from diffjax.evals.report.figures import Figure, proportion
 from diffjax.evals.report.plots import save
 from diffjax.model.sampler import Sampler
 from diffjax.training.trained import Trained
@@ -60,7 +60,8 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   """Retrieval accuracy for each pair, length and depth, and the mean over depths.
 
   Yields:
-    `accuracy`, the share of the numbers asked for that were written. Its units are prompts.
+    `accuracy`, the share of the numbers asked for that were written. Its units are prompts, with R numbers each: a model that finds one may
+    find the others, so the interval counts a prompt as one trial.
 
   Raises:
     UserError: for settings that this model does not allow.
@@ -74,7 +75,7 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   for length in lengths:
     sampler = Sampler(trained.model, trained.params, batch_size=max(1, settings.batch_tokens // length), capacity=length)
     for num_needles, num_asked in pairs:
-      place = {"needles": num_needles, "asked": num_asked, "length": length}
+      place: dict[str, Any] = {"needles": num_needles, "asked": num_asked, "length": length}
       every: list[float] = []
       for depth in settings.depths:
         prompts = make_prompts(
@@ -89,9 +90,9 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
         )
         written = sampler.generate([prompt.ids for prompt in prompts], settings.new_tokens, stop_ids=(trained.tokenizer.separator,))
         found = [_share_found(trained.tokenizer.decode(ids), prompt.answers) for ids, prompt in zip(written, prompts, strict=True)]
-        yield mean_of("accuracy", found, **place, depth=depth)
+        yield proportion("accuracy", found, **place, depth=depth)
         every += found
-      yield mean_of("accuracy", every, **place, depth="mean")
+      yield proportion("accuracy", every, **place, depth="mean")
 
 
 def plot(results: dict[str, Any], path: epath.PathLike) -> None:

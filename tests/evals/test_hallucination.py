@@ -6,6 +6,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from diffjax.config import Config, ModelConfig, UserError
@@ -90,6 +91,16 @@ def judge(data, decide=lambda prompt: "no"):
   verdicts = [{"id": row["id"], "sha256": row["sha256"], "verdict": decide(row["prompt"])} for row in rows]
   (home(data) / "verdicts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in verdicts))
   return verdicts
+
+
+def test_shares_of_yes_are_proportions_and_rouge_is_not(data):
+  run(data, sets=("hotpotqa",))
+  judge(data)
+  found = list(hallucination.evaluate(TRAINED, Settings(sets=("hotpotqa",), data_dir=str(data))))
+  intervals = {figure.name: figures.interval(figure) for figure in found}
+  assert set(intervals) == {"free of hallucination", "ROUGE-L", "exact match", "empty outputs"}
+  assert intervals["free of hallucination"].low == intervals["exact match"].low < 0.5
+  assert intervals["empty outputs"].high > 0.5 and np.isnan(intervals["ROUGE-L"].high)
 
 
 def test_generations_and_judge_prompts_are_written(data, capsys):

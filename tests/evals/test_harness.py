@@ -97,6 +97,8 @@ def test_the_papers_tasks_on_local_questions(monkeypatch, data):
     assert len(found["acc", task].units) == len(QUESTIONS[task])
   assert figures.interval(found["acc", "hellaswag"]).value == pytest.approx(1 / 3)
   assert figures.interval(found["acc_norm", "hellaswag"]).value == pytest.approx(2 / 3)
+  certain = figures.interval(found["acc", "openbookqa"])
+  assert certain.value == certain.high == 1 and certain.low < 0.6
   assert figures.interval(found["mean accuracy", None]).value == pytest.approx(np.mean([*accuracy.values(), 2 / 3]))
   # Pairing: the same questions in the same order
   rows = list(figures.compare(found.values(), run(data_dir=str(data)).values()))

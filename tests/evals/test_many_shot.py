@@ -87,6 +87,7 @@ def test_an_oracle_that_reads_the_demonstrations_gets_every_query(monkeypatch):
   counts = [figure.at["demonstrations"] for figure in accuracy]
   assert counts[:6] == [1, 2, 4, 8, 16, 32] and counts[-2] < counts[-1] < 2 * counts[-2]
   assert figures.interval(accuracy[0]).value < 0.5 and figures.interval(accuracy[-1]).value == 1.0
+  assert 0.8 < figures.interval(accuracy[-1]).low < 0.9  # 20 queries, however many draws of demonstrations
   assert all(len(figure.units) == 20 for figure in found)
   tokens = [figure.at["tokens"] for figure in accuracy]
   assert tokens == sorted(tokens) and 4096 - 150 < tokens[-1] < 4096
@@ -95,6 +96,7 @@ def test_an_oracle_that_reads_the_demonstrations_gets_every_query(monkeypatch):
   robustness = [figure for figure in found if figure.name == "best minus worst"]
   assert [figure.at["order"] for figure in robustness] == ["random", "alternating"]
   assert [figures.interval(figure).value for figure in robustness] == [0.0, 0.0]
+  assert all(np.isnan(figures.interval(figure).high) for figure in robustness)
 
 
 def test_a_model_that_repeats_the_first_label_depends_on_the_order(monkeypatch):

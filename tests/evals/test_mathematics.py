@@ -96,6 +96,7 @@ def test_the_mean_weights_files_alike(play, trained, files):
   assert (found["accuracy", "gsm8k"]["value"], found["accuracy", "math"]["value"]) == (1.0, 0.0)
   assert found["accuracy", "mean"]["value"] == pytest.approx(0.5)
   assert found["accuracy", "mean"]["low"] < 0.5 < found["accuracy", "mean"]["high"]
+  assert found["accuracy", "gsm8k"]["low"] < 0.7 and found["accuracy", "math"]["high"] > 0.3
 
 
 def test_what_follows_another_question_does_not_count(play, trained, files):

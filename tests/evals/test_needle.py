@@ -67,6 +67,14 @@ def test_known_answers(monkeypatch, write, accuracy):
     assert len(figure.units) == (50 if figure.at["depth"] == "mean" else 10)
 
 
+def test_two_prompts_are_no_certainty(monkeypatch):
+  monkeypatch.setattr(needle, "Sampler", Sampler(guess))
+  found = list(needle.evaluate(trained(), dataclasses.replace(SMALL, samples=2, depths=(0.5,))))
+  for row in figures.compare(found, found):
+    assert row["value"] == 0 and row["low"] == 0 and row["high"] > 0.5
+    assert row["difference"]["low"] < -0.5 and row["difference"]["high"] > 0.5
+
+
 def test_a_model_that_guesses_gets_about_none(monkeypatch):
   monkeypatch.setattr(needle, "Sampler", Sampler(guess))
   assert np.mean([figures.interval(figure).value for figure in needle.evaluate(trained(), SMALL)]) < 0.01

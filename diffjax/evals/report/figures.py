@@ -1,4 +1,8 @@
-"""Figures, the numbers that measurements yield, with 95% intervals and paired differences of two models on the same samples."""
+"""Figures, the numbers that measurements yield, with 95% intervals and paired differences of two models on the same samples.
+
+A figure that is a proportion has Wilson's interval, and a difference of two has Tango's (`proportions.py`). All others have a percentile
+bootstrap, which resamples whole units. It would give a proportion of 0 of 2 the interval [0, 0].
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,10 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
+from diffjax.evals.report import proportions
+from diffjax.evals.report.proportions import CONFIDENCE
+
 RESAMPLES = 2000
-CONFIDENCE = 0.95
 
 
 def ratio(units: Float[ndarray, "U 2"]) -> float:
@@ -20,21 +26,30 @@ def ratio(units: Float[ndarray, "U 2"]) -> float:
   return float(total / count)
 
 
+def mean_over_groups(units: Float[ndarray, "U 2"]) -> float:
+  """The mean of the groups' means of units that hold an outcome and the number of a group."""
+  return float(np.mean([units[units[:, 1] == group, 0].mean() for group in np.unique(units[:, 1])]))
+
+
 @dataclasses.dataclass(frozen=True)
 class Figure:
   """A number of a measurement.
 
   Attributes:
     name: Name, with its unit if it has one, such as "loss (nats/token)".
-    units: The contribution of each independent unit (a document's row, a prompt, a question), [U, …]. Units are resampled whole.
+    units: The contribution of each independent unit (a document's row, a prompt, a question), [U, …]. What depends on each other, such as
+      several answers in one prompt, belongs into one unit.
     at: Its place in the measurement's grid, such as {"length": 4096, "depth": 0.5}.
     statistic: Computes the number from any resampling of the units along axis 0.
+    proportion: True if every unit is a trial: it holds an outcome, from 0 to 1, and the number of its group, and the statistic is
+      `mean_over_groups`. `proportion` makes such figures.
   """
 
   name: str
   units: Float[ndarray, "U *parts"]
   at: dict[str, Any] = dataclasses.field(default_factory=dict)
   statistic: Callable[[ndarray], float] = ratio
+  proportion: bool = False
 
 
 def mean_of(name: str, values: Iterable[float], **at: Any) -> Figure:
@@ -49,9 +64,31 @@ def mean_of(name: str, values: Iterable[float], **at: Any) -> Figure:
   return Figure(name, np.stack([values, np.ones_like(values)], axis=1), at)
 
 
+def proportion(name: str, outcomes: Iterable[float], groups: Iterable[int] | None = None, **at: Any) -> Figure:
+  """The figure of a proportion, the share of yes among independent answers.
+
+  Args:
+    name: Of the figure.
+    outcomes: For each unit 1 for yes or 0 for no. A unit of several answers has the share of yes among them.
+    groups: The number of each unit's group, such as its task. The figure is then the mean of the groups' proportions.
+    at: The figure's place.
+
+  Raises:
+    ValueError: if an outcome is not between 0 and 1.
+  """
+  outcomes = np.asarray(list(outcomes), np.float64)
+  if ((outcomes < 0) | (outcomes > 1)).any():
+    raise ValueError(f"{name}: outcomes must be between 0 and 1; got {outcomes.min():.4g} to {outcomes.max():.4g}")
+  numbers = np.zeros_like(outcomes) if groups is None else np.asarray(list(groups), np.float64)
+  return Figure(name, np.stack([outcomes, numbers], axis=1), at, mean_over_groups, proportion=True)
+
+
 @dataclasses.dataclass(frozen=True)
 class Interval:
-  """A number and its 95% percentile bootstrap interval over units. With fewer than two units the bounds are NaN."""
+  """A number and its 95% interval over units.
+
+  The bounds are NaN without units, and for a bootstrap also where the units show no spread: there is one, or all are alike.
+  """
 
   value: float
   low: float
@@ -76,13 +113,32 @@ def interval(figure: Figure, against: Figure | None = None) -> Interval:
       f"{figure.name} {figure.at} of {count} units cannot be paired with {against.name} {against.at} of {len(against.units)}"
     )
 
+  if not count:
+    return Interval(float("nan"), float("nan"), float("nan"), 0)
+  if figure.proportion and (against is None or against.proportion):
+    return Interval(*_of_proportions(figure.units, None if against is None else against.units), count)
+  return _bootstrap(figure, against)
+
+
+def _of_proportions(units: ndarray, against: ndarray | None) -> proportions.Bounds:
+  """The interval of a proportion or a paired difference: of each group, and from these of the mean."""
+  members = [units[:, 1] == group for group in np.unique(units[:, 1])]
+  if against is None:
+    return proportions.mean([proportions.single(units[chosen, 0]) for chosen in members])
+  return proportions.mean([proportions.paired_difference(units[chosen, 0], against[chosen, 0]) for chosen in members])
+
+
+def _bootstrap(figure: Figure, against: Figure | None) -> Interval:
+  """The percentile bootstrap's interval."""
+
   def value(index: ndarray) -> float:
     own = figure.statistic(figure.units[index])
     return own if against is None else own - against.statistic(against.units[index])
 
+  count = len(figure.units)
   everything = np.arange(count)
-  whole = value(everything) if count else float("nan")
-  if count < 2:
+  whole = value(everything)
+  if all((each.units == each.units[0]).all() for each in (figure, against) if each is not None):
     return Interval(whole, float("nan"), float("nan"), count)
   import scipy.stats  # here, since it takes a second to import
 
