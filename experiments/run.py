@@ -109,7 +109,8 @@ def _run(name: str, experiment: Experiment, everything: list[Run], chosen: list[
   say(f"{name}: {experiment.question}")
   say(f"grid {_GRID.value}: {len(missing)} of {len(chosen)} runs to do, in {base}; results in {out}")
   if missing:
-    _do(name, experiment, missing, places, _finished(everything, kept, read), len(chosen))
+    before = _finished(everything, kept, read)  # refuses what could not be collected beside them
+    _do(name, experiment, missing, places, before, len(chosen))
   if _SLICE.value != "0/1":
     say("this slice is done; run the command without --slice to collect the results")
     return

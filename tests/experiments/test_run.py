@@ -94,8 +94,11 @@ def test_ablations_at_two_steps_and_again(run, places):
   assert "0 of 1 runs to do" in errors, "results.json holds it"
   (errors,) = run("ablations", *flags[:-1], "--only=diff/seed_0", code=1)[1].splitlines()
   assert "holds results of another config" in errors and "train.batch_size is 4 there and 16 now" in errors
-  for path in (directory / "runs/ablations/cpu/diff/seed_0/result.json", directory / "out/results.json"):
-    path.unlink(missing_ok=True)
+  (directory / "out/results.json").unlink()
+  _, errors = run("ablations", *flags[:-1], "--only=diff/seed_0", code=1)
+  assert "result.json holds results of another config (transformer/seed_0)" in errors, "what could not be collected is said before training"
+  for path in (directory / "runs/ablations/cpu").glob("*/seed_*/result.json"):
+    path.unlink()
   _, errors = run("ablations", *flags[:-1], "--only=diff/seed_0", code=1)
   assert "diff/seed_0 holds a run of another config" in errors and "train.batch_size is 4 there and 16 now" in errors
 
