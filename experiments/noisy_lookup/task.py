@@ -113,8 +113,10 @@ def forward(model: ModelConfig, params: dict[str, Any], batch: Batch) -> tuple[F
     model.num_heads, model.head_dim, head_norm=model.head_norm, rope=False, norm_eps=model.norm_eps, attention_fn=attend
   )
   normed = rms_norm(x, layer["attention_norm"], model.norm_eps)
-  x = (x + attention.apply({"params": layer["attention"]}, normed, lambda_inits(model)[0]))[:, -ASKED:]
-  x = x + SwiGLU(model.ffn_dim).apply({"params": layer["ffn"]}, rms_norm(x, layer["ffn_norm"], model.norm_eps))
+  attended: Any = attention.apply({"params": layer["attention"]}, normed, lambda_inits(model)[0])
+  x = (x + attended)[:, -ASKED:]
+  widened: Any = SwiGLU(model.ffn_dim).apply({"params": layer["ffn"]}, rms_norm(x, layer["ffn_norm"], model.norm_eps))
+  x = x + widened
   return logits(params, rms_norm(x, params["final_norm"], model.norm_eps)), seen[0]
 
 
