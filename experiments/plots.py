@@ -23,9 +23,9 @@ class Style(NamedTuple):
 
 
 # From a variant's row to its style, the same in every figure. The colours are Okabe and Ito's (2008), which colour-blind people tell apart,
-# and a grey. Rows that have DIFF's or V2's colour are variants of it that no figure shows with a legend.
-_BLACK, _GREY, _PURPLE, _RED, _ORANGE, _SKY, _BLUE, _GREEN = (
-  "#000000", "#8c8c8c", "#cc79a7", "#d55e00", "#e69f00", "#56b4e9", "#0072b2", "#009e73",
+# a grey and a brown. Rows that have DIFF's or V2's colour are variants of it that no figure shows with a legend.
+_BLACK, _GREY, _PURPLE, _RED, _ORANGE, _SKY, _BLUE, _GREEN, _BROWN = (
+  "#000000", "#8c8c8c", "#cc79a7", "#d55e00", "#e69f00", "#56b4e9", "#0072b2", "#009e73", "#7f4f24",
 )  # fmt: skip
 ROWS = {
   "transformer": Style("Transformer", _BLACK, "o"),
@@ -34,7 +34,7 @@ ROWS = {
   "diff": Style("DIFF", _RED, "s"),
   "diff_without_norm": Style("DIFF without head norm", _ORANGE, "s"),
   "diff_lambda_zero": Style("DIFF with λ ≡ 0", _SKY, "s"),
-  "diff_lambda_0.8": Style("DIFF with λ_init 0.8", _RED, "s"),
+  "diff_lambda_0.8": Style("DIFF with λ_init 0.8", _BROWN, "v"),
   "diff_lambda_0.5": Style("DIFF with λ_init 0.5", _RED, "s"),
   "diff_frozen_lambda": Style("DIFF with frozen λ", _RED, "s"),
   "diff_v2": Style("DIFF V2", _BLUE, "^"),
