@@ -101,11 +101,7 @@ def plot(results: Mapping[str, Any]) -> Figure:
   curve, *kinds = figure.subplots(1, 4)
   plots.over_seeds(curve, _COUNTS, {variant: [run["curve"] for run in own] for variant, own in runs.items()})
   _by_count(curve, "Accuracy, random order", _COUNTS)
-  titles = {
-    "accuracy": "Accuracy",
-    "spread": "Accuracy of the best minus the worst order",
-    "changed": "Share of answers that change",
-  }
+  titles = {"accuracy": "Accuracy", "spread": "Accuracy of the best minus the worst order", "changed": "Share of answers that change"}
   for axes, (name, title) in zip(kinds, titles.items(), strict=True):
     _by_kind(axes, tuple(_ORDERS), {variant: [[run[f"{kind}_{name}"] for kind in _ORDERS] for run in own] for variant, own in runs.items()})
     axes.set_title(title, fontsize=10)

@@ -152,7 +152,7 @@ def test_bad_input_is_one_line(run, tmp_path):
   for args, code, message in (
     ([], 2, f"error: name an experiment: python -m experiments.run NAME; there are {names}"),
     (["nothing"], 1, f"error: there is no experiment 'nothing'; there are {names}"),
-    (["ablations", "--grid=moon"], 1, "error: --grid=moon: ablations has no such grid; there are cpu, session, gpu, tpu"),
+    (["ablations", "--grid=moon"], 1, "error: --grid=moon: ablations has no such grid; there are cpu, gpu, tpu"),
     (["ablations", "--only=banana"], 1, "error: --only=banana matches no run"),
     (["ablations", "--slice=2/2"], 1, "error: --slice=2/2: must be INDEX/COUNT"),
     (["ablations", "--set=train.step=3"], 1, "error: config.train.step is not a config field: did you mean train.steps?"),
@@ -208,7 +208,7 @@ def test_the_commands_that_are_printed_train_what_the_grid_says(run, tmp_path, n
   """Every variant's line, after the pretrained run's, gives the run's whole config."""
   changes = {"train.steps": 6, "optimizer.warmup_steps": 1, "eval.interval": 2}
   settings = [f"--set={field}={value}" for field, value in changes.items()]
-  for size in {size for each in grid.experiments_of(name) for size in each.grids} - {"session"}:
+  for size in {size for each in grid.experiments_of(name) for size in each.grids}:
     experiment = grid.load(name, size)
     chosen, base = experiment.grids[size], tmp_path / name / size
     wanted = {}
