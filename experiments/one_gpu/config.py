@@ -2,8 +2,7 @@
 
     python -m diffjax.train --config=experiments/one_gpu/config.py:diff,rate=0.002 --workdir=runs/pilot
 
-A run takes 79M tokens, a pilot a quarter of them at the learning rate RATE. Text, tokenizer and rows lie where the commands of README.md put
-them.
+A run takes 79M tokens, a pilot a quarter of them at the learning rate RATE. README.md says where text, tokenizer and rows come from.
 """
 
 import ml_collections

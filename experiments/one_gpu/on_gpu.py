@@ -2,16 +2,17 @@
 
     python -m experiments.one_gpu.on_gpu runs/one_gpu     # within --limit=540 seconds; again for more
 
-The machine needs Python 3.12, JAX for CUDA, SciPy, matplotlib, pip, tensorstore, tokenizers and uvloop. Other packages that it lacks come
-from DIR/pack, which pack.py makes. Everything that is made here lies in DIR/work, and the results in DIR/out. If $OUT is set, they are also
-there, as one archive, after each round. No run starts that would not end in time. The same command goes on with what is missing, also on
-another machine with this DIR/pack and DIR/out.
+The machine needs Python 3.12, JAX for CUDA, SciPy, matplotlib, pip, pyarrow, tensorstore, tokenizers and uvloop. Other packages that it
+lacks come from DIR/pack, which pack.py makes. Everything that is made here lies in DIR/work, and the results in DIR/out. If $OUT is set, they
+are also there, as one archive, after each round. No run starts that would not end in time. The same command goes on with what is missing,
+also on another machine with this DIR/pack and DIR/out.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import importlib.metadata
 import json
 import lzma
@@ -120,11 +121,9 @@ def _set_up(session: Session, on_cpu: bool) -> None:
   packed, text = session.path("pack/text.jsonl.xz"), session.path("work/text.jsonl")
   if not packed.exists():
     raise Failed(f"{packed} is missing; python -m experiments.one_gpu.pack {session.directory} makes it")
-  text.parent.mkdir(parents=True, exist_ok=True)
   site = session.path("work/site").absolute()
   os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), str(ROOT), os.environ.get("PYTHONPATH")]))
   os.environ |= {"XDG_CACHE_HOME": str(session.path("work/cache").absolute()), "PYTHONUNBUFFERED": "1"}
-  sys.path.insert(0, str(site))
   _install(session.path("pack/wheels"), site)
   code = "import diffjax.training.loop, experiments.run, jax; print(jax.default_backend(), *jax.devices())"  # missing packages fail here
   backend = _call([sys.executable, "-c", code]).stdout
@@ -145,9 +144,11 @@ def _set_up(session: Session, on_cpu: bool) -> None:
 
 
 def _install(wheels: pathlib.Path, site: pathlib.Path) -> None:
-  """Installs the wheels of packages that this machine lacks, or has in older versions."""
+  """Installs the wheels of packages that this machine lacks, or has in older versions, for this process too."""
   from pip._vendor.packaging import utils, version
 
+  site.mkdir(parents=True, exist_ok=True)  # before it is in the path: Python remembers that a directory is missing
+  sys.path.insert(0, str(site))
   missing = []
   for wheel in sorted(wheels.glob("*.whl")):
     name, packed, *_ = utils.parse_wheel_filename(wheel.name)
@@ -159,6 +160,7 @@ def _install(wheels: pathlib.Path, site: pathlib.Path) -> None:
     missing.append(str(wheel))
   if missing:
     _call([sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrade", "--target", str(site), *missing])
+    importlib.invalidate_caches()
 
 
 def _call(command: Sequence[str], capture: bool = True) -> subprocess.CompletedProcess[str]:

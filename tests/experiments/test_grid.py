@@ -36,12 +36,12 @@ def size(model):
 @pytest.mark.parametrize("name", ["order_robustness", *full(sorted({*grid.names()} - {"order_robustness"}))])
 def test_every_run_of_every_grid_has_a_model(name):
   grids = [chosen for experiment in grid.experiments_of(name) for chosen in experiment.grids.values()]
-  assert {"cpu", "gpu", "tpu"} <= {key for experiment in grid.experiments_of(name) for key in experiment.grids}
+  assert {"cpu", "gpu"} & {key for experiment in grid.experiments_of(name) for key in experiment.grids}
   for chosen in grids:
     runs = grid.expand(name, dataclasses.replace(chosen, seeds=chosen.seeds[:1]), {})
     variants = {run.variant for run in runs}
     assert variants >= {chosen.baseline.replace("*", variant.partition(",")[2]) for variant in variants}
-    assert len({(run.config.model, run.config.optimizer.frozen, run.config.train.steps) for run in runs}) == len(runs)
+    assert len({(run.config.model, run.config.optimizer, run.config.train.steps) for run in runs}) == len(runs)
     assert all(size(run.config.model) == parameter_count(run.config.model) for run in runs)
 
 
@@ -71,7 +71,7 @@ def test_every_row_of_ablations_takes_a_step():
 
 
 def test_five_seeds_and_pairs():
-  for name in grid.names():
+  for name in {*grid.names()} - {"one_gpu"}:  # which has no grid for CPUs
     experiment = grid.load(name)
     runs = grid.expand(name, experiment.grids["cpu"], {})
     seeds, paired = [run.seed for run in runs], bool(experiment.trains or experiment.pretrained)
@@ -151,11 +151,15 @@ def test_changes():
   )
   assert run.config.train.steps == 700 and run.config.optimizer.learning_rate == 1.0 and run.config.data.source == "text:a"
   assert run.fields == {"train.seed": 0, "data.seed": 0, "train.steps": 700, "optimizer.learning_rate": 1, "data.source": "text:a"}
+  two = grid.expand("ablations", grid.Grid(("transformer", "diff"), "diff"), {"eval.rows": 4, "diff:eval.rows": 8})
+  assert [run.config.eval.rows for run in two] == [4, 8] and two[1].fields["eval.rows"] == 8, "one variant's own"
   assert [grid.read_value(text) for text in ("3", "-1e-3", "True", "text:a", "")] == [3, -1e-3, True, "text:a", ""]
   for field, message in (
     ("steps", "config.steps is not a config field"),
     ("train.step", "train.step is not a config field: did you mean train.steps"),
     ("x.y", "config.x.y"),
+    ("dif:eval.rows", "--set=dif:eval.rows: the grid has no variant 'dif'; there are diff"),
+    ("diff:data.seed", "--set=data.seed: seeds are the grid's"),
   ):
     with pytest.raises(UserError, match=message):
       grid.expand("ablations", grid.Grid(("diff",), "diff"), {field: 1})
