@@ -24,7 +24,7 @@ def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
   config = base.get_config()
   config.model.update(vocab_size=4096, num_layers=8, embed_dim=512, num_heads=8, num_kv_heads=8, head_dim=32, ffn_dim=1360)
   config.model.attention_implementation = "two_call"  # on GPUs through cuDNN; the fused kernel has not run on a GPU yet
-  config.data.update(source="jsonl:runs/one_gpu/work/text.jsonl", tokenizer="runs/one_gpu/pack/tokenizer/tokenizer.json", length=1024)
+  config.data.update(source="text:runs/one_gpu/work/text/*.py", tokenizer="runs/one_gpu/pack/tokenizer/tokenizer.json", length=1024)
   config.data.update(validation_fraction=0.02, prepared_dir="runs/one_gpu/work/rows")
   steps = 1200 if rate is None else 300
   config.optimizer.update(learning_rate=rate or RATES[0], warmup_steps=steps // 20)

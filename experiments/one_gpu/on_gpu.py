@@ -2,10 +2,10 @@
 
     python -m experiments.one_gpu.on_gpu runs/one_gpu     # within --limit=540 seconds; again for more
 
-The machine needs Python 3.12, JAX for CUDA, SciPy, matplotlib, pip, pyarrow, tensorstore, tokenizers and uvloop. Other packages that it
-lacks come from DIR/pack, which pack.py makes. Everything that is made here lies in DIR/work, and the results in DIR/out. If $OUT is set, they
-are also there, as one archive, after each round. No run starts that would not end in time. The same command goes on with what is missing,
-also on another machine with this DIR/pack and DIR/out.
+The machine needs Python 3.12, JAX for CUDA, SciPy, matplotlib, pip, tensorstore, tokenizers and uvloop. Other packages that it
+lacks come from DIR/pack, which pack.py makes. Everything that is made here lies in DIR/work, and the results in DIR/out: after each round
+also in $OUT, if that is set, as one archive. No run starts that would not end in time. The same command goes on with what is missing, also
+on another machine with this DIR/pack and DIR/out.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Session:
 
   def places(self) -> list[str]:
     """The fields that say where the data are."""
-    data = {"source": f"jsonl:{self.path('work/text.jsonl')}", "tokenizer": self.path("pack/tokenizer/tokenizer.json")}
+    data = {"source": f"text:{self.path('work/text')}/*.py", "tokenizer": self.path("pack/tokenizer/tokenizer.json")}
     return [f"data.{name}={value}" for name, value in {**data, "prepared_dir": self.path("work/rows")}.items()]
 
   def changes(self, grid: str, rates: Sequence[str] = ()) -> list[str]:
@@ -118,7 +118,7 @@ def _set_up(session: Session, on_cpu: bool) -> None:
   Raises:
     Failed: if the pack is not there, there is no GPU, or there are too few rows.
   """
-  packed, text = session.path("pack/text.jsonl.xz"), session.path("work/text.jsonl")
+  packed, text = session.path("pack/text.jsonl.xz"), session.path("work/text")
   if not packed.exists():
     raise Failed(f"{packed} is missing; python -m experiments.one_gpu.pack {session.directory} makes it")
   site = session.path("work/site").absolute()
@@ -132,9 +132,11 @@ def _set_up(session: Session, on_cpu: bool) -> None:
     raise Failed("JAX finds no GPU here; --on_cpu goes on without")
   if not text.exists():
     temporary = text.with_suffix(".tmp")
-    with lzma.open(packed) as source, temporary.open("wb") as target:
-      shutil.copyfileobj(source, target, 1 << 24)
-    temporary.replace(text)
+    temporary.mkdir(exist_ok=True)
+    with lzma.open(packed) as lines:  # a file a document, which many processes can tokenise
+      for number, line in enumerate(lines):
+        (temporary / f"{number:06d}.py").write_bytes(json.loads(line)["text"].encode())
+    temporary.rename(text)
   config = next(iter(session.runs("gpu"))).config
   fields = [f"--config.{setting}" for setting in (*session.settings, *session.places())]
   _call([sys.executable, "-m", "diffjax.prepare", "--config=experiments/one_gpu/config.py", *fields], capture=False)

@@ -24,7 +24,7 @@ ROOT = HERE.parents[1]
 # Largest pack, so that the repository's files (7 MiB) fit beside it where 64 MiB can be brought along
 _MAX_MIB = 56
 
-# What training needs beyond JAX, SciPy, matplotlib, and packages whose wheels are large: pyarrow, tensorstore, tokenizers and uvloop
+# What training needs beyond JAX, SciPy, matplotlib, and packages whose wheels are large: tensorstore, tokenizers and uvloop
 _PACKAGES = (
   "absl-py", "aiofiles", "array_record", "cloudpickle", "etils", "flax", "fsspec", "grain", "humanize", "jaxtyping", "markdown-it-py",
   "mdurl", "ml_collections", "msgpack", "optax", "orbax-checkpoint", "packaging", "portpicker", "prometheus_client", "protobuf", "psutil",
