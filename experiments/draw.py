@@ -18,9 +18,14 @@ from experiments.grid import Experiment
 
 
 def main(names: Sequence[str]) -> None:
-  """Draws all results in the folders of these experiments, of every grid; all experiments if none is named."""
+  """Draws all results in the folders of these experiments, of every grid; of all experiments if none is named.
+
+  Raises:
+    UserError: for an unknown experiment.
+  """
   for name in names or grids.names():
-    grids.load(name)
+    if name not in grids.names():
+      raise UserError(f"there is no experiment {name!r}; there are {', '.join(grids.names())}")
     for path in sorted((grids.FOLDER / name).rglob("results.json")):
       found = results.read(path, "experiment", "grid", "baseline", "runs")
       assert found is not None

@@ -7,11 +7,12 @@ import fnmatch
 import importlib
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from diffjax.config import Config, UserError, from_config_dict
+
+if TYPE_CHECKING:
+  from matplotlib.figure import Figure
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 

@@ -129,11 +129,11 @@ class Launcher:
     for process in running:
       process.wait()
 
-  def side_by_side(self, jobs: Sequence[tuple[str, Callable[[int], None]]], slots: int) -> None:
+  def side_by_side(self, jobs: Sequence[tuple[str, Callable[[int], str | None]]], slots: int) -> None:
     """Calls the jobs in order, each with the number of a free slot, at most `slots` at a time.
 
     Args:
-      jobs: names, for progress lines, and what to call.
+      jobs: names, for progress lines, and what to call. The line that says how long a job took ends with the text that the job returned.
       slots: jobs at a time.
 
     Raises:
@@ -151,8 +151,8 @@ class Launcher:
       slot, start = free.get(), time.monotonic()
       try:
         say(f"{number + 1} of {len(jobs)}: {name}")
-        job(slot)
-        say(f"{number + 1} of {len(jobs)}: {name} took {time.monotonic() - start:.0f} s")
+        text = job(slot)
+        say(f"{number + 1} of {len(jobs)}: {name} took {time.monotonic() - start:.0f} s{f'; {text}' if text else ''}")
       except BaseException:
         failed.set()
         raise

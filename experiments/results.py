@@ -312,12 +312,9 @@ def difference(results: Mapping[str, Any], variant: str, name: str, against: str
   ours, theirs = _sample(results, variant, name), _sample(results, against, name)
   if variant == against or ours is None or theirs is None:
     return None
-  mean = statistics.mean(ours) - statistics.mean(theirs)
-  if len({*ours}) == len({*theirs}) == 1:  # without any spread the degrees of freedom are 0 / 0
-    return mean, mean, mean
   with _equal_runs():
     interval = scipy.stats.ttest_ind(ours, theirs, equal_var=False).confidence_interval(0.95)
-  return mean, float(interval.low), float(interval.high)
+  return statistics.mean(ours) - statistics.mean(theirs), float(interval.low), float(interval.high)
 
 
 @contextlib.contextmanager
@@ -337,9 +334,9 @@ def dunnett(results: Mapping[str, Any], name: str) -> dict[str, float]:
   for variant in dict.fromkeys(run["variant"] for run in results["runs"]):
     if difference(results, variant, name) is not None:
       rows.setdefault(_baseline(results, variant), []).append(variant)
-  found = {}
+  found: dict[str, float] = {}
   for baseline, variants in rows.items():
-    control, *samples = (_sample(results, variant, name) for variant in (baseline, *variants))
+    control, *samples = (_sample(results, variant, name) or [] for variant in (baseline, *variants))
     if any(len({*sample}) > 1 for sample in (control, *samples)):  # else there is no spread to compare with
       with _equal_runs():
         test = scipy.stats.dunnett(*samples, control=control, random_state=0)  # its integral is a random sum

@@ -3,7 +3,7 @@
     python -m experiments.run ablations                               # the grid "cpu", one run after the other
     python -m experiments.run ablations --only='diff*/seed_0' --steps=2
     python -m experiments.run retrieval --grid=gpu --side_by_side=8   # a GPU each
-    python -m experiments.run ablations --grid=tpu --cost             # its FLOPs and chip-hours; --print lists the commands
+    python -m experiments.run ablations --grid=tpu --cost             # its FLOPs and hours; --print lists the commands
     python -m experiments.run ablations --grid=tpu --aot=v5p:4x4x4    # do its steps fit these TPUs? They need not be attached
 
 The same command continues a grid that was stopped: each run has a workdir of its own (WORKDIR/NAME/GRID/VARIANT/seed_SEED), and finished
@@ -30,7 +30,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from absl import app, flags
@@ -38,9 +38,10 @@ from absl import app, flags
 from diffjax import command
 from diffjax.config import Config, UserError
 from diffjax.progress import say
-from experiments import draw, launch, results
+from experiments import cost, draw, launch, results
 from experiments import grid as grids
 from experiments.grid import Experiment, Run
+from experiments.pace import Pace
 
 _SET_HELP = "A field of every run's config, as in --set=eval.rows=64, or of one variant's, as in --set=diff:eval.rows=64; may be repeated."
 _GRID = flags.DEFINE_string("grid", "cpu", "One of the experiment's grids.")
@@ -52,15 +53,15 @@ _SIDE_BY_SIDE = flags.DEFINE_integer("side_by_side", 1, "Runs at a time, each on
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the runs; runs/experiments, or for changed grids runs/experiments_CODE.")
 _OUT = flags.DEFINE_string("out", None, "Directory of the results; the experiment's own folder, or for changed grids one beside the runs.")
 _PRINT = flags.DEFINE_bool("print", False, "Print the commands that train, and train nothing.")
-_COST = flags.DEFINE_bool("cost", False, "Print the FLOPs and chip-hours of the runs, and run nothing.")
+_COST = flags.DEFINE_bool("cost", False, "Print the FLOPs and the hours of the runs, on this machine or on chips, and run nothing.")
 _AOT = flags.DEFINE_string("aot", None, "Compile each variant's step for a slice of TPUs, such as v5p:4x4x4, and run nothing.")
 
-# The share of a chip's peak that --cost assumes for training, as others report it for dense models of these sizes.
-_UTILISATION = 0.4
 # VARIANT:FIELD=VALUE; a value may hold colons, and a variant "="
 _SETTING = re.compile(r"((?!\w+\.\w+=)[^:]+:)?([\w.]+)=(.*)", re.DOTALL)
 # The file in a workdir with the time spent on it, and the machine
 _SPENT = "spent.json"
+# The fields that `Experiment.prepare` may set
+_PLACES = ("data.source", "data.validation_source", "data.tokenizer")
 
 
 def main(name: str) -> None:
@@ -83,9 +84,7 @@ def _main(name: str) -> None:
     if "://" in (flag.value or ""):
       raise UserError(f"--{flag.name}={flag.value}: must be a local directory")
   if _COST.value:
-    if not experiment.trains and not experiment.pretrained:
-      raise UserError(f"{name} trains nothing; its README says how long it takes")
-    print(_cost(chosen))
+    print(_cost(name, experiment, everything, chosen))
   elif _AOT.value:
     _compile(experiment, chosen, _AOT.value)
   else:
@@ -103,8 +102,7 @@ def _main(name: str) -> None:
 def _run(name: str, experiment: Experiment, everything: list[Run], chosen: list[Run], places: tuple[str, ...]) -> None:
   """Does the chosen runs that are missing, then collects the results of all runs, unless this host has only a slice of them."""
   base, out = _base(name), _results_folder(name)
-  kept = results.read_folder(out / "results.json", name, _GRID.value, everything, experiment.task, places)
-  read = lambda run: results.read_run(base / run.name, run, experiment.task, places)
+  kept, read = _stored(name, experiment, everything, places)
   own_text = not everything[0].config.data.prepared_dir  # else rows that were brought along
   missing = [run for run in chosen if run.name not in kept and read(run) is None]
   if missing:  # errors that would otherwise come after hours
@@ -115,14 +113,36 @@ def _run(name: str, experiment: Experiment, everything: list[Run], chosen: list[
   say(f"{name}: {experiment.question}")
   say(f"grid {_GRID.value}: {len(missing)} of {len(chosen)} runs to do, in {base}; results in {out}")
   if missing:
-    _do(name, experiment, missing, places)
+    before = _finished(everything, kept, read)  # refuses what could not be collected beside them
+    _do(name, experiment, missing, places, before, len(chosen))
   if _SLICE.value != "0/1":
     say("this slice is done; run the command without --slice to collect the results")
     return
-  entries = [entry for run in everything if (entry := read(run) or kept.get(run.name)) is not None]
+  entries = [entry for _, entry in _finished(everything, kept, read)]
   if own_text:
     results.check_text(entries)
   print(f"{_collect(name, experiment, entries, out)} ({len(entries)} of {len(everything)} runs)")
+
+
+def _stored(
+  name: str, experiment: Experiment, everything: list[Run], places: tuple[str, ...]
+) -> tuple[dict[str, dict[str, Any]], Callable[[Run], dict[str, Any] | None]]:
+  """The runs in results.json by name, and a function that reads a run's results from its workdir, None if it has not finished."""
+  path = _results_folder(name) / "results.json"
+  kept = results.read_folder(path, name, _GRID.value, everything, experiment.task, places)
+  return kept, lambda run: results.read_run(_base(name) / run.name, run, experiment.task, places)
+
+
+def _finished(
+  everything: list[Run], kept: dict[str, dict[str, Any]], read: Callable[[Run], dict[str, Any] | None]
+) -> list[tuple[Run, dict[str, Any]]]:
+  """The runs that have finished, with their results."""
+  return [(run, entry) for run in everything if (entry := read(run) or kept.get(run.name)) is not None]
+
+
+def _seconds(finished: list[tuple[Run, dict[str, Any]]], machine: str) -> list[tuple[Run, float]]:
+  """The runs that have finished on a machine of this kind, and the seconds that each took."""
+  return [(run, entry["seconds"]) for run, entry in finished if entry.get("machine") == machine and entry.get("seconds")]
 
 
 def _collect(name: str, experiment: Experiment, entries: list[dict[str, Any]], out: pathlib.Path) -> str:
@@ -200,13 +220,19 @@ def _trainings(name: str, experiment: Experiment, run: Run) -> list[tuple[list[s
   return commands
 
 
-def _do(name: str, experiment: Experiment, runs: list[Run], places: tuple[str, ...]) -> None:
-  """Trains and measures the runs, and writes a result.json for each."""
+def _do(
+  name: str, experiment: Experiment, runs: list[Run], places: tuple[str, ...], before: list[tuple[Run, dict[str, Any]]], total: int
+) -> None:
+  """Trains and measures the runs, of `total` that are asked for, and writes a result.json for each.
+
+  Runs that had finished `before`, with their results, tell how long the others take."""
   found, slots = launch.devices(), _SIDE_BY_SIDE.value
   machine = results.machine(found, slots)
   environments = [launch.environment(found, slot, slots) for slot in range(slots)]
+  pace = Pace(_seconds(before, machine), runs, slots, experiment.trains)
 
-  def do(run: Run, slot: int) -> None:
+  def do(run: Run, slot: int) -> str:
+    pace.begin(run)
     workdir = _base(name) / run.name
     workdir.mkdir(parents=True, exist_ok=True)
     log = workdir / "output.txt" if slots > 1 else None
@@ -229,11 +255,16 @@ def _do(name: str, experiment: Experiment, runs: list[Run], places: tuple[str, .
       chosen = {metric: logged.get(metric) for metric in experiment.metrics.values()}
     spent = (None, "not known: trained by another launcher") if elsewhere else _spent(workdir)
     results.write_run(workdir, run, experiment.task, chosen, *spent)
+    return pace.end(run, spent[0])
 
   with launch.Launcher() as launcher:
     for preparation in _preparations(name, experiment, runs, places):  # once, before several runs want the same rows
       launcher.call(preparation)
-    launcher.side_by_side([(run.name, functools.partial(do, run)) for run in runs], slots)
+    try:
+      launcher.side_by_side([(run.name, functools.partial(do, run)) for run in runs], slots)
+    except BaseException:
+      say(pace.stopped(total))
+      raise
 
 
 def _preparations(name: str, experiment: Experiment, runs: list[Run], places: tuple[str, ...]) -> list[list[str]]:
@@ -270,28 +301,18 @@ def _spent(workdir: pathlib.Path) -> tuple[float, str]:
   return spent["seconds"], spent["machine"]
 
 
-def _cost(runs: list[Run]) -> str:
-  """A table of the tokens, FLOPs and chip-hours of each variant's runs together."""
-  from diffjax.training.flops import parameter_count, peak_flops, step_flops
-
-  chips = {"v5p": peak_flops("TPU v5"), "H100": peak_flops("NVIDIA H100")}
-  lines = [
-    f"chip-hours at {_UTILISATION:.0%} of the peak",
-    "| | runs | parameters | tokens | FLOPs | " + " | ".join(chips) + " |",
-    "|---" * 7 + "|",
-  ]
-  total = dict.fromkeys(chips, 0.0)
-  for variant in dict.fromkeys(run.variant for run in runs):
-    own = [run for run in runs if run.variant == variant]
-    config = own[0].config
-    tokens = config.train.steps * config.train.batch_size * config.data.length
-    spent = len(own) * step_flops(config.model, config.data.length, tokens).training
-    hours = {chip: spent / (peak * _UTILISATION) / 3600 for chip, peak in chips.items() if peak}
-    total = {chip: total[chip] + hours[chip] for chip in chips}
-    cells = [variant, str(len(own)), f"{results.cell(parameter_count(config.model) / 1e6)} M", f"{tokens / 1e9:.3g} B", f"{spent:.2e}"]
-    lines.append("| " + " | ".join(cells + [results.cell(value) for value in hours.values()]) + " |")
-  lines.append("| all | " + f"{len(runs)} | | | | " + " | ".join(map(results.cell, total.values())) + " |")
-  return "\n".join(lines)
+def _cost(name: str, experiment: Experiment, everything: list[Run], chosen: list[Run]) -> str:
+  """A table of what the chosen runs cost, on this machine if it can train them."""
+  if not cost.for_this_machine(chosen):
+    if not experiment.trains and not experiment.pretrained:
+      raise UserError(f"{name} trains nothing; its README says how long it takes")
+    return cost.on_chips(chosen)
+  found, slots = launch.devices(), _SIDE_BY_SIDE.value
+  machine, env = results.machine(found, slots), launch.environment(found, 0, slots)
+  finished: list[tuple[Run, dict[str, Any]]] = []
+  with contextlib.suppress(UserError):  # results of another config say nothing about this one
+    finished = _finished(everything, *_stored(name, experiment, everything, _PLACES))
+  return cost.here(experiment, chosen, _seconds(finished, machine), machine, slots, env)
 
 
 def _compile(experiment: Experiment, runs: list[Run], topology: str) -> None:

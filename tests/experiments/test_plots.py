@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from diffjax.config import UserError
 from experiments import draw, grid, plots, results
 
 # Rows that stand in one legend
@@ -66,6 +67,8 @@ def test_drawing_again(tmp_path, monkeypatch):
   assert b"<dc:date>" not in first["ablations/plot.svg"]
   draw.main(["ablations"])
   assert all((tmp_path / file).read_bytes() == content for file, content in first.items())
+  with pytest.raises(UserError, match="there is no experiment 'nothing'; there are ablations, scaling"):
+    draw.main(["nothing"])
 
 
 @pytest.mark.parametrize("name", sorted({*grid.names()} - {"one_gpu"}))  # which has no results yet

@@ -16,7 +16,7 @@ import pytest
 import diffjax.command
 from diffjax.compiled import plan
 from diffjax.config import UserError
-from experiments import grid, launch
+from experiments import cost, grid, launch, results
 from tests import in_process
 
 # Models small enough for the command's own start to take longest, and machine code without optimisation
@@ -83,7 +83,7 @@ def test_ablations_at_two_steps_and_again(run, places):
   path = directory / "runs/ablations/cpu/diff/seed_0/result.json"
   before = path.stat().st_mtime_ns
   out, errors = run("ablations", *flags, "--only=diff/seed_[01]", "--only=transformer/seed_0", "--side_by_side=2")
-  assert "2 of 3 runs to do" in errors and "(3 of 65 runs)" in out and path.stat().st_mtime_ns == before
+  assert "2 of 3 runs to do" in errors and "1 run left, about " in errors and "(3 of 65 runs)" in out and path.stat().st_mtime_ns == before
   found = json.loads((directory / "out/results.json").read_text())
   assert [each["name"] for each in found["runs"]] == ["transformer/seed_0", "diff/seed_0", "diff/seed_1"]
   assert found["config"]["train.steps"] == 2 and all(each["results"]["validation/loss"] > 0 for each in found["runs"])
@@ -94,8 +94,11 @@ def test_ablations_at_two_steps_and_again(run, places):
   assert "0 of 1 runs to do" in errors, "results.json holds it"
   (errors,) = run("ablations", *flags[:-1], "--only=diff/seed_0", code=1)[1].splitlines()
   assert "holds results of another config" in errors and "train.batch_size is 4 there and 16 now" in errors
-  for path in (directory / "runs/ablations/cpu/diff/seed_0/result.json", directory / "out/results.json"):
-    path.unlink(missing_ok=True)
+  (directory / "out/results.json").unlink()
+  _, errors = run("ablations", *flags[:-1], "--only=diff/seed_0", code=1)
+  assert "result.json holds results of another config (transformer/seed_0)" in errors, "what could not be collected is said before training"
+  for path in (directory / "runs/ablations/cpu").glob("*/seed_*/result.json"):
+    path.unlink()
   _, errors = run("ablations", *flags[:-1], "--only=diff/seed_0", code=1)
   assert "diff/seed_0 holds a run of another config" in errors and "train.batch_size is 4 there and 16 now" in errors
 
@@ -120,7 +123,8 @@ def test_a_run_that_was_stopped_goes_on(run, places):
     time.sleep(0.02)
   process.send_signal(signal.SIGTERM)
   out, errors = process.communicate(timeout=120)
-  assert process.returncode == 130 and "SIGTERM: saving" in errors and "error: interrupted" in errors, errors
+  assert process.returncode == 130 and "SIGTERM: saving" in errors, errors
+  assert "0 of 1 runs are done; the same command goes on\n" in errors and "error: interrupted" in errors, errors
   steps = [json.loads(line)["step"] for line in (workdir / "metrics.jsonl").read_text().splitlines()]
   assert 5 <= steps[-1] < 600 and not (workdir / "result.json").exists() and not list((directory / "stopped_out").glob("*"))
   spent = json.loads((workdir / "spent.json").read_text())
@@ -161,7 +165,7 @@ def test_bad_input_is_one_line(run, tmp_path):
     (["ablations", "--set=data.seed=7"], 1, "error: --set=data.seed: seeds are the grid's, 0, 1, 2, 3, 4; --only='*/seed_0' chooses one"),
     (["ablations", "--workdir=gs://bucket/runs"], 1, "error: --workdir=gs://bucket/runs: must be a local directory"),
     (["ablations", "--grid=gpu", "--workdir=/proc/nowhere"], 1, "error: cannot write in /proc/nowhere/ablations/gpu: No such"),
-    (["throughput", "--cost"], 1, "error: throughput trains nothing"),
+    (["throughput", "--grid=gpu", "--cost"], 1, "error: throughput trains nothing"),
     (["ablations", "--aot=v5e:3x3"], 1, "error: transformer: --topology=v5e:3x3: there is no such slice"),
     (["ablations", "--steps=0"], 2, "error: flag --steps=0"),
     (["ablations", "banana"], 2, "error: unexpected argument 'banana'"),
@@ -175,11 +179,27 @@ def test_costs_and_commands_are_printed(run):
   out, _ = run("ablations", "--grid=tpu", "--cost")
   line = next(line for line in out.splitlines() if line.startswith("| diff,size=1b |"))
   assert [cell.strip() for cell in line.split("|")[2:6]] == ["1", "1,410 M", "10.5 B", "9.82e+19"]
+  assert out.startswith("chip-hours at 40% of the peak\n")
   out, _ = run("ablations", "--print", "--only=diff/seed_3", "--workdir=/runs")
   assert out.endswith(
     "-m diffjax.train --config=experiments/ablations/config.py:diff --workdir=/runs/ablations/cpu/diff/seed_3 "
     "--config.train.seed=3 --config.data.seed=3\n"
   )
+
+
+def test_costs_of_small_grids_are_those_of_finished_runs(run, tmp_path):
+  """Of this machine, as many at a time; results of another config are passed over."""
+  chosen = grid.expand("ablations", grid.Grid(("diff",), "diff", range(4)), {"data.source": "text:x"})
+  here, elsewhere = (results.machine(launch.Devices("cpu", kind, 1), 1) for kind in ("cpu", "other"))
+  for one, seconds, machine in zip(chosen, (100.0, 200.0, 900.0, None), (here, here, elsewhere, here), strict=True):
+    results.write_run(tmp_path / "ablations/cpu" / one.name, one, {}, {"validation/loss": 1.0}, seconds, machine)
+  flags = [f"--workdir={tmp_path}", f"--out={tmp_path}/out", "--only=diff", "--cost"]
+  out, _ = run("ablations", *flags, "--set=data.source=text:x")
+  assert out.startswith(f"hours of {here}, 1 at a time\n") and "| 150 | 0.208 | 2 finished runs |" in out
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(cost, "_time_steps", lambda shapes, env: dict.fromkeys(shapes, 0.25))
+    out, _ = run("ablations", *flags, "--set=data.source=text:x", "--set=train.steps=400")
+  assert "| 100 | 0.139 | steps of 0.25 s |" in out
 
 
 def test_a_changed_grid_lies_apart(run):
