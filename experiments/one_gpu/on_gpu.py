@@ -149,7 +149,6 @@ def _install(wheels: pathlib.Path, site: pathlib.Path) -> None:
   """Installs the wheels of packages that this machine lacks, or has in older versions, for this process too."""
   from pip._vendor.packaging import utils, version
 
-  site.mkdir(parents=True, exist_ok=True)  # before it is in the path: Python remembers that a directory is missing
   sys.path.insert(0, str(site))
   missing = []
   for wheel in sorted(wheels.glob("*.whl")):
@@ -162,7 +161,7 @@ def _install(wheels: pathlib.Path, site: pathlib.Path) -> None:
     missing.append(str(wheel))
   if missing:
     _call([sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrade", "--target", str(site), *missing])
-    importlib.invalidate_caches()
+    importlib.invalidate_caches()  # Python remembers that the directory was missing
 
 
 def _call(command: Sequence[str], capture: bool = True) -> subprocess.CompletedProcess[str]:

@@ -1,7 +1,7 @@
 """experiments/one_gpu: the plan, the text, the choice of learning rates and of runs, and the whole chain on a CPU with tiny models."""
 
 import dataclasses
-import importlib
+import importlib.util
 import json
 import math
 import os
@@ -147,7 +147,8 @@ def place(tmp_path):
 
 
 def test_packages_that_are_missing_can_be_imported_at_once(place, monkeypatch):
-  monkeypatch.setattr(sys, "path", [*sys.path])
+  monkeypatch.setattr(sys, "path", [str(place / "site"), *sys.path])
+  assert importlib.util.find_spec("diffjax_absent") is None  # an import that passes the directory before it is there
   on_gpu._install(place / "pack/wheels", place / "site")
   assert importlib.import_module("diffjax_absent").here
   times = [path.stat().st_mtime_ns for path in (place / "site").iterdir()]
