@@ -132,22 +132,26 @@ def expand(name: str, grid: Grid, changes: Mapping[str, Any]) -> list[Run]:
   Args:
     name: the experiment's.
     grid: one of its grids.
-    changes: fields to set in every run, by dotted name.
+    changes: fields to set, by dotted name: FIELD in every run, VARIANT:FIELD in the runs of one variant.
 
   Raises:
-    UserError: for an unknown field, for a seed, which the grid sets, and for a config that cannot work.
+    UserError: for an unknown field or variant, for a seed, which the grid sets, and for a config that cannot work.
   """
-  for field in ("train.seed", "data.seed"):
-    if field in changes:
+  for change in changes:
+    variant, _, field = change.rpartition(":")
+    if variant and variant not in grid.variants:
+      raise UserError(f"--set={change}: the grid has no variant {variant!r}; there are {', '.join(grid.variants)}")
+    if field in ("train.seed", "data.seed"):
       raise UserError(f"--set={field}: seeds are the grid's, {', '.join(map(str, grid.seeds))}; --only='*/seed_0' chooses one")
-  experiment = next((each for each in experiments_of(name) if grid in each.grids.values()), load(name))
+  experiment = next((each for each in experiments_of(name) if grid in each.grids.values()), experiments_of(name)[0])
   start = {run.name: run for run in expand(experiment.pretrained, grid, changes)} if experiment.pretrained else {}
   config_of = name if experiment.trains or not experiment.pretrained else experiment.pretrained
   get_config = importlib.import_module(f"experiments.{config_of}.config").get_config
   runs = []
   for seed in grid.seeds:
     for variant in grid.variants:
-      fields = {"train.seed": seed, "data.seed": seed, **changes}
+      own = {change.rpartition(":")[2]: value for change, value in changes.items() if change.rpartition(":")[0] in ("", variant)}
+      fields = {"train.seed": seed, "data.seed": seed, **own}
       config = _with_fields(get_config(variant).to_dict(), fields)
       runs.append(Run(f"{variant}/seed_{seed}", variant, seed, config, fields, start.get(f"{variant}/seed_{seed}")))
   return runs

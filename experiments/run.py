@@ -25,6 +25,7 @@ import hashlib
 import json
 import pathlib
 import platform
+import re
 import shlex
 import sys
 import tempfile
@@ -42,10 +43,11 @@ from experiments import grid as grids
 from experiments.grid import Experiment, Run
 from experiments.pace import Pace
 
+_SET_HELP = "A field of every run's config, as in --set=eval.rows=64, or of one variant's, as in --set=diff:eval.rows=64; may be repeated."
 _GRID = flags.DEFINE_string("grid", "cpu", "One of the experiment's grids.")
 _ONLY = flags.DEFINE_multi_string("only", [], "A run or a variant, where * stands for anything; may be repeated.")
 _STEPS = flags.DEFINE_integer("steps", None, "Steps of every run, instead of its config's.", lower_bound=1)
-_SET = flags.DEFINE_multi_string("set", [], "A field of every run's config, as in --set=eval.rows=64; may be repeated.")
+_SET = flags.DEFINE_multi_string("set", [], _SET_HELP)
 _SLICE = flags.DEFINE_string("slice", "0/1", "INDEX/COUNT: this host's part of the runs.")
 _SIDE_BY_SIDE = flags.DEFINE_integer("side_by_side", 1, "Runs at a time, each on its share of this machine's devices.", lower_bound=1)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the runs; runs/experiments, or for changed grids runs/experiments_CODE.")
@@ -54,6 +56,8 @@ _PRINT = flags.DEFINE_bool("print", False, "Print the commands that train, and t
 _COST = flags.DEFINE_bool("cost", False, "Print the FLOPs and the hours of the runs, on this machine or on chips, and run nothing.")
 _AOT = flags.DEFINE_string("aot", None, "Compile each variant's step for a slice of TPUs, such as v5p:4x4x4, and run nothing.")
 
+# VARIANT:FIELD=VALUE; a value may hold colons, and a variant "="
+_SETTING = re.compile(r"((?!\w+\.\w+=)[^:]+:)?([\w.]+)=(.*)", re.DOTALL)
 # The file in a workdir with the time spent on it, and the machine
 _SPENT = "spent.json"
 # The fields that `Experiment.prepare` may set
@@ -160,10 +164,11 @@ def _check_writable(flag: str, directory: pathlib.Path) -> None:
 def _changes() -> dict[str, object]:
   changes = {}
   for setting in _SET.value:
-    field, separator, value = setting.partition("=")
-    if not separator:
-      raise UserError(f"--set={setting}: must be FIELD=VALUE, such as eval.rows=64")
-    changes[field.removeprefix("config.")] = grids.read_value(value)
+    match = _SETTING.fullmatch(setting)
+    if match is None:
+      raise UserError(f"--set={setting}: must be FIELD=VALUE, such as eval.rows=64, or VARIANT:FIELD=VALUE")
+    variant, field, value = match.groups(default="")
+    changes[variant + field.removeprefix("config.")] = grids.read_value(value)
   return changes
 
 

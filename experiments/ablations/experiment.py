@@ -62,12 +62,7 @@ def plot_losses(results: Mapping[str, Any]) -> Figure:
 
 EXPERIMENT = Experiment(
   question="Which parts of DIFF make it better than the Transformer?",
-  grids={
-    "cpu": _grid("tiny", (4, 8, 16), seeds=5),
-    "session": twins("session", seeds=5),
-    "gpu": _grid("125m", (2, 4, 8, 16), seeds=1),
-    "tpu": _grid("1b", (2, 4, 16), seeds=1),
-  },
+  grids={"cpu": _grid("tiny", (4, 8, 16), seeds=5), "gpu": _grid("125m", (2, 4, 8, 16), seeds=1), "tpu": _grid("1b", (2, 4, 16), seeds=1)},
   metrics={"loss": _LOSS, "AR-Hit": "validation/ar_hit", "Others": "validation/others"},
   plot=plot_losses,
 )

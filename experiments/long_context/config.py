@@ -15,7 +15,7 @@ EXTENSIONS = {"tiny": (2048, 60, 1), "125m": (16_384, 400, 16), "1b": (65_536, 5
 
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
-  _, size, _ = ablations.parts(variant, EXTENSIONS)
+  _, size, _ = ablations.parts(variant)
   config = ablations.get_config(variant)
   length, steps, accumulation = EXTENSIONS[size]
   factor = length // config.data.length

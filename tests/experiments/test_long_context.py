@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from diffjax.config import UserError
 from experiments import grid, plots, results
 from experiments.ablations.config import get_config as pretrained
 from experiments.long_context import experiment
@@ -24,13 +23,6 @@ def test_extensions(size, row):
   assert long.train.batch_size * long.data.length == short.train.batch_size * short.data.length
   same = dict(rope_base=0.0, max_length=0, remat="")  # the parameters fit
   assert dataclasses.replace(long.model, **same) == dataclasses.replace(short.model, **same)
-
-
-def test_sizes_without_an_extension_are_refused():
-  with pytest.raises(
-    UserError, match=r"there is no size 'session'; variants are transformer\|.*\[,size=tiny\|125m\|1b\]\[,heads=NUMBER\]$"
-  ):
-    get_config("diff,size=session")
 
 
 def test_the_base_grows_as_the_papers():

@@ -156,10 +156,11 @@ def test_bad_input_is_one_line(run, tmp_path):
   for args, code, message in (
     ([], 2, f"error: name an experiment: python -m experiments.run NAME; there are {names}"),
     (["nothing"], 1, f"error: there is no experiment 'nothing'; there are {names}"),
-    (["ablations", "--grid=moon"], 1, "error: --grid=moon: ablations has no such grid; there are cpu, session, gpu, tpu"),
+    (["ablations", "--grid=moon"], 1, "error: --grid=moon: ablations has no such grid; there are cpu, gpu, tpu"),
     (["ablations", "--only=banana"], 1, "error: --only=banana matches no run"),
     (["ablations", "--slice=2/2"], 1, "error: --slice=2/2: must be INDEX/COUNT"),
     (["ablations", "--set=train.step=3"], 1, "error: config.train.step is not a config field: did you mean train.steps?"),
+    (["ablations", "--set=dif:eval.rows=4"], 1, "error: --set=dif:eval.rows: the grid has no variant 'dif'; there are transformer"),
     (["ablations", "--set=train"], 1, "error: --set=train: must be FIELD=VALUE"),
     (["ablations", "--set=data.seed=7"], 1, "error: --set=data.seed: seeds are the grid's, 0, 1, 2, 3, 4; --only='*/seed_0' chooses one"),
     (["ablations", "--workdir=gs://bucket/runs"], 1, "error: --workdir=gs://bucket/runs: must be a local directory"),
@@ -228,7 +229,7 @@ def test_the_commands_that_are_printed_train_what_the_grid_says(run, tmp_path, n
   """Every variant's line, after the pretrained run's, gives the run's whole config."""
   changes = {"train.steps": 6, "optimizer.warmup_steps": 1, "eval.interval": 2}
   settings = [f"--set={field}={value}" for field, value in changes.items()]
-  for size in {size for each in grid.experiments_of(name) for size in each.grids} - {"session"}:
+  for size in {size for each in grid.experiments_of(name) for size in each.grids}:
     experiment = grid.load(name, size)
     chosen, base = experiment.grids[size], tmp_path / name / size
     wanted = {}
@@ -266,7 +267,8 @@ def test_variants_are_compiled_for_tpus_that_are_not_there(run, monkeypatch):
   assert errors == "error: transformer: too large for v5e:1x1; python -m diffjax.aot says what would take less\n"
 
 
-# Of each experiment; that the commands of the others are what the grid says is asked above, and that they take a step in test_grid.py
+# Of each experiment with a grid for CPUs. A test above asks whether the commands of the others are what the grid says, and test_grid.py
+# whether they take a step
 TRAINED = {
   "ablations": ("transformer_norm", "diff_v2_linear"),
   "eight_heads": ("diff",),
@@ -283,7 +285,7 @@ TRAINED = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", grid.names())
+@pytest.mark.parametrize("name", TRAINED)
 def test_every_experiment_at_two_steps(run, places, tmp_path, name):
   """From the data to the plot, with the grid's own sizes, except for the layers of the model with long rows."""
   directory, flags = places
