@@ -345,7 +345,7 @@ def dunnett(results: Mapping[str, Any], name: str) -> dict[str, float]:
       rows.setdefault(_baseline(results, variant), []).append(variant)
   found: dict[str, float] = {}
   for baseline, variants in rows.items():
-    control, *samples = (_sample(results, variant, name) or [] for variant in (baseline, *variants))
+    control, *samples = (sample(results, variant, name) or [] for variant in (baseline, *variants))
     if any(len({*sample}) > 1 for sample in (control, *samples)):  # else there is no spread to compare with
       with _equal_runs():
         test = scipy.stats.dunnett(*samples, control=control, random_state=0)  # its integral is a random sum
