@@ -7,6 +7,7 @@ import pathlib
 import sys
 
 from diffjax.config import UserError, from_config_dict
+from diffjax.evals.report.results import finite
 from diffjax.training import manifest, runtime
 from experiments import grid as grids
 
@@ -25,7 +26,7 @@ def main(name: str, grid: str, workdir: str, trained: str) -> None:
     except manifest.Damage as damage:
       raise UserError(f"{path} is damaged: {damage}; delete it, and run again to train its steps once more") from damage
   found = experiment.measure(trained, config)
-  (directory / "measured.json").write_text(json.dumps(found) + "\n")
+  (directory / "measured.json").write_text(json.dumps(finite(found)) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -85,7 +86,9 @@ def over_seeds(axes: Any, x: Sequence[Any], rows: Mapping[str, Any], linestyle: 
 
 
 def over_rates(results: Mapping[str, Any], metric: str, title: str) -> Figure:
-  """Draws a number over the learning rates that were tried, for each row and every other setting: the mean over seeds, and single runs."""
+  """Draws a number over the learning rates that were tried, for each row and every other setting: the mean over seeds, and single runs.
+
+  A mean is left out where a run lacks the number."""
   figure = Figure((7, 4.5), layout="constrained")
   axes = figure.subplots()
   lines: dict[tuple[str, str], dict[float, list[float]]] = {}
@@ -94,7 +97,7 @@ def over_rates(results: Mapping[str, Any], metric: str, title: str) -> Figure:
     values = dict(field.split("=") for field in fields)
     rate = float(values.pop("rate"))
     rest = ", ".join(f"{name} {value}" for name, value in values.items())
-    lines.setdefault((row, rest), {})[rate] = [run[metric] for run in runs]
+    lines.setdefault((row, rest), {})[rate] = [math.nan if run[metric] is None else run[metric] for run in runs]
   dashes = dict(zip(dict.fromkeys(rest for _, rest in lines), ("-", "--", ":"), strict=False))
   for (row, rest), points in lines.items():
     shown, rates = style(row), sorted(points)

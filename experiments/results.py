@@ -276,7 +276,7 @@ def _count(results: Mapping[str, Any], name: str, variant: str) -> str:
   return f" ({there} of {runs})" if 0 < there < runs else ""
 
 
-def _sample(results: Mapping[str, Any], variant: str, name: str) -> list[float] | None:
+def sample(results: Mapping[str, Any], variant: str, name: str) -> list[float] | None:
   """A named number of all of a variant's runs. None with fewer than two runs, and if a run lacks the number.
 
   A run without the number may have diverged. The others are no fair sample then."""
@@ -309,12 +309,21 @@ def difference(results: Mapping[str, Any], variant: str, name: str, against: str
     number.
   """
   against = against or _baseline(results, variant)
-  ours, theirs = _sample(results, variant, name), _sample(results, against, name)
+  ours, theirs = sample(results, variant, name), sample(results, against, name)
   if variant == against or ours is None or theirs is None:
     return None
   with _equal_runs():
     interval = scipy.stats.ttest_ind(ours, theirs, equal_var=False).confidence_interval(0.95)
   return statistics.mean(ours) - statistics.mean(theirs), float(interval.low), float(interval.high)
+
+
+def contrasts(results: Mapping[str, Any], title: str, name: str, pairs: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
+  """Rows of a summary: the differences of a named number, called `title`, in pairs of rows that the table's baseline does not compare."""
+  return [
+    {"": f"{variant} − {against}", f"{title}, difference": found}
+    for variant, against in pairs
+    if (found := difference(results, variant, name, against)) is not None
+  ]
 
 
 @contextlib.contextmanager
@@ -336,7 +345,7 @@ def dunnett(results: Mapping[str, Any], name: str) -> dict[str, float]:
       rows.setdefault(_baseline(results, variant), []).append(variant)
   found: dict[str, float] = {}
   for baseline, variants in rows.items():
-    control, *samples = (_sample(results, variant, name) or [] for variant in (baseline, *variants))
+    control, *samples = (sample(results, variant, name) or [] for variant in (baseline, *variants))
     if any(len({*sample}) > 1 for sample in (control, *samples)):  # else there is no spread to compare with
       with _equal_runs():
         test = scipy.stats.dunnett(*samples, control=control, random_state=0)  # its integral is a random sum

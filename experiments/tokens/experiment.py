@@ -26,15 +26,15 @@ def slope(results: Mapping[str, Any], row: str, against: str = _BASELINE) -> tup
 
   Least squares on the means of the cells (a row at a number of tokens) is a weighted sum of these means. Its variance is the sum of their
   variances, each estimated from its own cell's runs; the degrees of freedom are Satterthwaite's (1946), as in Welch's test. None while
-  a cell has fewer than two runs.
+  a cell has fewer than two runs, and if a run lacks the loss.
   """
   x = np.log(_TIMES) - np.mean(np.log(_TIMES))
   weights = x / np.sum(x**2)
   total, variances = 0.0, []
   for sign, name in ((1, row), (-1, against)):
     for weight, times in zip(weights, _TIMES, strict=True):
-      losses = list(found.values(results, f"{name},times={times}", _LOSS).values())
-      if len(losses) < 2:
+      losses = found.sample(results, f"{name},times={times}", _LOSS)
+      if losses is None:
         return None
       total += sign * weight * statistics.mean(losses)
       variances.append((weight**2 * statistics.variance(losses) / len(losses), len(losses) - 1))
@@ -62,8 +62,8 @@ def _plot(results: Mapping[str, Any]) -> Figure:
   losses, differences = figure.subplots(1, 2)
   tokens = [2.4576 * times for times in _TIMES]
   for row in ROWS:
-    cells = [list(found.values(results, f"{row},times={times}", _LOSS).values()) for times in _TIMES]
-    if all(len(cell) > 1 for cell in cells):
+    cells = [cell for times in _TIMES if (cell := found.sample(results, f"{row},times={times}", _LOSS))]
+    if len(cells) == len(_TIMES):
       style = plots.style(row)
       means, low, high = np.transpose([found.mean_interval(cell) for cell in cells])
       losses.errorbar(tokens, means, yerr=[means - low, high - means], color=style.color, marker=style.marker, capsize=2, label=style.name)
