@@ -86,6 +86,8 @@ def _main(name: str) -> None:
   if _COST.value:
     print(_cost(name, experiment, everything, chosen))
   elif _AOT.value:
+    if not (experiment.trains or experiment.pretrained or experiment.plan):
+      raise UserError(f"{name} takes no step of diffjax.train, so there is nothing to compile")
     _compile(experiment, chosen, _AOT.value)
   else:
     places: tuple[str, ...] = ()
@@ -94,6 +96,8 @@ def _main(name: str) -> None:
       places = tuple(fields)
       everything, chosen = ([grids.with_fields(run, fields) for run in runs] for runs in (everything, chosen))
     if _PRINT.value:
+      if not (experiment.trains or experiment.pretrained):
+        raise UserError(f"{name} has no commands that train; run it without --print")
       print("\n".join(shlex.join(training) for run in chosen for training, _, _ in _trainings(name, experiment, run)))
     else:
       _run(name, experiment, everything, chosen, places)
@@ -103,7 +107,8 @@ def _run(name: str, experiment: Experiment, everything: list[Run], chosen: list[
   """Does the chosen runs that are missing, then collects the results of all runs, unless this host has only a slice of them."""
   base, out = _base(name), _results_folder(name)
   kept, read = _stored(name, experiment, everything, places)
-  own_text = not everything[0].config.data.prepared_dir  # else rows that were brought along
+  # Else rows were brought along, or `measure` makes its own data
+  own_text = not everything[0].config.data.prepared_dir and (experiment.trains or experiment.pretrained is not None)
   missing = [run for run in chosen if run.name not in kept and read(run) is None]
   if missing:  # errors that would otherwise come after hours
     if own_text:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterable
@@ -26,10 +25,12 @@ def best(name: str, row: str, metric: str, better: Callable[[Iterable[float]], f
   Raises:
     UserError: if runs of the row's variants are missing.
   """
+  from experiments import results  # here, since SciPy takes a second to load, and a training needs none of it
+
   grid = load(name, "tune").grids["tune"]
   wanted = {f"{variant}/seed_{seed}" for variant in grid.variants if variant.partition(",")[0] == row for seed in grid.seeds}
   path = FOLDER / name / "tune" / "results.json"
-  runs = json.loads(path.read_text())["runs"] if path.exists() else []
+  runs = (results.read(path, "runs") or {"runs": []})["runs"]
   found: dict[str, list[float]] = {}
   for run in runs:
     if run["name"] in wanted:

@@ -8,11 +8,18 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments import plots
+from experiments import results as stored
 from experiments.ablations.experiment import plot_losses
 from experiments.fairness.config import RATES, ROWS, SCALES
 from experiments.grid import Experiment, Grid
 
 LOSS = "validation/loss"
+
+
+def _summarise(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+  """The differences that the README asks for beside those from the Transformer. Empty for the grid of tuning."""
+  pairs = (("diff", "transformer_norm"), ("diff_v2", "gated"), ("diff", "diff_without_norm"))
+  return stored.contrasts(results, "loss", LOSS, pairs)
 
 
 def _plot(results: Mapping[str, Any]) -> Figure:
@@ -27,5 +34,6 @@ EXPERIMENT = Experiment(
   question="Does DIFF, tuned, differ from the Transformer, tuned?",
   grids={"tune": Grid(_TUNED, "transformer,*", (100, 101)), "cpu": Grid(tuple(ROWS), "transformer", tuple(range(10, 20)))},
   metrics={"loss": LOSS, "AR-Hit": "validation/ar_hit", "Others": "validation/others"},
+  summarise=_summarise,
   plot=_plot,
 )

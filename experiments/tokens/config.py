@@ -8,7 +8,7 @@ import ml_collections
 from configs import base
 from experiments.fairness.config import get_config as get_tuned
 
-ROWS = ("transformer_norm", "diff", "diff_v2")
+ROWS = ("transformer", "transformer_norm", "diff", "diff_v2")
 
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:

@@ -13,20 +13,38 @@ from matplotlib.figure import Figure
 
 from experiments import plots
 from experiments import results as found
-from experiments.grid import Experiment, Grid
+from experiments.grid import FOLDER, Experiment, Grid
 from experiments.tokens.config import ROWS
 
 _LOSS = "validation/loss"
 _TIMES = (1, 4, 12)
-_BASELINE = "transformer_norm"
+_MILLIONS = 2.4576  # tokens of fairness, in millions: 600 steps of 16 rows of 256
+_BASELINE = "transformer"
 
 
-def slope(results: Mapping[str, Any], row: str, against: str = _BASELINE) -> tuple[float, float, float] | None:
+def with_fairness(results: Mapping[str, Any], fairness: Mapping[str, Any] | None) -> dict[str, Any]:
+  """The runs of this grid, and fairness's ten seeds of each row as times=1."""
+  runs = [{**run, "variant": f"{run['variant']},times=1"} for run in (fairness or {"runs": []})["runs"] if run["variant"] in ROWS]
+  return {"baseline": f"{_BASELINE},*", "runs": [*runs, *results["runs"]]}
+
+
+def _everything(results: Mapping[str, Any]) -> dict[str, Any]:
+  return with_fairness(results, found.read(FOLDER / "fairness/results.json", "runs"))
+
+
+def slope(results: Mapping[str, Any], row: str, against: str) -> tuple[float, float, float] | None:
   """The slope of a row's difference in loss over the logarithm of the tokens, in nats per factor e, with its 95% interval.
 
   Least squares on the means of the cells (a row at a number of tokens) is a weighted sum of these means. Its variance is the sum of their
-  variances, each estimated from its own cell's runs; the degrees of freedom are Satterthwaite's (1946), as in Welch's test. None while
-  a cell has fewer than two runs, and if a run lacks the loss.
+  variances, each estimated from its own cell's runs; the degrees of freedom are Satterthwaite's (1946), as in Welch's test.
+
+  Args:
+    results: of `with_fairness`.
+    row: one of ROWS.
+    against: the row that is subtracted.
+
+  Returns:
+    None while a cell has fewer than two runs, and if a run lacks the loss.
   """
   x = np.log(_TIMES) - np.mean(np.log(_TIMES))
   weights = x / np.sum(x**2)
@@ -45,43 +63,44 @@ def slope(results: Mapping[str, Any], row: str, against: str = _BASELINE) -> tup
 
 
 def summarise(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-  """For each other row: the slope of its difference from the baseline, and the differences."""
-  rows = []
-  for row in ROWS:
-    if row != _BASELINE and (found_slope := slope(results, row)) is not None:
-      differences = {f"at {2.5 * times:g} M tokens": found.difference(results, f"{row},times={times}", _LOSS) for times in _TIMES}
-      rows.append(
-        {f"loss − {plots.style(_BASELINE).name}'s": plots.style(row).name, "slope, nats per factor e": found_slope, **differences}
-      )
+  """The slopes of differences between rows, and the differences at every number of tokens."""
+  everything, rows = _everything(results), []
+  for row, against in (("diff", _BASELINE), ("diff", "transformer_norm"), ("diff_v2", _BASELINE), ("transformer_norm", _BASELINE)):
+    if (found_slope := slope(everything, row, against)) is not None:
+      at = lambda times: found.difference(everything, f"{row},times={times}", _LOSS, f"{against},times={times}")  # noqa: B023, E731
+      differences = {f"at {_MILLIONS * times:.1f} M tokens": at(times) for times in _TIMES}
+      names = f"{plots.style(row).name} − {plots.style(against).name}"
+      rows.append({"loss": names, "slope, nats per factor e": found_slope, **differences})
   return rows
 
 
 def _plot(results: Mapping[str, Any]) -> Figure:
-  """Draws the losses, and the differences from the baseline with their intervals, over the tokens."""
+  """Draws the losses, and the differences from the Transformer with their intervals, over the tokens; what there is of both."""
+  everything = _everything(results)
   figure = Figure((9, 4), layout="constrained")
   losses, differences = figure.subplots(1, 2)
-  tokens = [2.4576 * times for times in _TIMES]
+  tokens = [_MILLIONS * times for times in _TIMES]
   for row in ROWS:
-    cells = [cell for times in _TIMES if (cell := found.sample(results, f"{row},times={times}", _LOSS))]
-    if len(cells) == len(_TIMES):
-      style = plots.style(row)
-      means, low, high = np.transpose([found.mean_interval(cell) for cell in cells])
-      losses.errorbar(tokens, means, yerr=[means - low, high - means], color=style.color, marker=style.marker, capsize=2, label=style.name)
-      if row != _BASELINE:
-        gap = np.transpose([found.difference(results, f"{row},times={times}", _LOSS) or [math.nan] * 3 for times in _TIMES])
-        differences.errorbar(tokens, gap[0], yerr=[gap[0] - gap[1], gap[2] - gap[0]], color=style.color, marker=style.marker, capsize=2)
+    style, cells = plots.style(row), [found.sample(everything, f"{row},times={times}", _LOSS) for times in _TIMES]
+    drawn = dict(color=style.color, marker=style.marker, capsize=2)
+    mean, low, high = np.transpose([found.mean_interval(cell) if cell else (math.nan,) * 3 for cell in cells])
+    losses.errorbar(tokens, mean, yerr=[mean - low, high - mean], label=style.name, **drawn)
+    if row != _BASELINE:
+      gaps = [found.difference(everything, f"{row},times={times}", _LOSS) or (math.nan,) * 3 for times in _TIMES]
+      mean, low, high = np.transpose(gaps)
+      differences.errorbar(tokens, mean, yerr=[mean - low, high - mean], **drawn)
   differences.axhline(0, color=plots.style(_BASELINE).color, linewidth=0.8)
-  for axes, title in ((losses, "validation loss"), (differences, "difference from the Transformer with wide heads and head norm")):
+  for axes, title in ((losses, "validation loss"), (differences, "validation loss minus the Transformer's")):
     axes.set_xscale("log")
     axes.set_xticks(tokens, [f"{number:.2g}" for number in tokens], minor=False)
-    axes.set(xlabel="tokens (millions)", ylabel=f"{title}\n(nats per token)" if axes is differences else f"{title} (nats per token)")
+    axes.set(xlabel="tokens (millions)", ylabel=f"{title} (nats per token)")
   losses.legend(fontsize=7)
   return figure
 
 
 EXPERIMENT = Experiment(
   question="Does DIFF's difference from the Transformer shrink with more tokens?",
-  grids={"cpu": Grid(tuple(f"{row},times={times}" for times in _TIMES for row in ROWS), f"{_BASELINE},*", (30, 31, 32))},
+  grids={"cpu": Grid(tuple(f"{row},times={times}" for times in _TIMES[1:] for row in ROWS), f"{_BASELINE},*", (30, 31, 32))},
   metrics={"loss": _LOSS, "AR-Hit": "validation/ar_hit", "Others": "validation/others"},
   summarise=summarise,
   plot=_plot,
