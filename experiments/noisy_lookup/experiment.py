@@ -69,7 +69,7 @@ def plot(results: Mapping[str, Any]) -> matplotlib.figure.Figure:
     axes.set_xticks(pairs, [str(number) for number in pairs])
     axes.set(title=f"at the end, noise σ = {noise:g}", xlabel="pairs in the context")
   curve.set(title=f"while training on {_TASK.pairs} pairs, mean over σ", xlabel="step", ylabel="share of values found")
-  curve.legend(fontsize=7)
+  figure.legend(*curve.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
   return figure
 
 

@@ -46,6 +46,14 @@ def test_what_has_not_been_tuned_whole_is_refused(results, choose, tmp_path):
     choose("noisy_lookup", "diffs", "accuracy", max)
 
 
+@pytest.mark.parametrize("name", ["fairness", "eight_heads", "tokens"])
+def test_runs_that_need_fairness_s_settings_do_not_begin_without_them(name, tmp_path, monkeypatch, choose):
+  monkeypatch.setattr(tuned, "best", choose)
+  monkeypatch.setattr(tuned, "FOLDER", tmp_path)
+  with pytest.raises(UserError, match="fairness: transformer has not been tuned; run python -m experiments.run fairness --grid=tune"):
+    grid.expand(name, grid.load(name).grids["cpu"], {})
+
+
 @pytest.mark.parametrize("name", ["noisy_lookup", "fairness"])
 def test_no_seed_is_tuned_on_and_reported(name):
   grids = grid.load(name).grids
