@@ -23,7 +23,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import scipy.stats
 
 from configs import tiny
 from diffjax.config import UserError, from_config_dict
@@ -90,15 +89,13 @@ def over_seeds(values: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any
 
   Bounds are NaN with one seed.
   """
-  base = np.asarray(values["transformer"], float)
+  runs = [{"variant": variant, "results": {"value": value}} for variant, each in values.items() for value in each]
   out: dict[str, dict[str, Any]] = {}
   for variant, each in values.items():
-    own = np.asarray(each, float)
-    bounds = scipy.stats.ttest_1samp(own, 0).confidence_interval() if len(own) > 1 else (np.nan, np.nan)
-    out[variant] = {"seeds": own.tolist(), "mean": [float(own.mean()), *map(float, bounds)]}
+    out[variant] = {"seeds": [*map(float, each)], "mean": [*results.mean_interval(each)]}
     if variant != "transformer":
-      bounds = scipy.stats.ttest_ind(own, base, equal_var=False).confidence_interval() if len(own) > 1 else (np.nan, np.nan)
-      out[variant]["difference"] = [float(own.mean() - base.mean()), *map(float, bounds)]
+      one_seed = (each[0] - values["transformer"][0], np.nan, np.nan)
+      out[variant]["difference"] = [*(results.difference({"baseline": "transformer", "runs": runs}, variant, "value") or one_seed)]
   return out
 
 

@@ -24,7 +24,8 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
   """Trains and asks a model; nothing of it is kept but the answers."""
   from experiments.noisy_lookup import task
 
-  return summary(task.train(config, _TASK), _TASK)
+  _, found = task.train(config, _TASK)
+  return summary(found, _TASK)
 
 
 def summary(found: Mapping[str, Any], task: Task) -> dict[str, Any]:

@@ -9,6 +9,7 @@ pairs there are, the more of them come near it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -120,17 +121,13 @@ def forward(model: ModelConfig, params: dict[str, Any], batch: Batch) -> tuple[F
   return logits(params, rms_norm(x, params["final_norm"], model.norm_eps)), seen[0]
 
 
-def train(config: Config, task: Task, *, keep: bool = False) -> dict[str, Any]:
+def train(config: Config, task: Task) -> tuple[dict[str, Any], dict[str, Any]]:
   """Trains a model and asks it.
 
-  Args:
-    config: the model's and its training's.
-    task: the contexts' sizes.
-    keep: returns the parameters too, as "params".
-
   Returns:
-    "curve": step, accuracy and loss (nats) over the σ during training, on N pairs; and "grid": for each σ and number of pairs the accuracy,
-    the loss, and the share of attention on the answer, of the signed weights and of their absolute values, over all heads.
+    The parameters, and what was found: "curve", step, accuracy and loss (nats) over the σ during training, on N pairs; and "grid", for each
+    σ and number of pairs the accuracy, the loss, and the share of attention on the answer, of the signed weights and of their absolute
+    values, over all heads.
   """
   optimizer = make_optimizer(config.optimizer, make_schedule(config.optimizer, config.train.steps))
   width, root = config.model.embed_dim, jax.random.key(config.data.seed)
@@ -156,7 +153,7 @@ def train(config: Config, task: Task, *, keep: bool = False) -> dict[str, Any]:
       curve.append({"step": number + 1, **{name: float(np.mean([each[name] for each in found])) for name in ("accuracy", "loss")}})
   cells = [(noise, multiple * task.pairs) for noise in task.noises for multiple in task.multiples]
   grid = [{"noise": noise, "pairs": pairs, **ask(config, params, noise, pairs, task.contexts)} for noise, pairs in cells]
-  return {"curve": curve, "grid": grid, **({"params": params} if keep else {})}
+  return params, {"curve": curve, "grid": grid}
 
 
 _ASKED_SEED = 1_000_000  # contexts that no training sees, the same for all models
@@ -166,7 +163,7 @@ def ask(config: Config, params: dict[str, Any], noise: float, pairs: int, contex
   """Accuracy, loss and shares of attention on contexts of one σ and number of pairs."""
   at_once = max(1, 16 * 224 // (pairs + ASKED))
   sums = [
-    _ask(config.model, params, jax.random.fold_in(jax.random.key(_ASKED_SEED), first), noise, pairs, min(at_once, contexts - first))
+    _ask_sums(config.model, params, jax.random.fold_in(jax.random.key(_ASKED_SEED), first), noise, pairs, min(at_once, contexts - first))
     for first in range(0, contexts, at_once)
   ]
   total = {name: float(np.sum([each[name] for each in sums])) for name in sums[0]}
@@ -179,6 +176,7 @@ def ask(config: Config, params: dict[str, Any], noise: float, pairs: int, contex
   }
 
 
+@functools.partial(jax.jit, static_argnums=(0, 4, 5))
 def _ask_sums(model: ModelConfig, params: dict[str, Any], key: jax.Array, noise: float, pairs: int, contexts: int) -> dict[str, Array]:
   batch = make_batch(key, jnp.full(contexts, noise), pairs, model.embed_dim)
   found, weights = forward(model, params, batch)
@@ -191,6 +189,3 @@ def _ask_sums(model: ModelConfig, params: dict[str, Any], key: jax.Array, noise:
     "absolute_answer": jnp.sum(jnp.abs(answers)),
     "absolute": jnp.sum(jnp.abs(weights)),
   }
-
-
-_ask = jax.jit(_ask_sums, static_argnums=(0, 4, 5))

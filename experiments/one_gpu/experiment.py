@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from experiments import plots
 from experiments import results as found
-from experiments.ablations.experiment import EXPERIMENT as ABLATIONS
+from experiments.ablations.experiment import plot_losses
 from experiments.grid import Experiment, Grid
 from experiments.one_gpu.config import RATES, parts
 
@@ -40,19 +40,9 @@ def best_rates(results: Mapping[str, Any]) -> dict[str, float]:
 
 def _plot(results: Mapping[str, Any]) -> Figure:
   """Draws the pilots' losses over their learning rates, or the runs' differences from the Transformer."""
-  if results["grid"] != "pilot":
-    assert ABLATIONS.plot is not None
-    return ABLATIONS.plot(results)
-  figure = Figure((5, 3.5), layout="constrained")
-  axes = figure.subplots()
-  for architecture, by_rate in losses(results).items():
-    style, rates = plots.style(architecture), sorted(by_rate)
-    axes.plot(rates, [by_rate[rate] for rate in rates], color=style.color, marker=style.marker, label=style.name)
-  axes.set_xscale("log")
-  axes.set_xticks(sorted(RATES), [f"{rate:g}" for rate in sorted(RATES)], minor=False)
-  axes.set(xlabel="learning rate", ylabel="validation loss (nats per token)")
-  axes.legend()
-  return figure
+  if results["grid"] == "pilot":
+    return plots.over_rates(results, _LOSS, "validation loss (nats per token)")
+  return plot_losses(results)
 
 
 EXPERIMENT = Experiment(
