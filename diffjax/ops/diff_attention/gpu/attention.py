@@ -19,9 +19,9 @@ import jax.numpy as jnp
 
 from diffjax.ops.diff_attention.gpu import blocks, chip, kernels
 from diffjax.ops.diff_attention.gpu.blocks import CONSUMERS
-from diffjax.ops.diff_attention.gpu.chip import BLOCK, plgpu
+from diffjax.ops.diff_attention.gpu.chip import BLOCK, HIDDEN, plgpu
 from diffjax.ops.diff_attention.mask import Mask
-from diffjax.ops.diff_attention.tiles import HIDDEN, LOG2E, pad, round_up
+from diffjax.ops.diff_attention.tiles import LOG2E, pad, round_up
 from diffjax.ops.diff_attention.vjp import Arrays, Implementation, Options, Saved
 
 
@@ -42,7 +42,7 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
   """The output [B, T, H, V] and, to be saved for a gradient, O₂ likewise and the log-sum-exps (base 2) [B, H, G, T]; else None."""
   (q, k, v, lam, q_ids, kv_ids, offset), save = arrays, options.save
   (B, T, H, G, D), M, width = q.shape, k.shape[3], v.shape[-1]
-  operands = _operands(options.scale, q, k, v, lam, q_ids, kv_ids)
+  factor, operands = _operands(options.scale, q, k, v, lam, q_ids, kv_ids)
   rows, D, V = operands[0].shape[1], operands[0].shape[3], operands[2].shape[3]
   passes = ((1,), (0,)) if G == 2 and (D > BLOCK or V > 2 * BLOCK) else (tuple(range(G)),)
   loaded = max(len(kernels.keys_of(maps, M)) for maps in passes)
@@ -51,7 +51,7 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
   bounds = blocks.bounds(mask, offset, q_ids, kv_ids, shared=CONSUMERS)
   out_like = ((B, rows, H, V), q.dtype)
   out, out2, lse = _kernel(
-    functools.partial(kernels.forward, mask, passes, stages), options.chosen, f"diff_attention_forward_{_variant(G, M)}",
+    functools.partial(kernels.forward, mask, factor, passes, stages), options.chosen, f"diff_attention_forward_{_variant(G, M)}",
     grid=(H, rows // (CONSUMERS * BLOCK), B),
     outputs=(out_like, out_like if G == 2 and save else None, ((B, H, G, rows), jnp.float32) if save else None),
     scratch=dict(
@@ -78,7 +78,7 @@ def _backward(arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out)
     turned, delta2 = jnp.swapaxes(lam, 1, 2)[:, :, None], row_sums(out2)
     columns = [lse, columns[1] + turned * delta2, delta2, turned]
     d_lam = -jnp.swapaxes(delta2[:, :, 0], 1, 2)
-  q, k, v, _, q_ids, kv_ids = _operands(options.scale, q, k, v, None, q_ids, kv_ids)
+  factor, (q, k, v, _, q_ids, kv_ids) = _operands(options.scale, q, k, v, None, q_ids, kv_ids)
   (_, rows, _, D), keys, V = q.shape, k.shape[1], v.shape[3]
   # Log-sum-exps, deltas and λ of each query; the weights of queries that are padding are zero.
   vectors = jnp.concatenate([pad(x, 3, rows, -HIDDEN if x is lse else 0) for x in columns], axis=2)
@@ -86,13 +86,12 @@ def _backward(arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out)
   operands = q, k, v, d_out, vectors, q_ids, kv_ids, offset
   ids = q_ids, kv_ids
 
-  split = G == 2 and D > BLOCK
-  owners = 1 if split else CONSUMERS
+  owners = CONSUMERS
   fixed, k_slot, v_slot = 2 * owners * BLOCK * (G * D + V), 2 * BLOCK * M * D, 2 * BLOCK * V
   v_stages = max(1, chip.stages(fixed, k_slot + v_slot))
   k_stages = chip.stages(fixed + v_stages * v_slot, k_slot)
   (d_q,) = _kernel(
-    functools.partial(kernels.d_q, mask, options.scale, split, k_stages, v_stages),
+    functools.partial(kernels.d_q, mask, factor, options.scale, k_stages, v_stages),
     options.chosen, f"diff_attention_d_q_{_variant(G, M)}",
     grid=(H, rows // (owners * BLOCK), B), outputs=((q.shape, q.dtype),),
     scratch=dict(
@@ -106,36 +105,39 @@ def _backward(arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out)
     ),
   )(*operands, blocks.bounds(mask, offset, *ids, shared=owners))  # fmt: skip
 
-  split = G == 2
-  owners = 1 if split else CONSUMERS
-  fixed, slot = 2 * owners * BLOCK * (M * D + V), 2 * BLOCK * (G * D + V) + 4 * vectors.shape[2] * BLOCK
+  fixed, slot = 2 * BLOCK * (M * D + V) + 2 * G * BLOCK * BLOCK, 2 * BLOCK * (G * D + V) + 4 * vectors.shape[2] * BLOCK
   stages = chip.stages(fixed, slot)
   d_k, d_v = _kernel(
-    functools.partial(kernels.d_kv, mask, split, stages), options.chosen, f"diff_attention_d_kv_{_variant(G, M)}",
-    grid=(K, keys // (owners * BLOCK), B), outputs=((k.shape, k.dtype), (v.shape, v.dtype)),
+    functools.partial(kernels.d_kv, mask, factor, stages), options.chosen, f"diff_attention_d_kv_{_variant(G, M)}",
+    grid=(K, keys // BLOCK, B), outputs=((k.shape, k.dtype), (v.shape, v.dtype)),
     scratch=dict(
       q_smem=chip.tiled((stages * G, BLOCK, D), q.dtype),
       d_out_smem=chip.tiled((stages, BLOCK, V), q.dtype),
       vectors_smem=plgpu.SMEM((stages, vectors.shape[2], BLOCK), jnp.float32),
-      k_smem=chip.tiled((owners, M, BLOCK, D), q.dtype),
-      v_smem=chip.tiled((owners, BLOCK, V), q.dtype),
-      kv_ready=plgpu.Barrier(num_arrivals=M + 1, num_barriers=owners),
+      k_smem=chip.tiled((M, BLOCK, D), q.dtype),
+      v_smem=chip.tiled((BLOCK, V), q.dtype),
+      weights_smem=chip.tiled((G, BLOCK, BLOCK), jnp.float16),
+      kv_ready=plgpu.Barrier(num_arrivals=M + 1),
       finished=plgpu.Barrier(num_arrivals=CONSUMERS),
+      weights_ready=plgpu.Barrier(num_barriers=G),
+      weights_free=plgpu.Barrier(num_barriers=G),
       **_barriers(G + 1, stages, "q"),
       **_barriers(1, stages, "d_out"),
     ),
-  )(*operands, blocks.bounds(mask, offset, *ids, shared=owners, keys_stay=True))  # fmt: skip
+  )(*operands, blocks.bounds(mask, offset, *ids, shared=1, keys_stay=True))  # fmt: skip
   return (d_q[:, :T, :, :D_in].reshape(B, T, H, G, D_in), d_k[:, :S, :, :D_in].reshape(B, S, K, M, D_in), d_v[:, :S, :, :V_in], d_lam)
 
 
 def _operands(scale: float, q, k, v, lam, q_ids, kv_ids):
-  """Padded to whole tiles: q [B, rows, H·G, D] times scale·log₂e, k [B, keys, K·M, D], v [B, keys, K, V], λ [B, H, rows], ids."""
+  """The factor on logits, for exponentials of base 2, and arrays padded to whole tiles: q [B, rows, H·G, D] times scale·log₂e, k [B, keys, K·M, D], v [B, keys, K, V], λ [B, H, rows], ids."""
   rows, keys = round_up(q.shape[1], CONSUMERS * BLOCK), round_up(k.shape[1], CONSUMERS * BLOCK)
   folded = lambda x, length: pad(pad(x.reshape(*x.shape[:2], -1, x.shape[-1]), 1, length), 3, round_up(x.shape[-1], BLOCK))
-  q = (q.astype(jnp.float32) * (scale * LOG2E)).astype(q.dtype)
+  factor = scale * LOG2E
+  if factor < 2**-20:  # it would not leave hidden logits below others; nobody has such scales but tests
+    factor, q = 1.0, (q.astype(jnp.float32) * factor).astype(q.dtype)
   lam = None if lam is None else pad(jnp.swapaxes(lam, 1, 2), 2, rows)
   ids = (None, None) if q_ids is None else (pad(q_ids.astype(jnp.int32), 1, rows), pad(kv_ids.astype(jnp.int32), 1, keys))
-  return folded(q, rows), folded(k, keys), folded(v, keys), lam, *ids
+  return factor, (folded(q, rows), folded(k, keys), folded(v, keys), lam, *ids)
 
 
 def _kernel(function, interpret: Any, name: str, **arguments):

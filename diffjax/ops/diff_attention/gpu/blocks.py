@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -52,9 +53,10 @@ def bounds(mask: Mask, offset, q_ids, kv_ids, *, shared: int, keys_stay: bool = 
   whole_first = xp.argmax(whole, axis=2)
   after = ~whole & (xp.arange(some.shape[2]) > whole_first[:, :, None])
   whole_stop = xp.where(xp.any(after, axis=2), xp.argmax(after, axis=2), some.shape[2])
+  own_first, own_stop = xp.where(any_, first, shared_first), xp.where(any_, stop, shared_first)
   columns = (
-    shared_first, shared_stop, xp.where(any_, first, shared_first), xp.where(any_, stop, shared_first),
-    whole_first, xp.where(any_whole, whole_stop, whole_first),
+    shared_first, shared_stop, own_first, own_stop,
+    xp.where(any_whole, whole_first, own_stop), xp.where(any_whole, whole_stop, own_first),
   )  # fmt: skip
   return jnp.asarray(xp.stack(columns, axis=2), jnp.int32)
 
@@ -66,8 +68,8 @@ class Passing(NamedTuple):
   stop: jax.Array
   own_start: jax.Array  # shown by the block's own mask
   own_stop: jax.Array
-  whole_start: jax.Array  # in a run that it shows whole
-  whole_stop: jax.Array
+  whole_start: jax.Array  # in a run that it shows whole; if there is none, own_stop
+  whole_stop: jax.Array  # if there is none, own_start
 
   @classmethod
   def read(cls, table, batch, block) -> Passing:
@@ -76,22 +78,52 @@ class Passing(NamedTuple):
     # latter.
     return cls._make(lax.add(table[0 if table.shape[0] == 1 else batch, block, n], jnp.int32(0)) for n in range(table.shape[2]))
 
-  def walk(self, step: Callable, skip: Callable, state: Any) -> Any:
-    """The state after step(block, state) for each block that the mask shows; skip(block) for the others that are loaded."""
+  def walk(self, cut: Cut, begin: Callable, step: Callable, finish: Callable, skip: Callable, nothing: Any) -> Any:
+    """What finish(state) gives after all blocks that the mask shows; skip(block) is called for the others that are loaded.
+
+    Args:
+      cut: where the mask may cut blocks.
+      begin: (first block, `nothing`) to the state.
+      step: (True if no mask cuts the block, block, state) to the state. Each of its loops has no branch for masks.
+      finish: from the last state to the result.
+      skip: frees what was loaded of a block.
+      nothing: state if the mask shows no block.
+    """
     pass_by = lambda block, _: skip(block)
+    some = self.own_start < self.own_stop
+    rest = self.own_start + 1
+    start, stop = rest, self.own_stop
     lax.fori_loop(self.start, self.own_start, pass_by, None)
-    state = lax.fori_loop(self.own_start, self.own_stop, step, state)
+    state = lax.cond(some, lambda state: begin(self.own_start, state), lambda state: state, nothing)
+    if cut.before:
+      start = lax.max(rest, self.whole_start)
+      state = lax.fori_loop(rest, start, functools.partial(step, False), state)
+    if cut.after:
+      stop = lax.max(start, self.whole_stop)
+    state = lax.fori_loop(start, stop, functools.partial(step, True), state)
+    if cut.after:
+      state = lax.fori_loop(stop, self.own_stop, functools.partial(step, False), state)
+    result = lax.cond(some, finish, lambda state: state, state)
     lax.fori_loop(self.own_stop, self.stop, pass_by, None)
-    return state
-
-  def unless_whole(self, block, cut: Callable, logits: jax.Array) -> jax.Array:
-    """The logits of a block, through `cut` unless it is shown whole."""
-    return lax.cond((block >= self.whole_start) & (block < self.whole_stop), lambda x: x, cut, logits)
+    return result
 
 
-def cuts(mask: Mask) -> bool:
-  """True if the mask can cut a block at all."""
-  return mask.segments or mask.causal or mask.window is not None or mask.kv_length % BLOCK > 0
+class Cut(NamedTuple):
+  """Where a mask may cut blocks of those that pass by one that stays."""
+
+  before: bool  # the run that it shows whole
+  after: bool
+
+  @classmethod
+  def of(cls, mask: Mask, *, keys_stay: bool = False) -> Cut:
+    window = mask.window is not None
+    if keys_stay:  # who sees padding does not matter
+      return cls(mask.segments or mask.causal or window, mask.segments or window)
+    return cls(mask.segments or window, mask.segments or mask.causal or window or mask.kv_length % BLOCK > 0)
+
+  @property
+  def ever(self) -> bool:
+    return self.before or self.after
 
 
 def first_position(mask: Mask, offset, batch):

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from diffjax.ops.diff_attention.tiles import HIDDEN
 from diffjax.ops.varying import vary_like
 
 plgpu: Any = mosaic_gpu  # untyped: older JAX, on which the kernels only refuse, has another API
 
 BLOCK = 64  # queries of a warpgroup, which is the height of a wgmma, and keys of a block
+HIDDEN = -(2.0**100)  # a hidden logit; a power of two, so that it is exactly the maximum of a row that sees nothing, whatever the scale
 _SMEM_BYTES = 232_448 - 1024  # what a thread block may use, less what barriers take
 _MOST_STAGES = 4
 
@@ -95,9 +95,13 @@ class Ring:
   def slot(self, step):
     return lax.rem(step, jnp.int32(self.stages))
 
+  def await_(self, step) -> None:
+    """Returns when the slot of a step is filled. Once a step."""
+    plgpu.barrier_wait(self.ready.at[self.slot(step)])
+
   def wait(self, step):
     """The slot of a step, once it is filled."""
-    plgpu.barrier_wait(self.ready.at[self.slot(step)])
+    self.await_(step)
     return self.slot(step)
 
   def release(self, step) -> None:
@@ -147,10 +151,18 @@ def product(a, b) -> jax.Array:
     plgpu.wgmma(ref, a, b)
     return ref[...]
 
-  return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+  return after_zero(pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32)))
 
 
-def accumulate(products: Sequence[tuple[jax.Array, jax.Array, Any]]) -> Sequence[jax.Array]:
+class Pending(NamedTuple):
+  """acc + a·b, to be made: acc and a in registers, b in shared memory."""
+
+  acc: jax.Array
+  a: jax.Array
+  b: Any
+
+
+def accumulate(products: Sequence[tuple[jax.Array, jax.Array, Any] | Pending]) -> Sequence[jax.Array]:
   """acc + a·b for each (acc, a, b), a in registers and b in shared memory; all are in flight at once.
 
   Where b is one of several in a buffer, its index must be traced: `pl.run_state` takes no numbers in.
@@ -165,6 +177,59 @@ def accumulate(products: Sequence[tuple[jax.Array, jax.Array, Any]]) -> Sequence
       plgpu.wgmma(ref, a, b)
 
   return pl.run_state(multiply)(tuple(plgpu.ACC.init(acc) for acc, _, _ in products))
+
+
+def overlapped(products: Sequence[tuple[Any, Any]], pending: Pending | None, work: Callable[..., Any], like: Any = None, meanwhile=None):
+  """The sum of `pending`, and work(*products), which goes on while the sum is being made.
+
+  ptxas lets products go on only within a run of instructions without a branch. So `work` must not branch; `meanwhile` comes after it and
+  should: it holds the compiler back from waiting for the sum before the work is done.
+
+  Args:
+    products: pairs of operands in shared memory.
+    pending: a sum and what is to be added to it; None if there is nothing yet.
+    work: from the products to arrays.
+    like: arrays of the shapes and layouts that `work` returns; not needed if nothing is pending.
+    meanwhile: waits for what comes next.
+  """
+  if pending is None or interpret_mode.get() is not None:
+    acc = None if pending is None else accumulate([pending])[0]
+    results = work(*[product(a, b) for a, b in products])
+    if meanwhile is not None:
+      meanwhile()
+    return acc, results
+
+  def multiply(refs):
+    acc_ref, *results = refs
+
+    def beside(*refs):
+      for ref, (a, b) in zip(refs, products, strict=True):
+        plgpu.wgmma(ref, a, b)
+      plgpu.wgmma(acc_ref, pending.a, pending.b)
+      values = work(*[plgpu.wgmma_accumulator_load(ref, wait_n=1) for ref in refs])
+      # In this order: else the compiler would do the work when it has waited for the sum.
+      for result, value in zip(results, lax.optimization_barrier(tuple(values)), strict=True):
+        result[...] = value
+      if meanwhile is not None:
+        meanwhile()
+
+    if products:
+      pl.run_scoped(beside, *[plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32) for a, b in products])
+    else:
+      beside()
+
+  acc, *results = pl.run_state(multiply)((plgpu.ACC.init(pending.acc), *like))
+  acc, _ = after_zero((acc, pending.a))  # else results may be put where the product still reads `a`
+  return acc, results
+
+
+def after_zero(x: Any) -> Any:
+  """The same, after a use of the constant 0.
+
+  The compiler keeps the zeros with which accumulators begin in one register, and lets its last user have it. If that is an accumulator, all
+  of the accumulator's registers are taken from where the zero is made, which is long before they are needed.
+  """
+  return lax.optimization_barrier((x, full((BLOCK,), 0, row())))[0]
 
 
 def hide(logits: jax.Array, start, first, last, ids=None) -> jax.Array:

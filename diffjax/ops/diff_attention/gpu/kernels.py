@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from diffjax.ops.diff_attention.gpu import blocks, chip
 from diffjax.ops.diff_attention.gpu.blocks import CONSUMERS, Passing
-from diffjax.ops.diff_attention.gpu.chip import BLOCK, plgpu
+from diffjax.ops.diff_attention.gpu.chip import BLOCK, HIDDEN, plgpu
 from diffjax.ops.diff_attention.mask import Mask
-from diffjax.ops.diff_attention.tiles import HIDDEN, LOG2E
+from diffjax.ops.diff_attention.tiles import LOG2E
 
 
 def keys_of(maps: Sequence[int], M: int) -> list[int]:
@@ -26,18 +27,28 @@ def keys_of(maps: Sequence[int], M: int) -> list[int]:
   return sorted({g % M for g in maps})
 
 
+def last_first(length: int, owners: int):
+  """First block of the grid's tile, the last tile first: under a causal mask its rows see most keys, and what takes longest begins first."""
+  return (length // (owners * BLOCK) - 1 - lax.axis_index("tiles")) * owners
+
+
 def forward(
-  mask: Mask, passes, stages: int, q, k, v, lam, q_ids, kv_ids, offset, bounds, out, out2, lse,
+  mask: Mask, factor: float, passes, stages: int, q, k, v, lam, q_ids, kv_ids, offset, bounds, out, out2, lse,
   *, q_smem, k_smem, v_smem, out_smem, q_ready, k_ready, k_free, v_ready, v_free,
 ):  # fmt: skip
-  """A tile of queries stays while blocks of keys pass, once for each of `passes`, which name the maps that are computed together."""
+  """A tile of queries stays while blocks of keys pass, once for each of `passes`, which name the maps that are computed together.
+
+  The maps take turns. In a map's turn its logits are made, and while they become weights, the tensor cores add up the values of the turn
+  before.
+  """
   head, batch, warpgroup = lax.axis_index("heads"), lax.axis_index("batch"), lax.axis_index("warpgroup")
   _, G, _, _ = q_smem.shape
   H = out.shape[2]
   M = k.shape[2] // v.shape[2]
   kv_head = lax.div(head, jnp.int32(H // v.shape[2]))
-  tile = lax.axis_index("tiles") * CONSUMERS
+  tile = last_first(q.shape[1], CONSUMERS)
   key_ring, value_ring = chip.Ring(stages, k_ready, k_free), chip.Ring(stages, v_ready, v_free)
+  hidden = float(np.float32(factor)) * HIDDEN
 
   def consumer() -> None:
     plgpu.set_max_registers(240, action="increase")
@@ -50,58 +61,81 @@ def forward(
     plgpu.barrier_wait(q_ready.at[warpgroup])
 
     for n, maps in enumerate(passes):
-      keys = keys_of(maps, M)
+      keys, count = keys_of(maps, M), len(maps)
       before = n * (passing.stop - passing.start)
 
-      def attend(j, states, maps=maps, keys=keys, before=before):
-        slot = key_ring.wait(before + j)
+      def turn(i, j, accs, peaks, totals, pending, whole, maps=maps, keys=keys, before=before):
+        """Map `maps[i]` meets block j."""
+        here, slot = chip.in_loop(warpgroup, j), key_ring.slot(before + j)
+        map_, key_map = (chip.in_loop(jnp.int32(x), j) for x in (maps[i], keys.index(maps[i] % M)))
+        first, last = i == 0, i == len(maps) - 1
 
-        def cut(logits):
-          # Rows' ids are read again where they are needed: kept, they would take the registers that are left.
-          ids = None
-          if q_ids is not None:
-            ids = chip.load(q_ids.at[batch, rows], chip.row()), chip.load(kv_ids.at[batch, pl.ds(j * BLOCK, BLOCK)], chip.column())
-          return chip.hide(logits, j * BLOCK, *limits, ids)
+        def weigh(logits):
+          if last:
+            key_ring.release(before + j)
+          if blocks.Cut.of(mask).ever and not whole:
+            # Rows' ids are read again where they are needed: kept, they would take the registers that are left.
+            ids = None
+            if q_ids is not None:
+              ids = chip.load(q_ids.at[batch, rows], chip.row()), chip.load(kv_ids.at[batch, pl.ds(j * BLOCK, BLOCK)], chip.column())
+            logits = chip.hide(logits, j * BLOCK, *limits, ids)
+          peak = jnp.maximum(peaks[i], jnp.max(logits, axis=1) * factor)
+          weights = jnp.exp2(logits * factor - chip.rows_of(peak, logits.shape))
+          shrink = jnp.exp2(peaks[i] - peak)
+          return weights.astype(q.dtype), peak, totals[i] * shrink + jnp.sum(weights, axis=1), shrink
 
-        here = chip.in_loop(warpgroup, j)
+        def meanwhile():
+          if first:
+            value_ring.wait(before + j)
+          if last:
+            pl.when(j + 1 < passing.own_stop)(lambda: key_ring.await_(before + j + 1))
 
-        def weigh(*refs):
-          for g, ref in zip(maps, refs, strict=True):
-            plgpu.wgmma(ref, q_smem.at[here, g], k_smem.at[slot, keys.index(g % M)].T)
-          results = []
-          for i, (ref, (acc, peak, total)) in enumerate(zip(refs, states, strict=True)):
-            logits = plgpu.wgmma_accumulator_load(ref, wait_n=len(maps) - 1 - i)
-            if i == len(maps) - 1:
-              key_ring.release(before + j)
-            if blocks.cuts(mask):
-              logits = passing.unless_whole(j, cut, logits)
-            after = jnp.maximum(peak, jnp.max(logits, axis=1))
-            weights = jnp.exp2(logits - chip.rows_of(after, logits.shape))
-            shrink = jnp.exp2(peak - after)
-            results.append(
-              (acc * chip.rows_of(shrink, acc.shape), after, total * shrink + jnp.sum(weights, axis=1), weights.astype(q.dtype))
-            )
-          return results
+        product = q_smem.at[here, map_], k_smem.at[slot, key_map].T
+        like = (pending.a, peaks[i], totals[i], peaks[i]) if pending else None
+        acc, (weights, peaks[i], totals[i], shrink) = chip.overlapped([product], pending, weigh, like, meanwhile)
+        if pending:
+          accs[i - 1] = acc  # the map before, or the last one at the block before
+          if first:
+            value_ring.release(before + j - 1)
+        accs[i] = accs[i] * chip.rows_of(shrink, accs[i].shape)
+        return weights
 
-        results = pl.run_scoped(weigh, *[plgpu.ACC((BLOCK, BLOCK), jnp.float32) for _ in maps])
-        value_ring.wait(before + j)
-        accs, peaks, totals, weights = zip(*results, strict=True)
-        accs = chip.accumulate([(acc, weight, v_smem.at[slot]) for acc, weight in zip(accs, weights, strict=True)])
-        value_ring.release(before + j)
-        return list(zip(accs, peaks, totals, strict=True))
+      def turns(j, state, whole, count=count, turn=turn, before=before):
+        (accs, peaks, totals), weights = ([*x] for x in state[:3]), state[3]
+        for i in range(count):
+          pending = None
+          if weights is not None:
+            pending = chip.Pending(accs[i - 1], weights, v_smem.at[value_ring.slot(before + j - (i == 0))])
+          weights = turn(i, j, accs, peaks, totals, pending, whole)
+        return accs, peaks, totals, weights
+
+      initial = (
+        [chip.full((BLOCK, v.shape[3]), 0, chip.matrix())] * count,
+        [chip.full((BLOCK,), hidden, chip.row())] * count,
+        [chip.full((BLOCK,), 0, chip.row())] * count,
+      )
+
+      def begin(j, state, turns=turns, before=before):
+        key_ring.await_(before + j)
+        return turns(j, (*state[:3], None), False)
+
+      def finish(state, before=before):
+        accs, peaks, totals, weights = state
+        last = before + passing.own_stop - 1
+        [acc] = chip.accumulate([(accs[-1], weights, v_smem.at[value_ring.slot(last)])])
+        value_ring.release(last)
+        return [*accs[:-1], acc], peaks, totals, weights
 
       def skip(j, before=before):
         key_ring.skip(before + j)
         value_ring.skip(before + j)
 
-      initial = [
-        (chip.full((BLOCK, v.shape[3]), 0, chip.matrix()), chip.full((BLOCK,), HIDDEN, chip.row()), chip.full((BLOCK,), 0, chip.row()))
-        for _ in maps
-      ]
-      states = passing.walk(attend, skip, initial)
+      step = lambda whole, j, state, turns=turns: turns(j, state, whole)
+      nothing = *initial, chip.full((BLOCK, BLOCK), 0, chip.matrix()).astype(q.dtype)
+      states = passing.walk(blocks.Cut.of(mask), begin, step, finish, skip, nothing)
 
-      for g, (acc, peak, total) in reversed(list(zip(maps, states, strict=True))):
-        empty = peak <= HIDDEN / 2  # the row saw no key; whatever was added up counts for nothing
+      for g, acc, peak, total in reversed(list(zip(maps, *states[:3], strict=True))):
+        empty = peak <= hidden / 2  # the row saw no key; whatever was added up counts for nothing
         result = acc * chip.rows_of(jnp.where(empty, 0.0, 1 / total), acc.shape)
         if lse is not None:
           # An empty row's log-sum-exp makes its weights zero in the backward pass.
@@ -141,71 +175,109 @@ def forward(
 
 
 def d_q(
-  mask: Mask, scale: float, split: bool, k_stages: int, v_stages: int, q, k, v, d_out, vectors, q_ids, kv_ids, offset, bounds, d_q,
+  mask: Mask, factor: float, scale: float, k_stages: int, v_stages: int, q, k, v, d_out, vectors, q_ids, kv_ids, offset, bounds, d_q,
   *, q_smem, d_out_smem, k_smem, v_smem, q_ready, k_ready, k_free, v_ready, v_free,
 ):  # fmt: skip
-  """A tile of queries stays while blocks of keys pass.
-
-  With `split` both consumers work on the same queries, one map each: beside the sums of both, a step's own numbers would not fit one's
-  registers.
-  """
+  """A tile of queries stays while blocks of keys pass. The maps take turns as in `forward`."""
   head, batch, warpgroup = lax.axis_index("heads"), lax.axis_index("batch"), lax.axis_index("warpgroup")
-  (owners, G, _, D), M = q_smem.shape, k.shape[2] // v.shape[2]
+  (_, G, _, D), M = q_smem.shape, k.shape[2] // v.shape[2]
   kv_head = lax.div(head, jnp.int32(d_out.shape[2] // v.shape[2]))
-  tile = lax.axis_index("tiles") * owners
+  tile = last_first(q.shape[1], CONSUMERS)
   key_ring, value_ring = chip.Ring(k_stages, k_ready, k_free), chip.Ring(v_stages, v_ready, v_free)
 
-  def consumer(maps: Sequence[int]) -> None:
+  overlap = D <= BLOCK  # wider, a warpgroup has no registers left for it, and the other one's products fill the time
+
+  def consumer() -> None:
     plgpu.set_max_registers(240, action="increase")
-    own = jnp.int32(0) if split else warpgroup
-    block = tile + own
+    block = tile + warpgroup
     passing = Passing.read(bounds, batch, block)
     rows = pl.ds(block * BLOCK, BLOCK)
     limits = blocks.key_limits(mask, offset, batch, block)
-    plgpu.barrier_wait(q_ready.at[own])
+    vector = lambda n: chip.load(vectors.at[batch, head, n, rows], chip.row())
+    lse, delta = [vector(g) for g in range(G)], [vector(G + g) for g in range(G)]
+    plgpu.barrier_wait(q_ready.at[warpgroup])
 
-    def step(j, accs):
-      here = chip.in_loop(own, j)
-      vector = lambda n: chip.rows_of(chip.load(vectors.at[batch, head, n, rows], chip.row()), (BLOCK, BLOCK))
-      d_weights = chip.product(d_out_smem.at[here], v_smem.at[value_ring.wait(j)].T)  # dP, shared by the maps
-      value_ring.release(j)
-      slot = key_ring.wait(j)
-
-      def cut(logits):
-        ids = None
-        if q_ids is not None:
-          ids = chip.load(q_ids.at[batch, rows], chip.row()), chip.load(kv_ids.at[batch, pl.ds(j * BLOCK, BLOCK)], chip.column())
-        return chip.hide(logits, j * BLOCK, *limits, ids)
-
-      for n, g in enumerate(maps):
+    def turns(j, state, whole):
+      accs, d_logits = [*state[0]], state[1]
+      d_weights: Any = None  # dP, shared by the maps
+      here, slot = chip.in_loop(warpgroup, j), key_ring.slot(j)
+      for g in range(G):
+        map_ = chip.in_loop(jnp.int32(g), j)
         keys = k_smem.at[slot * M + g % M]
-        logits = chip.product(q_smem.at[here, g], keys.T)
-        if blocks.cuts(mask):
-          logits = passing.unless_whole(j, cut, logits)
-        weights = jnp.exp2(logits - vector(g))
-        if g == 1:
-          weights *= -vector(2 * G)
-        d_logits = weights * (d_weights - vector(G + g))
-        [accs[n]] = chip.accumulate([(accs[n], d_logits.astype(q.dtype), keys)])
-      key_ring.release(j)
-      return accs
+
+        def work(logits, d_weights=d_weights, *, g=g):
+          if g == 0:
+            value_ring.release(j)
+          if blocks.Cut.of(mask).ever and not whole:
+            ids = None
+            if q_ids is not None:
+              ids = chip.load(q_ids.at[batch, rows], chip.row()), chip.load(kv_ids.at[batch, pl.ds(j * BLOCK, BLOCK)], chip.column())
+            logits = chip.hide(logits, j * BLOCK, *limits, ids)
+          weights = jnp.exp2(logits * factor - chip.rows_of(lse[g], logits.shape))
+          result = (weights * (d_weights - chip.rows_of(delta[g], logits.shape))).astype(q.dtype)
+          return (result, d_weights) if g == 0 and G == 2 else (result,)
+
+        products = [(q_smem.at[here, map_], keys.T)]
+        if g == 0:
+          value_ring.await_(j)
+          products.append((d_out_smem.at[here], v_smem.at[value_ring.slot(j)].T))
+        else:
+          work = functools.partial(work, d_weights=d_weights)
+        pending = None
+        if d_logits is not None:
+          before = j - (g == 0)
+          pending = chip.Pending(accs[g - 1], d_logits, k_smem.at[key_ring.slot(before) * M + (g - 1) % G % M])
+        like = (d_logits, chip.full((BLOCK, BLOCK), 0, chip.matrix())) if g == 0 and G == 2 else (d_logits,)
+        meanwhile = (lambda: pl.when(j + 1 < passing.own_stop)(lambda: key_ring.await_(j + 1))) if g == G - 1 else None
+        acc, results = chip.overlapped(products, pending, work, like, meanwhile)
+        if g == 0 and G == 2:
+          d_logits, d_weights = results
+        else:
+          [d_logits] = results
+        if pending:
+          accs[g - 1] = acc
+          if g == 0:
+            key_ring.release(j - 1)
+        if not overlap:
+          [accs[g]] = chip.accumulate([(accs[g], d_logits, keys)])
+          d_logits = None
+          if g == G - 1:
+            key_ring.release(j)
+      return accs, d_logits
+
+    def begin(j, state):
+      key_ring.await_(j)
+      return turns(j, (state[0], None), False)
+
+    def finish(state):
+      accs, d_logits = state
+      if not overlap:
+        return state
+      last = passing.own_stop - 1
+      [acc] = chip.accumulate([(accs[-1], d_logits, k_smem.at[key_ring.slot(last) * M + (G - 1) % M])])
+      key_ring.release(last)
+      return [*accs[:-1], acc], d_logits
 
     def skip(j):
       value_ring.skip(j)
       key_ring.skip(j)
 
-    accs = passing.walk(step, skip, [chip.full((BLOCK, D), 0, chip.matrix()) for _ in maps])
-    for g, acc in zip(maps, accs, strict=True):
-      q_smem[own, g] = (acc * scale).astype(q.dtype)
+    zeros = [chip.full((BLOCK, D), 0, chip.matrix())] * G
+    nothing = zeros, chip.full((BLOCK, BLOCK), 0, chip.matrix()).astype(q.dtype) if overlap else None
+    accs, _ = passing.walk(blocks.Cut.of(mask), begin, lambda whole, j, state: turns(j, state, whole), finish, skip, nothing)
+    for g, acc in enumerate(accs):
+      if g == 1:
+        acc = acc * chip.rows_of(-vector(2 * G), acc.shape)
+      q_smem[warpgroup, g] = (acc * scale).astype(q.dtype)
     plgpu.commit_smem()
-    for g in maps:
-      plgpu.copy_smem_to_gmem(q_smem.at[own, g], d_q.at[batch, rows, head * G + g])
+    for g in range(G):
+      plgpu.copy_smem_to_gmem(q_smem.at[warpgroup, g], d_q.at[batch, rows, head * G + g])
     plgpu.wait_smem_to_gmem(0)
 
   def producer() -> None:
     plgpu.set_max_registers(24, action="decrease")
     start, stop = Passing.read(bounds, batch, tile)[:2]
-    for own in range(owners):
+    for own in range(CONSUMERS):
       rows = pl.ds((tile + own) * BLOCK, BLOCK)
       for g in range(G):
         plgpu.copy_gmem_to_smem(q.at[batch, rows, head * G + g], q_smem.at[own, g], q_ready.at[own])
@@ -223,107 +295,185 @@ def d_q(
     value_ring.drain(start, stop)
     key_ring.drain(start, stop)
 
-  if split:
-    for g in range(G):
-      pl.when(warpgroup == g)(functools.partial(consumer, (g,)))
-  else:
-    pl.when(warpgroup < CONSUMERS)(lambda: consumer(range(G)))
+  pl.when(warpgroup < CONSUMERS)(consumer)
   pl.when(warpgroup == CONSUMERS)(producer)
 
 
 def d_kv(
-  mask: Mask, split: bool, stages: int, q, k, v, d_out, vectors, q_ids, kv_ids, offset, bounds, d_k, d_v,
-  *, q_smem, d_out_smem, vectors_smem, k_smem, v_smem, kv_ready, finished, q_ready, q_free, d_out_ready, d_out_free,
+  mask: Mask, factor: float, stages: int, q, k, v, d_out, vectors, q_ids, kv_ids, offset, bounds, d_k, d_v,
+  *, q_smem, d_out_smem, vectors_smem, k_smem, v_smem, weights_smem, kv_ready, finished, weights_ready, weights_free,
+  q_ready, q_free, d_out_ready, d_out_free,
 ):  # fmt: skip
-  """A tile of keys stays while the queries of all heads that share it pass; maps are transposed, keys × queries.
+  """A block of keys stays while the queries of all heads that share it pass; maps are transposed, keys × queries.
 
-  With `split` both consumers work on the same keys, one on dK and the other on dV: beside the sums of all, a step's own numbers would not
-  fit one's registers.
+  Both consumers work on it. One makes the weights and dV, and hands the weights over in shared memory; the other makes dP and dK.
   """
   kv_head, batch, warpgroup = lax.axis_index("heads"), lax.axis_index("batch"), lax.axis_index("warpgroup")
-  (owners, M, _, D), V = k_smem.shape, v_smem.shape[2]
+  (M, _, D), V = k_smem.shape, v_smem.shape[1]
   R, G = d_out.shape[2] // v.shape[2], q.shape[2] // d_out.shape[2]
-  tile = lax.axis_index("tiles") * owners
+  block = lax.axis_index("tiles")
   query_ring, d_out_ring = chip.Ring(stages, q_ready, q_free), chip.Ring(stages, d_out_ready, d_out_free)
+  cuts = blocks.Cut.of(mask, keys_stay=True)
+  keys = pl.ds(block * BLOCK, BLOCK)
+  # In a loop, so that addresses are not kept in registers throughout.
+  own = lambda n, i: chip.in_loop(jnp.int32(n), i)
+  column = lambda slot, n: chip.columns_of(plgpu.load(vectors_smem.at[slot, n], layout=chip.column()), (BLOCK, BLOCK))
+  zeros = lambda width: chip.full((BLOCK, width), 0, chip.matrix())
+  no_weights = lambda: chip.full((BLOCK, BLOCK), 0, chip.matrix()).astype(q.dtype)
 
-  def consumer(wants_k: bool, wants_v: bool) -> None:
+  def make_values() -> None:
     plgpu.set_max_registers(240, action="increase")
-    own = jnp.int32(0) if split else warpgroup
-    block = tile + own
     passing = Passing.read(bounds, batch, block)
+    count = passing.stop - passing.start
     limits = blocks.query_limits(mask, block)
-    plgpu.barrier_wait(kv_ready.at[own])
+    plgpu.barrier_wait(kv_ready)
 
-    def step(r, i, accs):
-      d_k_accs, d_v_acc = accs
-      here = chip.in_loop(own, i)
-      turn = r * (passing.stop - passing.start) + i
-      slot = query_ring.wait(turn)
-      d_out_ring.wait(turn)
-      vector = lambda n: chip.columns_of(plgpu.load(vectors_smem.at[slot, n], layout=chip.column()), (BLOCK, BLOCK))
+    def hand_over(g, weights, handed):
+      pl.when(handed > 0)(lambda: plgpu.barrier_wait(weights_free.at[g]))
+      weights_smem[g] = weights.astype(jnp.float16)
+      plgpu.barrier_arrive(weights_ready.at[g])
 
-      def cut(logits):
-        first = i * BLOCK + blocks.first_position(mask, offset, batch)
-        ids = None
-        if q_ids is not None:
-          keys, queries = pl.ds(block * BLOCK, BLOCK), pl.ds(i * BLOCK, BLOCK)
-          ids = chip.load(kv_ids.at[batch, keys], chip.row()), chip.load(q_ids.at[batch, queries], chip.column())
-        return chip.hide(logits, first, *limits, ids)
-
-      d_weights = chip.product(v_smem.at[here], d_out_smem.at[slot].T) if wants_k else None  # dP, shared by the maps
+    def step(r, whole, i, state):
+      acc, pending = state
+      turn = r * count + i
+      handed = r * (passing.own_stop - passing.own_start) + (i - passing.own_start)
+      slot = query_ring.slot(turn)
       combined: Any = None  # A₁ − λA₂
       for g in range(G):
-        queries = q_smem.at[slot * G + g]
-        logits = chip.product(k_smem.at[here, g % M], queries.T)
-        if limits != (None, None) or mask.segments:
-          logits = passing.unless_whole(i, cut, logits)
-        weights = jnp.exp2(logits - vector(g))
-        if g == 1:
-          weights *= -vector(2 * G)
-        if wants_v:
-          combined = weights if combined is None else combined + weights
-        if wants_k:
-          d_logits = (weights * (d_weights - vector(G + g))).astype(q.dtype)
-          [d_k_accs[g % M]] = chip.accumulate([(d_k_accs[g % M], d_logits, queries)])
-      plgpu.commit_smem()  # the vectors were read without wgmma: before TMA writes there again
-      query_ring.release(turn)
-      if wants_v:
-        [d_v_acc] = chip.accumulate([(d_v_acc, combined.astype(q.dtype), d_out_smem.at[slot])])
-      d_out_ring.release(turn)
-      return d_k_accs, d_v_acc
+
+        # Read before the products that shall go on: to read shared memory ends them.
+        lse = column(slot, 0) if g == 0 else None
+
+        def weigh(logits, g=g, lse=lse):
+          if cuts.ever and not whole:
+            first = i * BLOCK + blocks.first_position(mask, offset, batch)
+            ids = None
+            if q_ids is not None:
+              ids = chip.load(kv_ids.at[batch, keys], chip.row()), chip.load(q_ids.at[batch, pl.ds(i * BLOCK, BLOCK)], chip.column())
+            logits = chip.hide(logits, first, *limits, ids)
+          if g == 0:
+            return (jnp.exp2(logits * factor - lse),)
+          return (jnp.exp2(logits * factor - column(slot, 1)) * -column(slot, 2 * G),)
+
+        product = k_smem.at[own(g % M, i)], q_smem.at[slot * G + g].T
+        if g == 0 and pending is not None:
+          late = chip.Pending(acc, pending, d_out_smem.at[d_out_ring.slot(turn - 1)])
+          acc, [weights] = chip.overlapped([product], late, weigh, (zeros(BLOCK),), lambda: d_out_ring.await_(turn))
+          d_out_ring.release(turn - 1)
+        else:
+          _, [weights] = chip.overlapped([product], None, weigh)
+          if g == 0:
+            d_out_ring.await_(turn)
+        if g == G - 1:
+          query_ring.release(turn)
+        hand_over(g, weights, handed)
+        combined = weights if combined is None else combined + weights
+      pl.when(i + 1 < passing.own_stop)(lambda: query_ring.await_(turn + 1))
+      return acc, combined.astype(q.dtype)
+
+    def begin(r, i, state):
+      query_ring.await_(r * count + i)
+      return step(r, False, i, (state[0], None))
+
+    def finish(r, state):
+      acc, pending = state
+      last = r * count + passing.own_stop - 1
+      [acc] = chip.accumulate([(acc, pending, d_out_smem.at[d_out_ring.slot(last)])])
+      d_out_ring.release(last)
+      return acc, pending
 
     def skip(r, i):
       for ring in (query_ring, d_out_ring):
-        ring.skip(r * (passing.stop - passing.start) + i)
+        ring.skip(r * count + i)
 
-    def one_head(r, accs):
-      return passing.walk(functools.partial(step, r), functools.partial(skip, r), accs)
+    def one_head(r, acc):
+      parts = (functools.partial(x, r) for x in (begin, step, finish, skip))
+      return passing.walk(cuts, *parts, (acc, no_weights()))[0]
 
-    zeros = lambda width: chip.full((BLOCK, width), 0, chip.matrix())
-    d_k_accs, d_v_acc = lax.fori_loop(0, R, one_head, ([zeros(D) for _ in range(M * wants_k)], zeros(V) if wants_v else None))
-    if split:  # the other one may still read what the gradients overwrite
-      plgpu.barrier_arrive(finished)
-      plgpu.barrier_wait(finished)
-    for m, acc in enumerate(d_k_accs):
-      k_smem[own, m] = (acc * (1 / LOG2E)).astype(q.dtype)  # the queries carry scale·log₂e
-    if wants_v:
-      v_smem[own] = d_v_acc.astype(q.dtype)
+    acc = lax.fori_loop(0, R, one_head, zeros(V))
+
+    @pl.when(passing.own_start < passing.own_stop)
+    def _():  # every phase of a barrier is observed
+      for g in range(G):
+        plgpu.barrier_wait(weights_free.at[g])
+
+    wait_for_the_other()
+    v_smem[...] = acc.astype(q.dtype)
     plgpu.commit_smem()
-    keys = pl.ds(block * BLOCK, BLOCK)
-    for m in range(len(d_k_accs)):
-      plgpu.copy_smem_to_gmem(k_smem.at[own, m], d_k.at[batch, keys, kv_head * M + m])
-    if wants_v:
-      plgpu.copy_smem_to_gmem(v_smem.at[own], d_v.at[batch, keys, kv_head])
+    plgpu.copy_smem_to_gmem(v_smem, d_v.at[batch, keys, kv_head])
     plgpu.wait_smem_to_gmem(0)
 
-  def producer() -> None:
+  def make_keys() -> None:
+    plgpu.set_max_registers(240, action="increase")
+    passing = Passing.read(bounds, batch, block)
+    count = passing.stop - passing.start
+    plgpu.barrier_wait(kv_ready)
+
+    def receive(g, slot, d_weights):
+      plgpu.barrier_wait(weights_ready.at[g])
+      weights = plgpu.load(weights_smem.at[g], layout=chip.matrix()).astype(jnp.float32)
+      plgpu.barrier_arrive(weights_free.at[g])
+      return (weights * (d_weights - column(slot, G + g))).astype(q.dtype)
+
+    def step(r, i, state):
+      accs, pending = [*state[0]], state[1]
+      turn = r * count + i
+      slot = query_ring.slot(turn)
+      d_out_ring.await_(turn)
+      product = v_smem.at[pl.ds(own(0, i) * BLOCK, BLOCK)], d_out_smem.at[d_out_ring.slot(turn)].T
+      late = None
+      if pending is not None:
+        late = chip.Pending(accs[-1], pending, q_smem.at[query_ring.slot(turn - 1) * G + G - 1])
+      acc, [d_weights] = chip.overlapped([product], late, lambda x: (x,), (zeros(BLOCK),))
+      if late is not None:
+        accs[-1] = acc
+        query_ring.release(turn - 1)
+      d_out_ring.release(turn)
+      query_ring.await_(turn)
+      for g in range(G):
+        d_logits = receive(g, slot, d_weights)
+        if g < G - 1:
+          [accs[g % M]] = chip.accumulate([(accs[g % M], d_logits, q_smem.at[slot * G + g])])
+      return accs, d_logits
+
+    def begin(r, i, state):
+      return step(r, i, (state[0], None))
+
+    def finish(r, state):
+      accs, pending = state
+      last = r * count + passing.own_stop - 1
+      [acc] = chip.accumulate([(accs[-1], pending, q_smem.at[query_ring.slot(last) * G + G - 1])])
+      query_ring.release(last)
+      return [*accs[:-1], acc], pending
+
+    def skip(r, i):
+      for ring in (query_ring, d_out_ring):
+        ring.skip(r * count + i)
+
+    def one_head(r, accs):
+      parts = (functools.partial(x, r) for x in (begin, lambda r, _, i, state: step(r, i, state), finish, skip))
+      return passing.walk(blocks.Cut(False, False), *parts, (accs, no_weights()))[0]
+
+    accs = lax.fori_loop(0, R, one_head, [zeros(D)] * M)
+    wait_for_the_other()
+    for m, acc in enumerate(accs):
+      k_smem[m] = (acc * (factor / LOG2E)).astype(q.dtype)
+    plgpu.commit_smem()
+    for m in range(M):
+      plgpu.copy_smem_to_gmem(k_smem.at[m], d_k.at[batch, keys, kv_head * M + m])
+    plgpu.wait_smem_to_gmem(0)
+
+  def wait_for_the_other() -> None:
+    """It may still read what the gradients overwrite."""
+    plgpu.barrier_arrive(finished)
+    plgpu.barrier_wait(finished)
+
+  def load() -> None:
     plgpu.set_max_registers(24, action="decrease")
-    start, stop = Passing.read(bounds, batch, tile)[:2]
-    for own in range(owners):
-      keys = pl.ds((tile + own) * BLOCK, BLOCK)
-      for m in range(M):
-        plgpu.copy_gmem_to_smem(k.at[batch, keys, kv_head * M + m], k_smem.at[own, m], kv_ready.at[own])
-      plgpu.copy_gmem_to_smem(v.at[batch, keys, kv_head], v_smem.at[own], kv_ready.at[own])
+    start, stop = Passing.read(bounds, batch, block)[:2]
+    for m in range(M):
+      plgpu.copy_gmem_to_smem(k.at[batch, keys, kv_head * M + m], k_smem.at[m], kv_ready)
+    plgpu.copy_gmem_to_smem(v.at[batch, keys, kv_head], v_smem, kv_ready)
 
     @pl.loop(0, R)
     def _(r):
@@ -344,9 +494,5 @@ def d_kv(
     for ring in (query_ring, d_out_ring):
       ring.drain(start, start + R * (stop - start))
 
-  if split:
-    pl.when(warpgroup == 0)(lambda: consumer(True, False))
-    pl.when(warpgroup == 1)(lambda: consumer(False, True))
-  else:
-    pl.when(warpgroup < CONSUMERS)(lambda: consumer(True, True))
-  pl.when(warpgroup == CONSUMERS)(producer)
+  for n, role in enumerate((make_values, make_keys, load)):
+    pl.when(warpgroup == n)(role)
