@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
+from diffjax.ops.diff_attention.tiles import LOG2E
 from diffjax.ops.varying import vary_like
 
 plgpu: Any = mosaic_gpu  # untyped: older JAX, on which the kernels only refuse, has another API
@@ -230,6 +232,20 @@ def after_zero(x: Any) -> Any:
   of the accumulator's registers are taken from where the zero is made, which is long before they are needed.
   """
   return lax.optimization_barrier((x, full((BLOCK,), 0, row())))[0]
+
+
+def logit_factor(scale: float, q: jax.Array) -> tuple[float, jax.Array]:
+  """What products of queries and keys are multiplied by, for exponentials of base 2, and the queries.
+
+  The factor is positive and not so small that `HIDDEN` times it would not hide: another one is put into the queries, which rounds them.
+  """
+  factor = scale * LOG2E
+  return (factor, q) if factor > 2**-20 else (1.0, (q.astype(jnp.float32) * factor).astype(q.dtype))
+
+
+def hidden(factor: float) -> float:
+  """A hidden logit times the factor, as the kernels compute it: the maximum of a row that sees nothing."""
+  return float(np.float32(factor)) * HIDDEN
 
 
 def hide(logits: jax.Array, start, first, last, ids=None) -> jax.Array:

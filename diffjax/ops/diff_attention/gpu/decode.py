@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from diffjax.ops.diff_attention.decode import stack
 from diffjax.ops.diff_attention.gpu import chip
 from diffjax.ops.diff_attention.gpu.chip import BLOCK, plgpu
-from diffjax.ops.diff_attention.tiles import HIDDEN, LOG2E, pad, round_up
+from diffjax.ops.diff_attention.tiles import pad, round_up
 from diffjax.ops.varying import vary_like
 
 _THREAD_BLOCKS = 264  # wanted at least: two for each of the chip's 132 multiprocessors
@@ -39,16 +39,22 @@ def attend(q, k, v, lam, lengths, *, window: int | None, scale: float):
       f"q ({q.dtype}, D = {q.shape[-1]}, {G * rows} queries a key head) and v (V = {V}) are not taken by implementation 'pallas_gpu', "
       f"which takes bfloat16 and float16, D up to 128, {BLOCK} queries a key head and V up to 256: cast them, or use implementation='xla'"
     )
-  queries = stack((q.astype(jnp.float32) * (scale * LOG2E)).astype(q.dtype), k, rows)
-  maps = _attend(queries, k, v, lengths, window=window).reshape(B, K, G, rows, V)
+  factor, q = chip.logit_factor(scale, q)
+  maps = _attend(stack(q, k, rows), k, v, lengths, window=window, factor=factor).reshape(B, K, G, rows, V)
   out = maps[:, :, 0] if lam is None else maps[:, :, 0] - lam.reshape(B, K, rows, 1) * maps[:, :, 1]
   return out.reshape(B, H, V).astype(q.dtype)
 
 
 def _attend(
-  q: Float[Array, "B K N X"], k: Float[Array, "B K S X"], v: Float[Array, "B K S V"], lengths: Int[Array, "B"], *, window: int | None
+  q: Float[Array, "B K N X"],
+  k: Float[Array, "B K S X"],
+  v: Float[Array, "B K S V"],
+  lengths: Int[Array, "B"],
+  *,
+  window: int | None,
+  factor: float,
 ) -> Float[Array, "B K N V"]:
-  """softmax(qkᵀ)v over the keys that each row of the batch sees, for N ≤ 64 queries a key head, which carry scale·log₂e.
+  """softmax(factor·qkᵀ)v of base 2 over the keys that each row of the batch sees, for N ≤ 64 queries a key head.
 
   Zero for a row that sees no key. S, X and V should be multiples of 64: else the cache is copied for every token.
   """
@@ -61,7 +67,7 @@ def _attend(
   stages = chip.stages(2 * BLOCK * q.shape[3], 2 * BLOCK * (k.shape[3] + v.shape[3]))
   parts = (B, K, splits, BLOCK)
   sums, peaks, totals = chip.call(
-    functools.partial(_kernel, window, stages),
+    functools.partial(_kernel, window, factor, stages),
     "diff_attention_decode",
     interpret=chip.interpret_mode.get(),
     grid=(splits, K, B),
@@ -84,7 +90,7 @@ def _attend(
   return out[:, :, :N, :V]
 
 
-def _kernel(window, stages: int, q, k, v, lengths, sums, peaks, totals, *, q_smem, k_smem, v_smem, q_ready, ready, free):
+def _kernel(window, factor: float, stages: int, q, k, v, lengths, sums, peaks, totals, *, q_smem, k_smem, v_smem, q_ready, ready, free):
   """One share of a row's blocks of keys: unnormalised sums of values, and what joins them to those of the other shares."""
   split, head, batch = lax.axis_index("splits"), lax.axis_index("heads"), lax.axis_index("batch")
   ring, length = chip.Ring(stages, ready, free), lengths[batch]
@@ -114,15 +120,15 @@ def _kernel(window, stages: int, q, k, v, lengths, sums, peaks, totals, *, q_sme
           piece[...] = jnp.where((position >= first) & (position < length), plgpu.load(piece, layout=chip.matrix()), 0)
         plgpu.commit_smem()
 
-      after = jnp.maximum(peak, jnp.max(logits, axis=1))
-      weights, shrink = jnp.exp2(logits - chip.rows_of(after, logits.shape)), jnp.exp2(peak - after)
+      after = jnp.maximum(peak, jnp.max(logits, axis=1) * factor)
+      weights, shrink = jnp.exp2(logits * factor - chip.rows_of(after, logits.shape)), jnp.exp2(peak - after)
       total = total * shrink + jnp.sum(weights, axis=1)
       [acc] = chip.accumulate([(acc * chip.rows_of(shrink, acc.shape), weights.astype(v.dtype), v_smem.at[slot])])
       ring.release(j)
       return acc, after, total
 
     vector = lambda value: chip.full((BLOCK,), value, chip.row())
-    state = chip.full((BLOCK, v.shape[3]), 0, chip.matrix()), vector(HIDDEN), vector(0)
+    state = chip.full((BLOCK, v.shape[3]), 0, chip.matrix()), vector(chip.hidden(factor)), vector(0)
     for target, value in zip((sums, peaks, totals), lax.fori_loop(start, stop, step, state), strict=True):
       target[batch, head, split] = value
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -48,7 +47,7 @@ def forward(
   kv_head = lax.div(head, jnp.int32(H // v.shape[2]))
   tile = last_first(q.shape[1], CONSUMERS)
   key_ring, value_ring = chip.Ring(stages, k_ready, k_free), chip.Ring(stages, v_ready, v_free)
-  hidden = float(np.float32(factor)) * HIDDEN
+  hidden = chip.hidden(factor)
 
   def consumer() -> None:
     plgpu.set_max_registers(240, action="increase")
@@ -192,7 +191,6 @@ def d_q(
     block = tile + warpgroup
     passing = Passing.read(bounds, batch, block)
     rows = pl.ds(block * BLOCK, BLOCK)
-    limits = blocks.key_limits(mask, offset, batch, block)
     vector = lambda n: chip.load(vectors.at[batch, head, n, rows], chip.row())
     lse, delta = [vector(g) for g in range(G)], [vector(G + g) for g in range(G)]
     plgpu.barrier_wait(q_ready.at[warpgroup])
@@ -212,6 +210,7 @@ def d_q(
             ids = None
             if q_ids is not None:
               ids = chip.load(q_ids.at[batch, rows], chip.row()), chip.load(kv_ids.at[batch, pl.ds(j * BLOCK, BLOCK)], chip.column())
+            limits = blocks.key_limits(mask, offset, batch, chip.in_loop(block, j))
             logits = chip.hide(logits, j * BLOCK, *limits, ids)
           weights = jnp.exp2(logits * factor - chip.rows_of(lse[g], logits.shape))
           result = (weights * (d_weights - chip.rows_of(delta[g], logits.shape))).astype(q.dtype)
@@ -328,19 +327,17 @@ def d_kv(
     limits = blocks.query_limits(mask, block)
     plgpu.barrier_wait(kv_ready)
 
-    def hand_over(g, weights, handed):
-      pl.when(handed > 0)(lambda: plgpu.barrier_wait(weights_free.at[g]))
-      weights_smem[g] = weights.astype(jnp.float16)
+    def hand_over(g, weights):
+      plgpu.barrier_wait(weights_free.at[g])
+      weights_smem[g] = weights
       plgpu.barrier_arrive(weights_ready.at[g])
 
     def step(r, whole, i, state):
       acc, pending = state
       turn = r * count + i
-      handed = r * (passing.own_stop - passing.own_start) + (i - passing.own_start)
       slot = query_ring.slot(turn)
       combined: Any = None  # A₁ − λA₂
       for g in range(G):
-
         # Read before the products that shall go on: to read shared memory ends them.
         lse = column(slot, 0) if g == 0 else None
 
@@ -366,8 +363,10 @@ def d_kv(
             d_out_ring.await_(turn)
         if g == G - 1:
           query_ring.release(turn)
-        hand_over(g, weights, handed)
-        combined = weights if combined is None else combined + weights
+        rounded = weights.astype(jnp.float16)
+        hand_over(g, rounded)
+        # The first map waits in half the registers.
+        combined = rounded if g < G - 1 else weights if combined is None else combined.astype(jnp.float32) + weights
       pl.when(i + 1 < passing.own_stop)(lambda: query_ring.await_(turn + 1))
       return acc, combined.astype(q.dtype)
 
@@ -391,12 +390,8 @@ def d_kv(
       return passing.walk(cuts, *parts, (acc, no_weights()))[0]
 
     acc = lax.fori_loop(0, R, one_head, zeros(V))
-
-    @pl.when(passing.own_start < passing.own_stop)
-    def _():  # every phase of a barrier is observed
-      for g in range(G):
-        plgpu.barrier_wait(weights_free.at[g])
-
+    for g in range(G):  # every phase of a barrier is observed
+      plgpu.barrier_wait(weights_free.at[g])
     wait_for_the_other()
     v_smem[...] = acc.astype(q.dtype)
     plgpu.commit_smem()
@@ -407,6 +402,8 @@ def d_kv(
     plgpu.set_max_registers(240, action="increase")
     passing = Passing.read(bounds, batch, block)
     count = passing.stop - passing.start
+    for g in range(G):
+      plgpu.barrier_arrive(weights_free.at[g])
     plgpu.barrier_wait(kv_ready)
 
     def receive(g, slot, d_weights):

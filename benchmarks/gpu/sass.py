@@ -1,19 +1,7 @@
-"""What the compiler makes of the Hopper kernels, read from their SASS; no GPU is needed: python -m benchmarks.gpu --static
+"""The inner loops of a GPU kernel, read from its SASS (the machine code of NVIDIA's GPUs, as nvdisasm writes it).
 
-Every kernel is compiled for sm_90a, and its inner loops (the innermost ones with products) are read instruction by instruction. A step of a
-loop is the shortest way around it: the one of a block that no mask cuts, which finds its barriers open.
-
-- instructions: of a step, by each of a warpgroup's four warps. A scheduler issues one a cycle, for one warp of each warpgroup.
-- tensor cycles: what the step's products take of the tensor cores, 64·N·K/2048 for a product of 64 × N × K.
-- units: products of 64 × 64 × D that the kernel executes a tile of 64 queries, 64 keys and one head (D rounded up to 64), beside the
-  nominal number, which is what the mathematics needs once.
-- schedule: the step's products in their order, exponentials between them, and "wait n", which lets n groups of products go on.
-- the estimated rate is no measurement. It is 75% of the chip's 989 TFLOP/s, which the best kernels of others reach, times nominal over
-  executed products, times the share of the tensor cores' time in the step: two warpgroups take turns, so that two steps take the longest
-  of 2·tensor cycles, 2·instructions, and tensor cycles + instructions.
-
-It needs the compiler's packages, without a GPU or a driver:
-  pip install --no-deps jax-cuda13-plugin==JAX jax-cuda13-pjrt==JAX nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-nvdisasm
+An inner loop is an innermost one with products of the tensor cores. A step of it is the shortest way around that passes all its products:
+the step that finds its barriers open.
 """
 
 from __future__ import annotations
@@ -23,7 +11,7 @@ import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-_LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\d+)\s+)?([A-Z][\w.]*)\s*(.*)")
+_LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\d+)\s+)?([A-Z][\w.]*)\s*([^;]*)")
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _TARGET = re.compile(r"\((\.L_x_\d+)\)")
 _PRODUCT = re.compile(r"HGMMA\.64x(\d+)x(\d+)")
@@ -149,14 +137,23 @@ def _step(graph: Sequence[Block], header: int, body: set[int]) -> list[Instructi
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-  """What a step of an inner loop executes."""
+  """What a step of an inner loop executes.
+
+  Attributes:
+    instructions: of each of a warpgroup's four warps; a scheduler issues one a cycle.
+    tensor_cycles: what its products take of the tensor cores, 64·N·K/2048 for a product of 64 × N × K.
+    exponentials, global_loads: instructions of that kind, in all instructions.
+    spills: loads and stores of registers for which there was no room.
+    serialized: True if each product waits for the one before.
+    schedule: products, exponentials and waits in their order; "wait n" lets the last n groups of products go on.
+  """
 
   instructions: int
   tensor_cycles: int
   exponentials: int
   global_loads: int
   spills: int
-  fences: int
+  serialized: bool
   schedule: str
 
 
@@ -185,22 +182,13 @@ def _measure(step: Iterable[Instruction]) -> Loop:
         parts[-1][0] += 1
       else:
         parts.append([1, what])
+  schedule = ", ".join(what if n == 1 else f"{n} {what}" for n, what in parts)
   return Loop(
     instructions=len(step),
     tensor_cycles=sum(i.tensor_cycles for i in step),
     exponentials=count("MUFU.EX2"),
     global_loads=count("LD.", "LDG"),
     spills=count("STL", "LDL"),
-    fences=count("MEMBAR", "FENCE", "BAR"),
-    schedule=", ".join(what if n == 1 else f"{n} {what}" for n, what in parts),
+    serialized=re.search(r"\bN\d+, wait 0, N\d+, wait 0, N\d+, wait 0", schedule) is not None,
+    schedule=schedule,
   )
-
-
-if __name__ == "__main__":
-  import pathlib
-  import sys
-
-  for path in sys.argv[1:]:
-    print(path)
-    for loop in inner_loops(pathlib.Path(path).read_text()):
-      print("  ", loop)

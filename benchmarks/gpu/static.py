@@ -1,0 +1,243 @@
+"""What the compiler makes of the Hopper kernels; no GPU is needed: python -m benchmarks.gpu --static
+
+Every kernel is compiled for sm_90a, and the inner loops of its SASS are read (benchmarks/gpu/sass.py). The table has:
+
+- units: products of 64 × 64 × D that are executed for a tile of 64 queries and 64 keys, beside those that the mathematics needs.
+- tensor cycles and instructions of a step, and its schedule, each loop of the kernel by itself. Times no mask: what is cut takes more.
+- spills: instructions in all inner loops, masks' too.
+- the estimated rate is no measurement. Two warpgroups share the tensor cores and the schedulers: two steps take the longest of what both
+  need of the tensor cores, what both issue, and what either does one after the other. The rate is what H100's 132 multiprocessors would
+  then reach at 1.755 GHz in nominal products, times 0.75, which is the part of such a bound that the best kernels of others reach.
+
+It needs the compiler's packages, without a GPU or a driver:
+  pip install --no-deps jax-cuda13-plugin==JAX jax-cuda13-pjrt==JAX nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-nvdisasm
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from benchmarks.gpu import sass
+
+H100 = """
+gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 84978434048
+  shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 minor: 0 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 }
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 }
+runtime_version { major: 13 minor: 0 patch: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+TABLE = [
+  dict(D=128), dict(D=64), dict(D=128, V=128, M=1), dict(D=64, V=64, M=1), dict(D=128, V=128, G=1, M=1), dict(D=64, V=64, G=1, M=1),
+]  # fmt: skip
+# In 64 × 64 × D, with V = 2D for V1 and D else: (forward, dQ, dK with dV). The backward's two kernels both need the logits and dP, which
+# the mathematics needs once: each is named with what it needs by itself.
+NOMINAL = {"v1": (6, 6, 8), "v2": (4, 5, 6), "plain": (2, 3, 4)}
+KERNELS = ("forward", "d_q", "d_kv")
+_MULTIPROCESSORS, _GIGAHERTZ, _REACHED = 132, 1.755, 0.75
+_CYCLES_PER_UNIT = 2  # times D: 64·64·D products of 2048 a cycle
+
+
+def missing() -> str | None:
+  """What is needed and not installed, if anything."""
+  if importlib.util.find_spec("jax_cuda13_plugin") is None:
+    return "the compiler for Hopper is not installed: the packages are named at the top of benchmarks/gpu/static.py"
+  return None
+
+
+def kind_of(case: dict[str, Any]) -> str:
+  return "plain" if case.get("G") == 1 else "v2" if case.get("M") == 1 else "v1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+  """What ptxas made of one kernel.
+
+  Attributes:
+    name: such as "d_q_v1".
+    registers: of a thread, on average over its warpgroups.
+    spilled: bytes that ptxas says it spills, loads and stores, wherever.
+    serialized: True if ptxas says that it had to run products one after the other.
+    loops: the inner ones.
+  """
+
+  name: str
+  registers: int
+  spilled: int
+  serialized: bool
+  loops: tuple[sass.Loop, ...]
+
+  @property
+  def spills(self) -> int:
+    """Instructions in inner loops."""
+    return sum(loop.spills for loop in self.loops)
+
+
+def compiled(cases: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[Kernel] | str, int]]:
+  """Compiles in another process: each case, its kernels or what was wrong, and how often the forward kernel is called.
+
+  Args:
+    cases: arguments of `_lower`.
+  """
+  environment = {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_SASS": "1"}
+  command = [sys.executable, "-m", "benchmarks.gpu.static", json.dumps(cases)]
+  folder = pathlib.Path(__file__).parents[2]
+  process = subprocess.Popen(command, cwd=folder, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+  assert process.stdout is not None
+  assert process.stderr is not None
+  done = 0
+  for line in process.stdout:
+    said = json.loads(line)
+    kernels = [Kernel(**(k | {"loops": tuple(sass.Loop(**x) for x in k["loops"])})) for k in said["kernels"]]
+    yield cases[done], said["error"] or kernels, said["forward_calls"]
+    done += 1
+  errors = process.stderr.read()
+  if done < len(cases):
+    yield cases[done], f"the compiler ended with {process.wait()}\n{errors[-2000:]}", 0
+
+
+def _lower(
+  mesh, T=2048, D=64, V=None, H=2, K=1, G=2, M=2, B=2, dtype="bfloat16", segments=False, offsets=False, window=None, causal=True, remat=False,
+  decode=False,
+):  # fmt: skip
+  """A gradient through `diff_attention`, or decoding, for the GPU that the mesh names."""
+  import jax
+  import jax.numpy as jnp
+  from jax.sharding import NamedSharding
+  from jax.sharding import PartitionSpec as P
+
+  from diffjax.ops.diff_attention import RESIDUAL_NAMES, decode_attention, diff_attention
+
+  struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
+  if decode:
+    cache = [struct((B, K, T, width), dtype) for width in (M * D, V or 2 * D)]
+    arrays = [struct((B, H, G, D), dtype), *cache, struct((B, H), jnp.float32) if G == 2 else None, struct((B,), jnp.int32)]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return jax.jit(lambda *a: decode_attention(*a, window=window, implementation="pallas_gpu")).lower(*arrays)
+  arrays = [struct((B, T, H, G, D), dtype), struct((B, T, K, M, D), dtype), struct((B, T, K, V or 2 * D), dtype)]
+  arrays += [struct((B, T, H), jnp.float32)] if G == 2 else []
+  extra = {}
+  if segments:
+    extra["q_segment_ids"] = struct((B, T), jnp.int32)
+  if offsets:
+    extra["q_offset"] = struct((B,), jnp.int32)
+  f = lambda arrays, extra: diff_attention(*arrays, **extra, window=window, causal=causal, implementation="pallas_gpu")
+  loss = lambda arrays, extra: jnp.sum(jnp.sin(f(arrays, extra).astype(jnp.float32)))
+  if remat:
+    loss = jax.checkpoint(loss, policy=jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES))
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    return jax.jit(jax.grad(loss)).lower(arrays, extra)
+
+
+def _compile(cases: Sequence[dict[str, Any]]) -> None:
+  """The other process: prints one line of JSON a case."""
+  import warnings
+
+  from jax.experimental import topologies
+  from jax.sharding import Mesh
+
+  warnings.simplefilter("ignore")
+  mesh = Mesh([topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=H100).devices[0]], ("data",))
+  stdout = os.dup(1)
+  for case in cases:
+    result: dict[str, Any] = {"error": "", "kernels": [], "forward_calls": 0}
+    with tempfile.TemporaryFile("w+") as said:
+      os.dup2(said.fileno(), 1)  # the compiler prints there what it was asked for
+      try:
+        program = _lower(mesh, **case).compile()
+      except Exception as error:  # told by the caller, with the case that it belongs to
+        result["error"] = f"{type(error).__name__}: {error}"[:2000]
+      else:
+        calls = [line for line in program.as_text().splitlines() if "custom_call_target=" in line and "mosaic_gpu" in line]
+        result["forward_calls"] = sum("diff_attention_forward" in line for line in calls)
+      os.dup2(stdout, 1)
+      said.seek(0)
+      result["kernels"] = [dataclasses.asdict(kernel) for kernel in _kernels(said.read())]
+    print(json.dumps(result), flush=True)
+
+
+def _kernels(said: str) -> Iterator[Kernel]:
+  """Those that ptxas and nvdisasm said something of, in the order of their names."""
+  parts = re.split(r"^ptxas info.*Compiling entry function '(\w+)'.*$", said, flags=re.M)
+  for function, text in sorted(zip(parts[1::2], parts[2::2], strict=True)):
+    name = re.search(r"diff_attention_(\w+)_mosaic", function)
+    stored, loaded = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)[0]
+    yield Kernel(
+      name=name[1] if name else function,
+      registers=int(re.findall(r"Used (\d+) registers", text)[0]),
+      spilled=int(stored) + int(loaded),
+      serialized=re.search(f"serializ.*{function}", said) is not None,
+      loops=tuple(sass.inner_loops(text)),
+    )
+
+
+def _rate(name: str, loops: Sequence[sass.Loop], D: int, nominal: int) -> float:
+  """The estimated TFLOP/s of a kernel in nominal products; the docstring above has its assumptions."""
+  tensor, issued = sum(x.tensor_cycles for x in loops), sum(x.instructions for x in loops)
+  if name == "d_kv":  # its two loops are two warpgroups' on one tile
+    cycles = max(tensor, issued, *(x.tensor_cycles + x.instructions for x in loops))
+  else:  # each warpgroup has a tile of its own
+    cycles = max(tensor, issued, (tensor + issued) / 2)
+  return _MULTIPROCESSORS * _GIGAHERTZ * _REACHED * nominal * 2 * 64 * 64 * D / cycles / 1e3
+
+
+def table(say=print) -> None:
+  """Prints the table, row by row."""
+  columns = (
+    "kernel",
+    "registers",
+    "spills",
+    "units (needed)",
+    "serialized",
+    "global loads",
+    "instructions",
+    "tensor cycles",
+    "schedule",
+    "estimated TF/s",
+  )
+  say(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+  cases = [case | {"causal": causal} for case in TABLE for causal in (True, False)]
+  found = compiled(cases)
+  for (case, masked, _), (_, whole, _) in zip(found, found, strict=True):
+    if isinstance(masked, str) or isinstance(whole, str):
+      say(f"{case}: {masked if isinstance(masked, str) else whole}")
+      continue
+    kind, D = kind_of(case), case["D"]
+    for name, nominal in zip(KERNELS, NOMINAL[kind], strict=True):
+      one, other = (next(k for k in kernels if k.name == f"{name}_{kind}") for kernels in (whole, masked))
+      units = sum(x.tensor_cycles for x in one.loops) / (_CYCLES_PER_UNIT * D)
+      every = lambda attribute, one=one: " + ".join(str(getattr(x, attribute)) for x in one.loops)
+      row = (
+        f"{name} {kind} D {D}", one.registers, one.spills + other.spills, f"{units:.0f} ({nominal})",
+        "yes" if one.serialized or other.serialized else "no", sum(x.global_loads for x in (*one.loops, *other.loops)),
+        every("instructions"), every("tensor_cycles"), "; ".join(x.schedule for x in one.loops), f"{_rate(name, one.loops, D, nominal):.0f}",
+      )  # fmt: skip
+      say(f"| {' | '.join(map(str, row))} |")
+
+
+def main() -> None:
+  """Prints the table of the kernels as they are now."""
+  if problem := missing():
+    sys.exit(f"error: {problem}")
+  start = time.monotonic()
+  table(lambda line: print(line, flush=True))
+  print(f"compiled in {time.monotonic() - start:.0f} s")
+
+
+if __name__ == "__main__":
+  _compile(json.loads(sys.argv[1]))
