@@ -143,6 +143,7 @@ class Loop:
     instructions: of each of a warpgroup's four warps; a scheduler issues one a cycle.
     tensor_cycles: what its products take of the tensor cores, 64·N·K/2048 for a product of 64 × N × K.
     exponentials, global_loads: instructions of that kind, in all instructions.
+    beside: exponentials that are made while products of the same warpgroup go on.
     spills: loads and stores of registers for which there was no room.
     serialized: True if each product waits for the one before.
     schedule: products, exponentials and waits in their order; "wait n" lets the last n groups of products go on.
@@ -151,6 +152,7 @@ class Loop:
   instructions: int
   tensor_cycles: int
   exponentials: int
+  beside: int
   global_loads: int
   spills: int
   serialized: bool
@@ -169,14 +171,17 @@ def _measure(step: Iterable[Instruction]) -> Loop:
   step = list(step)
   count = lambda *names: sum(i.name.startswith(names) for i in step)
   parts: list[list] = []
+  beside, going_on = 0, False
   for i in step:
     what = None
     if product := _PRODUCT.match(i.name):
-      what = f"N{product[1]}"
+      what, going_on = f"N{product[1]}", True
     elif i.name.startswith("MUFU.EX2"):
       what = "exp"
+      beside += going_on
     elif i.name.startswith("WARPGROUP.DEPBAR"):
-      what = f"wait {int(i.operands.split(',')[-1], 16)}"
+      groups = int(i.operands.split(",")[-1], 16)
+      what, going_on = f"wait {groups}", going_on and groups > 0
     if what is not None:
       if parts and parts[-1][1] == what:
         parts[-1][0] += 1
@@ -187,6 +192,7 @@ def _measure(step: Iterable[Instruction]) -> Loop:
     instructions=len(step),
     tensor_cycles=sum(i.tensor_cycles for i in step),
     exponentials=count("MUFU.EX2"),
+    beside=beside,
     global_loads=count("LD.", "LDG"),
     spills=count("STL", "LDL"),
     serialized=re.search(r"\bN\d+, wait 0, N\d+, wait 0, N\d+, wait 0", schedule) is not None,

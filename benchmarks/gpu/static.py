@@ -1,13 +1,17 @@
 """What the compiler makes of the Hopper kernels; no GPU is needed: python -m benchmarks.gpu --static
 
-Every kernel is compiled for sm_90a, and the inner loops of its SASS are read (benchmarks/gpu/sass.py). The table has:
+Every kernel is compiled for sm_90a, and the inner loops of its SASS are read (benchmarks/gpu/sass.py). The table's columns:
 
-- units: products of 64 × 64 × D that are executed for a tile of 64 queries and 64 keys, beside those that the mathematics needs.
-- tensor cycles and instructions of a step, and its schedule, each loop of the kernel by itself. Times no mask: what is cut takes more.
-- spills: instructions in all inner loops, masks' too.
-- the estimated rate is no measurement. Two warpgroups share the tensor cores and the schedulers: two steps take the longest of what both
-  need of the tensor cores, what both issue, and what either does one after the other. The rate is what H100's 132 multiprocessors would
-  then reach at 1.755 GHz in nominal products, times 0.75, which is the part of such a bound that the best kernels of others reach.
+- units: products of 64 × 64 × D that are executed for a tile of 64 queries and 64 keys, beside those that the kernel's task needs.
+- instructions, tensor cycles and schedule of a step, for each loop of the kernel. No mask cuts the step: one that a mask cuts takes more.
+- spills, global loads: instructions in all inner loops. After the slash, in loops of blocks that a causal mask cuts.
+- L2: bytes that a multiprocessor loads a cycle if the tensor cores never wait. All that this chip's best kernels load is about 32.
+- the estimated rates are no measurements. The higher one is that of two warpgroups that fill each other's gaps: two steps take the longest
+  of what both need of the tensor cores, what both issue, what their exponentials take (8 cycles each of a scheduler), and what either does
+  one after the other. The lower one is that of two that never do: a step takes its products and its instructions one after the other, but
+  for the share of instructions whose exponentials are made beside products. Both are in needed products on H100's 132 multiprocessors at
+  1.755 GHz, times 0.75, which is the part of such a bound that the best kernels of others reach. Neither knows of products that run one
+  after the other ("serialized"), which take longer.
 
 It needs the compiler's packages, without a GPU or a driver:
   pip install --no-deps jax-cuda13-plugin==JAX jax-cuda13-pjrt==JAX nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-nvdisasm
@@ -45,9 +49,9 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 TABLE = [
   dict(D=128), dict(D=64), dict(D=128, V=128, M=1), dict(D=64, V=64, M=1), dict(D=128, V=128, G=1, M=1), dict(D=64, V=64, G=1, M=1),
 ]  # fmt: skip
-# In 64 × 64 × D, with V = 2D for V1 and D else: (forward, dQ, dK with dV). The backward's two kernels both need the logits and dP, which
-# the mathematics needs once: each is named with what it needs by itself.
-NOMINAL = {"v1": (6, 6, 8), "v2": (4, 5, 6), "plain": (2, 3, 4)}
+# In 64 × 64 × D, with V = 2D for V1 and D else: forward, dQ, dK with dV. Both kernels of the backward pass need the logits and dP: together
+# they need 14 units for V1, where one kernel would need 10.
+NEEDED = {"v1": (6, 6, 8), "v2": (4, 5, 6), "plain": (2, 3, 4)}
 KERNELS = ("forward", "d_q", "d_kv")
 _MULTIPROCESSORS, _GIGAHERTZ, _REACHED = 132, 1.755, 0.75
 _CYCLES_PER_UNIT = 2  # times D: 64·64·D products of 2048 a cycle
@@ -112,8 +116,8 @@ def compiled(cases: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], 
 
 
 def _lower(
-  mesh, T=2048, D=64, V=None, H=2, K=1, G=2, M=2, B=2, dtype="bfloat16", segments=False, offsets=False, window=None, causal=True, remat=False,
-  decode=False,
+  mesh, T=2048, D=64, V=None, H=2, K=1, G=2, M=2, B=2, dtype="bfloat16", segments=False, offsets=False, window=None, causal=True,
+  remat=False, decode=False,
 ):  # fmt: skip
   """A gradient through `diff_attention`, or decoding, for the GPU that the mesh names."""
   import jax
@@ -186,30 +190,33 @@ def _kernels(said: str) -> Iterator[Kernel]:
     )
 
 
-def _rate(name: str, loops: Sequence[sass.Loop], D: int, nominal: int) -> float:
-  """The estimated TFLOP/s of a kernel in nominal products; the docstring above has its assumptions."""
-  tensor, issued = sum(x.tensor_cycles for x in loops), sum(x.instructions for x in loops)
+def _cycles(name: str, loops: Sequence[sass.Loop]) -> tuple[float, float]:
+  """The most and the least that a tile takes of a multiprocessor; the docstring above has its assumptions."""
+  most = sum(x.tensor_cycles + x.instructions * (1 - x.beside / max(x.exponentials, 1)) for x in loops)
+  sums = [sum(getattr(x, of) for x in loops) for of in ("tensor_cycles", "instructions", "exponentials")]
+  tensor, issued, exponentials = sums[0], sums[1], 8 * sums[2]
   if name == "d_kv":  # its two loops are two warpgroups' on one tile
-    cycles = max(tensor, issued, *(x.tensor_cycles + x.instructions for x in loops))
+    least = max(tensor, issued, exponentials, *(x.tensor_cycles + x.instructions for x in loops))
   else:  # each warpgroup has a tile of its own
-    cycles = max(tensor, issued, (tensor + issued) / 2)
-  return _MULTIPROCESSORS * _GIGAHERTZ * _REACHED * nominal * 2 * 64 * 64 * D / cycles / 1e3
+    least = max(tensor, issued, exponentials, (tensor + issued) / 2)
+  return max(most, least), least
+
+
+def _bytes(name: str, case: dict[str, Any]) -> float:
+  """What is loaded from L2 for a tile."""
+  G, M, D = case.get("G", 2), case.get("M", 2), case["D"]
+  V = case.get("V", 2 * D)
+  if name == "d_kv":
+    return 2 * 64 * (G * D + V)
+  passes = 2 if name == "forward" and G == 2 and V > 128 else 1
+  return 2 * 64 * (M * D + passes * V) / 2  # for two tiles
 
 
 def table(say=print) -> None:
   """Prints the table, row by row."""
   columns = (
-    "kernel",
-    "registers",
-    "spills",
-    "units (needed)",
-    "serialized",
-    "global loads",
-    "instructions",
-    "tensor cycles",
-    "schedule",
-    "estimated TF/s",
-  )
+    "kernel", "units (needed)", "instructions", "tensor cycles", "schedule", "spills", "global loads", "serialized", "L2", "estimated TF/s",
+  )  # fmt: skip
   say(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
   cases = [case | {"causal": causal} for case in TABLE for causal in (True, False)]
   found = compiled(cases)
@@ -218,14 +225,17 @@ def table(say=print) -> None:
       say(f"{case}: {masked if isinstance(masked, str) else whole}")
       continue
     kind, D = kind_of(case), case["D"]
-    for name, nominal in zip(KERNELS, NOMINAL[kind], strict=True):
+    for name, needed in zip(KERNELS, NEEDED[kind], strict=True):
       one, other = (next(k for k in kernels if k.name == f"{name}_{kind}") for kernels in (whole, masked))
-      units = sum(x.tensor_cycles for x in one.loops) / (_CYCLES_PER_UNIT * D)
+      tensor = sum(x.tensor_cycles for x in one.loops)
       every = lambda attribute, one=one: " + ".join(str(getattr(x, attribute)) for x in one.loops)
+      both = lambda attribute, one=one, other=other: " / ".join(str(sum(getattr(x, attribute) for x in k.loops)) for k in (one, other))
+      rates = (_MULTIPROCESSORS * _GIGAHERTZ * _REACHED * needed * 2 * 64 * 64 * D / cycles / 1e3 for cycles in _cycles(name, one.loops))
       row = (
-        f"{name} {kind} D {D}", one.registers, one.spills + other.spills, f"{units:.0f} ({nominal})",
-        "yes" if one.serialized or other.serialized else "no", sum(x.global_loads for x in (*one.loops, *other.loops)),
-        every("instructions"), every("tensor_cycles"), "; ".join(x.schedule for x in one.loops), f"{_rate(name, one.loops, D, nominal):.0f}",
+        f"{name} {kind} D {D}", f"{tensor / (_CYCLES_PER_UNIT * D):.0f} ({needed})", every("instructions"), every("tensor_cycles"),
+        "; ".join(x.schedule for x in one.loops), both("spills"), both("global_loads"),
+        "yes" if one.serialized or other.serialized else "no", f"{_bytes(name, case) / tensor:.0f}",
+        " to ".join(f"{rate:.0f}" for rate in rates),
       )  # fmt: skip
       say(f"| {' | '.join(map(str, row))} |")
 

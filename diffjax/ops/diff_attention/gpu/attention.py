@@ -1,13 +1,20 @@
 """Differential attention on Hopper GPUs as fused Pallas kernels (Mosaic GPU).
 
-A thread block holds three warpgroups: one loads blocks of 64 keys and values through a ring of slots in shared memory, two compute with 64
-query rows each. Forward, both maps of a row stay in one warpgroup and meet the same values: side by side where two accumulators fit its
-registers (V up to 128), else one map after the other in one kernel, with O₂ waiting in shared memory. Only blocks of keys between the
-first and the last one that a row's mask lets it see are loaded, and only those that the mask cuts pay for it. Exponentials are base 2:
-queries are multiplied by scale·log₂e once, outside.
+A thread block holds three warpgroups: one loads blocks through a ring of slots in shared memory, two compute. Only blocks between the first
+and the last one that a row's mask lets it see are loaded, and only those that the mask cuts pay for it. Exponentials are base 2, and the
+scale is multiplied into the logits in float32.
 
-Backward, one kernel makes dQ and another dK and dV. Where the sums would leave a warpgroup no registers, the two that compute share a
-block: each makes the dQ of one map, or one makes dK and the other dV, at the price of computing dP or the maps twice.
+Forward, a warpgroup has 64 query rows, and blocks of 64 keys and values pass. Both maps of a row stay in it and meet the same values: side by
+side where two accumulators fit its registers (V up to 128), else one map after the other in one kernel, with O₂ waiting in shared memory.
+While one map's logits become weights, the tensor cores add up the values of the turn before.
+
+Backward, one kernel makes dQ and another dK and dV. For dQ the roles are as in the forward pass. For dK and dV both warpgroups share 64
+keys: one makes the weights and dV, and hands the weights over in shared memory, in float16, to the one that makes dP and dK.
+
+Results are the same at every call, bit by bit: each is added up by one warpgroup in one order. A single backward kernel would need 10 units
+of products where these two take 14, but would have to add dQ to global memory from every block of keys, and for blocks of 64 that is as
+many bytes as it loads: 50 a cycle and multiprocessor, where L2 has about 30. `python -m benchmarks.gpu --static` shows what the compiler
+makes of the kernels.
 """
 
 from __future__ import annotations
@@ -86,24 +93,23 @@ def _backward(arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out)
   operands = q, k, v, d_out, vectors, q_ids, kv_ids, offset
   ids = q_ids, kv_ids
 
-  owners = CONSUMERS
-  fixed, k_slot, v_slot = 2 * owners * BLOCK * (G * D + V), 2 * BLOCK * M * D, 2 * BLOCK * V
-  v_stages = max(1, chip.stages(fixed, k_slot + v_slot))
+  fixed, k_slot, v_slot = 2 * CONSUMERS * BLOCK * (G * D + V), 2 * BLOCK * M * D, 2 * BLOCK * V
+  v_stages = chip.stages(fixed, k_slot + v_slot, least=1)
   k_stages = chip.stages(fixed + v_stages * v_slot, k_slot)
   (d_q,) = _kernel(
     functools.partial(kernels.d_q, mask, factor, options.scale, k_stages, v_stages),
     options.chosen, f"diff_attention_d_q_{_variant(G, M)}",
-    grid=(H, rows // (owners * BLOCK), B), outputs=((q.shape, q.dtype),),
+    grid=(H, rows // (CONSUMERS * BLOCK), B), outputs=((q.shape, q.dtype),),
     scratch=dict(
-      q_smem=chip.tiled((owners, G, BLOCK, D), q.dtype),
-      d_out_smem=chip.tiled((owners, BLOCK, V), q.dtype),
+      q_smem=chip.tiled((CONSUMERS, G, BLOCK, D), q.dtype),
+      d_out_smem=chip.tiled((CONSUMERS, BLOCK, V), q.dtype),
       k_smem=chip.tiled((k_stages * M, BLOCK, D), q.dtype),
       v_smem=chip.tiled((v_stages, BLOCK, V), q.dtype),
-      q_ready=plgpu.Barrier(num_arrivals=G + 1, num_barriers=owners),
+      q_ready=plgpu.Barrier(num_arrivals=G + 1, num_barriers=CONSUMERS),
       **_barriers(M, k_stages, "k"),
       **_barriers(1, v_stages, "v"),
     ),
-  )(*operands, blocks.bounds(mask, offset, *ids, shared=owners))  # fmt: skip
+  )(*operands, blocks.bounds(mask, offset, *ids, shared=CONSUMERS))  # fmt: skip
 
   fixed, slot = 2 * BLOCK * (M * D + V) + 2 * G * BLOCK * BLOCK, 2 * BLOCK * (G * D + V) + 4 * vectors.shape[2] * BLOCK
   stages = chip.stages(fixed, slot)
@@ -129,7 +135,11 @@ def _backward(arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out)
 
 
 def _operands(scale: float, q, k, v, lam, q_ids, kv_ids):
-  """The factor on logits, for exponentials of base 2, and arrays padded to whole tiles: q [B, rows, H·G, D] times scale·log₂e, k [B, keys, K·M, D], v [B, keys, K, V], λ [B, H, rows], ids."""
+  """The factor on logits, and arrays padded to whole tiles.
+
+  Returns:
+    `chip.logit_factor`'s, and q [B, rows, H·G, D], k [B, keys, K·M, D], v [B, keys, K, V], λ [B, H, rows], ids.
+  """
   rows, keys = round_up(q.shape[1], CONSUMERS * BLOCK), round_up(k.shape[1], CONSUMERS * BLOCK)
   folded = lambda x, length: pad(pad(x.reshape(*x.shape[:2], -1, x.shape[-1]), 1, length), 3, round_up(x.shape[-1], BLOCK))
   factor, q = chip.logit_factor(scale, q)

@@ -127,9 +127,11 @@ class Ring:
       plgpu.barrier_wait(self.free.at[self.slot(step)])
 
 
-def stages(fixed_bytes: int, slot_bytes: int) -> int:
-  """Slots that fit into shared memory beside what stays there."""
-  return min(_MOST_STAGES, (_SMEM_BYTES - fixed_bytes) // slot_bytes)
+def stages(fixed_bytes: int, slot_bytes: int, least: int = 2) -> int:
+  """Slots that fit into shared memory beside what stays there: at least two where a warpgroup waits for one while it holds another."""
+  found = min(_MOST_STAGES, (_SMEM_BYTES - fixed_bytes) // slot_bytes)
+  assert found >= least, f"{found} slots of {slot_bytes} bytes fit beside {fixed_bytes}, and {least} are needed"
+  return found
 
 
 def tiled(shape: tuple[int, ...], dtype: Any):

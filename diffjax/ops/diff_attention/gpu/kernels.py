@@ -27,7 +27,7 @@ def keys_of(maps: Sequence[int], M: int) -> list[int]:
 
 
 def last_first(length: int, owners: int):
-  """First block of the grid's tile, the last tile first: under a causal mask its rows see most keys, and what takes longest begins first."""
+  """First block of a tile of the grid, the last tile first: under a causal mask its rows see most keys, and the longest shall begin first."""
   return (length // (owners * BLOCK) - 1 - lax.axis_index("tiles")) * owners
 
 
