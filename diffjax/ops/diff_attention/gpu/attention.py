@@ -4,8 +4,8 @@ A thread block holds three warpgroups: one loads blocks through a ring of slots 
 and the last one that a row's mask lets it see are loaded, and only those that the mask cuts pay for it. Exponentials are base 2, and the
 scale is multiplied into the logits in float32.
 
-Forward, a warpgroup has 64 query rows, and blocks of 64 keys and values pass. Both maps of a row stay in it and meet the same values: side by
-side where two accumulators fit its registers (V up to 128), else one map after the other in one kernel, with O₂ waiting in shared memory.
+Forward, a warpgroup has 64 query rows, and blocks of 64 keys and values pass. Both maps of a row stay in it and meet the same values: side
+by side where two accumulators fit its registers (V up to 128), else one after the other in one kernel, with O₂ waiting in shared memory.
 While one map's logits become weights, the tensor cores add up the values of the turn before.
 
 Backward, one kernel makes dQ and another dK and dV. For dQ the roles are as in the forward pass. For dK and dV both warpgroups share 64

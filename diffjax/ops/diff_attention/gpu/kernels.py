@@ -27,7 +27,7 @@ def keys_of(maps: Sequence[int], M: int) -> list[int]:
 
 
 def last_first(length: int, owners: int):
-  """First block of a tile of the grid, the last tile first: under a causal mask its rows see most keys, and the longest shall begin first."""
+  """First block of a tile. The last tile comes first: under a causal mask its rows see most keys, and what takes longest begins first."""
   return (length // (owners * BLOCK) - 1 - lax.axis_index("tiles")) * owners
 
 
@@ -177,14 +177,17 @@ def d_q(
   mask: Mask, factor: float, scale: float, k_stages: int, v_stages: int, q, k, v, d_out, vectors, q_ids, kv_ids, offset, bounds, d_q,
   *, q_smem, d_out_smem, k_smem, v_smem, q_ready, k_ready, k_free, v_ready, v_free,
 ):  # fmt: skip
-  """A tile of queries stays while blocks of keys pass. The maps take turns as in `forward`."""
+  """A tile of queries stays while blocks of keys pass.
+
+  Up to D 64 the maps take turns as in `forward`. Wider, a warpgroup has no registers for that: it does one thing after the other, and the
+  other warpgroup's products fill its pauses.
+  """
   head, batch, warpgroup = lax.axis_index("heads"), lax.axis_index("batch"), lax.axis_index("warpgroup")
   (_, G, _, D), M = q_smem.shape, k.shape[2] // v.shape[2]
   kv_head = lax.div(head, jnp.int32(d_out.shape[2] // v.shape[2]))
   tile = last_first(q.shape[1], CONSUMERS)
   key_ring, value_ring = chip.Ring(k_stages, k_ready, k_free), chip.Ring(v_stages, v_ready, v_free)
-
-  overlap = D <= BLOCK  # wider, a warpgroup has no registers left for it, and the other one's products fill the time
+  cuts = blocks.Cut.of(mask)
 
   def consumer() -> None:
     plgpu.set_max_registers(240, action="increase")
@@ -194,66 +197,71 @@ def d_q(
     vector = lambda n: chip.load(vectors.at[batch, head, n, rows], chip.row())
     lse, delta = [vector(g) for g in range(G)], [vector(G + g) for g in range(G)]
     plgpu.barrier_wait(q_ready.at[warpgroup])
+    queries = lambda g, j: q_smem.at[chip.in_loop(warpgroup, j), chip.in_loop(jnp.int32(g), j)]
+    keys = lambda g, j: k_smem.at[key_ring.slot(j) * M + g % M]
+    d_weights_of = lambda j: (d_out_smem.at[chip.in_loop(warpgroup, j)], v_smem.at[value_ring.slot(j)].T)  # dP, shared by the maps
 
-    def turns(j, state, whole):
-      accs, d_logits = [*state[0]], state[1]
-      d_weights: Any = None  # dP, shared by the maps
-      here, slot = chip.in_loop(warpgroup, j), key_ring.slot(j)
+    def d_logits_of(g, j, whole, logits, d_weights):
+      if cuts.ever and not whole:
+        ids = None
+        if q_ids is not None:
+          ids = chip.load(q_ids.at[batch, rows], chip.row()), chip.load(kv_ids.at[batch, pl.ds(j * BLOCK, BLOCK)], chip.column())
+        limits = blocks.key_limits(mask, offset, batch, chip.in_loop(block, j))
+        logits = chip.hide(logits, j * BLOCK, *limits, ids)
+      weights = jnp.exp2(logits * factor - chip.rows_of(lse[g], logits.shape))
+      return (weights * (d_weights - chip.rows_of(delta[g], logits.shape))).astype(q.dtype)
+
+    def one_by_one(whole, j, accs):
+      accs = [*accs]
+      value_ring.await_(j)
+      d_weights = chip.product(*d_weights_of(j))
+      value_ring.release(j)
+      key_ring.await_(j)
       for g in range(G):
-        map_ = chip.in_loop(jnp.int32(g), j)
-        keys = k_smem.at[slot * M + g % M]
+        d_logits = d_logits_of(g, j, whole, chip.product(queries(g, j), keys(g, j).T), d_weights)
+        [accs[g]] = chip.accumulate([(accs[g], d_logits, keys(g, j))])
+      key_ring.release(j)
+      return accs
 
-        def work(logits, d_weights=d_weights, *, g=g):
-          if g == 0:
-            value_ring.release(j)
-          if blocks.Cut.of(mask).ever and not whole:
-            ids = None
-            if q_ids is not None:
-              ids = chip.load(q_ids.at[batch, rows], chip.row()), chip.load(kv_ids.at[batch, pl.ds(j * BLOCK, BLOCK)], chip.column())
-            limits = blocks.key_limits(mask, offset, batch, chip.in_loop(block, j))
-            logits = chip.hide(logits, j * BLOCK, *limits, ids)
-          weights = jnp.exp2(logits * factor - chip.rows_of(lse[g], logits.shape))
-          result = (weights * (d_weights - chip.rows_of(delta[g], logits.shape))).astype(q.dtype)
-          return (result, d_weights) if g == 0 and G == 2 else (result,)
-
-        products = [(q_smem.at[here, map_], keys.T)]
-        if g == 0:
+    def in_turns(whole, j, state):
+      accs, d_logits = [*state[0]], state[1]
+      d_weights: Any = None
+      for g in range(G):
+        first = g == 0
+        pending = None if d_logits is None else chip.Pending(accs[g - 1], d_logits, keys((g - 1) % G, j - first))
+        products = [(queries(g, j), keys(g, j).T)]
+        if first:
           value_ring.await_(j)
-          products.append((d_out_smem.at[here], v_smem.at[value_ring.slot(j)].T))
-        else:
-          work = functools.partial(work, d_weights=d_weights)
-        pending = None
-        if d_logits is not None:
-          before = j - (g == 0)
-          pending = chip.Pending(accs[g - 1], d_logits, k_smem.at[key_ring.slot(before) * M + (g - 1) % G % M])
-        like = (d_logits, chip.full((BLOCK, BLOCK), 0, chip.matrix())) if g == 0 and G == 2 else (d_logits,)
-        meanwhile = (lambda: pl.when(j + 1 < passing.own_stop)(lambda: key_ring.await_(j + 1))) if g == G - 1 else None
-        acc, results = chip.overlapped(products, pending, work, like, meanwhile)
-        if g == 0 and G == 2:
-          d_logits, d_weights = results
-        else:
-          [d_logits] = results
-        if pending:
+          products.append(d_weights_of(j))
+
+        def work(logits, d_weights=d_weights, *, g=g, first=first):
+          if first:
+            value_ring.release(j)
+          result = d_logits_of(g, j, whole, logits, d_weights)
+          return (result, d_weights) if first else (result,)
+
+        meanwhile = None
+        if g == G - 1:
+          meanwhile = lambda: pl.when(j + 1 < passing.own_stop)(lambda: key_ring.await_(j + 1))
+        like = (d_logits, chip.full((BLOCK, BLOCK), 0, chip.matrix()))[: 1 + first]
+        work = work if first else functools.partial(work, d_weights=d_weights)
+        acc, (d_logits, *rest) = chip.overlapped(products, pending, work, like, meanwhile)
+        if first:
+          [d_weights] = rest
+        if pending is not None:
           accs[g - 1] = acc
-          if g == 0:
+          if first:
             key_ring.release(j - 1)
-        if not overlap:
-          [accs[g]] = chip.accumulate([(accs[g], d_logits, keys)])
-          d_logits = None
-          if g == G - 1:
-            key_ring.release(j)
       return accs, d_logits
 
     def begin(j, state):
       key_ring.await_(j)
-      return turns(j, (state[0], None), False)
+      return in_turns(False, j, (state[0], None))
 
     def finish(state):
       accs, d_logits = state
-      if not overlap:
-        return state
       last = passing.own_stop - 1
-      [acc] = chip.accumulate([(accs[-1], d_logits, k_smem.at[key_ring.slot(last) * M + (G - 1) % M])])
+      [acc] = chip.accumulate([(accs[-1], d_logits, keys(G - 1, last))])
       key_ring.release(last)
       return [*accs[:-1], acc], d_logits
 
@@ -262,8 +270,11 @@ def d_q(
       key_ring.skip(j)
 
     zeros = [chip.full((BLOCK, D), 0, chip.matrix())] * G
-    nothing = zeros, chip.full((BLOCK, BLOCK), 0, chip.matrix()).astype(q.dtype) if overlap else None
-    accs, _ = passing.walk(blocks.Cut.of(mask), begin, lambda whole, j, state: turns(j, state, whole), finish, skip, nothing)
+    if D <= BLOCK:
+      nothing = zeros, chip.full((BLOCK, BLOCK), 0, chip.matrix()).astype(q.dtype)
+      accs, _ = passing.walk(cuts, begin, in_turns, finish, skip, nothing)
+    else:
+      accs = passing.walk(cuts, functools.partial(one_by_one, False), one_by_one, lambda accs: accs, skip, zeros)
     for g, acc in enumerate(accs):
       if g == 1:
         acc = acc * chip.rows_of(-vector(2 * G), acc.shape)
