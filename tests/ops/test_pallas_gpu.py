@@ -191,3 +191,13 @@ def test_another_backend_is_refused():
   x = jnp.zeros((1, 8, 2, 2, 8), jnp.float16)
   with pytest.raises(ValueError, match="^implementation = 'pallas_gpu' needs a Hopper GPU.*backend is 'cpu'; use implementation="):
     diff_attention(x, x, jnp.zeros((1, 8, 2, 16), jnp.float16), 0.5, implementation="pallas_gpu")
+
+
+def test_blackwell_is_refused(monkeypatch):
+  class Device:
+    platform, device_kind, compute_capability = "gpu", "NVIDIA B200", "10.0"
+
+  x = jnp.zeros((1, 8, 2, 2, 8), jnp.float16)
+  monkeypatch.setattr(jax, "devices", lambda *_: [Device])
+  with pytest.raises(ValueError, match="needs a Hopper GPU.*this is NVIDIA B200, 10.0; use implementation='chunked' or 'auto'"):
+    diff_attention(x, x, jnp.zeros((1, 8, 2, 16), jnp.float16), 0.5, implementation="pallas_gpu")

@@ -9,6 +9,7 @@ from diffjax.ops.diff_attention import api, diff_attention, two_call
 from tests.tiers import full
 
 STOCK = jax.nn.dot_product_attention
+HAS_CUDNN = two_call._has_cudnn.__wrapped__
 
 
 @pytest.fixture
@@ -89,6 +90,21 @@ def test_auto_on_a_gpu(calls, monkeypatch):
     run, arrays = _program("auto", D=8, V=16, **options)
     jax.eval_shape(run, *arrays)
   assert picked == ["two_call"] * 2 + ["chunked"] * 4
+
+
+@pytest.mark.parametrize(("D", "V", "number"), [(128, 256, 4), (64, 128, 2)])
+def test_auto_on_blackwell(calls, monkeypatch, D, V, number):
+  """What docs/blackwell.md names: cuDNN, once for each map and 128 of V's columns."""
+
+  class Device:
+    platform, device_kind, compute_capability = "gpu", "NVIDIA B200", "10.0"
+
+  run, arrays = _program("auto", D=D, V=V)
+  monkeypatch.setattr(two_call, "_has_cudnn", lambda backend: HAS_CUDNN("gpu"))
+  monkeypatch.setattr(api, "platform", lambda: "gpu")
+  monkeypatch.setattr(jax, "devices", lambda *_: [Device])
+  jax.eval_shape(run, *arrays)
+  assert calls == [(128, False, True)] * number
 
 
 @pytest.mark.parametrize(
