@@ -47,6 +47,8 @@ COMBINED = {
   "offset_per_row_packed_window": (dict(T=150, ids=True), dict(q_offset=(5, 20), window=40)),
   "before_keys": (dict(T=150), dict(q_offset=-70)),
   "beyond_window": (dict(T=80, S=70), dict(q_offset=100, window=20)),
+  "negative_scale": (dict(T=70, H=1), dict(scale=-0.3)),
+  "no_scale": (dict(T=70, H=1, ids=True), dict(scale=0.0)),
 }
 
 
@@ -100,6 +102,14 @@ def test_agrees_with_reference(name):
   arguments, d_out, ids = _arguments(**shapes)
   options = options | ({} if ids is None else {"q_segment_ids": ids})
   _assert_close(_run("pallas_gpu", arguments, d_out, options), _run("reference", arguments, d_out, options), 1e-3)
+
+
+@pytest.mark.parametrize("shapes", [dict(B=1, T=140, H=1), *full([dict(B=1, T=140, H=2, K=1, D=128, V=256)])], ids=str)
+def test_the_same_numbers_at_every_call(shapes):
+  """Bit by bit: each sum has one order. The interpreter's threads, as the chip's warpgroups, run at another pace every time."""
+  arguments, d_out, ids = _arguments(**shapes, ids=True)
+  first, again = (_run("pallas_gpu", arguments, d_out, {"q_segment_ids": ids}) for _ in range(2))
+  jax.tree.map(np.testing.assert_array_equal, first, again)
 
 
 @pytest.mark.parametrize("lam", ["H", *full(["scalar"])])
