@@ -24,7 +24,7 @@ import time
 import jax
 import pytest
 
-from benchmarks.gpu.ptxas import H100
+from benchmarks.gpu import ptxas
 
 ROOT = pathlib.Path(__file__).parents[2]
 QUICK = [{"D": 64, "remat": True}, {"D": 128, "V": 128, "M": 1, "segments": True}, {"D": 128, "decode": True}]
@@ -63,6 +63,7 @@ def _check(cases: list[dict]) -> list[str]:
   """Compiles in another process; what is wrong, one line each."""
   with tempfile.TemporaryDirectory() as dump:
     environment = {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_TO": dump, "MOSAIC_GPU_DUMP_PTXAS": "1", "PYTHONPATH": str(ROOT)}
+    environment["PATH"] = os.pathsep.join([str(ptxas.newest().parent), os.environ["PATH"]])  # Mosaic takes the first one on PATH
     command = [sys.executable, __file__, json.dumps(cases)]
     process = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
   results = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
@@ -110,7 +111,7 @@ def _compile(cases: list[dict]) -> None:
 
   warnings.simplefilter("ignore")
   dump = os.environ["MOSAIC_GPU_DUMP_TO"]
-  device = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=H100).devices[0]
+  device = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=ptxas.H100).devices[0]
   mesh = Mesh([device], ("data",))
   struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
 
