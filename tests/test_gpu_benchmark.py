@@ -66,8 +66,11 @@ def run(acts, processes=1, limit=1.5, seconds=120.0, how=pool.run_beside):
   found = {}
   record = lambda case, result: found.update({case["n"]: result})
   those = [{"n": n, "act": act} for n, act in enumerate(acts)]
-  limits = limit if how is pool.run_beside else (limit, limit)
-  how(those, start, processes, limits, time.monotonic() + seconds, record)
+  deadline = time.monotonic() + seconds
+  if how is pool.run_beside:
+    how(those, start, processes, limit, deadline, record)
+  else:
+    how(those, start, processes, (limit, limit), deadline, lambda: None, record)
   return found
 
 
@@ -205,6 +208,9 @@ def test_a_second_call_goes_on(calls, tmp_path):
 def test_time_that_is_up_is_said(calls):
   code, text = calls("--seconds=0")
   assert code == 1 and text.count("missing: ") == 4
+  calls("--parts", "v1_64")
+  code, text = calls("--seconds=0")
+  assert "the kernel of v1, D 64, is out" in text, "it was timed, and not checked"
 
 
 def test_old_assemblers_are_refused(calls):

@@ -49,17 +49,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
   found = _environment(flags)
   store = results.Results(flags.out / "gpu.json", found)
   run = functools.partial(_run, store=store, flags=flags, deadline=started + flags.seconds)
-  missing = []
   with Gauge() as gauge:
     for name in wanted:
       left = [case for case in parts[name] if not _is_there(store, case, flags.again)]
       there = f", {len(parts[name]) - len(left)} are there" if len(left) < len(parts[name]) else ""
       print(f"{name}, after {time.monotonic() - started:.0f} s: {len(left)} to do{there}", flush=True)
       run(name, left, gauge)
-      missing += [f"missing: {name}: {report.line(case, {'absent': 'not done'})}" for case in parts[name] if not store.find(case)]
   rows = list(store.here())
-  verdict.write(flags.out / "measured.json", found["device"], rows)
-  text = "\n".join([report.report(rows), "", *missing, "", "VERDICT", *verdict.words(rows)])
+  missing = [case for name in dict.fromkeys(["checks", *wanted]) for case in parts[name] if not store.find(case)]
+  judged = [*rows, *({"case": case, "absent": "not done"} for case in missing)]  # a kernel that was not checked is not in the running
+  verdict.write(flags.out / "measured.json", found["device"], judged)
+  lines = [f"missing: {case['do']} {report.about(case)}" for case in missing]
+  text = "\n".join([report.report(rows), *lines, "", "VERDICT", *verdict.words(judged)])
   results.write(flags.out / "report.md", text + "\n")
   print(text)
   checks = [row for row in rows if row["case"]["do"] == "check"]
@@ -123,7 +124,7 @@ def _run(
     pool.run_beside(left, start, count, CHECK_SECONDS, deadline, record)
   else:
     start = lambda: pool.start(0.9, flags.rehearse)
-    pool.run_in_turn(left, start, count, (COMPILE_SECONDS, TIME_SECONDS), deadline, record)
+    pool.run_in_turn(left, start, count, (COMPILE_SECONDS, TIME_SECONDS), deadline, gauge.take, record)
 
 
 if __name__ == "__main__":

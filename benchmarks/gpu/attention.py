@@ -41,22 +41,26 @@ def prepare(case: dict[str, Any]) -> Callable[[], dict[str, Any]]:
   """Compiles forward, and forward + backward."""
   if case["name"] == "tokamax" and (why := _import_tokamax()):
     return lambda: {"absent": why}
-  ids = inputs.segments(case) if case.get("packed") else None
-  function, given = program(case, ids), lambda: _given(case)
+  given = lambda: (inputs.segments(case) if case["packed"] else None, *_given(case))
+
+  def forward(ids, _, *arrays):
+    return program(case, ids)(*arrays)
+
+  def both(ids, d_out, *arrays):
+    return inputs.with_gradients(program(case, ids))(d_out, *arrays)
+
   shapes = jax.eval_shape(given)
-  compiled = {
-    "forward": jax.jit(function).lower(*shapes[1:]).compile(),
-    "both": jax.jit(inputs.with_gradients(function)).lower(*shapes).compile(),
-  }
+  compiled = {function.__name__: jax.jit(function).lower(*shapes).compile() for function in (forward, both)}
 
   def run() -> dict[str, Any]:
-    sets, row = [given() for _ in range(SETS)], {}
-    for direction, those in (("forward", [x[1:] for x in sets]), ("both", sets)):
-      taken, row["clock"], kernels = clock.milliseconds(compiled[direction], those)
+    sets = [given() for _ in range(SETS)]
+    row: dict[str, Any] = {}
+    for direction, compiled_program in compiled.items():
+      taken, row["clock"], kernels = clock.milliseconds(compiled_program, sets)
       row[f"{direction}_ms"] = float(f"{taken:.5g}")
       if direction == "both" and case["name"] == "fused":
         row["kernels_ms"] = kernels
-    if not case.get("packed"):
+    if not case["packed"]:
       pairs = case["B"] * case["H"] * case["T"] * (case["T"] + 1) / 2
       forward, backward = (2 * n * case["D"] * pairs for n in MULTIPLY_ADDS[case["kind"]])
       row["forward_tflops"] = round(forward / row["forward_ms"] / 1e9, 1)

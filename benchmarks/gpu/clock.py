@@ -16,6 +16,8 @@ import numpy as np
 
 FIELDS = {"clocks.sm": "sm_mhz", "clocks.mem": "memory_mhz", "power.draw": "watts", "temperature.gpu": "celsius"}  # of nvidia-smi
 
+_WARM_UP = 0.2  # seconds of calls before any is timed: an idle GPU's clocks are low
+
 
 def milliseconds(program, input_sets) -> tuple[float, str, dict[str, float]]:
   """Median of a call's milliseconds over several calls on inputs that rotate, how they were measured, and those of each kernel.
@@ -24,9 +26,12 @@ def milliseconds(program, input_sets) -> tuple[float, str, dict[str, float]]:
   a row.
   """
   jax.block_until_ready(program(*input_sets[0]))
-  start = time.perf_counter()
-  jax.block_until_ready(program(*input_sets[1 % len(input_sets)]))
-  calls = int(np.clip(0.5 / (time.perf_counter() - start) / len(input_sets), 1, 10))
+  begun, taken_once = time.perf_counter(), 0.0
+  while time.perf_counter() < begun + _WARM_UP:
+    start = time.perf_counter()
+    jax.block_until_ready(program(*input_sets[-1]))
+    taken_once = time.perf_counter() - start
+  calls = int(np.clip(0.5 / taken_once / len(input_sets), 1, 10))
   try:
     from jax.experimental.mosaic.gpu import profiler
 

@@ -170,7 +170,13 @@ def _run(worker: Worker, limit: float, deadline: float, case: Case, fresh: bool)
 
 
 def run_in_turn(
-  cases: Sequence[Case], start: Callable[[], Worker], processes: int, limits: tuple[float, float], deadline: float, record: Record
+  cases: Sequence[Case],
+  start: Callable[[], Worker],
+  processes: int,
+  limits: tuple[float, float],
+  deadline: float,
+  begin: Callable[[], Any],
+  record: Record,
 ) -> None:
   """Runs cases each in a process of its own: several compile at once, then one after the other runs while nothing else does.
 
@@ -180,6 +186,7 @@ def run_in_turn(
     processes: number of cases that are compiled at once, and wait.
     limits: seconds for compiling a case, and for running it.
     deadline: as in `run_beside`, like `record`.
+    begin: called when a case's turn to run has come.
     record: takes a case and its result.
   """
 
@@ -201,6 +208,7 @@ def run_in_turn(
         answers = list(pool.map(compile, wave))
       for (worker, case), result in zip(wave, answers, strict=True):
         if result == "ready":
+          begin()
           worker.send("go")
           try:
             result = worker.receive(min(limits[1], deadline - time.monotonic()))

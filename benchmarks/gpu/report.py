@@ -12,10 +12,13 @@ _UNSAID = ("do", "vocab_size", "num_layers", "embed_dim", "head_dim", "ffn_dim")
 
 def line(case: dict[str, Any], result: dict[str, Any]) -> str:
   """A row as it is printed when it ends."""
-  about = " ".join(
-    str(value) if name in ("kind", "name", "attention") else f"{name} {value}" for name, value in case.items() if name != "do"
-  )
-  return f"  {outcome(case, result):40} {about}"
+  return f"  {outcome(case, result):40} {about(case)}"
+
+
+def about(case: dict[str, Any]) -> str:
+  """A case in words."""
+  said = {name: value for name, value in case.items() if value is not False and name not in _UNSAID}
+  return " ".join(str(x) if name in ("kind", "name", "attention") else name if x is True else f"{name} {x}" for name, x in said.items())
 
 
 def outcome(case: dict[str, Any], result: dict[str, Any]) -> str:

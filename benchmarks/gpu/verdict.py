@@ -55,7 +55,9 @@ def words(rows: Iterable[Row]) -> list[str]:
   """The verdict, a line each."""
   rows = list(rows)
   lines = [
-    f"the kernel of {kind}, D {D}, is out: not all of its checks were right" for (kind, D), good in checked(rows).items() if not good
+    f"the kernel of {kind}, D {D}, is out: not all of its checks were made and right"
+    for (kind, D), good in checked(rows).items()
+    if not good
   ]
   for entry in table(rows):
     others = ", ".join(f"{name} {ms:.3g} ms" for name, ms in sorted(entry["ms"].items(), key=lambda x: x[1]))
