@@ -24,8 +24,8 @@ from diffjax.training.program import build
 from diffjax.training.runtime import keep_freed_memory
 
 
-def stepper(config):
-  """A function of no arguments that takes one step on random packed rows and waits for it."""
+def stepper(config, packed: bool = True):
+  """A function of no arguments that takes one step on random rows, packed ones or of one document each, and waits for it."""
   mesh = make_mesh(config.mesh)
   program = build(config, mesh)
   state = program.init()
@@ -36,6 +36,8 @@ def stepper(config):
   positions = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
   weights = np.ones((rows, length), np.float32)
   batch = put_batch(dict(tokens=tokens[0], targets=tokens[1], segment_ids=segments, positions=positions, weights=weights), mesh)
+  if not packed:
+    batch["segment_ids"] = None  # attention that is told of no documents, which ids of one document would not be
 
   def run():
     nonlocal state

@@ -28,24 +28,11 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.gpu import sass
+from benchmarks.gpu import ptxas, sass
 
-H100 = """
-gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 84978434048
-  shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 minor: 0 }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536 }
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 12 }
-runtime_version { major: 13 minor: 0 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
 TABLE = [
   dict(D=128), dict(D=64), dict(D=128, V=128, M=1), dict(D=64, V=64, M=1), dict(D=128, V=128, G=1, M=1), dict(D=64, V=64, G=1, M=1),
 ]  # fmt: skip
@@ -99,6 +86,8 @@ def compiled(cases: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], 
     cases: arguments of `_lower`.
   """
   environment = {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_SASS": "1"}
+  if (assembler := ptxas.newest()) is not None:  # Mosaic takes the first one on PATH
+    environment["PATH"] = os.pathsep.join([str(assembler.parent), os.environ["PATH"]])
   command = [sys.executable, "-m", "benchmarks.gpu.static", json.dumps(cases)]
   folder = pathlib.Path(__file__).parents[2]
   process = subprocess.Popen(command, cwd=folder, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -156,7 +145,7 @@ def _compile(cases: Sequence[dict[str, Any]]) -> None:
   from jax.sharding import Mesh
 
   warnings.simplefilter("ignore")
-  mesh = Mesh([topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=H100).devices[0]], ("data",))
+  mesh = Mesh([topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=ptxas.H100).devices[0]], ("data",))
   stdout = os.dup(1)
   for case in cases:
     result: dict[str, Any] = {"error": "", "kernels": [], "forward_calls": 0}
@@ -240,13 +229,13 @@ def table(say=print) -> None:
       say(f"| {' | '.join(map(str, row))} |")
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
   """Prints the table of the kernels as they are now."""
+  if arguments:
+    sys.exit(f"error: --static takes no other arguments, got {' '.join(arguments)}")
   if problem := missing():
     sys.exit(f"error: {problem}")
-  start = time.monotonic()
   table(lambda line: print(line, flush=True))
-  print(f"compiled in {time.monotonic() - start:.0f} s")
 
 
 if __name__ == "__main__":

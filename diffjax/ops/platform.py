@@ -13,6 +13,12 @@ def platform() -> str:
   return jax.default_backend() if device is None else device.platform
 
 
+def device_kind() -> str:
+  """The name of the kind of device, as JAX has it: "NVIDIA H100 80GB HBM3". Of the same device as `platform`."""
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  return (jax.devices()[0] if device is None else device).device_kind
+
+
 def tpu_generation() -> str:
   """The name of the TPU that the program is compiled for: "v5e"."""
   return str(tpu_info().chip_version)

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
-import importlib.metadata
 import json
 import lzma
 import os
@@ -26,7 +24,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-# Until `_install` has run, packages other than the standard library may be missing: what needs them is imported where it is used.
+from benchmarks import wheels
+
+# Until packages are installed, those other than the standard library may be missing: what needs them is imported where it is used.
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 _RESERVE = 45  # seconds to save a run that is stopped, and to collect the results
@@ -124,7 +124,10 @@ def _set_up(session: Session, on_cpu: bool) -> None:
   site = session.path("work/site").absolute()
   os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), str(ROOT), os.environ.get("PYTHONPATH")]))
   os.environ |= {"XDG_CACHE_HOME": str(session.path("work/cache").absolute()), "PYTHONUNBUFFERED": "1"}
-  _install(session.path("pack/wheels"), site)
+  try:
+    wheels.install(session.path("pack/wheels"), site)
+  except RuntimeError as error:
+    raise Failed(str(error)) from error
   code = "import diffjax.training.loop, experiments.run, jax; print(jax.default_backend(), *jax.devices())"  # missing packages fail here
   backend = _call([sys.executable, "-c", code]).stdout
   print(f"devices: {backend.strip()}", flush=True)
@@ -143,25 +146,6 @@ def _set_up(session: Session, on_cpu: bool) -> None:
   rows = json.loads(session.path("work/rows/meta.json").read_text())["splits"]["train"]["rows"]
   if rows < config.train.steps * config.train.batch_size:
     raise Failed(f"{config.train.steps} steps of {config.train.batch_size} rows would see some of the {rows} rows twice")
-
-
-def _install(wheels: pathlib.Path, site: pathlib.Path) -> None:
-  """Installs the wheels of packages that this machine lacks, or has in older versions, for this process too."""
-  from pip._vendor.packaging import utils, version
-
-  sys.path.insert(0, str(site))
-  missing = []
-  for wheel in sorted(wheels.glob("*.whl")):
-    name, packed, *_ = utils.parse_wheel_filename(wheel.name)
-    try:
-      if version.Version(importlib.metadata.version(name)) >= packed:
-        continue
-    except importlib.metadata.PackageNotFoundError:
-      pass
-    missing.append(str(wheel))
-  if missing:
-    _call([sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrade", "--target", str(site), *missing])
-    importlib.invalidate_caches()  # Python remembers that the directory was missing
 
 
 def _call(command: Sequence[str], capture: bool = True) -> subprocess.CompletedProcess[str]:

@@ -19,6 +19,8 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 
+from benchmarks import wheels
+
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # Largest pack, so that the repository's files (8 MiB) fit beside it where 64 MiB can be brought along
@@ -30,7 +32,6 @@ _PACKAGES = (
   "mdurl", "ml_collections", "msgpack", "optax", "orbax-checkpoint", "packaging", "portpicker", "prometheus_client", "protobuf", "psutil",
   "pygments", "pyyaml", "rich", "simplejson", "tensorboardX", "treescope", "typing_extensions", "wadler-lindig", "zipp",
 )  # fmt: skip
-_PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 26, 27, 28, 31, 34, 35, 39)))
 
 # Files that are left out of the text: shorter ones, and ones that zlib shrinks less or more than so many times. The former hold data as
 # text, the latter tables and generated code.
@@ -46,9 +47,9 @@ def main(arguments: Sequence[str]) -> None:
   pack, downloads, text = directory / "pack", directory / "downloads", directory / "text.jsonl"
   pack.mkdir(parents=True, exist_ok=True)
   if not downloads.exists():
-    _download(downloads, "--require-hashes", "-r", str(HERE / "text.txt"))
+    wheels.download(downloads, "--require-hashes", "-r", str(HERE / "text.txt"))
   if not (pack / "wheels").exists():
-    _download(pack / "wheels", *_PACKAGES)
+    wheels.download(pack / "wheels", *_PACKAGES)
   if not text.exists():
     _write(text, "".join(json.dumps({"text": document}, ensure_ascii=False) + "\n" for document in documents(downloads)).encode())
   if not (pack / "tokenizer/tokenizer.json").exists():
@@ -83,15 +84,6 @@ def documents(downloads: pathlib.Path) -> Iterator[str]:
 def compress(content: bytes) -> bytes:
   """The content as xz, with a dictionary that spans several packages: files of one have parts in common."""
   return lzma.compress(content, filters=[{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 27}])
-
-
-def _download(target: pathlib.Path, *what: str) -> None:
-  """Downloads wheels for Python 3.12 on Linux, whatever this machine has, so that all machines get the same."""
-  temporary = target.with_name(f"{target.name}.tmp")
-  platforms = [part for platform in _PLATFORMS for part in ("--platform", platform)]
-  command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--python-version", "3.12"]
-  subprocess.run([*command, "--implementation", "cp", *platforms, "-d", str(temporary), *what], check=True)
-  temporary.rename(target)
 
 
 def _train_tokenizer(text: pathlib.Path, target: pathlib.Path, settings: Sequence[str]) -> None:

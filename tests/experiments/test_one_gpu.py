@@ -15,6 +15,7 @@ import jax
 import psutil
 import pytest
 
+from benchmarks import wheels
 from diffjax.training.flops import parameter_count
 from experiments import grid, results
 from experiments.one_gpu import on_gpu, pack
@@ -149,10 +150,10 @@ def place(tmp_path):
 def test_packages_that_are_missing_can_be_imported_at_once(place, monkeypatch):
   monkeypatch.setattr(sys, "path", [str(place / "site"), *sys.path])
   assert importlib.util.find_spec("diffjax_absent") is None  # an import that passes the directory before it is there
-  on_gpu._install(place / "pack/wheels", place / "site")
+  wheels.install(place / "pack/wheels", place / "site")
   assert importlib.import_module("diffjax_absent").here
   times = [path.stat().st_mtime_ns for path in (place / "site").iterdir()]
-  on_gpu._install(place / "pack/wheels", place / "site")
+  wheels.install(place / "pack/wheels", place / "site")
   assert [path.stat().st_mtime_ns for path in (place / "site").iterdir()] == times, "they are there"
 
 

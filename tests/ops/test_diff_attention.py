@@ -460,7 +460,7 @@ def test_auto_takes_what_the_backend_runs(monkeypatch, has_cudnn):
   """Also where a program is compiled for TPUs on a machine with a GPU."""
   monkeypatch.setattr(two_call, "_has_cudnn", lambda backend: has_cudnn)
   q, v = jnp.zeros((2, 4, 2, 2, 8)), jnp.zeros((2, 4, 2, 16))
-  pick = lambda backend, dtype: api._pick(backend, q.astype(dtype), v.astype(dtype), Mask(4, 4))
+  pick = lambda backend, dtype: api._pick(backend, q.astype(dtype), q.astype(dtype), v.astype(dtype), Mask(4, 4))
   assert pick("tpu", jnp.float32) == "pallas_tpu" and pick("tpu", jnp.float16) == "chunked"
   assert pick("gpu", jnp.float16) == ("two_call" if has_cudnn else "chunked") and pick("gpu", jnp.float32) == "chunked"
   assert pick("cpu", jnp.float16) == "chunked"

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from diffjax.ops.diff_attention import arguments, implementations, vjp
 from diffjax.ops.diff_attention.mask import PER_ROW, Mask
 from diffjax.ops.diff_attention.sharded import TOKEN_ORDERS, Layout, attend_to_whole_rows
-from diffjax.ops.platform import platform
+from diffjax.ops.platform import device_kind, platform
 
 
 def diff_attention(
@@ -88,7 +88,7 @@ def _attend(q, k, v, lam, q_ids, kv_ids, q_offset, *, causal: bool, window: int 
   static = isinstance(q_offset, int)
   mask = Mask(q.shape[1], k.shape[1], causal, window, q_offset if static else PER_ROW, segments=q_ids is not None)
   if implementation == "auto":
-    implementation = _pick(platform(), q, v, mask)
+    implementation = _pick(platform(), q, k, v, mask)
   arrays = vjp.Arrays(q, k, v, lam, q_ids, kv_ids, None if static else q_offset)
   return vjp.attend(implementations.implementation_of(implementation), arrays, mask, scale)
 
@@ -111,8 +111,8 @@ def _attend_sharded(attend, layout: Layout, token_order: str, q, k, v, lam, q_id
   return layout.map(local, operands, heads)
 
 
-def _pick(backend: str, q: jax.Array, v: jax.Array, mask: Mask) -> str:
-  """The fastest implementation. "pallas_gpu" is not picked before it has run on a GPU."""
+def _pick(backend: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> str:
+  """The fastest implementation. "pallas_gpu" is picked only where it was measured to be (gpu/measured.json)."""
   picked = "chunked"
   if backend == "tpu":
     from diffjax.ops.diff_attention.tpu import chip
@@ -122,9 +122,23 @@ def _pick(backend: str, q: jax.Array, v: jax.Array, mask: Mask) -> str:
     from diffjax.ops.diff_attention.two_call import cudnn_takes
 
     stock = mask.offset == 0 and mask.window is None
-    picked = "two_call" if stock and cudnn_takes(q, v, mask.segments) else picked
+    cudnn = stock and cudnn_takes(q, v, mask.segments)
+    measured = _measured(q, k, v, mask)
+    picked = measured if measured in ("pallas_gpu", "chunked") else "two_call" if cudnn else picked
   _log_once(picked, backend)
   return picked
+
+
+def _measured(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> str | None:
+  """The implementation that was the fastest on this GPU, if it can run here."""
+  from diffjax.ops.diff_attention.gpu import measured
+
+  fastest = measured.fastest(device_kind(), q, k, v, mask)
+  if fastest == "pallas_gpu":
+    from diffjax.ops.diff_attention.gpu import chip
+
+    return fastest if chip.refusal() is None and chip.takes(q, v) else None
+  return fastest
 
 
 @functools.cache
