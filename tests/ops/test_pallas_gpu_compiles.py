@@ -32,9 +32,9 @@ CASES = [  # with QUICK: each kind of kernel, each width, each mask, and two mas
 ]
 
 
-# Instructions in the loops of blocks that a mask cuts which move registers to memory and back, at most: (kernel, width of queries). What is
-# not here has none. No loop of whole blocks has any.
-SPILLS = {("d_q_v1", 128): 24}
+# Instructions in inner loops that move registers to memory and back, at most: (kernel, width of queries). What is not here has none. Packed
+# rows' loops of blocks that a mask cuts have nearly all of them; a loop of whole blocks has one at most.
+SPILLS = {("d_q_v1", 128): 20, ("d_kv_v1", 128): 5}
 
 pytestmark = [
   pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the GPU kernels need JAX 0.11.2 or newer"),
@@ -61,7 +61,7 @@ def _wrong(cases: list[dict]) -> list[str]:
         if loop.instructions == min(x.instructions for x in kernel.loops if x.tensor_cycles == loop.tensor_cycles)
       ]
       most = SPILLS.get((kernel.name, 64 if case["D"] <= 64 else 128), 0)
-      if not kernel.loops or kernel.serialized or kernel.spills > most or any(loop.spills for loop in whole):
+      if not kernel.loops or kernel.serialized or kernel.spills > most or any(loop.spills > 1 for loop in whole):
         wrong.append(f"{case}: {kernel}")
   return wrong
 
