@@ -191,6 +191,11 @@ def _cycles(name: str, loops: Sequence[sass.Loop]) -> tuple[float, float]:
   return max(most, least), least
 
 
+def rate(units: int, D: int, cycles: float) -> float:
+  """TFLOP/s of a chip whose multiprocessors each do so many units of 64 × 64 × D in so many cycles, as far as others' kernels get."""
+  return _MULTIPROCESSORS * _GIGAHERTZ * _REACHED * units * 2 * 64 * 64 * D / cycles / 1e3
+
+
 def _bytes(name: str, case: dict[str, Any]) -> float:
   """What is loaded from L2 for a tile."""
   G, M, D = case.get("G", 2), case.get("M", 2), case["D"]
@@ -219,12 +224,12 @@ def table(say=print) -> None:
       tensor = sum(x.tensor_cycles for x in one.loops)
       every = lambda attribute, one=one: " + ".join(str(getattr(x, attribute)) for x in one.loops)
       both = lambda attribute, one=one, other=other: " / ".join(str(sum(getattr(x, attribute) for x in k.loops)) for k in (one, other))
-      rates = (_MULTIPROCESSORS * _GIGAHERTZ * _REACHED * needed * 2 * 64 * 64 * D / cycles / 1e3 for cycles in _cycles(name, one.loops))
+      rates = (rate(needed, D, cycles) for cycles in _cycles(name, one.loops))
       row = (
         f"{name} {kind} D {D}", f"{tensor / (_CYCLES_PER_UNIT * D):.0f} ({needed})", every("instructions"), every("tensor_cycles"),
         "; ".join(x.schedule for x in one.loops), both("spills"), both("global_loads"),
         "yes" if one.serialized or other.serialized else "no", f"{_bytes(name, case) / tensor:.0f}",
-        " to ".join(f"{rate:.0f}" for rate in rates),
+        " to ".join(f"{x:.0f}" for x in rates),
       )  # fmt: skip
       say(f"| {' | '.join(map(str, row))} |")
 

@@ -33,7 +33,7 @@ CASES = [  # with QUICK: each kind of kernel, each width, each mask, and two mas
 
 
 # Instructions in inner loops that move registers to memory and back, at most: (kernel, width of queries). What is not here has none. Packed
-# rows' loops of blocks that a mask cuts have nearly all of them; a loop of whole blocks has one at most.
+# rows' loops of blocks that a mask cuts have nearly all of them.
 SPILLS = {("d_q_v1", 128): 20, ("d_kv_v1", 128): 5}
 
 pytestmark = [
@@ -55,13 +55,8 @@ def _wrong(cases: list[dict]) -> list[str]:
     if sorted(kernel.name for kernel in kernels) != expected or forward_calls != ("forward" in expected[-1]):
       wrong.append(f"{case}: kernels {[kernel.name for kernel in kernels]}, the forward one {forward_calls} times")
     for kernel in kernels:
-      whole = [
-        loop
-        for loop in kernel.loops
-        if loop.instructions == min(x.instructions for x in kernel.loops if x.tensor_cycles == loop.tensor_cycles)
-      ]
       most = SPILLS.get((kernel.name, 64 if case["D"] <= 64 else 128), 0)
-      if not kernel.loops or kernel.serialized or kernel.spills > most or any(loop.spills > 1 for loop in whole):
+      if not kernel.loops or kernel.serialized or kernel.spills > most:
         wrong.append(f"{case}: {kernel}")
   return wrong
 
