@@ -15,14 +15,14 @@ import importlib.metadata
 import json
 import os
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from typing import Any
 
-SAFE = (13, 3)  # the first version without the corruption
+from diffjax.ops.diff_attention.gpu.assembler import SAFE, version
+
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cuda-nvcc", "nvidia-cudnn-cu13", "flax", "optax", "tokamax")
 H100 = """
 gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -40,16 +40,6 @@ _SPY = """#!/bin/sh
 for argument; do [ -f "$argument" ] && grep -o '\\.entry [A-Za-z0-9_$]*' "$argument" >> '{log}'; done
 exec '{ptxas}' "$@"
 """
-
-
-def version(path: str | pathlib.Path) -> tuple[int, ...]:
-  """A ptxas's version, as (13, 5, 37); () if it does not run."""
-  try:
-    said = subprocess.run([str(path), "--version"], capture_output=True, text=True, timeout=60).stdout
-  except (OSError, subprocess.TimeoutExpired):
-    return ()
-  found = re.search(r"\bV(\d+(?:\.\d+)*)", said)
-  return tuple(map(int, found[1].split("."))) if found else ()
 
 
 def newest(folder: pathlib.Path | None = None) -> pathlib.Path | None:

@@ -1,12 +1,13 @@
 """The choice of `auto` on GPUs by what was measured there."""
 
 import json
+import os
 
 import jax.numpy as jnp
 import pytest
 
 from diffjax.ops.diff_attention import api, two_call
-from diffjax.ops.diff_attention.gpu import chip, measured
+from diffjax.ops.diff_attention.gpu import assembler, chip, measured
 from diffjax.ops.diff_attention.mask import Mask
 
 GPU = "NVIDIA H100 80GB HBM3"
@@ -17,6 +18,7 @@ def pick(monkeypatch, tmp_path):
   """pick(T, D): the choice of `auto` on a GPU of this kind, with the table that was written; V1 in bfloat16 by default."""
   monkeypatch.setattr(two_call, "_has_cudnn", lambda backend: True)
   monkeypatch.setattr(chip, "refusal", lambda: None)
+  monkeypatch.setattr(assembler, "distrust", lambda: None)
   monkeypatch.setattr(measured, "TABLE", tmp_path / "measured.json")
   measured.table.cache_clear()
 
@@ -58,4 +60,24 @@ def test_what_cannot_run_is_not_taken(pick, monkeypatch):
   write({})
   assert pick(dtype=jnp.float32) == "chunked"
   monkeypatch.setattr(chip, "refusal", lambda: "needs a Hopper GPU")
+  assert pick() == "two_call"
+
+
+@pytest.mark.parametrize(("version", "trusted"), [("13.0.88", False), ("13.2.78", False), ("13.3.1", True), ("14.0.1", True)])
+def test_an_old_assembler_is_not_trusted(monkeypatch, tmp_path, version, trusted):
+  """What Mosaic would take is the first one on PATH."""
+  script = tmp_path / "ptxas"
+  script.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version[:4]}, V{version}'\n")
+  script.chmod(0o755)
+  monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+  assembler.distrust.cache_clear()
+  said = assembler.distrust()
+  assembler.distrust.cache_clear()
+  assert (said is None) == trusted
+  assert trusted or f"ptxas {version} ({script}) would assemble" in said and "nvidia-cuda-nvcc>=13.3" in said
+
+
+def test_auto_takes_no_kernel_of_an_assembler_that_is_not_trusted(pick, monkeypatch):
+  write({})
+  monkeypatch.setattr(assembler, "distrust", lambda: "ptxas 13.0.88 can corrupt products")
   assert pick() == "two_call"

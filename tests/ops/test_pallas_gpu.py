@@ -211,3 +211,9 @@ def test_blackwell_is_refused(monkeypatch):
   monkeypatch.setattr(jax, "devices", lambda *_: [Device])
   with pytest.raises(ValueError, match="needs a Hopper GPU.*this is NVIDIA B200, 10.0; use implementation='chunked' or 'auto'"):
     diff_attention(x, x, jnp.zeros((1, 8, 2, 16), jnp.float16), 0.5, implementation="pallas_gpu")
+
+
+def test_an_assembler_that_corrupts_products_is_named(monkeypatch):
+  monkeypatch.setattr(chip.assembler, "distrust", lambda: "ptxas 13.0.88 can corrupt products")
+  with pytest.warns(UserWarning, match=r"ptxas 13\.0\.88"):
+    chip.call(lambda: None, "nothing", interpret=None, grid=(1,), grid_names=("tiles",), warpgroups=1, outputs=(), scratch={})

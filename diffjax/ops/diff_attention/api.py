@@ -135,9 +135,9 @@ def _measured(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> str | Non
 
   fastest = measured.fastest(device_kind(), q, k, v, mask)
   if fastest == "pallas_gpu":
-    from diffjax.ops.diff_attention.gpu import chip
+    from diffjax.ops.diff_attention.gpu import assembler, chip
 
-    return fastest if chip.refusal() is None and chip.takes(q, v) else None
+    return fastest if chip.refusal() is None and chip.takes(q, v) and assembler.distrust() is None else None
   return fastest
 
 

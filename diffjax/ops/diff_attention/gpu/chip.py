@@ -7,6 +7,7 @@ import contextvars
 import dataclasses
 import functools
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
+from diffjax.ops.diff_attention.gpu import assembler
 from diffjax.ops.diff_attention.tiles import LOG2E
 from diffjax.ops.varying import vary_like
 
@@ -63,6 +65,8 @@ def takes(q: jax.Array, v: jax.Array) -> bool:
 
 def call(function, name: str, *, interpret, grid, grid_names, warpgroups: int, outputs, scratch):
   """`plgpu.kernel` over a grid, with outputs as (shape, dtype) or None. Inside shard_map they vary over the mesh as the inputs do."""
+  if interpret is None and (why := assembler.distrust()):
+    warnings.warn(why, stacklevel=2)
 
   def body(*refs, **scratch):
     token = interpret_mode.set(interpret)  # a backward pass may be traced outside of `interpreted`
