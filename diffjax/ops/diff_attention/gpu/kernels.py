@@ -327,6 +327,7 @@ def d_kv(
   keys = pl.ds(block * BLOCK, BLOCK)
   # In a loop, so that addresses are not kept in registers throughout.
   own = lambda n, i: chip.in_loop(jnp.int32(n), i)
+  # These are read without wgmma where TMA writes again. The rings' barriers order that; a fence would cost a barrier in each step.
   column = lambda slot, n: chip.columns_of(plgpu.load(vectors_smem.at[slot, n], layout=chip.column()), (BLOCK, BLOCK))
   zeros = lambda width: chip.full((BLOCK, width), 0, chip.matrix())
   no_weights = lambda: chip.full((BLOCK, BLOCK), 0, chip.matrix()).astype(q.dtype)
