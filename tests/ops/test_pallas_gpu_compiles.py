@@ -33,8 +33,8 @@ CASES = [  # with QUICK: each kind of kernel, each width, each mask, and two mas
 
 
 # Instructions in inner loops that move registers to memory and back, at most: (kernel, width of queries). What is not here has none. Packed
-# rows' loops of blocks that a mask cuts have nearly all of them.
-SPILLS = {("d_q_v1", 128): 20, ("d_kv_v1", 128): 5}
+# rows' loops of blocks that a mask cuts have nearly all of them. Counted for dQ: 17 with JAX 0.11.2, 21 with 0.12.
+SPILLS = {("d_q_v1", 128): 21, ("d_kv_v1", 128): 5}
 
 pytestmark = [
   pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the GPU kernels need JAX 0.11.2 or newer"),
