@@ -92,6 +92,7 @@ def _plot(results: Mapping[str, Any]) -> Figure:
   differences.axhline(0, color=plots.style(_BASELINE).color, linewidth=0.8)
   for axes, title in ((losses, "validation loss"), (differences, "validation loss minus the Transformer's")):
     axes.set_xscale("log")
+    axes.set_xlim(tokens[0] / 1.2, tokens[-1] * 1.2)  # also while there is nothing to draw
     axes.set_xticks(tokens, [f"{number:.2g}" for number in tokens], minor=False)
     axes.set(xlabel="tokens (millions)", ylabel=f"{title} (nats per token)")
   losses.legend(fontsize=7)

@@ -16,7 +16,7 @@ import pytest
 import diffjax.command
 from diffjax.compiled import plan
 from diffjax.config import UserError
-from experiments import cost, grid, launch, results
+from experiments import cost, grid, launch, results, tuned
 from tests import in_process
 
 # Models small enough for the command's own start to take longest, and machine code without optimisation
@@ -276,7 +276,7 @@ def test_variants_are_compiled_for_tpus_that_are_not_there(run, monkeypatch):
 TRAINED = {
   "ablations": ("transformer_norm", "diff_v2_linear"),
   "eight_heads": ("diff",),
-  "fairness": ("gated,scale=root,rate=0.003",),
+  "fairness": ("gated",),
   "long_context": ("diff_v2",),
   "noisy_lookup": ("diff_lambda_zero",),
   "order_robustness": ("transformer_norm",),
@@ -288,22 +288,16 @@ TRAINED = {
 }
 
 
-# These take their settings from fairness's tuning; test_tuned.py asks that they refuse to begin without it.
-NOT_TUNED_YET = pytest.mark.skipif(not (grid.FOLDER / "fairness/tune/results.json").exists(), reason="fairness has not been tuned")
-
-
 @pytest.mark.full
-@pytest.mark.parametrize(
-  "name", [pytest.param(name, marks=[NOT_TUNED_YET] if name in ("eight_heads", "tokens") else []) for name in TRAINED]
-)
-def test_every_experiment_at_two_steps(run, places, tmp_path, name):
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_experiment_at_two_steps(run, places, tmp_path, name, monkeypatch, choose):
   """From the data to the plot, with the grid's own sizes, except for the layers of the model with long rows."""
+  monkeypatch.setattr(tuned, "best", choose)  # as in the processes that train
   directory, flags = places
   flags = {"ablations": flags[2:], "long_context": ["--set=model.num_layers=1"]}.get(name, [])
   variants = TRAINED[name]
-  size = "tune" if name == "fairness" else "cpu"
-  only = [f"--only={variant}/seed_{grid.load(name, size).grids[size].seeds[0]}" for variant in variants]
+  only = [f"--only={variant}/seed_{grid.load(name, 'cpu').grids['cpu'].seeds[0]}" for variant in variants]
   sizes = ["--set=eval.rows=4", "--set=train.batch_size=2"]
-  out, _ = run(name, f"--grid={size}", *flags, "--steps=2", *only, f"--workdir={tmp_path}", *sizes)
-  assert f"{tmp_path}/{name}/{size}: results.json, table.md" in out and f"({len(variants)} of " in out
+  out, _ = run(name, *flags, "--steps=2", *only, f"--workdir={tmp_path}", *sizes)
+  assert f"{tmp_path}/{name}/cpu: results.json, table.md" in out and f"({len(variants)} of " in out
   assert all(f"| {variant} |" in out for variant in variants)
