@@ -221,10 +221,7 @@ def overlapped(products: Sequence[tuple[Any, Any]], pending: Pending | None, wor
       if meanwhile is not None:
         meanwhile()
 
-    if products:
-      pl.run_scoped(beside, *[plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32) for a, b in products])
-    else:
-      beside()
+    pl.run_scoped(beside, *[plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32) for a, b in products])
 
   acc, *results = pl.run_state(multiply)((plgpu.ACC.init(pending.acc), *like))
   acc, _ = after_zero((acc, pending.a))  # else results may be put where the product still reads `a`

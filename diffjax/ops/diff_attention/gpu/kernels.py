@@ -26,9 +26,9 @@ def keys_of(maps: Sequence[int], M: int) -> list[int]:
   return sorted({g % M for g in maps})
 
 
-def last_first(length: int, owners: int):
+def last_first(length: int):
   """First block of a tile. The last tile comes first: under a causal mask its rows see most keys, and what takes longest begins first."""
-  return (length // (owners * BLOCK) - 1 - lax.axis_index("tiles")) * owners
+  return (length // (CONSUMERS * BLOCK) - 1 - lax.axis_index("tiles")) * CONSUMERS
 
 
 def forward(
@@ -45,7 +45,7 @@ def forward(
   H = out.shape[2]
   M = k.shape[2] // v.shape[2]
   kv_head = lax.div(head, jnp.int32(H // v.shape[2]))
-  tile = last_first(q.shape[1], CONSUMERS)
+  tile = last_first(q.shape[1])
   key_ring, value_ring = chip.Ring(stages, k_ready, k_free), chip.Ring(stages, v_ready, v_free)
   hidden = chip.hidden(factor)
 
@@ -185,7 +185,7 @@ def d_q(
   head, batch, warpgroup = lax.axis_index("heads"), lax.axis_index("batch"), lax.axis_index("warpgroup")
   (_, G, _, D), M = q_smem.shape, k.shape[2] // v.shape[2]
   kv_head = lax.div(head, jnp.int32(d_out.shape[2] // v.shape[2]))
-  tile = last_first(q.shape[1], CONSUMERS)
+  tile = last_first(q.shape[1])
   key_ring, value_ring = chip.Ring(k_stages, k_ready, k_free), chip.Ring(v_stages, v_ready, v_free)
   cuts = blocks.Cut.of(mask)
 
