@@ -3,9 +3,10 @@
     python -m benchmarks.tiny_twins --workdir=runs/tiny_twins                    # 15 runs of five minutes, 5 evaluations of two
     python -m benchmarks.tiny_twins --workdir=/tmp/twins --out=/tmp/twins.json --seeds=2 --config.train.steps=4 --config.eval.rows=8
 
-Prints the README's tables and writes them, with the numbers of every seed, as benchmarks/tiny_twins.json. Intervals are of 95% over seeds:
-Student's of a mean, Welch's of a difference from the Transformer. Stopped, the same command goes on where it was: a finished run is not
-trained again, and a pair that was evaluated is not evaluated again. --config.FIELD is for training, --set.SUITE.FIELD for the evaluation.
+Prints the tables of docs/performance.md and writes them, with the numbers of every seed, as benchmarks/tiny_twins.json. Intervals are of
+95% over seeds: Student's of a mean, Welch's of a difference from the Transformer. Stopped, the same command goes on where it was: a
+finished run is not trained again, and a pair that was evaluated is not evaluated again. --config.FIELD is for training, --set.SUITE.FIELD
+for the evaluation.
 """
 
 from __future__ import annotations

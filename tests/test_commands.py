@@ -1,15 +1,14 @@
-"""Commands as users type them: exit codes and one clear line for bad input; the README's commands as they stand there."""
+"""Commands as users type them: exit codes and one clear line for bad input; the documented commands as they stand there."""
 
 import json
-import pathlib
 import re
-import shlex
 import subprocess
 import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+from tests.conftest import ROOT
+from tests.pages import DOCUMENTATION, commands, python_blocks
 
 
 @pytest.mark.parametrize(
@@ -60,14 +59,6 @@ def test_help_names_the_flags(command):
   assert "--config" in result.stdout and "--workdir" in result.stdout
 
 
-def test_readme_module():
-  """The README's DiffAttention in a user's own module runs as it stands there."""
-  [code] = [code for code in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL) if "DiffAttention(" in code]
-  names = {"__name__": "user"}
-  exec(compile(code, "README.md", "exec", dont_inherit=True), names)
-  assert names["y"].shape == (2, 128, 256)
-
-
 def test_the_gpu_benchmark_needs_little():
   """A machine with a GPU may have JAX, flax and optax, and little else. What its processes do is imported here too."""
   absent = "ml_collections grain tensorboardX orbax tiktoken tokenizers matplotlib tensorflow_datasets array_record pyarrow zstandard"
@@ -83,19 +74,23 @@ def test_the_gpu_benchmark_needs_little():
 
 @pytest.mark.full
 @pytest.mark.usefixtures("optimised")
-def test_readme_tiny(tmp_path):
+def test_documented_commands_on_tiny(tmp_path):
   """The README's training line as it stands there, but for where it writes: below 2.2 bits per byte and below a trigram model. Then what
-  else the README does with that run, each command in a process of its own, as a user starts it."""
-  lines = [line for line in (ROOT / "README.md").read_text().splitlines() if re.search(r"python -m diffjax\.\w+ .*runs/tiny\b", line)]
-  commands = [shlex.split(re.sub(r"runs/tiny|exported", rf"{tmp_path}/\g<0>", line).split(" -m ")[1], comments=True) for line in lines]
-  commands.append(["diffjax.evaluate", "--suite=validation", f"--workdir={tmp_path}/runs/tiny"])
-  assert [command[0].partition(".")[2] for command in commands] == ["train", "checkpoints", "generate", "convert", "evaluate"]
+  else the README and docs/ do with that run alone, each command and each block of code in a process of its own, as a user starts it."""
+  texts = [page.read_text() for page in DOCUMENTATION]
+  documented = dict.fromkeys((module, *arguments) for text in texts for module, arguments in commands(text))
+  on_tiny = [command for command in documented if set(re.findall(r"runs/\w+", " ".join(command))) == {"runs/tiny"}]
+  assert on_tiny[0][0] == "diffjax.train"
+  programs = [["-m", *command] for command in [*on_tiny, ("diffjax.evaluate", "--suite=validation", "--workdir=runs/tiny")]]
+  programs += [["-c", block] for text in texts for block in python_blocks(text) if "runs/tiny" in block]
   outputs = {}
-  for module, *arguments in commands:
-    result = subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=1200)
+  for option, program, *arguments in programs:
+    arguments = [re.sub(r"runs/tiny|exported", rf"{tmp_path}/\g<0>", argument) for argument in (program, *arguments)]
+    result = subprocess.run([sys.executable, option, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr
-    assert module == "diffjax.train" or "warning" not in result.stderr.lower(), result.stderr
-    outputs[module] = result.stdout
+    assert program == "diffjax.train" or "warning" not in result.stderr.lower(), result.stderr
+    outputs[program if option == "-m" else "code"] = result.stdout
+  assert {"train", "checkpoints", "generate", "convert", "evaluate"} <= {name.partition(".")[2] for name in outputs}
   run, last = tmp_path / "runs/tiny", {}
   for entry in (run / "metrics.jsonl").read_text().splitlines():
     last |= json.loads(entry)
@@ -104,6 +99,7 @@ def test_readme_tiny(tmp_path):
   assert (run / "loss.png").exists() and (run / "sample.txt").exists() and (run / "checkpoints" / "600").exists()
   assert "600" in outputs["diffjax.checkpoints"] and outputs["diffjax.generate"].startswith("def main(")
   assert (tmp_path / "exported" / "model.safetensors").exists() and (run / "evals" / "validation.json").exists()
+  assert outputs["code"].count("def ") >= 1
 
 
 @pytest.mark.full
@@ -112,7 +108,7 @@ def test_readme_tiny(tmp_path):
   "arguments", ["--times=3 --steps=120 --seed=142", "--times=2 --steps=80 --mode=streamed", "--times=1 --steps=60 --processes=2"]
 )
 def test_sigkill_at_random_moments_changes_nothing(arguments):
-  """The full measurements are in the README. Seed 142 kills it once while it starts again."""
+  """The full measurements are in docs/reliability.md. Seed 142 kills it once while it starts again."""
   result = subprocess.run(
     [sys.executable, "-m", "benchmarks.kill", *arguments.split()], cwd=ROOT, capture_output=True, text=True, timeout=1200
   )
@@ -122,7 +118,7 @@ def test_sigkill_at_random_moments_changes_nothing(arguments):
 @pytest.mark.full
 @pytest.mark.usefixtures("optimised")
 def test_memory_does_not_grow():
-  """With one layer of tiny's, whose arrays are as large as those of all; the full measurements are in the README."""
+  """With one layer of tiny's, whose arrays are as large as those of all; the full measurements are in docs/reliability.md."""
   code = """if True:
     from benchmarks import growth
     whole = growth.tiny.get_config

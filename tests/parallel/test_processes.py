@@ -23,9 +23,9 @@ from diffjax.training.lock import lock
 ROOT = pathlib.Path(__file__).parents[2]
 # Fields that tell the time, not the run.
 CLOCK = {"time", "train/tokens_per_second", "train/step_seconds", "train/wait_fraction"}
-# The README's line for two processes on one machine, and the command in it.
-README = (ROOT / "README.md").read_text()
-LINE, COMMAND = re.search(r"^(for i in 0 1; do (python -m diffjax\.train .*) & done; wait)$", README, re.MULTILINE).groups()
+# The line of docs/devices.md for two processes on one machine, and the command in it.
+PAGE = (ROOT / "docs/devices.md").read_text()
+LINE, COMMAND = re.search(r"^(for i in 0 1; do (python -m diffjax\.train .*) & done; wait)$", PAGE, re.MULTILINE).groups()
 STEPS = 60
 SAMPLED = "--config.train.sample_tokens=5"
 
@@ -73,7 +73,7 @@ def free_port():
 
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory):
-  """Flags that make the README's run a tiny one, on rows that are prepared."""
+  """Flags that make the documented run a tiny one, on rows that are prepared."""
   path = tmp_path_factory.mktemp("data")
   for index in range(60):
     (path / f"{index}.txt").write_text("".join(f"document {index}, line {line}: {line * index % 97}\n" for line in range(20)))
@@ -92,7 +92,7 @@ def environment():
 
 
 class Processes:
-  """The README's command, once a process."""
+  """The documented command, once a process."""
 
   def __init__(self, workdir, overrides, *, count=2, own=None, code=None):
     self.workdir, port, self.all, self._files = pathlib.Path(workdir), free_port(), [], []
@@ -147,8 +147,8 @@ def saved(workdir):
   return sorted(int(path.parent.name) for path in pathlib.Path(workdir).glob("checkpoints/*/manifest.json"))
 
 
-def readmes_line(workdir, overrides):
-  """The README's line for two processes, run as it stands there but for the workdir and the port."""
+def documented_line(workdir, overrides):
+  """The documented line for two processes, run as it stands there but for the workdir and the port."""
   line = LINE.replace("runs/two", str(workdir)).replace("9476", str(free_port())).replace(" & done", f" {' '.join(overrides)} & done")
   result = subprocess.run(["bash", "-c", line], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
   assert result.returncode == 0 and saved(workdir)[-1] == STEPS, result.stdout + result.stderr
@@ -157,9 +157,9 @@ def readmes_line(workdir, overrides):
 
 @pytest.fixture(scope="module")
 def whole(overrides, tmp_path_factory):
-  """The workdir of an uninterrupted run of the README's line."""
+  """The workdir of an uninterrupted run of the documented line."""
   workdir = tmp_path_factory.mktemp("whole") / "run"
-  readmes_line(workdir, overrides)
+  documented_line(workdir, overrides)
   return workdir
 
 
@@ -177,7 +177,7 @@ def stopped(overrides, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(command, overrides, tmp_path_factory):
-  """The log of the README's command by one process."""
+  """The log of the documented command by one process."""
   workdir = tmp_path_factory.mktemp("alone") / "run"
   result = command(*COMMAND.split(" --workdir")[0].split()[2:], f"--workdir={workdir}", *overrides)
   assert result.returncode == 0, result.stderr
@@ -200,9 +200,9 @@ def test_two_processes_train_as_one_and_stop_together(stopped, alone):
 
 
 @pytest.mark.full
-def test_the_readmes_line_goes_on_from_there(stopped, alone, overrides, tmp_path):
+def test_the_documented_line_goes_on_from_there(stopped, alone, overrides, tmp_path):
   workdir = shutil.copytree(stopped[0], tmp_path / "run")
-  result = readmes_line(workdir, [*overrides, SAMPLED])
+  result = documented_line(workdir, [*overrides, SAMPLED])
   assert f"resuming from step {stopped[-1]}" in result.stderr
   assert_logs_close(log(workdir), alone)
   assert result.stdout.count(f"step {STEPS}/{STEPS}  loss") == 1, "two wrote the log"
