@@ -26,6 +26,8 @@ PAGES += [page for folder in ("experiments", "benchmarks") for page in sorted((R
 PAGES.remove(ROOT / "benchmarks/faults.md")  # the last results, which name files as they were then
 OURS = ("diffjax", "benchmarks", "experiments")
 SECTIONS = Config().to_dict()
+# Commands that pass other flags on, and to whom.
+PASSED_ON = {"benchmarks.gpu_day": ["benchmarks.gpu"], "benchmarks.tiny_twins": ["diffjax.train", "diffjax.evaluate"]}
 SUITE_MODULES = {**SUITES, "report": "diffjax.evals.report.page"}
 BY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -70,7 +72,8 @@ def flags_of(module):
   source = file.read_text()
   if "command.run(" in source:
     source += (ROOT / "diffjax/command.py").read_text().replace('"config"' if "with_config=False" in source else '"set"', "")
-  return {"help", *re.findall(r'(?:DEFINE_\w+\(\s*"|"--)(\w+)"', source)}
+  own = re.findall(r'(?:DEFINE_\w+\(\s*"|"--)(\w+)"', source)
+  return {"help", *own, *(name for other in PASSED_ON.get(module, ()) for name in flags_of(other))}
 
 
 def wrong_values(module, arguments):
@@ -156,6 +159,7 @@ def test_links_commands_fields_and_files_are_there(page, monkeypatch):
     (wrong_commands, "python -m diffjax.evaluate --suite=validation,needles --workdir=x", "no such suite: needles"),
     (wrong_commands, "python -m diffjax.evaluate --suite=needle --workdir=x --set.needle.length=3", "length"),
     (wrong_commands, "python -m benchmarks.gpu --statics", "no such flag: statics"),
+    (wrong_commands, "`a` and `python -m diffjax.generate\n--workdirs=x` and\n`b`", "no such flag: workdirs"),
     (wrong_fields, "set `train.step` or `--config.train.steps=3`", "train.step: no such field"),
     (wrong_fields, "`--set.needle.length=3`", "no such setting"),
     (wrong_files, "see `diffjax/trian.py` and `diffjax/train.py`", "diffjax/trian.py: no such file"),
