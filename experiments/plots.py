@@ -100,7 +100,7 @@ def over_rates(results: Mapping[str, Any], metric: str, title: str) -> Figure:
   ticks = sorted({rate for points in lines.values() for rate in points})
   axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
   axes.set(xlabel="learning rate", ylabel=title)
-  axes.legend(fontsize=7)
+  axes.legend(fontsize=7, handlelength=4)  # dashes can be told from lines
   return figure
 
 

@@ -148,11 +148,11 @@ def shares_of(weights: Float[np.ndarray, "S"], prompt: NeedlePrompt) -> dict[tup
 def plot(results: dict[str, Any], path: epath.PathLike) -> None:
   """Plots answer and noise over the answer's depth, signed and absolute."""
   figure = matplotlib.figure.Figure((WIDTH, 4), layout="constrained")
-  for axes, part in zip(figure.subplots(1, 2, sharey=True), ("answer", "noise"), strict=True):
+  for axes, part in zip(figure.subplots(1, 2), ("answer", "noise"), strict=True):
     for model, rows in by_model(results, part):
       for sign, style in (("signed", "-"), ("absolute", ":")):
         chosen = [row for row in rows if row["at"]["weights"] == sign and row["at"]["depth"] != "mean"]
         draw_line(axes, [row["at"]["depth"] for row in chosen], chosen, model, f", {sign}", style)
     axes.set(title=f"attention: {part}", xlabel="depth of the answer (share of the text before it)", ylabel="share of attention")
-    axes.legend(fontsize=9)
+  figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
   save(figure, path)

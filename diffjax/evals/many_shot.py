@@ -31,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib.figure
+import matplotlib.ticker
 import numpy as np
 from etils import epath
 from numpy import ndarray
@@ -291,5 +292,6 @@ def plot(results: dict[str, Any], path: epath.PathLike) -> None:
       own = [row for row in rows if row["at"]["dataset"] == dataset]
       draw_line(axes, [row["at"]["tokens"] for row in own], own, style)
     axes.set(title=dataset, xscale="log", ylim=(0, 1), xlabel="tokens of demonstrations", ylabel="accuracy")
+    axes.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
     axes.legend(fontsize=9)
   save(figure, path)

@@ -55,6 +55,9 @@ def loss_curves(logs: Sequence[Log]) -> matplotlib.figure.Figure:
   whole.set(title="the whole run, steps on a log axis")
   half.set(title="its second half")
   whole.set_xscale("log")
+  first = min((line["step"] for _, lines in logs for line in lines), default=1)
+  whole.xaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5) if last < 500 * first else (1,)))  # as many as have room
+  whole.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
   whole.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
   half.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
   if whole.lines:

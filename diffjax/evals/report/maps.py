@@ -130,7 +130,7 @@ def picture(maps: Maps) -> tuple[matplotlib.figure.Figure, str]:
   layer, head, share = most_cancelled(maps.weights)
   weights, count = maps.weights[layer, 1 + head], len(maps.tokens)
   largest = _largest(weights)
-  figure = matplotlib.figure.Figure((12, 4.9), layout="constrained", facecolor="white")
+  figure = matplotlib.figure.Figure((12, 4.5), layout="constrained", facecolor="white")
   fields = figure.subplots(1, 3)
   norm = matplotlib.colors.FuncNorm((_root, lambda x: np.sign(x) * np.square(x)), -largest, largest)
   words = readable(words_of(maps.tokens), count / 32)
@@ -145,9 +145,9 @@ def picture(maps: Maps) -> tuple[matplotlib.figure.Figure, str]:
     axes.spines[:].set_visible(False)
   fields[0].set_yticks([(word.start + word.end - 1) / 2 for word in words], [word.text for word in words], fontsize=9)
   fields[0].set_ylabel("query: the token that looks", fontsize=10)
-  bar = figure.colorbar(
-    image, ax=list(fields), shrink=0.75, pad=0.01, ticks=[-largest, -largest / 4, 0, largest / 4, largest], format="%.2f"
-  )
+  bar = figure.colorbar(image, ax=list(fields), shrink=0.75, pad=0.01)
+  marks = [-largest, -largest / 4, 0, largest / 4, largest]
+  bar.set_ticks(marks, labels=[f"{mark:.2g}".replace("-", "−") for mark in marks])
   bar.set_label("weight (colours by its square root)", fontsize=10)
   bar.outline.set_visible(False)
   caption = (

@@ -2,6 +2,12 @@
 
 The page holds all that it shows, scripts and pictures included. Its own security policy forbids requests, so it can be sent as a file.
 Measurements come from the JSON files beside the page; the attention maps are computed when the page is made. page.html is its template.
+
+The pictures in docs/images are the maps.png that this writes and the page's first screen, of the tiny pair:
+
+    python -m diffjax.evaluate --suite=report --workdir=runs/tiny --against=runs/tiny_transformer \\
+      --set.report.prompt=$'def area(width, height):\\n  return width * height'
+    python tests/evals/report/browser.py runs/tiny/evals/report.html --width=1200 --height=880 --screenshot=docs/images/report.png
 """
 
 from __future__ import annotations

@@ -31,8 +31,9 @@ _KINDS = {
   "position_nll": (_Kind("loss over the longest context", "cumulative NLL", "lower"),),
   "needle": (_Kind("needles found", "accuracy", "higher", {"depth": "mean"}),),
   "attention": (
-    _Kind("attention to the answer", "answer", "higher", {"weights": "signed", "depth": "mean"}),
-    _Kind("attention noise", "noise", "lower", {"weights": "signed", "depth": "mean"}),
+    _Kind("signed attention to the answer", "answer", "higher", {"weights": "signed", "depth": "mean"}),
+    _Kind("signed attention noise", "noise", "lower", {"weights": "signed", "depth": "mean"}),
+    _Kind("absolute attention noise", "noise", "lower", {"weights": "absolute", "depth": "mean"}),
   ),
   "many_shot": (
     _Kind("many-shot accuracy", "accuracy", "higher"),
@@ -43,7 +44,7 @@ _KINDS = {
     _Kind("largest attention logit", "attention logits", "lower", {"value": "top-1"}),
     _Kind("largest hidden state", "hidden states", "lower", {"value": "top-1"}),
   ),
-  "quantised": (_Kind("loss with the coarsest logits, scaled per tensor", "validation: loss", "lower", {"per": "tensor"}),),
+  "quantised": (_Kind("loss with the coarsest logits", "validation: loss", "lower", {"per": "tensor"}),),
   "mathematics": (_Kind("mathematics solved", "accuracy", "higher"),),
   "harness": (_Kind("mean accuracy of the harness", "mean accuracy", "higher"),),
   "difference_map": (_Kind("sparsity of attention (Hoyer)", "Hoyer sparsity", "", {"layer": "all"}),),
@@ -87,7 +88,7 @@ def headlines(measured: Mapping[str, Mapping[str, Any]]) -> list[Headline]:
 
 
 def first_screen(measured: Mapping[str, Mapping[str, Any]], styles: Sequence[Style]) -> Html:
-  """The sentence and the figure."""
+  """The sentence and the figure; of one model, which differs from none, the figure alone."""
   found = headlines(measured)
   if not found:
     return element("p", "No suite has been measured here: this page shows how the models were trained and where they look.", class_="lead")
@@ -162,4 +163,6 @@ def _short(interval: Mapping[str, Any] | None) -> str:
 
 
 def _listed(words: Sequence[str]) -> str:
-  return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+  """The first two, and how many more there are: the figure below shows all."""
+  first = [*words[:2], *[f"{len(words) - 2} more"] * (len(words) > 2)]
+  return " and ".join(filter(None, [", ".join(first[:-1]), first[-1]]))

@@ -23,7 +23,8 @@ os.environ |= {
   "QTWEBENGINE_CHROMIUM_FLAGS": f"--disable-gpu --blink-settings=preferredColorScheme={0 if OPTIONS.dark else 1}",
 }  # fmt: skip
 
-from PySide6.QtCore import QTimer, QUrl  # noqa: E402
+from PySide6.QtCore import Qt, QTimer, QUrl  # noqa: E402
+from PySide6.QtGui import QImage  # noqa: E402
 from PySide6.QtWebEngineCore import QWebEnginePage, QWebEngineProfile, QWebEngineSettings, QWebEngineUrlRequestInterceptor  # noqa: E402
 from PySide6.QtWebEngineWidgets import QWebEngineView  # noqa: E402
 from PySide6.QtWidgets import QApplication  # noqa: E402
@@ -92,6 +93,7 @@ def main():
   page, view = Page(profile), QWebEngineView()
   # Else Chromium would itself keep a local page from asking, and nothing be seen of it.
   page.settings().setAttribute(QWebEngineSettings.WebAttribute.LocalContentCanAccessRemoteUrls, True)
+  page.settings().setAttribute(QWebEngineSettings.WebAttribute.ShowScrollBars, not OPTIONS.screenshot)
   view.setPage(page)
   view.resize(OPTIONS.width, OPTIONS.height)
   view.show()
@@ -102,8 +104,9 @@ def main():
   def done(answer, images):
     changed = {"requests": interceptor.requests, "said": page.said, "changed_images": json.loads(images)}
     print(json.dumps({**changed, **json.loads(answer or "{}")}))
-    if OPTIONS.screenshot:
-      view.grab().save(OPTIONS.screenshot)
+    if OPTIONS.screenshot:  # with a palette, which makes the file a fraction as large
+      image = view.grab().toImage().convertToFormat(QImage.Format.Format_Indexed8, Qt.ImageConversionFlag.ThresholdDither)
+      image.save(OPTIONS.screenshot, quality=0)  # of a PNG, this is the smallest file
     app.exit(0)
 
   page.loadFinished.connect(lambda ok: QTimer.singleShot(500, lambda: page.runJavaScript(LOOK, found)))

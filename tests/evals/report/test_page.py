@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from etils import epath
+from matplotlib import image
 
 from diffjax.config import UserError
 from diffjax.evals.report import figures, maps, plots, results
@@ -212,6 +213,12 @@ def test_the_picture_is_of_the_head_that_cancels_most(make_trained, tmp_path):
     np.testing.assert_array_equal(shown.filled(9), np.where(np.tri(6), expected, 9))
     assert [label.get_text() for label in axes.get_xticklabels()] == ["(start)", "ab", "+="]
     assert axes.images[0].norm is fields[0].images[0].norm, "one scale"
+
+
+def test_the_picture_beside_the_page_is_sharp_and_opaque(made):
+  """It stands on light and dark pages alike, the README's for one."""
+  pixels = image.imread(made[1] / "maps.png")
+  assert pixels.shape[1] == 2400 and (pixels[..., 3] == 1).all()
 
 
 def test_words_of_tokens():
