@@ -23,8 +23,8 @@ os.environ |= {
   "QTWEBENGINE_CHROMIUM_FLAGS": f"--disable-gpu --blink-settings=preferredColorScheme={0 if OPTIONS.dark else 1}",
 }  # fmt: skip
 
-from PySide6.QtCore import Qt, QTimer, QUrl  # noqa: E402
-from PySide6.QtGui import QImage  # noqa: E402
+from PIL import Image  # noqa: E402
+from PySide6.QtCore import QTimer, QUrl  # noqa: E402
 from PySide6.QtWebEngineCore import QWebEnginePage, QWebEngineProfile, QWebEngineSettings, QWebEngineUrlRequestInterceptor  # noqa: E402
 from PySide6.QtWebEngineWidgets import QWebEngineView  # noqa: E402
 from PySide6.QtWidgets import QApplication  # noqa: E402
@@ -104,9 +104,9 @@ def main():
   def done(answer, images):
     changed = {"requests": interceptor.requests, "said": page.said, "changed_images": json.loads(images)}
     print(json.dumps({**changed, **json.loads(answer or "{}")}))
-    if OPTIONS.screenshot:  # with a palette, which makes the file a fraction as large
-      image = view.grab().toImage().convertToFormat(QImage.Format.Format_Indexed8, Qt.ImageConversionFlag.ThresholdDither)
-      image.save(OPTIONS.screenshot, quality=0)  # of a PNG, this is the smallest file
+    if OPTIONS.screenshot:
+      view.grab().save(OPTIONS.screenshot)
+      Image.open(OPTIONS.screenshot).convert("RGB").quantize(256).save(OPTIONS.screenshot, optimize=True)  # a palette: a fifth of the size
     app.exit(0)
 
   page.loadFinished.connect(lambda ok: QTimer.singleShot(500, lambda: page.runJavaScript(LOOK, found)))
