@@ -90,7 +90,6 @@ def draw() -> Figure:
     axes.axhline(0, color=plots.style("transformer").color, linewidth=0.8)
     axes.set(xscale="log", xlim=(6e4, 4e10), ylabel=f"loss minus the Transformer's\n(nats per token), {title}")
     axes.legend(fontsize=8, loc="upper right")
-    axes.grid(axis="y", linewidth=0.3)
   axes.fill_between((1e9, 4e10), *_V2_POST, color=plots.style("diff_v2").color, alpha=0.25, linewidth=0)
   axes.annotate("the authors' V2 post, sizes not stated", (1e9, _V2_POST[1]), (0, 3), textcoords="offset points", fontsize=8)
   sizes = {1e5: "0.1 M", 1e6: "1 M", 1e7: "10 M", 1e8: "100 M", 1e9: "1 B", 1e10: "10 B"}

@@ -5,42 +5,32 @@ from __future__ import annotations
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 import matplotlib.transforms
 import numpy as np
 from matplotlib.figure import Figure
 
+from diffjax import styles
+from diffjax.styles import ARCHITECTURES, Style
 from experiments import results as found
 
-
-class Style(NamedTuple):
-  """How figures show a row: its name in words, its colour and its marker."""
-
-  name: str
-  color: str
-  marker: str
-
-
-# From a variant's row to its style, the same in every figure. The colours are Okabe and Ito's (2008), which colour-blind people tell apart,
-# a grey and a brown. Rows that have DIFF's or V2's colour are variants of it that no figure shows with a legend.
-_BLACK, _GREY, _PURPLE, _RED, _ORANGE, _SKY, _BLUE, _GREEN, _BROWN = (
-  "#000000", "#8c8c8c", "#cc79a7", "#d55e00", "#e69f00", "#56b4e9", "#0072b2", "#009e73", "#7f4f24",
-)  # fmt: skip
+# From a variant's row to its style, the same in every figure: those of architectures, and of experiments' changes to them. Rows that have
+# DIFF's or V2's colour are variants of it that no figure shows with a legend.
 ROWS = {
-  "transformer": Style("Transformer", _BLACK, "o"),
-  "transformer_wide": Style("Transformer with wide heads", _GREY, "o"),
-  "transformer_norm": Style("Transformer with wide heads and head norm", _PURPLE, "o"),
-  "diff": Style("DIFF", _RED, "s"),
-  "diff_without_norm": Style("DIFF without head norm", _ORANGE, "s"),
-  "diff_lambda_zero": Style("DIFF with λ ≡ 0", _SKY, "s"),
-  "diff_lambda_0.8": Style("DIFF with λ_init 0.8", _BROWN, "v"),
-  "diff_lambda_0.5": Style("DIFF with λ_init 0.5", _RED, "s"),
-  "diff_frozen_lambda": Style("DIFF with frozen λ", _RED, "s"),
-  "diff_v2": Style("DIFF V2", _BLUE, "^"),
-  "diff_v2_linear": Style("DIFF V2 with linear λ", _BLUE, "^"),
-  "gated": Style("Gated attention", _GREEN, "D"),
+  "transformer": ARCHITECTURES["softmax"],
+  "transformer_wide": Style("Transformer with wide heads", styles.GREY, "o"),
+  "transformer_norm": Style("Transformer with wide heads and head norm", styles.PURPLE, "o"),
+  "diff": ARCHITECTURES["diff"],
+  "diff_without_norm": Style("DIFF without head norm", styles.ORANGE, "s"),
+  "diff_lambda_zero": Style("DIFF with λ ≡ 0", styles.SKY, "s"),
+  "diff_lambda_0.8": Style("DIFF with λ_init 0.8", styles.BROWN, "v"),
+  "diff_lambda_0.5": Style("DIFF with λ_init 0.5", styles.RED, "s"),
+  "diff_frozen_lambda": Style("DIFF with frozen λ", styles.RED, "s"),
+  "diff_v2": ARCHITECTURES["diff_v2"],
+  "diff_v2_linear": ARCHITECTURES["diff_v2_linear"],
+  "gated": ARCHITECTURES["gated"],
 }
 _DODGE = 2.0  # points between the rows that share an x
 
@@ -110,12 +100,13 @@ def over_rates(results: Mapping[str, Any], metric: str, title: str) -> Figure:
   ticks = sorted({rate for points in lines.values() for rate in points})
   axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
   axes.set(xlabel="learning rate", ylabel=title)
-  axes.legend(fontsize=7)
+  axes.legend(fontsize=7, handlelength=4)  # dashes can be told from lines
   return figure
 
 
 def save(figure: Figure, folder: pathlib.Path) -> list[str]:
   """Writes plot.png and plot.svg into a folder, and returns these names. The same figure gives the same bytes."""
+  styles.tidy(figure)
   figure.savefig(folder / "plot.png", dpi=150, metadata={"Software": None})
   with matplotlib.rc_context({"svg.hashsalt": "diffjax"}):
     figure.savefig(folder / "plot.svg", metadata={"Date": None, "Creator": None})

@@ -1,4 +1,4 @@
-"""Attention of the last query: the share of the answer's needle, and attention noise (paper.md, §4 and §5).
+"""Attention of the last query: the share of the answer's needle, and attention noise.
 
 The weights are those that multiply the values, A₁ for the Transformer and A₁ − λA₂ for DIFF, of the prompt's last token, which the answer
 follows. They are averaged over heads and layers, divided by their sum, and added up over the parts of the prompt: BOS, the context before
@@ -35,7 +35,7 @@ from diffjax.config import UserError
 from diffjax.evals.methods import inside
 from diffjax.evals.methods.needle_prompts import NeedlePrompt, find_haystack, make_prompts
 from diffjax.evals.report.figures import Figure, mean_of
-from diffjax.evals.report.plots import by_model, draw_line, save
+from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
 from diffjax.model.decoder import Decoder
 from diffjax.ops.diff_attention.reference import attention_weights
 from diffjax.progress import Progress
@@ -147,13 +147,12 @@ def shares_of(weights: Float[np.ndarray, "S"], prompt: NeedlePrompt) -> dict[tup
 
 def plot(results: dict[str, Any], path: epath.PathLike) -> None:
   """Plots answer and noise over the answer's depth, signed and absolute."""
-  figure = matplotlib.figure.Figure((9, 3.5), layout="constrained")
-  for axes, part in zip(figure.subplots(1, 2, sharey=True), ("answer", "noise"), strict=True):
-    for number, (name, rows) in enumerate(by_model(results, part)):
+  figure = matplotlib.figure.Figure((WIDTH, 4), layout="constrained")
+  for axes, part in zip(figure.subplots(1, 2), ("answer", "noise"), strict=True):
+    for model, rows in by_model(results, part):
       for sign, style in (("signed", "-"), ("absolute", ":")):
         chosen = [row for row in rows if row["at"]["weights"] == sign and row["at"]["depth"] != "mean"]
-        draw_line(axes, [row["at"]["depth"] for row in chosen], chosen, label=f"{name}, {sign}", color=f"C{number}", linestyle=style)
-    axes.set(title=f"attention: {part}", xlabel="depth of the answer")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+        draw_line(axes, [row["at"]["depth"] for row in chosen], chosen, model, f", {sign}", style)
+    axes.set(title=f"attention: {part}", xlabel="depth of the answer (share of the text before it)", ylabel="share of attention")
+  figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
   save(figure, path)

@@ -32,7 +32,7 @@ from jaxtyping import Array, Bool, Float
 from diffjax.evals.methods import inside
 from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.figures import Figure
-from diffjax.evals.report.plots import by_model, draw_line, save
+from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
 from diffjax.model.decoder import Decoder
 from diffjax.ops.diff_attention.reference import attention_weights
 from diffjax.progress import Progress
@@ -106,14 +106,13 @@ def row_sums(weights: Float[Array, "B H t S"], seen: Bool[Array, "B t S"]) -> Fl
 
 def plot(results: dict[str, Any], path: epath.PathLike) -> None:
   """Plots each measure over layers."""
-  figure = matplotlib.figure.Figure((10, 6), layout="constrained")
+  figure = matplotlib.figure.Figure((WIDTH, 6), layout="constrained")
   for axes, measure in zip(figure.subplots(2, 2).flat, MEASURES, strict=True):
-    for name, rows in by_model(results, measure):
+    for style, rows in by_model(results, measure):
       chosen = [row for row in rows if row["at"]["layer"] != "all"]
-      draw_line(axes, [row["at"]["layer"] for row in chosen], chosen, label=name)
-    axes.set(title=measure, xlabel="layer")
+      draw_line(axes, [row["at"]["layer"] for row in chosen], chosen, style)
+    axes.set(title=measure, xlabel="layer", ylabel=f"{measure} (0 to 1)")
     axes.set_ylim(bottom=0)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(alpha=0.3)
-  axes.legend(fontsize=7)
+  axes.legend(fontsize=9)
   save(figure, path)

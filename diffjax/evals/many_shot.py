@@ -31,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib.figure
+import matplotlib.ticker
 import numpy as np
 from etils import epath
 from numpy import ndarray
@@ -40,7 +41,7 @@ from diffjax.data.tokenizer import Tokenizer
 from diffjax.evals.methods import jsonl
 from diffjax.evals.methods.label_decoding import LabelTree, decode_labels
 from diffjax.evals.report.figures import Figure, proportion
-from diffjax.evals.report.plots import by_model, draw_line, save
+from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
 from diffjax.model.sampler import Sampler
 from diffjax.training.trained import Trained
 
@@ -285,11 +286,12 @@ def plot(results: dict[str, Any], path: epath.PathLike) -> None:
   """Plots accuracy over tokens of demonstrations: a field for each dataset, a line for each model."""
   models = list(by_model(results, "accuracy"))
   datasets = list(dict.fromkeys(row["at"]["dataset"] for _, rows in models for row in rows))
-  figure = matplotlib.figure.Figure((4.5 * len(datasets), 3.5), layout="constrained")
+  figure = matplotlib.figure.Figure((max(WIDTH, 4.5 * len(datasets)), 4), layout="constrained")
   for dataset, axes in zip(datasets, figure.subplots(1, len(datasets), squeeze=False)[0], strict=True):
-    for name, rows in models:
+    for style, rows in models:
       own = [row for row in rows if row["at"]["dataset"] == dataset]
-      draw_line(axes, [row["at"]["tokens"] for row in own], own, label=name)
+      draw_line(axes, [row["at"]["tokens"] for row in own], own, style)
     axes.set(title=dataset, xscale="log", ylim=(0, 1), xlabel="tokens of demonstrations", ylabel="accuracy")
-    axes.legend(fontsize=8)
+    axes.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
+    axes.legend(fontsize=9)
   save(figure, path)

@@ -29,7 +29,8 @@ from etils import epath
 from diffjax.config import UserError
 from diffjax.evals.methods.needle_prompts import find_haystack, make_prompts
 from diffjax.evals.report.figures import Figure, proportion
-from diffjax.evals.report.plots import save
+from diffjax.evals.report.plots import WIDTH, save, styles_of
+from diffjax.evals.report.results import excludes_zero
 from diffjax.model.sampler import Sampler
 from diffjax.training.trained import Trained
 
@@ -96,29 +97,33 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
 
 
 def plot(results: dict[str, Any], path: epath.PathLike) -> None:
-  """Heat maps of accuracy over length and depth: a row for each pair of N and R, a column for each model and one for the difference."""
+  """Heat maps of accuracy over length and depth: a row for each pair of N and R, a column for each model and one for the difference.
+
+  A difference whose interval excludes 0 is bold."""
   rows = [row for row in results["figures"] if row["at"]["depth"] != "mean"]
   axis = lambda name: sorted({row["at"][name] for row in rows})
   pairs = list(dict.fromkeys((row["at"]["needles"], row["at"]["asked"]) for row in rows))
   lengths, depths = axis("length"), axis("depth")
-  columns = [(model["name"], key) for model, key in zip(results["models"], ("value", "against"), strict=False)]
+  columns = [(style.name, key) for style, key in zip(styles_of(results["models"]), ("value", "against"), strict=False)]
   columns += [("difference", "difference")] * (len(columns) > 1)
-  figure = matplotlib.figure.Figure((1.5 + len(columns) * max(2.6, 0.7 * len(lengths)), 0.6 + 2.4 * len(pairs)), layout="constrained")
+  figure = matplotlib.figure.Figure((max(WIDTH, 1.5 + len(columns) * 0.7 * len(lengths)), 0.6 + 2.4 * len(pairs)), layout="constrained")
   axes = figure.subplots(len(pairs), len(columns), squeeze=False)
   for (needles, asked), line in zip(pairs, axes, strict=True):
     for (title, key), place in zip(columns, line, strict=True):
-      cells = np.full((len(depths), len(lengths)), np.nan)
+      cells, clear = np.full((len(depths), len(lengths)), np.nan), np.zeros((len(depths), len(lengths)), bool)
       for row in rows:
         if (row["at"]["needles"], row["at"]["asked"]) == (needles, asked):
           value = row[key] if key == "value" else row[key]["value"]
-          cells[depths.index(row["at"]["depth"]), lengths.index(row["at"]["length"])] = value
+          cell = depths.index(row["at"]["depth"]), lengths.index(row["at"]["length"])
+          cells[cell], clear[cell] = value, key == "difference" and excludes_zero(row[key])
       low, colors = (-1, "RdBu") if key == "difference" else (0, "YlGn")
       place.imshow(cells, vmin=low, vmax=1, cmap=colors, aspect="auto")
-      for (y, x), cell in np.ndenumerate(cells):
-        place.text(x, y, f"{cell:.2f}", ha="center", va="center", fontsize=8, color="white" if abs(cell) > 0.6 else "black")
+      for (y, x), value in np.ndenumerate(cells):
+        look = {"color": "white" if abs(value) > 0.6 else "black", "fontweight": "bold" if clear[y, x] else "normal"}
+        place.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=9, **look)
       place.set_xticks(range(len(lengths)), [f"{length / 1024:.4g}K" for length in lengths])
       place.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-      place.set_title(f"{title}\nN = {needles}, R = {asked}", fontsize=8)
+      place.set_title(f"{title}: {asked} of {needles} needles", fontsize=10)
     line[0].set_ylabel("depth of the answer")
   for place in axes[-1]:
     place.set_xlabel("length (tokens)")

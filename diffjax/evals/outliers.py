@@ -1,4 +1,4 @@
-"""Activation outliers: the largest attention logits and hidden states, and their medians (paper.md, §4 and §5).
+"""Activation outliers: the largest attention logits and hidden states, and their medians.
 
 Logits are |q·k/√D| of every map, layer, head and pair of a query and a key that it sees. Hidden logits are left out, since the kernels that
 train never compute them. Hidden states are the entries of each layer's output, after both residuals. Padding does not count.
@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import matplotlib.figure
+import matplotlib.ticker
 import numpy as np
 from etils import epath
 from jaxtyping import Array, Float
@@ -27,7 +28,7 @@ from diffjax.config import UserError
 from diffjax.evals.methods import inside
 from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.figures import Figure
-from diffjax.evals.report.plots import by_model, save
+from diffjax.evals.report.plots import WIDTH, by_model, draw_points, save
 from diffjax.model.decoder import Decoder
 from diffjax.ops.diff_attention.reference import attention_logits
 from diffjax.progress import Progress
@@ -153,12 +154,15 @@ def median(edges: Float[np.ndarray, "bins_and_1"], counts: Float[np.ndarray, "U 
 
 
 def plot(results: dict[str, Any], path: epath.PathLike) -> None:
-  """Plots the values of each model on a log scale."""
-  figure = matplotlib.figure.Figure((9, 3.5), layout="constrained")
+  """Plots the values of each model with their intervals, on a log scale."""
+  figure = matplotlib.figure.Figure((WIDTH, 4), layout="constrained")
   for axes, name in zip(figure.subplots(1, 2), (LOGITS, HIDDEN), strict=True):
-    for model, rows in by_model(results, name):
-      axes.plot([row["at"]["value"] for row in rows], np.array([row["value"] for row in rows], float), "o-", label=model, linewidth=1)
-    axes.set(title=name, yscale="log", ylabel="magnitude")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    for shift, (style, rows) in zip((-0.1, 0.1), by_model(results, name), strict=False):
+      draw_points(axes, [row["at"]["value"] for row in rows], rows, style, shift)
+    axes.set(title=f"absolute {name}", yscale="log", xlabel="place among all values", ylabel="magnitude")
+    axes.yaxis.set(
+      major_locator=matplotlib.ticker.LogLocator(subs=(1, 2, 5)), major_formatter=matplotlib.ticker.StrMethodFormatter("{x:g}")
+    )
+    axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+    axes.legend(fontsize=9)
   save(figure, path)

@@ -1,4 +1,4 @@
-"""Cumulative NLL by position: how much a model gains from more context, up to 64K tokens (paper.md, §4).
+"""Cumulative NLL by position: how much a model gains from more context, up to 64K tokens.
 
 At position p it is the mean loss of a row's first p targets, so it falls as long as context helps. The paper measures books. Here the text
 is the run's validation text or another one (`source`). Rows are concatenated documents (the default: any text has enough of it, and another
@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import matplotlib.figure
+import matplotlib.ticker
 import numpy as np
 from etils import epath
 
@@ -29,7 +30,7 @@ from diffjax.data.packing import Tokenize
 from diffjax.data.row import Row, make_batch
 from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.figures import Figure
-from diffjax.evals.report.plots import by_model, draw_line, save
+from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
 from diffjax.progress import Progress
 from diffjax.training.trained import Trained
 from diffjax.training.validation import token_losses
@@ -126,11 +127,11 @@ def _long_documents(trained: Trained, settings: Settings, length: int) -> Iterat
 
 def plot(results: dict[str, Any], path: epath.PathLike) -> None:
   """Plots the curves with their intervals, position on a log scale."""
-  figure = matplotlib.figure.Figure((7, 4), layout="constrained")
+  figure = matplotlib.figure.Figure((WIDTH, 4.5), layout="constrained")
   axes = figure.add_subplot(xlabel="position (tokens)", ylabel="cumulative NLL (nats per token)")
   axes.set_xscale("log", base=2)
-  for name, rows in by_model(results):
-    draw_line(axes, [row["at"]["position"] for row in rows], rows, label=name)
-  axes.legend()
-  axes.grid(alpha=0.3)
+  for style, rows in by_model(results):
+    draw_line(axes, [row["at"]["position"] for row in rows], rows, style)
+  axes.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
+  axes.legend(fontsize=9)
   save(figure, path)

@@ -1,4 +1,4 @@
-"""Quantised attention logits: the effect of few bits on other measurements (paper.md, §4 and §5).
+"""Quantised attention logits: the effect of few bits on other measurements.
 
 Dynamic post-training quantisation by absmax, simulated: with b bits, a logit becomes the nearest of 2ᵇ − 1 evenly spaced values between
 minus and plus the largest |logit|, and all else stays in full precision. The paper does not say over which logits the largest is taken:
@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float
 from diffjax.config import UserError
 from diffjax.evals import harness, many_shot, mathematics, needle, position_nll, validation
 from diffjax.evals.report.figures import Figure
-from diffjax.evals.report.plots import by_model, draw_line, save
+from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
 from diffjax.ops.diff_attention.mask import Mask, positions
 from diffjax.ops.diff_attention.reference import reference
 from diffjax.training.trained import Trained
@@ -126,20 +126,20 @@ def plot(results: dict[str, Any], path: epath.PathLike) -> None:
   figures = [row for row in results["figures"] if row["at"]["bits"] != "all"]
   kinds = list(dict.fromkeys(_kind(row) for row in results["figures"]))
   bits = sorted({row["at"]["bits"] for row in figures}, reverse=True)
-  figure = matplotlib.figure.Figure((5 * len(kinds), 3.8), layout="constrained")
+  figure = matplotlib.figure.Figure((max(WIDTH, 5 * len(kinds)), 4), layout="constrained")
   for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
-    for number, (name, rows) in enumerate(by_model(results)):
+    for model, rows in by_model(results):
       rows = [row for row in rows if _kind(row) == kind]
       for per, style in (("tensor", ":"), ("head", "--"), ("row", "-")):
         chosen = [row for row in rows if row["at"]["per"] in ("", per)]
         if len(chosen) > 1:
           x = [0 if row["at"]["bits"] == "all" else 1 + bits.index(row["at"]["bits"]) for row in chosen]
-          draw_line(axes, x, chosen, label=f"{name}, per {per}", color=f"C{number}", linestyle=style)
-    axes.set(title=kind, xlabel="bits of a logit")
+          draw_line(axes, x, chosen, model, f", scaled per {per}", style)
+    measurement, _, unit = kind.partition(": ")
+    axes.set(title=measurement, xlabel="bits of a logit", ylabel=unit)
     axes.set_xticks(range(len(bits) + 1), ["all", *map(str, bits)])
-    axes.grid(alpha=0.3)
   if kinds:
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=9)
   save(figure, path)
 
 

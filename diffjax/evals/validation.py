@@ -1,4 +1,4 @@
-"""The validation losses of diffjax/training/validation.py for a checkpoint: on more rows than the training loop, and with intervals."""
+"""Validation losses of a checkpoint: those of training/validation.py, on more rows than the loop takes, and with intervals."""
 
 from __future__ import annotations
 

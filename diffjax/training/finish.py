@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from diffjax.data.tokenizer import Tokenizer
 from diffjax.model.decoder import Decoder
 from diffjax.model.sampler import Sampler
 from diffjax.ops.diff_attention import diff_attention
+from diffjax.styles import style
 
 
 def finish(config: Config, workdir: str, model: Decoder, params: Any, tokenizer: Tokenizer, scores: Mapping[str, float]) -> None:
@@ -33,10 +33,10 @@ def finish(config: Config, workdir: str, model: Decoder, params: Any, tokenizer:
   if jax.process_index() != 0:
     return
   try:
-    plot_losses(path / "metrics.jsonl", path / "loss.png")
+    plot_losses(path / "metrics.jsonl", path / "loss.png", config.model.attention)
     if text:
       (path / "sample.txt").write_text(text)
-  except (OSError, ValueError) as error:  # ValueError: a line of which a full disk took a part
+  except OSError as error:
     logging.warning("cannot write the plot and the sample in %s: %s", path, error)
   if text:
     print(f"\n--- a sample ---\n{text}\n---")
@@ -56,26 +56,17 @@ def _sample(config: Config, model: Decoder, params: Any, tokenizer: Tokenizer) -
   return config.train.sample_prompt + tokenizer.decode(ids)
 
 
-def plot_losses(jsonl: epath.PathLike, png: epath.PathLike) -> None:
+def plot_losses(jsonl: epath.PathLike, png: epath.PathLike, attention: str) -> None:
   """Draws training and validation loss against steps.
 
   Args:
     jsonl: A run's metrics.jsonl.
     png: Where to write the picture.
+    attention: The run's config.model.attention.
   """
-  # Imported here: it takes a second, and only the end of a run needs it. No pyplot: it would look for a display.
-  from matplotlib.backends.backend_agg import FigureCanvasAgg
-  from matplotlib.figure import Figure
+  # Imported here: it takes a second, and only the end of a run needs it.
+  from diffjax.training.curves import loss_curves, read_log
 
-  figure = Figure(figsize=(7, 4), layout="constrained")
-  axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
-  lines = [json.loads(line) for line in epath.Path(jsonl).read_text().splitlines()]
-  for name, style in (("train/loss", "-"), ("validation/loss", "o-")):
-    points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-    if points:
-      axes.plot(*zip(*points, strict=True), style, label=name, markersize=3, linewidth=1)
-  if axes.lines:
-    axes.legend()
-  axes.grid(alpha=0.3)
+  figure = loss_curves([(style(attention), read_log(epath.Path(jsonl)))])
   with epath.Path(png).open("wb") as file:
-    FigureCanvasAgg(figure).print_png(file)
+    figure.savefig(file, format="png", dpi=200)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import matplotlib.ticker
 from matplotlib.figure import Figure
 
 from diffjax.config import Config
@@ -57,6 +58,7 @@ def plot(results: Mapping[str, Any]) -> Figure:
     axes.axvline(results["runs"][0]["results"]["own_length"], color="0.6", linewidth=0.8, zorder=0)
     axes.set(title=title, xlabel="position (tokens); the line is the length before", ylabel="cumulative NLL (nats per token)")
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:g}"))
     axes.legend(fontsize=8)
   return figure
 

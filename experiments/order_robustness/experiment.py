@@ -112,7 +112,7 @@ def plot(results: Mapping[str, Any]) -> Figure:
 
 
 def _by_count(axes: Any, title: str, counts: Sequence[int]) -> None:
-  axes.set(xlabel="number of demonstrations", ylim=(0, 1))
+  axes.set(xlabel="number of demonstrations", ylabel="share of answers", ylim=(0, 1))
   axes.set_title(title, fontsize=10)
   axes.set_xscale("log", base=2)
   axes.set_xticks(counts, [str(count) for count in counts])
@@ -121,7 +121,7 @@ def _by_count(axes: Any, title: str, counts: Sequence[int]) -> None:
 
 def _by_kind(axes: Any, kinds: Sequence[str], rows: Mapping[str, Any]) -> None:
   plots.over_seeds(axes, kinds, rows, "none")
-  axes.set_xlabel("order of the demonstrations")
+  axes.set(xlabel="order of the demonstrations", ylabel="share of answers")
   axes.margins(x=0.2)
 
 

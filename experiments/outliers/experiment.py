@@ -53,7 +53,7 @@ def plot(results: Mapping[str, Any]) -> Figure:
     plots.over_seeds(
       axes, labels, {row: [[run[f"{name}_{value}"] for value in _VALUES] for run in own] for row, own in runs.items()}, "none"
     )
-    axes.set(title=title, xlabel="place among all values", yscale="log")
+    axes.set(title=title, xlabel="place among all values", ylabel="magnitude", yscale="log")
     ticks = matplotlib.ticker.LogLocator(subs=(1, 2, 5))
     axes.yaxis.set(major_locator=ticks, major_formatter=matplotlib.ticker.StrMethodFormatter("{x:g}"))
     axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())

@@ -111,13 +111,13 @@ def plot(results: Mapping[str, Any]) -> Figure:
   for axes, (name, title) in zip(above, shown.items(), strict=False):
     steps = [row["step"] for row in results["runs"][0]["results"]["curve"]]
     plots.over_seeds(axes, steps, {row: [[each[name] for each in run["curve"]] for run in own] for row, own in runs.items()})
-    axes.set(xlabel="training step")
+    axes.set(xlabel="training step", ylabel="share of answers" if name == "accuracy" else "share of attention")
     axes.set_title(f"{title}; {_REFERENCE[0]} words, {_REFERENCE[1]} distractors", fontsize=10)
   for axes, length in zip(below, lengths, strict=False):
     chosen = {row: [[each for each in run["grid"] if each["length"] == length] for run in own] for row, own in runs.items()}
     distractors = [each["distractors"] for each in next(iter(chosen.values()))[0]]
     plots.over_seeds(axes, distractors, {row: [[each["accuracy"] for each in run] for run in own] for row, own in chosen.items()})
-    axes.set(xlabel="number of distractors")
+    axes.set(xlabel="number of distractors", ylabel="share of answers")
     axes.set_title(f"Accuracy after training; {length} words", fontsize=10)
   lowest = min(axes.get_ylim()[0] for axes in below)
   for axes in below:
@@ -178,8 +178,8 @@ def plot_needles(results: Mapping[str, Any]) -> Figure:
   plots.over_seeds(accuracy, _PAIRS, {row: [[run[f"accuracy_{pair}"] for pair in _PAIRS] for run in own] for row, own in runs.items()})
   words = [part.replace("_", ",\n") for part in parts]
   plots.over_seeds(looks, words, {row: [[run[part] for part in parts] for run in own] for row, own in runs.items()}, "none")
-  accuracy.set(title="Accuracy", xlabel="needles / asked for", ylim=(-0.05, 1.05))
-  looks.set(title="Shares of the last query's attention", xlabel="part of the text")
+  accuracy.set(title="Accuracy", xlabel="needles / asked for", ylabel="share of needles found", ylim=(-0.05, 1.05))
+  looks.set(title="Shares of the last query's attention", xlabel="part of the text", ylabel="share of attention")
   accuracy.legend(fontsize=8)
   return figure
 

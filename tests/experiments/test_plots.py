@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import matplotlib.category
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
@@ -74,3 +75,15 @@ def test_drawing_again(tmp_path, monkeypatch):
 @pytest.mark.parametrize("folder", [path.parent for path in sorted(grid.FOLDER.rglob("results.json"))], ids=lambda folder: folder.name)
 def test_committed_results_have_figures(folder):
   assert all((folder / file).stat().st_size > 20_000 for file in ("plot.png", "plot.svg"))
+
+
+@pytest.mark.parametrize("folder", [path.parent for path in sorted(grid.FOLDER.rglob("results.json"))], ids=lambda folder: folder.name)
+def test_axes_say_what_they_show(folder):
+  """Each has a label, or words at its ticks; axes that share one may leave it to the first. Categories are not joined by lines."""
+  found = results.read(folder / "results.json", "experiment", "grid", "runs")
+  figure = grid.load(found["experiment"], found["grid"]).plot(found)
+  for axes in (axes for axes in figure.axes if axes.axison):
+    named = axes.get_ylabel() or any(label.get_text()[:1].isalpha() for label in axes.get_yticklabels())
+    assert axes.get_xlabel() and (named or len(axes.get_shared_y_axes().get_siblings(axes)) > 1)
+    if isinstance(axes.xaxis.get_major_locator(), matplotlib.category.StrCategoryLocator) and not axes.get_xlabel().startswith("bits"):
+      assert all(line.get_linestyle() == "None" for line in axes.lines if len(line.get_xdata()) > 1)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import base64
 import html
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib
 import matplotlib.figure
+
+from diffjax.evals.report import results
 
 
 class Html(str):
@@ -33,6 +36,12 @@ def element(tag: str, *children: str, **attributes: str) -> Html:
   return Html(f"<{tag}{names}>" if tag == "img" else f"<{tag}{names}>{inner}</{tag}>")
 
 
+def number(interval: Mapping[str, Any] | None) -> Html:
+  """A figure with its bounds in small type."""
+  value, _, bounds = results.number(interval).partition(" ")
+  return Html(escape(value) + (element("span", f" {bounds}", class_="bounds") if bounds else ""))
+
+
 def table(rows: Sequence[Sequence[str | tuple[str, str]]]) -> Html:
   """A table whose first row is its header, in a frame that scrolls sideways. A cell is its content, or its content and class."""
 
@@ -45,7 +54,8 @@ def table(rows: Sequence[Sequence[str | tuple[str, str]]]) -> Html:
 
 def picture(address: str, name: str, caption: str = "") -> Html:
   """A picture with its caption, if it has one. The name is shown where pictures are not."""
-  return element("figure", element("img", src=address, alt=name), *[element("figcaption", caption)] * bool(caption))
+  image = element("div", element("img", src=address, alt=name), class_="plot")  # it scrolls sideways where the page is narrow
+  return element("figure", image, *[element("figcaption", caption)] * bool(caption))
 
 
 def data_address(kind: str, content: bytes) -> str:

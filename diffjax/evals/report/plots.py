@@ -10,31 +10,61 @@ from etils import epath
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from diffjax import styles
+from diffjax.styles import Style
 
-def by_model(results: Mapping[str, Any], name: str | None = None) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
-  """The name and the figures of each model.
+WIDTH = 10  # inches of every figure, so that their text has one size on a page
+
+
+def styles_of(models: Sequence[Mapping[str, Any]]) -> list[Style]:
+  """The styles of a result's models."""
+  names = [str(model["name"]) for model in models]
+  return styles.together([str(model.get("attention", name)) for model, name in zip(models, names, strict=True)], names)
+
+
+def by_model(results: Mapping[str, Any], name: str | None = None) -> Iterator[tuple[Style, list[Mapping[str, Any]]]]:
+  """The style and the figures of each model.
 
   Args:
     results: A suite's results.
     name: Of the figures; None for all.
 
   Yields:
-    The model's name, and its figures: name, at, value, low, high.
+    The model's style, and its figures: name, at, value, low, high.
   """
+  first, *others = styles_of(results["models"])
   rows = [row for row in results["figures"] if name in (None, row["name"])]
-  yield results["models"][0]["name"], rows
-  if len(results["models"]) > 1:
-    yield results["models"][1]["name"], [{**row, **row["against"]} for row in rows if "against" in row]
+  yield first, rows
+  for other in others:
+    yield other, [{**row, **row["against"]} for row in rows if "against" in row]
 
 
-def draw_line(axes: Axes, x: Sequence[float], rows: Sequence[Mapping[str, Any]], **style: Any) -> None:
-  """Draws a line of figures over x, with their intervals as a band."""
+def draw_line(
+  axes: Axes, x: Sequence[float], rows: Sequence[Mapping[str, Any]], style: Style, suffix: str = "", linestyle: str = "-"
+) -> None:
+  """Draws a line of figures over x, with their intervals as a band. The suffix follows the model's name in the legend."""
+  value, low, high = _bounds(rows)
+  axes.plot(x, value, linestyle, color=style.color, marker=style.marker, markersize=4, linewidth=1.3, label=style.name + suffix)
+  axes.fill_between(np.asarray(x, float), low, high, color=style.color, alpha=0.15, linewidth=0)
+
+
+def draw_points(axes: Axes, categories: Sequence[str], rows: Sequence[Mapping[str, Any]], style: Style, shift: float) -> None:
+  """Draws figures of categories, which have no order, as points with intervals, a little beside the categories' places."""
+  value, low, high = _bounds(rows)
+  axes.errorbar(
+    np.arange(len(categories)) + shift, value, yerr=[value - low, high - value], linestyle="none", color=style.color, marker=style.marker,
+    markersize=5, capsize=3, elinewidth=1, label=style.name,
+  )  # fmt: skip
+  axes.set_xticks(range(len(categories)), categories)
+
+
+def _bounds(rows: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   value, low, high = (np.array([row[key] for row in rows], float) for key in ("value", "low", "high"))
-  (line,) = axes.plot(x, value, marker="o", markersize=3, linewidth=1, **style)
-  axes.fill_between(np.asarray(x, float), low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+  return value, low, high
 
 
 def save(figure: Figure, path: epath.PathLike) -> None:
   """Writes a plot as PNG."""
+  styles.tidy(figure)
   with epath.Path(path).open("wb") as file:
-    figure.savefig(file, format="png", dpi=150)
+    figure.savefig(file, format="png", dpi=200)

@@ -4,11 +4,14 @@ import json
 import math
 import re
 
+import matplotlib.figure
 import numpy as np
 import pytest
 import rich.console
 from etils import epath
 
+import experiments.plots
+from diffjax import styles
 from diffjax.config import UserError
 from diffjax.evals.report import plots, results
 from diffjax.evals.report.figures import compare, mean_of
@@ -56,6 +59,23 @@ def test_the_table_has_both_models_and_their_difference():
 
 def test_by_model_gives_each_model_its_own_numbers():
   (first, rows), (second, others) = plots.by_model(found())
-  assert (first, second) == ("[one]", "two")
+  assert (first.name, second.name) == ("[one]", "two") and first.color != second.color
   assert rows[0]["value"] == pytest.approx(others[0]["value"] + 1, abs=0.01) and len(rows) == 2 and len(others) == 1
-  assert [name for name, _ in plots.by_model(found(MODELS[:1]), "single")] == ["[one]"]
+  assert [style.name for style, _ in plots.by_model(found(MODELS[:1]), "single")] == ["[one]"]
+
+
+def test_an_architecture_keeps_its_name_and_colour_in_every_figure():
+  models = [{"name": name, "attention": attention} for name, attention in (("a", "softmax"), ("b", "diff"), ("c", "diff"))]
+  (transformer, diff), (alone,), (same, other) = plots.styles_of(models[:2]), plots.styles_of(models[1:2]), plots.styles_of(models[1:])
+  assert (transformer.name, diff.name) == ("Transformer", "DIFF") and alone == diff
+  assert (same.name, other.name) == ("b", "c") and same.color == diff.color != other.color, "two of one kind go by their runs' names"
+  assert {experiments.plots.ROWS[row] for row in ("transformer", "diff", "diff_v2", "gated")} < set(styles.ARCHITECTURES.values())
+
+
+def test_categories_are_not_joined_by_lines_and_have_intervals():
+  axes = matplotlib.figure.Figure().subplots()
+  rows = [{"value": 2.0, "low": 1.0, "high": 4.0}, {"value": 3.0, "low": 3.0, "high": 3.0}]
+  plots.draw_points(axes, ["top-1", "median"], rows, styles.style("diff"), 0.1)
+  (drawn,) = axes.containers
+  assert drawn.lines[0].get_linestyle() == "None" and [label.get_text() for label in axes.get_xticklabels()] == ["top-1", "median"]
+  assert [segment[:, 1].tolist() for segment in drawn.lines[2][0].get_segments()] == [[1.0, 4.0], [3.0, 3.0]]
