@@ -121,7 +121,7 @@ def _read_meta(target: Target) -> dict[str, Any] | None:
   """The directory's meta.json, checked against the target; None if there is none."""
   path = os.path.join(target.directory, "meta.json")
   try:
-    with open(path) as file:
+    with open(path, encoding="utf-8") as file:
       meta = json.load(file)
     stored, _ = dict(meta["description"]), meta["identity"]
     if meta["complete"]:

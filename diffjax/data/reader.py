@@ -208,7 +208,7 @@ def _cpu_seconds(pids: list[int]) -> float:
   total = 0.0
   for pid in pids:
     try:
-      fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+      fields = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
       return time.monotonic()
     total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

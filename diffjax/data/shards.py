@@ -73,7 +73,7 @@ class Shard:
       UserError: if they cannot be read.
     """
     try:
-      with open(f"{self.path}.json") as file:
+      with open(f"{self.path}.json", encoding="utf-8") as file:
         return json.load(file)
     except (OSError, ValueError) as error:
       raise UserError(f"{self.path}.json: cannot be read ({reason(error)}); delete it, and run {COMMAND}") from error
@@ -250,6 +250,6 @@ def remove_leftovers(directory: str) -> None:
 def write_json(path: str, value: Any) -> None:
   """Writes a JSON file, completely or not at all."""
   temporary = temporary_name(path)
-  with open(temporary, "w") as file:
+  with open(temporary, "w", encoding="utf-8") as file:
     json.dump(value, file, indent=2)
   os.replace(temporary, path)

@@ -35,7 +35,7 @@ def finish(config: Config, workdir: str, model: Decoder, params: Any, tokenizer:
   try:
     plot_losses(path / "metrics.jsonl", path / "loss.png")
     if text:
-      (path / "sample.txt").write_text(text)
+      (path / "sample.txt").write_text(text, encoding="utf-8")
   except (OSError, ValueError) as error:  # ValueError: a line of which a full disk took a part
     logging.warning("cannot write the plot and the sample in %s: %s", path, error)
   if text:
@@ -69,7 +69,7 @@ def plot_losses(jsonl: epath.PathLike, png: epath.PathLike) -> None:
 
   figure = Figure(figsize=(7, 4), layout="constrained")
   axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
-  lines = [json.loads(line) for line in epath.Path(jsonl).read_text().splitlines()]
+  lines = [json.loads(line) for line in epath.Path(jsonl).read_text(encoding="utf-8").splitlines()]
   for name, style in (("train/loss", "-"), ("validation/loss", "o-")):
     points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
     if points:

@@ -17,7 +17,7 @@ Logs = Mapping[str, Sequence[Mapping[str, Any]]]
 def read_log(path: epath.Path) -> list[dict[str, Any]]:
   """The lines of a metrics.jsonl that hold a step. The last line of a run that was killed may be cut and does not count."""
   lines = []
-  for line in path.read_text().splitlines():
+  for line in path.read_text(encoding="utf-8").splitlines():
     try:
       parsed = json.loads(line)
     except ValueError:

@@ -48,7 +48,7 @@ def write(
   names = [str(description["name"]) for description in described]
   measured = _results(directory, suites)
   prompt, panels = maps.draw(trained, settings)
-  page = string.Template(_TEMPLATE.read_text()).substitute(
+  page = string.Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
     title=escape(" and ".join(names)),
     links=Html().join(element("a", _title(name), href=f"#{name}") for name in ("models", "training", "attention-maps", *measured)),
     models=_models(trained, described),
@@ -61,7 +61,7 @@ def write(
   path = directory / "report.html"
   temporary = directory / "report.html.tmp"
   try:
-    temporary.write_text(page)
+    temporary.write_text(page, encoding="utf-8")
     temporary.replace(path)
   except OSError as error:
     raise UserError(f"cannot write {path}: {error.strerror or error}") from error
@@ -80,7 +80,7 @@ def _results(directory: epath.Path, suites: Sequence[str]) -> dict[str, dict[str
     if not path.exists():
       continue
     try:
-      found = json.loads(path.read_text())
+      found = json.loads(path.read_text(encoding="utf-8"))
       ok = found["suite"] == suite and found["models"] and all("at" in row and "value" in row for row in found["figures"])
     except (OSError, ValueError, KeyError, TypeError) as error:
       raise UserError(f"{path} holds no results of a suite ({error}); measure again, or move it away") from error
