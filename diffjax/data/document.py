@@ -77,6 +77,10 @@ class Source(abc.ABC):
     return is_validation(hashlib.sha256(text.encode("utf-8")).digest(), self._validation_fraction) == (self._split == "validation")
 
   @abc.abstractmethod
+  def fingerprint(self) -> dict[str, str]:
+    """What tells the documents' files from changed ones, wherever they lie (fingerprint.py). Reads samples of them."""
+
+  @abc.abstractmethod
   def _read(self, part: tuple) -> Iterator[tuple[float, Document]]:
     """Yields all documents of the part, of both splits and empty ones too, each with the share of the part that is read with it."""
 

@@ -29,6 +29,7 @@ from etils import epath
 from diffjax.config import DataConfig, UserError
 from diffjax.data import stdlib_corpus
 from diffjax.data.document import Document, Source, decode, is_text, lookup, reason
+from diffjax.data.fingerprint import File, fingerprint
 
 KINDS = "stdlib, tfds:NAME, text:GLOB, jsonl:GLOB (also .gz, .zst), parquet:GLOB"
 _TFDS_PART = 256  # documents
@@ -164,6 +165,11 @@ class _TfdsSource(Source):
         ) from error
       yield done / len(range(*part)), self._document(*values)
 
+  def fingerprint(self) -> dict[str, str]:
+    paths = [epath.Path(self._directory) / name for name, _ in self._shards]
+    # A data set is built once and for all, but in another directory on another machine: its times say nothing
+    return fingerprint([File(os.fspath(path), path.name, path.stat().length, None) for path in paths])
+
   def _place(self, index: int) -> str:
     ends = list(itertools.accumulate(count for _, count in self._shards))
     shard = bisect.bisect_right(ends, index)
@@ -225,11 +231,15 @@ class _FileSource(Source):
     self._files = [(name, stat.length) for name, stat in stats if stat.length]
     if not self._files:
       raise UserError(f"config.data.source {spec!r}: empty: the {len(paths)} files that match hold no bytes")
+    self._listed = [File(name, name, stat.length, stat.mtime) for name, stat in stats]
     self.identity = {
       "files": hashlib.sha256(json.dumps([(name, stat.length, stat.mtime) for name, stat in stats]).encode()).hexdigest(),
       "count": len(stats),
     }
     self.parts = self._make_parts()
+
+  def fingerprint(self) -> dict[str, str]:
+    return fingerprint(self._listed)
 
   @abc.abstractmethod
   def _make_parts(self) -> list[tuple]:

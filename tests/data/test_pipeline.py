@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -10,8 +11,8 @@ import grain
 import numpy as np
 import pytest
 
-from diffjax.config import UserError
-from diffjax.data import pipeline, prepared
+from diffjax.config import DataConfig, UserError
+from diffjax.data import fingerprint, pipeline, prepared, sources
 from tests.tiers import full
 
 
@@ -237,6 +238,63 @@ def test_streamed_resume_with_other_workers_or_processes_is_refused(make_config,
     pipeline.training_batches(make_config(mode="streamed", source=source)).set_state({**state, "grain": "0.0"})
   with pytest.raises(UserError, match="the data"):
     pipeline.training_batches(make_config(mode="streamed", source=source, seed=1)).set_state(state)
+
+
+@pytest.mark.parametrize("change", ["added", "renamed", "longer", "beginning", "end"])
+def test_streamed_resume_in_changed_files_is_refused(make_config, tmp_path, jsonl, change):
+  jsonl.rename(path := tmp_path / "a.jsonl")
+  batches = pipeline.training_batches(make_config(mode="streamed", source=f"jsonl:{tmp_path}/*.jsonl"))
+  take(batches, 2)
+  state, text = json.loads(json.dumps(batches.get_state())), path.read_bytes()
+  before = path.stat()
+  match change:
+    case "added":
+      (tmp_path / "b.jsonl").write_bytes(text)
+    case "renamed":
+      path.rename(tmp_path / "b.jsonl")
+    case "longer":
+      path.write_bytes(text + b'{"text": "more"}\n')
+    case "beginning":
+      path.write_bytes(text.replace(b"document", b"Document", 1))
+    case "end":
+      path.write_bytes(text[:-4] + b"!" + text[-3:])
+  if change in ("beginning", "end"):  # not even the time tells
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+  what = "text" if change in ("beginning", "end") else "names and sizes"
+  with pytest.raises(UserError, match=rf"of the files of 'jsonl:.*', the {what} changed since.*--workdir") as caught:
+    pipeline.training_batches(make_config(mode="streamed", source=f"jsonl:{tmp_path}/*.jsonl")).set_state(state)
+  assert "\n" not in str(caught.value)
+
+
+def test_streamed_resume_says_what_it_cannot_check(make_config, jsonl, capsys):
+  config = make_config(mode="streamed")
+  batches = pipeline.training_batches(config)
+  expected = take(batches, 2)
+  state = json.loads(json.dumps(pipeline.training_batches(config).get_state()))
+
+  def resumed(state):
+    batches = pipeline.training_batches(config)
+    batches.set_state(state)
+    assert_same(take(batches, 2), expected)
+    return capsys.readouterr().err
+
+  assert resumed(state) == ""
+  os.utime(jsonl, (1, 1))
+  assert "have other times than at this checkpoint" in resumed(state)
+  del state["files"]  # as older versions wrote it
+  assert "did not note which files it read: whether they have changed since is not checked" in resumed(state)
+
+
+def test_a_fingerprint_reads_little(tmp_path, monkeypatch):
+  """However many files there are."""
+  for index in range(200):
+    (tmp_path / f"{index:03}.txt").write_text(f"{index}" * 5000)
+  source, opened = sources.documents(f"text:{tmp_path}/*.txt", "train", DataConfig()), []
+  path_class = type(fingerprint.epath.Path(tmp_path))
+  real = path_class.open
+  monkeypatch.setattr(path_class, "open", lambda self, *args, **kwargs: opened.append(self) or real(self, *args, **kwargs))
+  source.fingerprint()
+  assert len(set(opened)) == 32 and {"000.txt", "199.txt"} <= {path.name for path in opened}
 
 
 def test_streamed_needs_a_part_a_process(make_config):

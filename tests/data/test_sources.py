@@ -205,6 +205,15 @@ def test_bad_specs(spec, message):
   assert "config.data.source" in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_dataset_has_one_fingerprint_wherever_it_lies(tfds_dir, tmp_path):
+  def fingerprint(root, name="mine/single"):
+    return sources.documents(f"tfds:{name}", "train", dataclasses.replace(ALL, data_dir=str(root))).fingerprint()
+
+  shutil.copytree(tfds_dir, tmp_path / "copy")
+  assert fingerprint(tmp_path / "copy") == fingerprint(tfds_dir)
+  assert fingerprint(tfds_dir, "mine/split:1.0.0") != fingerprint(tfds_dir)
+
+
 def test_missing_dataset_lists_what_is_there(tfds_dir):
   config = dataclasses.replace(ALL, data_dir=str(tfds_dir))
   with pytest.raises(UserError, match=r"'tfds:c4/en': no such dataset in .*data_dir.*it holds mine/single, mine/split"):
