@@ -82,8 +82,8 @@ def check_unchanged(saved: Mapping[str, Mapping[str, str]] | None, own: Mapping[
     changed = next((what for what in ("names and sizes", "text") if saved[spec][what] != now[what]), None)
     if changed:
       raise UserError(
-        f"cannot continue in the data from this checkpoint: of the files of {spec!r}, the {changed} changed since, and a stream goes on at a "
-        "place in the old ones: put those back, or start over with another --workdir (--config.train.init_from keeps the parameters)"
+        f"cannot continue in the data from this checkpoint: of the files of {spec!r}, the {changed} changed since, and a stream goes on at "
+        "a place in the old ones: put those back, or start over with another --workdir (--config.train.init_from keeps the parameters)"
       )
     if saved[spec]["times"] != now["times"]:
       say(

@@ -187,12 +187,7 @@ class _GlobalBatches:
 class _PreparedBatches(TrainingBatches):
   """Batches of prepared rows. Batch n is a function of the rows, the seed and n."""
 
-  _FIELDS = {
-    "kind": "config.data.mode",
-    "dataset": "the data (config.data.source, tokenizer, length or packing)",
-    "seed": "config.data.seed",
-    "batch_size": "config.train.batch_size",
-  }
+  _FIELDS = {"kind": "config.data.mode", "seed": "config.data.seed", "batch_size": "config.train.batch_size"}
 
   def __init__(self, config: Config, process_index: int, process_count: int):
     super().__init__(config.data)
@@ -205,6 +200,7 @@ class _PreparedBatches(TrainingBatches):
     share = config.train.batch_size // process_count
     self._batches = _GlobalBatches(mixed, config.data.length, config.train.batch_size, process_index * share, (process_index + 1) * share)
     self._source = " and ".join(component.directory for component in rows)
+    self._rows = [component.origin for component in rows]
     fingerprint = hashlib.sha256(json.dumps([[component.fingerprint for component in rows], weights]).encode()).hexdigest()
     self._identity = {"kind": "prepared", "dataset": fingerprint, "seed": config.data.seed, "batch_size": config.train.batch_size}
     self._batch = 0
@@ -219,10 +215,15 @@ class _PreparedBatches(TrainingBatches):
     return batch
 
   def get_state(self) -> dict[str, Any]:
-    return {"batch": self._batch, **self._identity}
+    return {"batch": self._batch, **self._identity, "rows": self._rows}
 
   def set_state(self, state: dict[str, Any]) -> None:
     _refuse_other(state, self._identity, self._FIELDS)
+    if state["dataset"] != self._identity["dataset"]:
+      # Older checkpoints do not say what their rows were
+      fields = "config.data.source, tokenizer, length or packing, or the text itself, has changed; set it back, or use another --workdir"
+      why = prepared.explain_other_rows(state["rows"], self._rows, self._config) if "rows" in state else fields
+      raise UserError(f"cannot continue in the data from this checkpoint: {why}")
     self.close()
     self._batch = state["batch"]
 

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
+import shutil
 import subprocess
 import sys
 
@@ -121,7 +123,7 @@ def test_arrays(make_config):
   [
     ({"seed": 1}, "config.data.seed was 0 and is 1"),
     ({"batch_size": 4}, "config.train.batch_size"),
-    ({"length": 32}, "config.data.source, tokenizer, length or packing"),
+    ({"length": 32}, "config.data.length was 64 and is 32; set the fields back"),
     ({"mode": "streamed"}, "config.data.mode"),
   ],
 )
@@ -129,6 +131,56 @@ def test_a_state_of_other_data_is_refused(make_config, change, field):
   state = pipeline.training_batches(make_config()).get_state()
   with pytest.raises(UserError, match=field):
     pipeline.training_batches(make_config(**change)).set_state(state)
+
+
+def test_changed_text_is_told_from_changed_fields(make_config, jsonl, tmp_path):
+  """No field is named, but the old rows and how to go on with them, which then works."""
+  batches = pipeline.training_batches(make_config())
+  expected = take(batches, 4)
+  first = pipeline.training_batches(make_config())
+  take(first, 2)
+  state = json.loads(json.dumps(first.get_state()))
+  (old,) = prepared.targets(make_config().data)
+  jsonl.write_text(jsonl.read_text().replace("document", "Document", 1))
+  os.utime(jsonl, (1, 1))  # else the size and the second would be the same
+  with pytest.raises(UserError, match="no field has changed, but the text of 'jsonl:.* has, .*prepared anew in") as caught:
+    pipeline.training_batches(make_config()).set_state(state)
+  message = str(caught.value)
+  assert f"--config.data.prepared_dir={old.directory}, or start over with another --workdir" in message and "\n" not in message
+  other = pipeline.training_batches(make_config(prepared_dir=old.directory))
+  other.set_state(state)
+  assert_same(take(other, 2), expected[2:])
+  shutil.rmtree(old.directory)
+  with pytest.raises(UserError, match=rf"old rows are no longer in {old.directory}: put the old text back"):
+    pipeline.training_batches(make_config()).set_state(state)
+  del state["rows"]  # as older versions wrote it
+  with pytest.raises(UserError, match="or the text itself, has changed"):
+    pipeline.training_batches(make_config()).set_state(state)
+
+
+def test_changed_text_of_a_mixture(make_config, jsonl, tmp_path):
+  """The message's commands give a directory of the old rows, with validation rows of their own."""
+  (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": f"b{index}"}) + "\n" for index in range(500)))
+  (tmp_path / "v.jsonl").write_text("".join(json.dumps({"text": f"v{index}"}) + "\n" for index in range(50)))
+  data = {"source": f"jsonl:{jsonl}=0.5,jsonl:{tmp_path}/b.jsonl=0.5", "validation_source": f"jsonl:{tmp_path}/v.jsonl"}
+  batches = pipeline.training_batches(make_config(**data))
+  state, expected = batches.get_state(), take(batches, 2)
+  jsonl.write_text(jsonl.read_text().replace("document", "Document"))
+  os.utime(jsonl, (1, 1))
+  with pytest.raises(UserError, match=f"the text of 'jsonl:{jsonl}' has, ") as caught:
+    pipeline.training_batches(make_config(**data)).set_state(state)
+  (tmp_path / "DIR").mkdir()
+  for link in re.search("in which (.*); or", str(caught.value))[1].split(" && "):
+    subprocess.run(link.split(), cwd=tmp_path, check=True)
+  config = make_config(**data, prepared_dir=str(tmp_path / "DIR"))
+  assert all(map(prepared.is_prepared, prepared.targets(config.data)))
+  other = pipeline.training_batches(config)
+  other.set_state(state)
+  assert_same(take(other, 2), expected)
+  with pytest.raises(UserError, match="the weights in config.data.source have changed"):
+    pipeline.training_batches(
+      dataclasses.replace(config, data=dataclasses.replace(config.data, source=data["source"].replace("0.5", "0.7", 1)))
+    ).set_state(state)
 
 
 def test_several_processes_do_not_prepare(make_config):
