@@ -20,7 +20,7 @@ from typing import Any
 import grain
 
 from diffjax.config import DataConfig, UserError
-from diffjax.data import sources
+from diffjax.data import address_space, sources
 from diffjax.data.document import reason
 from diffjax.data.row import Row, decode_row
 from diffjax.data.shards import COMMAND, Shard, add_totals, remove_leftovers, write_json, write_missing
@@ -177,6 +177,11 @@ def prepare(config: DataConfig, workers: int = 0) -> list[Target]:
       raise UserError(
         f"{target.directory}: cannot write prepared rows ({error}); config.data.prepared_dir chooses another place"
       ) from error
+    except (MemoryError, RuntimeError) as error:
+      if not address_space.is_lacking(error):
+        raise
+      remedy = address_space.limit() or "to continue, run the same command again with fewer --workers"
+      raise UserError(f"{target.directory}: cannot write prepared rows: out of memory; {remedy}") from error
   return found
 
 
@@ -267,6 +272,8 @@ class PreparedRows:
       f"{Shard(target.directory, target.spec, split, index, len(counts), 0, 0).path}[0:{rows}]" for index, rows in enumerate(counts) if rows
     ]
     self._ends = list(itertools.accumulate(rows for rows in counts if rows))
+    if self._paths:
+      address_space.check_array_record(self._paths[0].rpartition("[")[0])
     self._source: Any = grain.sources.ArrayRecordDataSource(self._paths) if self._paths else None
 
   def __len__(self) -> int:

@@ -27,7 +27,7 @@ import numpy as np
 from etils import epath
 
 from diffjax.config import DataConfig, UserError
-from diffjax.data import stdlib_corpus
+from diffjax.data import address_space, stdlib_corpus
 from diffjax.data.document import Document, Source, decode, is_text, lookup, reason
 from diffjax.data.fingerprint import File, fingerprint
 
@@ -154,7 +154,7 @@ class _TfdsSource(Source):
     self.identity = {"dataset": info.full_name, "directory": self._directory, "shards": shards}
 
   def _read(self, part: tuple) -> Iterator[tuple[float, Document]]:
-    data = _tfds_data(self._directory, self._stored_split)
+    data = _tfds_data(self._directory, self._stored_split, self._shards[0][0])
     for done, index in enumerate(range(*part), 1):
       try:
         record = data[index]
@@ -178,10 +178,11 @@ class _TfdsSource(Source):
 
 
 @functools.lru_cache(maxsize=8)
-def _tfds_data(directory: str, split: str):
-  """The data of a split, opened once a process for all parts."""
+def _tfds_data(directory: str, split: str, shard: str):
+  """The data of a split, opened once a process for all parts. A shard's name is there to be tried."""
   import tensorflow_datasets as tfds
 
+  address_space.check_array_record(os.path.join(directory, shard))
   try:
     return tfds.builder_from_directory(directory).as_data_source(split)
   except NotImplementedError as error:
