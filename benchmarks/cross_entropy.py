@@ -36,7 +36,7 @@ def gradient(function, batch: int, length: int):
 
 def _resident_kib(field: str) -> int:
   """This process's resident memory now (VmRSS) or at its peak (VmHWM), as Linux tells it."""
-  return int(re.search(rf"{field}:\s*(\d+)", pathlib.Path("/proc/self/status").read_text())[1])
+  return int(re.search(rf"{field}:\s*(\d+)", pathlib.Path("/proc/self/status").read_text(encoding="utf-8"))[1])
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
   flags = parser.parse_args()
   if flags.child:
     run, arrays = gradient(fused_cross_entropy, 4, 4096)
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak so far, of compiling, is forgotten
+    pathlib.Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak so far, of compiling, is forgotten
     before = _resident_kib("VmRSS")
     jax.block_until_ready(run(*arrays))
     print(_resident_kib("VmHWM") - before)

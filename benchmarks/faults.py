@@ -71,7 +71,7 @@ class Seen:
 
 def load() -> list[Fault]:
   """The faults of benchmarks/faults.toml."""
-  rooms = tomllib.loads(FAULTS.read_text())
+  rooms = tomllib.loads(FAULTS.read_text(encoding="utf-8"))
   return [Fault(**{**fault, "name": f"{room}/{fault['name']}"}) for room, faults in rooms.items() for fault in faults]
 
 
@@ -97,7 +97,7 @@ def pytest(directory: pathlib.Path, arguments: list[str], cache: pathlib.Path) -
   """
   command = [sys.executable, "-m", "pytest", "-x", "-n0", "--tb=line", "-rfE", *arguments]
   environment = {**os.environ, "PYTHONPATH": str(directory), "DIFFJAX_TESTS_COMPILED": str(cache), "XDG_CACHE_HOME": str(cache / "cache")}
-  with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryDirectory() as scratch:
+  with tempfile.TemporaryFile("w+", encoding="utf-8") as out, tempfile.TemporaryDirectory() as scratch:
     process = subprocess.Popen(
       [*command, f"--basetemp={scratch}/pytest"],
       cwd=directory,
@@ -135,10 +135,10 @@ def pytest(directory: pathlib.Path, arguments: list[str], cache: pathlib.Path) -
 def look(fault: Fault, directory: pathlib.Path, cache: pathlib.Path, named_alone: bool) -> Seen:
   """Puts a fault into a copy, runs the tests, and takes it out again."""
   path = directory / fault.file
-  sound = path.read_text()
+  sound = path.read_text(encoding="utf-8")
   if sound.count(fault.old) != 1:
     raise ValueError(f"{fault.name}: {fault.file} holds its old text {sound.count(fault.old)} times")
-  path.write_text(sound.replace(fault.old, fault.new))
+  path.write_text(sound.replace(fault.old, fault.new), encoding="utf-8")
   started = time.monotonic()
   try:
     named = [test for test in fault.tests if (directory / test).exists()]
@@ -150,7 +150,7 @@ def look(fault: Fault, directory: pathlib.Path, cache: pathlib.Path, named_alone
           return Seen(tier, test, round(time.monotonic() - started, 1))
     return Seen("", "", round(time.monotonic() - started, 1))
   finally:
-    path.write_text(sound)
+    path.write_text(sound, encoding="utf-8")
 
 
 def table(faults: list[Fault], found: dict[str, dict[str, dict]]) -> str:
@@ -188,17 +188,19 @@ def main() -> None:
   parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
   flags = parser.parse_args()
   faults, revision = load(), flags.revision or "now"
-  results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+  results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
   found = results.setdefault(revision, {})
   chosen = [fault for fault in faults if fnmatch.fnmatch(fault.name, flags.only) and (flags.again or fault.name not in found)]
 
   def save() -> None:
     ordered = {fault.name: found[fault.name] for fault in faults if fault.name in found}
     results[revision] = ordered
-    RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     suites = {name: f"The suite of {name}, asked for no more tests than a fault names" for name in results} | {"now": "The suite as it is"}
     lines = [f"- {suites[name]}: {summary(seen)}." for name, seen in results.items()]
-    TABLE.write_text("\n".join(["What `python -m benchmarks.faults` found last.", "", *lines, "", table(faults, results), ""]))
+    TABLE.write_text(
+      "\n".join(["What `python -m benchmarks.faults` found last.", "", *lines, "", table(faults, results), ""]), encoding="utf-8"
+    )
 
   with tempfile.TemporaryDirectory() as scratch, concurrent.futures.ThreadPoolExecutor(flags.jobs) as pool:
     copies: queue.SimpleQueue[pathlib.Path] = queue.SimpleQueue()

@@ -105,7 +105,7 @@ def call(name: str, directory: pathlib.Path, deadline: float, rehearse: bool, re
     *parts(name, rehearse),
   ]
   command += [f"--seconds={deadline - time.monotonic() - _RESERVE:.0f}", *(["--rehearse"] if rehearse else []), *rest]
-  with open(out / f"log_{name}.txt", "a") as log:
+  with open(out / f"log_{name}.txt", "a", encoding="utf-8") as log:
     process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout
     for line in process.stdout:

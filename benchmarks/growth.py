@@ -19,7 +19,7 @@ from diffjax.training import loop, runtime, session
 
 def resident() -> float:
   """Resident memory of this process, MiB."""
-  lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+  lines = pathlib.Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
   return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1024
 
 

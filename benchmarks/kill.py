@@ -87,14 +87,14 @@ def run_child(flags: argparse.Namespace, directory: pathlib.Path, workdir: str, 
 def losses(workdir: pathlib.Path) -> list[tuple]:
   """The log of every step without its times."""
   names = ("step", "train/loss", "train/grad_norm", "validation/loss")
-  lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+  lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
   return [tuple(line.get(name) for name in names) for line in lines]
 
 
 def taken(workdir: pathlib.Path) -> list[tuple[int, int, str]]:
   """Step, process and digest of every batch, in the order they were taken."""
   log = pathlib.Path(f"{workdir}.batches")
-  lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+  lines = [line.split() for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
   return [(int(step), int(process), digest) for step, process, digest in lines]
 
 
@@ -172,7 +172,7 @@ class Life:
       environment = os.environ | (
         {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} if flags.processes > 1 else {}
       )  # all but process 0 always compile
-      self._errors.append(tempfile.TemporaryFile("w+"))
+      self._errors.append(tempfile.TemporaryFile("w+", encoding="utf-8"))
       self.processes.append(
         subprocess.Popen(
           [*command, "--child", str(directory), str(workdir), coordinator, str(index)],
@@ -253,7 +253,7 @@ def make_data(directory: pathlib.Path, mode: str) -> None:
   (directory / "text").mkdir()
   for index in range(200):
     text = "".join(f"document {index}, line {line}: {line * index % 97}\n" for line in range(60))
-    (directory / "text" / f"{index}.txt").write_text(text)
+    (directory / "text" / f"{index}.txt").write_text(text, encoding="utf-8")
   if mode == "prepared":
     prepared.prepare(data_config(directory, mode))
 
@@ -333,7 +333,7 @@ def main() -> None:
   table = tally.table(flags, time.time() - began)
   print(json.dumps(table, indent=1))
   if flags.json:
-    pathlib.Path(flags.json).write_text(json.dumps(table, indent=1) + "\n")
+    pathlib.Path(flags.json).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
   sys.exit(1 if tally.differing or tally.wrong else 0)
 
 

@@ -111,7 +111,7 @@ def compile_maxtext(
   done = subprocess.run(command, env=environment | ENVIRONMENT, capture_output=True, text=True)
   if done.returncode:
     raise RuntimeError(f"MaxText's step was not compiled, exit status {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-  result = json.loads((folder / "step.json").read_text())
+  result = json.loads((folder / "step.json").read_text(encoding="utf-8"))
   return result if "refused" in result else result | {"hlo": str(folder / "step.txt")}
 
 
@@ -166,9 +166,9 @@ def compile_here(shape: str, folder: pathlib.Path, options: dict[str, str], rema
     result["refused"] = str(error)
   else:
     result |= _memory(compiled)
-    (folder / "step.txt").write_text(compiled.as_text())
+    (folder / "step.txt").write_text(compiled.as_text(), encoding="utf-8")
   result["seconds"] = round(time.perf_counter() - start, 1)
-  (folder / "step.json").write_text(json.dumps(result, indent=1) + "\n")
+  (folder / "step.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def _memory(compiled) -> dict[str, int]:
@@ -190,7 +190,7 @@ def compile_ours(devices, chips: int, available: int, config, topology: str, fol
 
   program = build(config, make_mesh(config.mesh, devices))
   compiled = program.lower_train_step().compile()
-  (folder / "step.txt").write_text(compiled.as_text())
+  (folder / "step.txt").write_text(compiled.as_text(), encoding="utf-8")
   versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
   temporaries = compiled.memory_analysis().temp_size_in_bytes
   return {"hlo": str(folder / "step.txt"), "temporaries_bytes": temporaries, "mesh": dict(program.mesh.shape), "versions": versions}
@@ -203,7 +203,7 @@ def read(result: dict, config, topology: str, chips: int) -> dict:
   from diffjax.compiled.text import windowed_einsums
   from diffjax.training.flops import peak_flops, step_flops
 
-  text, chip = pathlib.Path(result["hlo"]).read_text(), CHIPS[topology.partition(":")[0]]
+  text, chip = pathlib.Path(result["hlo"]).read_text(encoding="utf-8"), CHIPS[topology.partition(":")[0]]
   kernels = kernel_cycles(config, {"data": 1, "fsdp": chips, "context": 1, "tensor": 1}, topology.partition(":")[0], chip.cores)
   kernels |= {"splash_mha_fwd": kernels["diff_attention_forward"], "splash_mha_dkv": kernels["diff_attention_backward"]}
   found = estimate(text, result["mesh"], chip, Torus.of(topology), kernels, _SCOPES)
@@ -237,7 +237,7 @@ def compare(python: str, shape: str, folder: pathlib.Path, found: dict) -> None:
     result = compile()
     rows[row] = {"refused": result["refused"][:200]} if "refused" in result else read(result, config, topology, chips)
     print(f"{shape} {row}: {rows[row]}", file=sys.stderr, flush=True)
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
   programs = {}
   for remat, variant in itertools.product((None, *policies), ("diff", "transformer")):
@@ -284,7 +284,7 @@ def main() -> None:
   if not flags.child:
     if not flags.python:
       parser.error("pass --python, the interpreter of MaxText's environment")
-    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     for shape in flags.shapes:
       with tempfile.TemporaryDirectory() as folder:
         compare(flags.python, shape, pathlib.Path(folder), found)

@@ -74,11 +74,11 @@ def evaluated(seed: int, workdir: pathlib.Path, settings: Sequence[str]) -> list
   out = workdir / f"pair_{seed}"
   kept = out / "figures.json"
   suites = list(dict.fromkeys(suite for suite, _, _ in FIGURES))
-  stored = json.loads(kept.read_text()) if kept.exists() else {}
+  stored = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
   if stored.get("settings") != list(settings):
     pair = [f"--workdir={workdir / f'diff_{seed}'}", f"--against={workdir / f'transformer_{seed}'}", f"--out={out}"]
     subprocess.run([sys.executable, "-m", "diffjax.evaluate", f"--suite={','.join(suites)}", *pair, *settings], check=True)
-    rows = {suite: json.loads((out / f"{suite}.json").read_text())["figures"] for suite in suites}
+    rows = {suite: json.loads((out / f"{suite}.json").read_text(encoding="utf-8"))["figures"] for suite in suites}
     found = [next(row for row in rows[suite] if (row["name"], row["at"]) == (name, at)) for suite, name, at in FIGURES]
     stored = {"settings": list(settings), "figures": [{"transformer": row["against"]["value"], "diff": row["value"]} for row in found]}
     results.write(kept, stored)

@@ -37,7 +37,7 @@ class Compiled:
 
   def __init__(self, offline: bool = False):
     self.offline = offline
-    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    rows = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
     self.rows = {self._key(row["config"], row["topology"], row["overrides"]): row for row in rows}
 
   def known(self, name: str, topology: str, overrides: dict) -> dict | None:
@@ -65,7 +65,7 @@ class Compiled:
     row["bound on MFU"] = plan.mfu_bound and round(plan.mfu_bound, 3)
     print(f"{json.dumps(row)} after {plan.seconds:.0f} s", flush=True)
     self.rows[self._key(name, topology, overrides)] = row
-    RESULTS.write_text("[\n" + ",\n".join(json.dumps(self.rows[key]) for key in sorted(self.rows)) + "\n]\n")
+    RESULTS.write_text("[\n" + ",\n".join(json.dumps(self.rows[key]) for key in sorted(self.rows)) + "\n]\n", encoding="utf-8")
     return row
 
   @staticmethod

@@ -102,7 +102,7 @@ def estimate(case: Case, timeout: float) -> dict[str, int]:
       subprocess.run(command, env=os.environ | environment, capture_output=True, timeout=timeout)
     except subprocess.TimeoutExpired:
       pass
-    written = "\n".join(path.read_text(errors="replace") for path in pathlib.Path(folder).iterdir() if path.is_file())
+    written = "\n".join(path.read_text(errors="replace", encoding="utf-8") for path in pathlib.Path(folder).iterdir() if path.is_file())
   cycles: dict[str, int] = {}
   for name, count in re.findall(r'hlo_op_name: "([^"]*)"\s*estimated_cycles: (\d+)', written):
     for direction in DIRECTIONS:
@@ -144,7 +144,7 @@ def cost(case: Case, timeout: float) -> dict[str, float]:
   names = ("attention.py", "schedule.py", "chip.py", "../mask.py", "../tiles.py")
   sources = [(room / name).read_bytes() for name in names]
   kernels = f"kernels {hashlib.sha256(b''.join(sources)).hexdigest()[:8]}"
-  found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+  found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
   found = {kind: known for kind, known in found.items() if kind.endswith(kernels)}  # of other kernels is of no use
   what = f"seconds on {jax.devices()[0].device_kind}" if on_tpu else f"estimated cycles, libtpu {importlib.metadata.version('libtpu')}"
   kind = f"{what}, jax {jax.__version__}, {kernels}"
@@ -157,7 +157,9 @@ def cost(case: Case, timeout: float) -> dict[str, float]:
     known[key] = seconds(case) if on_tpu else estimate(case, timeout)
     print(f"  {key}: {known[key] or 'nothing'} after {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     rows = lambda entries: ",\n".join(f"  {json.dumps(name, ensure_ascii=False)}: {json.dumps(value)}" for name, value in entries.items())
-    RESULTS.write_text("{\n" + ",\n".join(f" {json.dumps(name)}: {{\n{rows(entries)}\n }}" for name, entries in found.items()) + "\n}\n")
+    RESULTS.write_text(
+      "{\n" + ",\n".join(f" {json.dumps(name)}: {{\n{rows(entries)}\n }}" for name, entries in found.items()) + "\n}\n", encoding="utf-8"
+    )
   return known[key]
 
 
@@ -229,7 +231,7 @@ def search(generations: list[str], flags) -> None:
           entry = {"generation": generation, "direction": direction, "D": D, "V": V, "G": G, "length": flags.search_length}
           others = [x for x in block_sizes.table() if {name: x[name] for name in entry} != entry]
           entries = sorted([*others, entry | {"blocks": [tile, tile, *parts]}], key=_order)
-          block_sizes.TABLE.write_text("[\n" + ",\n".join(map(json.dumps, entries)) + "\n]\n")
+          block_sizes.TABLE.write_text("[\n" + ",\n".join(map(json.dumps, entries)) + "\n]\n", encoding="utf-8")
           block_sizes.table.cache_clear()
           print(f"{generation} {direction} D {D} V {V} G {G}: sub-tiles of {parts[0]}×{parts[1]}", flush=True)
 

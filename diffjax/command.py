@@ -5,8 +5,11 @@ Any field of a config can be overridden (``--config.train.steps=100``).
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import functools
+import io
+import os
 import pathlib
 import sys
 import typing
@@ -18,6 +21,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from diffjax.config import Config, UserError, from_config_dict, to_config_dict, to_dataclass, unknown_field
+from diffjax.user_cache import cache_directory
 
 
 def run(main: Callable[..., None], *, with_config: bool = True, settings: Any = None) -> None:
@@ -31,6 +35,8 @@ def run(main: Callable[..., None], *, with_config: bool = True, settings: Any = 
     settings: A command without a config may have settings: a dataclass of sections at their defaults, overridden by flags such as
       `--set.validation.rows=100`.
   """
+  if isinstance(sys.stdout, io.TextIOWrapper):  # standard error escapes what its encoding cannot show; so shall standard output
+    sys.stdout.reconfigure(errors="backslashreplace")
   flag: flags.FlagHolder | None = None
   cls: type = Config if with_config else type(settings)
   root = "config" if with_config else "set"
@@ -63,6 +69,7 @@ def _parse(argv: Sequence[str], *, flag: flags.FlagHolder | None, root: str, cls
   """Reads all flags, and returns the value of the one that holds the config or the settings (None for a command without either)."""
   values = None
   try:
+    _check_encoding(argv)
     if flag is not None:
       _check_overrides(argv, root, cls)
     rest = flags.FLAGS(argv)
@@ -83,6 +90,19 @@ def _parse(argv: Sequence[str], *, flag: flags.FlagHolder | None, root: str, cls
   if flag is not None and values is None:
     _fail(f"pass --config=FILE[:VARIANT], for example --config=configs/tiny.py; {_configs()}", 2)
   return values
+
+
+def _check_encoding(argv: Sequence[str]) -> None:
+  """Raises UserError for text and paths that this locale spoils: what is in C++ takes every path as UTF-8. ASCII is the same in all."""
+  encoding = sys.getfilesystemencoding()
+  if codecs.lookup(encoding).name == "utf-8":
+    return
+  for value in (*argv[1:], os.getcwd(), os.fspath(cache_directory())):
+    if not value.isascii():
+      raise UserError(
+        f"{ascii(value)[1:-1]}: this locale's encoding is {encoding}, and text and paths beyond ASCII are UTF-8: set PYTHONUTF8=1 in the "
+        "environment, or a locale such as C.UTF-8"
+      )
 
 
 def _check_overrides(argv: Sequence[str], root: str, cls: type) -> None:

@@ -1,6 +1,7 @@
 """Progress of long work: lines on stderr, and a live bar on a terminal."""
 
 import sys
+import threading
 import time
 
 
@@ -15,12 +16,15 @@ class Progress:
   Args:
     label: What is being done.
     total: Parts in all.
-    interval: Seconds between lines where stderr is no terminal.
+    first: Seconds until the first line where stderr is no terminal.
+    interval: Seconds between lines there. They come also while nothing is reported, as during a single long document.
   """
 
-  def __init__(self, label: str, total: int, interval: float = 10.0):
-    self._label, self._total, self._interval = label, max(total, 1), interval
-    self._start = self._last = time.monotonic()
+  def __init__(self, label: str, total: int, first: float = 2.0, interval: float = 10.0):
+    self._label, self._total, self._first, self._interval = label, max(total, 1), first, interval
+    self._start = time.monotonic()
+    self._parts, self._tokens = 0.0, 0.0
+    self._ended = threading.Event()
     self._bar = None
     if sys.stderr.isatty():
       from rich import console, progress
@@ -38,24 +42,31 @@ class Progress:
   def __enter__(self) -> "Progress":
     if self._bar:
       self._bar.start()
+    else:
+      threading.Thread(target=self._say_now_and_then, name="progress", daemon=True).start()
     return self
 
   def __exit__(self, *exception: object) -> None:
+    self._ended.set()
     if self._bar:
       self._bar.stop()
 
-  def update(self, parts: int, tokens: int) -> None:
-    """Shows how far it has come since the start of this process."""
-    now = time.monotonic()
-    rate = tokens / max(now - self._start, 1e-9)
-    shown = f"{_short(tokens)} tokens, {_short(rate)} tokens/s"
+  def update(self, parts: float, tokens: float) -> None:
+    """Takes how far it has come since the start of this process."""
+    self._parts, self._tokens = parts, tokens
     if self._bar:
-      self._bar.update(self._task, completed=parts, rate=shown)
-    elif now - self._last >= self._interval:
-      self._last = now
-      left = (now - self._start) * (self._total - parts) / parts if parts else float("nan")
-      clock = time.strftime("%H:%M:%S", time.gmtime(left)) if parts else "?"
-      say(f"{self._label}: {100 * parts / self._total:.0f}%, {shown}, {clock} left")
+      self._bar.update(self._task, completed=parts, rate=self._rate())
+
+  def _rate(self) -> str:
+    return f"{_short(self._tokens)} tokens, {_short(self._tokens / max(time.monotonic() - self._start, 1e-9))} tokens/s"
+
+  def _say_now_and_then(self) -> None:
+    wait = self._first
+    while not self._ended.wait(wait):
+      wait, share = self._interval, self._parts / self._total
+      left = (time.monotonic() - self._start) * (1 - share) / share if share else 0.0
+      clock = time.strftime("%H:%M:%S", time.gmtime(left)) if share else "?"
+      say(f"{self._label}: {share:.1%}, {self._rate()}, {clock} left")
 
 
 def _short(count: float) -> str:

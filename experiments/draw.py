@@ -46,7 +46,7 @@ def redraw(path: pathlib.Path, found: dict[str, Any]) -> list[str]:
 
 def draw(experiment: Experiment, found: Mapping[str, Any], folder: pathlib.Path) -> list[str]:
   """Writes table.md and, if the experiment has a plot, plot.png and plot.svg into a folder. Returns their names."""
-  (folder / "table.md").write_text(results.table(experiment, found))
+  (folder / "table.md").write_text(results.table(experiment, found), encoding="utf-8")
   return ["table.md", *(plots.save(experiment.plot(found), folder) if experiment.plot else [])]
 
 

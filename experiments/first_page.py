@@ -71,7 +71,7 @@ def ours() -> list[Point]:
 def elsewhere() -> list[Point]:
   """Other people's differences, with intervals where they report several runs of each architecture."""
   points = []
-  for source in json.loads((FOLDER / "elsewhere.json").read_text()):
+  for source in json.loads((FOLDER / "elsewhere.json").read_text(encoding="utf-8")):
     for point in source["points"]:
       (against, theirs), (row, losses) = point["losses"].items()
       runs = [{"variant": name, "results": {_LOSS: loss}} for name, each in point["losses"].items() for loss in each]

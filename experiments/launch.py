@@ -115,7 +115,7 @@ class Launcher:
     if self._stopped:
       raise Stopped
     if code:
-      last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log else []
+      last = [line for line in log.read_text(errors="replace", encoding="utf-8").splitlines() if line.strip()] if log else []
       reason = f": {last[-1]} (more in {log})" if last else ", as said above"
       raise UserError(f"{' '.join(command[1:])} failed with exit code {code}{reason}")
 

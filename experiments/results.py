@@ -67,7 +67,7 @@ def _logged(workdir: pathlib.Path, step: int) -> dict[str, float] | None:
   found: dict[str, float] = {}
   ended = False
   try:
-    lines = (workdir / "metrics.jsonl").read_text(errors="replace").splitlines()
+    lines = (workdir / "metrics.jsonl").read_text(errors="replace", encoding="utf-8").splitlines()
   except OSError:
     return None
   for line in lines:
@@ -111,7 +111,7 @@ def machine(found: Devices, slots: int) -> str:
 def processor() -> str:
   """The CPU's name on Linux, such as "AMD EPYC"; else the machine type."""
   with contextlib.suppress(OSError):
-    for line in _CPUS.read_text().splitlines():
+    for line in _CPUS.read_text(encoding="utf-8").splitlines():
       field, _, name = line.partition(":")
       if field.strip() == "model name":
         return name.strip()
@@ -236,7 +236,7 @@ def _shortened(differing: Sequence[str]) -> str:
 def read(path: pathlib.Path, *keys: str) -> dict[str, Any] | None:
   """The JSON object in a file, which must have these keys; None if there is no such file."""
   try:
-    found = json.loads(path.read_text())
+    found = json.loads(path.read_text(encoding="utf-8"))
     missing = [key for key in keys if key not in found]
   except FileNotFoundError:
     return None
@@ -251,7 +251,7 @@ def write(path: pathlib.Path, value: Any) -> None:
   """Writes a JSON file atomically."""
   path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.with_suffix(f".{os.getpid()}.tmp")
-  temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+  temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
   temporary.replace(path)
 
 

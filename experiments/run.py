@@ -155,7 +155,7 @@ def _collect(name: str, experiment: Experiment, entries: list[dict[str, Any]], o
   baseline = experiment.grids[_GRID.value].baseline
   found = results.write_folder(out / "results.json", name, _GRID.value, baseline, entries, experiment.summarise)
   written = ["results.json", *draw.draw(experiment, found, out)]
-  return f"{(out / 'table.md').read_text()}\n{out}: {', '.join(written)}"
+  return f"{(out / 'table.md').read_text(encoding='utf-8')}\n{out}: {', '.join(written)}"
 
 
 def _check_writable(flag: str, directory: pathlib.Path) -> None:
@@ -250,11 +250,11 @@ def _do(
           raise UserError(f"{trained}: training ended before its last step, or could not save it; run the same command to go on")
     elsewhere = experiment.trains and not (workdir / _SPENT).exists()  # by --print's line
     if experiment.measure:
-      (workdir / "config.json").write_text(json.dumps(run.config.to_dict()) + "\n")
+      (workdir / "config.json").write_text(json.dumps(run.config.to_dict()) + "\n", encoding="utf-8")
       with _timed(workdir, machine):
         measure = [sys.executable, "-m", "experiments.measure", name, _GRID.value, str(workdir), str(trained)]
         launcher.call(measure, environments[slot], log)
-      chosen = json.loads((workdir / "measured.json").read_text())
+      chosen = json.loads((workdir / "measured.json").read_text(encoding="utf-8"))
     else:
       assert logged is not None
       chosen = {metric: logged.get(metric) for metric in experiment.metrics.values()}

@@ -31,9 +31,9 @@ def write(directory: pathlib.Path, words: Sequence[str], examples: Mapping[str, 
       complete = pathlib.Path(building) / "complete"
       complete.mkdir()
       for name, records in examples.items():
-        with (complete / f"{name}.jsonl").open("w") as file:
+        with (complete / f"{name}.jsonl").open("w", encoding="utf-8") as file:
           file.writelines(json.dumps(record) + "\n" for record in records)
-      (complete / "tokenizer.json").write_text(json.dumps(_tokenizer(words)))
+      (complete / "tokenizer.json").write_text(json.dumps(_tokenizer(words)), encoding="utf-8")
       try:
         complete.rename(target)
       except OSError:  # another process was first

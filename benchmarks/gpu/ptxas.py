@@ -68,7 +68,7 @@ def probe() -> dict[str, Any]:
     log, spy = pathlib.Path(folder, "log"), pathlib.Path(folder, "ptxas")
     environment = dict(os.environ)
     if first:
-      spy.write_text(_SPY.format(log=log, ptxas=first))
+      spy.write_text(_SPY.format(log=log, ptxas=first), encoding="utf-8")
       spy.chmod(0o755)
       environment["PATH"] = os.pathsep.join([folder, environment["PATH"]])
     command = [sys.executable, "-m", "benchmarks.gpu.ptxas"]
@@ -76,7 +76,7 @@ def probe() -> dict[str, Any]:
     if process.returncode:
       raise RuntimeError(f"JAX does not start here: {process.stderr[-2000:]}")
     found = json.loads(process.stdout.splitlines()[-1])
-    assembled = log.read_text() if log.exists() else ""
+    assembled = log.read_text(encoding="utf-8") if log.exists() else ""
   compiled = found.pop("compiled")
   named = lambda path: {"path": str(path), "version": ".".join(map(str, version(path)))}
   for what, mark in (("mosaic", "mosaic_gpu"), ("fusions", "fusion")):

@@ -21,7 +21,7 @@ Row = dict[str, Any]
 def write(path: pathlib.Path, text: str) -> None:
   """Writes a file at once: a reader sees the old one or the new one, also after SIGKILL."""
   temporary = path.with_name(f"{path.name}.tmp")
-  temporary.write_text(text)
+  temporary.write_text(text, encoding="utf-8")
   os.replace(temporary, path)
 
 
@@ -49,7 +49,7 @@ class Results:
   def __init__(self, path: pathlib.Path, environment: dict[str, Any]):
     self._path, self._lock = path, threading.Lock()
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = json.loads(path.read_text()) if path.exists() else {"calls": [], "rows": []}
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"calls": [], "rows": []}
     self.calls: list[dict[str, Any]] = found["calls"]
     self.rows: list[Row] = found["rows"]
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -149,7 +149,7 @@ def _compile(cases: Sequence[dict[str, Any]]) -> None:
   stdout = os.dup(1)
   for case in cases:
     result: dict[str, Any] = {"error": "", "kernels": [], "forward_calls": 0}
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
       os.dup2(said.fileno(), 1)  # the compiler prints there what it was asked for
       try:
         program = _lower(mesh, **case).compile()

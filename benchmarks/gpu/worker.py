@@ -27,7 +27,7 @@ def serve(prepare: Prepare) -> None:
   Args:
     prepare: compiles a case, and returns the function that runs it and returns its result.
   """
-  answers = os.fdopen(os.dup(1), "w", buffering=1)
+  answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
   os.dup2(2, 1)
   threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
   answer = lambda message: print(json.dumps(message), file=answers)

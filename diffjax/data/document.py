@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from diffjax.config import DataConfig
@@ -47,13 +47,18 @@ class Source(abc.ABC):
     # Share of the documents that are for validation; None if the source is not divided
     self._validation_fraction = None if config.validation_source else config.validation_fraction
 
-  def read(self, part: tuple) -> Iterator[Document]:
+  def read(self, part: tuple, reached: Callable[[float], None] = lambda share: None) -> Iterator[Document]:
     """Yields the part's documents of the split, in order, without empty ones.
+
+    Args:
+      part: One of `parts`.
+      reached: Called with the share of the part that has been read, 0 to 1, after each document.
 
     Raises:
       UserError: if a document cannot be read. Names its file and place.
     """
-    for document in self._read(part):
+    for share, document in self._read(part):
+      reached(share)
       # The prompt decides the split where there is one, so that all answers to a question are in the same split
       if document.text and self._is_in_split(document.text if document.prompt is None else document.prompt):
         yield document
@@ -72,8 +77,12 @@ class Source(abc.ABC):
     return is_validation(hashlib.sha256(text.encode("utf-8")).digest(), self._validation_fraction) == (self._split == "validation")
 
   @abc.abstractmethod
-  def _read(self, part: tuple) -> Iterator[Document]:
-    """Yields all documents of the part, of both splits and empty ones too."""
+  def fingerprint(self) -> dict[str, str]:
+    """What tells the documents' files from changed ones, wherever they lie (fingerprint.py). Reads samples of them."""
+
+  @abc.abstractmethod
+  def _read(self, part: tuple) -> Iterator[tuple[float, Document]]:
+    """Yields all documents of the part, of both splits and empty ones too, each with the share of the part that is read with it."""
 
 
 def is_validation(digest: bytes, fraction: float) -> bool:

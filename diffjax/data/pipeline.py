@@ -4,7 +4,8 @@ Prepared: global batch n is rows n·B … n·B + B − 1 of a seeded shuffle tha
 takes the p-th contiguous slice. So batches depend on the seed and n alone, not on workers, processes or restarts, and n is the whole state.
 
 Streamed: Grain reads, tokenises and packs documents during training. This is deterministic, and resumable with the same numbers of workers
-and processes. With others Grain would silently give other data, so that such a resume is refused.
+and processes. With others Grain would silently give other data, so that such a resume is refused; and so is one in changed files, as far as
+that can be seen without reading them (fingerprint.py).
 """
 
 import abc
@@ -20,6 +21,8 @@ from absl import flags
 
 from diffjax.config import Config, DataConfig, UserError
 from diffjax.data import packing, prepared, sources
+from diffjax.data.document import Source
+from diffjax.data.fingerprint import check_unchanged
 from diffjax.data.reader import Reader, start_worker
 from diffjax.data.row import EMPTY_ROW, Batch, Row, make_batch
 from diffjax.data.tokenizer import Tokenizer, load_once
@@ -184,12 +187,7 @@ class _GlobalBatches:
 class _PreparedBatches(TrainingBatches):
   """Batches of prepared rows. Batch n is a function of the rows, the seed and n."""
 
-  _FIELDS = {
-    "kind": "config.data.mode",
-    "dataset": "the data (config.data.source, tokenizer, length or packing)",
-    "seed": "config.data.seed",
-    "batch_size": "config.train.batch_size",
-  }
+  _FIELDS = {"kind": "config.data.mode", "seed": "config.data.seed", "batch_size": "config.train.batch_size"}
 
   def __init__(self, config: Config, process_index: int, process_count: int):
     super().__init__(config.data)
@@ -202,6 +200,7 @@ class _PreparedBatches(TrainingBatches):
     share = config.train.batch_size // process_count
     self._batches = _GlobalBatches(mixed, config.data.length, config.train.batch_size, process_index * share, (process_index + 1) * share)
     self._source = " and ".join(component.directory for component in rows)
+    self._rows = [component.origin for component in rows]
     fingerprint = hashlib.sha256(json.dumps([[component.fingerprint for component in rows], weights]).encode()).hexdigest()
     self._identity = {"kind": "prepared", "dataset": fingerprint, "seed": config.data.seed, "batch_size": config.train.batch_size}
     self._batch = 0
@@ -216,10 +215,15 @@ class _PreparedBatches(TrainingBatches):
     return batch
 
   def get_state(self) -> dict[str, Any]:
-    return {"batch": self._batch, **self._identity}
+    return {"batch": self._batch, **self._identity, "rows": self._rows}
 
   def set_state(self, state: dict[str, Any]) -> None:
     _refuse_other(state, self._identity, self._FIELDS)
+    if state["dataset"] != self._identity["dataset"]:
+      # Older checkpoints do not say what their rows were
+      fields = "config.data.source, tokenizer, length or packing, or the text itself, has changed; set it back, or use another --workdir"
+      why = prepared.explain_other_rows(state["rows"], self._rows, self._config) if "rows" in state else fields
+      raise UserError(f"cannot continue in the data from this checkpoint: {why}")
     self.close()
     self._batch = state["batch"]
 
@@ -242,30 +246,35 @@ def training_rows(config: Config, batch_size: int = 1024) -> Iterator[Batch]:
 # --- Streamed ---
 
 
-def _stream(config: DataConfig, split: str, process_index: int = 0, process_count: int = 1, repeat: bool = True) -> grain.IterDataset[Row]:
-  """Rows of a split, tokenised and packed as they are read: shuffled and repeated for ever, or once in order."""
+def _open_sources(config: DataConfig, split: str) -> list[tuple[Source, float]]:
+  """The sources of a split, and their weights."""
   spec, field = (
     (config.validation_source, "data.validation_source")
     if split == "validation" and config.validation_source
     else (config.source, "data.source")
   )
-  components = sources.parse_mixture(spec, field)
+  return [(sources.documents(component.spec, split, config), component.weight) for component in sources.parse_mixture(spec, field)]
+
+
+def _stream(
+  opened: list[tuple[Source, float]], config: DataConfig, process_index: int = 0, process_count: int = 1, repeat: bool = True
+) -> grain.IterDataset[Row]:
+  """Rows of a split, tokenised and packed as they are read: shuffled and repeated for ever, or once in order."""
   streams = []
-  for index, component in enumerate(components):
-    source = sources.documents(component.spec, split, config)
+  for index, (source, _) in enumerate(opened):
     parts = grain.MapDataset.source(source.parts)
     if repeat:
       if len(source.parts) < process_count:
         raise UserError(
-          f"config.{field}: {component.spec!r} has {len(source.parts)} parts to stream (files, row groups or runs of "
+          f"config.data.source: {source.spec!r} has {len(source.parts)} parts to stream (files, row groups or runs of "
           f"records), fewer than the {process_count} processes; split its files, or set config.data.mode to 'prepared'"
         )
       parts = parts.seed(config.seed + index).shuffle()[process_index::process_count].repeat(None)
-    documents = packing.Documents(parts.to_iter_dataset(grain.ReadOptions(num_threads=0)), source.read, len(source.parts), component.spec)
+    documents = packing.Documents(parts.to_iter_dataset(grain.ReadOptions(num_threads=0)), source.read, len(source.parts), source.spec)
     streams.append(packing.make_rows(documents, config, packing.ExampleCounts(config.length, report_first=True)))
   if len(streams) == 1:
     return streams[0]
-  return grain.IterDataset.mix(streams, [component.weight for component in components])
+  return grain.IterDataset.mix(streams, [weight for _, weight in opened])
 
 
 class _MakeBatch:
@@ -279,7 +288,7 @@ class _MakeBatch:
 
 
 class _StreamedBatches(TrainingBatches):
-  """Batches from a Grain pipeline, whose own state is saved."""
+  """Batches from a Grain pipeline, whose own state is saved, with a fingerprint of the files that it is a place in."""
 
   _FIELDS = {
     "kind": "config.data.mode",
@@ -291,8 +300,10 @@ class _StreamedBatches(TrainingBatches):
 
   def __init__(self, config: Config, process_index: int, process_count: int):
     super().__init__(config.data)
-    self._dataset = streamed_dataset(config, process_index, process_count)
     data = config.data
+    opened = _open_sources(data, "train")
+    self._files = {source.spec: source.fingerprint() for source, _ in opened}
+    self._dataset = _batches(opened, config, process_index, process_count)
     self._read(iter(self._dataset), data.source)
     description = [
       data.source,
@@ -321,10 +332,11 @@ class _StreamedBatches(TrainingBatches):
 
   def get_state(self) -> dict[str, Any]:
     assert self._reader is not None, "closed"
-    return {**self._identity, "grain_state": json.loads(json.dumps(self._reader.get_state()))}
+    return {**self._identity, "files": self._files, "grain_state": json.loads(json.dumps(self._reader.get_state()))}
 
   def set_state(self, state: dict[str, Any]) -> None:
     _refuse_other(state, self._identity, self._FIELDS)
+    check_unchanged(state.get("files"), self._files)
     self.close()
     iterator = iter(self._dataset)
     iterator.set_state(_with_tuples(state["grain_state"]))
@@ -343,7 +355,13 @@ def streamed_dataset(config: Config, process_index: int = 0, process_count: int 
   Returns:
     Dataset of batches.
   """
-  rows = _stream(config.data, "train", process_index, process_count, repeat)
+  return _batches(_open_sources(config.data, "train"), config, process_index, process_count, repeat)
+
+
+def _batches(
+  opened: list[tuple[Source, float]], config: Config, process_index: int, process_count: int, repeat: bool = True
+) -> grain.IterDataset[Batch]:
+  rows = _stream(opened, config.data, process_index, process_count, repeat)
   batches = rows.batch(config.train.batch_size // process_count, drop_remainder=True, batch_fn=_MakeBatch(config.data.length))
   # Workers read parts of their own, and pack and batch them, so that only whole batches travel between processes. The order of batches
   # depends on the number of workers, which is therefore part of the saved state.
@@ -414,7 +432,7 @@ def validation_batches(config: Config, batch_size: int, *, process_index: int = 
     count = len(rows)
   else:
     rows = []
-    for row in _stream(config.data, "validation", repeat=False):
+    for row in _stream(_open_sources(config.data, "validation"), config.data, repeat=False):
       if len(rows) == config.eval.rows:
         break
       rows.append(row)

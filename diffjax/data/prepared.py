@@ -20,7 +20,7 @@ from typing import Any
 import grain
 
 from diffjax.config import DataConfig, UserError
-from diffjax.data import sources
+from diffjax.data import address_space, sources
 from diffjax.data.document import reason
 from diffjax.data.row import Row, decode_row
 from diffjax.data.shards import COMMAND, Shard, add_totals, remove_leftovers, write_json, write_missing
@@ -121,7 +121,7 @@ def _read_meta(target: Target) -> dict[str, Any] | None:
   """The directory's meta.json, checked against the target; None if there is none."""
   path = os.path.join(target.directory, "meta.json")
   try:
-    with open(path) as file:
+    with open(path, encoding="utf-8") as file:
       meta = json.load(file)
     stored, _ = dict(meta["description"]), meta["identity"]
     if meta["complete"]:
@@ -177,6 +177,11 @@ def prepare(config: DataConfig, workers: int = 0) -> list[Target]:
       raise UserError(
         f"{target.directory}: cannot write prepared rows ({error}); config.data.prepared_dir chooses another place"
       ) from error
+    except (MemoryError, RuntimeError) as error:
+      if not address_space.is_lacking(error):
+        raise
+      remedy = address_space.limit() or "to continue, run the same command again with fewer --workers"
+      raise UserError(f"{target.directory}: cannot write prepared rows: out of memory; {remedy}") from error
   return found
 
 
@@ -252,6 +257,7 @@ class PreparedRows:
   Attributes:
     directory: The directory of the rows.
     fingerprint: sha256 (hex) of the rows.
+    origin: For a checkpoint: the directory, the fingerprint and the target's description (JSON-able).
   """
 
   def __init__(self, target: Target, split: str):
@@ -261,10 +267,13 @@ class PreparedRows:
     self.directory = target.directory
     counts = meta["splits"][split]["shard_rows"]
     self.fingerprint = meta["splits"][split]["fingerprint"]
+    self.origin = {"directory": self.directory, "fingerprint": self.fingerprint, "description": target.description}
     self._paths = [
       f"{Shard(target.directory, target.spec, split, index, len(counts), 0, 0).path}[0:{rows}]" for index, rows in enumerate(counts) if rows
     ]
     self._ends = list(itertools.accumulate(rows for rows in counts if rows))
+    if self._paths:
+      address_space.check_array_record(self._paths[0].rpartition("[")[0])
     self._source: Any = grain.sources.ArrayRecordDataSource(self._paths) if self._paths else None
 
   def __len__(self) -> int:
@@ -287,3 +296,51 @@ class PreparedRows:
       return [decode_row(record) for record in self._source.__getitems__(indices)]
     except Exception:
       return [self[index] for index in indices]  # names the row that cannot be read
+
+
+def explain_other_rows(saved: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]], config: DataConfig) -> str:
+  """Says why a checkpoint's training rows are not a run's, and what to do.
+
+  Args:
+    saved: Origins of the checkpoint's rows.
+    own: Origins of the run's, as many or not.
+    config: The run's data fields.
+  """
+  fields = {
+    f"config.{name} was {before!r} and is {now!r}"
+    for was, has in zip(saved, own, strict=False)
+    for key, name in _FIELDS.items()
+    if (before := was["description"].get(key)) != (now := has["description"].get(key))
+  }
+  if fields or len(saved) != len(own):
+    return f"{'; '.join(sorted(fields)) or 'config.data.source has changed'}; set the fields back, or use another --workdir"
+  changed = [(was, has) for was, has in zip(saved, own, strict=True) if was["fingerprint"] != has["fingerprint"]]
+  if not changed:
+    return "the weights in config.data.source have changed; set them back, or use another --workdir"
+  texts = " and ".join(repr(was["description"]["source"]) for was, _ in changed)
+  message = f"no field has changed, but the text of {texts} has, and its rows were prepared anew in {changed[0][1]['directory']}; "
+  restart = "start over with another --workdir to train on the new text (--config.train.init_from keeps the parameters)"
+  gone = [was["directory"] for was, _ in changed if not _holds(was)]
+  if gone:
+    return f"{message}the old rows are no longer in {' and '.join(gone)}: put the old text back and prepare it again, or {restart}"
+  found = targets(config)
+  if len(found) == 1:
+    directory = saved[0]["directory"]
+    return f"{message}the old rows lie in {directory}: go on with them by --config.data.prepared_dir={directory}, or {restart}"
+  old = {was["description"]["source"]: was["directory"] for was in saved}
+  places = targets(dataclasses.replace(config, prepared_dir="DIR"))
+  links = [
+    f"ln -s {old.get(target.spec, target.directory) if 'train' in target.splits else target.directory} {place.directory}"
+    for target, place in zip(found, places, strict=True)
+  ]
+  return f"{message}go on with the old rows by --config.data.prepared_dir=DIR, a new directory in which {' && '.join(links)}; or {restart}"
+
+
+def _holds(origin: dict[str, Any]) -> bool:
+  """True if rows still lie where they did."""
+  try:
+    with open(os.path.join(origin["directory"], "meta.json"), encoding="utf-8") as file:
+      meta = json.load(file)
+    return bool(meta["complete"]) and origin["fingerprint"] in [totals["fingerprint"] for totals in meta["splits"].values()]
+  except (OSError, ValueError, KeyError, TypeError):
+    return False

@@ -20,6 +20,7 @@ from typing import Any
 import grain
 
 from diffjax.config import UserError
+from diffjax.data import address_space
 
 _POLL = 1.0  # seconds between looks at the workers while waiting
 _GRACE = 3.0  # seconds to receive batches that a dead worker had sent, and for workers to end by themselves
@@ -90,6 +91,9 @@ class Reader:
       if (dead := self._dead()) and not isinstance(error, UserError):
         raise self._failure(dead) from error
       self.close()
+      if address_space.is_lacking(error):
+        remedy = address_space.limit() or "fewer config.data.num_workers take less"
+        raise UserError(f"out of memory while reading {self._source}: {remedy}") from error
       raise error
     self._state = state
     if self._starting:
@@ -137,9 +141,10 @@ class Reader:
     else:
       pids = ", ".join(str(worker.pid) for worker in self._workers)
       where = f"by the data workers {pids}" if pids else "in the training process"
+      limited = f"{limit}; or " if (limit := address_space.limit()) else ""
       message = f"no batch for {seconds:.0f} s from {self._source}, read {where}: reading hangs"
       remedy = (
-        "see whether its disk or network answers, and run the same command again to continue from the last checkpoint; "
+        f"{limited}see whether its disk or network answers, and run the same command again to continue from the last checkpoint; "
         f"if it is only slow, raise config.data.timeout = {self._timeout:g} (seconds)"
       )
       _kill(self._workers)
@@ -208,7 +213,7 @@ def _cpu_seconds(pids: list[int]) -> float:
   total = 0.0
   for pid in pids:
     try:
-      fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+      fields = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
       return time.monotonic()
     total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

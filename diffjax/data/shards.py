@@ -73,7 +73,7 @@ class Shard:
       UserError: if they cannot be read.
     """
     try:
-      with open(f"{self.path}.json") as file:
+      with open(f"{self.path}.json", encoding="utf-8") as file:
         return json.load(file)
     except (OSError, ValueError) as error:
       raise UserError(f"{self.path}.json: cannot be read ({reason(error)}); delete it, and run {COMMAND}") from error
@@ -107,7 +107,7 @@ def write_missing(shards: Sequence[Shard], config: DataConfig, workers: int) -> 
     if workers > 1:
       _write_in_processes(missing, config, workers, progress)
     else:
-      counter = _Counter([0, 0], threading.Lock(), progress)
+      counter = _Counter([0.0, 0.0], threading.Lock(), progress)
       for shard in missing:
         _write_shard(shard, config, counter)
 
@@ -118,7 +118,7 @@ class _Counter:
   def __init__(self, values: Any, lock: Any, progress: Progress | None = None):
     self.values, self._lock, self._progress = values, lock, progress
 
-  def add(self, parts: int, tokens: int) -> None:
+  def add(self, parts: float, tokens: int) -> None:
     with self._lock:
       self.values[0] += parts
       self.values[1] += tokens
@@ -136,13 +136,21 @@ def _write_shard(shard: Shard, config: DataConfig, counter: _Counter) -> None:
   digest = hashlib.sha256()
 
   def read(part):
-    for document in source.read(part):
+    counted = 0.0
+
+    def reached(share: float) -> None:
+      nonlocal counted
+      if share == 1 or share > counted + 0.01:
+        counter.add(share - counted, 0)
+        counted = share
+
+    for document in source.read(part, reached):
       totals["documents"] += 1
       text = document.text if document.prompt is None else document.prompt + document.text
       totals["bytes"] += len(text) if text.isascii() else len(text.encode("utf-8"))
       totals["replaced"] += document.replaced
       yield document
-    counter.add(1, 0)
+    reached(1.0)
 
   parts = grain.MapDataset.source(source.parts[shard.start : shard.stop]).to_iter_dataset(grain.ReadOptions(num_threads=0))
   documents = packing.Documents(parts, read, len(source.parts), shard.spec)
@@ -180,7 +188,7 @@ _worker_counter: _Counter | None = None  # set in worker processes only
 
 def _write_in_processes(shards: Sequence[Shard], config: DataConfig, workers: int, progress: Progress) -> None:
   context = multiprocessing.get_context("spawn")  # a process with JAX's threads may hang when it is forked
-  values, lock = context.Array("q", 2, lock=False), context.Lock()
+  values, lock = context.Array("d", 2, lock=False), context.Lock()
   with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (values, lock)) as pool:
     with _no_main_module():  # the first submission starts all processes
       waiting = {pool.submit(_write_shard_in_worker, shard, config) for shard in shards}
@@ -250,6 +258,6 @@ def remove_leftovers(directory: str) -> None:
 def write_json(path: str, value: Any) -> None:
   """Writes a JSON file, completely or not at all."""
   temporary = temporary_name(path)
-  with open(temporary, "w") as file:
+  with open(temporary, "w", encoding="utf-8") as file:
     json.dump(value, file, indent=2)
   os.replace(temporary, path)

@@ -20,20 +20,23 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from etils import epath
 
 from diffjax.config import DataConfig, UserError
-from diffjax.data import stdlib_corpus
+from diffjax.data import address_space, stdlib_corpus
 from diffjax.data.document import Document, Source, decode, is_text, lookup, reason
+from diffjax.data.fingerprint import File, fingerprint
 
 KINDS = "stdlib, tfds:NAME, text:GLOB, jsonl:GLOB (also .gz, .zst), parquet:GLOB"
 _TFDS_PART = 256  # documents
 _TEXT_PART = 1 << 20  # bytes
 _JSONL_PART = 64 << 20  # bytes
+_LONGEST_LINE = 256 << 20  # bytes; a document takes about ten times its size in memory
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors begin a file with it; it is not text
 
 
 class Component(NamedTuple):
@@ -150,9 +153,9 @@ class _TfdsSource(Source):
     shards = {key: list(map(int, value.shard_lengths)) for key, value in info.splits.items()}
     self.identity = {"dataset": info.full_name, "directory": self._directory, "shards": shards}
 
-  def _read(self, part: tuple) -> Iterator[Document]:
-    data = _tfds_data(self._directory, self._stored_split)
-    for index in range(*part):
+  def _read(self, part: tuple) -> Iterator[tuple[float, Document]]:
+    data = _tfds_data(self._directory, self._stored_split, self._shards[0][0])
+    for done, index in enumerate(range(*part), 1):
       try:
         record = data[index]
         values = [record[path] for path in self._fields.values()]
@@ -160,7 +163,12 @@ class _TfdsSource(Source):
         raise UserError(
           f"{self._place(index)} cannot be read ({reason(error)}); if the file is missing or damaged, build the dataset again"
         ) from error
-      yield self._document(*values)
+      yield done / len(range(*part)), self._document(*values)
+
+  def fingerprint(self) -> dict[str, str]:
+    paths = [epath.Path(self._directory) / name for name, _ in self._shards]
+    # A data set is built once and for all, but in another directory on another machine: its times say nothing
+    return fingerprint([File(os.fspath(path), path.name, path.stat().length, None) for path in paths])
 
   def _place(self, index: int) -> str:
     ends = list(itertools.accumulate(count for _, count in self._shards))
@@ -170,10 +178,11 @@ class _TfdsSource(Source):
 
 
 @functools.lru_cache(maxsize=8)
-def _tfds_data(directory: str, split: str):
-  """The data of a split, opened once a process for all parts."""
+def _tfds_data(directory: str, split: str, shard: str):
+  """The data of a split, opened once a process for all parts. A shard's name is there to be tried."""
   import tensorflow_datasets as tfds
 
+  address_space.check_array_record(os.path.join(directory, shard))
   try:
     return tfds.builder_from_directory(directory).as_data_source(split)
   except NotImplementedError as error:
@@ -223,11 +232,15 @@ class _FileSource(Source):
     self._files = [(name, stat.length) for name, stat in stats if stat.length]
     if not self._files:
       raise UserError(f"config.data.source {spec!r}: empty: the {len(paths)} files that match hold no bytes")
+    self._listed = [File(name, name, stat.length, stat.mtime) for name, stat in stats]
     self.identity = {
       "files": hashlib.sha256(json.dumps([(name, stat.length, stat.mtime) for name, stat in stats]).encode()).hexdigest(),
       "count": len(stats),
     }
     self.parts = self._make_parts()
+
+  def fingerprint(self) -> dict[str, str]:
+    return fingerprint(self._listed)
 
   @abc.abstractmethod
   def _make_parts(self) -> list[tuple]:
@@ -259,30 +272,31 @@ class _TextSource(_FileSource):
       room -= size
     return [tuple(part) for part in parts]
 
-  def _read(self, part: tuple) -> Iterator[Document]:
-    for name in part:
+  def _read(self, part: tuple) -> Iterator[tuple[float, Document]]:
+    for done, name in enumerate(part, 1):
       try:
         content = epath.Path(name).read_bytes()
       except OSError as error:
         raise UserError(f"{name}: cannot be read ({reason(error)})") from error
-      yield Document(*decode(content))
+      yield done / len(part), Document(*decode(content.removeprefix(_BYTE_ORDER_MARK)))
 
 
 class _JsonlSource(_FileSource):
-  """A document a line. A part is a range of bytes, (name, start, stop), or a whole compressed file, (name, 0, None)."""
+  """A document a line. A part is a range of bytes, (name, start, stop): all of a compressed file."""
 
   def _make_parts(self) -> list[tuple]:
     parts: list[tuple] = []
     for name, size in self._files:
       if name.endswith((".gz", ".zst")):
-        parts.append((name, 0, None))
+        parts.append((name, 0, size))
       else:
         parts += [(name, start, min(start + _JSONL_PART, size)) for start in range(0, size, _JSONL_PART)]
     return parts
 
-  def _read(self, part: tuple) -> Iterator[Document]:
+  def _read(self, part: tuple) -> Iterator[tuple[float, Document]]:
     name, start, _ = part
-    for number, line in enumerate(_lines(*part)):
+    for number, (share, line) in enumerate(_lines(*part)):
+      line = line.removeprefix(_BYTE_ORDER_MARK)  # files with one may have been joined
       if not line.strip():
         continue
       line_text, replaced = decode(line)
@@ -299,37 +313,45 @@ class _JsonlSource(_FileSource):
             + (f"the fields are {', '.join(fields)}" if fields else "a line must be a JSON object")
           )
       document = self._document(*values)
-      yield document._replace(replaced=replaced or document.replaced)
+      yield share, document._replace(replaced=replaced or document.replaced)
 
 
-def _lines(name: str, start: int, stop: int | None) -> Iterator[bytes]:
-  """The lines that begin in [start, stop) of a file, or all lines of a compressed one."""
+def _lines(name: str, start: int, stop: int) -> Iterator[tuple[float, bytes]]:
+  """The lines that begin in [start, stop) of a file, or all lines of a compressed one, each with the share that is read with it."""
   import pyarrow
 
   number = 0
   try:
     with epath.Path(name).open("rb") as file:
       if name.endswith(".gz"):
-        lines: Iterable[bytes] = gzip.open(file)
+        lines = _all_lines(gzip.open(file))
       elif name.endswith(".zst"):
         # The zstandard package's reader does not notice a file that is cut short
-        lines = io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), 1 << 20)
+        lines = _all_lines(io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), 1 << 20))
       else:
-        assert stop is not None
         lines = _range_of_lines(file, start, stop)
       for line in lines:
-        yield line
+        if len(line) > _LONGEST_LINE:
+          raise UserError(
+            f"{_place(name, start, number)}: the line is longer than {_LONGEST_LINE / 2**20:.3g} MiB, and a document of that size would "
+            "fill the memory: split it, or write it to a file of its own and read that with text:GLOB"
+          )
+        yield min(1.0, (file.tell() - start) / (stop - start)), line  # of a compressed file, too, the share of its own bytes
         number += 1
   except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
     place = f"line {number}" + f" after byte {start}" * bool(start)
     raise UserError(f"{name}: cannot be read beyond {place} ({reason(error)}); the file may be damaged or cut short") from error
 
 
+def _all_lines(file: Any) -> Iterator[bytes]:
+  return iter(lambda: file.readline(_LONGEST_LINE + 1), b"")
+
+
 def _range_of_lines(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
   if start:  # a line that crosses the start belongs to the part before
     file.seek(start - 1)
     start += len(file.readline()) - 1
-  while start < stop and (line := file.readline()):  # no line if the file has become shorter
+  while start < stop and (line := file.readline(_LONGEST_LINE + 1)):  # no line if the file has become shorter
     start += len(line)
     yield line
 
@@ -357,7 +379,7 @@ class _ParquetSource(_FileSource):
       raise UserError(f"config.data.source {self.spec!r}: empty: its files hold no rows")
     return parts
 
-  def _read(self, part: tuple) -> Iterator[Document]:
+  def _read(self, part: tuple) -> Iterator[tuple[float, Document]]:
     import pyarrow
 
     name, index = part
@@ -381,8 +403,8 @@ class _ParquetSource(_FileSource):
               raise UserError(
                 f"{name}: config.data.{field} = {path!r} is not text in row {done} of row group {index}; its columns are {kinds}"
               )
-          yield self._document(*values)
           done += 1
+          yield done / file.metadata.row_group(index).num_rows, self._document(*values)
     except (pyarrow.ArrowException, OSError) as error:
       raise UserError(
         f"{name}: row group {index} cannot be read beyond its row {done} ({reason(error)}); the file may be damaged"

@@ -37,5 +37,5 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, directory: str | 
   home.mkdir(parents=True, exist_ok=True)
   path = home / "tokenizer.tiktoken"
   path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in sorted(ranks.items(), key=lambda item: item[1])))
-  (home / "tokenizer.json").write_text(tokenizer.load_tokenizer(str(path)).tokenizer_json())
+  (home / "tokenizer.json").write_text(tokenizer.load_tokenizer(str(path)).tokenizer_json(), encoding="utf-8")
   return path

@@ -286,7 +286,7 @@ def _write(path: epath.Path, rows: Iterable[dict[str, Any]]) -> None:
   temporary = path.parent / f"{path.name}.tmp"
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     temporary.replace(path)
   except OSError as error:
     raise UserError(f"cannot write {path}: {error.strerror or error}; set.hallucination.judge_dir chooses another place") from error

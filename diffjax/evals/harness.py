@@ -168,7 +168,7 @@ def _load(settings: Settings, temporary: str) -> dict[str, Any]:
       "test_split": "test" if "test" in files else None,
       "fewshot_split": None,
     }
-    with open(os.path.join(folder, f"{name}.yaml"), "w") as file:
+    with open(os.path.join(folder, f"{name}.yaml"), "w", encoding="utf-8") as file:
       json.dump(config, file)  # JSON is YAML
   manager = TaskManager(include_path=folder, include_defaults=False)
   tasks = {name: _build(manager, name, f"; see {questions[name][0].place}")[name] for name in settings.tasks}

@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import pathlib
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -152,15 +153,16 @@ def write(
   shards = _shards({name: math.prod(shape) * DTYPES[dtype].itemsize for name, shape in shapes.items()})
   with _explained(directory):
     directory.mkdir(parents=True, exist_ok=True)
+    _write_tokenizer(directory, tokenizer)
     for file, names in shards.items():
       # safetensors writes the memory of an array and ignores its strides
       arrays = {name: np.ascontiguousarray(tensor(name).astype(DTYPES[dtype])) for name in names}
       safetensors.numpy.save_file(arrays, directory / file, metadata={"format": "pt"})
+      shutil.copymode(directory / "tokenizer.json", directory / file)  # safetensors lets nobody else read it, whatever the umask
     if len(shards) > 1:
       size = sum(math.prod(shape) for shape in shapes.values()) * DTYPES[dtype].itemsize
       weight_map = {name: file for file, names in shards.items() for name in names}
       _write_json(directory / _INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
-    _write_tokenizer(directory, tokenizer)
     _write_json(directory / "config.json", config)
 
 

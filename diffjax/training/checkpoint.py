@@ -154,7 +154,7 @@ class Checkpoints:
         if "://" not in os.fspath(path):
           disk = shutil.disk_usage(self._directory)
           if disk.total and disk.free < size:  # some network file systems do not know, and report 0 for both
-            problem = f"no space left: it takes {size / 2**20:.0f} MiB, and {disk.free / 2**20:.0f} are free"
+            problem = f"no space left: it takes {_in_words(size)}, and {_in_words(disk.free)} are free"
       except OSError as error:
         problem = str(error)
     if problem := gather(problem)[0]:
@@ -359,6 +359,15 @@ _FAILURES = (OSError, ValueError, RuntimeError, KeyError)
 
 def _not_orbax(record: Any) -> bool:
   return "/orbax/" not in record.pathname.replace(os.sep, "/")
+
+
+def _in_words(size: float) -> str:
+  """Bytes, in a unit in which they are more than 0."""
+  for unit in ("bytes", "KiB", "MiB"):
+    if size < 1024:
+      return f"{size:.4g} {unit}"
+    size /= 1024
+  return f"{size:,.1f} GiB"
 
 
 def _raise(error: BaseException) -> NoReturn:

@@ -20,7 +20,7 @@ Log = tuple[Style, Sequence[Mapping[str, Any]]]
 def read_log(path: epath.Path) -> list[dict[str, Any]]:
   """The lines of a metrics.jsonl that hold a step. A cut line, of a run that was killed or a full disk, does not count."""
   lines = []
-  for line in path.read_text().splitlines():
+  for line in path.read_text(encoding="utf-8").splitlines():
     try:
       parsed = json.loads(line)
     except ValueError:

@@ -35,7 +35,7 @@ def finish(config: Config, workdir: str, model: Decoder, params: Any, tokenizer:
   try:
     plot_losses(path / "metrics.jsonl", path / "loss.png", config.model.attention)
     if text:
-      (path / "sample.txt").write_text(text)
+      (path / "sample.txt").write_text(text, encoding="utf-8")
   except OSError as error:
     logging.warning("cannot write the plot and the sample in %s: %s", path, error)
   if text:

@@ -84,7 +84,7 @@ def read(path: epath.Path, step: int) -> dict[str, Any]:
     Damage: if it is missing, damaged or of another step.
   """
   try:
-    text = (path / _MANIFEST).read_text()
+    text = (path / _MANIFEST).read_text(encoding="utf-8")
   except FileNotFoundError as error:
     raise Damage(f"it has no {_MANIFEST}: its save or its deletion was interrupted") from error
   except UnicodeDecodeError as error:
@@ -111,7 +111,7 @@ def metadata(path: epath.Path) -> dict[str, Any]:
     Damage: if it cannot be read.
   """
   try:
-    return json.loads((path / METADATA).read_text())["custom_metadata"]
+    return json.loads((path / METADATA).read_text(encoding="utf-8"))["custom_metadata"]
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise Damage(f"{METADATA} cannot be read: {error}") from error
 
@@ -182,7 +182,7 @@ def write(path: epath.Path, step: int, metrics: Mapping[str, float]) -> None:
   finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
   body = {"step": step, "time": round(time.time(), 3), "metrics": finite, "files": dict(zip(names, fingerprints, strict=True))}
   unfinished = path / f"{_MANIFEST}.tmp"
-  unfinished.write_text(_render(body))
+  unfinished.write_text(_render(body), encoding="utf-8")
   unfinished.replace(path / _MANIFEST)
 
 

@@ -149,7 +149,7 @@ class MetricWriter:
     return kept
 
   def _write_remote(self) -> None:
-    self._path.write_text("".join(self._lines))
+    self._path.write_text("".join(self._lines), encoding="utf-8")
     self._tensorboard_dir.mkdir(parents=True, exist_ok=True)
     for file in self._local_tensorboard.iterdir():
       file.copy(self._tensorboard_dir / file.name, overwrite=True)
@@ -186,10 +186,10 @@ def _is_remote(path: epath.Path) -> bool:
 def _replace(path: epath.Path, text: str) -> None:
   """Replaces a file at once: a reader, or a run after a kill, finds the old text or the new, never a part of it."""
   if _is_remote(path):  # An object store puts whole objects only.
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
   else:
     temporary = path.parent / f"{path.name}.tmp"
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 
 
@@ -203,6 +203,6 @@ def _open_wandb(project: str, workdir: epath.Path, config: Mapping[str, Any]) ->
   # The id lies in the workdir, so that a restart goes on in the same W&B run.
   identity = workdir / "wandb_id.txt"
   if not identity.exists():
-    identity.write_text(uuid.uuid4().hex[:12])
+    identity.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
   local = tempfile.gettempdir() if _is_remote(workdir) else os.fspath(workdir)
-  return wandb.init(project=project, id=identity.read_text().strip(), resume="allow", config=dict(config), dir=local)
+  return wandb.init(project=project, id=identity.read_text(encoding="utf-8").strip(), resume="allow", config=dict(config), dir=local)

@@ -5,17 +5,23 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import glob
 import hashlib
+import os
+import pathlib
 import platform
+import shutil
+import socket
 from collections.abc import Iterator
 
 import jax
-from etils import epath
 
 from diffjax.user_cache import cache_directory
 
 # glibc's malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
+# Begins the name of the folder of one process among the compiled programs; its host and number follow.
+_OWN = "process-"
 # Set by `keep_freed_memory`.
 _libc: ctypes.CDLL | None = None
 
@@ -23,18 +29,32 @@ _libc: ctypes.CDLL | None = None
 def keep_compiled_programs() -> None:
   """Turns on JAX's persistent compilation cache, in the user's cache folder, unless the user has set one.
 
-  JAX runs the programs that it finds there unchecked, and never replaces one that a killed process has half written. So a process seals
-  programs with their sha256 when it ends, and removes those without a matching seal when it begins.
+  JAX runs the programs that it finds there unchecked, and never replaces one that a killed process has half written. So JAX is given a
+  folder of this process alone, which begins with links to the kept programs whose sha256 is that of their seals. When the process ends, it
+  seals the programs that it has written itself, and moves them to the others.
   """
-  if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
-    directory = cache_directory("compiled")
-    for program in directory.glob("*-cache"):
-      with contextlib.suppress(OSError):  # another run that begins now may have removed it
-        if not _seal(program).exists() or _seal(program).read_bytes() != _sha256(program):
-          program.unlink(missing_ok=True)
-          _seal(program).unlink(missing_ok=True)  # or the program would not be sealed when it is compiled again
-    atexit.register(_seal_all, directory)
-    jax.config.update("jax_compilation_cache_dir", str(directory))
+  if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
+    return
+  kept = pathlib.Path(cache_directory("compiled"))
+  own = kept / f"{_OWN}{socket.gethostname()}-{os.getpid()}"
+  try:
+    shutil.rmtree(own, ignore_errors=True)  # of a killed process that had this number
+    own.mkdir(parents=True)
+  except OSError:  # the programs are compiled each time
+    return
+  for program in kept.glob("*-cache"):
+    with contextlib.suppress(OSError):  # another run that begins now may have removed it
+      if _seal(program).exists() and _seal(program).read_bytes() == _sha256(program):
+        (own / program.name).symlink_to(program.absolute())
+      else:
+        program.unlink()
+  for other in kept.glob(f"{_OWN}{glob.escape(socket.gethostname())}-*"):
+    if not _is_alive(other.name.rpartition("-")[2]):
+      shutil.rmtree(other, ignore_errors=True)
+  atexit.register(_keep, own, kept, os.getpid())
+  jax.config.update("jax_compilation_cache_dir", str(own))
+  # XLA's own caches lie in the same folder, whose name on GPU would be part of each program's key
+  jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
 def keep_freed_memory() -> None:
@@ -87,16 +107,31 @@ def _give_nothing_back(libc: ctypes.CDLL) -> None:
   libc.mallopt(_M_TRIM_THRESHOLD, -1)
 
 
-def _seal_all(directory: epath.Path) -> None:
-  for program in directory.glob("*-cache"):
-    with contextlib.suppress(OSError):  # a run that begins now may have removed it; a full disk may refuse the seal
-      if not _seal(program).exists():
-        _seal(program).write_bytes(_sha256(program))
+def _keep(own: pathlib.Path, kept: pathlib.Path, pid: int) -> None:
+  """Moves what this process has compiled to the kept programs, the seals first: a program without one would be removed."""
+  if os.getpid() != pid:  # a forked child that ends before its parent
+    return
+  for program in own.glob("*-cache"):
+    with contextlib.suppress(OSError):  # a full disk may refuse the seal
+      if not program.is_symlink():
+        _seal(kept / program.name).write_bytes(_sha256(program))
+        program.replace(kept / program.name)
+  shutil.rmtree(own, ignore_errors=True)
 
 
-def _seal(program: epath.Path) -> epath.Path:
+def _is_alive(pid: str) -> bool:
+  try:
+    os.kill(int(pid), 0)
+  except (ProcessLookupError, ValueError):
+    return False
+  except OSError:  # of another user
+    pass
+  return True
+
+
+def _seal(program: pathlib.Path) -> pathlib.Path:
   return program.with_name(f"{program.name}.sha256")
 
 
-def _sha256(program: epath.Path) -> bytes:
+def _sha256(program: pathlib.Path) -> bytes:
   return hashlib.sha256(program.read_bytes()).hexdigest().encode()

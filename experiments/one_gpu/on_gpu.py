@@ -87,7 +87,7 @@ class Session:
   def results(self, grid: str) -> list[dict[str, Any]]:
     """The finished runs of a grid, as in its results.json."""
     path = self.path("out", grid, "results.json")
-    return json.loads(path.read_text())["runs"] if path.exists() else []
+    return json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -143,7 +143,7 @@ def _set_up(session: Session, on_cpu: bool) -> None:
   config = next(iter(session.runs("gpu"))).config
   fields = [f"--config.{setting}" for setting in (*session.settings, *session.places())]
   _call([sys.executable, "-m", "diffjax.prepare", "--config=experiments/one_gpu/config.py", *fields], capture=False)
-  rows = json.loads(session.path("work/rows/meta.json").read_text())["splits"]["train"]["rows"]
+  rows = json.loads(session.path("work/rows/meta.json").read_text(encoding="utf-8"))["splits"]["train"]["rows"]
   if rows < config.train.steps * config.train.batch_size:
     raise Failed(f"{config.train.steps} steps of {config.train.batch_size} rows would see some of the {rows} rows twice")
 
@@ -242,9 +242,9 @@ def _rates(session: Session) -> list[str]:
   path = session.path("out/rates.json")
   if not path.exists():
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(best_rates({"runs": session.results("pilot")})) + "\n")
-  print(f"learning rates: {path.read_text().strip()}", flush=True)
-  return [f"{architecture}:optimizer.learning_rate={rate}" for architecture, rate in json.loads(path.read_text()).items()]
+    path.write_text(json.dumps(best_rates({"runs": session.results("pilot")})) + "\n", encoding="utf-8")
+  print(f"learning rates: {path.read_text(encoding='utf-8').strip()}", flush=True)
+  return [f"{architecture}:optimizer.learning_rate={rate}" for architecture, rate in json.loads(path.read_text(encoding="utf-8")).items()]
 
 
 def _save(session: Session, grid: str) -> None:
@@ -257,14 +257,14 @@ def _save(session: Session, grid: str) -> None:
       lines += [{"run": name, **line} for line in _read(result.parent / "metrics.jsonl")]
   curves.parent.mkdir(parents=True, exist_ok=True)
   temporary = curves.with_suffix(".tmp")
-  temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
+  temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
   temporary.replace(curves)
   if os.environ.get("OUT"):
     shutil.make_archive(os.path.join(os.environ["OUT"], "one_gpu"), "gztar", session.path("out"))
 
 
 def _read(log: pathlib.Path) -> Iterator[dict[str, Any]]:
-  for line in log.read_text().splitlines():
+  for line in log.read_text(encoding="utf-8").splitlines():
     try:
       yield json.loads(line)
     except ValueError:  # a line that was being written when the run was killed

@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import os
 import pathlib
+import re
+import shutil
 import subprocess
 import sys
 
@@ -10,8 +13,8 @@ import grain
 import numpy as np
 import pytest
 
-from diffjax.config import UserError
-from diffjax.data import pipeline, prepared
+from diffjax.config import DataConfig, UserError
+from diffjax.data import fingerprint, pipeline, prepared, sources
 from tests.tiers import full
 
 
@@ -120,7 +123,7 @@ def test_arrays(make_config):
   [
     ({"seed": 1}, "config.data.seed was 0 and is 1"),
     ({"batch_size": 4}, "config.train.batch_size"),
-    ({"length": 32}, "config.data.source, tokenizer, length or packing"),
+    ({"length": 32}, "config.data.length was 64 and is 32; set the fields back"),
     ({"mode": "streamed"}, "config.data.mode"),
   ],
 )
@@ -128,6 +131,56 @@ def test_a_state_of_other_data_is_refused(make_config, change, field):
   state = pipeline.training_batches(make_config()).get_state()
   with pytest.raises(UserError, match=field):
     pipeline.training_batches(make_config(**change)).set_state(state)
+
+
+def test_changed_text_is_told_from_changed_fields(make_config, jsonl, tmp_path):
+  """No field is named, but the old rows and how to go on with them, which then works."""
+  batches = pipeline.training_batches(make_config())
+  expected = take(batches, 4)
+  first = pipeline.training_batches(make_config())
+  take(first, 2)
+  state = json.loads(json.dumps(first.get_state()))
+  (old,) = prepared.targets(make_config().data)
+  jsonl.write_text(jsonl.read_text().replace("document", "Document", 1))
+  os.utime(jsonl, (1, 1))  # else the size and the second would be the same
+  with pytest.raises(UserError, match="no field has changed, but the text of 'jsonl:.* has, .*prepared anew in") as caught:
+    pipeline.training_batches(make_config()).set_state(state)
+  message = str(caught.value)
+  assert f"--config.data.prepared_dir={old.directory}, or start over with another --workdir" in message and "\n" not in message
+  other = pipeline.training_batches(make_config(prepared_dir=old.directory))
+  other.set_state(state)
+  assert_same(take(other, 2), expected[2:])
+  shutil.rmtree(old.directory)
+  with pytest.raises(UserError, match=rf"old rows are no longer in {old.directory}: put the old text back"):
+    pipeline.training_batches(make_config()).set_state(state)
+  del state["rows"]  # as older versions wrote it
+  with pytest.raises(UserError, match="or the text itself, has changed"):
+    pipeline.training_batches(make_config()).set_state(state)
+
+
+def test_changed_text_of_a_mixture(make_config, jsonl, tmp_path):
+  """The message's commands give a directory of the old rows, with validation rows of their own."""
+  (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": f"b{index}"}) + "\n" for index in range(500)))
+  (tmp_path / "v.jsonl").write_text("".join(json.dumps({"text": f"v{index}"}) + "\n" for index in range(50)))
+  data = {"source": f"jsonl:{jsonl}=0.5,jsonl:{tmp_path}/b.jsonl=0.5", "validation_source": f"jsonl:{tmp_path}/v.jsonl"}
+  batches = pipeline.training_batches(make_config(**data))
+  state, expected = batches.get_state(), take(batches, 2)
+  jsonl.write_text(jsonl.read_text().replace("document", "Document"))
+  os.utime(jsonl, (1, 1))
+  with pytest.raises(UserError, match=f"the text of 'jsonl:{jsonl}' has, ") as caught:
+    pipeline.training_batches(make_config(**data)).set_state(state)
+  (tmp_path / "DIR").mkdir()
+  for link in re.search("in which (.*); or", str(caught.value))[1].split(" && "):
+    subprocess.run(link.split(), cwd=tmp_path, check=True)
+  config = make_config(**data, prepared_dir=str(tmp_path / "DIR"))
+  assert all(map(prepared.is_prepared, prepared.targets(config.data)))
+  other = pipeline.training_batches(config)
+  other.set_state(state)
+  assert_same(take(other, 2), expected)
+  with pytest.raises(UserError, match="the weights in config.data.source have changed"):
+    pipeline.training_batches(
+      dataclasses.replace(config, data=dataclasses.replace(config.data, source=data["source"].replace("0.5", "0.7", 1)))
+    ).set_state(state)
 
 
 def test_several_processes_do_not_prepare(make_config):
@@ -237,6 +290,63 @@ def test_streamed_resume_with_other_workers_or_processes_is_refused(make_config,
     pipeline.training_batches(make_config(mode="streamed", source=source)).set_state({**state, "grain": "0.0"})
   with pytest.raises(UserError, match="the data"):
     pipeline.training_batches(make_config(mode="streamed", source=source, seed=1)).set_state(state)
+
+
+@pytest.mark.parametrize("change", ["added", "renamed", "longer", "beginning", "end"])
+def test_streamed_resume_in_changed_files_is_refused(make_config, tmp_path, jsonl, change):
+  jsonl.rename(path := tmp_path / "a.jsonl")
+  batches = pipeline.training_batches(make_config(mode="streamed", source=f"jsonl:{tmp_path}/*.jsonl"))
+  take(batches, 2)
+  state, text = json.loads(json.dumps(batches.get_state())), path.read_bytes()
+  before = path.stat()
+  match change:
+    case "added":
+      (tmp_path / "b.jsonl").write_bytes(text)
+    case "renamed":
+      path.rename(tmp_path / "b.jsonl")
+    case "longer":
+      path.write_bytes(text + b'{"text": "more"}\n')
+    case "beginning":
+      path.write_bytes(text.replace(b"document", b"Document", 1))
+    case "end":
+      path.write_bytes(text[:-4] + b"!" + text[-3:])
+  if change in ("beginning", "end"):  # not even the time tells
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+  what = "text" if change in ("beginning", "end") else "names and sizes"
+  with pytest.raises(UserError, match=rf"of the files of 'jsonl:.*', the {what} changed since.*--workdir") as caught:
+    pipeline.training_batches(make_config(mode="streamed", source=f"jsonl:{tmp_path}/*.jsonl")).set_state(state)
+  assert "\n" not in str(caught.value)
+
+
+def test_streamed_resume_says_what_it_cannot_check(make_config, jsonl, capsys):
+  config = make_config(mode="streamed")
+  batches = pipeline.training_batches(config)
+  expected = take(batches, 2)
+  state = json.loads(json.dumps(pipeline.training_batches(config).get_state()))
+
+  def resumed(state):
+    batches = pipeline.training_batches(config)
+    batches.set_state(state)
+    assert_same(take(batches, 2), expected)
+    return capsys.readouterr().err
+
+  assert resumed(state) == ""
+  os.utime(jsonl, (1, 1))
+  assert "have other times than at this checkpoint" in resumed(state)
+  del state["files"]  # as older versions wrote it
+  assert "did not note which files it read: whether they have changed since is not checked" in resumed(state)
+
+
+def test_a_fingerprint_reads_little(tmp_path, monkeypatch):
+  """However many files there are."""
+  for index in range(200):
+    (tmp_path / f"{index:03}.txt").write_text(f"{index}" * 5000)
+  source, opened = sources.documents(f"text:{tmp_path}/*.txt", "train", DataConfig()), []
+  path_class = type(fingerprint.epath.Path(tmp_path))
+  real = path_class.open
+  monkeypatch.setattr(path_class, "open", lambda self, *args, **kwargs: opened.append(self) or real(self, *args, **kwargs))
+  source.fingerprint()
+  assert len(set(opened)) == 32 and {"000.txt", "199.txt"} <= {path.name for path in opened}
 
 
 def test_streamed_needs_a_part_a_process(make_config):

@@ -1,6 +1,7 @@
 """Prepared rows are the same bytes however they were made, and are never mistaken for others."""
 
 import dataclasses
+import gzip
 import json
 import os
 import pathlib
@@ -17,6 +18,7 @@ from diffjax import progress
 from diffjax.config import DataConfig, UserError
 from diffjax.data import prepared, shards
 from diffjax.data.row import Row, decode_row, encode_row
+from tests.tiers import full
 
 
 def rows_of(config, split="train"):
@@ -333,9 +335,36 @@ def test_large_vocabularies_are_stored_whole():
   np.testing.assert_array_equal(decode_row(encode_row(row, 100_277, False)).tokens, row.tokens)
 
 
-def test_progress_is_lines_where_there_is_no_terminal(capsys):
-  with progress.Progress("preparing x", 10, interval=0.0) as shown:
-    time.sleep(0.01)
-    shown.update(5, 2_000_000)
-  line = capsys.readouterr().err
-  assert line.startswith("diffjax: preparing x: 50%, 2M tokens,") and "tokens/s" in line and line.endswith("left\n")
+def test_progress_is_lines_where_there_is_no_terminal():
+  """The first one comes soon, and the next ones come also while nothing is reported."""
+  said = []
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(progress, "say", said.append)
+    with progress.Progress("preparing x", 10, first=0.01, interval=0.02) as shown:
+      wait_for(lambda: said)
+      shown.update(2.5, 2_000_000)
+      before = len(said)
+      wait_for(lambda: len(said) > before + 2)
+  assert said[0].startswith("preparing x: 0.0%, 0 tokens, 0 tokens/s, ? left")
+  assert said[-1].startswith("preparing x: 25.0%, 2M tokens,") and "tokens/s" in said[-1] and said[-1].endswith("left")
+
+
+def wait_for(condition):
+  deadline = time.monotonic() + 60
+  while not condition():
+    assert time.monotonic() < deadline
+    time.sleep(0.005)
+
+
+@pytest.mark.parametrize("workers", [1, *full([2])])
+def test_progress_moves_within_a_compressed_file(tmp_path, monkeypatch, workers):
+  """A file is one part, which a few percent at a time add up to."""
+  updates = []
+  monkeypatch.setattr(progress.Progress, "update", lambda self, parts, tokens: updates.append(parts))
+  rng = np.random.default_rng(0)
+  for index in range(2):
+    lines = [json.dumps({"text": rng.bytes(400).hex()}) + "\n" for _ in range(200)]
+    (tmp_path / f"{index}.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
+  prepared.prepare(DataConfig(source=f"jsonl:{tmp_path}/*.gz", length=64, validation_fraction=0.0), workers)
+  assert updates == sorted(updates) and max(updates) == pytest.approx(4)  # two parts, for either split
+  assert workers > 1 or len([parts for parts in updates if 0 < parts < 1]) > 10

@@ -13,7 +13,7 @@ import pytest
 from absl import flags
 
 from diffjax.config import UserError
-from diffjax.data import reader
+from diffjax.data import address_space, reader
 from tests.tiers import full
 
 
@@ -95,6 +95,40 @@ def test_a_hang_is_reported(make_reader, how, num_workers):
     for expected in range(5):
       assert next(batches) == expected
   assert ("by the data workers" if num_workers else "in the training process") in str(caught.value)
+
+
+@pytest.fixture
+def limited(monkeypatch):
+  """An address space of 3 GiB."""
+  monkeypatch.setattr(address_space.resource, "getrlimit", lambda _: (3 << 30, 3 << 30))
+
+
+@pytest.mark.usefixtures("limited")
+def test_a_hang_in_a_limited_address_space_names_the_limit(make_reader):
+  with pytest.raises(UserError, match=r"reading hangs; the address space is limited to 3.0 GiB \(ulimit -v\): raise the limit.*; or see"):
+    next(make_reader("hang", 0, at=0, timeout=0.5))
+
+
+@pytest.mark.usefixtures("limited")
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])
+def test_lack_of_memory_is_one_line(error):
+  def fail(_):
+    raise error
+
+  dataset = grain.MapDataset.range(9).map(fail).to_iter_dataset(grain.ReadOptions(num_threads=0))
+  with pytest.raises(UserError, match="out of memory while reading SOURCE: the address space is limited to 3.0 GiB"):
+    next(reader.Reader(iter(dataset), "SOURCE", 0, 60.0))
+
+
+def test_threads_that_do_not_start_are_found_out(monkeypatch, limited):
+  """ArrayRecord's reader waits for ever for threads that the address space has no room for. Anything else it reports itself."""
+  address_space.check_array_record("/nowhere")
+  monkeypatch.setattr(address_space, "_PATIENCE", 0.1)
+  monkeypatch.setattr(address_space, "_open", lambda path, opened: None)
+  with pytest.raises(UserError, match=r"rows: the threads that read this file do not start; the address space is limited to 3.0 GiB"):
+    address_space.check_array_record("rows")
+  monkeypatch.setattr(address_space.resource, "getrlimit", lambda _: (address_space.resource.RLIM_INFINITY,) * 2)
+  address_space.check_array_record("rows")
 
 
 def test_a_slow_start_is_not_a_hang(make_reader):

@@ -134,6 +134,46 @@ def test_what_is_not_utf8_is_replaced_and_marked(tmp_path):
   assert read(f"jsonl:{tmp_path}/a.jsonl") == [("caf�", True, None), ("half ��� of one", True, None), ("😀", False, None)]
 
 
+def test_byte_order_marks_are_not_text(tmp_path):
+  """Some editors begin a file with one; joined files have them at other lines too."""
+  mark = "\ufeff".encode()
+  (tmp_path / "a.txt").write_bytes(mark + "café\ufeff".encode())
+  assert read_texts(f"text:{tmp_path}/a.txt") == ["café\ufeff"]
+  lines = mark + b'{"text": "one"}\n' + mark + b'{"text": "two"}\n' + mark
+  (tmp_path / "a.jsonl").write_bytes(lines)
+  (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
+  assert read_texts(f"jsonl:{tmp_path}/*.jsonl*") == ["one", "two"] * 2
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+def test_a_line_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch, name):
+  """A small compressed file may hold one of any length: no more of it is read than a document may have."""
+  monkeypatch.setattr(sources, "_LONGEST_LINE", 100)
+  texts = ["x" * 70, "short", "x" * 80]  # with its field, the last one is too long
+  path = write(tmp_path / name, texts)
+  with pytest.raises(UserError, match=f"{name}:3: the line is longer than .* MiB.*split it") as caught:
+    read(f"jsonl:{path}")
+  assert "\n" not in str(caught.value)
+  assert read_texts(f"jsonl:{write(path, texts[:2])}") == texts[:2]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet", "tfds"])
+def test_reading_says_how_far_it_is(tmp_path, tfds_dir, name, monkeypatch):
+  monkeypatch.setattr(sources, "_JSONL_PART", 35_000)
+  rng = np.random.default_rng(0)
+  texts = [rng.bytes(500).hex() for _ in range(100)]
+  for index, text in enumerate(texts):
+    (tmp_path / f"{index:02}.txt").write_text(text)
+  spec = {"a.txt": f"text:{tmp_path}/*.txt", "tfds": "tfds:mine/single"}.get(name)
+  spec = spec or f"{'parquet' if name == 'a.parquet' else 'jsonl'}:{write(tmp_path / name, texts)}"
+  source = sources.documents(spec, "train", dataclasses.replace(ALL, data_dir=str(tfds_dir)))
+  for part in source.parts:
+    shares = []
+    assert list(source.read(part, shares.append))
+    assert shares == sorted(shares) and 0 < shares[0] and shares[-1] == pytest.approx(1, abs=0.01)
+    assert len(set(shares)) > len(shares) / 20 and shares[0] < 0.5  # gzip reads ahead, by a few kilobytes
+
+
 def test_documents_without_text_are_skipped(tmp_path):
   (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": ""}\n{"text": null}\n{"text": "two"}')
   assert read_texts(f"jsonl:{tmp_path}/a.jsonl") == ["one", "two"]
@@ -163,6 +203,15 @@ def test_bad_specs(spec, message):
   with pytest.raises(UserError, match=message) as caught:
     sources.parse_mixture(spec)
   assert "config.data.source" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_dataset_has_one_fingerprint_wherever_it_lies(tfds_dir, tmp_path):
+  def fingerprint(root, name="mine/single"):
+    return sources.documents(f"tfds:{name}", "train", dataclasses.replace(ALL, data_dir=str(root))).fingerprint()
+
+  shutil.copytree(tfds_dir, tmp_path / "copy")
+  assert fingerprint(tmp_path / "copy") == fingerprint(tfds_dir)
+  assert fingerprint(tfds_dir, "mine/split:1.0.0") != fingerprint(tfds_dir)
 
 
 def test_missing_dataset_lists_what_is_there(tfds_dir):

@@ -39,6 +39,7 @@ def test_golden_checkpoints_by_the_command(golden, convert, logits, name, tmp_pa
   assert convert(f"--from=diffjax:{tmp_path / 'run'}", f"--to=diffllama:{tmp_path / 'out'}").returncode == 0
   again, _, _ = golden(name, tmp_path / "again")
   assert_same(load(tmp_path / "out"), load(again))
+  assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1, "who may read one file may read all"
   assert (tmp_path / "out/tokenizer.json").read_text() == (again / "tokenizer.json").read_text()
   before, after = (json.loads((path / "config.json").read_text()) for path in (again, tmp_path / "out"))
   assert {key: after[key] for key in before.keys() & after.keys() - {"bos_token_id", "eos_token_id"}} == {

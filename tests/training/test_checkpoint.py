@@ -382,9 +382,9 @@ def test_a_save_that_does_not_fit_the_disk_is_not_begun(tmp_path, caplog, monkey
   checkpoints = Checkpoints(tmp_path, keep=1)
   save(checkpoints, 1)
   with monkeypatch.context() as patch:
-    patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 7, 3))
+    patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10_000, 9_900, 100))
     save(checkpoints, 2)
-    with pytest.raises(UserError, match="checkpoints/2: no space left: it takes 0 MiB, and 0 are free"):
+    with pytest.raises(UserError, match="checkpoints/2: no space left: it takes .* KiB, and 100 bytes are free"):
       checkpoints.wait()
   assert listing(tmp_path) == ["1"]
   save(checkpoints, 2)

@@ -99,6 +99,25 @@ def test_compiled_programs_are_kept_and_damaged_ones_are_not_run(tmp_path):
   assert "cache_hits" in run_in(tmp_path, program)
 
 
+def test_a_program_is_sealed_by_the_process_that_wrote_it(tmp_path):
+  """One that a killed process has half written is never kept, whoever lived at that time and ends later; and nothing of it stays."""
+  begin = "import jax, os, pathlib, signal, subprocess, sys; from diffjax.training import runtime; runtime.keep_compiled_programs();"
+  write = "pathlib.Path(jax.config.jax_compilation_cache_dir, 'NAME-cache').write_bytes(b'half');"
+  killed = begin + write + "os.kill(os.getpid(), signal.SIGKILL)"
+  run_in(tmp_path, f"{begin} subprocess.run([sys.executable, '-c', {killed!r}])")
+  kept = pathlib.Path(tmp_path, "diffjax", "compiled")
+  assert not list(kept.glob("NAME*"))
+  run_in(tmp_path, f"{begin} subprocess.run([sys.executable, '-c', {begin + write!r}], check=True)")
+  assert sorted(path.name for path in kept.iterdir()) == ["NAME-cache", "NAME-cache.sha256"]
+  assert "True" in run_in(tmp_path, begin + "print(pathlib.Path(jax.config.jax_compilation_cache_dir, 'NAME-cache').exists())")
+
+
+def test_programs_are_compiled_where_none_can_be_kept(tmp_path):
+  (tmp_path / "diffjax").write_text("")
+  code = "import jax; from diffjax.training import runtime; runtime.keep_compiled_programs(); print(jax.jit(lambda x: x * 3)(2))"
+  assert run_in(tmp_path, code).strip() == "6"
+
+
 def test_the_users_own_compilation_cache_is_left_alone(tmp_path):
   code = (
     "import jax; jax.config.update('jax_compilation_cache_dir', '/elsewhere');"

@@ -63,7 +63,7 @@ def write(
   path = directory / "report.html"
   try:
     chosen = _chosen_maps(computed, names, directory / "maps.png")
-    page = string.Template(_TEMPLATE.read_text()).substitute(
+    page = string.Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
       title=escape(" and ".join(names)),
       links=Html().join(element("a", _title(name), href=f"#{name}") for name in ("training", "attention-maps", *measured, "models")),
       compared=_compared(trained, described, styles),
@@ -77,7 +77,7 @@ def write(
       models=_models(trained, described, names),
     )
     temporary = directory / "report.html.tmp"
-    temporary.write_text(page)
+    temporary.write_text(page, encoding="utf-8")
     temporary.replace(path)
   except OSError as error:
     raise UserError(f"cannot write {path}: {error.strerror or error}") from error
@@ -96,7 +96,7 @@ def _results(directory: epath.Path, suites: Sequence[str]) -> dict[str, dict[str
     if not path.exists():
       continue
     try:
-      found = json.loads(path.read_text())
+      found = json.loads(path.read_text(encoding="utf-8"))
       ok = found["suite"] == suite and found["models"] and all("at" in row and "value" in row for row in found["figures"])
     except (OSError, ValueError, KeyError, TypeError) as error:
       raise UserError(f"{path} holds no results of a suite ({error}); measure again, or move it away") from error

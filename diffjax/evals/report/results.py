@@ -23,7 +23,7 @@ def check_writable(directory: epath.Path) -> None:
   try:
     directory.mkdir(parents=True, exist_ok=True)
     probe = directory / ".writable"
-    probe.write_text("")
+    probe.write_text("", encoding="utf-8")
     probe.unlink()
   except OSError as error:
     raise UserError(f"cannot write results in {directory}: {error.strerror or error}; choose another place with --out=DIR") from error
@@ -37,7 +37,7 @@ def write(path: epath.Path, results: Mapping[str, Any]) -> None:
   """
   temporary = path.parent / f"{path.name}.tmp"
   try:
-    temporary.write_text(json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    temporary.write_text(json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
     temporary.replace(path)
   except OSError as error:
     raise UserError(f"cannot write {path}: {error.strerror or error}") from error
