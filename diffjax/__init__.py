@@ -1,50 +1,63 @@
 """Differential Transformer language models in JAX.
 
-In a notebook:
+A model, trained or loaded, and text from it:
 
     trained = diffjax.train(configs.tiny.get_config(), "runs/tiny")
     trained = diffjax.load("runs/tiny")
-    print(*diffjax.Sampler(trained).generate(["def "], 100))
+    print(*diffjax.generate(trained, ["def "], 100))
 
-Importing the package imports nothing else: `diffjax.ops` needs no more than jax, numpy and jaxtyping.
+`train`, `load` and `generate` do what the commands of these names do. `Sampler` keeps a model ready for many calls. `DiffAttention` is the
+layer for a flax module of your own, and `diff_attention` the operation on arrays below it.
+
+Importing the package imports nothing else, and each name imports what it needs: `diff_attention` needs jax, numpy and jaxtyping alone.
 """
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+  from diffjax.model.attention import DiffAttention as DiffAttention
   from diffjax.model.sampler import Sampler as Sampler
-  from diffjax.training.trained import Trained
+  from diffjax.ops.diff_attention import diff_attention as diff_attention
+  from diffjax.training.notebook import generate as generate
+  from diffjax.training.notebook import train as train
+  from diffjax.training.trained import load as load
 
+__version__ = "0.1.0"  # pyproject.toml reads it here
 
-def train(config: Any, workdir: Any) -> Trained:
-  """Trains a model, and loads it: see `diffjax.training.notebook.train`.
-
-  Args:
-    config: a `diffjax.config.Config`, or the ConfigDict of a config file.
-    workdir: directory of checkpoints, metrics, plot and sample; local or gs://.
-  """
-  from diffjax.training import notebook
-
-  return notebook.train(config, workdir)
-
-
-def load(workdir: Any, step: int | None = None) -> Trained:
-  """Loads a trained model: see `diffjax.training.trained.load`.
-
-  Args:
-    workdir: the run's directory, local or gs://.
-    step: the checkpoint's step; None for the newest complete one.
-  """
-  from diffjax.training import trained
-
-  return trained.load(workdir, step)
+# Where each name is defined.
+_HOMES = {
+  "DiffAttention": "diffjax.model.attention",
+  "Sampler": "diffjax.model.sampler",
+  "diff_attention": "diffjax.ops.diff_attention",
+  "generate": "diffjax.training.notebook",
+  "load": "diffjax.training.trained",
+  "train": "diffjax.training.notebook",
+}
+__all__ = ["DiffAttention", "Sampler", "__version__", "diff_attention", "generate", "load", "train"]
 
 
 def __getattr__(name: str) -> Any:
-  if name == "Sampler":
-    from diffjax.model.sampler import Sampler
+  if name not in _HOMES:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  import importlib
 
-    return Sampler
-  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+  return __all__
+
+
+class _Package(types.ModuleType):
+  """Keeps `diffjax.train` and `diffjax.generate` functions: importing the commands' modules would put these in their places."""
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    if not (name in _HOMES and isinstance(value, types.ModuleType)):
+      super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -9,10 +9,6 @@ they find each other by themselves; elsewhere each is told how: --coordinator=HO
 
 from __future__ import annotations
 
-import sys
-import types
-from typing import Any
-
 from absl import app, flags
 
 from diffjax import command
@@ -38,16 +34,5 @@ def main(config: Config) -> None:
     loop.train(config, _WORKDIR.value)
 
 
-class _Callable(types.ModuleType):
-  """Importing this module puts it in the place of the function `diffjax.train`; so it can be called as that function."""
-
-  def __call__(self, config: Any, workdir: Any) -> Any:
-    from diffjax.training import notebook
-
-    return notebook.train(config, workdir)
-
-
 if __name__ == "__main__":
   command.run(main)
-else:
-  sys.modules[__name__].__class__ = _Callable

@@ -1,11 +1,14 @@
-"""diffjax from a notebook: two lines train a small model, two load it, two sample from it."""
+"""diffjax from a notebook: the names that the package shows, training, loading and generating; and the project's own notebook."""
 
 import importlib
 import json
+import re
 import signal
 import subprocess
 import sys
 import threading
+import tomllib
+import types
 
 import jax
 import pytest
@@ -14,6 +17,7 @@ import diffjax
 from configs import tiny
 from diffjax.config import Config, UserError, from_config_dict
 from diffjax.training.lock import lock
+from tests.conftest import ROOT
 from tests.in_process import own_flags
 
 
@@ -56,6 +60,23 @@ def test_load_and_sample(workdir):
     diffjax.load(workdir, 1)
 
 
+def test_generate_is_the_samplers(workdir):
+  """Texts in, their continuations out; one text counts as a list of one, and each text is continued as it is alone."""
+  trained = diffjax.load(workdir)
+  prompts = ["def ", "document 1\ndocument", ""]
+  options = dict(temperature=1.0, top_k=20, top_p=0.9, seed=3)
+  texts = diffjax.generate(trained, prompts, 20, **options)
+  assert texts == diffjax.Sampler(trained, batch_size=3).generate(prompts, 20, **options)
+  assert diffjax.generate(trained, "def ", 20, **options) == texts[:1]
+  assert diffjax.generate(trained, []) == []
+  many = [f"document {number}\n" for number in range(20)]  # more than one batch
+  assert diffjax.generate(trained, many, 4, temperature=0) == diffjax.Sampler(trained, batch_size=20).generate(many, 4)
+  with pytest.raises(UserError, match="a prompt of 5 tokens and 60 new ones are more than the 64"):
+    diffjax.generate(trained, ["def "], 60)
+  with pytest.raises(UserError, match="top_p must be above 0 and at most 1; got 2"):
+    diffjax.generate(trained, ["def "], 20, top_p=2)
+
+
 def test_a_second_call_goes_on_and_nothing_is_left_behind(config, workdir, tmp_path):
   """Neither signal handlers nor the workdir's lock, after success and after a refusal."""
   handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
@@ -95,21 +116,39 @@ def test_configs_are_checked(config, tmp_path):
   assert not list(tmp_path.iterdir())
 
 
-def test_the_commands_module_in_the_functions_place_trains_too(config, workdir, monkeypatch):
-  """Importing the module of `python -m diffjax.train` replaces the function of the same name."""
-  function = diffjax.train
+@pytest.mark.parametrize("name", ["train", "generate"])
+def test_the_module_of_a_command_does_not_replace_the_function_of_its_name(name):
+  function = getattr(diffjax, name)
   try:
     with own_flags():
-      module = importlib.import_module("diffjax.train")
-    assert diffjax.train is module is not function
-    assert diffjax.train(config, workdir).name == function(config, workdir).name
+      module = importlib.import_module(f"diffjax.{name}")
+    assert isinstance(module, types.ModuleType) and callable(module.main)
+    assert getattr(diffjax, name) is function is getattr(importlib.import_module("diffjax"), name)
   finally:
-    diffjax.train = function
-    sys.modules.pop("diffjax.train", None)
+    sys.modules.pop(f"diffjax.{name}", None)
+
+
+def test_the_package_shows_what_a_notebook_needs():
+  assert set(diffjax.__all__) == {"DiffAttention", "Sampler", "diff_attention", "generate", "load", "train", "__version__"}
+  assert {*diffjax.__all__} <= {*dir(diffjax)}
+  for name in diffjax.__all__:
+    assert getattr(diffjax, name).__doc__, name
+    assert f"`{name}`" in diffjax.__doc__ or name == "__version__", name
+  with pytest.raises(AttributeError, match="module 'diffjax' has no attribute 'trian'"):
+    _ = diffjax.trian
+
+
+def test_one_version():
+  """The package's own is what pyproject.toml, CITATION.cff and CHANGELOG.md give."""
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+  assert project["project"]["dynamic"] == ["version"] and "version" not in project["project"]
+  assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "diffjax.__version__"}
+  assert re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1] == diffjax.__version__
+  assert re.search(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == diffjax.__version__
 
 
 def test_importing_the_package_imports_nothing_else():
-  code = "import json, sys, typing; before = {*sys.modules}; import diffjax; print(json.dumps(sorted({*sys.modules} - before)))"
+  code = "import json, sys, types, typing; before = {*sys.modules}; import diffjax; print(json.dumps(sorted({*sys.modules} - before)))"
   found = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
   assert {*found} <= {"diffjax", "__future__"}
 

@@ -1,15 +1,20 @@
-"""Training as a notebook calls it: `diffjax.train`."""
+"""Training and generating as a notebook calls them: `diffjax.train` and `diffjax.generate`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import ml_collections
 from etils import epath
 
 from diffjax.config import Config, check, from_config_dict
+from diffjax.model.sampler import Sampler
 from diffjax.training import loop
 from diffjax.training.trained import Trained, load
+
+# Prompts that are continued together: memory, not the result.
+_BATCH = 16
 
 
 def train(config: Config | ml_collections.ConfigDict | dict[str, Any], workdir: epath.PathLike) -> Trained:
@@ -34,3 +39,37 @@ def train(config: Config | ml_collections.ConfigDict | dict[str, Any], workdir: 
     config = from_config_dict(config)
   loop.train(config, str(workdir))
   return load(workdir)
+
+
+def generate(
+  trained: Trained,
+  prompts: str | Sequence[str],
+  max_new_tokens: int = 200,
+  *,
+  temperature: float = 0.8,
+  top_k: int = 0,
+  top_p: float = 1.0,
+  seed: int = 0,
+) -> list[str]:
+  """Continues texts, each as the beginning of a document.
+
+  Every call compiles for seconds. For many calls make one `diffjax.Sampler`, which compiles once and takes token ids as well.
+
+  Args:
+    trained: the model, as `diffjax.train` and `diffjax.load` return it.
+    prompts: texts of any lengths; "" for a document of the model's own. One text counts as a list of one.
+    max_new_tokens: most tokens to add to each. Prompt and addition together may have `trained.config.model.max_length` tokens.
+    temperature: divides the logits; 0 takes the likeliest token.
+    top_k: draw among the k likeliest tokens; 0 for all.
+    top_p: draw among the likeliest tokens that together have this probability, above 0 and at most 1.
+    seed: of the draws. A prompt's continuation also depends on its place among the prompts, not on the others.
+
+  Returns:
+    The new text of each prompt. It ends where the model ends the document, or after `max_new_tokens`.
+
+  Raises:
+    UserError: if a prompt and its addition are too long, or an option is out of range.
+  """
+  texts = [prompts] if isinstance(prompts, str) else list(prompts)
+  sampler = Sampler(trained, batch_size=max(1, min(len(texts), _BATCH)))
+  return sampler.generate(texts, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
