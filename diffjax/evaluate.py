@@ -1,14 +1,14 @@
 """Measures a trained model, or two beside each other.
 
     python -m diffjax.evaluate --suite=validation --workdir=runs/diff
-    python -m diffjax.evaluate --suite=validation,needle --workdir=runs/diff --against=runs/transformer --set.validation.rows=100
+    python -m diffjax.evaluate --suite=validation,needle --workdir=runs/a --against=runs/b
+    python -m diffjax.evaluate --suite=needle --workdir=runs/diff --set.needle.samples=10
     python -m diffjax.evaluate --suite=harness --tasks=arc_easy,hellaswag --workdir=runs/diff
 
 Each suite writes OUT/SUITE.json (OUT is WORKDIR/evals by default), a plot OUT/SUITE.png if it has one, and a table on the terminal.
 `report` makes OUT/report.html of all results in OUT. Every figure has a 95% interval over rows, prompts or questions: Wilson's for a share
 of yes-or-no answers, else a bootstrap. With --against both models are measured on the same samples, those of --workdir's data, and the
-difference is paired; that of two shares has Tango's interval. The flags --set.SUITE.FIELD set the Settings of a suite's file in
-diffjax/evals/.
+difference is paired; that of two shares has Tango's interval.
 """
 
 from __future__ import annotations
@@ -64,23 +64,29 @@ def main(settings: Any) -> None:
   console = rich.console.Console(highlight=False)
   if not console.is_terminal:
     console = rich.console.Console(highlight=False, width=160)
+  chosen = {name: getattr(settings, name, None) or suite(name).Settings() for name in names}
+  if _TASKS.value:
+    chosen["harness"] = dataclasses.replace(chosen["harness"], tasks=tuple(_TASKS.value))
+  # All settings are checked before the first measurement begins.
+  measurements = {name: [suite(name).evaluate(model.trained, chosen[name]) for model in models] for name in names if name != REPORT}
+  if REPORT in names:
+    suite(REPORT).check([model.trained for model in models], chosen[REPORT])
   for name in names:
     module = suite(name)
-    chosen = getattr(settings, name, None) or module.Settings()
-    if name == "harness" and _TASKS.value:
-      chosen = dataclasses.replace(chosen, tasks=tuple(_TASKS.value))
     if name == REPORT:
-      print(module.write([(model.trained, model.described) for model in models], chosen, out, list(SUITES)), flush=True)
+      print(module.write([(model.trained, model.described) for model in models], chosen[name], out, list(SUITES)), flush=True)
       continue
     measured, described = [], []
-    for model in models:
+    for model, measurement in zip(models, measurements.pop(name), strict=True):
       start = time.monotonic()
-      measured.append(list(module.evaluate(model.trained, chosen)))
+      measured.append(list(measurement))
       described.append({**model.described, "seconds": round(time.monotonic() - start, 1)})
     rows = list(figures.compare(*measured))
-    found = results.finite({"suite": name, "settings": dataclasses.asdict(chosen), "models": described, "figures": rows})
+    found = results.finite({"suite": name, "settings": dataclasses.asdict(chosen[name]), "models": described, "figures": rows})
     results.write(out / f"{name}.json", found)
-    console.print(results.table(found))
+    with console.capture() as table:  # rich would end the process with 1 where nobody reads a pipe any more
+      console.print(results.table(found))
+    print(table.get(), end="")
     written = [out / f"{name}.json"]
     if hasattr(module, "plot"):
       written.append(out / f"{name}.png")

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import importlib
+import inspect
 import json
 import os
 import pathlib
@@ -212,6 +214,23 @@ def test_bad_input_is_one_line(runs, args, code, message):
   assert result.returncode == code, result.stderr
   lines = [line for line in result.stderr.splitlines() if not line.startswith("diffjax: ")]
   assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0]
+
+
+def test_all_settings_are_checked_before_the_first_measurement(runs, tmp_path):
+  """Of both models: here the second suite is wrong, or the second model alone, or the report, which is made last."""
+  for wrong, message in (
+    (["--suite=validation,needle", "--set.needle.depths=0.5,2"], "a needle's depth lies between 0 (beginning) and 1"),
+    (["--suite=validation,quantised", "--set.quantised.validation.rows=0", "--set.quantised.bits=4"], "rows = 0: must be at least 1"),
+    (["--suite=validation,report", "--set.report.heads=0"], "set.report.heads = 0: must be at least 1"),
+  ):
+    result = run(*wrong, f"--workdir={runs / 'diff'}", f"--out={tmp_path}", "--set.validation.rows=1")
+    assert result.returncode == 1 and message in result.stderr.splitlines()[-1]
+    assert not result.stdout and not any(tmp_path.iterdir())
+
+
+def test_no_suite_waits_with_its_refusal():
+  """A generator would refuse its settings at its first figure, after the suites before it have been measured."""
+  assert not [name for name in SUITES if inspect.isgeneratorfunction(importlib.import_module(SUITES[name]).evaluate)]
 
 
 def test_a_mistyped_flag_waits_for_no_imports():

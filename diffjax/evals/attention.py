@@ -20,8 +20,9 @@ little influence. Prompts are those of the needle suite, N needles and one of th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -82,16 +83,22 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
       raise UserError(f"set.attention.{name} = {value}: must be at least 1")
   if not settings.depths:
     raise UserError("set.attention.depths = (): name at least one, between 0 and 1")
-  haystack = find_haystack(trained, settings.haystack, tokens=16 * length)
+  prompts = functools.partial(
+    make_prompts, trained.tokenizer, length=length, num_needles=settings.needles, num_asked=1, seed=settings.seed,
+    haystack=find_haystack(trained, settings.haystack, tokens=16 * length),
+  )  # fmt: skip
+  for depth in settings.depths:
+    prompts(depth=depth, samples=1)  # refuses needles and depths that cannot be
+  return _measure(trained, settings, prompts, length)
+
+
+def _measure(trained: Trained, settings: Settings, make: Callable[..., list[NeedlePrompt]], length: int) -> Iterator[Figure]:
   weights = jax.jit(lambda params, tokens: last_query(trained.model, params, tokens))
   size = max(1, min(settings.samples, settings.batch_tokens // length))
   found: dict[tuple[str, str], list[list[float]]] = {}  # by part and sign, for each depth one share a prompt
   with Progress(f"attention of {trained.name}", settings.samples * len(settings.depths)) as progress:
     for index, depth in enumerate(settings.depths):
-      prompts = make_prompts(
-        trained.tokenizer, length=length, num_needles=settings.needles, num_asked=1, depth=depth, samples=settings.samples,
-        seed=settings.seed, haystack=haystack,
-      )  # fmt: skip
+      prompts = make(depth=depth, samples=settings.samples)
       shares: dict[tuple[str, str], list[float]] = {}
       for first in range(0, len(prompts), size):
         batch = prompts[first : first + size]

@@ -29,6 +29,7 @@ import numpy as np
 from etils import epath
 from jaxtyping import Array, Bool, Float
 
+from diffjax.data.pipeline import ValidationBatches
 from diffjax.evals.methods import inside
 from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.figures import Figure
@@ -60,6 +61,10 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   batches = validation_rows(
     "difference_map", trained, settings.rows, length=settings.length, batch_size=settings.batch_size, source=settings.source
   )
+  return _measure(trained, batches)
+
+
+def _measure(trained: Trained, batches: ValidationBatches) -> Iterator[Figure]:
   sums = jax.jit(functools.partial(layer_sums, trained.model))
   found = []
   with Progress(f"difference_map of {trained.name}", len(batches)) as progress:

@@ -28,7 +28,7 @@ import json
 import os
 import re
 import string
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -120,6 +120,12 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   """
   rouge_l = _load_rouge()
   samples = {name: _read(name, trained, settings) for name in settings.sets}
+  return _measure(trained, settings, samples, rouge_l)
+
+
+def _measure(
+  trained: Trained, settings: Settings, samples: Mapping[str, list[Sample]], rouge_l: Callable[[str, str], float]
+) -> Iterator[Figure]:
   everything = [sample for some in samples.values() for sample in some]
   home = epath.Path(settings.judge_dir or os.path.join(settings.data_dir, "judged")).expanduser() / _folder(trained.name)
   outputs = _outputs(trained, settings, everything, home / "generations.jsonl")

@@ -23,7 +23,6 @@ Any other task of lm-eval works too, if every line of its file has the same fiel
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import functools
@@ -31,7 +30,7 @@ import itertools
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,14 +84,20 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   if not settings.tasks:
     raise UserError(f"set.harness.tasks is empty; the paper's are {','.join(PAPER)}")
   try:
-    import lm_eval
-    from lm_eval.api.metrics import mean
-
-    from diffjax.evals.methods.lm_eval import DiffjaxLM
+    import diffjax.evals.methods.lm_eval  # noqa: F401
   except ImportError as error:
     raise UserError(f"the harness needs lm-eval, which cannot be imported ({error}); pip install 'diffjax[eval]'") from error
-  with contextlib.ExitStack() as stack:
-    tasks = _load(settings, stack.enter_context(tempfile.TemporaryDirectory()))
+  files = tempfile.TemporaryDirectory()
+  return _measure(trained, settings, _load(settings, files.name), files)
+
+
+def _measure(trained: Trained, settings: Settings, tasks: Mapping[str, Any], files: tempfile.TemporaryDirectory) -> Iterator[Figure]:
+  import lm_eval
+  from lm_eval.api.metrics import mean
+
+  from diffjax.evals.methods.lm_eval import DiffjaxLM
+
+  with files:
     result = lm_eval.simple_evaluate(
       DiffjaxLM(trained, batch_tokens=settings.batch_tokens),
       tasks=list(tasks.values()),

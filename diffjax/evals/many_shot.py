@@ -27,7 +27,7 @@ import collections
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib.figure
@@ -120,7 +120,11 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   for field in ("samples", "sets", "synthetic_classes", "synthetic_words"):
     if getattr(settings, field) < 1:
       raise UserError(f"set.many_shot.{field} = {getattr(settings, field)}: must be at least 1")
-  datasets = {name: load(name, settings) for name in settings.datasets}  # read all of them first, since the run is long
+  datasets = {name: load(name, settings) for name in settings.datasets}
+  return _measure(trained, settings, datasets, capacity)
+
+
+def _measure(trained: Trained, settings: Settings, datasets: Mapping[str, Dataset], capacity: int) -> Iterator[Figure]:
   sampler = Sampler(trained.model, trained.params, batch_size=max(1, settings.batch_tokens // capacity), capacity=capacity)
   for name, dataset in datasets.items():
     task = _Task(sampler, trained.tokenizer, name, dataset, settings)

@@ -83,8 +83,14 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   files = [(epath.Path(name).stem, read(name)[: settings.questions or None]) for name in paths]
   prompts = [[_prompt(trained.tokenizer, shots + _ask(template, question.text)) for question in questions] for _, questions in files]
   capacity = _capacity(trained, settings, files, prompts)
+  return _measure(trained, settings, files, prompts, capacity)
+
+
+def _measure(
+  trained: Trained, settings: Settings, files: Sequence[tuple[str, list[Question]]], prompts: list[list[list[int]]], capacity: int
+) -> Iterator[Figure]:
   sampler = Sampler(trained.model, trained.params, batch_size=max(1, settings.batch_tokens // capacity), capacity=capacity)
-  another = _Another(trained.tokenizer, template)
+  another = _Another(trained.tokenizer, trained.config.data.prompt_template)
   right: list[np.ndarray] = []
   for (name, questions), ids in zip(files, prompts, strict=True):
     written = sampler.generate(ids, settings.new_tokens, stop_ids=(trained.tokenizer.separator,), stop=another)

@@ -19,7 +19,8 @@ The table at 4K is the default. The heat map at 64K:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import matplotlib.figure
@@ -27,7 +28,7 @@ import numpy as np
 from etils import epath
 
 from diffjax.config import UserError
-from diffjax.evals.methods.needle_prompts import find_haystack, make_prompts
+from diffjax.evals.methods.needle_prompts import NeedlePrompt, find_haystack, make_prompts
 from diffjax.evals.report.figures import Figure, proportion
 from diffjax.evals.report.plots import WIDTH, save, styles_of
 from diffjax.evals.report.results import excludes_zero
@@ -73,22 +74,28 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   _check(trained, settings, pairs, lengths)
   # Sixteen times the longest length, so that samples differ
   haystack = find_haystack(trained, settings.haystack, tokens=16 * max(lengths))
+
+  def prompts(length: int, pair: tuple[int, int], depth: float, samples: int) -> list[NeedlePrompt]:
+    return make_prompts(
+      trained.tokenizer, length=length - settings.new_tokens, num_needles=pair[0], num_asked=pair[1], depth=depth, samples=samples,
+      seed=settings.seed, haystack=haystack,
+    )  # fmt: skip
+
+  for length, pair, depth in itertools.product(lengths, pairs, settings.depths):
+    prompts(length, pair, depth, samples=1)  # refuses needles, depths and lengths that cannot be
+  return _measure(trained, settings, prompts, lengths, pairs)
+
+
+def _measure(
+  trained: Trained, settings: Settings, make: Callable[..., list[NeedlePrompt]], lengths: Sequence[int], pairs: Sequence[tuple[int, int]]
+) -> Iterator[Figure]:
   for length in lengths:
     sampler = Sampler(trained.model, trained.params, batch_size=max(1, settings.batch_tokens // length), capacity=length)
-    for num_needles, num_asked in pairs:
-      place: dict[str, Any] = {"needles": num_needles, "asked": num_asked, "length": length}
+    for pair in pairs:
+      place: dict[str, Any] = {"needles": pair[0], "asked": pair[1], "length": length}
       every: list[float] = []
       for depth in settings.depths:
-        prompts = make_prompts(
-          trained.tokenizer,
-          length=length - settings.new_tokens,
-          num_needles=num_needles,
-          num_asked=num_asked,
-          depth=depth,
-          samples=settings.samples,
-          seed=settings.seed,
-          haystack=haystack,
-        )
+        prompts = make(length, pair, depth, settings.samples)
         written = sampler.generate([prompt.ids for prompt in prompts], settings.new_tokens, stop_ids=(trained.tokenizer.separator,))
         found = [_share_found(trained.tokenizer.decode(ids), prompt.answers) for ids, prompt in zip(written, prompts, strict=True)]
         yield proportion("accuracy", found, **place, depth=depth)

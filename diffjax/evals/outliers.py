@@ -25,6 +25,7 @@ from etils import epath
 from jaxtyping import Array, Float
 
 from diffjax.config import UserError
+from diffjax.data.pipeline import ValidationBatches
 from diffjax.evals.methods import inside
 from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.figures import Figure
@@ -64,7 +65,11 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
       raise UserError(f"set.outliers.{name} = {value}: must be at least 1")
   count = -(-settings.tokens // (settings.length or trained.config.data.length))
   batches = validation_rows("outliers", trained, count, length=settings.length, batch_size=settings.batch_size, source=settings.source)
-  summaries = jax.jit(functools.partial(row_summaries, trained.model, every=settings.median_every))
+  return _measure(trained, batches, settings.median_every)
+
+
+def _measure(trained: Trained, batches: ValidationBatches, every: int) -> Iterator[Figure]:
+  summaries = jax.jit(functools.partial(row_summaries, trained.model, every=every))
   found: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {LOGITS: [], HIDDEN: []}
   with Progress(f"outliers of {trained.name}", len(batches)) as progress:
     for index, batch in enumerate(batches):

@@ -77,6 +77,11 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
       "set.position_nll.beyond_limit=true measures longer rows all the same"
     )
   rows = _long_documents(trained, settings, length) if settings.rows_of == "long" else _concatenated(trained, settings, length)
+  return _measure(trained, settings, rows, length)
+
+
+def _measure(trained: Trained, settings: Settings, rows: Iterator[dict[str, Any]], length: int) -> Iterator[Figure]:
+  limit = trained.config.model.max_length
   model = trained.model.clone(config=dataclasses.replace(trained.model.config, max_length=max(length, limit)))
   losses = jax.jit(functools.partial(token_losses, model))
   positions = spaced(settings.first, length, settings.per_octave)
@@ -115,14 +120,12 @@ def _long_documents(trained: Trained, settings: Settings, length: int) -> Iterat
     trained.config.data, tokenizer=trained.tokenizer.spec, validation_source=settings.source or trained.config.data.validation_source
   )
   field, spec = ("data.validation_source", data.validation_source) if data.validation_source else ("data.source", data.source)
+  texts = [sources.documents(component.spec, "validation", data) for component in sources.parse_mixture(spec, field)]
   tokenize = Tokenize(data.tokenizer)
-  for component in sources.parse_mixture(spec, field):
-    source = sources.documents(component.spec, "validation", data)
-    for part in source.parts:
-      for document in source.read(part):
-        tokens = tokenize(document._replace(prompt=None)).tokens[: length + 1]
-        if len(tokens) == length + 1:
-          yield make_batch([Row(tokens, np.array([length + 1]), np.array([0]))], length)
+  documents = (document for source in texts for part in source.parts for document in source.read(part))
+  beginnings = (tokenize(document._replace(prompt=None)).tokens[: length + 1] for document in documents)
+  whole = np.array([length + 1])
+  return (make_batch([Row(tokens, whole, np.array([0]))], length) for tokens in beginnings if len(tokens) == length + 1)
 
 
 def plot(results: dict[str, Any], path: epath.PathLike) -> None:

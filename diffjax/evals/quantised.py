@@ -16,6 +16,7 @@ All attention of a quantised model (`quantise`) goes through `quantised_attentio
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -77,12 +78,20 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   for bits in settings.bits:
     if not 2 <= bits <= 24:
       raise UserError(f"set.quantised.bits = {bits}: must be from 2 to 24")
-  for name in settings.measurements:
+  whole = {name: _MEASUREMENTS[name][0].evaluate(trained, getattr(settings, name)) for name in settings.measurements}
+  return _measure(trained, settings, whole)
+
+
+def _measure(trained: Trained, settings: Settings, whole: Mapping[str, Iterator[Figure]]) -> Iterator[Figure]:
+  """Of each measurement, first the figures of `whole`, without quantisation."""
+  for name, figures in whole.items():
     module, counts = _MEASUREMENTS[name]
-    models: list[tuple[dict[str, Any], Trained]] = [({"bits": "all", "per": ""}, trained)]
-    models += [({"bits": bits, "per": per}, quantise(trained, bits, per)) for per in settings.per for bits in settings.bits]
-    for at, model in models:
-      for figure in module.evaluate(model, getattr(settings, name)):
+    models: list[tuple[dict[str, Any], Trained]] = [
+      ({"bits": bits, "per": per}, quantise(trained, bits, per)) for per in settings.per for bits in settings.bits
+    ]
+    quantised = ((at, module.evaluate(model, getattr(settings, name))) for at, model in models)
+    for at, found in itertools.chain([({"bits": "all", "per": ""}, figures)], quantised):
+      for figure in found:
         if counts(figure):
           yield dataclasses.replace(figure, name=f"{name}: {figure.name}", at={**at, **figure.at})
 

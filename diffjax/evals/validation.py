@@ -13,6 +13,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from diffjax.config import UserError
+from diffjax.data.pipeline import ValidationBatches
 from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.figures import Figure
 from diffjax.progress import Progress
@@ -52,7 +53,11 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   batches = validation_rows(
     "validation", trained, settings.rows, length=settings.length, batch_size=settings.batch_size, source=settings.source
   )
-  token_bytes, ngram = trained.tokenizer.token_bytes(), settings.ngram or trained.config.eval.ngram
+  return _measure(trained, batches, settings.ngram or trained.config.eval.ngram)
+
+
+def _measure(trained: Trained, batches: ValidationBatches, ngram: int) -> Iterator[Figure]:
+  token_bytes = trained.tokenizer.token_bytes()
   step = jax.jit(functools.partial(row_losses, trained.model))
   units = []
   with Progress(f"validation of {trained.name}", len(batches)) as progress:

@@ -76,6 +76,11 @@ def compute(models: Sequence[Trained], settings: Settings) -> tuple[str, list[Ma
   ]
 
 
+def check(models: Sequence[Trained], settings: Settings) -> None:
+  """Raises a UserError where `draw` would, before hours are spent on what the page shows."""
+  _prompt(models, settings)
+
+
 def _prompt(models: Sequence[Trained], settings: Settings) -> list[int]:
   for name in ("tokens", "layers", "heads"):
     if (value := getattr(settings, name)) < 1:

@@ -25,12 +25,12 @@ from diffjax.config import UserError
 from diffjax.evals import SUITES
 from diffjax.evals.report import curves, maps, plots, results, summary
 from diffjax.evals.report.elements import Html, data_address, drawing, element, escape, number, picture, table
-from diffjax.evals.report.maps import Settings
+from diffjax.evals.report.maps import Settings, check
 from diffjax.styles import Style
 from diffjax.training.curves import loss_curves, read_log
 from diffjax.training.trained import Trained
 
-__all__ = ["Settings", "write"]
+__all__ = ["Settings", "check", "write"]
 
 _TEMPLATE = pathlib.Path(__file__).with_name("page.html")
 # Fields of config.model in the table of models.
