@@ -1,4 +1,7 @@
-"""Continues text: python -m diffjax.generate --workdir=runs/tiny --prompt='def main('
+"""Continues text.
+
+    python -m diffjax.generate --workdir=runs/tiny --prompt='def main('
+    python -m diffjax.generate --workdir=runs/tiny --prompt='import ' --prompt='class ' --top_p=0.9
 
 One prompt is answered on the terminal as it comes; several (--prompt repeated, of any lengths) are answered together. The answer ends where
 the model ends its document, at --max_new_tokens, or before a --stop string. --temperature=0 takes the likeliest token each time.
@@ -72,8 +75,10 @@ def _cut(text: str, stops: Sequence[str]) -> int | None:
 
 
 def _printer(prompt: str, tokenizer: Tokenizer, stops: Sequence[str]) -> Callable[[list[int], bool], None]:
-  """A function that prints the answer as far as it is certain: no half characters, and no text that may begin a stop string."""
-  print(prompt, end="", flush=True)
+  """A function that prints the prompt and the answer as far as it is certain: no half characters, no text that may begin a stop string.
+
+  The prompt comes with the first tokens, and not at all if the model cannot be asked for any.
+  """
   printed = 0
 
   def show(answer: list[int], is_whole: bool) -> None:
@@ -83,9 +88,10 @@ def _printer(prompt: str, tokenizer: Tokenizer, stops: Sequence[str]) -> Callabl
     if end is None and not is_whole:
       text = text.rstrip("\ufffd")
       end = len(text) - max((size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0)
-    sys.stdout.write(text[printed:end])
+    certain = prompt + text[:end]
+    sys.stdout.write(certain[printed:])
     sys.stdout.flush()
-    printed = max(printed, len(text[:end]))
+    printed = max(printed, len(certain))
     if is_whole:
       print(flush=True)
 

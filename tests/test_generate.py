@@ -1,5 +1,10 @@
 """python -m diffjax.generate as typed."""
 
+import os
+import signal
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import pytest
@@ -14,13 +19,14 @@ from diffjax.training.trained import load
 from tests import in_process
 
 
-def save(workdir, **data):
+def save(workdir, change=lambda params: None, **data):
   """A model that has learnt nothing, but whose logits are far apart."""
   model = ModelConfig(num_layers=1, embed_dim=16, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=32, max_length=600)
   config = Config(model=model, data=DataConfig(**data))
   program = build(config, make_mesh(config.mesh, jax.devices()[:1]))
   state = program.init()
   state.params["embedding"] *= 3
+  change(state.params)
   with Checkpoints(workdir, keep=1) as checkpoints:
     checkpoints.save(0, state, data_state={}, config=config.to_dict(), metrics={})
     checkpoints.wait()
@@ -74,12 +80,32 @@ def test_bad_input_is_one_line(workdir, tmp_path):
     ([f"--workdir={workdir}", "--prompt=x", "--step=7"], 1, "there is no complete checkpoint of step 7"),
     ([f"--workdir={workdir}", f"--prompt={'x' * 700}"], 1, "701 tokens and 200 new ones are more than the 600 that a row can have"),
     ([f"--workdir={workdir}", "--prompt=x", "--top_p=2"], 1, "top_p must be above 0 and at most 1; got 2.0"),
+    ([f"--workdir={workdir}", "--prompt=x", "--temperature=-1"], 1, "temperature must be"),
     ([f"--workdir={tokenized}", "--prompt=x"], 1, "there is no tokenizer beside the checkpoint: neither"),
   ):
     result = run(*args)
     lines = result.stderr.strip().splitlines()
     assert result.returncode == code and lines[-1].startswith("error: ") and message in lines[-1], result.stderr
-    assert "Traceback" not in result.stderr
+    assert "Traceback" not in result.stderr and not result.stdout
+
+
+@pytest.mark.full
+def test_a_closed_pipe_ends_it_quietly(workdir):
+  reader, writer = os.pipe()
+  os.close(reader)
+  arguments = [sys.executable, "-m", "diffjax.generate", f"--workdir={workdir}", "--prompt=x"]
+  result = subprocess.run(arguments, cwd=in_process.ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+  os.close(writer)
+  assert result.returncode == 128 + signal.SIGPIPE and not result.stderr
+
+
+def test_parameters_that_are_not_finite_are_refused(tmp_path):
+  """A model with a NaN would write zero bytes, and be measured as nothing."""
+  wrong = save(tmp_path, change=lambda params: params["layers"]["attention"].update(query=params["layers"]["attention"]["query"] * np.nan))
+  for result in (run(f"--workdir={wrong}", "--prompt=x"), in_process.call("diffjax.evaluate", "--suite=validation", f"--workdir={wrong}")):
+    last = result.stderr.splitlines()[-1]
+    assert result.returncode == 1 and not result.stdout
+    assert last.startswith(f"error: {wrong} at step 0 has parameters that are not finite: layers/attention/query: ")
 
 
 def test_a_damaged_checkpoint_is_passed_over_or_named(workdir, tmp_path):

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from etils import epath
 
 from diffjax.config import Config, UserError, from_config_dict
@@ -14,6 +15,8 @@ from diffjax.model.decoder import Decoder
 from diffjax.training.checkpoint import open_checkpoint
 from diffjax.training.program import compute_dtype
 from diffjax.training.step import init_params
+
+_NAMED = 3  # parameters that an error names, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +42,12 @@ def load(workdir: epath.PathLike, step: int | None = None) -> Trained:
   """Loads the newest complete checkpoint, or that of a step.
 
   Raises:
-    UserError: if there is none, it is damaged, or its tokenizer is not at hand.
+    UserError: if there is none, it is damaged, its parameters are not finite, or its tokenizer is not at hand.
   """
   saved = open_checkpoint(workdir, step)
   config = from_config_dict(saved.config)
   params = saved.params(jax.eval_shape(lambda: init_params(Decoder(config.model), jax.random.key(0))))
+  _check_finite(f"{workdir} at step {saved.step}", params)
   tokenizer = load_tokenizer(_tokenizer_beside(workdir, config.data.tokenizer))
   if tokenizer.vocab_size > config.model.vocab_size:
     raise UserError(
@@ -52,6 +56,18 @@ def load(workdir: epath.PathLike, step: int | None = None) -> Trained:
     )
   model = Decoder(config.model, dtype=compute_dtype(config.model.dtype, jax.local_devices()[0].platform))
   return Trained(f"{workdir} at step {saved.step}", config, model, params, tokenizer)
+
+
+def _check_finite(name: str, params: Any) -> None:
+  """Refuses a model that would write zero bytes and be measured as nothing."""
+  finite = jax.jit(lambda tree: jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), tree))(params)
+  wrong = [jax.tree_util.keystr(path, simple=True, separator="/") for path, ok in jax.tree.leaves_with_path(finite) if not ok]
+  if wrong:
+    more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+    raise UserError(
+      f"{name} has parameters that are not finite: {', '.join(wrong[:_NAMED])}{more}: it has diverged; take an earlier checkpoint "
+      "with --step (python -m diffjax.checkpoints lists them)"
+    )
 
 
 def keep_tokenizer(workdir: epath.PathLike, spec: str) -> str:
