@@ -1,7 +1,7 @@
 """Compiles a run's training step for TPUs that are not there, and says what it takes of them, what bounds its time and whether it fits.
 
     python -m diffjax.aot --config=configs/diff_1b.py --topology=v5e:4x4
-    python -m diffjax.aot --config=configs/diff_13b.py --topology=v5p:4x4x4 --slices=2 --config.mesh.data=2
+    python -m diffjax.aot --config=configs/diff_13b.py --topology=v5p:4x4x4 --slices=2
     python -m diffjax.aot --config=configs/diff_1b.py --topology=v6e:4x4 --remat
 
 It needs the TPU's compiler, libtpu ('.[tpu]', Linux on x86-64), and no TPU. It exits with 1 if the step does not fit.

@@ -1,10 +1,11 @@
 """Lists, verifies and prunes a run's checkpoints.
 
-    python -m diffjax.checkpoints --workdir=runs/tiny              what there is; compares the sizes of the files
-    python -m diffjax.checkpoints --workdir=runs/tiny --verify     reads every file; exits with 1 if a checkpoint is not complete
+    python -m diffjax.checkpoints --workdir=runs/tiny              # what there is
+    python -m diffjax.checkpoints --workdir=runs/tiny --verify
     python -m diffjax.checkpoints --workdir=runs/tiny --prune --keep=1
 
---prune deletes what is not complete, and every complete checkpoint but the newest --keep and the best by validation loss.
+A list compares the sizes of the files; --verify reads them. --prune deletes what is not complete, and every complete checkpoint but the
+newest --keep and the best by validation loss.
 """
 
 import time

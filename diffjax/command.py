@@ -6,20 +6,23 @@ Any field of a config can be overridden (``--config.train.steps=100``).
 from __future__ import annotations
 
 import codecs
+import contextlib
 import dataclasses
 import functools
 import io
 import os
-import pathlib
+import select
+import signal
 import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from diffjax import config_file, help
 from diffjax.config import Config, UserError, from_config_dict, to_config_dict, to_dataclass, unknown_field
 from diffjax.user_cache import cache_directory
 
@@ -28,6 +31,7 @@ def run(main: Callable[..., None], *, with_config: bool = True, settings: Any = 
   """Runs a command: reads `--config=FILE[:VARIANT]` and overrides such as `--config.train.steps=100`, checks them, calls `main`.
 
   Exits with 2 for flags that cannot be read and with 1 for any other error that the user can fix, each with one line on standard error.
+  `--help` prints the module's docstring and the flags that it has defined.
 
   Args:
     main: What to call with the config, with the settings, or without arguments.
@@ -37,11 +41,22 @@ def run(main: Callable[..., None], *, with_config: bool = True, settings: Any = 
   """
   if isinstance(sys.stdout, io.TextIOWrapper):  # standard error escapes what its encoding cannot show; so shall standard output
     sys.stdout.reconfigure(errors="backslashreplace")
+  with _quiet_if_nobody_reads():
+    if help.is_asked(sys.argv[1:]):
+      print(help.page(with_config=with_config, with_settings=settings is not None), flush=True)
+      sys.exit()
+    _run(main, with_config, settings)
+
+
+def _run(main: Callable[..., None], with_config: bool, settings: Any) -> None:
   flag: flags.FlagHolder | None = None
   cls: type = Config if with_config else type(settings)
   root = "config" if with_config else "set"
+  printing: flags.FlagHolder | None = None
   if with_config:
-    flag = config_flags.DEFINE_config_file("config", help_string="Config file, and a variant after a colon: FILE:diff_v2,heads=8.")
+    flag = config_flags.DEFINE_config_file("config", help_string=help.CONFIG["--config=FILE[:VARIANT]"])
+    flags.FLAGS["config"].parser = _ConfigFile()
+    printing = flags.DEFINE_bool("print_config", False, help.CONFIG["--print_config"])
   elif settings is not None:
     try:
       _check_overrides(sys.argv[1:], root, cls)  # defining the flag reads them
@@ -53,8 +68,13 @@ def run(main: Callable[..., None], *, with_config: bool = True, settings: Any = 
     try:
       if values is None:
         main()
+      elif not with_config:
+        main(to_dataclass(values, cls, root))
+      elif printing is not None and printing.value:
+        print(config_file.to_toml(from_config_dict(values)), end="")
       else:
-        main(from_config_dict(values) if with_config else to_dataclass(values, cls, root))
+        main(from_config_dict(values))
+      sys.stdout.flush()  # here, where a closed pipe is noticed quietly
     except app.UsageError as error:
       _fail(str(error), 2)
     except UserError as error:
@@ -63,6 +83,43 @@ def run(main: Callable[..., None], *, with_config: bool = True, settings: Any = 
       _fail("interrupted", 130)
 
   app.run(checked_main, flags_parser=functools.partial(_parse, flag=flag, root=root, cls=cls))
+
+
+class _ConfigFile(flags.ArgumentParser):
+  """Reads the value of --config. ml_collections' own parser prints a traceback of its own for errors in the file."""
+
+  def parse(self, spec: str) -> ml_collections.ConfigDict:
+    return config_file.read(spec)
+
+  def flag_type(self) -> str:
+    return "config file"
+
+
+@contextlib.contextmanager
+def _quiet_if_nobody_reads() -> Iterator[None]:
+  """Ends the process without a word, as SIGPIPE would, if it prints to a pipe that nobody reads any more (`… | head`).
+
+  The signal itself would also end a process whose connection to a bucket breaks.
+  """
+  try:
+    yield
+  except BrokenPipeError:
+    closed = [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream)]
+    if not closed:
+      raise
+    for stream in closed:  # so that Python finds no error when it flushes them at its end
+      os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    sys.exit(128 + signal.SIGPIPE)
+
+
+def _has_no_reader(stream: typing.TextIO) -> bool:
+  try:
+    descriptor = stream.fileno()
+  except io.UnsupportedOperation:  # a notebook's, or a test's
+    return False
+  poll = select.poll()
+  poll.register(descriptor, 0)
+  return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _parse(argv: Sequence[str], *, flag: flags.FlagHolder | None, root: str, cls: type) -> ml_collections.ConfigDict | None:
@@ -76,19 +133,16 @@ def _parse(argv: Sequence[str], *, flag: flags.FlagHolder | None, root: str, cls
     if flags.FLAGS["verbosity"].using_default_value:
       # The libraries report every file they write; --verbosity=0 shows that.
       flags.FLAGS.verbosity = logging.WARNING  # type: ignore[assignment]
-    if flag is not None and (values := flag.value) is not None:
-      values.to_dict()  # a missing file is reported at the first access
+    if flag is not None:
+      values = flag.value
   except UserError as error:
     _fail(str(error), 2)
-  except OSError:
-    _fail(f"--config: no such file; {_configs()}", 2)
   except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    _fail(lines[-1] if "parsing config file" in lines[0] else lines[0], 2)
+    _fail(next(line.strip() for line in str(error).splitlines() if line.strip()), 2)
   if len(rest) > 1:
     _fail(f"unexpected argument {rest[1]!r}: flags are written --name=value", 2)
   if flag is not None and values is None:
-    _fail(f"pass --config=FILE[:VARIANT], for example --config=configs/tiny.py; {_configs()}", 2)
+    _fail(f"pass --config=FILE[:VARIANT], for example --config=configs/tiny.py; {config_file.available()}", 2)
   return values
 
 
@@ -118,11 +172,6 @@ def _check_overrides(argv: Sequence[str], root: str, cls: type) -> None:
       if name not in hints:
         raise unknown_field(prefix, name, hints)
       kind, prefix = hints[name], f"{prefix}{name}."
-
-
-def _configs() -> str:
-  names = sorted(str(path) for path in pathlib.Path("configs").glob("*.py"))
-  return f"there are {', '.join(names)}" if names else "there are none in ./configs: run from the root of the repository"
 
 
 def _fail(message: str, code: int) -> typing.NoReturn:

@@ -1,8 +1,8 @@
 """Converts a model between diffjax's workdirs and other layouts.
 
-    python -m diffjax.convert --from=diffjax:runs/tiny --to=diffllama:exported          then transformers loads it
+    python -m diffjax.convert --from=diffjax:runs/tiny --to=diffllama:exported    # for transformers
     python -m diffjax.convert --from=diffllama:downloaded --to=diffjax:runs/diffllama
-    python -m diffjax.convert --from=llama:downloaded --to=diffjax:runs/v2              DIFF V2 of the same function, for training
+    python -m diffjax.convert --from=llama:downloaded --to=diffjax:runs/v2    # as DIFF V2
 
 The layouts are described in diffjax/interop/: diffjax, a workdir, of which the newest checkpoint is read; diffllama, Hugging Face's; unilm,
 the authors' layers, V1 and V2; llama, Hugging Face's, which is only read. All but workdirs are directories with config.json, safetensors

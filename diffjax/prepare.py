@@ -1,7 +1,7 @@
 """Packs a dataset into rows of tokens, once, or trains a tokenizer on it.
 
-    python -m diffjax.prepare --config=configs/diff_1b.py [--config.data.source=…] [--workers=N]
-    python -m diffjax.prepare --config=configs/diff_1b.py --train_tokenizer=OUT_DIR --vocab_size=32768
+    python -m diffjax.prepare --config=configs/diff_1b.py --config.data.prepared_dir=/data/rows
+    python -m diffjax.prepare --config=configs/diff_1b.py --train_tokenizer=/data/bpe
 
 Rows are written to config.data.prepared_dir, or to the user's cache. If the command is stopped, the same command continues. A training run
 of one process prepares missing rows by itself. Runs of several processes need this command first; for large datasets it is faster.

@@ -1,7 +1,11 @@
-"""Trains a model: python -m diffjax.train --config=configs/tiny.py --workdir=runs/tiny
+"""Trains a model, or goes on with one that was stopped.
 
-Any field of the config can be overridden (--config.train.steps=100). Run again with the same command, it goes on from the last
-checkpoint. It ends with a checkpoint, a plot of the loss (loss.png) and a sample of text (sample.txt) in the workdir.
+    python -m diffjax.train --config=configs/tiny.py --workdir=runs/tiny
+    python -m diffjax.train --config=configs/tiny.py:transformer --workdir=runs/twin
+
+Any field of the config can be overridden (--config.train.steps=100). Run again with the same command, it goes on from the last checkpoint.
+It ends with a checkpoint, a plot of the loss (loss.png) and a sample of text (sample.txt) in the workdir, which also holds the run's config
+(config.toml).
 
 Several processes, each started with the same command, train one model on all their devices. On Cloud TPU, under Slurm and in Kubernetes
 they find each other by themselves; elsewhere each is told how: --coordinator=HOST:PORT --num_processes=N --process_id=I

@@ -1,19 +1,13 @@
 """Runs an experiment: trains and measures its grid's runs, and writes results.json, table.md, plot.png and plot.svg.
 
-    python -m experiments.run ablations                               # the grid "cpu", one run after the other
-    python -m experiments.run ablations --only='diff*/seed_0' --steps=2
-    python -m experiments.run retrieval --grid=gpu --side_by_side=8   # a GPU each
-    python -m experiments.run ablations --grid=tpu --cost             # its FLOPs and hours; --print lists the commands
-    python -m experiments.run ablations --grid=tpu --aot=v5p:4x4x4    # do its steps fit these TPUs? They need not be attached
+    python -m experiments.run ablations    # the grid "cpu", one run after the other
+    python -m experiments.run retrieval --grid=gpu --side_by_side=8    # a GPU each
+    python -m experiments.run ablations --grid=tpu --cost    # its FLOPs and hours
 
 The same command continues a grid that was stopped: each run has a workdir of its own (WORKDIR/NAME/GRID/VARIANT/seed_SEED), and finished
-runs are skipped. A grid changed by --steps or --set has another WORKDIR and its results there, unless --workdir and --out are given.
-Several hosts that share the workdir can each take a part of the grid; afterwards the command without --slice collects the results:
-
-    srun --ntasks=4 bash -c 'python -m experiments.run ablations --workdir=/shared/runs --slice=$SLURM_PROCID/$SLURM_NTASKS'
-    python -m experiments.run ablations --workdir=/shared/runs
-
-A run that needs several hosts is started by their launcher, with the line that --print gives; this command then collects its results.
+runs are skipped. A grid changed by --steps or --set has another WORKDIR. Several hosts that share the workdir can each take a --slice;
+afterwards the command without it collects the results. A run that needs several hosts is started by their launcher, with the line that
+--print gives.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
 """Commands as users type them: exit codes and one clear line for bad input; the documented commands as they stand there."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 
 import pytest
 
+from tests import in_process
 from tests.conftest import ROOT
 from tests.pages import DOCUMENTATION, commands, python_blocks
 
@@ -15,7 +18,7 @@ from tests.pages import DOCUMENTATION, commands, python_blocks
   "args, code, message",
   [
     ([], 2, "error: pass --config=FILE"),
-    (["--config=configs/nope.py"], 2, "error: --config: no such file; there are configs/base.py"),
+    (["--config=configs/nope.py"], 2, "error: --config=configs/nope.py: no such file; there are configs/base.py"),
     (
       ["--config=configs/tiny.py:v9"],
       2,
@@ -54,9 +57,36 @@ def test_bad_input_is_one_line(command, args, code, message):
   assert "Traceback" not in result.stderr
 
 
-def test_help_names_the_flags(command):
-  result = command("diffjax.train", "--help")
-  assert "--config" in result.stdout and "--workdir" in result.stdout
+WITH_CONFIG = ("train", "prepare", "aot")
+COMMANDS = [*(f"diffjax.{name}" for name in (*WITH_CONFIG, "evaluate", "generate", "convert", "checkpoints")), "experiments.run"]
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_help_fits_a_screen(module):
+  """What it does, every flag of its own with its default, examples, and where the fields are."""
+  result = in_process.call(module, "--help")
+  assert result.returncode == 0 and not result.stderr
+  lines = result.stdout.splitlines()
+  assert len(lines) <= 30 and max(map(len, lines)) <= 100
+  assert sum(line.startswith(f"    python -m {module} ") for line in lines) >= 2, "examples"
+  source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+  for kind, name, default in re.findall(r'flags\.DEFINE_(\w+)\(\s*"(\w+)", ([^,]+),', source):
+    about = result.stdout.partition(f"\n  --{name}")[2].partition("\n  --")[0]
+    shown = {"False": "off", "None": None, "[]": None, '""': None}.get(default, default.strip('"'))
+    assert about and (shown is None or about.endswith(f"[{shown}]") or f"[{shown}]\n" in about), (kind, name, default, about)
+  names = "diffjax/evals/SUITE.py" if module == "diffjax.evaluate" else "diffjax/config.py"
+  if module in ("diffjax.evaluate", *(f"diffjax.{name}" for name in WITH_CONFIG)):
+    assert names in result.stdout
+  assert in_process.call(module, "--workdir=x", "-h").stdout == result.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--config=configs/tiny.py", "--print_config"]])
+def test_a_closed_pipe_ends_a_command_quietly(arguments):
+  reader, writer = os.pipe()
+  os.close(reader)
+  result = subprocess.run([sys.executable, "-m", "diffjax.train", *arguments], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+  os.close(writer)
+  assert result.returncode == 128 + signal.SIGPIPE and not result.stderr
 
 
 def test_the_gpu_benchmark_needs_little():
