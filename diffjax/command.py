@@ -22,7 +22,7 @@ import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from diffjax import config_file, help
+from diffjax import absent_tpu, config_file, help
 from diffjax.config import Config, UserError, from_config_dict, to_config_dict, to_dataclass, unknown_field
 from diffjax.user_cache import cache_directory
 
@@ -45,6 +45,7 @@ def run(main: Callable[..., None], *, with_config: bool = True, settings: Any = 
     if help.is_asked(sys.argv[1:]):
       print(help.page(with_config=with_config, with_settings=settings is not None), flush=True)
       sys.exit()
+    absent_tpu.skip()
     _run(main, with_config, settings)
 
 

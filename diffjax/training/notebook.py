@@ -8,6 +8,7 @@ from typing import Any
 import ml_collections
 from etils import epath
 
+from diffjax import absent_tpu
 from diffjax.config import Config, check, from_config_dict
 from diffjax.model.sampler import Sampler
 from diffjax.training import loop
@@ -33,6 +34,7 @@ def train(config: Config | ml_collections.ConfigDict | dict[str, Any], workdir: 
   Raises:
     UserError: for whatever the user can fix, as `training.loop.train`; and if the run was stopped before its first step.
   """
+  absent_tpu.skip()
   if isinstance(config, Config):
     check(config)
   else:

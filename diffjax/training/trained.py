@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
+from diffjax import absent_tpu
 from diffjax.config import Config, UserError, from_config_dict
 from diffjax.data.tokenizer import Tokenizer, load_tokenizer
 from diffjax.model.decoder import Decoder
@@ -44,6 +45,7 @@ def load(workdir: epath.PathLike, step: int | None = None) -> Trained:
   Raises:
     UserError: if there is none, it is damaged, its parameters are not finite, or its tokenizer is not at hand.
   """
+  absent_tpu.skip()
   saved = open_checkpoint(workdir, step)
   config = from_config_dict(saved.config)
   params = saved.params(jax.eval_shape(lambda: init_params(Decoder(config.model), jax.random.key(0))))
