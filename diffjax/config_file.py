@@ -104,11 +104,14 @@ def write(path: epath.Path, config: Config) -> None:
   """Writes the config as TOML, completely or not at all.
 
   Raises:
-    OSError: if that fails.
+    UserError: if that fails.
   """
   temporary = path.parent / f"{path.name}.tmp"
-  temporary.write_bytes(to_toml(config).encode(**_ENCODING))
-  temporary.replace(path)
+  try:
+    temporary.write_bytes(to_toml(config).encode(**_ENCODING))
+    temporary.replace(path)
+  except OSError as error:
+    raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _read_toml(path: str) -> ml_collections.ConfigDict:

@@ -42,7 +42,7 @@ def finish(config: Config, workdir: str, model: Decoder, params: Any, tokenizer:
     print(f"\n--- a sample ---\n{text}\n---")
   for name, value in scores.items():
     print(f"{name} {value:.4f}")
-  print(f"{path}: checkpoints, metrics.jsonl, TensorBoard files, loss.png{', sample.txt' * bool(text)}")
+  print(f"{path}: checkpoints, config.toml, metrics.jsonl, TensorBoard files, loss.png{', sample.txt' * bool(text)}")
 
 
 def _sample(config: Config, model: Decoder, params: Any, tokenizer: Tokenizer) -> str:

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from etils import epath
 
+from diffjax import config_file
 from diffjax.config import Config
 from diffjax.data.pipeline import check_prepared, check_vocabulary, training_batches, validation_batches
 from diffjax.data.tokenizer import load_tokenizer
@@ -66,6 +68,7 @@ class Session:
       self._checkpoints = Checkpoints(self._workdir, keep=self._config.train.keep_checkpoints)
       if jax.process_index() == 0:
         keep_tokenizer(self._workdir, self._config.data.tokenizer)
+        config_file.write(epath.Path(self._workdir) / config_file.NAME, self._config)  # again at each start: some fields may change
       held.enter_context(self._checkpoints)  # closed before the lock goes, however the run ends
       self._held = held.pop_all()
     return self

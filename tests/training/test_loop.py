@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 from etils import epath
 
+from diffjax import config as configuration
+from diffjax import config_file
 from diffjax.config import Config, DataConfig, EvalConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig, UserError
 from diffjax.data import pipeline, reader
 from diffjax.parallel.mesh import make_mesh
@@ -66,7 +68,12 @@ def whole(config, tmp_path_factory):
   return workdir
 
 
-def test_what_a_run_leaves_behind(whole):
+def config_of(workdir):
+  """The run's config in its workdir, as --config reads it."""
+  return configuration.from_config_dict(config_file.read(f"{workdir}/config.toml"))
+
+
+def test_what_a_run_leaves_behind(config, whole):
   lines = log(whole)
   steps = [line["step"] for line in lines if "train/loss" in line]
   assert steps == [1, 2, 3, 4, 5, 6]
@@ -76,6 +83,7 @@ def test_what_a_run_leaves_behind(whole):
   assert evaluations[1]["validation/loss"] < evaluations[0]["validation/loss"] < 6
   assert "validation/trigram_bits_per_byte" in evaluations[1]  # in the last evaluation, before the last save: a kill cannot lose it
   assert {"train/grad_norm", "train/learning_rate", "train/tokens", "lambda/layer_00"} <= set(lines[0])
+  assert config_of(whole) == change(config, train__sample_tokens=5)
   assert (whole / "loss.png").stat().st_size > 1000
   assert (whole / "sample.txt").read_text().startswith("def ")
   assert list((whole / "tensorboard").iterdir())
@@ -90,8 +98,11 @@ def test_resume_repeats_and_skips_nothing(config, whole, tmp_path):
   assert 3 <= resumed < 6
   path = tmp_path / "metrics.jsonl"
   path.write_text(path.read_text() + json.dumps({"step": 99, "train/loss": 0.0}) + '\n{"step": 1')
-  loop.train(config, str(tmp_path))
+  assert config_of(tmp_path) == config
+  changed = change(config, train__keep_checkpoints=2)
+  loop.train(changed, str(tmp_path))
   assert log(tmp_path) == log(whole)
+  assert config_of(tmp_path) == changed
 
 
 @pytest.fixture(scope="module")
