@@ -6,7 +6,8 @@
 
 The layouts are described in diffjax/interop/: diffjax, a workdir, of which the newest checkpoint is read; diffllama, Hugging Face's; unilm,
 the authors' layers, V1 and V2; llama, Hugging Face's, which is only read. All but workdirs are directories with config.json, safetensors
-files and a tokenizer.json with the same ids as the model's tokenizer. A model that a layout cannot hold is an error.
+files and a tokenizer.json with the same ids as the model's tokenizer. A model that a layout cannot hold is an error. README.md is written
+beside the model: its config, its data and what was measured of it.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from absl import app, flags
 
 from diffjax import command
 from diffjax.config import Config, UserError
+from diffjax.evals.report import card
 from diffjax.training import manifest
 
 _MODULES = {"diffjax": "workdir", "diffllama": "diffllama", "unilm": "unilm", "llama": "llama"}
@@ -41,6 +43,7 @@ def main() -> None:
   else:
     _module(target).write(target_path, model, _DTYPE.value)
     start = ""
+  card.write(target_path, target, model.config, model.params, _DTYPE.value, f"{source}:{source_path}")
   config, tokens = model.config, model.tokenizer.vocab_size
   print(
     f"{target_path}: {config.attention}, {config.num_layers} layers of width {config.embed_dim}, vocabulary {config.vocab_size}"

@@ -6,12 +6,16 @@ import pathlib
 import re
 import shutil
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
 
+from diffjax import config_file
+from diffjax.config import Config, DataConfig, TrainConfig, from_config_dict
 from diffjax.interop import unilm, workdir
+from diffjax.training.checkpoint import Checkpoints
 
 USAGE = r"pass --{}=LAYOUT:PATH, LAYOUT one of diffjax, diffllama, unilm, llama{}$"
 
@@ -290,3 +294,41 @@ def test_a_vocabulary_that_is_padded_is_said(write_llama, write_tokenizer, conve
   tensors = safetensors.numpy.load_file(tmp_path / "out/model.safetensors")
   assert {tensor.dtype for tensor in tensors.values()} == {np.dtype(ml_dtypes.bfloat16)}
   assert pathlib.Path(tmp_path / "out/tokenizer.json").read_text() == (tmp_path / "llama/tokenizer.json").read_text()
+
+
+def test_a_card_tells_what_is_known_of_an_exported_run(make_model, convert, tmp_path):
+  """Its config, its data and its figures up to the exported step; and of a model that came from elsewhere that nothing is known."""
+  model = make_model("diff")
+  config = Config(model=model.config, data=DataConfig(source="text:a|b/*.txt", length=16), train=TrainConfig(steps=7, batch_size=2))
+  run = tmp_path / "run"
+  with Checkpoints(str(run), keep=1) as checkpoints:
+    params = jax.tree.map(jax.numpy.asarray, model.params)
+    checkpoints.save(5, {"params": params}, data_state={"shares": []}, config=config.to_dict())
+    checkpoints.wait()
+  lines = [
+    {"step": 2, "validation/loss": 3.0, "validation/others": 4.0},
+    {"step": 5, "validation/loss": 2.0, "validation/others": None},
+    {"step": 6, "validation/loss": 1.0},
+  ]
+  (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 7')
+  figure = {"name": "accuracy", "at": {"depth": 0.5}, "value": 0.25, "low": 0.125, "high": 0.5}
+  (run / "evals").mkdir()
+  (run / "evals/needle.json").write_text(json.dumps({"models": [{"name": f"{run} at step 5"}], "figures": [figure] * 20}))
+  (run / "evals/validation.json").write_text("{")
+  for target, library in (("diffllama", "transformers"), ("unilm", "diffjax"), ("diffjax", "diffjax")):
+    out = tmp_path / f"out_{target}"
+    dtype = ["--dtype=bfloat16"] * (target == "diffllama")
+    assert convert(f"--from=diffjax:{run}", f"--to={target}:{out}", *dtype).returncode == 0
+    card = (out / "README.md").read_text()
+    assert card.startswith(f"---\nlibrary_name: {library}\npipeline_tag: text-generation\n") and "license" not in card
+    assert f"# out_{target}\n" in card and "DIFF Transformer (V1)" in card and "trained with diffjax for 5 steps" in card
+    assert "| steps | 5 of 7 |" in card and "| tokens | 160, 32 a step |" in card and "| text | text:a\\|b/*.txt |" in card
+    assert "| loss | 2 | 5 |\n| others | 4 | 2 |" in card
+    assert card.count("| accuracy | depth 0.5 | 0.25 [0.125, 0.5] |") == 12 and "the first of 20" in card and "`needle`, at step 5" in card
+    assert ("rounded to bfloat16" in card) == bool(dtype) and "trained on rows of 16 tokens" in card
+    whole = re.search("```toml\n(.*?)```", card, re.DOTALL)[1]
+    (tmp_path / "config.toml").write_text(whole)
+    assert from_config_dict(config_file.read(str(tmp_path / "config.toml"))) == config
+  assert convert(f"--from=diffjax:{tmp_path / 'out_diffjax'}", f"--to=unilm:{tmp_path / 'again'}").returncode == 0
+  card = (tmp_path / "again/README.md").read_text()
+  assert "converted from the layout diffjax" in card and "Nothing is known here of its training" in card and "## Measured" not in card
