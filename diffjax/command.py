@@ -75,10 +75,12 @@ def _run(main: Callable[..., None], with_config: bool, settings: Any) -> None:
         print(config_file.to_toml(from_config_dict(values)), end="")
       else:
         main(from_config_dict(values))
-      sys.stdout.flush()  # here, where a closed pipe is noticed quietly
+      print(end="", flush=True)  # here, where a closed pipe is noticed quietly
     except app.UsageError as error:
       _fail(str(error), 2)
     except UserError as error:
+      if isinstance(error.__cause__, BrokenPipeError) and _without_reader():  # what prints may also write files, and explain their errors
+        raise error.__cause__ from None
       _fail(str(error), 1)
     except KeyboardInterrupt:
       _fail("interrupted", 130)
@@ -105,22 +107,23 @@ def _quiet_if_nobody_reads() -> Iterator[None]:
   try:
     yield
   except BrokenPipeError:
-    closed = [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream)]
-    if not closed:
+    if not (closed := _without_reader()):
       raise
     for stream in closed:  # so that Python finds no error when it flushes them at its end
       os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     sys.exit(128 + signal.SIGPIPE)
 
 
-def _has_no_reader(stream: typing.TextIO) -> bool:
-  try:
-    descriptor = stream.fileno()
-  except io.UnsupportedOperation:  # a notebook's, or a test's
-    return False
-  poll = select.poll()
-  poll.register(descriptor, 0)
-  return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+def _without_reader() -> list[typing.TextIO]:
+  """Those of standard output and standard error whose other end is closed."""
+  found = []
+  for stream in filter(None, (sys.stdout, sys.stderr)):  # a process may have been started without them
+    with contextlib.suppress(io.UnsupportedOperation):  # a test's, which has no descriptor
+      poll = select.poll()
+      poll.register(stream.fileno(), 0)
+      if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+        found.append(stream)
+  return found
 
 
 def _parse(argv: Sequence[str], *, flag: flags.FlagHolder | None, root: str, cls: type) -> ml_collections.ConfigDict | None:

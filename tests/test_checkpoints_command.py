@@ -1,6 +1,8 @@
 """python -m diffjax.checkpoints as typed: one clear line for what cannot be done, and only what may go is deleted."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -92,6 +94,17 @@ def test_workdir_without_checkpoints(tmp_path, make):
   path.mkdir() if make == "empty" else path.write_text("")
   result = run(f"--workdir={tmp_path}")
   assert result.returncode == 1 and result.stderr.startswith("error: ") and len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("flags", [[], ["--prune"]])
+def test_a_closed_pipe_ends_it_quietly(workdir, flags):
+  """Also where errors of writing have an explanation of their own."""
+  reader, writer = os.pipe()
+  os.close(reader)
+  command = [sys.executable, "-u", "-m", "diffjax.checkpoints", f"--workdir={workdir}", *flags]
+  result = subprocess.run(command, cwd=in_process.ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+  os.close(writer)
+  assert result.returncode == 128 + signal.SIGPIPE and not result.stderr
 
 
 def test_it_starts_without_jax():
