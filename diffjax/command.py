@@ -24,7 +24,6 @@ from ml_collections import config_flags
 
 from diffjax import absent_tpu, config_file, help
 from diffjax.config import Config, UserError, from_config_dict, to_config_dict, to_dataclass, unknown_field
-from diffjax.user_cache import cache_directory
 
 
 def run(main: Callable[..., None], *, with_config: bool = True, settings: Any = None) -> None:
@@ -155,6 +154,8 @@ def _check_encoding(argv: Sequence[str]) -> None:
   encoding = sys.getfilesystemencoding()
   if codecs.lookup(encoding).name == "utf-8":
     return
+  from diffjax.user_cache import cache_directory  # here: a mistyped flag does not wait for it
+
   for value in (*argv[1:], os.getcwd(), os.fspath(cache_directory())):
     if not value.isascii():
       raise UserError(
