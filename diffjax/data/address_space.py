@@ -6,8 +6,10 @@ cannot start, the others wait for it.
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import threading
+from collections.abc import Iterator
 
 from diffjax.config import UserError
 
@@ -22,9 +24,20 @@ def limit() -> str:
   return f"the address space is limited to {size / 2**30:.1f} GiB (ulimit -v): raise the limit, or lift it with ulimit -v unlimited"
 
 
-def is_lacking(error: BaseException) -> bool:
-  """True for an error that says that memory, or the address space of a thread, is lacking."""
-  return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "start new thread" in str(error))
+@contextlib.contextmanager
+def explained(doing: str, remedy: str) -> Iterator[None]:
+  """Turns a lack of memory, or of addresses for a thread, into a UserError.
+
+  Args:
+    doing: What the context does.
+    remedy: What the user can do where the address space is not limited.
+  """
+  try:
+    yield
+  except (MemoryError, RuntimeError) as error:
+    if isinstance(error, RuntimeError) and "start new thread" not in str(error):
+      raise
+    raise UserError(f"out of memory while {doing}: {limit() or remedy}") from error
 
 
 def check_array_record(path: str) -> None:
@@ -36,14 +49,8 @@ def check_array_record(path: str) -> None:
   if not limit():
     return
   opened = threading.Event()
-  try:
-    threading.Thread(target=_open, args=(path, opened), daemon=True).start()
-    started = opened.wait(_PATIENCE)
-  except RuntimeError as error:
-    if not is_lacking(error):
-      raise
-    started = False
-  if not started:
+  threading.Thread(target=_open, args=(path, opened), daemon=True).start()
+  if not opened.wait(_PATIENCE):
     raise UserError(f"{path}: the threads that read this file do not start; {limit()}")
 
 

@@ -1,8 +1,9 @@
 """What tells a source's files from changed ones without reading them whole.
 
 A stream that is resumed goes on at a place in its files, which should be what they were. Compared are the names and sizes of all files, and
-the first and last bytes of some: enough for files that were replaced, rewritten, added or cut. Text that changed elsewhere at the same size
-is not seen. The files' times may tell of it, but a copy of the files has other times too.
+the first and last bytes of some (of a TFDS data set, the number of its records, and some of them): enough for files that were replaced,
+rewritten, added or cut. Text that changed elsewhere at the same size is not seen. The files' times may tell of it, but a copy of the files
+has other times too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from diffjax.config import UserError
 from diffjax.data.document import reason
 from diffjax.progress import say
 
-_SAMPLED_FILES = 32
+_SAMPLED = 32
 _SAMPLE = 4096  # bytes, at either end of a file
 
 
@@ -27,15 +28,13 @@ class File(NamedTuple):
 
   Attributes:
     path: Where it lies.
-    name: What it is known by.
     size: Bytes.
-    time: Of its last change, in seconds; None if it says nothing.
+    time: Of its last change, in seconds.
   """
 
   path: str
-  name: str
   size: int
-  time: float | None
+  time: float
 
 
 def fingerprint(files: Sequence[File]) -> dict[str, str]:
@@ -45,8 +44,8 @@ def fingerprint(files: Sequence[File]) -> dict[str, str]:
     UserError: if a file cannot be read.
   """
   samples = hashlib.sha256()
-  for index in sorted({(len(files) - 1) * number // (_SAMPLED_FILES - 1) for number in range(_SAMPLED_FILES)}):
-    path, _, size, _ = files[index]
+  for index in sampled(len(files)):
+    path, size, _ = files[index]
     try:
       with epath.Path(path).open("rb") as file:
         samples.update(file.read(_SAMPLE))
@@ -55,13 +54,19 @@ def fingerprint(files: Sequence[File]) -> dict[str, str]:
     except OSError as error:
       raise UserError(f"{path}: cannot be read ({reason(error)})") from error
   return {
-    "names and sizes": _digest([(file.name, file.size) for file in files]),
+    "names and sizes": digest([(file.path, file.size) for file in files]),
     "text": samples.hexdigest(),
-    "times": _digest([file.time for file in files]),
+    "times": digest([file.time for file in files]),
   }
 
 
-def _digest(value: object) -> str:
+def sampled(count: int) -> list[int]:
+  """The indices, of `count`, of what is compared: some, the first and the last among them."""
+  return sorted({(count - 1) * number // (_SAMPLED - 1) for number in range(_SAMPLED)})
+
+
+def digest(value: object) -> str:
+  """sha256 (hex) of a value that JSON holds."""
   return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 

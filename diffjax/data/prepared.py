@@ -172,16 +172,12 @@ def prepare(config: DataConfig, workers: int = 0) -> list[Target]:
   found = targets(config)
   for target in found:
     try:
-      _prepare(target, config, workers)
+      with address_space.explained(f"preparing {target.spec}", "run the same command again with fewer --workers to continue"):
+        _prepare(target, config, workers)
     except OSError as error:
       raise UserError(
         f"{target.directory}: cannot write prepared rows ({error}); config.data.prepared_dir chooses another place"
       ) from error
-    except (MemoryError, RuntimeError) as error:
-      if not address_space.is_lacking(error):
-        raise
-      remedy = address_space.limit() or "to continue, run the same command again with fewer --workers"
-      raise UserError(f"{target.directory}: cannot write prepared rows: out of memory; {remedy}") from error
   return found
 
 
@@ -272,9 +268,11 @@ class PreparedRows:
       f"{Shard(target.directory, target.spec, split, index, len(counts), 0, 0).path}[0:{rows}]" for index, rows in enumerate(counts) if rows
     ]
     self._ends = list(itertools.accumulate(rows for rows in counts if rows))
+    self._source: Any = None
     if self._paths:
-      address_space.check_array_record(self._paths[0].rpartition("[")[0])
-    self._source: Any = grain.sources.ArrayRecordDataSource(self._paths) if self._paths else None
+      with address_space.explained(f"opening {self.directory}", "fewer other programs leave more"):
+        address_space.check_array_record(self._paths[0].rpartition("[")[0])
+        self._source = grain.sources.ArrayRecordDataSource(self._paths)
 
   def __len__(self) -> int:
     return self._ends[-1] if self._ends else 0

@@ -91,10 +91,8 @@ class Reader:
       if (dead := self._dead()) and not isinstance(error, UserError):
         raise self._failure(dead) from error
       self.close()
-      if address_space.is_lacking(error):
-        remedy = address_space.limit() or "fewer config.data.num_workers take less"
-        raise UserError(f"out of memory while reading {self._source}: {remedy}") from error
-      raise error
+      with address_space.explained(f"reading {self._source}", "fewer config.data.num_workers take less"):
+        raise error
     self._state = state
     if self._starting:
       self._find_workers()

@@ -25,7 +25,7 @@ from typing import Any
 import grain
 
 from diffjax.config import DataConfig, UserError
-from diffjax.data import packing, sources
+from diffjax.data import address_space, packing, sources
 from diffjax.data.document import Source, reason
 from diffjax.data.row import encode_row
 from diffjax.data.tokenizer import load_once
@@ -199,8 +199,9 @@ def _write_in_processes(shards: Sequence[Shard], config: DataConfig, workers: in
           future.result()
         progress.update(*values)
     except concurrent.futures.process.BrokenProcessPool as error:
+      limited = f"; {limit}" if (limit := address_space.limit()) else ""
       raise UserError(
-        "a worker died while preparing (out of memory?); to continue, run the same command again with fewer --workers"
+        f"a worker died while preparing (out of memory?{limited}); to continue, run the same command again with fewer --workers"
       ) from error
     finally:
       pool.shutdown(wait=True, cancel_futures=True)

@@ -29,7 +29,7 @@ from etils import epath
 from diffjax.config import DataConfig, UserError
 from diffjax.data import address_space, stdlib_corpus
 from diffjax.data.document import Document, Source, decode, is_text, lookup, reason
-from diffjax.data.fingerprint import File, fingerprint
+from diffjax.data.fingerprint import File, digest, fingerprint, sampled
 
 KINDS = "stdlib, tfds:NAME, text:GLOB, jsonl:GLOB (also .gz, .zst), parquet:GLOB"
 _TFDS_PART = 256  # documents
@@ -166,9 +166,10 @@ class _TfdsSource(Source):
       yield done / len(range(*part)), self._document(*values)
 
   def fingerprint(self) -> dict[str, str]:
-    paths = [epath.Path(self._directory) / name for name, _ in self._shards]
-    # A data set is built once and for all, but in another directory on another machine: its times say nothing
-    return fingerprint([File(os.fspath(path), path.name, path.stat().length, None) for path in paths])
+    # Of its documents: built again, a data set has the same ones in files of other bytes and times
+    indices = sampled(self.parts[-1][1])
+    documents = [document for index in indices for _, document in self._read((index, index + 1))]
+    return {"names and sizes": digest([self.identity["dataset"], self._shards]), "text": digest(documents), "times": ""}
 
   def _place(self, index: int) -> str:
     ends = list(itertools.accumulate(count for _, count in self._shards))
@@ -232,7 +233,7 @@ class _FileSource(Source):
     self._files = [(name, stat.length) for name, stat in stats if stat.length]
     if not self._files:
       raise UserError(f"config.data.source {spec!r}: empty: the {len(paths)} files that match hold no bytes")
-    self._listed = [File(name, name, stat.length, stat.mtime) for name, stat in stats]
+    self._listed = [File(name, stat.length, stat.mtime) for name, stat in stats]
     self.identity = {
       "files": hashlib.sha256(json.dumps([(name, stat.length, stat.mtime) for name, stat in stats]).encode()).hexdigest(),
       "count": len(stats),

@@ -38,6 +38,16 @@ def test_built_once_with_splits_that_share_nothing(capsys):
   assert capsys.readouterr().err == "", "the second time it is there"
 
 
+@pytest.mark.full
+def test_built_again_it_has_the_same_fingerprint(monkeypatch, tmp_path):
+  """The files' bytes are others: a stream that is resumed where the corpus was built anew must not take it for another."""
+  first = sources.documents("stdlib", "train", DataConfig()).fingerprint()
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+  stdlib_corpus.corpus_directory.cache_clear()
+  assert sources.documents("stdlib", "train", DataConfig()).fingerprint() == first
+  assert list(tmp_path.glob("diffjax/stdlib/*"))
+
+
 @pytest.mark.parametrize("root", ["", None])
 def test_without_a_cache_directory_it_is_in_the_home(monkeypatch, root):
   monkeypatch.setenv("HOME", "/home/ann")
