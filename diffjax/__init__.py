@@ -11,7 +11,13 @@ Importing the package imports nothing else: `diffjax.ops` needs no more than jax
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.argv[0] == "-m":  # so it is while Python looks for the command of `python -m diffjax.train`, and at no other import
+  from diffjax.signals import end_at_ctrl_c
+
+  end_at_ctrl_c()
 
 if TYPE_CHECKING:
   from diffjax.model.sampler import Sampler as Sampler

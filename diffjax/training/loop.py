@@ -11,7 +11,8 @@ from diffjax.training.session import Session
 def train(config: Config, workdir: str) -> None:
   """Trains to `config.train.steps`, from the newest checkpoint in `workdir` if there is one.
 
-  SIGTERM and Ctrl-C end it after the step or evaluation in hand, or while it waits for data, with a checkpoint; a second one at once.
+  SIGTERM, Ctrl-C and SIGHUP end it after the step or evaluation in hand, or while it waits for data, with a checkpoint; a second one at
+  once. Before the first step there is nothing to save, and the first one ends the command at once.
   Several processes make the same calls in the same order; a signal to one of them ends all after the same step.
 
   Args:

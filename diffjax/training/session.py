@@ -111,13 +111,13 @@ class Session:
 
   @contextlib.contextmanager
   def stoppable(self) -> Iterator[Agreement]:
-    """The steps of the run, which SIGTERM and Ctrl-C end. At the end of the context the data are closed, and the last save is complete.
+    """The steps of the run, which a signal ends. At the end of the context the data are closed, and the last save is complete.
 
     Yields:
       Called, it says whether to stop, the same in every process.
     """
     with Interruption() as interrupted:
-      self._stopping = Agreement(self.program.mesh, interrupted)
+      self._interrupted, self._stopping = interrupted, Agreement(self.program.mesh, interrupted)
       if jax.process_count() == 1:  # one of several alone cannot call off a wait: the others may be in the next step, waiting for it
         self._batches.interrupted = interrupted
       yield self._stopping
@@ -148,6 +148,7 @@ class Session:
     Raises:
       UserError: as `log_last`.
     """
+    self._interrupted.started = True
     self._log.stepped(step, measured, self._waited)
 
   def log_last(self) -> None:
