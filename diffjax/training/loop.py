@@ -40,7 +40,8 @@ def train(config: Config, workdir: str) -> None:
           session.log_last()
 
         # Evaluate.
-        scores = session.evaluate(step, state) if evaluating else {}
+        with session.saving(step, state, {}):
+          scores = session.evaluate(step, state) if evaluating else {}
 
         # Save.
         if saving:
@@ -50,11 +51,9 @@ def train(config: Config, workdir: str) -> None:
 
         # Step.
         try:
-          batch = session.next_batch()
+          with session.saving(step, state, scores):
+            batch = session.next_batch()
         except Interrupted:  # no batch has come yet, and the run shall stop
-          if fresh:
-            session.log_last()
-            session.save(step, state, scores)
           break
         with step_annotation(step + 1):
           state, measured = session.program.train_step(state, batch)
