@@ -52,11 +52,11 @@ class Watch:
     self.outer = self._around._react if self._around else None
     self._reading, self._writing = os.pipe()
     os.set_blocking(self._writing, False)
-    self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
-    self._thread.start()
     numbers = [number for number in self._numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     self._previous_pipe = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
     self._previous = {number: signal.signal(number, self._handler) for number in numbers}
+    self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
+    self._thread.start()  # it finds what has come before
     return self
 
   def __exit__(self, *_: Any) -> None:

@@ -233,6 +233,29 @@ def test_a_killed_one_ends_all(overrides, whole, tmp_path):
   assert log(tmp_path / "run") == log(whole)
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("a bug"), ValueError(), MemoryError()], ids=repr)
+def test_what_goes_wrong_in_a_process_that_is_alone_keeps_its_own_error(monkeypatch, error):
+  """It does not read as a failure to join others."""
+  monkeypatch.setattr(processes, "_initialize", lambda *_: False)
+  monkeypatch.setattr(processes.signals, "end", lambda message, code: pytest.fail(message))
+  with pytest.raises(type(error)) as caught, connected():
+    raise error
+  assert caught.value is error
+
+
+@pytest.mark.full
+def test_ctrl_c_in_one_ends_all(tmp_path):
+  """While process 1 waits in a collective."""
+  code = dict.fromkeys(range(2), ONE_FAILS.replace("FAILING", "0"))
+  with Processes(tmp_path / "never", [], code=code) as run:
+    for index in code:
+      run.reach("together", index)
+    run.all[0].send_signal(signal.SIGINT)
+    codes, lines = run.end(timeout=60)
+  assert codes == [130, 1]
+  assert lines == ["error: interrupted", "error: process 0 stopped: interrupted"]
+
+
 def test_what_differs_is_named_with_its_process(monkeypatch):
   mine = {"config": {"train": {"batch_size": 8, "seed": 0}}, "--workdir": "a"}
   monkeypatch.setattr(processes, "gather", lambda value: [value, value, {"config": {"train": {"batch_size": 8, "seed": 3}}}])
@@ -378,7 +401,7 @@ def test_streams_resume_exactly(overrides, tmp_path):
   assert codes == [0, 0], lines
   with Processes(tmp_path / "run", streamed) as processes:
     processes.reach("step 42/")  # by then the parts have been read to other places
-    processes.all[0].send_signal(signal.SIGTERM)
+    processes.all[0].send_signal(signal.SIGHUP)
     assert processes.end()[0] == [0, 0]
   with Processes(tmp_path / "run", streamed) as processes:
     assert processes.end()[0] == [0, 0]
