@@ -23,10 +23,10 @@ def started():
   """started("-c", "…"): a Python process, which is gone after the test."""
   processes = []
 
-  def start(*arguments, **options):
+  def start(*arguments):
     environment = os.environ | {"PYTHONUNBUFFERED": ""}  # as users have it
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    processes.append(subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment, **pipes, **options))
+    processes.append(subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment, **pipes))
     return processes[-1]
 
   yield start
@@ -81,13 +81,15 @@ RUN = """
 import os, signal, sys, time
 from diffjax import signals
 from diffjax.training.interruption import Interruption
+if "nohup" in sys.argv:
+  signal.signal(signal.SIGHUP, signal.SIG_IGN)
 if "command" in sys.argv:
   signals.end_at_ctrl_c()
 with Interruption() as interrupted:
   interrupted.started = "started" in sys.argv
   os.kill(os.getpid(), signal.Signals[sys.argv[1]])
   deadline = time.monotonic() + 30
-  while not interrupted() and "nothing" not in sys.argv:
+  while not interrupted() and "nohup" not in sys.argv:
     assert time.monotonic() < deadline
     time.sleep(0.01)
   time.sleep(0.5)
@@ -110,7 +112,7 @@ def test_a_run_saves_what_there_is_to_save(started, arguments, code, out, errors
 
 
 def test_nohup_is_respected(started):
-  process = started("-c", RUN, "SIGHUP", "started", "nothing", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+  process = started("-c", RUN, "SIGHUP", "started", "nohup")
   assert (*process.communicate(timeout=60), process.returncode) == ("goes on\n", "", 0)
 
 
