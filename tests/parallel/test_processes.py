@@ -91,17 +91,25 @@ def environment():
   return os.environ | {"PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
+def broken_pipe():
+  """What is left to write to when a pipe's reader has ended."""
+  reading, writing = os.pipe()
+  os.close(reading)
+  return open(writing, "w")
+
+
 class Processes:
   """The README's command, once a process."""
 
-  def __init__(self, workdir, overrides, *, count=2, own=None, code=None):
+  def __init__(self, workdir, overrides, *, count=2, own=None, code=None, unread=False):
     self.workdir, port, self.all, self._files = pathlib.Path(workdir), free_port(), [], []
     for index in range(count):
       command = COMMAND.replace("runs/two", str(workdir)).replace("9476", str(port)).replace("=2 ", f"={count} ").replace("$i", str(index))
       file = open(f"{workdir}.{index}.log", "w+")
       program = ["-c", code[index]] if index in (code or {}) else command.split()[1:3]
       arguments = [sys.executable, *program, *command.split()[3:], *overrides, *(own or {}).get(index, [])]
-      self.all.append(subprocess.Popen(arguments, cwd=ROOT, env=environment(), stdout=file, stderr=subprocess.STDOUT))
+      output = broken_pipe() if unread else file
+      self.all.append(subprocess.Popen(arguments, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT))
       self._files.append(file)
 
   def text(self, index):
@@ -241,6 +249,13 @@ def test_what_goes_wrong_in_a_process_that_is_alone_keeps_its_own_error(monkeypa
   with pytest.raises(type(error)) as caught, connected():
     raise error
   assert caught.value is error
+
+
+@pytest.mark.full
+def test_no_terminal_is_needed(overrides, whole, tmp_path):
+  with Processes(tmp_path / "run", overrides, unread=True) as run:
+    assert run.end()[0] == [0, 0]
+  assert log(tmp_path / "run") == log(whole)
 
 
 @pytest.mark.full
