@@ -18,6 +18,11 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any
 
+if sys.argv[0] == "-m":  # so it is while Python looks for the command of `python -m diffjax.train`, and at no other import
+  from diffjax.signals import end_at_ctrl_c
+
+  end_at_ctrl_c()
+
 if TYPE_CHECKING:
   from diffjax.model.attention import DiffAttention as DiffAttention
   from diffjax.model.sampler import Sampler as Sampler

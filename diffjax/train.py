@@ -30,8 +30,9 @@ def main(config: Config) -> None:
   if not _WORKDIR.value:
     raise app.UsageError("pass --workdir=DIR: where checkpoints, metrics, plot and sample go")
   from diffjax.parallel.processes import connected  # after the flags: a mistyped one should not wait for these imports
-  from diffjax.training import loop, runtime
+  from diffjax.training import loop, output, runtime
 
+  output.outlive()
   runtime.keep_compiled_programs()
   runtime.keep_freed_memory()
   with connected(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, timeout=_CONNECT_TIMEOUT.value):

@@ -65,7 +65,7 @@ class Stopped(Exception):
 
 
 class Launcher:
-  """Starts processes that end with this one: at the end of the context, at SIGTERM and at Ctrl-C they get SIGTERM and are waited for.
+  """Starts processes that end with this one: at the end of the context, at SIGTERM, SIGHUP and Ctrl-C they get SIGTERM and are waited for.
 
   Training saves a checkpoint at SIGTERM."""
 
@@ -78,12 +78,14 @@ class Launcher:
     def interrupt(*_):
       raise KeyboardInterrupt
 
-    self._previous = signal.signal(signal.SIGTERM, interrupt)
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]  # as under nohup
+    self._previous = {number: signal.signal(number, interrupt) for number in numbers}
     return self
 
   def __exit__(self, *_: object) -> None:
     self.stop()
-    signal.signal(signal.SIGTERM, self._previous)
+    for number, handler in self._previous.items():
+      signal.signal(number, handler)
 
   def call(self, command: Sequence[str], env: Mapping[str, str] | None = None, log: pathlib.Path | None = None) -> None:
     """Runs a command to its end. Its output goes to the terminal, or is appended to a file.

@@ -146,6 +146,16 @@ def test_sigkill_at_random_moments_changes_nothing(arguments):
 
 
 @pytest.mark.full
+def test_ctrl_c_at_random_moments_of_a_cold_start():
+  """`python -m benchmarks.interrupt` does 50, of which each must end within two seconds; a busy machine has longer here."""
+  arguments = ["--times=4", "--seed=1", "--limit=30"]
+  result = subprocess.run(
+    [sys.executable, "-m", "benchmarks.interrupt", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=1200
+  )
+  assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.full
 @pytest.mark.usefixtures("optimised")
 def test_memory_does_not_grow():
   """With one layer of tiny's, whose arrays are as large as those of all; the full measurements are in docs/reliability.md."""

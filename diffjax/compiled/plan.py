@@ -22,6 +22,7 @@ from diffjax.compiled.estimate import CHIPS, Estimate, Torus, estimate
 from diffjax.compiled.text import windowed_einsums
 from diffjax.config import Config, UserError
 from diffjax.training.flops import peak_flops, step_flops
+from diffjax.workers import end_with_parent, starting_workers
 
 # Slices by generation, from small to large (cloud.google.com/tpu/docs).
 _PLANES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -123,9 +124,12 @@ def apart(function: Callable[..., _T], *args: Any, topology: str, slices: int = 
     raise UserError(f"--topology={topology}: there is no such slice; there are {there}")
   if importlib.util.find_spec("libtpu") is None:
     raise UserError("the TPU's compiler is not installed: pip install -e '.[tpu]' (Linux on x86-64)")
-  with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+  with starting_workers():
+    pool = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent)
+    result = pool.submit(_call, function, args, topology, slices)
+  with pool:
     try:
-      return pool.submit(_call, function, args, topology, slices).result()
+      return result.result()
     except concurrent.futures.process.BrokenProcessPool as error:
       raise UserError(f"the TPU's compiler ended its process, compiling for {topology}; what it said is above, if anything") from error
 

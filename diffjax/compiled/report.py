@@ -6,6 +6,7 @@ import math
 
 from diffjax.compiled.plan import TOPOLOGIES, Plan
 from diffjax.config import Config
+from diffjax.training import memory
 from diffjax.training.flops import step_flops
 
 
@@ -62,22 +63,13 @@ def changes(config: Config, topology: str, slices: int, plan: Plan) -> list[str]
     slices: number of such slices.
     plan: of the step there.
   """
-  train, devices = config.train, math.prod(plan.mesh.values())
-  state, activations = [], []
-  in_slice = devices // slices
-  if plan.mesh["fsdp"] < in_slice and config.model.embed_dim % in_slice == 0:
-    state.append(f"--config.mesh.data={slices} --config.mesh.fsdp={in_slice} (parameters and optimizer over all chips of a slice)")
-  if config.model.remat != "full":
-    activations.append("--config.model.remat=full (activations computed again)")
-  if (parts := train.batch_size // devices) > train.accumulation:
-    activations.append(f"--config.train.accumulation={parts} (one row a device at a time)")
-  if not train.loss_chunk:
-    activations.append("--config.train.loss_chunk=512 (logits of fewer tokens at a time)")
+  devices = math.prod(plan.mesh.values())
+  state, activations = memory.for_state(config, plan.mesh, slices), memory.for_activations(config, devices)
   found = state + activations if plan.parameters + plan.optimizer > plan.temporaries else activations + state
   generation, _, shape = topology.partition(":")
   for larger in TOPOLOGIES[generation][TOPOLOGIES[generation].index(shape) + 1 :]:
     factor = math.prod(map(int, larger.split("x"))) * slices / plan.chips
-    if plan.total <= factor * plan.available and train.batch_size % (devices * factor) == 0:
+    if plan.total <= factor * plan.available and config.train.batch_size % (devices * factor) == 0:
       found.append(f"--topology={generation}:{larger}")
       break
-  return found or ["the config: fewer layers, a smaller width or shorter rows; or the generation of TPU"]
+  return found or [f"the config: {memory.SMALLER}; or the generation of TPU"]

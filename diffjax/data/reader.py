@@ -6,6 +6,7 @@ itself. Closing its iterators, or ending the process, then hangs too.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pathlib
@@ -21,6 +22,7 @@ import grain
 
 from diffjax.config import UserError
 from diffjax.data import address_space
+from diffjax.workers import end_with_parent, starting_workers
 
 _POLL = 1.0  # seconds between looks at the workers while waiting
 _GRACE = 3.0  # seconds to receive batches that a dead worker had sent, and for workers to end by themselves
@@ -56,7 +58,8 @@ class Reader:
     self._state: Any = None
     self._asked, self._given = queue.SimpleQueue[bool](), queue.SimpleQueue[tuple[Any, Any, Exception | None]]()
     self._is_asked = False
-    threading.Thread(target=_serve, args=(iterator, self._asked, self._given), name="diffjax-data", daemon=True).start()
+    serving = (iterator, num_workers > 0, self._asked, self._given)
+    threading.Thread(target=_serve, args=serving, name="diffjax-data", daemon=True).start()
     # Runs too when this object is deleted and when the interpreter ends
     self._finalizer = weakref.finalize(self, _close, self._asked, self._given, self._workers)
 
@@ -153,27 +156,16 @@ class Reader:
 
 
 def start_worker(worker: int, num_workers: int) -> None:
-  """Sets up a worker process, called by Grain.
-
-  The worker ignores Ctrl-C, which a terminal sends to all processes and the run itself handles. It ends with the process that it reads
-  for, however that ended; Grain's own worker would wait for minutes or for ever.
-  """
+  """Sets up a worker process, called by Grain. Grain's own worker would outlive the process that it reads for, for minutes or for ever."""
   del worker, num_workers
-  signal.signal(signal.SIGINT, signal.SIG_IGN)
-  threading.Thread(target=_watch_parent, name="parent", daemon=True).start()
+  end_with_parent()
 
 
-def _watch_parent() -> None:
-  parent = multiprocessing.parent_process()
-  assert parent is not None, "not a worker"
-  parent.join()
-  os._exit(1)
-
-
-def _serve(iterator: grain.DatasetIterator, asked: queue.SimpleQueue, given: queue.SimpleQueue) -> None:
+def _serve(iterator: grain.DatasetIterator, has_workers: bool, asked: queue.SimpleQueue, given: queue.SimpleQueue) -> None:
   while asked.get():
     try:
-      given.put((next(iterator), iterator.get_state(), None))
+      with starting_workers() if has_workers else contextlib.nullcontext():  # at the first batch
+        given.put((next(iterator), iterator.get_state(), None))
     except Exception as error:  # the waiting thread raises it
       given.put((None, None, error))
   iterator.close()

@@ -30,6 +30,7 @@ from diffjax.data.document import Source, reason
 from diffjax.data.row import encode_row
 from diffjax.data.tokenizer import load_once
 from diffjax.progress import Progress, say
+from diffjax.workers import end_with_parent, starting_workers
 
 # How to prepare rows, for messages.
 COMMAND = "python -m diffjax.prepare with the same --config flags"
@@ -188,23 +189,23 @@ _worker_counter: _Counter | None = None  # set in worker processes only
 
 def _write_in_processes(shards: Sequence[Shard], config: DataConfig, workers: int, progress: Progress) -> None:
   context = multiprocessing.get_context("spawn")  # a process with JAX's threads may hang when it is forked
-  values, lock = context.Array("d", 2, lock=False), context.Lock()
-  with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (values, lock)) as pool:
-    with _no_main_module():  # the first submission starts all processes
-      waiting = {pool.submit(_write_shard_in_worker, shard, config) for shard in shards}
-    try:
-      while waiting:
-        done, waiting = concurrent.futures.wait(waiting, timeout=0.5, return_when=concurrent.futures.FIRST_EXCEPTION)
-        for future in done:
-          future.result()
-        progress.update(*values)
-    except concurrent.futures.process.BrokenProcessPool as error:
-      limited = f"; {limit}" if (limit := address_space.limit()) else ""
-      raise UserError(
-        f"a worker died while preparing (out of memory?{limited}); to continue, run the same command again with fewer --workers"
-      ) from error
-    finally:
-      pool.shutdown(wait=True, cancel_futures=True)
+  with _no_main_module(), starting_workers():  # the first submissions start all processes
+    values, lock = context.Array("d", 2, lock=False), context.Lock()
+    pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (values, lock))
+    waiting = {pool.submit(_write_shard_in_worker, shard, config) for shard in shards}
+  try:
+    while waiting:
+      done, waiting = concurrent.futures.wait(waiting, timeout=0.5, return_when=concurrent.futures.FIRST_EXCEPTION)
+      for future in done:
+        future.result()
+      progress.update(*values)
+  except concurrent.futures.process.BrokenProcessPool as error:
+    limited = f"; {limit}" if (limit := address_space.limit()) else ""
+    raise UserError(
+      f"a worker died while preparing (out of memory?{limited}); to continue, run the same command again with fewer --workers"
+    ) from error
+  finally:
+    pool.shutdown(wait=True, cancel_futures=True)
 
 
 @contextlib.contextmanager
@@ -221,14 +222,7 @@ def _no_main_module() -> Iterator[None]:
 def _start_worker(values: Any, lock: Any) -> None:
   global _worker_counter
   _worker_counter = _Counter(values, lock)
-  parent = multiprocessing.parent_process()
-  assert parent is not None
-
-  def leave_with_parent():
-    parent.join()
-    os._exit(1)  # else the workers of a killed parent would wait for ever
-
-  threading.Thread(target=leave_with_parent, daemon=True).start()
+  end_with_parent()
 
 
 def _write_shard_in_worker(shard: Shard, config: DataConfig) -> None:

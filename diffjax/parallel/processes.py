@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -29,6 +29,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from diffjax import signals
 from diffjax.config import UserError
 
 # Seconds without a sign of life after which JAX counts a process as dead, and ends the others. A connection that breaks is seen at once.
@@ -79,18 +80,20 @@ def connected(coordinator: str = "", num_processes: int = 0, process_id: int = -
     "--num_processes, and see that the others can reach process 0 there; --connect_timeout sets how long to wait"
   )
   try:
-    if not _initialize(coordinator, num_processes, process_id, timeout):
-      end.forget()
-      yield
-      return
+    joined = _initialize(coordinator, num_processes, process_id, timeout)
   except (RuntimeError, ValueError, OSError) as error:
-    end(f"this process cannot join the others{where}: {str(error).strip().splitlines()[0]}")
+    end(f"this process cannot join the others{where}: {_first_line(error)}")
+  if not joined:
+    end.forget()
+    yield
+    return
   client, me = distributed.global_state.client, distributed.global_state.process_id
   end.if_aborted = f"process {me} has lost the others: one has ended or cannot be reached, as JAX says above; {_AGAIN}"
   watcher = threading.Thread(target=_watch, args=(client, end), name="diffjax-processes", daemon=True)
   watcher.start()
   try:
-    yield
+    with signals.Watch((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), functools.partial(_interrupted, me, client, end)):
+      yield
   except BaseException as error:
     _fail(error, me, client, end)
   _tell(client, "")
@@ -144,18 +147,16 @@ class _End:
     self._signal.argtypes, self._signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
     self._previous = self._signal(signal.SIGABRT, ctypes.cast(self._handler, ctypes.c_void_p))
 
-  def __call__(self, message: str, before: Callable[[], None] = lambda: None) -> NoReturn:
+  def __call__(self, message: str, before: Callable[[], None] = lambda: None, code: int = 1) -> NoReturn:
     self._once.acquire()  # never released: a second caller waits until the process ends
     try:
       before()
-    finally:  # also on a second Ctrl-C
-      if os.isatty(1):
-        os.write(1, b"\x1b[?25h\n")  # the cursor, which the live line hides
-      with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-      os.write(2, f"error: {message}\n".encode())
-      os._exit(1)
+    finally:
+      signals.end(message, code)
+
+  def has_begun(self) -> bool:
+    """Whether it waits for the other processes, to end this one."""
+    return self._once.locked()
 
   def forget(self) -> None:
     """Restores the default: the process then ends like any other."""
@@ -170,17 +171,30 @@ def _watch(client: Any, end: _End) -> None:
     end(told, lambda: _leave(client, told))
 
 
+def _interrupted(me: int, client: Any, end: _End, number: int) -> None:
+  """Ends all processes because of a signal to this one; a second signal ends this one at once."""
+  if end.has_begun():
+    signals.end_at_once(number)
+  reason = signals.reason(number)
+  leave = functools.partial(_leave, client, f"process {me} stopped: {reason}")
+  threading.Thread(target=end, args=(reason, leave, 128 + number), daemon=True).start()
+
+
 def _fail(error: BaseException, me: int, client: Any, end: _End) -> NoReturn:
   """Ends this process, with its own reason or with that of another process whose end made a collective fail here."""
-  reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
-  if not isinstance(error, UserError | KeyboardInterrupt):
+  reason = str(error)
+  if not isinstance(error, UserError):
     if told := _told(client, seconds=_GRACE):
       end(told, lambda: _leave(client, told))
     if any(word in reason for word in _LOST):
-      end(f"process {me} has lost the others: one has ended or cannot be reached ({reason.strip().splitlines()[0]}); {_AGAIN}")
+      end(f"process {me} has lost the others: one has ended or cannot be reached ({_first_line(error)}); {_AGAIN}")
     traceback.print_exception(error)
     reason = f"{type(error).__name__}: {reason}"
   end(reason, lambda: _leave(client, f"process {me} stopped: {reason}"))
+
+
+def _first_line(error: BaseException) -> str:
+  return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _leave(client: Any, why: str) -> None:

@@ -1,59 +1,42 @@
-"""The signals that end a run: SIGTERM and Ctrl-C."""
+"""The signals that end a run: SIGTERM, Ctrl-C and SIGHUP, which a terminal sends when it goes."""
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
 from typing import Any
 
 from diffjax.progress import say
+from diffjax.signals import Watch, end_at_once
 
 
 class Interruption:
-  """The wish to stop: SIGTERM or Ctrl-C inside the context. Calling it says whether one has come; the second one ends the process at once.
+  """The wish to stop: a signal inside the context. Calling it says whether one has come; the second one ends the process at once.
 
-  Python runs a signal's handler only between two of its own instructions, and takes two signals during a compilation for one. So a thread
-  reads them too, from a pipe that the C level writes each of them to at once. Outside the main thread Python allows no handlers: there the
-  context changes nothing, and signals do what they do otherwise.
+  So does the first one while there is nothing to save, in a command: a compilation would go on for minutes. A notebook keeps its process.
+
+  Attributes:
+    started: set it once there is something to save.
   """
 
   def __enter__(self) -> Interruption:
-    self._received, self._is_watching = False, threading.current_thread() is threading.main_thread()
-    if not self._is_watching:
-      return self
-    self._previous = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
-    self._reading, self._writing = os.pipe()
-    os.set_blocking(self._writing, False)
-    self._previous_pipe = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-    self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
-    self._thread.start()
+    self.started = self._received = self._said = False
+    self._watch = Watch((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), self._react, self._receive).__enter__()
     return self
 
-  def __exit__(self, *_: Any) -> None:
-    if not self._is_watching:
-      return
-    signal.set_wakeup_fd(self._previous_pipe)
-    for number, handler in self._previous.items():
-      signal.signal(number, handler)
-    os.write(self._writing, b"\0")
-    self._thread.join()
-    os.close(self._reading)
-    os.close(self._writing)
+  def __exit__(self, *exception: Any) -> None:
+    self._watch.__exit__(*exception)
 
   def __call__(self) -> bool:
     return self._received
 
   def _receive(self, *_: Any) -> None:
-    self._received = True
+    self._received |= self.started or self._watch.outer is None
 
-  def _watch(self) -> None:
-    said = False
-    while number := os.read(self._reading, 1)[0]:
-      if number in self._previous:  # otherwise it is another signal, which also has a Python handler
-        if said:
-          if os.isatty(1):
-            os.write(1, b"\x1b[?25h\n")  # the cursor, which the live line hides
-          os._exit(128 + number)
-        self._received = said = True
-        say(f"{signal.Signals(number).name}: saving after this step (once more to stop at once)")
+  def _react(self, number: int) -> None:
+    if self._said:
+      end_at_once(number)
+    if not self.started and self._watch.outer is not None:
+      self._watch.outer(number)
+      return
+    self._received = self._said = True
+    say(f"{signal.Signals(number).name}: saving after this step (once more to stop at once)")

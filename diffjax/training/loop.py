@@ -11,7 +11,8 @@ from diffjax.training.session import Session
 def train(config: Config, workdir: str) -> None:
   """Trains to `config.train.steps`, from the newest checkpoint in `workdir` if there is one.
 
-  SIGTERM and Ctrl-C end it after the step or evaluation in hand, or while it waits for data, with a checkpoint; a second one at once.
+  SIGTERM, Ctrl-C and SIGHUP end it after the step or evaluation in hand, or while it waits for data, with a checkpoint; a second one at
+  once. Before the first step there is nothing to save, and the first one ends the command at once.
   Several processes make the same calls in the same order; a signal to one of them ends all after the same step.
 
   Args:
@@ -39,7 +40,8 @@ def train(config: Config, workdir: str) -> None:
           session.log_last()
 
         # Evaluate.
-        scores = session.evaluate(step, state) if evaluating else {}
+        with session.saving(step, state, {}):
+          scores = session.evaluate(step, state) if evaluating else {}
 
         # Save.
         if saving:
@@ -49,11 +51,9 @@ def train(config: Config, workdir: str) -> None:
 
         # Step.
         try:
-          batch = session.next_batch()
+          with session.saving(step, state, scores):
+            batch = session.next_batch()
         except Interrupted:  # no batch has come yet, and the run shall stop
-          if fresh:
-            session.log_last()
-            session.save(step, state, scores)
           break
         with step_annotation(step + 1):
           state, measured = session.program.train_step(state, batch)

@@ -9,6 +9,7 @@ from etils import epath
 
 from diffjax.config import Config, UserError
 from diffjax.training.checkpoint import find_checkpoint
+from diffjax.training.optimizer import make_schedule
 
 # A name ending in "." is a section.
 _MAY_CHANGE = (
@@ -75,6 +76,23 @@ def check_resume(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
       differing.append(f"{field} was {before!r} and is {after!r}")
   if differing:
     raise UserError(f"the checkpoint in this workdir is of another run: {'; '.join(differing)}; use another --workdir or set them back")
+
+
+def new_schedule(saved: Mapping[str, Any], config: Config, step: int) -> str:
+  """What another `train.steps` does to the learning rate, in a sentence; "" if it is the checkpoint's own.
+
+  Args:
+    saved: The checkpoint's config as nested dicts.
+    config: The run's.
+    step: The checkpoint's step.
+  """
+  before, now = saved["train"]["steps"], config.train.steps
+  if before == now:
+    return ""
+  old, new = (float(make_schedule(config.optimizer, steps)(step)) for steps in (before, now))
+  return (
+    f"config.train.steps was {before} and is {now}: the learning rate's schedule now ends there, and goes on at {new:.3g}, not at {old:.3g}"
+  )
 
 
 def _fields(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

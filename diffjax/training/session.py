@@ -14,17 +14,18 @@ from etils import epath
 from diffjax import config_file
 from diffjax.config import Config
 from diffjax.data.pipeline import check_prepared, check_vocabulary, training_batches, validation_batches
+from diffjax.data.reader import Interrupted
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.parallel.mesh import batch_share, make_mesh, put_batch
 from diffjax.parallel.processes import Agreement, check_same, gather
-from diffjax.training import runtime, trigram, validation
+from diffjax.training import memory, runtime, trigram, validation
 from diffjax.training.checkpoint import Checkpoints, open_checkpoint
 from diffjax.training.finish import finish
 from diffjax.training.interruption import Interruption
 from diffjax.training.lock import lock
 from diffjax.training.profiler import Profiler
 from diffjax.training.program import build
-from diffjax.training.resume import check_workdir
+from diffjax.training.resume import check_workdir, new_schedule
 from diffjax.training.run_log import RunLog, note
 from diffjax.training.step import Batch, Metrics, TrainState
 from diffjax.training.trained import keep_tokenizer
@@ -62,6 +63,7 @@ class Session:
   def __enter__(self) -> Session:
     """Opens the data, then the workdir: its lock comes before the first write, and after everything that refuses a wrong config."""
     with contextlib.ExitStack() as held:
+      held.enter_context(memory.explained(self._config, self.program.mesh.shape))
       self._open_data(held)
       if jax.process_index() == 0:
         held.enter_context(lock(self._workdir))
@@ -92,6 +94,8 @@ class Session:
       state = saved.state(program.abstract_state)
       self._batches.set_state(self._own(saved.data_state))
       note(f"resuming from step {saved.step} of {self._workdir}")
+      if change := new_schedule(saved.config, config, saved.step):
+        note(change)
     else:
       state = program.init()
       if source := config.train.init_from:
@@ -114,13 +118,13 @@ class Session:
 
   @contextlib.contextmanager
   def stoppable(self) -> Iterator[Agreement]:
-    """The steps of the run, which SIGTERM and Ctrl-C end. At the end of the context the data are closed, and the last save is complete.
+    """The steps of the run, which a signal ends. At the end of the context the data are closed, and the last save is complete.
 
     Yields:
       Called, it says whether to stop, the same in every process.
     """
     with Interruption() as interrupted:
-      self._stopping = Agreement(self.program.mesh, interrupted)
+      self._interrupted, self._stopping = interrupted, Agreement(self.program.mesh, interrupted)
       if jax.process_count() == 1:  # one of several alone cannot call off a wait: the others may be in the next step, waiting for it
         self._batches.interrupted = interrupted
       yield self._stopping
@@ -145,12 +149,29 @@ class Session:
     self._stopping.ask()
     return batch
 
+  @contextlib.contextmanager
+  def saving(self, step: int, state: TrainState, scores: dict[str, float]) -> Iterator[None]:
+    """Saves if what is done inside fails or is interrupted, so that no step is lost: between two steps the state is whole.
+
+    One of several processes cannot save alone, and the others may be in the next step already.
+    """
+    try:
+      yield
+    except Exception as error:
+      if step > self._first and jax.process_count() == 1:
+        if not isinstance(error, Interrupted):
+          note(f"saving step {step}, before the run ends with an error")
+        self.log_last()
+        self.save(step, state, scores)
+      raise
+
   def log(self, step: int, measured: Metrics) -> None:
     """Takes the metrics of the step that was just dispatched, and logs those of the step before.
 
     Raises:
       UserError: as `log_last`.
     """
+    self._interrupted.started = True
     self._log.stepped(step, measured, self._waited)
 
   def log_last(self) -> None:

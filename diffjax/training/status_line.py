@@ -66,6 +66,8 @@ class StatusLine:
     if self._window is None:
       # The first call comes when the first step is compiled and has just begun to run.
       self._window, waited = (step - 1, time.perf_counter()), 0.0
+      if self._bar is not None:
+        self._bar.update(self._task, status="training …")  # until the first report
     self._step = step
     self._waited += waited
     if self._bar is not None:

@@ -89,7 +89,7 @@ def test_stopping_ends_what_runs():
     launcher.call(SLEEP)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("how", ["launcher.side_by_side([('a', lambda slot: call())] * 2, 1)", "call()"])
 def test_a_signal_reaches_the_processes(tmp_path, number, how):
   """The processes get SIGTERM, at which training saves, and are waited for."""

@@ -91,17 +91,25 @@ def environment():
   return os.environ | {"PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
+def broken_pipe():
+  """What is left to write to when a pipe's reader has ended."""
+  reading, writing = os.pipe()
+  os.close(reading)
+  return open(writing, "w")
+
+
 class Processes:
   """The documented command, once a process."""
 
-  def __init__(self, workdir, overrides, *, count=2, own=None, code=None):
+  def __init__(self, workdir, overrides, *, count=2, own=None, code=None, unread=False):
     self.workdir, port, self.all, self._files = pathlib.Path(workdir), free_port(), [], []
     for index in range(count):
       command = COMMAND.replace("runs/two", str(workdir)).replace("9476", str(port)).replace("=2 ", f"={count} ").replace("$i", str(index))
       file = open(f"{workdir}.{index}.log", "w+")
       program = ["-c", code[index]] if index in (code or {}) else command.split()[1:3]
       arguments = [sys.executable, *program, *command.split()[3:], *overrides, *(own or {}).get(index, [])]
-      self.all.append(subprocess.Popen(arguments, cwd=ROOT, env=environment(), stdout=file, stderr=subprocess.STDOUT))
+      output = broken_pipe() if unread else file
+      self.all.append(subprocess.Popen(arguments, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT))
       self._files.append(file)
 
   def text(self, index):
@@ -231,6 +239,36 @@ def test_a_killed_one_ends_all(overrides, whole, tmp_path):
     assert processes.end()[0] == [0, 0]
   assert "resuming from step" in processes.text(0)
   assert log(tmp_path / "run") == log(whole)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("a bug"), ValueError(), MemoryError()], ids=repr)
+def test_what_goes_wrong_in_a_process_that_is_alone_keeps_its_own_error(monkeypatch, error):
+  """It does not read as a failure to join others."""
+  monkeypatch.setattr(processes, "_initialize", lambda *_: False)
+  monkeypatch.setattr(processes.signals, "end", lambda message, code: pytest.fail(message))
+  with pytest.raises(type(error)) as caught, connected():
+    raise error
+  assert caught.value is error
+
+
+@pytest.mark.full
+def test_no_terminal_is_needed(overrides, whole, tmp_path):
+  with Processes(tmp_path / "run", overrides, unread=True) as run:
+    assert run.end()[0] == [0, 0]
+  assert log(tmp_path / "run") == log(whole)
+
+
+@pytest.mark.full
+def test_ctrl_c_in_one_ends_all(tmp_path):
+  """While process 1 waits in a collective."""
+  code = dict.fromkeys(range(2), ONE_FAILS.replace("FAILING", "0"))
+  with Processes(tmp_path / "never", [], code=code) as run:
+    for index in code:
+      run.reach("together", index)
+    run.all[0].send_signal(signal.SIGINT)
+    codes, lines = run.end(timeout=60)
+  assert codes == [130, 1]
+  assert lines == ["error: interrupted", "error: process 0 stopped: interrupted"]
 
 
 def test_what_differs_is_named_with_its_process(monkeypatch):
@@ -378,7 +416,7 @@ def test_streams_resume_exactly(overrides, tmp_path):
   assert codes == [0, 0], lines
   with Processes(tmp_path / "run", streamed) as processes:
     processes.reach("step 42/")  # by then the parts have been read to other places
-    processes.all[0].send_signal(signal.SIGTERM)
+    processes.all[0].send_signal(signal.SIGHUP)
     assert processes.end()[0] == [0, 0]
   with Processes(tmp_path / "run", streamed) as processes:
     assert processes.end()[0] == [0, 0]

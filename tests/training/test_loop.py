@@ -22,7 +22,7 @@ from diffjax import config_file
 from diffjax.config import Config, DataConfig, EvalConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig, UserError
 from diffjax.data import pipeline, reader
 from diffjax.parallel.mesh import make_mesh
-from diffjax.training import loop, manifest, session
+from diffjax.training import loop, manifest, memory, session
 from diffjax.training.checkpoint import open_checkpoint
 from diffjax.training.program import build
 from tests.tiers import full
@@ -187,6 +187,59 @@ def test_an_interruption_while_waiting_for_data_saves_and_exits(config, whole, t
   assert log(tmp_path) == log(whole)
 
 
+@pytest.mark.parametrize("mode", ["prepared", *full(["streamed"])])
+def test_a_damaged_row_loses_no_steps(config, whole, tmp_path, monkeypatch, capsys, mode):
+  """The fifth batch cannot be read. Once it can, the run goes on from the fourth step."""
+  config = change(config, data__mode=mode)
+  if mode == "streamed":
+    whole = tmp_path / "whole"
+    loop.train(config, str(whole))
+  make, made = pipeline.make_batch, []
+
+  def damaged(rows, length):
+    made.append(rows)
+    if len(made) == 5:
+      raise UserError("row 7 is damaged")
+    return make(rows, length)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(pipeline, "make_batch", damaged)
+    with pytest.raises(UserError, match="row 7 is damaged"):
+      loop.train(change(config, train__checkpoint_interval=100, eval__interval=0), str(tmp_path / "run"))
+  assert "saving step 4, before the run ends with an error" in capsys.readouterr().err
+  assert manifest.steps(manifest.checkpoint_directory(tmp_path / "run")) == [4]
+  loop.train(config, str(tmp_path / "run"))
+  trained = [[line for line in log(workdir) if "train/loss" in line] for workdir in (tmp_path / "run", whole)]
+  assert trained[0] == trained[1]
+
+
+def test_an_evaluation_that_fails_loses_no_steps(config, tmp_path, monkeypatch):
+  """It keeps its own error, whatever that is."""
+
+  def fail(*_, **__):
+    raise RuntimeError("a bug")
+
+  monkeypatch.setattr(session.validation, "losses", fail)
+  with pytest.raises(RuntimeError, match="^a bug$"):
+    loop.train(change(config, train__checkpoint_interval=100), str(tmp_path))
+  assert manifest.steps(manifest.checkpoint_directory(tmp_path)) == [3]
+  assert [line["step"] for line in log(tmp_path)] == [1, 2, 3]
+
+
+def test_what_does_not_fit_the_memory_names_what_takes_less(command, config, tmp_path):
+  """A feed-forward layer of 4 PiB."""
+  fields = {f"data.{name}": getattr(config.data, name) for name in ("source", "validation_fraction", "length", "prepared_dir")}
+  fields |= {"model.num_layers": 1, "model.embed_dim": 2**22, "model.ffn_dim": 2**30}
+  result = command("diffjax.train", "--config=configs/tiny.py", f"--workdir={tmp_path}", *(f"--config.{n}={v}" for n, v in fields.items()))
+  last = result.stderr.splitlines()[-1]
+  assert result.returncode == 1 and last.startswith("error: the memory does not suffice (RESOURCE_EXHAUSTED: "), result.stderr
+  assert "--config.model.remat=full" in last and "--config.train.accumulation=" in last and "Traceback" not in result.stderr
+  with pytest.raises(UserError, match=r"--config\.mesh\.fsdp=8"), memory.explained(config, make_mesh(config.mesh).shape):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+  with pytest.raises(jax.errors.JaxRuntimeError, match="^INTERNAL$"), memory.explained(config, make_mesh(config.mesh).shape):
+    raise jax.errors.JaxRuntimeError("INTERNAL")
+
+
 def test_a_second_signal_ends_the_process_at_once():
   """Even inside a long call that runs no Python, as a compilation does: there Python alone sees two signals as one, and late."""
   code = """
@@ -202,7 +255,7 @@ with Interruption():
   assert "SIGINT: saving after this step" in process.stderr.readline()
   process.send_signal(signal.SIGTERM)
   assert process.wait(timeout=5) == 128 + signal.SIGTERM
-  assert process.stderr.read() == ""
+  assert process.stderr.read() == "error: ended by SIGTERM\n"
 
 
 @pytest.mark.full
@@ -230,7 +283,9 @@ def test_a_warmup_longer_than_the_run_is_cut_aloud(config, tmp_path, capsys):
   assert "config.optimizer.warmup_steps = 8 is cut to config.train.steps = 4\n" in capsys.readouterr().err
   assert open_checkpoint(tmp_path).config["optimizer"]["warmup_steps"] == 8
   loop.train(change(config, train__steps=10), str(tmp_path))
-  assert "is cut" not in capsys.readouterr().err
+  printed = capsys.readouterr().err
+  assert "is cut" not in printed
+  assert "config.train.steps was 4 and is 10: the learning rate's schedule now ends there, and goes on at 0.5, not at 1\n" in printed
   rates = [line["train/learning_rate"] for line in log(tmp_path)]
   assert rates == pytest.approx([0, 1 / 4, 2 / 4, 3 / 4, 4 / 8, 5 / 8, 6 / 8, 7 / 8, 1, 1 / 2])
 

@@ -58,3 +58,20 @@ def test_live_line_on_a_terminal(monkeypatch):
   progress.close()
   assert "1/100" in terminal.getvalue() and "loss 3.5000" in terminal.getvalue()
   assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count("\x1b[?25h") == 1, "the cursor comes back"
+
+
+def test_compiling_ends_with_the_first_step(monkeypatch):
+  """The next report may be a hundred steps away."""
+
+  class Terminal(io.StringIO):
+    def isatty(self):
+      return True
+
+  monkeypatch.setenv("TERM", "xterm")
+  monkeypatch.setenv("COLUMNS", "120")
+  terminal = Terminal()
+  progress = StatusLine(CONFIG, first_step=0, num_devices=1, device_kind="cpu", file=terminal)
+  progress.stepped(1)
+  progress.close()
+  *_, last = terminal.getvalue().rpartition("1/100")
+  assert "compiling" in terminal.getvalue() and "training" in last and "compiling" not in last
