@@ -6,8 +6,8 @@ A model, trained or loaded, and text from it:
     trained = diffjax.load("runs/tiny")
     print(*diffjax.generate(trained, ["def "], 100))
 
-`train` and `generate` do what the commands of these names do. `Sampler` keeps a model ready for many calls. `DiffAttention` is the
-layer for a flax module of your own, and `diff_attention` the operation on arrays below it.
+`train` and `generate` do what the commands of these names do, and `load` reads what was trained. `Sampler` keeps a model ready for many
+calls. `DiffAttention` is the layer for a flax module of your own, and `diff_attention` the operation on arrays below it.
 
 Importing the package imports nothing else, and each name imports what it needs: `diff_attention` needs jax, numpy and jaxtyping alone.
 """

@@ -62,7 +62,7 @@ ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
 _QUICK = ("validation", "position_nll", "attention", "outliers", "difference_map")
 _SETTINGS = ("--set.validation.rows=2048", "--set.attention.length=1024", "--set.attention.samples=20")
 _FEW_SAMPLES = (
-  "--set.validation.rows=4", "--set.position_nll.rows=1", "--set.attention.length=512", "--set.attention.samples=1",
+  "--set.validation.rows=4", "--set.position_nll.rows=1", "--set.attention.length=1024", "--set.attention.samples=1",
   "--set.outliers.tokens=1024", "--set.difference_map.rows=4",
 )  # fmt: skip
 
