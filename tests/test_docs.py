@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import json
+import math
 import pathlib
 import re
 import shlex
@@ -18,6 +20,7 @@ from diffjax.evals import SUITES
 from diffjax.model.attention import ATTENTION
 from diffjax.ops.diff_attention import implementations
 from diffjax.training.flops import parameter_count
+from experiments import results
 from tests.conftest import ROOT
 from tests.pages import DOCUMENTATION, commands, in_backticks, outside_code, python_blocks
 
@@ -223,3 +226,24 @@ def test_tables_name_everything():
 
 def test_the_measured_slices():
   assert topologies.table(topologies.Compiled(offline=True))[0] in (ROOT / "docs/devices.md").read_text()
+
+
+def test_the_table_of_twins_is_of_the_committed_runs():
+  """Means with Student's intervals, and differences with Welch's, of the runs of experiments/ablations."""
+  runs = json.loads((ROOT / "experiments/ablations/results.json").read_text(encoding="utf-8"))["runs"]
+  variants = ("transformer", "diff", "diff_v2")
+  heading = "| mean over seeds | Transformer | DIFF | DIFF V2 | DIFF − Transformer | V2 − Transformer |"
+  metrics = {"bits per byte": "loss", "loss, nats per byte": "loss", "AR-Hit": "ar_hit", "Others": "others"}
+  written = table("docs/performance.md", heading)
+  assert [name for name, *_ in written] == [*metrics]
+  for name, *cells in written:
+    scale = math.log(2) if name == "bits per byte" else 1
+    values = [
+      {"variant": run["variant"], "results": {"value": run["results"][f"validation/{metrics[name]}"] / scale}}
+      for run in runs
+      if run["variant"] in variants
+    ]
+    each = [[run["results"]["value"] for run in values if run["variant"] == variant] for variant in variants]
+    found = [results.mean_interval(seeds) for seeds in each]
+    found += [results.difference({"baseline": "transformer", "runs": values}, variant, "value") for variant in variants[1:]]
+    assert cells == [f"{value:.3f} [{low:.3f}, {high:.3f}]".replace("-", "−") for value, low, high in found], name
