@@ -81,8 +81,7 @@ RUN = """
 import os, signal, sys, time
 from diffjax import signals
 from diffjax.training.interruption import Interruption
-if "nohup" in sys.argv:
-  signal.signal(signal.SIGHUP, signal.SIG_IGN)
+signal.signal(signal.SIGHUP, signal.SIG_IGN if "nohup" in sys.argv else signal.SIG_DFL)
 if "command" in sys.argv:
   signals.end_at_ctrl_c()
 with Interruption() as interrupted:

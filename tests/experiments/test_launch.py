@@ -101,6 +101,7 @@ def test_a_signal_reaches_the_processes(tmp_path, number, how):
   parent = (
     "import signal, sys; from experiments.launch import Launcher\n"
     "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # which a shell's background jobs ignore
+    "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # which nohup ignores
     f"with Launcher() as launcher:\n  call = lambda: launcher.call([sys.executable, '-c', sys.argv[1], sys.argv[2]])\n  {how}\n"
   )
   process = subprocess.Popen([sys.executable, "-c", parent, child, str(tmp_path)], cwd=FOLDER.parent, stderr=subprocess.PIPE)
