@@ -27,11 +27,11 @@ from tests.pages import DOCUMENTATION, commands, in_backticks, outside_code, pyt
 PAGES = [*DOCUMENTATION, ROOT / "CONTRIBUTING.md"]
 PAGES += [page for folder in ("experiments", "benchmarks") for page in sorted((ROOT / folder).rglob("*.md"))]
 PAGES.remove(ROOT / "benchmarks/faults.md")  # the last results, which name files as they were then
-OURS = ("diffjax", "benchmarks", "experiments")
+OURS = ("diffjax", "benchmarks", "experiments", "recipes")
 FOLDERS = "benchmarks|configs|diffjax|docs|experiments|notebooks|recipes|tests"
 SECTIONS = Config().to_dict()
 # Commands that pass other flags on, and to whom.
-PASSED_ON = {"benchmarks.gpu_day": ["benchmarks.gpu"], "benchmarks.tiny_twins": ["diffjax.train", "diffjax.evaluate"]}
+PASSED_ON = {"benchmarks.gpu_day": ["benchmarks.gpu"]}
 SUITE_MODULES = {**SUITES, "report": "diffjax.evals.report.page"}
 BY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
