@@ -35,7 +35,7 @@ class Start:
     fields = FIELDS | {"data.source": f"text:{text}/*.txt", "data.prepared_dir": directory / "rows"}
     arguments = ["--config=configs/tiny.py", f"--workdir={self.workdir}", *(f"--config.{name}={value}" for name, value in fields.items())]
     environment = os.environ | {"XDG_CACHE_HOME": str(directory / "cache")}
-    with self._log.open("w") as log:
+    with self._log.open("w", encoding="utf-8") as log:
       self._process = subprocess.Popen(
         [sys.executable, "-m", "diffjax.train", *arguments], env=environment, stdout=log, stderr=log, start_new_session=True
       )
@@ -44,7 +44,7 @@ class Start:
     self.began = time.monotonic()
 
   def text(self) -> str:
-    return self._log.read_text()
+    return self._log.read_text(encoding="utf-8")
 
   def reach_first_step(self) -> float:
     """Waits for it. Returns the seconds since the start."""

@@ -38,7 +38,7 @@ def _may_have_tpu() -> bool:
 
 def _vendor(path: str) -> str:
   try:
-    return pathlib.Path(path).read_text().strip()
+    return pathlib.Path(path).read_text(encoding="utf-8").strip()
   except OSError:
     return _GOOGLE  # it may be one
 

@@ -152,7 +152,7 @@ class Measurement:
 
   def figure(self, suite: str, name: str, at: Mapping[str, Any]) -> tuple[float, float]:
     """A figure of the Transformer and of DIFF."""
-    rows = json.loads((self.out / f"{suite}.json").read_text())["figures"]
+    rows = json.loads((self.out / f"{suite}.json").read_text(encoding="utf-8"))["figures"]
     found = next(row for row in rows if (row["name"], row["at"]) == (name, at))
     return found["against"]["value"], found["value"]
 

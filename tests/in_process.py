@@ -19,7 +19,7 @@ def _ours():
     (module, flag)
     for module, defined in flags.FLAGS.flags_by_module_dict().items()
     for flag in defined
-    if module.startswith(("diffjax.", "experiments.", "benchmarks.", ROOT)) or flag.name.partition(".")[0] in ("config", "set")
+    if module.startswith(("diffjax.", "experiments.", "benchmarks.", "recipes.", ROOT)) or flag.name.partition(".")[0] in ("config", "set")
   ]
 
 

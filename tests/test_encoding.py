@@ -33,7 +33,7 @@ def opened_as_text(call: ast.Call) -> bool:
   return "b" not in str(mode)
 
 
-@pytest.mark.parametrize("room", ["diffjax", "experiments", "benchmarks", "configs"])
+@pytest.mark.parametrize("room", ["diffjax", "experiments", "benchmarks", "configs", "recipes"])
 def test_text_files_are_opened_as_utf8(room):
   wrong = []
   for path in sorted((ROOT / room).rglob("*.py")):
