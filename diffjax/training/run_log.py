@@ -69,7 +69,7 @@ class RunLog:
     train = self._config.train
     in_a_row = int(jax.device_get(results["skipped_in_a_row"]))
     reporting = step % train.log_interval == 0 or step == train.steps
-    if in_a_row or reporting:
+    if in_a_row or reporting or step == 1:  # a plot begins where training does
       measured = jax.device_get(results)
       values = _by_layer(measured)
       self._metrics.write(step, self._status.report(step, values) if reporting else values)

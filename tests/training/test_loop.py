@@ -91,6 +91,13 @@ def test_what_a_run_leaves_behind(config, whole):
   assert saved == {name: value for name, value in evaluations[1].items() if name.startswith("validation/")}
 
 
+def test_the_log_begins_with_the_first_step(config, whole, tmp_path):
+  """However seldom steps are logged: a plot of the loss begins where training does."""
+  loop.train(change(config, train__log_interval=4, eval__interval=0), str(tmp_path))
+  steps = [line for line in log(tmp_path) if "train/loss" in line]
+  assert [line["step"] for line in steps] == [1, 4, 6] and steps[0]["train/loss"] == log(whole)[0]["train/loss"]
+
+
 def test_resume_repeats_and_skips_nothing(config, whole, tmp_path):
   """Stopped at step 3 or later by SIGTERM, then run again: the log is the uninterrupted run's, number for number. Lines past the
   checkpoint, as a kill leaves them, are dropped."""
@@ -372,4 +379,4 @@ def test_too_many_bad_steps_in_a_row_stop_the_run(config, tmp_path, monkeypatch,
   spoil(monkeypatch, {step: np.nan for step in (2, *range(4, 21))})
   with pytest.raises(UserError, match=f"stopped at step 6: 3 steps in a row .* the loss is nan; .*{named}"):
     loop.train(config, str(tmp_path))
-  assert [line["step"] for line in log(tmp_path)] == [2, 4, 5, 6]
+  assert [line["step"] for line in log(tmp_path)] == [1, 2, 4, 5, 6]
