@@ -106,7 +106,8 @@ def _sentence(found: Sequence[Headline], styles: Sequence[Style]) -> Html:
       parts.append(f"{words} {_listed(chosen)}")
   same = sum(not line.verdict for line in found)
   said = f" is {'; '.join(parts)}." if parts else " does not differ clearly."
-  rest = f" {same} of {len(found)} main figures show no clear difference." if parts and same else ""
+  shows = "shows" if same == 1 else "show"
+  rest = f" {same} of {len(found)} main figures {shows} no clear difference." if parts and same else ""
   return element("p", Html(f"{first} against {second}: {first}{escape(said)}{escape(rest)}"), class_="lead")
 
 

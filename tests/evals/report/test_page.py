@@ -141,7 +141,7 @@ def test_the_first_screen_says_what_differs(made, browser):
   seen, rows = look(made[2]), made[3]
   value, other = (results.number(one).partition(" ")[0] for one in (rows[0], rows[0]["against"]))
   assert f"DIFF against Transformer: DIFF is better in needles found ({value} against {other})." in seen["lead"]
-  assert "1 of 2 main figures show no clear difference." in seen["lead"]
+  assert "1 of 2 main figures shows no clear difference." in seen["lead"]
   lines = [line[:3] + line[4:] for line in seen["headlines"]]
   assert lines[0] == ["main figures", "DIFF", "Transformer", "DIFF is"]
   assert [line[0] for line in lines[1:]] == ["loss lower is better", "needles found higher is better"]
