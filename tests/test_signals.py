@@ -48,7 +48,8 @@ def test_ctrl_c_while_a_command_imports(started, name):
 
 def test_importing_the_package_leaves_ctrl_c_alone(started):
   code = "import signal, threading; import diffjax; print(signal.getsignal(signal.SIGINT).__name__, threading.active_count())"
-  assert started("-c", code).communicate(timeout=60)[0] == "default_int_handler 1\n"
+  process = started("-c", code)
+  assert (*process.communicate(timeout=60), process.returncode) == ("default_int_handler 1\n", "", 0)
 
 
 @pytest.mark.parametrize(
