@@ -22,7 +22,7 @@ import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from diffjax import absent_tpu, config_file, help
+from diffjax import absent_tpu, config_file, help_page
 from diffjax.config import Config, UserError, from_config_dict, to_config_dict, to_dataclass, unknown_field
 
 
@@ -41,8 +41,8 @@ def run(main: Callable[..., None], *, with_config: bool = True, settings: Any = 
   if isinstance(sys.stdout, io.TextIOWrapper):  # standard error escapes what its encoding cannot show; so shall standard output
     sys.stdout.reconfigure(errors="backslashreplace")
   with _quiet_if_nobody_reads():
-    if help.is_asked(sys.argv[1:]):
-      print(help.page(with_config=with_config, with_settings=settings is not None), flush=True)
+    if help_page.is_asked(sys.argv[1:]):
+      print(help_page.page(with_config=with_config, with_settings=settings is not None), flush=True)
       sys.exit()
     absent_tpu.skip()
     _run(main, with_config, settings)
@@ -54,9 +54,9 @@ def _run(main: Callable[..., None], with_config: bool, settings: Any) -> None:
   root = "config" if with_config else "set"
   printing: flags.FlagHolder | None = None
   if with_config:
-    flag = config_flags.DEFINE_config_file("config", help_string=help.CONFIG["--config=FILE[:VARIANT]"])
+    flag = config_flags.DEFINE_config_file("config", help_string=help_page.CONFIG["--config=FILE[:VARIANT]"])
     flags.FLAGS["config"].parser = _ConfigFile()
-    printing = flags.DEFINE_bool("print_config", False, help.CONFIG["--print_config"])
+    printing = flags.DEFINE_bool("print_config", False, help_page.CONFIG["--print_config"])
   elif settings is not None:
     try:
       _check_overrides(sys.argv[1:], root, cls)  # defining the flag reads them

@@ -25,6 +25,7 @@ import scipy.stats
 from diffjax.config import Config, UserError
 from diffjax.training import manifest
 from diffjax.training.flops import parameter_count
+from diffjax.training.metrics import read_log
 from experiments.grid import Experiment, Run, comparable
 from experiments.launch import Devices
 
@@ -67,16 +68,12 @@ def _logged(workdir: pathlib.Path, step: int) -> dict[str, float] | None:
   found: dict[str, float] = {}
   ended = False
   try:
-    lines = (workdir / "metrics.jsonl").read_text(errors="replace", encoding="utf-8").splitlines()
+    lines = read_log(workdir / "metrics.jsonl")
   except OSError:
     return None
-  for line in lines:
-    try:
-      values = json.loads(line)
-      ended |= values["step"] == step and "validation/loss" in values
-      found |= values
-    except (ValueError, KeyError, TypeError):  # the last line of a run that was killed while it wrote
-      continue
+  for values in lines:
+    ended |= values["step"] == step and "validation/loss" in values
+    found |= values
   return found if ended else None
 
 

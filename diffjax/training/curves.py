@@ -1,33 +1,18 @@
-"""Curves of runs' logs: what metrics.jsonl holds, and the loss as a figure. It imports matplotlib, which takes a second."""
+"""Curves of runs' logs: the loss as a figure. It imports matplotlib, which takes a second."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib.figure
 import matplotlib.ticker
-from etils import epath
 
 from diffjax import styles
 from diffjax.styles import Style
 
 # A run's style, and the lines of its log.
 Log = tuple[Style, Sequence[Mapping[str, Any]]]
-
-
-def read_log(path: epath.Path) -> list[dict[str, Any]]:
-  """The lines of a metrics.jsonl that hold a step. A cut line, of a run that was killed or a full disk, does not count."""
-  lines = []
-  for line in path.read_text(encoding="utf-8").splitlines():
-    try:
-      parsed = json.loads(line)
-    except ValueError:
-      continue
-    if isinstance(parsed, dict) and "step" in parsed:
-      lines.append(parsed)
-  return lines
 
 
 def series(lines: Sequence[Mapping[str, Any]], metric: str) -> tuple[list[int], list[float]]:

@@ -15,6 +15,7 @@ from diffjax.model.decoder import Decoder
 from diffjax.model.sampler import Sampler
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.styles import style
+from diffjax.training.metrics import read_log
 
 
 def finish(config: Config, workdir: str, model: Decoder, params: Any, tokenizer: Tokenizer, scores: Mapping[str, float]) -> None:
@@ -65,8 +66,8 @@ def plot_losses(jsonl: epath.PathLike, png: epath.PathLike, attention: str) -> N
     attention: The run's config.model.attention.
   """
   # Imported here: it takes a second, and only the end of a run needs it.
-  from diffjax.training.curves import loss_curves, read_log
+  from diffjax.training.curves import loss_curves
 
-  figure = loss_curves([(style(attention), read_log(epath.Path(jsonl)))])
+  figure = loss_curves([(style(attention), read_log(jsonl))])
   with epath.Path(png).open("wb") as file:
     figure.savefig(file, format="png", dpi=200)

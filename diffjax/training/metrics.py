@@ -24,6 +24,23 @@ from tensorboardX.record_writer import masked_crc32c
 from diffjax.config import UserError
 
 
+def read_log(path: epath.PathLike) -> list[dict[str, Any]]:
+  """The lines of a metrics.jsonl that hold a step. A torn one, of a run that was killed or of a full disk, does not count.
+
+  Raises:
+    OSError: if it cannot be read.
+  """
+  lines = []
+  for line in epath.Path(path).read_bytes().splitlines():
+    try:
+      parsed = json.loads(line)
+    except ValueError:
+      continue
+    if isinstance(parsed, dict) and "step" in parsed:
+      lines.append(parsed)
+  return lines
+
+
 class MetricWriter:
   """Writes numbers by step to `workdir/metrics.jsonl`, to TensorBoard files in `workdir/tensorboard`, and to W&B if asked.
 

@@ -157,7 +157,7 @@ class Session:
     """
     try:
       yield
-    except Exception as error:
+    except Exception as error:  # whatever it is, it goes on its way
       if step > self._first and jax.process_count() == 1:
         if not isinstance(error, Interrupted):
           note(f"saving step {step}, before the run ends with an error")

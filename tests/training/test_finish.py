@@ -5,8 +5,9 @@ import struct
 from etils import epath
 
 from diffjax.styles import ARCHITECTURES, Style
-from diffjax.training.curves import loss_curves, read_log
+from diffjax.training.curves import loss_curves
 from diffjax.training.finish import plot_losses
+from diffjax.training.metrics import read_log
 
 LOG = [
   '{"step": 1, "train/loss": 5.0}',

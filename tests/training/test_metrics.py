@@ -63,6 +63,15 @@ def test_a_resume_that_cannot_rewrite_the_log_leaves_it_whole(tmp_path, monkeypa
   assert path.read_text() == before
 
 
+def test_torn_lines_of_a_log_do_not_count(tmp_path):
+  """Whatever a kill, a full disk or a power cut left: the reader of a finished run's log must not end that run."""
+  path = tmp_path / "metrics.jsonl"
+  path.write_bytes(
+    b'{"step": 1, "train/loss": 3.0}\n{"step": 2, "tr\n\xff\xfe\n[2]\n{"train/loss": 1.0}\n\0\0\n{"step": 3, "train/loss": 2.0}'
+  )
+  assert metrics.read_log(path) == [{"step": 1, "train/loss": 3.0}, {"step": 3, "train/loss": 2.0}]
+
+
 def test_remote_workdir_is_written_at_intervals(tmp_path, monkeypatch):
   monkeypatch.setattr(metrics, "_is_remote", lambda path: True)
   writer = open_metrics(tmp_path, remote_interval=0.0)

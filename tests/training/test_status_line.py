@@ -44,14 +44,20 @@ def test_no_mfu_on_an_unknown_chip():
   assert "train/mfu" not in progress.report(1, {"train/loss": 1.0})
 
 
-def test_live_line_on_a_terminal(monkeypatch):
+@pytest.fixture
+def terminal(monkeypatch):
+  """What stands for a terminal of 120 columns, and keeps what is written to it."""
+
   class Terminal(io.StringIO):
     def isatty(self):
       return True
 
   monkeypatch.setenv("TERM", "xterm")
   monkeypatch.setenv("COLUMNS", "120")
-  terminal = Terminal()
+  return Terminal()
+
+
+def test_live_line_on_a_terminal(terminal):
   progress = StatusLine(CONFIG, first_step=0, num_devices=1, device_kind="cpu", file=terminal)
   progress.stepped(1)
   progress.report(1, {"train/loss": 3.5})
@@ -60,16 +66,8 @@ def test_live_line_on_a_terminal(monkeypatch):
   assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count("\x1b[?25h") == 1, "the cursor comes back"
 
 
-def test_compiling_ends_with_the_first_step(monkeypatch):
+def test_compiling_ends_with_the_first_step(terminal):
   """The next report may be a hundred steps away."""
-
-  class Terminal(io.StringIO):
-    def isatty(self):
-      return True
-
-  monkeypatch.setenv("TERM", "xterm")
-  monkeypatch.setenv("COLUMNS", "120")
-  terminal = Terminal()
   progress = StatusLine(CONFIG, first_step=0, num_devices=1, device_kind="cpu", file=terminal)
   progress.stepped(1)
   progress.close()

@@ -14,6 +14,7 @@ from diffjax.config import Config, ModelConfig, UserError, from_config_dict
 from diffjax.evals import SUITES
 from diffjax.evals.report import results
 from diffjax.training.checkpoint import find_checkpoint
+from diffjax.training.metrics import read_log
 
 _NAMES = {"diff": "DIFF Transformer (V1)", "diff_v2": "DIFF Transformer V2", "softmax": "Transformer"}
 _SIZES = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_length")
@@ -137,14 +138,9 @@ def _measured(workdir: epath.Path, step: int) -> Iterator[str]:
 def _losses(path: epath.Path, step: int) -> list[list[str]]:
   """The last value of each validation figure until a step."""
   found: dict[str, tuple[float, int]] = {}
-  if path.exists():
-    for line in path.read_bytes().splitlines():
-      try:
-        values = json.loads(line)
-      except ValueError:  # a line that a full disk cut off
-        continue
-      if values["step"] <= step:
-        found |= {name: (value, values["step"]) for name, value in values.items() if name.startswith("validation/") and value is not None}
+  for values in read_log(path) if path.exists() else []:
+    if values["step"] <= step:
+      found |= {name: (value, values["step"]) for name, value in values.items() if name.startswith("validation/") and value is not None}
   return [[name.removeprefix("validation/"), f"{value:.4g}", str(at)] for name, (value, at) in found.items()]
 
 

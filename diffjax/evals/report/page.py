@@ -27,7 +27,8 @@ from diffjax.evals.report import curves, maps, plots, results, summary
 from diffjax.evals.report.elements import Html, data_address, drawing, element, escape, number, picture, table
 from diffjax.evals.report.maps import Settings, check
 from diffjax.styles import Style
-from diffjax.training.curves import loss_curves, read_log
+from diffjax.training.curves import loss_curves
+from diffjax.training.metrics import read_log
 from diffjax.training.trained import Trained
 
 __all__ = ["Settings", "check", "write"]
