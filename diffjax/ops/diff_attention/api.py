@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import numbers
@@ -15,7 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from diffjax.ops.diff_attention import arguments, implementations, vjp
 from diffjax.ops.diff_attention.mask import PER_ROW, Mask
-from diffjax.ops.diff_attention.sharded import TOKEN_ORDERS, Layout, attend_to_whole_rows
+from diffjax.ops.diff_attention.ring import ring
+from diffjax.ops.diff_attention.sharded import TOKEN_ORDERS, Layout, Tokens, attend_to_gathered
 from diffjax.ops.platform import device_kind, platform
 
 
@@ -56,8 +58,9 @@ def diff_attention(
     implementation: "auto" (the fastest for the backend), "reference", "chunked", "two_call", "pallas_tpu" or "pallas_gpu" (Hopper), or a
       name given to `register`. A name given never falls back.
     sharding: of [B, T, H] over a mesh, whose axes may have any names: a NamedSharding, or a PartitionSpec for the mesh of `jax.set_mesh`.
-      Keys, values, λ and ids are sharded likewise. The call then runs inside `shard_map`, each device on its own rows and heads; where T is
-      sharded, keys and values are gathered. None: the call is not sharded, or is inside `shard_map` already.
+      Keys, values, λ and ids are sharded likewise. The call then runs inside `shard_map`, each device on its own rows and heads. Where T is
+      sharded, keys and values travel from device to device, in a ring; they are gathered if the implementation has no partial results (all
+      but "chunked" and "pallas_tpu"), q_offset is an array or T ≠ S. None: the call is not sharded, or is inside `shard_map` already.
     token_order: "given"; or "balanced" where T is sharded and the caller has put the tokens of each row in the order of `balanced_order`,
       which gives all devices the same work.
 
@@ -83,14 +86,34 @@ def diff_attention(
   return _attend_sharded(attend, layout, token_order, q, k, v, lam, q_segment_ids, kv_segment_ids, q_offset)
 
 
-def _attend(q, k, v, lam, q_ids, kv_ids, q_offset, *, causal: bool, window: int | None, scale: float, implementation: str) -> jax.Array:
-  """The operation on one device's arrays."""
+def _attend(
+  q,
+  k,
+  v,
+  lam,
+  q_ids,
+  kv_ids,
+  q_offset,
+  *,
+  causal: bool,
+  window: int | None,
+  scale: float,
+  implementation: str,
+  tokens: Tokens | None = None,
+) -> jax.Array:
+  """The operation on one device's arrays; with `tokens`, on its part of rows that several devices share."""
   static = isinstance(q_offset, int)
   mask = Mask(q.shape[1], k.shape[1], causal, window, q_offset if static else PER_ROW, segments=q_ids is not None)
   if implementation == "auto":
-    implementation = _pick(platform(), q, k, v, mask)
+    implementation = _pick(platform(), q, k, v, mask if tokens is None else dataclasses.replace(mask, offset=PER_ROW))
+  chosen = implementations.implementation_of(implementation)
+  if tokens is not None:
+    if not (chosen.takes_parts and static and mask.q_length == mask.kv_length):
+      own = functools.partial(_attend, causal=causal, window=window, scale=scale, implementation=implementation)
+      return attend_to_gathered(own, tokens, q, k, v, lam, q_ids, kv_ids, q_offset)
+    chosen = ring(chosen, tokens)
   arrays = vjp.Arrays(q, k, v, lam, q_ids, kv_ids, None if static else q_offset)
-  return vjp.attend(implementations.implementation_of(implementation), arrays, mask, scale)
+  return vjp.attend(chosen, arrays, mask, scale)
 
 
 def _attend_sharded(attend, layout: Layout, token_order: str, q, k, v, lam, q_ids, kv_ids, q_offset) -> jax.Array:
@@ -100,11 +123,10 @@ def _attend_sharded(attend, layout: Layout, token_order: str, q, k, v, lam, q_id
   layout.check(2, {"H": q.shape[2], "K": k.shape[2]})
   offset = None if isinstance(q_offset, int) else q_offset
 
+  tokens = Tokens(layout.axes[1], layout.shards(1), token_order) if layout.shards(1) > 1 else None
+
   def local(q, k, v, lam, q_ids, kv_ids, offset):
-    first = q_offset if offset is None else offset
-    if layout.shards(1) > 1:
-      return attend_to_whole_rows(attend, layout.axes[1], token_order, q, k, v, lam, q_ids, kv_ids, first)
-    return attend(q, k, v, lam, q_ids, kv_ids, first)
+    return attend(q, k, v, lam, q_ids, kv_ids, q_offset if offset is None else offset, tokens=tokens)
 
   heads, ids = layout.spec(0, 1, 2), layout.spec(0, 1)
   operands = [(q, heads), (k, heads), (v, heads), (lam, heads), (q_ids, ids), (kv_ids, ids), (offset, layout.spec(0))]

@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from diffjax.ops.diff_attention.mask import PER_ROW, Mask, apply, positions
+from diffjax.ops.diff_attention.tiles import HIDDEN, LOG2E
 from diffjax.ops.diff_attention.vjp import Arrays, Implementation, Options, Saved
 from diffjax.ops.varying import vary_like
 
@@ -56,30 +57,38 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
   """The output [B, T, H, V] and the log-sum-exps, G of [N, R, T, 1]."""
   inputs = _lead_with_heads(arrays)
   num_groups, block = _tile(inputs)
-  group = functools.partial(_forward_group, mask, options.scale, _bands(mask, block))
+  group = functools.partial(_forward_group, mask, options, _bands(mask, block))
   out, lse = _map_groups(group, num_groups, inputs)
+  if options.partial:
+    heads = lambda x: x.reshape(arrays.q.shape[0], arrays.q.shape[2], *x.shape[2:])
+    out, out2 = (*map(heads, out), None)[:2]
+    return Saved(out, out2, jnp.stack([heads(x)[..., 0] for x in lse], axis=2) * LOG2E)
   return Saved(_tokens_first(out, arrays.q.shape[0]).astype(arrays.q.dtype), lse=lse)
 
 
-def _forward_group(mask: Mask, scale: float, bands: list[_Band], inputs: _Inputs):
+def _forward_group(mask: Mask, options: Options, bands: list[_Band], inputs: _Inputs):
   def step(band: _Band, arrays, carry, row, key):
     (inputs,) = arrays
     visible = _visible(mask, band, inputs, row, key)
     weights, sums, lses = [], [], []
     for q, k in zip(inputs.q, _per_map(inputs), strict=True):
-      logits = apply(visible, _logits(_rows(q, row, band.block), _keys(k, key, band.span), scale))
+      logits = apply(visible, _logits(_rows(q, row, band.block), _keys(k, key, band.span), options.scale))
       peak = jnp.max(logits, axis=-1, keepdims=True)
       peak = jnp.where(peak == -jnp.inf, 0, peak)  # an empty row: exp(−∞ − 0) is 0 where exp(−∞ + ∞) is NaN
       weight = jnp.exp(logits - peak)
       total = jnp.sum(weight, axis=-1, keepdims=True)
-      total = jnp.where(total == 0, 1, total)
-      lses.append(peak + jnp.log(total))
+      empty = total == 0
+      total = jnp.where(empty, 1, total)
+      lses.append(jnp.where(empty, -HIDDEN, peak + jnp.log(total)))
       weights.append(weight)
       sums.append(total)
+    values = _keys(inputs.v, key, band.span)
+    if options.partial:
+      return carry, ([_dot("nrts,nsv->nrtv", weight, values) / total for weight, total in zip(weights, sums, strict=True)], lses)
     combined = weights[0]
     if inputs.lam is not None:  # O = (A₁ − λA₂)V with the first map's division left for after the product
       combined = combined - (_rows(inputs.lam, row, band.block) * sums[0] / sums[1]) * weights[1]
-    return carry, (_dot("nrts,nsv->nrtv", combined, _keys(inputs.v, key, band.span)) / sums[0], lses)
+    return carry, (_dot("nrts,nsv->nrtv", combined, values) / sums[0], lses)
 
   return _walk(bands, step, (inputs,), ())[1]
 
@@ -89,22 +98,30 @@ def _backward(arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out)
   q, k, v, lam = arrays[:4]
   batch, num_kv_heads, scale = q.shape[0], k.shape[2], options.scale
   dtype = jnp.promote_types(jnp.float32, q.dtype)
-  inputs = _lead_with_heads(arrays)
+  inputs, lse, delta_2 = _lead_with_heads(arrays), saved.lse, None
+  if options.partial:  # δ₂ is a sum over all keys, which are not here
+    tokens_first = lambda x: jnp.swapaxes(x, 1, 2)
+    lse = [_heads_first(tokens_first(saved.lse[:, :, g])[..., None], num_kv_heads) / LOG2E for g in range(q.shape[3])]
+    saved = saved._replace(out=tokens_first(saved.out))
+    if lam is not None:
+      row_sums = jnp.sum(d_out.astype(dtype) * tokens_first(saved.out2).astype(dtype), axis=-1, keepdims=True)
+      delta_2 = _heads_first(row_sums, num_kv_heads)
   # rowsum(dO ∘ O) = δ₁ − λδ₂
   delta = _heads_first(jnp.sum(d_out.astype(dtype) * saved.out.astype(dtype), axis=-1, keepdims=True), num_kv_heads)
   num_groups, block = _tile(inputs)
   group = functools.partial(_backward_group, mask, scale, _bands(mask, block))
-  (d_k, d_v), (d_q, d_lam) = _map_groups(group, num_groups, inputs, saved.lse, delta, _heads_first(d_out, num_kv_heads))
-  d_q = jnp.stack([_tokens_first(x * scale, batch) for x in d_q], axis=3).astype(q.dtype)
-  d_k = jnp.stack([_keys_first(x * scale, batch) for x in d_k], axis=3).astype(k.dtype)
-  d_v = _keys_first(d_v, batch).astype(v.dtype)
+  (d_k, d_v), (d_q, d_lam) = _map_groups(group, num_groups, inputs, lse, delta, delta_2, _heads_first(d_out, num_kv_heads))
+  result = dtype if options.partial else q.dtype
+  d_q = jnp.stack([_tokens_first(x * scale, batch) for x in d_q], axis=3).astype(result)
+  d_k = jnp.stack([_keys_first(x * scale, batch) for x in d_k], axis=3).astype(result)
+  d_v = _keys_first(d_v, batch).astype(result)
   return d_q, d_k, d_v, None if lam is None else _tokens_first(d_lam, batch)[..., 0].astype(lam.dtype)
 
 
-IMPLEMENTATION = Implementation(_forward, _backward)
+IMPLEMENTATION = Implementation(_forward, _backward, takes_parts=True)
 
 
-def _backward_group(mask: Mask, scale: float, bands: list[_Band], inputs: _Inputs, lse, delta, d_out):
+def _backward_group(mask: Mask, scale: float, bands: list[_Band], inputs: _Inputs, lse, delta, delta_2, d_out):
   dtype = delta.dtype
   # dK and dV grow as [N, D, S] from queries and dO laid out [N, D, R, T]: a product of two row-major matrices, where the natural
   # [S, T]·[T, D] reads the large matrix across its rows and measured two to ten times slower on CPU.
@@ -112,7 +129,7 @@ def _backward_group(mask: Mask, scale: float, bands: list[_Band], inputs: _Input
   zeros = lambda x: vary_like(jnp.zeros((x.shape[0], x.shape[2], x.shape[1]), dtype), inputs.q[0])
 
   def step(band: _Band, arrays, carry, row, key):
-    inputs, turned, lse, delta, d_out = arrays
+    inputs, turned, lse, delta, known, d_out = arrays
     d_k, d_v = list(carry[0]), carry[1]
     visible = _visible(mask, band, inputs, row, key)
     keys = [_keys(k, key, band.span) for k in _per_map(inputs)]
@@ -124,7 +141,7 @@ def _backward_group(mask: Mask, scale: float, bands: list[_Band], inputs: _Input
     delta_1, combined, d_lam, d_logits = _rows(delta, row, band.block), maps[0], None, []
     if inputs.lam is not None:
       lam = _rows(inputs.lam, row, band.block)
-      delta_2 = _row_sums(maps[1] * d_weights)
+      delta_2 = _row_sums(maps[1] * d_weights) if known is None else _rows(known, row, band.block)
       delta_1, combined, d_lam = delta_1 + lam * delta_2, maps[0] - lam * maps[1], -delta_2
       d_logits = [-lam * maps[1] * (d_weights - delta_2)]
     d_logits = [maps[0] * (d_weights - delta_1), *d_logits]
@@ -136,7 +153,7 @@ def _backward_group(mask: Mask, scale: float, bands: list[_Band], inputs: _Input
     return (d_k, d_v), (d_q, d_lam)
 
   carry = ([zeros(k) for k in inputs.k], zeros(inputs.v))
-  return _walk(bands, step, (inputs, turned, lse, delta, d_out), carry)
+  return _walk(bands, step, (inputs, turned, lse, delta, delta_2, d_out), carry)
 
 
 def _walk(bands: list[_Band], step: Callable, arrays: Any, carry: Any) -> tuple[Any, Any]:

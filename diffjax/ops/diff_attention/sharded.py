@@ -1,7 +1,7 @@
 """The operations on a mesh: one sharding says which mesh axes, of any names, shard batch, tokens and heads.
 
-Batch and heads need no communication. Where tokens are sharded, each device attends from its own queries to the whole row: keys and values
-are gathered, and autodiff sums their gradients back to the devices that hold them.
+Batch and heads need no communication. Where tokens are sharded, each device attends from its own queries to the whole row, whose keys and
+values travel (ring.py) or are gathered (here).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
+
+from diffjax.ops.diff_attention.tiles import Scalar
 
 TOKEN_ORDERS = ("given", "balanced")
 
@@ -91,10 +93,48 @@ class Layout:
     return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out)(*arrays)
 
 
-def attend_to_whole_rows(
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+  """How devices share the tokens of a row, inside `shard_map`.
+
+  Attributes:
+    axes: mesh axes that shard them.
+    shards: number of devices along these.
+    order: "given", each shard's tokens follow those of the shard before; or "balanced", as `balanced_order` says.
+  """
+
+  axes: tuple[str, ...]
+  shards: int
+  order: str
+
+  @property
+  def shard(self) -> Int[Array, ""]:
+    """The number of this device's shard."""
+    return lax.axis_index(self.axes)
+
+  def pieces(self, shard: Scalar) -> tuple[Scalar, ...]:
+    """The pieces of a row that a shard holds, by their numbers in the row. All are equally long."""
+    return (shard, 2 * self.shards - 1 - shard) if self.order == "balanced" else (shard,)
+
+  def move(self, arrays: Any, distance: int) -> Any:
+    """All arrays of a tree, each sent to the device so many shards on, round the end of the row."""
+    if distance % self.shards == 0:
+      return arrays
+    pairs = [(shard, (shard + distance) % self.shards) for shard in range(self.shards)]
+    return jax.tree.map(lambda x: lax.ppermute(x, self.axes, pairs), arrays)
+
+  def gather(self, x: jax.Array) -> jax.Array:
+    """The tokens of all shards [B, T, …], in the order of the row."""
+    if self.order == "given":
+      return lax.all_gather(x, self.axes, axis=1, tiled=True)
+    early, late = (lax.all_gather(half, self.axes, axis=1) for half in jnp.split(x, 2, axis=1))  # [B, C, T/2C, …], the late ones backwards
+    whole = jnp.concatenate([early, jnp.flip(late, axis=1)], axis=1)
+    return whole.reshape(x.shape[0], -1, *x.shape[2:])
+
+
+def attend_to_gathered(
   attention: Callable[..., jax.Array],
-  axes: tuple[str, ...],
-  order: str,
+  tokens: Tokens,
   q: Float[Array, "B T H G D"],
   k: Float[Array, "B S K M D"],
   v: Float[Array, "B S K V"],
@@ -103,12 +143,15 @@ def attend_to_whole_rows(
   kv_ids: Int[Array, "B S"] | None,
   q_offset: int | Int[Array, "B"],
 ) -> Float[Array, "B T H V"]:
-  """`attention` inside `shard_map`, from one shard's queries to the keys of the whole row, which are gathered.
+  """`attention` inside `shard_map`, from one shard's queries to the keys of the whole row, which are gathered. Autodiff sums their
+  gradients back to the devices that hold them.
+
+  It asks nothing of `attention` but an offset that is data, and of the row nothing at all: for implementations without partial results,
+  offsets that only the running program knows, and rows with other numbers of queries than of keys. `ring` serves all else.
 
   Args:
     attention: takes the arrays below, in this order.
-    axes: mesh axes that shard the tokens.
-    order: "given", each shard's tokens follow those of the shard before; or "balanced", as `balanced_order` says.
+    tokens: how devices share a row.
     q: one shard's queries.
     k: its keys.
     v: its values.
@@ -117,11 +160,9 @@ def attend_to_whole_rows(
     kv_ids: documents of its keys, or None.
     q_offset: position of the row's first query.
   """
-  shards, shard = lax.axis_size(axes), lax.axis_index(axes)
-  whole = _gather_balanced if order == "balanced" else _gather
-  k, v = whole(k, axes), whole(v, axes)
-  kv_ids = None if kv_ids is None else whole(kv_ids, axes)
-  pieces = (shard, 2 * shards - 1 - shard) if order == "balanced" else (shard,)
+  k, v = tokens.gather(k), tokens.gather(v)
+  kv_ids = None if kv_ids is None else tokens.gather(kv_ids)
+  pieces = tokens.pieces(tokens.shard)
   size, outs = q.shape[1] // len(pieces), []
   for n, piece in enumerate(pieces):
     mine = lambda x, n=n: None if x is None else x[:, n * size : (n + 1) * size]
@@ -129,15 +170,3 @@ def attend_to_whole_rows(
     start = start if isinstance(q_offset, int) and q_offset == 0 else start + q_offset
     outs.append(attention(mine(q), k, v, mine(lam), mine(q_ids), kv_ids, start))
   return jnp.concatenate(outs, axis=1)
-
-
-def _gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-  """The tokens of all shards [B, T, …], shard after shard."""
-  return lax.all_gather(x, axes, axis=1, tiled=True)
-
-
-def _gather_balanced(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-  """The tokens of all shards [B, T, …], put back into the order of the row."""
-  early, late = (lax.all_gather(half, axes, axis=1) for half in jnp.split(x, 2, axis=1))  # [B, C, T/2C, …], the late ones backwards
-  whole = jnp.concatenate([early, jnp.flip(late, axis=1)], axis=1)
-  return whole.reshape(x.shape[0], -1, *x.shape[2:])

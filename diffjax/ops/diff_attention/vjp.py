@@ -51,11 +51,16 @@ class Options:
     scale: factor on q·k.
     save: whether a backward pass may follow; without one, `Saved.out` alone is read.
     chosen: what the implementation's `prepare` returned.
+    partial: whether the keys are a part of those that the queries see, as in `ring`. Then `Saved` is out and out2 [B, H, T, V] and
+      log-sum-exps (base 2) [B, H, G, T], 1e30 for a row that sees no key. `forward` makes A₁V, A₂V (None for G = 1) and the log-sum-exps of
+      these keys alone, in float32 (or q's float64): λ is zero. `backward` is given λ, and the output, A₂V and log-sum-exps of all keys, and
+      returns what these keys add to the gradients of q, k and v, in float32 likewise; its gradient of λ is not read.
   """
 
   scale: float
   save: bool = False
   chosen: Any = None
+  partial: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +74,15 @@ class Implementation:
     prepare: (arrays, mask) → `options.chosen`, hashable, made once for both passes. Raises ValueError for what is not taken, and says what
       would work.
     output: brings `Saved.out` to [B, T, H, V].
+    takes_parts: whether both passes take `Options.partial`. Where devices share a row, keys and values then travel in a ring; else they are
+      gathered.
   """
 
   forward: Callable[[Arrays, Mask, Options], Saved]
   backward: Callable[..., tuple] | None = None
   prepare: Callable[[Arrays, Mask], Any] = lambda arrays, mask: None
   output: Callable[[Any], Float[Array, "B T H V"]] = lambda out: out
+  takes_parts: bool = False
 
 
 def attend(implementation: Implementation, arrays: Arrays, mask: Mask, scale: float) -> Float[Array, "B T H V"]:

@@ -81,7 +81,7 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
         lambda b, h, i, step, *scalars: (b, 0, 0, schedule.block(scalars, b, i, step)),
       ),
     ]
-  outputs: list[Any] = [((B, H, length, V), q.dtype, (rows, V), stays)] * (1 + (G == 2 and save))
+  outputs: list[Any] = [((B, H, length, V), jnp.float32 if options.partial else q.dtype, (rows, V), stays)] * (1 + (G == 2 and save))
   if save:
     outputs.append(((B, H, G, length), jnp.float32, (G, rows), stays_row))
   out, *saved = _call(
@@ -109,9 +109,11 @@ def _backward(arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out)
     vectors = jnp.concatenate([lse, delta + lam * delta2, delta2, lam], axis=2)
     d_lam = -jnp.swapaxes(delta2[:, :, 0], 1, 2)
   # dQ of all the rows of a call stays in VMEM: a call takes as many heads of a group as fit, or a span of one head's rows.
-  block = chosen.backward.q
-  heads = max(r for r in range(1, H // K + 1) if (H // K) % r == 0 and (r == 1 or r * round_up(T, block) <= chosen.backward.resident))
-  span = min(round_up(T, block), max(block, chosen.backward.resident // heads // block * block))
+  block, resident = chosen.backward.q, chosen.backward.resident
+  if options.partial:  # it is stored, twice over, in float32
+    resident = resident * (4 + 2 * q.dtype.itemsize) // 12
+  heads = max(r for r in range(1, H // K + 1) if (H // K) % r == 0 and (r == 1 or r * round_up(T, block) <= resident))
+  span = min(round_up(T, block), max(block, resident // heads // block * block))
   group = lambda x: x.reshape(B, K, H // K, *x.shape[2:])
   parts, d_k, d_v = [], 0.0, 0.0
   for head in range(0, H // K, heads):
@@ -130,8 +132,8 @@ def _backward(arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out)
   d_q = jnp.concatenate(parts, axis=2) if len(parts) > 1 else parts[0]  # [B, K, R, G, T, D]
   return (
     jnp.transpose(d_q.reshape(B, H, G, T, D), (0, 3, 1, 2, 4)),
-    jnp.transpose(d_k, (0, 3, 1, 2, 4)).astype(k.dtype),
-    jnp.swapaxes(d_v, 1, 2).astype(v.dtype),
+    jnp.transpose(d_k, (0, 3, 1, 2, 4)).astype(jnp.float32 if options.partial else k.dtype),
+    jnp.swapaxes(d_v, 1, 2).astype(jnp.float32 if options.partial else v.dtype),
     d_lam,
   )
 
@@ -163,8 +165,9 @@ def _backward_span(mask: Mask, options: Options, q, k, v, d_out, vectors, q_ids,
       (pad(q_ids, 1, length)[:, None, None], (1, rows), lambda b, kv, j, r, step, *scalars: (b, 0, 0, schedule.block(scalars, b, j, step))),
       (pad(kv_ids, 1, kv_length)[:, None, None], (1, keys), lambda b, kv, j, r, step, *scalars: (b, 0, 0, j)),
     ]
-  dtype = k.dtype if whole else jnp.float32
-  outputs: list[Any] = [((B, K, R, G, length, D), q.dtype, (R, G, length, D), lambda b, kv, j, r, step, *scalars: (b, kv, 0, 0, 0, 0))]
+  dtype = k.dtype if whole and not options.partial else jnp.float32
+  d_q_dtype = jnp.float32 if options.partial else q.dtype
+  outputs: list[Any] = [((B, K, R, G, length, D), d_q_dtype, (R, G, length, D), lambda b, kv, j, r, step, *scalars: (b, kv, 0, 0, 0, 0))]
   outputs += [((B, K, M, kv_length, D), dtype, (M, keys, D), stays_keys), ((B, K, kv_length, V), dtype, (keys, V), stays)]
   d_q, d_k, d_v = _call(
     options.chosen, functools.partial(_backward_kernel, schedule, options.scale), f"diff_attention_backward_{schedule.variant}",
@@ -228,7 +231,7 @@ def _values(v, schedule: Schedule) -> jax.Array:
   return pad(jnp.swapaxes(v, 1, 2), 2, schedule.kv_blocks * schedule.blocks.kv)
 
 
-IMPLEMENTATION = Implementation(_forward, _backward, _prepare, output=lambda out: jnp.swapaxes(out, 1, 2))
+IMPLEMENTATION = Implementation(_forward, _backward, _prepare, output=lambda out: jnp.swapaxes(out, 1, 2), takes_parts=True)
 
 
 def _forward_kernel(schedule: Schedule, save: bool, *refs) -> None:
