@@ -261,7 +261,7 @@ class MeshConfig:
   data: int = -1
   # Devices that share parameters and optimizer state, and the batch too
   fsdp: int = 1
-  # Devices that share the tokens of a row: queries are split by length, keys and values are gathered
+  # Devices that share the tokens of a row: each keeps its queries, keys and values go round
   context: int = 1
   # Devices that share heads, feed-forward columns and vocabulary
   tensor: int = 1

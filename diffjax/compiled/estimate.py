@@ -7,6 +7,7 @@ far as no computation runs between its start and its end. Traffic between slices
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections import defaultdict
@@ -96,10 +97,13 @@ class Torus(NamedTuple):
     return 2 if self.ring and size % self.ring == 0 else 1
 
   def seconds(self, collective: Collective, devices: int) -> float:
-    """Lower bound on a collective between so many devices: the time of the bytes that a chip receives over its links, and for an all-to-all
-    also of those that cross the middle of the longest dimension. It assumes that the chips of a group lie together."""
+    """Lower bound on a collective between so many devices: the time of the bytes that a chip receives over its links; for a permute, which
+    comes from one neighbour, over one of them; for an all-to-all also of those that cross the middle of the longest dimension. It assumes
+    that the chips of a group lie together."""
     if devices == 1 or not self.sizes:
       return 0.0
+    if collective.kind == "collective-permute":
+      return collective.bytes / self.link
     received = collective.bytes / (sum(map(self._ways, self.sizes)) * self.link)
     if collective.kind != "all-to-all":
       return received
@@ -172,14 +176,30 @@ class _Reader:
         body = next(callee for kind, callee in self.program.called(line) if kind == "body")
         iterations = self.program.iterations(line)
         clock.cover(self.run(body, times * iterations) * iterations)
-      elif re.search(r" (call|conditional)\(", line):  # every branch of a condition counts: the most that it can take
+      elif " call(" in line:
         for _, callee in self.program.called(line):
           clock.cover(self.run(callee, times))
+      elif " conditional(" in line:
+        clock.cover(self._longest([callee for _, callee in self.program.called(line)], times))
       else:
         self._communicate(line, name, clock)
         clock.cover(self._compute(line, times))
     clock.wait_for_all()
     return clock.seconds
+
+  def _longest(self, branches: list[str], times: int) -> float:
+    """Adds what `times` runs of the branch take that takes most, and returns the seconds of one."""
+    readers = [copy.copy(self) for _ in branches]
+    for reader in readers:
+      reader.parts, reader.moved, reader.taken = defaultdict(float), defaultdict(lambda: [0.0, 0.0]), []
+    seconds = [reader.run(branch, times) for reader, branch in zip(readers, branches, strict=True)]
+    longest = readers[seconds.index(max(seconds))]
+    for part, cost in longest.parts.items():
+      self.parts[part] += cost
+    for kind, (whole, shown) in longest.moved.items():
+      self.moved[kind] = [self.moved[kind][0] + whole, self.moved[kind][1] + shown]
+    self.taken += longest.taken
+    return max(seconds)
 
   def _communicate(self, line: str, computation: str, clock: _Clock) -> None:
     """Starts the collectives that an instruction starts, and waits for those that it ends."""

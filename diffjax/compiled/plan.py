@@ -223,12 +223,11 @@ def kernel_cycles(config: Config, mesh: Mapping[str, int], generation: str, core
   if model.window is not None:
     return {}
   rows = config.train.batch_size // config.train.accumulation // (mesh["data"] * mesh["fsdp"])
-  # In balanced order a device has two calls, of queries that attend to half of what the whole row's do between them.
-  share = 1 / (2 * mesh["context"]) if mesh["context"] > 1 else 1
-  calls = rows * model.num_heads / mesh["tensor"] * share / cores
+  calls = rows * model.num_heads / mesh["tensor"] / cores
+  length = config.data.length // mesh["context"]  # in balanced order, every step of the ring is as much work as the first, a causal row
   sizes = axis_sizes(model)
   shape = model.head_dim, sizes["V"], sizes["G"], sizes["M"]
-  found = {way: cycles(generation, way, config.data.length, *shape) for way in ("forward", "backward")}
+  found = {way: cycles(generation, way, length, *shape) for way in ("forward", "backward")}
   return {f"diff_attention_{way}": cost * calls for way, cost in found.items() if cost is not None}
 
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
 _DEFINITION = re.compile(r"\s*(?:ROOT )?%(\S+) = ")
-_CALLED = re.compile(r"\b(body|calls|to_apply|branch_computations)=\{?(%[^\s,}]+(?:, %[^\s,}]+)*)")
+_CALLED = re.compile(r"\b(body|calls|to_apply|branch_computations|true_computation|false_computation)=\{?(%[^\s,}]+(?:, %[^\s,}]+)*)")
 
 
 class ProgramText:
@@ -33,7 +33,7 @@ class ProgramText:
     self._definitions = {match[1]: line for lines in computations.values() for line in lines if (match := _DEFINITION.match(line))}
 
   def called(self, line: str) -> list[tuple[str, str]]:
-    """The computations that an instruction calls: how it calls each (body, calls, to_apply or branch_computations), and its name."""
+    """The computations that an instruction calls: how it calls each (body, calls, to_apply or a condition's branches), and its name."""
     return [(kind, name) for kind, names in _CALLED.findall(line) for name in re.findall(r"%([^\s,]+)", names)]
 
   def iterations(self, loop: str) -> int:

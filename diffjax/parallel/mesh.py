@@ -85,7 +85,7 @@ def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
 def sharded_attention(mesh: Mesh, implementation: str) -> Callable[..., jax.Array]:
   """`diff_attention` with the batch, the heads and, in balanced order, the tokens sharded; it takes the same arguments.
 
-  K must be a multiple of the tensor axis. Keys and values are gathered along the context axis; nothing else is communicated.
+  K must be a multiple of the tensor axis. Keys and values travel along the context axis; nothing else is communicated.
 
   Raises:
     UserError: the implementation is not known, or takes no context axis.

@@ -100,6 +100,16 @@ def test_loops_by_their_counters():
   assert read(program(*lines, computations=body + condition)).seconds == pytest.approx(3 * 0.010)
 
 
+@pytest.mark.parametrize("branches", ["branch_computations={%f, %g}", "true_computation=%f, false_computation=%g"])
+def test_a_condition_takes_what_its_longest_branch_takes(branches):
+  """And hides as much of what is under way."""
+  computations = computation("f", instruction("f.1", 1000, scope="layers/ffn/mul")) + computation("g", instruction("g.1", 2000))
+  permute = "%p = bf16[8,16]{1,0} collective-permute-start(%x), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}"
+  done = "%q = bf16[8,16]{1,0} collective-permute-done(%p)"
+  found = read(program(permute, f"%c = (bf16[8]) conditional(%n, %x, %x), {branches}", done, computations=computations))
+  assert found.parts == pytest.approx({"other": 2.0, "exposed collectives": 0.56})  # 256 bytes over one link take 2.56 s
+
+
 def gather(name, operation="all-gather", chain=""):
   return f"%{name} = bf16[8,16]{{1,0}} {operation}(%x), channel_id=1, {GROUPS}, dimensions={{0}}{chain}"
 
@@ -169,6 +179,7 @@ def test_links(topology, gather, exchange):
   chips = math.prod(map(int, topology.partition(":")[2].split("x")))
   seconds = lambda kind: Torus.of(topology).seconds(Collective(kind, ("fsdp",), 1e9, 1), chips)
   assert seconds("all-gather") == pytest.approx(gather) and seconds("all-to-all") == pytest.approx(exchange)
+  assert seconds("collective-permute") == pytest.approx(1e9 / Torus.of(topology).link if chips > 1 else 0)
 
 
 def test_cycles_of_kernels():

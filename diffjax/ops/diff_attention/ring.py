@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Int
 
 from diffjax.ops.diff_attention.mask import Mask
 from diffjax.ops.diff_attention.sharded import Tokens
@@ -42,6 +43,14 @@ class Step(NamedTuple):
 
   distance: int
   calls: tuple[tuple[Call, ...], ...]
+
+
+class _Keys(NamedTuple):
+  """What travels round the ring."""
+
+  k: Float[Array, "B K M S D"]
+  v: Float[Array, "B K S V"]
+  ids: Int[Array, "B S"] | None
 
 
 class _Leg(NamedTuple):
@@ -115,8 +124,10 @@ def _legs(mask: Mask, tokens: Tokens) -> list[_Leg]:
 
 def _prepare(implementation: Implementation, tokens: Tokens, arrays: Arrays, mask: Mask) -> tuple:
   """What the implementation chooses for each mask of a call, as items of a dict."""
+  turned = _turned(arrays)
+  keys = _Keys(turned.k, turned.v, turned.kv_ids)
   calls = {call.mask: call for step in steps_of(mask, tokens) for calls in step.calls for call in calls}
-  return tuple((each, implementation.prepare(_of_call(call, arrays), each)) for each, call in calls.items())
+  return tuple((each, implementation.prepare(_of_call(call, turned, keys), each)) for each, call in calls.items())
 
 
 def _forward(implementation: Implementation, tokens: Tokens, arrays: Arrays, mask: Mask, options: Options) -> Saved:
@@ -124,12 +135,11 @@ def _forward(implementation: Implementation, tokens: Tokens, arrays: Arrays, mas
   q, _, v, lam, *_ = arrays
   (B, T, H, G, _), dtype = q.shape, jnp.promote_types(jnp.float32, q.dtype)
   zeros = lambda: vary_like(jnp.zeros((B, H, T, v.shape[-1]), dtype), q)
-  of_maps = arrays._replace(lam=None if lam is None else jnp.zeros_like(lam))
-  found = Saved(zeros(), zeros() if G == 2 else None, vary_like(jnp.full((B, H, G, T), HIDDEN, dtype), q))
+  turned = _turned(arrays._replace(lam=None if lam is None else jnp.zeros_like(lam)))
 
-  def run(calls: tuple[Call, ...], keys, found: Saved) -> Saved:
+  def run(calls: tuple[Call, ...], keys: _Keys, found: Saved) -> Saved:
     for call in calls:
-      part = implementation.forward(_of_call(call, _with_keys(of_maps, keys)), call.mask, _of_part(options, call))
+      part = implementation.forward(_of_call(call, turned, keys), call.mask, _of_part(options, call))
       found = _merge(found, part, call.q_start)
     return found
 
@@ -138,8 +148,8 @@ def _forward(implementation: Implementation, tokens: Tokens, arrays: Arrays, mas
     ahead = tokens.move(keys, leg.after)  # under way while the present keys are attended to
     return ahead, _choose(leg, tokens, n, run, keys, found)
 
-  keys = arrays.k, arrays.v, arrays.kv_ids
-  _, (out, out2, lse) = _walk(_legs(mask, tokens), step, (keys, found))
+  found = Saved(zeros(), zeros() if G == 2 else None, vary_like(jnp.full((B, H, G, T), HIDDEN, dtype), q))
+  _, (out, out2, lse) = _walk(_legs(mask, tokens), step, (_Keys(turned.k, turned.v, turned.kv_ids), found))
   if lam is not None:
     out2 = out2.astype(q.dtype)  # rounded first, so that the backward pass, which reads it, agrees
     out = out - jnp.swapaxes(lam, 1, 2)[..., None] * out2
@@ -148,20 +158,21 @@ def _forward(implementation: Implementation, tokens: Tokens, arrays: Arrays, mas
 
 def _backward(implementation: Implementation, tokens: Tokens, arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out):
   """Gradients of q, k, v and λ (None without λ)."""
-  q, k, v, lam, *_ = arrays
-  dtype = jnp.promote_types(jnp.float32, q.dtype)
-  zeros = lambda x: vary_like(jnp.zeros(x.shape, dtype), q)
+  lam, turned, d_out = arrays.lam, _turned(arrays), _tokens_last(d_out)
+  dtype = jnp.promote_types(jnp.float32, d_out.dtype)
+  zeros = lambda x: vary_like(jnp.zeros(x.shape, dtype), d_out)
 
-  def run(calls: tuple[Call, ...], keys, d_q):
-    d_k, d_v = zeros(k), zeros(v)
+  def run(calls: tuple[Call, ...], keys: _Keys, d_q):
+    found: list[Any] = [None, None]  # of keys and values
     for call in calls:
-      rows, columns = slice(call.q_start, call.q_start + call.mask.q_length), slice(call.k_start, call.k_start + call.mask.kv_length)
-      of_rows = Saved(saved.out[:, :, rows], None if saved.out2 is None else saved.out2[:, :, rows], saved.lse[..., rows])
+      rows = lambda x, axis, call=call: lax.slice_in_dim(x, call.q_start, call.q_start + call.mask.q_length, axis=axis)
+      of_rows = Saved(rows(saved.out, 2), None if saved.out2 is None else rows(saved.out2, 2), rows(saved.lse, 3))
       part = implementation.backward(  # type: ignore[misc]  # whoever takes parts has one
-        _of_call(call, _with_keys(arrays, keys)), call.mask, _of_part(options, call), of_rows, d_out[:, rows]
+        _of_call(call, turned, keys), call.mask, _of_part(options, call), of_rows, _tokens_first(rows(d_out, 2))
       )
-      d_q, d_k, d_v = d_q.at[:, rows].add(part[0]), d_k.at[:, columns].add(part[1]), d_v.at[:, columns].add(part[2])
-    return d_q, d_k, d_v
+      d_q = _add(d_q, _tokens_last(part[0]), call.q_start, mask.q_length)
+      found = [_add(x, _tokens_last(y), call.k_start, mask.kv_length) for x, y in zip(found, part[1:3], strict=True)]
+    return d_q, *(zeros(x) if y is None else y for x, y in zip(keys[:2], found, strict=True))
 
   def step(leg: _Leg, carry, n):
     keys, d_keys, d_q = carry
@@ -170,14 +181,13 @@ def _backward(implementation: Implementation, tokens: Tokens, arrays: Arrays, ma
     d_q, *parts = _choose(leg, tokens, n, run, keys, d_q)
     return ahead, [total + part for total, part in zip(d_keys, parts, strict=True)], d_q
 
-  legs, keys = _legs(mask, tokens), (k, v, arrays.kv_ids)
-  _, d_keys, d_q = _walk(legs, step, (keys, [zeros(k), zeros(v)], zeros(q)))
+  legs, keys = _legs(mask, tokens), _Keys(turned.k, turned.v, turned.kv_ids)
+  _, d_keys, d_q = _walk(legs, step, (keys, [zeros(keys.k), zeros(keys.v)], zeros(turned.q)))
   d_k, d_v = tokens.move(d_keys, -legs[-1].steps[-1].distance)  # home
   d_lam = None
   if lam is not None:
-    d_lam = -jnp.sum(jnp.swapaxes(d_out, 1, 2).astype(dtype) * saved.out2.astype(dtype), axis=-1)
-    d_lam = jnp.swapaxes(d_lam, 1, 2).astype(lam.dtype)
-  return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), d_lam
+    d_lam = -jnp.swapaxes(jnp.sum(d_out.astype(dtype) * saved.out2.astype(dtype), axis=-1), 1, 2).astype(lam.dtype)
+  return *(_tokens_first(x).astype(arrays.q.dtype) for x in (d_q, d_k, d_v)), d_lam
 
 
 def _walk(legs: list[_Leg], step: Callable, carry: Any) -> Any:
@@ -199,18 +209,35 @@ def _choose(leg: _Leg, tokens: Tokens, n: Any, run: Callable, *operands: Any) ->
   return lax.switch(table[n, tokens.shard], [functools.partial(run, calls) for calls in branches], *operands)
 
 
-def _with_keys(arrays: Arrays, keys: tuple) -> Arrays:
-  k, v, kv_ids = keys
-  return arrays._replace(k=k, v=v, kv_ids=kv_ids)
+def _tokens_last(x: jax.Array) -> jax.Array:
+  """[B, T, …, X] as [B, …, T, X]. So arrays lie in the ring as kernels have them, and what turns them for a call costs nothing."""
+  return jnp.moveaxis(x, 1, -2)
 
 
-def _of_call(call: Call, arrays: Arrays) -> Arrays:
-  """The queries and keys of a call."""
-  rows = lambda x: lax.slice_in_dim(x, call.q_start, call.q_start + call.mask.q_length, axis=1)
-  keys = lambda x: lax.slice_in_dim(x, call.k_start, call.k_start + call.mask.kv_length, axis=1)
-  q, k, v, lam, q_ids, kv_ids, _ = arrays
-  given = lambda part, x: None if x is None else part(x)
-  return Arrays(rows(q), keys(k), keys(v), given(rows, lam), given(rows, q_ids), given(keys, kv_ids), None)
+def _tokens_first(x: jax.Array) -> jax.Array:
+  """[B, …, T, X] as [B, T, …, X]."""
+  return jnp.moveaxis(x, -2, 1)
+
+
+def _turned(arrays: Arrays) -> Arrays:
+  return arrays._replace(q=_tokens_last(arrays.q), k=_tokens_last(arrays.k), v=_tokens_last(arrays.v))
+
+
+def _of_call(call: Call, turned: Arrays, keys: _Keys) -> Arrays:
+  """The queries and keys of a call, as implementations take them."""
+  rows: Any = lambda x, axis: None if x is None else lax.slice_in_dim(x, call.q_start, call.q_start + call.mask.q_length, axis=axis)
+  columns: Any = lambda x, axis: None if x is None else lax.slice_in_dim(x, call.k_start, call.k_start + call.mask.kv_length, axis=axis)
+  q, k, v = _tokens_first(rows(turned.q, -2)), _tokens_first(columns(keys.k, -2)), _tokens_first(columns(keys.v, -2))
+  return Arrays(q, k, v, rows(turned.lam, 1), rows(turned.q_ids, 1), columns(keys.ids, 1), None)
+
+
+def _add(total: jax.Array | None, part: jax.Array, start: int, length: int) -> jax.Array:
+  """A total [B, …, length, X], None for zeros, and a part of it added from a token on."""
+  size, axis = part.shape[-2], part.ndim - 2
+  if total is None:
+    blank = lambda count: vary_like(jnp.zeros((*part.shape[:-2], count, part.shape[-1]), part.dtype), part)
+    return part if size == length else jnp.concatenate([blank(start), part, blank(length - start - size)], axis=axis)
+  return lax.dynamic_update_slice_in_dim(total, lax.slice_in_dim(total, start, start + size, axis=axis) + part, start, axis=axis)
 
 
 def _of_part(options: Options, call: Call) -> Options:

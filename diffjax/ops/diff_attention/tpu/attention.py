@@ -109,11 +109,9 @@ def _backward(arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out)
     vectors = jnp.concatenate([lse, delta + lam * delta2, delta2, lam], axis=2)
     d_lam = -jnp.swapaxes(delta2[:, :, 0], 1, 2)
   # dQ of all the rows of a call stays in VMEM: a call takes as many heads of a group as fit, or a span of one head's rows.
-  block, resident = chosen.backward.q, chosen.backward.resident
-  if options.partial:  # it is stored, twice over, in float32
-    resident = resident * (4 + 2 * q.dtype.itemsize) // 12
-  heads = max(r for r in range(1, H // K + 1) if (H // K) % r == 0 and (r == 1 or r * round_up(T, block) <= resident))
-  span = min(round_up(T, block), max(block, resident // heads // block * block))
+  block = chosen.backward.q
+  heads = max(r for r in range(1, H // K + 1) if (H // K) % r == 0 and (r == 1 or r * round_up(T, block) <= chosen.backward.resident))
+  span = min(round_up(T, block), max(block, chosen.backward.resident // heads // block * block))
   group = lambda x: x.reshape(B, K, H // K, *x.shape[2:])
   parts, d_k, d_v = [], 0.0, 0.0
   for head in range(0, H // K, heads):
@@ -172,7 +170,7 @@ def _backward_span(mask: Mask, options: Options, q, k, v, d_out, vectors, q_ids,
   d_q, d_k, d_v = _call(
     options.chosen, functools.partial(_backward_kernel, schedule, options.scale), f"diff_attention_backward_{schedule.variant}",
     grid=(B, K, schedule.kv_blocks, R, schedule.steps), parallel=2, scalars=scalars, inputs=inputs, outputs=outputs,
-    scratch=[_vmem(R, G, length, D), _vmem(M, keys, D), _vmem(keys, V), *_column(schedule, keys)], like=k,
+    scratch=[*[_vmem(R, G, length, D)] * (d_q_dtype != jnp.float32), _vmem(M, keys, D), _vmem(keys, V), *_column(schedule, keys)], like=k,
     pairs=B * K * R * schedule.area(), flops=2 * (3 * G * D + 2 * V),
   )  # fmt: skip
   return d_q[:, :, :, :, :T], d_k[:, :, :, :S], d_v[:, :, :S]
@@ -305,7 +303,8 @@ def _backward_kernel(schedule: Schedule, scale: float, *refs) -> None:
   vectors = next(take)  # [G log-sum-exps, G deltas and λ, rows]
   ids: Any = (next(take), next(take)) if schedule.mask.segments else None
   d_q, d_k, d_v = next(take), next(take), next(take)
-  d_q_acc, d_k_acc, d_v_acc, *column = take  # [heads, G, all rows, D], [M, keys, D] and [keys, V]
+  d_q_acc = d_q if d_q.dtype == jnp.float32 else next(take)  # [heads, G, all rows, D]; where dQ is stored in float32, it is added up there
+  d_k_acc, d_v_acc, *column = take  # [M, keys, D] and [keys, V]
   b, j, head, step = pl.program_id(0), pl.program_id(2), pl.program_id(3), pl.program_id(4)
   first, last = schedule.passing(scalars, b, j)
   i = schedule.block(scalars, b, j, step)
