@@ -410,6 +410,11 @@ def test_the_estimate_is_told(capsys):
   assert "80.0% (without attention kernels, for whose shape there is no estimate)" in out and "windowed" not in out
 
 
+def test_kernels_are_told_with_their_numbers(capsys):
+  out = _report(capsys, kernels=("diff_attention_backward_v1",) + ("diff_attention_forward_v1",) * 3)
+  assert "attention kernels: diff_attention_backward_v1, diff_attention_forward_v1 × 3\n" in out
+
+
 def test_no_estimate_is_told(capsys):
   assert "the compiler's estimate: none, since there is none for this generation\n" in _report(capsys)
   assert "none, since the program has a loop whose" in _report(capsys, unread="a loop whose iterations cannot be read: x")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 
 from diffjax.compiled.plan import TOPOLOGIES, Plan
@@ -26,7 +27,8 @@ def print_plan(config: Config, plan: Plan) -> None:
       print(
         f"windowed einsums: {plan.windowed}, products cut into loops over a parameter's shards; each is slow and rounds its partial sums"
       )
-    print(f"attention kernels: {', '.join(plan.kernels) or 'none'}")
+    kernels = [f"{name}{f' × {count}' if count > 1 else ''}" for name, count in collections.Counter(plan.kernels).items()]
+    print(f"attention kernels: {', '.join(kernels) or 'none'}")
     print(f"received in a step, GiB a chip{f': not counted, the program has {plan.unread}' if plan.unread else ''}")
     for crossed in sorted({crossed for crossed, _ in plan.received}):
       kinds = {kind: size for (axes_of_kind, kind), size in sorted(plan.received.items()) if axes_of_kind == crossed}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import re
 
 import jax
@@ -12,10 +13,12 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from diffjax.compiled import plan
+from diffjax.compiled.text import ProgramText
 from diffjax.ops.diff_attention import RESIDUAL_NAMES, Arrays, Options, balanced_order, diff_attention, implementations, ring
 from diffjax.ops.diff_attention.mask import Mask
 from diffjax.ops.diff_attention.sharded import Tokens
-from diffjax.ops.diff_attention.tpu import chip
+from diffjax.ops.diff_attention.tpu import block_sizes, chip
 from tests.tiers import full
 
 
@@ -218,6 +221,37 @@ def test_keys_leave_before_they_are_attended_to():
       if after or eqn.primitive.name == "cond":
         made_here |= set(eqn.outvars)
     assert made_here
+
+
+def _of_a_tpu(devices, chips, available):
+  """The program of one head's gradient over four chips, with small blocks, which compile soon."""
+  mesh, sizes = jax.make_mesh((4,), ("context",), devices=devices[:4]), block_sizes.Blocks(256, 256, 256, 256, resident=16384)
+  sharding = NamedSharding(mesh, P(None, "context"))
+  shapes = [(1, 65_536, 1, 2, 128), (1, 65_536, 1, 2, 128), (1, 65_536, 1, 256)]
+  arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding) for shape in shapes]
+
+  def loss(*arrays):
+    out = diff_attention(*arrays, 0.5, implementation="pallas_tpu", sharding=sharding, token_order="balanced")
+    return jnp.sum(out.astype(jnp.float32) ** 2)
+
+  with jax.set_mesh(mesh), block_sizes.use(forward=sizes, backward=sizes):
+    return jax.jit(jax.grad(loss, (0, 1, 2))).lower(*arrays).compile().as_text()
+
+
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler, libtpu, is not installed")
+def test_on_a_tpu_keys_travel_while_kernels_run():
+  """As the compiler schedules it, in both loops every transfer starts before the step's kernels and ends after them."""
+  text = plan.apart(_of_a_tpu, topology="v5p:2x2x1")
+  assert "all-gather" not in text and "all-to-all" not in text
+  loops = [body for body in ProgramText(text).computations.values() if any(" conditional(" in line for line in body)]
+  found = []
+  for body in loops:
+    at = lambda operation, body=body: [n for n, line in enumerate(body) if f" {operation}(" in line]
+    (kernels,), starts, ends = at("conditional"), at("collective-permute-start"), at("collective-permute-done")
+    if all(start < kernels for start in starts) and all(end > kernels for end in ends):
+      found.append(len(starts))
+  assert {2, 4} <= set(found)  # k and v; and their gradients
 
 
 def _equations(jaxpr):
