@@ -22,6 +22,12 @@ from diffjax.ops.diff_attention.tpu import block_sizes, chip
 from tests.tiers import full
 
 
+@pytest.fixture(autouse=True)
+def loops(monkeypatch):
+  """Steps in loops, as on accelerators. Whole training steps, in tests/parallel/test_mesh.py, are as on CPU."""
+  monkeypatch.setattr(ring, "platform", lambda: "tpu")
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
   """Shapes and options of one call over `shards` devices along the tokens and `tensor` along the heads."""

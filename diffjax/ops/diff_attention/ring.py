@@ -27,6 +27,7 @@ from diffjax.ops.diff_attention.mask import Mask
 from diffjax.ops.diff_attention.sharded import Tokens
 from diffjax.ops.diff_attention.tiles import HIDDEN
 from diffjax.ops.diff_attention.vjp import Arrays, Implementation, Options, Saved
+from diffjax.ops.platform import platform
 from diffjax.ops.varying import vary_like
 
 
@@ -149,7 +150,7 @@ def _forward(implementation: Implementation, tokens: Tokens, arrays: Arrays, mas
     return ahead, _choose(leg, tokens, n, run, keys, found)
 
   found = Saved(zeros(), zeros() if G == 2 else None, vary_like(jnp.full((B, H, G, T), HIDDEN, dtype), q))
-  _, (out, out2, lse) = _walk(_legs(mask, tokens), step, (_Keys(turned.k, turned.v, turned.kv_ids), found))
+  _, (out, out2, lse) = _walk(_legs(mask, tokens), step, (_keys(turned), found))
   if lam is not None:
     out2 = out2.astype(q.dtype)  # rounded first, so that the backward pass, which reads it, agrees
     out = out - jnp.swapaxes(lam, 1, 2)[..., None] * out2
@@ -181,7 +182,7 @@ def _backward(implementation: Implementation, tokens: Tokens, arrays: Arrays, ma
     d_q, *parts = _choose(leg, tokens, n, run, keys, d_q)
     return ahead, [total + part for total, part in zip(d_keys, parts, strict=True)], d_q
 
-  legs, keys = _legs(mask, tokens), _Keys(turned.k, turned.v, turned.kv_ids)
+  legs, keys = _legs(mask, tokens), _keys(turned)
   _, d_keys, d_q = _walk(legs, step, (keys, [zeros(keys.k), zeros(keys.v)], zeros(turned.q)))
   d_k, d_v = tokens.move(d_keys, -legs[-1].steps[-1].distance)  # home
   d_lam = None
@@ -191,10 +192,15 @@ def _backward(implementation: Implementation, tokens: Tokens, arrays: Arrays, ma
 
 
 def _walk(legs: list[_Leg], step: Callable, carry: Any) -> Any:
-  """Runs `step(leg, carry, number of the step in the leg)` for all steps, those of a leg in a loop."""
+  """Runs `step(leg, carry, number of the step in the leg)` for all steps, those of a leg in a loop.
+
+  On CPU there is no loop: there XLA (0.10) does not order what a loop sends among what is sent outside of it, and devices that meet
+  different transfers first wait for each other for ever.
+  """
   for leg in legs:
-    if len(leg.steps) == 1:
-      carry = step(leg, carry, 0)
+    if len(leg.steps) == 1 or platform() == "cpu":
+      for n in range(len(leg.steps)):
+        carry = step(leg, carry, n)
     else:
       carry = lax.fori_loop(0, len(leg.steps), lambda n, carry, leg=leg: step(leg, carry, n), carry)
   return carry
@@ -221,6 +227,12 @@ def _tokens_first(x: jax.Array) -> jax.Array:
 
 def _turned(arrays: Arrays) -> Arrays:
   return arrays._replace(q=_tokens_last(arrays.q), k=_tokens_last(arrays.k), v=_tokens_last(arrays.v))
+
+
+def _keys(turned: Arrays) -> _Keys:
+  """What sets out. The ids stay with the keys: all layers share them, and JAX would let them go round once before the first layer, and keep
+  whatever follows from them at each step."""
+  return _Keys(*lax.optimization_barrier((turned.k, turned.v, turned.kv_ids)))
 
 
 def _of_call(call: Call, turned: Arrays, keys: _Keys) -> Arrays:
