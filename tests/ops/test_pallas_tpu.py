@@ -11,13 +11,14 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-from diffjax.ops.diff_attention import diff_attention
+from diffjax.ops.diff_attention import diff_attention, vjp
 from diffjax.ops.diff_attention.mask import Mask
-from diffjax.ops.diff_attention.tpu import block_sizes, chip
+from diffjax.ops.diff_attention.tiles import LOG2E
+from diffjax.ops.diff_attention.tpu import attention, block_sizes, chip
 from diffjax.ops.diff_attention.tpu.block_sizes import Blocks
 from tests.tiers import full
 
-SQUARE, WIDE, FINE = Blocks(128, 128, 128, 128, 1024), Blocks(256, 128, 128, 128, 1024), Blocks(256, 256, 128, 128, 1024)
+SQUARE, WIDE, FINE = Blocks(128, 128, 128, 128, 1024, 2), Blocks(256, 128, 128, 128, 1024, 3), Blocks(256, 256, 128, 128, 1024, 2)
 SPANS, SHORT_SPANS = Blocks(128, 128, 128, 128, 256), Blocks(128, 128, 128, 128, 128)  # dQ of 256 or 128 rows a call
 
 CASES = {
@@ -89,6 +90,72 @@ def test_agrees_with_reference_over_several_blocks(name, races):
     actual = jax.block_until_ready(_run("pallas_tpu", *arguments, options))
   assert np.max(jax.tree.leaves(_errors(actual, expected))) < 3e-6  # NumPy's max is NaN where an error is
   assert len(races) >= 2 and not any(kernel.races_found for kernel in races)
+
+
+@pytest.mark.parametrize("name", [*full(CASES)])
+def test_the_online_kernel_agrees_with_reference(name):
+  """Values so large that weights above 1 might overflow their sums: the running maximum is subtracted."""
+  blocks, shapes, options = CASES[name]
+  (q, k, v, lam), d_out, segment_ids = _arguments(**shapes)
+  arguments = (q, k, v * 2.0**50, lam), d_out, segment_ids
+  assert not attention.in_range(q, k, v * 2.0**50, q.shape[-1] ** -0.5)
+  expected = _run("reference", *arguments, options)
+  with chip.interpreted(), block_sizes.use(forward=blocks, backward=blocks):
+    actual = jax.block_until_ready(_run("pallas_tpu", *arguments, options))
+  assert np.max(jax.tree.leaves(_errors(actual, expected))) < 3e-6
+
+
+def _far_below_the_bound(q, k, v):
+  """Each query is opposite to all keys: its largest logit, base 2, is −79, and the bound is 79."""
+  direction = np.ones(q.shape[-1]) / np.sqrt(q.shape[-1])
+  length = np.sqrt(79 / LOG2E * np.sqrt(q.shape[-1]))
+  return -length * np.broadcast_to(direction, q.shape), length * np.broadcast_to(direction, k.shape), v
+
+
+ADVERSE = {  # what becomes of q, k and v, and whether the quick kernel takes it
+  "as_drawn": (lambda q, k, v: (q, k, v), True),
+  "one_huge_key": (lambda q, k, v: (q, np.where(np.arange(k.shape[1])[:, None, None, None] == 7, 1000 * k, k), v), False),
+  "equal_keys": (lambda q, k, v: (q, np.broadcast_to(k[:, :1], k.shape), v), True),
+  "far_below_the_bound": (_far_below_the_bound, True),
+  "beyond_the_bound": (lambda q, k, v: (20 * q, 20 * k, v), False),
+  "largest_queries": (lambda q, k, v: (np.sign(q) * 1e20, k, v), False),
+  "smallest_queries": (lambda q, k, v: (np.sign(q) * 2e-38, np.sign(k) * 2e-38, v), True),
+  "largest_values": (lambda q, k, v: (q, k, np.sign(v) * 1e37), False),
+  "smallest_values": (lambda q, k, v: (q, k, np.sign(v) * 1e-30), False),
+  "no_values": (lambda q, k, v: (q, k, 0 * v), True),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", ADVERSE)
+def test_nothing_is_lost_without_the_running_maximum(name, dtype):
+  """Against float64. The first 20 rows see no key; the log-sum-exps, which the backward pass reads, are right too."""
+  (q, k, v, lam), _, _ = _arguments(B=1, T=256, H=1)
+  change, quick = ADVERSE[name]
+  q, k, v = (jnp.asarray(x, dtype) for x in change(*(np.asarray(x, np.float64) for x in (q, k, v))))
+  scale = q.shape[-1] ** -0.5
+  assert bool(attention.in_range(q, k, v, scale)) == quick
+  exact = [np.asarray(x, np.float64) for x in (q, k, v, lam)]
+  logits = np.einsum("btgd,bsgd->bgts", exact[0][:, :, 0], exact[1][:, :, 0]) * scale * LOG2E
+  visible = np.arange(256)[:, None] - 20 >= np.arange(256)
+  peak = np.max(np.where(visible, logits, -np.inf), axis=-1, keepdims=True, initial=-1e300)
+  weights = np.where(visible, np.exp2(np.minimum(logits - peak, 0)), 0)
+  sums = np.sum(weights, axis=-1, keepdims=True)
+  maps = np.einsum("bgts,bsv->bgtv", weights / np.maximum(sums, 1e-300), exact[2][:, :, 0])
+  expected = maps[:, 0] - exact[3] * maps[:, 1]
+  mask = Mask(256, 256, True, None, -20)
+  arrays = vjp.Arrays(q, k, v, lam, None, None, None)
+  with chip.interpreted(True), block_sizes.use(forward=SQUARE, backward=SQUARE):
+    options = vjp.Options(scale, save=True, chosen=attention.IMPLEMENTATION.prepare(arrays, mask))
+    out, _, lse = attention.IMPLEMENTATION.forward(arrays, mask, options)
+  out, lse = np.asarray(out[:, 0], np.float64), np.asarray(lse[:, 0], np.float64)
+  largest = max(np.max(np.abs(exact[2])), 1e-300)
+  assert np.all(out[:, :20] == 0) and np.all(lse[..., :20] >= 1e29)
+  rounded = np.clip(np.max(np.abs(logits)) / 80, 1, 100)  # float32 holds a logit of thousands to 1e-4
+  assert np.max(np.abs(out - expected)) <= (2e-6 * rounded if dtype == jnp.float32 else 2e-2) * largest
+  terms = np.einsum("btgd,bsgd->bgts", *(np.abs(x[:, :, 0]) for x in exact[:2])) * scale * LOG2E  # what a logit's rounding is relative to
+  difference = np.abs(lse - (peak + np.log2(np.maximum(sums, 1e-300)))[..., 0])
+  assert np.max((difference / np.maximum(1, np.max(terms, axis=-1)))[..., 20:]) <= 2e-6
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,11 @@ of keys stays while the query heads that share it pass: dP is computed once for 
 head is accumulated where it stays in VMEM. Per query, key and head, in multiply-adds of d (paper §1): 6 and 10 for V1, 4 and 8 for V2.
 
 Tiles that the mask hides are neither loaded nor computed. A tile is walked in sub-tiles that fit the registers; in tiles that the mask
-cuts, hidden sub-tiles are skipped, and only sub-tiles that it cuts pay for it. Exponentials are base 2: queries are multiplied by
-scale·log₂e once, outside.
+cuts, hidden sub-tiles are skipped, and only sub-tiles that it cuts pay for it. Exponentials are base 2: logits are multiplied by
+scale·log₂e, so that no query is rounded twice.
+
+The forward pass has two kernels. The quick one takes exponentials of the logits as they are. The online one subtracts each row's running
+maximum, which is always safe and costs more. `in_range` decides by a bound on the logits, at run time.
 """
 
 from __future__ import annotations
@@ -22,14 +25,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float
 
 from diffjax.ops.diff_attention.mask import Mask
-from diffjax.ops.diff_attention.tiles import HIDDEN, LOG2E, pad, round_up
+from diffjax.ops.diff_attention.tiles import HIDDEN, LOG2E, Scalar, pad, round_up
 from diffjax.ops.diff_attention.tpu import block_sizes, chip
 from diffjax.ops.diff_attention.tpu.block_sizes import Blocks
 from diffjax.ops.diff_attention.tpu.chip import LANES, as_column, as_row, dot, repeat
 from diffjax.ops.diff_attention.tpu.schedule import Schedule, make_schedule, scalars_of
 from diffjax.ops.diff_attention.vjp import Arrays, Implementation, Options, Saved
+
+_REACH = 80.0  # largest logit, base 2, that the quick forward kernel takes
 
 _Operand = tuple[jax.Array, tuple[int, ...], Callable]  # array, block without squeezed axes, index map
 
@@ -38,7 +44,7 @@ _Operand = tuple[jax.Array, tuple[int, ...], Callable]  # array, block without s
 class _Chosen:
   forward: Blocks
   backward: Blocks
-  vmem_bytes: int
+  generation: str
   interpret: Any
 
 
@@ -51,7 +57,7 @@ def _prepare(arrays: Arrays, mask: Mask) -> _Chosen:
     block_sizes.choose(generation, direction, mask.q_length, mask.kv_length, q.shape[-1], v.shape[-1], q.shape[3], q.dtype)
     for direction in ("forward", "backward")
   )
-  return _Chosen(forward, backward, block_sizes.vmem_bytes(generation), chip.interpret_mode.get())
+  return _Chosen(forward, backward, generation, chip.interpret_mode.get())
 
 
 def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
@@ -61,14 +67,14 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
   scalars = scalars_of(schedule, q_ids, kv_ids, offset, q.shape[0])
   (B, T, H, G, D), (K, M), V = q.shape, k.shape[2:4], v.shape[-1]
   R, rows, keys = H // K, schedule.blocks.q, schedule.blocks.kv
-  length = schedule.q_blocks * rows
+  length, loaded = schedule.q_blocks * rows, schedule.span * keys
   stays = lambda b, h, i, step, *scalars: (b, h, i, 0)
   stays_row = lambda b, h, i, step, *scalars: (b, h, 0, i)
-  passes = lambda b, h, i, step, *scalars: (b, lax.div(h, R), schedule.block(scalars, b, i, step), 0)
+  passes = lambda b, h, i, step, *scalars: (b, lax.div(h, R), schedule.loaded(scalars, b, i, step), 0)
   inputs: list[_Operand] = [
-    (_queries(options.scale, q, length), (G, rows, D), lambda b, h, i, step, *scalars: (b, h, 0, i, 0)),
-    (_keys(k, schedule), (M, keys, D), lambda b, h, i, step, *scalars: (b, lax.div(h, R), 0, schedule.block(scalars, b, i, step), 0)),
-    (_values(v, schedule), (keys, V), passes),
+    (_queries(q, length), (G, rows, D), lambda b, h, i, step, *scalars: (b, h, 0, i, 0)),
+    (_keys(k, schedule), (M, loaded, D), lambda b, h, i, step, *scalars: (b, lax.div(h, R), 0, schedule.loaded(scalars, b, i, step), 0)),
+    (_values(v, schedule), (loaded, V), passes),
   ]
   if lam is not None:
     inputs.append((pad(jnp.swapaxes(lam, 1, 2)[:, :, None], 3, length), (1, rows), stays_row))
@@ -77,19 +83,23 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
       (pad(q_ids, 1, length)[:, None, None], (1, rows), lambda b, h, i, step, *scalars: (b, 0, 0, i)),
       (
         pad(kv_ids, 1, schedule.kv_blocks * keys)[:, None, None],
-        (1, keys),
-        lambda b, h, i, step, *scalars: (b, 0, 0, schedule.block(scalars, b, i, step)),
+        (1, loaded),
+        lambda b, h, i, step, *scalars: (b, 0, 0, schedule.loaded(scalars, b, i, step)),
       ),
     ]
   outputs: list[Any] = [((B, H, length, V), jnp.float32 if options.partial else q.dtype, (rows, V), stays)] * (1 + (G == 2 and save))
   if save:
     outputs.append(((B, H, G, length), jnp.float32, (G, rows), stays_row))
-  out, *saved = _call(
-    options.chosen, functools.partial(_forward_kernel, schedule, save), f"diff_attention_forward_{schedule.variant}",
-    grid=(B, H, schedule.q_blocks, schedule.steps), parallel=3, scalars=scalars, inputs=inputs, outputs=outputs,
-    scratch=[_vmem(G, rows, LANES), _vmem(G, rows, LANES), _vmem(G, rows, V), *_column(schedule, rows)], like=q,
-    pairs=B * H * schedule.area(), flops=2 * G * (D + V),
-  )  # fmt: skip
+
+  def run(*, online: bool):
+    return _call(
+      options.chosen, functools.partial(_forward_kernel, schedule, options, online),
+      f"diff_attention_forward_{schedule.variant}{'_online' * online}", direction="forward", schedule=schedule,
+      grid=(B, H, schedule.q_blocks, schedule.steps), parallel=3, scalars=scalars, inputs=inputs, outputs=outputs,
+      scratch=[_vmem(G, rows, LANES)] * (1 + online) + [_vmem(G, rows, V), *_column(schedule, rows)], like=q, calls=B * H,
+    )  # fmt: skip
+
+  out, *saved = lax.cond(in_range(q, k, v, options.scale), functools.partial(run, online=False), functools.partial(run, online=True))
   lse = saved.pop()[..., :T] if save else None
   out2 = saved.pop()[:, :, :T] if saved else None
   return Saved(out[:, :, :T], out2, lse)
@@ -142,25 +152,29 @@ def _backward_span(mask: Mask, options: Options, q, k, v, d_out, vectors, q_ids,
   schedule = make_schedule(mask, options.chosen.backward, q[:, 0, 0], k, keys_pass=False)
   scalars = scalars_of(schedule, q_ids, kv_ids, offset, B)
   rows, keys = schedule.blocks.q, schedule.blocks.kv
-  length, kv_length = schedule.q_blocks * rows, schedule.kv_blocks * keys
+  length, kv_length, loaded = schedule.q_blocks * rows, schedule.kv_blocks * keys, schedule.span * rows
   stays = lambda b, kv, j, r, step, *scalars: (b, kv, j, 0)
   stays_keys = lambda b, kv, j, r, step, *scalars: (b, kv, 0, j, 0)
-  passes = lambda b, kv, j, r, step, *scalars: (b, kv, r, schedule.block(scalars, b, j, step), 0)
-  passes_row = lambda b, kv, j, r, step, *scalars: (b, kv, r, 0, schedule.block(scalars, b, j, step))
+  passes = lambda b, kv, j, r, step, *scalars: (b, kv, r, schedule.loaded(scalars, b, j, step), 0)
+  passes_row = lambda b, kv, j, r, step, *scalars: (b, kv, r, 0, schedule.loaded(scalars, b, j, step))
   inputs: list[_Operand] = [
     (
-      _queries(options.scale, q.reshape(B, K * R, T, G, D).swapaxes(1, 2), length).reshape(B, K, R, G, length, D),
-      (G, rows, D),
-      lambda b, kv, j, r, step, *scalars: (b, kv, r, 0, schedule.block(scalars, b, j, step), 0),
+      _queries(q.reshape(B, K * R, T, G, D).swapaxes(1, 2), length).reshape(B, K, R, G, length, D),
+      (G, loaded, D),
+      lambda b, kv, j, r, step, *scalars: (b, kv, r, 0, schedule.loaded(scalars, b, j, step), 0),
     ),
     (_keys(k, schedule), (M, keys, D), stays_keys),
     (_values(v, schedule), (keys, V), stays),
-    (pad(d_out, 3, length), (rows, V), passes),
-    (pad(vectors, 4, length), (vectors.shape[3], rows), passes_row),
+    (pad(d_out, 3, length), (loaded, V), passes),
+    (pad(vectors, 4, length), (vectors.shape[3], loaded), passes_row),
   ]
   if q_ids is not None and kv_ids is not None:
     inputs += [
-      (pad(q_ids, 1, length)[:, None, None], (1, rows), lambda b, kv, j, r, step, *scalars: (b, 0, 0, schedule.block(scalars, b, j, step))),
+      (
+        pad(q_ids, 1, length)[:, None, None],
+        (1, loaded),
+        lambda b, kv, j, r, step, *scalars: (b, 0, 0, schedule.loaded(scalars, b, j, step)),
+      ),
       (pad(kv_ids, 1, kv_length)[:, None, None], (1, keys), lambda b, kv, j, r, step, *scalars: (b, 0, 0, j)),
     ]
   dtype = k.dtype if whole and not options.partial else jnp.float32
@@ -169,22 +183,60 @@ def _backward_span(mask: Mask, options: Options, q, k, v, d_out, vectors, q_ids,
   outputs += [((B, K, M, kv_length, D), dtype, (M, keys, D), stays_keys), ((B, K, kv_length, V), dtype, (keys, V), stays)]
   d_q, d_k, d_v = _call(
     options.chosen, functools.partial(_backward_kernel, schedule, options.scale), f"diff_attention_backward_{schedule.variant}",
+    direction="backward", schedule=schedule,
     grid=(B, K, schedule.kv_blocks, R, schedule.steps), parallel=2, scalars=scalars, inputs=inputs, outputs=outputs,
-    scratch=[*[_vmem(R, G, length, D)] * (d_q_dtype != jnp.float32), _vmem(M, keys, D), _vmem(keys, V), *_column(schedule, keys)], like=k,
-    pairs=B * K * R * schedule.area(), flops=2 * (3 * G * D + 2 * V),
+    scratch=[*[_vmem(R, G, length, D)] * (d_q_dtype != jnp.float32), _vmem(M, keys, D), _vmem(keys, V), *_column(schedule, keys)],
+    like=k, calls=B * K * R,
   )  # fmt: skip
   return d_q[:, :, :, :, :T], d_k[:, :, :, :S], d_v[:, :, :S]
 
 
-def _call(chosen: _Chosen, function, name: str, *, grid, parallel: int, scalars, inputs, outputs, scratch, like, pairs: int, flops: int):
+def in_range(q: Float[Array, "B T H G D"], k: Float[Array, "B S K M D"], v: Float[Array, "B S K V"], scale: float) -> Bool[Array, ""]:
+  """Whether the quick forward kernel loses nothing: float32 holds 2 to the power of every logit, and sums of values weighted so.
+
+  By Cauchy and Schwarz a logit is at most |q||k|·scale·log₂e. Up to `_REACH`, a row's largest weight is at least 2^−80: weights that
+  underflow, below 2^−126, are less than 2^−46 of it. Sums of S weighted values stay below 2^124.
+  """
+  norms = lambda x: jnp.sqrt(jnp.max(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1), axis=1))  # [B, heads, maps]
+  groups = norms(q).reshape(q.shape[0], k.shape[2], -1, q.shape[3])
+  reach = jnp.max(groups * norms(k)[:, :, None]) * (abs(scale) * LOG2E)
+  largest = jnp.max(jnp.abs(v)).astype(jnp.float32)
+  # What is not finite is not in range: comparisons with NaN are false.
+  return (reach <= _REACH) & (largest * k.shape[1] <= 2.0**44) & ((largest >= 2.0**-20) | (largest == 0))
+
+
+def _call(
+  chosen: _Chosen,
+  function,
+  name: str,
+  *,
+  direction: str,
+  schedule: Schedule,
+  grid,
+  parallel: int,
+  scalars,
+  inputs,
+  outputs,
+  scratch,
+  like,
+  calls: int,
+):
   """`pallas_call` on (array, block, index map) and (shape, dtype, block, index map); a block's leading axes are squeezed away.
 
-  pairs counts the query-key pairs that are computed, flops what each costs.
+  calls counts the maps' rows of tiles that are walked: the query heads of the batch.
   """
   spec = lambda ndim, block, index: pl.BlockSpec((None,) * (ndim - len(block)) + block, index)
   varying = jax.typeof(like).manual_axis_type
-  moved = [(x.shape, x.dtype) for x, _, _ in inputs] + [(shape, dtype) for shape, dtype, _, _ in outputs]
-  traffic = sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in moved)
+  size = lambda shape, dtype: math.prod(shape) * jnp.dtype(dtype).itemsize
+  tiles = calls * schedule.tiles()
+  G, (D, V) = schedule.num_maps, (inputs[0][1][-1], inputs[2][1][-1])
+  vmem_bytes = block_sizes.requested_bytes(chosen.generation, direction, schedule.blocks, D, V, G, like.dtype)
+  pairs = tiles * schedule.blocks.q * schedule.blocks.kv
+  flops = 2 * G * (D + V) if direction == "forward" else 2 * (3 * G * D + 2 * V)
+  # Blocks that stay are read once, those that pass once a tile.
+  passing = (1, 2) if direction == "forward" else (0, 3, 4)
+  traffic = sum(tiles * size(block, x.dtype) if n in passing else size(x.shape, x.dtype) for n, (x, block, _) in enumerate(inputs))
+  traffic += sum(size(shape, dtype) for shape, dtype, _, _ in outputs)
   return pl.pallas_call(
     function,
     grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -196,12 +248,17 @@ def _call(chosen: _Chosen, function, name: str, *, grid, parallel: int, scalars,
     ),
     out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype, _, _ in outputs],
     compiler_params=pltpu.CompilerParams(
-      dimension_semantics=[pltpu.PARALLEL] * parallel + [pltpu.ARBITRARY] * (len(grid) - parallel), vmem_limit_bytes=chosen.vmem_bytes
+      dimension_semantics=[pltpu.PARALLEL] * parallel + [pltpu.ARBITRARY] * (len(grid) - parallel), vmem_limit_bytes=vmem_bytes
     ),
-    cost_estimate=pl.CostEstimate(flops=flops * pairs, transcendentals=2 * pairs, bytes_accessed=traffic),
+    cost_estimate=pl.CostEstimate(flops=flops * pairs, transcendentals=G * pairs, bytes_accessed=traffic),
     interpret=chosen.interpret,
     name=name,
   )(*scalars, *(x for x, _, _ in inputs))
+
+
+def _slice(start: Scalar, size: int):
+  """Rows or lanes of a block, from a multiple of `size`."""
+  return pl.ds(start if isinstance(start, int) else pl.multiple_of(start, size), size)
 
 
 def _vmem(*shape: int, dtype=jnp.float32):
@@ -213,9 +270,8 @@ def _column(schedule: Schedule, size: int) -> list[Any]:
   return [_vmem(size, LANES, dtype=jnp.int32)] if schedule.mask.segments else []
 
 
-def _queries(scale: float, q, length: int) -> jax.Array:
-  """[B, T, H, G, D] as [B, H, G, length, D], times scale·log₂e."""
-  q = (q.astype(jnp.float32) * (scale * LOG2E)).astype(q.dtype)
+def _queries(q, length: int) -> jax.Array:
+  """[B, T, H, G, D] as [B, H, G, length, D]."""
   return pad(jnp.transpose(q, (0, 2, 3, 1, 4)), 3, length)
 
 
@@ -232,8 +288,9 @@ def _values(v, schedule: Schedule) -> jax.Array:
 IMPLEMENTATION = Implementation(_forward, _backward, _prepare, output=lambda out: jnp.swapaxes(out, 1, 2), takes_parts=True)
 
 
-def _forward_kernel(schedule: Schedule, save: bool, *refs) -> None:
-  """Grid [B, H, query blocks, key blocks that pass]."""
+def _forward_kernel(schedule: Schedule, options: Options, online: bool, *refs) -> None:
+  """Grid [B, H, query blocks, key blocks that pass]. Only an online kernel keeps and subtracts the running maximum of the logits."""
+  save, factor = options.save, options.scale * LOG2E
   scalars, take = refs[: schedule.num_scalars], iter(refs[schedule.num_scalars :])
   G, M, n = schedule.num_maps, schedule.num_key_maps, schedule.blocks.q_inner
   q, k, v = next(take), next(take), next(take)
@@ -242,37 +299,40 @@ def _forward_kernel(schedule: Schedule, save: bool, *refs) -> None:
   out = next(take)
   out2: Any = next(take) if G == 2 and save else None
   lse: Any = next(take) if save else None
-  peak, total, acc, *column = take  # [G, rows, 128] and [G, rows, V]; a row's total is spread over the lanes until the end
+  peak: Any = next(take) if online else None  # [G, rows, 128]
+  total, acc, *column = take  # [G, rows, 128] and [G, rows, V]; a row's total is spread over the lanes until the end
   b, i, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-  first, last = schedule.passing(scalars, b, i)
 
   @pl.when(step == 0)
   def _():
-    peak[...] = jnp.full_like(peak, HIDDEN)
+    if online:
+      peak[...] = jnp.full_like(peak, HIDDEN)
     total[...] = jnp.zeros_like(total)
     acc[...] = jnp.zeros_like(acc)
     if schedule.mask.segments:
       column[0][...] = as_column(ids[0][...])
 
-  def subtile(row: int, key: int, mask) -> None:
-    rows, keys = pl.ds(row, schedule.blocks.q_inner), pl.ds(key, schedule.blocks.kv_inner)
+  def subtile(place: Scalar, row: Scalar, key: int, mask) -> None:
+    rows, keys = _slice(row, n), _slice(place * schedule.blocks.kv + key, schedule.blocks.kv_inner)
     # The maps lie one below the other, so that V, and K where they share it, is put into the matrix unit once.
     stacked = lambda x: x.reshape(-1, x.shape[-1])
-    logits = jnp.concatenate([dot(stacked(q[m * G // M : (m + 1) * G // M, rows, :]), k[m, keys, :], (1, 1)) for m in range(M)])
+    logits = jnp.concatenate([dot(stacked(q[m * G // M : (m + 1) * G // M, rows, :]), k[m, keys, :], (1, 1)) for m in range(M)]) * factor
     if mask is not None:
-      mask = mask(0, *((repeat(column[0][rows, :], schedule.blocks.kv_inner), ids[1][:, keys]) if schedule.mask.segments else ()))
+      mask = mask(0, lambda: (repeat(column[0][rows, :], schedule.blocks.kv_inner), ids[1][:, keys]))
       logits = jnp.where(jnp.concatenate([mask] * G), logits, HIDDEN)
-    before = stacked(peak[:, rows, :])
-    after = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
-    weights = jnp.exp2(logits - repeat(after, logits.shape[1]))
-    shrink = jnp.exp2(before - after)
+    sums, products = stacked(total[:, rows, :]), stacked(acc[:, rows, :])
+    if online:
+      before = stacked(peak[:, rows, :])
+      after = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
+      logits, shrink = logits - repeat(after, logits.shape[1]), jnp.exp2(before - after)
+      sums, products = sums * shrink, products * repeat(shrink, acc.shape[2])
+      peak[:, rows, :] = after.reshape(G, n, LANES)
+    weights = jnp.exp2(logits)
     parts = [weights[:, lane : lane + LANES] for lane in range(0, weights.shape[1], LANES)]
-    total[:, rows, :] = (stacked(total[:, rows, :]) * shrink + functools.reduce(jnp.add, parts)).reshape(G, n, LANES)
-    peak[:, rows, :] = after.reshape(G, n, LANES)
-    update = stacked(acc[:, rows, :]) * repeat(shrink, acc.shape[2]) + dot(weights, v[keys, :], (1, 0))
-    acc[:, rows, :] = update.reshape(G, n, -1)
+    total[:, rows, :] = (sums + functools.reduce(jnp.add, parts)).reshape(G, n, LANES)
+    acc[:, rows, :] = (products + dot(weights, v[keys, :], (1, 0))).reshape(G, n, -1)
 
-  schedule.visit(scalars, b, i, schedule.block(scalars, b, i, step), first + step <= last, subtile)
+  schedule.each_tile(scalars, b, i, step, lambda j, place: schedule.visit(scalars, b, i, j, functools.partial(subtile, place)))
 
   @pl.when(step == schedule.steps - 1)
   def _():
@@ -280,12 +340,13 @@ def _forward_kernel(schedule: Schedule, save: bool, *refs) -> None:
       rows = pl.ds(start, LANES)
       outs = []
       for g in range(G):
-        empty = peak[g, rows, :] <= HIDDEN / 2  # the row saw no key; whatever was added up counts for nothing
         sums = jnp.sum(total[g, rows, :], axis=1, keepdims=True)
+        # The row saw no key. In the online kernel, whatever was added up then counts for nothing.
+        empty = peak[g, rows, :] <= HIDDEN / 2 if online else jnp.broadcast_to(sums == 0, (LANES, LANES))
         outs.append(acc[g, rows, :] * repeat(jnp.where(empty, 0.0, 1.0 / sums), acc.shape[2]))
         if save:
           # An empty row's log-sum-exp makes its weights zero in the backward pass.
-          lse[g : g + 1, rows] = as_row(jnp.where(empty, -HIDDEN, peak[g, rows, :] + jnp.log2(sums)))
+          lse[g : g + 1, rows] = as_row(jnp.where(empty, -HIDDEN, jnp.log2(sums) + (peak[g, rows, :] if online else 0.0)))
       if G == 1:
         out[rows, :] = outs[0].astype(out.dtype)
       else:
@@ -306,9 +367,6 @@ def _backward_kernel(schedule: Schedule, scale: float, *refs) -> None:
   d_q_acc = d_q if d_q.dtype == jnp.float32 else next(take)  # [heads, G, all rows, D]; where dQ is stored in float32, it is added up there
   d_k_acc, d_v_acc, *column = take  # [M, keys, D] and [keys, V]
   b, j, head, step = pl.program_id(0), pl.program_id(2), pl.program_id(3), pl.program_id(4)
-  first, last = schedule.passing(scalars, b, j)
-  i = schedule.block(scalars, b, j, step)
-  d_q_tile = d_q_acc.at[head, :, pl.ds(pl.multiple_of(i * schedule.blocks.q, schedule.blocks.q), schedule.blocks.q)]
 
   @pl.when((j == 0) & (head == 0) & (step == 0))
   def _():
@@ -321,16 +379,17 @@ def _backward_kernel(schedule: Schedule, scale: float, *refs) -> None:
     if schedule.mask.segments:
       column[0][...] = as_column(ids[1][...])
 
-  def subtile(row: int, key: int, mask) -> None:
-    rows, keys = pl.ds(row, schedule.blocks.q_inner), pl.ds(key, schedule.blocks.kv_inner)
+  def subtile(i: Scalar, place: Scalar, row: int, key: Scalar, mask) -> None:
+    rows, keys = _slice(place * schedule.blocks.q + row, schedule.blocks.q_inner), _slice(key, schedule.blocks.kv_inner)
+    whole = _slice(i * schedule.blocks.q + row, schedule.blocks.q_inner)  # the rows' place among all rows
     if mask is not None:
-      mask = mask(1, *((ids[0][:, rows], repeat(column[0][keys, :], schedule.blocks.q_inner)) if schedule.mask.segments else ()))
+      mask = mask(1, lambda: (ids[0][:, rows], repeat(column[0][keys, :], schedule.blocks.q_inner)))
     d_rows = d_out[rows, :]
     d_weights = dot(v[keys, :], d_rows, (1, 1))  # dP, shared by the maps
     d_logits: list[jax.Array] = []
     weighted: Any = None
     for g in range(G):
-      logits = dot(k[g % M, keys, :], q[g, rows, :], (1, 1))
+      logits = dot(k[g % M, keys, :], q[g, rows, :], (1, 1)) * (scale * LOG2E)
       if mask is not None:
         logits = jnp.where(mask, logits, HIDDEN)
       weights = jnp.exp2(logits - vectors[g : g + 1, rows])
@@ -343,9 +402,9 @@ def _backward_kernel(schedule: Schedule, scale: float, *refs) -> None:
       maps = slice(m * G // M, (m + 1) * G // M)  # those that share a key
       both = jnp.concatenate(d_logits[maps], axis=1)
       d_k_acc[m, keys, :] += dot(both, q[maps, rows, :].reshape(-1, q.shape[2]), (1, 0))
-      d_q_tile[maps, rows, :] += dot(both, k[m, keys, :], (0, 0)).reshape(G // M, -1, k.shape[2])
+      d_q_acc[head, maps, whole, :] += dot(both, k[m, keys, :], (0, 0)).reshape(G // M, -1, k.shape[2])
 
-  schedule.visit(scalars, b, i, j, first + step <= last, subtile)
+  schedule.each_tile(scalars, b, j, step, lambda i, place: schedule.visit(scalars, b, i, j, functools.partial(subtile, i, place)))
 
   end = (head == pl.num_programs(3) - 1) & (step == schedule.steps - 1)
 
@@ -355,5 +414,5 @@ def _backward_kernel(schedule: Schedule, scale: float, *refs) -> None:
 
   @pl.when(end)
   def _():
-    d_k[...] = (d_k_acc[...] * (1 / LOG2E)).astype(d_k.dtype)  # the queries carry scale·log₂e
+    d_k[...] = (d_k_acc[...] * scale).astype(d_k.dtype)
     d_v[...] = d_v_acc[...].astype(d_v.dtype)

@@ -23,6 +23,7 @@ TABLE = pathlib.Path(__file__).with_name("block_sizes.json")
 _LANES = 128  # of a vector register: blocks are multiples of it
 # What a kernel may use of each chip's vector memory, oldest chip first; the compiler needs the rest.
 _VMEM_BYTES = {"v4": 16 << 20, "v5e": 100 << 20, "v5p": 60 << 20, "v6e": 100 << 20, "7x": 60 << 20}
+_SPAN = 4096  # keys that the forward kernel loads together, at most
 GENERATIONS = tuple(_VMEM_BYTES)
 
 
@@ -35,6 +36,7 @@ class Blocks:
     kv: keys of a tile.
     q_inner: queries of a sub-tile, whose logits are held at once; divides q.
     kv_inner: keys of a sub-tile; divides kv.
+    span: tiles of those that pass by one that stays which are loaded together.
     resident: backward, rows (over the query heads of a key head) whose dQ stays in vector memory; more go in several calls.
   """
 
@@ -43,6 +45,7 @@ class Blocks:
   q_inner: int
   kv_inner: int
   resident: int = 8192
+  span: int = 1
 
   def __post_init__(self):
     for outer, inner in (("q", "q_inner"), ("kv", "kv_inner")):
@@ -105,8 +108,22 @@ def choose(generation: str, direction: str, q_length: int, kv_length: int, D: in
       # Each call reads all keys and values and writes their gradients: few rows a call would make that the kernel's work.
       enough = blocks.resident >= min(-(-q_length // q) * q, 4 * q)
     if enough or most == _LANES:
-      return blocks
+      break
     most //= 2
+  if direction == "forward":  # backward, the longer wait for the first rows takes more than steps saved give back
+    span = max(1, min(_SPAN // blocks.kv, -(-kv_length // blocks.kv)))
+    fits = lambda span: footprint("forward", dataclasses.replace(blocks, span=span), D, V, G, itemsize) <= limit
+    blocks = dataclasses.replace(blocks, span=next(n for n in range(span, 0, -1) if n == 1 or fits(n)))
+  return blocks
+
+
+def requested_bytes(generation: str, direction: str, blocks: Blocks, D: int, V: int, G: int, dtype: Any) -> int:
+  """Vector memory that a kernel asks for: what it needs and a quarter more, which the compiler fills with what it moves out of registers.
+
+  The rest of the memory is left to XLA, which keeps there what other operations read next.
+  """
+  needed = footprint(direction, blocks, D, V, G, jnp.dtype(dtype).itemsize)
+  return min(vmem_bytes(generation), needed + needed // 4 + (4 << 20))
 
 
 def vmem_bytes(generation: str) -> int:
@@ -130,9 +147,13 @@ def footprint(direction: str, blocks: Blocks, D: int, V: int, G: int, itemsize: 
   """
   D, V = _lanes(D), _lanes(V)
   rows, keys = blocks.q, blocks.kv
+  if direction == "forward":
+    keys *= blocks.span
+  else:
+    rows *= blocks.span
   vectors = 8 * 4 * (4 * rows + keys)  # λ, log-sum-exps, deltas and ids fill a register's eight rows
   subtile = 4 * blocks.q_inner * blocks.kv_inner
-  column = 4 * _LANES * (rows if direction == "forward" else keys)
+  column = 4 * _LANES * (rows if direction == "forward" else keys)  # of the block that stays
   queries, values = G * rows * D, rows * V
   loaded = itemsize * (queries + keys * (G * D + V))
   if direction == "forward":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Callable
 
 import jax
@@ -34,7 +35,8 @@ class Schedule:
   q_blocks: int
   kv_blocks: int
   keys_pass: bool
-  steps: int  # blocks that pass, at most
+  span: int  # blocks that pass which are loaded together
+  steps: int  # spans that pass, at most
 
   @property
   def variant(self) -> str:
@@ -44,12 +46,12 @@ class Schedule:
   def num_scalars(self) -> int:
     return 3 * (self.mask.offset == PER_ROW or self.mask.segments) + 4 * self.mask.segments
 
-  def area(self) -> int:
-    """Pairs of query and key in the tiles that positions alone do not hide."""
+  def tiles(self) -> int:
+    """Tiles that positions alone do not hide."""
     blocks, offset = self.blocks, 0 if self.mask.offset == PER_ROW else self.mask.offset
     p0, k0 = offset + blocks.q * np.arange(self.q_blocks)[:, None], blocks.kv * np.arange(self.kv_blocks)
     tiles = np.broadcast_to(self.mask.some(p0, p0 + blocks.q - 1, k0, k0 + blocks.kv - 1), (self.q_blocks, self.kv_blocks))
-    return int(np.sum(tiles)) * blocks.q * blocks.kv
+    return int(np.sum(tiles))
 
   def passing(self, scalars, b: Scalar, stays: Scalar) -> tuple[Scalar, Scalar]:
     """First and last block that pass by block `stays`; none if the last lies before the first."""
@@ -64,103 +66,104 @@ class Schedule:
     first, last = self.mask.rows_of(stays * blocks.kv, (stays + 1) * blocks.kv - 1)
     return block_of(first, blocks.q), block_of(last, blocks.q)
 
-  def block(self, scalars, b: Scalar, stays: Scalar, step: Scalar) -> Scalar:
-    """The block to have at hand at a step: the last one stays where no more are to come, so that nothing is loaded."""
-    first, last = self.passing(scalars, b, stays)
+  def loaded(self, scalars, b: Scalar, stays: Scalar, step: Scalar) -> Scalar:
+    """The span to have at hand at a step: the last one stays where no more are to come, so that nothing is loaded."""
+    first, last = (block_of(x, self.span) for x in self.passing(scalars, b, stays))
     return jnp.minimum(first + step, jnp.maximum(last, 0))
+
+  def each_tile(self, scalars, b: Scalar, stays: Scalar, step: Scalar, body: Callable) -> None:
+    """Runs body(block, place) for the blocks of a step's span that pass by block `stays`; place is a block's index in its span."""
+    first, last = self.passing(scalars, b, stays)
+    start = (block_of(first, self.span) + step) * self.span
+    if self.span == 1:
+      return _when(start <= last)(lambda: body(start, 0))
+    lax.fori_loop(jnp.maximum(first, start), jnp.minimum(last + 1, start + self.span), lambda n, _: body(n, n - start), None)
 
   def position(self, scalars, b: Scalar, i: Scalar) -> Scalar:
     """Position of the first query of block i."""
     offset = scalars[0][b] if self.mask.offset == PER_ROW else self.mask.offset
     return offset + i * self.blocks.q
 
-  def visit(self, scalars, b: Scalar, i: Scalar, j: Scalar, live: Scalar, body: Callable) -> None:
-    """Runs body(row, key, mask) for the sub-tiles of tile (i, j) that a query may see into, unless the tile is not `live`.
+  def visit(self, scalars, b: Scalar, i: Scalar, j: Scalar, body: Callable) -> None:
+    """Runs body(row, key, mask) for the sub-tiles of tile (i, j) that a query may see into.
 
     row and key say where in the tile the sub-tile begins; mask(q_axis, ids) gives its elementwise mask, and is None where all is seen.
 
-    Sub-tiles that stand in one run of instructions overlap, and cost half to three quarters of one under a condition of its own. Where
-    the mask is data, a tile is therefore computed in one run if more than three fifths of what positions show can be seen.
+    Sub-tiles that stand in one run of instructions overlap, and cost half to three quarters of one under a condition of its own. A tile of
+    one document is one run, of the sub-tiles that positions leave. In any other tile, the sub-tiles of a strip are one run if more than
+    half of them can be seen. There is one body for all strips, for the sake of the kernel's size.
     """
     blocks = self.blocks
     p0, k0 = self.position(scalars, b, i), j * blocks.kv
-    subtiles = list(itertools.product(range(0, blocks.q, blocks.q_inner), range(0, blocks.kv, blocks.kv_inner)))
+    rows, keys = range(0, blocks.q, blocks.q_inner), range(0, blocks.kv, blocks.kv_inner)
     corners = lambda row, key, p0, k0: (p0 + row, p0 + row + blocks.q_inner - 1, k0 + key, k0 + key + blocks.kv_inner - 1)
-
-    def known(row: int, key: int, difference: Scalar) -> tuple[bool, bool]:
-      """`some` and `every` of a sub-tile as far as they are known now, where the tile's first query lies so far behind its first key. A
-      difference of None says that positions hide nothing of the whole tile."""
-      if not isinstance(difference, int):
-        return True, difference is None
-      corner = corners(row, key, difference, 0)
-      return self.mask.some(*corner), self.mask.every(*corner)
-
-    def run(difference: Scalar, k0: Scalar) -> None:
-      for row, key in subtiles:
-        some, every = known(row, key, difference)
-        if some:
-          free = every and not self.mask.segments
-          body(row, key, None if free else functools.partial(self._visible, row, key, None if every else difference, k0))
-
     tile = p0, p0 + blocks.q - 1, k0, k0 + blocks.kv - 1
-    some, every = both(live, self.mask.some(*tile)), self.mask.every(*tile)
-    equal: Scalar = True
+    some, every, equal = self.mask.some(*tile), self.mask.every(*tile), True
     if self.mask.segments:
-      overlap, equal = self._ids(scalars, b, i, j, subtiles)
+      overlap, equal = self._ids(scalars, b, i, j, (0, blocks.q), (0, blocks.kv))
       some = both(some, overlap)
 
-    @_when(both(some, every, equal))
-    def _():
-      for row, key in subtiles:
-        body(row, key, None)
+    def run(difference: int | None) -> None:
+      """A tile of one document, whose first query lies so far behind its first key; None: positions hide nothing of it."""
+      for row, key in itertools.product(rows, keys):
+        corner = corners(row, key, difference, 0) if difference is not None else None
+        if corner is None or self.mask.some(*corner):
+          free = corner is None or self.mask.every(*corner)
+          body(row, key, None if free else functools.partial(self._visible, row, key, difference, 0, False))
 
-    partial = both(some, negate(both(every, equal)))
+    _when(both(some, every, equal))(functools.partial(run, None))
     differences = self.mask.partial_differences(blocks.q, blocks.kv, _MAX_BODIES)
-    if differences is not None and not self.mask.segments:
-      for difference in differences:  # every tile whose first query lies so far behind its first key is cut in the same way
-        _when(both(partial, p0 - k0 == difference))(functools.partial(run, difference, 0))
+    for difference in differences or ():  # every tile whose first query lies so far behind its first key is cut in the same way
+      _when(both(some, negate(every), equal, p0 - k0 == difference))(functools.partial(run, difference))
+    rest = negate(both(every, equal)) if differences is None else negate(equal)
+    if rest is False:
       return
 
-    @_when(partial)
-    def _():
-      seen = [self.mask.some(*corners(*x, p0, k0)) for x in subtiles]
-      if self.mask.segments:
-        seen = [both(positions, self._ids(scalars, b, i, j, [x])[0]) for positions, x in zip(seen, subtiles, strict=True)]
-      count = sum(jnp.asarray(x).astype(jnp.int32) for x in seen)
-      runs: list[tuple[Scalar, Scalar]] = [(True, p0 - k0)]
-      if differences is not None:
-        runs = [(every, None)] + [(both(negate(every), p0 - k0 == difference), difference) for difference in differences]
-      one_by_one: Scalar = True
-      for condition, difference in runs:
-        whole = both(condition, 5 * count > 3 * sum(known(*x, difference)[0] for x in subtiles))
-        one_by_one = both(one_by_one, negate(whole))
-        _when(whole)(functools.partial(run, difference, k0))
-      for (row, key), visible in zip(subtiles, seen, strict=True):
-        _when(both(visible, one_by_one))(functools.partial(body, row, key, functools.partial(self._visible, row, key, p0 - k0, k0)))
+    def strip(n: Scalar, _) -> None:
+      start = n * (blocks.q_inner if self.keys_pass else blocks.kv_inner)
+      seen, subtiles = [], []
+      for row, key in [(start, key) for key in keys] if self.keys_pass else [(row, start) for row in rows]:
+        visible = self.mask.some(*corners(row, key, p0, k0))
+        if self.mask.segments:
+          visible = both(visible, self._ids(scalars, b, i, j, (row, blocks.q_inner), (key, blocks.kv_inner))[0])
+        seen.append(visible)
+        mask = functools.partial(self._visible, row, key, p0 - k0, k0, self.mask.segments)
+        subtiles.append(functools.partial(body, row, key, mask))
+      whole = 2 * sum(jnp.asarray(x).astype(jnp.int32) for x in seen) > len(seen)
 
-  def _visible(self, row: int, key: int, difference: Scalar, k0: Scalar, q_axis: int, q_ids=None, kv_ids=None) -> jax.Array | None:
-    """The elementwise mask of a sub-tile, with queries along `q_axis`; a difference of None says that positions hide nothing."""
+      @pl.when(whole)
+      def _run():
+        for subtile in subtiles:
+          subtile()
+
+      for visible, subtile in zip(seen, subtiles, strict=True):
+        pl.when(both(visible, ~whole))(subtile)
+
+    strips = len(rows if self.keys_pass else keys)
+    _when(both(some, rest))(lambda: lax.fori_loop(0, strips, strip, None))
+
+  def _visible(self, row: Scalar, key: Scalar, difference: Scalar, k0: Scalar, segments: bool, q_axis: int, ids) -> jax.Array | None:
+    """The elementwise mask of a sub-tile, with queries along `q_axis`; ids() gives its queries' and keys' documents."""
     blocks = self.blocks
     shape = (blocks.q_inner, blocks.kv_inner) if q_axis == 0 else (blocks.kv_inner, blocks.q_inner)
     rows, keys = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (q_axis, 1 - q_axis))
-    distance = positions = None
-    if difference is not None:
-      distance, positions = rows - keys + (difference + row - key), keys + (k0 + key)
-    return self.mask.visible(distance, keys=positions, same=q_ids == kv_ids if self.mask.segments else None)
+    same = operator.eq(*ids()) if segments else None
+    return self.mask.visible(rows - keys + (difference + row - key), keys=keys + (k0 + key), same=same)
 
-  def _ids(self, scalars, b: Scalar, i: Scalar, j: Scalar, subtiles) -> tuple[Scalar, Scalar]:
-    """Two conditions: the ranges of queries' and keys' segment ids overlap; all ids are equal."""
+  def _ids(self, scalars, b: Scalar, i: Scalar, j: Scalar, rows: tuple[Scalar, int], keys: tuple[Scalar, int]) -> tuple[Scalar, Scalar]:
+    """Two conditions on a part of a tile, whose rows and keys begin so far into it and are so many: the ranges of queries' and keys'
+    segment ids overlap; all ids are equal."""
     q_low, q_high, kv_low, kv_high = scalars[3:]
     blocks = self.blocks
-    q_start, q_size = (b * self.q_blocks + i) * (blocks.q // blocks.q_inner), blocks.q_inner
-    kv_start, kv_size = (b * self.kv_blocks + j) * (blocks.kv // blocks.kv_inner), blocks.kv_inner
-    q_indices = [q_start + row // q_size for row in sorted({row for row, _ in subtiles})]
-    kv_indices = [kv_start + key // kv_size for key in sorted({key for _, key in subtiles})]
-    q_low = functools.reduce(jnp.minimum, [q_low[n] for n in q_indices])
-    q_high = functools.reduce(jnp.maximum, [q_high[n] for n in q_indices])
-    kv_low = functools.reduce(jnp.minimum, [kv_low[n] for n in kv_indices])
-    kv_high = functools.reduce(jnp.maximum, [kv_high[n] for n in kv_indices])
-    return both(q_low <= kv_high, kv_low <= q_high), both(q_low == q_high, kv_low == kv_high, q_low == kv_low)
+
+    def bounds(low, high, block: Scalar, size: int, inner: int, part: tuple[Scalar, int]) -> tuple[Scalar, Scalar]:
+      start = block * (size // inner) + (part[0] // inner if isinstance(part[0], int) else lax.div(part[0], inner))
+      places = [start + n for n in range(part[1] // inner)]
+      return functools.reduce(jnp.minimum, [low[n] for n in places]), functools.reduce(jnp.maximum, [high[n] for n in places])
+
+    q0, q1 = bounds(q_low, q_high, b * self.q_blocks + i, blocks.q, blocks.q_inner, rows)
+    k0, k1 = bounds(kv_low, kv_high, b * self.kv_blocks + j, blocks.kv, blocks.kv_inner, keys)
+    return both(q0 <= k1, k0 <= q1), both(q0 == q1, k0 == k1, q0 == k0)
 
 
 def _when(condition: Scalar) -> Callable:
@@ -172,15 +175,18 @@ def _when(condition: Scalar) -> Callable:
 def make_schedule(mask: Mask, blocks: Blocks, q, k, *, keys_pass: bool) -> Schedule:
   """The schedule of queries [B, T, …, G, D] against keys [B, S, K, M, D], with as few steps as the mask allows where it is known."""
   q_blocks, kv_blocks = pl.cdiv(q.shape[1], blocks.q), pl.cdiv(k.shape[1], blocks.kv)
-  schedule = Schedule(mask, blocks, q.shape[-2], k.shape[3], q_blocks, kv_blocks, keys_pass, 0)
   stay, most = (q_blocks, kv_blocks) if keys_pass else (kv_blocks, q_blocks)
+  span = pl.cdiv(most, pl.cdiv(most, blocks.span))  # as equal as can be
+  schedule = Schedule(mask, blocks, q.shape[-2], k.shape[3], q_blocks, kv_blocks, keys_pass, span, 0)
+  steps = pl.cdiv(most, span)
   if mask.offset != PER_ROW:
-    most = max(1, *(last - first + 1 for first, last in (schedule.passing((), 0, n) for n in range(stay))))
+    ends = (schedule.passing((), 0, n) for n in range(stay))
+    steps = max(1, *(block_of(last, span) - block_of(first, span) + 1 for first, last in ends))
   elif mask.window is not None:
     sides = 1 if mask.causal else 2
-    span, size = (blocks.q, blocks.kv) if keys_pass else (blocks.kv, blocks.q)
-    most = min(most, pl.cdiv(span + sides * (mask.window - 1), size) + 1)
-  return dataclasses.replace(schedule, steps=most)
+    seen, size = (blocks.q, blocks.kv) if keys_pass else (blocks.kv, blocks.q)
+    steps = min(steps, pl.cdiv(seen + sides * (mask.window - 1), size * span) + 1)
+  return dataclasses.replace(schedule, steps=steps)
 
 
 def scalars_of(schedule: Schedule, q_ids, kv_ids, offset, batch: int) -> list[jax.Array]:
