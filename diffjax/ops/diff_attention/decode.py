@@ -30,7 +30,7 @@ from diffjax.ops.varying import vary_like
 
 IMPLEMENTATIONS = ("auto", "xla", "pallas_tpu", "pallas_gpu")
 _ROOMS = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}  # whose module `decode` has a function `attend`
-_XLA_KEYS = 512  # that XLA's form takes at once, where it does not take all
+_XLA_LOGITS = 1 << 20  # that XLA's form has at once, where it does not have all: they should stay in a CPU's cache
 
 
 def decode_attention(
@@ -95,6 +95,7 @@ def decode_attention(
   cached = k.shape[2] * (1 if block_tables is None else block_tables.shape[1])
   if not isinstance(lengths, arguments.ARRAYS) or lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
     raise ValueError(f"lengths must be int32[{batch}], the tokens in each row's cache, got {arguments.describe(lengths)}")
+  tables = None if block_tables is None else jnp.clip(jnp.asarray(block_tables).astype(jnp.int32), 0, k.shape[0] - 1)
   starts = jnp.clip(jnp.asarray(lengths).astype(jnp.int32) - tokens, -tokens, cached - 1)  # the first new token's position
   window, scale = arguments.check_window(window), arguments.check_scale(scale, q.shape[-1])
   if implementation not in IMPLEMENTATIONS:
@@ -104,11 +105,11 @@ def decode_attention(
   attend = functools.partial(_attend(implementation), window=None if window is None else min(window, cached + tokens), scale=scale)
   layout = None if sharding is None else Layout.of(sharding, "B H")
   if layout is None:
-    return _squeeze(attend(q, k, v, lam, starts, block_tables, k_scale, v_scale), single)
+    return _squeeze(attend(q, k, v, lam, starts, tables, k_scale, v_scale), single)
   layout.check(0, {"B": batch} if block_tables is None else {"B": batch, "P": k.shape[0]})
   layout.check(1, {"H": heads, "K": k.shape[1]})
   rows, stored, queries = layout.spec(0), layout.spec(0, 1), PartitionSpec(*layout.spec(0), None, *layout.spec(1))
-  operands = [(q, queries), (k, stored), (v, stored), (lam, queries), (starts, rows), (block_tables, rows), (k_scale, stored), (v_scale, stored)]
+  operands = [(q, queries), (k, stored), (v, stored), (lam, queries), (starts, rows), (tables, rows), (k_scale, stored), (v_scale, stored)]
   return _squeeze(layout.map(attend, operands, queries), single)
 
 
@@ -152,7 +153,11 @@ def _check_cache(q, k, v, queries: str, tables, k_scale, v_scale) -> None:
   if v.shape[:3] != k.shape[:3]:
     raise ValueError(f"v must share [{layout.replace(' ', ', ')}] = {k.shape[:3]} with k, got shape {v.shape}")
   if tables is not None and not (
-    isinstance(tables, arguments.ARRAYS) and tables.dtype == jnp.int32 and tables.shape[:1] == (batch,) and tables.ndim == 2 and tables.size
+    isinstance(tables, arguments.ARRAYS)
+    and jnp.issubdtype(tables.dtype, jnp.integer)
+    and tables.shape[:1] == (batch,)
+    and tables.ndim == 2
+    and tables.size
   ):
     raise ValueError(
       f"block_tables must be int32[{batch}, N], the pages of each row in the order of its tokens, or None for a cache without pages, got "
@@ -186,69 +191,86 @@ def unstack(out: Float[Array, "B K rows V"], tokens: int, group: int) -> Float[A
 
 
 def _xla(q, k, v, lam, starts, tables, k_scale, v_scale, *, window: int | None, scale: float):
-  """All keys at once for one new token of a cache without pages; else piece by piece, as far as the longest row goes."""
+  """All keys at once for one new token and a cache without pages; else piece by piece, as far as the longest row goes."""
   (B, T, H, G, _), (K, page), V = q.shape, k.shape[1:3], v.shape[-1]
   group = H // K
   dtype = jnp.promote_types(jnp.float32, q.dtype)
   precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else lax.Precision.DEFAULT
   queries, positions = stack(q, k, T * group), starts[:, None] + jnp.arange(T)
-  # Of tokens without pages, else of pages: how many there are, how many keys one has, how many are taken at once.
+  by_map = lambda x: x.reshape(B, K, G, T * group, -1)
+  # The cache is taken in tokens, or in pages: how many a row has, how many keys one is, how many are taken at once.
   units, keys = (page, 1) if tables is None else (tables.shape[1], page)
-  taken = units if tables is None and T == 1 else min(units, max(1, _XLA_KEYS // keys))
+  at_once = tables is None and T == 1
+  taken = units if at_once else min(units, max(1, _XLA_LOGITS // (B * H * G * T * keys)))
 
   def take(x, first):
+    """[P, K, S, …] → [B, K, keys taken, …]."""
     if tables is None:
-      return (x if taken == units else lax.dynamic_slice_in_dim(x, first, taken, axis=2))[:, None]
-    return x[lax.dynamic_slice_in_dim(tables, first, taken, axis=1)]
+      return x if at_once else lax.dynamic_slice_in_dim(x, first, taken, axis=2)
+    rows = x[lax.dynamic_slice_in_dim(tables, first, taken, axis=1)[:, None], jnp.arange(K)[:, None]]
+    return rows.reshape(B, K, taken * keys, *x.shape[3:])
 
-  def factors(scales, first):
-    """The scales of the keys taken [B, K, 1, P, 1], P pages at once."""
-    return jnp.moveaxis(scales[:, None] if tables is None else take(scales, first), 1, 2)[:, :, None, :, None]
+  def factor(scales, first):
+    """The scales of the keys taken."""
+    of_keys = jnp.broadcast_to(scales[..., None], (*scales.shape, page))
+    return take(of_keys, first)[:, :, None]
+
+  def logits_of(first, begin=0):
+    """Logits of a piece from its unit `first` on, and which of its keys each token sees [B, T, S], none before key `begin`."""
+    key = first * keys + jnp.arange(taken * keys)
+    behind = positions[..., None] - key
+    visible = (behind >= 0) & (key >= begin)
+    if window is not None:
+      visible &= behind < window
+    logits = (
+      jnp.einsum("bknd,bksd->bkns", queries, take(k, first).astype(q.dtype), preferred_element_type=dtype, precision=precision) * scale
+    )
+    if k_scale is not None:
+      logits *= factor(k_scale, first)
+    return jnp.where(each_row(visible), by_map(logits), HIDDEN), visible
+
+  def each_row(visible):
+    """[B, T, S] → [B, 1, 1, T·group, S]."""
+    return jnp.repeat(visible, group, axis=1)[:, None, None]
+
+  def sums_of(weights: Float[Array, "B K N S"], visible, first):
+    """Sums of a piece's values [B, K, N, V]. No weight is on a hidden value."""
+    by_any = jnp.any(visible, axis=1)[:, None, :, None]  # hidden values, and scales, may not be finite, and 0·NaN is NaN
+    if v_scale is not None:
+      weights *= jnp.where(by_any[:, :, None, :, 0], factor(v_scale, first), 0)
+    weights = weights.astype(q.dtype)
+    product = lambda v: jnp.einsum("bkns,bksv->bknv", weights, v, preferred_element_type=dtype, precision=precision)
+    seen = lambda v: product(jnp.where(by_any, v, 0))
+
+    def unless_spoilt(v):
+      out = product(v)
+      return lax.cond(jnp.all(jnp.isfinite(out)), lambda v: out, seen, v)
+
+    # A TPU blends hidden values out while it multiplies. A CPU would copy the values first and take three times as long over everything, so
+    # there the copy is made only if the sum came out spoilt; elsewhere the host would have to wait for that answer.
+    return lax.platform_dependent(take(v, first).astype(q.dtype), cpu=unless_spoilt, default=seen)
 
   def step(index, state):
     peak, total, acc = state
     first = jnp.minimum(index * taken, units - taken)  # the last piece may begin within the one before
-    key = first * keys + jnp.arange(taken * keys)
-    behind = positions[..., None] - key  # [B, T, S]
-    visible = (behind >= 0) & (key >= index * taken * keys)
-    visible &= True if window is None else behind < window
-    piece_k, piece_v = (take(x, first).astype(q.dtype) for x in (k, v))
-    logits = jnp.einsum("bknd,bpksd->bknps", queries, piece_k, preferred_element_type=dtype, precision=precision) * scale
-    if k_scale is not None:
-      logits *= factors(k_scale, first)
-    logits = logits.reshape(B, K, G, T, group, -1)
-    logits = jnp.where(visible[:, None, None, :, None], logits, HIDDEN)
-    after = jnp.maximum(peak, lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
-    weights, shrink = jnp.exp(logits - after), jnp.exp(peak - after)
-    weights = jnp.where(visible[:, None, None, :, None], weights, 0)  # a token that sees no key has weights until here
+    logits, visible = logits_of(first, index * taken * keys)
+    after = jnp.maximum(peak, jnp.max(logits, axis=-1, keepdims=True))
+    weights, shrink = jnp.where(each_row(visible), jnp.exp(logits - after), 0), jnp.exp(peak - after)
     total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
-    weights = weights.reshape(B, K, G * T * group, *piece_v.shape[1:4:2])
-    if v_scale is not None:
-      weights *= factors(v_scale, first)
-    weights = weights.astype(q.dtype)
-    product = lambda v: jnp.einsum("bknps,bpksv->bknv", weights, v, preferred_element_type=dtype, precision=precision)
-    seen = jnp.any(visible, axis=1).reshape(B, piece_v.shape[1], 1, -1, 1)
-    masked = lambda v: product(jnp.where(seen, v, 0))  # without it, hidden values that are not finite would spoil the sum
+    return after, total, acc * shrink + by_map(sums_of(weights.reshape(B, K, G * T * group, -1), visible, first))
 
-    def unless_spoilt(v):
-      out = product(v)
-      return lax.cond(jnp.all(jnp.isfinite(out)), lambda v: out, masked, v)
-
-    # A TPU blends hidden values out while it multiplies. A CPU would copy the values first and take three times as long over everything, so
-    # there the copy is made only if the sum came out spoilt; elsewhere the host would have to wait for that answer.
-    out = lax.platform_dependent(piece_v, cpu=unless_spoilt, default=masked)
-    return after, total, acc * shrink + out.reshape(B, K, G, T, group, V)
-
-  empty = lambda value, width: vary_like(jnp.full((B, K, G, T, group, width), value, dtype), queries, k, v, starts)
-  state = empty(HIDDEN, 1), empty(0, 1), empty(0, V)
-  if taken == units:
-    _, total, acc = step(0, state)
+  cached = units * keys
+  lam = None if lam is None else jnp.swapaxes(lam.reshape(B, T, K, group), 1, 2).reshape(B, K, T * group, 1)
+  difference = lambda maps: maps[:, :, 0] if lam is None else maps[:, :, 0] - lam * maps[:, :, 1]
+  if at_once:
+    logits, visible = logits_of(0)
+    weights = difference(jax.nn.softmax(logits, axis=-1))
+    weights = jnp.where(each_row(visible)[:, 0], weights, 0)  # a row that sees no key has weights until here
+    out = sums_of(weights, visible, 0)
   else:
-    last = jnp.minimum(jnp.max(starts) + T, units * keys)
+    empty = lambda width, value: vary_like(jnp.full((B, K, G, T * group, width), value, dtype), queries, k, v, starts)
     first = 0 if window is None else jnp.maximum(jnp.min(starts) - window + 1, 0) // (taken * keys)
-    _, total, acc = lax.fori_loop(first, -(-last // (taken * keys)), step, state)
-  maps = (acc / jnp.where(total == 0, 1, total)).reshape(B, K, G, T * group, V)
-  if lam is None:
-    return unstack(maps[:, :, 0], T, group).astype(q.dtype)
-  lam = lam.reshape(B, T, K, group).swapaxes(1, 2).reshape(B, K, T * group, 1)
-  return unstack(maps[:, :, 0] - lam * maps[:, :, 1], T, group).astype(q.dtype)
+    last = jnp.minimum(jnp.max(starts) + T, cached)
+    _, total, acc = lax.fori_loop(first, -(-last // (taken * keys)), step, (empty(1, HIDDEN), empty(1, 0), empty(V, 0)))
+    out = difference(acc / jnp.where(total == 0, 1, total))
+  return unstack(out, T, group).astype(q.dtype)

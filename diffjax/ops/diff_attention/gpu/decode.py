@@ -33,7 +33,11 @@ def attend(q, k, v, lam, starts, tables, k_scale, v_scale, *, window: int | None
   if problem := chip.refusal():
     raise ValueError(f"implementation = 'pallas_gpu' {problem}; use implementation='xla' or 'auto'")
   (B, T, H, G, _), K, V = q.shape, k.shape[1], v.shape[-1]
-  for name, value, given in (("q", f"{T} new tokens a row", T > 1), ("block_tables", "pages", tables is not None), ("k", "int8", k_scale is not None)):
+  for name, value, given in (
+    ("q", f"{T} new tokens a row", T > 1),
+    ("block_tables", "pages", tables is not None),
+    ("k", "int8", k_scale is not None),
+  ):
     if given:
       raise ValueError(
         f"{name} ({value}) is not taken by implementation 'pallas_gpu', which takes one new token a row and a cache in q's dtype without "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from diffjax.ops.diff_attention.decode import stack, unstack
-from diffjax.ops.diff_attention.tiles import HIDDEN, LOG2E, Scalar, block_of, round_up
+from diffjax.ops.diff_attention.tiles import HIDDEN, LOG2E, Scalar, round_up
 from diffjax.ops.diff_attention.tpu import chip
 from diffjax.ops.diff_attention.tpu.chip import LANES, dot, repeat
 from diffjax.ops.varying import vary_like
@@ -39,7 +40,7 @@ def attend(q, k, v, lam, starts, tables, k_scale, v_scale, *, window: int | None
   (B, T, H, G, _), (K, page, width), V = q.shape, k.shape[1:], v.shape[-1]
   group, itemsize = H // K, k.dtype.itemsize
   rows = round_up(T * group, 16 // G if q.dtype == jnp.bfloat16 else 8)  # of a map: the maps begin at tiles, and fill a tile of q's dtype
-  tables = jnp.arange(B, dtype=jnp.int32)[:, None] if tables is None else jnp.clip(tables, 0, k.shape[0] - 1)
+  tables = jnp.arange(B, dtype=jnp.int32)[:, None] if tables is None else tables
   walk = _Walk.choose(page, tables.shape[1], window, T, (width + V) * itemsize, K, G * rows, cores)
   queries = stack((q.astype(jnp.float32) * (scale * LOG2E)).astype(q.dtype), k, rows)
   axes = _key_axis(k), _key_axis(v)
@@ -114,9 +115,7 @@ class _Walk:
   heads: int  # key heads of a block
 
   @classmethod
-  def choose(
-    cls, page: int, pages: int, window: int | None, tokens: int, key_bytes: int, kv_heads: int, rows: int, cores: int
-  ) -> _Walk:
+  def choose(cls, page: int, pages: int, window: int | None, tokens: int, key_bytes: int, kv_heads: int, rows: int, cores: int) -> _Walk:
     """The walk for pages of so many keys, of key_bytes bytes a head (with their values), and so many rows of queries a head."""
     fitting = min(_MOST_HEADS, _BLOCK_BYTES // (LANES * key_bytes), _BLOCK_LOGITS // (LANES * rows), max(1, kv_heads // cores))
     heads = max(n for n in range(1, max(1, fitting) + 1) if kv_heads % n == 0)
@@ -163,14 +162,16 @@ def _key_axis(cache: Float[Array, "P K S X"]) -> int:
   return 1 if padded(X, S) < padded(S, X) else 0
 
 
-def _kernel(walk: _Walk, axes: tuple[int, int], group: int, scaled: bool, two_maps: bool, row, place, block, starts, q, k, v, *refs) -> None:
+def _kernel(
+  walk: _Walk, axes: tuple[int, int], group: int, scaled: bool, two_maps: bool, row, place, block, starts, q, k, v, *refs: Any
+) -> None:
   """Grid [groups of key heads, blocks of all rows]."""
   del place
-  refs = list(refs)
-  k_scale, v_scale = (refs.pop(0), refs.pop(0)) if scaled else (None, None)
-  lam = refs.pop(0) if two_maps else None
-  out, peak, total, acc = refs  # scratch [heads, G·rows, 128] twice, and [heads, G·rows, V]; a total is spread over the lanes until the end
-  step, heads, rows = pl.program_id(1), *out.shape[:2]  # a step only indexes: in shard_map, the interpreter adds nothing to it
+  k_scale, v_scale = refs[:2] if scaled else (None, None)
+  lam, out = refs[-5:-3] if two_maps else (None, refs[-4])
+  peak, total, acc = refs[-3:]  # scratch [heads, G·rows, 128] twice, and [heads, G·rows, V]; a total is spread over the lanes until the end
+  heads, rows, _ = out.shape
+  step = pl.program_id(1)  # a step only indexes: in shard_map, the interpreter adds nothing to it
   start, at = starts[row[step]], block[step]
   (first, last), page = walk.span(start), lax.div(at, walk.per_page)
   begin = page * walk.page + lax.rem(at, walk.per_page) * walk.block
@@ -218,7 +219,7 @@ def _kernel(walk: _Walk, axes: tuple[int, int], group: int, scaled: bool, two_ma
       acc[head] = acc[head] * repeat(shrink, acc.shape[2]) + dot(weights, values, (1, axes[1]))
 
   pl.when(every)(functools.partial(attend, False))
-  pl.when(~every)(functools.partial(attend, True))
+  pl.when(~every & (start + walk.tokens > 0))(functools.partial(attend, True))
 
   @pl.when(at == last)
   def _():
