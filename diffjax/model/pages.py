@@ -55,9 +55,10 @@ def allocate(needed: Sequence[int], pages: int, per_row: int, size: int = PAGE) 
   """
   counts = -(-np.asarray(needed) // size)
   if counts.sum() > pages:
+    rows = ", ".join(str(tokens) for tokens in needed if tokens)
     raise UserError(
-      f"rows of {', '.join(map(str, needed))} tokens need {counts.sum()} pages of {size} tokens, and the cache has {pages}: give it more "
-      "(cache_tokens), or read fewer rows at once"
+      f"rows of {rows} tokens need {counts.sum()} pages of {size} tokens, and the cache has {pages}: give it more (cache_tokens), or read "
+      "fewer rows at once"
     )
   tables = np.full((len(counts), per_row), pages, np.int32)
   for row, (count, end) in enumerate(zip(counts, np.cumsum(counts), strict=True)):

@@ -170,7 +170,7 @@ def _kernel(
   k_scale, v_scale = refs[:2] if scaled else (None, None)
   lam, out = refs[-5:-3] if two_maps else (None, refs[-4])
   peak, total, acc = refs[-3:]  # scratch [heads, G·rows, 128] twice, and [heads, G·rows, V]; a total is spread over the lanes until the end
-  heads, rows, _ = out.shape
+  heads, rows = out.shape[:2]
   step = pl.program_id(1)  # a step only indexes: in shard_map, the interpreter adds nothing to it
   start, at = starts[row[step]], block[step]
   (first, last), page = walk.span(start), lax.div(at, walk.per_page)
