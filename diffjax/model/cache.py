@@ -50,7 +50,7 @@ def empty_cache(
     batch_size: B.
     capacity: tokens that a row can hold.
     num_pages: P, pages that the rows share; no row has one before `tables` are set (see `allocate`). None for room for `capacity` tokens in
-      every row.
+      every row; where keys or values of a head are narrower than 128, the compiler for v7x then copies them when a token is written.
     page: tokens of a page. A TPU's kernel wants a multiple of 128.
     dtype: of keys and values; None for the model's compute dtype. int8 needs pages.
 

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from diffjax.config import UserError
 
 PAGE = 128  # tokens
+_LANES = 128  # of a TPU's tile
 
 
 @flax.struct.dataclass
@@ -70,7 +71,9 @@ def write(
   pool: Pool, tables: Int[Array, "B N"] | None, new: Float[Array, "B T K W"], starts: Int[Array, "B"], counts: Int[Array, "B"]
 ) -> Pool:
   """Puts new tokens in their places: the first counts[b] ones of row b, from its token starts[b] on. Those beyond its pages are dropped."""
-  (P, K, size, _), (B, T) = pool.tokens.shape, new.shape[:2]
+  (P, K, size, W), (B, T) = pool.tokens.shape, new.shape[:2]
+  # Where a token does not fill a TPU's lanes, a page has its tokens on them, and to write single ones some TPUs would copy the pool.
+  by_page = pool.scale is not None or (tables is not None and W % _LANES > 0)
   if tables is None:
     tables = jnp.arange(B)[:, None]
 
@@ -80,7 +83,7 @@ def write(
     page = jnp.take_along_axis(tables, jnp.minimum(index, tables.shape[1] - 1), axis=1)
     return jnp.where(valid & (index < tables.shape[1]), page, P)
 
-  if pool.scale is None:
+  if not by_page:
     at, valid = starts[:, None] + jnp.arange(T), jnp.arange(T) < counts[:, None]
     # Each token of each head by itself: a TPU would turn the whole pool around to write all heads of a token at once.
     place = page_of(at, valid)[..., None], jnp.arange(K), (at % size)[..., None]
@@ -91,16 +94,17 @@ def write(
   pages = page_of(touched, touched < (starts + counts)[:, None])
   position = touched[..., None] + jnp.arange(size)
   index = position - starts[:, None, None]  # among the new tokens
-  kept = (index < 0)[:, :, None, :, None]
-  arriving = ((index >= 0) & (index < counts[:, None, None]))[..., None, None]
+  kept, arriving = (x[:, :, None, :, None] for x in (index < 0, (index >= 0) & (index < counts[:, None, None])))
   source = jnp.clip(index, 0, T - 1).reshape(B, -1, 1, 1)
-  arrived = jnp.where(arriving, jnp.take_along_axis(new, source, axis=1).reshape(*index.shape, K, -1), 0).astype(jnp.float32)
-  arrived = jnp.moveaxis(arrived, 3, 2)  # [B, pages, K, S, W]
+  arrived = jnp.moveaxis(jnp.take_along_axis(new, source, axis=1).reshape(*index.shape, K, W), 3, 2)  # [B, pages, K, S, W]
+  stored = pool.tokens[jnp.minimum(pages, P - 1)]
+  if pool.scale is None:
+    return Pool(pool.tokens.at[pages].set(jnp.where(arriving, arrived.astype(stored.dtype), stored), mode="drop"))
+  arrived = jnp.where(arriving, arrived, 0).astype(jnp.float32)
   old = jnp.where((touched < starts[:, None])[..., None], pool.scale[jnp.minimum(pages, P - 1)], 0)
   scale = jnp.maximum(old, jnp.max(jnp.abs(arrived), axis=(3, 4)) / 127)
   step = jnp.where(scale > 0, scale, 1)[..., None, None]
-  again = pool.tokens[jnp.minimum(pages, P - 1)] * (old[..., None, None] / step)
-  tokens = jnp.round(jnp.where(kept, again, arrived / step)).astype(jnp.int8)
+  tokens = jnp.round(jnp.where(kept, stored * (old[..., None, None] / step), arrived / step)).astype(jnp.int8)
   return Pool(pool.tokens.at[pages].set(tokens, mode="drop"), pool.scale.at[pages].set(scale, mode="drop"))
 
 

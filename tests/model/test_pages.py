@@ -15,16 +15,16 @@ write = jax.jit(write)
 TABLES = np.array([[7, 1, 3], [0, 9, 9], [5, 8, 9]], np.int32)  # of 9 pages: the second row has one, the third two
 
 
-def pieces(rng, dtype=np.float32):
+def pieces(rng, width=W):
   """Writes of unequal numbers of tokens a row: [(new, counts)]."""
   for T, counts in ((5, (5, 2, 3)), (1, (1, 1, 1)), (1, (1, 0, 1)), (4, (3, 4, 4)), (6, (2, 1, 6))):
-    yield rng.normal(size=(3, T, K, W)).astype(dtype) * rng.uniform(0.2, 3), np.array(counts, np.int32)
+    yield rng.normal(size=(3, T, K, width)).astype(np.float32) * rng.uniform(0.2, 3), np.array(counts, np.int32)
 
 
 def grown(pool, tables, spoil=np.nan):
   """The pool after all writes, and what each row should hold, as far as its pages go."""
   starts, rows = np.zeros(3, np.int32), [[], [], []]
-  for new, counts in pieces(np.random.default_rng(0)):
+  for new, counts in pieces(np.random.default_rng(0), pool.tokens.shape[3]):
     for row, count in enumerate(counts):
       rows[row] += list(new[row, :count])
       new[row, count:] = spoil  # tokens that do not count leave no trace
@@ -32,9 +32,9 @@ def grown(pool, tables, spoil=np.nan):
   return pool, [np.array(row) for row in rows]
 
 
-@pytest.mark.parametrize("tables", [TABLES, None], ids=["pages", "a page a row"])
-def test_tokens_are_where_they_belong_and_nothing_else_is_touched(tables):
-  pool = Pool(jnp.full((9, K, SIZE, W) if tables is not None else (3, K, 3 * SIZE, W), 77.0))
+@pytest.mark.parametrize("tables, width", [(TABLES, W), (TABLES, 128), (None, W)], ids=["pages", "pages on lanes", "a page a row"])
+def test_tokens_are_where_they_belong_and_nothing_else_is_touched(tables, width):
+  pool = Pool(jnp.full((9, K, SIZE, width) if tables is not None else (3, K, 3 * SIZE, width), 77.0))
   pool, rows = grown(pool, tables)
   found = read(pool, tables, jnp.float32)
   for row, (wanted, pages) in enumerate(zip(rows, (3, 1, 2) if tables is not None else (3, 3, 3), strict=True)):
