@@ -1,5 +1,7 @@
 """The key/value cache: a decoder that reads new tokens against what it has read before.
 
+Keys and values lie as `decode_attention` takes them, and are read where they lie, by one new token a row and by many.
+
 Layers are unrolled, and each has its own weights and cache. A scan would slice both out of stacked arrays and copy them for every token,
 which then takes 3.3 times as long (6 layers, E 256, a CPU). The model's modules run unchanged; only `attention_fn` is replaced.
 """
@@ -16,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from diffjax.config import UserError
 from diffjax.model.attention import axis_sizes
 from diffjax.model.decoder import Block, Decoder, embed, lambda_inits
+from diffjax.model.pages import PAGE, Pool, empty_pool, read, write
 from diffjax.ops.diff_attention import decode_attention, diff_attention
 from diffjax.ops.rms_norm import rms_norm
 
@@ -27,33 +30,46 @@ class Cache:
   Attributes:
     keys: of each layer, after RoPE.
     values: of each layer.
+    tables: the pages of each row, an id that the pool does not have where it has no page; None if row b's are all in page b.
     lengths: number of valid tokens in each row. Entries beyond them are never seen.
   """
 
-  keys: tuple[Float[Array, "B K S M*D"], ...]
-  values: tuple[Float[Array, "B K S V"], ...]
+  keys: tuple[Pool, ...]
+  values: tuple[Pool, ...]
+  tables: Int[Array, "B N"] | None
   lengths: Int[Array, "B"]
 
 
-def empty_cache(model: Decoder, batch_size: int, capacity: int) -> Cache:
-  """A cache of no tokens, in the model's compute dtype.
+def empty_cache(
+  model: Decoder, batch_size: int, capacity: int, *, num_pages: int | None = None, page: int = PAGE, dtype: Any = None
+) -> Cache:
+  """A cache of no tokens.
 
   Args:
     model: the decoder.
     batch_size: B.
-    capacity: S, tokens that a row can hold.
+    capacity: tokens that a row can hold.
+    num_pages: P, pages that the rows share; no row has one before `tables` are set (see `allocate`). None for room for `capacity` tokens in
+      every row; where keys or values of a head are narrower than 128, the compiler for v7x then copies them when a token is written.
+    page: tokens of a page. A TPU's kernel wants a multiple of 128.
+    dtype: of keys and values; None for the model's compute dtype. int8 needs pages.
 
   Raises:
-    UserError: if the model is not causal: its tokens depend on those to come.
+    UserError: if the model is not causal: its tokens depend on those to come; or the dtype is not one that a cache can have.
   """
   config, sizes = model.config, axis_sizes(model.config)
   if not config.causal:
     raise UserError("config.model.causal = False: what a token gives depends on those after it, so that no cache can hold it")
+  dtype = jnp.dtype(model.dtype if dtype is None else dtype)
+  if dtype not in (model.dtype, jnp.int8) or (dtype == jnp.int8 and num_pages is None):
+    raise UserError(f"dtype = {dtype}: a cache is in the model's {jnp.dtype(model.dtype)} (None), or, in pages (num_pages), in int8")
+  count, size = (batch_size, capacity) if num_pages is None else (num_pages, page)
   keys, values = (
-    tuple(jnp.zeros((batch_size, config.num_kv_heads, capacity, width), model.dtype) for _ in range(config.num_layers))
+    tuple(empty_pool(count, config.num_kv_heads, size, width, dtype) for _ in range(config.num_layers))
     for width in (sizes["M"] * sizes["D"], sizes["V"])
   )
-  return Cache(keys, values, jnp.zeros(batch_size, jnp.int32))
+  tables = None if num_pages is None else jnp.full((batch_size, -(-capacity // page)), num_pages, jnp.int32)
+  return Cache(keys, values, tables, jnp.zeros(batch_size, jnp.int32))
 
 
 def unstack(model: Decoder, params: dict[str, Any]) -> dict[str, Any]:
@@ -75,9 +91,9 @@ def extend(
   """Reads T more tokens in every row.
 
   Args:
-    model: the decoder; an `attention_fn` of its own, other than `diff_attention`, must take a q_offset.
+    model: the decoder; an `attention_fn` of its own, other than `diff_attention`, must take a q_offset, and gets a copy of the cache.
     params: from `unstack`.
-    tokens: row b continues at position cache.lengths[b]. Its cache must have room for all T.
+    tokens: row b continues at position cache.lengths[b]. What its cache has no room for is dropped.
     cache: of the tokens before. Donate it, since it is written in place.
     counts: number of valid tokens of each row, its first ones; all T by default. Later tokens never see the others.
 
@@ -86,28 +102,25 @@ def extend(
   """
   config, length = model.config, tokens.shape[1]
   positions = cache.lengths[:, None] + jnp.arange(length)
-  keys: list[jax.Array] = []
-  values: list[jax.Array] = []
+  counts = jnp.full_like(cache.lengths, length) if counts is None else counts
+  keys: list[Pool] = []
+  values: list[Pool] = []
 
   def attend(q, k, v, lam, *, window, **_):
     layer = len(keys)
-    keys.append(_write(cache.keys[layer], k.reshape(*k.shape[:3], -1), cache.lengths))
-    values.append(_write(cache.values[layer], v, cache.lengths))
-    if length == 1 and model.attention_fn is diff_attention:
-      lam = lam[:, 0] if lam is not None and lam.ndim == 3 else lam
-      return decode_attention(q[:, 0], keys[layer], values[layer], lam, cache.lengths + 1, window=window)[:, None]
-    seen = jnp.swapaxes(keys[layer], 1, 2)
-    return model.attention_fn(
-      q, seen.reshape(*seen.shape[:3], *k.shape[3:]), jnp.swapaxes(values[layer], 1, 2), lam, q_offset=cache.lengths, window=window
-    )
+    for pools, old, new in ((keys, cache.keys, k.reshape(*k.shape[:3], -1)), (values, cache.values, v)):
+      pools.append(write(old[layer], cache.tables, new, cache.lengths, counts))
+    stored_k, stored_v = keys[layer], values[layer]
+    if model.attention_fn is diff_attention:
+      return decode_attention(
+        q, stored_k.tokens, stored_v.tokens, lam, cache.lengths + length,
+        block_tables=cache.tables, k_scale=stored_k.scale, v_scale=stored_v.scale, window=window,
+      )  # fmt: skip
+    seen_k, seen_v = (read(pool, cache.tables, q.dtype) for pool in (stored_k, stored_v))
+    return model.attention_fn(q, seen_k.reshape(*seen_k.shape[:3], *k.shape[3:]), seen_v, lam, q_offset=cache.lengths, window=window)
 
   x = embed(params["embedding"], tokens, config)
   for weights, lambda_init in zip(params["layers"], lambda_inits(config), strict=True):
     x, _ = Block(config, model.dtype, attend).apply({"params": weights}, x, lambda_init, None, positions)
-  counts = jnp.full_like(cache.lengths, length) if counts is None else counts
-  return rms_norm(x, params["final_norm"], config.norm_eps), Cache(tuple(keys), tuple(values), cache.lengths + counts)
-
-
-def _write(stored: Float[Array, "B K S W"], new: Float[Array, "B T K W"], at: Int[Array, "B"]) -> Float[Array, "B K S W"]:
-  """New keys or values in their places."""
-  return jax.vmap(lambda row, tokens, start: jax.lax.dynamic_update_slice(row, tokens, (0, start, 0)))(stored, jnp.swapaxes(new, 1, 2), at)
+  after = Cache(tuple(keys), tuple(values), cache.tables, cache.lengths + counts)
+  return rms_norm(x, params["final_norm"], config.norm_eps), after

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from diffjax.config import UserError
 from diffjax.model.cache import Cache, empty_cache, extend, unstack
 from diffjax.model.decoder import Decoder, logits
+from diffjax.model.pages import PAGE, allocate
 
 # Tokens of a prompt read at once.
 _CHUNK = 128
@@ -33,7 +34,16 @@ class SamplerState:
 class Sampler:
   """Draws continuations. It compiles once for a batch size and a capacity, whatever the lengths of prompts and answers."""
 
-  def __init__(self, model: Any, params: dict[str, Any] | None = None, *, batch_size: int = 1, capacity: int | None = None):
+  def __init__(
+    self,
+    model: Any,
+    params: dict[str, Any] | None = None,
+    *,
+    batch_size: int = 1,
+    capacity: int | None = None,
+    cache_tokens: int | None = None,
+    cache_dtype: Any = None,
+  ):
     """Prepares the parameters (unstacked, matrices in the compute dtype: a second copy of them).
 
     Args:
@@ -41,9 +51,13 @@ class Sampler:
       params: the decoder's parameters; None with a trained model.
       batch_size: B, rows at a time.
       capacity: tokens that a row can have, prompt and continuation together; the model's max_length by default.
+      cache_tokens: tokens that all rows can have together, in pages of 128: a row takes the pages that its prompt and continuation need, so
+        that rows of unequal length share the memory. By default every row has room for `capacity` tokens, and without pages if cache_dtype
+        is None.
+      cache_dtype: "int8" keeps keys and values in 8 bits, with a scale a page and head; None in the compute dtype.
 
     Raises:
-      UserError: if the capacity is beyond the model's max_length.
+      UserError: if the capacity is beyond the model's max_length, or the cache cannot be as asked.
     """
     self._tokenizer = None
     if params is None:
@@ -52,21 +66,40 @@ class Sampler:
     self.batch_size = batch_size
     if not 1 <= self.capacity <= model.config.max_length:
       raise UserError(f"{self.capacity} tokens a row: the model takes 1 to {model.config.max_length} (config.model.max_length)")
-    chunk = min(_CHUNK, self.capacity)
-    stored = -(-(self.capacity + chunk) // 128) * 128  # rows that have ended still write a chunk, behind what counts
+    if cache_tokens is not None and cache_tokens < 1:
+      raise UserError(
+        f"cache_tokens = {cache_tokens}: must be at least 1, or None for room for {self.capacity} in each of {batch_size} rows"
+      )
+    chunk, per_row = min(_CHUNK, self.capacity), -(-self.capacity // PAGE)
+    self._num_pages = None
+    if cache_tokens is not None or cache_dtype is not None:
+      self._num_pages = batch_size * per_row if cache_tokens is None else -(-cache_tokens // PAGE)
     self._params = jax.jit(functools.partial(unstack, model))(params)
-    self._make_cache = jax.jit(lambda: empty_cache(model, batch_size, stored))
+    self._make_cache = jax.jit(lambda: empty_cache(model, batch_size, PAGE * per_row, num_pages=self._num_pages, dtype=cache_dtype))
     self._prefill = jax.jit(functools.partial(_prefill, model, chunk), donate_argnums=1)
     self._step = jax.jit(functools.partial(_step, model), donate_argnums=1)
     self._draw = jax.jit(functools.partial(_draw, model), donate_argnums=1, static_argnames="method")
 
-  def prefill(self, prompts: Sequence[Sequence[int]]) -> SamplerState:
+  def prefill(self, prompts: Sequence[Sequence[int]], max_new_tokens: int | None = None) -> SamplerState:
     """Reads up to B prompts, each of 1 to `capacity` tokens. Rows without a prompt hold nothing meaningful.
 
+    Args:
+      prompts: token ids.
+      max_new_tokens: most tokens that will follow each, for which a cache in pages keeps room; None for what the capacity allows.
+
     Raises:
-      UserError: if a prompt is empty or longer than the capacity.
+      UserError: if a prompt is empty or longer than the capacity, or the cache has too few pages.
     """
-    return self._read(self._make_cache(), prompts)
+    cache = self._make_cache()
+    if self._num_pages is not None:
+      needed = [self._needed(prompt, max_new_tokens) for prompt in prompts]
+      tables = allocate(needed + [0] * (self.batch_size - len(needed)), self._num_pages, cache.tables.shape[1])
+      cache = cache.replace(tables=jnp.asarray(tables))
+    return self._read(cache, prompts)
+
+  def _needed(self, prompt: Sequence[int], max_new_tokens: int | None) -> int:
+    """Tokens that a row must have room for."""
+    return self.capacity if max_new_tokens is None else min(self.capacity, len(prompt) + max_new_tokens)
 
   def read(self, state: SamplerState, more: Sequence[Sequence[int]]) -> SamplerState:
     """Reads further tokens, at least 1, in up to B rows. The old state stays valid, so that many prompts can share a prefix read once.
@@ -79,12 +112,14 @@ class Sampler:
   def _read(self, cache: Cache, prompts: Sequence[Sequence[int]]) -> SamplerState:
     if len(prompts) > self.batch_size:
       raise ValueError(f"{len(prompts)} prompts for a batch of {self.batch_size}")
-    chunks, before = -(-self.capacity // _CHUNK), np.asarray(cache.lengths)
+    chunks, before, room = -(-self.capacity // _CHUNK), np.asarray(cache.lengths), np.full(self.batch_size, self.capacity)
+    if cache.tables is not None:
+      room = np.minimum(room, PAGE * np.sum(np.asarray(cache.tables) < self._num_pages, axis=1))
     tokens, lengths = np.zeros((self.batch_size, chunks * _CHUNK), np.int32), np.ones(self.batch_size, np.int32)
     for row, prompt in enumerate(prompts):
-      if not 1 <= len(prompt) <= self.capacity - before[row]:
+      if not 1 <= len(prompt) <= room[row] - before[row]:
         behind = f" behind {before[row]} others" if before[row] else ""
-        raise UserError(f"a prompt of {len(prompt)} tokens{behind}: it must have 1 to {self.capacity - before[row]}")
+        raise UserError(f"a prompt of {len(prompt)} tokens{behind}: it must have 1 to {room[row] - before[row]}")
       tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
     return self._prefill(self._params, cache, tokens, lengths)
 
@@ -122,12 +157,22 @@ class Sampler:
       return [tokenizer.decode(ids) for ids in self.generate(prompts, max_new_tokens, **options)]
     out: list[list[int]] = [[] for _ in prompts]
     options = dict(temperature=temperature, top_k=top_k, top_p=top_p, stop_ids=stop_ids, stop=stop)
-    for first in range(0, len(prompts), self.batch_size):
-      batch = prompts[first : first + self.batch_size]
+    for first, batch in self._batches(prompts, max_new_tokens):
       for new in self.stream(batch, max_new_tokens, seed=seed, first_row=first, **options):  # type: ignore[arg-type]
         for row, tokens in enumerate(new):
           out[first + row] += tokens
     return out
+
+  def _batches(self, prompts: Sequence[Any], max_new_tokens: int) -> Iterator[tuple[int, Sequence[Any]]]:
+    """As many prompts at once as there are rows, and pages; and the number of the first one."""
+    first = 0
+    while first < len(prompts):
+      batch = prompts[first : first + self.batch_size]
+      if self._num_pages is not None:
+        pages = np.cumsum([-(-self._needed(prompt, max_new_tokens) // PAGE) for prompt in batch])
+        batch = batch[: max(1, int(np.sum(pages <= self._num_pages)))]
+      yield first, batch
+      first += len(batch)
 
   def stream(
     self,
@@ -159,7 +204,7 @@ class Sampler:
       The next tokens of each row, none for rows that have ended.
 
     Raises:
-      UserError: if a prompt and max_new_tokens do not fit the capacity, or an option is out of range.
+      UserError: if a prompt and max_new_tokens do not fit the capacity, or all together the cache's pages; or an option is out of range.
     """
     _check_options(temperature, top_k, top_p, max_new_tokens)
     longest = max(map(len, prompts))
@@ -169,7 +214,7 @@ class Sampler:
     settings = (np.float32(temperature or 1), np.int32(top_k), np.float32(top_p))
     rows = np.arange(self.batch_size, dtype=np.int32) + first_row
     stopping = np.asarray(stop_ids if len(stop_ids) else [-1], np.int32)
-    state, so_far = self.prefill(prompts), [list[int]() for _ in prompts]
+    state, so_far = self.prefill(prompts, max_new_tokens), [list[int]() for _ in prompts]
     ended = np.arange(self.batch_size) >= len(prompts)
     for begun in range(0, max_new_tokens, _BURST):
       count = min(_BURST, max_new_tokens - begun)

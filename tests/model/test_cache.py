@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,8 @@ import pytest
 from diffjax.config import ModelConfig, UserError
 from diffjax.model.cache import empty_cache, extend, unstack
 from diffjax.model.decoder import Decoder
+from diffjax.model.pages import allocate
+from diffjax.ops.diff_attention import decode
 from tests.tiers import full
 
 CONFIG = ModelConfig(vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=4, head_dim=8, ffn_dim=48, max_length=32)
@@ -41,14 +45,29 @@ def model_and_params(variant):
   return model, trained_like(jax.jit(model.init)(jax.random.key(0), TOKENS[:1, :1])["params"])
 
 
+def cache_in_pages(model, rows, capacity, **options):
+  """Pages of 8 tokens, those of the last row first."""
+  pages = -(-capacity // 8)
+  cache = empty_cache(model, rows, capacity, num_pages=rows * pages, page=8, **options)
+  return cache.replace(tables=jnp.asarray(allocate([capacity] * rows, rows * pages, pages, 8)[::-1]))
+
+
 HARDEST = ["diff, grouped heads", "diff_v2, grouped heads, untied", "diff, window, no RoPE, biases"]
 
 
-@pytest.mark.parametrize("variant", [*HARDEST, *full(variant for variant in VARIANTS if variant not in HARDEST)])
-def test_pieces_equal_the_whole(variant):
+@pytest.mark.parametrize(
+  ("variant", "make"),
+  [
+    *((variant, empty_cache) for variant in HARDEST),
+    (HARDEST[2], cache_in_pages),
+    *full((variant, empty_cache) for variant in VARIANTS if variant not in HARDEST),
+    *full((variant, cache_in_pages) for variant in VARIANTS if variant != HARDEST[2]),
+  ],
+)
+def test_pieces_equal_the_whole(variant, make):
   model, params = model_and_params(variant)
   whole = jax.jit(model.apply)({"params": params}, TOKENS)
-  weights, cache = unstack(model, params), empty_cache(model, 3, 24)
+  weights, cache = unstack(model, params), make(model, 3, 24)
   read = jax.jit(functools.partial(extend, model))
   pieces = []
   for first, last in ((0, 8), (8, 9), (9, 10), (10, 11), (11, 19), (19, 20)):  # both what decodes and what reads prompts
@@ -74,6 +93,41 @@ def test_rows_of_unequal_lengths_do_not_see_what_does_not_count(variant):
       alone, last = np.zeros((1, 16), np.int32), length + step  # what follows changes nothing: the model is causal
       alone[0, : last + 1] = [*TOKENS[row, :length], *after[row, : step + 1]]
       np.testing.assert_allclose(hidden[row, 0], apply({"params": params}, alone)[0, last], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("variant", ["diff, grouped heads", *full(["diff_v2", "softmax, window"])])
+def test_int8_is_near_and_not_the_same(variant):
+  """Both what is written at once and what is appended to a page."""
+  model, params = model_and_params(variant)
+  read, weights = jax.jit(functools.partial(extend, model)), unstack(model, params)
+  whole = jax.jit(model.apply)({"params": params}, TOKENS)[:, :15]
+  cache, pieces = cache_in_pages(model, 3, 24, dtype="int8"), []
+  for first, last in ((0, 13), (13, 14), (14, 15)):
+    hidden, cache = read(weights, TOKENS[:, first:last], cache)
+    pieces.append(hidden)
+  assert cache.keys[0].tokens.dtype == cache.values[1].tokens.dtype == jnp.int8
+  error = jnp.linalg.norm(jnp.concatenate(pieces, axis=1) - whole, axis=-1) / jnp.linalg.norm(whole, axis=-1)
+  assert 1e-4 < error.max() < 0.05
+
+
+@pytest.mark.parametrize("make", [empty_cache, cache_in_pages])
+@pytest.mark.parametrize("length", [1, 8])
+def test_the_cache_is_read_and_written_where_it_lies(make, length, monkeypatch):
+  """Nothing of the size of a layer's keys or values is transposed, copied or gathered, be it one new token or a chunk of a prompt."""
+  monkeypatch.setattr(decode, "_XLA_LOGITS", 1 << 14)
+  model, params = model_and_params("diff, grouped heads")
+  weights, cache = jax.eval_shape(lambda params: unstack(model, params), params), jax.eval_shape(lambda: make(model, 3, 1 << 14))
+  tokens = jax.ShapeDtypeStruct((3, length), jnp.int32)
+  compiled = jax.jit(functools.partial(extend, model), donate_argnums=2).lower(weights, tokens, cache).compile()
+  moved = re.findall(r"= \w+\[([\d,]*)\]\S* (?:transpose|copy|gather|concatenate)\(", compiled.as_text())
+  largest = max(math.prod(map(int, shape.split(","))) for shape in moved if shape)
+  assert largest < min(pool.tokens.size for pool in (*cache.keys, *cache.values)) / 4
+
+
+@pytest.mark.parametrize("options", [{"dtype": jnp.int8}, {"dtype": jnp.int16, "num_pages": 3}], ids=str)
+def test_a_dtype_that_a_cache_cannot_have_is_refused(options):
+  with pytest.raises(UserError, match=r"^dtype = int(8|16): a cache is in the model's float32 .None., or, in pages .num_pages., in int8"):
+    empty_cache(Decoder(CONFIG), 1, 8, **options)
 
 
 def test_a_model_that_is_not_causal_has_no_cache():

@@ -159,6 +159,49 @@ def test_bad_input(sampler, prompts, count, options, message):
     sampler.generate(prompts, count, **options)
 
 
+def test_rows_share_pages_and_draw_what_they_would_without(model, params, sampler):
+  """Prompts of 1, 3, 59 and 140 tokens and 21 new ones need 1, 1, 1 and 2 pages. In 3 pages they go in two batches."""
+  tight = Sampler(model, params, batch_size=4, capacity=200, cache_tokens=3 * 128)
+  assert tight.generate(PROMPTS, 21) == sampler.generate(PROMPTS, 21)
+  options = dict(temperature=4.0, seed=5)
+  assert tight.generate([*PROMPTS, PROMPTS[0]], 9, **options) == sampler.generate([*PROMPTS, PROMPTS[0]], 9, **options)
+  assert all(pool.tokens.shape[0] == 3 for pool in tight.prefill(PROMPTS[:1], 9).cache.keys)
+  with pytest.raises(UserError, match="rows of 21.* need 5 pages of 128 tokens, and the cache has 3: give it more .cache_tokens."):
+    next(tight.stream(PROMPTS, 20))
+  with pytest.raises(UserError, match="rows of 200, 200 tokens need 4 pages"):
+    tight.prefill(PROMPTS[:2])  # without a limit each has room for as many as the capacity allows
+
+
+def test_a_prefix_in_pages_has_room_for_what_it_was_given(model, params):
+  sampler = Sampler(model, params, batch_size=2, capacity=200, cache_tokens=200)
+  beginning = sampler.prefill([[5] * 100], 20)
+  assert sampler.step(sampler.read(beginning, [[1] * 28]), [3, 3]).cache.lengths[0] == 129
+  with pytest.raises(UserError, match="a prompt of 29 tokens behind 100 others: it must have 1 to 28"):
+    sampler.read(beginning, [[1] * 29])
+
+
+def test_int8_is_near_the_models_logits(model, params, next_logits):
+  sampler = Sampler(model, params, batch_size=4, capacity=200, cache_dtype="int8")
+  state = sampler.step(sampler.prefill(PROMPTS), [1, 2, 3, 4])
+  assert all(pool.tokens.dtype == jnp.int8 for pool in (*state.cache.keys, *state.cache.values))
+  wanted = np.array([next_logits([*prompt, token]) for prompt, token in zip(PROMPTS, [1, 2, 3, 4], strict=True)])
+  error = np.linalg.norm(state.logits - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
+  assert 1e-4 < error.max() < 0.03
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"cache_tokens": 0}, "cache_tokens = 0: must be at least 1"),
+    ({"cache_dtype": "int4"}, "dtype = int4: a cache is in the model's float32"),
+  ],
+  ids=str,
+)
+def test_a_cache_that_cannot_be_is_refused(model, params, options, message):
+  with pytest.raises(UserError, match=message):
+    Sampler(model, params, capacity=20, **options).prefill([[1]])
+
+
 def test_a_capacity_beyond_the_models_limit_is_refused(model, params):
   with pytest.raises(UserError, match=r"301 tokens a row: the model takes 1 to 300"):
     Sampler(model, params, capacity=301)

@@ -39,6 +39,9 @@ class Case:
   window: int | None = None
   scale: float | None = None
   dtype: str = "float32"
+  T: int | None = None  # new tokens; None for one, without its axis
+  page: int | None = None  # keys of a page; None for a cache without pages
+  int8: bool = False
 
 
 CASES = [
@@ -50,6 +53,21 @@ CASES = [
   Case("plain_many_heads", G=1, M=1, H=18, K=1),
   Case("window_of_one", window=1, M=1, lengths=(0, 1, 300, 129)),
   Case("beyond_the_cache", S=40, lengths=(41, 1000, 40, -3), window=9),
+]
+PAGED = [
+  Case("v1_pages", page=128),
+  Case("v2_pages_of_several_blocks_window", M=1, page=256, S=700, lengths=(0, 256, 700, 400), window=140),
+  Case("plain_small_pages_on_lanes", G=1, M=1, H=6, K=1, D=128, V=128, page=16, S=100, lengths=(0, 100, 17, 16)),
+  Case("v1_tokens", T=5, window=7, lengths=(0, 3, 300, 131)),
+  Case("v2_tokens_in_pages", T=3, M=1, page=128, lengths=(1, 128, 300, 129)),
+  Case("v1_int8_pages", page=128, int8=True),
+]
+MORE_PAGED = [
+  Case("v1_tokens_many_heads_beyond_the_cache", T=9, H=6, S=40, lengths=(41, 1000, 48, 4)),
+  Case("v1_tokens_window_in_pages_with_a_rest", T=130, page=200, S=600, window=150, lengths=(130, 7, 600, 300)),
+  Case("v2_int8_without_pages", M=1, int8=True),
+  Case("v1_int8_tokens_window", T=4, page=128, int8=True, window=100, lam="H"),
+  Case("plain_int8", G=1, M=1, page=128, int8=True, D=64, V=64),
 ]
 COMBINED = [
   Case("v2", M=1),
@@ -75,23 +93,70 @@ def implementation(request, monkeypatch):
 
 
 def _arguments(case: Case, dtype=None, hidden=np.nan):
-  """q, k, v, λ and lengths; values are those of the case's dtype, keys and values that a row does not see are `hidden`."""
+  """The arguments of a call by name: values are those of the case's dtype, all that a row does not see is `hidden`."""
+  q, k, v, scales, lam, lengths = _cache(case, hidden)
+  tables = None
+  if case.page is not None:
+    tables, k, v, scales = _in_pages(case, k, v, scales, hidden)
+  cast = lambda x: jnp.asarray(x, jnp.int8 if case.int8 else dtype or case.dtype)
+  arguments = {
+    "q": jnp.asarray(q, dtype or case.dtype),
+    "k": cast(np.nan_to_num(k) if case.int8 else k),
+    "v": cast(np.nan_to_num(v) if case.int8 else v),
+  }
+  arguments |= {"lam": None if lam is None else jnp.asarray(lam, dtype or "float32"), "lengths": jnp.asarray(lengths)}
+  arguments |= {} if tables is None else {"block_tables": jnp.asarray(tables)}
+  return arguments | ({"k_scale": jnp.float32(scales[0]), "v_scale": jnp.float32(scales[1])} if case.int8 else {})
+
+
+def _cache(case: Case, hidden):
+  """q, keys and values of each row in its order, their scales [2, B, pages of a row, K], λ, lengths."""
   rng = np.random.default_rng(0)
   normal = lambda *shape: np.asarray(jnp.asarray(rng.standard_normal(shape), case.dtype), np.float64)
-  B = len(case.lengths)
+  B, T, page = len(case.lengths), case.T or 1, case.page or case.S
   q, k, v = normal(B, case.H, case.G, case.D), normal(B, case.K, case.S, case.M * case.D), normal(B, case.K, case.S, case.V)
-  lam = None if case.G == 1 else rng.uniform(-0.5, 1.2, {"scalar": (), "H": (case.H,), "BH": (B, case.H)}[case.lam])
+  if case.T is not None:
+    q = normal(B, T, case.H, case.G, case.D)
+  lam = None if case.G == 1 else rng.uniform(-0.5, 1.2, {"scalar": (), "H": (case.H,), "BH": q.shape[:-2]}[case.lam])
   lengths = np.array(case.lengths, np.int32)
-  ends = np.clip(lengths, 0, case.S)[:, None]
-  unseen = (np.arange(case.S) >= ends) | (np.arange(case.S) < ends - (case.window or case.S))
+  scales = np.float64(np.float32(rng.uniform(0.01, 0.1, (2, B, -(-case.S // page), case.K))))
+  if case.int8:
+    k, v = (rng.integers(-127, 128, x.shape).astype(np.float64) for x in (k, v))
+  starts = _starts(case)[:, None]
+  unseen = (np.arange(case.S) >= starts + T) | (np.arange(case.S) <= starts - (case.window or starts.max() + 1))
   for cache in (k, v):
     np.copyto(cache, hidden, where=unseen[:, None, :, None])
-  cast = lambda x: jnp.asarray(x, dtype or case.dtype)
-  return cast(q), cast(k), cast(v), None if lam is None else jnp.asarray(lam, dtype or "float32"), jnp.asarray(lengths)
+  blocks = np.pad(unseen, ((0, 0), (0, -case.S % page)), constant_values=True).reshape(B, -1, page)
+  np.copyto(scales, hidden, where=blocks.all(axis=2)[None, :, :, None])
+  return q, k, v, scales if case.page else scales[:, :, 0], lam, lengths
+
+
+def _starts(case: Case):
+  """The position of each row's first new token."""
+  return np.clip(np.array(case.lengths) - (case.T or 1), -(case.T or 1), case.S - 1)
+
+
+def _in_pages(case: Case, k, v, scales, hidden):
+  """Tables, keys, values and scales of a pool in which the rows' pages lie in no order, beside others that no row has."""
+  rng = np.random.default_rng(1)
+  (B, K, S, _), page = k.shape, case.page
+  N = -(-S // page)
+  P = B * N + 3
+  ids = rng.permutation(P)[: B * N].reshape(B, N).astype(np.int32)
+  pools = []
+  for x in (k, v):
+    pool = np.full((P, K, page, x.shape[3]), hidden)
+    x = np.pad(x, ((0, 0), (0, 0), (0, -S % page), (0, 0)), constant_values=hidden)
+    pool[ids] = np.moveaxis(x.reshape(B, K, N, page, -1), 2, 1)
+    pools.append(pool)
+  of_pages = np.full((2, P, K), hidden)
+  of_pages[:, ids] = scales
+  held = np.maximum(-(-np.array(case.lengths) // page), 0)[:, None]
+  return np.where(np.arange(N) < held, ids, rng.choice([-7, 1 << 30, 2], (B, N))), *pools, of_pages
 
 
 def _decode(case: Case, arguments, implementation: str):
-  return decode_attention(*arguments, window=case.window, scale=case.scale, implementation=implementation)
+  return decode_attention(**arguments, window=case.window, scale=case.scale, implementation=implementation)
 
 
 @functools.cache
@@ -106,42 +171,43 @@ def _run(case: Case, arguments, implementation: str):
 @functools.cache
 def _expected(case: Case):
   """`reference` in float64, on a cache that is zero where a row does not see it."""
-  B = len(case.lengths)
-
-  @jax.jit
-  def run(q, k, v, lam, lengths):
-    k, v = (jnp.nan_to_num(jnp.moveaxis(x, 1, 2)) for x in (k, v))
-    lam = None if lam is None else jnp.broadcast_to(lam, (B, case.H))[:, None]
-    return diff_attention(
-      q[:, None], k.reshape(B, case.S, case.K, case.M, case.D), v, lam, q_offset=jnp.clip(lengths, 0, case.S) - 1,
-      window=case.window, scale=case.scale, implementation="reference",
-    )[:, 0]  # fmt: skip
-
+  q, k, v, scales, lam, _ = _cache(case, np.nan)
+  B, S = k.shape[0], case.S
+  if case.int8:
+    page = case.page or S
+    of_keys = [np.repeat(np.moveaxis(x.reshape(B, -1, case.K), 2, 1), page, axis=2)[:, :, :S, None] for x in scales]
+    k, v = k * of_keys[0], v * of_keys[1]
+  k, v = (np.moveaxis(np.nan_to_num(x), 1, 2) for x in (k, v))
+  q = q if case.T else q[:, None]
+  lam = None if lam is None else np.broadcast_to(lam if case.T or lam.ndim < 2 else lam[:, None], q.shape[:-2])
   with jax.enable_x64(True):
-    return np.asarray(run(*_arguments(case, jnp.float64)))
+    run = jax.jit(functools.partial(diff_attention, window=case.window, scale=case.scale, implementation="reference"))
+    out = run(q, k.reshape(B, S, case.K, case.M, case.D), v, lam, q_offset=_starts(case).astype(np.int32))
+  return np.asarray(out)
 
 
 def _assert_close(actual, case: Case, tolerance: float):
-  """Row by row of the batch, norm of the difference over norm; a row of length 0 is zeros."""
+  """Token by token, norm of the difference over norm; a token that sees nothing has zeros."""
   actual, expected = np.asarray(actual, np.float64), _expected(case)
-  assert actual.shape == (len(case.lengths), case.H, case.V)
-  for length, a, e in zip(case.lengths, actual, expected, strict=True):
-    assert (e == 0).all() == (length <= 0)
-    error = np.linalg.norm(a - e) if length <= 0 else np.linalg.norm(a - e) / np.linalg.norm(e)
-    assert error <= (tolerance if length > 0 else 0), f"length {length}: relative error {error:.2e}"
+  assert actual.shape == (len(case.lengths), *((case.T,) if case.T else ()), case.H, case.V)
+  for start, of_row, wanted in zip(_starts(case), actual if case.T else actual[:, None], expected, strict=True):
+    for position, a, e in zip(range(start, start + len(wanted)), of_row, wanted, strict=True):
+      assert (e == 0).all() == (position < 0)
+      error = np.linalg.norm(a - e) if position < 0 else np.linalg.norm(a - e) / np.linalg.norm(e)
+      assert error <= (tolerance if position >= 0 else 0), f"position {position}: relative error {error:.2e}"
 
 
-@pytest.mark.parametrize("case", [*CASES, *full(COMBINED)], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *PAGED, *full([*COMBINED, *MORE_PAGED])], ids=lambda case: case.name)
 def test_agrees_with_reference(implementation, case):
   _assert_close(_run(case, _arguments(case), implementation), case, 3e-6)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[4]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [CASES[0], CASES[4], PAGED[1], PAGED[5]], ids=lambda case: case.name)
 def test_hidden_values_that_are_finite_count_for_nothing_either(implementation, case):
   _assert_close(_run(case, _arguments(case, hidden=1e3), implementation), case, 3e-6)
 
 
-@pytest.mark.parametrize("case", [*CASES[:3], *COMBINED[:2]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES[:3], *COMBINED[:2], *PAGED[1:4]], ids=lambda case: case.name)
 def test_agrees_with_reference_in_float64(case):
   with jax.enable_x64(True):
     out = _run(case, _arguments(case, jnp.float64), "xla")
@@ -193,10 +259,10 @@ def test_equals_one_row_of_the_whole_sequence(implementation):
 
 
 def test_other_lengths_do_not_compile_again(implementation):
-  *arrays, lengths = _arguments(CASES[0])
-  first = _run(CASES[0], (*arrays, lengths), implementation)
+  arguments = _arguments(CASES[0])
+  first = _run(CASES[0], arguments, implementation)
   compiled = _program(CASES[0], implementation)._cache_size()
-  _, again = (_run(CASES[0], (*arrays, n), implementation) for n in (lengths // 2, lengths))
+  _, again = (_run(CASES[0], arguments | {"lengths": n}, implementation) for n in (arguments["lengths"] // 2, arguments["lengths"]))
   assert _program(CASES[0], implementation)._cache_size() == compiled
   assert (first == again).all()
 
@@ -206,16 +272,17 @@ def test_in_shard_map(implementation):
   mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
   cache = P("data", "tensor")
   # λ is every data shard's, as the model's is.
-  run = lambda *arguments: _decode(case, arguments, implementation)
-  run = jax.shard_map(run, mesh=mesh, in_specs=(cache, cache, cache, P("tensor"), P("data")), out_specs=cache)
-  _assert_close(jax.jit(run)(*_arguments(case)), case, 3e-6)
+  specs = {"q": cache, "k": cache, "v": cache, "lam": P("tensor"), "lengths": P("data")}
+  run = jax.shard_map(lambda arguments: _decode(case, arguments, implementation), mesh=mesh, in_specs=(specs,), out_specs=cache)
+  _assert_close(jax.jit(run)(_arguments(case)), case, 3e-6)
 
 
-def test_no_race_in_the_kernel(monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"page": 128, "int8": True, "T": 2}], ids=["without_pages", "int8_pages"])
+def test_no_race_in_the_kernel(options, monkeypatch):
   from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # where the interpreter says what it found, and nowhere else
 
   monkeypatch.setattr(tpu_decode, "_BLOCK_BYTES", 1)
-  case = Case("v1_window", window=150, lengths=(0, 5, 300, 170))
+  case = Case("v1_window", window=150, lengths=(0, 5, 300, 170), **options)
   with tpu_chip.interpreted(pltpu.InterpretParams(detect_races=True)):
     out = jax.block_until_ready(_run(case, _arguments(case), "pallas_tpu"))
   assert interpret_pallas_call.races is not None and not interpret_pallas_call.races.races_found
@@ -223,22 +290,31 @@ def test_no_race_in_the_kernel(monkeypatch):
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 128, 129, 300, 1000])
-@pytest.mark.parametrize("block_bytes", [1, 256])
-def test_the_kernel_walks_the_blocks_that_a_row_sees_and_no_other(window, block_bytes, monkeypatch):
+@pytest.mark.parametrize(
+  "page, pages, block_bytes, tokens", [(1000, 1, 1, 1), (1000, 1, 256, 5), (128, 8, 1, 1), (300, 4, 1, 3), (16, 70, 1, 1)]
+)
+def test_the_kernel_walks_the_blocks_that_rows_see_and_no_other(window, page, pages, block_bytes, tokens, monkeypatch):
   monkeypatch.setattr(tpu_decode, "_BLOCK_BYTES", block_bytes * 1024)
-  cached = 1000
-  walk = tpu_decode._Walk.choose(cached, None if window is None else min(window, cached), 1024, 16)
-  for length in (0, 1, 2, 127, 128, 129, 256, 257, 500, 999, 1000):
-    seen = {key // walk.block for key in range(max(0, length - (window or cached)), length)}
-    at_hand, live = zip(*(map(int, walk.at(jnp.int32(length), step)) for step in range(walk.steps)), strict=True)
-    assert [block for block, computed in zip(at_hand, live, strict=True) if computed] == sorted(seen)
-    assert set(at_hand) == (seen or {0})  # a row that sees nothing has the first block at hand, once
-    assert all(b - a in (0, 1) for a, b in zip(at_hand, at_hand[1:], strict=False))
+  walk = tpu_decode._Walk.choose(page, pages, window, tokens, 1024, 1, 16, 1)
+  lengths = np.array([0, 1, 2, 127, 128, 129, 256, 257, 500, 999, 1000, 0])
+  tables = np.random.default_rng(0).permutation(len(lengths) * pages).reshape(-1, pages)
+  places = walk.places(jnp.asarray(lengths - tokens), jnp.asarray(tables))
+  steps = [], [], []
+  for row, length in enumerate(lengths):
+    seen = range(max(0, length - tokens - (window or 2000) + 1), length)
+    blocks = dict.fromkeys((key // page, key % page // walk.block) for key in seen) or {(0, 0): None}  # an empty row writes its zeros
+    for at, part in blocks:
+      steps[0].append(row)
+      steps[1].append(tables[row, at] * walk.per_page + part)
+      steps[2].append(at * walk.per_page + part)
+  assert int(places.steps) == len(steps[0])
+  for found, wanted in zip((places.row, places.place, places.block), steps, strict=True):
+    assert found[: places.steps].tolist() == wanted
 
 
 def test_xla_multiplies_with_keys_once_and_with_values_once():
   case = Case("v1")
-  traced = jax.jit(lambda *arguments: _decode(case, arguments, "xla")).trace(*_arguments(case))
+  traced = jax.jit(lambda arguments: _decode(case, arguments, "xla")).trace(_arguments(case))
   products = lambda platform: traced.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.dot_general")
   assert products("cuda") == products("tpu") == 2
   assert products("cpu") == 3  # one more where the cache holds what is not finite
@@ -279,25 +355,54 @@ def test_xla_multiplies_with_keys_once_and_with_values_once():
   ],
 )
 def test_bad_arguments_are_named(implementation, name, value):
-  arguments = dict(zip(("q", "k", "v", "lam", "lengths"), _arguments(Case("v1")), strict=True))
   with pytest.raises(ValueError, match=f"^{name} (must|has) .*(got|must divide)"):
+    decode_attention(**({"implementation": implementation} | _arguments(Case("v1")) | {name: value}))
+
+
+@pytest.mark.parametrize(
+  ("name", "value"),
+  [
+    ("block_tables", [[0, 1, 2]] * 4),
+    ("block_tables", jnp.zeros((4, 3))),
+    ("block_tables", jnp.zeros((4, 3), bool)),
+    ("block_tables", jnp.zeros((3, 3), jnp.int32)),
+    ("block_tables", jnp.zeros((4, 0), jnp.int32)),
+    ("block_tables", jnp.zeros(4, jnp.int32)),
+    ("k", jnp.zeros((15, 2, 128, 12))),
+    ("v", jnp.zeros((15, 2, 128, 10))),
+    ("v", jnp.zeros((15, 2, 256, 10), jnp.int8)),
+    ("v", jnp.zeros((14, 2, 128, 10), jnp.int8)),
+    ("k_scale", None),
+    ("k_scale", jnp.zeros((15, 2), jnp.bfloat16)),
+    ("v_scale", jnp.zeros((15, 1))),
+    ("v_scale", 0.1),
+    ("lam", jnp.zeros((3, 4, 4))),
+    ("q", jnp.zeros((4, 2, 4, 3, 6))),
+  ],
+)
+def test_bad_arguments_of_pages_are_named(implementation, name, value):
+  arguments = _arguments(Case("v1", page=128, int8=True, T=2))
+  with pytest.raises(ValueError, match=f"^({name}|v|k_scale) must .*got"):
     decode_attention(**({"implementation": implementation} | arguments | {name: value}))
 
 
+def test_scales_are_for_int8_alone():
+  with pytest.raises(ValueError, match="^v_scale must be None, since v is float32: only int8 has scales; got float32 of shape"):
+    decode_attention(**_arguments(Case("v1", page=128)), v_scale=jnp.ones((15, 2)))
+
+
 def test_lambda_is_refused_with_one_map():
-  q, k, v, _, lengths = _arguments(Case("plain", G=1, M=1))
   with pytest.raises(ValueError, match="^lam must be None with one map"):
-    decode_attention(q, k, v, 0.3, lengths)
+    decode_attention(**_arguments(Case("plain", G=1, M=1)) | {"lam": 0.3})
 
 
 def test_the_kernel_says_what_it_does_not_take():
-  q, k, v, lam, lengths = _arguments(Case("v1"))
   with pytest.raises(ValueError, match="^implementation = 'pallas_tpu' needs a TPU.*use implementation='xla'"):
-    decode_attention(q, k, v, lam, lengths, implementation="pallas_tpu")
-  half = [x.astype(jnp.float16) for x in (q, k, v)]
+    decode_attention(**_arguments(Case("v1")), implementation="pallas_tpu")
+  half = _arguments(Case("v1", dtype="float16"))
   with tpu_chip.interpreted(), pytest.raises(ValueError, match="^q .*float16.*use implementation='xla'"):
-    decode_attention(*half, lam, lengths, implementation="pallas_tpu")
-  assert jax.eval_shape(lambda: decode_attention(*half, lam, lengths, implementation="xla")).dtype == jnp.float16
+    decode_attention(**half, implementation="pallas_tpu")
+  assert jax.eval_shape(lambda: decode_attention(**half, implementation="xla")).dtype == jnp.float16
 
 
 @needs_gpu_interpreter
@@ -305,21 +410,25 @@ def test_the_gpu_kernel_in_shard_map():
   """On one device: the interpreter takes no more."""
   case, cache = Case("v1", lam="H", dtype="float16"), P("data", "tensor")
   mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
-  run = lambda *arguments: _decode(case, arguments, "pallas_gpu")
-  run = jax.shard_map(run, mesh=mesh, in_specs=(cache, cache, cache, P("tensor"), P("data")), out_specs=cache)
+  specs = {"q": cache, "k": cache, "v": cache, "lam": P("tensor"), "lengths": P("data")}
+  run = jax.shard_map(lambda arguments: _decode(case, arguments, "pallas_gpu"), mesh=mesh, in_specs=(specs,), out_specs=cache)
   with gpu_chip.interpreted():
-    _assert_close(jax.jit(run)(*_arguments(case)), case, 2e-3)
+    _assert_close(jax.jit(run)(_arguments(case)), case, 2e-3)
 
 
 @needs_gpu_interpreter
 def test_the_gpu_kernel_says_what_it_does_not_take():
-  q, k, v, lam, lengths = _arguments(Case("v1", dtype="float16"))
   with pytest.raises(ValueError, match="^implementation = 'pallas_gpu' needs a Hopper GPU.*use implementation='xla'"):
-    decode_attention(q, k, v, lam, lengths, implementation="pallas_gpu")
-  many = _arguments(Case("many", H=66, lam="H", dtype="float16"))
-  for arguments, what in ((many, "66 queries"), ([x.astype(jnp.float32) for x in (q, k, v)] + [lam, lengths], "float32")):
-    with gpu_chip.interpreted(), pytest.raises(ValueError, match=f"^q .*{what}.*use implementation='xla'"):
-      decode_attention(*arguments, implementation="pallas_gpu")
+    decode_attention(**_arguments(Case("v1", dtype="float16")), implementation="pallas_gpu")
+  for case, what in (
+    (Case("many", H=66, lam="H", dtype="float16"), "q .*66 queries"),
+    (Case("v1"), "q .*float32"),
+    (Case("v1", T=2, dtype="float16"), "q .*2 new tokens"),
+    (Case("v1", page=128, dtype="float16"), "block_tables .*pages"),
+    (Case("v1", int8=True, dtype="float16"), "k .*int8"),
+  ):
+    with gpu_chip.interpreted(), pytest.raises(ValueError, match=f"^{what}.*use implementation='xla'"):
+      decode_attention(**_arguments(case), implementation="pallas_gpu")
 
 
 def test_auto_is_logged_once(caplog):
@@ -327,12 +436,12 @@ def test_auto_is_logged_once(caplog):
   arguments = _arguments(Case("v1"))
   with caplog.at_level("INFO", logger=decode.__name__):
     for _ in range(2):
-      jax.eval_shape(lambda: decode_attention(*arguments))
+      jax.eval_shape(lambda: decode_attention(**arguments))
   assert [record.message for record in caplog.records] == ["decode_attention: implementation 'xla' on backend 'cpu'"]
 
 
 def test_auto_takes_the_kernel_on_a_tpu_where_it_can():
-  q, _, v, *_ = _arguments(Case("v1"))
+  q, v = (_arguments(Case("v1"))[name] for name in "qv")
   half = (q.astype(jnp.float16), v.astype(jnp.float16))
   assert decode._pick("tpu", q, v) == "pallas_tpu"
   assert decode._pick("tpu", *half) == decode._pick("gpu", q, v) == decode._pick("gpu", *half) == "xla"

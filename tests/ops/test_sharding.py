@@ -183,6 +183,20 @@ def test_decoding_on_a_mesh_of_other_axes(window):
   _assert_close(kernel, decode_attention(*_decode_arguments(), window=window, implementation="xla"))
 
 
+def test_decoding_in_pages_on_a_mesh():
+  """Each shard of the rows has pages of its own, which the tables count from 0."""
+  q, k, v, lam, lengths = _decode_arguments()
+  page_k, page_v = (x.reshape(4, 2, 2, 8, 16).swapaxes(1, 2).reshape(8, 2, 8, 16) for x in (k, v))  # two pages of 8 tokens a row
+  sharding, tables = NamedSharding(_strangers_mesh(), P("rows", "columns")), jnp.array([[0, 1], [2, 3]] * 2)
+  decode = lambda implementation: jax.jit(
+    lambda *a: decode_attention(*a, block_tables=tables, implementation=implementation, sharding=sharding)
+  )(q, page_k, page_v, lam, lengths)
+  wanted = decode_attention(*_decode_arguments(), implementation="xla")
+  _assert_close(decode("xla"), wanted)
+  with chip.interpreted():
+    _assert_close(decode("pallas_tpu"), wanted)
+
+
 @pytest.mark.parametrize(
   ("sharding", "message"),
   [

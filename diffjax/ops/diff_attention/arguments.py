@@ -19,8 +19,10 @@ def describe(x: Any) -> str:
   return f"{x.dtype} of shape {x.shape}" if isinstance(x, ARRAYS) else repr(x)
 
 
-def check_arrays(q: Any, k: Any, v: Any, layouts: tuple[str, str, str]) -> None:
+def check_arrays(q: Any, k: Any, v: Any, layouts: tuple[str, str, str], stored: Any = None) -> None:
   """Refuses q, k and v unless they are arrays of one floating dtype, with the axes of `layouts` ("B T H G D") and none of size 0.
+
+  Keys and values may be of another dtype, `stored`, both of them.
 
   Raises:
     ValueError: an argument is unusable; the message begins with its name, as everywhere in this file.
@@ -28,7 +30,10 @@ def check_arrays(q: Any, k: Any, v: Any, layouts: tuple[str, str, str]) -> None:
   for name, array, layout in zip("qkv", (q, k, v), layouts, strict=True):
     if not isinstance(array, ARRAYS) or array.ndim != len(layout.split()):
       raise ValueError(f"{name} must be an array [{layout.replace(' ', ', ')}], got {describe(array)}")
-    if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype != q.dtype:
+    if stored is not None and name != "q":
+      if array.dtype != stored:
+        raise ValueError(f"{name} must be {jnp.dtype(stored)}, as k is, got {array.dtype}")
+    elif not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype != q.dtype:
       raise ValueError(f"{name} must be floating point and of q's dtype {q.dtype}, got {array.dtype}; cast it")
     if 0 in array.shape:
       raise ValueError(f"{name} must have no axis of size 0, got shape {array.shape}")

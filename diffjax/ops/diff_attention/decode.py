@@ -1,9 +1,12 @@
-"""Decoding: differential attention of one new token per row of a batch against its cache of keys and values.
+"""Decoding: differential attention of the newest tokens of each row of a batch against its cache of keys and values.
 
 Three implementations that agree: XLA's stands here, the kernels in the rooms `tpu` and `gpu`. Reading the cache is the whole cost, so all
 read keys and values once for both maps and for all query heads that share them. Where each map has keys of its own, the cache holds them
 side by side, and a query is padded with zeros where the other map's keys stand: one matrix product then gives the logits of both maps, and
-the cache is never sliced or copied.
+the cache is never sliced, transposed or copied.
+
+A cache in pages is a pool of them and a table of each row's own. A cache without a table is the same with one page a row, as long as the
+row may grow; so there is one way to read both.
 """
 
 from __future__ import annotations
@@ -23,44 +26,58 @@ from diffjax.ops.diff_attention import arguments
 from diffjax.ops.diff_attention.sharded import Layout
 from diffjax.ops.diff_attention.tiles import HIDDEN
 from diffjax.ops.platform import platform
+from diffjax.ops.varying import vary_like
 
 IMPLEMENTATIONS = ("auto", "xla", "pallas_tpu", "pallas_gpu")
 _ROOMS = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}  # whose module `decode` has a function `attend`
+_XLA_LOGITS = 1 << 20  # that XLA's form has at once, where it does not have all: they should stay in a CPU's cache
 
 
 def decode_attention(
-  q: Float[Array, "B H G D"],
-  k: Float[Array, "B K S M*D"],
-  v: Float[Array, "B K S V"],
-  lam: float | Float[Array, ""] | Float[Array, "H"] | Float[Array, "B H"] | None,
+  q: Float[Array, "B *T H G D"],
+  k: Float[Array, "B K S M*D"] | Float[Array, "P K S M*D"] | Int[Array, "P K S M*D"],
+  v: Float[Array, "B K S V"] | Float[Array, "P K S V"] | Int[Array, "P K S V"],
+  lam: float | Float[Array, ""] | Float[Array, "H"] | Float[Array, "B *T H"] | None,
   lengths: Int[Array, "B"],
   *,
+  block_tables: Int[Array, "B N"] | None = None,
+  k_scale: Float[Array, "P K"] | None = None,
+  v_scale: Float[Array, "P K"] | None = None,
   window: int | None = None,
   scale: float | None = None,
   implementation: str = "auto",
   sharding: NamedSharding | PartitionSpec | None = None,
-) -> Float[Array, "B H V"]:
-  """Differential attention of the newest token, out = softmax(q₁k₁ᵀ·scale)v − λ·softmax(q₂k₂ᵀ·scale)v (paper §1; §2 with M = 1).
+) -> Float[Array, "B *T H V"]:
+  """Differential attention of the newest tokens, out = softmax(q₁k₁ᵀ·scale)v − λ·softmax(q₂k₂ᵀ·scale)v (paper §1; §2 with M = 1).
 
-  The token of row b has position lengths[b] − 1, and its own key and value are in the cache already. It sees keys 0 … lengths[b] − 1; what
-  the cache holds beyond them is never used, not even where it is not finite. Head h reads keys and values of group ⌊h / (H/K)⌋. On a mesh,
-  pass `sharding`, or wrap the call in `shard_map` yourself. The kernels have no gradient.
+  There is one new token a row, or, if q has an axis T, the last T ones: token t of row b has position lengths[b] − T + t. Keys and values
+  of the new tokens are in the cache already. A token sees the keys up to its own; what the cache holds beyond them is never used, not even
+  where it is not finite. Head h reads keys and values of group ⌊h / (H/K)⌋. On a mesh, pass `sharding`, or wrap the call in `shard_map`
+  yourself. The kernels have no gradient.
 
   Args:
     q: queries of G = 2 maps, or of G = 1 for plain attention.
-    k: cached keys. M = G: each map's own, those of map 1 in the first D places of the last axis, those of map 2 in the others (V1). M = 1:
-      shared by the maps (V2). On TPU, S should be a multiple of 128: else XLA may store the cache otherwise than the kernel reads it, and
-      copy it for every token.
-    v: cached values, shared by the maps.
-    lam: λ as a scalar, per head, or per row and head, for G = 2; None for G = 1. Made float32 (or q's float64).
-    lengths: number of tokens in each row's cache, the new one included; 0 gives zeros, more than S counts as S.
-    window: number of keys visible to the token, itself included: the last ones of its row. None for all.
+    k: cached keys: row b's in k[b], or in pages of S tokens each. M = G: each map's own, those of map 1 in the first D places of the last
+      axis, those of map 2 in the others (V1). M = 1: shared by the maps (V2). In q's dtype, or int8. On TPU, S should be a multiple of 128:
+      else XLA may store the cache otherwise than the kernel reads it, and copy it for every token. A page there should hold at least
+      512 KiB of keys and values over all heads, since reading less takes less time than a step of the kernel.
+    v: cached values, shared by the maps; as k in all but its width.
+    lam: λ as a scalar, per head, or per row, token and head, for G = 2; None for G = 1. Made float32 (or q's float64).
+    lengths: number of tokens in each row's cache, the new ones included; 0 gives zeros. Of more than S (or N·S) tokens the cache holds the
+      first ones, and a single new token counts as the last of them.
+    block_tables: the pages of each row in the order of its tokens; row b's token i is in page block_tables[b, ⌊i / S⌋]. Entries behind a
+      row's last page are not used. An id outside of the pool is taken for the nearest page, so that nothing beyond the pool is read. None
+      for a cache without pages.
+    k_scale: what int8 keys are multiplied by, one factor a page (without pages, a row) and head; None for others.
+    v_scale: likewise for values.
+    window: number of keys visible to a token, itself included: the last ones before it. None for all.
     scale: factor on q·k; 1/√D by default.
     implementation: "auto" (the fastest for the backend), "xla" (any backend), "pallas_tpu" (bfloat16 and float32, D up to 256, V up to 512)
-      or "pallas_gpu" (Hopper; bfloat16 and float16, D up to 128, V up to 256, G·H/K up to 64). The kernels read only the blocks of the
-      cache that a row sees. A name given never falls back.
+      or "pallas_gpu" (Hopper; bfloat16 and float16, D up to 128, V up to 256, G·H/K up to 64; one new token, no pages, no int8). The
+      kernels read only the blocks of the cache that a row sees. A name given never falls back.
     sharding: of [B, H] over a mesh, whose axes may have any names: a NamedSharding, or a PartitionSpec for the mesh of `jax.set_mesh`.
-      The cache, λ and lengths are sharded likewise. The call then runs inside `shard_map`, each device on its own rows and heads.
+      The cache, λ and lengths are sharded likewise; each shard of B has P / shards pages, and its rows' ids count within them. The call
+      then runs inside `shard_map`, each device on its own rows and heads.
 
   Returns:
     The heads' outputs, accumulated in at least float32, in q's dtype.
@@ -68,30 +85,40 @@ def decode_attention(
   Raises:
     ValueError: an argument is unusable, or the implementation cannot take it; the message says which, and what would work.
   """
-  _check_shapes(q, k, v)
+  single = getattr(q, "ndim", 0) != 5
+  _check_cache(q, k, v, "B H G D" if single else "B T H G D", block_tables, k_scale, v_scale)
   q, k, v = map(jnp.asarray, (q, k, v))
   lam = arguments.broadcast_lambda(lam, q)
-  batch, cached = q.shape[0], k.shape[2]
+  if single:
+    q, lam = q[:, None], None if lam is None else lam[:, None]
+  batch, tokens, heads = q.shape[:3]
+  cached = k.shape[2] * (1 if block_tables is None else block_tables.shape[1])
   if not isinstance(lengths, arguments.ARRAYS) or lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
     raise ValueError(f"lengths must be int32[{batch}], the tokens in each row's cache, got {arguments.describe(lengths)}")
-  lengths = jnp.clip(jnp.asarray(lengths).astype(jnp.int32), 0, cached)
+  tables = None if block_tables is None else jnp.clip(jnp.asarray(block_tables).astype(jnp.int32), 0, k.shape[0] - 1)
+  starts = jnp.clip(jnp.asarray(lengths).astype(jnp.int32) - tokens, -tokens, cached - 1)  # the first new token's position
   window, scale = arguments.check_window(window), arguments.check_scale(scale, q.shape[-1])
   if implementation not in IMPLEMENTATIONS:
     raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
   if implementation == "auto":
     implementation = _pick(platform(), q, v)
-  attend = functools.partial(_attend(implementation), window=None if window is None else min(window, cached), scale=scale)
+  attend = functools.partial(_attend(implementation), window=None if window is None else min(window, cached + tokens), scale=scale)
   layout = None if sharding is None else Layout.of(sharding, "B H")
   if layout is None:
-    return attend(q, k, v, lam, lengths)
-  layout.check(0, {"B": batch})
-  layout.check(1, {"H": q.shape[1], "K": k.shape[1]})
-  heads = layout.spec(0, 1)
-  return layout.map(attend, [(q, heads), (k, heads), (v, heads), (lam, heads), (lengths, layout.spec(0))], heads)
+    return _squeeze(attend(q, k, v, lam, starts, tables, k_scale, v_scale), single)
+  layout.check(0, {"B": batch} if block_tables is None else {"B": batch, "P": k.shape[0]})
+  layout.check(1, {"H": heads, "K": k.shape[1]})
+  rows, stored, queries = layout.spec(0), layout.spec(0, 1), PartitionSpec(*layout.spec(0), None, *layout.spec(1))
+  operands = [(q, queries), (k, stored), (v, stored), (lam, queries), (starts, rows), (tables, rows), (k_scale, stored), (v_scale, stored)]
+  return _squeeze(layout.map(attend, operands, queries), single)
+
+
+def _squeeze(out: Float[Array, "B T H V"], single: bool) -> Float[Array, "B *T H V"]:
+  return out[:, 0] if single else out
 
 
 def _attend(implementation: str) -> Callable[..., jax.Array]:
-  """(q, k, v, λ [B, H], lengths, window, scale) → [B, H, V]."""
+  """(q [B, T, H, G, D], k, v, λ [B, T, H], first positions [B], block tables, scales of k and v, window, scale) → [B, T, H, V]."""
   if implementation == "xla":
     return _xla
   return importlib.import_module(f"diffjax.ops.diff_attention.{_ROOMS[implementation]}.decode").attend
@@ -113,46 +140,137 @@ def _log_once(picked: str, backend: str) -> None:
   logging.getLogger(__name__).info("decode_attention: implementation %r on backend %r", picked, backend)
 
 
-def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-  arguments.check_arrays(q, k, v, ("B H G D", "B K S M·D", "B K S V"))
-  batch, heads, num_maps, width = q.shape
-  if k.shape[0] != batch:
-    raise ValueError(f"k must share B = {batch} with q, got shape {k.shape}")
+def _check_cache(q, k, v, queries: str, tables, k_scale, v_scale) -> None:
+  quantised = getattr(k, "dtype", None) == jnp.int8
+  layout = "B K S" if tables is None else "P K S"
+  arguments.check_arrays(q, k, v, (queries, f"{layout} M·D", f"{layout} V"), jnp.int8 if quantised else None)
+  batch, (heads, num_maps, width) = q.shape[0], q.shape[-3:]
+  if tables is None and k.shape[0] != batch:
+    raise ValueError(f"k must share B = {batch} with q, got shape {k.shape}; pass block_tables if it is in pages")
   arguments.check_heads(heads, k.shape[1])
   if k.shape[3] not in (width, num_maps * width):
     raise ValueError(f"k must have D = {width} (keys shared by the maps) or {num_maps}·D in its last axis, got shape {k.shape}")
   if v.shape[:3] != k.shape[:3]:
-    raise ValueError(f"v must share [B, K, S] = {k.shape[:3]} with k, got shape {v.shape}")
+    raise ValueError(f"v must share [{layout.replace(' ', ', ')}] = {k.shape[:3]} with k, got shape {v.shape}")
+  if tables is not None and not (
+    isinstance(tables, arguments.ARRAYS)
+    and jnp.issubdtype(tables.dtype, jnp.integer)
+    and tables.shape[:1] == (batch,)
+    and tables.ndim == 2
+    and tables.size
+  ):
+    raise ValueError(
+      f"block_tables must be int32[{batch}, N], the pages of each row in the order of its tokens, or None for a cache without pages, got "
+      f"{arguments.describe(tables)}"
+    )
+  for name, scales in (("k_scale", k_scale), ("v_scale", v_scale)):
+    if not quantised and scales is not None:
+      raise ValueError(f"{name} must be None, since {name[0]} is {k.dtype}: only int8 has scales; got {arguments.describe(scales)}")
+    if quantised and not (isinstance(scales, arguments.ARRAYS) and scales.dtype == jnp.float32 and scales.shape == k.shape[:2]):
+      raise ValueError(
+        f"{name} must be float32{list(k.shape[:2])}, a factor a page and head, since {name[0]} is int8, got {arguments.describe(scales)}"
+      )
 
 
-def stack(q: Float[Array, "B H G D"], k: Float[Array, "B K S M*D"], rows: int) -> Float[Array, "B K G*rows M*D"]:
-  """A group's queries, map after map, each map's filled up to `rows`; a query is zero where keys of the other map stand."""
-  (B, H, G, D), K, M = q.shape, k.shape[1], k.shape[3] // q.shape[3]
-  q = q.reshape(B, K, H // K, G, D)
+def stack(q: Float[Array, "B T H G D"], k: Float[Array, "P K S M*D"], rows: int) -> Float[Array, "B K G*rows M*D"]:
+  """A group's queries, map after map, in each token after token, each map's filled up to `rows`.
+
+  A query is zero where keys of the other map stand.
+  """
+  (B, T, H, G, D), K, M = q.shape, k.shape[1], k.shape[3] // q.shape[4]
+  q = q.reshape(B, T, K, H // K, G, D).swapaxes(1, 2).reshape(B, K, T * (H // K), G, D)
   place = lambda g: (g % M * D, (M - 1 - g % M) * D)
-  maps = [jnp.pad(q[:, :, :, g], ((0, 0), (0, 0), (0, rows - H // K), place(g))) for g in range(G)]
+  maps = [jnp.pad(q[:, :, :, g], ((0, 0), (0, 0), (0, rows - q.shape[2]), place(g))) for g in range(G)]
   return jnp.concatenate(maps, axis=2)
 
 
-def _xla(q, k, v, lam, lengths, *, window: int | None, scale: float):
-  (B, H, G, _), (K, S), V = q.shape, k.shape[1:3], v.shape[-1]
+def unstack(out: Float[Array, "B K rows V"], tokens: int, group: int) -> Float[Array, "B T H V"]:
+  """The outputs of a group's queries, each token's heads together."""
+  B, K, _, V = out.shape
+  return out[:, :, : tokens * group].reshape(B, K, tokens, group, V).swapaxes(1, 2).reshape(B, tokens, K * group, V)
+
+
+def _xla(q, k, v, lam, starts, tables, k_scale, v_scale, *, window: int | None, scale: float):
+  """All keys at once for one new token and a cache without pages; else piece by piece, as far as the longest row goes."""
+  (B, T, H, G, _), (K, page), V = q.shape, k.shape[1:3], v.shape[-1]
+  group = H // K
   dtype = jnp.promote_types(jnp.float32, q.dtype)
   precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else lax.Precision.DEFAULT
-  distance = lengths[:, None] - 1 - jnp.arange(S)
-  visible = (distance >= 0) & (distance < (S if window is None else window))  # [B, S]
-  logits = jnp.einsum("bknd,bksd->bkns", stack(q, k, H // K), k, preferred_element_type=dtype, precision=precision) * scale
-  maps = jax.nn.softmax(jnp.where(visible[:, None, None], logits, HIDDEN), axis=-1).reshape(B, K, G, H // K, S)
-  weights = maps[:, :, 0] if lam is None else maps[:, :, 0] - lam.reshape(B, K, H // K, 1) * maps[:, :, 1]
-  weights = jnp.where(visible[:, None, None], weights, 0).astype(q.dtype)  # a row that sees no key has weights until here
+  queries, positions = stack(q, k, T * group), starts[:, None] + jnp.arange(T)
+  by_map = lambda x: x.reshape(B, K, G, T * group, -1)
+  # The cache is taken in tokens, or in pages: how many a row has, how many keys one is, how many are taken at once.
+  units, keys = (page, 1) if tables is None else (tables.shape[1], page)
+  at_once = tables is None and T == 1
+  taken = units if at_once else min(units, max(1, _XLA_LOGITS // (B * H * G * T * keys)))
 
-  product = lambda v: jnp.einsum("bkrs,bksv->bkrv", weights, v, preferred_element_type=dtype, precision=precision)
-  seen = lambda v: product(jnp.where(visible[:, None, :, None], v, 0))  # without it, hidden values that are not finite would spoil the sum
+  def take(x, first):
+    """[P, K, S, …] → [B, K, keys taken, …]."""
+    if tables is None:
+      return x if at_once else lax.dynamic_slice_in_dim(x, first, taken, axis=2)
+    rows = x[lax.dynamic_slice_in_dim(tables, first, taken, axis=1)[:, None], jnp.arange(K)[:, None]]
+    return rows.reshape(B, K, taken * keys, *x.shape[3:])
 
-  def unless_spoilt(v):
-    out = product(v)
-    return lax.cond(jnp.all(jnp.isfinite(out)), lambda v: out, seen, v)
+  def factor(scales, first):
+    """The scales of the keys taken."""
+    of_keys = jnp.broadcast_to(scales[..., None], (*scales.shape, page))
+    return take(of_keys, first)[:, :, None]
 
-  # A TPU blends hidden values out while it multiplies. A CPU would copy the values first and take three times as long over everything, so
-  # there the copy is made only if the sum came out spoilt; elsewhere the host would have to wait for that answer.
-  out = lax.platform_dependent(v, cpu=unless_spoilt, default=seen)
-  return out.reshape(B, H, V).astype(q.dtype)
+  def logits_of(first, begin=0):
+    """Logits of a piece from its unit `first` on, and which of its keys each token sees [B, T, S], none before key `begin`."""
+    key = first * keys + jnp.arange(taken * keys)
+    behind = positions[..., None] - key
+    visible = (behind >= 0) & (key >= begin)
+    if window is not None:
+      visible &= behind < window
+    logits = (
+      jnp.einsum("bknd,bksd->bkns", queries, take(k, first).astype(q.dtype), preferred_element_type=dtype, precision=precision) * scale
+    )
+    if k_scale is not None:
+      logits *= factor(k_scale, first)
+    return jnp.where(each_row(visible), by_map(logits), HIDDEN), visible
+
+  def each_row(visible):
+    """[B, T, S] → [B, 1, 1, T·group, S]."""
+    return jnp.repeat(visible, group, axis=1)[:, None, None]
+
+  def sums_of(weights: Float[Array, "B K N S"], visible, first):
+    """Sums of a piece's values [B, K, N, V]. No weight is on a hidden value."""
+    by_any = jnp.any(visible, axis=1)[:, None, :, None]  # hidden values, and scales, may not be finite, and 0·NaN is NaN
+    if v_scale is not None:
+      weights *= jnp.where(by_any[:, :, None, :, 0], factor(v_scale, first), 0)
+    weights = weights.astype(q.dtype)
+    product = lambda v: jnp.einsum("bkns,bksv->bknv", weights, v, preferred_element_type=dtype, precision=precision)
+    seen = lambda v: product(jnp.where(by_any, v, 0))
+
+    def unless_spoilt(v):
+      out = product(v)
+      return lax.cond(jnp.all(jnp.isfinite(out)), lambda v: out, seen, v)
+
+    # A TPU blends hidden values out while it multiplies. A CPU would copy the values first and take three times as long over everything, so
+    # there the copy is made only if the sum came out spoilt; elsewhere the host would have to wait for that answer.
+    return lax.platform_dependent(take(v, first).astype(q.dtype), cpu=unless_spoilt, default=seen)
+
+  def step(index, state):
+    peak, total, acc = state
+    first = jnp.minimum(index * taken, units - taken)  # the last piece may begin within the one before
+    logits, visible = logits_of(first, index * taken * keys)
+    after = jnp.maximum(peak, jnp.max(logits, axis=-1, keepdims=True))
+    weights, shrink = jnp.where(each_row(visible), jnp.exp(logits - after), 0), jnp.exp(peak - after)
+    total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
+    return after, total, acc * shrink + by_map(sums_of(weights.reshape(B, K, G * T * group, -1), visible, first))
+
+  cached = units * keys
+  lam = None if lam is None else jnp.swapaxes(lam.reshape(B, T, K, group), 1, 2).reshape(B, K, T * group, 1)
+  difference = lambda maps: maps[:, :, 0] if lam is None else maps[:, :, 0] - lam * maps[:, :, 1]
+  if at_once:
+    logits, visible = logits_of(0)
+    weights = difference(jax.nn.softmax(logits, axis=-1))
+    weights = jnp.where(each_row(visible)[:, 0], weights, 0)  # a row that sees no key has weights until here
+    out = sums_of(weights, visible, 0)
+  else:
+    empty = lambda width, value: vary_like(jnp.full((B, K, G, T * group, width), value, dtype), queries, k, v, starts)
+    first = 0 if window is None else jnp.maximum(jnp.min(starts) - window + 1, 0) // (taken * keys)
+    last = jnp.minimum(jnp.max(starts) + T, cached)
+    _, total, acc = lax.fori_loop(first, -(-last // (taken * keys)), step, (empty(1, HIDDEN), empty(1, 0), empty(V, 0)))
+    out = difference(acc / jnp.where(total == 0, 1, total))
+  return unstack(out, T, group).astype(q.dtype)

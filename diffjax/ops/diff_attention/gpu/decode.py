@@ -24,7 +24,7 @@ _THREAD_BLOCKS = 264  # wanted at least: two for each of the chip's 132 multipro
 _LEAST_KEYS = 256  # of a split: with fewer, writing its sums would cost as much as reading its keys
 
 
-def attend(q, k, v, lam, lengths, *, window: int | None, scale: float):
+def attend(q, k, v, lam, starts, tables, k_scale, v_scale, *, window: int | None, scale: float):
   """`decode_attention` on a Hopper GPU; the arguments are checked there.
 
   Raises:
@@ -32,7 +32,17 @@ def attend(q, k, v, lam, lengths, *, window: int | None, scale: float):
   """
   if problem := chip.refusal():
     raise ValueError(f"implementation = 'pallas_gpu' {problem}; use implementation='xla' or 'auto'")
-  (B, H, G, _), K, V = q.shape, k.shape[1], v.shape[-1]
+  (B, T, H, G, _), K, V = q.shape, k.shape[1], v.shape[-1]
+  for name, value, given in (
+    ("q", f"{T} new tokens a row", T > 1),
+    ("block_tables", "pages", tables is not None),
+    ("k", "int8", k_scale is not None),
+  ):
+    if given:
+      raise ValueError(
+        f"{name} ({value}) is not taken by implementation 'pallas_gpu', which takes one new token a row and a cache in q's dtype without "
+        f"pages; use implementation='xla' or 'auto'"
+      )
   rows = H // K
   if not chip.takes(q, v) or G * rows > BLOCK:
     raise ValueError(
@@ -40,9 +50,9 @@ def attend(q, k, v, lam, lengths, *, window: int | None, scale: float):
       f"which takes bfloat16 and float16, D up to 128, {BLOCK} queries a key head and V up to 256: cast them, or use implementation='xla'"
     )
   factor, q = chip.logit_factor(scale, q)
-  maps = _attend(stack(q, k, rows), k, v, lengths, window=window, factor=factor).reshape(B, K, G, rows, V)
+  maps = _attend(stack(q, k, rows), k, v, starts + 1, window=window, factor=factor).reshape(B, K, G, rows, V)
   out = maps[:, :, 0] if lam is None else maps[:, :, 0] - lam.reshape(B, K, rows, 1) * maps[:, :, 1]
-  return out.reshape(B, H, V).astype(q.dtype)
+  return out.reshape(B, 1, H, V).astype(q.dtype)
 
 
 def _attend(
