@@ -115,7 +115,7 @@ def _check(cases: list[tuple[str, dict]]) -> list[str]:
       wrong.append(f"{topology}: {case}: {result['error']}")
     elif "S" in case:
       # A cache in another layout would be copied, when it is read or, by the model, when it is written.
-      if result["kernels"] != [f"diff_attention_decode_{kind}"] or result["temporaries"] > result["cache"] / 2:
+      if set(result["kernels"]) != {f"diff_attention_decode_{kind}"} or result["temporaries"] > result["cache"] / 2:
         wrong.append(f"{topology}: {case}: kernels {result['kernels']}, {result['temporaries']} bytes of temporaries")
     elif result["kernels"] != [f"diff_attention_{name}" for name in (f"backward_{kind}", f"forward_{kind}", f"forward_{kind}_online")]:
       wrong.append(f"{topology}: {case}: kernels {result['kernels']}, each once")

@@ -23,7 +23,7 @@ TABLE = pathlib.Path(__file__).with_name("block_sizes.json")
 _LANES = 128  # of a vector register: blocks are multiples of it
 # What a kernel may use of each chip's vector memory, oldest chip first; the compiler needs the rest.
 _VMEM_BYTES = {"v4": 16 << 20, "v5e": 100 << 20, "v5p": 60 << 20, "v6e": 100 << 20, "7x": 60 << 20}
-_SPAN = 4096  # keys that the forward kernel loads together, at most
+_SPAN = 4096  # of what passes, at most so much is loaded together: steps of the grid cost, and so does waiting for the first ones
 GENERATIONS = tuple(_VMEM_BYTES)
 
 
@@ -98,23 +98,19 @@ def choose(generation: str, direction: str, q_length: int, kv_length: int, D: in
   while True:
     q, q_inner = _fit(q_length, min(wanted.q, most), min(wanted.q_inner, most))
     kv, kv_inner = _fit(kv_length, min(wanted.kv, most), min(wanted.kv_inner, most))
-    blocks = Blocks(q, kv, q_inner, kv_inner, resident=0)
-    if direction == "forward":
-      enough = footprint("forward", blocks, D, V, G, itemsize) <= limit
-    else:
-      row = (4 + 2 * itemsize) * G * _lanes(D)  # summed in float32, and stored twice over
-      rows = (limit - footprint("backward", blocks, D, V, G, itemsize)) // row
-      blocks = dataclasses.replace(blocks, resident=rows // q * q)
-      # Each call reads all keys and values and writes their gradients: few rows a call would make that the kernel's work.
-      enough = blocks.resident >= min(-(-q_length // q) * q, 4 * q)
-    if enough or most == _LANES:
-      break
+    passes, length = (kv, kv_length) if direction == "forward" else (q, q_length)
+    for span in range(max(1, min(_SPAN, length + passes - 1) // passes), 0, -1):
+      blocks = Blocks(q, kv, q_inner, kv_inner, resident=0, span=span)
+      free = limit - footprint(direction, blocks, D, V, G, itemsize)
+      enough = free >= 0
+      if direction == "backward":
+        row = (4 + 2 * itemsize) * G * _lanes(D)  # summed in float32, and stored twice over
+        blocks = dataclasses.replace(blocks, resident=free // row // q * q)
+        # Each call reads all keys and values and writes their gradients: few rows a call would make that the kernel's work.
+        enough = blocks.resident >= min(-(-q_length // q) * q, 4 * q)
+      if enough or (most == _LANES and span == 1):
+        return blocks
     most //= 2
-  if direction == "forward":  # backward, the longer wait for the first rows takes more than steps saved give back
-    span = max(1, min(_SPAN // blocks.kv, -(-kv_length // blocks.kv)))
-    fits = lambda span: footprint("forward", dataclasses.replace(blocks, span=span), D, V, G, itemsize) <= limit
-    blocks = dataclasses.replace(blocks, span=next(n for n in range(span, 0, -1) if n == 1 or fits(n)))
-  return blocks
 
 
 def requested_bytes(generation: str, direction: str, blocks: Blocks, D: int, V: int, G: int, dtype: Any) -> int:
