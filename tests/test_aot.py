@@ -347,7 +347,7 @@ def test_tiny_compiles_with_the_kernels():
   result = compile_("--config=configs/tiny.py", "--topology=v5e:2x2", "--config.model.num_layers=1", "--config.mesh.fsdp=2")
   assert result.returncode == 0, result.stderr
   assert "4 chips (TPU v5 lite), mesh data 2 × fsdp 2" in result.stdout
-  assert "attention kernels: diff_attention_backward_v1, diff_attention_forward_v1" in result.stdout
+  assert "attention kernels: diff_attention_backward_v1, diff_attention_forward_v1, diff_attention_forward_v1_online" in result.stdout
   assert re.search(r"\n  fsdp +0\.\d+: all-gather ", result.stdout) and result.stdout.endswith("\nfits\n")
 
 
@@ -371,7 +371,7 @@ def test_the_paper_configs_fit_and_are_not_bound_more_than_before(config, topolo
   """One kernel each way: the forward pass runs once. No product is a loop over shards. The bound is what was reached, rounded down."""
   result = compile_(f"--config=configs/{config}.py", f"--topology={topology}", *overrides)
   assert result.returncode == 0 and result.stdout.endswith("\nfits\n"), result.stdout + result.stderr
-  assert "\nattention kernels: diff_attention_backward_v1, diff_attention_forward_v1\n" in result.stdout
+  assert "\nattention kernels: diff_attention_backward_v1, diff_attention_forward_v1, diff_attention_forward_v1_online\n" in result.stdout
   assert "windowed" not in result.stdout
   assert float(re.search(r"\nbound on MFU, the compiler's estimate: ([\d.]+)%\n", result.stdout)[1]) >= 100 * bound, result.stdout
   # What is exposed of the gathers where they overlap is the first of each pass through a layer, and the embedding's. Gradients overlap.
@@ -412,7 +412,7 @@ def test_the_estimate_is_told(capsys):
 
 def test_kernels_are_told_with_their_numbers(capsys):
   out = _report(capsys, kernels=("diff_attention_backward_v1",) + ("diff_attention_forward_v1",) * 3)
-  assert "attention kernels: diff_attention_backward_v1, diff_attention_forward_v1 × 3\n" in out
+  assert "attention kernels: diff_attention_backward_v1, diff_attention_forward_v1, diff_attention_forward_v1_online × 3\n" in out
 
 
 def test_no_estimate_is_told(capsys):

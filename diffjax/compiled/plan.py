@@ -201,7 +201,7 @@ def _read(plan: Plan, compiled: Any, config: Config, topology: str, a_chip: int)
     program=memory.generated_code_size_in_bytes * a_chip,
     received=dict(received),
     unread=unread,
-    kernels=tuple(sorted(re.findall(r"%(diff_attention_[a-z]+_[a-z0-9]+)[.\d]* = .* custom-call\(", text))),
+    kernels=tuple(sorted(re.findall(r"%(diff_attention_[a-z]+_[a-z0-9]+(?:_online)?)[.\d]* = .* custom-call\(", text))),
     estimate=estimated,
     windowed=windowed_einsums(text),
   )

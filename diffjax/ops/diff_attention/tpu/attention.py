@@ -99,7 +99,9 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
       scratch=[_vmem(G, rows, LANES)] * (1 + online) + [_vmem(G, rows, V), *_column(schedule, rows)], like=q, calls=B * H,
     )  # fmt: skip
 
-  out, *saved = lax.cond(in_range(q, k, v, options.scale), functools.partial(run, online=False), functools.partial(run, online=True))
+  # On the arrays as the kernels have them, so that XLA does not keep them in two layouts.
+  quick = in_range(*(x for x, _, _ in inputs[:3]), options.scale)
+  out, *saved = lax.cond(quick, functools.partial(run, online=False), functools.partial(run, online=True))
   lse = saved.pop()[..., :T] if save else None
   out2 = saved.pop()[:, :, :T] if saved else None
   return Saved(out[:, :, :T], out2, lse)
@@ -191,18 +193,18 @@ def _backward_span(mask: Mask, options: Options, q, k, v, d_out, vectors, q_ids,
   return d_q[:, :, :, :, :T], d_k[:, :, :, :S], d_v[:, :, :S]
 
 
-def in_range(q: Float[Array, "B T H G D"], k: Float[Array, "B S K M D"], v: Float[Array, "B S K V"], scale: float) -> Bool[Array, ""]:
+def in_range(q: Float[Array, "B H G T D"], k: Float[Array, "B K M S D"], v: Float[Array, "B K S V"], scale: float) -> Bool[Array, ""]:
   """Whether the quick forward kernel loses nothing: float32 holds 2 to the power of every logit, and sums of values weighted so.
 
   By Cauchy and Schwarz a logit is at most |q||k|·scale·log₂e. Up to `_REACH`, a row's largest weight is at least 2^−80: weights that
   underflow, below 2^−126, are less than 2^−46 of it. Sums of S weighted values stay below 2^124.
   """
-  norms = lambda x: jnp.sqrt(jnp.max(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1), axis=1))  # [B, heads, maps]
-  groups = norms(q).reshape(q.shape[0], k.shape[2], -1, q.shape[3])
+  norms = lambda x: jnp.sqrt(jnp.max(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1), axis=-1))  # [B, heads, maps]
+  groups = norms(q).reshape(q.shape[0], k.shape[1], -1, q.shape[2])
   reach = jnp.max(groups * norms(k)[:, :, None]) * (abs(scale) * LOG2E)
   largest = jnp.max(jnp.abs(v)).astype(jnp.float32)
   # What is not finite is not in range: comparisons with NaN are false.
-  return (reach <= _REACH) & (largest * k.shape[1] <= 2.0**44) & ((largest >= 2.0**-20) | (largest == 0))
+  return (reach <= _REACH) & (largest * v.shape[2] <= 2.0**44) & ((largest >= 2.0**-20) | (largest == 0))
 
 
 def _call(
