@@ -19,7 +19,8 @@ figure is its best over the tiles tried (benchmarks/tpu_baselines.py), each dire
 estimates, and marked ~, too.
 
 The search tries tiles and sub-tiles for each direction, those next to the table's first, and all shapes' first candidates before any
-second. It writes what it finds at once, and stops after --minutes. On a TPU it fills the table of the chip that it finds.
+second. It writes what it finds at once, and stops after --minutes. On a TPU it fills the table of the chip that it finds. Elsewhere, for
+v5p and v7x, it tries sub-tiles alone, in one step of a full mask: of that alone their estimate is whole.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ SEARCHED = (FUSED, PLAIN, WIDE, (64, 128, 2, 2), (96, 192, 2, 2), (128, 128, 2, 
 KERNELS = {way: (f"diff_attention_{way}",) for way in DIRECTIONS}  # names of the kernels whose estimates belong to a direction
 # Tile, and a sub-tile's queries and keys. One compilation tries them in both directions, and each takes what is best for it.
 CANDIDATES = tuple(itertools.product((1024, 2048, 512), (256, 512, 128), (256, 512, 1024)))
-SEARCH_LENGTH = 2048
+ONE_STEP = {
+  "v5p": 1024,
+  "7x": 1024,
+}  # chips of which the estimate is whole for one step alone: the length of a search, a tile of a full mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,9 +339,14 @@ def candidates(generation: str, D: int, V: int, G: int, length: int) -> list[tup
 
 def search(generations: list[str], flags, clock: Callable[[], float] = time.monotonic) -> None:
   """Puts the best candidate of each shape and direction into the table of block sizes, as soon as it is found."""
-  start, length = clock(), flags.search_length
+  start = clock()
   shapes = list(itertools.product(generations, SEARCHED))
-  lists = {(chip, shape): candidates(chip, *shape[:3], length) for chip, shape in shapes}
+  estimated = {} if _on_tpu() else ONE_STEP
+  lengths = {chip: estimated.get(chip, flags.search_length) for chip in generations}
+  lists = {
+    (chip, shape): [x for x in candidates(chip, *shape[:3], lengths[chip]) if chip not in estimated or x[0] == lengths[chip]]
+    for chip, shape in shapes
+  }
   turns = [(chip, shape, lists[chip, shape][n]) for n in range(len(CANDIDATES)) for chip, shape in shapes if n < len(lists[chip, shape])]
   found: dict[tuple, tuple[float, tuple[int, int, int]]] = {}
   for n, (chip, shape, blocks) in enumerate(turns):
@@ -346,10 +355,10 @@ def search(generations: list[str], flags, clock: Callable[[], float] = time.mono
       print(f"{flags.minutes:g} minutes are over: {n} of {len(turns)} candidates were tried", flush=True)
       return
     print(f"{n} of {len(turns)} candidates tried, {flags.minutes - spent:.1f} minutes left", file=sys.stderr, flush=True)
-    for way, value in cost(Case(chip, *shape, length, True, blocks), flags.timeout).items():
+    for way, value in cost(Case(chip, *shape, lengths[chip], chip not in estimated, blocks), flags.timeout).items():
       if (value, blocks) < found.get((chip, shape, way), (math.inf, blocks)):
         found[chip, shape, way] = value, blocks
-        _enter(chip, way, shape, length, blocks)
+        _enter(chip, way, shape, lengths[chip], blocks)
         print(
           f"{chip} {way} D {shape[0]} V {shape[1]} G {shape[2]}: sub-tiles of {blocks[1]}×{blocks[2]} in tiles of {blocks[0]}", flush=True
         )

@@ -130,7 +130,8 @@ def search(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("chip", ["v5p", "7x"])
-def test_search_fills_the_table_of_the_chip_that_it_finds(search, chip):
+def test_search_fills_the_table_of_the_chip_that_it_finds(search, chip, monkeypatch):
+  monkeypatch.setattr(tpu, "_on_tpu", lambda: True)
   tried = search(chip, 1000)
   assert len(tried) == len(set(tried)) and {case.blocks[0] for case in tried} == {512, 1024, 2048}
   assert {(case.D, case.V, case.G, case.M) for case in tried} == set(tpu.SEARCHED)
@@ -141,6 +142,12 @@ def test_search_fills_the_table_of_the_chip_that_it_finds(search, chip):
       assert [
         x["blocks"] for x in block_sizes.table() if (x["generation"], x["direction"], x["D"], x["V"], x["G"]) == (chip, way, D, V, G)
       ] == [[tile, tile, q, kv]]
+
+
+def test_search_trusts_one_step_alone_where_the_estimate_is_whole_for_no_more(search):
+  tried = search("v5p", 1000)
+  assert {(case.blocks[0], case.length, case.causal) for case in tried} == {(1024, 1024, False)}
+  assert {case.blocks[1:] for case in tried} == {(q, kv) for q in (128, 256, 512) for kv in (256, 512, 1024)}
 
 
 def test_a_budget_ends_the_search(search, capsys):
