@@ -66,6 +66,26 @@ def test_a_causal_mask_is_composed_of_whole_and_cut_tiles(library, tile, expecte
   assert tpu_baselines.composed(library, tile, 4096, full=1, cut=3) == pytest.approx(expected)
 
 
+def test_a_library_has_its_best_tiles_for_each_direction(monkeypatch):
+  """Tiles of 1024 are best backward, of 2048 forward where all is whole; the second of JAX's ways to dQ has no estimate."""
+
+  def cost(case, timeout):
+    if case.two_kernels:
+      return {}
+    tile = case.tile[0] + case.tile[1]
+    return {"forward": (1e6 - tile) * (1 + (case.mask == "cut")), "backward": 1e6 + tile}
+
+  monkeypatch.setattr(tpu, "cost_of_library", cost)
+  assert tpu.library_cost("jax", "v6e", 256, 2048, "full", FLAGS) == {"forward": (1e6 - 4096, ""), "backward": (1e6 + 2048, "")}
+  # A quarter of the pairs in tiles of 1024 at T 2048 is not computed; T 1024 is no multiple of the other tiles.
+  assert tpu.library_cost("jax", "v6e", 256, 2048, "causal", FLAGS)["backward"] == (0.75 * (1e6 + 2048), "~")
+  assert tpu.library_cost("jax", "v6e", 256, 1024, "full", FLAGS) == {"forward": (1e6 - 2048, ""), "backward": (1e6 + 2048, "")}
+  # Beyond what is estimated: four times the pairs.
+  assert tpu.library_cost("tokamax", "v6e", 256, 4096, "full", FLAGS)["forward"] == (4 * (1e6 - 4096), "~")
+  monkeypatch.setattr(tpu, "cost_of_library", lambda case, timeout: None)
+  assert tpu.library_cost("tokamax", "v6e", 256, 4096, "causal", FLAGS) == {}
+
+
 def test_the_table_names_the_strongest_and_what_is_missing():
   ours, splash = (((100.0, ""), (40.0, "")), ((70.0, "~"), None))
   columns = tpu._columns((200.0, ""), {"ours": ours, "jax": (None, None), "tokamax": splash}, 1.0)
