@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from benchmarks import tpu, tpu_baselines
+from benchmarks import tpu, tpu_baselines, tpu_cost
 from benchmarks.tpu_baselines import Splash
 from diffjax.ops.diff_attention.tpu import block_sizes
 
@@ -20,7 +20,7 @@ FLAGS = types.SimpleNamespace(timeout=1, simulate=2048, search_length=2048, minu
 
 @pytest.fixture
 def results(tmp_path, monkeypatch):
-  monkeypatch.setattr(tpu, "RESULTS", tmp_path / "cycles.json")
+  monkeypatch.setattr(tpu_cost, "RESULTS", tmp_path / "cycles.json")
   return tmp_path / "cycles.json"
 
 
@@ -31,17 +31,17 @@ def profile(**cycles):
 @pytest.mark.parametrize(
   "written, kernels, expected",
   [
-    ({"diff_attention_forward_v1.1": 5, "diff_attention_backward_v1.1": 7, "reduce.3": 9}, tpu.KERNELS, {"forward": 5, "backward": 7}),
-    ({"diff_attention_backward_v1.1": 7, "diff_attention_backward_v1.2": 8}, tpu.KERNELS, {"backward": 15}),  # in two calls
-    ({"diff_attention_forward_v1.1": 0, "diff_attention_backward_v1.1": 7}, tpu.KERNELS, {"backward": 7}),  # 0 is no estimate
+    ({"diff_attention_forward_v1.1": 5, "diff_attention_backward_v1.1": 7, "reduce.3": 9}, tpu_cost.KERNELS, {"forward": 5, "backward": 7}),
+    ({"diff_attention_backward_v1.1": 7, "diff_attention_backward_v1.2": 8}, tpu_cost.KERNELS, {"backward": 15}),  # in two calls
+    ({"diff_attention_forward_v1.1": 0, "diff_attention_backward_v1.1": 7}, tpu_cost.KERNELS, {"backward": 7}),  # 0 is no estimate
     ({"splash_mha_fwd_residuals.1": 5, "splash_mha_dkv_no_residuals.1": 7}, tpu_baselines.KERNELS, {"forward": 5, "backward": 7}),
     ({"splash_mha_fwd_residuals.1": 5, "splash_mha_dkv_no_residuals.1": 7}, tpu_baselines.TWO_KERNELS, {"forward": 5}),  # dQ is missing
     ({"splash_mha_dq_no_residuals.1": 3, "splash_mha_dkv_no_residuals.1": 7}, tpu_baselines.TWO_KERNELS, {"backward": 10}),
-    ({}, tpu.KERNELS, {}),
+    ({}, tpu_cost.KERNELS, {}),
   ],
 )
 def test_read_profile(written, kernels, expected):
-  assert tpu.read_profile(profile(**written), kernels) == expected
+  assert tpu_cost.read_profile(profile(**written), kernels) == expected
 
 
 def test_an_estimate_below_the_peak_is_none():
@@ -97,23 +97,23 @@ def test_the_table_names_the_strongest_and_what_is_missing():
 def test_a_library_that_is_not_installed_has_its_figures_still(results, monkeypatch):
   monkeypatch.setattr(tpu_baselines, "version", lambda library: None)
   case = Splash("tokamax", "v6e", 128, 256, 2048, "full", (1024, 1024, 512))
-  assert tpu.cost_of_library(case, 1) is None
+  assert tpu_cost.cost_of_library(case, 1) is None
   entries = {"tokamax": 5, "constant-maximum": 3}
   results.write_text(
     json.dumps(
       {
-        f"{tpu._what()}, kernels 00000000": {case.key: {"forward": 1}},
-        f"{tpu._what()}, splash of tokamax 9.9": {case.key: {"forward": entries["tokamax"]}},
-        f"{tpu._what()}, constant-maximum splash of tokamax 9.9": {case.key: {"forward": entries["constant-maximum"]}},
+        f"{tpu_cost._what()}, kernels 00000000": {case.key: {"forward": 1}},
+        f"{tpu_cost._what()}, splash of tokamax 9.9": {case.key: {"forward": entries["tokamax"]}},
+        f"{tpu_cost._what()}, constant-maximum splash of tokamax 9.9": {case.key: {"forward": entries["constant-maximum"]}},
       }
     ),
     encoding="utf-8",
   )
-  assert tpu.cost_of_library(case, 1) == {"forward": 5}
+  assert tpu_cost.cost_of_library(case, 1) == {"forward": 5}
   monkeypatch.setattr(tpu_baselines, "version", lambda library: "splash of tokamax 9.9")
-  monkeypatch.setattr(tpu, "estimate", lambda case, timeout: {"forward": 7, "backward": 8})
-  assert tpu.cost_of_library(case, 1) == {"forward": 5}  # known already
-  tpu.cost(tpu.Case("v6e", *tpu.FUSED, 2048, True), 1)
+  monkeypatch.setattr(tpu_cost, "estimate", lambda case, timeout: {"forward": 7, "backward": 8})
+  assert tpu_cost.cost_of_library(case, 1) == {"forward": 5}  # known already
+  tpu_cost.cost(tpu.Case("v6e", *tpu.FUSED, 2048, True), 1)
   kinds = list(json.loads(results.read_text(encoding="utf-8")))
   assert len(kinds) == 3 and not any("00000000" in kind for kind in kinds)  # other kernels' are dropped, other libraries' are kept
 
@@ -151,7 +151,7 @@ def search(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("chip", ["v5p", "7x"])
 def test_search_fills_the_table_of_the_chip_that_it_finds(search, chip, monkeypatch):
-  monkeypatch.setattr(tpu, "_on_tpu", lambda: True)
+  monkeypatch.setattr(tpu, "on_tpu", lambda: True)
   tried = search(chip, 1000)
   assert len(tried) == len(set(tried)) and {case.blocks[0] for case in tried} == {512, 1024, 2048}
   assert {(case.D, case.V, case.G, case.M) for case in tried} == set(tpu.SEARCHED)
