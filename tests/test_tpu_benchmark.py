@@ -86,6 +86,21 @@ def test_a_library_has_its_best_tiles_for_each_direction(monkeypatch):
   assert tpu.library_cost("tokamax", "v6e", 256, 4096, "causal", FLAGS) == {}
 
 
+def test_our_causal_cost_is_composed_of_builds_without_conditions(monkeypatch):
+  """A tile takes 10 whole and 8 cut, the kernel's start 3; a causal grid of several tiles has no estimate that counts."""
+  asked = []
+
+  def cost(case, timeout):
+    asked.append((case.length, case.causal))
+    count = (case.length // 1024) ** 2
+    return dict.fromkeys(tpu.DIRECTIONS, 1e9 if case.causal and count > 1 else 3 + (8 if case.causal else 10) * count)
+
+  monkeypatch.setattr(tpu, "cost", cost)
+  found = tpu.composed_cost(tpu.Case("v6e", *tpu.FUSED, 4096, True, (1024, 256, 256)), FLAGS)
+  assert found == dict.fromkeys(tpu.DIRECTIONS, (pytest.approx(3 + 6 * 10 + 4 * 8), "~"))
+  assert set(asked) == {(1024, False), (1024, True), (2048, False)}
+
+
 def test_the_table_names_the_strongest_and_what_is_missing():
   ours, splash = (((100.0, ""), (40.0, "")), ((70.0, "~"), None))
   columns = tpu._columns((200.0, ""), {"ours": ours, "jax": (None, None), "tokamax": splash}, 1.0)
