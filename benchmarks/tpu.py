@@ -101,7 +101,7 @@ def _alike(case: Case, direction: str, length: int, causal: bool, flags) -> floa
 def library_cost(library: str, generation: str, V: int, length: int, mask: str, flags) -> dict[str, tuple[float, str]]:
   """A library's least cost over the tiles tried, and its mark, by direction; see tpu_baselines for how a causal mask is estimated."""
   best: dict[str, tuple[float, str]] = {}
-  shown = length if on_tpu() else min(length, flags.simulate)
+  shown = length if on_tpu() else min(length, tpu_baselines.ESTIMATED)
   scale = (length / shown) ** 2
   for tile, two in itertools.product(tpu_baselines.TILES, (False, True) if library == "jax" else (False,)):
     if shown % tile[0] or shown % tile[1]:
