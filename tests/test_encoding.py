@@ -9,9 +9,6 @@ import pytest
 
 from tests.conftest import ROOT
 
-# They read tables of this project that are ASCII, and import nothing.
-_EXEMPT = ROOT / "diffjax" / "ops"
-
 
 def opened_as_text(call: ast.Call) -> bool:
   """True for a call that opens a file as text."""
@@ -37,10 +34,9 @@ def opened_as_text(call: ast.Call) -> bool:
 def test_text_files_are_opened_as_utf8(room):
   wrong = []
   for path in sorted((ROOT / room).rglob("*.py")):
-    if not path.is_relative_to(_EXEMPT):
-      for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and opened_as_text(node) and all(keyword.arg != "encoding" for keyword in node.keywords):
-          wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+      if isinstance(node, ast.Call) and opened_as_text(node) and all(keyword.arg != "encoding" for keyword in node.keywords):
+        wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
   assert not wrong, f'without encoding="utf-8": {", ".join(wrong)}'
 
 

@@ -12,15 +12,12 @@ rows are given no rate, since what is visible is data.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-import importlib.util
-import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from benchmarks import import_tokamax
 from benchmarks.gpu import clock, inputs
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.diff_attention.two_call import stock_attention
@@ -39,7 +36,7 @@ def names(kind: str, packed: bool) -> tuple[str, ...]:
 
 def prepare(case: dict[str, Any]) -> Callable[[], dict[str, Any]]:
   """Compiles forward, and forward + backward."""
-  if case["name"] == "tokamax" and (why := _import_tokamax()):
+  if case["name"] == "tokamax" and (why := import_tokamax()):
     return lambda: {"absent": why}
   given = lambda: (inputs.segments(case) if case["packed"] else None, *_given(case))
 
@@ -99,27 +96,6 @@ def _given(case: dict[str, Any]) -> tuple[jax.Array, ...]:
   if case["kind"] == "plain":
     return d_out, q[:, :, :, 0], k[:, :, :, 0], v
   return d_out, q[:, :, :, 0], q[:, :, :, 1], k[:, :, :, 0], k[:, :, :, -1], v, *lam
-
-
-def _import_tokamax() -> str | None:
-  """Imports tokamax, which asks for a profiler of 30 MB that attention does not need.
-
-  Returns:
-    The reason why it cannot be timed, if so.
-  """
-  try:
-    importlib.metadata.version("tokamax")
-  except importlib.metadata.PackageNotFoundError:
-    return "not installed"
-  if importlib.util.find_spec("xprof") is None:
-    tools: Any = types.ModuleType("xprof.cli.tools")
-    tools.get_kernel_stats_tool = None
-    sys.modules |= {"xprof": types.ModuleType("xprof"), "xprof.cli": types.ModuleType("xprof.cli"), "xprof.cli.tools": tools}
-  try:
-    import tokamax  # noqa: F401
-  except ImportError as error:
-    return f"cannot be imported: {error}"
-  return None
 
 
 def _tokamax(q, k, v, *, ids: jax.Array | None, scale: float):

@@ -1,6 +1,7 @@
 """What a compiled program takes by its compiler's estimate: programs written by hand, and two of which the answer is known, compiled."""
 
 import importlib.util
+import json
 import math
 import textwrap
 
@@ -11,6 +12,7 @@ import pytest
 from diffjax.compiled.collectives import Collective
 from diffjax.compiled.estimate import CHIPS, Chip, Torus, estimate
 from diffjax.compiled.plan import apart
+from diffjax.ops.diff_attention.tpu import cycles as tpu_cycles
 from diffjax.ops.diff_attention.tpu.cycles import cycles
 from tests.tiers import full
 
@@ -191,6 +193,24 @@ def test_cycles_of_kernels():
   )
   assert cycles("v5e", "forward", 2048, 64, 128, 2, 2) == 29433  # its own, and not that of 128, 128 or 128, 256
   assert cycles("v5e", "forward", 2048, 512, 512, 2, 2) is None
+
+
+def test_cycles_of_masks(tmp_path, monkeypatch):
+  key = "v6e D 128 V 256 G 2 M 2 T 2048 {}; forward 256×256 of 1024×1024; backward 256×256 of 1024×1024"
+  entries = {key.format(mask): {"forward": n} for n, mask in enumerate(("causal", "full", "packed4"), 1)}
+  others = {key.format("causal"): {"forward": 0.5}}
+  found = {"estimated cycles, libtpu 1, jax 1, kernels ab": entries, "estimated cycles, libtpu 1, jax 1, splash of jax 1": others}
+  table = tmp_path / "cycles.json"
+  table.write_text(json.dumps(found, ensure_ascii=False), encoding="utf-8")
+  monkeypatch.setattr(tpu_cycles, "TABLE", table)
+  tpu_cycles._table.cache_clear()
+  try:
+    for n, mask in enumerate(tpu_cycles.MASKS, 1):
+      assert cycles("v6e", "forward", 2048, 128, 256, 2, 2, mask) == n
+    with pytest.raises(ValueError, match="mask must be one of causal, full, packed4, got 'window'"):
+      cycles("v6e", "forward", 2048, 128, 256, 2, 2, "window")
+  finally:
+    tpu_cycles._table.cache_clear()
 
 
 ROWS, SIZE, COUNT, TURNS = 16384, 4096, 8, 3

@@ -40,4 +40,4 @@ def bucket(D: int) -> int | None:
 @functools.cache
 def table() -> dict[str, list[dict[str, Any]]]:
   """Entries of kind, D, packed, T and implementation, by the kind of device. Empty before anything was measured."""
-  return json.loads(TABLE.read_text()) if TABLE.exists() else {}
+  return json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {}

@@ -193,4 +193,4 @@ def _nearest(generation: str, direction: str, length: int, D: int, V: int, G: in
 @functools.cache
 def table() -> tuple[dict[str, Any], ...]:
   """The entries of block_sizes.json: generation, direction, D, V, G, length, and blocks as [q, kv, q_inner, kv_inner]."""
-  return tuple(json.loads(TABLE.read_text()))
+  return tuple(json.loads(TABLE.read_text(encoding="utf-8")))
