@@ -92,6 +92,7 @@ def read_profile(written: str, kernels: Mapping[str, tuple[str, ...]]) -> dict[s
   """Cycles by direction from libtpu's profile: of all kernels that bear one of a direction's names. A direction is not there unless each of
   its names has cycles; an estimate of 0 is none."""
   found = [(name, int(count)) for name, count in re.findall(r'hlo_op_name: "([^"]*)"\s*estimated_cycles: (\d+)', written)]
+  found = [(name, count) for name, count in found if "_online" not in name]  # it runs only where the quick one's result is of no use
   sums = {way: [sum(count for name, count in found if part in name) for part in parts] for way, parts in kernels.items()}
   return {way: sum(counts) for way, counts in sums.items() if all(counts)}
 
@@ -186,6 +187,6 @@ def _remembered(kind: str, key: str, measure: Callable[[], dict[str, float]]) ->
 def blocks_of(case: Case, direction: str) -> Blocks:
   if case.blocks:
     tile, *parts = case.blocks
-    return Blocks(tile, tile, *parts, resident=case.length)
+    return Blocks(tile, tile, *parts, resident=case.length, span=max(1, min(block_sizes.SPAN, case.length) // tile))
   blocks = block_sizes.choose(case.generation, direction, case.length, case.length, case.D, case.V, case.G, "bfloat16")
   return dataclasses.replace(blocks, resident=min(blocks.resident, case.length))

@@ -33,6 +33,7 @@ def profile(**cycles):
   [
     ({"diff_attention_forward_v1.1": 5, "diff_attention_backward_v1.1": 7, "reduce.3": 9}, tpu_cost.KERNELS, {"forward": 5, "backward": 7}),
     ({"diff_attention_backward_v1.1": 7, "diff_attention_backward_v1.2": 8}, tpu_cost.KERNELS, {"backward": 15}),  # in two calls
+    ({"diff_attention_forward_v1.1": 5, "diff_attention_forward_v1_online.1": 9}, tpu_cost.KERNELS, {"forward": 5}),  # seldom runs
     ({"diff_attention_forward_v1.1": 0, "diff_attention_backward_v1.1": 7}, tpu_cost.KERNELS, {"backward": 7}),  # 0 is no estimate
     ({"splash_mha_fwd_residuals.1": 5, "splash_mha_dkv_no_residuals.1": 7}, tpu_baselines.KERNELS, {"forward": 5, "backward": 7}),
     ({"splash_mha_fwd_residuals.1": 5, "splash_mha_dkv_no_residuals.1": 7}, tpu_baselines.TWO_KERNELS, {"forward": 5}),  # dQ is missing

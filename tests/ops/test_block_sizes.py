@@ -77,3 +77,12 @@ def test_blocks_can_be_forced():
 def test_blocks_that_cannot_work_are_named(named, sizes):
   with pytest.raises(ValueError, match=f"^{named} must be a multiple of"):
     Blocks(*sizes)
+
+
+def test_a_chip_without_an_entry_says_whose_it_takes(caplog):
+  block_sizes._tell.cache_clear()
+  with caplog.at_level("INFO"):
+    for _ in range(2):
+      choose("v5p", "forward", 2048, 2048, 128, 256, 2, "bfloat16")
+    choose("v6e", "forward", 2048, 2048, 128, 256, 2, "bfloat16")
+  assert [record.getMessage().partition(";")[0] for record in caplog.records] == ["block sizes for v5p are those found for v5e"]

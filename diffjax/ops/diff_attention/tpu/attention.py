@@ -8,8 +8,8 @@ Tiles that the mask hides are neither loaded nor computed. A tile is walked in s
 cuts, hidden sub-tiles are skipped, and only sub-tiles that it cuts pay for it. Exponentials are base 2: logits are multiplied by
 scale·log₂e, so that no query is rounded twice.
 
-The forward pass has two kernels. The quick one takes exponentials of the logits as they are. The online one subtracts each row's running
-maximum, which is always safe and costs more. `in_range` decides by a bound on the logits, at run time.
+The forward pass has two kernels. The quick one takes exponentials of the logits as they are, which keeps the matrix unit busy all the time.
+Its log-sum-exps show whether float32 held them (`in_range`). If not, the online kernel runs, which subtracts each row's running maximum.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ from diffjax.ops.diff_attention.tpu.block_sizes import Blocks
 from diffjax.ops.diff_attention.tpu.chip import LANES, as_column, as_row, dot, repeat
 from diffjax.ops.diff_attention.tpu.schedule import Schedule, make_schedule, scalars_of
 from diffjax.ops.diff_attention.vjp import Arrays, Implementation, Options, Saved
-
-_REACH = 80.0  # largest logit, base 2, that the quick forward kernel takes
 
 _Operand = tuple[jax.Array, tuple[int, ...], Callable]  # array, block without squeezed axes, index map
 
@@ -88,23 +86,22 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
       ),
     ]
   outputs: list[Any] = [((B, H, length, V), jnp.float32 if options.partial else q.dtype, (rows, V), stays)] * (1 + (G == 2 and save))
-  if save:
-    outputs.append(((B, H, G, length), jnp.float32, (G, rows), stays_row))
+  outputs.append(((B, H, G, length), jnp.float32, (G, rows), stays_row))
 
   def run(*, online: bool):
     return _call(
-      options.chosen, functools.partial(_forward_kernel, schedule, options, online),
-      f"diff_attention_forward_{schedule.variant}{'_online' * online}", direction="forward", schedule=schedule,
+      options.chosen, functools.partial(_forward_kernel, schedule, options, online), "forward", "_online" * online, schedule,
       grid=(B, H, schedule.q_blocks, schedule.steps), parallel=3, scalars=scalars, inputs=inputs, outputs=outputs,
       scratch=[_vmem(G, rows, LANES)] * (1 + online) + [_vmem(G, rows, V), *_column(schedule, rows)], like=q, calls=B * H,
     )  # fmt: skip
 
-  # On the arrays as the kernels have them, so that XLA does not keep them in two layouts.
-  quick = in_range(*(x for x, _, _ in inputs[:3]), options.scale)
-  out, *saved = lax.cond(quick, functools.partial(run, online=False), functools.partial(run, online=True))
-  lse = saved.pop()[..., :T] if save else None
-  out2 = saved.pop()[:, :, :T] if saved else None
-  return Saved(out[:, :, :T], out2, lse)
+  if options.partial and mask.segments:  # rows that see none of these keys are many, and look to the quick kernel like underflow
+    results = run(online=True)
+  else:
+    results = run(online=False)
+    results = lax.cond(in_range(results[-1][..., :T], v), lambda: results, functools.partial(run, online=True))
+  out, *out2, lse = results
+  return Saved(out[:, :, :T], out2[0][:, :, :T] if out2 else None, lse[..., :T] if save else None)
 
 
 def _backward(arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out):
@@ -184,8 +181,7 @@ def _backward_span(mask: Mask, options: Options, q, k, v, d_out, vectors, q_ids,
   outputs: list[Any] = [((B, K, R, G, length, D), d_q_dtype, (R, G, length, D), lambda b, kv, j, r, step, *scalars: (b, kv, 0, 0, 0, 0))]
   outputs += [((B, K, M, kv_length, D), dtype, (M, keys, D), stays_keys), ((B, K, kv_length, V), dtype, (keys, V), stays)]
   d_q, d_k, d_v = _call(
-    options.chosen, functools.partial(_backward_kernel, schedule, options.scale), f"diff_attention_backward_{schedule.variant}",
-    direction="backward", schedule=schedule,
+    options.chosen, functools.partial(_backward_kernel, schedule, options.scale), "backward", "", schedule,
     grid=(B, K, schedule.kv_blocks, R, schedule.steps), parallel=2, scalars=scalars, inputs=inputs, outputs=outputs,
     scratch=[*[_vmem(R, G, length, D)] * (d_q_dtype != jnp.float32), _vmem(M, keys, D), _vmem(keys, V), *_column(schedule, keys)],
     like=k, calls=B * K * R,
@@ -193,39 +189,23 @@ def _backward_span(mask: Mask, options: Options, q, k, v, d_out, vectors, q_ids,
   return d_q[:, :, :, :, :T], d_k[:, :, :, :S], d_v[:, :, :S]
 
 
-def in_range(q: Float[Array, "B H G T D"], k: Float[Array, "B K M S D"], v: Float[Array, "B K S V"], scale: float) -> Bool[Array, ""]:
-  """Whether the quick forward kernel loses nothing: float32 holds 2 to the power of every logit, and sums of values weighted so.
+def in_range(lse: Float[Array, "B H G T"], v: Float[Array, "B S K V"]) -> Bool[Array, ""]:
+  """Whether the quick forward kernel lost nothing, by the log-sum-exps (base 2) that it found: then they and its output are right.
 
-  By Cauchy and Schwarz a logit is at most |q||k|·scale·log₂e. Up to `_REACH`, a row's largest weight is at least 2^−80: weights that
-  underflow, below 2^−126, are less than 2^−46 of it. Sums of S weighted values stay below 2^124.
+  A log-sum-exp of at most 80 bounds sums of weighted values by 2^120. If it is at least −60, weights that underflowed, below 2^−126, are
+  less than 2^−46 of the sum of up to 2^20. A row that saw no key, or lost all weights, is out of range; so is what is not finite.
   """
-  norms = lambda x: jnp.sqrt(jnp.max(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1), axis=-1))  # [B, heads, maps]
-  groups = norms(q).reshape(q.shape[0], k.shape[1], -1, q.shape[2])
-  reach = jnp.max(groups * norms(k)[:, :, None]) * (abs(scale) * LOG2E)
   largest = jnp.max(jnp.abs(v)).astype(jnp.float32)
-  # What is not finite is not in range: comparisons with NaN are false.
-  return (reach <= _REACH) & (largest * v.shape[2] <= 2.0**44) & ((largest >= 2.0**-20) | (largest == 0))
+  held = jnp.all((lse >= -60) & (lse <= 80))  # comparisons with NaN are false
+  return held & (largest <= 2.0**40) & ((largest >= 2.0**-20) | (largest == 0)) & (v.shape[1] <= 1 << 20)
 
 
 def _call(
-  chosen: _Chosen,
-  function,
-  name: str,
-  *,
-  direction: str,
-  schedule: Schedule,
-  grid,
-  parallel: int,
-  scalars,
-  inputs,
-  outputs,
-  scratch,
-  like,
-  calls: int,
+  chosen, function, direction: str, suffix: str, schedule: Schedule, *, grid, parallel, scalars, inputs, outputs, scratch, like, calls
 ):
   """`pallas_call` on (array, block, index map) and (shape, dtype, block, index map); a block's leading axes are squeezed away.
 
-  calls counts the maps' rows of tiles that are walked: the query heads of the batch.
+  calls counts the query heads of the batch, for each of which the schedule is walked once.
   """
   spec = lambda ndim, block, index: pl.BlockSpec((None,) * (ndim - len(block)) + block, index)
   varying = jax.typeof(like).manual_axis_type
@@ -254,7 +234,7 @@ def _call(
     ),
     cost_estimate=pl.CostEstimate(flops=flops * pairs, transcendentals=G * pairs, bytes_accessed=traffic),
     interpret=chosen.interpret,
-    name=name,
+    name=f"diff_attention_{direction}_{schedule.variant}{suffix}",
   )(*scalars, *(x for x, _, _ in inputs))
 
 
@@ -300,7 +280,7 @@ def _forward_kernel(schedule: Schedule, options: Options, online: bool, *refs) -
   ids: Any = (next(take), next(take)) if schedule.mask.segments else None
   out = next(take)
   out2: Any = next(take) if G == 2 and save else None
-  lse: Any = next(take) if save else None
+  lse: Any = next(take)
   peak: Any = next(take) if online else None  # [G, rows, 128]
   total, acc, *column = take  # [G, rows, 128] and [G, rows, V]; a row's total is spread over the lanes until the end
   b, i, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
@@ -330,6 +310,9 @@ def _forward_kernel(schedule: Schedule, options: Options, online: bool, *refs) -
       sums, products = sums * shrink, products * repeat(shrink, acc.shape[2])
       peak[:, rows, :] = after.reshape(G, n, LANES)
     weights = jnp.exp2(logits)
+    if not online:
+      # What is summed up is what V is weighted by. Else a row's largest weight, which is 1 in the online kernel, would be rounded.
+      weights = weights.astype(v.dtype).astype(jnp.float32)
     parts = [weights[:, lane : lane + LANES] for lane in range(0, weights.shape[1], LANES)]
     total[:, rows, :] = (sums + functools.reduce(jnp.add, parts)).reshape(G, n, LANES)
     acc[:, rows, :] = (products + dot(weights, v[keys, :], (1, 0))).reshape(G, n, -1)
@@ -346,9 +329,8 @@ def _forward_kernel(schedule: Schedule, options: Options, online: bool, *refs) -
         # The row saw no key. In the online kernel, whatever was added up then counts for nothing.
         empty = peak[g, rows, :] <= HIDDEN / 2 if online else jnp.broadcast_to(sums == 0, (LANES, LANES))
         outs.append(acc[g, rows, :] * repeat(jnp.where(empty, 0.0, 1.0 / sums), acc.shape[2]))
-        if save:
-          # An empty row's log-sum-exp makes its weights zero in the backward pass.
-          lse[g : g + 1, rows] = as_row(jnp.where(empty, -HIDDEN, jnp.log2(sums) + (peak[g, rows, :] if online else 0.0)))
+        # An empty row's log-sum-exp makes its weights zero in the backward pass.
+        lse[g : g + 1, rows] = as_row(jnp.where(empty, -HIDDEN, jnp.log2(sums) + (peak[g, rows, :] if online else 0.0)))
       if G == 1:
         out[rows, :] = outs[0].astype(out.dtype)
       else:

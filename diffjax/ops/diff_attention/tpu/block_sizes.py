@@ -11,6 +11,7 @@ import contextvars
 import dataclasses
 import functools
 import json
+import logging
 import math
 import pathlib
 import re
@@ -23,7 +24,7 @@ TABLE = pathlib.Path(__file__).with_name("block_sizes.json")
 _LANES = 128  # of a vector register: blocks are multiples of it
 # What a kernel may use of each chip's vector memory, oldest chip first; the compiler needs the rest.
 _VMEM_BYTES = {"v4": 16 << 20, "v5e": 100 << 20, "v5p": 60 << 20, "v6e": 100 << 20, "7x": 60 << 20}
-_SPAN = 4096  # of what passes, at most so much is loaded together: steps of the grid cost, and so does waiting for the first ones
+SPAN = 4096  # of what passes, at most so much is loaded together: steps of the grid cost, and so does waiting for the first ones
 GENERATIONS = tuple(_VMEM_BYTES)
 
 
@@ -99,7 +100,7 @@ def choose(generation: str, direction: str, q_length: int, kv_length: int, D: in
     q, q_inner = _fit(q_length, min(wanted.q, most), min(wanted.q_inner, most))
     kv, kv_inner = _fit(kv_length, min(wanted.kv, most), min(wanted.kv_inner, most))
     passes, length = (kv, kv_length) if direction == "forward" else (q, q_length)
-    for span in range(max(1, min(_SPAN, length + passes - 1) // passes), 0, -1):
+    for span in range(max(1, min(SPAN, length + passes - 1) // passes), 0, -1):
       blocks = Blocks(q, kv, q_inner, kv_inner, resident=0, span=span)
       free = limit - footprint(direction, blocks, D, V, G, itemsize)
       enough = free >= 0
@@ -181,6 +182,8 @@ def _nearest(generation: str, direction: str, length: int, D: int, V: int, G: in
   listed = [name for name in GENERATIONS if any(entry["generation"] == name for entry in entries)]
   older = [name for name in listed if GENERATIONS.index(name) <= GENERATIONS.index(known(generation))]
   chip = older[-1] if older else listed[0]
+  if chip != generation:
+    _tell(generation, chip)
 
   def distance(entry) -> float:
     apart = lambda name, value: abs(math.log2(value / entry[name]))
@@ -188,6 +191,13 @@ def _nearest(generation: str, direction: str, length: int, D: int, V: int, G: in
 
   entry = min((entry for entry in entries if entry["generation"] == chip), key=distance)
   return Blocks(*entry["blocks"])
+
+
+@functools.cache
+def _tell(generation: str, chip: str) -> None:
+  """Says, once, that a chip has no block sizes of its own."""
+  text = "block sizes for %s are those found for %s; on such a chip, python -m benchmarks.tpu --search finds its own in minutes"
+  logging.getLogger(__name__).info(text, generation, chip)
 
 
 @functools.cache

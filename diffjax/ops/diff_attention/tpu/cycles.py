@@ -11,12 +11,11 @@ TABLE = pathlib.Path(__file__).with_suffix(".json")
 
 # Generations without estimates of their own whose core has the same matrix units as another one's; a kernel is shared out over its cores.
 _SAME_CORE = {"v4": "v5e", "v5p": "v5e"}
-_KEY = re.compile(r"(\S+) D (\d+) V (\d+) G (\d+) M (\d+) T (\d+) (\w+);")
-MASKS = ("causal", "full", "packed4")  # the last: causal, and a row is four documents of equal length
+_KEY = re.compile(r"(\S+) D (\d+) V (\d+) G (\d+) M (\d+) T (\d+) causal;")
 
 
-def cycles(generation: str, direction: str, length: int, D: int, V: int, G: int, M: int, mask: str = "causal") -> float | None:
-  """Cycles of one query head's row on one core, for a mask that is known when the kernel is compiled.
+def cycles(generation: str, direction: str, length: int, D: int, V: int, G: int, M: int) -> float | None:
+  """Cycles of one query head's row on one core, causal, without segments: a mask that is data costs more, and has no estimate.
 
   Widths that are no multiple of 128 and were not estimated take what the next one takes. Lengths that were not estimated are computed from
   two that were, one twice the other: a·n + b·n².
@@ -29,21 +28,13 @@ def cycles(generation: str, direction: str, length: int, D: int, V: int, G: int,
     V: width of values.
     G: maps of a query head.
     M: maps of a key head.
-    mask: of MASKS.
 
   Returns:
     The cycles, or None if nothing was estimated for this shape.
-
-  Raises:
-    ValueError: no such mask.
   """
-  if mask not in MASKS:
-    raise ValueError(f"mask must be one of {', '.join(MASKS)}, got {mask!r}")
   core = _SAME_CORE.get(generation, generation)
   shapes = [(core, D, V, G, M), (core, -(-D // 128) * 128, -(-V // 128) * 128, G, M)]
-  found = (
-    {T: cost for (*of, T, how, way), cost in _table().items() if (tuple(of), how, way) == (shape, mask, direction)} for shape in shapes
-  )
+  found = ({T: cost for (*of, T, way), cost in _table().items() if (tuple(of), way) == (shape, direction)} for shape in shapes)
   known = next(filter(None, found), {})
   if length in known:
     return float(known[length])
@@ -57,12 +48,12 @@ def cycles(generation: str, direction: str, length: int, D: int, V: int, G: int,
 
 @functools.cache
 def _table() -> dict[tuple, int]:
-  """Cycles by generation, D, V, G, M, T, mask and direction; of several choices of blocks the best. Other libraries' do not count."""
+  """Cycles by generation, D, V, G, M, T and direction; of several choices of blocks the best. Other libraries' do not count."""
   found: dict[tuple, int] = {}
   for kind, entries in json.loads(TABLE.read_text(encoding="utf-8")).items():
     for key, costs in entries.items():
       if re.match(r"estimated cycles.*, kernels \w+$", kind) and (match := _KEY.match(key)):
         for direction, cost in costs.items():
-          place = (match[1], *map(int, match.groups()[1:-1]), match[7], direction)
+          place = (match[1], *map(int, match.groups()[1:]), direction)
           found[place] = min(cost, found.get(place, cost))
   return found
