@@ -108,7 +108,8 @@ def choose(generation: str, direction: str, q_length: int, kv_length: int, D: in
         row = (4 + 2 * itemsize) * G * _lanes(D)  # summed in float32, and stored twice over
         blocks = dataclasses.replace(blocks, resident=free // row // q * q)
         # Each call reads all keys and values and writes their gradients: few rows a call would make that the kernel's work.
-        enough = blocks.resident >= min(-(-q_length // q) * q, 4 * q)
+        # Nor are rows that are loaded together worth a further call.
+        enough = blocks.resident >= min(-(-q_length // q) * q, 4 * q if span == 1 else q_length)
       if enough or (most == _LANES and span == 1):
         return blocks
     most //= 2
