@@ -12,23 +12,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diffjax.evals.methods.inside import Attended, measure, over_queries
 from diffjax.evals.methods.validation_rows import validation_rows
-from diffjax.ops.diff_attention import diff_attention
-from diffjax.ops.diff_attention.mask import Mask, positions
+from diffjax.ops.diff_attention.mask import apply
+from diffjax.ops.diff_attention.reference import attention_logits
 from diffjax.ops.diff_attention.tiles import LOG2E
 from diffjax.ops.diff_attention.tpu.attention import in_range
 from diffjax.training import trained
 
 
-def log_sum_exps(q, k, causal: bool, window: int | None, q_ids, kv_ids):
-  """The log-sum-exps (base 2) of the maps' rows, [B, H, G, T]."""
-  (B, T, H, G, D), (S, K, M) = q.shape, k.shape[1:4]
-  queries = q.reshape(B, T, K, H // K, M, G // M, D).astype(jnp.float32)
-  logits = jnp.einsum("btkrmgd,bskmd->bkrmgts", queries, k.astype(jnp.float32), precision="highest").reshape(B, H, G, T, S) * D**-0.5
-  visible = Mask(T, S, causal, window, segments=q_ids is not None).between(positions(T, 0), positions(S, 0), q_ids, kv_ids)
-  if visible is not None:
-    logits = jnp.where(visible[:, None, None], logits, -jnp.inf)
-  return jax.nn.logsumexp(logits, axis=-1) * LOG2E
+def extremes(attended: Attended) -> tuple[jax.Array, jax.Array]:
+  """The least and the largest log-sum-exp (base 2) of a layer's maps, padding left out."""
+
+  def step(found, block: Attended, seen, first):
+    del first
+    lse = jax.nn.logsumexp(apply(seen[:, None, None], attention_logits(block.q, block.k)), axis=-1) * LOG2E
+    some = jnp.any(seen, axis=-1)[:, None, None]
+    return jnp.minimum(found[0], jnp.min(jnp.where(some, lse, jnp.inf))), jnp.maximum(found[1], jnp.max(jnp.where(some, lse, -jnp.inf)))
+
+  return over_queries(step, (jnp.inf, -jnp.inf), attended)
 
 
 def main() -> None:
@@ -38,21 +40,15 @@ def main() -> None:
   parser.add_argument("--batch_size", type=int, default=16)
   flags = parser.parse_args()
   loaded = trained.load(flags.workdir)
+
+  def layer(attended: Attended) -> tuple[jax.Array, ...]:
+    least, most = extremes(attended)
+    return in_range(jnp.stack([least, most]), attended.v), least, most
+
+  read = jax.jit(lambda batch: measure(loaded.model, loaded.params, batch, attention=layer)["attention"])
   batches = validation_rows("quick_kernel", loaded, flags.rows, batch_size=flags.batch_size)
-  calls: list[tuple[bool, float, float]] = []
-
-  def attend(q, k, v, lam, *, q_segment_ids, kv_segment_ids, causal, window):
-    lse = log_sum_exps(q, k, causal, window, q_segment_ids, kv_segment_ids)
-    jax.debug.callback(lambda *call: calls.append(call), in_range(lse, jnp.swapaxes(v, 1, 2)), jnp.min(lse), jnp.max(lse))
-    return diff_attention(q, k, v, lam, q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, causal=causal, window=window)
-
-  model = loaded.model.clone(attention_fn=attend)
-  read = jax.jit(lambda batch: model.apply({"params": loaded.params}, batch["tokens"], batch["segment_ids"], batch["positions"]))
-  for batch in batches:
-    jax.block_until_ready(read({name: jnp.asarray(batch[name]) for name in ("tokens", "segment_ids", "positions")}))
-  jax.effects_barrier()
-  quick, least, most = (np.asarray(column) for column in zip(*calls, strict=True))
-  print(f"{loaded.name}: {np.sum(quick)} of {len(calls)} calls take the quick kernel ({np.mean(quick):.1%}); log-sum-exps, base 2, from")
+  quick, least, most = (np.concatenate(column) for column in zip(*(jax.device_get(read(batch)) for batch in batches), strict=True))
+  print(f"{loaded.name}: {np.sum(quick)} of {len(quick)} calls take the quick kernel ({np.mean(quick):.1%}); log-sum-exps, base 2, from")
   print(f"  {np.min(least):.1f} to {np.max(most):.1f}; it takes −60 to 80")
 
 

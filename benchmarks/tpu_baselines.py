@@ -31,12 +31,10 @@ TWO_KERNELS = {"forward": ("splash_mha_fwd",), "backward": ("splash_mha_dkv", "s
 PEAK = {"v5e": 131_072, "v6e": 524_288}  # FLOPs a cycle
 # Queries and keys of a tile, and keys that are computed at once. What was best of 14 tried in tiles of 512, 1024 and 2048, and next to it.
 TILES = ((1024, 1024, 1024), (1024, 2048, 512), (2048, 2048, 1024))
-ESTIMATED = (
-  2048  # the longest T that is estimated; a longer one has as many times the tiles, which favours a library whose dQ has more parts
-)
-COMPILER_OPTIONS = {
-  "xla_tpu_scoped_vmem_limit_kib": str(100 << 10)
-}  # the libraries leave the compiler's limit, which is a sixth of what ours ask for
+# The longest T that is estimated; a longer one has as many times the tiles, which favours a library whose dQ has more parts.
+ESTIMATED = 2048
+# The libraries leave the compiler's limit on vector memory, which is a sixth of what they may have.
+COMPILER_OPTIONS = {"xla_tpu_scoped_vmem_limit_kib": str(100 << 10)}
 
 
 @dataclasses.dataclass(frozen=True)

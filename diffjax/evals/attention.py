@@ -130,7 +130,7 @@ def last_query(model: Decoder, params: Any, tokens: Any) -> Float[Array, "B S"]:
   """
 
   def of_layer(attended: inside.Attended) -> Float[Array, "B S"]:
-    q, k, lam, _, window = attended
+    q, k, _, lam, _, window = attended
     last = attention_weights(q[:, -1:], k, None if lam is None else lam[:, -1:], q_offset=q.shape[1] - 1, window=window)
     return jnp.mean(last[:, :, 0], axis=1)
 

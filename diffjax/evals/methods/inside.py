@@ -26,6 +26,7 @@ class Attended(NamedTuple):
   Attributes:
     q: Queries after RoPE.
     k: Keys after RoPE.
+    v: Values.
     lam: λ per token and head; None with one map.
     segment_ids: The tokens' segments; None for one segment a row.
     window: The number of keys that a query sees, itself included; None for all up to itself.
@@ -33,6 +34,7 @@ class Attended(NamedTuple):
 
   q: Float[Array, "B T H G D"]
   k: Float[Array, "B S K M D"]
+  v: Float[Array, "B S K V"]
   lam: Float[Array, "B T H"] | None
   segment_ids: Int[Array, "B T"] | None
   window: int | None = None
@@ -74,7 +76,7 @@ def measure(
     if attention is not None:
       assert layer is not None  # since only layers call attention
       every = None if lam is None else jnp.broadcast_to(jnp.asarray(lam, jnp.float32), q.shape[:3])
-      layer.sow(_COLLECTION, _NAME, attention(Attended(q, k, every, options["q_segment_ids"], options["window"])))
+      layer.sow(_COLLECTION, _NAME, attention(Attended(q, k, v, every, options["q_segment_ids"], options["window"])))
     return model.attention_fn(q, k, v, lam, **options)
 
   with nn.intercept_methods(intercept):
@@ -105,7 +107,7 @@ def over_queries(
   Returns:
     The result of the last call.
   """
-  q, k, lam, segment_ids, window = attended
+  q, k, v, lam, segment_ids, window = attended
   length = q.shape[1]
   size = min(block, length)
   blocks = -(-length // size)
@@ -122,6 +124,6 @@ def over_queries(
     q, lam, ids = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, size, axis=1), padded)
     seen = Mask(size, k.shape[1], window=window).between(positions(size, first), positions(k.shape[1], 0), ids, segment_ids)
     assert seen is not None  # since it is causal
-    return step(carry, Attended(q, k, lam, ids, window), seen & (ids > 0)[:, :, None], first)
+    return step(carry, Attended(q, k, v, lam, ids, window), seen & (ids > 0)[:, :, None], first)
 
   return jax.lax.fori_loop(0, blocks, body, start)

@@ -87,21 +87,9 @@ def diff_attention(
 
 
 def _attend(
-  q,
-  k,
-  v,
-  lam,
-  q_ids,
-  kv_ids,
-  q_offset,
-  *,
-  causal: bool,
-  window: int | None,
-  scale: float,
-  implementation: str,
-  tokens: Tokens | None = None,
+  q, k, v, lam, q_ids, kv_ids, q_offset, *, causal: bool, window: int | None, scale: float, implementation: str, tokens=None
 ) -> jax.Array:
-  """The operation on one device's arrays; with `tokens`, on its part of rows that several devices share."""
+  """The operation on one device's arrays; with `tokens` (Tokens), on its part of rows that several devices share."""
   static = isinstance(q_offset, int)
   mask = Mask(q.shape[1], k.shape[1], causal, window, q_offset if static else PER_ROW, segments=q_ids is not None)
   if implementation == "auto":

@@ -59,7 +59,7 @@ def test_it_measures_under_remat_and_leaves_the_model_as_it_was(make_trained):
 def test_blocks_of_queries_give_the_whole_map(length, block, window):
   keys = jax.random.split(jax.random.key(0), 3)
   q, k = jax.random.normal(keys[0], (2, length, 4, 2, 8)), jax.random.normal(keys[1], (2, length, 2, 2, 8))
-  lam = jax.random.uniform(keys[2], (2, length, 4))
+  v, lam = jnp.zeros((2, length, 2, 16)), jax.random.uniform(keys[2], (2, length, 4))
   ids = jnp.asarray(np.repeat([[1, 2, 0]], [length // 2, length - length // 2 - 2, 2], axis=1).repeat(2, axis=0))
   whole = attention_weights(q, k, lam, q_segment_ids=ids, kv_segment_ids=ids, window=window)
 
@@ -68,7 +68,7 @@ def test_blocks_of_queries_give_the_whole_map(length, block, window):
     weights = attention_weights(block.q, block.k, block.lam, **options)
     return total[0] + jnp.sum(jnp.where(seen[:, None], weights, 0) ** 2, axis=(2, 3)), total[1] + jnp.sum(seen)
 
-  squares, count = inside.over_queries(step, (jnp.zeros((2, 4)), 0), inside.Attended(q, k, lam, ids, window), block=block)
+  squares, count = inside.over_queries(step, (jnp.zeros((2, 4)), 0), inside.Attended(q, k, v, lam, ids, window), block=block)
   np.testing.assert_allclose(squares, jnp.sum(whole[:, :, : length - 2] ** 2, axis=(2, 3)), rtol=1e-5)
   parts = length // 2, length - length // 2 - 2
   assert count == 2 * sum(min(n, window or n) for part in parts for n in range(1, part + 1))  # padding sees nothing

@@ -1,6 +1,6 @@
 """Differential attention on TPU as fused Pallas kernels: one pass forward, one pass backward.
 
-Forward, a block of queries stays while blocks of keys pass: both maps' softmax run online, and V is loaded once for both. Backward, a block
+Forward, a block of queries stays while blocks of keys pass, and V is loaded once for both maps. Backward, a block
 of keys stays while the query heads that share it pass: dP is computed once for both maps, dV meets their weighted sum, and dQ of a whole
 head is accumulated where it stays in VMEM. Per query, key and head, in multiply-adds of d (paper §1): 6 and 10 for V1, 4 and 8 for V2.
 
@@ -210,15 +210,18 @@ def _call(
   spec = lambda ndim, block, index: pl.BlockSpec((None,) * (ndim - len(block)) + block, index)
   varying = jax.typeof(like).manual_axis_type
   size = lambda shape, dtype: math.prod(shape) * jnp.dtype(dtype).itemsize
-  tiles = calls * schedule.tiles()
+  tiles, spans = (calls * count for count in schedule.tiles())
   G, (D, V) = schedule.num_maps, (inputs[0][1][-1], inputs[2][1][-1])
   vmem_bytes = block_sizes.requested_bytes(chosen.generation, direction, schedule.blocks, D, V, G, like.dtype)
   pairs = tiles * schedule.blocks.q * schedule.blocks.kv
   flops = 2 * G * (D + V) if direction == "forward" else 2 * (3 * G * D + 2 * V)
-  # Blocks that stay are read once, those that pass once a tile.
+  # What stays is read once; what passes, too, where it is one span of one head, and else once for each block that stays.
   passing = (1, 2) if direction == "forward" else (0, 3, 4)
-  traffic = sum(tiles * size(block, x.dtype) if n in passing else size(x.shape, x.dtype) for n, (x, block, _) in enumerate(inputs))
-  traffic += sum(size(shape, dtype) for shape, dtype, _, _ in outputs)
+  again = schedule.steps > 1 or (direction == "backward" and grid[3] > 1)
+  traffic = sum(size(shape, dtype) for shape, dtype, _, _ in outputs)
+  traffic += sum(
+    spans * size(block, x.dtype) if again and n in passing else size(x.shape, x.dtype) for n, (x, block, _) in enumerate(inputs)
+  )
   return pl.pallas_call(
     function,
     grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -46,12 +46,14 @@ class Schedule:
   def num_scalars(self) -> int:
     return 3 * (self.mask.offset == PER_ROW or self.mask.segments) + 4 * self.mask.segments
 
-  def tiles(self) -> int:
-    """Tiles that positions alone do not hide."""
+  def tiles(self) -> tuple[int, int]:
+    """Tiles that positions alone do not hide, and spans that hold any, which are loaded for each block that stays."""
     blocks, offset = self.blocks, 0 if self.mask.offset == PER_ROW else self.mask.offset
     p0, k0 = offset + blocks.q * np.arange(self.q_blocks)[:, None], blocks.kv * np.arange(self.kv_blocks)
     tiles = np.broadcast_to(self.mask.some(p0, p0 + blocks.q - 1, k0, k0 + blocks.kv - 1), (self.q_blocks, self.kv_blocks))
-    return int(np.sum(tiles))
+    passing = tiles if self.keys_pass else tiles.T
+    spans = np.add.reduceat(passing, np.arange(0, passing.shape[1], self.span), axis=1) > 0
+    return int(np.sum(tiles)), int(np.sum(spans))
 
   def passing(self, scalars, b: Scalar, stays: Scalar) -> tuple[Scalar, Scalar]:
     """First and last block that pass by block `stays`; none if the last lies before the first."""
