@@ -20,8 +20,9 @@ cut tiles are estimated apart, where nothing is conditional, and added up, for a
 compiler's estimate has no meaning for a library, and little for a comparison of ours (see composed_cost): compare full masks and these.
 
 The search tries tiles and sub-tiles for each direction, those next to the table's first, and all shapes' first candidates before any
-second. It writes what it finds at once, and stops after --minutes. On a TPU it fills the table of the chip that it finds. Elsewhere, for
-v5p and v7x, it tries sub-tiles alone, in one step of a full mask: of that alone their estimate is whole.
+second: for whole tiles under a full mask, for tiles that are cut in a causal row of one tile. It writes what it finds at once, and stops
+after --minutes. On a TPU it fills the table of the chip that it finds. Elsewhere, for v5p and v7x, it tries sub-tiles alone, in one step:
+of that alone their estimate is whole.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _Cost = tuple[float, str] | None  # of one call, with "~" where it is computed a
 FUSED, WIDE, PLAIN = (128, 256, 2, 2), (128, 256, 1, 1), (128, 128, 1, 1)
 SEARCHED = (FUSED, PLAIN, WIDE, (64, 128, 2, 2), (96, 192, 2, 2), (128, 128, 2, 1), (256, 256, 1, 1))
 # Tile, and a sub-tile's queries and keys. One compilation tries them in both directions, and each takes what is best for it.
-CANDIDATES = tuple(itertools.product((1024, 2048, 512), (256, 512, 128), (256, 512, 1024)))
+CANDIDATES = tuple(itertools.product((1024, 2048, 512), (256, 512, 1024, 128), (256, 512, 1024)))
 # Chips of which the estimate is whole for one step alone: how long that is.
 ONE_STEP = {"v5p": 1024, "7x": 1024}
 
@@ -93,8 +94,9 @@ def composed_cost(case: Case, flags) -> dict[str, tuple[float, str]]:
 def _alike(case: Case, direction: str, length: int, causal: bool, flags) -> float | None:
   """The cost of the case with another length and mask, but with its blocks."""
   blocks, other = blocks_of(case, direction), dataclasses.replace(case, length=length, causal=causal)
-  if dataclasses.astuple(blocks_of(other, direction))[:4] != dataclasses.astuple(blocks)[:4]:
-    other = dataclasses.replace(other, blocks=(blocks.q, blocks.q_inner, blocks.kv_inner))
+  same = lambda b: (b.q, b.kv, b.subtile(whole=False), b.subtile(whole=True))
+  if same(blocks_of(other, direction)) != same(blocks):
+    other = dataclasses.replace(other, blocks=(blocks.q, *blocks.subtile(whole=False), *blocks.subtile(whole=True)))
   return cost(other, flags.timeout).get(direction)
 
 
@@ -175,7 +177,11 @@ def candidates(generation: str, D: int, V: int, G: int, length: int) -> list[tup
   known = [block_sizes.choose(generation, way, length, length, D, V, G, "bfloat16") for way in DIRECTIONS]
 
   def far(blocks: tuple[int, int, int]) -> float:
-    return min(sum(abs(math.log2(a / b)) for a, b in zip(blocks, (x.q, x.q_inner, x.kv_inner), strict=True)) for x in known)
+    return min(
+      sum(abs(math.log2(a / b)) for a, b in zip(blocks, (x.q, *x.subtile(whole=whole)), strict=True))
+      for x in known
+      for whole in (True, False)
+    )
 
   def fits(blocks: tuple[int, int, int]) -> bool:
     tile, q, kv = blocks
@@ -198,28 +204,39 @@ def search(generations: list[str], flags, clock: Callable[[], float] = time.mono
     for chip, shape in shapes
   }
   turns = [(chip, shape, lists[chip, shape][n]) for n in range(len(CANDIDATES)) for chip, shape in shapes if n < len(lists[chip, shape])]
-  found: dict[tuple, tuple[float, tuple[int, int, int]]] = {}
+  found: dict[tuple, dict[int, tuple[float, tuple[int, int]]]] = {}  # cost and best sub-tile, by tile
   for n, (chip, shape, blocks) in enumerate(turns):
     spent = (clock() - start) / 60
     if spent >= flags.minutes:
       print(f"{flags.minutes:g} minutes are over: {n} of {len(turns)} candidates were tried", flush=True)
       return
     print(f"{n} of {len(turns)} candidates tried, {flags.minutes - spent:.1f} minutes left", file=sys.stderr, flush=True)
-    for way, value in cost(Case(chip, *shape, lengths[chip], chip not in estimated, blocks), flags.timeout).items():
-      if (value, blocks) < found.get((chip, shape, way), (math.inf, blocks)):
-        found[chip, shape, way] = value, blocks
-        _enter(chip, way, shape, lengths[chip], blocks)
-        print(
-          f"{chip} {way} D {shape[0]} V {shape[1]} G {shape[2]}: sub-tiles of {blocks[1]}×{blocks[2]} in tiles of {blocks[0]}", flush=True
-        )
+    tile, *subtile = blocks
+    for causal in (False, True):
+      if causal and max(subtile) == tile:
+        continue  # it would skip nothing
+      case = Case(chip, *shape, tile if causal else lengths[chip], causal, (tile, *subtile, *subtile))
+      for way, value in cost(case, flags.timeout).items():
+        best = found.setdefault((chip, shape, way, causal), {})
+        if (value, tuple(subtile)) < best.get(tile, (math.inf, ())):
+          best[tile] = value, tuple(subtile)
+          _enter_best(chip, way, shape, lengths[chip], found)
 
 
-def _enter(generation: str, direction: str, shape: tuple[int, ...], length: int, blocks: tuple[int, int, int]) -> None:
-  """Writes an entry of the table of block sizes."""
-  tile, *parts = blocks
+def _enter_best(generation: str, direction: str, shape: tuple[int, ...], length: int, found) -> None:
+  """Writes the tile that is best under a full mask, and its best sub-tiles, once both kinds of them are known."""
+  whole, cut = (found.get((generation, shape, direction, causal), {}) for causal in (False, True))
+  tiles = [(value, tile) for tile, (value, _) in whole.items() if tile in cut]
+  if not tiles:
+    return
+  _, tile = min(tiles)
+  blocks = {"blocks": [tile, tile, *cut[tile][1]], "whole": list(whole[tile][1])}
   entry = {"generation": generation, "direction": direction, **dict(zip("DVG", shape, strict=False)), "length": length}
+  if (entry | blocks) in block_sizes.table():
+    return
+  print(" ".join(f"{name} {value}" for name, value in (entry | blocks).items()), flush=True)
   others = [x for x in block_sizes.table() if {name: x[name] for name in entry} != entry]
-  entries = sorted([*others, entry | {"blocks": [tile, tile, *parts]}], key=_order)
+  entries = sorted([*others, entry | blocks], key=_order)
   block_sizes.TABLE.write_text("[\n" + ",\n".join(map(json.dumps, entries)) + "\n]\n", encoding="utf-8")
   block_sizes.table.cache_clear()
 

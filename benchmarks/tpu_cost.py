@@ -41,7 +41,8 @@ class Case:
   M: int
   length: int
   causal: bool
-  blocks: tuple[int, int, int] | None = None  # tile, and a sub-tile's queries and keys, instead of the table's
+  # Instead of the table's: tile, and the queries and keys of a sub-tile where the mask cuts it and where it is whole.
+  blocks: tuple[int, int, int, int, int] | None = None
 
 
 def attention(case: Case | Splash, heads: int):
@@ -129,7 +130,8 @@ def seconds(case: Case | Splash, repetitions: int = 20) -> dict[str, float]:
 
 def cost(case: Case, timeout: float) -> dict[str, float]:
   """Cycles or seconds by direction: found before for the same kernels, or now and written down."""
-  blocks = "; ".join(f"{name} {b.q_inner}×{b.kv_inner} of {b.q}×{b.kv}" for name in DIRECTIONS for b in [blocks_of(case, name)])
+  sizes = lambda b: "{}×{} and {}×{} of {}×{}".format(*b.subtile(whole=False), *b.subtile(whole=True), b.q, b.kv)
+  blocks = "; ".join(f"{direction} {sizes(blocks_of(case, direction))}" for direction in DIRECTIONS)
   mask = "causal" if case.causal else "full"
   key = f"{case.generation} D {case.D} V {case.V} G {case.G} M {case.M} T {case.length} {mask}; {blocks}"
   return _remembered(f"{_what()}, {_kernels()}", key, lambda: _measured(case, timeout))
@@ -186,7 +188,8 @@ def _remembered(kind: str, key: str, measure: Callable[[], dict[str, float]]) ->
 
 def blocks_of(case: Case, direction: str) -> Blocks:
   if case.blocks:
-    tile, *parts = case.blocks
-    return Blocks(tile, tile, *parts, resident=case.length, span=max(1, min(block_sizes.SPAN, case.length) // tile))
+    tile, q, kv, *whole = case.blocks
+    span = max(1, min(block_sizes.SPAN, case.length) // tile)
+    return Blocks(tile, tile, q, kv, resident=case.length, span=span, whole=(whole[0], whole[1]))
   blocks = block_sizes.choose(case.generation, direction, case.length, case.length, case.D, case.V, case.G, "bfloat16")
   return dataclasses.replace(blocks, resident=min(blocks.resident, case.length))

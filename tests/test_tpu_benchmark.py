@@ -1,6 +1,7 @@
 """benchmarks/tpu: what it reads from a profile, what it holds the fused kernels against, and a search that a budget of minutes ends."""
 
 import json
+import math
 import types
 
 import pytest
@@ -97,7 +98,7 @@ def test_our_causal_cost_is_composed_of_builds_without_conditions(monkeypatch):
     return dict.fromkeys(tpu.DIRECTIONS, 1e9 if case.causal and count > 1 else 3 + (8 if case.causal else 10) * count)
 
   monkeypatch.setattr(tpu, "cost", cost)
-  found = tpu.composed_cost(tpu.Case("v6e", *tpu.FUSED, 4096, True, (1024, 256, 256)), FLAGS)
+  found = tpu.composed_cost(tpu.Case("v6e", *tpu.FUSED, 4096, True, (1024, 256, 256, 512, 512)), FLAGS)
   assert found == dict.fromkeys(tpu.DIRECTIONS, (pytest.approx(3 + 6 * 10 + 4 * 8), "~"))
   assert set(asked) == {(1024, False), (1024, True), (2048, False)}
 
@@ -136,12 +137,22 @@ def test_a_library_that_is_not_installed_has_its_figures_still(results, monkeypa
 
 @pytest.fixture
 def search(tmp_path, monkeypatch):
-  """Runs a search on a fake chip, whose kernels take a third of a minute and least time with tiles of 2048 forward, 512 backward."""
+  """Runs a search on a fake chip, whose kernels take a third of a minute and least time with tiles of 2048 forward, 512 backward; a cut
+  tile takes least with the smallest sub-tiles, a whole one with few queries forward, few keys backward."""
   monkeypatch.setattr(block_sizes, "TABLE", tmp_path / "block_sizes.json")
   (tmp_path / "block_sizes.json").write_text(
     json.dumps(
       [
-        {"generation": "v5e", "direction": way, "D": 128, "V": 256, "G": 2, "length": 2048, "blocks": [1024, 1024, 256, 256]}
+        {
+          "generation": "v5e",
+          "direction": way,
+          "D": 128,
+          "V": 256,
+          "G": 2,
+          "length": 2048,
+          "blocks": [1024, 1024, 256, 256],
+          "whole": [256, 256],
+        }
         for way in tpu.DIRECTIONS
       ]
     )
@@ -152,7 +163,11 @@ def search(tmp_path, monkeypatch):
   def cost(case, timeout):
     tried.append(case)
     minutes[0] += 1 / 3
-    tile, q, kv = case.blocks
+    tile, q, kv, *whole = case.blocks
+    assert whole == [q, kv]
+    if case.causal:
+      assert case.length == tile, "of tiles that are cut alone"
+      return dict.fromkeys(tpu.DIRECTIONS, q * kv)
     return {"forward": 4096 / tile + q / 1000, "backward": tile / 512 + kv / 1000}
 
   def run(chip, budget):
@@ -172,24 +187,26 @@ def test_search_fills_the_table_of_the_chip_that_it_finds(search, chip, monkeypa
   assert len(tried) == len(set(tried)) and {case.blocks[0] for case in tried} == {512, 1024, 2048}
   assert {(case.D, case.V, case.G, case.M) for case in tried} == set(tpu.SEARCHED)
   for D, V, G, _ in tpu.SEARCHED:
-    fits = [case.blocks for case in tried if (case.D, case.V, case.G) == (D, V, G)]
+    of_shape = [case for case in tried if (case.D, case.V, case.G) == (D, V, G)]
     for way, of in (("forward", lambda b: 4096 / b[0] + b[1] / 1000), ("backward", lambda b: b[0] / 512 + b[2] / 1000)):
-      tile, q, kv = min(fits, key=lambda blocks: (of(blocks), blocks))
-      assert [
-        x["blocks"] for x in block_sizes.table() if (x["generation"], x["direction"], x["D"], x["V"], x["G"]) == (chip, way, D, V, G)
-      ] == [[tile, tile, q, kv]]
+      tile, *whole = min((case.blocks[:3] for case in of_shape if not case.causal), key=lambda blocks: (of(blocks), blocks))
+      cut = min((case.blocks[1:3] for case in of_shape if case.causal and case.blocks[0] == tile), key=lambda part: (math.prod(part), part))
+      entries = [x for x in block_sizes.table() if (x["generation"], x["direction"], x["D"], x["V"], x["G"]) == (chip, way, D, V, G)]
+      assert [(x["blocks"], x["whole"]) for x in entries] == [([tile, tile, *cut], whole)]
 
 
 def test_search_trusts_one_step_alone_where_the_estimate_is_whole_for_no_more(search):
   tried = search("v5p", 1000)
-  assert {(case.blocks[0], case.length, case.causal) for case in tried} == {(1024, 1024, False)}
-  assert {case.blocks[1:] for case in tried} == {(q, kv) for q in (128, 256, 512) for kv in (256, 512, 1024)}
+  assert {(case.blocks[0], case.length) for case in tried} == {(1024, 1024)}
+  sizes = {(q, kv) for q in (128, 256, 512, 1024) for kv in (256, 512, 1024)}
+  assert {case.blocks[1:3] for case in tried if not case.causal} == sizes
+  assert {case.blocks[1:3] for case in tried if case.causal} == {part for part in sizes if max(part) < 1024}
 
 
 def test_a_budget_ends_the_search(search, capsys):
   tried = search("v6e", 3)  # minutes, and a third of one for each
-  assert len(tried) == 9
+  assert len(tried) == 10
   # All shapes' nearest to the table come first.
-  assert [case.blocks for case in tried[:7]] == [(1024, 256, 256)] * 7
+  assert [case.blocks for case in tried] == [(1024, 256, 256, 256, 256)] * 10
   written = capsys.readouterr()
-  assert "3 minutes are over: 9 of" in written.out and "1 of" in written.err and "2.7 minutes left" in written.err
+  assert "3 minutes are over: 5 of" in written.out and "1 of" in written.err and "2.3 minutes left" in written.err

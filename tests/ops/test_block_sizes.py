@@ -49,6 +49,7 @@ def test_an_entry_of_the_table_is_what_its_shape_gets():
     length = max(entry["length"], *entry["blocks"])
     blocks = choose(entry["generation"], entry["direction"], length, length, entry["D"], entry["V"], entry["G"], "bfloat16")
     assert [blocks.q, blocks.kv, blocks.q_inner, blocks.kv_inner] == entry["blocks"], entry
+    assert list(blocks.subtile(whole=True)) == entry["whole"], entry
 
 
 def test_the_table_names_every_shape_once():
@@ -77,6 +78,13 @@ def test_blocks_can_be_forced():
 def test_blocks_that_cannot_work_are_named(named, sizes):
   with pytest.raises(ValueError, match=f"^{named} must be a multiple of"):
     Blocks(*sizes)
+
+
+def test_a_whole_tiles_subtiles_that_cannot_work_are_named():
+  with pytest.raises(ValueError, match=r"^whole\[1\] must be a multiple of 128, got 64"):
+    Blocks(256, 256, 128, 128, whole=(256, 64))
+  with pytest.raises(ValueError, match=r"^q must be a multiple of whole\[0\] = 384, got 256"):
+    Blocks(256, 256, 128, 128, whole=(384, 256))
 
 
 def test_a_chip_without_an_entry_says_whose_it_takes(caplog):

@@ -18,7 +18,11 @@ from diffjax.ops.diff_attention.tpu import attention, block_sizes, chip
 from diffjax.ops.diff_attention.tpu.block_sizes import Blocks
 from tests.tiers import full
 
-SQUARE, WIDE, FINE = Blocks(128, 128, 128, 128, 1024, 2), Blocks(256, 128, 128, 128, 1024, 3), Blocks(256, 256, 128, 128, 1024, 2)
+SQUARE, WIDE, FINE = (
+  Blocks(128, 128, 128, 128, 1024, 2),
+  Blocks(256, 128, 128, 128, 1024, 3),
+  Blocks(256, 256, 128, 128, 1024, 2, (128, 256)),
+)
 SPANS, SHORT_SPANS = Blocks(128, 128, 128, 128, 256), Blocks(128, 128, 128, 128, 128)  # dQ of 256 or 128 rows a call
 
 CASES = {

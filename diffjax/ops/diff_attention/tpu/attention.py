@@ -32,7 +32,7 @@ from diffjax.ops.diff_attention.tiles import HIDDEN, LOG2E, Scalar, pad, round_u
 from diffjax.ops.diff_attention.tpu import block_sizes, chip
 from diffjax.ops.diff_attention.tpu.block_sizes import Blocks
 from diffjax.ops.diff_attention.tpu.chip import LANES, as_column, as_row, dot, repeat
-from diffjax.ops.diff_attention.tpu.schedule import Schedule, make_schedule, scalars_of
+from diffjax.ops.diff_attention.tpu.schedule import Part, Schedule, make_schedule, scalars_of
 from diffjax.ops.diff_attention.vjp import Arrays, Implementation, Options, Saved
 
 _Operand = tuple[jax.Array, tuple[int, ...], Callable]  # array, block without squeezed axes, index map
@@ -277,7 +277,7 @@ def _forward_kernel(schedule: Schedule, options: Options, online: bool, *refs) -
   """Grid [B, H, query blocks, key blocks that pass]. Only an online kernel keeps and subtracts the running maximum of the logits."""
   save, factor = options.save, options.scale * LOG2E
   scalars, take = refs[: schedule.num_scalars], iter(refs[schedule.num_scalars :])
-  G, M, n = schedule.num_maps, schedule.num_key_maps, schedule.blocks.q_inner
+  G, M = schedule.num_maps, schedule.num_key_maps
   q, k, v = next(take), next(take), next(take)
   lam: Any = next(take) if G == 2 else None
   ids: Any = (next(take), next(take)) if schedule.mask.segments else None
@@ -297,13 +297,14 @@ def _forward_kernel(schedule: Schedule, options: Options, online: bool, *refs) -
     if schedule.mask.segments:
       column[0][...] = as_column(ids[0][...])
 
-  def subtile(place: Scalar, row: Scalar, key: int, mask) -> None:
-    rows, keys = _slice(row, n), _slice(place * schedule.blocks.kv + key, schedule.blocks.kv_inner)
+  def subtile(place: Scalar, its_rows: Part, its_keys: Part, mask) -> None:
+    (row, n), (key, width) = its_rows, its_keys
+    rows, keys = _slice(row, n), _slice(place * schedule.blocks.kv + key, width)
     # The maps lie one below the other, so that V, and K where they share it, is put into the matrix unit once.
     stacked = lambda x: x.reshape(-1, x.shape[-1])
     logits = jnp.concatenate([dot(stacked(q[m * G // M : (m + 1) * G // M, rows, :]), k[m, keys, :], (1, 1)) for m in range(M)]) * factor
     if mask is not None:
-      mask = mask(0, lambda: (repeat(column[0][rows, :], schedule.blocks.kv_inner), ids[1][:, keys]))
+      mask = mask(0, lambda: (repeat(column[0][rows, :], width), ids[1][:, keys]))
       logits = jnp.where(jnp.concatenate([mask] * G), logits, HIDDEN)
     sums, products = stacked(total[:, rows, :]), stacked(acc[:, rows, :])
     if online:
@@ -366,11 +367,12 @@ def _backward_kernel(schedule: Schedule, scale: float, *refs) -> None:
     if schedule.mask.segments:
       column[0][...] = as_column(ids[1][...])
 
-  def subtile(i: Scalar, place: Scalar, row: int, key: Scalar, mask) -> None:
-    rows, keys = _slice(place * schedule.blocks.q + row, schedule.blocks.q_inner), _slice(key, schedule.blocks.kv_inner)
-    whole = _slice(i * schedule.blocks.q + row, schedule.blocks.q_inner)  # the rows' place among all rows
+  def subtile(i: Scalar, place: Scalar, its_rows: Part, its_keys: Part, mask) -> None:
+    (row, n), (key, width) = its_rows, its_keys
+    rows, keys = _slice(place * schedule.blocks.q + row, n), _slice(key, width)
+    whole = _slice(i * schedule.blocks.q + row, n)  # the rows' place among all rows
     if mask is not None:
-      mask = mask(1, lambda: (ids[0][:, rows], repeat(column[0][keys, :], schedule.blocks.q_inner)))
+      mask = mask(1, lambda: (ids[0][:, rows], repeat(column[0][keys, :], n)))
     d_rows = d_out[rows, :]
     d_weights = dot(v[keys, :], d_rows, (1, 1))  # dP, shared by the maps
     d_logits: list[jax.Array] = []

@@ -39,6 +39,7 @@ class Blocks:
     kv_inner: keys of a sub-tile; divides kv.
     span: tiles of those that pass by one that stays which are loaded together.
     resident: backward, rows (over the query heads of a key head) whose dQ stays in vector memory; more go in several calls.
+    whole: queries and keys of a sub-tile in tiles of which all is seen; None for the same.
   """
 
   q: int
@@ -47,14 +48,25 @@ class Blocks:
   kv_inner: int
   resident: int = 8192
   span: int = 1
+  whole: tuple[int, int] | None = None
 
   def __post_init__(self):
-    for outer, inner in (("q", "q_inner"), ("kv", "kv_inner")):
-      size, part = getattr(self, outer), getattr(self, inner)
+    q, kv = self.subtile(whole=True)
+    for outer, inner, part in (
+      ("q", "q_inner", self.q_inner),
+      ("kv", "kv_inner", self.kv_inner),
+      ("q", "whole[0]", q),
+      ("kv", "whole[1]", kv),
+    ):
+      size = getattr(self, outer)
       if part < _LANES or part % _LANES:
         raise ValueError(f"{inner} must be a multiple of {_LANES}, got {part}")
       if size < part or size % part:
         raise ValueError(f"{outer} must be a multiple of {inner} = {part}, got {size}")
+
+  def subtile(self, *, whole: bool) -> tuple[int, int]:
+    """Queries and keys of a sub-tile, in a tile of which all is seen or in any other."""
+    return self.whole if whole and self.whole else (self.q_inner, self.kv_inner)
 
 
 _forced: contextvars.ContextVar[Mapping[str, Blocks] | None] = contextvars.ContextVar("forced", default=None)
@@ -95,13 +107,14 @@ def choose(generation: str, direction: str, q_length: int, kv_length: int, D: in
   limit = vmem_bytes(generation)
   most = 2048
   if itemsize == 4:  # a product is six passes of the matrix unit, all of them in the unrolled body
-    most, wanted = 512, dataclasses.replace(wanted, q_inner=min(wanted.q_inner, 256), kv_inner=min(wanted.kv_inner, 256))
+    most, wanted = 512, dataclasses.replace(wanted, q_inner=min(wanted.q_inner, 256), kv_inner=min(wanted.kv_inner, 256), whole=None)
   while True:
     q, q_inner = _fit(q_length, min(wanted.q, most), min(wanted.q_inner, most))
     kv, kv_inner = _fit(kv_length, min(wanted.kv, most), min(wanted.kv_inner, most))
+    whole = None if wanted.whole is None else (_part(q, wanted.whole[0]), _part(kv, wanted.whole[1]))
     passes, length = (kv, kv_length) if direction == "forward" else (q, q_length)
     for span in range(max(1, min(SPAN, length + passes - 1) // passes), 0, -1):
-      blocks = Blocks(q, kv, q_inner, kv_inner, resident=0, span=span)
+      blocks = Blocks(q, kv, q_inner, kv_inner, resident=0, span=span, whole=whole)
       free = limit - footprint(direction, blocks, D, V, G, itemsize)
       enough = free >= 0
       if direction == "backward":
@@ -150,7 +163,7 @@ def footprint(direction: str, blocks: Blocks, D: int, V: int, G: int, itemsize: 
   else:
     rows *= blocks.span
   vectors = 8 * 4 * (4 * rows + keys)  # λ, log-sum-exps, deltas and ids fill a register's eight rows
-  subtile = 4 * blocks.q_inner * blocks.kv_inner
+  subtile = 4 * max(math.prod(blocks.subtile(whole=whole)) for whole in (False, True))
   column = 4 * _LANES * (rows if direction == "forward" else keys)  # of the block that stays
   queries, values = G * rows * D, rows * V
   loaded = itemsize * (queries + keys * (G * D + V))
@@ -169,12 +182,17 @@ def _fit(length: int, block: int, inner: int) -> tuple[int, int]:
   """Block and inner block for a length: little padding, without becoming much smaller than what was wanted."""
   candidates = []
   for size in range(_LANES, max(block, _LANES) + 1, _LANES):
-    part = max(part for part in range(_LANES, max(inner, _LANES) + 1, _LANES) if size % part == 0)
+    part = _part(size, inner)
     # A sub-tile of half the size costs about a fifth more time, a block of half the size about a twentieth.
     cost = (-(-length // size) * size) * (1 + 0.2 * (inner / part - 1)) * (1 + 0.05 * (block / size - 1))
     candidates.append((cost, -size, part))
   _, size, part = min(candidates)
   return -size, part
+
+
+def _part(size: int, inner: int) -> int:
+  """The greatest size of a sub-tile, at most `inner`, that divides a tile."""
+  return max(part for part in range(_LANES, max(inner, _LANES) + 1, _LANES) if size % part == 0)
 
 
 def _nearest(generation: str, direction: str, length: int, D: int, V: int, G: int) -> Blocks:
@@ -191,7 +209,7 @@ def _nearest(generation: str, direction: str, length: int, D: int, V: int, G: in
     return 4 * (entry["G"] != G) + apart("D", D) + apart("V", V) + apart("length", length) / 4
 
   entry = min((entry for entry in entries if entry["generation"] == chip), key=distance)
-  return Blocks(*entry["blocks"])
+  return Blocks(*entry["blocks"], whole=tuple(entry["whole"]))
 
 
 @functools.cache
@@ -203,5 +221,5 @@ def _tell(generation: str, chip: str) -> None:
 
 @functools.cache
 def table() -> tuple[dict[str, Any], ...]:
-  """The entries of block_sizes.json: generation, direction, D, V, G, length, and blocks as [q, kv, q_inner, kv_inner]."""
+  """The entries of block_sizes.json: generation, direction, D, V, G, length, blocks as [q, kv, q_inner, kv_inner], and whole."""
   return tuple(json.loads(TABLE.read_text(encoding="utf-8")))

@@ -18,6 +18,8 @@ from diffjax.ops.diff_attention.mask import PER_ROW, Mask
 from diffjax.ops.diff_attention.tiles import Scalar, block_of, both, negate, pad
 from diffjax.ops.diff_attention.tpu.block_sizes import Blocks
 
+Part = tuple[Scalar, int]  # of a tile's rows or keys: where it begins in the tile, and how many they are
+
 _MAX_BODIES = 4  # bodies for tiles that the mask cuts, each compiled for one position of the cut
 
 
@@ -87,13 +89,15 @@ class Schedule:
     return offset + i * self.blocks.q
 
   def visit(self, scalars, b: Scalar, i: Scalar, j: Scalar, body: Callable) -> None:
-    """Runs body(row, key, mask) for the sub-tiles of tile (i, j) that a query may see into.
+    """Runs body(rows, keys, mask) for the sub-tiles of tile (i, j) that a query may see into.
 
-    row and key say where in the tile the sub-tile begins; mask(q_axis, ids) gives its elementwise mask, and is None where all is seen.
+    rows and keys say where in the tile the sub-tile begins, and how many they are; mask(q_axis, ids) gives its elementwise mask, and is
+    None where all is seen.
 
     Sub-tiles that stand in one run of instructions overlap, and cost half to three quarters of one under a condition of its own. A tile of
     one document is one run, of the sub-tiles that positions leave. In any other tile, the sub-tiles of a strip are one run if more than
     half of them can be seen. There is one body for all strips, for the sake of the kernel's size.
+    A tile of which all is seen has sub-tiles of a size of its own: larger ones serve the matrix unit better, smaller ones skip more.
     """
     blocks = self.blocks
     p0, k0 = self.position(scalars, b, i), j * blocks.kv
@@ -107,11 +111,16 @@ class Schedule:
 
     def run(difference: int | None) -> None:
       """A tile of one document, whose first query lies so far behind its first key; None: positions hide nothing of it."""
+      if difference is None:
+        q, kv = blocks.subtile(whole=True)
+        for row, key in itertools.product(range(0, blocks.q, q), range(0, blocks.kv, kv)):
+          body((row, q), (key, kv), None)
+        return
       for row, key in itertools.product(rows, keys):
-        corner = corners(row, key, difference, 0) if difference is not None else None
-        if corner is None or self.mask.some(*corner):
-          free = corner is None or self.mask.every(*corner)
-          body(row, key, None if free else functools.partial(self._visible, row, key, difference, 0, False))
+        corner = corners(row, key, difference, 0)
+        if self.mask.some(*corner):
+          mask = None if self.mask.every(*corner) else functools.partial(self._visible, row, key, difference, 0, False)
+          body((row, blocks.q_inner), (key, blocks.kv_inner), mask)
 
     _when(both(some, every, equal))(functools.partial(run, None))
     differences = self.mask.partial_differences(blocks.q, blocks.kv, _MAX_BODIES)
@@ -130,7 +139,7 @@ class Schedule:
           visible = both(visible, self._ids(scalars, b, i, j, (row, blocks.q_inner), (key, blocks.kv_inner))[0])
         seen.append(visible)
         mask = functools.partial(self._visible, row, key, p0 - k0, k0, self.mask.segments)
-        subtiles.append(functools.partial(body, row, key, mask))
+        subtiles.append(functools.partial(body, (row, blocks.q_inner), (key, blocks.kv_inner), mask))
       whole = 2 * sum(jnp.asarray(x).astype(jnp.int32) for x in seen) > len(seen)
 
       @pl.when(whole)
@@ -152,13 +161,13 @@ class Schedule:
     same = operator.eq(*ids()) if segments else None
     return self.mask.visible(rows - keys + (difference + row - key), keys=keys + (k0 + key), same=same)
 
-  def _ids(self, scalars, b: Scalar, i: Scalar, j: Scalar, rows: tuple[Scalar, int], keys: tuple[Scalar, int]) -> tuple[Scalar, Scalar]:
+  def _ids(self, scalars, b: Scalar, i: Scalar, j: Scalar, rows: Part, keys: Part) -> tuple[Scalar, Scalar]:
     """Two conditions on a part of a tile, whose rows and keys begin so far into it and are so many: the ranges of queries' and keys'
     segment ids overlap; all ids are equal."""
     q_low, q_high, kv_low, kv_high = scalars[3:]
     blocks = self.blocks
 
-    def bounds(low, high, block: Scalar, size: int, inner: int, part: tuple[Scalar, int]) -> tuple[Scalar, Scalar]:
+    def bounds(low, high, block: Scalar, size: int, inner: int, part: Part) -> tuple[Scalar, Scalar]:
       start = block * (size // inner) + (part[0] // inner if isinstance(part[0], int) else lax.div(part[0], inner))
       places = [start + n for n in range(part[1] // inner)]
       return functools.reduce(jnp.minimum, [low[n] for n in places]), functools.reduce(jnp.maximum, [high[n] for n in places])
