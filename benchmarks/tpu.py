@@ -259,8 +259,8 @@ def main() -> None:
   parser.add_argument("--child", help=argparse.SUPPRESS)
   flags = parser.parse_args()
   if flags.child:
-    name, fields = json.loads(flags.child)
-    compile_case({"Case": Case, "Splash": Splash}[name](**fields))
+    name, fields, backward_alone = json.loads(flags.child)
+    compile_case({"Case": Case, "Splash": Splash}[name](**fields), backward_alone)
     return
   generations = flags.generations
   if on_tpu():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -19,7 +20,7 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
-from benchmarks import tpu_baselines
+from benchmarks import tpu_baselines, tpu_runs
 from benchmarks.tpu_baselines import Splash
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.diff_attention.tpu import block_sizes, cycles
@@ -43,6 +44,8 @@ class Case:
   causal: bool
   # Instead of the table's: tile, and the queries and keys of a sub-tile where the mask cuts it and where it is whole.
   blocks: tuple[int, int, int, int, int] | None = None
+  documents: tuple[int, ...] | None = None  # lengths of the row's documents, which add up to T; None: a row without segment ids
+  run: tuple[str, int] | None = None  # for an estimate: one of the kernels' runs of instructions, taken so often, is all that is built
 
 
 def attention(case: Case | Splash, heads: int):
@@ -51,11 +54,12 @@ def attention(case: Case | Splash, heads: int):
     return tpu_baselines.operation(case), tpu_baselines.shapes(case, heads)
   struct = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct((1, case.length, heads, *shape), dtype)
   arguments = [struct(case.G, case.D), struct(case.M, case.D), struct(case.V)] + ([struct(dtype=jnp.float32)] if case.G == 2 else [])
-  attend = lambda *a: diff_attention(*a, causal=case.causal, implementation="pallas_tpu")
+  ids = tpu_runs.ids_of(case.documents) if case.documents else None
+  attend = lambda *a: diff_attention(*a, causal=case.causal, q_segment_ids=ids, implementation="pallas_tpu")
   return attend, arguments
 
 
-def compile_case(case: Case | Splash) -> None:
+def compile_case(case: Case | Splash, backward_alone: bool) -> None:
   """The other process: compiles, and libtpu writes its estimates on the way."""
   from jax.experimental import topologies
   from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -63,10 +67,16 @@ def compile_case(case: Case | Splash) -> None:
   device = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[case.generation]).devices[0]
   mesh = Mesh([device], ("x",))
   attend, arguments = attention(case, heads=1)
-  arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec())) for x in arguments]
-  grads = jax.grad(lambda *a: jnp.sum(attend(*a).astype(jnp.float32)), tuple(range(len(arguments))))
-  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), block_sizes.use(**_forced(case)):
-    jax.jit(grads).lower(*arguments).compile(compiler_options=_options(case))
+  placed = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec())), tree)
+  total = lambda *a: jnp.sum(attend(*a).astype(jnp.float32))
+  run = isinstance(case, Case) and case.run
+  built = tpu_runs.only(*run) if run else contextlib.nullcontext()
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), block_sizes.use(**_forced(case)), built:
+    function: Callable = jax.grad(total, tuple(range(len(arguments))))
+    if backward_alone:
+      arguments = [jax.eval_shape(lambda *a: jax.vjp(total, *a)[1], *arguments)]
+      function = lambda pull: pull(jnp.float32(1))
+    jax.jit(function).lower(*placed(arguments)).compile(compiler_options=_options(case))
 
 
 def estimate(case: Case | Splash, timeout: float) -> dict[str, int]:
@@ -75,18 +85,24 @@ def estimate(case: Case | Splash, timeout: float) -> dict[str, int]:
     "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
   }  # fmt: skip
-  with tempfile.TemporaryDirectory() as folder:
-    environment["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_static_llo_profile_to={folder}"
-    command = [sys.executable, "-m", "benchmarks.tpu", "--child", json.dumps([type(case).__name__, dataclasses.asdict(case)])]
-    try:
-      # It may crash after an estimate is written: what was written counts.
-      subprocess.run(command, env=os.environ | environment, capture_output=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-      pass
-    written = "\n".join(path.read_text(errors="replace", encoding="utf-8") for path in pathlib.Path(folder).iterdir() if path.is_file())
-  if isinstance(case, Splash):
-    return tpu_baselines.plausible(read_profile(written, case.kernels), case)
-  return read_profile(written, KERNELS)
+  found: dict[str, int] = {}
+  for backward_alone in (False, True):
+    with tempfile.TemporaryDirectory() as folder:
+      environment["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_static_llo_profile_to={folder}"
+      fields = json.dumps([type(case).__name__, dataclasses.asdict(case), backward_alone])
+      late = False
+      try:
+        subprocess.run(
+          [sys.executable, "-m", "benchmarks.tpu", "--child", fields], env=os.environ | environment, capture_output=True, timeout=timeout
+        )
+      except subprocess.TimeoutExpired:
+        late = True
+      written = "\n".join(path.read_text(errors="replace", encoding="utf-8") for path in pathlib.Path(folder).iterdir() if path.is_file())
+    found = read_profile(written, case.kernels if isinstance(case, Splash) else KERNELS) | found
+    # On v5e libtpu ends with an error once the forward kernel's profile is written: then the backward kernel is built by itself.
+    if late or set(found) != {"forward"}:
+      break
+  return tpu_baselines.plausible(found, case) if isinstance(case, Splash) else found
 
 
 def read_profile(written: str, kernels: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
@@ -133,6 +149,10 @@ def cost(case: Case, timeout: float) -> dict[str, float]:
   sizes = lambda b: "{}×{} and {}×{} of {}×{}".format(*b.subtile(whole=False), *b.subtile(whole=True), b.q, b.kv)
   blocks = "; ".join(f"{direction} {sizes(blocks_of(case, direction))}" for direction in DIRECTIONS)
   mask = "causal" if case.causal else "full"
+  if case.documents:
+    mask += f", documents of {' '.join(map(str, case.documents))}"
+  if case.run:
+    mask += f", {case.run[1]} × {case.run[0]}"
   key = f"{case.generation} D {case.D} V {case.V} G {case.G} M {case.M} T {case.length} {mask}; {blocks}"
   return _remembered(f"{_what()}, {_kernels()}", key, lambda: _measured(case, timeout))
 

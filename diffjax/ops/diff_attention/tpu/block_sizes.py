@@ -209,7 +209,8 @@ def _nearest(generation: str, direction: str, length: int, D: int, V: int, G: in
     return 4 * (entry["G"] != G) + apart("D", D) + apart("V", V) + apart("length", length) / 4
 
   entry = min((entry for entry in entries if entry["generation"] == chip), key=distance)
-  return Blocks(*entry["blocks"], whole=tuple(entry["whole"]))
+  q, kv, q_inner, kv_inner = entry["blocks"]
+  return Blocks(q, kv, q_inner, kv_inner, whole=tuple(entry["whole"]))
 
 
 @functools.cache
