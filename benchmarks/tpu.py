@@ -242,8 +242,8 @@ def main() -> None:
   parser.add_argument("--child", help=argparse.SUPPRESS)
   flags = parser.parse_args()
   if flags.child:
-    name, fields = json.loads(flags.child)
-    compile_case({"Case": Case, "Splash": Splash}[name](**fields))
+    name, fields, alone = json.loads(flags.child)
+    compile_case({"Case": Case, "Splash": Splash}[name](**fields), alone)
     return
   generations = flags.generations
   if on_tpu():
