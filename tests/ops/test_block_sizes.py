@@ -91,6 +91,6 @@ def test_a_chip_without_an_entry_says_whose_it_takes(caplog):
   block_sizes._tell.cache_clear()
   with caplog.at_level("INFO"):
     for _ in range(2):
-      choose("v5p", "forward", 2048, 2048, 128, 256, 2, "bfloat16")
+      choose("v4", "forward", 2048, 2048, 128, 256, 2, "bfloat16")
     choose("v6e", "forward", 2048, 2048, 128, 256, 2, "bfloat16")
-  assert [record.getMessage().partition(";")[0] for record in caplog.records] == ["block sizes for v5p are those found for v5e"]
+  assert [record.getMessage().partition(";")[0] for record in caplog.records] == ["block sizes for v4 are those found for v5e"]

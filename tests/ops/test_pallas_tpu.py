@@ -108,6 +108,43 @@ def test_the_online_kernel_agrees_with_reference(name):
   assert np.max(jax.tree.leaves(_errors(actual, expected))) < 3e-6
 
 
+SHARED = {  # neither rows nor key heads divide by two; blocks of keys that do, and others
+  "plain_grouped_window": (Blocks(128, 128, 128, 128, 2048), dict(B=1, T=400, H=4, K=1, G=1, M=1, V=8), dict(window=150)),
+  "packed": (SPANS, dict(B=1, T=300, H=1, starts=(70, 180)), {}),
+}
+SHARED_COMBINED = {
+  "grouped": (Blocks(128, 128, 128, 128, 2048), dict(B=1, T=600, H=4, K=1), {}),
+  "packed_window_grouped": (SPANS, dict(B=1, T=400, H=4, K=1, starts=(70, 110, 180, 250)), dict(window=200)),
+  "three_heads": (FINE, dict(B=1, T=600, H=3), dict(causal=False)),
+  "three_rows_v2": (SQUARE, dict(B=3, T=300, H=4, K=1, M=1, V=8), dict(q_offset=(5, 0, 40))),
+}
+
+
+@pytest.mark.parametrize("name", [*SHARED, *full(SHARED_COMBINED)])
+def test_two_cores_share_the_keys_of_one_head(name, races, monkeypatch):
+  """Where a device has two: on v4 and v5p."""
+  blocks, shapes, options = (SHARED | SHARED_COMBINED)[name]
+  monkeypatch.setattr(chip, "cores", lambda otherwise: 2)
+  arguments = *_, segment_ids = _arguments(**shapes)
+  expected = _run("reference", *arguments, options)
+  cores = 1 if segment_ids is not None or blocks.span > 1 else 2  # JAX's interpreter cannot lower a kernel's loops for two
+  params = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, num_cores_or_threads=cores)
+  with chip.interpreted(params), block_sizes.use(forward=blocks, backward=blocks):
+    shared = _shared_out(*arguments, options)
+    actual = jax.block_until_ready(_run("pallas_tpu", *arguments, options))
+  assert np.max(jax.tree.leaves(_errors(actual, expected))) < 3e-6
+  assert len(races) >= 2 and not any(kernel.races_found for kernel in races)
+  assert shared and all(any(size % 2 == 0 for size in sizes) for sizes in shared), shared
+
+
+def _shared_out(arguments, d_out, segment_ids, options):
+  """The sizes of the parallel axes of each backward kernel's grid, which has five axes."""
+  run = lambda arguments: _run("pallas_tpu", arguments, d_out, segment_ids, options)
+  kernels = [eqn.params for eqn in _equations(jax.make_jaxpr(run)(arguments).jaxpr) if eqn.primitive.name == "pallas_call"]
+  axes = [zip(x["grid_mapping"].grid, x["compiler_params"].dimension_semantics, strict=True) for x in kernels]
+  return [[size for size, kind in pairs if kind == pltpu.PARALLEL] for pairs in map(list, axes) if len(pairs) == 5]
+
+
 def _all_logits(value: float):
   """Queries and keys all of whose logits, base 2, are the value."""
 

@@ -11,6 +11,7 @@ row may grow; so there is one way to read both.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import logging
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from diffjax.ops.diff_attention import arguments
 from diffjax.ops.diff_attention.sharded import Layout
@@ -192,54 +193,69 @@ def unstack(out: Float[Array, "B K rows V"], tokens: int, group: int) -> Float[A
 
 def _xla(q, k, v, lam, starts, tables, k_scale, v_scale, *, window: int | None, scale: float):
   """All keys at once for one new token and a cache without pages; else piece by piece, as far as the longest row goes."""
-  (B, T, H, G, _), (K, page), V = q.shape, k.shape[1:3], v.shape[-1]
+  (B, T, H, G, _), K = q.shape, k.shape[1]
   group = H // K
-  dtype = jnp.promote_types(jnp.float32, q.dtype)
-  precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else lax.Precision.DEFAULT
-  queries, positions = stack(q, k, T * group), starts[:, None] + jnp.arange(T)
-  by_map = lambda x: x.reshape(B, K, G, T * group, -1)
-  # The cache is taken in tokens, or in pages: how many a row has, how many keys one is, how many are taken at once.
-  units, keys = (page, 1) if tables is None else (tables.shape[1], page)
   at_once = tables is None and T == 1
+  units, keys = (k.shape[2], 1) if tables is None else (tables.shape[1], k.shape[2])
   taken = units if at_once else min(units, max(1, _XLA_LOGITS // (B * H * G * T * keys)))
+  positions = starts[:, None] + jnp.arange(T)
+  pieces = _Pieces(stack(q, k, T * group), positions, group, k, v, tables, k_scale, v_scale, units, keys, taken, window, scale)
+  lam = None if lam is None else jnp.swapaxes(lam.reshape(B, T, K, group), 1, 2).reshape(B, K, T * group, 1)
+  difference = lambda maps: maps[:, :, 0] if lam is None else maps[:, :, 0] - lam * maps[:, :, 1]
+  out = _at_once(pieces, difference) if at_once else difference(_in_turn(pieces))
+  return unstack(out, T, group).astype(q.dtype)
 
-  def take(x, first):
-    """[P, K, S, …] → [B, K, keys taken, …]."""
-    if tables is None:
-      return x if at_once else lax.dynamic_slice_in_dim(x, first, taken, axis=2)
-    rows = x[lax.dynamic_slice_in_dim(tables, first, taken, axis=1)[:, None], jnp.arange(K)[:, None]]
-    return rows.reshape(B, K, taken * keys, *x.shape[3:])
 
-  def factor(scales, first):
-    """The scales of the keys taken."""
-    of_keys = jnp.broadcast_to(scales[..., None], (*scales.shape, page))
-    return take(of_keys, first)[:, :, None]
+@dataclasses.dataclass(frozen=True)
+class _Pieces:
+  """The cache as XLA's form reads it: in units, which are tokens or pages, and several of them at once."""
 
-  def logits_of(first, begin=0):
-    """Logits of a piece from its unit `first` on, and which of its keys each token sees [B, T, S], none before key `begin`."""
-    key = first * keys + jnp.arange(taken * keys)
-    behind = positions[..., None] - key
+  queries: Float[Array, "B K G*T*group M*D"]
+  positions: Int[Array, "B T"]
+  group: int  # query heads of a key head
+  k: jax.Array
+  v: jax.Array
+  tables: Int[Array, "B N"] | None
+  k_scale: Float[Array, "P K"] | None
+  v_scale: Float[Array, "P K"] | None
+  units: int  # that a row has
+  keys: int  # of a unit
+  taken: int  # units of a piece
+  window: int | None
+  scale: float
+
+  @property
+  def dtype(self):
+    """That sums are in."""
+    return jnp.promote_types(jnp.float32, self.queries.dtype)
+
+  def by_map(self, x: jax.Array) -> Float[Array, "B K G N X"]:
+    B, K, rows, _ = self.queries.shape
+    N = self.positions.shape[1] * self.group
+    return x.reshape(B, K, rows // N, N, -1)
+
+  def each_row(self, visible: Bool[Array, "B T S"]) -> Bool[Array, "B 1 1 N S"]:
+    return jnp.repeat(visible, self.group, axis=1)[:, None, None]
+
+  def logits(self, first, begin=0) -> tuple[Float[Array, "B K G N S"], Bool[Array, "B T S"]]:
+    """Logits of a piece from its unit `first` on, and which of its keys each token sees, none before key `begin`."""
+    key = first * self.keys + jnp.arange(self.taken * self.keys)
+    behind = self.positions[..., None] - key
     visible = (behind >= 0) & (key >= begin)
-    if window is not None:
-      visible &= behind < window
-    logits = (
-      jnp.einsum("bknd,bksd->bkns", queries, take(k, first).astype(q.dtype), preferred_element_type=dtype, precision=precision) * scale
-    )
-    if k_scale is not None:
-      logits *= factor(k_scale, first)
-    return jnp.where(each_row(visible), by_map(logits), HIDDEN), visible
+    if self.window is not None:
+      visible &= behind < self.window
+    logits = self._product("bknd,bksd->bkns", self.queries, self._take(self.k, first).astype(self.queries.dtype)) * self.scale
+    if self.k_scale is not None:
+      logits *= self._factor(self.k_scale, first)
+    return jnp.where(self.each_row(visible), self.by_map(logits), HIDDEN), visible
 
-  def each_row(visible):
-    """[B, T, S] → [B, 1, 1, T·group, S]."""
-    return jnp.repeat(visible, group, axis=1)[:, None, None]
-
-  def sums_of(weights: Float[Array, "B K N S"], visible, first):
-    """Sums of a piece's values [B, K, N, V]. No weight is on a hidden value."""
+  def sums(self, weights: Float[Array, "B K N S"], visible: Bool[Array, "B T S"], first) -> Float[Array, "B K N V"]:
+    """Sums of a piece's values. No weight is on a hidden value."""
     by_any = jnp.any(visible, axis=1)[:, None, :, None]  # hidden values, and scales, may not be finite, and 0·NaN is NaN
-    if v_scale is not None:
-      weights *= jnp.where(by_any[:, :, None, :, 0], factor(v_scale, first), 0)
-    weights = weights.astype(q.dtype)
-    product = lambda v: jnp.einsum("bkns,bksv->bknv", weights, v, preferred_element_type=dtype, precision=precision)
+    if self.v_scale is not None:
+      weights *= jnp.where(by_any[:, :, None, :, 0], self._factor(self.v_scale, first), 0)
+    weights = weights.astype(self.queries.dtype)
+    product = lambda v: self._product("bkns,bksv->bknv", weights, v)
     seen = lambda v: product(jnp.where(by_any, v, 0))
 
     def unless_spoilt(v):
@@ -248,29 +264,54 @@ def _xla(q, k, v, lam, starts, tables, k_scale, v_scale, *, window: int | None, 
 
     # A TPU blends hidden values out while it multiplies. A CPU would copy the values first and take three times as long over everything, so
     # there the copy is made only if the sum came out spoilt; elsewhere the host would have to wait for that answer.
-    return lax.platform_dependent(take(v, first).astype(q.dtype), cpu=unless_spoilt, default=seen)
+    return lax.platform_dependent(self._take(self.v, first).astype(self.queries.dtype), cpu=unless_spoilt, default=seen)
+
+  def _take(self, x, first):
+    """[P, K, S, …] → [B, K, keys taken, …]."""
+    if self.tables is None:
+      return x if self.taken == self.units else lax.dynamic_slice_in_dim(x, first, self.taken, axis=2)
+    K = x.shape[1]
+    rows = x[lax.dynamic_slice_in_dim(self.tables, first, self.taken, axis=1)[:, None], jnp.arange(K)[:, None]]
+    return rows.reshape(len(self.tables), K, self.taken * self.keys, *x.shape[3:])
+
+  def _factor(self, scales, first):
+    """The scales of the keys taken."""
+    of_keys = jnp.broadcast_to(scales[..., None], (*scales.shape, self.k.shape[2]))
+    return self._take(of_keys, first)[:, :, None]
+
+  def _product(self, axes: str, a, b):
+    precision = lax.Precision.HIGHEST if self.queries.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return jnp.einsum(axes, a, b, preferred_element_type=self.dtype, precision=precision)
+
+
+def _at_once(pieces: _Pieces, difference: Callable) -> Float[Array, "B K N V"]:
+  """One piece is all: the maps' difference needs V once."""
+  logits, visible = pieces.logits(0)
+  weights = difference(jax.nn.softmax(logits, axis=-1))
+  weights = jnp.where(pieces.each_row(visible)[:, 0], weights, 0)  # a row that sees no key has weights until here
+  return pieces.sums(weights, visible, 0)
+
+
+def _in_turn(pieces: _Pieces) -> Float[Array, "B K G N V"]:
+  """Each map's output, piece by piece."""
+  (B, K, rows, _), piece, V = pieces.queries.shape, pieces.taken * pieces.keys, pieces.v.shape[-1]
 
   def step(index, state):
     peak, total, acc = state
-    first = jnp.minimum(index * taken, units - taken)  # the last piece may begin within the one before
-    logits, visible = logits_of(first, index * taken * keys)
+    first = jnp.minimum(index * pieces.taken, pieces.units - pieces.taken)  # the last piece may begin within the one before
+    logits, visible = pieces.logits(first, index * piece)
     after = jnp.maximum(peak, jnp.max(logits, axis=-1, keepdims=True))
-    weights, shrink = jnp.where(each_row(visible), jnp.exp(logits - after), 0), jnp.exp(peak - after)
+    weights, shrink = jnp.where(pieces.each_row(visible), jnp.exp(logits - after), 0), jnp.exp(peak - after)
     total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
-    return after, total, acc * shrink + by_map(sums_of(weights.reshape(B, K, G * T * group, -1), visible, first))
+    return after, total, acc * shrink + pieces.by_map(pieces.sums(weights.reshape(B, K, rows, -1), visible, first))
 
-  cached = units * keys
-  lam = None if lam is None else jnp.swapaxes(lam.reshape(B, T, K, group), 1, 2).reshape(B, K, T * group, 1)
-  difference = lambda maps: maps[:, :, 0] if lam is None else maps[:, :, 0] - lam * maps[:, :, 1]
-  if at_once:
-    logits, visible = logits_of(0)
-    weights = difference(jax.nn.softmax(logits, axis=-1))
-    weights = jnp.where(each_row(visible)[:, 0], weights, 0)  # a row that sees no key has weights until here
-    out = sums_of(weights, visible, 0)
-  else:
-    empty = lambda width, value: vary_like(jnp.full((B, K, G, T * group, width), value, dtype), queries, k, v, starts)
-    first = 0 if window is None else jnp.maximum(jnp.min(starts) - window + 1, 0) // (taken * keys)
-    last = jnp.minimum(jnp.max(starts) + T, cached)
-    _, total, acc = lax.fori_loop(first, -(-last // (taken * keys)), step, (empty(1, HIDDEN), empty(1, 0), empty(V, 0)))
-    out = difference(acc / jnp.where(total == 0, 1, total))
-  return unstack(out, T, group).astype(q.dtype)
+  def empty(width: int, value: float):
+    return vary_like(
+      pieces.by_map(jnp.full((B, K, rows, width), value, pieces.dtype)), pieces.queries, pieces.k, pieces.v, pieces.positions
+    )
+
+  oldest, newest = jnp.min(pieces.positions), jnp.max(pieces.positions)
+  first = 0 if pieces.window is None else jnp.maximum(oldest - pieces.window + 1, 0) // piece
+  last = jnp.minimum(newest + 1, pieces.units * pieces.keys)
+  _, total, acc = lax.fori_loop(first, -(-last // piece), step, (empty(1, HIDDEN), empty(1, 0), empty(V, 0)))
+  return acc / jnp.where(total == 0, 1, total)

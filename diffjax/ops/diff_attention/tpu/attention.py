@@ -43,6 +43,7 @@ class _Chosen:
   forward: Blocks
   backward: Blocks
   generation: str
+  cores: int
   interpret: Any
 
 
@@ -55,7 +56,7 @@ def _prepare(arrays: Arrays, mask: Mask) -> _Chosen:
     block_sizes.choose(generation, direction, mask.q_length, mask.kv_length, q.shape[-1], v.shape[-1], q.shape[3], q.dtype)
     for direction in ("forward", "backward")
   )
-  return _Chosen(forward, backward, generation, chip.interpret_mode.get())
+  return _Chosen(forward, backward, generation, chip.cores(otherwise="chunked"), chip.interpret_mode.get())
 
 
 def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
@@ -149,6 +150,10 @@ def _backward_span(mask: Mask, options: Options, q, k, v, d_out, vectors, q_ids,
   """dQ [B, K, R, G, T, D], dK [B, K, M, S, D] and dV [B, K, S, V] of queries [B, K, R, T, G, D]; dK and dV float32 unless `whole`."""
   (B, K, R, T, G, D), (S, M), V = q.shape, (k.shape[1], k.shape[3]), v.shape[-1]
   schedule = make_schedule(mask, options.chosen.backward, q[:, 0, 0], k, keys_pass=False)
+  # Several cores share out one axis of the grid. If neither B nor K divides by them, each takes its share of a head's key blocks.
+  cores = options.chosen.cores
+  parts = cores if B % cores and K % cores and schedule.kv_blocks > 1 else 1
+  schedule = dataclasses.replace(schedule, kv_blocks=round_up(schedule.kv_blocks, parts))
   scalars = scalars_of(schedule, q_ids, kv_ids, offset, B)
   rows, keys = schedule.blocks.q, schedule.blocks.kv
   length, kv_length, loaded = schedule.q_blocks * rows, schedule.kv_blocks * keys, schedule.span * rows
@@ -177,16 +182,35 @@ def _backward_span(mask: Mask, options: Options, q, k, v, d_out, vectors, q_ids,
       (pad(kv_ids, 1, kv_length)[:, None, None], (1, keys), lambda b, kv, j, r, step, *scalars: (b, 0, 0, j)),
     ]
   dtype = k.dtype if whole and not options.partial else jnp.float32
-  d_q_dtype = jnp.float32 if options.partial else q.dtype
-  outputs: list[Any] = [((B, K, R, G, length, D), d_q_dtype, (R, G, length, D), lambda b, kv, j, r, step, *scalars: (b, kv, 0, 0, 0, 0))]
-  outputs += [((B, K, M, kv_length, D), dtype, (M, keys, D), stays_keys), ((B, K, kv_length, V), dtype, (keys, V), stays)]
+  d_q_dtype = jnp.float32 if options.partial or parts > 1 else q.dtype
+  outputs: list[Any] = [((B, K, M, kv_length, D), dtype, (M, keys, D), stays_keys), ((B, K, kv_length, V), dtype, (keys, V), stays)]
+  # The second axis of the grid is a part of a key head's blocks, the third a place among them.
+  inputs, outputs = ([(*rest, _of_part(parts, index)) for *rest, index in operands] for operands in (inputs, outputs))
+  whole_part = (B, K * parts, R, G, length, D), d_q_dtype, (R, G, length, D), lambda b, part, n, r, step, *scalars: (b, part, 0, 0, 0, 0)
   d_q, d_k, d_v = _call(
-    options.chosen, functools.partial(_backward_kernel, schedule, options.scale), "backward", "", schedule,
-    grid=(B, K, schedule.kv_blocks, R, schedule.steps), parallel=2, scalars=scalars, inputs=inputs, outputs=outputs,
+    options.chosen, functools.partial(_backward_kernel, schedule, options.scale, parts), "backward", "", schedule,
+    grid=(B, K * parts, schedule.kv_blocks // parts, R, schedule.steps), parallel=2, scalars=scalars, inputs=inputs,
+    outputs=[whole_part, *outputs],
     scratch=[*[_vmem(R, G, length, D)] * (d_q_dtype != jnp.float32), _vmem(M, keys, D), _vmem(keys, V), *_column(schedule, keys)],
-    like=k, calls=B * K * R,
+    like=k, calls=B * K * R, parts=parts,
   )  # fmt: skip
-  return d_q[:, :, :, :, :T], d_k[:, :, :, :S], d_v[:, :, :S]
+  d_q = d_q[:, :, :, :, :T]
+  if parts > 1:
+    d_q = jnp.sum(d_q.reshape(B, K, parts, *d_q.shape[2:]), axis=2)
+  return d_q if options.partial else d_q.astype(q.dtype), d_k[:, :, :, :S], d_v[:, :, :S]
+
+
+def _of_part(parts: int, index: Callable) -> Callable:
+  """An index map over key heads and their blocks, as one over parts of key heads and places among a part's blocks."""
+  return lambda b, part, n, *rest: index(b, *_head_and_block(parts, part, n), *rest)
+
+
+def _head_and_block(parts: int, part: Scalar, n: Scalar) -> tuple[Scalar, Scalar]:
+  """Key head and block at place n of a part. Blocks are dealt to and fro: with a causal mask each has less to do than the one before."""
+  if parts == 1:
+    return part, n
+  own = lax.rem(part, parts)
+  return lax.div(part, parts), n * parts + jnp.where(lax.rem(n, 2) == 0, own, parts - 1 - own)
 
 
 def in_range(lse: Float[Array, "B H G T"], v: Float[Array, "B S K V"]) -> Bool[Array, ""]:
@@ -201,11 +225,12 @@ def in_range(lse: Float[Array, "B H G T"], v: Float[Array, "B S K V"]) -> Bool[A
 
 
 def _call(
-  chosen, function, direction: str, suffix: str, schedule: Schedule, *, grid, parallel, scalars, inputs, outputs, scratch, like, calls
-):
+  chosen, function, direction: str, suffix: str, schedule: Schedule, *, grid, parallel, scalars, inputs, outputs, scratch, like, calls,
+  parts=1,
+):  # fmt: skip
   """`pallas_call` on (array, block, index map) and (shape, dtype, block, index map); a block's leading axes are squeezed away.
 
-  calls counts the query heads of the batch, for each of which the schedule is walked once.
+  calls counts the query heads of the batch, for each of which the schedule is walked once, all its `parts` together.
   """
   spec = lambda ndim, block, index: pl.BlockSpec((None,) * (ndim - len(block)) + block, index)
   varying = jax.typeof(like).manual_axis_type
@@ -215,12 +240,13 @@ def _call(
   vmem_bytes = block_sizes.requested_bytes(chosen.generation, direction, schedule.blocks, D, V, G, like.dtype)
   pairs = tiles * schedule.blocks.q * schedule.blocks.kv
   flops = 2 * G * (D + V) if direction == "forward" else 2 * (3 * G * D + 2 * V)
-  # What stays is read once; what passes, too, where it is one span of one head, and else once for each block that stays.
+  # What stays is read once; what passes, once a part where it is one span of one head, and else once for each block that stays.
   passing = (1, 2) if direction == "forward" else (0, 3, 4)
   again = schedule.steps > 1 or (direction == "backward" and grid[3] > 1)
   traffic = sum(size(shape, dtype) for shape, dtype, _, _ in outputs)
   traffic += sum(
-    spans * size(block, x.dtype) if again and n in passing else size(x.shape, x.dtype) for n, (x, block, _) in enumerate(inputs)
+    size(x.shape, x.dtype) if n not in passing else spans * size(block, x.dtype) if again else parts * size(x.shape, x.dtype)
+    for n, (x, block, _) in enumerate(inputs)
   )
   return pl.pallas_call(
     function,
@@ -344,8 +370,9 @@ def _forward_kernel(schedule: Schedule, options: Options, online: bool, *refs) -
         out[rows, :] = (outs[0] - as_column(lam[:, rows], 8)[:, :1] * second.astype(jnp.float32)).astype(out.dtype)
 
 
-def _backward_kernel(schedule: Schedule, scale: float, *refs) -> None:
-  """Grid [B, K, key blocks, query heads of a key head, query blocks that pass]. Maps are transposed: keys × queries."""
+def _backward_kernel(schedule: Schedule, scale: float, parts: int, *refs) -> None:
+  """Grid [B, parts of key heads, a part's key blocks, query heads of a key head, query blocks that pass]. Maps are transposed: keys ×
+  queries."""
   scalars, take = refs[: schedule.num_scalars], iter(refs[schedule.num_scalars :])
   G, M = schedule.num_maps, schedule.num_key_maps
   q, k, v, d_out = next(take), next(take), next(take), next(take)
@@ -354,9 +381,10 @@ def _backward_kernel(schedule: Schedule, scale: float, *refs) -> None:
   d_q, d_k, d_v = next(take), next(take), next(take)
   d_q_acc = d_q if d_q.dtype == jnp.float32 else next(take)  # [heads, G, all rows, D]; where dQ is stored in float32, it is added up there
   d_k_acc, d_v_acc, *column = take  # [M, keys, D] and [keys, V]
-  b, j, head, step = pl.program_id(0), pl.program_id(2), pl.program_id(3), pl.program_id(4)
+  b, n, head, step = pl.program_id(0), pl.program_id(2), pl.program_id(3), pl.program_id(4)
+  j = _head_and_block(parts, pl.program_id(1), n)[1]
 
-  @pl.when((j == 0) & (head == 0) & (step == 0))
+  @pl.when((n == 0) & (head == 0) & (step == 0))
   def _():
     d_q_acc[...] = jnp.zeros_like(d_q_acc)
 
@@ -397,7 +425,7 @@ def _backward_kernel(schedule: Schedule, scale: float, *refs) -> None:
 
   end = (head == pl.num_programs(3) - 1) & (step == schedule.steps - 1)
 
-  @pl.when(end & (j == pl.num_programs(2) - 1))
+  @pl.when(end & (n == pl.num_programs(2) - 1))
   def _():
     d_q[...] = (d_q_acc[...] * scale).astype(d_q.dtype)
 

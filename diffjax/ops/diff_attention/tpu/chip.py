@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from diffjax.ops.platform import tpu_generation
+from diffjax.ops.platform import tpu_generation, tpu_info
 
 LANES = 128
 
@@ -47,6 +47,15 @@ def generation(otherwise: str) -> str:
     raise ValueError(
       f"implementation = 'pallas_tpu' needs a TPU, and the backend is {jax.default_backend()!r}; use implementation={otherwise!r} or 'auto'"
     ) from error
+
+
+def cores(otherwise: str) -> int:
+  """TensorCores of a device, over which a grid's parallel axes are shared out: 2 on v4 and v5p as they usually are; 1 in the interpreter.
+
+  Raises:
+    ValueError: the program is not for a TPU; see `generation`.
+  """
+  return 1 if generation(otherwise) and interpret_mode.get() else int(tpu_info().num_cores)
 
 
 def takes(q: jax.Array, v: jax.Array) -> bool:

@@ -26,7 +26,6 @@ from diffjax.ops.varying import vary_like
 _BLOCK_BYTES = 1 << 20  # of keys and values a step: with less the steps themselves show, with more short rows read what they do not see
 _BLOCK_LOGITS = 1 << 18  # a step: 1 MiB each for logits and weights
 _MOST_HEADS = 8  # a step: the body is written out for each
-_TWO_CORES = ("v4", "v5p")  # each takes half of the heads
 
 
 def attend(q, k, v, lam, starts, tables, k_scale, v_scale, *, window: int | None, scale: float):
@@ -35,7 +34,7 @@ def attend(q, k, v, lam, starts, tables, k_scale, v_scale, *, window: int | None
   Raises:
     ValueError: the program is not for a TPU, or a dtype or width is not taken.
   """
-  cores = 2 if chip.generation(otherwise="xla") in _TWO_CORES else 1
+  cores = chip.cores(otherwise="xla")  # which share out the heads
   chip.check(q, v, otherwise="xla")
   (B, T, H, G, _), (K, page, width), V = q.shape, k.shape[1:], v.shape[-1]
   group, itemsize = H // K, k.dtype.itemsize
