@@ -20,7 +20,7 @@ cut tiles are estimated apart, where nothing is conditional, and added up, for a
 compiler's estimate has no meaning for a library, and little for a comparison of ours (see composed_cost): compare full masks and these.
 
 The search tries tiles and sub-tiles for each direction, those next to the table's first, and all shapes' first candidates before any
-second: for whole tiles under a full mask, for tiles that are cut in a causal row of one tile. It writes what it finds at once, and stops
+second: under a full mask for tiles that are whole, under a causal one for those that are cut. It writes what it finds at once, and stops
 after --minutes. On a TPU it fills the table of the chip that it finds. Elsewhere, for v5p and v7x, it tries sub-tiles alone, in one step:
 of that alone their estimate is whole.
 """
@@ -215,7 +215,7 @@ def search(generations: list[str], flags, clock: Callable[[], float] = time.mono
     for causal in (False, True):
       if causal and max(subtile) == tile:
         continue  # it would skip nothing
-      case = Case(chip, *shape, tile if causal else lengths[chip], causal, (tile, *subtile, *subtile))
+      case = Case(chip, *shape, lengths[chip], causal, (tile, *subtile, *subtile))
       for way, value in cost(case, flags.timeout).items():
         best = found.setdefault((chip, shape, way, causal), {})
         if (value, tuple(subtile)) < best.get(tile, (math.inf, ())):
