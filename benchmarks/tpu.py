@@ -40,7 +40,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from benchmarks import tpu_baselines
 from benchmarks.tpu_baselines import LIBRARIES, Splash
-from benchmarks.tpu_cost import DIRECTIONS, TOPOLOGIES, Case, blocks_of, compile_case, cost, cost_of_library, on_tpu
+from benchmarks.tpu_cost import DIRECTIONS, TOPOLOGIES, Case, blocks_of, compile_case, cost, cost_of_library, on_tpu, sizes
 from diffjax.ops.diff_attention.tpu import block_sizes
 from diffjax.ops.diff_attention.tpu.block_sizes import Blocks
 
@@ -94,9 +94,8 @@ def composed_cost(case: Case, flags) -> dict[str, tuple[float, str]]:
 def _alike(case: Case, direction: str, length: int, causal: bool, flags) -> float | None:
   """The cost of the case with another length and mask, but with its blocks."""
   blocks, other = blocks_of(case, direction), dataclasses.replace(case, length=length, causal=causal)
-  same = lambda b: (b.q, b.kv, b.subtile(whole=False), b.subtile(whole=True))
-  if same(blocks_of(other, direction)) != same(blocks):
-    other = dataclasses.replace(other, blocks=(blocks.q, *blocks.subtile(whole=False), *blocks.subtile(whole=True)))
+  if sizes(blocks_of(other, direction)) != sizes(blocks):
+    other = dataclasses.replace(other, blocks=sizes(blocks))
   return cost(other, flags.timeout).get(direction)
 
 
@@ -187,8 +186,8 @@ def candidates(generation: str, D: int, V: int, G: int, length: int) -> list[tup
     tile, q, kv = blocks
     if length % tile or tile % q or tile % kv:
       return False
-    sizes = [block_sizes.footprint(way, Blocks(tile, tile, q, kv, resident=length), D, V, G, 2) for way in DIRECTIONS]
-    return max(sizes) <= block_sizes.vmem_bytes(generation)
+    needed = [block_sizes.footprint(way, Blocks(tile, tile, q, kv, resident=length), D, V, G, 2) for way in DIRECTIONS]
+    return max(needed) <= block_sizes.vmem_bytes(generation)
 
   return sorted(filter(fits, CANDIDATES), key=far)
 

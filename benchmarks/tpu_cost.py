@@ -146,8 +146,8 @@ def seconds(case: Case | Splash, repetitions: int = 20) -> dict[str, float]:
 
 def cost(case: Case, timeout: float) -> dict[str, float]:
   """Cycles or seconds by direction: found before for the same kernels, or now and written down."""
-  sizes = lambda b: "{}×{} and {}×{} of {}×{}".format(*b.subtile(whole=False), *b.subtile(whole=True), b.q, b.kv)
-  blocks = "; ".join(f"{direction} {sizes(blocks_of(case, direction))}" for direction in DIRECTIONS)
+  named = lambda b: "{}×{} and {}×{} of {}×{}".format(*b.subtile(whole=False), *b.subtile(whole=True), b.q, b.kv)
+  blocks = "; ".join(f"{direction} {named(blocks_of(case, direction))}" for direction in DIRECTIONS)
   mask = "causal" if case.causal else "full"
   if case.documents:
     mask += f", documents of {' '.join(map(str, case.documents))}"
@@ -204,6 +204,11 @@ def _remembered(kind: str, key: str, measure: Callable[[], dict[str, float]]) ->
       "{\n" + ",\n".join(f" {json.dumps(name)}: {{\n{rows(entries)}\n }}" for name, entries in found.items()) + "\n}\n", encoding="utf-8"
     )
   return known[key]
+
+
+def sizes(blocks: Blocks) -> tuple[int, int, int, int, int]:
+  """Square tiles' blocks, as a case has them."""
+  return (blocks.q, *blocks.subtile(whole=False), *blocks.subtile(whole=True))
 
 
 def blocks_of(case: Case, direction: str) -> Blocks:

@@ -23,7 +23,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from benchmarks import tpu_runs
-from benchmarks.tpu_cost import DIRECTIONS, TOPOLOGIES, Case, blocks_of, cost, on_tpu
+from benchmarks.tpu_cost import DIRECTIONS, TOPOLOGIES, Case, blocks_of, cost, on_tpu, sizes
 
 DEFAULT = ("4096", "1100,900,1300,796", "1024,1024,1024,1024", "random:4")
 DRAWS = 200
@@ -42,12 +42,7 @@ def row_cost(case: Case, timeout: float) -> dict[str, float]:
       continue
     ids = None if case.documents is None else tpu_runs.ids_of(case.documents)
     schedule = tpu_runs.schedule_of(blocks, case.length, case.G, case.M, keys_pass=forward, segments=ids is not None)
-    one = dataclasses.replace(
-      case,
-      length=tile,
-      blocks=(tile, *blocks.subtile(whole=False), *blocks.subtile(whole=True)),
-      documents=(tile,) if case.documents else None,
-    )
+    one = dataclasses.replace(case, length=tile, blocks=sizes(blocks), documents=(tile,) if case.documents else None)
 
     def turns(run: str, one=one, direction=direction) -> tuple[float, float] | None:
       two, four = (cost(dataclasses.replace(one, run=(run, times)), timeout).get(direction) for times in (2, 4))

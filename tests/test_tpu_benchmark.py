@@ -140,23 +140,8 @@ def search(tmp_path, monkeypatch):
   """Runs a search on a fake chip, whose kernels take a third of a minute and least time with tiles of 2048 forward, 512 backward; a cut
   tile takes least with the smallest sub-tiles, a whole one with few queries forward, few keys backward."""
   monkeypatch.setattr(block_sizes, "TABLE", tmp_path / "block_sizes.json")
-  (tmp_path / "block_sizes.json").write_text(
-    json.dumps(
-      [
-        {
-          "generation": "v5e",
-          "direction": way,
-          "D": 128,
-          "V": 256,
-          "G": 2,
-          "length": 2048,
-          "blocks": [1024, 1024, 256, 256],
-          "whole": [256, 256],
-        }
-        for way in tpu.DIRECTIONS
-      ]
-    )
-  )
+  entry = {"generation": "v5e", "D": 128, "V": 256, "G": 2, "length": 2048, "blocks": [1024, 1024, 256, 256], "whole": [256, 256]}
+  (tmp_path / "block_sizes.json").write_text(json.dumps([entry | {"direction": way} for way in tpu.DIRECTIONS]))
   block_sizes.table.cache_clear()
   tried, minutes = [], [0.0]
 

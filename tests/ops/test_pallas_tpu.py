@@ -124,7 +124,7 @@ SHARED_COMBINED = {
 def test_two_cores_share_the_keys_of_one_head(name, races, monkeypatch):
   """Where a device has two: on v4 and v5p."""
   blocks, shapes, options = (SHARED | SHARED_COMBINED)[name]
-  monkeypatch.setattr(chip, "cores", lambda otherwise: 2)
+  monkeypatch.setattr(chip, "cores", lambda: 2)
   arguments = *_, segment_ids = _arguments(**shapes)
   expected = _run("reference", *arguments, options)
   cores = 1 if segment_ids is not None or blocks.span > 1 else 2  # JAX's interpreter cannot lower a kernel's loops for two

@@ -56,7 +56,7 @@ def _prepare(arrays: Arrays, mask: Mask) -> _Chosen:
     block_sizes.choose(generation, direction, mask.q_length, mask.kv_length, q.shape[-1], v.shape[-1], q.shape[3], q.dtype)
     for direction in ("forward", "backward")
   )
-  return _Chosen(forward, backward, generation, chip.cores(otherwise="chunked"), chip.interpret_mode.get())
+  return _Chosen(forward, backward, generation, chip.cores(), chip.interpret_mode.get())
 
 
 def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
@@ -185,12 +185,13 @@ def _backward_span(mask: Mask, options: Options, q, k, v, d_out, vectors, q_ids,
   d_q_dtype = jnp.float32 if options.partial or parts > 1 else q.dtype
   outputs: list[Any] = [((B, K, M, kv_length, D), dtype, (M, keys, D), stays_keys), ((B, K, kv_length, V), dtype, (keys, V), stays)]
   # The second axis of the grid is a part of a key head's blocks, the third a place among them.
-  inputs, outputs = ([(*rest, _of_part(parts, index)) for *rest, index in operands] for operands in (inputs, outputs))
-  whole_part = (B, K * parts, R, G, length, D), d_q_dtype, (R, G, length, D), lambda b, part, n, r, step, *scalars: (b, part, 0, 0, 0, 0)
+  inputs = [(x, block, _of_part(parts, index)) for x, block, index in inputs]
+  outputs = [(shape, dtype, block, _of_part(parts, index)) for shape, dtype, block, index in outputs]
+  all_rows = lambda b, part, n, r, step, *scalars: (b, part, 0, 0, 0, 0)
   d_q, d_k, d_v = _call(
     options.chosen, functools.partial(_backward_kernel, schedule, options.scale, parts), "backward", "", schedule,
     grid=(B, K * parts, schedule.kv_blocks // parts, R, schedule.steps), parallel=2, scalars=scalars, inputs=inputs,
-    outputs=[whole_part, *outputs],
+    outputs=[((B, K * parts, R, G, length, D), d_q_dtype, (R, G, length, D), all_rows), *outputs],
     scratch=[*[_vmem(R, G, length, D)] * (d_q_dtype != jnp.float32), _vmem(M, keys, D), _vmem(keys, V), *_column(schedule, keys)],
     like=k, calls=B * K * R, parts=parts,
   )  # fmt: skip

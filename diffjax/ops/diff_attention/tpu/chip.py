@@ -49,13 +49,9 @@ def generation(otherwise: str) -> str:
     ) from error
 
 
-def cores(otherwise: str) -> int:
-  """TensorCores of a device, over which a grid's parallel axes are shared out: 2 on v4 and v5p as they usually are; 1 in the interpreter.
-
-  Raises:
-    ValueError: the program is not for a TPU; see `generation`.
-  """
-  return 1 if generation(otherwise) and interpret_mode.get() else int(tpu_info().num_cores)
+def cores() -> int:
+  """TensorCores of a device, which share out a grid's parallel axes: 2 on v4 and v5p as they usually are; 1 in the interpreter."""
+  return 1 if interpret_mode.get() else int(tpu_info().num_cores)
 
 
 def takes(q: jax.Array, v: jax.Array) -> bool:

@@ -34,8 +34,9 @@ def attend(q, k, v, lam, starts, tables, k_scale, v_scale, *, window: int | None
   Raises:
     ValueError: the program is not for a TPU, or a dtype or width is not taken.
   """
-  cores = chip.cores(otherwise="xla")  # which share out the heads
+  chip.generation(otherwise="xla")
   chip.check(q, v, otherwise="xla")
+  cores = chip.cores()  # which share out the heads
   (B, T, H, G, _), (K, page, width), V = q.shape, k.shape[1:], v.shape[-1]
   group, itemsize = H // K, k.dtype.itemsize
   rows = round_up(T * group, 16 // G if q.dtype == jnp.bfloat16 else 8)  # of a map: the maps begin at tiles, and fill a tile of q's dtype
