@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from benchmarks import tpu_baselines, tpu_runs
 from benchmarks.tpu_baselines import Splash
+from diffjax.compiled.plan import ENVIRONMENT
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.diff_attention.tpu import block_sizes, cycles
 from diffjax.ops.diff_attention.tpu.block_sizes import Blocks
@@ -89,16 +90,12 @@ def estimate(case: Case | Splash, timeout: float) -> dict[str, int]:
 
 def _estimate(case: Case | Splash, timeout: float, backward_alone: bool) -> tuple[dict[str, int], bool]:
   """Estimates by direction, and whether their process ended in time, be it with an error."""
-  environment = {
-    "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-  }  # fmt: skip
   fields = json.dumps([type(case).__name__, dataclasses.asdict(case), backward_alone])
   command, ended = [sys.executable, "-m", "benchmarks.tpu", "--child", fields], True
   with tempfile.TemporaryDirectory() as folder:
-    environment["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_static_llo_profile_to={folder}"
+    environment = os.environ | ENVIRONMENT | {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={folder}"}
     try:
-      subprocess.run(command, env=os.environ | environment, capture_output=True, timeout=timeout)
+      subprocess.run(command, env=environment, capture_output=True, timeout=timeout)
     except subprocess.TimeoutExpired:
       ended = False
     written = "\n".join(path.read_text(errors="replace", encoding="utf-8") for path in pathlib.Path(folder).iterdir() if path.is_file())

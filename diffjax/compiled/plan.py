@@ -32,10 +32,11 @@ TOPOLOGIES = {"v4": _CUBES, "v5e": _PLANES, "v5p": (*_CUBES, "16x16x16", "16x16x
 # GiB of a chip's memory that the compiler has for a program; v7x's as sold.
 MEMORY = {"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "tpu7x": 192}
 
-# Environment that lets libtpu load without a TPU; logs fatal errors only.
+# Environment that lets libtpu load without a TPU. It logs fatal errors only, and none into files: in /tmp/tpu_logs they grow to gigabytes.
 ENVIRONMENT = {
   "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
   "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3", "TF_CPP_MIN_LOG_LEVEL": "3",
+  "TPU_LOG_DIR": "disabled",
 }  # fmt: skip
 
 _T = TypeVar("_T")

@@ -26,6 +26,7 @@ import time
 
 import pytest
 
+from diffjax.compiled.plan import ENVIRONMENT
 from diffjax.ops.diff_attention.tpu import block_sizes
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -99,12 +100,8 @@ pytestmark = pytest.mark.skipif(
 
 def _check(cases: list[tuple[str, dict]]) -> list[str]:
   """Compiles (generation or topology, case) in another process; what is wrong, one line each."""
-  environment = {
-    "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4", "PYTHONPATH": str(ROOT),
-  }  # fmt: skip
   command = [sys.executable, __file__, json.dumps(cases)]
-  process = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+  process = subprocess.run(command, env=os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
   results = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
   wrong = []
   for result in results:
