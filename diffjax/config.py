@@ -90,7 +90,9 @@ class ModelConfig:
   embed_dim: int = at_least(1, default=128)
   # H: heads that write to the residual stream. DIFF V1 has half as many as its Transformer twin, DIFF V2 as many
   num_heads: int = at_least(1, default=2)
-  # K: key/value heads; divides num_heads
+  # Q: noise maps, each shared by num_heads / num_noise_heads heads (grouped differential attention); None for one a head
+  num_noise_heads: int | None = None
+  # K: key/value heads; divides num_noise_heads, or num_heads where that is None
   num_kv_heads: int = at_least(1, default=2)
   # D: width of a query and key. V is 2D wide in DIFF V1 and D wide otherwise
   head_dim: int = at_least(2, default=32)
@@ -304,9 +306,12 @@ def check(config: Config) -> None:
 
 
 def _check_model(model: ModelConfig) -> None:
-  require(
-    model.num_heads % model.num_kv_heads == 0, "model.num_kv_heads", model.num_kv_heads, f"must divide model.num_heads = {model.num_heads}"
-  )
+  groups, dividend = model.num_heads, "num_heads"
+  if model.num_noise_heads is not None:
+    groups, dividend = model.num_noise_heads, "num_noise_heads"
+    ok = groups >= 1 and model.num_heads % groups == 0
+    require(ok, "model.num_noise_heads", groups, f"must divide model.num_heads = {model.num_heads}, or be None for one a head")
+  require(groups % model.num_kv_heads == 0, "model.num_kv_heads", model.num_kv_heads, f"must divide model.{dividend} = {groups}")
   require(model.head_dim % 2 == 0, "model.head_dim", model.head_dim, "must be even: RoPE rotates pairs")
   require(
     model.window is None or model.window >= 1, "model.window", model.window, "must be at least 1 (the token itself), or None for all keys"

@@ -29,11 +29,11 @@ PARAMETERS = {
   "unembedding": Parameter("NE"),
   "final_norm": Parameter("E"),
   "attention_norm": Parameter("LE"),
-  "query": Parameter("LEHGD", inputs="E"),
+  "query": Parameter("LEQGD", inputs="E"),
   "key": Parameter("LEKMD", inputs="E"),
   "value": Parameter("LEKV", inputs="E"),
   "out": Parameter("LHVE", inputs="HV"),
-  "query_bias": Parameter("LHGD"),
+  "query_bias": Parameter("LQGD"),
   "key_bias": Parameter("LKMD"),
   "value_bias": Parameter("LKV"),
   "out_bias": Parameter("LE"),
@@ -52,7 +52,9 @@ PARAMETERS = {
 
 MATRICES = frozenset(name for name, parameter in PARAMETERS.items() if parameter.inputs)
 
-# The fields of config.model that give the sizes of axes. G, M and V follow from the attention class (model/attention.py).
+# The fields of config.model that give the sizes of axes. G, M and V, and Q where its field is None, follow
+# from the attention class (model/attention.py).
 FIELDS = {
-  "N": "vocab_size", "L": "num_layers", "E": "embed_dim", "H": "num_heads", "K": "num_kv_heads", "D": "head_dim", "F": "ffn_dim",
+  "N": "vocab_size", "L": "num_layers", "E": "embed_dim", "H": "num_heads", "Q": "num_noise_heads", "K": "num_kv_heads", "D": "head_dim",
+  "F": "ffn_dim",
 }  # fmt: skip

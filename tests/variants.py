@@ -34,5 +34,6 @@ VARIANTS = {
 
 
 def models(config: ModelConfig) -> dict[str, ModelConfig]:
-  """A small DIFF V1 config and its like of every other variant."""
-  return {name: dataclasses.replace(config, attention=name, **variant.fields) for name, variant in VARIANTS.items()}
+  """A small DIFF V1 config, its like of every other variant, and one whose heads share noise maps."""
+  every = {name: dataclasses.replace(config, attention=name, **variant.fields) for name, variant in VARIANTS.items()}
+  return every | {"grouped noise": dataclasses.replace(config, num_heads=4, num_noise_heads=2)}

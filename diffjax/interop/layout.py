@@ -42,7 +42,7 @@ class Entry:
   Attributes:
     param: Path in the parameter tree. Under "layers/" an array has a leading axis L, and a tensor for each layer.
     tensor: Name in the file, with {} for the layer's number.
-    axes: Both shapes, without L, in einops' notation: "E H G D = (G H D) E". Beside the project's letters, C is V / D, and D may be
+    axes: Both shapes, without L, in einops' notation: "E Q G D = (G Q D) E". Beside the project's letters, C is V / D, and D may be
       written as P J: the two members of a rotated pair, and D/2 pairs.
   """
 

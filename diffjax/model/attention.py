@@ -48,7 +48,9 @@ class Attention(nn.Module):
   Attributes:
     num_heads: H.
     head_dim: D.
-    num_kv_heads: K, a divisor of H; None for H.
+    num_kv_heads: K, a divisor of Q; None for Q.
+    num_noise_heads: Q, a divisor of H: noise maps, each subtracted from H/Q heads' maps (grouped differential attention,
+      arXiv:2510.06949); None for H. Variants of two maps only.
     head_norm: RMSNorm over each head's output, with one gain vector of width V shared by the heads.
     causal: a token sees itself and those before it; False for the whole row.
     window: number of keys that a token sees, itself included (see `diff_attention`); None for all.
@@ -64,6 +66,7 @@ class Attention(nn.Module):
   num_heads: int
   head_dim: int
   num_kv_heads: int | None = None
+  num_noise_heads: int | None = None
   head_norm: bool = False
   causal: bool = True
   window: int | None = None
@@ -75,7 +78,7 @@ class Attention(nn.Module):
   dtype: Any = jnp.float32
   attention_fn: Callable[..., jax.Array] = diff_attention
 
-  num_maps: ClassVar[int] = 1  # G
+  num_maps: ClassVar[int] = 1  # 2: a noise map beside each signal map
   num_key_maps: ClassVar[int] = 1  # M
   value_heads: ClassVar[int] = 1  # V / D
   extra: ClassVar[tuple[str, ...]] = ()  # parameters besides those of every layer
@@ -124,13 +127,8 @@ class Attention(nn.Module):
     return self._parameter(name, matrix_init(inputs, scale=scale), embed_dim)
 
   def _size(self, axis: str, embed_dim: int) -> int:
-    return {
-      "E": embed_dim,
-      "H": self.num_heads,
-      "K": self.num_kv_heads or self.num_heads,
-      "D": self.head_dim,
-      **map_sizes(type(self), self.head_dim),
-    }[axis]
+    maps = map_sizes(type(self), self.num_heads, self.num_noise_heads, self.head_dim)
+    return {"E": embed_dim, "H": self.num_heads, "K": self.num_kv_heads or maps["Q"], "D": self.head_dim, **maps}[axis]
 
   def _project(self, x: Float[Array, "B T *inputs"], name: str, embed_dim: int, scale: float = 1.0) -> Float[Array, "B T *outputs"]:
     """x W, plus the bias where projections have one."""
@@ -239,6 +237,8 @@ def attention_class(config: ModelConfig) -> type[Attention]:
   if config.attention not in ATTENTION:
     raise UserError(f"config.model.attention = {config.attention!r}: must be one of {', '.join(ATTENTION)}")
   kind = ATTENTION[config.attention]
+  if config.num_noise_heads is not None and kind.num_maps == 1:
+    raise UserError(f"config.model.num_noise_heads = {config.num_noise_heads}: {config.attention!r} has no noise map; leave it None")
   if config.lambda_init is not None and not kind.has_lambda_init:
     having = " or ".join(repr(name) for name, other in ATTENTION.items() if other.has_lambda_init)
     raise UserError(
@@ -249,14 +249,25 @@ def attention_class(config: ModelConfig) -> type[Attention]:
   return kind
 
 
-def map_sizes(kind: type[Attention], head_dim: int) -> dict[str, int]:
-  """G, M and V of a layer."""
-  return {"G": kind.num_maps, "M": kind.num_key_maps, "V": kind.value_heads * head_dim}
+def map_sizes(kind: type[Attention], num_heads: int, num_noise_heads: int | None, head_dim: int) -> dict[str, int]:
+  """Q, G, M and V of a layer.
+
+  Raises:
+    ValueError: if its heads cannot share so many noise maps evenly.
+  """
+  groups = num_noise_heads or num_heads
+  if num_heads % groups or (kind.num_maps == 1 and num_noise_heads is not None):
+    raise ValueError(
+      f"num_noise_heads must divide num_heads = {num_heads}, and be None for {kind.__name__} of one map; got {num_noise_heads}"
+    )
+  maps = 1 if kind.num_maps == 1 else num_heads // groups + 1
+  return {"Q": groups, "G": maps, "M": kind.num_key_maps, "V": kind.value_heads * head_dim}
 
 
 def axis_sizes(config: ModelConfig) -> dict[str, int]:
   """The size of every axis of a decoder's parameters, by its letter."""
-  return {axis: getattr(config, field) for axis, field in FIELDS.items()} | map_sizes(attention_class(config), config.head_dim)
+  maps = map_sizes(attention_class(config), config.num_heads, config.num_noise_heads, config.head_dim)
+  return {axis: getattr(config, field) for axis, field in FIELDS.items()} | maps
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -70,6 +70,7 @@ class Block(nn.Module):
       num_heads=config.num_heads,
       head_dim=config.head_dim,
       num_kv_heads=config.num_kv_heads,
+      num_noise_heads=config.num_noise_heads,
       head_norm=config.head_norm,
       causal=config.causal,
       window=config.window,

@@ -18,7 +18,7 @@ BATCH, LENGTH = ("data", "fsdp"), "context"
 ACTIVATIONS = (("batch", BATCH), ("length", LENGTH), ("embed", None), ("ffn", "tensor"))
 
 # The mesh axis that splits an axis of a parameter, by its letter; the others stay whole.
-_SPLIT = {"E": "fsdp", "H": "tensor", "K": "tensor", "F": "tensor", "N": "tensor"}
+_SPLIT = {"E": "fsdp", "H": "tensor", "Q": "tensor", "K": "tensor", "F": "tensor", "N": "tensor"}
 
 
 def _spec(parameter: Parameter) -> P:

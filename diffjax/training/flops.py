@@ -62,7 +62,7 @@ def step_flops(model: ModelConfig, length: int, tokens: int) -> StepFlops:
   sizes = axis_sizes(model)
   shapes = parameter_shapes(model)
   matrices = sum(math.prod(shapes[name]) for name in shapes.keys() & MATRICES)
-  pair = model.num_heads * sizes["G"] * (model.head_dim + sizes["V"])
+  pair = sizes["Q"] * sizes["G"] * (model.head_dim + sizes["V"])
   row = length * (matrices + model.vocab_size * model.embed_dim) + model.num_layers * pair * _pairs(model, length)
   forward = 2 * row * tokens // length
   return StepFlops(forward, 3 * forward)

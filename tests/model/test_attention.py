@@ -118,6 +118,7 @@ def test_stands_alone_in_a_users_module(name):
       dict(attention="softmax", lambda_init=0.8),
       "config.model.lambda_init = 0.8: only attention = 'diff'.* has a λ_init; leave it None for",
     ),
+    (dict(attention="softmax", num_noise_heads=2), "config.model.num_noise_heads = 2: 'softmax' has no noise map; leave it None"),
     (dict(attention="diff_per_token", lambda_init=1.5), "config.model.lambda_init = 1.5: must lie between 0 and 1"),
   ],
 )
@@ -179,6 +180,31 @@ def test_without_the_sigmoid_v2s_lambda_is_its_logit():
   apply = jax.jit(layers[1].apply)
   none, thrice = (apply({"params": params | {"lambda_hat": scale * params["lambda_hat"]}}, x) for scale in (0.0, 3.0))
   np.testing.assert_allclose(thrice - none, 3 * (once - none), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name, kv_heads", [("diff", 2), ("diff_v2", 1)])
+def test_shared_noise_maps_are_repeated_ones_that_stay_tied(name, kv_heads):
+  """Grouped differential attention (arXiv:2510.06949): the layer whose noise rows of W_q are repeated, and its gradient summed up."""
+  x = jax.random.normal(jax.random.key(0), (2, 9, 16))
+  grouped = ATTENTION[name](num_heads=6, num_noise_heads=2, num_kv_heads=kv_heads, head_dim=4)
+  single = grouped.clone(num_noise_heads=None)
+  params = jax.jit(grouped.init)(jax.random.key(1), x, 0.3)["params"]
+  assert params["query"].shape == (16, 2, 4, 4) and params["out"].shape[0] == 6
+  signal, noise = params["query"][:, :, :3], params["query"][:, :, 3:]
+  repeated = jnp.concatenate([signal[:, :, :, None], jnp.broadcast_to(noise[:, :, :, None], (16, 2, 3, 1, 4))], axis=3).reshape(16, 6, 2, 4)
+
+  def run(layer, query):
+    def loss(query):
+      y = layer.apply({"params": params | {"query": query}}, x, 0.3)
+      return jnp.sum(jnp.sin(y)), y
+
+    return jax.jit(jax.grad(loss, has_aux=True))(query)
+
+  (own, got), (each, want) = run(grouped, params["query"]), run(single, repeated)
+  np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+  each = each.reshape(16, 2, 3, 2, 4)
+  np.testing.assert_allclose(own[:, :, :3], each[:, :, :, 0], rtol=1e-4, atol=1e-6)
+  np.testing.assert_allclose(own[:, :, 3], each[:, :, :, 1].sum(axis=2), rtol=1e-4, atol=1e-6)
 
 
 def dense(visible, q, k, v, lam, **_):

@@ -26,6 +26,8 @@ VARIANTS = {
   "diff_v2": dataclasses.replace(CONFIG, attention="diff_v2", head_norm=False),
   "diff_v2, grouped heads, untied": dataclasses.replace(CONFIG, attention="diff_v2", num_kv_heads=2, head_norm=False, tie_embeddings=False),
   "diff, window, no RoPE, biases": dataclasses.replace(CONFIG, num_kv_heads=2, window=5, rope=False, projection_biases=True),
+  "diff, grouped noise": dataclasses.replace(CONFIG, num_noise_heads=2, num_kv_heads=1),
+  "diff_v2, grouped noise": dataclasses.replace(CONFIG, attention="diff_v2", num_noise_heads=1, num_kv_heads=1, head_norm=False),
   "diff, scaled embeddings": dataclasses.replace(CONFIG, embed_scale=32**0.5),
   "softmax, window": dataclasses.replace(CONFIG, attention="softmax", head_norm=False, window=3),
 }

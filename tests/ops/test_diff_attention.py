@@ -29,7 +29,7 @@ from tests.tiers import full
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """Shapes and options of one call. `lam` is λ's shape by name, `ids` a (queries, keys) pair of rows of segment ids."""
+  """Shapes and options of one call: `lam` is λ's shape by name, `ids` a (queries, keys) pair of rows of segment ids."""
 
   name: str
   T: int = 13
@@ -58,6 +58,7 @@ CASES = [  # each option once
   Case("window_not_causal", window=4, causal=False, T=13, S=11),
   Case("offset_window", T=7, S=16, q_offset=6, window=4),
   Case("offset_before_keys", q_offset=-7),
+  Case("shared_noise_grouped", G=3, H=8, K=2),
   Case("offset_per_row_packed_window", T=7, S=13, q_offset=(-3, 6), ids=(PACKED[4:11], PACKED), window=3),
 ]
 COMBINED = [
@@ -65,6 +66,7 @@ COMBINED = [
   Case("v1"),
   Case("v1_grouped_lambda_per_head", H=4, lam="H"),
   Case("v2", M=1, H=4, V=6),
+  Case("shared_noise_v2_packed_window_lambda_per_head", G=4, M=1, H=6, K=1, V=6, lam="H", ids=(PACKED, PACKED), window=5),
   Case("several_blocks", T=150, H=4, lam="H"),
   Case("one_query", T=1, S=13, q_offset=(4, 12), lam="scalar"),
   Case("packed_not_causal", ids=(PACKED, PACKED), causal=False),
@@ -154,7 +156,8 @@ def _arguments(case: Case, seed: int = 0):
   S = case.S or case.T
   normal = lambda *shape: rng.standard_normal(shape)
   lam_shape = {"scalar": (), "H": (case.H,), "BTH": (2, case.T, case.H)}[case.lam]
-  q, k, v = normal(2, case.T, case.H, case.G, 6), normal(2, S, case.K, case.M, 6), normal(2, S, case.K, case.V)
+  groups = case.H // max(case.G - 1, 1)
+  q, k, v = normal(2, case.T, groups, case.G, 6), normal(2, S, case.K, case.M, 6), normal(2, S, case.K, case.V)
   lam = None if case.G == 1 else rng.uniform(-0.5, 1.2, lam_shape)
   options = dict(causal=case.causal, window=case.window, q_offset=case.q_offset, scale=case.scale)
   if isinstance(case.q_offset, tuple):
@@ -418,7 +421,8 @@ def _bad(**changes):
   ("named", "arguments"),
   [
     ("q ", _bad(q=jnp.zeros((2, 5, 4, 6)))),
-    ("q ", _bad(q=jnp.zeros((2, 5, 4, 3, 6)))),
+    ("k ", _bad(q=jnp.zeros((2, 5, 4, 3, 6)), k=jnp.zeros((2, 5, 2, 3, 6)))),
+    ("lam ", _bad(q=jnp.zeros((2, 5, 4, 3, 6)), lam=jnp.zeros(4))),
     ("q ", _bad(q=jnp.zeros((2, 5, 4, 2, 6), jnp.int32))),
     ("k ", _bad(k=jnp.zeros((2, 5, 2, 3, 6)))),
     ("k ", _bad(k=jnp.zeros((2, 5, 3, 2, 6)))),

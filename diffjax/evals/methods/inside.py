@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from diffjax.model.attention import Attention
 from diffjax.model.decoder import Block, Decoder
+from diffjax.ops.diff_attention.arguments import broadcast_lambda
 from diffjax.ops.diff_attention.mask import Mask, positions
 
 _COLLECTION, _NAME = "metrics", "measured"
@@ -32,7 +33,7 @@ class Attended(NamedTuple):
     window: The number of keys that a query sees, itself included; None for all up to itself.
   """
 
-  q: Float[Array, "B T H G D"]
+  q: Float[Array, "B T Q G D"]
   k: Float[Array, "B S K M D"]
   v: Float[Array, "B S K V"]
   lam: Float[Array, "B T H"] | None
@@ -75,7 +76,7 @@ def measure(
   def attend(q, k, v, lam, **options):
     if attention is not None:
       assert layer is not None  # since only layers call attention
-      every = None if lam is None else jnp.broadcast_to(jnp.asarray(lam, jnp.float32), q.shape[:3])
+      every = broadcast_lambda(lam, q)
       layer.sow(_COLLECTION, _NAME, attention(Attended(q, k, v, every, options["q_segment_ids"], options["window"])))
     return model.attention_fn(q, k, v, lam, **options)
 

@@ -22,7 +22,7 @@ from diffjax.ops.platform import device_kind, platform
 
 
 def diff_attention(
-  q: Float[Array, "B T H G D"],
+  q: Float[Array, "B T Q G D"],
   k: Float[Array, "B S K M D"],
   v: Float[Array, "B S K V"],
   lam: float | Float[Array, ""] | Float[Array, "H"] | Float[Array, "B T H"] | None = None,
@@ -39,15 +39,17 @@ def diff_attention(
 ) -> Float[Array, "B T H V"]:
   """Differential attention, out = softmax(q₁k₁ᵀ·scale)v − λ·softmax(q₂k₂ᵀ·scale)v (paper §1; §2 with M = 1).
 
-  Head h reads keys and values of group ⌊h / (H/K)⌋. The key at index s has position s, the query at row t has position q_offset + t.
+  Of a group's maps the last is the noise map. Two maps are one head, H = Q. With more, H = Q·(G − 1): each of the others is a signal map and
+  a head of its own, and the noise map is subtracted from all (grouped differential attention, arXiv:2510.06949). Group g reads keys and
+  values of key head ⌊g / (Q/K)⌋. The key at index s has position s, the query at row t has position q_offset + t.
   A query that sees no key returns zeros and passes no gradient. On a mesh, pass `sharding`, or wrap the call in `shard_map` yourself: block
   sizes are chosen from the shapes that one device sees.
 
   Args:
-    q: queries of G = 2 maps, or of G = 1 for plain attention.
-    k: keys; M = G gives each map its own (V1), M = 1 shares them (V2).
+    q: queries of G = 2 maps, of more whose last is the noise map, or of G = 1 for plain attention.
+    k: keys; M = 2 gives the signal maps and the noise map each their own (V1), M = 1 shares them (V2).
     v: values, shared by the maps.
-    lam: λ as a scalar, per head, or per token and head, for G = 2; None for G = 1. Made float32 (or q's float64).
+    lam: λ as a scalar, per head, or per token and head; None for G = 1. Made float32 (or q's float64).
     q_segment_ids: document of each query: a query sees only keys with an equal id. 0 is an id like any other.
     kv_segment_ids: document of each key. Defaults to q_segment_ids where T = S.
     q_offset: position of the first query: an int, which lets blocks that the mask hides be skipped, or int32[B].
@@ -90,11 +92,13 @@ def _attend(
   q, k, v, lam, q_ids, kv_ids, q_offset, *, causal: bool, window: int | None, scale: float, implementation: str, tokens=None
 ) -> jax.Array:
   """The operation on one device's arrays; with `tokens` (Tokens), on its part of rows that several devices share."""
+  pairs = arguments.in_pairs(q)
   static = isinstance(q_offset, int)
   mask = Mask(q.shape[1], k.shape[1], causal, window, q_offset if static else PER_ROW, segments=q_ids is not None)
   if implementation == "auto":
-    implementation = _pick(platform(), q, k, v, mask if tokens is None else dataclasses.replace(mask, offset=PER_ROW))
+    implementation = _pick(platform(), pairs, k, v, mask if tokens is None else dataclasses.replace(mask, offset=PER_ROW))
   chosen = implementations.implementation_of(implementation)
+  q = q if chosen.takes_groups else pairs
   if tokens is not None:
     if not (chosen.takes_parts and static and mask.q_length == mask.kv_length):
       own = functools.partial(_attend, causal=causal, window=window, scale=scale, implementation=implementation)
@@ -108,7 +112,7 @@ def _attend_sharded(attend, layout: Layout, token_order: str, q, k, v, lam, q_id
   """The operation inside `shard_map`."""
   layout.check(0, {"B": q.shape[0]})
   layout.check(1, {"T": q.shape[1], "S": k.shape[1]}, multiple=2 if token_order == "balanced" and layout.shards(1) > 1 else 1)
-  layout.check(2, {"H": q.shape[2], "K": k.shape[2]})
+  layout.check(2, {"Q": q.shape[2], "K": k.shape[2]})
   offset = None if isinstance(q_offset, int) else q_offset
 
   tokens = Tokens(layout.axes[1], layout.shards(1), token_order) if layout.shards(1) > 1 else None
@@ -157,9 +161,9 @@ def _log_once(picked: str, backend: str) -> None:
 
 
 def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-  arguments.check_arrays(q, k, v, ("B T H G D", "B S K M D", "B S K V"))
-  if k.shape[3] not in (1, q.shape[3]):
-    raise ValueError(f"k must have 1 map or q's {q.shape[3]} (axis 3), got {k.shape[3]} in shape {k.shape}")
+  arguments.check_arrays(q, k, v, ("B T Q G D", "B S K M D", "B S K V"))
+  if k.shape[3] not in (1, min(q.shape[3], 2)):
+    raise ValueError(f"k must have 1 map{', or 2' * (q.shape[3] > 1)} (axis 3), got {k.shape[3]} in shape {k.shape}")
   if k.shape[0] != q.shape[0] or k.shape[4] != q.shape[4]:
     raise ValueError(f"k must share B and D with q, got shape {k.shape} beside {q.shape}")
   arguments.check_heads(q.shape[2], k.shape[2])

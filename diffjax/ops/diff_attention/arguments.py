@@ -20,7 +20,7 @@ def describe(x: Any) -> str:
 
 
 def check_arrays(q: Any, k: Any, v: Any, layouts: tuple[str, str, str], stored: Any = None) -> None:
-  """Refuses q, k and v unless they are arrays of one floating dtype, with the axes of `layouts` ("B T H G D") and none of size 0.
+  """Refuses q, k and v unless they are arrays of one floating dtype, with the axes of `layouts` ("B T Q G D") and none of size 0.
 
   Keys and values may be of another dtype, `stored`, both of them.
 
@@ -37,14 +37,26 @@ def check_arrays(q: Any, k: Any, v: Any, layouts: tuple[str, str, str], stored: 
       raise ValueError(f"{name} must be floating point and of q's dtype {q.dtype}, got {array.dtype}; cast it")
     if 0 in array.shape:
       raise ValueError(f"{name} must have no axis of size 0, got shape {array.shape}")
-  if q.shape[-2] not in (1, 2):
-    raise ValueError(f"q must have 1 or 2 maps (axis {q.ndim - 2}), got {q.shape[-2]} in shape {q.shape}")
 
 
-def check_heads(q_heads: int, kv_heads: int) -> None:
-  """Refuses key heads that queries cannot share evenly."""
-  if q_heads % kv_heads:
-    raise ValueError(f"k has K = {kv_heads} heads, which must divide q's H = {q_heads}")
+def check_heads(groups: int, kv_heads: int) -> None:
+  """Refuses key heads that groups of queries cannot share evenly."""
+  if groups % kv_heads:
+    raise ValueError(f"k has K = {kv_heads} heads, which must divide q's Q = {groups}")
+
+
+def heads_of(q: Float[Array, "*tokens Q G D"]) -> int:
+  """H, the heads whose outputs q gives: a group's signal maps, all but the last, or its one map."""
+  return q.shape[-3] * max(q.shape[-2] - 1, 1)
+
+
+def in_pairs(q: Float[Array, "*tokens Q G D"]) -> Float[Array, "*tokens H 2 D"]:
+  """Queries of groups with the noise map repeated, so that each signal map has its own; a group of one map or two as it is."""
+  *tokens, groups, maps, width = q.shape
+  if maps <= 2:
+    return q
+  noise = jnp.broadcast_to(q[..., -1:, :], (*tokens, groups, maps - 1, width))
+  return jnp.stack([q[..., :-1, :], noise], axis=-2).reshape(*tokens, groups * (maps - 1), 2, width)
 
 
 def check_window(window: Any) -> int | None:
@@ -61,13 +73,13 @@ def check_scale(scale: Any, width: int) -> float:
   return width**-0.5 if scale is None else float(scale)
 
 
-def broadcast_lambda(lam: Any, q: Float[Array, "*tokens H G D"]) -> Float[Array, "*tokens H"] | None:
-  """λ with q's leading axes, float32 (or q's float64); None with one map.
+def broadcast_lambda(lam: Any, q: Float[Array, "*tokens Q G D"]) -> Float[Array, "*tokens H"] | None:
+  """λ with q's leading axes and a number for each head, float32 (or q's float64); None with one map.
 
   It is broadcast outside of custom VJPs and of `shard_map`, so that autodiff reduces its gradient to whatever shape it had.
   """
-  *_, heads, num_maps, _ = q.shape
-  shape, axis = q.shape[:-2], q.ndim - 2
+  heads, num_maps, axis = heads_of(q), q.shape[-2], q.ndim - 2
+  shape = (*q.shape[:-3], heads)
   if num_maps == 1:
     if lam is not None:
       raise ValueError(f"lam must be None with one map (q's axis {axis} is 1), got {describe(lam)}")
@@ -75,6 +87,6 @@ def broadcast_lambda(lam: Any, q: Float[Array, "*tokens H G D"]) -> Float[Array,
   number = isinstance(lam, numbers.Real) and not isinstance(lam, bool)
   fits = isinstance(lam, ARRAYS) and lam.shape in ((), (heads,), shape) and jnp.issubdtype(lam.dtype, jnp.floating)
   if not number and not fits:
-    wanted = f"lam must be a float, or floats of shape [{heads}] or {list(shape)}, with two maps (q's axis {axis} is 2)"
+    wanted = f"lam must be a float, or floats of shape [{heads}] or {list(shape)}, with several maps (q's axis {axis} is {num_maps})"
     raise ValueError(f"{wanted}, got {describe(lam)}")
   return jnp.broadcast_to(jnp.asarray(lam).astype(jnp.promote_types(jnp.float32, q.dtype)), shape)

@@ -35,7 +35,7 @@ _XLA_LOGITS = 1 << 20  # that XLA's form has at once, where it does not have all
 
 
 def decode_attention(
-  q: Float[Array, "B *T H G D"],
+  q: Float[Array, "B *T Q G D"],
   k: Float[Array, "B K S M*D"] | Float[Array, "P K S M*D"] | Int[Array, "P K S M*D"],
   v: Float[Array, "B K S V"] | Float[Array, "P K S V"] | Int[Array, "P K S V"],
   lam: float | Float[Array, ""] | Float[Array, "H"] | Float[Array, "B *T H"] | None,
@@ -53,17 +53,18 @@ def decode_attention(
 
   There is one new token a row, or, if q has an axis T, the last T ones: token t of row b has position lengths[b] − T + t. Keys and values
   of the new tokens are in the cache already. A token sees the keys up to its own; what the cache holds beyond them is never used, not even
-  where it is not finite. Head h reads keys and values of group ⌊h / (H/K)⌋. On a mesh, pass `sharding`, or wrap the call in `shard_map`
+  where it is not finite. Groups of more than two maps are those of `diff_attention`.
+  Group g reads keys and values of key head ⌊g / (Q/K)⌋. On a mesh, pass `sharding`, or wrap the call in `shard_map`
   yourself. The kernels have no gradient.
 
   Args:
-    q: queries of G = 2 maps, or of G = 1 for plain attention.
-    k: cached keys: row b's in k[b], or in pages of S tokens each. M = G: each map's own, those of map 1 in the first D places of the last
-      axis, those of map 2 in the others (V1). M = 1: shared by the maps (V2). In q's dtype, or int8. On TPU, S should be a multiple of 128:
-      else XLA may store the cache otherwise than the kernel reads it, and copy it for every token. A page there should hold at least
+    q: queries of G = 2 maps, of more whose last is the noise map, or of G = 1 for plain attention.
+    k: cached keys: row b's in k[b], or in pages of S tokens each. M = 2: those of the signal maps in the first D places of the last axis,
+      those of the noise map in the others (V1). M = 1: shared by the maps (V2). In q's dtype, or int8. On TPU, S should be a multiple of
+      128: else XLA may store the cache otherwise than the kernel reads it, and copy it for every token. A page there should hold at least
       512 KiB of keys and values over all heads, since reading less takes less time than a step of the kernel.
     v: cached values, shared by the maps; as k in all but its width.
-    lam: λ as a scalar, per head, or per row, token and head, for G = 2; None for G = 1. Made float32 (or q's float64).
+    lam: λ as a scalar, per head, or per row, token and head; None for G = 1. Made float32 (or q's float64).
     lengths: number of tokens in each row's cache, the new ones included; 0 gives zeros. Of more than S (or N·S) tokens the cache holds the
       first ones, and a single new token counts as the last of them.
     block_tables: the pages of each row in the order of its tokens; row b's token i is in page block_tables[b, ⌊i / S⌋]. Entries behind a
@@ -87,9 +88,9 @@ def decode_attention(
     ValueError: an argument is unusable, or the implementation cannot take it; the message says which, and what would work.
   """
   single = getattr(q, "ndim", 0) != 5
-  _check_cache(q, k, v, "B H G D" if single else "B T H G D", block_tables, k_scale, v_scale)
+  _check_cache(q, k, v, "B Q G D" if single else "B T Q G D", block_tables, k_scale, v_scale)
   q, k, v = map(jnp.asarray, (q, k, v))
-  lam = arguments.broadcast_lambda(lam, q)
+  lam, q = arguments.broadcast_lambda(lam, q), arguments.in_pairs(q)
   if single:
     q, lam = q[:, None], None if lam is None else lam[:, None]
   batch, tokens, heads = q.shape[:3]
@@ -145,12 +146,13 @@ def _check_cache(q, k, v, queries: str, tables, k_scale, v_scale) -> None:
   quantised = getattr(k, "dtype", None) == jnp.int8
   layout = "B K S" if tables is None else "P K S"
   arguments.check_arrays(q, k, v, (queries, f"{layout} M·D", f"{layout} V"), jnp.int8 if quantised else None)
-  batch, (heads, num_maps, width) = q.shape[0], q.shape[-3:]
+  batch, (groups, num_maps, width) = q.shape[0], q.shape[-3:]
   if tables is None and k.shape[0] != batch:
     raise ValueError(f"k must share B = {batch} with q, got shape {k.shape}; pass block_tables if it is in pages")
-  arguments.check_heads(heads, k.shape[1])
-  if k.shape[3] not in (width, num_maps * width):
-    raise ValueError(f"k must have D = {width} (keys shared by the maps) or {num_maps}·D in its last axis, got shape {k.shape}")
+  arguments.check_heads(groups, k.shape[1])
+  if k.shape[3] not in (width, min(num_maps, 2) * width):
+    own = " or 2·D (those of the signal maps and of the noise map)" * (num_maps > 1)
+    raise ValueError(f"k must have D = {width} (keys shared by the maps){own} in its last axis, got shape {k.shape}")
   if v.shape[:3] != k.shape[:3]:
     raise ValueError(f"v must share [{layout.replace(' ', ', ')}] = {k.shape[:3]} with k, got shape {v.shape}")
   if tables is not None and not (

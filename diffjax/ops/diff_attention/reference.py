@@ -12,7 +12,7 @@ from diffjax.ops.diff_attention.mask import Mask, apply, positions
 from diffjax.ops.diff_attention.vjp import Arrays, Implementation, Options, Saved
 
 
-def attention_logits(q: Float[Array, "B T H G D"], k: Float[Array, "B S K M D"], scale: float | None = None) -> Float[Array, "B H G T S"]:
+def attention_logits(q: Float[Array, "B T Q G D"], k: Float[Array, "B S K M D"], scale: float | None = None) -> Float[Array, "B Q G T S"]:
   """Logits before any mask, q·k·scale, whose softmax paper §1 takes; in at least float32.
 
   Args:
@@ -20,15 +20,16 @@ def attention_logits(q: Float[Array, "B T H G D"], k: Float[Array, "B S K M D"],
     k: keys; M = 1 shares them between the maps.
     scale: factor on q·k; 1/√D by default.
   """
-  heads, num_maps = q.shape[2:4]
+  groups, num_maps = q.shape[2:4]
   dtype = jnp.promote_types(jnp.float32, q.dtype)
-  k = jnp.repeat(jnp.repeat(k, heads // k.shape[2], axis=2), num_maps // k.shape[3], axis=3)
+  k = jnp.repeat(k, groups // k.shape[2], axis=2)
+  k = k[:, :, :, jnp.array([0] * (num_maps - 1) + [-1])]  # the last map's own are the last
   scale = q.shape[-1] ** -0.5 if scale is None else scale
-  return jnp.einsum("bthgd,bshgd->bhgts", q, k, preferred_element_type=dtype, precision=jax.lax.Precision.HIGHEST) * scale
+  return jnp.einsum("btqgd,bsqgd->bqgts", q, k, preferred_element_type=dtype, precision=jax.lax.Precision.HIGHEST) * scale
 
 
 def attention_maps(
-  q: Float[Array, "B T H G D"],
+  q: Float[Array, "B T Q G D"],
   k: Float[Array, "B S K M D"],
   *,
   q_segment_ids: Int[Array, "B T"] | None = None,
@@ -37,8 +38,8 @@ def attention_maps(
   causal: bool = True,
   window: int | None = None,
   scale: float | None = None,
-  logits_transform: Callable[[Float[Array, "B H G T S"]], Float[Array, "B H G T S"]] | None = None,
-) -> Float[Array, "B H G T S"]:
+  logits_transform: Callable[[Float[Array, "B Q G T S"]], Float[Array, "B Q G T S"]] | None = None,
+) -> Float[Array, "B Q G T S"]:
   """The softmax maps A_i of paper §1, in at least float32; a row without visible keys is zero.
 
   Args:
@@ -53,7 +54,7 @@ def attention_maps(
     logits_transform: applied to the scaled logits before mask and softmax, e.g. to quantise them.
 
   Returns:
-    A[b, h, g, t, s], rows summing to one (or zero).
+    A[b, q, g, t, s], rows summing to one (or zero).
   """
   logits = attention_logits(q, k, scale)
   if logits_transform is not None:
@@ -70,9 +71,11 @@ def attention_maps(
 
 
 def attention_weights(
-  q: Float[Array, "B T H G D"], k: Float[Array, "B S K M D"], lam: Float[Array, "B T H"] | None, **options
+  q: Float[Array, "B T Q G D"], k: Float[Array, "B S K M D"], lam: Float[Array, "B T H"] | None, **options
 ) -> Float[Array, "B H T S"]:
-  """Weights of the values: A₁ − λA₂ (paper §1), or A₁ if G is 1. A row that sees keys sums to 1 − λ, and its entries may be negative.
+  """Weights of the values: A₁ − λA₂ (paper §1), or A₁ if G is 1; with more maps, each of a group's others less λ times the last.
+
+  A row that sees keys sums to 1 − λ, and its entries may be negative.
 
   Args:
     q: queries of G maps.
@@ -81,11 +84,16 @@ def attention_weights(
     **options: those of `attention_maps`.
   """
   maps = attention_maps(q, k, **options)
-  return maps[:, :, 0] if lam is None else maps[:, :, 0] - jnp.moveaxis(lam, 2, 1)[..., None] * maps[:, :, 1]
+  if lam is None:
+    return maps[:, :, 0]
+  heads = lambda x: x.reshape(maps.shape[0], -1, *maps.shape[3:])
+  signal = heads(maps[:, :, :-1])
+  noise = jnp.repeat(maps[:, :, -1], signal.shape[1] // maps.shape[1], axis=1)
+  return signal - jnp.moveaxis(lam, 2, 1)[..., None] * noise
 
 
 def reference(
-  q: Float[Array, "B T H G D"], k: Float[Array, "B S K M D"], v: Float[Array, "B S K V"], lam: Float[Array, "B T H"] | None, **options
+  q: Float[Array, "B T Q G D"], k: Float[Array, "B S K M D"], v: Float[Array, "B S K V"], lam: Float[Array, "B T H"] | None, **options
 ) -> Float[Array, "B T H V"]:
   """softmax(q₁k₁ᵀ)v − λ·softmax(q₂k₂ᵀ)v, exactly as written (paper §1).
 
@@ -100,7 +108,7 @@ def reference(
     The heads' outputs in q's dtype.
   """
   weights = attention_weights(q, k, lam, **options)
-  v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2).astype(weights.dtype)
+  v = jnp.repeat(v, weights.shape[1] // v.shape[2], axis=2).astype(weights.dtype)
   return jnp.einsum("bhts,bshv->bthv", weights, v, precision=jax.lax.Precision.HIGHEST).astype(q.dtype)
 
 
@@ -114,4 +122,4 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
   )  # fmt: skip
 
 
-IMPLEMENTATION = Implementation(_forward)
+IMPLEMENTATION = Implementation(_forward, takes_groups=True)

@@ -135,7 +135,7 @@ class Tokens:
 def attend_to_gathered(
   attention: Callable[..., jax.Array],
   tokens: Tokens,
-  q: Float[Array, "B T H G D"],
+  q: Float[Array, "B T Q G D"],
   k: Float[Array, "B S K M D"],
   v: Float[Array, "B S K V"],
   lam: Float[Array, "B T H"] | None,

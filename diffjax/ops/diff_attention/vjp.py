@@ -22,7 +22,7 @@ from diffjax.ops.varying import vary_like
 class Arrays(NamedTuple):
   """The operation's data."""
 
-  q: Float[Array, "B T H G D"]
+  q: Float[Array, "B T Q G D"]
   k: Float[Array, "B S K M D"]
   v: Float[Array, "B S K V"]
   lam: Float[Array, "B T H"] | None  # None for G = 1
@@ -74,6 +74,8 @@ class Implementation:
     prepare: (arrays, mask) → `options.chosen`, hashable, made once for both passes. Raises ValueError for what is not taken, and says what
       would work.
     output: brings `Saved.out` to [B, T, H, V].
+    takes_groups: whether groups may have more than two maps, the last subtracted from all others. Else each signal map comes with a copy of
+      its noise map, as a group of two.
     takes_parts: whether both passes take `Options.partial`. Where devices share a row, keys and values then travel in a ring; else they are
       gathered.
   """
@@ -82,6 +84,7 @@ class Implementation:
   backward: Callable[..., tuple] | None = None
   prepare: Callable[[Arrays, Mask], Any] = lambda arrays, mask: None
   output: Callable[[Any], Float[Array, "B T H V"]] = lambda out: out
+  takes_groups: bool = False
   takes_parts: bool = False
 
 
