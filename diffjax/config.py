@@ -94,9 +94,11 @@ class ModelConfig:
   num_noise_heads: int | None = None
   # K: key/value heads; divides num_noise_heads, or num_heads where that is None
   num_kv_heads: int = at_least(1, default=2)
-  # D: width of a query and key. V is 2D wide in DIFF V1 and D wide otherwise
+  # D: width of a query and key
   head_dim: int = at_least(2, default=32)
-  # F: hidden width of the SwiGLU
+  # V: width of a value; None for the variant's own, 2D in DIFF V1 and D otherwise
+  value_dim: int | None = None
+  # F: hidden width of the feed-forward layer
   ffn_dim: int = at_least(1, default=352)
   # Longest row, tokens
   max_length: int = at_least(1, default=2048)
@@ -104,17 +106,29 @@ class ModelConfig:
   causal: bool = True
   # Keys that a token sees, itself included (sliding window); None for all
   window: int | None = None
+  # The layers that have the window, from the first: "w" with it, "f" full, again and again: "wwwf"; "" for all of them
+  window_pattern: str = ""
   # Rotary position embedding of queries and keys
   rope: bool = True
   # RoPE base (angle = position · base^(−2j/D))
   rope_base: float = positive(default=10_000.0)
+  # How many of a query's and key's D numbers RoPE rotates, the last ones; None for all
+  rope_dim: int | None = None
   # Biases of the query, key, value and output projections
   projection_biases: bool = False
   # RMSNorm of each head's output, with one gain vector per layer. The paper's DIFF V1 has it, V2 and the baseline do not
   head_norm: bool = True
+  # ε of that norm; None for norm_eps
+  head_norm_eps: float | None = None
   # λ_init of DIFF V1: a constant for every layer, or None for the paper's 0.8 − 0.6·exp(−0.3·l)
   lambda_init: float | None = None
-  # ε of every RMSNorm
+  # Layers that the paper's λ_init lags behind: l is the layer, counted from 0, less this. Motif's models have 1
+  lambda_init_offset: int = at_least(0, default=0)
+  # Activation of the feed-forward layer's gate: "silu" (SwiGLU) or "poly_norm" (a learnt polynomial of normed powers, arXiv:2411.03884)
+  ffn_activation: str = one_of("silu", "poly_norm", default="silu")
+  # Norm before each half of a layer and at the end: "rms" (gain) or "layer" (LayerNorm: gain and shift). The heads' is always RMSNorm
+  norm: str = one_of("rms", "layer", default="rms")
+  # ε of every norm
   norm_eps: float = positive(default=1e-5)
   # One matrix for the embedding and the output projection
   tie_embeddings: bool = True
@@ -313,6 +327,19 @@ def _check_model(model: ModelConfig) -> None:
     require(ok, "model.num_noise_heads", groups, f"must divide model.num_heads = {model.num_heads}, or be None for one a head")
   require(groups % model.num_kv_heads == 0, "model.num_kv_heads", model.num_kv_heads, f"must divide model.{dividend} = {groups}")
   require(model.head_dim % 2 == 0, "model.head_dim", model.head_dim, "must be even: RoPE rotates pairs")
+  require(
+    model.rope_dim is None or (2 <= model.rope_dim <= model.head_dim and model.rope_dim % 2 == 0),
+    "model.rope_dim", model.rope_dim, f"must be even and at most model.head_dim = {model.head_dim}, or None for all",
+  )  # fmt: skip
+  require(model.head_norm_eps is None or model.head_norm_eps > 0, "model.head_norm_eps", model.head_norm_eps, "must be positive, or None")
+  require(model.value_dim is None or model.value_dim >= 1, "model.value_dim", model.value_dim, "must be at least 1, or None")
+  require(
+    set(model.window_pattern) <= set("wf"), "model.window_pattern", model.window_pattern,
+    'must be letters w (a layer with the window) and f (a full one), such as "wwwf"',
+  )  # fmt: skip
+  require(
+    not model.window_pattern or model.window is not None, "model.window", model.window, "must be a number of keys with a window_pattern"
+  )
   require(
     model.window is None or model.window >= 1, "model.window", model.window, "must be at least 1 (the token itself), or None for all keys"
   )

@@ -28,7 +28,9 @@ PARAMETERS = {
   "embedding": Parameter("NE"),
   "unembedding": Parameter("NE"),
   "final_norm": Parameter("E"),
+  "final_norm_shift": Parameter("E"),
   "attention_norm": Parameter("LE"),
+  "attention_norm_shift": Parameter("LE"),
   "query": Parameter("LEQGD", inputs="E"),
   "key": Parameter("LEKMD", inputs="E"),
   "value": Parameter("LEKV", inputs="E"),
@@ -45,9 +47,12 @@ PARAMETERS = {
   "lambda_hat": Parameter("LEH", inputs="E"),
   "head_gate": Parameter("LEHV", inputs="E"),
   "ffn_norm": Parameter("LE"),
+  "ffn_norm_shift": Parameter("LE"),
   "gate": Parameter("LEF", inputs="E"),
   "up": Parameter("LEF", inputs="E"),
   "down": Parameter("LFE", inputs="F"),
+  "poly_weights": Parameter("LW"),
+  "poly_constant": Parameter("L"),
 }
 
 MATRICES = frozenset(name for name, parameter in PARAMETERS.items() if parameter.inputs)

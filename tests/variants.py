@@ -28,6 +28,7 @@ VARIANTS = {
   "softmax": Variant((1, 1, 1), {}, dict(num_heads=4, num_kv_heads=4, head_norm=False)),
   "diff_v2": Variant((2, 1, 1), {"lambda_hat": "EH"}, _GROUPED),
   "diff_v2_linear": Variant((2, 1, 1), {"lambda_hat": "EH"}, _GROUPED),
+  "diff_v2_gated": Variant((2, 1, 1), {"lambda_hat": "EH", "head_gate": "EHV"}, _GROUPED),
   "diff_per_token": Variant((2, 2, 2), {"lambda_hat": "EH"}, {}),
   "gated": Variant((1, 1, 1), {"head_gate": "EHV"}, _GROUPED),
 }

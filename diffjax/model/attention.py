@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from diffjax.config import ModelConfig, UserError
 from diffjax.ops.diff_attention import diff_attention
+from diffjax.ops.diff_attention.mask import Windows
 from diffjax.ops.rms_norm import rms_norm
 from diffjax.ops.rope import rope
 from diffjax.parallel.product import product, whole
@@ -48,6 +49,7 @@ class Attention(nn.Module):
   Attributes:
     num_heads: H.
     head_dim: D.
+    value_dim: V; None for the variant's own, D or 2D.
     num_kv_heads: K, a divisor of Q; None for Q.
     num_noise_heads: Q, a divisor of H: noise maps, each subtracted from H/Q heads' maps (grouped differential attention,
       arXiv:2510.06949); None for H. Variants of two maps only.
@@ -56,6 +58,7 @@ class Attention(nn.Module):
     window: number of keys that a token sees, itself included (see `diff_attention`); None for all.
     rope: rotary position embedding of queries and keys.
     rope_base: base of the rotary angles; pairs are (j, j + D/2).
+    rope_dim: how many of the D are rotated, the last ones, as in multi-head latent attention; None for all.
     projection_biases: biases of the query, key, value and output projections.
     norm_eps: ε of the head norm.
     out_scale: factor on the initial output projection.
@@ -65,6 +68,7 @@ class Attention(nn.Module):
 
   num_heads: int
   head_dim: int
+  value_dim: int | None = None
   num_kv_heads: int | None = None
   num_noise_heads: int | None = None
   head_norm: bool = False
@@ -72,6 +76,7 @@ class Attention(nn.Module):
   window: int | None = None
   rope: bool = True
   rope_base: float = 10_000.0
+  rope_dim: int | None = None
   projection_biases: bool = False
   norm_eps: float = 1e-5
   out_scale: float = 1.0
@@ -90,6 +95,7 @@ class Attention(nn.Module):
     x: Float[Array, "B T E"],
     lambda_init: Float[Array, ""] | float | None = None,
     *,
+    window: Windows | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     positions: Int[Array, "B T"] | None = None,
   ) -> Float[Array, "B T E"]:
@@ -98,6 +104,7 @@ class Attention(nn.Module):
     Args:
       x: input.
       lambda_init: λ_init of this layer, DIFF V1 only; see `lambda_init_schedule`.
+      window: instead of the layer's own, one that data choose.
       segment_ids: tokens attend within equal ids; None for one document a row.
       positions: positions for RoPE; None for 0 … T−1.
     """
@@ -106,17 +113,22 @@ class Attention(nn.Module):
     if self.rope:
       if positions is None:
         positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-      q, k = rope(q, positions, self.rope_base), rope(k, positions, self.rope_base)
+      q, k = self._rotated(q, positions), self._rotated(k, positions)
     self.sow("intermediates", "query", q)
     self.sow("intermediates", "key", k)
     lam = self._lambda(x, lambda_init)
     if lam is not None:
       self.sow("metrics", "lambda", jnp.mean(lam))
-    mask = dict(q_segment_ids=segment_ids, kv_segment_ids=segment_ids, causal=self.causal, window=self.window)
+    mask = dict(q_segment_ids=segment_ids, kv_segment_ids=segment_ids, causal=self.causal, window=window or self.window)
     heads = self.attention_fn(q, k, v, lam, **mask)
     if self.head_norm:
       heads = rms_norm(heads, self._parameter("head_gain", nn.initializers.ones, x.shape[-1]), self.norm_eps)
     return self._project(self._output(heads, x, lambda_init), "out", x.shape[-1], self.out_scale)
+
+  def _rotated(self, x: Float[Array, "B T *heads D"], positions: Int[Array, "B T"]) -> Float[Array, "B T *heads D"]:
+    still = self.head_dim - (self.rope_dim or self.head_dim)
+    turned = rope(x[..., still:], positions, self.rope_base)
+    return jnp.concatenate([x[..., :still], turned], axis=-1) if still else turned
 
   def _parameter(self, name: str, init: Callable[..., jax.Array], embed_dim: int) -> jax.Array:
     """A parameter of one layer, of the shape that the table of parameters gives it."""
@@ -127,7 +139,7 @@ class Attention(nn.Module):
     return self._parameter(name, matrix_init(inputs, scale=scale), embed_dim)
 
   def _size(self, axis: str, embed_dim: int) -> int:
-    maps = map_sizes(type(self), self.num_heads, self.num_noise_heads, self.head_dim)
+    maps = map_sizes(type(self), self.num_heads, self.num_noise_heads, self.head_dim, self.value_dim)
     return {"E": embed_dim, "H": self.num_heads, "K": self.num_kv_heads or maps["Q"], "D": self.head_dim, **maps}[axis]
 
   def _project(self, x: Float[Array, "B T *inputs"], name: str, embed_dim: int, scale: float = 1.0) -> Float[Array, "B T *outputs"]:
@@ -145,6 +157,9 @@ class Attention(nn.Module):
     """x W_λ in float32, for variants whose λ depends on the token."""
     w = whole(self._matrix("lambda_hat", x.shape[-1]), "lambda_hat", self.dtype)
     return jnp.einsum("BTE,EH->BTH", x, w, preferred_element_type=jnp.float32)
+
+  def _gated(self, heads: Float[Array, "B T H V"], x: Float[Array, "B T E"]) -> Float[Array, "B T H V"]:
+    return heads * jax.nn.sigmoid(self._project(x, "head_gate", x.shape[-1]))
 
   def _output(self, heads: Float[Array, "B T H V"], x: Float[Array, "B T E"], lambda_init: Any) -> Float[Array, "B T H V"]:
     """A variant's change to the heads' outputs before the output projection."""
@@ -197,6 +212,15 @@ class DiffAttentionV2Linear(DiffAttentionV2):
     return self._lambda_logits(x)
 
 
+class DiffAttentionV2Gated(DiffAttentionV2):
+  """Version 2 whose heads' outputs are gated, sigmoid(x W_g) ∘ heads: with shared noise maps the form of Motif 3."""
+
+  extra: ClassVar[tuple[str, ...]] = ("lambda_hat", "head_gate")
+
+  def _output(self, heads, x, lambda_init):
+    return self._gated(heads, x)
+
+
 class DiffAttentionPerToken(DiffAttention):
   """Version 1 with version 2's λ: sigmoid(x W_λ + logit(λ_init)) per token and head, which is λ_init where W_λ is 0."""
 
@@ -215,7 +239,7 @@ class GatedAttention(Attention):
   extra: ClassVar[tuple[str, ...]] = ("head_gate",)
 
   def _output(self, heads, x, lambda_init):
-    return heads * jax.nn.sigmoid(self._project(x, "head_gate", x.shape[-1]))
+    return self._gated(heads, x)
 
 
 ATTENTION = {
@@ -223,6 +247,7 @@ ATTENTION = {
   "diff": DiffAttention,
   "diff_v2": DiffAttentionV2,
   "diff_v2_linear": DiffAttentionV2Linear,
+  "diff_v2_gated": DiffAttentionV2Gated,
   "diff_per_token": DiffAttentionPerToken,
   "gated": GatedAttention,
 }
@@ -246,10 +271,12 @@ def attention_class(config: ModelConfig) -> type[Attention]:
     )
   if issubclass(kind, DiffAttentionPerToken) and not 0 <= (config.lambda_init or 0) <= 1:
     raise UserError(f"config.model.lambda_init = {config.lambda_init!r}: must lie between 0 and 1, as a sigmoid's λ does")
+  if issubclass(kind, DiffAttentionPerToken) and config.lambda_init is None and config.lambda_init_offset:
+    raise UserError(f"config.model.lambda_init_offset = {config.lambda_init_offset}: must be 0, since a sigmoid's λ cannot be negative")
   return kind
 
 
-def map_sizes(kind: type[Attention], num_heads: int, num_noise_heads: int | None, head_dim: int) -> dict[str, int]:
+def map_sizes(kind: type[Attention], num_heads: int, num_noise_heads: int | None, head_dim: int, value_dim: int | None) -> dict[str, int]:
   """Q, G, M and V of a layer.
 
   Raises:
@@ -261,13 +288,13 @@ def map_sizes(kind: type[Attention], num_heads: int, num_noise_heads: int | None
       f"num_noise_heads must divide num_heads = {num_heads}, and be None for {kind.__name__} of one map; got {num_noise_heads}"
     )
   maps = 1 if kind.num_maps == 1 else num_heads // groups + 1
-  return {"Q": groups, "G": maps, "M": kind.num_key_maps, "V": kind.value_heads * head_dim}
+  return {"Q": groups, "G": maps, "M": kind.num_key_maps, "V": value_dim or kind.value_heads * head_dim}
 
 
 def axis_sizes(config: ModelConfig) -> dict[str, int]:
   """The size of every axis of a decoder's parameters, by its letter."""
-  maps = map_sizes(attention_class(config), config.num_heads, config.num_noise_heads, config.head_dim)
-  return {axis: getattr(config, field) for axis, field in FIELDS.items()} | maps
+  maps = map_sizes(attention_class(config), config.num_heads, config.num_noise_heads, config.head_dim, config.value_dim)
+  return {axis: getattr(config, field) for axis, field in FIELDS.items()} | maps | {"W": 3}
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -275,7 +302,10 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
   kind = attention_class(config)
   sizes = axis_sizes(config)
   layer = ("attention_norm", "query", "key", "value", "out", *kind.extra, "ffn_norm", "gate", "up", "down")
+  if config.ffn_activation == "poly_norm":
+    layer += ("poly_weights", "poly_constant")
   biases = tuple(name for name in PARAMETERS if name.endswith("_bias")) * config.projection_biases
+  shifts = tuple(name for name in PARAMETERS if name.endswith("_shift")) * (config.norm == "layer")
   outer = ("embedding", *("unembedding",) * (not config.tie_embeddings), "final_norm")
-  names = (*outer, *layer, *biases, *("head_gain",) * config.head_norm)
+  names = (*outer, *layer, *biases, *shifts, *("head_gain",) * config.head_norm)
   return {name: tuple(sizes[axis] for axis in PARAMETERS[name].axes) for name in names}

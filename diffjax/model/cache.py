@@ -8,6 +8,7 @@ which then takes 3.3 times as long (6 layers, E 256, a CPU). The model's modules
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import flax.struct
@@ -17,10 +18,9 @@ from jaxtyping import Array, Float, Int
 
 from diffjax.config import UserError
 from diffjax.model.attention import axis_sizes
-from diffjax.model.decoder import Block, Decoder, embed, lambda_inits
+from diffjax.model.decoder import Block, Decoder, embed, lambda_inits, normed, windows
 from diffjax.model.pages import PAGE, Pool, empty_pool, read, write
 from diffjax.ops.diff_attention import decode_attention, diff_attention
-from diffjax.ops.rms_norm import rms_norm
 
 
 @flax.struct.dataclass
@@ -120,7 +120,9 @@ def extend(
     return model.attention_fn(q, seen_k.reshape(*seen_k.shape[:3], *k.shape[3:]), seen_v, lam, q_offset=cache.lengths, window=window)
 
   x = embed(params["embedding"], tokens, config)
-  for weights, lambda_init in zip(params["layers"], lambda_inits(config), strict=True):
-    x, _ = Block(config, model.dtype, attend).apply({"params": weights}, x, lambda_init, None, positions)
+  sizes, which = windows(config)
+  for weights, lambda_init, number in zip(params["layers"], lambda_inits(config), which, strict=True):
+    of_layer = dataclasses.replace(config, window=sizes[number], window_pattern="")
+    x, _ = Block(of_layer, model.dtype, attend).apply({"params": weights}, x, lambda_init, 0, None, positions)
   after = Cache(tuple(keys), tuple(values), cache.tables, cache.lengths + counts)
-  return rms_norm(x, params["final_norm"], config.norm_eps), after
+  return normed(x, params, "final_norm", config), after

@@ -1,4 +1,4 @@
-"""The decoder: pre-RMSNorm blocks of attention and SwiGLU, scanned over layers."""
+"""The decoder: blocks of attention and a gated feed-forward layer, each behind a norm, scanned over layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from jaxtyping import Array, Float, Int
 from diffjax.config import ModelConfig
 from diffjax.model.attention import PROJECTED, attention_class, lambda_init_schedule, matrix_init
 from diffjax.ops.diff_attention import RESIDUAL_NAMES, diff_attention
+from diffjax.ops.diff_attention.mask import Windows
+from diffjax.ops.layer_norm import layer_norm
 from diffjax.ops.platform import platform
+from diffjax.ops.poly_norm import poly_norm
 from diffjax.ops.rms_norm import SCALE, rms_norm
 from diffjax.ops.rope import ANGLES
 from diffjax.ops.swiglu import swiglu
@@ -36,12 +39,13 @@ _KEPT = {
 REMAT_POLICIES = {name: jax.checkpoint_policies.save_only_these_names(*kept) for name, kept in _KEPT.items()}
 
 
-class SwiGLU(nn.Module):
-  """y = (silu(x W_gate) ∘ x W_up) W_down, without biases (Shazeer, 2020)."""
+class FeedForward(nn.Module):
+  """y = (f(x W_gate) ∘ x W_up) W_down, without biases; f is silu (SwiGLU; Shazeer, 2020) or PolyNorm."""
 
   ffn_dim: int
   out_scale: float = 1.0
   dtype: Any = jnp.float32
+  activation: str = "silu"
 
   @nn.compact
   def __call__(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
@@ -50,7 +54,12 @@ class SwiGLU(nn.Module):
     up = self.param("up", matrix_init(E), (E, F))
     down = self.param("down", matrix_init(F, scale=self.out_scale), (F, E))
     x = x.astype(self.dtype)
-    hidden = swiglu(checkpoint_name(product(x, gate, "gate"), GATE), checkpoint_name(product(x, up, "up"), UP))
+    gated, widened = checkpoint_name(product(x, gate, "gate"), GATE), checkpoint_name(product(x, up, "up"), UP)
+    if self.activation == "silu":
+      hidden = swiglu(gated, widened)
+    else:
+      weights = self.param("poly_weights", nn.initializers.constant(1 / 3), (3,))
+      hidden = poly_norm(gated, weights, self.param("poly_constant", nn.initializers.zeros, ())) * widened
     hidden = nn.with_logical_constraint(hidden, ("batch", "length", "ffn"))
     return product(hidden, down, "down")
 
@@ -63,12 +72,13 @@ class Block(nn.Module):
   attention_fn: Callable[..., jax.Array]
 
   @nn.compact
-  def __call__(self, x, lambda_init, segment_ids, positions):
+  def __call__(self, x, lambda_init, which_window, segment_ids, positions):
     config, E = self.config, x.shape[-1]
     out_scale = (2 * config.num_layers) ** -0.5
     attention = attention_class(config)(
       num_heads=config.num_heads,
       head_dim=config.head_dim,
+      value_dim=config.value_dim,
       num_kv_heads=config.num_kv_heads,
       num_noise_heads=config.num_noise_heads,
       head_norm=config.head_norm,
@@ -76,17 +86,20 @@ class Block(nn.Module):
       window=config.window,
       rope=config.rope,
       rope_base=config.rope_base,
+      rope_dim=config.rope_dim,
       projection_biases=config.projection_biases,
-      norm_eps=config.norm_eps,
+      norm_eps=config.head_norm_eps or config.norm_eps,
       out_scale=out_scale,
       dtype=self.dtype,
       attention_fn=self.attention_fn,
       name="attention",
     )
-    ffn = SwiGLU(config.ffn_dim, out_scale, self.dtype, name="ffn")
-    normed = rms_norm(x, self.param("attention_norm", nn.initializers.ones, (E,)), config.norm_eps)
-    x = x + attention(normed, lambda_init, segment_ids=segment_ids, positions=positions)
-    x = x + ffn(rms_norm(x, self.param("ffn_norm", nn.initializers.ones, (E,)), config.norm_eps))
+    ffn = FeedForward(config.ffn_dim, out_scale, self.dtype, config.ffn_activation, name="ffn")
+    gains = {name: self.param(name, init, (E,)) for name, init in norm_parameters(config, "attention_norm", "ffn_norm").items()}
+    sizes = windows(config)[0]
+    window = Windows(sizes, which_window) if len(sizes) > 1 else None
+    x = x + attention(normed(x, gains, "attention_norm", config), lambda_init, window=window, segment_ids=segment_ids, positions=positions)
+    x = x + ffn(normed(x, gains, "ffn_norm", config))
     x = nn.with_logical_constraint(x, ("batch", "length", "embed"))
     self.sow("intermediates", "hidden", x)
     return x, None
@@ -99,7 +112,7 @@ class Decoder(nn.Module):
   divided by √(2L); embeddings 1/√E, so that tied logits start at unit variance; gains 1. The paper states none of these.
 
   Parameters, a nested dict of float32 arrays: embedding [N, E], final_norm [E], unembedding [N, E] unless tied, and under `layers`
-  with a leading axis L: attention/{query, key, value, out, …}, attention_norm, ffn/{gate, up, down}, ffn_norm.
+  with a leading axis L: attention/{query, key, value, out, …}, attention_norm, ffn/{gate, up, down, …}, ffn_norm.
   """
 
   config: ModelConfig
@@ -123,16 +136,18 @@ class Decoder(nn.Module):
     block = Block
     if config.remat != "none":
       block = nn.remat(Block, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
+    which_windows = jnp.array(windows(config)[1])
     layers = nn.scan(
       block,
       variable_axes={"params": 0, "intermediates": 0, "metrics": 0},
       split_rngs={"params": True},
-      in_axes=(0, nn.broadcast, nn.broadcast),
+      in_axes=(0, 0, nn.broadcast, nn.broadcast),
       length=config.num_layers,
       unroll=config.num_layers if self._unrolled() else 1,
     )
-    x, _ = layers(config, self.dtype, self.attention_fn, name="layers")(x, lambda_inits(config), segment_ids, positions)
-    return rms_norm(x, self.param("final_norm", nn.initializers.ones, (config.embed_dim,)), config.norm_eps)
+    x, _ = layers(config, self.dtype, self.attention_fn, name="layers")(x, lambda_inits(config), which_windows, segment_ids, positions)
+    gains = {name: self.param(name, init, (config.embed_dim,)) for name, init in norm_parameters(config, "final_norm").items()}
+    return normed(x, gains, "final_norm", config)
 
   def _unrolled(self) -> bool:
     """True if the program holds each layer separately instead of a loop: on CPUs, for a few layers, since it takes longer to compile.
@@ -147,7 +162,28 @@ def lambda_inits(config: ModelConfig) -> Float[Array, L]:
   """λ_init of every layer: the paper's schedule, or the config's constant (unused by the baseline and DIFF V2)."""
   if config.lambda_init is not None:
     return jnp.full(config.num_layers, config.lambda_init, jnp.float32)
-  return lambda_init_schedule(jnp.arange(config.num_layers))
+  return lambda_init_schedule(jnp.arange(config.num_layers) - config.lambda_init_offset)
+
+
+def windows(config: ModelConfig) -> tuple[tuple[int | None, ...], list[int]]:
+  """The windows that the layers have, and each layer's by its number among them."""
+  pattern = config.window_pattern or "w"
+  each = [config.window if pattern[layer % len(pattern)] == "w" else None for layer in range(config.num_layers)]
+  sizes = tuple(dict.fromkeys(each))
+  return sizes, [sizes.index(size) for size in each]
+
+
+def norm_parameters(config: ModelConfig, *names: str) -> dict[str, Callable[..., jax.Array]]:
+  """The parameters of norms, each with its initialisation: a gain, and LayerNorm's shift."""
+  shifts = {f"{name}_shift": nn.initializers.zeros for name in names} if config.norm == "layer" else {}
+  return dict.fromkeys(names, nn.initializers.ones) | shifts
+
+
+def normed(x: Float[Array, "B T E"], params: dict[str, Any], name: str, config: ModelConfig) -> Float[Array, "B T E"]:
+  """The residual stream behind a norm of the decoder: "attention_norm", "ffn_norm" or "final_norm"."""
+  if config.norm == "layer":
+    return layer_norm(x, params[name], params[f"{name}_shift"], config.norm_eps)
+  return rms_norm(x, params[name], config.norm_eps)
 
 
 def embed(embedding: Float[Array, "N E"], tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T E"]:

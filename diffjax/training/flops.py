@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from diffjax.config import ModelConfig
 from diffjax.model.attention import axis_sizes, parameter_shapes
+from diffjax.model.decoder import windows
 from diffjax.parameters import MATRICES
 
 # Peak dense bfloat16 FLOP/s of one JAX device, by the start of its `device_kind`; the first that fits counts.
@@ -63,7 +64,7 @@ def step_flops(model: ModelConfig, length: int, tokens: int) -> StepFlops:
   shapes = parameter_shapes(model)
   matrices = sum(math.prod(shapes[name]) for name in shapes.keys() & MATRICES)
   pair = sizes["Q"] * sizes["G"] * (model.head_dim + sizes["V"])
-  row = length * (matrices + model.vocab_size * model.embed_dim) + model.num_layers * pair * _pairs(model, length)
+  row = length * (matrices + model.vocab_size * model.embed_dim) + pair * _pairs(model, length)
   forward = 2 * row * tokens // length
   return StepFlops(forward, 3 * forward)
 
@@ -74,7 +75,11 @@ def parameter_count(model: ModelConfig) -> int:
 
 
 def _pairs(model: ModelConfig, length: int) -> int:
-  """Pairs of a query and a key that it sees, in one row."""
-  window = min(model.window or length, length)
-  before = window * (window + 1) // 2 + (length - window) * window  # with the token itself
-  return before if model.causal else 2 * before - length
+  """Pairs of a query and a key that it sees, in one row, summed over layers."""
+  sizes, which = windows(model)
+  total = 0
+  for number in which:
+    window = min(sizes[number] or length, length)
+    before = window * (window + 1) // 2 + (length - window) * window  # with the token itself
+    total += before if model.causal else 2 * before - length
+  return total

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from diffjax.config import Config, ModelConfig
 from diffjax.model.attention import attention_class
-from diffjax.model.decoder import Decoder, SwiGLU, embed, lambda_inits, logits
+from diffjax.model.decoder import Decoder, FeedForward, embed, lambda_inits, logits
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.diff_attention.reference import attention_weights
 from diffjax.ops.rms_norm import rms_norm
@@ -116,7 +116,7 @@ def forward(model: ModelConfig, params: dict[str, Any], batch: Batch) -> tuple[F
   normed = rms_norm(x, layer["attention_norm"], model.norm_eps)
   attended: Any = attention.apply({"params": layer["attention"]}, normed, lambda_inits(model)[0])
   x = (x + attended)[:, -ASKED:]
-  widened: Any = SwiGLU(model.ffn_dim).apply({"params": layer["ffn"]}, rms_norm(x, layer["ffn_norm"], model.norm_eps))
+  widened: Any = FeedForward(model.ffn_dim).apply({"params": layer["ffn"]}, rms_norm(x, layer["ffn_norm"], model.norm_eps))
   x = x + widened
   return logits(params, rms_norm(x, params["final_norm"], model.norm_eps)), seen[0]
 

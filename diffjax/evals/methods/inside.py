@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from diffjax.model.attention import Attention
 from diffjax.model.decoder import Block, Decoder
 from diffjax.ops.diff_attention.arguments import broadcast_lambda
-from diffjax.ops.diff_attention.mask import Mask, positions
+from diffjax.ops.diff_attention.mask import Mask, Windows, positions
 
 _COLLECTION, _NAME = "metrics", "measured"
 
@@ -38,7 +38,7 @@ class Attended(NamedTuple):
   v: Float[Array, "B S K V"]
   lam: Float[Array, "B T H"] | None
   segment_ids: Int[Array, "B T"] | None
-  window: int | None = None
+  window: int | Int[Array, ""] | None = None
 
 
 def measure(
@@ -77,7 +77,8 @@ def measure(
     if attention is not None:
       assert layer is not None  # since only layers call attention
       every = broadcast_lambda(lam, q)
-      layer.sow(_COLLECTION, _NAME, attention(Attended(q, k, v, every, options["q_segment_ids"], options["window"])))
+      window = options["window"].size if isinstance(options["window"], Windows) else options["window"]
+      layer.sow(_COLLECTION, _NAME, attention(Attended(q, k, v, every, options["q_segment_ids"], window)))
     return model.attention_fn(q, k, v, lam, **options)
 
   with nn.intercept_methods(intercept):

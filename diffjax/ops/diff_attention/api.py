@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from diffjax.ops.diff_attention import arguments, implementations, vjp
-from diffjax.ops.diff_attention.mask import PER_ROW, Mask
+from diffjax.ops.diff_attention.mask import PER_ROW, Mask, Windows
 from diffjax.ops.diff_attention.ring import ring
 from diffjax.ops.diff_attention.sharded import TOKEN_ORDERS, Layout, Tokens, attend_to_gathered
 from diffjax.ops.platform import device_kind, platform
@@ -31,7 +31,7 @@ def diff_attention(
   kv_segment_ids: Int[Array, "B S"] | None = None,
   q_offset: int | Int[Array, "B"] = 0,
   causal: bool = True,
-  window: int | None = None,
+  window: int | None | Windows = None,
   scale: float | None = None,
   implementation: str = "auto",
   sharding: NamedSharding | PartitionSpec | None = None,
@@ -39,8 +39,8 @@ def diff_attention(
 ) -> Float[Array, "B T H V"]:
   """Differential attention, out = softmax(q₁k₁ᵀ·scale)v − λ·softmax(q₂k₂ᵀ·scale)v (paper §1; §2 with M = 1).
 
-  Of a group's maps the last is the noise map. Two maps are one head, H = Q. With more, H = Q·(G − 1): each of the others is a signal map and
-  a head of its own, and the noise map is subtracted from all (grouped differential attention, arXiv:2510.06949). Group g reads keys and
+  Of a group's maps the last is the noise map. Two maps are one head, H = Q. With more, H = Q·(G − 1): each of the others is a signal map
+  and a head of its own, and the noise map is subtracted from all (grouped differential attention, arXiv:2510.06949). Group g reads keys and
   values of key head ⌊g / (Q/K)⌋. The key at index s has position s, the query at row t has position q_offset + t.
   A query that sees no key returns zeros and passes no gradient. On a mesh, pass `sharding`, or wrap the call in `shard_map` yourself: block
   sizes are chosen from the shapes that one device sees.
@@ -55,7 +55,7 @@ def diff_attention(
     q_offset: position of the first query: an int, which lets blocks that the mask hides be skipped, or int32[B].
     causal: whether a query sees only keys up to its own position.
     window: number of keys visible to a query, itself included: query p sees keys in (p − window, p]. Without causal it is symmetric:
-      |p − key position| < window.
+      |p − key position| < window. `Windows` for one of several, which data choose: all are compiled, and one runs.
     scale: factor on q·k; 1/√D by default.
     implementation: "auto" (the fastest for the backend), "reference", "chunked", "two_call", "pallas_tpu" or "pallas_gpu" (Hopper), or a
       name given to `register`. A name given never falls back.
@@ -72,6 +72,16 @@ def diff_attention(
   Raises:
     ValueError: an argument is unusable, or the implementation cannot take it; the message says which, and what would work.
   """
+  if isinstance(window, Windows):
+    of_size = [
+      functools.partial(
+        diff_attention, window=size, causal=causal, scale=scale, implementation=implementation, sharding=sharding, token_order=token_order
+      )
+      for size in window.sizes
+    ]  # fmt: skip
+    arrays = dict(q=q, k=k, v=v, lam=lam, q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids)
+    branches = [lambda arrays, attend=attend: attend(**arrays, q_offset=q_offset) for attend in of_size]
+    return jax.lax.switch(window.which, branches, arrays)
   _check_shapes(q, k, v)
   lam = arguments.broadcast_lambda(lam, q)
   q_segment_ids, kv_segment_ids = _check_segments(q_segment_ids, kv_segment_ids, q.shape[0], q.shape[1], k.shape[1])

@@ -11,13 +11,32 @@ import dataclasses
 import functools
 import math
 import operator
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from diffjax.ops.diff_attention.tiles import Condition, Scalar, both, maximum, minimum
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+  """A window that is chosen by data, for layers that run as one program.
+
+  Attributes:
+    sizes: the windows there are, as `diff_attention` takes them.
+    which: the number of the chosen one.
+  """
+
+  sizes: tuple[int | None, ...]
+  which: Int[Array, ""]
+
+  @property
+  def size(self) -> Int[Array, ""]:
+    """The chosen one; more than any length for None."""
+    return jnp.array([1 << 30 if size is None else size for size in self.sizes], jnp.int32)[self.which]
+
 
 PER_ROW: Literal["per row"] = "per row"
 
@@ -38,7 +57,7 @@ class Mask:
   q_length: int
   kv_length: int
   causal: bool = True
-  window: int | None = None
+  window: Any = None  # int | None; for methods that answer for single queries also a traced int
   offset: int | Literal["per row"] = 0
   segments: bool = False
 

@@ -36,7 +36,7 @@ def attention_maps(
   kv_segment_ids: Int[Array, "B S"] | None = None,
   q_offset: int | Int[Array, "B"] = 0,
   causal: bool = True,
-  window: int | None = None,
+  window: int | Int[Array, ""] | None = None,
   scale: float | None = None,
   logits_transform: Callable[[Float[Array, "B Q G T S"]], Float[Array, "B Q G T S"]] | None = None,
 ) -> Float[Array, "B Q G T S"]:
