@@ -82,9 +82,11 @@ class ModelConfig:
 
   # A layer of model/attention.py: "diff" (DIFF V1), "diff_v2" (DIFF V2), "softmax" (the Transformer baseline), or one of its variants
   attention: str = "diff"
+  # Layers with the Transformer's attention instead, the lowest ones, with its twin's number of heads
+  plain_layers: int = at_least(0, default=0)
   # N: rows of the embedding; at least the tokenizer's size, and less than 256 more than it
   vocab_size: int = at_least(1, default=256)
-  # L
+  # L, the plain layers included
   num_layers: int = at_least(1, default=4)
   # E: width of the residual stream
   embed_dim: int = at_least(1, default=128)
@@ -320,6 +322,9 @@ def check(config: Config) -> None:
 
 
 def _check_model(model: ModelConfig) -> None:
+  require(
+    model.plain_layers < model.num_layers, "model.plain_layers", model.plain_layers, f"must be less than num_layers = {model.num_layers}"
+  )
   groups, dividend = model.num_heads, "num_heads"
   if model.num_noise_heads is not None:
     groups, dividend = model.num_noise_heads, "num_noise_heads"

@@ -34,7 +34,15 @@ VARIANTS = {
 }
 
 
+# What public models have beside their attention.
+PUBLIC: dict[str, Any] = dict(
+  plain_layers=1, window=9, window_pattern="wf", value_dim=12, rope_dim=4, projection_biases=True, norm="layer", ffn_activation="poly_norm",
+  head_norm_eps=1e-3, lambda_init_offset=1, tie_embeddings=False,
+)  # fmt: skip
+
+
 def models(config: ModelConfig) -> dict[str, ModelConfig]:
-  """A small DIFF V1 config, its like of every other variant, and one whose heads share noise maps."""
+  """A small DIFF V1 config, its like of every other variant, one whose heads share noise maps, and one with all that public models add."""
   every = {name: dataclasses.replace(config, attention=name, **variant.fields) for name, variant in VARIANTS.items()}
-  return every | {"grouped noise": dataclasses.replace(config, num_heads=4, num_noise_heads=2)}
+  grouped = dataclasses.replace(config, num_heads=4, num_noise_heads=2)
+  return every | {"grouped noise": grouped, "public": dataclasses.replace(grouped, **PUBLIC)}

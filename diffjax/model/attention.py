@@ -6,6 +6,7 @@ softmax maps a head has, where λ comes from and what happens to a head's output
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -271,7 +272,7 @@ def attention_class(config: ModelConfig) -> type[Attention]:
     )
   if issubclass(kind, DiffAttentionPerToken) and not 0 <= (config.lambda_init or 0) <= 1:
     raise UserError(f"config.model.lambda_init = {config.lambda_init!r}: must lie between 0 and 1, as a sigmoid's λ does")
-  if issubclass(kind, DiffAttentionPerToken) and config.lambda_init is None and config.lambda_init_offset:
+  if issubclass(kind, DiffAttentionPerToken) and config.lambda_init is None and config.lambda_init_offset > 0:
     raise UserError(f"config.model.lambda_init_offset = {config.lambda_init_offset}: must be 0, since a sigmoid's λ cannot be negative")
   return kind
 
@@ -297,8 +298,39 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
   return {axis: getattr(config, field) for axis, field in FIELDS.items()} | maps | {"W": 3}
 
 
+def stacks(config: ModelConfig) -> dict[str, ModelConfig]:
+  """The stacks of equal layers that a decoder consists of, from below: the name of their parameters, and the config of such a decoder."""
+  kind, plain = attention_class(config), config.plain_layers
+  if not plain:
+    return {"layers": config}
+  pattern = config.window_pattern * -(-config.num_layers // max(len(config.window_pattern), 1))
+  lower = dataclasses.replace(
+    config, attention="softmax", num_heads=config.num_heads * kind.value_heads, num_kv_heads=config.num_kv_heads * kind.value_heads,
+    num_noise_heads=None, head_norm=False, lambda_init=None, lambda_init_offset=0, num_layers=plain, plain_layers=0,
+    window_pattern=pattern[:plain],
+  )  # fmt: skip
+  upper = dataclasses.replace(
+    config, num_layers=config.num_layers - plain, plain_layers=0, window_pattern=pattern[plain:],
+    lambda_init_offset=config.lambda_init_offset - plain,
+  )  # fmt: skip
+  return {"plain_layers": lower, "layers": upper}
+
+
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-  """The shape of every parameter of a decoder, by name, without making one; those of the layers with their leading L."""
+  """The shape of every parameter of a decoder, by name, without making one; those of the layers with their leading L. The names of plain
+  layers' parameters begin with "plain_layers/".
+  """
+  shapes: dict[str, tuple[int, ...]] = {}
+  for name, stack in stacks(config).items():
+    prefix = "" if name == "layers" else f"{name}/"
+    shapes |= {
+      f"{prefix}{parameter}" if PARAMETERS[parameter].axes.startswith("L") else parameter: shape
+      for parameter, shape in _stack_shapes(stack).items()
+    }
+  return shapes
+
+
+def _stack_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
   kind = attention_class(config)
   sizes = axis_sizes(config)
   layer = ("attention_norm", "query", "key", "value", "out", *kind.extra, "ffn_norm", "gate", "up", "down")

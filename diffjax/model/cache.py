@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from diffjax.config import UserError
-from diffjax.model.attention import axis_sizes
+from diffjax.model.attention import axis_sizes, stacks
 from diffjax.model.decoder import Block, Decoder, embed, lambda_inits, normed, windows
 from diffjax.model.pages import PAGE, Pool, empty_pool, read, write
 from diffjax.ops.diff_attention import decode_attention, diff_attention
@@ -57,19 +57,21 @@ def empty_cache(
   Raises:
     UserError: if the model is not causal: its tokens depend on those to come; or the dtype is not one that a cache can have.
   """
-  config, sizes = model.config, axis_sizes(model.config)
+  config = model.config
   if not config.causal:
     raise UserError("config.model.causal = False: what a token gives depends on those after it, so that no cache can hold it")
   dtype = jnp.dtype(model.dtype if dtype is None else dtype)
   if dtype not in (model.dtype, jnp.int8) or (dtype == jnp.int8 and num_pages is None):
     raise UserError(f"dtype = {dtype}: a cache is in the model's {jnp.dtype(model.dtype)} (None), or, in pages (num_pages), in int8")
   count, size = (batch_size, capacity) if num_pages is None else (num_pages, page)
-  keys, values = (
-    tuple(empty_pool(count, config.num_kv_heads, size, width, dtype) for _ in range(config.num_layers))
-    for width in (sizes["M"] * sizes["D"], sizes["V"])
-  )
+  keys: list[Pool] = []
+  values: list[Pool] = []
+  for stack in stacks(config).values():
+    sizes = axis_sizes(stack)
+    for pools, width in ((keys, sizes["M"] * sizes["D"]), (values, sizes["V"])):
+      pools += [empty_pool(count, stack.num_kv_heads, size, width, dtype) for _ in range(stack.num_layers)]
   tables = None if num_pages is None else jnp.full((batch_size, -(-capacity // page)), num_pages, jnp.int32)
-  return Cache(keys, values, tables, jnp.zeros(batch_size, jnp.int32))
+  return Cache(tuple(keys), tuple(values), tables, jnp.zeros(batch_size, jnp.int32))
 
 
 def unstack(model: Decoder, params: dict[str, Any]) -> dict[str, Any]:
@@ -78,11 +80,12 @@ def unstack(model: Decoder, params: dict[str, Any]) -> dict[str, Any]:
   def cast(leaf: jax.Array) -> jax.Array:
     return leaf.astype(model.dtype) if leaf.ndim > 1 else leaf
 
-  def layer(index: int) -> Any:
-    return jax.tree.map(lambda leaf: cast(leaf[index]), params["layers"])
+  def layer(name: str, index: int) -> Any:
+    return jax.tree.map(lambda leaf: cast(leaf[index]), params[name])
 
-  outer = {name: cast(leaf) for name, leaf in params.items() if name != "layers"}
-  return outer | {"layers": tuple(layer(index) for index in range(model.config.num_layers))}
+  every = stacks(model.config)
+  outer = {name: cast(leaf) for name, leaf in params.items() if name not in every}
+  return outer | {"layers": tuple(layer(name, index) for name, stack in every.items() for index in range(stack.num_layers))}
 
 
 def extend(
@@ -120,9 +123,11 @@ def extend(
     return model.attention_fn(q, seen_k.reshape(*seen_k.shape[:3], *k.shape[3:]), seen_v, lam, q_offset=cache.lengths, window=window)
 
   x = embed(params["embedding"], tokens, config)
-  sizes, which = windows(config)
-  for weights, lambda_init, number in zip(params["layers"], lambda_inits(config), which, strict=True):
-    of_layer = dataclasses.replace(config, window=sizes[number], window_pattern="")
-    x, _ = Block(of_layer, model.dtype, attend).apply({"params": weights}, x, lambda_init, 0, None, positions)
+  layers = iter(params["layers"])
+  for stack in stacks(config).values():
+    sizes, which = windows(stack)
+    for lambda_init, number in zip(lambda_inits(stack), which, strict=True):
+      of_layer = dataclasses.replace(stack, window=sizes[number], window_pattern="")
+      x, _ = Block(of_layer, model.dtype, attend).apply({"params": next(layers)}, x, lambda_init, 0, None, positions)
   after = Cache(tuple(keys), tuple(values), cache.tables, cache.lengths + counts)
   return normed(x, params, "final_norm", config), after

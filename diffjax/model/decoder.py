@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from diffjax.config import ModelConfig
-from diffjax.model.attention import PROJECTED, attention_class, lambda_init_schedule, matrix_init
+from diffjax.model.attention import PROJECTED, attention_class, lambda_init_schedule, matrix_init, stacks
 from diffjax.ops.diff_attention import RESIDUAL_NAMES, diff_attention
 from diffjax.ops.diff_attention.mask import Windows
 from diffjax.ops.layer_norm import layer_norm
@@ -70,11 +70,12 @@ class Block(nn.Module):
   config: ModelConfig
   dtype: Any
   attention_fn: Callable[..., jax.Array]
+  out_scale: float = 1.0  # on the initial matrices that write to the residual stream
 
   @nn.compact
   def __call__(self, x, lambda_init, which_window, segment_ids, positions):
     config, E = self.config, x.shape[-1]
-    out_scale = (2 * config.num_layers) ** -0.5
+    sizes = windows(config)[0]
     attention = attention_class(config)(
       num_heads=config.num_heads,
       head_dim=config.head_dim,
@@ -83,20 +84,19 @@ class Block(nn.Module):
       num_noise_heads=config.num_noise_heads,
       head_norm=config.head_norm,
       causal=config.causal,
-      window=config.window,
+      window=sizes[0],
       rope=config.rope,
       rope_base=config.rope_base,
       rope_dim=config.rope_dim,
       projection_biases=config.projection_biases,
       norm_eps=config.head_norm_eps or config.norm_eps,
-      out_scale=out_scale,
+      out_scale=self.out_scale,
       dtype=self.dtype,
       attention_fn=self.attention_fn,
       name="attention",
     )
-    ffn = FeedForward(config.ffn_dim, out_scale, self.dtype, config.ffn_activation, name="ffn")
+    ffn = FeedForward(config.ffn_dim, self.out_scale, self.dtype, config.ffn_activation, name="ffn")
     gains = {name: self.param(name, init, (E,)) for name, init in norm_parameters(config, "attention_norm", "ffn_norm").items()}
-    sizes = windows(config)[0]
     window = Windows(sizes, which_window) if len(sizes) > 1 else None
     x = x + attention(normed(x, gains, "attention_norm", config), lambda_init, window=window, segment_ids=segment_ids, positions=positions)
     x = x + ffn(normed(x, gains, "ffn_norm", config))
@@ -112,7 +112,8 @@ class Decoder(nn.Module):
   divided by √(2L); embeddings 1/√E, so that tied logits start at unit variance; gains 1. The paper states none of these.
 
   Parameters, a nested dict of float32 arrays: embedding [N, E], final_norm [E], unembedding [N, E] unless tied, and under `layers`
-  with a leading axis L: attention/{query, key, value, out, …}, attention_norm, ffn/{gate, up, down, …}, ffn_norm.
+  with a leading axis L: attention/{query, key, value, out, …}, attention_norm, ffn/{gate, up, down, …}, ffn_norm. Plain layers, where there
+  are such, have theirs under `plain_layers`.
   """
 
   config: ModelConfig
@@ -136,16 +137,17 @@ class Decoder(nn.Module):
     block = Block
     if config.remat != "none":
       block = nn.remat(Block, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
-    which_windows = jnp.array(windows(config)[1])
-    layers = nn.scan(
-      block,
-      variable_axes={"params": 0, "intermediates": 0, "metrics": 0},
-      split_rngs={"params": True},
-      in_axes=(0, 0, nn.broadcast, nn.broadcast),
-      length=config.num_layers,
-      unroll=config.num_layers if self._unrolled() else 1,
-    )
-    x, _ = layers(config, self.dtype, self.attention_fn, name="layers")(x, lambda_inits(config), which_windows, segment_ids, positions)
+    for name, stack in stacks(config).items():
+      layers = nn.scan(
+        block,
+        variable_axes={"params": 0, "intermediates": 0, "metrics": 0},
+        split_rngs={"params": True},
+        in_axes=(0, 0, nn.broadcast, nn.broadcast),
+        length=stack.num_layers,
+        unroll=stack.num_layers if self._unrolled() else 1,
+      )
+      per_layer = lambda_inits(stack), jnp.array(windows(stack)[1])
+      x, _ = layers(stack, self.dtype, self.attention_fn, (2 * config.num_layers) ** -0.5, name=name)(x, *per_layer, segment_ids, positions)
     gains = {name: self.param(name, init, (config.embed_dim,)) for name, init in norm_parameters(config, "final_norm").items()}
     return normed(x, gains, "final_norm", config)
 

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from diffjax.config import ModelConfig
-from diffjax.model.attention import axis_sizes, parameter_shapes
+from diffjax.model.attention import axis_sizes, parameter_shapes, stacks
 from diffjax.model.decoder import windows
 from diffjax.parameters import MATRICES
 
@@ -60,11 +60,11 @@ def step_flops(model: ModelConfig, length: int, tokens: int) -> StepFlops:
   Returns:
     FLOPs of the forward pass over those tokens, and of a training step on them.
   """
-  sizes = axis_sizes(model)
-  shapes = parameter_shapes(model)
-  matrices = sum(math.prod(shapes[name]) for name in shapes.keys() & MATRICES)
-  pair = sizes["Q"] * sizes["G"] * (model.head_dim + sizes["V"])
-  row = length * (matrices + model.vocab_size * model.embed_dim) + pair * _pairs(model, length)
+  matrices = sum(math.prod(shape) for name, shape in parameter_shapes(model).items() if name.rpartition("/")[2] in MATRICES)
+  row = length * (matrices + model.vocab_size * model.embed_dim)
+  for stack in stacks(model).values():
+    sizes = axis_sizes(stack)
+    row += sizes["Q"] * sizes["G"] * (stack.head_dim + sizes["V"]) * _pairs(stack, length)
   forward = 2 * row * tokens // length
   return StepFlops(forward, 3 * forward)
 

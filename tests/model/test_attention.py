@@ -13,6 +13,7 @@ import pytest
 from diffjax.config import ModelConfig, UserError
 from diffjax.model.attention import ATTENTION, Attention, DiffAttention, DiffAttentionV2, attention_class, lambda_init_schedule
 from diffjax.ops.diff_attention import diff_attention
+from diffjax.ops.rope import rope
 from tests.tiers import full
 from tests.variants import VARIANTS
 
@@ -180,6 +181,20 @@ def test_without_the_sigmoid_v2s_lambda_is_its_logit():
   apply = jax.jit(layers[1].apply)
   none, thrice = (apply({"params": params | {"lambda_hat": scale * params["lambda_hat"]}}, x) for scale in (0.0, 3.0))
   np.testing.assert_allclose(thrice - none, 3 * (once - none), rtol=1e-3, atol=1e-5)
+
+
+def test_the_last_numbers_of_a_head_are_rotated():
+  """Multi-head latent attention's keys: 4 numbers without positions, then 4 with."""
+  x = jax.random.normal(jax.random.key(0), (1, 6, 16))
+  layer = DiffAttention(num_heads=2, head_dim=8, rope_dim=4, value_dim=5)
+  params = jax.jit(layer.init)(jax.random.key(1), x, 0.3)["params"]
+  assert params["value"].shape == (16, 2, 5) and params["out"].shape == (2, 5, 16) and params["head_gain"].shape == (5,)
+  _, captured = layer.apply({"params": params}, x, 0.3, mutable=["intermediates"])
+  for name, letter in (("query", "H"), ("key", "K")):
+    (got,) = captured["intermediates"][name]
+    still = jnp.einsum(f"BTE,E{letter}GD->BT{letter}GD", x, params[name])
+    np.testing.assert_array_equal(got[..., :4], still[..., :4])
+    np.testing.assert_allclose(got[..., 4:], rope(still[..., 4:], jnp.arange(6)[None]), atol=1e-6)
 
 
 @pytest.mark.parametrize("name, kv_heads", [("diff", 2), ("diff_v2", 1)])

@@ -16,6 +16,7 @@ from diffjax.model.decoder import Decoder
 from diffjax.model.pages import allocate
 from diffjax.ops.diff_attention import decode
 from tests.tiers import full
+from tests.variants import PUBLIC
 
 CONFIG = ModelConfig(vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=4, head_dim=8, ffn_dim=48, max_length=32)
 VARIANTS = {
@@ -28,6 +29,7 @@ VARIANTS = {
   "diff, window, no RoPE, biases": dataclasses.replace(CONFIG, num_kv_heads=2, window=5, rope=False, projection_biases=True),
   "diff, grouped noise": dataclasses.replace(CONFIG, num_noise_heads=2, num_kv_heads=1),
   "diff_v2, grouped noise": dataclasses.replace(CONFIG, attention="diff_v2", num_noise_heads=1, num_kv_heads=1, head_norm=False),
+  "public": dataclasses.replace(CONFIG, num_noise_heads=2, num_kv_heads=1, **PUBLIC),
   "diff, scaled embeddings": dataclasses.replace(CONFIG, embed_scale=32**0.5),
   "softmax, window": dataclasses.replace(CONFIG, attention="softmax", head_norm=False, window=3),
 }

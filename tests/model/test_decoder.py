@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import operator
+from typing import Any
 
 import chex
 import jax
@@ -14,7 +15,8 @@ import pytest
 from diffjax.config import ModelConfig
 from diffjax.model import decoder
 from diffjax.model.attention import lambda_init_schedule, parameter_shapes
-from diffjax.model.decoder import Decoder, lambda_inits, logits
+from diffjax.model.decoder import Block, Decoder, lambda_inits, logits
+from diffjax.ops.diff_attention import diff_attention
 from tests.tiers import full
 from tests.variants import models
 
@@ -92,7 +94,7 @@ def test_lambda_init_is_each_layers_own(remat):
     positions = jnp.broadcast_to(jnp.arange(16), (2, 16))
     for layer in range(CONFIG.num_layers):
       weights = jax.tree.map(operator.itemgetter(layer), params["layers"])
-      x, _ = block.apply({"params": weights}, x, lambda_init_of(layer), None, positions)
+      x, _ = block.apply({"params": weights}, x, lambda_init_of(layer), 0, None, positions)
     return logits(params, decoder.rms_norm(x, params["final_norm"], CONFIG.norm_eps))
 
   found = apply(config, params, ids)
@@ -110,6 +112,40 @@ def test_lambda_init_is_the_schedule_or_a_constant():
   np.testing.assert_allclose(lambda_inits(CONFIG), [0.2, 0.3555, 0.4707], atol=5e-5)
   for constant in (0.5, 0.0):
     np.testing.assert_allclose(lambda_inits(dataclasses.replace(CONFIG, lambda_init=constant)), [constant] * 3)
+
+
+def test_lambda_init_lags_behind():
+  """Motif's first layer has 0.8 − 0.6·exp(0.3)."""
+  config = dataclasses.replace(CONFIG, lambda_init_offset=1)
+  np.testing.assert_allclose(lambda_inits(config), [-0.00992, 0.2, 0.3555], atol=5e-5)
+
+
+@pytest.mark.parametrize("remat, layers", [("none", 5), ("attention", 9)])
+def test_windows_and_plain_layers_are_those_of_their_layers(remat, layers):
+  """A decoder of several kinds of layers equals one that is put together from a layer of each kind."""
+  config = dataclasses.replace(VARIANTS["public"], num_layers=layers, plain_layers=2, window=3, window_pattern="wwf", remat=remat)
+  params, ids = init(config), tokens((2, 16))
+  plain = dict(attention="softmax", num_heads=8, num_kv_heads=4, num_noise_heads=None, head_norm=False)
+  x: Any = jnp.take(params["embedding"], ids, axis=0)
+  for layer in range(layers):
+    name, index, kind = ("plain_layers", layer, plain) if layer < 2 else ("layers", layer - 2, {})
+    window = 3 if layer % 3 < 2 else None
+    own = dataclasses.replace(config, plain_layers=0, window_pattern="", window=window, **kind)
+    weights = jax.tree.map(lambda leaf, index=index: leaf[index], params[name])
+    x, _ = Block(own, jnp.float32, diff_attention).apply({"params": weights}, x, lambda_init_schedule(layer - 1), 0, None, None)
+  want = logits(params, decoder.normed(x, params, "final_norm", config))
+  np.testing.assert_allclose(apply(config, params, ids), want, atol=2e-5)
+  every = apply(dataclasses.replace(config, window_pattern="w"), params, ids)
+  assert np.abs(every - want).max() > 1e-3
+
+
+def test_kept_attention_runs_forward_once_whichever_window_it_has():
+  def maxima(pattern):
+    config = dataclasses.replace(CONFIG, num_layers=9, window=3, window_pattern=pattern, remat="attention")
+    loss = lambda params: jnp.sum(apply(config, params, tokens((1, 8))))
+    return str(jax.make_jaxpr(jax.grad(loss))(init(config))).count("reduce_max")
+
+  assert maxima("wf") == 2 * maxima("w")  # each of two windows has its program
 
 
 def test_positions_count_by_their_distances_alone():
@@ -192,7 +228,8 @@ OPTIONS = dict(tie_embeddings=False, projection_biases=True)
 def test_the_table_knows_the_shape_of_every_parameter(name, fields):
   config = dataclasses.replace(VARIANTS[name], **fields)
   made = jax.eval_shape(Decoder(config).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-  assert parameter_shapes(config) == {path[-1].key: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(made)}
+  plain = lambda path: "plain_layers/" * (path[0].key == "plain_layers")
+  assert parameter_shapes(config) == {plain(path) + path[-1].key: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(made)}
 
 
 @pytest.mark.parametrize("name", ["diff", "diff_v2", *full(sorted(VARIANTS.keys() - {"diff", "diff_v2"}))])
@@ -234,7 +271,7 @@ def test_the_backward_pass_keeps_no_float32_and_no_second_copy_of_a_parameter(na
   model = Decoder(config, jnp.bfloat16)
   backward = lambda params: jax.vjp(lambda params: model.apply({"params": params}, ids), params)[1]
   kept = jax.tree.leaves(jax.eval_shape(backward, init(config)))
-  assert [leaf for leaf in kept if leaf.shape == (config.num_layers, B, T, E) and leaf.dtype == jnp.bfloat16]
+  assert [leaf for leaf in kept if leaf.shape == (config.num_layers - config.plain_layers, B, T, E) and leaf.dtype == jnp.bfloat16]
   wide = [leaf for leaf in kept if leaf.dtype == jnp.float32 and (B, T) in (leaf.shape[:2], leaf.shape[1:3])]
   assert all(leaf.size < B * T * E for leaf in wide), wide
   parameters = {leaf.shape for leaf in jax.tree.leaves(init(config)) if leaf.size > E * E}

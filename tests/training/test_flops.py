@@ -64,6 +64,15 @@ def test_only_visible_pairs_count(causal, window):
   assert flops.step_flops(masked, 16, 16).forward == without + pair * visible.sum()
 
 
+def test_each_layer_counts_its_own_pairs_and_maps():
+  """Grouped noise has 6 maps instead of 8 in a layer, a plain layer 8 of half the value width; a full layer of 16 tokens 136 pairs."""
+  model = ModelConfig(num_noise_heads=2, plain_layers=1, window=4, window_pattern="fw", **SMALL)
+  without = dataclasses.replace(model, window=1, window_pattern="")
+  first, second, third = 8 * (6 + 6), 6 * (6 + 12), 6 * (6 + 12)
+  extra = flops.step_flops(model, 16, 16).forward - flops.step_flops(without, 16, 16).forward
+  assert extra == 2 * (first * (136 - 16) + second * (58 - 16) + third * (136 - 16))
+
+
 def test_the_sigmoid_costs_nothing():
   v2, linear = (ModelConfig(attention=attention, **SMALL) for attention in ("diff_v2", "diff_v2_linear"))
   assert flops.step_flops(v2, 16, 32) == flops.step_flops(linear, 16, 32) and flops.parameter_count(v2) == flops.parameter_count(linear)

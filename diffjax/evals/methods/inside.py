@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from diffjax.model.attention import Attention
+from diffjax.model.attention import Attention, stacks
 from diffjax.model.decoder import Block, Decoder
 from diffjax.ops.diff_attention.arguments import broadcast_lambda
 from diffjax.ops.diff_attention.mask import Mask, Windows, positions
@@ -85,12 +85,13 @@ def measure(
     _, variables = model.clone(attention_fn=attend).apply(
       {"params": params}, batch["tokens"], batch.get("segment_ids"), batch.get("positions"), mutable=[_COLLECTION]
     )
-  layers = variables[_COLLECTION]["layers"]
+  measured = [variables[_COLLECTION][name] for name in stacks(model.config)]
+  together = lambda parts: jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
   found = {}
   if attention is not None:
-    found["attention"] = layers["attention"][_NAME][0]
+    found["attention"] = together([stack["attention"][_NAME][0] for stack in measured])
   if hidden is not None:
-    found["hidden"] = layers[_NAME][0]
+    found["hidden"] = together([stack[_NAME][0] for stack in measured])
   return found
 
 

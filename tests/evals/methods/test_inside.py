@@ -55,6 +55,18 @@ def test_it_measures_under_remat_and_leaves_the_model_as_it_was(make_trained):
   np.testing.assert_array_equal(before, after)
 
 
+def test_every_layer_is_measured_with_its_own_window(make_trained):
+  """A plain layer, then full and windowed ones: the weights of the last query lie on the keys that its layer sees."""
+  trained = make_trained(num_layers=4, plain_layers=1, window=3, window_pattern="wf")
+  tokens = np.arange(16).reshape(1, 16)
+
+  def seen(attended):
+    return jnp.sum(attention_weights(attended.q, attended.k, attended.lam, window=attended.window)[:, :, -1] != 0, axis=-1)[:, 0]
+
+  found = jax.jit(functools.partial(inside.measure, trained.model, batch={"tokens": tokens}, attention=seen))(trained.params)
+  np.testing.assert_array_equal(found["attention"][:, 0], [3, 16, 3, 16])
+
+
 @pytest.mark.parametrize("length, block, window", [(37, 8, None), (37, 8, 7), *full([(16, 16, None), (5, 128, 3)])])
 def test_blocks_of_queries_give_the_whole_map(length, block, window):
   keys = jax.random.split(jax.random.key(0), 3)
