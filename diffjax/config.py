@@ -114,6 +114,13 @@ class ModelConfig:
   rope: bool = True
   # RoPE base (angle = position · base^(−2j/D))
   rope_base: float = positive(default=10_000.0)
+  # RoPE's angles for rows longer than those of the pretraining: "none", "linear", "llama3" or "yarn"; rows of rope_original_length tokens
+  # become rope_factor times as long
+  rope_scaling: str = one_of("none", "linear", "llama3", "yarn", default="none")
+  # How many times as long; for rope_scaling
+  rope_factor: float = at_least(1, default=1.0)
+  # Tokens of a row of the pretraining; for rope_scaling
+  rope_original_length: int = at_least(1, default=4096)
   # How many of a query's and key's D numbers RoPE rotates, the last ones; None for all
   rope_dim: int | None = None
   # Biases of the query, key, value and output projections

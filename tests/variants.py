@@ -36,7 +36,8 @@ VARIANTS = {
 
 # What public models have beside their attention.
 PUBLIC: dict[str, Any] = dict(
-  plain_layers=1, window=9, window_pattern="wf", value_dim=12, rope_dim=4, projection_biases=True, norm="layer", ffn_activation="poly_norm",
+  plain_layers=1, window=9, window_pattern="wf", value_dim=12, rope_dim=4, rope_scaling="yarn", rope_factor=2.0, rope_original_length=16,
+  projection_biases=True, norm="layer", ffn_activation="poly_norm",
   head_norm_eps=1e-3, lambda_init_offset=1, tie_embeddings=False,
 )  # fmt: skip
 

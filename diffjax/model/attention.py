@@ -21,7 +21,7 @@ from diffjax.config import ModelConfig, UserError
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.diff_attention.mask import Windows
 from diffjax.ops.rms_norm import rms_norm
-from diffjax.ops.rope import rope
+from diffjax.ops.rope import Scaling, rope
 from diffjax.parallel.product import product, whole
 from diffjax.parameters import FIELDS, PARAMETERS
 
@@ -59,6 +59,7 @@ class Attention(nn.Module):
     window: number of keys that a token sees, itself included (see `diff_attention`); None for all.
     rope: rotary position embedding of queries and keys.
     rope_base: base of the rotary angles; pairs are (j, j + D/2).
+    rope_scaling: how the angles are stretched for longer rows; None for not.
     rope_dim: how many of the D are rotated, the last ones, as in multi-head latent attention; None for all.
     projection_biases: biases of the query, key, value and output projections.
     norm_eps: ε of the head norm.
@@ -77,6 +78,7 @@ class Attention(nn.Module):
   window: int | None = None
   rope: bool = True
   rope_base: float = 10_000.0
+  rope_scaling: Scaling | None = None
   rope_dim: int | None = None
   projection_biases: bool = False
   norm_eps: float = 1e-5
@@ -128,7 +130,7 @@ class Attention(nn.Module):
 
   def _rotated(self, x: Float[Array, "B T *heads D"], positions: Int[Array, "B T"]) -> Float[Array, "B T *heads D"]:
     still = self.head_dim - (self.rope_dim or self.head_dim)
-    turned = rope(x[..., still:], positions, self.rope_base)
+    turned = rope(x[..., still:], positions, self.rope_base, self.rope_scaling)
     return jnp.concatenate([x[..., :still], turned], axis=-1) if still else turned
 
   def _parameter(self, name: str, init: Callable[..., jax.Array], embed_dim: int) -> jax.Array:

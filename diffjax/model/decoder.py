@@ -19,7 +19,7 @@ from diffjax.ops.layer_norm import layer_norm
 from diffjax.ops.platform import platform
 from diffjax.ops.poly_norm import poly_norm
 from diffjax.ops.rms_norm import SCALE, rms_norm
-from diffjax.ops.rope import ANGLES
+from diffjax.ops.rope import ANGLES, Scaling
 from diffjax.ops.swiglu import swiglu
 from diffjax.parallel.product import product
 
@@ -87,6 +87,7 @@ class Block(nn.Module):
       window=sizes[0],
       rope=config.rope,
       rope_base=config.rope_base,
+      rope_scaling=None if config.rope_scaling == "none" else Scaling(config.rope_scaling, config.rope_factor, config.rope_original_length),
       rope_dim=config.rope_dim,
       projection_biases=config.projection_biases,
       norm_eps=config.head_norm_eps or config.norm_eps,

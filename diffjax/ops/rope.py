@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -14,8 +17,40 @@ from diffjax.ops.platform import platform
 ANGLES = "rope_angles"
 
 
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+  """How angles are stretched, so that a model trained on rows of `original_length` reads rows that are `factor` times as long.
+
+  Attributes:
+    kind: "linear" (position interpolation, arXiv:2306.15595), "llama3" (Llama 3.1: long waves only; low and high frequency factors 1 and 4) or
+      "yarn" (arXiv:2309.00071: likewise, with α = 1 and β = 32, and sines and cosines times 0.1·ln(factor) + 1).
+    factor: how many times.
+    original_length: tokens.
+  """
+
+  kind: str
+  factor: float
+  original_length: int
+
+  def apply(self, frequencies: Float[Array, "half"], base: float) -> tuple[Float[Array, "half"], float]:
+    """The stretched frequencies, and the factor on sines and cosines."""
+    if self.kind == "linear":
+      return frequencies / self.factor, 1.0
+    if self.kind == "llama3":
+      waves = self.original_length * frequencies / (2 * math.pi)  # in the original length
+      kept = jnp.clip((waves - 1) / (4 - 1), 0, 1)
+      return frequencies * (kept + (1 - kept) / self.factor), 1.0
+    half = frequencies.shape[0]
+    place = lambda waves: half * math.log(self.original_length / (waves * 2 * math.pi)) / math.log(base)  # of the pair with so many waves
+    low, high = max(math.floor(place(32)), 0), min(math.ceil(place(1)), 2 * half - 1)
+    kept = 1 - jnp.clip((jnp.arange(half, dtype=frequencies.dtype) - low) / (max(high - low, 0.001)), 0, 1)
+    return frequencies * (kept + (1 - kept) / self.factor), 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+
+
 @jax.named_scope("rope")
-def rope(x: Float[Array, "B T *heads D"], positions: Int[Array, "B T"], base: float = 10_000.0) -> Float[Array, "B T *heads D"]:
+def rope(
+  x: Float[Array, "B T *heads D"], positions: Int[Array, "B T"], base: float = 10_000.0, scaling: Scaling | None = None
+) -> Float[Array, "B T *heads D"]:
   """Rotates dimensions j and j + D/2 of every head by the angle position · base^(−2j/D) (RoFormer, arXiv:2104.09864, §3.2).
 
   Layouts that interleave (pairs 2j, 2j+1) hold the same numbers in permuted rows of W_Q and W_K.
@@ -24,6 +59,7 @@ def rope(x: Float[Array, "B T *heads D"], positions: Int[Array, "B T"], base: fl
     x: queries or keys, any number of head axes between T and D.
     positions: position of each token; it need not start at 0.
     base: the longest wavelength is 2π·base^(1 − 2/D).
+    scaling: of the angles; None for none.
 
   Returns:
     The rotated x in its own dtype; angles and the rotation are float32 (or x's float64).
@@ -38,10 +74,11 @@ def rope(x: Float[Array, "B T *heads D"], positions: Int[Array, "B T"], base: fl
     raise ValueError(f"positions must be [B, T] = {x.shape[:2]}, got shape {positions.shape}")
   dtype = jnp.promote_types(jnp.float32, x.dtype)
   frequencies = jnp.asarray(base, dtype) ** (-jnp.arange(0, width, 2, dtype=dtype) / width)
+  frequencies, size = (frequencies, 1.0) if scaling is None else scaling.apply(frequencies, base)
   angles = positions.astype(dtype)[..., None] * frequencies
   angles = angles.reshape(*positions.shape, *[1] * (x.ndim - 3), width // 2)
   rotate = rotate_by_product if platform() == "tpu" else rotate_halves
-  return rotate(x, *(checkpoint_name(part, ANGLES) for part in (jnp.sin(angles), jnp.cos(angles))))
+  return rotate(x, *(checkpoint_name(part, ANGLES) for part in (size * jnp.sin(angles), size * jnp.cos(angles))))
 
 
 def rotate_halves(

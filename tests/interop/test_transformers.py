@@ -11,6 +11,7 @@ from diffjax.data.tokenizer_training import train_tokenizer  # noqa: E402
 from diffjax.interop import diffllama, directory, llama, workdir  # noqa: E402
 from diffjax.model.decoder import Decoder  # noqa: E402
 from diffjax.model.sampler import Sampler  # noqa: E402
+from diffjax.ops.rope import Scaling  # noqa: E402
 
 TOKENS = np.random.default_rng(0).integers(0, 128, (2, 24))
 
@@ -27,6 +28,22 @@ def assert_close(got, want):
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
   return str(train_tokenizer(["it's a test of 123 words\n\n  "] * 9, 270, tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+@pytest.mark.parametrize("width, base, factor, length", [(128, 1e6, 4.0, 8192), (32, 5e5, 2.5, 100)])
+def test_rotary_angles_are_stretched_alike(kind, width, base, factor, length):
+  from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+  rope = {"rope_type": kind, "factor": factor, "rope_theta": base}
+  rope |= {} if kind == "linear" else {"original_max_position_embeddings": length}
+  rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+  config = transformers.LlamaConfig(hidden_size=2 * width, num_attention_heads=2, head_dim=width, rope_parameters=rope)
+  wanted, size = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+  plain = jax.numpy.float32(base) ** (-jax.numpy.arange(0, width, 2) / width)
+  got = Scaling(kind, factor, length).apply(plain, base)
+  np.testing.assert_allclose(got[0], wanted.numpy(), rtol=2e-6)
+  assert got[1] == pytest.approx(size, rel=1e-12)
 
 
 @pytest.mark.parametrize("kind, fields", [("bytes", {}), ("bpe", dict(num_kv_heads=4, tie_embeddings=False, rope_base=5e5))])

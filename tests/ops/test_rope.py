@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffjax.ops.rope import rope, rotate_by_product, rotate_halves
+from diffjax.ops.rope import Scaling, rope, rotate_by_product, rotate_halves
 
 
 def _x(*shape):
@@ -21,6 +21,24 @@ def test_against_complex_rotation():
     rope(x, positions, 100.0), np.concatenate([turned.real, turned.imag], -1).astype(np.float32), atol=2e-3, rtol=0
   )
   chex.assert_trees_all_close(rope(x, positions, 100.0)[0], np.concatenate([turned.real, turned.imag], -1).astype(np.float32)[0], atol=1e-6)
+
+
+# What transformers 5.24 gives for D 16, base 500,000, factor 2.5 and rows of 1000 tokens.
+STRETCHED = {
+  "linear": ([0.4, 0.0775691, 0.0150424, 0.00291707, 0.000565685, 0.000109699, 2.12732e-05, 4.12535e-06], 1.0),
+  "llama3": ([1.0, 0.193923, 0.037606, 0.0031514, 0.000565685, 0.000109699, 2.12732e-05, 4.12535e-06], 1.0),
+  "yarn": ([1.0, 0.164834, 0.0263242, 0.00401097, 0.000565685, 0.000109699, 2.12732e-05, 4.12535e-06], 1.0916290731874154),
+}
+
+
+@pytest.mark.parametrize("kind", STRETCHED)
+def test_angles_are_stretched_as_transformers_does(kind):
+  x, positions, (frequencies, size) = _x(1, 5, 1, 16), jnp.array([[0, 1, 30, 400, 2400]]), STRETCHED[kind]
+  angles = np.asarray(positions)[:, :, None, None] * np.array(frequencies)
+  turned = (np.asarray(x[..., :8]) + 1j * np.asarray(x[..., 8:])) * np.exp(1j * angles) * size
+  got = rope(x, positions, 500_000.0, Scaling(kind, 2.5, 1000))
+  np.testing.assert_allclose(got, np.concatenate([turned.real, turned.imag], -1), atol=4e-3)
+  np.testing.assert_allclose(got[:, :3], np.concatenate([turned.real, turned.imag], -1)[:, :3], atol=1e-4)
 
 
 def test_products_depend_on_distance_alone():
