@@ -22,8 +22,8 @@ class Scaling:
   """How angles are stretched, so that a model trained on rows of `original_length` reads rows that are `factor` times as long.
 
   Attributes:
-    kind: "linear" (position interpolation, arXiv:2306.15595), "llama3" (Llama 3.1: long waves only; low and high frequency factors 1 and 4) or
-      "yarn" (arXiv:2309.00071: likewise, with α = 1 and β = 32, and sines and cosines times 0.1·ln(factor) + 1).
+    kind: "linear" (position interpolation, arXiv:2306.15595), "llama3" (Llama 3.1: only long waves; low and high frequency factors 1 and 4)
+      or "yarn" (arXiv:2309.00071: likewise, with α = 1 and β = 32, and sines and cosines times 0.1·ln(factor) + 1).
     factor: how many times.
     original_length: tokens.
   """
