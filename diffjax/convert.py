@@ -3,11 +3,12 @@
     python -m diffjax.convert --from=diffjax:runs/tiny --to=diffllama:exported    # for transformers
     python -m diffjax.convert --from=diffllama:downloaded --to=diffjax:runs/diffllama
     python -m diffjax.convert --from=llama:downloaded --to=diffjax:runs/v2    # as DIFF V2
+    python -m diffjax.convert --from=motif:downloaded --to=diffjax:runs/motif
 
 The layouts are described in diffjax/interop/: diffjax, a workdir, of which the newest checkpoint is read; diffllama, Hugging Face's; unilm,
-the authors' layers, V1 and V2; llama, Hugging Face's, which is only read. All but workdirs are directories with config.json, safetensors
-files and a tokenizer.json with the same ids as the model's tokenizer. A model that a layout cannot hold is an error. README.md is written
-beside the model: its config, its data and what was measured of it.
+the authors' layers, V1 and V2; llama, Hugging Face's, which is only read; motif, Motif-2.6B and Motif-2-12.7B. All but workdirs are
+directories with config.json, safetensors files and a tokenizer.json with the same ids as the model's tokenizer. A model that a layout
+cannot hold is an error. README.md is written beside the model: its config, its data and what was measured of it.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from diffjax.config import Config, UserError
 from diffjax.evals.report import card
 from diffjax.training import manifest
 
-_MODULES = {"diffjax": "workdir", "diffllama": "diffllama", "unilm": "unilm", "llama": "llama"}
+_MODULES = {"diffjax": "workdir", "diffllama": "diffllama", "unilm": "unilm", "llama": "llama", "motif": "motif"}
 _OF_THE_RUN = ("dtype", "attention_implementation", "remat")  # fields of the model that each run chooses
 _FROM = flags.DEFINE_string("from", None, f"LAYOUT:PATH of the model; a layout is one of {', '.join(_MODULES)}.")
 _TO = flags.DEFINE_string("to", None, "LAYOUT:PATH to write it to: a directory that does not exist or is empty.")

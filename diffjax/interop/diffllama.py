@@ -15,11 +15,7 @@ from diffjax.config import ModelConfig, UserError
 from diffjax.interop import hugging_face
 from diffjax.interop.directory import SafetensorsDirectory, read_tokenizer
 from diffjax.interop.directory import write as write_directory
-from diffjax.interop.layout import Entry, Layout, Model
-
-_LAMBDAS = tuple(
-  Entry(f"layers/attention/lambda_{i}", f"model.layers.{{}}.self_attn.lambda_{i}", "D = D") for i in ("q1", "k1", "q2", "k2")
-)
+from diffjax.interop.layout import Layout, Model
 
 
 def read(path: str) -> Model:
@@ -62,7 +58,8 @@ def write(path: str, model: Model, dtype: str) -> None:
 
 
 def _layout(config: ModelConfig) -> Layout:
-  return Layout(hugging_face.ENTRIES + _LAMBDAS, config, tied_by=hugging_face.TIED_BY)
+  entries = hugging_face.entries("map") + hugging_face.LAMBDAS
+  return Layout(entries, config, tied_by=hugging_face.TIED_BY, says=hugging_face.SAYS)
 
 
 def _with_gain_in_out(params: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""The common parts of Hugging Face's Llama and DiffLlama: names of tensors, and config.json."""
+"""The common parts of Hugging Face's layouts: names of tensors, and config.json."""
 
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from diffjax.config import ModelConfig, UserError
@@ -11,21 +12,35 @@ from diffjax.interop.layout import Entry
 
 TIED_BY = "tie_word_embeddings"
 
-# Linear weights are [out, in]. The sub-heads of a map are consecutive: sub-head i of map g has index i + g·H. So are the halves of values.
-ENTRIES = (
-  Entry("embedding", "model.embed_tokens.weight", "N E = N E"),
-  Entry("layers/attention_norm", "model.layers.{}.input_layernorm.weight", "E = E"),
-  Entry("layers/attention/query", "model.layers.{}.self_attn.q_proj.weight", "E Q G D = (G Q D) E"),
-  Entry("layers/attention/key", "model.layers.{}.self_attn.k_proj.weight", "E K M D = (M K D) E"),
-  Entry("layers/attention/value", "model.layers.{}.self_attn.v_proj.weight", "E K (C D) = (C K D) E"),
-  Entry("layers/attention/out", "model.layers.{}.self_attn.o_proj.weight", "H V E = E (H V)"),
-  Entry("layers/ffn_norm", "model.layers.{}.post_attention_layernorm.weight", "E = E"),
-  Entry("layers/ffn/gate", "model.layers.{}.mlp.gate_proj.weight", "E F = F E"),
-  Entry("layers/ffn/up", "model.layers.{}.mlp.up_proj.weight", "E F = F E"),
-  Entry("layers/ffn/down", "model.layers.{}.mlp.down_proj.weight", "F E = E F"),
-  Entry("final_norm", "model.norm.weight", "E = E"),
-  Entry("unembedding", "lm_head.weight", "N E = N E"),
-)
+# What the layouts' config.json can say beyond the sizes.
+SAYS = {"rope_scaling": ...}
+
+
+def entries(heads: str) -> tuple[Entry, ...]:
+  """The tensors that all models have. Linear weights are [out, in].
+
+  Args:
+    heads: The order of the sub-heads: "map", where those of a map are consecutive (sub-head i of map g has index i + g·H, and so have the
+      halves of values), or "head", where those of a head are.
+  """
+  query, key, value = {"map": ("(G Q D)", "(M K D)", "E K (C D) = (C K D) E"), "head": ("(Q G D)", "(K M D)", "E K V = (K V) E")}[heads]
+  return (
+    Entry("embedding", "model.embed_tokens.weight", "N E = N E"),
+    Entry("layers/attention_norm", "model.layers.{}.input_layernorm.weight", "E = E"),
+    Entry("layers/attention/query", "model.layers.{}.self_attn.q_proj.weight", f"E Q G D = {query} E"),
+    Entry("layers/attention/key", "model.layers.{}.self_attn.k_proj.weight", f"E K M D = {key} E"),
+    Entry("layers/attention/value", "model.layers.{}.self_attn.v_proj.weight", value),
+    Entry("layers/attention/out", "model.layers.{}.self_attn.o_proj.weight", "H V E = E (H V)"),
+    Entry("layers/ffn_norm", "model.layers.{}.post_attention_layernorm.weight", "E = E"),
+    Entry("layers/ffn/gate", "model.layers.{}.mlp.gate_proj.weight", "E F = F E"),
+    Entry("layers/ffn/up", "model.layers.{}.mlp.up_proj.weight", "E F = F E"),
+    Entry("layers/ffn/down", "model.layers.{}.mlp.down_proj.weight", "F E = E F"),
+    Entry("final_norm", "model.norm.weight", "E = E"),
+    Entry("unembedding", "lm_head.weight", "N E = N E"),
+  )
+
+
+LAMBDAS = tuple(Entry(f"layers/attention/lambda_{i}", f"model.layers.{{}}.self_attn.lambda_{i}", "D = D") for i in ("q1", "k1", "q2", "k2"))
 
 # Our fields and theirs of the same meaning
 _FIELDS = {
@@ -37,9 +52,67 @@ _FIELDS = {
   "norm_eps": "rms_norm_eps",
 }
 
+# Fields that do not change what a model computes when it is read here: descriptions of the file, of training and of generation.
+_DESCRIPTIVE = {
+  "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id", "dtype", "eos_token_id", "hidden_dropout",
+  "initializer_range", "model_type", "pad_token_id", "pretraining_tp", "torch_dtype", "transformers_version", "unk_token_id", "use_cache",
+}  # fmt: skip
+
+# The ways to stretch rotary angles: their further fields, with the values that ops/rope.py has.
+_SCALINGS: dict[str, dict[str, Any]] = {
+  "linear": {},
+  "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+  "yarn": {"beta_fast": 32, "beta_slow": 1, "attention_factor": None, "mscale": None, "mscale_all_dim": None, "truncate": True},
+}
+
+
+def description(directory: pathlib.Path, model_types: Sequence[Any], known: Iterable[str]) -> dict[str, Any]:
+  """The content of a config.json.
+
+  Args:
+    directory: Directory of the file.
+    model_types: The model_type that it may have.
+    known: The fields that the layout reads, or knows to be of no effect.
+
+  Raises:
+    UserError: if the model is of another type, or has fields with an effect that is not known.
+  """
+  path = directory / "config.json"
+  config = read_json(path)
+  if (got := config.get("model_type")) not in model_types:
+    raise UserError(f"{path} has model_type = {got!r}: this layout is {' or '.join(map(repr, model_types))}")
+  read = {*_DESCRIPTIVE, *_FIELDS.values(), TIED_BY, "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"}
+  read |= {"num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", *known}
+  if unknown := {name: value for name, value in config.items() if name not in read and value not in (None, False, 0, "", [], {})}:
+    raise UserError(
+      f"{path} has fields that diffjax does not know: {', '.join(f'{name} = {value!r}' for name, value in sorted(unknown.items()))}; "
+      "remove those that do not change what the model computes"
+    )
+  return config
+
+
+def required(path: pathlib.Path, config: dict[str, Any], name: str) -> Any:
+  """A field of a config.json that must be there."""
+  if (value := config.get(name)) is None:
+    raise UserError(f"{path} has no {name}")
+  return value
+
+
+def fixed(path: pathlib.Path, config: dict[str, Any], **wanted: Any) -> None:
+  """Refuses fields, where they are there, that have another value than the only one that diffjax supports."""
+  for name, value in wanted.items():
+    if (got := config.get(name)) is not None and (got != value or type(got) is not type(value)):
+      raise UserError(f"{path} has {name} = {got!r}: diffjax supports only {value!r}")
+
+
+def sizes(path: pathlib.Path, config: dict[str, Any]) -> dict[str, Any]:
+  """The fields of our config that all models share, but for the numbers of heads."""
+  fields = {field: required(path, config, name) for field, name in _FIELDS.items()}
+  return fields | _rope(path, config) | {"tie_embeddings": config.get(TIED_BY, False)}
+
 
 def read_config(directory: pathlib.Path, model_type: str, *, maps: int) -> ModelConfig:
-  """Reads the sizes in a config.json. Attention and head norm keep their defaults.
+  """Reads the config.json of a Llama or DiffLlama. Attention and head norm keep their defaults.
 
   Args:
     directory: Directory of the file.
@@ -50,34 +123,12 @@ def read_config(directory: pathlib.Path, model_type: str, *, maps: int) -> Model
     UserError: if a field is missing, or has a value that diffjax does not support.
   """
   path = directory / "config.json"
-  config = read_json(path)
-
-  def get(name: str, default: Any = None) -> Any:
-    if (value := config.get(name, default)) is None:
-      raise UserError(f"{path} has no {name}")
-    return value
-
-  def require(name: str, wanted: Any) -> None:
-    if (got := config.get(name, wanted)) not in (wanted, None):
-      raise UserError(f"{path} has {name} = {got!r}: diffjax supports only {wanted!r}")
-
-  if (got := config.get("model_type")) != model_type:
-    raise UserError(f"{path} has model_type = {got!r}: this layout is {model_type!r}")
-  require("hidden_act", "silu")
-  require("attention_bias", False)
-  require("mlp_bias", False)
-  num_heads = _whole(path, "num_attention_heads", get("num_attention_heads"), maps)
-  return checked_config(
-    path,
-    {field: get(name) for field, name in _FIELDS.items()}
-    | {
-      "num_heads": num_heads,
-      "num_kv_heads": _whole(path, "num_key_value_heads", config.get("num_key_value_heads") or num_heads * maps, maps),
-      "head_dim": config.get("head_dim") or _whole(path, "hidden_size", get("hidden_size"), 1) // (num_heads * maps),
-      "rope_base": _rope_base(path, config),
-      "tie_embeddings": config.get(TIED_BY, False),
-    },
-  )
+  config = description(directory, (model_type,), ("attention_bias", "mlp_bias", "lambda_std_dev"))
+  fixed(path, config, hidden_act="silu", attention_bias=False, mlp_bias=False)
+  num_heads = multiple(path, config, "num_attention_heads", maps)
+  num_kv_heads = num_heads if config.get("num_key_value_heads") is None else multiple(path, config, "num_key_value_heads", maps)
+  head_dim = config.get("head_dim") or multiple(path, config, "hidden_size", 1) // (num_heads * maps)
+  return checked_config(path, sizes(path, config) | {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim})
 
 
 def make_config(config: ModelConfig, *, maps: int) -> dict[str, Any]:
@@ -87,32 +138,51 @@ def make_config(config: ModelConfig, *, maps: int) -> dict[str, Any]:
     config: The model's.
     maps: Number of maps that are counted as heads.
   """
+  rope: dict[str, Any] = {"rope_type": "default"}
+  if config.rope_scaling != "none":
+    rope = {"rope_type": config.rope_scaling, "factor": config.rope_factor}
+    rope |= {name: value for name, value in _SCALINGS[config.rope_scaling].items() if value is not None}
+    rope |= {} if config.rope_scaling == "linear" else {"original_max_position_embeddings": config.rope_original_length}
+  older = {} if config.rope_scaling == "none" else {"rope_scaling": rope}
   return {name: getattr(config, field) for field, name in _FIELDS.items()} | {
     "num_attention_heads": config.num_heads * maps,
     "num_key_value_heads": config.num_kv_heads * maps,
     "head_dim": config.head_dim,
     "hidden_act": "silu",
     "attention_bias": False,
-    "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
+    "rope_parameters": rope | {"rope_theta": config.rope_base},
     "rope_theta": config.rope_base,  # for transformers before version 5
+    **older,
     TIED_BY: config.tie_embeddings,
   }
 
 
-def _whole(path: pathlib.Path, name: str, got: Any, maps: int) -> int:
-  if not isinstance(got, int) or isinstance(got, bool) or got < maps or got % maps:
-    raise UserError(f"{path} has {name} = {got!r}: it must be a positive multiple of {maps}")
-  return got // maps
+def multiple(path: pathlib.Path, config: dict[str, Any], name: str, of: int) -> int:
+  """A field that is a positive multiple of a number, divided by it."""
+  got = required(path, config, name)
+  if not isinstance(got, int) or isinstance(got, bool) or got < of or got % of:
+    raise UserError(f"{path} has {name} = {got!r}: it must be a positive multiple of {of}")
+  return got // of
 
 
-def _rope_base(path: pathlib.Path, config: dict[str, Any]) -> Any:
-  """θ, from the fields of transformers 5 and of earlier versions. Scaled angles are an error."""
+def _rope(path: pathlib.Path, config: dict[str, Any]) -> dict[str, Any]:
+  """θ and what stretches the angles, from the fields of transformers 5 and of earlier versions."""
   rope = {"rope_theta": 10_000.0 if config.get("rope_theta") is None else config["rope_theta"]}
   for section in ("rope_scaling", "rope_parameters"):
     if not isinstance(fields := config.get(section) or {}, dict):
       raise UserError(f"{path} has {section} = {fields!r}: it must be an object")
     rope |= fields
-  kind = rope.pop("rope_type", rope.pop("type", "default"))
-  if kind != "default" or rope.pop("partial_rotary_factor", 1.0) != 1.0 or rope.keys() != {"rope_theta"}:
-    raise UserError(f"{path} scales its rotary angles ({ {'rope_type': kind} | rope }): diffjax supports plain angles only")
-  return rope["rope_theta"]
+  written, kind = dict(rope), rope.pop("rope_type", rope.pop("type", "default"))
+  base, partial = rope.pop("rope_theta"), rope.pop("partial_rotary_factor", 1.0)
+  if kind == "default" and partial == 1.0 and not rope:
+    return {"rope_base": base}
+  original = rope.pop("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+  factor, rope = rope.pop("factor", None), {name: value for name, value in rope.items() if value is not None}
+  plain = isinstance(kind, str) and kind in _SCALINGS and partial == 1.0 and factor is not None and rope.items() <= _SCALINGS[kind].items()
+  if not plain or (original is None and kind != "linear"):
+    raise UserError(
+      f"{path} scales its rotary angles as diffjax does not ({written}): it supports {', '.join(_SCALINGS)} with a factor and "
+      "original_max_position_embeddings, and their usual further fields"
+    )
+  stretched = {"rope_base": base, "rope_scaling": kind, "rope_factor": factor}
+  return stretched if original is None else stretched | {"rope_original_length": original}

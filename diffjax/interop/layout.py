@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 import re
+import types
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
@@ -59,26 +60,31 @@ class Tensors(Protocol):
   def read(self, name: str) -> np.ndarray: ...
 
 
-# What every layout takes for granted.
-_PLAIN = {"causal": True, "window": None, "rope": True, "projection_biases": False, "embed_scale": 1.0}
+# What a layout takes for granted, unless it says otherwise.
+_PLAIN = {
+  "causal": True, "window": None, "rope": True, "projection_biases": False, "embed_scale": 1.0, "num_noise_heads": None, "plain_layers": 0,
+  "value_dim": None, "rope_dim": None, "rope_scaling": "none", "head_norm_eps": None, "lambda_init_offset": 0, "ffn_activation": "silu",
+  "norm": "rms",
+}  # fmt: skip
 
 
 class Layout:
   """A table with the sizes of a model."""
 
-  def __init__(self, entries: Iterable[Entry], config: ModelConfig, *, tied_by: str):
+  def __init__(self, entries: Iterable[Entry], config: ModelConfig, *, tied_by: str, says: Mapping[str, Any] = types.MappingProxyType({})):
     """Fills in the sizes.
 
     Args:
       entries: The table.
       config: The model's.
       tied_by: Field of the layout's config.json that says whether the embedding is the output projection too.
+      says: What it takes for granted otherwise than other layouts, by the config's fields; ... for a field that its config.json has.
 
     Raises:
-      UserError: if the model has what none of the layouts can say.
+      UserError: if the model has what the layout cannot say.
     """
-    for field, plain in _PLAIN.items():
-      if (value := getattr(config, field)) != plain:
+    for field, plain in (_PLAIN | dict(says)).items():
+      if plain is not ... and (value := getattr(config, field)) != plain:
         raise UserError(f"this layout can only say {field} {plain}: it cannot hold a model of {field} {value}")
     self._layers, self._tied, self._tied_by = config.num_layers, config.tie_embeddings, tied_by
     self._sizes = axis_sizes(config)
@@ -156,4 +162,6 @@ class Layout:
     return tuple(math.prod(self._sizes[letter] for letter in group if letter.isalpha()) for group in re.findall(r"\([^)]*\)|\w", axes))
 
   def _rearrange(self, array: np.ndarray, before: str, after: str) -> np.ndarray:
-    return einops.rearrange(array, f"{before} -> {after}", **{letter: self._sizes[letter] for letter in before if letter.isalpha()})
+    return einops.rearrange(
+      np.asarray(array), f"{before} -> {after}", **{letter: self._sizes[letter] for letter in before if letter.isalpha()}
+    )

@@ -26,7 +26,9 @@ def read(path: str) -> Model:
   llama = dataclasses.replace(hugging_face.read_config(directory, "llama", maps=1), attention="softmax", head_norm=False)
   config = dataclasses.replace(llama, attention="diff_v2")
   tokenizer = read_tokenizer(directory, config.vocab_size)
-  params = Layout(hugging_face.ENTRIES, llama, tied_by=hugging_face.TIED_BY).params(SafetensorsDirectory(directory))
+  params = Layout(hugging_face.entries("map"), llama, tied_by=hugging_face.TIED_BY, says=hugging_face.SAYS).params(
+    SafetensorsDirectory(directory)
+  )
   attention = params["layers"]["attention"]
   attention["query"] = np.repeat(attention["query"], 2, axis=-2)
   attention["out"] *= 2

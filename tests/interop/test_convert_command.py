@@ -17,7 +17,7 @@ from diffjax.config import Config, DataConfig, TrainConfig, from_config_dict
 from diffjax.interop import unilm, workdir
 from diffjax.training.checkpoint import Checkpoints
 
-USAGE = r"pass --{}=LAYOUT:PATH, LAYOUT one of diffjax, diffllama, unilm, llama{}$"
+USAGE = r"pass --{}=LAYOUT:PATH, LAYOUT one of diffjax, diffllama, unilm, llama, motif{}$"
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,9 @@ def edit(path, change):
     (dict(mlp_bias=True), "mlp_bias = True: diffjax supports only False"),
     (dict(hidden_act="gelu"), "hidden_act = 'gelu': diffjax supports only 'silu'"),
     (dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "scales its rotary angles .*'llama3'"),
-    (dict(rope_scaling={"type": "linear", "factor": 2.0}), "scales its rotary angles .*'linear'"),
+    (dict(rope_scaling={"type": "dynamic", "factor": 2.0}), "scales its rotary angles .*'dynamic'"),
+    (dict(rope_scaling={"type": "linear", "factor": 0.5}), "rope_factor = 0.5: must be at least 1"),
+    (dict(sliding_window=9), "has fields that diffjax does not know: sliding_window = 9; remove those that do not change"),
     (dict(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}), "scales its rotary angles .*'yarn'"),
     (dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}), "scales its rotary angles"),
     (dict(rope_parameters="default"), "rope_parameters = 'default': it must be an object"),

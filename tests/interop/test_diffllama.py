@@ -73,7 +73,15 @@ def test_halves_are_read_exactly(golden, dtype, tmp_path):
     assert_same({name: tensor.astype(np.float16) for name, tensor in load(tmp_path / "out").items()}, halves)
 
 
-@pytest.mark.parametrize("fields", [{}, dict(num_kv_heads=4, tie_embeddings=False), dict(num_kv_heads=1, norm_eps=1e-3, rope_base=5e5)])
+@pytest.mark.parametrize(
+  "fields",
+  [
+    {},
+    dict(num_kv_heads=4, tie_embeddings=False),
+    dict(num_kv_heads=1, norm_eps=1e-3, rope_base=5e5),
+    dict(rope_scaling="llama3", rope_factor=8.0, rope_original_length=16),
+  ],
+)
 def test_outward_and_inward_is_the_same_function(make_model, logits, fields, tmp_path):
   model = make_model("diff", **fields)
   diffllama.write(str(tmp_path), model, "float32")

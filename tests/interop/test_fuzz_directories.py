@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffjax.config import UserError
-from diffjax.interop import diffllama, llama, unilm
+from diffjax.interop import diffllama, llama, motif, unilm
 
 ODD = [None, 0, -1, 1, 3, 0.5, 1e400, "x", "", [], [1, 2], {}, {"rope_theta": None}, {"rope_type": []}, {"a": 1}, True, False, 2**31, 2**70]
-READ = {"diffllama": diffllama.read, "llama": llama.read, "unilm": unilm.read}
+READ = {"diffllama": diffllama.read, "llama": llama.read, "unilm": unilm.read, "motif": motif.read}
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +20,8 @@ def directories(golden, write_llama, make_model, tmp_path_factory):
   golden("diffllama_tiny_gqa", home / "diffllama")
   write_llama(home / "llama")
   unilm.write(str(home / "unilm"), make_model("diff"), "float32")
+  fields = dict(num_noise_heads=2, lambda_init_offset=1, ffn_activation="poly_norm")
+  motif.write(str(home / "motif"), make_model("diff", **fields), "float32")
   names = ("config.json", "model.safetensors", "tokenizer.json")
   return {layout: {name: (home / layout / name).read_bytes() for name in names} for layout in READ}
 
