@@ -35,6 +35,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory; local or g
 _STEP = flags.DEFINE_integer("step", None, "Step of the checkpoint; the newest complete one by default.", lower_bound=0)
 _AGAINST = flags.DEFINE_string("against", None, "Directory of another run to compare with.")
 _AGAINST_STEP = flags.DEFINE_integer("against_step", None, "Step of the other run's checkpoint.", lower_bound=0)
+_TENSOR = flags.DEFINE_integer("tensor", 1, "Devices that share a model, each with some of its heads.", lower_bound=1)
 _TASKS = flags.DEFINE_list("tasks", [], "Tasks of the harness, with commas between: short for --set.harness.tasks.")
 _OUT = flags.DEFINE_string("out", None, "Directory of the results; WORKDIR/evals by default.")
 
@@ -129,7 +130,7 @@ def _load() -> list[_Model]:
 
   def load(workdir: str, step: int | None) -> trained.Trained:
     say(f"loading {workdir}")
-    return trained.load(workdir, step)
+    return trained.load(workdir, step, tensor=_TENSOR.value)
 
   assert _WORKDIR.value is not None
   models = [load(_WORKDIR.value, _STEP.value)]

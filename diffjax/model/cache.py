@@ -13,6 +13,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
 from diffjax.config import UserError
@@ -86,16 +87,23 @@ def unstack(model: Decoder, params: dict[str, Any]) -> dict[str, Any]:
 
 
 def extend(
-  model: Decoder, params: dict[str, Any], tokens: Int[Array, "B T"], cache: Cache, counts: Int[Array, "B"] | None = None
+  model: Decoder,
+  params: dict[str, Any],
+  tokens: Int[Array, "B T"],
+  cache: Cache,
+  counts: Int[Array, "B"] | None = None,
+  sharding: NamedSharding | None = None,
 ) -> tuple[Float[Array, "B T E"], Cache]:
   """Reads T more tokens in every row.
 
   Args:
-    model: the decoder; an `attention_fn` of its own, other than `diff_attention`, must take a q_offset, and gets a copy of the cache.
+    model: the decoder; an `attention_fn` of its own, other than `diff_attention` with any options, must take a q_offset, and gets a copy of
+      the cache.
     params: from `unstack`.
     tokens: row b continues at position cache.lengths[b]. What its cache has no room for is dropped.
     cache: of the tokens before. Donate it, since it is written in place.
     counts: number of valid tokens of each row, its first ones; all T by default. Later tokens never see the others.
+    sharding: of the cache's pages and heads, on a mesh (`parallel.rules.heads_sharding`); None on one device.
 
   Returns:
     Hidden states after the final norm (meaningless for tokens that are not valid), and the cache.
@@ -111,10 +119,10 @@ def extend(
     for pools, old, new in ((keys, cache.keys, k.reshape(*k.shape[:3], -1)), (values, cache.values, v)):
       pools.append(write(old[layer], cache.tables, new, cache.lengths, counts))
     stored_k, stored_v = keys[layer], values[layer]
-    if model.attention_fn is diff_attention:
+    if getattr(model.attention_fn, "func", model.attention_fn) is diff_attention:
       return decode_attention(
         q, stored_k.tokens, stored_v.tokens, lam, cache.lengths + length,
-        block_tables=cache.tables, k_scale=stored_k.scale, v_scale=stored_v.scale, window=window,
+        block_tables=cache.tables, k_scale=stored_k.scale, v_scale=stored_v.scale, window=window, sharding=sharding,
       )  # fmt: skip
     seen_k, seen_v = (read(pool, cache.tables, q.dtype) for pool in (stored_k, stored_v))
     return model.attention_fn(q, seen_k.reshape(*seen_k.shape[:3], *k.shape[3:]), seen_v, lam, q_offset=cache.lengths, window=window)
