@@ -8,12 +8,14 @@ which then takes 3.3 times as long (6 layers, E 256, a CPU). The model's modules
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from diffjax.config import UserError
@@ -111,13 +113,14 @@ def extend(
   config, length = model.config, tokens.shape[1]
   positions = cache.lengths[:, None] + jnp.arange(length)
   counts = jnp.full_like(cache.lengths, length) if counts is None else counts
+  put = write if sharding is None else _on_shards(sharding)
   keys: list[Pool] = []
   values: list[Pool] = []
 
   def attend(q, k, v, lam, *, window, **_):
     layer = len(keys)
     for pools, old, new in ((keys, cache.keys, k.reshape(*k.shape[:3], -1)), (values, cache.values, v)):
-      pools.append(write(old[layer], cache.tables, new, cache.lengths, counts))
+      pools.append(put(old[layer], cache.tables, new, cache.lengths, counts))
     stored_k, stored_v = keys[layer], values[layer]
     if getattr(model.attention_fn, "func", model.attention_fn) is diff_attention:
       return decode_attention(
@@ -132,3 +135,9 @@ def extend(
     x, _ = Block(config, model.dtype, attend).apply({"params": weights}, x, lambda_init, None, positions)
   after = Cache(tuple(keys), tuple(values), cache.tables, cache.lengths + counts)
   return rms_norm(x, params["final_norm"], config.norm_eps), after
+
+
+def _on_shards(sharding: NamedSharding) -> Callable[..., Pool]:
+  """`write` on each device to its own heads: left to the partitioner, every device would be sent the new tokens of all."""
+  heads, new, whole = sharding.spec, P(None, *sharding.spec), P()
+  return jax.shard_map(write, mesh=sharding.mesh, in_specs=(heads, whole, new, whole, whole), out_specs=heads)
