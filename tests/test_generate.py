@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from diffjax.config import Config, DataConfig, ModelConfig
+from diffjax.config import Config, DataConfig, ModelConfig, UserError
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.model.sampler import Sampler
 from diffjax.parallel.mesh import make_mesh
@@ -64,6 +64,24 @@ def test_several_devices_share_the_model(workdir):
   flags = [f"--workdir={workdir}", "--prompt=abc", "--max_new_tokens=20", "--seed=3"]
   alone, shared = run(*flags), run(*flags, "--tensor=2")
   assert shared.stdout == alone.stdout != "", shared.stderr
+
+
+def test_weights_in_int8(workdir):
+  """The command takes what `load` rounds; its name says so in results."""
+  pytest.importorskip("qwix")
+  rounded = load(workdir, weight_dtype="int8")
+  assert rounded.name.endswith("at step 0, weights in int8")
+  [text] = Sampler(rounded).generate(["abc"], 20)
+  result = run(f"--workdir={workdir}", "--prompt=abc", "--max_new_tokens=20", "--temperature=0", "--weight_dtype=int8")
+  assert result.stdout == f"abc{text}\n", result.stderr
+
+
+def test_int8_says_what_it_needs(workdir, monkeypatch):
+  monkeypatch.setitem(sys.modules, "qwix", None)
+  result = run(f"--workdir={workdir}", "--prompt=abc", "--weight_dtype=int8")
+  assert result.returncode == 1 and result.stderr.endswith("error: weights in int8 need qwix: pip install 'diffjax[int8]'\n")
+  with pytest.raises(UserError, match="weight_dtype = 'int4': must be 'int8'"):
+    load(workdir, weight_dtype="int4")
 
 
 def test_the_terminal_gets_whole_characters_and_no_part_of_a_stop_string(capsys):

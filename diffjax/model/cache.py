@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from diffjax.config import UserError
+from diffjax.int8 import is_quantised
 from diffjax.model.attention import axis_sizes
 from diffjax.model.decoder import Block, Decoder, embed, lambda_inits
 from diffjax.model.pages import PAGE, Pool, empty_pool, read, write
@@ -76,13 +77,15 @@ def empty_cache(
 
 
 def unstack(model: Decoder, params: dict[str, Any]) -> dict[str, Any]:
-  """Parameters as `extend` takes them: `layers` a tuple, one tree a layer, and matrices in the compute dtype, so that no token casts."""
+  """Parameters as `extend` takes them: `layers` a tuple, one tree a layer, and matrices in the compute dtype, so that no token casts, or in
+  int8."""
 
   def cast(leaf: jax.Array) -> jax.Array:
-    return leaf.astype(model.dtype) if leaf.ndim > 1 else leaf
+    return leaf.astype(model.dtype) if leaf.ndim > 1 and not is_quantised(leaf) else leaf
 
   def layer(index: int) -> Any:
-    return jax.tree.map(lambda leaf: cast(leaf[index]), params["layers"])
+    sliced = jax.tree.map(lambda leaf: leaf[index], params["layers"])
+    return jax.tree.map(cast, sliced, is_leaf=is_quantised)
 
   outer = {name: cast(leaf) for name, leaf in params.items() if name != "layers"}
   return outer | {"layers": tuple(layer(index) for index in range(model.config.num_layers))}

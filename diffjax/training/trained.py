@@ -13,6 +13,7 @@ from etils import epath
 from diffjax import absent_tpu
 from diffjax.config import Config, MeshConfig, ModelConfig, UserError, from_config_dict
 from diffjax.data.tokenizer import Tokenizer, load_tokenizer
+from diffjax.int8 import quantise
 from diffjax.model.decoder import Decoder
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.parallel.mesh import make_mesh, sharded_attention
@@ -32,7 +33,7 @@ class Trained:
     name: what tables call it: its workdir and step.
     config: of the run that trained it.
     model: the decoder, in the compute dtype of the device, attention by the fastest implementation there.
-    params: its parameters, float32; on a mesh if several devices share them.
+    params: its parameters, float32 or the matrices in int8; on a mesh if several devices share them.
     tokenizer: the one that it was trained with.
   """
 
@@ -43,7 +44,7 @@ class Trained:
   tokenizer: Tokenizer
 
 
-def load(workdir: epath.PathLike, step: int | None = None, *, tensor: int = 1) -> Trained:
+def load(workdir: epath.PathLike, step: int | None = None, *, tensor: int = 1, weight_dtype: str | None = None) -> Trained:
   """Loads the newest complete checkpoint, or that of a step.
 
   Args:
@@ -51,12 +52,15 @@ def load(workdir: epath.PathLike, step: int | None = None, *, tensor: int = 1) -
     step: the checkpoint's; None for the newest complete one.
     tensor: devices that share the model, as `config.mesh.tensor` has them in training: each reads its own part of the parameters. What
       takes the model (`Sampler`, evaluations) then runs on all of them.
+    weight_dtype: "int8" rounds the layers' matrices to 8 bits, a quarter of their memory (`diffjax.int8`); None leaves them in float32.
 
   Raises:
     UserError: if there is none, it is damaged, its parameters are not finite, its tokenizer is not at hand, or so many devices cannot share
-      it.
+      it; or qwix is not there, which int8 needs.
   """
   absent_tpu.skip()
+  if weight_dtype not in (None, "int8"):
+    raise UserError(f"weight_dtype = {weight_dtype!r}: must be 'int8', or None for float32")
   saved = open_checkpoint(workdir, step)
   config = from_config_dict(saved.config)
   shapes = jax.eval_shape(lambda: init_params(Decoder(config.model), jax.random.key(0)))
@@ -67,7 +71,10 @@ def load(workdir: epath.PathLike, step: int | None = None, *, tensor: int = 1) -
     attention = sharded_attention(mesh, "auto")
     shapes = jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, shardings(shapes, mesh))
   params = saved.params(shapes)
-  _check_finite(f"{workdir} at step {saved.step}", params)
+  name = f"{workdir} at step {saved.step}"
+  _check_finite(name, params)
+  if weight_dtype is not None:
+    name, params = f"{name}, weights in int8", quantise(params)
   tokenizer = load_tokenizer(_tokenizer_beside(workdir, config.data.tokenizer))
   if tokenizer.vocab_size > config.model.vocab_size:
     raise UserError(
@@ -76,7 +83,7 @@ def load(workdir: epath.PathLike, step: int | None = None, *, tensor: int = 1) -
     )
   dtype = compute_dtype(config.model.dtype, jax.local_devices()[0].platform)
   model = Decoder(config.model, dtype=dtype, attention_fn=attention)
-  return Trained(f"{workdir} at step {saved.step}", config, model, params, tokenizer)
+  return Trained(name, config, model, params, tokenizer)
 
 
 def _check_shares(config: ModelConfig, tensor: int) -> None:
