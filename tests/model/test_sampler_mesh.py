@@ -63,10 +63,11 @@ def test_several_devices_answer_as_one_does(attention, mesh, cache):
 
 @pytest.mark.parametrize("cache", [{}, INT8])
 def test_no_device_has_more_than_its_share(cache):
-  """Of the sampler's own copy of the matrices; and they exchange two sums a layer for a token."""
+  """Of the cache and of the sampler's own copy of the matrices; and they exchange two sums a layer for a token."""
   _, (model, params) = make("diff", MeshConfig(data=1, tensor=4))
   sampler = Sampler(model, params, batch_size=3, capacity=200, **cache)
-  for leaf in jax.tree.leaves(sampler._params):
+  empty = sampler._make_cache()
+  for leaf in jax.tree.leaves((empty.keys, empty.values, sampler._params)):
     assert leaf.ndim == 1 or leaf.addressable_shards[0].data.size == leaf.size // 4
   text = sampler._step.lower(sampler._params, sampler.prefill(PROMPTS), jnp.zeros(3, jnp.int32)).compile().as_text()
   calls = re.findall(r"= (.*) (?:all-gather|all-reduce|all-to-all|collective-permute)\(", text)
