@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import sys
 import time
 import types
@@ -35,6 +36,8 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory; local or g
 _STEP = flags.DEFINE_integer("step", None, "Step of the checkpoint; the newest complete one by default.", lower_bound=0)
 _AGAINST = flags.DEFINE_string("against", None, "Directory of another run to compare with.")
 _AGAINST_STEP = flags.DEFINE_integer("against_step", None, "Step of the other run's checkpoint.", lower_bound=0)
+_TENSOR = flags.DEFINE_integer("tensor", 1, "Devices that share a model, each with some of its heads.", lower_bound=1)
+_WEIGHT_DTYPE = flags.DEFINE_enum("weight_dtype", None, ["int8"], "Rounds the layers' matrices to 8 bits; needs qwix.")
 _TASKS = flags.DEFINE_list("tasks", [], "Tasks of the harness, with commas between: short for --set.harness.tasks.")
 _OUT = flags.DEFINE_string("out", None, "Directory of the results; WORKDIR/evals by default.")
 
@@ -122,14 +125,13 @@ def _load() -> list[_Model]:
   Raises:
     UserError: if a checkpoint cannot be loaded, or the two have different tokenizers.
   """
-  import jax
-
+  from diffjax.model.attention import parameter_shapes
   from diffjax.progress import say
   from diffjax.training import trained
 
   def load(workdir: str, step: int | None) -> trained.Trained:
     say(f"loading {workdir}")
-    return trained.load(workdir, step)
+    return trained.load(workdir, step, tensor=_TENSOR.value, weight_dtype=_WEIGHT_DTYPE.value)
 
   assert _WORKDIR.value is not None
   models = [load(_WORKDIR.value, _STEP.value)]
@@ -149,7 +151,7 @@ def _load() -> list[_Model]:
         "name": model.name,
         "workdir": workdir,
         "attention": model.config.model.attention,
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.params)),
+        "parameters": sum(math.prod(shape) for shape in parameter_shapes(model.config.model).values()),
       },
     )
     for model, workdir in zip(models, (_WORKDIR.value, _AGAINST.value), strict=False)

@@ -5,6 +5,7 @@
 
 One prompt is answered on the terminal as it comes; several (--prompt repeated, of any lengths) are answered together. The answer ends where
 the model ends its document, at --max_new_tokens, or before a --stop string. --temperature=0 takes the likeliest token each time.
+With --tensor=4 four devices share a model that does not fit one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory; local or gs://.")
 _STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest complete one by default.")
+_TENSOR = flags.DEFINE_integer("tensor", 1, "Devices that share the model, each with some of its heads.", lower_bound=1)
+_WEIGHT_DTYPE = flags.DEFINE_enum("weight_dtype", None, ["int8"], "Rounds the layers' matrices to 8 bits; needs qwix.")
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "Text to continue; may be given several times.")
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 200, "Most tokens to add.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "Divides the logits; 0 for the likeliest token.")
@@ -46,7 +49,7 @@ def main() -> None:
   from diffjax.training import runtime, trained
 
   runtime.keep_compiled_programs()
-  model = trained.load(_WORKDIR.value, _STEP.value)
+  model = trained.load(_WORKDIR.value, _STEP.value, tensor=_TENSOR.value, weight_dtype=_WEIGHT_DTYPE.value)
   tokenizer, limit = model.tokenizer, model.config.model.max_length
   prompts = [[tokenizer.separator, *map(int, tokenizer.encode(prompt))] for prompt in _PROMPT.value]
   needed = max(map(len, prompts)) + _MAX_NEW_TOKENS.value

@@ -48,6 +48,7 @@ def runs(tmp_path_factory):
   loop.train(config, str(path / "diff"))
   twin = dataclasses.replace(model, attention="softmax", num_heads=4, num_kv_heads=2, head_norm=False)
   shorter = dataclasses.replace(data, length=32, mode="streamed")
+  save(path / "shared", dataclasses.replace(config, model=dataclasses.replace(model, num_kv_heads=2)))
   save(path / "transformer", dataclasses.replace(config, model=twin, data=shorter))
   train_tokenizer(texts, 300, path / "tokenizer")
   words = dataclasses.replace(data, tokenizer=str(next((path / "tokenizer").glob("*.tiktoken"))))
@@ -134,6 +135,19 @@ def test_suites_of_a_pair(runs, tmp_path, monkeypatch, suites):
   page = (tmp_path / "report.html").read_text()  # made last, whatever the order
   assert all(f'<section id="{suite}">' in page for suite in suites) and "λ by layer" in page
   assert result.stderr.count("loading") == 2  # each model once
+
+
+@pytest.mark.parametrize("suites", [SOME, *full([MORE])], ids=len)
+def test_several_devices_measure_what_one_does(runs, tmp_path, monkeypatch, suites):
+  monkeypatch.setattr(figures, "RESAMPLES", 99)  # of intervals nothing is asked here
+  for devices in (1, 2):
+    out = tmp_path / str(devices)
+    result = run(f"--suite={','.join(suites)}", f"--workdir={runs / 'shared'}", f"--out={out}", f"--tensor={devices}", *QUICK)
+    assert result.returncode == 0, result.stderr
+  for suite in suites:
+    alone, shared = (load(tmp_path / devices / f"{suite}.json")["figures"] for devices in "12")
+    assert [row["name"] for row in shared] == [row["name"] for row in alone]
+    assert [row["value"] for row in shared] == pytest.approx([row["value"] for row in alone], rel=1e-5, abs=1e-6, nan_ok=True)
 
 
 def test_one_model_and_a_step_of_it(runs):

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from diffjax.config import Config, DataConfig, ModelConfig
+from diffjax.config import Config, DataConfig, ModelConfig, UserError
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.model.sampler import Sampler
 from diffjax.parallel.mesh import make_mesh
@@ -21,7 +21,7 @@ from tests import in_process
 
 def save(workdir, change=lambda params: None, **data):
   """A model that has learnt nothing, but whose logits are far apart."""
-  model = ModelConfig(num_layers=1, embed_dim=16, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=32, max_length=600)
+  model = ModelConfig(num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, ffn_dim=32, max_length=600)
   config = Config(model=model, data=DataConfig(**data))
   program = build(config, make_mesh(config.mesh, jax.devices()[:1]))
   state = program.init()
@@ -55,6 +55,35 @@ def test_it_prints_what_the_sampler_gives(workdir):
   assert both.stdout == f"--- 1 ---\nabc{first.split(stop)[0]}\n--- 2 ---\na longer one{second.split(stop)[0]}\n"
 
 
+def test_several_devices_share_the_model(workdir):
+  """Each reads its own part of the parameters, and the text is the same."""
+  one, several = load(workdir), load(workdir, tensor=2)
+  assert several.params["layers"]["attention"]["query"].addressable_shards[1].data.shape[2] == 1
+  for here, there in zip(jax.tree.leaves(one.params), jax.tree.leaves(several.params), strict=True):
+    np.testing.assert_array_equal(here, there)
+  flags = [f"--workdir={workdir}", "--prompt=abc", "--max_new_tokens=20", "--seed=3"]
+  alone, shared = run(*flags), run(*flags, "--tensor=2")
+  assert shared.stdout == alone.stdout != "", shared.stderr
+
+
+def test_weights_in_int8(workdir):
+  """The command takes what `load` rounds; its name says so in results."""
+  pytest.importorskip("qwix")
+  rounded = load(workdir, weight_dtype="int8")
+  assert rounded.name.endswith("at step 0, weights in int8")
+  [text] = Sampler(rounded).generate(["abc"], 20)
+  result = run(f"--workdir={workdir}", "--prompt=abc", "--max_new_tokens=20", "--temperature=0", "--weight_dtype=int8")
+  assert result.stdout == f"abc{text}\n", result.stderr
+
+
+def test_int8_says_what_it_needs(workdir, monkeypatch):
+  monkeypatch.setitem(sys.modules, "qwix", None)
+  result = run(f"--workdir={workdir}", "--prompt=abc", "--weight_dtype=int8")
+  assert result.returncode == 1 and result.stderr.endswith("error: weights in int8 need qwix: pip install 'diffjax[int8]'\n")
+  with pytest.raises(UserError, match="weight_dtype = 'int4': must be 'int8'"):
+    load(workdir, weight_dtype="int4")
+
+
 def test_the_terminal_gets_whole_characters_and_no_part_of_a_stop_string(capsys):
   """Token by token."""
   with in_process.own_flags():
@@ -73,6 +102,8 @@ def test_the_terminal_gets_whole_characters_and_no_part_of_a_stop_string(capsys)
 def test_bad_input_is_one_line(workdir, tmp_path):
   tokenized = save(tmp_path / "tokenized", tokenizer="/nowhere/tokenizer.json")
   for args, code, message in (
+    ([f"--workdir={workdir}", "--prompt=x", "--tensor=3"], 1, "num_kv_heads = 2, ffn_dim = 32, vocab_size = 256; it can be 1, 2"),
+    ([f"--workdir={workdir}", "--prompt=x", "--tensor=16"], 1, "tensor = 16: must be at most the 8 devices here and divide"),
     ([], 2, "pass --workdir=DIR"),
     ([f"--workdir={workdir}"], 2, "pass --prompt=TEXT"),
     ([f"--workdir={workdir}", "--prompt=x", "--stop="], 2, "--stop must not be empty"),

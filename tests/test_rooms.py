@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import ROOT
 
 # Files of diffjax/ itself that every room but ops may import. They import none but each other. All other files there are commands.
-BASE = {"absent_tpu", "config", "config_file", "parameters", "progress", "signals", "styles", "user_cache", "workers"}
+BASE = {"absent_tpu", "config", "config_file", "int8", "parameters", "progress", "signals", "styles", "user_cache", "workers"}
 # The rooms, and which others each may import.
 _BELOW_TRAINING = {"base", "ops", "model", "data", "parallel"}
 TABLE = {

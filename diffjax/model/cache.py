@@ -9,14 +9,18 @@ which then takes 3.3 times as long (6 layers, E 256, a CPU). The model's modules
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from diffjax.config import UserError
+from diffjax.int8 import is_quantised
 from diffjax.model.attention import axis_sizes, stacks
 from diffjax.model.decoder import Block, Decoder, embed, lambda_inits, normed, windows
 from diffjax.model.pages import PAGE, Pool, empty_pool, read, write
@@ -75,13 +79,15 @@ def empty_cache(
 
 
 def unstack(model: Decoder, params: dict[str, Any]) -> dict[str, Any]:
-  """Parameters as `extend` takes them: `layers` a tuple, one tree a layer, and matrices in the compute dtype, so that no token casts."""
+  """Parameters as `extend` takes them: `layers` a tuple, one tree a layer, and matrices in the compute dtype, so that no token casts, or in
+  int8."""
 
   def cast(leaf: jax.Array) -> jax.Array:
-    return leaf.astype(model.dtype) if leaf.ndim > 1 else leaf
+    return leaf.astype(model.dtype) if leaf.ndim > 1 and not is_quantised(leaf) else leaf
 
   def layer(name: str, index: int) -> Any:
-    return jax.tree.map(lambda leaf: cast(leaf[index]), params[name])
+    sliced = jax.tree.map(lambda leaf: leaf[index], params[name])
+    return jax.tree.map(cast, sliced, is_leaf=is_quantised)
 
   every = stacks(model.config)
   outer = {name: cast(leaf) for name, leaf in params.items() if name not in every}
@@ -89,16 +95,23 @@ def unstack(model: Decoder, params: dict[str, Any]) -> dict[str, Any]:
 
 
 def extend(
-  model: Decoder, params: dict[str, Any], tokens: Int[Array, "B T"], cache: Cache, counts: Int[Array, "B"] | None = None
+  model: Decoder,
+  params: dict[str, Any],
+  tokens: Int[Array, "B T"],
+  cache: Cache,
+  counts: Int[Array, "B"] | None = None,
+  sharding: NamedSharding | None = None,
 ) -> tuple[Float[Array, "B T E"], Cache]:
   """Reads T more tokens in every row.
 
   Args:
-    model: the decoder; an `attention_fn` of its own, other than `diff_attention`, must take a q_offset, and gets a copy of the cache.
+    model: the decoder; an `attention_fn` of its own, other than `diff_attention` with any options, must take a q_offset, and gets a copy of
+      the cache.
     params: from `unstack`.
     tokens: row b continues at position cache.lengths[b]. What its cache has no room for is dropped.
     cache: of the tokens before. Donate it, since it is written in place.
     counts: number of valid tokens of each row, its first ones; all T by default. Later tokens never see the others.
+    sharding: of the cache's pages and heads, on a mesh (`parallel.rules.heads_sharding`); None on one device.
 
   Returns:
     Hidden states after the final norm (meaningless for tokens that are not valid), and the cache.
@@ -106,18 +119,19 @@ def extend(
   config, length = model.config, tokens.shape[1]
   positions = cache.lengths[:, None] + jnp.arange(length)
   counts = jnp.full_like(cache.lengths, length) if counts is None else counts
+  put = write if sharding is None else _on_shards(sharding)
   keys: list[Pool] = []
   values: list[Pool] = []
 
   def attend(q, k, v, lam, *, window, **_):
     layer = len(keys)
     for pools, old, new in ((keys, cache.keys, k.reshape(*k.shape[:3], -1)), (values, cache.values, v)):
-      pools.append(write(old[layer], cache.tables, new, cache.lengths, counts))
+      pools.append(put(old[layer], cache.tables, new, cache.lengths, counts))
     stored_k, stored_v = keys[layer], values[layer]
-    if model.attention_fn is diff_attention:
+    if getattr(model.attention_fn, "func", model.attention_fn) is diff_attention:
       return decode_attention(
         q, stored_k.tokens, stored_v.tokens, lam, cache.lengths + length,
-        block_tables=cache.tables, k_scale=stored_k.scale, v_scale=stored_v.scale, window=window,
+        block_tables=cache.tables, k_scale=stored_k.scale, v_scale=stored_v.scale, window=window, sharding=sharding,
       )  # fmt: skip
     seen_k, seen_v = (read(pool, cache.tables, q.dtype) for pool in (stored_k, stored_v))
     return model.attention_fn(q, seen_k.reshape(*seen_k.shape[:3], *k.shape[3:]), seen_v, lam, q_offset=cache.lengths, window=window)
@@ -131,3 +145,9 @@ def extend(
       x, _ = Block(of_layer, model.dtype, attend).apply({"params": next(layers)}, x, lambda_init, 0, None, positions)
   after = Cache(tuple(keys), tuple(values), cache.tables, cache.lengths + counts)
   return normed(x, params, "final_norm", config), after
+
+
+def _on_shards(sharding: NamedSharding) -> Callable[..., Pool]:
+  """`write` on each device to its own heads: left to the partitioner, every device would be sent the new tokens of all."""
+  heads, new, whole = sharding.spec, P(None, *sharding.spec), P()
+  return jax.shard_map(write, mesh=sharding.mesh, in_specs=(heads, whole, new, whole, whole), out_specs=heads)

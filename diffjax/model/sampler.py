@@ -10,12 +10,15 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from diffjax.config import UserError
 from diffjax.model.cache import Cache, empty_cache, extend, unstack
 from diffjax.model.decoder import Decoder, logits
 from diffjax.model.pages import PAGE, allocate
+from diffjax.parallel.rules import heads_sharding
 
 # Tokens of a prompt read at once.
 _CHUNK = 128
@@ -32,7 +35,10 @@ class SamplerState:
 
 
 class Sampler:
-  """Draws continuations. It compiles once for a batch size and a capacity, whatever the lengths of prompts and answers."""
+  """Draws continuations. It compiles once for a batch size and a capacity, whatever the lengths of prompts and answers.
+
+  It runs where the parameters are: on one device, or on the mesh that they are split over, each device with its own heads of the cache.
+  """
 
   def __init__(
     self,
@@ -75,10 +81,15 @@ class Sampler:
     if cache_tokens is not None or cache_dtype is not None:
       self._num_pages = batch_size * per_row if cache_tokens is None else -(-cache_tokens // PAGE)
     self._params = jax.jit(functools.partial(unstack, model))(params)
-    self._make_cache = jax.jit(lambda: empty_cache(model, batch_size, PAGE * per_row, num_pages=self._num_pages, dtype=cache_dtype))
-    self._prefill = jax.jit(functools.partial(_prefill, model, chunk), donate_argnums=1)
-    self._step = jax.jit(functools.partial(_step, model), donate_argnums=1)
-    self._draw = jax.jit(functools.partial(_draw, model), donate_argnums=1, static_argnames="method")
+    heads = heads_sharding(params)
+    whole = None if heads is None else NamedSharding(heads.mesh, P())
+    at: Any = SamplerState(Cache(heads, heads, whole, whole), whole)  # type: ignore[arg-type]
+    make = functools.partial(empty_cache, model, batch_size, PAGE * per_row, num_pages=self._num_pages, dtype=cache_dtype)
+    self._make_cache = jax.jit(make, out_shardings=at.cache)
+    self._prefill = jax.jit(functools.partial(_prefill, model, heads, chunk), donate_argnums=1, out_shardings=at)
+    self._step = jax.jit(functools.partial(_step, model, heads), donate_argnums=1, out_shardings=at)
+    draw = functools.partial(_draw, model, heads)
+    self._draw = jax.jit(draw, donate_argnums=1, static_argnames="method", out_shardings=(at, whole, whole))
 
   def prefill(self, prompts: Sequence[Sequence[int]], max_new_tokens: int | None = None) -> SamplerState:
     """Reads up to B prompts, each of 1 to `capacity` tokens. Rows without a prompt hold nothing meaningful.
@@ -244,13 +255,15 @@ def _check_options(temperature: float, top_k: int, top_p: float, max_new_tokens:
       raise UserError(f"{name} must be {want}; got {value}")
 
 
-def _prefill(model: Decoder, chunk: int, params, cache: Cache, tokens: Int[Array, "B P"], lengths: Int[Array, "B"]) -> SamplerState:
+def _prefill(
+  model: Decoder, heads: NamedSharding | None, chunk: int, params, cache: Cache, tokens: Int[Array, "B P"], lengths: Int[Array, "B"]
+) -> SamplerState:
   """Reads prompts chunk by chunk, as many as the longest prompt has. Each row keeps its last hidden state, from the chunk that holds it."""
 
   def read(carry):
     index, cache, last = carry
     counts = jnp.clip(lengths - index * chunk, 0, chunk)
-    hidden, cache = extend(model, params, jax.lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, axis=1), cache, counts)
+    hidden, cache = extend(model, params, jax.lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, axis=1), cache, counts, heads)
     own = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
     return index + 1, cache, jnp.where(counts[:, None] > 0, own, last)
 
@@ -259,13 +272,24 @@ def _prefill(model: Decoder, chunk: int, params, cache: Cache, tokens: Int[Array
   return SamplerState(cache, logits(params, last[:, None])[:, 0])
 
 
-def _step(model: Decoder, params, state: SamplerState, tokens: Int[Array, "B"]) -> SamplerState:
-  hidden, cache = extend(model, params, tokens[:, None], state.cache)
+def _step(model: Decoder, heads: NamedSharding | None, params, state: SamplerState, tokens: Int[Array, "B"]) -> SamplerState:
+  hidden, cache = extend(model, params, tokens[:, None], state.cache, sharding=heads)
   return SamplerState(cache, logits(params, hidden)[:, 0])
 
 
 def _draw(
-  model: Decoder, params, state: SamplerState, seed, rows, settings, stop_ids, ended: Bool[Array, "B"], count, *, method: str
+  model: Decoder,
+  heads: NamedSharding | None,
+  params,
+  state: SamplerState,
+  seed,
+  rows,
+  settings,
+  stop_ids,
+  ended: Bool[Array, "B"],
+  count,
+  *,
+  method: str,
 ) -> tuple[SamplerState, Int[Array, "B burst"], Bool[Array, "B"]]:
   """Draws and reads `count` tokens, at most _BURST, or until all rows have ended."""
   keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(rows)
@@ -274,7 +298,7 @@ def _draw(
     index, state, drawn, ended = carry
     token = _choose(state.logits, jax.vmap(jax.random.fold_in)(keys, state.cache.lengths), settings, method)
     drawn = jax.lax.dynamic_update_slice_in_dim(drawn, token[:, None], index, axis=1)
-    return index + 1, _step(model, params, state, token), drawn, ended | jnp.isin(token, stop_ids)
+    return index + 1, _step(model, heads, params, state, token), drawn, ended | jnp.isin(token, stop_ids)
 
   start = (0, state, jnp.zeros((len(rows), _BURST), jnp.int32), ended)
   _, state, drawn, ended = jax.lax.while_loop(lambda carry: (carry[0] < count) & ~jnp.all(carry[3]), one, start)

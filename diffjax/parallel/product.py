@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from diffjax.int8 import dequantised
 from diffjax.ops.linear import linear
 from diffjax.parallel.rules import BATCH, LENGTH, SPECS
 
@@ -35,9 +36,10 @@ def product(x: Float[Array, "B T *inputs"], parameter: Float[Array, "..."], name
 
   Args:
     x: activations; the tensor axis splits those of their axes that it splits of the parameter.
-    parameter: one layer's, float32; the fsdp axis splits E.
+    parameter: one layer's, float32 or of `diffjax.int8`; the fsdp axis splits E.
     name: the parameter's, in diffjax/parameters.py.
   """
+  parameter = dequantised(parameter)
   split = SPECS[name][1:]
   if _is_split():
     return _product(x, parameter, (*split, *[None] * (parameter.ndim - len(split))))

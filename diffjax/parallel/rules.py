@@ -35,6 +35,12 @@ def _spec(parameter: Parameter) -> P:
 SPECS = {name: _spec(parameter) for name, parameter in PARAMETERS.items()}
 
 
+def heads_sharding(params: dict[str, Any]) -> NamedSharding | None:
+  """How arrays [rows, heads, …] lie beside a model's parameters: heads over the tensor axis of their mesh. None on one device."""
+  sharding = getattr(params["embedding"], "sharding", None)
+  return NamedSharding(sharding.mesh, P(None, "tensor")) if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 else None
+
+
 def shardings(tree: Any, mesh: Mesh) -> Any:
   """Shardings of a state: arrays named in SPECS (parameters, and the optimizer's arrays of the same name and rank) by the
   table, everything else replicated.

@@ -13,7 +13,6 @@ from diffjax.config import Config
 from diffjax.data.tokenizer import Tokenizer
 from diffjax.model.decoder import Decoder
 from diffjax.model.sampler import Sampler
-from diffjax.ops.diff_attention import diff_attention
 from diffjax.styles import style
 from diffjax.training.metrics import read_log
 
@@ -52,8 +51,7 @@ def _sample(config: Config, model: Decoder, params: Any, tokenizer: Tokenizer) -
   count = min(config.train.sample_tokens, config.model.max_length - len(prompt))
   if count < 1:
     return ""
-  alone = model.clone(attention_fn=diff_attention)  # a single row needs no sharded attention
-  [ids] = Sampler(alone, params, capacity=len(prompt) + count).generate([prompt], count, temperature=0.8)
+  [ids] = Sampler(model, params, capacity=len(prompt) + count).generate([prompt], count, temperature=0.8)
   return config.train.sample_prompt + tokenizer.decode(ids)
 
 

@@ -1,8 +1,9 @@
-"""A trained model, taken from its workdir to be used: parameters, config and tokenizer, on one device."""
+"""A trained model, taken from its workdir to be used: parameters, config and tokenizer, on one device or split over several."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -10,9 +11,13 @@ import jax.numpy as jnp
 from etils import epath
 
 from diffjax import absent_tpu
-from diffjax.config import Config, UserError, from_config_dict
+from diffjax.config import Config, MeshConfig, ModelConfig, UserError, from_config_dict
 from diffjax.data.tokenizer import Tokenizer, load_tokenizer
+from diffjax.int8 import quantise
 from diffjax.model.decoder import Decoder
+from diffjax.ops.diff_attention import diff_attention
+from diffjax.parallel.mesh import make_mesh, sharded_attention
+from diffjax.parallel.rules import shardings
 from diffjax.training.checkpoint import open_checkpoint
 from diffjax.training.program import compute_dtype
 from diffjax.training.step import init_params
@@ -28,7 +33,7 @@ class Trained:
     name: what tables call it: its workdir and step.
     config: of the run that trained it.
     model: the decoder, in the compute dtype of the device, attention by the fastest implementation there.
-    params: its parameters, float32.
+    params: its parameters, float32 or the matrices in int8; on a mesh if several devices share them.
     tokenizer: the one that it was trained with.
   """
 
@@ -39,25 +44,57 @@ class Trained:
   tokenizer: Tokenizer
 
 
-def load(workdir: epath.PathLike, step: int | None = None) -> Trained:
+def load(workdir: epath.PathLike, step: int | None = None, *, tensor: int = 1, weight_dtype: str | None = None) -> Trained:
   """Loads the newest complete checkpoint, or that of a step.
 
+  Args:
+    workdir: the run's directory, local or gs://.
+    step: the checkpoint's; None for the newest complete one.
+    tensor: devices that share the model, as `config.mesh.tensor` has them in training: each reads its own part of the parameters. What
+      takes the model (`Sampler`, evaluations) then runs on all of them.
+    weight_dtype: "int8" rounds the layers' matrices to 8 bits, a quarter of their memory (`diffjax.int8`); None leaves them in float32.
+
   Raises:
-    UserError: if there is none, it is damaged, its parameters are not finite, or its tokenizer is not at hand.
+    UserError: if there is none, it is damaged, its parameters are not finite, its tokenizer is not at hand, or so many devices cannot share
+      it; or qwix is not there, which int8 needs.
   """
   absent_tpu.skip()
+  if weight_dtype not in (None, "int8"):
+    raise UserError(f"weight_dtype = {weight_dtype!r}: must be 'int8', or None for float32")
   saved = open_checkpoint(workdir, step)
   config = from_config_dict(saved.config)
-  params = saved.params(jax.eval_shape(lambda: init_params(Decoder(config.model), jax.random.key(0))))
-  _check_finite(f"{workdir} at step {saved.step}", params)
+  shapes = jax.eval_shape(lambda: init_params(Decoder(config.model), jax.random.key(0)))
+  attention = diff_attention
+  if tensor != 1:
+    _check_shares(config.model, tensor)
+    mesh = make_mesh(MeshConfig(data=1, tensor=tensor), jax.local_devices()[:tensor])
+    attention = sharded_attention(mesh, "auto")
+    shapes = jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, shardings(shapes, mesh))
+  params = saved.params(shapes)
+  name = f"{workdir} at step {saved.step}"
+  _check_finite(name, params)
+  if weight_dtype is not None:
+    name, params = f"{name}, weights in int8", quantise(params)
   tokenizer = load_tokenizer(_tokenizer_beside(workdir, config.data.tokenizer))
   if tokenizer.vocab_size > config.model.vocab_size:
     raise UserError(
       f"{workdir} was trained with {config.model.vocab_size} tokens, but its tokenizer {tokenizer.spec!r} has {tokenizer.vocab_size}: "
       "it is another one; put the one that it was trained with there"
     )
-  model = Decoder(config.model, dtype=compute_dtype(config.model.dtype, jax.local_devices()[0].platform))
-  return Trained(f"{workdir} at step {saved.step}", config, model, params, tokenizer)
+  dtype = compute_dtype(config.model.dtype, jax.local_devices()[0].platform)
+  model = Decoder(config.model, dtype=dtype, attention_fn=attention)
+  return Trained(name, config, model, params, tokenizer)
+
+
+def _check_shares(config: ModelConfig, tensor: int) -> None:
+  """Refuses a number of devices that cannot share heads, feed-forward columns and vocabulary."""
+  sizes = {name: getattr(config, name) for name in ("num_heads", "num_kv_heads", "ffn_dim", "vocab_size")}
+  here, divisor = len(jax.local_devices()), math.gcd(*sizes.values())
+  if tensor not in (possible := [count for count in range(1, here + 1) if divisor % count == 0]):
+    raise UserError(
+      f"tensor = {tensor}: must be at most the {here} devices here and divide the model's "
+      f"{', '.join(f'{name} = {size}' for name, size in sizes.items())}; it can be {', '.join(map(str, possible))}"
+    )
 
 
 def _check_finite(name: str, params: Any) -> None:
