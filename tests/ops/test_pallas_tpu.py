@@ -29,11 +29,13 @@ CASES = {
   "ragged_grouped": (FINE, dict(T=300, H=2, K=1), {}),
   "v2_grouped_window": (WIDE, dict(T=300, H=2, K=1, M=1, V=8), dict(window=100)),
   "window_not_causal": (SQUARE, dict(B=1, T=400, H=1), dict(window=150, causal=False)),
+  "shared_noise": (FINE, dict(B=1, T=300, H=8, K=2, G=3), {}),
   "offset_per_row": (SHORT_SPANS, dict(T=130, S=300), dict(q_offset=(5, 170))),
 }
 COMBINED = {
   # Tiles that are mostly seen, below the diagonal too, mostly hidden, and hidden.
   "packed_long": (FINE, dict(T=600, H=1, starts=(40, 560)), {}),
+  "shared_noise_v2_spans_packed": (SPANS, dict(B=1, T=300, H=6, K=1, G=4, M=1, V=8, starts=(70, 180)), {}),
   "spans_of_a_group": (SPANS, dict(B=1, T=300, H=2, K=1), {}),
   "v2": (WIDE, dict(T=300, H=4, K=2, M=1, V=8), {}),
   "plain": (FINE, dict(T=300, G=1, M=1, V=8), {}),
@@ -57,7 +59,7 @@ def _arguments(T, S=None, B=2, H=2, K=None, G=2, M=2, D=8, V=16, starts=None, se
   segment_ids = None
   if starts is not None:  # the second row's segments begin later
     segment_ids = jnp.stack([jnp.searchsorted(jnp.asarray(starts) + later, jnp.arange(T), side="right") for later in (0, T // 2)][:B])
-  return (normal(B, T, H, G, D), normal(B, S, K, M, D), normal(B, S, K, V), lam), normal(B, T, H, V), segment_ids
+  return (normal(B, T, H // max(G - 1, 1), G, D), normal(B, S, K, M, D), normal(B, S, K, V), lam), normal(B, T, H, V), segment_ids
 
 
 def _run(implementation, arguments, d_out, segment_ids, options):

@@ -108,12 +108,12 @@ def _attend(
   if implementation == "auto":
     implementation = _pick(platform(), pairs, k, v, mask if tokens is None else dataclasses.replace(mask, offset=PER_ROW))
   chosen = implementations.implementation_of(implementation)
-  q = q if chosen.takes_groups else pairs
   if tokens is not None:
     if not (chosen.takes_parts and static and mask.q_length == mask.kv_length):
       own = functools.partial(_attend, causal=causal, window=window, scale=scale, implementation=implementation)
       return attend_to_gathered(own, tokens, q, k, v, lam, q_ids, kv_ids, q_offset)
     chosen = ring(chosen, tokens)
+  q = q if chosen.takes_groups else pairs
   arrays = vjp.Arrays(q, k, v, lam, q_ids, kv_ids, None if static else q_offset)
   return vjp.attend(chosen, arrays, mask, scale)
 

@@ -4,7 +4,8 @@ A block of queries attends to all its visible keys at once, with an ordinary sof
 block's logits are in memory. Keys that the mask hides from a whole block are never read. Heads are processed in groups if one block of all
 of them would not fit the cache. Per query, key and head, the forward pass takes 4 multiply-adds of d and the backward pass 10 (paper §1),
 as plain attention with the same projections does. A kernel that iterates over keys takes 6 in the forward pass. Here the maps are
-subtracted before the product with V, and δ₂ is a row sum of A₂ ∘ dP, so that O₂ is not needed.
+subtracted before the product with V, and δ₂ is a row sum of A₂ ∘ dP, so that O₂ is not needed. A noise map that several signal maps share
+is computed once.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ _MAX_BANDS = 16
 
 
 class _Inputs(NamedTuple):
-  """The arguments with heads leading: N = B·K, and R = H/K query heads share a key head."""
+  """The arguments with heads leading: N = B·K, and R = Q/K query groups share a key head."""
 
   q: list[jax.Array]  # G of [N, R, T, D]
   k: list[jax.Array]  # M of [N, S, D]
   v: jax.Array  # [N, S, V]
-  lam: jax.Array | None  # [N, R, T, 1]
+  lam: list[jax.Array]  # G − 1 of [N, R, T, 1], one for each signal map
   q_ids: jax.Array | None  # [N, T]
   kv_ids: jax.Array | None  # [N, S]
   offset: jax.Array | None  # [N]
@@ -60,10 +61,10 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
   group = functools.partial(_forward_group, mask, options, _bands(mask, block))
   out, lse = _map_groups(group, num_groups, inputs)
   if options.partial:
-    heads = lambda x: x.reshape(arrays.q.shape[0], arrays.q.shape[2], *x.shape[2:])
+    heads = lambda x: x.reshape(arrays.q.shape[0], arrays.q.shape[2], *x.shape[2:])  # of groups of two maps at most
     out, out2 = (*map(heads, out), None)[:2]
     return Saved(out, out2, jnp.stack([heads(x)[..., 0] for x in lse], axis=2) * LOG2E)
-  return Saved(_tokens_first(out, arrays.q.shape[0]).astype(arrays.q.dtype), lse=lse)
+  return Saved(_of_signals(out, arrays.q.shape[0]).astype(arrays.q.dtype), lse=lse)
 
 
 def _forward_group(mask: Mask, options: Options, bands: list[_Band], inputs: _Inputs):
@@ -85,10 +86,13 @@ def _forward_group(mask: Mask, options: Options, bands: list[_Band], inputs: _In
     values = _keys(inputs.v, key, band.span)
     if options.partial:
       return carry, ([_dot("nrts,nsv->nrtv", weight, values) / total for weight, total in zip(weights, sums, strict=True)], lses)
-    combined = weights[0]
-    if inputs.lam is not None:  # O = (A₁ − λA₂)V with the first map's division left for after the product
-      combined = combined - (_rows(inputs.lam, row, band.block) * sums[0] / sums[1]) * weights[1]
-    return carry, (_dot("nrts,nsv->nrtv", combined, values) / sums[0], lses)
+    outs = []
+    for signal in range(_signals(inputs)):
+      combined = weights[signal]
+      if inputs.lam:  # O = (A₁ − λA₂)V with the signal map's division left for after the product
+        combined = combined - (_rows(inputs.lam[signal], row, band.block) * sums[signal] / sums[-1]) * weights[-1]
+      outs.append(_dot("nrts,nsv->nrtv", combined, values) / sums[signal])
+    return carry, (outs, lses)
 
   return _walk(bands, step, (inputs,), ())[1]
 
@@ -98,38 +102,39 @@ def _backward(arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out)
   q, k, v, lam = arrays[:4]
   batch, num_kv_heads, scale = q.shape[0], k.shape[2], options.scale
   dtype = jnp.promote_types(jnp.float32, q.dtype)
-  inputs, lse, delta_2 = _lead_with_heads(arrays), saved.lse, None
+  inputs, lse, deltas_2 = _lead_with_heads(arrays), saved.lse, None
+  by_signal = functools.partial(_by_signal, num_kv_heads=num_kv_heads, signals=_signals(inputs))
   if options.partial:  # δ₂ is a sum over all keys, which are not here
     tokens_first = lambda x: jnp.swapaxes(x, 1, 2)
     lse = [_heads_first(tokens_first(saved.lse[:, :, g])[..., None], num_kv_heads) / LOG2E for g in range(q.shape[3])]
     saved = saved._replace(out=tokens_first(saved.out))
     if lam is not None:
       row_sums = jnp.sum(d_out.astype(dtype) * tokens_first(saved.out2).astype(dtype), axis=-1, keepdims=True)
-      delta_2 = _heads_first(row_sums, num_kv_heads)
+      deltas_2 = by_signal(row_sums)
   # rowsum(dO ∘ O) = δ₁ − λδ₂
-  delta = _heads_first(jnp.sum(d_out.astype(dtype) * saved.out.astype(dtype), axis=-1, keepdims=True), num_kv_heads)
+  deltas = by_signal(jnp.sum(d_out.astype(dtype) * saved.out.astype(dtype), axis=-1, keepdims=True))
   num_groups, block = _tile(inputs)
   group = functools.partial(_backward_group, mask, scale, _bands(mask, block))
-  (d_k, d_v), (d_q, d_lam) = _map_groups(group, num_groups, inputs, lse, delta, delta_2, _heads_first(d_out, num_kv_heads))
+  (d_k, d_v), (d_q, d_lam) = _map_groups(group, num_groups, inputs, lse, deltas, deltas_2, by_signal(d_out))
   result = dtype if options.partial else q.dtype
   d_q = jnp.stack([_tokens_first(x * scale, batch) for x in d_q], axis=3).astype(result)
   d_k = jnp.stack([_keys_first(x * scale, batch) for x in d_k], axis=3).astype(result)
   d_v = _keys_first(d_v, batch).astype(result)
-  return d_q, d_k, d_v, None if lam is None else _tokens_first(d_lam, batch)[..., 0].astype(lam.dtype)
+  return d_q, d_k, d_v, None if lam is None else _of_signals(d_lam, batch)[..., 0].astype(lam.dtype)
 
 
-IMPLEMENTATION = Implementation(_forward, _backward, takes_parts=True)
+IMPLEMENTATION = Implementation(_forward, _backward, takes_groups=True, takes_parts=True)
 
 
-def _backward_group(mask: Mask, scale: float, bands: list[_Band], inputs: _Inputs, lse, delta, delta_2, d_out):
-  dtype = delta.dtype
+def _backward_group(mask: Mask, scale: float, bands: list[_Band], inputs: _Inputs, lse, deltas, deltas_2, d_outs):
+  dtype = deltas[0].dtype
   # dK and dV grow as [N, D, S] from queries and dO laid out [N, D, R, T]: a product of two row-major matrices, where the natural
   # [S, T]·[T, D] reads the large matrix across its rows and measured two to ten times slower on CPU.
-  turned = [jnp.transpose(x, (0, 3, 1, 2)) for x in (*inputs.q, d_out)]
+  turned = [[jnp.transpose(x, (0, 3, 1, 2)) for x in group] for group in (inputs.q, d_outs)]
   zeros = lambda x: vary_like(jnp.zeros((x.shape[0], x.shape[2], x.shape[1]), dtype), inputs.q[0])
 
   def step(band: _Band, arrays, carry, row, key):
-    inputs, turned, lse, delta, known, d_out = arrays
+    inputs, turned, lse, deltas, known, d_outs = arrays
     d_k, d_v = list(carry[0]), carry[1]
     visible = _visible(mask, band, inputs, row, key)
     keys = [_keys(k, key, band.span) for k in _per_map(inputs)]
@@ -137,23 +142,31 @@ def _backward_group(mask: Mask, scale: float, bands: list[_Band], inputs: _Input
       jnp.exp(apply(visible, _logits(_rows(q, row, band.block), k, scale)) - _rows(total, row, band.block))
       for q, k, total in zip(inputs.q, keys, lse, strict=True)
     ]
-    d_weights = _logits(_rows(d_out, row, band.block), _keys(inputs.v, key, band.span), 1.0)  # dP = dO·Vᵀ, for both maps
-    delta_1, combined, d_lam, d_logits = _rows(delta, row, band.block), maps[0], None, []
-    if inputs.lam is not None:
-      lam = _rows(inputs.lam, row, band.block)
-      delta_2 = _row_sums(maps[1] * d_weights) if known is None else _rows(known, row, band.block)
-      delta_1, combined, d_lam = delta_1 + lam * delta_2, maps[0] - lam * maps[1], -delta_2
-      d_logits = [-lam * maps[1] * (d_weights - delta_2)]
-    d_logits = [maps[0] * (d_weights - delta_1), *d_logits]
+    d_lam: list[jax.Array] = []
+    d_logits: list[jax.Array] = []
+    d_noise: Any = 0.0
+    for signal, (d_out, delta) in enumerate(zip(d_outs, deltas, strict=True)):
+      values = _keys(inputs.v, key, band.span)
+      d_weights = _logits(_rows(d_out, row, band.block), values, 1.0)  # dP = dO·Vᵀ, for signal and noise
+      delta_1, combined = _rows(delta, row, band.block), maps[signal]
+      if inputs.lam:
+        lam = _rows(inputs.lam[signal], row, band.block)
+        delta_2 = _row_sums(maps[-1] * d_weights) if known is None else _rows(known[signal], row, band.block)
+        delta_1, combined = delta_1 + lam * delta_2, combined - lam * maps[-1]
+        d_lam.append(-delta_2)
+        d_noise = d_noise - lam * (d_weights - delta_2)
+      d_logits.append(maps[signal] * (d_weights - delta_1))
+      d_v = _add_keys(d_v, _dot("nvrt,nrts->nvs", _columns(turned[1][signal], row, band.block), combined), key)
+    if inputs.lam:
+      d_logits.append(maps[-1] * d_noise)
     d_q = [_dot("nrts,nsd->nrtd", d_logit, k) for d_logit, k in zip(d_logits, keys, strict=True)]
     for g, d_logit in enumerate(d_logits):
-      m = g % len(d_k)
-      d_k[m] = _add_keys(d_k[m], _dot("ndrt,nrts->nds", _columns(turned[g], row, band.block), d_logit), key)
-    d_v = _add_keys(d_v, _dot("nvrt,nrts->nvs", _columns(turned[-1], row, band.block), combined), key)
+      m = _key_map(inputs, g)
+      d_k[m] = _add_keys(d_k[m], _dot("ndrt,nrts->nds", _columns(turned[0][g], row, band.block), d_logit), key)
     return (d_k, d_v), (d_q, d_lam)
 
   carry = ([zeros(k) for k in inputs.k], zeros(inputs.v))
-  return _walk(bands, step, (inputs, turned, lse, delta, delta_2, d_out), carry)
+  return _walk(bands, step, (inputs, turned, lse, deltas, deltas_2, d_outs), carry)
 
 
 def _walk(bands: list[_Band], step: Callable, arrays: Any, carry: Any) -> tuple[Any, Any]:
@@ -224,7 +237,7 @@ def _lead_with_heads(arrays: Arrays) -> _Inputs:
     q=[_heads_first(q[:, :, :, g], num_kv_heads) for g in range(q.shape[3])],
     k=[_heads_first(k[:, :, :, m], num_kv_heads)[:, 0] for m in range(k.shape[3])],
     v=_heads_first(v, num_kv_heads)[:, 0],
-    lam=None if lam is None else _heads_first(lam[..., None], num_kv_heads),
+    lam=[] if lam is None else _by_signal(lam[..., None], num_kv_heads, q.shape[3] - 1),
     q_ids=per_head(q_ids),
     kv_ids=per_head(kv_ids),
     offset=per_head(offset),
@@ -244,8 +257,30 @@ def _keys_first(x: Float[Array, "N X S"], batch: int) -> Float[Array, "B S K X"]
   return jnp.transpose(x.reshape(batch, -1, *x.shape[1:]), (0, 3, 1, 2))
 
 
+def _signals(inputs: _Inputs) -> int:
+  """The number of a group's maps that are heads: all but the noise map, or the one map."""
+  return max(len(inputs.q) - 1, 1)
+
+
+def _by_signal(x: Float[Array, "B T H X"], num_kv_heads: int, signals: int) -> list[Float[Array, "N R T X"]]:
+  """An array over heads as one for each signal map of a group."""
+  heads = x.reshape(*x.shape[:2], -1, signals, x.shape[-1])
+  return [_heads_first(heads[:, :, :, signal], num_kv_heads) for signal in range(signals)]
+
+
+def _of_signals(parts: list[Float[Array, "N R T X"]], batch: int) -> Float[Array, "B T H X"]:
+  """The inverse of `_by_signal`."""
+  heads = jnp.stack([_tokens_first(part, batch) for part in parts], axis=3)
+  return heads.reshape(*heads.shape[:2], -1, heads.shape[-1])
+
+
+def _key_map(inputs: _Inputs, g: int) -> int:
+  """Which map of the keys a map of the queries looks at: the noise map at the last, all others at the first."""
+  return len(inputs.k) - 1 if g == len(inputs.q) - 1 else 0
+
+
 def _per_map(inputs: _Inputs) -> list[jax.Array]:
-  return [inputs.k[g % len(inputs.k)] for g in range(len(inputs.q))]
+  return [inputs.k[_key_map(inputs, g)] for g in range(len(inputs.q))]
 
 
 def _visible(mask: Mask, band: _Band, inputs: _Inputs, row, key) -> Bool[Array, "Z 1 t s"] | None:

@@ -74,8 +74,8 @@ class Implementation:
     prepare: (arrays, mask) → `options.chosen`, hashable, made once for both passes. Raises ValueError for what is not taken, and says what
       would work.
     output: brings `Saved.out` to [B, T, H, V].
-    takes_groups: whether groups may have more than two maps, the last subtracted from all others. Else each signal map comes with a copy of
-      its noise map, as a group of two.
+    takes_groups: whether groups may have more than two maps, the last subtracted from all others. Else, and where `partial`, each signal
+      map comes with a copy of its noise map, as a group of two.
     takes_parts: whether both passes take `Options.partial`. Where devices share a row, keys and values then travel in a ring; else they are
       gathered.
   """

@@ -60,23 +60,23 @@ def _prepare(arrays: Arrays, mask: Mask) -> _Chosen:
 
 
 def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
-  """The output [B, H, T, V] and, to be saved for a gradient, O₂ likewise and the log-sum-exps (base 2) [B, H, G, T]; else None."""
+  """The output [B, H, T, V] and, to be saved for a gradient, O₂ [B, Q, T, V] and the log-sum-exps (base 2) [B, Q, G, T]; else None."""
   (q, k, v, lam, q_ids, kv_ids, offset), save = arrays, options.save
   schedule = make_schedule(mask, options.chosen.forward, q, k, keys_pass=True)
   scalars = scalars_of(schedule, q_ids, kv_ids, offset, q.shape[0])
-  (B, T, H, G, D), (K, M), V = q.shape, k.shape[2:4], v.shape[-1]
-  R, rows, keys = H // K, schedule.blocks.q, schedule.blocks.kv
+  (B, T, Q, G, D), (K, M), V = q.shape, k.shape[2:4], v.shape[-1]
+  R, rows, keys, signals = Q // K, schedule.blocks.q, schedule.blocks.kv, max(G - 1, 1)
   length, loaded = schedule.q_blocks * rows, schedule.span * keys
-  stays = lambda b, h, i, step, *scalars: (b, h, i, 0)
+  stays = lambda b, h, i, step, *scalars: (b, h, 0, i, 0)
   stays_row = lambda b, h, i, step, *scalars: (b, h, 0, i)
   passes = lambda b, h, i, step, *scalars: (b, lax.div(h, R), schedule.loaded(scalars, b, i, step), 0)
   inputs: list[_Operand] = [
-    (_queries(q, length), (G, rows, D), lambda b, h, i, step, *scalars: (b, h, 0, i, 0)),
+    (_queries(q, length), (G, rows, D), stays),
     (_keys(k, schedule), (M, loaded, D), lambda b, h, i, step, *scalars: (b, lax.div(h, R), 0, schedule.loaded(scalars, b, i, step), 0)),
     (_values(v, schedule), (loaded, V), passes),
   ]
   if lam is not None:
-    inputs.append((pad(jnp.swapaxes(lam, 1, 2)[:, :, None], 3, length), (1, rows), stays_row))
+    inputs.append((pad(_by_group(lam, signals), 3, length), (signals, rows), stays_row))
   if q_ids is not None and kv_ids is not None:
     inputs += [
       (pad(q_ids, 1, length)[:, None, None], (1, rows), lambda b, h, i, step, *scalars: (b, 0, 0, i)),
@@ -86,14 +86,15 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
         lambda b, h, i, step, *scalars: (b, 0, 0, schedule.loaded(scalars, b, i, step)),
       ),
     ]
-  outputs: list[Any] = [((B, H, length, V), jnp.float32 if options.partial else q.dtype, (rows, V), stays)] * (1 + (G == 2 and save))
-  outputs.append(((B, H, G, length), jnp.float32, (G, rows), stays_row))
+  dtype = jnp.float32 if options.partial else q.dtype
+  outputs: list[Any] = [((B, Q, maps, length, V), dtype, (maps, rows, V), stays) for maps in (signals, *[1] * (G > 1 and save))]
+  outputs.append(((B, Q, G, length), jnp.float32, (G, rows), stays_row))
 
   def run(*, online: bool):
     return _call(
       options.chosen, functools.partial(_forward_kernel, schedule, options, online), "forward", "_online" * online, schedule,
-      grid=(B, H, schedule.q_blocks, schedule.steps), parallel=3, scalars=scalars, inputs=inputs, outputs=outputs,
-      scratch=[_vmem(G, rows, LANES)] * (1 + online) + [_vmem(G, rows, V), *_column(schedule, rows)], like=q, calls=B * H,
+      grid=(B, Q, schedule.q_blocks, schedule.steps), parallel=3, scalars=scalars, inputs=inputs, outputs=outputs,
+      scratch=[_vmem(G, rows, LANES)] * (1 + online) + [_vmem(G, rows, V), *_column(schedule, rows)], like=q, calls=B * Q,
     )  # fmt: skip
 
   if options.partial and mask.segments:  # rows that see none of these keys are many, and look to the quick kernel like underflow
@@ -102,44 +103,53 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
     results = run(online=False)
     results = lax.cond(in_range(results[-1][..., :T], v), lambda: results, functools.partial(run, online=True))
   out, *out2, lse = results
-  return Saved(out[:, :, :T], out2[0][:, :, :T] if out2 else None, lse[..., :T] if save else None)
+  return Saved(out[:, :, :, :T].reshape(B, Q * signals, T, V), out2[0][:, :, 0, :T] if out2 else None, lse[..., :T] if save else None)
 
 
 def _backward(arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out):
   """Gradients of q, k, v and λ (None without λ); paper §1."""
   (q, k, v, lam, q_ids, kv_ids, offset), (out, out2, lse), chosen = arrays, saved, options.chosen
-  (B, T, H, G, D), K = q.shape, k.shape[2]
-  d_out = jnp.swapaxes(d_out, 1, 2)
-  row_sums = lambda x: jnp.sum(d_out.astype(jnp.float32) * x.astype(jnp.float32), axis=-1)[:, :, None]
-  delta, d_lam = row_sums(out), None
-  vectors = jnp.concatenate([lse, delta], axis=2)  # of each query: log-sum-exps, deltas and λ
+  (B, T, Q, G, D), K = q.shape, k.shape[2]
+  signals = max(G - 1, 1)
+  group = lambda x: x.reshape(B, Q, signals, *x.shape[2:])
+  d_out = group(jnp.swapaxes(d_out, 1, 2))
+  row_sums = lambda x: jnp.sum(d_out.astype(jnp.float32) * x.astype(jnp.float32), axis=-1)
+  delta, d_lam = row_sums(group(out)), None
+  of_query = [lse, delta]  # log-sum-exps, deltas and λ
   if lam is not None:
-    lam = jnp.swapaxes(lam, 1, 2)[:, :, None]
-    delta2 = row_sums(out2)
-    vectors = jnp.concatenate([lse, delta + lam * delta2, delta2, lam], axis=2)
-    d_lam = -jnp.swapaxes(delta2[:, :, 0], 1, 2)
+    lam = _by_group(lam, signals)
+    delta2 = row_sums(out2[:, :, None])
+    d_lam = -jnp.swapaxes(delta2.reshape(B, -1, T), 1, 2)
+    of_query = [lse, delta + lam * delta2, delta2, lam]
+    if G > 2:  # the noise map has what its signal maps' outputs pass it, and is then like them
+      d_noise = -jnp.sum(lam[..., None] * d_out, axis=2, keepdims=True)
+      d_out = jnp.concatenate([d_out, d_noise.astype(d_out.dtype)], axis=2)
+      of_query = [lse, delta + lam * delta2, -jnp.sum(lam * delta2, axis=2, keepdims=True)]
+  vectors = jnp.concatenate(of_query, axis=2)
   # dQ of all the rows of a call stays in VMEM: a call takes as many heads of a group as fit, or a span of one head's rows.
   block = chosen.backward.q
-  heads = max(r for r in range(1, H // K + 1) if (H // K) % r == 0 and (r == 1 or r * round_up(T, block) <= chosen.backward.resident))
+  heads = max(r for r in range(1, Q // K + 1) if (Q // K) % r == 0 and (r == 1 or r * round_up(T, block) <= chosen.backward.resident))
   span = min(round_up(T, block), max(block, chosen.backward.resident // heads // block * block))
-  group = lambda x: x.reshape(B, K, H // K, *x.shape[2:])
+  shared = lambda x: x.reshape(B, K, Q // K, *x.shape[2:])
   parts, d_k, d_v = [], 0.0, 0.0
-  for head in range(0, H // K, heads):
+  for head in range(0, Q // K, heads):
     spans = []
     for start in range(0, T, span):
       stop = min(start + span, T)
-      own = lambda x, axis, head=head, start=start, stop=stop: lax.slice_in_dim(group(x)[:, :, head : head + heads], start, stop, axis=axis)
+      own = lambda x, axis, head=head, start=start, stop=stop: lax.slice_in_dim(
+        shared(x)[:, :, head : head + heads], start, stop, axis=axis
+      )
       pieces = _backward_span(
-        mask.of_rows(start, stop), options, own(jnp.swapaxes(q, 1, 2), 3), k, v, own(d_out, 3), own(vectors, 4),
+        mask.of_rows(start, stop), options, own(jnp.swapaxes(q, 1, 2), 3), k, v, own(d_out, 4), own(vectors, 4),
         None if q_ids is None else q_ids[:, start:stop], kv_ids,
-        None if offset is None else offset + start, whole=heads == H // K and span >= T,
+        None if offset is None else offset + start, whole=heads == Q // K and span >= T,
       )  # fmt: skip
       spans.append(pieces[0])
       d_k, d_v = d_k + pieces[1], d_v + pieces[2]
     parts.append(jnp.concatenate(spans, axis=4) if len(spans) > 1 else spans[0])
   d_q = jnp.concatenate(parts, axis=2) if len(parts) > 1 else parts[0]  # [B, K, R, G, T, D]
   return (
-    jnp.transpose(d_q.reshape(B, H, G, T, D), (0, 3, 1, 2, 4)),
+    jnp.transpose(d_q.reshape(B, Q, G, T, D), (0, 3, 1, 2, 4)),
     jnp.transpose(d_k, (0, 3, 1, 2, 4)).astype(jnp.float32 if options.partial else k.dtype),
     jnp.swapaxes(d_v, 1, 2).astype(jnp.float32 if options.partial else v.dtype),
     d_lam,
@@ -159,17 +169,13 @@ def _backward_span(mask: Mask, options: Options, q, k, v, d_out, vectors, q_ids,
   length, kv_length, loaded = schedule.q_blocks * rows, schedule.kv_blocks * keys, schedule.span * rows
   stays = lambda b, kv, j, r, step, *scalars: (b, kv, j, 0)
   stays_keys = lambda b, kv, j, r, step, *scalars: (b, kv, 0, j, 0)
-  passes = lambda b, kv, j, r, step, *scalars: (b, kv, r, schedule.loaded(scalars, b, j, step), 0)
+  passes = lambda b, kv, j, r, step, *scalars: (b, kv, r, 0, schedule.loaded(scalars, b, j, step), 0)
   passes_row = lambda b, kv, j, r, step, *scalars: (b, kv, r, 0, schedule.loaded(scalars, b, j, step))
   inputs: list[_Operand] = [
-    (
-      _queries(q.reshape(B, K * R, T, G, D).swapaxes(1, 2), length).reshape(B, K, R, G, length, D),
-      (G, loaded, D),
-      lambda b, kv, j, r, step, *scalars: (b, kv, r, 0, schedule.loaded(scalars, b, j, step), 0),
-    ),
+    (_queries(q.reshape(B, K * R, T, G, D).swapaxes(1, 2), length).reshape(B, K, R, G, length, D), (G, loaded, D), passes),
     (_keys(k, schedule), (M, keys, D), stays_keys),
     (_values(v, schedule), (keys, V), stays),
-    (pad(d_out, 3, length), (loaded, V), passes),
+    (pad(d_out, 4, length), (d_out.shape[3], loaded, V), passes),
     (pad(vectors, 4, length), (vectors.shape[3], loaded), passes_row),
   ]
   if q_ids is not None and kv_ids is not None:
@@ -240,7 +246,7 @@ def _call(
   G, (D, V) = schedule.num_maps, (inputs[0][1][-1], inputs[2][1][-1])
   vmem_bytes = block_sizes.requested_bytes(chosen.generation, direction, schedule.blocks, D, V, G, like.dtype)
   pairs = tiles * schedule.blocks.q * schedule.blocks.kv
-  flops = 2 * G * (D + V) if direction == "forward" else 2 * (3 * G * D + 2 * V)
+  flops = 2 * G * (D + V) if direction == "forward" else 2 * (3 * G * D + 2 * (G if G > 2 else 1) * V)
   # What stays is read once; what passes, once a part where it is one span of one head, and else once for each block that stays.
   passing = (1, 2) if direction == "forward" else (0, 3, 4)
   again = schedule.steps > 1 or (direction == "backward" and grid[3] > 1)
@@ -282,6 +288,11 @@ def _column(schedule: Schedule, size: int) -> list[Any]:
   return [_vmem(size, LANES, dtype=jnp.int32)] if schedule.mask.segments else []
 
 
+def _by_group(x: Float[Array, "B T H"], signals: int) -> Float[Array, "B Q signals T"]:
+  """A number for each token and head, by the signal maps of a group."""
+  return jnp.swapaxes(x, 1, 2).reshape(x.shape[0], -1, signals, x.shape[1])
+
+
 def _queries(q, length: int) -> jax.Array:
   """[B, T, H, G, D] as [B, H, G, length, D]."""
   return pad(jnp.transpose(q, (0, 2, 3, 1, 4)), 3, length)
@@ -297,7 +308,9 @@ def _values(v, schedule: Schedule) -> jax.Array:
   return pad(jnp.swapaxes(v, 1, 2), 2, schedule.kv_blocks * schedule.blocks.kv)
 
 
-IMPLEMENTATION = Implementation(_forward, _backward, _prepare, output=lambda out: jnp.swapaxes(out, 1, 2), takes_parts=True)
+IMPLEMENTATION = Implementation(
+  _forward, _backward, _prepare, output=lambda out: jnp.swapaxes(out, 1, 2), takes_groups=True, takes_parts=True
+)
 
 
 def _forward_kernel(schedule: Schedule, options: Options, online: bool, *refs) -> None:
@@ -306,10 +319,10 @@ def _forward_kernel(schedule: Schedule, options: Options, online: bool, *refs) -
   scalars, take = refs[: schedule.num_scalars], iter(refs[schedule.num_scalars :])
   G, M = schedule.num_maps, schedule.num_key_maps
   q, k, v = next(take), next(take), next(take)
-  lam: Any = next(take) if G == 2 else None
+  lam: Any = next(take) if G > 1 else None
   ids: Any = (next(take), next(take)) if schedule.mask.segments else None
   out = next(take)
-  out2: Any = next(take) if G == 2 and save else None
+  out2: Any = next(take) if G > 1 and save else None
   lse: Any = next(take)
   peak: Any = next(take) if online else None  # [G, rows, 128]
   total, acc, *column = take  # [G, rows, 128] and [G, rows, V]; a row's total is spread over the lanes until the end
@@ -329,7 +342,7 @@ def _forward_kernel(schedule: Schedule, options: Options, online: bool, *refs) -
     rows, keys = _slice(row, n), _slice(place * schedule.blocks.kv + key, width)
     # The maps lie one below the other, so that V, and K where they share it, is put into the matrix unit once.
     stacked = lambda x: x.reshape(-1, x.shape[-1])
-    logits = jnp.concatenate([dot(stacked(q[m * G // M : (m + 1) * G // M, rows, :]), k[m, keys, :], (1, 1)) for m in range(M)]) * factor
+    logits = jnp.concatenate([dot(stacked(q[schedule.maps_of(m), rows, :]), k[m, keys, :], (1, 1)) for m in range(M)]) * factor
     if mask is not None:
       mask = mask(0, lambda: (repeat(column[0][rows, :], width), ids[1][:, keys]))
       logits = jnp.where(jnp.concatenate([mask] * G), logits, HIDDEN)
@@ -363,12 +376,14 @@ def _forward_kernel(schedule: Schedule, options: Options, online: bool, *refs) -
         # An empty row's log-sum-exp makes its weights zero in the backward pass.
         lse[g : g + 1, rows] = as_row(jnp.where(empty, -HIDDEN, jnp.log2(sums) + (peak[g, rows, :] if online else 0.0)))
       if G == 1:
-        out[rows, :] = outs[0].astype(out.dtype)
+        out[0, rows, :] = outs[0].astype(out.dtype)
       else:
-        second = outs[1].astype(out.dtype)  # rounded first, so that the backward pass, which reads it, agrees
+        noise = outs[-1].astype(out.dtype)  # rounded first, so that the backward pass, which reads it, agrees
         if save:
-          out2[rows, :] = second
-        out[rows, :] = (outs[0] - as_column(lam[:, rows], 8)[:, :1] * second.astype(jnp.float32)).astype(out.dtype)
+          out2[0, rows, :] = noise
+        for signal, own in enumerate(outs[:-1]):
+          factors = as_column(lam[signal : signal + 1, rows], 8)[:, :1]
+          out[signal, rows, :] = (own - factors * noise.astype(jnp.float32)).astype(out.dtype)
 
 
 def _backward_kernel(schedule: Schedule, scale: float, parts: int, *refs) -> None:
@@ -402,25 +417,28 @@ def _backward_kernel(schedule: Schedule, scale: float, parts: int, *refs) -> Non
     whole = _slice(i * schedule.blocks.q + row, n)  # the rows' place among all rows
     if mask is not None:
       mask = mask(1, lambda: (ids[0][:, rows], repeat(column[0][keys, :], n)))
-    d_rows = d_out[rows, :]
-    d_weights = dot(v[keys, :], d_rows, (1, 1))  # dP, shared by the maps
+    d_weights: Any = None
     d_logits: list[jax.Array] = []
-    weighted: Any = None
+    weighted: list[jax.Array] = []
     for g in range(G):
-      logits = dot(k[g % M, keys, :], q[g, rows, :], (1, 1)) * (scale * LOG2E)
+      if g < d_out.shape[0]:  # a signal map shares dP with a noise map of its own; the noise map of several has a dP too
+        d_weights = dot(v[keys, :], d_out[g, rows, :], (1, 1))
+      logits = dot(k[M - 1 if g == G - 1 else 0, keys, :], q[g, rows, :], (1, 1)) * (scale * LOG2E)
       if mask is not None:
         logits = jnp.where(mask, logits, HIDDEN)
       weights = jnp.exp2(logits - vectors[g : g + 1, rows])
-      if g == 1:
+      if G == 2 and g == 1:
         weights = weights * -vectors[2 * G :, rows]
-      weighted = weights if weighted is None else weighted + weights  # A₁ − λA₂
-      d_logits.append((weights * (d_weights - vectors[G + g : G + g + 1, rows])).astype(d_rows.dtype))
-    d_v_acc[keys, :] += dot(weighted, d_rows, (1, 0))
+        weighted[0] = weighted[0] + weights  # A₁ − λA₂
+      else:
+        weighted.append(weights)
+      d_logits.append((weights * (d_weights - vectors[G + g : G + g + 1, rows])).astype(d_out.dtype))
+    d_v_acc[keys, :] += dot(jnp.concatenate(weighted, axis=1), d_out[:, rows, :].reshape(-1, d_out.shape[2]), (1, 0))
     for m in range(M):
-      maps = slice(m * G // M, (m + 1) * G // M)  # those that share a key
+      maps = schedule.maps_of(m)
       both = jnp.concatenate(d_logits[maps], axis=1)
       d_k_acc[m, keys, :] += dot(both, q[maps, rows, :].reshape(-1, q.shape[2]), (1, 0))
-      d_q_acc[head, maps, whole, :] += dot(both, k[m, keys, :], (0, 0)).reshape(G // M, -1, k.shape[2])
+      d_q_acc[head, maps, whole, :] += dot(both, k[m, keys, :], (0, 0)).reshape(maps.stop - maps.start, -1, k.shape[2])
 
   schedule.each_tile(scalars, b, j, step, lambda i, place: schedule.visit(scalars, b, i, j, functools.partial(subtile, i, place)))
 

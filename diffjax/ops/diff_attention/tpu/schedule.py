@@ -44,6 +44,12 @@ class Schedule:
   def variant(self) -> str:
     return "plain" if self.num_maps == 1 else "v2" if self.num_key_maps == 1 else "v1"
 
+  def maps_of(self, m: int) -> slice:
+    """The query maps that look at map m of the keys: at the last one the noise map, at the first one all others."""
+    if self.num_key_maps == 1:
+      return slice(0, self.num_maps)
+    return slice(0, self.num_maps - 1) if m == 0 else slice(self.num_maps - 1, self.num_maps)
+
   @property
   def num_scalars(self) -> int:
     return 3 * (self.mask.offset == PER_ROW or self.mask.segments) + 4 * self.mask.segments
