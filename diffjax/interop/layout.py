@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 import re
+import tempfile
 import types
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
@@ -27,7 +28,7 @@ class Model:
 
   Attributes:
     config: Its sizes and kind.
-    params: The parameter tree (see model/decoder.py), NumPy arrays in float32.
+    params: The parameter tree (see model/decoder.py), NumPy arrays in float32. Large ones are temporary files that look like arrays.
     tokenizer: Its tokenizer.
   """
 
@@ -66,6 +67,19 @@ _PLAIN = {
   "value_dim": None, "rope_dim": None, "rope_scaling": "none", "head_norm_eps": None, "lambda_init_offset": 0, "ffn_activation": "silu",
   "norm": "rms",
 }  # fmt: skip
+
+
+# Bytes from which on an array is a temporary file: a model larger than the memory is put together, and written, piece by piece.
+_IN_MEMORY = 1 << 26
+
+
+def _room(shape: tuple[int, ...]) -> np.ndarray:
+  """A float32 array to be filled. A large one is a file in the directory for temporary ones (TMPDIR), which vanishes with the array."""
+  if (size := 4 * math.prod(shape)) < _IN_MEMORY:
+    return np.empty(shape, np.float32)
+  with tempfile.TemporaryFile() as file:
+    file.truncate(size)
+    return np.memmap(file, np.float32, shape=shape)
 
 
 class Layout:
@@ -123,7 +137,7 @@ class Layout:
     params: dict[str, Any] = {}
     for entry in self._entries:
       here, there = entry.axes.split(" = ")
-      stack = np.empty((len(self._numbers(entry)), *self._shape(here)), np.float32)
+      stack = _room((len(self._numbers(entry)), *self._shape(here)))
       for index, layer in enumerate(self._numbers(entry)):
         stack[index] = self._rearrange(tensors.read(entry.tensor.format(layer)), there, here)
       *sections, name = entry.param.split("/")

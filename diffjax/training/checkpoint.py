@@ -25,6 +25,9 @@ from diffjax.config import UserError
 from diffjax.parallel.processes import gather
 from diffjax.training import manifest, runtime
 
+# Bytes of an array that are written at once where it is not to be held in memory.
+_PIECE = 1 << 26
+
 # Seconds to spend, at most, on removing files that a failed save goes on writing.
 _STRAGGLING = 5.0
 
@@ -58,8 +61,9 @@ class Checkpoints:
           manifest.delete(path)
 
   def save(
-    self, step: int, state: Any, *, data_state: dict[str, Any], config: dict[str, Any], metrics: Mapping[str, float] | None = None
-  ) -> bool:
+    self, step: int, state: Any, *, data_state: dict[str, Any], config: dict[str, Any], metrics: Mapping[str, float] | None = None,
+    in_pieces: bool = False,
+  ) -> bool:  # fmt: skip
     """Starts a save and returns as soon as the caller may donate `state`; the files are written meanwhile.
 
     It waits for the previous save, if that one is still under way. A save that fails is a warning, and its files are removed: the run can
@@ -72,6 +76,8 @@ class Checkpoints:
       data_state: State of the data iterator, as JSON; the same in every process. Empty if no run can go on from here.
       config: The run's config as nested dicts.
       metrics: Measured at this step; "validation/loss", if there, competes for the best.
+      in_pieces: The state is of NumPy arrays that nobody changes before `wait` returns, such as files: they are read as they are written, a
+        piece at a time, and never held in memory.
 
     Returns:
       Whether there was anything to save: not if this step is the last one saved or restored.
@@ -85,9 +91,10 @@ class Checkpoints:
     try:
       self._check_room(step, sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
       # overwrite: a step that `restore` has passed over may lie there.
-      finish = ocp.save_checkpointables_async(
-        self._directory / str(step), {"state": state}, overwrite=True, custom_metadata={"data_state": data_state, "config": config}
-      ).result
+      with _pieces() if in_pieces else contextlib.nullcontext():
+        finish = ocp.save_checkpointables_async(
+          self._directory / str(step), {"state": state}, overwrite=True, custom_metadata={"data_state": data_state, "config": config}
+        ).result
     except _FAILURES as error:
       finish = functools.partial(_raise, error)
     self._pending = self._worker.submit(self._complete, finish, step, dict(metrics or {}))
@@ -206,6 +213,15 @@ class Checkpoints:
           manifests[step] = manifest.read(self._directory / str(step), step)
     for _ in manifest.prune(self._directory, manifests, keep=self._keep, among=among):
       pass
+
+
+def _pieces() -> ocp.Context:
+  """Orbax's options for arrays that are not to be copied. Its default format, OCDBT, would hold all of them, compressed, until the end."""
+  context = ocp.Context()
+  context.memory.deepcopy_host_arrays = False
+  context.array.saving.use_ocdbt = False
+  context.array.saving.storage_options.chunk_byte_size = _PIECE
+  return context
 
 
 @dataclasses.dataclass(frozen=True)
