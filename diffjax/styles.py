@@ -25,6 +25,7 @@ ARCHITECTURES = {
   "diff": Style("DIFF", RED, "s"),
   "diff_v2": Style("DIFF V2", BLUE, "^"),
   "diff_v2_linear": Style("DIFF V2 with linear λ", BLUE, "^"),
+  "diff_v2_gated": Style("DIFF V2 with gates", BLUE, "X"),
   "diff_per_token": Style("DIFF with λ per token", RED, "P"),
   "gated": Style("Gated attention", GREEN, "D"),
 }

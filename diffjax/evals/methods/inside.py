@@ -48,6 +48,7 @@ def measure(
   *,
   attention: Callable[[Attended], Any] | None = None,
   hidden: Callable[[Float[Array, "B T E"]], Any] | None = None,
+  plain: bool = True,
 ) -> dict[str, Any]:
   """Runs a model and measures its layers. The caller jits it.
 
@@ -57,6 +58,7 @@ def measure(
     batch: tokens, and segment_ids and positions if there are any, [B, T].
     attention: Is called in every attention layer, and returns a tree of arrays.
     hidden: Is called with every layer's output, after both residuals, and returns a tree of arrays.
+    plain: Whether the results hold those of plain layers, which have other numbers of heads and maps.
 
   Returns:
     "attention" and "hidden": the results, with a leading axis L.
@@ -85,7 +87,7 @@ def measure(
     _, variables = model.clone(attention_fn=attend).apply(
       {"params": params}, batch["tokens"], batch.get("segment_ids"), batch.get("positions"), mutable=[_COLLECTION]
     )
-  measured = [variables[_COLLECTION][name] for name in stacks(model.config)]
+  measured = [variables[_COLLECTION][name] for name in stacks(model.config) if plain or name != "plain_layers"]
   together = lambda parts: jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
   found = {}
   if attention is not None:

@@ -102,7 +102,7 @@ def _prompt(models: Sequence[Trained], settings: Settings) -> list[int]:
 
 
 def maps_of(model: Decoder, params: Any, tokens: Any) -> Float[Array, "L mean_and_heads maps T T"]:
-  """A₁, λA₂ and A₁ − λA₂ (the Transformer's one map) of the first row: the mean over heads, then each head.
+  """A₁, λA₂ and A₁ − λA₂ (the Transformer's one map) of the first row: the mean over heads, then each head. Plain layers are left out.
 
   Args:
     model: The decoder.
@@ -117,7 +117,7 @@ def maps_of(model: Decoder, params: Any, tokens: Any) -> Float[Array, "L mean_an
       maps = jnp.stack([first, second, first - second], axis=1)
     return jnp.concatenate([jnp.mean(maps, axis=0, keepdims=True), maps])
 
-  return inside.measure(model, params, {"tokens": tokens}, attention=of_layer)["attention"]
+  return inside.measure(model, params, {"tokens": tokens}, attention=of_layer, plain=False)["attention"]
 
 
 def most_cancelled(weights: Float[np.ndarray, "L mean_and_heads maps T T"]) -> tuple[int, int, float]:
