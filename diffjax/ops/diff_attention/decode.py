@@ -201,7 +201,10 @@ def _xla(q, k, v, lam, starts, tables, k_scale, v_scale, *, window: int | None, 
   units, keys = (k.shape[2], 1) if tables is None else (tables.shape[1], k.shape[2])
   taken = units if at_once else min(units, max(1, _XLA_LOGITS // (B * H * G * T * keys)))
   positions = starts[:, None] + jnp.arange(T)
-  pieces = _Pieces(stack(q, k, T * group), positions, group, k, v, tables, k_scale, v_scale, units, keys, taken, window, scale)
+  pieces = _Pieces(
+    queries=stack(q, k, T * group), positions=positions, group=group, k=k, v=v, tables=tables, k_scale=k_scale, v_scale=v_scale,
+    units=units, keys=keys, taken=taken, window=window, scale=scale,
+  )  # fmt: skip
   lam = None if lam is None else jnp.swapaxes(lam.reshape(B, T, K, group), 1, 2).reshape(B, K, T * group, 1)
   difference = lambda maps: maps[:, :, 0] if lam is None else maps[:, :, 0] - lam * maps[:, :, 1]
   out = _at_once(pieces, difference) if at_once else difference(_in_turn(pieces))
