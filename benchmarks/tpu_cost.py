@@ -45,6 +45,7 @@ class Case:
   causal: bool
   # Instead of the table's: tile, and the queries and keys of a sub-tile where the mask cuts it and where it is whole.
   blocks: tuple[int, int, int, int, int] | None = None
+  group: int = 1  # query heads, or groups of heads, of a key head
   documents: tuple[int, ...] | None = None  # lengths of the row's documents, which add up to T; None: a row without segment ids
   run: tuple[str, int] | None = None  # for an estimate: one of the kernels' runs of instructions, taken so often, is all that is built
 
@@ -53,8 +54,11 @@ def attention(case: Case | Splash, heads: int):
   """The operation, and its arguments as shapes."""
   if isinstance(case, Splash):
     return tpu_baselines.operation(case), tpu_baselines.shapes(case, heads)
-  struct = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct((1, case.length, heads, *shape), dtype)
-  arguments = [struct(case.G, case.D), struct(case.M, case.D), struct(case.V)] + ([struct(dtype=jnp.float32)] if case.G == 2 else [])
+  struct = lambda count, *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct((1, case.length, count, *shape), dtype)
+  queries = heads * case.group
+  arguments = [struct(queries, case.G, case.D), struct(heads, case.M, case.D), struct(heads, case.V)]
+  if case.G > 1:
+    arguments.append(struct(queries * (case.G - 1), dtype=jnp.float32))
   ids = tpu_runs.ids_of(case.documents) if case.documents else None
   attend = lambda *a: diff_attention(*a, causal=case.causal, q_segment_ids=ids, implementation="pallas_tpu")
   return attend, arguments
@@ -120,7 +124,7 @@ def _options(case: Case | Splash) -> dict[str, str]:
 
 
 def seconds(case: Case | Splash, repetitions: int = 20) -> dict[str, float]:
-  """Measured on the TPU: medians of the seconds of one head."""
+  """Measured on the TPU: medians of the seconds of one key head and its queries."""
   attend, shapes = attention(case, HEADS_TIMED)
   forward = jax.jit(lambda *a: jax.vjp(attend, *a), compiler_options=_options(case))
   backward = jax.jit(lambda pull, d_out: pull(d_out), compiler_options=_options(case))
@@ -150,7 +154,8 @@ def cost(case: Case, timeout: float) -> dict[str, float]:
     mask += f", documents of {' '.join(map(str, case.documents))}"
   if case.run:
     mask += f", {case.run[1]} × {case.run[0]}"
-  key = f"{case.generation} D {case.D} V {case.V} G {case.G} M {case.M} T {case.length} {mask}; {blocks}"
+  shape = f"D {case.D} V {case.V} G {case.G} M {case.M}" + (f" R {case.group}" if case.group > 1 else "")
+  key = f"{case.generation} {shape} T {case.length} {mask}; {blocks}"
   return _remembered(f"{_what()}, {_kernels()}", key, lambda: _measured(case, timeout))
 
 

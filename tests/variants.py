@@ -43,7 +43,10 @@ PUBLIC: dict[str, Any] = dict(
 
 
 def models(config: ModelConfig) -> dict[str, ModelConfig]:
-  """A small DIFF V1 config, its like of every other variant, one whose heads share noise maps, and one with all that public models add."""
+  """A small DIFF V1 config, its like of every other variant, and two whose heads share noise maps: V1 with all that public models add, and
+  V2 with a gate, values of another width and windows in three layers of four."""
   every = {name: dataclasses.replace(config, attention=name, **variant.fields) for name, variant in VARIANTS.items()}
-  grouped = dataclasses.replace(config, num_heads=4, num_noise_heads=2)
-  return every | {"grouped noise": grouped, "public": dataclasses.replace(grouped, **PUBLIC)}
+  shared = dict(num_heads=4, num_noise_heads=2)
+  public = dataclasses.replace(config, **shared, **PUBLIC)
+  v2 = dict(attention="diff_v2_gated", head_norm=False, head_dim=12, value_dim=8, rope_dim=4, window=9, window_pattern="wwwf")
+  return every | {"public": public, "shared noise, V2": dataclasses.replace(config, **shared, **v2)}

@@ -217,20 +217,23 @@ def kernel_cycles(config: Config, mesh: Mapping[str, int], generation: str, core
     generation: of TPU: "v5e".
     cores: that share a device's work.
   """
-  from diffjax.model.attention import axis_sizes
+  from diffjax.model.attention import axis_sizes, stacks
+  from diffjax.ops.diff_attention.arguments import form
   from diffjax.ops.diff_attention.tpu.cycles import cycles
 
-  model = config.model
-  if model.window is not None:
+  if config.model.window is not None:
     return {}
   rows = config.train.batch_size // config.train.accumulation // (mesh["data"] * mesh["fsdp"])
-  calls = rows * model.num_heads / mesh["tensor"] / cores
   length = config.data.length // mesh["context"]  # in balanced order, every step of the ring is as much work as the first, a causal row
-  sizes = axis_sizes(model)
-  shape = model.head_dim, sizes["V"], sizes["G"], sizes["M"]
-  found = {way: cycles(generation, way, length, *shape) for way in ("forward", "backward")}
-  # The kernel with a running maximum runs only where the other one's result is of no use, and counts as nothing.
-  return {"_online": 0.0} | {f"diff_attention_{way}": cost * calls for way, cost in found.items() if cost is not None}
+  found = {"_online": 0.0}  # the kernel with a running maximum runs only where the other one's result is of no use, and counts as nothing
+  for stack in stacks(config.model).values():
+    sizes = axis_sizes(stack)
+    G, M = sizes["G"], sizes["M"]
+    calls = rows * sizes["Q"] / mesh["tensor"] / cores
+    for way in ("forward", "backward"):
+      if (cost := cycles(generation, way, length, stack.head_dim, sizes["V"], G, M)) is not None:
+        found[f"diff_attention_{way}_{form(G, M)}"] = cost * calls
+  return found
 
 
 def _shard_bytes(tree: Any) -> int:

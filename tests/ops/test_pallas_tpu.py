@@ -35,7 +35,7 @@ CASES = {
 COMBINED = {
   # Tiles that are mostly seen, below the diagonal too, mostly hidden, and hidden.
   "packed_long": (FINE, dict(T=600, H=1, starts=(40, 560)), {}),
-  "shared_noise_v2_spans_packed": (SPANS, dict(B=1, T=300, H=6, K=1, G=4, M=1, V=8, starts=(70, 180)), {}),
+  "shared_noise_v2_spans_packed": (SPANS, dict(B=1, T=300, H=6, K=1, G=4, M=1, D=24, V=8, starts=(70, 180)), {}),
   "spans_of_a_group": (SPANS, dict(B=1, T=300, H=2, K=1), {}),
   "v2": (WIDE, dict(T=300, H=4, K=2, M=1, V=8), {}),
   "plain": (FINE, dict(T=300, G=1, M=1, V=8), {}),

@@ -36,6 +36,8 @@ TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6
 V1 = {"D": 128, "H": 2, "K": 2}  # what fills vector memory most, and dQ of two heads in turn
 V2 = {"D": 128, "V": 128, "H": 2, "M": 1}
 PLAIN = {"D": 256, "V": 256, "G": 1, "M": 1}
+SHARED_NOISE = {"D": 128, "V": 256, "H": 8, "G": 5}
+SHARED_NOISE_V2 = {"D": 192, "V": 128, "H": 4, "G": 5, "M": 1}
 QUICK = [
   ("v5e", {"T": 512, "D": 128, "remat": True}),
   ("v6e", {"T": 256, "segments": True, **V2}),
@@ -64,8 +66,9 @@ GRADIENTS = {
     {"T": 500, "window": 200, **V2},
     {"T": 500, "offsets": True, **V1},
     {"T": 500, "causal": False, **V2},
+    {"T": 3000, **SHARED_NOISE},
   ],
-  "v5e": [{"T": 2048, "D": 64}, {"T": 500, "D": 96}, {"T": 500, **V2}, {"T": 3000, **PLAIN}],
+  "v5e": [{"T": 2048, "D": 64}, {"T": 500, "D": 96}, {"T": 500, **V2}, {"T": 3000, **PLAIN}, {"T": 500, **SHARED_NOISE_V2}],
   "v5p": [
     {"T": 500, "D": 64},
     {"T": 500, "D": 96},
@@ -73,6 +76,7 @@ GRADIENTS = {
     {"T": 500, "segments": True, **V2},
     {"T": 500, "window": 200, **PLAIN},
     {"T": 500, "causal": False, **V1},
+    {"T": 500, "segments": True, **SHARED_NOISE},
   ],
   "v6e": [
     {"T": 2048, "D": 96},
@@ -81,6 +85,8 @@ GRADIENTS = {
     {"T": 500, "window": 200, **V1},
     {"T": 500, "offsets": True, **V2},
     {"T": 500, "causal": False, "dtype": "float32", **PLAIN},
+    {"T": 500, "segments": True, "dtype": "float32", **SHARED_NOISE},
+    {"T": 500, "window": 129, **SHARED_NOISE_V2},
   ],
   "v7x": [
     {"T": 500, "D": 64},
@@ -88,6 +94,7 @@ GRADIENTS = {
     {"T": 3000, **PLAIN},
     {"T": 500, "offsets": True, **PLAIN},
     {"T": 500, "dtype": "float32", **V2},
+    {"T": 500, "offsets": True, **SHARED_NOISE_V2},
   ],
 }
 OVER_CHIPS = [
@@ -203,8 +210,9 @@ def _compile(cases: list[tuple[str, dict]]) -> None:
     chips=1,
   ):  # fmt: skip
     heads = P("data", None, "tensor")
-    arrays = [struct((B, T, H, G, D), heads, dtype), struct((B, T, K, M, D), heads, dtype), struct((B, T, K, V or 2 * D), heads, dtype)]
-    arrays += [struct((), P(), jnp.float32)] if G == 2 else []
+    queries = (B, T, H // max(G - 1, 1), G, D)
+    arrays = [struct(queries, heads, dtype), struct((B, T, K, M, D), heads, dtype), struct((B, T, K, V or 2 * D), heads, dtype)]
+    arrays += [struct((), P(), jnp.float32)] if G > 1 else []
     extra = {}
     if segments:
       extra["q_segment_ids"] = struct((B, T), P("data"), jnp.int32)

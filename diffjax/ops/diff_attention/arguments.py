@@ -50,6 +50,11 @@ def heads_of(q: Float[Array, "*tokens Q G D"]) -> int:
   return q.shape[-3] * max(q.shape[-2] - 1, 1)
 
 
+def form(maps: int, key_maps: int) -> str:
+  """What the kernels' names call an operation with G maps of queries and M of keys."""
+  return "plain" if maps == 1 else "v2" if key_maps == 1 else "v1"
+
+
 def in_pairs(q: Float[Array, "*tokens Q G D"]) -> Float[Array, "*tokens H 2 D"]:
   """Queries of groups with the noise map repeated, so that each signal map has its own; a group of one map or two as it is."""
   *tokens, groups, maps, width = q.shape

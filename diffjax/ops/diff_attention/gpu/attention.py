@@ -24,6 +24,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from diffjax.ops.diff_attention.arguments import form
 from diffjax.ops.diff_attention.gpu import blocks, chip, kernels
 from diffjax.ops.diff_attention.gpu.blocks import CONSUMERS
 from diffjax.ops.diff_attention.gpu.chip import BLOCK, HIDDEN, plgpu
@@ -58,7 +59,7 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
   bounds = blocks.bounds(mask, offset, q_ids, kv_ids, shared=CONSUMERS)
   out_like = ((B, rows, H, V), q.dtype)
   out, out2, lse = _kernel(
-    functools.partial(kernels.forward, mask, factor, passes, stages), options.chosen, f"diff_attention_forward_{_variant(G, M)}",
+    functools.partial(kernels.forward, mask, factor, passes, stages), options.chosen, f"diff_attention_forward_{form(G, M)}",
     grid=(H, rows // (CONSUMERS * BLOCK), B),
     outputs=(out_like, out_like if G == 2 and save else None, ((B, H, G, rows), jnp.float32) if save else None),
     scratch=dict(
@@ -98,7 +99,7 @@ def _backward(arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out)
   k_stages = chip.stages(fixed + v_stages * v_slot, k_slot)
   (d_q,) = _kernel(
     functools.partial(kernels.d_q, mask, factor, options.scale, k_stages, v_stages),
-    options.chosen, f"diff_attention_d_q_{_variant(G, M)}",
+    options.chosen, f"diff_attention_d_q_{form(G, M)}",
     grid=(H, rows // (CONSUMERS * BLOCK), B), outputs=((q.shape, q.dtype),),
     scratch=dict(
       q_smem=chip.tiled((CONSUMERS, G, BLOCK, D), q.dtype),
@@ -114,7 +115,7 @@ def _backward(arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out)
   fixed, slot = 2 * BLOCK * (M * D + V) + 2 * G * BLOCK * BLOCK, 2 * BLOCK * (G * D + V) + 4 * vectors.shape[2] * BLOCK
   stages = chip.stages(fixed, slot)
   d_k, d_v = _kernel(
-    functools.partial(kernels.d_kv, mask, factor, stages), options.chosen, f"diff_attention_d_kv_{_variant(G, M)}",
+    functools.partial(kernels.d_kv, mask, factor, stages), options.chosen, f"diff_attention_d_kv_{form(G, M)}",
     grid=(K, keys // BLOCK, B), outputs=((k.shape, k.dtype), (v.shape, v.dtype)),
     scratch=dict(
       q_smem=chip.tiled((stages * G, BLOCK, D), q.dtype),
@@ -160,10 +161,6 @@ def _barriers(arrivals: int, stages: int, prefix: str) -> dict[str, Any]:
     f"{prefix}_ready": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
     f"{prefix}_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
   }
-
-
-def _variant(G: int, M: int) -> str:
-  return "plain" if G == 1 else "v2" if M == 1 else "v1"
 
 
 IMPLEMENTATION = Implementation(_forward, _backward, _prepare)

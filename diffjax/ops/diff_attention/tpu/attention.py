@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
+from diffjax.ops.diff_attention.arguments import form
 from diffjax.ops.diff_attention.mask import Mask
 from diffjax.ops.diff_attention.tiles import HIDDEN, LOG2E, Scalar, pad, round_up
 from diffjax.ops.diff_attention.tpu import block_sizes, chip
@@ -270,7 +271,7 @@ def _call(
     ),
     cost_estimate=pl.CostEstimate(flops=flops * pairs, transcendentals=G * pairs, bytes_accessed=traffic),
     interpret=chosen.interpret,
-    name=f"diff_attention_{direction}_{schedule.variant}{suffix}",
+    name=f"diff_attention_{direction}_{form(G, schedule.num_key_maps)}{suffix}",
   )(*scalars, *(x for x, _, _ in inputs))
 
 

@@ -166,12 +166,13 @@ def footprint(direction: str, blocks: Blocks, D: int, V: int, G: int, itemsize: 
   subtile = 4 * max(math.prod(blocks.subtile(whole=whole)) for whole in (False, True))
   column = 4 * _LANES * (rows if direction == "forward" else keys)  # of the block that stays
   queries, values = G * rows * D, rows * V
+  gradients = rows * V * (G if G > 2 else 1)  # of the output: the noise map of several signal maps has one, too
   loaded = itemsize * (queries + keys * (G * D + V))
   if direction == "forward":
     return 2 * (loaded + vectors + itemsize * G * values) + 4 * G * (2 * rows * _LANES + values) + column + 4 * subtile
   stored = 4 * keys * (G * D + V) + itemsize * G * blocks.resident * D
   summed = 4 * (keys * (G * D + V) + G * blocks.resident * D)
-  return 2 * (loaded + vectors + itemsize * values + stored) + summed + column + 6 * subtile
+  return 2 * (loaded + vectors + itemsize * gradients + stored) + summed + column + 6 * subtile
 
 
 def _lanes(width: int) -> int:
@@ -206,7 +207,7 @@ def _nearest(generation: str, direction: str, length: int, D: int, V: int, G: in
 
   def distance(entry) -> float:
     apart = lambda name, value: abs(math.log2(value / entry[name]))
-    return 4 * (entry["G"] != G) + apart("D", D) + apart("V", V) + apart("length", length) / 4
+    return 4 * apart("G", G) + apart("D", D) + apart("V", V) + apart("length", length) / 4
 
   entry = min((entry for entry in entries if entry["generation"] == chip), key=distance)
   q, kv, q_inner, kv_inner = entry["blocks"]

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from diffjax.ops.diff_attention.arguments import form
 from diffjax.ops.diff_attention.decode import stack, unstack
 from diffjax.ops.diff_attention.tiles import HIDDEN, LOG2E, Scalar, round_up
 from diffjax.ops.diff_attention.tpu import chip
@@ -81,7 +82,7 @@ def attend(q, k, v, lam, starts, tables, k_scale, v_scale, *, window: int | None
       flops=2 * pairs * (width + V), transcendentals=pairs, bytes_accessed=pairs // (G * rows) * (width + V) * itemsize
     ),
     interpret=chip.interpret_mode.get(),
-    name=f"diff_attention_decode_{'plain' if G == 1 else 'v2' if width == q.shape[-1] else 'v1'}",
+    name=f"diff_attention_decode_{form(G, width // q.shape[-1])}",
   )(places.row, places.place, places.block, starts, *inputs)
   return unstack(out, T, group)
 

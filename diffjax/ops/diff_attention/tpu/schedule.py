@@ -40,10 +40,6 @@ class Schedule:
   span: int  # blocks that pass which are loaded together
   steps: int  # spans that pass, at most
 
-  @property
-  def variant(self) -> str:
-    return "plain" if self.num_maps == 1 else "v2" if self.num_key_maps == 1 else "v1"
-
   def maps_of(self, m: int) -> slice:
     """The query maps that look at map m of the keys: at the last one the noise map, at the first one all others."""
     if self.num_key_maps == 1:
