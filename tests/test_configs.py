@@ -177,6 +177,7 @@ def test_round_trip():
     ("data.prompt_template", "Question:", r"config.data.prompt_template = 'Question:': must hold \{prompt\} once"),
     ("data.prompt_field", "text", "config.data.prompt_field = 'text': must be another field than data.text_field"),
     ("train.accumulation", 3, "config.train.accumulation = 3: must divide train.batch_size = 16"),
+    ("optimizer", {"frozen": "query", "trained": "key"}, "config.optimizer.trained = 'key': must be \"\" with config.optimizer.frozen"),
     ("optimizer.name", "sgd", "config.optimizer.name = 'sgd': must be one of adamw, muon"),
     ("mesh.data", 0, "config.mesh = .*every axis must be positive"),
     ("mesh.fsdp", -1, "config.mesh = .*on one axis at most"),
