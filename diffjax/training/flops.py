@@ -8,7 +8,7 @@ from typing import NamedTuple
 from diffjax.config import ModelConfig
 from diffjax.model.attention import axis_sizes, parameter_shapes, stacks
 from diffjax.model.decoder import windows
-from diffjax.parameters import MATRICES
+from diffjax.parameters import MATRICES, PARAMETERS
 
 # Peak dense bfloat16 FLOP/s of one JAX device, by the start of its `device_kind`; the first that fits counts.
 # TPUs: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. A TPU7x chip (2307e12) is two JAX devices.
@@ -60,7 +60,10 @@ def step_flops(model: ModelConfig, length: int, tokens: int) -> StepFlops:
   Returns:
     FLOPs of the forward pass over those tokens, and of a training step on them.
   """
-  matrices = sum(math.prod(shape) for name, shape in parameter_shapes(model).items() if name.rpartition("/")[2] in MATRICES)
+  matrices, upper = 0, axis_sizes(model)
+  for path, shape in parameter_shapes(model).items():
+    if (name := path.rpartition("/")[2]) in MATRICES:
+      matrices += math.prod(shape) * math.prod(upper[axis] for axis in PARAMETERS[name].shared)
   row = length * (matrices + model.vocab_size * model.embed_dim)
   for stack in stacks(model).values():
     sizes = axis_sizes(stack)

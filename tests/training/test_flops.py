@@ -34,6 +34,8 @@ def by_hand(attention):
     if "E" in axes:  # a matrix
       outputs = axes.replace("E", "").lower()
       products.append((f"bte,{axes.lower()}->bt{outputs}", (B, T, E), tuple(size[axis] for axis in axes)))
+    elif axes == "VU":  # one that every head's output goes through
+      products.append(("bthv,vu->bthu", (B, T, H, V), (V, V)))
   pairs = [("bthgd,bshgd->bhgts", (B, T, H, G, D), (B, T, H, G, D)), ("bhgts,bshv->bthgv", (B, H, G, T, T), (B, T, H, V))]
 
   def xla(product):
