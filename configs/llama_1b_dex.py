@@ -20,6 +20,6 @@ def get_config() -> ml_collections.ConfigDict:
   config.model.update(rope_scaling="llama3", rope_factor=32.0, rope_original_length=8192, remat="attention")
   config.data.update(source="tfds:c4/en", tokenizer="runs/llama_1b_dex/tokenizer.json", length=4096)
   config.optimizer.update(learning_rate=1e-3, schedule="cosine", warmup_steps=100, trained="dex_matrix,dex_lambda")
-  config.train.update(steps=3000, batch_size=64, accumulation=8, init_from="runs/llama_1b_dex")  # 0.26M tokens a step, 0.79B in all
+  config.train.update(steps=3000, batch_size=64, init_from="runs/llama_1b_dex")  # 0.26M tokens a step, 0.79B in all
   config.mesh.update(data=1, fsdp=-1)
   return config

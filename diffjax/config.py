@@ -224,7 +224,7 @@ class OptimizerConfig:
   spike_sigmas: float = at_least(0, default=6.0)
   # "muon": momentum
   muon_momentum: float = share(default=0.95)
-  # Parameters that stay as they were initialised, by name with commas between: "lambda_q1,lambda_k1,lambda_q2,lambda_k2"; "" for none
+  # Parameters that stay as they start, by name with commas between: "lambda_q1,lambda_k1,lambda_q2,lambda_k2"; "" for none
   frozen: str = ""
   # Parameters that alone are trained, likewise: "dex_matrix,dex_lambda"; "" for all but the frozen ones
   trained: str = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import NamedTuple
 
 from diffjax.config import ModelConfig
@@ -45,8 +46,9 @@ class StepFlops(NamedTuple):
   training: int
 
 
-def step_flops(model: ModelConfig, length: int, tokens: int) -> StepFlops:
-  """Nominal model FLOPs: every matrix product once forward, and twice its forward backward; nothing for rematerialisation.
+def step_flops(model: ModelConfig, length: int, tokens: int, frozen: Collection[str] = ()) -> StepFlops:
+  """Nominal model FLOPs: every matrix product once forward, and twice its forward backward, once with a frozen matrix; nothing for
+  rematerialisation.
 
   Counted: the projections (DIFF V2's λ̂ too), QKᵀ and AV of every map (AV is V = 2D wide in DIFF V1) over the pairs of a token and one that
   it sees, T(T+1)/2 of a causal row without a window; the SwiGLU and the vocabulary projection. Not counted: the embedding's lookup, norms,
@@ -56,20 +58,23 @@ def step_flops(model: ModelConfig, length: int, tokens: int) -> StepFlops:
     model: The model's config.
     length: T, tokens a row.
     tokens: Tokens counted; B·T for a step, T for one row.
+    frozen: Names of parameters that are not trained (`optimizer.frozen_names`).
 
   Returns:
     FLOPs of the forward pass over those tokens, and of a training step on them.
   """
-  matrices, upper = 0, axis_sizes(model)
+  output = "embedding" if model.tie_embeddings else "unembedding"
+  matrices = {output: model.vocab_size * model.embed_dim}  # multiply-adds of a token, by name
+  upper = axis_sizes(model)
   for path, shape in parameter_shapes(model).items():
     if (name := path.rpartition("/")[2]) in MATRICES:
-      matrices += math.prod(shape) * math.prod(upper[axis] for axis in PARAMETERS[name].shared)
-  row = length * (matrices + model.vocab_size * model.embed_dim)
+      matrices[name] = matrices.get(name, 0) + math.prod(shape) * math.prod(upper[axis] for axis in PARAMETERS[name].shared)
+  row = length * sum(matrices.values())
   for stack in stacks(model).values():
     sizes = axis_sizes(stack)
     row += sizes["Q"] * sizes["G"] * (stack.head_dim + sizes["V"]) * _pairs(stack, length)
   forward = 2 * row * tokens // length
-  return StepFlops(forward, 3 * forward)
+  return StepFlops(forward, 3 * forward - 2 * tokens * sum(matrices.get(name, 0) for name in frozen))
 
 
 def parameter_count(model: ModelConfig) -> int:

@@ -119,12 +119,23 @@ def trained_part(config: OptimizerConfig, params: Any) -> Any:
   Raises:
     UserError: if config.frozen or config.trained has a name that is not a parameter's, or that the model lacks.
   """
-  frozen, trained = _names(config, "frozen", params), _names(config, "trained", params)
+  here = {_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+  for field in ("frozen", "trained"):
+    if missing := _names(config, field) - here:
+      raise UserError(f"config.optimizer.{field}: this model has no {min(missing)!r}; it has {', '.join(sorted(here))}")
+  frozen = frozen_names(config)
+  keep = lambda path, leaf: optax.MaskedNode() if _name(path) in frozen else leaf
+  return jax.tree_util.tree_map_with_path(keep, params) if frozen else params
 
-  def keep(path, leaf):
-    return optax.MaskedNode() if _name(path) in frozen or (trained and _name(path) not in trained) else leaf
 
-  return jax.tree_util.tree_map_with_path(keep, params) if frozen or trained else params
+def frozen_names(config: OptimizerConfig) -> frozenset[str]:
+  """The names of all parameters, of this model or another, that `config` does not train.
+
+  Raises:
+    UserError: if config.frozen or config.trained has a name that is not a parameter's.
+  """
+  frozen, trained = _names(config, "frozen"), _names(config, "trained")
+  return frozen | (PARAMETERS.keys() - trained) if trained else frozen
 
 
 def with_frozen(part: Any, params: Any) -> Any:
@@ -245,13 +256,10 @@ def _skip_bad_steps(inner: optax.GradientTransformation, sigmas: float) -> optax
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _names(config: OptimizerConfig, field: str, params: Any) -> frozenset[str]:
+def _names(config: OptimizerConfig, field: str) -> frozenset[str]:
   names = frozenset(filter(None, (name.strip() for name in getattr(config, field).split(","))))
   if unknown := names - PARAMETERS.keys():
     raise UserError(f"config.optimizer.{field}: {min(unknown)!r} is no parameter; there are {', '.join(PARAMETERS)}")
-  here = dict.fromkeys(_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)) if names else {}
-  if missing := names - here.keys():
-    raise UserError(f"config.optimizer.{field}: this model has no {min(missing)!r}; it has {', '.join(here)}")
   return names
 
 

@@ -56,6 +56,15 @@ def test_flops_equal_xlas_count_of_the_matrix_products(attention):
   assert counted.training == 3 * counted.forward
 
 
+def test_a_frozen_matrix_has_no_gradient_to_compute():
+  """One of its three products; a tied embedding's, of the vocabulary, too. Names that the model lacks, gains and vectors count nothing."""
+  model = ModelConfig(attention="dex", plain_layers=1, **SMALL)
+  whole = flops.step_flops(model, 16, 32)
+  frozen = flops.step_flops(model, 16, 32, frozen={"query", "embedding", "dex_matrix", "dex_lambda", "final_norm", "lambda_hat"})
+  left_out = 3 * 32 * 4 * 6 + 96 * 32 + 2 * 4 * 6 * 6
+  assert frozen == (whole.forward, whole.training - 2 * 32 * left_out)
+
+
 @pytest.mark.parametrize("causal, window", [(True, 5), (True, 16), (True, 99), (False, None), (False, 5), (False, 99)])
 def test_only_visible_pairs_count(causal, window):
   distance = np.subtract.outer(np.arange(16), np.arange(16))
