@@ -224,8 +224,10 @@ class OptimizerConfig:
   spike_sigmas: float = at_least(0, default=6.0)
   # "muon": momentum
   muon_momentum: float = share(default=0.95)
-  # Parameters that stay as they were initialised, by name with commas between: "lambda_q1,lambda_k1,lambda_q2,lambda_k2"; "" for none
+  # Parameters that stay as they start, by name with commas between: "lambda_q1,lambda_k1,lambda_q2,lambda_k2"; "" for none
   frozen: str = ""
+  # Parameters that alone are trained, likewise: "dex_matrix,dex_lambda"; "" for all but the frozen ones
+  trained: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,6 +326,8 @@ def check(config: Config) -> None:
         require(bound.holds(value), f"{section.name}.{field.name}", value, str(bound))
   _check_model(config.model)
   _check_data(config.data, config.model)
+  optimizer = config.optimizer
+  require(not (optimizer.frozen and optimizer.trained), "optimizer.trained", optimizer.trained, 'must be "" with config.optimizer.frozen')
   _check_training(config.train)
   _check_mesh(config.mesh)
 

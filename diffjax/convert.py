@@ -3,12 +3,14 @@
     python -m diffjax.convert --from=diffjax:runs/tiny --to=diffllama:exported    # for transformers
     python -m diffjax.convert --from=diffllama:downloaded --to=diffjax:runs/diffllama
     python -m diffjax.convert --from=llama:downloaded --to=diffjax:runs/v2    # as DIFF V2
+    python -m diffjax.convert --from=llama:downloaded --to=diffjax:runs/dex --attention=dex
     python -m diffjax.convert --from=motif:downloaded --to=diffjax:runs/motif
 
 The layouts are described in diffjax/interop/: diffjax, a workdir, of which the newest checkpoint is read; diffllama, Hugging Face's; unilm,
 the authors' layers, V1 and V2; llama, Hugging Face's, which is only read; motif, Motif-2.6B and Motif-2-12.7B. All but workdirs are
 directories with config.json, safetensors files and a tokenizer.json with the same ids as the model's tokenizer. A model that a layout
-cannot hold is an error. README.md is written beside the model: its config, its data and what was measured of it.
+cannot hold is an error. By --attention a Transformer, from llama or a workdir, becomes a DIFF V2 or DEX model of the same logits
+(interop/adapt.py). README.md is written beside the model: its config, its data and what was measured of it.
 """
 
 import dataclasses
@@ -26,6 +28,10 @@ _MODULES = {"diffjax": "workdir", "diffllama": "diffllama", "unilm": "unilm", "l
 _OF_THE_RUN = ("dtype", "attention_implementation", "remat")  # fields of the model that each run chooses
 _FROM = flags.DEFINE_string("from", None, f"LAYOUT:PATH of the model; a layout is one of {', '.join(_MODULES)}.")
 _TO = flags.DEFINE_string("to", None, "LAYOUT:PATH to write it to: a directory that does not exist or is empty.")
+_ATTENTION = flags.DEFINE_enum(
+  "attention", None, ["softmax", "diff_v2", "dex"], "What a Transformer becomes; by default a llama becomes diff_v2, and all else stays."
+)
+_NUM_NOISE_HEADS = flags.DEFINE_integer("num_noise_heads", None, "Of diff_v2, noise maps that its heads share; by default one a head.")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of the written tensors; a workdir's are always float32.")
 
 
@@ -36,9 +42,13 @@ def main() -> None:
     raise app.UsageError("--to=llama: that layout is only read: it has no DIFF attention")
   if target == "diffjax" and _DTYPE.value != "float32":
     raise app.UsageError(f"--dtype={_DTYPE.value}: a workdir's parameters are always float32")
+  if _NUM_NOISE_HEADS.value is not None and _ATTENTION.value is None:
+    raise app.UsageError(f"--num_noise_heads={_NUM_NOISE_HEADS.value}: pass --attention=diff_v2 with it")
   _check_empty(target_path)
   os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed, and another process may use the accelerator
   model = _module(source).read(source_path)
+  if (attention := _ATTENTION.value or ("diff_v2" if source == "llama" else None)) is not None:
+    model = importlib.import_module("diffjax.interop.adapt").adapted(model, attention, _NUM_NOISE_HEADS.value)
   if target == "diffjax":
     start = _flags(_module(target).write(target_path, model))
   else:

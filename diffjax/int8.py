@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from diffjax.config import UserError
 from diffjax.parameters import MATRICES, PARAMETERS
 
-_ROUNDED = MATRICES - {"lambda_hat"}  # which decides λ, and is small
+_ROUNDED = MATRICES - {"lambda_hat", "dex_matrix"}  # which are small, and change what attention does
 
 
 def quantise(params: dict[str, Any]) -> dict[str, Any]:

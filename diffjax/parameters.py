@@ -13,10 +13,12 @@ class Parameter:
     axes: a letter each, as everywhere (CONTRIBUTING.md). An array of the layers has a leading L.
     inputs: of a matrix, the axes that its product sums over; empty for embeddings, gains, biases and λ vectors. Matrices decay, Muon
       orthogonalises them, and each element costs a token one multiply-add.
+    shared: of a matrix, the axes of activations that it serves again and again, such as "H" for one that all heads share.
   """
 
   axes: str
   inputs: str = ""
+  shared: str = ""
 
   @property
   def outputs(self) -> str:
@@ -46,6 +48,8 @@ PARAMETERS = {
   "lambda_k2": Parameter("LD"),
   "lambda_hat": Parameter("LEH", inputs="E"),
   "head_gate": Parameter("LEHV", inputs="E"),
+  "dex_matrix": Parameter("LVU", inputs="V", shared="H"),
+  "dex_lambda": Parameter("LH"),
   "ffn_norm": Parameter("LE"),
   "ffn_norm_shift": Parameter("LE"),
   "gate": Parameter("LEF", inputs="E"),
@@ -57,7 +61,7 @@ PARAMETERS = {
 
 MATRICES = frozenset(name for name, parameter in PARAMETERS.items() if parameter.inputs)
 
-# The fields of config.model that give the sizes of axes. G, M and V, and Q where its field is None, follow
+# The fields of config.model that give the sizes of axes. G, M, V and U, and Q where its field is None, follow
 # from the attention class (model/attention.py).
 FIELDS = {
   "N": "vocab_size", "L": "num_layers", "E": "embed_dim", "H": "num_heads", "Q": "num_noise_heads", "K": "num_kv_heads", "D": "head_dim",

@@ -28,6 +28,7 @@ ARCHITECTURES = {
   "diff_v2_gated": Style("DIFF V2 with gates", BLUE, "X"),
   "diff_per_token": Style("DIFF with λ per token", RED, "P"),
   "gated": Style("Gated attention", GREEN, "D"),
+  "dex": Style("DEX", PURPLE, "*"),
 }
 
 

@@ -11,10 +11,13 @@ import pytest
 
 from configs import base
 from diffjax.config import Config, UserError, bound_of, check, from_config_dict, to_config_dict
+from diffjax.model.attention import parameter_shapes
 from diffjax.model.decoder import Decoder
 from diffjax.training.flops import parameter_count
 
-NAMES = sorted(path.stem for path in pathlib.Path("configs").glob("*.py"))
+# Models that others trained, and that have no twins.
+ADAPTED = ["llama_1b_dex", "llama_1b_gda"]
+NAMES = sorted({path.stem for path in pathlib.Path("configs").glob("*.py")} - {*ADAPTED})
 VARIANTS = ("diff", "transformer", "diff_v2")
 
 # Billions with one vocabulary matrix (paper, tables 2 and 8, from shapes; see each config).
@@ -30,8 +33,8 @@ PAPER = {
 }
 
 
-def load(name, variant="diff"):
-  return from_config_dict(importlib.import_module(f"configs.{name}").get_config(variant))
+def load(name, *variant):
+  return from_config_dict(importlib.import_module(f"configs.{name}").get_config(*variant))
 
 
 def shapes(config):
@@ -68,6 +71,16 @@ def test_paper_shapes(name):
   assert twin.head_dim == v2.head_dim == model.head_dim
   assert (twin.attention, v2.attention) == ("softmax", "diff_v2")
   assert model.head_norm and not twin.head_norm and not v2.head_norm
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapted_models(name):
+  """A Llama of 1.236 B parameters and what is new; the names of what is trained are the model's."""
+  config = load(name)
+  sizes, trained = parameter_shapes(config.model), config.optimizer.trained.split(",")
+  new = {"llama_1b_dex": 16 * (64 * 64 + 32), "llama_1b_gda": 16 * 2048 * (8 * 64 + 32)}[name]
+  assert parameter_count(config.model) - new == 1_235_814_400 and {*trained} < sizes.keys()
+  assert not config.optimizer.frozen and config.train.init_from == f"runs/{name}"
 
 
 PAPER_BATCHES = {"diff_830m": 0.25e6, "diff_1b": 0.25e6, "diff_13b": 0.25e6, "diff_3b": 4e6, "math_stage1": 4e6, "math_stage2": 1e6}
@@ -177,6 +190,7 @@ def test_round_trip():
     ("data.prompt_template", "Question:", r"config.data.prompt_template = 'Question:': must hold \{prompt\} once"),
     ("data.prompt_field", "text", "config.data.prompt_field = 'text': must be another field than data.text_field"),
     ("train.accumulation", 3, "config.train.accumulation = 3: must divide train.batch_size = 16"),
+    ("optimizer", {"frozen": "query", "trained": "key"}, "config.optimizer.trained = 'key': must be \"\" with config.optimizer.frozen"),
     ("optimizer.name", "sgd", "config.optimizer.name = 'sgd': must be one of adamw, muon"),
     ("mesh.data", 0, "config.mesh = .*every axis must be positive"),
     ("mesh.fsdp", -1, "config.mesh = .*on one axis at most"),

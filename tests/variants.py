@@ -31,6 +31,7 @@ VARIANTS = {
   "diff_v2_gated": Variant((2, 1, 1), {"lambda_hat": "EH", "head_gate": "EHV"}, _GROUPED),
   "diff_per_token": Variant((2, 2, 2), {"lambda_hat": "EH"}, {}),
   "gated": Variant((1, 1, 1), {"head_gate": "EHV"}, _GROUPED),
+  "dex": Variant((1, 1, 1), {"dex_matrix": "VU", "dex_lambda": "H"}, _GROUPED),
 }
 
 

@@ -22,6 +22,7 @@ from diffjax.compiled.estimate import CHIPS, Estimate, Torus, estimate
 from diffjax.compiled.text import windowed_einsums
 from diffjax.config import Config, UserError
 from diffjax.training.flops import peak_flops, step_flops
+from diffjax.training.optimizer import frozen_names
 from diffjax.workers import end_with_parent, starting_workers
 
 # Slices by generation, from small to large (cloud.google.com/tpu/docs).
@@ -161,7 +162,8 @@ def _compile(devices: Any, chips: int, available: int, config: Config, topology:
   program, a_chip = build(config, make_mesh(config.mesh, devices)), len(devices) // chips
   lowered, state = program.lower_train_step(), program.abstract_state
   parameters, optimizer = (_shard_bytes(tree) * a_chip for tree in (state.params, state.opt_state))
-  flops = step_flops(config.model, config.data.length, config.train.batch_size * config.data.length).training
+  tokens = config.train.batch_size * config.data.length
+  flops = step_flops(config.model, config.data.length, tokens, frozen_names(config.optimizer)).training
   kind = devices[0].device_kind
   peak_seconds = flops / len(devices) / peak if (peak := peak_flops(kind)) else 0.0
   plan = Plan(chips, kind, dict(program.mesh.shape), parameters, optimizer, 0, 0, 0, available, {}, "", (), 0.0, None, peak_seconds)

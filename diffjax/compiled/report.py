@@ -9,6 +9,7 @@ from diffjax.compiled.plan import TOPOLOGIES, Plan
 from diffjax.config import Config
 from diffjax.training import memory
 from diffjax.training.flops import step_flops
+from diffjax.training.optimizer import frozen_names
 
 
 def print_plan(config: Config, plan: Plan) -> None:
@@ -18,7 +19,8 @@ def print_plan(config: Config, plan: Plan) -> None:
   print("memory, GiB a chip")
   for name in ("parameters", "optimizer", "batch", "temporaries", "program", "total"):
     print(f"  {name:<12}{getattr(plan, name) / 2**30:>8.2f}{f' of {plan.available / 2**30:.2f}' if name == 'total' else ''}")
-  flops = step_flops(config.model, config.data.length, config.train.batch_size * config.data.length).training
+  tokens = config.train.batch_size * config.data.length
+  flops = step_flops(config.model, config.data.length, tokens, frozen_names(config.optimizer)).training
   print(f"FLOPs a step, nominal (without rematerialisation): {flops:.3g}, {flops / plan.chips:.3g} a chip", end="")
   print(f"; {plan.peak_seconds:.3g} s at the chip's peak" if plan.peak_seconds else "")
   if plan.program:

@@ -73,7 +73,7 @@ _PLAIN = {
 _IN_MEMORY = 1 << 26
 
 
-def _room(shape: tuple[int, ...]) -> np.ndarray:
+def room(shape: tuple[int, ...]) -> np.ndarray:
   """A float32 array to be filled. A large one is a file in the directory for temporary ones (TMPDIR), which vanishes with the array."""
   if (size := 4 * math.prod(shape)) < _IN_MEMORY:
     return np.empty(shape, np.float32)
@@ -137,7 +137,7 @@ class Layout:
     params: dict[str, Any] = {}
     for entry in self._entries:
       here, there = entry.axes.split(" = ")
-      stack = _room((len(self._numbers(entry)), *self._shape(here)))
+      stack = room((len(self._numbers(entry)), *self._shape(here)))
       for index, layer in enumerate(self._numbers(entry)):
         stack[index] = self._rearrange(tensors.read(entry.tensor.format(layer)), there, here)
       *sections, name = entry.param.split("/")

@@ -36,6 +36,12 @@ def lambda_init_schedule(layer: Int[Array, ...] | int) -> Float[Array, ...]:
   return 0.8 - 0.6 * jnp.exp(-0.3 * jnp.asarray(layer, jnp.float32))
 
 
+def _given(layer: nn.Module, lambda_init: Any) -> Any:
+  if lambda_init is None:
+    raise ValueError(f"{type(layer).__name__} needs lambda_init: pass lambda_init_schedule(layer) or a constant such as 0.8")
+  return lambda_init
+
+
 def matrix_init(inputs: int, *, scale: float = 1.0):
   """Truncated normal of standard deviation scale/√inputs, for an array that sums over `inputs` numbers."""
   return nn.initializers.truncated_normal(scale * inputs**-0.5 / 0.87962566103423978)  # std of a unit normal cut at ±2
@@ -186,10 +192,8 @@ class DiffAttention(Attention):
   has_lambda_init: ClassVar[bool] = True
 
   def _lambda(self, x, lambda_init):
-    if lambda_init is None:
-      raise ValueError(f"{type(self).__name__} needs lambda_init: pass lambda_init_schedule(layer) or a constant such as 0.8")
     q1, k1, q2, k2 = (self._parameter(name, nn.initializers.normal(0.1), x.shape[-1]) for name in self.extra)
-    return jnp.exp(jnp.dot(q1, k1)) - jnp.exp(jnp.dot(q2, k2)) + lambda_init
+    return jnp.exp(jnp.dot(q1, k1)) - jnp.exp(jnp.dot(q2, k2)) + _given(self, lambda_init)
 
   def _output(self, heads, x, lambda_init):
     return heads * jnp.asarray(1.0 - lambda_init, heads.dtype)
@@ -233,6 +237,23 @@ class DiffAttentionPerToken(DiffAttention):
     return jax.nn.sigmoid(self._lambda_logits(x) + jax.scipy.special.logit(lambda_init))
 
 
+class DexAttention(Attention):
+  """Softmax attention that takes a part of itself from each head's output: O − λ_h · O W_D (DEX; Kong et al., 2025, arXiv:2505.16333).
+
+  It adapts a Transformer that is trained already. W_D [V, V] is one matrix a layer and starts at 0, so that the first step is the
+  Transformer's. λ_h is the layer's λ_init plus a number for each head, which starts at 0 too; a head of λ_h = 0 stays as it is.
+  """
+
+  extra: ClassVar[tuple[str, ...]] = ("dex_matrix", "dex_lambda")
+  has_lambda_init: ClassVar[bool] = True
+
+  def _output(self, heads, x, lambda_init):
+    lam = _given(self, lambda_init) + self._parameter("dex_lambda", nn.initializers.zeros, x.shape[-1])
+    self.sow("metrics", "lambda", jnp.mean(lam))
+    w = whole(self._parameter("dex_matrix", nn.initializers.zeros, x.shape[-1]), "dex_matrix", jnp.float32)
+    return heads - jnp.einsum("BTHV,HVU->BTHU", heads, (lam[:, None, None] * w).astype(heads.dtype))
+
+
 class GatedAttention(Attention):
   """Softmax attention whose heads' outputs are gated, sigmoid(x W_g) ∘ heads (Qiu et al., 2025, arXiv:2505.06708, elementwise).
 
@@ -253,6 +274,7 @@ ATTENTION = {
   "diff_v2_gated": DiffAttentionV2Gated,
   "diff_per_token": DiffAttentionPerToken,
   "gated": GatedAttention,
+  "dex": DexAttention,
 }
 
 
@@ -272,6 +294,8 @@ def attention_class(config: ModelConfig) -> type[Attention]:
     raise UserError(
       f"config.model.lambda_init = {config.lambda_init!r}: only attention = {having} has a λ_init; leave it None for {config.attention!r}"
     )
+  if issubclass(kind, DexAttention) and config.lambda_init == 0:
+    raise UserError("config.model.lambda_init = 0.0: must not be 0 for 'dex': with λ and W_D at 0 neither has a gradient")
   if issubclass(kind, DiffAttentionPerToken) and not 0 <= (config.lambda_init or 0) <= 1:
     raise UserError(f"config.model.lambda_init = {config.lambda_init!r}: must lie between 0 and 1, as a sigmoid's λ does")
   if issubclass(kind, DiffAttentionPerToken) and config.lambda_init is None and config.lambda_init_offset > 0:
@@ -280,7 +304,7 @@ def attention_class(config: ModelConfig) -> type[Attention]:
 
 
 def map_sizes(kind: type[Attention], num_heads: int, num_noise_heads: int | None, head_dim: int, value_dim: int | None) -> dict[str, int]:
-  """Q, G, M and V of a layer.
+  """Q, G, M, V and U of a layer.
 
   Raises:
     ValueError: if its heads cannot share so many noise maps evenly.
@@ -291,7 +315,8 @@ def map_sizes(kind: type[Attention], num_heads: int, num_noise_heads: int | None
       f"num_noise_heads must divide num_heads = {num_heads}, and be None for {kind.__name__} of one map; got {num_noise_heads}"
     )
   maps = 1 if kind.num_maps == 1 else num_heads // groups + 1
-  return {"Q": groups, "G": maps, "M": kind.num_key_maps, "V": value_dim or kind.value_heads * head_dim}
+  width = value_dim or kind.value_heads * head_dim
+  return {"Q": groups, "G": maps, "M": kind.num_key_maps, "V": width, "U": width}
 
 
 def axis_sizes(config: ModelConfig) -> dict[str, int]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import NamedTuple
 
 from diffjax.config import ModelConfig
 from diffjax.model.attention import axis_sizes, parameter_shapes, stacks
 from diffjax.model.decoder import windows
-from diffjax.parameters import MATRICES
+from diffjax.parameters import MATRICES, PARAMETERS
 
 # Peak dense bfloat16 FLOP/s of one JAX device, by the start of its `device_kind`; the first that fits counts.
 # TPUs: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. A TPU7x chip (2307e12) is two JAX devices.
@@ -45,8 +46,9 @@ class StepFlops(NamedTuple):
   training: int
 
 
-def step_flops(model: ModelConfig, length: int, tokens: int) -> StepFlops:
-  """Nominal model FLOPs: every matrix product once forward, and twice its forward backward; nothing for rematerialisation.
+def step_flops(model: ModelConfig, length: int, tokens: int, frozen: Collection[str] = ()) -> StepFlops:
+  """Nominal model FLOPs: every matrix product once forward, and twice its forward backward, once with a frozen matrix; nothing for
+  rematerialisation.
 
   Counted: the projections (DIFF V2's λ̂ too), QKᵀ and AV of every map (AV is V = 2D wide in DIFF V1) over the pairs of a token and one that
   it sees, T(T+1)/2 of a causal row without a window; the SwiGLU and the vocabulary projection. Not counted: the embedding's lookup, norms,
@@ -56,17 +58,23 @@ def step_flops(model: ModelConfig, length: int, tokens: int) -> StepFlops:
     model: The model's config.
     length: T, tokens a row.
     tokens: Tokens counted; B·T for a step, T for one row.
+    frozen: Names of parameters that are not trained (`optimizer.frozen_names`).
 
   Returns:
     FLOPs of the forward pass over those tokens, and of a training step on them.
   """
-  matrices = sum(math.prod(shape) for name, shape in parameter_shapes(model).items() if name.rpartition("/")[2] in MATRICES)
-  row = length * (matrices + model.vocab_size * model.embed_dim)
+  output = "embedding" if model.tie_embeddings else "unembedding"
+  matrices = {output: model.vocab_size * model.embed_dim}  # multiply-adds of a token, by name
+  upper = axis_sizes(model)
+  for path, shape in parameter_shapes(model).items():
+    if (name := path.rpartition("/")[2]) in MATRICES:
+      matrices[name] = matrices.get(name, 0) + math.prod(shape) * math.prod(upper[axis] for axis in PARAMETERS[name].shared)
+  row = length * sum(matrices.values())
   for stack in stacks(model).values():
     sizes = axis_sizes(stack)
     row += sizes["Q"] * sizes["G"] * (stack.head_dim + sizes["V"]) * _pairs(stack, length)
   forward = 2 * row * tokens // length
-  return StepFlops(forward, 3 * forward)
+  return StepFlops(forward, 3 * forward - 2 * tokens * sum(matrices.get(name, 0) for name in frozen))
 
 
 def parameter_count(model: ModelConfig) -> int:

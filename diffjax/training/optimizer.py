@@ -6,7 +6,6 @@ Every parameter is treated by its name, as the table of parameters says. An unkn
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -48,13 +47,9 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
     schedule: Its learning rate by step, of `make_schedule`.
 
   Returns:
-    The optimizer. Its `init` and `update` raise ValueError for a parameter whose name they do not know, and UserError if the model lacks
-    a parameter of `config.frozen`.
-
-  Raises:
-    UserError: if config.frozen has a name that is not a parameter's.
+    The optimizer, of the trees that `trained_part` returns. Its `init` and `update` raise ValueError for a parameter whose name they do not
+    know.
   """
-  frozen = _frozen(config)
   adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
   if config.name == "muon":
     muon = optax.chain(
@@ -69,10 +64,9 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
   return optax.chain(
     _skip_bad_steps(
       optax.chain(
-        *([_freeze(frozen)] if frozen else []),  # else its state would be missing in older checkpoints
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
         direction,
-        optax.add_decayed_weights(config.weight_decay, mask=functools.partial(decay_mask, frozen=frozen)),
+        optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
       ),
       config.spike_sigmas,
     ),
@@ -112,20 +106,57 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
   return optax.join_schedules(parts, starts)
 
 
-def decay_mask(params: Any, frozen: frozenset[str] = frozenset()) -> Any:
+def trained_part(config: OptimizerConfig, params: Any) -> Any:
+  """The parameters that are trained. The frozen ones have no gradient, no moments and no part in the norm, and they do not decay.
+
+  Args:
+    config: The run's `config.optimizer`.
+    params: The tree of parameters.
+
+  Returns:
+    The same tree, with an empty node in place of each frozen parameter.
+
+  Raises:
+    UserError: if config.frozen or config.trained has a name that is not a parameter's, or that the model lacks.
+  """
+  here = {_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+  for field in ("frozen", "trained"):
+    if missing := _names(config, field) - here:
+      raise UserError(f"config.optimizer.{field}: this model has no {min(missing)!r}; it has {', '.join(sorted(here))}")
+  frozen = frozen_names(config)
+  keep = lambda path, leaf: optax.MaskedNode() if _name(path) in frozen else leaf
+  return jax.tree_util.tree_map_with_path(keep, params) if frozen else params
+
+
+def frozen_names(config: OptimizerConfig) -> frozenset[str]:
+  """The names of all parameters, of this model or another, that `config` does not train.
+
+  Raises:
+    UserError: if config.frozen or config.trained has a name that is not a parameter's.
+  """
+  frozen, trained = _names(config, "frozen"), _names(config, "trained")
+  return frozen | (PARAMETERS.keys() - trained) if trained else frozen
+
+
+def with_frozen(part: Any, params: Any) -> Any:
+  """The whole tree again: a trained part, and from `params` what it leaves out."""
+  empty = lambda node: isinstance(node, optax.MaskedNode)
+  return jax.tree.map(lambda node, leaf: leaf if empty(node) else node, part, params, is_leaf=empty)
+
+
+def decay_mask(params: Any) -> Any:
   """A tree that marks the parameters that decay, by name.
 
   Args:
     params: The tree of parameters, or of anything in their places.
-    frozen: Names of the frozen ones, which do not decay.
 
   Returns:
-    The same tree of bools: True for the layers' matrices that are not frozen.
+    The same tree of bools: True for the layers' matrices.
 
   Raises:
     ValueError: for a name that the table of parameters does not have.
   """
-  return jax.tree_util.tree_map_with_path(lambda path, _: _name(path) in MATRICES - frozen, params)
+  return jax.tree_util.tree_map_with_path(lambda path, _: _name(path) in MATRICES, params)
 
 
 def skip_metrics(before: Any, after: Any, sigmas: float) -> dict[str, Array]:
@@ -225,22 +256,11 @@ def _skip_bad_steps(inner: optax.GradientTransformation, sigmas: float) -> optax
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _frozen(config: OptimizerConfig) -> frozenset[str]:
-  names = frozenset(filter(None, (name.strip() for name in config.frozen.split(","))))
+def _names(config: OptimizerConfig, field: str) -> frozenset[str]:
+  names = frozenset(filter(None, (name.strip() for name in getattr(config, field).split(","))))
   if unknown := names - PARAMETERS.keys():
-    raise UserError(f"config.optimizer.frozen: {min(unknown)!r} is no parameter; there are {', '.join(PARAMETERS)}")
+    raise UserError(f"config.optimizer.{field}: {min(unknown)!r} is no parameter; there are {', '.join(PARAMETERS)}")
   return names
-
-
-def _freeze(names: frozenset[str]) -> optax.GradientTransformation:
-  """Replaces the gradients of frozen parameters by 0, so that they add nothing to the norm, the moments and the update."""
-
-  def update(gradients, _):
-    if missing := names - {_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(gradients)}:
-      raise UserError(f"config.optimizer.frozen: this model has no {min(missing)!r}")
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: jnp.zeros_like(leaf) if _name(path) in names else leaf, gradients)
-
-  return optax.stateless(update)
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -15,6 +15,7 @@ import rich.progress
 
 from diffjax.config import Config
 from diffjax.training.flops import peak_flops, step_flops
+from diffjax.training.optimizer import frozen_names
 
 
 class StatusLine:
@@ -37,7 +38,9 @@ class StatusLine:
     self._tokens = config.train.batch_size * config.data.length
     peak = peak_flops(device_kind)
     self._least_seconds = (
-      None if peak is None else (step_flops(config.model, config.data.length, self._tokens).training / (peak * num_devices))
+      None
+      if peak is None
+      else (step_flops(config.model, config.data.length, self._tokens, frozen_names(config.optimizer)).training / (peak * num_devices))
     )
     self._rates: dict[str, float] = {}
     self._window: tuple[int, float] | None = None

@@ -15,7 +15,7 @@ import optax
 from diffjax.config import Config
 from diffjax.model.decoder import Decoder, output_embedding
 from diffjax.ops.diff_attention import diff_attention
-from diffjax.training.optimizer import skip_metrics
+from diffjax.training.optimizer import skip_metrics, trained_part, with_frozen
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -53,7 +53,7 @@ def make_init(
   def init() -> TrainState:
     init_rng, rng = jax.random.split(jax.random.key(config.train.seed))
     params = init_params(model, init_rng, shape)
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), rng)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(trained_part(config.optimizer, params)), rng)
 
   return init
 
@@ -95,10 +95,12 @@ def make_step(
 
   def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     total_weight = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
-    grads, metrics = _gradient(loss, state.params, batch, total_weight, config.train.accumulation)
+    trained = trained_part(config.optimizer, state.params)
+    of_trained = lambda part, *rest: loss(with_frozen(part, state.params), *rest)
+    grads, metrics = _gradient(of_trained, trained, batch, total_weight, config.train.accumulation)
     with jax.named_scope("optimizer"):
-      updates, opt_state = optimizer.update(grads, state.opt_state, state.params, value=metrics["loss"])
-      params = optax.apply_updates(state.params, updates)
+      updates, opt_state = optimizer.update(grads, state.opt_state, trained, value=metrics["loss"])
+      params = with_frozen(optax.apply_updates(trained, updates), state.params)
     metrics |= {
       "grad_norm": optax.global_norm(grads),
       "learning_rate": schedule(state.step),

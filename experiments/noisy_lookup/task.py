@@ -24,7 +24,7 @@ from diffjax.model.decoder import Decoder, FeedForward, embed, lambda_inits, log
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.diff_attention.reference import attention_weights
 from diffjax.ops.rms_norm import rms_norm
-from diffjax.training.optimizer import make_optimizer, make_schedule
+from diffjax.training.optimizer import make_optimizer, make_schedule, trained_part, with_frozen
 
 VALUES = 16
 QUESTION = VALUES  # the row of the embedding that marks a question
@@ -140,12 +140,13 @@ def train(config: Config, task: Task) -> tuple[dict[str, Any], dict[str, Any]]:
   def step(params, state, number):
     of_batch, of_noise = jax.random.split(jax.random.fold_in(root, number))
     noise = jax.random.choice(of_noise, jnp.asarray(task.noises), (config.train.batch_size,))
-    value, gradients = jax.value_and_grad(loss)(params, make_batch(of_batch, noise, task.pairs, width))
-    updates, state = optimizer.update(gradients, state, params, value=value)
-    return optax.apply_updates(params, updates), state
+    batch, trained = make_batch(of_batch, noise, task.pairs, width), trained_part(config.optimizer, params)
+    value, gradients = jax.value_and_grad(lambda part: loss(with_frozen(part, params), batch))(trained)
+    updates, state = optimizer.update(gradients, state, trained, value=value)
+    return with_frozen(optax.apply_updates(trained, updates), params), state
 
   params = init(config)
-  state, curve = optimizer.init(params), []
+  state, curve = optimizer.init(trained_part(config.optimizer, params)), []
   for number in range(config.train.steps):
     params, state = step(params, state, number)
     if (number + 1) % task.interval == 0 or number + 1 == config.train.steps:

@@ -51,7 +51,7 @@ def test_the_layer_is_the_decoders(row):
   @jax.jit
   def whole(keys):
     x = keys + embed(params["embedding"], batch.tokens, model)
-    x, _ = Block(model, jnp.float32, diff_attention).apply({"params": layer}, x, lambda_inits(model)[0], None, None)
+    x, _ = Block(model, jnp.float32, diff_attention).apply({"params": layer}, x, lambda_inits(model)[0], 0, None, None)
     return logits(params, rms_norm(x[:, -task.ASKED :], params["final_norm"], model.norm_eps))
 
   found, weights = jax.jit(lambda batch: task.forward(model, params, batch))(batch)

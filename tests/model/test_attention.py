@@ -104,7 +104,7 @@ def test_stands_alone_in_a_users_module(name):
   assert y.shape == (2, 6, 32) and bool(jnp.isfinite(y).all())
   G, M, wide = VARIANTS[name].sizes
   shapes = jax.tree.map(jnp.shape, variables["params"]["attention"])
-  size = dict(E=32, H=2, K=2, G=G, M=M, D=8, V=8 * wide)
+  size = dict(E=32, H=2, K=2, G=G, M=M, D=8, V=8 * wide, U=8 * wide)
   want = {"query": "EHGD", "key": "EKMD", "value": "EKV", "out": "HVE", **VARIANTS[name].extra}
   if ATTENTION[name].head_norm:
     want["head_gain"] = "V"
@@ -120,6 +120,7 @@ def test_stands_alone_in_a_users_module(name):
       "config.model.lambda_init = 0.8: only attention = 'diff'.* has a λ_init; leave it None for",
     ),
     (dict(attention="softmax", num_noise_heads=2), "config.model.num_noise_heads = 2: 'softmax' has no noise map; leave it None"),
+    (dict(attention="dex", lambda_init=0.0), "config.model.lambda_init = 0.0: must not be 0 for 'dex'"),
     (dict(attention="diff_per_token", lambda_init=1.5), "config.model.lambda_init = 1.5: must lie between 0 and 1"),
   ],
 )
@@ -135,6 +136,26 @@ def test_lambda_init_schedule_is_the_papers():
 def test_diff_needs_lambda_init():
   with pytest.raises(ValueError, match="lambda_init_schedule"):
     DiffAttention(num_heads=2, head_dim=8).init(jax.random.key(0), jnp.zeros((1, 4, 16)))
+  with pytest.raises(ValueError, match="DexAttention needs lambda_init"):
+    ATTENTION["dex"](num_heads=2, head_dim=8).init(jax.random.key(0), jnp.zeros((1, 4, 16)))
+
+
+def test_dex_is_attention_with_another_output_projection():
+  """O_h − λ_h O_h W_D, with a λ for each head, in float64; and W_D learns from the start, where it is 0."""
+  rng = np.random.default_rng(0)
+  x = jnp.asarray(rng.normal(size=(2, 9, 16)), jnp.float32)
+  sizes = dict(num_heads=4, num_kv_heads=2, head_dim=6, value_dim=5)
+  dex, plain = ATTENTION["dex"](**sizes), Attention(**sizes)
+  start = dex.init(jax.random.key(0), x, 0.7)["params"]
+  assert not start["dex_matrix"].any() and not start["dex_lambda"].any()
+  slope = jax.jit(jax.grad(lambda params: (dex.apply({"params": params}, x, 0.7) ** 2).sum()))(start)
+  assert jnp.abs(slope["dex_matrix"]).min() > 0 and not slope["dex_lambda"].any()
+
+  params = start | {"dex_matrix": rng.normal(size=(5, 5)).astype(np.float32), "dex_lambda": np.float32([0.4, -0.7, 0.0, 1.1])}
+  lam = 0.7 + params["dex_lambda"].astype(np.float64)
+  out = [(np.eye(5) - lam[h] * params["dex_matrix"]) @ np.asarray(start["out"][h], np.float64) for h in range(4)]
+  folded = {name: start[name] for name in ("query", "key", "value")} | {"out": jnp.asarray(np.stack(out), jnp.float32)}
+  assert relative(jax.jit(dex.apply)({"params": params}, x, 0.7), jax.jit(plain.apply)({"params": folded}, x)) < 2e-6
 
 
 def test_head_norm_is_a_field_of_every_layer():

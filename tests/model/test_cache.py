@@ -31,6 +31,7 @@ VARIANTS = {
   "diff_v2, grouped noise": dataclasses.replace(CONFIG, attention="diff_v2", num_noise_heads=1, num_kv_heads=1, head_norm=False),
   "public": dataclasses.replace(CONFIG, num_noise_heads=2, num_kv_heads=1, **PUBLIC),
   "diff, scaled embeddings": dataclasses.replace(CONFIG, embed_scale=32**0.5),
+  "dex": dataclasses.replace(CONFIG, attention="dex", num_kv_heads=2, head_norm=False),
   "softmax, window": dataclasses.replace(CONFIG, attention="softmax", head_norm=False, window=3),
 }
 TOKENS = jax.random.randint(jax.random.key(1), (3, 24), 0, 64)

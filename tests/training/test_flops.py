@@ -34,6 +34,8 @@ def by_hand(attention):
     if "E" in axes:  # a matrix
       outputs = axes.replace("E", "").lower()
       products.append((f"bte,{axes.lower()}->bt{outputs}", (B, T, E), tuple(size[axis] for axis in axes)))
+    elif axes == "VU":  # one that every head's output goes through
+      products.append(("bthv,vu->bthu", (B, T, H, V), (V, V)))
   pairs = [("bthgd,bshgd->bhgts", (B, T, H, G, D), (B, T, H, G, D)), ("bhgts,bshv->bthgv", (B, H, G, T, T), (B, T, H, V))]
 
   def xla(product):
@@ -52,6 +54,15 @@ def test_flops_equal_xlas_count_of_the_matrix_products(attention):
   counted = flops.step_flops(model, length=16, tokens=32)
   assert counted.forward == pytest.approx(by_hand(attention), rel=1e-6)
   assert counted.training == 3 * counted.forward
+
+
+def test_a_frozen_matrix_has_no_gradient_to_compute():
+  """One of its three products; a tied embedding's, of the vocabulary, too. Names that the model lacks, gains and vectors count nothing."""
+  model = ModelConfig(attention="dex", plain_layers=1, **SMALL)
+  whole = flops.step_flops(model, 16, 32)
+  frozen = flops.step_flops(model, 16, 32, frozen={"query", "embedding", "dex_matrix", "dex_lambda", "final_norm", "lambda_hat"})
+  left_out = 3 * 32 * 4 * 6 + 96 * 32 + 2 * 4 * 6 * 6
+  assert frozen == (whole.forward, whole.training - 2 * 32 * left_out)
 
 
 @pytest.mark.parametrize("causal, window", [(True, 5), (True, 16), (True, 99), (False, None), (False, 5), (False, 99)])
