@@ -13,6 +13,7 @@ import pytest
 from diffjax.config import ModelConfig, UserError
 from diffjax.model.attention import ATTENTION, Attention, DiffAttention, DiffAttentionV2, attention_class, lambda_init_schedule
 from diffjax.ops.diff_attention import diff_attention
+from diffjax.ops.diff_attention.mask import Windows
 from diffjax.ops.rope import rope
 from tests.tiers import full
 from tests.variants import VARIANTS
@@ -246,6 +247,18 @@ def test_mask_fields(name, causal, window):
   masked = layer.clone(causal=True, window=None, attention_fn=functools.partial(dense, visible))
   got, want = (jax.jit(module.apply)({"params": params}, x, 0.3) for module in (layer, masked))
   np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["softmax", "diff"])
+def test_a_window_that_data_choose_takes_the_place_of_the_layers_own(name):
+  x = jax.random.normal(jax.random.key(0), (2, 9, 16))
+  layer = ATTENTION[name](num_heads=4, num_kv_heads=2, head_dim=4, window=5)
+  params, sizes = jax.jit(layer.init)(jax.random.key(1), x, 0.3)["params"], (3, None)
+  chosen = jax.jit(lambda which: layer.apply({"params": params}, x, 0.3, window=Windows(sizes, which)))
+  for which, size in enumerate(sizes):
+    want = layer.clone(window=size).apply({"params": params}, x, 0.3)
+    np.testing.assert_allclose(chosen(which), want, rtol=1e-5, atol=1e-6)
+  assert np.abs(chosen(0) - chosen(1)).max() > 1e-2
 
 
 @pytest.mark.parametrize("name", ATTENTION)
