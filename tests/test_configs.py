@@ -178,6 +178,8 @@ def test_round_trip():
     ("model.plain_layers", 4, "config.model.plain_layers = 4: must be less than num_layers = "),
     ("model.window_pattern", "wx", "config.model.window_pattern = 'wx': must be letters w"),
     ("model.window_pattern", "wf", "config.model.window = None: must be a number of keys with a window_pattern"),
+    ("model.rope", 0, "config.model.rope must be bool; got 0"),
+    ("model.projection_biases", "qkv", "config.model.projection_biases must be bool; got 'qkv'"),
     ("model.rope_dim", 3, "config.model.rope_dim = 3: must be even and at most model.head_dim = "),
     ("model.value_dim", 0, "config.model.value_dim = 0: must be at least 1, or None"),
     ("model.head_norm_eps", 0.0, "config.model.head_norm_eps = 0.0: must be positive, or None"),

@@ -11,6 +11,7 @@ from diffjax.interop.directory import checked_config, read_json
 from diffjax.interop.layout import Entry
 
 TIED_BY = "tie_word_embeddings"
+PHI_FLASH = "phi4flash"  # a model_type of which no layout holds the whole model
 
 # What the layouts' config.json can say beyond the sizes.
 SAYS = {"rope_scaling": ...}
@@ -80,7 +81,12 @@ def description(directory: pathlib.Path, model_types: Sequence[Any], known: Iter
   path = directory / "config.json"
   config = read_json(path)
   if (got := config.get("model_type")) not in model_types:
-    raise UserError(f"{path} has model_type = {got!r}: this layout is {' or '.join(map(repr, model_types))}")
+    partly = (
+      "; it is a Phi-4-mini-flash, whose layers of Mamba-1 and gated memory diffjax does not have: of its layers with attention, "
+      "diffjax.interop.phi_flash.read_attention reads each"
+    )
+    hint = partly * (got == PHI_FLASH)
+    raise UserError(f"{path} has model_type = {got!r}: this layout is {' or '.join(map(repr, model_types))}{hint}")
   read = {*_DESCRIPTIVE, *_FIELDS.values(), TIED_BY, "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"}
   read |= {"num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", *known}
   if unknown := {name: value for name, value in config.items() if name not in read and value not in (None, False, 0, "", [], {})}:

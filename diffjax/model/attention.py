@@ -107,8 +107,9 @@ class Attention(nn.Module):
     window: Windows | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     positions: Int[Array, "B T"] | None = None,
+    keys_values: tuple[Float[Array, "B T K M D"], Float[Array, "B T K V"]] | None = None,
   ) -> Float[Array, "B T E"]:
-    """Self-attention.
+    """Self-attention, or attention to the keys and values of another layer.
 
     Args:
       x: input.
@@ -116,13 +117,20 @@ class Attention(nn.Module):
       window: instead of the layer's own, one that data choose.
       segment_ids: tokens attend within equal ids; None for one document a row.
       positions: positions for RoPE; None for 0 … T−1.
+      keys_values: another layer's, for the same tokens, as its `attention_fn` is given them (keys after RoPE). This layer then makes none,
+        and has no parameters for them.
+
+    Raises:
+      ValueError: if keys_values are not of this layer's heads and widths.
     """
     x = x.astype(self.dtype)
-    q, k, v = (self._project(x, name, x.shape[-1]) for name in ("query", "key", "value"))
+    q = self._project(x, "query", x.shape[-1])
+    k, v = self._checked(keys_values) or (self._project(x, name, x.shape[-1]) for name in ("key", "value"))
     if self.rope:
       if positions is None:
         positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-      q, k = self._rotated(q, positions), self._rotated(k, positions)
+      q = self._rotated(q, positions)
+      k = self._rotated(k, positions) if keys_values is None else k
     self.sow("intermediates", "query", q)
     self.sow("intermediates", "key", k)
     lam = self._lambda(x, lambda_init)
@@ -133,6 +141,14 @@ class Attention(nn.Module):
     if self.head_norm:
       heads = rms_norm(heads, self._parameter("head_gain", nn.initializers.ones, x.shape[-1]), self.norm_eps)
     return self._project(self._output(heads, x, lambda_init), "out", x.shape[-1], self.out_scale)
+
+  def _checked(self, keys_values: tuple[jax.Array, jax.Array] | None) -> tuple[jax.Array, jax.Array] | None:
+    for given, axes in zip(keys_values or (), ("KMD", "KV"), strict=False):
+      if given.shape[2:] != (want := tuple(self._size(axis, given.shape[-1]) for axis in axes)):
+        raise ValueError(
+          f"keys_values must be [B, T, {', '.join(map(str, want))}] in the axes B T {' '.join(axes)}; got shape {given.shape}"
+        )
+    return keys_values
 
   def _rotated(self, x: Float[Array, "B T *heads D"], positions: Int[Array, "B T"]) -> Float[Array, "B T *heads D"]:
     still = self.head_dim - (self.rope_dim or self.head_dim)

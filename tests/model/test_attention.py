@@ -13,6 +13,7 @@ import pytest
 from diffjax.config import ModelConfig, UserError
 from diffjax.model.attention import ATTENTION, Attention, DiffAttention, DiffAttentionV2, attention_class, lambda_init_schedule
 from diffjax.ops.diff_attention import diff_attention
+from diffjax.ops.diff_attention.mask import Windows
 from diffjax.ops.rope import rope
 from tests.tiers import full
 from tests.variants import VARIANTS
@@ -269,6 +270,18 @@ def test_mask_fields(name, causal, window):
   np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["softmax", "diff"])
+def test_a_window_that_data_choose_takes_the_place_of_the_layers_own(name):
+  x = jax.random.normal(jax.random.key(0), (2, 9, 16))
+  layer = ATTENTION[name](num_heads=4, num_kv_heads=2, head_dim=4, window=5)
+  params, sizes = jax.jit(layer.init)(jax.random.key(1), x, 0.3)["params"], (3, None)
+  chosen = jax.jit(lambda which: layer.apply({"params": params}, x, 0.3, window=Windows(sizes, which)))
+  for which, size in enumerate(sizes):
+    want = layer.clone(window=size).apply({"params": params}, x, 0.3)
+    np.testing.assert_allclose(chosen(which), want, rtol=1e-5, atol=1e-6)
+  assert np.abs(chosen(0) - chosen(1)).max() > 1e-2
+
+
 @pytest.mark.parametrize("name", ATTENTION)
 def test_without_rope_and_causality_order_does_not_matter(name):
   x, order = jax.random.normal(jax.random.key(0), (1, 9, 16)), np.random.default_rng(0).permutation(9)
@@ -300,6 +313,36 @@ def test_projection_biases_are_the_weights_of_an_input_of_ones(name):
   ones = jnp.concatenate([x, jnp.ones((1, 9, 1))], axis=-1)
   want = jax.jit(layer.clone(projection_biases=False).apply)({"params": wide}, ones, 0.3)[..., :E] + biases["out_bias"]
   np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_a_layer_that_reads_keys_and_values_has_none_of_its_own(name):
+  """With those that it would have made itself it gives the same; with those of another input it is cross-attention."""
+  x, other = jax.random.normal(jax.random.key(0), (2, 2, 9, 16))
+  given = []
+
+  def attend(q, k, v, lam, **mask):
+    given[:] = k, v
+    return diff_attention(q, k, v, lam, **mask)
+
+  layer = ATTENTION[name](num_heads=4, num_kv_heads=2, head_dim=4, projection_biases=True, window=4)
+  own = layer.clone(attention_fn=attend)
+  params = jax.jit(layer.init)(jax.random.key(1), x, 0.3)["params"]
+  params = {key: jax.random.normal(jax.random.key(2), leaf.shape) if key.endswith("_bias") else leaf for key, leaf in params.items()}
+  want = own.apply({"params": params}, x, 0.3)
+  made, variables = layer.init_with_output(jax.random.key(1), x, 0.3, keys_values=(*given,))
+  assert params.keys() - variables["params"].keys() == {"key", "key_bias", "value", "value_bias"} and made.shape == x.shape
+  few = {key: params[key] for key in variables["params"]}
+  cross = jax.jit(lambda x, keys_values: layer.apply({"params": few}, x, 0.3, keys_values=keys_values))
+  np.testing.assert_allclose(cross(x, (*given,)), want, rtol=1e-5, atol=1e-6)
+  own.apply({"params": params}, other, 0.3)
+  k, v = given
+  influence = jax.grad(lambda k, v: cross(x, (k, v))[0, 6].sum(), argnums=(0, 1))(k, v)
+  assert [sorted({*np.nonzero(gradient)[1].tolist()}) for gradient in influence] == [[3, 4, 5, 6]] * 2  # the window's, of its own row
+  assert not any(gradient[1].any() for gradient in influence)
+  assert not np.allclose(cross(x, (k, v)), want, atol=1e-2)
+  with pytest.raises(ValueError, match=r"keys_values must be \[B, T, 2, \d\] in the axes B T K V; got shape \(2, 9, 1, "):
+    cross(x, (k, v[:, :, :1]))
 
 
 def test_lambda_per_token_starts_from_lambda_init():
