@@ -170,9 +170,12 @@ def write(
     directory.mkdir(parents=True, exist_ok=True)
     _write_tokenizer(directory, tokenizer)
     for file, names in shards.items():
-      # safetensors writes the memory of an array and ignores its strides
-      arrays = {name: np.ascontiguousarray(tensor(name).astype(DTYPES[dtype], copy=False)) for name in names}
-      safetensors.numpy.save_file(arrays, directory / file, metadata={"format": "pt"})
+      # safetensors writes the memory of an array and ignores its strides. No name here, or they would live on beside the next file's
+      safetensors.numpy.save_file(
+        {name: np.ascontiguousarray(tensor(name).astype(DTYPES[dtype], copy=False)) for name in names},
+        directory / file,
+        metadata={"format": "pt"},
+      )
       shutil.copymode(directory / "tokenizer.json", directory / file)  # safetensors lets nobody else read it, whatever the umask
     if len(shards) > 1:
       size = sum(math.prod(shape) for shape in shapes.values()) * DTYPES[dtype].itemsize

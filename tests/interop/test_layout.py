@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from diffjax.config import UserError
-from diffjax.interop import diffllama, unilm
+from diffjax.interop import diffllama, directory, unilm
 from diffjax.interop.layout import room
 
 LAYOUTS = {
@@ -61,6 +61,20 @@ def test_one_tensor_at_a_time(make_model, monkeypatch):
   assert len(read) == len(layout.shapes())
   for leaf in jax.tree.leaves(params):
     assert isinstance(leaf, np.memmap)
+
+
+def test_the_tensors_of_one_file_at_a_time(make_model, monkeypatch, tmp_path):
+  shapes, made = {f"t{index}": (10, 100) for index in range(9)}, []
+
+  def tensor(name):
+    array = np.ones(shapes[name], np.float32)
+    made.append(weakref.ref(array))
+    assert sum(earlier() is not None for earlier in made) <= 3
+    return array
+
+  monkeypatch.setattr(directory, "SHARD_BYTES", 3 * 4000)
+  directory.write(tmp_path, {}, shapes, tensor, make_model().tokenizer, "float32")
+  assert len(made) == 9 and len(list(tmp_path.glob("*.safetensors"))) == 3
 
 
 def test_a_full_disk_is_told(monkeypatch):
