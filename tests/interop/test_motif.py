@@ -11,9 +11,12 @@ import pytest
 import safetensors.numpy
 
 from diffjax.config import UserError, from_config_dict
-from diffjax.interop import motif
+from diffjax.interop import motif, workdir
 from diffjax.model.decoder import Decoder
+from diffjax.model.sampler import Sampler
+from diffjax.training import trained
 from tests.interop import motif_reference
+from tests.tiers import full
 
 NAMES = ["motif_tiny", "motif_2_tiny", "motif_2_tiny_gqa"]
 
@@ -188,6 +191,25 @@ def test_there_and_back_by_command(golden, convert, tmp_path):
   assert source.keys() == out.keys()
   for name, tensor in source.items():
     np.testing.assert_array_equal(out[name], tensor)
+
+
+@pytest.mark.parametrize("weight_dtype", [None, *full(["int8"])])
+def test_what_was_converted_is_served_by_several_devices(golden, weight_dtype, tmp_path):
+  """From the workdir, a part of the parameters on each: the golden logits; and in int8 those of one device in int8."""
+  path, ids, want = golden("motif_2_tiny", tmp_path / "source")
+  workdir.write(str(tmp_path / "run"), motif.read(str(path)))
+  prompts = [list(map(int, row)) for row in ids]
+
+  def serve(**how):
+    loaded = trained.load(tmp_path / "run", **how)
+    return Sampler(loaded.model, loaded.params, batch_size=len(prompts), capacity=64).prefill(prompts).logits
+
+  want = want[:, -1]
+  if weight_dtype:
+    pytest.importorskip("qwix")
+    golden_logits, want = want, serve(weight_dtype="int8")
+    assert 1e-4 < np.abs(want - golden_logits).max() / np.abs(want).max() < 0.1
+  np.testing.assert_allclose(serve(tensor=2, weight_dtype=weight_dtype), want, atol=1e-5 * np.abs(want).max(), rtol=0)
 
 
 @pytest.mark.parametrize(
