@@ -382,6 +382,15 @@ def test_the_paper_configs_fit_and_are_not_bound_more_than_before(config, topolo
 
 @needs_libtpu
 @pytest.mark.full
+def test_a_published_model_of_12_billion_can_be_tuned_on_16_chips():
+  result = compile_("--config=configs/motif_2_12b.py", "--topology=v5p:2x2x4")
+  assert result.returncode == 0 and result.stdout.endswith("\nfits\n"), result.stdout + result.stderr
+  assert "\nattention kernels: diff_attention_backward_v1, diff_attention_forward_v1, diff_attention_forward_v1_online\n" in result.stdout
+  assert "windowed" not in result.stdout
+
+
+@needs_libtpu
+@pytest.mark.full
 def test_policies_are_compared():
   result = compile_("--config=configs/tiny.py", "--topology=v5e:2x2", "--remat")
   assert result.returncode == 0, result.stderr

@@ -15,9 +15,10 @@ from diffjax.model.attention import parameter_shapes
 from diffjax.model.decoder import Decoder
 from diffjax.training.flops import parameter_count
 
-# Models that others trained, and that have no twins.
+# Models that others trained, and that have no twins; in billions where the size is published.
 ADAPTED = ["llama_1b_dex", "llama_1b_gda"]
-NAMES = sorted({path.stem for path in pathlib.Path("configs").glob("*.py")} - {*ADAPTED})
+PUBLISHED = {"motif_2_6b": 2.597, "motif_2_12b": 12.704}
+NAMES = sorted({path.stem for path in pathlib.Path("configs").glob("*.py")} - {*ADAPTED, *PUBLISHED})
 VARIANTS = ("diff", "transformer", "diff_v2")
 
 # Billions with one vocabulary matrix (paper, tables 2 and 8, from shapes; see each config).
@@ -60,6 +61,14 @@ def test_shapes(name, variant):
   assert size == pytest.approx(twin_size, rel=0.02 if config.model.embed_dim < 512 else 1e-3)
   if name in PAPER and variant == "diff":
     assert size / 1e9 == pytest.approx(PAPER[name], abs=5e-4 * max(1.0, PAPER[name]))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_is_tuned_from_its_weights(name):
+  config = from_config_dict(importlib.import_module(f"configs.{name}").get_config())
+  assert count(shapes(config)) == parameter_count(config.model)
+  assert parameter_count(config.model) / 1e9 == pytest.approx(PUBLISHED[name], abs=5e-4)
+  assert config.data.tokenizer == f"{config.train.init_from}/tokenizer.json" and config.train.init_from == f"runs/{name}"
 
 
 @pytest.mark.parametrize("name", PAPER)

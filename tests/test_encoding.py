@@ -19,7 +19,7 @@ def opened_as_text(call: ast.Call) -> bool:
   if name not in ("open", "fdopen", "TemporaryFile", "NamedTemporaryFile"):
     return False
   module = function.value.id if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) else ""
-  if (module, name) in (("os", "open"), ("gzip", "open"), ("lzma", "open")):
+  if (module, name) in (("os", "open"), ("gzip", "open"), ("lzma", "open"), ("tensorstore", "open")):
     return False
   method = isinstance(function, ast.Attribute) and name == "open"
   modes = [

@@ -38,7 +38,7 @@ class SafetensorsDirectory:
     """Opens the files.
 
     Raises:
-      UserError: if there are none, or a file is missing or truncated.
+      UserError: if there are none, a file is missing or truncated, or two have a tensor of the same name.
     """
     self._directory = directory
     self._files: dict[str, Any] = {}
@@ -46,9 +46,11 @@ class SafetensorsDirectory:
       path = directory / name
       if not path.is_file():
         raise UserError(f"there is no {path}" + f", which {_INDEX} names" * (name != _WEIGHTS) + "; only safetensors are read, no pickles")
-      with _explained(path):
-        file = safetensors.safe_open(path, framework="numpy")
-        self._files |= {tensor: file for tensor in file.keys() if not tensor.endswith(_COMPUTED)}
+      for tensor in (file := _opened(path)).keys():
+        if tensor in self._files:
+          raise UserError(f"{directory} has {tensor} in more than one file, {name} among them: which one is meant is not known")
+        if not tensor.endswith(_COMPUTED):
+          self._files[tensor] = file
 
   def __str__(self) -> str:
     return str(self._directory)
@@ -66,7 +68,20 @@ class SafetensorsDirectory:
     with _explained(self._directory):
       if (dtype := file.get_slice(name).get_dtype()) not in _EXACT:
         raise UserError(f"{self} has {name} in {dtype}: only {', '.join(_EXACT)} are read")
-      return file.get_tensor(name).astype(np.float32)
+      return file.get_tensor(name).astype(np.float32, copy=False)
+
+
+def _opened(path: pathlib.Path) -> Any:
+  """A file of tensors, of which only the header is read.
+
+  Raises:
+    UserError: if it cannot be read, or is not whole.
+  """
+  with _explained(path):
+    try:
+      return safetensors.safe_open(path, framework="numpy")
+    except safetensors.SafetensorError as error:
+      raise UserError(f"{path} is not a whole safetensors file, download it again: {error}") from error
 
 
 def _file_names(directory: pathlib.Path) -> list[str]:
@@ -155,9 +170,12 @@ def write(
     directory.mkdir(parents=True, exist_ok=True)
     _write_tokenizer(directory, tokenizer)
     for file, names in shards.items():
-      # safetensors writes the memory of an array and ignores its strides
-      arrays = {name: np.ascontiguousarray(tensor(name).astype(DTYPES[dtype])) for name in names}
-      safetensors.numpy.save_file(arrays, directory / file, metadata={"format": "pt"})
+      # safetensors writes the memory of an array and ignores its strides. No name here, or they would live on beside the next file's
+      safetensors.numpy.save_file(
+        {name: np.ascontiguousarray(tensor(name).astype(DTYPES[dtype], copy=False)) for name in names},
+        directory / file,
+        metadata={"format": "pt"},
+      )
       shutil.copymode(directory / "tokenizer.json", directory / file)  # safetensors lets nobody else read it, whatever the umask
     if len(shards) > 1:
       size = sum(math.prod(shape) for shape in shapes.values()) * DTYPES[dtype].itemsize

@@ -13,6 +13,8 @@ from diffjax.interop.layout import Entry
 TIED_BY = "tie_word_embeddings"
 PHI_FLASH = "phi4flash"  # a model_type of which no layout holds the whole model
 
+_SHOWN = 60  # characters of an unknown field's value, at most
+
 # What the layouts' config.json can say beyond the sizes.
 SAYS = {"rope_scaling": ...}
 
@@ -90,10 +92,8 @@ def description(directory: pathlib.Path, model_types: Sequence[Any], known: Iter
   read = {*_DESCRIPTIVE, *_FIELDS.values(), TIED_BY, "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"}
   read |= {"num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", *known}
   if unknown := {name: value for name, value in config.items() if name not in read and value not in (None, False, 0, "", [], {})}:
-    raise UserError(
-      f"{path} has fields that diffjax does not know: {', '.join(f'{name} = {value!r}' for name, value in sorted(unknown.items()))}; "
-      "remove those that do not change what the model computes"
-    )
+    said = ", ".join(f"{name if name.isprintable() else repr(name)} = {repr(value)[:_SHOWN]}" for name, value in sorted(unknown.items()))
+    raise UserError(f"{path} has fields that diffjax does not know: {said}; remove those that do not change what the model computes")
   return config
 
 

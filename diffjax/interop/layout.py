@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import re
 import tempfile
 import types
@@ -71,15 +72,27 @@ _PLAIN = {
 
 # Bytes from which on an array is a temporary file: a model larger than the memory is put together, and written, piece by piece.
 _IN_MEMORY = 1 << 26
+_LARGE_FILES = "/var/tmp"  # /tmp may lie in the memory
 
 
 def room(shape: tuple[int, ...]) -> np.ndarray:
-  """A float32 array to be filled. A large one is a file in the directory for temporary ones (TMPDIR), which vanishes with the array."""
+  """A float32 array to be filled. A large one is a file in TMPDIR, by default /var/tmp, which vanishes with the array.
+
+  Raises:
+    UserError: if the disk is too full for it.
+  """
   if (size := 4 * math.prod(shape)) < _IN_MEMORY:
     return np.empty(shape, np.float32)
-  with tempfile.TemporaryFile() as file:
-    file.truncate(size)
-    return np.memmap(file, np.float32, shape=shape)
+  directory = os.environ.get("TMPDIR") or (_LARGE_FILES if os.path.isdir(_LARGE_FILES) else tempfile.gettempdir())
+  try:
+    with tempfile.TemporaryFile(dir=directory) as file:
+      if hasattr(os, "posix_fallocate"):  # else a write to a full disk would end the process by a signal
+        os.posix_fallocate(file.fileno(), 0, size)
+      file.truncate(size)
+      return np.memmap(file, np.float32, shape=shape)
+  except OSError as error:
+    reason = f"{error.strerror or error}; TMPDIR names another directory"
+    raise UserError(f"cannot keep a parameter of {size / 2**30:.2f} GiB in a file in {directory}: {reason}") from error
 
 
 class Layout:

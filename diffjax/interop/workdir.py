@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import jax
-import numpy as np
-
 from diffjax.config import Config, DataConfig
-from diffjax.interop.layout import Model
+from diffjax.interop.layout import Model, room
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.lock import lock
-from diffjax.training.trained import keep_tokenizer, load
+from diffjax.training.trained import keep_tokenizer, load_piecewise
 
 # The largest config.data.length of a written workdir. The length that the model was trained with elsewhere is not known.
 _LENGTH = 2048
@@ -19,10 +16,10 @@ def read(path: str) -> Model:
   """Reads the newest complete checkpoint.
 
   Raises:
-    UserError: if there is none, or its tokenizer is missing.
+    UserError: if there is none, its parameters are not finite, or its tokenizer is missing.
   """
-  trained = load(path)
-  return Model(trained.config.model, jax.tree.map(np.asarray, trained.params), trained.tokenizer)
+  config, params, tokenizer = load_piecewise(path, room)
+  return Model(config.model, params, tokenizer)
 
 
 def write(path: str, model: Model) -> Config:

@@ -1,4 +1,4 @@
-"""Checkpoints: the only file that touches Orbax.
+"""Checkpoints: the only file that touches Orbax, and the arrays that it writes.
 
 `workdir/checkpoints/STEP` is one atomic Orbax save: the train state as arrays, the data iterator's state and the config as JSON.
 Orbax commits it by renaming a temporary directory; then a manifest is written into it, which makes it complete (see manifest.py).
@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import shutil
 import time
@@ -17,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
+import tensorstore
 from absl import logging
 from etils import epath
 from orbax.checkpoint import v1 as ocp
@@ -286,6 +289,35 @@ class Checkpoint:
     with context, _explained(self.path):
       _check_shapes(ocp.checkpointables_metadata(self.path).metadata["state"].get("params", {}), abstract_params, self.path)
       return ocp.load_checkpointables(self.path, {"state": {"params": wanted}})["state"]["params"]
+
+  def copied_params(self, abstract_params: Any, room: Callable[[tuple[int, ...]], np.ndarray]) -> Any:
+    """Copies the parameters into arrays of the caller's, a stored piece at a time, so that they need not fit the memory.
+
+    Args:
+      abstract_params: tree of jax.ShapeDtypeStruct.
+      room: makes an array of a shape, to be filled.
+
+    Raises:
+      UserError: if the checkpoint's parameters have other names or shapes.
+    """
+    directory = self.path / "state"
+    place = os.fspath(directory) if "://" in os.fspath(directory) else f"file://{os.path.abspath(directory)}"
+    is_ocdbt = (directory / "manifest.ocdbt").exists()
+
+    def copy(path: Any, leaf: Any) -> np.ndarray:
+      name = f"params.{jax.tree_util.keystr(path, simple=True, separator='.')}/"
+      store = {"driver": "ocdbt", "base": f"{place}/", "path": name} if is_ocdbt else f"{place}/{name}"
+      stored, filled = tensorstore.open({"driver": "auto", "kvstore": store}).result(), room(leaf.shape)
+      sizes: Any = stored.chunk_layout.read_chunk.shape
+      starts = (range(0, length, size) for length, size in zip(leaf.shape, sizes, strict=True))
+      for start in itertools.product(*starts):
+        piece = tuple(slice(at, min(at + size, length)) for at, size, length in zip(start, sizes, leaf.shape, strict=True))
+        filled[piece] = stored[piece].read().result()
+      return filled
+
+    with _explained(self.path):
+      _check_shapes(ocp.checkpointables_metadata(self.path).metadata["state"].get("params", {}), abstract_params, self.path)
+      return jax.tree_util.tree_map_with_path(copy, abstract_params)
 
 
 def open_checkpoint(workdir: epath.PathLike, step: int | None = None) -> Checkpoint:

@@ -33,6 +33,8 @@ _MAY_CHANGE = (
   "model.attention_implementation",
   "model.remat",
 )
+# Fields of the model that do not change what it computes from its parameters.
+_OF_THE_RUN = ("model.attention_implementation", "model.remat", "model.dtype", "model.max_length")
 
 
 def check_workdir(workdir: epath.PathLike, config: Config) -> None:
@@ -93,6 +95,21 @@ def new_schedule(saved: Mapping[str, Any], config: Config, step: int) -> str:
   return (
     f"config.train.steps was {before} and is {now}: the learning rate's schedule now ends there, and goes on at {new:.3g}, not at {old:.3g}"
   )
+
+
+def other_model(saved: Mapping[str, Any], config: Config) -> str:
+  """What a run computes otherwise with the parameters that it starts from than the run that they are of, in a clause; "" if nothing.
+
+  Args:
+    saved: The config that the parameters were saved with, as nested dicts.
+    config: The run's.
+  """
+  default, new = (dict(_fields({"model": config.to_dict()["model"]})) for config in (Config(), config))
+  old = default | dict(_fields({"model": saved["model"]}))
+  changed = [
+    f"config.{field} is {new[field]}, and was {old[field]} there" for field in new if field not in _OF_THE_RUN and new[field] != old[field]
+  ]
+  return "; ".join(changed)
 
 
 def _fields(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

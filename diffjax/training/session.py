@@ -25,7 +25,7 @@ from diffjax.training.interruption import Interruption
 from diffjax.training.lock import lock
 from diffjax.training.profiler import Profiler
 from diffjax.training.program import build
-from diffjax.training.resume import check_workdir, new_schedule
+from diffjax.training.resume import check_workdir, new_schedule, other_model
 from diffjax.training.run_log import RunLog, note
 from diffjax.training.step import Batch, Metrics, TrainState
 from diffjax.training.trained import keep_tokenizer
@@ -99,8 +99,11 @@ class Session:
     else:
       state = program.init()
       if source := config.train.init_from:
-        state = dataclasses.replace(state, params=open_checkpoint(source).params(program.abstract_state.params))
+        start = open_checkpoint(source)
+        state = dataclasses.replace(state, params=start.params(program.abstract_state.params))
         note(f"starting from the parameters of {source}")
+        if change := other_model(start.config, config):
+          note(change)
     if (warmup := config.optimizer.warmup_steps) > config.train.steps > 0:
       note(f"config.optimizer.warmup_steps = {warmup} is cut to config.train.steps = {config.train.steps}")
     self._first = int(state.step)

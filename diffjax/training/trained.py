@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from etils import epath
 
 from diffjax import absent_tpu
@@ -72,18 +74,30 @@ def load(workdir: epath.PathLike, step: int | None = None, *, tensor: int = 1, w
     shapes = jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, shardings(shapes, mesh))
   params = saved.params(shapes)
   name = f"{workdir} at step {saved.step}"
-  _check_finite(name, params)
+  _check_finite(name, jax.jit(lambda tree: jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), tree))(params))
   if weight_dtype is not None:
     name, params = f"{name}, weights in int8", quantise(params)
-  tokenizer = load_tokenizer(_tokenizer_beside(workdir, config.data.tokenizer))
-  if tokenizer.vocab_size > config.model.vocab_size:
-    raise UserError(
-      f"{workdir} was trained with {config.model.vocab_size} tokens, but its tokenizer {tokenizer.spec!r} has {tokenizer.vocab_size}: "
-      "it is another one; put the one that it was trained with there"
-    )
+  tokenizer = _load_tokenizer(workdir, config)
   dtype = compute_dtype(config.model.dtype, jax.local_devices()[0].platform)
   model = Decoder(config.model, dtype=dtype, attention_fn=attention)
   return Trained(name, config, model, params, tokenizer)
+
+
+def load_piecewise(workdir: epath.PathLike, room: Callable[[tuple[int, ...]], np.ndarray]) -> tuple[Config, dict[str, Any], Tokenizer]:
+  """The newest complete checkpoint's config, parameters and tokenizer, where the parameters need not fit the memory.
+
+  Args:
+    workdir: the run's directory, local or gs://.
+    room: makes an array of a shape, which a parameter is copied into.
+
+  Raises:
+    UserError: as `load`.
+  """
+  saved = open_checkpoint(workdir)
+  config = from_config_dict(saved.config)
+  params = saved.copied_params(jax.eval_shape(lambda: init_params(Decoder(config.model), jax.random.key(0))), room)
+  _check_finite(f"{workdir} at step {saved.step}", jax.tree.map(lambda leaf: all(np.isfinite(part).all() for part in leaf), params))
+  return config, params, _load_tokenizer(workdir, config)
 
 
 def _check_shares(config: ModelConfig, tensor: int) -> None:
@@ -97,9 +111,8 @@ def _check_shares(config: ModelConfig, tensor: int) -> None:
     )
 
 
-def _check_finite(name: str, params: Any) -> None:
-  """Refuses a model that would write zero bytes and be measured as nothing."""
-  finite = jax.jit(lambda tree: jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), tree))(params)
+def _check_finite(name: str, finite: Any) -> None:
+  """Refuses a model that would write zero bytes and be measured as nothing. `finite` says of each parameter whether it is."""
   wrong = [jax.tree_util.keystr(path, simple=True, separator="/") for path, ok in jax.tree.leaves_with_path(finite) if not ok]
   if wrong:
     more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
@@ -107,6 +120,16 @@ def _check_finite(name: str, params: Any) -> None:
       f"{name} has parameters that are not finite: {', '.join(wrong[:_NAMED])}{more}: it has diverged; take an earlier checkpoint "
       "with --step (python -m diffjax.checkpoints lists them)"
     )
+
+
+def _load_tokenizer(workdir: epath.PathLike, config: Config) -> Tokenizer:
+  tokenizer = load_tokenizer(_tokenizer_beside(workdir, config.data.tokenizer))
+  if tokenizer.vocab_size > config.model.vocab_size:
+    raise UserError(
+      f"{workdir} was trained with {config.model.vocab_size} tokens, but its tokenizer {tokenizer.spec!r} has {tokenizer.vocab_size}: "
+      "it is another one; put the one that it was trained with there"
+    )
+  return tokenizer
 
 
 def keep_tokenizer(workdir: epath.PathLike, spec: str) -> str:

@@ -1,13 +1,17 @@
 """The tables: a written model is read back bit for bit."""
 
 import dataclasses
+import errno
+import os
+import weakref
 
 import jax
 import numpy as np
 import pytest
 
 from diffjax.config import UserError
-from diffjax.interop import diffllama, unilm
+from diffjax.interop import diffllama, directory, unilm
+from diffjax.interop.layout import room
 
 LAYOUTS = {
   "diffllama": ("diff", lambda config: diffllama._layout(config)),
@@ -38,6 +42,51 @@ def test_table_reads_back_what_it_writes(make_model, name, num_kv_heads, tie):
     params["layers"]["attention"]["head_gain"] = model.params["layers"]["attention"]["head_gain"]
   assert jax.tree.structure(params) == jax.tree.structure(model.params)
   jax.tree.map(np.testing.assert_array_equal, params, model.params)
+
+
+def test_one_tensor_at_a_time(make_model, monkeypatch):
+  """A model larger than the memory: no tensor is left when the next is read, and every array is a file."""
+  model = make_model()
+  layout, read = diffllama._layout(model.config), []
+
+  class Fleeting(Tensors):
+    def read(self, name):
+      assert not [earlier for earlier in read if earlier() is not None]
+      tensor = self[name].copy()
+      read.append(weakref.ref(tensor))
+      return tensor
+
+  monkeypatch.setattr("diffjax.interop.layout._IN_MEMORY", 1)
+  params = layout.params(Fleeting({name: layout.tensor(model.params, name) for name in layout.shapes()}))
+  assert len(read) == len(layout.shapes())
+  for leaf in jax.tree.leaves(params):
+    assert isinstance(leaf, np.memmap)
+
+
+def test_the_tensors_of_one_file_at_a_time(make_model, monkeypatch, tmp_path):
+  shapes, made = {f"t{index}": (10, 100) for index in range(9)}, []
+
+  def tensor(name):
+    array = np.ones(shapes[name], np.float32)
+    made.append(weakref.ref(array))
+    assert sum(earlier() is not None for earlier in made) <= 3
+    return array
+
+  monkeypatch.setattr(directory, "SHARD_BYTES", 3 * 4000)
+  directory.write(tmp_path, {}, shapes, tensor, make_model().tokenizer, "float32")
+  assert len(made) == 9 and len(list(tmp_path.glob("*.safetensors"))) == 3
+
+
+def test_a_full_disk_is_told(monkeypatch):
+  def full(file, offset, size):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  monkeypatch.setattr(os, "posix_fallocate", full)
+  with pytest.raises(UserError, match="cannot keep a parameter of 1.00 GiB in a file in .*: No space left on device; TMPDIR names another"):
+    room((1 << 14, 1 << 14))
+  monkeypatch.setenv("TMPDIR", "/nowhere")
+  with pytest.raises(UserError, match="in a file in /nowhere: No such file or directory; TMPDIR names another directory"):
+    room((1 << 14, 1 << 14))
 
 
 def test_a_config_of_endless_layers_costs_nothing(make_model):

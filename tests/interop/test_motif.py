@@ -1,5 +1,7 @@
 """Motif's checkpoints: golden ones of both shapes, both ways, and what is refused."""
 
+import dataclasses
+import importlib
 import json
 import re
 
@@ -8,12 +10,52 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from diffjax.config import UserError
-from diffjax.interop import motif
+from diffjax.config import UserError, from_config_dict
+from diffjax.interop import motif, workdir
 from diffjax.model.decoder import Decoder
+from diffjax.model.sampler import Sampler
+from diffjax.training import trained
 from tests.interop import motif_reference
+from tests.tiers import full
 
 NAMES = ["motif_tiny", "motif_2_tiny", "motif_2_tiny_gqa"]
+
+
+# Fields of the published config.json, as far as public code states them; the rest are that code's defaults.
+PUBLISHED = {
+  "motif_2_6b": dict(
+    hidden_size=2048, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=16, num_key_value_heads=16, rope_theta=500000.0,
+    max_position_embeddings=16384, tie_word_embeddings=True,
+  ),
+  "motif_2_12b": dict(
+    hidden_size=4096, intermediate_size=16384, num_hidden_layers=40, num_attention_heads=40, num_key_value_heads=16, rope_theta=1000000.0,
+    max_position_embeddings=32768, tie_word_embeddings=False, head_dim=128, num_noise_heads=8, grouped_ratio=4, k_ratio=1, lambda_init=1,
+  ),
+}  # fmt: skip
+OF_ALL = dict(
+  architectures=["MotifForCausalLM"], model_type="Motif", vocab_size=219520, hidden_act="poly_norm", rms_norm_eps=1e-6, rope_scaling=None,
+  attn_rms_norm_eps=1e-5, use_bias=False, sliding_window=None, use_sliding_window=False, max_window_layers=28, attention_dropout=0.0,
+  initializer_range=0.02, torch_dtype="float32", use_cache=True, bos_token_id=219396, eos_token_id=219395,
+)  # fmt: skip
+# The tensors of the published models: their number, and the shapes of a layer's and of the vocabulary's.
+TENSORS = {
+  "motif_2_6b": (514, {"q": (2048, 2048), "k": (2048, 2048), "v": (2048, 2048), "o": (2048, 2048)}),
+  "motif_2_12b": (643, {"q": (5120, 4096), "k": (2048, 4096), "v": (2048, 4096), "o": (4096, 8192)}),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_config_of_a_published_model_is_what_convert_reads(name, tmp_path):
+  """Field by field: a run from the converted weights computes what the published model does."""
+  (tmp_path / "config.json").write_text(json.dumps(OF_ALL | PUBLISHED[name]))
+  read = motif._read_config(tmp_path)
+  model = from_config_dict(importlib.import_module(f"configs.{name}").get_config()).model
+  assert dataclasses.replace(model, remat=read.remat) == read
+  shapes, (count, attention) = motif._layout(read).shapes(), TENSORS[name]
+  assert len(shapes) == count and shapes["model.embed_tokens.weight"] == (219520, read.embed_dim)
+  for which, shape in attention.items():
+    assert shapes[f"model.layers.0.self_attn.{which}_proj.weight"] == shape
+  assert shapes["model.layers.0.self_attn.subln.weight"] == (256,) and shapes["model.layers.0.mlp.act_fn.bias"] == (1,)
 
 
 def tensors_of(directory):
@@ -124,6 +166,50 @@ def test_a_missing_shard_is_named(golden, tmp_path):
   shard.unlink()
   with pytest.raises(UserError, match=f"there is no .*{re.escape(shard.name)}, which model.safetensors.index.json names"):
     motif.read(str(path))
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_a_tensor_of_two_files_is_named(golden, differs, tmp_path):
+  path, _, _ = golden("motif_2_tiny", tmp_path / "source")
+  first, *_, last = sorted(path.glob("*.safetensors"))
+  name, tensor = next(iter(safetensors.numpy.load_file(first).items()))
+  safetensors.numpy.save_file(safetensors.numpy.load_file(last) | {name: tensor + differs}, last)
+  with pytest.raises(UserError, match=f"has {re.escape(name)} in more than one file, {last.name} among them"):
+    motif.read(str(path))
+
+
+def test_there_and_back_by_command(golden, convert, tmp_path):
+  """As a user does it: into a workdir, out of it, and in again; the card says how."""
+  path, _, _ = golden("motif_2_tiny_gqa", tmp_path / "source")
+  for source, target in (("motif:source", "diffjax:run"), ("diffjax:run", "motif:out"), ("motif:out", "diffjax:again")):
+    result = convert(*(f"--{flag}={place.replace(':', f':{tmp_path}/')}" for flag, place in (("from", source), ("to", target))))
+    assert result.returncode == 0, result.stderr
+  assert "--config.model.num_noise_heads=4" in result.stdout and "--config.model.ffn_activation=poly_norm" in result.stdout
+  card = (tmp_path / "out/README.md").read_text()
+  assert "python -m diffjax.convert --from=motif:out --to=diffjax:loaded" in card
+  source, out = tensors_of(path), tensors_of(tmp_path / "out")
+  assert source.keys() == out.keys()
+  for name, tensor in source.items():
+    np.testing.assert_array_equal(out[name], tensor)
+
+
+@pytest.mark.parametrize("weight_dtype", [None, *full(["int8"])])
+def test_what_was_converted_is_served_by_several_devices(golden, weight_dtype, tmp_path):
+  """From the workdir, a part of the parameters on each: the golden logits; and in int8 those of one device in int8."""
+  path, ids, want = golden("motif_2_tiny", tmp_path / "source")
+  workdir.write(str(tmp_path / "run"), motif.read(str(path)))
+  prompts = [list(map(int, row)) for row in ids]
+
+  def serve(**how):
+    loaded = trained.load(tmp_path / "run", **how)
+    return Sampler(loaded.model, loaded.params, batch_size=len(prompts), capacity=64).prefill(prompts).logits
+
+  want = want[:, -1]
+  if weight_dtype:
+    pytest.importorskip("qwix")
+    golden_logits, want = want, serve(weight_dtype="int8")
+    assert 1e-4 < np.abs(want - golden_logits).max() / np.abs(want).max() < 0.1
+  np.testing.assert_allclose(serve(tensor=2, weight_dtype=weight_dtype), want, atol=1e-5 * np.abs(want).max(), rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from etils import epath
 
+from diffjax.config import Config, DataConfig, UserError
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.data.tokenizer_training import train_tokenizer
 from diffjax.interop import diffllama, workdir
 from diffjax.training import manifest, trained
+from diffjax.training.checkpoint import Checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +39,32 @@ def test_there_and_back(make_model, tokenizers, kind, tmp_path):
   assert (again.tokenizer.vocab_size, again.tokenizer.separator) == (model.tokenizer.vocab_size, model.tokenizer.separator)
   for text in ("it's 1234 é\n\n ", "", "<|endoftext|>"):
     assert list(again.tokenizer.encode(text)) == list(load_tokenizer(tokenizers[kind]).encode(text))
+
+
+@pytest.mark.parametrize("in_pieces", [True, False])
+def test_a_workdir_is_read_into_files_piece_by_piece(make_model, in_pieces, monkeypatch, tmp_path):
+  """What was converted, in pieces of which no axis is a multiple, and what was trained, in Orbax's other format."""
+  monkeypatch.setattr("diffjax.training.checkpoint._PIECE", 999)
+  model = make_model("diff", num_layers=3)
+  config = Config(model=model.config, data=DataConfig(length=16))
+  with Checkpoints(str(tmp_path), keep=1) as checkpoints:
+    params = model.params if in_pieces else jax.tree.map(jax.numpy.asarray, model.params)
+    checkpoints.save(0, {"params": params, "step": np.zeros((), np.int32)}, data_state={}, config=config.to_dict(), in_pieces=in_pieces)
+    checkpoints.wait()
+  assert (tmp_path / "checkpoints/0/state/manifest.ocdbt").exists() is not in_pieces
+  monkeypatch.setattr("diffjax.interop.layout._IN_MEMORY", 1)
+  read = workdir.read(str(tmp_path))
+  assert read.config == model.config
+  jax.tree.map(np.testing.assert_array_equal, read.params, model.params)
+  assert all(isinstance(leaf, np.memmap) for leaf in jax.tree.leaves(read.params))
+
+
+def test_a_model_that_diverged_is_refused(make_model, tmp_path):
+  model = make_model("diff")
+  model.params["layers"]["ffn"]["up"][1, 2, 3] = np.nan
+  workdir.write(str(tmp_path / "run"), model)
+  with pytest.raises(UserError, match="parameters that are not finite: layers/ffn/up: it has diverged"):
+    workdir.read(str(tmp_path / "run"))
 
 
 def test_a_workdir_that_is_moved_takes_its_tokenizer_along(make_model, tokenizers, tmp_path):

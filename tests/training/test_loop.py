@@ -306,6 +306,15 @@ def test_init_from_takes_parameters_alone(config, whole, tmp_path):
   assert mine["step"] == 2
 
 
+def test_init_from_says_what_the_model_computes_otherwise(config, whole, tmp_path, capsys):
+  loop.train(change(config, train__init_from=str(whole), train__steps=0, model__remat="full"), str(tmp_path / "same"))
+  assert f"starting from the parameters of {whole}\n" in (printed := capsys.readouterr().err) and "there\n" not in printed
+  other = change(config, train__init_from=str(whole), train__steps=0, model__rope_base=500.0, model__norm_eps=1e-6)
+  loop.train(other, str(tmp_path / "other"))
+  said = "config.model.rope_base is 500.0, and was 10000.0 there; config.model.norm_eps is 1e-06, and was 1e-05 there\n"
+  assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
   "field, value",
   [("model__ffn_dim", 48), ("data__length", 16), ("data__seed", 1), ("optimizer__learning_rate", 0.5), ("train__batch_size", 16)],

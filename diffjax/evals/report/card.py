@@ -43,6 +43,15 @@ A text begins with the tokenizer's `bos_token`, as in training.""",
 
 Then `diffjax.load("loaded")`.""",
   ),
+  "motif": (
+    "diffjax",
+    """The tensors have the names of Motif's published checkpoints. The code of those (configuration_motif.py, modeling_motif.py and the
+auto_map of config.json) is not here. With diffjax:
+
+    python -m diffjax.convert --from=motif:{path} --to=diffjax:loaded
+
+Then `diffjax.load("loaded")`.""",
+  ),
   "diffjax": (
     "diffjax",
     """```python
