@@ -61,7 +61,7 @@ def cost_or_computed(case: Case, flags) -> dict[str, tuple[float, str]]:
     return {direction: (value, "") for direction, value in cost(case, flags.timeout).items()}
   result = {}
   for direction in DIRECTIONS:
-    values = [_alike(case, direction, length, case.causal, flags) for length in (flags.simulate // 2, flags.simulate)]
+    values = [alike(case, direction, length, case.causal, flags.timeout) for length in (flags.simulate // 2, flags.simulate)]
     if None not in values:
       # a·n + b·n² through two points, where n counts the shorter length.
       square = (values[1] - 2 * values[0]) / 2
@@ -83,7 +83,7 @@ def composed_cost(case: Case, flags) -> dict[str, tuple[float, str]]:
     if blocks.q != blocks.kv or case.length % tile:
       continue
     wanted = ((2 * tile, False), (tile, False), (tile, True))
-    four, one, cut = (_alike(case, direction, length, causal, flags) for length, causal in wanted)
+    four, one, cut = (alike(case, direction, length, causal, flags.timeout) for length, causal in wanted)
     if four and one and cut:
       start = max(0.0, (4 * one - four) / 3)  # what comes once, in either grid
       whole = (four - start) / 4
@@ -91,12 +91,12 @@ def composed_cost(case: Case, flags) -> dict[str, tuple[float, str]]:
   return result
 
 
-def _alike(case: Case, direction: str, length: int, causal: bool, flags) -> float | None:
+def alike(case: Case, direction: str, length: int, causal: bool, timeout: float) -> float | None:
   """The cost of the case with another length and mask, but with its blocks."""
   blocks, other = blocks_of(case, direction), dataclasses.replace(case, length=length, causal=causal)
   if sizes(blocks_of(other, direction)) != sizes(blocks):
     other = dataclasses.replace(other, blocks=sizes(blocks))
-  return cost(other, flags.timeout).get(direction)
+  return cost(other, timeout).get(direction)
 
 
 def library_cost(library: str, generation: str, V: int, length: int, mask: str, flags) -> dict[str, tuple[float, str]]:

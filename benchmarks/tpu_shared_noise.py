@@ -1,10 +1,11 @@
 """What signal maps that share a noise map cost the TPU kernels, beside the same with the noise map repeated for each signal map.
 
     python -m benchmarks.tpu_shared_noise                            # Motif-2-12.7B's shape, 4:1, and Motif 3's
-    python -m benchmarks.tpu_shared_noise 128,256,2,8 --generations v6e --lengths 1024 2048      # D,V,M and signal maps of a noise map
+    python -m benchmarks.tpu_shared_noise 128,256,2,8 --generations v6e --lengths 2048      # D,V,M and signal maps of a noise map
 
-On a TPU these are times. Anywhere else they are a compiler's estimate, as in benchmarks/tpu.py, and are kept where its are: a causal row as
-the compiler rates the grid, beyond --simulate computed from two shorter ones (marked ~), and "composed" of builds without a condition.
+On a TPU these are times. Anywhere else a causal row of n tiles is put together from a compiler's estimates of one that the mask cuts, n
+times, and one that it does not cut, n (n − 1) / 2 times; they are kept in diffjax/ops/diff_attention/tpu/cycles.json. The whole row is more
+than the compiler's estimate can walk: five maps at T 2048 take it more than 17 GB and seven minutes.
 
 Products of the matrix unit for n signal maps, each as wide as v6e's unit (256): forward n + 1 for logits and n + 1 for outputs instead of
 2n and 2n; backward n + 1 each for logits, dP, dV, dK and dQ instead of 2n, n, n, 2n and 2n. At 4:1 that is 35 instead of 48, or 0.73.
@@ -18,35 +19,41 @@ import itertools
 
 from jax.experimental.pallas import tpu as pltpu
 
-from benchmarks.tpu import composed_cost, cost_or_computed
-from benchmarks.tpu_cost import DIRECTIONS, TOPOLOGIES, Case, on_tpu
+from benchmarks.tpu import alike
+from benchmarks.tpu_cost import DIRECTIONS, TOPOLOGIES, Case, blocks_of, cost, on_tpu
 
 DEFAULT = ("128,256,2,4", "192,128,1,4")
 
 
-def table(generations: list[str], shapes: list[tuple[int, int, int, int]], flags) -> None:
-  unit = "µs" if on_tpu() else "kilocycles, a compiler's estimate, not a time;"
-  print(f"{unit} one key head, bfloat16, causal; shared / repeated is the ratio")
-  line = "{:5}{:>18}{:>7} {:9}{:9}" + "{:>12}" * 3
-  print(line.format("chip", "D, V, M, signals", "T", "", "", "repeated", "shared", "ratio"))
-  for generation, shape, length in itertools.product(generations, shapes, flags.lengths):
+def row_cost(case: Case, timeout: float) -> dict[str, float]:
+  """A causal row's cost by direction: on a TPU its time, elsewhere that of its tiles. A direction without an estimate is not there."""
+  if on_tpu():
+    return cost(case, timeout)
+  result = {}
+  for direction in DIRECTIONS:
+    blocks = blocks_of(case, direction)
+    count = case.length // blocks.q
+    if blocks.q == blocks.kv and case.length % blocks.q == 0 and (direction == "forward" or blocks.resident >= case.length):
+      whole, cut = (alike(case, direction, blocks.q, causal, timeout) for causal in (False, True))
+      if whole and cut:
+        result[direction] = count * (count - 1) / 2 * whole + count * cut
+  return result
+
+
+def table(generations: list[str], shapes: list[tuple[int, int, int, int]], lengths: list[int], timeout: float) -> None:
+  unit = "µs" if on_tpu() else "kilocycles, put together from a compiler's estimates, not a time;"
+  print(f"{unit} one key head, bfloat16, causal; the ratio is shared / repeated")
+  line = "{:5}{:>18}{:>7}  {:9}" + "{:>12}" * 3
+  print(line.format("chip", "D, V, M, signals", "T", "", "repeated", "shared", "ratio"))
+  for generation, shape, length in itertools.product(generations, shapes, lengths):
     D, V, M, signals = shape
-    shared = Case(generation, D, V, signals + 1, M, length, True)
-    repeated = Case(generation, D, V, 2, M, length, True, group=signals)
-    for measure in (cost_or_computed,) if on_tpu() else (cost_or_computed, composed_cost):
-      costs = [measure(case, flags) for case in (repeated, shared)]
-      for direction in (*DIRECTIONS, "both"):
-        found = [_sum(cost, DIRECTIONS if direction == "both" else (direction,)) for cost in costs]
-        shown = [f"{mark}{value * (1e6 if on_tpu() else 1e-3):.1f}" if value else "no estimate" for value, mark in found]
-        ratio = f"{found[1][0] / found[0][0]:.3f}" if all(value for value, _ in found) else ""
-        how = "composed" if measure is composed_cost else ""
-        print(line.format(generation, ", ".join(map(str, shape)), length, how, direction, *shown, ratio), flush=True)
-
-
-def _sum(cost: dict[str, tuple[float, str]], directions: tuple[str, ...]) -> tuple[float | None, str]:
-  if not set(directions) <= set(cost):
-    return None, ""
-  return sum(cost[way][0] for way in directions), cost[directions[0]][1]
+    repeated = row_cost(Case(generation, D, V, 2, M, length, True, group=signals), timeout)
+    shared = row_cost(Case(generation, D, V, signals + 1, M, length, True), timeout)
+    for name, directions in (*((way, (way,)) for way in DIRECTIONS), ("both", DIRECTIONS)):
+      costs = [sum(found[way] for way in directions) if set(directions) <= set(found) else None for found in (repeated, shared)]
+      shown = ["no estimate" if value is None else f"{value * (1e6 if on_tpu() else 1e-3):.1f}" for value in costs]
+      ratio = f"{costs[1] / costs[0]:.3f}" if costs[0] and costs[1] else ""
+      print(line.format(generation, ", ".join(map(str, shape)), length, name, *shown, ratio), flush=True)
 
 
 def shape_of(text: str) -> tuple[int, int, int, int]:
@@ -63,10 +70,9 @@ def main() -> None:
   parser.add_argument("shapes", nargs="*", type=shape_of, default=[shape_of(x) for x in DEFAULT], help="D,V,M,signals: 128,256,2,4")
   parser.add_argument("--generations", nargs="+", choices=TOPOLOGIES, default=["v6e"], help="not on a TPU")
   parser.add_argument("--lengths", nargs="+", type=int, default=[4096])
-  parser.add_argument("--simulate", type=int, default=4096, help="longest length that is estimated and not computed (a multiple of 2048)")
   parser.add_argument("--timeout", type=float, default=1800, help="seconds a case")
   flags = parser.parse_args()
-  table([str(pltpu.get_tpu_info().chip_version)] if on_tpu() else flags.generations, flags.shapes, flags)
+  table([str(pltpu.get_tpu_info().chip_version)] if on_tpu() else flags.generations, flags.shapes, flags.lengths, flags.timeout)
 
 
 if __name__ == "__main__":
