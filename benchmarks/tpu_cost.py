@@ -45,9 +45,9 @@ class Case:
   causal: bool
   # Instead of the table's: tile, and the queries and keys of a sub-tile where the mask cuts it and where it is whole.
   blocks: tuple[int, int, int, int, int] | None = None
-  group: int = 1  # query heads, or groups of heads, of a key head
   documents: tuple[int, ...] | None = None  # lengths of the row's documents, which add up to T; None: a row without segment ids
   run: tuple[str, int] | None = None  # for an estimate: one of the kernels' runs of instructions, taken so often, is all that is built
+  group: int = 1  # query heads, or groups of heads, of a key head
 
 
 def attention(case: Case | Splash, heads: int):
