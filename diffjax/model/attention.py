@@ -298,7 +298,7 @@ def attention_class(config: ModelConfig) -> type[Attention]:
   """The layer that a config names.
 
   Raises:
-    UserError: if there is none of that name, or the config gives a λ_init that it cannot have.
+    UserError: if there is none of that name, or the config gives a λ_init or noise maps that it cannot have.
   """
   if config.attention not in ATTENTION:
     raise UserError(f"config.model.attention = {config.attention!r}: must be one of {', '.join(ATTENTION)}")
