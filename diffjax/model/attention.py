@@ -94,7 +94,7 @@ class Attention(nn.Module):
 
   num_maps: ClassVar[int] = 1  # 2: a noise map beside each signal map
   num_key_maps: ClassVar[int] = 1  # M
-  value_heads: ClassVar[int] = 1  # V / D
+  value_heads: ClassVar[int] = 1  # V / D, unless value_dim says otherwise
   extra: ClassVar[tuple[str, ...]] = ()  # parameters besides those of every layer
   has_lambda_init: ClassVar[bool] = False
 
