@@ -82,7 +82,7 @@ class ModelConfig:
 
   # A layer of model/attention.py: "diff" (DIFF V1), "diff_v2" (DIFF V2), "softmax" (the Transformer baseline), or one of its variants
   attention: str = "diff"
-  # Layers with the Transformer's attention instead, the lowest ones, with its twin's number of heads
+  # How many of the layers, from the lowest, have the Transformer's attention instead, with the number of heads of its twin
   plain_layers: int = at_least(0, default=0)
   # N: rows of the embedding; at least the tokenizer's size, and less than 256 more than it
   vocab_size: int = at_least(1, default=256)
@@ -131,7 +131,7 @@ class ModelConfig:
   head_norm_eps: float | None = None
   # λ_init of DIFF V1: a constant for every layer, or None for the paper's 0.8 − 0.6·exp(−0.3·l)
   lambda_init: float | None = None
-  # Layers that the paper's λ_init lags behind: l is the layer, counted from 0, less this. Motif's models have 1
+  # Subtracted from the layer l, counted from 0, in the paper's λ_init: with 1, as in Motif's models, a layer has that of the one before it
   lambda_init_offset: int = at_least(0, default=0)
   # Activation of the feed-forward layer's gate: "silu" (SwiGLU) or "poly_norm" (a learnt polynomial of normed powers, arXiv:2411.03884)
   ffn_activation: str = one_of("silu", "poly_norm", default="silu")

@@ -1,7 +1,8 @@
 """Matrices in 8 bits, for models that are used and no longer trained: all that diffjax asks of Google's qwix.
 
-Each column of a matrix, the weights of one output, has a scale: the largest |weight| over 127. Norms, λ and embeddings stay as they are.
-The model's own modules take such a matrix as it is; it is made whole where it is multiplied, which a TPU does on its way from memory.
+Each column of a matrix, the weights of one output, has a scale: the largest |weight| over 127. Norms, embeddings, λ's
+parameters and DEX's matrix stay as they are. The model's own modules take such a matrix as it is; it is made whole where it is multiplied,
+which a TPU does on its way from memory.
 
 qwix's `quantize_model`, which changes a model from outside, is of no use here: it does not see the products, since they have derivatives of
 their own, and rounds DIFF's λ vectors instead.

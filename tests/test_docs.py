@@ -19,7 +19,7 @@ from diffjax.config import Config, UserError, from_config_dict, to_config_dict, 
 from diffjax.evals import SUITES
 from diffjax.model.attention import ATTENTION
 from diffjax.ops.diff_attention import implementations
-from diffjax.training.flops import parameter_count
+from diffjax.training.flops import parameter_count, step_flops
 from experiments import results
 from tests.conftest import ROOT
 from tests.pages import DOCUMENTATION, commands, in_backticks, outside_code, python_blocks
@@ -215,6 +215,27 @@ def test_the_table_of_configs():
       value, suffix = written.split()
       digits = len(value.partition(".")[2])
       assert float(value) == pytest.approx(number / unit[suffix], abs=0.51 * 10**-digits), f"{name}: {written}, but {number}"
+
+
+def test_the_table_of_variants():
+  """Parameters and FLOPs at the widths of diff_3b, each over those of a Transformer with keys and values of the same size."""
+  diff = from_config_dict(importlib.import_module("configs.diff_3b").get_config()).model
+  rows = table("docs/family.md", "| `model.attention` | output of a head | parameters | FLOPs | from |")
+  assert {name.partition(",")[0] for name, *_ in rows} == set(ATTENTION)
+  for name, _, *written, _ in rows:
+    kind, _, shared = name.partition(", ")
+    wide = ATTENTION[kind].value_heads  # a Transformer's heads to one of the variant's
+    heads = 2 * diff.num_heads // wide
+    noise = heads // 4 if shared else None
+    model = dataclasses.replace(
+      diff, attention=kind, num_heads=heads, num_noise_heads=noise, num_kv_heads=noise or heads, head_norm=diff.head_norm and wide == 2
+    )
+    plain = dataclasses.replace(
+      diff, attention="softmax", num_heads=2 * diff.num_heads, num_kv_heads=model.num_kv_heads * wide, head_norm=False
+    )
+    flops = lambda model: step_flops(model, 4096, 4096).forward
+    found = [parameter_count(model) / parameter_count(plain), flops(model) / flops(plain)]
+    assert [float(cell) for cell in written] == [pytest.approx(value, abs=5.1e-4) for value in found], name
 
 
 def test_tables_name_everything():

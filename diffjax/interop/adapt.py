@@ -32,9 +32,11 @@ def adapted(model: Model, attention: str, num_noise_heads: int | None = None) ->
     num_noise_heads: Of DIFF V2, how many noise maps its heads share; None for one a head.
 
   Raises:
-    UserError: if the model is no Transformer, or its heads cannot share so many noise maps.
+    UserError: if there is no way to that attention, the model is no Transformer, or its heads cannot share so many noise maps.
   """
   config = model.config
+  if attention not in ATTENTIONS:
+    raise UserError(f"--attention={attention}: a Transformer becomes one of {', '.join(ATTENTIONS)}")
   if config.attention != "softmax":
     raise UserError(f"--attention={attention}: only a Transformer, attention 'softmax', is adapted; this model has {config.attention!r}")
   if num_noise_heads is not None and attention != "diff_v2":

@@ -1,8 +1,8 @@
 """Motif-2.6B and Motif-2-12.7B, DIFF V1 whose heads may share noise maps (grouped differential attention, arXiv:2510.06949).
 
 Their query heads are in groups, signal heads and then one noise head; the keys and values of two heads belong together, the keys of signal
-and noise, the halves of values. Without num_noise_heads, heads 2i and 2i + 1 are a group. λ_init is that of the layer before the paper's.
-Written from the public code of vLLM (MotifTechnologies/vllm, models/motif.py) and of an MLX port, which agree.
+and noise, the halves of values. Without num_noise_heads, heads 2i and 2i + 1 are a group. A layer's λ_init is what the paper gives the
+layer before it. Written from the public code of vLLM (MotifTechnologies/vllm, models/motif.py) and of an MLX port, which agree.
 """
 
 from __future__ import annotations

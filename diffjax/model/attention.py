@@ -94,7 +94,7 @@ class Attention(nn.Module):
 
   num_maps: ClassVar[int] = 1  # 2: a noise map beside each signal map
   num_key_maps: ClassVar[int] = 1  # M
-  value_heads: ClassVar[int] = 1  # V / D
+  value_heads: ClassVar[int] = 1  # V / D, unless value_dim says otherwise
   extra: ClassVar[tuple[str, ...]] = ()  # parameters besides those of every layer
   has_lambda_init: ClassVar[bool] = False
 
@@ -121,7 +121,7 @@ class Attention(nn.Module):
         and has no parameters for them.
 
     Raises:
-      ValueError: if keys_values are not of this layer's heads and widths.
+      ValueError: if keys_values are not of this layer's heads and widths, or the layer's own sizes do not go together.
     """
     x = x.astype(self.dtype)
     q = self._project(x, "query", x.shape[-1])
@@ -151,6 +151,8 @@ class Attention(nn.Module):
     return keys_values
 
   def _rotated(self, x: Float[Array, "B T *heads D"], positions: Int[Array, "B T"]) -> Float[Array, "B T *heads D"]:
+    if self.rope_dim is not None and self.rope_dim not in range(2, self.head_dim + 1, 2):
+      raise ValueError(f"rope_dim must be even, 2 to head_dim = {self.head_dim}, or None for all; got {self.rope_dim}")
     still = self.head_dim - (self.rope_dim or self.head_dim)
     turned = rope(x[..., still:], positions, self.rope_base, self.rope_scaling)
     return jnp.concatenate([x[..., :still], turned], axis=-1) if still else turned
@@ -298,7 +300,7 @@ def attention_class(config: ModelConfig) -> type[Attention]:
   """The layer that a config names.
 
   Raises:
-    UserError: if there is none of that name, or the config gives a λ_init that it cannot have.
+    UserError: if there is none of that name, or the config gives a λ_init or noise maps that it cannot have.
   """
   if config.attention not in ATTENTION:
     raise UserError(f"config.model.attention = {config.attention!r}: must be one of {', '.join(ATTENTION)}")
@@ -325,11 +327,11 @@ def map_sizes(kind: type[Attention], num_heads: int, num_noise_heads: int | None
   Raises:
     ValueError: if its heads cannot share so many noise maps evenly.
   """
-  groups = num_noise_heads or num_heads
-  if num_heads % groups or (kind.num_maps == 1 and num_noise_heads is not None):
-    raise ValueError(
-      f"num_noise_heads must divide num_heads = {num_heads}, and be None for {kind.__name__} of one map; got {num_noise_heads}"
-    )
+  groups = num_heads if num_noise_heads is None else num_noise_heads
+  if kind.num_maps == 1 and num_noise_heads is not None:
+    raise ValueError(f"num_noise_heads must be None for {kind.__name__}, which has one map; got {num_noise_heads}")
+  if groups < 1 or num_heads % groups:
+    raise ValueError(f"num_noise_heads must divide num_heads = {num_heads}, or be None for one a head; got {num_noise_heads}")
   maps = 1 if kind.num_maps == 1 else num_heads // groups + 1
   width = value_dim or kind.value_heads * head_dim
   return {"Q": groups, "G": maps, "M": kind.num_key_maps, "V": width, "U": width}

@@ -26,11 +26,18 @@ class Scaling:
       or "yarn" (arXiv:2309.00071: likewise, with α = 1 and β = 32, and sines and cosines times 0.1·ln(factor) + 1).
     factor: how many times.
     original_length: tokens.
+
+  Raises:
+    ValueError: if there is no such kind.
   """
 
   kind: str
   factor: float
   original_length: int
+
+  def __post_init__(self):
+    if self.kind not in ("linear", "llama3", "yarn"):
+      raise ValueError(f"kind must be 'linear', 'llama3' or 'yarn', got {self.kind!r}")
 
   def apply(self, frequencies: Float[Array, "half"], base: float) -> tuple[Float[Array, "half"], float]:
     """The stretched frequencies, and the factor on sines and cosines."""

@@ -98,7 +98,7 @@ def new_schedule(saved: Mapping[str, Any], config: Config, step: int) -> str:
 
 
 def other_model(saved: Mapping[str, Any], config: Config) -> str:
-  """What a run computes otherwise with the parameters that it starts from than the run that they are of, in a clause; "" if nothing.
+  """The fields of the model that differ between a run and the one whose parameters it starts from, in a clause; "" if none does.
 
   Args:
     saved: The config that the parameters were saved with, as nested dicts.

@@ -138,6 +138,6 @@ def _split(x: jax.Array, parts: int) -> jax.Array:
 
 
 def _lambdas(variables: dict[str, Any]) -> Metrics:
-  """λ of every layer [L], averaged over tokens and heads where it depends on them; nothing for the baseline."""
+  """λ of every layer that has one [L], averaged over tokens and heads where it depends on them; nothing for the baseline."""
   layers = variables.get("metrics", {}).get("layers", {})
   return {"lambda": layers["attention"]["lambda"][0]} if layers else {}

@@ -84,6 +84,11 @@ def test_what_cannot_be_adapted(make_model, convert, model, args, message, tmp_p
   assert re.match(f"error: {message}", result.stderr.strip()), result.stderr
 
 
+def test_an_attention_that_no_transformer_becomes_is_named(make_model):
+  with pytest.raises(UserError, match="--attention=gated: a Transformer becomes one of softmax, diff_v2, dex"):
+    adapted(make_model("softmax"), "gated")
+
+
 RECIPES = {"llama_1b_dex": ["--attention=dex"], "llama_1b_gda": ["--attention=diff_v2", "--num_noise_heads=2"]}
 
 

@@ -12,7 +12,8 @@ import safetensors.numpy
 
 from diffjax.config import UserError, from_config_dict
 from diffjax.interop import motif, workdir
-from diffjax.model.decoder import Decoder
+from diffjax.model.attention import DiffAttention
+from diffjax.model.decoder import lambda_inits
 from diffjax.model.sampler import Sampler
 from diffjax.training import trained
 from tests.interop import motif_reference
@@ -76,12 +77,17 @@ def test_golden_logits(golden, logits, name, tmp_path):
 def test_golden_attention_of_every_layer(golden, name, tmp_path):
   path, _, _ = golden(name, tmp_path / "source")
   model, data = motif.read(str(path)), np.load(path / "golden_logits.npz")
-  _, variables = jax.jit(lambda params, ids: Decoder(model.config).apply({"params": params}, ids, mutable=["intermediates"]))(
-    model.params, data["input_ids"]
-  )
-  (queries,) = variables["intermediates"]["layers"]["attention"]["query"]
-  noise = model.config.num_noise_heads or model.config.num_heads
-  assert queries.shape[3:5] == (noise, model.config.num_heads // noise + 1)
+  config = model.config
+  attention = DiffAttention(
+    num_heads=config.num_heads, num_noise_heads=config.num_noise_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+    rope_base=config.rope_base, norm_eps=config.head_norm_eps,
+  )  # fmt: skip
+  params, groups = model.params["layers"]["attention"], config.num_noise_heads or config.num_heads
+  assert params["query"].shape[2:4] == (groups, config.num_heads // groups + 1)
+  for layer, (x, want) in enumerate(zip(data["attention_input"], data["attention_output"], strict=True)):
+    of_layer = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params)
+    got = attention.apply({"params": of_layer}, x, lambda_inits(config)[layer])
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max(), rtol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -130,6 +130,21 @@ def test_a_layer_that_there_is_not(fields, message):
     attention_class(ModelConfig(**fields))
 
 
+@pytest.mark.parametrize(
+  "name, fields, message",
+  [
+    ("softmax", dict(num_noise_heads=2), "num_noise_heads must be None for Attention, which has one map; got 2"),
+    ("diff", dict(num_noise_heads=3), "num_noise_heads must divide num_heads = 4, or be None for one a head; got 3"),
+    ("diff", dict(num_noise_heads=0), "num_noise_heads must divide num_heads = 4, or be None for one a head; got 0"),
+    ("diff_v2", dict(rope_dim=10), "rope_dim must be even, 2 to head_dim = 8, or None for all; got 10"),
+    ("diff_v2", dict(rope_dim=3), "rope_dim must be even, 2 to head_dim = 8, or None for all; got 3"),
+  ],
+)
+def test_a_layer_alone_refuses_sizes_that_do_not_go_together(name, fields, message):
+  with pytest.raises(ValueError, match=message):
+    jax.eval_shape(ATTENTION[name](num_heads=4, head_dim=8, **fields).init, jax.random.key(0), jnp.zeros((1, 4, 16)), 0.5)
+
+
 def test_lambda_init_schedule_is_the_papers():
   np.testing.assert_allclose(lambda_init_schedule(jnp.arange(5)), [0.2, 0.3555, 0.4707, 0.5561, 0.6193], atol=5e-5)
 

@@ -31,6 +31,11 @@ STRETCHED = {
 }
 
 
+def test_an_unknown_way_to_stretch_is_refused():
+  with pytest.raises(ValueError, match="kind must be 'linear', 'llama3' or 'yarn', got 'dynamic'"):
+    Scaling("dynamic", 2.0, 1000)
+
+
 @pytest.mark.parametrize("kind", STRETCHED)
 def test_angles_are_stretched_as_transformers_does(kind):
   x, positions, (frequencies, size) = _x(1, 5, 1, 16), jnp.array([[0, 1, 30, 400, 2400]]), STRETCHED[kind]

@@ -53,9 +53,9 @@ def decode_attention(
 
   There is one new token a row, or, if q has an axis T, the last T ones: token t of row b has position lengths[b] − T + t. Keys and values
   of the new tokens are in the cache already. A token sees the keys up to its own; what the cache holds beyond them is never used, not even
-  where it is not finite. Groups of more than two maps are those of `diff_attention`.
-  Group g reads keys and values of key head ⌊g / (Q/K)⌋. On a mesh, pass `sharding`, or wrap the call in `shard_map`
-  yourself. The kernels have no gradient.
+  where it is not finite. Of a group of more than two maps the last is the noise map of all others, as in `diff_attention`. Group g reads
+  keys and values of key head ⌊g / (Q/K)⌋. On a mesh, pass `sharding`, or wrap the call in `shard_map` yourself. The kernels have no
+  gradient.
 
   Args:
     q: queries of G = 2 maps, of more whose last is the noise map, or of G = 1 for plain attention.

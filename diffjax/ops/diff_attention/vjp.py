@@ -35,7 +35,7 @@ class Saved(NamedTuple):
   """The result of a forward pass, and what its backward pass reads besides the arrays. Each in a layout of the implementation's own."""
 
   out: Any
-  out2: Any = None  # A₂V, for kernels that walk the keys block by block; `chunked` sees whole rows and does without
+  out2: Any = None  # the noise maps' A₂V, for kernels that walk the keys block by block; `chunked` sees whole rows and does without
   lse: Any = None  # log-sum-exps of the maps' rows
 
 
