@@ -191,6 +191,6 @@ def _rope(path: pathlib.Path, config: dict[str, Any]) -> dict[str, Any]:
       "original_max_position_embeddings, and their usual further fields"
     )
   if factor == 1:
-    return {"rope_base": base}
+    return dict(rope_base=base)
   stretched = {"rope_base": base, "rope_scaling": kind, "rope_factor": factor}
   return stretched if original is None else stretched | {"rope_original_length": original}

@@ -311,16 +311,11 @@ def attention_class(config: ModelConfig) -> type[Attention]:
       having = " or ".join(repr(name) for name, other in ATTENTION.items() if other.has_lambda_init)
       given = f"config.model.{field} = {getattr(config, field)!r}"
       raise UserError(f"{given}: only attention = {having} has a λ_init; leave it {plain} for {config.attention!r}")
-  if lags and config.lambda_init is not None:
-    raise UserError(
-      f"config.model.lambda_init_offset = {config.lambda_init_offset}: must be 0 with model.lambda_init = {config.lambda_init!r}, "
-      "a constant for every layer"
-    )
   if issubclass(kind, DexAttention) and config.lambda_init == 0:
     raise UserError("config.model.lambda_init = 0.0: must not be 0 for 'dex': with λ and W_D at 0 neither has a gradient")
   if issubclass(kind, DiffAttentionPerToken) and not 0 <= (config.lambda_init or 0) <= 1:
     raise UserError(f"config.model.lambda_init = {config.lambda_init!r}: must lie between 0 and 1, as a sigmoid's λ does")
-  if issubclass(kind, DiffAttentionPerToken) and lags:
+  if issubclass(kind, DiffAttentionPerToken) and config.lambda_init is None and lags:
     raise UserError(f"config.model.lambda_init_offset = {config.lambda_init_offset}: must be 0, since a sigmoid's λ cannot be negative")
   return kind
 

@@ -125,7 +125,6 @@ def test_stands_alone_in_a_users_module(name):
       dict(attention="diff_v2", lambda_init_offset=1),
       "config.model.lambda_init_offset = 1: only attention = 'diff'.* has a λ_init; leave it 0",
     ),
-    (dict(lambda_init=0.8, lambda_init_offset=1), "config.model.lambda_init_offset = 1: must be 0 with model.lambda_init = 0.8"),
     (dict(attention="dex", lambda_init=0.0), "config.model.lambda_init = 0.0: must not be 0 for 'dex'"),
     (dict(attention="diff_per_token", lambda_init=1.5), "config.model.lambda_init = 1.5: must lie between 0 and 1"),
   ],
