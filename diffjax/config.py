@@ -117,7 +117,7 @@ class ModelConfig:
   # RoPE's angles for rows longer than those of the pretraining: "none", "linear", "llama3" or "yarn"; rows of rope_original_length tokens
   # become rope_factor times as long
   rope_scaling: str = one_of("none", "linear", "llama3", "yarn", default="none")
-  # How many times as long; for rope_scaling
+  # How many times as long, above 1; for rope_scaling
   rope_factor: float = at_least(1, default=1.0)
   # Tokens of a row of the pretraining; for rope_scaling
   rope_original_length: int = at_least(1, default=4096)
@@ -347,6 +347,10 @@ def _check_model(model: ModelConfig) -> None:
     model.rope_dim is None or (2 <= model.rope_dim <= model.head_dim and model.rope_dim % 2 == 0),
     "model.rope_dim", model.rope_dim, f"must be even and at most model.head_dim = {model.head_dim}, or None for all",
   )  # fmt: skip
+  if model.rope_scaling != "none":
+    given = f"model.rope_scaling = {model.rope_scaling!r}"
+    require(model.rope_factor > 1, "model.rope_factor", model.rope_factor, f"must be above 1 with {given}")
+    require(model.rope_scaling != "yarn" or model.rope_base > 1, "model.rope_base", model.rope_base, f"must be above 1 with {given}")
   require(model.head_norm_eps is None or model.head_norm_eps > 0, "model.head_norm_eps", model.head_norm_eps, "must be positive, or None")
   require(model.value_dim is None or model.value_dim >= 1, "model.value_dim", model.value_dim, "must be at least 1, or None")
   require(

@@ -190,6 +190,12 @@ def test_round_trip():
     ("model.rope", 0, "config.model.rope must be bool; got 0"),
     ("model.projection_biases", "qkv", "config.model.projection_biases must be bool; got 'qkv'"),
     ("model.rope_dim", 3, "config.model.rope_dim = 3: must be even and at most model.head_dim = "),
+    ("model", {"rope_scaling": "linear"}, "config.model.rope_factor = 1.0: must be above 1 with model.rope_scaling = 'linear'"),
+    (
+      "model",
+      {"rope_scaling": "yarn", "rope_factor": 2.0, "rope_base": 1.0},
+      "config.model.rope_base = 1.0: must be above 1 with model.rope_scaling = 'yarn'",
+    ),
     ("model.value_dim", 0, "config.model.value_dim = 0: must be at least 1, or None"),
     ("model.head_norm_eps", 0.0, "config.model.head_norm_eps = 0.0: must be positive, or None"),
     ("model.head_dim", 33, "config.model.head_dim = 33: must be even"),

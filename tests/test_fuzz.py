@@ -175,6 +175,7 @@ FITTING: dict[str, list] = {
   "model.head_dim": [4, 2, 6],
   "model.ffn_dim": [8, 1, 17],
   "model.max_length": [64],
+  "model.rope_factor": [4.0],
   "model.rope_base": [1e4, 1.0, 1e-30, 1e30],
   "model.head_norm": [True, False],
   "model.norm_eps": [1e-5, 1e-30, 1e30],

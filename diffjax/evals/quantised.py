@@ -30,7 +30,7 @@ from diffjax.config import UserError
 from diffjax.evals import harness, many_shot, mathematics, needle, position_nll, validation
 from diffjax.evals.report.figures import Figure
 from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
-from diffjax.ops.diff_attention.mask import Mask, positions
+from diffjax.ops.diff_attention.mask import Mask, Windows, positions
 from diffjax.ops.diff_attention.reference import reference
 from diffjax.training.trained import Trained
 
@@ -108,6 +108,8 @@ def quantised_attention(bits: int, per: str) -> Callable[..., jax.Array]:
   def attend(q, k, v, lam=None, *, q_segment_ids=None, kv_segment_ids=None, q_offset=0, causal=True, window=None):
     if kv_segment_ids is None:
       kv_segment_ids = q_segment_ids
+    if isinstance(window, Windows):
+      window = window.size
     mask = Mask(q.shape[1], k.shape[1], causal, window)
     seen = mask.between(positions(q.shape[1], q_offset), positions(k.shape[1], 0), q_segment_ids, kv_segment_ids)
     if q_segment_ids is not None:

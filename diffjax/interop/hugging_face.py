@@ -190,5 +190,7 @@ def _rope(path: pathlib.Path, config: dict[str, Any]) -> dict[str, Any]:
       f"{path} scales its rotary angles as diffjax does not ({written}): it supports {', '.join(_SCALINGS)} with a factor and "
       "original_max_position_embeddings, and their usual further fields"
     )
+  if factor == 1:
+    return dict(rope_base=base)
   stretched = {"rope_base": base, "rope_scaling": kind, "rope_factor": factor}
   return stretched if original is None else stretched | {"rope_original_length": original}

@@ -307,16 +307,17 @@ def attention_class(config: ModelConfig) -> type[Attention]:
   kind = ATTENTION[config.attention]
   if config.num_noise_heads is not None and kind.num_maps == 1:
     raise UserError(f"config.model.num_noise_heads = {config.num_noise_heads}: {config.attention!r} has no noise map; leave it None")
-  if config.lambda_init is not None and not kind.has_lambda_init:
-    having = " or ".join(repr(name) for name, other in ATTENTION.items() if other.has_lambda_init)
-    raise UserError(
-      f"config.model.lambda_init = {config.lambda_init!r}: only attention = {having} has a λ_init; leave it None for {config.attention!r}"
-    )
+  lags = config.lambda_init_offset > 0  # that of layers above plain ones is negative, whatever they are
+  for field, plain, is_given in (("lambda_init", None, config.lambda_init is not None), ("lambda_init_offset", 0, lags)):
+    if is_given and not kind.has_lambda_init:
+      having = " or ".join(repr(name) for name, other in ATTENTION.items() if other.has_lambda_init)
+      given = f"config.model.{field} = {getattr(config, field)!r}"
+      raise UserError(f"{given}: only attention = {having} has a λ_init; leave it {plain} for {config.attention!r}")
   if issubclass(kind, DexAttention) and config.lambda_init == 0:
     raise UserError("config.model.lambda_init = 0.0: must not be 0 for 'dex': with λ and W_D at 0 neither has a gradient")
   if issubclass(kind, DiffAttentionPerToken) and not 0 <= (config.lambda_init or 0) <= 1:
     raise UserError(f"config.model.lambda_init = {config.lambda_init!r}: must lie between 0 and 1, as a sigmoid's λ does")
-  if issubclass(kind, DiffAttentionPerToken) and config.lambda_init is None and config.lambda_init_offset > 0:
+  if issubclass(kind, DiffAttentionPerToken) and config.lambda_init is None and lags:
     raise UserError(f"config.model.lambda_init_offset = {config.lambda_init_offset}: must be 0, since a sigmoid's λ cannot be negative")
   return kind
 

@@ -386,12 +386,16 @@ def _check_shapes(saved: Any, wanted: Any, path: epath.Path) -> None:
   """Raises UserError for the first array that only one side has, or whose shapes differ. Orbax itself reports neither legibly."""
   there, here = (dict(_shapes(tree)) for tree in (saved, wanted))
   for name in sorted({*there, *here}):
+    if there.get(name) == here.get(name):
+      continue
     if name not in there:
-      raise UserError(f"checkpoint {path} is of another model or optimizer: it has no {name}, which is {here[name]} here")
-    if name not in here:
-      raise UserError(f"checkpoint {path} is of another model or optimizer: it has {name} {there[name]}, which is not there here")
-    if there[name] != here[name]:
-      raise UserError(f"checkpoint {path} is of another model or optimizer: {name} is {there[name]} there and {here[name]} here")
+      difference = f"it has no {name}, which is {here[name]} here"
+    elif name not in here:
+      difference = f"it has {name} {there[name]}, which is not there here"
+    else:
+      difference = f"{name} is {there[name]} there and {here[name]} here"
+    of_optimizer = "; config.train.init_from starts another --workdir from its parameters" * name.startswith("opt_state")
+    raise UserError(f"checkpoint {path} is of another model or optimizer: {difference}{of_optimizer}")
 
 
 def _shapes(tree: Any) -> Iterator[tuple[str, list[int]]]:

@@ -214,17 +214,20 @@ def test_cycles_of_libraries_and_of_other_masks_do_not_count(tmp_path, monkeypat
 
 def test_cycles_of_a_models_kernels():
   """Each kind of layer has its kernels' cycles, a call for each group of a noise map."""
-  shape = dict(vocab_size=64, embed_dim=64, num_kv_heads=4, head_dim=128, ffn_dim=64)
-  model = ModelConfig(num_layers=2, plain_layers=1, num_heads=8, num_noise_heads=4, value_dim=128, **shape)
-  config = Config(model=model, data=DataConfig(length=2048), train=TrainConfig(batch_size=16, accumulation=2))
+  shape = dict(vocab_size=64, embed_dim=64, num_kv_heads=2, head_dim=128, ffn_dim=64)
+  model = ModelConfig(num_layers=2, plain_layers=1, num_heads=8, num_noise_heads=2, **shape)
+  config = Config(model=model, data=DataConfig(length=1024), train=TrainConfig(batch_size=16, accumulation=2))
   found = kernel_cycles(config, {"data": 2, "fsdp": 2, "context": 1, "tensor": 2}, "v6e", 1)
   rows = 16 / 2 / 4
-  plain, shared = (cycles("v6e", "forward", 2048, 128, 128, *maps) for maps in ((1, 1), (3, 2)))
-  assert plain and found["diff_attention_forward_plain"] == plain * rows * 8 * 2 / 2
-  assert shared is None and "diff_attention_forward_v1" not in found  # what was not estimated is not there, rather than another's
-  v1 = dataclasses.replace(model, plain_layers=0, num_noise_heads=None, value_dim=None)
+  plain, shared = cycles("v6e", "forward", 1024, 128, 128, 1, 1), cycles("v6e", "forward", 1024, 128, 256, 5, 2)
+  assert plain and found["diff_attention_forward_plain"] == plain * rows * 16 / 2
+  assert shared and found["diff_attention_forward_v1"] == shared * rows * 2 / 2
+  v1 = dataclasses.replace(model, plain_layers=0, num_noise_heads=None)
   found = kernel_cycles(dataclasses.replace(config, model=v1), {"data": 1, "fsdp": 1, "context": 1, "tensor": 1}, "v6e", 2)
-  assert found["diff_attention_backward_v1"] == cycles("v6e", "backward", 2048, 128, 256, 2, 2) * 8 * 8 / 2
+  assert found["diff_attention_backward_v1"] == cycles("v6e", "backward", 1024, 128, 256, 2, 2) * 8 * 8 / 2
+  unknown = dataclasses.replace(model, plain_layers=0, num_noise_heads=4)  # what was not estimated is not there, rather than another's
+  found = kernel_cycles(dataclasses.replace(config, model=unknown), {"data": 1, "fsdp": 1, "context": 1, "tensor": 1}, "v6e", 1)
+  assert found == {"_online": 0.0}
 
 
 ROWS, SIZE, COUNT, TURNS = 16384, 4096, 8, 3

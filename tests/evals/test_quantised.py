@@ -47,9 +47,11 @@ def test_what_has_a_scale_of_its_own(per, rows, heads):
   assert changed[0, 1, 0, 4] == (not rows) and changed[0, 2, 1, 4] == changed[0, 1, 1, 4] == (not heads)
 
 
-@pytest.mark.parametrize("kind, window", [("softmax", None), ("diff", None), ("diff", 5), ("diff_v2", None)])
-def test_many_bits_change_nothing_and_few_change_much(make_trained, kind, window):
-  trained = make_trained(kind, window=window)
+@pytest.mark.parametrize(
+  "kind, fields", [("softmax", {}), ("diff", {}), ("diff", dict(window=5)), ("diff", dict(window=5, window_pattern="wf")), ("diff_v2", {})]
+)
+def test_many_bits_change_nothing_and_few_change_much(make_trained, kind, fields):
+  trained = make_trained(kind, **fields)
   batch = next(iter(validation_rows("quantised", trained, 3, batch_size=3)))
   apply = jax.jit(
     lambda model, params: model.apply({"params": params}, batch["tokens"], batch["segment_ids"], batch["positions"]), static_argnums=0

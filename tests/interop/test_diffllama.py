@@ -95,6 +95,14 @@ def test_outward_and_inward_is_the_same_function(make_model, logits, fields, tmp
   assert list(again.tokenizer.encode("é 1")) == list(model.tokenizer.encode("é 1"))
 
 
+def test_angles_stretched_by_1_are_not_stretched(make_model, tmp_path):
+  model = make_model("diff")
+  diffllama.write(str(tmp_path), model, "float32")
+  path = tmp_path / "config.json"
+  path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 1.0}}))
+  assert diffllama.read(str(tmp_path)).config == model.config
+
+
 def test_bfloat16_is_rounded_once_from_what_is_folded(make_model, tmp_path):
   model = make_model("diff")
   diffllama.write(str(tmp_path / "a"), model, "float32")

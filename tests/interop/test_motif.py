@@ -224,7 +224,10 @@ def test_what_was_converted_is_served_by_several_devices(golden, weight_dtype, t
     (dict(lambda_init_offset=0), "this layout can only say lambda_init_offset 1: it cannot hold a model of lambda_init_offset 0"),
     (dict(ffn_activation="silu"), "this layout can only say ffn_activation poly_norm"),
     (dict(lambda_init=0.8), "this layout can only say lambda_init None: it cannot hold a model of lambda_init 0.8"),
-    (dict(attention="diff_v2", head_norm=False), "this layout can only say attention diff: it cannot hold a model of attention diff_v2"),
+    (
+      dict(attention="diff_v2", lambda_init_offset=0, head_norm=False),
+      "this layout can only say attention diff: it cannot hold a model of attention diff_v2",
+    ),
     (dict(plain_layers=1), "this layout can only say plain_layers 0"),
     (dict(window=9), "this layout can only say window None"),
   ],

@@ -121,6 +121,10 @@ def test_stands_alone_in_a_users_module(name):
       "config.model.lambda_init = 0.8: only attention = 'diff'.* has a λ_init; leave it None for",
     ),
     (dict(attention="softmax", num_noise_heads=2), "config.model.num_noise_heads = 2: 'softmax' has no noise map; leave it None"),
+    (
+      dict(attention="diff_v2", lambda_init_offset=1),
+      "config.model.lambda_init_offset = 1: only attention = 'diff'.* has a λ_init; leave it 0",
+    ),
     (dict(attention="dex", lambda_init=0.0), "config.model.lambda_init = 0.0: must not be 0 for 'dex'"),
     (dict(attention="diff_per_token", lambda_init=1.5), "config.model.lambda_init = 1.5: must lie between 0 and 1"),
   ],
