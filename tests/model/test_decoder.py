@@ -125,7 +125,7 @@ def test_windows_and_plain_layers_are_those_of_their_layers(remat, layers):
   """A decoder of several kinds of layers equals one that is put together from a layer of each kind."""
   config = dataclasses.replace(VARIANTS["public"], num_layers=layers, plain_layers=2, window=3, window_pattern="wwf", remat=remat)
   params, ids = init(config), tokens((2, 16))
-  plain = dict(attention="softmax", num_heads=8, num_kv_heads=4, num_noise_heads=None, head_norm=False)
+  plain = dict(attention="softmax", num_heads=8, num_kv_heads=4, num_noise_heads=None, head_norm=False, lambda_init_offset=0)
   x: Any = jnp.take(params["embedding"], ids, axis=0)
   for layer in range(layers):
     name, index, kind = ("plain_layers", layer, plain) if layer < 2 else ("layers", layer - 2, {})
