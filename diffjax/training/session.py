@@ -197,7 +197,7 @@ class Session:
     )
     scores = {f"validation/{name}": value for name, value in losses}
     has_baseline = config.data.mode == "prepared" and config.data.tokenizer == "bytes" and jax.process_count() == 1
-    if has_baseline and step >= config.train.steps:
+    if has_baseline and step >= config.train.steps and "validation/bits_per_byte" in scores:
       scores["validation/trigram_bits_per_byte"] = trigram.baseline(config, self._validation_batches, self._token_bytes)
     self._log.evaluated(step, scores)
     return scores

@@ -191,7 +191,7 @@ def test_causality_by_gradient(name):
 
   def output(x):  # the decoder on embeddings: one row of the embedding matrix a position
     table = {**params, "embedding": x[0]}
-    hidden = Decoder(dataclasses.replace(config, vocab_size=length)).apply({"params": table}, jnp.arange(length)[None])
+    hidden = Decoder(dataclasses.replace(config, vocab_size=length, tie_embeddings=True)).apply({"params": table}, jnp.arange(length)[None])
     return hidden[0, at].sum()
 
   influence = jnp.abs(jax.jit(jax.grad(output))(embedded)).sum(-1)[0]
