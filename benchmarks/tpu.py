@@ -61,7 +61,7 @@ def cost_or_computed(case: Case, flags) -> dict[str, tuple[float, str]]:
     return {direction: (value, "") for direction, value in cost(case, flags.timeout).items()}
   result = {}
   for direction in DIRECTIONS:
-    values = [alike(case, direction, length, case.causal, flags.timeout) for length in (flags.simulate // 2, flags.simulate)]
+    values = [_alike(case, direction, length, case.causal, flags) for length in (flags.simulate // 2, flags.simulate)]
     if None not in values:
       # a·n + b·n² through two points, where n counts the shorter length.
       square = (values[1] - 2 * values[0]) / 2
@@ -70,33 +70,34 @@ def cost_or_computed(case: Case, flags) -> dict[str, tuple[float, str]]:
   return result
 
 
-def composed_cost(case: Case, flags) -> dict[str, tuple[float, str]]:
+def composed_cost(case: Case, flags, *, start_apart: bool = True) -> dict[str, tuple[float, str]]:
   """A causal mask's cost and its mark by direction, from builds that have no condition: tiles that are whole, and one that is cut.
 
-  Where steps of one grid differ, the estimate adds to each what its instructions do not show: a fifth to the fused backward kernel, three
-  fifths to the same with one map. A tile that is there alone has no such steps, and neither has a grid whose tiles are all whole.
+  What comes once in either grid is told apart by a build of four whole tiles; without `start_apart` each tile counts it. Where steps of one
+  grid differ, the estimate adds to each what its instructions do not show: a fifth to the fused backward kernel, three fifths to the same
+  with one map. A tile that is there alone has no such steps, and neither has a grid whose tiles are all whole.
   """
   result = {}
   for direction in DIRECTIONS:
     blocks = blocks_of(case, direction)
     tile, count = blocks.q, case.length // blocks.q
-    if blocks.q != blocks.kv or case.length % tile:
+    if blocks.q != blocks.kv or case.length % tile or (direction == "backward" and blocks.resident < case.length):
       continue
-    wanted = ((2 * tile, False), (tile, False), (tile, True))
-    four, one, cut = (alike(case, direction, length, causal, flags.timeout) for length, causal in wanted)
-    if four and one and cut:
-      start = max(0.0, (4 * one - four) / 3)  # what comes once, in either grid
-      whole = (four - start) / 4
+    wanted = ((2 * tile, False), (tile, False), (tile, True))[not start_apart :]
+    *four, one, cut = (_alike(case, direction, length, causal, flags) for length, causal in wanted)
+    if all(four) and one and cut:
+      start = max(0.0, (4 * one - four[0]) / 3) if four else 0.0
+      whole = (four[0] - start) / 4 if four else one
       result[direction] = (start + count * (count - 1) / 2 * whole + count * (cut - start), "~")
   return result
 
 
-def alike(case: Case, direction: str, length: int, causal: bool, timeout: float) -> float | None:
+def _alike(case: Case, direction: str, length: int, causal: bool, flags) -> float | None:
   """The cost of the case with another length and mask, but with its blocks."""
   blocks, other = blocks_of(case, direction), dataclasses.replace(case, length=length, causal=causal)
   if sizes(blocks_of(other, direction)) != sizes(blocks):
     other = dataclasses.replace(other, blocks=sizes(blocks))
-  return cost(other, timeout).get(direction)
+  return cost(other, flags.timeout).get(direction)
 
 
 def library_cost(library: str, generation: str, V: int, length: int, mask: str, flags) -> dict[str, tuple[float, str]]:

@@ -19,38 +19,23 @@ import itertools
 
 from jax.experimental.pallas import tpu as pltpu
 
-from benchmarks.tpu import alike
-from benchmarks.tpu_cost import DIRECTIONS, TOPOLOGIES, Case, blocks_of, cost, on_tpu
+from benchmarks.tpu import composed_cost, cost_or_computed
+from benchmarks.tpu_cost import DIRECTIONS, TOPOLOGIES, Case, on_tpu
 
 DEFAULT = ("128,256,2,4", "192,128,1,4")
 
 
-def row_cost(case: Case, timeout: float) -> dict[str, float]:
-  """A causal row's cost by direction: on a TPU its time, elsewhere that of its tiles. A direction without an estimate is not there."""
-  if on_tpu():
-    return cost(case, timeout)
-  result = {}
-  for direction in DIRECTIONS:
-    blocks = blocks_of(case, direction)
-    count = case.length // blocks.q
-    if blocks.q == blocks.kv and case.length % blocks.q == 0 and (direction == "forward" or blocks.resident >= case.length):
-      whole, cut = (alike(case, direction, blocks.q, causal, timeout) for causal in (False, True))
-      if whole and cut:
-        result[direction] = count * (count - 1) / 2 * whole + count * cut
-  return result
-
-
-def table(generations: list[str], shapes: list[tuple[int, int, int, int]], lengths: list[int], timeout: float) -> None:
+def table(generations: list[str], shapes: list[tuple[int, int, int, int]], flags) -> None:
   unit = "µs" if on_tpu() else "kilocycles, put together from a compiler's estimates, not a time;"
   print(f"{unit} one key head, bfloat16, causal; the ratio is shared / repeated")
   line = "{:5}{:>18}{:>7}  {:9}" + "{:>12}" * 3
   print(line.format("chip", "D, V, M, signals", "T", "", "repeated", "shared", "ratio"))
-  for generation, shape, length in itertools.product(generations, shapes, lengths):
+  for generation, shape, length in itertools.product(generations, shapes, flags.lengths):
     D, V, M, signals = shape
-    repeated = row_cost(Case(generation, D, V, 2, M, length, True, group=signals), timeout)
-    shared = row_cost(Case(generation, D, V, signals + 1, M, length, True), timeout)
+    repeated, shared = Case(generation, D, V, 2, M, length, True, group=signals), Case(generation, D, V, signals + 1, M, length, True)
+    rows = [cost_or_computed(case, flags) if on_tpu() else composed_cost(case, flags, start_apart=False) for case in (repeated, shared)]
     for name, directions in (*((way, (way,)) for way in DIRECTIONS), ("both", DIRECTIONS)):
-      costs = [sum(found[way] for way in directions) if set(directions) <= set(found) else None for found in (repeated, shared)]
+      costs = [sum(found[way][0] for way in directions) if set(directions) <= set(found) else None for found in rows]
       shown = ["no estimate" if value is None else f"{value * (1e6 if on_tpu() else 1e-3):.1f}" for value in costs]
       ratio = f"{costs[1] / costs[0]:.3f}" if costs[0] and costs[1] else ""
       print(line.format(generation, ", ".join(map(str, shape)), length, name, *shown, ratio), flush=True)
@@ -72,7 +57,7 @@ def main() -> None:
   parser.add_argument("--lengths", nargs="+", type=int, default=[4096])
   parser.add_argument("--timeout", type=float, default=1800, help="seconds a case")
   flags = parser.parse_args()
-  table([str(pltpu.get_tpu_info().chip_version)] if on_tpu() else flags.generations, flags.shapes, flags.lengths, flags.timeout)
+  table([str(pltpu.get_tpu_info().chip_version)] if on_tpu() else flags.generations, flags.shapes, flags)
 
 
 if __name__ == "__main__":

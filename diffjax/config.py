@@ -74,6 +74,8 @@ def share(*, default: float) -> Any:
 
 # Values of `ModelConfig.remat`, from the most memory to the least.
 REMAT = ("none", "dots", "ffn", "gate", "attention", "full")
+# Fields of `ModelConfig` that each run chooses: they do not change what a model is.
+OF_THE_RUN = ("dtype", "attention_implementation", "remat")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,12 +20,11 @@ import os
 from absl import app, flags
 
 from diffjax import command
-from diffjax.config import Config, UserError
+from diffjax.config import OF_THE_RUN, Config, UserError
 from diffjax.evals.report import card
 from diffjax.training import manifest
 
 _MODULES = {"diffjax": "workdir", "diffllama": "diffllama", "unilm": "unilm", "llama": "llama", "motif": "motif"}
-_OF_THE_RUN = ("dtype", "attention_implementation", "remat")  # fields of the model that each run chooses
 _FROM = flags.DEFINE_string("from", None, f"LAYOUT:PATH of the model; a layout is one of {', '.join(_MODULES)}.")
 _TO = flags.DEFINE_string("to", None, "LAYOUT:PATH to write it to: a directory that does not exist or is empty.")
 _ATTENTION = flags.DEFINE_enum(
@@ -89,7 +88,7 @@ def _module(layout: str):
 
 def _flags(config: Config) -> str:
   """The flags of diffjax.train, beside a config file and a workdir, to start from a workdir that was written here."""
-  model = {name: value for name, value in dataclasses.asdict(config.model).items() if name not in _OF_THE_RUN and value is not None}
+  model = {name: value for name, value in dataclasses.asdict(config.model).items() if name not in OF_THE_RUN and value is not None}
   return " ".join(
     [f"--config.data.tokenizer={config.data.tokenizer}", *(f"--config.model.{name}={value}" for name, value in model.items())]
   )

@@ -110,7 +110,7 @@ class Layout:
     Raises:
       UserError: if the model has what the layout cannot say.
     """
-    for field, plain in (dict(says) | {field: plain for field, plain in _PLAIN.items() if field not in says}).items():
+    for field, plain in {**says, **_PLAIN, **says}.items():
       if plain is not ... and (value := getattr(config, field)) != plain:
         raise UserError(f"this layout can only say {field} {plain}: it cannot hold a model of {field} {value}")
     self._layers, self._tied, self._tied_by = config.num_layers, config.tie_embeddings, tied_by

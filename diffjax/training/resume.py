@@ -7,7 +7,7 @@ from typing import Any
 
 from etils import epath
 
-from diffjax.config import Config, UserError
+from diffjax.config import OF_THE_RUN, Config, UserError
 from diffjax.training.checkpoint import find_checkpoint
 from diffjax.training.optimizer import make_schedule
 
@@ -34,7 +34,7 @@ _MAY_CHANGE = (
   "model.remat",
 )
 # Fields of the model that do not change what it computes from its parameters.
-_OF_THE_RUN = ("model.attention_implementation", "model.remat", "model.dtype", "model.max_length")
+_SAME_FUNCTION = ("model.max_length", *(f"model.{name}" for name in OF_THE_RUN))
 
 
 def check_workdir(workdir: epath.PathLike, config: Config) -> None:
@@ -107,7 +107,9 @@ def other_model(saved: Mapping[str, Any], config: Config) -> str:
   default, new = (dict(_fields({"model": config.to_dict()["model"]})) for config in (Config(), config))
   old = default | dict(_fields({"model": saved["model"]}))
   changed = [
-    f"config.{field} is {new[field]}, and was {old[field]} there" for field in new if field not in _OF_THE_RUN and new[field] != old[field]
+    f"config.{field} is {new[field]}, and was {old[field]} there"
+    for field in new
+    if field not in _SAME_FUNCTION and new[field] != old[field]
   ]
   return "; ".join(changed)
 

@@ -5,7 +5,7 @@ block's logits are in memory. Keys that the mask hides from a whole block are ne
 of them would not fit the cache. Per query, key and head, the forward pass takes 4 multiply-adds of d and the backward pass 10 (paper §1),
 as plain attention with the same projections does. A kernel that iterates over keys takes 6 in the forward pass. Here the maps are
 subtracted before the product with V, and δ₂ is a row sum of A₂ ∘ dP, so that O₂ is not needed. A noise map that several signal maps share
-is computed once.
+is computed once, and the signal maps of a group are heads of one product.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _MAX_BANDS = 16
 
 
 class _Inputs(NamedTuple):
-  """The arguments with heads leading: N = B·K, and R = Q/K query groups share a key head."""
+  """The arguments with heads leading: N = B·K, and R = H/K heads share a key head."""
 
-  q: list[jax.Array]  # G of [N, R, T, D]
+  q: list[jax.Array]  # of the signal maps [N, R, T, D], and of the noise maps, each of R / (G − 1) heads, if there are such
   k: list[jax.Array]  # M of [N, S, D]
   v: jax.Array  # [N, S, V]
-  lam: list[jax.Array]  # G − 1 of [N, R, T, 1], one for each signal map
+  lam: jax.Array | None  # [N, R, T, 1]
   q_ids: jax.Array | None  # [N, T]
   kv_ids: jax.Array | None  # [N, S]
   offset: jax.Array | None  # [N]
@@ -55,7 +55,7 @@ class _Band(NamedTuple):
 
 
 def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
-  """The output [B, T, H, V] and the log-sum-exps, G of [N, R, T, 1]."""
+  """The output [B, T, H, V] and the log-sum-exps [N, R, T, 1] of signal maps, and of noise maps likewise."""
   inputs = _lead_with_heads(arrays)
   num_groups, block = _tile(inputs)
   group = functools.partial(_forward_group, mask, options, _bands(mask, block))
@@ -64,7 +64,7 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
     heads = lambda x: x.reshape(arrays.q.shape[0], arrays.q.shape[2], *x.shape[2:])  # of groups of two maps at most
     out, out2 = (*map(heads, out), None)[:2]
     return Saved(out, out2, jnp.stack([heads(x)[..., 0] for x in lse], axis=2) * LOG2E)
-  return Saved(_of_signals(out, arrays.q.shape[0]).astype(arrays.q.dtype), lse=lse)
+  return Saved(_tokens_first(out, arrays.q.shape[0]).astype(arrays.q.dtype), lse=lse)
 
 
 def _forward_group(mask: Mask, options: Options, bands: list[_Band], inputs: _Inputs):
@@ -86,13 +86,11 @@ def _forward_group(mask: Mask, options: Options, bands: list[_Band], inputs: _In
     values = _keys(inputs.v, key, band.span)
     if options.partial:
       return carry, ([_dot("nrts,nsv->nrtv", weight, values) / total for weight, total in zip(weights, sums, strict=True)], lses)
-    outs = []
-    for signal in range(_signals(inputs)):
-      combined = weights[signal]
-      if inputs.lam:  # O = (A₁ − λA₂)V with the signal map's division left for after the product
-        combined = combined - (_rows(inputs.lam[signal], row, band.block) * sums[signal] / sums[-1]) * weights[-1]
-      outs.append(_dot("nrts,nsv->nrtv", combined, values) / sums[signal])
-    return carry, (outs, lses)
+    combined = weights[0]
+    if inputs.lam is not None:  # O = (A₁ − λA₂)V with the first map's division left for after the product
+      noise, total = (_for_heads(x, combined.shape[1]) for x in (weights[1], sums[1]))
+      combined = combined - (_rows(inputs.lam, row, band.block) * sums[0] / total) * noise
+    return carry, (_dot("nrts,nsv->nrtv", combined, values) / sums[0], lses)
 
   return _walk(bands, step, (inputs,), ())[1]
 
@@ -102,39 +100,39 @@ def _backward(arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out)
   q, k, v, lam = arrays[:4]
   batch, num_kv_heads, scale = q.shape[0], k.shape[2], options.scale
   dtype = jnp.promote_types(jnp.float32, q.dtype)
-  inputs, lse, deltas_2 = _lead_with_heads(arrays), saved.lse, None
-  by_signal = functools.partial(_by_signal, num_kv_heads=num_kv_heads, signals=_signals(inputs))
+  inputs, lse, delta_2 = _lead_with_heads(arrays), saved.lse, None
   if options.partial:  # δ₂ is a sum over all keys, which are not here
     tokens_first = lambda x: jnp.swapaxes(x, 1, 2)
     lse = [_heads_first(tokens_first(saved.lse[:, :, g])[..., None], num_kv_heads) / LOG2E for g in range(q.shape[3])]
     saved = saved._replace(out=tokens_first(saved.out))
     if lam is not None:
       row_sums = jnp.sum(d_out.astype(dtype) * tokens_first(saved.out2).astype(dtype), axis=-1, keepdims=True)
-      deltas_2 = by_signal(row_sums)
+      delta_2 = _heads_first(row_sums, num_kv_heads)
   # rowsum(dO ∘ O) = δ₁ − λδ₂
-  deltas = by_signal(jnp.sum(d_out.astype(dtype) * saved.out.astype(dtype), axis=-1, keepdims=True))
+  delta = _heads_first(jnp.sum(d_out.astype(dtype) * saved.out.astype(dtype), axis=-1, keepdims=True), num_kv_heads)
   num_groups, block = _tile(inputs)
   group = functools.partial(_backward_group, mask, scale, _bands(mask, block))
-  (d_k, d_v), (d_q, d_lam) = _map_groups(group, num_groups, inputs, lse, deltas, deltas_2, by_signal(d_out))
+  (d_k, d_v), (d_q, d_lam) = _map_groups(group, num_groups, inputs, lse, delta, delta_2, _heads_first(d_out, num_kv_heads))
   result = dtype if options.partial else q.dtype
-  d_q = jnp.stack([_tokens_first(x * scale, batch) for x in d_q], axis=3).astype(result)
+  by_group = lambda x: _tokens_first(x * scale, batch).reshape(*q.shape[:3], -1, q.shape[4])
+  d_q = jnp.concatenate([by_group(x) for x in d_q], axis=3).astype(result)
   d_k = jnp.stack([_keys_first(x * scale, batch) for x in d_k], axis=3).astype(result)
   d_v = _keys_first(d_v, batch).astype(result)
-  return d_q, d_k, d_v, None if lam is None else _of_signals(d_lam, batch)[..., 0].astype(lam.dtype)
+  return d_q, d_k, d_v, None if lam is None else _tokens_first(d_lam, batch)[..., 0].astype(lam.dtype)
 
 
 IMPLEMENTATION = Implementation(_forward, _backward, takes_groups=True, takes_parts=True)
 
 
-def _backward_group(mask: Mask, scale: float, bands: list[_Band], inputs: _Inputs, lse, deltas, deltas_2, d_outs):
-  dtype = deltas[0].dtype
+def _backward_group(mask: Mask, scale: float, bands: list[_Band], inputs: _Inputs, lse, delta, delta_2, d_out):
+  dtype = delta.dtype
   # dK and dV grow as [N, D, S] from queries and dO laid out [N, D, R, T]: a product of two row-major matrices, where the natural
   # [S, T]·[T, D] reads the large matrix across its rows and measured two to ten times slower on CPU.
-  turned = [[jnp.transpose(x, (0, 3, 1, 2)) for x in group] for group in (inputs.q, d_outs)]
+  turned = [jnp.transpose(x, (0, 3, 1, 2)) for x in (*inputs.q, d_out)]
   zeros = lambda x: vary_like(jnp.zeros((x.shape[0], x.shape[2], x.shape[1]), dtype), inputs.q[0])
 
   def step(band: _Band, arrays, carry, row, key):
-    inputs, turned, lse, deltas, known, d_outs = arrays
+    inputs, turned, lse, delta, known, d_out = arrays
     d_k, d_v = list(carry[0]), carry[1]
     visible = _visible(mask, band, inputs, row, key)
     keys = [_keys(k, key, band.span) for k in _per_map(inputs)]
@@ -142,31 +140,24 @@ def _backward_group(mask: Mask, scale: float, bands: list[_Band], inputs: _Input
       jnp.exp(apply(visible, _logits(_rows(q, row, band.block), k, scale)) - _rows(total, row, band.block))
       for q, k, total in zip(inputs.q, keys, lse, strict=True)
     ]
-    d_lam: list[jax.Array] = []
-    d_logits: list[jax.Array] = []
-    d_noise: Any = 0.0
-    for signal, (d_out, delta) in enumerate(zip(d_outs, deltas, strict=True)):
-      values = _keys(inputs.v, key, band.span)
-      d_weights = _logits(_rows(d_out, row, band.block), values, 1.0)  # dP = dO·Vᵀ, for signal and noise
-      delta_1, combined = _rows(delta, row, band.block), maps[signal]
-      if inputs.lam:
-        lam = _rows(inputs.lam[signal], row, band.block)
-        delta_2 = _row_sums(maps[-1] * d_weights) if known is None else _rows(known[signal], row, band.block)
-        delta_1, combined = delta_1 + lam * delta_2, combined - lam * maps[-1]
-        d_lam.append(-delta_2)
-        d_noise = d_noise - lam * (d_weights - delta_2)
-      d_logits.append(maps[signal] * (d_weights - delta_1))
-      d_v = _add_keys(d_v, _dot("nvrt,nrts->nvs", _columns(turned[1][signal], row, band.block), combined), key)
-    if inputs.lam:
-      d_logits.append(maps[-1] * d_noise)
+    d_weights = _logits(_rows(d_out, row, band.block), _keys(inputs.v, key, band.span), 1.0)  # dP = dO·Vᵀ, for both maps
+    delta_1, combined, d_lam, d_logits = _rows(delta, row, band.block), maps[0], None, []
+    if inputs.lam is not None:
+      lam = _rows(inputs.lam, row, band.block)
+      noise = _for_heads(maps[1], combined.shape[1])
+      delta_2 = _row_sums(noise * d_weights) if known is None else _rows(known, row, band.block)
+      delta_1, combined, d_lam = delta_1 + lam * delta_2, maps[0] - lam * noise, -delta_2
+      d_logits = [_of_heads(-lam * noise * (d_weights - delta_2), maps[1].shape[1])]
+    d_logits = [maps[0] * (d_weights - delta_1), *d_logits]
     d_q = [_dot("nrts,nsd->nrtd", d_logit, k) for d_logit, k in zip(d_logits, keys, strict=True)]
     for g, d_logit in enumerate(d_logits):
-      m = _key_map(inputs, g)
-      d_k[m] = _add_keys(d_k[m], _dot("ndrt,nrts->nds", _columns(turned[0][g], row, band.block), d_logit), key)
+      m = g % len(d_k)
+      d_k[m] = _add_keys(d_k[m], _dot("ndrt,nrts->nds", _columns(turned[g], row, band.block), d_logit), key)
+    d_v = _add_keys(d_v, _dot("nvrt,nrts->nvs", _columns(turned[-1], row, band.block), combined), key)
     return (d_k, d_v), (d_q, d_lam)
 
   carry = ([zeros(k) for k in inputs.k], zeros(inputs.v))
-  return _walk(bands, step, (inputs, turned, lse, deltas, deltas_2, d_outs), carry)
+  return _walk(bands, step, (inputs, turned, lse, delta, delta_2, d_out), carry)
 
 
 def _walk(bands: list[_Band], step: Callable, arrays: Any, carry: Any) -> tuple[Any, Any]:
@@ -213,10 +204,10 @@ def _bands(mask: Mask, block: int) -> list[_Band]:
 
 def _tile(inputs: _Inputs) -> tuple[int, int]:
   """The number of groups in which heads are walked, and the rows of a query block."""
-  num_heads, shared, length, _ = inputs.q[0].shape
+  num_heads, _, length, _ = inputs.q[0].shape
   kv_length = inputs.v.shape[1]
   block = min(length, _LONG_BLOCK if kv_length > _LONG else _SHORT_BLOCK)
-  per_head = len(inputs.q) * shared * block * kv_length
+  per_head = sum(q.shape[1] for q in inputs.q) * block * kv_length
   heads = max(n for n in range(1, num_heads + 1) if num_heads % n == 0 and (n == 1 or n * per_head <= _BLOCK_LOGITS))
   return num_heads // heads, block
 
@@ -233,11 +224,12 @@ def _lead_with_heads(arrays: Arrays) -> _Inputs:
   q, k, v, lam, q_ids, kv_ids, offset = arrays
   num_kv_heads = k.shape[2]
   per_head = lambda x: None if x is None else jnp.repeat(x, num_kv_heads, axis=0)
+  signal, noise = (q, []) if q.shape[3] == 1 else (q[:, :, :, :-1], [q[:, :, :, -1]])
   return _Inputs(
-    q=[_heads_first(q[:, :, :, g], num_kv_heads) for g in range(q.shape[3])],
+    q=[_heads_first(x, num_kv_heads) for x in (signal.reshape(*q.shape[:2], -1, q.shape[4]), *noise)],
     k=[_heads_first(k[:, :, :, m], num_kv_heads)[:, 0] for m in range(k.shape[3])],
     v=_heads_first(v, num_kv_heads)[:, 0],
-    lam=[] if lam is None else _by_signal(lam[..., None], num_kv_heads, q.shape[3] - 1),
+    lam=None if lam is None else _heads_first(lam[..., None], num_kv_heads),
     q_ids=per_head(q_ids),
     kv_ids=per_head(kv_ids),
     offset=per_head(offset),
@@ -257,30 +249,21 @@ def _keys_first(x: Float[Array, "N X S"], batch: int) -> Float[Array, "B S K X"]
   return jnp.transpose(x.reshape(batch, -1, *x.shape[1:]), (0, 3, 1, 2))
 
 
-def _signals(inputs: _Inputs) -> int:
-  """The number of a group's maps that are heads: all but the noise map, or the one map."""
-  return max(len(inputs.q) - 1, 1)
+def _for_heads(x: Float[Array, "N r t X"], heads: int) -> Float[Array, "N R t X"]:
+  """What noise maps have, repeated for each of their heads."""
+  return x if x.shape[1] == heads else jnp.repeat(x, heads // x.shape[1], axis=1)
 
 
-def _by_signal(x: Float[Array, "B T H X"], num_kv_heads: int, signals: int) -> list[Float[Array, "N R T X"]]:
-  """An array over heads as one for each signal map of a group."""
-  heads = x.reshape(*x.shape[:2], -1, signals, x.shape[-1])
-  return [_heads_first(heads[:, :, :, signal], num_kv_heads) for signal in range(signals)]
-
-
-def _of_signals(parts: list[Float[Array, "N R T X"]], batch: int) -> Float[Array, "B T H X"]:
-  """The inverse of `_by_signal`."""
-  heads = jnp.stack([_tokens_first(part, batch) for part in parts], axis=3)
-  return heads.reshape(*heads.shape[:2], -1, heads.shape[-1])
-
-
-def _key_map(inputs: _Inputs, g: int) -> int:
-  """Which map of the keys a map of the queries looks at: the noise map at the last, all others at the first."""
-  return len(inputs.k) - 1 if g == len(inputs.q) - 1 else 0
+def _of_heads(x: Float[Array, "N R t s"], maps: int) -> Float[Array, "N r t s"]:
+  """The sum over the heads of each noise map, one by one: a reduction over this axis took all of `chunked` 1.5 times as long on a CPU."""
+  if x.shape[1] == maps:
+    return x
+  heads = x.reshape(x.shape[0], maps, -1, *x.shape[2:])
+  return functools.reduce(jnp.add, [heads[:, :, head] for head in range(heads.shape[2])])
 
 
 def _per_map(inputs: _Inputs) -> list[jax.Array]:
-  return [inputs.k[_key_map(inputs, g)] for g in range(len(inputs.q))]
+  return [inputs.k[g % len(inputs.k)] for g in range(len(inputs.q))]
 
 
 def _visible(mask: Mask, band: _Band, inputs: _Inputs, row, key) -> Bool[Array, "Z 1 t s"] | None:
