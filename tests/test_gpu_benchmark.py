@@ -68,7 +68,7 @@ def run(acts, processes=1, limit=1.5, seconds=120.0, how=pool.run_beside):
   those = [{"n": n, "act": act} for n, act in enumerate(acts)]
   deadline = time.monotonic() + seconds
   if how is pool.run_beside:
-    how(those, start, processes, limit, deadline, record)
+    how(those, start, processes, (limit, limit), deadline, record)
   else:
     how(those, start, processes, (limit, limit), deadline, lambda: None, record)
   return found
@@ -76,7 +76,7 @@ def run(acts, processes=1, limit=1.5, seconds=120.0, how=pool.run_beside):
 
 def test_a_hang_or_a_crash_costs_one_case():
   found = run(["right", "hang", "crash", "hang early", "error", "right"])
-  assert [row.get("lost", "").partition(",")[0] for row in found.values()] == ["", "hang", "crash", "hang", "", ""]
+  assert [row.get("lost", "").partition(",")[0] for row in found.values()] == ["", "hang", "crash", "not compiled", "", ""]
   assert found[2]["lost"] == "crash, SIGSEGV" and "a stack trace" in found[2]["stderr"]
   assert found[4] == {"error": "ValueError: no such shape"}
   assert found[0]["right"] and found[5]["right"] and found[0]["process"] != found[5]["process"]
@@ -96,7 +96,7 @@ def test_what_the_deadline_cuts_off_is_not_recorded():
 
 def test_timings_have_a_process_each_and_the_gpu_alone():
   found = run(["right", "hang early", "right", "crash", "hang", "right"], processes=3, how=pool.run_in_turn)
-  assert [row.get("lost", "").partition(",")[0] for row in found.values()] == ["", "hang", "", "crash", "hang", ""]
+  assert [row.get("lost", "").partition(",")[0] for row in found.values()] == ["", "not compiled", "", "crash", "hang", ""]
   good = [found[n] for n in (0, 2, 5)]
   assert len({row["process"] for row in good}) == 3 and good == sorted(good, key=lambda row: row["begun"])
 
@@ -276,7 +276,7 @@ def gradients(kind, T, S, **options):
 def test_one_key_is_right_within_rounding_and_wrong_beyond():
   """Where a query sees one key, dQ and dK cancel to nothing but rounding."""
   for kind in inputs.MAPS:
-    (d_out, q, k, v, *lam), expected = gradients(kind, 1, 1)
+    (d_out, q, k, v, *lam), expected = gradients(kind, 1, 1, H=64)  # of few heads, chance could make the halves small
     assert checks.norm(expected[1]) < 1e-3 * checks.norm(d_out)
     floors = checks.floors(d_out, q, k, v)
     # δ from an output in bfloat16, as a kernel has it: the halves of dS cancel to within 2⁻⁹
@@ -396,7 +396,7 @@ def test_every_part_is_in_a_call():
   for name in gpu_day.CALLS:
     assert sorted(gpu_day.parts(name, False)) == sorted(whole)
     assert sorted(gpu_day.parts(name, True)) == sorted(cases.rehearsal())
-  assert gpu_day.parts("1", False)[:3] == ["checks", "v1_128", "v1_64"]
+  assert gpu_day.parts("1", False)[:3] == ["checks", "v1_128", "steps"]
 
 
 def test_small_checks_come_first():

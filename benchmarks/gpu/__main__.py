@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import os
 import pathlib
 import sys
@@ -28,8 +29,7 @@ from typing import Any
 from benchmarks.gpu import cases, pool, ptxas, report, results, verdict
 from benchmarks.gpu.clock import Gauge
 
-CHECK_SECONDS = 60.0
-COMPILE_SECONDS, TIME_SECONDS = 120.0, 60.0
+LIMITS = 120.0, 60.0  # seconds for compiling a case, and for running it
 TIMED_AT_ONCE = {"steps": 3}  # models that are on the GPU together; arrays of attention are made when their turn comes
 
 
@@ -48,13 +48,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(f"error: --parts: there is no {', '.join(unknown)}; there are {', '.join(parts)}")
   found = _environment(flags)
   store = results.Results(flags.out / "gpu.json", found)
-  run = functools.partial(_run, store=store, flags=flags, deadline=started + flags.seconds)
+  run = functools.partial(_run, store=store, flags=flags, started=started)
   with Gauge() as gauge:
-    for name in wanted:
-      left = [case for case in parts[name] if not _is_there(store, case, flags.again)]
-      there = f", {len(parts[name]) - len(left)} are there" if len(left) < len(parts[name]) else ""
-      print(f"{name}, after {time.monotonic() - started:.0f} s: {len(left)} to do{there}", flush=True)
-      run(name, left, gauge)
+    # Timings in a row are one list, so that as many as can be compile at once
+    for kind, group in itertools.groupby(wanted, lambda name: name if name in ("checks", "steps") else "timings"):
+      names = list(group)
+      every = [case for name in names for case in parts[name]]
+      left = [case for case in every if not _is_there(store, case, flags.again)]
+      there = f", {len(every) - len(left)} are there" if len(left) < len(every) else ""
+      print(f"{', '.join(names)}, after {time.monotonic() - started:.0f} s: {len(left)} to do{there}", flush=True)
+      run(kind, left, gauge)
   rows = list(store.here())
   missing = [case for name in dict.fromkeys(["checks", *wanted]) for case in parts[name] if not store.find(case)]
   judged = [*rows, *({"case": case, "absent": "not done"} for case in missing)]  # a kernel that was not checked is not in the running
@@ -107,24 +110,23 @@ def _is_there(store: results.Results, case: dict[str, Any], again: str | None) -
   return not (failed and again == "failed")
 
 
-def _run(
-  name: str, left: list[dict[str, Any]], gauge: Gauge, *, store: results.Results, flags: argparse.Namespace, deadline: float
-) -> None:
-  """Runs the cases of a part that are left."""
+def _run(kind: str, left: list[dict[str, Any]], gauge: Gauge, *, store: results.Results, flags: argparse.Namespace, started: float) -> None:
+  """Runs the cases that are left: checks beside each other, steps and other timings in turn."""
+  deadline = started + flags.seconds
 
   def record(case: dict[str, Any], result: dict[str, Any]) -> None:
     if case["do"] != "check" and (read := gauge.take()):
       result = {**result, "gpu": read}
     store.add(case, result)
-    print(report.line(case, result), flush=True)
+    print(f"{time.monotonic() - started:4.0f} s{report.line(case, result)}", flush=True)
 
-  count = min(flags.processes, TIMED_AT_ONCE.get(name, flags.processes))
-  if name == "checks":
+  count = min(flags.processes, TIMED_AT_ONCE.get(kind, flags.processes))
+  if kind == "checks":
     start = lambda: pool.start(0.9 / count, flags.rehearse)
-    pool.run_beside(left, start, count, CHECK_SECONDS, deadline, record)
+    pool.run_beside(left, start, count, LIMITS, deadline, record)
   else:
     start = lambda: pool.start(0.9, flags.rehearse)
-    pool.run_in_turn(left, start, count, (COMPILE_SECONDS, TIME_SECONDS), deadline, gauge.take, record)
+    pool.run_in_turn(left, start, count, LIMITS, deadline, gauge.take, record)
 
 
 if __name__ == "__main__":

@@ -27,11 +27,13 @@ SETS = 3  # of inputs
 OURS = {"fused": "pallas_gpu", "two_call": "two_call", "chunked": "chunked"}
 
 
-def names(kind: str, packed: bool) -> tuple[str, ...]:
-  """The implementations that are timed for a kind of attention."""
-  ours = ("fused", "two_call", *(() if kind == "plain" else ("chunked",)))
-  others = () if packed else ("cudnn", "cudnn halved") if kind == "v1" else () if kind == "plain" else ("cudnn",)
-  return (*ours, *others, "tokamax")
+def names(kind: str, packed: bool, every: bool) -> tuple[str, ...]:
+  """The implementations that are timed for a kind of attention: every one, or those that are compared at every length."""
+  compared = ("fused", "two_call", *(() if packed else ("tokamax",)))
+  if not every:
+    return compared
+  cudnn = () if packed else {"v1": ("cudnn", "cudnn halved"), "v2": ("cudnn",), "plain": ()}[kind]
+  return (*compared, *(() if kind == "plain" else ("chunked",)), *cudnn, *(("tokamax",) if packed else ()))
 
 
 def prepare(case: dict[str, Any]) -> Callable[[], dict[str, Any]]:

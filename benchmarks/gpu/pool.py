@@ -25,7 +25,7 @@ Record = Callable[[Case, dict[str, Any]], None]
 
 
 class Lost(Exception):
-  """A process hung or died; `result` says so, with the end of what it wrote to standard error."""
+  """A process was late or died; `result` says so, with the end of what it wrote to standard error."""
 
   def __init__(self, how: str, seconds: float, said: str):
     super().__init__(how)
@@ -54,8 +54,12 @@ class Worker:
       self._process.stdin.write(json.dumps(message).encode() + b"\n")
       self._process.stdin.flush()
 
-  def receive(self, seconds: float) -> Any:
+  def receive(self, seconds: float, late: str = "hang") -> Any:
     """The next answer.
+
+    Args:
+      seconds: to wait for it.
+      late: what it is called if there is none by then.
 
     Raises:
       Lost: there was none in so many seconds, or the process died. It is gone then.
@@ -67,7 +71,7 @@ class Worker:
       readable = left > 0 and select.select([self._process.stdout], [], [], left)[0]
       part = os.read(self._process.stdout.fileno(), 1 << 16) if readable else b""
       if not part:
-        how = "hang" if not readable else f"crash, {self._exit()}"
+        how = late if not readable else f"crash, {self._exit()}"
         self.end()
         raise Lost(how, time.monotonic() - start, self._said())
       self._buffer += part
@@ -108,14 +112,16 @@ def start(memory: float, rehearse: bool) -> Worker:
   return Worker([sys.executable, "-m", "benchmarks.gpu.worker", *(["--rehearse"] if rehearse else [])], environment)
 
 
-def run_beside(cases: Sequence[Case], start: Callable[[], Worker], processes: int, limit: float, deadline: float, record: Record) -> None:
+def run_beside(
+  cases: Sequence[Case], start: Callable[[], Worker], processes: int, limits: tuple[float, float], deadline: float, record: Record
+) -> None:
   """Runs cases in several processes at once, each of which takes the next case when it has done one.
 
   Args:
     cases: in the order in which they are begun.
     start: makes a worker.
     processes: number of them at once.
-    limit: seconds of a case.
+    limits: seconds for compiling a case, and for running it.
     deadline: by `time.monotonic`; a case that it cuts off is not recorded.
     record: takes a case and its result, which has "lost" if the process hung or crashed and "error" if there was an exception. Called
       from threads.
@@ -135,7 +141,7 @@ def run_beside(cases: Sequence[Case], start: Callable[[], Worker], processes: in
       while again:
         fresh = worker is None
         worker = worker or start()
-        result = _run(worker, limit, deadline, case, fresh)
+        result = _run(worker, limits, deadline, case, fresh)
         # An illegal address shows as an error in whatever the process does next, so an error counts in a process of its own alone.
         again = not fresh and result is not None and "error" in result
         if result is None or "error" in result or "lost" in result:
@@ -151,20 +157,20 @@ def run_beside(cases: Sequence[Case], start: Callable[[], Worker], processes: in
       future.result()
 
 
-def _run(worker: Worker, limit: float, deadline: float, case: Case, fresh: bool) -> dict[str, Any] | None:
+def _run(worker: Worker, limits: tuple[float, float], deadline: float, case: Case, fresh: bool) -> dict[str, Any] | None:
   """A case's result; None if the deadline cut it off."""
   begun = time.monotonic()
   try:
     if fresh:
-      worker.receive(min(START, deadline - begun))
+      worker.receive(min(START, deadline - begun), "not started")
     begun = time.monotonic()
-    left = lambda: min(begun + limit, deadline) - time.monotonic()
     worker.send(case)
-    answer = worker.receive(left())
+    answer = worker.receive(min(limits[0], deadline - begun), "not compiled")
     if answer != "ready":
       return answer
+    compiled = time.monotonic()
     worker.send("go")
-    return {**worker.receive(left()), "seconds": round(time.monotonic() - begun, 1)}
+    return {**worker.receive(min(limits[1], deadline - compiled)), "compile_seconds": round(compiled - begun, 1)}
   except Lost as lost:
     return lost.result if time.monotonic() < deadline else None
 
@@ -184,20 +190,20 @@ def run_in_turn(
     cases: in the order in which they are run.
     start: makes a worker.
     processes: number of cases that are compiled at once, and wait.
-    limits: seconds for compiling a case, and for running it.
-    deadline: as in `run_beside`, like `record`.
+    limits, deadline, record: as in `run_beside`.
     begin: called when a case's turn to run has come.
-    record: takes a case and its result.
   """
 
-  def compile(pair: tuple[Worker, Case]) -> Any:
+  def compile(pair: tuple[Worker, Case]) -> tuple[Any, float]:
     worker, case = pair
+    begun = time.monotonic()
     try:
-      worker.receive(min(START, deadline - time.monotonic()))
+      worker.receive(min(START, deadline - begun), "not started")
+      begun = time.monotonic()
       worker.send(case)
-      return worker.receive(min(limits[0], deadline - time.monotonic()))
+      return worker.receive(min(limits[0], deadline - begun), "not compiled"), time.monotonic() - begun
     except Lost as lost:
-      return lost.result
+      return lost.result, time.monotonic() - begun
 
   for first in range(0, len(cases), processes):
     if time.monotonic() >= deadline:
@@ -206,12 +212,12 @@ def run_in_turn(
     try:
       with concurrent.futures.ThreadPoolExecutor(processes) as pool:
         answers = list(pool.map(compile, wave))
-      for (worker, case), result in zip(wave, answers, strict=True):
+      for (worker, case), (result, seconds) in zip(wave, answers, strict=True):
         if result == "ready":
           begin()
           worker.send("go")
           try:
-            result = worker.receive(min(limits[1], deadline - time.monotonic()))
+            result = {**worker.receive(min(limits[1], deadline - time.monotonic())), "compile_seconds": round(seconds, 1)}
           except Lost as lost:
             result = lost.result
         worker.end()

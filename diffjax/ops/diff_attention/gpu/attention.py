@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from diffjax.ops.diff_attention.arguments import form
@@ -80,12 +81,15 @@ def _backward(arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out)
   """Gradients of q, k, v and λ (None without λ); paper §1."""
   (q, k, v, lam, q_ids, kv_ids, offset), (out, out2, lse) = arrays, saved
   (B, T, H, G, D_in), (S, K, M), V_in = q.shape, k.shape[1:4], v.shape[-1]
-  row_sums = lambda x: jnp.swapaxes(jnp.sum(d_out.astype(jnp.float32) * x.astype(jnp.float32), axis=-1), 1, 2)[:, :, None]
-  columns, d_lam = [lse, row_sums(out)], None
+  row_sums = lambda x: jnp.sum(d_out.astype(jnp.float32) * x.astype(jnp.float32), axis=-1)
+  # Without the barrier XLA sums inside the concatenation below, a thread a row: seven times as long as reading the arrays takes.
+  sums = jax.lax.optimization_barrier([row_sums(x) for x in (out, out2) if x is not None])
+  delta, *of_noise = (jnp.swapaxes(x, 1, 2)[:, :, None] for x in sums)
+  columns, d_lam = [lse, delta], None
   if lam is not None:
-    turned, delta2 = jnp.swapaxes(lam, 1, 2)[:, :, None], row_sums(out2)
-    columns = [lse, columns[1] + turned * delta2, delta2, turned]
-    d_lam = -jnp.swapaxes(delta2[:, :, 0], 1, 2)
+    turned, (delta2,) = jnp.swapaxes(lam, 1, 2)[:, :, None], of_noise
+    columns = [lse, delta + turned * delta2, delta2, turned]
+    d_lam = -sums[1]
   factor, (q, k, v, _, q_ids, kv_ids) = _operands(options.scale, q, k, v, None, q_ids, kv_ids)
   (_, rows, _, D), keys, V = q.shape, k.shape[1], v.shape[3]
   # Log-sum-exps, deltas and λ of each query; the weights of queries that are padding are zero.
