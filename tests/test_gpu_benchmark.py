@@ -347,6 +347,26 @@ def test_the_verdict(rows, expected):
   assert [entry["implementation"] for entry in entries] == ([expected] if expected else [])
 
 
+def test_whole_steps_decide_where_attention_was_not_timed():
+  """Packed rows here; on rows of one document the times of attention alone count, whatever steps took."""
+  step = lambda name, taken, packed: {
+    "case": dict(do="step", attention="diff", name=name, packed=packed, T=4096, head_dim=128),
+    "seconds_a_step": taken,
+  }
+  rows = timed(fused=2.0, two_call=1.0) + [
+    step(name, taken, p) for p in (True, False) for name, taken in (("pallas_gpu", 1), ("two_call", 2))
+  ]
+  assert [(x["packed"], x["implementation"]) for x in verdict.table(checked() + rows)] == [(False, "two_call"), (True, "pallas_gpu")]
+  assert "packed rows, by whole training steps: auto takes pallas_gpu" in verdict.words(checked() + rows)[-1]
+  assert {x["implementation"] for x in verdict.table(rows)} == {"two_call"}  # a kernel that was not checked
+
+
+def test_the_file_names_no_place_of_the_machine(tmp_path):
+  places = {"mosaic": {"path": "/home/me/ptxas", "version": "13.5.37"}, "cuda": "/home/me/cuda"}
+  store = results.Results(tmp_path / "gpu.json", ENVIRONMENT | places)
+  assert "13.5.37" in store._path.read_text() and "/home" not in store._path.read_text()
+
+
 def test_auto_reads_the_verdict(tmp_path, monkeypatch):
   rows = checked() + timed(fused=1.0, two_call=2.0) + timed(T=16384, fused=2.0, two_call=1.0)
   monkeypatch.setattr(measured, "TABLE", tmp_path / "measured.json")

@@ -62,8 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   missing = [case for name in dict.fromkeys(["checks", *wanted]) for case in parts[name] if not store.find(case)]
   judged = [*rows, *({"case": case, "absent": "not done"} for case in missing)]  # a kernel that was not checked is not in the running
   verdict.write(flags.out / "measured.json", found["device"], judged)
-  lines = [f"missing: {case['do']} {report.about(case)}" for case in missing]
-  text = "\n".join([report.report(rows), *lines, "", "VERDICT", *verdict.words(judged)])
+  text = "\n".join([report.report(rows), *report.missing(missing), "", "VERDICT", *verdict.words(judged)])
   results.write(flags.out / "report.md", text + "\n")
   print(text)
   checks = [row for row in rows if row["case"]["do"] == "check"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from benchmarks.gpu import static
 
 Row = dict[str, Any]
 _UNSAID = ("do", "vocab_size", "num_layers", "embed_dim", "head_dim", "ffn_dim")  # of a case, in print
@@ -54,12 +57,32 @@ def report(rows: Iterable[Row]) -> str:
   for packed in (False, True):
     if found := [row for row in of("attention") if row["case"]["packed"] == packed]:
       lines += ["", *_attention(found, "packed rows" if packed else "rows of one document")]
+  if found := [row for row in of("attention") if row.get("kernels_ms") and not row["case"]["packed"]]:
+    lines += ["", *_kernels(found)]
   for what in ("decode", "step"):
     if found := of(what):
       lines += ["", "decoding" if what == "decode" else "training steps", *(line(row["case"], row) for row in found)]
   if any(row.get("clock") == "clock" for row in rows):
     lines.append("some times are the host's clock's, with what it takes to start a program")
   return "\n".join(lines)
+
+
+def missing(cases: Iterable[Row]) -> list[str]:
+  """Cases that are not there, by what they time."""
+  counts = collections.Counter(about({name: x for name, x in case.items() if name in ("kind", "D", "packed", "do")}) for case in cases)
+  return [f"missing: {count} of {what}" for what, count in counts.items()]
+
+
+def _kernels(rows: Sequence[Row]) -> list[str]:
+  """Rates of our kernels in the products that their tasks need, as static.py counts and estimates them."""
+  lines = ["| TF/s of a kernel | T | forward | dQ | dK and dV |", "|---" * 5 + "|"]
+  for case, ms in ((row["case"], row["kernels_ms"]) for row in rows):
+    pairs = case["B"] * case["H"] * case["T"] * (case["T"] + 1) / 2
+    taken = [ms.get(f"diff_attention_{kernel}_{case['kind']}") for kernel in static.KERNELS]
+    rates = [2 * units * case["D"] * pairs / x / 1e9 if x else None for units, x in zip(static.NEEDED[case["kind"]], taken, strict=True)]
+    cells = [f"{case['kind']} D {case['D']}", case["T"], *("–" if rate is None else f"{rate:.0f}" for rate in rates)]
+    lines.append("| " + " | ".join(map(str, cells)) + " |")
+  return lines
 
 
 def _attention(rows: Sequence[Row], title: str) -> list[str]:

@@ -33,6 +33,12 @@ def digest(folder: pathlib.Path = OPERATION) -> str:
   return content.hexdigest()[:12]
 
 
+def _without_paths(environment: dict[str, Any]) -> dict[str, Any]:
+  """The environment as the file keeps it, which is committed: where things lie on a machine says nothing to others."""
+  keep = lambda found: {name: x for name, x in found.items() if name not in ("path", "cuda")}
+  return keep({name: keep(x) if isinstance(x, dict) else x for name, x in environment.items()})
+
+
 def _conditions(call: dict[str, Any]) -> tuple[Any, ...]:
   environment = call["environment"]
   return environment["device"], environment["mosaic"].get("version"), environment["versions"]
@@ -53,7 +59,7 @@ class Results:
     self.calls: list[dict[str, Any]] = found["calls"]
     self.rows: list[Row] = found["rows"]
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    self.calls.append({"date": now, "code": digest(), "environment": environment})
+    self.calls.append({"date": now, "code": digest(), "environment": _without_paths(environment)})
     self._save()
 
   def add(self, case: dict[str, Any], result: dict[str, Any]) -> None:

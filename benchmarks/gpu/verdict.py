@@ -1,7 +1,8 @@
 """What `auto` should take, by the times: a table for diffjax/ops/diff_attention/gpu/measured.json, and the same in words.
 
-Another implementation than today's (two_call, or chunked where two_call cannot run) must be at least 3% faster, forward + backward. A
-kernel of which any check was wrong, hung, crashed or is missing is not in the running, at any length.
+Another implementation than today's (two_call, or chunked where two_call cannot run) must be at least 3% faster, forward + backward, or by
+whole training steps where the attention of their shape was not timed. A kernel of which any check was wrong, hung, crashed or is missing is
+not in the running, at any length.
 """
 
 from __future__ import annotations
@@ -33,21 +34,28 @@ def checked(rows: Iterable[Row]) -> dict[tuple[str, int], bool]:
 def table(rows: Iterable[Row]) -> list[Entry]:
   """The choice for each kind, width, packed or not, and length that was timed, with the milliseconds that decided."""
   rows = list(rows)
-  right, times = checked(rows), {}
+  right, times, steps = checked(rows), {}, {}
+
+  def put(into: dict, kind: str, D: int, name: str, ms: float) -> None:
+    if name != "pallas_gpu" or right.get((kind, D)):
+      into.setdefault((kind, D, case["packed"], case["T"]), {})[name] = ms
+
   for row in rows:
     case = row["case"]
     if case["do"] == "attention" and case["name"] in OURS and "both_ms" in row:
-      name = OURS[case["name"]]
-      if name != "pallas_gpu" or right.get((case["kind"], case["D"])):
-        times.setdefault((case["kind"], case["D"], case["packed"], case["T"]), {})[name] = row["both_ms"]
+      put(times, case["kind"], case["D"], OURS[case["name"]], row["both_ms"])
+    elif case["do"] == "step" and "seconds_a_step" in row:
+      kind = "v1" if case["attention"] == "diff" else "plain"
+      put(steps, kind, case["head_dim"], case["name"], float(f"{row['seconds_a_step'] * 1e3:.5g}"))
   entries = []
-  for (kind, D, packed, T), found in sorted(times.items()):
+  for (kind, D, packed, T), found in sorted((steps | times).items()):
     today = next((name for name in TODAY if name in found), None)
     best = min(found, key=found.__getitem__)
     if today is None:  # what it would replace was not timed
       continue
     chosen = best if found[today] >= MARGIN * found[best] else today
-    entries.append({"kind": kind, "D": D, "packed": packed, "T": T, "implementation": chosen, "ms": found})
+    of = {} if (kind, D, packed, T) in times else {"of": "whole training steps"}
+    entries.append({"kind": kind, "D": D, "packed": packed, "T": T, "implementation": chosen, **of, "ms": found})
   return entries
 
 
@@ -61,8 +69,8 @@ def words(rows: Iterable[Row]) -> list[str]:
   ]
   for entry in table(rows):
     others = ", ".join(f"{name} {ms:.3g} ms" for name, ms in sorted(entry["ms"].items(), key=lambda x: x[1]))
-    packed = ", packed rows" if entry["packed"] else ""
-    lines.append(f"{entry['kind']}, D {entry['D']}, T {entry['T']}{packed}: auto takes {entry['implementation']} ({others})")
+    what = (", packed rows" if entry["packed"] else "") + (f", by {entry['of']}" if "of" in entry else "")
+    lines.append(f"{entry['kind']}, D {entry['D']}, T {entry['T']}{what}: auto takes {entry['implementation']} ({others})")
   return [*lines, *_decoding(rows)] or ["nothing was timed yet, so auto stays as it is"]
 
 

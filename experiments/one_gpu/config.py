@@ -23,7 +23,7 @@ def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
   architecture, rate = parts(variant)
   config = base.get_config()
   config.model.update(vocab_size=4096, num_layers=8, embed_dim=512, num_heads=8, num_kv_heads=8, head_dim=32, ffn_dim=1360)
-  config.model.attention_implementation = "two_call"  # on GPUs through cuDNN; the fused kernel has not run on a GPU yet
+  config.model.attention_implementation = "two_call"  # on GPUs through cuDNN, for every architecture alike
   config.data.update(source="text:runs/one_gpu/work/text/*.py", tokenizer="runs/one_gpu/pack/tokenizer/tokenizer.json", length=1024)
   config.data.update(validation_fraction=0.02, prepared_dir="runs/one_gpu/work/rows")
   steps = 1200 if rate is None else 300
