@@ -207,7 +207,8 @@ def test_a_second_call_goes_on(calls, tmp_path):
 
 def test_time_that_is_up_is_said(calls):
   code, text = calls("--seconds=0")
-  assert code == 1 and text.count("missing: ") == 4
+  missing = re.findall(r"^missing: (\d+) of (.*)$", text, re.M)
+  assert code == 1 and missing == [("1", "check v1 D 64"), ("1", "check v1 D 128"), ("2", "attention v1 D 64")]
   calls("--parts", "v1_64")
   code, text = calls("--seconds=0")
   assert "the kernel of v1, D 64, is out" in text, "it was timed, and not checked"
@@ -365,6 +366,16 @@ def test_the_file_names_no_place_of_the_machine(tmp_path):
   places = {"mosaic": {"path": "/home/me/ptxas", "version": "13.5.37"}, "cuda": "/home/me/cuda"}
   store = results.Results(tmp_path / "gpu.json", ENVIRONMENT | places)
   assert "13.5.37" in store._path.read_text() and "/home" not in store._path.read_text()
+
+
+def test_the_table_that_is_committed_is_the_verdict_of_the_rows_that_are():
+  found = json.loads((ROOT / "benchmarks/gpu/gpu.json").read_text())
+  now = found["calls"][-1]
+  rows = [row for row in found["rows"] if found["calls"][row["call"]]["code"] == now["code"]]
+  there = [row["case"] for row in rows]
+  missing = [{"case": case, "absent": "not done"} for case in cases.parts()["checks"] if case not in there]
+  device = now["environment"]["device"]
+  assert rows and json.loads(measured.TABLE.read_text())[device] == verdict.table(rows + missing)
 
 
 def test_auto_reads_the_verdict(tmp_path, monkeypatch):

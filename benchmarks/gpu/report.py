@@ -69,7 +69,9 @@ def report(rows: Iterable[Row]) -> str:
 
 def missing(cases: Iterable[Row]) -> list[str]:
   """Cases that are not there, by what they time."""
-  counts = collections.Counter(about({name: x for name, x in case.items() if name in ("kind", "D", "packed", "do")}) for case in cases)
+  counts = collections.Counter(
+    f"{case['do']} {about({name: x for name, x in case.items() if name in ('kind', 'D', 'attention', 'packed')})}" for case in cases
+  )
   return [f"missing: {count} of {what}" for what, count in counts.items()]
 
 
