@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -167,7 +168,15 @@ def test_the_digest_is_of_the_code(tmp_path):
   before = results.digest(tmp_path)
   (tmp_path / "table.json").write_text("{}")
   assert results.digest(tmp_path) == before
+  (tmp_path / "kernel.py").write_text('"""A docstring."""\n\na = 1  # a comment')
+  assert results.digest(tmp_path) == before
   (tmp_path / "kernel.py").write_text("a = 2")
+  assert results.digest(tmp_path) != before
+  (tmp_path / "kernel.py").write_text('def f():\n  """One."""\n  return "two"')
+  before = results.digest(tmp_path)
+  (tmp_path / "kernel.py").write_text('def f():\n  """Another."""\n  return "two"')
+  assert results.digest(tmp_path) == before
+  (tmp_path / "kernel.py").write_text('def f():\n  return "three"')
   assert results.digest(tmp_path) != before
 
 
@@ -399,6 +408,19 @@ def test_clocks_are_read_where_they_can_be():
   assert read == {"sm_mhz": [1755, 1867.5, 1980], "memory_mhz": [2619] * 3, "watts": [310.5] * 3, "celsius": [44, 45, 46]}
   with clock.Gauge([]) as gauge:
     assert gauge.take() == {}
+
+
+def test_a_profile_is_summed_up_by_kernel():
+  event = lambda name, ms: types.SimpleNamespace(name=name, duration_ns=ms * 1e6)
+  line = lambda name, *events: types.SimpleNamespace(name=name, events=events)
+  gpu = [
+    line("Stream #7(Compute)", event("gemm", 2), event("void fusion", 1), event("gemm", 2)),
+    line("Stream #9", event("d_q_mosaic_gpu", 3)),
+  ]
+  planes = [("/device:GPU:0", [*gpu, line("XLA Ops", event("gemm", 9))]), ("/host:CPU", [line("Stream #1", event("gemm", 9))])]
+  profile = types.SimpleNamespace(planes=[types.SimpleNamespace(name=name, lines=lines) for name, lines in planes])
+  assert list(clock.by_kernel(profile).items()) == [("gemm", 4), ("d_q", 3), ("fusion", 1)]
+  assert clock.kernels(lambda: jax.block_until_ready(jnp.ones(3) + 1)) == {}  # without a GPU
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tokamax") is not None, reason="it is installed here")

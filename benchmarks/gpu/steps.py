@@ -12,11 +12,13 @@ from typing import Any
 
 import jax
 
+from benchmarks.gpu import clock
 from benchmarks.train_step import stepper
 from diffjax.config import Config, DataConfig, ModelConfig, TrainConfig
 from diffjax.training.flops import peak_flops, step_flops
 
 REPETITIONS = 10
+KERNELS = 20  # the longest of a step, whose times are kept
 
 
 def prepare(case: dict[str, Any]) -> Callable[[], dict[str, Any]]:
@@ -38,7 +40,15 @@ def prepare(case: dict[str, Any]) -> Callable[[], dict[str, Any]]:
       step()
       taken.append(time.perf_counter() - start)
     median, peak = statistics.median(taken), peak_flops(jax.devices()[0].device_kind)
-    row = {"seconds_a_step": round(median, 5), "fastest": round(min(taken), 5), "tokens_per_second": round(rows * T / median)}
+    row: dict[str, Any] = {
+      "seconds_a_step": round(median, 5),
+      "fastest": round(min(taken), 5),
+      "tokens_per_second": round(rows * T / median),
+    }
+    try:
+      row["kernels_ms"] = dict(list(clock.kernels(step).items())[:KERNELS])
+    except Exception as error:  # the step's time is there without them
+      row["no_kernels"] = f"{type(error).__name__}: {error}"[:300]
     return row if not peak else {**row, "mfu": round(step_flops(model, T, rows * T).training / median / peak, 4)}
 
   return run

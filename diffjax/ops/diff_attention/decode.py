@@ -127,7 +127,7 @@ def _attend(implementation: str) -> Callable[..., jax.Array]:
 
 
 def _pick(backend: str, q: jax.Array, v: jax.Array) -> str:
-  """The fastest implementation. "pallas_gpu" was 1.13 to 1.19 times as fast as "xla" on an H100, but at one shape alone: it is not picked."""
+  """The fastest implementation. "pallas_gpu" was timed at one shape alone (docs/performance.md), so it is not picked."""
   picked = "xla"
   if backend == "tpu":
     from diffjax.ops.diff_attention.tpu import chip
