@@ -81,3 +81,16 @@ def test_auto_takes_no_kernel_of_an_assembler_that_is_not_trusted(pick, monkeypa
   write({})
   monkeypatch.setattr(assembler, "distrust", lambda: "ptxas 13.0.88 can corrupt products")
   assert pick() == "two_call"
+
+
+def test_what_would_be_faster_is_said_once(pick, monkeypatch, caplog):
+  """Else nobody would know that an update doubles the speed of attention."""
+  write({})
+  api._warn_once.cache_clear()
+  monkeypatch.setattr(chip, "refusal", lambda: "needs JAX 0.11.2 or newer, and this is 0.10.2")
+  assert pick() == pick() == "two_call" and pick(T=100) == "two_call" and pick(dtype=jnp.float32) == "chunked"
+  (record,) = caplog.records
+  assert "'pallas_gpu' would be faster here, and is not taken: needs JAX 0.11.2" in record.getMessage()
+  monkeypatch.setattr(chip, "refusal", lambda: None)
+  monkeypatch.setattr(assembler, "distrust", lambda: "ptxas 13.0.88 can corrupt products")
+  assert pick() == "two_call" and "ptxas 13.0.88" in caplog.text

@@ -161,8 +161,17 @@ def _measured(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> str | Non
   if fastest == "pallas_gpu":
     from diffjax.ops.diff_attention.gpu import assembler, chip
 
-    return fastest if chip.refusal() is None and chip.takes(q, v) and assembler.distrust() is None else None
+    if not chip.takes(q, v):
+      return None
+    if why := chip.refusal() or assembler.distrust():
+      _warn_once(why)
+      return None
   return fastest
+
+
+@functools.cache
+def _warn_once(why: str) -> None:
+  logging.getLogger(__name__).warning("diff_attention: 'pallas_gpu' would be faster here, and is not taken: %s", why)
 
 
 @functools.cache
