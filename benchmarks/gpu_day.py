@@ -1,4 +1,4 @@
-"""Minutes with a GPU, on a machine that is there for minutes and has no network. benchmarks/gpu/DAY.md says what to look at.
+"""Checks and times the GPU kernels on a machine that is there for minutes and has no network. benchmarks/gpu/DAY.md says what to look at.
 
     python -m benchmarks.gpu_day pack runs/gpu_day      # where there is a network: writes runs/gpu_day/pack
     python -m benchmarks.gpu_day 1 runs/gpu_day         # on the GPU, then 2 and 3: each ends within --limit seconds

@@ -1,8 +1,8 @@
 """Checks and times the Hopper kernels on a GPU: python -m benchmarks.gpu
 
-Every kernel is checked against `reference` in float32 on fresh random inputs, each check in a process that a hang or a crash costs alone.
-Then attention forward and forward + backward, decoding, and whole training steps are timed beside what they stand against: two cuDNN calls,
-tokamax's Hopper attention where it is installed, `chunked`, and plain attention of the Transformer's shape.
+Every kernel is checked against `reference` in float32 on the CPU, on fresh random inputs, each check in a process that a hang or a crash
+costs alone. Then attention forward and forward + backward, decoding, and whole training steps are timed beside what they stand against: two
+cuDNN calls, tokamax's Hopper attention where it is installed, `chunked`, and plain attention of the Transformer's shape.
 
 Everything is in OUT/gpu.json as soon as it is measured. A second call goes on with what is missing there; it measures again what was found
 with other code of the operation, another ptxas, JAX or device. OUT/report.md holds the tables and the verdict, OUT/measured.json the table

@@ -33,8 +33,8 @@ def prepare(case: dict[str, Any]) -> Callable[[], dict[str, Any]]:
   ours = jax.jit(ours).lower(*given).compile()
 
   def run() -> dict[str, Any]:
-    wait = lambda program, x: jax.tree.leaves(jax.block_until_ready(program(*x)))  # so that an error is the kernel's own
-    actual, again, expected = (jax.device_get(wait(*x)) for x in ((ours, given), (ours, given), (theirs, exact)))
+    made = lambda program, x: jax.device_get(jax.tree.leaves(program(*x)))  # waits, so that an error is the kernel's own
+    actual, again, expected = made(ours, given), made(ours, given), made(theirs, exact)
     errors = relative_errors(actual, expected, [0.0] if case.get("decode") else floors(*given[:4]))
     # The kernels add in a fixed order: an output that moves is a race
     moves = not all(a.tobytes() == b.tobytes() for a, b in zip(actual, again, strict=True))

@@ -43,7 +43,7 @@ def milliseconds(program, input_sets) -> tuple[float, str, dict[str, float]]:
       found += [timings] if calls == 1 else timings
     kernels: dict[str, float] = {}
     for name, taken in found[-1]:
-      name = re.sub(r"_mosaic.*|^void ", "", name)[:60]
+      name = _short(name)
       kernels[name] = round(kernels.get(name, 0) + taken, 4)
     return statistics.median(sum(taken for _, taken in call) for call in found), "device", kernels
   except Exception as error:  # whatever the profiler lacks on this machine, times by the clock are better than none
@@ -71,9 +71,14 @@ def by_kernel(profile: Any) -> dict[str, float]:
   for line in (line for plane in profile.planes if plane.name.startswith("/device:GPU") for line in plane.lines):
     if line.name.startswith("Stream"):
       for event in line.events:
-        name = re.sub(r"_mosaic.*|^void ", "", event.name)[:60]
+        name = _short(event.name)
         found[name] = found.get(name, 0) + event.duration_ns / 1e6
   return {name: round(ms, 3) for name, ms in sorted(found.items(), key=lambda x: -x[1])}
+
+
+def _short(name: str) -> str:
+  """A kernel's name without what Mosaic and C++ add."""
+  return re.sub(r"_mosaic.*|^void ", "", name)[:60]
 
 
 class Gauge:

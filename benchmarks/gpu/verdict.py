@@ -36,17 +36,17 @@ def table(rows: Iterable[Row]) -> list[Entry]:
   rows = list(rows)
   right, times, steps = checked(rows), {}, {}
 
-  def put(into: dict, kind: str, D: int, name: str, ms: float) -> None:
+  def put(into: dict, case: Row, kind: str, D: int, name: str, ms: float) -> None:
     if name != "pallas_gpu" or right.get((kind, D)):
       into.setdefault((kind, D, case["packed"], case["T"]), {})[name] = ms
 
   for row in rows:
     case = row["case"]
     if case["do"] == "attention" and case["name"] in OURS and "both_ms" in row:
-      put(times, case["kind"], case["D"], OURS[case["name"]], row["both_ms"])
+      put(times, case, case["kind"], case["D"], OURS[case["name"]], row["both_ms"])
     elif case["do"] == "step" and "seconds_a_step" in row:
       kind = "v1" if case["attention"] == "diff" else "plain"
-      put(steps, kind, case["head_dim"], case["name"], float(f"{row['seconds_a_step'] * 1e3:.5g}"))
+      put(steps, case, kind, case["head_dim"], case["name"], float(f"{row['seconds_a_step'] * 1e3:.5g}"))
   entries = []
   for (kind, D, packed, T), found in sorted((steps | times).items()):
     today = next((name for name in TODAY if name in found), None)
