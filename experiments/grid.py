@@ -20,7 +20,7 @@ FOLDER = pathlib.Path(__file__).resolve().parent
 _CIRCUMSTANCES = (
   "mesh.", "data.prepared_dir", "data.num_workers", "data.timeout", "train.log_interval", "train.checkpoint_interval",
   "train.keep_checkpoints", "train.profile_step", "train.profile_steps", "train.wandb_project", "train.sample_prompt",
-  "train.sample_tokens",
+  "train.sample_tokens", "train.max_skipped_in_a_row",  # how patient a run is; what a finished one learnt is the same
 )  # fmt: skip
 
 

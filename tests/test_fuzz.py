@@ -200,7 +200,7 @@ FITTING: dict[str, list] = {
   "train.accumulation": [1, 2],
   "train.seed": [0, 2**31 - 1],
   "train.z_loss": [0.0, 1e-4, 1e30],
-  "train.max_skipped_in_a_row": [10, 0, 1],
+  "train.max_skipped_in_a_row": [25, 0, 1],
   "train.sample_tokens": [0],
   "eval.interval": [0, 1],
   "eval.rows": [1, 9, -1, 0],

@@ -106,7 +106,7 @@ class RunLog:
       f"stopped at step {step}: {in_a_row} steps in a row were skipped (config.train.max_skipped_in_a_row), the last one because "
       f"{reason}; {checkpoint}. Lower config.optimizer.learning_rate or change config.data.seed, "
       + (f"with --workdir=NEW --config.train.init_from={self._workdir}; " if good is not None else "with --workdir=NEW; ")
-      + "if the loss has only moved to another level, go on with config.optimizer.spike_sigmas raised, or 0"
+      + "if the loss or the norm has only moved to another level, go on with config.optimizer.spike_sigmas raised, or 0"
     )
 
 
