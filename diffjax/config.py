@@ -366,6 +366,10 @@ def _check_model(model: ModelConfig) -> None:
   require(
     model.window is None or model.window >= 1, "model.window", model.window, "must be at least 1 (the token itself), or None for all keys"
   )
+  require(
+    model.window is None or model.attention_implementation != "two_call", "model.window", model.window,
+    "must be None with model.attention_implementation = 'two_call', which takes no window; 'auto' and 'chunked' do",
+  )  # fmt: skip
 
 
 def _check_data(data: DataConfig, model: ModelConfig) -> None:

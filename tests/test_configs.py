@@ -200,6 +200,7 @@ def test_round_trip():
     ("model.head_norm_eps", 0.0, "config.model.head_norm_eps = 0.0: must be positive, or None"),
     ("model.head_dim", 33, "config.model.head_dim = 33: must be even"),
     ("model.window", 0, "config.model.window = 0: must be at least 1"),
+    ("model", {"window": 9, "attention_implementation": "two_call"}, "config.model.window = 9: must be None with .*'two_call'.* 'chunked'"),
     ("model.max_length", 100, "config.data.length = 256: must be at most model.max_length = 100"),
     ("optimizer.learning_rate", math.inf, "config.optimizer.learning_rate must be finite; got inf"),
     ("optimizer.learning_rate", math.nan, "config.optimizer.learning_rate must be finite; got nan"),
