@@ -90,10 +90,11 @@ def _plot(results: Mapping[str, Any]) -> Figure:
       mean, low, high = np.transpose(gaps)
       differences.errorbar(tokens, mean, yerr=[mean - low, high - mean], **drawn)
   differences.axhline(0, color=plots.style(_BASELINE).color, linewidth=0.8)
-  for axes, title in ((losses, "validation loss"), (differences, "validation loss minus the Transformer's")):
+  for axes, title in ((losses, "validation loss"), (differences, "loss minus the Transformer's")):
     axes.set_xscale("log")
     axes.set_xlim(tokens[0] / 1.2, tokens[-1] * 1.2)  # also while there is nothing to draw
-    axes.set_xticks(tokens, [f"{number:.2g}" for number in tokens], minor=False)
+    axes.minorticks_off()  # their labels would run into these
+    axes.set_xticks(tokens, [f"{number:.3g}" for number in tokens])
     axes.set(xlabel="tokens (millions)", ylabel=f"{title} (nats per token)")
   losses.legend(fontsize=7)
   return figure

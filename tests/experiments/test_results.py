@@ -316,7 +316,7 @@ COMMITTED = [path.parent.relative_to(grid.FOLDER) for path in sorted(grid.FOLDER
   "place", [pytest.param(each, marks=[pytest.mark.full] * (str(each) == "retrieval")) for each in COMMITTED], ids=str
 )
 def test_committed_results_are_those_of_the_grid_as_it_is(place, tmp_path, monkeypatch, choose):
-  """Otherwise the README's command would refuse its own folder. The table is that of the results. A README says how many runs are missing."""
+  """Otherwise the README's command would refuse its own folder. The table is that of the results. A README counts missing runs."""
   monkeypatch.setattr(tuned, "best", choose)
   name, chosen = place.parts[0], "cpu" if len(place.parts) == 1 else place.parts[1]
   experiment, folder = grid.load(name, chosen), grid.FOLDER / place
