@@ -364,11 +364,11 @@ def table(experiment: Experiment, results: Mapping[str, Any]) -> str:
   The first has a row per variant: mean ± standard deviation over seeds of every metric and, where there are several seeds, the first
   metric's difference from the baseline with its interval. The second has the other metrics' differences, and the third the summary, if
   there is one. The last line says what intervals and bold differences are."""
-  metrics = experiment.metrics
+  metrics, (baseline, *_) = experiment.metrics, results["baseline"].split(",*")
   variants = list(dict.fromkeys(run["variant"] for run in results["runs"]))
   compared = {name: _difference_cells(results, variants, name) for name in metrics.values()}
   first = compared[next(iter(metrics.values()))]
-  head = ["", "parameters", "seeds", *metrics, *([f"{next(iter(metrics))} − {results['baseline']}'s"] if first else [])]
+  head = ["", "parameters", "seeds", *metrics, *([f"{next(iter(metrics))} − {baseline}'s"] if first else [])]
   lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
   for variant in variants:
     own = [run for run in results["runs"] if run["variant"] == variant]
@@ -377,7 +377,7 @@ def table(experiment: Experiment, results: Mapping[str, Any]) -> str:
     lines.append("| " + " | ".join([*cells, *([first.get(variant, "")] if first else [])]) + " |")
   others = dict(list(metrics.items())[1:])
   if rows := [variant for variant in variants if any(variant in compared[name] for name in others.values())]:
-    lines += ["", f"| − {results['baseline']}'s | " + " | ".join(others) + " |", "|---" * (1 + len(others)) + "|"]
+    lines += ["", f"| − {baseline}'s | " + " | ".join(others) + " |", "|---" * (1 + len(others)) + "|"]
     lines += ["| " + " | ".join([variant, *(compared[name].get(variant, "") for name in others.values())]) + " |" for variant in rows]
   if summary := results.get("summary"):
     lines += ["", "| " + " | ".join(summary[0]) + " |", "|---" * len(summary[0]) + "|"]
@@ -391,9 +391,11 @@ def _legend(results: Mapping[str, Any], compared: Mapping[str, Mapping[str, str]
   """The line that says what the numbers beside the means are."""
   rows = max(max(collections.Counter(_baseline(results, variant) for variant in found).values()) for found in compared.values() if found)
   others = f"the {rows} rows" if rows > 1 else "the one row"
+  name, *same = results["baseline"].split(",*")
+  baseline = f"the {name} of the same options" if same else name
   return (
     "±: standard deviation over seeds. Intervals: Welch's 95%, each by itself. Bold: the interval excludes 0, and Dunnett's "
-    f"p < {_LEVEL} among {others} compared with {results['baseline']}, each column by itself."
+    f"p < {_LEVEL} among {others} compared with {baseline}, each column by itself."
   )
 
 
