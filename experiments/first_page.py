@@ -24,7 +24,8 @@ _LOSS = "validation/loss"
 _OURS = ("scaling", "ablations", "fairness", "eight_heads", "tokens", "one_gpu/gpu")
 _PANELS = {"DIFF": ("diff", "transformer_norm"), "DIFF V2": ("diff_v2", "gated")}
 _V2_POST = (-0.03, -0.02)  # "a gap of 0.02 to 0.03 at 1T training tokens" (huggingface.co/blog/microsoft/diff-attn-v2); no size is stated
-_DODGE = 6.0  # points between this project's results at one size
+_DODGE = 6.0  # points between this project's results at one size,
+_SPREAD = 30.0  # and from the first to the last of them at most, since the next size is near
 
 
 class Point(NamedTuple):
@@ -107,6 +108,7 @@ def _draw_ours(axes: Any, points: list[Point]) -> None:
   labels = set()
   for size, group in sizes.items():
     group.sort(key=lambda point: point.tokens)
+    step = min(_DODGE, _SPREAD / max(1, len(group) - 1))
     for place, point in enumerate(group):
       style, against = plots.style(point.row), plots.style(point.against)
       label = f"{style.name}, this project" + (f", minus {against.name}" if point.against != "transformer" else "")
@@ -116,7 +118,7 @@ def _draw_ours(axes: Any, points: list[Point]) -> None:
         elinewidth=0.9, linestyle="none", label="_" if label in labels else label,
       )  # fmt: skip
       labels.add(label)
-      shift = matplotlib.transforms.ScaledTranslation((place - (len(group) - 1) / 2) * _DODGE / 72, 0, axes.figure.dpi_scale_trans)
+      shift = matplotlib.transforms.ScaledTranslation((place - (len(group) - 1) / 2) * step / 72, 0, axes.figure.dpi_scale_trans)
       for part in drawn.get_children():
         part.set_transform(axes.transData + shift)
 
