@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import matplotlib.transforms
 from matplotlib.figure import Figure
+from matplotlib.markers import CARETDOWNBASE, CARETUPBASE
 
 from experiments import plots
 from experiments import results as found
@@ -26,6 +27,7 @@ _PANELS = {"DIFF": ("diff", "transformer_norm"), "DIFF V2": ("diff_v2", "gated")
 _V2_POST = (-0.03, -0.02)  # "a gap of 0.02 to 0.03 at 1T training tokens" (huggingface.co/blog/microsoft/diff-attn-v2); no size is stated
 _DODGE = 6.0  # points between this project's results at one size,
 _SPREAD = 30.0  # and from the first to the last of them at most, since the next size is near
+_FRAME = (-0.1, 0.18)  # nats: wider intervals end in an arrow there, since they would flatten all others
 
 
 class Point(NamedTuple):
@@ -88,6 +90,7 @@ def draw() -> Figure:
   for axes, (title, rows) in zip(figure.subplots(2, 1, sharex=True, sharey=True), _PANELS.items(), strict=True):
     _draw_ours(axes, [point for point in ours() if point.row in rows])
     _draw_elsewhere(axes, [point for point in elsewhere() if point.row in rows])
+    axes.set_ylim(*_FRAME)
     axes.axhline(0, color=plots.style("transformer").color, linewidth=0.8)
     axes.set(xscale="log", xlim=(6e4, 4e10), ylabel=f"loss minus the Transformer's\n(nats per token), {title}")
     axes.legend(fontsize=8, loc="upper right")
@@ -119,7 +122,9 @@ def _draw_ours(axes: Any, points: list[Point]) -> None:
       )  # fmt: skip
       labels.add(label)
       shift = matplotlib.transforms.ScaledTranslation((place - (len(group) - 1) / 2) * step / 72, 0, axes.figure.dpi_scale_trans)
-      for part in drawn.get_children():
+      beyond = zip((point.low < _FRAME[0], point.high > _FRAME[1]), _FRAME, (CARETDOWNBASE, CARETUPBASE), strict=True)
+      arrows = [axes.plot(size, edge, color=style.color, marker=arrow, clip_on=False)[0] for out, edge, arrow in beyond if out]
+      for part in (*drawn.get_children(), *arrows):
         part.set_transform(axes.transData + shift)
 
 

@@ -80,15 +80,16 @@ def _plot(results: Mapping[str, Any]) -> Figure:
   figure = Figure((9, 4), layout="constrained")
   losses, differences = figure.subplots(1, 2)
   tokens = [_MILLIONS * times for times in _TIMES]
-  for row in ROWS:
+  for place, row in enumerate(ROWS):
+    x = np.multiply(tokens, 1.04 ** (place - (len(ROWS) - 1) / 2))  # side by side
     style, cells = plots.style(row), [found.sample(everything, f"{row},times={times}", _LOSS) for times in _TIMES]
     drawn = dict(color=style.color, marker=style.marker, capsize=2)
     mean, low, high = np.transpose([found.mean_interval(cell) if cell else (math.nan,) * 3 for cell in cells])
-    losses.errorbar(tokens, mean, yerr=[mean - low, high - mean], label=style.name, **drawn)
+    losses.errorbar(x, mean, yerr=[mean - low, high - mean], label=style.name, **drawn)
     if row != _BASELINE:
       gaps = [found.difference(everything, f"{row},times={times}", _LOSS) or (math.nan,) * 3 for times in _TIMES]
       mean, low, high = np.transpose(gaps)
-      differences.errorbar(tokens, mean, yerr=[mean - low, high - mean], **drawn)
+      differences.errorbar(x, mean, yerr=[mean - low, high - mean], **drawn)
   differences.axhline(0, color=plots.style(_BASELINE).color, linewidth=0.8)
   for axes, title in ((losses, "validation loss"), (differences, "loss minus the Transformer's")):
     axes.set_xscale("log")

@@ -5,6 +5,7 @@ import json
 import math
 
 import pytest
+from matplotlib.markers import CARETDOWNBASE, CARETUPBASE
 
 from experiments import first_page, grid, results
 
@@ -55,3 +56,10 @@ def test_every_point_is_drawn():
   assert {"DIFF", "Transformer with wide heads and head norm"} <= shown(upper) and "DIFF V2" in shown(lower)
   texts = {text.get_text() for axes in (upper, lower) for text in axes.texts}
   assert {point.source for point in first_page.elsewhere()} <= texts
+
+
+def test_every_point_lies_in_the_frame_and_what_leaves_it_has_an_arrow():
+  points, (low, high) = first_page.ours() + first_page.elsewhere(), first_page._FRAME
+  assert all(low < point.difference < high for point in points)
+  arrows = [line for axes in first_page.draw().axes for line in axes.lines if line.get_marker() in (CARETDOWNBASE, CARETUPBASE)]
+  assert len(arrows) == sum((point.low < low) + (point.high > high) for point in points) > 0
