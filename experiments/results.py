@@ -364,7 +364,7 @@ def table(experiment: Experiment, results: Mapping[str, Any]) -> str:
   The first has a row per variant: mean ± standard deviation over seeds of every metric and, where there are several seeds, the first
   metric's difference from the baseline with its interval. The second has the other metrics' differences, and the third the summary, if
   there is one. The last line says what intervals and bold differences are."""
-  metrics, (baseline, *_) = experiment.metrics, results["baseline"].split(",*")
+  metrics, baseline = experiment.metrics, results["baseline"].removesuffix(",*")
   variants = list(dict.fromkeys(run["variant"] for run in results["runs"]))
   compared = {name: _difference_cells(results, variants, name) for name in metrics.values()}
   first = compared[next(iter(metrics.values()))]
@@ -391,8 +391,8 @@ def _legend(results: Mapping[str, Any], compared: Mapping[str, Mapping[str, str]
   """The line that says what the numbers beside the means are."""
   rows = max(max(collections.Counter(_baseline(results, variant) for variant in found).values()) for found in compared.values() if found)
   others = f"the {rows} rows" if rows > 1 else "the one row"
-  name, *same = results["baseline"].split(",*")
-  baseline = f"the {name} of the same options" if same else name
+  name = results["baseline"].removesuffix(",*")
+  baseline = name if name == results["baseline"] else f"the {name} of the same options"
   return (
     "±: standard deviation over seeds. Intervals: Welch's 95%, each by itself. Bold: the interval excludes 0, and Dunnett's "
     f"p < {_LEVEL} among {others} compared with {baseline}, each column by itself."
