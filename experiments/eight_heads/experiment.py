@@ -10,7 +10,6 @@ _PAIRS = [
   ("transformer_norm", "transformer_wide"),
   ("diff", "transformer_wide"),
   ("diff_v2", "diff"),
-  ("diff_v2", "transformer_norm"),
 ]
 
 EXPERIMENT = Experiment(
