@@ -5,12 +5,7 @@ from experiments.ablations.experiment import plot_losses
 from experiments.eight_heads.config import ROWS
 from experiments.grid import Experiment, Grid
 
-_PAIRS = [
-  ("diff", "transformer_norm"),
-  ("transformer_norm", "transformer_wide"),
-  ("diff", "transformer_wide"),
-  ("diff_v2", "diff"),
-]
+_PAIRS = [("diff", "transformer_norm"), ("transformer_norm", "transformer_wide"), ("diff", "transformer_wide"), ("diff_v2", "diff")]
 
 EXPERIMENT = Experiment(
   question="Does DIFF gain on the Transformer once it has eight heads?",
