@@ -11,12 +11,12 @@ from experiments.fairness.config import get_config as get_tuned
 
 ROWS = ("transformer", "transformer_wide", "transformer_norm", "diff", "diff_v2")
 # fairness has no row with wide heads alone. It chose the same rate and scale for the row without them and for the one with head norm, too
-TUNED = {"transformer_wide": "transformer_norm"}
+_TUNED_AS = {"transformer_wide": "transformer_norm"}
 
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
   (row,) = base.read_variant(variant, row=("diff", ROWS))
-  chosen = get_tuned(TUNED.get(row, row))
+  chosen = get_tuned(_TUNED_AS.get(row, row))
   config = base.get_config()
   config.model.update(num_layers=6, embed_dim=256, num_heads=8, num_kv_heads=8, head_dim=16, ffn_dim=704)
   config.train.update(steps=2400, batch_size=16, checkpoint_interval=600, sample_tokens=0)
