@@ -25,15 +25,33 @@ from diffjax.ops.diff_attention import diff_attention
 from diffjax.training.runtime import keep_freed_memory
 
 
-def step(implementation: str, batch: int, length: int, heads: int, maps: int, width: int, value_width: int, packed: bool = False):
+def step(
+  implementation: str,
+  batch: int,
+  length: int,
+  heads: int,
+  maps: int,
+  width: int,
+  value_width: int,
+  packed: bool = False,
+):
   """Forward and backward, compiled, and called once: a function of no arguments that waits for the result."""
   keys = jax.random.split(jax.random.key(0), 4)
-  q, k = (jax.random.normal(key, (batch, length, heads, maps, width)) for key in keys[:2])
+  q, k = (
+    jax.random.normal(key, (batch, length, heads, maps, width))
+    for key in keys[:2]
+  )
   v = jax.random.normal(keys[2], (batch, length, heads, value_width))
   d_out = jax.random.normal(keys[3], v.shape)
   lam = None if maps == 1 else jnp.full((batch, length, heads), 0.5)
-  ids = jnp.broadcast_to(jnp.arange(length) * 3 // length, (batch, length)) if packed else None
-  attend = lambda *a: diff_attention(*a, q_segment_ids=ids, implementation=implementation)
+  ids = (
+    jnp.broadcast_to(jnp.arange(length) * 3 // length, (batch, length))
+    if packed
+    else None
+  )
+  attend = lambda *a: diff_attention(
+    *a, q_segment_ids=ids, implementation=implementation
+  )
   # Two programs, as in training, where the layers' backward pass cannot reuse the forward pass's logits.
   forward = jax.jit(lambda *a: jax.vjp(attend, *a))
   backward = jax.jit(lambda pull, d_out: pull(d_out))
@@ -58,9 +76,19 @@ def medians(candidates: dict, repetitions: int) -> dict[str, float]:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--memory", action="store_true", help="peak resident memory at T = 16,384 instead of times")
-  parser.add_argument("--only", choices=("implementations", "twins", "curve"), help="one of the three tables of times")
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument(
+    "--memory",
+    action="store_true",
+    help="peak resident memory at T = 16,384 instead of times",
+  )
+  parser.add_argument(
+    "--only",
+    choices=("implementations", "twins", "curve"),
+    help="one of the three tables of times",
+  )
   parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
   flags = parser.parse_args()
   if flags.child:
@@ -71,29 +99,56 @@ def main() -> None:
     f"JAX {jax.__version__}, {jax.default_backend()}, {cpu_name()}, {len(os.sched_getaffinity(0))} threads, float32, forward + backward"
   )
   if flags.memory:
-    child = subprocess.run([sys.executable, "-m", "benchmarks.attention", "--child"], capture_output=True, text=True, check=True)
-    print(f"chunked, B 1 × T 16,384, H 8, D 64: peak memory of the process {int(child.stdout) / 2**20:.2f} GiB")
+    child = subprocess.run(
+      [sys.executable, "-m", "benchmarks.attention", "--child"],
+      capture_output=True,
+      text=True,
+      check=True,
+    )
+    print(
+      f"chunked, B 1 × T 16,384, H 8, D 64: peak memory of the process {int(child.stdout) / 2**20:.2f} GiB"
+    )
     return
   keep_freed_memory()
   if flags.only in (None, "implementations"):
-    times = medians({name: step(name, 1, 4096, 8, 2, 64, 128) for name in ("chunked", "two_call", "reference")}, 3)
+    times = medians(
+      {
+        name: step(name, 1, 4096, 8, 2, 64, 128)
+        for name in ("chunked", "two_call", "reference")
+      },
+      3,
+    )
     print("B 1 × T 4096, H 8, D 64, V 128")
     for name, seconds in times.items():
-      print(f"  {name:10} {seconds * 1e3:8.0f} ms   {seconds / times['chunked']:.2f}× chunked")
+      print(
+        f"  {name:10} {seconds * 1e3:8.0f} ms   {seconds / times['chunked']:.2f}× chunked"
+      )
   if flags.only in (None, "twins"):
-    for batch, length, packed in ((16, 256, False), (16, 256, True), (4, 1024, False), (4, 1024, True)):
+    for batch, length, packed in (
+      (16, 256, False),
+      (16, 256, True),
+      (4, 1024, False),
+      (4, 1024, True),
+    ):
       candidates = {
         "DIFF": step("chunked", batch, length, 4, 2, 32, 64, packed),
         "twin": step("chunked", batch, length, 8, 1, 32, 32, packed),
       }
       diff, twin = medians(candidates, 25).values()
       shape = f"B {batch} × T {length}, D 32{', packed' if packed else ''}"
-      print(f"{shape}: DIFF {diff * 1e3:.1f} ms, twin {twin * 1e3:.1f} ms, DIFF/twin {diff / twin:.2f}")
+      print(
+        f"{shape}: DIFF {diff * 1e3:.1f} ms, twin {twin * 1e3:.1f} ms, DIFF/twin {diff / twin:.2f}"
+      )
   if flags.only in (None, "curve"):
     print("Cost per token, B 1, H 2, D 64, V 128")
     for length in (512, 1024, 2048, 4096, 8192, 16384, 32768):
-      seconds = medians({"chunked": step("chunked", 1, length, 2, 2, 64, 128)}, 9 if length < 8192 else 3)["chunked"]
-      print(f"  T {length:6}: {seconds / length * 1e6:7.1f} µs a token, {seconds / length**2 * 1e9:5.1f} ns a token and key")
+      seconds = medians(
+        {"chunked": step("chunked", 1, length, 2, 2, 64, 128)},
+        9 if length < 8192 else 3,
+      )["chunked"]
+      print(
+        f"  T {length:6}: {seconds / length * 1e6:7.1f} µs a token, {seconds / length**2 * 1e9:5.1f} ns a token and key"
+      )
 
 
 if __name__ == "__main__":

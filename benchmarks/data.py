@@ -36,7 +36,9 @@ def measure(mode: str, tokenizer: str, batch_size: int, length: int) -> float:
 
   mesh = make_mesh(MeshConfig())
   data = DataConfig(mode=mode, tokenizer=tokenizer, length=length)
-  batches = training_batches(Config(data=data, train=TrainConfig(batch_size=batch_size)))
+  batches = training_batches(
+    Config(data=data, train=TrainConfig(batch_size=batch_size))
+  )
   for _ in range(20):
     jax.block_until_ready(put_batch(next(batches), mesh))
   tokens, start = 0, time.perf_counter()
@@ -55,20 +57,41 @@ def main() -> None:
   from diffjax.data import prepared, sources
   from diffjax.data.tokenizer_training import train_tokenizer
 
-  versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "grain", "array_record", "tiktoken"))
+  versions = ", ".join(
+    f"{name} {importlib.metadata.version(name)}"
+    for name in ("jax", "grain", "array_record", "tiktoken")
+  )
   cores = len(os.sched_getaffinity(0))
-  print(f"{cpu_name()}, one of {cores} cores, Python {platform.python_version()}, {versions}")
+  print(
+    f"{cpu_name()}, one of {cores} cores, Python {platform.python_version()}, {versions}"
+  )
   with tempfile.TemporaryDirectory() as directory:
     source = sources.documents("stdlib", "train", DataConfig())
-    texts = (document.text for part in source.parts for document in source.read(part))
+    texts = (
+      document.text for part in source.parts for document in source.read(part)
+    )
     bpe = str(train_tokenizer(texts, _VOCABULARY, directory))
     for _, length in _SHAPES:
       prepared.prepare(DataConfig(length=length))
-    for (mode, tokenizer), shape in itertools.product((("prepared", "bytes"), ("streamed", "bytes"), ("streamed", bpe)), _SHAPES):
-      command = [sys.executable, "-m", "benchmarks.data", mode, tokenizer, *map(str, shape)]
-      output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    for (mode, tokenizer), shape in itertools.product(
+      (("prepared", "bytes"), ("streamed", "bytes"), ("streamed", bpe)), _SHAPES
+    ):
+      command = [
+        sys.executable,
+        "-m",
+        "benchmarks.data",
+        mode,
+        tokenizer,
+        *map(str, shape),
+      ]
+      output = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True
+      ).stdout
       name = "bytes" if tokenizer == "bytes" else f"BPE of {_VOCABULARY:,}"
-      print(f"{mode}, {name}, {shape[0]} × {shape[1]}: {json.loads(output.splitlines()[-1]) / 1e6:.2f} M tokens/s a core", flush=True)
+      print(
+        f"{mode}, {name}, {shape[0]} × {shape[1]}: {json.loads(output.splitlines()[-1]) / 1e6:.2f} M tokens/s a core",
+        flush=True,
+      )
 
 
 if __name__ == "__main__":

@@ -19,19 +19,37 @@ from diffjax.training import loop, runtime, session
 
 def resident() -> float:
   """Resident memory of this process, MiB."""
-  lines = pathlib.Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-  return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1024
+  lines = (
+    pathlib.Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+  )
+  return (
+    next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+    / 1024
+  )
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("--steps", type=int, default=2000)
-  parser.add_argument("--start", type=int, default=200, help="step that the later ones are compared with")
-  parser.add_argument("--batch_size", type=int, help="rows of a step; the config's own by default")
+  parser.add_argument(
+    "--start",
+    type=int,
+    default=200,
+    help="step that the later ones are compared with",
+  )
+  parser.add_argument(
+    "--batch_size", type=int, help="rows of a step; the config's own by default"
+  )
   flags = parser.parse_args()
   config = from_config_dict(tiny.get_config())
   train = dataclasses.replace(
-    config.train, steps=flags.steps, batch_size=flags.batch_size or config.train.batch_size, checkpoint_interval=100, sample_tokens=0
+    config.train,
+    steps=flags.steps,
+    batch_size=flags.batch_size or config.train.batch_size,
+    checkpoint_interval=100,
+    sample_tokens=0,
   )
   evaluation = dataclasses.replace(config.eval, interval=100)
   runtime.keep_compiled_programs()
@@ -44,7 +62,9 @@ def main() -> None:
 
   session.put_batch = measured
   with tempfile.TemporaryDirectory() as workdir:
-    loop.train(dataclasses.replace(config, train=train, eval=evaluation), workdir)
+    loop.train(
+      dataclasses.replace(config, train=train, eval=evaluation), workdir
+    )
   for step in range(0, len(memory), max(1, flags.steps // 20)):
     print(f"step {step}: {memory[step]:.0f} MiB")
   start, most = memory[flags.start], max(memory[flags.start :])

@@ -33,9 +33,15 @@ def reader(model, batch_size: int, length: int, at_once: int, dtype):
       hidden, cache = extend(model, weights, piece, cache)
       return cache, logits(weights, hidden)
 
-    cache = empty_cache(model, batch_size, length, num_pages=batch_size * pages, dtype=dtype).replace(tables=jnp.asarray(tables))
-    pieces = jnp.swapaxes(tokens.reshape(batch_size, length // at_once, at_once), 0, 1)
-    return jnp.swapaxes(jax.lax.scan(one, cache, pieces)[1], 0, 1).reshape(batch_size, length, -1)
+    cache = empty_cache(
+      model, batch_size, length, num_pages=batch_size * pages, dtype=dtype
+    ).replace(tables=jnp.asarray(tables))
+    pieces = jnp.swapaxes(
+      tokens.reshape(batch_size, length // at_once, at_once), 0, 1
+    )
+    return jnp.swapaxes(jax.lax.scan(one, cache, pieces)[1], 0, 1).reshape(
+      batch_size, length, -1
+    )
 
   return read
 
@@ -48,31 +54,65 @@ def compare(exact, rounded, tokens, token_bytes):
   loss = lambda x: -jnp.take_along_axis(x, targets[..., None], axis=-1)[..., 0]
   centred = lambda x: x - jnp.mean(x, axis=-1, keepdims=True)
   figures = (
-    loss(p), loss(q), token_bytes[targets], jnp.sum(jnp.exp(p) * (p - q), axis=-1), jnp.argmax(p, -1) != jnp.argmax(q, -1),
-    jnp.mean((centred(exact) - centred(rounded)) ** 2, axis=-1), jnp.mean(centred(exact) ** 2, axis=-1),
-  )  # fmt: skip
+    loss(p),
+    loss(q),
+    token_bytes[targets],
+    jnp.sum(jnp.exp(p) * (p - q), axis=-1),
+    jnp.argmax(p, -1) != jnp.argmax(q, -1),
+    jnp.mean((centred(exact) - centred(rounded)) ** 2, axis=-1),
+    jnp.mean(centred(exact) ** 2, axis=-1),
+  )
   return jnp.stack([jnp.sum(x, axis=1) for x in figures], axis=1)
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("--workdir", required=True)
   parser.add_argument("--rows", type=int, default=256)
-  parser.add_argument("--length", type=int, default=0, help="tokens a row, a multiple of 128; that of training by default")
+  parser.add_argument(
+    "--length",
+    type=int,
+    default=0,
+    help="tokens a row, a multiple of 128; that of training by default",
+  )
   parser.add_argument("--batch_size", type=int, default=32)
   flags = parser.parse_args()
   model = trained.load(flags.workdir)
-  batches = validation_rows("int8_cache", model, flags.rows, length=flags.length, batch_size=flags.batch_size, packing="concat")
+  batches = validation_rows(
+    "int8_cache",
+    model,
+    flags.rows,
+    length=flags.length,
+    batch_size=flags.batch_size,
+    packing="concat",
+  )
   length = flags.length or model.config.data.length
   weights = jax.jit(functools.partial(unstack, model.model))(model.params)
   token_bytes = jnp.asarray(model.tokenizer.token_bytes(), jnp.float32)
-  print(f"{model.name}: {batches.rows} rows of {length} tokens, a cache in {jnp.dtype(model.model.dtype)} and in int8")
+  print(
+    f"{model.name}: {batches.rows} rows of {length} tokens, a cache in {jnp.dtype(model.model.dtype)} and in int8"
+  )
   for name, at_once in (("by token", 1), ("by chunk", PAGE)):
-    exact, rounded = (reader(model.model, flags.batch_size, length, at_once, dtype) for dtype in (None, "int8"))
+    exact, rounded = (
+      reader(model.model, flags.batch_size, length, at_once, dtype)
+      for dtype in (None, "int8")
+    )
     rows = []
     for batch in batches:
       tokens = jnp.asarray(batch["tokens"])
-      rows.append(np.asarray(compare(exact(weights, tokens), rounded(weights, tokens), tokens, token_bytes), np.float64))
+      rows.append(
+        np.asarray(
+          compare(
+            exact(weights, tokens),
+            rounded(weights, tokens),
+            tokens,
+            token_bytes,
+          ),
+          np.float64,
+        )
+      )
     sums = np.concatenate(rows)[: batches.rows]
     before, after, size, divergence, changed, error, power = sums.sum(axis=0)
     bits = (sums[:, 1] - sums[:, 0]) / np.log(2) / (size / len(sums))

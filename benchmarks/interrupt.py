@@ -23,7 +23,11 @@ import time
 from benchmarks import kill
 from diffjax.training import manifest
 
-FIELDS = {"data.length": 64, "data.validation_fraction": 0.1, "train.log_interval": 1}
+FIELDS = {
+  "data.length": 64,
+  "data.validation_fraction": 0.1,
+  "train.log_interval": 1,
+}
 
 
 class Start:
@@ -32,14 +36,27 @@ class Start:
   def __init__(self, text: pathlib.Path, directory: pathlib.Path):
     directory.mkdir()
     self.workdir, self._log = directory / "run", directory / "log"
-    fields = FIELDS | {"data.source": f"text:{text}/*.txt", "data.prepared_dir": directory / "rows"}
-    arguments = ["--config=configs/tiny.py", f"--workdir={self.workdir}", *(f"--config.{name}={value}" for name, value in fields.items())]
+    fields = FIELDS | {
+      "data.source": f"text:{text}/*.txt",
+      "data.prepared_dir": directory / "rows",
+    }
+    arguments = [
+      "--config=configs/tiny.py",
+      f"--workdir={self.workdir}",
+      *(f"--config.{name}={value}" for name, value in fields.items()),
+    ]
     environment = os.environ | {"XDG_CACHE_HOME": str(directory / "cache")}
     with self._log.open("w", encoding="utf-8") as log:
       self._process = subprocess.Popen(
-        [sys.executable, "-m", "diffjax.train", *arguments], env=environment, stdout=log, stderr=log, start_new_session=True
+        [sys.executable, "-m", "diffjax.train", *arguments],
+        env=environment,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
       )
-    while len(os.listdir(f"/proc/{self._process.pid}/task")) < 2:  # the second thread hears signals
+    while (
+      len(os.listdir(f"/proc/{self._process.pid}/task")) < 2
+    ):  # the second thread hears signals
       time.sleep(0.001)
     self.began = time.monotonic()
 
@@ -50,7 +67,9 @@ class Start:
     """Waits for it. Returns the seconds since the start."""
     while "\nstep 1/" not in self.text():
       if self._process.poll() is not None:
-        sys.exit(f"training ends by itself with {self._process.returncode}:\n{self.text()}")
+        sys.exit(
+          f"training ends by itself with {self._process.returncode}:\n{self.text()}"
+        )
       time.sleep(0.05)
     return time.monotonic() - self.began
 
@@ -65,40 +84,70 @@ class Start:
       return 60.0, "trained on"
     seconds = time.monotonic() - sent
     time.sleep(0.2)  # for what workers say
-    others = [line for line in self.text().splitlines() if not line.startswith(("diffjax: ", "step "))]
+    others = [
+      line
+      for line in self.text().splitlines()
+      if not line.startswith(("diffjax: ", "step "))
+    ]
     if code == 130 and others == ["error: interrupted"]:
       return seconds, "ended"
-    if code == 0 and not others and manifest.steps(manifest.checkpoint_directory(self.workdir)):
+    if (
+      code == 0
+      and not others
+      and manifest.steps(manifest.checkpoint_directory(self.workdir))
+    ):
       return seconds, "saved"
     return seconds, f"wrong: exit code {code}, {others}"
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("--times", type=int, default=50, help="starts")
   parser.add_argument("--seed", type=int, default=0, help="of the moments")
-  parser.add_argument("--limit", type=float, default=2.0, help="seconds in which a start must end, but for those that save")
+  parser.add_argument(
+    "--limit",
+    type=float,
+    default=2.0,
+    help="seconds in which a start must end, but for those that save",
+  )
   flags = parser.parse_args()
-  rng, tally, slowest = random.Random(flags.seed), collections.Counter[str](), 0.0
+  rng, tally, slowest = (
+    random.Random(flags.seed),
+    collections.Counter[str](),
+    0.0,
+  )
   with tempfile.TemporaryDirectory() as scratch:
     directory = pathlib.Path(scratch)
     kill.make_data(directory, "streamed")
     first = Start(directory / "text", directory / "first")
     whole = first.reach_first_step()
     _, how = first.interrupt()
-    print(f"the first step is logged after {whole:.1f} s; interrupted then: {how}", flush=True)
+    print(
+      f"the first step is logged after {whole:.1f} s; interrupted then: {how}",
+      flush=True,
+    )
     tally[how] += 1
     for index in range(flags.times):
-      start, delay = Start(directory / "text", directory / str(index)), whole * rng.random() ** 2
+      start, delay = (
+        Start(directory / "text", directory / str(index)),
+        whole * rng.random() ** 2,
+      )
       time.sleep(delay)
       seconds, how = start.interrupt()
       said = start.text().splitlines()
-      print(f"{index + 1}: after {delay:.2f} s, {len(said)} lines: {how} in {seconds:.2f} s", flush=True)
+      print(
+        f"{index + 1}: after {delay:.2f} s, {len(said)} lines: {how} in {seconds:.2f} s",
+        flush=True,
+      )
       if how == "ended":
         slowest = max(slowest, seconds)
       tally[how] += 1
   print(f"{dict(tally)}; those without a step ended in at most {slowest:.2f} s")
-  sys.exit(0 if set(tally) <= {"ended", "saved"} and slowest <= flags.limit else 1)
+  sys.exit(
+    0 if set(tally) <= {"ended", "saved"} and slowest <= flags.limit else 1
+  )
 
 
 if __name__ == "__main__":

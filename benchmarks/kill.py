@@ -32,14 +32,35 @@ import time
 import jax
 import numpy as np
 
-from diffjax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TrainConfig
+from diffjax.config import (
+  Config,
+  DataConfig,
+  EvalConfig,
+  ModelConfig,
+  OptimizerConfig,
+  TrainConfig,
+)
 from diffjax.data import prepared
 from diffjax.training import manifest
 
 CONFIG = Config(
-  model=ModelConfig(num_layers=2, embed_dim=64, num_heads=2, num_kv_heads=2, head_dim=16, ffn_dim=128),
+  model=ModelConfig(
+    num_layers=2,
+    embed_dim=64,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=16,
+    ffn_dim=128,
+  ),
   optimizer=OptimizerConfig(warmup_steps=10),
-  train=TrainConfig(steps=300, batch_size=8, log_interval=1, checkpoint_interval=5, keep_checkpoints=2, sample_tokens=0),
+  train=TrainConfig(
+    steps=300,
+    batch_size=8,
+    log_interval=1,
+    checkpoint_interval=5,
+    keep_checkpoints=2,
+    sample_tokens=0,
+  ),
   eval=EvalConfig(interval=50, rows=16),
 )
 # Seconds that a life lasts, at most, from its second step on; and the share of lives that end before that, while starting or compiling.
@@ -49,15 +70,29 @@ _ALL, _ENDING = 0.2, 60.0
 
 
 def make_config(steps: int) -> Config:
-  return dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, steps=steps))
+  return dataclasses.replace(
+    CONFIG, train=dataclasses.replace(CONFIG.train, steps=steps)
+  )
 
 
 def data_config(directory: pathlib.Path, mode: str) -> DataConfig:
   text, rows = f"text:{directory}/text/*.txt", str(directory / "rows")
-  return DataConfig(source=text, validation_fraction=0.1, length=64, prepared_dir=rows, mode=mode)
+  return DataConfig(
+    source=text,
+    validation_fraction=0.1,
+    length=64,
+    prepared_dir=rows,
+    mode=mode,
+  )
 
 
-def run_child(flags: argparse.Namespace, directory: pathlib.Path, workdir: str, coordinator: str, index: int) -> None:
+def run_child(
+  flags: argparse.Namespace,
+  directory: pathlib.Path,
+  workdir: str,
+  coordinator: str,
+  index: int,
+) -> None:
   """Trains as the command does, and appends every batch that it takes to WORKDIR.batches."""
   from diffjax.parallel.processes import connected
   from diffjax.training import loop, run_log, runtime, session
@@ -75,26 +110,49 @@ def run_child(flags: argparse.Namespace, directory: pathlib.Path, workdir: str, 
   def record(batch, mesh):
     nonlocal step
     step += 1
-    digest = hashlib.sha256(b"".join(np.ascontiguousarray(batch[name]).tobytes() for name in sorted(batch))).hexdigest()
+    digest = hashlib.sha256(
+      b"".join(
+        np.ascontiguousarray(batch[name]).tobytes() for name in sorted(batch)
+      )
+    ).hexdigest()
     os.write(log, f"{step} {index} {digest}\n".encode())
     return put_batch(batch, mesh)
 
   session.put_batch, run_log.MetricWriter = record, metrics
-  with connected(coordinator if flags.processes > 1 else "", flags.processes, index, timeout=20):
-    loop.train(dataclasses.replace(make_config(flags.steps), data=data_config(directory, flags.mode)), workdir)
+  with connected(
+    coordinator if flags.processes > 1 else "",
+    flags.processes,
+    index,
+    timeout=20,
+  ):
+    loop.train(
+      dataclasses.replace(
+        make_config(flags.steps), data=data_config(directory, flags.mode)
+      ),
+      workdir,
+    )
 
 
 def losses(workdir: pathlib.Path) -> list[tuple]:
   """The log of every step without its times."""
   names = ("step", "train/loss", "train/grad_norm", "validation/loss")
-  lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+  lines = [
+    json.loads(line)
+    for line in (workdir / "metrics.jsonl")
+    .read_text(encoding="utf-8")
+    .splitlines()
+  ]
   return [tuple(line.get(name) for name in names) for line in lines]
 
 
 def taken(workdir: pathlib.Path) -> list[tuple[int, int, str]]:
   """Step, process and digest of every batch, in the order they were taken."""
   log = pathlib.Path(f"{workdir}.batches")
-  lines = [line.split() for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
+  lines = (
+    [line.split() for line in log.read_text(encoding="utf-8").splitlines()]
+    if log.exists()
+    else []
+  )
   return [(int(step), int(process), digest) for step, process, digest in lines]
 
 
@@ -113,9 +171,13 @@ def parameters(workdir: pathlib.Path) -> str:
   from diffjax.training.program import build
 
   abstract = build(CONFIG, make_mesh(CONFIG.mesh)).abstract_state.params
-  bare = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract)
+  bare = jax.tree.map(
+    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract
+  )
   leaves = jax.tree.leaves(open_checkpoint(workdir).params(bare))
-  return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()
+  return hashlib.sha256(
+    b"".join(np.asarray(leaf).tobytes() for leaf in leaves)
+  ).hexdigest()
 
 
 def _first_difference(found, expected) -> str:
@@ -127,7 +189,9 @@ def _first_difference(found, expected) -> str:
     if isinstance(found, dict)
     else itertools.zip_longest(found, expected)
   )
-  return next(f"{mine} instead of {theirs}" for mine, theirs in pairs if mine != theirs)
+  return next(
+    f"{mine} instead of {theirs}" for mine, theirs in pairs if mine != theirs
+  )
 
 
 def moment(workdir: pathlib.Path, taken: int) -> str:
@@ -136,7 +200,10 @@ def moment(workdir: pathlib.Path, taken: int) -> str:
   steps = list(checkpoints.iterdir()) if checkpoints.exists() else []
   if any("tmp" in path.name for path in steps):
     return "writing a checkpoint"
-  if any(path.name.isdecimal() and not (path / "manifest.json").exists() for path in steps):
+  if any(
+    path.name.isdecimal() and not (path / "manifest.json").exists()
+    for path in steps
+  ):
     return "writing a manifest or pruning"
   return "taking steps" if taken else "starting"
 
@@ -153,8 +220,17 @@ def complete(workdir: pathlib.Path) -> int:
 class Life:
   """The processes of a run from one start to their end."""
 
-  def __init__(self, directory: pathlib.Path, workdir: pathlib.Path, flags: argparse.Namespace):
-    self._workdir, self._before, self._flags = workdir, len(taken(workdir)), flags
+  def __init__(
+    self,
+    directory: pathlib.Path,
+    workdir: pathlib.Path,
+    flags: argparse.Namespace,
+  ):
+    self._workdir, self._before, self._flags = (
+      workdir,
+      len(taken(workdir)),
+      flags,
+    )
     self.newest, self.started = complete(workdir), time.time()
     with socket.socket() as listener:
       listener.bind(("localhost", 0))
@@ -175,7 +251,14 @@ class Life:
       self._errors.append(tempfile.TemporaryFile("w+", encoding="utf-8"))
       self.processes.append(
         subprocess.Popen(
-          [*command, "--child", str(directory), str(workdir), coordinator, str(index)],
+          [
+            *command,
+            "--child",
+            str(directory),
+            str(workdir),
+            coordinator,
+            str(index),
+          ],
           env=environment,
           stdout=subprocess.DEVNULL,
           stderr=self._errors[-1],
@@ -199,8 +282,14 @@ class Life:
         code = "nothing: it hangs"
       errors.seek(0)
       text = errors.read()
-      through = code == 0 and complete(self._workdir) == self._flags.steps  # killed when the rest was done
-      if code != -signal.SIGKILL and not through and (code != expected or (expected and "\nerror: " not in f"\n{text}")):
+      through = (
+        code == 0 and complete(self._workdir) == self._flags.steps
+      )  # killed when the rest was done
+      if (
+        code != -signal.SIGKILL
+        and not through
+        and (code != expected or (expected and "\nerror: " not in f"\n{text}"))
+      ):
         for other in self.processes:
           other.kill()
         sys.exit(f"a process ended by itself with {code}:\n{text}")
@@ -220,14 +309,21 @@ class Tally:
   # Seconds until the processes that were not killed had ended, at most
   slowest: float = 0.0
   # Kills by what the life was doing, and by the processes that were killed
-  moments: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-  victims: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+  moments: collections.Counter[str] = dataclasses.field(
+    default_factory=collections.Counter
+  )
+  victims: collections.Counter[str] = dataclasses.field(
+    default_factory=collections.Counter
+  )
   # Differences from the uninterrupted run
   differing: list[str] = dataclasses.field(default_factory=list)
 
   def table(self, flags: argparse.Namespace, seconds: float) -> dict:
     """The counts under the names that the results have."""
-    several = {"killed": dict(self.victims), "seconds until the others had ended, at most": round(self.slowest, 1)}
+    several = {
+      "killed": dict(self.victims),
+      "seconds until the others had ended, at most": round(self.slowest, 1),
+    }
     return {
       "processes": flags.processes,
       "kills": self.kills,
@@ -252,13 +348,22 @@ def make_data(directory: pathlib.Path, mode: str) -> None:
   """Writes the text that the runs train on, and prepares its rows if they are to be."""
   (directory / "text").mkdir()
   for index in range(200):
-    text = "".join(f"document {index}, line {line}: {line * index % 97}\n" for line in range(60))
+    text = "".join(
+      f"document {index}, line {line}: {line * index % 97}\n"
+      for line in range(60)
+    )
     (directory / "text" / f"{index}.txt").write_text(text, encoding="utf-8")
   if mode == "prepared":
     prepared.prepare(data_config(directory, mode))
 
 
-def live(directory: pathlib.Path, workdir: pathlib.Path, flags: argparse.Namespace, rng: random.Random, tally: Tally) -> bool:
+def live(
+  directory: pathlib.Path,
+  workdir: pathlib.Path,
+  flags: argparse.Namespace,
+  rng: random.Random,
+  tally: Tally,
+) -> bool:
   """Starts a life of a run, and kills it unless there have been enough kills.
 
   Returns:
@@ -274,7 +379,13 @@ def live(directory: pathlib.Path, workdir: pathlib.Path, flags: argparse.Namespa
       time.sleep(0.001)
   everyone = list(range(flags.processes))
   finished = tally.kills >= flags.times or not life.runs()
-  killed = [] if finished else everyone if rng.random() < _ALL else [rng.choice(everyone)]
+  killed = (
+    []
+    if finished
+    else everyone
+    if rng.random() < _ALL
+    else [rng.choice(everyone)]
+  )
   for index in killed:
     life.processes[index].kill()
   moment_of_kill = time.time()
@@ -290,7 +401,13 @@ def live(directory: pathlib.Path, workdir: pathlib.Path, flags: argparse.Namespa
   tally.lost += len(steps) // flags.processes
   line = f"kill {tally.kills}: {moment_of_kill - life.started:.1f} s after its start, {len(steps)} batches into it, {what}"
   if flags.processes > 1:
-    tally.victims["all" if len(killed) > 1 else "process 0" if killed == [0] else "another one"] += 1
+    tally.victims[
+      "all"
+      if len(killed) > 1
+      else "process 0"
+      if killed == [0]
+      else "another one"
+    ] += 1
     if len(killed) < flags.processes:
       tally.slowest = max(tally.slowest, ending)
       line += f"; process {killed[0]}, the others ended {ending:.1f} s later"
@@ -301,14 +418,28 @@ def live(directory: pathlib.Path, workdir: pathlib.Path, flags: argparse.Namespa
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("--times", type=int, default=20, help="kills")
   parser.add_argument("--seed", type=int, default=0, help="of the moments")
-  parser.add_argument("--mode", choices=("prepared", "streamed"), default="prepared", help="config.data.mode")
-  parser.add_argument("--steps", type=int, default=CONFIG.train.steps, help="of a run")
+  parser.add_argument(
+    "--mode",
+    choices=("prepared", "streamed"),
+    default="prepared",
+    help="config.data.mode",
+  )
+  parser.add_argument(
+    "--steps", type=int, default=CONFIG.train.steps, help="of a run"
+  )
   parser.add_argument("--processes", type=int, default=1, help="of a run")
   parser.add_argument("--json", help="file for the table")
-  parser.add_argument("--child", nargs=4, metavar=("DIRECTORY", "WORKDIR", "COORDINATOR", "PROCESS"), help=argparse.SUPPRESS)
+  parser.add_argument(
+    "--child",
+    nargs=4,
+    metavar=("DIRECTORY", "WORKDIR", "COORDINATOR", "PROCESS"),
+    help=argparse.SUPPRESS,
+  )
   flags = parser.parse_args()
   if flags.child:
     directory, workdir, coordinator, index = flags.child
@@ -326,14 +457,22 @@ def main() -> None:
       tally.runs += 1
       while not live(directory, workdir, flags, rng, tally):
         pass
-      for name, read in (("losses", losses), ("batches", batches), ("final parameters", parameters)):
+      for name, read in (
+        ("losses", losses),
+        ("batches", batches),
+        ("final parameters", parameters),
+      ):
         found, expected = read(workdir), read(whole)
         if found != expected:
-          tally.differing.append(f"run {tally.runs}: its {name} differ, first {_first_difference(found, expected)}")
+          tally.differing.append(
+            f"run {tally.runs}: its {name} differ, first {_first_difference(found, expected)}"
+          )
   table = tally.table(flags, time.time() - began)
   print(json.dumps(table, indent=1))
   if flags.json:
-    pathlib.Path(flags.json).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    pathlib.Path(flags.json).write_text(
+      json.dumps(table, indent=1) + "\n", encoding="utf-8"
+    )
   sys.exit(1 if tally.differing or tally.wrong else 0)
 
 

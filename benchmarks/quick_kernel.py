@@ -26,15 +26,24 @@ def extremes(attended: Attended) -> tuple[jax.Array, jax.Array]:
 
   def step(found, block: Attended, seen, first):
     del first
-    lse = jax.nn.logsumexp(apply(seen[:, None, None], attention_logits(block.q, block.k)), axis=-1) * LOG2E
+    lse = (
+      jax.nn.logsumexp(
+        apply(seen[:, None, None], attention_logits(block.q, block.k)), axis=-1
+      )
+      * LOG2E
+    )
     some = jnp.any(seen, axis=-1)[:, None, None]
-    return jnp.minimum(found[0], jnp.min(jnp.where(some, lse, jnp.inf))), jnp.maximum(found[1], jnp.max(jnp.where(some, lse, -jnp.inf)))
+    return jnp.minimum(
+      found[0], jnp.min(jnp.where(some, lse, jnp.inf))
+    ), jnp.maximum(found[1], jnp.max(jnp.where(some, lse, -jnp.inf)))
 
   return over_queries(step, (jnp.inf, -jnp.inf), attended)
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("--workdir", required=True)
   parser.add_argument("--rows", type=int, default=256)
   parser.add_argument("--batch_size", type=int, default=16)
@@ -45,10 +54,23 @@ def main() -> None:
     least, most = extremes(attended)
     return in_range(jnp.stack([least, most]), attended.v), least, most
 
-  read = jax.jit(lambda batch: measure(loaded.model, loaded.params, batch, attention=layer)["attention"])
-  batches = validation_rows("quick_kernel", loaded, flags.rows, batch_size=flags.batch_size)
-  quick, least, most = (np.concatenate(column) for column in zip(*(jax.device_get(read(batch)) for batch in batches), strict=True))
-  print(f"{loaded.name}: {np.sum(quick)} of {len(quick)} calls take the quick kernel ({np.mean(quick):.1%}); log-sum-exps, base 2, from")
+  read = jax.jit(
+    lambda batch: measure(loaded.model, loaded.params, batch, attention=layer)[
+      "attention"
+    ]
+  )
+  batches = validation_rows(
+    "quick_kernel", loaded, flags.rows, batch_size=flags.batch_size
+  )
+  quick, least, most = (
+    np.concatenate(column)
+    for column in zip(
+      *(jax.device_get(read(batch)) for batch in batches), strict=True
+    )
+  )
+  print(
+    f"{loaded.name}: {np.sum(quick)} of {len(quick)} calls take the quick kernel ({np.mean(quick):.1%}); log-sum-exps, base 2, from"
+  )
   print(f"  {np.min(least):.1f} to {np.max(most):.1f}; it takes −60 to 80")
 
 

@@ -40,17 +40,39 @@ from jax.experimental.pallas import tpu as pltpu
 
 from benchmarks import tpu_baselines
 from benchmarks.tpu_baselines import LIBRARIES, Splash
-from benchmarks.tpu_cost import DIRECTIONS, TOPOLOGIES, Case, blocks_of, compile_case, cost, cost_of_library, on_tpu, sizes
+from benchmarks.tpu_cost import (
+  DIRECTIONS,
+  TOPOLOGIES,
+  Case,
+  blocks_of,
+  compile_case,
+  cost,
+  cost_of_library,
+  on_tpu,
+  sizes,
+)
 from diffjax.ops.diff_attention.tpu import block_sizes
 from diffjax.ops.diff_attention.tpu.block_sizes import Blocks
 
-_Cost = tuple[float, str] | None  # of one call, with "~" where it is computed and not measured or estimated; None where nothing is known
+_Cost = (
+  tuple[float, str] | None
+)  # of one call, with "~" where it is computed and not measured or estimated; None where nothing is known
 
 # D, V, G, M
 FUSED, WIDE, PLAIN = (128, 256, 2, 2), (128, 256, 1, 1), (128, 128, 1, 1)
-SEARCHED = (FUSED, PLAIN, WIDE, (64, 128, 2, 2), (96, 192, 2, 2), (128, 128, 2, 1), (256, 256, 1, 1))
+SEARCHED = (
+  FUSED,
+  PLAIN,
+  WIDE,
+  (64, 128, 2, 2),
+  (96, 192, 2, 2),
+  (128, 128, 2, 1),
+  (256, 256, 1, 1),
+)
 # Tile, and a sub-tile's queries and keys. One compilation tries them in both directions, and each takes what is best for it.
-CANDIDATES = tuple(itertools.product((1024, 2048, 512), (256, 512, 1024, 128), (256, 512, 1024)))
+CANDIDATES = tuple(
+  itertools.product((1024, 2048, 512), (256, 512, 1024, 128), (256, 512, 1024))
+)
 # Chips of which the estimate is whole for one step alone: how long that is.
 ONE_STEP = {"v5p": 1024, "7x": 1024}
 
@@ -58,10 +80,16 @@ ONE_STEP = {"v5p": 1024, "7x": 1024}
 def cost_or_computed(case: Case, flags) -> dict[str, tuple[float, str]]:
   """Cost and its mark by direction: "~" where it is computed from two shorter lengths."""
   if on_tpu() or case.length <= flags.simulate:
-    return {direction: (value, "") for direction, value in cost(case, flags.timeout).items()}
+    return {
+      direction: (value, "")
+      for direction, value in cost(case, flags.timeout).items()
+    }
   result = {}
   for direction in DIRECTIONS:
-    values = [_alike(case, direction, length, case.causal, flags) for length in (flags.simulate // 2, flags.simulate)]
+    values = [
+      _alike(case, direction, length, case.causal, flags)
+      for length in (flags.simulate // 2, flags.simulate)
+    ]
     if None not in values:
       # a·n + b·n² through two points, where n counts the shorter length.
       square = (values[1] - 2 * values[0]) / 2
@@ -70,7 +98,9 @@ def cost_or_computed(case: Case, flags) -> dict[str, tuple[float, str]]:
   return result
 
 
-def composed_cost(case: Case, flags, *, start_apart: bool = True) -> dict[str, tuple[float, str]]:
+def composed_cost(
+  case: Case, flags, *, start_apart: bool = True
+) -> dict[str, tuple[float, str]]:
   """A causal mask's cost and its mark by direction, from builds that have no condition: tiles that are whole, and one that is cut.
 
   What comes once in either grid is told apart by a build of four whole tiles; without `start_apart` each tile counts it. Where steps of one
@@ -81,67 +111,140 @@ def composed_cost(case: Case, flags, *, start_apart: bool = True) -> dict[str, t
   for direction in DIRECTIONS:
     blocks = blocks_of(case, direction)
     tile, count = blocks.q, case.length // blocks.q
-    if blocks.q != blocks.kv or case.length % tile or (direction == "backward" and blocks.resident < case.length):
+    if (
+      blocks.q != blocks.kv
+      or case.length % tile
+      or (direction == "backward" and blocks.resident < case.length)
+    ):
       continue
     wanted = ((2 * tile, False), (tile, False), (tile, True))[not start_apart :]
-    *four, one, cut = (_alike(case, direction, length, causal, flags) for length, causal in wanted)
+    *four, one, cut = (
+      _alike(case, direction, length, causal, flags)
+      for length, causal in wanted
+    )
     if all(four) and one and cut:
       start = max(0.0, (4 * one - four[0]) / 3) if four else 0.0
       whole = (four[0] - start) / 4 if four else one
-      result[direction] = (start + count * (count - 1) / 2 * whole + count * (cut - start), "~")
+      result[direction] = (
+        start + count * (count - 1) / 2 * whole + count * (cut - start),
+        "~",
+      )
   return result
 
 
-def _alike(case: Case, direction: str, length: int, causal: bool, flags) -> float | None:
+def _alike(
+  case: Case, direction: str, length: int, causal: bool, flags
+) -> float | None:
   """The cost of the case with another length and mask, but with its blocks."""
-  blocks, other = blocks_of(case, direction), dataclasses.replace(case, length=length, causal=causal)
+  blocks, other = (
+    blocks_of(case, direction),
+    dataclasses.replace(case, length=length, causal=causal),
+  )
   if sizes(blocks_of(other, direction)) != sizes(blocks):
     other = dataclasses.replace(other, blocks=sizes(blocks))
   return cost(other, flags.timeout).get(direction)
 
 
-def library_cost(library: str, generation: str, V: int, length: int, mask: str, flags) -> dict[str, tuple[float, str]]:
+def library_cost(
+  library: str, generation: str, V: int, length: int, mask: str, flags
+) -> dict[str, tuple[float, str]]:
   """A library's least cost over the tiles tried, and its mark, by direction; see tpu_baselines for how a causal mask is estimated."""
   best: dict[str, tuple[float, str]] = {}
   shown = length if on_tpu() else min(length, tpu_baselines.ESTIMATED)
   scale = (length / shown) ** 2
-  for tile, two in itertools.product(tpu_baselines.TILES, (False, True) if library == "jax" else (False,)):
+  for tile, two in itertools.product(
+    tpu_baselines.TILES, (False, True) if library == "jax" else (False,)
+  ):
     if shown % tile[0] or shown % tile[1]:
       continue
-    of = lambda how, tile=tile, two=two: cost_of_library(Splash(library, generation, 128, V, shown, how, tile, two), flags.timeout) or {}
+    of = lambda how, tile=tile, two=two: (
+      cost_of_library(
+        Splash(library, generation, 128, V, shown, how, tile, two),
+        flags.timeout,
+      )
+      or {}
+    )
     if on_tpu() or mask == "full":
       costs = of(mask)
     else:
       full, cut = of("full"), of("cut")
-      costs = {way: tpu_baselines.composed(library, tile, length, full[way], cut[way]) for way in DIRECTIONS if way in full and way in cut}
+      costs = {
+        way: tpu_baselines.composed(library, tile, length, full[way], cut[way])
+        for way in DIRECTIONS
+        if way in full and way in cut
+      }
     for way, value in costs.items():
-      best[way] = min(best.get(way, (math.inf, "")), (value * scale, "" if scale == 1 and (mask == "full" or on_tpu()) else "~"))
+      best[way] = min(
+        best.get(way, (math.inf, "")),
+        (
+          value * scale,
+          "" if scale == 1 and (mask == "full" or on_tpu()) else "~",
+        ),
+      )
   return best
 
 
 def table(generations: list[str], flags) -> None:
-  unit = "µs" if on_tpu() else "kilocycles, a compiler's estimate that ranks variants, not a time;"
+  unit = (
+    "µs"
+    if on_tpu()
+    else "kilocycles, a compiler's estimate that ranks variants, not a time;"
+  )
   print(
     f"{unit} one head of D 128, V 256; two calls of a kernel with one map, and plain attention's two heads, by the library that is best"
   )
   line = "{:5}{:>7} {:9}{:9}" + "{:>12}" * 6 + "  {:26}{:>10}  {}"
   print(
     line.format(
-      "chip", "T", "mask", "", "fused", "two calls", *(f"{x}" for x in LIBRARIES), "best/fused", "best two calls", "plain", "plain/fused"
+      "chip",
+      "T",
+      "mask",
+      "",
+      "fused",
+      "two calls",
+      *(f"{x}" for x in LIBRARIES),
+      "best/fused",
+      "best two calls",
+      "plain",
+      "plain/fused",
     )
   )
-  masks = [how for mask in flags.masks for how in ((mask,) if mask == "full" or on_tpu() else (mask, "composed"))]
-  for generation, length, mask in itertools.product(generations, flags.lengths, masks):
+  masks = [
+    how
+    for mask in flags.masks
+    for how in ((mask,) if mask == "full" or on_tpu() else (mask, "composed"))
+  ]
+  for generation, length, mask in itertools.product(
+    generations, flags.lengths, masks
+  ):
     measure = composed_cost if mask == "composed" else cost_or_computed
-    fused, wide, plain = (measure(Case(generation, *shape, length, mask != "full"), flags) for shape in (FUSED, WIDE, PLAIN))
+    fused, wide, plain = (
+      measure(Case(generation, *shape, length, mask != "full"), flags)
+      for shape in (FUSED, WIDE, PLAIN)
+    )
     costs = {"ours": (wide, plain)}
     for library in LIBRARIES:
       known = mask != "causal" or on_tpu()
-      costs[library] = tuple(library_cost(library, generation, V, length, mask, flags) if known else {} for V in (256, 128))
+      costs[library] = tuple(
+        library_cost(library, generation, V, length, mask, flags)
+        if known
+        else {}
+        for V in (256, 128)
+      )
     for direction in (*DIRECTIONS, "both"):
-      found = {library: tuple(_of(of, direction) for of in pair) for library, pair in costs.items()}
+      found = {
+        library: tuple(_of(of, direction) for of in pair)
+        for library, pair in costs.items()
+      }
       print(
-        line.format(generation, length, mask, direction, *_columns(_of(fused, direction), found, 1e6 if on_tpu() else 1e-3)), flush=True
+        line.format(
+          generation,
+          length,
+          mask,
+          direction,
+          *_columns(_of(fused, direction), found, 1e6 if on_tpu() else 1e-3),
+        ),
+        flush=True,
       )
   if tpu_baselines.version("tokamax") is None:
     print(tpu_baselines.INSTALL)
@@ -149,36 +252,79 @@ def table(generations: list[str], flags) -> None:
 
 def two_calls(wide: _Cost, plain: _Cost) -> tuple[float, str, str] | None:
   """What two calls with one map take, with V whole or in halves: the lesser, its mark, and which it is."""
-  ways = [(times * found[0], found[1], how) for times, found, how in ((2, wide, "V whole"), (4, plain, "V halved")) if found]
+  ways = [
+    (times * found[0], found[1], how)
+    for times, found, how in ((2, wide, "V whole"), (4, plain, "V halved"))
+    if found
+  ]
   return min(ways, default=None)
 
 
-def _columns(fused: _Cost, costs: dict[str, tuple[_Cost, _Cost]], scale: float) -> list[str]:
+def _columns(
+  fused: _Cost, costs: dict[str, tuple[_Cost, _Cost]], scale: float
+) -> list[str]:
   """From costs of one call: fused; two calls by each library; the least of those as a ratio to fused, and whose it is; plain attention by
   whichever is best, and as a ratio."""
-  shown = lambda found: f"{found[1]}{found[0] * scale:.1f}" if found else "no estimate"
-  ratio = lambda found: f"{max(found[1], fused[1])}{found[0] / fused[0]:.2f}" if found and fused else ""
+  shown = lambda found: (
+    f"{found[1]}{found[0] * scale:.1f}" if found else "no estimate"
+  )
+  ratio = lambda found: (
+    f"{max(found[1], fused[1])}{found[0] / fused[0]:.2f}"
+    if found and fused
+    else ""
+  )
   calls = {library: two_calls(*pair) for library, pair in costs.items()}
-  best = min(((*found, library) for library, found in calls.items() if found), default=None)
-  plain = min(((2 * pair[1][0], *pair[1][1:], library) for library, pair in costs.items() if pair[1]), default=None)
+  best = min(
+    ((*found, library) for library, found in calls.items() if found),
+    default=None,
+  )
+  plain = min(
+    (
+      (2 * pair[1][0], *pair[1][1:], library)
+      for library, pair in costs.items()
+      if pair[1]
+    ),
+    default=None,
+  )
   whose = f"{best[3]}, {best[2]}" if best else ""
   twin = f"{ratio(plain)} {plain[2]}" if plain else ""
-  return [shown(fused), *(shown(calls[library]) for library in costs), ratio(best), whose, shown(plain), twin]
+  return [
+    shown(fused),
+    *(shown(calls[library]) for library in costs),
+    ratio(best),
+    whose,
+    shown(plain),
+    twin,
+  ]
 
 
-def _of(found: dict[str, tuple[float, str]], direction: str) -> tuple[float, str] | None:
+def _of(
+  found: dict[str, tuple[float, str]], direction: str
+) -> tuple[float, str] | None:
   if direction != "both":
     return found.get(direction)
-  return (sum(value for value, _ in found.values()), found["forward"][1]) if set(found) == set(DIRECTIONS) else None
+  return (
+    (sum(value for value, _ in found.values()), found["forward"][1])
+    if set(found) == set(DIRECTIONS)
+    else None
+  )
 
 
-def candidates(generation: str, D: int, V: int, G: int, length: int) -> list[tuple[int, int, int]]:
+def candidates(
+  generation: str, D: int, V: int, G: int, length: int
+) -> list[tuple[int, int, int]]:
   """The blocks to try for a shape, those first that are most like the table's; without those that do not fit the chip's memory."""
-  known = [block_sizes.choose(generation, way, length, length, D, V, G, "bfloat16") for way in DIRECTIONS]
+  known = [
+    block_sizes.choose(generation, way, length, length, D, V, G, "bfloat16")
+    for way in DIRECTIONS
+  ]
 
   def far(blocks: tuple[int, int, int]) -> float:
     return min(
-      sum(abs(math.log2(a / b)) for a, b in zip(blocks, (x.q, *x.subtile(whole=whole)), strict=True))
+      sum(
+        abs(math.log2(a / b))
+        for a, b in zip(blocks, (x.q, *x.subtile(whole=whole)), strict=True)
+      )
       for x in known
       for whole in (True, False)
     )
@@ -187,35 +333,64 @@ def candidates(generation: str, D: int, V: int, G: int, length: int) -> list[tup
     tile, q, kv = blocks
     if length % tile or tile % q or tile % kv:
       return False
-    needed = [block_sizes.footprint(way, Blocks(tile, tile, q, kv, resident=length), D, V, G, 2) for way in DIRECTIONS]
+    needed = [
+      block_sizes.footprint(
+        way, Blocks(tile, tile, q, kv, resident=length), D, V, G, 2
+      )
+      for way in DIRECTIONS
+    ]
     return max(needed) <= block_sizes.vmem_bytes(generation)
 
   return sorted(filter(fits, CANDIDATES), key=far)
 
 
-def search(generations: list[str], flags, clock: Callable[[], float] = time.monotonic) -> None:
+def search(
+  generations: list[str], flags, clock: Callable[[], float] = time.monotonic
+) -> None:
   """Puts the best candidate of each shape and direction into the table of block sizes, as soon as it is found."""
   start = clock()
   shapes = list(itertools.product(generations, SEARCHED))
   estimated = {} if on_tpu() else ONE_STEP
-  lengths = {chip: estimated.get(chip, flags.search_length) for chip in generations}
+  lengths = {
+    chip: estimated.get(chip, flags.search_length) for chip in generations
+  }
   lists = {
-    (chip, shape): [x for x in candidates(chip, *shape[:3], lengths[chip]) if chip not in estimated or x[0] == lengths[chip]]
+    (chip, shape): [
+      x
+      for x in candidates(chip, *shape[:3], lengths[chip])
+      if chip not in estimated or x[0] == lengths[chip]
+    ]
     for chip, shape in shapes
   }
-  turns = [(chip, shape, lists[chip, shape][n]) for n in range(len(CANDIDATES)) for chip, shape in shapes if n < len(lists[chip, shape])]
-  found: dict[tuple, dict[int, tuple[float, tuple[int, int]]]] = {}  # cost and best sub-tile, by tile
+  turns = [
+    (chip, shape, lists[chip, shape][n])
+    for n in range(len(CANDIDATES))
+    for chip, shape in shapes
+    if n < len(lists[chip, shape])
+  ]
+  found: dict[
+    tuple, dict[int, tuple[float, tuple[int, int]]]
+  ] = {}  # cost and best sub-tile, by tile
   for n, (chip, shape, blocks) in enumerate(turns):
     spent = (clock() - start) / 60
     if spent >= flags.minutes:
-      print(f"{flags.minutes:g} minutes are over: {n} of {len(turns)} candidates were tried", flush=True)
+      print(
+        f"{flags.minutes:g} minutes are over: {n} of {len(turns)} candidates were tried",
+        flush=True,
+      )
       return
-    print(f"{n} of {len(turns)} candidates tried, {flags.minutes - spent:.1f} minutes left", file=sys.stderr, flush=True)
+    print(
+      f"{n} of {len(turns)} candidates tried, {flags.minutes - spent:.1f} minutes left",
+      file=sys.stderr,
+      flush=True,
+    )
     tile, *subtile = blocks
     for causal in (False, True):
       if causal and max(subtile) == tile:
         continue  # it would skip nothing
-      case = Case(chip, *shape, lengths[chip], causal, (tile, *subtile, *subtile))
+      case = Case(
+        chip, *shape, lengths[chip], causal, (tile, *subtile, *subtile)
+      )
       for way, value in cost(case, flags.timeout).items():
         best = found.setdefault((chip, shape, way, causal), {})
         if (value, tuple(subtile)) < best.get(tile, (math.inf, ())):
@@ -223,52 +398,115 @@ def search(generations: list[str], flags, clock: Callable[[], float] = time.mono
           _enter_best(chip, way, shape, lengths[chip], found)
 
 
-def _enter_best(generation: str, direction: str, shape: tuple[int, ...], length: int, found) -> None:
+def _enter_best(
+  generation: str, direction: str, shape: tuple[int, ...], length: int, found
+) -> None:
   """Writes the tile that is best under a full mask, and its best sub-tiles, once both kinds of them are known."""
-  whole, cut = (found.get((generation, shape, direction, causal), {}) for causal in (False, True))
+  whole, cut = (
+    found.get((generation, shape, direction, causal), {})
+    for causal in (False, True)
+  )
   tiles = [(value, tile) for tile, (value, _) in whole.items() if tile in cut]
   if not tiles:
     return
   _, tile = min(tiles)
-  blocks = {"blocks": [tile, tile, *cut[tile][1]], "whole": list(whole[tile][1])}
-  entry = {"generation": generation, "direction": direction, **dict(zip("DVG", shape, strict=False)), "length": length}
+  blocks = {
+    "blocks": [tile, tile, *cut[tile][1]],
+    "whole": list(whole[tile][1]),
+  }
+  entry = {
+    "generation": generation,
+    "direction": direction,
+    **dict(zip("DVG", shape, strict=False)),
+    "length": length,
+  }
   if (entry | blocks) in block_sizes.table():
     return
-  print(" ".join(f"{name} {value}" for name, value in (entry | blocks).items()), flush=True)
-  others = [x for x in block_sizes.table() if {name: x[name] for name in entry} != entry]
+  print(
+    " ".join(f"{name} {value}" for name, value in (entry | blocks).items()),
+    flush=True,
+  )
+  others = [
+    x for x in block_sizes.table() if {name: x[name] for name in entry} != entry
+  ]
   entries = sorted([*others, entry | blocks], key=_order)
-  block_sizes.TABLE.write_text("[\n" + ",\n".join(map(json.dumps, entries)) + "\n]\n", encoding="utf-8")
+  block_sizes.TABLE.write_text(
+    "[\n" + ",\n".join(map(json.dumps, entries)) + "\n]\n", encoding="utf-8"
+  )
   block_sizes.table.cache_clear()
 
 
 def _order(entry) -> tuple:
-  return block_sizes.GENERATIONS.index(entry["generation"]), entry["direction"], -entry["G"], entry["D"], entry["V"], entry["length"]
+  return (
+    block_sizes.GENERATIONS.index(entry["generation"]),
+    entry["direction"],
+    -entry["G"],
+    entry["D"],
+    entry["V"],
+    entry["length"],
+  )
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--generations", nargs="+", choices=TOPOLOGIES, default=["v5e", "v6e"], help="not on a TPU")
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument(
+    "--generations",
+    nargs="+",
+    choices=TOPOLOGIES,
+    default=["v5e", "v6e"],
+    help="not on a TPU",
+  )
   parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 16384])
-  parser.add_argument("--masks", nargs="+", choices=("causal", "full"), default=["causal", "full"])
-  parser.add_argument("--simulate", type=int, default=4096, help="longest length that is estimated and not computed (a multiple of 2048)")
-  parser.add_argument("--timeout", type=float, default=1800, help="seconds a case")
-  parser.add_argument("--shapes", nargs="+", help="D,V,G,M of calls that are measured alone, instead of the table")
-  parser.add_argument("--search", action="store_true", help="fill the table of block sizes")
-  parser.add_argument("--minutes", type=float, default=60, help="how long the search may go on; the candidate that it is at is finished")
+  parser.add_argument(
+    "--masks", nargs="+", choices=("causal", "full"), default=["causal", "full"]
+  )
+  parser.add_argument(
+    "--simulate",
+    type=int,
+    default=4096,
+    help="longest length that is estimated and not computed (a multiple of 2048)",
+  )
+  parser.add_argument(
+    "--timeout", type=float, default=1800, help="seconds a case"
+  )
+  parser.add_argument(
+    "--shapes",
+    nargs="+",
+    help="D,V,G,M of calls that are measured alone, instead of the table",
+  )
+  parser.add_argument(
+    "--search", action="store_true", help="fill the table of block sizes"
+  )
+  parser.add_argument(
+    "--minutes",
+    type=float,
+    default=60,
+    help="how long the search may go on; the candidate that it is at is finished",
+  )
   parser.add_argument("--search_length", type=int, default=2048)
   parser.add_argument("--child", help=argparse.SUPPRESS)
   flags = parser.parse_args()
   if flags.child:
     name, fields, backward_alone = json.loads(flags.child)
-    compile_case({"Case": Case, "Splash": Splash}[name](**fields), backward_alone)
+    compile_case(
+      {"Case": Case, "Splash": Splash}[name](**fields), backward_alone
+    )
     return
   generations = flags.generations
   if on_tpu():
     generations = [str(pltpu.get_tpu_info().chip_version)]
   if flags.shapes:
-    for generation, shape, length, mask in itertools.product(generations, flags.shapes, flags.lengths, flags.masks):
-      case = Case(generation, *map(int, shape.split(",")), length, mask == "causal")
-      print(generation, shape, length, mask, cost(case, flags.timeout), flush=True)
+    for generation, shape, length, mask in itertools.product(
+      generations, flags.shapes, flags.lengths, flags.masks
+    ):
+      case = Case(
+        generation, *map(int, shape.split(",")), length, mask == "causal"
+      )
+      print(
+        generation, shape, length, mask, cost(case, flags.timeout), flush=True
+      )
     return
   (search if flags.search else table)(generations, flags)
 

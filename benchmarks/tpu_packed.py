@@ -23,7 +23,15 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from benchmarks import tpu_runs
-from benchmarks.tpu_cost import DIRECTIONS, TOPOLOGIES, Case, blocks_of, cost, on_tpu, sizes
+from benchmarks.tpu_cost import (
+  DIRECTIONS,
+  TOPOLOGIES,
+  Case,
+  blocks_of,
+  cost,
+  on_tpu,
+  sizes,
+)
 
 DEFAULT = ("4096", "1100,900,1300,796", "1024,1024,1024,1024", "random:4")
 DRAWS = 200
@@ -41,11 +49,28 @@ def row_cost(case: Case, timeout: float) -> dict[str, float]:
     if blocks.q != blocks.kv or (not forward and blocks.resident < case.length):
       continue
     ids = None if case.documents is None else tpu_runs.ids_of(case.documents)
-    schedule = tpu_runs.schedule_of(blocks, case.length, case.G, case.M, keys_pass=forward, segments=ids is not None)
-    one = dataclasses.replace(case, length=tile, blocks=sizes(blocks), documents=(tile,) if case.documents else None)
+    schedule = tpu_runs.schedule_of(
+      blocks,
+      case.length,
+      case.G,
+      case.M,
+      keys_pass=forward,
+      segments=ids is not None,
+    )
+    one = dataclasses.replace(
+      case,
+      length=tile,
+      blocks=sizes(blocks),
+      documents=(tile,) if case.documents else None,
+    )
 
-    def turns(run: str, one=one, direction=direction) -> tuple[float, float] | None:
-      two, four = (cost(dataclasses.replace(one, run=(run, times)), timeout).get(direction) for times in (2, 4))
+    def turns(
+      run: str, one=one, direction=direction
+    ) -> tuple[float, float] | None:
+      two, four = (
+        cost(dataclasses.replace(one, run=(run, times)), timeout).get(direction)
+        for times in (2, 4)
+      )
       return (two, four) if two and four else None
 
     visits = tpu_runs.runs_of(schedule, ids)
@@ -54,35 +79,61 @@ def row_cost(case: Case, timeout: float) -> dict[str, float]:
     known = {run: pair for run, pair in found.items() if pair}
     if len(known) == len(found):
       two, four = known[whole]
-      ends = (2 * two - four) * (schedule.q_blocks if forward else schedule.kv_blocks)
-      result[direction] = ends + sum(count * (known[run][1] - known[run][0]) / 2 for run, count in visits.items())
+      ends = (2 * two - four) * (
+        schedule.q_blocks if forward else schedule.kv_blocks
+      )
+      result[direction] = ends + sum(
+        count * (known[run][1] - known[run][0]) / 2
+        for run, count in visits.items()
+      )
   return result
 
 
 def drawn(count: int, length: int) -> list[tuple[int, ...]]:
   """Rows of so many documents with ends at random, the same ones always."""
   draws = np.random.default_rng(0)
-  ends = (np.sort(draws.choice(np.arange(1, length), count - 1, replace=False)) for _ in range(DRAWS))
+  ends = (
+    np.sort(draws.choice(np.arange(1, length), count - 1, replace=False))
+    for _ in range(DRAWS)
+  )
   return [tuple(int(n) for n in np.diff([0, *row, length])) for row in ends]
 
 
-def table(generations: list[str], rows: list[_Row | int], length: int, timeout: float) -> None:
+def table(
+  generations: list[str], rows: list[_Row | int], length: int, timeout: float
+) -> None:
   print(
     f"{'µs' if on_tpu() else 'kilocycles, put together from a compiler’s estimates;'} one head of D 128, V 256, and both as a ratio to the"
   )
   print("causal row of the same length without segment ids")
   line = "{:5}{:28}" + "{:>10}" * 4
-  print(line.format("chip", "documents", "forward", "backward", "both", "ratio"))
+  print(
+    line.format("chip", "documents", "forward", "backward", "both", "ratio")
+  )
   for generation in generations:
-    of = lambda documents, T, generation=generation: row_cost(Case(generation, 128, 256, 2, 2, T, True, documents=documents), timeout)
+    of = lambda documents, T, generation=generation: row_cost(
+      Case(generation, 128, 256, 2, 2, T, True, documents=documents), timeout
+    )
 
-    def show(name: str, found: dict[str, float], causal: dict[str, float], generation=generation) -> None:
+    def show(
+      name: str,
+      found: dict[str, float],
+      causal: dict[str, float],
+      generation=generation,
+    ) -> None:
       if set(found) != set(DIRECTIONS) or set(causal) != set(DIRECTIONS):
-        print(line.format(generation, name, "", "", "no estimate", ""), flush=True)
+        print(
+          line.format(generation, name, "", "", "no estimate", ""), flush=True
+        )
         return
       costs = [*(found[way] for way in DIRECTIONS), sum(found.values())]
       scaled = (f"{x * (1e6 if on_tpu() else 1e-3):.1f}" for x in costs)
-      print(line.format(generation, name, *scaled, f"{costs[-1] / sum(causal.values()):.2f}"), flush=True)
+      print(
+        line.format(
+          generation, name, *scaled, f"{costs[-1] / sum(causal.values()):.2f}"
+        ),
+        flush=True,
+      )
 
     shown = set()
     for row in rows:
@@ -94,8 +145,18 @@ def table(generations: list[str], rows: list[_Row | int], length: int, timeout: 
       if isinstance(row, int):
         draws = [of(documents, T) for documents in drawn(row, T)]
         if all(set(x) == set(DIRECTIONS) for x in draws):
-          show(f"{row} at random, mean", {way: sum(x[way] for x in draws) / len(draws) for way in DIRECTIONS}, causal)
-          show(f"{row} at random, worst", max(draws, key=lambda x: sum(x.values())), causal)
+          show(
+            f"{row} at random, mean",
+            {
+              way: sum(x[way] for x in draws) / len(draws) for way in DIRECTIONS
+            },
+            causal,
+          )
+          show(
+            f"{row} at random, worst",
+            max(draws, key=lambda x: sum(x.values())),
+            causal,
+          )
         else:
           show(f"{row} at random", {}, causal)
       else:
@@ -106,24 +167,57 @@ def packing(text: str) -> tuple[int, ...] | int:
   """Lengths of a row's documents, or how many are drawn at random."""
   kind, _, number = text.rpartition(":")
   lengths = number.split(",")
-  if kind in ("", "random") and all(x.isdecimal() and int(x) > 0 for x in lengths) and (not kind or len(lengths) == 1):
+  if (
+    kind in ("", "random")
+    and all(x.isdecimal() and int(x) > 0 for x in lengths)
+    and (not kind or len(lengths) == 1)
+  ):
     return int(number) if kind else tuple(map(int, lengths))
-  raise argparse.ArgumentTypeError(f"must be lengths of documents (1100,900,1300,796), or how many are drawn (random:4), got {text!r}")
+  raise argparse.ArgumentTypeError(
+    f"must be lengths of documents (1100,900,1300,796), or how many are drawn (random:4), got {text!r}"
+  )
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("rows", nargs="*", type=packing, default=[packing(x) for x in DEFAULT], help="1100,900,1300,796 or random:4")
-  parser.add_argument("--generations", nargs="+", choices=TOPOLOGIES, default=["v5e", "v6e"], help="not on a TPU")
-  parser.add_argument("--length", type=int, default=4096, help="of rows drawn at random")
-  parser.add_argument("--timeout", type=float, default=600, help="seconds a build")
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument(
+    "rows",
+    nargs="*",
+    type=packing,
+    default=[packing(x) for x in DEFAULT],
+    help="1100,900,1300,796 or random:4",
+  )
+  parser.add_argument(
+    "--generations",
+    nargs="+",
+    choices=TOPOLOGIES,
+    default=["v5e", "v6e"],
+    help="not on a TPU",
+  )
+  parser.add_argument(
+    "--length", type=int, default=4096, help="of rows drawn at random"
+  )
+  parser.add_argument(
+    "--timeout", type=float, default=600, help="seconds a build"
+  )
   flags = parser.parse_args()
   if on_tpu() and any(isinstance(row, int) for row in flags.rows):
-    parser.error("rows must be lengths of documents on a TPU, where each row is compiled and timed, got random rows (as the default has)")
+    parser.error(
+      "rows must be lengths of documents on a TPU, where each row is compiled and timed, got random rows (as the default has)"
+    )
   for row in flags.rows:
     if isinstance(row, int) and row > flags.length:
-      parser.error(f"random:{row} must be no more documents than the row has tokens (--length {flags.length})")
-  table([str(pltpu.get_tpu_info().chip_version)] if on_tpu() else flags.generations, flags.rows, flags.length, flags.timeout)
+      parser.error(
+        f"random:{row} must be no more documents than the row has tokens (--length {flags.length})"
+      )
+  table(
+    [str(pltpu.get_tpu_info().chip_version)] if on_tpu() else flags.generations,
+    flags.rows,
+    flags.length,
+    flags.timeout,
+  )
 
 
 if __name__ == "__main__":

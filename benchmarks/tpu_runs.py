@@ -24,7 +24,11 @@ from jax.experimental import pallas as pl
 from diffjax.ops.diff_attention.mask import Mask
 from diffjax.ops.diff_attention.tpu import schedule as schedules
 from diffjax.ops.diff_attention.tpu.block_sizes import Blocks
-from diffjax.ops.diff_attention.tpu.schedule import Schedule, make_schedule, scalars_of
+from diffjax.ops.diff_attention.tpu.schedule import (
+  Schedule,
+  make_schedule,
+  scalars_of,
+)
 
 
 def ids_of(documents: tuple[int, ...]) -> np.ndarray:
@@ -32,13 +36,27 @@ def ids_of(documents: tuple[int, ...]) -> np.ndarray:
   return np.repeat(np.arange(len(documents), dtype=np.int32), documents)[None]
 
 
-def schedule_of(blocks: Blocks, length: int, G: int, M: int, *, keys_pass: bool, segments: bool) -> Schedule:
+def schedule_of(
+  blocks: Blocks,
+  length: int,
+  G: int,
+  M: int,
+  *,
+  keys_pass: bool,
+  segments: bool,
+) -> Schedule:
   """The schedule of a causal row."""
-  q, k = (jax.ShapeDtypeStruct((1, length, 1, maps, 1), np.float32) for maps in (G, M))
-  return make_schedule(Mask(length, length, segments=segments), blocks, q, k, keys_pass=keys_pass)
+  q, k = (
+    jax.ShapeDtypeStruct((1, length, 1, maps, 1), np.float32) for maps in (G, M)
+  )
+  return make_schedule(
+    Mask(length, length, segments=segments), blocks, q, k, keys_pass=keys_pass
+  )
 
 
-def runs_of(schedule: Schedule, ids: np.ndarray | None) -> collections.Counter[str]:
+def runs_of(
+  schedule: Schedule, ids: np.ndarray | None
+) -> collections.Counter[str]:
   """How often a kernel takes each of its runs of instructions for a row with ids [1, T], by its own conditions.
 
   A run is named after its sub-tiles: "-" for one that is seen whole, "p" where positions are compared, "d" where documents are, too.
@@ -65,13 +83,23 @@ def runs_of(schedule: Schedule, ids: np.ndarray | None) -> collections.Counter[s
   scalars = [x.tolist() for x in scalars_of(schedule, ids, ids, None, 1)]
   stay = schedule.q_blocks if schedule.keys_pass else schedule.kv_blocks
   with (
-    _instead(when=when, fori_loop=fori_loop, div=lambda a, b: a // b, broadcasted_iota=lambda *_: 0),
+    _instead(
+      when=when,
+      fori_loop=fori_loop,
+      div=lambda a, b: a // b,
+      broadcasted_iota=lambda *_: 0,
+    ),
     mock.patch.object(schedules, "jnp", np),
   ):
     for stays, step in itertools.product(range(stay), range(schedule.steps)):
 
       def tile(block: int, place: int, stays=stays) -> None:
-        schedule.visit(scalars, 0, *((stays, block) if schedule.keys_pass else (block, stays)), body)
+        schedule.visit(
+          scalars,
+          0,
+          *((stays, block) if schedule.keys_pass else (block, stays)),
+          body,
+        )
 
       schedule.each_tile(scalars, 0, stays, step, tile)
   del counts[""]  # what holds other runs, or nothing
@@ -82,7 +110,9 @@ def runs_of(schedule: Schedule, ids: np.ndarray | None) -> collections.Counter[s
 def only(run: str, times: int) -> Iterator[None]:
   """A kernel of one tile that is built within it takes one of its runs so many times, and nothing else, under no condition."""
   visit = Schedule.visit
-  dry: list[str] = []  # the sub-tiles of what is looked at and not built; empty while one builds
+  dry: list[
+    str
+  ] = []  # the sub-tiles of what is looked at and not built; empty while one builds
   turn = types.SimpleNamespace(n=None, found=False)
 
   def when(condition) -> Callable:
@@ -90,7 +120,13 @@ def only(run: str, times: int) -> Iterator[None]:
       if dry:
         return  # a run of its own
       dry.append("")
-      with mock.patch.object(schedules, "lax", types.SimpleNamespace(**{**vars(schedules.lax), "broadcasted_iota": lambda *_: 0})):
+      with mock.patch.object(
+        schedules,
+        "lax",
+        types.SimpleNamespace(
+          **{**vars(schedules.lax), "broadcasted_iota": lambda *_: 0}
+        ),
+      ):
         function()
       held = dry.pop()
       if not held or (held == run and not turn.found):
@@ -119,15 +155,24 @@ def only(run: str, times: int) -> Iterator[None]:
     each_tile=lambda self, scalars, b, stays, step, body: body(step, step),
     _ids=lambda self, scalars, b, i, *_: (i == 0, i == 0),
   )
-  fori_loop = lambda start, stop, function, init: function(0 if dry else turn.n, init)
-  with _instead(when=when, fori_loop=fori_loop), mock.patch.multiple(Schedule, visit=forced, **known):
+  fori_loop = lambda start, stop, function, init: function(
+    0 if dry else turn.n, init
+  )
+  with (
+    _instead(when=when, fori_loop=fori_loop),
+    mock.patch.multiple(Schedule, visit=forced, **known),
+  ):
     yield
 
 
 def _instead(*, when: Callable, **functions: Callable):
   """The schedule's conditions, and functions of jax.lax, replaced."""
-  room = lambda module, **names: types.SimpleNamespace(**{**vars(module), **names})
-  return mock.patch.multiple(schedules, _when=when, pl=room(pl, when=when), lax=room(lax, **functions))
+  room = lambda module, **names: types.SimpleNamespace(
+    **{**vars(module), **names}
+  )
+  return mock.patch.multiple(
+    schedules, _when=when, pl=room(pl, when=when), lax=room(lax, **functions)
+  )
 
 
 def _letter(mask: Callable | None) -> str:

@@ -35,9 +35,20 @@ def stepper(config, packed: bool = True):
   tokens = rng.integers(0, config.model.vocab_size, (2, rows, length), np.int32)
   positions = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
   weights = np.ones((rows, length), np.float32)
-  batch = put_batch(dict(tokens=tokens[0], targets=tokens[1], segment_ids=segments, positions=positions, weights=weights), mesh)
+  batch = put_batch(
+    dict(
+      tokens=tokens[0],
+      targets=tokens[1],
+      segment_ids=segments,
+      positions=positions,
+      weights=weights,
+    ),
+    mesh,
+  )
   if not packed:
-    batch["segment_ids"] = None  # attention that is told of no documents, which ids of one document would not be
+    batch["segment_ids"] = (
+      None  # attention that is told of no documents, which ids of one document would not be
+    )
 
   def run():
     nonlocal state
@@ -49,27 +60,43 @@ def stepper(config, packed: bool = True):
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument("--config", default="configs/tiny.py")
   parser.add_argument("--repetitions", type=int, default=30)
   flags = parser.parse_args()
-  from diffjax.config import from_config_dict  # `stepper` needs nothing that reads configs
+  from diffjax.config import (
+    from_config_dict,  # `stepper` needs nothing that reads configs
+  )
 
   keep_freed_memory()
   module = importlib.import_module(f"configs.{pathlib.Path(flags.config).stem}")
-  configs = {variant: from_config_dict(module.get_config(variant)) for variant in ("transformer", "diff", "diff_v2")}
+  configs = {
+    variant: from_config_dict(module.get_config(variant))
+    for variant in ("transformer", "diff", "diff_v2")
+  }
   runs = {variant: stepper(config) for variant, config in configs.items()}
   seconds = {variant: [] for variant in runs}
   for _ in range(flags.repetitions):
-    for variant, run in runs.items():  # in turn, so that a busy machine slows all alike
+    for (
+      variant,
+      run,
+    ) in runs.items():  # in turn, so that a busy machine slows all alike
       start = time.perf_counter()
       run()
       seconds[variant].append(time.perf_counter() - start)
-  print(f"{flags.config}: JAX {jax.__version__}, {jax.devices()[0].device_kind}, {cpu_name()}, {len(os.sched_getaffinity(0))} threads")
+  print(
+    f"{flags.config}: JAX {jax.__version__}, {jax.devices()[0].device_kind}, {cpu_name()}, {len(os.sched_getaffinity(0))} threads"
+  )
   baseline = statistics.median(seconds["transformer"])
   for variant, config in configs.items():
     median = statistics.median(seconds[variant])
-    flops = step_flops(config.model, config.data.length, config.train.batch_size * config.data.length).training
+    flops = step_flops(
+      config.model,
+      config.data.length,
+      config.train.batch_size * config.data.length,
+    ).training
     print(
       f"{variant:12} {median:.4f} s/step  {median / baseline:.3f} of the Transformer's  "
       f"{parameter_count(config.model) / 1e6:.3f} M parameters  {flops / median / 1e9:.0f} GFLOP/s"

@@ -8,7 +8,13 @@ import pathlib
 import subprocess
 import sys
 
-_PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 26, 27, 28, 31, 34, 35, 39)))
+_PLATFORMS = (
+  "manylinux2014_x86_64",
+  *(
+    f"manylinux_2_{minor}_x86_64"
+    for minor in (17, 24, 26, 27, 28, 31, 34, 35, 39)
+  ),
+)
 
 
 def download(target: pathlib.Path, *what: str) -> None:
@@ -19,9 +25,32 @@ def download(target: pathlib.Path, *what: str) -> None:
     what: packages, or options of `pip download`. What a package needs is not downloaded with it.
   """
   temporary = target.with_name(f"{target.name}.tmp")
-  platforms = [part for platform in _PLATFORMS for part in ("--platform", platform)]
-  command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--python-version", "3.12"]
-  subprocess.run([*command, "--implementation", "cp", *platforms, "-d", str(temporary), *what], check=True)
+  platforms = [
+    part for platform in _PLATFORMS for part in ("--platform", platform)
+  ]
+  command = [
+    sys.executable,
+    "-m",
+    "pip",
+    "download",
+    "-q",
+    "--no-deps",
+    "--only-binary=:all:",
+    "--python-version",
+    "3.12",
+  ]
+  subprocess.run(
+    [
+      *command,
+      "--implementation",
+      "cp",
+      *platforms,
+      "-d",
+      str(temporary),
+      *what,
+    ],
+    check=True,
+  )
   temporary.rename(target)
 
 
@@ -44,8 +73,22 @@ def install(wheels: pathlib.Path, site: pathlib.Path) -> None:
       pass
     missing.append(str(wheel))
   if missing:
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrade", "--target", str(site), *missing]
+    command = [
+      sys.executable,
+      "-m",
+      "pip",
+      "install",
+      "-q",
+      "--no-index",
+      "--no-deps",
+      "--upgrade",
+      "--target",
+      str(site),
+      *missing,
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-      raise RuntimeError(f"-m pip install failed: {result.stderr.strip().splitlines()[-1]}")
+      raise RuntimeError(
+        f"-m pip install failed: {result.stderr.strip().splitlines()[-1]}"
+      )
     importlib.invalidate_caches()  # Python remembers that the directory was missing

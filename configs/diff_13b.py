@@ -12,6 +12,13 @@ from configs import base, diff_830m
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
   config = diff_830m.get_config()
-  config.model.update(num_layers=40, embed_dim=5120, num_heads=20, num_kv_heads=20, head_dim=128, ffn_dim=13_696)
+  config.model.update(
+    num_layers=40,
+    embed_dim=5120,
+    num_heads=20,
+    num_kv_heads=20,
+    head_dim=128,
+    ffn_dim=13_696,
+  )
   config.optimizer.learning_rate = 7.5e-5
   return base.twin(config, variant)

@@ -16,6 +16,8 @@ def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
   config.data.update(length=65_536)
   config.optimizer.update(learning_rate=8e-5, warmup_steps=30)
   config.mesh.update(context=2)
-  config.train.update(steps=360, batch_size=64, accumulation=16, checkpoint_interval=60)  # 4.2M tokens a step, 4 rows at a time
+  config.train.update(
+    steps=360, batch_size=64, accumulation=16, checkpoint_interval=60
+  )  # 4.2M tokens a step, 4 rows at a time
   config.eval.update(interval=60, rows=64)
   return base.twin(config, variant)

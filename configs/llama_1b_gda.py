@@ -18,6 +18,8 @@ def get_config() -> ml_collections.ConfigDict:
   config = llama_1b_dex.get_config()
   config.model.update(attention="diff_v2", num_noise_heads=8)
   config.data.tokenizer = "runs/llama_1b_gda/tokenizer.json"
-  config.optimizer.update(learning_rate=2e-5, trained="query,key,value,out,lambda_hat")
+  config.optimizer.update(
+    learning_rate=2e-5, trained="query,key,value,out,lambda_hat"
+  )
   config.train.init_from = "runs/llama_1b_gda"
   return config

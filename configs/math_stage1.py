@@ -16,5 +16,7 @@ def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
   config.model.update(max_length=65_536, rope_base=640_000.0)
   config.data.source = "jsonl:data/math_stage1/*.jsonl.zst"
   config.optimizer.update(learning_rate=8e-5, warmup_steps=100)
-  config.train.update(steps=4_770, batch_size=1024, checkpoint_interval=500)  # 4.2M tokens a step
+  config.train.update(
+    steps=4_770, batch_size=1024, checkpoint_interval=500
+  )  # 4.2M tokens a step
   return base.twin(config, variant)

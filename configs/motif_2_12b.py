@@ -19,8 +19,17 @@ from configs import motif_2_6b
 
 def get_config() -> ml_collections.ConfigDict:
   config = motif_2_6b.get_config()
-  config.model.update(num_layers=40, embed_dim=4096, num_heads=32, num_noise_heads=8, num_kv_heads=8, ffn_dim=16_384)
-  config.model.update(max_length=32_768, rope_base=1_000_000.0, tie_embeddings=False)
+  config.model.update(
+    num_layers=40,
+    embed_dim=4096,
+    num_heads=32,
+    num_noise_heads=8,
+    num_kv_heads=8,
+    ffn_dim=16_384,
+  )
+  config.model.update(
+    max_length=32_768, rope_base=1_000_000.0, tie_embeddings=False
+  )
   config.data.tokenizer = "runs/motif_2_12b/tokenizer.json"
   config.train.init_from = "runs/motif_2_12b"
   return config

@@ -16,12 +16,39 @@ from configs import base
 
 def get_config() -> ml_collections.ConfigDict:
   config = base.get_config()
-  config.model.update(vocab_size=219_520, num_layers=32, embed_dim=2048, num_heads=8, num_kv_heads=8, head_dim=128, ffn_dim=8192)
-  config.model.update(max_length=16_384, rope_base=500_000.0, norm_eps=1e-6, head_norm_eps=1e-5, tie_embeddings=True)
-  config.model.update(lambda_init_offset=1, ffn_activation="poly_norm", remat="attention")
-  config.data.update(source="jsonl:data/tuning/*.jsonl", tokenizer="runs/motif_2_6b/tokenizer.json", length=4096)
-  config.optimizer.update(learning_rate=1e-5, final_fraction=0.1, schedule="cosine", warmup_steps=50)
-  config.train.update(init_from="runs/motif_2_6b", steps=1000, batch_size=64, checkpoint_interval=250)  # 0.26M tokens a step
+  config.model.update(
+    vocab_size=219_520,
+    num_layers=32,
+    embed_dim=2048,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=128,
+    ffn_dim=8192,
+  )
+  config.model.update(
+    max_length=16_384,
+    rope_base=500_000.0,
+    norm_eps=1e-6,
+    head_norm_eps=1e-5,
+    tie_embeddings=True,
+  )
+  config.model.update(
+    lambda_init_offset=1, ffn_activation="poly_norm", remat="attention"
+  )
+  config.data.update(
+    source="jsonl:data/tuning/*.jsonl",
+    tokenizer="runs/motif_2_6b/tokenizer.json",
+    length=4096,
+  )
+  config.optimizer.update(
+    learning_rate=1e-5, final_fraction=0.1, schedule="cosine", warmup_steps=50
+  )
+  config.train.update(
+    init_from="runs/motif_2_6b",
+    steps=1000,
+    batch_size=64,
+    checkpoint_interval=250,
+  )  # 0.26M tokens a step
   config.train.update(keep_checkpoints=1, sample_prompt="The ")
   config.eval.update(interval=250, rows=64)
   config.mesh.update(data=1, fsdp=-1)

@@ -18,7 +18,9 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any
 
-if sys.argv[0] == "-m":  # so it is while Python looks for the command of `python -m diffjax.train`, and at no other import
+if (
+  sys.argv[0] == "-m"
+):  # so it is while Python looks for the command of `python -m diffjax.train`, and at no other import
   from diffjax.signals import end_at_ctrl_c
 
   end_at_ctrl_c()
@@ -42,7 +44,15 @@ _HOMES = {
   "load": "diffjax.training.trained",
   "train": "diffjax.training.notebook",
 }
-__all__ = ["DiffAttention", "Sampler", "__version__", "diff_attention", "generate", "load", "train"]
+__all__ = [
+  "DiffAttention",
+  "Sampler",
+  "__version__",
+  "diff_attention",
+  "generate",
+  "load",
+  "train",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -23,7 +23,12 @@ def skip() -> None:
   """
   jax = sys.modules.get("jax")
   chosen = os.environ.get("JAX_PLATFORMS") or (jax and jax.config.jax_platforms)
-  if chosen or importlib.util.find_spec("libtpu") is None or _may_have_tpu() or _may_have_another_accelerator():
+  if (
+    chosen
+    or importlib.util.find_spec("libtpu") is None
+    or _may_have_tpu()
+    or _may_have_another_accelerator()
+  ):
     return
   os.environ["JAX_PLATFORMS"] = "cpu"
   if jax:  # it has read the variable already
@@ -31,9 +36,20 @@ def skip() -> None:
 
 
 def _may_have_tpu() -> bool:
-  asked = any(re.search("^(LIB)?TPU_|_TPU_", name) for name in os.environ if name not in _NOT_ASKING)
+  asked = any(
+    re.search("^(LIB)?TPU_|_TPU_", name)
+    for name in os.environ
+    if name not in _NOT_ASKING
+  )
   devices = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/*")
-  return asked or bool(devices) or any(_vendor(path) == _GOOGLE for path in glob.glob("/sys/bus/pci/devices/*/vendor"))
+  return (
+    asked
+    or bool(devices)
+    or any(
+      _vendor(path) == _GOOGLE
+      for path in glob.glob("/sys/bus/pci/devices/*/vendor")
+    )
+  )
 
 
 def _vendor(path: str) -> str:
@@ -46,7 +62,16 @@ def _vendor(path: str) -> str:
 def _may_have_another_accelerator() -> bool:
   """True if JAX has another plugin than NVIDIA's, or that one and a GPU."""
   namespace = importlib.util.find_spec("jax_plugins")
-  plugins = {module.name for module in pkgutil.iter_modules(namespace.submodule_search_locations if namespace else [])}
-  plugins |= {point.name for point in importlib.metadata.entry_points(group="jax_plugins")}
+  plugins = {
+    module.name
+    for module in pkgutil.iter_modules(
+      namespace.submodule_search_locations if namespace else []
+    )
+  }
+  plugins |= {
+    point.name for point in importlib.metadata.entry_points(group="jax_plugins")
+  }
   nvidia = {name for name in plugins if name.startswith("xla_cuda")}
-  return bool(plugins - nvidia) or bool(nvidia and (glob.glob("/dev/nvidia*") or os.path.exists("/dev/dxg")))
+  return bool(plugins - nvidia) or bool(
+    nvidia and (glob.glob("/dev/nvidia*") or os.path.exists("/dev/dxg"))
+  )

@@ -23,10 +23,19 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from diffjax import absent_tpu, config_file, help_page
-from diffjax.config import Config, UserError, from_config_dict, to_config_dict, to_dataclass, unknown_field
+from diffjax.config import (
+  Config,
+  UserError,
+  from_config_dict,
+  to_config_dict,
+  to_dataclass,
+  unknown_field,
+)
 
 
-def run(main: Callable[..., None], *, with_config: bool = True, settings: Any = None) -> None:
+def run(
+  main: Callable[..., None], *, with_config: bool = True, settings: Any = None
+) -> None:
   """Runs a command: reads `--config=FILE[:VARIANT]` and overrides such as `--config.train.steps=100`, checks them, calls `main`.
 
   Exits with 2 for flags that cannot be read and with 1 for any other error that the user can fix, each with one line on standard error.
@@ -38,11 +47,18 @@ def run(main: Callable[..., None], *, with_config: bool = True, settings: Any = 
     settings: A command without a config may have settings: a dataclass of sections at their defaults, overridden by flags such as
       `--set.validation.rows=100`.
   """
-  if isinstance(sys.stdout, io.TextIOWrapper):  # standard error escapes what its encoding cannot show; so shall standard output
+  if isinstance(
+    sys.stdout, io.TextIOWrapper
+  ):  # standard error escapes what its encoding cannot show; so shall standard output
     sys.stdout.reconfigure(errors="backslashreplace")
   with _quiet_if_nobody_reads():
     if help_page.is_asked(sys.argv[1:]):
-      print(help_page.page(with_config=with_config, with_settings=settings is not None), flush=True)
+      print(
+        help_page.page(
+          with_config=with_config, with_settings=settings is not None
+        ),
+        flush=True,
+      )
       sys.exit()
     absent_tpu.skip()
     _run(main, with_config, settings)
@@ -54,15 +70,23 @@ def _run(main: Callable[..., None], with_config: bool, settings: Any) -> None:
   root = "config" if with_config else "set"
   printing: flags.FlagHolder | None = None
   if with_config:
-    flag = config_flags.DEFINE_config_file("config", help_string=help_page.CONFIG["--config=FILE[:VARIANT]"])
+    flag = config_flags.DEFINE_config_file(
+      "config", help_string=help_page.CONFIG["--config=FILE[:VARIANT]"]
+    )
     flags.FLAGS["config"].parser = _ConfigFile()
-    printing = flags.DEFINE_bool("print_config", False, help_page.CONFIG["--print_config"])
+    printing = flags.DEFINE_bool(
+      "print_config", False, help_page.CONFIG["--print_config"]
+    )
   elif settings is not None:
     try:
       _check_overrides(sys.argv[1:], root, cls)  # defining the flag reads them
     except UserError as error:
       _fail(str(error), 2)
-    flag = config_flags.DEFINE_config_dict("set", to_config_dict(settings), help_string="Settings: --set.SECTION.FIELD=VALUE.")
+    flag = config_flags.DEFINE_config_dict(
+      "set",
+      to_config_dict(settings),
+      help_string="Settings: --set.SECTION.FIELD=VALUE.",
+    )
 
   def checked_main(values: ml_collections.ConfigDict | None) -> None:
     try:
@@ -78,13 +102,18 @@ def _run(main: Callable[..., None], with_config: bool, settings: Any) -> None:
     except app.UsageError as error:
       _fail(str(error), 2)
     except UserError as error:
-      if isinstance(error.__cause__, BrokenPipeError) and _without_reader():  # what prints may also write files, and explain their errors
+      if (
+        isinstance(error.__cause__, BrokenPipeError) and _without_reader()
+      ):  # what prints may also write files, and explain their errors
         raise error.__cause__ from None
       _fail(str(error), 1)
     except KeyboardInterrupt:
       _fail("interrupted", 130)
 
-  app.run(checked_main, flags_parser=functools.partial(_parse, flag=flag, root=root, cls=cls))
+  app.run(
+    checked_main,
+    flags_parser=functools.partial(_parse, flag=flag, root=root, cls=cls),
+  )
 
 
 class _ConfigFile(flags.ArgumentParser):
@@ -108,7 +137,9 @@ def _quiet_if_nobody_reads() -> Iterator[None]:
   except BrokenPipeError:
     if not (closed := _without_reader()):
       raise
-    for stream in closed:  # so that Python finds no error when it flushes them at its end
+    for stream in (
+      closed
+    ):  # so that Python finds no error when it flushes them at its end
       os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     sys.exit(128 + signal.SIGPIPE)
 
@@ -116,16 +147,24 @@ def _quiet_if_nobody_reads() -> Iterator[None]:
 def _without_reader() -> list[typing.TextIO]:
   """Those of standard output and standard error whose other end is closed."""
   found = []
-  for stream in filter(None, (sys.stdout, sys.stderr)):  # a process may have been started without them
-    with contextlib.suppress(io.UnsupportedOperation):  # a test's, which has no descriptor
+  for stream in filter(
+    None, (sys.stdout, sys.stderr)
+  ):  # a process may have been started without them
+    with contextlib.suppress(
+      io.UnsupportedOperation
+    ):  # a test's, which has no descriptor
       poll = select.poll()
       poll.register(stream.fileno(), 0)
-      if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+      if any(
+        event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)
+      ):
         found.append(stream)
   return found
 
 
-def _parse(argv: Sequence[str], *, flag: flags.FlagHolder | None, root: str, cls: type) -> ml_collections.ConfigDict | None:
+def _parse(
+  argv: Sequence[str], *, flag: flags.FlagHolder | None, root: str, cls: type
+) -> ml_collections.ConfigDict | None:
   """Reads all flags, and returns the value of the one that holds the config or the settings (None for a command without either)."""
   values = None
   try:
@@ -140,12 +179,23 @@ def _parse(argv: Sequence[str], *, flag: flags.FlagHolder | None, root: str, cls
       values = flag.value
   except UserError as error:
     _fail(str(error), 2)
-  except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
-    _fail(next(line.strip() for line in str(error).splitlines() if line.strip()), 2)
+  except (
+    flags.Error,
+    AttributeError,
+    KeyError,
+    TypeError,
+    ValueError,
+  ) as error:
+    _fail(
+      next(line.strip() for line in str(error).splitlines() if line.strip()), 2
+    )
   if len(rest) > 1:
     _fail(f"unexpected argument {rest[1]!r}: flags are written --name=value", 2)
   if flag is not None and values is None:
-    _fail(f"pass --config=FILE[:VARIANT], for example --config=configs/tiny.py; {config_file.available()}", 2)
+    _fail(
+      f"pass --config=FILE[:VARIANT], for example --config=configs/tiny.py; {config_file.available()}",
+      2,
+    )
   return values
 
 
@@ -154,7 +204,9 @@ def _check_encoding(argv: Sequence[str]) -> None:
   encoding = sys.getfilesystemencoding()
   if codecs.lookup(encoding).name == "utf-8":
     return
-  from diffjax.user_cache import cache_directory  # here: a mistyped flag does not wait for it
+  from diffjax.user_cache import (
+    cache_directory,  # here: a mistyped flag does not wait for it
+  )
 
   for value in (*argv[1:], os.getcwd(), os.fspath(cache_directory())):
     if not value.isascii():
@@ -173,7 +225,9 @@ def _check_overrides(argv: Sequence[str], root: str, cls: type) -> None:
     kind: Any = cls
     prefix = f"{root}."
     for name in names:
-      hints = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+      hints = (
+        typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+      )
       if name not in hints:
         raise unknown_field(prefix, name, hints)
       kind, prefix = hints[name], f"{prefix}{name}."

@@ -36,7 +36,9 @@ class Bound:
     """True if a field may have the value."""
     if self.choices:
       return value in self.choices
-    return (self.low < value if self.above_low else self.low <= value) and value <= self.high
+    return (
+      self.low < value if self.above_low else self.low <= value
+    ) and value <= self.high
 
   def __str__(self) -> str:
     """The rule in an error's words, such as "must be at least 1"."""
@@ -44,7 +46,9 @@ class Bound:
       return f"must be one of {', '.join(self.choices)}"
     if self.high < math.inf:
       return f"must lie between {self.low} and {self.high}"
-    return "must be positive" if self.above_low else f"must be at least {self.low}"
+    return (
+      "must be positive" if self.above_low else f"must be at least {self.low}"
+    )
 
 
 def bound_of(field: dataclasses.Field) -> Bound | None:
@@ -54,7 +58,9 @@ def bound_of(field: dataclasses.Field) -> Bound | None:
 
 def one_of(*choices: str, default: str) -> Any:
   """A field whose value is one of `choices`."""
-  return dataclasses.field(default=default, metadata={"bound": Bound(choices=choices)})
+  return dataclasses.field(
+    default=default, metadata={"bound": Bound(choices=choices)}
+  )
 
 
 def at_least(low: int, *, default: float) -> Any:
@@ -64,12 +70,16 @@ def at_least(low: int, *, default: float) -> Any:
 
 def positive(*, default: float) -> Any:
   """A field whose number is above 0."""
-  return dataclasses.field(default=default, metadata={"bound": Bound(low=0, above_low=True)})
+  return dataclasses.field(
+    default=default, metadata={"bound": Bound(low=0, above_low=True)}
+  )
 
 
 def share(*, default: float) -> Any:
   """A field whose number lies from 0 to 1."""
-  return dataclasses.field(default=default, metadata={"bound": Bound(low=0, high=1)})
+  return dataclasses.field(
+    default=default, metadata={"bound": Bound(low=0, high=1)}
+  )
 
 
 # Values of `ModelConfig.remat`, from the most memory to the least.
@@ -326,50 +336,108 @@ def check(config: Config) -> None:
     for field in dataclasses.fields(values):
       if (bound := bound_of(field)) is not None:
         value = getattr(values, field.name)
-        require(bound.holds(value), f"{section.name}.{field.name}", value, str(bound))
+        require(
+          bound.holds(value), f"{section.name}.{field.name}", value, str(bound)
+        )
   _check_model(config.model)
   _check_data(config.data, config.model)
   optimizer = config.optimizer
-  require(not (optimizer.frozen and optimizer.trained), "optimizer.trained", optimizer.trained, 'must be "" with config.optimizer.frozen')
+  require(
+    not (optimizer.frozen and optimizer.trained),
+    "optimizer.trained",
+    optimizer.trained,
+    'must be "" with config.optimizer.frozen',
+  )
   _check_training(config.train)
   _check_mesh(config.mesh)
 
 
 def _check_model(model: ModelConfig) -> None:
   require(
-    model.plain_layers < model.num_layers, "model.plain_layers", model.plain_layers, f"must be less than num_layers = {model.num_layers}"
+    model.plain_layers < model.num_layers,
+    "model.plain_layers",
+    model.plain_layers,
+    f"must be less than num_layers = {model.num_layers}",
   )
   groups, dividend = model.num_heads, "num_heads"
   if model.num_noise_heads is not None:
     groups, dividend = model.num_noise_heads, "num_noise_heads"
     ok = groups >= 1 and model.num_heads % groups == 0
-    require(ok, "model.num_noise_heads", groups, f"must divide model.num_heads = {model.num_heads}, or be None for one a head")
-  require(groups % model.num_kv_heads == 0, "model.num_kv_heads", model.num_kv_heads, f"must divide model.{dividend} = {groups}")
-  require(model.head_dim % 2 == 0, "model.head_dim", model.head_dim, "must be even: RoPE rotates pairs")
+    require(
+      ok,
+      "model.num_noise_heads",
+      groups,
+      f"must divide model.num_heads = {model.num_heads}, or be None for one a head",
+    )
   require(
-    model.rope_dim is None or (2 <= model.rope_dim <= model.head_dim and model.rope_dim % 2 == 0),
-    "model.rope_dim", model.rope_dim, f"must be even and at most model.head_dim = {model.head_dim}, or None for all",
-  )  # fmt: skip
+    groups % model.num_kv_heads == 0,
+    "model.num_kv_heads",
+    model.num_kv_heads,
+    f"must divide model.{dividend} = {groups}",
+  )
+  require(
+    model.head_dim % 2 == 0,
+    "model.head_dim",
+    model.head_dim,
+    "must be even: RoPE rotates pairs",
+  )
+  require(
+    model.rope_dim is None
+    or (2 <= model.rope_dim <= model.head_dim and model.rope_dim % 2 == 0),
+    "model.rope_dim",
+    model.rope_dim,
+    f"must be even and at most model.head_dim = {model.head_dim}, or None for all",
+  )
   if model.rope_scaling != "none":
     given = f"model.rope_scaling = {model.rope_scaling!r}"
-    require(model.rope_factor > 1, "model.rope_factor", model.rope_factor, f"must be above 1 with {given}")
-    require(model.rope_scaling != "yarn" or model.rope_base > 1, "model.rope_base", model.rope_base, f"must be above 1 with {given}")
-  require(model.head_norm_eps is None or model.head_norm_eps > 0, "model.head_norm_eps", model.head_norm_eps, "must be positive, or None")
-  require(model.value_dim is None or model.value_dim >= 1, "model.value_dim", model.value_dim, "must be at least 1, or None")
+    require(
+      model.rope_factor > 1,
+      "model.rope_factor",
+      model.rope_factor,
+      f"must be above 1 with {given}",
+    )
+    require(
+      model.rope_scaling != "yarn" or model.rope_base > 1,
+      "model.rope_base",
+      model.rope_base,
+      f"must be above 1 with {given}",
+    )
   require(
-    set(model.window_pattern) <= set("wf"), "model.window_pattern", model.window_pattern,
+    model.head_norm_eps is None or model.head_norm_eps > 0,
+    "model.head_norm_eps",
+    model.head_norm_eps,
+    "must be positive, or None",
+  )
+  require(
+    model.value_dim is None or model.value_dim >= 1,
+    "model.value_dim",
+    model.value_dim,
+    "must be at least 1, or None",
+  )
+  require(
+    set(model.window_pattern) <= set("wf"),
+    "model.window_pattern",
+    model.window_pattern,
     'must be letters w (a layer with the window) and f (a full one), such as "wwwf"',
-  )  # fmt: skip
-  require(
-    not model.window_pattern or model.window is not None, "model.window", model.window, "must be a number of keys with a window_pattern"
   )
   require(
-    model.window is None or model.window >= 1, "model.window", model.window, "must be at least 1 (the token itself), or None for all keys"
+    not model.window_pattern or model.window is not None,
+    "model.window",
+    model.window,
+    "must be a number of keys with a window_pattern",
   )
   require(
-    model.window is None or model.attention_implementation != "two_call", "model.window", model.window,
+    model.window is None or model.window >= 1,
+    "model.window",
+    model.window,
+    "must be at least 1 (the token itself), or None for all keys",
+  )
+  require(
+    model.window is None or model.attention_implementation != "two_call",
+    "model.window",
+    model.window,
     "must be None with model.attention_implementation = 'two_call', which takes no window; 'auto' and 'chunked' do",
-  )  # fmt: skip
+  )
 
 
 def _check_data(data: DataConfig, model: ModelConfig) -> None:
@@ -386,9 +454,17 @@ def _check_data(data: DataConfig, model: ModelConfig) -> None:
     f"must be 'documents' with config.data.prompt_field = {data.prompt_field!r}: answers see their own prompts only",
   )
   require(
-    data.prompt_field != data.text_field, "data.prompt_field", data.prompt_field, "must be another field than data.text_field, the answer's"
+    data.prompt_field != data.text_field,
+    "data.prompt_field",
+    data.prompt_field,
+    "must be another field than data.text_field, the answer's",
   )
-  require(data.length <= model.max_length, "data.length", data.length, f"must be at most model.max_length = {model.max_length}")
+  require(
+    data.length <= model.max_length,
+    "data.length",
+    data.length,
+    f"must be at most model.max_length = {model.max_length}",
+  )
 
 
 def _check_training(train: TrainConfig) -> None:
@@ -422,15 +498,21 @@ def to_config_dict(config: Any = None) -> ml_collections.ConfigDict:
       value = getattr(section, field.name)
       if dataclasses.is_dataclass(value):
         value = convert(value)
-      elif isinstance(hints[field.name], types.UnionType):  # float | None: None stays overridable by a float
-        out[field.name] = config_dict.placeholder(typing.get_args(hints[field.name])[0])
+      elif isinstance(
+        hints[field.name], types.UnionType
+      ):  # float | None: None stays overridable by a float
+        out[field.name] = config_dict.placeholder(
+          typing.get_args(hints[field.name])[0]
+        )
       out[field.name] = value
     return out
 
   return convert(config or Config())
 
 
-def from_config_dict(values: ml_collections.ConfigDict | dict[str, Any]) -> Config:
+def from_config_dict(
+  values: ml_collections.ConfigDict | dict[str, Any],
+) -> Config:
   """The checked config of nested values: names, types and bounds of all fields, and how they go together.
 
   Raises:
@@ -441,7 +523,11 @@ def from_config_dict(values: ml_collections.ConfigDict | dict[str, Any]) -> Conf
   return config
 
 
-def to_dataclass(values: ml_collections.ConfigDict | dict[str, Any], cls: type[Section], root: str) -> Section:
+def to_dataclass(
+  values: ml_collections.ConfigDict | dict[str, Any],
+  cls: type[Section],
+  root: str,
+) -> Section:
   """A dataclass of plain fields, tuples and sections from nested dicts, names and types checked.
 
   Args:
@@ -456,25 +542,44 @@ def to_dataclass(values: ml_collections.ConfigDict | dict[str, Any], cls: type[S
   def convert(cls, mapping, prefix):
     hints = typing.get_type_hints(cls)
     if not isinstance(mapping, dict):  # a config file may return anything
-      raise UserError(f"{prefix.rstrip('.')} must be a section with the fields {', '.join(hints)}; got {mapping!r}")
+      raise UserError(
+        f"{prefix.rstrip('.')} must be a section with the fields {', '.join(hints)}; got {mapping!r}"
+      )
     for name in mapping:
       if name not in hints:
         raise unknown_field(prefix, name, hints)
-    return cls(**{name: convert_field(hints[name], value, f"{prefix}{name}") for name, value in mapping.items()})
+    return cls(
+      **{
+        name: convert_field(hints[name], value, f"{prefix}{name}")
+        for name, value in mapping.items()
+      }
+    )
 
   def convert_field(kind, value, field):
     if dataclasses.is_dataclass(kind):
       return convert(kind, value, f"{field}.")
     if typing.get_origin(kind) is tuple:  # tuple[int, ...]
       if not isinstance(value, tuple | list):
-        raise UserError(f"{field} must be values with commas between them; got {value!r}")
-      return tuple(convert_field(typing.get_args(kind)[0], item, field) for item in value)
+        raise UserError(
+          f"{field} must be values with commas between them; got {value!r}"
+        )
+      return tuple(
+        convert_field(typing.get_args(kind)[0], item, field) for item in value
+      )
     allowed = typing.get_args(kind) or (kind,)
     if isinstance(value, int) and abs(value) >= 2**31:
-      raise UserError(f"{field} must be below 2³¹; got a number of {value.bit_length()} bits")
-    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
+      raise UserError(
+        f"{field} must be below 2³¹; got a number of {value.bit_length()} bits"
+      )
+    if (
+      float in allowed
+      and isinstance(value, int)
+      and not isinstance(value, bool)
+    ):
       value = float(value)
-    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+    if not isinstance(value, allowed) or (
+      isinstance(value, bool) and bool not in allowed
+    ):
       names = " or ".join(t.__name__ for t in allowed)
       raise UserError(f"{field} must be {names}; got {value!r}")
     if isinstance(value, float) and not math.isfinite(value):
@@ -486,10 +591,18 @@ def to_dataclass(values: ml_collections.ConfigDict | dict[str, Any], cls: type[S
   return convert(cls, values, f"{root}.")
 
 
-def unknown_field(prefix: str, name: Any, fields: typing.Iterable[str]) -> UserError:
+def unknown_field(
+  prefix: str, name: Any, fields: typing.Iterable[str]
+) -> UserError:
   """The error for an unknown field: its full name (`prefix` is "config.train." for one of train's), and the nearest of `fields` or all."""
   near = difflib.get_close_matches(str(name), fields, n=1)
   root, _, section = prefix.partition(".")
-  hint = f"did you mean {section}{near[0]}?" if near else f"there are {', '.join(fields)}"
+  hint = (
+    f"did you mean {section}{near[0]}?"
+    if near
+    else f"there are {', '.join(fields)}"
+  )
   kind = "config field" if root == "config" else "setting"
-  return UserError(f"{prefix}{name if str(name).isprintable() else repr(name)} is not a {kind}: {hint}")
+  return UserError(
+    f"{prefix}{name if str(name).isprintable() else repr(name)} is not a {kind}: {hint}"
+  )

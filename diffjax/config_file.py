@@ -19,7 +19,14 @@ import tomllib
 import traceback
 import typing
 
-from diffjax.config import Bound, Config, UserError, bound_of, to_config_dict, to_dataclass
+from diffjax.config import (
+  Bound,
+  Config,
+  UserError,
+  bound_of,
+  to_config_dict,
+  to_dataclass,
+)
 
 if typing.TYPE_CHECKING:
   import ml_collections
@@ -33,7 +40,10 @@ _WIDTH = 100
 _LIBRARIES = (
   "<",
   str(pathlib.Path(__file__).parent),
-  *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+  *(
+    sysconfig.get_path(name)
+    for name in ("stdlib", "platstdlib", "purelib", "platlib")
+  ),
 )
 # Paths may hold bytes that are not UTF-8, which Python keeps as surrogates.
 _ENCODING = dict(encoding="utf-8", errors="surrogateescape")
@@ -49,16 +59,29 @@ def read(spec: str) -> ml_collections.ConfigDict:
     return _read_toml(spec)
   name, colon, variant = spec.partition(":")
   if name.endswith(".toml"):
-    raise UserError(f"--config={_shown(spec)}: a TOML file has no variants; pass --config={_shown(name)}")
+    raise UserError(
+      f"--config={_shown(spec)}: a TOML file has no variants; pass --config={_shown(name)}"
+    )
   path = pathlib.Path(name)
   try:
     is_directory, exists = path.is_dir(), path.exists()
-  except (OSError, ValueError) as error:  # such as a name that is too long, or holds a null
-    raise UserError(f"--config={_shown(name)}: cannot be read ({error})") from error
+  except (
+    OSError,
+    ValueError,
+  ) as error:  # such as a name that is too long, or holds a null
+    raise UserError(
+      f"--config={_shown(name)}: cannot be read ({error})"
+    ) from error
   if name and is_directory:
     files = sorted([*path.glob("*.py"), *path.glob(NAME)])
-    inside = f"a file in it: {', '.join(map(str, files))}" if files else f"a file; {available()}"
-    raise UserError(f"--config={_shown(name)}: that is a directory; name {inside}")
+    inside = (
+      f"a file in it: {', '.join(map(str, files))}"
+      if files
+      else f"a file; {available()}"
+    )
+    raise UserError(
+      f"--config={_shown(name)}: that is a directory; name {inside}"
+    )
   if not name or not exists:
     raise UserError(f"--config={_shown(name)}: no such file; {available()}")
   try:
@@ -67,7 +90,9 @@ def read(spec: str) -> ml_collections.ConfigDict:
     raise
   except OSError as error:
     if error.filename == name:
-      raise UserError(f"--config={_shown(name)}: cannot be read ({error.strerror})") from error
+      raise UserError(
+        f"--config={_shown(name)}: cannot be read ({error.strerror})"
+      ) from error
     raise _located(name, error) from error
   except Exception as error:  # whatever the user's own code raises
     raise _located(name, error) from error
@@ -76,7 +101,11 @@ def read(spec: str) -> ml_collections.ConfigDict:
 def available() -> str:
   """The config files that there are, for messages."""
   names = sorted(str(path) for path in pathlib.Path("configs").glob("*.py"))
-  return f"there are {', '.join(names)}" if names else "there are none in ./configs: run from the root of the repository"
+  return (
+    f"there are {', '.join(names)}"
+    if names
+    else "there are none in ./configs: run from the root of the repository"
+  )
 
 
 def to_toml(config: Config, *, comments: bool = True) -> str:
@@ -86,17 +115,34 @@ def to_toml(config: Config, *, comments: bool = True) -> str:
     config: The config.
     comments: True for a comment above each field, with its unit, what it may be and what it does.
   """
-  lines = ["# Every field of a config; --config takes this file. A field whose line is a comment is None."] if comments else []
+  lines = (
+    [
+      "# Every field of a config; --config takes this file. A field whose line is a comment is None."
+    ]
+    if comments
+    else []
+  )
   for section in dataclasses.fields(config):
     values = getattr(config, section.name)
     about = _comments(type(values))
-    lines += ["", f"# {type(values).__doc__}"] if comments else [""] * bool(lines)
+    lines += (
+      ["", f"# {type(values).__doc__}"] if comments else [""] * bool(lines)
+    )
     lines.append(f"[{section.name}]")
     for field in dataclasses.fields(values):
       if comments:
-        lines += textwrap.wrap(_about(about[field.name], bound_of(field)), _WIDTH, initial_indent="# ", subsequent_indent="# ")
+        lines += textwrap.wrap(
+          _about(about[field.name], bound_of(field)),
+          _WIDTH,
+          initial_indent="# ",
+          subsequent_indent="# ",
+        )
       value = getattr(values, field.name)
-      lines.append(f"# {field.name} = None" if value is None else f"{field.name} = {_scalar(value)}")
+      lines.append(
+        f"# {field.name} = None"
+        if value is None
+        else f"{field.name} = {_scalar(value)}"
+      )
   return "\n".join(lines).strip() + "\n"
 
 
@@ -111,20 +157,33 @@ def write(path: epath.Path, config: Config) -> None:
     temporary.write_bytes(to_toml(config).encode(**_ENCODING))
     temporary.replace(path)
   except OSError as error:
-    raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    raise UserError(
+      f"cannot write {path}: {error.strerror or error}"
+    ) from error
 
 
 def _read_toml(path: str) -> ml_collections.ConfigDict:
   from etils import epath  # here: a mistyped flag does not wait for it
 
   try:
-    values = tomllib.loads(epath.Path(path).expanduser().read_bytes().decode(**_ENCODING))
+    values = tomllib.loads(
+      epath.Path(path).expanduser().read_bytes().decode(**_ENCODING)
+    )
   except FileNotFoundError as error:
-    raise UserError(f"--config={_shown(path)}: no such file; {available()}") from error
-  except (OSError, ImportError) as error:  # ImportError: gs:// without its library
-    raise UserError(f"--config={_shown(path)}: cannot be read ({error})") from error
+    raise UserError(
+      f"--config={_shown(path)}: no such file; {available()}"
+    ) from error
+  except (
+    OSError,
+    ImportError,
+  ) as error:  # ImportError: gs:// without its library
+    raise UserError(
+      f"--config={_shown(path)}: cannot be read ({error})"
+    ) from error
   except (ValueError, RecursionError) as error:
-    raise UserError(f"--config={_shown(path)}: not TOML: {_line(error)}") from error
+    raise UserError(
+      f"--config={_shown(path)}: not TOML: {_line(error)}"
+    ) from error
   try:
     return to_config_dict(to_dataclass(values, Config, "config"))
   except UserError as error:
@@ -142,17 +201,27 @@ def _call(path: str, *variant: str) -> ml_collections.ConfigDict:
   loader.exec_module(module)
   get_config = getattr(module, "get_config", None)
   if not callable(get_config):
-    raise UserError(f"{path} has no get_config(): a config file defines get_config() or get_config(variant), as configs/tiny.py does")
+    raise UserError(
+      f"{path} has no get_config(): a config file defines get_config() or get_config(variant), as configs/tiny.py does"
+    )
   try:
     inspect.signature(get_config).bind(*variant)
   except TypeError as error:
-    remedy = f"it takes no variant; pass --config={path}" if variant else f"it needs a variant; pass --config={path}:VARIANT"
+    remedy = (
+      f"it takes no variant; pass --config={path}"
+      if variant
+      else f"it needs a variant; pass --config={path}:VARIANT"
+    )
     raise UserError(f"{path}: get_config: {remedy}") from error
   config = get_config(*variant)
   if config is None:
-    raise UserError(f"{path}: get_config() returned None: did you forget a return?")
+    raise UserError(
+      f"{path}: get_config() returned None: did you forget a return?"
+    )
   if not isinstance(config, ml_collections.ConfigDict):
-    raise UserError(f"{path}: get_config() returned {type(config).__name__}: it must return a ConfigDict, as configs/tiny.py does")
+    raise UserError(
+      f"{path}: get_config() returned {type(config).__name__}: it must return a ConfigDict, as configs/tiny.py does"
+    )
   return config.lock()
 
 
@@ -162,15 +231,27 @@ def _located(path: str, error: Exception) -> UserError:
   if isinstance(error, SyntaxError) and error.filename:
     place = f"{error.filename}:{error.lineno}"
   else:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)]
+    frames = [
+      frame
+      for frame in traceback.extract_tb(error.__traceback__)
+      if not frame.filename.startswith(_LIBRARIES)
+    ]
     if frames:
       place = f"{frames[-1].filename}:{frames[-1].lineno}"
-  return UserError(f"{_shown(place)}: {type(error).__name__}: {_line(error)}".rstrip(": "))
+  return UserError(
+    f"{_shown(place)}: {type(error).__name__}: {_line(error)}".rstrip(": ")
+  )
 
 
 def _line(error: BaseException) -> str:
   """What an error says, in one line."""
-  said = error.msg if isinstance(error, SyntaxError) else error.args[0] if isinstance(error, KeyError) and error.args else error
+  said = (
+    error.msg
+    if isinstance(error, SyntaxError)
+    else error.args[0]
+    if isinstance(error, KeyError) and error.args
+    else error
+  )
   return " ".join(str(said).split())
 
 
@@ -193,12 +274,16 @@ def _comments(section: type) -> dict[str, str]:
 
 def _about(comment: str, bound: Bound | None) -> str:
   """A field's comment, and its bound where the comment does not say it."""
-  if bound is None or (bound.choices and all(f'"{choice}"' in comment for choice in bound.choices)):
+  if bound is None or (
+    bound.choices and all(f'"{choice}"' in comment for choice in bound.choices)
+  ):
     return comment
   return f"{comment} ({str(bound).removeprefix('must be ')})"
 
 
 def _scalar(value: str | bool | int | float) -> str:
   if isinstance(value, str):
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's escapes are TOML's, which has one more
+    return json.dumps(value, ensure_ascii=False).replace(
+      "\x7f", "\\u007f"
+    )  # JSON's escapes are TOML's, which has one more
   return str(value).lower() if isinstance(value, bool) else repr(value)

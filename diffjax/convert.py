@@ -24,41 +24,90 @@ from diffjax.config import OF_THE_RUN, Config, UserError
 from diffjax.evals.report import card
 from diffjax.training import manifest
 
-_MODULES = {"diffjax": "workdir", "diffllama": "diffllama", "unilm": "unilm", "llama": "llama", "motif": "motif"}
-_FROM = flags.DEFINE_string("from", None, f"LAYOUT:PATH of the model; a layout is one of {', '.join(_MODULES)}.")
-_TO = flags.DEFINE_string("to", None, "LAYOUT:PATH to write it to: a directory that does not exist or is empty.")
-_ATTENTION = flags.DEFINE_enum(
-  "attention", None, ["softmax", "diff_v2", "dex"], "What a Transformer becomes; by default a llama becomes diff_v2, and all else stays."
+_MODULES = {
+  "diffjax": "workdir",
+  "diffllama": "diffllama",
+  "unilm": "unilm",
+  "llama": "llama",
+  "motif": "motif",
+}
+_FROM = flags.DEFINE_string(
+  "from",
+  None,
+  f"LAYOUT:PATH of the model; a layout is one of {', '.join(_MODULES)}.",
 )
-_NUM_NOISE_HEADS = flags.DEFINE_integer("num_noise_heads", None, "Of diff_v2, noise maps that its heads share; by default one a head.")
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of the written tensors; a workdir's are always float32.")
+_TO = flags.DEFINE_string(
+  "to",
+  None,
+  "LAYOUT:PATH to write it to: a directory that does not exist or is empty.",
+)
+_ATTENTION = flags.DEFINE_enum(
+  "attention",
+  None,
+  ["softmax", "diff_v2", "dex"],
+  "What a Transformer becomes; by default a llama becomes diff_v2, and all else stays.",
+)
+_NUM_NOISE_HEADS = flags.DEFINE_integer(
+  "num_noise_heads",
+  None,
+  "Of diff_v2, noise maps that its heads share; by default one a head.",
+)
+_DTYPE = flags.DEFINE_enum(
+  "dtype",
+  "float32",
+  ["float32", "bfloat16"],
+  "Type of the written tensors; a workdir's are always float32.",
+)
 
 
 def main() -> None:
   """Reads the model of --from and writes it to --to."""
-  (source, source_path), (target, target_path) = _parse("from", _FROM.value), _parse("to", _TO.value)
+  (source, source_path), (target, target_path) = (
+    _parse("from", _FROM.value),
+    _parse("to", _TO.value),
+  )
   if target == "llama":
-    raise app.UsageError("--to=llama: that layout is only read: it has no DIFF attention")
+    raise app.UsageError(
+      "--to=llama: that layout is only read: it has no DIFF attention"
+    )
   if target == "diffjax" and _DTYPE.value != "float32":
-    raise app.UsageError(f"--dtype={_DTYPE.value}: a workdir's parameters are always float32")
+    raise app.UsageError(
+      f"--dtype={_DTYPE.value}: a workdir's parameters are always float32"
+    )
   if _NUM_NOISE_HEADS.value is not None and _ATTENTION.value is None:
-    raise app.UsageError(f"--num_noise_heads={_NUM_NOISE_HEADS.value}: pass --attention=diff_v2 with it")
+    raise app.UsageError(
+      f"--num_noise_heads={_NUM_NOISE_HEADS.value}: pass --attention=diff_v2 with it"
+    )
   _check_empty(target_path)
-  os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed, and another process may use the accelerator
+  os.environ["JAX_PLATFORMS"] = (
+    "cpu"  # nothing is computed, and another process may use the accelerator
+  )
   model = _module(source).read(source_path)
-  if (attention := _ATTENTION.value or ("diff_v2" if source == "llama" else None)) is not None:
-    model = importlib.import_module("diffjax.interop.adapt").adapted(model, attention, _NUM_NOISE_HEADS.value)
+  if (
+    attention := _ATTENTION.value or ("diff_v2" if source == "llama" else None)
+  ) is not None:
+    model = importlib.import_module("diffjax.interop.adapt").adapted(
+      model, attention, _NUM_NOISE_HEADS.value
+    )
   if target == "diffjax":
     start = _flags(_module(target).write(target_path, model))
   else:
     _module(target).write(target_path, model, _DTYPE.value)
     start = ""
-  card.write(target_path, target, model.config, model.params, _DTYPE.value, f"{source}:{source_path}")
+  card.write(
+    target_path,
+    target,
+    model.config,
+    model.params,
+    _DTYPE.value,
+    f"{source}:{source_path}",
+  )
   config, tokens = model.config, model.tokenizer.vocab_size
   print(
     f"{target_path}: {config.attention}, {config.num_layers} layers of width {config.embed_dim}, vocabulary {config.vocab_size}"
     + f" (its tokenizer has {tokens})" * (tokens != config.vocab_size)
-    + f"\nto continue training from it: --config.train.init_from={target_path} {start}" * bool(start)
+    + f"\nto continue training from it: --config.train.init_from={target_path} {start}"
+    * bool(start)
   )
 
 
@@ -66,9 +115,13 @@ def _parse(flag: str, value: str | None) -> tuple[str, str]:
   layout, _, path = (value or "").partition(":")
   if layout not in _MODULES or not path:
     got = f"; got {value!r}" if value else ""
-    raise app.UsageError(f"pass --{flag}=LAYOUT:PATH, LAYOUT one of {', '.join(_MODULES)}{got}")
+    raise app.UsageError(
+      f"pass --{flag}=LAYOUT:PATH, LAYOUT one of {', '.join(_MODULES)}{got}"
+    )
   if "://" in path and layout != "diffjax":
-    raise app.UsageError(f"--{flag}={value}: only workdirs may be gs://; copy the files to a local disk")
+    raise app.UsageError(
+      f"--{flag}={value}: only workdirs may be gs://; copy the files to a local disk"
+    )
   return layout, os.path.expanduser(path)
 
 
@@ -77,9 +130,13 @@ def _check_empty(path: str) -> None:
   try:
     free = not target.exists() or target.is_dir() and not any(target.iterdir())
   except OSError as error:
-    raise UserError(f"--to: cannot look at {path}: {error.strerror or error}") from error
+    raise UserError(
+      f"--to: cannot look at {path}: {error.strerror or error}"
+    ) from error
   if not free:
-    raise UserError(f"--to: {path} exists and is not an empty directory; choose another one, or delete it")
+    raise UserError(
+      f"--to: {path} exists and is not an empty directory; choose another one, or delete it"
+    )
 
 
 def _module(layout: str):
@@ -88,9 +145,16 @@ def _module(layout: str):
 
 def _flags(config: Config) -> str:
   """The flags of diffjax.train, beside a config file and a workdir, to start from a workdir that was written here."""
-  model = {name: value for name, value in dataclasses.asdict(config.model).items() if name not in OF_THE_RUN and value is not None}
+  model = {
+    name: value
+    for name, value in dataclasses.asdict(config.model).items()
+    if name not in OF_THE_RUN and value is not None
+  }
   return " ".join(
-    [f"--config.data.tokenizer={config.data.tokenizer}", *(f"--config.model.{name}={value}" for name, value in model.items())]
+    [
+      f"--config.data.tokenizer={config.data.tokenizer}",
+      *(f"--config.model.{name}={value}" for name, value in model.items()),
+    ]
   )
 
 

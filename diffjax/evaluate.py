@@ -31,15 +31,44 @@ from diffjax.evals import SUITES
 REPORT = "report"
 _MODULES = {**SUITES, REPORT: "diffjax.evals.report.page"}
 
-_SUITE = flags.DEFINE_list("suite", [], f"Suites, with commas between: {', '.join(_MODULES)}.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory; local or gs://.")
-_STEP = flags.DEFINE_integer("step", None, "Step of the checkpoint; the newest complete one by default.", lower_bound=0)
-_AGAINST = flags.DEFINE_string("against", None, "Directory of another run to compare with.")
-_AGAINST_STEP = flags.DEFINE_integer("against_step", None, "Step of the other run's checkpoint.", lower_bound=0)
-_TENSOR = flags.DEFINE_integer("tensor", 1, "Devices that share a model, each with some of its heads.", lower_bound=1)
-_WEIGHT_DTYPE = flags.DEFINE_enum("weight_dtype", None, ["int8"], "Rounds the layers' matrices to 8 bits; needs qwix.")
-_TASKS = flags.DEFINE_list("tasks", [], "Tasks of the harness, with commas between: short for --set.harness.tasks.")
-_OUT = flags.DEFINE_string("out", None, "Directory of the results; WORKDIR/evals by default.")
+_SUITE = flags.DEFINE_list(
+  "suite", [], f"Suites, with commas between: {', '.join(_MODULES)}."
+)
+_WORKDIR = flags.DEFINE_string(
+  "workdir", None, "The run's directory; local or gs://."
+)
+_STEP = flags.DEFINE_integer(
+  "step",
+  None,
+  "Step of the checkpoint; the newest complete one by default.",
+  lower_bound=0,
+)
+_AGAINST = flags.DEFINE_string(
+  "against", None, "Directory of another run to compare with."
+)
+_AGAINST_STEP = flags.DEFINE_integer(
+  "against_step", None, "Step of the other run's checkpoint.", lower_bound=0
+)
+_TENSOR = flags.DEFINE_integer(
+  "tensor",
+  1,
+  "Devices that share a model, each with some of its heads.",
+  lower_bound=1,
+)
+_WEIGHT_DTYPE = flags.DEFINE_enum(
+  "weight_dtype",
+  None,
+  ["int8"],
+  "Rounds the layers' matrices to 8 bits; needs qwix.",
+)
+_TASKS = flags.DEFINE_list(
+  "tasks",
+  [],
+  "Tasks of the harness, with commas between: short for --set.harness.tasks.",
+)
+_OUT = flags.DEFINE_string(
+  "out", None, "Directory of the results; WORKDIR/evals by default."
+)
 
 
 def suite(name: str) -> types.ModuleType:
@@ -61,33 +90,67 @@ def main(settings: Any) -> None:
   from diffjax.training import runtime
 
   runtime.keep_compiled_programs()
-  out = epath.Path(_OUT.value) if _OUT.value else epath.Path(_WORKDIR.value) / "evals"
+  out = (
+    epath.Path(_OUT.value)
+    if _OUT.value
+    else epath.Path(_WORKDIR.value) / "evals"
+  )
   models = _load()
   results.check_writable(out)
   console = rich.console.Console(highlight=False)
   if not console.is_terminal:
     console = rich.console.Console(highlight=False, width=160)
-  chosen = {name: getattr(settings, name, None) or suite(name).Settings() for name in names}
+  chosen = {
+    name: getattr(settings, name, None) or suite(name).Settings()
+    for name in names
+  }
   if _TASKS.value:
-    chosen["harness"] = dataclasses.replace(chosen["harness"], tasks=tuple(_TASKS.value))
+    chosen["harness"] = dataclasses.replace(
+      chosen["harness"], tasks=tuple(_TASKS.value)
+    )
   # All settings are checked before the first measurement begins.
-  measurements = {name: [suite(name).evaluate(model.trained, chosen[name]) for model in models] for name in names if name != REPORT}
+  measurements = {
+    name: [
+      suite(name).evaluate(model.trained, chosen[name]) for model in models
+    ]
+    for name in names
+    if name != REPORT
+  }
   if REPORT in names:
     suite(REPORT).check([model.trained for model in models], chosen[REPORT])
   for name in names:
     module = suite(name)
     if name == REPORT:
-      print(module.write([(model.trained, model.described) for model in models], chosen[name], out, list(SUITES)), flush=True)
+      print(
+        module.write(
+          [(model.trained, model.described) for model in models],
+          chosen[name],
+          out,
+          list(SUITES),
+        ),
+        flush=True,
+      )
       continue
     measured, described = [], []
     for model, measurement in zip(models, measurements.pop(name), strict=True):
       start = time.monotonic()
       measured.append(list(measurement))
-      described.append({**model.described, "seconds": round(time.monotonic() - start, 1)})
+      described.append(
+        {**model.described, "seconds": round(time.monotonic() - start, 1)}
+      )
     rows = list(figures.compare(*measured))
-    found = results.finite({"suite": name, "settings": dataclasses.asdict(chosen[name]), "models": described, "figures": rows})
+    found = results.finite(
+      {
+        "suite": name,
+        "settings": dataclasses.asdict(chosen[name]),
+        "models": described,
+        "figures": rows,
+      }
+    )
     results.write(out / f"{name}.json", found)
-    with console.capture() as table:  # rich would end the process with 1 where nobody reads a pipe any more
+    with (
+      console.capture() as table
+    ):  # rich would end the process with 1 where nobody reads a pipe any more
       console.print(results.table(found))
     print(table.get(), end="")
     written = [out / f"{name}.json"]
@@ -106,10 +169,14 @@ class _Model:
 def _check_flags() -> list[str]:
   names = sorted(dict.fromkeys(_SUITE.value), key=lambda name: name == REPORT)
   if not names:
-    raise app.UsageError(f"pass --suite=NAME[,NAME]: there are {', '.join(_MODULES)}")
+    raise app.UsageError(
+      f"pass --suite=NAME[,NAME]: there are {', '.join(_MODULES)}"
+    )
   for name in names:
     if name not in _MODULES:
-      raise app.UsageError(f"--suite={name}: there is no such suite; there are {', '.join(_MODULES)}")
+      raise app.UsageError(
+        f"--suite={name}: there is no such suite; there are {', '.join(_MODULES)}"
+      )
   if _TASKS.value and "harness" not in names:
     raise app.UsageError("--tasks is for --suite=harness; pass that too")
   if not _WORKDIR.value:
@@ -131,7 +198,9 @@ def _load() -> list[_Model]:
 
   def load(workdir: str, step: int | None) -> trained.Trained:
     say(f"loading {workdir}")
-    return trained.load(workdir, step, tensor=_TENSOR.value, weight_dtype=_WEIGHT_DTYPE.value)
+    return trained.load(
+      workdir, step, tensor=_TENSOR.value, weight_dtype=_WEIGHT_DTYPE.value
+    )
 
   assert _WORKDIR.value is not None
   models = [load(_WORKDIR.value, _STEP.value)]
@@ -142,8 +211,12 @@ def _load() -> list[_Model]:
         f"--against={_AGAINST.value} has another vocabulary: {second.tokenizer.spec!r} of {second.tokenizer.vocab_size} tokens, "
         f"not {first.tokenizer.spec!r} of {first.tokenizer.vocab_size}; only models of the same tokens can be compared"
       )
-    config = dataclasses.replace(second.config, data=first.config.data, eval=first.config.eval)
-    models.append(dataclasses.replace(second, config=config, tokenizer=first.tokenizer))
+    config = dataclasses.replace(
+      second.config, data=first.config.data, eval=first.config.eval
+    )
+    models.append(
+      dataclasses.replace(second, config=config, tokenizer=first.tokenizer)
+    )
   return [
     _Model(
       model,
@@ -151,18 +224,27 @@ def _load() -> list[_Model]:
         "name": model.name,
         "workdir": workdir,
         "attention": model.config.model.attention,
-        "parameters": sum(math.prod(shape) for shape in parameter_shapes(model.config.model).values()),
+        "parameters": sum(
+          math.prod(shape)
+          for shape in parameter_shapes(model.config.model).values()
+        ),
       },
     )
-    for model, workdir in zip(models, (_WORKDIR.value, _AGAINST.value), strict=False)
+    for model, workdir in zip(
+      models, (_WORKDIR.value, _AGAINST.value), strict=False
+    )
   ]
 
 
 def _settings() -> Any:
   """A dataclass with the Settings of every suite if the command line sets any; else an empty one, so that no suite is imported."""
-  if not any(argument.lstrip("-").startswith("set.") for argument in sys.argv[1:]):
+  if not any(
+    argument.lstrip("-").startswith("set.") for argument in sys.argv[1:]
+  ):
     return dataclasses.make_dataclass("Settings", [])()
-  fields: list[Any] = [(name, suite(name).Settings, suite(name).Settings()) for name in _MODULES]
+  fields: list[Any] = [
+    (name, suite(name).Settings, suite(name).Settings()) for name in _MODULES
+  ]
   return dataclasses.make_dataclass("Settings", fields)()
 
 

@@ -19,7 +19,10 @@ import jax.numpy as jnp
 from diffjax.config import UserError
 from diffjax.parameters import MATRICES, PARAMETERS
 
-_ROUNDED = MATRICES - {"lambda_hat", "dex_matrix"}  # which are small, and change what attention does
+_ROUNDED = MATRICES - {
+  "lambda_hat",
+  "dex_matrix",
+}  # which are small, and change what attention does
 
 
 def quantise(params: dict[str, Any]) -> dict[str, Any]:
@@ -31,14 +34,25 @@ def quantise(params: dict[str, Any]) -> dict[str, Any]:
   try:
     import qwix
   except ImportError as error:
-    raise UserError("weights in int8 need qwix: pip install 'diffjax[int8]'") from error
+    raise UserError(
+      "weights in int8 need qwix: pip install 'diffjax[int8]'"
+    ) from error
 
   def change(path: Any, leaf: jax.Array) -> Any:
     name = path[-1].key
     if name not in _ROUNDED:
       return leaf
-    columns = [axis for axis, letter in enumerate(PARAMETERS[name].axes) if letter not in PARAMETERS[name].inputs]
-    return jax.jit(functools.partial(qwix.quantize, qtype=jnp.int8, channelwise_axes=columns), donate_argnums=0)(leaf)
+    columns = [
+      axis
+      for axis, letter in enumerate(PARAMETERS[name].axes)
+      if letter not in PARAMETERS[name].inputs
+    ]
+    return jax.jit(
+      functools.partial(
+        qwix.quantize, qtype=jnp.int8, channelwise_axes=columns
+      ),
+      donate_argnums=0,
+    )(leaf)
 
   return jax.tree_util.tree_map_with_path(change, params)
 

@@ -59,11 +59,19 @@ PARAMETERS = {
   "poly_constant": Parameter("L"),
 }
 
-MATRICES = frozenset(name for name, parameter in PARAMETERS.items() if parameter.inputs)
+MATRICES = frozenset(
+  name for name, parameter in PARAMETERS.items() if parameter.inputs
+)
 
 # The fields of config.model that give the sizes of axes. G, M, V and U, and Q where its field is None, follow
 # from the attention class (model/attention.py).
 FIELDS = {
-  "N": "vocab_size", "L": "num_layers", "E": "embed_dim", "H": "num_heads", "Q": "num_noise_heads", "K": "num_kv_heads", "D": "head_dim",
+  "N": "vocab_size",
+  "L": "num_layers",
+  "E": "embed_dim",
+  "H": "num_heads",
+  "Q": "num_noise_heads",
+  "K": "num_kv_heads",
+  "D": "head_dim",
   "F": "ffn_dim",
-}  # fmt: skip
+}

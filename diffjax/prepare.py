@@ -15,12 +15,21 @@ from diffjax.data import prepared, sources, tokenizer_training
 from diffjax.progress import say
 
 _WORKERS = flags.DEFINE_integer(
-  "workers", 0, "Number of processes that tokenise and write; 0 for one a CPU. The rows are the same for any number.", lower_bound=0
+  "workers",
+  0,
+  "Number of processes that tokenise and write; 0 for one a CPU. The rows are the same for any number.",
+  lower_bound=0,
 )
 _TRAIN_TOKENIZER = flags.DEFINE_string(
-  "train_tokenizer", "", "Directory to write a BPE tokenizer to, trained on the source's training documents, instead of preparing rows."
+  "train_tokenizer",
+  "",
+  "Directory to write a BPE tokenizer to, trained on the source's training documents, instead of preparing rows.",
 )
-_VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 32768, "Number of tokens of the tokenizer to train, the separator included.")
+_VOCAB_SIZE = flags.DEFINE_integer(
+  "vocab_size",
+  32768,
+  "Number of tokens of the tokenizer to train, the separator included.",
+)
 
 
 def main(config: Config) -> None:
@@ -28,7 +37,9 @@ def main(config: Config) -> None:
   if not _TRAIN_TOKENIZER.value:
     prepared.prepare(config.data, _WORKERS.value)
     return
-  path = tokenizer_training.train_tokenizer(_training_documents(config.data), _VOCAB_SIZE.value, _TRAIN_TOKENIZER.value)
+  path = tokenizer_training.train_tokenizer(
+    _training_documents(config.data), _VOCAB_SIZE.value, _TRAIN_TOKENIZER.value
+  )
   say(
     f"trained a tokenizer of {_VOCAB_SIZE.value} tokens: {path} and tokenizer.json beside it; to use it, --config.data.tokenizer={path} "
     f"--config.model.vocab_size={_VOCAB_SIZE.value}"

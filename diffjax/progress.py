@@ -20,8 +20,15 @@ class Progress:
     interval: Seconds between lines there. They come also while nothing is reported, as during a single long document.
   """
 
-  def __init__(self, label: str, total: int, first: float = 2.0, interval: float = 10.0):
-    self._label, self._total, self._first, self._interval = label, max(total, 1), first, interval
+  def __init__(
+    self, label: str, total: int, first: float = 2.0, interval: float = 10.0
+  ):
+    self._label, self._total, self._first, self._interval = (
+      label,
+      max(total, 1),
+      first,
+      interval,
+    )
     self._start = time.monotonic()
     self._parts, self._tokens = 0.0, 0.0
     self._ended = threading.Event()
@@ -36,14 +43,18 @@ class Progress:
         progress.TextColumn("{task.fields[rate]}"),
         progress.TimeRemainingColumn(),
       )
-      self._bar = progress.Progress(*columns, console=console.Console(stderr=True), transient=True)
+      self._bar = progress.Progress(
+        *columns, console=console.Console(stderr=True), transient=True
+      )
       self._task = self._bar.add_task(label, total=self._total, rate="")
 
   def __enter__(self) -> "Progress":
     if self._bar:
       self._bar.start()
     else:
-      threading.Thread(target=self._say_now_and_then, name="progress", daemon=True).start()
+      threading.Thread(
+        target=self._say_now_and_then, name="progress", daemon=True
+      ).start()
     return self
 
   def __exit__(self, *exception: object) -> None:
@@ -64,7 +75,9 @@ class Progress:
     wait = self._first
     while not self._ended.wait(wait):
       wait, share = self._interval, self._parts / self._total
-      left = (time.monotonic() - self._start) * (1 - share) / share if share else 0.0
+      left = (
+        (time.monotonic() - self._start) * (1 - share) / share if share else 0.0
+      )
       clock = time.strftime("%H:%M:%S", time.gmtime(left)) if share else "?"
       say(f"{self._label}: {share:.1%}, {self._rate()}, {clock} left")
 

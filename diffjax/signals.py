@@ -33,7 +33,12 @@ class Watch:
 
   _innermost: Watch | None = None
 
-  def __init__(self, numbers: Sequence[int], react: Callable[[int], None], handler: Callable[..., None] = lambda *_: None):
+  def __init__(
+    self,
+    numbers: Sequence[int],
+    react: Callable[[int], None],
+    handler: Callable[..., None] = lambda *_: None,
+  ):
     """Changes nothing yet.
 
     Args:
@@ -52,10 +57,20 @@ class Watch:
     self.outer = self._around._react if self._around else None
     self._reading, self._writing = os.pipe()
     os.set_blocking(self._writing, False)
-    numbers = [number for number in self._numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-    self._previous_pipe = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-    self._previous = {number: signal.signal(number, self._handler) for number in numbers}
-    self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
+    numbers = [
+      number
+      for number in self._numbers
+      if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    ]
+    self._previous_pipe = signal.set_wakeup_fd(
+      self._writing, warn_on_full_buffer=False
+    )
+    self._previous = {
+      number: signal.signal(number, self._handler) for number in numbers
+    }
+    self._thread = threading.Thread(
+      target=self._watch, name="signals", daemon=True
+    )
     self._thread.start()  # it finds what has come before
     return self
 
@@ -73,7 +88,9 @@ class Watch:
 
   def _watch(self) -> None:
     while number := os.read(self._reading, 1)[0]:
-      if number in self._numbers:  # otherwise it is another signal, which also has a Python handler
+      if (
+        number in self._numbers
+      ):  # otherwise it is another signal, which also has a Python handler
         self._react(number)
 
 
@@ -89,7 +106,11 @@ def end_at_once(number: int) -> NoReturn:
 
 def reason(number: int) -> str:
   """Why a process ends, in words."""
-  return "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+  return (
+    "interrupted"
+    if number == signal.SIGINT
+    else f"ended by {signal.Signals(number).name}"
+  )
 
 
 def end(message: str, code: int) -> NoReturn:
@@ -108,7 +129,9 @@ def _soon(function: Callable[[], None]) -> None:
 
 def _flush() -> None:
   for stream in (sys.stdout, sys.stderr):
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # a closed one is None
+    with contextlib.suppress(
+      OSError, ValueError, AttributeError
+    ):  # a closed one is None
       stream.flush()
 
 

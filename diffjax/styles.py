@@ -16,8 +16,16 @@ class Style(NamedTuple):
 
 # The colours of Okabe and Ito (2008), which colour-blind people tell apart, a grey and a brown.
 BLACK, GREY, PURPLE, RED, ORANGE, SKY, BLUE, GREEN, BROWN = (
-  "#000000", "#8c8c8c", "#cc79a7", "#d55e00", "#e69f00", "#56b4e9", "#0072b2", "#009e73", "#7f4f24",
-)  # fmt: skip
+  "#000000",
+  "#8c8c8c",
+  "#cc79a7",
+  "#d55e00",
+  "#e69f00",
+  "#56b4e9",
+  "#0072b2",
+  "#009e73",
+  "#7f4f24",
+)
 
 # By config.model.attention. A variant of DIFF or DIFF V2 has its colour.
 ARCHITECTURES = {
@@ -41,7 +49,9 @@ def together(attentions: Sequence[str], names: Sequence[str]) -> list[Style]:
   """The styles of one model, or of two that stand in one figure. Two of one architecture go by the models' names; one of them is grey."""
   styles = [style(attention) for attention in attentions]
   if len(set(styles)) < len(styles):
-    styles = [each._replace(name=name) for each, name in zip(styles, names, strict=True)]
+    styles = [
+      each._replace(name=name) for each, name in zip(styles, names, strict=True)
+    ]
   if len({each.color for each in styles}) < len(styles):
     styles[1:] = [each._replace(color=GREY, marker="o") for each in styles[1:]]
   return styles

@@ -18,24 +18,53 @@ from absl import app, flags
 from diffjax import command
 from diffjax.config import Config
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of checkpoints, metrics, plot and sample; local or gs://.")
-_COORDINATOR = flags.DEFINE_string("coordinator", "", "HOST:PORT of process 0, where the processes are not found by themselves.")
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", 0, "Processes that train together; 1 to be alone wherever this is.", lower_bound=0)
-_PROCESS_ID = flags.DEFINE_integer("process_id", -1, "Which of them this is, from 0.")
-_CONNECT_TIMEOUT = flags.DEFINE_integer("connect_timeout", 300, "Seconds to wait for the other processes.", lower_bound=1)
+_WORKDIR = flags.DEFINE_string(
+  "workdir",
+  None,
+  "Directory of checkpoints, metrics, plot and sample; local or gs://.",
+)
+_COORDINATOR = flags.DEFINE_string(
+  "coordinator",
+  "",
+  "HOST:PORT of process 0, where the processes are not found by themselves.",
+)
+_NUM_PROCESSES = flags.DEFINE_integer(
+  "num_processes",
+  0,
+  "Processes that train together; 1 to be alone wherever this is.",
+  lower_bound=0,
+)
+_PROCESS_ID = flags.DEFINE_integer(
+  "process_id", -1, "Which of them this is, from 0."
+)
+_CONNECT_TIMEOUT = flags.DEFINE_integer(
+  "connect_timeout",
+  300,
+  "Seconds to wait for the other processes.",
+  lower_bound=1,
+)
 
 
 def main(config: Config) -> None:
   """Trains in --workdir."""
   if not _WORKDIR.value:
-    raise app.UsageError("pass --workdir=DIR: where checkpoints, metrics, plot and sample go")
-  from diffjax.parallel.processes import connected  # after the flags: a mistyped one should not wait for these imports
+    raise app.UsageError(
+      "pass --workdir=DIR: where checkpoints, metrics, plot and sample go"
+    )
+  from diffjax.parallel.processes import (
+    connected,  # after the flags: a mistyped one should not wait for these imports
+  )
   from diffjax.training import loop, output, runtime
 
   output.outlive()
   runtime.keep_compiled_programs()
   runtime.keep_freed_memory()
-  with connected(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, timeout=_CONNECT_TIMEOUT.value):
+  with connected(
+    _COORDINATOR.value,
+    _NUM_PROCESSES.value,
+    _PROCESS_ID.value,
+    timeout=_CONNECT_TIMEOUT.value,
+  ):
     loop.train(config, _WORKDIR.value)
 
 

@@ -25,7 +25,9 @@ def main(names: Sequence[str]) -> None:
   """
   for name in names or grids.names():
     if name not in grids.names():
-      raise UserError(f"there is no experiment {name!r}; there are {', '.join(grids.names())}")
+      raise UserError(
+        f"there is no experiment {name!r}; there are {', '.join(grids.names())}"
+      )
     for path in sorted((grids.FOLDER / name).rglob("results.json")):
       found = results.read(path, "experiment", "grid", "baseline", "runs")
       assert found is not None
@@ -37,17 +39,28 @@ def redraw(path: pathlib.Path, found: dict[str, Any]) -> list[str]:
 
   The file itself is written only if its summary's table changes, since the last digits of a fit differ between machines."""
   experiment = grids.load(found["experiment"], found["grid"])
-  renewed = {**found, "summary": experiment.summarise(found)} if experiment.summarise else found
+  renewed = (
+    {**found, "summary": experiment.summarise(found)}
+    if experiment.summarise
+    else found
+  )
   if results.table(experiment, renewed) == results.table(experiment, found):
     return draw(experiment, found, path.parent)
   results.write(path, renewed)
   return [path.name, *draw(experiment, renewed, path.parent)]
 
 
-def draw(experiment: Experiment, found: Mapping[str, Any], folder: pathlib.Path) -> list[str]:
+def draw(
+  experiment: Experiment, found: Mapping[str, Any], folder: pathlib.Path
+) -> list[str]:
   """Writes table.md and, if the experiment has a plot, plot.png and plot.svg into a folder. Returns their names."""
-  (folder / "table.md").write_text(results.table(experiment, found), encoding="utf-8")
-  return ["table.md", *(plots.save(experiment.plot(found), folder) if experiment.plot else [])]
+  (folder / "table.md").write_text(
+    results.table(experiment, found), encoding="utf-8"
+  )
+  return [
+    "table.md",
+    *(plots.save(experiment.plot(found), folder) if experiment.plot else []),
+  ]
 
 
 if __name__ == "__main__":

@@ -18,10 +18,20 @@ FOLDER = pathlib.Path(__file__).resolve().parent
 
 # Fields that do not affect a run's results. Runs in one table may differ in them.
 _CIRCUMSTANCES = (
-  "mesh.", "data.prepared_dir", "data.num_workers", "data.timeout", "train.log_interval", "train.checkpoint_interval",
-  "train.keep_checkpoints", "train.profile_step", "train.profile_steps", "train.wandb_project", "train.sample_prompt",
-  "train.sample_tokens", "train.max_skipped_in_a_row",  # how patient a run is; what a finished one learnt is the same
-)  # fmt: skip
+  "mesh.",
+  "data.prepared_dir",
+  "data.num_workers",
+  "data.timeout",
+  "train.log_interval",
+  "train.checkpoint_interval",
+  "train.keep_checkpoints",
+  "train.profile_step",
+  "train.profile_steps",
+  "train.wandb_project",
+  "train.sample_prompt",
+  "train.sample_tokens",
+  "train.max_skipped_in_a_row",  # how patient a run is; what a finished one learnt is the same
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +107,11 @@ class Run:
 
   def settings(self) -> dict[str, Any]:
     """The config's sections, and the fields of the pretrained run as one more section."""
-    start = {"pretrained": comparable(self.pretrained.config.to_dict(), ())} if self.pretrained else {}
+    start = (
+      {"pretrained": comparable(self.pretrained.config.to_dict(), ())}
+      if self.pretrained
+      else {}
+    )
     return {**self.config.to_dict(), **start}
 
 
@@ -113,17 +127,28 @@ def load(name: str, grid: str = "cpu") -> Experiment:
     UserError: for an unknown experiment or grid; lists the known ones.
   """
   if name not in names():
-    raise UserError(f"there is no experiment {name!r}; there are {', '.join(names())}")
-  by_grid = {key: experiment for experiment in experiments_of(name) for key in experiment.grids}
+    raise UserError(
+      f"there is no experiment {name!r}; there are {', '.join(names())}"
+    )
+  by_grid = {
+    key: experiment
+    for experiment in experiments_of(name)
+    for key in experiment.grids
+  }
   if grid not in by_grid:
-    raise UserError(f"--grid={grid}: {name} has no such grid; there are {', '.join(by_grid)}")
+    raise UserError(
+      f"--grid={grid}: {name} has no such grid; there are {', '.join(by_grid)}"
+    )
   return by_grid[grid]
 
 
 def experiments_of(name: str) -> list[Experiment]:
   """EXPERIMENT of a folder, and LARGE if it has one."""
   module = importlib.import_module(f"experiments.{name}.experiment")
-  return [module.EXPERIMENT, *([module.LARGE] if hasattr(module, "LARGE") else [])]
+  return [
+    module.EXPERIMENT,
+    *([module.LARGE] if hasattr(module, "LARGE") else []),
+  ]
 
 
 def expand(name: str, grid: Grid, changes: Mapping[str, Any]) -> list[Run]:
@@ -140,33 +165,69 @@ def expand(name: str, grid: Grid, changes: Mapping[str, Any]) -> list[Run]:
   for change in changes:
     variant, _, field = change.rpartition(":")
     if variant and variant not in grid.variants:
-      raise UserError(f"--set={change}: the grid has no variant {variant!r}; there are {', '.join(grid.variants)}")
+      raise UserError(
+        f"--set={change}: the grid has no variant {variant!r}; there are {', '.join(grid.variants)}"
+      )
     if field in ("train.seed", "data.seed"):
-      raise UserError(f"--set={field}: seeds are the grid's, {', '.join(map(str, grid.seeds))}; --only='*/seed_0' chooses one")
-  experiment = next((each for each in experiments_of(name) if grid in each.grids.values()), experiments_of(name)[0])
-  start = {run.name: run for run in expand(experiment.pretrained, grid, changes)} if experiment.pretrained else {}
-  config_of = name if experiment.trains or not experiment.pretrained else experiment.pretrained
-  get_config = importlib.import_module(f"experiments.{config_of}.config").get_config
+      raise UserError(
+        f"--set={field}: seeds are the grid's, {', '.join(map(str, grid.seeds))}; --only='*/seed_0' chooses one"
+      )
+  experiment = next(
+    (each for each in experiments_of(name) if grid in each.grids.values()),
+    experiments_of(name)[0],
+  )
+  start = (
+    {run.name: run for run in expand(experiment.pretrained, grid, changes)}
+    if experiment.pretrained
+    else {}
+  )
+  config_of = (
+    name
+    if experiment.trains or not experiment.pretrained
+    else experiment.pretrained
+  )
+  get_config = importlib.import_module(
+    f"experiments.{config_of}.config"
+  ).get_config
   runs = []
   for seed in grid.seeds:
     for variant in grid.variants:
-      own = {change.rpartition(":")[2]: value for change, value in changes.items() if change.rpartition(":")[0] in ("", variant)}
+      own = {
+        change.rpartition(":")[2]: value
+        for change, value in changes.items()
+        if change.rpartition(":")[0] in ("", variant)
+      }
       fields = {"train.seed": seed, "data.seed": seed, **own}
       config = _with_fields(get_config(variant).to_dict(), fields)
-      runs.append(Run(f"{variant}/seed_{seed}", variant, seed, config, fields, start.get(f"{variant}/seed_{seed}")))
+      runs.append(
+        Run(
+          f"{variant}/seed_{seed}",
+          variant,
+          seed,
+          config,
+          fields,
+          start.get(f"{variant}/seed_{seed}"),
+        )
+      )
   return runs
 
 
 def with_fields(run: Run, fields: Mapping[str, Any]) -> Run:
   """The run with further fields set."""
-  return dataclasses.replace(run, config=_with_fields(run.config.to_dict(), fields), fields={**run.fields, **fields})
+  return dataclasses.replace(
+    run,
+    config=_with_fields(run.config.to_dict(), fields),
+    fields={**run.fields, **fields},
+  )
 
 
 def _with_fields(values: dict[str, Any], fields: Mapping[str, Any]) -> Config:
   for field, value in fields.items():
     section, _, name = field.partition(".")
     if not isinstance(values.get(section), dict):
-      raise UserError(f"config.{field} is not a config field: fields are SECTION.NAME, with the sections {', '.join(values)}")
+      raise UserError(
+        f"config.{field} is not a config field: fields are SECTION.NAME, with the sections {', '.join(values)}"
+      )
     values[section][name] = value
   return from_config_dict(values)
 
@@ -193,30 +254,58 @@ def choose(runs: Sequence[Run], only: Iterable[str], slice_: str) -> list[Run]:
   for pattern in only:
     if not any(_matches(run, pattern) for run in runs):
       variants = dict.fromkeys(run.variant for run in runs)
-      raise UserError(f"--only={pattern} matches no run; runs are VARIANT/seed_SEED, with the variants {', '.join(variants)}")
-  chosen = [run for run in runs if not only or any(_matches(run, pattern) for pattern in only)]
+      raise UserError(
+        f"--only={pattern} matches no run; runs are VARIANT/seed_SEED, with the variants {', '.join(variants)}"
+      )
+  chosen = [
+    run
+    for run in runs
+    if not only or any(_matches(run, pattern) for pattern in only)
+  ]
   index, separator, count = slice_.partition("/")
-  if not (separator and index.isdigit() and count.isdigit() and int(index) < int(count)):
-    raise UserError(f"--slice={slice_}: must be INDEX/COUNT, from 0/COUNT to COUNT−1/COUNT, such as 0/4")
+  if not (
+    separator
+    and index.isdigit()
+    and count.isdigit()
+    and int(index) < int(count)
+  ):
+    raise UserError(
+      f"--slice={slice_}: must be INDEX/COUNT, from 0/COUNT to COUNT−1/COUNT, such as 0/4"
+    )
   return chosen[int(index) :: int(count)]
 
 
 def _matches(run: Run, pattern: str) -> bool:
-  return fnmatch.fnmatchcase(run.name, pattern) or fnmatch.fnmatchcase(run.variant, pattern)
+  return fnmatch.fnmatchcase(run.name, pattern) or fnmatch.fnmatchcase(
+    run.variant, pattern
+  )
 
 
 def decides(field: str) -> bool:
   """True if results depend on a config's field, given by its dotted name."""
-  return field not in _CIRCUMSTANCES and f"{field.partition('.')[0]}." not in _CIRCUMSTANCES
+  return (
+    field not in _CIRCUMSTANCES
+    and f"{field.partition('.')[0]}." not in _CIRCUMSTANCES
+  )
 
 
-def comparable(config: Mapping[str, Mapping[str, Any]], places: Iterable[str]) -> dict[str, Any]:
+def comparable(
+  config: Mapping[str, Mapping[str, Any]], places: Iterable[str]
+) -> dict[str, Any]:
   """The fields of a config that affect results, by dotted name.
 
   Args:
     config: as `Config.to_dict` returns it.
     places: further fields to leave out: those that only say where data lies.
   """
-  fields = {f"{section}.{name}": value for section, values in config.items() for name, value in values.items()}
+  fields = {
+    f"{section}.{name}": value
+    for section, values in config.items()
+    for name, value in values.items()
+  }
   left_out = set(places)
-  return {field: value for field, value in fields.items() if decides(field) and field not in left_out}
+  return {
+    field: value
+    for field, value in fields.items()
+    if decides(field) and field not in left_out
+  }

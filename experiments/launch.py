@@ -32,9 +32,13 @@ class Devices(NamedTuple):
 def devices() -> Devices:
   """This machine's devices. A process of its own asks JAX, since this one must not hold the devices."""
   code = "import jax, json; d = jax.local_devices(); print(json.dumps([jax.default_backend(), d[0].device_kind, len(d)]))"
-  result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+  result = subprocess.run(
+    [sys.executable, "-c", code], capture_output=True, text=True
+  )
   if result.returncode:
-    raise UserError(f"JAX does not start: {(result.stderr.strip().splitlines() or ['no message'])[-1]}")
+    raise UserError(
+      f"JAX does not start: {(result.stderr.strip().splitlines() or ['no message'])[-1]}"
+    )
   return Devices(*json.loads(result.stdout.splitlines()[-1]))
 
 
@@ -46,17 +50,34 @@ def environment(found: Devices, slot: int, slots: int) -> dict[str, str]:
   """
   if slots == 1:
     return {}
-  if found.backend == "cpu":  # XLA's number of threads: processes that each use all cores wait for one another
+  if (
+    found.backend == "cpu"
+  ):  # XLA's number of threads: processes that each use all cores wait for one another
     return {"NPROC": str(max(1, (os.cpu_count() or 1) // slots))}
   if found.number % slots or (found.backend == "tpu" and found.number != slots):
-    fit = "1 or as many as there are" if found.backend == "tpu" else "a divisor of their number"
-    raise UserError(f"--side_by_side={slots}: there are {found.number} devices ({found.kind}); choose {fit}")
-  name = "CUDA_VISIBLE_DEVICES" if found.backend == "gpu" else "TPU_VISIBLE_DEVICES"
-  visible = os.environ[name].split(",") if os.environ.get(name) else [str(index) for index in range(found.number)]
+    fit = (
+      "1 or as many as there are"
+      if found.backend == "tpu"
+      else "a divisor of their number"
+    )
+    raise UserError(
+      f"--side_by_side={slots}: there are {found.number} devices ({found.kind}); choose {fit}"
+    )
+  name = (
+    "CUDA_VISIBLE_DEVICES" if found.backend == "gpu" else "TPU_VISIBLE_DEVICES"
+  )
+  visible = (
+    os.environ[name].split(",")
+    if os.environ.get(name)
+    else [str(index) for index in range(found.number)]
+  )
   share = found.number // slots
   chosen = {name: ",".join(visible[slot * share : (slot + 1) * share])}
   if found.backend == "tpu":
-    chosen |= {"TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1", "TPU_PROCESS_BOUNDS": "1,1,1"}
+    chosen |= {
+      "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
+      "TPU_PROCESS_BOUNDS": "1,1,1",
+    }
   return chosen
 
 
@@ -78,8 +99,14 @@ class Launcher:
     def interrupt(*_):
       raise KeyboardInterrupt
 
-    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]  # as under nohup
-    self._previous = {number: signal.signal(number, interrupt) for number in numbers}
+    numbers = [
+      number
+      for number in (signal.SIGTERM, signal.SIGHUP)
+      if signal.getsignal(number) != signal.SIG_IGN
+    ]  # as under nohup
+    self._previous = {
+      number: signal.signal(number, interrupt) for number in numbers
+    }
     return self
 
   def __exit__(self, *_: object) -> None:
@@ -87,7 +114,12 @@ class Launcher:
     for number, handler in self._previous.items():
       signal.signal(number, handler)
 
-  def call(self, command: Sequence[str], env: Mapping[str, str] | None = None, log: pathlib.Path | None = None) -> None:
+  def call(
+    self,
+    command: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    log: pathlib.Path | None = None,
+  ) -> None:
     """Runs a command to its end. Its output goes to the terminal, or is appended to a file.
 
     Raises:
@@ -111,15 +143,29 @@ class Launcher:
       try:
         code = process.wait()
       finally:
-        if process.returncode is not None:  # else this process is interrupted, and the other still runs
+        if (
+          process.returncode is not None
+        ):  # else this process is interrupted, and the other still runs
           with self._lock:
             self._running.discard(process)
     if self._stopped:
       raise Stopped
     if code:
-      last = [line for line in log.read_text(errors="replace", encoding="utf-8").splitlines() if line.strip()] if log else []
+      last = (
+        [
+          line
+          for line in log.read_text(
+            errors="replace", encoding="utf-8"
+          ).splitlines()
+          if line.strip()
+        ]
+        if log
+        else []
+      )
       reason = f": {last[-1]} (more in {log})" if last else ", as said above"
-      raise UserError(f"{' '.join(command[1:])} failed with exit code {code}{reason}")
+      raise UserError(
+        f"{' '.join(command[1:])} failed with exit code {code}{reason}"
+      )
 
   def stop(self) -> None:
     """Ends all processes, and starts no more."""
@@ -131,7 +177,9 @@ class Launcher:
     for process in running:
       process.wait()
 
-  def side_by_side(self, jobs: Sequence[tuple[str, Callable[[int], str | None]]], slots: int) -> None:
+  def side_by_side(
+    self, jobs: Sequence[tuple[str, Callable[[int], str | None]]], slots: int
+  ) -> None:
     """Calls the jobs in order, each with the number of a free slot, at most `slots` at a time.
 
     Args:
@@ -154,7 +202,9 @@ class Launcher:
       try:
         say(f"{number + 1} of {len(jobs)}: {name}")
         text = job(slot)
-        say(f"{number + 1} of {len(jobs)}: {name} took {time.monotonic() - start:.0f} s{f'; {text}' if text else ''}")
+        say(
+          f"{number + 1} of {len(jobs)}: {name} took {time.monotonic() - start:.0f} s{f'; {text}' if text else ''}"
+        )
       except BaseException:
         failed.set()
         raise
@@ -163,7 +213,9 @@ class Launcher:
 
     with concurrent.futures.ThreadPoolExecutor(slots) as pool:
       try:
-        for future in [pool.submit(work, number) for number in range(len(jobs))]:
+        for future in [
+          pool.submit(work, number) for number in range(len(jobs))
+        ]:
           future.result()
       except KeyboardInterrupt:  # before the pool waits for its threads, which wait for their processes
         failed.set()

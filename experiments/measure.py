@@ -18,15 +18,23 @@ def main(name: str, grid: str, workdir: str, trained: str) -> None:
   experiment = grids.load(name, grid)
   assert experiment.measure is not None
   directory = pathlib.Path(workdir)
-  config = from_config_dict(json.loads((directory / "config.json").read_text(encoding="utf-8")))
-  if experiment.trains or experiment.pretrained:  # a damaged checkpoint is passed over for an older one, which is another result
+  config = from_config_dict(
+    json.loads((directory / "config.json").read_text(encoding="utf-8"))
+  )
+  if (
+    experiment.trains or experiment.pretrained
+  ):  # a damaged checkpoint is passed over for an older one, which is another result
     path = manifest.checkpoint_directory(trained) / str(config.train.steps)
     try:
       manifest.verify(path, config.train.steps)
     except manifest.Damage as damage:
-      raise UserError(f"{path} is damaged: {damage}; delete it, and run again to train its steps once more") from damage
+      raise UserError(
+        f"{path} is damaged: {damage}; delete it, and run again to train its steps once more"
+      ) from damage
   found = experiment.measure(trained, config)
-  (directory / "measured.json").write_text(json.dumps(finite(found)) + "\n", encoding="utf-8")
+  (directory / "measured.json").write_text(
+    json.dumps(finite(found)) + "\n", encoding="utf-8"
+  )
 
 
 if __name__ == "__main__":

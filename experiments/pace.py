@@ -17,8 +17,16 @@ from experiments.grid import Run
 
 def shape(config: Config) -> Hashable:
   """What a step's time depends on: the model without its real numbers, such as λ_init, and the rows of a step."""
-  model = {name: None if isinstance(value, float) else value for name, value in dataclasses.asdict(config.model).items()}
-  return (*model.values(), config.data.length, config.train.batch_size, config.train.accumulation)
+  model = {
+    name: None if isinstance(value, float) else value
+    for name, value in dataclasses.asdict(config.model).items()
+  }
+  return (
+    *model.values(),
+    config.data.length,
+    config.train.batch_size,
+    config.train.accumulation,
+  )
 
 
 def training_flops(config: Config) -> float:
@@ -40,7 +48,13 @@ class Pace:
     resumes: True if a run that is stopped goes on where it was; False if it starts again.
   """
 
-  def __init__(self, finished: Iterable[tuple[Run, float]], runs: Sequence[Run], slots: int, resumes: bool):
+  def __init__(
+    self,
+    finished: Iterable[tuple[Run, float]],
+    runs: Sequence[Run],
+    slots: int,
+    resumes: bool,
+  ):
     self._slots, self._resumes = slots, resumes
     self._seconds: dict[Hashable, list[float]] = {}
     self._seconds_a_flop: list[float] = []
@@ -69,9 +83,13 @@ class Pace:
     with self._lock:
       _, start = self._begun.pop(run.name)
       if seconds is not None:
-        self._count(run, max(seconds, time.monotonic() - start))  # the time of the run that it starts from is in the latter
+        self._count(
+          run, max(seconds, time.monotonic() - start)
+        )  # the time of the run that it starts from is in the latter
       number = len(self._waiting) + len(self._begun)
-      left = f"{number} {'run' if number == 1 else 'runs'} left" if number else ""
+      left = (
+        f"{number} {'run' if number == 1 else 'runs'} left" if number else ""
+      )
       rest = self._rest()
     if not left or rest is None:
       return left
@@ -82,8 +100,14 @@ class Pace:
     with self._lock:
       rest = self._rest(self._resumes)
       done = total - len(self._waiting) - len(self._begun)
-    at_this_pace = f"the rest would take about {in_words(rest)} at this pace; " if rest is not None else ""
-    return f"{done} of {total} runs are done; {at_this_pace}the same command goes on"
+    at_this_pace = (
+      f"the rest would take about {in_words(rest)} at this pace; "
+      if rest is not None
+      else ""
+    )
+    return (
+      f"{done} of {total} runs are done; {at_this_pace}the same command goes on"
+    )
 
   def expected(self, run: Run) -> tuple[float, int] | None:
     """The seconds that a run is expected to take, and the number of finished runs of its shape and steps, which may be 0.
@@ -105,7 +129,10 @@ class Pace:
       return None
     now = time.monotonic()
     seconds = lambda run: (self.expected(run) or (0.0, 0))[0]
-    ends = [max(0.0, seconds(run) - (now - start) * with_begun) for run, start in self._begun.values()]
+    ends = [
+      max(0.0, seconds(run) - (now - start) * with_begun)
+      for run, start in self._begun.values()
+    ]
     ends += [0.0] * (self._slots - len(ends))
     heapq.heapify(ends)
     for run in self._waiting.values():
@@ -114,7 +141,9 @@ class Pace:
 
 
 def _size(run: Run) -> float:
-  return training_flops(run.config) or 1.0  # a run without steps is as large as any other
+  return (
+    training_flops(run.config) or 1.0
+  )  # a run without steps is as large as any other
 
 
 def _kind(run: Run) -> Hashable:
@@ -125,7 +154,9 @@ def _time_after(seconds: float) -> str:
   """The local time so many seconds from now, with the day if that is not today."""
   now = datetime.datetime.now()
   then = now + datetime.timedelta(seconds=seconds)
-  return f"{then:%H:%M}" if then.date() == now.date() else f"{then:%a %d %b %H:%M}"
+  return (
+    f"{then:%H:%M}" if then.date() == now.date() else f"{then:%a %d %b %H:%M}"
+  )
 
 
 def in_words(seconds: float) -> str:
@@ -136,4 +167,8 @@ def in_words(seconds: float) -> str:
   if minutes < 60:
     return f"{minutes} min"
   hours, minutes = divmod(minutes, 60)
-  return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} days {hours % 24} h"
+  return (
+    f"{hours} h {minutes} min"
+    if hours < 48
+    else f"{hours // 24} days {hours % 24} h"
+  )

@@ -21,7 +21,9 @@ from experiments import results as found
 ROWS = {
   "transformer": ARCHITECTURES["softmax"],
   "transformer_wide": Style("Transformer with wide heads", styles.GREY, "o"),
-  "transformer_norm": Style("Transformer with wide heads and head norm", styles.PURPLE, "o"),
+  "transformer_norm": Style(
+    "Transformer with wide heads and head norm", styles.PURPLE, "o"
+  ),
   "diff": ARCHITECTURES["diff"],
   "diff_without_norm": Style("DIFF without head norm", styles.ORANGE, "s"),
   "diff_lambda_zero": Style("DIFF with λ ≡ 0", styles.SKY, "s"),
@@ -40,17 +42,32 @@ def style(variant: str) -> Style:
   row, *options = variant.split(",")
   words = []
   for key, _, value in (option.partition("=") for option in options):
-    words.append(f"{value} heads" if key == "heads" else f"{key.replace('_', ' ')} {value}")
+    words.append(
+      f"{value} heads" if key == "heads" else f"{key.replace('_', ' ')} {value}"
+    )
   return ROWS[row]._replace(name=", ".join([ROWS[row].name, *words]))
 
 
-def runs_by_variant(results: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def runs_by_variant(
+  results: Mapping[str, Any],
+) -> dict[str, list[dict[str, Any]]]:
   """The results of each variant's runs, in the order of results.json."""
   variants = dict.fromkeys(run["variant"] for run in results["runs"])
-  return {variant: [run["results"] for run in results["runs"] if run["variant"] == variant] for variant in variants}
+  return {
+    variant: [
+      run["results"] for run in results["runs"] if run["variant"] == variant
+    ]
+    for variant in variants
+  }
 
 
-def over_seeds(axes: Any, x: Sequence[Any], rows: Mapping[str, Any], linestyle: str = "-", suffix: str = "") -> None:
+def over_seeds(
+  axes: Any,
+  x: Sequence[Any],
+  rows: Mapping[str, Any],
+  linestyle: str = "-",
+  suffix: str = "",
+) -> None:
   """Draws the mean over seeds with its 95% interval (Student's t), side by side where rows share an x.
 
   A mean is left out where a run lacks the number.
@@ -63,13 +80,29 @@ def over_seeds(axes: Any, x: Sequence[Any], rows: Mapping[str, Any], linestyle: 
     suffix: behind the names in the legend.
   """
   for place, (variant, numbers) in enumerate(rows.items()):
-    mean, low, high = np.transpose([found.mean_interval(column) for column in np.asarray(numbers, float).T])
-    shift = matplotlib.transforms.ScaledTranslation((place - (len(rows) - 1) / 2) * _DODGE / 72, 0, axes.figure.dpi_scale_trans)
+    mean, low, high = np.transpose(
+      [found.mean_interval(column) for column in np.asarray(numbers, float).T]
+    )
+    shift = matplotlib.transforms.ScaledTranslation(
+      (place - (len(rows) - 1) / 2) * _DODGE / 72,
+      0,
+      axes.figure.dpi_scale_trans,
+    )
     shown = style(variant)
     drawn = axes.errorbar(
-      x, mean, yerr=[mean - low, high - mean], label=shown.name + suffix, color=shown.color, marker=shown.marker, markersize=4,
-      linewidth=1.2, linestyle=linestyle, elinewidth=0.8, capsize=2, capthick=0.8,
-    )  # fmt: skip
+      x,
+      mean,
+      yerr=[mean - low, high - mean],
+      label=shown.name + suffix,
+      color=shown.color,
+      marker=shown.marker,
+      markersize=4,
+      linewidth=1.2,
+      linestyle=linestyle,
+      elinewidth=0.8,
+      capsize=2,
+      capthick=0.8,
+    )
     for part in drawn.get_children():  # not by the errorbar's own argument, with which the axes' limits would forget the data
       part.set_transform(axes.transData + shift)
   axes.tick_params(which="both", labelsize=8)
@@ -87,14 +120,31 @@ def over_rates(results: Mapping[str, Any], metric: str, title: str) -> Figure:
     values = dict(field.split("=") for field in fields)
     rate = float(values.pop("rate"))
     rest = ", ".join(f"{name} {value}" for name, value in values.items())
-    lines.setdefault((row, rest), {})[rate] = [math.nan if run[metric] is None else run[metric] for run in runs]
-  dashes = dict(zip(dict.fromkeys(rest for _, rest in lines), ("-", "--", ":"), strict=False))
+    lines.setdefault((row, rest), {})[rate] = [
+      math.nan if run[metric] is None else run[metric] for run in runs
+    ]
+  dashes = dict(
+    zip(
+      dict.fromkeys(rest for _, rest in lines), ("-", "--", ":"), strict=False
+    )
+  )
   for (row, rest), points in lines.items():
     shown, rates = style(row), sorted(points)
     label = ", ".join(filter(None, (shown.name, rest)))
-    axes.plot(rates, [np.mean(points[rate]) for rate in rates], dashes[rest], color=shown.color, marker=shown.marker, label=label)
     axes.plot(
-      [rate for rate in rates for _ in points[rate]], [y for rate in rates for y in points[rate]], ".", color=shown.color, alpha=0.5
+      rates,
+      [np.mean(points[rate]) for rate in rates],
+      dashes[rest],
+      color=shown.color,
+      marker=shown.marker,
+      label=label,
+    )
+    axes.plot(
+      [rate for rate in rates for _ in points[rate]],
+      [y for rate in rates for y in points[rate]],
+      ".",
+      color=shown.color,
+      alpha=0.5,
     )
   axes.set_xscale("log", base=2)
   ticks = sorted({rate for points in lines.values() for rate in points})
@@ -109,5 +159,7 @@ def save(figure: Figure, folder: pathlib.Path) -> list[str]:
   styles.tidy(figure)
   figure.savefig(folder / "plot.png", dpi=150, metadata={"Software": None})
   with matplotlib.rc_context({"svg.hashsalt": "diffjax"}):
-    figure.savefig(folder / "plot.svg", metadata={"Date": None, "Creator": None})
+    figure.savefig(
+      folder / "plot.svg", metadata={"Date": None, "Creator": None}
+    )
   return ["plot.png", "plot.svg"]

@@ -34,7 +34,9 @@ _LEVEL = 0.05  # of the p-values of differences that are bold
 _CPUS = pathlib.Path("/proc/cpuinfo")  # on Linux
 
 
-def trained(workdir: pathlib.Path, config: Config, places: Iterable[str]) -> dict[str, float] | None:
+def trained(
+  workdir: pathlib.Path, config: Config, places: Iterable[str]
+) -> dict[str, float] | None:
   """The last number of every name in the log of a finished run; None for one that has not finished.
 
   A run has finished if metrics.jsonl holds the last step's validation and that step's checkpoint exists. Either can exist alone, if a disk
@@ -48,14 +50,19 @@ def trained(workdir: pathlib.Path, config: Config, places: Iterable[str]) -> dic
   Raises:
     UserError: if the workdir holds a run of another config, finished or not.
   """
-  directory, places = manifest.checkpoint_directory(workdir), (*places, "train.init_from")
+  directory, places = (
+    manifest.checkpoint_directory(workdir),
+    (*places, "train.init_from"),
+  )
   for step in reversed(manifest.steps(directory)):
     try:
       manifest.verify(directory / str(step), step, contents=False)
       stored = manifest.metadata(directory / str(step))["config"]
     except manifest.Damage:
       continue
-    if differing := _differing(comparable(stored, places), comparable(config.to_dict(), places)):
+    if differing := _differing(
+      comparable(stored, places), comparable(config.to_dict(), places)
+    ):
       raise UserError(
         f"{workdir} holds a run of another config: {_shortened(differing)}; choose another place with --workdir=DIR, or delete it"
       )
@@ -78,7 +85,12 @@ def _logged(workdir: pathlib.Path, step: int) -> dict[str, float] | None:
 
 
 def write_run(
-  workdir: pathlib.Path, run: Run, task: Mapping[str, Any], results: Mapping[str, Any], seconds: float | None, machine: str
+  workdir: pathlib.Path,
+  run: Run,
+  task: Mapping[str, Any],
+  results: Mapping[str, Any],
+  seconds: float | None,
+  machine: str,
 ) -> None:
   """Writes a finished run's result.json: its config, date, machine, wall time (None if not known) and results."""
   write(
@@ -89,7 +101,10 @@ def write_run(
       "seed": run.seed,
       "date": str(datetime.date.today()),
       "machine": machine,
-      "versions": {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in _PACKAGES}},
+      "versions": {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in _PACKAGES},
+      },
       "seconds": seconds and round(seconds, 1),
       "parameters": parameter_count(run.config.model),
       "task": dict(task),
@@ -115,14 +130,29 @@ def processor() -> str:
   return platform.machine()
 
 
-def read_run(workdir: pathlib.Path, run: Run, task: Mapping[str, Any], places: Iterable[str]) -> dict[str, Any] | None:
+def read_run(
+  workdir: pathlib.Path,
+  run: Run,
+  task: Mapping[str, Any],
+  places: Iterable[str],
+) -> dict[str, Any] | None:
   """A run's result.json; None if the run has not finished.
 
   Raises:
     UserError: if it belongs to another config or task.
   """
   path = workdir / "result.json"
-  entry = read(path, "name", "variant", "seed", "versions", "parameters", "task", "config", "results")
+  entry = read(
+    path,
+    "name",
+    "variant",
+    "seed",
+    "versions",
+    "parameters",
+    "task",
+    "config",
+    "results",
+  )
   if entry is None:
     return None
   entry["config"] = comparable(entry["config"], places)
@@ -131,7 +161,12 @@ def read_run(workdir: pathlib.Path, run: Run, task: Mapping[str, Any], places: I
 
 
 def read_folder(
-  path: pathlib.Path, name: str, grid: str, runs: Sequence[Run], task: Mapping[str, Any], places: Iterable[str]
+  path: pathlib.Path,
+  name: str,
+  grid: str,
+  runs: Sequence[Run],
+  task: Mapping[str, Any],
+  places: Iterable[str],
 ) -> dict[str, dict[str, Any]]:
   """The runs in a results.json, by name; empty if there is no such file.
 
@@ -151,19 +186,29 @@ def read_folder(
     return {}
   for key, value in (("experiment", name), ("grid", grid)):
     if stored.get(key) != value:
-      raise UserError(f"{path} holds results of another {key}, {stored.get(key)!r}; choose another place with --out=DIR")
+      raise UserError(
+        f"{path} holds results of another {key}, {stored.get(key)!r}; choose another place with --out=DIR"
+      )
   wanted = {run.name: run for run in runs}
   entries = {}
   for entry in stored["runs"]:
-    entry = {**entry, "task": stored["task"], "config": {**stored["config"], **entry["config"]}}
+    entry = {
+      **entry,
+      "task": stored["task"],
+      "config": {**stored["config"], **entry["config"]},
+    }
     if entry["name"] not in wanted:
-      raise UserError(f"{path} holds results of {entry['name']!r}, which the grid does not have now; choose another place with --out=DIR")
+      raise UserError(
+        f"{path} holds results of {entry['name']!r}, which the grid does not have now; choose another place with --out=DIR"
+      )
     _check(path, entry, wanted[entry["name"]], task, places)
     entries[entry["name"]] = entry
   return entries
 
 
-def check_text(entries: Iterable[Mapping[str, Any]], python: str | None = None) -> None:
+def check_text(
+  entries: Iterable[Mapping[str, Any]], python: str | None = None
+) -> None:
   """Refuses to compare runs on different texts: every version of Python has another standard library.
 
   Args:
@@ -173,7 +218,11 @@ def check_text(entries: Iterable[Mapping[str, Any]], python: str | None = None) 
   Raises:
     UserError: if the runs on `stdlib` have several versions of Python.
   """
-  versions = {entry["versions"]["python"] for entry in entries if entry["config"].get("data.source") == "stdlib"}
+  versions = {
+    entry["versions"]["python"]
+    for entry in entries
+    if entry["config"].get("data.source") == "stdlib"
+  }
   if len(found := versions | ({python} if python and versions else set())) > 1:
     raise UserError(
       f"runs on data.source = stdlib under Python {' and '.join(sorted(found))} cannot be compared, since their texts differ: use one "
@@ -191,22 +240,52 @@ def write_folder(
 ) -> dict[str, Any]:
   """Writes and returns results.json: the fields that all runs share, then each run with its own fields and results, then the summary."""
   configs = [entry["config"] for entry in entries]
-  shared = {field: value for field, value in configs[0].items() if all(config.get(field, ...) == value for config in configs)}
+  shared = {
+    field: value
+    for field, value in configs[0].items()
+    if all(config.get(field, ...) == value for config in configs)
+  }
   runs = [
-    {key: value for key, value in entry.items() if key not in ("config", "task")}
-    | {"config": {field: value for field, value in entry["config"].items() if field not in shared}}
+    {
+      key: value
+      for key, value in entry.items()
+      if key not in ("config", "task")
+    }
+    | {
+      "config": {
+        field: value
+        for field, value in entry["config"].items()
+        if field not in shared
+      }
+    }
     for entry in entries
   ]
-  results = {"experiment": name, "grid": grid, "baseline": baseline, "task": entries[0]["task"], "config": shared, "runs": runs}
+  results = {
+    "experiment": name,
+    "grid": grid,
+    "baseline": baseline,
+    "task": entries[0]["task"],
+    "config": shared,
+    "runs": runs,
+  }
   if summarise:
     results["summary"] = summarise(results)
   write(path, results)
   return results
 
 
-def _check(path: pathlib.Path, entry: Mapping[str, Any], run: Run, task: Mapping[str, Any], places: Iterable[str]) -> None:
+def _check(
+  path: pathlib.Path,
+  entry: Mapping[str, Any],
+  run: Run,
+  task: Mapping[str, Any],
+  places: Iterable[str],
+) -> None:
   differing = _differing(entry["config"], comparable(run.settings(), places))
-  kept, asked = json.loads(json.dumps(entry["task"])), json.loads(json.dumps(dict(task)))
+  kept, asked = (
+    json.loads(json.dumps(entry["task"])),
+    json.loads(json.dumps(dict(task))),
+  )
   differing += [
     f"the task's {key} is {kept.get(key)!r} there and {asked.get(key)!r} now"
     for key in {**kept, **asked}
@@ -222,12 +301,21 @@ def _check(path: pathlib.Path, entry: Mapping[str, Any], run: Run, task: Mapping
 def _differing(stored: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
   """A text for each field that differs. A field that is not stored is newer than the results, and counts as its default."""
   default = comparable(Config().to_dict(), ())
-  before = {field: stored.get(field, default.get(field.removeprefix("pretrained."))) for field in own}
-  return [f"{field} is {before[field]!r} there and {own[field]!r} now" for field in own if before[field] != own[field]]
+  before = {
+    field: stored.get(field, default.get(field.removeprefix("pretrained.")))
+    for field in own
+  }
+  return [
+    f"{field} is {before[field]!r} there and {own[field]!r} now"
+    for field in own
+    if before[field] != own[field]
+  ]
 
 
 def _shortened(differing: Sequence[str]) -> str:
-  return "; ".join(differing[:2]) + (f" and {len(differing) - 2} more" if len(differing) > 2 else "")
+  return "; ".join(differing[:2]) + (
+    f" and {len(differing) - 2} more" if len(differing) > 2 else ""
+  )
 
 
 def read(path: pathlib.Path, *keys: str) -> dict[str, Any] | None:
@@ -238,9 +326,13 @@ def read(path: pathlib.Path, *keys: str) -> dict[str, Any] | None:
   except FileNotFoundError:
     return None
   except (OSError, ValueError, TypeError) as error:
-    raise UserError(f"{path}: cannot be read ({error}); delete it, and run again") from error
+    raise UserError(
+      f"{path}: cannot be read ({error}); delete it, and run again"
+    ) from error
   if missing or not isinstance(found, dict):
-    raise UserError(f"{path}: cannot be read (it holds other data than results); delete it, and run again")
+    raise UserError(
+      f"{path}: cannot be read (it holds other data than results); delete it, and run again"
+    )
   return found
 
 
@@ -248,17 +340,23 @@ def write(path: pathlib.Path, value: Any) -> None:
   """Writes a JSON file atomically."""
   path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.with_suffix(f".{os.getpid()}.tmp")
-  temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+  temporary.write_text(
+    json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+  )
   temporary.replace(path)
 
 
 # --- Statistics and tables ---
 
 
-def values(results: Mapping[str, Any], variant: str, name: str) -> dict[int, float]:
+def values(
+  results: Mapping[str, Any], variant: str, name: str
+) -> dict[int, float]:
   """A named number of a variant's runs, by seed; runs without it are left out."""
   return {
-    run["seed"]: run["results"][name] for run in results["runs"] if run["variant"] == variant and run["results"].get(name) is not None
+    run["seed"]: run["results"][name]
+    for run in results["runs"]
+    if run["variant"] == variant and run["results"].get(name) is not None
   }
 
 
@@ -269,15 +367,24 @@ def _baseline(results: Mapping[str, Any], variant: str) -> str:
 
 def _count(results: Mapping[str, Any], name: str, variant: str) -> str:
   """The note " (4 of 5)" beside a mean, if some runs of a variant lack the number; else an empty text."""
-  there, runs = len(values(results, variant, name)), sum(run["variant"] == variant for run in results["runs"])
+  there, runs = (
+    len(values(results, variant, name)),
+    sum(run["variant"] == variant for run in results["runs"]),
+  )
   return f" ({there} of {runs})" if 0 < there < runs else ""
 
 
-def sample(results: Mapping[str, Any], variant: str, name: str) -> list[float] | None:
+def sample(
+  results: Mapping[str, Any], variant: str, name: str
+) -> list[float] | None:
   """A named number of all of a variant's runs. None with fewer than two runs, and if a run lacks the number.
 
   A run without the number may have diverged. The others are no fair sample then."""
-  found = [run["results"].get(name) for run in results["runs"] if run["variant"] == variant]
+  found = [
+    run["results"].get(name)
+    for run in results["runs"]
+    if run["variant"] == variant
+  ]
   return found if len(found) > 1 and None not in found else None
 
 
@@ -286,11 +393,20 @@ def mean_interval(found: Sequence[float]) -> tuple[float, float, float]:
   mean = float(np.mean(found))
   if len(found) < 2:
     return mean, math.nan, math.nan
-  reach = float(scipy.stats.t.ppf(0.975, len(found) - 1)) * float(np.std(found, ddof=1)) / len(found) ** 0.5
+  reach = (
+    float(scipy.stats.t.ppf(0.975, len(found) - 1))
+    * float(np.std(found, ddof=1))
+    / len(found) ** 0.5
+  )
   return mean, mean - reach, mean + reach
 
 
-def difference(results: Mapping[str, Any], variant: str, name: str, against: str | None = None) -> tuple[float, float, float] | None:
+def difference(
+  results: Mapping[str, Any],
+  variant: str,
+  name: str,
+  against: str | None = None,
+) -> tuple[float, float, float] | None:
   """A variant's mean minus another's, with Welch's 95% interval.
 
   Runs of one seed are not paired: they have the order of data in common, and that does not make their results similar.
@@ -310,11 +426,22 @@ def difference(results: Mapping[str, Any], variant: str, name: str, against: str
   if variant == against or ours is None or theirs is None:
     return None
   with _equal_runs():
-    interval = scipy.stats.ttest_ind(ours, theirs, equal_var=False).confidence_interval(0.95)
-  return statistics.mean(ours) - statistics.mean(theirs), float(interval.low), float(interval.high)
+    interval = scipy.stats.ttest_ind(
+      ours, theirs, equal_var=False
+    ).confidence_interval(0.95)
+  return (
+    statistics.mean(ours) - statistics.mean(theirs),
+    float(interval.low),
+    float(interval.high),
+  )
 
 
-def contrasts(results: Mapping[str, Any], title: str, name: str, pairs: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
+def contrasts(
+  results: Mapping[str, Any],
+  title: str,
+  name: str,
+  pairs: Iterable[tuple[str, str]],
+) -> list[dict[str, Any]]:
   """Rows of a summary: the differences of a named number, called `title`, in pairs of rows that the table's baseline does not compare."""
   return [
     {"": f"{variant} − {against}", f"{title}, difference": found}
@@ -342,10 +469,16 @@ def dunnett(results: Mapping[str, Any], name: str) -> dict[str, float]:
       rows.setdefault(_baseline(results, variant), []).append(variant)
   found: dict[str, float] = {}
   for baseline, variants in rows.items():
-    control, *samples = (sample(results, variant, name) or [] for variant in (baseline, *variants))
-    if any(len({*sample}) > 1 for sample in (control, *samples)):  # else there is no spread to compare with
+    control, *samples = (
+      sample(results, variant, name) or [] for variant in (baseline, *variants)
+    )
+    if any(
+      len({*sample}) > 1 for sample in (control, *samples)
+    ):  # else there is no spread to compare with
       with _equal_runs():
-        test = scipy.stats.dunnett(*samples, control=control, random_state=0)  # its integral is a random sum
+        test = scipy.stats.dunnett(
+          *samples, control=control, random_state=0
+        )  # its integral is a random sum
       found |= dict(zip(variants, map(float, test.pvalue), strict=True))
   return found
 
@@ -354,8 +487,16 @@ def significant(results: Mapping[str, Any], name: str) -> set[str]:
   """The variants whose interval of the difference from the baseline excludes 0 and whose p-value of Dunnett's test is below 0.05.
 
   The test alone would trust a row whose own spread is much larger than that of the others, since it pools them."""
-  found = {variant: difference(results, variant, name) for variant, p in dunnett(results, name).items() if p < _LEVEL}
-  return {variant for variant, interval in found.items() if interval and interval[1] * interval[2] > 0}
+  found = {
+    variant: difference(results, variant, name)
+    for variant, p in dunnett(results, name).items()
+    if p < _LEVEL
+  }
+  return {
+    variant
+    for variant, interval in found.items()
+    if interval and interval[1] * interval[2] > 0
+  }
 
 
 def table(experiment: Experiment, results: Mapping[str, Any]) -> str:
@@ -366,33 +507,87 @@ def table(experiment: Experiment, results: Mapping[str, Any]) -> str:
   there is one. The last line says what intervals and bold differences are."""
   metrics, baseline = experiment.metrics, results["baseline"].removesuffix(",*")
   variants = list(dict.fromkeys(run["variant"] for run in results["runs"]))
-  compared = {name: _difference_cells(results, variants, name) for name in metrics.values()}
+  compared = {
+    name: _difference_cells(results, variants, name)
+    for name in metrics.values()
+  }
   first = compared[next(iter(metrics.values()))]
-  head = ["", "parameters", "seeds", *metrics, *([f"{next(iter(metrics))} − {baseline}'s"] if first else [])]
+  head = [
+    "",
+    "parameters",
+    "seeds",
+    *metrics,
+    *([f"{next(iter(metrics))} − {baseline}'s"] if first else []),
+  ]
   lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
   for variant in variants:
     own = [run for run in results["runs"] if run["variant"] == variant]
     cells = [variant, f"{own[0]['parameters'] / 1e6:.3g} M", str(len(own))]
-    cells += [_mean(list(values(results, variant, name).values())) + _count(results, name, variant) for name in metrics.values()]
-    lines.append("| " + " | ".join([*cells, *([first.get(variant, "")] if first else [])]) + " |")
+    cells += [
+      _mean(list(values(results, variant, name).values()))
+      + _count(results, name, variant)
+      for name in metrics.values()
+    ]
+    lines.append(
+      "| "
+      + " | ".join([*cells, *([first.get(variant, "")] if first else [])])
+      + " |"
+    )
   others = dict(list(metrics.items())[1:])
-  if rows := [variant for variant in variants if any(variant in compared[name] for name in others.values())]:
-    lines += ["", f"| − {baseline}'s | " + " | ".join(others) + " |", "|---" * (1 + len(others)) + "|"]
-    lines += ["| " + " | ".join([variant, *(compared[name].get(variant, "") for name in others.values())]) + " |" for variant in rows]
+  if rows := [
+    variant
+    for variant in variants
+    if any(variant in compared[name] for name in others.values())
+  ]:
+    lines += [
+      "",
+      f"| − {baseline}'s | " + " | ".join(others) + " |",
+      "|---" * (1 + len(others)) + "|",
+    ]
+    lines += [
+      "| "
+      + " | ".join(
+        [
+          variant,
+          *(compared[name].get(variant, "") for name in others.values()),
+        ]
+      )
+      + " |"
+      for variant in rows
+    ]
   if summary := results.get("summary"):
-    lines += ["", "| " + " | ".join(summary[0]) + " |", "|---" * len(summary[0]) + "|"]
-    lines += ["| " + " | ".join(cell(value) for value in row.values()) + " |" for row in summary]
+    lines += [
+      "",
+      "| " + " | ".join(summary[0]) + " |",
+      "|---" * len(summary[0]) + "|",
+    ]
+    lines += [
+      "| " + " | ".join(cell(value) for value in row.values()) + " |"
+      for row in summary
+    ]
   if any(compared.values()):
     lines += ["", _legend(results, compared)]
   return "\n".join(lines) + "\n"
 
 
-def _legend(results: Mapping[str, Any], compared: Mapping[str, Mapping[str, str]]) -> str:
+def _legend(
+  results: Mapping[str, Any], compared: Mapping[str, Mapping[str, str]]
+) -> str:
   """The line that says what the numbers beside the means are."""
-  rows = max(max(collections.Counter(_baseline(results, variant) for variant in found).values()) for found in compared.values() if found)
+  rows = max(
+    max(
+      collections.Counter(
+        _baseline(results, variant) for variant in found
+      ).values()
+    )
+    for found in compared.values()
+    if found
+  )
   others = f"the {rows} rows" if rows > 1 else "the one row"
   name = results["baseline"].removesuffix(",*")
-  baseline = name if name == results["baseline"] else f"the {name} of the same options"
+  baseline = (
+    name if name == results["baseline"] else f"the {name} of the same options"
+  )
   return (
     "±: standard deviation over seeds. Intervals: Welch's 95%, each by itself. Bold: the interval excludes 0, and Dunnett's "
     f"p < {_LEVEL} among {others} compared with {baseline}, each column by itself."
@@ -409,13 +604,19 @@ def cell(value: Any) -> str:
   return "–" if value is None else value
 
 
-def _difference_cells(results: Mapping[str, Any], variants: Sequence[str], name: str) -> dict[str, str]:
+def _difference_cells(
+  results: Mapping[str, Any], variants: Sequence[str], name: str
+) -> dict[str, str]:
   """The cells of a metric's differences from the baseline, by variant: bold if they are significant."""
   bold, cells = significant(results, name), {}
   for variant in variants:
     if (found := difference(results, variant, name)) is not None:
       mean, low, high = (f"{number:+.{_decimals(found)}f}" for number in found)
-      cells[variant] = f"**{mean} [{low}, {high}]**" if variant in bold else f"{mean} [{low}, {high}]"
+      cells[variant] = (
+        f"**{mean} [{low}, {high}]**"
+        if variant in bold
+        else f"{mean} [{low}, {high}]"
+      )
   return cells
 
 
@@ -423,9 +624,21 @@ def _mean(found: Sequence[float]) -> str:
   if not found:
     return "–"
   digits = _decimals(found)
-  return f"{statistics.mean(found):.{digits}f}" + (f" ± {statistics.stdev(found):.{digits}f}" if len(found) > 1 else "")
+  return f"{statistics.mean(found):.{digits}f}" + (
+    f" ± {statistics.stdev(found):.{digits}f}" if len(found) > 1 else ""
+  )
 
 
 def _decimals(numbers: Sequence[float]) -> int:
   """Decimal places: four for numbers below 10, one fewer for each further digit. Infinite numbers are ignored."""
-  return max(0, 4 - int(math.log10(max([1.0, *(abs(number) for number in numbers if math.isfinite(number))]))))
+  return max(
+    0,
+    4
+    - int(
+      math.log10(
+        max(
+          [1.0, *(abs(number) for number in numbers if math.isfinite(number))]
+        )
+      )
+    ),
+  )

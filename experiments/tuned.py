@@ -10,7 +10,9 @@ from diffjax.config import UserError
 from experiments.grid import FOLDER, load
 
 
-def best(name: str, row: str, metric: str, better: Callable[[Iterable[float]], float]) -> str:
+def best(
+  name: str, row: str, metric: str, better: Callable[[Iterable[float]], float]
+) -> str:
   """A row's best variant in an experiment's grid "tune".
 
   Args:
@@ -25,10 +27,17 @@ def best(name: str, row: str, metric: str, better: Callable[[Iterable[float]], f
   Raises:
     UserError: if runs of the row's variants are missing.
   """
-  from experiments import results  # here, since SciPy takes a second to load, and a training needs none of it
+  from experiments import (
+    results,  # here, since SciPy takes a second to load, and a training needs none of it
+  )
 
   grid = load(name, "tune").grids["tune"]
-  wanted = {f"{variant}/seed_{seed}" for variant in grid.variants if variant.partition(",")[0] == row for seed in grid.seeds}
+  wanted = {
+    f"{variant}/seed_{seed}"
+    for variant in grid.variants
+    if variant.partition(",")[0] == row
+    for seed in grid.seeds
+  }
   path = FOLDER / name / "tune" / "results.json"
   runs = (results.read(path, "runs") or {"runs": []})["runs"]
   found: dict[str, list[float]] = {}
@@ -36,10 +45,20 @@ def best(name: str, row: str, metric: str, better: Callable[[Iterable[float]], f
     if run["name"] in wanted:
       found.setdefault(run["variant"], []).append(run["results"].get(metric))
   if not wanted or sum(map(len, found.values())) < len(wanted):
-    raise UserError(f"{name}: {row} has not been tuned; run python -m experiments.run {name} --grid=tune")
-  finite = lambda each: all(value is not None and math.isfinite(value) for value in each)  # noqa: E731
-  means = {variant: statistics.mean(each) for variant, each in found.items() if finite(each)}
+    raise UserError(
+      f"{name}: {row} has not been tuned; run python -m experiments.run {name} --grid=tune"
+    )
+  finite = lambda each: all(
+    value is not None and math.isfinite(value) for value in each
+  )  # noqa: E731
+  means = {
+    variant: statistics.mean(each)
+    for variant, each in found.items()
+    if finite(each)
+  }
   if not means:
-    raise UserError(f"{name}: no setting of {row} in {path} has a finite {metric}")
+    raise UserError(
+      f"{name}: no setting of {row} in {path} has a finite {metric}"
+    )
   chosen = better(means.values())
   return next(variant for variant, mean in means.items() if mean == chosen)

@@ -12,7 +12,12 @@ from typing import Any
 SEPARATOR = "<|endoftext|>"
 
 
-def write(directory: pathlib.Path, words: Sequence[str], examples: Mapping[str, Iterable[Mapping[str, str]]], of: Any) -> dict[str, str]:
+def write(
+  directory: pathlib.Path,
+  words: Sequence[str],
+  examples: Mapping[str, Iterable[Mapping[str, str]]],
+  of: Any,
+) -> dict[str, str]:
   """Writes training and validation examples and the tokenizer, unless they exist already.
 
   Args:
@@ -24,7 +29,10 @@ def write(directory: pathlib.Path, words: Sequence[str], examples: Mapping[str, 
   Returns:
     The fields of a config that point to the files.
   """
-  target = directory / f"data-{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:12]}"
+  target = (
+    directory
+    / f"data-{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:12]}"
+  )
   if not target.exists():
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as building:
@@ -33,7 +41,9 @@ def write(directory: pathlib.Path, words: Sequence[str], examples: Mapping[str, 
       for name, records in examples.items():
         with (complete / f"{name}.jsonl").open("w", encoding="utf-8") as file:
           file.writelines(json.dumps(record) + "\n" for record in records)
-      (complete / "tokenizer.json").write_text(json.dumps(_tokenizer(words)), encoding="utf-8")
+      (complete / "tokenizer.json").write_text(
+        json.dumps(_tokenizer(words)), encoding="utf-8"
+      )
       try:
         complete.rename(target)
       except OSError:  # another process was first
@@ -48,7 +58,15 @@ def write(directory: pathlib.Path, words: Sequence[str], examples: Mapping[str, 
 
 def _tokenizer(words: Sequence[str]) -> dict[str, object]:
   """A Hugging Face tokenizer with one token per word."""
-  special = {"id": 0, "content": SEPARATOR, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+  special = {
+    "id": 0,
+    "content": SEPARATOR,
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "special": True,
+  }
   return {
     "version": "1.0",
     "truncation": None,
@@ -58,5 +76,9 @@ def _tokenizer(words: Sequence[str]) -> dict[str, object]:
     "pre_tokenizer": {"type": "WhitespaceSplit"},
     "post_processor": None,
     "decoder": None,
-    "model": {"type": "WordLevel", "vocab": {word: index for index, word in enumerate(words)}, "unk_token": SEPARATOR},
+    "model": {
+      "type": "WordLevel",
+      "vocab": {word: index for index, word in enumerate(words)},
+      "unk_token": SEPARATOR,
+    },
   }

@@ -37,18 +37,34 @@ from experiments import results
 from experiments.launch import Launcher
 from experiments.pace import in_words
 
-_SEEDS = flags.DEFINE_integer("seeds", 5, "Pairs: those of the seeds 0, 1, …", lower_bound=1)
-_OUT = flags.DEFINE_string("out", None, "Local directory of all that is written; runs/tiny_pair by default.")
-_TRY_OUT = flags.DEFINE_bool("try_out", False, "Two steps and few samples. The table means nothing then.")
+_SEEDS = flags.DEFINE_integer(
+  "seeds", 5, "Pairs: those of the seeds 0, 1, …", lower_bound=1
+)
+_OUT = flags.DEFINE_string(
+  "out",
+  None,
+  "Local directory of all that is written; runs/tiny_pair by default.",
+)
+_TRY_OUT = flags.DEFINE_bool(
+  "try_out", False, "Two steps and few samples. The table means nothing then."
+)
 
 # The table's rows: a title, and which figure of which suite they show.
 ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
   "validation loss, bits per byte": ("validation", "bits per byte", {}),
   "AR-Hit, nats per byte": ("validation", "AR-Hit (nats/token)", {}),
   "Others, nats per byte": ("validation", "Others (nats/token)", {}),
-  "loss over 2,048 bytes (trained on 256), nats per byte": ("position_nll", "cumulative NLL (nats/token)", {"position": 2048}),
+  "loss over 2,048 bytes (trained on 256), nats per byte": (
+    "position_nll",
+    "cumulative NLL (nats/token)",
+    {"position": 2048},
+  ),
   **{
-    f"attention on {words}, share of {weights} weights": ("attention", part, {"weights": weights, "depth": "mean"})
+    f"attention on {words}, share of {weights} weights": (
+      "attention",
+      part,
+      {"weights": weights, "depth": "mean"},
+    )
     for weights in ("signed", "absolute")
     for part, words in (("answer", "the answer"), ("noise", "noise"))
   },
@@ -59,12 +75,26 @@ ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
   },
 }
 # The suites that take less than a minute a pair, and their settings.
-_QUICK = ("validation", "position_nll", "attention", "outliers", "difference_map")
-_SETTINGS = ("--set.validation.rows=2048", "--set.attention.length=1024", "--set.attention.samples=20")
+_QUICK = (
+  "validation",
+  "position_nll",
+  "attention",
+  "outliers",
+  "difference_map",
+)
+_SETTINGS = (
+  "--set.validation.rows=2048",
+  "--set.attention.length=1024",
+  "--set.attention.samples=20",
+)
 _FEW_SAMPLES = (
-  "--set.validation.rows=4", "--set.position_nll.rows=1", "--set.attention.length=1024", "--set.attention.samples=1",
-  "--set.outliers.tokens=1024", "--set.difference_map.rows=4",
-)  # fmt: skip
+  "--set.validation.rows=4",
+  "--set.position_nll.rows=1",
+  "--set.attention.length=1024",
+  "--set.attention.samples=1",
+  "--set.outliers.tokens=1024",
+  "--set.difference_map.rows=4",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,14 +132,22 @@ class Training:
     return results.trained(self.workdir, self.config, ()) is not None
 
   def do(self, launcher: Launcher) -> None:
-    changes = [f"--config.{field}={value}" for field, value in self.changes.items()]
-    of = [f"--config=configs/tiny.py:{self.variant}", f"--workdir={self.workdir}", *changes]
+    changes = [
+      f"--config.{field}={value}" for field, value in self.changes.items()
+    ]
+    of = [
+      f"--config=configs/tiny.py:{self.variant}",
+      f"--workdir={self.workdir}",
+      *changes,
+    ]
     launcher.call([sys.executable, "-m", "diffjax.train", *of])
 
   def parameters(self) -> dict[str, Any]:
     """The size and the checksum of every file of its last checkpoint."""
     step = self.config.train.steps
-    return manifest.read(manifest.checkpoint_directory(self.workdir) / str(step), step)["files"]
+    return manifest.read(
+      manifest.checkpoint_directory(self.workdir) / str(step), step
+    )["files"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,25 +172,46 @@ class Measurement:
 
   def _measured(self) -> dict[str, Any]:
     """What its results depend on, as JSON has it."""
-    defaults = {name: dataclasses.asdict(importlib.import_module(SUITES[name]).Settings()) for name in _QUICK}
+    defaults = {
+      name: dataclasses.asdict(importlib.import_module(SUITES[name]).Settings())
+      for name in _QUICK
+    }
     parameters = {run.variant: run.parameters() for run in self.pair}
-    what = {"suites": defaults, "settings": self.settings, "parameters": parameters, "python": platform.python_version()}
+    what = {
+      "suites": defaults,
+      "settings": self.settings,
+      "parameters": parameters,
+      "python": platform.python_version(),
+    }
     return json.loads(json.dumps(what))
 
   def done(self) -> bool:
     """True if these parameters have been measured with these settings."""
-    return all(run.done() for run in self.pair) and results.read(self.out / "measured.json") == self._measured()
+    return (
+      all(run.done() for run in self.pair)
+      and results.read(self.out / "measured.json") == self._measured()
+    )
 
   def do(self, launcher: Launcher) -> None:
     transformer, diff = self.pair
     suites = ",".join([*_QUICK, *["report"] * self.report])
-    of = [f"--suite={suites}", f"--workdir={diff.workdir}", f"--against={transformer.workdir}", f"--out={self.out}", *self.settings]
+    of = [
+      f"--suite={suites}",
+      f"--workdir={diff.workdir}",
+      f"--against={transformer.workdir}",
+      f"--out={self.out}",
+      *self.settings,
+    ]
     launcher.call([sys.executable, "-m", "diffjax.evaluate", *of])
     results.write(self.out / "measured.json", self._measured())
 
-  def figure(self, suite: str, name: str, at: Mapping[str, Any]) -> tuple[float, float]:
+  def figure(
+    self, suite: str, name: str, at: Mapping[str, Any]
+  ) -> tuple[float, float]:
     """A figure of the Transformer and of DIFF."""
-    rows = json.loads((self.out / f"{suite}.json").read_text(encoding="utf-8"))["figures"]
+    rows = json.loads((self.out / f"{suite}.json").read_text(encoding="utf-8"))[
+      "figures"
+    ]
     found = next(row for row in rows if (row["name"], row["at"]) == (name, at))
     return found["against"]["value"], found["value"]
 
@@ -170,13 +229,19 @@ def do_all(jobs: Sequence[Training | Measurement]) -> None:
         continue
       when = "the next line will say when all is done"
       if spent:
-        left = sum(other.cost for other in jobs[number - 1 :] if not other.done()) * (time.monotonic() - started) / spent
+        left = (
+          sum(other.cost for other in jobs[number - 1 :] if not other.done())
+          * (time.monotonic() - started)
+          / spent
+        )
         end = datetime.datetime.now() + datetime.timedelta(seconds=left)
         when = f"all is done in about {in_words(left)}, {end:%a %H:%M}"
       say(f"{number} of {len(jobs)}: {job}; {when}")
       job.do(launcher)
       if not job.done():
-        raise UserError(f"{job}: it ended before its last step; run the same command to go on")
+        raise UserError(
+          f"{job}: it ended before its last step; run the same command to go on"
+        )
       spent += job.cost
 
 
@@ -188,42 +253,88 @@ def table(figures: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
   """
   seeds = len(next(iter(figures.values()))["diff"])
   over = f"mean of {seeds} seeds [95%]" if seeds > 1 else "one seed"
-  lines = [f"| {over} | Transformer | DIFF | DIFF − Transformer |", "|---|---|---|---|"]
+  lines = [
+    f"| {over} | Transformer | DIFF | DIFF − Transformer |",
+    "|---|---|---|---|",
+  ]
   for title, values in figures.items():
-    runs = [{"variant": variant, "results": {"value": value}} for variant, each in values.items() for value in each]
+    runs = [
+      {"variant": variant, "results": {"value": value}}
+      for variant, each in values.items()
+      for value in each
+    ]
     alone = (values["diff"][0] - values["transformer"][0], np.nan, np.nan)
-    difference = results.difference({"baseline": "transformer", "runs": runs}, "diff", "value") or alone
+    difference = (
+      results.difference(
+        {"baseline": "transformer", "runs": runs}, "diff", "value"
+      )
+      or alone
+    )
     mark = "**" * (difference[1] * difference[2] > 0)
-    cells = [*(_cell(results.mean_interval(values[variant])) for variant in ("transformer", "diff")), f"{mark}{_cell(difference)}{mark}"]
+    cells = [
+      *(
+        _cell(results.mean_interval(values[variant]))
+        for variant in ("transformer", "diff")
+      ),
+      f"{mark}{_cell(difference)}{mark}",
+    ]
     lines.append(f"| {title} | {' | '.join(cells)} |")
   return "\n".join(lines)
 
 
 def _cell(found: Sequence[float]) -> str:
   decimals = 1 if abs(found[0]) >= 10 else 3
-  value, *bounds = (f"{number:.{decimals}f}".replace("-", "−") for number in found)
-  return value if np.isnan(found[1:]).any() else f"{value} [{', '.join(bounds)}]"
+  value, *bounds = (
+    f"{number:.{decimals}f}".replace("-", "−") for number in found
+  )
+  return (
+    value if np.isnan(found[1:]).any() else f"{value} [{', '.join(bounds)}]"
+  )
 
 
 def main() -> None:
   """Does the recipe of the flags."""
-  out = pathlib.Path(_OUT.value or f"runs/tiny_pair{'_tried_out' * _TRY_OUT.value}").absolute()
-  fields, settings = ({"train.steps": 2}, _FEW_SAMPLES) if _TRY_OUT.value else ({}, _SETTINGS)
+  out = pathlib.Path(
+    _OUT.value or f"runs/tiny_pair{'_tried_out' * _TRY_OUT.value}"
+  ).absolute()
+  fields, settings = (
+    ({"train.steps": 2}, _FEW_SAMPLES) if _TRY_OUT.value else ({}, _SETTINGS)
+  )
   jobs: list[Training | Measurement] = []
   for seed in range(_SEEDS.value):
-    transformer, diff = (Training(variant, seed, out / f"{variant}_{seed}", fields) for variant in ("transformer", "diff"))
-    jobs += [transformer, diff, Measurement((transformer, diff), out / f"pair_{seed}", settings, report=seed == 0)]
+    transformer, diff = (
+      Training(variant, seed, out / f"{variant}_{seed}", fields)
+      for variant in ("transformer", "diff")
+    )
+    jobs += [
+      transformer,
+      diff,
+      Measurement(
+        (transformer, diff), out / f"pair_{seed}", settings, report=seed == 0
+      ),
+    ]
   do_all(jobs)
   measured = [job for job in jobs if isinstance(job, Measurement)]
   figures = {}
   for title, row in ROWS.items():
     both = [pair.figure(*row) for pair in measured]
-    figures[title] = {"transformer": [value for value, _ in both], "diff": [value for _, value in both]}
+    figures[title] = {
+      "transformer": [value for value, _ in both],
+      "diff": [value for _, value in both],
+    }
   versions = f"JAX {importlib.metadata.version('jax')}, Python {platform.python_version()}"
   machine = f"{os.cpu_count()} × {results.processor()}, {versions}"
-  found = {"date": str(datetime.date.today()), "machine": machine, "fields": fields, "settings": settings, "figures": figures}
+  found = {
+    "date": str(datetime.date.today()),
+    "machine": machine,
+    "fields": fields,
+    "settings": settings,
+    "figures": figures,
+  }
   results.write(out / "tiny_pair.json", found)
-  print(f"\n{out / 'pair_0' / 'report.html'}\n{out / 'tiny_pair.json'}\n\n{table(figures)}")
+  print(
+    f"\n{out / 'pair_0' / 'report.html'}\n{out / 'tiny_pair.json'}\n\n{table(figures)}"
+  )
 
 
 if __name__ == "__main__":

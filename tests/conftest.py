@@ -12,8 +12,12 @@ import threading
 
 # Eight devices share a few cores: on a busy machine one may wait long for the others, and XLA ends the process after 40 seconds of it.
 _USERS_FLAGS = f"--xla_cpu_collective_call_terminate_timeout_seconds=600 {os.environ.get('XLA_FLAGS', '')}"
-os.environ["XLA_FLAGS"] = f"{_USERS_FLAGS} --xla_cpu_parallel_codegen_split_count=1"
-if importlib.metadata.version("jaxlib").startswith("0.10."):  # the older emitters, gone since, compile in 40% of the time
+os.environ["XLA_FLAGS"] = (
+  f"{_USERS_FLAGS} --xla_cpu_parallel_codegen_split_count=1"
+)
+if importlib.metadata.version("jaxlib").startswith(
+  "0.10."
+):  # the older emitters, gone since, compile in 40% of the time
   os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import jax  # noqa: E402
@@ -21,9 +25,13 @@ import pytest  # noqa: E402
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-gc.set_threshold(20_000, 20, 100)  # JAX traces with millions of small objects, few of them in cycles: looking for those took 6% of the time
+gc.set_threshold(
+  20_000, 20, 100
+)  # JAX traces with millions of small objects, few of them in cycles: looking for those took 6% of the time
 jax.config.update("jax_num_cpu_devices", 8)
-if "JAX_PLATFORMS" not in os.environ:  # libtpu is installed for its compiler: neither tests nor the commands that they start look for a TPU
+if (
+  "JAX_PLATFORMS" not in os.environ
+):  # libtpu is installed for its compiler: neither tests nor the commands that they start look for a TPU
   jax.config.update("jax_platforms", "cpu")
   os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -40,7 +48,10 @@ def cache_home(tmp_path_factory):
   shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
   os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
   # DIFFJAX_TESTS_COMPILED names a directory for several runs of the suite to share.
-  jax.config.update("jax_compilation_cache_dir", os.environ.get("DIFFJAX_TESTS_COMPILED", str(shared / "compiled")))
+  jax.config.update(
+    "jax_compilation_cache_dir",
+    os.environ.get("DIFFJAX_TESTS_COMPILED", str(shared / "compiled")),
+  )
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
@@ -51,7 +62,9 @@ def optimised():
   jax.config.update("jax_disable_most_optimizations", False)
   with pytest.MonkeyPatch.context() as patch:
     patch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
-    patch.setenv("XLA_FLAGS", _USERS_FLAGS)  # of processes that tests start: this one has read its own
+    patch.setenv(
+      "XLA_FLAGS", _USERS_FLAGS
+    )  # of processes that tests start: this one has read its own
     yield
   jax.config.update("jax_disable_most_optimizations", True)
 
@@ -66,12 +79,21 @@ def command(tmp_path_factory):
   directory = tmp_path_factory.mktemp("command")
 
   def server_of(environment):
-    settings = frozenset((name, value) for name, value in environment.items() if name.startswith("JAX_"))
+    settings = frozenset(
+      (name, value)
+      for name, value in environment.items()
+      if name.startswith("JAX_")
+    )
     if settings not in servers or servers[settings].poll() is not None:
       servers[settings] = subprocess.Popen(
-        [sys.executable, "-m", "tests.fork_server"], cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True, start_new_session=True,
-      )  # fmt: skip
+        [sys.executable, "-m", "tests.fork_server"],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+      )
     return servers[settings]
 
   def run(module, *arguments, cwd=ROOT, environment=(), timeout=300):
@@ -79,7 +101,12 @@ def command(tmp_path_factory):
     for file in files.values():
       file.write_bytes(b"")
     environment = {**os.environ, **dict(environment)}
-    task = {"module": module, "arguments": list(map(str, arguments)), "directory": str(cwd), "environment": environment}
+    task = {
+      "module": module,
+      "arguments": list(map(str, arguments)),
+      "directory": str(cwd),
+      "environment": environment,
+    }
     task |= {name: str(file) for name, file in files.items()}
     server = server_of(environment)
     server.stdin.write(json.dumps(task) + "\n")
@@ -90,8 +117,15 @@ def command(tmp_path_factory):
     hanging.cancel()
     if not answer:
       server.wait()  # the next command gets another one
-      raise AssertionError(f"{module} {arguments} has not ended within {timeout} s")
-    return subprocess.CompletedProcess([module, *arguments], int(answer), files["out"].read_text(), files["errors"].read_text())
+      raise AssertionError(
+        f"{module} {arguments} has not ended within {timeout} s"
+      )
+    return subprocess.CompletedProcess(
+      [module, *arguments],
+      int(answer),
+      files["out"].read_text(),
+      files["errors"].read_text(),
+    )
 
   yield run
   for server in servers.values():

@@ -17,7 +17,9 @@ import diffjax.evals.validation
 import diffjax.interop.workdir
 import diffjax.training.loop  # noqa: F401
 
-warnings.filterwarnings("ignore", message="os.fork")  # JAX has threads only once it has a backend
+warnings.filterwarnings(
+  "ignore", message="os.fork"
+)  # JAX has threads only once it has a backend
 gc.freeze()  # what is imported is there to stay: no forked process looks through it for cycles
 
 while line := sys.stdin.readline():
@@ -34,9 +36,15 @@ else:
 os.chdir(task["directory"])
 os.environ.clear()
 os.environ.update(task["environment"])
-for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, task["out"], os.O_WRONLY), (2, task["errors"], os.O_WRONLY)):
+for number, path, flags in (
+  (0, os.devnull, os.O_RDONLY),
+  (1, task["out"], os.O_WRONLY),
+  (2, task["errors"], os.O_WRONLY),
+):
   os.dup2(os.open(path, flags), number)
-main = sys.modules["__mp_main__"] = types.ModuleType("__mp_main__")  # multiprocessing's name for the command, which is not here yet
+main = sys.modules["__mp_main__"] = types.ModuleType(
+  "__mp_main__"
+)  # multiprocessing's name for the command, which is not here yet
 main.__getattr__ = lambda name: getattr(sys.modules["__main__"], name)
 sys.argv, sys.path[0] = [task["module"], *task["arguments"]], task["directory"]
 runpy.run_module(task["module"], run_name="__main__", alter_sys=True)

@@ -10,7 +10,9 @@ from unittest import mock
 
 from absl import flags
 
-ROOT = str(pathlib.Path(__file__).parents[1])  # a command's flags are called after its file
+ROOT = str(
+  pathlib.Path(__file__).parents[1]
+)  # a command's flags are called after its file
 
 
 def _ours():
@@ -19,7 +21,10 @@ def _ours():
     (module, flag)
     for module, defined in flags.FLAGS.flags_by_module_dict().items()
     for flag in defined
-    if module.startswith(("diffjax.", "experiments.", "benchmarks.", "recipes.", ROOT)) or flag.name.partition(".")[0] in ("config", "set")
+    if module.startswith(
+      ("diffjax.", "experiments.", "benchmarks.", "recipes.", ROOT)
+    )
+    or flag.name.partition(".")[0] in ("config", "set")
   ]
 
 
@@ -32,7 +37,10 @@ def _remove(found):
 def own_flags():
   """Room for a command's flags, which may be called as those of commands that tests have imported."""
   verbosity = flags.FLAGS["verbosity"]
-  kept, shown = _ours(), (verbosity.value, verbosity.present, verbosity.using_default_value)
+  kept, shown = (
+    _ours(),
+    (verbosity.value, verbosity.present, verbosity.using_default_value),
+  )
   _remove(kept)
   try:
     yield
@@ -48,10 +56,19 @@ def call(module, *arguments):
   """What `python -m MODULE` does, told as `subprocess.run` tells it. Not for training, which changes how its process keeps memory."""
   out, errors, code = io.StringIO(), io.StringIO(), 0
   arguments = [module, *map(str, arguments)]
-  with own_flags(), mock.patch.object(sys, "argv", arguments), contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+  with (
+    own_flags(),
+    mock.patch.object(sys, "argv", arguments),
+    contextlib.redirect_stdout(out),
+    contextlib.redirect_stderr(errors),
+  ):
     try:
-      sys.modules.pop(module, None)  # of a test that has imported it, at which runpy would warn
+      sys.modules.pop(
+        module, None
+      )  # of a test that has imported it, at which runpy would warn
       runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as exit:
       code = exit.code or 0
-  return subprocess.CompletedProcess(arguments, code, out.getvalue(), errors.getvalue())
+  return subprocess.CompletedProcess(
+    arguments, code, out.getvalue(), errors.getvalue()
+  )

@@ -12,13 +12,22 @@ ARGUMENTS = r"""((?:[ ]+(?!\#)(?:'[^']*'|\\.|[^\s'"`|&;])+)*)"""
 
 def outside_code(text):
   """A page's text without what stands in fences and indented blocks, and with what stands in backticks on one line."""
-  return joined(re.sub(r"^```.*?^```$|^    .*?$", "", text, flags=re.DOTALL | re.MULTILINE))
+  return joined(
+    re.sub(r"^```.*?^```$|^    .*?$", "", text, flags=re.DOTALL | re.MULTILINE)
+  )
 
 
 def joined(text):
   """The text with shell's lines, and what stands in backticks, on one line each."""
-  parts = re.split(r"(^```.*?^```$)", text.replace("\\\n", " "), flags=re.DOTALL | re.MULTILINE)
-  return "".join(part if part.startswith("```") else re.sub(r"(`[^`\n]+)\n([^`\n]+`)", r"\1 \2", part) for part in parts)
+  parts = re.split(
+    r"(^```.*?^```$)", text.replace("\\\n", " "), flags=re.DOTALL | re.MULTILINE
+  )
+  return "".join(
+    part
+    if part.startswith("```")
+    else re.sub(r"(`[^`\n]+)\n([^`\n]+`)", r"\1 \2", part)
+    for part in parts
+  )
 
 
 def in_backticks(text):
@@ -31,4 +40,9 @@ def python_blocks(text):
 
 def commands(text):
   """The commands `python -m MODULE ARGUMENTS` of a page, in blocks and in backticks, as (module, arguments)."""
-  return [(module, shlex.split(rest)) for module, rest in re.findall(rf"python3? -m ([\w.]+){ARGUMENTS}", joined(text))]
+  return [
+    (module, shlex.split(rest))
+    for module, rest in re.findall(
+      rf"python3? -m ([\w.]+){ARGUMENTS}", joined(text)
+    )
+  ]

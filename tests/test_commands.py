@@ -18,7 +18,11 @@ from tests.pages import DOCUMENTATION, commands, python_blocks
   "args, code, message",
   [
     ([], 2, "error: pass --config=FILE"),
-    (["--config=configs/nope.py"], 2, "error: --config=configs/nope.py: no such file; there are configs/base.py"),
+    (
+      ["--config=configs/nope.py"],
+      2,
+      "error: --config=configs/nope.py: no such file; there are configs/base.py",
+    ),
     (
       ["--config=configs/tiny.py:v9"],
       2,
@@ -34,17 +38,45 @@ from tests.pages import DOCUMENTATION, commands, python_blocks
       2,
       "error: config.train.stepz is not a config field: did you mean train.steps?",
     ),
-    (["--config=configs/tiny.py", "--config.train.steps=x"], 2, "error: flag --config.train.steps=x: invalid literal"),
-    (["--config=configs/tiny.py", "--workdirs=x"], 2, "error: Unknown command line flag 'workdirs'"),
+    (
+      ["--config=configs/tiny.py", "--config.train.steps=x"],
+      2,
+      "error: flag --config.train.steps=x: invalid literal",
+    ),
+    (
+      ["--config=configs/tiny.py", "--workdirs=x"],
+      2,
+      "error: Unknown command line flag 'workdirs'",
+    ),
     (["--config=configs/tiny.py", "x"], 2, "error: unexpected argument 'x'"),
     (["--config=configs/tiny.py"], 2, "error: pass --workdir=DIR"),
-    (["--config=configs/tiny.py", "--config.model.num_kv_heads=3", "--workdir=x"], 1, "error: config.model.num_kv_heads = 3: must divide"),
     (
-      ["--config=configs/tiny.py", "--config.model.attention_implementation=x", "--workdir=x"],
+      [
+        "--config=configs/tiny.py",
+        "--config.model.num_kv_heads=3",
+        "--workdir=x",
+      ],
+      1,
+      "error: config.model.num_kv_heads = 3: must divide",
+    ),
+    (
+      [
+        "--config=configs/tiny.py",
+        "--config.model.attention_implementation=x",
+        "--workdir=x",
+      ],
       1,
       "must be one of auto, reference, chunked",
     ),
-    (["--config=configs/tiny.py", "--config.data.source=text:/nowhere/*", "--workdir=x"], 1, "/nowhere/*"),
+    (
+      [
+        "--config=configs/tiny.py",
+        "--config.data.source=text:/nowhere/*",
+        "--workdir=x",
+      ],
+      1,
+      "/nowhere/*",
+    ),
     (["--config=configs/diff_1b.py", "--workdir=x"], 1, "cl100k_base"),
   ],
 )
@@ -58,7 +90,13 @@ def test_bad_input_is_one_line(command, args, code, message):
 
 
 WITH_CONFIG = ("train", "prepare", "aot")
-COMMANDS = [*(f"diffjax.{name}" for name in (*WITH_CONFIG, "evaluate", "generate", "convert", "checkpoints")), "experiments.run"]
+COMMANDS = [
+  *(
+    f"diffjax.{name}"
+    for name in (*WITH_CONFIG, "evaluate", "generate", "convert", "checkpoints")
+  ),
+  "experiments.run",
+]
 
 
 @pytest.mark.parametrize("module", COMMANDS)
@@ -68,23 +106,46 @@ def test_help_fits_a_screen(module):
   assert result.returncode == 0 and not result.stderr
   lines = result.stdout.splitlines()
   assert len(lines) <= 30 and max(map(len, lines)) <= 100
-  assert sum(line.startswith(f"    python -m {module} ") for line in lines) >= 2, "examples"
+  assert (
+    sum(line.startswith(f"    python -m {module} ") for line in lines) >= 2
+  ), "examples"
   source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
-  for kind, name, default in re.findall(r'flags\.DEFINE_(\w+)\(\s*"(\w+)", ([^,]+),', source):
+  for kind, name, default in re.findall(
+    r'flags\.DEFINE_(\w+)\(\s*"(\w+)", ([^,]+),', source
+  ):
     about = result.stdout.partition(f"\n  --{name}")[2].partition("\n  --")[0]
-    shown = {"False": "off", "None": None, "[]": None, '""': None}.get(default, default.strip('"'))
-    assert about and (shown is None or about.endswith(f"[{shown}]") or f"[{shown}]\n" in about), (kind, name, default, about)
-  names = "diffjax/evals/SUITE.py" if module == "diffjax.evaluate" else "diffjax/config.py"
-  if module in ("diffjax.evaluate", *(f"diffjax.{name}" for name in WITH_CONFIG)):
+    shown = {"False": "off", "None": None, "[]": None, '""': None}.get(
+      default, default.strip('"')
+    )
+    assert about and (
+      shown is None or about.endswith(f"[{shown}]") or f"[{shown}]\n" in about
+    ), (kind, name, default, about)
+  names = (
+    "diffjax/evals/SUITE.py"
+    if module == "diffjax.evaluate"
+    else "diffjax/config.py"
+  )
+  if module in (
+    "diffjax.evaluate",
+    *(f"diffjax.{name}" for name in WITH_CONFIG),
+  ):
     assert names in result.stdout
   assert in_process.call(module, "--workdir=x", "-h").stdout == result.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--config=configs/tiny.py", "--print_config"]])
+@pytest.mark.parametrize(
+  "arguments", [["--help"], ["--config=configs/tiny.py", "--print_config"]]
+)
 def test_a_closed_pipe_ends_a_command_quietly(arguments):
   reader, writer = os.pipe()
   os.close(reader)
-  result = subprocess.run([sys.executable, "-m", "diffjax.train", *arguments], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+  result = subprocess.run(
+    [sys.executable, "-m", "diffjax.train", *arguments],
+    cwd=ROOT,
+    stdout=writer,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
   os.close(writer)
   assert result.returncode == 128 + signal.SIGPIPE and not result.stderr
 
@@ -98,8 +159,17 @@ def test_the_gpu_benchmark_needs_little():
     import benchmarks.gpu.worker, benchmarks.gpu.checks, benchmarks.gpu.attention, benchmarks.gpu.decode, benchmarks.gpu.steps
     from benchmarks.gpu.__main__ import main
     main([])"""
-  result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
-  assert result.stderr.strip() == "error: this times a GPU, and the backend is 'cpu'" and result.returncode == 1
+  result = subprocess.run(
+    [sys.executable, "-c", code],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  assert (
+    result.stderr.strip() == "error: this times a GPU, and the backend is 'cpu'"
+    and result.returncode == 1
+  )
 
 
 @pytest.mark.full
@@ -108,39 +178,92 @@ def test_documented_commands_on_tiny(tmp_path):
   """The README's training line as it stands there, but for where it writes: below 2.2 bits per byte and below a trigram model. Then what
   else the README and docs/ do with that run alone, each command and each block of code in a process of its own, as a user starts it."""
   texts = [page.read_text() for page in DOCUMENTATION]
-  documented = dict.fromkeys((module, *arguments) for text in texts for module, arguments in commands(text))
-  on_tiny = [command for command in documented if set(re.findall(r"runs/\w+", " ".join(command))) == {"runs/tiny"}]
+  documented = dict.fromkeys(
+    (module, *arguments)
+    for text in texts
+    for module, arguments in commands(text)
+  )
+  on_tiny = [
+    command
+    for command in documented
+    if set(re.findall(r"runs/\w+", " ".join(command))) == {"runs/tiny"}
+  ]
   assert on_tiny[0][0] == "diffjax.train"
-  programs = [["-m", *command] for command in [*on_tiny, ("diffjax.evaluate", "--suite=validation", "--workdir=runs/tiny")]]
-  programs += [["-c", block] for text in texts for block in python_blocks(text) if "runs/tiny" in block]
+  programs = [
+    ["-m", *command]
+    for command in [
+      *on_tiny,
+      ("diffjax.evaluate", "--suite=validation", "--workdir=runs/tiny"),
+    ]
+  ]
+  programs += [
+    ["-c", block]
+    for text in texts
+    for block in python_blocks(text)
+    if "runs/tiny" in block
+  ]
   outputs = {}
   for option, program, *arguments in programs:
-    arguments = [re.sub(r"runs/tiny|exported", rf"{tmp_path}/\g<0>", argument) for argument in (program, *arguments)]
-    result = subprocess.run([sys.executable, option, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=1200)
-    assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr
-    assert program == "diffjax.train" or "warning" not in result.stderr.lower(), result.stderr
+    arguments = [
+      re.sub(r"runs/tiny|exported", rf"{tmp_path}/\g<0>", argument)
+      for argument in (program, *arguments)
+    ]
+    result = subprocess.run(
+      [sys.executable, option, *arguments],
+      cwd=ROOT,
+      capture_output=True,
+      text=True,
+      timeout=1200,
+    )
+    assert result.returncode == 0 and "Traceback" not in result.stderr, (
+      result.stderr
+    )
+    assert (
+      program == "diffjax.train" or "warning" not in result.stderr.lower()
+    ), result.stderr
     outputs[program if option == "-m" else "code"] = result.stdout
-  assert {"train", "checkpoints", "generate", "convert", "evaluate"} <= {name.partition(".")[2] for name in outputs}
+  assert {"train", "checkpoints", "generate", "convert", "evaluate"} <= {
+    name.partition(".")[2] for name in outputs
+  }
   run, last = tmp_path / "runs/tiny", {}
   for entry in (run / "metrics.jsonl").read_text().splitlines():
     last |= json.loads(entry)
   assert last["validation/bits_per_byte"] < 2.2
-  assert last["validation/bits_per_byte"] < last["validation/trigram_bits_per_byte"]
-  assert (run / "loss.png").exists() and (run / "sample.txt").exists() and (run / "checkpoints" / "600").exists()
-  assert "600" in outputs["diffjax.checkpoints"] and outputs["diffjax.generate"].startswith("def main(")
-  assert (tmp_path / "exported" / "model.safetensors").exists() and (run / "evals" / "validation.json").exists()
+  assert (
+    last["validation/bits_per_byte"] < last["validation/trigram_bits_per_byte"]
+  )
+  assert (
+    (run / "loss.png").exists()
+    and (run / "sample.txt").exists()
+    and (run / "checkpoints" / "600").exists()
+  )
+  assert "600" in outputs["diffjax.checkpoints"] and outputs[
+    "diffjax.generate"
+  ].startswith("def main(")
+  assert (tmp_path / "exported" / "model.safetensors").exists() and (
+    run / "evals" / "validation.json"
+  ).exists()
   assert outputs["code"].count("def ") >= 1
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize(
-  "arguments", ["--times=3 --steps=120 --seed=142", "--times=2 --steps=80 --mode=streamed", "--times=1 --steps=60 --processes=2"]
+  "arguments",
+  [
+    "--times=3 --steps=120 --seed=142",
+    "--times=2 --steps=80 --mode=streamed",
+    "--times=1 --steps=60 --processes=2",
+  ],
 )
 def test_sigkill_at_random_moments_changes_nothing(arguments):
   """The full measurements are in docs/reliability.md. Seed 142 kills it once while it starts again."""
   result = subprocess.run(
-    [sys.executable, "-m", "benchmarks.kill", *arguments.split()], cwd=ROOT, capture_output=True, text=True, timeout=1200
+    [sys.executable, "-m", "benchmarks.kill", *arguments.split()],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=1200,
   )
   assert result.returncode == 0, result.stdout + result.stderr
 
@@ -150,7 +273,11 @@ def test_ctrl_c_at_random_moments_of_a_cold_start():
   """`python -m benchmarks.interrupt` does 50, of which each must end within two seconds; a busy machine has longer here."""
   arguments = ["--times=4", "--seed=1", "--limit=30"]
   result = subprocess.run(
-    [sys.executable, "-m", "benchmarks.interrupt", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=1200
+    [sys.executable, "-m", "benchmarks.interrupt", *arguments],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=1200,
   )
   assert result.returncode == 0, result.stdout + result.stderr
 
@@ -169,6 +296,12 @@ def test_memory_does_not_grow():
     growth.tiny.get_config = one_layer
     growth.main()"""
   arguments = ["--batch_size=2", "--steps=1200"]
-  result = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=1200)
+  result = subprocess.run(
+    [sys.executable, "-c", code, *arguments],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=1200,
+  )
   assert result.returncode == 0, result.stdout + result.stderr
   assert "MiB until step 1200, ratio " in result.stdout

@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import pytest
 
 from configs import base
-from diffjax.config import Config, UserError, bound_of, check, from_config_dict, to_config_dict
+from diffjax.config import (
+  Config,
+  UserError,
+  bound_of,
+  check,
+  from_config_dict,
+  to_config_dict,
+)
 from diffjax.model.attention import parameter_shapes
 from diffjax.model.decoder import Decoder
 from diffjax.training.flops import parameter_count
@@ -18,7 +25,10 @@ from diffjax.training.flops import parameter_count
 # Models that others trained, and that have no twins; in billions where the size is published.
 ADAPTED = ["llama_1b_dex", "llama_1b_gda"]
 PUBLISHED = {"motif_2_6b": 2.597, "motif_2_12b": 12.704}
-NAMES = sorted({path.stem for path in pathlib.Path("configs").glob("*.py")} - {*ADAPTED, *PUBLISHED})
+NAMES = sorted(
+  {path.stem for path in pathlib.Path("configs").glob("*.py")}
+  - {*ADAPTED, *PUBLISHED}
+)
 VARIANTS = ("diff", "transformer", "diff_v2")
 
 # Billions with one vocabulary matrix (paper, tables 2 and 8, from shapes; see each config).
@@ -35,11 +45,15 @@ PAPER = {
 
 
 def load(name, *variant):
-  return from_config_dict(importlib.import_module(f"configs.{name}").get_config(*variant))
+  return from_config_dict(
+    importlib.import_module(f"configs.{name}").get_config(*variant)
+  )
 
 
 def shapes(config):
-  return jax.eval_shape(Decoder(config.model).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+  return jax.eval_shape(
+    Decoder(config.model).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
+  )["params"]
 
 
 def count(tree):
@@ -58,17 +72,28 @@ def test_shapes(name, variant):
   assert size == parameter_count(config.model)
   twin_size = count(shapes(load(name, "transformer")))
   # DIFF V1 adds λ vectors and gains; DIFF V2's feed-forward width is rounded to a shardable one. Rounding is coarse at tiny's width.
-  assert size == pytest.approx(twin_size, rel=0.02 if config.model.embed_dim < 512 else 1e-3)
+  assert size == pytest.approx(
+    twin_size, rel=0.02 if config.model.embed_dim < 512 else 1e-3
+  )
   if name in PAPER and variant == "diff":
-    assert size / 1e9 == pytest.approx(PAPER[name], abs=5e-4 * max(1.0, PAPER[name]))
+    assert size / 1e9 == pytest.approx(
+      PAPER[name], abs=5e-4 * max(1.0, PAPER[name])
+    )
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_model_is_tuned_from_its_weights(name):
-  config = from_config_dict(importlib.import_module(f"configs.{name}").get_config())
+  config = from_config_dict(
+    importlib.import_module(f"configs.{name}").get_config()
+  )
   assert count(shapes(config)) == parameter_count(config.model)
-  assert parameter_count(config.model) / 1e9 == pytest.approx(PUBLISHED[name], abs=5e-4)
-  assert config.data.tokenizer == f"{config.train.init_from}/tokenizer.json" and config.train.init_from == f"runs/{name}"
+  assert parameter_count(config.model) / 1e9 == pytest.approx(
+    PUBLISHED[name], abs=5e-4
+  )
+  assert (
+    config.data.tokenizer == f"{config.train.init_from}/tokenizer.json"
+    and config.train.init_from == f"runs/{name}"
+  )
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -86,34 +111,73 @@ def test_paper_shapes(name):
 def test_adapted_models(name):
   """A Llama of 1.236 B parameters and what is new; the names of what is trained are the model's."""
   config = load(name)
-  sizes, trained = parameter_shapes(config.model), config.optimizer.trained.split(",")
-  new = {"llama_1b_dex": 16 * (64 * 64 + 32), "llama_1b_gda": 16 * 2048 * (8 * 64 + 32)}[name]
-  assert parameter_count(config.model) - new == 1_235_814_400 and {*trained} < sizes.keys()
-  assert not config.optimizer.frozen and config.train.init_from == f"runs/{name}"
+  sizes, trained = (
+    parameter_shapes(config.model),
+    config.optimizer.trained.split(","),
+  )
+  new = {
+    "llama_1b_dex": 16 * (64 * 64 + 32),
+    "llama_1b_gda": 16 * 2048 * (8 * 64 + 32),
+  }[name]
+  assert (
+    parameter_count(config.model) - new == 1_235_814_400
+    and {*trained} < sizes.keys()
+  )
+  assert (
+    not config.optimizer.frozen and config.train.init_from == f"runs/{name}"
+  )
 
 
-PAPER_BATCHES = {"diff_830m": 0.25e6, "diff_1b": 0.25e6, "diff_13b": 0.25e6, "diff_3b": 4e6, "math_stage1": 4e6, "math_stage2": 1e6}
+PAPER_BATCHES = {
+  "diff_830m": 0.25e6,
+  "diff_1b": 0.25e6,
+  "diff_13b": 0.25e6,
+  "diff_3b": 4e6,
+  "math_stage1": 4e6,
+  "math_stage2": 1e6,
+}
 
 
 @pytest.mark.parametrize("name", PAPER_BATCHES)
 def test_paper_batches(name):
   config = load(name)
-  assert config.train.batch_size * config.data.length == pytest.approx(PAPER_BATCHES[name], rel=0.05)
+  assert config.train.batch_size * config.data.length == pytest.approx(
+    PAPER_BATCHES[name], rel=0.05
+  )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_mathematics(variant):
   """Each stage can load the one before: the models differ only in lengths. Tokens and learning rates are the paper's."""
-  before, first, second = (load(name, variant) for name in ("diff_3b_64k", "math_stage1", "math_stage2"))
-  for name, tokens, learning_rate in [("math_stage1", 20e9, 8e-5), ("math_stage2", 2e9, 1e-5)]:
+  before, first, second = (
+    load(name, variant)
+    for name in ("diff_3b_64k", "math_stage1", "math_stage2")
+  )
+  for name, tokens, learning_rate in [
+    ("math_stage1", 20e9, 8e-5),
+    ("math_stage2", 2e9, 1e-5),
+  ]:
     config = load(name, variant)
-    assert config.train.steps * config.train.batch_size * config.data.length == pytest.approx(tokens, rel=0.01)
-    assert config.optimizer.learning_rate == learning_rate and config.train.init_from == ""
-    assert dataclasses.replace(config.model, remat="") == dataclasses.replace(before.model, remat="")
+    assert (
+      config.train.steps * config.train.batch_size * config.data.length
+      == pytest.approx(tokens, rel=0.01)
+    )
+    assert (
+      config.optimizer.learning_rate == learning_rate
+      and config.train.init_from == ""
+    )
+    assert dataclasses.replace(config.model, remat="") == dataclasses.replace(
+      before.model, remat=""
+    )
   assert not first.data.prompt_field and second.data.prompt_field == "problem"
-  assert second.data.length == 16_384 and second.model.max_length > second.data.length, "a prompt stands before an answer of 16K"
+  assert (
+    second.data.length == 16_384
+    and second.model.max_length > second.data.length
+  ), "a prompt stands before an answer of 16K"
   head, tail = second.data.prompt_template.split("{prompt}")
-  assert second.train.sample_prompt.startswith(head) and second.train.sample_prompt.endswith(tail)
+  assert second.train.sample_prompt.startswith(
+    head
+  ) and second.train.sample_prompt.endswith(tail)
 
 
 @pytest.mark.parametrize(
@@ -137,16 +201,32 @@ def test_unknown_variants(variant, reason):
   """One line that says what is wrong and what there is."""
   with pytest.raises(UserError) as error:
     load("tiny", variant)
-  assert str(error.value) == f"variant {variant!r}: {reason}; variants are diff|transformer|diff_v2[,heads=NUMBER]"
+  assert (
+    str(error.value)
+    == f"variant {variant!r}: {reason}; variants are diff|transformer|diff_v2[,heads=NUMBER]"
+  )
 
 
 def test_variants_are_values_by_name():
   """A value without a name is the first field's; fields left out have defaults; the order does not matter."""
-  read = lambda text: base.read_variant(text, row=("b", ("a", "b")), size=("1b", {"1b": 1, "2b": 2}), times=(None, float), heads=(4, int))
+  read = lambda text: base.read_variant(
+    text,
+    row=("b", ("a", "b")),
+    size=("1b", {"1b": 1, "2b": 2}),
+    times=(None, float),
+    heads=(4, int),
+  )
   assert read("b") == read("row=b") == read("size=1b") == ("b", "1b", None, 4)
-  assert read("a,size=2b,times=0.5,heads=8") == read("heads=8,times=.5,a,size=2b") == ("a", "2b", 0.5, 8)
+  assert (
+    read("a,size=2b,times=0.5,heads=8")
+    == read("heads=8,times=.5,a,size=2b")
+    == ("a", "2b", 0.5, 8)
+  )
   for times in ("9" * 400, "1e3", "nan", "inf"):
-    with pytest.raises(UserError, match=rf"times is '{times}', but must be a positive number; variants are a\|b\[,size=1b\|2b\]\[,times="):
+    with pytest.raises(
+      UserError,
+      match=rf"times is '{times}', but must be a positive number; variants are a\|b\[,size=1b\|2b\]\[,times=",
+    ):
       read(f"a,times={times}")
 
 
@@ -158,11 +238,18 @@ def test_heads(name, variant):
   for heads in (config.model.num_heads * 2, config.model.num_heads // 2):
     changed = load(name, f"{variant},heads={heads}")
     assert changed.model.num_heads == changed.model.num_kv_heads == heads
-    assert dataclasses.replace(changed.model, num_heads=0, num_kv_heads=0, head_dim=0) == dataclasses.replace(
+    assert dataclasses.replace(
+      changed.model, num_heads=0, num_kv_heads=0, head_dim=0
+    ) == dataclasses.replace(
       config.model, num_heads=0, num_kv_heads=0, head_dim=0
     )
-    assert parameter_count(changed.model) == pytest.approx(parameter_count(config.model), rel=3e-2 if name == "tiny" else 1e-3)
-  with pytest.raises(UserError, match="variant with heads=7: a width of .* cannot be divided among 7 heads of an even width"):
+    assert parameter_count(changed.model) == pytest.approx(
+      parameter_count(config.model), rel=3e-2 if name == "tiny" else 1e-3
+    )
+  with pytest.raises(
+    UserError,
+    match="variant with heads=7: a width of .* cannot be divided among 7 heads of an even width",
+  ):
     load(name, f"{variant},heads=7")
 
 
@@ -175,41 +262,133 @@ def test_round_trip():
 @pytest.mark.parametrize(
   "field, value, message",
   [
-    ("model.num_layer", 3, "config.model.num_layer is not a config field: did you mean model.num_layers"),
-    ("model.banana", 3, "config.model.banana is not a config field: there are attention, "),
+    (
+      "model.num_layer",
+      3,
+      "config.model.num_layer is not a config field: did you mean model.num_layers",
+    ),
+    (
+      "model.banana",
+      3,
+      "config.model.banana is not a config field: there are attention, ",
+    ),
     ("model.num_layers", "3", "config.model.num_layers must be int; got '3'"),
     ("model.num_layers", 2.5, "config.model.num_layers must be int; got 2.5"),
     ("model.num_layers", True, "config.model.num_layers must be int; got True"),
     ("model.num_layers", 0, "config.model.num_layers = 0: must be at least 1"),
-    ("model.num_kv_heads", 3, "config.model.num_kv_heads = 3: must divide model.num_heads = 2"),
-    ("model.num_noise_heads", 3, "config.model.num_noise_heads = 3: must divide model.num_heads = 2, or be None"),
-    ("model.num_noise_heads", 1, "config.model.num_kv_heads = 2: must divide model.num_noise_heads = 1"),
-    ("model.plain_layers", 4, "config.model.plain_layers = 4: must be less than num_layers = "),
-    ("model.window_pattern", "wx", "config.model.window_pattern = 'wx': must be letters w"),
-    ("model.window_pattern", "wf", "config.model.window = None: must be a number of keys with a window_pattern"),
+    (
+      "model.num_kv_heads",
+      3,
+      "config.model.num_kv_heads = 3: must divide model.num_heads = 2",
+    ),
+    (
+      "model.num_noise_heads",
+      3,
+      "config.model.num_noise_heads = 3: must divide model.num_heads = 2, or be None",
+    ),
+    (
+      "model.num_noise_heads",
+      1,
+      "config.model.num_kv_heads = 2: must divide model.num_noise_heads = 1",
+    ),
+    (
+      "model.plain_layers",
+      4,
+      "config.model.plain_layers = 4: must be less than num_layers = ",
+    ),
+    (
+      "model.window_pattern",
+      "wx",
+      "config.model.window_pattern = 'wx': must be letters w",
+    ),
+    (
+      "model.window_pattern",
+      "wf",
+      "config.model.window = None: must be a number of keys with a window_pattern",
+    ),
     ("model.rope", 0, "config.model.rope must be bool; got 0"),
-    ("model.projection_biases", "qkv", "config.model.projection_biases must be bool; got 'qkv'"),
-    ("model.rope_dim", 3, "config.model.rope_dim = 3: must be even and at most model.head_dim = "),
-    ("model", {"rope_scaling": "linear"}, "config.model.rope_factor = 1.0: must be above 1 with model.rope_scaling = 'linear'"),
+    (
+      "model.projection_biases",
+      "qkv",
+      "config.model.projection_biases must be bool; got 'qkv'",
+    ),
+    (
+      "model.rope_dim",
+      3,
+      "config.model.rope_dim = 3: must be even and at most model.head_dim = ",
+    ),
+    (
+      "model",
+      {"rope_scaling": "linear"},
+      "config.model.rope_factor = 1.0: must be above 1 with model.rope_scaling = 'linear'",
+    ),
     (
       "model",
       {"rope_scaling": "yarn", "rope_factor": 2.0, "rope_base": 1.0},
       "config.model.rope_base = 1.0: must be above 1 with model.rope_scaling = 'yarn'",
     ),
-    ("model.value_dim", 0, "config.model.value_dim = 0: must be at least 1, or None"),
-    ("model.head_norm_eps", 0.0, "config.model.head_norm_eps = 0.0: must be positive, or None"),
+    (
+      "model.value_dim",
+      0,
+      "config.model.value_dim = 0: must be at least 1, or None",
+    ),
+    (
+      "model.head_norm_eps",
+      0.0,
+      "config.model.head_norm_eps = 0.0: must be positive, or None",
+    ),
     ("model.head_dim", 33, "config.model.head_dim = 33: must be even"),
     ("model.window", 0, "config.model.window = 0: must be at least 1"),
-    ("model", {"window": 9, "attention_implementation": "two_call"}, "config.model.window = 9: must be None with .*'two_call'.* 'chunked'"),
-    ("model.max_length", 100, "config.data.length = 256: must be at most model.max_length = 100"),
-    ("optimizer.learning_rate", math.inf, "config.optimizer.learning_rate must be finite; got inf"),
-    ("optimizer.learning_rate", math.nan, "config.optimizer.learning_rate must be finite; got nan"),
-    ("data.validation_fraction", 1.5, "config.data.validation_fraction = 1.5: must lie between 0 and 1"),
-    ("data.prompt_template", "Question:", r"config.data.prompt_template = 'Question:': must hold \{prompt\} once"),
-    ("data.prompt_field", "text", "config.data.prompt_field = 'text': must be another field than data.text_field"),
-    ("train.accumulation", 3, "config.train.accumulation = 3: must divide train.batch_size = 16"),
-    ("optimizer", {"frozen": "query", "trained": "key"}, "config.optimizer.trained = 'key': must be \"\" with config.optimizer.frozen"),
-    ("optimizer.name", "sgd", "config.optimizer.name = 'sgd': must be one of adamw, muon"),
+    (
+      "model",
+      {"window": 9, "attention_implementation": "two_call"},
+      "config.model.window = 9: must be None with .*'two_call'.* 'chunked'",
+    ),
+    (
+      "model.max_length",
+      100,
+      "config.data.length = 256: must be at most model.max_length = 100",
+    ),
+    (
+      "optimizer.learning_rate",
+      math.inf,
+      "config.optimizer.learning_rate must be finite; got inf",
+    ),
+    (
+      "optimizer.learning_rate",
+      math.nan,
+      "config.optimizer.learning_rate must be finite; got nan",
+    ),
+    (
+      "data.validation_fraction",
+      1.5,
+      "config.data.validation_fraction = 1.5: must lie between 0 and 1",
+    ),
+    (
+      "data.prompt_template",
+      "Question:",
+      r"config.data.prompt_template = 'Question:': must hold \{prompt\} once",
+    ),
+    (
+      "data.prompt_field",
+      "text",
+      "config.data.prompt_field = 'text': must be another field than data.text_field",
+    ),
+    (
+      "train.accumulation",
+      3,
+      "config.train.accumulation = 3: must divide train.batch_size = 16",
+    ),
+    (
+      "optimizer",
+      {"frozen": "query", "trained": "key"},
+      "config.optimizer.trained = 'key': must be \"\" with config.optimizer.frozen",
+    ),
+    (
+      "optimizer.name",
+      "sgd",
+      "config.optimizer.name = 'sgd': must be one of adamw, muon",
+    ),
     ("mesh.data", 0, "config.mesh = .*every axis must be positive"),
     ("mesh.fsdp", -1, "config.mesh = .*on one axis at most"),
     ("model", 3, "config.model must be a section"),
@@ -226,17 +405,38 @@ def test_bad_fields(field, value, message):
     from_config_dict(values)
 
 
-FIELDS = [(section.name, field) for section in dataclasses.fields(Config) for field in dataclasses.fields(section.default)]
-BOUNDS = [pytest.param(section, field.name, bound, id=f"{section}.{field.name}") for section, field in FIELDS if (bound := bound_of(field))]
+FIELDS = [
+  (section.name, field)
+  for section in dataclasses.fields(Config)
+  for field in dataclasses.fields(section.default)
+]
+BOUNDS = [
+  pytest.param(section, field.name, bound, id=f"{section}.{field.name}")
+  for section, field in FIELDS
+  if (bound := bound_of(field))
+]
 
 
 def refusal(section, name, value):
   """The error for a config with this one field changed, if it is about this field."""
   config = Config()
   try:
-    check(dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{name: value})}))
+    check(
+      dataclasses.replace(
+        config,
+        **{
+          section: dataclasses.replace(
+            getattr(config, section), **{name: value}
+          )
+        },
+      )
+    )
   except UserError as error:
-    return str(error) if str(error).startswith(f"config.{section}.{name} = {value!r}: ") else None
+    return (
+      str(error)
+      if str(error).startswith(f"config.{section}.{name} = {value!r}: ")
+      else None
+    )
   return None
 
 
@@ -244,27 +444,52 @@ def refusal(section, name, value):
 def test_bounds(section, name, bound):
   """Every declared bound is checked: a value just outside is refused, with the bound in the message, and one inside is not."""
   if bound.choices:
-    inside, outside = bound.choices, ["", bound.choices[0] + "x", bound.choices[0].upper()]
+    inside, outside = (
+      bound.choices,
+      ["", bound.choices[0] + "x", bound.choices[0].upper()],
+    )
   else:
     inside = [bound.low + 1e-9 if bound.above_low else bound.low]
-    outside = [bound.low if bound.above_low else bound.low - 1, bound.low - 1e-9]
+    outside = [
+      bound.low if bound.above_low else bound.low - 1,
+      bound.low - 1e-9,
+    ]
     if bound.high < math.inf:
       inside.append(bound.high)
       outside += [bound.high + 1, bound.high + 1e-9]
   for value in outside:
-    assert refusal(section, name, value) == f"config.{section}.{name} = {value!r}: {bound}"
+    assert (
+      refusal(section, name, value)
+      == f"config.{section}.{name} = {value!r}: {bound}"
+    )
   for value in inside:
     assert str(bound) not in (refusal(section, name, value) or "")
 
 
 def test_what_bounds_say():
   """One bound of each kind: the declarations mean what they say."""
-  bounds = {f"{section}.{field.name}": str(bound) for section, field in FIELDS if (bound := bound_of(field))}
-  assert bounds["train.profile_step"] == "must be at least -1" and bounds["optimizer.b1"] == "must lie between 0 and 1"
-  assert bounds["model.norm_eps"] == "must be positive" and bounds["data.mode"] == "must be one of prepared, streamed"
+  bounds = {
+    f"{section}.{field.name}": str(bound)
+    for section, field in FIELDS
+    if (bound := bound_of(field))
+  }
+  assert (
+    bounds["train.profile_step"] == "must be at least -1"
+    and bounds["optimizer.b1"] == "must lie between 0 and 1"
+  )
+  assert (
+    bounds["model.norm_eps"] == "must be positive"
+    and bounds["data.mode"] == "must be one of prepared, streamed"
+  )
 
 
-@pytest.mark.parametrize("section, field", [pytest.param(section, field, id=f"{section}.{field.name}") for section, field in FIELDS])
+@pytest.mark.parametrize(
+  "section, field",
+  [
+    pytest.param(section, field, id=f"{section}.{field.name}")
+    for section, field in FIELDS
+  ],
+)
 def test_every_number_is_bounded(section, field):
   """A new number needs a bound; the mesh's axes have a check of their own."""
   if field.type in ("int", "float") and section != "mesh":
@@ -274,5 +499,8 @@ def test_every_number_is_bounded(section, field):
 def test_prompts_are_packed_as_documents():
   values = load("tiny").to_dict()
   values["data"] |= {"prompt_field": "question", "packing": "concat"}
-  with pytest.raises(UserError, match="config.data.packing = 'concat': must be 'documents' with config.data.prompt_field = 'question'"):
+  with pytest.raises(
+    UserError,
+    match="config.data.packing = 'concat': must be 'documents' with config.data.prompt_field = 'question'",
+  ):
     from_config_dict(values)

@@ -15,40 +15,73 @@ from absl import flags
 from ml_collections import config_flags
 
 from benchmarks import topologies
-from diffjax.config import Config, UserError, from_config_dict, to_config_dict, to_dataclass
+from diffjax.config import (
+  Config,
+  UserError,
+  from_config_dict,
+  to_config_dict,
+  to_dataclass,
+)
 from diffjax.evals import SUITES
 from diffjax.model.attention import ATTENTION
 from diffjax.ops.diff_attention import implementations
 from diffjax.training.flops import parameter_count, step_flops
 from experiments import results
 from tests.conftest import ROOT
-from tests.pages import DOCUMENTATION, commands, in_backticks, outside_code, python_blocks
+from tests.pages import (
+  DOCUMENTATION,
+  commands,
+  in_backticks,
+  outside_code,
+  python_blocks,
+)
 
 PAGES = [*DOCUMENTATION, ROOT / "CONTRIBUTING.md"]
-PAGES += [page for folder in ("experiments", "benchmarks") for page in sorted((ROOT / folder).rglob("*.md"))]
-PAGES.remove(ROOT / "benchmarks/faults.md")  # the last results, which name files as they were then
+PAGES += [
+  page
+  for folder in ("experiments", "benchmarks")
+  for page in sorted((ROOT / folder).rglob("*.md"))
+]
+PAGES.remove(
+  ROOT / "benchmarks/faults.md"
+)  # the last results, which name files as they were then
 OURS = ("diffjax", "benchmarks", "experiments", "recipes")
 FOLDERS = "benchmarks|configs|diffjax|docs|experiments|notebooks|recipes|tests"
 SECTIONS = Config().to_dict()
 # Commands that pass other flags on, and to whom.
 PASSED_ON = {"benchmarks.gpu_day": ["benchmarks.gpu"]}
 SUITE_MODULES = {**SUITES, "report": "diffjax.evals.report.page"}
-BY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+BY_PAGE = pytest.mark.parametrize(
+  "page", PAGES, ids=lambda page: str(page.relative_to(ROOT))
+)
 
 
 @functools.cache
 def settings():
   """The settings of all suites, as `diffjax.evaluate` reads them."""
-  classes = {name: importlib.import_module(module).Settings for name, module in SUITE_MODULES.items()}
-  return dataclasses.make_dataclass("Settings", [(name, cls, cls()) for name, cls in classes.items()])()
+  classes = {
+    name: importlib.import_module(module).Settings
+    for name, module in SUITE_MODULES.items()
+  }
+  return dataclasses.make_dataclass(
+    "Settings", [(name, cls, cls()) for name, cls in classes.items()]
+  )()
 
 
 @functools.cache
 def anchors(page):
   """The names that GitHub gives to a page's headings."""
   found = []
-  for heading in re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE), re.MULTILINE):
-    name = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()).replace(" ", "-")
+  for heading in re.findall(
+    r"^#+ (.*)$",
+    re.sub(
+      r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE
+    ),
+    re.MULTILINE,
+  ):
+    name = re.sub(
+      r"[^\w\- ]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+    ).replace(" ", "-")
     found.append(name if name not in found else f"{name}-{found.count(name)}")
   return found
 
@@ -56,7 +89,9 @@ def anchors(page):
 def wrong_links(text, page):
   """Links to files that are not there, and to headings that a page does not have."""
   outside = re.sub(r"`[^`\n]*`", "", outside_code(text))
-  targets = re.findall(r"\]\(([^)\s]+)\)", outside) + re.findall(r"(?:src|href)=\"([^\"]+)\"", outside)
+  targets = re.findall(r"\]\(([^)\s]+)\)", outside) + re.findall(
+    r"(?:src|href)=\"([^\"]+)\"", outside
+  )
   for target in targets:
     path, _, anchor = target.partition("#")
     if re.match(r"[a-z]+:", target):
@@ -72,28 +107,59 @@ def wrong_links(text, page):
 def flags_of(module):
   """The names of a command's flags, read from its file; and those of the command line that our commands share."""
   spec = importlib.util.find_spec(module)
-  file = pathlib.Path(spec.submodule_search_locations[0], "__main__.py") if spec.submodule_search_locations else pathlib.Path(spec.origin)
+  file = (
+    pathlib.Path(spec.submodule_search_locations[0], "__main__.py")
+    if spec.submodule_search_locations
+    else pathlib.Path(spec.origin)
+  )
   source = file.read_text()
   if "command.run(" in source:
-    source += (ROOT / "diffjax/command.py").read_text().replace('"config"' if "with_config=False" in source else '"set"', "")
+    source += (
+      (ROOT / "diffjax/command.py")
+      .read_text()
+      .replace('"config"' if "with_config=False" in source else '"set"', "")
+    )
   own = re.findall(r'(?:DEFINE_\w+\(\s*"|"--)(\w+)"', source)
-  return {"help", *own, *(name for other in PASSED_ON.get(module, ()) for name in flags_of(other))}
+  return {
+    "help",
+    *own,
+    *(name for other in PASSED_ON.get(module, ()) for name in flags_of(other)),
+  }
 
 
 def wrong_values(module, arguments):
   """What a command refuses in its config or its settings, read as commands read them; None if nothing."""
   values = flags.FlagValues()
-  own = [module, *(argument for argument in arguments if re.match(r"--(config|set)\b", argument))]
+  own = [
+    module,
+    *(
+      argument
+      for argument in arguments
+      if re.match(r"--(config|set)\b", argument)
+    ),
+  ]
   try:
     if any(argument.startswith("--config=") for argument in own):
-      holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=own)
+      holder = config_flags.DEFINE_config_file(
+        "config", flag_values=values, sys_argv=own
+      )
       values(own)
       from_config_dict(holder.value)
     elif module == "diffjax.evaluate":
-      holder = config_flags.DEFINE_config_dict("set", to_config_dict(settings()), flag_values=values, sys_argv=own)
+      holder = config_flags.DEFINE_config_dict(
+        "set", to_config_dict(settings()), flag_values=values, sys_argv=own
+      )
       values(own)
       to_dataclass(holder.value, type(settings()), "set")
-  except (flags.Error, AttributeError, KeyError, OSError, TypeError, ValueError, UserError) as error:
+  except (
+    flags.Error,
+    AttributeError,
+    KeyError,
+    OSError,
+    TypeError,
+    ValueError,
+    UserError,
+  ) as error:
     return error
 
 
@@ -108,20 +174,33 @@ def wrong_commands(text, page):
     if found is None:
       yield f"{name}: no such module"
     elif module.partition(".")[0] in OURS:
-      given = {argument.lstrip("-").partition("=")[0].partition(".")[0] for argument in arguments if argument.startswith("--")}
+      given = {
+        argument.lstrip("-").partition("=")[0].partition(".")[0]
+        for argument in arguments
+        if argument.startswith("--")
+      }
       if unknown := given - flags_of(module):
         yield f"{name}: no such flag: {', '.join(unknown)}"
       elif (error := wrong_values(module, arguments)) is not None:
         yield f"{name}: {error}"
-      suites = [suite for argument in arguments if argument.startswith("--suite=") for suite in argument.partition("=")[2].split(",")]
-      if module == "diffjax.evaluate" and (unknown := set(suites) - set(SUITE_MODULES)):
+      suites = [
+        suite
+        for argument in arguments
+        if argument.startswith("--suite=")
+        for suite in argument.partition("=")[2].split(",")
+      ]
+      if module == "diffjax.evaluate" and (
+        unknown := set(suites) - set(SUITE_MODULES)
+      ):
         yield f"{name}: no such suite: {', '.join(unknown)}"
 
 
 def wrong_fields(text, page):
   """Fields of configs and settings in backticks, such as `train.steps` and `--set.needle.lengths=…`, that are not there."""
   for code in in_backticks(text):
-    if field := re.fullmatch(rf"(?:--)?(?:config\.)?({'|'.join(SECTIONS)})\.(\w+)(?:=.*)?", code):
+    if field := re.fullmatch(
+      rf"(?:--)?(?:config\.)?({'|'.join(SECTIONS)})\.(\w+)(?:=.*)?", code
+    ):
       if field[2] != "py" and field[2] not in SECTIONS[field[1]]:
         yield f"{code}: no such field"
     elif setting := re.match(r"--set\.(\w+)\.(\w+)", code):
@@ -132,7 +211,10 @@ def wrong_fields(text, page):
 def wrong_files(text, page):
   """Files and folders of the repository in backticks that are not there."""
   for code in in_backticks(text):
-    if re.fullmatch(rf"(?:{FOLDERS})/[\w./-]*", code) and not (ROOT / code).exists():
+    if (
+      re.fullmatch(rf"(?:{FOLDERS})/[\w./-]*", code)
+      and not (ROOT / code).exists()
+    ):
       yield f"{code}: no such file"
 
 
@@ -140,7 +222,11 @@ def wrong_files(text, page):
 def test_links_commands_fields_and_files_are_there(page, monkeypatch):
   monkeypatch.chdir(ROOT)
   text = page.read_text()
-  assert [wrong for check in (wrong_links, wrong_commands, wrong_fields, wrong_files) for wrong in check(text, page)] == []
+  assert [
+    wrong
+    for check in (wrong_links, wrong_commands, wrong_fields, wrong_files)
+    for wrong in check(text, page)
+  ] == []
 
 
 @pytest.mark.parametrize(
@@ -149,21 +235,77 @@ def test_links_commands_fields_and_files_are_there(page, monkeypatch):
     (wrong_links, "[a](nothing.md)", "nothing.md: no such file"),
     (wrong_links, "[two\nlines](data.md#c5)", "data.md#c5: no such heading"),
     (wrong_links, "![a picture](images/nothing.png)", "no such file"),
-    (wrong_commands, "    python -m diffjax.trian --config=configs/tiny.py", "diffjax.trian --config=configs/tiny.py: no such module"),
-    (wrong_commands, "`python -m diffjax.train --workdirs=x`", "no such flag: workdirs"),
-    (wrong_commands, "srun -n 2 python -m diffjax.train --config=configs/nope.py --workdir=x", "nope.py"),
-    (wrong_commands, "python -m diffjax.train --config=configs/tiny.py:v3 --workdir=x", "there is no architecture 'v3'"),
-    (wrong_commands, 'on 0 ".venv/bin/python -m diffjax.train --config=configs/tiny.py --config.train.step=3"', "train.step"),
-    (wrong_commands, "python -m diffjax.train --config=configs/tiny.py \\\n  --config.train.steps=many", "many"),
-    (wrong_commands, "python -m diffjax.train --config=configs/tiny.py --config.data.length=0", "data.length = 0"),
-    (wrong_commands, "python -m diffjax.generate --workdir=x --config=configs/tiny.py", "no such flag: config"),
-    (wrong_commands, "python -m diffjax.evaluate --suite=validation,needles --workdir=x", "no such suite: needles"),
-    (wrong_commands, "python -m diffjax.evaluate --suite=needle --workdir=x --set.needle.length=3", "length"),
-    (wrong_commands, "python -m benchmarks.gpu --statics", "no such flag: statics"),
-    (wrong_commands, "`a` and `python -m diffjax.generate\n--workdirs=x` and\n`b`", "no such flag: workdirs"),
-    (wrong_fields, "set `train.step` or `--config.train.steps=3`", "train.step: no such field"),
+    (
+      wrong_commands,
+      "    python -m diffjax.trian --config=configs/tiny.py",
+      "diffjax.trian --config=configs/tiny.py: no such module",
+    ),
+    (
+      wrong_commands,
+      "`python -m diffjax.train --workdirs=x`",
+      "no such flag: workdirs",
+    ),
+    (
+      wrong_commands,
+      "srun -n 2 python -m diffjax.train --config=configs/nope.py --workdir=x",
+      "nope.py",
+    ),
+    (
+      wrong_commands,
+      "python -m diffjax.train --config=configs/tiny.py:v3 --workdir=x",
+      "there is no architecture 'v3'",
+    ),
+    (
+      wrong_commands,
+      'on 0 ".venv/bin/python -m diffjax.train --config=configs/tiny.py --config.train.step=3"',
+      "train.step",
+    ),
+    (
+      wrong_commands,
+      "python -m diffjax.train --config=configs/tiny.py \\\n  --config.train.steps=many",
+      "many",
+    ),
+    (
+      wrong_commands,
+      "python -m diffjax.train --config=configs/tiny.py --config.data.length=0",
+      "data.length = 0",
+    ),
+    (
+      wrong_commands,
+      "python -m diffjax.generate --workdir=x --config=configs/tiny.py",
+      "no such flag: config",
+    ),
+    (
+      wrong_commands,
+      "python -m diffjax.evaluate --suite=validation,needles --workdir=x",
+      "no such suite: needles",
+    ),
+    (
+      wrong_commands,
+      "python -m diffjax.evaluate --suite=needle --workdir=x --set.needle.length=3",
+      "length",
+    ),
+    (
+      wrong_commands,
+      "python -m benchmarks.gpu --statics",
+      "no such flag: statics",
+    ),
+    (
+      wrong_commands,
+      "`a` and `python -m diffjax.generate\n--workdirs=x` and\n`b`",
+      "no such flag: workdirs",
+    ),
+    (
+      wrong_fields,
+      "set `train.step` or `--config.train.steps=3`",
+      "train.step: no such field",
+    ),
     (wrong_fields, "`--set.needle.length=3`", "no such setting"),
-    (wrong_files, "see `diffjax/trian.py` and `diffjax/train.py`", "diffjax/trian.py: no such file"),
+    (
+      wrong_files,
+      "see `diffjax/trian.py` and `diffjax/train.py`",
+      "diffjax/trian.py: no such file",
+    ),
   ],
 )
 def test_what_is_wrong_is_seen(check, text, complaint, monkeypatch):
@@ -177,11 +319,19 @@ def test_a_command_ends_where_the_shell_ends_it():
   for i in 0 1; do python -m a --i=$i & done; wait
   on all ".venv/bin/python -m b --c" and `python -m c --d`, bash -c 'python -m d --slice=$A/$B'"""
   assert commands(text) == [
-    ("a.b", ["--c=d e", "--f=$HOME/g"]), ("a", ["--i=$i"]), ("b", ["--c"]), ("c", ["--d"]), ("d", ["--slice=$A/$B"]),
-  ]  # fmt: skip
+    ("a.b", ["--c=d e", "--f=$HOME/g"]),
+    ("a", ["--i=$i"]),
+    ("b", ["--c"]),
+    ("c", ["--d"]),
+    ("d", ["--slice=$A/$B"]),
+  ]
 
 
-@pytest.mark.parametrize("page", [page for page in DOCUMENTATION if python_blocks(page.read_text())], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+  "page",
+  [page for page in DOCUMENTATION if python_blocks(page.read_text())],
+  ids=lambda page: page.name,
+)
 def test_code_runs_as_it_stands_there(page):
   """One block after another, in one program. Those on a trained run are run by tests/test_commands.py."""
   names = {"__name__": "user"}
@@ -192,7 +342,11 @@ def test_code_runs_as_it_stands_there(page):
 
 def test_the_index_names_every_page():
   index = (ROOT / "docs/README.md").read_text()
-  assert [page.name for page in DOCUMENTATION if page.name != "README.md" and f"({page.name})" not in index] == []
+  assert [
+    page.name
+    for page in DOCUMENTATION
+    if page.name != "README.md" and f"({page.name})" not in index
+  ] == []
 
 
 def table(page, heading):
@@ -204,67 +358,136 @@ def table(page, heading):
 
 def test_the_table_of_configs():
   for name, parameters, embed_dim, layers, heads, ffn_dim, tokens, _ in table(
-    "docs/training.md", "| config | parameters | E | L | DIFF heads × d | F | tokens a step | for |"
+    "docs/training.md",
+    "| config | parameters | E | L | DIFF heads × d | F | tokens a step | for |",
   ):
-    config = from_config_dict(importlib.import_module(f"configs.{name.strip('`')}").get_config())
+    config = from_config_dict(
+      importlib.import_module(f"configs.{name.strip('`')}").get_config()
+    )
     model, step = config.model, config.train.batch_size * config.data.length
-    assert (embed_dim, layers, ffn_dim) == (str(model.embed_dim), str(model.num_layers), str(model.ffn_dim)), name
+    assert (embed_dim, layers, ffn_dim) == (
+      str(model.embed_dim),
+      str(model.num_layers),
+      str(model.ffn_dim),
+    ), name
     assert heads == f"{model.num_heads} × {model.head_dim}", name
     unit = {"K": 1e3, "M": 1e6, "B": 1e9}
-    for written, number in ((parameters, parameter_count(model)), (tokens, step)):
+    for written, number in (
+      (parameters, parameter_count(model)),
+      (tokens, step),
+    ):
       value, suffix = written.split()
       digits = len(value.partition(".")[2])
-      assert float(value) == pytest.approx(number / unit[suffix], abs=0.51 * 10**-digits), f"{name}: {written}, but {number}"
+      assert float(value) == pytest.approx(
+        number / unit[suffix], abs=0.51 * 10**-digits
+      ), f"{name}: {written}, but {number}"
 
 
 def test_the_table_of_variants():
   """Parameters and FLOPs at the widths of diff_3b, each over those of a Transformer with keys and values of the same size."""
-  diff = from_config_dict(importlib.import_module("configs.diff_3b").get_config()).model
-  rows = table("docs/family.md", "| `model.attention` | output of a head | parameters | FLOPs | from |")
+  diff = from_config_dict(
+    importlib.import_module("configs.diff_3b").get_config()
+  ).model
+  rows = table(
+    "docs/family.md",
+    "| `model.attention` | output of a head | parameters | FLOPs | from |",
+  )
   assert {name.partition(",")[0] for name, *_ in rows} == set(ATTENTION)
   for name, _, *written, _ in rows:
     kind, _, shared = name.partition(", ")
-    wide = ATTENTION[kind].value_heads  # a Transformer's heads to one of the variant's
+    wide = ATTENTION[
+      kind
+    ].value_heads  # a Transformer's heads to one of the variant's
     heads = 2 * diff.num_heads // wide
     noise = heads // 4 if shared else None
     model = dataclasses.replace(
-      diff, attention=kind, num_heads=heads, num_noise_heads=noise, num_kv_heads=noise or heads, head_norm=diff.head_norm and wide == 2
+      diff,
+      attention=kind,
+      num_heads=heads,
+      num_noise_heads=noise,
+      num_kv_heads=noise or heads,
+      head_norm=diff.head_norm and wide == 2,
     )
     plain = dataclasses.replace(
-      diff, attention="softmax", num_heads=2 * diff.num_heads, num_kv_heads=model.num_kv_heads * wide, head_norm=False
+      diff,
+      attention="softmax",
+      num_heads=2 * diff.num_heads,
+      num_kv_heads=model.num_kv_heads * wide,
+      head_norm=False,
     )
     flops = lambda model: step_flops(model, 4096, 4096).forward
-    found = [parameter_count(model) / parameter_count(plain), flops(model) / flops(plain)]
-    assert [float(cell) for cell in written] == [pytest.approx(value, abs=5.1e-4) for value in found], name
+    found = [
+      parameter_count(model) / parameter_count(plain),
+      flops(model) / flops(plain),
+    ]
+    assert [float(cell) for cell in written] == [
+      pytest.approx(value, abs=5.1e-4) for value in found
+    ], name
 
 
 def test_tables_name_everything():
-  assert {suite.strip("`") for suite, _ in table("docs/evaluation.md", "| suite | measures |")} == set(SUITE_MODULES)
-  assert {name for name, _ in table("docs/training.md", "| `model.attention` | layer |")} == set(ATTENTION)
-  named = table("docs/attention.md", "| `implementation` | what it is | `auto` takes it |")
-  assert {name.strip("`") for name, *_ in named} == set(implementations._MODULES)
+  assert {
+    suite.strip("`")
+    for suite, _ in table("docs/evaluation.md", "| suite | measures |")
+  } == set(SUITE_MODULES)
+  assert {
+    name
+    for name, _ in table("docs/training.md", "| `model.attention` | layer |")
+  } == set(ATTENTION)
+  named = table(
+    "docs/attention.md", "| `implementation` | what it is | `auto` takes it |"
+  )
+  assert {name.strip("`") for name, *_ in named} == set(
+    implementations._MODULES
+  )
 
 
 def test_the_measured_slices():
-  assert topologies.table(topologies.Compiled(offline=True))[0] in (ROOT / "docs/devices.md").read_text()
+  assert (
+    topologies.table(topologies.Compiled(offline=True))[0]
+    in (ROOT / "docs/devices.md").read_text()
+  )
 
 
 def test_the_table_of_twins_is_of_the_committed_runs():
   """Means with Student's intervals, and differences with Welch's, of the runs of experiments/ablations."""
-  runs = json.loads((ROOT / "experiments/ablations/results.json").read_text(encoding="utf-8"))["runs"]
+  runs = json.loads(
+    (ROOT / "experiments/ablations/results.json").read_text(encoding="utf-8")
+  )["runs"]
   variants = ("transformer", "diff", "diff_v2")
   heading = "| mean over seeds | Transformer | DIFF | DIFF V2 | DIFF − Transformer | V2 − Transformer |"
-  metrics = {"bits per byte": "loss", "loss, nats per byte": "loss", "AR-Hit": "ar_hit", "Others": "others"}
+  metrics = {
+    "bits per byte": "loss",
+    "loss, nats per byte": "loss",
+    "AR-Hit": "ar_hit",
+    "Others": "others",
+  }
   written = table("docs/performance.md", heading)
   assert [name for name, *_ in written] == [*metrics]
   for name, *cells in written:
     scale = math.log(2) if name == "bits per byte" else 1
     values = [
-      {"variant": run["variant"], "results": {"value": run["results"][f"validation/{metrics[name]}"] / scale}}
+      {
+        "variant": run["variant"],
+        "results": {
+          "value": run["results"][f"validation/{metrics[name]}"] / scale
+        },
+      }
       for run in runs
       if run["variant"] in variants
     ]
-    each = [[run["results"]["value"] for run in values if run["variant"] == variant] for variant in variants]
+    each = [
+      [run["results"]["value"] for run in values if run["variant"] == variant]
+      for variant in variants
+    ]
     found = [results.mean_interval(seeds) for seeds in each]
-    found += [results.difference({"baseline": "transformer", "runs": values}, variant, "value") for variant in variants[1:]]
-    assert cells == [f"{value:.3f} [{low:.3f}, {high:.3f}]".replace("-", "−") for value, low, high in found], name
+    found += [
+      results.difference(
+        {"baseline": "transformer", "runs": values}, variant, "value"
+      )
+      for variant in variants[1:]
+    ]
+    assert cells == [
+      f"{value:.3f} [{low:.3f}, {high:.3f}]".replace("-", "−")
+      for value, low, high in found
+    ], name

@@ -20,13 +20,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffjax import command
-from diffjax.config import Config, DataConfig, TrainConfig, UserError, bound_of, from_config_dict
+from diffjax.config import (
+  Config,
+  DataConfig,
+  TrainConfig,
+  UserError,
+  bound_of,
+  from_config_dict,
+)
 from diffjax.data.pipeline import training_batches
 from diffjax.training import loop
 
-NAMED = [(section, field) for section in dataclasses.fields(Config) for field in dataclasses.fields(section.default)]
-FIELDS = {f"{section.name}.{field.name}": typing.get_type_hints(type(section.default))[field.name] for section, field in NAMED}
-BOUNDS = {f"{section.name}.{field.name}": bound_of(field) for section, field in NAMED}
+NAMED = [
+  (section, field)
+  for section in dataclasses.fields(Config)
+  for field in dataclasses.fields(section.default)
+]
+FIELDS = {
+  f"{section.name}.{field.name}": typing.get_type_hints(type(section.default))[
+    field.name
+  ]
+  for section, field in NAMED
+}
+BOUNDS = {
+  f"{section.name}.{field.name}": bound_of(field) for section, field in NAMED
+}
 ODD = [
   "",
   " ",
@@ -54,13 +72,37 @@ ODD = [
 ]
 values = st.one_of(
   st.sampled_from(
-    [0, -1, 1, 2**31, 2**63, 10**400, -(10**400), 0.5, -0.0, 1e-300, 1e308, math.nan, math.inf, -math.inf, None, True, False, *ODD]
+    [
+      0,
+      -1,
+      1,
+      2**31,
+      2**63,
+      10**400,
+      -(10**400),
+      0.5,
+      -0.0,
+      1e-300,
+      1e308,
+      math.nan,
+      math.inf,
+      -math.inf,
+      None,
+      True,
+      False,
+      *ODD,
+    ]
   ),
   st.integers(),
   st.floats(),
   st.text(max_size=8),
 )
-things = st.one_of(values, st.lists(values, max_size=2), st.dictionaries(st.text(max_size=4), values, max_size=2), st.binary(max_size=3))
+things = st.one_of(
+  values,
+  st.lists(values, max_size=2),
+  st.dictionaries(st.text(max_size=4), values, max_size=2),
+  st.binary(max_size=3),
+)
 fast = settings(derandomize=True, deadline=None, max_examples=300)
 
 
@@ -80,7 +122,14 @@ def checked(get):
 
 
 @fast
-@given(st.dictionaries(st.sampled_from([*FIELDS, "model.x", "x.steps", "train.", "."]), things, min_size=1, max_size=3))
+@given(
+  st.dictionaries(
+    st.sampled_from([*FIELDS, "model.x", "x.steps", "train.", "."]),
+    things,
+    min_size=1,
+    max_size=3,
+  )
+)
 def test_config_values(changes):
   nested = Config().to_dict()
   for field, value in changes.items():
@@ -90,7 +139,14 @@ def test_config_values(changes):
 
 
 @fast
-@given(st.one_of(things, st.dictionaries(st.sampled_from(["model", "data", "train", "x", ""]), things, max_size=3)))
+@given(
+  st.one_of(
+    things,
+    st.dictionaries(
+      st.sampled_from(["model", "data", "train", "x", ""]), things, max_size=3
+    ),
+  )
+)
 def test_whole_configs(nested):
   checked(lambda: from_config_dict(nested))
 
@@ -100,7 +156,10 @@ def run(arguments):
   configs, err = [], io.StringIO()
   saved = flagsaver.save_flag_values()
   try:
-    with mock.patch.object(sys, "argv", ["train", *arguments]), contextlib.redirect_stderr(err):
+    with (
+      mock.patch.object(sys, "argv", ["train", *arguments]),
+      contextlib.redirect_stderr(err),
+    ):
       command.run(configs.append)
   except SystemExit as exit:
     code = exit.code or 0
@@ -114,11 +173,39 @@ def as_argument(field, value):
 
 
 arguments = st.one_of(
-  st.builds(as_argument, st.sampled_from([*FIELDS, "train", "model", "x", "train.x", "train.steps.x", "data.source[0]", ""]), values),
-  st.sampled_from(
-    [f"--config.{field}" for field in FIELDS] + ["--", "-", "x", "", "--config", "--noconfig.model.head_norm", "--workdir=x"]
+  st.builds(
+    as_argument,
+    st.sampled_from(
+      [
+        *FIELDS,
+        "train",
+        "model",
+        "x",
+        "train.x",
+        "train.steps.x",
+        "data.source[0]",
+        "",
+      ]
+    ),
+    values,
   ),
-  st.builds("--{}={}".format, st.sampled_from(["config", "x", "config.", "config..", "verbosity"]), values),
+  st.sampled_from(
+    [f"--config.{field}" for field in FIELDS]
+    + [
+      "--",
+      "-",
+      "x",
+      "",
+      "--config",
+      "--noconfig.model.head_norm",
+      "--workdir=x",
+    ]
+  ),
+  st.builds(
+    "--{}={}".format,
+    st.sampled_from(["config", "x", "config.", "config..", "verbosity"]),
+    values,
+  ),
 )
 
 
@@ -130,13 +217,24 @@ def test_command_lines(rest):
     assert isinstance(config, Config)
   else:
     lines = err.splitlines()
-    assert config is None and code in (1, 2) and len(lines) == 1 and lines[0].startswith("error: "), (code, err)
+    assert (
+      config is None
+      and code in (1, 2)
+      and len(lines) == 1
+      and lines[0].startswith("error: ")
+    ), (code, err)
 
 
 variants = st.lists(
   st.one_of(
-    st.sampled_from(["diff", "transformer", "diff_v2", "heads", "architecture"]),
-    st.builds("{}={}".format, st.sampled_from(["heads", "architecture", "x", ""]), st.one_of(values, st.sampled_from(["2", "8", "diff"]))),
+    st.sampled_from(
+      ["diff", "transformer", "diff_v2", "heads", "architecture"]
+    ),
+    st.builds(
+      "{}={}".format,
+      st.sampled_from(["heads", "architecture", "x", ""]),
+      st.one_of(values, st.sampled_from(["2", "8", "diff"])),
+    ),
     st.text(max_size=8),
   ),
   min_size=1,
@@ -152,7 +250,12 @@ def test_variants(variant):
     assert isinstance(config, Config)
   else:
     lines = err.splitlines()
-    assert config is None and code in (1, 2) and len(lines) == 1 and lines[0].startswith("error: "), (code, err)
+    assert (
+      config is None
+      and code in (1, 2)
+      and len(lines) == 1
+      and lines[0].startswith("error: ")
+    ), (code, err)
 
 
 @pytest.fixture(scope="module")
@@ -160,13 +263,19 @@ def corpus(tmp_path_factory):
   """Texts of several lengths, some empty."""
   path = tmp_path_factory.mktemp("text")
   for index in range(40):
-    (path / f"{index}.txt").write_text("".join(f"text {index}, line {line}\n" for line in range(index % 7 * 3)))
+    (path / f"{index}.txt").write_text(
+      "".join(f"text {index}, line {line}\n" for line in range(index % 7 * 3))
+    )
   return path
 
 
 # Values that fit each other, and values that mostly do not. A field with choices takes each of them.
 FITTING: dict[str, list] = {
-  **{field: list(bound.choices) for field, bound in BOUNDS.items() if bound and bound.choices},
+  **{
+    field: list(bound.choices)
+    for field, bound in BOUNDS.items()
+    if bound and bound.choices
+  },
   "model.vocab_size": [256, 257, 511],
   "model.num_layers": [1, 2],
   "model.embed_dim": [8, 16, 24],
@@ -180,7 +289,12 @@ FITTING: dict[str, list] = {
   "model.head_norm": [True, False],
   "model.norm_eps": [1e-5, 1e-30, 1e30],
   "model.tie_embeddings": [True, False],
-  "model.attention_implementation": ["auto", "reference", "chunked", "two_call"],
+  "model.attention_implementation": [
+    "auto",
+    "reference",
+    "chunked",
+    "two_call",
+  ],
   "data.validation_fraction": [0.3],
   "data.length": [8, 3, 5, 64],
   "data.seed": [0, 2**31 - 1],
@@ -227,10 +341,14 @@ UNFITTING = {
   "mesh.data": [1, 2, 3, 8],
   "mesh.fsdp": [-1, 3],
 }
-unfitting = [{field: value} for field, choices in UNFITTING.items() for value in choices]
+unfitting = [
+  {field: value} for field, choices in UNFITTING.items() for value in choices
+]
 runs = st.builds(
   lambda fitting, other: fitting | other,
-  st.fixed_dictionaries({field: st.sampled_from(choices) for field, choices in FITTING.items()}),
+  st.fixed_dictionaries(
+    {field: st.sampled_from(choices) for field, choices in FITTING.items()}
+  ),
   st.sampled_from([{}] * len(unfitting) + unfitting),
 )
 
@@ -247,7 +365,9 @@ def train(changes, workdir):
   except UserError as error:
     assert "\n" not in str(error)
     return str(error)
-  assert (workdir / "checkpoints" / str(config.train.steps)).exists() or not config.train.steps
+  assert (
+    workdir / "checkpoints" / str(config.train.steps)
+  ).exists() or not config.train.steps
 
 
 @pytest.mark.full
@@ -255,7 +375,10 @@ def train(changes, workdir):
 @given(runs)
 def test_small_runs(corpus, tmp_path_factory, changes):
   """Every combination of fields that the check lets pass trains a step, or is refused in one line."""
-  train({**changes, "data.source": f"text:{corpus}/*.txt"}, tmp_path_factory.mktemp("run"))
+  train(
+    {**changes, "data.source": f"text:{corpus}/*.txt"},
+    tmp_path_factory.mktemp("run"),
+  )
 
 
 def parquet(column):
@@ -267,10 +390,15 @@ def parquet(column):
 lines = st.lists(
   st.one_of(
     st.binary(max_size=20),
-    st.recursive(values, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.just("text"), inner)).map(
-      lambda value: json.dumps(value).encode()
+    st.recursive(
+      values,
+      lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.just("text"), inner)
+      ),
+    ).map(lambda value: json.dumps(value).encode()),
+    st.text(min_size=1, max_size=9).map(
+      lambda text: json.dumps({"text": text}).encode()
     ),
-    st.text(min_size=1, max_size=9).map(lambda text: json.dumps({"text": text}).encode()),
   ),
   max_size=4,
 ).map(b"\n".join)
@@ -279,7 +407,11 @@ CONTENTS = {
   "jsonl:{}.jsonl": lines,
   "jsonl:{}.jsonl.gz": lines.map(gzip.compress),
   "jsonl:{}.jsonl.zst": lines.map(zstandard.compress),
-  "parquet:{}.parquet": st.lists(st.one_of(st.none(), st.text(max_size=9, alphabet=st.characters(codec="utf-8")))).map(parquet)
+  "parquet:{}.parquet": st.lists(
+    st.one_of(
+      st.none(), st.text(max_size=9, alphabet=st.characters(codec="utf-8"))
+    )
+  ).map(parquet)
   | st.lists(st.integers(0, 9), min_size=1).map(parquet),
 }
 
@@ -293,7 +425,9 @@ def files(draw):
   if damage == "cut":
     content = content[: draw(st.integers(0, len(content)))]
   elif damage == "noise" and content:
-    for position in draw(st.lists(st.integers(0, len(content) - 1), max_size=3)):
+    for position in draw(
+      st.lists(st.integers(0, len(content) - 1), max_size=3)
+    ):
       content[position] = draw(st.integers(0, 255))
   elif damage == "all":
     content = draw(st.binary(max_size=40))
@@ -307,9 +441,13 @@ def test_input_files(corpus, tmp_path_factory, file, mode):
   path = tmp_path_factory.mktemp("input") / "input"
   spec, content = file[0].format(path), file[1]
   pathlib.Path(spec.partition(":")[2]).write_bytes(content)
-  data = DataConfig(source=spec, validation_source=f"text:{corpus}/*.txt", mode=mode, length=8)
+  data = DataConfig(
+    source=spec, validation_source=f"text:{corpus}/*.txt", mode=mode, length=8
+  )
   try:
-    batches = training_batches(Config(data=data, train=TrainConfig(batch_size=2)))
+    batches = training_batches(
+      Config(data=data, train=TrainConfig(batch_size=2))
+    )
     assert next(batches)["tokens"].shape == (2, 8)
     batches.close()
   except UserError as error:

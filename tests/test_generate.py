@@ -21,14 +21,24 @@ from tests import in_process
 
 def save(workdir, change=lambda params: None, **data):
   """A model that has learnt nothing, but whose logits are far apart."""
-  model = ModelConfig(num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, ffn_dim=32, max_length=600)
+  model = ModelConfig(
+    num_layers=1,
+    embed_dim=16,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_dim=32,
+    max_length=600,
+  )
   config = Config(model=model, data=DataConfig(**data))
   program = build(config, make_mesh(config.mesh, jax.devices()[:1]))
   state = program.init()
   state.params["embedding"] *= 3
   change(state.params)
   with Checkpoints(workdir, keep=1) as checkpoints:
-    checkpoints.save(0, state, data_state={}, config=config.to_dict(), metrics={})
+    checkpoints.save(
+      0, state, data_state={}, config=config.to_dict(), metrics={}
+    )
     checkpoints.wait()
   return workdir
 
@@ -47,21 +57,50 @@ def test_it_prints_what_the_sampler_gives(workdir):
   trained = load(workdir)
   sampler = Sampler(trained.model, trained.params, batch_size=2, capacity=512)
   prompts = [[255, *b"abc"], [255, *b"a longer one"]]
-  first, second = (trained.tokenizer.decode(ids) for ids in sampler.generate(prompts, 40, temperature=0.8, seed=3, stop_ids=[255]))
-  alone = run(f"--workdir={workdir}", "--prompt=abc", "--max_new_tokens=40", "--seed=3")
+  first, second = (
+    trained.tokenizer.decode(ids)
+    for ids in sampler.generate(
+      prompts, 40, temperature=0.8, seed=3, stop_ids=[255]
+    )
+  )
+  alone = run(
+    f"--workdir={workdir}", "--prompt=abc", "--max_new_tokens=40", "--seed=3"
+  )
   assert alone.stdout == f"abc{first}\n", alone.stderr
   stop = second[len(second) // 2 :][:2]
-  both = run(f"--workdir={workdir}", "--prompt=abc", "--prompt=a longer one", "--max_new_tokens=40", "--seed=3", f"--stop={stop}")
-  assert both.stdout == f"--- 1 ---\nabc{first.split(stop)[0]}\n--- 2 ---\na longer one{second.split(stop)[0]}\n"
+  both = run(
+    f"--workdir={workdir}",
+    "--prompt=abc",
+    "--prompt=a longer one",
+    "--max_new_tokens=40",
+    "--seed=3",
+    f"--stop={stop}",
+  )
+  assert (
+    both.stdout
+    == f"--- 1 ---\nabc{first.split(stop)[0]}\n--- 2 ---\na longer one{second.split(stop)[0]}\n"
+  )
 
 
 def test_several_devices_share_the_model(workdir):
   """Each reads its own part of the parameters, and the text is the same."""
   one, several = load(workdir), load(workdir, tensor=2)
-  assert several.params["layers"]["attention"]["query"].addressable_shards[1].data.shape[2] == 1
-  for here, there in zip(jax.tree.leaves(one.params), jax.tree.leaves(several.params), strict=True):
+  assert (
+    several.params["layers"]["attention"]["query"]
+    .addressable_shards[1]
+    .data.shape[2]
+    == 1
+  )
+  for here, there in zip(
+    jax.tree.leaves(one.params), jax.tree.leaves(several.params), strict=True
+  ):
     np.testing.assert_array_equal(here, there)
-  flags = [f"--workdir={workdir}", "--prompt=abc", "--max_new_tokens=20", "--seed=3"]
+  flags = [
+    f"--workdir={workdir}",
+    "--prompt=abc",
+    "--max_new_tokens=20",
+    "--seed=3",
+  ]
   alone, shared = run(*flags), run(*flags, "--tensor=2")
   assert shared.stdout == alone.stdout != "", shared.stderr
 
@@ -72,19 +111,29 @@ def test_weights_in_int8(workdir):
   rounded = load(workdir, weight_dtype="int8")
   assert rounded.name.endswith("at step 0, weights in int8")
   [text] = Sampler(rounded).generate(["abc"], 20)
-  result = run(f"--workdir={workdir}", "--prompt=abc", "--max_new_tokens=20", "--temperature=0", "--weight_dtype=int8")
+  result = run(
+    f"--workdir={workdir}",
+    "--prompt=abc",
+    "--max_new_tokens=20",
+    "--temperature=0",
+    "--weight_dtype=int8",
+  )
   assert result.stdout == f"abc{text}\n", result.stderr
 
 
 def test_int8_says_what_it_needs(workdir, monkeypatch):
   monkeypatch.setitem(sys.modules, "qwix", None)
   result = run(f"--workdir={workdir}", "--prompt=abc", "--weight_dtype=int8")
-  assert result.returncode == 1 and result.stderr.endswith("error: weights in int8 need qwix: pip install 'diffjax[int8]'\n")
+  assert result.returncode == 1 and result.stderr.endswith(
+    "error: weights in int8 need qwix: pip install 'diffjax[int8]'\n"
+  )
   with pytest.raises(UserError, match="weight_dtype = 'int4': must be 'int8'"):
     load(workdir, weight_dtype="int4")
 
 
-def test_the_terminal_gets_whole_characters_and_no_part_of_a_stop_string(capsys):
+def test_the_terminal_gets_whole_characters_and_no_part_of_a_stop_string(
+  capsys,
+):
   """Token by token."""
   with in_process.own_flags():
     from diffjax.generate import _printer
@@ -102,21 +151,61 @@ def test_the_terminal_gets_whole_characters_and_no_part_of_a_stop_string(capsys)
 def test_bad_input_is_one_line(workdir, tmp_path):
   tokenized = save(tmp_path / "tokenized", tokenizer="/nowhere/tokenizer.json")
   for args, code, message in (
-    ([f"--workdir={workdir}", "--prompt=x", "--tensor=3"], 1, "num_kv_heads = 2, ffn_dim = 32, vocab_size = 256; it can be 1, 2"),
-    ([f"--workdir={workdir}", "--prompt=x", "--tensor=16"], 1, "tensor = 16: must be at most the 8 devices here and divide"),
+    (
+      [f"--workdir={workdir}", "--prompt=x", "--tensor=3"],
+      1,
+      "num_kv_heads = 2, ffn_dim = 32, vocab_size = 256; it can be 1, 2",
+    ),
+    (
+      [f"--workdir={workdir}", "--prompt=x", "--tensor=16"],
+      1,
+      "tensor = 16: must be at most the 8 devices here and divide",
+    ),
     ([], 2, "pass --workdir=DIR"),
     ([f"--workdir={workdir}"], 2, "pass --prompt=TEXT"),
-    ([f"--workdir={workdir}", "--prompt=x", "--stop="], 2, "--stop must not be empty"),
-    (["--workdir=/nowhere", "--prompt=x"], 1, "there is no complete checkpoint in /nowhere/checkpoints"),
-    ([f"--workdir={workdir}", "--prompt=x", "--step=7"], 1, "there is no complete checkpoint of step 7"),
-    ([f"--workdir={workdir}", f"--prompt={'x' * 700}"], 1, "701 tokens and 200 new ones are more than the 600 that a row can have"),
-    ([f"--workdir={workdir}", "--prompt=x", "--top_p=2"], 1, "top_p must be above 0 and at most 1; got 2.0"),
-    ([f"--workdir={workdir}", "--prompt=x", "--temperature=-1"], 1, "temperature must be"),
-    ([f"--workdir={tokenized}", "--prompt=x"], 1, "there is no tokenizer beside the checkpoint: neither"),
+    (
+      [f"--workdir={workdir}", "--prompt=x", "--stop="],
+      2,
+      "--stop must not be empty",
+    ),
+    (
+      ["--workdir=/nowhere", "--prompt=x"],
+      1,
+      "there is no complete checkpoint in /nowhere/checkpoints",
+    ),
+    (
+      [f"--workdir={workdir}", "--prompt=x", "--step=7"],
+      1,
+      "there is no complete checkpoint of step 7",
+    ),
+    (
+      [f"--workdir={workdir}", f"--prompt={'x' * 700}"],
+      1,
+      "701 tokens and 200 new ones are more than the 600 that a row can have",
+    ),
+    (
+      [f"--workdir={workdir}", "--prompt=x", "--top_p=2"],
+      1,
+      "top_p must be above 0 and at most 1; got 2.0",
+    ),
+    (
+      [f"--workdir={workdir}", "--prompt=x", "--temperature=-1"],
+      1,
+      "temperature must be",
+    ),
+    (
+      [f"--workdir={tokenized}", "--prompt=x"],
+      1,
+      "there is no tokenizer beside the checkpoint: neither",
+    ),
   ):
     result = run(*args)
     lines = result.stderr.strip().splitlines()
-    assert result.returncode == code and lines[-1].startswith("error: ") and message in lines[-1], result.stderr
+    assert (
+      result.returncode == code
+      and lines[-1].startswith("error: ")
+      and message in lines[-1]
+    ), result.stderr
     assert "Traceback" not in result.stderr and not result.stdout
 
 
@@ -124,26 +213,58 @@ def test_bad_input_is_one_line(workdir, tmp_path):
 def test_a_closed_pipe_ends_it_quietly(workdir):
   reader, writer = os.pipe()
   os.close(reader)
-  arguments = [sys.executable, "-m", "diffjax.generate", f"--workdir={workdir}", "--prompt=x"]
-  result = subprocess.run(arguments, cwd=in_process.ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+  arguments = [
+    sys.executable,
+    "-m",
+    "diffjax.generate",
+    f"--workdir={workdir}",
+    "--prompt=x",
+  ]
+  result = subprocess.run(
+    arguments,
+    cwd=in_process.ROOT,
+    stdout=writer,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
   os.close(writer)
   assert result.returncode == 128 + signal.SIGPIPE and not result.stderr
 
 
 def test_parameters_that_are_not_finite_are_refused(tmp_path):
   """A model with a NaN would write zero bytes, and be measured as nothing."""
-  wrong = save(tmp_path, change=lambda params: params["layers"]["attention"].update(query=params["layers"]["attention"]["query"] * np.nan))
-  for result in (run(f"--workdir={wrong}", "--prompt=x"), in_process.call("diffjax.evaluate", "--suite=validation", f"--workdir={wrong}")):
+  wrong = save(
+    tmp_path,
+    change=lambda params: params["layers"]["attention"].update(
+      query=params["layers"]["attention"]["query"] * np.nan
+    ),
+  )
+  for result in (
+    run(f"--workdir={wrong}", "--prompt=x"),
+    in_process.call(
+      "diffjax.evaluate", "--suite=validation", f"--workdir={wrong}"
+    ),
+  ):
     last = result.stderr.splitlines()[-1]
     assert result.returncode == 1 and not result.stdout
-    assert last.startswith(f"error: {wrong} at step 0 has parameters that are not finite: layers/attention/query: ")
+    assert last.startswith(
+      f"error: {wrong} at step 0 has parameters that are not finite: layers/attention/query: "
+    )
 
 
 def test_a_damaged_checkpoint_is_passed_over_or_named(workdir, tmp_path):
   damaged = save(tmp_path / "damaged")
-  file = next(path for path in (damaged / "checkpoints/0").rglob("*") if path.is_file() and path.stat().st_size > 2000)
+  file = next(
+    path
+    for path in (damaged / "checkpoints/0").rglob("*")
+    if path.is_file() and path.stat().st_size > 2000
+  )
   data = np.frombuffer(file.read_bytes(), np.uint8).copy()
   data[1000] ^= 1
   file.write_bytes(data.tobytes())
   result = run(f"--workdir={damaged}", "--prompt=x")
-  assert result.returncode == 1 and "is damaged" in result.stderr and "Traceback" not in result.stderr
+  assert (
+    result.returncode == 1
+    and "is damaged" in result.stderr
+    and "Traceback" not in result.stderr
+  )

@@ -35,34 +35,59 @@ kernel:
 
 def test_a_step_is_the_shortest_way_around_the_innermost_loop():
   [loop] = sass.inner_loops(CODE)
-  assert loop == sass.Loop(
-    instructions=13,  # without the two of the mask, and with a wait that finds its block there
-    tensor_cycles=32 + 32 + 128,
-    exponentials=2,
-    beside=1,
-    global_loads=1,
-    spills=1,
-    serialized=False,
-    schedule="2 N64, N256, wait 1, exp, wait 0, exp",
+  assert (
+    loop
+    == sass.Loop(
+      instructions=13,  # without the two of the mask, and with a wait that finds its block there
+      tensor_cycles=32 + 32 + 128,
+      exponentials=2,
+      beside=1,
+      global_loads=1,
+      spills=1,
+      serialized=False,
+      schedule="2 N64, N256, wait 1, exp, wait 0, exp",
+    )
   )
 
 
 def test_products_that_wait_for_one_another_are_seen():
   lines = CODE.splitlines()
   wait = next(line for line in lines if "DEPBAR.LE gsb0, 0x0" in line)
-  waiting = "\n".join(part for line in lines for part in ([line, wait] if "HGMMA" in line else [line]))
+  waiting = "\n".join(
+    part
+    for line in lines
+    for part in ([line, wait] if "HGMMA" in line else [line])
+  )
   [loop] = sass.inner_loops(waiting)
-  assert loop.serialized and loop.schedule.startswith("N64, wait 0, N64, wait 0, N256, wait 0")
+  assert loop.serialized and loop.schedule.startswith(
+    "N64, wait 0, N64, wait 0, N256, wait 0"
+  )
 
 
 def test_code_without_products_has_no_inner_loops():
-  assert sass.inner_loops("\n".join(line for line in CODE.splitlines() if "HGMMA" not in line)) == []
+  assert (
+    sass.inner_loops(
+      "\n".join(line for line in CODE.splitlines() if "HGMMA" not in line)
+    )
+    == []
+  )
 
 
-@pytest.mark.parametrize(("name", "D", "rate"), [("forward", 128, 712), ("d_kv", 128, 712)])
-def test_kernels_bound_by_the_tensor_cores_alone_reach_three_quarters_of_the_peak(name, D, rate):
+@pytest.mark.parametrize(
+  ("name", "D", "rate"), [("forward", 128, 712), ("d_kv", 128, 712)]
+)
+def test_kernels_bound_by_the_tensor_cores_alone_reach_three_quarters_of_the_peak(
+  name, D, rate
+):
   loop = sass.Loop(
-    instructions=10, tensor_cycles=2 * D * 4, exponentials=1, beside=1, global_loads=0, spills=0, serialized=False, schedule=""
+    instructions=10,
+    tensor_cycles=2 * D * 4,
+    exponentials=1,
+    beside=1,
+    global_loads=0,
+    spills=0,
+    serialized=False,
+    schedule="",
   )
   most, least = static._cycles(name, [loop, loop])
   assert most == least == 2 * loop.tensor_cycles

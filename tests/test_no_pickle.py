@@ -67,7 +67,15 @@ print("seen:", seen)
 
 @pytest.mark.full
 def test_nothing_is_unpickled_or_executed(tmp_path):
-  result = subprocess.run([sys.executable, "-c", WATCHED, tmp_path], capture_output=True, text=True, timeout=100)
+  result = subprocess.run(
+    [sys.executable, "-c", WATCHED, tmp_path],
+    capture_output=True,
+    text=True,
+    timeout=100,
+  )
   assert result.returncode == 0, result.stderr
   assert result.stdout.splitlines()[-1] == "seen: []"
-  assert result.stderr.count("resuming from step 1") == 2 and "starting from the parameters" in result.stderr
+  assert (
+    result.stderr.count("resuming from step 1") == 2
+    and "starting from the parameters" in result.stderr
+  )

@@ -31,8 +31,21 @@ def config(tmp_path_factory):
   for index in range(40):
     (path / f"{index}.txt").write_text(f"document {index}\n" * 20)
   config = tiny.get_config()
-  config.model.update(num_layers=1, embed_dim=16, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=32, max_length=64)
-  config.data.update(source=f"text:{path}/*.txt", validation_fraction=0.2, length=32, prepared_dir=str(path / "rows"))
+  config.model.update(
+    num_layers=1,
+    embed_dim=16,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    ffn_dim=32,
+    max_length=64,
+  )
+  config.data.update(
+    source=f"text:{path}/*.txt",
+    validation_fraction=0.2,
+    length=32,
+    prepared_dir=str(path / "rows"),
+  )
   config.train.update(steps=2, batch_size=8, sample_tokens=0)
   config.eval.interval = 0
   return config
@@ -42,22 +55,34 @@ def config(tmp_path_factory):
 def workdir(config, tmp_path_factory):
   workdir = tmp_path_factory.mktemp("run")
   trained = diffjax.train(config, workdir)
-  assert trained.name == f"{workdir} at step 2" and trained.config.train.steps == 2
+  assert (
+    trained.name == f"{workdir} at step 2" and trained.config.train.steps == 2
+  )
   return workdir
 
 
 def same(a, b):
-  return all((x == y).all() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+  return all(
+    (x == y).all()
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+  )
 
 
 def test_load_and_sample(workdir):
   trained = diffjax.load(workdir)
   [text] = diffjax.Sampler(trained).generate(["def "], 20)
   assert isinstance(text, str)
-  prompt = [trained.tokenizer.separator, *map(int, trained.tokenizer.encode("def "))]
-  [ids] = diffjax.Sampler(trained.model, trained.params).generate([prompt], 20, stop_ids=[trained.tokenizer.separator])
+  prompt = [
+    trained.tokenizer.separator,
+    *map(int, trained.tokenizer.encode("def ")),
+  ]
+  [ids] = diffjax.Sampler(trained.model, trained.params).generate(
+    [prompt], 20, stop_ids=[trained.tokenizer.separator]
+  )
   assert text == trained.tokenizer.decode(ids)
-  with pytest.raises(ValueError, match="only a sampler made from a trained model"):
+  with pytest.raises(
+    ValueError, match="only a sampler made from a trained model"
+  ):
     diffjax.Sampler(trained.model, trained.params).generate(["def "], 20)
   with pytest.raises(UserError, match="no complete checkpoint of step 1"):
     diffjax.load(workdir, 1)
@@ -69,20 +94,32 @@ def test_generate_is_the_samplers(workdir):
   prompts = ["def ", "document 1\ndocument", ""]
   options = dict(temperature=1.0, top_k=20, top_p=0.9, seed=3)
   texts = diffjax.generate(trained, prompts, 20, **options)
-  assert texts == diffjax.Sampler(trained, batch_size=3).generate(prompts, 20, **options)
+  assert texts == diffjax.Sampler(trained, batch_size=3).generate(
+    prompts, 20, **options
+  )
   assert diffjax.generate(trained, "def ", 20, **options) == texts[:1]
   assert diffjax.generate(trained, []) == []
   many = [f"document {number}\n" for number in range(20)]  # more than one batch
-  assert diffjax.generate(trained, many, 4, temperature=0) == diffjax.Sampler(trained, batch_size=20).generate(many, 4)
-  with pytest.raises(UserError, match="a prompt of 5 tokens and 60 new ones are more than the 64"):
+  assert diffjax.generate(trained, many, 4, temperature=0) == diffjax.Sampler(
+    trained, batch_size=20
+  ).generate(many, 4)
+  with pytest.raises(
+    UserError, match="a prompt of 5 tokens and 60 new ones are more than the 64"
+  ):
     diffjax.generate(trained, ["def "], 60)
-  with pytest.raises(UserError, match="top_p must be above 0 and at most 1; got 2"):
+  with pytest.raises(
+    UserError, match="top_p must be above 0 and at most 1; got 2"
+  ):
     diffjax.generate(trained, ["def "], 20, top_p=2)
 
 
-def test_a_second_call_goes_on_and_nothing_is_left_behind(config, workdir, tmp_path):
+def test_a_second_call_goes_on_and_nothing_is_left_behind(
+  config, workdir, tmp_path
+):
   """Neither signal handlers nor the workdir's lock, after success and after a refusal."""
-  handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+  handlers = [
+    signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)
+  ]
   trained = diffjax.train(config, tmp_path)
   longer = config.copy_and_resolve_references()
   longer.train.steps = 3
@@ -90,19 +127,28 @@ def test_a_second_call_goes_on_and_nothing_is_left_behind(config, workdir, tmp_p
   longer.model.ffn_dim = 48
   with pytest.raises(UserError, match="model.ffn_dim was 32 and is 48"):
     diffjax.train(longer, tmp_path)
-  assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+  assert [
+    signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)
+  ] == handlers
   assert signal.set_wakeup_fd(-1) == -1
   check = "import sys; from diffjax.training.lock import lock\nwith lock(sys.argv[1]): pass"
   subprocess.run([sys.executable, "-c", check, tmp_path], check=True)
-  assert same(trained.params, diffjax.load(workdir).params), "the same run again"
+  assert same(trained.params, diffjax.load(workdir).params), (
+    "the same run again"
+  )
 
 
 def test_in_another_thread(config, workdir, tmp_path):
-  found, handlers = [], [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+  found, handlers = (
+    [],
+    [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)],
+  )
 
   def work():
     found.append(diffjax.train(from_config_dict(config), str(tmp_path)))
-    found.append([signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)])
+    found.append(
+      [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    )
 
   thread = threading.Thread(target=work)
   thread.start()
@@ -112,53 +158,99 @@ def test_in_another_thread(config, workdir, tmp_path):
 
 
 def test_configs_are_checked(config, tmp_path):
-  with pytest.raises(UserError, match="config.train.batch_size = 0: must be at least 1"):
-    diffjax.train(Config(train=Config().train.__class__(batch_size=0)), tmp_path)
-  with pytest.raises(UserError, match="config.modle is not a config field: did you mean model"):
+  with pytest.raises(
+    UserError, match="config.train.batch_size = 0: must be at least 1"
+  ):
+    diffjax.train(
+      Config(train=Config().train.__class__(batch_size=0)), tmp_path
+    )
+  with pytest.raises(
+    UserError, match="config.modle is not a config field: did you mean model"
+  ):
     diffjax.train(config.to_dict() | {"modle": {}}, tmp_path)
   assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["train", "generate"])
-def test_the_module_of_a_command_does_not_replace_the_function_of_its_name(name):
+def test_the_module_of_a_command_does_not_replace_the_function_of_its_name(
+  name,
+):
   function = getattr(diffjax, name)
   try:
     with own_flags():
       module = importlib.import_module(f"diffjax.{name}")
     assert isinstance(module, types.ModuleType) and callable(module.main)
-    assert getattr(diffjax, name) is function is getattr(importlib.import_module("diffjax"), name)
+    assert (
+      getattr(diffjax, name)
+      is function
+      is getattr(importlib.import_module("diffjax"), name)
+    )
   finally:
     sys.modules.pop(f"diffjax.{name}", None)
 
 
 def test_the_package_shows_what_a_notebook_needs():
-  assert set(diffjax.__all__) == {"DiffAttention", "Sampler", "diff_attention", "generate", "load", "train", "__version__"}
+  assert set(diffjax.__all__) == {
+    "DiffAttention",
+    "Sampler",
+    "diff_attention",
+    "generate",
+    "load",
+    "train",
+    "__version__",
+  }
   assert {*diffjax.__all__} <= {*dir(diffjax)}
   for name in diffjax.__all__:
     assert getattr(diffjax, name).__doc__, name
     assert f"`{name}`" in diffjax.__doc__ or name == "__version__", name
-  with pytest.raises(AttributeError, match="module 'diffjax' has no attribute 'trian'"):
+  with pytest.raises(
+    AttributeError, match="module 'diffjax' has no attribute 'trian'"
+  ):
     _ = diffjax.trian
 
 
 def test_one_version():
   """The package's own is what pyproject.toml, CITATION.cff and CHANGELOG.md give."""
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-  assert project["project"]["dynamic"] == ["version"] and "version" not in project["project"]
-  assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "diffjax.__version__"}
-  assert re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1] == diffjax.__version__
-  assert re.search(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == diffjax.__version__
+  assert (
+    project["project"]["dynamic"] == ["version"]
+    and "version" not in project["project"]
+  )
+  assert project["tool"]["setuptools"]["dynamic"]["version"] == {
+    "attr": "diffjax.__version__"
+  }
+  assert (
+    re.search(
+      r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE
+    )[1]
+    == diffjax.__version__
+  )
+  assert (
+    re.search(
+      r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )[1]
+    == diffjax.__version__
+  )
 
 
 def test_importing_the_package_imports_nothing_else():
   code = "import json, sys, types, typing; before = {*sys.modules}; import diffjax; print(json.dumps(sorted({*sys.modules} - before)))"
-  found = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+  found = json.loads(
+    subprocess.run(
+      [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+  )
   assert {*found} <= {"diffjax", "__future__"}
 
 
 def test_a_lock_held_elsewhere_is_respected(config, tmp_path):
   code = "import sys; from diffjax.training.lock import lock\nwith lock(sys.argv[1]): print(flush=True); input()"
-  holder = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+  holder = subprocess.Popen(
+    [sys.executable, "-c", code, tmp_path],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+  )
   holder.stdout.readline()
   with pytest.raises(UserError, match="is in use by process"):
     diffjax.train(config, tmp_path)
@@ -170,17 +262,34 @@ def test_a_lock_held_elsewhere_is_respected(config, tmp_path):
 def shown(cell):
   """How many pictures a cell's output has, and what it prints."""
   outputs = cell.get("outputs", [])
-  printed = "".join("".join(output["text"]) for output in outputs if output.get("name") == "stdout")
-  return sum("image/png" in output.get("data", {}) for output in outputs), printed
+  printed = "".join(
+    "".join(output["text"])
+    for output in outputs
+    if output.get("name") == "stdout"
+  )
+  return sum(
+    "image/png" in output.get("data", {}) for output in outputs
+  ), printed
 
 
 def check_outputs(cells):
   """Cells ran in order and without an error; and what the notebook says of its maps holds."""
   code = [cell for cell in cells if cell["cell_type"] == "code"]
-  assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)]
-  assert not [output for cell in code for output in cell["outputs"] if output["output_type"] == "error"]
-  [printed] = [text for cell in code if "% of the weight" in (text := shown(cell)[1])]
-  map_1, map_2, difference = map(float, re.findall(r"([\d.]+)% of the weight", printed))
+  assert [cell["execution_count"] for cell in code] == [
+    *range(1, len(code) + 1)
+  ]
+  assert not [
+    output
+    for cell in code
+    for output in cell["outputs"]
+    if output["output_type"] == "error"
+  ]
+  [printed] = [
+    text for cell in code if "% of the weight" in (text := shown(cell)[1])
+  ]
+  map_1, map_2, difference = map(
+    float, re.findall(r"([\d.]+)% of the weight", printed)
+  )
   assert difference > map_1 > map_2
 
 
@@ -190,9 +299,21 @@ def test_the_committed_notebook_was_executed_and_names_no_machine():
   cells = json.loads(text)["cells"]
   check_outputs(cells)
   texts = [cell["source"] for cell in cells]
-  for output in (output for cell in cells for output in cell.get("outputs", [])):
-    texts += [output.get("text", ""), *(value for kind, value in output.get("data", {}).items() if kind != "image/png")]
-  found = re.search(r"/(home|root|tmp|work|Users|usr|opt)/|\\\\Users|preparing", json.dumps(texts))
+  for output in (
+    output for cell in cells for output in cell.get("outputs", [])
+  ):
+    texts += [
+      output.get("text", ""),
+      *(
+        value
+        for kind, value in output.get("data", {}).items()
+        if kind != "image/png"
+      ),
+    ]
+  found = re.search(
+    r"/(home|root|tmp|work|Users|usr|opt)/|\\\\Users|preparing",
+    json.dumps(texts),
+  )
   assert not found, f"execute it where the rows are prepared: it says {found}"
   assert plots.style("diff").color in text
 
@@ -204,8 +325,19 @@ def test_the_notebook_runs_from_nothing(optimised, tmp_path):
   import nbformat
 
   notebook = nbformat.read(NOTEBOOK, as_version=4)
-  before = [(pictures, bool(printed)) for pictures, printed in map(shown, notebook.cells)]
-  nbclient.NotebookClient(notebook, timeout=600, startup_timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+  before = [
+    (pictures, bool(printed))
+    for pictures, printed in map(shown, notebook.cells)
+  ]
+  nbclient.NotebookClient(
+    notebook,
+    timeout=600,
+    startup_timeout=300,
+    resources={"metadata": {"path": str(tmp_path)}},
+  ).execute()
   check_outputs(notebook.cells)
-  assert [(pictures, bool(printed)) for pictures, printed in map(shown, notebook.cells)] == before
+  assert [
+    (pictures, bool(printed))
+    for pictures, printed in map(shown, notebook.cells)
+  ] == before
   assert (tmp_path / "runs/notebook/loss.png").exists()

@@ -10,13 +10,28 @@ import pytest
 from tests.conftest import ROOT
 
 # Files of diffjax/ itself that every room but ops may import. They import none but each other. All other files there are commands.
-BASE = {"absent_tpu", "config", "config_file", "int8", "parameters", "progress", "signals", "styles", "user_cache", "workers"}
+BASE = {
+  "absent_tpu",
+  "config",
+  "config_file",
+  "int8",
+  "parameters",
+  "progress",
+  "signals",
+  "styles",
+  "user_cache",
+  "workers",
+}
 # The rooms, and which others each may import.
 _BELOW_TRAINING = {"base", "ops", "model", "data", "parallel"}
 TABLE = {
   "base": set(),
   "ops": set(),
-  "model": {"base", "ops", "parallel"},  # parallel.product: the matrix product whose parameter a mesh may have split
+  "model": {
+    "base",
+    "ops",
+    "parallel",
+  },  # parallel.product: the matrix product whose parameter a mesh may have split
   "data": {"base", "ops"},
   "parallel": {"base", "ops"},
   "training": _BELOW_TRAINING,
@@ -35,7 +50,9 @@ def name_of(path: pathlib.Path) -> str:
   return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-FILES = {name_of(path): path for path in sorted((ROOT / "diffjax").rglob("*.py"))}
+FILES = {
+  name_of(path): path for path in sorted((ROOT / "diffjax").rglob("*.py"))
+}
 PACKAGES = {name for name, path in FILES.items() if path.name == "__init__.py"}
 
 
@@ -50,7 +67,12 @@ def imports(name: str) -> set[str]:
       found |= {alias.name for alias in node.names}
     elif isinstance(node, ast.ImportFrom):
       assert not node.level, f"{name}: imports are absolute"
-      found |= {whole if (whole := f"{node.module}.{alias.name}") in FILES else node.module for alias in node.names}
+      found |= {
+        whole
+        if (whole := f"{node.module}.{alias.name}") in FILES
+        else node.module
+        for alias in node.names
+      }
   return found
 
 
@@ -59,16 +81,27 @@ def room_of(name: str) -> str:
   if name == "diffjax":
     return "commands"
   first = name.split(".")[1]
-  return first if f"diffjax.{first}" in PACKAGES else "base" if first in BASE else "commands"
+  return (
+    first
+    if f"diffjax.{first}" in PACKAGES
+    else "base"
+    if first in BASE
+    else "commands"
+  )
 
 
 IMPORTS = {name: imports(name) for name in FILES}
-OURS = {name: {other for other in found if other in FILES} for name, found in IMPORTS.items()}
+OURS = {
+  name: {other for other in found if other in FILES}
+  for name, found in IMPORTS.items()
+}
 
 
 @pytest.mark.parametrize("room", sorted({room_of(name) for name in FILES}))
 def test_a_room_imports_what_the_table_allows(room):
-  assert room in TABLE, f"diffjax/{room} is not in the table of {pathlib.Path(__file__).name}"
+  assert room in TABLE, (
+    f"diffjax/{room} is not in the table of {pathlib.Path(__file__).name}"
+  )
   wrong = [
     f"{name} imports {other}, of {room_of(other)}"
     for name, found in OURS.items()
@@ -94,7 +127,9 @@ def test_operations_need_no_other_library():
     f"{name} imports {other}"
     for name, found in IMPORTS.items()
     for other in sorted(found)
-    if room_of(name) == "ops" and other.split(".")[0] not in OPS_LIBRARIES | {"diffjax"} | sys.stdlib_module_names
+    if room_of(name) == "ops"
+    and other.split(".")[0]
+    not in OPS_LIBRARIES | {"diffjax"} | sys.stdlib_module_names
   ]
   assert not wrong, "\n".join(wrong)
 
@@ -102,5 +137,10 @@ def test_operations_need_no_other_library():
 def test_the_package_does_not_import_what_uses_it():
   users = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"diffjax"}
   assert {"experiments", "benchmarks", "tests"} <= users
-  wrong = [f"{name} imports {other}" for name, found in IMPORTS.items() for other in sorted(found) if other.split(".")[0] in users]
+  wrong = [
+    f"{name} imports {other}"
+    for name, found in IMPORTS.items()
+    for other in sorted(found)
+    if other.split(".")[0] in users
+  ]
   assert not wrong, "\n".join(wrong)

@@ -14,7 +14,10 @@ from diffjax.workers import starting_workers
 from tests.conftest import ROOT
 from tests.tiers import full
 
-COMMANDS = ["train", *full(["aot", "checkpoints", "convert", "evaluate", "generate", "prepare"])]
+COMMANDS = [
+  "train",
+  *full(["aot", "checkpoints", "convert", "evaluate", "generate", "prepare"]),
+]
 READY = "from diffjax import signals; signals.end_at_ctrl_c(); print('ready', flush=True); "
 
 
@@ -26,7 +29,11 @@ def started():
   def start(*arguments):
     environment = os.environ | {"PYTHONUNBUFFERED": ""}  # as users have it
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    processes.append(subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment, **pipes))
+    processes.append(
+      subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, **pipes
+      )
+    )
     return processes[-1]
 
   yield start
@@ -39,7 +46,9 @@ def started():
 def test_ctrl_c_while_a_command_imports(started, name):
   """From its first line on; the second thread is the one that hears it."""
   process = started("-m", f"diffjax.{name}", "--help")
-  while len(os.listdir(f"/proc/{process.pid}/task")) < 2 and process.poll() is None:
+  while (
+    len(os.listdir(f"/proc/{process.pid}/task")) < 2 and process.poll() is None
+  ):
     time.sleep(0.001)
   process.send_signal(signal.SIGINT)
   _, errors = process.communicate(timeout=60)
@@ -53,7 +62,11 @@ def test_importing_the_package_leaves_ctrl_c_alone(started):
     import diffjax
     print(signal.getsignal(signal.SIGINT) == before, threading.active_count())"""
   process = started("-c", code)
-  assert (*process.communicate(timeout=60), process.returncode) == ("True 1\n", "", 0)
+  assert (*process.communicate(timeout=60), process.returncode) == (
+    "True 1\n",
+    "",
+    0,
+  )
 
 
 @pytest.mark.parametrize(
@@ -104,20 +117,45 @@ print("stops" if interrupted() else "goes on")
 @pytest.mark.parametrize(
   "arguments, code, out, errors",
   [
-    ("SIGINT command", 130, "", "error: interrupted\n"),  # there is nothing to save
+    (
+      "SIGINT command",
+      130,
+      "",
+      "error: interrupted\n",
+    ),  # there is nothing to save
     ("SIGHUP command", 129, "", "error: ended by SIGHUP\n"),
-    ("SIGHUP command started", 0, "stops\n", "diffjax: SIGHUP: saving after this step (once more to stop at once)\n"),
-    ("SIGINT notebook", 0, "stops\n", "diffjax: SIGINT: saving after this step (once more to stop at once)\n"),
+    (
+      "SIGHUP command started",
+      0,
+      "stops\n",
+      "diffjax: SIGHUP: saving after this step (once more to stop at once)\n",
+    ),
+    (
+      "SIGINT notebook",
+      0,
+      "stops\n",
+      "diffjax: SIGINT: saving after this step (once more to stop at once)\n",
+    ),
   ],
 )
-def test_a_run_saves_what_there_is_to_save(started, arguments, code, out, errors):
+def test_a_run_saves_what_there_is_to_save(
+  started, arguments, code, out, errors
+):
   process = started("-c", RUN, *arguments.split())
-  assert (*process.communicate(timeout=60), process.returncode) == (out, errors, code)
+  assert (*process.communicate(timeout=60), process.returncode) == (
+    out,
+    errors,
+    code,
+  )
 
 
 def test_nohup_is_respected(started):
   process = started("-c", RUN, "SIGHUP", "started", "nohup")
-  assert (*process.communicate(timeout=60), process.returncode) == ("goes on\n", "", 0)
+  assert (*process.communicate(timeout=60), process.returncode) == (
+    "goes on\n",
+    "",
+    0,
+  )
 
 
 def mask(queue):
@@ -125,12 +163,18 @@ def mask(queue):
 
 
 def test_workers_are_born_deaf_to_ctrl_c():
-  context, before = multiprocessing.get_context("spawn"), signal.pthread_sigmask(signal.SIG_BLOCK, [])
+  context, before = (
+    multiprocessing.get_context("spawn"),
+    signal.pthread_sigmask(signal.SIG_BLOCK, []),
+  )
   with starting_workers():
     queue = context.SimpleQueue()
     worker = context.Process(target=mask, args=(queue,))
     worker.start()
-  assert signal.SIGINT in queue.get() and signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+  assert (
+    signal.SIGINT in queue.get()
+    and signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+  )
   worker.join()
 
 
@@ -148,7 +192,9 @@ pathlib.Path(sys.argv[2]).touch()
 """
 
 
-@pytest.mark.parametrize("closed", [("stdout",), ("stderr",), ("stdout", "stderr")], ids=str)
+@pytest.mark.parametrize(
+  "closed", [("stdout",), ("stderr",), ("stdout", "stderr")], ids=str
+)
 def test_a_closed_pipe_ends_nothing(started, tmp_path, closed):
   process = started("-c", OUTPUT, tmp_path / "closed", tmp_path / "ended")
   process.stdout.readline()
@@ -158,15 +204,30 @@ def test_a_closed_pipe_ends_nothing(started, tmp_path, closed):
   assert process.wait(timeout=60) == 0 and (tmp_path / "ended").exists()
   if closed == ("stdout",):
     lines = process.stderr.read().splitlines()
-    assert "cannot write to standard output (Broken pipe); training goes on" in lines[0] and lines[1:] == [f"warning {n}" for n in range(3)]
+    assert (
+      "cannot write to standard output (Broken pipe); training goes on"
+      in lines[0]
+      and lines[1:] == [f"warning {n}" for n in range(3)]
+    )
   if closed == ("stderr",):
-    assert "cannot write to standard error (Broken pipe); training goes on" in process.stdout.read()
+    assert (
+      "cannot write to standard error (Broken pipe); training goes on"
+      in process.stdout.read()
+    )
 
 
 def test_a_full_disk_under_the_output_ends_nothing(tmp_path):
   (tmp_path / "closed").touch()
   with open("/dev/full", "w") as full_disk:
     process = subprocess.run(
-      [sys.executable, "-c", OUTPUT, tmp_path / "closed", tmp_path / "ended"], cwd=ROOT, stdout=full_disk, stderr=subprocess.PIPE, text=True
+      [sys.executable, "-c", OUTPUT, tmp_path / "closed", tmp_path / "ended"],
+      cwd=ROOT,
+      stdout=full_disk,
+      stderr=subprocess.PIPE,
+      text=True,
     )
-  assert process.returncode == 0 and pathlib.Path(tmp_path / "ended").exists() and "No space left on device" in process.stderr
+  assert (
+    process.returncode == 0
+    and pathlib.Path(tmp_path / "ended").exists()
+    and "No space left on device" in process.stderr
+  )

@@ -22,7 +22,11 @@ from benchmarks.gpu import clock, inputs
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.diff_attention.two_call import stock_attention
 
-MULTIPLY_ADDS = {"v1": (6, 10), "v2": (4, 8), "plain": (2, 5)}  # in D, of one head, forward and backward
+MULTIPLY_ADDS = {
+  "v1": (6, 10),
+  "v2": (4, 8),
+  "plain": (2, 5),
+}  # in D, of one head, forward and backward
 SETS = 3  # of inputs
 OURS = {"fused": "pallas_gpu", "two_call": "two_call", "chunked": "chunked"}
 
@@ -32,15 +36,27 @@ def names(kind: str, packed: bool, every: bool) -> tuple[str, ...]:
   compared = ("fused", "two_call", *(() if packed else ("tokamax",)))
   if not every:
     return compared
-  cudnn = () if packed else {"v1": ("cudnn", "cudnn halved"), "v2": ("cudnn",), "plain": ()}[kind]
-  return (*compared, *(() if kind == "plain" else ("chunked",)), *cudnn, *(("tokamax",) if packed else ()))
+  cudnn = (
+    ()
+    if packed
+    else {"v1": ("cudnn", "cudnn halved"), "v2": ("cudnn",), "plain": ()}[kind]
+  )
+  return (
+    *compared,
+    *(() if kind == "plain" else ("chunked",)),
+    *cudnn,
+    *(("tokamax",) if packed else ()),
+  )
 
 
 def prepare(case: dict[str, Any]) -> Callable[[], dict[str, Any]]:
   """Compiles forward, and forward + backward."""
   if case["name"] == "tokamax" and (why := import_tokamax()):
     return lambda: {"absent": why}
-  given = lambda: (inputs.segments(case) if case["packed"] else None, *_given(case))
+  given = lambda: (
+    inputs.segments(case) if case["packed"] else None,
+    *_given(case),
+  )
 
   def forward(ids, _, *arrays):
     return program(case, ids)(*arrays)
@@ -49,7 +65,10 @@ def prepare(case: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     return inputs.with_gradients(program(case, ids))(d_out, *arrays)
 
   shapes = jax.eval_shape(given)
-  compiled = {function.__name__: jax.jit(function).lower(*shapes).compile() for function in (forward, both)}
+  compiled = {
+    function.__name__: jax.jit(function).lower(*shapes).compile()
+    for function in (forward, both)
+  }
 
   def run() -> dict[str, Any]:
     sets = [given() for _ in range(SETS)]
@@ -61,7 +80,9 @@ def prepare(case: dict[str, Any]) -> Callable[[], dict[str, Any]]:
         row["kernels_ms"] = kernels
     if not case["packed"]:
       pairs = case["B"] * case["H"] * case["T"] * (case["T"] + 1) / 2
-      forward, backward = (2 * n * case["D"] * pairs for n in MULTIPLY_ADDS[case["kind"]])
+      forward, backward = (
+        2 * n * case["D"] * pairs for n in MULTIPLY_ADDS[case["kind"]]
+      )
       row["forward_tflops"] = round(forward / row["forward_ms"] / 1e9, 1)
       if (less := row["both_ms"] - row["forward_ms"]) > 0:
         row["backward_tflops"] = round(backward / less / 1e9, 1)
@@ -74,11 +95,18 @@ def program(case: dict[str, Any], ids: jax.Array | None):
   """The function that is timed, of what `_given` gives but the first."""
   kind, name, scale = case["kind"], case["name"], case["D"] ** -0.5
   if name in OURS:
-    return functools.partial(diff_attention, q_segment_ids=ids, implementation=OURS[name])
+    return functools.partial(
+      diff_attention, q_segment_ids=ids, implementation=OURS[name]
+    )
   if name == "tokamax":
     one = functools.partial(_tokamax, ids=ids, scale=scale)
   else:
-    one = functools.partial(stock_attention, causal=True, scale=scale, parts=2 if name == "cudnn halved" else 1)
+    one = functools.partial(
+      stock_attention,
+      causal=True,
+      scale=scale,
+      parts=2 if name == "cudnn halved" else 1,
+    )
   if kind == "plain":
     return lambda q, k, v: one(q, k, v)
 
@@ -97,12 +125,24 @@ def _given(case: dict[str, Any]) -> tuple[jax.Array, ...]:
     return d_out, *arrays
   if case["kind"] == "plain":
     return d_out, q[:, :, :, 0], k[:, :, :, 0], v
-  return d_out, q[:, :, :, 0], q[:, :, :, 1], k[:, :, :, 0], k[:, :, :, -1], v, *lam
+  return (
+    d_out,
+    q[:, :, :, 0],
+    q[:, :, :, 1],
+    k[:, :, :, 0],
+    k[:, :, :, -1],
+    v,
+    *lam,
+  )
 
 
 def _tokamax(q, k, v, *, ids: jax.Array | None, scale: float):
   """One map of tokamax's attention."""
   import tokamax
 
-  mask = None if ids is None else (ids[:, None, :, None] == ids[:, None, None, :])
-  return tokamax.dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=True, implementation="mosaic_gpu")
+  mask = (
+    None if ids is None else (ids[:, None, :, None] == ids[:, None, None, :])
+  )
+  return tokamax.dot_product_attention(
+    q, k, v, mask=mask, scale=scale, is_causal=True, implementation="mosaic_gpu"
+  )

@@ -17,7 +17,10 @@ import numpy as np
 from benchmarks.gpu import inputs
 from diffjax.ops.diff_attention import diff_attention
 
-TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3}  # bfloat16 weights and outputs are 2⁻⁹ apart
+TOLERANCE = {
+  "bfloat16": 1e-2,
+  "float16": 2e-3,
+}  # bfloat16 weights and outputs are 2⁻⁹ apart
 NAMES = ("out", "d_q", "d_k", "d_v", "d_lam")
 OPTIONS = ("causal", "window", "scale", "q_offset")
 
@@ -33,14 +36,29 @@ def prepare(case: dict[str, Any]) -> Callable[[], dict[str, Any]]:
   ours = jax.jit(ours).lower(*given).compile()
 
   def run() -> dict[str, Any]:
-    made = lambda program, x: jax.device_get(jax.tree.leaves(program(*x)))  # waits, so that an error is the kernel's own
-    actual, again, expected = made(ours, given), made(ours, given), made(theirs, exact)
-    errors = relative_errors(actual, expected, [0.0] if case.get("decode") else floors(*given[:4]))
+    made = lambda program, x: jax.device_get(
+      jax.tree.leaves(program(*x))
+    )  # waits, so that an error is the kernel's own
+    actual, again, expected = (
+      made(ours, given),
+      made(ours, given),
+      made(theirs, exact),
+    )
+    errors = relative_errors(
+      actual, expected, [0.0] if case.get("decode") else floors(*given[:4])
+    )
     # The kernels add in a fixed order: an output that moves is a race
-    moves = not all(a.tobytes() == b.tobytes() for a, b in zip(actual, again, strict=True))
+    moves = not all(
+      a.tobytes() == b.tobytes() for a, b in zip(actual, again, strict=True)
+    )
     return {
-      "right": not moves and all(error <= TOLERANCE[case.get("dtype", "bfloat16")] for error in errors),  # False where NaN
-      "errors": dict(zip(NAMES, (float(f"{error:.2e}") for error in errors), strict=False)),
+      "right": not moves
+      and all(
+        error <= TOLERANCE[case.get("dtype", "bfloat16")] for error in errors
+      ),  # False where NaN
+      "errors": dict(
+        zip(NAMES, (float(f"{error:.2e}") for error in errors), strict=False)
+      ),
       **({"moves": True} if moves else {}),
     }
 
@@ -60,7 +78,9 @@ def programs(case: dict[str, Any]):
       options["q_offset"] = jnp.asarray(options["q_offset"], jnp.int32)
     if case.get("segments"):
       options["q_segment_ids"] = inputs.segments(case)
-    of = lambda name: inputs.with_gradients(lambda *a: diff_attention(*a, **options, implementation=name))
+    of = lambda name: inputs.with_gradients(
+      lambda *a: diff_attention(*a, **options, implementation=name)
+    )
     given = inputs.gradient(arrays), *arrays
     ours, theirs = of("pallas_gpu"), of("reference")
     exact = tuple(x.astype(jnp.float32) for x in given)
@@ -77,7 +97,9 @@ def exactly(function):
   return traced
 
 
-def floors(d_out: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> list[float]:
+def floors(
+  d_out: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
+) -> list[float]:
   """The least divisor of each error, of the output and the gradients.
 
   dQ is a sum over keys of weight·(dO·v − dO·out)·k·scale. With weights of 1/S its two halves have norms of about ‖dO‖·rms(v)·rms(k)/√S
@@ -90,8 +112,13 @@ def floors(d_out: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> list[f
 
 def relative_errors(actual, expected, floors) -> list[float]:
   """The norm of each difference over the norm of what is expected, or over the floor if that is more."""
-  difference = lambda a, e: norm(np.asarray(a, np.float64) - np.asarray(e, np.float64))
-  return [difference(a, e) / max(norm(e), floor, 1e-30) for a, e, floor in zip(actual, expected, floors, strict=False)]
+  difference = lambda a, e: norm(
+    np.asarray(a, np.float64) - np.asarray(e, np.float64)
+  )
+  return [
+    difference(a, e) / max(norm(e), floor, 1e-30)
+    for a, e, floor in zip(actual, expected, floors, strict=False)
+  ]
 
 
 def norm(x: jax.Array | np.ndarray) -> float:

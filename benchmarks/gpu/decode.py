@@ -16,13 +16,26 @@ SETS = 3
 
 def prepare(case: dict[str, Any]) -> Callable[[], dict[str, Any]]:
   given = lambda: inputs.decoding(case)
-  compiled = jax.jit(inputs.decoder(case["name"])).lower(*jax.eval_shape(given)).compile()
+  compiled = (
+    jax.jit(inputs.decoder(case["name"]))
+    .lower(*jax.eval_shape(given))
+    .compile()
+  )
 
   def run() -> dict[str, Any]:
     sets = [given() for _ in range(SETS)]
     _, k, v, *_ = sets[0]
-    seen = statistics.median(int(jnp.sum(x[-1])) for x in sets) * k.shape[1] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
+    seen = (
+      statistics.median(int(jnp.sum(x[-1])) for x in sets)
+      * k.shape[1]
+      * (k.shape[3] + v.shape[3])
+      * k.dtype.itemsize
+    )
     taken, how, _ = clock.milliseconds(compiled, sets)
-    return {"ms": float(f"{taken:.5g}"), "clock": how, "gigabytes_per_second": round(seen / taken / 1e6)}
+    return {
+      "ms": float(f"{taken:.5g}"),
+      "clock": how,
+      "gigabytes_per_second": round(seen / taken / 1e6),
+    }
 
   return run

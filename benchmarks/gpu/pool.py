@@ -29,7 +29,11 @@ class Lost(Exception):
 
   def __init__(self, how: str, seconds: float, said: str):
     super().__init__(how)
-    self.result = {"lost": how, "seconds": round(seconds, 1), "stderr": said[-1500:]}
+    self.result = {
+      "lost": how,
+      "seconds": round(seconds, 1),
+      "stderr": said[-1500:],
+    }
 
 
 class Worker:
@@ -40,12 +44,19 @@ class Worker:
     environment: variables beside this process's own.
   """
 
-  def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None):
+  def __init__(
+    self, command: Sequence[str], environment: Mapping[str, str] | None = None
+  ):
     self._stderr = tempfile.TemporaryFile()
     self._process = subprocess.Popen(
-      command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, cwd=ROOT, env={**os.environ, **(environment or {})},
+      command,
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=self._stderr,
+      cwd=ROOT,
+      env={**os.environ, **(environment or {})},
       start_new_session=True,
-    )  # fmt: skip
+    )
     self._buffer, self._ended = b"", False
 
   def send(self, message: Any) -> None:
@@ -68,8 +79,12 @@ class Worker:
     start = time.monotonic()
     while b"\n" not in self._buffer:
       left = start + seconds - time.monotonic()
-      readable = left > 0 and select.select([self._process.stdout], [], [], left)[0]
-      part = os.read(self._process.stdout.fileno(), 1 << 16) if readable else b""
+      readable = (
+        left > 0 and select.select([self._process.stdout], [], [], left)[0]
+      )
+      part = (
+        os.read(self._process.stdout.fileno(), 1 << 16) if readable else b""
+      )
       if not part:
         how = late if not readable else f"crash, {self._exit()}"
         self.end()
@@ -96,7 +111,9 @@ class Worker:
     self._ended = True
     with contextlib.suppress(ProcessLookupError):
       os.killpg(self._process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # a kernel that runs for ever can hold its process for a while
+    with contextlib.suppress(
+      subprocess.TimeoutExpired
+    ):  # a kernel that runs for ever can hold its process for a while
       self._process.wait(10)
     for pipe in (self._process.stdin, self._process.stdout):
       with contextlib.suppress(BrokenPipeError):
@@ -105,15 +122,31 @@ class Worker:
 
 def start(memory: float, rehearse: bool) -> Worker:
   """A worker that shares the GPU with others: it takes memory as it needs it, and at most this fraction of it."""
-  environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{memory:.3f}"}
+  environment = {
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{memory:.3f}",
+  }
   if rehearse:
     # The kernels' interpreter blocks a thread of JAX's a warpgroup, and JAX makes NPROC: with two of them it hangs
     environment |= {"JAX_PLATFORMS": "cpu", "NPROC": "8"}
-  return Worker([sys.executable, "-m", "benchmarks.gpu.worker", *(["--rehearse"] if rehearse else [])], environment)
+  return Worker(
+    [
+      sys.executable,
+      "-m",
+      "benchmarks.gpu.worker",
+      *(["--rehearse"] if rehearse else []),
+    ],
+    environment,
+  )
 
 
 def run_beside(
-  cases: Sequence[Case], start: Callable[[], Worker], processes: int, limits: tuple[float, float], deadline: float, record: Record
+  cases: Sequence[Case],
+  start: Callable[[], Worker],
+  processes: int,
+  limits: tuple[float, float],
+  deadline: float,
+  record: Record,
 ) -> None:
   """Runs cases in several processes at once, each of which takes the next case when it has done one.
 
@@ -153,11 +186,19 @@ def run_beside(
       worker.end()
 
   with concurrent.futures.ThreadPoolExecutor(processes) as pool:
-    for future in [pool.submit(work) for _ in range(min(processes, len(cases)))]:
+    for future in [
+      pool.submit(work) for _ in range(min(processes, len(cases)))
+    ]:
       future.result()
 
 
-def _run(worker: Worker, limits: tuple[float, float], deadline: float, case: Case, fresh: bool) -> dict[str, Any] | None:
+def _run(
+  worker: Worker,
+  limits: tuple[float, float],
+  deadline: float,
+  case: Case,
+  fresh: bool,
+) -> dict[str, Any] | None:
   """A case's result; None if the deadline cut it off."""
   begun = time.monotonic()
   try:
@@ -170,7 +211,10 @@ def _run(worker: Worker, limits: tuple[float, float], deadline: float, case: Cas
       return answer
     compiled = time.monotonic()
     worker.send("go")
-    return {**worker.receive(min(limits[1], deadline - compiled)), "compile_seconds": round(compiled - begun, 1)}
+    return {
+      **worker.receive(min(limits[1], deadline - compiled)),
+      "compile_seconds": round(compiled - begun, 1),
+    }
   except Lost as lost:
     return lost.result if time.monotonic() < deadline else None
 
@@ -201,7 +245,9 @@ def run_in_turn(
       worker.receive(min(START, deadline - begun), "not started")
       begun = time.monotonic()
       worker.send(case)
-      return worker.receive(min(limits[0], deadline - begun), "not compiled"), time.monotonic() - begun
+      return worker.receive(
+        min(limits[0], deadline - begun), "not compiled"
+      ), time.monotonic() - begun
     except Lost as lost:
       return lost.result, time.monotonic() - begun
 
@@ -217,7 +263,10 @@ def run_in_turn(
           begin()
           worker.send("go")
           try:
-            result = {**worker.receive(min(limits[1], deadline - time.monotonic())), "compile_seconds": round(seconds, 1)}
+            result = {
+              **worker.receive(min(limits[1], deadline - time.monotonic())),
+              "compile_seconds": round(seconds, 1),
+            }
           except Lost as lost:
             result = lost.result
         worker.end()

@@ -23,7 +23,16 @@ from typing import Any
 
 from diffjax.ops.diff_attention.gpu.assembler import SAFE, version
 
-PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cuda-nvcc", "nvidia-cudnn-cu13", "flax", "optax", "tokamax")
+PACKAGES = (
+  "jax",
+  "jaxlib",
+  "jax-cuda13-plugin",
+  "nvidia-cuda-nvcc",
+  "nvidia-cudnn-cu13",
+  "flax",
+  "optax",
+  "tokamax",
+)
 H100 = """
 gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
   shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
@@ -46,14 +55,20 @@ def newest(folder: pathlib.Path | None = None) -> pathlib.Path | None:
   """The ptxas of a folder; without one the newest of the packaged ones and of PATH's."""
   if folder is not None:
     return folder / "ptxas"
-  found = [path for place in sys.path for path in pathlib.Path(place or ".").glob("nvidia/*/bin/ptxas")]
+  found = [
+    path
+    for place in sys.path
+    for path in pathlib.Path(place or ".").glob("nvidia/*/bin/ptxas")
+  ]
   found += [pathlib.Path(path)] if (path := shutil.which("ptxas")) else []
   return max(found, key=version, default=None)
 
 
 def put_first(path: pathlib.Path) -> None:
   """Puts the ptxas first on PATH, for this process and those that it starts. Only before anything is compiled."""
-  os.environ["PATH"] = os.pathsep.join([str(path.parent.resolve()), os.environ["PATH"]])
+  os.environ["PATH"] = os.pathsep.join(
+    [str(path.parent.resolve()), os.environ["PATH"]]
+  )
 
 
 def probe() -> dict[str, Any]:
@@ -72,19 +87,27 @@ def probe() -> dict[str, Any]:
       spy.chmod(0o755)
       environment["PATH"] = os.pathsep.join([folder, environment["PATH"]])
     command = [sys.executable, "-m", "benchmarks.gpu.ptxas"]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    process = subprocess.run(
+      command, env=environment, capture_output=True, text=True, timeout=180
+    )
     if process.returncode:
       raise RuntimeError(f"JAX does not start here: {process.stderr[-2000:]}")
     found = json.loads(process.stdout.splitlines()[-1])
     assembled = log.read_text(encoding="utf-8") if log.exists() else ""
   compiled = found.pop("compiled")
-  named = lambda path: {"path": str(path), "version": ".".join(map(str, version(path)))}
+  named = lambda path: {
+    "path": str(path),
+    "version": ".".join(map(str, version(path))),
+  }
   for what, mark in (("mosaic", "mosaic_gpu"), ("fusions", "fusion")):
     if compiled is not True:
       found[what] = {"unknown": compiled}
     elif any(mark in line for line in assembled.splitlines()):
       found[what] = named(first)
-    elif what == "fusions" and (packaged := pathlib.Path(str(found["cuda"])) / "bin/ptxas").exists():
+    elif (
+      what == "fusions"
+      and (packaged := pathlib.Path(str(found["cuda"])) / "bin/ptxas").exists()
+    ):
       found[what] = named(packaged)  # where XLA looks before PATH
     else:
       found[what] = {"unknown": f"not {first}, the first one on PATH"}
@@ -95,7 +118,9 @@ def refusal(found: dict[str, Any]) -> str | None:
   """The reason not to trust kernels of the ptxas that the probe found, if so."""
   mosaic = found["mosaic"]
   if "unknown" in mosaic:
-    return f"it is not known which ptxas assembles the kernels: {mosaic['unknown']}"
+    return (
+      f"it is not known which ptxas assembles the kernels: {mosaic['unknown']}"
+    )
   if tuple(map(int, mosaic["version"].split("."))) < SAFE:
     least = ".".join(map(str, SAFE))
     return f"ptxas {mosaic['version']} ({mosaic['path']}) assembles the kernels, and before {least} it can corrupt their products"
@@ -125,12 +150,20 @@ def _main() -> None:
     "driver": "none",
   }
   if shutil.which("nvidia-smi"):
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    found["driver"] = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout.strip()
+    query = [
+      "nvidia-smi",
+      "--query-gpu=driver_version",
+      "--format=csv,noheader",
+    ]
+    found["driver"] = subprocess.run(
+      query, capture_output=True, text=True, timeout=60
+    ).stdout.strip()
   try:
     _compile(device)
     found["compiled"] = True
-  except Exception as error:  # the caller decides whether it goes on without knowing
+  except (
+    Exception
+  ) as error:  # the caller decides whether it goes on without knowing
     found["compiled"] = f"{type(error).__name__}: {error}"[:500]
   print(json.dumps(found))
 
@@ -152,9 +185,15 @@ def _compile(device) -> None:
   if device.platform == "gpu":
     jax.block_until_ready(program(jnp.zeros(shape.shape)))
     return
-  target = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=H100).devices[0]
+  target = topologies.get_topology_desc(
+    platform="cuda", topology="1x1x1", target_config=H100
+  ).devices[0]
   mesh = jax.sharding.Mesh([target], ("data",))
-  shape = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+  shape = jax.ShapeDtypeStruct(
+    shape.shape,
+    shape.dtype,
+    sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()),
+  )
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     program.lower(shape).compile()
 

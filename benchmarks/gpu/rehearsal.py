@@ -21,9 +21,15 @@ def callbacks_on_the_host() -> Iterator[None]:
 
   def device_put(arguments, device):
     arrays = [np.asarray(x) for x in arguments]
-    return tuple(x.item() if x.ndim == 0 and x.dtype.kind in "iub" else x for x in arrays)
+    return tuple(
+      x.item() if x.ndim == 0 and x.dtype.kind in "iub" else x for x in arrays
+    )
 
-  with mock.patch.object(callback, "api", types.SimpleNamespace(**{**vars(api), "device_put": device_put})):
+  with mock.patch.object(
+    callback,
+    "api",
+    types.SimpleNamespace(**{**vars(api), "device_put": device_put}),
+  ):
     yield
 
 

@@ -12,10 +12,16 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-OPERATION = pathlib.Path(__file__).resolve().parents[2] / "diffjax/ops/diff_attention"
+OPERATION = (
+  pathlib.Path(__file__).resolve().parents[2] / "diffjax/ops/diff_attention"
+)
 
 _NO_KERNELS = ("api.py", "ring.py", "tpu")  # of OPERATION
-OTHERS = ("cudnn", "cudnn halved", "tokamax")  # names of cases that no kernel of ours takes part in
+OTHERS = (
+  "cudnn",
+  "cudnn halved",
+  "tokamax",
+)  # names of cases that no kernel of ours takes part in
 
 Row = dict[str, Any]
 
@@ -33,10 +39,17 @@ def digest(folder: pathlib.Path = OPERATION) -> str:
   Comments and docstrings are no code. What chooses among implementations, and those that no GPU runs, are left out.
   """
   content = hashlib.sha256()
-  for path in sorted(x for x in folder.rglob("*.py") if x.relative_to(folder).parts[0] not in _NO_KERNELS):
+  for path in sorted(
+    x
+    for x in folder.rglob("*.py")
+    if x.relative_to(folder).parts[0] not in _NO_KERNELS
+  ):
     tree = ast.parse(path.read_bytes())
     for node in ast.walk(tree):
-      if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node, clean=False) is not None:
+      if (
+        isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef))
+        and ast.get_docstring(node, clean=False) is not None
+      ):
         del node.body[0]
     content.update(ast.dump(tree).encode())
   return content.hexdigest()[:12]
@@ -44,13 +57,24 @@ def digest(folder: pathlib.Path = OPERATION) -> str:
 
 def _without_paths(environment: dict[str, Any]) -> dict[str, Any]:
   """The environment as the file keeps it, which is committed: where things lie on a machine says nothing to others."""
-  keep = lambda found: {name: x for name, x in found.items() if name not in ("path", "cuda")}
-  return keep({name: keep(x) if isinstance(x, dict) else x for name, x in environment.items()})
+  keep = lambda found: {
+    name: x for name, x in found.items() if name not in ("path", "cuda")
+  }
+  return keep(
+    {
+      name: keep(x) if isinstance(x, dict) else x
+      for name, x in environment.items()
+    }
+  )
 
 
 def _conditions(call: dict[str, Any]) -> tuple[Any, ...]:
   environment = call["environment"]
-  return environment["device"], environment["mosaic"].get("version"), environment["versions"]
+  return (
+    environment["device"],
+    environment["mosaic"].get("version"),
+    environment["versions"],
+  )
 
 
 class Results:
@@ -64,17 +88,31 @@ class Results:
   def __init__(self, path: pathlib.Path, environment: dict[str, Any]):
     self._path, self._lock = path, threading.Lock()
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"calls": [], "rows": []}
+    found = (
+      json.loads(path.read_text(encoding="utf-8"))
+      if path.exists()
+      else {"calls": [], "rows": []}
+    )
     self.calls: list[dict[str, Any]] = found["calls"]
     self.rows: list[Row] = found["rows"]
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    self.calls.append({"date": now, "code": digest(), "environment": _without_paths(environment)})
+    self.calls.append(
+      {
+        "date": now,
+        "code": digest(),
+        "environment": _without_paths(environment),
+      }
+    )
     self._save()
 
   def add(self, case: dict[str, Any], result: dict[str, Any]) -> None:
     """Adds a row, in the place of an earlier one of the same case and device. Threads may call it."""
     with self._lock:
-      self.rows = [row for row in self.rows if row["case"] != case or not self._same_device(row)]
+      self.rows = [
+        row
+        for row in self.rows
+        if row["case"] != case or not self._same_device(row)
+      ]
       self.rows.append({"case": case, "call": len(self.calls) - 1, **result})
       self._save()
 
@@ -88,7 +126,9 @@ class Results:
     now = self.calls[-1]
     for row in self.rows:
       then = self.calls[row["call"]]
-      if _conditions(then) == _conditions(now) and (then["code"] == now["code"] or row["case"].get("name") in OTHERS):
+      if _conditions(then) == _conditions(now) and (
+        then["code"] == now["code"] or row["case"].get("name") in OTHERS
+      ):
         yield row
 
   def _same_device(self, row: Row) -> bool:
@@ -96,5 +136,10 @@ class Results:
     return device(row["call"]) == device(-1)
 
   def _save(self) -> None:
-    lines = lambda entries: ",\n".join(f"  {json.dumps(entry, ensure_ascii=False)}" for entry in entries)
-    write(self._path, f'{{"calls": [\n{lines(self.calls)}\n], "rows": [\n{lines(self.rows)}\n]}}\n')
+    lines = lambda entries: ",\n".join(
+      f"  {json.dumps(entry, ensure_ascii=False)}" for entry in entries
+    )
+    write(
+      self._path,
+      f'{{"calls": [\n{lines(self.calls)}\n], "rows": [\n{lines(self.rows)}\n]}}\n',
+    )

@@ -11,7 +11,9 @@ import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-_LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\d+)\s+)?([A-Z][\w.]*)\s*([^;]*)")
+_LINE = re.compile(
+  r"/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\d+)\s+)?([A-Z][\w.]*)\s*([^;]*)"
+)
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _TARGET = re.compile(r"\((\.L_x_\d+)\)")
 _PRODUCT = re.compile(r"HGMMA\.64x(\d+)x(\d+)")
@@ -28,13 +30,21 @@ class Instruction:
   @property
   def target(self) -> str | None:
     """The label that it may jump to."""
-    found = _TARGET.search(self.operands) if self.name.startswith(("BRA", "WARPSYNC.COLLECTIVE", "CALL")) else None
+    found = (
+      _TARGET.search(self.operands)
+      if self.name.startswith(("BRA", "WARPSYNC.COLLECTIVE", "CALL"))
+      else None
+    )
     return found[1] if found else None
 
   @property
   def ends(self) -> bool:
     """True if what follows is not executed after it."""
-    return not self.conditional and self.name.split(".")[0] in ("BRA", "EXIT", "RET")
+    return not self.conditional and self.name.split(".")[0] in (
+      "BRA",
+      "EXIT",
+      "RET",
+    )
 
   @property
   def tensor_cycles(self) -> int:
@@ -86,7 +96,11 @@ def _dominators(graph: Sequence[Block]) -> list[set[int]]:
   while changed:
     changed = False
     for n in range(1, len(graph)):
-      new = {n} | (set.intersection(*(dominators[b] for b in before[n])) if before[n] else set())
+      new = {n} | (
+        set.intersection(*(dominators[b] for b in before[n]))
+        if before[n]
+        else set()
+      )
       changed |= new != dominators[n]
       dominators[n] = new
   return dominators
@@ -112,23 +126,35 @@ def loops(graph: Sequence[Block]) -> Iterator[tuple[int, set[int]]]:
   yield from found.items()
 
 
-def _step(graph: Sequence[Block], header: int, body: set[int]) -> list[Instruction]:
+def _step(
+  graph: Sequence[Block], header: int, body: set[int]
+) -> list[Instruction]:
   """The instructions of the shortest way around a loop that passes all its products."""
-  must = frozenset(n for n in body if any(i.tensor_cycles for i in graph[n].instructions))
+  must = frozenset(
+    n for n in body if any(i.tensor_cycles for i in graph[n].instructions)
+  )
 
   @functools.cache
-  def shortest(n: int, path: frozenset[int]) -> tuple[int, tuple[int, ...]] | None:
+  def shortest(
+    n: int, path: frozenset[int]
+  ) -> tuple[int, tuple[int, ...]] | None:
     best = None
     for after in graph[n].next:
       if after == header:
-        way: tuple[int, tuple[int, ...]] | None = (0, ()) if must <= path else None
+        way: tuple[int, tuple[int, ...]] | None = (
+          (0, ()) if must <= path else None
+        )
       elif after in body and after not in path:
         way = shortest(after, path | {after})
       else:
         way = None
       if way is not None and (best is None or way[0] < best[0]):
         best = way
-    return None if best is None else (best[0] + len(graph[n].instructions), (n, *best[1]))
+    return (
+      None
+      if best is None
+      else (best[0] + len(graph[n].instructions), (n, *best[1]))
+    )
 
   found = shortest(header, frozenset({header}))
   assert found is not None, "a loop has no way around"
@@ -162,9 +188,19 @@ class Loop:
 def inner_loops(sass: str) -> list[Loop]:
   """The innermost loops with products, in their order in the program."""
   graph = blocks(sass)
-  with_products = [(h, body) for h, body in loops(graph) if any(i.tensor_cycles for n in body for i in graph[n].instructions)]
-  innermost = [(h, body) for h, body in with_products if not any(other < body for _, other in with_products)]
-  return [_measure(_step(graph, header, body)) for header, body in sorted(innermost)]
+  with_products = [
+    (h, body)
+    for h, body in loops(graph)
+    if any(i.tensor_cycles for n in body for i in graph[n].instructions)
+  ]
+  innermost = [
+    (h, body)
+    for h, body in with_products
+    if not any(other < body for _, other in with_products)
+  ]
+  return [
+    _measure(_step(graph, header, body)) for header, body in sorted(innermost)
+  ]
 
 
 def _measure(step: Iterable[Instruction]) -> Loop:
@@ -195,6 +231,9 @@ def _measure(step: Iterable[Instruction]) -> Loop:
     beside=beside,
     global_loads=count("LD.", "LDG"),
     spills=count("STL", "LDL"),
-    serialized=re.search(r"\bN\d+, wait 0, N\d+, wait 0, N\d+, wait 0", schedule) is not None,
+    serialized=re.search(
+      r"\bN\d+, wait 0, N\d+, wait 0, N\d+, wait 0", schedule
+    )
+    is not None,
     schedule=schedule,
   )

@@ -26,8 +26,14 @@ def checked(rows: Iterable[Row]) -> dict[tuple[str, int], bool]:
   right: dict[tuple[str, int], bool] = {}
   for row in rows:
     case = row["case"]
-    if case["do"] == "check" and not case.get("decode") and (width := measured.bucket(case["D"])):
-      right[case["kind"], width] = right.get((case["kind"], width), True) and row.get("right", False)
+    if (
+      case["do"] == "check"
+      and not case.get("decode")
+      and (width := measured.bucket(case["D"]))
+    ):
+      right[case["kind"], width] = right.get(
+        (case["kind"], width), True
+      ) and row.get("right", False)
   return right
 
 
@@ -36,17 +42,28 @@ def table(rows: Iterable[Row]) -> list[Entry]:
   rows = list(rows)
   right, times, steps = checked(rows), {}, {}
 
-  def put(into: dict, case: Row, kind: str, D: int, name: str, ms: float) -> None:
+  def put(
+    into: dict, case: Row, kind: str, D: int, name: str, ms: float
+  ) -> None:
     if name != "pallas_gpu" or right.get((kind, D)):
       into.setdefault((kind, D, case["packed"], case["T"]), {})[name] = ms
 
   for row in rows:
     case = row["case"]
     if case["do"] == "attention" and case["name"] in OURS and "both_ms" in row:
-      put(times, case, case["kind"], case["D"], OURS[case["name"]], row["both_ms"])
+      put(
+        times, case, case["kind"], case["D"], OURS[case["name"]], row["both_ms"]
+      )
     elif case["do"] == "step" and "seconds_a_step" in row:
       kind = "v1" if case["attention"] == "diff" else "plain"
-      put(steps, case, kind, case["head_dim"], case["name"], float(f"{row['seconds_a_step'] * 1e3:.5g}"))
+      put(
+        steps,
+        case,
+        kind,
+        case["head_dim"],
+        case["name"],
+        float(f"{row['seconds_a_step'] * 1e3:.5g}"),
+      )
   entries = []
   for (kind, D, packed, T), found in sorted((steps | times).items()):
     today = next((name for name in TODAY if name in found), None)
@@ -55,7 +72,17 @@ def table(rows: Iterable[Row]) -> list[Entry]:
       continue
     chosen = best if found[today] >= MARGIN * found[best] else today
     of = {} if (kind, D, packed, T) in times else {"of": "whole training steps"}
-    entries.append({"kind": kind, "D": D, "packed": packed, "T": T, "implementation": chosen, **of, "ms": found})
+    entries.append(
+      {
+        "kind": kind,
+        "D": D,
+        "packed": packed,
+        "T": T,
+        "implementation": chosen,
+        **of,
+        "ms": found,
+      }
+    )
   return entries
 
 
@@ -68,10 +95,19 @@ def words(rows: Iterable[Row]) -> list[str]:
     if not good
   ]
   for entry in table(rows):
-    others = ", ".join(f"{name} {ms:.3g} ms" for name, ms in sorted(entry["ms"].items(), key=lambda x: x[1]))
-    what = (", packed rows" if entry["packed"] else "") + (f", by {entry['of']}" if "of" in entry else "")
-    lines.append(f"{entry['kind']}, D {entry['D']}, T {entry['T']}{what}: auto takes {entry['implementation']} ({others})")
-  return [*lines, *_decoding(rows)] or ["nothing was timed yet, so auto stays as it is"]
+    others = ", ".join(
+      f"{name} {ms:.3g} ms"
+      for name, ms in sorted(entry["ms"].items(), key=lambda x: x[1])
+    )
+    what = (", packed rows" if entry["packed"] else "") + (
+      f", by {entry['of']}" if "of" in entry else ""
+    )
+    lines.append(
+      f"{entry['kind']}, D {entry['D']}, T {entry['T']}{what}: auto takes {entry['implementation']} ({others})"
+    )
+  return [*lines, *_decoding(rows)] or [
+    "nothing was timed yet, so auto stays as it is"
+  ]
 
 
 def _decoding(rows: list[Row]) -> list[str]:
@@ -80,9 +116,21 @@ def _decoding(rows: list[Row]) -> list[str]:
   for row in rows:
     if row["case"]["do"] == "decode" and "ms" in row:
       times.setdefault(row["case"]["kind"], {})[row["case"]["name"]] = row["ms"]
-  wrong = {row["case"]["kind"] for row in rows if row["case"].get("decode") and not row.get("right")}
-  faster = {kind: f"{ms['xla'] / ms['pallas_gpu']:.2f}" for kind, ms in times.items() if len(ms) == 2}
-  said = lambda kind: "the check of its kernel was not right" if kind in wrong else f"the kernel is {faster[kind]}× as fast as xla"
+  wrong = {
+    row["case"]["kind"]
+    for row in rows
+    if row["case"].get("decode") and not row.get("right")
+  }
+  faster = {
+    kind: f"{ms['xla'] / ms['pallas_gpu']:.2f}"
+    for kind, ms in times.items()
+    if len(ms) == 2
+  }
+  said = lambda kind: (
+    "the check of its kernel was not right"
+    if kind in wrong
+    else f"the kernel is {faster[kind]}× as fast as xla"
+  )
   return [f"decoding {kind}: {said(kind)}" for kind in faster]
 
 

@@ -18,7 +18,12 @@ from collections.abc import Callable
 from typing import Any
 
 Prepare = Callable[[dict[str, Any]], Callable[[], dict[str, Any]]]
-MODULES = {"check": "checks", "attention": "attention", "decode": "decode", "step": "steps"}  # by what a case does
+MODULES = {
+  "check": "checks",
+  "attention": "attention",
+  "decode": "decode",
+  "step": "steps",
+}  # by what a case does
 
 
 def serve(prepare: Prepare) -> None:
@@ -38,7 +43,9 @@ def serve(prepare: Prepare) -> None:
       answer("ready")
       sys.stdin.readline()
       result = run()
-    except Exception as error:  # told as the case's result; pool.py then takes a new process
+    except (
+      Exception
+    ) as error:  # told as the case's result; pool.py then takes a new process
       result = {"error": f"{type(error).__name__}: {error}"[:800]}
     answer(result)
 
@@ -55,7 +62,9 @@ def _main(rehearse: bool) -> None:
 
   def prepare(case: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     with around():
-      run = importlib.import_module(f"benchmarks.gpu.{MODULES[case['do']]}").prepare(case)
+      run = importlib.import_module(
+        f"benchmarks.gpu.{MODULES[case['do']]}"
+      ).prepare(case)
 
     def inside():
       with around():
@@ -63,12 +72,16 @@ def _main(rehearse: bool) -> None:
 
     return inside
 
-  around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+  around: Callable[[], contextlib.AbstractContextManager] = (
+    contextlib.nullcontext
+  )
   if rehearse:
     from benchmarks.gpu import rehearsal
 
     around = rehearsal.interpreted
-  jax.block_until_ready(jax.numpy.zeros(1))  # the device is there before the first case's time counts
+  jax.block_until_ready(
+    jax.numpy.zeros(1)
+  )  # the device is there before the first case's time counts
   serve(prepare)
 
 

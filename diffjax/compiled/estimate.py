@@ -17,7 +17,13 @@ from typing import NamedTuple
 from diffjax.compiled.collectives import Collective, of_line
 from diffjax.compiled.text import ProgramText
 
-KERNELS, PRODUCTS, COPIES, EXPOSED, OTHER = "attention kernels", "other products", "copies", "exposed collectives", "other"
+KERNELS, PRODUCTS, COPIES, EXPOSED, OTHER = (
+  "attention kernels",
+  "other products",
+  "copies",
+  "exposed collectives",
+  "other",
+)
 _FFN, _NORMS = "feed-forward", "norms, RoPE, residuals"
 
 # The part of an instruction: that of the first pattern that its name in the source (JAX's scopes) fits. The last column is for one that
@@ -89,8 +95,13 @@ class Torus(NamedTuple):
     """The torus of a slice, by generation and chips: "v5e:4x4"."""
     generation, _, shape = topology.partition(":")
     sizes = tuple(size for size in map(int, shape.split("x")) if size > 1)
-    closed = all(size % CHIPS[generation].ring == 0 for size in sizes) or CHIPS[generation].ring > 4  # cubes close together or not at all
-    return cls(sizes, CHIPS[generation].ring if closed else 0, CHIPS[generation].link)
+    closed = (
+      all(size % CHIPS[generation].ring == 0 for size in sizes)
+      or CHIPS[generation].ring > 4
+    )  # cubes close together or not at all
+    return cls(
+      sizes, CHIPS[generation].ring if closed else 0, CHIPS[generation].link
+    )
 
   def _ways(self, size: int) -> int:
     """Links along a dimension of the chip that has the fewest: two in a ring, one at the end of a line."""
@@ -110,7 +121,13 @@ class Torus(NamedTuple):
     size = max(self.sizes)
     longest = min(size, devices)
     share = collective.bytes / (devices - 1)
-    return max(received, devices * longest * share / (4 * self._ways(size if longest == size else 1) * self.link))
+    return max(
+      received,
+      devices
+      * longest
+      * share
+      / (4 * self._ways(size if longest == size else 1) * self.link),
+    )
 
 
 def estimate(
@@ -138,8 +155,12 @@ def estimate(
     return None
   reader = _Reader(ProgramText(text), mesh, chip, torus, kernel_cycles, scopes)
   reader.run(reader.program.entry, 1)
-  collectives = {kind: (whole, shown) for kind, (whole, shown) in reader.moved.items()}
-  return Estimate(dict(reader.parts), collectives, sorted(reader.taken, reverse=True)[:20])
+  collectives = {
+    kind: (whole, shown) for kind, (whole, shown) in reader.moved.items()
+  }
+  return Estimate(
+    dict(reader.parts), collectives, sorted(reader.taken, reverse=True)[:20]
+  )
 
 
 class _Reader:
@@ -165,7 +186,13 @@ class _Reader:
     self.parts: dict[str, float] = defaultdict(float)
     self.moved: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     self.taken: list[tuple[float, str]] = []
-    self._mesh, self._chip, self._torus, self._kernel_cycles, self._scopes = mesh, chip, torus, kernel_cycles, scopes
+    self._mesh, self._chip, self._torus, self._kernel_cycles, self._scopes = (
+      mesh,
+      chip,
+      torus,
+      kernel_cycles,
+      scopes,
+    )
     self._products = _with_products(program)
 
   def run(self, name: str, times: int) -> float:
@@ -173,14 +200,20 @@ class _Reader:
     clock = _Clock(self, times)
     for line in self.program.computations[name]:
       if " while(" in line:
-        body = next(callee for kind, callee in self.program.called(line) if kind == "body")
+        body = next(
+          callee for kind, callee in self.program.called(line) if kind == "body"
+        )
         iterations = self.program.iterations(line)
         clock.cover(self.run(body, times * iterations) * iterations)
       elif " call(" in line:
         for _, callee in self.program.called(line):
           clock.cover(self.run(callee, times))
       elif " conditional(" in line:
-        clock.cover(self._longest([callee for _, callee in self.program.called(line)], times))
+        clock.cover(
+          self._longest(
+            [callee for _, callee in self.program.called(line)], times
+          )
+        )
       else:
         self._communicate(line, name, clock)
         clock.cover(self._compute(line, times))
@@ -191,13 +224,23 @@ class _Reader:
     """Adds what `times` runs of the branch take that takes most, and returns the seconds of one."""
     readers = [copy.copy(self) for _ in branches]
     for reader in readers:
-      reader.parts, reader.moved, reader.taken = defaultdict(float), defaultdict(lambda: [0.0, 0.0]), []
-    seconds = [reader.run(branch, times) for reader, branch in zip(readers, branches, strict=True)]
+      reader.parts, reader.moved, reader.taken = (
+        defaultdict(float),
+        defaultdict(lambda: [0.0, 0.0]),
+        [],
+      )
+    seconds = [
+      reader.run(branch, times)
+      for reader, branch in zip(readers, branches, strict=True)
+    ]
     longest = readers[seconds.index(max(seconds))]
     for part, cost in longest.parts.items():
       self.parts[part] += cost
     for kind, (whole, shown) in longest.moved.items():
-      self.moved[kind] = [self.moved[kind][0] + whole, self.moved[kind][1] + shown]
+      self.moved[kind] = [
+        self.moved[kind][0] + whole,
+        self.moved[kind][1] + shown,
+      ]
     self.taken += longest.taken
     return max(seconds)
 
@@ -205,9 +248,17 @@ class _Reader:
     """Starts the collectives that an instruction starts, and waits for those that it ends."""
     if sent := of_line(self.program, line, computation, self._mesh):
       chain, collective = sent[0]
-      key, phase = chain or _operand(line) or _label(line), _phase(self.program, line)
+      key, phase = (
+        chain or _operand(line) or _label(line),
+        _phase(self.program, line),
+      )
       if phase in ("start", "whole"):
-        seconds = sum(self._torus.seconds(each, math.prod(self._mesh[axis] for axis in each.axes)) for _, each in sent)
+        seconds = sum(
+          self._torus.seconds(
+            each, math.prod(self._mesh[axis] for axis in each.axes)
+          )
+          for _, each in sent
+        )
         clock.start(key, collective.kind, seconds)
       if phase in ("end", "whole"):
         clock.wait_for(key)
@@ -216,10 +267,24 @@ class _Reader:
 
   def _compute(self, line: str, times: int) -> float:
     """Adds what an instruction takes by its own cycles, and returns the seconds of one run."""
-    label, part = _label(line), _part(self.program, line, self._scopes, self._products)
-    cycles = float(match[1]) if (match := re.search(r'"estimated_cycles":"(\d+)"', line)) else 0.0
+    label, part = (
+      _label(line),
+      _part(self.program, line, self._scopes, self._products),
+    )
+    cycles = (
+      float(match[1])
+      if (match := re.search(r'"estimated_cycles":"(\d+)"', line))
+      else 0.0
+    )
     if part == KERNELS:
-      cycles = next((cost for kernel, cost in self._kernel_cycles.items() if kernel in label), 0.0)
+      cycles = next(
+        (
+          cost
+          for kernel, cost in self._kernel_cycles.items()
+          if kernel in label
+        ),
+        0.0,
+      )
     seconds = cycles / self._chip.clock
     if cycles:
       self.parts[part] += seconds * times
@@ -233,7 +298,9 @@ class _Clock:
   def __init__(self, reader: _Reader, times: int):
     self.seconds = 0.0
     self._reader, self._times = reader, times
-    self._under_way: dict[str, float] = {}  # seconds left of each, in the order in which they started
+    self._under_way: dict[
+      str, float
+    ] = {}  # seconds left of each, in the order in which they started
     self._kinds: dict[str, str] = {}
 
   def start(self, key: str, kind: str, seconds: float) -> None:
@@ -266,7 +333,9 @@ class _Clock:
 
 def _label(line: str) -> str:
   """An instruction's own name."""
-  return match[1] if (match := re.match(r"\s*(?:ROOT )?%(\S+) = ", line)) else ""
+  return (
+    match[1] if (match := re.match(r"\s*(?:ROOT )?%(\S+) = ", line)) else ""
+  )
 
 
 def _source(line: str) -> str:
@@ -276,14 +345,23 @@ def _source(line: str) -> str:
 
 def _operand(line: str) -> str:
   """The name of the start that an instruction ends, such as `all-gather-done(%all-gather-start.1)`; "" for other instructions."""
-  return match[1] if (match := re.search(r" [a-z-]+-done\([^%]*%([^\s,)]+)", line)) else ""
+  return (
+    match[1]
+    if (match := re.search(r" [a-z-]+-done\([^%]*%([^\s,)]+)", line))
+    else ""
+  )
 
 
 def _phase(program: ProgramText, line: str) -> str:
   """The phase of an instruction that holds a collective: "whole", "start", "end", or "part", which lies between the two."""
   if re.search(r" [a-z-]+-start\(", line):
     return "start"
-  inside = [inner for kind, callee in program.called(line) if kind == "calls" for inner in program.computations[callee]]
+  inside = [
+    inner
+    for kind, callee in program.called(line)
+    if kind == "calls"
+    for inner in program.computations[callee]
+  ]
   if any('"AsyncCollectiveStart"' in inner for inner in inside):
     return "start"
   if any('"AsyncCollectiveDone"' in inner for inner in inside):
@@ -291,14 +369,24 @@ def _phase(program: ProgramText, line: str) -> str:
   return "part" if any("chain_id=" in inner for inner in inside) else "whole"
 
 
-def _part(program: ProgramText, line: str, scopes: tuple[tuple[str, str, str], ...], products: set[str]) -> str:
+def _part(
+  program: ProgramText,
+  line: str,
+  scopes: tuple[tuple[str, str, str], ...],
+  products: set[str],
+) -> str:
   """The part that an instruction counts to."""
   source = _source(line)
   if "tpu_custom_call" in line:
     return KERNELS
-  is_product = any(kind == "calls" and callee in products for kind, callee in program.called(line))
+  is_product = any(
+    kind == "calls" and callee in products
+    for kind, callee in program.called(line)
+  )
   # A product that writes into the stack of saved activations is named after the writing; it still counts as a product.
-  if not is_product and re.match(r"\s*(?:ROOT )?%\S*(copy|dynamic-update-slice|dynamic-slice)\S* = ", line):
+  if not is_product and re.match(
+    r"\s*(?:ROOT )?%\S*(copy|dynamic-update-slice|dynamic-slice)\S* = ", line
+  ):
     return COPIES
   for pattern, part, of_products in scopes:
     if re.search(pattern, source):
@@ -312,7 +400,11 @@ def _with_products(program: ProgramText) -> set[str]:
 
   def holds(name: str) -> bool:
     if name not in found and any(
-      re.search(r" (convolution|dot)\(", line) or any(kind == "calls" and holds(callee) for kind, callee in program.called(line))
+      re.search(r" (convolution|dot)\(", line)
+      or any(
+        kind == "calls" and holds(callee)
+        for kind, callee in program.called(line)
+      )
       for line in program.computations[name]
     ):
       found.add(name)

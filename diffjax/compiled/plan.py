@@ -27,18 +27,41 @@ from diffjax.workers import end_with_parent, starting_workers
 
 # Slices by generation, from small to large (cloud.google.com/tpu/docs).
 _PLANES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16")
-TOPOLOGIES = {"v4": _CUBES, "v5e": _PLANES, "v5p": (*_CUBES, "16x16x16", "16x16x24"), "v6e": _PLANES, "tpu7x": _CUBES}
+_CUBES = (
+  "2x2x1",
+  "2x2x2",
+  "2x2x4",
+  "2x4x4",
+  "4x4x4",
+  "4x4x8",
+  "4x8x8",
+  "8x8x8",
+  "8x8x16",
+  "8x16x16",
+)
+TOPOLOGIES = {
+  "v4": _CUBES,
+  "v5e": _PLANES,
+  "v5p": (*_CUBES, "16x16x16", "16x16x24"),
+  "v6e": _PLANES,
+  "tpu7x": _CUBES,
+}
 
 # GiB of a chip's memory that the compiler has for a program; v7x's as sold.
 MEMORY = {"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "tpu7x": 192}
 
 # Environment that lets libtpu load without a TPU. It logs fatal errors only, and none into files: in /tmp/tpu_logs they grow to gigabytes.
 ENVIRONMENT = {
-  "JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
-  "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3", "TF_CPP_MIN_LOG_LEVEL": "3",
+  "JAX_PLATFORMS": "cpu",
+  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+  "TPU_SKIP_MDS_QUERY": "1",
+  "TPU_WORKER_HOSTNAMES": "localhost",
+  "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+  "TPU_MIN_LOG_LEVEL": "3",
+  "TPU_STDERR_LOG_LEVEL": "3",
+  "TF_CPP_MIN_LOG_LEVEL": "3",
   "TPU_LOG_DIR": "disabled",
-}  # fmt: skip
+}
 
 _T = TypeVar("_T")
 
@@ -79,12 +102,22 @@ class Plan:
 
   @property
   def total(self) -> int:
-    return self.parameters + self.optimizer + self.batch + self.temporaries + self.program
+    return (
+      self.parameters
+      + self.optimizer
+      + self.batch
+      + self.temporaries
+      + self.program
+    )
 
   @property
   def mfu_bound(self) -> float | None:
     """The MFU that the step would have if it took as long as estimated; None without an estimate."""
-    return self.peak_seconds / self.estimate.seconds if self.estimate and self.peak_seconds else None
+    return (
+      self.peak_seconds / self.estimate.seconds
+      if self.estimate and self.peak_seconds
+      else None
+    )
 
   @property
   def fits(self) -> bool:
@@ -106,7 +139,9 @@ def compile_apart(config: Config, topology: str, slices: int = 1) -> Plan:
   return apart(_compile, config, topology, topology=topology, slices=slices)
 
 
-def apart(function: Callable[..., _T], *args: Any, topology: str, slices: int = 1) -> _T:
+def apart(
+  function: Callable[..., _T], *args: Any, topology: str, slices: int = 1
+) -> _T:
   """Calls function(devices, chips, bytes of memory a chip, *args) in a process of its own, since libtpu may end its process.
 
   Args:
@@ -120,53 +155,99 @@ def apart(function: Callable[..., _T], *args: Any, topology: str, slices: int = 
   """
   generation, _, shape = topology.partition(":")
   if shape not in TOPOLOGIES.get(generation, ()):
-    there = ", ".join(f"{generation}:{known}" for known in TOPOLOGIES.get(generation, ())) or ", ".join(
-      f"{name}:{shapes[0]} to {name}:{shapes[-1]}" for name, shapes in TOPOLOGIES.items()
+    there = ", ".join(
+      f"{generation}:{known}" for known in TOPOLOGIES.get(generation, ())
+    ) or ", ".join(
+      f"{name}:{shapes[0]} to {name}:{shapes[-1]}"
+      for name, shapes in TOPOLOGIES.items()
     )
-    raise UserError(f"--topology={topology}: there is no such slice; there are {there}")
+    raise UserError(
+      f"--topology={topology}: there is no such slice; there are {there}"
+    )
   if importlib.util.find_spec("libtpu") is None:
-    raise UserError("the TPU's compiler is not installed: pip install -e '.[tpu]' (Linux on x86-64)")
+    raise UserError(
+      "the TPU's compiler is not installed: pip install -e '.[tpu]' (Linux on x86-64)"
+    )
   with starting_workers():
-    pool = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent)
+    pool = concurrent.futures.ProcessPoolExecutor(
+      1, multiprocessing.get_context("spawn"), end_with_parent
+    )
     result = pool.submit(_call, function, args, topology, slices)
   with pool:
     try:
       return result.result()
     except concurrent.futures.process.BrokenProcessPool as error:
-      raise UserError(f"the TPU's compiler ended its process, compiling for {topology}; what it said is above, if anything") from error
+      raise UserError(
+        f"the TPU's compiler ended its process, compiling for {topology}; what it said is above, if anything"
+      ) from error
 
 
-def _call(function: Callable[..., _T], args: tuple[Any, ...], topology: str, slices: int) -> _T:
+def _call(
+  function: Callable[..., _T], args: tuple[Any, ...], topology: str, slices: int
+) -> _T:
   """Runs in the other process."""
   os.environ.update(ENVIRONMENT)
   import jax
   from jax.experimental import topologies
 
-  jax.config.update("jax_platforms", "cpu")  # where the caller's module has imported JAX already
+  jax.config.update(
+    "jax_platforms", "cpu"
+  )  # where the caller's module has imported JAX already
   generation, shape = topology.split(":")
   options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
-  options |= {"chip_config_name": "megacore"} if generation == "v4" else {}  # two cores as one device, as on the TPU itself
+  options |= (
+    {"chip_config_name": "megacore"} if generation == "v4" else {}
+  )  # two cores as one device, as on the TPU itself
   options |= {"chips_per_host_bounds": (1, 1, 1)} if shape == "1x1" else {}
-  devices: Any = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
+  devices: Any = topologies.get_topology_desc(
+    platform="tpu", topology_name=topology, **options
+  ).devices
   chips = slices * math.prod(map(int, shape.split("x")))
   return function(devices, chips, round(MEMORY[generation] * 2**30), *args)
 
 
-def _compile(devices: Any, chips: int, available: int, config: Config, topology: str) -> Plan:
+def _compile(
+  devices: Any, chips: int, available: int, config: Config, topology: str
+) -> Plan:
   """The plan of a config's training step on devices with so many available bytes a chip."""
   import jax
 
   from diffjax.parallel.mesh import make_mesh
   from diffjax.training.program import build
 
-  program, a_chip = build(config, make_mesh(config.mesh, devices)), len(devices) // chips
+  program, a_chip = (
+    build(config, make_mesh(config.mesh, devices)),
+    len(devices) // chips,
+  )
   lowered, state = program.lower_train_step(), program.abstract_state
-  parameters, optimizer = (_shard_bytes(tree) * a_chip for tree in (state.params, state.opt_state))
+  parameters, optimizer = (
+    _shard_bytes(tree) * a_chip for tree in (state.params, state.opt_state)
+  )
   tokens = config.train.batch_size * config.data.length
-  flops = step_flops(config.model, config.data.length, tokens, frozen_names(config.optimizer)).training
+  flops = step_flops(
+    config.model, config.data.length, tokens, frozen_names(config.optimizer)
+  ).training
   kind = devices[0].device_kind
-  peak_seconds = flops / len(devices) / peak if (peak := peak_flops(kind)) else 0.0
-  plan = Plan(chips, kind, dict(program.mesh.shape), parameters, optimizer, 0, 0, 0, available, {}, "", (), 0.0, None, peak_seconds)
+  peak_seconds = (
+    flops / len(devices) / peak if (peak := peak_flops(kind)) else 0.0
+  )
+  plan = Plan(
+    chips,
+    kind,
+    dict(program.mesh.shape),
+    parameters,
+    optimizer,
+    0,
+    0,
+    0,
+    available,
+    {},
+    "",
+    (),
+    0.0,
+    None,
+    peak_seconds,
+  )
   start = time.perf_counter()
   try:
     compiled = lowered.compile()
@@ -180,37 +261,70 @@ def _compile(devices: Any, chips: int, available: int, config: Config, topology:
 def _refused(plan: Plan, message: str, a_chip: int) -> Plan:
   """The plan of a step that the compiler refuses for its memory, on chips of so many devices."""
   needed, available, of_temporaries = _out_of_memory(message)
-  temporaries = needed * a_chip if of_temporaries else needed * a_chip - plan.parameters - plan.optimizer
-  return dataclasses.replace(plan, available=available * a_chip, temporaries=temporaries)
+  temporaries = (
+    needed * a_chip
+    if of_temporaries
+    else needed * a_chip - plan.parameters - plan.optimizer
+  )
+  return dataclasses.replace(
+    plan, available=available * a_chip, temporaries=temporaries
+  )
 
 
-def _read(plan: Plan, compiled: Any, config: Config, topology: str, a_chip: int) -> Plan:
+def _read(
+  plan: Plan, compiled: Any, config: Config, topology: str, a_chip: int
+) -> Plan:
   """The plan of a compiled step."""
-  memory, text, generation = compiled.memory_analysis(), compiled.as_text() or "", topology.partition(":")[0]
-  received: dict[tuple[tuple[str, ...], str], float] = collections.defaultdict(float)
+  memory, text, generation = (
+    compiled.memory_analysis(),
+    compiled.as_text() or "",
+    topology.partition(":")[0],
+  )
+  received: dict[tuple[tuple[str, ...], str], float] = collections.defaultdict(
+    float
+  )
   estimated, unread = None, ""
   try:
     for collective in collectives(text, plan.mesh):
-      received[collective.axes, collective.kind] += collective.bytes * collective.times * a_chip
+      received[collective.axes, collective.kind] += (
+        collective.bytes * collective.times * a_chip
+      )
     if generation in CHIPS:
       chip = CHIPS[generation]
-      estimated = estimate(text, plan.mesh, chip, Torus.of(topology), kernel_cycles(config, plan.mesh, generation, chip.cores))
+      estimated = estimate(
+        text,
+        plan.mesh,
+        chip,
+        Torus.of(topology),
+        kernel_cycles(config, plan.mesh, generation, chip.cores),
+      )
   except ValueError as error:
     unread = str(error)
   return dataclasses.replace(
     plan,
-    batch=memory.argument_size_in_bytes * a_chip - plan.parameters - plan.optimizer,
+    batch=memory.argument_size_in_bytes * a_chip
+    - plan.parameters
+    - plan.optimizer,
     temporaries=memory.temp_size_in_bytes * a_chip,
     program=memory.generated_code_size_in_bytes * a_chip,
     received=dict(received),
     unread=unread,
-    kernels=tuple(sorted(re.findall(r"%(diff_attention_[a-z]+_[a-z0-9]+(?:_online)?)[.\d]* = .* custom-call\(", text))),
+    kernels=tuple(
+      sorted(
+        re.findall(
+          r"%(diff_attention_[a-z]+_[a-z0-9]+(?:_online)?)[.\d]* = .* custom-call\(",
+          text,
+        )
+      )
+    ),
     estimate=estimated,
     windowed=windowed_einsums(text),
   )
 
 
-def kernel_cycles(config: Config, mesh: Mapping[str, int], generation: str, cores: int) -> dict[str, float]:
+def kernel_cycles(
+  config: Config, mesh: Mapping[str, int], generation: str, cores: int
+) -> dict[str, float]:
   """Cycles of one call of each attention kernel on a device, by the kernel's name, as far as they have been estimated: without a window.
 
   Args:
@@ -225,15 +339,27 @@ def kernel_cycles(config: Config, mesh: Mapping[str, int], generation: str, core
 
   if config.model.window is not None:
     return {}
-  rows = config.train.batch_size // config.train.accumulation // (mesh["data"] * mesh["fsdp"])
-  length = config.data.length // mesh["context"]  # in balanced order, every step of the ring is as much work as the first, a causal row
-  found = {"_online": 0.0}  # the kernel with a running maximum runs only where the other one's result is of no use, and counts as nothing
+  rows = (
+    config.train.batch_size
+    // config.train.accumulation
+    // (mesh["data"] * mesh["fsdp"])
+  )
+  length = (
+    config.data.length // mesh["context"]
+  )  # in balanced order, every step of the ring is as much work as the first, a causal row
+  found = {
+    "_online": 0.0
+  }  # the kernel with a running maximum runs only where the other one's result is of no use, and counts as nothing
   for stack in stacks(config.model).values():
     sizes = axis_sizes(stack)
     G, M = sizes["G"], sizes["M"]
     calls = rows * sizes["Q"] / mesh["tensor"] / cores
     for way in ("forward", "backward"):
-      if (cost := cycles(generation, way, length, stack.head_dim, sizes["V"], G, M)) is not None:
+      if (
+        cost := cycles(
+          generation, way, length, stack.head_dim, sizes["V"], G, M
+        )
+      ) is not None:
         found[f"diff_attention_{way}_{form(G, M)}"] = cost * calls
   return found
 
@@ -242,7 +368,10 @@ def _shard_bytes(tree: Any) -> int:
   """Bytes of abstract arrays that one device holds."""
   import jax
 
-  return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+  return sum(
+    math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    for leaf in jax.tree.leaves(tree)
+  )
 
 
 def _out_of_memory(message: str) -> tuple[int, int, bool]:
@@ -254,11 +383,16 @@ def _out_of_memory(message: str) -> tuple[int, int, bool]:
     UserError: if it refuses for another reason.
   """
   amount = r"([\d.]+)([KMGT])"
-  match = re.search(rf"(temporaries) \({amount}\) exceeds available HBM \({amount}\)|Used {amount} of {amount} hbm", message)
+  match = re.search(
+    rf"(temporaries) \({amount}\) exceeds available HBM \({amount}\)|Used {amount} of {amount} hbm",
+    message,
+  )
   if match is None:
     raise UserError(f"the TPU's compiler refuses the step: {message}")
   temporaries, *amounts = match.groups()
   numbers = [
-    round(float(number) * 2 ** (10 + 10 * "KMGT".index(unit))) for number, unit in zip(amounts[::2], amounts[1::2], strict=True) if number
+    round(float(number) * 2 ** (10 + 10 * "KMGT".index(unit)))
+    for number, unit in zip(amounts[::2], amounts[1::2], strict=True)
+    if number
   ]
   return numbers[0], numbers[1], temporaries is not None

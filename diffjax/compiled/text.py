@@ -7,7 +7,9 @@ from collections import defaultdict
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
 _DEFINITION = re.compile(r"\s*(?:ROOT )?%(\S+) = ")
-_CALLED = re.compile(r"\b(body|calls|to_apply|branch_computations|true_computation|false_computation)=\{?(%[^\s,}]+(?:, %[^\s,}]+)*)")
+_CALLED = re.compile(
+  r"\b(body|calls|to_apply|branch_computations|true_computation|false_computation)=\{?(%[^\s,}]+(?:, %[^\s,}]+)*)"
+)
 
 
 class ProgramText:
@@ -30,11 +32,20 @@ class ProgramText:
       elif name:
         computations[name].append(line)
     self.computations = computations
-    self._definitions = {match[1]: line for lines in computations.values() for line in lines if (match := _DEFINITION.match(line))}
+    self._definitions = {
+      match[1]: line
+      for lines in computations.values()
+      for line in lines
+      if (match := _DEFINITION.match(line))
+    }
 
   def called(self, line: str) -> list[tuple[str, str]]:
     """The computations that an instruction calls: how it calls each (body, calls, to_apply or a condition's branches), and its name."""
-    return [(kind, name) for kind, names in _CALLED.findall(line) for name in re.findall(r"%([^\s,]+)", names)]
+    return [
+      (kind, name)
+      for kind, names in _CALLED.findall(line)
+      for name in re.findall(r"%([^\s,]+)", names)
+    ]
 
   def iterations(self, loop: str) -> int:
     """The number of times that a loop's body runs: as the compiler wrote it down, or from the start, the step and the bound of its counter.
@@ -56,16 +67,33 @@ class ProgramText:
       return int(re.search(r" constant\((\d+)\)", resolve(name))[1])  # type: ignore[index]
 
     try:
-      condition, body = (re.search(rf"\b{name}=%([^\s,]+)", loop)[1] for name in ("condition", "body"))  # type: ignore[index]
-      (compare,) = [line for line in self.computations[condition] if " compare(" in line and "direction=LT" in line]
+      condition, body = (
+        re.search(rf"\b{name}=%([^\s,]+)", loop)[1]
+        for name in ("condition", "body")
+      )  # type: ignore[index]
+      (compare,) = [
+        line
+        for line in self.computations[condition]
+        if " compare(" in line and "direction=LT" in line
+      ]
       counter, bound = _operands(compare, "compare")
       place = int(re.search(r"index=(\d+)", resolve(counter))[1])  # type: ignore[index]
-      start = constant(_operands(resolve(_operands(loop, "while")[0]), "tuple")[place])
-      (root,) = [line for line in self.computations[body] if line.lstrip().startswith("ROOT ")]
-      step = constant(_operands(resolve(_operands(root, "tuple")[place]), "add")[1])
+      start = constant(
+        _operands(resolve(_operands(loop, "while")[0]), "tuple")[place]
+      )
+      (root,) = [
+        line
+        for line in self.computations[body]
+        if line.lstrip().startswith("ROOT ")
+      ]
+      step = constant(
+        _operands(resolve(_operands(root, "tuple")[place]), "add")[1]
+      )
       return -(-(constant(bound) - start) // step)
     except (KeyError, TypeError, ValueError, IndexError) as error:
-      raise ValueError(f"a loop whose iterations cannot be read: {loop.strip()[:300]}") from error
+      raise ValueError(
+        f"a loop whose iterations cannot be read: {loop.strip()[:300]}"
+      ) from error
 
 
 def windowed_einsums(text: str) -> int:
@@ -75,4 +103,6 @@ def windowed_einsums(text: str) -> int:
 
 def _operands(line: str, operation: str) -> list[str]:
   """Names of the operands of an instruction."""
-  return re.findall(r"%([^\s,]+)", re.search(rf" {operation}\(([^)]*)\)", line)[1])  # type: ignore[index]
+  return re.findall(
+    r"%([^\s,]+)", re.search(rf" {operation}\(([^)]*)\)", line)[1]
+  )  # type: ignore[index]

@@ -37,7 +37,9 @@ def explained(doing: str, remedy: str) -> Iterator[None]:
   except (MemoryError, RuntimeError) as error:
     if isinstance(error, RuntimeError) and "start new thread" not in str(error):
       raise
-    raise UserError(f"out of memory while {doing}: {limit() or remedy}") from error
+    raise UserError(
+      f"out of memory while {doing}: {limit() or remedy}"
+    ) from error
 
 
 def check_array_record(path: str) -> None:
@@ -51,14 +53,20 @@ def check_array_record(path: str) -> None:
   opened = threading.Event()
   threading.Thread(target=_open, args=(path, opened), daemon=True).start()
   if not opened.wait(_PATIENCE):
-    raise UserError(f"{path}: the threads that read this file do not start; {limit()}")
+    raise UserError(
+      f"{path}: the threads that read this file do not start; {limit()}"
+    )
 
 
 def _open(path: str, opened: threading.Event) -> None:
   from array_record.python import array_record_module
 
   try:
-    array_record_module.ArrayRecordReader(path, "readahead_buffer_size:0").close()
-  except Exception:  # of many kinds: a missing or damaged file, of which its reader tells
+    array_record_module.ArrayRecordReader(
+      path, "readahead_buffer_size:0"
+    ).close()
+  except (
+    Exception
+  ):  # of many kinds: a missing or damaged file, of which its reader tells
     pass
   opened.set()

@@ -7,7 +7,10 @@ from jaxtyping import Bool, Int
 
 
 def ar_hit_mask(
-  tokens: Int[np.ndarray, "B T"], targets: Int[np.ndarray, "B T"], segment_ids: Int[np.ndarray, "B T"], n: int = 2
+  tokens: Int[np.ndarray, "B T"],
+  targets: Int[np.ndarray, "B T"],
+  segment_ids: Int[np.ndarray, "B T"],
+  n: int = 2,
 ) -> Bool[np.ndarray, "B T"]:
   """Marks the targets that end an n-gram seen earlier in their segment.
 
@@ -39,7 +42,9 @@ def ar_hit_mask(
   code = np.cumsum(starts).reshape(rows, length)
   vocabulary = int(max(tokens.max(initial=0), targets.max(initial=0))) + 1
   largest = code.size + 1
-  for back in range(n - 2, -2, -1):  # inputs from the farthest to t itself (back = 0), then the target
+  for back in range(
+    n - 2, -2, -1
+  ):  # inputs from the farthest to t itself (back = 0), then the target
     if largest * vocabulary >= 2**63:
       code = np.unique(code, return_inverse=True)[1].reshape(rows, length)
       largest = code.size
@@ -57,7 +62,9 @@ def ar_hit_mask(
 
   where = np.flatnonzero(valid)
   code = code.reshape(-1)[where]
-  order = np.argsort(code, kind="stable")  # stable: equal n-grams stay in the order of the text
+  order = np.argsort(
+    code, kind="stable"
+  )  # stable: equal n-grams stay in the order of the text
   repeated = np.zeros(code.size, bool)
   repeated[order[1:]] = code[order[1:]] == code[order[:-1]]
   hits = np.zeros(rows * length, bool)

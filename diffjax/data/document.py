@@ -45,9 +45,13 @@ class Source(abc.ABC):
     self._template = config.prompt_template
     self._split = split
     # Share of the documents that are for validation; None if the source is not divided
-    self._validation_fraction = None if config.validation_source else config.validation_fraction
+    self._validation_fraction = (
+      None if config.validation_source else config.validation_fraction
+    )
 
-  def read(self, part: tuple, reached: Callable[[float], None] = lambda share: None) -> Iterator[Document]:
+  def read(
+    self, part: tuple, reached: Callable[[float], None] = lambda share: None
+  ) -> Iterator[Document]:
     """Yields the part's documents of the split, in order, without empty ones.
 
     Args:
@@ -60,21 +64,31 @@ class Source(abc.ABC):
     for share, document in self._read(part):
       reached(share)
       # The prompt decides the split where there is one, so that all answers to a question are in the same split
-      if document.text and self._is_in_split(document.text if document.prompt is None else document.prompt):
+      if document.text and self._is_in_split(
+        document.text if document.prompt is None else document.prompt
+      ):
         yield document
 
-  def _document(self, text: bytes | str | None, prompt: bytes | str | None = None) -> Document:
+  def _document(
+    self, text: bytes | str | None, prompt: bytes | str | None = None
+  ) -> Document:
     """The document of a record, from its fields in the order of self._fields."""
     answer, replaced = decode(text)
     if len(self._fields) == 1:
       return Document(answer, replaced)
     asked, prompt_replaced = decode(prompt)
-    return Document(answer, replaced or prompt_replaced, self._template.replace("{prompt}", asked))
+    return Document(
+      answer,
+      replaced or prompt_replaced,
+      self._template.replace("{prompt}", asked),
+    )
 
   def _is_in_split(self, text: str) -> bool:
     if self._validation_fraction is None:
       return True
-    return is_validation(hashlib.sha256(text.encode("utf-8")).digest(), self._validation_fraction) == (self._split == "validation")
+    return is_validation(
+      hashlib.sha256(text.encode("utf-8")).digest(), self._validation_fraction
+    ) == (self._split == "validation")
 
   @abc.abstractmethod
   def fingerprint(self) -> dict[str, str]:
@@ -105,7 +119,11 @@ def decode(raw: bytes | str | None) -> tuple[str, bool]:
       return raw, False
     return raw.decode("utf-8"), False
   except UnicodeError:
-    raw = raw.encode("utf-8", errors="surrogatepass") if isinstance(raw, str) else raw
+    raw = (
+      raw.encode("utf-8", errors="surrogatepass")
+      if isinstance(raw, str)
+      else raw
+    )
     return raw.decode("utf-8", errors="replace"), True
 
 
@@ -124,7 +142,11 @@ def lookup(record: Any, path: str) -> Any:
   for name in path.split("."):
     if isinstance(record, dict):
       record = record.get(name, ...)
-    elif isinstance(record, list) and re.fullmatch(r"-?[0-9]{1,9}", name) and -len(record) <= int(name) < len(record):
+    elif (
+      isinstance(record, list)
+      and re.fullmatch(r"-?[0-9]{1,9}", name)
+      and -len(record) <= int(name) < len(record)
+    ):
       record = record[int(name)]
     else:
       return ...
@@ -133,4 +155,6 @@ def lookup(record: Any, path: str) -> Any:
 
 def is_text(field: str, value: Any) -> bool:
   """True if a field has a value that can be read. A record may lack its text, which skips it, but not its prompt."""
-  return isinstance(value, bytes | str) or (value is None and field == "text_field")
+  return isinstance(value, bytes | str) or (
+    value is None and field == "text_field"
+  )

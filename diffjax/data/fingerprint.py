@@ -62,7 +62,9 @@ def fingerprint(files: Sequence[File]) -> dict[str, str]:
 
 def sampled(count: int) -> list[int]:
   """The indices, of `count`, of what is compared: some, the first and the last among them."""
-  return sorted({(count - 1) * number // (_SAMPLED - 1) for number in range(_SAMPLED)})
+  return sorted(
+    {(count - 1) * number // (_SAMPLED - 1) for number in range(_SAMPLED)}
+  )
 
 
 def digest(value: object) -> str:
@@ -70,7 +72,10 @@ def digest(value: object) -> str:
   return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def check_unchanged(saved: Mapping[str, Mapping[str, str]] | None, own: Mapping[str, Mapping[str, str]]) -> None:
+def check_unchanged(
+  saved: Mapping[str, Mapping[str, str]] | None,
+  own: Mapping[str, Mapping[str, str]],
+) -> None:
   """Refuses to go on in changed files, and says what cannot be checked.
 
   Args:
@@ -81,10 +86,19 @@ def check_unchanged(saved: Mapping[str, Mapping[str, str]] | None, own: Mapping[
     UserError: if the files of a source have changed. Names the source, and what to do.
   """
   if saved is None:
-    say("this checkpoint is of a version that did not note which files it read: whether they have changed since is not checked")
+    say(
+      "this checkpoint is of a version that did not note which files it read: whether they have changed since is not checked"
+    )
     return
   for spec, now in own.items():
-    changed = next((what for what in ("names and sizes", "text") if saved[spec][what] != now[what]), None)
+    changed = next(
+      (
+        what
+        for what in ("names and sizes", "text")
+        if saved[spec][what] != now[what]
+      ),
+      None,
+    )
     if changed:
       raise UserError(
         f"cannot continue in the data from this checkpoint: of the files of {spec!r}, the {changed} changed since, and a stream goes on at "

@@ -51,7 +51,9 @@ class Tokenize:
 
   def __call__(self, document: Document) -> Example:
     tokenizer = load_once(self._spec)
-    prompt = [] if document.prompt is None else tokenizer.encode(document.prompt)
+    prompt = (
+      [] if document.prompt is None else tokenizer.encode(document.prompt)
+    )
     text = tokenizer.encode(document.text)
     tokens = np.empty(len(prompt) + len(text) + 2, np.int32)
     tokens[0] = tokens[-1] = tokenizer.separator
@@ -86,7 +88,9 @@ class ExampleCounts:
     self._in_a_row += 1
     message = f"a prompt of {prompt_length:,} tokens fills a row (config.data.length = {self._length}), which leaves nothing to learn"
     if self._in_a_row > self._PATIENCE:
-      raise UserError(f"config.data.source: {message}, and so do the {self._PATIENCE:,} before it; raise config.data.length")
+      raise UserError(
+        f"config.data.source: {message}, and so do the {self._PATIENCE:,} before it; raise config.data.length"
+      )
     if self._report_first and self.skipped == 1:
       say(f"{message}: such examples are left out")
 
@@ -96,7 +100,12 @@ class ExampleCounts:
     self._in_a_row = 0
 
 
-def pack(examples: grain.IterDataset[Example], length: int, packing: str, counts: ExampleCounts) -> grain.IterDataset[Row]:
+def pack(
+  examples: grain.IterDataset[Example],
+  length: int,
+  packing: str,
+  counts: ExampleCounts,
+) -> grain.IterDataset[Row]:
   """Packs examples into rows.
 
   Args:
@@ -113,15 +122,26 @@ def pack(examples: grain.IterDataset[Example], length: int, packing: str, counts
   """
   if packing == "concat":
     elements = examples.map(_tokens)
-    packed = grain.experimental.ConcatThenSplitIterDataset(elements, length_struct={"tokens": length + 1})
+    packed = grain.experimental.ConcatThenSplitIterDataset(
+      elements, length_struct={"tokens": length + 1}
+    )
     return packed.map(_concatenated_row)
-  pieces = grain.experimental.FlatMapIterDataset(examples, _Pieces(length + 1, counts))
+  pieces = grain.experimental.FlatMapIterDataset(
+    examples, _Pieces(length + 1, counts)
+  )
   # The packer gives out its rows together, once a piece fits none of them. More rows leave less padding, and cost memory.
   num_rows = min(128, max(8, (1 << 18) // (length + 1)))
   packed = grain.experimental.BestFitPackIterDataset(
-    pieces, length_struct={"tokens": length + 1}, num_packing_bins=num_rows, shuffle_bins=False,
-    meta_features=("tokens", "segment_length", "prompt_length"),  # given out as they are, the last two in a list for each row
-  )  # fmt: skip
+    pieces,
+    length_struct={"tokens": length + 1},
+    num_packing_bins=num_rows,
+    shuffle_bins=False,
+    meta_features=(
+      "tokens",
+      "segment_length",
+      "prompt_length",
+    ),  # given out as they are, the last two in a list for each row
+  )
   return packed.map(_packed_row)
 
 
@@ -138,18 +158,25 @@ class _Pieces(grain.experimental.FlatMapTransform):
     if prompt_length >= self._size:
       self._counts.skip(prompt_length)
       return []
-    starts = range(0, len(tokens) - (prompt_length > 0), self._size)  # with a prompt, without a last piece of one token
+    starts = range(
+      0, len(tokens) - (prompt_length > 0), self._size
+    )  # with a prompt, without a last piece of one token
     self._counts.take(len(starts) > 1)
     pieces = [tokens[start : start + self._size] for start in starts]
     prompt_lengths = [prompt_length] + [0] * (len(pieces) - 1)
     return [
-      {"tokens": piece, "segment_length": len(piece), "prompt_length": number} for piece, number in zip(pieces, prompt_lengths, strict=True)
+      {"tokens": piece, "segment_length": len(piece), "prompt_length": number}
+      for piece, number in zip(pieces, prompt_lengths, strict=True)
     ]
 
 
 def _packed_row(element: dict[str, Any]) -> Row:
   lengths = np.array(element["segment_length"], np.int32)
-  return Row(element["tokens"][: lengths.sum()], lengths, np.array(element["prompt_length"], np.int32))
+  return Row(
+    element["tokens"][: lengths.sum()],
+    lengths,
+    np.array(element["prompt_length"], np.int32),
+  )
 
 
 def _tokens(example: Example) -> dict[str, Int[np.ndarray, "n"]]:
@@ -158,10 +185,18 @@ def _tokens(example: Example) -> dict[str, Int[np.ndarray, "n"]]:
 
 def _concatenated_row(element: dict[str, Any]) -> Row:
   count = np.count_nonzero(element["tokens_segment_ids"])
-  return Row(element["tokens"][:count], np.array([count], np.int32), np.zeros(1, np.int32))
+  return Row(
+    element["tokens"][:count],
+    np.array([count], np.int32),
+    np.zeros(1, np.int32),
+  )
 
 
-def make_rows(documents: grain.IterDataset[Document], config: DataConfig, counts: ExampleCounts) -> grain.IterDataset[Row]:
+def make_rows(
+  documents: grain.IterDataset[Document],
+  config: DataConfig,
+  counts: ExampleCounts,
+) -> grain.IterDataset[Row]:
   """Tokenises and packs documents as the config says.
 
   Args:
@@ -172,7 +207,12 @@ def make_rows(documents: grain.IterDataset[Document], config: DataConfig, counts
   Returns:
     Dataset of Row.
   """
-  return pack(documents.map(Tokenize(config.tokenizer)), config.length, config.packing, counts)
+  return pack(
+    documents.map(Tokenize(config.tokenizer)),
+    config.length,
+    config.packing,
+    counts,
+  )
 
 
 class Documents(grain.IterDataset):
@@ -187,16 +227,30 @@ class Documents(grain.IterDataset):
     spec: The source, for messages.
   """
 
-  def __init__(self, parts: grain.IterDataset, read: Callable[[Any], Iterator[Document]], patience: int, spec: str):
+  def __init__(
+    self,
+    parts: grain.IterDataset,
+    read: Callable[[Any], Iterator[Document]],
+    patience: int,
+    spec: str,
+  ):
     super().__init__(parts)
     self._read, self._patience, self._spec = read, patience, spec
 
   def __iter__(self) -> grain.DatasetIterator:
-    return _DocumentIterator(self._parent.__iter__(), self._read, self._patience, self._spec)
+    return _DocumentIterator(
+      self._parent.__iter__(), self._read, self._patience, self._spec
+    )
 
 
 class _DocumentIterator(grain.DatasetIterator):
-  def __init__(self, parent: grain.DatasetIterator, read: Callable[[Any], Iterator[Document]], patience: int, spec: str):
+  def __init__(
+    self,
+    parent: grain.DatasetIterator,
+    read: Callable[[Any], Iterator[Document]],
+    patience: int,
+    spec: str,
+  ):
     super().__init__(parent)
     self._read, self._patience, self._spec = read, patience, spec
     self._documents: Iterator[Document] = iter(())
@@ -217,7 +271,11 @@ class _DocumentIterator(grain.DatasetIterator):
         )
       before = self._parent.get_state()
       part = next(self._parent)
-      self._before_part, self._taken, self._documents = before, 0, self._read(part)
+      self._before_part, self._taken, self._documents = (
+        before,
+        0,
+        self._read(part),
+      )
 
   def get_state(self) -> dict[str, Any]:
     return {"part": self._before_part, "taken": self._taken}

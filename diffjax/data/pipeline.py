@@ -56,7 +56,13 @@ class TrainingBatches(abc.ABC):
     """
 
   def _read(self, iterator: grain.DatasetIterator, source: str) -> None:
-    self._reader = Reader(iterator, source, self._config.num_workers, self._config.timeout, lambda: self.interrupted())
+    self._reader = Reader(
+      iterator,
+      source,
+      self._config.num_workers,
+      self._config.timeout,
+      lambda: self.interrupted(),
+    )
 
   @abc.abstractmethod
   def get_state(self) -> dict[str, Any]:
@@ -77,7 +83,9 @@ class TrainingBatches(abc.ABC):
       self._reader = None
 
 
-def training_batches(config: Config, *, process_index: int = 0, process_count: int = 1) -> TrainingBatches:
+def training_batches(
+  config: Config, *, process_index: int = 0, process_count: int = 1
+) -> TrainingBatches:
   """Opens the training data.
 
   Args:
@@ -92,10 +100,14 @@ def training_batches(config: Config, *, process_index: int = 0, process_count: i
     UserError: for bad sources, rows that are not prepared, or a batch size that the number of processes does not divide.
   """
   if config.train.batch_size % process_count:
-    raise UserError(f"config.train.batch_size = {config.train.batch_size}: must be divisible by the number of processes, {process_count}")
+    raise UserError(
+      f"config.train.batch_size = {config.train.batch_size}: must be divisible by the number of processes, {process_count}"
+    )
   if config.data.num_workers and not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()  # Grain's workers read flags, which only absl.app.run parses
-  make = _PreparedBatches if config.data.mode == "prepared" else _StreamedBatches
+  make = (
+    _PreparedBatches if config.data.mode == "prepared" else _StreamedBatches
+  )
   return make(config, process_index, process_count)
 
 
@@ -108,7 +120,11 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
   vocab_size = config.model.vocab_size
   if not tokenizer.vocab_size <= vocab_size < tokenizer.vocab_size + 256:
     padded = -(-tokenizer.vocab_size // 128) * 128
-    choice = f"{tokenizer.vocab_size}" + (f", or {padded}, which shards evenly" if padded != tokenizer.vocab_size else "")
+    choice = f"{tokenizer.vocab_size}" + (
+      f", or {padded}, which shards evenly"
+      if padded != tokenizer.vocab_size
+      else ""
+    )
     raise UserError(
       f"config.model.vocab_size = {vocab_size}: config.data.tokenizer = {tokenizer.spec!r} has {tokenizer.vocab_size} "
       f"tokens, so it must be at least that and less than {tokenizer.vocab_size + 256}; set it to {choice}"
@@ -117,21 +133,41 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
 
 def _plain(batch: Batch) -> Batch:
   """A batch of ordinary arrays. Workers hand over shared memory, which has to be released soon."""
-  return {key: np.array(value) if type(value) is not np.ndarray else value for key, value in batch.items()}
+  return {
+    key: np.array(value) if type(value) is not np.ndarray else value
+    for key, value in batch.items()
+  }
 
 
-def _ahead(batches: grain.IterDataset[Batch], num_workers: int) -> grain.IterDataset[Batch]:
+def _ahead(
+  batches: grain.IterDataset[Batch], num_workers: int
+) -> grain.IterDataset[Batch]:
   """Reads ahead in workers or in a daemon thread. If that hangs, the process can still end, unlike with Grain's thread pools."""
   if num_workers:
-    return batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=num_workers, per_worker_buffer_size=2), start_worker)
-  return grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=_PREFETCH)
+    return batches.mp_prefetch(
+      grain.MultiprocessingOptions(
+        num_workers=num_workers, per_worker_buffer_size=2
+      ),
+      start_worker,
+    )
+  return grain.experimental.ThreadPrefetchIterDataset(
+    batches, prefetch_buffer_size=_PREFETCH
+  )
 
 
-def _refuse_other(state: dict[str, Any], own: dict[str, Any], fields: dict[str, str]) -> None:
+def _refuse_other(
+  state: dict[str, Any], own: dict[str, Any], fields: dict[str, str]
+) -> None:
   """Raises UserError if fields of a saved state differ from this run's."""
-  differ = [f"{name} was {state.get(key)!r} and is {own[key]!r}" for key, name in fields.items() if state.get(key) != own[key]]
+  differ = [
+    f"{name} was {state.get(key)!r} and is {own[key]!r}"
+    for key, name in fields.items()
+    if state.get(key) != own[key]
+  ]
   if differ:
-    raise UserError(f"cannot continue in the data from this checkpoint: {'; '.join(differ)}; set the fields back, or start a new workdir")
+    raise UserError(
+      f"cannot continue in the data from this checkpoint: {'; '.join(differ)}; set the fields back, or start a new workdir"
+    )
 
 
 # --- Prepared ---
@@ -143,7 +179,11 @@ def check_prepared(config: DataConfig) -> None:
   Raises:
     UserError: if some are not. Names the directory and the command that prepares it.
   """
-  missing = [target.directory for target in prepared.targets(config) if not prepared.is_prepared(target)]
+  missing = [
+    target.directory
+    for target in prepared.targets(config)
+    if not prepared.is_prepared(target)
+  ]
   if missing:
     raise UserError(
       f"config.data.mode = 'prepared': rows are not prepared ({missing[0]}), and several processes do not prepare; "
@@ -151,13 +191,17 @@ def check_prepared(config: DataConfig) -> None:
     )
 
 
-def _open_rows(config: DataConfig, split: str, process_count: int) -> tuple[list[prepared.PreparedRows], list[float]]:
+def _open_rows(
+  config: DataConfig, split: str, process_count: int
+) -> tuple[list[prepared.PreparedRows], list[float]]:
   """The rows of each component of a split, and their weights. A single process prepares what is missing."""
   if process_count > 1:
     check_prepared(config)
   found = prepared.targets(config)
   if not all(prepared.is_prepared(target) for target in found):
-    say("rows are not prepared yet; preparing them once (python -m diffjax.prepare does this ahead of time)")
+    say(
+      "rows are not prepared yet; preparing them once (python -m diffjax.prepare does this ahead of time)"
+    )
     found = prepared.prepare(config)
   mine = [target for target in found if split in target.splits]
   rows = [prepared.PreparedRows(target, split) for target in mine]
@@ -173,41 +217,86 @@ def _open_rows(config: DataConfig, split: str, process_count: int) -> tuple[list
 class _GlobalBatches:
   """This process's slice of every global batch, by index: a random-access source for Grain."""
 
-  def __init__(self, rows: grain.MapDataset, length: int, batch_size: int, start: int, stop: int):
-    self._rows, self._length, self._batch_size, self._start, self._stop = rows, length, batch_size, start, stop
+  def __init__(
+    self,
+    rows: grain.MapDataset,
+    length: int,
+    batch_size: int,
+    start: int,
+    stop: int,
+  ):
+    self._rows, self._length, self._batch_size, self._start, self._stop = (
+      rows,
+      length,
+      batch_size,
+      start,
+      stop,
+    )
 
   def __len__(self) -> int:
     return sys.maxsize // self._batch_size
 
   def __getitem__(self, index: int) -> Batch:
     first = index * self._batch_size
-    return make_batch([self._rows[first + offset] for offset in range(self._start, self._stop)], self._length)
+    return make_batch(
+      [self._rows[first + offset] for offset in range(self._start, self._stop)],
+      self._length,
+    )
 
 
 class _PreparedBatches(TrainingBatches):
   """Batches of prepared rows. Batch n is a function of the rows, the seed and n."""
 
-  _FIELDS = {"kind": "config.data.mode", "seed": "config.data.seed", "batch_size": "config.train.batch_size"}
+  _FIELDS = {
+    "kind": "config.data.mode",
+    "seed": "config.data.seed",
+    "batch_size": "config.train.batch_size",
+  }
 
   def __init__(self, config: Config, process_index: int, process_count: int):
     super().__init__(config.data)
     rows, weights = _open_rows(config.data, "train", process_count)
     # Each component has its own seed, so that equal sources are shuffled differently
     shuffled = [
-      grain.MapDataset.source(component).seed(config.data.seed + index).shuffle().repeat(None) for index, component in enumerate(rows)
+      grain.MapDataset.source(component)
+      .seed(config.data.seed + index)
+      .shuffle()
+      .repeat(None)
+      for index, component in enumerate(rows)
     ]
-    mixed = shuffled[0] if len(shuffled) == 1 else grain.MapDataset.mix(shuffled, weights)
+    mixed = (
+      shuffled[0]
+      if len(shuffled) == 1
+      else grain.MapDataset.mix(shuffled, weights)
+    )
     share = config.train.batch_size // process_count
-    self._batches = _GlobalBatches(mixed, config.data.length, config.train.batch_size, process_index * share, (process_index + 1) * share)
+    self._batches = _GlobalBatches(
+      mixed,
+      config.data.length,
+      config.train.batch_size,
+      process_index * share,
+      (process_index + 1) * share,
+    )
     self._source = " and ".join(component.directory for component in rows)
     self._rows = [component.origin for component in rows]
-    fingerprint = hashlib.sha256(json.dumps([[component.fingerprint for component in rows], weights]).encode()).hexdigest()
-    self._identity = {"kind": "prepared", "dataset": fingerprint, "seed": config.data.seed, "batch_size": config.train.batch_size}
+    fingerprint = hashlib.sha256(
+      json.dumps(
+        [[component.fingerprint for component in rows], weights]
+      ).encode()
+    ).hexdigest()
+    self._identity = {
+      "kind": "prepared",
+      "dataset": fingerprint,
+      "seed": config.data.seed,
+      "batch_size": config.train.batch_size,
+    }
     self._batch = 0
 
   def __next__(self) -> Batch:
     if self._reader is None:
-      dataset = grain.MapDataset.source(self._batches)[self._batch :].to_iter_dataset(grain.ReadOptions(num_threads=0))
+      dataset = grain.MapDataset.source(self._batches)[
+        self._batch :
+      ].to_iter_dataset(grain.ReadOptions(num_threads=0))
       self._read(iter(_ahead(dataset, self._config.num_workers)), self._source)
     assert self._reader is not None
     batch = _plain(next(self._reader))
@@ -222,8 +311,14 @@ class _PreparedBatches(TrainingBatches):
     if state["dataset"] != self._identity["dataset"]:
       # Older checkpoints do not say what their rows were
       fields = "config.data.source, tokenizer, length or packing, or the text itself, has changed; set it back, or use another --workdir"
-      why = prepared.explain_other_rows(state["rows"], self._rows, self._config) if "rows" in state else fields
-      raise UserError(f"cannot continue in the data from this checkpoint: {why}")
+      why = (
+        prepared.explain_other_rows(state["rows"], self._rows, self._config)
+        if "rows" in state
+        else fields
+      )
+      raise UserError(
+        f"cannot continue in the data from this checkpoint: {why}"
+      )
     self.close()
     self._batch = state["batch"]
 
@@ -240,7 +335,10 @@ def training_rows(config: Config, batch_size: int = 1024) -> Iterator[Batch]:
   """
   for rows in _open_rows(config.data, "train", 1)[0]:
     for first in range(0, len(rows), batch_size):
-      yield make_batch(rows.__getitems__(range(len(rows))[first : first + batch_size]), config.data.length)
+      yield make_batch(
+        rows.__getitems__(range(len(rows))[first : first + batch_size]),
+        config.data.length,
+      )
 
 
 # --- Streamed ---
@@ -253,11 +351,18 @@ def _open_sources(config: DataConfig, split: str) -> list[tuple[Source, float]]:
     if split == "validation" and config.validation_source
     else (config.source, "data.source")
   )
-  return [(sources.documents(component.spec, split, config), component.weight) for component in sources.parse_mixture(spec, field)]
+  return [
+    (sources.documents(component.spec, split, config), component.weight)
+    for component in sources.parse_mixture(spec, field)
+  ]
 
 
 def _stream(
-  opened: list[tuple[Source, float]], config: DataConfig, process_index: int = 0, process_count: int = 1, repeat: bool = True
+  opened: list[tuple[Source, float]],
+  config: DataConfig,
+  process_index: int = 0,
+  process_count: int = 1,
+  repeat: bool = True,
 ) -> grain.IterDataset[Row]:
   """Rows of a split, tokenised and packed as they are read: shuffled and repeated for ever, or once in order."""
   streams = []
@@ -269,9 +374,24 @@ def _stream(
           f"config.data.source: {source.spec!r} has {len(source.parts)} parts to stream (files, row groups or runs of "
           f"records), fewer than the {process_count} processes; split its files, or set config.data.mode to 'prepared'"
         )
-      parts = parts.seed(config.seed + index).shuffle()[process_index::process_count].repeat(None)
-    documents = packing.Documents(parts.to_iter_dataset(grain.ReadOptions(num_threads=0)), source.read, len(source.parts), source.spec)
-    streams.append(packing.make_rows(documents, config, packing.ExampleCounts(config.length, report_first=True)))
+      parts = (
+        parts.seed(config.seed + index)
+        .shuffle()[process_index::process_count]
+        .repeat(None)
+      )
+    documents = packing.Documents(
+      parts.to_iter_dataset(grain.ReadOptions(num_threads=0)),
+      source.read,
+      len(source.parts),
+      source.spec,
+    )
+    streams.append(
+      packing.make_rows(
+        documents,
+        config,
+        packing.ExampleCounts(config.length, report_first=True),
+      )
+    )
   if len(streams) == 1:
     return streams[0]
   return grain.IterDataset.mix(streams, [weight for _, weight in opened])
@@ -332,7 +452,11 @@ class _StreamedBatches(TrainingBatches):
 
   def get_state(self) -> dict[str, Any]:
     assert self._reader is not None, "closed"
-    return {**self._identity, "files": self._files, "grain_state": json.loads(json.dumps(self._reader.get_state()))}
+    return {
+      **self._identity,
+      "files": self._files,
+      "grain_state": json.loads(json.dumps(self._reader.get_state())),
+    }
 
   def set_state(self, state: dict[str, Any]) -> None:
     _refuse_other(state, self._identity, self._FIELDS)
@@ -343,7 +467,12 @@ class _StreamedBatches(TrainingBatches):
     self._read(iterator, self._config.source)
 
 
-def streamed_dataset(config: Config, process_index: int = 0, process_count: int = 1, repeat: bool = True) -> grain.IterDataset[Batch]:
+def streamed_dataset(
+  config: Config,
+  process_index: int = 0,
+  process_count: int = 1,
+  repeat: bool = True,
+) -> grain.IterDataset[Batch]:
   """The Grain dataset behind streamed training batches.
 
   Args:
@@ -355,14 +484,28 @@ def streamed_dataset(config: Config, process_index: int = 0, process_count: int 
   Returns:
     Dataset of batches.
   """
-  return _batches(_open_sources(config.data, "train"), config, process_index, process_count, repeat)
+  return _batches(
+    _open_sources(config.data, "train"),
+    config,
+    process_index,
+    process_count,
+    repeat,
+  )
 
 
 def _batches(
-  opened: list[tuple[Source, float]], config: Config, process_index: int, process_count: int, repeat: bool = True
+  opened: list[tuple[Source, float]],
+  config: Config,
+  process_index: int,
+  process_count: int,
+  repeat: bool = True,
 ) -> grain.IterDataset[Batch]:
   rows = _stream(opened, config.data, process_index, process_count, repeat)
-  batches = rows.batch(config.train.batch_size // process_count, drop_remainder=True, batch_fn=_MakeBatch(config.data.length))
+  batches = rows.batch(
+    config.train.batch_size // process_count,
+    drop_remainder=True,
+    batch_fn=_MakeBatch(config.data.length),
+  )
   # Workers read parts of their own, and pack and batch them, so that only whole batches travel between processes. The order of batches
   # depends on the number of workers, which is therefore part of the saved state.
   return _ahead(batches, config.data.num_workers)
@@ -372,10 +515,14 @@ def _with_tuples(state: Any) -> Any:
   """Grain's state from JSON. ConcatThenSplit compares its slices with tuples, which JSON makes lists."""
   if isinstance(state, dict):
     return {
-      key: {name: tuple(value) for name, value in item.items()} if key == "remainder_slices" else _with_tuples(item)
+      key: {name: tuple(value) for name, value in item.items()}
+      if key == "remainder_slices"
+      else _with_tuples(item)
       for key, item in state.items()
     }
-  return [_with_tuples(item) for item in state] if isinstance(state, list) else state
+  return (
+    [_with_tuples(item) for item in state] if isinstance(state, list) else state
+  )
 
 
 # --- Validation ---
@@ -384,7 +531,15 @@ def _with_tuples(state: Any) -> Any:
 class ValidationBatches:
   """Batches of the same rows in the same order, each time they are iterated."""
 
-  def __init__(self, rows: Any, count: int, length: int, batch_size: int, process_index: int, process_count: int):
+  def __init__(
+    self,
+    rows: Any,
+    count: int,
+    length: int,
+    batch_size: int,
+    process_index: int,
+    process_count: int,
+  ):
     self._rows, self._count, self._length = rows, count, length
     self._batch_size = batch_size
     share = batch_size // process_count
@@ -401,10 +556,22 @@ class ValidationBatches:
   def __iter__(self) -> Iterator[Batch]:
     for first in range(0, self._count, self._batch_size):
       indices = range(first + self._start, first + self._stop)
-      yield make_batch([self._rows[index] if index < self._count else EMPTY_ROW for index in indices], self._length)
+      yield make_batch(
+        [
+          self._rows[index] if index < self._count else EMPTY_ROW
+          for index in indices
+        ],
+        self._length,
+      )
 
 
-def validation_batches(config: Config, batch_size: int, *, process_index: int = 0, process_count: int = 1) -> ValidationBatches:
+def validation_batches(
+  config: Config,
+  batch_size: int,
+  *,
+  process_index: int = 0,
+  process_count: int = 1,
+) -> ValidationBatches:
   """Opens the validation data: the first config.eval.rows rows (−1: all) of a fixed order. Rows of weight 0 fill up the last batch.
 
   Prepared rows are shuffled once, with one seed for all runs, so that a few rows are a fair sample of all documents. A mixture's rows come
@@ -423,16 +590,27 @@ def validation_batches(config: Config, batch_size: int, *, process_index: int = 
     UserError: as `training_batches`.
   """
   if batch_size % process_count:
-    raise UserError(f"validation batch of {batch_size} rows: must be divisible by the number of processes, {process_count}")
+    raise UserError(
+      f"validation batch of {batch_size} rows: must be divisible by the number of processes, {process_count}"
+    )
   rows: Any
   if config.data.mode == "prepared":
     components, weights = _open_rows(config.data, "validation", process_count)
-    shuffled = [grain.MapDataset.source(component).seed(index).shuffle() for index, component in enumerate(components)]
-    rows = shuffled[0] if len(shuffled) == 1 else grain.MapDataset.mix(shuffled, weights)
+    shuffled = [
+      grain.MapDataset.source(component).seed(index).shuffle()
+      for index, component in enumerate(components)
+    ]
+    rows = (
+      shuffled[0]
+      if len(shuffled) == 1
+      else grain.MapDataset.mix(shuffled, weights)
+    )
     count = len(rows)
   else:
     rows = []
-    for row in _stream(_open_sources(config.data, "validation"), config.data, repeat=False):
+    for row in _stream(
+      _open_sources(config.data, "validation"), config.data, repeat=False
+    ):
       if len(rows) == config.eval.rows:
         break
       rows.append(row)
@@ -444,4 +622,6 @@ def validation_batches(config: Config, batch_size: int, *, process_index: int = 
       )
   if config.eval.rows >= 0:
     count = min(count, config.eval.rows)
-  return ValidationBatches(rows, count, config.data.length, batch_size, process_index, process_count)
+  return ValidationBatches(
+    rows, count, config.data.length, batch_size, process_index, process_count
+  )

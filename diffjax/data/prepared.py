@@ -23,7 +23,14 @@ from diffjax.config import DataConfig, UserError
 from diffjax.data import address_space, sources
 from diffjax.data.document import reason
 from diffjax.data.row import Row, decode_row
-from diffjax.data.shards import COMMAND, Shard, add_totals, remove_leftovers, write_json, write_missing
+from diffjax.data.shards import (
+  COMMAND,
+  Shard,
+  add_totals,
+  remove_leftovers,
+  write_json,
+  write_missing,
+)
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.progress import say
 from diffjax.user_cache import cache_directory
@@ -78,10 +85,21 @@ def targets(config: DataConfig) -> list[Target]:
     )
   wanted: list[tuple[sources.Component, tuple[str, ...]]]
   if config.validation_source:
-    wanted = [(component, ("train",)) for component in sources.parse_mixture(config.source)]
-    wanted += [(component, ("validation",)) for component in sources.parse_mixture(config.validation_source, "data.validation_source")]
+    wanted = [
+      (component, ("train",))
+      for component in sources.parse_mixture(config.source)
+    ]
+    wanted += [
+      (component, ("validation",))
+      for component in sources.parse_mixture(
+        config.validation_source, "data.validation_source"
+      )
+    ]
   else:
-    wanted = [(component, ("train", "validation")) for component in sources.parse_mixture(config.source)]
+    wanted = [
+      (component, ("train", "validation"))
+      for component in sources.parse_mixture(config.source)
+    ]
   fingerprint = load_tokenizer(config.tokenizer).fingerprint
   out = []
   for component, splits in wanted:
@@ -90,27 +108,46 @@ def targets(config: DataConfig) -> list[Target]:
       "source": component.spec,
       "text_field": config.text_field,
       "splits": list(splits),
-      "validation_fraction": None if config.validation_source else config.validation_fraction,
+      "validation_fraction": None
+      if config.validation_source
+      else config.validation_fraction,
       "tokenizer": fingerprint,
       "length": config.length,
       "packing": config.packing,
     }
     if config.prompt_field:  # else the description is that of versions without prompts, and so are the names of the rows
-      description |= {"prompt_field": config.prompt_field, "prompt_template": config.prompt_template}
+      description |= {
+        "prompt_field": config.prompt_field,
+        "prompt_template": config.prompt_template,
+      }
     name = re.sub(r"[^A-Za-z0-9]+", "-", component.spec).strip("-")[:40]
     if not config.prepared_dir:
-      whole = {**description, "identity": _identity(component.spec, splits, config)}
-      directory = os.fspath(cache_directory("prepared", f"{name}-{_digest(whole)[:16]}"))
+      whole = {
+        **description,
+        "identity": _identity(component.spec, splits, config),
+      }
+      directory = os.fspath(
+        cache_directory("prepared", f"{name}-{_digest(whole)[:16]}")
+      )
     elif len(wanted) == 1:
       directory = os.path.expanduser(config.prepared_dir)
     else:
-      directory = os.path.join(os.path.expanduser(config.prepared_dir), f"{name}-{_digest([component.spec, splits])[:8]}")
-    out.append(Target(component.spec, component.weight, splits, directory, description))
+      directory = os.path.join(
+        os.path.expanduser(config.prepared_dir),
+        f"{name}-{_digest([component.spec, splits])[:8]}",
+      )
+    out.append(
+      Target(component.spec, component.weight, splits, directory, description)
+    )
   return out
 
 
-def _identity(spec: str, splits: Sequence[str], config: DataConfig) -> dict[str, Any]:
-  return {split: sources.documents(spec, split, config).identity for split in splits}
+def _identity(
+  spec: str, splits: Sequence[str], config: DataConfig
+) -> dict[str, Any]:
+  return {
+    split: sources.documents(spec, split, config).identity for split in splits
+  }
 
 
 def _digest(value: Any) -> str:
@@ -127,12 +164,17 @@ def _read_meta(target: Target) -> dict[str, Any] | None:
     if meta["complete"]:
       for split in target.splits:
         totals = meta["splits"][split]
-        if sum(totals["shard_rows"]) != totals["rows"] or not totals["fingerprint"]:
+        if (
+          sum(totals["shard_rows"]) != totals["rows"]
+          or not totals["fingerprint"]
+        ):
           raise ValueError(f"its counts of {split} rows do not agree")
   except (FileNotFoundError, NotADirectoryError):
     return None
   except (OSError, ValueError, KeyError, TypeError) as error:
-    raise UserError(f"{path}: cannot be read ({error}); delete {target.directory} and prepare again") from error
+    raise UserError(
+      f"{path}: cannot be read ({error}); delete {target.directory} and prepare again"
+    ) from error
   differ = [
     f"config.{name} (there {stored.get(key)!r}, asked for {target.description.get(key)!r})"
     for key, name in _FIELDS.items()
@@ -172,7 +214,10 @@ def prepare(config: DataConfig, workers: int = 0) -> list[Target]:
   found = targets(config)
   for target in found:
     try:
-      with address_space.explained(f"preparing {target.spec}", "run the same command again with fewer --workers to continue"):
+      with address_space.explained(
+        f"preparing {target.spec}",
+        "run the same command again with fewer --workers to continue",
+      ):
         _prepare(target, config, workers)
     except OSError as error:
       raise UserError(
@@ -194,28 +239,43 @@ def _prepare(target: Target, config: DataConfig, workers: int) -> None:
     return
   os.makedirs(target.directory, exist_ok=True)
   if not meta:
-    meta = {"complete": False, "description": target.description, "identity": identity, "tokenizer_spec": config.tokenizer}
+    meta = {
+      "complete": False,
+      "description": target.description,
+      "identity": identity,
+      "tokenizer_spec": config.tokenizer,
+    }
     write_json(os.path.join(target.directory, "meta.json"), meta)
   start = time.monotonic()
   shards = _shards(target, config)
   write_missing(shards, config, workers)
-  meta["splits"] = {split: add_totals([shard for shard in shards if shard.split == split]) for split in target.splits}
+  meta["splits"] = {
+    split: add_totals([shard for shard in shards if shard.split == split])
+    for split in target.splits
+  }
   train = meta["splits"].get("train")
   if train and not train["rows"]:
     raise UserError(
       f"config.data.source {target.spec!r}: empty: no document to train on (documents without text do not count, "
-      + f"nor do those whose prompts fill a row of config.data.length = {config.length}, " * bool(config.prompt_field)
+      + f"nor do those whose prompts fill a row of config.data.length = {config.length}, "
+      * bool(config.prompt_field)
       + f"and config.data.validation_fraction = {config.validation_fraction} are held out)"
     )
   for split, totals in meta["splits"].items():
-    totals["fingerprint"] = _digest([target.description, split, totals.pop("digests")])
-  write_json(os.path.join(target.directory, "meta.json"), {**meta, "complete": True})
+    totals["fingerprint"] = _digest(
+      [target.description, split, totals.pop("digests")]
+    )
+  write_json(
+    os.path.join(target.directory, "meta.json"), {**meta, "complete": True}
+  )
   remove_leftovers(target.directory)
   for split, totals in meta["splits"].items():
     _report(f"{target.spec}, {split}", totals, config.length)
   seconds = time.monotonic() - start
   tokens = sum(totals["tokens"] for totals in meta["splits"].values())
-  say(f"{target.spec}: prepared in {seconds:.1f} s ({tokens / seconds / 1e6:.2f} M tokens/s)")
+  say(
+    f"{target.spec}: prepared in {seconds:.1f} s ({tokens / seconds / 1e6:.2f} M tokens/s)"
+  )
 
 
 def _shards(target: Target, config: DataConfig) -> list[Shard]:
@@ -225,7 +285,17 @@ def _shards(target: Target, config: DataConfig) -> list[Shard]:
     count = len(sources.documents(target.spec, split, config).parts)
     number = min(count, _MAX_SHARDS[split])
     bounds = [count * index // number for index in range(number + 1)]
-    shards += [Shard(target.directory, target.spec, split, index, number, *bounds[index : index + 2]) for index in range(number)]
+    shards += [
+      Shard(
+        target.directory,
+        target.spec,
+        split,
+        index,
+        number,
+        *bounds[index : index + 2],
+      )
+      for index in range(number)
+    ]
   return shards
 
 
@@ -237,14 +307,18 @@ def _report(name: str, totals: dict[str, Any], length: int) -> None:
     f"{totals['rows']:,} rows of {length} ({fill:.1%} full)"
   )
   if totals["replaced"]:
-    say(f"{name}: {totals['replaced']:,} documents were not UTF-8; what could not be read became U+FFFD")
+    say(
+      f"{name}: {totals['replaced']:,} documents were not UTF-8; what could not be read became U+FFFD"
+    )
   if totals.get("skipped"):
     say(
       f"{name}: {totals['skipped']:,} documents are left out: their prompts fill a row, which leaves nothing to learn; "
       f"config.data.length = {length}"
     )
   if totals.get("cut"):
-    say(f"{name}: {totals['cut']:,} documents are longer than a row; the rest of their answers does not see the prompt")
+    say(
+      f"{name}: {totals['cut']:,} documents are longer than a row; the rest of their answers does not see the prompt"
+    )
 
 
 class PreparedRows:
@@ -259,18 +333,28 @@ class PreparedRows:
   def __init__(self, target: Target, split: str):
     meta = _read_meta(target)
     if not (meta and meta["complete"]):
-      raise UserError(f"{target.directory}: rows of {target.spec!r} are not prepared (or not all of them); run {COMMAND}")
+      raise UserError(
+        f"{target.directory}: rows of {target.spec!r} are not prepared (or not all of them); run {COMMAND}"
+      )
     self.directory = target.directory
     counts = meta["splits"][split]["shard_rows"]
     self.fingerprint = meta["splits"][split]["fingerprint"]
-    self.origin = {"directory": self.directory, "fingerprint": self.fingerprint, "description": target.description}
+    self.origin = {
+      "directory": self.directory,
+      "fingerprint": self.fingerprint,
+      "description": target.description,
+    }
     self._paths = [
-      f"{Shard(target.directory, target.spec, split, index, len(counts), 0, 0).path}[0:{rows}]" for index, rows in enumerate(counts) if rows
+      f"{Shard(target.directory, target.spec, split, index, len(counts), 0, 0).path}[0:{rows}]"
+      for index, rows in enumerate(counts)
+      if rows
     ]
     self._ends = list(itertools.accumulate(rows for rows in counts if rows))
     self._source: Any = None
     if self._paths:
-      with address_space.explained(f"opening {self.directory}", "fewer other programs leave more"):
+      with address_space.explained(
+        f"opening {self.directory}", "fewer other programs leave more"
+      ):
         address_space.check_array_record(self._paths[0].rpartition("[")[0])
         self._source = grain.sources.ArrayRecordDataSource(self._paths)
 
@@ -291,12 +375,20 @@ class PreparedRows:
   def __getitems__(self, indices: Sequence[int]) -> list[Row]:
     """Several rows. Neighbouring rows are read four times as fast as one by one."""
     try:
-      return [decode_row(record) for record in self._source.__getitems__(indices)]
+      return [
+        decode_row(record) for record in self._source.__getitems__(indices)
+      ]
     except Exception:
-      return [self[index] for index in indices]  # names the row that cannot be read
+      return [
+        self[index] for index in indices
+      ]  # names the row that cannot be read
 
 
-def explain_other_rows(saved: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]], config: DataConfig) -> str:
+def explain_other_rows(
+  saved: Sequence[dict[str, Any]],
+  own: Sequence[dict[str, Any]],
+  config: DataConfig,
+) -> str:
   """Says why a checkpoint's training rows are not a run's, and what to do.
 
   Args:
@@ -308,11 +400,16 @@ def explain_other_rows(saved: Sequence[dict[str, Any]], own: Sequence[dict[str, 
     f"config.{name} was {before!r} and is {now!r}"
     for was, has in zip(saved, own, strict=False)
     for key, name in _FIELDS.items()
-    if (before := was["description"].get(key)) != (now := has["description"].get(key))
+    if (before := was["description"].get(key))
+    != (now := has["description"].get(key))
   }
   if fields or len(saved) != len(own):
     return f"{'; '.join(sorted(fields)) or 'config.data.source has changed'}; set the fields back, or use another --workdir"
-  changed = [(was, has) for was, has in zip(saved, own, strict=True) if was["fingerprint"] != has["fingerprint"]]
+  changed = [
+    (was, has)
+    for was, has in zip(saved, own, strict=True)
+    if was["fingerprint"] != has["fingerprint"]
+  ]
   if not changed:
     return "the weights in config.data.source have changed; set them back, or use another --workdir"
   texts = " and ".join(repr(was["description"]["source"]) for was, _ in changed)
@@ -337,8 +434,12 @@ def explain_other_rows(saved: Sequence[dict[str, Any]], own: Sequence[dict[str, 
 def _holds(origin: dict[str, Any]) -> bool:
   """True if rows still lie where they did."""
   try:
-    with open(os.path.join(origin["directory"], "meta.json"), encoding="utf-8") as file:
+    with open(
+      os.path.join(origin["directory"], "meta.json"), encoding="utf-8"
+    ) as file:
       meta = json.load(file)
-    return bool(meta["complete"]) and origin["fingerprint"] in [totals["fingerprint"] for totals in meta["splits"].values()]
+    return bool(meta["complete"]) and origin["fingerprint"] in [
+      totals["fingerprint"] for totals in meta["splits"].values()
+    ]
   except (OSError, ValueError, KeyError, TypeError):
     return False

@@ -26,7 +26,9 @@ from diffjax.workers import end_with_parent, starting_workers
 
 _POLL = 1.0  # seconds between looks at the workers while waiting
 _GRACE = 3.0  # seconds to receive batches that a dead worker had sent, and for workers to end by themselves
-_PATIENCE = 10  # time limits, at most, for a first batch while the CPU is in use
+_PATIENCE = (
+  10  # time limits, at most, for a first batch while the CPU is in use
+)
 
 
 class Interrupted(Exception):
@@ -48,20 +50,39 @@ class Reader:
   """
 
   def __init__(
-    self, iterator: grain.DatasetIterator, source: str, num_workers: int, timeout: float, interrupted: Callable[[], bool] = lambda: False
+    self,
+    iterator: grain.DatasetIterator,
+    source: str,
+    num_workers: int,
+    timeout: float,
+    interrupted: Callable[[], bool] = lambda: False,
   ):
     self._iterator: grain.DatasetIterator | None = iterator
-    self._source, self._num_workers, self._timeout, self._interrupted = source, num_workers, timeout, interrupted
-    self._starting = max(1, num_workers)  # batches until all workers have given one
+    self._source, self._num_workers, self._timeout, self._interrupted = (
+      source,
+      num_workers,
+      timeout,
+      interrupted,
+    )
+    self._starting = max(
+      1, num_workers
+    )  # batches until all workers have given one
     self._workers: list[Any] = []
     self._not_ours = set(multiprocessing.active_children())
     self._state: Any = None
-    self._asked, self._given = queue.SimpleQueue[bool](), queue.SimpleQueue[tuple[Any, Any, Exception | None]]()
+    self._asked, self._given = (
+      queue.SimpleQueue[bool](),
+      queue.SimpleQueue[tuple[Any, Any, Exception | None]](),
+    )
     self._is_asked = False
     serving = (iterator, num_workers > 0, self._asked, self._given)
-    threading.Thread(target=_serve, args=serving, name="diffjax-data", daemon=True).start()
+    threading.Thread(
+      target=_serve, args=serving, name="diffjax-data", daemon=True
+    ).start()
     # Runs too when this object is deleted and when the interpreter ends
-    self._finalizer = weakref.finalize(self, _close, self._asked, self._given, self._workers)
+    self._finalizer = weakref.finalize(
+      self, _close, self._asked, self._given, self._workers
+    )
 
   def get_state(self) -> Any:
     """Grain's state after the last element that was handed out."""
@@ -94,7 +115,9 @@ class Reader:
       if (dead := self._dead()) and not isinstance(error, UserError):
         raise self._failure(dead) from error
       self.close()
-      with address_space.explained(f"reading {self._source}", "fewer config.data.num_workers take less"):
+      with address_space.explained(
+        f"reading {self._source}", "fewer config.data.num_workers take less"
+      ):
         raise error
     self._state = state
     if self._starting:
@@ -116,8 +139,15 @@ class Reader:
       if self._dead():
         deadline = min(deadline, now + _GRACE)
       elif self._starting:
-        before, used = used, _cpu_seconds([worker.pid for worker in self._workers] or [os.getpid()])
-        if used - before > 0.02 and now < start + (_PATIENCE - 1) * self._timeout:
+        before, used = (
+          used,
+          _cpu_seconds(
+            [worker.pid for worker in self._workers] or [os.getpid()]
+          ),
+        )
+        if (
+          used - before > 0.02 and now < start + (_PATIENCE - 1) * self._timeout
+        ):
           deadline = now + self._timeout
       if now >= deadline:
         raise self._failure(self._dead(), now - start)
@@ -127,7 +157,10 @@ class Reader:
     if len(self._workers) < self._num_workers:
       known = self._not_ours.union(self._workers)
       self._workers += [
-        child for child in multiprocessing.active_children() if child not in known and child.name.startswith("grain-process-prefetch")
+        child
+        for child in multiprocessing.active_children()
+        if child not in known
+        and child.name.startswith("grain-process-prefetch")
       ]
 
   def _dead(self) -> list[Any]:
@@ -137,11 +170,15 @@ class Reader:
     """The error to raise. Ends all that would keep the process from ending."""
     if dead:
       ends = [f"{worker.pid} ({_end(worker.exitcode)})" for worker in dead]
-      message = f"data worker {' and '.join(ends)} died while reading {self._source}"
+      message = (
+        f"data worker {' and '.join(ends)} died while reading {self._source}"
+      )
       remedy = "run the same command again to continue from the last checkpoint; config.data.num_workers sets the number of workers"
     else:
       pids = ", ".join(str(worker.pid) for worker in self._workers)
-      where = f"by the data workers {pids}" if pids else "in the training process"
+      where = (
+        f"by the data workers {pids}" if pids else "in the training process"
+      )
       limited = f"{limit}; or " if (limit := address_space.limit()) else ""
       message = f"no batch for {seconds:.0f} s from {self._source}, read {where}: reading hangs"
       remedy = (
@@ -161,10 +198,17 @@ def start_worker(worker: int, num_workers: int) -> None:
   end_with_parent()
 
 
-def _serve(iterator: grain.DatasetIterator, has_workers: bool, asked: queue.SimpleQueue, given: queue.SimpleQueue) -> None:
+def _serve(
+  iterator: grain.DatasetIterator,
+  has_workers: bool,
+  asked: queue.SimpleQueue,
+  given: queue.SimpleQueue,
+) -> None:
   while asked.get():
     try:
-      with starting_workers() if has_workers else contextlib.nullcontext():  # at the first batch
+      with (
+        starting_workers() if has_workers else contextlib.nullcontext()
+      ):  # at the first batch
         given.put((next(iterator), iterator.get_state(), None))
     except Exception as error:  # the waiting thread raises it
       given.put((None, None, error))
@@ -172,13 +216,17 @@ def _serve(iterator: grain.DatasetIterator, has_workers: bool, asked: queue.Simp
   given.put(None)
 
 
-def _close(asked: queue.SimpleQueue, given: queue.SimpleQueue, workers: list[Any]) -> None:
+def _close(
+  asked: queue.SimpleQueue, given: queue.SimpleQueue, workers: list[Any]
+) -> None:
   """Ends the thread and Grain's workers. Workers that do not end by themselves are killed. A thread whose read hangs is left."""
   asked.put(False)
   for _ in range(2):
     deadline = time.monotonic() + _GRACE
     try:
-      while given.get(timeout=max(0.0, deadline - time.monotonic())) is not None:
+      while (
+        given.get(timeout=max(0.0, deadline - time.monotonic())) is not None
+      ):
         pass
       return
     except queue.Empty:
@@ -194,7 +242,11 @@ def _kill(workers: list[Any]) -> None:
 def _end(exit_code: int) -> str:
   if exit_code >= 0:
     return f"exit code {exit_code}"
-  name = signal.Signals(-exit_code).name if -exit_code in {*signal.Signals} else f"signal {-exit_code}"
+  name = (
+    signal.Signals(-exit_code).name
+    if -exit_code in {*signal.Signals}
+    else f"signal {-exit_code}"
+  )
   return name + ": out of memory?" * (name == "SIGKILL")
 
 
@@ -203,7 +255,12 @@ def _cpu_seconds(pids: list[int]) -> float:
   total = 0.0
   for pid in pids:
     try:
-      fields = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+      fields = (
+        pathlib.Path(f"/proc/{pid}/stat")
+        .read_text(encoding="utf-8")
+        .rpartition(")")[2]
+        .split()
+      )
     except OSError:
       return time.monotonic()
     total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

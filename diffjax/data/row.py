@@ -26,7 +26,9 @@ class Row(NamedTuple):
 
 
 # A row that is all padding.
-EMPTY_ROW = Row(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32))
+EMPTY_ROW = Row(
+  np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32)
+)
 
 
 def make_batch(rows: Sequence[Row], length: int) -> Batch:
@@ -41,7 +43,11 @@ def make_batch(rows: Sequence[Row], length: int) -> Batch:
     float32[b, T]: 1 where the target belongs to the input's segment and is learnt.
   """
   shape = len(rows), length + 1
-  tokens, segment_ids, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+  tokens, segment_ids, positions = (
+    np.zeros(shape, np.int32),
+    np.zeros(shape, np.int32),
+    np.zeros(shape, np.int32),
+  )
   column = np.arange(length + 1, dtype=np.int32)
   learnt = np.ones(shape, bool)
   for index, (row, lengths, prompts) in enumerate(rows):
@@ -51,11 +57,21 @@ def make_batch(rows: Sequence[Row], length: int) -> Batch:
       segment_ids[index, :count] = 1
       positions[index, :count] = column[:count]
     elif count:
-      segment_ids[index, :count] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-      positions[index, :count] = column[:count] - np.repeat(np.cumsum(lengths) - lengths, lengths)
+      segment_ids[index, :count] = np.repeat(
+        np.arange(1, len(lengths) + 1), lengths
+      )
+      positions[index, :count] = column[:count] - np.repeat(
+        np.cumsum(lengths) - lengths, lengths
+      )
     if prompts.any():
-      learnt[index, :count] = positions[index, :count] >= np.repeat(prompts, lengths)
-  weights = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, :-1] > 0) & learnt[:, 1:]
+      learnt[index, :count] = positions[index, :count] >= np.repeat(
+        prompts, lengths
+      )
+  weights = (
+    (segment_ids[:, 1:] == segment_ids[:, :-1])
+    & (segment_ids[:, :-1] > 0)
+    & learnt[:, 1:]
+  )
   return {
     "tokens": np.ascontiguousarray(tokens[:, :-1]),
     "targets": np.ascontiguousarray(tokens[:, 1:]),
@@ -72,8 +88,15 @@ def encode_row(row: Row, vocab_size: int, with_prompts: bool) -> bytes:
   prompts, the number is negative, and the lengths of the prompts follow those of the segments.
   """
   count = len(row.segment_lengths)
-  numbers = [-count, *row.segment_lengths, *row.prompt_lengths] if with_prompts else [count, *row.segment_lengths]
-  return np.array(numbers, "<i4").tobytes() + row.tokens.astype("<u2" if vocab_size <= 1 << 16 else "<u4").tobytes()
+  numbers = (
+    [-count, *row.segment_lengths, *row.prompt_lengths]
+    if with_prompts
+    else [count, *row.segment_lengths]
+  )
+  return (
+    np.array(numbers, "<i4").tobytes()
+    + row.tokens.astype("<u2" if vocab_size <= 1 << 16 else "<u4").tobytes()
+  )
 
 
 def decode_row(record: bytes) -> Row:
@@ -85,9 +108,24 @@ def decode_row(record: bytes) -> Row:
   number = int.from_bytes(record[:4], "little", signed=True)
   count = abs(number)
   lengths = np.frombuffer(record, "<i4", count, 4)
-  prompts = np.frombuffer(record, "<i4", count, 4 * (count + 1)) if number < 0 else np.zeros(count, np.int32)
+  prompts = (
+    np.frombuffer(record, "<i4", count, 4 * (count + 1))
+    if number < 0
+    else np.zeros(count, np.int32)
+  )
   start = 4 * (2 * count + 1) if number < 0 else 4 * (count + 1)
   num_tokens = int(lengths.sum())
   if len(record) - start not in (2 * num_tokens, 4 * num_tokens):
-    raise ValueError(f"{len(record)} bytes do not hold the {num_tokens} tokens that the record announces")
-  return Row(np.frombuffer(record, "<u2" if len(record) - start == 2 * num_tokens else "<u4", num_tokens, start), lengths, prompts)
+    raise ValueError(
+      f"{len(record)} bytes do not hold the {num_tokens} tokens that the record announces"
+    )
+  return Row(
+    np.frombuffer(
+      record,
+      "<u2" if len(record) - start == 2 * num_tokens else "<u4",
+      num_tokens,
+      start,
+    ),
+    lengths,
+    prompts,
+  )

@@ -61,7 +61,10 @@ class Shard:
   @property
   def path(self) -> str:
     """The ArrayRecord file. Its totals stand in a .json file beside it."""
-    return os.path.join(self.directory, f"{self.split}-{self.index:05d}-of-{self.number:05d}.array_record")
+    return os.path.join(
+      self.directory,
+      f"{self.split}-{self.index:05d}-of-{self.number:05d}.array_record",
+    )
 
   def is_complete(self) -> bool:
     """True if the shard and its totals are written."""
@@ -77,17 +80,29 @@ class Shard:
       with open(f"{self.path}.json", encoding="utf-8") as file:
         return json.load(file)
     except (OSError, ValueError) as error:
-      raise UserError(f"{self.path}.json: cannot be read ({reason(error)}); delete it, and run {COMMAND}") from error
+      raise UserError(
+        f"{self.path}.json: cannot be read ({reason(error)}); delete it, and run {COMMAND}"
+      ) from error
 
 
 def add_totals(shards: Sequence[Shard]) -> dict[str, Any]:
   """The sums of the shards' totals, with the rows and the digest of each shard."""
   each = [shard.totals() for shard in shards]
-  out = {key: sum(totals[key] for totals in each) for key in each[0] if key != "sha256"}
-  return {**out, "shard_rows": [totals["rows"] for totals in each], "digests": [totals["sha256"] for totals in each]}
+  out = {
+    key: sum(totals[key] for totals in each)
+    for key in each[0]
+    if key != "sha256"
+  }
+  return {
+    **out,
+    "shard_rows": [totals["rows"] for totals in each],
+    "digests": [totals["sha256"] for totals in each],
+  }
 
 
-def write_missing(shards: Sequence[Shard], config: DataConfig, workers: int) -> None:
+def write_missing(
+  shards: Sequence[Shard], config: DataConfig, workers: int
+) -> None:
   """Writes the shards of a target that are not complete.
 
   Args:
@@ -102,8 +117,12 @@ def write_missing(shards: Sequence[Shard], config: DataConfig, workers: int) -> 
   missing = [shard for shard in shards if not shard.is_complete()]
   parts = sum(shard.stop - shard.start for shard in missing)
   # Processes take seconds to start, too long for one or two shards
-  workers = min(workers or min(os.cpu_count() or 1, len(missing) // 2), len(missing))
-  say(f"preparing {spec}, {len(missing)} of {len(shards)} shards to write, with {max(workers, 1)} worker{'s' * (workers > 1)}: {directory}")
+  workers = min(
+    workers or min(os.cpu_count() or 1, len(missing) // 2), len(missing)
+  )
+  say(
+    f"preparing {spec}, {len(missing)} of {len(shards)} shards to write, with {max(workers, 1)} worker{'s' * (workers > 1)}: {directory}"
+  )
   with Progress(f"preparing {spec}", parts) as progress:
     if workers > 1:
       _write_in_processes(missing, config, workers, progress)
@@ -147,13 +166,21 @@ def _write_shard(shard: Shard, config: DataConfig, counter: _Counter) -> None:
 
     for document in source.read(part, reached):
       totals["documents"] += 1
-      text = document.text if document.prompt is None else document.prompt + document.text
-      totals["bytes"] += len(text) if text.isascii() else len(text.encode("utf-8"))
+      text = (
+        document.text
+        if document.prompt is None
+        else document.prompt + document.text
+      )
+      totals["bytes"] += (
+        len(text) if text.isascii() else len(text.encode("utf-8"))
+      )
       totals["replaced"] += document.replaced
       yield document
     reached(1.0)
 
-  parts = grain.MapDataset.source(source.parts[shard.start : shard.stop]).to_iter_dataset(grain.ReadOptions(num_threads=0))
+  parts = grain.MapDataset.source(
+    source.parts[shard.start : shard.stop]
+  ).to_iter_dataset(grain.ReadOptions(num_threads=0))
   documents = packing.Documents(parts, read, len(source.parts), shard.spec)
   counts = packing.ExampleCounts(config.length)
   temporary = temporary_name(shard.path)
@@ -161,7 +188,9 @@ def _write_shard(shard: Shard, config: DataConfig, counter: _Counter) -> None:
   try:
     uncounted = 0
     for row in packing.make_rows(documents, config, counts):
-      record = encode_row(row, vocab_size, with_prompts=bool(config.prompt_field))
+      record = encode_row(
+        row, vocab_size, with_prompts=bool(config.prompt_field)
+      )
       writer.write(record)
       digest.update(record)
       totals["rows"] += 1
@@ -187,15 +216,28 @@ def _source(spec: str, split: str, config: DataConfig) -> Source:
 _worker_counter: _Counter | None = None  # set in worker processes only
 
 
-def _write_in_processes(shards: Sequence[Shard], config: DataConfig, workers: int, progress: Progress) -> None:
-  context = multiprocessing.get_context("spawn")  # a process with JAX's threads may hang when it is forked
-  with _no_main_module(), starting_workers():  # the first submissions start all processes
+def _write_in_processes(
+  shards: Sequence[Shard], config: DataConfig, workers: int, progress: Progress
+) -> None:
+  context = multiprocessing.get_context(
+    "spawn"
+  )  # a process with JAX's threads may hang when it is forked
+  with (
+    _no_main_module(),
+    starting_workers(),
+  ):  # the first submissions start all processes
     values, lock = context.Array("d", 2, lock=False), context.Lock()
-    pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (values, lock))
-    waiting = {pool.submit(_write_shard_in_worker, shard, config) for shard in shards}
+    pool = concurrent.futures.ProcessPoolExecutor(
+      workers, context, _start_worker, (values, lock)
+    )
+    waiting = {
+      pool.submit(_write_shard_in_worker, shard, config) for shard in shards
+    }
   try:
     while waiting:
-      done, waiting = concurrent.futures.wait(waiting, timeout=0.5, return_when=concurrent.futures.FIRST_EXCEPTION)
+      done, waiting = concurrent.futures.wait(
+        waiting, timeout=0.5, return_when=concurrent.futures.FIRST_EXCEPTION
+      )
       for future in done:
         future.result()
       progress.update(*values)
@@ -241,12 +283,17 @@ def _host() -> str:
 
 def remove_leftovers(directory: str) -> None:
   """Removes incomplete files of killed processes of this host."""
-  for path in glob.glob(os.path.join(glob.escape(directory), f"*.{glob.escape(_host())}.tmp")):
+  for path in glob.glob(
+    os.path.join(glob.escape(directory), f"*.{glob.escape(_host())}.tmp")
+  ):
     try:
       os.kill(int(path.split(".")[-3]), 0)
     except ProcessLookupError:
       os.remove(path)
-    except (ValueError, OSError):  # a process of another user, or another program's file
+    except (
+      ValueError,
+      OSError,
+    ):  # a process of another user, or another program's file
       pass
 
 

@@ -28,15 +28,28 @@ from etils import epath
 
 from diffjax.config import DataConfig, UserError
 from diffjax.data import address_space, stdlib_corpus
-from diffjax.data.document import Document, Source, decode, is_text, lookup, reason
+from diffjax.data.document import (
+  Document,
+  Source,
+  decode,
+  is_text,
+  lookup,
+  reason,
+)
 from diffjax.data.fingerprint import File, digest, fingerprint, sampled
 
-KINDS = "stdlib, tfds:NAME, text:GLOB, jsonl:GLOB (also .gz, .zst), parquet:GLOB"
+KINDS = (
+  "stdlib, tfds:NAME, text:GLOB, jsonl:GLOB (also .gz, .zst), parquet:GLOB"
+)
 _TFDS_PART = 256  # documents
 _TEXT_PART = 1 << 20  # bytes
 _JSONL_PART = 64 << 20  # bytes
-_LONGEST_LINE = 256 << 20  # bytes; a document takes about ten times its size in memory
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors begin a file with it; it is not text
+_LONGEST_LINE = (
+  256 << 20
+)  # bytes; a document takes about ten times its size in memory
+_BYTE_ORDER_MARK = (
+  b"\xef\xbb\xbf"  # some editors begin a file with it; it is not text
+)
 
 
 class Component(NamedTuple):
@@ -74,14 +87,26 @@ def parse_mixture(spec: str, field: str = "data.source") -> list[Component]:
           f"config.{field} = {spec!r}: every source of a mixture needs a weight, as in 'A=0.7,B=0.3'; {item.strip()!r} has none"
         )
     if not 0 < value < float("inf"):
-      raise UserError(f"config.{field} = {spec!r}: the weight of {name!r} must be a positive number; got {weight}")
+      raise UserError(
+        f"config.{field} = {spec!r}: the weight of {name!r} must be a positive number; got {weight}"
+      )
     kind, _, argument = name.partition(":")
     if kind not in _KINDS or bool(argument) != (kind != "stdlib"):
-      raise UserError(f"config.{field} = {spec!r}: {name!r} is not a source; the kinds are {KINDS}")
+      raise UserError(
+        f"config.{field} = {spec!r}: {name!r} is not a source; the kinds are {KINDS}"
+      )
     components.append(Component(name, value))
-  twice = [name for name, count in collections.Counter(component.spec for component in components).items() if count > 1]
+  twice = [
+    name
+    for name, count in collections.Counter(
+      component.spec for component in components
+    ).items()
+    if count > 1
+  ]
   if twice:
-    raise UserError(f"config.{field} = {spec!r}: {twice[0]!r} is listed twice; add up its weights")
+    raise UserError(
+      f"config.{field} = {spec!r}: {twice[0]!r} is listed twice; add up its weights"
+    )
   total = sum(component.weight for component in components)
   return [Component(name, weight / total) for name, weight in components]
 
@@ -118,18 +143,29 @@ class _TfdsSource(Source):
     import tensorflow_datasets as tfds
 
     if spec == "stdlib":
-      self._directory, self._fields = os.fspath(stdlib_corpus.corpus_directory()), {"text_field": "text"}
+      self._directory, self._fields = (
+        os.fspath(stdlib_corpus.corpus_directory()),
+        {"text_field": "text"},
+      )
     else:
       self._directory = _find_tfds(spec, name, config.data_dir)
     try:
       info = tfds.builder_from_directory(self._directory).info
       splits = {key: value.num_examples for key, value in info.splits.items()}
     except Exception as error:  # TFDS raises exceptions of many kinds
-      raise UserError(f"config.data.source {spec!r}: {self._directory} is not a complete TFDS dataset ({error})") from error
-    features = dict(info.features.items()) if hasattr(info.features, "items") else {}
+      raise UserError(
+        f"config.data.source {spec!r}: {self._directory} is not a complete TFDS dataset ({error})"
+      ) from error
+    features = (
+      dict(info.features.items()) if hasattr(info.features, "items") else {}
+    )
     for field, path in self._fields.items():
       feature = features.get(path)
-      if feature is None or feature.shape or np.dtype(feature.np_dtype).kind != "O":
+      if (
+        feature is None
+        or feature.shape
+        or np.dtype(feature.np_dtype).kind != "O"
+      ):
         raise UserError(
           f"config.data.source {spec!r}: config.data.{field} = {path!r} is not text in this dataset; "
           f"its features are {', '.join(f'{key} ({type(value).__name__})' for key, value in features.items())}"
@@ -138,7 +174,9 @@ class _TfdsSource(Source):
     if native:
       self._validation_fraction = None
       stored = split
-    elif split == "validation" and config.validation_source:  # a dataset that is for validation alone
+    elif (
+      split == "validation" and config.validation_source
+    ):  # a dataset that is for validation alone
       stored = "test" if splits.get("test") else "train"
     else:
       stored = "train"
@@ -148,10 +186,26 @@ class _TfdsSource(Source):
         f"its splits are {', '.join(f'{key} ({count})' for key, count in splits.items()) or 'none'}"
       )
     self._stored_split = stored
-    self._shards = list(zip(info.splits[stored].filenames, map(int, info.splits[stored].shard_lengths), strict=True))
-    self.parts = [(start, min(start + _TFDS_PART, splits[stored])) for start in range(0, splits[stored], _TFDS_PART)]
-    shards = {key: list(map(int, value.shard_lengths)) for key, value in info.splits.items()}
-    self.identity = {"dataset": info.full_name, "directory": self._directory, "shards": shards}
+    self._shards = list(
+      zip(
+        info.splits[stored].filenames,
+        map(int, info.splits[stored].shard_lengths),
+        strict=True,
+      )
+    )
+    self.parts = [
+      (start, min(start + _TFDS_PART, splits[stored]))
+      for start in range(0, splits[stored], _TFDS_PART)
+    ]
+    shards = {
+      key: list(map(int, value.shard_lengths))
+      for key, value in info.splits.items()
+    }
+    self.identity = {
+      "dataset": info.full_name,
+      "directory": self._directory,
+      "shards": shards,
+    }
 
   def _read(self, part: tuple) -> Iterator[tuple[float, Document]]:
     data = _tfds_data(self._directory, self._stored_split, self._shards[0][0])
@@ -168,8 +222,16 @@ class _TfdsSource(Source):
   def fingerprint(self) -> dict[str, str]:
     # Of its documents: built again, a data set has the same ones in files of other bytes and times
     indices = sampled(self.parts[-1][1])
-    documents = [document for index in indices for _, document in self._read((index, index + 1))]
-    return {"names and sizes": digest([self.identity["dataset"], self._shards]), "text": digest(documents), "times": ""}
+    documents = [
+      document
+      for index in indices
+      for _, document in self._read((index, index + 1))
+    ]
+    return {
+      "names and sizes": digest([self.identity["dataset"], self._shards]),
+      "text": digest(documents),
+      "times": "",
+    }
 
   def _place(self, index: int) -> str:
     ends = list(itertools.accumulate(count for _, count in self._shards))
@@ -195,23 +257,36 @@ def _tfds_data(directory: str, split: str, shard: str):
 
 def _find_tfds(spec: str, name: str, data_dir: str) -> str:
   """The directory of a dataset's newest version, or of the version in NAME:1.2.0."""
-  root = epath.Path(data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
+  root = epath.Path(
+    data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+  ).expanduser()
   name, _, version = name.partition(":")
   pattern = re.compile(r"\d+\.\d+\.\d+")
-  versions = [path for path in _children(root / name) if pattern.fullmatch(path.name) and (path / "dataset_info.json").exists()]
+  versions = [
+    path
+    for path in _children(root / name)
+    if pattern.fullmatch(path.name) and (path / "dataset_info.json").exists()
+  ]
   matching = [path for path in versions if version in ("", path.name)]
   if not matching:
     found = sorted(
       {
         os.path.relpath(os.path.dirname(os.path.dirname(path)), os.fspath(root))
-        for path in itertools.chain(glob.iglob(f"{root}/*/*/dataset_info.json"), glob.iglob(f"{root}/*/*/*/dataset_info.json"))
+        for path in itertools.chain(
+          glob.iglob(f"{root}/*/*/dataset_info.json"),
+          glob.iglob(f"{root}/*/*/*/dataset_info.json"),
+        )
       }
     )
     holds = f"it holds {', '.join(found)}" if found else "it holds no datasets"
     if versions:
       holds = f"{name} has the versions {', '.join(sorted(path.name for path in versions))}"
-    raise UserError(f"config.data.source {spec!r}: no such dataset in {root} (config.data.data_dir); {holds}")
-  return os.fspath(max(matching, key=lambda path: tuple(map(int, path.name.split(".")))))
+    raise UserError(
+      f"config.data.source {spec!r}: no such dataset in {root} (config.data.data_dir); {holds}"
+    )
+  return os.fspath(
+    max(matching, key=lambda path: tuple(map(int, path.name.split("."))))
+  )
 
 
 def _children(path: epath.Path) -> list[epath.Path]:
@@ -232,10 +307,16 @@ class _FileSource(Source):
     stats = [(os.fspath(path), path.stat()) for path in paths]
     self._files = [(name, stat.length) for name, stat in stats if stat.length]
     if not self._files:
-      raise UserError(f"config.data.source {spec!r}: empty: the {len(paths)} files that match hold no bytes")
+      raise UserError(
+        f"config.data.source {spec!r}: empty: the {len(paths)} files that match hold no bytes"
+      )
     self._listed = [File(name, stat.length, stat.mtime) for name, stat in stats]
     self.identity = {
-      "files": hashlib.sha256(json.dumps([(name, stat.length, stat.mtime) for name, stat in stats]).encode()).hexdigest(),
+      "files": hashlib.sha256(
+        json.dumps(
+          [(name, stat.length, stat.mtime) for name, stat in stats]
+        ).encode()
+      ).hexdigest(),
       "count": len(stats),
     }
     self.parts = self._make_parts()
@@ -252,11 +333,25 @@ def _match(pattern: str) -> list[epath.Path]:
   """The files that match a glob, local or gs://."""
   pattern = os.path.expanduser(pattern)
   if "://" not in pattern:
-    return [epath.Path(name) for name in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(name)]
+    return [
+      epath.Path(name)
+      for name in sorted(glob.glob(pattern, recursive=True))
+      if os.path.isfile(name)
+    ]
   parts = pattern.split("/")
-  fixed = next((index for index, part in enumerate(parts) if any(letter in part for letter in "*?[")), len(parts) - 1)
+  fixed = next(
+    (
+      index
+      for index, part in enumerate(parts)
+      if any(letter in part for letter in "*?[")
+    ),
+    len(parts) - 1,
+  )
   root = epath.Path("/".join(parts[:fixed]))
-  return sorted((path for path in root.glob("/".join(parts[fixed:])) if path.is_file()), key=os.fspath)
+  return sorted(
+    (path for path in root.glob("/".join(parts[fixed:])) if path.is_file()),
+    key=os.fspath,
+  )
 
 
 class _TextSource(_FileSource):
@@ -279,7 +374,10 @@ class _TextSource(_FileSource):
         content = epath.Path(name).read_bytes()
       except OSError as error:
         raise UserError(f"{name}: cannot be read ({reason(error)})") from error
-      yield done / len(part), Document(*decode(content.removeprefix(_BYTE_ORDER_MARK)))
+      yield (
+        done / len(part),
+        Document(*decode(content.removeprefix(_BYTE_ORDER_MARK))),
+      )
 
 
 class _JsonlSource(_FileSource):
@@ -291,27 +389,44 @@ class _JsonlSource(_FileSource):
       if name.endswith((".gz", ".zst")):
         parts.append((name, 0, size))
       else:
-        parts += [(name, start, min(start + _JSONL_PART, size)) for start in range(0, size, _JSONL_PART)]
+        parts += [
+          (name, start, min(start + _JSONL_PART, size))
+          for start in range(0, size, _JSONL_PART)
+        ]
     return parts
 
   def _read(self, part: tuple) -> Iterator[tuple[float, Document]]:
     name, start, _ = part
     for number, (share, line) in enumerate(_lines(*part)):
-      line = line.removeprefix(_BYTE_ORDER_MARK)  # files with one may have been joined
+      line = line.removeprefix(
+        _BYTE_ORDER_MARK
+      )  # files with one may have been joined
       if not line.strip():
         continue
       line_text, replaced = decode(line)
       try:
         record = json.loads(line_text)
       except (ValueError, RecursionError) as error:
-        raise UserError(f"{_place(name, start, number)}: not JSON ({error})") from error
+        raise UserError(
+          f"{_place(name, start, number)}: not JSON ({error})"
+        ) from error
       values = [lookup(record, path) for path in self._fields.values()]
-      for (field, path), value in zip(self._fields.items(), values, strict=True):
+      for (field, path), value in zip(
+        self._fields.items(), values, strict=True
+      ):
         if not is_text(field, value):
-          fields = [f"{key} ({type(item).__name__})" for key, item in record.items()] if isinstance(record, dict) else []
+          fields = (
+            [f"{key} ({type(item).__name__})" for key, item in record.items()]
+            if isinstance(record, dict)
+            else []
+          )
           raise UserError(
             f"{_place(name, start, number)}: config.data.{field} = {path!r} is not text here; "
-            + (f"the fields are {', '.join(fields)}" if fields else "a line must be a JSON object")
+            + (
+              f"the fields are {', '.join(fields)}"
+              if fields
+              else "a line must be a JSON object"
+            )
           )
       document = self._document(*values)
       yield share, document._replace(replaced=replaced or document.replaced)
@@ -328,7 +443,11 @@ def _lines(name: str, start: int, stop: int) -> Iterator[tuple[float, bytes]]:
         lines = _all_lines(gzip.open(file))
       elif name.endswith(".zst"):
         # The zstandard package's reader does not notice a file that is cut short
-        lines = _all_lines(io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), 1 << 20))
+        lines = _all_lines(
+          io.BufferedReader(
+            pyarrow.CompressedInputStream(file, "zstd"), 1 << 20
+          )
+        )
       else:
         lines = _range_of_lines(file, start, stop)
       for line in lines:
@@ -337,11 +456,16 @@ def _lines(name: str, start: int, stop: int) -> Iterator[tuple[float, bytes]]:
             f"{_place(name, start, number)}: the line is longer than {_LONGEST_LINE / 2**20:.3g} MiB, and a document of that size would "
             "fill the memory: split it, or write it to a file of its own and read that with text:GLOB"
           )
-        yield min(1.0, (file.tell() - start) / (stop - start)), line  # of a compressed file, too, the share of its own bytes
+        yield (
+          min(1.0, (file.tell() - start) / (stop - start)),
+          line,
+        )  # of a compressed file, too, the share of its own bytes
         number += 1
   except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
     place = f"line {number}" + f" after byte {start}" * bool(start)
-    raise UserError(f"{name}: cannot be read beyond {place} ({reason(error)}); the file may be damaged or cut short") from error
+    raise UserError(
+      f"{name}: cannot be read beyond {place} ({reason(error)}); the file may be damaged or cut short"
+    ) from error
 
 
 def _all_lines(file: Any) -> Iterator[bytes]:
@@ -352,7 +476,9 @@ def _range_of_lines(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
   if start:  # a line that crosses the start belongs to the part before
     file.seek(start - 1)
     start += len(file.readline()) - 1
-  while start < stop and (line := file.readline(_LONGEST_LINE + 1)):  # no line if the file has become shorter
+  while start < stop and (
+    line := file.readline(_LONGEST_LINE + 1)
+  ):  # no line if the file has become shorter
     start += len(line)
     yield line
 
@@ -362,7 +488,10 @@ def _place(name: str, start: int, number: int) -> str:
   before = 0
   if start:
     with epath.Path(name).open("rb") as file:
-      before = sum(file.read(min(1 << 20, start - offset)).count(b"\n") for offset in range(0, start, 1 << 20))
+      before = sum(
+        file.read(min(1 << 20, start - offset)).count(b"\n")
+        for offset in range(0, start, 1 << 20)
+      )
       file.seek(start - 1)
       before += file.read(1) != b"\n"
   return f"{name}:{before + number + 1}"
@@ -375,9 +504,15 @@ class _ParquetSource(_FileSource):
     parts: list[tuple] = []
     for name, _ in self._files:
       metadata = _open_parquet(name).metadata
-      parts += [(name, index) for index in range(metadata.num_row_groups) if metadata.row_group(index).num_rows]
+      parts += [
+        (name, index)
+        for index in range(metadata.num_row_groups)
+        if metadata.row_group(index).num_rows
+      ]
     if not parts:
-      raise UserError(f"config.data.source {self.spec!r}: empty: its files hold no rows")
+      raise UserError(
+        f"config.data.source {self.spec!r}: empty: its files hold no rows"
+      )
     return parts
 
   def _read(self, part: tuple) -> Iterator[tuple[float, Document]]:
@@ -390,22 +525,39 @@ class _ParquetSource(_FileSource):
     for field, path in self._fields.items():
       columns[field] = path if path in names else path.partition(".")[0]
       if columns[field] not in names:
-        raise UserError(f"{name}: has no column config.data.{field} = {path!r}; its columns are {', '.join(names)}")
+        raise UserError(
+          f"{name}: has no column config.data.{field} = {path!r}; its columns are {', '.join(names)}"
+        )
     done = 0
     try:
-      for batch in file.iter_batches(batch_size=256, row_groups=[index], columns=list(dict.fromkeys(columns.values()))):
+      for batch in file.iter_batches(
+        batch_size=256,
+        row_groups=[index],
+        columns=list(dict.fromkeys(columns.values())),
+      ):
         parts = [
-          [lookup({columns[field]: value}, path) for value in _values(batch.column(columns[field]))] for field, path in self._fields.items()
+          [
+            lookup({columns[field]: value}, path)
+            for value in _values(batch.column(columns[field]))
+          ]
+          for field, path in self._fields.items()
         ]
         for values in zip(*parts, strict=True):
-          for (field, path), value in zip(self._fields.items(), values, strict=True):
+          for (field, path), value in zip(
+            self._fields.items(), values, strict=True
+          ):
             if not is_text(field, value):
-              kinds = ", ".join(f"{column.name} ({column.type})" for column in file.schema_arrow)
+              kinds = ", ".join(
+                f"{column.name} ({column.type})" for column in file.schema_arrow
+              )
               raise UserError(
                 f"{name}: config.data.{field} = {path!r} is not text in row {done} of row group {index}; its columns are {kinds}"
               )
           done += 1
-          yield done / file.metadata.row_group(index).num_rows, self._document(*values)
+          yield (
+            done / file.metadata.row_group(index).num_rows,
+            self._document(*values),
+          )
     except (pyarrow.ArrowException, OSError) as error:
       raise UserError(
         f"{name}: row group {index} cannot be read beyond its row {done} ({reason(error)}); the file may be damaged"
@@ -416,7 +568,9 @@ def _values(column: Any) -> list[Any]:
   try:
     return column.to_pylist()
   except UnicodeDecodeError:  # a string column that does not hold UTF-8
-    return column.cast("large_binary").to_pylist()  # Arrow raises for lists and records
+    return column.cast(
+      "large_binary"
+    ).to_pylist()  # Arrow raises for lists and records
 
 
 def _open_parquet(name: str):
@@ -424,7 +578,9 @@ def _open_parquet(name: str):
   import pyarrow.parquet
 
   try:
-    return pyarrow.parquet.ParquetFile(epath.Path(name).open("rb"), page_checksum_verification=True)  # if the file has checksums
+    return pyarrow.parquet.ParquetFile(
+      epath.Path(name).open("rb"), page_checksum_verification=True
+    )  # if the file has checksums
   except (pyarrow.ArrowException, OSError) as error:
     raise UserError(f"{name}: not a Parquet file ({reason(error)})") from error
 

@@ -46,7 +46,9 @@ def _files() -> dict[bytes, tuple[str, bytes]]:
     except UnicodeDecodeError:
       continue
     if content.strip():
-      files.setdefault(hashlib.sha256(content).digest(), (name.as_posix(), content))
+      files.setdefault(
+        hashlib.sha256(content).digest(), (name.as_posix(), content)
+      )
   if not files:
     raise UserError(
       f"config.data.source = 'stdlib': {root} holds no .py files (a frozen or zipped Python?); "
@@ -72,12 +74,16 @@ def corpus_directory(root: str = "") -> epath.Path:
   """
   start = time.time()
   files = _files()
-  key = hashlib.sha256(b"".join(sorted(files)) + str(VALIDATION_FRACTION).encode()).hexdigest()[:16]
+  key = hashlib.sha256(
+    b"".join(sorted(files)) + str(VALIDATION_FRACTION).encode()
+  ).hexdigest()[:16]
   home = epath.Path(root) if root else cache_directory("stdlib")
   target = home / f"python-{platform.python_version()}-{key}"
   if not target.exists():
     home.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=home, prefix=".building-") as temporary:
+    with tempfile.TemporaryDirectory(
+      dir=home, prefix=".building-"
+    ) as temporary:
       building = os.path.join(temporary, "corpus")
       _build(building, files)
       try:
@@ -99,7 +105,9 @@ def _build(directory: str, files: dict[bytes, tuple[str, bytes]]) -> None:
 
   splits: dict[str, list[dict[str, str]]] = {"train": [], "validation": []}
   for digest, (name, content) in files.items():
-    split = "validation" if is_validation(digest, VALIDATION_FRACTION) else "train"
+    split = (
+      "validation" if is_validation(digest, VALIDATION_FRACTION) else "train"
+    )
     splits[split].append({"name": name, "text": content.decode("utf-8")})
 
   class Stdlib(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
@@ -110,16 +118,28 @@ def _build(directory: str, files: dict[bytes, tuple[str, bytes]]) -> None:
     code_path = None  # without downloads there are no checksums beside the code, and TFDS would need importlib_resources to look for them
 
     def _info(self):
-      features = tfds.features.FeaturesDict({"name": tfds.features.Text(), "text": tfds.features.Text()})
-      return tfds.core.DatasetInfo(builder=self, description=self.__doc__, features=features)
+      features = tfds.features.FeaturesDict(
+        {"name": tfds.features.Text(), "text": tfds.features.Text()}
+      )
+      return tfds.core.DatasetInfo(
+        builder=self, description=self.__doc__, features=features
+      )
 
     def _split_generators(self, dl_manager):
-      return {split: self._generate_examples(documents) for split, documents in splits.items()}
+      return {
+        split: self._generate_examples(documents)
+        for split, documents in splits.items()
+      }
 
     def _generate_examples(self, documents):
       for document in documents:
         yield document["name"], document
 
   # TFDS prints and draws progress bars that suit long downloads
-  with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-    Stdlib(data_dir=directory, file_format="array_record").download_and_prepare()
+  with (
+    contextlib.redirect_stdout(io.StringIO()),
+    contextlib.redirect_stderr(io.StringIO()),
+  ):
+    Stdlib(
+      data_dir=directory, file_format="array_record"
+    ).download_and_prepare()

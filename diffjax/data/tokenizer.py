@@ -28,8 +28,12 @@ SEPARATOR = "<|endoftext|>"
 PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 # The description of cl100k_base, which is frozen. Reading it from tiktoken's registry would download the file if it is missing.
-_CL100K_URL = "https://openaipublic.blob.core.windows.net/encodings/cl100k_base.tiktoken"
-_CL100K_SHA256 = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
+_CL100K_URL = (
+  "https://openaipublic.blob.core.windows.net/encodings/cl100k_base.tiktoken"
+)
+_CL100K_SHA256 = (
+  "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
+)
 _CL100K_PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 # The same for Hugging Face tokenizers, whose Oniguruma reads {1,3}+ as a repetition and $ as the end of any line. Possessive quantifiers
 # are not needed: what they could give back never matches what comes next.
@@ -43,7 +47,16 @@ _CL100K_SPECIAL = {
 }
 
 # Names of the token between documents in published tokenizer.json files, the likeliest first.
-_HF_SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "[SEP]")
+_HF_SEPARATORS = (
+  SEPARATOR,
+  "<|end_of_text|>",
+  "</s>",
+  "<eos>",
+  "<|eos|>",
+  "[EOS]",
+  "<|im_end|>",
+  "[SEP]",
+)
 
 
 class Tokenizer(abc.ABC):
@@ -66,7 +79,9 @@ class Tokenizer(abc.ABC):
     """Ids of a text, without separators."""
 
   @abc.abstractmethod
-  def encode_batch(self, texts: Sequence[str]) -> Sequence[Sequence[int] | Int32[np.ndarray, "T"]]:
+  def encode_batch(
+    self, texts: Sequence[str]
+  ) -> Sequence[Sequence[int] | Int32[np.ndarray, "T"]]:
     """Ids of several texts, in parallel if the library can."""
 
   @abc.abstractmethod
@@ -139,19 +154,31 @@ class _ByteTokenizer(Tokenizer):
     return [self.encode(text) for text in texts]
 
   def decode(self, ids: Iterable[int]) -> str:
-    return bytes(int(token) for token in ids if 0 <= token < self.separator).decode("utf-8", errors="replace")
+    return bytes(
+      int(token) for token in ids if 0 <= token < self.separator
+    ).decode("utf-8", errors="replace")
 
   def token_bytes(self) -> Int32[np.ndarray, "N"]:
     return (np.arange(self.vocab_size) != self.separator).astype(np.int32)
 
   def tokenizer_json(self) -> str:
-    return tokenizer_json({bytes([byte]): byte for byte in range(self.separator)}, PATTERN, {SEPARATOR: self.separator})
+    return tokenizer_json(
+      {bytes([byte]): byte for byte in range(self.separator)},
+      PATTERN,
+      {SEPARATOR: self.separator},
+    )
 
 
 class _TiktokenTokenizer(Tokenizer):
   """A byte-level BPE, run by tiktoken."""
 
-  def __init__(self, spec: str, content: bytes, pattern: str, special_tokens: dict[str, int] | None):
+  def __init__(
+    self,
+    spec: str,
+    content: bytes,
+    pattern: str,
+    special_tokens: dict[str, int] | None,
+  ):
     import tiktoken
 
     try:
@@ -159,7 +186,9 @@ class _TiktokenTokenizer(Tokenizer):
       for line in content.splitlines():
         token, rank = line.split()
         self._ranks[base64.b64decode(token, validate=True)] = int(rank)
-      if sorted(self._ranks.values()) != list(range(len(self._ranks))) or not all(bytes([byte]) in self._ranks for byte in range(256)):
+      if sorted(self._ranks.values()) != list(
+        range(len(self._ranks))
+      ) or not all(bytes([byte]) in self._ranks for byte in range(256)):
         raise ValueError("its ranks have gaps or lack a byte")
     except (ValueError, binascii.Error) as error:
       raise UserError(
@@ -168,20 +197,33 @@ class _TiktokenTokenizer(Tokenizer):
     special_tokens = special_tokens or {SEPARATOR: len(self._ranks)}
     self._special_tokens, self._pattern = special_tokens, pattern
     self.spec = spec
-    self.fingerprint = hashlib.sha256(content + pattern.encode() + json.dumps(special_tokens, sort_keys=True).encode()).hexdigest()
+    self.fingerprint = hashlib.sha256(
+      content
+      + pattern.encode()
+      + json.dumps(special_tokens, sort_keys=True).encode()
+    ).hexdigest()
     self.vocab_size = max(special_tokens.values()) + 1
     self.separator = special_tokens[SEPARATOR]
-    self._encoding = tiktoken.Encoding("diffjax", pat_str=pattern, mergeable_ranks=self._ranks, special_tokens=special_tokens)
+    self._encoding = tiktoken.Encoding(
+      "diffjax",
+      pat_str=pattern,
+      mergeable_ranks=self._ranks,
+      special_tokens=special_tokens,
+    )
 
   def encode(self, text: str) -> list[int]:
     return self._encoding.encode_ordinary(text)
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    return self._encoding.encode_ordinary_batch(list(texts), num_threads=os.cpu_count() or 1)
+    return self._encoding.encode_ordinary_batch(
+      list(texts), num_threads=os.cpu_count() or 1
+    )
 
   def decode(self, ids: Iterable[int]) -> str:
     ordinary = [int(token) for token in ids if 0 <= token < len(self._ranks)]
-    return self._encoding.decode_bytes(ordinary).decode("utf-8", errors="replace")
+    return self._encoding.decode_bytes(ordinary).decode(
+      "utf-8", errors="replace"
+    )
 
   def token_bytes(self) -> Int32[np.ndarray, "N"]:
     lengths = np.zeros(self.vocab_size, np.int32)
@@ -190,7 +232,11 @@ class _TiktokenTokenizer(Tokenizer):
     return lengths
 
   def tokenizer_json(self) -> str:
-    pattern = _CL100K_JSON_PATTERN if self._pattern == _CL100K_PATTERN else self._pattern
+    pattern = (
+      _CL100K_JSON_PATTERN
+      if self._pattern == _CL100K_PATTERN
+      else self._pattern
+    )
     return tokenizer_json(self._ranks, pattern, self._special_tokens)
 
 
@@ -204,44 +250,69 @@ class _HuggingFaceTokenizer(Tokenizer):
       self._content = content.decode("utf-8")
       self._tokenizer = tokenizers.Tokenizer.from_str(self._content)
       self._description = json.loads(self._content)
-    except Exception as error:  # tokenizers raises Exception itself for what it cannot parse
-      raise UserError(f"config.data.tokenizer = {spec!r}: not a Hugging Face tokenizer.json ({error})") from error
-    self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a document is text
+    except (
+      Exception
+    ) as error:  # tokenizers raises Exception itself for what it cannot parse
+      raise UserError(
+        f"config.data.tokenizer = {spec!r}: not a Hugging Face tokenizer.json ({error})"
+      ) from error
+    self._tokenizer.encode_special_tokens = (
+      True  # "<|endoftext|>" in a document is text
+    )
     self._tokenizer.no_truncation()
     self._tokenizer.no_padding()
     vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
     added = self._tokenizer.get_added_tokens_decoder()
-    self._special = {token for token, content_ in added.items() if content_.special}
+    self._special = {
+      token for token, content_ in added.items() if content_.special
+    }
     found = [vocabulary[name] for name in _HF_SEPARATORS if name in vocabulary]
     if not found:
-      raise UserError(f"config.data.tokenizer = {spec!r}: has no separator for documents; looked for {', '.join(_HF_SEPARATORS)}")
+      raise UserError(
+        f"config.data.tokenizer = {spec!r}: has no separator for documents; looked for {', '.join(_HF_SEPARATORS)}"
+      )
     self.spec = spec
     self.fingerprint = hashlib.sha256(content).hexdigest()
-    self.vocab_size = max(vocabulary.values()) + 1  # get_vocab_size() does not count gaps in the ids
+    self.vocab_size = (
+      max(vocabulary.values()) + 1
+    )  # get_vocab_size() does not count gaps in the ids
     self.separator = found[0]
 
   def encode(self, text: str) -> list[int]:
     return self._tokenizer.encode(text, add_special_tokens=False).ids
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+    return [
+      encoding.ids
+      for encoding in self._tokenizer.encode_batch_fast(
+        list(texts), add_special_tokens=False
+      )
+    ]
 
   def decode(self, ids: Iterable[int]) -> str:
-    ordinary = [int(token) for token in ids if 0 <= token < self.vocab_size and token != self.separator]
+    ordinary = [
+      int(token)
+      for token in ids
+      if 0 <= token < self.vocab_size and token != self.separator
+    ]
     return self._tokenizer.decode(ordinary, skip_special_tokens=True)
 
   def token_bytes(self) -> Int32[np.ndarray, "N"]:
     added = self._tokenizer.get_added_tokens_decoder()
     byte_level = '"ByteLevel"' in json.dumps(self._description.get("decoder"))
     lengths = np.zeros(self.vocab_size, np.int32)
-    for text, token in self._tokenizer.get_vocab(with_added_tokens=True).items():
+    for text, token in self._tokenizer.get_vocab(
+      with_added_tokens=True
+    ).items():
       if token in self._special or token == self.separator:
         continue
       if token in added:
         lengths[token] = len(text.encode("utf-8"))
       elif byte_level:  # one character stands for one byte
         lengths[token] = len(text)
-      elif len(text) == 6 and text.startswith("<0x"):  # SentencePiece's byte fallback
+      elif len(text) == 6 and text.startswith(
+        "<0x"
+      ):  # SentencePiece's byte fallback
         lengths[token] = 1
       else:  # SentencePiece writes a space as ▁
         lengths[token] = len(text.replace("▁", " ").encode("utf-8"))
@@ -254,7 +325,9 @@ class _HuggingFaceTokenizer(Tokenizer):
 def _load_cl100k() -> Tokenizer:
   """Loads cl100k_base from tiktoken's own cache, whose file names are the sha1 of the URL."""
   name = hashlib.sha1(_CL100K_URL.encode()).hexdigest()
-  directory = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
+  directory = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get(
+    "DATA_GYM_CACHE_DIR"
+  )
   directory = directory or os.path.join(tempfile.gettempdir(), "data-gym-cache")
   path = epath.Path(directory) / name
   remedy = (
@@ -262,8 +335,14 @@ def _load_cl100k() -> Tokenizer:
     f"the file must be called {name}), or set config.data.tokenizer to the path of the file, called *.tiktoken"
   )
   if not path.exists():
-    raise UserError(f"config.data.tokenizer = 'cl100k_base': its file is not on this machine, and diffjax downloads nothing: {remedy}")
+    raise UserError(
+      f"config.data.tokenizer = 'cl100k_base': its file is not on this machine, and diffjax downloads nothing: {remedy}"
+    )
   content = path.read_bytes()
   if hashlib.sha256(content).hexdigest() != _CL100K_SHA256:
-    raise UserError(f"config.data.tokenizer = 'cl100k_base': {path} is damaged (its sha256 is not {_CL100K_SHA256[:12]}…): {remedy}")
-  return _TiktokenTokenizer("cl100k_base", content, _CL100K_PATTERN, _CL100K_SPECIAL)
+    raise UserError(
+      f"config.data.tokenizer = 'cl100k_base': {path} is damaged (its sha256 is not {_CL100K_SHA256[:12]}…): {remedy}"
+    )
+  return _TiktokenTokenizer(
+    "cl100k_base", content, _CL100K_PATTERN, _CL100K_SPECIAL
+  )

@@ -34,7 +34,11 @@ from jaxtyping import Array, Float
 
 from diffjax.config import UserError
 from diffjax.evals.methods import inside
-from diffjax.evals.methods.needle_prompts import NeedlePrompt, find_haystack, make_prompts
+from diffjax.evals.methods.needle_prompts import (
+  NeedlePrompt,
+  find_haystack,
+  make_prompts,
+)
 from diffjax.evals.report.figures import Figure, mean_of
 from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
 from diffjax.model.decoder import Decoder
@@ -77,41 +81,71 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   limit = trained.config.model.max_length
   length = settings.length or min(4096, limit)
   if not 1 <= length <= limit:
-    raise UserError(f"set.attention.length = {length}: {trained.name} takes 1 to {limit} tokens (config.model.max_length)")
+    raise UserError(
+      f"set.attention.length = {length}: {trained.name} takes 1 to {limit} tokens (config.model.max_length)"
+    )
   for name in ("samples", "batch_tokens"):
     if (value := getattr(settings, name)) < 1:
       raise UserError(f"set.attention.{name} = {value}: must be at least 1")
   if not settings.depths:
-    raise UserError("set.attention.depths = (): name at least one, between 0 and 1")
+    raise UserError(
+      "set.attention.depths = (): name at least one, between 0 and 1"
+    )
   prompts = functools.partial(
-    make_prompts, trained.tokenizer, length=length, num_needles=settings.needles, num_asked=1, seed=settings.seed,
+    make_prompts,
+    trained.tokenizer,
+    length=length,
+    num_needles=settings.needles,
+    num_asked=1,
+    seed=settings.seed,
     haystack=find_haystack(trained, settings.haystack, tokens=16 * length),
-  )  # fmt: skip
+  )
   for depth in settings.depths:
     prompts(depth=depth, samples=1)  # refuses needles and depths that cannot be
   return _measure(trained, settings, prompts, length)
 
 
-def _measure(trained: Trained, settings: Settings, make: Callable[..., list[NeedlePrompt]], length: int) -> Iterator[Figure]:
-  weights = jax.jit(lambda params, tokens: last_query(trained.model, params, tokens))
+def _measure(
+  trained: Trained,
+  settings: Settings,
+  make: Callable[..., list[NeedlePrompt]],
+  length: int,
+) -> Iterator[Figure]:
+  weights = jax.jit(
+    lambda params, tokens: last_query(trained.model, params, tokens)
+  )
   size = max(1, min(settings.samples, settings.batch_tokens // length))
-  found: dict[tuple[str, str], list[list[float]]] = {}  # by part and sign, for each depth one share a prompt
-  with Progress(f"attention of {trained.name}", settings.samples * len(settings.depths)) as progress:
+  found: dict[
+    tuple[str, str], list[list[float]]
+  ] = {}  # by part and sign, for each depth one share a prompt
+  with Progress(
+    f"attention of {trained.name}", settings.samples * len(settings.depths)
+  ) as progress:
     for index, depth in enumerate(settings.depths):
       prompts = make(depth=depth, samples=settings.samples)
       shares: dict[tuple[str, str], list[float]] = {}
       for first in range(0, len(prompts), size):
         batch = prompts[first : first + size]
         rows = [prompt.ids for prompt in batch]
-        tokens = np.asarray(rows + rows[:1] * (size - len(rows)), np.int32)  # all batches have one shape
-        for prompt, row in zip(batch, np.asarray(weights(trained.params, tokens), np.float64), strict=False):
+        tokens = np.asarray(
+          rows + rows[:1] * (size - len(rows)), np.int32
+        )  # all batches have one shape
+        for prompt, row in zip(
+          batch,
+          np.asarray(weights(trained.params, tokens), np.float64),
+          strict=False,
+        ):
           for key, share in shares_of(row, prompt).items():
             shares.setdefault(key, []).append(share)
         done = index * settings.samples + first + len(batch)
         progress.update(done, done * length)
       for key, values in shares.items():
         found.setdefault(key, []).append(values)
-  wanted = [(part, sign) for sign in ("signed", "absolute") for part in ("answer", "noise")] + [(part, "signed") for part in OTHERS]
+  wanted = [
+    (part, sign)
+    for sign in ("signed", "absolute")
+    for part in ("answer", "noise")
+  ] + [(part, "signed") for part in OTHERS]
   for part, sign in wanted:
     by_depth = found[part, sign]
     if part not in OTHERS:
@@ -131,13 +165,26 @@ def last_query(model: Decoder, params: Any, tokens: Any) -> Float[Array, "B S"]:
 
   def of_layer(attended: inside.Attended) -> Float[Array, "B S"]:
     q, k, _, lam, _, window = attended
-    last = attention_weights(q[:, -1:], k, None if lam is None else lam[:, -1:], q_offset=q.shape[1] - 1, window=window)
+    last = attention_weights(
+      q[:, -1:],
+      k,
+      None if lam is None else lam[:, -1:],
+      q_offset=q.shape[1] - 1,
+      window=window,
+    )
     return jnp.mean(last[:, :, 0], axis=1)
 
-  return jnp.mean(inside.measure(model, params, {"tokens": tokens}, attention=of_layer)["attention"], axis=0)
+  return jnp.mean(
+    inside.measure(model, params, {"tokens": tokens}, attention=of_layer)[
+      "attention"
+    ],
+    axis=0,
+  )
 
 
-def shares_of(weights: Float[np.ndarray, "S"], prompt: NeedlePrompt) -> dict[tuple[str, str], float]:
+def shares_of(
+  weights: Float[np.ndarray, "S"], prompt: NeedlePrompt
+) -> dict[tuple[str, str], float]:
   """The shares of the parts of a prompt and of the noise, by (part, "signed" or "absolute")."""
   bounds = [*prompt.bos_span, *prompt.answer_spans[0], *prompt.query_span]
   out: dict[tuple[str, str], float] = {}
@@ -145,7 +192,9 @@ def shares_of(weights: Float[np.ndarray, "S"], prompt: NeedlePrompt) -> dict[tup
     total = float(chosen.sum())
     shares = {
       part: float(chosen[start:end].sum()) / total if total else float("nan")
-      for part, (start, end) in zip(PARTS, itertools.pairwise(bounds), strict=True)
+      for part, (start, end) in zip(
+        PARTS, itertools.pairwise(bounds), strict=True
+      )
     }
     shares["noise"] = shares["context before"] + shares["context after"]
     out |= {(part, sign): share for part, share in shares.items()}
@@ -155,11 +204,33 @@ def shares_of(weights: Float[np.ndarray, "S"], prompt: NeedlePrompt) -> dict[tup
 def plot(results: dict[str, Any], path: epath.PathLike) -> None:
   """Plots answer and noise over the answer's depth, signed and absolute."""
   figure = matplotlib.figure.Figure((WIDTH, 4), layout="constrained")
-  for axes, part in zip(figure.subplots(1, 2), ("answer", "noise"), strict=True):
+  for axes, part in zip(
+    figure.subplots(1, 2), ("answer", "noise"), strict=True
+  ):
     for model, rows in by_model(results, part):
       for sign, style in (("signed", "-"), ("absolute", ":")):
-        chosen = [row for row in rows if row["at"]["weights"] == sign and row["at"]["depth"] != "mean"]
-        draw_line(axes, [row["at"]["depth"] for row in chosen], chosen, model, f", {sign}", style)
-    axes.set(title=f"attention: {part}", xlabel="depth of the answer (share of the text before it)", ylabel="share of attention")
-  figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
+        chosen = [
+          row
+          for row in rows
+          if row["at"]["weights"] == sign and row["at"]["depth"] != "mean"
+        ]
+        draw_line(
+          axes,
+          [row["at"]["depth"] for row in chosen],
+          chosen,
+          model,
+          f", {sign}",
+          style,
+        )
+    axes.set(
+      title=f"attention: {part}",
+      xlabel="depth of the answer (share of the text before it)",
+      ylabel="share of attention",
+    )
+  figure.legend(
+    *axes.get_legend_handles_labels(),
+    loc="outside lower center",
+    ncols=4,
+    fontsize=9,
+  )
   save(figure, path)

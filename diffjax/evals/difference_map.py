@@ -59,7 +59,12 @@ class Settings:
 def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   """Each measure for each layer, from 0, and over all of them. The units are rows."""
   batches = validation_rows(
-    "difference_map", trained, settings.rows, length=settings.length, batch_size=settings.batch_size, source=settings.source
+    "difference_map",
+    trained,
+    settings.rows,
+    length=settings.length,
+    batch_size=settings.batch_size,
+    source=settings.source,
   )
   return _measure(trained, batches)
 
@@ -69,43 +74,65 @@ def _measure(trained: Trained, batches: ValidationBatches) -> Iterator[Figure]:
   found = []
   with Progress(f"difference_map of {trained.name}", len(batches)) as progress:
     for index, batch in enumerate(batches):
-      found.append(np.moveaxis(np.asarray(sums(trained.params, batch), np.float64), 1, 0))
+      found.append(
+        np.moveaxis(np.asarray(sums(trained.params, batch), np.float64), 1, 0)
+      )
       progress.update(index + 1, (index + 1) * batch["tokens"].size)
-  whole = np.concatenate(found)[: batches.rows]  # [U, L, measures and count]; the last batch is padded
+  whole = np.concatenate(found)[
+    : batches.rows
+  ]  # [U, L, measures and count]; the last batch is padded
   for index, measure in enumerate(MEASURES):
     for layer in range(whole.shape[1]):
       yield Figure(measure, whole[:, layer][:, [index, -1]], {"layer": layer})
     yield Figure(measure, whole.sum(axis=1)[:, [index, -1]], {"layer": "all"})
 
 
-def layer_sums(model: Decoder, params: Any, batch: dict[str, Any]) -> Float[Array, "L B measures"]:
+def layer_sums(
+  model: Decoder, params: Any, batch: dict[str, Any]
+) -> Float[Array, "L B measures"]:
   """The sums of MEASURES over queries and heads, and the number of terms, for each layer and row."""
 
   def of_layer(attended: inside.Attended) -> Float[Array, "B measures"]:
     def step(total, block, seen, first):
-      ids = dict(q_segment_ids=block.segment_ids, kv_segment_ids=attended.segment_ids)
-      weights = attention_weights(block.q, block.k, block.lam, **ids, q_offset=first, window=block.window)
+      ids = dict(
+        q_segment_ids=block.segment_ids, kv_segment_ids=attended.segment_ids
+      )
+      weights = attention_weights(
+        block.q, block.k, block.lam, **ids, q_offset=first, window=block.window
+      )
       return total + row_sums(weights, seen)
 
-    return inside.over_queries(step, jnp.zeros((attended.q.shape[0], len(MEASURES) + 1)), attended)
+    return inside.over_queries(
+      step, jnp.zeros((attended.q.shape[0], len(MEASURES) + 1)), attended
+    )
 
   return inside.measure(model, params, batch, attention=of_layer)["attention"]
 
 
-def row_sums(weights: Float[Array, "B H t S"], seen: Bool[Array, "B t S"]) -> Float[Array, "B measures"]:
+def row_sums(
+  weights: Float[Array, "B H t S"], seen: Bool[Array, "B t S"]
+) -> Float[Array, "B measures"]:
   """The sums of MEASURES over queries and heads, and the number of terms. Queries that see fewer than two keys do not count."""
   seen = seen[:, None]
   n = jnp.sum(seen, axis=-1).astype(jnp.float32)
   size = jnp.where(seen, jnp.abs(weights), 0.0)
   total, squares = jnp.sum(size, axis=-1), jnp.sum(jnp.square(size), axis=-1)
   flat = total == 0
-  negative = jnp.sum(jnp.where(seen & (weights < 0), size, 0.0), axis=-1) / jnp.where(flat, 1, total)
-  small = jnp.sum(seen & (size < 0.1 * (total / jnp.maximum(n, 1))[..., None]), axis=-1) / jnp.maximum(n, 1)
-  ratio = jnp.where(flat, jnp.sqrt(n), total / jnp.sqrt(jnp.where(flat, 1, squares)))  # Σ|w| / √Σw², from 1 to √n
+  negative = jnp.sum(
+    jnp.where(seen & (weights < 0), size, 0.0), axis=-1
+  ) / jnp.where(flat, 1, total)
+  small = jnp.sum(
+    seen & (size < 0.1 * (total / jnp.maximum(n, 1))[..., None]), axis=-1
+  ) / jnp.maximum(n, 1)
+  ratio = jnp.where(
+    flat, jnp.sqrt(n), total / jnp.sqrt(jnp.where(flat, 1, squares))
+  )  # Σ|w| / √Σw², from 1 to √n
   effective = jnp.square(ratio) / jnp.maximum(n, 1)
   hoyer = (jnp.sqrt(n) - ratio) / (jnp.sqrt(jnp.maximum(n, 2)) - 1)
   counted = jnp.broadcast_to(n >= 2, total.shape)
-  measures = jnp.stack([negative, small, effective, hoyer, jnp.ones_like(total)], axis=-1)
+  measures = jnp.stack(
+    [negative, small, effective, hoyer, jnp.ones_like(total)], axis=-1
+  )
   return jnp.sum(jnp.where(counted[..., None], measures, 0.0), axis=(1, 2))
 
 

@@ -61,7 +61,14 @@ class Settings:
   """Settings of the suite."""
 
   # Names of files in data_dir, without .jsonl
-  sets: tuple[str, ...] = ("xsum", "cnn_dm", "multinews", "qasper", "hotpotqa", "2wikimqa")
+  sets: tuple[str, ...] = (
+    "xsum",
+    "cnn_dm",
+    "multinews",
+    "qasper",
+    "hotpotqa",
+    "2wikimqa",
+  )
   # Directory of the files
   data_dir: str = ""
   # Directory of generations, judge prompts and verdicts; "" for DATA_DIR/judged
@@ -102,10 +109,21 @@ class Sample:
 
   def judge_prompt(self, output: str) -> str:
     """The judge's prompt about an output."""
-    what, question = {"summary": ("a summary of it", ""), "answer": ("an answer to a question about it", f"\nQuestion: {self.question}\n")}[
-      self.kind
-    ]
-    return _JUDGE.format(what=what, kind=self.kind, source=self.source, question=question, title=self.kind.capitalize(), output=output)
+    what, question = {
+      "summary": ("a summary of it", ""),
+      "answer": (
+        "an answer to a question about it",
+        f"\nQuestion: {self.question}\n",
+      ),
+    }[self.kind]
+    return _JUDGE.format(
+      what=what,
+      kind=self.kind,
+      source=self.source,
+      question=question,
+      title=self.kind.capitalize(),
+      output=output,
+    )
 
 
 def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
@@ -124,30 +142,61 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
 
 
 def _measure(
-  trained: Trained, settings: Settings, samples: Mapping[str, list[Sample]], rouge_l: Callable[[str, str], float]
+  trained: Trained,
+  settings: Settings,
+  samples: Mapping[str, list[Sample]],
+  rouge_l: Callable[[str, str], float],
 ) -> Iterator[Figure]:
   everything = [sample for some in samples.values() for sample in some]
-  home = epath.Path(settings.judge_dir or os.path.join(settings.data_dir, "judged")).expanduser() / _folder(trained.name)
+  home = epath.Path(
+    settings.judge_dir or os.path.join(settings.data_dir, "judged")
+  ).expanduser() / _folder(trained.name)
   outputs = _outputs(trained, settings, everything, home / "generations.jsonl")
-  prompts = {sample.id: sample.judge_prompt(outputs[sample.id]) for sample in everything}
+  prompts = {
+    sample.id: sample.judge_prompt(outputs[sample.id]) for sample in everything
+  }
   path = home / "judge_prompts.jsonl"
-  _write(path, ({"id": key, "sha256": _sha256(prompt), "prompt": prompt} for key, prompt in prompts.items()))
+  _write(
+    path,
+    (
+      {"id": key, "sha256": _sha256(prompt), "prompt": prompt}
+      for key, prompt in prompts.items()
+    ),
+  )
   verdicts = home / "verdicts.jsonl"
   judged = read_verdicts(verdicts, prompts) if verdicts.exists() else {}
   if not judged:
-    say(f"{path}: send these prompts to a judge and write its replies to {verdicts} to have hallucinations counted")
+    say(
+      f"{path}: send these prompts to a judge and write its replies to {verdicts} to have hallucinations counted"
+    )
   for name, some in samples.items():
     texts = [outputs[sample.id] for sample in some]
     if judged:
-      yield proportion("free of hallucination", (not judged[sample.id] for sample in some), set=name)
-    best = [max(rouge_l(reference, text) for reference in sample.references) for sample, text in zip(some, texts, strict=True)]
+      yield proportion(
+        "free of hallucination",
+        (not judged[sample.id] for sample in some),
+        set=name,
+      )
+    best = [
+      max(rouge_l(reference, text) for reference in sample.references)
+      for sample, text in zip(some, texts, strict=True)
+    ]
     yield mean_of("ROUGE-L", best, set=name)
     if some[0].kind == "answer":
-      yield proportion("exact match", (is_match(text, sample.references) for sample, text in zip(some, texts, strict=True)), set=name)
+      yield proportion(
+        "exact match",
+        (
+          is_match(text, sample.references)
+          for sample, text in zip(some, texts, strict=True)
+        ),
+        set=name,
+      )
     yield proportion("empty outputs", (not text for text in texts), set=name)
 
 
-def read_verdicts(path: epath.PathLike, prompts: dict[str, str]) -> dict[str, bool]:
+def read_verdicts(
+  path: epath.PathLike, prompts: dict[str, str]
+) -> dict[str, bool]:
   """Reads whether each output has a hallucination.
 
   Args:
@@ -161,19 +210,29 @@ def read_verdicts(path: epath.PathLike, prompts: dict[str, str]) -> dict[str, bo
     UserError: for a verdict on another prompt, a second one on the same, one that is neither yes nor no, or a prompt without a verdict.
   """
   found: dict[str, bool] = {}
-  for place, row in jsonl.read(path, {"id": str, "sha256": str, "verdict": str}):
+  for place, row in jsonl.read(
+    path, {"id": str, "sha256": str, "verdict": str}
+  ):
     key, verdict = row["id"], row["verdict"].strip().strip(".").lower()
     if key not in prompts:
-      raise UserError(f"{place}: a verdict on {key!r}, which is not one of the {len(prompts)} prompts of judge_prompts.jsonl beside it")
+      raise UserError(
+        f"{place}: a verdict on {key!r}, which is not one of the {len(prompts)} prompts of judge_prompts.jsonl beside it"
+      )
     if row["sha256"] != _sha256(prompts[key]):
-      raise UserError(f"{place}: a verdict on an older prompt of {key!r} (its sha256 differs); judge judge_prompts.jsonl again")
+      raise UserError(
+        f"{place}: a verdict on an older prompt of {key!r} (its sha256 differs); judge judge_prompts.jsonl again"
+      )
     if verdict not in ("yes", "no"):
-      raise UserError(f"{place}: the verdict must be yes (a hallucination) or no; got {row['verdict'][:40]!r}")
+      raise UserError(
+        f"{place}: the verdict must be yes (a hallucination) or no; got {row['verdict'][:40]!r}"
+      )
     if key in found:
       raise UserError(f"{place}: a second verdict on {key!r}")
     found[key] = verdict == "yes"
   if missing := [key for key in prompts if key not in found]:
-    raise UserError(f"{path}: holds {len(found)} verdicts on {len(prompts)} prompts; {missing[0]!r} is the first without one")
+    raise UserError(
+      f"{path}: holds {len(found)} verdicts on {len(prompts)} prompts; {missing[0]!r} is the first without one"
+    )
   return found
 
 
@@ -181,7 +240,11 @@ def is_match(text: str, references: Sequence[str]) -> bool:
   """True if a text equals one of the references, apart from case, punctuation, articles and spaces."""
 
   def normal(text: str) -> list[str]:
-    kept = "".join(character for character in text.lower() if character not in string.punctuation)
+    kept = "".join(
+      character
+      for character in text.lower()
+      if character not in string.punctuation
+    )
     return [word for word in kept.split() if word not in ("a", "an", "the")]
 
   return any(normal(text) == normal(reference) for reference in references)
@@ -191,9 +254,13 @@ def _load_rouge() -> Callable[[str, str], float]:
   try:
     from rouge_score import rouge_scorer
   except ImportError as error:
-    raise UserError(f"ROUGE-L needs rouge-score, which cannot be imported ({error}); pip install 'diffjax[eval]'") from error
+    raise UserError(
+      f"ROUGE-L needs rouge-score, which cannot be imported ({error}); pip install 'diffjax[eval]'"
+    ) from error
   scorer = rouge_scorer.RougeScorer(["rougeL"], use_stemmer=True)
-  return lambda reference, text: scorer.score(reference, text)["rougeL"].fmeasure
+  return lambda reference, text: (
+    scorer.score(reference, text)["rougeL"].fmeasure
+  )
 
 
 def _read(name: str, trained: Trained, settings: Settings) -> list[Sample]:
@@ -201,28 +268,56 @@ def _read(name: str, trained: Trained, settings: Settings) -> list[Sample]:
   limit = trained.config.model.max_length
   capacity = settings.max_tokens or limit
   if not settings.data_dir:
-    raise UserError("set.hallucination.data_dir must name the directory that holds SET.jsonl, such as xsum.jsonl, for every set")
+    raise UserError(
+      "set.hallucination.data_dir must name the directory that holds SET.jsonl, such as xsum.jsonl, for every set"
+    )
   if not 1 <= capacity <= limit:
-    raise UserError(f"set.hallucination.max_tokens = {settings.max_tokens}: the model takes at most {limit} (its config.model.max_length)")
+    raise UserError(
+      f"set.hallucination.max_tokens = {settings.max_tokens}: the model takes at most {limit} (its config.model.max_length)"
+    )
   for field in ("samples", "summary_tokens", "answer_tokens"):
     if getattr(settings, field) < 1:
-      raise UserError(f"set.hallucination.{field} = {getattr(settings, field)}: must be at least 1")
+      raise UserError(
+        f"set.hallucination.{field} = {getattr(settings, field)}: must be at least 1"
+      )
   path = os.path.join(settings.data_dir, f"{name}.jsonl")
   fields = _ANSWER if "question" in jsonl.read(path, {})[0].value else _SUMMARY
   records = jsonl.read(path, fields)
-  chosen = np.random.default_rng(settings.seed).permutation(len(records))[: settings.samples]
+  chosen = np.random.default_rng(settings.seed).permutation(len(records))[
+    : settings.samples
+  ]
   encode = lambda text: np.asarray(trained.tokenizer.encode(text)).tolist()
   samples, cut = [], 0
   for place, row in (records[index] for index in sorted(chosen)):
     if fields is _SUMMARY:
-      kind, before, source, question, references = "summary", "Document: ", row["document"], "", [row["summary"]]
+      kind, before, source, question, references = (
+        "summary",
+        "Document: ",
+        row["document"],
+        "",
+        [row["summary"]],
+      )
       after, new = "\n\nSummary:", settings.summary_tokens
     else:
-      kind, before, source, question, references = "answer", "", row["context"], row["question"], row["answers"]
+      kind, before, source, question, references = (
+        "answer",
+        "",
+        row["context"],
+        row["question"],
+        row["answers"],
+      )
       after, new = f"\n\nQuestion: {question}\nAnswer:", settings.answer_tokens
-      if not references or not all(isinstance(reference, str) for reference in references):
-        raise UserError(f"{place}: the field 'answers' must be a list of strings, and not empty; got {str(references)[:40]!r}")
-    first, middle, last = [trained.tokenizer.separator, *encode(before)], encode(source), encode(after)
+      if not references or not all(
+        isinstance(reference, str) for reference in references
+      ):
+        raise UserError(
+          f"{place}: the field 'answers' must be a list of strings, and not empty; got {str(references)[:40]!r}"
+        )
+    first, middle, last = (
+      [trained.tokenizer.separator, *encode(before)],
+      encode(source),
+      encode(after),
+    )
     room = capacity - new - len(first) - len(last)
     if room < 1:
       raise UserError(
@@ -231,18 +326,46 @@ def _read(name: str, trained: Trained, settings: Settings) -> list[Sample]:
     if len(middle) > room:
       middle, cut = middle[:room], cut + 1
       source = trained.tokenizer.decode(middle)
-    samples.append(Sample(f"{name}/{place.rsplit(':', 1)[1]}", kind, first + middle + last, source, question, references))
+    samples.append(
+      Sample(
+        f"{name}/{place.rsplit(':', 1)[1]}",
+        kind,
+        first + middle + last,
+        source,
+        question,
+        references,
+      )
+    )
   if cut:
-    logging.warning("%s: %d of %d sources do not fit into %d tokens and lost their end", path, cut, len(samples), capacity)
+    logging.warning(
+      "%s: %d of %d sources do not fit into %d tokens and lost their end",
+      path,
+      cut,
+      len(samples),
+      capacity,
+    )
   return samples
 
 
-def _outputs(trained: Trained, settings: Settings, samples: Sequence[Sample], path: epath.Path) -> dict[str, str]:
+def _outputs(
+  trained: Trained,
+  settings: Settings,
+  samples: Sequence[Sample],
+  path: epath.Path,
+) -> dict[str, str]:
   """The model's output for each sample. Outputs for the same prompts and limits are read from the file; all are written to it."""
   model = _fingerprint(trained)
-  limits = {"summary": settings.summary_tokens, "answer": settings.answer_tokens}
+  limits = {
+    "summary": settings.summary_tokens,
+    "answer": settings.answer_tokens,
+  }
   stamps = {
-    sample.id: {"id": sample.id, "model": model, "prompt_sha256": _sha256(json.dumps(sample.ids)), "max_new_tokens": limits[sample.kind]}
+    sample.id: {
+      "id": sample.id,
+      "model": model,
+      "prompt_sha256": _sha256(json.dumps(sample.ids)),
+      "max_new_tokens": limits[sample.kind],
+    }
     for sample in samples
   }
   outputs: dict[str, str] = {}
@@ -253,20 +376,39 @@ def _outputs(trained: Trained, settings: Settings, samples: Sequence[Sample], pa
         outputs[row["id"]] = output
   decode = trained.tokenizer.decode
   for kind, end in (("summary", "\n\n"), ("answer", "\n")):
-    waiting = [sample for sample in samples if sample.kind == kind and sample.id not in outputs]
+    waiting = [
+      sample
+      for sample in samples
+      if sample.kind == kind and sample.id not in outputs
+    ]
     if not waiting:
       continue
     longest = max(len(sample.ids) for sample in waiting) + limits[kind]
-    capacity = min(max(64, 1 << (longest - 1).bit_length()), trained.config.model.max_length)  # a power of two, so that few are compiled
-    sampler = Sampler(trained.model, trained.params, batch_size=max(1, settings.batch_tokens // capacity), capacity=capacity)
+    capacity = min(
+      max(64, 1 << (longest - 1).bit_length()), trained.config.model.max_length
+    )  # a power of two, so that few are compiled
+    sampler = Sampler(
+      trained.model,
+      trained.params,
+      batch_size=max(1, settings.batch_tokens // capacity),
+      capacity=capacity,
+    )
 
     def ended(ids: list[int], end: str = end) -> bool:
       return end in decode(ids).lstrip()
 
-    written = sampler.generate([sample.ids for sample in waiting], limits[kind], stop_ids=(trained.tokenizer.separator,), stop=ended)
+    written = sampler.generate(
+      [sample.ids for sample in waiting],
+      limits[kind],
+      stop_ids=(trained.tokenizer.separator,),
+      stop=ended,
+    )
     for sample, ids in zip(waiting, written, strict=True):
       outputs[sample.id] = decode(ids).strip().split(end)[0].strip()
-  _write(path, ({**stamps[sample.id], "output": outputs[sample.id]} for sample in samples))
+  _write(
+    path,
+    ({**stamps[sample.id], "output": outputs[sample.id]} for sample in samples),
+  )
   return outputs
 
 
@@ -284,7 +426,9 @@ def _folder(name: str) -> str:
 
 
 def _sha256(text: str) -> str:
-  return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()
+  return hashlib.sha256(
+    text.encode("utf-8", errors="surrogatepass")
+  ).hexdigest()
 
 
 def _write(path: epath.Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -292,7 +436,11 @@ def _write(path: epath.Path, rows: Iterable[dict[str, Any]]) -> None:
   temporary = path.parent / f"{path.name}.tmp"
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    temporary.write_text(
+      "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     temporary.replace(path)
   except OSError as error:
-    raise UserError(f"cannot write {path}: {error.strerror or error}; set.hallucination.judge_dir chooses another place") from error
+    raise UserError(
+      f"cannot write {path}: {error.strerror or error}; set.hallucination.judge_dir chooses another place"
+    ) from error

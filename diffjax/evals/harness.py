@@ -41,16 +41,35 @@ from diffjax.evals.methods import jsonl, scoring
 from diffjax.evals.report.figures import Figure, mean_of, proportion
 from diffjax.training.trained import Trained
 
-PAPER = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande")
+PAPER = (
+  "arc_challenge",
+  "arc_easy",
+  "boolq",
+  "hellaswag",
+  "openbookqa",
+  "piqa",
+  "winogrande",
+)
 _CHOICES = {"choices.text": list, "choices.label": list, "answerKey": str}
 _FIELDS: dict[str, dict[str, type]] = {
   "arc_challenge": {"question": str, **_CHOICES},
   "arc_easy": {"question": str, **_CHOICES},
   "boolq": {"passage": str, "question": str, "label": int},
-  "hellaswag": {"activity_label": str, "ctx_a": str, "ctx_b": str, "endings": list, "label": object},
+  "hellaswag": {
+    "activity_label": str,
+    "ctx_a": str,
+    "ctx_b": str,
+    "endings": list,
+    "label": object,
+  },
   "openbookqa": {"question_stem": str, **_CHOICES},
   "piqa": {"goal": str, "sol1": str, "sol2": str, "label": int},
-  "winogrande": {"sentence": str, "option1": str, "option2": str, "answer": str},
+  "winogrande": {
+    "sentence": str,
+    "option1": str,
+    "option2": str,
+    "answer": str,
+  },
 }
 
 
@@ -82,16 +101,25 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
     UserError: if lm-eval is not installed, a task is unknown, or its data cannot be read.
   """
   if not settings.tasks:
-    raise UserError(f"set.harness.tasks is empty; the paper's are {','.join(PAPER)}")
+    raise UserError(
+      f"set.harness.tasks is empty; the paper's are {','.join(PAPER)}"
+    )
   try:
     import diffjax.evals.methods.lm_eval  # noqa: F401
   except ImportError as error:
-    raise UserError(f"the harness needs lm-eval, which cannot be imported ({error}); pip install 'diffjax[eval]'") from error
+    raise UserError(
+      f"the harness needs lm-eval, which cannot be imported ({error}); pip install 'diffjax[eval]'"
+    ) from error
   files = tempfile.TemporaryDirectory()
   return _measure(trained, settings, _load(settings, files.name), files)
 
 
-def _measure(trained: Trained, settings: Settings, tasks: Mapping[str, Any], files: tempfile.TemporaryDirectory) -> Iterator[Figure]:
+def _measure(
+  trained: Trained,
+  settings: Settings,
+  tasks: Mapping[str, Any],
+  files: tempfile.TemporaryDirectory,
+) -> Iterator[Figure]:
   import lm_eval
   from lm_eval.api.metrics import mean
 
@@ -113,21 +141,37 @@ def _measure(trained: Trained, settings: Settings, tasks: Mapping[str, Any], fil
   headline: dict[str, list[float]] = {}
   for name, task in tasks.items():
     samples = result["samples"][name]
-    for metric, kind in dict.fromkeys((metric, sample["filter"]) for sample in samples for metric in sample["metrics"]):
-      values = [sample[metric] for sample in samples if sample["filter"] == kind]
-      place = {"task": name} if kind == "none" else {"task": name, "filter": kind}
+    for metric, kind in dict.fromkeys(
+      (metric, sample["filter"])
+      for sample in samples
+      for metric in sample["metrics"]
+    ):
+      values = [
+        sample[metric] for sample in samples if sample["filter"] == kind
+      ]
+      place = (
+        {"task": name} if kind == "none" else {"task": name, "filter": kind}
+      )
       aggregation = task.aggregation()[metric]
       if aggregation is mean:
         right_or_wrong = all(value in (0, 1) for value in values)
-        yield (proportion if right_or_wrong else mean_of)(metric, values, **place)
+        yield (proportion if right_or_wrong else mean_of)(
+          metric, values, **place
+        )
       else:  # such as a perplexity, of log-likelihoods and words: units are indices of the list of values
-        again = lambda units, values=values, aggregation=aggregation: float(aggregation([values[int(index)] for index in units]))
+        again = lambda units, values=values, aggregation=aggregation: float(
+          aggregation([values[int(index)] for index in units])
+        )
         yield Figure(metric, np.arange(len(values)), place, again)
       if metric == ("acc_norm" if name == "hellaswag" else "acc"):
         headline[name] = values
   if len(headline) > 1:
-    groups = [index for index, values in enumerate(headline.values()) for _ in values]
-    yield proportion("mean accuracy", itertools.chain.from_iterable(headline.values()), groups)
+    groups = [
+      index for index, values in enumerate(headline.values()) for _ in values
+    ]
+    yield proportion(
+      "mean accuracy", itertools.chain.from_iterable(headline.values()), groups
+    )
 
 
 @functools.cache
@@ -146,37 +190,58 @@ def _load(settings: Settings, temporary: str) -> dict[str, Any]:
   for name in settings.tasks:
     if name not in manager.all_tasks:
       near = difflib.get_close_matches(name, manager.all_tasks, n=3)
-      raise UserError(f"set.harness.tasks: lm-eval has no task {name!r}" + (f"; similar ones are {', '.join(near)}" if near else ""))
+      raise UserError(
+        f"set.harness.tasks: lm-eval has no task {name!r}"
+        + (f"; similar ones are {', '.join(near)}" if near else "")
+      )
   if not settings.data_dir:
-    remedy = "; without the hub, set.harness.data_dir names a directory of local files"
-    return {name: task for chosen in settings.tasks for name, task in _build(manager, chosen, remedy).items()}
+    remedy = (
+      "; without the hub, set.harness.data_dir names a directory of local files"
+    )
+    return {
+      name: task
+      for chosen in settings.tasks
+      for name, task in _build(manager, chosen, remedy).items()
+    }
   folder, questions = os.path.join(temporary, "tasks"), {}
   os.makedirs(folder)
   for name in settings.tasks:
     if name not in manager.all_subtasks:
-      raise UserError(f"set.harness.tasks: {name!r} is a group of tasks; with local files, name the tasks")
+      raise UserError(
+        f"set.harness.tasks: {name!r} is a group of tasks; with local files, name the tasks"
+      )
     files = _files(settings, name)
     fields = _FIELDS.get(name, {})
     records = {split: jsonl.read(path, fields) for split, path in files.items()}
     if not fields:  # lm-eval would read a missing field as an empty value
       for split, path in files.items():
         jsonl.read(path, dict.fromkeys(records[split][0].value, object))
-    questions[name] = next(records[split] for split in ("test", "validation") if split in records)
+    questions[name] = next(
+      records[split] for split in ("test", "validation") if split in records
+    )
     config = {
       "include": str(manager.task_index[name].yaml_path),
       "task": name,
       "dataset_path": "json",
       "dataset_name": None,
-      "dataset_kwargs": {"data_files": files, "cache_dir": os.path.join(temporary, "cache", name)},
+      "dataset_kwargs": {
+        "data_files": files,
+        "cache_dir": os.path.join(temporary, "cache", name),
+      },
       "training_split": "train" if "train" in files else None,
       "validation_split": "validation" if "validation" in files else None,
       "test_split": "test" if "test" in files else None,
       "fewshot_split": None,
     }
-    with open(os.path.join(folder, f"{name}.yaml"), "w", encoding="utf-8") as file:
+    with open(
+      os.path.join(folder, f"{name}.yaml"), "w", encoding="utf-8"
+    ) as file:
       json.dump(config, file)  # JSON is YAML
   manager = TaskManager(include_path=folder, include_defaults=False)
-  tasks = {name: _build(manager, name, f"; see {questions[name][0].place}")[name] for name in settings.tasks}
+  tasks = {
+    name: _build(manager, name, f"; see {questions[name][0].place}")[name]
+    for name in settings.tasks
+  }
   for name, task in tasks.items():
     _check_questions(task, questions[name])
   return tasks
@@ -186,19 +251,32 @@ def _build(manager: Any, name: str, remedy: str) -> dict[str, Any]:
   try:
     return manager.load([name])["tasks"]
   except Exception as error:  # lm-eval and the libraries that load its data raise exceptions of many kinds
-    raise UserError(f"set.harness.tasks: {name!r} cannot be loaded ({sources.reason(error)}){remedy}") from error
+    raise UserError(
+      f"set.harness.tasks: {name!r} cannot be loaded ({sources.reason(error)}){remedy}"
+    ) from error
 
 
 def _files(settings: Settings, name: str) -> dict[str, str]:
   """The local files of a task, by split."""
-  folder = os.path.join(os.path.abspath(os.path.expanduser(settings.data_dir)), name)
-  files = {split: os.path.join(folder, f"{split}.jsonl") for split in ("train", "validation", "test")}
+  folder = os.path.join(
+    os.path.abspath(os.path.expanduser(settings.data_dir)), name
+  )
+  files = {
+    split: os.path.join(folder, f"{split}.jsonl")
+    for split in ("train", "validation", "test")
+  }
   files = {split: path for split, path in files.items() if os.path.exists(path)}
   if not {"validation", "test"} & set(files):
-    fields = f", with the fields {', '.join(_FIELDS[name])}" if name in _FIELDS else ""
-    raise UserError(f"{folder} holds neither test.jsonl nor validation.jsonl: the task's questions, one JSON object a line{fields}")
+    fields = (
+      f", with the fields {', '.join(_FIELDS[name])}" if name in _FIELDS else ""
+    )
+    raise UserError(
+      f"{folder} holds neither test.jsonl nor validation.jsonl: the task's questions, one JSON object a line{fields}"
+    )
   if settings.num_fewshot > 0 and "train" not in files:
-    raise UserError(f"set.harness.num_fewshot = {settings.num_fewshot}: {folder} holds no train.jsonl with examples")
+    raise UserError(
+      f"set.harness.num_fewshot = {settings.num_fewshot}: {folder} holds no train.jsonl with examples"
+    )
   return files
 
 
@@ -211,4 +289,6 @@ def _check_questions(task: Any, records: Sequence[jsonl.Record]) -> None:
       if task.config.doc_to_choice is not None:
         task.doc_to_choice(question)
     except Exception as error:  # templates and functions of tasks raise exceptions of many kinds
-      raise UserError(f"{record.place}: {task.task_name} cannot read this question ({sources.reason(error)})") from error
+      raise UserError(
+        f"{record.place}: {task.task_name} cannot read this question ({sources.reason(error)})"
+      ) from error

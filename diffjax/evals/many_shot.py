@@ -45,7 +45,10 @@ from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
 from diffjax.model.sampler import Sampler
 from diffjax.training.trained import Trained
 
-_FORMS = {"trec": ("Question: {}\nType:", " {}\n\n"), "": ("utterance: {}\nintent:", " {}\n\n")}
+_FORMS = {
+  "trec": ("Question: {}\nType:", " {}\n\n"),
+  "": ("utterance: {}\nintent:", " {}\n\n"),
+}
 _SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 1000, 200  # of each class
 
 
@@ -116,16 +119,30 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   limit = trained.config.model.max_length
   capacity = settings.max_tokens or limit
   if not 1 <= capacity <= limit:
-    raise UserError(f"set.many_shot.max_tokens = {settings.max_tokens}: the model takes at most {limit} (its config.model.max_length)")
+    raise UserError(
+      f"set.many_shot.max_tokens = {settings.max_tokens}: the model takes at most {limit} (its config.model.max_length)"
+    )
   for field in ("samples", "sets", "synthetic_classes", "synthetic_words"):
     if getattr(settings, field) < 1:
-      raise UserError(f"set.many_shot.{field} = {getattr(settings, field)}: must be at least 1")
+      raise UserError(
+        f"set.many_shot.{field} = {getattr(settings, field)}: must be at least 1"
+      )
   datasets = {name: load(name, settings) for name in settings.datasets}
   return _measure(trained, settings, datasets, capacity)
 
 
-def _measure(trained: Trained, settings: Settings, datasets: Mapping[str, Dataset], capacity: int) -> Iterator[Figure]:
-  sampler = Sampler(trained.model, trained.params, batch_size=max(1, settings.batch_tokens // capacity), capacity=capacity)
+def _measure(
+  trained: Trained,
+  settings: Settings,
+  datasets: Mapping[str, Dataset],
+  capacity: int,
+) -> Iterator[Figure]:
+  sampler = Sampler(
+    trained.model,
+    trained.params,
+    batch_size=max(1, settings.batch_tokens // capacity),
+    capacity=capacity,
+  )
   for name, dataset in datasets.items():
     task = _Task(sampler, trained.tokenizer, name, dataset, settings)
     yield from task.accuracies()
@@ -136,51 +153,122 @@ def _measure(trained: Trained, settings: Settings, datasets: Mapping[str, Datase
 class _Task:
   """The questions of one dataset to one model."""
 
-  def __init__(self, sampler: Sampler, tokenizer: Tokenizer, name: str, dataset: Dataset, settings: Settings):
-    self._sampler, self._tokenizer, self._name, self._dataset, self._settings = sampler, tokenizer, name, dataset, settings
-    self._endings = {label: self._encode(dataset.tail.format(label)) for label in dataset.labels}
+  def __init__(
+    self,
+    sampler: Sampler,
+    tokenizer: Tokenizer,
+    name: str,
+    dataset: Dataset,
+    settings: Settings,
+  ):
+    (
+      self._sampler,
+      self._tokenizer,
+      self._name,
+      self._dataset,
+      self._settings,
+    ) = sampler, tokenizer, name, dataset, settings
+    self._endings = {
+      label: self._encode(dataset.tail.format(label))
+      for label in dataset.labels
+    }
     self._tree = LabelTree.grow(list(self._endings.values()))
     rng = np.random.default_rng(settings.seed)
-    self._queries = [dataset.test[index] for index in rng.permutation(len(dataset.test))[: settings.samples]]
-    self._heads = [self._encode(dataset.head.format(query.text)) for query in self._queries]
-    self._sets = [self._that_fit(balanced(dataset.train, rng)) for _ in range(settings.sets)]
+    self._queries = [
+      dataset.test[index]
+      for index in rng.permutation(len(dataset.test))[: settings.samples]
+    ]
+    self._heads = [
+      self._encode(dataset.head.format(query.text)) for query in self._queries
+    ]
+    self._sets = [
+      self._that_fit(balanced(dataset.train, rng)) for _ in range(settings.sets)
+    ]
     self._most = min(map(len, self._sets))
     self._rng = rng
 
   def accuracies(self) -> Iterator[Figure]:
     """Accuracy with one demonstration up to as many as fit."""
-    counts = [*itertools.takewhile(lambda count: count < self._most, (1 << power for power in itertools.count())), self._most]
+    counts = [
+      *itertools.takewhile(
+        lambda count: count < self._most,
+        (1 << power for power in itertools.count()),
+      ),
+      self._most,
+    ]
     for count in counts:
       chosen = [demonstrations[:count] for demonstrations in self._sets]
-      correct = np.stack([self._correct(demonstrations) for demonstrations in chosen], axis=1)
+      correct = np.stack(
+        [self._correct(demonstrations) for demonstrations in chosen], axis=1
+      )
       yield proportion("accuracy", correct.mean(1), **self._place(chosen))
 
   def robustness(self) -> Iterator[Figure]:
     """Best minus worst accuracy over orders of the first set of demonstrations, as many as fit."""
     demonstrations = self._sets[0][: self._most]
     for kind, order in (("random", shuffled), ("alternating", alternating)):
-      correct = [self._correct(order(demonstrations, self._rng)) for _ in range(self._settings.orders)]
-      yield Figure("best minus worst", np.stack(correct, axis=1), {**self._place([demonstrations]), "order": kind}, _best_minus_worst)
+      correct = [
+        self._correct(order(demonstrations, self._rng))
+        for _ in range(self._settings.orders)
+      ]
+      yield Figure(
+        "best minus worst",
+        np.stack(correct, axis=1),
+        {**self._place([demonstrations]), "order": kind},
+        _best_minus_worst,
+      )
 
   def _place(self, sets: Sequence[Sequence[Example]]) -> dict[str, Any]:
-    tokens = np.mean([sum(len(self._demonstration(example)) for example in demonstrations) for demonstrations in sets])
-    return {"dataset": self._name, "demonstrations": len(sets[0]), "tokens": round(float(tokens))}
+    tokens = np.mean(
+      [
+        sum(len(self._demonstration(example)) for example in demonstrations)
+        for demonstrations in sets
+      ]
+    )
+    return {
+      "dataset": self._name,
+      "demonstrations": len(sets[0]),
+      "tokens": round(float(tokens)),
+    }
 
   def _correct(self, demonstrations: Sequence[Example]) -> ndarray:
     """1 for each query whose label was right, else 0."""
     sampler, labels = self._sampler, self._dataset.labels
-    beginning = [self._tokenizer.separator, *itertools.chain.from_iterable(map(self._demonstration, demonstrations))]
-    shared, found = sampler.prefill([beginning] * sampler.batch_size), list[int]()
+    beginning = [
+      self._tokenizer.separator,
+      *itertools.chain.from_iterable(map(self._demonstration, demonstrations)),
+    ]
+    shared, found = (
+      sampler.prefill([beginning] * sampler.batch_size),
+      list[int](),
+    )
     for start in range(0, len(self._heads), sampler.batch_size):
       heads = self._heads[start : start + sampler.batch_size]
-      found += decode_labels(sampler, sampler.read(shared, heads), len(heads), self._tree)
-    return np.asarray([labels[label] == query.label for label, query in zip(found, self._queries, strict=True)], np.float64)
+      found += decode_labels(
+        sampler, sampler.read(shared, heads), len(heads), self._tree
+      )
+    return np.asarray(
+      [
+        labels[label] == query.label
+        for label, query in zip(found, self._queries, strict=True)
+      ],
+      np.float64,
+    )
 
   def _that_fit(self, demonstrations: Sequence[Example]) -> list[Example]:
     """The first demonstrations, as many as leave room for separator, query and label."""
-    room = self._sampler.capacity - 1 - max(map(len, self._heads)) - max(map(len, self._endings.values()))
-    sizes = itertools.accumulate(len(self._demonstration(example)) for example in demonstrations)
-    fitting = sum(1 for _ in itertools.takewhile(lambda size: size <= room, sizes))
+    room = (
+      self._sampler.capacity
+      - 1
+      - max(map(len, self._heads))
+      - max(map(len, self._endings.values()))
+    )
+    sizes = itertools.accumulate(
+      len(self._demonstration(example)) for example in demonstrations
+    )
+    fitting = sum(
+      1 for _ in itertools.takewhile(lambda size: size <= room, sizes)
+    )
     if not fitting:
       raise UserError(
         f"set.many_shot.datasets: {self._sampler.capacity} tokens do not hold the longest query of {self._name!r} and one demonstration; "
@@ -189,7 +277,10 @@ class _Task:
     return list(demonstrations[:fitting])
 
   def _demonstration(self, example: Example) -> list[int]:
-    return self._encode(self._dataset.head.format(example.text)) + self._endings[example.label]
+    return (
+      self._encode(self._dataset.head.format(example.text))
+      + self._endings[example.label]
+    )
 
   def _encode(self, text: str) -> list[int]:
     return np.asarray(self._tokenizer.encode(text)).tolist()
@@ -201,25 +292,44 @@ def _best_minus_worst(correct: ndarray) -> float:
   return float(accuracies.max() - accuracies.min())
 
 
-def balanced(examples: Sequence[Example], rng: np.random.Generator) -> list[Example]:
+def balanced(
+  examples: Sequence[Example], rng: np.random.Generator
+) -> list[Example]:
   """All examples, in rounds of one from every class that has any left. Each round's classes and each class's examples are shuffled."""
   rounds = itertools.zip_longest(*_by_class(examples, rng))
-  return [example for round_ in rounds for example in shuffled([example for example in round_ if example is not None], rng)]
+  return [
+    example
+    for round_ in rounds
+    for example in shuffled(
+      [example for example in round_ if example is not None], rng
+    )
+  ]
 
 
-def shuffled(examples: Sequence[Example], rng: np.random.Generator) -> list[Example]:
+def shuffled(
+  examples: Sequence[Example], rng: np.random.Generator
+) -> list[Example]:
   """The examples in random order."""
   return [examples[index] for index in rng.permutation(len(examples))]
 
 
-def alternating(examples: Sequence[Example], rng: np.random.Generator) -> list[Example]:
+def alternating(
+  examples: Sequence[Example], rng: np.random.Generator
+) -> list[Example]:
   """The examples, one of each class in turn. The order of the classes is random and the same in each turn. Empty classes are left out."""
   classes = _by_class(examples, rng)
   classes = [classes[index] for index in rng.permutation(len(classes))]
-  return [example for round_ in itertools.zip_longest(*classes) for example in round_ if example is not None]
+  return [
+    example
+    for round_ in itertools.zip_longest(*classes)
+    for example in round_
+    if example is not None
+  ]
 
 
-def _by_class(examples: Sequence[Example], rng: np.random.Generator) -> list[list[Example]]:
+def _by_class(
+  examples: Sequence[Example], rng: np.random.Generator
+) -> list[list[Example]]:
   """The examples of each class, in random order."""
   classes: dict[str, list[Example]] = collections.defaultdict(list)
   for example in shuffled(examples, rng):
@@ -233,29 +343,50 @@ def load(name: str, settings: Settings) -> Dataset:
   Raises:
     UserError: for missing files, lines that lack a field, and queries whose label no demonstration has.
   """
-  head, tail = next(form for prefix, form in _FORMS.items() if name.startswith(prefix))
+  head, tail = next(
+    form for prefix, form in _FORMS.items() if name.startswith(prefix)
+  )
   if name == "synthetic":
-    train, test = synthetic(settings.synthetic_classes, settings.synthetic_words, settings.seed)
+    train, test = synthetic(
+      settings.synthetic_classes, settings.synthetic_words, settings.seed
+    )
     return Dataset(train, test, head, tail)
   if not settings.data_dir:
-    raise UserError(f"set.many_shot.datasets: {name!r} is not 'synthetic'; set.many_shot.data_dir must name the directory it is in")
-  files = {split: os.path.join(settings.data_dir, name, f"{split}.jsonl") for split in ("train", "test")}
-  records = {split: jsonl.read(path, {"text": str, "label": str}) for split, path in files.items()}
+    raise UserError(
+      f"set.many_shot.datasets: {name!r} is not 'synthetic'; set.many_shot.data_dir must name the directory it is in"
+    )
+  files = {
+    split: os.path.join(settings.data_dir, name, f"{split}.jsonl")
+    for split in ("train", "test")
+  }
+  records = {
+    split: jsonl.read(path, {"text": str, "label": str})
+    for split, path in files.items()
+  }
   examples: dict[str, list[Example]] = {}
   for split, found in records.items():
-    examples[split] = [Example(record.value["text"].strip(), record.value["label"].strip()) for record in found]
+    examples[split] = [
+      Example(record.value["text"].strip(), record.value["label"].strip())
+      for record in found
+    ]
     for record, example in zip(found, examples[split], strict=True):
       if not example.label or "\n" in example.label:
-        raise UserError(f"{record.place}: a label must be one line, and not empty; got {example.label!r}")
+        raise UserError(
+          f"{record.place}: a label must be one line, and not empty; got {example.label!r}"
+        )
   dataset = Dataset(examples["train"], examples["test"], head, tail)
   known = set(dataset.labels)
   for record, example in zip(records["test"], dataset.test, strict=True):
     if example.label not in known:
-      raise UserError(f"{record.place}: the label {example.label!r} is not one of the {len(known)} labels of {files['train']}")
+      raise UserError(
+        f"{record.place}: the label {example.label!r} is not one of the {len(known)} labels of {files['train']}"
+      )
   return dataset
 
 
-def synthetic(num_classes: int, num_words: int, seed: int) -> tuple[list[Example], list[Example]]:
+def synthetic(
+  num_classes: int, num_words: int, seed: int
+) -> tuple[list[Example], list[Example]]:
   """Makes demonstrations and queries of invented words, the same number for every class.
 
   A text has a word of its class and three words that all classes share, in random order. Only demonstrations tell the words and the names
@@ -273,29 +404,57 @@ def synthetic(num_classes: int, num_words: int, seed: int) -> tuple[list[Example
   shared = [next(words) for _ in range(20)]
 
   def example(label: str) -> Example:
-    return Example(" ".join(rng.permutation([rng.choice(own[label]), *rng.choice(shared, 3, replace=False)]).tolist()), label)
+    return Example(
+      " ".join(
+        rng.permutation(
+          [rng.choice(own[label]), *rng.choice(shared, 3, replace=False)]
+        ).tolist()
+      ),
+      label,
+    )
 
-  make = lambda count: [example(label) for _ in range(count) for label in labels]
+  make = lambda count: [
+    example(label) for _ in range(count) for label in labels
+  ]
   return make(_SYNTHETIC_TRAIN), make(_SYNTHETIC_TEST)
 
 
 def _invented_words(rng: np.random.Generator) -> Iterator[str]:
   """Different words of three syllables."""
-  syllables = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
+  syllables = [
+    consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"
+  ]
   for number in rng.permutation(len(syllables) ** 3):
-    yield "".join(syllables[number // len(syllables) ** power % len(syllables)] for power in range(3))
+    yield "".join(
+      syllables[number // len(syllables) ** power % len(syllables)]
+      for power in range(3)
+    )
 
 
 def plot(results: dict[str, Any], path: epath.PathLike) -> None:
   """Plots accuracy over tokens of demonstrations: a field for each dataset, a line for each model."""
   models = list(by_model(results, "accuracy"))
-  datasets = list(dict.fromkeys(row["at"]["dataset"] for _, rows in models for row in rows))
-  figure = matplotlib.figure.Figure((max(WIDTH, 4.5 * len(datasets)), 4), layout="constrained")
-  for dataset, axes in zip(datasets, figure.subplots(1, len(datasets), squeeze=False)[0], strict=True):
+  datasets = list(
+    dict.fromkeys(row["at"]["dataset"] for _, rows in models for row in rows)
+  )
+  figure = matplotlib.figure.Figure(
+    (max(WIDTH, 4.5 * len(datasets)), 4), layout="constrained"
+  )
+  for dataset, axes in zip(
+    datasets, figure.subplots(1, len(datasets), squeeze=False)[0], strict=True
+  ):
     for style, rows in models:
       own = [row for row in rows if row["at"]["dataset"] == dataset]
       draw_line(axes, [row["at"]["tokens"] for row in own], own, style)
-    axes.set(title=dataset, xscale="log", ylim=(0, 1), xlabel="tokens of demonstrations", ylabel="accuracy")
-    axes.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
+    axes.set(
+      title=dataset,
+      xscale="log",
+      ylim=(0, 1),
+      xlabel="tokens of demonstrations",
+      ylabel="accuracy",
+    )
+    axes.xaxis.set_major_formatter(
+      matplotlib.ticker.StrMethodFormatter("{x:,.0f}")
+    )
     axes.legend(fontsize=9)
   save(figure, path)

@@ -78,30 +78,77 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   _check(settings, paths)
   template = trained.config.data.prompt_template
   shots = "".join(
-    f"{_ask(template, shot.text)}{shot.solution}\n\n" for shot in (read(settings.shots_file)[: settings.shots] if settings.shots else ())
+    f"{_ask(template, shot.text)}{shot.solution}\n\n"
+    for shot in (
+      read(settings.shots_file)[: settings.shots] if settings.shots else ()
+    )
   )
-  files = [(epath.Path(name).stem, read(name)[: settings.questions or None]) for name in paths]
-  prompts = [[_prompt(trained.tokenizer, shots + _ask(template, question.text)) for question in questions] for _, questions in files]
+  files = [
+    (epath.Path(name).stem, read(name)[: settings.questions or None])
+    for name in paths
+  ]
+  prompts = [
+    [
+      _prompt(trained.tokenizer, shots + _ask(template, question.text))
+      for question in questions
+    ]
+    for _, questions in files
+  ]
   capacity = _capacity(trained, settings, files, prompts)
   return _measure(trained, settings, files, prompts, capacity)
 
 
 def _measure(
-  trained: Trained, settings: Settings, files: Sequence[tuple[str, list[Question]]], prompts: list[list[list[int]]], capacity: int
+  trained: Trained,
+  settings: Settings,
+  files: Sequence[tuple[str, list[Question]]],
+  prompts: list[list[list[int]]],
+  capacity: int,
 ) -> Iterator[Figure]:
-  sampler = Sampler(trained.model, trained.params, batch_size=max(1, settings.batch_tokens // capacity), capacity=capacity)
+  sampler = Sampler(
+    trained.model,
+    trained.params,
+    batch_size=max(1, settings.batch_tokens // capacity),
+    capacity=capacity,
+  )
   another = _Another(trained.tokenizer, trained.config.data.prompt_template)
   right: list[np.ndarray] = []
   for (name, questions), ids in zip(files, prompts, strict=True):
-    written = sampler.generate(ids, settings.new_tokens, stop_ids=(trained.tokenizer.separator,), stop=another)
-    answers = [extract(another.cut(trained.tokenizer.decode(tokens))) for tokens in written]
+    written = sampler.generate(
+      ids,
+      settings.new_tokens,
+      stop_ids=(trained.tokenizer.separator,),
+      stop=another,
+    )
+    answers = [
+      extract(another.cut(trained.tokenizer.decode(tokens)))
+      for tokens in written
+    ]
     right.append(
-      np.array([answer is not None and same(answer, question.answer) for answer, question in zip(answers, questions, strict=True)], float)
+      np.array(
+        [
+          answer is not None and same(answer, question.answer)
+          for answer, question in zip(answers, questions, strict=True)
+        ],
+        float,
+      )
     )
     yield proportion("accuracy", right[-1], file=name)
-    yield proportion("ended", [len(tokens) < settings.new_tokens or another(tokens) for tokens in written], file=name)
+    yield proportion(
+      "ended",
+      [
+        len(tokens) < settings.new_tokens or another(tokens)
+        for tokens in written
+      ],
+      file=name,
+    )
   if len(files) > 1:
-    yield proportion("accuracy", np.concatenate(right), np.repeat(np.arange(len(right)), list(map(len, right))), file="mean")
+    yield proportion(
+      "accuracy",
+      np.concatenate(right),
+      np.repeat(np.arange(len(right)), list(map(len, right))),
+      file="mean",
+    )
 
 
 def read(path: epath.PathLike) -> list[Question]:
@@ -114,8 +161,17 @@ def read(path: epath.PathLike) -> list[Question]:
   for place, record in jsonl.read(path, {}):
     answer = reference(answered := _field(place, record, "answer", "solution"))
     if not answer:
-      raise UserError(f"{place}: there is no final answer in {answered[:40]!r}; it must be behind ####, in \\boxed{{}} or alone")
-    questions.append(Question(place, _field(place, record, "question", "problem"), _field(place, record, "solution", "answer"), answer))
+      raise UserError(
+        f"{place}: there is no final answer in {answered[:40]!r}; it must be behind ####, in \\boxed{{}} or alone"
+      )
+    questions.append(
+      Question(
+        place,
+        _field(place, record, "question", "problem"),
+        _field(place, record, "solution", "answer"),
+        answer,
+      )
+    )
   return questions
 
 
@@ -123,12 +179,16 @@ def _field(place: str, record: dict[str, object], *names: str) -> str:
   """The text of the first of the fields that the record has."""
   name = next((name for name in names if record.get(name) is not None), None)
   if name is None:
-    raise UserError(f"{place}: the field {' or '.join(map(repr, names))} is missing; there are {', '.join(map(repr, record)) or 'none'}")
+    raise UserError(
+      f"{place}: the field {' or '.join(map(repr, names))} is missing; there are {', '.join(map(repr, record)) or 'none'}"
+    )
   value = record[name]
   if isinstance(value, int) and not isinstance(value, bool):  # AIME's answers
     return str(value)
   if not isinstance(value, str):
-    raise UserError(f"{place}: the field {name!r} must be a string; got {str(value)[:40]!r}")
+    raise UserError(
+      f"{place}: the field {name!r} must be a string; got {str(value)[:40]!r}"
+    )
   return value
 
 
@@ -136,10 +196,15 @@ class _Another:
   """The beginning of another question, which ends an answer. Called with an answer's tokens, it says whether there is one."""
 
   def __init__(self, tokenizer: Tokenizer, template: str):
-    self._tokenizer, self._head = tokenizer, template.partition("{prompt}")[0].strip()
+    self._tokenizer, self._head = (
+      tokenizer,
+      template.partition("{prompt}")[0].strip(),
+    )
 
   def __call__(self, tokens: list[int]) -> bool:
-    return bool(self._head) and f"\n{self._head}" in self._tokenizer.decode(tokens[-_TAIL:])
+    return bool(self._head) and f"\n{self._head}" in self._tokenizer.decode(
+      tokens[-_TAIL:]
+    )
 
   def cut(self, text: str) -> str:
     """The text before another question."""
@@ -162,17 +227,33 @@ def _check(settings: Settings, paths: Sequence[str]) -> None:
     )
   names = [epath.Path(path).stem for path in paths]
   if len(set(names)) < len(names):
-    raise UserError(f"set.mathematics.files = {settings.files}: two files have the same name, which names the figures; rename one")
+    raise UserError(
+      f"set.mathematics.files = {settings.files}: two files have the same name, which names the figures; rename one"
+    )
   for name, low in (("questions", 0), ("shots", 0), ("new_tokens", 1)):
     if getattr(settings, name) < low:
-      raise UserError(f"set.mathematics.{name} = {getattr(settings, name)}: must be at least {low}")
+      raise UserError(
+        f"set.mathematics.{name} = {getattr(settings, name)}: must be at least {low}"
+      )
   if settings.shots and not settings.shots_file:
-    raise UserError(f"set.mathematics.shots = {settings.shots}: set.mathematics.shots_file must name a file of demonstrations")
-  if settings.shots and (count := len(read(settings.shots_file))) < settings.shots:
-    raise UserError(f"set.mathematics.shots = {settings.shots}: {settings.shots_file} has {count} records")
+    raise UserError(
+      f"set.mathematics.shots = {settings.shots}: set.mathematics.shots_file must name a file of demonstrations"
+    )
+  if (
+    settings.shots
+    and (count := len(read(settings.shots_file))) < settings.shots
+  ):
+    raise UserError(
+      f"set.mathematics.shots = {settings.shots}: {settings.shots_file} has {count} records"
+    )
 
 
-def _capacity(trained: Trained, settings: Settings, files: Sequence[tuple[str, list[Question]]], prompts: list[list[list[int]]]) -> int:
+def _capacity(
+  trained: Trained,
+  settings: Settings,
+  files: Sequence[tuple[str, list[Question]]],
+  prompts: list[list[list[int]]],
+) -> int:
   """The number of tokens of the longest prompt and its answer."""
   limit = trained.config.model.max_length
   for (_, questions), ids in zip(files, prompts, strict=True):
@@ -182,4 +263,6 @@ def _capacity(trained: Trained, settings: Settings, files: Sequence[tuple[str, l
           f"{question.place}: a prompt of {len(prompt)} tokens, demonstrations included, and set.mathematics.new_tokens = "
           f"{settings.new_tokens} are more than the model's {limit} (its config.model.max_length)"
         )
-  return max(len(prompt) for ids in prompts for prompt in ids) + settings.new_tokens
+  return (
+    max(len(prompt) for ids in prompts for prompt in ids) + settings.new_tokens
+  )

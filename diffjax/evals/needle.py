@@ -28,7 +28,11 @@ import numpy as np
 from etils import epath
 
 from diffjax.config import UserError
-from diffjax.evals.methods.needle_prompts import NeedlePrompt, find_haystack, make_prompts
+from diffjax.evals.methods.needle_prompts import (
+  NeedlePrompt,
+  find_haystack,
+  make_prompts,
+)
 from diffjax.evals.report.figures import Figure, proportion
 from diffjax.evals.report.plots import WIDTH, save, styles_of
 from diffjax.evals.report.results import excludes_zero
@@ -75,29 +79,59 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   # Sixteen times the longest length, so that samples differ
   haystack = find_haystack(trained, settings.haystack, tokens=16 * max(lengths))
 
-  def prompts(length: int, pair: tuple[int, int], depth: float, samples: int) -> list[NeedlePrompt]:
+  def prompts(
+    length: int, pair: tuple[int, int], depth: float, samples: int
+  ) -> list[NeedlePrompt]:
     return make_prompts(
-      trained.tokenizer, length=length - settings.new_tokens, num_needles=pair[0], num_asked=pair[1], depth=depth, samples=samples,
-      seed=settings.seed, haystack=haystack,
-    )  # fmt: skip
+      trained.tokenizer,
+      length=length - settings.new_tokens,
+      num_needles=pair[0],
+      num_asked=pair[1],
+      depth=depth,
+      samples=samples,
+      seed=settings.seed,
+      haystack=haystack,
+    )
 
   for length, pair, depth in itertools.product(lengths, pairs, settings.depths):
-    prompts(length, pair, depth, samples=1)  # refuses needles, depths and lengths that cannot be
+    prompts(
+      length, pair, depth, samples=1
+    )  # refuses needles, depths and lengths that cannot be
   return _measure(trained, settings, prompts, lengths, pairs)
 
 
 def _measure(
-  trained: Trained, settings: Settings, make: Callable[..., list[NeedlePrompt]], lengths: Sequence[int], pairs: Sequence[tuple[int, int]]
+  trained: Trained,
+  settings: Settings,
+  make: Callable[..., list[NeedlePrompt]],
+  lengths: Sequence[int],
+  pairs: Sequence[tuple[int, int]],
 ) -> Iterator[Figure]:
   for length in lengths:
-    sampler = Sampler(trained.model, trained.params, batch_size=max(1, settings.batch_tokens // length), capacity=length)
+    sampler = Sampler(
+      trained.model,
+      trained.params,
+      batch_size=max(1, settings.batch_tokens // length),
+      capacity=length,
+    )
     for pair in pairs:
-      place: dict[str, Any] = {"needles": pair[0], "asked": pair[1], "length": length}
+      place: dict[str, Any] = {
+        "needles": pair[0],
+        "asked": pair[1],
+        "length": length,
+      }
       every: list[float] = []
       for depth in settings.depths:
         prompts = make(length, pair, depth, settings.samples)
-        written = sampler.generate([prompt.ids for prompt in prompts], settings.new_tokens, stop_ids=(trained.tokenizer.separator,))
-        found = [_share_found(trained.tokenizer.decode(ids), prompt.answers) for ids, prompt in zip(written, prompts, strict=True)]
+        written = sampler.generate(
+          [prompt.ids for prompt in prompts],
+          settings.new_tokens,
+          stop_ids=(trained.tokenizer.separator,),
+        )
+        found = [
+          _share_found(trained.tokenizer.decode(ids), prompt.answers)
+          for ids, prompt in zip(written, prompts, strict=True)
+        ]
         yield proportion("accuracy", found, **place, depth=depth)
         every += found
       yield proportion("accuracy", every, **place, depth="mean")
@@ -109,26 +143,55 @@ def plot(results: dict[str, Any], path: epath.PathLike) -> None:
   A difference whose interval excludes 0 is bold."""
   rows = [row for row in results["figures"] if row["at"]["depth"] != "mean"]
   axis = lambda name: sorted({row["at"][name] for row in rows})
-  pairs = list(dict.fromkeys((row["at"]["needles"], row["at"]["asked"]) for row in rows))
+  pairs = list(
+    dict.fromkeys((row["at"]["needles"], row["at"]["asked"]) for row in rows)
+  )
   lengths, depths = axis("length"), axis("depth")
-  columns = [(style.name, key) for style, key in zip(styles_of(results["models"]), ("value", "against"), strict=False)]
+  columns = [
+    (style.name, key)
+    for style, key in zip(
+      styles_of(results["models"]), ("value", "against"), strict=False
+    )
+  ]
   columns += [("difference", "difference")] * (len(columns) > 1)
-  figure = matplotlib.figure.Figure((max(WIDTH, 1.5 + len(columns) * 0.7 * len(lengths)), 0.6 + 2.4 * len(pairs)), layout="constrained")
+  figure = matplotlib.figure.Figure(
+    (
+      max(WIDTH, 1.5 + len(columns) * 0.7 * len(lengths)),
+      0.6 + 2.4 * len(pairs),
+    ),
+    layout="constrained",
+  )
   axes = figure.subplots(len(pairs), len(columns), squeeze=False)
   for (needles, asked), line in zip(pairs, axes, strict=True):
     for (title, key), place in zip(columns, line, strict=True):
-      cells, clear = np.full((len(depths), len(lengths)), np.nan), np.zeros((len(depths), len(lengths)), bool)
+      cells, clear = (
+        np.full((len(depths), len(lengths)), np.nan),
+        np.zeros((len(depths), len(lengths)), bool),
+      )
       for row in rows:
         if (row["at"]["needles"], row["at"]["asked"]) == (needles, asked):
           value = row[key] if key == "value" else row[key]["value"]
-          cell = depths.index(row["at"]["depth"]), lengths.index(row["at"]["length"])
-          cells[cell], clear[cell] = value, key == "difference" and excludes_zero(row[key])
+          cell = (
+            depths.index(row["at"]["depth"]),
+            lengths.index(row["at"]["length"]),
+          )
+          cells[cell], clear[cell] = (
+            value,
+            key == "difference" and excludes_zero(row[key]),
+          )
       low, colors = (-1, "RdBu") if key == "difference" else (0, "YlGn")
       place.imshow(cells, vmin=low, vmax=1, cmap=colors, aspect="auto")
       for (y, x), value in np.ndenumerate(cells):
-        look = {"color": "white" if abs(value) > 0.6 else "black", "fontweight": "bold" if clear[y, x] else "normal"}
-        place.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=9, **look)
-      place.set_xticks(range(len(lengths)), [f"{length / 1024:.4g}K" for length in lengths])
+        look = {
+          "color": "white" if abs(value) > 0.6 else "black",
+          "fontweight": "bold" if clear[y, x] else "normal",
+        }
+        place.text(
+          x, y, f"{value:.2f}", ha="center", va="center", fontsize=9, **look
+        )
+      place.set_xticks(
+        range(len(lengths)), [f"{length / 1024:.4g}K" for length in lengths]
+      )
       place.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
       place.set_title(f"{title}: {asked} of {needles} needles", fontsize=10)
     line[0].set_ylabel("depth of the answer")
@@ -141,20 +204,35 @@ def _pair(text: str) -> tuple[int, int]:
   try:
     num_needles, num_asked = map(int, text.split("/"))
   except ValueError:
-    raise UserError(f"set.needle.pairs = {text!r}: must be N/R, needles in the text and needles asked for, such as 4/2") from None
+    raise UserError(
+      f"set.needle.pairs = {text!r}: must be N/R, needles in the text and needles asked for, such as 4/2"
+    ) from None
   return num_needles, num_asked
 
 
-def _check(trained: Trained, settings: Settings, pairs: Sequence[tuple[int, int]], lengths: Sequence[int]) -> None:
+def _check(
+  trained: Trained,
+  settings: Settings,
+  pairs: Sequence[tuple[int, int]],
+  lengths: Sequence[int],
+) -> None:
   limit = trained.config.model.max_length
   if (longest := max(lengths)) > limit:
-    raise UserError(f"set.needle.lengths = {longest}: the model takes at most {limit} tokens (its config.model.max_length)")
+    raise UserError(
+      f"set.needle.lengths = {longest}: the model takes at most {limit} tokens (its config.model.max_length)"
+    )
   if (shortest := min(lengths)) <= settings.new_tokens:
-    raise UserError(f"set.needle.lengths = {shortest}: must be more than the {settings.new_tokens} tokens of the answer")
+    raise UserError(
+      f"set.needle.lengths = {shortest}: must be more than the {settings.new_tokens} tokens of the answer"
+    )
   if settings.samples < 1:
-    raise UserError(f"set.needle.samples = {settings.samples}: must be at least 1")
+    raise UserError(
+      f"set.needle.samples = {settings.samples}: must be at least 1"
+    )
   for _, num_asked in pairs:
-    needed = len(trained.tokenizer.encode(" " + " and ".join(["40404"] * num_asked)))
+    needed = len(
+      trained.tokenizer.encode(" " + " and ".join(["40404"] * num_asked))
+    )
     if needed > settings.new_tokens:
       raise UserError(
         f"set.needle.new_tokens = {settings.new_tokens}: {num_asked} numbers take {needed} tokens of {trained.tokenizer.spec!r}; "

@@ -64,28 +64,59 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
     if (value := getattr(settings, name)) < 1:
       raise UserError(f"set.outliers.{name} = {value}: must be at least 1")
   count = -(-settings.tokens // (settings.length or trained.config.data.length))
-  batches = validation_rows("outliers", trained, count, length=settings.length, batch_size=settings.batch_size, source=settings.source)
+  batches = validation_rows(
+    "outliers",
+    trained,
+    count,
+    length=settings.length,
+    batch_size=settings.batch_size,
+    source=settings.source,
+  )
   return _measure(trained, batches, settings.median_every)
 
 
-def _measure(trained: Trained, batches: ValidationBatches, every: int) -> Iterator[Figure]:
-  summaries = jax.jit(functools.partial(row_summaries, trained.model, every=every))
-  found: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {LOGITS: [], HIDDEN: []}
+def _measure(
+  trained: Trained, batches: ValidationBatches, every: int
+) -> Iterator[Figure]:
+  summaries = jax.jit(
+    functools.partial(row_summaries, trained.model, every=every)
+  )
+  found: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {
+    LOGITS: [],
+    HIDDEN: [],
+  }
   with Progress(f"outliers of {trained.name}", len(batches)) as progress:
     for index, batch in enumerate(batches):
-      for name, summary in jax.device_get(summaries(trained.params, batch)).items():
+      for name, summary in jax.device_get(
+        summaries(trained.params, batch)
+      ).items():
         found[name].append(summary)
       progress.update(index + 1, (index + 1) * batch["tokens"].size)
   for name, parts in found.items():
-    top, counts = (np.concatenate(arrays)[: batches.rows] for arrays in zip(*parts, strict=True))  # the last batch is padded
+    top, counts = (
+      np.concatenate(arrays)[: batches.rows]
+      for arrays in zip(*parts, strict=True)
+    )  # the last batch is padded
     for rank in RANKS:
-      yield Figure(name, top[:, :rank], {"value": f"top-{rank}"}, functools.partial(largest, rank))
+      yield Figure(
+        name,
+        top[:, :rank],
+        {"value": f"top-{rank}"},
+        functools.partial(largest, rank),
+      )
     used = np.flatnonzero(counts.any(axis=0))
     low, high = (used[0], used[-1] + 1) if used.size else (0, 1)
-    yield Figure(name, counts[:, low:high], {"value": "median"}, functools.partial(median, edges()[low : high + 1]))
+    yield Figure(
+      name,
+      counts[:, low:high],
+      {"value": "median"},
+      functools.partial(median, edges()[low : high + 1]),
+    )
 
 
-def row_summaries(model: Decoder, params: Any, batch: dict[str, Any], every: int) -> dict[str, tuple[jax.Array, jax.Array]]:
+def row_summaries(
+  model: Decoder, params: Any, batch: dict[str, Any], every: int
+) -> dict[str, tuple[jax.Array, jax.Array]]:
   """Summaries of logits and of hidden states.
 
   Args:
@@ -103,28 +134,54 @@ def row_summaries(model: Decoder, params: Any, batch: dict[str, Any], every: int
   def of_attention(attended: inside.Attended):
     def step(summary, block, seen, first):
       size = jnp.abs(attention_logits(block.q, block.k))
-      return _add(summary, jnp.moveaxis(jnp.where(seen[:, None, None], size, -1.0), 3, 1), every)
+      return _add(
+        summary,
+        jnp.moveaxis(jnp.where(seen[:, None, None], size, -1.0), 3, 1),
+        every,
+      )
 
     return inside.over_queries(step, empty, attended)
 
   def of_hidden(x):
     kept = (batch["segment_ids"] > 0)[..., None]
-    return _add(empty, jnp.where(kept, jnp.abs(x.astype(jnp.float32)), -1.0), every)
+    return _add(
+      empty, jnp.where(kept, jnp.abs(x.astype(jnp.float32)), -1.0), every
+    )
 
-  layers = inside.measure(model, params, batch, attention=of_attention, hidden=of_hidden)
+  layers = inside.measure(
+    model, params, batch, attention=of_attention, hidden=of_hidden
+  )
   return {
-    name: (_top(jnp.swapaxes(top, 0, 1).reshape(rows, -1)), jnp.sum(counts, axis=0))
-    for name, (top, counts) in ((LOGITS, layers["attention"]), (HIDDEN, layers["hidden"]))
+    name: (
+      _top(jnp.swapaxes(top, 0, 1).reshape(rows, -1)),
+      jnp.sum(counts, axis=0),
+    )
+    for name, (top, counts) in (
+      (LOGITS, layers["attention"]),
+      (HIDDEN, layers["hidden"]),
+    )
   }
 
 
-def _add(summary: tuple[jax.Array, jax.Array], values: Float[Array, "B t ..."], every: int) -> tuple[jax.Array, jax.Array]:
+def _add(
+  summary: tuple[jax.Array, jax.Array],
+  values: Float[Array, "B t ..."],
+  every: int,
+) -> tuple[jax.Array, jax.Array]:
   """Adds the values of some tokens to a summary. −1 stands for no value."""
   top, counts = summary
   top = _top(jnp.concatenate([top, _top(values)], axis=1))
-  sample = values[:, min(every, values.shape[1]) - 1 :: every].reshape(len(values), -1)
-  bins = jnp.clip((jax.lax.bitcast_convert_type(sample, jnp.int32) >> _SHIFT) - _LOWEST, 0, _BINS - 1)
-  count = jax.vmap(lambda bins, kept: jnp.zeros(_BINS, jnp.int32).at[bins].add(kept))(bins, (sample >= 0).astype(jnp.int32))
+  sample = values[:, min(every, values.shape[1]) - 1 :: every].reshape(
+    len(values), -1
+  )
+  bins = jnp.clip(
+    (jax.lax.bitcast_convert_type(sample, jnp.int32) >> _SHIFT) - _LOWEST,
+    0,
+    _BINS - 1,
+  )
+  count = jax.vmap(
+    lambda bins, kept: jnp.zeros(_BINS, jnp.int32).at[bins].add(kept)
+  )(bins, (sample >= 0).astype(jnp.int32))
   return top, counts + count
 
 
@@ -136,37 +193,66 @@ def _top(values: Float[Array, "B ..."]) -> Float[Array, "B 100"]:
     _, best = jax.lax.top_k(jnp.max(grouped, axis=-1), _KEPT)
     grouped = jnp.take_along_axis(grouped, best[..., None], axis=1)
   flat = grouped.reshape(rows, -1)
-  flat = jnp.pad(flat, [(0, 0), (0, max(_KEPT - flat.shape[1], 0))], constant_values=-1.0)
+  flat = jnp.pad(
+    flat, [(0, 0), (0, max(_KEPT - flat.shape[1], 0))], constant_values=-1.0
+  )
   return jax.lax.top_k(flat, _KEPT)[0]
 
 
 def largest(rank: int, top: Float[np.ndarray, "U rank"]) -> float:
   """The rank-th largest value of all rows, from the `rank` largest of each. NaN if there are fewer."""
-  value = float(np.partition(top, -rank, axis=None)[-rank]) if top.size >= rank else -1.0
+  value = (
+    float(np.partition(top, -rank, axis=None)[-rank])
+    if top.size >= rank
+    else -1.0
+  )
   return value if value >= 0 else float("nan")
 
 
 def edges() -> Float[np.ndarray, "bins_and_1"]:
   """The lower edges of the histograms' bins, and the upper edge of the last. The first bin begins at 0."""
-  starts = ((np.arange(_BINS + 1) + _LOWEST) << _SHIFT).astype(np.int32).view(np.float32).astype(np.float64)
+  starts = (
+    ((np.arange(_BINS + 1) + _LOWEST) << _SHIFT)
+    .astype(np.int32)
+    .view(np.float32)
+    .astype(np.float64)
+  )
   return np.concatenate([[0.0], starts[1:]])
 
 
-def median(edges: Float[np.ndarray, "bins_and_1"], counts: Float[np.ndarray, "U bins"]) -> float:
+def median(
+  edges: Float[np.ndarray, "bins_and_1"], counts: Float[np.ndarray, "U bins"]
+) -> float:
   """The median of the rows' histograms, whose values count as evenly spread within a bin. NaN for empty ones."""
-  cumulative = np.concatenate([[0.0], np.cumsum(counts.sum(axis=0, dtype=np.float64))])
-  return float(np.interp(cumulative[-1] / 2, cumulative, edges)) if cumulative[-1] else float("nan")
+  cumulative = np.concatenate(
+    [[0.0], np.cumsum(counts.sum(axis=0, dtype=np.float64))]
+  )
+  return (
+    float(np.interp(cumulative[-1] / 2, cumulative, edges))
+    if cumulative[-1]
+    else float("nan")
+  )
 
 
 def plot(results: dict[str, Any], path: epath.PathLike) -> None:
   """Plots the values of each model with their intervals, on a log scale."""
   figure = matplotlib.figure.Figure((WIDTH, 4), layout="constrained")
   for axes, name in zip(figure.subplots(1, 2), (LOGITS, HIDDEN), strict=True):
-    for shift, (style, rows) in zip((-0.1, 0.1), by_model(results, name), strict=False):
-      draw_points(axes, [row["at"]["value"] for row in rows], rows, style, shift)
-    axes.set(title=f"absolute {name}", yscale="log", xlabel="place among all values", ylabel="magnitude")
+    for shift, (style, rows) in zip(
+      (-0.1, 0.1), by_model(results, name), strict=False
+    ):
+      draw_points(
+        axes, [row["at"]["value"] for row in rows], rows, style, shift
+      )
+    axes.set(
+      title=f"absolute {name}",
+      yscale="log",
+      xlabel="place among all values",
+      ylabel="magnitude",
+    )
     axes.yaxis.set(
-      major_locator=matplotlib.ticker.LogLocator(subs=(1, 2, 5)), major_formatter=matplotlib.ticker.StrMethodFormatter("{x:g}")
+      major_locator=matplotlib.ticker.LogLocator(subs=(1, 2, 5)),
+      major_formatter=matplotlib.ticker.StrMethodFormatter("{x:g}"),
     )
     axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     axes.legend(fontsize=9)

@@ -65,7 +65,9 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
     UserError: if rows are longer than the model takes or the text holds.
   """
   if settings.rows_of not in ("concatenated", "long"):
-    raise UserError(f"set.position_nll.rows_of = {settings.rows_of!r}: must be 'concatenated' or 'long'")
+    raise UserError(
+      f"set.position_nll.rows_of = {settings.rows_of!r}: must be 'concatenated' or 'long'"
+    )
   for name in ("rows", "first", "per_octave"):
     if (value := getattr(settings, name)) < 1:
       raise UserError(f"set.position_nll.{name} = {value}: must be at least 1")
@@ -76,13 +78,26 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
       f"set.position_nll.length = {length}: {trained.name} takes 1 to {limit} tokens (config.model.max_length); "
       "set.position_nll.beyond_limit=true measures longer rows all the same"
     )
-  rows = _long_documents(trained, settings, length) if settings.rows_of == "long" else _concatenated(trained, settings, length)
+  rows = (
+    _long_documents(trained, settings, length)
+    if settings.rows_of == "long"
+    else _concatenated(trained, settings, length)
+  )
   return _measure(trained, settings, rows, length)
 
 
-def _measure(trained: Trained, settings: Settings, rows: Iterator[dict[str, Any]], length: int) -> Iterator[Figure]:
+def _measure(
+  trained: Trained,
+  settings: Settings,
+  rows: Iterator[dict[str, Any]],
+  length: int,
+) -> Iterator[Figure]:
   limit = trained.config.model.max_length
-  model = trained.model.clone(config=dataclasses.replace(trained.model.config, max_length=max(length, limit)))
+  model = trained.model.clone(
+    config=dataclasses.replace(
+      trained.model.config, max_length=max(length, limit)
+    )
+  )
   losses = jax.jit(functools.partial(token_losses, model))
   positions = spaced(settings.first, length, settings.per_octave)
   sums = []
@@ -98,43 +113,89 @@ def _measure(trained: Trained, settings: Settings, rows: Iterator[dict[str, Any]
     )
   for index, position in enumerate(positions):
     total = np.array([row[index] for row in sums])
-    yield Figure("cumulative NLL (nats/token)", np.stack([total, np.full_like(total, position)], axis=1), {"position": position})
+    yield Figure(
+      "cumulative NLL (nats/token)",
+      np.stack([total, np.full_like(total, position)], axis=1),
+      {"position": position},
+    )
 
 
 def spaced(first: int, last: int, per_octave: int) -> list[int]:
   """Positions from the first to the last, both included, `per_octave` to an octave; the last alone if it is before the first."""
   count = int(np.floor(np.log2(max(last / first, 1)) * per_octave + 1e-9))
-  return sorted({round(first * 2 ** (index / per_octave)) for index in range(count + 1) if first <= last} | {last})
+  return sorted(
+    {
+      round(first * 2 ** (index / per_octave))
+      for index in range(count + 1)
+      if first <= last
+    }
+    | {last}
+  )
 
 
-def _concatenated(trained: Trained, settings: Settings, length: int) -> Iterator[dict[str, Any]]:
+def _concatenated(
+  trained: Trained, settings: Settings, length: int
+) -> Iterator[dict[str, Any]]:
   rows = validation_rows(
-    "position_nll", trained, settings.rows, length=length, source=settings.source, packing="concat", beyond_limit=settings.beyond_limit
+    "position_nll",
+    trained,
+    settings.rows,
+    length=length,
+    source=settings.source,
+    packing="concat",
+    beyond_limit=settings.beyond_limit,
   )
   return (batch for batch in rows if batch["weights"].all())
 
 
-def _long_documents(trained: Trained, settings: Settings, length: int) -> Iterator[dict[str, Any]]:
+def _long_documents(
+  trained: Trained, settings: Settings, length: int
+) -> Iterator[dict[str, Any]]:
   """The beginnings of validation documents that are longer than a row."""
   data = dataclasses.replace(
-    trained.config.data, tokenizer=trained.tokenizer.spec, validation_source=settings.source or trained.config.data.validation_source
+    trained.config.data,
+    tokenizer=trained.tokenizer.spec,
+    validation_source=settings.source or trained.config.data.validation_source,
   )
-  field, spec = ("data.validation_source", data.validation_source) if data.validation_source else ("data.source", data.source)
-  texts = [sources.documents(component.spec, "validation", data) for component in sources.parse_mixture(spec, field)]
+  field, spec = (
+    ("data.validation_source", data.validation_source)
+    if data.validation_source
+    else ("data.source", data.source)
+  )
+  texts = [
+    sources.documents(component.spec, "validation", data)
+    for component in sources.parse_mixture(spec, field)
+  ]
   tokenize = Tokenize(data.tokenizer)
-  documents = (document for source in texts for part in source.parts for document in source.read(part))
-  beginnings = (tokenize(document._replace(prompt=None)).tokens[: length + 1] for document in documents)
+  documents = (
+    document
+    for source in texts
+    for part in source.parts
+    for document in source.read(part)
+  )
+  beginnings = (
+    tokenize(document._replace(prompt=None)).tokens[: length + 1]
+    for document in documents
+  )
   whole = np.array([length + 1])
-  return (make_batch([Row(tokens, whole, np.array([0]))], length) for tokens in beginnings if len(tokens) == length + 1)
+  return (
+    make_batch([Row(tokens, whole, np.array([0]))], length)
+    for tokens in beginnings
+    if len(tokens) == length + 1
+  )
 
 
 def plot(results: dict[str, Any], path: epath.PathLike) -> None:
   """Plots the curves with their intervals, position on a log scale."""
   figure = matplotlib.figure.Figure((WIDTH, 4.5), layout="constrained")
-  axes = figure.add_subplot(xlabel="position (tokens)", ylabel="cumulative NLL (nats per token)")
+  axes = figure.add_subplot(
+    xlabel="position (tokens)", ylabel="cumulative NLL (nats per token)"
+  )
   axes.set_xscale("log", base=2)
   for style, rows in by_model(results):
     draw_line(axes, [row["at"]["position"] for row in rows], rows, style)
-  axes.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
+  axes.xaxis.set_major_formatter(
+    matplotlib.ticker.StrMethodFormatter("{x:,.0f}")
+  )
   axes.legend(fontsize=9)
   save(figure, path)

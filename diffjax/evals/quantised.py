@@ -27,7 +27,14 @@ from etils import epath
 from jaxtyping import Array, Bool, Float
 
 from diffjax.config import UserError
-from diffjax.evals import harness, many_shot, mathematics, needle, position_nll, validation
+from diffjax.evals import (
+  harness,
+  many_shot,
+  mathematics,
+  needle,
+  position_nll,
+  validation,
+)
 from diffjax.evals.report.figures import Figure
 from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
 from diffjax.ops.diff_attention.mask import Mask, Windows, positions
@@ -61,7 +68,9 @@ class Settings:
   needle: needle.Settings = needle.Settings(pairs=("1/1",), samples=20)
   position_nll: position_nll.Settings = position_nll.Settings(per_octave=1)
   many_shot: many_shot.Settings = many_shot.Settings(orders=0)
-  harness: harness.Settings = harness.Settings(tasks=("hellaswag",))  # the paper's
+  harness: harness.Settings = harness.Settings(
+    tasks=("hellaswag",)
+  )  # the paper's
   mathematics: mathematics.Settings = mathematics.Settings()
 
 
@@ -74,62 +83,118 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   for field, known in (("measurements", _MEASUREMENTS), ("per", _AXES)):
     for name in getattr(settings, field):
       if name not in known:
-        raise UserError(f"set.quantised.{field} = {name!r}: there are {', '.join(known)}")
+        raise UserError(
+          f"set.quantised.{field} = {name!r}: there are {', '.join(known)}"
+        )
   for bits in settings.bits:
     if not 2 <= bits <= 24:
       raise UserError(f"set.quantised.bits = {bits}: must be from 2 to 24")
-  whole = {name: _MEASUREMENTS[name][0].evaluate(trained, getattr(settings, name)) for name in settings.measurements}
+  whole = {
+    name: _MEASUREMENTS[name][0].evaluate(trained, getattr(settings, name))
+    for name in settings.measurements
+  }
   return _measure(trained, settings, whole)
 
 
-def _measure(trained: Trained, settings: Settings, whole: Mapping[str, Iterator[Figure]]) -> Iterator[Figure]:
+def _measure(
+  trained: Trained, settings: Settings, whole: Mapping[str, Iterator[Figure]]
+) -> Iterator[Figure]:
   """Of each measurement, first the figures of `whole`, without quantisation."""
   for name, figures in whole.items():
     module, counts = _MEASUREMENTS[name]
     models: list[tuple[dict[str, Any], Trained]] = [
-      ({"bits": bits, "per": per}, quantise(trained, bits, per)) for per in settings.per for bits in settings.bits
+      ({"bits": bits, "per": per}, quantise(trained, bits, per))
+      for per in settings.per
+      for bits in settings.bits
     ]
-    quantised = ((at, module.evaluate(model, getattr(settings, name))) for at, model in models)
-    for at, found in itertools.chain([({"bits": "all", "per": ""}, figures)], quantised):
+    quantised = (
+      (at, module.evaluate(model, getattr(settings, name)))
+      for at, model in models
+    )
+    for at, found in itertools.chain(
+      [({"bits": "all", "per": ""}, figures)], quantised
+    ):
       for figure in found:
         if counts(figure):
-          yield dataclasses.replace(figure, name=f"{name}: {figure.name}", at={**at, **figure.at})
+          yield dataclasses.replace(
+            figure, name=f"{name}: {figure.name}", at={**at, **figure.at}
+          )
 
 
 def quantise(trained: Trained, bits: int, per: str) -> Trained:
   """The same model with quantised attention logits; see the module for `per`."""
   model = trained.model.clone(attention_fn=quantised_attention(bits, per))
-  return dataclasses.replace(trained, name=f"{trained.name}, logits of {bits} bits per {per}", model=model)
+  return dataclasses.replace(
+    trained,
+    name=f"{trained.name}, logits of {bits} bits per {per}",
+    model=model,
+  )
 
 
 def quantised_attention(bits: int, per: str) -> Callable[..., jax.Array]:
   """The reference implementation of `diff_attention`, with logits rounded by `absmax`."""
 
-  def attend(q, k, v, lam=None, *, q_segment_ids=None, kv_segment_ids=None, q_offset=0, causal=True, window=None):
+  def attend(
+    q,
+    k,
+    v,
+    lam=None,
+    *,
+    q_segment_ids=None,
+    kv_segment_ids=None,
+    q_offset=0,
+    causal=True,
+    window=None,
+  ):
     if kv_segment_ids is None:
       kv_segment_ids = q_segment_ids
     if isinstance(window, Windows):
       window = window.size
     mask = Mask(q.shape[1], k.shape[1], causal, window)
-    seen = mask.between(positions(q.shape[1], q_offset), positions(k.shape[1], 0), q_segment_ids, kv_segment_ids)
+    seen = mask.between(
+      positions(q.shape[1], q_offset),
+      positions(k.shape[1], 0),
+      q_segment_ids,
+      kv_segment_ids,
+    )
     if q_segment_ids is not None:
       seen &= (q_segment_ids > 0)[:, :, None]  # padding
     return reference(
-      q, k, v, None if lam is None else jnp.broadcast_to(jnp.asarray(lam, jnp.float32), q.shape[:3]),
-      q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids, q_offset=q_offset, causal=causal, window=window,
-      logits_transform=lambda logits: absmax(logits, seen[:, None, None], bits, _AXES[per]),
-    )  # fmt: skip
+      q,
+      k,
+      v,
+      None
+      if lam is None
+      else jnp.broadcast_to(jnp.asarray(lam, jnp.float32), q.shape[:3]),
+      q_segment_ids=q_segment_ids,
+      kv_segment_ids=kv_segment_ids,
+      q_offset=q_offset,
+      causal=causal,
+      window=window,
+      logits_transform=lambda logits: absmax(
+        logits, seen[:, None, None], bits, _AXES[per]
+      ),
+    )
 
   return attend
 
 
 def absmax(
-  logits: Float[Array, "B H G T S"], seen: Bool[Array, "B 1 1 T S"], bits: int, axes: tuple[int, ...]
+  logits: Float[Array, "B H G T S"],
+  seen: Bool[Array, "B 1 1 T S"],
+  bits: int,
+  axes: tuple[int, ...],
 ) -> Float[Array, "B H G T S"]:
   """Logits rounded to 2^bits − 1 levels between minus and plus the largest visible |logit| over some axes."""
-  largest = jnp.max(jnp.where(seen, jnp.abs(logits), 0.0), axis=axes, keepdims=True)
+  largest = jnp.max(
+    jnp.where(seen, jnp.abs(logits), 0.0), axis=axes, keepdims=True
+  )
   step = largest / (2 ** (bits - 1) - 1)
-  return jnp.where(largest > 0, jnp.round(logits / jnp.where(largest > 0, step, 1)) * step, logits)
+  return jnp.where(
+    largest > 0,
+    jnp.round(logits / jnp.where(largest > 0, step, 1)) * step,
+    logits,
+  )
 
 
 def plot(results: dict[str, Any], path: epath.PathLike) -> None:
@@ -137,14 +202,23 @@ def plot(results: dict[str, Any], path: epath.PathLike) -> None:
   figures = [row for row in results["figures"] if row["at"]["bits"] != "all"]
   kinds = list(dict.fromkeys(_kind(row) for row in results["figures"]))
   bits = sorted({row["at"]["bits"] for row in figures}, reverse=True)
-  figure = matplotlib.figure.Figure((max(WIDTH, 5 * len(kinds)), 4), layout="constrained")
-  for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
+  figure = matplotlib.figure.Figure(
+    (max(WIDTH, 5 * len(kinds)), 4), layout="constrained"
+  )
+  for axes, kind in zip(
+    figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True
+  ):
     for model, rows in by_model(results):
       rows = [row for row in rows if _kind(row) == kind]
       for per, style in (("tensor", ":"), ("head", "--"), ("row", "-")):
         chosen = [row for row in rows if row["at"]["per"] in ("", per)]
         if len(chosen) > 1:
-          x = [0 if row["at"]["bits"] == "all" else 1 + bits.index(row["at"]["bits"]) for row in chosen]
+          x = [
+            0
+            if row["at"]["bits"] == "all"
+            else 1 + bits.index(row["at"]["bits"])
+            for row in chosen
+          ]
           draw_line(axes, x, chosen, model, f", scaled per {per}", style)
     measurement, _, unit = kind.partition(": ")
     axes.set(title=measurement, xlabel="bits of a logit", ylabel=unit)
@@ -155,5 +229,9 @@ def plot(results: dict[str, Any], path: epath.PathLike) -> None:
 
 
 def _kind(row: Mapping[str, Any]) -> str:
-  place = ", ".join(f"{key} {value}" for key, value in row["at"].items() if key not in ("bits", "per", "depth"))
+  place = ", ".join(
+    f"{key} {value}"
+    for key, value in row["at"].items()
+    if key not in ("bits", "per", "depth")
+  )
   return f"{row['name']} {place}".strip()

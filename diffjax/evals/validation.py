@@ -49,25 +49,40 @@ class Settings:
 def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   """Losses on validation rows. The units are rows: documents packed or cut, as in training."""
   if settings.ngram and settings.ngram < 2:
-    raise UserError(f"set.validation.ngram = {settings.ngram}: must be at least 2, or 0 for the run's own")
+    raise UserError(
+      f"set.validation.ngram = {settings.ngram}: must be at least 2, or 0 for the run's own"
+    )
   batches = validation_rows(
-    "validation", trained, settings.rows, length=settings.length, batch_size=settings.batch_size, source=settings.source
+    "validation",
+    trained,
+    settings.rows,
+    length=settings.length,
+    batch_size=settings.batch_size,
+    source=settings.source,
   )
   return _measure(trained, batches, settings.ngram or trained.config.eval.ngram)
 
 
-def _measure(trained: Trained, batches: ValidationBatches, ngram: int) -> Iterator[Figure]:
+def _measure(
+  trained: Trained, batches: ValidationBatches, ngram: int
+) -> Iterator[Figure]:
   token_bytes = trained.tokenizer.token_bytes()
   step = jax.jit(functools.partial(row_losses, trained.model))
   units = []
   with Progress(f"validation of {trained.name}", len(batches)) as progress:
     for index, batch in enumerate(batches):
-      sums = jax.device_get(step(trained.params, with_hits(batch, token_bytes, ngram)))
-      units.append(np.stack([sums[name] for name in SUMS], axis=1).astype(np.float64))
+      sums = jax.device_get(
+        step(trained.params, with_hits(batch, token_bytes, ngram))
+      )
+      units.append(
+        np.stack([sums[name] for name in SUMS], axis=1).astype(np.float64)
+      )
       progress.update(index + 1, (index + 1) * batch["tokens"].size)
   whole = np.concatenate(units)[: batches.rows]  # the last batch is padded
   for name, _ in from_sums(*whole.sum(axis=0)):
-    yield Figure(_FIGURES[name], whole, statistic=functools.partial(_statistic, name))
+    yield Figure(
+      _FIGURES[name], whole, statistic=functools.partial(_statistic, name)
+    )
 
 
 def _statistic(name: str, units: Float[ndarray, "U 5"]) -> float:

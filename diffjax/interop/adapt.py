@@ -23,7 +23,9 @@ from diffjax.model.attention import parameter_shapes
 ATTENTIONS = ("softmax", "diff_v2", "dex")
 
 
-def adapted(model: Model, attention: str, num_noise_heads: int | None = None) -> Model:
+def adapted(
+  model: Model, attention: str, num_noise_heads: int | None = None
+) -> Model:
   """The model with another attention, and the same logits.
 
   Args:
@@ -36,36 +38,65 @@ def adapted(model: Model, attention: str, num_noise_heads: int | None = None) ->
   """
   config = model.config
   if attention not in ATTENTIONS:
-    raise UserError(f"--attention={attention}: a Transformer becomes one of {', '.join(ATTENTIONS)}")
+    raise UserError(
+      f"--attention={attention}: a Transformer becomes one of {', '.join(ATTENTIONS)}"
+    )
   if config.attention != "softmax":
-    raise UserError(f"--attention={attention}: only a Transformer, attention 'softmax', is adapted; this model has {config.attention!r}")
+    raise UserError(
+      f"--attention={attention}: only a Transformer, attention 'softmax', is adapted; this model has {config.attention!r}"
+    )
   if num_noise_heads is not None and attention != "diff_v2":
-    raise UserError(f"--num_noise_heads={num_noise_heads}: only --attention=diff_v2 has noise maps; leave it out for {attention}")
+    raise UserError(
+      f"--num_noise_heads={num_noise_heads}: only --attention=diff_v2 has noise maps; leave it out for {attention}"
+    )
   if attention == "softmax":
     return model
   if attention == "diff_v2" and config.head_norm:
-    raise UserError("--attention=diff_v2: this model norms its heads, so that no DIFF V2 computes the same")
-  possible = [count for count in range(1, config.num_heads + 1) if config.num_heads % count == count % config.num_kv_heads == 0]
+    raise UserError(
+      "--attention=diff_v2: this model norms its heads, so that no DIFF V2 computes the same"
+    )
+  possible = [
+    count
+    for count in range(1, config.num_heads + 1)
+    if config.num_heads % count == count % config.num_kv_heads == 0
+  ]
   if num_noise_heads is not None and num_noise_heads not in possible:
     raise UserError(
       f"--num_noise_heads={num_noise_heads}: must divide the model's {config.num_heads} heads and be a multiple of its "
       f"{config.num_kv_heads} key/value heads; it can be {', '.join(map(str, possible))}"
     )
   shared = None if num_noise_heads == config.num_heads else num_noise_heads
-  after = dataclasses.replace(config, attention=attention, num_noise_heads=shared)
+  after = dataclasses.replace(
+    config, attention=attention, num_noise_heads=shared
+  )
   layers = dict(model.params["layers"]["attention"])
   if attention == "diff_v2":
     groups = num_noise_heads or config.num_heads
     for name in ("query", "query_bias"):
       if name in layers:
-        layers[name] = _by_layer(lambda array: _with_noise(array, groups), layers[name])
-    layers["out"] = _by_layer(lambda array: _with_remainder(array, groups), layers["out"])
+        layers[name] = _by_layer(
+          lambda array: _with_noise(array, groups), layers[name]
+        )
+    layers["out"] = _by_layer(
+      lambda array: _with_remainder(array, groups), layers["out"]
+    )
   shapes = parameter_shapes(after)
-  layers |= {name: np.zeros(shapes[name], np.float32) for name in ("lambda_hat", "dex_matrix", "dex_lambda") if name in shapes}
-  return dataclasses.replace(model, config=after, params=model.params | {"layers": model.params["layers"] | {"attention": layers}})
+  layers |= {
+    name: np.zeros(shapes[name], np.float32)
+    for name in ("lambda_hat", "dex_matrix", "dex_lambda")
+    if name in shapes
+  }
+  return dataclasses.replace(
+    model,
+    config=after,
+    params=model.params
+    | {"layers": model.params["layers"] | {"attention": layers}},
+  )
 
 
-def _by_layer(change: Callable[[np.ndarray], np.ndarray], stacked: Any) -> np.ndarray:
+def _by_layer(
+  change: Callable[[np.ndarray], np.ndarray], stacked: Any
+) -> np.ndarray:
   """A change of each layer's array: one layer in memory at a time."""
   changed = room((len(stacked), *change(stacked[0]).shape))
   for layer, array in enumerate(stacked):

@@ -28,7 +28,9 @@ def read(path: str) -> Model:
   config = hugging_face.read_config(directory, "diffllama", maps=2)
   tokenizer = read_tokenizer(directory, config.vocab_size)
   params = _layout(config).params(SafetensorsDirectory(directory))
-  params["layers"]["attention"]["head_gain"] = np.ones((config.num_layers, 2 * config.head_dim), np.float32)
+  params["layers"]["attention"]["head_gain"] = np.ones(
+    (config.num_layers, 2 * config.head_dim), np.float32
+  )
   return Model(config, params, tokenizer)
 
 
@@ -40,11 +42,17 @@ def write(path: str, model: Model, dtype: str) -> None:
   """
   config = model.config
   if config.attention != "diff":
-    raise UserError(f"DiffLlama is DIFF V1: it cannot hold a model of attention {config.attention!r}")
+    raise UserError(
+      f"DiffLlama is DIFF V1: it cannot hold a model of attention {config.attention!r}"
+    )
   if not config.head_norm:
-    raise UserError("DiffLlama always has the head norm: it cannot hold a model of head_norm False")
+    raise UserError(
+      "DiffLlama always has the head norm: it cannot hold a model of head_norm False"
+    )
   if config.lambda_init is not None:
-    raise UserError(f"DiffLlama's λ_init is the schedule's: it cannot hold a model of lambda_init {config.lambda_init}")
+    raise UserError(
+      f"DiffLlama's λ_init is the schedule's: it cannot hold a model of lambda_init {config.lambda_init}"
+    )
   layout, params = _layout(config), _with_gain_in_out(model.params)
   description = {
     "architectures": ["DiffLlamaForCausalLM"],
@@ -54,15 +62,26 @@ def write(path: str, model: Model, dtype: str) -> None:
     "eos_token_id": model.tokenizer.separator,
     "dtype": dtype,
   }
-  write_directory(pathlib.Path(path), description, layout.shapes(), lambda name: layout.tensor(params, name), model.tokenizer, dtype)
+  write_directory(
+    pathlib.Path(path),
+    description,
+    layout.shapes(),
+    lambda name: layout.tensor(params, name),
+    model.tokenizer,
+    dtype,
+  )
 
 
 def _layout(config: ModelConfig) -> Layout:
   entries = hugging_face.entries("map") + hugging_face.LAMBDAS
-  return Layout(entries, config, tied_by=hugging_face.TIED_BY, says=hugging_face.SAYS)
+  return Layout(
+    entries, config, tied_by=hugging_face.TIED_BY, says=hugging_face.SAYS
+  )
 
 
 def _with_gain_in_out(params: dict[str, Any]) -> dict[str, Any]:
   attention = dict(params["layers"]["attention"])
-  attention["out"] = attention["out"] * attention.pop("head_gain")[:, None, :, None]
+  attention["out"] = (
+    attention["out"] * attention.pop("head_gain")[:, None, :, None]
+  )
   return {**params, "layers": {**params["layers"], "attention": attention}}

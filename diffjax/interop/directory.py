@@ -21,7 +21,10 @@ import safetensors.numpy
 from diffjax.config import ModelConfig, UserError, from_config_dict
 from diffjax.data.tokenizer import Tokenizer, load_tokenizer
 
-DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+DTYPES = {
+  "float32": np.dtype(np.float32),
+  "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
 
 # The largest number of bytes of tensors in a file, unless a single tensor is larger. Hugging Face's hub prefers such files.
 SHARD_BYTES = 5 * 10**9
@@ -45,10 +48,16 @@ class SafetensorsDirectory:
     for name in _file_names(directory):
       path = directory / name
       if not path.is_file():
-        raise UserError(f"there is no {path}" + f", which {_INDEX} names" * (name != _WEIGHTS) + "; only safetensors are read, no pickles")
+        raise UserError(
+          f"there is no {path}"
+          + f", which {_INDEX} names" * (name != _WEIGHTS)
+          + "; only safetensors are read, no pickles"
+        )
       for tensor in (file := _opened(path)).keys():
         if tensor in self._files:
-          raise UserError(f"{directory} has {tensor} in more than one file, {name} among them: which one is meant is not known")
+          raise UserError(
+            f"{directory} has {tensor} in more than one file, {name} among them: which one is meant is not known"
+          )
         if not tensor.endswith(_COMPUTED):
           self._files[tensor] = file
 
@@ -56,7 +65,10 @@ class SafetensorsDirectory:
     return str(self._directory)
 
   def shapes(self) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
+    return {
+      name: tuple(file.get_slice(name).get_shape())
+      for name, file in self._files.items()
+    }
 
   def read(self, name: str) -> np.ndarray:
     """A tensor in float32, with its exact values.
@@ -67,7 +79,9 @@ class SafetensorsDirectory:
     file = self._files[name]
     with _explained(self._directory):
       if (dtype := file.get_slice(name).get_dtype()) not in _EXACT:
-        raise UserError(f"{self} has {name} in {dtype}: only {', '.join(_EXACT)} are read")
+        raise UserError(
+          f"{self} has {name} in {dtype}: only {', '.join(_EXACT)} are read"
+        )
       return file.get_tensor(name).astype(np.float32, copy=False)
 
 
@@ -81,19 +95,27 @@ def _opened(path: pathlib.Path) -> Any:
     try:
       return safetensors.safe_open(path, framework="numpy")
     except safetensors.SafetensorError as error:
-      raise UserError(f"{path} is not a whole safetensors file, download it again: {error}") from error
+      raise UserError(
+        f"{path} is not a whole safetensors file, download it again: {error}"
+      ) from error
 
 
 def _file_names(directory: pathlib.Path) -> list[str]:
-  if (directory / _WEIGHTS).exists() or not (directory / _INDEX).exists():  # like transformers, prefer the single file to the index
+  if (directory / _WEIGHTS).exists() or not (
+    directory / _INDEX
+  ).exists():  # like transformers, prefer the single file to the index
     return [_WEIGHTS]
   weight_map = read_json(directory / _INDEX).get("weight_map")
   if not isinstance(weight_map, dict) or not weight_map:
-    raise UserError(f"{directory / _INDEX} has no weight_map: it is not the index of a checkpoint")
+    raise UserError(
+      f"{directory / _INDEX} has no weight_map: it is not the index of a checkpoint"
+    )
   names = sorted({str(name) for name in weight_map.values()})
   for name in names:
     if pathlib.PurePath(name).name != name:
-      raise UserError(f"{directory / _INDEX} names a file {name!r}: it must be in the same directory")
+      raise UserError(
+        f"{directory / _INDEX} names a file {name!r}: it must be in the same directory"
+      )
   return names
 
 
@@ -123,7 +145,9 @@ def checked_config(path: pathlib.Path, fields: dict[str, Any]) -> ModelConfig:
   try:
     return from_config_dict({"model": fields, "data": {"length": 1}}).model
   except UserError as error:
-    raise UserError(f"{path} is not of a model that diffjax supports: {error}") from error
+    raise UserError(
+      f"{path} is not of a model that diffjax supports: {error}"
+    ) from error
 
 
 def read_tokenizer(directory: pathlib.Path, vocab_size: int) -> Tokenizer:
@@ -140,7 +164,9 @@ def read_tokenizer(directory: pathlib.Path, vocab_size: int) -> Tokenizer:
     )
   tokenizer = load_tokenizer(str(path))
   if tokenizer.vocab_size > vocab_size:
-    raise UserError(f"{path} has {tokenizer.vocab_size} tokens, but the model has {vocab_size}: replace it with the model's own tokenizer")
+    raise UserError(
+      f"{path} has {tokenizer.vocab_size} tokens, but the model has {vocab_size}: replace it with the model's own tokenizer"
+    )
   return tokenizer
 
 
@@ -165,22 +191,42 @@ def write(
   Raises:
     UserError: if the directory cannot be written.
   """
-  shards = _shards({name: math.prod(shape) * DTYPES[dtype].itemsize for name, shape in shapes.items()})
+  shards = _shards(
+    {
+      name: math.prod(shape) * DTYPES[dtype].itemsize
+      for name, shape in shapes.items()
+    }
+  )
   with _explained(directory):
     directory.mkdir(parents=True, exist_ok=True)
     _write_tokenizer(directory, tokenizer)
     for file, names in shards.items():
       # safetensors writes the memory of an array and ignores its strides. No name here, or they would live on beside the next file's
       safetensors.numpy.save_file(
-        {name: np.ascontiguousarray(tensor(name).astype(DTYPES[dtype], copy=False)) for name in names},
+        {
+          name: np.ascontiguousarray(
+            tensor(name).astype(DTYPES[dtype], copy=False)
+          )
+          for name in names
+        },
         directory / file,
         metadata={"format": "pt"},
       )
-      shutil.copymode(directory / "tokenizer.json", directory / file)  # safetensors lets nobody else read it, whatever the umask
+      shutil.copymode(
+        directory / "tokenizer.json", directory / file
+      )  # safetensors lets nobody else read it, whatever the umask
     if len(shards) > 1:
-      size = sum(math.prod(shape) for shape in shapes.values()) * DTYPES[dtype].itemsize
-      weight_map = {name: file for file, names in shards.items() for name in names}
-      _write_json(directory / _INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+      size = (
+        sum(math.prod(shape) for shape in shapes.values())
+        * DTYPES[dtype].itemsize
+      )
+      weight_map = {
+        name: file for file, names in shards.items() for name in names
+      }
+      _write_json(
+        directory / _INDEX,
+        {"metadata": {"total_size": size}, "weight_map": weight_map},
+      )
     _write_json(directory / "config.json", config)
 
 
@@ -196,18 +242,30 @@ def _shards(sizes: Mapping[str, int]) -> dict[str, list[str]]:
     room -= size
   if len(shards) == 1:
     return {_WEIGHTS: shards[0]}
-  return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": names for number, names in enumerate(shards, 1)}
+  return {
+    f"model-{number:05d}-of-{len(shards):05d}.safetensors": names
+    for number, names in enumerate(shards, 1)
+  }
 
 
 def _write_tokenizer(directory: pathlib.Path, tokenizer: Tokenizer) -> None:
   import tokenizers
 
   text = tokenizer.tokenizer_json()
-  separator = tokenizers.Tokenizer.from_str(text).id_to_token(tokenizer.separator)
+  separator = tokenizers.Tokenizer.from_str(text).id_to_token(
+    tokenizer.separator
+  )
   (directory / "tokenizer.json").write_text(text, encoding="utf-8")
-  description: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": separator, "eos_token": separator}
+  description: dict[str, Any] = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": separator,
+    "eos_token": separator,
+  }
   # Else transformers 4 adds token_type_ids, which DiffLlama does not accept
-  description |= {"model_input_names": ["input_ids", "attention_mask"], "clean_up_tokenization_spaces": False}
+  description |= {
+    "model_input_names": ["input_ids", "attention_mask"],
+    "clean_up_tokenization_spaces": False,
+  }
   _write_json(directory / "tokenizer_config.json", description)
 
 

@@ -64,10 +64,21 @@ class Tensors(Protocol):
 
 # What a layout takes for granted, unless it says otherwise.
 _PLAIN = {
-  "causal": True, "window": None, "rope": True, "projection_biases": False, "embed_scale": 1.0, "num_noise_heads": None, "plain_layers": 0,
-  "value_dim": None, "rope_dim": None, "rope_scaling": "none", "head_norm_eps": None, "lambda_init_offset": 0, "ffn_activation": "silu",
+  "causal": True,
+  "window": None,
+  "rope": True,
+  "projection_biases": False,
+  "embed_scale": 1.0,
+  "num_noise_heads": None,
+  "plain_layers": 0,
+  "value_dim": None,
+  "rope_dim": None,
+  "rope_scaling": "none",
+  "head_norm_eps": None,
+  "lambda_init_offset": 0,
+  "ffn_activation": "silu",
   "norm": "rms",
-}  # fmt: skip
+}
 
 
 # Bytes from which on an array is a temporary file: a model larger than the memory is put together, and written, piece by piece.
@@ -83,22 +94,35 @@ def room(shape: tuple[int, ...]) -> np.ndarray:
   """
   if (size := 4 * math.prod(shape)) < _IN_MEMORY:
     return np.empty(shape, np.float32)
-  directory = os.environ.get("TMPDIR") or (_LARGE_FILES if os.path.isdir(_LARGE_FILES) else tempfile.gettempdir())
+  directory = os.environ.get("TMPDIR") or (
+    _LARGE_FILES if os.path.isdir(_LARGE_FILES) else tempfile.gettempdir()
+  )
   try:
     with tempfile.TemporaryFile(dir=directory) as file:
-      if hasattr(os, "posix_fallocate"):  # else a write to a full disk would end the process by a signal
+      if hasattr(
+        os, "posix_fallocate"
+      ):  # else a write to a full disk would end the process by a signal
         os.posix_fallocate(file.fileno(), 0, size)
       file.truncate(size)
       return np.memmap(file, np.float32, shape=shape)
   except OSError as error:
     reason = f"{error.strerror or error}; TMPDIR names another directory"
-    raise UserError(f"cannot keep a parameter of {size / 2**30:.2f} GiB in a file in {directory}: {reason}") from error
+    raise UserError(
+      f"cannot keep a parameter of {size / 2**30:.2f} GiB in a file in {directory}: {reason}"
+    ) from error
 
 
 class Layout:
   """A table with the sizes of a model."""
 
-  def __init__(self, entries: Iterable[Entry], config: ModelConfig, *, tied_by: str, says: Mapping[str, Any] = types.MappingProxyType({})):
+  def __init__(
+    self,
+    entries: Iterable[Entry],
+    config: ModelConfig,
+    *,
+    tied_by: str,
+    says: Mapping[str, Any] = types.MappingProxyType({}),
+  ):
     """Fills in the sizes.
 
     Args:
@@ -112,24 +136,44 @@ class Layout:
     """
     for field, plain in {**says, **_PLAIN, **says}.items():
       if plain is not ... and (value := getattr(config, field)) != plain:
-        raise UserError(f"this layout can only say {field} {plain}: it cannot hold a model of {field} {value}")
-    self._layers, self._tied, self._tied_by = config.num_layers, config.tie_embeddings, tied_by
+        raise UserError(
+          f"this layout can only say {field} {plain}: it cannot hold a model of {field} {value}"
+        )
+    self._layers, self._tied, self._tied_by = (
+      config.num_layers,
+      config.tie_embeddings,
+      tied_by,
+    )
     self._sizes = axis_sizes(config)
-    self._sizes |= dict(P=2, J=config.head_dim // 2, C=self._sizes["V"] // config.head_dim)
+    self._sizes |= dict(
+      P=2, J=config.head_dim // 2, C=self._sizes["V"] // config.head_dim
+    )
     entries = list(entries)
     self._embedding, self._unembedding = (
-      next(entry.tensor for entry in entries if entry.param == param) for param in ("embedding", "unembedding")
+      next(entry.tensor for entry in entries if entry.param == param)
+      for param in ("embedding", "unembedding")
     )
-    self._entries = [entry for entry in entries if not (self._tied and entry.param == "unembedding")]
+    self._entries = [
+      entry
+      for entry in entries
+      if not (self._tied and entry.param == "unembedding")
+    ]
 
   @functools.cached_property
   def _places(self) -> dict[str, tuple[Entry, int | None]]:
     """The entry and layer of each tensor."""
-    return {entry.tensor.format(layer): (entry, layer) for entry in self._entries for layer in self._numbers(entry)}
+    return {
+      entry.tensor.format(layer): (entry, layer)
+      for entry in self._entries
+      for layer in self._numbers(entry)
+    }
 
   def shapes(self) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor."""
-    return {name: self._shape(entry.axes.split(" = ")[1]) for name, (entry, _) in self._places.items()}
+    return {
+      name: self._shape(entry.axes.split(" = ")[1])
+      for name, (entry, _) in self._places.items()
+    }
 
   def tensor(self, params: dict[str, Any], name: str) -> np.ndarray:
     """A tensor of the layout, made of a model's parameters."""
@@ -138,7 +182,9 @@ class Layout:
     for key in entry.param.split("/"):
       array = array[key]
     here, there = entry.axes.split(" = ")
-    return self._rearrange(array if layer is None else array[layer], here, there)
+    return self._rearrange(
+      array if layer is None else array[layer], here, there
+    )
 
   def params(self, tensors: Tensors) -> dict[str, Any]:
     """The parameters of a model, made of the layout's tensors, in float32.
@@ -152,7 +198,9 @@ class Layout:
       here, there = entry.axes.split(" = ")
       stack = room((len(self._numbers(entry)), *self._shape(here)))
       for index, layer in enumerate(self._numbers(entry)):
-        stack[index] = self._rearrange(tensors.read(entry.tensor.format(layer)), there, here)
+        stack[index] = self._rearrange(
+          tensors.read(entry.tensor.format(layer)), there, here
+        )
       *sections, name = entry.param.split("/")
       section = params
       for key in sections:
@@ -163,10 +211,14 @@ class Layout:
   def _check(self, tensors: Tensors) -> None:
     found = dict(tensors.shapes())
     if self._layers > len(found):
-      raise UserError(f"{tensors} has {len(found)} tensors: its config.json is of another model, with {self._layers} layers")
+      raise UserError(
+        f"{tensors} has {len(found)} tensors: its config.json is of another model, with {self._layers} layers"
+      )
     wanted = self.shapes()
     if self._tied and self._unembedding in found and self._embedding in found:
-      if not np.array_equal(tensors.read(self._unembedding), tensors.read(self._embedding)):
+      if not np.array_equal(
+        tensors.read(self._unembedding), tensors.read(self._embedding)
+      ):
         raise UserError(
           f"{tensors} has a {self._unembedding} that differs from {self._embedding}, but its config.json says {self._tied_by}: true; "
           "set that to false if the two are not tied"
@@ -174,21 +226,37 @@ class Layout:
       del found[self._unembedding]
     for name in wanted:
       if name not in found:
-        hint = f"; if it is {self._embedding} again, set {self._tied_by} to true in config.json" * (name == self._unembedding)
-        raise UserError(f"{tensors} has no tensor {name}, which this layout needs for its config.json{hint}")
+        hint = (
+          f"; if it is {self._embedding} again, set {self._tied_by} to true in config.json"
+          * (name == self._unembedding)
+        )
+        raise UserError(
+          f"{tensors} has no tensor {name}, which this layout needs for its config.json{hint}"
+        )
       if found[name] != wanted[name]:
-        raise UserError(f"{tensors} has {name} of shape {list(found[name])}, but for its config.json it must be {list(wanted[name])}")
+        raise UserError(
+          f"{tensors} has {name} of shape {list(found[name])}, but for its config.json it must be {list(wanted[name])}"
+        )
     if extra := sorted(found.keys() - wanted.keys()):
       hint = ": diffjax has no biases" * extra[0].endswith(".bias")
-      raise UserError(f"{tensors} has a tensor {extra[0]}, which is not in this layout for its config.json{hint}")
+      raise UserError(
+        f"{tensors} has a tensor {extra[0]}, which is not in this layout for its config.json{hint}"
+      )
 
   def _numbers(self, entry: Entry) -> range | list[None]:
     return range(self._layers) if entry.param.startswith("layers/") else [None]
 
   def _shape(self, axes: str) -> tuple[int, ...]:
-    return tuple(math.prod(self._sizes[letter] for letter in group if letter.isalpha()) for group in re.findall(r"\([^)]*\)|\w", axes))
+    return tuple(
+      math.prod(self._sizes[letter] for letter in group if letter.isalpha())
+      for group in re.findall(r"\([^)]*\)|\w", axes)
+    )
 
-  def _rearrange(self, array: np.ndarray, before: str, after: str) -> np.ndarray:
+  def _rearrange(
+    self, array: np.ndarray, before: str, after: str
+  ) -> np.ndarray:
     return einops.rearrange(
-      np.asarray(array), f"{before} -> {after}", **{letter: self._sizes[letter] for letter in before if letter.isalpha()}
+      np.asarray(array),
+      f"{before} -> {after}",
+      **{letter: self._sizes[letter] for letter in before if letter.isalpha()},
     )

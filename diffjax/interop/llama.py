@@ -17,7 +17,18 @@ def read(path: str) -> Model:
     UserError: if it is damaged, or holds a model that diffjax does not support.
   """
   directory = pathlib.Path(path)
-  config = dataclasses.replace(hugging_face.read_config(directory, "llama", maps=1), attention="softmax", head_norm=False)
+  config = dataclasses.replace(
+    hugging_face.read_config(directory, "llama", maps=1),
+    attention="softmax",
+    head_norm=False,
+  )
   tokenizer = read_tokenizer(directory, config.vocab_size)
-  layout = Layout(hugging_face.entries("map"), config, tied_by=hugging_face.TIED_BY, says=hugging_face.SAYS)
-  return Model(config, layout.params(SafetensorsDirectory(directory)), tokenizer)
+  layout = Layout(
+    hugging_face.entries("map"),
+    config,
+    tied_by=hugging_face.TIED_BY,
+    says=hugging_face.SAYS,
+  )
+  return Model(
+    config, layout.params(SafetensorsDirectory(directory)), tokenizer
+  )

@@ -11,28 +11,57 @@ import pathlib
 
 from diffjax.config import ModelConfig, UserError
 from diffjax.interop import hugging_face
-from diffjax.interop.directory import SafetensorsDirectory, checked_config, read_tokenizer
+from diffjax.interop.directory import (
+  SafetensorsDirectory,
+  checked_config,
+  read_tokenizer,
+)
 from diffjax.interop.directory import write as write_directory
 from diffjax.interop.layout import Entry, Layout, Model
 
 _ENTRIES = (
   *hugging_face.entries("head"),
   *hugging_face.LAMBDAS,
-  Entry("layers/attention/head_gain", "model.layers.{}.self_attn.subln.weight", "V = V"),
-  Entry("layers/ffn/poly_weights", "model.layers.{}.mlp.act_fn.weight", "W = W"),
+  Entry(
+    "layers/attention/head_gain",
+    "model.layers.{}.self_attn.subln.weight",
+    "V = V",
+  ),
+  Entry(
+    "layers/ffn/poly_weights", "model.layers.{}.mlp.act_fn.weight", "W = W"
+  ),
   Entry("layers/ffn/poly_constant", "model.layers.{}.mlp.act_fn.bias", " = 1"),
 )
 
 # What is so in all of these models, by our config's fields.
-_ALWAYS = {"attention": "diff", "head_norm": True, "lambda_init_offset": 1, "ffn_activation": "poly_norm"}
-_SAYS = hugging_face.SAYS | _ALWAYS | {"lambda_init": None, "num_noise_heads": ..., "head_norm_eps": ...}
+_ALWAYS = {
+  "attention": "diff",
+  "head_norm": True,
+  "lambda_init_offset": 1,
+  "ffn_activation": "poly_norm",
+}
+_SAYS = (
+  hugging_face.SAYS
+  | _ALWAYS
+  | {"lambda_init": None, "num_noise_heads": ..., "head_norm_eps": ...}
+)
 _MODEL_TYPES = ("Motif", "motif")
 
 # Read here, or without effect: λ_init is the schedule's whatever lambda_init says, and use_sliding_window must be false.
 _KNOWN = (
-  "num_noise_heads", "k_ratio", "grouped_ratio", "attn_rms_norm_eps", "use_bias", "attention_bias", "qkv_bias", "is_causal", "lambda_init",
-  "use_sliding_window", "sliding_window", "max_window_layers",
-)  # fmt: skip
+  "num_noise_heads",
+  "k_ratio",
+  "grouped_ratio",
+  "attn_rms_norm_eps",
+  "use_bias",
+  "attention_bias",
+  "qkv_bias",
+  "is_causal",
+  "lambda_init",
+  "use_sliding_window",
+  "sliding_window",
+  "max_window_layers",
+)
 
 
 def read(path: str) -> Model:
@@ -44,13 +73,22 @@ def read(path: str) -> Model:
   directory = pathlib.Path(path)
   config = _read_config(directory)
   tokenizer = read_tokenizer(directory, config.vocab_size)
-  return Model(config, _layout(config).params(SafetensorsDirectory(directory)), tokenizer)
+  return Model(
+    config, _layout(config).params(SafetensorsDirectory(directory)), tokenizer
+  )
 
 
 def _read_config(directory: pathlib.Path) -> ModelConfig:
   path = directory / "config.json"
   config = hugging_face.description(directory, _MODEL_TYPES, _KNOWN)
-  fixed = dict(hidden_act="poly_norm", use_bias=False, attention_bias=False, qkv_bias=False, is_causal=True, use_sliding_window=False)
+  fixed = dict(
+    hidden_act="poly_norm",
+    use_bias=False,
+    attention_bias=False,
+    qkv_bias=False,
+    is_causal=True,
+    use_sliding_window=False,
+  )
   hugging_face.fixed(path, config, **fixed, k_ratio=1)
   maps = hugging_face.multiple(path, config, "num_attention_heads", 1)
   noise = config.get("num_noise_heads")
@@ -59,17 +97,26 @@ def _read_config(directory: pathlib.Path) -> ModelConfig:
   else:
     noise = hugging_face.multiple(path, config, "num_noise_heads", 1)
     if maps % noise or maps == noise:
-      raise UserError(f"{path} has num_noise_heads = {noise}: it must divide num_attention_heads = {maps}, and be less")
+      raise UserError(
+        f"{path} has num_noise_heads = {noise}: it must divide num_attention_heads = {maps}, and be less"
+      )
     heads = maps - noise
     hugging_face.fixed(path, config, grouped_ratio=heads // noise)
   fields = {
     "num_heads": heads,
     "num_noise_heads": None if noise == heads else noise,
-    "num_kv_heads": hugging_face.multiple(path, config, "num_key_value_heads", 2) if config.get("num_key_value_heads") else heads,
-    "head_dim": config.get("head_dim") or hugging_face.multiple(path, config, "hidden_size", maps),
+    "num_kv_heads": hugging_face.multiple(
+      path, config, "num_key_value_heads", 2
+    )
+    if config.get("num_key_value_heads")
+    else heads,
+    "head_dim": config.get("head_dim")
+    or hugging_face.multiple(path, config, "hidden_size", maps),
     "head_norm_eps": hugging_face.required(path, config, "attn_rms_norm_eps"),
   }
-  return checked_config(path, hugging_face.sizes(path, config) | fields | _ALWAYS)
+  return checked_config(
+    path, hugging_face.sizes(path, config) | fields | _ALWAYS
+  )
 
 
 def write(path: str, model: Model, dtype: str) -> None:
@@ -85,7 +132,15 @@ def write(path: str, model: Model, dtype: str) -> None:
     "model_type": _MODEL_TYPES[0],
     **hugging_face.make_config(config, maps=2),
     "num_attention_heads": config.num_heads + (noise or config.num_heads),
-    **({} if noise is None else {"num_noise_heads": noise, "k_ratio": 1, "grouped_ratio": config.num_heads // noise}),
+    **(
+      {}
+      if noise is None
+      else {
+        "num_noise_heads": noise,
+        "k_ratio": 1,
+        "grouped_ratio": config.num_heads // noise,
+      }
+    ),
     "hidden_act": "poly_norm",
     "attn_rms_norm_eps": config.head_norm_eps or config.norm_eps,
     "use_bias": False,
@@ -93,7 +148,14 @@ def write(path: str, model: Model, dtype: str) -> None:
     "eos_token_id": model.tokenizer.separator,
     "torch_dtype": dtype,
   }
-  write_directory(pathlib.Path(path), description, layout.shapes(), lambda name: layout.tensor(model.params, name), model.tokenizer, dtype)
+  write_directory(
+    pathlib.Path(path),
+    description,
+    layout.shapes(),
+    lambda name: layout.tensor(model.params, name),
+    model.tokenizer,
+    dtype,
+  )
 
 
 def _layout(config: ModelConfig) -> Layout:

@@ -24,7 +24,12 @@ from __future__ import annotations
 import pathlib
 
 from diffjax.config import ModelConfig, UserError
-from diffjax.interop.directory import SafetensorsDirectory, checked_config, read_json, read_tokenizer
+from diffjax.interop.directory import (
+  SafetensorsDirectory,
+  checked_config,
+  read_json,
+  read_tokenizer,
+)
 from diffjax.interop.directory import write as write_directory
 from diffjax.interop.layout import Entry, Layout, Model
 
@@ -33,10 +38,24 @@ _TIED_BY = "share_input_output_embed"
 # Sub-heads 2i and 2i + 1 belong to head i. P and J are swapped in queries and keys: diffjax rotates the pairs (j, j + D/2).
 _ENTRIES = (
   Entry("embedding", "embed_tokens.weight", "N E = N E"),
-  Entry("layers/attention_norm", "layers.{}.self_attn_layer_norm.weight", "E = E"),
-  Entry("layers/attention/query", "layers.{}.self_attn.q_proj.weight", "E Q G (P J) = (Q G J P) E"),
-  Entry("layers/attention/key", "layers.{}.self_attn.k_proj.weight", "E K M (P J) = (K M J P) E"),
-  Entry("layers/attention/value", "layers.{}.self_attn.v_proj.weight", "E K V = (K V) E"),
+  Entry(
+    "layers/attention_norm", "layers.{}.self_attn_layer_norm.weight", "E = E"
+  ),
+  Entry(
+    "layers/attention/query",
+    "layers.{}.self_attn.q_proj.weight",
+    "E Q G (P J) = (Q G J P) E",
+  ),
+  Entry(
+    "layers/attention/key",
+    "layers.{}.self_attn.k_proj.weight",
+    "E K M (P J) = (K M J P) E",
+  ),
+  Entry(
+    "layers/attention/value",
+    "layers.{}.self_attn.v_proj.weight",
+    "E K V = (K V) E",
+  ),
   Entry("layers/ffn_norm", "layers.{}.final_layer_norm.weight", "E = E"),
   Entry("layers/ffn/gate", "layers.{}.ffn.fc1.weight", "E F = F E"),
   Entry("layers/ffn/up", "layers.{}.ffn.gate.weight", "E F = F E"),
@@ -45,13 +64,34 @@ _ENTRIES = (
   Entry("unembedding", "output_projection.weight", "N E = N E"),
 )
 _V1_ENTRIES = (
-  Entry("layers/attention/out", "layers.{}.self_attn.out_proj.weight", "H V E = E (H V)"),
-  Entry("layers/attention/head_gain", "layers.{}.self_attn.subln.weight", "V = V"),
-  *(Entry(f"layers/attention/lambda_{i}", f"layers.{{}}.self_attn.lambda_{i}", "D = D") for i in ("q1", "k1", "q2", "k2")),
+  Entry(
+    "layers/attention/out",
+    "layers.{}.self_attn.out_proj.weight",
+    "H V E = E (H V)",
+  ),
+  Entry(
+    "layers/attention/head_gain", "layers.{}.self_attn.subln.weight", "V = V"
+  ),
+  *(
+    Entry(
+      f"layers/attention/lambda_{i}",
+      f"layers.{{}}.self_attn.lambda_{i}",
+      "D = D",
+    )
+    for i in ("q1", "k1", "q2", "k2")
+  ),
 )
 _V2_ENTRIES = (
-  Entry("layers/attention/out", "layers.{}.self_attn.o_proj.weight", "H V E = E (H V)"),
-  Entry("layers/attention/lambda_hat", "layers.{}.self_attn.lambda_proj.weight", "E H = H E"),
+  Entry(
+    "layers/attention/out",
+    "layers.{}.self_attn.o_proj.weight",
+    "H V E = E (H V)",
+  ),
+  Entry(
+    "layers/attention/lambda_hat",
+    "layers.{}.self_attn.lambda_proj.weight",
+    "E H = H E",
+  ),
 )
 
 _FIELDS = {
@@ -83,15 +123,22 @@ def read(path: str) -> Model:
   description = read_json(directory / "config.json")
   version = description.pop("diff_version", None)
   if version not in (1, 2):
-    raise UserError(f"{directory / 'config.json'} has diff_version = {version!r}: it must be 1 or 2")
+    raise UserError(
+      f"{directory / 'config.json'} has diff_version = {version!r}: it must be 1 or 2"
+    )
   if missing := sorted(set(_FIELDS.values()) - description.keys()):
     raise UserError(f"{directory / 'config.json'} has no {missing[0]}")
   attention, head_norm, _ = _VERSIONS[version]
-  fields = {field: description[name] for field, name in _FIELDS.items()} | {"attention": attention, "head_norm": head_norm}
+  fields = {field: description[name] for field, name in _FIELDS.items()} | {
+    "attention": attention,
+    "head_norm": head_norm,
+  }
   config = checked_config(directory / "config.json", fields)
   layout = _layout(config, version)
   tokenizer = read_tokenizer(directory, config.vocab_size)
-  return Model(config, layout.params(SafetensorsDirectory(directory)), tokenizer)
+  return Model(
+    config, layout.params(SafetensorsDirectory(directory)), tokenizer
+  )
 
 
 def write(path: str, model: Model, dtype: str) -> None:
@@ -101,24 +148,48 @@ def write(path: str, model: Model, dtype: str) -> None:
     UserError: if this layout cannot hold the model, or the directory cannot be written.
   """
   config = model.config
-  version = next((number for number, (attention, *_) in _VERSIONS.items() if attention == config.attention), None)
+  version = next(
+    (
+      number
+      for number, (attention, *_) in _VERSIONS.items()
+      if attention == config.attention
+    ),
+    None,
+  )
   if version is None:
-    raise UserError(f"the authors' layers are DIFF V1 and V2: they cannot hold a model of attention {config.attention!r}")
+    raise UserError(
+      f"the authors' layers are DIFF V1 and V2: they cannot hold a model of attention {config.attention!r}"
+    )
   if config.head_norm != _VERSIONS[version][1]:
     raise UserError(
       f"the authors' V{version} layer has {'a' if version == 1 else 'no'} head norm: it cannot hold head_norm {config.head_norm}"
     )
   if config.lambda_init is not None:
-    raise UserError(f"the authors' V1 layer has the schedule's λ_init: it cannot hold a model of lambda_init {config.lambda_init}")
+    raise UserError(
+      f"the authors' V1 layer has the schedule's λ_init: it cannot hold a model of lambda_init {config.lambda_init}"
+    )
   layout = _layout(config, version)
-  description = {"diff_version": version} | {name: getattr(config, field) for field, name in _FIELDS.items()}
-  write_directory(pathlib.Path(path), description, layout.shapes(), lambda name: layout.tensor(model.params, name), model.tokenizer, dtype)
+  description = {"diff_version": version} | {
+    name: getattr(config, field) for field, name in _FIELDS.items()
+  }
+  write_directory(
+    pathlib.Path(path),
+    description,
+    layout.shapes(),
+    lambda name: layout.tensor(model.params, name),
+    model.tokenizer,
+    dtype,
+  )
 
 
 def _layout(config: ModelConfig, version: int) -> Layout:
   if version == 1 and config.norm_eps != _SUBLN_EPS:
-    raise UserError(f"the authors' V1 layer normalises heads with ε = {_SUBLN_EPS}: it cannot hold a model of norm_eps {config.norm_eps}")
-  if version == 1 and config.embed_dim != 2 * config.head_dim * config.num_heads:
+    raise UserError(
+      f"the authors' V1 layer normalises heads with ε = {_SUBLN_EPS}: it cannot hold a model of norm_eps {config.norm_eps}"
+    )
+  if (
+    version == 1 and config.embed_dim != 2 * config.head_dim * config.num_heads
+  ):
     raise UserError(
       f"the heads of the authors' V1 layer make up the model's width: embed_dim {config.embed_dim} is not "
       f"2 · {config.head_dim} · {config.num_heads}"

@@ -33,7 +33,18 @@ def write(path: str, model: Model) -> Config:
   """
   with lock(path), Checkpoints(path, keep=1) as checkpoints:
     spec = keep_tokenizer(path, model.tokenizer.spec)
-    config = Config(model=model.config, data=DataConfig(tokenizer=spec, length=min(_LENGTH, model.config.max_length)))
-    checkpoints.save(0, {"params": model.params}, data_state={}, config=config.to_dict(), in_pieces=True)
+    config = Config(
+      model=model.config,
+      data=DataConfig(
+        tokenizer=spec, length=min(_LENGTH, model.config.max_length)
+      ),
+    )
+    checkpoints.save(
+      0,
+      {"params": model.params},
+      data_state={},
+      config=config.to_dict(),
+      in_pieces=True,
+    )
     checkpoints.wait()
   return config

@@ -38,13 +38,17 @@ def lambda_init_schedule(layer: Int[Array, ...] | int) -> Float[Array, ...]:
 
 def _given(layer: nn.Module, lambda_init: Any) -> Any:
   if lambda_init is None:
-    raise ValueError(f"{type(layer).__name__} needs lambda_init: pass lambda_init_schedule(layer) or a constant such as 0.8")
+    raise ValueError(
+      f"{type(layer).__name__} needs lambda_init: pass lambda_init_schedule(layer) or a constant such as 0.8"
+    )
   return lambda_init
 
 
 def matrix_init(inputs: int, *, scale: float = 1.0):
   """Truncated normal of standard deviation scale/√inputs, for an array that sums over `inputs` numbers."""
-  return nn.initializers.truncated_normal(scale * inputs**-0.5 / 0.87962566103423978)  # std of a unit normal cut at ±2
+  return nn.initializers.truncated_normal(
+    scale * inputs**-0.5 / 0.87962566103423978
+  )  # std of a unit normal cut at ±2
 
 
 class Attention(nn.Module):
@@ -95,7 +99,9 @@ class Attention(nn.Module):
   num_maps: ClassVar[int] = 1  # 2: a noise map beside each signal map
   num_key_maps: ClassVar[int] = 1  # M
   value_heads: ClassVar[int] = 1  # V / D, unless value_dim says otherwise
-  extra: ClassVar[tuple[str, ...]] = ()  # parameters besides those of every layer
+  extra: ClassVar[
+    tuple[str, ...]
+  ] = ()  # parameters besides those of every layer
   has_lambda_init: ClassVar[bool] = False
 
   @nn.compact
@@ -107,7 +113,8 @@ class Attention(nn.Module):
     window: Windows | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     positions: Int[Array, "B T"] | None = None,
-    keys_values: tuple[Float[Array, "B T K M D"], Float[Array, "B T K V"]] | None = None,
+    keys_values: tuple[Float[Array, "B T K M D"], Float[Array, "B T K V"]]
+    | None = None,
   ) -> Float[Array, "B T E"]:
     """Self-attention, or attention to the keys and values of another layer.
 
@@ -125,7 +132,9 @@ class Attention(nn.Module):
     """
     x = x.astype(self.dtype)
     q = self._project(x, "query", x.shape[-1])
-    k, v = self._checked(keys_values) or (self._project(x, name, x.shape[-1]) for name in ("key", "value"))
+    k, v = self._checked(keys_values) or (
+      self._project(x, name, x.shape[-1]) for name in ("key", "value")
+    )
     if self.rope:
       if positions is None:
         positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
@@ -136,44 +145,95 @@ class Attention(nn.Module):
     lam = self._lambda(x, lambda_init)
     if lam is not None:
       self.sow("metrics", "lambda", jnp.mean(lam))
-    mask = dict(q_segment_ids=segment_ids, kv_segment_ids=segment_ids, causal=self.causal, window=window or self.window)
+    mask = dict(
+      q_segment_ids=segment_ids,
+      kv_segment_ids=segment_ids,
+      causal=self.causal,
+      window=window or self.window,
+    )
     heads = self.attention_fn(q, k, v, lam, **mask)
     if self.head_norm:
-      heads = rms_norm(heads, self._parameter("head_gain", nn.initializers.ones, x.shape[-1]), self.norm_eps)
-    return self._project(self._output(heads, x, lambda_init), "out", x.shape[-1], self.out_scale)
+      heads = rms_norm(
+        heads,
+        self._parameter("head_gain", nn.initializers.ones, x.shape[-1]),
+        self.norm_eps,
+      )
+    return self._project(
+      self._output(heads, x, lambda_init), "out", x.shape[-1], self.out_scale
+    )
 
-  def _checked(self, keys_values: tuple[jax.Array, jax.Array] | None) -> tuple[jax.Array, jax.Array] | None:
+  def _checked(
+    self, keys_values: tuple[jax.Array, jax.Array] | None
+  ) -> tuple[jax.Array, jax.Array] | None:
     for given, axes in zip(keys_values or (), ("KMD", "KV"), strict=False):
-      if given.shape[2:] != (want := tuple(self._size(axis, given.shape[-1]) for axis in axes)):
+      if given.shape[2:] != (
+        want := tuple(self._size(axis, given.shape[-1]) for axis in axes)
+      ):
         raise ValueError(
           f"keys_values must be [B, T, {', '.join(map(str, want))}] in the axes B T {' '.join(axes)}; got shape {given.shape}"
         )
     return keys_values
 
-  def _rotated(self, x: Float[Array, "B T *heads D"], positions: Int[Array, "B T"]) -> Float[Array, "B T *heads D"]:
-    if self.rope_dim is not None and self.rope_dim not in range(2, self.head_dim + 1, 2):
-      raise ValueError(f"rope_dim must be even, 2 to head_dim = {self.head_dim}, or None for all; got {self.rope_dim}")
+  def _rotated(
+    self, x: Float[Array, "B T *heads D"], positions: Int[Array, "B T"]
+  ) -> Float[Array, "B T *heads D"]:
+    if self.rope_dim is not None and self.rope_dim not in range(
+      2, self.head_dim + 1, 2
+    ):
+      raise ValueError(
+        f"rope_dim must be even, 2 to head_dim = {self.head_dim}, or None for all; got {self.rope_dim}"
+      )
     still = self.head_dim - (self.rope_dim or self.head_dim)
     turned = rope(x[..., still:], positions, self.rope_base, self.rope_scaling)
-    return jnp.concatenate([x[..., :still], turned], axis=-1) if still else turned
+    return (
+      jnp.concatenate([x[..., :still], turned], axis=-1) if still else turned
+    )
 
-  def _parameter(self, name: str, init: Callable[..., jax.Array], embed_dim: int) -> jax.Array:
+  def _parameter(
+    self, name: str, init: Callable[..., jax.Array], embed_dim: int
+  ) -> jax.Array:
     """A parameter of one layer, of the shape that the table of parameters gives it."""
-    return self.param(name, init, tuple(self._size(axis, embed_dim) for axis in PARAMETERS[name].axes[1:]))
+    return self.param(
+      name,
+      init,
+      tuple(self._size(axis, embed_dim) for axis in PARAMETERS[name].axes[1:]),
+    )
 
   def _matrix(self, name: str, embed_dim: int, scale: float = 1.0) -> jax.Array:
-    inputs = math.prod(self._size(axis, embed_dim) for axis in PARAMETERS[name].inputs)
+    inputs = math.prod(
+      self._size(axis, embed_dim) for axis in PARAMETERS[name].inputs
+    )
     return self._parameter(name, matrix_init(inputs, scale=scale), embed_dim)
 
   def _size(self, axis: str, embed_dim: int) -> int:
-    maps = map_sizes(type(self), self.num_heads, self.num_noise_heads, self.head_dim, self.value_dim)
-    return {"E": embed_dim, "H": self.num_heads, "K": self.num_kv_heads or maps["Q"], "D": self.head_dim, **maps}[axis]
+    maps = map_sizes(
+      type(self),
+      self.num_heads,
+      self.num_noise_heads,
+      self.head_dim,
+      self.value_dim,
+    )
+    return {
+      "E": embed_dim,
+      "H": self.num_heads,
+      "K": self.num_kv_heads or maps["Q"],
+      "D": self.head_dim,
+      **maps,
+    }[axis]
 
-  def _project(self, x: Float[Array, "B T *inputs"], name: str, embed_dim: int, scale: float = 1.0) -> Float[Array, "B T *outputs"]:
+  def _project(
+    self,
+    x: Float[Array, "B T *inputs"],
+    name: str,
+    embed_dim: int,
+    scale: float = 1.0,
+  ) -> Float[Array, "B T *outputs"]:
     """x W, plus the bias where projections have one."""
     y = product(x, self._matrix(name, embed_dim, scale), name)
     if self.projection_biases and f"{name}_bias" in PARAMETERS:
-      y += self._parameter(f"{name}_bias", nn.initializers.zeros, embed_dim).astype(y.dtype)
+      y += self._parameter(
+        f"{name}_bias", nn.initializers.zeros, embed_dim
+      ).astype(y.dtype)
     return checkpoint_name(y, PROJECTED)
 
   def _lambda(self, x: Float[Array, "B T E"], lambda_init: Any) -> Lambda:
@@ -185,10 +245,17 @@ class Attention(nn.Module):
     w = whole(self._matrix("lambda_hat", x.shape[-1]), "lambda_hat", self.dtype)
     return jnp.einsum("BTE,EH->BTH", x, w, preferred_element_type=jnp.float32)
 
-  def _gated(self, heads: Float[Array, "B T H V"], x: Float[Array, "B T E"]) -> Float[Array, "B T H V"]:
+  def _gated(
+    self, heads: Float[Array, "B T H V"], x: Float[Array, "B T E"]
+  ) -> Float[Array, "B T H V"]:
     return heads * jax.nn.sigmoid(self._project(x, "head_gate", x.shape[-1]))
 
-  def _output(self, heads: Float[Array, "B T H V"], x: Float[Array, "B T E"], lambda_init: Any) -> Float[Array, "B T H V"]:
+  def _output(
+    self,
+    heads: Float[Array, "B T H V"],
+    x: Float[Array, "B T E"],
+    lambda_init: Any,
+  ) -> Float[Array, "B T H V"]:
     """A variant's change to the heads' outputs before the output projection."""
     return heads
 
@@ -206,12 +273,24 @@ class DiffAttention(Attention):
   num_maps: ClassVar[int] = 2
   num_key_maps: ClassVar[int] = 2
   value_heads: ClassVar[int] = 2
-  extra: ClassVar[tuple[str, ...]] = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+  extra: ClassVar[tuple[str, ...]] = (
+    "lambda_q1",
+    "lambda_k1",
+    "lambda_q2",
+    "lambda_k2",
+  )
   has_lambda_init: ClassVar[bool] = True
 
   def _lambda(self, x, lambda_init):
-    q1, k1, q2, k2 = (self._parameter(name, nn.initializers.normal(0.1), x.shape[-1]) for name in self.extra)
-    return jnp.exp(jnp.dot(q1, k1)) - jnp.exp(jnp.dot(q2, k2)) + _given(self, lambda_init)
+    q1, k1, q2, k2 = (
+      self._parameter(name, nn.initializers.normal(0.1), x.shape[-1])
+      for name in self.extra
+    )
+    return (
+      jnp.exp(jnp.dot(q1, k1))
+      - jnp.exp(jnp.dot(q2, k2))
+      + _given(self, lambda_init)
+    )
 
   def _output(self, heads, x, lambda_init):
     return heads * jnp.asarray(1.0 - lambda_init, heads.dtype)
@@ -252,7 +331,9 @@ class DiffAttentionPerToken(DiffAttention):
   extra: ClassVar[tuple[str, ...]] = ("lambda_hat",)
 
   def _lambda(self, x, lambda_init):
-    return jax.nn.sigmoid(self._lambda_logits(x) + jax.scipy.special.logit(lambda_init))
+    return jax.nn.sigmoid(
+      self._lambda_logits(x) + jax.scipy.special.logit(lambda_init)
+    )
 
 
 class DexAttention(Attention):
@@ -266,10 +347,18 @@ class DexAttention(Attention):
   has_lambda_init: ClassVar[bool] = True
 
   def _output(self, heads, x, lambda_init):
-    lam = _given(self, lambda_init) + self._parameter("dex_lambda", nn.initializers.zeros, x.shape[-1])
+    lam = _given(self, lambda_init) + self._parameter(
+      "dex_lambda", nn.initializers.zeros, x.shape[-1]
+    )
     self.sow("metrics", "lambda", jnp.mean(lam))
-    w = whole(self._parameter("dex_matrix", nn.initializers.zeros, x.shape[-1]), "dex_matrix", jnp.float32)
-    return heads - jnp.einsum("BTHV,HVU->BTHU", heads, (lam[:, None, None] * w).astype(heads.dtype))
+    w = whole(
+      self._parameter("dex_matrix", nn.initializers.zeros, x.shape[-1]),
+      "dex_matrix",
+      jnp.float32,
+    )
+    return heads - jnp.einsum(
+      "BTHV,HVU->BTHU", heads, (lam[:, None, None] * w).astype(heads.dtype)
+    )
 
 
 class GatedAttention(Attention):
@@ -303,26 +392,58 @@ def attention_class(config: ModelConfig) -> type[Attention]:
     UserError: if there is none of that name, or the config gives a λ_init or noise maps that it cannot have.
   """
   if config.attention not in ATTENTION:
-    raise UserError(f"config.model.attention = {config.attention!r}: must be one of {', '.join(ATTENTION)}")
+    raise UserError(
+      f"config.model.attention = {config.attention!r}: must be one of {', '.join(ATTENTION)}"
+    )
   kind = ATTENTION[config.attention]
   if config.num_noise_heads is not None and kind.num_maps == 1:
-    raise UserError(f"config.model.num_noise_heads = {config.num_noise_heads}: {config.attention!r} has no noise map; leave it None")
-  lags = config.lambda_init_offset > 0  # that of layers above plain ones is negative, whatever they are
-  for field, plain, is_given in (("lambda_init", None, config.lambda_init is not None), ("lambda_init_offset", 0, lags)):
+    raise UserError(
+      f"config.model.num_noise_heads = {config.num_noise_heads}: {config.attention!r} has no noise map; leave it None"
+    )
+  lags = (
+    config.lambda_init_offset > 0
+  )  # that of layers above plain ones is negative, whatever they are
+  for field, plain, is_given in (
+    ("lambda_init", None, config.lambda_init is not None),
+    ("lambda_init_offset", 0, lags),
+  ):
     if is_given and not kind.has_lambda_init:
-      having = " or ".join(repr(name) for name, other in ATTENTION.items() if other.has_lambda_init)
+      having = " or ".join(
+        repr(name) for name, other in ATTENTION.items() if other.has_lambda_init
+      )
       given = f"config.model.{field} = {getattr(config, field)!r}"
-      raise UserError(f"{given}: only attention = {having} has a λ_init; leave it {plain} for {config.attention!r}")
+      raise UserError(
+        f"{given}: only attention = {having} has a λ_init; leave it {plain} for {config.attention!r}"
+      )
   if issubclass(kind, DexAttention) and config.lambda_init == 0:
-    raise UserError("config.model.lambda_init = 0.0: must not be 0 for 'dex': with λ and W_D at 0 neither has a gradient")
-  if issubclass(kind, DiffAttentionPerToken) and not 0 <= (config.lambda_init or 0) <= 1:
-    raise UserError(f"config.model.lambda_init = {config.lambda_init!r}: must lie between 0 and 1, as a sigmoid's λ does")
-  if issubclass(kind, DiffAttentionPerToken) and config.lambda_init is None and lags:
-    raise UserError(f"config.model.lambda_init_offset = {config.lambda_init_offset}: must be 0, since a sigmoid's λ cannot be negative")
+    raise UserError(
+      "config.model.lambda_init = 0.0: must not be 0 for 'dex': with λ and W_D at 0 neither has a gradient"
+    )
+  if (
+    issubclass(kind, DiffAttentionPerToken)
+    and not 0 <= (config.lambda_init or 0) <= 1
+  ):
+    raise UserError(
+      f"config.model.lambda_init = {config.lambda_init!r}: must lie between 0 and 1, as a sigmoid's λ does"
+    )
+  if (
+    issubclass(kind, DiffAttentionPerToken)
+    and config.lambda_init is None
+    and lags
+  ):
+    raise UserError(
+      f"config.model.lambda_init_offset = {config.lambda_init_offset}: must be 0, since a sigmoid's λ cannot be negative"
+    )
   return kind
 
 
-def map_sizes(kind: type[Attention], num_heads: int, num_noise_heads: int | None, head_dim: int, value_dim: int | None) -> dict[str, int]:
+def map_sizes(
+  kind: type[Attention],
+  num_heads: int,
+  num_noise_heads: int | None,
+  head_dim: int,
+  value_dim: int | None,
+) -> dict[str, int]:
   """Q, G, M, V and U of a layer.
 
   Raises:
@@ -330,18 +451,38 @@ def map_sizes(kind: type[Attention], num_heads: int, num_noise_heads: int | None
   """
   groups = num_heads if num_noise_heads is None else num_noise_heads
   if kind.num_maps == 1 and num_noise_heads is not None:
-    raise ValueError(f"num_noise_heads must be None for {kind.__name__}, which has one map; got {num_noise_heads}")
+    raise ValueError(
+      f"num_noise_heads must be None for {kind.__name__}, which has one map; got {num_noise_heads}"
+    )
   if groups < 1 or num_heads % groups:
-    raise ValueError(f"num_noise_heads must divide num_heads = {num_heads}, or be None for one a head; got {num_noise_heads}")
+    raise ValueError(
+      f"num_noise_heads must divide num_heads = {num_heads}, or be None for one a head; got {num_noise_heads}"
+    )
   maps = 1 if kind.num_maps == 1 else num_heads // groups + 1
   width = value_dim or kind.value_heads * head_dim
-  return {"Q": groups, "G": maps, "M": kind.num_key_maps, "V": width, "U": width}
+  return {
+    "Q": groups,
+    "G": maps,
+    "M": kind.num_key_maps,
+    "V": width,
+    "U": width,
+  }
 
 
 def axis_sizes(config: ModelConfig) -> dict[str, int]:
   """The size of every axis of a decoder's parameters, by its letter."""
-  maps = map_sizes(attention_class(config), config.num_heads, config.num_noise_heads, config.head_dim, config.value_dim)
-  return {axis: getattr(config, field) for axis, field in FIELDS.items()} | maps | {"W": 3}
+  maps = map_sizes(
+    attention_class(config),
+    config.num_heads,
+    config.num_noise_heads,
+    config.head_dim,
+    config.value_dim,
+  )
+  return (
+    {axis: getattr(config, field) for axis, field in FIELDS.items()}
+    | maps
+    | {"W": 3}
+  )
 
 
 def stacks(config: ModelConfig) -> dict[str, ModelConfig]:
@@ -349,16 +490,29 @@ def stacks(config: ModelConfig) -> dict[str, ModelConfig]:
   kind, plain = attention_class(config), config.plain_layers
   if not plain:
     return {"layers": config}
-  pattern = config.window_pattern * -(-config.num_layers // max(len(config.window_pattern), 1))
+  pattern = config.window_pattern * -(
+    -config.num_layers // max(len(config.window_pattern), 1)
+  )
   lower = dataclasses.replace(
-    config, attention="softmax", num_heads=config.num_heads * kind.value_heads, num_kv_heads=config.num_kv_heads * kind.value_heads,
-    num_noise_heads=None, head_norm=False, lambda_init=None, lambda_init_offset=0, num_layers=plain, plain_layers=0,
+    config,
+    attention="softmax",
+    num_heads=config.num_heads * kind.value_heads,
+    num_kv_heads=config.num_kv_heads * kind.value_heads,
+    num_noise_heads=None,
+    head_norm=False,
+    lambda_init=None,
+    lambda_init_offset=0,
+    num_layers=plain,
+    plain_layers=0,
     window_pattern=pattern[:plain],
-  )  # fmt: skip
+  )
   upper = dataclasses.replace(
-    config, num_layers=config.num_layers - plain, plain_layers=0, window_pattern=pattern[plain:],
+    config,
+    num_layers=config.num_layers - plain,
+    plain_layers=0,
+    window_pattern=pattern[plain:],
     lambda_init_offset=config.lambda_init_offset - plain,
-  )  # fmt: skip
+  )
   return {"plain_layers": lower, "layers": upper}
 
 
@@ -370,7 +524,9 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
   for name, stack in stacks(config).items():
     prefix = "" if name == "layers" else f"{name}/"
     shapes |= {
-      f"{prefix}{parameter}" if PARAMETERS[parameter].axes.startswith("L") else parameter: shape
+      f"{prefix}{parameter}"
+      if PARAMETERS[parameter].axes.startswith("L")
+      else parameter: shape
       for parameter, shape in _stack_shapes(stack).items()
     }
   return shapes
@@ -379,11 +535,33 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _stack_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
   kind = attention_class(config)
   sizes = axis_sizes(config)
-  layer = ("attention_norm", "query", "key", "value", "out", *kind.extra, "ffn_norm", "gate", "up", "down")
+  layer = (
+    "attention_norm",
+    "query",
+    "key",
+    "value",
+    "out",
+    *kind.extra,
+    "ffn_norm",
+    "gate",
+    "up",
+    "down",
+  )
   if config.ffn_activation == "poly_norm":
     layer += ("poly_weights", "poly_constant")
-  biases = tuple(name for name in PARAMETERS if name.endswith("_bias")) * config.projection_biases
-  shifts = tuple(name for name in PARAMETERS if name.endswith("_shift")) * (config.norm == "layer")
-  outer = ("embedding", *("unembedding",) * (not config.tie_embeddings), "final_norm")
+  biases = (
+    tuple(name for name in PARAMETERS if name.endswith("_bias"))
+    * config.projection_biases
+  )
+  shifts = tuple(name for name in PARAMETERS if name.endswith("_shift")) * (
+    config.norm == "layer"
+  )
+  outer = (
+    "embedding",
+    *("unembedding",) * (not config.tie_embeddings),
+    "final_norm",
+  )
   names = (*outer, *layer, *biases, *shifts, *("head_gain",) * config.head_norm)
-  return {name: tuple(sizes[axis] for axis in PARAMETERS[name].axes) for name in names}
+  return {
+    name: tuple(sizes[axis] for axis in PARAMETERS[name].axes) for name in names
+  }

@@ -22,7 +22,14 @@ from jaxtyping import Array, Float, Int
 from diffjax.config import UserError
 from diffjax.int8 import is_quantised
 from diffjax.model.attention import axis_sizes, stacks
-from diffjax.model.decoder import Block, Decoder, embed, lambda_inits, normed, windows
+from diffjax.model.decoder import (
+  Block,
+  Decoder,
+  embed,
+  lambda_inits,
+  normed,
+  windows,
+)
 from diffjax.model.pages import PAGE, Pool, empty_pool, read, write
 from diffjax.ops.diff_attention import decode_attention, diff_attention
 
@@ -45,7 +52,13 @@ class Cache:
 
 
 def empty_cache(
-  model: Decoder, batch_size: int, capacity: int, *, num_pages: int | None = None, page: int = PAGE, dtype: Any = None
+  model: Decoder,
+  batch_size: int,
+  capacity: int,
+  *,
+  num_pages: int | None = None,
+  page: int = PAGE,
+  dtype: Any = None,
 ) -> Cache:
   """A cache of no tokens.
 
@@ -63,19 +76,36 @@ def empty_cache(
   """
   config = model.config
   if not config.causal:
-    raise UserError("config.model.causal = False: what a token gives depends on those after it, so that no cache can hold it")
+    raise UserError(
+      "config.model.causal = False: what a token gives depends on those after it, so that no cache can hold it"
+    )
   dtype = jnp.dtype(model.dtype if dtype is None else dtype)
-  if dtype not in (model.dtype, jnp.int8) or (dtype == jnp.int8 and num_pages is None):
-    raise UserError(f"dtype = {dtype}: a cache is in the model's {jnp.dtype(model.dtype)} (None), or, in pages (num_pages), in int8")
-  count, size = (batch_size, capacity) if num_pages is None else (num_pages, page)
+  if dtype not in (model.dtype, jnp.int8) or (
+    dtype == jnp.int8 and num_pages is None
+  ):
+    raise UserError(
+      f"dtype = {dtype}: a cache is in the model's {jnp.dtype(model.dtype)} (None), or, in pages (num_pages), in int8"
+    )
+  count, size = (
+    (batch_size, capacity) if num_pages is None else (num_pages, page)
+  )
   keys: list[Pool] = []
   values: list[Pool] = []
   for stack in stacks(config).values():
     sizes = axis_sizes(stack)
     for pools, width in ((keys, sizes["M"] * sizes["D"]), (values, sizes["V"])):
-      pools += [empty_pool(count, stack.num_kv_heads, size, width, dtype) for _ in range(stack.num_layers)]
-  tables = None if num_pages is None else jnp.full((batch_size, -(-capacity // page)), num_pages, jnp.int32)
-  return Cache(tuple(keys), tuple(values), tables, jnp.zeros(batch_size, jnp.int32))
+      pools += [
+        empty_pool(count, stack.num_kv_heads, size, width, dtype)
+        for _ in range(stack.num_layers)
+      ]
+  tables = (
+    None
+    if num_pages is None
+    else jnp.full((batch_size, -(-capacity // page)), num_pages, jnp.int32)
+  )
+  return Cache(
+    tuple(keys), tuple(values), tables, jnp.zeros(batch_size, jnp.int32)
+  )
 
 
 def unstack(model: Decoder, params: dict[str, Any]) -> dict[str, Any]:
@@ -83,15 +113,27 @@ def unstack(model: Decoder, params: dict[str, Any]) -> dict[str, Any]:
   int8."""
 
   def cast(leaf: jax.Array) -> jax.Array:
-    return leaf.astype(model.dtype) if leaf.ndim > 1 and not is_quantised(leaf) else leaf
+    return (
+      leaf.astype(model.dtype)
+      if leaf.ndim > 1 and not is_quantised(leaf)
+      else leaf
+    )
 
   def layer(name: str, index: int) -> Any:
     sliced = jax.tree.map(lambda leaf: leaf[index], params[name])
     return jax.tree.map(cast, sliced, is_leaf=is_quantised)
 
   every = stacks(model.config)
-  outer = {name: cast(leaf) for name, leaf in params.items() if name not in every}
-  return outer | {"layers": tuple(layer(name, index) for name, stack in every.items() for index in range(stack.num_layers))}
+  outer = {
+    name: cast(leaf) for name, leaf in params.items() if name not in every
+  }
+  return outer | {
+    "layers": tuple(
+      layer(name, index)
+      for name, stack in every.items()
+      for index in range(stack.num_layers)
+    )
+  }
 
 
 def extend(
@@ -125,29 +167,62 @@ def extend(
 
   def attend(q, k, v, lam, *, window, **_):
     layer = len(keys)
-    for pools, old, new in ((keys, cache.keys, k.reshape(*k.shape[:3], -1)), (values, cache.values, v)):
+    for pools, old, new in (
+      (keys, cache.keys, k.reshape(*k.shape[:3], -1)),
+      (values, cache.values, v),
+    ):
       pools.append(put(old[layer], cache.tables, new, cache.lengths, counts))
     stored_k, stored_v = keys[layer], values[layer]
-    if getattr(model.attention_fn, "func", model.attention_fn) is diff_attention:
+    if (
+      getattr(model.attention_fn, "func", model.attention_fn) is diff_attention
+    ):
       return decode_attention(
-        q, stored_k.tokens, stored_v.tokens, lam, cache.lengths + length,
-        block_tables=cache.tables, k_scale=stored_k.scale, v_scale=stored_v.scale, window=window, sharding=sharding,
-      )  # fmt: skip
-    seen_k, seen_v = (read(pool, cache.tables, q.dtype) for pool in (stored_k, stored_v))
-    return model.attention_fn(q, seen_k.reshape(*seen_k.shape[:3], *k.shape[3:]), seen_v, lam, q_offset=cache.lengths, window=window)
+        q,
+        stored_k.tokens,
+        stored_v.tokens,
+        lam,
+        cache.lengths + length,
+        block_tables=cache.tables,
+        k_scale=stored_k.scale,
+        v_scale=stored_v.scale,
+        window=window,
+        sharding=sharding,
+      )
+    seen_k, seen_v = (
+      read(pool, cache.tables, q.dtype) for pool in (stored_k, stored_v)
+    )
+    return model.attention_fn(
+      q,
+      seen_k.reshape(*seen_k.shape[:3], *k.shape[3:]),
+      seen_v,
+      lam,
+      q_offset=cache.lengths,
+      window=window,
+    )
 
   x = embed(params["embedding"], tokens, config)
   layers = iter(params["layers"])
   for stack in stacks(config).values():
     sizes, which = windows(stack)
     for lambda_init, number in zip(lambda_inits(stack), which, strict=True):
-      of_layer = dataclasses.replace(stack, window=sizes[number], window_pattern="")
-      x, _ = Block(of_layer, model.dtype, attend).apply({"params": next(layers)}, x, lambda_init, 0, None, positions)
-  after = Cache(tuple(keys), tuple(values), cache.tables, cache.lengths + counts)
+      of_layer = dataclasses.replace(
+        stack, window=sizes[number], window_pattern=""
+      )
+      x, _ = Block(of_layer, model.dtype, attend).apply(
+        {"params": next(layers)}, x, lambda_init, 0, None, positions
+      )
+  after = Cache(
+    tuple(keys), tuple(values), cache.tables, cache.lengths + counts
+  )
   return normed(x, params, "final_norm", config), after
 
 
 def _on_shards(sharding: NamedSharding) -> Callable[..., Pool]:
   """`write` on each device to its own heads: left to the partitioner, every device would be sent the new tokens of all."""
   heads, new, whole = sharding.spec, P(None, *sharding.spec), P()
-  return jax.shard_map(write, mesh=sharding.mesh, in_specs=(heads, whole, new, whole, whole), out_specs=heads)
+  return jax.shard_map(
+    write,
+    mesh=sharding.mesh,
+    in_specs=(heads, whole, new, whole, whole),
+    out_specs=heads,
+  )

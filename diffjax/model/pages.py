@@ -37,12 +37,19 @@ class Pool:
   scale: Float[Array, "P K"] | None = None
 
 
-def empty_pool(pages: int, heads: int, size: int, width: int, dtype: Any) -> Pool:
+def empty_pool(
+  pages: int, heads: int, size: int, width: int, dtype: Any
+) -> Pool:
   """A pool of so many pages of `size` tokens."""
-  return Pool(jnp.zeros((pages, heads, size, width), dtype), jnp.zeros((pages, heads)) if dtype == jnp.int8 else None)
+  return Pool(
+    jnp.zeros((pages, heads, size, width), dtype),
+    jnp.zeros((pages, heads)) if dtype == jnp.int8 else None,
+  )
 
 
-def allocate(needed: Sequence[int], pages: int, per_row: int, size: int = PAGE) -> Int[np.ndarray, "B N"]:
+def allocate(
+  needed: Sequence[int], pages: int, per_row: int, size: int = PAGE
+) -> Int[np.ndarray, "B N"]:
   """Tables that give each row the pages for as many tokens as it needs, and no more; other entries are `pages`, a page that there is not.
 
   Args:
@@ -62,13 +69,19 @@ def allocate(needed: Sequence[int], pages: int, per_row: int, size: int = PAGE) 
       "fewer rows at once"
     )
   tables = np.full((len(counts), per_row), pages, np.int32)
-  for row, (count, end) in enumerate(zip(counts, np.cumsum(counts), strict=True)):
+  for row, (count, end) in enumerate(
+    zip(counts, np.cumsum(counts), strict=True)
+  ):
     tables[row, :count] = np.arange(end - count, end)
   return tables
 
 
 def write(
-  pool: Pool, tables: Int[Array, "B N"] | None, new: Float[Array, "B T K W"], starts: Int[Array, "B"], counts: Int[Array, "B"]
+  pool: Pool,
+  tables: Int[Array, "B N"] | None,
+  new: Float[Array, "B T K W"],
+  starts: Int[Array, "B"],
+  counts: Int[Array, "B"],
 ) -> Pool:
   """Puts new tokens in their places: the first counts[b] ones of row b, from its token starts[b] on. Those beyond its pages are dropped."""
   (P, K, size, W), (B, T) = pool.tokens.shape, new.shape[:2]
@@ -80,35 +93,61 @@ def write(
   def page_of(position, valid):
     """The page of each position [B, …], P where it is not valid or there is none."""
     index = position // size
-    page = jnp.take_along_axis(tables, jnp.minimum(index, tables.shape[1] - 1), axis=1)
+    page = jnp.take_along_axis(
+      tables, jnp.minimum(index, tables.shape[1] - 1), axis=1
+    )
     return jnp.where(valid & (index < tables.shape[1]), page, P)
 
   if not by_page:
     at, valid = starts[:, None] + jnp.arange(T), jnp.arange(T) < counts[:, None]
     # Each token of each head by itself: a TPU would turn the whole pool around to write all heads of a token at once.
     place = page_of(at, valid)[..., None], jnp.arange(K), (at % size)[..., None]
-    return Pool(pool.tokens.at[place].set(new.astype(pool.tokens.dtype), mode="drop"))
+    return Pool(
+      pool.tokens.at[place].set(new.astype(pool.tokens.dtype), mode="drop")
+    )
 
   # The pages that the new tokens touch are read, changed and written as a whole.
-  touched = (starts // size * size)[:, None] + size * jnp.arange(-(-(T - 1) // size) + 1)  # their first positions
+  touched = (starts // size * size)[:, None] + size * jnp.arange(
+    -(-(T - 1) // size) + 1
+  )  # their first positions
   pages = page_of(touched, touched < (starts + counts)[:, None])
   position = touched[..., None] + jnp.arange(size)
   index = position - starts[:, None, None]  # among the new tokens
-  kept, arriving = (x[:, :, None, :, None] for x in (index < 0, (index >= 0) & (index < counts[:, None, None])))
+  kept, arriving = (
+    x[:, :, None, :, None]
+    for x in (index < 0, (index >= 0) & (index < counts[:, None, None]))
+  )
   source = jnp.clip(index, 0, T - 1).reshape(B, -1, 1, 1)
-  arrived = jnp.moveaxis(jnp.take_along_axis(new, source, axis=1).reshape(*index.shape, K, W), 3, 2)  # [B, pages, K, S, W]
+  arrived = jnp.moveaxis(
+    jnp.take_along_axis(new, source, axis=1).reshape(*index.shape, K, W), 3, 2
+  )  # [B, pages, K, S, W]
   stored = pool.tokens[jnp.minimum(pages, P - 1)]
   if pool.scale is None:
-    return Pool(pool.tokens.at[pages].set(jnp.where(arriving, arrived.astype(stored.dtype), stored), mode="drop"))
+    return Pool(
+      pool.tokens.at[pages].set(
+        jnp.where(arriving, arrived.astype(stored.dtype), stored), mode="drop"
+      )
+    )
   arrived = jnp.where(arriving, arrived, 0).astype(jnp.float32)
-  old = jnp.where((touched < starts[:, None])[..., None], pool.scale[jnp.minimum(pages, P - 1)], 0)
+  old = jnp.where(
+    (touched < starts[:, None])[..., None],
+    pool.scale[jnp.minimum(pages, P - 1)],
+    0,
+  )
   scale = jnp.maximum(old, jnp.max(jnp.abs(arrived), axis=(3, 4)) / 127)
   step = jnp.where(scale > 0, scale, 1)[..., None, None]
-  tokens = jnp.round(jnp.where(kept, stored * (old[..., None, None] / step), arrived / step)).astype(jnp.int8)
-  return Pool(pool.tokens.at[pages].set(tokens, mode="drop"), pool.scale.at[pages].set(scale, mode="drop"))
+  tokens = jnp.round(
+    jnp.where(kept, stored * (old[..., None, None] / step), arrived / step)
+  ).astype(jnp.int8)
+  return Pool(
+    pool.tokens.at[pages].set(tokens, mode="drop"),
+    pool.scale.at[pages].set(scale, mode="drop"),
+  )
 
 
-def read(pool: Pool, tables: Int[Array, "B N"] | None, dtype: Any) -> Float[Array, "B S K W"]:
+def read(
+  pool: Pool, tables: Int[Array, "B N"] | None, dtype: Any
+) -> Float[Array, "B S K W"]:
   """The tokens of each row, in their order: a copy."""
   tokens = pool.tokens.astype(dtype)
   if pool.scale is not None:

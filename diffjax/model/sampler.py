@@ -67,11 +67,17 @@ class Sampler:
     """
     self._tokenizer = None
     if params is None:
-      model, params, self._tokenizer = model.model, model.params, model.tokenizer
+      model, params, self._tokenizer = (
+        model.model,
+        model.params,
+        model.tokenizer,
+      )
     self.capacity = model.config.max_length if capacity is None else capacity
     self.batch_size = batch_size
     if not 1 <= self.capacity <= model.config.max_length:
-      raise UserError(f"{self.capacity} tokens a row: the model takes 1 to {model.config.max_length} (config.model.max_length)")
+      raise UserError(
+        f"{self.capacity} tokens a row: the model takes 1 to {model.config.max_length} (config.model.max_length)"
+      )
     if cache_tokens is not None and cache_tokens < 1:
       raise UserError(
         f"cache_tokens = {cache_tokens}: must be at least 1, or None for room for {self.capacity} in each of {batch_size} rows"
@@ -79,19 +85,43 @@ class Sampler:
     chunk, per_row = min(_CHUNK, self.capacity), -(-self.capacity // PAGE)
     self._num_pages = None
     if cache_tokens is not None or cache_dtype is not None:
-      self._num_pages = batch_size * per_row if cache_tokens is None else -(-cache_tokens // PAGE)
+      self._num_pages = (
+        batch_size * per_row
+        if cache_tokens is None
+        else -(-cache_tokens // PAGE)
+      )
     self._params = jax.jit(functools.partial(unstack, model))(params)
     heads = heads_sharding(params)
     whole = None if heads is None else NamedSharding(heads.mesh, P())
     at: Any = SamplerState(Cache(heads, heads, whole, whole), whole)  # type: ignore[arg-type]
-    make = functools.partial(empty_cache, model, batch_size, PAGE * per_row, num_pages=self._num_pages, dtype=cache_dtype)
+    make = functools.partial(
+      empty_cache,
+      model,
+      batch_size,
+      PAGE * per_row,
+      num_pages=self._num_pages,
+      dtype=cache_dtype,
+    )
     self._make_cache = jax.jit(make, out_shardings=at.cache)
-    self._prefill = jax.jit(functools.partial(_prefill, model, heads, chunk), donate_argnums=1, out_shardings=at)
-    self._step = jax.jit(functools.partial(_step, model, heads), donate_argnums=1, out_shardings=at)
+    self._prefill = jax.jit(
+      functools.partial(_prefill, model, heads, chunk),
+      donate_argnums=1,
+      out_shardings=at,
+    )
+    self._step = jax.jit(
+      functools.partial(_step, model, heads), donate_argnums=1, out_shardings=at
+    )
     draw = functools.partial(_draw, model, heads)
-    self._draw = jax.jit(draw, donate_argnums=1, static_argnames="method", out_shardings=(at, whole, whole))
+    self._draw = jax.jit(
+      draw,
+      donate_argnums=1,
+      static_argnames="method",
+      out_shardings=(at, whole, whole),
+    )
 
-  def prefill(self, prompts: Sequence[Sequence[int]], max_new_tokens: int | None = None) -> SamplerState:
+  def prefill(
+    self, prompts: Sequence[Sequence[int]], max_new_tokens: int | None = None
+  ) -> SamplerState:
     """Reads up to B prompts, each of 1 to `capacity` tokens. Rows without a prompt hold nothing meaningful.
 
     Args:
@@ -104,15 +134,25 @@ class Sampler:
     cache = self._make_cache()
     if self._num_pages is not None:
       needed = [self._needed(prompt, max_new_tokens) for prompt in prompts]
-      tables = allocate(needed + [0] * (self.batch_size - len(needed)), self._num_pages, cache.tables.shape[1])
+      tables = allocate(
+        needed + [0] * (self.batch_size - len(needed)),
+        self._num_pages,
+        cache.tables.shape[1],
+      )
       cache = cache.replace(tables=jnp.asarray(tables))
     return self._read(cache, prompts)
 
   def _needed(self, prompt: Sequence[int], max_new_tokens: int | None) -> int:
     """Tokens that a row must have room for."""
-    return self.capacity if max_new_tokens is None else min(self.capacity, len(prompt) + max_new_tokens)
+    return (
+      self.capacity
+      if max_new_tokens is None
+      else min(self.capacity, len(prompt) + max_new_tokens)
+    )
 
-  def read(self, state: SamplerState, more: Sequence[Sequence[int]]) -> SamplerState:
+  def read(
+    self, state: SamplerState, more: Sequence[Sequence[int]]
+  ) -> SamplerState:
     """Reads further tokens, at least 1, in up to B rows. The old state stays valid, so that many prompts can share a prefix read once.
 
     Raises:
@@ -120,21 +160,38 @@ class Sampler:
     """
     return self._read(jax.tree.map(jnp.copy, state.cache), more)
 
-  def _read(self, cache: Cache, prompts: Sequence[Sequence[int]]) -> SamplerState:
+  def _read(
+    self, cache: Cache, prompts: Sequence[Sequence[int]]
+  ) -> SamplerState:
     if len(prompts) > self.batch_size:
-      raise ValueError(f"{len(prompts)} prompts for a batch of {self.batch_size}")
-    chunks, before, room = -(-self.capacity // _CHUNK), np.asarray(cache.lengths), np.full(self.batch_size, self.capacity)
+      raise ValueError(
+        f"{len(prompts)} prompts for a batch of {self.batch_size}"
+      )
+    chunks, before, room = (
+      -(-self.capacity // _CHUNK),
+      np.asarray(cache.lengths),
+      np.full(self.batch_size, self.capacity),
+    )
     if cache.tables is not None:
-      room = np.minimum(room, PAGE * np.sum(np.asarray(cache.tables) < self._num_pages, axis=1))
-    tokens, lengths = np.zeros((self.batch_size, chunks * _CHUNK), np.int32), np.ones(self.batch_size, np.int32)
+      room = np.minimum(
+        room, PAGE * np.sum(np.asarray(cache.tables) < self._num_pages, axis=1)
+      )
+    tokens, lengths = (
+      np.zeros((self.batch_size, chunks * _CHUNK), np.int32),
+      np.ones(self.batch_size, np.int32),
+    )
     for row, prompt in enumerate(prompts):
       if not 1 <= len(prompt) <= room[row] - before[row]:
         behind = f" behind {before[row]} others" if before[row] else ""
-        raise UserError(f"a prompt of {len(prompt)} tokens{behind}: it must have 1 to {room[row] - before[row]}")
+        raise UserError(
+          f"a prompt of {len(prompt)} tokens{behind}: it must have 1 to {room[row] - before[row]}"
+        )
       tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
     return self._prefill(self._params, cache, tokens, lengths)
 
-  def step(self, state: SamplerState, tokens: Int[np.ndarray, "B"]) -> SamplerState:
+  def step(
+    self, state: SamplerState, tokens: Int[np.ndarray, "B"]
+  ) -> SamplerState:
     """Reads one more token in every row. The old state is donated. No row may grow longer than the capacity."""
     return self._step(self._params, state, jnp.asarray(tokens, jnp.int32))
 
@@ -161,26 +218,53 @@ class Sampler:
     """
     if prompts and isinstance(prompts[0], str):
       if (tokenizer := self._tokenizer) is None:
-        raise ValueError("prompts are texts: only a sampler made from a trained model has a tokenizer; give it token ids")
-      prompts = [[tokenizer.separator, *map(int, tokenizer.encode(prompt))] for prompt in prompts]
+        raise ValueError(
+          "prompts are texts: only a sampler made from a trained model has a tokenizer; give it token ids"
+        )
+      prompts = [
+        [tokenizer.separator, *map(int, tokenizer.encode(prompt))]
+        for prompt in prompts
+      ]
       stop_ids = [*stop_ids, tokenizer.separator]
-      options: Any = dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop_ids=stop_ids, stop=stop)
-      return [tokenizer.decode(ids) for ids in self.generate(prompts, max_new_tokens, **options)]
+      options: Any = dict(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop_ids=stop_ids,
+        stop=stop,
+      )
+      return [
+        tokenizer.decode(ids)
+        for ids in self.generate(prompts, max_new_tokens, **options)
+      ]
     out: list[list[int]] = [[] for _ in prompts]
-    options = dict(temperature=temperature, top_k=top_k, top_p=top_p, stop_ids=stop_ids, stop=stop)
+    options = dict(
+      temperature=temperature,
+      top_k=top_k,
+      top_p=top_p,
+      stop_ids=stop_ids,
+      stop=stop,
+    )
     for first, batch in self._batches(prompts, max_new_tokens):
-      for new in self.stream(batch, max_new_tokens, seed=seed, first_row=first, **options):  # type: ignore[arg-type]
+      for new in self.stream(
+        batch, max_new_tokens, seed=seed, first_row=first, **options
+      ):  # type: ignore[arg-type]
         for row, tokens in enumerate(new):
           out[first + row] += tokens
     return out
 
-  def _batches(self, prompts: Sequence[Any], max_new_tokens: int) -> Iterator[tuple[int, Sequence[Any]]]:
+  def _batches(
+    self, prompts: Sequence[Any], max_new_tokens: int
+  ) -> Iterator[tuple[int, Sequence[Any]]]:
     """As many prompts at once as there are rows, and pages; and the number of the first one."""
     first = 0
     while first < len(prompts):
       batch = prompts[first : first + self.batch_size]
       if self._num_pages is not None:
-        pages = np.cumsum([-(-self._needed(prompt, max_new_tokens) // PAGE) for prompt in batch])
+        pages = np.cumsum(
+          [-(-self._needed(prompt, max_new_tokens) // PAGE) for prompt in batch]
+        )
         batch = batch[: max(1, int(np.sum(pages <= self._num_pages)))]
       yield first, batch
       first += len(batch)
@@ -220,17 +304,46 @@ class Sampler:
     _check_options(temperature, top_k, top_p, max_new_tokens)
     longest = max(map(len, prompts))
     if longest + max_new_tokens > self.capacity:
-      raise UserError(f"a prompt of {longest} tokens and {max_new_tokens} new ones are more than the {self.capacity} that a row can have")
-    method = "greedy" if temperature == 0 else "plain" if top_k == 0 and top_p == 1 else "filtered"
-    settings = (np.float32(temperature or 1), np.int32(top_k), np.float32(top_p))
+      raise UserError(
+        f"a prompt of {longest} tokens and {max_new_tokens} new ones are more than the {self.capacity} that a row can have"
+      )
+    method = (
+      "greedy"
+      if temperature == 0
+      else "plain"
+      if top_k == 0 and top_p == 1
+      else "filtered"
+    )
+    settings = (
+      np.float32(temperature or 1),
+      np.int32(top_k),
+      np.float32(top_p),
+    )
     rows = np.arange(self.batch_size, dtype=np.int32) + first_row
     stopping = np.asarray(stop_ids if len(stop_ids) else [-1], np.int32)
-    state, so_far = self.prefill(prompts, max_new_tokens), [list[int]() for _ in prompts]
+    state, so_far = (
+      self.prefill(prompts, max_new_tokens),
+      [list[int]() for _ in prompts],
+    )
     ended = np.arange(self.batch_size) >= len(prompts)
     for begun in range(0, max_new_tokens, _BURST):
       count = min(_BURST, max_new_tokens - begun)
-      state, drawn, _ = self._draw(self._params, state, np.int32(seed), rows, settings, stopping, ended, np.int32(count), method=method)
-      drawn, ended, new = np.asarray(drawn), ended.copy(), [list[int]() for _ in prompts]
+      state, drawn, _ = self._draw(
+        self._params,
+        state,
+        np.int32(seed),
+        rows,
+        settings,
+        stopping,
+        ended,
+        np.int32(count),
+        method=method,
+      )
+      drawn, ended, new = (
+        np.asarray(drawn),
+        ended.copy(),
+        [list[int]() for _ in prompts],
+      )
       for row, tokens in enumerate(new):
         for token in drawn[row, :count].tolist():
           if ended[row] or token in stop_ids:
@@ -244,7 +357,9 @@ class Sampler:
         return
 
 
-def _check_options(temperature: float, top_k: int, top_p: float, max_new_tokens: int) -> None:
+def _check_options(
+  temperature: float, top_k: int, top_p: float, max_new_tokens: int
+) -> None:
   for name, value, ok, want in (
     ("temperature", temperature, 0 <= temperature < float("inf"), "at least 0"),
     ("top_k", top_k, top_k >= 0, "at least 0"),
@@ -256,24 +371,53 @@ def _check_options(temperature: float, top_k: int, top_p: float, max_new_tokens:
 
 
 def _prefill(
-  model: Decoder, heads: NamedSharding | None, chunk: int, params, cache: Cache, tokens: Int[Array, "B P"], lengths: Int[Array, "B"]
+  model: Decoder,
+  heads: NamedSharding | None,
+  chunk: int,
+  params,
+  cache: Cache,
+  tokens: Int[Array, "B P"],
+  lengths: Int[Array, "B"],
 ) -> SamplerState:
   """Reads prompts chunk by chunk, as many as the longest prompt has. Each row keeps its last hidden state, from the chunk that holds it."""
 
   def read(carry):
     index, cache, last = carry
     counts = jnp.clip(lengths - index * chunk, 0, chunk)
-    hidden, cache = extend(model, params, jax.lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, axis=1), cache, counts, heads)
-    own = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
+    hidden, cache = extend(
+      model,
+      params,
+      jax.lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, axis=1),
+      cache,
+      counts,
+      heads,
+    )
+    own = jnp.take_along_axis(
+      hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1
+    )[:, 0]
     return index + 1, cache, jnp.where(counts[:, None] > 0, own, last)
 
-  start = (0, cache, jnp.zeros((tokens.shape[0], model.config.embed_dim), model.dtype))
-  _, cache, last = jax.lax.while_loop(lambda carry: carry[0] * chunk < jnp.max(lengths), read, start)
+  start = (
+    0,
+    cache,
+    jnp.zeros((tokens.shape[0], model.config.embed_dim), model.dtype),
+  )
+  _, cache, last = jax.lax.while_loop(
+    lambda carry: carry[0] * chunk < jnp.max(lengths), read, start
+  )
   return SamplerState(cache, logits(params, last[:, None])[:, 0])
 
 
-def _step(model: Decoder, heads: NamedSharding | None, params, state: SamplerState, tokens: Int[Array, "B"]) -> SamplerState:
-  hidden, cache = extend(model, params, tokens[:, None], state.cache, sharding=heads)
+def _step(
+  model: Decoder,
+  heads: NamedSharding | None,
+  params,
+  state: SamplerState,
+  tokens: Int[Array, "B"],
+) -> SamplerState:
+  hidden, cache = extend(
+    model, params, tokens[:, None], state.cache, sharding=heads
+  )
   return SamplerState(cache, logits(params, hidden)[:, 0])
 
 
@@ -292,20 +436,41 @@ def _draw(
   method: str,
 ) -> tuple[SamplerState, Int[Array, "B burst"], Bool[Array, "B"]]:
   """Draws and reads `count` tokens, at most _BURST, or until all rows have ended."""
-  keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(rows)
+  keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(
+    rows
+  )
 
   def one(carry):
     index, state, drawn, ended = carry
-    token = _choose(state.logits, jax.vmap(jax.random.fold_in)(keys, state.cache.lengths), settings, method)
-    drawn = jax.lax.dynamic_update_slice_in_dim(drawn, token[:, None], index, axis=1)
-    return index + 1, _step(model, heads, params, state, token), drawn, ended | jnp.isin(token, stop_ids)
+    token = _choose(
+      state.logits,
+      jax.vmap(jax.random.fold_in)(keys, state.cache.lengths),
+      settings,
+      method,
+    )
+    drawn = jax.lax.dynamic_update_slice_in_dim(
+      drawn, token[:, None], index, axis=1
+    )
+    return (
+      index + 1,
+      _step(model, heads, params, state, token),
+      drawn,
+      ended | jnp.isin(token, stop_ids),
+    )
 
   start = (0, state, jnp.zeros((len(rows), _BURST), jnp.int32), ended)
-  _, state, drawn, ended = jax.lax.while_loop(lambda carry: (carry[0] < count) & ~jnp.all(carry[3]), one, start)
+  _, state, drawn, ended = jax.lax.while_loop(
+    lambda carry: (carry[0] < count) & ~jnp.all(carry[3]), one, start
+  )
   return state, drawn, ended
 
 
-def _choose(logits: Float[Array, "B N"], keys: Array, settings: tuple[Array, Array, Array], method: str) -> Int[Array, "B"]:
+def _choose(
+  logits: Float[Array, "B N"],
+  keys: Array,
+  settings: tuple[Array, Array, Array],
+  method: str,
+) -> Int[Array, "B"]:
   """One token a row: the likeliest ("greedy"), one drawn among all ("plain") or among those that top_k and top_p leave ("filtered")."""
   if method == "greedy":
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -314,9 +479,17 @@ def _choose(logits: Float[Array, "B N"], keys: Array, settings: tuple[Array, Arr
   if method == "filtered":
     order = jnp.argsort(-logits, axis=-1)
     ranked = jnp.take_along_axis(logits, order, axis=-1)
-    ranked = jnp.where((jnp.arange(ranked.shape[-1]) < top_k) | (top_k == 0), ranked, -jnp.inf)
+    ranked = jnp.where(
+      (jnp.arange(ranked.shape[-1]) < top_k) | (top_k == 0), ranked, -jnp.inf
+    )
     probabilities = jax.nn.softmax(ranked, axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities  # 0 for the likeliest, which always stays
-    choice = jax.vmap(jax.random.categorical)(keys, jnp.where(before < top_p, ranked, -jnp.inf))
-    return jnp.take_along_axis(order, choice[:, None], axis=-1)[:, 0].astype(jnp.int32)
+    before = (
+      jnp.cumsum(probabilities, axis=-1) - probabilities
+    )  # 0 for the likeliest, which always stays
+    choice = jax.vmap(jax.random.categorical)(
+      keys, jnp.where(before < top_p, ranked, -jnp.inf)
+    )
+    return jnp.take_along_axis(order, choice[:, None], axis=-1)[:, 0].astype(
+      jnp.int32
+    )
   return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)

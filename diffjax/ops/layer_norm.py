@@ -11,7 +11,10 @@ from jaxtyping import Array, Float
 
 
 def layer_norm(
-  x: Float[Array, "*shape E"], gain: Float[Array, "E"], shift: Float[Array, "E"], eps: float = 1e-5
+  x: Float[Array, "*shape E"],
+  gain: Float[Array, "E"],
+  shift: Float[Array, "E"],
+  eps: float = 1e-5,
 ) -> Float[Array, "*shape E"]:
   """(x − mean(x)) / √(var(x) + eps) · gain + shift over the last axis (arXiv:1607.06450, eq. 4), computed in float32 (or x's float64).
 
@@ -31,5 +34,7 @@ def _formula(x, gain, shift, eps):
   dtype = jnp.promote_types(jnp.float32, x.dtype)
   wide = x.astype(dtype)
   wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-  wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+  wide = wide * lax.rsqrt(
+    jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps
+  )
   return (wide * gain.astype(dtype) + shift.astype(dtype)).astype(x.dtype)

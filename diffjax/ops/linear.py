@@ -8,7 +8,9 @@ from jaxtyping import Array, Float
 
 
 @jax.custom_vjp
-def linear(x: Float[Array, "B T I"], w: Float[Array, "I O"]) -> Float[Array, "B T O"]:
+def linear(
+  x: Float[Array, "B T I"], w: Float[Array, "I O"]
+) -> Float[Array, "B T O"]:
   """Matrix product x W whose weight gradient xᵀ dy transposes the narrower operand.
 
   JAX's own rule computes (dyᵀ x)ᵀ. XLA's CPU backend then writes a transposed copy of dy, fused with the operation that produces dy: a

@@ -30,6 +30,8 @@ def tpu_info() -> Any:
   Raises:
     ValueError: the program is not for a TPU.
   """
-  from jax.experimental.pallas import tpu as pltpu  # not at the top: it takes long, and most programs do not ask
+  from jax.experimental.pallas import (
+    tpu as pltpu,  # not at the top: it takes long, and most programs do not ask
+  )
 
   return pltpu.get_tpu_info()

@@ -11,7 +11,10 @@ from jaxtyping import Array, Float
 
 
 def poly_norm(
-  x: Float[Array, "*shape F"], weights: Float[Array, "W"], constant: Float[Array, ""], eps: float = 1e-6
+  x: Float[Array, "*shape F"],
+  weights: Float[Array, "W"],
+  constant: Float[Array, ""],
+  eps: float = 1e-6,
 ) -> Float[Array, "*shape F"]:
   """w₀·n(x³) + w₁·n(x²) + w₂·n(x) + c, n(z) = z / √(mean(z²) + eps) over the last axis (PolyCom, arXiv:2411.03884, eq. 5; Motif's order).
 
@@ -33,6 +36,10 @@ def _formula(x, weights, constant, eps):
   dtype = jnp.promote_types(jnp.float32, x.dtype)
   wide, weights = x.astype(dtype), weights.astype(dtype)
   total = constant.astype(dtype)
-  for weight, power in zip(weights, (wide * wide * wide, wide * wide, wide), strict=True):
-    total = total + weight * power * lax.rsqrt(jnp.mean(jnp.square(power), axis=-1, keepdims=True) + eps)
+  for weight, power in zip(
+    weights, (wide * wide * wide, wide * wide, wide), strict=True
+  ):
+    total = total + weight * power * lax.rsqrt(
+      jnp.mean(jnp.square(power), axis=-1, keepdims=True) + eps
+    )
   return total.astype(x.dtype)

@@ -9,7 +9,9 @@ from jaxtyping import Array, Float
 from diffjax.ops.platform import platform, tpu_generation
 
 
-def swiglu(gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
+def swiglu(
+  gate: Float[Array, "B T F"], up: Float[Array, "B T F"]
+) -> Float[Array, "B T F"]:
   """silu(gate) ∘ up (Shazeer, 2020). On TPU each of its two gradients is computed once, together with the product before it.
 
   Otherwise XLA on TPU would recompute them inside every product that reads them, for every tile: 83 ms of 1,278 for diff_1b on v5e:4x4 by
@@ -29,7 +31,11 @@ _recomputed = jax.checkpoint(_formula, prevent_cse=False)
 @jax.custom_vjp
 def _held(gate, up):
   hidden = _formula(gate, up)
-  return lax.optimization_barrier(hidden) if tpu_generation() in ("v6e", "7x") else hidden
+  return (
+    lax.optimization_barrier(hidden)
+    if tpu_generation() in ("v6e", "7x")
+    else hidden
+  )
 
 
 def _forward(gate, up):

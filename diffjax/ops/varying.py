@@ -12,7 +12,9 @@ def vary_like(x: jax.Array, *others: jax.Array | None) -> jax.Array:
   Its transpose is one sum over the mesh axes added. So an array that all devices share gets its gradient summed once, after a custom VJP
   that each device runs on its own.
   """
-  axes = frozenset().union(*(_axes(other) for other in others if other is not None)) - _axes(x)
+  axes = frozenset().union(
+    *(_axes(other) for other in others if other is not None)
+  ) - _axes(x)
   return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 

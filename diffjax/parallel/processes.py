@@ -24,7 +24,9 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
-from jax._src import distributed  # its client's key-value store has no public name
+from jax._src import (
+  distributed,  # its client's key-value store has no public name
+)
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -46,7 +48,13 @@ _LOST = ("Gloo", "NCCL", "oordination", "UNAVAILABLE", "Connection")
 
 
 @contextlib.contextmanager
-def connected(coordinator: str = "", num_processes: int = 0, process_id: int = -1, *, timeout: int = 300) -> Iterator[None]:
+def connected(
+  coordinator: str = "",
+  num_processes: int = 0,
+  process_id: int = -1,
+  *,
+  timeout: int = 300,
+) -> Iterator[None]:
   """Joins the other processes of the run for the duration of the context. Enter it before JAX makes its backend.
 
   Without arguments JAX looks for a cluster; where there is none, this process runs alone. With several processes, an error in the context,
@@ -61,20 +69,33 @@ def connected(coordinator: str = "", num_processes: int = 0, process_id: int = -
   Raises:
     UserError: for arguments that do not fit each other, and a port that is in use.
   """
-  given = {"--coordinator=HOST:PORT": bool(coordinator), "--num_processes=N": num_processes > 0, "--process_id=I": process_id >= 0}
+  given = {
+    "--coordinator=HOST:PORT": bool(coordinator),
+    "--num_processes=N": num_processes > 0,
+    "--process_id=I": process_id >= 0,
+  }
   if num_processes == 1 and not coordinator:
     yield
     return
   if any(given.values()):
     if missing := [flag for flag, is_given in given.items() if not is_given]:
-      raise UserError(f"{' and '.join(missing)}: missing; {', '.join(given)} go together, in every process")
+      raise UserError(
+        f"{' and '.join(missing)}: missing; {', '.join(given)} go together, in every process"
+      )
     if process_id >= num_processes:
-      raise UserError(f"--process_id={process_id}: must be less than --num_processes={num_processes}; the first process is 0")
+      raise UserError(
+        f"--process_id={process_id}: must be less than --num_processes={num_processes}; the first process is 0"
+      )
     if not coordinator.rpartition(":")[2].isdecimal():
-      raise UserError(f"--coordinator={coordinator}: must be HOST:PORT of process 0, such as 10.0.0.2:9476")
+      raise UserError(
+        f"--coordinator={coordinator}: must be HOST:PORT of process 0, such as 10.0.0.2:9476"
+      )
     if process_id == 0:
       _check_port(coordinator)
-  where = f" of {num_processes} at {coordinator}, where process 0 listens" * any(given.values())
+  where = (
+    f" of {num_processes} at {coordinator}, where process 0 listens"
+    * any(given.values())
+  )
   end = _End(
     f"this process could not join the others{where}, within {timeout} s: start all of them, with the same --coordinator and "
     "--num_processes, and see that the others can reach process 0 there; --connect_timeout sets how long to wait"
@@ -87,12 +108,20 @@ def connected(coordinator: str = "", num_processes: int = 0, process_id: int = -
     end.forget()
     yield
     return
-  client, me = distributed.global_state.client, distributed.global_state.process_id
+  client, me = (
+    distributed.global_state.client,
+    distributed.global_state.process_id,
+  )
   end.if_aborted = f"process {me} has lost the others: one has ended or cannot be reached, as JAX says above; {_AGAIN}"
-  watcher = threading.Thread(target=_watch, args=(client, end), name="diffjax-processes", daemon=True)
+  watcher = threading.Thread(
+    target=_watch, args=(client, end), name="diffjax-processes", daemon=True
+  )
   watcher.start()
   try:
-    with signals.Watch((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), functools.partial(_interrupted, me, client, end)):
+    with signals.Watch(
+      (signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
+      functools.partial(_interrupted, me, client, end),
+    ):
       yield
   except BaseException as error:
     _fail(error, me, client, end)
@@ -106,17 +135,35 @@ def _check_port(coordinator: str) -> None:
   """Refuses a port on which JAX could not listen: it would crash."""
   port, both = int(coordinator.rpartition(":")[2]), socket.has_dualstack_ipv6()
   try:
-    socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both).close()
+    socket.create_server(
+      ("", port),
+      family=socket.AF_INET6 if both else socket.AF_INET,
+      dualstack_ipv6=both,
+    ).close()
   except (OSError, OverflowError) as error:
-    raise UserError(f"--coordinator={coordinator}: process 0 cannot listen there ({error}); end what does, or take another port") from error
+    raise UserError(
+      f"--coordinator={coordinator}: process 0 cannot listen there ({error}); end what does, or take another port"
+    ) from error
 
 
-def _initialize(coordinator: str, num_processes: int, process_id: int, timeout: int) -> bool:
+def _initialize(
+  coordinator: str, num_processes: int, process_id: int, timeout: int
+) -> bool:
   """Joins the other processes, if there are any or a cluster says that there may be. Returns whether it did."""
-  jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, and keep it until the first step
-  limits: dict[str, Any] = dict(initialization_timeout=timeout, heartbeat_timeout_seconds=_HEARTBEAT)
+  jax.config.update(
+    "jax_enable_preemption_service", False
+  )  # it would take SIGTERM, and keep it until the first step
+  limits: dict[str, Any] = dict(
+    initialization_timeout=timeout, heartbeat_timeout_seconds=_HEARTBEAT
+  )
   if coordinator:
-    jax.distributed.initialize(coordinator, num_processes, process_id, cluster_detection_method="deactivate", **limits)
+    jax.distributed.initialize(
+      coordinator,
+      num_processes,
+      process_id,
+      cluster_detection_method="deactivate",
+      **limits,
+    )
     return True
   indexed = "JOB_COMPLETION_INDEX" in os.environ
   try:
@@ -127,9 +174,14 @@ def _initialize(coordinator: str, num_processes: int, process_id: int, timeout: 
       raise RuntimeError(
         f"in this indexed Kubernetes Job JAX finds no others ({error}): pip install 'jax[k8s]', or pass --num_processes=1 to be alone"
       ) from error
-    if "coordinator_address should be defined" in str(error) or "KUBERNETES_SERVICE_HOST" in os.environ:
+    if (
+      "coordinator_address should be defined" in str(error)
+      or "KUBERNETES_SERVICE_HOST" in os.environ
+    ):
       return False
-    raise RuntimeError(f"{error}; pass --num_processes=1 to be alone") from error
+    raise RuntimeError(
+      f"{error}; pass --num_processes=1 to be alone"
+    ) from error
 
 
 class _End:
@@ -142,12 +194,21 @@ class _End:
   def __init__(self, if_aborted: str):
     self.if_aborted, self._once = if_aborted, threading.Lock()
     # libc's signal(), not Python's: Python's handlers do not run once the main thread is stuck in C++.
-    self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: self(self.if_aborted))
+    self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(
+      lambda _: self(self.if_aborted)
+    )
     self._signal = ctypes.CDLL(None).signal
-    self._signal.argtypes, self._signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-    self._previous = self._signal(signal.SIGABRT, ctypes.cast(self._handler, ctypes.c_void_p))
+    self._signal.argtypes, self._signal.restype = (
+      (ctypes.c_int, ctypes.c_void_p),
+      ctypes.c_void_p,
+    )
+    self._previous = self._signal(
+      signal.SIGABRT, ctypes.cast(self._handler, ctypes.c_void_p)
+    )
 
-  def __call__(self, message: str, before: Callable[[], None] = lambda: None, code: int = 1) -> NoReturn:
+  def __call__(
+    self, message: str, before: Callable[[], None] = lambda: None, code: int = 1
+  ) -> NoReturn:
     self._once.acquire()  # never released: a second caller waits until the process ends
     try:
       before()
@@ -177,7 +238,9 @@ def _interrupted(me: int, client: Any, end: _End, number: int) -> None:
     signals.end_at_once(number)
   reason = signals.reason(number)
   leave = functools.partial(_leave, client, f"process {me} stopped: {reason}")
-  threading.Thread(target=end, args=(reason, leave, 128 + number), daemon=True).start()
+  threading.Thread(
+    target=end, args=(reason, leave, 128 + number), daemon=True
+  ).start()
 
 
 def _fail(error: BaseException, me: int, client: Any, end: _End) -> NoReturn:
@@ -187,7 +250,9 @@ def _fail(error: BaseException, me: int, client: Any, end: _End) -> NoReturn:
     if told := _told(client, seconds=_GRACE):
       end(told, lambda: _leave(client, told))
     if any(word in reason for word in _LOST):
-      end(f"process {me} has lost the others: one has ended or cannot be reached ({_first_line(error)}); {_AGAIN}")
+      end(
+        f"process {me} has lost the others: one has ended or cannot be reached ({_first_line(error)}); {_AGAIN}"
+      )
     traceback.print_exception(error)
     reason = f"{type(error).__name__}: {reason}"
   end(reason, lambda: _leave(client, f"process {me} stopped: {reason}"))
@@ -233,17 +298,27 @@ class Agreement:
     """
     self._wish, self._alone, self._answer = wish, jax.process_count() == 1, None
     self._devices = NamedSharding(mesh, P(mesh.axis_names))
-    self._any = jax.jit(lambda wishes: wishes.max(), out_shardings=NamedSharding(mesh, P()))
+    self._any = jax.jit(
+      lambda wishes: wishes.max(), out_shardings=NamedSharding(mesh, P())
+    )
 
   def ask(self) -> None:
     """Starts the all-reduce. Every process calls it before it starts a step."""
     if not self._alone:
-      wishes = np.full(len(self._devices.addressable_devices), self._wish(), np.int32)
-      self._answer = self._any(jax.make_array_from_process_local_data(self._devices, wishes))
+      wishes = np.full(
+        len(self._devices.addressable_devices), self._wish(), np.int32
+      )
+      self._answer = self._any(
+        jax.make_array_from_process_local_data(self._devices, wishes)
+      )
 
   def __call__(self) -> bool:
     """The result of the last `ask`; the same in every process."""
-    return self._wish() if self._alone else self._answer is not None and bool(self._answer)
+    return (
+      self._wish()
+      if self._alone
+      else self._answer is not None and bool(self._answer)
+    )
 
 
 def gather(value: Any) -> list[Any]:
@@ -252,8 +327,13 @@ def gather(value: Any) -> list[Any]:
     return [value]
   text = np.frombuffer(json.dumps(value).encode(), np.uint8)
   sizes = multihost_utils.process_allgather(np.int32(text.size))
-  texts = multihost_utils.process_allgather(np.pad(text, (0, int(sizes.max()) - text.size)))
-  return [json.loads(texts[process, :size].tobytes()) for process, size in enumerate(sizes)]
+  texts = multihost_utils.process_allgather(
+    np.pad(text, (0, int(sizes.max()) - text.size))
+  )
+  return [
+    json.loads(texts[process, :size].tobytes())
+    for process, size in enumerate(sizes)
+  ]
 
 
 def check_same(settings: Mapping[str, Any]) -> None:
@@ -270,12 +350,19 @@ def check_same(settings: Mapping[str, Any]) -> None:
   for process, theirs in enumerate(others, start=1):
     for name in sorted({*first, *theirs}):
       if first.get(name) != theirs.get(name):
-        differing.setdefault(name, f"{name} is {first.get(name)!r} in process 0 and {theirs.get(name)!r} in process {process}")
+        differing.setdefault(
+          name,
+          f"{name} is {first.get(name)!r} in process 0 and {theirs.get(name)!r} in process {process}",
+        )
   if differing:
-    raise UserError(f"the processes do not fit: {'; '.join(differing.values())}; start all of them with the same command")
+    raise UserError(
+      f"the processes do not fit: {'; '.join(differing.values())}; start all of them with the same command"
+    )
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(
+  settings: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
   for name, value in settings.items():
     if isinstance(value, Mapping):
       yield from _flat(value, f"{prefix}{name}.")

@@ -29,7 +29,9 @@ from diffjax.ops.linear import linear
 from diffjax.parallel.rules import BATCH, LENGTH, SPECS
 
 
-def product(x: Float[Array, "B T *inputs"], parameter: Float[Array, "..."], name: str) -> Float[Array, "B T *outputs"]:
+def product(
+  x: Float[Array, "B T *inputs"], parameter: Float[Array, "..."], name: str
+) -> Float[Array, "B T *outputs"]:
   """x W in x's dtype: the sum over the inputs of a layer's parameter, [E, *outputs] or [*inputs, E].
 
   Without a mesh, or on one device, it is `linear`.
@@ -42,19 +44,31 @@ def product(x: Float[Array, "B T *inputs"], parameter: Float[Array, "..."], name
   parameter = dequantised(parameter)
   split = SPECS[name][1:]
   if _is_split():
-    return _product(x, parameter, (*split, *[None] * (parameter.ndim - len(split))))
+    return _product(
+      x, parameter, (*split, *[None] * (parameter.ndim - len(split)))
+    )
   inputs = x.shape[2:]
   w = parameter.reshape(math.prod(inputs), -1)
-  return linear(x.reshape(*x.shape[:2], -1), w).reshape(*x.shape[:2], *parameter.shape[len(inputs) :])
+  return linear(x.reshape(*x.shape[:2], -1), w).reshape(
+    *x.shape[:2], *parameter.shape[len(inputs) :]
+  )
 
 
-def whole(parameter: Float[Array, "..."], name: str, dtype: Any) -> Float[Array, "..."]:
+def whole(
+  parameter: Float[Array, "..."], name: str, dtype: Any
+) -> Float[Array, "..."]:
   """A layer's parameter in the compute dtype, gathered along the fsdp axis; along the tensor axis it stays split."""
-  return _whole(parameter, SPECS[name][1:], dtype) if _is_split() else parameter.astype(dtype)
+  return (
+    _whole(parameter, SPECS[name][1:], dtype)
+    if _is_split()
+    else parameter.astype(dtype)
+  )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def gather(shard: Float[Array, "..."], axis: int, name: str, dtype: Any) -> Float[Array, "..."]:
+def gather(
+  shard: Float[Array, "..."], axis: int, name: str, dtype: Any
+) -> Float[Array, "..."]:
   """Inside `shard_map`: the shards of all devices along a mesh axis, in a dtype, whose gradient is summed as a layer's is.
 
   Args:
@@ -98,28 +112,46 @@ def exchanges(mesh: Mesh | jax.sharding.AbstractMesh) -> bool:
 
 
 def _device_kind(mesh: Mesh | jax.sharding.AbstractMesh) -> str | None:
-  device = (mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh).abstract_device
+  device = (
+    mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+  ).abstract_device
   return device.device_kind if device is not None else None
 
 
 def _share_dtype(dtype: Any) -> Any:
   """Inside `shard_map`: the dtype in which a device sends its share of a gradient that it computes in `dtype`."""
-  return jnp.promote_types(jnp.float32, dtype) if uses_sparse_cores(jax.sharding.get_abstract_mesh()) else dtype
+  return (
+    jnp.promote_types(jnp.float32, dtype)
+    if uses_sparse_cores(jax.sharding.get_abstract_mesh())
+    else dtype
+  )
 
 
-def _sum_scattered(x: Float[Array, "..."], axis: int, name: str) -> Float[Array, "..."]:
+def _sum_scattered(
+  x: Float[Array, "..."], axis: int, name: str
+) -> Float[Array, "..."]:
   """Inside `shard_map`: the sum of all devices' x, float32, of which each keeps its part of an axis."""
   dtype = jnp.promote_types(jnp.float32, x.dtype)
   if not exchanges(jax.sharding.get_abstract_mesh()):
-    return lax.psum_scatter(x.astype(_share_dtype(x.dtype)), name, scatter_dimension=axis, tiled=True).astype(dtype)
+    return lax.psum_scatter(
+      x.astype(_share_dtype(x.dtype)), name, scatter_dimension=axis, tiled=True
+    ).astype(dtype)
   devices = lax.axis_size(name)
   parts = x.reshape(*x.shape[:axis], devices, -1, *x.shape[axis + 1 :])
-  parts = lax.all_to_all(parts, name, axis, axis, tiled=True) if devices > 1 else parts
+  parts = (
+    lax.all_to_all(parts, name, axis, axis, tiled=True)
+    if devices > 1
+    else parts
+  )
   return jnp.sum(parts.astype(dtype), axis=axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(x: Float[Array, "B T *inputs"], w: Float[Array, "..."], split: tuple[str | None, ...]) -> Float[Array, "B T *outputs"]:
+def _product(
+  x: Float[Array, "B T *inputs"],
+  w: Float[Array, "..."],
+  split: tuple[str | None, ...],
+) -> Float[Array, "B T *outputs"]:
   return jnp.tensordot(x, _whole(w, split, x.dtype), x.ndim - 2)
 
 
@@ -129,23 +161,35 @@ def _product_forward(x, w, split):
 
 def _product_backward(split, saved, dy):
   x, w = saved
-  inputs, kept = x.ndim - 2, tuple(None if axis == "fsdp" else axis for axis in split)
+  inputs, kept = (
+    x.ndim - 2,
+    tuple(None if axis == "fsdp" else axis for axis in split),
+  )
 
   def local(x, dy):
-    dw = jnp.tensordot(x, dy, ((0, 1), (0, 1)), preferred_element_type=_share_dtype(x.dtype))
-    return lax.psum(_sum_scattered(dw, split.index("fsdp"), "fsdp"), ("data", LENGTH))
+    dw = jnp.tensordot(
+      x, dy, ((0, 1), (0, 1)), preferred_element_type=_share_dtype(x.dtype)
+    )
+    return lax.psum(
+      _sum_scattered(dw, split.index("fsdp"), "fsdp"), ("data", LENGTH)
+    )
 
   specs = P(BATCH, LENGTH, *kept[:inputs]), P(BATCH, LENGTH, *kept[inputs:])
   dw = jax.shard_map(local, in_specs=specs, out_specs=P(*split))(x, dy)
   outputs = tuple(range(2, dy.ndim)), tuple(range(inputs, w.ndim))
-  return jnp.tensordot(dy, _whole(w, split, x.dtype), outputs), dw.astype(w.dtype)
+  return jnp.tensordot(dy, _whole(w, split, x.dtype), outputs), dw.astype(
+    w.dtype
+  )
 
 
 _product.defvjp(_product_forward, _product_backward)
 
 
 def _whole(parameter: jax.Array, split: Any, dtype: Any) -> jax.Array:
-  return lax.with_sharding_constraint(parameter.astype(dtype), P(*(None if axis == "fsdp" else axis for axis in split)))
+  return lax.with_sharding_constraint(
+    parameter.astype(dtype),
+    P(*(None if axis == "fsdp" else axis for axis in split)),
+  )
 
 
 def _is_split() -> bool:

@@ -15,10 +15,22 @@ from diffjax.parameters import FIELDS, PARAMETERS, Parameter
 BATCH, LENGTH = ("data", "fsdp"), "context"
 
 # Activations by the names the model gives their axes (flax's logical axis rules).
-ACTIVATIONS = (("batch", BATCH), ("length", LENGTH), ("embed", None), ("ffn", "tensor"))
+ACTIVATIONS = (
+  ("batch", BATCH),
+  ("length", LENGTH),
+  ("embed", None),
+  ("ffn", "tensor"),
+)
 
 # The mesh axis that splits an axis of a parameter, by its letter; the others stay whole.
-_SPLIT = {"E": "fsdp", "H": "tensor", "Q": "tensor", "K": "tensor", "F": "tensor", "N": "tensor"}
+_SPLIT = {
+  "E": "fsdp",
+  "H": "tensor",
+  "Q": "tensor",
+  "K": "tensor",
+  "F": "tensor",
+  "N": "tensor",
+}
 
 
 def _spec(parameter: Parameter) -> P:
@@ -38,7 +50,11 @@ SPECS = {name: _spec(parameter) for name, parameter in PARAMETERS.items()}
 def heads_sharding(params: dict[str, Any]) -> NamedSharding | None:
   """How arrays [rows, heads, …] lie beside a model's parameters: heads over the tensor axis of their mesh. None on one device."""
   sharding = getattr(params["embedding"], "sharding", None)
-  return NamedSharding(sharding.mesh, P(None, "tensor")) if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 else None
+  return (
+    NamedSharding(sharding.mesh, P(None, "tensor"))
+    if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
+    else None
+  )
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
@@ -50,9 +66,13 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
   """
 
   def sharding(path, leaf):
-    names = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+    names = [
+      entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)
+    ]
     spec = SPECS.get(names[-1], P()) if names else P()
-    if len(spec) > leaf.ndim:  # the optimizer's scalar stand-ins for arrays it does not treat
+    if (
+      len(spec) > leaf.ndim
+    ):  # the optimizer's scalar stand-ins for arrays it does not treat
       spec = P()
     for number, (size, axis) in enumerate(zip(leaf.shape, spec, strict=False)):
       if axis is not None and size % mesh.shape[axis]:

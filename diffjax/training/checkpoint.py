@@ -48,14 +48,22 @@ class Checkpoints:
     Raises:
       UserError: if the directory cannot be written.
     """
-    self._workdir, self._directory, self._keep = workdir, manifest.checkpoint_directory(workdir), keep
+    self._workdir, self._directory, self._keep = (
+      workdir,
+      manifest.checkpoint_directory(workdir),
+      keep,
+    )
     self._pending: concurrent.futures.Future[None] | None = None
     self._saved: int | None = None
-    self._damaged: set[int] = set()  # steps whose manifests are in order but whose files are not: only reading them tells
+    self._damaged: set[int] = (
+      set()
+    )  # steps whose manifests are in order but whose files are not: only reading them tells
     # Orbax logs a failure as one traceback per thread, and raises it too.
     logging.get_absl_logger().addFilter(_not_orbax)
     # One worker hashes and prunes in the order of the saves, while training goes on.
-    self._worker = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+    self._worker = concurrent.futures.ThreadPoolExecutor(
+      max_workers=1, thread_name_prefix="checkpoint"
+    )
     if jax.process_index() == 0:
       with _explained(self._directory):
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -64,9 +72,15 @@ class Checkpoints:
           manifest.delete(path)
 
   def save(
-    self, step: int, state: Any, *, data_state: dict[str, Any], config: dict[str, Any], metrics: Mapping[str, float] | None = None,
+    self,
+    step: int,
+    state: Any,
+    *,
+    data_state: dict[str, Any],
+    config: dict[str, Any],
+    metrics: Mapping[str, float] | None = None,
     in_pieces: bool = False,
-  ) -> bool:  # fmt: skip
+  ) -> bool:
     """Starts a save and returns as soon as the caller may donate `state`; the files are written meanwhile.
 
     It waits for the previous save, if that one is still under way. A save that fails is a warning, and its files are removed: the run can
@@ -92,16 +106,25 @@ class Checkpoints:
     self._saved = step
     self._damaged.discard(step)
     try:
-      self._check_room(step, sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
+      self._check_room(
+        step, sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+      )
       # overwrite: a step that `restore` has passed over may lie there.
       with _pieces() if in_pieces else contextlib.nullcontext():
         finish = ocp.save_checkpointables_async(
-          self._directory / str(step), {"state": state}, overwrite=True, custom_metadata={"data_state": data_state, "config": config}
+          self._directory / str(step),
+          {"state": state},
+          overwrite=True,
+          custom_metadata={"data_state": data_state, "config": config},
         ).result
     except _FAILURES as error:
       finish = functools.partial(_raise, error)
-    self._pending = self._worker.submit(self._complete, finish, step, dict(metrics or {}))
-    self._worker.submit(runtime.trim_freed_memory)  # as soon as nothing holds the copies that were saved
+    self._pending = self._worker.submit(
+      self._complete, finish, step, dict(metrics or {})
+    )
+    self._worker.submit(
+      runtime.trim_freed_memory
+    )  # as soon as nothing holds the copies that were saved
     return True
 
   def restore(self) -> Checkpoint | None:
@@ -142,8 +165,14 @@ class Checkpoints:
     return self
 
   def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-    if jax.process_count() > 1 and kind is not None and not issubclass(kind, UserError):
-      self._worker.shutdown(wait=False)  # another process may be dead: Orbax would wait for its part of the save
+    if (
+      jax.process_count() > 1
+      and kind is not None
+      and not issubclass(kind, UserError)
+    ):
+      self._worker.shutdown(
+        wait=False
+      )  # another process may be dead: Orbax would wait for its part of the save
     else:
       self.close()
 
@@ -163,7 +192,9 @@ class Checkpoints:
         manifest.delete(probe)
         if "://" not in os.fspath(path):
           disk = shutil.disk_usage(self._directory)
-          if disk.total and disk.free < size:  # some network file systems do not know, and report 0 for both
+          if (
+            disk.total and disk.free < size
+          ):  # some network file systems do not know, and report 0 for both
             problem = f"no space left: it takes {_in_words(size)}, and {_in_words(disk.free)} are free"
       except OSError as error:
         problem = str(error)
@@ -171,7 +202,9 @@ class Checkpoints:
       raise OSError(problem)
 
   @runtime.release_freed_memory()
-  def _complete(self, finish: Callable[[], Any], step: int, metrics: dict[str, float]) -> None:
+  def _complete(
+    self, finish: Callable[[], Any], step: int, metrics: dict[str, float]
+  ) -> None:
     """Completes a save in the worker: first the files, then the manifest, then the pruning, so that a kill at any moment leaves a complete
     step."""
     path = self._directory / str(step)
@@ -181,7 +214,9 @@ class Checkpoints:
         if jax.process_index() == 0:
           manifest.write(path, step, metrics)
     except UserError as error:
-      logging.warning("not saved: %s; the checkpoints before are as they were", error)
+      logging.warning(
+        "not saved: %s; the checkpoints before are as they were", error
+      )
       self._saved = None
       if jax.process_index() == 0:
         self._remove_failed(path, step)
@@ -214,7 +249,9 @@ class Checkpoints:
       if step not in self._damaged:
         with contextlib.suppress(manifest.Damage):
           manifests[step] = manifest.read(self._directory / str(step), step)
-    for _ in manifest.prune(self._directory, manifests, keep=self._keep, among=among):
+    for _ in manifest.prune(
+      self._directory, manifests, keep=self._keep, among=among
+    ):
       pass
 
 
@@ -246,7 +283,9 @@ class Checkpoint:
     try:
       return manifest.metadata(self.path)
     except manifest.Damage as damage:
-      raise UserError(f"cannot read or write the checkpoint {self.path}: {damage}") from damage
+      raise UserError(
+        f"cannot read or write the checkpoint {self.path}: {damage}"
+      ) from damage
 
   @property
   def config(self) -> dict[str, Any]:
@@ -268,8 +307,14 @@ class Checkpoint:
       UserError: if the checkpoint holds other parameters or another optimizer's state.
     """
     with _explained(self.path):
-      _check_shapes(ocp.checkpointables_metadata(self.path).metadata["state"], abstract_state, self.path)
-      return ocp.load_checkpointables(self.path, {"state": abstract_state})["state"]
+      _check_shapes(
+        ocp.checkpointables_metadata(self.path).metadata["state"],
+        abstract_state,
+        self.path,
+      )
+      return ocp.load_checkpointables(self.path, {"state": abstract_state})[
+        "state"
+      ]
 
   def params(self, abstract_params: Any) -> Any:
     """Reads the parameters alone.
@@ -282,15 +327,30 @@ class Checkpoint:
     """
     first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     wanted = jax.tree.map(
-      lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or first), abstract_params
+      lambda leaf: jax.ShapeDtypeStruct(
+        leaf.shape,
+        leaf.dtype,
+        sharding=getattr(leaf, "sharding", None) or first,
+      ),
+      abstract_params,
     )
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     with context, _explained(self.path):
-      _check_shapes(ocp.checkpointables_metadata(self.path).metadata["state"].get("params", {}), abstract_params, self.path)
-      return ocp.load_checkpointables(self.path, {"state": {"params": wanted}})["state"]["params"]
+      _check_shapes(
+        ocp.checkpointables_metadata(self.path)
+        .metadata["state"]
+        .get("params", {}),
+        abstract_params,
+        self.path,
+      )
+      return ocp.load_checkpointables(self.path, {"state": {"params": wanted}})[
+        "state"
+      ]["params"]
 
-  def copied_params(self, abstract_params: Any, room: Callable[[tuple[int, ...]], np.ndarray]) -> Any:
+  def copied_params(
+    self, abstract_params: Any, room: Callable[[tuple[int, ...]], np.ndarray]
+  ) -> Any:
     """Copies the parameters into arrays of the caller's, a stored piece at a time, so that they need not fit the memory.
 
     Args:
@@ -301,26 +361,51 @@ class Checkpoint:
       UserError: if the checkpoint's parameters have other names or shapes.
     """
     directory = self.path / "state"
-    place = os.fspath(directory) if "://" in os.fspath(directory) else f"file://{os.path.abspath(directory)}"
+    place = (
+      os.fspath(directory)
+      if "://" in os.fspath(directory)
+      else f"file://{os.path.abspath(directory)}"
+    )
     is_ocdbt = (directory / "manifest.ocdbt").exists()
 
     def copy(path: Any, leaf: Any) -> np.ndarray:
       name = f"params.{jax.tree_util.keystr(path, simple=True, separator='.')}/"
-      store = {"driver": "ocdbt", "base": f"{place}/", "path": name} if is_ocdbt else f"{place}/{name}"
-      stored, filled = tensorstore.open({"driver": "auto", "kvstore": store}).result(), room(leaf.shape)
+      store = (
+        {"driver": "ocdbt", "base": f"{place}/", "path": name}
+        if is_ocdbt
+        else f"{place}/{name}"
+      )
+      stored, filled = (
+        tensorstore.open({"driver": "auto", "kvstore": store}).result(),
+        room(leaf.shape),
+      )
       sizes: Any = stored.chunk_layout.read_chunk.shape
-      starts = (range(0, length, size) for length, size in zip(leaf.shape, sizes, strict=True))
+      starts = (
+        range(0, length, size)
+        for length, size in zip(leaf.shape, sizes, strict=True)
+      )
       for start in itertools.product(*starts):
-        piece = tuple(slice(at, min(at + size, length)) for at, size, length in zip(start, sizes, leaf.shape, strict=True))
+        piece = tuple(
+          slice(at, min(at + size, length))
+          for at, size, length in zip(start, sizes, leaf.shape, strict=True)
+        )
         filled[piece] = stored[piece].read().result()
       return filled
 
     with _explained(self.path):
-      _check_shapes(ocp.checkpointables_metadata(self.path).metadata["state"].get("params", {}), abstract_params, self.path)
+      _check_shapes(
+        ocp.checkpointables_metadata(self.path)
+        .metadata["state"]
+        .get("params", {}),
+        abstract_params,
+        self.path,
+      )
       return jax.tree_util.tree_map_with_path(copy, abstract_params)
 
 
-def open_checkpoint(workdir: epath.PathLike, step: int | None = None) -> Checkpoint:
+def open_checkpoint(
+  workdir: epath.PathLike, step: int | None = None
+) -> Checkpoint:
   """A run's newest complete checkpoint, or that of a step.
 
   Args:
@@ -338,11 +423,18 @@ def open_checkpoint(workdir: epath.PathLike, step: int | None = None) -> Checkpo
   try:
     manifest.verify(directory / str(step), step)
   except manifest.Damage as damage:
-    raise UserError(f"there is no complete checkpoint of step {step} in {directory}: {damage}") from damage
+    raise UserError(
+      f"there is no complete checkpoint of step {step} in {directory}: {damage}"
+    ) from damage
   return Checkpoint(directory / str(step), step)
 
 
-def find_checkpoint(workdir: epath.PathLike, *, before: int | None = None, config_only: bool = False) -> Checkpoint | None:
+def find_checkpoint(
+  workdir: epath.PathLike,
+  *,
+  before: int | None = None,
+  config_only: bool = False,
+) -> Checkpoint | None:
   """The newest complete checkpoint, if there is one. Process 0 looks, and tells the others.
 
   Args:
@@ -357,10 +449,14 @@ def find_checkpoint(workdir: epath.PathLike, *, before: int | None = None, confi
   directory = manifest.checkpoint_directory(workdir)
   found, passed_over, reason = -1, set(), ""
   steps = manifest.steps(directory) if jax.process_index() == 0 else []
-  for step in reversed(steps if before is None else [step for step in steps if step < before]):
+  for step in reversed(
+    steps if before is None else [step for step in steps if step < before]
+  ):
     path = directory / str(step)
     try:
-      manifest.verify(path, step, only=manifest.METADATA if config_only else None)
+      manifest.verify(
+        path, step, only=manifest.METADATA if config_only else None
+      )
     except manifest.Damage as damage:
       passed_over.add(step)
       reason = reason or f"{step}: {damage}"
@@ -371,7 +467,9 @@ def find_checkpoint(workdir: epath.PathLike, *, before: int | None = None, confi
       break
   else:
     # A step alone and without a manifest is the run's first save, interrupted.
-    if len(passed_over) > 1 or any(manifest.has_manifest(directory / str(step)) for step in passed_over):
+    if len(passed_over) > 1 or any(
+      manifest.has_manifest(directory / str(step)) for step in passed_over
+    ):
       found = -2
   found, reason = gather((found, reason))[0]
   if found == -2 and before is None:
@@ -379,7 +477,11 @@ def find_checkpoint(workdir: epath.PathLike, *, before: int | None = None, confi
       f"every checkpoint in {directory} is damaged ({reason}): put an intact copy of one there, or start from the beginning with "
       "another --workdir"
     )
-  return None if found < 0 else Checkpoint(directory / str(found), found, frozenset(passed_over))
+  return (
+    None
+    if found < 0
+    else Checkpoint(directory / str(found), found, frozenset(passed_over))
+  )
 
 
 def _check_shapes(saved: Any, wanted: Any, path: epath.Path) -> None:
@@ -394,15 +496,23 @@ def _check_shapes(saved: Any, wanted: Any, path: epath.Path) -> None:
       difference = f"it has {name} {there[name]}, which is not there here"
     else:
       difference = f"{name} is {there[name]} there and {here[name]} here"
-    of_optimizer = "; config.train.init_from starts another --workdir from its parameters" * name.startswith("opt_state")
-    raise UserError(f"checkpoint {path} is of another model or optimizer: {difference}{of_optimizer}")
+    of_optimizer = (
+      "; config.train.init_from starts another --workdir from its parameters"
+      * name.startswith("opt_state")
+    )
+    raise UserError(
+      f"checkpoint {path} is of another model or optimizer: {difference}{of_optimizer}"
+    )
 
 
 def _shapes(tree: Any) -> Iterator[tuple[str, list[int]]]:
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
     if jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key):
       leaf = jax.eval_shape(jax.random.key_data, leaf)  # as Orbax stores it
-    yield jax.tree_util.keystr(path, simple=True, separator="/"), list(leaf.shape)
+    yield (
+      jax.tree_util.keystr(path, simple=True, separator="/"),
+      list(leaf.shape),
+    )
 
 
 # TensorStore reports a full disk as a ValueError; Orbax says of anything else that it finds no handler, which is a KeyError.
@@ -433,4 +543,6 @@ def _explained(path: epath.Path) -> Iterator[None]:
     yield
   except _FAILURES as error:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    raise UserError(f"cannot read or write the checkpoint {path}: {reason}") from error
+    raise UserError(
+      f"cannot read or write the checkpoint {path}: {reason}"
+    ) from error

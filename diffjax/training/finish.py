@@ -17,7 +17,14 @@ from diffjax.styles import style
 from diffjax.training.metrics import read_log
 
 
-def finish(config: Config, workdir: str, model: Decoder, params: Any, tokenizer: Tokenizer, scores: Mapping[str, float]) -> None:
+def finish(
+  config: Config,
+  workdir: str,
+  model: Decoder,
+  params: Any,
+  tokenizer: Tokenizer,
+  scores: Mapping[str, float],
+) -> None:
   """Writes loss.png and sample.txt into the workdir, and prints the sample and the scores. All processes call it.
 
   Args:
@@ -29,33 +36,50 @@ def finish(config: Config, workdir: str, model: Decoder, params: Any, tokenizer:
     scores: The last validation losses, by name.
   """
   path = epath.Path(workdir)
-  text = _sample(config, model, params, tokenizer)  # by all processes, since they share the parameters
+  text = _sample(
+    config, model, params, tokenizer
+  )  # by all processes, since they share the parameters
   if jax.process_index() != 0:
     return
   try:
-    plot_losses(path / "metrics.jsonl", path / "loss.png", config.model.attention)
+    plot_losses(
+      path / "metrics.jsonl", path / "loss.png", config.model.attention
+    )
     if text:
       (path / "sample.txt").write_text(text, encoding="utf-8")
   except OSError as error:
-    logging.warning("cannot write the plot and the sample in %s: %s", path, error)
+    logging.warning(
+      "cannot write the plot and the sample in %s: %s", path, error
+    )
   if text:
     print(f"\n--- a sample ---\n{text}\n---")
   for name, value in scores.items():
     print(f"{name} {value:.4f}")
-  print(f"{path}: checkpoints, config.toml, metrics.jsonl, TensorBoard files, loss.png{', sample.txt' * bool(text)}")
+  print(
+    f"{path}: checkpoints, config.toml, metrics.jsonl, TensorBoard files, loss.png{', sample.txt' * bool(text)}"
+  )
 
 
-def _sample(config: Config, model: Decoder, params: Any, tokenizer: Tokenizer) -> str:
+def _sample(
+  config: Config, model: Decoder, params: Any, tokenizer: Tokenizer
+) -> str:
   """The config's prompt and how the model continues it; "" if the config asks for no sample, or the prompt leaves no room for one."""
-  prompt = [tokenizer.separator, *map(int, tokenizer.encode(config.train.sample_prompt))]
+  prompt = [
+    tokenizer.separator,
+    *map(int, tokenizer.encode(config.train.sample_prompt)),
+  ]
   count = min(config.train.sample_tokens, config.model.max_length - len(prompt))
   if count < 1:
     return ""
-  [ids] = Sampler(model, params, capacity=len(prompt) + count).generate([prompt], count, temperature=0.8)
+  [ids] = Sampler(model, params, capacity=len(prompt) + count).generate(
+    [prompt], count, temperature=0.8
+  )
   return config.train.sample_prompt + tokenizer.decode(ids)
 
 
-def plot_losses(jsonl: epath.PathLike, png: epath.PathLike, attention: str) -> None:
+def plot_losses(
+  jsonl: epath.PathLike, png: epath.PathLike, attention: str
+) -> None:
   """Draws training and validation loss against steps.
 
   Args:

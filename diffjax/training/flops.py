@@ -36,7 +36,14 @@ def peak_flops(device_kind: str) -> float | None:
   Args:
     device_kind: `jax.Device.device_kind`, such as "TPU v5 lite" or "NVIDIA H200".
   """
-  return next((flops for start, flops in _PEAK_FLOPS if device_kind.startswith(start) and device_kind != "TPU v4 lite"), None)
+  return next(
+    (
+      flops
+      for start, flops in _PEAK_FLOPS
+      if device_kind.startswith(start) and device_kind != "TPU v4 lite"
+    ),
+    None,
+  )
 
 
 class StepFlops(NamedTuple):
@@ -46,7 +53,9 @@ class StepFlops(NamedTuple):
   training: int
 
 
-def step_flops(model: ModelConfig, length: int, tokens: int, frozen: Collection[str] = ()) -> StepFlops:
+def step_flops(
+  model: ModelConfig, length: int, tokens: int, frozen: Collection[str] = ()
+) -> StepFlops:
   """Nominal model FLOPs: every matrix product once forward, and twice its forward backward, once with a frozen matrix; nothing for
   rematerialisation.
 
@@ -64,17 +73,29 @@ def step_flops(model: ModelConfig, length: int, tokens: int, frozen: Collection[
     FLOPs of the forward pass over those tokens, and of a training step on them.
   """
   output = "embedding" if model.tie_embeddings else "unembedding"
-  matrices = {output: model.vocab_size * model.embed_dim}  # multiply-adds of a token, by name
+  matrices = {
+    output: model.vocab_size * model.embed_dim
+  }  # multiply-adds of a token, by name
   upper = axis_sizes(model)
   for path, shape in parameter_shapes(model).items():
     if (name := path.rpartition("/")[2]) in MATRICES:
-      matrices[name] = matrices.get(name, 0) + math.prod(shape) * math.prod(upper[axis] for axis in PARAMETERS[name].shared)
+      matrices[name] = matrices.get(name, 0) + math.prod(shape) * math.prod(
+        upper[axis] for axis in PARAMETERS[name].shared
+      )
   row = length * sum(matrices.values())
   for stack in stacks(model).values():
     sizes = axis_sizes(stack)
-    row += sizes["Q"] * sizes["G"] * (stack.head_dim + sizes["V"]) * _pairs(stack, length)
+    row += (
+      sizes["Q"]
+      * sizes["G"]
+      * (stack.head_dim + sizes["V"])
+      * _pairs(stack, length)
+    )
   forward = 2 * row * tokens // length
-  return StepFlops(forward, 3 * forward - 2 * tokens * sum(matrices.get(name, 0) for name in frozen))
+  return StepFlops(
+    forward,
+    3 * forward - 2 * tokens * sum(matrices.get(name, 0) for name in frozen),
+  )
 
 
 def parameter_count(model: ModelConfig) -> int:
@@ -88,6 +109,8 @@ def _pairs(model: ModelConfig, length: int) -> int:
   total = 0
   for number in which:
     window = min(sizes[number] or length, length)
-    before = window * (window + 1) // 2 + (length - window) * window  # with the token itself
+    before = (
+      window * (window + 1) // 2 + (length - window) * window
+    )  # with the token itself
     total += before if model.causal else 2 * before - length
   return total

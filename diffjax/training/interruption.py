@@ -20,7 +20,9 @@ class Interruption:
 
   def __enter__(self) -> Interruption:
     self.started = self._received = self._said = False
-    self._watch = Watch((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), self._react, self._receive).__enter__()
+    self._watch = Watch(
+      (signal.SIGINT, signal.SIGTERM, signal.SIGHUP), self._react, self._receive
+    ).__enter__()
     return self
 
   def __exit__(self, *exception: Any) -> None:
@@ -39,4 +41,6 @@ class Interruption:
       self._watch.outer(number)
       return
     self._received = self._said = True
-    say(f"{signal.Signals(number).name}: saving after this step (once more to stop at once)")
+    say(
+      f"{signal.Signals(number).name}: saving after this step (once more to stop at once)"
+    )

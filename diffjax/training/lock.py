@@ -33,7 +33,9 @@ def lock(workdir: epath.PathLike) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = open(path, "a+", encoding="utf-8")
   except OSError as error:
-    raise UserError(f"cannot write in the workdir {path.parent}: {error.strerror}") from error
+    raise UserError(
+      f"cannot write in the workdir {path.parent}: {error.strerror}"
+    ) from error
   with file:
     try:
       # Not flock: a forked child would share that lock and keep it after a kill. This one belongs to the process alone.
@@ -41,8 +43,12 @@ def lock(workdir: epath.PathLike) -> Iterator[None]:
     except OSError as error:
       file.seek(0)
       holder = file.read().strip() or "another process"
-      raise UserError(f"{path.parent} is in use by {holder}: wait until it ends, stop it, or use another --workdir") from error
-    with contextlib.suppress(OSError):  # The name is for the message above alone; a full disk may refuse it.
+      raise UserError(
+        f"{path.parent} is in use by {holder}: wait until it ends, stop it, or use another --workdir"
+      ) from error
+    with contextlib.suppress(
+      OSError
+    ):  # The name is for the message above alone; a full disk may refuse it.
       file.truncate(0)
       file.write(f"process {os.getpid()} on {socket.gethostname()}")
       file.flush()

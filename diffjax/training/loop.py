@@ -23,7 +23,11 @@ def train(config: Config, workdir: str) -> None:
     UserError: for whatever the user can fix: a config that does not fit the devices, the data or the checkpoint; or
       `train.max_skipped_in_a_row` steps in a row whose loss or gradient was not finite or spiked.
   """
-  steps, eval_interval, checkpoint_interval = config.train.steps, config.eval.interval, config.train.checkpoint_interval
+  steps, eval_interval, checkpoint_interval = (
+    config.train.steps,
+    config.eval.interval,
+    config.train.checkpoint_interval,
+  )
   with Session(config, workdir) as session:
     # Restore.
     state = session.restore()
@@ -33,7 +37,9 @@ def train(config: Config, workdir: str) -> None:
         done = step >= steps
         ending = done or stopping()
         fresh = step > first  # what was restored has been evaluated and saved
-        evaluating = fresh and eval_interval > 0 and (done or step % eval_interval == 0)
+        evaluating = (
+          fresh and eval_interval > 0 and (done or step % eval_interval == 0)
+        )
         saving = fresh and (ending or step % checkpoint_interval == 0)
         session.profile(step, ending)
         if evaluating or saving:

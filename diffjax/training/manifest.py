@@ -43,19 +43,32 @@ def checkpoint_directory(workdir: epath.PathLike) -> epath.Path:
     UserError: if it is a gs:// path and the package that reads those is not installed.
   """
   path = epath.Path(workdir)
-  if os.fspath(path).startswith("gs://") and importlib.util.find_spec("gcsfs") is None:
-    raise UserError(f"the workdir {workdir} needs gcsfs: pip install 'diffjax[gcs]'")
-  return (path if _is_remote(path) else path.expanduser().absolute()) / "checkpoints"
+  if (
+    os.fspath(path).startswith("gs://")
+    and importlib.util.find_spec("gcsfs") is None
+  ):
+    raise UserError(
+      f"the workdir {workdir} needs gcsfs: pip install 'diffjax[gcs]'"
+    )
+  return (
+    path if _is_remote(path) else path.expanduser().absolute()
+  ) / "checkpoints"
 
 
 def steps(directory: epath.Path) -> list[int]:
   """The steps in a checkpoint directory, complete or not, in ascending order."""
-  return sorted(int(name) for name in _names(directory) if name.isdecimal() and str(int(name)) == name)
+  return sorted(
+    int(name)
+    for name in _names(directory)
+    if name.isdecimal() and str(int(name)) == name
+  )
 
 
 def temporaries(directory: epath.Path) -> list[epath.Path]:
   """The directories of saves that are under way or were interrupted."""
-  return sorted(directory / name for name in _names(directory) if _TEMPORARY in name)
+  return sorted(
+    directory / name for name in _names(directory) if _TEMPORARY in name
+  )
 
 
 def temporary(path: epath.Path) -> epath.Path:
@@ -69,7 +82,9 @@ def _names(directory: epath.Path) -> list[str]:
   except FileNotFoundError:
     return []
   except OSError as error:
-    raise UserError(f"cannot read {directory}: {error.strerror or error}") from error
+    raise UserError(
+      f"cannot read {directory}: {error.strerror or error}"
+    ) from error
 
 
 def has_manifest(path: epath.Path) -> bool:
@@ -86,11 +101,15 @@ def read(path: epath.Path, step: int) -> dict[str, Any]:
   try:
     text = (path / _MANIFEST).read_text(encoding="utf-8")
   except FileNotFoundError as error:
-    raise Damage(f"it has no {_MANIFEST}: its save or its deletion was interrupted") from error
+    raise Damage(
+      f"it has no {_MANIFEST}: its save or its deletion was interrupted"
+    ) from error
   except UnicodeDecodeError as error:
     raise Damage(f"{_MANIFEST} is damaged") from error
   except OSError as error:
-    raise Damage(f"{_MANIFEST} cannot be read: {error.strerror or error}") from error
+    raise Damage(
+      f"{_MANIFEST} cannot be read: {error.strerror or error}"
+    ) from error
   try:
     body = json.loads(text)
     body.pop("sha256")
@@ -111,12 +130,16 @@ def metadata(path: epath.Path) -> dict[str, Any]:
     Damage: if it cannot be read.
   """
   try:
-    return json.loads((path / METADATA).read_text(encoding="utf-8"))["custom_metadata"]
+    return json.loads((path / METADATA).read_text(encoding="utf-8"))[
+      "custom_metadata"
+    ]
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise Damage(f"{METADATA} cannot be read: {error}") from error
 
 
-def verify(path: epath.Path, step: int, *, only: str | None = None, contents: bool = True) -> dict[str, Any]:
+def verify(
+  path: epath.Path, step: int, *, only: str | None = None, contents: bool = True
+) -> dict[str, Any]:
   """Compares a step's files with its manifest.
 
   Args:
@@ -134,10 +157,23 @@ def verify(path: epath.Path, step: int, *, only: str | None = None, contents: bo
   body = read(path, step)
   names = [name for name in body["files"] if only in (None, name)]
   with concurrent.futures.ThreadPoolExecutor(max_workers=8) as pool:
-    for _ in pool.map(lambda name: _compare(path, name, body["files"][name], contents), names):
+    for _ in pool.map(
+      lambda name: _compare(path, name, body["files"][name], contents), names
+    ):
       pass
   try:
-    extra = next((name for name in _files(path) if "/" in name and name not in body["files"]), None) if only is None else None
+    extra = (
+      next(
+        (
+          name
+          for name in _files(path)
+          if "/" in name and name not in body["files"]
+        ),
+        None,
+      )
+      if only is None
+      else None
+    )
   except OSError as error:
     raise Damage(f"it cannot be read: {error}") from error
   if extra is not None:
@@ -145,7 +181,9 @@ def verify(path: epath.Path, step: int, *, only: str | None = None, contents: bo
   return body
 
 
-def _compare(path: epath.Path, name: str, expected: Mapping[str, Any], contents: bool) -> None:
+def _compare(
+  path: epath.Path, name: str, expected: Mapping[str, Any], contents: bool
+) -> None:
   try:
     size = _size(path / name)
     if size is None:
@@ -164,7 +202,9 @@ def _size(file: epath.Path) -> int | None:
   """Bytes, or None if it is a directory, or a pipe or socket, which would be waited for for ever."""
   if _is_remote(file):
     return file.stat().length
-  found = os.stat(file)  # epath's fails for a user without a name, as in containers.
+  found = os.stat(
+    file
+  )  # epath's fails for a user without a name, as in containers.
   return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
@@ -179,8 +219,17 @@ def write(path: epath.Path, step: int, metrics: Mapping[str, float]) -> None:
   names = list(_files(path))
   with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
     fingerprints = list(pool.map(functools.partial(_fingerprint, path), names))
-  finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-  body = {"step": step, "time": round(time.time(), 3), "metrics": finite, "files": dict(zip(names, fingerprints, strict=True))}
+  finite = {
+    name: float(value)
+    for name, value in metrics.items()
+    if math.isfinite(value)
+  }
+  body = {
+    "step": step,
+    "time": round(time.time(), 3),
+    "metrics": finite,
+    "files": dict(zip(names, fingerprints, strict=True)),
+  }
   unfinished = path / f"{_MANIFEST}.tmp"
   unfinished.write_text(_render(body), encoding="utf-8")
   unfinished.replace(path / _MANIFEST)
@@ -188,7 +237,9 @@ def write(path: epath.Path, step: int, metrics: Mapping[str, float]) -> None:
 
 def _render(body: Mapping[str, Any]) -> str:
   """The manifest's text, its own checksum in it."""
-  checksum = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+  checksum = hashlib.sha256(
+    json.dumps(body, sort_keys=True).encode()
+  ).hexdigest()
   return json.dumps({**body, "sha256": checksum}, sort_keys=True, indent=1)
 
 
@@ -211,11 +262,21 @@ def _fingerprint(path: epath.Path, name: str) -> dict[str, Any]:
 
 def best(manifests: Mapping[int, Mapping[str, Any]]) -> int | None:
   """The step with the least "validation/loss" (the first of equals), or None if none has one."""
-  scores = {step: body["metrics"][BEST_METRIC] for step, body in sorted(manifests.items()) if BEST_METRIC in body["metrics"]}
+  scores = {
+    step: body["metrics"][BEST_METRIC]
+    for step, body in sorted(manifests.items())
+    if BEST_METRIC in body["metrics"]
+  }
   return min(scores, key=scores.__getitem__, default=None)
 
 
-def prune(directory: epath.Path, manifests: Mapping[int, Mapping[str, Any]], *, keep: int, among: Iterable[int]) -> Iterator[epath.Path]:
+def prune(
+  directory: epath.Path,
+  manifests: Mapping[int, Mapping[str, Any]],
+  *,
+  keep: int,
+  among: Iterable[int],
+) -> Iterator[epath.Path]:
   """Deletes steps, complete or not, except the newest complete ones and the best.
 
   Args:

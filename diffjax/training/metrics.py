@@ -78,7 +78,10 @@ class MetricWriter:
     if not is_writer:
       return
     workdir = epath.Path(workdir)
-    self._path, self._tensorboard_dir = workdir / "metrics.jsonl", workdir / "tensorboard"
+    self._path, self._tensorboard_dir = (
+      workdir / "metrics.jsonl",
+      workdir / "tensorboard",
+    )
     self._remote = _is_remote(workdir)
     self._interval, self._written_at = remote_interval, time.monotonic()
     try:
@@ -92,18 +95,31 @@ class MetricWriter:
     except OSError as error:
       raise UserError(f"cannot write metrics in {workdir}: {error}") from error
 
-  def _open_tensorboard(self, config: Mapping[str, Any], resume_step: int) -> None:
+  def _open_tensorboard(
+    self, config: Mapping[str, Any], resume_step: int
+  ) -> None:
     """tensorboardX.SummaryWriter does not serve: when its thread cannot write, it dies, and the run waits for it for ever."""
-    self._local_tensorboard = epath.Path(tempfile.mkdtemp(prefix="diffjax-tensorboard-")) if self._remote else self._tensorboard_dir
+    self._local_tensorboard = (
+      epath.Path(tempfile.mkdtemp(prefix="diffjax-tensorboard-"))
+      if self._remote
+      else self._tensorboard_dir
+    )
     self._local_tensorboard.mkdir(parents=True, exist_ok=True)
     # TensorBoard reads the files in the order of their names, hence the time; a quick restart falls into the same second, hence the rest.
     name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{resume_step:08d}-{uuid.uuid4().hex[:8]}"
     self._tensorboard = _Appender(self._local_tensorboard / name)
     self._tensorboard.write(_record(file_version="brain.Event:2"))
     # Hides what an interrupted run logged after the checkpoint.
-    self._tensorboard.write(_record(step=resume_step + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START)))
+    self._tensorboard.write(
+      _record(
+        step=resume_step + 1,
+        session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START),
+      )
+    )
     text = f"```json\n{json.dumps(config, indent=2, ensure_ascii=False)}\n```"
-    self._tensorboard.write(_record(step=resume_step, summary=summary.text("config", text)))
+    self._tensorboard.write(
+      _record(step=resume_step, summary=summary.text("config", text))
+    )
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
     """Adds the metrics of one step; nothing if there are none.
@@ -115,16 +131,30 @@ class MetricWriter:
     if not self._is_writer or not values:
       return
     numbers = {name: float(value) for name, value in values.items()}
-    finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-    line = json.dumps({"step": int(step), "time": round(time.time(), 3), **finite}, allow_nan=False) + "\n"
+    finite = {
+      name: value if math.isfinite(value) else None
+      for name, value in numbers.items()
+    }
+    line = (
+      json.dumps(
+        {"step": int(step), "time": round(time.time(), 3), **finite},
+        allow_nan=False,
+      )
+      + "\n"
+    )
     with self._warning():
       if self._file is not None:
         self._file.write(line.encode())
       else:
         self._lines.append(line)
     with self._warning():
-      scalars = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]  # summary.scalar warns of every NaN
-      self._tensorboard.write(_record(step=step, summary=Summary(value=scalars)))
+      scalars = [
+        Summary.Value(tag=name, simple_value=value)
+        for name, value in numbers.items()
+      ]  # summary.scalar warns of every NaN
+      self._tensorboard.write(
+        _record(step=step, summary=Summary(value=scalars))
+      )
     if self._wandb is not None:
       self._wandb.log(numbers, step=step)
     if self._remote and time.monotonic() - self._written_at >= self._interval:
@@ -152,12 +182,18 @@ class MetricWriter:
       yield
     except OSError as error:
       if not self._warned:
-        logging.warning("cannot write metrics in %s: %s; the run goes on, and tries again", self._path.parent, error)
+        logging.warning(
+          "cannot write metrics in %s: %s; the run goes on, and tries again",
+          self._path.parent,
+          error,
+        )
       self._warned = True
 
   def _kept_lines(self, resume_step: int) -> list[str]:
     kept = []
-    for line in self._path.read_bytes().splitlines() if self._path.exists() else []:
+    for line in (
+      self._path.read_bytes().splitlines() if self._path.exists() else []
+    ):
       try:
         if json.loads(line)["step"] <= resume_step:
           kept.append(line.decode() + "\n")
@@ -193,7 +229,12 @@ def _record(**fields: Any) -> bytes:
   """A TensorBoard event as its files hold it: length, the length's checksum, the event, the event's checksum."""
   data = event_pb2.Event(wall_time=time.time(), **fields).SerializeToString()
   length = struct.pack("<Q", len(data))
-  return length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data))
+  return (
+    length
+    + struct.pack("<I", masked_crc32c(length))
+    + data
+    + struct.pack("<I", masked_crc32c(data))
+  )
 
 
 def _is_remote(path: epath.Path) -> bool:
@@ -210,7 +251,9 @@ def _replace(path: epath.Path, text: str) -> None:
     temporary.replace(path)
 
 
-def _open_wandb(project: str, workdir: epath.Path, config: Mapping[str, Any]) -> Any:
+def _open_wandb(
+  project: str, workdir: epath.Path, config: Mapping[str, Any]
+) -> Any:
   try:
     import wandb
   except ImportError as error:
@@ -222,4 +265,10 @@ def _open_wandb(project: str, workdir: epath.Path, config: Mapping[str, Any]) ->
   if not identity.exists():
     identity.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
   local = tempfile.gettempdir() if _is_remote(workdir) else os.fspath(workdir)
-  return wandb.init(project=project, id=identity.read_text(encoding="utf-8").strip(), resume="allow", config=dict(config), dir=local)
+  return wandb.init(
+    project=project,
+    id=identity.read_text(encoding="utf-8").strip(),
+    resume="allow",
+    config=dict(config),
+    dir=local,
+  )

@@ -18,7 +18,10 @@ from diffjax.training.trained import Trained, load
 _BATCH = 16
 
 
-def train(config: Config | ml_collections.ConfigDict | dict[str, Any], workdir: epath.PathLike) -> Trained:
+def train(
+  config: Config | ml_collections.ConfigDict | dict[str, Any],
+  workdir: epath.PathLike,
+) -> Trained:
   """Trains to `config.train.steps`, from the newest checkpoint in `workdir` if there is one, and loads what has been trained.
 
   It may be called again and again, and in any thread. In the main thread Ctrl-C ends it after the step in hand, with a checkpoint;
@@ -74,4 +77,11 @@ def generate(
   """
   texts = [prompts] if isinstance(prompts, str) else list(prompts)
   sampler = Sampler(trained, batch_size=max(1, min(len(texts), _BATCH)))
-  return sampler.generate(texts, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+  return sampler.generate(
+    texts,
+    max_new_tokens,
+    temperature=temperature,
+    top_k=top_k,
+    top_p=top_p,
+    seed=seed,
+  )

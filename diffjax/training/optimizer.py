@@ -33,7 +33,9 @@ _MEASURED = {"loss": "loss", "grad_norm": "gradient's norm"}
 _LEAST_DEVIATION = (0.01, 1 / 6)
 
 
-def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(
+  config: OptimizerConfig, schedule: optax.Schedule
+) -> optax.GradientTransformationExtraArgs:
   """Clip → Adam or Muon direction → decoupled weight decay → learning rate, with non-finite and spiking steps skipped.
 
   A step is skipped if its gradient's global norm (or its loss, if the caller passes it as `update(…, value=loss)`) is not finite, or lies
@@ -53,8 +55,14 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
   adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
   if config.name == "muon":
     muon = optax.chain(
-      optax.contrib.scale_by_muon(beta=config.muon_momentum, weight_dimension_numbers=_muon_axes),
-      optax.stateless(lambda updates, _: jax.tree.map(_to_adam_rms, updates, _muon_axes(updates))),
+      optax.contrib.scale_by_muon(
+        beta=config.muon_momentum, weight_dimension_numbers=_muon_axes
+      ),
+      optax.stateless(
+        lambda updates, _: jax.tree.map(
+          _to_adam_rms, updates, _muon_axes(updates)
+        )
+      ),
     )
     direction = optax.partition({"muon": muon, "adam": adam}, _labels)
   elif config.name == "adamw":
@@ -64,7 +72,9 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
   return optax.chain(
     _skip_bad_steps(
       optax.chain(
-        optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
+        optax.clip_by_global_norm(config.clip_norm)
+        if config.clip_norm
+        else optax.identity(),
         direction,
         optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
       ),
@@ -87,7 +97,10 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
   Returns:
     A function of the step (updates taken before it) that may be traced.
   """
-  peak, floor = config.learning_rate, config.learning_rate * config.final_fraction
+  peak, floor = (
+    config.learning_rate,
+    config.learning_rate * config.final_fraction,
+  )
   warmup = min(config.warmup_steps, steps)
   left = max(steps - warmup, 1)
   parts: list[optax.Schedule]
@@ -95,14 +108,26 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
   if config.schedule == "linear":
     parts, starts = [optax.linear_schedule(peak, floor, left)], []
   elif config.schedule == "cosine":
-    parts, starts = [optax.cosine_decay_schedule(peak, left, alpha=config.final_fraction)], []
+    parts, starts = (
+      [optax.cosine_decay_schedule(peak, left, alpha=config.final_fraction)],
+      [],
+    )
   elif config.schedule == "wsd":
     decay = min(max(round(steps * config.decay_fraction), 1), left)
-    parts, starts = [optax.constant_schedule(peak), optax.linear_schedule(peak, floor, decay)], [warmup + left - decay]
+    parts, starts = (
+      [
+        optax.constant_schedule(peak),
+        optax.linear_schedule(peak, floor, decay),
+      ],
+      [warmup + left - decay],
+    )
   else:
     raise ValueError(f"no schedule is called {config.schedule!r}")
   if warmup:
-    parts, starts = [optax.linear_schedule(0.0, peak, warmup), *parts], [warmup, *starts]
+    parts, starts = (
+      [optax.linear_schedule(0.0, peak, warmup), *parts],
+      [warmup, *starts],
+    )
   return optax.join_schedules(parts, starts)
 
 
@@ -119,12 +144,18 @@ def trained_part(config: OptimizerConfig, params: Any) -> Any:
   Raises:
     UserError: if config.frozen or config.trained has a name that is not a parameter's, or that the model lacks.
   """
-  here = {_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+  here = {
+    _name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)
+  }
   for field in ("frozen", "trained"):
     if missing := _names(config, field) - here:
-      raise UserError(f"config.optimizer.{field}: this model has no {min(missing)!r}; it has {', '.join(sorted(here))}")
+      raise UserError(
+        f"config.optimizer.{field}: this model has no {min(missing)!r}; it has {', '.join(sorted(here))}"
+      )
   frozen = frozen_names(config)
-  keep = lambda path, leaf: optax.MaskedNode() if _name(path) in frozen else leaf
+  keep = lambda path, leaf: (
+    optax.MaskedNode() if _name(path) in frozen else leaf
+  )
   return jax.tree_util.tree_map_with_path(keep, params) if frozen else params
 
 
@@ -141,7 +172,12 @@ def frozen_names(config: OptimizerConfig) -> frozenset[str]:
 def with_frozen(part: Any, params: Any) -> Any:
   """The whole tree again: a trained part, and from `params` what it leaves out."""
   empty = lambda node: isinstance(node, optax.MaskedNode)
-  return jax.tree.map(lambda node, leaf: leaf if empty(node) else node, part, params, is_leaf=empty)
+  return jax.tree.map(
+    lambda node, leaf: leaf if empty(node) else node,
+    part,
+    params,
+    is_leaf=empty,
+  )
 
 
 def decay_mask(params: Any) -> Any:
@@ -156,7 +192,9 @@ def decay_mask(params: Any) -> Any:
   Raises:
     ValueError: for a name that the table of parameters does not have.
   """
-  return jax.tree_util.tree_map_with_path(lambda path, _: _name(path) in MATRICES, params)
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: _name(path) in MATRICES, params
+  )
 
 
 def skip_metrics(before: Any, after: Any, sigmas: float) -> dict[str, Array]:
@@ -175,7 +213,10 @@ def skip_metrics(before: Any, after: Any, sigmas: float) -> dict[str, Array]:
   old, new = _skip_state(before), _skip_state(after)
   metrics = {"skipped_steps": new.skipped, "skipped_in_a_row": new.in_a_row}
   for index, name in enumerate(_MEASURED if sigmas else ()):
-    metrics |= {f"{name}_mean": old.mean[index], f"{name}_limit": _limit(old, sigmas)[index]}
+    metrics |= {
+      f"{name}_mean": old.mean[index],
+      f"{name}_limit": _limit(old, sigmas)[index],
+    }
   return metrics
 
 
@@ -188,7 +229,9 @@ def skip_reason(metrics: Mapping[str, float]) -> str:
   for name, words in _MEASURED.items():
     if not math.isfinite(metrics[name]):
       return f"the {words} is {metrics[name]}"
-  name = max(_MEASURED, key=lambda name: metrics[name] / metrics[f"{name}_limit"])
+  name = max(
+    _MEASURED, key=lambda name: metrics[name] / metrics[f"{name}_limit"]
+  )
   mean, limit = metrics[f"{name}_mean"], metrics[f"{name}_limit"]
   return f"the {_MEASURED[name]} is {metrics[name]:.4g}, over {limit:.4g}, config.optimizer.spike_sigmas above its mean of {mean:.4g}"
 
@@ -210,18 +253,26 @@ class SkipState(NamedTuple):
 
 
 def _skip_state(opt_state: Any) -> SkipState:
-  states = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, SkipState))
+  states = jax.tree.leaves(
+    opt_state, is_leaf=lambda node: isinstance(node, SkipState)
+  )
   (state,) = [state for state in states if isinstance(state, SkipState)]
   return state
 
 
 def _limit(state: SkipState, sigmas: float) -> Float[Array, "2"]:
   """The limits above which the loss and the norm are spikes."""
-  limit = state.mean + sigmas * jnp.maximum(jnp.sqrt(state.variance), jnp.array(_LEAST_DEVIATION) * state.mean)
-  return jnp.where((state.seen < _INACTIVE) | (limit <= 0), jnp.inf, limit)  # a limit of 0: every loss or norm so far was 0
+  limit = state.mean + sigmas * jnp.maximum(
+    jnp.sqrt(state.variance), jnp.array(_LEAST_DEVIATION) * state.mean
+  )
+  return jnp.where(
+    (state.seen < _INACTIVE) | (limit <= 0), jnp.inf, limit
+  )  # a limit of 0: every loss or norm so far was 0
 
 
-def _skip_bad_steps(inner: optax.GradientTransformation, sigmas: float) -> optax.GradientTransformationExtraArgs:
+def _skip_bad_steps(
+  inner: optax.GradientTransformation, sigmas: float
+) -> optax.GradientTransformationExtraArgs:
   """Replaces the update by zeros, and keeps the state, where the gradient's norm or the loss is not finite or a spike.
 
   optax.apply_if_finite does not serve: it takes the step after a number of non-finite ones, and it does not see the loss.
@@ -231,25 +282,45 @@ def _skip_bad_steps(inner: optax.GradientTransformation, sigmas: float) -> optax
     zero, zeros = jnp.zeros((), jnp.int32), jnp.zeros(2, jnp.float32)
     return SkipState(zero, zero, zero, zeros, zeros, inner.init(params))
 
-  def update(gradients, state, params=None, *, value: Float[Array, ""] | float = 0.0, **extra):
+  def update(
+    gradients,
+    state,
+    params=None,
+    *,
+    value: Float[Array, ""] | float = 0.0,
+    **extra,
+  ):
     del extra
     # The norm decides, not each element: XLA shares it with the clip, and a norm that overflows would clip every gradient to zero anyway.
-    measured = jnp.stack([jnp.asarray(value, jnp.float32), optax.global_norm(gradients).astype(jnp.float32)])
+    measured = jnp.stack(
+      [
+        jnp.asarray(value, jnp.float32),
+        optax.global_norm(gradients).astype(jnp.float32),
+      ]
+    )
     finite: Bool[Array, ""] = jnp.all(jnp.isfinite(measured))
     limit = _limit(state, sigmas) if sigmas else jnp.full(2, jnp.inf)
     take = finite & jnp.all(measured <= limit)
     updates, inner_state = inner.update(gradients, state.inner, params)
-    updates = jax.tree.map(lambda new: jnp.where(take, new, jnp.zeros_like(new)), updates)
+    updates = jax.tree.map(
+      lambda new: jnp.where(take, new, jnp.zeros_like(new)), updates
+    )
     # The newest step's share of the weights so far. With it the mean and the variance below are weighted without a bias.
-    share = jnp.minimum(_NEWEST / -jnp.expm1((state.seen + 1) * math.log1p(-_NEWEST)), 1.0)
+    share = jnp.minimum(
+      _NEWEST / -jnp.expm1((state.seen + 1) * math.log1p(-_NEWEST)), 1.0
+    )
     away = jnp.minimum(measured, limit) - state.mean
     new = SkipState(
       skipped=state.skipped + ~take,
       in_a_row=jnp.where(take, 0, state.in_a_row + 1),
       seen=state.seen + finite,
       mean=jnp.where(finite, state.mean + share * away, state.mean),
-      variance=jnp.where(finite, (1 - share) * (state.variance + share * away**2), state.variance),
-      inner=jax.tree.map(lambda new, old: jnp.where(take, new, old), inner_state, state.inner),
+      variance=jnp.where(
+        finite, (1 - share) * (state.variance + share * away**2), state.variance
+      ),
+      inner=jax.tree.map(
+        lambda new, old: jnp.where(take, new, old), inner_state, state.inner
+      ),
     )
     return updates, new
 
@@ -257,35 +328,50 @@ def _skip_bad_steps(inner: optax.GradientTransformation, sigmas: float) -> optax
 
 
 def _names(config: OptimizerConfig, field: str) -> frozenset[str]:
-  names = frozenset(filter(None, (name.strip() for name in getattr(config, field).split(","))))
+  names = frozenset(
+    filter(None, (name.strip() for name in getattr(config, field).split(",")))
+  )
   if unknown := names - PARAMETERS.keys():
-    raise UserError(f"config.optimizer.{field}: {min(unknown)!r} is no parameter; there are {', '.join(PARAMETERS)}")
+    raise UserError(
+      f"config.optimizer.{field}: {min(unknown)!r} is no parameter; there are {', '.join(PARAMETERS)}"
+    )
   return names
 
 
 def _name(path: tuple[Any, ...]) -> str:
   name = path[-1].key
   if name not in PARAMETERS:
-    raise ValueError(f"the optimizer does not know the parameter {'/'.join(key.key for key in path)}: add it to diffjax/parameters.py")
+    raise ValueError(
+      f"the optimizer does not know the parameter {'/'.join(key.key for key in path)}: add it to diffjax/parameters.py"
+    )
   return name
 
 
 def _labels(params: Any) -> Any:
-  return jax.tree_util.tree_map_with_path(lambda path, _: "muon" if _name(path) in MATRICES else "adam", params)
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: "muon" if _name(path) in MATRICES else "adam", params
+  )
 
 
 def _muon_axes(updates: Any) -> Any:
-  return jax.tree_util.tree_map_with_path(lambda path, _: _sides(_name(path)), updates)
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: _sides(_name(path)), updates
+  )
 
 
 def _sides(name: str) -> MuonDimensionNumbers:
   """The axes that a matrix sums over and those it writes to. What is left, axis 0, is the layer: one matrix a layer, whatever the heads."""
   parameter = PARAMETERS[name]
-  inputs, outputs = (tuple(parameter.axes.index(axis) for axis in side) for side in (parameter.inputs, parameter.outputs))
+  inputs, outputs = (
+    tuple(parameter.axes.index(axis) for axis in side)
+    for side in (parameter.inputs, parameter.outputs)
+  )
   return MuonDimensionNumbers(reduction_axis=inputs, output_axis=outputs)
 
 
-def _to_adam_rms(update: Float[Array, "L ..."], axes: MuonDimensionNumbers) -> Float[Array, "L ..."]:
+def _to_adam_rms(
+  update: Float[Array, "L ..."], axes: MuonDimensionNumbers
+) -> Float[Array, "L ..."]:
   # An orthogonal [m, n] matrix has an RMS of 1/√max(m, n).
   fans = [math.prod(update.shape[axis] for axis in side) for side in axes]
   return _MUON_RMS * max(fans) ** 0.5 * update

@@ -23,8 +23,13 @@ def _lasting(stream: Any, descriptor: int) -> Any:
   with contextlib.suppress(OSError):
     stream.flush()
   raw = _Lasting(descriptor, "w", closefd=False)
-  how = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
-  return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, **how)
+  how = {
+    "line_buffering": stream.line_buffering,
+    "write_through": stream.write_through,
+  }
+  return io.TextIOWrapper(
+    io.BufferedWriter(raw), stream.encoding, stream.errors, **how
+  )
 
 
 class _Lasting(io.FileIO):

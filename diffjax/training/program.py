@@ -19,10 +19,21 @@ from jax.sharding import PartitionSpec as P
 from diffjax.config import Config, UserError
 from diffjax.model.decoder import Decoder
 from diffjax.parallel import rules
-from diffjax.parallel.mesh import put_batch, sharded_attention, sharded_cross_entropy
+from diffjax.parallel.mesh import (
+  put_batch,
+  sharded_attention,
+  sharded_cross_entropy,
+)
 from diffjax.parallel.product import exchanges, uses_sparse_cores
 from diffjax.training.optimizer import make_optimizer, make_schedule
-from diffjax.training.step import Batch, Metrics, TrainState, make_init, make_loss, make_step
+from diffjax.training.step import (
+  Batch,
+  Metrics,
+  TrainState,
+  make_init,
+  make_loss,
+  make_step,
+)
 from diffjax.training.validation import row_losses
 
 
@@ -53,7 +64,9 @@ class Program:
     with _context(self.mesh):
       return self.jitted_init()
 
-  def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+  def train_step(
+    self, state: TrainState, batch: Batch
+  ) -> tuple[TrainState, Metrics]:
     """Takes a step. It donates the state that it is given.
 
     The loss is Σ loss / Σ tokens over the whole batch, whatever the number of micro-batches and devices.
@@ -80,9 +93,17 @@ class Program:
 
   def lower_train_step(self) -> jax.stages.Lowered:
     """The training step, lowered for the mesh's devices, which need not be there."""
-    shape, sharding = (self.config.train.batch_size, self.config.data.length), NamedSharding(self.mesh, P(rules.BATCH, rules.LENGTH))
-    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for name in ("tokens", "targets", "segment_ids", "positions")}
-    batch["weights"] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+    shape, sharding = (
+      (self.config.train.batch_size, self.config.data.length),
+      NamedSharding(self.mesh, P(rules.BATCH, rules.LENGTH)),
+    )
+    batch = {
+      name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+      for name in ("tokens", "targets", "segment_ids", "positions")
+    }
+    batch["weights"] = jax.ShapeDtypeStruct(
+      shape, jnp.float32, sharding=sharding
+    )
     with _context(self.mesh):
       return self.jitted_train_step.lower(self.abstract_state, batch)
 
@@ -98,32 +119,62 @@ def build(config: Config, mesh: Mesh) -> Program:
     UserError: if the model, the batch or the rows cannot be split over the mesh, or the model is not causal.
   """
   if not config.model.causal:
-    raise UserError("config.model.causal = False: every token would see the next one, which training predicts")
+    raise UserError(
+      "config.model.causal = False: every token would see the next one, which training predicts"
+    )
   attention = sharded_attention(mesh, config.model.attention_implementation)
-  model = Decoder(config.model, dtype=compute_dtype(config.model.dtype, mesh.devices.flat[0].platform), attention_fn=attention)
+  model = Decoder(
+    config.model,
+    dtype=compute_dtype(config.model.dtype, mesh.devices.flat[0].platform),
+    attention_fn=attention,
+  )
   schedule = make_schedule(config.optimizer, config.train.steps)
   optimizer = make_optimizer(config.optimizer, schedule)
-  init = make_init(config, model, optimizer, (_batch_parts(mesh), mesh.shape["context"]))
+  init = make_init(
+    config, model, optimizer, (_batch_parts(mesh), mesh.shape["context"])
+  )
   shapes = jax.eval_shape(init)
   shardings = rules.shardings(shapes, mesh)
-  abstract = jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings)
+  abstract = jax.tree.map(
+    lambda leaf, sharding: jax.ShapeDtypeStruct(
+      leaf.shape, leaf.dtype, sharding=sharding
+    ),
+    shapes,
+    shardings,
+  )
   _check_parts(config, mesh)
-  step = make_step(config, make_loss(config, model, sharded_cross_entropy(mesh)), optimizer, schedule)
+  step = make_step(
+    config,
+    make_loss(config, model, sharded_cross_entropy(mesh)),
+    optimizer,
+    schedule,
+  )
   with _context(mesh):
     jitted_init = jax.jit(init, out_shardings=shardings)
   # The state comes out as it went in: left to the compiler, another layout would compile the second step anew.
   outs = shardings, NamedSharding(mesh, P())
-  jitted_step = jax.jit(step, donate_argnums=0, out_shardings=outs, compiler_options=compiler_options(mesh))
+  jitted_step = jax.jit(
+    step,
+    donate_argnums=0,
+    out_shardings=outs,
+    compiler_options=compiler_options(mesh),
+  )
 
   def evaluate(params, batch):
     return jax.tree.map(jnp.sum, row_losses(model, params, batch))
 
-  return Program(config, mesh, model, abstract, jitted_init, jitted_step, jax.jit(evaluate))
+  return Program(
+    config, mesh, model, abstract, jitted_init, jitted_step, jax.jit(evaluate)
+  )
 
 
 def compute_dtype(name: str, platform: str) -> Any:
   """The dtype that config.model.dtype means on a platform."""
-  return {"auto": jnp.float32 if platform == "cpu" else jnp.bfloat16, "float32": jnp.float32, "bfloat16": jnp.bfloat16}[name]
+  return {
+    "auto": jnp.float32 if platform == "cpu" else jnp.bfloat16,
+    "float32": jnp.float32,
+    "bfloat16": jnp.bfloat16,
+  }[name]
 
 
 def compiler_options(mesh: Mesh) -> dict[str, str] | None:
@@ -143,8 +194,18 @@ def compiler_options(mesh: Mesh) -> dict[str, str] | None:
   if exchanges(mesh):
     options["xla_tpu_enable_async_all_to_all"] = "true"
   if uses_sparse_cores(mesh):
-    offloaded = ("all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter", "all_reduce")
-    options |= {f"xla_tpu_enable_sparse_core_collective_offload_{collective}": "true" for collective in offloaded}
+    offloaded = (
+      "all_gather",
+      "2d_all_gather",
+      "3d_all_gather",
+      "reduce_scatter",
+      "nd_reduce_scatter",
+      "all_reduce",
+    )
+    options |= {
+      f"xla_tpu_enable_sparse_core_collective_offload_{collective}": "true"
+      for collective in offloaded
+    }
   if device.device_kind == "TPU v6 lite":
     options["xla_tpu_scoped_vmem_limit_kib"] = str(96 * 1024)
   return options
@@ -158,7 +219,10 @@ def _check_parts(config: Config, mesh: Mesh) -> None:
       f"config.train.batch_size = {config.train.batch_size} over config.train.accumulation = {accumulation} gives {rows} rows, which "
       f"the {parts} parts of the batch (data × fsdp) cannot share evenly; choose a multiple of {accumulation * parts}"
     )
-  pieces = math.lcm(2 if mesh.shape["context"] > 1 else 1, mesh.shape["tensor"]) * mesh.shape["context"]
+  pieces = (
+    math.lcm(2 if mesh.shape["context"] > 1 else 1, mesh.shape["tensor"])
+    * mesh.shape["context"]
+  )
   if config.data.length % pieces:
     raise UserError(
       f"config.data.length = {config.data.length} must be a multiple of {pieces} with config.mesh.context = {mesh.shape['context']} and "

@@ -66,18 +66,27 @@ def check_resume(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
   Raises:
     UserError: listing every field that differs and may not.
   """
-  old, new, default = (dict(_fields(config)) for config in (saved, current, Config().to_dict()))
+  old, new, default = (
+    dict(_fields(config)) for config in (saved, current, Config().to_dict())
+  )
   differing = []
   for field in sorted({*old, *new}):
-    before, after = old.get(field, default.get(field)), new.get(field, default.get(field))
-    may_change = field in _MAY_CHANGE or f"{field.partition('.')[0]}." in _MAY_CHANGE
+    before, after = (
+      old.get(field, default.get(field)),
+      new.get(field, default.get(field)),
+    )
+    may_change = (
+      field in _MAY_CHANGE or f"{field.partition('.')[0]}." in _MAY_CHANGE
+    )
     if field == "data.num_workers":
       # A prepared batch is a function of seed and step; a stream's order depends on its workers.
       may_change = old.get("data.mode") == new.get("data.mode") == "prepared"
     if before != after and not may_change:
       differing.append(f"{field} was {before!r} and is {after!r}")
   if differing:
-    raise UserError(f"the checkpoint in this workdir is of another run: {'; '.join(differing)}; use another --workdir or set them back")
+    raise UserError(
+      f"the checkpoint in this workdir is of another run: {'; '.join(differing)}; use another --workdir or set them back"
+    )
 
 
 def new_schedule(saved: Mapping[str, Any], config: Config, step: int) -> str:
@@ -91,10 +100,11 @@ def new_schedule(saved: Mapping[str, Any], config: Config, step: int) -> str:
   before, now = saved["train"]["steps"], config.train.steps
   if before == now:
     return ""
-  old, new = (float(make_schedule(config.optimizer, steps)(step)) for steps in (before, now))
-  return (
-    f"config.train.steps was {before} and is {now}: the learning rate's schedule now ends there, and goes on at {new:.3g}, not at {old:.3g}"
+  old, new = (
+    float(make_schedule(config.optimizer, steps)(step))
+    for steps in (before, now)
   )
+  return f"config.train.steps was {before} and is {now}: the learning rate's schedule now ends there, and goes on at {new:.3g}, not at {old:.3g}"
 
 
 def other_model(saved: Mapping[str, Any], config: Config) -> str:
@@ -104,7 +114,10 @@ def other_model(saved: Mapping[str, Any], config: Config) -> str:
     saved: The config that the parameters were saved with, as nested dicts.
     config: The run's.
   """
-  default, new = (dict(_fields({"model": config.to_dict()["model"]})) for config in (Config(), config))
+  default, new = (
+    dict(_fields({"model": config.to_dict()["model"]}))
+    for config in (Config(), config)
+  )
   old = default | dict(_fields({"model": saved["model"]}))
   changed = [
     f"config.{field} is {new[field]}, and was {old[field]} there"

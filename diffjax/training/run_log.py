@@ -25,7 +25,15 @@ def note(message: str) -> None:
 class RunLog:
   """The log of a run. A step's metrics are fetched once the next step has been dispatched, so that the device never waits for the host."""
 
-  def __init__(self, config: Config, workdir: str, mesh: Mesh, checkpoints: Checkpoints, *, first_step: int):
+  def __init__(
+    self,
+    config: Config,
+    workdir: str,
+    mesh: Mesh,
+    checkpoints: Checkpoints,
+    *,
+    first_step: int,
+  ):
     """Opens the files and the terminal's line.
 
     Args:
@@ -35,14 +43,29 @@ class RunLog:
       checkpoints: The run's, which name the last good one if too many steps are skipped.
       first_step: Steps done before this process began; what the files hold of later ones is dropped.
     """
-    self._config, self._workdir, self._checkpoints = config, workdir, checkpoints
-    self._metrics = MetricWriter(
-      workdir, config.to_dict(), resume_step=first_step, wandb_project=config.train.wandb_project, is_writer=jax.process_index() == 0
+    self._config, self._workdir, self._checkpoints = (
+      config,
+      workdir,
+      checkpoints,
     )
-    self._status = StatusLine(config, first_step=first_step, num_devices=mesh.size, device_kind=mesh.devices.flat[0].device_kind)
+    self._metrics = MetricWriter(
+      workdir,
+      config.to_dict(),
+      resume_step=first_step,
+      wandb_project=config.train.wandb_project,
+      is_writer=jax.process_index() == 0,
+    )
+    self._status = StatusLine(
+      config,
+      first_step=first_step,
+      num_devices=mesh.size,
+      device_kind=mesh.devices.flat[0].device_kind,
+    )
     self._pending: tuple[int, dict[str, jax.Array]] | None = None
 
-  def stepped(self, step: int, measured: dict[str, jax.Array], waited: float) -> None:
+  def stepped(
+    self, step: int, measured: dict[str, jax.Array], waited: float
+  ) -> None:
     """Takes the metrics of a step that has been dispatched, and logs those of the step before.
 
     Args:
@@ -72,7 +95,9 @@ class RunLog:
     if in_a_row or reporting or step == 1:  # a plot begins where training does
       measured = jax.device_get(results)
       values = _by_layer(measured)
-      self._metrics.write(step, self._status.report(step, values) if reporting else values)
+      self._metrics.write(
+        step, self._status.report(step, values) if reporting else values
+      )
     if in_a_row:
       reason = skip_reason(measured)
       note(f"step {step} is skipped, {in_a_row} in a row: {reason}")
@@ -95,7 +120,9 @@ class RunLog:
 
   def _too_many_skipped(self, step: int, in_a_row: int, reason: str) -> str:
     good = self._checkpoints.newest(before=step - in_a_row + 1)
-    if good is None:  # one saved among the skipped steps is as good: they change no parameter
+    if (
+      good is None
+    ):  # one saved among the skipped steps is as good: they change no parameter
       good = self._checkpoints.newest()
     checkpoint = (
       f"the last good checkpoint is {epath.Path(self._workdir) / 'checkpoints' / str(good)}"
@@ -105,7 +132,11 @@ class RunLog:
     return (
       f"stopped at step {step}: {in_a_row} steps in a row were skipped (config.train.max_skipped_in_a_row), the last one because "
       f"{reason}; {checkpoint}. Lower config.optimizer.learning_rate or change config.data.seed, "
-      + (f"with --workdir=NEW --config.train.init_from={self._workdir}; " if good is not None else "with --workdir=NEW; ")
+      + (
+        f"with --workdir=NEW --config.train.init_from={self._workdir}; "
+        if good is not None
+        else "with --workdir=NEW; "
+      )
       + "if the loss or the norm has only moved to another level, go on with config.optimizer.spike_sigmas raised, or 0"
     )
 
@@ -115,7 +146,10 @@ def _by_layer(measured: dict[str, Any]) -> dict[str, float]:
   values: dict[str, float] = {}
   for name, value in measured.items():
     if name == "lambda":
-      values |= {f"lambda/layer_{layer:02d}": float(lam) for layer, lam in enumerate(value)}
+      values |= {
+        f"lambda/layer_{layer:02d}": float(lam)
+        for layer, lam in enumerate(value)
+      }
     else:
       values[f"train/{name}"] = float(value)
   return values

@@ -38,13 +38,19 @@ def keep_compiled_programs() -> None:
   kept = pathlib.Path(cache_directory("compiled"))
   own = kept / f"{_OWN}{socket.gethostname()}-{os.getpid()}"
   try:
-    shutil.rmtree(own, ignore_errors=True)  # of a killed process that had this number
+    shutil.rmtree(
+      own, ignore_errors=True
+    )  # of a killed process that had this number
     own.mkdir(parents=True)
   except OSError:  # the programs are compiled each time
     return
   for program in kept.glob("*-cache"):
-    with contextlib.suppress(OSError):  # another run that begins now may have removed it
-      if _seal(program).exists() and _seal(program).read_bytes() == _sha256(program):
+    with contextlib.suppress(
+      OSError
+    ):  # another run that begins now may have removed it
+      if _seal(program).exists() and _seal(program).read_bytes() == _sha256(
+        program
+      ):
         (own / program.name).symlink_to(program.absolute())
       else:
         program.unlink()

@@ -13,7 +13,12 @@ from etils import epath
 
 from diffjax import config_file
 from diffjax.config import Config
-from diffjax.data.pipeline import check_prepared, check_vocabulary, training_batches, validation_batches
+from diffjax.data.pipeline import (
+  check_prepared,
+  check_vocabulary,
+  training_batches,
+  validation_batches,
+)
 from diffjax.data.reader import Interrupted
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.parallel.mesh import batch_share, make_mesh, put_batch
@@ -49,7 +54,13 @@ class Session:
       UserError: if the config does not fit the devices, the tokenizer or the checkpoint in the workdir.
     """
     self._config, self._workdir = config, workdir
-    check_same({"config": config.to_dict(), "--workdir": workdir, "JAX's version": jax.__version__})
+    check_same(
+      {
+        "config": config.to_dict(),
+        "--workdir": workdir,
+        "JAX's version": jax.__version__,
+      }
+    )
     mesh = make_mesh(config.mesh)
     self._share, self._shares = batch_share(mesh)
     self._tokenizer = load_tokenizer(config.data.tokenizer)
@@ -63,15 +74,23 @@ class Session:
   def __enter__(self) -> Session:
     """Opens the data, then the workdir: its lock comes before the first write, and after everything that refuses a wrong config."""
     with contextlib.ExitStack() as held:
-      held.enter_context(memory.explained(self._config, self.program.mesh.shape))
+      held.enter_context(
+        memory.explained(self._config, self.program.mesh.shape)
+      )
       self._open_data(held)
       if jax.process_index() == 0:
         held.enter_context(lock(self._workdir))
-      self._checkpoints = Checkpoints(self._workdir, keep=self._config.train.keep_checkpoints)
+      self._checkpoints = Checkpoints(
+        self._workdir, keep=self._config.train.keep_checkpoints
+      )
       if jax.process_index() == 0:
         keep_tokenizer(self._workdir, self._config.data.tokenizer)
-        config_file.write(epath.Path(self._workdir) / config_file.NAME, self._config)  # again at each start: some fields may change
-      held.enter_context(self._checkpoints)  # closed before the lock goes, however the run ends
+        config_file.write(
+          epath.Path(self._workdir) / config_file.NAME, self._config
+        )  # again at each start: some fields may change
+      held.enter_context(
+        self._checkpoints
+      )  # closed before the lock goes, however the run ends
       self._held = held.pop_all()
     return self
 
@@ -79,13 +98,18 @@ class Session:
     self._held.__exit__(*exception)
 
   def _open_data(self, held: contextlib.ExitStack) -> None:
-    config, share = self._config, dict(process_index=self._share, process_count=self._shares)
+    config, share = (
+      self._config,
+      dict(process_index=self._share, process_count=self._shares),
+    )
     if jax.process_count() > 1 and config.data.mode == "prepared":
       check_prepared(config.data)  # also if all of them feed the same rows
     with runtime.release_freed_memory():  # or decompressors, freed a minute later, would leave a hole where temporaries lie
       self._batches = training_batches(config, **share)
       held.callback(self._batches.close)
-      self._validation_batches = validation_batches(config, config.train.batch_size // config.train.accumulation, **share)
+      self._validation_batches = validation_batches(
+        config, config.train.batch_size // config.train.accumulation, **share
+      )
 
   def restore(self) -> TrainState:
     """The state to start from: the newest checkpoint's, else a new one. Opens the log, which drops its lines of later steps."""
@@ -100,14 +124,24 @@ class Session:
       state = program.init()
       if source := config.train.init_from:
         start = open_checkpoint(source)
-        state = dataclasses.replace(state, params=start.params(program.abstract_state.params))
+        state = dataclasses.replace(
+          state, params=start.params(program.abstract_state.params)
+        )
         note(f"starting from the parameters of {source}")
         if change := other_model(start.config, config):
           note(change)
     if (warmup := config.optimizer.warmup_steps) > config.train.steps > 0:
-      note(f"config.optimizer.warmup_steps = {warmup} is cut to config.train.steps = {config.train.steps}")
+      note(
+        f"config.optimizer.warmup_steps = {warmup} is cut to config.train.steps = {config.train.steps}"
+      )
     self._first = int(state.step)
-    self._log = RunLog(config, self._workdir, program.mesh, self._checkpoints, first_step=self._first)
+    self._log = RunLog(
+      config,
+      self._workdir,
+      program.mesh,
+      self._checkpoints,
+      first_step=self._first,
+    )
     self._held.callback(self._log.close)
     self._profiler = Profiler(config, self._workdir)
     self._held.callback(self._profiler.close)
@@ -116,7 +150,9 @@ class Session:
   def _own(self, data_state: dict[str, Any]) -> dict[str, Any]:
     """The state of the data for this process's share of the batch. Of a checkpoint with fewer shares it takes any: where shares matter, the
     data refuse it."""
-    shares = data_state.get("shares", [data_state])  # an older checkpoint has one for all
+    shares = data_state.get(
+      "shares", [data_state]
+    )  # an older checkpoint has one for all
     return shares[min(self._share, len(shares) - 1)]
 
   @contextlib.contextmanager
@@ -127,8 +163,13 @@ class Session:
       Called, it says whether to stop, the same in every process.
     """
     with Interruption() as interrupted:
-      self._interrupted, self._stopping = interrupted, Agreement(self.program.mesh, interrupted)
-      if jax.process_count() == 1:  # one of several alone cannot call off a wait: the others may be in the next step, waiting for it
+      self._interrupted, self._stopping = (
+        interrupted,
+        Agreement(self.program.mesh, interrupted),
+      )
+      if (
+        jax.process_count() == 1
+      ):  # one of several alone cannot call off a wait: the others may be in the next step, waiting for it
         self._batches.interrupted = interrupted
       yield self._stopping
       self._batches.close()
@@ -153,7 +194,9 @@ class Session:
     return batch
 
   @contextlib.contextmanager
-  def saving(self, step: int, state: TrainState, scores: dict[str, float]) -> Iterator[None]:
+  def saving(
+    self, step: int, state: TrainState, scores: dict[str, float]
+  ) -> Iterator[None]:
     """Saves if what is done inside fails or is interrupted, so that no step is lost: between two steps the state is whole.
 
     One of several processes cannot save alone, and the others may be in the next step already.
@@ -193,25 +236,58 @@ class Session:
     """
     config = self._config
     losses = validation.losses(
-      self.program.eval_step, state.params, self._validation_batches, token_bytes=self._token_bytes, ngram=config.eval.ngram
+      self.program.eval_step,
+      state.params,
+      self._validation_batches,
+      token_bytes=self._token_bytes,
+      ngram=config.eval.ngram,
     )
     scores = {f"validation/{name}": value for name, value in losses}
-    has_baseline = config.data.mode == "prepared" and config.data.tokenizer == "bytes" and jax.process_count() == 1
-    if has_baseline and step >= config.train.steps and "validation/bits_per_byte" in scores:
-      scores["validation/trigram_bits_per_byte"] = trigram.baseline(config, self._validation_batches, self._token_bytes)
+    has_baseline = (
+      config.data.mode == "prepared"
+      and config.data.tokenizer == "bytes"
+      and jax.process_count() == 1
+    )
+    if (
+      has_baseline
+      and step >= config.train.steps
+      and "validation/bits_per_byte" in scores
+    ):
+      scores["validation/trigram_bits_per_byte"] = trigram.baseline(
+        config, self._validation_batches, self._token_bytes
+      )
     self._log.evaluated(step, scores)
     return scores
 
-  def save(self, step: int, state: TrainState, scores: dict[str, float]) -> None:
+  def save(
+    self, step: int, state: TrainState, scores: dict[str, float]
+  ) -> None:
     """Starts to save a checkpoint, unless the step was saved or restored last."""
-    places = dict(gather([self._share, self._batches.get_state()]))  # in a stream every process has a place of its own
+    places = dict(
+      gather([self._share, self._batches.get_state()])
+    )  # in a stream every process has a place of its own
     data_state = {"shares": [places[share] for share in sorted(places)]}
-    self._checkpoints.save(step, state, data_state=data_state, config=self._config.to_dict(), metrics=scores)
+    self._checkpoints.save(
+      step,
+      state,
+      data_state=data_state,
+      config=self._config.to_dict(),
+      metrics=scores,
+    )
 
   def end(self, step: int, state: TrainState, scores: dict[str, float]) -> None:
     """Says that the run has stopped, or writes what a finished run leaves for its user."""
     if step < self._config.train.steps:
       saved = ", saved" * (step > self._first)
-      note(f"stopped at step {step} of {self._config.train.steps}{saved}; run the same command to go on")
+      note(
+        f"stopped at step {step} of {self._config.train.steps}{saved}; run the same command to go on"
+      )
     else:
-      finish(self._config, self._workdir, self.program.model, state.params, self._tokenizer, scores)
+      finish(
+        self._config,
+        self._workdir,
+        self.program.model,
+        state.params,
+        self._tokenizer,
+        scores,
+      )

@@ -24,7 +24,15 @@ class StatusLine:
   Speeds are means since the report before, without compilation and evaluation.
   """
 
-  def __init__(self, config: Config, *, first_step: int, num_devices: int, device_kind: str, file: TextIO | None = None):
+  def __init__(
+    self,
+    config: Config,
+    *,
+    first_step: int,
+    num_devices: int,
+    device_kind: str,
+    file: TextIO | None = None,
+  ):
     """Starts the line.
 
     Args:
@@ -40,13 +48,23 @@ class StatusLine:
     self._least_seconds = (
       None
       if peak is None
-      else (step_flops(config.model, config.data.length, self._tokens, frozen_names(config.optimizer)).training / (peak * num_devices))
+      else (
+        step_flops(
+          config.model,
+          config.data.length,
+          self._tokens,
+          frozen_names(config.optimizer),
+        ).training
+        / (peak * num_devices)
+      )
     )
     self._rates: dict[str, float] = {}
     self._window: tuple[int, float] | None = None
     self._waited = 0.0
     # soft_wrap: rich must not break a plain line at the 80 columns that it assumes of a pipe.
-    self._console = rich.console.Console(file=file, quiet=jax.process_index() != 0, highlight=False, soft_wrap=True)
+    self._console = rich.console.Console(
+      file=file, quiet=jax.process_index() != 0, highlight=False, soft_wrap=True
+    )
     self._bar: rich.progress.Progress | None = None
     if self._console.is_terminal and not self._console.quiet:
       self._bar = rich.progress.Progress(
@@ -55,9 +73,13 @@ class StatusLine:
         rich.progress.TextColumn("{task.fields[status]}"),
         console=self._console,
       )
-      self._task = self._bar.add_task("", total=self._total, completed=first_step, status="compiling …")
+      self._task = self._bar.add_task(
+        "", total=self._total, completed=first_step, status="compiling …"
+      )
       self._bar.start()
-      atexit.register(self.close)  # or an error would leave the terminal without a cursor
+      atexit.register(
+        self.close
+      )  # or an error would leave the terminal without a cursor
 
   def stepped(self, step: int, waited: float = 0.0) -> None:
     """Call it once a step is dispatched.
@@ -70,7 +92,9 @@ class StatusLine:
       # The first call comes when the first step is compiled and has just begun to run.
       self._window, waited = (step - 1, time.perf_counter()), 0.0
       if self._bar is not None:
-        self._bar.update(self._task, status="training …")  # until the first report
+        self._bar.update(
+          self._task, status="training …"
+        )  # until the first report
     self._step = step
     self._waited += waited
     if self._bar is not None:
@@ -94,7 +118,9 @@ class StatusLine:
       self._rates = {
         "train/tokens_per_second": self._tokens / seconds,
         "train/step_seconds": seconds,
-        "train/wait_fraction": min(self._waited / (seconds * (step - done)), 1.0),
+        "train/wait_fraction": min(
+          self._waited / (seconds * (step - done)), 1.0
+        ),
       }
       if self._least_seconds is not None:
         self._rates["train/mfu"] = self._least_seconds / seconds
@@ -130,9 +156,14 @@ class StatusLine:
     parts = [f"loss {loss:.4f}"]
     if self._rates:
       seconds = self._rates["train/step_seconds"]
-      parts += [f"{self._rates['train/tokens_per_second']:,.0f} tokens/s", f"{seconds:.3f} s/step"]
+      parts += [
+        f"{self._rates['train/tokens_per_second']:,.0f} tokens/s",
+        f"{seconds:.3f} s/step",
+      ]
       if "train/mfu" in self._rates:
         parts.append(f"MFU {self._rates['train/mfu']:.1%}")
       parts.append(f"waited for data {self._rates['train/wait_fraction']:.1%}")
-      parts.append(f"{datetime.timedelta(seconds=round(seconds * (self._total - step)))} left")
+      parts.append(
+        f"{datetime.timedelta(seconds=round(seconds * (self._total - step)))} left"
+      )
     return "  ".join(parts)

@@ -33,7 +33,9 @@ class TrainState:
   rng: jax.Array
 
 
-def init_params(model: Decoder, key: jax.Array, shape: tuple[int, int] = (1, 1)) -> Any:
+def init_params(
+  model: Decoder, key: jax.Array, shape: tuple[int, int] = (1, 1)
+) -> Any:
   """The first parameters. They depend on no activation, so that neither the tokens nor the implementation of attention matter.
 
   Args:
@@ -41,24 +43,38 @@ def init_params(model: Decoder, key: jax.Array, shape: tuple[int, int] = (1, 1))
     key: of the draws.
     shape: rows and tokens of a batch that the mesh can split.
   """
-  model = model.clone(attention_fn=functools.partial(diff_attention, implementation="reference"))
+  model = model.clone(
+    attention_fn=functools.partial(diff_attention, implementation="reference")
+  )
   return model.init(key, jnp.zeros(shape, jnp.int32))["params"]
 
 
 def make_init(
-  config: Config, model: Decoder, optimizer: optax.GradientTransformationExtraArgs, shape: tuple[int, int]
+  config: Config,
+  model: Decoder,
+  optimizer: optax.GradientTransformationExtraArgs,
+  shape: tuple[int, int],
 ) -> Callable[[], TrainState]:
   """The function that makes the first state; `shape` is as in `init_params`."""
 
   def init() -> TrainState:
     init_rng, rng = jax.random.split(jax.random.key(config.train.seed))
     params = init_params(model, init_rng, shape)
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(trained_part(config.optimizer, params)), rng)
+    return TrainState(
+      jnp.zeros((), jnp.int32),
+      params,
+      optimizer.init(trained_part(config.optimizer, params)),
+      rng,
+    )
 
   return init
 
 
-def make_loss(config: Config, model: Decoder, cross_entropy: Callable[..., tuple[jax.Array, jax.Array]]) -> Loss:
+def make_loss(
+  config: Config,
+  model: Decoder,
+  cross_entropy: Callable[..., tuple[jax.Array, jax.Array]],
+) -> Loss:
   """The loss of a batch or of a micro-batch, divided by the tokens of the whole batch.
 
   Args:
@@ -69,11 +85,27 @@ def make_loss(config: Config, model: Decoder, cross_entropy: Callable[..., tuple
   z_loss, chunk = config.train.z_loss, config.train.loss_chunk or None
 
   def loss(params, batch, total_weight):
-    hidden, variables = model.apply({"params": params}, batch["tokens"], batch["segment_ids"], batch["positions"], mutable=["metrics"])
+    hidden, variables = model.apply(
+      {"params": params},
+      batch["tokens"],
+      batch["segment_ids"],
+      batch["positions"],
+      mutable=["metrics"],
+    )
     with jax.named_scope("loss"):
       targets, weights = batch["targets"], batch["weights"]
-      objective, z_term = cross_entropy(hidden, output_embedding(params), targets, weights, z_loss=z_loss, chunk=chunk)
-    metrics = {"loss": (objective - z_term) / total_weight, **_lambdas(variables)}
+      objective, z_term = cross_entropy(
+        hidden,
+        output_embedding(params),
+        targets,
+        weights,
+        z_loss=z_loss,
+        chunk=chunk,
+      )
+    metrics = {
+      "loss": (objective - z_term) / total_weight,
+      **_lambdas(variables),
+    }
     if z_loss:
       metrics["z_loss"] = z_term / total_weight
     return objective / total_weight, metrics
@@ -82,7 +114,10 @@ def make_loss(config: Config, model: Decoder, cross_entropy: Callable[..., tuple
 
 
 def make_step(
-  config: Config, loss: Loss, optimizer: optax.GradientTransformationExtraArgs, schedule: optax.Schedule
+  config: Config,
+  loss: Loss,
+  optimizer: optax.GradientTransformationExtraArgs,
+  schedule: optax.Schedule,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
   """The function (state, batch) → (state, metrics).
 
@@ -96,10 +131,16 @@ def make_step(
   def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     total_weight = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
     trained = trained_part(config.optimizer, state.params)
-    of_trained = lambda part, *rest: loss(with_frozen(part, state.params), *rest)
-    grads, metrics = _gradient(of_trained, trained, batch, total_weight, config.train.accumulation)
+    of_trained = lambda part, *rest: loss(
+      with_frozen(part, state.params), *rest
+    )
+    grads, metrics = _gradient(
+      of_trained, trained, batch, total_weight, config.train.accumulation
+    )
     with jax.named_scope("optimizer"):
-      updates, opt_state = optimizer.update(grads, state.opt_state, trained, value=metrics["loss"])
+      updates, opt_state = optimizer.update(
+        grads, state.opt_state, trained, value=metrics["loss"]
+      )
       params = with_frozen(optax.apply_updates(trained, updates), state.params)
     metrics |= {
       "grad_norm": optax.global_norm(grads),
@@ -107,24 +148,39 @@ def make_step(
       "tokens": jnp.sum(batch["weights"]),
       **skip_metrics(state.opt_state, opt_state, config.optimizer.spike_sigmas),
     }
-    return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state), metrics
+    return dataclasses.replace(
+      state, step=state.step + 1, params=params, opt_state=opt_state
+    ), metrics
 
   return step
 
 
-def _gradient(loss: Loss, params: Any, batch: Batch, total_weight: jax.Array, accumulation: int) -> tuple[Any, Metrics]:
+def _gradient(
+  loss: Loss,
+  params: Any,
+  batch: Batch,
+  total_weight: jax.Array,
+  accumulation: int,
+) -> tuple[Any, Metrics]:
   """The gradient of Σ loss / Σ tokens over the whole batch, whatever the number of micro-batches, and the loss's metrics."""
   gradient = jax.grad(loss, has_aux=True)
   if accumulation == 1:
     return gradient(params, batch, total_weight)
 
   def micro_step(carry, micro_batch):
-    return jax.tree.map(jnp.add, carry, gradient(params, micro_batch, total_weight)), None
+    return jax.tree.map(
+      jnp.add, carry, gradient(params, micro_batch, total_weight)
+    ), None
 
   micro_batches = jax.tree.map(lambda x: _split(x, accumulation), batch)
   zeros = jax.tree.map(
     lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
-    jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], micro_batches), total_weight),
+    jax.eval_shape(
+      gradient,
+      params,
+      jax.tree.map(lambda x: x[0], micro_batches),
+      total_weight,
+    ),
   )
   (grads, metrics), _ = jax.lax.scan(micro_step, zeros, micro_batches)
   if "lambda" in metrics:

@@ -13,7 +13,13 @@ import numpy as np
 from etils import epath
 
 from diffjax import absent_tpu
-from diffjax.config import Config, MeshConfig, ModelConfig, UserError, from_config_dict
+from diffjax.config import (
+  Config,
+  MeshConfig,
+  ModelConfig,
+  UserError,
+  from_config_dict,
+)
 from diffjax.data.tokenizer import Tokenizer, load_tokenizer
 from diffjax.int8 import quantise
 from diffjax.model.decoder import Decoder
@@ -46,7 +52,13 @@ class Trained:
   tokenizer: Tokenizer
 
 
-def load(workdir: epath.PathLike, step: int | None = None, *, tensor: int = 1, weight_dtype: str | None = None) -> Trained:
+def load(
+  workdir: epath.PathLike,
+  step: int | None = None,
+  *,
+  tensor: int = 1,
+  weight_dtype: str | None = None,
+) -> Trained:
   """Loads the newest complete checkpoint, or that of a step.
 
   Args:
@@ -62,19 +74,36 @@ def load(workdir: epath.PathLike, step: int | None = None, *, tensor: int = 1, w
   """
   absent_tpu.skip()
   if weight_dtype not in (None, "int8"):
-    raise UserError(f"weight_dtype = {weight_dtype!r}: must be 'int8', or None for float32")
+    raise UserError(
+      f"weight_dtype = {weight_dtype!r}: must be 'int8', or None for float32"
+    )
   saved = open_checkpoint(workdir, step)
   config = from_config_dict(saved.config)
-  shapes = jax.eval_shape(lambda: init_params(Decoder(config.model), jax.random.key(0)))
+  shapes = jax.eval_shape(
+    lambda: init_params(Decoder(config.model), jax.random.key(0))
+  )
   attention = diff_attention
   if tensor != 1:
     _check_shares(config.model, tensor)
-    mesh = make_mesh(MeshConfig(data=1, tensor=tensor), jax.local_devices()[:tensor])
+    mesh = make_mesh(
+      MeshConfig(data=1, tensor=tensor), jax.local_devices()[:tensor]
+    )
     attention = sharded_attention(mesh, "auto")
-    shapes = jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, shardings(shapes, mesh))
+    shapes = jax.tree.map(
+      lambda leaf, at: jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=at
+      ),
+      shapes,
+      shardings(shapes, mesh),
+    )
   params = saved.params(shapes)
   name = f"{workdir} at step {saved.step}"
-  _check_finite(name, jax.jit(lambda tree: jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), tree))(params))
+  _check_finite(
+    name,
+    jax.jit(
+      lambda tree: jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), tree)
+    )(params),
+  )
   if weight_dtype is not None:
     name, params = f"{name}, weights in int8", quantise(params)
   tokenizer = _load_tokenizer(workdir, config)
@@ -83,7 +112,9 @@ def load(workdir: epath.PathLike, step: int | None = None, *, tensor: int = 1, w
   return Trained(name, config, model, params, tokenizer)
 
 
-def load_piecewise(workdir: epath.PathLike, room: Callable[[tuple[int, ...]], np.ndarray]) -> tuple[Config, dict[str, Any], Tokenizer]:
+def load_piecewise(
+  workdir: epath.PathLike, room: Callable[[tuple[int, ...]], np.ndarray]
+) -> tuple[Config, dict[str, Any], Tokenizer]:
   """The newest complete checkpoint's config, parameters and tokenizer, where the parameters need not fit the memory.
 
   Args:
@@ -95,16 +126,31 @@ def load_piecewise(workdir: epath.PathLike, room: Callable[[tuple[int, ...]], np
   """
   saved = open_checkpoint(workdir)
   config = from_config_dict(saved.config)
-  params = saved.copied_params(jax.eval_shape(lambda: init_params(Decoder(config.model), jax.random.key(0))), room)
-  _check_finite(f"{workdir} at step {saved.step}", jax.tree.map(lambda leaf: all(np.isfinite(part).all() for part in leaf), params))
+  params = saved.copied_params(
+    jax.eval_shape(
+      lambda: init_params(Decoder(config.model), jax.random.key(0))
+    ),
+    room,
+  )
+  _check_finite(
+    f"{workdir} at step {saved.step}",
+    jax.tree.map(
+      lambda leaf: all(np.isfinite(part).all() for part in leaf), params
+    ),
+  )
   return config, params, _load_tokenizer(workdir, config)
 
 
 def _check_shares(config: ModelConfig, tensor: int) -> None:
   """Refuses a number of devices that cannot share heads, feed-forward columns and vocabulary."""
-  sizes = {name: getattr(config, name) for name in ("num_heads", "num_kv_heads", "ffn_dim", "vocab_size")}
+  sizes = {
+    name: getattr(config, name)
+    for name in ("num_heads", "num_kv_heads", "ffn_dim", "vocab_size")
+  }
   here, divisor = len(jax.local_devices()), math.gcd(*sizes.values())
-  if tensor not in (possible := [count for count in range(1, here + 1) if divisor % count == 0]):
+  if tensor not in (
+    possible := [count for count in range(1, here + 1) if divisor % count == 0]
+  ):
     raise UserError(
       f"tensor = {tensor}: must be at most the {here} devices here and divide the model's "
       f"{', '.join(f'{name} = {size}' for name, size in sizes.items())}; it can be {', '.join(map(str, possible))}"
@@ -113,7 +159,11 @@ def _check_shares(config: ModelConfig, tensor: int) -> None:
 
 def _check_finite(name: str, finite: Any) -> None:
   """Refuses a model that would write zero bytes and be measured as nothing. `finite` says of each parameter whether it is."""
-  wrong = [jax.tree_util.keystr(path, simple=True, separator="/") for path, ok in jax.tree.leaves_with_path(finite) if not ok]
+  wrong = [
+    jax.tree_util.keystr(path, simple=True, separator="/")
+    for path, ok in jax.tree.leaves_with_path(finite)
+    if not ok
+  ]
   if wrong:
     more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
     raise UserError(
@@ -146,7 +196,11 @@ def keep_tokenizer(workdir: epath.PathLike, spec: str) -> str:
 
 def _kept(workdir: epath.PathLike, spec: str) -> epath.Path | None:
   suffix = epath.Path(spec).suffix
-  return epath.Path(workdir) / f"tokenizer{suffix}" if suffix in (".json", ".tiktoken") else None
+  return (
+    epath.Path(workdir) / f"tokenizer{suffix}"
+    if suffix in (".json", ".tiktoken")
+    else None
+  )
 
 
 def _tokenizer_beside(workdir: epath.PathLike, spec: str) -> str:

@@ -26,7 +26,11 @@ class TrigramModel:
   # after_two[a, b, c] = P(c | a b)
   after_two: Float[np.ndarray, "N N N"]
 
-  def bits_per_byte(self, batches: Iterable[Batch], token_bytes: Int[np.ndarray, N] | None = None) -> float:
+  def bits_per_byte(
+    self,
+    batches: Iterable[Batch],
+    token_bytes: Int[np.ndarray, N] | None = None,
+  ) -> float:
     """Bits that the model needs for a byte of the targets with weight, the ones a transformer is judged on.
 
     Args:
@@ -42,15 +46,25 @@ class TrigramModel:
     bits, size = 0.0, 0
     for batch in batches:
       pair, triple, has_two = _codes(batch, self.after_one.shape[0])
-      probability = np.where(has_two, self.after_two.reshape(-1)[triple], self.after_one.reshape(-1)[pair])
+      probability = np.where(
+        has_two,
+        self.after_two.reshape(-1)[triple],
+        self.after_one.reshape(-1)[pair],
+      )
       bits -= float(np.log2(probability).sum(dtype=np.float64))
-      size += int(token_bytes[batch["targets"][batch["weights"] > 0]].sum()) if token_bytes is not None else pair.size
+      size += (
+        int(token_bytes[batch["targets"][batch["weights"] > 0]].sum())
+        if token_bytes is not None
+        else pair.size
+      )
     if not size:
       raise ValueError("no target with weight stands for any byte")
     return bits / size
 
 
-def baseline(config: Config, validation: Iterable[Batch], token_bytes: Int[np.ndarray, N]) -> float:
+def baseline(
+  config: Config, validation: Iterable[Batch], token_bytes: Int[np.ndarray, N]
+) -> float:
   """Bits per byte of a model that is fitted on the training split of a run on bytes.
 
   Args:
@@ -59,7 +73,10 @@ def baseline(config: Config, validation: Iterable[Batch], token_bytes: Int[np.nd
     token_bytes: Bytes that each token stands for.
   """
   rows = 1024
-  batches = itertools.islice(training_rows(config, rows), max(1, _MOST_TOKENS // (rows * config.data.length)))
+  batches = itertools.islice(
+    training_rows(config, rows),
+    max(1, _MOST_TOKENS // (rows * config.data.length)),
+  )
   return fit(batches).bits_per_byte(validation, token_bytes)
 
 
@@ -76,31 +93,54 @@ def fit(batches: Iterable[Batch], vocab_size: int = 256) -> TrigramModel:
   Returns:
     The model; every probability is positive.
   """
-  pairs, triples = np.zeros(vocab_size**2, np.uint32), np.zeros(vocab_size**3, np.uint32)
+  pairs, triples = (
+    np.zeros(vocab_size**2, np.uint32),
+    np.zeros(vocab_size**3, np.uint32),
+  )
   for batch in batches:
     pair, triple, has_two = _codes(batch, vocab_size)
     np.add.at(pairs, pair, np.uint32(1))
     np.add.at(triples, triple[has_two], np.uint32(1))
-  after_one_counts, after_two_counts = pairs.reshape(vocab_size, vocab_size), triples.reshape((vocab_size,) * 3)
-  after_none = _interpolate(after_one_counts.sum(axis=0, dtype=np.int64), np.full(vocab_size, 1 / vocab_size))
+  after_one_counts, after_two_counts = (
+    pairs.reshape(vocab_size, vocab_size),
+    triples.reshape((vocab_size,) * 3),
+  )
+  after_none = _interpolate(
+    after_one_counts.sum(axis=0, dtype=np.int64),
+    np.full(vocab_size, 1 / vocab_size),
+  )
   after_one = _interpolate(after_one_counts, after_none)
   after_two = np.empty((vocab_size,) * 3, np.float32)
-  for first in range(vocab_size):  # N² at a time: the intermediate values are float64
+  for first in range(
+    vocab_size
+  ):  # N² at a time: the intermediate values are float64
     after_two[first] = _interpolate(after_two_counts[first], after_one)
   return TrigramModel(after_one.astype(np.float32), after_two)
 
 
-def _interpolate(counts: Int[np.ndarray, "... N"], shorter: Float[np.ndarray, "... N"]) -> Float[np.ndarray, "... N"]:
+def _interpolate(
+  counts: Int[np.ndarray, "... N"], shorter: Float[np.ndarray, "... N"]
+) -> Float[np.ndarray, "... N"]:
   """Distributions from counts, each mixed with the one after the shorter context; that one alone where nothing was counted."""
   kinds = np.maximum(np.count_nonzero(counts, axis=-1, keepdims=True), 1)
-  return (counts + kinds * shorter) / (counts.sum(axis=-1, keepdims=True, dtype=np.int64) + kinds)
+  return (counts + kinds * shorter) / (
+    counts.sum(axis=-1, keepdims=True, dtype=np.int64) + kinds
+  )
 
 
-def _codes(batch: Batch, vocab_size: int) -> tuple[Int[np.ndarray, P], Int[np.ndarray, P], Bool[np.ndarray, P]]:
+def _codes(
+  batch: Batch, vocab_size: int
+) -> tuple[Int[np.ndarray, P], Int[np.ndarray, P], Bool[np.ndarray, P]]:
   """For each target with weight: the number of (token, target), that of (token before, token, target), and whether the latter exists."""
-  tokens, targets, segment_ids = batch["tokens"], batch["targets"], batch["segment_ids"]
+  tokens, targets, segment_ids = (
+    batch["tokens"],
+    batch["targets"],
+    batch["segment_ids"],
+  )
   if max(tokens.max(initial=0), targets.max(initial=0)) >= vocab_size:
-    raise ValueError(f"the trigram model was made for {vocab_size} tokens; got token {max(tokens.max(), targets.max())}")
+    raise ValueError(
+      f"the trigram model was made for {vocab_size} tokens; got token {max(tokens.max(), targets.max())}"
+    )
   judged = batch["weights"] > 0
   pair = tokens.astype(np.int32) * np.int32(vocab_size) + targets
   triple = pair.copy()

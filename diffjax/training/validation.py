@@ -47,7 +47,9 @@ def losses(
   pending = []
   for batch in batches:
     pending.append(eval_step(params, with_hits(batch, token_bytes, ngram)))
-    if len(pending) > 1:  # fetch one batch behind, so that the device never waits for the host
+    if (
+      len(pending) > 1
+    ):  # fetch one batch behind, so that the device never waits for the host
       _add(totals, pending.pop(0))
   for sums in pending:
     _add(totals, sums)
@@ -55,13 +57,22 @@ def losses(
     yield from from_sums(*(totals[name] for name in SUMS))
 
 
-def with_hits(batch: dict[str, Any], token_bytes: Int[ndarray, N], ngram: int) -> dict[str, Any]:
+def with_hits(
+  batch: dict[str, Any], token_bytes: Int[ndarray, N], ngram: int
+) -> dict[str, Any]:
   """A host batch as `row_losses` takes it: with its AR hits and the bytes of its targets, float32 [B, T]."""
-  hits = ar_hit_mask(batch["tokens"], batch["targets"], batch["segment_ids"], ngram)
-  return batch | {"hits": hits.astype(np.float32), "bytes": token_bytes[batch["targets"]].astype(np.float32)}
+  hits = ar_hit_mask(
+    batch["tokens"], batch["targets"], batch["segment_ids"], ngram
+  )
+  return batch | {
+    "hits": hits.astype(np.float32),
+    "bytes": token_bytes[batch["targets"]].astype(np.float32),
+  }
 
 
-def row_losses(model: Decoder, params: Any, batch: dict[str, jax.Array]) -> dict[str, Float[Array, "B"]]:
+def row_losses(
+  model: Decoder, params: Any, batch: dict[str, jax.Array]
+) -> dict[str, Float[Array, "B"]]:
   """The sums over each row that the validation losses follow from: nll (nats), weight, bytes, and nll and weight over the AR hits.
 
   Args:
@@ -81,13 +92,24 @@ def row_losses(model: Decoder, params: Any, batch: dict[str, jax.Array]) -> dict
   return jax.tree.map(lambda term: jnp.sum(term, axis=1), terms)
 
 
-def token_losses(model: Decoder, params: Any, batch: dict[str, jax.Array]) -> Float[Array, "B T"]:
+def token_losses(
+  model: Decoder, params: Any, batch: dict[str, jax.Array]
+) -> Float[Array, "B T"]:
   """Cross-entropy of every target, nats; that of a target of weight 0 has no meaning."""
-  hidden: Any = model.apply({"params": params}, batch["tokens"], batch["segment_ids"], batch["positions"])
-  return per_token_cross_entropy(hidden, output_embedding(params).astype(hidden.dtype), batch["targets"])
+  hidden: Any = model.apply(
+    {"params": params},
+    batch["tokens"],
+    batch["segment_ids"],
+    batch["positions"],
+  )
+  return per_token_cross_entropy(
+    hidden, output_embedding(params).astype(hidden.dtype), batch["targets"]
+  )
 
 
-def from_sums(nll: float, weight: float, num_bytes: float, hit_nll: float, hit_weight: float) -> Iterator[tuple[str, float]]:
+def from_sums(
+  nll: float, weight: float, num_bytes: float, hit_nll: float, hit_weight: float
+) -> Iterator[tuple[str, float]]:
   """The validation losses that follow from the sums over all rows.
 
   Yields:

@@ -23,7 +23,9 @@ def _diff(config, **model):
 
 def _wide(config, head_norm):
   """The Transformer with DIFF's number of heads, each as wide as a pair of DIFF's: the same matrices."""
-  config.model.update(attention="softmax", head_dim=2 * config.model.head_dim, head_norm=head_norm)
+  config.model.update(
+    attention="softmax", head_dim=2 * config.model.head_dim, head_norm=head_norm
+  )
   return config
 
 
@@ -56,14 +58,18 @@ SIZES = {"tiny": "tiny", "125m": "diff_125m", "1b": "diff_1b"}
 
 def parts(variant: str) -> tuple[str, str, int | None]:
   """The row, the size and the number of heads (None for the row's own) that a variant names."""
-  row, size, heads = base.read_variant(variant, row=("diff", ROWS), size=("tiny", SIZES), heads=(None, int))
+  row, size, heads = base.read_variant(
+    variant, row=("diff", ROWS), size=("tiny", SIZES), heads=(None, int)
+  )
   return row, size, heads
 
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
   row, size, heads = parts(variant)
   config = importlib.import_module(f"configs.{SIZES[size]}").get_config()
-  if config.data.tokenizer == "bytes":  # one validation, at the end, with enough rows to see small differences
+  if (
+    config.data.tokenizer == "bytes"
+  ):  # one validation, at the end, with enough rows to see small differences
     config.eval.update(interval=config.train.steps, rows=2048)
   config.train.sample_tokens = 0
   return base.with_heads(ROWS[row](config), heads)

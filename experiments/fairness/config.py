@@ -21,17 +21,27 @@ def _gated(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   return config
 
 
-NAMES = ("transformer", "transformer_norm", "diff", "diff_without_norm", "diff_v2")
+NAMES = (
+  "transformer",
+  "transformer_norm",
+  "diff",
+  "diff_without_norm",
+  "diff_v2",
+)
 ROWS = {name: ABLATIONS[name] for name in NAMES} | {"gated": _gated}
 SCALES = ("1", "root")
 RATES = (0.0015, 0.003, 0.006)
 
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
-  row, scale, rate = base.read_variant(variant, row=("diff", ROWS), scale=(None, SCALES), rate=(None, float))
+  row, scale, rate = base.read_variant(
+    variant, row=("diff", ROWS), scale=(None, SCALES), rate=(None, float)
+  )
   if scale is None and rate is None:
     return get_config(tuned.best("fairness", row, "validation/loss", min))
   config = ROWS[row](get_ablation())
-  config.model.embed_scale = config.model.embed_dim**0.5 if scale == "root" else 1.0
+  config.model.embed_scale = (
+    config.model.embed_dim**0.5 if scale == "root" else 1.0
+  )
   config.optimizer.learning_rate = rate or config.optimizer.learning_rate
   return config

@@ -18,7 +18,11 @@ LOSS = "validation/loss"
 
 def _summarise(results: Mapping[str, Any]) -> list[dict[str, Any]]:
   """The differences that the README asks for beside those from the Transformer. Empty for the grid of tuning."""
-  pairs = (("diff", "transformer_norm"), ("diff_v2", "gated"), ("diff", "diff_without_norm"))
+  pairs = (
+    ("diff", "transformer_norm"),
+    ("diff_v2", "gated"),
+    ("diff", "diff_without_norm"),
+  )
   return stored.contrasts(results, "loss", LOSS, pairs)
 
 
@@ -28,12 +32,24 @@ def _plot(results: Mapping[str, Any]) -> Figure:
   return plot_losses(results)
 
 
-_TUNED = tuple(f"{row},scale={scale},rate={rate:g}" for row in ROWS for scale in SCALES for rate in RATES)
+_TUNED = tuple(
+  f"{row},scale={scale},rate={rate:g}"
+  for row in ROWS
+  for scale in SCALES
+  for rate in RATES
+)
 
 EXPERIMENT = Experiment(
   question="Does DIFF, tuned, differ from the Transformer, tuned?",
-  grids={"tune": Grid(_TUNED, "transformer,*", (100, 101)), "cpu": Grid(tuple(ROWS), "transformer", tuple(range(10, 20)))},
-  metrics={"loss": LOSS, "AR-Hit": "validation/ar_hit", "Others": "validation/others"},
+  grids={
+    "tune": Grid(_TUNED, "transformer,*", (100, 101)),
+    "cpu": Grid(tuple(ROWS), "transformer", tuple(range(10, 20))),
+  },
+  metrics={
+    "loss": LOSS,
+    "AR-Hit": "validation/ar_hit",
+    "Others": "validation/others",
+  },
   summarise=_summarise,
   plot=_plot,
 )

@@ -11,7 +11,11 @@ import ml_collections
 from experiments.ablations import config as ablations
 
 # By size: the new length, steps (0.25 M tokens, a tenth of the run's own; 0.1 B; the paper's 1.5 B), and micro-batches a step
-EXTENSIONS = {"tiny": (2048, 60, 1), "125m": (16_384, 400, 16), "1b": (65_536, 5_722, 1)}
+EXTENSIONS = {
+  "tiny": (2048, 60, 1),
+  "125m": (16_384, 400, 16),
+  "1b": (65_536, 5_722, 1),
+}
 
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
@@ -19,10 +23,18 @@ def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
   config = ablations.get_config(variant)
   length, steps, accumulation = EXTENSIONS[size]
   factor = length // config.data.length
-  config.model.update(max_length=length, rope_base=config.model.rope_base * factor**1.5)
+  config.model.update(
+    max_length=length, rope_base=config.model.rope_base * factor**1.5
+  )
   config.data.length = length
-  config.optimizer.update(learning_rate=config.optimizer.learning_rate / 4, warmup_steps=steps // 12)
-  config.train.update(steps=steps, batch_size=config.train.batch_size // factor, accumulation=accumulation)
+  config.optimizer.update(
+    learning_rate=config.optimizer.learning_rate / 4, warmup_steps=steps // 12
+  )
+  config.train.update(
+    steps=steps,
+    batch_size=config.train.batch_size // factor,
+    accumulation=accumulation,
+  )
   config.eval.update(interval=steps, rows=64)
   if size != "tiny":  # books: C4's documents are shorter than these rows
     config.data.update(source="tfds:pg19", text_field="book_text")

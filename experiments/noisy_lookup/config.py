@@ -11,15 +11,27 @@ from experiments.ablations.config import ROWS as ABLATIONS
 from experiments.noisy_lookup.task import VALUES
 
 
-def _lambda_zero(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+def _lambda_zero(
+  config: ml_collections.ConfigDict,
+) -> ml_collections.ConfigDict:
   """DIFF without its second map: λ is 0 and stays so; head norm, wide values and maps of 8 are DIFF's."""
   config = ABLATIONS["diff_frozen_lambda"](config)
   config.model.lambda_init = 0.0
   return config
 
 
-NAMES = ("transformer", "transformer_wide", "transformer_norm", "diff_without_norm", "diff", "diff_v2", "diff_lambda_0.8")
-ROWS = {name: ABLATIONS[name] for name in NAMES} | {"diff_lambda_zero": _lambda_zero}
+NAMES = (
+  "transformer",
+  "transformer_wide",
+  "transformer_norm",
+  "diff_without_norm",
+  "diff",
+  "diff_v2",
+  "diff_lambda_0.8",
+)
+ROWS = {name: ABLATIONS[name] for name in NAMES} | {
+  "diff_lambda_zero": _lambda_zero
+}
 RATES = (0.002, 0.004, 0.008, 0.016)
 
 

@@ -15,20 +15,42 @@ RATES = (0.002, 0.001, 0.004)
 
 def parts(variant: str) -> tuple[str, float | None]:
   """The architecture, and the learning rate of a pilot (None for a run)."""
-  architecture, rate = base.read_variant(variant, architecture=("diff", base.ARCHITECTURES), rate=(None, float))
+  architecture, rate = base.read_variant(
+    variant, architecture=("diff", base.ARCHITECTURES), rate=(None, float)
+  )
   return architecture, rate
 
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
   architecture, rate = parts(variant)
   config = base.get_config()
-  config.model.update(vocab_size=4096, num_layers=8, embed_dim=512, num_heads=8, num_kv_heads=8, head_dim=32, ffn_dim=1360)
-  config.model.attention_implementation = "two_call"  # on GPUs through cuDNN, for every architecture alike
-  config.data.update(source="text:runs/one_gpu/work/text/*.py", tokenizer="runs/one_gpu/pack/tokenizer/tokenizer.json", length=1024)
-  config.data.update(validation_fraction=0.02, prepared_dir="runs/one_gpu/work/rows")
+  config.model.update(
+    vocab_size=4096,
+    num_layers=8,
+    embed_dim=512,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=32,
+    ffn_dim=1360,
+  )
+  config.model.attention_implementation = (
+    "two_call"  # on GPUs through cuDNN, for every architecture alike
+  )
+  config.data.update(
+    source="text:runs/one_gpu/work/text/*.py",
+    tokenizer="runs/one_gpu/pack/tokenizer/tokenizer.json",
+    length=1024,
+  )
+  config.data.update(
+    validation_fraction=0.02, prepared_dir="runs/one_gpu/work/rows"
+  )
   steps = 1200 if rate is None else 300
-  config.optimizer.update(learning_rate=rate or RATES[0], warmup_steps=steps // 20)
-  config.train.update(steps=steps, batch_size=64, checkpoint_interval=steps, sample_tokens=0)
+  config.optimizer.update(
+    learning_rate=rate or RATES[0], warmup_steps=steps // 20
+  )
+  config.train.update(
+    steps=steps, batch_size=64, checkpoint_interval=steps, sample_tokens=0
+  )
   config.train.max_skipped_in_a_row = 0  # a pilot whose rate is too high ends with a high loss, and the others go on
   config.eval.update(interval=steps, rows=-1)
   return base.twin(config, architecture)

@@ -34,8 +34,19 @@ def best_rates(results: Mapping[str, Any]) -> dict[str, float]:
 
   Only rates that all architectures have tried count, so that none has had more tries than another. Without any it is the default."""
   tried = losses(results)
-  common = [rate for rate in RATES if all(rate in tried.get(architecture, {}) for architecture in _ARCHITECTURES)] or [RATES[0]]
-  return {architecture: min(common, key=lambda rate: tried.get(architecture, {}).get(rate, 0.0)) for architecture in _ARCHITECTURES}
+  common = [
+    rate
+    for rate in RATES
+    if all(
+      rate in tried.get(architecture, {}) for architecture in _ARCHITECTURES
+    )
+  ] or [RATES[0]]
+  return {
+    architecture: min(
+      common, key=lambda rate: tried.get(architecture, {}).get(rate, 0.0)
+    )
+    for architecture in _ARCHITECTURES
+  }
 
 
 def _plot(results: Mapping[str, Any]) -> Figure:
@@ -48,9 +59,20 @@ def _plot(results: Mapping[str, Any]) -> Figure:
 EXPERIMENT = Experiment(
   question="Does DIFF at its best learning rate beat the Transformer at its own, with 27M parameters?",
   grids={
-    "pilot": Grid(tuple(f"{name},rate={rate:g}" for rate in RATES for name in _ARCHITECTURES), "transformer,*", (_PILOT_SEED,)),
+    "pilot": Grid(
+      tuple(
+        f"{name},rate={rate:g}" for rate in RATES for name in _ARCHITECTURES
+      ),
+      "transformer,*",
+      (_PILOT_SEED,),
+    ),
     "gpu": Grid(_ARCHITECTURES, "transformer", (0, 1, 2)),
   },
-  metrics={"loss": _LOSS, "AR-Hit": "validation/ar_hit", "Others": "validation/others", "s/step": "train/step_seconds"},
+  metrics={
+    "loss": _LOSS,
+    "AR-Hit": "validation/ar_hit",
+    "Others": "validation/others",
+    "s/step": "train/step_seconds",
+  },
   plot=_plot,
 )

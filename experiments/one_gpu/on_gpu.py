@@ -29,7 +29,9 @@ from benchmarks import wheels
 # Until packages are installed, those other than the standard library may be missing: what needs them is imported where it is used.
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-_RESERVE = 45  # seconds to save a run that is stopped, and to collect the results
+_RESERVE = (
+  45  # seconds to save a run that is stopped, and to collect the results
+)
 _START = 15  # seconds that a round's command takes itself
 _ROUND = 3  # runs of a command: one of each architecture
 # Seconds of a run, until one has been timed (README.md)
@@ -68,13 +70,30 @@ class Session:
 
   def places(self) -> list[str]:
     """The fields that say where the data are."""
-    data = {"source": f"text:{self.path('work/text')}/*.py", "tokenizer": self.path("pack/tokenizer/tokenizer.json")}
-    return [f"data.{name}={value}" for name, value in {**data, "prepared_dir": self.path("work/rows")}.items()]
+    data = {
+      "source": f"text:{self.path('work/text')}/*.py",
+      "tokenizer": self.path("pack/tokenizer/tokenizer.json"),
+    }
+    return [
+      f"data.{name}={value}"
+      for name, value in {
+        **data,
+        "prepared_dir": self.path("work/rows"),
+      }.items()
+    ]
 
   def changes(self, grid: str, rates: Sequence[str] = ()) -> list[str]:
     """All settings of a grid's runs, FIELD=VALUE, with those of the learning rates. A pilot takes a quarter of a run's steps."""
-    steps = self.steps if grid == "gpu" or self.steps is None else max(1, self.steps // 4)
-    fewer = [] if steps is None else [f"train.steps={steps}", f"eval.interval={steps}"]
+    steps = (
+      self.steps
+      if grid == "gpu" or self.steps is None
+      else max(1, self.steps // 4)
+    )
+    fewer = (
+      []
+      if steps is None
+      else [f"train.steps={steps}", f"eval.interval={steps}"]
+    )
     return [*self.settings, *self.places(), *fewer, *rates]
 
   def runs(self, grid: str, rates: Sequence[str] = ()) -> list[Any]:
@@ -82,30 +101,71 @@ class Session:
     from experiments import grid as grids
 
     pairs = (change.split("=", 1) for change in self.changes(grid, rates))
-    return grids.expand("one_gpu", grids.load("one_gpu", grid).grids[grid], {field: grids.read_value(value) for field, value in pairs})
+    return grids.expand(
+      "one_gpu",
+      grids.load("one_gpu", grid).grids[grid],
+      {field: grids.read_value(value) for field, value in pairs},
+    )
 
   def results(self, grid: str) -> list[dict[str, Any]]:
     """The finished runs of a grid, as in its results.json."""
     path = self.path("out", grid, "results.json")
-    return json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []
+    return (
+      json.loads(path.read_text(encoding="utf-8"))["runs"]
+      if path.exists()
+      else []
+    )
 
 
 def main(arguments: Sequence[str]) -> None:
-  parser = argparse.ArgumentParser(description="Makes pilots and runs on a GPU without a network.")
-  parser.add_argument("dir", type=pathlib.Path, help="the directory that pack.py was given")
-  parser.add_argument("--limit", type=float, default=540, help="seconds for this call, 540 by default")
-  parser.add_argument("--skip_pilots", action="store_true", help="make no more pilots; choose among the rates that all have tried")
-  parser.add_argument("--steps", type=int, help="steps of a run; a pilot takes a quarter")
-  parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of all runs; the same ones each time")
-  parser.add_argument("--on_cpu", action="store_true", help="go on if JAX finds no GPU: for a rehearsal")
+  parser = argparse.ArgumentParser(
+    description="Makes pilots and runs on a GPU without a network."
+  )
+  parser.add_argument(
+    "dir", type=pathlib.Path, help="the directory that pack.py was given"
+  )
+  parser.add_argument(
+    "--limit",
+    type=float,
+    default=540,
+    help="seconds for this call, 540 by default",
+  )
+  parser.add_argument(
+    "--skip_pilots",
+    action="store_true",
+    help="make no more pilots; choose among the rates that all have tried",
+  )
+  parser.add_argument(
+    "--steps", type=int, help="steps of a run; a pilot takes a quarter"
+  )
+  parser.add_argument(
+    "--set",
+    action="append",
+    default=[],
+    metavar="FIELD=VALUE",
+    help="a field of all runs; the same ones each time",
+  )
+  parser.add_argument(
+    "--on_cpu",
+    action="store_true",
+    help="go on if JAX finds no GPU: for a rehearsal",
+  )
   parsed = parser.parse_args(arguments)
   directory = parsed.dir.resolve()
-  directory = directory.relative_to(ROOT) if directory.is_relative_to(ROOT) else directory
-  session = Session(directory, time.monotonic() + parsed.limit, parsed.steps, parsed.set)
+  directory = (
+    directory.relative_to(ROOT) if directory.is_relative_to(ROOT) else directory
+  )
+  session = Session(
+    directory, time.monotonic() + parsed.limit, parsed.steps, parsed.set
+  )
   os.chdir(ROOT)
   try:
     _set_up(session, parsed.on_cpu)
-    if parsed.skip_pilots or session.path("out/rates.json").exists() or _make(session, "pilot"):
+    if (
+      parsed.skip_pilots
+      or session.path("out/rates.json").exists()
+      or _make(session, "pilot")
+    ):
       _make(session, "gpu", _rates(session))
   except Failed as error:
     sys.exit(f"error: {error}")
@@ -120,10 +180,17 @@ def _set_up(session: Session, on_cpu: bool) -> None:
   """
   packed, text = session.path("pack/text.jsonl.xz"), session.path("work/text")
   if not packed.exists():
-    raise Failed(f"{packed} is missing; python -m experiments.one_gpu.pack {session.directory} makes it")
+    raise Failed(
+      f"{packed} is missing; python -m experiments.one_gpu.pack {session.directory} makes it"
+    )
   site = session.path("work/site").absolute()
-  os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), str(ROOT), os.environ.get("PYTHONPATH")]))
-  os.environ |= {"XDG_CACHE_HOME": str(session.path("work/cache").absolute()), "PYTHONUNBUFFERED": "1"}
+  os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(site), str(ROOT), os.environ.get("PYTHONPATH")])
+  )
+  os.environ |= {
+    "XDG_CACHE_HOME": str(session.path("work/cache").absolute()),
+    "PYTHONUNBUFFERED": "1",
+  }
   try:
     wheels.install(session.path("pack/wheels"), site)
   except RuntimeError as error:
@@ -136,22 +203,45 @@ def _set_up(session: Session, on_cpu: bool) -> None:
   if not text.exists():
     temporary = text.with_suffix(".tmp")
     temporary.mkdir(exist_ok=True)
-    with lzma.open(packed) as lines:  # a file a document, which many processes can tokenise
+    with lzma.open(
+      packed
+    ) as lines:  # a file a document, which many processes can tokenise
       for number, line in enumerate(lines):
-        (temporary / f"{number:06d}.py").write_bytes(json.loads(line)["text"].encode())
+        (temporary / f"{number:06d}.py").write_bytes(
+          json.loads(line)["text"].encode()
+        )
     temporary.rename(text)
   config = next(iter(session.runs("gpu"))).config
-  fields = [f"--config.{setting}" for setting in (*session.settings, *session.places())]
-  _call([sys.executable, "-m", "diffjax.prepare", "--config=experiments/one_gpu/config.py", *fields], capture=False)
-  rows = json.loads(session.path("work/rows/meta.json").read_text(encoding="utf-8"))["splits"]["train"]["rows"]
+  fields = [
+    f"--config.{setting}" for setting in (*session.settings, *session.places())
+  ]
+  _call(
+    [
+      sys.executable,
+      "-m",
+      "diffjax.prepare",
+      "--config=experiments/one_gpu/config.py",
+      *fields,
+    ],
+    capture=False,
+  )
+  rows = json.loads(
+    session.path("work/rows/meta.json").read_text(encoding="utf-8")
+  )["splits"]["train"]["rows"]
   if rows < config.train.steps * config.train.batch_size:
-    raise Failed(f"{config.train.steps} steps of {config.train.batch_size} rows would see some of the {rows} rows twice")
+    raise Failed(
+      f"{config.train.steps} steps of {config.train.batch_size} rows would see some of the {rows} rows twice"
+    )
 
 
-def _call(command: Sequence[str], capture: bool = True) -> subprocess.CompletedProcess[str]:
+def _call(
+  command: Sequence[str], capture: bool = True
+) -> subprocess.CompletedProcess[str]:
   result = subprocess.run(command, capture_output=capture, text=True)
   if result.returncode:
-    raise Failed(f"{' '.join(command[1:4])} failed: {(result.stderr or 'as said above').strip().splitlines()[-1]}")
+    raise Failed(
+      f"{' '.join(command[1:4])} failed: {(result.stderr or 'as said above').strip().splitlines()[-1]}"
+    )
   return result
 
 
@@ -162,15 +252,21 @@ def _make(session: Session, grid: str, rates: Sequence[str] = ()) -> bool:
     Whether all runs are made.
   """
   names = [run.name for run in session.runs(grid)]
-  further = session.runs("gpu")[0].config.train.steps - session.runs("pilot")[0].config.train.steps
+  further = (
+    session.runs("gpu")[0].config.train.steps
+    - session.runs("pilot")[0].config.train.steps
+  )
   while True:
     done = session.results(grid)
-    missing = [name for name in names if name not in {run["name"] for run in done}]
+    missing = [
+      name for name in names if name not in {run["name"] for run in done}
+    ]
     seconds = expected_seconds(grid, done, session.results("pilot"), further)
     print(
       f"{grid}: {len(done)} of {len(names)} are made; the others take about {seconds * len(missing) / 60:.0f} minutes; "
-      f"{session.left:.0f} s left in this call", flush=True
-    )  # fmt: skip
+      f"{session.left:.0f} s left in this call",
+      flush=True,
+    )
     fit = int((session.left - _START - _RESERVE) / seconds)
     # The first run of all is made alone, so that a hang or a slow step shows early
     size = _ROUND - len(done) % _ROUND if done or grid == "gpu" else 1
@@ -179,7 +275,12 @@ def _make(session: Session, grid: str, rates: Sequence[str] = ()) -> bool:
     _make_round(session, grid, rates, chosen, _START + seconds * len(chosen))
 
 
-def expected_seconds(grid: str, done: Sequence[dict[str, Any]], pilots: Sequence[dict[str, Any]], further: int) -> float:
+def expected_seconds(
+  grid: str,
+  done: Sequence[dict[str, Any]],
+  pilots: Sequence[dict[str, Any]],
+  further: int,
+) -> float:
   """Seconds that a run is expected to take: somewhat more than the longest so far, or than a pilot with further steps.
 
   Args:
@@ -190,28 +291,56 @@ def expected_seconds(grid: str, done: Sequence[dict[str, Any]], pilots: Sequence
   """
   seconds = [run["seconds"] for run in done if run["seconds"]]
   if not seconds and grid == "gpu":
-    seconds = [run["seconds"] + further * (run["results"]["train/step_seconds"] or 0.0) for run in pilots if run["seconds"]]
+    seconds = [
+      run["seconds"] + further * (run["results"]["train/step_seconds"] or 0.0)
+      for run in pilots
+      if run["seconds"]
+    ]
   return 1.15 * max(seconds) if seconds else _GUESS[grid]
 
 
-def _make_round(session: Session, grid: str, rates: Sequence[str], names: Sequence[str], expected: float) -> None:
+def _make_round(
+  session: Session,
+  grid: str,
+  rates: Sequence[str],
+  names: Sequence[str],
+  expected: float,
+) -> None:
   """Makes some runs with one command, and collects them.
 
   Raises:
     Failed: if the command fails or hangs. Runs of it that have ended are collected before.
   """
-  command = [sys.executable, "-m", "experiments.run", "one_gpu", f"--grid={grid}", f"--workdir={session.path('work/runs')}"]
-  command += [f"--out={session.path('out', grid)}", *(f"--set={change}" for change in session.changes(grid, rates))]
+  command = [
+    sys.executable,
+    "-m",
+    "experiments.run",
+    "one_gpu",
+    f"--grid={grid}",
+    f"--workdir={session.path('work/runs')}",
+  ]
+  command += [
+    f"--out={session.path('out', grid)}",
+    *(f"--set={change}" for change in session.changes(grid, rates)),
+  ]
   print(f"{', '.join(names)}: about {expected:.0f} s", flush=True)
   patience = min(session.left - _RESERVE, _HANGS * expected + 60)
-  code = _wait(subprocess.Popen([*command, *(f"--only={name}" for name in names)]), patience)
+  code = _wait(
+    subprocess.Popen([*command, *(f"--only={name}" for name in names)]),
+    patience,
+  )
   if code != 0:
     directory = session.path("work/runs/one_gpu", grid)
-    if ended := [str(path.parent.relative_to(directory)) for path in directory.glob("*/*/result.json")]:
+    if ended := [
+      str(path.parent.relative_to(directory))
+      for path in directory.glob("*/*/result.json")
+    ]:
       _call([*command, *(f"--only={name}" for name in ended)])
   _save(session, grid)
   if code is None and session.left > 2 * _RESERVE:
-    raise Failed(f"{', '.join(names)} took {patience:.0f} s, which looks like a hang; experiments/one_gpu/README.md says what to do")
+    raise Failed(
+      f"{', '.join(names)} took {patience:.0f} s, which looks like a hang; experiments/one_gpu/README.md says what to do"
+    )
   if code:
     raise Failed("a run failed, as said above")
 
@@ -229,7 +358,9 @@ def _wait(process: subprocess.Popen, seconds: float) -> int | None:
       process.wait(_RESERVE / 2)
     except subprocess.TimeoutExpired:
       process.kill()
-    for child in started:  # a process that hangs on the GPU would keep its memory
+    for (
+      child
+    ) in started:  # a process that hangs on the GPU would keep its memory
       if child.is_running():
         child.kill()
     return None
@@ -242,25 +373,44 @@ def _rates(session: Session) -> list[str]:
   path = session.path("out/rates.json")
   if not path.exists():
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(best_rates({"runs": session.results("pilot")})) + "\n", encoding="utf-8")
-  print(f"learning rates: {path.read_text(encoding='utf-8').strip()}", flush=True)
-  return [f"{architecture}:optimizer.learning_rate={rate}" for architecture, rate in json.loads(path.read_text(encoding="utf-8")).items()]
+    path.write_text(
+      json.dumps(best_rates({"runs": session.results("pilot")})) + "\n",
+      encoding="utf-8",
+    )
+  print(
+    f"learning rates: {path.read_text(encoding='utf-8').strip()}", flush=True
+  )
+  return [
+    f"{architecture}:optimizer.learning_rate={rate}"
+    for architecture, rate in json.loads(
+      path.read_text(encoding="utf-8")
+    ).items()
+  ]
 
 
 def _save(session: Session, grid: str) -> None:
   """Joins the logs of all runs into one file, with those of other machines, and packs the results for $OUT."""
-  runs, curves = session.path("work/runs/one_gpu", grid), session.path("out", grid, "curves.jsonl")
+  runs, curves = (
+    session.path("work/runs/one_gpu", grid),
+    session.path("out", grid, "curves.jsonl"),
+  )
   lines = [*_read(curves)] if curves.exists() else []
   there = {line["run"] for line in lines}
   for result in sorted(runs.glob("*/*/result.json")):
     if (name := str(result.parent.relative_to(runs))) not in there:
-      lines += [{"run": name, **line} for line in _read(result.parent / "metrics.jsonl")]
+      lines += [
+        {"run": name, **line} for line in _read(result.parent / "metrics.jsonl")
+      ]
   curves.parent.mkdir(parents=True, exist_ok=True)
   temporary = curves.with_suffix(".tmp")
-  temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+  temporary.write_text(
+    "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+  )
   temporary.replace(curves)
   if os.environ.get("OUT"):
-    shutil.make_archive(os.path.join(os.environ["OUT"], "one_gpu"), "gztar", session.path("out"))
+    shutil.make_archive(
+      os.path.join(os.environ["OUT"], "one_gpu"), "gztar", session.path("out")
+    )
 
 
 def _read(log: pathlib.Path) -> Iterator[dict[str, Any]]:

@@ -28,10 +28,37 @@ _MAX_MIB = 55
 
 # What training needs beyond JAX, SciPy, matplotlib, and packages whose wheels are large: tensorstore, tokenizers and uvloop
 _PACKAGES = (
-  "absl-py", "aiofiles", "array_record", "cloudpickle", "etils", "flax", "fsspec", "grain", "humanize", "jaxtyping", "markdown-it-py",
-  "mdurl", "ml_collections", "msgpack", "optax", "orbax-checkpoint", "packaging", "portpicker", "prometheus_client", "protobuf", "psutil",
-  "pygments", "pyyaml", "rich", "simplejson", "tensorboardX", "treescope", "typing_extensions", "wadler-lindig", "zipp",
-)  # fmt: skip
+  "absl-py",
+  "aiofiles",
+  "array_record",
+  "cloudpickle",
+  "etils",
+  "flax",
+  "fsspec",
+  "grain",
+  "humanize",
+  "jaxtyping",
+  "markdown-it-py",
+  "mdurl",
+  "ml_collections",
+  "msgpack",
+  "optax",
+  "orbax-checkpoint",
+  "packaging",
+  "portpicker",
+  "prometheus_client",
+  "protobuf",
+  "psutil",
+  "pygments",
+  "pyyaml",
+  "rich",
+  "simplejson",
+  "tensorboardX",
+  "treescope",
+  "typing_extensions",
+  "wadler-lindig",
+  "zipp",
+)
 
 # Files that are left out of the text: shorter ones, and ones that zlib shrinks less or more than so many times. The former hold data as
 # text, the latter tables and generated code.
@@ -41,17 +68,33 @@ _MIN_BYTES, _MIN_RATIO, _MAX_RATIO = 400, 2, 10
 def main(arguments: Sequence[str]) -> None:
   parser = argparse.ArgumentParser(description="Makes the pack for on_gpu.py.")
   parser.add_argument("dir", type=pathlib.Path, help="where to make it")
-  parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of the config, as given to on_gpu.py")
+  parser.add_argument(
+    "--set",
+    action="append",
+    default=[],
+    metavar="FIELD=VALUE",
+    help="a field of the config, as given to on_gpu.py",
+  )
   parsed = parser.parse_args(arguments)
   directory = parsed.dir.resolve()
-  pack, downloads, text = directory / "pack", directory / "downloads", directory / "text.jsonl"
+  pack, downloads, text = (
+    directory / "pack",
+    directory / "downloads",
+    directory / "text.jsonl",
+  )
   pack.mkdir(parents=True, exist_ok=True)
   if not downloads.exists():
     wheels.download(downloads, "--require-hashes", "-r", str(HERE / "text.txt"))
   if not (pack / "wheels").exists():
     wheels.download(pack / "wheels", *_PACKAGES)
   if not text.exists():
-    _write(text, "".join(json.dumps({"text": document}, ensure_ascii=False) + "\n" for document in documents(downloads)).encode())
+    _write(
+      text,
+      "".join(
+        json.dumps({"text": document}, ensure_ascii=False) + "\n"
+        for document in documents(downloads)
+      ).encode(),
+    )
   if not (pack / "tokenizer/tokenizer.json").exists():
     _train_tokenizer(text, pack / "tokenizer", parsed.set)
   if not (pack / "text.jsonl.xz").exists():
@@ -72,7 +115,13 @@ def documents(downloads: pathlib.Path) -> Iterator[str]:
           continue
         content = archive.read(name)
         digest = hashlib.sha256(content).digest()
-        if len(content) < _MIN_BYTES or digest in seen or not _MIN_RATIO < len(content) / len(zlib.compress(content)) < _MAX_RATIO:
+        if (
+          len(content) < _MIN_BYTES
+          or digest in seen
+          or not _MIN_RATIO
+          < len(content) / len(zlib.compress(content))
+          < _MAX_RATIO
+        ):
           continue
         seen.add(digest)
         try:
@@ -83,13 +132,35 @@ def documents(downloads: pathlib.Path) -> Iterator[str]:
 
 def compress(content: bytes) -> bytes:
   """The content as xz, with a dictionary that spans several packages: files of one have parts in common."""
-  return lzma.compress(content, filters=[{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 27}])
+  return lzma.compress(
+    content,
+    filters=[{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 27}],
+  )
 
 
-def _train_tokenizer(text: pathlib.Path, target: pathlib.Path, settings: Sequence[str]) -> None:
-  vocabulary = next((value for field, _, value in (each.partition("=") for each in settings) if field == "model.vocab_size"), "4096")
-  command = [sys.executable, "-m", "diffjax.prepare", f"--config={HERE / 'config.py'}", *(f"--config.{each}" for each in settings)]
-  command += [f"--config.data.source=jsonl:{text}", f"--train_tokenizer={target}", f"--vocab_size={vocabulary}"]
+def _train_tokenizer(
+  text: pathlib.Path, target: pathlib.Path, settings: Sequence[str]
+) -> None:
+  vocabulary = next(
+    (
+      value
+      for field, _, value in (each.partition("=") for each in settings)
+      if field == "model.vocab_size"
+    ),
+    "4096",
+  )
+  command = [
+    sys.executable,
+    "-m",
+    "diffjax.prepare",
+    f"--config={HERE / 'config.py'}",
+    *(f"--config.{each}" for each in settings),
+  ]
+  command += [
+    f"--config.data.source=jsonl:{text}",
+    f"--train_tokenizer={target}",
+    f"--vocab_size={vocabulary}",
+  ]
   subprocess.run(command, check=True, cwd=ROOT)
 
 
@@ -100,7 +171,12 @@ def _write(path: pathlib.Path, content: bytes) -> None:
 
 
 def _mib(path: pathlib.Path) -> float:
-  return sum(file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file()) / 2**20
+  return (
+    sum(
+      file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file()
+    )
+    / 2**20
+  )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,11 @@ from experiments.ablations.experiment import twins
 from experiments.grid import Experiment, Grid
 from experiments.order_robustness import task
 
-_ORDERS: dict[str, Callable] = {"random": shuffled, "alternating": alternating, "blocked": task.blocked}
+_ORDERS: dict[str, Callable] = {
+  "random": shuffled,
+  "alternating": alternating,
+  "blocked": task.blocked,
+}
 _SETS = 16  # of demonstrations
 _DRAWS = 10  # orders of each kind
 _COUNTS = (6, 12, 24, 48, 72)  # demonstrations, for accuracy by their number
@@ -29,7 +33,11 @@ _ORDERS_LARGE, _QUERIES_LARGE = 10, 100
 
 def prepare(directory: pathlib.Path, config: Config) -> Mapping[str, str]:
   """Writes as many episodes as training reads, one a row."""
-  return task.write(directory, max(512, config.train.steps * config.train.batch_size), task.SIZES)
+  return task.write(
+    directory,
+    max(512, config.train.steps * config.train.batch_size),
+    task.SIZES,
+  )
 
 
 def measure(workdir: str, config: Config) -> dict[str, Any]:
@@ -49,7 +57,9 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
   rng = np.random.default_rng(_SEED)
   sets = [task.balanced_episode(rng, task.SIZES) for _ in range(_SETS)]
   encode = lambda text: np.asarray(trained.tokenizer.encode(text)).tolist()
-  wanted = np.array([[encode(query.label)[0] for query in queries] for _, queries in sets])
+  wanted = np.array(
+    [[encode(query.label)[0] for query in queries] for _, queries in sets]
+  )
   possible = np.zeros((_SETS, 1, config.model.vocab_size), bool)
   np.put_along_axis(possible, wanted[:, None], True, axis=2)
 
@@ -57,19 +67,37 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
     """The likeliest label for every query after its set's demonstrations in the given order, [sets, queries]."""
     rows = []
     for demonstrations, (_, queries) in zip(ordered, sets, strict=True):
-      shown = [trained.tokenizer.separator, *encode(" ".join(example.text for example in demonstrations))]
+      shown = [
+        trained.tokenizer.separator,
+        *encode(" ".join(example.text for example in demonstrations)),
+      ]
       rows += [[*shown, *encode(query.text)] for query in queries]
-    scores = np.asarray(forward(trained.params, np.array(rows))).reshape(_SETS, -1, config.model.vocab_size)
+    scores = np.asarray(forward(trained.params, np.array(rows))).reshape(
+      _SETS, -1, config.model.vocab_size
+    )
     return np.argmax(np.where(possible, scores, -np.inf), axis=2)
 
   found: dict[str, Any] = {}
   for kind, order in _ORDERS.items():
-    draws = [[order(demonstrations, rng) for demonstrations, _ in sets] for _ in range(_DRAWS)]
+    draws = [
+      [order(demonstrations, rng) for demonstrations, _ in sets]
+      for _ in range(_DRAWS)
+    ]
     given = np.stack([answers(ordered) for ordered in draws], axis=1)
-    found |= {f"{kind}_{name}": value for name, value in spread(given, wanted).items()}
+    found |= {
+      f"{kind}_{name}": value for name, value in spread(given, wanted).items()
+    }
     if kind == "random":
       found["curve"] = [
-        float(np.mean([answers([each[:count] for each in ordered]) == wanted for ordered in draws[:_CURVE_DRAWS]])) for count in _COUNTS
+        float(
+          np.mean(
+            [
+              answers([each[:count] for each in ordered]) == wanted
+              for ordered in draws[:_CURVE_DRAWS]
+            ]
+          )
+        )
+        for count in _COUNTS
       ]
   return found
 
@@ -99,20 +127,42 @@ def plot(results: Mapping[str, Any]) -> Figure:
   runs = plots.runs_by_variant(results)
   figure = Figure((14, 4.2), layout="constrained")
   curve, *kinds = figure.subplots(1, 4)
-  plots.over_seeds(curve, _COUNTS, {variant: [run["curve"] for run in own] for variant, own in runs.items()})
+  plots.over_seeds(
+    curve,
+    _COUNTS,
+    {variant: [run["curve"] for run in own] for variant, own in runs.items()},
+  )
   _by_count(curve, "Accuracy, random order", _COUNTS)
-  titles = {"accuracy": "Accuracy", "spread": "Accuracy of the best minus the worst order", "changed": "Share of answers that change"}
+  titles = {
+    "accuracy": "Accuracy",
+    "spread": "Accuracy of the best minus the worst order",
+    "changed": "Share of answers that change",
+  }
   for axes, (name, title) in zip(kinds, titles.items(), strict=True):
-    _by_kind(axes, tuple(_ORDERS), {variant: [[run[f"{kind}_{name}"] for kind in _ORDERS] for run in own] for variant, own in runs.items()})
+    _by_kind(
+      axes,
+      tuple(_ORDERS),
+      {
+        variant: [[run[f"{kind}_{name}"] for kind in _ORDERS] for run in own]
+        for variant, own in runs.items()
+      },
+    )
     axes.set_title(title, fontsize=10)
   for axes in kinds[1:]:
     axes.set_ylim(bottom=0)
-  figure.legend(*curve.get_legend_handles_labels(), loc="outside lower center", ncols=len(runs), fontsize=8)
+  figure.legend(
+    *curve.get_legend_handles_labels(),
+    loc="outside lower center",
+    ncols=len(runs),
+    fontsize=8,
+  )
   return figure
 
 
 def _by_count(axes: Any, title: str, counts: Sequence[int]) -> None:
-  axes.set(xlabel="number of demonstrations", ylabel="share of answers", ylim=(0, 1))
+  axes.set(
+    xlabel="number of demonstrations", ylabel="share of answers", ylim=(0, 1)
+  )
   axes.set_title(title, fontsize=10)
   axes.set_xscale("log", base=2)
   axes.set_xticks(counts, [str(count) for count in counts])
@@ -127,7 +177,13 @@ def _by_kind(axes: Any, kinds: Sequence[str], rows: Mapping[str, Any]) -> None:
 
 EXPERIMENT = Experiment(
   question="Do DIFF's answers depend less on the order of its demonstrations?",
-  grids={"cpu": Grid(("transformer", "transformer_norm", "diff", "diff_v2"), "transformer", tuple(range(5)))},
+  grids={
+    "cpu": Grid(
+      ("transformer", "transformer_norm", "diff", "diff_v2"),
+      "transformer",
+      tuple(range(5)),
+    )
+  },
   metrics={
     "best − worst, random": "random_spread",
     "best − worst, alternating": "alternating_spread",
@@ -141,7 +197,14 @@ EXPERIMENT = Experiment(
   },
   prepare=prepare,
   measure=measure,
-  task={**dataclasses.asdict(task.SIZES), "words": task.WORDS, "labels": task.LABELS, "sets": _SETS, "orders": _DRAWS, "counts": _COUNTS},
+  task={
+    **dataclasses.asdict(task.SIZES),
+    "words": task.WORDS,
+    "labels": task.LABELS,
+    "sets": _SETS,
+    "orders": _DRAWS,
+    "counts": _COUNTS,
+  },
   plot=plot,
 )
 
@@ -152,7 +215,10 @@ def measure_many_shot(workdir: str, config: Config) -> dict[str, Any]:
   from diffjax.training.trained import load
 
   found: dict[str, Any] = {"counts": [], "curve": []}
-  for figure in many_shot.evaluate(load(workdir), many_shot.Settings(orders=_ORDERS_LARGE, samples=_QUERIES_LARGE)):
+  for figure in many_shot.evaluate(
+    load(workdir),
+    many_shot.Settings(orders=_ORDERS_LARGE, samples=_QUERIES_LARGE),
+  ):
     value = figure.statistic(figure.units)
     if figure.name == "accuracy":
       found["counts"].append(figure.at["demonstrations"])
@@ -168,10 +234,21 @@ def plot_many_shot(results: Mapping[str, Any]) -> Figure:
   counts = results["runs"][0]["results"]["counts"]
   figure = Figure((9, 3.8), layout="constrained")
   curve, spreads = figure.subplots(1, 2)
-  plots.over_seeds(curve, counts, {variant: [run["curve"] for run in own] for variant, own in runs.items()})
+  plots.over_seeds(
+    curve,
+    counts,
+    {variant: [run["curve"] for run in own] for variant, own in runs.items()},
+  )
   _by_count(curve, "Accuracy", counts)
   curve.legend(fontsize=8)
-  _by_kind(spreads, kinds, {variant: [[run[f"{kind}_spread"] for kind in kinds] for run in own] for variant, own in runs.items()})
+  _by_kind(
+    spreads,
+    kinds,
+    {
+      variant: [[run[f"{kind}_spread"] for kind in kinds] for run in own]
+      for variant, own in runs.items()
+    },
+  )
   spreads.set_title("Accuracy of the best minus the worst order", fontsize=10)
   spreads.set_ylim(bottom=0)
   return figure
@@ -180,7 +257,11 @@ def plot_many_shot(results: Mapping[str, Any]) -> Figure:
 LARGE = Experiment(
   question="Do larger DIFFs' answers depend less on the order of their demonstrations?",
   grids={"gpu": twins("125m"), "tpu": twins("1b")},
-  metrics={"best − worst, random": "random_spread", "best − worst, alternating": "alternating_spread", "accuracy": "accuracy"},
+  metrics={
+    "best − worst, random": "random_spread",
+    "best − worst, alternating": "alternating_spread",
+    "accuracy": "accuracy",
+  },
   trains=False,
   pretrained="ablations",
   measure=measure_many_shot,

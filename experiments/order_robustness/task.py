@@ -59,9 +59,22 @@ def training_episode(rng: np.random.Generator, sizes: Sizes) -> Episode:
   used = rng.permutation(WORDS)[: round(2 * (WORDS / 2) ** rng.random())]
   count = WORDS * sizes.demonstrations
   shown = rng.choice(used, count)
-  others = rng.integers(1, sizes.classes, count) * (rng.random(count) < sizes.mislabelled)
-  demonstrations = [_shown(word, labels[label]) for word, label in zip(shown, (classes[shown] + others) % sizes.classes, strict=True)]
-  return Episode(demonstrations, [Example(f"w{word}", f"y{labels[classes[word]]}") for word in rng.choice(used, sizes.queries)])
+  others = rng.integers(1, sizes.classes, count) * (
+    rng.random(count) < sizes.mislabelled
+  )
+  demonstrations = [
+    _shown(word, labels[label])
+    for word, label in zip(
+      shown, (classes[shown] + others) % sizes.classes, strict=True
+    )
+  ]
+  return Episode(
+    demonstrations,
+    [
+      Example(f"w{word}", f"y{labels[classes[word]]}")
+      for word in rng.choice(used, sizes.queries)
+    ],
+  )
 
 
 def balanced_episode(rng: np.random.Generator, sizes: Sizes) -> Episode:
@@ -70,21 +83,40 @@ def balanced_episode(rng: np.random.Generator, sizes: Sizes) -> Episode:
   wrong = round(sizes.demonstrations * sizes.mislabelled)
   demonstrations, seen = [], [0] * sizes.classes
   for word, own in enumerate(classes):
-    others = [(own + 1 + (seen[own] + number) % (sizes.classes - 1)) % sizes.classes for number in range(wrong)]
+    others = [
+      (own + 1 + (seen[own] + number) % (sizes.classes - 1)) % sizes.classes
+      for number in range(wrong)
+    ]
     seen[own] += wrong
-    demonstrations += [_shown(word, labels[label]) for label in [own] * (sizes.demonstrations - wrong) + others]
-  return Episode(shuffled(demonstrations, rng), [Example(f"w{word}", f"y{labels[own]}") for word, own in enumerate(classes)])
+    demonstrations += [
+      _shown(word, labels[label])
+      for label in [own] * (sizes.demonstrations - wrong) + others
+    ]
+  return Episode(
+    shuffled(demonstrations, rng),
+    [
+      Example(f"w{word}", f"y{labels[own]}") for word, own in enumerate(classes)
+    ],
+  )
 
 
 def blocked(examples: list[Example], rng: np.random.Generator) -> list[Example]:
   """All demonstrations of one class, then all of the next; classes and demonstrations in random order. The opposite of `alternating`."""
-  labels = rng.permutation(sorted({example.label for example in examples})).tolist()
-  return sorted(shuffled(examples, rng), key=lambda example: labels.index(example.label))
+  labels = rng.permutation(
+    sorted({example.label for example in examples})
+  ).tolist()
+  return sorted(
+    shuffled(examples, rng), key=lambda example: labels.index(example.label)
+  )
 
 
-def _draw(rng: np.random.Generator, sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
+def _draw(
+  rng: np.random.Generator, sizes: Sizes
+) -> tuple[np.ndarray, np.ndarray]:
   """The class of every word, as a number, and the classes' labels."""
-  return rng.permutation(np.arange(WORDS) % sizes.classes), rng.permutation(LABELS)[: sizes.classes]
+  return rng.permutation(np.arange(WORDS) % sizes.classes), rng.permutation(
+    LABELS
+  )[: sizes.classes]
 
 
 def _shown(word: int, label: int) -> Example:
@@ -98,8 +130,18 @@ def write(directory: pathlib.Path, count: int, sizes: Sizes) -> dict[str, str]:
     rng = np.random.default_rng(seed)
     for _ in range(number):
       episode = training_episode(rng, sizes)
-      answer = " ".join(f"{query.text} {query.label}" for query in episode.queries)
-      yield {"context": " ".join(example.text for example in episode.demonstrations), "answer": answer}
+      answer = " ".join(
+        f"{query.text} {query.label}" for query in episode.queries
+      )
+      yield {
+        "context": " ".join(example.text for example in episode.demonstrations),
+        "answer": answer,
+      }
 
   examples = {"train": records(0, count), "validation": records(1, 512)}
-  return words.write(directory, VOCABULARY, examples, [count, dataclasses.asdict(sizes), VOCABULARY])
+  return words.write(
+    directory,
+    VOCABULARY,
+    examples,
+    [count, dataclasses.asdict(sizes), VOCABULARY],
+  )

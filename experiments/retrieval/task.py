@@ -49,25 +49,49 @@ class Example(NamedTuple):
   places: list[int]
 
 
-def make_example(rng: np.random.Generator, *, asked: int, distractors: int, fillers: int) -> Example:
+def make_example(
+  rng: np.random.Generator, *, asked: int, distractors: int, fillers: int
+) -> Example:
   """An example with these numbers of pairs and of filler words, in random order."""
   pairs = asked + distractors
   keys, values = rng.permutation(KEYS)[:pairs], rng.integers(0, VALUES, pairs)
-  items = rng.permutation(pairs + fillers).tolist()  # an item below `pairs` is a pair, the others are filler
-  context = [f"k{keys[item]}:v{values[item]}" if item < pairs else f"n{rng.integers(FILLERS)}" for item in items]
-  answer = [word for pair in range(asked) for word in (f"k{keys[pair]}", f"v{values[pair]}")]
-  return Example([*context, "?"], answer, [items.index(pair) for pair in range(asked)])
+  items = rng.permutation(
+    pairs + fillers
+  ).tolist()  # an item below `pairs` is a pair, the others are filler
+  context = [
+    f"k{keys[item]}:v{values[item]}"
+    if item < pairs
+    else f"n{rng.integers(FILLERS)}"
+    for item in items
+  ]
+  answer = [
+    word
+    for pair in range(asked)
+    for word in (f"k{keys[pair]}", f"v{values[pair]}")
+  ]
+  return Example(
+    [*context, "?"], answer, [items.index(pair) for pair in range(asked)]
+  )
 
 
-def training_examples(rng: np.random.Generator, count: int, training: Training) -> Iterator[Example]:
+def training_examples(
+  rng: np.random.Generator, count: int, training: Training
+) -> Iterator[Example]:
   """Random examples within the limits."""
   for _ in range(count):
     distractors = int((training.distractors + 1) ** rng.random()) - 1
     room = training.length - ASKED - distractors
-    yield make_example(rng, asked=ASKED, distractors=distractors, fillers=int(rng.integers(0, room + 1)))
+    yield make_example(
+      rng,
+      asked=ASKED,
+      distractors=distractors,
+      fillers=int(rng.integers(0, room + 1)),
+    )
 
 
-def write(directory: pathlib.Path, count: int, training: Training) -> dict[str, str]:
+def write(
+  directory: pathlib.Path, count: int, training: Training
+) -> dict[str, str]:
   """Writes training and validation examples and the tokenizer, unless they exist.
 
   Args:
@@ -80,8 +104,18 @@ def write(directory: pathlib.Path, count: int, training: Training) -> dict[str, 
   """
 
   def records(seed: int, number: int) -> Iterator[dict[str, str]]:
-    for example in training_examples(np.random.default_rng(seed), number, training):
-      yield {"context": " ".join(example.context), "answer": " ".join(example.answer)}
+    for example in training_examples(
+      np.random.default_rng(seed), number, training
+    ):
+      yield {
+        "context": " ".join(example.context),
+        "answer": " ".join(example.answer),
+      }
 
   examples = {"train": records(0, count), "validation": records(1, 512)}
-  return words.write(directory, WORDS, examples, [count, dataclasses.asdict(training), WORDS, ASKED])
+  return words.write(
+    directory,
+    WORDS,
+    examples,
+    [count, dataclasses.asdict(training), WORDS, ASKED],
+  )

@@ -36,7 +36,9 @@ class Fit:
     return (self.a[name] / self.a[other]) ** (1 / self.b[name])
 
 
-def fit(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], at: float) -> Fit:
+def fit(
+  curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], at: float
+) -> Fit:
   """Least squares over all architectures together.
 
   They share c, the loss that no size would undercut. It belongs to the text more than to the model, a handful of sizes does not determine
@@ -48,7 +50,12 @@ def fit(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], at: float
   """
   names, count = list(curves), len(curves)
   which = np.repeat(np.arange(count), [len(x) for x, _ in curves.values()])
-  x, loss = (np.concatenate([np.asarray(curve[part], np.float64) for curve in curves.values()]) for part in (0, 1))
+  x, loss = (
+    np.concatenate(
+      [np.asarray(curve[part], np.float64) for curve in curves.values()]
+    )
+    for part in (0, 1)
+  )
   centre, lowest = np.log(x).mean(), loss.min()
   t = np.log(x) - centre
 
@@ -58,22 +65,51 @@ def fit(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], at: float
 
   def jacobian(values):
     log_a, b = values[:count], values[count:-1]
-    above = np.exp(log_a[which] - b[which] * t)[:, None] * (which[:, None] == np.arange(count))  # of its own architecture alone
-    return np.concatenate([above, -t[:, None] * above, np.ones((len(t), 1))], axis=1)
+    above = np.exp(log_a[which] - b[which] * t)[:, None] * (
+      which[:, None] == np.arange(count)
+    )  # of its own architecture alone
+    return np.concatenate(
+      [above, -t[:, None] * above, np.ones((len(t), 1))], axis=1
+    )
 
-  limits = [-np.inf] * count + [1e-2] * count + [0.0], [np.inf] * count + [5.0] * count + [lowest]
+  limits = (
+    [-np.inf] * count + [1e-2] * count + [0.0],
+    [np.inf] * count + [5.0] * count + [lowest],
+  )
   found = []
-  for share in (0.1, 0.5, 0.9):  # starts: a power law alone is a line of logarithms
-    lines = [np.polyfit(t[which == index], np.log(loss[which == index] - share * lowest), 1) for index in range(count)]
-    start = [*(line[1] for line in lines), *(np.clip(-line[0], 1e-2, 4) for line in lines), share * lowest]
-    found.append(scipy.optimize.least_squares(residuals, start, jacobian, bounds=limits, x_scale="jac"))
+  for share in (
+    0.1,
+    0.5,
+    0.9,
+  ):  # starts: a power law alone is a line of logarithms
+    lines = [
+      np.polyfit(
+        t[which == index], np.log(loss[which == index] - share * lowest), 1
+      )
+      for index in range(count)
+    ]
+    start = [
+      *(line[1] for line in lines),
+      *(np.clip(-line[0], 1e-2, 4) for line in lines),
+      share * lowest,
+    ]
+    found.append(
+      scipy.optimize.least_squares(
+        residuals, start, jacobian, bounds=limits, x_scale="jac"
+      )
+    )
   best = min(found, key=lambda result: result.cost).x
-  log_a, b = best[:count] - best[count:-1] * (np.log(at) - centre), best[count:-1]
+  log_a, b = (
+    best[:count] - best[count:-1] * (np.log(at) - centre),
+    best[count:-1],
+  )
   named = lambda values: dict(zip(names, map(float, values), strict=True))
   return Fit(at, float(best[-1]), named(np.exp(log_a)), named(b))
 
 
-def interval(whole: float, left_out: Sequence[float] | Float[ndarray, "S"]) -> tuple[float, float]:
+def interval(
+  whole: float, left_out: Sequence[float] | Float[ndarray, "S"]
+) -> tuple[float, float]:
   """The 95% interval of an estimate by the jackknife, with Student's t. Percentiles of a few resampled seeds would be too narrow.
 
   Args:

@@ -20,10 +20,14 @@ SIZES = {
 
 
 def get_config(variant: str = "tiny,length=256") -> ml_collections.ConfigDict:
-  size, length = base.read_variant(variant, size=("tiny", SIZES), length=(256, int))
+  size, length = base.read_variant(
+    variant, size=("tiny", SIZES), length=(256, int)
+  )
   name, tokens = SIZES[size]
   config = importlib.import_module(f"configs.{name}").get_config()
-  if size == "125m":  # what a CPU does in seconds, and not the vocabulary's time alone
+  if (
+    size == "125m"
+  ):  # what a CPU does in seconds, and not the vocabulary's time alone
     config.model.update(num_layers=2, vocab_size=256)
   config.model.max_length = config.data.length = length
   config.train.update(steps=10, batch_size=max(1, tokens // length))

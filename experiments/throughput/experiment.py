@@ -14,14 +14,24 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure
 
 from configs import base
-from diffjax.config import Config, MeshConfig, UserError, from_config_dict, to_config_dict
+from diffjax.config import (
+  Config,
+  MeshConfig,
+  UserError,
+  from_config_dict,
+  to_config_dict,
+)
 from experiments import plots
 from experiments.grid import Experiment, Grid
 
 if TYPE_CHECKING:
   from jax.sharding import Mesh
 
-_ARCHITECTURES = {"transformer": "Transformer", "diff": "DIFF", "diff_v2": "DIFF V2"}
+_ARCHITECTURES = {
+  "transformer": "Transformer",
+  "diff": "DIFF",
+  "diff_v2": "DIFF V2",
+}
 _PASSES = {"forward": "forward", "both": "forward + backward"}
 # DIFF's tokens/s over the Transformer's in the authors' Table 7 (an H100 of 80 GB), whose percentages are of DIFF's instead
 _PAPER = {
@@ -55,14 +65,23 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
   from diffjax.training.runtime import keep_freed_memory
 
   if os.environ.get("NPROC"):
-    raise UserError("--side_by_side: runs that share a CPU's cores cannot be timed; measure one at a time")
+    raise UserError(
+      "--side_by_side: runs that share a CPU's cores cannot be timed; measure one at a time"
+    )
   keep_freed_memory()
   device = jax.local_devices()[0]
   mesh = make_mesh(MeshConfig(), [device])
-  layers = _layers(config, mesh, (device.memory_stats() or {}).get("bytes_limit"))
-  programs = {name: compile_programs(_with_layers(twin, layers), mesh) for name, twin in _twins(config).items()}
+  layers = _layers(
+    config, mesh, (device.memory_stats() or {}).get("bytes_limit")
+  )
+  programs = {
+    name: compile_programs(_with_layers(twin, layers), mesh)
+    for name, twin in _twins(config).items()
+  }
   tokens, targets = batch(config)
-  seconds: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in _PASSES} for name in programs}
+  seconds: dict[str, dict[str, list[float]]] = {
+    name: {kind: [] for kind in _PASSES} for name in programs
+  }
   for repetition in range(config.train.steps + 1):
     for name, program in programs.items():
       params = jax.block_until_ready(program.make())
@@ -72,9 +91,24 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
         if repetition:  # the first calls load what the others find loaded
           seconds[name][kind].append(time.perf_counter() - start)
       del params
-  speed = {name: {kind: tokens.size / statistics.median(taken) for kind, taken in kinds.items()} for name, kinds in seconds.items()}
-  ratios = {f"{name}_{kind}": speed[name][kind] / speed["transformer"][kind] for name in ("diff", "diff_v2") for kind in _PASSES}
-  return {"layers": layers, "seconds": seconds, "tokens_per_second": speed, **ratios}
+  speed = {
+    name: {
+      kind: tokens.size / statistics.median(taken)
+      for kind, taken in kinds.items()
+    }
+    for name, kinds in seconds.items()
+  }
+  ratios = {
+    f"{name}_{kind}": speed[name][kind] / speed["transformer"][kind]
+    for name in ("diff", "diff_v2")
+    for kind in _PASSES
+  }
+  return {
+    "layers": layers,
+    "seconds": seconds,
+    "tokens_per_second": speed,
+    **ratios,
+  }
 
 
 def batch(config: Config) -> tuple[Any, Any]:
@@ -82,7 +116,11 @@ def batch(config: Config) -> tuple[Any, Any]:
   import jax
 
   shape = (2, config.train.batch_size, config.data.length)
-  return tuple(jax.random.randint(jax.random.key(config.data.seed), shape, 0, config.model.vocab_size))
+  return tuple(
+    jax.random.randint(
+      jax.random.key(config.data.seed), shape, 0, config.model.vocab_size
+    )
+  )
 
 
 def compile_programs(config: Config, mesh: Mesh) -> Programs:
@@ -94,7 +132,10 @@ def compile_programs(config: Config, mesh: Mesh) -> Programs:
   """
   import jax
 
-  return Programs(jax.jit(_parts(config, mesh)[0]), *(_compile(config, mesh, kind) for kind in _PASSES))
+  return Programs(
+    jax.jit(_parts(config, mesh)[0]),
+    *(_compile(config, mesh, kind) for kind in _PASSES),
+  )
 
 
 def _compile(config: Config, mesh: Mesh, kind: str) -> Any:
@@ -103,10 +144,16 @@ def _compile(config: Config, mesh: Mesh, kind: str) -> Any:
 
   _, loss, arguments = _parts(config, mesh)
   with jax.set_mesh(mesh):
-    return jax.jit(loss if kind == "forward" else jax.value_and_grad(loss)).lower(*arguments).compile()
+    return (
+      jax.jit(loss if kind == "forward" else jax.value_and_grad(loss))
+      .lower(*arguments)
+      .compile()
+    )
 
 
-def _parts(config: Config, mesh: Mesh) -> tuple[Callable[[], Any], Callable[..., Any], tuple[Any, ...]]:
+def _parts(
+  config: Config, mesh: Mesh
+) -> tuple[Callable[[], Any], Callable[..., Any], tuple[Any, ...]]:
   """The function that makes parameters, the loss of (parameters, tokens, targets), and the shapes of these."""
   import jax
   import jax.numpy as jnp
@@ -124,27 +171,49 @@ def _parts(config: Config, mesh: Mesh) -> tuple[Callable[[], Any], Callable[...,
   def loss(params, tokens, targets):
     hidden = model.apply({"params": params}, tokens)
     embedding = output_embedding(params).astype(hidden.dtype)
-    return fused_cross_entropy(hidden, embedding, targets, jnp.ones(targets.shape, jnp.float32))[0] / targets.size
+    return (
+      fused_cross_entropy(
+        hidden, embedding, targets, jnp.ones(targets.shape, jnp.float32)
+      )[0]
+      / targets.size
+    )
 
   place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   shapes = (jax.eval_shape(make), *jax.eval_shape(lambda: batch(config)))
-  return make, loss, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes)
+  return (
+    make,
+    loss,
+    jax.tree.map(
+      lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+      shapes,
+    ),
+  )
 
 
 def _twins(config: Config) -> dict[str, Config]:
   """Each architecture's config of this size."""
-  return {name: from_config_dict(base.twin(to_config_dict(config), name)) for name in _ARCHITECTURES}
+  return {
+    name: from_config_dict(base.twin(to_config_dict(config), name))
+    for name in _ARCHITECTURES
+  }
 
 
 def _with_layers(config: Config, layers: int) -> Config:
-  return dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=layers))
+  return dataclasses.replace(
+    config, model=dataclasses.replace(config.model, num_layers=layers)
+  )
 
 
 def _layers(config: Config, mesh: Mesh, memory: float | None) -> int:
   """The number of layers that all three get on a device of so many bytes; all layers where the bytes are not known."""
   layers = config.model.num_layers
   if memory:
-    layers = min(layers_that_fit(layers, _USABLE * memory, functools.partial(_bytes, twin, mesh)) for twin in _twins(config).values())
+    layers = min(
+      layers_that_fit(
+        layers, _USABLE * memory, functools.partial(_bytes, twin, mesh)
+      )
+      for twin in _twins(config).values()
+    )
   return layers
 
 
@@ -163,10 +232,17 @@ def _bytes(config: Config, mesh: Mesh, layers: int) -> float:
 def _planned(program: Any) -> float:
   """Bytes that a program takes of the device's memory, by the compiler's plan."""
   plan = program.memory_analysis()
-  return plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes + plan.generated_code_size_in_bytes
+  return (
+    plan.argument_size_in_bytes
+    + plan.output_size_in_bytes
+    + plan.temp_size_in_bytes
+    + plan.generated_code_size_in_bytes
+  )
 
 
-def layers_that_fit(layers: int, limit: float, needed: Callable[[int], float]) -> int:
+def layers_that_fit(
+  layers: int, limit: float, needed: Callable[[int], float]
+) -> int:
   """The largest number of a model's layers that fits. Each layer needs the same memory.
 
   Args:
@@ -199,15 +275,23 @@ def plan(config: Config, topology: str) -> list[dict[str, str]]:
   return apart(_plan, config, topology=topology)
 
 
-def _plan(devices: Sequence[Any], chips: int, memory: int, config: Config) -> list[dict[str, str]]:
+def _plan(
+  devices: Sequence[Any], chips: int, memory: int, config: Config
+) -> list[dict[str, str]]:
   from diffjax.parallel.mesh import make_mesh
 
-  mesh, memory = make_mesh(MeshConfig(), devices[:1]), memory * chips // len(devices)
+  mesh, memory = (
+    make_mesh(MeshConfig(), devices[:1]),
+    memory * chips // len(devices),
+  )
   layers, rows = _layers(config, mesh, memory), []
   for name, twin in _twins(config).items():
     start = time.perf_counter()
     programs = compile_programs(_with_layers(twin, layers), mesh)
-    sizes = {f"{words}, GiB": f"{_planned(getattr(programs, kind)) / 2**30:.2f}" for kind, words in _PASSES.items()}
+    sizes = {
+      f"{words}, GiB": f"{_planned(getattr(programs, kind)) / 2**30:.2f}"
+      for kind, words in _PASSES.items()
+    }
     seconds = f"{time.perf_counter() - start:.0f} s"
     rows.append(
       {
@@ -228,7 +312,10 @@ def summarise(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     found, variant = run["results"], run["variant"]
     whole = {**results["config"], **run["config"]}["model.num_layers"]
     for kind, words in _PASSES.items():
-      speeds = {f"{label} (tokens/s)": found["tokens_per_second"][name][kind] for name, label in _ARCHITECTURES.items()}
+      speeds = {
+        f"{label} (tokens/s)": found["tokens_per_second"][name][kind]
+        for name, label in _ARCHITECTURES.items()
+      }
       paper = _PAPER.get((variant, kind))
       rows.append(
         {
@@ -246,21 +333,44 @@ def summarise(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def plot(results: Mapping[str, Any]) -> Figure:
   """Draws DIFF's and DIFF V2's tokens/s of every shape and pass as shares of the Transformer's: medians, single turns, and the authors'."""
-  found = {(run["variant"], kind): run["results"] for run in results["runs"] for kind in _PASSES}
+  found = {
+    (run["variant"], kind): run["results"]
+    for run in results["runs"]
+    for kind in _PASSES
+  }
   figure = Figure((7, 1.4 + 0.35 * len(found)), layout="constrained")
   axes = figure.subplots()
   rows = range(len(found))
   for name in (name for name in _ARCHITECTURES if name != "transformer"):
     style = plots.style(name)
     for row, ((_, kind), each) in zip(rows, found.items(), strict=True):
-      taken, of = (each["seconds"][timed][kind] for timed in (name, "transformer"))
-      axes.plot([theirs / ours for ours, theirs in zip(taken, of, strict=True)], [row] * len(of), ".", color=style.color, alpha=0.3)
+      taken, of = (
+        each["seconds"][timed][kind] for timed in (name, "transformer")
+      )
+      axes.plot(
+        [theirs / ours for ours, theirs in zip(taken, of, strict=True)],
+        [row] * len(of),
+        ".",
+        color=style.color,
+        alpha=0.3,
+      )
     medians = [each[f"{name}_{kind}"] for (_, kind), each in found.items()]
     axes.plot(medians, rows, style.marker, color=style.color, label=style.name)
   if found.keys() & _PAPER.keys():
-    axes.plot([_PAPER.get(key, float("nan")) for key in found], rows, "kx", label="DIFF in the paper")
+    axes.plot(
+      [_PAPER.get(key, float("nan")) for key in found],
+      rows,
+      "kx",
+      label="DIFF in the paper",
+    )
   axes.axvline(1, color="black", linewidth=0.8)
-  axes.set_yticks(rows, [f"{variant.replace(',', ', ').replace('=', ' ')}, {_PASSES[kind]}" for variant, kind in found])
+  axes.set_yticks(
+    rows,
+    [
+      f"{variant.replace(',', ', ').replace('=', ' ')}, {_PASSES[kind]}"
+      for variant, kind in found
+    ],
+  )
   axes.invert_yaxis()
   axes.set_xlabel("tokens/s over the Transformer's; dots: single turns")
   axes.legend(fontsize=8)
@@ -271,11 +381,20 @@ def _percent(ratio: float) -> str:
   return f"{ratio - 1:+.0%}".replace("-", "−")
 
 
-_LARGE = Grid(("3b,length=2048", "3b,length=4096", "13b,length=2048"), "3b,length=2048")
+_LARGE = Grid(
+  ("3b,length=2048", "3b,length=4096", "13b,length=2048"), "3b,length=2048"
+)
 
 EXPERIMENT = Experiment(
   question="How many tokens a second does DIFF take beside the Transformer?",
-  grids={"cpu": Grid(("tiny,length=256", "tiny,length=2048", "125m,length=1024"), "tiny,length=256"), "gpu": _LARGE, "tpu": _LARGE},
+  grids={
+    "cpu": Grid(
+      ("tiny,length=256", "tiny,length=2048", "125m,length=1024"),
+      "tiny,length=256",
+    ),
+    "gpu": _LARGE,
+    "tpu": _LARGE,
+  },
   metrics={
     f"{label} / Transformer, {words}": f"{name}_{kind}"
     for name, label in _ARCHITECTURES.items()

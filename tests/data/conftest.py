@@ -7,7 +7,9 @@ import pytest
 
 from diffjax.config import Config, DataConfig, EvalConfig, TrainConfig
 
-WORDS = "def return self import α β 😀 naïve class x = 1 0 42 ( ) : \n\t the of and λ".split(" ")
+WORDS = "def return self import α β 😀 naïve class x = 1 0 42 ( ) : \n\t the of and λ".split(
+  " "
+)
 
 
 @pytest.fixture(autouse=True)
@@ -20,14 +22,22 @@ def texts():
   """300 different documents, from a few bytes to several rows long."""
   rng = random.Random(0)
   lengths = [rng.choice((1, 5, 20, 60, 300)) for _ in range(300)]
-  return [f"document {index}: " + " ".join(rng.choices(WORDS, k=length)) for index, length in enumerate(lengths)]
+  return [
+    f"document {index}: " + " ".join(rng.choices(WORDS, k=length))
+    for index, length in enumerate(lengths)
+  ]
 
 
 @pytest.fixture
 def jsonl(tmp_path, texts):
   """The documents as one JSONL file."""
   path = tmp_path / "documents.jsonl"
-  path.write_text("".join(json.dumps({"id": index, "text": text}) + "\n" for index, text in enumerate(texts)))
+  path.write_text(
+    "".join(
+      json.dumps({"id": index, "text": text}) + "\n"
+      for index, text in enumerate(texts)
+    )
+  )
   return path
 
 
@@ -36,8 +46,17 @@ def make_config(jsonl):
   """make_config(…): a Config with short rows of the JSONL documents by default."""
 
   def make(batch_size=8, eval_rows=-1, **data):
-    data = {"source": f"jsonl:{jsonl}", "length": 64, "validation_fraction": 0.1, **data}
-    return Config(data=DataConfig(**data), train=TrainConfig(batch_size=batch_size), eval=EvalConfig(rows=eval_rows))
+    data = {
+      "source": f"jsonl:{jsonl}",
+      "length": 64,
+      "validation_fraction": 0.1,
+      **data,
+    }
+    return Config(
+      data=DataConfig(**data),
+      train=TrainConfig(batch_size=batch_size),
+      eval=EvalConfig(rows=eval_rows),
+    )
 
   return make
 
@@ -46,9 +65,14 @@ def make_config(jsonl):
 def examples():
   """120 different questions and answers, from a few bytes to several rows long."""
   rng = random.Random(1)
-  lengths = [(rng.choice((1, 4, 8)), rng.choice((1, 4, 8, 40))) for _ in range(120)]
+  lengths = [
+    (rng.choice((1, 4, 8)), rng.choice((1, 4, 8, 40))) for _ in range(120)
+  ]
   return [
-    (f"question {index}: " + " ".join(rng.choices(WORDS, k=asked)), f"answer {index}: " + " ".join(rng.choices(WORDS, k=answered)))
+    (
+      f"question {index}: " + " ".join(rng.choices(WORDS, k=asked)),
+      f"answer {index}: " + " ".join(rng.choices(WORDS, k=answered)),
+    )
     for index, (asked, answered) in enumerate(lengths)
   ]
 
@@ -57,11 +81,19 @@ def examples():
 def make_example_config(make_config, tmp_path, examples):
   """make_example_config(…): the same with questions and answers, whose answers stand in a conversation."""
   path = tmp_path / "examples.jsonl"
-  records = [{"problem": asked, "turns": [{"value": asked}, {"value": answered}]} for asked, answered in examples]
+  records = [
+    {"problem": asked, "turns": [{"value": asked}, {"value": answered}]}
+    for asked, answered in examples
+  ]
   path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
   def make(**data):
-    fields = {"prompt_field": "problem", "text_field": "turns.-1.value", "prompt_template": "Q: {prompt} A:", "length": 128}
+    fields = {
+      "prompt_field": "problem",
+      "text_field": "turns.-1.value",
+      "prompt_template": "Q: {prompt} A:",
+      "length": 128,
+    }
     return make_config(**{"source": f"jsonl:{path}", **fields, **data})
 
   return make

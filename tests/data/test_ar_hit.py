@@ -25,7 +25,9 @@ def naive(tokens, targets, segment_ids, n):
 def random_batch(seed, rows, length, vocabulary):
   rng = np.random.default_rng(seed)
   row = rng.integers(vocabulary, size=(rows, length + 1)).astype(np.int32)
-  segment_ids = np.cumsum(rng.random((rows, length)) < 0.05, axis=1).astype(np.int32)
+  segment_ids = np.cumsum(rng.random((rows, length)) < 0.05, axis=1).astype(
+    np.int32
+  )
   return row[:, :-1], row[:, 1:], segment_ids
 
 
@@ -46,16 +48,24 @@ def test_n_grams_as_long_as_a_row_and_longer(n):
 
 def test_codes_too_large_for_an_integer_are_compressed():
   tokens, targets, segment_ids = random_batch(0, 4, 100, 3)
-  scale = 400_000_000  # seven tokens below 2³¹, and segments: far beyond 63 bits
+  scale = (
+    400_000_000  # seven tokens below 2³¹, and segments: far beyond 63 bits
+  )
   want = naive(tokens, targets, segment_ids, 4)
   assert want.any()
-  np.testing.assert_array_equal(ar_hit_mask(tokens * scale, targets * scale, segment_ids, 4), want)
+  np.testing.assert_array_equal(
+    ar_hit_mask(tokens * scale, targets * scale, segment_ids, 4), want
+  )
 
 
 def test_a_sentence():
   row = np.frombuffer(b"the cat, the dog", np.uint8).astype(np.int32)[None]
-  hits = ar_hit_mask(row[:, :-1], row[:, 1:], np.ones((1, row.size - 1), np.int32), 2)[0]
-  assert bytes(row[0, 1:][hits].tolist()) == b"he "  # "th", "he" and "e " came before; "t,", ", ", " t", " d" did not
+  hits = ar_hit_mask(
+    row[:, :-1], row[:, 1:], np.ones((1, row.size - 1), np.int32), 2
+  )[0]
+  assert (
+    bytes(row[0, 1:][hits].tolist()) == b"he "
+  )  # "th", "he" and "e " came before; "t,", ", ", " t", " d" did not
   segments = np.ones((1, row.size - 1), np.int32)
   segments[:, 9:] = 2
   assert not ar_hit_mask(row[:, :-1], row[:, 1:], segments, 2).any()

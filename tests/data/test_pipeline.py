@@ -32,11 +32,23 @@ def assert_same(left, right):
 
 def joined(shares):
   """The global batches of the processes' batches."""
-  return [{key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]} for batches in zip(*shares, strict=True)]
+  return [
+    {
+      key: np.concatenate([batch[key] for batch in batches])
+      for key in batches[0]
+    }
+    for batches in zip(*shares, strict=True)
+  ]
 
 
 def row_keys(batches):
-  return [row.tobytes() for batch in batches for row in np.concatenate([batch["tokens"], batch["targets"][:, -1:]], axis=1)]
+  return [
+    row.tobytes()
+    for batch in batches
+    for row in np.concatenate(
+      [batch["tokens"], batch["targets"][:, -1:]], axis=1
+    )
+  ]
 
 
 @pytest.fixture
@@ -67,7 +79,12 @@ def test_processes_change_nothing(make_config, process_count):
   config = make_config()
   prepared.prepare(config.data, 1)
   expected = take(pipeline.training_batches(config), 10)
-  shares = [pipeline.training_batches(config, process_index=index, process_count=process_count) for index in range(process_count)]
+  shares = [
+    pipeline.training_batches(
+      config, process_index=index, process_count=process_count
+    )
+    for index in range(process_count)
+  ]
   assert_same(joined([take(share, 10) for share in shares]), expected)
 
 
@@ -103,19 +120,34 @@ def test_every_epoch_has_every_row_once_in_another_order(make_config, rows):
 
 
 def test_seed_orders_the_rows(make_config, rows):
-  orders = [row_keys(take(pipeline.training_batches(make_config(batch_size=1, seed=seed)), rows)) for seed in (0, 1)]
+  orders = [
+    row_keys(
+      take(
+        pipeline.training_batches(make_config(batch_size=1, seed=seed)), rows
+      )
+    )
+    for seed in (0, 1)
+  ]
   assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
 
 
 def test_arrays(make_config):
   batch = next(pipeline.training_batches(make_config()))
-  assert {key: (value.shape, value.dtype.name, type(value)) for key, value in batch.items()} == {
+  assert {
+    key: (value.shape, value.dtype.name, type(value))
+    for key, value in batch.items()
+  } == {
     key: ((8, 64), "float32" if key == "weights" else "int32", np.ndarray)
     for key in ("tokens", "targets", "segment_ids", "positions", "weights")
   }
-  np.testing.assert_array_equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
+  np.testing.assert_array_equal(
+    batch["tokens"][:, 1:], batch["targets"][:, :-1]
+  )
   assert batch["tokens"].max() == 255
-  assert any(batch["segment_ids"].max() > 1 for batch in take(pipeline.training_batches(make_config()), 50))
+  assert any(
+    batch["segment_ids"].max() > 1
+    for batch in take(pipeline.training_batches(make_config()), 50)
+  )
 
 
 @pytest.mark.parametrize(
@@ -123,7 +155,10 @@ def test_arrays(make_config):
   [
     ({"seed": 1}, "config.data.seed was 0 and is 1"),
     ({"batch_size": 4}, "config.train.batch_size"),
-    ({"length": 32}, "config.data.length was 64 and is 32; set the fields back"),
+    (
+      {"length": 32},
+      "config.data.length was 64 and is 32; set the fields back",
+    ),
     ({"mode": "streamed"}, "config.data.mode"),
   ],
 )
@@ -143,15 +178,25 @@ def test_changed_text_is_told_from_changed_fields(make_config, jsonl, tmp_path):
   (old,) = prepared.targets(make_config().data)
   jsonl.write_text(jsonl.read_text().replace("document", "Document", 1))
   os.utime(jsonl, (1, 1))  # else the size and the second would be the same
-  with pytest.raises(UserError, match="no field has changed, but the text of 'jsonl:.* has, .*prepared anew in") as caught:
+  with pytest.raises(
+    UserError,
+    match="no field has changed, but the text of 'jsonl:.* has, .*prepared anew in",
+  ) as caught:
     pipeline.training_batches(make_config()).set_state(state)
   message = str(caught.value)
-  assert f"--config.data.prepared_dir={old.directory}, or start over with another --workdir" in message and "\n" not in message
+  assert (
+    f"--config.data.prepared_dir={old.directory}, or start over with another --workdir"
+    in message
+    and "\n" not in message
+  )
   other = pipeline.training_batches(make_config(prepared_dir=old.directory))
   other.set_state(state)
   assert_same(take(other, 2), expected[2:])
   shutil.rmtree(old.directory)
-  with pytest.raises(UserError, match=rf"old rows are no longer in {old.directory}: put the old text back"):
+  with pytest.raises(
+    UserError,
+    match=rf"old rows are no longer in {old.directory}: put the old text back",
+  ):
     pipeline.training_batches(make_config()).set_state(state)
   del state["rows"]  # as older versions wrote it
   with pytest.raises(UserError, match="or the text itself, has changed"):
@@ -160,26 +205,44 @@ def test_changed_text_is_told_from_changed_fields(make_config, jsonl, tmp_path):
 
 def test_changed_text_of_a_mixture(make_config, jsonl, tmp_path):
   """The message's commands give a directory of the old rows, with validation rows of their own."""
-  (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": f"b{index}"}) + "\n" for index in range(500)))
-  (tmp_path / "v.jsonl").write_text("".join(json.dumps({"text": f"v{index}"}) + "\n" for index in range(50)))
-  data = {"source": f"jsonl:{jsonl}=0.5,jsonl:{tmp_path}/b.jsonl=0.5", "validation_source": f"jsonl:{tmp_path}/v.jsonl"}
+  (tmp_path / "b.jsonl").write_text(
+    "".join(json.dumps({"text": f"b{index}"}) + "\n" for index in range(500))
+  )
+  (tmp_path / "v.jsonl").write_text(
+    "".join(json.dumps({"text": f"v{index}"}) + "\n" for index in range(50))
+  )
+  data = {
+    "source": f"jsonl:{jsonl}=0.5,jsonl:{tmp_path}/b.jsonl=0.5",
+    "validation_source": f"jsonl:{tmp_path}/v.jsonl",
+  }
   batches = pipeline.training_batches(make_config(**data))
   state, expected = batches.get_state(), take(batches, 2)
   jsonl.write_text(jsonl.read_text().replace("document", "Document"))
   os.utime(jsonl, (1, 1))
-  with pytest.raises(UserError, match=f"the text of 'jsonl:{jsonl}' has, ") as caught:
+  with pytest.raises(
+    UserError, match=f"the text of 'jsonl:{jsonl}' has, "
+  ) as caught:
     pipeline.training_batches(make_config(**data)).set_state(state)
   (tmp_path / "DIR").mkdir()
-  for link in re.search("in which (.*); or", str(caught.value))[1].split(" && "):
+  for link in re.search("in which (.*); or", str(caught.value))[1].split(
+    " && "
+  ):
     subprocess.run(link.split(), cwd=tmp_path, check=True)
   config = make_config(**data, prepared_dir=str(tmp_path / "DIR"))
   assert all(map(prepared.is_prepared, prepared.targets(config.data)))
   other = pipeline.training_batches(config)
   other.set_state(state)
   assert_same(take(other, 2), expected)
-  with pytest.raises(UserError, match="the weights in config.data.source have changed"):
+  with pytest.raises(
+    UserError, match="the weights in config.data.source have changed"
+  ):
     pipeline.training_batches(
-      dataclasses.replace(config, data=dataclasses.replace(config.data, source=data["source"].replace("0.5", "0.7", 1)))
+      dataclasses.replace(
+        config,
+        data=dataclasses.replace(
+          config.data, source=data["source"].replace("0.5", "0.7", 1)
+        ),
+      )
     ).set_state(state)
 
 
@@ -198,7 +261,9 @@ def test_one_process_prepares_and_says_so(make_config, capsys):
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
 def test_processes_must_divide_the_batch(make_config, mode):
   with pytest.raises(UserError, match="config.train.batch_size = 8.*3"):
-    pipeline.training_batches(make_config(mode=mode), process_index=0, process_count=3)
+    pipeline.training_batches(
+      make_config(mode=mode), process_index=0, process_count=3
+    )
 
 
 # --- Mixtures ---
@@ -206,11 +271,25 @@ def test_processes_must_divide_the_batch(make_config, mode):
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
 def test_mixtures_have_their_proportions(make_config, tmp_path, mode):
-  for letter, count in (("a", 300), ("b", 2000)):  # the sizes of the sources do not matter
-    (tmp_path / f"{letter}.jsonl").write_text("".join(json.dumps({"text": letter * 50 + str(index)}) + "\n" for index in range(count)))
-  config = make_config(mode=mode, source=f"jsonl:{tmp_path}/a.jsonl=3,jsonl:{tmp_path}/b.jsonl=1", batch_size=8)
+  for letter, count in (
+    ("a", 300),
+    ("b", 2000),
+  ):  # the sizes of the sources do not matter
+    (tmp_path / f"{letter}.jsonl").write_text(
+      "".join(
+        json.dumps({"text": letter * 50 + str(index)}) + "\n"
+        for index in range(count)
+      )
+    )
+  config = make_config(
+    mode=mode,
+    source=f"jsonl:{tmp_path}/a.jsonl=3,jsonl:{tmp_path}/b.jsonl=1",
+    batch_size=8,
+  )
   batches = take(pipeline.training_batches(config), 50)
-  share = np.mean([(batch["tokens"] == ord("a")).any(axis=1).mean() for batch in batches])
+  share = np.mean(
+    [(batch["tokens"] == ord("a")).any(axis=1).mean() for batch in batches]
+  )
   assert abs(share - 0.75) < 0.01
   state = pipeline.training_batches(config)
   take(state, 20)
@@ -220,11 +299,17 @@ def test_mixtures_have_their_proportions(make_config, tmp_path, mode):
 
 
 def test_mixture_weights_are_part_of_the_state(make_config, tmp_path):
-  (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": f"b{index}"}) + "\n" for index in range(500)))
+  (tmp_path / "b.jsonl").write_text(
+    "".join(json.dumps({"text": f"b{index}"}) + "\n" for index in range(500))
+  )
   source = f"{make_config().data.source}=%s,jsonl:{tmp_path}/b.jsonl=0.5"
-  state = pipeline.training_batches(make_config(source=source % 0.5)).get_state()
+  state = pipeline.training_batches(
+    make_config(source=source % 0.5)
+  ).get_state()
   with pytest.raises(UserError, match="config.data.source"):
-    pipeline.training_batches(make_config(source=source % 0.25)).set_state(state)
+    pipeline.training_batches(make_config(source=source % 0.25)).set_state(
+      state
+    )
 
 
 # --- Streamed ---
@@ -233,10 +318,16 @@ def test_mixture_weights_are_part_of_the_state(make_config, tmp_path):
 # The worker processes of every restart take a second to start: there are fewer of them.
 @pytest.mark.parametrize(
   "packing, num_workers, steps",
-  [("documents", 0, (0, 1, 17, 38)), ("concat", 0, (17,)), *full([("concat", 2, (17, 38)), ("documents", 2, (0, 38))])],
+  [
+    ("documents", 0, (0, 1, 17, 38)),
+    ("concat", 0, (17,)),
+    *full([("concat", 2, (17, 38)), ("documents", 2, (0, 38))]),
+  ],
 )
 def test_streamed_restart(make_config, packing, num_workers, steps):
-  config = make_config(mode="streamed", packing=packing, num_workers=num_workers)
+  config = make_config(
+    mode="streamed", packing=packing, num_workers=num_workers
+  )
   batches = pipeline.training_batches(config)
   states, expected = [], []
   for _ in range(40):
@@ -252,50 +343,111 @@ def test_streamed_restart(make_config, packing, num_workers, steps):
 
 @pytest.mark.parametrize("packing", ["documents", *full(["concat"])])
 def test_streamed_dataset_keeps_grains_contract(make_config, tmp_path, packing):
-  lines = [json.dumps({"text": "x" * (index % 90)}) + "\n" for index in range(60)]
+  lines = [
+    json.dumps({"text": "x" * (index % 90)}) + "\n" for index in range(60)
+  ]
   for part in range(3):
     (tmp_path / f"part{part}.jsonl").write_text("".join(lines[part::3]))
-  config = make_config(mode="streamed", packing=packing, source=f"jsonl:{tmp_path}/part*.jsonl", batch_size=2)
+  config = make_config(
+    mode="streamed",
+    packing=packing,
+    source=f"jsonl:{tmp_path}/part*.jsonl",
+    batch_size=2,
+  )
   with np.printoptions(threshold=4):  # it formats every batch for its messages
-    grain.experimental.assert_equal_output_after_checkpoint(pipeline.streamed_dataset(config, repeat=False))
+    grain.experimental.assert_equal_output_after_checkpoint(
+      pipeline.streamed_dataset(config, repeat=False)
+    )
 
 
 def test_streamed_pass_has_every_document_once(make_config, texts):
-  config = make_config(mode="streamed", packing="concat", batch_size=1, validation_fraction=0.0)
+  config = make_config(
+    mode="streamed", packing="concat", batch_size=1, validation_fraction=0.0
+  )
   batches = list(pipeline.streamed_dataset(config, repeat=False))
-  stream = b"".join(row for row in (bytes(np.append(batch["tokens"], batch["targets"][0, -1]).astype(np.uint8)) for batch in batches))
-  assert [part.strip(b"\xff\0") for part in stream.split(b"\xff\xff")] == [text.encode() for text in texts]
+  stream = b"".join(
+    row
+    for row in (
+      bytes(
+        np.append(batch["tokens"], batch["targets"][0, -1]).astype(np.uint8)
+      )
+      for batch in batches
+    )
+  )
+  assert [part.strip(b"\xff\0") for part in stream.split(b"\xff\xff")] == [
+    text.encode() for text in texts
+  ]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_streamed_processes_read_different_documents(make_config, tmp_path, seed):
+def test_streamed_processes_read_different_documents(
+  make_config, tmp_path, seed
+):
   for part in range(8):
-    (tmp_path / f"part{part}.jsonl").write_text("".join(json.dumps({"text": f"{part}" * 40}) + "\n" for _ in range(50)))
-  config = make_config(mode="streamed", source=f"jsonl:{tmp_path}/part*.jsonl", validation_fraction=0.0, seed=seed)
-  shares = [take(pipeline.training_batches(config, process_index=index, process_count=2), 45) for index in range(2)]
-  assert all(batch["tokens"].shape == (4, 64) for share in shares for batch in share)
-  seen = [set(np.unique([batch["tokens"] for batch in share])) - {0, 255} for share in shares]
+    (tmp_path / f"part{part}.jsonl").write_text(
+      "".join(json.dumps({"text": f"{part}" * 40}) + "\n" for _ in range(50))
+    )
+  config = make_config(
+    mode="streamed",
+    source=f"jsonl:{tmp_path}/part*.jsonl",
+    validation_fraction=0.0,
+    seed=seed,
+  )
+  shares = [
+    take(
+      pipeline.training_batches(config, process_index=index, process_count=2),
+      45,
+    )
+    for index in range(2)
+  ]
+  assert all(
+    batch["tokens"].shape == (4, 64) for share in shares for batch in share
+  )
+  seen = [
+    set(np.unique([batch["tokens"] for batch in share])) - {0, 255}
+    for share in shares
+  ]
   assert len(seen[0]) == len(seen[1]) == 4 and not seen[0] & seen[1], seen
 
 
-def test_streamed_resume_with_other_workers_or_processes_is_refused(make_config, tmp_path, jsonl):
+def test_streamed_resume_with_other_workers_or_processes_is_refused(
+  make_config, tmp_path, jsonl
+):
   (tmp_path / "documents2.jsonl").write_text(jsonl.read_text())
   source = f"jsonl:{tmp_path}/documents*.jsonl"
-  state = pipeline.training_batches(make_config(mode="streamed", source=source)).get_state()
+  state = pipeline.training_batches(
+    make_config(mode="streamed", source=source)
+  ).get_state()
   with pytest.raises(UserError, match="config.data.num_workers was 0 and is 2"):
-    pipeline.training_batches(make_config(mode="streamed", source=source, num_workers=2)).set_state(state)
+    pipeline.training_batches(
+      make_config(mode="streamed", source=source, num_workers=2)
+    ).set_state(state)
   with pytest.raises(UserError, match="number of processes was 1 and is 2"):
-    pipeline.training_batches(make_config(mode="streamed", source=source), process_index=0, process_count=2).set_state(state)
+    pipeline.training_batches(
+      make_config(mode="streamed", source=source),
+      process_index=0,
+      process_count=2,
+    ).set_state(state)
   with pytest.raises(UserError, match="version of Grain"):
-    pipeline.training_batches(make_config(mode="streamed", source=source)).set_state({**state, "grain": "0.0"})
+    pipeline.training_batches(
+      make_config(mode="streamed", source=source)
+    ).set_state({**state, "grain": "0.0"})
   with pytest.raises(UserError, match="the data"):
-    pipeline.training_batches(make_config(mode="streamed", source=source, seed=1)).set_state(state)
+    pipeline.training_batches(
+      make_config(mode="streamed", source=source, seed=1)
+    ).set_state(state)
 
 
-@pytest.mark.parametrize("change", ["added", "renamed", "longer", "beginning", "end"])
-def test_streamed_resume_in_changed_files_is_refused(make_config, tmp_path, jsonl, change):
+@pytest.mark.parametrize(
+  "change", ["added", "renamed", "longer", "beginning", "end"]
+)
+def test_streamed_resume_in_changed_files_is_refused(
+  make_config, tmp_path, jsonl, change
+):
   jsonl.rename(path := tmp_path / "a.jsonl")
-  batches = pipeline.training_batches(make_config(mode="streamed", source=f"jsonl:{tmp_path}/*.jsonl"))
+  batches = pipeline.training_batches(
+    make_config(mode="streamed", source=f"jsonl:{tmp_path}/*.jsonl")
+  )
   take(batches, 2)
   state, text = json.loads(json.dumps(batches.get_state())), path.read_bytes()
   before = path.stat()
@@ -313,8 +465,13 @@ def test_streamed_resume_in_changed_files_is_refused(make_config, tmp_path, json
   if change in ("beginning", "end"):  # not even the time tells
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
   what = "text" if change in ("beginning", "end") else "names and sizes"
-  with pytest.raises(UserError, match=rf"of the files of 'jsonl:.*', the {what} changed since.*--workdir") as caught:
-    pipeline.training_batches(make_config(mode="streamed", source=f"jsonl:{tmp_path}/*.jsonl")).set_state(state)
+  with pytest.raises(
+    UserError,
+    match=rf"of the files of 'jsonl:.*', the {what} changed since.*--workdir",
+  ) as caught:
+    pipeline.training_batches(
+      make_config(mode="streamed", source=f"jsonl:{tmp_path}/*.jsonl")
+    ).set_state(state)
   assert "\n" not in str(caught.value)
 
 
@@ -334,35 +491,60 @@ def test_streamed_resume_says_what_it_cannot_check(make_config, jsonl, capsys):
   os.utime(jsonl, (1, 1))
   assert "have other times than at this checkpoint" in resumed(state)
   del state["files"]  # as older versions wrote it
-  assert "did not note which files it read: whether they have changed since is not checked" in resumed(state)
+  assert (
+    "did not note which files it read: whether they have changed since is not checked"
+    in resumed(state)
+  )
 
 
 def test_a_fingerprint_reads_little(tmp_path, monkeypatch):
   """However many files there are."""
   for index in range(200):
     (tmp_path / f"{index:03}.txt").write_text(f"{index}" * 5000)
-  source, opened = sources.documents(f"text:{tmp_path}/*.txt", "train", DataConfig()), []
+  source, opened = (
+    sources.documents(f"text:{tmp_path}/*.txt", "train", DataConfig()),
+    [],
+  )
   path_class = type(fingerprint.epath.Path(tmp_path))
   real = path_class.open
-  monkeypatch.setattr(path_class, "open", lambda self, *args, **kwargs: opened.append(self) or real(self, *args, **kwargs))
+  monkeypatch.setattr(
+    path_class,
+    "open",
+    lambda self, *args, **kwargs: (
+      opened.append(self) or real(self, *args, **kwargs)
+    ),
+  )
   source.fingerprint()
-  assert len(set(opened)) == 32 and {"000.txt", "199.txt"} <= {path.name for path in opened}
+  assert len(set(opened)) == 32 and {"000.txt", "199.txt"} <= {
+    path.name for path in opened
+  }
 
 
 def test_streamed_needs_a_part_a_process(make_config):
-  with pytest.raises(UserError, match="has 1 parts.*fewer than the 2 processes"):
-    pipeline.training_batches(make_config(mode="streamed"), process_index=0, process_count=2)
+  with pytest.raises(
+    UserError, match="has 1 parts.*fewer than the 2 processes"
+  ):
+    pipeline.training_batches(
+      make_config(mode="streamed"), process_index=0, process_count=2
+    )
 
 
 def test_streaming_nothing_does_not_run_for_ever(make_config):
   with pytest.raises(UserError, match="empty: no document to train on"):
-    next(pipeline.training_batches(make_config(mode="streamed", validation_fraction=1.0)))
+    next(
+      pipeline.training_batches(
+        make_config(mode="streamed", validation_fraction=1.0)
+      )
+    )
 
 
 # --- Damage ---
 
 
-@pytest.mark.parametrize("mode, num_workers", [("prepared", 0), ("streamed", 0), *full([("prepared", 2), ("streamed", 2)])])
+@pytest.mark.parametrize(
+  "mode, num_workers",
+  [("prepared", 0), ("streamed", 0), *full([("prepared", 2), ("streamed", 2)])],
+)
 def test_damage_arrives_as_one_line(make_config, jsonl, mode, num_workers):
   """From workers too, the error is that of the reading code, with file and place, not a library's."""
   config = make_config(mode=mode, num_workers=num_workers)
@@ -394,35 +576,78 @@ def test_validation(make_config, mode, eval_rows):
   count = min(eval_rows, everything.rows) if eval_rows >= 0 else everything.rows
   first, again = list(batches), list(batches)
   assert_same(first, again)
-  assert batches.rows == count and len(first) == len(batches) == -(-count // 4) and everything.rows > 16
+  assert (
+    batches.rows == count
+    and len(first) == len(batches) == -(-count // 4)
+    and everything.rows > 16
+  )
   assert all(batch["tokens"].shape == (4, 64) for batch in first)
   assert row_keys(first)[:count] == row_keys(everything)[:count]
   padding = np.concatenate([batch["segment_ids"] for batch in first])[count:]
-  assert not padding.any() and not np.concatenate([batch["weights"] for batch in first])[count:].any()
-  shares = [list(pipeline.validation_batches(config, 4, process_index=index, process_count=2)) for index in range(2)]
+  assert (
+    not padding.any()
+    and not np.concatenate([batch["weights"] for batch in first])[count:].any()
+  )
+  shares = [
+    list(
+      pipeline.validation_batches(
+        config, 4, process_index=index, process_count=2
+      )
+    )
+    for index in range(2)
+  ]
   assert_same(joined(shares), first)
-  assert_same(list(pipeline.validation_batches(dataclasses.replace(config, data=dataclasses.replace(config.data, seed=9)), 4)), first)
+  assert_same(
+    list(
+      pipeline.validation_batches(
+        dataclasses.replace(
+          config, data=dataclasses.replace(config.data, seed=9)
+        ),
+        4,
+      )
+    ),
+    first,
+  )
 
 
 def test_validation_shares_nothing_with_training(make_config, rows):
-  train = set(row_keys(take(pipeline.training_batches(make_config(batch_size=1)), rows)))
+  train = set(
+    row_keys(take(pipeline.training_batches(make_config(batch_size=1)), rows))
+  )
   validation = row_keys(pipeline.validation_batches(make_config(), 1))
   assert validation and not train & set(validation)
 
 
 def test_few_validation_rows_are_of_many_documents(make_config, tmp_path):
-  (tmp_path / "v.jsonl").write_text("".join(json.dumps({"text": chr(65 + index) * 1000}) + "\n" for index in range(20)))
-  config = make_config(validation_source=f"jsonl:{tmp_path}/v.jsonl", eval_rows=16)
-  documents = {letter for batch in pipeline.validation_batches(config, 8) for letter in np.unique(batch["tokens"]) if 65 <= letter < 85}
+  (tmp_path / "v.jsonl").write_text(
+    "".join(
+      json.dumps({"text": chr(65 + index) * 1000}) + "\n" for index in range(20)
+    )
+  )
+  config = make_config(
+    validation_source=f"jsonl:{tmp_path}/v.jsonl", eval_rows=16
+  )
+  documents = {
+    letter
+    for batch in pipeline.validation_batches(config, 8)
+    for letter in np.unique(batch["tokens"])
+    if 65 <= letter < 85
+  }
   assert len(documents) > 8
 
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
 def test_no_validation_documents(make_config, mode):
   with pytest.raises(UserError, match="config.data.validation_fraction = 0.0"):
-    pipeline.validation_batches(make_config(mode=mode, validation_fraction=0.0), 4)
-  with pytest.raises(UserError, match="divisible by the number of processes, 3"):
-    pipeline.validation_batches(make_config(mode=mode), 4, process_index=0, process_count=3)
+    pipeline.validation_batches(
+      make_config(mode=mode, validation_fraction=0.0), 4
+    )
+  with pytest.raises(
+    UserError, match="divisible by the number of processes, 3"
+  ):
+    pipeline.validation_batches(
+      make_config(mode=mode), 4, process_index=0, process_count=3
+    )
 
 
 # --- Imports ---

@@ -50,9 +50,17 @@ def make_reader(monkeypatch):
   readers = []
 
   def make(how, num_workers, at=4, timeout=1.0):
-    dataset = grain.MapDataset.range(1_000_000).map(Trouble(how, at)).to_iter_dataset(grain.ReadOptions(num_threads=0))
+    dataset = (
+      grain.MapDataset.range(1_000_000)
+      .map(Trouble(how, at))
+      .to_iter_dataset(grain.ReadOptions(num_threads=0))
+    )
     if num_workers:
-      dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=num_workers, per_worker_buffer_size=1))
+      dataset = dataset.mp_prefetch(
+        grain.MultiprocessingOptions(
+          num_workers=num_workers, per_worker_buffer_size=1
+        )
+      )
     readers.append(reader.Reader(iter(dataset), "SOURCE", num_workers, timeout))
     return readers[-1]
 
@@ -76,47 +84,71 @@ def a_minute():
 
 
 @pytest.mark.usefixtures("a_minute")
-@pytest.mark.parametrize(("how", "end"), [("kill", "SIGKILL: out of memory?"), *full([(0, "exit code 0")])])
+@pytest.mark.parametrize(
+  ("how", "end"),
+  [("kill", "SIGKILL: out of memory?"), *full([(0, "exit code 0")])],
+)
 def test_a_worker_that_dies_is_reported(make_reader, how, end):
   batches = make_reader(how, num_workers=2, timeout=60.0)
   start = time.monotonic()
   with pytest.raises(
-    UserError, match=rf"data worker \d+ \({re.escape(end)}\) died while reading SOURCE; run the same command again"
+    UserError,
+    match=rf"data worker \d+ \({re.escape(end)}\) died while reading SOURCE; run the same command again",
   ) as caught:
     for expected in range(5):
       assert next(batches) == expected
   assert time.monotonic() - start < 20 and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("how", "num_workers"), [("stop", 2), ("hang", 0), *full([("hang", 2)])])
+@pytest.mark.parametrize(
+  ("how", "num_workers"), [("stop", 2), ("hang", 0), *full([("hang", 2)])]
+)
 def test_a_hang_is_reported(make_reader, how, num_workers):
   batches = make_reader(how, num_workers)
-  with pytest.raises(UserError, match="no batch for .* s from SOURCE, .*config.data.timeout = 1 ") as caught:
+  with pytest.raises(
+    UserError, match="no batch for .* s from SOURCE, .*config.data.timeout = 1 "
+  ) as caught:
     for expected in range(5):
       assert next(batches) == expected
-  assert ("by the data workers" if num_workers else "in the training process") in str(caught.value)
+  assert (
+    "by the data workers" if num_workers else "in the training process"
+  ) in str(caught.value)
 
 
 @pytest.fixture
 def limited(monkeypatch):
   """An address space of 3 GiB."""
-  monkeypatch.setattr(address_space.resource, "getrlimit", lambda _: (3 << 30, 3 << 30))
+  monkeypatch.setattr(
+    address_space.resource, "getrlimit", lambda _: (3 << 30, 3 << 30)
+  )
 
 
 @pytest.mark.usefixtures("limited")
 def test_a_hang_in_a_limited_address_space_names_the_limit(make_reader):
-  with pytest.raises(UserError, match=r"reading hangs; the address space is limited to 3.0 GiB \(ulimit -v\): raise the limit.*; or see"):
+  with pytest.raises(
+    UserError,
+    match=r"reading hangs; the address space is limited to 3.0 GiB \(ulimit -v\): raise the limit.*; or see",
+  ):
     next(make_reader("hang", 0, at=0, timeout=0.5))
 
 
 @pytest.mark.usefixtures("limited")
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])
+@pytest.mark.parametrize(
+  "error", [MemoryError(), RuntimeError("can't start new thread")]
+)
 def test_lack_of_memory_is_one_line(error):
   def fail(_):
     raise error
 
-  dataset = grain.MapDataset.range(9).map(fail).to_iter_dataset(grain.ReadOptions(num_threads=0))
-  with pytest.raises(UserError, match="out of memory while reading SOURCE: the address space is limited to 3.0 GiB"):
+  dataset = (
+    grain.MapDataset.range(9)
+    .map(fail)
+    .to_iter_dataset(grain.ReadOptions(num_threads=0))
+  )
+  with pytest.raises(
+    UserError,
+    match="out of memory while reading SOURCE: the address space is limited to 3.0 GiB",
+  ):
     next(reader.Reader(iter(dataset), "SOURCE", 0, 60.0))
 
 
@@ -125,9 +157,16 @@ def test_threads_that_do_not_start_are_found_out(monkeypatch, limited):
   address_space.check_array_record("/nowhere")
   monkeypatch.setattr(address_space, "_PATIENCE", 0.1)
   monkeypatch.setattr(address_space, "_open", lambda path, opened: None)
-  with pytest.raises(UserError, match=r"rows: the threads that read this file do not start; the address space is limited to 3.0 GiB"):
+  with pytest.raises(
+    UserError,
+    match=r"rows: the threads that read this file do not start; the address space is limited to 3.0 GiB",
+  ):
     address_space.check_array_record("rows")
-  monkeypatch.setattr(address_space.resource, "getrlimit", lambda _: (address_space.resource.RLIM_INFINITY,) * 2)
+  monkeypatch.setattr(
+    address_space.resource,
+    "getrlimit",
+    lambda _: (address_space.resource.RLIM_INFINITY,) * 2,
+  )
   address_space.check_array_record("rows")
 
 
@@ -159,7 +198,9 @@ def test_an_interrupted_wait_loses_nothing(make_reader):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("mode", "num_workers"), [("prepared", 0), ("streamed", 2)])
+@pytest.mark.parametrize(
+  ("mode", "num_workers"), [("prepared", 0), ("streamed", 2)]
+)
 def test_the_process_ends(jsonl, tmp_path, mode, num_workers):
   """Reading hangs in this process, or its worker is stopped: the error comes, and the interpreter exits."""
   script = tmp_path / "script.py"
@@ -185,9 +226,17 @@ if __name__ == "__main__":
     sys.exit(1)
 """)
   environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-  result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=60)
+  result = subprocess.run(
+    [sys.executable, script],
+    env=environment,
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
   assert result.returncode == 1 and "no batch for" in result.stdout, result
-  assert "\n" not in result.stdout.strip() and "Traceback" not in result.stderr, result.stderr
+  assert (
+    "\n" not in result.stdout.strip() and "Traceback" not in result.stderr
+  ), result.stderr
 
 
 @pytest.mark.full
@@ -207,7 +256,9 @@ if __name__ == "__main__":
   print(*[child.pid for child in multiprocessing.active_children()], flush=True)
   time.sleep(100)
 """)
-  run = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+  run = subprocess.Popen(
+    [sys.executable, script], stdout=subprocess.PIPE, text=True
+  )
   (worker,) = run.stdout.readline().split()
   assert is_alive(worker)
   run.kill()
@@ -221,6 +272,12 @@ if __name__ == "__main__":
 
 def is_alive(pid):
   try:
-    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return (
+      pathlib.Path(f"/proc/{pid}/stat")
+      .read_text()
+      .rpartition(")")[2]
+      .split()[0]
+      != "Z"
+    )
   except OSError:
     return False

@@ -37,7 +37,12 @@ def tfds_dir(tmp_path_factory, texts):
       code_path = None
 
       def _info(self):
-        features = tfds.features.FeaturesDict({"text": tfds.features.Text(), "number": tfds.features.Scalar(np.int64)})
+        features = tfds.features.FeaturesDict(
+          {
+            "text": tfds.features.Text(),
+            "number": tfds.features.Scalar(np.int64),
+          }
+        )
         return tfds.core.DatasetInfo(builder=self, features=features)
 
       def _split_generators(self, dl_manager):
@@ -51,31 +56,51 @@ def tfds_dir(tmp_path_factory, texts):
     Builder(data_dir=root, file_format=file_format).download_and_prepare()
 
   build("mine", "split", "1.0.0", {"train": ["old"], "validation": ["old"]})
-  build("mine", "split", "1.1.0", {"train": texts, "validation": ["only for validation"]})
+  build(
+    "mine",
+    "split",
+    "1.1.0",
+    {"train": texts, "validation": ["only for validation"]},
+  )
   build("mine", "single", "1.0.0", {"train": texts})
   return root
 
 
 def write(path, texts, field="text"):
-  lines = "".join(json.dumps({field: text, "id": index}) + "\n" for index, text in enumerate(texts)).encode()
+  lines = "".join(
+    json.dumps({field: text, "id": index}) + "\n"
+    for index, text in enumerate(texts)
+  ).encode()
   if path.suffix == ".gz":
     path.write_bytes(gzip.compress(lines))
   elif path.suffix == ".zst":
     import zstandard
 
-    half = lines.index(b"\n", len(lines) // 2) + 1  # two frames, as appending makes them
-    path.write_bytes(b"".join(zstandard.compress(part) for part in (lines[:half], lines[half:])))
+    half = (
+      lines.index(b"\n", len(lines) // 2) + 1
+    )  # two frames, as appending makes them
+    path.write_bytes(
+      b"".join(
+        zstandard.compress(part) for part in (lines[:half], lines[half:])
+      )
+    )
   elif path.suffix == ".parquet":
     import pyarrow
     import pyarrow.parquet
 
-    pyarrow.parquet.write_table(pyarrow.table({field: texts, "id": range(len(texts))}), path, row_group_size=70)
+    pyarrow.parquet.write_table(
+      pyarrow.table({field: texts, "id": range(len(texts))}),
+      path,
+      row_group_size=70,
+    )
   else:
     path.write_bytes(lines)
   return path
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+@pytest.mark.parametrize(
+  "name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"]
+)
 def test_record_files_give_their_documents(tmp_path, texts, name):
   path = write(tmp_path / name, texts, field="content")
   kind = "parquet" if name.endswith("parquet") else "jsonl"
@@ -101,18 +126,27 @@ def test_ranges_of_a_large_jsonl_meet_at_lines(tmp_path, texts, monkeypatch):
 
 def test_tfds_by_name_and_data_dir(tfds_dir, texts):
   config = dataclasses.replace(ALL, data_dir=str(tfds_dir))
-  assert sorted(read_texts("tfds:mine/split", config=config)) == sorted(texts)  # the newest version
-  assert read_texts("tfds:mine/split", "validation", config) == ["only for validation"]
+  assert sorted(read_texts("tfds:mine/split", config=config)) == sorted(
+    texts
+  )  # the newest version
+  assert read_texts("tfds:mine/split", "validation", config) == [
+    "only for validation"
+  ]
   assert read_texts("tfds:mine/split:1.0.0", config=config) == ["old"]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "tfds"])
 def test_held_out_documents_never_leak(kind, jsonl, texts, tfds_dir):
-  with jsonl.open("a") as file:  # every document a second time: copies must stay together
+  with jsonl.open(
+    "a"
+  ) as file:  # every document a second time: copies must stay together
     file.write(jsonl.read_text())
   spec = {"jsonl": f"jsonl:{jsonl}", "tfds": "tfds:mine/single"}[kind]
   config = DataConfig(validation_fraction=0.2, data_dir=str(tfds_dir))
-  train, validation = read_texts(spec, "train", config), read_texts(spec, "validation", config)
+  train, validation = (
+    read_texts(spec, "train", config),
+    read_texts(spec, "validation", config),
+  )
   copies = 2 if kind == "jsonl" else 1
   assert sorted(train + validation) == sorted(texts * copies)
   assert not set(train) & set(validation)
@@ -122,7 +156,9 @@ def test_held_out_documents_never_leak(kind, jsonl, texts, tfds_dir):
 
 def test_validation_source_leaves_both_sides_whole(jsonl, tmp_path, texts):
   other = write(tmp_path / "other.jsonl", ["held out"])
-  config = DataConfig(validation_fraction=0.2, validation_source=f"jsonl:{other}")
+  config = DataConfig(
+    validation_fraction=0.2, validation_source=f"jsonl:{other}"
+  )
   assert read_texts(f"jsonl:{jsonl}", "train", config) == texts
   assert read_texts(f"jsonl:{other}", "validation", config) == ["held out"]
 
@@ -130,8 +166,14 @@ def test_validation_source_leaves_both_sides_whole(jsonl, tmp_path, texts):
 def test_what_is_not_utf8_is_replaced_and_marked(tmp_path):
   (tmp_path / "a.txt").write_bytes(b"caf\xe9 au lait")
   assert read(f"text:{tmp_path}/a.txt") == [("caf� au lait", True, None)]
-  (tmp_path / "a.jsonl").write_bytes(b'{"text": "caf\xe9"}\n{"text": "half \\ud83d of one"}\n{"text": "\\ud83d\\ude00"}\n')
-  assert read(f"jsonl:{tmp_path}/a.jsonl") == [("caf�", True, None), ("half ��� of one", True, None), ("😀", False, None)]
+  (tmp_path / "a.jsonl").write_bytes(
+    b'{"text": "caf\xe9"}\n{"text": "half \\ud83d of one"}\n{"text": "\\ud83d\\ude00"}\n'
+  )
+  assert read(f"jsonl:{tmp_path}/a.jsonl") == [
+    ("caf�", True, None),
+    ("half ��� of one", True, None),
+    ("😀", False, None),
+  ]
 
 
 def test_byte_order_marks_are_not_text(tmp_path):
@@ -146,55 +188,94 @@ def test_byte_order_marks_are_not_text(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
-def test_a_line_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch, name):
+def test_a_line_that_would_fill_the_memory_is_refused(
+  tmp_path, monkeypatch, name
+):
   """A small compressed file may hold one of any length: no more of it is read than a document may have."""
   monkeypatch.setattr(sources, "_LONGEST_LINE", 100)
-  texts = ["x" * 70, "short", "x" * 80]  # with its field, the last one is too long
+  texts = [
+    "x" * 70,
+    "short",
+    "x" * 80,
+  ]  # with its field, the last one is too long
   path = write(tmp_path / name, texts)
-  with pytest.raises(UserError, match=f"{name}:3: the line is longer than .* MiB.*split it") as caught:
+  with pytest.raises(
+    UserError, match=f"{name}:3: the line is longer than .* MiB.*split it"
+  ) as caught:
     read(f"jsonl:{path}")
   assert "\n" not in str(caught.value)
   assert read_texts(f"jsonl:{write(path, texts[:2])}") == texts[:2]
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet", "tfds"])
+@pytest.mark.parametrize(
+  "name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet", "tfds"]
+)
 def test_reading_says_how_far_it_is(tmp_path, tfds_dir, name, monkeypatch):
   monkeypatch.setattr(sources, "_JSONL_PART", 35_000)
-  monkeypatch.setattr(gzip, "READ_BUFFER_SIZE", 8192, raising=False)  # newer Pythons read 128 KiB at a time: all of this small file
+  monkeypatch.setattr(
+    gzip, "READ_BUFFER_SIZE", 8192, raising=False
+  )  # newer Pythons read 128 KiB at a time: all of this small file
   rng = np.random.default_rng(0)
   texts = [rng.bytes(500).hex() for _ in range(100)]
   for index, text in enumerate(texts):
     (tmp_path / f"{index:02}.txt").write_text(text)
-  spec = {"a.txt": f"text:{tmp_path}/*.txt", "tfds": "tfds:mine/single"}.get(name)
-  spec = spec or f"{'parquet' if name == 'a.parquet' else 'jsonl'}:{write(tmp_path / name, texts)}"
-  source = sources.documents(spec, "train", dataclasses.replace(ALL, data_dir=str(tfds_dir)))
+  spec = {"a.txt": f"text:{tmp_path}/*.txt", "tfds": "tfds:mine/single"}.get(
+    name
+  )
+  spec = (
+    spec
+    or f"{'parquet' if name == 'a.parquet' else 'jsonl'}:{write(tmp_path / name, texts)}"
+  )
+  source = sources.documents(
+    spec, "train", dataclasses.replace(ALL, data_dir=str(tfds_dir))
+  )
   for part in source.parts:
     shares = []
     assert list(source.read(part, shares.append))
-    assert shares == sorted(shares) and 0 < shares[0] and shares[-1] == pytest.approx(1, abs=0.01)
-    assert len(set(shares)) > len(shares) / 20 and shares[0] < 0.5  # gzip reads ahead, by a few kilobytes
+    assert (
+      shares == sorted(shares)
+      and 0 < shares[0]
+      and shares[-1] == pytest.approx(1, abs=0.01)
+    )
+    assert (
+      len(set(shares)) > len(shares) / 20 and shares[0] < 0.5
+    )  # gzip reads ahead, by a few kilobytes
 
 
 def test_documents_without_text_are_skipped(tmp_path):
-  (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": ""}\n{"text": null}\n{"text": "two"}')
+  (tmp_path / "a.jsonl").write_text(
+    '{"text": "one"}\n\n{"text": ""}\n{"text": null}\n{"text": "two"}'
+  )
   assert read_texts(f"jsonl:{tmp_path}/a.jsonl") == ["one", "two"]
 
 
 def test_mixtures():
   assert sources.parse_mixture("stdlib") == [("stdlib", 1.0)]
-  assert sources.parse_mixture("stdlib=3, jsonl:/a=b/*.jsonl=1") == [("stdlib", 0.75), ("jsonl:/a=b/*.jsonl", 0.25)]
+  assert sources.parse_mixture("stdlib=3, jsonl:/a=b/*.jsonl=1") == [
+    ("stdlib", 0.75),
+    ("jsonl:/a=b/*.jsonl", 0.25),
+  ]
   assert sources.parse_mixture("text:/a=b/c.txt") == [("text:/a=b/c.txt", 1.0)]
 
 
 @pytest.mark.parametrize(
   ("spec", "message"),
   [
-    ("csv:data.csv", "'csv:data.csv' is not a source; the kinds are stdlib, tfds:NAME, text:GLOB"),
+    (
+      "csv:data.csv",
+      "'csv:data.csv' is not a source; the kinds are stdlib, tfds:NAME, text:GLOB",
+    ),
     ("", "is not a source"),
     ("text:", "is not a source"),
-    ("stdlib,text:a", "every source of a mixture needs a weight.*'stdlib' has none"),
+    (
+      "stdlib,text:a",
+      "every source of a mixture needs a weight.*'stdlib' has none",
+    ),
     ("stdlib=a,text:a=1", "'stdlib=a' has none"),
-    ("stdlib=0,text:a=1", "weight of 'stdlib' must be a positive number; got 0"),
+    (
+      "stdlib=0,text:a=1",
+      "weight of 'stdlib' must be a positive number; got 0",
+    ),
     ("stdlib=-1,text:a=1", "positive number; got -1"),
     ("stdlib=nan,text:a=1", "positive number; got nan"),
     ("stdlib=1,stdlib=1", "twice"),
@@ -203,12 +284,16 @@ def test_mixtures():
 def test_bad_specs(spec, message):
   with pytest.raises(UserError, match=message) as caught:
     sources.parse_mixture(spec)
-  assert "config.data.source" in str(caught.value) and "\n" not in str(caught.value)
+  assert "config.data.source" in str(caught.value) and "\n" not in str(
+    caught.value
+  )
 
 
 def test_a_dataset_has_one_fingerprint_wherever_it_lies(tfds_dir, tmp_path):
   def fingerprint(root, name="mine/single"):
-    return sources.documents(f"tfds:{name}", "train", dataclasses.replace(ALL, data_dir=str(root))).fingerprint()
+    return sources.documents(
+      f"tfds:{name}", "train", dataclasses.replace(ALL, data_dir=str(root))
+    ).fingerprint()
 
   shutil.copytree(tfds_dir, tmp_path / "copy")
   assert fingerprint(tmp_path / "copy") == fingerprint(tfds_dir)
@@ -217,7 +302,10 @@ def test_a_dataset_has_one_fingerprint_wherever_it_lies(tfds_dir, tmp_path):
 
 def test_missing_dataset_lists_what_is_there(tfds_dir):
   config = dataclasses.replace(ALL, data_dir=str(tfds_dir))
-  with pytest.raises(UserError, match=r"'tfds:c4/en': no such dataset in .*data_dir.*it holds mine/single, mine/split"):
+  with pytest.raises(
+    UserError,
+    match=r"'tfds:c4/en': no such dataset in .*data_dir.*it holds mine/single, mine/split",
+  ):
     read("tfds:c4/en", config=config)
   with pytest.raises(UserError, match="has the versions 1.0.0, 1.1.0"):
     read("tfds:mine/split:9.9.9", config=config)
@@ -225,24 +313,42 @@ def test_missing_dataset_lists_what_is_there(tfds_dir):
 
 def test_empty_data_dir_says_so(tmp_path):
   with pytest.raises(UserError, match="it holds no datasets"):
-    read("tfds:c4/en", config=dataclasses.replace(ALL, data_dir=str(tmp_path / "none")))
+    read(
+      "tfds:c4/en",
+      config=dataclasses.replace(ALL, data_dir=str(tmp_path / "none")),
+    )
 
 
 def test_dataset_without_text_lists_its_features(tfds_dir):
   for field in ("content", "number"):
-    with pytest.raises(UserError, match=rf"text_field = '{field}' is not text.*features are.*text \(Text\)"):
-      read("tfds:mine/single", config=dataclasses.replace(ALL, data_dir=str(tfds_dir), text_field=field))
+    with pytest.raises(
+      UserError,
+      match=rf"text_field = '{field}' is not text.*features are.*text \(Text\)",
+    ):
+      read(
+        "tfds:mine/single",
+        config=dataclasses.replace(
+          ALL, data_dir=str(tfds_dir), text_field=field
+        ),
+      )
 
 
 def test_dataset_in_another_format_names_the_remedy(tfds_dir, tmp_path):
   copy = tmp_path / "mine" / "single" / "1.0.0"
   shutil.copytree(tfds_dir / "mine" / "single" / "1.0.0", copy)
   info = json.loads((copy / "dataset_info.json").read_text())
-  (copy / "dataset_info.json").write_text(json.dumps({**info, "fileFormat": "tfrecord"}))
+  (copy / "dataset_info.json").write_text(
+    json.dumps({**info, "fileFormat": "tfrecord"})
+  )
   for path in copy.glob("*array_record*"):
     path.rename(copy / path.name.replace("array_record", "tfrecord"))
-  with pytest.raises(UserError, match="not stored as ArrayRecord.*tfds convert_format"):
-    read("tfds:mine/single", config=dataclasses.replace(ALL, data_dir=str(tmp_path)))
+  with pytest.raises(
+    UserError, match="not stored as ArrayRecord.*tfds convert_format"
+  ):
+    read(
+      "tfds:mine/single",
+      config=dataclasses.replace(ALL, data_dir=str(tmp_path)),
+    )
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
@@ -275,15 +381,32 @@ def damages(data, rng):
   yield rng.bytes(len(data))
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "array_record"])
-def test_damage_gives_documents_or_one_line_that_names_the_file(tmp_path, tfds_dir, texts, name):
+@pytest.mark.parametrize(
+  "name",
+  [
+    "a.txt",
+    "a.jsonl",
+    "a.jsonl.gz",
+    "a.jsonl.zst",
+    "a.parquet",
+    "array_record",
+  ],
+)
+def test_damage_gives_documents_or_one_line_that_names_the_file(
+  tmp_path, tfds_dir, texts, name
+):
   if name == "array_record":
-    shutil.copytree(tfds_dir / "mine" / "single" / "1.0.0", tmp_path / "mine" / "single" / "1.0.0")
+    shutil.copytree(
+      tfds_dir / "mine" / "single" / "1.0.0",
+      tmp_path / "mine" / "single" / "1.0.0",
+    )
     (path,) = tmp_path.glob("mine/single/1.0.0/*array_record*")
     spec = "tfds:mine/single"
   else:
     path = write(tmp_path / name, texts)
-    spec = f"{ {'txt': 'text', 'parquet': 'parquet'}.get(name[2:], 'jsonl') }:{path}"
+    spec = (
+      f"{ {'txt': 'text', 'parquet': 'parquet'}.get(name[2:], 'jsonl') }:{path}"
+    )
   config, messages = dataclasses.replace(ALL, data_dir=str(tmp_path)), []
   for content in damages(path.read_bytes(), np.random.default_rng(0)):
     path.write_bytes(content)
@@ -292,32 +415,55 @@ def test_damage_gives_documents_or_one_line_that_names_the_file(tmp_path, tfds_d
       read(spec, config=config)
     except UserError as error:
       messages.append(str(error))
-  assert all(str(path) in message and "\n" not in message for message in messages), messages
-  assert len(messages) > 4 or name == "a.txt", "bytes that are not UTF-8 are replaced; everything else has a form to break"
+  assert all(
+    str(path) in message and "\n" not in message for message in messages
+  ), messages
+  assert len(messages) > 4 or name == "a.txt", (
+    "bytes that are not UTF-8 are replaced; everything else has a form to break"
+  )
 
 
 def test_damage_is_placed(tmp_path, tfds_dir, texts):
   import pyarrow.parquet
 
   path = write(tmp_path / "a.parquet", texts)  # of 70 rows a group
-  content, column = path.read_bytes(), pyarrow.parquet.ParquetFile(path).metadata.row_group(2).column(0)
-  middle = (column.dictionary_page_offset or column.data_page_offset) + column.total_compressed_size // 2
+  content, column = (
+    path.read_bytes(),
+    pyarrow.parquet.ParquetFile(path).metadata.row_group(2).column(0),
+  )
+  middle = (
+    column.dictionary_page_offset or column.data_page_offset
+  ) + column.total_compressed_size // 2
   path.write_bytes(content[:middle] + b"\xff" * 20 + content[middle + 20 :])
-  with pytest.raises(UserError, match="a.parquet: row group 2 cannot be read beyond its row 0"):
+  with pytest.raises(
+    UserError, match="a.parquet: row group 2 cannot be read beyond its row 0"
+  ):
     read(f"parquet:{path}")
-  shutil.copytree(tfds_dir / "mine" / "single" / "1.0.0", tmp_path / "mine" / "single" / "1.0.0")
+  shutil.copytree(
+    tfds_dir / "mine" / "single" / "1.0.0",
+    tmp_path / "mine" / "single" / "1.0.0",
+  )
   (path,) = tmp_path.glob("mine/single/1.0.0/*array_record*")
   path.write_bytes(path.read_bytes()[:1000])
   sources._tfds_data.cache_clear()
   with pytest.raises(UserError, match=f"{path}: record 0 cannot be read"):
-    read("tfds:mine/single", config=dataclasses.replace(ALL, data_dir=str(tmp_path)))
+    read(
+      "tfds:mine/single",
+      config=dataclasses.replace(ALL, data_dir=str(tmp_path)),
+    )
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet"])
+@pytest.mark.parametrize(
+  "name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet"]
+)
 @pytest.mark.parametrize("now", ["gone", "a directory", "shorter"])
 def test_files_that_change_after_they_were_listed(tmp_path, texts, name, now):
   path = write(tmp_path / name, texts)
-  source = sources.documents(f"{ {'txt': 'text', 'parquet': 'parquet'}.get(name[2:], 'jsonl') }:{path}", "train", ALL)
+  source = sources.documents(
+    f"{ {'txt': 'text', 'parquet': 'parquet'}.get(name[2:], 'jsonl') }:{path}",
+    "train",
+    ALL,
+  )
   content = path.read_bytes()
   path.unlink()
   if now == "a directory":
@@ -325,7 +471,9 @@ def test_files_that_change_after_they_were_listed(tmp_path, texts, name, now):
   elif now == "shorter":
     path.write_bytes(content[: content.index(b"\n", len(content) // 2) + 1])
     if name in ("a.txt", "a.jsonl"):  # whole as far as it goes
-      assert [document for part in source.parts for document in source.read(part)]
+      assert [
+        document for part in source.parts for document in source.read(part)
+      ]
       return
   with pytest.raises(UserError, match=str(path)):
     [document for part in source.parts for document in source.read(part)]
@@ -334,7 +482,10 @@ def test_files_that_change_after_they_were_listed(tmp_path, texts, name, now):
 def test_parquet_that_is_not_utf8_is_replaced_and_marked(tmp_path):
   path = write(tmp_path / "a.parquet", ["caf? au lait", "tea"])
   path.write_bytes(path.read_bytes().replace(b"caf?", b"caf\xe9"))
-  assert read(f"parquet:{path}") == [("caf\ufffd au lait", True, None), ("tea", False, None)]
+  assert read(f"parquet:{path}") == [
+    ("caf\ufffd au lait", True, None),
+    ("tea", False, None),
+  ]
 
 
 def test_empty_parquet(tmp_path):
@@ -347,7 +498,10 @@ def test_empty_parquet(tmp_path):
   ("line", "message"),
   [
     ('{"text": "x"', "a.jsonl:3: not JSON"),
-    ('{"body": "x", "id": 1}', r"a.jsonl:3: config.data.text_field = 'text' is not text here; the fields are body \(str\), id \(int\)"),
+    (
+      '{"body": "x", "id": 1}',
+      r"a.jsonl:3: config.data.text_field = 'text' is not text here; the fields are body \(str\), id \(int\)",
+    ),
     ('{"text": 5}', r"a.jsonl:3: .*text \(int\)"),
     ('["text"]', "a.jsonl:3: .*must be a JSON object"),
   ],
@@ -355,7 +509,9 @@ def test_empty_parquet(tmp_path):
 @pytest.mark.parametrize("part_size", [1 << 20, 10])
 def test_bad_lines_are_named(tmp_path, line, message, part_size, monkeypatch):
   monkeypatch.setattr(sources, "_JSONL_PART", part_size)
-  (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n' + line + "\n")
+  (tmp_path / "a.jsonl").write_text(
+    '{"text": "one"}\n{"text": "two"}\n' + line + "\n"
+  )
   with pytest.raises(UserError, match=message) as caught:
     read(f"jsonl:{tmp_path}/a.jsonl")
   assert "\n" not in str(caught.value)
@@ -364,5 +520,7 @@ def test_bad_lines_are_named(tmp_path, line, message, part_size, monkeypatch):
 @pytest.mark.parametrize("field", ["body", "id"])
 def test_parquet_without_text_lists_its_columns(tmp_path, field):
   path = write(tmp_path / "a.parquet", ["one"])
-  with pytest.raises(UserError, match=f"text_field = '{field}'.*columns are text.*id"):
+  with pytest.raises(
+    UserError, match=f"text_field = '{field}'.*columns are text.*id"
+  ):
     read(f"parquet:{path}", config=dataclasses.replace(ALL, text_field=field))

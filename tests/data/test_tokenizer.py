@@ -35,47 +35,106 @@ ODD = [
 def trained(tmp_path_factory):
   """A BPE of 300 tokens, as (tiktoken file, tokenizer.json)."""
   rng = random.Random(0)
-  words = ["self", "return", "  ", "\n", "αβγ", "😀", "12345", "it's", ".", "aaaa", "def foo(x):"]
-  documents = ["".join(rng.choices(words, k=50)) + text for text in ODD for _ in range(20)]
-  path = tokenizer_training.train_tokenizer(documents, 300, tmp_path_factory.mktemp("tokenizer"))
+  words = [
+    "self",
+    "return",
+    "  ",
+    "\n",
+    "αβγ",
+    "😀",
+    "12345",
+    "it's",
+    ".",
+    "aaaa",
+    "def foo(x):",
+  ]
+  documents = [
+    "".join(rng.choices(words, k=50)) + text for text in ODD for _ in range(20)
+  ]
+  path = tokenizer_training.train_tokenizer(
+    documents, 300, tmp_path_factory.mktemp("tokenizer")
+  )
   return str(path), str(path.parent / "tokenizer.json")
 
 
 @pytest.fixture(params=["bytes", "tiktoken", "json"])
 def any_tokenizer(request, trained):
-  return tokenizer.load_tokenizer({"bytes": "bytes", "tiktoken": trained[0], "json": trained[1]}[request.param])
+  return tokenizer.load_tokenizer(
+    {"bytes": "bytes", "tiktoken": trained[0], "json": trained[1]}[
+      request.param
+    ]
+  )
 
 
 def test_round_trip(any_tokenizer):
   for text in ODD:
     ids = list(any_tokenizer.encode(text))
-    assert any_tokenizer.separator not in ids and all(0 <= token < any_tokenizer.vocab_size for token in ids)
+    assert any_tokenizer.separator not in ids and all(
+      0 <= token < any_tokenizer.vocab_size for token in ids
+    )
     assert any_tokenizer.decode(ids) == text
-    assert any_tokenizer.decode([any_tokenizer.separator, *ids, any_tokenizer.separator]) == text
-  assert [list(ids) for ids in any_tokenizer.encode_batch(ODD)] == [list(any_tokenizer.encode(text)) for text in ODD]
+    assert (
+      any_tokenizer.decode(
+        [any_tokenizer.separator, *ids, any_tokenizer.separator]
+      )
+      == text
+    )
+  assert [list(ids) for ids in any_tokenizer.encode_batch(ODD)] == [
+    list(any_tokenizer.encode(text)) for text in ODD
+  ]
 
 
 def test_token_bytes_add_up(any_tokenizer):
   lengths = any_tokenizer.token_bytes()
-  assert lengths.shape == (any_tokenizer.vocab_size,) and lengths.dtype == np.int32 and lengths[any_tokenizer.separator] == 0
+  assert (
+    lengths.shape == (any_tokenizer.vocab_size,)
+    and lengths.dtype == np.int32
+    and lengths[any_tokenizer.separator] == 0
+  )
   for text in ODD:
-    assert lengths[np.asarray(any_tokenizer.encode(text), int)].sum() == len(text.encode())
+    assert lengths[np.asarray(any_tokenizer.encode(text), int)].sum() == len(
+      text.encode()
+    )
 
 
-def test_decode_replaces_half_a_character_and_drops_what_is_no_token(any_tokenizer):
+def test_decode_replaces_half_a_character_and_drops_what_is_no_token(
+  any_tokenizer,
+):
   ids = list(any_tokenizer.encode("é"))
-  half = [token for token in range(any_tokenizer.vocab_size) if any_tokenizer.decode([token]) == "�"]
-  assert half, "every byte-level vocabulary has tokens that are half a character"
-  assert any_tokenizer.decode([half[0], *ids, any_tokenizer.vocab_size, 10**6]) == "�é"
+  half = [
+    token
+    for token in range(any_tokenizer.vocab_size)
+    if any_tokenizer.decode([token]) == "�"
+  ]
+  assert half, (
+    "every byte-level vocabulary has tokens that are half a character"
+  )
+  assert (
+    any_tokenizer.decode([half[0], *ids, any_tokenizer.vocab_size, 10**6])
+    == "�é"
+  )
 
 
 def test_both_formats_give_the_same_ids(trained):
   left, right = map(tokenizer.load_tokenizer, trained)
-  assert left.vocab_size == right.vocab_size == 300 and left.separator == right.separator == 299
+  assert (
+    left.vocab_size == right.vocab_size == 300
+    and left.separator == right.separator == 299
+  )
   np.testing.assert_array_equal(left.token_bytes(), right.token_bytes())
   rng = random.Random(1)
-  alphabet = [*"a  \n\t1'.é😀_中(\r", "aa", "self", "it's", "123", "\u200d", "def "]
-  fuzz = ["".join(rng.choices(alphabet, k=rng.randrange(80))) for _ in range(2000)]
+  alphabet = [
+    *"a  \n\t1'.é😀_中(\r",
+    "aa",
+    "self",
+    "it's",
+    "123",
+    "\u200d",
+    "def ",
+  ]
+  fuzz = [
+    "".join(rng.choices(alphabet, k=rng.randrange(80))) for _ in range(2000)
+  ]
   merged = 0
   for text in ODD + fuzz:
     assert left.encode(text) == right.encode(text), repr(text)
@@ -90,35 +149,78 @@ def _cl100k_stand_in(monkeypatch, path):
   import rustbpe
 
   rng = random.Random(2)
-  documents = ["x" + "".join(rng.choices(["  ", "\n", "\t", " a", "it's", "12"], k=rng.randrange(2, 8))) for _ in range(2000)]
+  documents = [
+    "x"
+    + "".join(
+      rng.choices(["  ", "\n", "\t", " a", "it's", "12"], k=rng.randrange(2, 8))
+    )
+    for _ in range(2000)
+  ]
   trainer = rustbpe.Tokenizer()
-  trainer.train_from_iterator(iter(documents), 600, pattern=tokenizer._CL100K_PATTERN)
-  ranks = sorted((rank, bytes(token)) for token, rank in trainer.get_mergeable_ranks())
-  path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in ranks))
-  monkeypatch.setattr(tokenizer, "_CL100K_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+  trainer.train_from_iterator(
+    iter(documents), 600, pattern=tokenizer._CL100K_PATTERN
+  )
+  ranks = sorted(
+    (rank, bytes(token)) for token, rank in trainer.get_mergeable_ranks()
+  )
+  path.write_bytes(
+    b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in ranks)
+  )
+  monkeypatch.setattr(
+    tokenizer, "_CL100K_SHA256", hashlib.sha256(path.read_bytes()).hexdigest()
+  )
   return str(path)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "tiktoken", "cl100k", "json"])
-def test_tokenizer_json_gives_the_same_ids(kind, trained, tmp_path, monkeypatch):
-  spec = {"bytes": "bytes", "tiktoken": trained[0], "json": trained[1]}.get(kind) or _cl100k_stand_in(monkeypatch, tmp_path / "x.tiktoken")
+def test_tokenizer_json_gives_the_same_ids(
+  kind, trained, tmp_path, monkeypatch
+):
+  spec = {"bytes": "bytes", "tiktoken": trained[0], "json": trained[1]}.get(
+    kind
+  ) or _cl100k_stand_in(monkeypatch, tmp_path / "x.tiktoken")
   left = tokenizer.load_tokenizer(spec)
   (tmp_path / "tokenizer.json").write_text(left.tokenizer_json())
   right = tokenizer.load_tokenizer(str(tmp_path / "tokenizer.json"))
-  assert (left.vocab_size, left.separator) == (right.vocab_size, right.separator)
+  assert (left.vocab_size, left.separator) == (
+    right.vocab_size,
+    right.separator,
+  )
   np.testing.assert_array_equal(left.token_bytes(), right.token_bytes())
   rng = random.Random(3)
-  alphabet = [*"a  \n\t1'.é😀_中(\r\x85\u2028", "it's", "'S", "'ſ", "123", "\n\n ", "  \n", "<|endoftext|>"]
-  for text in ODD + ["".join(rng.choices(alphabet, k=rng.randrange(30))) for _ in range(2000)]:
+  alphabet = [
+    *"a  \n\t1'.é😀_中(\r\x85\u2028",
+    "it's",
+    "'S",
+    "'ſ",
+    "123",
+    "\n\n ",
+    "  \n",
+    "<|endoftext|>",
+  ]
+  for text in ODD + [
+    "".join(rng.choices(alphabet, k=rng.randrange(30))) for _ in range(2000)
+  ]:
     ids = list(left.encode(text))
-    assert ids == list(right.encode(text)) and left.decode(ids) == right.decode(ids) == text, repr(text)
+    assert (
+      ids == list(right.encode(text))
+      and left.decode(ids) == right.decode(ids) == text
+    ), repr(text)
 
 
 def test_fingerprints_tell_tokenizers_apart(trained, tmp_path):
-  other = tokenizer_training.train_tokenizer(["abcabcabc abc abd abd"] * 9, 260, tmp_path)
-  prints = {tokenizer.load_tokenizer(spec).fingerprint for spec in ("bytes", *trained, str(other))}
+  other = tokenizer_training.train_tokenizer(
+    ["abcabcabc abc abd abd"] * 9, 260, tmp_path
+  )
+  prints = {
+    tokenizer.load_tokenizer(spec).fingerprint
+    for spec in ("bytes", *trained, str(other))
+  }
   assert len(prints) == 4
-  assert tokenizer.load_tokenizer(trained[0]).fingerprint == tokenizer.load_tokenizer(trained[0]).fingerprint
+  assert (
+    tokenizer.load_tokenizer(trained[0]).fingerprint
+    == tokenizer.load_tokenizer(trained[0]).fingerprint
+  )
 
 
 def test_any_hugging_face_file(tmp_path):
@@ -128,12 +230,26 @@ def test_any_hugging_face_file(tmp_path):
   """
   import tokenizers
 
-  vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}, "▁": 259, "a": 260, "▁a": 261}
-  model = tokenizers.models.BPE(vocabulary, [("▁", "a")], unk_token="<unk>", byte_fallback=True)
+  vocabulary = {
+    "<unk>": 0,
+    "<s>": 1,
+    "</s>": 2,
+    **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)},
+    "▁": 259,
+    "a": 260,
+    "▁a": 261,
+  }
+  model = tokenizers.models.BPE(
+    vocabulary, [("▁", "a")], unk_token="<unk>", byte_fallback=True
+  )
   made = tokenizers.Tokenizer(model)
   made.normalizer = tokenizers.normalizers.Replace(" ", "▁")
   made.decoder = tokenizers.decoders.Sequence(
-    [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    [
+      tokenizers.decoders.Replace("▁", " "),
+      tokenizers.decoders.ByteFallback(),
+      tokenizers.decoders.Fuse(),
+    ]
   )
   made.add_special_tokens(["<unk>", "<s>", "</s>"])
   made.enable_truncation(4)
@@ -143,7 +259,9 @@ def test_any_hugging_face_file(tmp_path):
   assert loaded.separator == 2 and loaded.vocab_size == 262
   text = "a a é"
   ids = loaded.encode(text)
-  assert ids == [260, 261, 259, 3 + 0xC3, 3 + 0xA9] and loaded.decode(ids) == text
+  assert (
+    ids == [260, 261, 259, 3 + 0xC3, 3 + 0xA9] and loaded.decode(ids) == text
+  )
   assert loaded.encode("a") == [260]
   assert loaded.token_bytes()[ids].tolist() == [1, 2, 1, 1, 1]
   assert loaded.token_bytes()[:3].tolist() == [0, 0, 0]
@@ -160,12 +278,18 @@ def test_cl100k_says_where_to_put_its_file(tmp_path, monkeypatch):
   monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
   with pytest.raises(UserError) as caught:
     tokenizer.load_tokenizer("cl100k_base")
-  place = tmp_path / "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"  # where tiktoken itself looks
-  assert str(place) in str(caught.value) and "TIKTOKEN_CACHE_DIR" in str(caught.value)
+  place = (
+    tmp_path / "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"
+  )  # where tiktoken itself looks
+  assert str(place) in str(caught.value) and "TIKTOKEN_CACHE_DIR" in str(
+    caught.value
+  )
   place.write_bytes(b"half a file")
   with pytest.raises(UserError, match="damaged"):
     tokenizer.load_tokenizer("cl100k_base")
-  assert place.read_bytes() == b"half a file"  # tiktoken would delete it and download
+  assert (
+    place.read_bytes() == b"half a file"
+  )  # tiktoken would delete it and download
 
 
 def test_cl100k_matches_what_tiktoken_declares(monkeypatch):
@@ -173,22 +297,38 @@ def test_cl100k_matches_what_tiktoken_declares(monkeypatch):
   from tiktoken_ext import openai_public
 
   seen = {}
-  monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda url, expected_hash: seen.update(url=url, hash=expected_hash))
+  monkeypatch.setattr(
+    openai_public,
+    "load_tiktoken_bpe",
+    lambda url, expected_hash: seen.update(url=url, hash=expected_hash),
+  )
   declared = openai_public.cl100k_base()
-  assert (seen["url"], seen["hash"]) == (tokenizer._CL100K_URL, tokenizer._CL100K_SHA256)
-  assert (declared["pat_str"], declared["special_tokens"]) == (tokenizer._CL100K_PATTERN, tokenizer._CL100K_SPECIAL)
+  assert (seen["url"], seen["hash"]) == (
+    tokenizer._CL100K_URL,
+    tokenizer._CL100K_SHA256,
+  )
+  assert (declared["pat_str"], declared["special_tokens"]) == (
+    tokenizer._CL100K_PATTERN,
+    tokenizer._CL100K_SPECIAL,
+  )
 
 
 def test_cl100k_loads_where_its_file_is(tmp_path, monkeypatch, trained):
   with open(trained[0], "rb") as file:
     content = file.read()  # a stand-in, as the real file cannot be had offline
-  monkeypatch.setattr(tokenizer, "_CL100K_SHA256", hashlib.sha256(content).hexdigest())
+  monkeypatch.setattr(
+    tokenizer, "_CL100K_SHA256", hashlib.sha256(content).hexdigest()
+  )
   monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
   (tmp_path / "9b5ad71b2ce5302211f9c61530b329a4922fc6a4").write_bytes(content)
   loaded = tokenizer.load_tokenizer("cl100k_base")
   assert (loaded.vocab_size, loaded.separator) == (100277, 100257)
-  assert loaded.decode(loaded.encode("it's <|endoftext|>")) == "it's <|endoftext|>"
-  assert tokenizer.load_tokenizer(trained[0]).separator == 100257  # the same file under a path of its own
+  assert (
+    loaded.decode(loaded.encode("it's <|endoftext|>")) == "it's <|endoftext|>"
+  )
+  assert (
+    tokenizer.load_tokenizer(trained[0]).separator == 100257
+  )  # the same file under a path of its own
 
 
 @pytest.mark.parametrize(
@@ -196,8 +336,16 @@ def test_cl100k_loads_where_its_file_is(tmp_path, monkeypatch, trained):
   [
     ("missing.tiktoken", None, "missing.tiktoken.*cannot read"),
     ("missing.json", None, "missing.json.*cannot read"),
-    ("bad.tiktoken", "not base64 at all\n", "bad.tiktoken.*not a complete tiktoken file"),
-    ("cut.tiktoken", "YQ== 0\nYg== 1\n", "cut.tiktoken.*not a complete tiktoken file"),
+    (
+      "bad.tiktoken",
+      "not base64 at all\n",
+      "bad.tiktoken.*not a complete tiktoken file",
+    ),
+    (
+      "cut.tiktoken",
+      "YQ== 0\nYg== 1\n",
+      "cut.tiktoken.*not a complete tiktoken file",
+    ),
     ("bad.json", "{", "bad.json.*not a Hugging Face tokenizer.json"),
     ("other.json", "{}", "other.json.*not a Hugging Face tokenizer.json"),
     ("model.vocab", "x", "must be 'bytes', 'cl100k_base'"),
@@ -219,11 +367,16 @@ def test_a_tokenizer_without_separator_is_refused(tmp_path, trained):
     tokenizer.load_tokenizer(str(tmp_path / "tokenizer.json"))
 
 
-@pytest.mark.parametrize(("size", "works"), [(255, False), (256, True), (511, True), (512, False)])
+@pytest.mark.parametrize(
+  ("size", "works"), [(255, False), (256, True), (511, True), (512, False)]
+)
 def test_vocabulary_of_the_model(size, works):
   config = Config(model=ModelConfig(vocab_size=size))
   if works:
     check_vocabulary(config, tokenizer.load_tokenizer("bytes"))
   else:
-    with pytest.raises(UserError, match=f"config.model.vocab_size = {size}.*config.data.tokenizer.*256"):
+    with pytest.raises(
+      UserError,
+      match=f"config.model.vocab_size = {size}.*config.data.tokenizer.*256",
+    ):
       check_vocabulary(config, tokenizer.load_tokenizer("bytes"))

@@ -19,30 +19,85 @@ from diffjax.evals.report import figures  # noqa: E402
 from diffjax.training.trained import Trained  # noqa: E402
 
 BYTES = load_tokenizer("bytes")
-TRAINED = Trained("model", Config(model=ModelConfig(max_length=512)), None, None, BYTES)
+TRAINED = Trained(
+  "model", Config(model=ModelConfig(max_length=512)), None, None, BYTES
+)
 LETTERS = {"label": list("ABCD")}
 QUESTIONS = {
-  "arc_easy": [{"question": f"Which is {n}?", "choices": {"text": list("0123"), **LETTERS}, "answerKey": "ABCD"[n]} for n in range(4)],
-  "arc_challenge": [{"question": "Which is 2?", "choices": {"text": list("0123"), **LETTERS}, "answerKey": "C"}],
-  "boolq": [{"passage": "So it is.", "question": "is it so", "label": label} for label in (0, 0, 1)],
+  "arc_easy": [
+    {
+      "question": f"Which is {n}?",
+      "choices": {"text": list("0123"), **LETTERS},
+      "answerKey": "ABCD"[n],
+    }
+    for n in range(4)
+  ],
+  "arc_challenge": [
+    {
+      "question": "Which is 2?",
+      "choices": {"text": list("0123"), **LETTERS},
+      "answerKey": "C",
+    }
+  ],
+  "boolq": [
+    {"passage": "So it is.", "question": "is it so", "label": label}
+    for label in (0, 0, 1)
+  ],
   "hellaswag": [  # the second ending has most 2s, the first most for its length, once its brackets are gone
-    {"activity_label": "Cooking", "ctx_a": "A man stands.", "ctx_b": "he", "endings": ["[steps]2", "2 and 2", "3", "4"], "label": label}
+    {
+      "activity_label": "Cooking",
+      "ctx_a": "A man stands.",
+      "ctx_b": "he",
+      "endings": ["[steps]2", "2 and 2", "3", "4"],
+      "label": label,
+    }
     for label in "001"
   ],
-  "openbookqa": [{"question_stem": "Water is", "choices": {"text": ["2", "dry", "hot", "red"], **LETTERS}, "answerKey": "A"}],
-  "piqa": [{"goal": "To eat", "sol1": "use a fork", "sol2": "use 2 forks", "label": label} for label in (0, 1)],
-  "winogrande": [{"sentence": "Ann told Bea 22 times that _ is late.", "option1": "Ann 2", "option2": "Bea", "answer": "1"}],
+  "openbookqa": [
+    {
+      "question_stem": "Water is",
+      "choices": {"text": ["2", "dry", "hot", "red"], **LETTERS},
+      "answerKey": "A",
+    }
+  ],
+  "piqa": [
+    {
+      "goal": "To eat",
+      "sol1": "use a fork",
+      "sol2": "use 2 forks",
+      "label": label,
+    }
+    for label in (0, 1)
+  ],
+  "winogrande": [
+    {
+      "sentence": "Ann told Bea 22 times that _ is late.",
+      "option1": "Ann 2",
+      "option2": "Bea",
+      "answer": "1",
+    }
+  ],
 }
-SPLITS = {task: "test" if task in ("arc_easy", "arc_challenge", "openbookqa") else "validation" for task in QUESTIONS}
+SPLITS = {
+  task: "test"
+  if task in ("arc_easy", "arc_challenge", "openbookqa")
+  else "validation"
+  for task in QUESTIONS
+}
 
 
 def score_twos(model, params, pairs, *, batch_tokens):
   """A model that prefers 2s, in the continuation and, for WinoGrande, in the context."""
   count = lambda ids: bytes(ids).count(b"2")
-  return [Score(float(count(continuation)) + 0.1 * count(context), False) for context, continuation in pairs]
+  return [
+    Score(float(count(continuation)) + 0.1 * count(context), False)
+    for context, continuation in pairs
+  ]
 
 
-ALL = harness._manager  # of lm-eval's thousands of tasks: to read their files takes seconds
+ALL = (
+  harness._manager
+)  # of lm-eval's thousands of tasks: to read their files takes seconds
 
 
 @functools.cache
@@ -50,8 +105,19 @@ def few():
   """Restricts lm-eval to the tasks of these tests."""
   from lm_eval import tasks
 
-  folders = ("arc", "super_glue", "hellaswag", "openbookqa", "piqa", "winogrande", "wikitext", "mmlu/default")
-  paths = [str(pathlib.Path(tasks.__file__).parent / folder) for folder in folders]
+  folders = (
+    "arc",
+    "super_glue",
+    "hellaswag",
+    "openbookqa",
+    "piqa",
+    "winogrande",
+    "wikitext",
+    "mmlu/default",
+  )
+  paths = [
+    str(pathlib.Path(tasks.__file__).parent / folder) for folder in folders
+  ]
   return tasks.TaskManager(include_path=paths, include_defaults=False)
 
 
@@ -79,7 +145,11 @@ def data(tmp_path):
 def write(directory, task, rows, split=None):
   path = directory / task / f"{split or SPLITS[task]}.jsonl"
   path.parent.mkdir(exist_ok=True)
-  path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+  path.write_text(
+    "".join(
+      row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows
+    )
+  )
   return path
 
 
@@ -91,51 +161,137 @@ def run(**settings):
 def test_the_papers_tasks_on_local_questions(monkeypatch, data):
   monkeypatch.setattr(adapter, "score", score_twos)
   found = run(data_dir=str(data))
-  accuracy = {"arc_easy": 0.25, "arc_challenge": 1.0, "boolq": 2 / 3, "openbookqa": 1.0, "piqa": 0.5, "winogrande": 1.0}
+  accuracy = {
+    "arc_easy": 0.25,
+    "arc_challenge": 1.0,
+    "boolq": 2 / 3,
+    "openbookqa": 1.0,
+    "piqa": 0.5,
+    "winogrande": 1.0,
+  }
   for task, expected in accuracy.items():
     assert figures.interval(found["acc", task]).value == pytest.approx(expected)
     assert len(found["acc", task].units) == len(QUESTIONS[task])
-  assert figures.interval(found["acc", "hellaswag"]).value == pytest.approx(1 / 3)
-  assert figures.interval(found["acc_norm", "hellaswag"]).value == pytest.approx(2 / 3)
+  assert figures.interval(found["acc", "hellaswag"]).value == pytest.approx(
+    1 / 3
+  )
+  assert figures.interval(
+    found["acc_norm", "hellaswag"]
+  ).value == pytest.approx(2 / 3)
   certain = figures.interval(found["acc", "openbookqa"])
   assert certain.value == certain.high == 1 and certain.low < 0.6
-  assert figures.interval(found["mean accuracy", None]).value == pytest.approx(np.mean([*accuracy.values(), 2 / 3]))
+  assert figures.interval(found["mean accuracy", None]).value == pytest.approx(
+    np.mean([*accuracy.values(), 2 / 3])
+  )
   # Pairing: the same questions in the same order
   rows = list(figures.compare(found.values(), run(data_dir=str(data)).values()))
-  assert all(row["difference"] == row["difference"] | {"value": 0, "units": row["units"]} for row in rows)
+  assert all(
+    row["difference"] == row["difference"] | {"value": 0, "units": row["units"]}
+    for row in rows
+  )
 
 
 def test_a_few_questions_and_examples(monkeypatch, data):
   seen = []
-  monkeypatch.setattr(adapter, "score", lambda model, params, pairs, **_: seen.extend(pairs) or score_twos(model, params, pairs, **_))
-  assert len(run(data_dir=str(data), tasks=("arc_easy",), limit=2)["acc", "arc_easy"].units) == 2 and len(seen) == 8
-  with pytest.raises(UserError, match="set.harness.num_fewshot = 1: .*arc_easy holds no train.jsonl"):
+  monkeypatch.setattr(
+    adapter,
+    "score",
+    lambda model, params, pairs, **_: (
+      seen.extend(pairs) or score_twos(model, params, pairs, **_)
+    ),
+  )
+  assert (
+    len(
+      run(data_dir=str(data), tasks=("arc_easy",), limit=2)[
+        "acc", "arc_easy"
+      ].units
+    )
+    == 2
+    and len(seen) == 8
+  )
+  with pytest.raises(
+    UserError,
+    match="set.harness.num_fewshot = 1: .*arc_easy holds no train.jsonl",
+  ):
     run(data_dir=str(data), tasks=("arc_easy",), num_fewshot=1)
-  write(data, "arc_easy", [QUESTIONS["arc_easy"][3] | {"question": "An example?"}], "train")
+  write(
+    data,
+    "arc_easy",
+    [QUESTIONS["arc_easy"][3] | {"question": "An example?"}],
+    "train",
+  )
   seen.clear()
   run(data_dir=str(data), tasks=("arc_easy",), num_fewshot=1)
-  assert all(bytes(context[1:]).startswith(b"Question: An example?\nAnswer: 3\n\nQuestion: Which is") for context, _ in seen)
+  assert all(
+    bytes(context[1:]).startswith(
+      b"Question: An example?\nAnswer: 3\n\nQuestion: Which is"
+    )
+    for context, _ in seen
+  )
 
 
 def test_a_perplexity_and_a_task_beyond_the_papers(monkeypatch, tmp_path):
-  monkeypatch.setattr(adapter, "score", lambda model, params, pairs, **_: [Score(-2.0 * len(c), True) for _, c in pairs])
-  write(tmp_path, "wikitext", [{"page": "four words are here"}, {"page": "and two"}], "test")
+  monkeypatch.setattr(
+    adapter,
+    "score",
+    lambda model, params, pairs, **_: [
+      Score(-2.0 * len(c), True) for _, c in pairs
+    ],
+  )
+  write(
+    tmp_path,
+    "wikitext",
+    [{"page": "four words are here"}, {"page": "and two"}],
+    "test",
+  )
   found = run(data_dir=str(tmp_path), tasks=("wikitext",))
   letters = len("four words are hereand two")
-  assert figures.interval(found["byte_perplexity", "wikitext"]).value == pytest.approx(np.exp(2))
-  assert figures.interval(found["word_perplexity", "wikitext"]).value == pytest.approx(np.exp(2 * letters / 6))
+  assert figures.interval(
+    found["byte_perplexity", "wikitext"]
+  ).value == pytest.approx(np.exp(2))
+  assert figures.interval(
+    found["word_perplexity", "wikitext"]
+  ).value == pytest.approx(np.exp(2 * letters / 6))
   assert np.isfinite(figures.interval(found["word_perplexity", "wikitext"]).low)
 
 
 @pytest.mark.parametrize(
   "task, rows, message",
   [
-    ("boolq", [QUESTIONS["boolq"][0], {"passage": "x", "label": 0}], "boolq/validation.jsonl:2: the field 'question' is missing"),
-    ("arc_easy", ["\n", {"question": "?", "choices": {"text": []}, "answerKey": "A"}], "jsonl:2: the field 'choices.label' is missing"),
-    ("arc_easy", [QUESTIONS["arc_easy"][0], "\n", QUESTIONS["arc_easy"][0] | {"answerKey": "E"}], "jsonl:3: arc_easy cannot read this"),
-    ("arc_easy", [QUESTIONS["arc_easy"][0] | {"answerKey": "E"}], "'arc_easy' cannot be loaded .*; see .*test.jsonl:1"),
-    ("winogrande", [QUESTIONS["winogrande"][0] | {"sentence": "no gap"}], "'winogrande' cannot be loaded"),
-    ("hellaswag", [QUESTIONS["hellaswag"][0] | {"label": "x"}], "'hellaswag' cannot be loaded"),
+    (
+      "boolq",
+      [QUESTIONS["boolq"][0], {"passage": "x", "label": 0}],
+      "boolq/validation.jsonl:2: the field 'question' is missing",
+    ),
+    (
+      "arc_easy",
+      ["\n", {"question": "?", "choices": {"text": []}, "answerKey": "A"}],
+      "jsonl:2: the field 'choices.label' is missing",
+    ),
+    (
+      "arc_easy",
+      [
+        QUESTIONS["arc_easy"][0],
+        "\n",
+        QUESTIONS["arc_easy"][0] | {"answerKey": "E"},
+      ],
+      "jsonl:3: arc_easy cannot read this",
+    ),
+    (
+      "arc_easy",
+      [QUESTIONS["arc_easy"][0] | {"answerKey": "E"}],
+      "'arc_easy' cannot be loaded .*; see .*test.jsonl:1",
+    ),
+    (
+      "winogrande",
+      [QUESTIONS["winogrande"][0] | {"sentence": "no gap"}],
+      "'winogrande' cannot be loaded",
+    ),
+    (
+      "hellaswag",
+      [QUESTIONS["hellaswag"][0] | {"label": "x"}],
+      "'hellaswag' cannot be loaded",
+    ),
     ("piqa", [], "validation.jsonl: is empty"),
     ("piqa", ["{"], "validation.jsonl:1: not JSON"),
   ],
@@ -149,13 +305,18 @@ def test_bad_questions(monkeypatch, tmp_path, task, rows, message):
 
 
 def test_bad_settings(tmp_path):
-  with pytest.raises(UserError, match="lm-eval has no task 'arc_esy'; similar ones are arc_easy"):
+  with pytest.raises(
+    UserError, match="lm-eval has no task 'arc_esy'; similar ones are arc_easy"
+  ):
     run(tasks=("arc_esy",))
   with pytest.raises(UserError, match="set.harness.tasks is empty"):
     run(tasks=())
   with pytest.raises(UserError, match="'mmlu' is a group of tasks"):
     run(tasks=("mmlu",), data_dir=str(tmp_path))
-  with pytest.raises(UserError, match="boolq holds neither test.jsonl nor validation.jsonl.*with the fields passage, question, label"):
+  with pytest.raises(
+    UserError,
+    match="boolq holds neither test.jsonl nor validation.jsonl.*with the fields passage, question, label",
+  ):
     run(tasks=("boolq",), data_dir=str(tmp_path))
 
 
@@ -166,7 +327,10 @@ def test_without_the_hub_the_remedy_is_said(monkeypatch):
     raise ConnectionError("no network")
 
   monkeypatch.setattr(datasets, "load_dataset", refuse)
-  with pytest.raises(UserError, match="'boolq' cannot be loaded .no network.; .*set.harness.data_dir"):
+  with pytest.raises(
+    UserError,
+    match="'boolq' cannot be loaded .no network.; .*set.harness.data_dir",
+  ):
     run(tasks=("boolq",))
 
 
@@ -174,6 +338,9 @@ def test_it_needs_lm_eval(monkeypatch):
   import sys
 
   monkeypatch.setitem(sys.modules, "diffjax.evals.methods.lm_eval", None)
-  with pytest.raises(UserError, match=r"the harness needs lm-eval, .*pip install 'diffjax\[eval\]'"):
+  with pytest.raises(
+    UserError,
+    match=r"the harness needs lm-eval, .*pip install 'diffjax\[eval\]'",
+  ):
     run(tasks=("boolq",))
   assert dataclasses.fields(harness.Settings)  # the settings do not

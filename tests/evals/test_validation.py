@@ -24,28 +24,54 @@ def numbers(figures):
 def test_a_uniform_model_loses_log_n(make_trained, uniform):
   figures = list(validation.evaluate(uniform(make_trained()), Settings(rows=7)))
   found = numbers(figures)
-  assert {figure.units.shape for figure in figures} == {(7, 5)}  # the row that fills the batch is none
-  for name in ("loss (nats/token)", "AR-Hit (nats/token)", "Others (nats/token)"):
+  assert {figure.units.shape for figure in figures} == {
+    (7, 5)
+  }  # the row that fills the batch is none
+  for name in (
+    "loss (nats/token)",
+    "AR-Hit (nats/token)",
+    "Others (nats/token)",
+  ):
     assert found[name] == pytest.approx(math.log(256), rel=1e-6)
   assert found["perplexity"] == pytest.approx(256, rel=1e-5)
-  assert 8 < found["bits per byte"] < 8.5  # separators cost bits and are no bytes
+  assert (
+    8 < found["bits per byte"] < 8.5
+  )  # separators cost bits and are no bytes
 
 
 def test_the_suite_equals_what_the_loop_logs_whatever_the_batch(make_trained):
   trained = make_trained()
-  config = dataclasses.replace(trained.config, eval=dataclasses.replace(trained.config.eval, rows=13))
+  config = dataclasses.replace(
+    trained.config, eval=dataclasses.replace(trained.config.eval, rows=13)
+  )
   step = build(config, make_mesh(config.mesh, jax.devices()[:1])).eval_step
   rows = validation_rows("validation", trained, 13, batch_size=4)
-  logged = dict(losses(step, trained.params, rows, token_bytes=trained.tokenizer.token_bytes(), ngram=3))
+  logged = dict(
+    losses(
+      step,
+      trained.params,
+      rows,
+      token_bytes=trained.tokenizer.token_bytes(),
+      ngram=3,
+    )
+  )
   for batch_size in (1, 5):
-    found = numbers(validation.evaluate(trained, Settings(rows=13, batch_size=batch_size)))
-    assert list(found.values()) == pytest.approx(list(logged.values()), rel=1e-5)
+    found = numbers(
+      validation.evaluate(trained, Settings(rows=13, batch_size=batch_size))
+    )
+    assert list(found.values()) == pytest.approx(
+      list(logged.values()), rel=1e-5
+    )
 
 
 def test_rows_of_another_text_or_length(make_trained, tmp_path):
   trained = make_trained()
   (tmp_path / "other.txt").write_text("x" * 1000)
-  batches = list(validation_rows("validation", trained, -1, length=128, source=f"text:{tmp_path}/*.txt"))
+  batches = list(
+    validation_rows(
+      "validation", trained, -1, length=128, source=f"text:{tmp_path}/*.txt"
+    )
+  )
   tokens = np.concatenate([batch["tokens"] for batch in batches])
   assert tokens.shape == (8, 128) and set(tokens.ravel()) <= {ord("x"), 255, 0}
 
@@ -53,8 +79,14 @@ def test_rows_of_another_text_or_length(make_trained, tmp_path):
 @pytest.mark.parametrize(
   "settings, message",
   [
-    (dict(length=513), "set.validation.length = 513: a diff model takes at most 512 tokens"),
-    (dict(rows=-2), "set.validation.rows = -2: must be at least 1, or -1 for all"),
+    (
+      dict(length=513),
+      "set.validation.length = 513: a diff model takes at most 512 tokens",
+    ),
+    (
+      dict(rows=-2),
+      "set.validation.rows = -2: must be at least 1, or -1 for all",
+    ),
     (dict(rows=0), "set.validation.rows = 0: must"),
     (dict(batch_size=0), "set.validation.batch_size = 0"),
     (dict(ngram=1), "set.validation.ngram = 1"),

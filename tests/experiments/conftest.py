@@ -9,7 +9,14 @@ from diffjax.model.decoder import Decoder
 from diffjax.training.checkpoint import Checkpoints
 from experiments import grid, tuned
 
-SMALL = dict(num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=4, ffn_dim=16)
+SMALL = dict(
+  num_layers=2,
+  embed_dim=16,
+  num_heads=2,
+  num_kv_heads=2,
+  head_dim=4,
+  ffn_dim=16,
+)
 
 
 @pytest.fixture
@@ -23,7 +30,11 @@ def first_settings(monkeypatch, choose):
   """Instead of tuning's choice, which may not have been made yet, each row has the first setting of the grid "tune"."""
 
   def first(name, row, *_):
-    return next(variant for variant in grid.load(name, "tune").grids["tune"].variants if variant.partition(",")[0] == row)
+    return next(
+      variant
+      for variant in grid.load(name, "tune").grids["tune"].variants
+      if variant.partition(",")[0] == row
+    )
 
   monkeypatch.setattr(tuned, "best", first)
 
@@ -33,19 +44,30 @@ def make_workdir(tmp_path):
   """make_workdir("run", config, {"train.steps": 1}): the workdir of a small model with random parameters, and its config."""
   (tmp_path / "text").mkdir()
   for index in range(8):
-    (tmp_path / "text" / f"{index}.txt").write_text(f"line {index} of a text that goes on and on\n" * 8)
+    (tmp_path / "text" / f"{index}.txt").write_text(
+      f"line {index} of a text that goes on and on\n" * 8
+    )
 
   def make(name, config, fields=None):
     values = config.to_dict()
     values["model"].update(SMALL)
-    values["data"].update(source=f"text:{tmp_path}/text/*.txt", validation_fraction=0.7, mode="streamed", length=64)
+    values["data"].update(
+      source=f"text:{tmp_path}/text/*.txt",
+      validation_fraction=0.7,
+      mode="streamed",
+      length=64,
+    )
     for field, value in (fields or {}).items():
       section, key = field.split(".")
       values[section][key] = value
     config = from_config_dict(values)
-    params = jax.jit(Decoder(config.model).init)(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
+    params = jax.jit(Decoder(config.model).init)(
+      jax.random.key(0), jnp.zeros((1, 4), jnp.int32)
+    )["params"]
     with Checkpoints(str(tmp_path / name), keep=1) as checkpoints:
-      checkpoints.save(0, {"params": params}, data_state={}, config=config.to_dict())
+      checkpoints.save(
+        0, {"params": params}, data_state={}, config=config.to_dict()
+      )
       checkpoints.wait()
     return str(tmp_path / name), config
 
@@ -60,7 +82,16 @@ def make_results():
     from experiments import grid
 
     runs = grid.expand(name, experiment.grids[chosen], {})
-    found = [{"name": run.name, "variant": run.variant, "seed": run.seed, "parameters": 838_000, "results": measured(run)} for run in runs]
+    found = [
+      {
+        "name": run.name,
+        "variant": run.variant,
+        "seed": run.seed,
+        "parameters": 838_000,
+        "results": measured(run),
+      }
+      for run in runs
+    ]
     return {"baseline": experiment.grids[chosen].baseline, "runs": found}
 
   return make

@@ -19,19 +19,34 @@ SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 def test_every_slot_has_devices_of_its_own(monkeypatch):
   for name in ("CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_DEVICES"):
     monkeypatch.delenv(name, raising=False)
-  gpus, tpus, cpu = Devices("gpu", "H100", 8), Devices("tpu", "v5p", 4), Devices("cpu", "cpu", 1)
-  assert environment(gpus, 0, 1) == {} and [environment(gpus, slot, 2) for slot in range(2)] == [
+  gpus, tpus, cpu = (
+    Devices("gpu", "H100", 8),
+    Devices("tpu", "v5p", 4),
+    Devices("cpu", "cpu", 1),
+  )
+  assert environment(gpus, 0, 1) == {} and [
+    environment(gpus, slot, 2) for slot in range(2)
+  ] == [
     {"CUDA_VISIBLE_DEVICES": "0,1,2,3"},
     {"CUDA_VISIBLE_DEVICES": "4,5,6,7"},
   ]
-  assert [environment(tpus, slot, 4)["TPU_VISIBLE_DEVICES"] for slot in range(4)] == ["0", "1", "2", "3"]
+  assert [
+    environment(tpus, slot, 4)["TPU_VISIBLE_DEVICES"] for slot in range(4)
+  ] == ["0", "1", "2", "3"]
   monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-  assert [environment(Devices("gpu", "H100", 4), slot, 2)["CUDA_VISIBLE_DEVICES"] for slot in range(2)] == ["4,5", "6,7"], (
-    "not another user's"
+  assert [
+    environment(Devices("gpu", "H100", 4), slot, 2)["CUDA_VISIBLE_DEVICES"]
+    for slot in range(2)
+  ] == ["4,5", "6,7"], "not another user's"
+  assert (
+    environment(cpu, 1, 2) == {"NPROC": str(max(1, (os.cpu_count() or 1) // 2))}
+    and environment(cpu, 0, 1) == {}
   )
-  assert environment(cpu, 1, 2) == {"NPROC": str(max(1, (os.cpu_count() or 1) // 2))} and environment(cpu, 0, 1) == {}
   for found, slots in ((gpus, 3), (tpus, 2), (gpus, 16)):
-    with pytest.raises(UserError, match=f"--side_by_side={slots}: there are {found.number} devices"):
+    with pytest.raises(
+      UserError,
+      match=f"--side_by_side={slots}: there are {found.number} devices",
+    ):
       environment(found, 0, slots)
 
 
@@ -41,7 +56,12 @@ def test_devices_are_asked_for_in_another_process():
 
 
 def test_jobs_run_side_by_side_in_order_on_free_slots():
-  begun, together, lock, meeting = [], [], threading.Lock(), threading.Barrier(2, timeout=30)
+  begun, together, lock, meeting = (
+    [],
+    [],
+    threading.Lock(),
+    threading.Barrier(2, timeout=30),
+  )
 
   def job(name):
     def run(slot):
@@ -52,8 +72,14 @@ def test_jobs_run_side_by_side_in_order_on_free_slots():
 
     return run
 
-  Launcher().side_by_side([(str(number), job(number)) for number in range(4)], 2)
-  assert sorted(begun) == [0, 1, 2, 3] and set(begun[:2]) == {0, 1} and set(together) == {0, 1}
+  Launcher().side_by_side(
+    [(str(number), job(number)) for number in range(4)], 2
+  )
+  assert (
+    sorted(begun) == [0, 1, 2, 3]
+    and set(begun[:2]) == {0, 1}
+    and set(together) == {0, 1}
+  )
 
 
 def test_after_a_failure_none_begins(tmp_path):
@@ -61,9 +87,19 @@ def test_after_a_failure_none_begins(tmp_path):
   log = tmp_path / "log.txt"
 
   def fail(slot):
-    launcher.call([sys.executable, "-c", "print('error: such is life'); raise SystemExit(3)"], log=log)
+    launcher.call(
+      [
+        sys.executable,
+        "-c",
+        "print('error: such is life'); raise SystemExit(3)",
+      ],
+      log=log,
+    )
 
-  with pytest.raises(UserError, match=r"failed with exit code 3: error: such is life \(more in .*log.txt\)"):
+  with pytest.raises(
+    UserError,
+    match=r"failed with exit code 3: error: such is life \(more in .*log.txt\)",
+  ):
     launcher.side_by_side([("one", fail), ("two", begun.append)], 1)
   assert not begun
 
@@ -89,8 +125,13 @@ def test_stopping_ends_what_runs():
     launcher.call(SLEEP)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-@pytest.mark.parametrize("how", ["launcher.side_by_side([('a', lambda slot: call())] * 2, 1)", "call()"])
+@pytest.mark.parametrize(
+  "number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+)
+@pytest.mark.parametrize(
+  "how",
+  ["launcher.side_by_side([('a', lambda slot: call())] * 2, 1)", "call()"],
+)
 def test_a_signal_reaches_the_processes(tmp_path, number, how):
   """The processes get SIGTERM, at which training saves, and are waited for."""
   child = (
@@ -104,7 +145,11 @@ def test_a_signal_reaches_the_processes(tmp_path, number, how):
     "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # which nohup ignores
     f"with Launcher() as launcher:\n  call = lambda: launcher.call([sys.executable, '-c', sys.argv[1], sys.argv[2]])\n  {how}\n"
   )
-  process = subprocess.Popen([sys.executable, "-c", parent, child, str(tmp_path)], cwd=FOLDER.parent, stderr=subprocess.PIPE)
+  process = subprocess.Popen(
+    [sys.executable, "-c", parent, child, str(tmp_path)],
+    cwd=FOLDER.parent,
+    stderr=subprocess.PIPE,
+  )
   deadline = time.monotonic() + 60
   while not (tmp_path / "begun").exists():
     assert time.monotonic() < deadline and process.poll() is None

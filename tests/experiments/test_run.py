@@ -20,28 +20,43 @@ from experiments import cost, grid, launch, results, tuned
 from tests import in_process
 
 # Models small enough for the command's own start to take longest, and machine code without optimisation
-SMALL = ("model.num_layers=1", "model.embed_dim=32", "model.head_dim=8", "model.ffn_dim=32", "eval.rows=8", "train.batch_size=4")
+SMALL = (
+  "model.num_layers=1",
+  "model.embed_dim=32",
+  "model.head_dim=8",
+  "model.ffn_dim=32",
+  "eval.rows=8",
+  "train.batch_size=4",
+)
 
 
 def start(*args):
   """The command as a user starts it, in a process with processes of its own."""
   return subprocess.Popen(
-    [sys.executable, "-m", "experiments.run", *args], cwd=grid.FOLDER.parent, text=True,
-    stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-  )  # fmt: skip
+    [sys.executable, "-m", "experiments.run", *args],
+    cwd=grid.FOLDER.parent,
+    text=True,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+  )
 
 
 @pytest.fixture
 def run(command, monkeypatch):
   """run(…): the outputs of the command in this process. The commands that it starts are forked, and share compiled programs."""
   one_at_a_time = threading.Lock()
-  compiled = {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+  compiled = {
+    "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+  }
 
   def call(self, line, env=None, log=None):
     python, dash_m, module, *arguments = line
     assert (python, dash_m) == (sys.executable, "-m")
     with one_at_a_time:
-      result = command(module, *arguments, environment={**compiled, **(env or {})})
+      result = command(
+        module, *arguments, environment={**compiled, **(env or {})}
+      )
     if log:
       log.write_text(result.stdout + result.stderr)
     print(result.stdout + result.stderr, file=sys.stderr)
@@ -50,11 +65,15 @@ def run(command, monkeypatch):
 
   def run(*args, code=0):
     result = in_process.call("experiments.run", *args)
-    assert result.returncode == code and "Traceback" not in result.stderr, result.stderr
+    assert result.returncode == code and "Traceback" not in result.stderr, (
+      result.stderr
+    )
     return result.stdout, result.stderr
 
   monkeypatch.setattr(launch.Launcher, "call", call)
-  monkeypatch.setattr(launch, "devices", lambda: launch.Devices("cpu", "cpu", 1))
+  monkeypatch.setattr(
+    launch, "devices", lambda: launch.Devices("cpu", "cpu", 1)
+  )
   return run
 
 
@@ -64,9 +83,16 @@ def places(tmp_path_factory):
   directory = tmp_path_factory.mktemp("experiments")
   (directory / "text").mkdir()
   for index in range(30):
-    (directory / "text" / f"{index}.txt").write_text(f"line {index} of a text\n" * 60)
+    (directory / "text" / f"{index}.txt").write_text(
+      f"line {index} of a text\n" * 60
+    )
   text = f"--set=data.source=text:{directory}/text/*.txt"
-  return directory, [f"--workdir={directory}/runs", f"--out={directory}/out", text, "--set=data.validation_fraction=0.3"]
+  return directory, [
+    f"--workdir={directory}/runs",
+    f"--out={directory}/out",
+    text,
+    "--set=data.validation_fraction=0.3",
+  ]
 
 
 def small(*fields):
@@ -78,29 +104,71 @@ def test_ablations_at_two_steps_and_again(run, places):
   """A slice of the grid, then more of it, side by side: finished runs are not repeated, and other configs are refused."""
   directory, flags = places
   flags = [*flags, "--steps=2", *small()]
-  _, errors = run("ablations", *flags, "--only=diff/seed_0", "--only=transformer/seed_0", "--slice=1/2")
-  assert "1 of 1 runs to do" in errors and "this slice is done" in errors and not (directory / "out/results.json").exists()
+  _, errors = run(
+    "ablations",
+    *flags,
+    "--only=diff/seed_0",
+    "--only=transformer/seed_0",
+    "--slice=1/2",
+  )
+  assert (
+    "1 of 1 runs to do" in errors
+    and "this slice is done" in errors
+    and not (directory / "out/results.json").exists()
+  )
   path = directory / "runs/ablations/cpu/diff/seed_0/result.json"
   before = path.stat().st_mtime_ns
-  out, errors = run("ablations", *flags, "--only=diff/seed_[01]", "--only=transformer/seed_0", "--side_by_side=2")
-  assert "2 of 3 runs to do" in errors and "1 run left, about " in errors and "(3 of 65 runs)" in out and path.stat().st_mtime_ns == before
+  out, errors = run(
+    "ablations",
+    *flags,
+    "--only=diff/seed_[01]",
+    "--only=transformer/seed_0",
+    "--side_by_side=2",
+  )
+  assert (
+    "2 of 3 runs to do" in errors
+    and "1 run left, about " in errors
+    and "(3 of 65 runs)" in out
+    and path.stat().st_mtime_ns == before
+  )
   found = json.loads((directory / "out/results.json").read_text())
-  assert [each["name"] for each in found["runs"]] == ["transformer/seed_0", "diff/seed_0", "diff/seed_1"]
-  assert found["config"]["train.steps"] == 2 and all(each["results"]["validation/loss"] > 0 for each in found["runs"])
-  assert len({each["results"]["validation/loss"] for each in found["runs"]}) == 3, "seeds and variants differ"
-  assert "| diff | " in (directory / "out/table.md").read_text() and (directory / "out/plot.png").stat().st_size > 5000
+  assert [each["name"] for each in found["runs"]] == [
+    "transformer/seed_0",
+    "diff/seed_0",
+    "diff/seed_1",
+  ]
+  assert found["config"]["train.steps"] == 2 and all(
+    each["results"]["validation/loss"] > 0 for each in found["runs"]
+  )
+  assert (
+    len({each["results"]["validation/loss"] for each in found["runs"]}) == 3
+  ), "seeds and variants differ"
+  assert (
+    "| diff | " in (directory / "out/table.md").read_text()
+    and (directory / "out/plot.png").stat().st_size > 5000
+  )
   path.unlink()
   _, errors = run("ablations", *flags, "--only=diff/seed_0")
   assert "0 of 1 runs to do" in errors, "results.json holds it"
-  (errors,) = run("ablations", *flags[:-1], "--only=diff/seed_0", code=1)[1].splitlines()
-  assert "holds results of another config" in errors and "train.batch_size is 4 there and 16 now" in errors
+  (errors,) = run("ablations", *flags[:-1], "--only=diff/seed_0", code=1)[
+    1
+  ].splitlines()
+  assert (
+    "holds results of another config" in errors
+    and "train.batch_size is 4 there and 16 now" in errors
+  )
   (directory / "out/results.json").unlink()
   _, errors = run("ablations", *flags[:-1], "--only=diff/seed_0", code=1)
-  assert "result.json holds results of another config (transformer/seed_0)" in errors, "what could not be collected is said before training"
+  assert (
+    "result.json holds results of another config (transformer/seed_0)" in errors
+  ), "what could not be collected is said before training"
   for path in (directory / "runs/ablations/cpu").glob("*/seed_*/result.json"):
     path.unlink()
   _, errors = run("ablations", *flags[:-1], "--only=diff/seed_0", code=1)
-  assert "diff/seed_0 holds a run of another config" in errors and "train.batch_size is 4 there and 16 now" in errors
+  assert (
+    "diff/seed_0 holds a run of another config" in errors
+    and "train.batch_size is 4 there and 16 now" in errors
+  )
 
 
 @pytest.mark.full
@@ -118,56 +186,138 @@ def test_a_run_that_was_stopped_goes_on(run, places):
   process = start("ablations", *flags)
   workdir = directory / "stopped/ablations/cpu/diff/seed_0"
   deadline = time.monotonic() + 300
-  while not (workdir / "metrics.jsonl").exists() or (workdir / "metrics.jsonl").read_text().count("\n") < 5:
+  while (
+    not (workdir / "metrics.jsonl").exists()
+    or (workdir / "metrics.jsonl").read_text().count("\n") < 5
+  ):
     assert time.monotonic() < deadline and process.poll() is None
     time.sleep(0.02)
   process.send_signal(signal.SIGTERM)
   out, errors = process.communicate(timeout=120)
   assert process.returncode == 130 and "SIGTERM: saving" in errors, errors
-  assert "0 of 1 runs are done; the same command goes on\n" in errors and "error: interrupted" in errors, errors
-  steps = [json.loads(line)["step"] for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-  assert 5 <= steps[-1] < 600 and not (workdir / "result.json").exists() and not list((directory / "stopped_out").glob("*"))
+  assert (
+    "0 of 1 runs are done; the same command goes on\n" in errors
+    and "error: interrupted" in errors
+  ), errors
+  steps = [
+    json.loads(line)["step"]
+    for line in (workdir / "metrics.jsonl").read_text().splitlines()
+  ]
+  assert (
+    5 <= steps[-1] < 600
+    and not (workdir / "result.json").exists()
+    and not list((directory / "stopped_out").glob("*"))
+  )
   spent = json.loads((workdir / "spent.json").read_text())
   assert spent["seconds"] > 0
-  (workdir / "spent.json").write_text(json.dumps({**spent, "seconds": 1e6}))  # as if the first start had taken long
+  (workdir / "spent.json").write_text(
+    json.dumps({**spent, "seconds": 1e6})
+  )  # as if the first start had taken long
   out, errors = run("ablations", *flags)
   assert f"resuming from step {steps[-1]}" in errors and "(1 of 65 runs)" in out
   result = json.loads((workdir / "result.json").read_text())
-  assert result["config"]["train"]["steps"] == 600 and result["seconds"] > 1e6, "both starts"
+  assert (
+    result["config"]["train"]["steps"] == 600 and result["seconds"] > 1e6
+  ), "both starts"
 
 
 @pytest.mark.full
 def test_retrieval_at_two_steps(run, places):
   """Data, training, measurement and plot of a variant; then nothing is left to do."""
   directory, _ = places
-  flags = ["--steps=2", *small(), f"--workdir={directory}/runs", f"--out={directory}/retrieval", "--only=diff/seed_0"]
+  flags = [
+    "--steps=2",
+    *small(),
+    f"--workdir={directory}/runs",
+    f"--out={directory}/retrieval",
+    "--only=diff/seed_0",
+  ]
   for left in (1, 0):
     out, errors = run("retrieval", *flags)
     assert f"{left} of 1 runs to do" in errors and "(1 of 30 runs)" in out
   found = json.loads((directory / "retrieval/results.json").read_text())
-  assert found["task"]["samples"] == 200 and "data.source" not in found["config"]
+  assert (
+    found["task"]["samples"] == 200 and "data.source" not in found["config"]
+  )
   (only,) = found["runs"]
-  assert len(only["results"]["grid"]) == len(found["task"]["cells"]) and [row["step"] for row in only["results"]["curve"]] == [2]
-  assert 0 <= only["results"]["accuracy"] <= 1 and (directory / "retrieval/plot.png").stat().st_size > 5000
+  assert len(only["results"]["grid"]) == len(found["task"]["cells"]) and [
+    row["step"] for row in only["results"]["curve"]
+  ] == [2]
+  assert (
+    0 <= only["results"]["accuracy"] <= 1
+    and (directory / "retrieval/plot.png").stat().st_size > 5000
+  )
 
 
 def test_bad_input_is_one_line(run, tmp_path):
   names = ", ".join(grid.names())
   for args, code, message in (
-    ([], 2, f"error: name an experiment: python -m experiments.run NAME; there are {names}"),
-    (["nothing"], 1, f"error: there is no experiment 'nothing'; there are {names}"),
-    (["ablations", "--grid=moon"], 1, "error: --grid=moon: ablations has no such grid; there are cpu, gpu, tpu"),
+    (
+      [],
+      2,
+      f"error: name an experiment: python -m experiments.run NAME; there are {names}",
+    ),
+    (
+      ["nothing"],
+      1,
+      f"error: there is no experiment 'nothing'; there are {names}",
+    ),
+    (
+      ["ablations", "--grid=moon"],
+      1,
+      "error: --grid=moon: ablations has no such grid; there are cpu, gpu, tpu",
+    ),
     (["ablations", "--only=banana"], 1, "error: --only=banana matches no run"),
-    (["ablations", "--slice=2/2"], 1, "error: --slice=2/2: must be INDEX/COUNT"),
-    (["ablations", "--set=train.step=3"], 1, "error: config.train.step is not a config field: did you mean train.steps?"),
-    (["ablations", "--set=dif:eval.rows=4"], 1, "error: --set=dif:eval.rows: the grid has no variant 'dif'; there are transformer"),
-    (["ablations", "--set=train"], 1, "error: --set=train: must be FIELD=VALUE"),
-    (["ablations", "--set=data.seed=7"], 1, "error: --set=data.seed: seeds are the grid's, 0, 1, 2, 3, 4; --only='*/seed_0' chooses one"),
-    (["ablations", "--workdir=gs://bucket/runs"], 1, "error: --workdir=gs://bucket/runs: must be a local directory"),
-    (["ablations", "--grid=gpu", "--workdir=/proc/nowhere"], 1, "error: cannot write in /proc/nowhere/ablations/gpu: No such"),
-    (["throughput", "--grid=gpu", "--cost"], 1, "error: throughput trains nothing"),
-    (["noisy_lookup", "--aot=v5e:1x1"], 1, "error: noisy_lookup takes no step of diffjax.train, so there is nothing to compile"),
-    (["ablations", "--aot=v5e:3x3"], 1, "error: transformer: --topology=v5e:3x3: there is no such slice"),
+    (
+      ["ablations", "--slice=2/2"],
+      1,
+      "error: --slice=2/2: must be INDEX/COUNT",
+    ),
+    (
+      ["ablations", "--set=train.step=3"],
+      1,
+      "error: config.train.step is not a config field: did you mean train.steps?",
+    ),
+    (
+      ["ablations", "--set=dif:eval.rows=4"],
+      1,
+      "error: --set=dif:eval.rows: the grid has no variant 'dif'; there are transformer",
+    ),
+    (
+      ["ablations", "--set=train"],
+      1,
+      "error: --set=train: must be FIELD=VALUE",
+    ),
+    (
+      ["ablations", "--set=data.seed=7"],
+      1,
+      "error: --set=data.seed: seeds are the grid's, 0, 1, 2, 3, 4; --only='*/seed_0' chooses one",
+    ),
+    (
+      ["ablations", "--workdir=gs://bucket/runs"],
+      1,
+      "error: --workdir=gs://bucket/runs: must be a local directory",
+    ),
+    (
+      ["ablations", "--grid=gpu", "--workdir=/proc/nowhere"],
+      1,
+      "error: cannot write in /proc/nowhere/ablations/gpu: No such",
+    ),
+    (
+      ["throughput", "--grid=gpu", "--cost"],
+      1,
+      "error: throughput trains nothing",
+    ),
+    (
+      ["noisy_lookup", "--aot=v5e:1x1"],
+      1,
+      "error: noisy_lookup takes no step of diffjax.train, so there is nothing to compile",
+    ),
+    (
+      ["ablations", "--aot=v5e:3x3"],
+      1,
+      "error: transformer: --topology=v5e:3x3: there is no such slice",
+    ),
     (["ablations", "--steps=0"], 2, "error: flag --steps=0"),
     (["ablations", "banana"], 2, "error: unexpected argument 'banana'"),
     (["--only=diff", "banana"], 1, "error: there is no experiment 'banana'"),
@@ -178,8 +328,15 @@ def test_bad_input_is_one_line(run, tmp_path):
 
 def test_costs_and_commands_are_printed(run):
   out, _ = run("ablations", "--grid=tpu", "--cost")
-  line = next(line for line in out.splitlines() if line.startswith("| diff,size=1b |"))
-  assert [cell.strip() for cell in line.split("|")[2:6]] == ["1", "1,410 M", "10.5 B", "9.82e+19"]
+  line = next(
+    line for line in out.splitlines() if line.startswith("| diff,size=1b |")
+  )
+  assert [cell.strip() for cell in line.split("|")[2:6]] == [
+    "1",
+    "1,410 M",
+    "10.5 B",
+    "9.82e+19",
+  ]
   assert out.startswith("chip-hours at 40% of the peak\n")
   out, _ = run("ablations", "--print", "--only=diff/seed_3", "--workdir=/runs")
   assert out.endswith(
@@ -190,47 +347,112 @@ def test_costs_and_commands_are_printed(run):
 
 def test_costs_of_small_grids_are_those_of_finished_runs(run, tmp_path):
   """Of this machine, as many at a time; results of another config are passed over."""
-  chosen = grid.expand("ablations", grid.Grid(("diff",), "diff", range(4)), {"data.source": "text:x"})
-  here, elsewhere = (results.machine(launch.Devices("cpu", kind, 1), 1) for kind in ("cpu", "other"))
-  for one, seconds, machine in zip(chosen, (100.0, 200.0, 900.0, None), (here, here, elsewhere, here), strict=True):
-    results.write_run(tmp_path / "ablations/cpu" / one.name, one, {}, {"validation/loss": 1.0}, seconds, machine)
-  flags = [f"--workdir={tmp_path}", f"--out={tmp_path}/out", "--only=diff", "--cost"]
+  chosen = grid.expand(
+    "ablations",
+    grid.Grid(("diff",), "diff", range(4)),
+    {"data.source": "text:x"},
+  )
+  here, elsewhere = (
+    results.machine(launch.Devices("cpu", kind, 1), 1)
+    for kind in ("cpu", "other")
+  )
+  for one, seconds, machine in zip(
+    chosen,
+    (100.0, 200.0, 900.0, None),
+    (here, here, elsewhere, here),
+    strict=True,
+  ):
+    results.write_run(
+      tmp_path / "ablations/cpu" / one.name,
+      one,
+      {},
+      {"validation/loss": 1.0},
+      seconds,
+      machine,
+    )
+  flags = [
+    f"--workdir={tmp_path}",
+    f"--out={tmp_path}/out",
+    "--only=diff",
+    "--cost",
+  ]
   out, _ = run("ablations", *flags, "--set=data.source=text:x")
-  assert out.startswith(f"hours of {here}, 1 at a time\n") and "| 150 | 0.208 | 2 finished runs |" in out
+  assert (
+    out.startswith(f"hours of {here}, 1 at a time\n")
+    and "| 150 | 0.208 | 2 finished runs |" in out
+  )
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(cost, "_time_steps", lambda shapes, env: dict.fromkeys(shapes, 0.25))
-    out, _ = run("ablations", *flags, "--set=data.source=text:x", "--set=train.steps=400")
+    patch.setattr(
+      cost, "_time_steps", lambda shapes, env: dict.fromkeys(shapes, 0.25)
+    )
+    out, _ = run(
+      "ablations", *flags, "--set=data.source=text:x", "--set=train.steps=400"
+    )
   assert "| 100 | 0.139 | steps of 0.25 s |" in out
 
 
 def test_a_changed_grid_lies_apart(run):
   """Its results are neither mixed with the unchanged grid's nor refused because of them. The place of data is no change."""
   places = []
-  for flags in ([], ["--set=mesh.fsdp=1"], ["--steps=2"], ["--steps=2", "--set=eval.rows=8"]):
+  for flags in (
+    [],
+    ["--set=mesh.fsdp=1"],
+    ["--steps=2"],
+    ["--steps=2", "--set=eval.rows=8"],
+  ):
     out, _ = run("ablations", "--print", "--only=diff/seed_0", *flags)
-    places.append(re.search(r"--workdir=(\S+)/ablations/cpu/diff/seed_0", out)[1].rpartition("/runs/")[2])
+    places.append(
+      re.search(r"--workdir=(\S+)/ablations/cpu/diff/seed_0", out)[
+        1
+      ].rpartition("/runs/")[2]
+    )
   assert places[:2] == ["experiments"] * 2 and len(set(places[1:])) == 3
-  assert all(re.fullmatch(r"experiments_[0-9a-f]{8}", place) for place in places[2:])
+  assert all(
+    re.fullmatch(r"experiments_[0-9a-f]{8}", place) for place in places[2:]
+  )
 
 
 def parsed(line):
   """The workdir and the config that `diffjax.train` reads from a printed line."""
   python, dash_m, module, *arguments = shlex.split(line)
   assert (python, dash_m, module) == (sys.executable, "-m", "diffjax.train")
-  (workdir,) = (argument.removeprefix("--workdir=") for argument in arguments if argument.startswith("--workdir="))
+  (workdir,) = (
+    argument.removeprefix("--workdir=")
+    for argument in arguments
+    if argument.startswith("--workdir=")
+  )
   configs = []
-  with in_process.own_flags(), pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
-    patch.setattr(sys, "argv", ["train", *(argument for argument in arguments if not argument.startswith("--workdir="))])
+  with (
+    in_process.own_flags(),
+    pytest.MonkeyPatch.context() as patch,
+    pytest.raises(SystemExit),
+  ):
+    patch.setattr(
+      sys,
+      "argv",
+      [
+        "train",
+        *(
+          argument
+          for argument in arguments
+          if not argument.startswith("--workdir=")
+        ),
+      ],
+    )
     diffjax.command.run(configs.append)
   return workdir, *configs
 
 
 @pytest.mark.parametrize("name", grid.names())
-def test_the_commands_that_are_printed_train_what_the_grid_says(run, tmp_path, name):
+def test_the_commands_that_are_printed_train_what_the_grid_says(
+  run, tmp_path, name
+):
   """Every variant's line, after the pretrained run's, gives the run's whole config."""
   changes = {"train.steps": 6, "optimizer.warmup_steps": 1, "eval.interval": 2}
   settings = [f"--set={field}={value}" for field, value in changes.items()]
-  for size in {size for each in grid.experiments_of(name) for size in each.grids}:
+  for size in {
+    size for each in grid.experiments_of(name) for size in each.grids
+  }:
     experiment = grid.load(name, size)
     chosen, base = experiment.grids[size], tmp_path / name / size
     wanted = {}
@@ -241,34 +463,80 @@ def test_the_commands_that_are_printed_train_what_the_grid_says(run, tmp_path, n
       if each.pretrained:
         wanted[str(before)] = each.pretrained.config
       if experiment.trains:
-        fields = {**(experiment.prepare(base, each.config) if experiment.prepare else {})}
+        fields = {
+          **(
+            experiment.prepare(base, each.config) if experiment.prepare else {}
+          )
+        }
         fields |= {"train.init_from": str(before)} if each.pretrained else {}
         wanted[str(base / each.name)] = grid.with_fields(each, fields).config
     trains = name not in ("noisy_lookup", "throughput")
-    flags = [f"--grid={size}", "--print", f"--workdir={tmp_path}", f"--only=*/seed_{chosen.seeds[-1]}", *settings]
+    flags = [
+      f"--grid={size}",
+      "--print",
+      f"--workdir={tmp_path}",
+      f"--only=*/seed_{chosen.seeds[-1]}",
+      *settings,
+    ]
     out, errors = run(name, *flags, code=0 if trains else 1)
-    assert dict(map(parsed, out.splitlines())) == wanted and bool(wanted) == trains
-    assert trains or errors.endswith(f"error: {name} has no commands that train; run it without --print\n")
+    assert (
+      dict(map(parsed, out.splitlines())) == wanted and bool(wanted) == trains
+    )
+    assert trains or errors.endswith(
+      f"error: {name} has no commands that train; run it without --print\n"
+    )
 
 
 @pytest.mark.full
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler, libtpu, is not installed")
+@pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None,
+  reason="the TPU compiler, libtpu, is not installed",
+)
 def test_variants_are_compiled_for_tpus_that_are_not_there(run, monkeypatch):
   """There is one row per variant, whatever the seeds; variants that are too large are named after the rows."""
-  flags = ["ablations", "--aot=v5e:1x1", *small("model.max_length=64", "data.length=64")]
+  flags = [
+    "ablations",
+    "--aot=v5e:1x1",
+    *small("model.max_length=64", "data.length=64"),
+  ]
   out, _ = run(*flags, "--only=diff")
   row = next(line for line in out.splitlines() if line.startswith("| diff |"))
-  assert re.fullmatch(r"\| diff \| 0\.\d\d of 15\.75 \| yes \| \d[\d.e+]+ \| \d+ s \|", row) and out.count("\n") == 4, out
+  assert (
+    re.fullmatch(
+      r"\| diff \| 0\.\d\d of 15\.75 \| yes \| \d[\d.e+]+ \| \d+ s \|", row
+    )
+    and out.count("\n") == 4
+  ), out
   compiled = []
 
   def too_large(config, topology):
     compiled.append((config.model.attention, topology))
-    return plan.Plan(1, "TPU v5 lite", {}, 9 << 30, 9 << 30, 0, 0, 0, round(15.75 * 2**30), {}, "", (), 1.0)
+    return plan.Plan(
+      1,
+      "TPU v5 lite",
+      {},
+      9 << 30,
+      9 << 30,
+      0,
+      0,
+      0,
+      round(15.75 * 2**30),
+      {},
+      "",
+      (),
+      1.0,
+    )
 
   monkeypatch.setattr(plan, "compile_apart", too_large)
   out, errors = run(*flags, "--only=transformer", code=1)
-  assert compiled == [("softmax", "v5e:1x1")] and "| transformer | 18.00 of 15.75 | no |" in out
-  assert errors == "error: transformer: too large for v5e:1x1; python -m diffjax.aot says what would take less\n"
+  assert (
+    compiled == [("softmax", "v5e:1x1")]
+    and "| transformer | 18.00 of 15.75 | no |" in out
+  )
+  assert (
+    errors
+    == "error: transformer: too large for v5e:1x1; python -m diffjax.aot says what would take less\n"
+  )
 
 
 # Of each experiment with a grid for CPUs. A test above asks whether the commands of the others are what the grid says, and test_grid.py
@@ -290,14 +558,27 @@ TRAINED = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", TRAINED)
-def test_every_experiment_at_two_steps(run, places, tmp_path, name, monkeypatch, choose):
+def test_every_experiment_at_two_steps(
+  run, places, tmp_path, name, monkeypatch, choose
+):
   """From the data to the plot, with the grid's own sizes, except for the layers of the model with long rows."""
   monkeypatch.setattr(tuned, "best", choose)  # as in the processes that train
   directory, flags = places
-  flags = {"ablations": flags[2:], "long_context": ["--set=model.num_layers=1"]}.get(name, [])
+  flags = {
+    "ablations": flags[2:],
+    "long_context": ["--set=model.num_layers=1"],
+  }.get(name, [])
   variants = TRAINED[name]
-  only = [f"--only={variant}/seed_{grid.load(name, 'cpu').grids['cpu'].seeds[0]}" for variant in variants]
+  only = [
+    f"--only={variant}/seed_{grid.load(name, 'cpu').grids['cpu'].seeds[0]}"
+    for variant in variants
+  ]
   sizes = ["--set=eval.rows=4", "--set=train.batch_size=2"]
-  out, _ = run(name, *flags, "--steps=2", *only, f"--workdir={tmp_path}", *sizes)
-  assert f"{tmp_path}/{name}/cpu: results.json, table.md" in out and f"({len(variants)} of " in out
+  out, _ = run(
+    name, *flags, "--steps=2", *only, f"--workdir={tmp_path}", *sizes
+  )
+  assert (
+    f"{tmp_path}/{name}/cpu: results.json, table.md" in out
+    and f"({len(variants)} of " in out
+  )
   assert all(f"| {variant} |" in out for variant in variants)

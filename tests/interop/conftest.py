@@ -20,14 +20,27 @@ from tests import in_process
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 SIZES = dict(
-  vocab_size=128, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=4, ffn_dim=24, max_length=32, rope_base=100.0
+  vocab_size=128,
+  num_layers=2,
+  embed_dim=32,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=4,
+  ffn_dim=24,
+  max_length=32,
+  rope_base=100.0,
 )
 
 
 def _write_tokenizer(directory, size=128):
   """Writes a tokenizer.json of the given number of tokens: w1, w2, …, and <|endoftext|>."""
-  words = {"<|endoftext|>": 0, **{f"w{index}": index for index in range(1, size)}}
-  made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w1"))
+  words = {
+    "<|endoftext|>": 0,
+    **{f"w{index}": index for index in range(1, size)},
+  }
+  made = tokenizers.Tokenizer(
+    tokenizers.models.WordLevel(words, unk_token="w1")
+  )
   made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
   made.add_special_tokens(["<|endoftext|>"])
   made.save(str(directory / "tokenizer.json"))
@@ -72,7 +85,13 @@ def logits():
     hidden = decoder.Decoder(config).apply({"params": params}, tokens)
     return decoder.logits(params, hidden)
 
-  return lambda model, tokens: np.asarray(apply(model.config, jax.tree.map(jnp.asarray, model.params), jnp.asarray(tokens, jnp.int32)))
+  return lambda model, tokens: np.asarray(
+    apply(
+      model.config,
+      jax.tree.map(jnp.asarray, model.params),
+      jnp.asarray(tokens, jnp.int32),
+    )
+  )
 
 
 @pytest.fixture(scope="session")
@@ -80,18 +99,32 @@ def make_model():
   """A model whose parameters are all random, gains too, so that a lost or exchanged one is noticed."""
 
   def make(attention="diff", tokenizer="bytes", **fields):
-    fields = SIZES | {"attention": attention, "head_norm": attention == "diff"} | fields
+    fields = (
+      SIZES
+      | {"attention": attention, "head_norm": attention == "diff"}
+      | fields
+    )
     tokenizer = load_tokenizer(tokenizer)
-    config = ModelConfig(**fields | {"vocab_size": max(fields["vocab_size"], tokenizer.vocab_size)})
-    shapes = jax.eval_shape(lambda: decoder.Decoder(config).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"])
+    config = ModelConfig(
+      **fields | {"vocab_size": max(fields["vocab_size"], tokenizer.vocab_size)}
+    )
+    shapes = jax.eval_shape(
+      lambda: decoder.Decoder(config).init(
+        jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
+      )["params"]
+    )
     rng = np.random.default_rng(0)
 
     def draw(path, leaf):
       name = path[-1].key
       gain = name.endswith("norm") or name == "head_gain"
-      return (rng.normal(1.0 if gain else 0.0, 0.3, leaf.shape)).astype(np.float32)
+      return (rng.normal(1.0 if gain else 0.0, 0.3, leaf.shape)).astype(
+        np.float32
+      )
 
-    return Model(config, jax.tree_util.tree_map_with_path(draw, shapes), tokenizer)
+    return Model(
+      config, jax.tree_util.tree_map_with_path(draw, shapes), tokenizer
+    )
 
   return make
 
@@ -117,19 +150,43 @@ def write_llama():
       "rope_scaling": None,
       "tie_word_embeddings": tie,
     } | changes
-    shapes = {"model.embed_tokens.weight": (128, 32), "model.norm.weight": (32,)}
+    shapes = {
+      "model.embed_tokens.weight": (128, 32),
+      "model.norm.weight": (32,),
+    }
     if not tie:
       shapes["lm_head.weight"] = (128, 32)
     for layer in range(2):
       prefix = f"model.layers.{layer}."
-      shapes |= {prefix + "input_layernorm.weight": (32,), prefix + "post_attention_layernorm.weight": (32,)}
-      shapes |= {prefix + f"self_attn.{name}_proj.weight": (rows, 32) for name, rows in zip("qkvo", (32, 16, 16, 32), strict=True)}
-      shapes |= {prefix + f"mlp.{name}_proj.weight": (24, 32) for name in ("gate", "up")} | {prefix + "mlp.down_proj.weight": (32, 24)}
+      shapes |= {
+        prefix + "input_layernorm.weight": (32,),
+        prefix + "post_attention_layernorm.weight": (32,),
+      }
+      shapes |= {
+        prefix + f"self_attn.{name}_proj.weight": (rows, 32)
+        for name, rows in zip("qkvo", (32, 16, 16, 32), strict=True)
+      }
+      shapes |= {
+        prefix + f"mlp.{name}_proj.weight": (24, 32) for name in ("gate", "up")
+      } | {prefix + "mlp.down_proj.weight": (32, 24)}
     rng = np.random.default_rng(1)
-    made = {name: rng.normal(float("norm" in name), 0.3, shape).astype(np.float32) for name, shape in shapes.items()} | (tensors or {})
+    made = {
+      name: rng.normal(float("norm" in name), 0.3, shape).astype(np.float32)
+      for name, shape in shapes.items()
+    } | (tensors or {})
     directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps({name: value for name, value in description.items() if name not in without}))
-    safetensors.numpy.save_file(made, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(
+      json.dumps(
+        {
+          name: value
+          for name, value in description.items()
+          if name not in without
+        }
+      )
+    )
+    safetensors.numpy.save_file(
+      made, directory / "model.safetensors", metadata={"format": "pt"}
+    )
     _write_tokenizer(directory)
     return made
 
@@ -150,15 +207,30 @@ def parts():
   def rotate(x, base, *, interleaved):
     """x: [T, heads, D]; pairs are neighbours, or halves."""
     length, _, width = x.shape
-    angle = np.arange(length)[:, None, None] * base ** (-2.0 * np.arange(width // 2) / width)
-    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else np.split(x, 2, axis=-1)
-    a, b = a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)
-    return np.stack([a, b], axis=-1).reshape(x.shape) if interleaved else np.concatenate([a, b], axis=-1)
+    angle = np.arange(length)[:, None, None] * base ** (
+      -2.0 * np.arange(width // 2) / width
+    )
+    a, b = (
+      (x[..., 0::2], x[..., 1::2]) if interleaved else np.split(x, 2, axis=-1)
+    )
+    a, b = (
+      a * np.cos(angle) - b * np.sin(angle),
+      b * np.cos(angle) + a * np.sin(angle),
+    )
+    return (
+      np.stack([a, b], axis=-1).reshape(x.shape)
+      if interleaved
+      else np.concatenate([a, b], axis=-1)
+    )
 
   def attend(q, k, v):
     """q, k: [T, D], v: [T, V]."""
-    scores = np.where(np.tri(len(q), dtype=bool), q @ k.T / np.sqrt(q.shape[1]), -np.inf)
+    scores = np.where(
+      np.tri(len(q), dtype=bool), q @ k.T / np.sqrt(q.shape[1]), -np.inf
+    )
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return weights / weights.sum(-1, keepdims=True) @ v
 
-  return types.SimpleNamespace(norm=norm, swiglu=swiglu, rotate=rotate, attend=attend)
+  return types.SimpleNamespace(
+    norm=norm, swiglu=swiglu, rotate=rotate, attend=attend
+  )

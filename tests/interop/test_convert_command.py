@@ -24,15 +24,39 @@ USAGE = r"pass --{}=LAYOUT:PATH, LAYOUT one of diffjax, diffllama, unilm, llama,
   "args, message",
   [
     ([], USAGE.format("from", "")),
-    (["--from=runs/tiny", "--to=diffllama:x"], USAGE.format("from", "; got 'runs/tiny'")),
-    (["--from=diffjax:", "--to=diffllama:x"], USAGE.format("from", "; got 'diffjax:'")),
+    (
+      ["--from=runs/tiny", "--to=diffllama:x"],
+      USAGE.format("from", "; got 'runs/tiny'"),
+    ),
+    (
+      ["--from=diffjax:", "--to=diffllama:x"],
+      USAGE.format("from", "; got 'diffjax:'"),
+    ),
     (["--from=diffjax:runs/tiny"], USAGE.format("to", "")),
-    (["--from=diffjax:runs/tiny", "--to=gguf:x"], USAGE.format("to", "; got 'gguf:x'")),
-    (["--from=diffjax:runs/tiny", "--to=llama:x"], "--to=llama: that layout is only read"),
-    (["--from=llama:x", "--to=diffjax:y", "--dtype=bfloat16"], "--dtype=bfloat16: a workdir's parameters are always float32"),
-    (["--from=llama:x", "--to=unilm:y", "--dtype=int8"], "flag --dtype=int8: value should be one of <float32|bfloat16>"),
-    (["--from=llama:gs://bucket/x", "--to=diffjax:y"], "--from=llama:gs://bucket/x: only workdirs may be gs://"),
-    (["--from=llama:x", "--to=diffjax:y", "--config=x"], "Unknown command line flag 'config'"),
+    (
+      ["--from=diffjax:runs/tiny", "--to=gguf:x"],
+      USAGE.format("to", "; got 'gguf:x'"),
+    ),
+    (
+      ["--from=diffjax:runs/tiny", "--to=llama:x"],
+      "--to=llama: that layout is only read",
+    ),
+    (
+      ["--from=llama:x", "--to=diffjax:y", "--dtype=bfloat16"],
+      "--dtype=bfloat16: a workdir's parameters are always float32",
+    ),
+    (
+      ["--from=llama:x", "--to=unilm:y", "--dtype=int8"],
+      "flag --dtype=int8: value should be one of <float32|bfloat16>",
+    ),
+    (
+      ["--from=llama:gs://bucket/x", "--to=diffjax:y"],
+      "--from=llama:gs://bucket/x: only workdirs may be gs://",
+    ),
+    (
+      ["--from=llama:x", "--to=diffjax:y", "--config=x"],
+      "Unknown command line flag 'config'",
+    ),
     (["llama", "diffjax"], "unexpected argument 'llama'"),
   ],
 )
@@ -65,35 +89,96 @@ def edit(path, change):
 @pytest.mark.parametrize(
   "change, message",
   [
-    (dict(model_type="mistral"), "model_type = 'mistral': this layout is 'llama'"),
-    (dict(attention_bias=True), "attention_bias = True: diffjax supports only False"),
+    (
+      dict(model_type="mistral"),
+      "model_type = 'mistral': this layout is 'llama'",
+    ),
+    (
+      dict(attention_bias=True),
+      "attention_bias = True: diffjax supports only False",
+    ),
     (dict(mlp_bias=True), "mlp_bias = True: diffjax supports only False"),
-    (dict(hidden_act="gelu"), "hidden_act = 'gelu': diffjax supports only 'silu'"),
-    (dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "scales its rotary angles .*'llama3'"),
-    (dict(rope_scaling={"type": "dynamic", "factor": 2.0}), "scales its rotary angles .*'dynamic'"),
-    (dict(rope_scaling={"type": "linear", "factor": 0.5}), "rope_factor = 0.5: must be at least 1"),
+    (
+      dict(hidden_act="gelu"),
+      "hidden_act = 'gelu': diffjax supports only 'silu'",
+    ),
+    (
+      dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}),
+      "scales its rotary angles .*'llama3'",
+    ),
+    (
+      dict(rope_scaling={"type": "dynamic", "factor": 2.0}),
+      "scales its rotary angles .*'dynamic'",
+    ),
+    (
+      dict(rope_scaling={"type": "linear", "factor": 0.5}),
+      "rope_factor = 0.5: must be at least 1",
+    ),
     ({"a\nb": "c" * 99}, r"does not know: 'a\\nb' = 'c{59}; remove those"),
-    (dict(sliding_window=9), "has fields that diffjax does not know: sliding_window = 9; remove those that do not change"),
-    (dict(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}), "scales its rotary angles .*'yarn'"),
-    (dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}), "scales its rotary angles"),
-    (dict(rope_parameters="default"), "rope_parameters = 'default': it must be an object"),
+    (
+      dict(sliding_window=9),
+      "has fields that diffjax does not know: sliding_window = 9; remove those that do not change",
+    ),
+    (
+      dict(
+        rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+      ),
+      "scales its rotary angles .*'yarn'",
+    ),
+    (
+      dict(
+        rope_parameters={
+          "rope_type": "default",
+          "rope_theta": 1e4,
+          "partial_rotary_factor": 0.5,
+        }
+      ),
+      "scales its rotary angles",
+    ),
+    (
+      dict(rope_parameters="default"),
+      "rope_parameters = 'default': it must be an object",
+    ),
     (dict(rope_theta="x"), "rope_base must be float; got 'x'"),
     (dict(hidden_size=None), "has no hidden_size"),
-    (dict(hidden_size="32"), "hidden_size = '32': it must be a positive multiple of 1"),
+    (
+      dict(hidden_size="32"),
+      "hidden_size = '32': it must be a positive multiple of 1",
+    ),
     (dict(num_hidden_layers="2"), "num_layers must be int; got '2'"),
-    (dict(num_hidden_layers=2_000_000_000), "tensors: its config.json is of another model, with 2000000000 layers"),
-    (dict(num_hidden_layers=1), r"a tensor model.layers.1\..*not in this layout for its config.json"),
+    (
+      dict(num_hidden_layers=2_000_000_000),
+      "tensors: its config.json is of another model, with 2000000000 layers",
+    ),
+    (
+      dict(num_hidden_layers=1),
+      r"a tensor model.layers.1\..*not in this layout for its config.json",
+    ),
     (dict(num_hidden_layers=3), r"no tensor model.layers.2\."),
-    (dict(num_attention_heads=0), "num_attention_heads = 0: it must be a positive multiple of 1"),
+    (
+      dict(num_attention_heads=0),
+      "num_attention_heads = 0: it must be a positive multiple of 1",
+    ),
     (dict(num_key_value_heads=3), "num_kv_heads = 3: must divide"),
-    (dict(num_key_value_heads=4), r"k_proj.weight of shape \[16, 32\], but for its config.json it must be \[32, 32\]"),
+    (
+      dict(num_key_value_heads=4),
+      r"k_proj.weight of shape \[16, 32\], but for its config.json it must be \[32, 32\]",
+    ),
     (dict(rms_norm_eps=0), "norm_eps = 0.0: must be positive"),
-    (dict(vocab_size=120), "tokenizer.json has 128 tokens, but the model has 120: replace it with the model's own tokenizer"),
+    (
+      dict(vocab_size=120),
+      "tokenizer.json has 128 tokens, but the model has 120: replace it with the model's own tokenizer",
+    ),
     (dict(vocab_size=256), r"embed_tokens.weight of shape \[128, 32\]"),
-    (dict(tie_word_embeddings=True), "has a lm_head.weight that differs .*says tie_word_embeddings: true"),
+    (
+      dict(tie_word_embeddings=True),
+      "has a lm_head.weight that differs .*says tie_word_embeddings: true",
+    ),
   ],
 )
-def test_configs_that_diffjax_cannot_hold(write_llama, refuses, change, message, tmp_path):
+def test_configs_that_diffjax_cannot_hold(
+  write_llama, refuses, change, message, tmp_path
+):
   write_llama(tmp_path)
   edit(tmp_path / "config.json", change)
   refuses(f"llama:{tmp_path}", message)
@@ -102,15 +187,22 @@ def test_configs_that_diffjax_cannot_hold(write_llama, refuses, change, message,
 def test_tied_in_the_target_alone(write_llama, refuses, tmp_path):
   write_llama(tmp_path, tie=True)
   edit(tmp_path / "config.json", dict(tie_word_embeddings=False))
-  refuses(f"llama:{tmp_path}", "no tensor lm_head.weight.*set tie_word_embeddings to true")
+  refuses(
+    f"llama:{tmp_path}",
+    "no tensor lm_head.weight.*set tie_word_embeddings to true",
+  )
 
 
 def _truncated(path):
-  (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-100])
+  (path / "model.safetensors").write_bytes(
+    (path / "model.safetensors").read_bytes()[:-100]
+  )
 
 
 def _header_cut(path):
-  (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:50])
+  (path / "model.safetensors").write_bytes(
+    (path / "model.safetensors").read_bytes()[:50]
+  )
 
 
 def _rewritten(change):
@@ -125,7 +217,9 @@ def _rewritten(change):
 def _index(content):
   def make(path):
     (path / "model.safetensors").unlink()
-    (path / "model.safetensors.index.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    (path / "model.safetensors.index.json").write_text(
+      content if isinstance(content, str) else json.dumps(content)
+    )
 
   return make
 
@@ -136,28 +230,90 @@ BIAS = "model.layers.0.self_attn.q_proj.bias"
 @pytest.mark.parametrize(
   "damage, message",
   [
-    (_truncated, "model.safetensors is not a whole safetensors file, download it again: Error while deserializing header"),
-    (_header_cut, "model.safetensors is not a whole safetensors file, download it again: Error while deserializing header"),
-    (lambda path: (path / "model.safetensors").write_text(""), "model.safetensors is not a whole safetensors file"),
-    (lambda path: (path / "model.safetensors").unlink(), "there is no .*model.safetensors; only safetensors are read, no pickles"),
-    (_rewritten(lambda tensors: tensors.pop("model.norm.weight")), "has no tensor model.norm.weight"),
-    (_rewritten(lambda tensors: tensors.update({BIAS: np.ones(32, np.float32)})), f"has a tensor {BIAS}.*: diffjax has no biases"),
-    (_rewritten(lambda tensors: tensors.update({"model.norm.weight": np.ones(32)})), "model.norm.weight in F64: only F32, F16, BF16"),
-    (_rewritten(lambda tensors: tensors.update({"model.norm.weight": np.ones(32, np.int8)})), "model.norm.weight in I8"),
-    (_index({"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}), "no .*model-00002-of-00002.*index.json names"),
+    (
+      _truncated,
+      "model.safetensors is not a whole safetensors file, download it again: Error while deserializing header",
+    ),
+    (
+      _header_cut,
+      "model.safetensors is not a whole safetensors file, download it again: Error while deserializing header",
+    ),
+    (
+      lambda path: (path / "model.safetensors").write_text(""),
+      "model.safetensors is not a whole safetensors file",
+    ),
+    (
+      lambda path: (path / "model.safetensors").unlink(),
+      "there is no .*model.safetensors; only safetensors are read, no pickles",
+    ),
+    (
+      _rewritten(lambda tensors: tensors.pop("model.norm.weight")),
+      "has no tensor model.norm.weight",
+    ),
+    (
+      _rewritten(
+        lambda tensors: tensors.update({BIAS: np.ones(32, np.float32)})
+      ),
+      f"has a tensor {BIAS}.*: diffjax has no biases",
+    ),
+    (
+      _rewritten(
+        lambda tensors: tensors.update({"model.norm.weight": np.ones(32)})
+      ),
+      "model.norm.weight in F64: only F32, F16, BF16",
+    ),
+    (
+      _rewritten(
+        lambda tensors: tensors.update(
+          {"model.norm.weight": np.ones(32, np.int8)}
+        )
+      ),
+      "model.norm.weight in I8",
+    ),
+    (
+      _index(
+        {
+          "weight_map": {
+            "model.norm.weight": "model-00002-of-00002.safetensors"
+          }
+        }
+      ),
+      "no .*model-00002-of-00002.*index.json names",
+    ),
     (
       _index({"weight_map": {"model.norm.weight": "../other.safetensors"}}),
       "names a file '../other.safetensors': it must be in the same directory",
     ),
     (_index({"weights": {}}), "has no weight_map"),
     (_index("{"), "index.json is not JSON"),
-    (lambda path: (path / "config.json").unlink(), "cannot read .*config.json: No such file"),
-    (lambda path: (path / "config.json").write_text("[" * 100_000), "config.json is not JSON"),
-    (lambda path: (path / "config.json").write_text("[1]"), "config.json must hold a JSON object"),
-    (lambda path: (path / "config.json").write_bytes(b"\xff\xfe"), "config.json is not JSON"),
-    (lambda path: (path / "tokenizer.json").unlink(), "there is no tokenizer beside the model"),
-    (lambda path: (path / "tokenizer.json").write_text("{}"), "not a Hugging Face tokenizer.json"),
-    (lambda path: shutil.rmtree(path), "cannot read .*config.json: No such file"),
+    (
+      lambda path: (path / "config.json").unlink(),
+      "cannot read .*config.json: No such file",
+    ),
+    (
+      lambda path: (path / "config.json").write_text("[" * 100_000),
+      "config.json is not JSON",
+    ),
+    (
+      lambda path: (path / "config.json").write_text("[1]"),
+      "config.json must hold a JSON object",
+    ),
+    (
+      lambda path: (path / "config.json").write_bytes(b"\xff\xfe"),
+      "config.json is not JSON",
+    ),
+    (
+      lambda path: (path / "tokenizer.json").unlink(),
+      "there is no tokenizer beside the model",
+    ),
+    (
+      lambda path: (path / "tokenizer.json").write_text("{}"),
+      "not a Hugging Face tokenizer.json",
+    ),
+    (
+      lambda path: shutil.rmtree(path),
+      "cannot read .*config.json: No such file",
+    ),
   ],
 )
 def test_damaged_directories(write_llama, refuses, damage, message, tmp_path):
@@ -169,9 +325,18 @@ def test_damaged_directories(write_llama, refuses, damage, message, tmp_path):
 @pytest.mark.parametrize(
   "change, message",
   [
-    (dict(num_attention_heads=5), "num_attention_heads = 5: it must be a positive multiple of 2"),
-    (dict(num_key_value_heads=1), "num_key_value_heads = 1: it must be a positive multiple of 2"),
-    (dict(model_type="llama"), "model_type = 'llama': this layout is 'diffllama'"),
+    (
+      dict(num_attention_heads=5),
+      "num_attention_heads = 5: it must be a positive multiple of 2",
+    ),
+    (
+      dict(num_key_value_heads=1),
+      "num_key_value_heads = 1: it must be a positive multiple of 2",
+    ),
+    (
+      dict(model_type="llama"),
+      "model_type = 'llama': this layout is 'diffllama'",
+    ),
   ],
 )
 def test_diffllama_configs(golden, refuses, change, message, tmp_path):
@@ -183,23 +348,70 @@ def test_diffllama_configs(golden, refuses, change, message, tmp_path):
 @pytest.mark.parametrize(
   "target, attention, fields, message",
   [
-    ("diffllama", "diff_v2", {}, "DiffLlama is DIFF V1: it cannot hold a model of attention 'diff_v2'"),
-    ("diffllama", "softmax", {}, "DiffLlama is DIFF V1: it cannot hold a model of attention 'softmax'"),
-    ("diffllama", "diff", dict(lambda_init=0.8), "λ_init is the schedule's: it cannot hold a model of lambda_init 0.8"),
+    (
+      "diffllama",
+      "diff_v2",
+      {},
+      "DiffLlama is DIFF V1: it cannot hold a model of attention 'diff_v2'",
+    ),
+    (
+      "diffllama",
+      "softmax",
+      {},
+      "DiffLlama is DIFF V1: it cannot hold a model of attention 'softmax'",
+    ),
+    (
+      "diffllama",
+      "diff",
+      dict(lambda_init=0.8),
+      "λ_init is the schedule's: it cannot hold a model of lambda_init 0.8",
+    ),
     ("diffllama", "diff", dict(head_norm=False), "always has the head norm"),
-    ("diffllama", "diff", dict(window=8), "can only say window None: it cannot hold a model of window 8"),
-    ("unilm", "diff_v2", dict(rope=False), "can only say rope True: it cannot hold a model of rope False"),
-    ("unilm", "diff", dict(projection_biases=True), "can only say projection_biases False"),
-    ("diffllama", "diff", dict(embed_scale=2.0), "can only say embed_scale 1.0: it cannot hold a model of embed_scale 2.0"),
-    ("unilm", "softmax", {}, "DIFF V1 and V2: they cannot hold a model of attention 'softmax'"),
+    (
+      "diffllama",
+      "diff",
+      dict(window=8),
+      "can only say window None: it cannot hold a model of window 8",
+    ),
+    (
+      "unilm",
+      "diff_v2",
+      dict(rope=False),
+      "can only say rope True: it cannot hold a model of rope False",
+    ),
+    (
+      "unilm",
+      "diff",
+      dict(projection_biases=True),
+      "can only say projection_biases False",
+    ),
+    (
+      "diffllama",
+      "diff",
+      dict(embed_scale=2.0),
+      "can only say embed_scale 1.0: it cannot hold a model of embed_scale 2.0",
+    ),
+    (
+      "unilm",
+      "softmax",
+      {},
+      "DIFF V1 and V2: they cannot hold a model of attention 'softmax'",
+    ),
     ("unilm", "diff", dict(lambda_init=0.8), "the schedule's λ_init"),
     ("unilm", "diff", dict(head_norm=False), "V1 layer has a head norm"),
     ("unilm", "diff_v2", dict(head_norm=True), "V2 layer has no head norm"),
-    ("unilm", "diff", dict(norm_eps=1e-6), "ε = 1e-05: it cannot hold a model of norm_eps 1e-06"),
+    (
+      "unilm",
+      "diff",
+      dict(norm_eps=1e-6),
+      "ε = 1e-05: it cannot hold a model of norm_eps 1e-06",
+    ),
     ("unilm", "diff", dict(head_dim=8), "embed_dim 32 is not 2 · 8 · 4"),
   ],
 )
-def test_models_that_a_layout_cannot_hold(make_model, refuses, target, attention, fields, message, tmp_path):
+def test_models_that_a_layout_cannot_hold(
+  make_model, refuses, target, attention, fields, message, tmp_path
+):
   workdir.write(str(tmp_path), make_model(attention, **fields))
   refuses(f"diffjax:{tmp_path}", message, target)
 
@@ -208,9 +420,15 @@ def test_models_that_a_layout_cannot_hold(make_model, refuses, target, attention
   "change, message",
   [
     (dict(diff_version=3), "diff_version = 3: it must be 1 or 2"),
-    (dict(diff_version=1), r"has no tensor layers.0.self_attn.out_proj.weight|must be"),
+    (
+      dict(diff_version=1),
+      r"has no tensor layers.0.self_attn.out_proj.weight|must be",
+    ),
     (dict(norm_eps=None), "norm_eps must be float; got None"),
-    (dict(share_input_output_embed=False), "no tensor output_projection.weight.*set share_input_output_embed to true"),
+    (
+      dict(share_input_output_embed=False),
+      "no tensor output_projection.weight.*set share_input_output_embed to true",
+    ),
   ],
 )
 def test_unilm_configs(make_model, refuses, change, message, tmp_path):
@@ -227,111 +445,261 @@ def test_unilm_config_without_a_field(make_model, refuses, tmp_path):
   refuses(f"unilm:{tmp_path}", "config.json has no rope_theta")
 
 
-def test_workdirs_without_what_is_needed(make_model, refuses, convert, tmp_path, write_tokenizer):
-  refuses(f"diffjax:{tmp_path / 'nowhere'}", "there is no complete checkpoint in", "diffllama")
+def test_workdirs_without_what_is_needed(
+  make_model, refuses, convert, tmp_path, write_tokenizer
+):
+  refuses(
+    f"diffjax:{tmp_path / 'nowhere'}",
+    "there is no complete checkpoint in",
+    "diffllama",
+  )
   write_tokenizer(tmp_path)
-  workdir.write(str(tmp_path / "run"), make_model("diff", tokenizer=str(tmp_path / "tokenizer.json")))
+  workdir.write(
+    str(tmp_path / "run"),
+    make_model("diff", tokenizer=str(tmp_path / "tokenizer.json")),
+  )
   write_tokenizer(tmp_path / "run", 200)
-  refuses(f"diffjax:{tmp_path / 'run'}", "was trained with 128 tokens, but its tokenizer .* has 200: it is another one", "diffllama")
+  refuses(
+    f"diffjax:{tmp_path / 'run'}",
+    "was trained with 128 tokens, but its tokenizer .* has 200: it is another one",
+    "diffllama",
+  )
   (tmp_path / "run/tokenizer.json").unlink()
-  refuses(f"diffjax:{tmp_path / 'run'}", "there is no tokenizer beside the checkpoint", "diffllama")
-  data = next(path for path in (tmp_path / "run/checkpoints/0/state/params.embedding/c").rglob("*") if path.is_file())
+  refuses(
+    f"diffjax:{tmp_path / 'run'}",
+    "there is no tokenizer beside the checkpoint",
+    "diffllama",
+  )
+  data = next(
+    path
+    for path in (tmp_path / "run/checkpoints/0/state/params.embedding/c").rglob(
+      "*"
+    )
+    if path.is_file()
+  )
   data.write_bytes(data.read_bytes()[:-1])
-  result = convert(f"--from=diffjax:{tmp_path / 'run'}", f"--to=diffllama:{tmp_path / 'out'}")
+  result = convert(
+    f"--from=diffjax:{tmp_path / 'run'}", f"--to=diffllama:{tmp_path / 'out'}"
+  )
   assert result.returncode == 1 and not (tmp_path / "out").exists()
-  assert re.match("error: every checkpoint in .* is damaged", result.stderr.splitlines()[-1])  # after a warning that says how
+  assert re.match(
+    "error: every checkpoint in .* is damaged", result.stderr.splitlines()[-1]
+  )  # after a warning that says how
 
 
 @pytest.mark.parametrize("target", ["diffjax", "diffllama"])
-def test_what_is_there_is_not_written_over(write_llama, convert, target, tmp_path):
+def test_what_is_there_is_not_written_over(
+  write_llama, convert, target, tmp_path
+):
   write_llama(tmp_path / "llama")
   (tmp_path / "full").mkdir()
   (tmp_path / "full/notes.txt").write_text("mine")
   (tmp_path / "runs/one").mkdir(parents=True)
   (tmp_path / "file").write_text("mine")
   for name in ("full", "runs", "file"):
-    result = convert(f"--from=llama:{tmp_path / 'llama'}", f"--to={target}:{tmp_path / name}")
+    result = convert(
+      f"--from=llama:{tmp_path / 'llama'}", f"--to={target}:{tmp_path / name}"
+    )
     assert result.returncode == 1
-    assert result.stderr == f"error: --to: {tmp_path / name} exists and is not an empty directory; choose another one, or delete it\n"
-  assert [path.name for name in ("full", "runs") for path in (tmp_path / name).iterdir()] == ["notes.txt", "one"]
+    assert (
+      result.stderr
+      == f"error: --to: {tmp_path / name} exists and is not an empty directory; choose another one, or delete it\n"
+    )
+  assert [
+    path.name
+    for name in ("full", "runs")
+    for path in (tmp_path / name).iterdir()
+  ] == ["notes.txt", "one"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="gcsfs is there")
+@pytest.mark.skipif(
+  importlib.util.find_spec("gcsfs") is not None, reason="gcsfs is there"
+)
 def test_buckets_need_gcsfs(convert):
-  for args in (["--from=llama:x", "--to=diffjax:gs://b/x"], ["--from=diffjax:gs://b/x", "--to=unilm:x"]):
+  for args in (
+    ["--from=llama:x", "--to=diffjax:gs://b/x"],
+    ["--from=diffjax:gs://b/x", "--to=unilm:x"],
+  ):
     result = convert(*args)
-    assert result.returncode == 1 and result.stderr == "error: the workdir gs://b/x needs gcsfs: pip install 'diffjax[gcs]'\n"
+    assert (
+      result.returncode == 1
+      and result.stderr
+      == "error: the workdir gs://b/x needs gcsfs: pip install 'diffjax[gcs]'\n"
+    )
 
 
 def test_names_that_cannot_be(convert, tmp_path):
   for args, message in [
-    ([f"--from=llama:{tmp_path / ('x' * 300)}", f"--to=unilm:{tmp_path / 'out'}"], "cannot read .*: File name too long"),
-    (["--from=llama:~nobody-of-that-name/x", f"--to=unilm:{tmp_path / 'out'}"], "cannot read .*: No such file"),
+    (
+      [
+        f"--from=llama:{tmp_path / ('x' * 300)}",
+        f"--to=unilm:{tmp_path / 'out'}",
+      ],
+      "cannot read .*: File name too long",
+    ),
+    (
+      ["--from=llama:~nobody-of-that-name/x", f"--to=unilm:{tmp_path / 'out'}"],
+      "cannot read .*: No such file",
+    ),
   ]:
     result = convert(*args)
-    assert result.returncode == 1 and re.fullmatch(f"error: {message}.*\n", result.stderr), result.stderr
+    assert result.returncode == 1 and re.fullmatch(
+      f"error: {message}.*\n", result.stderr
+    ), result.stderr
 
 
 @pytest.mark.parametrize("target", ["diffjax", "unilm"])
 def test_a_place_that_cannot_be_written(write_llama, convert, target, tmp_path):
   write_llama(tmp_path / "llama")
   (tmp_path / "file").write_text("mine")
-  result = convert(f"--from=llama:{tmp_path / 'llama'}", f"--to={target}:{tmp_path / 'file/below'}")
+  result = convert(
+    f"--from=llama:{tmp_path / 'llama'}",
+    f"--to={target}:{tmp_path / 'file/below'}",
+  )
   assert result.returncode == 1 and len(result.stderr.splitlines()) == 1
-  assert result.stderr.startswith("error: cannot ") and str(tmp_path / "file") in result.stderr
+  assert (
+    result.stderr.startswith("error: cannot ")
+    and str(tmp_path / "file") in result.stderr
+  )
 
 
-def test_fields_that_are_false_are_among_the_flags_to_train_on(write_llama, convert, tmp_path):
+def test_fields_that_are_false_are_among_the_flags_to_train_on(
+  write_llama, convert, tmp_path
+):
   write_llama(tmp_path / "llama")
-  result = convert(f"--from=llama:{tmp_path / 'llama'}", f"--to=diffjax:{tmp_path / 'out'}")
-  fields = [field.split("=") for field in result.stdout.strip().split(" --config.model.")[1:]]
-  assert result.returncode == 0 and {"head_norm": "False", "tie_embeddings": "False"}.items() <= dict(fields).items()
+  result = convert(
+    f"--from=llama:{tmp_path / 'llama'}", f"--to=diffjax:{tmp_path / 'out'}"
+  )
+  fields = [
+    field.split("=")
+    for field in result.stdout.strip().split(" --config.model.")[1:]
+  ]
+  assert (
+    result.returncode == 0
+    and {"head_norm": "False", "tie_embeddings": "False"}.items()
+    <= dict(fields).items()
+  )
 
 
-def test_a_vocabulary_that_is_padded_is_said(write_llama, write_tokenizer, convert, tmp_path):
+def test_a_vocabulary_that_is_padded_is_said(
+  write_llama, write_tokenizer, convert, tmp_path
+):
   write_llama(tmp_path / "llama")
   write_tokenizer(tmp_path / "llama", 100)
-  result = convert(f"--from=llama:{tmp_path / 'llama'}", f"--to=unilm:{tmp_path / 'out'}", "--dtype=bfloat16")
+  result = convert(
+    f"--from=llama:{tmp_path / 'llama'}",
+    f"--to=unilm:{tmp_path / 'out'}",
+    "--dtype=bfloat16",
+  )
   assert result.returncode == 0 and not result.stderr
-  assert result.stdout == f"{tmp_path / 'out'}: diff_v2, 2 layers of width 32, vocabulary 128 (its tokenizer has 100)\n"
+  assert (
+    result.stdout
+    == f"{tmp_path / 'out'}: diff_v2, 2 layers of width 32, vocabulary 128 (its tokenizer has 100)\n"
+  )
   tensors = safetensors.numpy.load_file(tmp_path / "out/model.safetensors")
-  assert {tensor.dtype for tensor in tensors.values()} == {np.dtype(ml_dtypes.bfloat16)}
-  assert pathlib.Path(tmp_path / "out/tokenizer.json").read_text() == (tmp_path / "llama/tokenizer.json").read_text()
+  assert {tensor.dtype for tensor in tensors.values()} == {
+    np.dtype(ml_dtypes.bfloat16)
+  }
+  assert (
+    pathlib.Path(tmp_path / "out/tokenizer.json").read_text()
+    == (tmp_path / "llama/tokenizer.json").read_text()
+  )
 
 
-def test_a_card_tells_what_is_known_of_an_exported_run(make_model, convert, tmp_path):
+def test_a_card_tells_what_is_known_of_an_exported_run(
+  make_model, convert, tmp_path
+):
   """Its config, its data and its figures up to the exported step; and of a model that came from elsewhere that nothing is known."""
   model = make_model("diff")
-  config = Config(model=model.config, data=DataConfig(source="text:a|b/*.txt", length=16), train=TrainConfig(steps=7, batch_size=2))
+  config = Config(
+    model=model.config,
+    data=DataConfig(source="text:a|b/*.txt", length=16),
+    train=TrainConfig(steps=7, batch_size=2),
+  )
   run = tmp_path / "run"
   with Checkpoints(str(run), keep=1) as checkpoints:
     params = jax.tree.map(jax.numpy.asarray, model.params)
-    checkpoints.save(5, {"params": params}, data_state={"shares": []}, config=config.to_dict())
+    checkpoints.save(
+      5, {"params": params}, data_state={"shares": []}, config=config.to_dict()
+    )
     checkpoints.wait()
   lines = [
     {"step": 2, "validation/loss": 3.0, "validation/others": 4.0},
     {"step": 5, "validation/loss": 2.0, "validation/others": None},
     {"step": 6, "validation/loss": 1.0},
   ]
-  (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 7')
-  figure = {"name": "accuracy", "at": {"depth": 0.5}, "value": 0.25, "low": 0.125, "high": 0.5}
+  (run / "metrics.jsonl").write_text(
+    "".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 7'
+  )
+  figure = {
+    "name": "accuracy",
+    "at": {"depth": 0.5},
+    "value": 0.25,
+    "low": 0.125,
+    "high": 0.5,
+  }
   (run / "evals").mkdir()
-  (run / "evals/needle.json").write_text(json.dumps({"models": [{"name": f"{run} at step 5"}], "figures": [figure] * 20}))
+  (run / "evals/needle.json").write_text(
+    json.dumps(
+      {"models": [{"name": f"{run} at step 5"}], "figures": [figure] * 20}
+    )
+  )
   (run / "evals/validation.json").write_text("{")
-  for target, library in (("diffllama", "transformers"), ("unilm", "diffjax"), ("diffjax", "diffjax")):
+  for target, library in (
+    ("diffllama", "transformers"),
+    ("unilm", "diffjax"),
+    ("diffjax", "diffjax"),
+  ):
     out = tmp_path / f"out_{target}"
     dtype = ["--dtype=bfloat16"] * (target == "diffllama")
-    assert convert(f"--from=diffjax:{run}", f"--to={target}:{out}", *dtype).returncode == 0
+    assert (
+      convert(
+        f"--from=diffjax:{run}", f"--to={target}:{out}", *dtype
+      ).returncode
+      == 0
+    )
     card = (out / "README.md").read_text()
-    assert card.startswith(f"---\nlibrary_name: {library}\npipeline_tag: text-generation\n") and "license" not in card
-    assert f"# out_{target}\n" in card and "DIFF Transformer (V1)" in card and "trained with diffjax for 5 steps" in card
-    assert "| steps | 5 of 7 |" in card and "| tokens | 160, 32 a step |" in card and "| text | text:a\\|b/*.txt |" in card
+    assert (
+      card.startswith(
+        f"---\nlibrary_name: {library}\npipeline_tag: text-generation\n"
+      )
+      and "license" not in card
+    )
+    assert (
+      f"# out_{target}\n" in card
+      and "DIFF Transformer (V1)" in card
+      and "trained with diffjax for 5 steps" in card
+    )
+    assert (
+      "| steps | 5 of 7 |" in card
+      and "| tokens | 160, 32 a step |" in card
+      and "| text | text:a\\|b/*.txt |" in card
+    )
     assert "| loss | 2 | 5 |\n| others | 4 | 2 |" in card
-    assert card.count("| accuracy | depth 0.5 | 0.25 [0.125, 0.5] |") == 12 and "the first of 20" in card and "`needle`, at step 5" in card
-    assert ("rounded to bfloat16" in card) == bool(dtype) and "trained on rows of 16 tokens" in card
+    assert (
+      card.count("| accuracy | depth 0.5 | 0.25 [0.125, 0.5] |") == 12
+      and "the first of 20" in card
+      and "`needle`, at step 5" in card
+    )
+    assert ("rounded to bfloat16" in card) == bool(
+      dtype
+    ) and "trained on rows of 16 tokens" in card
     whole = re.search("```toml\n(.*?)```", card, re.DOTALL)[1]
     (tmp_path / "config.toml").write_text(whole)
-    assert from_config_dict(config_file.read(str(tmp_path / "config.toml"))) == config
-  assert convert(f"--from=diffjax:{tmp_path / 'out_diffjax'}", f"--to=unilm:{tmp_path / 'again'}").returncode == 0
+    assert (
+      from_config_dict(config_file.read(str(tmp_path / "config.toml")))
+      == config
+    )
+  assert (
+    convert(
+      f"--from=diffjax:{tmp_path / 'out_diffjax'}",
+      f"--to=unilm:{tmp_path / 'again'}",
+    ).returncode
+    == 0
+  )
   card = (tmp_path / "again/README.md").read_text()
-  assert "converted from the layout diffjax" in card and "Nothing is known here of its training" in card and "## Measured" not in card
+  assert (
+    "converted from the layout diffjax" in card
+    and "Nothing is known here of its training" in card
+    and "## Measured" not in card
+  )

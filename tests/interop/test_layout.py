@@ -35,11 +35,15 @@ def test_table_reads_back_what_it_writes(make_model, name, num_kv_heads, tie):
   attention, make = LAYOUTS[name]
   model = make_model(attention, num_kv_heads=num_kv_heads, tie_embeddings=tie)
   layout = make(model.config)
-  tensors = Tensors({name: layout.tensor(model.params, name) for name in layout.shapes()})
+  tensors = Tensors(
+    {name: layout.tensor(model.params, name) for name in layout.shapes()}
+  )
   assert tensors.shapes() == layout.shapes()
   params = layout.params(tensors)
   if name == "diffllama":
-    params["layers"]["attention"]["head_gain"] = model.params["layers"]["attention"]["head_gain"]
+    params["layers"]["attention"]["head_gain"] = model.params["layers"][
+      "attention"
+    ]["head_gain"]
   assert jax.tree.structure(params) == jax.tree.structure(model.params)
   jax.tree.map(np.testing.assert_array_equal, params, model.params)
 
@@ -57,7 +61,11 @@ def test_one_tensor_at_a_time(make_model, monkeypatch):
       return tensor
 
   monkeypatch.setattr("diffjax.interop.layout._IN_MEMORY", 1)
-  params = layout.params(Fleeting({name: layout.tensor(model.params, name) for name in layout.shapes()}))
+  params = layout.params(
+    Fleeting(
+      {name: layout.tensor(model.params, name) for name in layout.shapes()}
+    )
+  )
   assert len(read) == len(layout.shapes())
   for leaf in jax.tree.leaves(params):
     assert isinstance(leaf, np.memmap)
@@ -73,7 +81,9 @@ def test_the_tensors_of_one_file_at_a_time(make_model, monkeypatch, tmp_path):
     return array
 
   monkeypatch.setattr(directory, "SHARD_BYTES", 3 * 4000)
-  directory.write(tmp_path, {}, shapes, tensor, make_model().tokenizer, "float32")
+  directory.write(
+    tmp_path, {}, shapes, tensor, make_model().tokenizer, "float32"
+  )
   assert len(made) == 9 and len(list(tmp_path.glob("*.safetensors"))) == 3
 
 
@@ -82,16 +92,26 @@ def test_a_full_disk_is_told(monkeypatch):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
   monkeypatch.setattr(os, "posix_fallocate", full)
-  with pytest.raises(UserError, match="cannot keep a parameter of 1.00 GiB in a file in .*: No space left on device; TMPDIR names another"):
+  with pytest.raises(
+    UserError,
+    match="cannot keep a parameter of 1.00 GiB in a file in .*: No space left on device; TMPDIR names another",
+  ):
     room((1 << 14, 1 << 14))
   monkeypatch.setenv("TMPDIR", "/nowhere")
-  with pytest.raises(UserError, match="in a file in /nowhere: No such file or directory; TMPDIR names another directory"):
+  with pytest.raises(
+    UserError,
+    match="in a file in /nowhere: No such file or directory; TMPDIR names another directory",
+  ):
     room((1 << 14, 1 << 14))
 
 
 def test_a_config_of_endless_layers_costs_nothing(make_model):
   model = make_model()
   layout = diffllama._layout(model.config)
-  tensors = Tensors({name: layout.tensor(model.params, name) for name in layout.shapes()})
+  tensors = Tensors(
+    {name: layout.tensor(model.params, name) for name in layout.shapes()}
+  )
   with pytest.raises(UserError, match="with 2000000000 layers"):
-    diffllama._layout(dataclasses.replace(model.config, num_layers=2_000_000_000)).params(tensors)
+    diffllama._layout(
+      dataclasses.replace(model.config, num_layers=2_000_000_000)
+    ).params(tensors)

@@ -47,7 +47,12 @@ for convert in (lambda: workdir.write(run, motif.read(source)), lambda: motif.wr
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_conversion_holds_a_third_of_the_model_at_most(tmp_path):
-  found = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, check=False)
+  found = subprocess.run(
+    [sys.executable, "-c", SCRIPT, str(tmp_path)],
+    capture_output=True,
+    text=True,
+    check=False,
+  )
   assert found.returncode == 0, found.stderr
   there, back = map(int, found.stdout.split())
   assert max(there, back) < 770 / 3, (there, back)

@@ -27,18 +27,37 @@ def assert_close(got, want):
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
-  return str(train_tokenizer(["it's a test of 123 words\n\n  "] * 9, 270, tmp_path_factory.mktemp("tokenizer")))
+  return str(
+    train_tokenizer(
+      ["it's a test of 123 words\n\n  "] * 9,
+      270,
+      tmp_path_factory.mktemp("tokenizer"),
+    )
+  )
 
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
-@pytest.mark.parametrize("width, base, factor, length", [(128, 1e6, 4.0, 8192), (32, 5e5, 2.5, 100)])
+@pytest.mark.parametrize(
+  "width, base, factor, length", [(128, 1e6, 4.0, 8192), (32, 5e5, 2.5, 100)]
+)
 def test_rotary_angles_are_stretched_alike(kind, width, base, factor, length):
   from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
   rope = {"rope_type": kind, "factor": factor, "rope_theta": base}
-  rope |= {} if kind == "linear" else {"original_max_position_embeddings": length}
-  rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
-  config = transformers.LlamaConfig(hidden_size=2 * width, num_attention_heads=2, head_dim=width, rope_parameters=rope)
+  rope |= (
+    {} if kind == "linear" else {"original_max_position_embeddings": length}
+  )
+  rope |= (
+    {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if kind == "llama3"
+    else {}
+  )
+  config = transformers.LlamaConfig(
+    hidden_size=2 * width,
+    num_attention_heads=2,
+    head_dim=width,
+    rope_parameters=rope,
+  )
   wanted, size = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
   plain = jax.numpy.float32(base) ** (-jax.numpy.arange(0, width, 2) / width)
   got = Scaling(kind, factor, length).apply(plain, base)
@@ -46,28 +65,56 @@ def test_rotary_angles_are_stretched_alike(kind, width, base, factor, length):
   assert got[1] == pytest.approx(size, rel=1e-12)
 
 
-@pytest.mark.parametrize("kind, fields", [("bytes", {}), ("bpe", dict(num_kv_heads=4, tie_embeddings=False, rope_base=5e5))])
-def test_an_exported_model_generates_the_same_tokens(make_model, convert, logits, bpe, kind, fields, tmp_path):
+@pytest.mark.parametrize(
+  "kind, fields",
+  [
+    ("bytes", {}),
+    ("bpe", dict(num_kv_heads=4, tie_embeddings=False, rope_base=5e5)),
+  ],
+)
+def test_an_exported_model_generates_the_same_tokens(
+  make_model, convert, logits, bpe, kind, fields, tmp_path
+):
   """By the command, and greedily from the text on: transformers has only weights, config and tokenizer."""
-  model = make_model("diff", tokenizer={"bytes": "bytes", "bpe": bpe}[kind], **fields)
+  model = make_model(
+    "diff", tokenizer={"bytes": "bytes", "bpe": bpe}[kind], **fields
+  )
   workdir.write(str(tmp_path / "run"), model)
-  assert convert(f"--from=diffjax:{tmp_path / 'run'}", f"--to=diffllama:{tmp_path / 'out'}").returncode == 0
+  assert (
+    convert(
+      f"--from=diffjax:{tmp_path / 'run'}", f"--to=diffllama:{tmp_path / 'out'}"
+    ).returncode
+    == 0
+  )
 
-  theirs, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-  assert type(theirs).__name__ == "DiffLlamaForCausalLM" and not any(info.values()), info
+  theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+    tmp_path / "out", output_loading_info=True
+  )
+  assert type(theirs).__name__ == "DiffLlamaForCausalLM" and not any(
+    info.values()
+  ), info
   assert_close(torch_logits(theirs, TOKENS), logits(model, TOKENS))
 
   tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
   for text in ("it's a test", "é 1234\n\n  ", "a  b"):
     assert tokenizer.encode(text) == list(model.tokenizer.encode(text))
     assert tokenizer.decode(tokenizer.encode(text)) == text
-  assert tokenizer.eos_token_id == tokenizer.bos_token_id == theirs.config.eos_token_id == model.tokenizer.separator
+  assert (
+    tokenizer.eos_token_id
+    == tokenizer.bos_token_id
+    == theirs.config.eos_token_id
+    == model.tokenizer.separator
+  )
 
   prompt = tokenizer("it's", return_tensors="pt")
   theirs.generation_config.eos_token_id = None
-  ids = theirs.generate(**prompt, max_new_tokens=24, do_sample=False, pad_token_id=0)[0].tolist()
+  ids = theirs.generate(
+    **prompt, max_new_tokens=24, do_sample=False, pad_token_id=0
+  )[0].tolist()
   start = list(model.tokenizer.encode("it's"))
-  (new,) = Sampler(Decoder(model.config), jax.tree.map(jax.numpy.asarray, model.params)).generate([start], 24)
+  (new,) = Sampler(
+    Decoder(model.config), jax.tree.map(jax.numpy.asarray, model.params)
+  ).generate([start], 24)
   assert ids == start + new and len(set(new)) > 3
 
 
@@ -76,18 +123,31 @@ def test_shards_and_halves_load(make_model, logits, monkeypatch, tmp_path):
   monkeypatch.setattr(directory, "SHARD_BYTES", 20_000)
   for dtype in ("float32", "bfloat16"):
     diffllama.write(str(tmp_path / dtype), model, dtype)
-    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / dtype, dtype="auto", output_loading_info=True)
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+      tmp_path / dtype, dtype="auto", output_loading_info=True
+    )
     assert theirs.dtype == getattr(torch, dtype) and not any(info.values())
   assert len(list((tmp_path / "float32").glob("*.safetensors"))) > 2
-  theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "float32")
+  theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    tmp_path / "float32"
+  )
   assert_close(torch_logits(theirs, TOKENS), logits(model, TOKENS))
   rounded = diffllama.read(str(tmp_path / "bfloat16"))
-  assert_close(torch_logits(theirs.from_pretrained(tmp_path / "bfloat16", dtype=torch.float32), TOKENS), logits(rounded, TOKENS))
+  assert_close(
+    torch_logits(
+      theirs.from_pretrained(tmp_path / "bfloat16", dtype=torch.float32), TOKENS
+    ),
+    logits(rounded, TOKENS),
+  )
 
 
-@pytest.mark.parametrize("name, layout", [("DiffLlama", diffllama), ("Llama", llama)])
+@pytest.mark.parametrize(
+  "name, layout", [("DiffLlama", diffllama), ("Llama", llama)]
+)
 @pytest.mark.parametrize("tie", [True, False])
-def test_what_transformers_writes_is_read(write_tokenizer, logits, name, layout, tie, tmp_path):
+def test_what_transformers_writes_is_read(
+  write_tokenizer, logits, name, layout, tie, tmp_path
+):
   """Its shards and its config.json are read as they are; a Llama as DIFF V2 has the same logits."""
   torch.manual_seed(0)
   theirs = getattr(transformers, f"{name}ForCausalLM")(

@@ -17,8 +17,16 @@ from diffjax.training.checkpoint import Checkpoints
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-  path = train_tokenizer(["it's a test of 123 words\n\n  "] * 9, 270, tmp_path_factory.mktemp("tokenizer"))
-  return {"bytes": "bytes", "tiktoken": str(path), "json": str(path.parent / "tokenizer.json")}
+  path = train_tokenizer(
+    ["it's a test of 123 words\n\n  "] * 9,
+    270,
+    tmp_path_factory.mktemp("tokenizer"),
+  )
+  return {
+    "bytes": "bytes",
+    "tiktoken": str(path),
+    "json": str(path.parent / "tokenizer.json"),
+  }
 
 
 @pytest.mark.parametrize("kind", ["bytes", "tiktoken", "json"])
@@ -27,55 +35,97 @@ def test_there_and_back(make_model, tokenizers, kind, tmp_path):
   model = make_model("diff", tokenizer=tokenizers[kind])
   written = workdir.write(str(tmp_path / "run"), model)
   manifest.verify(epath.Path(tmp_path / "run/checkpoints/0"), 0)
-  assert written.data.tokenizer == ("bytes" if kind == "bytes" else str(tmp_path / f"run/tokenizer.{kind}"))
+  assert written.data.tokenizer == (
+    "bytes" if kind == "bytes" else str(tmp_path / f"run/tokenizer.{kind}")
+  )
   loaded = trained.load(tmp_path / "run")
-  assert loaded.config == written and loaded.tokenizer.fingerprint == model.tokenizer.fingerprint
+  assert (
+    loaded.config == written
+    and loaded.tokenizer.fingerprint == model.tokenizer.fingerprint
+  )
   jax.tree.map(np.testing.assert_array_equal, loaded.params, model.params)
 
-  diffllama.write(str(tmp_path / "out"), workdir.read(str(tmp_path / "run")), "float32")
+  diffllama.write(
+    str(tmp_path / "out"), workdir.read(str(tmp_path / "run")), "float32"
+  )
   workdir.write(str(tmp_path / "again"), diffllama.read(str(tmp_path / "out")))
   again = trained.load(tmp_path / "again")
   assert again.config.model == model.config
-  assert (again.tokenizer.vocab_size, again.tokenizer.separator) == (model.tokenizer.vocab_size, model.tokenizer.separator)
+  assert (again.tokenizer.vocab_size, again.tokenizer.separator) == (
+    model.tokenizer.vocab_size,
+    model.tokenizer.separator,
+  )
   for text in ("it's 1234 é\n\n ", "", "<|endoftext|>"):
-    assert list(again.tokenizer.encode(text)) == list(load_tokenizer(tokenizers[kind]).encode(text))
+    assert list(again.tokenizer.encode(text)) == list(
+      load_tokenizer(tokenizers[kind]).encode(text)
+    )
 
 
 @pytest.mark.parametrize("in_pieces", [True, False])
-def test_a_workdir_is_read_into_files_piece_by_piece(make_model, in_pieces, monkeypatch, tmp_path):
+def test_a_workdir_is_read_into_files_piece_by_piece(
+  make_model, in_pieces, monkeypatch, tmp_path
+):
   """What was converted, in pieces of which no axis is a multiple, and what was trained, in Orbax's other format."""
   monkeypatch.setattr("diffjax.training.checkpoint._PIECE", 999)
   model = make_model("diff", num_layers=3)
   config = Config(model=model.config, data=DataConfig(length=16))
   with Checkpoints(str(tmp_path), keep=1) as checkpoints:
-    params = model.params if in_pieces else jax.tree.map(jax.numpy.asarray, model.params)
-    checkpoints.save(0, {"params": params, "step": np.zeros((), np.int32)}, data_state={}, config=config.to_dict(), in_pieces=in_pieces)
+    params = (
+      model.params
+      if in_pieces
+      else jax.tree.map(jax.numpy.asarray, model.params)
+    )
+    checkpoints.save(
+      0,
+      {"params": params, "step": np.zeros((), np.int32)},
+      data_state={},
+      config=config.to_dict(),
+      in_pieces=in_pieces,
+    )
     checkpoints.wait()
-  assert (tmp_path / "checkpoints/0/state/manifest.ocdbt").exists() is not in_pieces
+  assert (
+    tmp_path / "checkpoints/0/state/manifest.ocdbt"
+  ).exists() is not in_pieces
   monkeypatch.setattr("diffjax.interop.layout._IN_MEMORY", 1)
   read = workdir.read(str(tmp_path))
   assert read.config == model.config
   jax.tree.map(np.testing.assert_array_equal, read.params, model.params)
-  assert all(isinstance(leaf, np.memmap) for leaf in jax.tree.leaves(read.params))
+  assert all(
+    isinstance(leaf, np.memmap) for leaf in jax.tree.leaves(read.params)
+  )
 
 
 def test_a_model_that_diverged_is_refused(make_model, tmp_path):
   model = make_model("diff")
   model.params["layers"]["ffn"]["up"][1, 2, 3] = np.nan
   workdir.write(str(tmp_path / "run"), model)
-  with pytest.raises(UserError, match="parameters that are not finite: layers/ffn/up: it has diverged"):
+  with pytest.raises(
+    UserError,
+    match="parameters that are not finite: layers/ffn/up: it has diverged",
+  ):
     workdir.read(str(tmp_path / "run"))
 
 
-def test_a_workdir_that_is_moved_takes_its_tokenizer_along(make_model, tokenizers, tmp_path):
+def test_a_workdir_that_is_moved_takes_its_tokenizer_along(
+  make_model, tokenizers, tmp_path
+):
   model = make_model("diff", tokenizer=tokenizers["json"])
   workdir.write(str(tmp_path / "run"), model)
   moved = (tmp_path / "run").rename(tmp_path / "moved")
-  assert trained.load(moved).tokenizer.fingerprint == model.tokenizer.fingerprint
+  assert (
+    trained.load(moved).tokenizer.fingerprint == model.tokenizer.fingerprint
+  )
 
 
 def test_rows_are_no_longer_than_the_model_takes(make_model, tmp_path):
-  assert workdir.write(str(tmp_path / "short"), make_model("diff_v2", max_length=32)).data.length == 32
+  assert (
+    workdir.write(
+      str(tmp_path / "short"), make_model("diff_v2", max_length=32)
+    ).data.length
+    == 32
+  )
   model = make_model("diff")
-  long = dataclasses.replace(model, config=dataclasses.replace(model.config, max_length=131_072))
+  long = dataclasses.replace(
+    model, config=dataclasses.replace(model.config, max_length=131_072)
+  )
   assert workdir.write(str(tmp_path / "long"), long).data.length == 2048

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from diffjax.config import ModelConfig, UserError
-from diffjax.model.attention import ATTENTION, Attention, DiffAttention, DiffAttentionV2, attention_class, lambda_init_schedule
+from diffjax.model.attention import (
+  ATTENTION,
+  Attention,
+  DiffAttention,
+  DiffAttentionV2,
+  attention_class,
+  lambda_init_schedule,
+)
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.diff_attention.mask import Windows
 from diffjax.ops.rope import rope
@@ -23,21 +30,37 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 def interleaved_to_halves(rows, head_dim):
   """Reorders the rows of each sub-head from (0, 1, 2, …), rotated in pairs (2j, 2j+1), to (0, 2, …, 1, 3, …), rotated (j, j + D/2)."""
-  return rows.reshape(-1, head_dim // 2, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+  return (
+    rows.reshape(-1, head_dim // 2, 2, rows.shape[-1])
+    .swapaxes(1, 2)
+    .reshape(rows.shape)
+  )
 
 
 def to_diffjax(arrays, meta):
   """PyTorch Linear weights [out, in] of the authors' layers (or their gradients) to diffjax's parameters; both are linear maps."""
-  E, H, K, D = (meta[name] for name in ("embed_dim", "num_heads", "num_kv_heads", "head_dim"))
-  M, V, out = (2, 2 * D, "out_proj") if meta["kind"] == "v1" else (1, D, "o_proj")
+  E, H, K, D = (
+    meta[name]
+    for name in ("embed_dim", "num_heads", "num_kv_heads", "head_dim")
+  )
+  M, V, out = (
+    (2, 2 * D, "out_proj") if meta["kind"] == "v1" else (1, D, "o_proj")
+  )
   params = {
-    "query": interleaved_to_halves(arrays["q_proj.weight"], D).T.reshape(E, H, 2, D),
-    "key": interleaved_to_halves(arrays["k_proj.weight"], D).T.reshape(E, K, M, D),
+    "query": interleaved_to_halves(arrays["q_proj.weight"], D).T.reshape(
+      E, H, 2, D
+    ),
+    "key": interleaved_to_halves(arrays["k_proj.weight"], D).T.reshape(
+      E, K, M, D
+    ),
     "value": arrays["v_proj.weight"].T.reshape(E, K, V),
     "out": arrays[f"{out}.weight"].T.reshape(H, V, E),
   }
   if meta["kind"] == "v1":
-    params |= {name: arrays[name] for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")}
+    params |= {
+      name: arrays[name]
+      for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+    }
     params["head_gain"] = arrays["subln.weight"]
   else:
     params["lambda_hat"] = arrays["lambda_proj.weight"].T
@@ -45,7 +68,9 @@ def to_diffjax(arrays, meta):
 
 
 def relative(got, want):
-  return np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
+  return np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(
+    want
+  )
 
 
 @pytest.mark.parametrize(
@@ -54,7 +79,13 @@ def relative(got, want):
     ("v1_gqa_depth5", "chunked"),
     ("v2_gqa", "chunked"),
     ("v1_mha_depth0", "reference"),
-    *full([("v1_gqa_depth5", "reference"), ("v2_gqa", "reference"), ("v1_mha_depth0", "chunked")]),
+    *full(
+      [
+        ("v1_gqa_depth5", "reference"),
+        ("v2_gqa", "reference"),
+        ("v1_mha_depth0", "chunked"),
+      ]
+    ),
   ],
 )
 def test_layer_equals_the_authors(name, implementation):
@@ -62,7 +93,15 @@ def test_layer_equals_the_authors(name, implementation):
   data = np.load(GOLDEN / f"{name}.npz", allow_pickle=False)
   meta = ast.literal_eval(str(data["meta"]))
   weights, gradients = (
-    to_diffjax({key.split("/", 1)[1]: data[key] for key in data.files if key.startswith(prefix)}, meta) for prefix in ("param/", "grad/")
+    to_diffjax(
+      {
+        key.split("/", 1)[1]: data[key]
+        for key in data.files
+        if key.startswith(prefix)
+      },
+      meta,
+    )
+    for prefix in ("param/", "grad/")
   )
   layer = {"v1": DiffAttention, "v2": DiffAttentionV2}[meta["kind"]](
     num_heads=meta["num_heads"],
@@ -70,17 +109,27 @@ def test_layer_equals_the_authors(name, implementation):
     head_dim=meta["head_dim"],
     rope_base=meta["rope_base"],
     norm_eps=meta["norm_eps"],
-    attention_fn=lambda *args, **kwargs: diff_attention(*args, **kwargs, implementation=implementation),
+    attention_fn=lambda *args, **kwargs: diff_attention(
+      *args, **kwargs, implementation=implementation
+    ),
   )
-  lambda_init = lambda_init_schedule(meta["depth"]) if meta["kind"] == "v1" else None
+  lambda_init = (
+    lambda_init_schedule(meta["depth"]) if meta["kind"] == "v1" else None
+  )
   params = jax.tree.map(lambda w: jnp.asarray(w, jnp.float32), weights)
 
   @jax.jit
   def output_and_gradients(params, x, dy):
-    y, vjp = jax.vjp(lambda params, x: layer.apply({"params": params}, x, lambda_init), params, x)
+    y, vjp = jax.vjp(
+      lambda params, x: layer.apply({"params": params}, x, lambda_init),
+      params,
+      x,
+    )
     return y, *vjp(dy)
 
-  y, dparams, dx = output_and_gradients(params, *(jnp.asarray(data[name], jnp.float32) for name in ("x", "dy")))
+  y, dparams, dx = output_and_gradients(
+    params, *(jnp.asarray(data[name], jnp.float32) for name in ("x", "dy"))
+  )
 
   assert relative(y, data["y"]) < 2e-6
   assert relative(dx, data["dx"]) < 2e-6
@@ -98,7 +147,9 @@ def test_stands_alone_in_a_users_module(name):
   class Mine(nn.Module):
     @nn.compact
     def __call__(self, x):
-      return ATTENTION[name](num_heads=2, head_dim=8, name="attention")(nn.Dense(32)(x), lambda_init=0.8)
+      return ATTENTION[name](num_heads=2, head_dim=8, name="attention")(
+        nn.Dense(32)(x), lambda_init=0.8
+      )
 
   x = jax.random.normal(jax.random.key(0), (2, 6, 16))
   y, variables = jax.jit(Mine().init_with_output)(jax.random.key(1), x)
@@ -106,27 +157,47 @@ def test_stands_alone_in_a_users_module(name):
   G, M, wide = VARIANTS[name].sizes
   shapes = jax.tree.map(jnp.shape, variables["params"]["attention"])
   size = dict(E=32, H=2, K=2, G=G, M=M, D=8, V=8 * wide, U=8 * wide)
-  want = {"query": "EHGD", "key": "EKMD", "value": "EKV", "out": "HVE", **VARIANTS[name].extra}
+  want = {
+    "query": "EHGD",
+    "key": "EKMD",
+    "value": "EKV",
+    "out": "HVE",
+    **VARIANTS[name].extra,
+  }
   if ATTENTION[name].head_norm:
     want["head_gain"] = "V"
-  assert shapes == {name: tuple(size[axis] for axis in axes) for name, axes in want.items()}
+  assert shapes == {
+    name: tuple(size[axis] for axis in axes) for name, axes in want.items()
+  }
 
 
 @pytest.mark.parametrize(
   "fields, message",
   [
-    (dict(attention="diff_v3"), "config.model.attention = 'diff_v3': must be one of softmax, diff, diff_v2"),
+    (
+      dict(attention="diff_v3"),
+      "config.model.attention = 'diff_v3': must be one of softmax, diff, diff_v2",
+    ),
     (
       dict(attention="softmax", lambda_init=0.8),
       "config.model.lambda_init = 0.8: only attention = 'diff'.* has a λ_init; leave it None for",
     ),
-    (dict(attention="softmax", num_noise_heads=2), "config.model.num_noise_heads = 2: 'softmax' has no noise map; leave it None"),
+    (
+      dict(attention="softmax", num_noise_heads=2),
+      "config.model.num_noise_heads = 2: 'softmax' has no noise map; leave it None",
+    ),
     (
       dict(attention="diff_v2", lambda_init_offset=1),
       "config.model.lambda_init_offset = 1: only attention = 'diff'.* has a λ_init; leave it 0",
     ),
-    (dict(attention="dex", lambda_init=0.0), "config.model.lambda_init = 0.0: must not be 0 for 'dex'"),
-    (dict(attention="diff_per_token", lambda_init=1.5), "config.model.lambda_init = 1.5: must lie between 0 and 1"),
+    (
+      dict(attention="dex", lambda_init=0.0),
+      "config.model.lambda_init = 0.0: must not be 0 for 'dex'",
+    ),
+    (
+      dict(attention="diff_per_token", lambda_init=1.5),
+      "config.model.lambda_init = 1.5: must lie between 0 and 1",
+    ),
   ],
 )
 def test_a_layer_that_there_is_not(fields, message):
@@ -137,27 +208,62 @@ def test_a_layer_that_there_is_not(fields, message):
 @pytest.mark.parametrize(
   "name, fields, message",
   [
-    ("softmax", dict(num_noise_heads=2), "num_noise_heads must be None for Attention, which has one map; got 2"),
-    ("diff", dict(num_noise_heads=3), "num_noise_heads must divide num_heads = 4, or be None for one a head; got 3"),
-    ("diff", dict(num_noise_heads=0), "num_noise_heads must divide num_heads = 4, or be None for one a head; got 0"),
-    ("diff_v2", dict(rope_dim=10), "rope_dim must be even, 2 to head_dim = 8, or None for all; got 10"),
-    ("diff_v2", dict(rope_dim=3), "rope_dim must be even, 2 to head_dim = 8, or None for all; got 3"),
+    (
+      "softmax",
+      dict(num_noise_heads=2),
+      "num_noise_heads must be None for Attention, which has one map; got 2",
+    ),
+    (
+      "diff",
+      dict(num_noise_heads=3),
+      "num_noise_heads must divide num_heads = 4, or be None for one a head; got 3",
+    ),
+    (
+      "diff",
+      dict(num_noise_heads=0),
+      "num_noise_heads must divide num_heads = 4, or be None for one a head; got 0",
+    ),
+    (
+      "diff_v2",
+      dict(rope_dim=10),
+      "rope_dim must be even, 2 to head_dim = 8, or None for all; got 10",
+    ),
+    (
+      "diff_v2",
+      dict(rope_dim=3),
+      "rope_dim must be even, 2 to head_dim = 8, or None for all; got 3",
+    ),
   ],
 )
-def test_a_layer_alone_refuses_sizes_that_do_not_go_together(name, fields, message):
+def test_a_layer_alone_refuses_sizes_that_do_not_go_together(
+  name, fields, message
+):
   with pytest.raises(ValueError, match=message):
-    jax.eval_shape(ATTENTION[name](num_heads=4, head_dim=8, **fields).init, jax.random.key(0), jnp.zeros((1, 4, 16)), 0.5)
+    jax.eval_shape(
+      ATTENTION[name](num_heads=4, head_dim=8, **fields).init,
+      jax.random.key(0),
+      jnp.zeros((1, 4, 16)),
+      0.5,
+    )
 
 
 def test_lambda_init_schedule_is_the_papers():
-  np.testing.assert_allclose(lambda_init_schedule(jnp.arange(5)), [0.2, 0.3555, 0.4707, 0.5561, 0.6193], atol=5e-5)
+  np.testing.assert_allclose(
+    lambda_init_schedule(jnp.arange(5)),
+    [0.2, 0.3555, 0.4707, 0.5561, 0.6193],
+    atol=5e-5,
+  )
 
 
 def test_diff_needs_lambda_init():
   with pytest.raises(ValueError, match="lambda_init_schedule"):
-    DiffAttention(num_heads=2, head_dim=8).init(jax.random.key(0), jnp.zeros((1, 4, 16)))
+    DiffAttention(num_heads=2, head_dim=8).init(
+      jax.random.key(0), jnp.zeros((1, 4, 16))
+    )
   with pytest.raises(ValueError, match="DexAttention needs lambda_init"):
-    ATTENTION["dex"](num_heads=2, head_dim=8).init(jax.random.key(0), jnp.zeros((1, 4, 16)))
+    ATTENTION["dex"](num_heads=2, head_dim=8).init(
+      jax.random.key(0), jnp.zeros((1, 4, 16))
+    )
 
 
 def test_dex_is_attention_with_another_output_projection():
@@ -168,14 +274,33 @@ def test_dex_is_attention_with_another_output_projection():
   dex, plain = ATTENTION["dex"](**sizes), Attention(**sizes)
   start = dex.init(jax.random.key(0), x, 0.7)["params"]
   assert not start["dex_matrix"].any() and not start["dex_lambda"].any()
-  slope = jax.jit(jax.grad(lambda params: (dex.apply({"params": params}, x, 0.7) ** 2).sum()))(start)
-  assert jnp.abs(slope["dex_matrix"]).min() > 0 and not slope["dex_lambda"].any()
+  slope = jax.jit(
+    jax.grad(lambda params: (dex.apply({"params": params}, x, 0.7) ** 2).sum())
+  )(start)
+  assert (
+    jnp.abs(slope["dex_matrix"]).min() > 0 and not slope["dex_lambda"].any()
+  )
 
-  params = start | {"dex_matrix": rng.normal(size=(5, 5)).astype(np.float32), "dex_lambda": np.float32([0.4, -0.7, 0.0, 1.1])}
+  params = start | {
+    "dex_matrix": rng.normal(size=(5, 5)).astype(np.float32),
+    "dex_lambda": np.float32([0.4, -0.7, 0.0, 1.1]),
+  }
   lam = 0.7 + params["dex_lambda"].astype(np.float64)
-  out = [(np.eye(5) - lam[h] * params["dex_matrix"]) @ np.asarray(start["out"][h], np.float64) for h in range(4)]
-  folded = {name: start[name] for name in ("query", "key", "value")} | {"out": jnp.asarray(np.stack(out), jnp.float32)}
-  assert relative(jax.jit(dex.apply)({"params": params}, x, 0.7), jax.jit(plain.apply)({"params": folded}, x)) < 2e-6
+  out = [
+    (np.eye(5) - lam[h] * params["dex_matrix"])
+    @ np.asarray(start["out"][h], np.float64)
+    for h in range(4)
+  ]
+  folded = {name: start[name] for name in ("query", "key", "value")} | {
+    "out": jnp.asarray(np.stack(out), jnp.float32)
+  }
+  assert (
+    relative(
+      jax.jit(dex.apply)({"params": params}, x, 0.7),
+      jax.jit(plain.apply)({"params": folded}, x),
+    )
+    < 2e-6
+  )
 
 
 def test_head_norm_is_a_field_of_every_layer():
@@ -185,7 +310,9 @@ def test_head_norm_is_a_field_of_every_layer():
     outputs = {}
     for head_norm in (True, False):
       layer = cls(num_heads=2, head_dim=4, head_norm=head_norm)
-      outputs[head_norm], variables = jax.jit(layer.init_with_output)(jax.random.key(1), x, 0.5)
+      outputs[head_norm], variables = jax.jit(layer.init_with_output)(
+        jax.random.key(1), x, 0.5
+      )
       assert ("head_gain" in variables["params"]) is head_norm
     assert not np.allclose(outputs[True], outputs[False])
 
@@ -193,8 +320,13 @@ def test_head_norm_is_a_field_of_every_layer():
 def test_the_heads_norm_has_the_models_epsilon():
   """An ε that outweighs every mean square leaves the heads' outputs over √ε."""
   x = jax.random.normal(jax.random.key(0), (1, 8, 16))
-  layers = [DiffAttention(num_heads=2, head_dim=4, norm_eps=eps) for eps in (1e6, 4e6)]
-  outputs = [jax.jit(layer.init_with_output)(jax.random.key(1), x, 0.5)[0] for layer in layers]
+  layers = [
+    DiffAttention(num_heads=2, head_dim=4, norm_eps=eps) for eps in (1e6, 4e6)
+  ]
+  outputs = [
+    jax.jit(layer.init_with_output)(jax.random.key(1), x, 0.5)[0]
+    for layer in layers
+  ]
   assert relative(outputs[0], 2 * outputs[1]) < 1e-5
 
 
@@ -205,23 +337,45 @@ def test_first_layer_without_difference_is_attention():
   params = dict(jax.jit(diff.init)(jax.random.key(1), x, 0.0)["params"])
   for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
     params[name] = jnp.zeros(4)
-  changed = params | {"query": params["query"].at[:, :, 1].add(1.0), "key": params["key"].at[:, :, 1].add(1.0)}
+  changed = params | {
+    "query": params["query"].at[:, :, 1].add(1.0),
+    "key": params["key"].at[:, :, 1].add(1.0),
+  }
   apply = jax.jit(diff.apply)
-  np.testing.assert_array_equal(apply({"params": params}, x, 0.0), apply({"params": changed}, x, 0.0))
+  np.testing.assert_array_equal(
+    apply({"params": params}, x, 0.0), apply({"params": changed}, x, 0.0)
+  )
 
 
 def test_without_the_sigmoid_v2s_lambda_is_its_logit():
   """Parameters are the same; the share of the second map is x W_λ, which grows with W_λ beyond 1."""
   x = jax.random.normal(jax.random.key(0), (1, 6, 16))
-  layers = [ATTENTION[name](num_heads=2, head_dim=4) for name in ("diff_v2", "diff_v2_linear")]
+  layers = [
+    ATTENTION[name](num_heads=2, head_dim=4)
+    for name in ("diff_v2", "diff_v2_linear")
+  ]
   params = jax.jit(layers[0].init)(jax.random.key(1), x)["params"]
-  (_, v2), (once, linear) = (jax.jit(functools.partial(layer.apply, mutable=["metrics"]))({"params": params}, x) for layer in layers)
+  (_, v2), (once, linear) = (
+    jax.jit(functools.partial(layer.apply, mutable=["metrics"]))(
+      {"params": params}, x
+    )
+    for layer in layers
+  )
   logits = x @ params["lambda_hat"]
-  np.testing.assert_allclose(v2["metrics"]["lambda"][0], jnp.mean(jax.nn.sigmoid(logits)), rtol=1e-5)
-  np.testing.assert_allclose(linear["metrics"]["lambda"][0], jnp.mean(logits), rtol=1e-5)
+  np.testing.assert_allclose(
+    v2["metrics"]["lambda"][0], jnp.mean(jax.nn.sigmoid(logits)), rtol=1e-5
+  )
+  np.testing.assert_allclose(
+    linear["metrics"]["lambda"][0], jnp.mean(logits), rtol=1e-5
+  )
   apply = jax.jit(layers[1].apply)
-  none, thrice = (apply({"params": params | {"lambda_hat": scale * params["lambda_hat"]}}, x) for scale in (0.0, 3.0))
-  np.testing.assert_allclose(thrice - none, 3 * (once - none), rtol=1e-3, atol=1e-5)
+  none, thrice = (
+    apply({"params": params | {"lambda_hat": scale * params["lambda_hat"]}}, x)
+    for scale in (0.0, 3.0)
+  )
+  np.testing.assert_allclose(
+    thrice - none, 3 * (once - none), rtol=1e-3, atol=1e-5
+  )
 
 
 def test_the_last_numbers_of_a_head_are_rotated():
@@ -229,25 +383,41 @@ def test_the_last_numbers_of_a_head_are_rotated():
   x = jax.random.normal(jax.random.key(0), (1, 6, 16))
   layer = DiffAttention(num_heads=2, head_dim=8, rope_dim=4, value_dim=5)
   params = jax.jit(layer.init)(jax.random.key(1), x, 0.3)["params"]
-  assert params["value"].shape == (16, 2, 5) and params["out"].shape == (2, 5, 16) and params["head_gain"].shape == (5,)
-  _, captured = layer.apply({"params": params}, x, 0.3, mutable=["intermediates"])
+  assert (
+    params["value"].shape == (16, 2, 5)
+    and params["out"].shape == (2, 5, 16)
+    and params["head_gain"].shape == (5,)
+  )
+  _, captured = layer.apply(
+    {"params": params}, x, 0.3, mutable=["intermediates"]
+  )
   for name, letter in (("query", "H"), ("key", "K")):
     (got,) = captured["intermediates"][name]
     still = jnp.einsum(f"BTE,E{letter}GD->BT{letter}GD", x, params[name])
     np.testing.assert_array_equal(got[..., :4], still[..., :4])
-    np.testing.assert_allclose(got[..., 4:], rope(still[..., 4:], jnp.arange(6)[None]), atol=1e-6)
+    np.testing.assert_allclose(
+      got[..., 4:], rope(still[..., 4:], jnp.arange(6)[None]), atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name, kv_heads", [("diff", 2), ("diff_v2", 1)])
 def test_shared_noise_maps_are_repeated_ones_that_stay_tied(name, kv_heads):
   """Grouped differential attention (arXiv:2510.06949): the layer whose noise rows of W_q are repeated, and its gradient summed up."""
   x = jax.random.normal(jax.random.key(0), (2, 9, 16))
-  grouped = ATTENTION[name](num_heads=6, num_noise_heads=2, num_kv_heads=kv_heads, head_dim=4)
+  grouped = ATTENTION[name](
+    num_heads=6, num_noise_heads=2, num_kv_heads=kv_heads, head_dim=4
+  )
   single = grouped.clone(num_noise_heads=None)
   params = jax.jit(grouped.init)(jax.random.key(1), x, 0.3)["params"]
   assert params["query"].shape == (16, 2, 4, 4) and params["out"].shape[0] == 6
   signal, noise = params["query"][:, :, :3], params["query"][:, :, 3:]
-  repeated = jnp.concatenate([signal[:, :, :, None], jnp.broadcast_to(noise[:, :, :, None], (16, 2, 3, 1, 4))], axis=3).reshape(16, 6, 2, 4)
+  repeated = jnp.concatenate(
+    [
+      signal[:, :, :, None],
+      jnp.broadcast_to(noise[:, :, :, None], (16, 2, 3, 1, 4)),
+    ],
+    axis=3,
+  ).reshape(16, 6, 2, 4)
 
   def run(layer, query):
     def loss(query):
@@ -256,36 +426,63 @@ def test_shared_noise_maps_are_repeated_ones_that_stay_tied(name, kv_heads):
 
     return jax.jit(jax.grad(loss, has_aux=True))(query)
 
-  (own, got), (each, want) = run(grouped, params["query"]), run(single, repeated)
+  (own, got), (each, want) = (
+    run(grouped, params["query"]),
+    run(single, repeated),
+  )
   np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
   each = each.reshape(16, 2, 3, 2, 4)
-  np.testing.assert_allclose(own[:, :, :3], each[:, :, :, 0], rtol=1e-4, atol=1e-6)
-  np.testing.assert_allclose(own[:, :, 3], each[:, :, :, 1].sum(axis=2), rtol=1e-4, atol=1e-6)
+  np.testing.assert_allclose(
+    own[:, :, :3], each[:, :, :, 0], rtol=1e-4, atol=1e-6
+  )
+  np.testing.assert_allclose(
+    own[:, :, 3], each[:, :, :, 1].sum(axis=2), rtol=1e-4, atol=1e-6
+  )
 
 
 def dense(visible, q, k, v, lam, **_):
   """Attention whose mask is given, whatever the layer asks for."""
   k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-  scores = jnp.einsum("BTHGD,BSHGD->BHGTS", q, jnp.broadcast_to(k, (*k.shape[:3], *q.shape[3:]))) * q.shape[-1] ** -0.5
+  scores = (
+    jnp.einsum(
+      "BTHGD,BSHGD->BHGTS", q, jnp.broadcast_to(k, (*k.shape[:3], *q.shape[3:]))
+    )
+    * q.shape[-1] ** -0.5
+  )
   maps = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
   weights = maps[:, :, 0]
   if lam is not None:
-    weights -= jnp.moveaxis(jnp.broadcast_to(lam, q.shape[:3]), 1, 2)[..., None] * maps[:, :, 1]
+    weights -= (
+      jnp.moveaxis(jnp.broadcast_to(lam, q.shape[:3]), 1, 2)[..., None]
+      * maps[:, :, 1]
+    )
   return jnp.einsum("BHTS,BSHV->BTHV", weights, v)
 
 
 @pytest.mark.parametrize("name", ATTENTION)
-@pytest.mark.parametrize("causal, window", [(True, 3), (False, None), (False, 3)])
+@pytest.mark.parametrize(
+  "causal, window", [(True, 3), (False, None), (False, 3)]
+)
 def test_mask_fields(name, causal, window):
   """Against a mask that is written out."""
-  x, distance = jax.random.normal(jax.random.key(0), (2, 9, 16)), np.subtract.outer(np.arange(9), np.arange(9))
+  x, distance = (
+    jax.random.normal(jax.random.key(0), (2, 9, 16)),
+    np.subtract.outer(np.arange(9), np.arange(9)),
+  )
   visible = (distance >= 0) | (not causal)
   if window:
     visible &= abs(distance) < window
-  layer = ATTENTION[name](num_heads=4, num_kv_heads=2, head_dim=4, causal=causal, window=window)
+  layer = ATTENTION[name](
+    num_heads=4, num_kv_heads=2, head_dim=4, causal=causal, window=window
+  )
   params = jax.jit(layer.init)(jax.random.key(1), x, 0.3)["params"]
-  masked = layer.clone(causal=True, window=None, attention_fn=functools.partial(dense, visible))
-  got, want = (jax.jit(module.apply)({"params": params}, x, 0.3) for module in (layer, masked))
+  masked = layer.clone(
+    causal=True, window=None, attention_fn=functools.partial(dense, visible)
+  )
+  got, want = (
+    jax.jit(module.apply)({"params": params}, x, 0.3)
+    for module in (layer, masked)
+  )
   np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -293,8 +490,15 @@ def test_mask_fields(name, causal, window):
 def test_a_window_that_data_choose_takes_the_place_of_the_layers_own(name):
   x = jax.random.normal(jax.random.key(0), (2, 9, 16))
   layer = ATTENTION[name](num_heads=4, num_kv_heads=2, head_dim=4, window=5)
-  params, sizes = jax.jit(layer.init)(jax.random.key(1), x, 0.3)["params"], (3, None)
-  chosen = jax.jit(lambda which: layer.apply({"params": params}, x, 0.3, window=Windows(sizes, which)))
+  params, sizes = (
+    jax.jit(layer.init)(jax.random.key(1), x, 0.3)["params"],
+    (3, None),
+  )
+  chosen = jax.jit(
+    lambda which: layer.apply(
+      {"params": params}, x, 0.3, window=Windows(sizes, which)
+    )
+  )
   for which, size in enumerate(sizes):
     want = layer.clone(window=size).apply({"params": params}, x, 0.3)
     np.testing.assert_allclose(chosen(which), want, rtol=1e-5, atol=1e-6)
@@ -303,21 +507,39 @@ def test_a_window_that_data_choose_takes_the_place_of_the_layers_own(name):
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_without_rope_and_causality_order_does_not_matter(name):
-  x, order = jax.random.normal(jax.random.key(0), (1, 9, 16)), np.random.default_rng(0).permutation(9)
+  x, order = (
+    jax.random.normal(jax.random.key(0), (1, 9, 16)),
+    np.random.default_rng(0).permutation(9),
+  )
   layer = ATTENTION[name](num_heads=2, head_dim=4, rope=False, causal=False)
   params = jax.jit(layer.init)(jax.random.key(1), x, 0.3)["params"]
   apply = jax.jit(layer.apply)
-  np.testing.assert_allclose(apply({"params": params}, x[:, order], 0.3), apply({"params": params}, x, 0.3)[:, order], rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(
+    apply({"params": params}, x[:, order], 0.3),
+    apply({"params": params}, x, 0.3)[:, order],
+    rtol=1e-4,
+    atol=1e-5,
+  )
   rotated = jax.jit(layer.clone(rope=True).apply)
-  assert not np.allclose(rotated({"params": params}, x[:, order], 0.3), rotated({"params": params}, x, 0.3)[:, order], atol=1e-3)
+  assert not np.allclose(
+    rotated({"params": params}, x[:, order], 0.3),
+    rotated({"params": params}, x, 0.3)[:, order],
+    atol=1e-3,
+  )
 
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_projection_biases_are_the_weights_of_an_input_of_ones(name):
   E, x = 16, jax.random.normal(jax.random.key(0), (1, 9, 16))
-  layer = ATTENTION[name](num_heads=4, num_kv_heads=2, head_dim=4, projection_biases=True)
+  layer = ATTENTION[name](
+    num_heads=4, num_kv_heads=2, head_dim=4, projection_biases=True
+  )
   params = jax.jit(layer.init)(jax.random.key(1), x, 0.3)["params"]
-  biases = {key: jax.random.normal(jax.random.key(2), leaf.shape) for key, leaf in params.items() if key.endswith("_bias")}
+  biases = {
+    key: jax.random.normal(jax.random.key(2), leaf.shape)
+    for key, leaf in params.items()
+    if key.endswith("_bias")
+  }
   assert biases.keys() == {"query_bias", "key_bias", "value_bias", "out_bias"}
   got = jax.jit(layer.apply)({"params": params | biases}, x, 0.3)
 
@@ -326,11 +548,22 @@ def test_projection_biases_are_the_weights_of_an_input_of_ones(name):
       return jnp.concatenate([leaf, biases[f"{key}_bias"][None]])
     if key == "out":
       return jnp.pad(leaf, [(0, 0), (0, 0), (0, 1)])
-    return jnp.pad(leaf, [(0, 1)] + [(0, 0)] * (leaf.ndim - 1)) if leaf.shape[0] == E else leaf
+    return (
+      jnp.pad(leaf, [(0, 1)] + [(0, 0)] * (leaf.ndim - 1))
+      if leaf.shape[0] == E
+      else leaf
+    )
 
-  wide = {key: widened(key, leaf) for key, leaf in params.items() if key not in biases}
+  wide = {
+    key: widened(key, leaf) for key, leaf in params.items() if key not in biases
+  }
   ones = jnp.concatenate([x, jnp.ones((1, 9, 1))], axis=-1)
-  want = jax.jit(layer.clone(projection_biases=False).apply)({"params": wide}, ones, 0.3)[..., :E] + biases["out_bias"]
+  want = (
+    jax.jit(layer.clone(projection_biases=False).apply)(
+      {"params": wide}, ones, 0.3
+    )[..., :E]
+    + biases["out_bias"]
+  )
   np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -344,59 +577,120 @@ def test_a_layer_that_reads_keys_and_values_has_none_of_its_own(name):
     given[:] = k, v
     return diff_attention(q, k, v, lam, **mask)
 
-  layer = ATTENTION[name](num_heads=4, num_kv_heads=2, head_dim=4, projection_biases=True, window=4)
+  layer = ATTENTION[name](
+    num_heads=4, num_kv_heads=2, head_dim=4, projection_biases=True, window=4
+  )
   own = layer.clone(attention_fn=attend)
   params = jax.jit(layer.init)(jax.random.key(1), x, 0.3)["params"]
-  params = {key: jax.random.normal(jax.random.key(2), leaf.shape) if key.endswith("_bias") else leaf for key, leaf in params.items()}
+  params = {
+    key: jax.random.normal(jax.random.key(2), leaf.shape)
+    if key.endswith("_bias")
+    else leaf
+    for key, leaf in params.items()
+  }
   want = own.apply({"params": params}, x, 0.3)
-  made, variables = layer.init_with_output(jax.random.key(1), x, 0.3, keys_values=(*given,))
-  assert params.keys() - variables["params"].keys() == {"key", "key_bias", "value", "value_bias"} and made.shape == x.shape
+  made, variables = layer.init_with_output(
+    jax.random.key(1), x, 0.3, keys_values=(*given,)
+  )
+  assert (
+    params.keys() - variables["params"].keys()
+    == {"key", "key_bias", "value", "value_bias"}
+    and made.shape == x.shape
+  )
   few = {key: params[key] for key in variables["params"]}
-  cross = jax.jit(lambda x, keys_values: layer.apply({"params": few}, x, 0.3, keys_values=keys_values))
+  cross = jax.jit(
+    lambda x, keys_values: layer.apply(
+      {"params": few}, x, 0.3, keys_values=keys_values
+    )
+  )
   np.testing.assert_allclose(cross(x, (*given,)), want, rtol=1e-5, atol=1e-6)
   own.apply({"params": params}, other, 0.3)
   k, v = given
-  influence = jax.grad(lambda k, v: cross(x, (k, v))[0, 6].sum(), argnums=(0, 1))(k, v)
-  assert [sorted({*np.nonzero(gradient)[1].tolist()}) for gradient in influence] == [[3, 4, 5, 6]] * 2  # the window's, of its own row
+  influence = jax.grad(
+    lambda k, v: cross(x, (k, v))[0, 6].sum(), argnums=(0, 1)
+  )(k, v)
+  assert [
+    sorted({*np.nonzero(gradient)[1].tolist()}) for gradient in influence
+  ] == [[3, 4, 5, 6]] * 2  # the window's, of its own row
   assert not any(gradient[1].any() for gradient in influence)
   assert not np.allclose(cross(x, (k, v)), want, atol=1e-2)
-  with pytest.raises(ValueError, match=r"keys_values must be \[B, T, 2, \d\] in the axes B T K V; got shape \(2, 9, 1, "):
+  with pytest.raises(
+    ValueError,
+    match=r"keys_values must be \[B, T, 2, \d\] in the axes B T K V; got shape \(2, 9, 1, ",
+  ):
     cross(x, (k, v[:, :, :1]))
 
 
 def test_lambda_per_token_starts_from_lambda_init():
   """Where W_λ is 0 it is version 1 with λ = λ_init; elsewhere λ is sigmoid(x W_λ + log(λ_init / (1 − λ_init)))."""
   x, constant = jax.random.normal(jax.random.key(0), (1, 6, 16)), 0.3
-  layers = [ATTENTION[name](num_heads=2, head_dim=4) for name in ("diff_per_token", "diff")]
+  layers = [
+    ATTENTION[name](num_heads=2, head_dim=4)
+    for name in ("diff_per_token", "diff")
+  ]
   params = jax.jit(layers[0].init)(jax.random.key(1), x, constant)["params"]
   w = params.pop("lambda_hat")
-  vectors = {name: jnp.zeros(4) for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")}
-  got = jax.jit(layers[0].apply)({"params": params | {"lambda_hat": 0 * w}}, x, constant)
-  np.testing.assert_allclose(got, jax.jit(layers[1].apply)({"params": params | vectors}, x, constant), rtol=1e-5, atol=1e-6)
-  _, variables = jax.jit(functools.partial(layers[0].apply, mutable=["metrics"]))({"params": params | {"lambda_hat": w}}, x, constant)
+  vectors = {
+    name: jnp.zeros(4)
+    for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+  }
+  got = jax.jit(layers[0].apply)(
+    {"params": params | {"lambda_hat": 0 * w}}, x, constant
+  )
+  np.testing.assert_allclose(
+    got,
+    jax.jit(layers[1].apply)({"params": params | vectors}, x, constant),
+    rtol=1e-5,
+    atol=1e-6,
+  )
+  _, variables = jax.jit(
+    functools.partial(layers[0].apply, mutable=["metrics"])
+  )({"params": params | {"lambda_hat": w}}, x, constant)
   want = 1 / (1 + np.exp(-np.asarray(x @ w)) * (1 - constant) / constant)
   assert want.std() > 0.05
-  np.testing.assert_allclose(variables["metrics"]["lambda"][0], want.mean(), rtol=1e-5)
+  np.testing.assert_allclose(
+    variables["metrics"]["lambda"][0], want.mean(), rtol=1e-5
+  )
 
 
 def test_a_gate_weighs_each_number_of_the_heads_outputs():
   x = jax.random.normal(jax.random.key(0), (1, 6, 16))
-  gated, plain = (ATTENTION[name](num_heads=4, head_dim=4) for name in ("gated", "softmax"))
+  gated, plain = (
+    ATTENTION[name](num_heads=4, head_dim=4) for name in ("gated", "softmax")
+  )
   params = jax.jit(gated.init)(jax.random.key(1), x)["params"]
   w, eye = params["head_gate"], jnp.eye(16).reshape(4, 4, 16)
-  ungated = {key: leaf for key, leaf in params.items() if key != "head_gate"} | {"out": eye}
-  heads = jax.jit(plain.apply)({"params": ungated}, x)  # before the output projection
-  want = heads / (1 + np.exp(-np.einsum("bte,ehv->bthv", x, w).reshape(1, 6, 16)))
-  np.testing.assert_allclose(jax.jit(gated.apply)({"params": {**params, "out": eye}}, x), want, rtol=1e-5, atol=1e-6)
+  ungated = {
+    key: leaf for key, leaf in params.items() if key != "head_gate"
+  } | {"out": eye}
+  heads = jax.jit(plain.apply)(
+    {"params": ungated}, x
+  )  # before the output projection
+  want = heads / (
+    1 + np.exp(-np.einsum("bte,ehv->bthv", x, w).reshape(1, 6, 16))
+  )
+  np.testing.assert_allclose(
+    jax.jit(gated.apply)({"params": {**params, "out": eye}}, x),
+    want,
+    rtol=1e-5,
+    atol=1e-6,
+  )
 
 
 def test_queries_and_keys_after_rope_can_be_captured():
   x = jax.random.normal(jax.random.key(0), (1, 6, 16))
   layer = DiffAttention(num_heads=2, head_dim=4)
   params = jax.jit(layer.init)(jax.random.key(1), x, 0.2)["params"]
-  _, captured = jax.jit(functools.partial(layer.apply, mutable=["intermediates"]))({"params": params}, x, 0.2)
-  (q,), (k,) = captured["intermediates"]["query"], captured["intermediates"]["key"]
+  _, captured = jax.jit(
+    functools.partial(layer.apply, mutable=["intermediates"])
+  )({"params": params}, x, 0.2)
+  (q,), (k,) = (
+    captured["intermediates"]["query"],
+    captured["intermediates"]["key"],
+  )
   assert q.shape == (1, 6, 2, 2, 4) and k.shape == (1, 6, 2, 2, 4)
   unrotated = jnp.einsum("BTE,EHGD->BTHGD", x, params["query"])
-  np.testing.assert_allclose(q[:, 0], unrotated[:, 0], rtol=1e-6)  # position 0 is not rotated
+  np.testing.assert_allclose(
+    q[:, 0], unrotated[:, 0], rtol=1e-6
+  )  # position 0 is not rotated
   assert not np.allclose(q[:, 1], unrotated[:, 1])

@@ -20,13 +20,24 @@ from diffjax.ops.diff_attention import diff_attention
 from tests.tiers import full
 from tests.variants import models
 
-CONFIG = ModelConfig(vocab_size=64, num_layers=3, embed_dim=32, num_heads=2, num_kv_heads=2, head_dim=8, ffn_dim=48, max_length=32)
+CONFIG = ModelConfig(
+  vocab_size=64,
+  num_layers=3,
+  embed_dim=32,
+  num_heads=2,
+  num_kv_heads=2,
+  head_dim=8,
+  ffn_dim=48,
+  max_length=32,
+)
 VARIANTS = models(CONFIG)
 
 
 @functools.cache
 def init(config):
-  return jax.jit(Decoder(config).init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+  return jax.jit(Decoder(config).init)(
+    jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
+  )["params"]
 
 
 def tokens(shape, seed=1):
@@ -35,7 +46,9 @@ def tokens(shape, seed=1):
 
 @functools.partial(jax.jit, static_argnums=0)
 def apply(config, params, *args, **kwargs):
-  return logits(params, Decoder(config).apply({"params": params}, *args, **kwargs))
+  return logits(
+    params, Decoder(config).apply({"params": params}, *args, **kwargs)
+  )
 
 
 def scans(config, params, ids):
@@ -66,25 +79,39 @@ def test_parameter_layout():
       "ffn_norm": (L, E),
     },
   }
-  assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(init(CONFIG)))
-  assert "unembedding" in init(dataclasses.replace(CONFIG, tie_embeddings=False))
+  assert all(
+    leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(init(CONFIG))
+  )
+  assert "unembedding" in init(
+    dataclasses.replace(CONFIG, tie_embeddings=False)
+  )
 
 
 def test_diff_equals_its_twin_in_parameters_but_for_lambda_and_gains():
   def count(params, without=()):
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    return sum(leaf.size for path, leaf in leaves if path[-1].key not in without)
+    return sum(
+      leaf.size for path, leaf in leaves if path[-1].key not in without
+    )
 
   extras = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "head_gain")
   diff, twin = init(CONFIG), init(VARIANTS["softmax"])
   assert count(diff, without=extras) == count(twin)
-  assert count(diff) - count(twin) == CONFIG.num_layers * (4 * CONFIG.head_dim + 2 * CONFIG.head_dim)
+  assert count(diff) - count(twin) == CONFIG.num_layers * (
+    4 * CONFIG.head_dim + 2 * CONFIG.head_dim
+  )
 
 
-@pytest.mark.parametrize("remat", ["full", "none"])  # scanned; and unrolled, on a CPU
+@pytest.mark.parametrize(
+  "remat", ["full", "none"]
+)  # scanned; and unrolled, on a CPU
 def test_lambda_init_is_each_layers_own(remat):
   """Against a decoder written as a Python loop over layers; with layer 0's λ_init everywhere the logits differ."""
-  params, ids, config = init(CONFIG), tokens((2, 16)), dataclasses.replace(CONFIG, remat=remat)
+  params, ids, config = (
+    init(CONFIG),
+    tokens((2, 16)),
+    dataclasses.replace(CONFIG, remat=remat),
+  )
   assert scans(config, params, ids) == (remat == "full")
 
   @functools.partial(jax.jit, static_argnums=0)
@@ -94,12 +121,18 @@ def test_lambda_init_is_each_layers_own(remat):
     positions = jnp.broadcast_to(jnp.arange(16), (2, 16))
     for layer in range(CONFIG.num_layers):
       weights = jax.tree.map(operator.itemgetter(layer), params["layers"])
-      x, _ = block.apply({"params": weights}, x, lambda_init_of(layer), 0, None, positions)
-    return logits(params, decoder.rms_norm(x, params["final_norm"], CONFIG.norm_eps))
+      x, _ = block.apply(
+        {"params": weights}, x, lambda_init_of(layer), 0, None, positions
+      )
+    return logits(
+      params, decoder.rms_norm(x, params["final_norm"], CONFIG.norm_eps)
+    )
 
   found = apply(config, params, ids)
   np.testing.assert_allclose(found, looped(lambda_init_schedule), atol=1e-5)
-  assert np.abs(found - looped(lambda layer: lambda_init_schedule(0))).max() > 1e-3
+  assert (
+    np.abs(found - looped(lambda layer: lambda_init_schedule(0))).max() > 1e-3
+  )
 
 
 def test_many_layers_are_scanned():
@@ -109,30 +142,57 @@ def test_many_layers_are_scanned():
 
 
 def test_lambda_init_is_the_schedule_or_a_constant():
-  np.testing.assert_allclose(lambda_inits(CONFIG), [0.2, 0.3555, 0.4707], atol=5e-5)
+  np.testing.assert_allclose(
+    lambda_inits(CONFIG), [0.2, 0.3555, 0.4707], atol=5e-5
+  )
   for constant in (0.5, 0.0):
-    np.testing.assert_allclose(lambda_inits(dataclasses.replace(CONFIG, lambda_init=constant)), [constant] * 3)
+    np.testing.assert_allclose(
+      lambda_inits(dataclasses.replace(CONFIG, lambda_init=constant)),
+      [constant] * 3,
+    )
 
 
 def test_lambda_init_lags_behind():
   """Motif's first layer has 0.8 − 0.6·exp(0.3)."""
   config = dataclasses.replace(CONFIG, lambda_init_offset=1)
-  np.testing.assert_allclose(lambda_inits(config), [-0.00992, 0.2, 0.3555], atol=5e-5)
+  np.testing.assert_allclose(
+    lambda_inits(config), [-0.00992, 0.2, 0.3555], atol=5e-5
+  )
 
 
 @pytest.mark.parametrize("remat, layers", [("none", 5), ("attention", 9)])
 def test_windows_and_plain_layers_are_those_of_their_layers(remat, layers):
   """A decoder of several kinds of layers equals one that is put together from a layer of each kind."""
-  config = dataclasses.replace(VARIANTS["public"], num_layers=layers, plain_layers=2, window=3, window_pattern="wwf", remat=remat)
+  config = dataclasses.replace(
+    VARIANTS["public"],
+    num_layers=layers,
+    plain_layers=2,
+    window=3,
+    window_pattern="wwf",
+    remat=remat,
+  )
   params, ids = init(config), tokens((2, 16))
-  plain = dict(attention="softmax", num_heads=8, num_kv_heads=4, num_noise_heads=None, head_norm=False, lambda_init_offset=0)
+  plain = dict(
+    attention="softmax",
+    num_heads=8,
+    num_kv_heads=4,
+    num_noise_heads=None,
+    head_norm=False,
+    lambda_init_offset=0,
+  )
   x: Any = jnp.take(params["embedding"], ids, axis=0)
   for layer in range(layers):
-    name, index, kind = ("plain_layers", layer, plain) if layer < 2 else ("layers", layer - 2, {})
+    name, index, kind = (
+      ("plain_layers", layer, plain) if layer < 2 else ("layers", layer - 2, {})
+    )
     window = 3 if layer % 3 < 2 else None
-    own = dataclasses.replace(config, plain_layers=0, window_pattern="", window=window, **kind)
+    own = dataclasses.replace(
+      config, plain_layers=0, window_pattern="", window=window, **kind
+    )
     weights = jax.tree.map(lambda leaf, index=index: leaf[index], params[name])
-    x, _ = Block(own, jnp.float32, diff_attention).apply({"params": weights}, x, lambda_init_schedule(layer - 1), 0, None, None)
+    x, _ = Block(own, jnp.float32, diff_attention).apply(
+      {"params": weights}, x, lambda_init_schedule(layer - 1), 0, None, None
+    )
   want = logits(params, decoder.normed(x, params, "final_norm", config))
   np.testing.assert_allclose(apply(config, params, ids), want, atol=2e-5)
   every = apply(dataclasses.replace(config, window_pattern="w"), params, ids)
@@ -141,7 +201,9 @@ def test_windows_and_plain_layers_are_those_of_their_layers(remat, layers):
 
 def test_kept_attention_runs_forward_once_whichever_window_it_has():
   def maxima(pattern):
-    config = dataclasses.replace(CONFIG, num_layers=9, window=3, window_pattern=pattern, remat="attention")
+    config = dataclasses.replace(
+      CONFIG, num_layers=9, window=3, window_pattern=pattern, remat="attention"
+    )
     loss = lambda params: jnp.sum(apply(config, params, tokens((1, 8))))
     return str(jax.make_jaxpr(jax.grad(loss))(init(config))).count("reduce_max")
 
@@ -150,48 +212,92 @@ def test_kept_attention_runs_forward_once_whichever_window_it_has():
 
 def test_positions_count_by_their_distances_alone():
   """Queries and keys turn by the same angles, whatever RoPE's base is."""
-  config, ids, positions = dataclasses.replace(CONFIG, rope_base=20.0), tokens((2, 16)), np.broadcast_to(np.arange(16), (2, 16))
+  config, ids, positions = (
+    dataclasses.replace(CONFIG, rope_base=20.0),
+    tokens((2, 16)),
+    np.broadcast_to(np.arange(16), (2, 16)),
+  )
   params = init(CONFIG)
   expected = apply(config, params, ids, positions=positions)
-  np.testing.assert_allclose(apply(config, params, ids, positions=positions + 9), expected, atol=1e-5)
-  assert np.abs(apply(config, params, ids, positions=2 * positions) - expected).max() > 1e-3
+  np.testing.assert_allclose(
+    apply(config, params, ids, positions=positions + 9), expected, atol=1e-5
+  )
+  assert (
+    np.abs(apply(config, params, ids, positions=2 * positions) - expected).max()
+    > 1e-3
+  )
 
 
 def test_untied_logits_are_products_with_the_unembedding():
   rng = np.random.default_rng(0)
-  hidden, embedding, unembedding = (rng.standard_normal(shape, np.float32) for shape in ((2, 3, 8), (5, 8), (5, 8)))
-  tied, untied = {"embedding": embedding}, {"embedding": embedding, "unembedding": unembedding}
-  np.testing.assert_allclose(logits(tied, hidden), hidden @ embedding.T, rtol=1e-5)
-  np.testing.assert_allclose(logits(untied, hidden), hidden @ unembedding.T, rtol=1e-5)
+  hidden, embedding, unembedding = (
+    rng.standard_normal(shape, np.float32)
+    for shape in ((2, 3, 8), (5, 8), (5, 8))
+  )
+  tied, untied = (
+    {"embedding": embedding},
+    {"embedding": embedding, "unembedding": unembedding},
+  )
+  np.testing.assert_allclose(
+    logits(tied, hidden), hidden @ embedding.T, rtol=1e-5
+  )
+  np.testing.assert_allclose(
+    logits(untied, hidden), hidden @ unembedding.T, rtol=1e-5
+  )
 
 
 def test_embed_scale_multiplies_what_enters_the_first_layer_and_not_the_logits():
-  config, params, ids = dataclasses.replace(CONFIG, embed_scale=5.0), init(CONFIG), tokens((2, 16))
-  entering = {**params, "embedding": 5 * params["embedding"], "unembedding": params["embedding"]}
-  wanted = apply(dataclasses.replace(CONFIG, tie_embeddings=False), entering, ids)
+  config, params, ids = (
+    dataclasses.replace(CONFIG, embed_scale=5.0),
+    init(CONFIG),
+    tokens((2, 16)),
+  )
+  entering = {
+    **params,
+    "embedding": 5 * params["embedding"],
+    "unembedding": params["embedding"],
+  }
+  wanted = apply(
+    dataclasses.replace(CONFIG, tie_embeddings=False), entering, ids
+  )
   np.testing.assert_allclose(apply(config, params, ids), wanted, atol=1e-5)
   assert np.abs(apply(CONFIG, params, ids) - wanted).max() > 1e-2
 
 
 def test_metrics_hold_each_layers_lambda():
   params = init(CONFIG)
-  _, variables = jax.jit(lambda ids: Decoder(CONFIG).apply({"params": params}, ids, mutable=["metrics"]))(tokens((2, 8)))
+  _, variables = jax.jit(
+    lambda ids: Decoder(CONFIG).apply(
+      {"params": params}, ids, mutable=["metrics"]
+    )
+  )(tokens((2, 8)))
   (lam,) = variables["metrics"]["layers"]["attention"]["lambda"]
   attention = params["layers"]["attention"]
   dot = lambda a, b: jnp.sum(attention[a] * attention[b], axis=-1)  # noqa: E731
-  want = jnp.exp(dot("lambda_q1", "lambda_k1")) - jnp.exp(dot("lambda_q2", "lambda_k2")) + lambda_inits(CONFIG)
+  want = (
+    jnp.exp(dot("lambda_q1", "lambda_k1"))
+    - jnp.exp(dot("lambda_q2", "lambda_k2"))
+    + lambda_inits(CONFIG)
+  )
   np.testing.assert_allclose(lam, want, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["diff", "softmax", *full(sorted(VARIANTS.keys() - {"diff", "softmax"}))])
+@pytest.mark.parametrize(
+  "name",
+  ["diff", "softmax", *full(sorted(VARIANTS.keys() - {"diff", "softmax"}))],
+)
 def test_causality_by_gradient(name):
   config, length, at = VARIANTS[name], 12, 5
   params = init(config)
   embedded = jax.random.normal(jax.random.key(3), (1, length, CONFIG.embed_dim))
 
-  def output(x):  # the decoder on embeddings: one row of the embedding matrix a position
+  def output(
+    x,
+  ):  # the decoder on embeddings: one row of the embedding matrix a position
     table = {**params, "embedding": x[0]}
-    hidden = Decoder(dataclasses.replace(config, vocab_size=length, tie_embeddings=True)).apply({"params": table}, jnp.arange(length)[None])
+    hidden = Decoder(
+      dataclasses.replace(config, vocab_size=length, tie_embeddings=True)
+    ).apply({"params": table}, jnp.arange(length)[None])
     return hidden[0, at].sum()
 
   influence = jnp.abs(jax.jit(jax.grad(output))(embedded)).sum(-1)[0]
@@ -214,25 +320,47 @@ def test_a_token_sees_what_the_config_lets_it_see(fields, seen):
   params = init(config)
 
   def output(x):
-    hidden = Decoder(dataclasses.replace(config, vocab_size=12)).apply({"params": {**params, "embedding": x}}, jnp.arange(12)[None])
+    hidden = Decoder(dataclasses.replace(config, vocab_size=12)).apply(
+      {"params": {**params, "embedding": x}}, jnp.arange(12)[None]
+    )
     return hidden[0, at].sum()
 
-  influence = jnp.abs(jax.jit(jax.grad(output))(jax.random.normal(jax.random.key(3), (12, CONFIG.embed_dim)))).sum(-1)
+  influence = jnp.abs(
+    jax.jit(jax.grad(output))(
+      jax.random.normal(jax.random.key(3), (12, CONFIG.embed_dim))
+    )
+  ).sum(-1)
   assert np.flatnonzero(influence).tolist() == list(seen)
 
 
 OPTIONS = dict(tie_embeddings=False, projection_biases=True)
 
 
-@pytest.mark.parametrize("name, fields", [(name, fields) for name in VARIANTS for fields in ({}, OPTIONS, dict(head_norm=True))], ids=str)
+@pytest.mark.parametrize(
+  "name, fields",
+  [
+    (name, fields)
+    for name in VARIANTS
+    for fields in ({}, OPTIONS, dict(head_norm=True))
+  ],
+  ids=str,
+)
 def test_the_table_knows_the_shape_of_every_parameter(name, fields):
   config = dataclasses.replace(VARIANTS[name], **fields)
-  made = jax.eval_shape(Decoder(config).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+  made = jax.eval_shape(
+    Decoder(config).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
+  )["params"]
   plain = lambda path: "plain_layers/" * (path[0].key == "plain_layers")
-  assert parameter_shapes(config) == {plain(path) + path[-1].key: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(made)}
+  assert parameter_shapes(config) == {
+    plain(path) + path[-1].key: leaf.shape
+    for path, leaf in jax.tree_util.tree_leaves_with_path(made)
+  }
 
 
-@pytest.mark.parametrize("name", ["diff", "diff_v2", *full(sorted(VARIANTS.keys() - {"diff", "diff_v2"}))])
+@pytest.mark.parametrize(
+  "name",
+  ["diff", "diff_v2", *full(sorted(VARIANTS.keys() - {"diff", "diff_v2"}))],
+)
 def test_packed_documents_do_not_see_each_other(name):
   """Two documents packed in a row give each the logits it has alone."""
   config, params = VARIANTS[name], init(VARIANTS[name])
@@ -241,16 +369,30 @@ def test_packed_documents_do_not_see_each_other(name):
   segments = jnp.asarray([[1] * 7 + [2] * 9])
   positions = jnp.asarray([[*range(7), *range(9)]])
   got = apply(config, params, packed, segments, positions)
-  np.testing.assert_allclose(got[:, :7], apply(config, params, first), atol=3e-6)
-  np.testing.assert_allclose(got[:, 7:], apply(config, params, second), atol=3e-6)
-  assert np.abs(got[:, 7:] - apply(config, params, packed)[:, 7:]).max() > 1e-3  # without segments they do
+  np.testing.assert_allclose(
+    got[:, :7], apply(config, params, first), atol=3e-6
+  )
+  np.testing.assert_allclose(
+    got[:, 7:], apply(config, params, second), atol=3e-6
+  )
+  assert (
+    np.abs(got[:, 7:] - apply(config, params, packed)[:, 7:]).max() > 1e-3
+  )  # without segments they do
 
 
 REMAT = [("diff", "attention"), ("diff_v2", "dots"), ("softmax", "full")]
 
 
 @pytest.mark.parametrize(
-  "name, policy", [*REMAT, *full(case for case in itertools.product(VARIANTS, ("attention", "dots", "full")) if case not in REMAT)]
+  "name, policy",
+  [
+    *REMAT,
+    *full(
+      case
+      for case in itertools.product(VARIANTS, ("attention", "dots", "full"))
+      if case not in REMAT
+    ),
+  ],
 )
 def test_remat_does_not_change_loss_or_gradients(name, policy):
   config, ids = VARIANTS[name], tokens((2, 16))
@@ -258,24 +400,52 @@ def test_remat_does_not_change_loss_or_gradients(name, policy):
   def loss(config, params):
     return (apply(config, params, ids) ** 2).mean()
 
-  params, gradient = init(config), jax.jit(jax.value_and_grad(loss, argnums=1), static_argnums=0)
-  plain, remat = gradient(config, params), gradient(dataclasses.replace(config, remat=policy), params)
+  params, gradient = (
+    init(config),
+    jax.jit(jax.value_and_grad(loss, argnums=1), static_argnums=0),
+  )
+  plain, remat = (
+    gradient(config, params),
+    gradient(dataclasses.replace(config, remat=policy), params),
+  )
   chex.assert_trees_all_close(plain, remat, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_backward_pass_keeps_no_float32_and_no_second_copy_of_a_parameter(name):
+def test_the_backward_pass_keeps_no_float32_and_no_second_copy_of_a_parameter(
+  name,
+):
   """Where nothing is computed again, either would take more memory than all else that is kept."""
-  config, ids = dataclasses.replace(VARIANTS[name], remat="none"), tokens((5, 16))
+  config, ids = (
+    dataclasses.replace(VARIANTS[name], remat="none"),
+    tokens((5, 16)),
+  )
   B, T, E = *ids.shape, config.embed_dim
   model = Decoder(config, jnp.bfloat16)
-  backward = lambda params: jax.vjp(lambda params: model.apply({"params": params}, ids), params)[1]
+  backward = lambda params: jax.vjp(
+    lambda params: model.apply({"params": params}, ids), params
+  )[1]
   kept = jax.tree.leaves(jax.eval_shape(backward, init(config)))
-  assert [leaf for leaf in kept if leaf.shape == (config.num_layers - config.plain_layers, B, T, E) and leaf.dtype == jnp.bfloat16]
-  wide = [leaf for leaf in kept if leaf.dtype == jnp.float32 and (B, T) in (leaf.shape[:2], leaf.shape[1:3])]
+  assert [
+    leaf
+    for leaf in kept
+    if leaf.shape == (config.num_layers - config.plain_layers, B, T, E)
+    and leaf.dtype == jnp.bfloat16
+  ]
+  wide = [
+    leaf
+    for leaf in kept
+    if leaf.dtype == jnp.float32 and (B, T) in (leaf.shape[:2], leaf.shape[1:3])
+  ]
   assert all(leaf.size < B * T * E for leaf in wide), wide
-  parameters = {leaf.shape for leaf in jax.tree.leaves(init(config)) if leaf.size > E * E}
-  assert not [leaf for leaf in kept if leaf.dtype == jnp.bfloat16 and leaf.shape in parameters]
+  parameters = {
+    leaf.shape for leaf in jax.tree.leaves(init(config)) if leaf.size > E * E
+  }
+  assert not [
+    leaf
+    for leaf in kept
+    if leaf.dtype == jnp.bfloat16 and leaf.shape in parameters
+  ]
 
 
 def test_longer_than_max_length_is_refused():
@@ -288,10 +458,25 @@ def test_initial_standard_deviations(name):
   """1/√inputs; the two matrices that write to the residual stream a further 1/√(2L)."""
   params, residual = init(VARIANTS[name]), (2 * CONFIG.num_layers) ** -0.5
   layers, E = params["layers"], CONFIG.embed_dim
-  wanted = {"query": E**-0.5, "key": E**-0.5, "value": E**-0.5, "out": residual * E**-0.5}  # H·V inputs, as many as E
-  wanted |= {"gate": E**-0.5, "up": E**-0.5, "down": residual * CONFIG.ffn_dim**-0.5}
-  found = {key: float(leaf.std()) for key, leaf in {**layers["attention"], **layers["ffn"]}.items() if key in wanted}
-  assert found == {key: pytest.approx(value, rel=0.1) for key, value in wanted.items()}
+  wanted = {
+    "query": E**-0.5,
+    "key": E**-0.5,
+    "value": E**-0.5,
+    "out": residual * E**-0.5,
+  }  # H·V inputs, as many as E
+  wanted |= {
+    "gate": E**-0.5,
+    "up": E**-0.5,
+    "down": residual * CONFIG.ffn_dim**-0.5,
+  }
+  found = {
+    key: float(leaf.std())
+    for key, leaf in {**layers["attention"], **layers["ffn"]}.items()
+    if key in wanted
+  }
+  assert found == {
+    key: pytest.approx(value, rel=0.1) for key, value in wanted.items()
+  }
   assert float(params["embedding"].std()) == pytest.approx(E**-0.5, rel=0.1)
 
 
@@ -302,7 +487,9 @@ def test_initial_logits_have_unit_scale():
     assert 0.7 < float(apply(config, init(config), tokens((4, 32))).std()) < 1.4
 
 
-@pytest.mark.parametrize("name", ["diff", *full(sorted(VARIANTS.keys() - {"diff"}))])
+@pytest.mark.parametrize(
+  "name", ["diff", *full(sorted(VARIANTS.keys() - {"diff"}))]
+)
 def test_bfloat16_computes_near_float32(name):
   """Mixed precision: float32 parameters and gradients, loss within bfloat16's rounding."""
   config, ids = VARIANTS[name], tokens((4, 32))
@@ -314,7 +501,9 @@ def test_bfloat16_computes_near_float32(name):
       hidden = Decoder(config, dtype=dtype).apply({"params": params}, ids)
       assert hidden.dtype == dtype
       log_probabilities = jax.nn.log_softmax(logits(params, hidden))
-      return -jnp.take_along_axis(log_probabilities[:, :-1], ids[:, 1:, None], axis=-1).mean()
+      return -jnp.take_along_axis(
+        log_probabilities[:, :-1], ids[:, 1:, None], axis=-1
+      ).mean()
 
     return jax.value_and_grad(loss)(params)
 
@@ -323,5 +512,8 @@ def test_bfloat16_computes_near_float32(name):
   assert exact != rounded
   np.testing.assert_allclose(rounded, exact, rtol=1e-2)
   assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(gradient))
-  flat, exact_flat = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (gradient, exact_gradient))
+  flat, exact_flat = (
+    np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+    for tree in (gradient, exact_gradient)
+  )
   assert np.linalg.norm(flat - exact_flat) < 0.05 * np.linalg.norm(exact_flat)

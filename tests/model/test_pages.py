@@ -12,13 +12,25 @@ from diffjax.model.pages import Pool, allocate, empty_pool, read, write
 
 SIZE, K, W = 4, 2, 3
 write = jax.jit(write)
-TABLES = np.array([[7, 1, 3], [0, 9, 9], [5, 8, 9]], np.int32)  # of 9 pages: the second row has one, the third two
+TABLES = np.array(
+  [[7, 1, 3], [0, 9, 9], [5, 8, 9]], np.int32
+)  # of 9 pages: the second row has one, the third two
 
 
 def pieces(rng, width=W):
   """Writes of unequal numbers of tokens a row: [(new, counts)]."""
-  for T, counts in ((5, (5, 2, 3)), (1, (1, 1, 1)), (1, (1, 0, 1)), (4, (3, 4, 4)), (6, (2, 1, 6))):
-    yield rng.normal(size=(3, T, K, width)).astype(np.float32) * rng.uniform(0.2, 3), np.array(counts, np.int32)
+  for T, counts in (
+    (5, (5, 2, 3)),
+    (1, (1, 1, 1)),
+    (1, (1, 0, 1)),
+    (4, (3, 4, 4)),
+    (6, (2, 1, 6)),
+  ):
+    yield (
+      rng.normal(size=(3, T, K, width)).astype(np.float32)
+      * rng.uniform(0.2, 3),
+      np.array(counts, np.int32),
+    )
 
 
 def grown(pool, tables, spoil=np.nan):
@@ -32,12 +44,25 @@ def grown(pool, tables, spoil=np.nan):
   return pool, [np.array(row) for row in rows]
 
 
-@pytest.mark.parametrize("tables, width", [(TABLES, W), (TABLES, 128), (None, W)], ids=["pages", "pages on lanes", "a page a row"])
-def test_tokens_are_where_they_belong_and_nothing_else_is_touched(tables, width):
-  pool = Pool(jnp.full((9, K, SIZE, width) if tables is not None else (3, K, 3 * SIZE, width), 77.0))
+@pytest.mark.parametrize(
+  "tables, width",
+  [(TABLES, W), (TABLES, 128), (None, W)],
+  ids=["pages", "pages on lanes", "a page a row"],
+)
+def test_tokens_are_where_they_belong_and_nothing_else_is_touched(
+  tables, width
+):
+  pool = Pool(
+    jnp.full(
+      (9, K, SIZE, width) if tables is not None else (3, K, 3 * SIZE, width),
+      77.0,
+    )
+  )
   pool, rows = grown(pool, tables)
   found = read(pool, tables, jnp.float32)
-  for row, (wanted, pages) in enumerate(zip(rows, (3, 1, 2) if tables is not None else (3, 3, 3), strict=True)):
+  for row, (wanted, pages) in enumerate(
+    zip(rows, (3, 1, 2) if tables is not None else (3, 3, 3), strict=True)
+  ):
     kept = wanted[: pages * SIZE]
     np.testing.assert_array_equal(found[row, : len(kept)], kept)
     assert (found[row, len(kept) : pages * SIZE] == 77).all()
@@ -54,10 +79,20 @@ def test_int8_is_off_by_half_a_step_of_each_scale_that_it_had():
     for page in range(pages):
       kept = wanted[page * SIZE : (page + 1) * SIZE]
       scale = np.asarray(pool.scale)[TABLES[row, page]]
-      np.testing.assert_allclose(scale, np.abs(kept).max(axis=(0, 2)) / 127, rtol=1e-6)
-      error = np.abs(np.asarray(found[row, page * SIZE : page * SIZE + len(kept)]) - kept).max(axis=2)
-      peaks = np.maximum.accumulate(np.abs(kept).max(axis=2)) / 127  # the scale can have risen with each token
-      steps = [np.unique(np.append(peaks[at:, head], scale[head]).astype(np.float32)) for at in range(len(kept)) for head in range(K)]
+      np.testing.assert_allclose(
+        scale, np.abs(kept).max(axis=(0, 2)) / 127, rtol=1e-6
+      )
+      error = np.abs(
+        np.asarray(found[row, page * SIZE : page * SIZE + len(kept)]) - kept
+      ).max(axis=2)
+      peaks = (
+        np.maximum.accumulate(np.abs(kept).max(axis=2)) / 127
+      )  # the scale can have risen with each token
+      steps = [
+        np.unique(np.append(peaks[at:, head], scale[head]).astype(np.float32))
+        for at in range(len(kept))
+        for head in range(K)
+      ]
       bound = np.array([step.sum() / 2 for step in steps]).reshape(len(kept), K)
       assert (error <= bound * 1.001).all()
       assert error.max() > 0
@@ -70,18 +105,34 @@ def test_int8_does_not_change_while_the_scale_stands():
   new[0, 0, :, 0] = 1  # the largest comes first
   stored = []
   for at in range(SIZE):
-    pool = write(pool, tables, new[:, at : at + 1], np.array([at], np.int32), np.array([1], np.int32))
+    pool = write(
+      pool,
+      tables,
+      new[:, at : at + 1],
+      np.array([at], np.int32),
+      np.array([1], np.int32),
+    )
     stored.append(np.asarray(pool.tokens)[0, :, : at + 1])
   for before, after in zip(stored, stored[1:], strict=False):
     np.testing.assert_array_equal(before, after[:, : before.shape[1]])
-  np.testing.assert_array_equal(stored[-1], np.round(new[0].swapaxes(0, 1) * 127).astype(np.int8))
+  np.testing.assert_array_equal(
+    stored[-1], np.round(new[0].swapaxes(0, 1) * 127).astype(np.int8)
+  )
 
 
 def test_a_page_that_is_used_again_has_no_scale_from_before():
   pool = Pool(jnp.full((1, K, SIZE, W), 127, jnp.int8), jnp.full((1, K), 1e6))
   new = np.full((1, 1, K, W), 0.5, np.float32)
-  pool = write(pool, np.array([[0]], np.int32), new, np.array([0], np.int32), np.array([1], np.int32))
-  np.testing.assert_allclose(read(pool, np.array([[0]]), jnp.float32)[0, 0], new[0, 0], rtol=1e-6)
+  pool = write(
+    pool,
+    np.array([[0]], np.int32),
+    new,
+    np.array([0], np.int32),
+    np.array([1], np.int32),
+  )
+  np.testing.assert_allclose(
+    read(pool, np.array([[0]]), jnp.float32)[0, 0], new[0, 0], rtol=1e-6
+  )
 
 
 def test_rows_get_the_pages_that_they_need_and_no_more():
@@ -90,7 +141,10 @@ def test_rows_get_the_pages_that_they_need_and_no_more():
   assert [np.count_nonzero(row < 5) for row in tables] == [3, 0, 1, 1]
   assert all((row[: np.count_nonzero(row < 5)] < 5).all() for row in tables)
   assert sorted(tables[tables < 5]) == [0, 1, 2, 3, 4]
-  with pytest.raises(UserError, match="rows of 9, 9 tokens need 6 pages of 4 tokens, and the cache has 5: give it more"):
+  with pytest.raises(
+    UserError,
+    match="rows of 9, 9 tokens need 6 pages of 4 tokens, and the cache has 5: give it more",
+  ):
     allocate([9, 9], pages=5, per_row=4, size=SIZE)
 
 
@@ -98,6 +152,18 @@ def test_nothing_is_written_by_a_row_without_pages():
   pool = Pool(jnp.full((2, K, SIZE, W), 77.0))
   tables = np.full((1, 2), 2, np.int32)
   for dtype in (jnp.float32, jnp.int8):
-    before = pool if dtype == jnp.float32 else Pool(pool.tokens.astype(jnp.int8), jnp.ones((2, K)))
-    after = write(before, tables, np.ones((1, 5, K, W), np.float32), np.array([2], np.int32), np.array([5], np.int32))
-    jax.tree.map(functools.partial(np.testing.assert_array_equal), after, before)
+    before = (
+      pool
+      if dtype == jnp.float32
+      else Pool(pool.tokens.astype(jnp.int8), jnp.ones((2, K)))
+    )
+    after = write(
+      before,
+      tables,
+      np.ones((1, 5, K, W), np.float32),
+      np.array([2], np.int32),
+      np.array([5], np.int32),
+    )
+    jax.tree.map(
+      functools.partial(np.testing.assert_array_equal), after, before
+    )

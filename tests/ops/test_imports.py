@@ -49,12 +49,19 @@ def _needed(*packages: str) -> dict[str, importlib.metadata.Distribution]:
     if name in found:
       continue
     found[name] = importlib.metadata.distribution(name)
-    required = [entry for entry in found[name].requires or [] if "extra ==" not in entry]
-    waiting += [re.match(r"[\w.-]+", entry)[0].lower().replace("_", "-") for entry in required]
+    required = [
+      entry for entry in found[name].requires or [] if "extra ==" not in entry
+    ]
+    waiting += [
+      re.match(r"[\w.-]+", entry)[0].lower().replace("_", "-")
+      for entry in required
+    ]
   return found
 
 
-def test_import_needs_jax_numpy_and_jaxtyping_alone_and_starts_no_backend(tmp_path):
+def test_import_needs_jax_numpy_and_jaxtyping_alone_and_starts_no_backend(
+  tmp_path,
+):
   """The process sees a folder of links to these packages instead of what is installed here."""
   names = set()
   for distribution in _needed("jax", "numpy", "jaxtyping").values():
@@ -65,11 +72,24 @@ def test_import_needs_jax_numpy_and_jaxtyping_alone_and_starts_no_backend(tmp_pa
         if not (link := tmp_path / top).exists():
           link.symlink_to(pathlib.Path(distribution.locate_file(top)).resolve())
   (tmp_path / "diffjax").symlink_to(ROOT / "diffjax")
-  missing = subprocess.run([sys.executable, "-S", "-c", "import flax"], env=_environment(tmp_path), capture_output=True, text=True)
+  missing = subprocess.run(
+    [sys.executable, "-S", "-c", "import flax"],
+    env=_environment(tmp_path),
+    capture_output=True,
+    text=True,
+  )
   assert "No module named 'flax'" in missing.stderr
   command = [sys.executable, "-S", "-c", PROGRAM]
-  process = subprocess.run(command, env=_environment(tmp_path), capture_output=True, text=True, cwd=tmp_path)
-  assert process.returncode == 0 and process.stdout.endswith("done\n"), process.stdout + process.stderr
+  process = subprocess.run(
+    command,
+    env=_environment(tmp_path),
+    capture_output=True,
+    text=True,
+    cwd=tmp_path,
+  )
+  assert process.returncode == 0 and process.stdout.endswith("done\n"), (
+    process.stdout + process.stderr
+  )
 
 
 def _environment(packages: pathlib.Path) -> dict[str, str]:

@@ -25,7 +25,10 @@ def pick(monkeypatch, tmp_path):
   def choose(T=4096, D=128, kind="v1", device=GPU, dtype=jnp.bfloat16, **mask):
     G, M, wide = {name: sizes for sizes, name in measured.KINDS.items()}[kind]
     monkeypatch.setattr(api, "device_kind", lambda: device)
-    q, k, v = (jnp.zeros((1, 2, 1, *shape), dtype) for shape in ((G, D), (M, D), (wide * D,)))
+    q, k, v = (
+      jnp.zeros((1, 2, 1, *shape), dtype)
+      for shape in ((G, D), (M, D), (wide * D,))
+    )
     return api._pick("gpu", q, k, v, Mask(T, mask.pop("S", T), **mask))
 
   yield choose
@@ -33,25 +36,50 @@ def pick(monkeypatch, tmp_path):
 
 
 def write(*entries):
-  entries = [dict(kind="v1", D=128, packed=False, T=4096, implementation="pallas_gpu", ms={}) | entry for entry in entries]
+  entries = [
+    dict(
+      kind="v1", D=128, packed=False, T=4096, implementation="pallas_gpu", ms={}
+    )
+    | entry
+    for entry in entries
+  ]
   measured.TABLE.write_text(json.dumps({GPU: entries}))
 
 
 def test_without_a_table_it_is_as_before(pick):
-  assert not measured.TABLE.exists() and pick() == "two_call" and pick(window=4) == pick(offset=3) == pick(dtype=jnp.float32) == "chunked"
+  assert (
+    not measured.TABLE.exists()
+    and pick() == "two_call"
+    and pick(window=4) == pick(offset=3) == pick(dtype=jnp.float32) == "chunked"
+  )
 
 
 def test_what_was_measured_is_taken(pick):
-  write({}, {"T": 16384, "implementation": "two_call"}, {"kind": "plain", "D": 64}, {"packed": True, "implementation": "chunked"})
+  write(
+    {},
+    {"T": 16384, "implementation": "two_call"},
+    {"kind": "plain", "D": 64},
+    {"packed": True, "implementation": "chunked"},
+  )
   assert pick() == pick(T=9000) == pick(D=96) == pick(D=65) == "pallas_gpu"
   assert pick(T=16384) == pick(T=65536) == "two_call"
-  assert pick(D=64, kind="plain") == "pallas_gpu" and pick(D=128, kind="plain") == "two_call"
+  assert (
+    pick(D=64, kind="plain") == "pallas_gpu"
+    and pick(D=128, kind="plain") == "two_call"
+  )
   assert pick(segments=True) == "chunked"
 
 
 def test_what_was_not_measured_is_as_before(pick):
   write({})
-  assert pick(device="NVIDIA H200") == pick(D=64) == pick(T=4095) == pick(kind="v2") == pick(segments=True) == "two_call"
+  assert (
+    pick(device="NVIDIA H200")
+    == pick(D=64)
+    == pick(T=4095)
+    == pick(kind="v2")
+    == pick(segments=True)
+    == "two_call"
+  )
   assert pick(causal=False) == pick(S=5000) == "two_call"
   assert pick(window=100) == pick(offset=100) == "chunked"
 
@@ -63,23 +91,38 @@ def test_what_cannot_run_is_not_taken(pick, monkeypatch):
   assert pick() == "two_call"
 
 
-@pytest.mark.parametrize(("version", "trusted"), [("13.0.88", False), ("13.2.78", False), ("13.3.1", True), ("14.0.1", True)])
-def test_an_old_assembler_is_not_trusted(monkeypatch, tmp_path, version, trusted):
+@pytest.mark.parametrize(
+  ("version", "trusted"),
+  [("13.0.88", False), ("13.2.78", False), ("13.3.1", True), ("14.0.1", True)],
+)
+def test_an_old_assembler_is_not_trusted(
+  monkeypatch, tmp_path, version, trusted
+):
   """What Mosaic would take is the first one on PATH."""
   script = tmp_path / "ptxas"
-  script.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version[:4]}, V{version}'\n")
+  script.write_text(
+    f"#!/bin/sh\necho 'Cuda compilation tools, release {version[:4]}, V{version}'\n"
+  )
   script.chmod(0o755)
   monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
   assembler.distrust.cache_clear()
   said = assembler.distrust()
   assembler.distrust.cache_clear()
   assert (said is None) == trusted
-  assert trusted or f"ptxas {version} ({script}) would assemble" in said and "nvidia-cuda-nvcc>=13.3" in said
+  assert (
+    trusted
+    or f"ptxas {version} ({script}) would assemble" in said
+    and "nvidia-cuda-nvcc>=13.3" in said
+  )
 
 
-def test_auto_takes_no_kernel_of_an_assembler_that_is_not_trusted(pick, monkeypatch):
+def test_auto_takes_no_kernel_of_an_assembler_that_is_not_trusted(
+  pick, monkeypatch
+):
   write({})
-  monkeypatch.setattr(assembler, "distrust", lambda: "ptxas 13.0.88 can corrupt products")
+  monkeypatch.setattr(
+    assembler, "distrust", lambda: "ptxas 13.0.88 can corrupt products"
+  )
   assert pick() == "two_call"
 
 
@@ -87,10 +130,21 @@ def test_what_would_be_faster_is_said_once(pick, monkeypatch, caplog):
   """Else nobody would know that an update doubles the speed of attention."""
   write({})
   api._warn_once.cache_clear()
-  monkeypatch.setattr(chip, "refusal", lambda: "needs JAX 0.11.2 or newer, and this is 0.10.2")
-  assert pick() == pick() == "two_call" and pick(T=100) == "two_call" and pick(dtype=jnp.float32) == "chunked"
+  monkeypatch.setattr(
+    chip, "refusal", lambda: "needs JAX 0.11.2 or newer, and this is 0.10.2"
+  )
+  assert (
+    pick() == pick() == "two_call"
+    and pick(T=100) == "two_call"
+    and pick(dtype=jnp.float32) == "chunked"
+  )
   (record,) = caplog.records
-  assert "'pallas_gpu' would be faster here, and is not taken: needs JAX 0.11.2" in record.getMessage()
+  assert (
+    "'pallas_gpu' would be faster here, and is not taken: needs JAX 0.11.2"
+    in record.getMessage()
+  )
   monkeypatch.setattr(chip, "refusal", lambda: None)
-  monkeypatch.setattr(assembler, "distrust", lambda: "ptxas 13.0.88 can corrupt products")
+  monkeypatch.setattr(
+    assembler, "distrust", lambda: "ptxas 13.0.88 can corrupt products"
+  )
   assert pick() == "two_call" and "ptxas 13.0.88" in caplog.text

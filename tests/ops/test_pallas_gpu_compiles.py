@@ -13,7 +13,11 @@ import pytest
 
 from benchmarks.gpu import static
 
-QUICK = [{"D": 64, "remat": True}, {"D": 128, "V": 128, "M": 1, "segments": True}, {"D": 128, "decode": True}]
+QUICK = [
+  {"D": 64, "remat": True},
+  {"D": 128, "V": 128, "M": 1, "segments": True},
+  {"D": 128, "decode": True},
+]
 CASES = [  # with QUICK: each kind of kernel, each width, each mask, and two masks at the widths whose registers spill
   {"D": 64, "causal": False},
   {"D": 128},
@@ -37,8 +41,13 @@ CASES = [  # with QUICK: each kind of kernel, each width, each mask, and two mas
 SPILLS = {("d_q_v1", 128): 21, ("d_kv_v1", 128): 5}
 
 pytestmark = [
-  pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the GPU kernels need JAX 0.11.2 or newer"),
-  pytest.mark.skipif(static.missing() is not None, reason=static.missing() or ""),
+  pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2),
+    reason="the GPU kernels need JAX 0.11.2 or newer",
+  ),
+  pytest.mark.skipif(
+    static.missing() is not None, reason=static.missing() or ""
+  ),
 ]
 
 
@@ -51,9 +60,17 @@ def _wrong(cases: list[dict]) -> list[str]:
     if isinstance(kernels, str):
       wrong.append(f"{case}: {kernels}")
       continue
-    expected = ["decode"] if case.get("decode") else [f"d_kv_{kind}", f"d_q_{kind}", f"forward_{kind}"]
-    if sorted(kernel.name for kernel in kernels) != expected or forward_calls != ("forward" in expected[-1]):
-      wrong.append(f"{case}: kernels {[kernel.name for kernel in kernels]}, the forward one {forward_calls} times")
+    expected = (
+      ["decode"]
+      if case.get("decode")
+      else [f"d_kv_{kind}", f"d_q_{kind}", f"forward_{kind}"]
+    )
+    if sorted(
+      kernel.name for kernel in kernels
+    ) != expected or forward_calls != ("forward" in expected[-1]):
+      wrong.append(
+        f"{case}: kernels {[kernel.name for kernel in kernels]}, the forward one {forward_calls} times"
+      )
     for kernel in kernels:
       most = SPILLS.get((kernel.name, 64 if case["D"] <= 64 else 128), 0)
       if not kernel.loops or kernel.serialized or kernel.spills > most:

@@ -22,10 +22,19 @@ from diffjax.training.lock import lock
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Fields that tell the time, not the run.
-CLOCK = {"time", "train/tokens_per_second", "train/step_seconds", "train/wait_fraction"}
+CLOCK = {
+  "time",
+  "train/tokens_per_second",
+  "train/step_seconds",
+  "train/wait_fraction",
+}
 # The line of docs/devices.md for two processes on one machine, and the command in it.
 PAGE = (ROOT / "docs/devices.md").read_text()
-LINE, COMMAND = re.search(r"^(for i in 0 1; do (python -m diffjax\.train .*) & done; wait)$", PAGE, re.MULTILINE).groups()
+LINE, COMMAND = re.search(
+  r"^(for i in 0 1; do (python -m diffjax\.train .*) & done; wait)$",
+  PAGE,
+  re.MULTILINE,
+).groups()
 STEPS = 60
 SAMPLED = "--config.train.sample_tokens=5"
 
@@ -76,19 +85,48 @@ def overrides(tmp_path_factory):
   """Flags that make the documented run a tiny one, on rows that are prepared."""
   path = tmp_path_factory.mktemp("data")
   for index in range(60):
-    (path / f"{index}.txt").write_text("".join(f"document {index}, line {line}: {line * index % 97}\n" for line in range(20)))
-  data = dict(source=f"text:{path}/*.txt", validation_fraction=0.2, length=32, prepared_dir=str(path / "rows"))
+    (path / f"{index}.txt").write_text(
+      "".join(
+        f"document {index}, line {line}: {line * index % 97}\n"
+        for line in range(20)
+      )
+    )
+  data = dict(
+    source=f"text:{path}/*.txt",
+    validation_fraction=0.2,
+    length=32,
+    prepared_dir=str(path / "rows"),
+  )
   prepared.prepare(DataConfig(**data))
   fields = {f"data.{name}": value for name, value in data.items()}
-  fields |= {"model.num_layers": 1, "model.embed_dim": 16, "model.num_heads": 1, "model.num_kv_heads": 1, "model.head_dim": 8}
-  fields |= {"model.ffn_dim": 32, "optimizer.warmup_steps": 2, "eval.interval": 20, "eval.rows": 16, "train.steps": STEPS}
-  fields |= {"train.batch_size": 8, "train.log_interval": 1, "train.checkpoint_interval": 10, "train.sample_tokens": 0}
+  fields |= {
+    "model.num_layers": 1,
+    "model.embed_dim": 16,
+    "model.num_heads": 1,
+    "model.num_kv_heads": 1,
+    "model.head_dim": 8,
+  }
+  fields |= {
+    "model.ffn_dim": 32,
+    "optimizer.warmup_steps": 2,
+    "eval.interval": 20,
+    "eval.rows": 16,
+    "train.steps": STEPS,
+  }
+  fields |= {
+    "train.batch_size": 8,
+    "train.log_interval": 1,
+    "train.checkpoint_interval": 10,
+    "train.sample_tokens": 0,
+  }
   return [f"--config.{name}={value}" for name, value in fields.items()]
 
 
 def environment():
   # One device a process, not the eight that the tests have.
-  return os.environ | {"PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
+  return os.environ | {
+    "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
+  }
 
 
 def broken_pipe():
@@ -101,15 +139,43 @@ def broken_pipe():
 class Processes:
   """The documented command, once a process."""
 
-  def __init__(self, workdir, overrides, *, count=2, own=None, code=None, unread=False):
-    self.workdir, port, self.all, self._files = pathlib.Path(workdir), free_port(), [], []
+  def __init__(
+    self, workdir, overrides, *, count=2, own=None, code=None, unread=False
+  ):
+    self.workdir, port, self.all, self._files = (
+      pathlib.Path(workdir),
+      free_port(),
+      [],
+      [],
+    )
     for index in range(count):
-      command = COMMAND.replace("runs/two", str(workdir)).replace("9476", str(port)).replace("=2 ", f"={count} ").replace("$i", str(index))
+      command = (
+        COMMAND.replace("runs/two", str(workdir))
+        .replace("9476", str(port))
+        .replace("=2 ", f"={count} ")
+        .replace("$i", str(index))
+      )
       file = open(f"{workdir}.{index}.log", "w+")
-      program = ["-c", code[index]] if index in (code or {}) else command.split()[1:3]
-      arguments = [sys.executable, *program, *command.split()[3:], *overrides, *(own or {}).get(index, [])]
+      program = (
+        ["-c", code[index]] if index in (code or {}) else command.split()[1:3]
+      )
+      arguments = [
+        sys.executable,
+        *program,
+        *command.split()[3:],
+        *overrides,
+        *(own or {}).get(index, []),
+      ]
       output = broken_pipe() if unread else file
-      self.all.append(subprocess.Popen(arguments, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT))
+      self.all.append(
+        subprocess.Popen(
+          arguments,
+          cwd=ROOT,
+          env=environment(),
+          stdout=output,
+          stderr=subprocess.STDOUT,
+        )
+      )
       self._files.append(file)
 
   def text(self, index):
@@ -119,15 +185,25 @@ class Processes:
     """Waits until a process has printed something."""
     deadline = time.monotonic() + timeout
     while text not in self.text(index):
-      assert time.monotonic() < deadline and self.all[index].poll() is None, self.text(index)
+      assert time.monotonic() < deadline and self.all[index].poll() is None, (
+        self.text(index)
+      )
       time.sleep(0.02)
 
   def end(self, timeout=150):
     """Exit codes, and each one's error, or last line."""
     deadline = time.monotonic() + timeout
-    codes = [process.wait(timeout=max(1.0, deadline - time.monotonic())) for process in self.all]
-    texts = [self.text(index).splitlines() or [""] for index in range(len(codes))]
-    return codes, [([line for line in text if line.startswith("error: ")] or text)[-1] for text in texts]
+    codes = [
+      process.wait(timeout=max(1.0, deadline - time.monotonic()))
+      for process in self.all
+    ]
+    texts = [
+      self.text(index).splitlines() or [""] for index in range(len(codes))
+    ]
+    return codes, [
+      ([line for line in text if line.startswith("error: ")] or text)[-1]
+      for text in texts
+    ]
 
   def __enter__(self):
     return self
@@ -140,26 +216,54 @@ class Processes:
 
 
 def log(workdir):
-  lines = [json.loads(line) for line in (pathlib.Path(workdir) / "metrics.jsonl").read_text().splitlines()]
-  return [{name: value for name, value in line.items() if name not in CLOCK} for line in lines]
+  lines = [
+    json.loads(line)
+    for line in (pathlib.Path(workdir) / "metrics.jsonl")
+    .read_text()
+    .splitlines()
+  ]
+  return [
+    {name: value for name, value in line.items() if name not in CLOCK}
+    for line in lines
+  ]
 
 
 def assert_close(found, expected):
   assert found.keys() == expected.keys()
   for name, value in expected.items():
-    found_value, value = np.array([found[name], value], float)  # null, for what is not finite, becomes NaN
-    np.testing.assert_allclose(found_value, value, rtol=1e-4, err_msg=f"{name} of step {found['step']}")
+    found_value, value = np.array(
+      [found[name], value], float
+    )  # null, for what is not finite, becomes NaN
+    np.testing.assert_allclose(
+      found_value, value, rtol=1e-4, err_msg=f"{name} of step {found['step']}"
+    )
 
 
 def saved(workdir):
-  return sorted(int(path.parent.name) for path in pathlib.Path(workdir).glob("checkpoints/*/manifest.json"))
+  return sorted(
+    int(path.parent.name)
+    for path in pathlib.Path(workdir).glob("checkpoints/*/manifest.json")
+  )
 
 
 def documented_line(workdir, overrides):
   """The documented line for two processes, run as it stands there but for the workdir and the port."""
-  line = LINE.replace("runs/two", str(workdir)).replace("9476", str(free_port())).replace(" & done", f" {' '.join(overrides)} & done")
-  result = subprocess.run(["bash", "-c", line], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
-  assert result.returncode == 0 and saved(workdir)[-1] == STEPS, result.stdout + result.stderr
+  line = (
+    LINE.replace("runs/two", str(workdir))
+    .replace("9476", str(free_port()))
+    .replace(" & done", f" {' '.join(overrides)} & done")
+  )
+  result = subprocess.run(
+    ["bash", "-c", line],
+    cwd=ROOT,
+    env=environment(),
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  assert result.returncode == 0 and saved(workdir)[-1] == STEPS, (
+    result.stdout + result.stderr
+  )
   return result
 
 
@@ -187,9 +291,20 @@ def stopped(overrides, tmp_path_factory):
 def alone(command, overrides, tmp_path_factory):
   """The log of the documented command by one process."""
   workdir = tmp_path_factory.mktemp("alone") / "run"
-  result = command(*COMMAND.split(" --workdir")[0].split()[2:], f"--workdir={workdir}", *overrides)
+  result = command(
+    *COMMAND.split(" --workdir")[0].split()[2:],
+    f"--workdir={workdir}",
+    *overrides,
+  )
   assert result.returncode == 0, result.stderr
-  return [{name: value for name, value in line.items() if name != "validation/trigram_bits_per_byte"} for line in log(workdir)]
+  return [
+    {
+      name: value
+      for name, value in line.items()
+      if name != "validation/trigram_bits_per_byte"
+    }
+    for line in log(workdir)
+  ]
 
 
 def assert_logs_close(found, expected):
@@ -203,17 +318,25 @@ def assert_logs_close(found, expected):
 def test_two_processes_train_as_one_and_stop_together(stopped, alone):
   workdir, codes, lines, step = stopped
   assert codes == [0, 0] and "SIGTERM: saving" in lines[1], lines
-  assert step is not None and 15 <= step < STEPS and saved(workdir)[-1] == step, lines
-  assert_logs_close(log(workdir), [line for line in alone if line["step"] <= step])
+  assert (
+    step is not None and 15 <= step < STEPS and saved(workdir)[-1] == step
+  ), lines
+  assert_logs_close(
+    log(workdir), [line for line in alone if line["step"] <= step]
+  )
 
 
 @pytest.mark.full
-def test_the_documented_line_goes_on_from_there(stopped, alone, overrides, tmp_path):
+def test_the_documented_line_goes_on_from_there(
+  stopped, alone, overrides, tmp_path
+):
   workdir = shutil.copytree(stopped[0], tmp_path / "run")
   result = documented_line(workdir, [*overrides, SAMPLED])
   assert f"resuming from step {stopped[-1]}" in result.stderr
   assert_logs_close(log(workdir), alone)
-  assert result.stdout.count(f"step {STEPS}/{STEPS}  loss") == 1, "two wrote the log"
+  assert result.stdout.count(f"step {STEPS}/{STEPS}  loss") == 1, (
+    "two wrote the log"
+  )
   assert (workdir / "loss.png").exists() and (workdir / "sample.txt").exists()
 
 
@@ -225,7 +348,10 @@ def kill(processes, killed):
   assert time.monotonic() - began < 60
   for index in {*range(len(codes))} - {killed}:
     assert codes[index] == 1
-    assert re.match(rf"error: process {index} has lost the others: .*; start all processes again with the same command to go", lines[index])
+    assert re.match(
+      rf"error: process {index} has lost the others: .*; start all processes again with the same command to go",
+      lines[index],
+    )
 
 
 @pytest.mark.full
@@ -233,7 +359,9 @@ def test_a_killed_one_ends_all(overrides, whole, tmp_path):
   """SIGKILL to process 0, which serves the coordination: process 1 ends. The same command goes on, and in the end the log is the
   uninterrupted run's, number for number."""
   with Processes(tmp_path / "run", overrides) as processes:
-    processes.reach("step 25/")  # the checkpoint of step 20 is written once that of step 10 is
+    processes.reach(
+      "step 25/"
+    )  # the checkpoint of step 20 is written once that of step 10 is
     kill(processes, 0)
   with Processes(tmp_path / "run", overrides) as processes:
     assert processes.end()[0] == [0, 0]
@@ -241,11 +369,24 @@ def test_a_killed_one_ends_all(overrides, whole, tmp_path):
   assert log(tmp_path / "run") == log(whole)
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("a bug"), ValueError(), MemoryError()], ids=repr)
-def test_what_goes_wrong_in_a_process_that_is_alone_keeps_its_own_error(monkeypatch, error):
+@pytest.mark.parametrize(
+  "error",
+  [
+    OSError(28, "No space left on device"),
+    RuntimeError("a bug"),
+    ValueError(),
+    MemoryError(),
+  ],
+  ids=repr,
+)
+def test_what_goes_wrong_in_a_process_that_is_alone_keeps_its_own_error(
+  monkeypatch, error
+):
   """It does not read as a failure to join others."""
   monkeypatch.setattr(processes, "_initialize", lambda *_: False)
-  monkeypatch.setattr(processes.signals, "end", lambda message, code: pytest.fail(message))
+  monkeypatch.setattr(
+    processes.signals, "end", lambda message, code: pytest.fail(message)
+  )
   with pytest.raises(type(error)) as caught, connected():
     raise error
   assert caught.value is error
@@ -268,16 +409,31 @@ def test_ctrl_c_in_one_ends_all(tmp_path):
     run.all[0].send_signal(signal.SIGINT)
     codes, lines = run.end(timeout=60)
   assert codes == [130, 1]
-  assert lines == ["error: interrupted", "error: process 0 stopped: interrupted"]
+  assert lines == [
+    "error: interrupted",
+    "error: process 0 stopped: interrupted",
+  ]
 
 
 def test_what_differs_is_named_with_its_process(monkeypatch):
   mine = {"config": {"train": {"batch_size": 8, "seed": 0}}, "--workdir": "a"}
-  monkeypatch.setattr(processes, "gather", lambda value: [value, value, {"config": {"train": {"batch_size": 8, "seed": 3}}}])
+  monkeypatch.setattr(
+    processes,
+    "gather",
+    lambda value: [
+      value,
+      value,
+      {"config": {"train": {"batch_size": 8, "seed": 3}}},
+    ],
+  )
   with pytest.raises(UserError) as caught:
     processes.check_same(mine)
-  assert "config.train.seed is 0 in process 0 and 3 in process 2" in str(caught.value) and "batch_size" not in str(caught.value)
-  assert "--workdir is 'a' in process 0 and None in process 2" in str(caught.value)
+  assert "config.train.seed is 0 in process 0 and 3 in process 2" in str(
+    caught.value
+  ) and "batch_size" not in str(caught.value)
+  assert "--workdir is 'a' in process 0 and None in process 2" in str(
+    caught.value
+  )
   monkeypatch.setattr(processes, "gather", lambda value: [value, value])
   processes.check_same(mine)
 
@@ -294,11 +450,19 @@ def test_a_reason_is_waited_for_in_milliseconds():
 
 @pytest.mark.full
 def test_different_configs_are_refused_by_all(overrides, tmp_path):
-  with Processes(tmp_path / "run", overrides, own={1: ["--config.train.batch_size=16", "--config.data.seed=3"]}) as processes:
+  with Processes(
+    tmp_path / "run",
+    overrides,
+    own={1: ["--config.train.batch_size=16", "--config.data.seed=3"]},
+  ) as processes:
     codes, lines = processes.end()
   assert codes == [1, 1]
   for line in lines:
-    assert line.startswith("error: ") and "config.train.batch_size is 8 in process 0 and 16 in process 1" in line
+    assert (
+      line.startswith("error: ")
+      and "config.train.batch_size is 8 in process 0 and 16 in process 1"
+      in line
+    )
     assert "config.data.seed is 0 in process 0 and 3 in process 1" in line
   assert not (tmp_path / "run").exists()
 
@@ -306,11 +470,19 @@ def test_different_configs_are_refused_by_all(overrides, tmp_path):
 @pytest.mark.full
 def test_what_stops_one_stops_all_with_its_reason(overrides, tmp_path):
   """Process 0 alone takes the workdir's lock."""
-  with lock(tmp_path / "run"), Processes(tmp_path / "run", overrides) as processes:
+  with (
+    lock(tmp_path / "run"),
+    Processes(tmp_path / "run", overrides) as processes,
+  ):
     codes, lines = processes.end()
   assert codes == [1, 1]
-  assert re.match(rf"error: .*/run is in use by process {os.getpid()} on ", lines[0])
-  assert re.match(rf"error: process 0 stopped: .*/run is in use by process {os.getpid()} on ", lines[1])
+  assert re.match(
+    rf"error: .*/run is in use by process {os.getpid()} on ", lines[0]
+  )
+  assert re.match(
+    rf"error: process 0 stopped: .*/run is in use by process {os.getpid()} on ",
+    lines[1],
+  )
 
 
 @pytest.mark.full
@@ -328,37 +500,62 @@ def test_who_is_late_hears_the_reason_too(tmp_path, failing):
     codes, lines = processes.end(timeout=60)
   assert codes == [1] * 3
   others = f"error: process {failing} stopped: nothing left to do"
-  assert lines == ["error: nothing left to do" if index == failing else others for index in code]
+  assert lines == [
+    "error: nothing left to do" if index == failing else others
+    for index in code
+  ]
 
 
 @pytest.mark.full
 def test_a_data_worker_that_dies_stops_all(overrides, tmp_path):
-  with Processes(tmp_path / "run", [*overrides, "--config.data.num_workers=1", "--config.train.steps=100000"]) as processes:
+  with Processes(
+    tmp_path / "run",
+    [*overrides, "--config.data.num_workers=1", "--config.train.steps=100000"],
+  ) as processes:
     processes.reach("step 5/")
-    tasks = pathlib.Path(f"/proc/{processes.all[1].pid}/task").glob("*/children")
+    tasks = pathlib.Path(f"/proc/{processes.all[1].pid}/task").glob(
+      "*/children"
+    )
     children = [int(pid) for task in tasks for pid in task.read_text().split()]
-    (worker,) = [pid for pid in children if b"spawn_main" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()]
+    (worker,) = [
+      pid
+      for pid in children
+      if b"spawn_main" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     os.kill(worker, signal.SIGKILL)
     codes, lines = processes.end(timeout=60)
   assert codes == [1, 1]
   assert re.match(rf"error: data worker {worker} \(SIGKILL", lines[1])
-  assert re.match(rf"error: process 1 stopped: data worker {worker} \(SIGKILL", lines[0])
+  assert re.match(
+    rf"error: process 1 stopped: data worker {worker} \(SIGKILL", lines[0]
+  )
 
 
 @pytest.mark.full
 def test_too_many_skipped_steps_stop_all(overrides, tmp_path):
-  diverging = ["--config.optimizer.learning_rate=1e30", "--config.train.max_skipped_in_a_row=3"]
+  diverging = [
+    "--config.optimizer.learning_rate=1e30",
+    "--config.train.max_skipped_in_a_row=3",
+  ]
   with Processes(tmp_path / "run", [*overrides, *diverging]) as processes:
     codes, lines = processes.end()
   assert codes == [1, 1]
-  assert all(re.match("error: (process . stopped: )?stopped at step .*: 3 steps in a row were skipped", line) for line in lines), lines
+  assert all(
+    re.match(
+      "error: (process . stopped: )?stopped at step .*: 3 steps in a row were skipped",
+      line,
+    )
+    for line in lines
+  ), lines
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("index", [0, 1])
 def test_nobody_there(overrides, tmp_path, index):
   """The others do not come, or the coordinator cannot be reached."""
-  with Processes(tmp_path / "run", [*overrides, "--connect_timeout=1"], count=2) as processes:
+  with Processes(
+    tmp_path / "run", [*overrides, "--connect_timeout=1"], count=2
+  ) as processes:
     processes.all[1 - index].kill()
     codes, lines = processes.end(timeout=60)
   assert codes[index] == 1
@@ -371,9 +568,15 @@ def test_nobody_there(overrides, tmp_path, index):
 @pytest.mark.parametrize(
   "arguments, message",
   [
-    (("localhost:9476", 0, -1), "--num_processes=N and --process_id=I: missing"),
+    (
+      ("localhost:9476", 0, -1),
+      "--num_processes=N and --process_id=I: missing",
+    ),
     (("", 2, 0), "--coordinator=HOST:PORT: missing"),
-    (("localhost:9476", 2, 2), "--process_id=2: must be less than --num_processes=2"),
+    (
+      ("localhost:9476", 2, 2),
+      "--process_id=2: must be less than --num_processes=2",
+    ),
     (("localhost", 2, 0), "--coordinator=localhost: must be HOST:PORT"),
   ],
 )
@@ -387,14 +590,24 @@ def test_a_port_in_use():
     other.bind(("localhost", 0))
     other.listen()
     port = other.getsockname()[1]
-    with pytest.raises(UserError, match=f"--coordinator=localhost:{port}: process 0 cannot listen"), connected(f"localhost:{port}", 2, 0):
+    with (
+      pytest.raises(
+        UserError,
+        match=f"--coordinator=localhost:{port}: process 0 cannot listen",
+      ),
+      connected(f"localhost:{port}", 2, 0),
+    ):
       pass
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("killed", [0, 1])
-def test_what_a_dead_process_half_wrote_is_never_whole(overrides, whole, tmp_path, killed):
-  with Processes(tmp_path / "run", overrides, code={killed: KILLED_IN_A_SAVE}) as processes:
+def test_what_a_dead_process_half_wrote_is_never_whole(
+  overrides, whole, tmp_path, killed
+):
+  with Processes(
+    tmp_path / "run", overrides, code={killed: KILLED_IN_A_SAVE}
+  ) as processes:
     codes, _ = processes.end(timeout=150)
   assert codes[killed] == -signal.SIGKILL and codes[1 - killed] == 1
   assert saved(tmp_path / "run") == [10, 20]
@@ -408,15 +621,31 @@ def test_what_a_dead_process_half_wrote_is_never_whole(overrides, whole, tmp_pat
 def test_streams_resume_exactly(overrides, tmp_path):
   """Every process has read another part of a stream: each takes its own place in it up again."""
   for index in range(4):
-    documents = [{"text": f"document {line} of {index}: {line * index % 97}\n" * (1 + 3 * index)} for line in range(100)]
-    (tmp_path / f"{index}.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
-  streamed = [*overrides, "--config.data.mode=streamed", f"--config.data.source=jsonl:{tmp_path}/*.jsonl"]
+    documents = [
+      {
+        "text": f"document {line} of {index}: {line * index % 97}\n"
+        * (1 + 3 * index)
+      }
+      for line in range(100)
+    ]
+    (tmp_path / f"{index}.jsonl").write_text(
+      "".join(json.dumps(document) + "\n" for document in documents)
+    )
+  streamed = [
+    *overrides,
+    "--config.data.mode=streamed",
+    f"--config.data.source=jsonl:{tmp_path}/*.jsonl",
+  ]
   with Processes(tmp_path / "whole", streamed) as processes:
     codes, lines = processes.end()
   assert codes == [0, 0], lines
   with Processes(tmp_path / "run", streamed) as processes:
-    processes.reach("step 42/")  # by then the parts have been read to other places
-    hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_DFL  # not under nohup
+    processes.reach(
+      "step 42/"
+    )  # by then the parts have been read to other places
+    hangup = (
+      signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+    )  # not under nohup
     processes.all[0].send_signal(signal.SIGHUP if hangup else signal.SIGTERM)
     assert processes.end()[0] == [0, 0]
   with Processes(tmp_path / "run", streamed) as processes:

@@ -15,7 +15,14 @@ from jax.sharding import PartitionSpec as P
 
 from diffjax.compiled.estimate import CHIPS, Torus, estimate
 from diffjax.compiled.plan import apart
-from diffjax.config import REMAT, Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from diffjax.config import (
+  REMAT,
+  Config,
+  DataConfig,
+  MeshConfig,
+  ModelConfig,
+  TrainConfig,
+)
 from diffjax.parallel.mesh import make_mesh
 from diffjax.parallel.product import exchanges, gather, product, whole
 from diffjax.parallel.rules import SPECS
@@ -32,14 +39,23 @@ SHAPES = {
   "gate": ((E,), (E, F)),
   "down": ((F,), (F, E)),
 }
-MESHES = {"fsdp": MeshConfig(data=1, fsdp=8), "all": MeshConfig(data=1, fsdp=2, context=2, tensor=2), "data": MeshConfig(data=8)}
+MESHES = {
+  "fsdp": MeshConfig(data=1, fsdp=8),
+  "all": MeshConfig(data=1, fsdp=2, context=2, tensor=2),
+  "data": MeshConfig(data=8),
+}
 
 
 def arguments(name):
   inputs, shape = SHAPES[name]
   keys = jax.random.split(jax.random.key(0), 3)
   outputs = shape[len(inputs) :]
-  return [jax.random.normal(key, shape) for key, shape in zip(keys, ((B, T, *inputs), shape, (B, T, *outputs)), strict=True)]
+  return [
+    jax.random.normal(key, shape)
+    for key, shape in zip(
+      keys, ((B, T, *inputs), shape, (B, T, *outputs)), strict=True
+    )
+  ]
 
 
 def program(name, mesh, dtype):
@@ -49,13 +65,19 @@ def program(name, mesh, dtype):
   kept = [None if axis == "fsdp" else axis for axis in (*spec, *[None] * 3)]
   shard = lambda *axes: NamedSharding(mesh, P(*axes))
   x = shard(("data", "fsdp"), "context", *kept[: len(inputs)])
-  dy = shard(("data", "fsdp"), "context", *kept[len(inputs) : len(SHAPES[name][1])])
+  dy = shard(
+    ("data", "fsdp"), "context", *kept[len(inputs) : len(SHAPES[name][1])]
+  )
 
   def both(x, w, dy):
     y, pull = jax.vjp(lambda x, w: product(x, w, name), x.astype(dtype), w)
     return y, *pull(dy.astype(dtype))
 
-  return jax.jit(both, in_shardings=(x, shard(*spec), dy), out_shardings=(dy, x, shard(*spec)))
+  return jax.jit(
+    both,
+    in_shardings=(x, shard(*spec), dy),
+    out_shardings=(dy, x, shard(*spec)),
+  )
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -69,10 +91,17 @@ def test_value_and_gradients_equal_one_devices(name, mesh):
   double = [np.asarray(z, np.float64) for z in (x, w, dy)]
   plain = (
     np.tensordot(double[0], double[1], inputs),
-    np.tensordot(double[2], double[1], (range(2, dy.ndim), range(inputs, w.ndim))),
+    np.tensordot(
+      double[2], double[1], (range(2, dy.ndim), range(inputs, w.ndim))
+    ),
     np.tensordot(double[0], double[2], ((0, 1), (0, 1))),
   )
-  chex.assert_trees_all_close([np.asarray(z, np.float64) for z in actual], list(plain), rtol=1e-5, atol=1e-4)
+  chex.assert_trees_all_close(
+    [np.asarray(z, np.float64) for z in actual],
+    list(plain),
+    rtol=1e-5,
+    atol=1e-4,
+  )
   y, pull = jax.vjp(lambda x, w: product(x, w, name), x, w)  # without a mesh
   chex.assert_trees_all_close((y, *pull(dy)), actual, rtol=1e-5, atol=1e-4)
 
@@ -88,12 +117,23 @@ def test_what_travels(name):
     lowered = program(name, mesh, jnp.bfloat16).lower(x, w, dy)
   text = lowered.as_text()
   exchanged = re.findall(r"all_to_all.*?-> tensor<([\dx]+)x(\w+)>", text)
-  assert [(math.prod(map(int, size.split("x"))), dtype) for size, dtype in exchanged] == [(w.size // 2, "bf16")]
-  summed = re.findall(r"stablehlo.all_reduce[\s\S]*?\) -> tensor<([\dx]+)x(\w+)>", text)
-  assert {(math.prod(map(int, size.split("x"))), dtype) for size, dtype in summed} == {(w.size // 4, "f32")}
+  assert [
+    (math.prod(map(int, size.split("x"))), dtype) for size, dtype in exchanged
+  ] == [(w.size // 2, "bf16")]
+  summed = re.findall(
+    r"stablehlo.all_reduce[\s\S]*?\) -> tensor<([\dx]+)x(\w+)>", text
+  )
+  assert {
+    (math.prod(map(int, size.split("x"))), dtype) for size, dtype in summed
+  } == {(w.size // 4, "f32")}
   compiled = lowered.compile().as_text()
-  gathered = [math.prod(map(int, size.split(","))) for size in re.findall(r"\[([\d,]+)\]\S* all-gather\(", compiled)]
-  assert gathered and set(gathered) == {w.size // 2}  # along the tensor axis it stays split
+  gathered = [
+    math.prod(map(int, size.split(",")))
+    for size in re.findall(r"\[([\d,]+)\]\S* all-gather\(", compiled)
+  ]
+  assert gathered and set(gathered) == {
+    w.size // 2
+  }  # along the tensor axis it stays split
   assert "while(" not in compiled
 
 
@@ -110,8 +150,12 @@ def test_what_travels(name):
   ],
 )
 def test_where_gradients_are_exchanged(kind, chips, fsdp, exchanged):
-  device = kind and jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="tpu")
-  mesh = AbstractMesh((chips // fsdp, fsdp), ("data", "fsdp"), abstract_device=device)
+  device = kind and jax.sharding.AbstractDevice(
+    device_kind=kind, num_cores=None, platform="tpu"
+  )
+  mesh = AbstractMesh(
+    (chips // fsdp, fsdp), ("data", "fsdp"), abstract_device=device
+  )
   assert exchanges(mesh) == exchanged
 
 
@@ -121,43 +165,77 @@ def test_xlas_own_reduce_scatter_gives_the_same(name, monkeypatch):
   mesh = make_mesh(MESHES["all"])
   with jax.set_mesh(mesh):
     exchanged = program(name, mesh, jnp.float32)(x, w, dy)
-    monkeypatch.setattr("diffjax.parallel.product.exchanges", lambda mesh: False)
+    monkeypatch.setattr(
+      "diffjax.parallel.product.exchanges", lambda mesh: False
+    )
     jax.clear_caches()
     reduced = program(name, mesh, jnp.float32)
-    assert "all_to_all" not in reduced.lower(*(jax.ShapeDtypeStruct(z.shape, z.dtype) for z in (x, w, dy))).as_text()
-    chex.assert_trees_all_close(reduced(x, w, dy), exchanged, rtol=1e-5, atol=1e-5)
+    assert (
+      "all_to_all"
+      not in reduced.lower(
+        *(jax.ShapeDtypeStruct(z.shape, z.dtype) for z in (x, w, dy))
+      ).as_text()
+    )
+    chex.assert_trees_all_close(
+      reduced(x, w, dy), exchanged, rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("sparse_cores", [False, True])
 def test_sums_over_devices_round_nothing(sparse_cores, monkeypatch):
   """Eight devices' shares of 1 + 2⁻⁷ in bfloat16: their sum is not a bfloat16. Where the shares travel in float32 they need not be one."""
-  monkeypatch.setattr("diffjax.parallel.product.uses_sparse_cores", lambda mesh: sparse_cores)
-  monkeypatch.setattr("diffjax.parallel.product.exchanges", lambda mesh: not sparse_cores)
+  monkeypatch.setattr(
+    "diffjax.parallel.product.uses_sparse_cores", lambda mesh: sparse_cores
+  )
+  monkeypatch.setattr(
+    "diffjax.parallel.product.exchanges", lambda mesh: not sparse_cores
+  )
   jax.clear_caches()
   mesh = make_mesh(MESHES["fsdp"])
   x, w = jnp.ones((B, 2, E), jnp.bfloat16), jnp.zeros((E, F))
-  small = 2**-9 if sparse_cores else 0.0  # a share of 1 + 2⁻⁷ + 2⁻⁹ is not a bfloat16
-  dy = jnp.array([1 + 2**-7, small], jnp.bfloat16)[None, :, None] * jnp.ones((B, 2, F), jnp.bfloat16)
+  small = (
+    2**-9 if sparse_cores else 0.0
+  )  # a share of 1 + 2⁻⁷ + 2⁻⁹ is not a bfloat16
+  dy = jnp.array([1 + 2**-7, small], jnp.bfloat16)[None, :, None] * jnp.ones(
+    (B, 2, F), jnp.bfloat16
+  )
   dy = dy.at[0].set(jnp.array([512, 0], jnp.bfloat16)[:, None])
   with jax.set_mesh(mesh):
     dw = program("gate", mesh, jnp.bfloat16)(x, w, dy)[2]
-  assert dw.dtype == jnp.float32 and jnp.all(dw == 512 + 7 * (1 + 2**-7 + small))
+  assert dw.dtype == jnp.float32 and jnp.all(
+    dw == 512 + 7 * (1 + 2**-7 + small)
+  )
 
 
 @pytest.mark.parametrize("sparse_cores", [False, True])
 def test_sums_of_a_gathers_gradient_round_nothing(sparse_cores, monkeypatch):
   """As above, of `gather`: eight devices' shares of 1 + 2⁻⁷ in bfloat16."""
-  monkeypatch.setattr("diffjax.parallel.product.uses_sparse_cores", lambda mesh: sparse_cores)
-  monkeypatch.setattr("diffjax.parallel.product.exchanges", lambda mesh: not sparse_cores)
+  monkeypatch.setattr(
+    "diffjax.parallel.product.uses_sparse_cores", lambda mesh: sparse_cores
+  )
+  monkeypatch.setattr(
+    "diffjax.parallel.product.exchanges", lambda mesh: not sparse_cores
+  )
   mesh = make_mesh(MESHES["fsdp"])
 
   def local(shard, dy):
-    return jax.vjp(lambda shard: gather(shard, 0, "fsdp", jnp.bfloat16), shard)[1](dy[0])[0]
+    return jax.vjp(lambda shard: gather(shard, 0, "fsdp", jnp.bfloat16), shard)[
+      1
+    ](dy[0])[0]
 
   dy = jnp.full((8, 16), 1 + 2**-7, jnp.bfloat16).at[0].set(512)
   with jax.set_mesh(mesh):
-    gradient = jax.jit(jax.shard_map(local, in_specs=(P("fsdp"), P("fsdp")), out_specs=P("fsdp"), check_vma=False))(jnp.zeros(16), dy)
-  assert gradient.dtype == jnp.float32 and jnp.all(gradient == 512 + 7 * (1 + 2**-7))
+    gradient = jax.jit(
+      jax.shard_map(
+        local,
+        in_specs=(P("fsdp"), P("fsdp")),
+        out_specs=P("fsdp"),
+        check_vma=False,
+      )
+    )(jnp.zeros(16), dy)
+  assert gradient.dtype == jnp.float32 and jnp.all(
+    gradient == 512 + 7 * (1 + 2**-7)
+  )
 
 
 def test_whole():
@@ -165,28 +243,56 @@ def test_whole():
   assert whole(w, "gate", jnp.bfloat16).dtype == jnp.bfloat16  # without a mesh
   mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
   with jax.set_mesh(mesh):
-    out = jax.jit(lambda w: whole(w, "gate", jnp.bfloat16))(jax.device_put(w, NamedSharding(mesh, P("fsdp", "tensor"))))
+    out = jax.jit(lambda w: whole(w, "gate", jnp.bfloat16))(
+      jax.device_put(w, NamedSharding(mesh, P("fsdp", "tensor")))
+    )
   assert out.sharding.spec == P(None, "tensor")
 
 
-@pytest.mark.parametrize("mesh", [MeshConfig(data=1), MESHES["fsdp"], MESHES["all"]])
+@pytest.mark.parametrize(
+  "mesh", [MeshConfig(data=1), MESHES["fsdp"], MESHES["all"]]
+)
 def test_remat_computes_again_what_its_policy_says(mesh):
   """Products in the step by policy, beyond those of a step that keeps all: on shards too, where JAX's policies see none."""
-  devices = make_mesh(mesh, jax.devices()[: mesh.data * mesh.fsdp * mesh.context * mesh.tensor])
+  devices = make_mesh(
+    mesh, jax.devices()[: mesh.data * mesh.fsdp * mesh.context * mesh.tensor]
+  )
   model = ModelConfig(
-    attention="softmax", vocab_size=64, num_layers=9, embed_dim=E, num_heads=4, num_kv_heads=4, head_dim=D, ffn_dim=F, head_norm=False
+    attention="softmax",
+    vocab_size=64,
+    num_layers=9,
+    embed_dim=E,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=D,
+    ffn_dim=F,
+    head_norm=False,
   )
 
   def products(remat):
     config = Config(
-      model=dataclasses.replace(model, remat=remat), data=DataConfig(length=16), mesh=mesh, train=TrainConfig(batch_size=8, steps=200)
+      model=dataclasses.replace(model, remat=remat),
+      data=DataConfig(length=16),
+      mesh=mesh,
+      train=TrainConfig(batch_size=8, steps=200),
     )
-    return build(config, devices).lower_train_step().as_text().count("stablehlo.dot_general")
+    return (
+      build(config, devices)
+      .lower_train_step()
+      .as_text()
+      .count("stablehlo.dot_general")
+    )
 
   found = {remat: products(remat) for remat in REMAT}
   assert found.pop("full") > found["attention"]
   # query, key, value and out; up; gate
-  assert {remat: count - found["none"] for remat, count in found.items()} == {"none": 0, "dots": 0, "ffn": 4, "gate": 5, "attention": 6}
+  assert {remat: count - found["none"] for remat, count in found.items()} == {
+    "none": 0,
+    "dots": 0,
+    "ffn": 4,
+    "gate": 5,
+    "attention": 6,
+  }
 
 
 def _layers(devices, chips, available, topology):
@@ -201,24 +307,48 @@ def _layers(devices, chips, available, topology):
   def loss(parameters, x):
     return jax.lax.scan(layer, x, parameters)[0].astype(jnp.float32).sum()
 
-  shardings = [NamedSharding(mesh, P(None, *SPECS[name][1:])) for name in ("gate", "down")]
+  shardings = [
+    NamedSharding(mesh, P(None, *SPECS[name][1:])) for name in ("gate", "down")
+  ]
   parameters = [
     jax.ShapeDtypeStruct((4, *shape), jnp.float32, sharding=sharding)
     for shape, sharding in zip((width, width[::-1]), shardings, strict=True)
   ]
-  x = jax.ShapeDtypeStruct((8 * chips, 2048, width[0]), jnp.bfloat16, sharding=NamedSharding(mesh, P(("data", "fsdp"))))
+  x = jax.ShapeDtypeStruct(
+    (8 * chips, 2048, width[0]),
+    jnp.bfloat16,
+    sharding=NamedSharding(mesh, P(("data", "fsdp"))),
+  )
   with jax.set_mesh(mesh):
-    gradients = jax.jit(jax.grad(loss), out_shardings=shardings, compiler_options=compiler_options(mesh))
+    gradients = jax.jit(
+      jax.grad(loss),
+      out_shardings=shardings,
+      compiler_options=compiler_options(mesh),
+    )
     text = gradients.lower(parameters, x).compile().as_text()
-  return estimate(text, mesh.shape, CHIPS[topology[:3]], Torus.of(topology), {}).collectives
+  return estimate(
+    text, mesh.shape, CHIPS[topology[:3]], Torus.of(topology), {}
+  ).collectives
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler, libtpu, is not installed")
-@pytest.mark.parametrize("topology", ["v5e:4x4", *full(["v5p:2x2x1", "v5p:2x2x2", "v6e:4x4", "v6e:4x8"])])
+@pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None,
+  reason="the TPU compiler, libtpu, is not installed",
+)
+@pytest.mark.parametrize(
+  "topology",
+  ["v5e:4x4", *full(["v5p:2x2x1", "v5p:2x2x2", "v6e:4x4", "v6e:4x8"])],
+)
 def test_parameters_and_gradients_travel_while_chips_compute(topology):
   """A layer's first gather waits, since nothing of the layer runs before it; the second, of as many bytes, is covered. Gradients are: by an
   exchange on v5e, by the sparse cores' reduce-scatter elsewhere."""
   seconds = apart(_layers, topology, topology=topology)
-  assert set(seconds) == {"all-gather", "all-to-all" if topology.startswith("v5e") else "reduce-scatter"}
+  assert set(seconds) == {
+    "all-gather",
+    "all-to-all" if topology.startswith("v5e") else "reduce-scatter",
+  }
   for kind, (every, exposed) in seconds.items():
-    assert exposed < {"all-gather": 0.51}.get(kind, 0.2) * every, (kind, seconds)
+    assert exposed < {"all-gather": 0.51}.get(kind, 0.2) * every, (
+      kind,
+      seconds,
+    )

@@ -20,7 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 from diffjax.config import Config, DataConfig, OptimizerConfig, UserError
 from diffjax.training import manifest
-from diffjax.training.checkpoint import Checkpoints, find_checkpoint, open_checkpoint
+from diffjax.training.checkpoint import (
+  Checkpoints,
+  find_checkpoint,
+  open_checkpoint,
+)
 from diffjax.training.optimizer import make_optimizer
 from diffjax.training.resume import check_resume
 
@@ -42,20 +46,37 @@ def make_state(seed=0, name="muon", up=(2, 8, 16)):
   def normal(*shape):
     return jnp.asarray(draw.standard_normal(shape), jnp.float32)
 
-  params = {"embedding": normal(32, 8), "layers": {"ffn": {"up": normal(*up), "down": normal(2, 16, 8)}, "ffn_norm": normal(2, 8)}}
+  params = {
+    "embedding": normal(32, 8),
+    "layers": {
+      "ffn": {"up": normal(*up), "down": normal(2, 16, 8)},
+      "ffn_norm": normal(2, 8),
+    },
+  }
   opt_state = jax.tree.map(
-    lambda leaf: normal(*leaf.shape) if leaf.dtype == jnp.float32 else leaf + seed,
+    lambda leaf: (
+      normal(*leaf.shape) if leaf.dtype == jnp.float32 else leaf + seed
+    ),
     make_optimizer(OptimizerConfig(name=name), lambda step: 1e-3).init(params),
   )
   return State(jnp.int32(seed), params, opt_state, jax.random.key(seed))
 
 
 def abstract(state, sharding=None):
-  return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding or leaf.sharding), state)
+  return jax.tree.map(
+    lambda leaf: jax.ShapeDtypeStruct(
+      leaf.shape, leaf.dtype, sharding=sharding or leaf.sharding
+    ),
+    state,
+  )
 
 
 def raw(leaf):
-  return np.asarray(jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+  return np.asarray(
+    jax.random.key_data(leaf)
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    else leaf
+  )
 
 
 def assert_same(a, b):
@@ -65,7 +86,14 @@ def assert_same(a, b):
 
 
 def save(checkpoints, step, metrics=None, config=CONFIG, **kwargs):
-  return checkpoints.save(step, make_state(step), data_state={"batch": step, "seed": [1, None]}, config=config, metrics=metrics, **kwargs)
+  return checkpoints.save(
+    step,
+    make_state(step),
+    data_state={"batch": step, "seed": [1, None]},
+    config=config,
+    metrics=metrics,
+    **kwargs,
+  )
 
 
 def run(workdir, steps, keep=10):
@@ -96,26 +124,45 @@ def listing(workdir):
 def test_restores_every_bit(tmp_path):
   run(tmp_path, [3, 12])
   restored = restore(tmp_path)
-  assert restored.step == 12 and restored.data_state == {"batch": 12, "seed": [1, None]} and restored.config == CONFIG
+  assert (
+    restored.step == 12
+    and restored.data_state == {"batch": 12, "seed": [1, None]}
+    and restored.config == CONFIG
+  )
   state = read(restored)
   assert_same(state, make_state(12))
   assert type(state) is State
-  np.testing.assert_array_equal(jax.random.normal(state.rng, 4), jax.random.normal(make_state(12).rng, 4))
+  np.testing.assert_array_equal(
+    jax.random.normal(state.rng, 4), jax.random.normal(make_state(12).rng, 4)
+  )
   assert newest_config(tmp_path) == CONFIG
 
 
 def test_nothing_saved_restores_to_none(tmp_path):
-  assert restore(tmp_path) is None and newest_config(tmp_path) is None and newest_config(tmp_path / "absent") is None
+  assert (
+    restore(tmp_path) is None
+    and newest_config(tmp_path) is None
+    and newest_config(tmp_path / "absent") is None
+  )
 
 
-def test_save_returns_before_the_files_and_its_state_may_be_donated(tmp_path, monkeypatch):
+def test_save_returns_before_the_files_and_its_state_may_be_donated(
+  tmp_path, monkeypatch
+):
   gate, write = threading.Event(), manifest.write
-  monkeypatch.setattr(manifest, "write", lambda *args: gate.wait(30) and write(*args))
+  monkeypatch.setattr(
+    manifest, "write", lambda *args: gate.wait(30) and write(*args)
+  )
   checkpoints = Checkpoints(tmp_path, keep=2)
   state = make_state(5)
   checkpoints.save(5, state, data_state={}, config=CONFIG)
   assert newest_config(tmp_path) is None, "no manifest, not complete"
-  state = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0 if leaf.dtype == jnp.float32 else leaf, tree), donate_argnums=0)(state)
+  state = jax.jit(
+    lambda tree: jax.tree.map(
+      lambda leaf: leaf * 0 if leaf.dtype == jnp.float32 else leaf, tree
+    ),
+    donate_argnums=0,
+  )(state)
   jax.block_until_ready(state)
   gate.set()
   checkpoints.close()
@@ -124,8 +171,19 @@ def test_save_returns_before_the_files_and_its_state_may_be_donated(tmp_path, mo
 
 def test_keeps_the_newest_and_the_best(tmp_path):
   checkpoints = Checkpoints(tmp_path, keep=2)
-  for step, loss in [(1, 3.0), (2, 1.5), (3, float("nan")), (4, 2.0), (5, None), (6, 1.75)]:
-    save(checkpoints, step, metrics=None if loss is None else {"validation/loss": loss})
+  for step, loss in [
+    (1, 3.0),
+    (2, 1.5),
+    (3, float("nan")),
+    (4, 2.0),
+    (5, None),
+    (6, 1.75),
+  ]:
+    save(
+      checkpoints,
+      step,
+      metrics=None if loss is None else {"validation/loss": loss},
+    )
   checkpoints.close()
   assert listing(tmp_path) == ["2", "5", "6"]
   checkpoints = Checkpoints(tmp_path, keep=1)
@@ -154,7 +212,10 @@ def two_steps(tmp_path_factory):
 
 def flip_bit(workdir):
   """In the arrays of step 20."""
-  path = max((workdir / "checkpoints/20/state/d").iterdir(), key=lambda file: file.stat().st_size)
+  path = max(
+    (workdir / "checkpoints/20/state/d").iterdir(),
+    key=lambda file: file.stat().st_size,
+  )
   data = bytearray(path.read_bytes())
   data[len(data) // 2] ^= 4
   path.write_bytes(bytes(data))
@@ -165,13 +226,20 @@ def test_stale_temporary_directory_is_removed(two_steps, tmp_path, caplog):
   stale = workdir / "checkpoints" / "30.orbax-checkpoint-tmp"
   shutil.copytree(workdir / "checkpoints" / "20", stale)
   (workdir / "checkpoints" / "notes").mkdir()  # not ours
-  assert newest_config(workdir) == CONFIG and stale.exists(), "a reader deletes nothing"
+  assert newest_config(workdir) == CONFIG and stale.exists(), (
+    "a reader deletes nothing"
+  )
   with caplog.at_level(logging.WARNING):
     assert restore(workdir).step == 20
-  assert not stale.exists() and any("30.orbax-checkpoint-tmp" in record.getMessage() for record in caplog.records)
+  assert not stale.exists() and any(
+    "30.orbax-checkpoint-tmp" in record.getMessage()
+    for record in caplog.records
+  )
 
 
-def test_damaged_step_is_overwritten_and_does_not_count_as_kept(two_steps, tmp_path):
+def test_damaged_step_is_overwritten_and_does_not_count_as_kept(
+  two_steps, tmp_path
+):
   workdir = shutil.copytree(two_steps, tmp_path / "run")
   flip_bit(workdir)
   checkpoints = Checkpoints(workdir, keep=2)
@@ -204,29 +272,51 @@ def test_workdir_that_cannot_be_made(tmp_path):
 
 
 def mesh_of(shape):
-  return jax.make_mesh(shape, ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[: shape[0] * shape[1]])
+  return jax.make_mesh(
+    shape,
+    ("data", "fsdp"),
+    axis_types=(jax.sharding.AxisType.Auto,) * 2,
+    devices=jax.devices()[: shape[0] * shape[1]],
+  )
 
 
 def test_restores_onto_another_mesh(tmp_path):
   def on(mesh, state):
     def sharding(leaf):
-      divisible = leaf.ndim and leaf.shape[-1] % mesh.shape["fsdp"] == 0 and leaf.dtype == jnp.float32
-      return NamedSharding(mesh, P(*[None] * (leaf.ndim - 1), "fsdp") if divisible else P())
+      divisible = (
+        leaf.ndim
+        and leaf.shape[-1] % mesh.shape["fsdp"] == 0
+        and leaf.dtype == jnp.float32
+      )
+      return NamedSharding(
+        mesh, P(*[None] * (leaf.ndim - 1), "fsdp") if divisible else P()
+      )
 
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(leaf)), state)
+    return jax.tree.map(
+      lambda leaf: jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=sharding(leaf)
+      ),
+      state,
+    )
 
   state = make_state(7)
   eight, four = on(mesh_of((1, 8)), state), on(mesh_of((2, 4)), state)
-  placed = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, spec.sharding), state, eight)
+  placed = jax.tree.map(
+    lambda leaf, spec: jax.device_put(leaf, spec.sharding), state, eight
+  )
   checkpoints = Checkpoints(tmp_path, keep=1)
   checkpoints.save(7, placed, data_state={}, config=CONFIG)
   restored = checkpoints.restore().state(four)
   checkpoints.close()
   assert_same(restored, state)
-  for leaf, spec in zip(jax.tree.leaves(restored), jax.tree.leaves(four), strict=True):
+  for leaf, spec in zip(
+    jax.tree.leaves(restored), jax.tree.leaves(four), strict=True
+  ):
     assert leaf.sharding == spec.sharding
   assert len(restored.params["embedding"].sharding.device_set) == 8
-  single = open_checkpoint(tmp_path).params(jax.eval_shape(lambda: make_state().params))
+  single = open_checkpoint(tmp_path).params(
+    jax.eval_shape(lambda: make_state().params)
+  )
   assert_same(single, state.params)
   assert single["embedding"].sharding.device_set == {jax.devices()[0]}
 
@@ -234,26 +324,46 @@ def test_restores_onto_another_mesh(tmp_path):
 def test_loads_parameters_alone(two_steps):
   wanted = abstract(make_state().params)
   assert_same(open_checkpoint(two_steps).params(wanted), make_state(20).params)
-  assert_same(open_checkpoint(two_steps, 10).params(wanted), make_state(10).params)
+  assert_same(
+    open_checkpoint(two_steps, 10).params(wanted), make_state(10).params
+  )
 
 
 def test_parameters_of_another_model_are_refused(two_steps):
-  with pytest.raises(UserError, match=r"layers/ffn/up is \[2, 8, 16\] there and \[2, 8, 24\] here"):
-    open_checkpoint(two_steps).params(abstract(make_state(up=(2, 8, 24)).params))
+  with pytest.raises(
+    UserError,
+    match=r"layers/ffn/up is \[2, 8, 16\] there and \[2, 8, 24\] here",
+  ):
+    open_checkpoint(two_steps).params(
+      abstract(make_state(up=(2, 8, 24)).params)
+    )
   wanted = abstract(make_state().params)
-  with pytest.raises(UserError, match=r"it has no unembedding, which is \[32, 8\] here"):
-    open_checkpoint(two_steps).params({**wanted, "unembedding": wanted["embedding"]})
-  with pytest.raises(UserError, match=r"it has layers/ffn_norm \[2, 8\], which is not there here"):
-    open_checkpoint(two_steps).params({**wanted, "layers": {"ffn": wanted["layers"]["ffn"]}})
+  with pytest.raises(
+    UserError, match=r"it has no unembedding, which is \[32, 8\] here"
+  ):
+    open_checkpoint(two_steps).params(
+      {**wanted, "unembedding": wanted["embedding"]}
+    )
+  with pytest.raises(
+    UserError, match=r"it has layers/ffn_norm \[2, 8\], which is not there here"
+  ):
+    open_checkpoint(two_steps).params(
+      {**wanted, "layers": {"ffn": wanted["layers"]["ffn"]}}
+    )
 
 
 def test_another_optimizers_state_is_refused(two_steps):
-  with pytest.raises(UserError, match=r"opt_state/.*; config.train.init_from starts another --workdir from its parameters"):
+  with pytest.raises(
+    UserError,
+    match=r"opt_state/.*; config.train.init_from starts another --workdir from its parameters",
+  ):
     restore(two_steps).state(abstract(make_state(name="adamw")))
 
 
 def test_no_checkpoint_to_load_from(two_steps, tmp_path):
-  with pytest.raises(UserError, match=f"no complete checkpoint in {tmp_path}/checkpoints"):
+  with pytest.raises(
+    UserError, match=f"no complete checkpoint in {tmp_path}/checkpoints"
+  ):
     open_checkpoint(tmp_path)
   with pytest.raises(UserError, match="no complete checkpoint of step 11"):
     open_checkpoint(two_steps, 11)
@@ -296,15 +406,26 @@ def test_what_may_change_on_resume():
     ("model.remat", "full"),
   ]
   check_resume(CONFIG, changed(*free))
-  every = {f"{section}.{name}" for section, fields in CONFIG.items() for name in fields}
+  every = {
+    f"{section}.{name}" for section, fields in CONFIG.items() for name in fields
+  }
   for field in every - {name for name, _ in free}:
-    with pytest.raises(UserError, match=rf"{field} was .* and is 'other'; use another --workdir"):
+    with pytest.raises(
+      UserError, match=rf"{field} was .* and is 'other'; use another --workdir"
+    ):
       check_resume(CONFIG, changed((field, "other")))
 
 
 def test_resume_names_every_difference_with_both_values():
   with pytest.raises(UserError) as error:
-    check_resume(CONFIG, changed(("model.embed_dim", 64), ("optimizer.learning_rate", 0.5), ("train.steps", 3)))
+    check_resume(
+      CONFIG,
+      changed(
+        ("model.embed_dim", 64),
+        ("optimizer.learning_rate", 0.5),
+        ("train.steps", 3),
+      ),
+    )
   assert str(error.value) == (
     "the checkpoint in this workdir is of another run: model.embed_dim was 128 and is 64; optimizer.learning_rate was 0.001 and is 0.5; "
     "use another --workdir or set them back"
@@ -365,26 +486,51 @@ metrics.close()
 """
 
 
-def test_saves_and_metrics_that_fail_leave_what_was_there_and_are_tried_again(tmp_path):
-  result = subprocess.run([sys.executable, "-c", FAILING_SAVES, tmp_path / "run"], capture_output=True, text=True, timeout=100)
+def test_saves_and_metrics_that_fail_leave_what_was_there_and_are_tried_again(
+  tmp_path,
+):
+  result = subprocess.run(
+    [sys.executable, "-c", FAILING_SAVES, tmp_path / "run"],
+    capture_output=True,
+    text=True,
+    timeout=100,
+  )
   assert result.returncode == 0, result.stderr
   lines = result.stdout.splitlines()
   assert lines[0] == "saved | 1" and lines[-1] == "saved | 6"
   for line in lines[1:-1]:
-    assert "File too large" in line and line.endswith(" | 1"), "nothing half-written, and the older one is not pruned"
-  assert result.stderr.count("not saved: cannot read or write the checkpoint") == 8
+    assert "File too large" in line and line.endswith(" | 1"), (
+      "nothing half-written, and the older one is not pruned"
+    )
+  assert (
+    result.stderr.count("not saved: cannot read or write the checkpoint") == 8
+  )
   assert result.stderr.count("cannot write metrics in") == 1
-  written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-  assert [line["step"] for line in written] == [1, 2, 2, 3, 3, 4, 4, 5, 5, 6], "no line is lost or torn"
+  written = [
+    json.loads(line)
+    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+  ]
+  assert [line["step"] for line in written] == [1, 2, 2, 3, 3, 4, 4, 5, 5, 6], (
+    "no line is lost or torn"
+  )
 
 
-def test_a_save_that_does_not_fit_the_disk_is_not_begun(tmp_path, caplog, monkeypatch):
+def test_a_save_that_does_not_fit_the_disk_is_not_begun(
+  tmp_path, caplog, monkeypatch
+):
   checkpoints = Checkpoints(tmp_path, keep=1)
   save(checkpoints, 1)
   with monkeypatch.context() as patch:
-    patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10_000, 9_900, 100))
+    patch.setattr(
+      shutil,
+      "disk_usage",
+      lambda _: shutil._ntuple_diskusage(10_000, 9_900, 100),
+    )
     save(checkpoints, 2)
-    with pytest.raises(UserError, match="checkpoints/2: no space left: it takes .* KiB, and 100 bytes are free"):
+    with pytest.raises(
+      UserError,
+      match="checkpoints/2: no space left: it takes .* KiB, and 100 bytes are free",
+    ):
       checkpoints.wait()
   assert listing(tmp_path) == ["1"]
   save(checkpoints, 2)
@@ -419,10 +565,15 @@ def test_a_workdir_that_is_moved_away_is_made_again(tmp_path):
   (tmp_path / "run").rename(tmp_path / "away")
   save(checkpoints, 2)
   checkpoints.close()
-  assert listing(tmp_path / "run") == ["2"] and listing(tmp_path / "away") == ["1"]
+  assert listing(tmp_path / "run") == ["2"] and listing(tmp_path / "away") == [
+    "1"
+  ]
 
 
-@pytest.mark.parametrize("make", [lambda path: path.write_text(""), lambda path: path.symlink_to(path.name)])
+@pytest.mark.parametrize(
+  "make",
+  [lambda path: path.write_text(""), lambda path: path.symlink_to(path.name)],
+)
 def test_what_lies_in_a_steps_place_is_overwritten(tmp_path, make):
   (tmp_path / "checkpoints").mkdir()
   make(tmp_path / "checkpoints" / "2")

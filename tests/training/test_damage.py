@@ -16,13 +16,20 @@ from absl.testing import flagsaver
 
 from diffjax import checkpoints as command
 from diffjax.config import Config, UserError
-from diffjax.training.checkpoint import Checkpoints, find_checkpoint, open_checkpoint
+from diffjax.training.checkpoint import (
+  Checkpoints,
+  find_checkpoint,
+  open_checkpoint,
+)
 from tests.tiers import full
 
 
 def make_state(seed=0):
   draw = np.random.default_rng(seed)
-  params = {name: jnp.asarray(draw.standard_normal((4, 8)), jnp.float32) for name in ("query", "value")}
+  params = {
+    name: jnp.asarray(draw.standard_normal((4, 8)), jnp.float32)
+    for name in ("query", "value")
+  }
   return {"params": params, "step": jnp.int32(seed)}
 
 
@@ -34,13 +41,23 @@ def make_config(step):
 
 
 def abstract(tree):
-  return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree)
+  return jax.tree.map(
+    lambda leaf: jax.ShapeDtypeStruct(
+      leaf.shape, leaf.dtype, sharding=leaf.sharding
+    ),
+    tree,
+  )
 
 
 def save_run(workdir, seed=0):
   checkpoints = Checkpoints(workdir, keep=10)
   for step in (10, 20):
-    checkpoints.save(step, make_state(step + seed), data_state={"batch": step}, config=make_config(step))
+    checkpoints.save(
+      step,
+      make_state(step + seed),
+      data_state={"batch": step},
+      config=make_config(step),
+    )
   checkpoints.close()
   return workdir
 
@@ -72,7 +89,11 @@ KINDS = [
 
 
 def find(step, kind):
-  return max((step / kind).iterdir(), key=lambda file: file.stat().st_size) if kind.endswith("/") else step / kind
+  return (
+    max((step / kind).iterdir(), key=lambda file: file.stat().st_size)
+    if kind.endswith("/")
+    else step / kind
+  )
 
 
 def flip(seed):
@@ -118,7 +139,10 @@ FILE_DAMAGES = {
   "unreadable": swap_for(lambda path: os.mknod(path, stat.S_IFSOCK | 0o600)),
 }
 CASES = [(kind, name) for kind in KINDS for name in FILE_DAMAGES]
-CASES += [(EMPTY, name) for name in ("missing", "longer", "directory", "broken link", "unreadable")]
+CASES += [
+  (EMPTY, name)
+  for name in ("missing", "longer", "directory", "broken link", "unreadable")
+]
 # Waited for, if it were opened.
 CASES += [("commit_success.txt", "pipe"), (EMPTY, "pipe")]
 FILE_DAMAGES["pipe"] = swap_for(os.mkfifo)
@@ -182,7 +206,9 @@ def link_to_itself_inside(step):
 def manifest_with_forged_metrics(step):
   body = json.loads((step / "manifest.json").read_text())
   body["metrics"] = {"validation/loss": 0.0}
-  (step / "manifest.json").write_text(json.dumps(body, sort_keys=True, indent=1))
+  (step / "manifest.json").write_text(
+    json.dumps(body, sort_keys=True, indent=1)
+  )
 
 
 STEP_DAMAGES = [
@@ -195,7 +221,10 @@ STEP_DAMAGES = [
   (step_is_a_link_to_itself, "Too many levels of symbolic links"),
   (step_is_a_broken_link, "no manifest.json"),
   (manifest_of_step_10, "is of step 10"),
-  (metadata_of_another_process, "state/array_metadatas/process_1 is not of this checkpoint"),
+  (
+    metadata_of_another_process,
+    "state/array_metadatas/process_1 is not of this checkpoint",
+  ),
   (file_among_the_arrays, "state/d/0123 is not of this checkpoint"),
   (link_to_itself_inside, "state/loop/"),
   (manifest_with_forged_metrics, "manifest.json is damaged"),
@@ -231,7 +260,13 @@ def assert_holds(step, restored, params):
   for name, expected in make_state(step)["params"].items():
     np.testing.assert_array_equal(state["params"][name], expected)
     np.testing.assert_array_equal(params[name], expected)
-  assert restored.step == int(state["step"]) == restored.data_state["batch"] == restored.config["train"]["steps"] == step
+  assert (
+    restored.step
+    == int(state["step"])
+    == restored.data_state["batch"]
+    == restored.config["train"]["steps"]
+    == step
+  )
 
 
 def params(workdir, step=None):
@@ -247,42 +282,87 @@ def assert_passed_over(workdir, caplog, capsys, reason, damaged=20):
   with caplog.at_level(logging.WARNING):
     restored = Checkpoints(workdir, keep=10).restore()
   warnings = [record.getMessage() for record in caplog.records]
-  assert len(warnings) == 1 and str(path) in warnings[0] and reason in warnings[0]
+  assert (
+    len(warnings) == 1 and str(path) in warnings[0] and reason in warnings[0]
+  )
   assert_holds(10, restored, params(workdir))
-  with pytest.raises(UserError, match=f"no complete checkpoint of step {damaged}"):
+  with pytest.raises(
+    UserError, match=f"no complete checkpoint of step {damaged}"
+  ):
     params(workdir, damaged)
   printed, error = verify(workdir, capsys)
-  (line,) = [line for line in printed.splitlines() if line.split()[0] == str(damaged)]
-  assert "not complete" in line and reason in line and error == f"not complete: {damaged}"
+  (line,) = [
+    line for line in printed.splitlines() if line.split()[0] == str(damaged)
+  ]
+  assert (
+    "not complete" in line
+    and reason in line
+    and error == f"not complete: {damaged}"
+  )
 
 
 # Every kind of file once, and every damage.
-FEW = [case for n, case in enumerate(CASES) if any(case[i] not in {other[i] for other in CASES[:n]} for i in (0, 1))]
+FEW = [
+  case
+  for n, case in enumerate(CASES)
+  if any(case[i] not in {other[i] for other in CASES[:n]} for i in (0, 1))
+]
 
 
-@pytest.mark.parametrize("kind, damage", [*FEW, *full(case for case in CASES if case not in FEW)], ids=str)
+@pytest.mark.parametrize(
+  "kind, damage",
+  [*FEW, *full(case for case in CASES if case not in FEW)],
+  ids=str,
+)
 def test_damaged_file(workdir, caplog, capsys, kind, damage):
   path = find(workdir / "checkpoints" / "20", kind)
   FILE_DAMAGES[damage](path)
-  assert_passed_over(workdir, caplog, capsys, str(path.relative_to(workdir / "checkpoints" / "20")))
+  assert_passed_over(
+    workdir,
+    caplog,
+    capsys,
+    str(path.relative_to(workdir / "checkpoints" / "20")),
+  )
   # Reads one file alone: the newest config that is as it was written.
-  assert newest_config(workdir) == make_config(10 if kind in ("manifest.json", "_CHECKPOINT_METADATA") else 20)
+  assert newest_config(workdir) == make_config(
+    10 if kind in ("manifest.json", "_CHECKPOINT_METADATA") else 20
+  )
 
 
 @pytest.mark.parametrize("damage, reason", STEP_DAMAGES)
 def test_damaged_step(workdir, caplog, capsys, damage, reason):
   damage(workdir / "checkpoints" / "20")
-  assert_passed_over(workdir, caplog, capsys, reason, damaged=30 if damage is step_renamed else 20)
+  assert_passed_over(
+    workdir,
+    caplog,
+    capsys,
+    reason,
+    damaged=30 if damage is step_renamed else 20,
+  )
 
 
-@pytest.mark.parametrize("text", [b"{}", b"[]", b"null", b'{"sha256": 1}', b"{", b"\xff\xfe{}", b"[" * 100_000])
+@pytest.mark.parametrize(
+  "text",
+  [
+    b"{}",
+    b"[]",
+    b"null",
+    b'{"sha256": 1}',
+    b"{",
+    b"\xff\xfe{}",
+    b"[" * 100_000,
+  ],
+)
 def test_manifest_that_is_none(workdir, caplog, capsys, text):
   (workdir / "checkpoints/20/manifest.json").write_bytes(text)
   assert_passed_over(workdir, caplog, capsys, "manifest.json is damaged")
 
 
 def test_manifest_of_another_run(workdir, other_run, caplog, capsys):
-  shutil.copy(other_run / "checkpoints/20/manifest.json", workdir / "checkpoints/20/manifest.json")
+  shutil.copy(
+    other_run / "checkpoints/20/manifest.json",
+    workdir / "checkpoints/20/manifest.json",
+  )
   assert_passed_over(workdir, caplog, capsys, "")
 
 
@@ -290,7 +370,10 @@ def test_the_cases_name_every_kind_of_file(saved):
   step = saved / "checkpoints" / "20"
   for path in step.rglob("*"):
     name = str(path.relative_to(step))
-    assert path.is_dir() or any(name == kind or (kind.endswith("/") and name.startswith(kind)) for kind in [*KINDS, EMPTY]), name
+    assert path.is_dir() or any(
+      name == kind or (kind.endswith("/") and name.startswith(kind))
+      for kind in [*KINDS, EMPTY]
+    ), name
 
 
 def extra_files(step):
@@ -309,7 +392,9 @@ def moved_behind_a_link(step):
   step.symlink_to(step.parents[1] / "elsewhere")
 
 
-@pytest.mark.parametrize("change", [extra_files, extra_directories, moved_behind_a_link])
+@pytest.mark.parametrize(
+  "change", [extra_files, extra_directories, moved_behind_a_link]
+)
 def test_harmless(workdir, caplog, capsys, change):
   change(workdir / "checkpoints" / "20")
   assert_holds(20, *load(workdir))
@@ -323,18 +408,33 @@ def test_stale_temporary_directory(workdir, caplog, capsys):
   shutil.copytree(workdir / "checkpoints" / "20", stale)
   assert newest_config(workdir) == make_config(20)
   printed, error = verify(workdir, capsys)
-  assert error is None and "30.orbax-checkpoint-tmp: a save that is under way, or was interrupted" in printed
+  assert (
+    error is None
+    and "30.orbax-checkpoint-tmp: a save that is under way, or was interrupted"
+    in printed
+  )
   assert stale.exists(), "a reader deletes nothing"
   assert_holds(20, *load(workdir))
-  assert not stale.exists() and [stale.name in record.getMessage() for record in caplog.records] == [True]
+  assert not stale.exists() and [
+    stale.name in record.getMessage() for record in caplog.records
+  ] == [True]
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "bit 1"])
 def test_all_damaged_is_an_error(workdir, capsys, damage):
   for step in ("10", "20"):
-    FILE_DAMAGES[damage](workdir / "checkpoints" / step / "_CHECKPOINT_METADATA")
-  for reader in (lambda: Checkpoints(workdir, keep=10).restore(), lambda: open_checkpoint(workdir), lambda: newest_config(workdir)):
-    with pytest.raises(UserError, match=r"every checkpoint in .*/checkpoints is damaged \(20: _CHECKPOINT.*intact copy.*another --workdir"):
+    FILE_DAMAGES[damage](
+      workdir / "checkpoints" / step / "_CHECKPOINT_METADATA"
+    )
+  for reader in (
+    lambda: Checkpoints(workdir, keep=10).restore(),
+    lambda: open_checkpoint(workdir),
+    lambda: newest_config(workdir),
+  ):
+    with pytest.raises(
+      UserError,
+      match=r"every checkpoint in .*/checkpoints is damaged \(20: _CHECKPOINT.*intact copy.*another --workdir",
+    ):
       reader()
   assert verify(workdir, capsys)[1] == "not complete: 10, 20"
 
@@ -350,4 +450,7 @@ def test_first_save_interrupted_starts_from_the_beginning(workdir, caplog):
   shutil.rmtree(workdir / "checkpoints" / "10")
   (workdir / "checkpoints" / "20" / "manifest.json").unlink()
   assert Checkpoints(workdir, keep=10).restore() is None
-  assert newest_config(workdir) is None and "its save or its deletion was interrupted" in caplog.text
+  assert (
+    newest_config(workdir) is None
+    and "its save or its deletion was interrupted" in caplog.text
+  )

@@ -18,7 +18,10 @@ LOG = [
 
 
 def drawn(axes):
-  return {line.get_label(): [list(line.get_xdata()), list(line.get_ydata())] for line in axes.lines}
+  return {
+    line.get_label(): [list(line.get_xdata()), list(line.get_ydata())]
+    for line in axes.lines
+  }
 
 
 def test_the_whole_run_on_a_log_axis_and_its_second_half(tmp_path):
@@ -28,10 +31,16 @@ def test_the_whole_run_on_a_log_axis_and_its_second_half(tmp_path):
   style = Style("DIFF", "#123456", "s")
   whole, half = loss_curves([(style, read_log(path))]).axes
   assert whole.get_xscale() == "log" and half.get_xscale() == "linear"
-  assert drawn(whole) == {"DIFF, training": [[1, 10], [5.0, 1.0]], "DIFF, validation": [[2], [1.9]]}
+  assert drawn(whole) == {
+    "DIFF, training": [[1, 10], [5.0, 1.0]],
+    "DIFF, validation": [[2], [1.9]],
+  }
   assert drawn(half) == {"DIFF, training": [[10], [1.0]]}
   assert {line.get_color() for line in whole.lines} == {"#123456"}
-  assert all(axes.get_xlabel() == "step" and axes.get_ylabel() == "loss (nats per token)" for axes in (whole, half))
+  assert all(
+    axes.get_xlabel() == "step" and axes.get_ylabel() == "loss (nats per token)"
+    for axes in (whole, half)
+  )
 
 
 def test_the_picture_is_sharp_and_in_the_colour_of_the_architecture(tmp_path):
@@ -41,5 +50,9 @@ def test_the_picture_is_sharp_and_in_the_colour_of_the_architecture(tmp_path):
   jsonl.write_text("\n".join(LOG))
   plot_losses(jsonl, png, "diff_v2")
   assert struct.unpack(">II", png.read_bytes()[16:24]) == (2000, 800)
-  color = [int(ARCHITECTURES["diff_v2"].color[at : at + 2], 16) for at in (1, 3, 5)]
-  assert (abs(image.imread(png)[..., :3] * 255 - color).max(axis=-1) < 2).sum() > 50
+  color = [
+    int(ARCHITECTURES["diff_v2"].color[at : at + 2], 16) for at in (1, 3, 5)
+  ]
+  assert (
+    abs(image.imread(png)[..., :3] * 255 - color).max(axis=-1) < 2
+  ).sum() > 50

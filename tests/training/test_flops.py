@@ -11,8 +11,24 @@ from diffjax.config import ModelConfig
 from diffjax.training import flops
 from tests.variants import VARIANTS
 
-SMALL = dict(vocab_size=96, num_layers=3, embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=6, ffn_dim=40)
-PAPER_1B = ModelConfig(vocab_size=100_288, num_layers=24, embed_dim=2048, num_heads=8, num_kv_heads=8, head_dim=128, ffn_dim=5440)
+SMALL = dict(
+  vocab_size=96,
+  num_layers=3,
+  embed_dim=32,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=6,
+  ffn_dim=40,
+)
+PAPER_1B = ModelConfig(
+  vocab_size=100_288,
+  num_layers=24,
+  embed_dim=2048,
+  num_heads=8,
+  num_kv_heads=8,
+  head_dim=128,
+  ffn_dim=5440,
+)
 
 
 def by_hand(attention):
@@ -33,18 +49,36 @@ def by_hand(attention):
   for axes in VARIANTS[attention].extra.values():
     if "E" in axes:  # a matrix
       outputs = axes.replace("E", "").lower()
-      products.append((f"bte,{axes.lower()}->bt{outputs}", (B, T, E), tuple(size[axis] for axis in axes)))
+      products.append(
+        (
+          f"bte,{axes.lower()}->bt{outputs}",
+          (B, T, E),
+          tuple(size[axis] for axis in axes),
+        )
+      )
     elif axes == "VU":  # one that every head's output goes through
       products.append(("bthv,vu->bthu", (B, T, H, V), (V, V)))
-  pairs = [("bthgd,bshgd->bhgts", (B, T, H, G, D), (B, T, H, G, D)), ("bhgts,bshv->bthgv", (B, H, G, T, T), (B, T, H, V))]
+  pairs = [
+    ("bthgd,bshgd->bhgts", (B, T, H, G, D), (B, T, H, G, D)),
+    ("bhgts,bshv->bthgv", (B, H, G, T, T), (B, T, H, V)),
+  ]
 
   def xla(product):
     equation, left, right = product
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (left, right)]
-    analysis = jax.jit(lambda a, b: jnp.einsum(equation, a, b)).lower(*shapes).compile().cost_analysis()
+    shapes = [
+      jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (left, right)
+    ]
+    analysis = (
+      jax.jit(lambda a, b: jnp.einsum(equation, a, b))
+      .lower(*shapes)
+      .compile()
+      .cost_analysis()
+    )
     return (analysis[0] if isinstance(analysis, list) else analysis)["flops"]
 
-  layer = sum(map(xla, products)) + sum(map(xla, pairs)) * (T + 1) / (2 * T)  # causal: T(T+1)/2 of T² pairs
+  layer = sum(map(xla, products)) + sum(map(xla, pairs)) * (T + 1) / (
+    2 * T
+  )  # causal: T(T+1)/2 of T² pairs
   return 3 * layer + xla(("bte,ne->btn", (B, T, E), (N, E)))
 
 
@@ -60,42 +94,79 @@ def test_a_frozen_matrix_has_no_gradient_to_compute():
   """One of its three products; a tied embedding's, of the vocabulary, too. Names that the model lacks, gains and vectors count nothing."""
   model = ModelConfig(attention="dex", plain_layers=1, **SMALL)
   whole = flops.step_flops(model, 16, 32)
-  frozen = flops.step_flops(model, 16, 32, frozen={"query", "embedding", "dex_matrix", "dex_lambda", "final_norm", "lambda_hat"})
+  frozen = flops.step_flops(
+    model,
+    16,
+    32,
+    frozen={
+      "query",
+      "embedding",
+      "dex_matrix",
+      "dex_lambda",
+      "final_norm",
+      "lambda_hat",
+    },
+  )
   left_out = 3 * 32 * 4 * 6 + 96 * 32 + 2 * 4 * 6 * 6
   assert frozen == (whole.forward, whole.training - 2 * 32 * left_out)
 
 
-@pytest.mark.parametrize("causal, window", [(True, 5), (True, 16), (True, 99), (False, None), (False, 5), (False, 99)])
+@pytest.mark.parametrize(
+  "causal, window",
+  [(True, 5), (True, 16), (True, 99), (False, None), (False, 5), (False, 99)],
+)
 def test_only_visible_pairs_count(causal, window):
   distance = np.subtract.outer(np.arange(16), np.arange(16))
   visible = ((distance >= 0) | (not causal)) & (abs(distance) < (window or 16))
-  plain, masked = ModelConfig(**SMALL), ModelConfig(causal=causal, window=window, **SMALL)
+  plain, masked = (
+    ModelConfig(**SMALL),
+    ModelConfig(causal=causal, window=window, **SMALL),
+  )
   pair = 2 * SMALL["num_layers"] * SMALL["num_heads"] * 2 * (6 + 12)
   without = flops.step_flops(plain, 16, 16).forward - pair * 16 * 17 // 2
-  assert flops.step_flops(masked, 16, 16).forward == without + pair * visible.sum()
+  assert (
+    flops.step_flops(masked, 16, 16).forward == without + pair * visible.sum()
+  )
 
 
 def test_each_layer_counts_its_own_pairs_and_maps():
   """Grouped noise has 6 maps instead of 8 in a layer, a plain layer 8 of half the value width; a full layer of 16 tokens 136 pairs."""
-  model = ModelConfig(num_noise_heads=2, plain_layers=1, window=4, window_pattern="fw", **SMALL)
+  model = ModelConfig(
+    num_noise_heads=2, plain_layers=1, window=4, window_pattern="fw", **SMALL
+  )
   without = dataclasses.replace(model, window=1, window_pattern="")
   first, second, third = 8 * (6 + 6), 6 * (6 + 12), 6 * (6 + 12)
-  extra = flops.step_flops(model, 16, 16).forward - flops.step_flops(without, 16, 16).forward
-  assert extra == 2 * (first * (136 - 16) + second * (58 - 16) + third * (136 - 16))
+  extra = (
+    flops.step_flops(model, 16, 16).forward
+    - flops.step_flops(without, 16, 16).forward
+  )
+  assert extra == 2 * (
+    first * (136 - 16) + second * (58 - 16) + third * (136 - 16)
+  )
 
 
 def test_the_sigmoid_costs_nothing():
-  v2, linear = (ModelConfig(attention=attention, **SMALL) for attention in ("diff_v2", "diff_v2_linear"))
-  assert flops.step_flops(v2, 16, 32) == flops.step_flops(linear, 16, 32) and flops.parameter_count(v2) == flops.parameter_count(linear)
+  v2, linear = (
+    ModelConfig(attention=attention, **SMALL)
+    for attention in ("diff_v2", "diff_v2_linear")
+  )
+  assert flops.step_flops(v2, 16, 32) == flops.step_flops(
+    linear, 16, 32
+  ) and flops.parameter_count(v2) == flops.parameter_count(linear)
 
 
 def test_attention_costs_what_the_paper_says():
   # paper.md §1: 6 N²d multiply-adds a DIFF head against 4 of its Transformer twin, before the causal half; same projections.
   model = dataclasses.replace(PAPER_1B, lambda_init=None)
-  twin = dataclasses.replace(model, attention="softmax", num_heads=16, num_kv_heads=16, head_norm=False)
+  twin = dataclasses.replace(
+    model, attention="softmax", num_heads=16, num_kv_heads=16, head_norm=False
+  )
   T, pairs = 2048, 2048 * 2049 // 2
   core = 24 * 8 * 128 * 2 * pairs
-  diff, softmax = flops.step_flops(model, T, T).forward, flops.step_flops(twin, T, T).forward
+  diff, softmax = (
+    flops.step_flops(model, T, T).forward,
+    flops.step_flops(twin, T, T).forward,
+  )
   assert diff - softmax == (6 - 4) * core
   without = 2 * T * (24 * (4 * 2048**2 + 3 * 2048 * 5440) + 100_288 * 2048)
   assert softmax - without == 4 * core
@@ -116,18 +187,36 @@ def test_parameter_counts_are_the_papers(size, billions):
   model = dataclasses.replace(PAPER_1B, **size)
   model = dataclasses.replace(model, num_kv_heads=model.num_heads)
   assert flops.parameter_count(model) == pytest.approx(billions * 1e9, rel=5e-4)
-  twin = dataclasses.replace(model, attention="softmax", num_heads=2 * model.num_heads, num_kv_heads=2 * model.num_heads, head_norm=False)
+  twin = dataclasses.replace(
+    model,
+    attention="softmax",
+    num_heads=2 * model.num_heads,
+    num_kv_heads=2 * model.num_heads,
+    head_norm=False,
+  )
   extra = model.num_layers * (4 * model.head_dim + 2 * model.head_dim)
   assert flops.parameter_count(model) - flops.parameter_count(twin) == extra
 
 
 def test_parameter_count_of_v2_and_untied():
   # paper.md §3: V2 has one more E × E and E × h a layer, 1.515B at 1.4B's widths.
-  v2 = dataclasses.replace(PAPER_1B, attention="diff_v2", num_heads=16, num_kv_heads=16, head_norm=False)
+  v2 = dataclasses.replace(
+    PAPER_1B,
+    attention="diff_v2",
+    num_heads=16,
+    num_kv_heads=16,
+    head_norm=False,
+  )
   assert flops.parameter_count(v2) == pytest.approx(1.511e9, rel=5e-3)
   twin = dataclasses.replace(v2, attention="softmax")
-  assert flops.parameter_count(v2) - flops.parameter_count(twin) == 24 * (2048 * 2048 + 2048 * 16)
-  assert flops.parameter_count(dataclasses.replace(v2, tie_embeddings=False)) - flops.parameter_count(v2) == 100_288 * 2048
+  assert flops.parameter_count(v2) - flops.parameter_count(twin) == 24 * (
+    2048 * 2048 + 2048 * 16
+  )
+  assert (
+    flops.parameter_count(dataclasses.replace(v2, tie_embeddings=False))
+    - flops.parameter_count(v2)
+    == 100_288 * 2048
+  )
 
 
 @pytest.mark.parametrize(

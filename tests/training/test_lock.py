@@ -7,7 +7,15 @@ import sys
 
 import pytest
 
-from diffjax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig, UserError
+from diffjax.config import (
+  Config,
+  DataConfig,
+  MeshConfig,
+  ModelConfig,
+  OptimizerConfig,
+  TrainConfig,
+  UserError,
+)
 from diffjax.training import loop
 from diffjax.training.lock import lock
 
@@ -35,7 +43,11 @@ def holder(tmp_path):
   """Another process that holds the lock of a workdir, and its children."""
   script = tmp_path / "holder.py"
   script.write_text(HOLDER)
-  process = subprocess.Popen([sys.executable, script, tmp_path / "run"], stdout=subprocess.PIPE, text=True)
+  process = subprocess.Popen(
+    [sys.executable, script, tmp_path / "run"],
+    stdout=subprocess.PIPE,
+    text=True,
+  )
   children = [int(number) for number in process.stdout.readline().split()]
   yield tmp_path / "run", process, children
   process.kill()
@@ -47,7 +59,10 @@ def holder(tmp_path):
 
 def test_the_second_is_refused_until_the_first_is_killed(holder):
   workdir, process, children = holder
-  with pytest.raises(UserError, match=rf"{workdir} is in use by process {process.pid} on .*: wait until it ends, .*another --workdir"):
+  with pytest.raises(
+    UserError,
+    match=rf"{workdir} is in use by process {process.pid} on .*: wait until it ends, .*another --workdir",
+  ):
     with lock(workdir):
       pass
   process.kill()
@@ -64,23 +79,44 @@ def test_training_and_pruning_are_refused(command, holder, tmp_path):
   for index in range(20):
     (tmp_path / "text" / f"{index}.txt").write_text(f"document {index}\n" * 20)
   config = Config(
-    model=ModelConfig(num_layers=1, embed_dim=16, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=32, max_length=64),
-    data=DataConfig(source=f"text:{tmp_path}/text/*.txt", validation_fraction=0.2, length=32, prepared_dir=str(tmp_path / "rows")),
+    model=ModelConfig(
+      num_layers=1,
+      embed_dim=16,
+      num_heads=1,
+      num_kv_heads=1,
+      head_dim=8,
+      ffn_dim=32,
+      max_length=64,
+    ),
+    data=DataConfig(
+      source=f"text:{tmp_path}/text/*.txt",
+      validation_fraction=0.2,
+      length=32,
+      prepared_dir=str(tmp_path / "rows"),
+    ),
     optimizer=OptimizerConfig(warmup_steps=0),
     train=TrainConfig(steps=1, batch_size=8),
     mesh=MeshConfig(),
   )
   with pytest.raises(UserError, match="is in use by process"):
     loop.train(config, str(workdir))
-  assert [path.name for path in workdir.iterdir()] == ["lock"], "nothing is written"
+  assert [path.name for path in workdir.iterdir()] == ["lock"], (
+    "nothing is written"
+  )
   (workdir / "checkpoints").mkdir()
   result = command("diffjax.checkpoints", f"--workdir={workdir}", "--prune")
-  assert result.returncode == 1 and result.stderr.startswith("error: ") and "is in use by process" in result.stderr
+  assert (
+    result.returncode == 1
+    and result.stderr.startswith("error: ")
+    and "is in use by process" in result.stderr
+  )
 
 
 def test_workdir_that_cannot_be_written(tmp_path):
   (tmp_path / "file").write_text("")
-  with pytest.raises(UserError, match="cannot write in the workdir .*/file/run: Not a directory"):
+  with pytest.raises(
+    UserError, match="cannot write in the workdir .*/file/run: Not a directory"
+  ):
     with lock(tmp_path / "file" / "run"):
       pass
 

@@ -19,7 +19,16 @@ from etils import epath
 
 from diffjax import config as configuration
 from diffjax import config_file
-from diffjax.config import Config, DataConfig, EvalConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig, UserError
+from diffjax.config import (
+  Config,
+  DataConfig,
+  EvalConfig,
+  MeshConfig,
+  ModelConfig,
+  OptimizerConfig,
+  TrainConfig,
+  UserError,
+)
 from diffjax.data import pipeline, reader
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training import loop, manifest, memory, session
@@ -28,7 +37,13 @@ from diffjax.training.program import build
 from tests.tiers import full
 
 # Fields that tell the time, not the run.
-CLOCK = {"time", "train/tokens_per_second", "train/step_seconds", "train/wait_fraction", "train/mfu"}
+CLOCK = {
+  "time",
+  "train/tokens_per_second",
+  "train/step_seconds",
+  "train/wait_fraction",
+  "train/mfu",
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +51,36 @@ def config(tmp_path_factory):
   """A model of one layer on generated text, with an evaluation and a checkpoint within a few steps."""
   path = tmp_path_factory.mktemp("text")
   for index in range(60):
-    (path / f"{index}.txt").write_text("".join(f"document {index}, line {line}: {line * index % 97}\n" for line in range(20)))
+    (path / f"{index}.txt").write_text(
+      "".join(
+        f"document {index}, line {line}: {line * index % 97}\n"
+        for line in range(20)
+      )
+    )
   return Config(
-    model=ModelConfig(num_layers=1, embed_dim=16, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=32, max_length=64),
-    data=DataConfig(source=f"text:{path}/*.txt", validation_fraction=0.2, length=32, prepared_dir=str(path / "rows")),
+    model=ModelConfig(
+      num_layers=1,
+      embed_dim=16,
+      num_heads=1,
+      num_kv_heads=1,
+      head_dim=8,
+      ffn_dim=32,
+      max_length=64,
+    ),
+    data=DataConfig(
+      source=f"text:{path}/*.txt",
+      validation_fraction=0.2,
+      length=32,
+      prepared_dir=str(path / "rows"),
+    ),
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2),
-    train=TrainConfig(steps=6, batch_size=8, log_interval=1, checkpoint_interval=2, sample_tokens=0),
+    train=TrainConfig(
+      steps=6,
+      batch_size=8,
+      log_interval=1,
+      checkpoint_interval=2,
+      sample_tokens=0,
+    ),
     eval=EvalConfig(interval=3, rows=8),
     mesh=MeshConfig(),
   )
@@ -51,13 +90,26 @@ def change(config, **fields):
   """change(config, train__steps=3)"""
   for field, value in fields.items():
     section, name = field.split("__")
-    config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{name: value})})
+    config = dataclasses.replace(
+      config,
+      **{
+        section: dataclasses.replace(getattr(config, section), **{name: value})
+      },
+    )
   return config
 
 
 def log(workdir):
-  lines = [json.loads(line) for line in (pathlib.Path(workdir) / "metrics.jsonl").read_text().splitlines()]
-  return [{name: value for name, value in line.items() if name not in CLOCK} for line in lines]
+  lines = [
+    json.loads(line)
+    for line in (pathlib.Path(workdir) / "metrics.jsonl")
+    .read_text()
+    .splitlines()
+  ]
+  return [
+    {name: value for name, value in line.items() if name not in CLOCK}
+    for line in lines
+  ]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +122,9 @@ def whole(config, tmp_path_factory):
 
 def config_of(workdir):
   """The run's config in its workdir, as --config reads it."""
-  return configuration.from_config_dict(config_file.read(f"{workdir}/config.toml"))
+  return configuration.from_config_dict(
+    config_file.read(f"{workdir}/config.toml")
+  )
 
 
 def test_what_a_run_leaves_behind(config, whole):
@@ -79,23 +133,47 @@ def test_what_a_run_leaves_behind(config, whole):
   assert steps == [1, 2, 3, 4, 5, 6]
   evaluations = [line for line in lines if "validation/loss" in line]
   assert [line["step"] for line in evaluations] == [3, 6]
-  assert {"validation/perplexity", "validation/bits_per_byte", "validation/ar_hit", "validation/others"} <= set(evaluations[0])
-  assert evaluations[1]["validation/loss"] < evaluations[0]["validation/loss"] < 6
-  assert "validation/trigram_bits_per_byte" in evaluations[1]  # in the last evaluation, before the last save: a kill cannot lose it
-  assert {"train/grad_norm", "train/learning_rate", "train/tokens", "lambda/layer_00"} <= set(lines[0])
+  assert {
+    "validation/perplexity",
+    "validation/bits_per_byte",
+    "validation/ar_hit",
+    "validation/others",
+  } <= set(evaluations[0])
+  assert (
+    evaluations[1]["validation/loss"] < evaluations[0]["validation/loss"] < 6
+  )
+  assert (
+    "validation/trigram_bits_per_byte" in evaluations[1]
+  )  # in the last evaluation, before the last save: a kill cannot lose it
+  assert {
+    "train/grad_norm",
+    "train/learning_rate",
+    "train/tokens",
+    "lambda/layer_00",
+  } <= set(lines[0])
   assert config_of(whole) == change(config, train__sample_tokens=5)
   assert (whole / "loss.png").stat().st_size > 1000
   assert (whole / "sample.txt").read_text().startswith("def ")
   assert list((whole / "tensorboard").iterdir())
-  saved = manifest.read(epath.Path(whole) / "checkpoints" / "6", 6)["metrics"]  # by which the best step is kept
-  assert saved == {name: value for name, value in evaluations[1].items() if name.startswith("validation/")}
+  saved = manifest.read(epath.Path(whole) / "checkpoints" / "6", 6)[
+    "metrics"
+  ]  # by which the best step is kept
+  assert saved == {
+    name: value
+    for name, value in evaluations[1].items()
+    if name.startswith("validation/")
+  }
 
 
 def test_the_log_begins_with_the_first_step(config, whole, tmp_path):
   """However seldom steps are logged: a plot of the loss begins where training does."""
-  loop.train(change(config, train__log_interval=4, eval__interval=0), str(tmp_path))
+  loop.train(
+    change(config, train__log_interval=4, eval__interval=0), str(tmp_path)
+  )
   steps = [line for line in log(tmp_path) if "train/loss" in line]
-  assert [line["step"] for line in steps] == [1, 4, 6] and steps[0]["train/loss"] == log(whole)[0]["train/loss"]
+  assert [line["step"] for line in steps] == [1, 4, 6] and steps[0][
+    "train/loss"
+  ] == log(whole)[0]["train/loss"]
 
 
 def test_resume_repeats_and_skips_nothing(config, whole, tmp_path):
@@ -104,7 +182,11 @@ def test_resume_repeats_and_skips_nothing(config, whole, tmp_path):
   resumed = interrupt_after(config, tmp_path, steps=3)
   assert 3 <= resumed < 6
   path = tmp_path / "metrics.jsonl"
-  path.write_text(path.read_text() + json.dumps({"step": 99, "train/loss": 0.0}) + '\n{"step": 1')
+  path.write_text(
+    path.read_text()
+    + json.dumps({"step": 99, "train/loss": 0.0})
+    + '\n{"step": 1'
+  )
   assert config_of(tmp_path) == config
   changed = change(config, train__keep_checkpoints=2)
   loop.train(changed, str(tmp_path))
@@ -127,20 +209,39 @@ def on_eight_devices(two_heads, tmp_path_factory):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-  "devices, mesh", [(1, {}), (2, {"context": 2}), (4, {"data": 2, "fsdp": 2}), (4, {"fsdp": 2, "tensor": 2})], ids=str
+  "devices, mesh",
+  [
+    (1, {}),
+    (2, {"context": 2}),
+    (4, {"data": 2, "fsdp": 2}),
+    (4, {"fsdp": 2, "tensor": 2}),
+  ],
+  ids=str,
 )
-def test_resume_on_another_mesh(two_heads, on_eight_devices, tmp_path, monkeypatch, devices, mesh):
+def test_resume_on_another_mesh(
+  two_heads, on_eight_devices, tmp_path, monkeypatch, devices, mesh
+):
   """Begun on eight devices, ended on fewer that split other things: the same batches, and the same losses but for rounding."""
   workdir = tmp_path / "run"
   shutil.copytree(on_eight_devices, workdir)
   for step in (4, 6):
     shutil.rmtree(workdir / "checkpoints" / str(step))
-  monkeypatch.setattr(session, "make_mesh", lambda config: make_mesh(config, jax.devices()[:devices]))
-  loop.train(dataclasses.replace(two_heads, mesh=MeshConfig(**mesh)), str(workdir))
+  monkeypatch.setattr(
+    session,
+    "make_mesh",
+    lambda config: make_mesh(config, jax.devices()[:devices]),
+  )
+  loop.train(
+    dataclasses.replace(two_heads, mesh=MeshConfig(**mesh)), str(workdir)
+  )
   for expected, line in zip(log(on_eight_devices), log(workdir), strict=True):
     assert line["step"] == expected["step"] and line.keys() == expected.keys()
     for name, value in expected.items():
-      assert line[name] == (value if value is None or name == "train/tokens" else pytest.approx(value, rel=2e-4)), name
+      assert line[name] == (
+        value
+        if value is None or name == "train/tokens"
+        else pytest.approx(value, rel=2e-4)
+      ), name
 
 
 def interrupt_after(config, workdir, steps):
@@ -166,10 +267,16 @@ def interrupt_after(config, workdir, steps):
   finally:
     session.put_batch = original
   slow.join()
-  return max(int(path.name) for path in (pathlib.Path(workdir) / "checkpoints").iterdir() if path.name.isdecimal())
+  return max(
+    int(path.name)
+    for path in (pathlib.Path(workdir) / "checkpoints").iterdir()
+    if path.name.isdecimal()
+  )
 
 
-def test_an_interruption_while_waiting_for_data_saves_and_exits(config, whole, tmp_path, monkeypatch):
+def test_an_interruption_while_waiting_for_data_saves_and_exits(
+  config, whole, tmp_path, monkeypatch
+):
   """The fifth batch does not come. What is logged and saved is what the uninterrupted run has."""
   come, read = threading.Event(), pipeline._GlobalBatches.__getitem__
 
@@ -184,7 +291,11 @@ def test_an_interruption_while_waiting_for_data_saves_and_exits(config, whole, t
   sent: list[float] = []
   with monkeypatch.context() as patch:
     patch.setattr(reader, "_GRACE", 0.2)
-    patch.setattr(pipeline._GlobalBatches, "__getitem__", lambda self, index: (index < 4 or come.wait()) and read(self, index))
+    patch.setattr(
+      pipeline._GlobalBatches,
+      "__getitem__",
+      lambda self, index: (index < 4 or come.wait()) and read(self, index),
+    )
     threading.Thread(target=interrupt).start()
     loop.train(change(config, train__checkpoint_interval=100), str(tmp_path))
   assert time.monotonic() - sent[0] < 4
@@ -195,7 +306,9 @@ def test_an_interruption_while_waiting_for_data_saves_and_exits(config, whole, t
 
 
 @pytest.mark.parametrize("mode", ["prepared", *full(["streamed"])])
-def test_a_damaged_row_loses_no_steps(config, whole, tmp_path, monkeypatch, capsys, mode):
+def test_a_damaged_row_loses_no_steps(
+  config, whole, tmp_path, monkeypatch, capsys, mode
+):
   """The fifth batch cannot be read. Once it can, the run goes on from the fourth step."""
   config = change(config, data__mode=mode)
   if mode == "streamed":
@@ -212,11 +325,20 @@ def test_a_damaged_row_loses_no_steps(config, whole, tmp_path, monkeypatch, caps
   with monkeypatch.context() as patch:
     patch.setattr(pipeline, "make_batch", damaged)
     with pytest.raises(UserError, match="row 7 is damaged"):
-      loop.train(change(config, train__checkpoint_interval=100, eval__interval=0), str(tmp_path / "run"))
-  assert "saving step 4, before the run ends with an error" in capsys.readouterr().err
+      loop.train(
+        change(config, train__checkpoint_interval=100, eval__interval=0),
+        str(tmp_path / "run"),
+      )
+  assert (
+    "saving step 4, before the run ends with an error"
+    in capsys.readouterr().err
+  )
   assert manifest.steps(manifest.checkpoint_directory(tmp_path / "run")) == [4]
   loop.train(config, str(tmp_path / "run"))
-  trained = [[line for line in log(workdir) if "train/loss" in line] for workdir in (tmp_path / "run", whole)]
+  trained = [
+    [line for line in log(workdir) if "train/loss" in line]
+    for workdir in (tmp_path / "run", whole)
+  ]
   assert trained[0] == trained[1]
 
 
@@ -233,17 +355,43 @@ def test_an_evaluation_that_fails_loses_no_steps(config, tmp_path, monkeypatch):
   assert [line["step"] for line in log(tmp_path)] == [1, 2, 3]
 
 
-def test_what_does_not_fit_the_memory_names_what_takes_less(command, config, tmp_path):
+def test_what_does_not_fit_the_memory_names_what_takes_less(
+  command, config, tmp_path
+):
   """A feed-forward layer of 4 PiB."""
-  fields = {f"data.{name}": getattr(config.data, name) for name in ("source", "validation_fraction", "length", "prepared_dir")}
-  fields |= {"model.num_layers": 1, "model.embed_dim": 2**22, "model.ffn_dim": 2**30}
-  result = command("diffjax.train", "--config=configs/tiny.py", f"--workdir={tmp_path}", *(f"--config.{n}={v}" for n, v in fields.items()))
+  fields = {
+    f"data.{name}": getattr(config.data, name)
+    for name in ("source", "validation_fraction", "length", "prepared_dir")
+  }
+  fields |= {
+    "model.num_layers": 1,
+    "model.embed_dim": 2**22,
+    "model.ffn_dim": 2**30,
+  }
+  result = command(
+    "diffjax.train",
+    "--config=configs/tiny.py",
+    f"--workdir={tmp_path}",
+    *(f"--config.{n}={v}" for n, v in fields.items()),
+  )
   last = result.stderr.splitlines()[-1]
-  assert result.returncode == 1 and last.startswith("error: the memory does not suffice (RESOURCE_EXHAUSTED: "), result.stderr
-  assert "--config.model.remat=full" in last and "--config.train.accumulation=" in last and "Traceback" not in result.stderr
-  with pytest.raises(UserError, match=r"--config\.mesh\.fsdp=8"), memory.explained(config, make_mesh(config.mesh).shape):
+  assert result.returncode == 1 and last.startswith(
+    "error: the memory does not suffice (RESOURCE_EXHAUSTED: "
+  ), result.stderr
+  assert (
+    "--config.model.remat=full" in last
+    and "--config.train.accumulation=" in last
+    and "Traceback" not in result.stderr
+  )
+  with (
+    pytest.raises(UserError, match=r"--config\.mesh\.fsdp=8"),
+    memory.explained(config, make_mesh(config.mesh).shape),
+  ):
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-  with pytest.raises(jax.errors.JaxRuntimeError, match="^INTERNAL$"), memory.explained(config, make_mesh(config.mesh).shape):
+  with (
+    pytest.raises(jax.errors.JaxRuntimeError, match="^INTERNAL$"),
+    memory.explained(config, make_mesh(config.mesh).shape),
+  ):
     raise jax.errors.JaxRuntimeError("INTERNAL")
 
 
@@ -256,7 +404,12 @@ with Interruption():
   print("ready", flush=True)
   hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
 """
-  process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+  process = subprocess.Popen(
+    [sys.executable, "-c", code],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
   assert process.stdout.readline() == "ready\n"
   process.send_signal(signal.SIGINT)
   assert "SIGINT: saving after this step" in process.stderr.readline()
@@ -270,46 +423,110 @@ def test_a_finished_run_can_be_prolonged(config, whole, tmp_path):
   short = change(config, train__steps=3)
   loop.train(short, str(tmp_path))
   loop.train(short, str(tmp_path))  # nothing left to do
-  assert [line["step"] for line in log(tmp_path) if "train/loss" in line] == [1, 2, 3]
+  assert [line["step"] for line in log(tmp_path) if "train/loss" in line] == [
+    1,
+    2,
+    3,
+  ]
   loop.train(config, str(tmp_path))
-  assert [line["step"] for line in log(tmp_path) if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
+  assert [line["step"] for line in log(tmp_path) if "train/loss" in line] == [
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+  ]
 
 
 def test_a_profile_names_its_steps(config, tmp_path):
   """By the numbers that the log has for them."""
-  loop.train(change(config, train__steps=4, train__profile_step=1, train__profile_steps=2, eval__interval=0), str(tmp_path))
+  loop.train(
+    change(
+      config,
+      train__steps=4,
+      train__profile_step=1,
+      train__profile_steps=2,
+      eval__interval=0,
+    ),
+    str(tmp_path),
+  )
   (path,) = (tmp_path / "profile").rglob("*.xplane.pb")
-  events = [event for plane in jax.profiler.ProfileData.from_file(str(path)).planes for line in plane.lines for event in line.events]
-  assert sorted(dict(event.stats)["step_num"] for event in events if event.name == "train") == [2, 3]
+  events = [
+    event
+    for plane in jax.profiler.ProfileData.from_file(str(path)).planes
+    for line in plane.lines
+    for event in line.events
+  ]
+  assert sorted(
+    dict(event.stats)["step_num"] for event in events if event.name == "train"
+  ) == [2, 3]
 
 
 def test_a_warmup_longer_than_the_run_is_cut_aloud(config, tmp_path, capsys):
   """The checkpoint keeps what the user gave, so that a longer run goes on with the whole warmup."""
-  config = change(config, optimizer__warmup_steps=8, optimizer__learning_rate=1.0, eval__interval=0)
+  config = change(
+    config,
+    optimizer__warmup_steps=8,
+    optimizer__learning_rate=1.0,
+    eval__interval=0,
+  )
   loop.train(change(config, train__steps=4), str(tmp_path))
-  assert "config.optimizer.warmup_steps = 8 is cut to config.train.steps = 4\n" in capsys.readouterr().err
+  assert (
+    "config.optimizer.warmup_steps = 8 is cut to config.train.steps = 4\n"
+    in capsys.readouterr().err
+  )
   assert open_checkpoint(tmp_path).config["optimizer"]["warmup_steps"] == 8
   loop.train(change(config, train__steps=10), str(tmp_path))
   printed = capsys.readouterr().err
   assert "is cut" not in printed
-  assert "config.train.steps was 4 and is 10: the learning rate's schedule now ends there, and goes on at 0.5, not at 1\n" in printed
+  assert (
+    "config.train.steps was 4 and is 10: the learning rate's schedule now ends there, and goes on at 0.5, not at 1\n"
+    in printed
+  )
   rates = [line["train/learning_rate"] for line in log(tmp_path)]
-  assert rates == pytest.approx([0, 1 / 4, 2 / 4, 3 / 4, 4 / 8, 5 / 8, 6 / 8, 7 / 8, 1, 1 / 2])
+  assert rates == pytest.approx(
+    [0, 1 / 4, 2 / 4, 3 / 4, 4 / 8, 5 / 8, 6 / 8, 7 / 8, 1, 1 / 2]
+  )
 
 
 def test_init_from_takes_parameters_alone(config, whole, tmp_path):
-  start = change(config, train__init_from=str(whole), train__steps=2, optimizer__learning_rate=0.0)
+  start = change(
+    config,
+    train__init_from=str(whole),
+    train__steps=2,
+    optimizer__learning_rate=0.0,
+  )
   loop.train(start, str(tmp_path))
   (last,) = [line for line in log(whole) if "validation/loss" in line][1:]
   (mine,) = [line for line in log(tmp_path) if "validation/loss" in line]
-  assert mine["validation/loss"] == last["validation/loss"]  # unchanged at learning rate 0
+  assert (
+    mine["validation/loss"] == last["validation/loss"]
+  )  # unchanged at learning rate 0
   assert mine["step"] == 2
 
 
-def test_init_from_says_what_the_model_computes_otherwise(config, whole, tmp_path, capsys):
-  loop.train(change(config, train__init_from=str(whole), train__steps=0, model__remat="full"), str(tmp_path / "same"))
-  assert f"starting from the parameters of {whole}\n" in (printed := capsys.readouterr().err) and "there\n" not in printed
-  other = change(config, train__init_from=str(whole), train__steps=0, model__rope_base=500.0, model__norm_eps=1e-6)
+def test_init_from_says_what_the_model_computes_otherwise(
+  config, whole, tmp_path, capsys
+):
+  loop.train(
+    change(
+      config, train__init_from=str(whole), train__steps=0, model__remat="full"
+    ),
+    str(tmp_path / "same"),
+  )
+  assert (
+    f"starting from the parameters of {whole}\n"
+    in (printed := capsys.readouterr().err)
+    and "there\n" not in printed
+  )
+  other = change(
+    config,
+    train__init_from=str(whole),
+    train__steps=0,
+    model__rope_base=500.0,
+    model__norm_eps=1e-6,
+  )
   loop.train(other, str(tmp_path / "other"))
   said = "config.model.rope_base is 500.0, and was 10000.0 there; config.model.norm_eps is 1e-06, and was 1e-05 there\n"
   assert said in capsys.readouterr().err
@@ -317,7 +534,13 @@ def test_init_from_says_what_the_model_computes_otherwise(config, whole, tmp_pat
 
 @pytest.mark.parametrize(
   "field, value",
-  [("model__ffn_dim", 48), ("data__length", 16), ("data__seed", 1), ("optimizer__learning_rate", 0.5), ("train__batch_size", 16)],
+  [
+    ("model__ffn_dim", 48),
+    ("data__length", 16),
+    ("data__seed", 1),
+    ("optimizer__learning_rate", 0.5),
+    ("train__batch_size", 16),
+  ],
 )
 def test_a_workdir_of_another_run_is_refused(config, whole, field, value):
   name = field.replace("__", ".")
@@ -326,7 +549,9 @@ def test_a_workdir_of_another_run_is_refused(config, whole, field, value):
 
 
 def test_vocabularies_that_differ(config, tmp_path):
-  with pytest.raises(UserError, match="config.model.vocab_size = 100: .* 'bytes' has 256"):
+  with pytest.raises(
+    UserError, match="config.model.vocab_size = 100: .* 'bytes' has 256"
+  ):
     loop.train(change(config, model__vocab_size=100), str(tmp_path))
 
 
@@ -346,22 +571,33 @@ def spoil(monkeypatch, bad, *, first=0, interrupt_at=None):
   monkeypatch.setattr(session, "put_batch", put_batch)
 
 
-def test_bad_batches_are_skipped_and_a_resume_among_them_is_exact(config, tmp_path, monkeypatch, capsys):
+def test_bad_batches_are_skipped_and_a_resume_among_them_is_exact(
+  config, tmp_path, monkeypatch, capsys
+):
   config, bad = change(config, eval__interval=0), {3: np.inf, 4: np.nan}
   with monkeypatch.context() as patch:
     spoil(patch, bad)
     loop.train(config, str(tmp_path / "whole"))
   lines = [line for line in log(tmp_path / "whole") if "train/loss" in line]
-  assert [(line["train/skipped_in_a_row"], line["train/skipped_steps"]) for line in lines] == [
-    (0, 0), (0, 0), (1, 1), (2, 2), (0, 2), (0, 2)
-  ]  # fmt: skip
+  assert [
+    (line["train/skipped_in_a_row"], line["train/skipped_steps"])
+    for line in lines
+  ] == [(0, 0), (0, 0), (1, 1), (2, 2), (0, 2), (0, 2)]
   printed = capsys.readouterr().err
-  assert "step 3 is skipped, 1 in a row: the loss is nan" in printed and "step 4 is skipped, 2 in a row: the loss is nan" in printed
+  assert (
+    "step 3 is skipped, 1 in a row: the loss is nan" in printed
+    and "step 4 is skipped, 2 in a row: the loss is nan" in printed
+  )
   assert printed.count("skipped") == 2
   abstract = build(config, make_mesh(config.mesh)).abstract_state.params
-  before, skipped, after = (open_checkpoint(tmp_path / "whole", step).params(abstract) for step in (2, 4, 6))
+  before, skipped, after = (
+    open_checkpoint(tmp_path / "whole", step).params(abstract)
+    for step in (2, 4, 6)
+  )
   chex.assert_trees_all_equal(before, skipped)
-  assert np.any(np.asarray(before["embedding"]) != np.asarray(after["embedding"]))
+  assert np.any(
+    np.asarray(before["embedding"]) != np.asarray(after["embedding"])
+  )
 
   with monkeypatch.context() as patch:
     spoil(patch, bad, interrupt_at=3)
@@ -370,7 +606,9 @@ def test_bad_batches_are_skipped_and_a_resume_among_them_is_exact(config, tmp_pa
     spoil(patch, bad, first=3)
     loop.train(config, str(tmp_path / "resumed"))
   assert "resuming from step 3" in capsys.readouterr().err
-  assert log(tmp_path / "resumed") == log(tmp_path / "whole")  # the averages among it
+  assert log(tmp_path / "resumed") == log(
+    tmp_path / "whole"
+  )  # the averages among it
 
 
 @pytest.mark.parametrize(
@@ -378,14 +616,35 @@ def test_bad_batches_are_skipped_and_a_resume_among_them_is_exact(config, tmp_pa
   [
     (20, 1, 9, r"is .*/checkpoints/3\. "),
     (6, 3, 1, r"is .*/checkpoints/3\. "),
-    *full([(20, 2, 3, r"is .*/checkpoints/2\. "), (20, 2, 1, r"is .*/checkpoints/4\. "), (20, 100, 3, "there is no checkpoint")]),
+    *full(
+      [
+        (20, 2, 3, r"is .*/checkpoints/2\. "),
+        (20, 2, 1, r"is .*/checkpoints/4\. "),
+        (20, 100, 3, "there is no checkpoint"),
+      ]
+    ),
   ],
 )
-def test_too_many_bad_steps_in_a_row_stop_the_run(config, tmp_path, monkeypatch, steps, interval, keep, named):
+def test_too_many_bad_steps_in_a_row_stop_the_run(
+  config, tmp_path, monkeypatch, steps, interval, keep, named
+):
   """Step 2 was skipped alone; from step 4 on all are. What is saved among them holds the parameters of step 3; step 6 may be the last."""
-  fields = dict(train__max_skipped_in_a_row=3, train__log_interval=100, train__steps=steps, eval__interval=0)
-  config = change(config, train__checkpoint_interval=interval, train__keep_checkpoints=keep, **fields)
+  fields = dict(
+    train__max_skipped_in_a_row=3,
+    train__log_interval=100,
+    train__steps=steps,
+    eval__interval=0,
+  )
+  config = change(
+    config,
+    train__checkpoint_interval=interval,
+    train__keep_checkpoints=keep,
+    **fields,
+  )
   spoil(monkeypatch, {step: np.nan for step in (2, *range(4, 21))})
-  with pytest.raises(UserError, match=f"stopped at step 6: 3 steps in a row .* the loss is nan; .*{named}"):
+  with pytest.raises(
+    UserError,
+    match=f"stopped at step 6: 3 steps in a row .* the loss is nan; .*{named}",
+  ):
     loop.train(config, str(tmp_path))
   assert [line["step"] for line in log(tmp_path)] == [1, 2, 4, 5, 6]

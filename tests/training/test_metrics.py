@@ -19,32 +19,51 @@ def read(path):
 
 
 def open_metrics(workdir, resume_step=0, **kwargs):
-  return metrics.MetricWriter(workdir, {"train": {"steps": 9}}, resume_step=resume_step, **kwargs)
+  return metrics.MetricWriter(
+    workdir, {"train": {"steps": 9}}, resume_step=resume_step, **kwargs
+  )
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_jsonl_drops_the_steps_that_are_taken_again(tmp_path, monkeypatch, remote):
+def test_jsonl_drops_the_steps_that_are_taken_again(
+  tmp_path, monkeypatch, remote
+):
   monkeypatch.setattr(metrics, "_is_remote", lambda path: remote)
   writer = open_metrics(tmp_path)
   for step in (10, 20, 30):
-    writer.write(step, {"train/loss": jnp.float32(1 / step), "train/grad_norm": math.inf})
+    writer.write(
+      step, {"train/loss": jnp.float32(1 / step), "train/grad_norm": math.inf}
+    )
   writer.close()
   path = tmp_path / "metrics.jsonl"
-  path.write_text(path.read_text() + '{"step": 31, "tra')  # killed while it wrote
+  path.write_text(
+    path.read_text() + '{"step": 31, "tra'
+  )  # killed while it wrote
   writer = open_metrics(tmp_path, resume_step=20)
   writer.write(25, {"train/loss": 7.0})
   writer.write(26, {})
   if not remote:
-    assert [line["step"] for line in read(path)] == [10, 20, 25], "a line is on disk at once"
+    assert [line["step"] for line in read(path)] == [10, 20, 25], (
+      "a line is on disk at once"
+    )
   writer.close()
   lines = read(path)
   assert [line["step"] for line in lines] == [10, 20, 25]
-  assert lines[0]["train/loss"] == pytest.approx(0.1) and lines[0]["train/grad_norm"] is None and lines[0]["time"] > 1.7e9
+  assert (
+    lines[0]["train/loss"] == pytest.approx(0.1)
+    and lines[0]["train/grad_norm"] is None
+    and lines[0]["time"] > 1.7e9
+  )
   assert len(list((tmp_path / "tensorboard").glob("events*"))) == 2
-  assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl", "tensorboard"]
+  assert sorted(file.name for file in tmp_path.iterdir()) == [
+    "metrics.jsonl",
+    "tensorboard",
+  ]
 
 
-def test_a_resume_that_cannot_rewrite_the_log_leaves_it_whole(tmp_path, monkeypatch):
+def test_a_resume_that_cannot_rewrite_the_log_leaves_it_whole(
+  tmp_path, monkeypatch
+):
   writer = open_metrics(tmp_path)
   for step in (10, 20, 30):
     writer.write(step, {"train/loss": 1.0})
@@ -57,8 +76,12 @@ def test_a_resume_that_cannot_rewrite_the_log_leaves_it_whole(tmp_path, monkeypa
       file.write(text[: len(text) // 2])
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-  monkeypatch.setattr(type(epath.Path(tmp_path)), "write_text", until_the_disk_is_full)
-  with pytest.raises(UserError, match="cannot write metrics in .*No space left"):
+  monkeypatch.setattr(
+    type(epath.Path(tmp_path)), "write_text", until_the_disk_is_full
+  )
+  with pytest.raises(
+    UserError, match="cannot write metrics in .*No space left"
+  ):
     open_metrics(tmp_path, resume_step=20)
   assert path.read_text() == before
 
@@ -69,7 +92,10 @@ def test_torn_lines_of_a_log_do_not_count(tmp_path):
   path.write_bytes(
     b'{"step": 1, "train/loss": 3.0}\n{"step": 2, "tr\n\xff\xfe\n[2]\n{"train/loss": 1.0}\n\0\0\n{"step": 3, "train/loss": 2.0}'
   )
-  assert metrics.read_log(path) == [{"step": 1, "train/loss": 3.0}, {"step": 3, "train/loss": 2.0}]
+  assert metrics.read_log(path) == [
+    {"step": 1, "train/loss": 3.0},
+    {"step": 3, "train/loss": 2.0},
+  ]
 
 
 def test_remote_workdir_is_written_at_intervals(tmp_path, monkeypatch):
@@ -91,14 +117,25 @@ def test_tensorboard_holds_the_numbers_and_the_purge(tmp_path):
   events = []
   for file in sorted((tmp_path / "tensorboard").glob("events*")):
     data, at = file.read_bytes(), 0
-    while at < len(data):  # a TFRecord: length, its checksum, the record, its checksum
+    while at < len(
+      data
+    ):  # a TFRecord: length, its checksum, the record, its checksum
       size = int.from_bytes(data[at : at + 8], "little")
       events.append(event_pb2.Event.FromString(data[at + 12 : at + 12 + size]))
       at += size + 16
-  scalars = [(event.step, value.simple_value) for event in events for value in event.summary.value if value.tag == "train/loss"]
+  scalars = [
+    (event.step, value.simple_value)
+    for event in events
+    for value in event.summary.value
+    if value.tag == "train/loss"
+  ]
   assert scalars == [(3, 0.5), (5, 0.5)]
-  starts = [event.step for event in events if event.WhichOneof("what") == "session_log"]
-  assert starts == [1, 3], "TensorBoard hides what came from step 3 on before the restart"
+  starts = [
+    event.step for event in events if event.WhichOneof("what") == "session_log"
+  ]
+  assert starts == [1, 3], (
+    "TensorBoard hides what came from step 3 on before the restart"
+  )
 
 
 def test_other_processes_write_nothing(tmp_path):
@@ -110,7 +147,10 @@ def test_other_processes_write_nothing(tmp_path):
 
 def test_missing_wandb_is_a_clear_error(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, "wandb", None)
-  with pytest.raises(UserError, match=r"config.train.wandb_project = 'mine' needs wandb: pip install 'diffjax\[wandb\]'"):
+  with pytest.raises(
+    UserError,
+    match=r"config.train.wandb_project = 'mine' needs wandb: pip install 'diffjax\[wandb\]'",
+  ):
     open_metrics(tmp_path, wandb_project="mine")
 
 
@@ -130,7 +170,13 @@ def test_wandb_run_goes_on_after_a_restart(tmp_path, monkeypatch):
 
   monkeypatch.setitem(sys.modules, "wandb", Wandb())
   for resume_step in (0, 1):
-    writer = open_metrics(tmp_path, wandb_project="mine", resume_step=resume_step)
+    writer = open_metrics(
+      tmp_path, wandb_project="mine", resume_step=resume_step
+    )
     writer.write(resume_step + 1, {"train/loss": 2.0})
     writer.close()
-  assert seen[0] == seen[3] and seen[1] == (1, {"train/loss": 2.0}) and seen[2] == "finished"
+  assert (
+    seen[0] == seen[3]
+    and seen[1] == (1, {"train/loss": 2.0})
+    and seen[2] == "finished"
+  )

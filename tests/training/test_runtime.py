@@ -11,33 +11,73 @@ import jax
 import numpy as np
 import pytest
 
-from diffjax.config import Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, TrainConfig
+from diffjax.config import (
+  Config,
+  DataConfig,
+  EvalConfig,
+  ModelConfig,
+  OptimizerConfig,
+  TrainConfig,
+)
 from diffjax.parallel.mesh import make_mesh, put_batch
 from diffjax.training import loop, session
 from diffjax.training.program import build
 from tests.tiers import full
 
-MODEL = ModelConfig(num_layers=2, embed_dim=16, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=32)
+MODEL = ModelConfig(
+  num_layers=2,
+  embed_dim=16,
+  num_heads=1,
+  num_kv_heads=1,
+  head_dim=8,
+  ffn_dim=32,
+)
 CONFIG = Config(
   model=MODEL,
   data=DataConfig(length=32, validation_fraction=0.2),
   optimizer=OptimizerConfig(warmup_steps=1),
-  train=TrainConfig(steps=8, batch_size=8, log_interval=1, checkpoint_interval=2, sample_tokens=0),
+  train=TrainConfig(
+    steps=8,
+    batch_size=8,
+    log_interval=1,
+    checkpoint_interval=2,
+    sample_tokens=0,
+  ),
   eval=EvalConfig(interval=0),
 )
 
 
 @pytest.mark.parametrize("accumulation", [*full([1]), 2])
 def test_a_step_is_traced_once_and_moves_nothing(monkeypatch, accumulation):
-  config = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, accumulation=accumulation, batch_size=16))
+  config = dataclasses.replace(
+    CONFIG,
+    train=dataclasses.replace(
+      CONFIG.train, accumulation=accumulation, batch_size=16
+    ),
+  )
   mesh = make_mesh(config.mesh)
   chex.clear_trace_counter()
   jit = jax.jit
-  monkeypatch.setattr(jax, "jit", lambda function, **options: jit(chex.assert_max_traces(function, n=1), **options))
+  monkeypatch.setattr(
+    jax,
+    "jit",
+    lambda function, **options: jit(
+      chex.assert_max_traces(function, n=1), **options
+    ),
+  )
   program = build(config, mesh)
   state = program.init()
   ints = np.ones((16, 32), np.int32)
-  batch = put_batch(dict(tokens=ints, targets=ints, segment_ids=ints, positions=ints, weights=ints.astype(np.float32)), mesh)
+  batch = put_batch(
+    dict(
+      tokens=ints,
+      targets=ints,
+      segment_ids=ints,
+      positions=ints,
+      weights=ints.astype(np.float32),
+    ),
+    mesh,
+  )
   state, _ = program.train_step(state, batch)
   with jax.transfer_guard("disallow_explicit"):
     for _ in range(3):
@@ -50,14 +90,24 @@ def test_the_loop_compiles_nothing_after_the_second_step(monkeypatch, tmp_path):
   for index in range(60):
     (tmp_path / f"{index}.txt").write_text(f"document {index} " * 40)
   config = dataclasses.replace(
-    CONFIG, data=dataclasses.replace(CONFIG.data, source=f"text:{tmp_path}/*.txt", prepared_dir=str(tmp_path / "rows"))
+    CONFIG,
+    data=dataclasses.replace(
+      CONFIG.data,
+      source=f"text:{tmp_path}/*.txt",
+      prepared_dir=str(tmp_path / "rows"),
+    ),
   )
   calls, compiled = [], []
-  jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append((len(calls), name)))
+  jax.monitoring.register_event_duration_secs_listener(
+    lambda name, *_, **__: compiled.append((len(calls), name))
+  )
 
   def guarded(batch, mesh):
     calls.append(batch)
-    jax.config.update("jax_transfer_guard", "disallow" if 2 < len(calls) < config.train.steps else "allow")
+    jax.config.update(
+      "jax_transfer_guard",
+      "disallow" if 2 < len(calls) < config.train.steps else "allow",
+    )
     return put_batch(batch, mesh)
 
   monkeypatch.setattr(session, "put_batch", guarded)
@@ -66,7 +116,11 @@ def test_the_loop_compiles_nothing_after_the_second_step(monkeypatch, tmp_path):
   finally:
     jax.config.update("jax_transfer_guard", "allow")
     jax.monitoring.clear_event_listeners()
-  at = [call for call, name in compiled if name == "/jax/core/compile/backend_compile_duration"]
+  at = [
+    call
+    for call, name in compiled
+    if name == "/jax/core/compile/backend_compile_duration"
+  ]
   assert len(calls) == config.train.steps
   assert 1 in at  # the first step; else nothing would be counted
   assert not [call for call in at if 2 < call < config.train.steps]
@@ -75,7 +129,13 @@ def test_the_loop_compiles_nothing_after_the_second_step(monkeypatch, tmp_path):
 def run_in(cache, code):
   environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
   environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-  return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+  return subprocess.run(
+    [sys.executable, "-c", code],
+    env=environment,
+    capture_output=True,
+    text=True,
+    check=True,
+  ).stdout
 
 
 def test_compiled_programs_are_kept_and_damaged_ones_are_not_run(tmp_path):
@@ -87,11 +147,22 @@ def test_compiled_programs_are_kept_and_damaged_ones_are_not_run(tmp_path):
   )
   assert "cache_misses" in run_in(tmp_path, program)
   assert "cache_hits" in run_in(tmp_path, program)
-  kept = [path for path in pathlib.Path(tmp_path, "diffjax", "compiled").iterdir() if path.name.endswith("-cache")]
+  kept = [
+    path
+    for path in pathlib.Path(tmp_path, "diffjax", "compiled").iterdir()
+    if path.name.endswith("-cache")
+  ]
   assert kept
   seals = [path.with_name(f"{path.name}.sha256") for path in kept]
-  truncated, flipped = (lambda data: data[:-9]), (lambda data: data[:40] + bytes([data[40] ^ 4]) + data[41:])
-  for files, damage in ((kept, truncated), (kept, flipped), (seals, lambda data: b"\xff")):
+  truncated, flipped = (
+    (lambda data: data[:-9]),
+    (lambda data: data[:40] + bytes([data[40] ^ 4]) + data[41:]),
+  )
+  for files, damage in (
+    (kept, truncated),
+    (kept, flipped),
+    (seals, lambda data: b"\xff"),
+  ):
     for path in files:
       path.write_bytes(damage(path.read_bytes()))
     again = run_in(tmp_path, program)
@@ -104,12 +175,24 @@ def test_a_program_is_sealed_by_the_process_that_wrote_it(tmp_path):
   begin = "import jax, os, pathlib, signal, subprocess, sys; from diffjax.training import runtime; runtime.keep_compiled_programs();"
   write = "pathlib.Path(jax.config.jax_compilation_cache_dir, 'NAME-cache').write_bytes(b'half');"
   killed = begin + write + "os.kill(os.getpid(), signal.SIGKILL)"
-  run_in(tmp_path, f"{begin} subprocess.run([sys.executable, '-c', {killed!r}])")
+  run_in(
+    tmp_path, f"{begin} subprocess.run([sys.executable, '-c', {killed!r}])"
+  )
   kept = pathlib.Path(tmp_path, "diffjax", "compiled")
   assert not list(kept.glob("NAME*"))
-  run_in(tmp_path, f"{begin} subprocess.run([sys.executable, '-c', {begin + write!r}], check=True)")
-  assert sorted(path.name for path in kept.iterdir()) == ["NAME-cache", "NAME-cache.sha256"]
-  assert "True" in run_in(tmp_path, begin + "print(pathlib.Path(jax.config.jax_compilation_cache_dir, 'NAME-cache').exists())")
+  run_in(
+    tmp_path,
+    f"{begin} subprocess.run([sys.executable, '-c', {begin + write!r}], check=True)",
+  )
+  assert sorted(path.name for path in kept.iterdir()) == [
+    "NAME-cache",
+    "NAME-cache.sha256",
+  ]
+  assert "True" in run_in(
+    tmp_path,
+    begin
+    + "print(pathlib.Path(jax.config.jax_compilation_cache_dir, 'NAME-cache').exists())",
+  )
 
 
 def test_programs_are_compiled_where_none_can_be_kept(tmp_path):
@@ -126,7 +209,10 @@ def test_the_users_own_compilation_cache_is_left_alone(tmp_path):
   assert run_in(tmp_path, code).strip() == "/elsewhere"
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's page fault counter")
+@pytest.mark.skipif(
+  not sys.platform.startswith("linux"),
+  reason="reads Linux's page fault counter",
+)
 def test_freed_pages_are_kept(tmp_path):
   """A program with 64 MB of temporaries faults them in at some calls, until they have their places, and not at every one."""
   code = """
@@ -144,7 +230,9 @@ print(min(faults))
   assert int(run_in(tmp_path, code)) < 1000  # 64 MB are 16,384 pages
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's /proc")
+@pytest.mark.skipif(
+  not sys.platform.startswith("linux"), reason="reads Linux's /proc"
+)
 def test_other_threads_leave_the_main_threads_heap_alone(tmp_path):
   """More threads than glibc has arenas by itself (8 a core), all alive: none takes its blocks from where the temporaries lie."""
   code = """
@@ -170,7 +258,9 @@ print(heap() - before)
   assert int(run_in(tmp_path, code)) < 2**20  # a block is 8 MiB
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's /proc")
+@pytest.mark.skipif(
+  not sys.platform.startswith("linux"), reason="reads Linux's /proc"
+)
 def test_freed_pages_can_be_given_back(tmp_path):
   code = """
 import resource, threading, numpy as np

@@ -9,7 +9,9 @@ from diffjax.config import Config, DataConfig, TrainConfig
 from diffjax.training.flops import step_flops
 from diffjax.training.status_line import StatusLine
 
-CONFIG = Config(data=DataConfig(length=16), train=TrainConfig(steps=100, batch_size=2))
+CONFIG = Config(
+  data=DataConfig(length=16), train=TrainConfig(steps=100, batch_size=2)
+)
 
 
 def clock(monkeypatch, times):
@@ -18,13 +20,19 @@ def clock(monkeypatch, times):
 
 def test_plain_lines_and_speeds(monkeypatch):
   file = io.StringIO()
-  progress = StatusLine(CONFIG, first_step=20, num_devices=2, device_kind="NVIDIA H200", file=file)
+  progress = StatusLine(
+    CONFIG, first_step=20, num_devices=2, device_kind="NVIDIA H200", file=file
+  )
   clock(monkeypatch, [100.0, 105.0, 200.0, 202.0])
   for step in range(21, 32):
     progress.stepped(step, waited=0.1)
   values = progress.report(30, {"train/loss": 1.25})
   # Ten steps in five seconds, 32 tokens each; the wait before the first step is compilation's.
-  assert values["train/loss"] == 1.25 and values["train/step_seconds"] == 0.5 and values["train/tokens_per_second"] == 64
+  assert (
+    values["train/loss"] == 1.25
+    and values["train/step_seconds"] == 0.5
+    and values["train/tokens_per_second"] == 64
+  )
   assert values["train/wait_fraction"] == pytest.approx(1.0 / 5)
   flops = step_flops(CONFIG.model, 16, 32).training
   assert values["train/mfu"] == pytest.approx(flops / (0.5 * 2 * 989.4e12))
@@ -34,12 +42,17 @@ def test_plain_lines_and_speeds(monkeypatch):
   assert values["train/step_seconds"] == 0.5
   progress.close()
   lines = file.getvalue().splitlines()
-  assert lines[0] == "step 30/100  loss 1.2500  64 tokens/s  0.500 s/step  MFU 0.0%  waited for data 20.0%  0:00:35 left"
+  assert (
+    lines[0]
+    == "step 30/100  loss 1.2500  64 tokens/s  0.500 s/step  MFU 0.0%  waited for data 20.0%  0:00:35 left"
+  )
   assert lines[1] == "step 32/100  validation/loss 1.5000" and len(lines) == 3
 
 
 def test_no_mfu_on_an_unknown_chip():
-  progress = StatusLine(CONFIG, first_step=0, num_devices=1, device_kind="cpu", file=io.StringIO())
+  progress = StatusLine(
+    CONFIG, first_step=0, num_devices=1, device_kind="cpu", file=io.StringIO()
+  )
   progress.stepped(1)
   assert "train/mfu" not in progress.report(1, {"train/loss": 1.0})
 
@@ -58,18 +71,30 @@ def terminal(monkeypatch):
 
 
 def test_live_line_on_a_terminal(terminal):
-  progress = StatusLine(CONFIG, first_step=0, num_devices=1, device_kind="cpu", file=terminal)
+  progress = StatusLine(
+    CONFIG, first_step=0, num_devices=1, device_kind="cpu", file=terminal
+  )
   progress.stepped(1)
   progress.report(1, {"train/loss": 3.5})
   progress.close()
   assert "1/100" in terminal.getvalue() and "loss 3.5000" in terminal.getvalue()
-  assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count("\x1b[?25h") == 1, "the cursor comes back"
+  assert (
+    terminal.getvalue().count("\x1b[?25l")
+    == terminal.getvalue().count("\x1b[?25h")
+    == 1
+  ), "the cursor comes back"
 
 
 def test_compiling_ends_with_the_first_step(terminal):
   """The next report may be a hundred steps away."""
-  progress = StatusLine(CONFIG, first_step=0, num_devices=1, device_kind="cpu", file=terminal)
+  progress = StatusLine(
+    CONFIG, first_step=0, num_devices=1, device_kind="cpu", file=terminal
+  )
   progress.stepped(1)
   progress.close()
   *_, last = terminal.getvalue().rpartition("1/100")
-  assert "compiling" in terminal.getvalue() and "training" in last and "compiling" not in last
+  assert (
+    "compiling" in terminal.getvalue()
+    and "training" in last
+    and "compiling" not in last
+  )

@@ -21,14 +21,25 @@ from collections import Counter
 from fractions import Fraction
 
 # A minus sign belongs to the number where it cannot be of a difference or a range
-_NUMBER = re.compile(r"(?<![\d)\w.])-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?|\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?")
-_LONGEST_NUMBER, _LONGEST_ANSWER = 200, 1000  # characters; longer ones would take long
+_NUMBER = re.compile(
+  r"(?<![\d)\w.])-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?|\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?"
+)
+_LONGEST_NUMBER, _LONGEST_ANSWER = (
+  200,
+  1000,
+)  # characters; longer ones would take long
 _BOXES = 20  # the largest number of boxes, from the end, that are searched for one that is closed
 _BRACKETS = {"(": ")]", "[": ")]", r"\{": (r"\}",)}
-_WRAPPERS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|mbox|hbox|boxed|fbox|bf|rm)\s*\{")
-_DROPPED = re.compile(r"(?<!\\)\\(?:left|right|displaystyle|quad|qquad|[,!;:> ])(?![a-zA-Z])|\\(?:left|right)(?=[a-zA-Z])|~|\s")
+_WRAPPERS = re.compile(
+  r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|mbox|hbox|boxed|fbox|bf|rm)\s*\{"
+)
+_DROPPED = re.compile(
+  r"(?<!\\)\\(?:left|right|displaystyle|quad|qquad|[,!;:> ])(?![a-zA-Z])|\\(?:left|right)(?=[a-zA-Z])|~|\s"
+)
 _DEGREES = re.compile(r"\^\{?\\circ\}?|\\degrees?(?![a-zA-Z])|°")
-_UNITS = re.compile(r"(?:(?<=[\d})])\s*\\(?:text|mathrm|mbox|hbox|rm)\s*\{[^{}]*\}|(?<=\d)\s+[a-zA-Z]{2}[a-zA-Z .]*)(?:\^\{?[23]\}?)?$")
+_UNITS = re.compile(
+  r"(?:(?<=[\d})])\s*\\(?:text|mathrm|mbox|hbox|rm)\s*\{[^{}]*\}|(?<=\d)\s+[a-zA-Z]{2}[a-zA-Z .]*)(?:\^\{?[23]\}?)?$"
+)
 
 
 def extract(solution: str) -> str | None:
@@ -53,12 +64,19 @@ def extract(solution: str) -> str | None:
 
 def reference(solution: str) -> str:
   """The final answer of a reference solution, marked by a box or "####". A text without marks is an answer as a whole."""
-  return extract(solution) or "" if "####" in solution or last_boxed(solution) is not None else solution.strip()
+  return (
+    extract(solution) or ""
+    if "####" in solution or last_boxed(solution) is not None
+    else solution.strip()
+  )
 
 
 def last_boxed(text: str) -> str | None:
   """The content of the last \\boxed{…} or \\fbox{…} whose braces close, or the word behind one without braces; None if there is none."""
-  starts = [match.end() for match in re.finditer(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*", text)]
+  starts = [
+    match.end()
+    for match in re.finditer(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*", text)
+  ]
   for start in reversed(starts[-_BOXES:]):
     if not text.startswith("{", start):
       bare = re.match(r"[^\s$.,]+", text[start:])
@@ -98,7 +116,11 @@ def _form(answer: str) -> object:
   for opening, closings in _BRACKETS.items():
     for closing in closings:
       inside = text[len(opening) : -len(closing)]
-      if text.startswith(opening) and text.endswith(closing) and _is_whole(inside):
+      if (
+        text.startswith(opening)
+        and text.endswith(closing)
+        and _is_whole(inside)
+      ):
         parts = [_form(part) for part in _parts(inside)]
         if opening == r"\{":
           return ("set", frozenset(Counter(parts).items()))
@@ -107,18 +129,32 @@ def _form(answer: str) -> object:
         if re.fullmatch(r"[A-Za-z]", inside):  # the letter of a choice
           return inside
   listed = _parts(text)
-  return ("set", frozenset(Counter(_form(part) for part in listed).items())) if len(listed) > 1 else text
+  return (
+    ("set", frozenset(Counter(_form(part) for part in listed).items()))
+    if len(listed) > 1
+    else text
+  )
 
 
 def _plain(answer: str) -> str:
   """The answer without characters that only typeset it."""
   text = answer.strip().strip("$").strip()
-  text = text.replace(r"\(", "").replace(r"\)", "").replace(r"\[", "").replace(r"\]", "").replace("−", "-")
+  text = (
+    text.replace(r"\(", "")
+    .replace(r"\)", "")
+    .replace(r"\[", "")
+    .replace(r"\]", "")
+    .replace("−", "-")
+  )
   text = _DEGREES.sub("", text)
   text = _UNITS.sub("", text.rstrip("."))
-  while (wrapper := _WRAPPERS.search(text)) is not None and (end := _closing(text, wrapper.end() - 1)) is not None:
+  while (wrapper := _WRAPPERS.search(text)) is not None and (
+    end := _closing(text, wrapper.end() - 1)
+  ) is not None:
     text = text[: wrapper.start()] + text[wrapper.end() : end] + text[end + 1 :]
-  text = text.replace(r"\$", "").replace("$", "").replace(r"\%", "").replace("%", "")
+  text = (
+    text.replace(r"\$", "").replace("$", "").replace(r"\%", "").replace("%", "")
+  )
   text = _DROPPED.sub("", text).rstrip(".")
   text = re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", text)
   text = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", text)
@@ -126,7 +162,9 @@ def _plain(answer: str) -> str:
   text = re.sub(r"(\\frac\{[^{}]*\})(\d)", r"\1{\2}", text)
   text = re.sub(r"\\sqrt(\w)", r"\\sqrt{\1}", text)
   text = re.sub(r"^(-?)\{?(-?\d+)\}?/\{?(\d+)\}?$", r"\1\2/\3", text)
-  return re.sub(r"^[a-zA-Z](?:\([a-zA-Z]\))?(?:=|\\in(?![a-zA-Z]))(?=.)", "", text)
+  return re.sub(
+    r"^[a-zA-Z](?:\([a-zA-Z]\))?(?:=|\\in(?![a-zA-Z]))(?=.)", "", text
+  )
 
 
 def _number(text: str) -> Fraction | None:
@@ -137,7 +175,9 @@ def _number(text: str) -> Fraction | None:
     text = text.replace(",", "")
   if re.fullmatch(r"[-+]?(?:\d+\.?\d*|\.\d+)", text):
     return Fraction(text)
-  parts = re.fullmatch(r"([-+]?)(\d*)\\frac\{(-?\d+)\}\{(-?\d+)\}", text) or re.fullmatch(r"([-+]?)()(\d+)/(\d+)", text)
+  parts = re.fullmatch(
+    r"([-+]?)(\d*)\\frac\{(-?\d+)\}\{(-?\d+)\}", text
+  ) or re.fullmatch(r"([-+]?)()(\d+)/(\d+)", text)
   if parts is None or not int(parts[4]):
     return None
   value = Fraction(int(parts[2] or 0)) + Fraction(int(parts[3]), int(parts[4]))

@@ -79,26 +79,48 @@ def measure(
     if attention is not None:
       assert layer is not None  # since only layers call attention
       every = broadcast_lambda(lam, q)
-      window = options["window"].size if isinstance(options["window"], Windows) else options["window"]
-      layer.sow(_COLLECTION, _NAME, attention(Attended(q, k, v, every, options["q_segment_ids"], window)))
+      window = (
+        options["window"].size
+        if isinstance(options["window"], Windows)
+        else options["window"]
+      )
+      layer.sow(
+        _COLLECTION,
+        _NAME,
+        attention(Attended(q, k, v, every, options["q_segment_ids"], window)),
+      )
     return model.attention_fn(q, k, v, lam, **options)
 
   with nn.intercept_methods(intercept):
     _, variables = model.clone(attention_fn=attend).apply(
-      {"params": params}, batch["tokens"], batch.get("segment_ids"), batch.get("positions"), mutable=[_COLLECTION]
+      {"params": params},
+      batch["tokens"],
+      batch.get("segment_ids"),
+      batch.get("positions"),
+      mutable=[_COLLECTION],
     )
-  measured = [variables[_COLLECTION][name] for name in stacks(model.config) if plain or name != "plain_layers"]
+  measured = [
+    variables[_COLLECTION][name]
+    for name in stacks(model.config)
+    if plain or name != "plain_layers"
+  ]
   together = lambda parts: jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
   found = {}
   if attention is not None:
-    found["attention"] = together([stack["attention"][_NAME][0] for stack in measured])
+    found["attention"] = together(
+      [stack["attention"][_NAME][0] for stack in measured]
+    )
   if hidden is not None:
     found["hidden"] = together([stack[_NAME][0] for stack in measured])
   return found
 
 
 def over_queries(
-  step: Callable[[Any, Attended, Bool[Array, "B t S"], Int[Array, ""]], Any], start: Any, attended: Attended, *, block: int = 128
+  step: Callable[[Any, Attended, Bool[Array, "B t S"], Int[Array, ""]], Any],
+  start: Any,
+  attended: Attended,
+  *,
+  block: int = 128,
 ) -> Any:
   """Folds a function over blocks of queries, so that the map of all queries of a row is never in memory.
 
@@ -120,15 +142,26 @@ def over_queries(
     segment_ids = jnp.ones(q.shape[:2], jnp.int32)
 
   def pad(x):
-    return jnp.pad(x, [(0, 0), (0, blocks * size - length)] + [(0, 0)] * (x.ndim - 2))
+    return jnp.pad(
+      x, [(0, 0), (0, blocks * size - length)] + [(0, 0)] * (x.ndim - 2)
+    )
 
   padded = pad(q), None if lam is None else pad(lam), pad(segment_ids)
 
   def body(index, carry):
     first = index * size
-    q, lam, ids = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, size, axis=1), padded)
-    seen = Mask(size, k.shape[1], window=window).between(positions(size, first), positions(k.shape[1], 0), ids, segment_ids)
+    q, lam, ids = jax.tree.map(
+      lambda x: jax.lax.dynamic_slice_in_dim(x, first, size, axis=1), padded
+    )
+    seen = Mask(size, k.shape[1], window=window).between(
+      positions(size, first), positions(k.shape[1], 0), ids, segment_ids
+    )
     assert seen is not None  # since it is causal
-    return step(carry, Attended(q, k, v, lam, ids, window), seen & (ids > 0)[:, :, None], first)
+    return step(
+      carry,
+      Attended(q, k, v, lam, ids, window),
+      seen & (ids > 0)[:, :, None],
+      first,
+    )
 
   return jax.lax.fori_loop(0, blocks, body, start)

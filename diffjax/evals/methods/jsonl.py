@@ -10,7 +10,13 @@ from etils import epath
 
 from diffjax.config import UserError
 
-_NAMES = {str: "a string", int: "a whole number", list: "a list", dict: "an object", bool: "true or false"}
+_NAMES = {
+  str: "a string",
+  int: "a whole number",
+  list: "a list",
+  dict: "an object",
+  bool: "true or false",
+}
 
 
 class Record(NamedTuple):
@@ -36,11 +42,15 @@ def read(path: epath.PathLike, fields: Mapping[str, type]) -> list[Record]:
   Raises:
     UserError: for a file that cannot be read or is empty, and for a line that is not an object or lacks a field.
   """
-  wanted = "it must hold one JSON object a line" + (f", with the fields {', '.join(fields)}" if fields else "")
+  wanted = "it must hold one JSON object a line" + (
+    f", with the fields {', '.join(fields)}" if fields else ""
+  )
   try:
     content = epath.Path(path).expanduser().read_bytes()
   except OSError as error:
-    raise UserError(f"{path}: cannot be read ({error.strerror or error}); {wanted}") from error
+    raise UserError(
+      f"{path}: cannot be read ({error.strerror or error}); {wanted}"
+    ) from error
   records = []
   for number, line in enumerate(content.split(b"\n"), 1):
     if not line.strip():
@@ -64,7 +74,11 @@ def _check(place: str, value: dict[str, Any], field: str, kind: type) -> None:
   found: Any = value
   for name in field.split("."):
     if not isinstance(found, dict) or name not in found:
-      raise UserError(f"{place}: the field {field!r} is missing; there are {', '.join(map(repr, value))}")
+      raise UserError(
+        f"{place}: the field {field!r} is missing; there are {', '.join(map(repr, value))}"
+      )
     found = found[name]
   if not isinstance(found, kind) or (isinstance(found, bool) and kind is int):
-    raise UserError(f"{place}: the field {field!r} must be {_NAMES.get(kind, kind.__name__)}; got {str(found)[:40]!r}")
+    raise UserError(
+      f"{place}: the field {field!r} must be {_NAMES.get(kind, kind.__name__)}; got {str(found)[:40]!r}"
+    )

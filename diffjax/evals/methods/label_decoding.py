@@ -43,7 +43,9 @@ class LabelTree:
     ends = [_follow(root, sequence) for sequence in sequences]
     if any(len(end.labels) > 1 for end in ends):
       same = max((end.labels for end in ends), key=len)
-      raise UserError(f"labels {', '.join(map(str, same))} (counted from 0) have the same tokens; rename all but one")
+      raise UserError(
+        f"labels {', '.join(map(str, same))} (counted from 0) have the same tokens; rename all but one"
+      )
     return root
 
 
@@ -53,7 +55,9 @@ def _follow(place: LabelTree, sequence: Sequence[int]) -> LabelTree:
   return place
 
 
-def decode_labels(sampler: Sampler, state: SamplerState, count: int, tree: LabelTree) -> list[int]:
+def decode_labels(
+  sampler: Sampler, state: SamplerState, count: int, tree: LabelTree
+) -> list[int]:
   """Decodes a label for each row: at each step the likeliest of the tokens that lead to a label.
 
   A row is decoded up to the token that distinguishes its label from all others.
@@ -69,10 +73,15 @@ def decode_labels(sampler: Sampler, state: SamplerState, count: int, tree: Label
   """
   places = [tree] * count
   while True:
-    undecided = [row for row, place in enumerate(places) if len(place.labels) > 1]
+    undecided = [
+      row for row, place in enumerate(places) if len(place.labels) > 1
+    ]
     if not undecided:
       return [place.labels[0] for place in places]
-    logits, tokens = np.asarray(state.logits), np.zeros(sampler.batch_size, np.int32)
+    logits, tokens = (
+      np.asarray(state.logits),
+      np.zeros(sampler.batch_size, np.int32),
+    )
     for row in undecided:
       choices = list(places[row].children)
       tokens[row] = choices[int(np.argmax(logits[row, choices]))]

@@ -48,27 +48,51 @@ class DiffjaxLM(TemplateLM):
     """Number of tokens of the longest row."""
     return self._trained.config.model.max_length
 
-  def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+  def tok_encode(
+    self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+  ) -> list[int]:
     """Ids of a text, after the separator unless add_special_tokens is False."""
     ids = np.asarray(self._trained.tokenizer.encode(string)).tolist()
     return ids if add_special_tokens is False else [self.eot_token_id, *ids]
 
-  def _loglikelihood_tokens(self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any) -> list[tuple[float, bool]]:
+  def _loglikelihood_tokens(
+    self,
+    requests: list[tuple[tuple[str, str], list[int], list[int]]],
+    **kwargs: Any,
+  ) -> list[tuple[float, bool]]:
     """Scores continuations. A request holds the texts, for lm-eval's cache, and their ids."""
     pairs = []
     for (_, text), context, continuation in requests:
       # A tokenizer may join all of a continuation with the context's last token
-      continuation = continuation or self.tok_encode(text, add_special_tokens=False)
-      pairs.append((self._cut(context, self.max_length + 1 - len(continuation)), continuation))
-    self._report_cuts((request[1] for request in requests), (pair[0] for pair in pairs))
-    return [(found.log_probability, found.is_greedy) for found in self._score(pairs)]
+      continuation = continuation or self.tok_encode(
+        text, add_special_tokens=False
+      )
+      pairs.append(
+        (
+          self._cut(context, self.max_length + 1 - len(continuation)),
+          continuation,
+        )
+      )
+    self._report_cuts(
+      (request[1] for request in requests), (pair[0] for pair in pairs)
+    )
+    return [
+      (found.log_probability, found.is_greedy) for found in self._score(pairs)
+    ]
 
-  def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+  def loglikelihood_rolling(
+    self, requests: list[Instance], disable_tqdm: bool = False
+  ) -> list[float]:
     """Log-likelihoods of whole texts, in windows that score every token once."""
     pairs, owners = [], []
     for index, request in enumerate(requests):
       ids = self.tok_encode(request.args[0], add_special_tokens=False)
-      windows = get_rolling_token_windows(ids, prefix_token=self.eot_token_id, max_seq_len=self.max_length, context_len=1)
+      windows = get_rolling_token_windows(
+        ids,
+        prefix_token=self.eot_token_id,
+        max_seq_len=self.max_length,
+        context_len=1,
+      )
       for window in map(make_disjoint_window, windows):
         pairs.append(window)
         owners.append(index)
@@ -77,7 +101,9 @@ class DiffjaxLM(TemplateLM):
       sums[index] += found.log_probability
     return sums
 
-  def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+  def generate_until(
+    self, requests: list[Instance], disable_tqdm: bool = False
+  ) -> list[str]:
     """Continues contexts up to the first stop string, which is not part of the result."""
     groups = collections.defaultdict(list)
     for index, request in enumerate(requests):
@@ -86,7 +112,10 @@ class DiffjaxLM(TemplateLM):
     decode = self._trained.tokenizer.decode
     for options, indices in groups.items():
       wanted = normalize_gen_kwargs(json.loads(options))
-      until, new = [stop for stop in wanted["until"] if stop], min(wanted["max_gen_toks"], self.max_length - 1)
+      until, new = (
+        [stop for stop in wanted["until"] if stop],
+        min(wanted["max_gen_toks"], self.max_length - 1),
+      )
 
       def ended(ids: list[int], until: list[str] = until) -> bool:
         text = decode(ids)
@@ -106,22 +135,52 @@ class DiffjaxLM(TemplateLM):
       )
       for index, ids in zip(indices, written, strict=True):
         text = decode(ids)
-        texts[index] = text[: min([len(text), *(place for stop in until if (place := text.find(stop)) >= 0)])]
+        texts[index] = text[
+          : min(
+            [
+              len(text),
+              *(place for stop in until if (place := text.find(stop)) >= 0),
+            ]
+          )
+        ]
     return texts
 
   def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Score]:
-    return score(self._trained.model, self._trained.params, pairs, batch_tokens=self._batch_tokens)
+    return score(
+      self._trained.model,
+      self._trained.params,
+      pairs,
+      batch_tokens=self._batch_tokens,
+    )
 
   def _sampler(self, needed: int) -> Sampler:
     """A sampler whose capacity is a power of two or the model's longest, so that few are compiled."""
     capacity = min(max(64, 1 << (needed - 1).bit_length()), self.max_length)
-    return Sampler(self._trained.model, self._trained.params, batch_size=max(1, self._batch_tokens // capacity), capacity=capacity)
+    return Sampler(
+      self._trained.model,
+      self._trained.params,
+      batch_size=max(1, self._batch_tokens // capacity),
+      capacity=capacity,
+    )
 
   def _cut(self, context: list[int], room: int) -> list[int]:
     """The first token of a context, the separator, and its newest tokens, `room` in all."""
-    return context if len(context) <= room else [*context[: room > 0], *context[len(context) - max(room - 1, 0) :]]
+    return (
+      context
+      if len(context) <= room
+      else [*context[: room > 0], *context[len(context) - max(room - 1, 0) :]]
+    )
 
-  def _report_cuts(self, whole: Iterable[Sequence[int]], kept: Iterable[Sequence[int]]) -> None:
-    cut = [len(kept) < len(whole) for whole, kept in zip(whole, kept, strict=True)]
+  def _report_cuts(
+    self, whole: Iterable[Sequence[int]], kept: Iterable[Sequence[int]]
+  ) -> None:
+    cut = [
+      len(kept) < len(whole) for whole, kept in zip(whole, kept, strict=True)
+    ]
     if any(cut):
-      logging.warning("%d of %d contexts are longer than the model takes (%d tokens) and were cut", sum(cut), len(cut), self.max_length)
+      logging.warning(
+        "%d of %d contexts are longer than the model takes (%d tokens) and were cut",
+        sum(cut),
+        len(cut),
+        self.max_length,
+      )

@@ -88,15 +88,30 @@ def make_prompts(
       f"{num_asked} of {num_needles} needles cannot be asked for: at least 1, at most as many as there are, of at most {len(CITIES)}"
     )
   if not 0 <= depth <= 1:
-    raise UserError(f"a needle's depth lies between 0 (beginning) and 1 (end of the haystack); got {depth}")
-  rng = np.random.default_rng([seed, length, num_needles, num_asked, round(depth * 1_000_000)])
+    raise UserError(
+      f"a needle's depth lies between 0 (beginning) and 1 (end of the haystack); got {depth}"
+    )
+  rng = np.random.default_rng(
+    [seed, length, num_needles, num_asked, round(depth * 1_000_000)]
+  )
   opening = [tokenizer.separator, *_encode(tokenizer, OPENING)]
   newline = _encode(tokenizer, "\n")
   prompts = []
   for _ in range(samples):
-    cities = [CITIES[index] for index in rng.choice(len(CITIES), num_needles, replace=False)]
-    numbers = [str(number) for number in rng.choice(np.arange(10_000, 50_000), num_needles, replace=False)]
-    needles = [_encode(tokenizer, NEEDLE.format(city=city, number=number)) for city, number in zip(cities, numbers, strict=True)]
+    cities = [
+      CITIES[index]
+      for index in rng.choice(len(CITIES), num_needles, replace=False)
+    ]
+    numbers = [
+      str(number)
+      for number in rng.choice(
+        np.arange(10_000, 50_000), num_needles, replace=False
+      )
+    ]
+    needles = [
+      _encode(tokenizer, NEEDLE.format(city=city, number=number))
+      for city, number in zip(cities, numbers, strict=True)
+    ]
     query = _encode(tokenizer, _question(cities[:num_asked]))
     room = length - len(opening) - sum(map(len, needles)) - len(query)
     if room < 0:
@@ -108,8 +123,13 @@ def make_prompts(
     boundaries = [0, *itertools.accumulate(map(len, pieces))]
     # Where two needles meet, the first one that is asked for is before the others at depth 0 and behind them at depth 1
     places = [(_nearest(boundaries, depth * room), depth)]
-    places += [(_nearest(boundaries, at * room), tie) for at, tie in rng.random((num_needles - 1, 2))]
-    prompts.append(_assemble(opening, pieces, needles, places, query, numbers[:num_asked]))
+    places += [
+      (_nearest(boundaries, at * room), tie)
+      for at, tie in rng.random((num_needles - 1, 2))
+    ]
+    prompts.append(
+      _assemble(opening, pieces, needles, places, query, numbers[:num_asked])
+    )
   return prompts
 
 
@@ -139,7 +159,12 @@ def _assemble(
     ids += needles[needle]
     done = before
   ids += itertools.chain.from_iterable(pieces[done:])
-  return NeedlePrompt(ids + query, answers, [spans[needle] for needle in range(len(answers))], (len(ids), len(ids) + len(query)))
+  return NeedlePrompt(
+    ids + query,
+    answers,
+    [spans[needle] for needle in range(len(answers))],
+    (len(ids), len(ids) + len(query)),
+  )
 
 
 def _question(cities: Sequence[str]) -> str:
@@ -149,13 +174,19 @@ def _question(cities: Sequence[str]) -> str:
   return f"\nWhat are the special magic {names} numbers? The special magic {names} numbers are:"
 
 
-def _take(haystack: Sequence[Sequence[int]], start: int, room: int, newline: list[int]) -> list[list[int]]:
+def _take(
+  haystack: Sequence[Sequence[int]], start: int, room: int, newline: list[int]
+) -> list[list[int]]:
   """Pieces of `room` tokens in all. The last one is cut, and ends its line."""
   pieces: list[list[int]] = []
   for index in itertools.count(start):
     piece = list(haystack[index % len(haystack)])
     if len(piece) >= room:
-      piece = piece if len(piece) == room else (piece[: max(room - len(newline), 0)] + newline)[:room]
+      piece = (
+        piece
+        if len(piece) == room
+        else (piece[: max(room - len(newline), 0)] + newline)[:room]
+      )
       return pieces + [piece] * (room > 0)
     pieces.append(piece)
     room -= len(piece)
@@ -165,10 +196,16 @@ def _take(haystack: Sequence[Sequence[int]], start: int, room: int, newline: lis
 def _nearest(boundaries: Sequence[int], offset: float) -> int:
   """The index of the boundary nearest to an offset."""
   after = min(bisect.bisect_left(boundaries, offset), len(boundaries) - 1)
-  return after - 1 if after and offset - boundaries[after - 1] <= boundaries[after] - offset else after
+  return (
+    after - 1
+    if after and offset - boundaries[after - 1] <= boundaries[after] - offset
+    else after
+  )
 
 
-def synthetic_haystack(tokenizer: Tokenizer, *, tokens: int, seed: int = 0) -> list[list[int]]:
+def synthetic_haystack(
+  tokenizer: Tokenizer, *, tokens: int, seed: int = 0
+) -> list[list[int]]:
   """Pieces of ids, at least `tokens` in all: sentences of a small grammar, one a line, without digits or names of cities."""
   rng = np.random.default_rng(seed)
   nouns = "river garden engine letter window farmer bridge forest kitchen teacher mountain ship painter road market lamp horse song".split()
@@ -178,31 +215,52 @@ def synthetic_haystack(tokenizer: Tokenizer, *, tokens: int, seed: int = 0) -> l
   pieces: list[list[int]] = []
   while tokens > 0:
     noun, other, third = rng.choice(nouns, 3, replace=False)
-    adjective, verb, place = rng.choice(adjectives), rng.choice(verbs), rng.choice(places)
-    added = _split(_encode(tokenizer, f"The {adjective} {noun} {verb} the {other} {place} the {third}.\n"))
+    adjective, verb, place = (
+      rng.choice(adjectives),
+      rng.choice(verbs),
+      rng.choice(places),
+    )
+    added = _split(
+      _encode(
+        tokenizer,
+        f"The {adjective} {noun} {verb} the {other} {place} the {third}.\n",
+      )
+    )
     pieces += added
     tokens -= sum(map(len, added))
   return pieces
 
 
-def validation_haystack(tokenizer: Tokenizer, config: DataConfig, *, tokens: int) -> list[list[int]]:
+def validation_haystack(
+  tokenizer: Tokenizer, config: DataConfig, *, tokens: int
+) -> list[list[int]]:
   """Pieces of ids, at least `tokens` in all if there are as many: the validation documents of a run, one after the other.
 
   Raises:
     UserError: if the data cannot be read or holds no validation documents.
   """
   pieces: list[list[int]] = []
-  field = "data.validation_source" if config.validation_source else "data.source"
-  for component in sources.parse_mixture(config.validation_source or config.source, field):
+  field = (
+    "data.validation_source" if config.validation_source else "data.source"
+  )
+  for component in sources.parse_mixture(
+    config.validation_source or config.source, field
+  ):
     source = sources.documents(component.spec, "validation", config)
-    for document in itertools.chain.from_iterable(map(source.read, source.parts)):
-      for line in tokenizer.encode_batch((document.text + "\n").splitlines(keepends=True)):
+    for document in itertools.chain.from_iterable(
+      map(source.read, source.parts)
+    ):
+      for line in tokenizer.encode_batch(
+        (document.text + "\n").splitlines(keepends=True)
+      ):
         pieces += _split(np.asarray(line).tolist())
         tokens -= len(line)
       if tokens <= 0:
         return pieces
   if not pieces:
-    raise UserError(f"config.{field} has no validation documents to hide needles in; use the synthetic haystack")
+    raise UserError(
+      f"config.{field} has no validation documents to hide needles in; use the synthetic haystack"
+    )
   return pieces
 
 
@@ -214,7 +272,9 @@ def _split(ids: list[int]) -> list[list[int]]:
   return [ids[start : start + _PIECE] for start in range(0, len(ids), _PIECE)]
 
 
-def find_haystack(trained: Trained, kind: str, *, tokens: int) -> list[list[int]]:
+def find_haystack(
+  trained: Trained, kind: str, *, tokens: int
+) -> list[list[int]]:
   """The haystack of a suite's setting `haystack`, of at least `tokens` tokens if there are as many.
 
   Raises:
@@ -225,6 +285,8 @@ def find_haystack(trained: Trained, kind: str, *, tokens: int) -> list[list[int]
   if kind != "validation":
     raise UserError(f"haystack = {kind!r}: must be 'validation' or 'synthetic'")
   try:
-    return validation_haystack(trained.tokenizer, trained.config.data, tokens=tokens)
+    return validation_haystack(
+      trained.tokenizer, trained.config.data, tokens=tokens
+    )
   except UserError as error:
     raise UserError(f"{error}; haystack = 'synthetic' needs no data") from error

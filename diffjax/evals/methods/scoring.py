@@ -33,7 +33,11 @@ class Score(NamedTuple):
 
 
 def score(
-  model: Decoder, params: Any, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, batch_tokens: int = BATCH_TOKENS
+  model: Decoder,
+  params: Any,
+  pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+  *,
+  batch_tokens: int = BATCH_TOKENS,
 ) -> list[Score]:
   """Scores continuations after contexts.
 
@@ -57,7 +61,9 @@ def score(
   buckets: dict[int, list[int]] = {}
   for index, (context, continuation) in enumerate(pairs):
     if not len(context) or not len(continuation):
-      raise ValueError(f"pair {index} has {len(context)} tokens of context and {len(continuation)} of continuation; neither may be empty")
+      raise ValueError(
+        f"pair {index} has {len(context)} tokens of context and {len(continuation)} of continuation; neither may be empty"
+      )
     if (length := len(context) + len(continuation) - 1) > limit:
       raise UserError(
         f"a continuation of {len(continuation)} tokens after {len(context)} does not fit the model, whose config.model.max_length is "
@@ -65,12 +71,27 @@ def score(
       )
     buckets.setdefault(_bucket(length, limit), []).append(index)
   scores: list[Score | None] = [None] * len(pairs)
-  for length, indices in sorted(buckets.items(), reverse=True):  # the longest first, so that a lack of memory shows at once
+  for length, indices in sorted(
+    buckets.items(), reverse=True
+  ):  # the longest first, so that a lack of memory shows at once
     rows = max(1, batch_tokens // length)
     pending = []
-    for chosen in (indices[start : start + rows] for start in range(0, len(indices), rows)):
-      pending.append((chosen, _score_rows(model, params, *_rows([pairs[index] for index in chosen], rows, length))))
-      if len(pending) > 1:  # fetch a batch after the next one is dispatched, so that the device never waits for the host
+    for chosen in (
+      indices[start : start + rows] for start in range(0, len(indices), rows)
+    ):
+      pending.append(
+        (
+          chosen,
+          _score_rows(
+            model,
+            params,
+            *_rows([pairs[index] for index in chosen], rows, length),
+          ),
+        )
+      )
+      if (
+        len(pending) > 1
+      ):  # fetch a batch after the next one is dispatched, so that the device never waits for the host
         _fetch(scores, *pending.pop(0))
     for chosen, results in pending:
       _fetch(scores, chosen, results)
@@ -81,24 +102,43 @@ def _bucket(length: int, limit: int) -> int:
   return min(max(_SHORTEST, 1 << (length - 1).bit_length()), limit)
 
 
-def _rows(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], rows: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _rows(
+  pairs: Sequence[tuple[Sequence[int], Sequence[int]]], rows: int, length: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Inputs, targets, and which targets are scored. Padding is on the right, where causal attention hides it."""
-  tokens, targets, counts = np.zeros((rows, length), np.int32), np.zeros((rows, length), np.int32), np.zeros((rows, length), bool)
+  tokens, targets, counts = (
+    np.zeros((rows, length), np.int32),
+    np.zeros((rows, length), np.int32),
+    np.zeros((rows, length), bool),
+  )
   for row, (context, continuation) in enumerate(pairs):
     ids = np.concatenate([np.asarray(context), np.asarray(continuation)])
-    tokens[row, : len(ids) - 1], targets[row, : len(ids) - 1] = ids[:-1], ids[1:]
+    tokens[row, : len(ids) - 1], targets[row, : len(ids) - 1] = (
+      ids[:-1],
+      ids[1:],
+    )
     counts[row, len(context) - 1 : len(ids) - 1] = True
   return tokens, targets, counts
 
 
-def _fetch(scores: list[Score | None], chosen: Sequence[int], results: tuple[jax.Array, jax.Array]) -> None:
-  for index, log_probability, is_greedy in zip(chosen, *map(np.asarray, results), strict=False):  # rows beyond the chosen are padding
+def _fetch(
+  scores: list[Score | None],
+  chosen: Sequence[int],
+  results: tuple[jax.Array, jax.Array],
+) -> None:
+  for index, log_probability, is_greedy in zip(
+    chosen, *map(np.asarray, results), strict=False
+  ):  # rows beyond the chosen are padding
     scores[index] = Score(float(log_probability), bool(is_greedy))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _score_rows(
-  model: Decoder, params: Any, tokens: Int[Array, "B T"], targets: Int[Array, "B T"], counts: Bool[Array, "B T"]
+  model: Decoder,
+  params: Any,
+  tokens: Int[Array, "B T"],
+  targets: Int[Array, "B T"],
+  counts: Bool[Array, "B T"],
 ) -> tuple[Float[Array, "B"], Bool[Array, "B"]]:
   hidden: Any = model.apply({"params": params}, tokens)
   matrix = output_embedding(params).astype(hidden.dtype)
@@ -107,16 +147,28 @@ def _score_rows(
   padding = -length % size
   # Chunks along T, [T/t, B, t, …]. Most hold no continuation, and their logits are not computed
   chunks = [
-    jnp.moveaxis(jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)).reshape(rows, -1, size, *x.shape[2:]), 1, 0)
+    jnp.moveaxis(
+      jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)).reshape(
+        rows, -1, size, *x.shape[2:]
+      ),
+      1,
+      0,
+    )
     for x in (hidden, targets, counts)
   ]
 
   def measure(hidden, targets, counts):
-    logits = jnp.einsum("BTE,NE->BTN", hidden, matrix, preferred_element_type=jnp.float32)
+    logits = jnp.einsum(
+      "BTE,NE->BTN", hidden, matrix, preferred_element_type=jnp.float32
+    )
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     log_probabilities = chosen - jax.nn.logsumexp(logits, axis=-1)
-    return jnp.where(counts, log_probabilities, 0).sum(1), ((jnp.argmax(logits, axis=-1) == targets) | ~counts).all(1)
+    return jnp.where(counts, log_probabilities, 0).sum(1), (
+      (jnp.argmax(logits, axis=-1) == targets) | ~counts
+    ).all(1)
 
   nothing = lambda *_: (jnp.zeros(rows, jnp.float32), jnp.ones(rows, bool))
-  sums, greedy = lax.map(lambda chunk: lax.cond(jnp.any(chunk[2]), measure, nothing, *chunk), chunks)
+  sums, greedy = lax.map(
+    lambda chunk: lax.cond(jnp.any(chunk[2]), measure, nothing, *chunk), chunks
+  )
   return sums.sum(0), greedy.all(0)

@@ -37,9 +37,15 @@ def validation_rows(
   """
   config = trained.config
   length = length or config.data.length
-  for name, value in (("rows", count), ("length", length), ("batch_size", batch_size)):
+  for name, value in (
+    ("rows", count),
+    ("length", length),
+    ("batch_size", batch_size),
+  ):
     if value < 1 and (name, value) != ("rows", -1):
-      raise UserError(f"set.{suite}.{name} = {value}: must be at least 1{', or -1 for all' * (name == 'rows')}")
+      raise UserError(
+        f"set.{suite}.{name} = {value}: must be at least 1{', or -1 for all' * (name == 'rows')}"
+      )
   if length > config.model.max_length and not beyond_limit:
     raise UserError(
       f"set.{suite}.length = {length}: {trained.name} takes at most {config.model.max_length} tokens (config.model.max_length)"
@@ -51,6 +57,13 @@ def validation_rows(
     length=length,
     packing=packing or config.data.packing,
     validation_source=source or config.data.validation_source,
-    mode=config.data.mode if own else "streamed",  # other rows are few: nothing is prepared for them, least of all the training split
+    mode=config.data.mode
+    if own
+    else "streamed",  # other rows are few: nothing is prepared for them, least of all the training split
   )
-  return validation_batches(dataclasses.replace(config, data=data, eval=dataclasses.replace(config.eval, rows=count)), batch_size)
+  return validation_batches(
+    dataclasses.replace(
+      config, data=data, eval=dataclasses.replace(config.eval, rows=count)
+    ),
+    batch_size,
+  )

@@ -16,8 +16,21 @@ from diffjax.evals.report import results
 from diffjax.training.checkpoint import find_checkpoint
 from diffjax.training.metrics import read_log
 
-_NAMES = {"diff": "DIFF Transformer (V1)", "diff_v2": "DIFF Transformer V2", "softmax": "Transformer"}
-_SIZES = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "vocab_size", "max_length")
+_NAMES = {
+  "diff": "DIFF Transformer (V1)",
+  "diff_v2": "DIFF Transformer V2",
+  "softmax": "Transformer",
+}
+_SIZES = (
+  "num_layers",
+  "embed_dim",
+  "num_heads",
+  "num_kv_heads",
+  "head_dim",
+  "ffn_dim",
+  "vocab_size",
+  "max_length",
+)
 _ROWS = 12  # of a suite's figures, at most
 
 # How each layout is loaded, and the library that does it.
@@ -63,7 +76,14 @@ print(*diffjax.Sampler(diffjax.load("{path}")).generate(["Once"], 50))
 }
 
 
-def write(path: str, layout: str, model: ModelConfig, params: Any, dtype: str, source: str) -> None:
+def write(
+  path: str,
+  layout: str,
+  model: ModelConfig,
+  params: Any,
+  dtype: str,
+  source: str,
+) -> None:
   """Writes the card of a model that has just been exported.
 
   Args:
@@ -81,32 +101,59 @@ def write(path: str, layout: str, model: ModelConfig, params: Any, dtype: str, s
   text = "\n\n".join(_parts(path, layout, model, count, dtype, source)) + "\n"
   target = epath.Path(path) / "README.md"
   try:
-    target.write_bytes(text.encode("utf-8", "surrogateescape"))  # in paths, bytes that are not UTF-8 stay what they are
+    target.write_bytes(
+      text.encode("utf-8", "surrogateescape")
+    )  # in paths, bytes that are not UTF-8 stay what they are
   except OSError as error:
-    raise UserError(f"cannot write {target}: {error.strerror or error}") from error
+    raise UserError(
+      f"cannot write {target}: {error.strerror or error}"
+    ) from error
 
 
-def _parts(path: str, layout: str, model: ModelConfig, count: int, dtype: str, source: str) -> Iterator[str]:
+def _parts(
+  path: str,
+  layout: str,
+  model: ModelConfig,
+  count: int,
+  dtype: str,
+  source: str,
+) -> Iterator[str]:
   library, loading = _LOADING[layout]
   source_layout, _, source_path = source.partition(":")
-  found = find_checkpoint(source_path, config_only=True) if source_layout == "diffjax" else None
-  run = found if found is not None and found.data_state else None  # without a place in its data it was converted, not trained
+  found = (
+    find_checkpoint(source_path, config_only=True)
+    if source_layout == "diffjax"
+    else None
+  )
+  run = (
+    found if found is not None and found.data_state else None
+  )  # without a place in its data it was converted, not trained
   config = from_config_dict(run.config) if run is not None else None
   tags = "\n- differential-transformer" * model.attention.startswith("diff")
   yield f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags:\n- diffjax{tags}\n---"
   name = _NAMES.get(model.attention, model.attention)
-  origin = f"trained with diffjax for {run.step:,} steps" if run is not None else f"converted from the layout {source_layout}"
+  origin = (
+    f"trained with diffjax for {run.step:,} steps"
+    if run is not None
+    else f"converted from the layout {source_layout}"
+  )
   yield f"# {epath.Path(path).name}"
   yield f"A language model: {name}, {count:,} parameters, {origin}."
   yield f"## Loading\n\n{loading.format(path=epath.Path(path).name)}"
-  rows = [["attention", model.attention], *([size, str(getattr(model, size))] for size in _SIZES), ["type of the tensors", dtype]]
+  rows = [
+    ["attention", model.attention],
+    *([size, str(getattr(model, size))] for size in _SIZES),
+    ["type of the tensors", dtype],
+  ]
   yield f"## Sizes\n\n{_table(['field', 'value'], rows)}"
   if run is not None and config is not None:
     yield from _training(config, run.step)
     yield from _measured(epath.Path(source_path), run.step)
   else:
     yield "## Training\n\nNothing is known here of its training and its data: see where it came from."
-  yield "## Limits\n\n" + "\n".join(f"- {limit}" for limit in _limits(model, config, dtype))
+  yield "## Limits\n\n" + "\n".join(
+    f"- {limit}" for limit in _limits(model, config, dtype)
+  )
 
 
 def _training(config: Config, step: int) -> Iterator[str]:
@@ -115,10 +162,16 @@ def _training(config: Config, step: int) -> Iterator[str]:
     ["steps", f"{step:,} of {config.train.steps:,}"],
     ["tokens", f"{step * tokens:,}, {tokens:,} a step"],
     ["text", data.source],
-    ["validation text", data.validation_source or "a part of the text that was held out"],
+    [
+      "validation text",
+      data.validation_source or "a part of the text that was held out",
+    ],
     ["tokenizer", data.tokenizer],
     ["rows", f"{data.length:,} tokens, {data.packing}"],
-    ["optimizer", f"{config.optimizer.name}, learning rate {config.optimizer.learning_rate:g}, {config.optimizer.schedule}"],
+    [
+      "optimizer",
+      f"{config.optimizer.name}, learning rate {config.optimizer.learning_rate:g}, {config.optimizer.schedule}",
+    ],
     ["seed", str(config.train.seed)],
   ]
   if config.train.init_from:
@@ -133,12 +186,27 @@ def _measured(workdir: epath.Path, step: int) -> Iterator[str]:
   losses = _losses(workdir / "metrics.jsonl", step)
   if losses:
     yield f"In training, on validation rows:\n\n{_table(['figure', 'value', 'at step'], losses)}"
-  suites = [(name, found) for name in SUITES if (found := _results(workdir / "evals" / f"{name}.json")) is not None]
+  suites = [
+    (name, found)
+    for name in SUITES
+    if (found := _results(workdir / "evals" / f"{name}.json")) is not None
+  ]
   for name, found in suites:
     figures = found["figures"]
-    rows = [[row["name"], ", ".join(f"{key} {value}" for key, value in row["at"].items()), results.number(row)] for row in figures[:_ROWS]]
+    rows = [
+      [
+        row["name"],
+        ", ".join(f"{key} {value}" for key, value in row["at"].items()),
+        results.number(row),
+      ]
+      for row in figures[:_ROWS]
+    ]
     measured = str(found["models"][0]["name"]).rpartition(" at ")[2]
-    more = f"\n\nThese are the first of {len(figures)}." if len(figures) > _ROWS else ""
+    more = (
+      f"\n\nThese are the first of {len(figures)}."
+      if len(figures) > _ROWS
+      else ""
+    )
     yield f"`{name}`, at {measured}, with 95% intervals:\n\n{_table(['figure', 'at', 'value'], rows)}{more}"
   if not losses and not suites:
     yield "Nothing has been measured."
@@ -149,21 +217,32 @@ def _losses(path: epath.Path, step: int) -> list[list[str]]:
   found: dict[str, tuple[float, int]] = {}
   for values in read_log(path) if path.exists() else []:
     if values["step"] <= step:
-      found |= {name: (value, values["step"]) for name, value in values.items() if name.startswith("validation/") and value is not None}
-  return [[name.removeprefix("validation/"), f"{value:.4g}", str(at)] for name, (value, at) in found.items()]
+      found |= {
+        name: (value, values["step"])
+        for name, value in values.items()
+        if name.startswith("validation/") and value is not None
+      }
+  return [
+    [name.removeprefix("validation/"), f"{value:.4g}", str(at)]
+    for name, (value, at) in found.items()
+  ]
 
 
 def _results(path: epath.Path) -> Mapping[str, Any] | None:
   """A suite's results; None if there are none, or the file holds something else."""
   try:
     found = json.loads(path.read_bytes())
-    ok = found["models"][0]["name"] and all("at" in row and "value" in row and row["name"] for row in found["figures"])
+    ok = found["models"][0]["name"] and all(
+      "at" in row and "value" in row and row["name"] for row in found["figures"]
+    )
   except (OSError, ValueError, LookupError, TypeError):
     return None
   return found if ok else None
 
 
-def _limits(model: ModelConfig, config: Config | None, dtype: str) -> Iterator[str]:
+def _limits(
+  model: ModelConfig, config: Config | None, dtype: str
+) -> Iterator[str]:
   if config is not None and not config.data.prompt_field:
     yield "It continues text: it was not taught to follow instructions, or to refuse any."
   yield "What it writes may be false, biased or copied from its training data."
@@ -177,4 +256,9 @@ def _limits(model: ModelConfig, config: Config | None, dtype: str) -> Iterator[s
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
   lines = [head, ["---"] * len(head), *rows]
-  return "\n".join("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines)
+  return "\n".join(
+    "| "
+    + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line)
+    + " |"
+    for line in lines
+  )

@@ -32,30 +32,51 @@ def element(tag: str, *children: str, **attributes: str) -> Html:
     attributes: Its attributes. "class_" stands for "class".
   """
   inner = "".join(map(escape, children))
-  names = "".join(f' {name.rstrip("_")}="{html.escape(value)}"' for name, value in attributes.items())
-  return Html(f"<{tag}{names}>" if tag == "img" else f"<{tag}{names}>{inner}</{tag}>")
+  names = "".join(
+    f' {name.rstrip("_")}="{html.escape(value)}"'
+    for name, value in attributes.items()
+  )
+  return Html(
+    f"<{tag}{names}>" if tag == "img" else f"<{tag}{names}>{inner}</{tag}>"
+  )
 
 
 def number(interval: Mapping[str, Any] | None) -> Html:
   """A figure with its bounds in small type."""
   value, _, bounds = results.number(interval).partition(" ")
-  return Html(escape(value) + (element("span", f" {bounds}", class_="bounds") if bounds else ""))
+  return Html(
+    escape(value)
+    + (element("span", f" {bounds}", class_="bounds") if bounds else "")
+  )
 
 
 def table(rows: Sequence[Sequence[str | tuple[str, str]]]) -> Html:
   """A table whose first row is its header, in a frame that scrolls sideways. A cell is its content, or its content and class."""
 
   def cell(tag: str, content: str | tuple[str, str]) -> Html:
-    return element(tag, content) if isinstance(content, str) else element(tag, content[0], class_=content[1])
+    return (
+      element(tag, content)
+      if isinstance(content, str)
+      else element(tag, content[0], class_=content[1])
+    )
 
-  lines = (element("tr", *(cell("td" if index else "th", content) for content in cells)) for index, cells in enumerate(rows))
+  lines = (
+    element(
+      "tr", *(cell("td" if index else "th", content) for content in cells)
+    )
+    for index, cells in enumerate(rows)
+  )
   return element("div", element("table", *lines), class_="wide")
 
 
 def picture(address: str, name: str, caption: str = "") -> Html:
   """A picture with its caption, if it has one. The name is shown where pictures are not."""
-  image = element("div", element("img", src=address, alt=name), class_="plot")  # it scrolls sideways where the page is narrow
-  return element("figure", image, *[element("figcaption", caption)] * bool(caption))
+  image = element(
+    "div", element("img", src=address, alt=name), class_="plot"
+  )  # it scrolls sideways where the page is narrow
+  return element(
+    "figure", image, *[element("figcaption", caption)] * bool(caption)
+  )
 
 
 def data_address(kind: str, content: bytes) -> str:

@@ -28,7 +28,14 @@ def ratio(units: Float[ndarray, "U 2"]) -> float:
 
 def mean_over_groups(units: Float[ndarray, "U 2"]) -> float:
   """The mean of the groups' means of units that hold an outcome and the number of a group."""
-  return float(np.mean([units[units[:, 1] == group, 0].mean() for group in np.unique(units[:, 1])]))
+  return float(
+    np.mean(
+      [
+        units[units[:, 1] == group, 0].mean()
+        for group in np.unique(units[:, 1])
+      ]
+    )
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +71,12 @@ def mean_of(name: str, values: Iterable[float], **at: Any) -> Figure:
   return Figure(name, np.stack([values, np.ones_like(values)], axis=1), at)
 
 
-def proportion(name: str, outcomes: Iterable[float], groups: Iterable[int] | None = None, **at: Any) -> Figure:
+def proportion(
+  name: str,
+  outcomes: Iterable[float],
+  groups: Iterable[int] | None = None,
+  **at: Any,
+) -> Figure:
   """The figure of a proportion, the share of yes among independent answers.
 
   Args:
@@ -78,9 +90,21 @@ def proportion(name: str, outcomes: Iterable[float], groups: Iterable[int] | Non
   """
   outcomes = np.asarray(list(outcomes), np.float64)
   if ((outcomes < 0) | (outcomes > 1)).any():
-    raise ValueError(f"{name}: outcomes must be between 0 and 1; got {outcomes.min():.4g} to {outcomes.max():.4g}")
-  numbers = np.zeros_like(outcomes) if groups is None else np.asarray(list(groups), np.float64)
-  return Figure(name, np.stack([outcomes, numbers], axis=1), at, mean_over_groups, proportion=True)
+    raise ValueError(
+      f"{name}: outcomes must be between 0 and 1; got {outcomes.min():.4g} to {outcomes.max():.4g}"
+    )
+  numbers = (
+    np.zeros_like(outcomes)
+    if groups is None
+    else np.asarray(list(groups), np.float64)
+  )
+  return Figure(
+    name,
+    np.stack([outcomes, numbers], axis=1),
+    at,
+    mean_over_groups,
+    proportion=True,
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +132,11 @@ def interval(figure: Figure, against: Figure | None = None) -> Interval:
     ValueError: if their names, places or numbers of units differ.
   """
   count = len(figure.units)
-  if against is not None and (len(against.units) != count or against.name != figure.name or against.at != figure.at):
+  if against is not None and (
+    len(against.units) != count
+    or against.name != figure.name
+    or against.at != figure.at
+  ):
     raise ValueError(
       f"{figure.name} {figure.at} of {count} units cannot be paired with {against.name} {against.at} of {len(against.units)}"
     )
@@ -116,16 +144,30 @@ def interval(figure: Figure, against: Figure | None = None) -> Interval:
   if not count:
     return Interval(float("nan"), float("nan"), float("nan"), 0)
   if figure.proportion and (against is None or against.proportion):
-    return Interval(*_of_proportions(figure.units, None if against is None else against.units), count)
+    return Interval(
+      *_of_proportions(
+        figure.units, None if against is None else against.units
+      ),
+      count,
+    )
   return _bootstrap(figure, against)
 
 
-def _of_proportions(units: ndarray, against: ndarray | None) -> proportions.Bounds:
+def _of_proportions(
+  units: ndarray, against: ndarray | None
+) -> proportions.Bounds:
   """The interval of a proportion or a paired difference: of each group, and from these of the mean."""
   members = [units[:, 1] == group for group in np.unique(units[:, 1])]
   if against is None:
-    return proportions.mean([proportions.single(units[chosen, 0]) for chosen in members])
-  return proportions.mean([proportions.paired_difference(units[chosen, 0], against[chosen, 0]) for chosen in members])
+    return proportions.mean(
+      [proportions.single(units[chosen, 0]) for chosen in members]
+    )
+  return proportions.mean(
+    [
+      proportions.paired_difference(units[chosen, 0], against[chosen, 0])
+      for chosen in members
+    ]
+  )
 
 
 def _bootstrap(figure: Figure, against: Figure | None) -> Interval:
@@ -133,27 +175,53 @@ def _bootstrap(figure: Figure, against: Figure | None) -> Interval:
 
   def value(index: ndarray) -> float:
     own = figure.statistic(figure.units[index])
-    return own if against is None else own - against.statistic(against.units[index])
+    return (
+      own if against is None else own - against.statistic(against.units[index])
+    )
 
   count = len(figure.units)
   everything = np.arange(count)
   whole = value(everything)
-  if all((each.units == each.units[0]).all() for each in (figure, against) if each is not None):
+  if all(
+    (each.units == each.units[0]).all()
+    for each in (figure, against)
+    if each is not None
+  ):
     return Interval(whole, float("nan"), float("nan"), count)
   import scipy.stats  # here, since it takes a second to import
 
   resampled = scipy.stats.bootstrap(
-    (everything,), value, vectorized=False, n_resamples=RESAMPLES, confidence_level=CONFIDENCE, method="percentile",
+    (everything,),
+    value,
+    vectorized=False,
+    n_resamples=RESAMPLES,
+    confidence_level=CONFIDENCE,
+    method="percentile",
     rng=np.random.default_rng(0),
-  ).confidence_interval  # fmt: skip
+  ).confidence_interval
   return Interval(whole, float(resampled.low), float(resampled.high), count)
 
 
-def compare(figures: Iterable[Figure], against: Iterable[Figure] | None = None) -> Iterator[dict[str, Any]]:
+def compare(
+  figures: Iterable[Figure], against: Iterable[Figure] | None = None
+) -> Iterator[dict[str, Any]]:
   """Figures as JSON: name, place, value and interval; with another model's figures, also that model's and the paired difference."""
-  others = {} if against is None else {(other.name, *sorted(other.at.items())): other for other in against}
+  others = (
+    {}
+    if against is None
+    else {(other.name, *sorted(other.at.items())): other for other in against}
+  )
   for figure in figures:
-    row = {"name": figure.name, "at": figure.at, **dataclasses.asdict(interval(figure))}
-    if (other := others.get((figure.name, *sorted(figure.at.items())))) is not None:
-      row |= {"against": dataclasses.asdict(interval(other)), "difference": dataclasses.asdict(interval(figure, other))}
+    row = {
+      "name": figure.name,
+      "at": figure.at,
+      **dataclasses.asdict(interval(figure)),
+    }
+    if (
+      other := others.get((figure.name, *sorted(figure.at.items())))
+    ) is not None:
+      row |= {
+        "against": dataclasses.asdict(interval(other)),
+        "difference": dataclasses.asdict(interval(figure, other)),
+      }
     yield row

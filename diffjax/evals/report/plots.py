@@ -19,10 +19,18 @@ WIDTH = 10  # inches of every figure, so that their text has one size on a page
 def styles_of(models: Sequence[Mapping[str, Any]]) -> list[Style]:
   """The styles of a result's models."""
   names = [str(model["name"]) for model in models]
-  return styles.together([str(model.get("attention", name)) for model, name in zip(models, names, strict=True)], names)
+  return styles.together(
+    [
+      str(model.get("attention", name))
+      for model, name in zip(models, names, strict=True)
+    ],
+    names,
+  )
 
 
-def by_model(results: Mapping[str, Any], name: str | None = None) -> Iterator[tuple[Style, list[Mapping[str, Any]]]]:
+def by_model(
+  results: Mapping[str, Any], name: str | None = None
+) -> Iterator[tuple[Style, list[Mapping[str, Any]]]]:
   """The style and the figures of each model.
 
   Args:
@@ -40,26 +48,61 @@ def by_model(results: Mapping[str, Any], name: str | None = None) -> Iterator[tu
 
 
 def draw_line(
-  axes: Axes, x: Sequence[float], rows: Sequence[Mapping[str, Any]], style: Style, suffix: str = "", linestyle: str = "-"
+  axes: Axes,
+  x: Sequence[float],
+  rows: Sequence[Mapping[str, Any]],
+  style: Style,
+  suffix: str = "",
+  linestyle: str = "-",
 ) -> None:
   """Draws a line of figures over x, with their intervals as a band. The suffix follows the model's name in the legend."""
   value, low, high = _bounds(rows)
-  axes.plot(x, value, linestyle, color=style.color, marker=style.marker, markersize=4, linewidth=1.3, label=style.name + suffix)
-  axes.fill_between(np.asarray(x, float), low, high, color=style.color, alpha=0.15, linewidth=0)
+  axes.plot(
+    x,
+    value,
+    linestyle,
+    color=style.color,
+    marker=style.marker,
+    markersize=4,
+    linewidth=1.3,
+    label=style.name + suffix,
+  )
+  axes.fill_between(
+    np.asarray(x, float), low, high, color=style.color, alpha=0.15, linewidth=0
+  )
 
 
-def draw_points(axes: Axes, categories: Sequence[str], rows: Sequence[Mapping[str, Any]], style: Style, shift: float) -> None:
+def draw_points(
+  axes: Axes,
+  categories: Sequence[str],
+  rows: Sequence[Mapping[str, Any]],
+  style: Style,
+  shift: float,
+) -> None:
   """Draws figures of categories, which have no order, as points with intervals, a little beside the categories' places."""
   value, low, high = _bounds(rows)
   axes.errorbar(
-    np.arange(len(categories)) + shift, value, yerr=[value - low, high - value], linestyle="none", color=style.color, marker=style.marker,
-    markersize=5, capsize=3, elinewidth=1, label=style.name,
-  )  # fmt: skip
+    np.arange(len(categories)) + shift,
+    value,
+    yerr=[value - low, high - value],
+    linestyle="none",
+    color=style.color,
+    marker=style.marker,
+    markersize=5,
+    capsize=3,
+    elinewidth=1,
+    label=style.name,
+  )
   axes.set_xticks(range(len(categories)), categories)
 
 
-def _bounds(rows: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  value, low, high = (np.array([row[key] for row in rows], float) for key in ("value", "low", "high"))
+def _bounds(
+  rows: Sequence[Mapping[str, Any]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  value, low, high = (
+    np.array([row[key] for row in rows], float)
+    for key in ("value", "low", "high")
+  )
   return value, low, high
 
 

@@ -34,7 +34,10 @@ def single(outcomes: ndarray) -> Bounds:
 
   total, count = round(float(outcomes.sum()), 9), len(outcomes)
   low, high = (
-    scipy.stats.binomtest(whole, count).proportion_ci(CONFIDENCE, method="wilson") for whole in (math.floor(total), math.ceil(total))
+    scipy.stats.binomtest(whole, count).proportion_ci(
+      CONFIDENCE, method="wilson"
+    )
+    for whole in (math.floor(total), math.ceil(total))
   )
   return float(outcomes.mean()), float(low.low), float(high.high)
 
@@ -59,21 +62,35 @@ def paired_difference(outcomes: ndarray, against: ndarray) -> Bounds:
 
   each, count = outcomes - against, len(outcomes)
   more, less = float(each.clip(0).sum()), float(-each.clip(None, 0).sum())
-  estimate, z = (more - less) / count, float(scipy.stats.norm.ppf((1 + CONFIDENCE) / 2))
+  estimate, z = (
+    (more - less) / count,
+    float(scipy.stats.norm.ppf((1 + CONFIDENCE) / 2)),
+  )
 
   def excess(difference: float) -> float:
     """The score statistic of a difference, in standard errors that it implies. The number of units that speak for the second model is
     then the root of 2n x² + linear x + constant, by maximum likelihood."""
-    linear, constant = (2 * count - more + less) * difference - more - less, -less * difference * (1 - difference)
-    likely = (math.sqrt(max(0.0, linear**2 - 8 * count * constant)) - linear) / (4 * count)
+    linear, constant = (
+      (2 * count - more + less) * difference - more - less,
+      -less * difference * (1 - difference),
+    )
+    likely = (
+      math.sqrt(max(0.0, linear**2 - 8 * count * constant)) - linear
+    ) / (4 * count)
     gap = more - less - count * difference
-    return gap and gap / math.sqrt(count * (2 * likely + difference * (1 - difference)))
+    return gap and gap / math.sqrt(
+      count * (2 * likely + difference * (1 - difference))
+    )
 
   def bound(sign: int) -> float:
     edge = sign * (1 - _EDGE)
     if sign * estimate >= 1 - _EDGE or abs(excess(edge)) <= z:
       return float(sign)
-    return float(scipy.optimize.brentq(lambda difference: excess(difference) + sign * z, estimate, edge))
+    return float(
+      scipy.optimize.brentq(
+        lambda difference: excess(difference) + sign * z, estimate, edge
+      )
+    )
 
   return estimate, bound(-1), bound(1)
 
@@ -85,5 +102,12 @@ def mean(groups: Sequence[Bounds]) -> Bounds:
   of binomial proportions", Computational Statistics & Data Analysis 53 (2009).
   """
   estimates, low, high = np.asarray(groups).T
-  reach = [float(np.sqrt(np.square(bounds - estimates).sum()) / len(estimates)) for bounds in (low, high)]
-  return float(estimates.mean()), float(estimates.mean()) - reach[0], float(estimates.mean()) + reach[1]
+  reach = [
+    float(np.sqrt(np.square(bounds - estimates).sum()) / len(estimates))
+    for bounds in (low, high)
+  ]
+  return (
+    float(estimates.mean()),
+    float(estimates.mean()) - reach[0],
+    float(estimates.mean()) + reach[1],
+  )

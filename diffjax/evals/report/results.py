@@ -26,7 +26,9 @@ def check_writable(directory: epath.Path) -> None:
     probe.write_text("", encoding="utf-8")
     probe.unlink()
   except OSError as error:
-    raise UserError(f"cannot write results in {directory}: {error.strerror or error}; choose another place with --out=DIR") from error
+    raise UserError(
+      f"cannot write results in {directory}: {error.strerror or error}; choose another place with --out=DIR"
+    ) from error
 
 
 def write(path: epath.Path, results: Mapping[str, Any]) -> None:
@@ -37,10 +39,15 @@ def write(path: epath.Path, results: Mapping[str, Any]) -> None:
   """
   temporary = path.parent / f"{path.name}.tmp"
   try:
-    temporary.write_text(json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    temporary.write_text(
+      json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n",
+      encoding="utf-8",
+    )
     temporary.replace(path)
   except OSError as error:
-    raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    raise UserError(
+      f"cannot write {path}: {error.strerror or error}"
+    ) from error
 
 
 def finite(value: Any) -> Any:
@@ -49,13 +56,21 @@ def finite(value: Any) -> Any:
     return {key: finite(item) for key, item in value.items()}
   if isinstance(value, list | tuple):
     return [finite(item) for item in value]
-  return None if isinstance(value, float) and not math.isfinite(value) else value
+  return (
+    None if isinstance(value, float) and not math.isfinite(value) else value
+  )
 
 
 def table(results: Mapping[str, Any]) -> rich.table.Table:
   """The figures of one model, or of two and their paired difference, with intervals. A difference whose interval excludes 0 is bold."""
-  out = rich.table.Table(title=rich.text.Text(results["suite"]), title_justify="left", title_style="bold")
-  places = list(dict.fromkeys(name for row in results["figures"] for name in row["at"]))
+  out = rich.table.Table(
+    title=rich.text.Text(results["suite"]),
+    title_justify="left",
+    title_style="bold",
+  )
+  places = list(
+    dict.fromkeys(name for row in results["figures"] for name in row["at"])
+  )
   out.add_column("")
   for place in places:
     out.add_column(place, justify="right")
@@ -64,11 +79,25 @@ def table(results: Mapping[str, Any]) -> rich.table.Table:
   if len(results["models"]) > 1:
     out.add_column("difference", justify="right")
   for row in results["figures"]:
-    cells = [row["name"], *(str(row["at"].get(place, "")) for place in places), number(row)]
+    cells = [
+      row["name"],
+      *(str(row["at"].get(place, "")) for place in places),
+      number(row),
+    ]
     if len(results["models"]) > 1:
       cells += [number(row.get("against")), number(row.get("difference"))]
-    styles = ["bold" if index == len(places) + 3 and excludes_zero(row.get("difference")) else "" for index in range(len(cells))]
-    out.add_row(*(rich.text.Text(cell, style) for cell, style in zip(cells, styles, strict=True)))
+    styles = [
+      "bold"
+      if index == len(places) + 3 and excludes_zero(row.get("difference"))
+      else ""
+      for index in range(len(cells))
+    ]
+    out.add_row(
+      *(
+        rich.text.Text(cell, style)
+        for cell, style in zip(cells, styles, strict=True)
+      )
+    )
   return out
 
 
@@ -78,12 +107,18 @@ def number(interval: Mapping[str, Any] | None) -> str:
     return "–"
   if not (_is_number(interval["low"]) and _is_number(interval["high"])):
     return f"{interval['value']:.4g}"
-  return f"{interval['value']:.4g} [{interval['low']:.4g}, {interval['high']:.4g}]"
+  return (
+    f"{interval['value']:.4g} [{interval['low']:.4g}, {interval['high']:.4g}]"
+  )
 
 
 def excludes_zero(interval: Mapping[str, Any] | None) -> bool:
   """True if an interval lies on one side of 0."""
-  return interval is not None and _is_number(interval["low"]) and (interval["low"] > 0 or interval["high"] < 0)
+  return (
+    interval is not None
+    and _is_number(interval["low"])
+    and (interval["low"] > 0 or interval["high"] < 0)
+  )
 
 
 def _is_number(value: float | None) -> bool:

@@ -26,7 +26,12 @@ def words_of(texts: Sequence[str]) -> list[Word]:
     shown = text.strip()
     if not shown:
       continue
-    joins = words and words[-1].end == place and text[0] == shown[0] and _is_word(words[-1].text[-1]) == _is_word(shown[0])
+    joins = (
+      words
+      and words[-1].end == place
+      and text[0] == shown[0]
+      and _is_word(words[-1].text[-1]) == _is_word(shown[0])
+    )
     if joins:
       words[-1] = words[-1]._replace(end=place + 1, text=words[-1].text + shown)
     else:
@@ -38,10 +43,15 @@ def readable(words: Sequence[Word], gap: float) -> list[Word]:
   """Those of the words whose labels stand at least `gap` tokens apart. Words go before signs."""
   chosen: list[Word] = []
   for word in sorted(words, key=lambda word: not _is_word(word.text[0])):
-    if all(abs(word.start + word.end - other.start - other.end) / 2 >= gap for other in chosen):
+    if all(
+      abs(word.start + word.end - other.start - other.end) / 2 >= gap
+      for other in chosen
+    ):
       chosen.append(word)
   return sorted(chosen)
 
 
 def _is_word(character: str) -> bool:
-  return character.isalnum() or character in "_\ufffd"  # a byte of a letter that takes several
+  return (
+    character.isalnum() or character in "_\ufffd"
+  )  # a byte of a letter that takes several

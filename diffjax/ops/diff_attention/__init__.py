@@ -8,8 +8,22 @@ from diffjax.ops.diff_attention.api import diff_attention
 from diffjax.ops.diff_attention.decode import decode_attention
 from diffjax.ops.diff_attention.implementations import register
 from diffjax.ops.diff_attention.sharded import balanced_order
-from diffjax.ops.diff_attention.vjp import RESIDUAL_NAMES, Arrays, Implementation, Options, Saved
+from diffjax.ops.diff_attention.vjp import (
+  RESIDUAL_NAMES,
+  Arrays,
+  Implementation,
+  Options,
+  Saved,
+)
 
 __all__ = [
-  "RESIDUAL_NAMES", "Arrays", "Implementation", "Options", "Saved", "balanced_order", "decode_attention", "diff_attention", "register",
-]  # fmt: skip
+  "RESIDUAL_NAMES",
+  "Arrays",
+  "Implementation",
+  "Options",
+  "Saved",
+  "balanced_order",
+  "decode_attention",
+  "diff_attention",
+  "register",
+]

@@ -17,7 +17,12 @@ from jaxtyping import Array, Float, Int
 from diffjax.ops.diff_attention import arguments, implementations, vjp
 from diffjax.ops.diff_attention.mask import PER_ROW, Mask, Windows
 from diffjax.ops.diff_attention.ring import ring
-from diffjax.ops.diff_attention.sharded import TOKEN_ORDERS, Layout, Tokens, attend_to_gathered
+from diffjax.ops.diff_attention.sharded import (
+  TOKEN_ORDERS,
+  Layout,
+  Tokens,
+  attend_to_gathered,
+)
 from diffjax.ops.platform import device_kind, platform
 
 
@@ -25,7 +30,11 @@ def diff_attention(
   q: Float[Array, "B T Q G D"],
   k: Float[Array, "B S K M D"],
   v: Float[Array, "B S K V"],
-  lam: float | Float[Array, ""] | Float[Array, "H"] | Float[Array, "B T H"] | None = None,
+  lam: float
+  | Float[Array, ""]
+  | Float[Array, "H"]
+  | Float[Array, "B T H"]
+  | None = None,
   *,
   q_segment_ids: Int[Array, "B T"] | None = None,
   kv_segment_ids: Int[Array, "B S"] | None = None,
@@ -75,67 +84,180 @@ def diff_attention(
   if isinstance(window, Windows):
     of_size = [
       functools.partial(
-        diff_attention, window=size, causal=causal, scale=scale, implementation=implementation, sharding=sharding, token_order=token_order
+        diff_attention,
+        window=size,
+        causal=causal,
+        scale=scale,
+        implementation=implementation,
+        sharding=sharding,
+        token_order=token_order,
       )
       for size in window.sizes
-    ]  # fmt: skip
-    arrays = dict(q=q, k=k, v=v, lam=lam, q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids)
-    branches = [lambda arrays, attend=attend: attend(**arrays, q_offset=q_offset) for attend in of_size]
+    ]
+    arrays = dict(
+      q=q,
+      k=k,
+      v=v,
+      lam=lam,
+      q_segment_ids=q_segment_ids,
+      kv_segment_ids=kv_segment_ids,
+    )
+    branches = [
+      lambda arrays, attend=attend: attend(**arrays, q_offset=q_offset)
+      for attend in of_size
+    ]
     return jax.lax.switch(window.which, branches, arrays)
   _check_shapes(q, k, v)
   lam = arguments.broadcast_lambda(lam, q)
-  q_segment_ids, kv_segment_ids = _check_segments(q_segment_ids, kv_segment_ids, q.shape[0], q.shape[1], k.shape[1])
+  q_segment_ids, kv_segment_ids = _check_segments(
+    q_segment_ids, kv_segment_ids, q.shape[0], q.shape[1], k.shape[1]
+  )
   q_offset = _check_offset(q_offset, q.shape[0])
-  window, scale = arguments.check_window(window), arguments.check_scale(scale, q.shape[-1])
+  window, scale = (
+    arguments.check_window(window),
+    arguments.check_scale(scale, q.shape[-1]),
+  )
   if implementation not in implementations.names():
-    raise ValueError(f"implementation must be one of {', '.join(implementations.names())}, got {implementation!r}")
+    raise ValueError(
+      f"implementation must be one of {', '.join(implementations.names())}, got {implementation!r}"
+    )
   if token_order not in TOKEN_ORDERS:
-    raise ValueError(f"token_order must be one of {', '.join(TOKEN_ORDERS)}, got {token_order!r}")
-  attend = functools.partial(_attend, causal=bool(causal), window=window, scale=scale, implementation=implementation)
+    raise ValueError(
+      f"token_order must be one of {', '.join(TOKEN_ORDERS)}, got {token_order!r}"
+    )
+  attend = functools.partial(
+    _attend,
+    causal=bool(causal),
+    window=window,
+    scale=scale,
+    implementation=implementation,
+  )
   layout = None if sharding is None else Layout.of(sharding, "B T H")
   if layout is None:
     return attend(q, k, v, lam, q_segment_ids, kv_segment_ids, q_offset)
-  return _attend_sharded(attend, layout, token_order, q, k, v, lam, q_segment_ids, kv_segment_ids, q_offset)
+  return _attend_sharded(
+    attend,
+    layout,
+    token_order,
+    q,
+    k,
+    v,
+    lam,
+    q_segment_ids,
+    kv_segment_ids,
+    q_offset,
+  )
 
 
 def _attend(
-  q, k, v, lam, q_ids, kv_ids, q_offset, *, causal: bool, window: int | None, scale: float, implementation: str, tokens=None
+  q,
+  k,
+  v,
+  lam,
+  q_ids,
+  kv_ids,
+  q_offset,
+  *,
+  causal: bool,
+  window: int | None,
+  scale: float,
+  implementation: str,
+  tokens=None,
 ) -> jax.Array:
   """The operation on one device's arrays; with `tokens` (Tokens), on its part of rows that several devices share."""
   pairs = arguments.in_pairs(q)
   static = isinstance(q_offset, int)
-  mask = Mask(q.shape[1], k.shape[1], causal, window, q_offset if static else PER_ROW, segments=q_ids is not None)
+  mask = Mask(
+    q.shape[1],
+    k.shape[1],
+    causal,
+    window,
+    q_offset if static else PER_ROW,
+    segments=q_ids is not None,
+  )
   if implementation == "auto":
-    implementation = _pick(platform(), pairs, k, v, mask if tokens is None else dataclasses.replace(mask, offset=PER_ROW))
+    implementation = _pick(
+      platform(),
+      pairs,
+      k,
+      v,
+      mask if tokens is None else dataclasses.replace(mask, offset=PER_ROW),
+    )
   chosen = implementations.implementation_of(implementation)
   if tokens is not None:
     if not (chosen.takes_parts and static and mask.q_length == mask.kv_length):
-      own = functools.partial(_attend, causal=causal, window=window, scale=scale, implementation=implementation)
-      return attend_to_gathered(own, tokens, q, k, v, lam, q_ids, kv_ids, q_offset)
+      own = functools.partial(
+        _attend,
+        causal=causal,
+        window=window,
+        scale=scale,
+        implementation=implementation,
+      )
+      return attend_to_gathered(
+        own, tokens, q, k, v, lam, q_ids, kv_ids, q_offset
+      )
     chosen = ring(chosen, tokens)
   q = q if chosen.takes_groups else pairs
   arrays = vjp.Arrays(q, k, v, lam, q_ids, kv_ids, None if static else q_offset)
   return vjp.attend(chosen, arrays, mask, scale)
 
 
-def _attend_sharded(attend, layout: Layout, token_order: str, q, k, v, lam, q_ids, kv_ids, q_offset) -> jax.Array:
+def _attend_sharded(
+  attend,
+  layout: Layout,
+  token_order: str,
+  q,
+  k,
+  v,
+  lam,
+  q_ids,
+  kv_ids,
+  q_offset,
+) -> jax.Array:
   """The operation inside `shard_map`."""
   layout.check(0, {"B": q.shape[0]})
-  layout.check(1, {"T": q.shape[1], "S": k.shape[1]}, multiple=2 if token_order == "balanced" and layout.shards(1) > 1 else 1)
+  layout.check(
+    1,
+    {"T": q.shape[1], "S": k.shape[1]},
+    multiple=2 if token_order == "balanced" and layout.shards(1) > 1 else 1,
+  )
   layout.check(2, {"Q": q.shape[2], "K": k.shape[2]})
   offset = None if isinstance(q_offset, int) else q_offset
 
-  tokens = Tokens(layout.axes[1], layout.shards(1), token_order) if layout.shards(1) > 1 else None
+  tokens = (
+    Tokens(layout.axes[1], layout.shards(1), token_order)
+    if layout.shards(1) > 1
+    else None
+  )
 
   def local(q, k, v, lam, q_ids, kv_ids, offset):
-    return attend(q, k, v, lam, q_ids, kv_ids, q_offset if offset is None else offset, tokens=tokens)
+    return attend(
+      q,
+      k,
+      v,
+      lam,
+      q_ids,
+      kv_ids,
+      q_offset if offset is None else offset,
+      tokens=tokens,
+    )
 
   heads, ids = layout.spec(0, 1, 2), layout.spec(0, 1)
-  operands = [(q, heads), (k, heads), (v, heads), (lam, heads), (q_ids, ids), (kv_ids, ids), (offset, layout.spec(0))]
+  operands = [
+    (q, heads),
+    (k, heads),
+    (v, heads),
+    (lam, heads),
+    (q_ids, ids),
+    (kv_ids, ids),
+    (offset, layout.spec(0)),
+  ]
   return layout.map(local, operands, heads)
 
 
-def _pick(backend: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> str:
+def _pick(
+  backend: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask
+) -> str:
   """The fastest implementation. "pallas_gpu" is picked only where it was measured to be (gpu/measured.json)."""
   picked = "chunked"
   if backend == "tpu":
@@ -148,12 +270,20 @@ def _pick(backend: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) ->
     stock = mask.offset == 0 and mask.window is None
     cudnn = stock and cudnn_takes(q, v, mask.segments)
     measured = _measured(q, k, v, mask)
-    picked = measured if measured in ("pallas_gpu", "chunked") else "two_call" if cudnn else picked
+    picked = (
+      measured
+      if measured in ("pallas_gpu", "chunked")
+      else "two_call"
+      if cudnn
+      else picked
+    )
   _log_once(picked, backend)
   return picked
 
 
-def _measured(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> str | None:
+def _measured(
+  q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask
+) -> str | None:
   """The implementation that was the fastest on this GPU, if it can run here."""
   from diffjax.ops.diff_attention.gpu import measured
 
@@ -171,43 +301,71 @@ def _measured(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> str | Non
 
 @functools.cache
 def _warn_once(why: str) -> None:
-  logging.getLogger(__name__).warning("diff_attention: 'pallas_gpu' would be faster here, and is not taken: %s", why)
+  logging.getLogger(__name__).warning(
+    "diff_attention: 'pallas_gpu' would be faster here, and is not taken: %s",
+    why,
+  )
 
 
 @functools.cache
 def _log_once(picked: str, backend: str) -> None:
-  logging.getLogger(__name__).info("diff_attention: implementation %r on backend %r", picked, backend)
+  logging.getLogger(__name__).info(
+    "diff_attention: implementation %r on backend %r", picked, backend
+  )
 
 
 def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
   arguments.check_arrays(q, k, v, ("B T Q G D", "B S K M D", "B S K V"))
   if k.shape[3] not in (1, min(q.shape[3], 2)):
-    raise ValueError(f"k must have 1 map{', or 2' * (q.shape[3] > 1)} (axis 3), got {k.shape[3]} in shape {k.shape}")
+    raise ValueError(
+      f"k must have 1 map{', or 2' * (q.shape[3] > 1)} (axis 3), got {k.shape[3]} in shape {k.shape}"
+    )
   if k.shape[0] != q.shape[0] or k.shape[4] != q.shape[4]:
-    raise ValueError(f"k must share B and D with q, got shape {k.shape} beside {q.shape}")
+    raise ValueError(
+      f"k must share B and D with q, got shape {k.shape} beside {q.shape}"
+    )
   arguments.check_heads(q.shape[2], k.shape[2])
   if v.shape[:3] != k.shape[:3]:
-    raise ValueError(f"v must share [B, S, K] = {k.shape[:3]} with k, got shape {v.shape}")
+    raise ValueError(
+      f"v must share [B, S, K] = {k.shape[:3]} with k, got shape {v.shape}"
+    )
 
 
 def _check_segments(q_ids, kv_ids, batch: int, q_length: int, kv_length: int):
   if q_ids is None and kv_ids is not None:
-    raise ValueError("q_segment_ids must be given with kv_segment_ids, got None")
+    raise ValueError(
+      "q_segment_ids must be given with kv_segment_ids, got None"
+    )
   if q_ids is not None and kv_ids is None:
     if q_length != kv_length:
-      raise ValueError(f"kv_segment_ids must be given where T ≠ S (here {q_length} and {kv_length}), got None")
+      raise ValueError(
+        f"kv_segment_ids must be given where T ≠ S (here {q_length} and {kv_length}), got None"
+      )
     kv_ids = q_ids
-  for name, ids, length in (("q_segment_ids", q_ids, q_length), ("kv_segment_ids", kv_ids, kv_length)):
+  for name, ids, length in (
+    ("q_segment_ids", q_ids, q_length),
+    ("kv_segment_ids", kv_ids, kv_length),
+  ):
     if ids is None:
       continue
-    if ids.shape != (batch, length) or not jnp.issubdtype(ids.dtype, jnp.integer):
-      raise ValueError(f"{name} must be integers [{batch}, {length}], got {ids.dtype} of shape {ids.shape}")
+    if ids.shape != (batch, length) or not jnp.issubdtype(
+      ids.dtype, jnp.integer
+    ):
+      raise ValueError(
+        f"{name} must be integers [{batch}, {length}], got {ids.dtype} of shape {ids.shape}"
+      )
   return q_ids, kv_ids
 
 
 def _check_offset(q_offset: Any, batch: int) -> int | jax.Array:
   if isinstance(q_offset, numbers.Integral) and not isinstance(q_offset, bool):
     return int(q_offset)
-  if isinstance(q_offset, (jax.Array, np.ndarray)) and q_offset.shape in ((), (batch,)) and jnp.issubdtype(q_offset.dtype, jnp.integer):
+  if (
+    isinstance(q_offset, (jax.Array, np.ndarray))
+    and q_offset.shape in ((), (batch,))
+    and jnp.issubdtype(q_offset.dtype, jnp.integer)
+  ):
     return jnp.broadcast_to(q_offset, (batch,)).astype(jnp.int32)
-  raise ValueError(f"q_offset must be an int or int32[B] with B = {batch}, got {arguments.describe(q_offset)}")
+  raise ValueError(
+    f"q_offset must be an int or int32[B] with B = {batch}, got {arguments.describe(q_offset)}"
+  )

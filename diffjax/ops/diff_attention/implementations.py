@@ -29,7 +29,9 @@ def register(name: str, implementation: Implementation) -> None:
     ValueError: the name is taken.
   """
   if name in names():
-    raise ValueError(f"name must be a new one, got {name!r}; there are {', '.join(names())}")
+    raise ValueError(
+      f"name must be a new one, got {name!r}; there are {', '.join(names())}"
+    )
   _registered[name] = implementation
 
 
@@ -37,4 +39,6 @@ def implementation_of(name: str) -> Implementation:
   """The implementation of a name, other than "auto"."""
   if name in _registered:
     return _registered[name]
-  return importlib.import_module(f"diffjax.ops.diff_attention.{_MODULES[name]}").IMPLEMENTATION
+  return importlib.import_module(
+    f"diffjax.ops.diff_attention.{_MODULES[name]}"
+  ).IMPLEMENTATION

@@ -17,7 +17,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from diffjax.ops.diff_attention.tiles import Condition, Scalar, both, maximum, minimum
+from diffjax.ops.diff_attention.tiles import (
+  Condition,
+  Scalar,
+  both,
+  maximum,
+  minimum,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +41,9 @@ class Windows:
   @property
   def size(self) -> Int[Array, ""]:
     """The chosen one; more than any length for None."""
-    return jnp.array([1 << 30 if size is None else size for size in self.sizes], jnp.int32)[self.which]
+    return jnp.array(
+      [1 << 30 if size is None else size for size in self.sizes], jnp.int32
+    )[self.which]
 
 
 PER_ROW: Literal["per row"] = "per row"
@@ -67,13 +75,19 @@ class Mask:
     assert self.offset != PER_ROW
     return self.offset
 
-  def first_position(self, offsets: Int[Array, "B"] | None) -> int | Int[Array, "B"]:
+  def first_position(
+    self, offsets: Int[Array, "B"] | None
+  ) -> int | Int[Array, "B"]:
     """Position of the first query: the array given where it is data, else the mask's own."""
     return self.known_offset if offsets is None else offsets
 
   def of_rows(self, start: int, stop: int) -> Mask:
     """The mask of queries start … stop − 1 alone. An offset that is data must be moved likewise."""
-    return dataclasses.replace(self, q_length=stop - start, offset=self.offset if self.offset == PER_ROW else self.offset + start)
+    return dataclasses.replace(
+      self,
+      q_length=stop - start,
+      offset=self.offset if self.offset == PER_ROW else self.offset + start,
+    )
 
   def between(
     self,
@@ -90,10 +104,22 @@ class Mask:
       q_ids: documents of the queries, or None.
       kv_ids: documents of the keys, or None.
     """
-    same = None if q_ids is None or kv_ids is None else q_ids[:, :, None] == kv_ids[:, None, :]
-    return self.visible(q_positions[:, :, None] - k_positions[:, None, :], same=same)
+    same = (
+      None
+      if q_ids is None or kv_ids is None
+      else q_ids[:, :, None] == kv_ids[:, None, :]
+    )
+    return self.visible(
+      q_positions[:, :, None] - k_positions[:, None, :], same=same
+    )
 
-  def visible(self, distance: jax.Array | None, *, keys: jax.Array | None = None, same: jax.Array | None = None) -> jax.Array | None:
+  def visible(
+    self,
+    distance: jax.Array | None,
+    *,
+    keys: jax.Array | None = None,
+    same: jax.Array | None = None,
+  ) -> jax.Array | None:
     """True where a query sees a key, elementwise; None if all is visible.
 
     Args:
@@ -116,7 +142,11 @@ class Mask:
 
   def hides_padding(self) -> bool:
     """True if causality alone hides the padding from every query."""
-    return self.causal and self.offset != PER_ROW and self.offset + self.q_length <= self.kv_length
+    return (
+      self.causal
+      and self.offset != PER_ROW
+      and self.offset + self.q_length <= self.kv_length
+    )
 
   def some(self, p0: Scalar, p1: Scalar, k0: Scalar, k1: Scalar) -> Condition:
     """False if no query of a tile sees any of its keys, by position; segments may hide more."""
@@ -131,7 +161,9 @@ class Mask:
 
   def every(self, p0: Scalar, p1: Scalar, k0: Scalar, k1: Scalar) -> Condition:
     """True if every query of a tile sees each of its keys, by position; segments may hide some."""
-    conditions: list[Condition] = [] if self.hides_padding() else [k1 < self.kv_length]
+    conditions: list[Condition] = (
+      [] if self.hides_padding() else [k1 < self.kv_length]
+    )
     if self.causal:
       conditions.append(k1 <= p0)
     if self.window is not None:
@@ -147,7 +179,9 @@ class Mask:
       last = minimum(last, p1)
     elif self.window is not None:
       last = minimum(last, p1 + self.window - 1)
-    return (0 if self.window is None else maximum(0, p0 - self.window + 1)), last
+    return (
+      0 if self.window is None else maximum(0, p0 - self.window + 1)
+    ), last
 
   def rows_of(self, k0: Scalar, k1: Scalar) -> tuple[Scalar, Scalar]:
     """First and last query row (not position) that may see keys k0 … k1; for an offset that is known."""
@@ -160,7 +194,9 @@ class Mask:
       last = minimum(last, k1 + self.window - 1 - self.known_offset)
     return first, last
 
-  def partial_differences(self, q_block: int, kv_block: int, most: int) -> list[int] | None:
+  def partial_differences(
+    self, q_block: int, kv_block: int, most: int
+  ) -> list[int] | None:
     """All values of p0 − k0 of tiles that are partly visible, if they are at most so many and the mask depends on nothing else."""
     padding = self.kv_length % kv_block and not self.hides_padding()
     if self.offset == PER_ROW or padding:
@@ -178,7 +214,11 @@ class Mask:
     return found
 
 
-def positions(length: int, offset: int | Int[Array, ""] | Int[Array, "B"], start: int | Int[Array, ""] = 0) -> Int[Array, "X length"]:
+def positions(
+  length: int,
+  offset: int | Int[Array, ""] | Int[Array, "B"],
+  start: int | Int[Array, ""] = 0,
+) -> Int[Array, "X length"]:
   """Positions of rows start … start + length − 1: [1, length] for one offset, [B, length] for an offset per row of the batch."""
   rows = jnp.arange(length, dtype=jnp.int32) + start
   return jnp.reshape(jnp.asarray(offset, jnp.int32), (-1, 1)) + rows

@@ -9,10 +9,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from diffjax.ops.diff_attention.mask import Mask, apply, positions
-from diffjax.ops.diff_attention.vjp import Arrays, Implementation, Options, Saved
+from diffjax.ops.diff_attention.vjp import (
+  Arrays,
+  Implementation,
+  Options,
+  Saved,
+)
 
 
-def attention_logits(q: Float[Array, "B T Q G D"], k: Float[Array, "B S K M D"], scale: float | None = None) -> Float[Array, "B Q G T S"]:
+def attention_logits(
+  q: Float[Array, "B T Q G D"],
+  k: Float[Array, "B S K M D"],
+  scale: float | None = None,
+) -> Float[Array, "B Q G T S"]:
   """Logits before any mask, q·k·scale, whose softmax paper §1 takes; in at least float32.
 
   Args:
@@ -23,9 +32,20 @@ def attention_logits(q: Float[Array, "B T Q G D"], k: Float[Array, "B S K M D"],
   groups, num_maps = q.shape[2:4]
   dtype = jnp.promote_types(jnp.float32, q.dtype)
   k = jnp.repeat(k, groups // k.shape[2], axis=2)
-  k = k[:, :, :, jnp.array([0] * (num_maps - 1) + [-1])]  # the last map's own are the last
+  k = k[
+    :, :, :, jnp.array([0] * (num_maps - 1) + [-1])
+  ]  # the last map's own are the last
   scale = q.shape[-1] ** -0.5 if scale is None else scale
-  return jnp.einsum("btqgd,bsqgd->bqgts", q, k, preferred_element_type=dtype, precision=jax.lax.Precision.HIGHEST) * scale
+  return (
+    jnp.einsum(
+      "btqgd,bsqgd->bqgts",
+      q,
+      k,
+      preferred_element_type=dtype,
+      precision=jax.lax.Precision.HIGHEST,
+    )
+    * scale
+  )
 
 
 def attention_maps(
@@ -38,7 +58,10 @@ def attention_maps(
   causal: bool = True,
   window: int | Int[Array, ""] | None = None,
   scale: float | None = None,
-  logits_transform: Callable[[Float[Array, "B Q G T S"]], Float[Array, "B Q G T S"]] | None = None,
+  logits_transform: Callable[
+    [Float[Array, "B Q G T S"]], Float[Array, "B Q G T S"]
+  ]
+  | None = None,
 ) -> Float[Array, "B Q G T S"]:
   """The softmax maps A_i of paper §1, in at least float32; a row without visible keys is zero.
 
@@ -60,7 +83,12 @@ def attention_maps(
   if logits_transform is not None:
     logits = logits_transform(logits)
   mask = Mask(q.shape[1], k.shape[1], causal=causal, window=window)
-  visible = mask.between(positions(q.shape[1], q_offset), positions(k.shape[1], 0), q_segment_ids, kv_segment_ids)
+  visible = mask.between(
+    positions(q.shape[1], q_offset),
+    positions(k.shape[1], 0),
+    q_segment_ids,
+    kv_segment_ids,
+  )
   if visible is None:
     return jax.nn.softmax(logits, axis=-1)
   visible = visible[:, None, None]
@@ -71,7 +99,10 @@ def attention_maps(
 
 
 def attention_weights(
-  q: Float[Array, "B T Q G D"], k: Float[Array, "B S K M D"], lam: Float[Array, "B T H"] | None, **options
+  q: Float[Array, "B T Q G D"],
+  k: Float[Array, "B S K M D"],
+  lam: Float[Array, "B T H"] | None,
+  **options,
 ) -> Float[Array, "B H T S"]:
   """Weights of the values: A₁ − λA₂ (paper §1), or A₁ if G is 1; with more maps, each of a group's others less λ times the last.
 
@@ -93,7 +124,11 @@ def attention_weights(
 
 
 def reference(
-  q: Float[Array, "B T Q G D"], k: Float[Array, "B S K M D"], v: Float[Array, "B S K V"], lam: Float[Array, "B T H"] | None, **options
+  q: Float[Array, "B T Q G D"],
+  k: Float[Array, "B S K M D"],
+  v: Float[Array, "B S K V"],
+  lam: Float[Array, "B T H"] | None,
+  **options,
 ) -> Float[Array, "B T H V"]:
   """softmax(q₁k₁ᵀ)v − λ·softmax(q₂k₂ᵀ)v, exactly as written (paper §1).
 
@@ -108,18 +143,30 @@ def reference(
     The heads' outputs in q's dtype.
   """
   weights = attention_weights(q, k, lam, **options)
-  v = jnp.repeat(v, weights.shape[1] // v.shape[2], axis=2).astype(weights.dtype)
-  return jnp.einsum("bhts,bshv->bthv", weights, v, precision=jax.lax.Precision.HIGHEST).astype(q.dtype)
+  v = jnp.repeat(v, weights.shape[1] // v.shape[2], axis=2).astype(
+    weights.dtype
+  )
+  return jnp.einsum(
+    "bhts,bshv->bthv", weights, v, precision=jax.lax.Precision.HIGHEST
+  ).astype(q.dtype)
 
 
 def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
   q, k, v, lam, q_ids, kv_ids, offset = arrays
   return Saved(
     reference(
-      q, k, v, lam, q_segment_ids=q_ids, kv_segment_ids=kv_ids, q_offset=mask.first_position(offset),
-      causal=mask.causal, window=mask.window, scale=options.scale,
+      q,
+      k,
+      v,
+      lam,
+      q_segment_ids=q_ids,
+      kv_segment_ids=kv_ids,
+      q_offset=mask.first_position(offset),
+      causal=mask.causal,
+      window=mask.window,
+      scale=options.scale,
     )
-  )  # fmt: skip
+  )
 
 
 IMPLEMENTATION = Implementation(_forward, takes_groups=True)

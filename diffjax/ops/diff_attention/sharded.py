@@ -31,7 +31,9 @@ def balanced_order(length: int, shards: int) -> Int[np.ndarray, "T"]:
   2C − 1 − c. The length is a multiple of 2·shards.
   """
   pieces = np.arange(length).reshape(2 * shards, -1)
-  return np.concatenate([pieces[[shard, -1 - shard]].ravel() for shard in range(shards)])
+  return np.concatenate(
+    [pieces[[shard, -1 - shard]].ravel() for shard in range(shards)]
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,18 +56,41 @@ class Layout:
       ValueError: it is no such sharding, or there is no mesh.
     """
     if not isinstance(sharding, NamedSharding | P):
-      raise ValueError(f"sharding must be a PartitionSpec or NamedSharding over [{names.replace(' ', ', ')}], got {sharding!r}")
-    mesh: Any = sharding.mesh if isinstance(sharding, NamedSharding) else jax.sharding.get_abstract_mesh()
+      raise ValueError(
+        f"sharding must be a PartitionSpec or NamedSharding over [{names.replace(' ', ', ')}], got {sharding!r}"
+      )
+    mesh: Any = (
+      sharding.mesh
+      if isinstance(sharding, NamedSharding)
+      else jax.sharding.get_abstract_mesh()
+    )
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if mesh.empty:
-      raise ValueError(f"sharding = {sharding} needs a mesh: pass NamedSharding(mesh, spec), or call within jax.set_mesh(mesh)")
+      raise ValueError(
+        f"sharding = {sharding} needs a mesh: pass NamedSharding(mesh, spec), or call within jax.set_mesh(mesh)"
+      )
     count = len(names.split())
     if len(spec) > count:
-      raise ValueError(f"sharding must be over [{names.replace(' ', ', ')}], {count} axes at most, got {spec}")
-    axes = tuple(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec)
-    if unknown := {name for group in axes for name in group} - set(mesh.axis_names):
-      raise ValueError(f"sharding = {spec} must use axes of the mesh, {', '.join(mesh.axis_names)}, got {', '.join(sorted(unknown))}")
-    return None if mesh.size == 1 else cls(mesh, axes + ((),) * (count - len(axes)))
+      raise ValueError(
+        f"sharding must be over [{names.replace(' ', ', ')}], {count} axes at most, got {spec}"
+      )
+    axes = tuple(
+      ()
+      if entry is None
+      else (entry,)
+      if isinstance(entry, str)
+      else tuple(entry)
+      for entry in spec
+    )
+    if unknown := {name for group in axes for name in group} - set(
+      mesh.axis_names
+    ):
+      raise ValueError(
+        f"sharding = {spec} must use axes of the mesh, {', '.join(mesh.axis_names)}, got {', '.join(sorted(unknown))}"
+      )
+    return (
+      None if mesh.size == 1 else cls(mesh, axes + ((),) * (count - len(axes)))
+    )
 
   def shards(self, axis: int) -> int:
     """The number of parts that an axis is cut into."""
@@ -79,18 +104,34 @@ class Layout:
     """Refuses sizes along an axis, by name, that its shards cannot share evenly; with `multiple`, in so many pieces a shard."""
     for name, size in sizes.items():
       if size % (multiple * self.shards(axis)):
-        factors = f"{multiple} × {self.shards(axis)}" if multiple > 1 else self.shards(axis)
+        factors = (
+          f"{multiple} × {self.shards(axis)}"
+          if multiple > 1
+          else self.shards(axis)
+        )
         remedy = "repeat k and v" if name == "K" else f"pad {name}"
         raise ValueError(
           f"sharding over {self.axes[axis]} needs {name} to be a multiple of {factors}, got {name} = {size}; {remedy}, or use fewer shards"
         )
 
-  def map(self, function: Callable[..., jax.Array], operands: list[tuple[Any, P]], out: P) -> jax.Array:
+  def map(
+    self,
+    function: Callable[..., jax.Array],
+    operands: list[tuple[Any, P]],
+    out: P,
+  ) -> jax.Array:
     """function(*operands) on each device's own parts. An operand is None, or an array with its spec."""
     arrays, specs = zip(*operands, strict=True)
-    if AxisType.Explicit in self.mesh.axis_types:  # their arrays' types say how they lie, and must agree
-      arrays = tuple(None if x is None else jax.reshard(x, NamedSharding(self.mesh, spec)) for x, spec in operands)
-    return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out)(*arrays)
+    if (
+      AxisType.Explicit in self.mesh.axis_types
+    ):  # their arrays' types say how they lie, and must agree
+      arrays = tuple(
+        None if x is None else jax.reshard(x, NamedSharding(self.mesh, spec))
+        for x, spec in operands
+      )
+    return jax.shard_map(
+      function, mesh=self.mesh, in_specs=specs, out_specs=out
+    )(*arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,20 +155,29 @@ class Tokens:
 
   def pieces(self, shard: Scalar) -> tuple[Scalar, ...]:
     """The pieces of a row that a shard holds, by their numbers in the row. All are equally long."""
-    return (shard, 2 * self.shards - 1 - shard) if self.order == "balanced" else (shard,)
+    return (
+      (shard, 2 * self.shards - 1 - shard)
+      if self.order == "balanced"
+      else (shard,)
+    )
 
   def move(self, arrays: Any, distance: int) -> Any:
     """All arrays of a tree, each sent to the device so many shards on, round the end of the row."""
     if distance % self.shards == 0:
       return arrays
-    pairs = [(shard, (shard + distance) % self.shards) for shard in range(self.shards)]
+    pairs = [
+      (shard, (shard + distance) % self.shards) for shard in range(self.shards)
+    ]
     return jax.tree.map(lambda x: lax.ppermute(x, self.axes, pairs), arrays)
 
   def gather(self, x: jax.Array) -> jax.Array:
     """The tokens of all shards [B, T, …], in the order of the row."""
     if self.order == "given":
       return lax.all_gather(x, self.axes, axis=1, tiled=True)
-    early, late = (lax.all_gather(half, self.axes, axis=1) for half in jnp.split(x, 2, axis=1))  # [B, C, T/2C, …], the late ones backwards
+    early, late = (
+      lax.all_gather(half, self.axes, axis=1)
+      for half in jnp.split(x, 2, axis=1)
+    )  # [B, C, T/2C, …], the late ones backwards
     whole = jnp.concatenate([early, jnp.flip(late, axis=1)], axis=1)
     return whole.reshape(x.shape[0], -1, *x.shape[2:])
 
@@ -167,6 +217,8 @@ def attend_to_gathered(
   for n, piece in enumerate(pieces):
     mine = lambda x, n=n: None if x is None else x[:, n * size : (n + 1) * size]
     start = jnp.full(q.shape[0], piece * size, jnp.int32)
-    start = start if isinstance(q_offset, int) and q_offset == 0 else start + q_offset
+    start = (
+      start if isinstance(q_offset, int) and q_offset == 0 else start + q_offset
+    )
     outs.append(attention(mine(q), k, v, mine(lam), mine(q_ids), kv_ids, start))
   return jnp.concatenate(outs, axis=1)

@@ -42,12 +42,20 @@ def negate(condition: Condition) -> Condition:
 
 def minimum(a: Scalar, b: Scalar) -> Scalar:
   """The lesser; an int if both are."""
-  return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
+  return (
+    min(a, b)
+    if isinstance(a, int) and isinstance(b, int)
+    else jnp.minimum(a, b)
+  )
 
 
 def maximum(a: Scalar, b: Scalar) -> Scalar:
   """The greater; an int if both are."""
-  return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
+  return (
+    max(a, b)
+    if isinstance(a, int) and isinstance(b, int)
+    else jnp.maximum(a, b)
+  )
 
 
 def block_of(position: Scalar, size: int) -> Scalar:
@@ -55,7 +63,11 @@ def block_of(position: Scalar, size: int) -> Scalar:
   if isinstance(position, int):
     return max(position, -1) // size
   position = jnp.maximum(position, -1) + size
-  return (position >> size.bit_length() - 1 if size & size - 1 == 0 else lax.div(position, size)) - 1
+  return (
+    position >> size.bit_length() - 1
+    if size & size - 1 == 0
+    else lax.div(position, size)
+  ) - 1
 
 
 def round_up(x: int, multiple: int) -> int:
@@ -63,9 +75,17 @@ def round_up(x: int, multiple: int) -> int:
   return -(-x // multiple) * multiple
 
 
-def pad(x: jax.Array, axis: int, length: int, value: float | None = None) -> jax.Array:
+def pad(
+  x: jax.Array, axis: int, length: int, value: float | None = None
+) -> jax.Array:
   """x up to a length: with a value, else zeros, or the last id where x holds ids."""
-  widths = [(0, length - x.shape[axis] if a == axis else 0) for a in range(x.ndim)]
+  widths = [
+    (0, length - x.shape[axis] if a == axis else 0) for a in range(x.ndim)
+  ]
   if length == x.shape[axis]:
     return x
-  return jnp.pad(x, widths, mode="edge") if jnp.issubdtype(x.dtype, jnp.integer) else jnp.pad(x, widths, constant_values=value or 0)
+  return (
+    jnp.pad(x, widths, mode="edge")
+    if jnp.issubdtype(x.dtype, jnp.integer)
+    else jnp.pad(x, widths, constant_values=value or 0)
+  )

@@ -10,7 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from diffjax.ops.diff_attention.mask import PER_ROW, Mask, positions
-from diffjax.ops.diff_attention.vjp import Arrays, Implementation, Options, Saved
+from diffjax.ops.diff_attention.vjp import (
+  Arrays,
+  Implementation,
+  Options,
+  Saved,
+)
 
 _CUDNN_WIDTH = 128
 
@@ -20,25 +25,42 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
   q, k, v, lam, q_ids, kv_ids, _ = arrays
   visible, any_key = None, None
   if mask.segments:
-    visible = mask.between(positions(q.shape[1], 0), positions(k.shape[1], 0), q_ids, kv_ids)
+    visible = mask.between(
+      positions(q.shape[1], 0), positions(k.shape[1], 0), q_ids, kv_ids
+    )
     assert visible is not None
     any_key = jnp.any(visible, axis=-1)[:, :, None, None]
-    visible = (visible | ~jnp.any(visible, axis=-1, keepdims=True))[:, None]  # an empty row attends to all, and is zeroed below
+    visible = (visible | ~jnp.any(visible, axis=-1, keepdims=True))[
+      :, None
+    ]  # an empty row attends to all, and is zeroed below
   outs = [
-    stock_attention(q[:, :, :, g], k[:, :, :, g % k.shape[3]], v, visible, causal=mask.causal, scale=options.scale)
+    stock_attention(
+      q[:, :, :, g],
+      k[:, :, :, g % k.shape[3]],
+      v,
+      visible,
+      causal=mask.causal,
+      scale=options.scale,
+    )
     for g in range(q.shape[3])
   ]
   out = outs[0] if lam is None else outs[0] - lam[..., None] * outs[1]
-  return Saved((out if any_key is None else jnp.where(any_key, out, 0)).astype(q.dtype))
+  return Saved(
+    (out if any_key is None else jnp.where(any_key, out, 0)).astype(q.dtype)
+  )
 
 
 def _prepare(arrays: Arrays, mask: Mask) -> None:
   """Refuses windows and offsets, which stock calls do not all take."""
   if mask.window is not None:
-    raise ValueError(f"window = {mask.window} is not taken by implementation 'two_call'; use implementation='chunked'")
+    raise ValueError(
+      f"window = {mask.window} is not taken by implementation 'two_call'; use implementation='chunked'"
+    )
   if mask.offset != 0:
     got = "an array" if mask.offset == PER_ROW else mask.offset
-    raise ValueError(f"q_offset = {got} is not taken by implementation 'two_call'; use implementation='chunked'")
+    raise ValueError(
+      f"q_offset = {got} is not taken by implementation 'two_call'; use implementation='chunked'"
+    )
 
 
 IMPLEMENTATION = Implementation(_forward, prepare=_prepare)
@@ -75,9 +97,17 @@ def stock_attention(
   for part in jnp.array_split(v, parts, axis=-1):
     width = max(q.shape[-1], part.shape[-1])
     width += -width % 8 if cudnn else 0
-    pad = lambda x, width=width: jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[-1])))
+    pad = lambda x, width=width: jnp.pad(
+      x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[-1]))
+    )
     out = jax.nn.dot_product_attention(
-      pad(q), pad(k), pad(part), mask=mask, scale=scale, is_causal=causal and mask is None, implementation="cudnn" if cudnn else None
+      pad(q),
+      pad(k),
+      pad(part),
+      mask=mask,
+      scale=scale,
+      is_causal=causal and mask is None,
+      implementation="cudnn" if cudnn else None,
     )
     outs.append(out[..., : part.shape[-1]])
   return jnp.concatenate(outs, axis=-1)
@@ -89,12 +119,22 @@ def cudnn_takes(q: jax.Array, v: jax.Array, masked: bool) -> bool:
   With a mask, which cuDNN reads as B·T·S biases, lengths must be even, and the biases less than 2 GiB.
   """
   (batch, length), keys = q.shape[:2], v.shape[1]
-  fits = not masked or (length % 2 == 0 and keys % 2 == 0 and batch * length * keys < 2**30)
-  return q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] <= _CUDNN_WIDTH and fits and _has_cudnn(jax.default_backend())
+  fits = not masked or (
+    length % 2 == 0 and keys % 2 == 0 and batch * length * keys < 2**30
+  )
+  return (
+    q.dtype in (jnp.bfloat16, jnp.float16)
+    and q.shape[-1] <= _CUDNN_WIDTH
+    and fits
+    and _has_cudnn(jax.default_backend())
+  )
 
 
 @functools.cache
 def _has_cudnn(backend: str) -> bool:
   """True if the backend is an NVIDIA GPU that cuDNN's attention runs on: Ampere or newer. JAX runs on none without cuDNN."""
   capability = jax.devices()[0].compute_capability if backend == "gpu" else ""
-  return re.fullmatch(r"\d+\.\d+", capability) is not None and float(capability) >= 8.0  # AMD's have names
+  return (
+    re.fullmatch(r"\d+\.\d+", capability) is not None
+    and float(capability) >= 8.0
+  )  # AMD's have names

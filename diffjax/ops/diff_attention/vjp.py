@@ -88,30 +88,61 @@ class Implementation:
   takes_parts: bool = False
 
 
-def attend(implementation: Implementation, arrays: Arrays, mask: Mask, scale: float) -> Float[Array, "B T H V"]:
+def attend(
+  implementation: Implementation, arrays: Arrays, mask: Mask, scale: float
+) -> Float[Array, "B T H V"]:
   """The operation by one implementation, with a gradient."""
   options = Options(scale, chosen=implementation.prepare(arrays, mask))
   if implementation.backward is None:
-    return implementation.output(implementation.forward(arrays, mask, options).out)
+    return implementation.output(
+      implementation.forward(arrays, mask, options).out
+    )
   # Inside shard_map an array that all devices share must be made each device's own before the custom VJP, or its gradient is not summed.
-  return _attend(implementation, mask, options, Arrays._make(None if x is None else vary_like(x, *arrays) for x in arrays))
+  return _attend(
+    implementation,
+    mask,
+    options,
+    Arrays._make(None if x is None else vary_like(x, *arrays) for x in arrays),
+  )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attend(implementation: Implementation, mask: Mask, options: Options, arrays: Arrays):
-  return implementation.output(implementation.forward(arrays, mask, options).out)
+def _attend(
+  implementation: Implementation, mask: Mask, options: Options, arrays: Arrays
+):
+  return implementation.output(
+    implementation.forward(arrays, mask, options).out
+  )
 
 
-def _attend_fwd(implementation: Implementation, mask: Mask, options: Options, arrays: Arrays):
-  saved = implementation.forward(arrays, mask, dataclasses.replace(options, save=True))
-  saved = Saved._make(checkpoint_name(x, name) for x, name in zip(saved, RESIDUAL_NAMES, strict=True))
+def _attend_fwd(
+  implementation: Implementation, mask: Mask, options: Options, arrays: Arrays
+):
+  saved = implementation.forward(
+    arrays, mask, dataclasses.replace(options, save=True)
+  )
+  saved = Saved._make(
+    checkpoint_name(x, name)
+    for x, name in zip(saved, RESIDUAL_NAMES, strict=True)
+  )
   return implementation.output(saved.out), (arrays, saved)
 
 
-def _attend_bwd(implementation: Implementation, mask: Mask, options: Options, residuals, d_out):
+def _attend_bwd(
+  implementation: Implementation, mask: Mask, options: Options, residuals, d_out
+):
   arrays, saved = residuals
   assert implementation.backward is not None
-  return (Arrays._make((*implementation.backward(arrays, mask, options, saved, d_out), None, None, None)),)
+  return (
+    Arrays._make(
+      (
+        *implementation.backward(arrays, mask, options, saved, d_out),
+        None,
+        None,
+        None,
+      )
+    ),
+  )
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

@@ -4,14 +4,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffjax.evals.methods.final_answer import extract, last_boxed, reference, same
+from diffjax.evals.methods.final_answer import (
+  extract,
+  last_boxed,
+  reference,
+  same,
+)
 
 
 @pytest.mark.parametrize(
   ("solution", "answer"),
   [
     # GSM8K
-    ("48/2 = <<48/2=24>>24 clips in May.\n48+24 = <<48+24=72>>72 altogether.\n#### 72", "72"),
+    (
+      "48/2 = <<48/2=24>>24 clips in May.\n48+24 = <<48+24=72>>72 altogether.\n#### 72",
+      "72",
+    ),
     ("#### 1,234", "1,234"),
     ("####-5\nQuestion: another\n#### 9", "-5"),
     ("So she pays $1,050.50.", "$1,050.50"),
@@ -21,7 +29,10 @@ from diffjax.evals.methods.final_answer import extract, last_boxed, reference, s
     ("It costs $.50", "$.50"),
     ("first 1, then 2, then 30,", "30"),
     ("The answer is 42. There are 7 days in a week.", "42"),
-    ("The final answer is $\\frac{1}{2}$. I hope it is correct.", r"\frac{1}{2}"),
+    (
+      "The final answer is $\\frac{1}{2}$. I hope it is correct.",
+      r"\frac{1}{2}",
+    ),
     ("the answer is: 12 apples", "12"),
     ("The answer is 5. No, the answer is 6.", "6"),
     ("The answer is unknown, say 8", "8"),
@@ -48,17 +59,47 @@ def test_extraction(solution, answer):
 
 @pytest.mark.parametrize(
   ("solution", "answer"),
-  [("one\n#### 5", "5"), (r"it is \boxed{x+1}.", "x+1"), (" 3x + 2 ", "3x + 2"), ("72", "72"), (r"\frac{3}{4}", r"\frac{3}{4}")],
+  [
+    ("one\n#### 5", "5"),
+    (r"it is \boxed{x+1}.", "x+1"),
+    (" 3x + 2 ", "3x + 2"),
+    ("72", "72"),
+    (r"\frac{3}{4}", r"\frac{3}{4}"),
+  ],
 )
 def test_references(solution, answer):
   assert reference(solution) == answer
 
 
 SAME = [
-  ("72", "72.0", " 72 ", "$72", "72.", r"\$72", "$72$", "+72", "72 dollars", r"72\text{ dollars}", "x = 72", r"\text{72}"),
+  (
+    "72",
+    "72.0",
+    " 72 ",
+    "$72",
+    "72.",
+    r"\$72",
+    "$72$",
+    "+72",
+    "72 dollars",
+    r"72\text{ dollars}",
+    "x = 72",
+    r"\text{72}",
+  ),
   ("1200", "1,200", "$1,200.00"),
   ("-5", "−5", "-5.0", r"-\frac{10}{2}"),
-  ("0.5", ".5", "1/2", r"\frac12", r"\frac{1}{2}", r"\dfrac{1}{2}", r"\tfrac 1 2", r"\frac{2}{4}", r"\frac1{2}", r"\frac{1}2"),
+  (
+    "0.5",
+    ".5",
+    "1/2",
+    r"\frac12",
+    r"\frac{1}{2}",
+    r"\dfrac{1}{2}",
+    r"\tfrac 1 2",
+    r"\frac{2}{4}",
+    r"\frac1{2}",
+    r"\frac{1}2",
+  ),
   (r"1\frac{1}{2}", "3/2", "1.5"),
   (r"-\frac{1}{2}", r"\frac{-1}{2}", "-1/2", "-0.5"),
   (r"50\%", "50%", "50"),
@@ -74,8 +115,11 @@ SAME = [
   ("x^2+1", "x^2 + 1", "f(x) = x^2+1", "$x^2+1$."),
   (r"x \in [0,1]", "[0,1]"),
   ("(1,2)(3,4)", "(1, 2)(3, 4)"),
-  (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
-]  # fmt: skip
+  (
+    r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
+    r"\begin{pmatrix}1\\2\end{pmatrix}",
+  ),
+]
 
 
 @pytest.mark.parametrize("group", SAME, ids=lambda group: group[0])
@@ -88,20 +132,44 @@ def test_the_same(group):
 def test_different_groups_are_different():
   for index, group in enumerate(SAME):
     for other in SAME[index + 1 :]:
-      assert not any(same(left, right) for left in group for right in other), (group[0], other[0])
+      assert not any(same(left, right) for left in group for right in other), (
+        group[0],
+        other[0],
+      )
 
 
 @pytest.mark.parametrize(
   ("left", "right"),
   [
-    ("72", "73"), ("72", "720"), ("1/2", "1/3"), ("50%", "0.5"), ("(1,2)", "(2,1)"), ("(0,1)", "[0,1]"), ("(1,2)", r"\{1,2\}"),
-    (r"\{1,1,2\}", r"\{1,2,2\}"), ("(1,2)(3,4)", "(1,2)"), ("", "0"), ("x", "y"), (r"\frac{1}{0}", "0"), ("1/0", "1"), ("12", "1,2"),
-    (r"\sqrt{2}", "2"), ("A", "B"), (r"5\text{ cm}", r"6\text{ cm}"),
+    ("72", "73"),
+    ("72", "720"),
+    ("1/2", "1/3"),
+    ("50%", "0.5"),
+    ("(1,2)", "(2,1)"),
+    ("(0,1)", "[0,1]"),
+    ("(1,2)", r"\{1,2\}"),
+    (r"\{1,1,2\}", r"\{1,2,2\}"),
+    ("(1,2)(3,4)", "(1,2)"),
+    ("", "0"),
+    ("x", "y"),
+    (r"\frac{1}{0}", "0"),
+    ("1/0", "1"),
+    ("12", "1,2"),
+    (r"\sqrt{2}", "2"),
+    ("A", "B"),
+    (r"5\text{ cm}", r"6\text{ cm}"),
     # Not equated, as the module says
-    ("x+1", "1+x"), (r"2\sqrt{3}", r"\sqrt{12}"), (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"), ("0.33", "1/3"),
-    (r"3\times10^4", "30000"), ("five", "5"), ("(x+1)(x-1)", "x^2-1"), ("2 x", "2"), ("2x", "2"),
+    ("x+1", "1+x"),
+    (r"2\sqrt{3}", r"\sqrt{12}"),
+    (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"),
+    ("0.33", "1/3"),
+    (r"3\times10^4", "30000"),
+    ("five", "5"),
+    ("(x+1)(x-1)", "x^2-1"),
+    ("2 x", "2"),
+    ("2x", "2"),
   ],
-)  # fmt: skip
+)
 def test_not_the_same(left, right):
   assert not same(left, right) and not same(right, left)
 
@@ -121,7 +189,11 @@ PIECES = st.sampled_from(
 def test_anything_a_model_writes_is_taken(text):
   last_boxed(text)
   found = extract(text)
-  assert same(text, text) and (found is None or same(found, found)) and isinstance(reference(text), str)
+  assert (
+    same(text, text)
+    and (found is None or same(found, found))
+    and isinstance(reference(text), str)
+  )
 
 
 def test_long_texts_take_no_time():

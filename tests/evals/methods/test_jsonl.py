@@ -6,13 +6,18 @@ from diffjax.config import UserError
 from diffjax.evals.methods import jsonl
 
 FIELDS = {"text": str, "choices.label": list, "n": int, "any": object}
-GOOD = '{"text": "a", "choices": {"label": ["A"]}, "n": 1, "any": null, "more": 2}'
+GOOD = (
+  '{"text": "a", "choices": {"label": ["A"]}, "n": 1, "any": null, "more": 2}'
+)
 
 
 def test_records_keep_their_lines(tmp_path):
   path = tmp_path / "some.jsonl"
   path.write_text(f"\n{GOOD}\r\n\n  \n{GOOD}", encoding="utf-8")
-  assert [record.place for record in jsonl.read(path, FIELDS)] == [f"{path}:2", f"{path}:5"]
+  assert [record.place for record in jsonl.read(path, FIELDS)] == [
+    f"{path}:2",
+    f"{path}:5",
+  ]
   assert jsonl.read(path, FIELDS)[0].value["choices"] == {"label": ["A"]}
 
 
@@ -21,16 +26,30 @@ def test_records_keep_their_lines(tmp_path):
   [
     ('{"text": "a"', ":2: not JSON"),
     ("[1]", r":2: not a JSON object, but '\[1\]'"),
-    ('{"choices": {"label": []}, "n": 1, "any": 1}', ":2: the field 'text' is missing; there are 'choices', 'n', 'any'"),
-    ('{"text": "a", "choices": [], "n": 1, "any": 1}', ":2: the field 'choices.label' is missing"),
-    ('{"text": 3, "choices": {"label": []}, "n": 1, "any": 1}', ":2: the field 'text' must be a string; got '3'"),
-    ('{"text": "", "choices": {"label": []}, "n": true, "any": 1}', ":2: the field 'n' must be a whole number"),
+    (
+      '{"choices": {"label": []}, "n": 1, "any": 1}',
+      ":2: the field 'text' is missing; there are 'choices', 'n', 'any'",
+    ),
+    (
+      '{"text": "a", "choices": [], "n": 1, "any": 1}',
+      ":2: the field 'choices.label' is missing",
+    ),
+    (
+      '{"text": 3, "choices": {"label": []}, "n": 1, "any": 1}',
+      ":2: the field 'text' must be a string; got '3'",
+    ),
+    (
+      '{"text": "", "choices": {"label": []}, "n": true, "any": 1}',
+      ":2: the field 'n' must be a whole number",
+    ),
     (b"\xff", ":2: not JSON"),
   ],
 )
 def test_bad_lines(tmp_path, line, message):
   path = tmp_path / "some.jsonl"
-  path.write_bytes(GOOD.encode() + b"\n" + (line if isinstance(line, bytes) else line.encode()))
+  path.write_bytes(
+    GOOD.encode() + b"\n" + (line if isinstance(line, bytes) else line.encode())
+  )
   with pytest.raises(UserError, match=message) as error:
     jsonl.read(path, FIELDS)
   assert "\n" not in str(error.value) and str(error.value).startswith(str(path))
@@ -38,9 +57,14 @@ def test_bad_lines(tmp_path, line, message):
 
 def test_no_records(tmp_path):
   (tmp_path / "empty.jsonl").write_text("\n \n")
-  with pytest.raises(UserError, match="empty.jsonl: is empty; it must hold one JSON object a line, with the fields text"):
+  with pytest.raises(
+    UserError,
+    match="empty.jsonl: is empty; it must hold one JSON object a line, with the fields text",
+  ):
     jsonl.read(tmp_path / "empty.jsonl", FIELDS)
-  with pytest.raises(UserError, match="none.jsonl: cannot be read .*with the fields text"):
+  with pytest.raises(
+    UserError, match="none.jsonl: cannot be read .*with the fields text"
+  ):
     jsonl.read(tmp_path / "none.jsonl", FIELDS)
   with pytest.raises(UserError, match="cannot be read"):
     jsonl.read(tmp_path, FIELDS)

@@ -19,20 +19,37 @@ from diffjax.model.decoder import Decoder, logits  # noqa: E402
 from diffjax.training.trained import Trained  # noqa: E402
 
 BYTES = load_tokenizer("bytes")
-CONFIG = ModelConfig(num_layers=1, embed_dim=16, num_heads=1, num_kv_heads=1, head_dim=8, ffn_dim=16, max_length=48)
+CONFIG = ModelConfig(
+  num_layers=1,
+  embed_dim=16,
+  num_heads=1,
+  num_kv_heads=1,
+  head_dim=8,
+  ffn_dim=16,
+  max_length=48,
+)
 
 
 @pytest.fixture(scope="module")
 def model():
   model = Decoder(CONFIG)
-  params = jax.tree.map(lambda x: x * 3, jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"])
+  params = jax.tree.map(
+    lambda x: x * 3,
+    jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))[
+      "params"
+    ],
+  )
   return Trained("model", Config(model=CONFIG), model, params, BYTES)
 
 
 @pytest.fixture(scope="module")
 def log_softmax(model):
   """Log-probabilities after every token of a row that starts with the separator, from one unpadded row's logits in float64."""
-  forward = jax.jit(lambda tokens: logits(model.params, model.model.apply({"params": model.params}, tokens)))
+  forward = jax.jit(
+    lambda tokens: logits(
+      model.params, model.model.apply({"params": model.params}, tokens)
+    )
+  )
 
   def compute(ids):
     row = np.zeros((1, CONFIG.max_length), np.int32)
@@ -48,39 +65,77 @@ def request(kind, *arguments):
 
 
 def test_loglikelihoods(model, log_softmax):
-  asked = [("The cat", " sat"), ("", "alone"), ("ends in spaces  ", "word"), ("Ünï", " cödé"), ("Q", "A" * 46)]
-  found = DiffjaxLM(model, batch_tokens=128).loglikelihood([request("loglikelihood", *pair) for pair in asked], disable_tqdm=True)
-  for (context, continuation), (value, is_greedy) in zip(asked, found, strict=True):
-    whole, kept = [255, *(context + continuation).encode()], len(context.rstrip().encode())
+  asked = [
+    ("The cat", " sat"),
+    ("", "alone"),
+    ("ends in spaces  ", "word"),
+    ("Ünï", " cödé"),
+    ("Q", "A" * 46),
+  ]
+  found = DiffjaxLM(model, batch_tokens=128).loglikelihood(
+    [request("loglikelihood", *pair) for pair in asked], disable_tqdm=True
+  )
+  for (context, continuation), (value, is_greedy) in zip(
+    asked, found, strict=True
+  ):
+    whole, kept = (
+      [255, *(context + continuation).encode()],
+      len(context.rstrip().encode()),
+    )
     table = log_softmax(whole[:-1])
     places = range(kept, len(whole) - 1)
-    assert value == pytest.approx(sum(table[place, whole[place + 1]] for place in places), rel=1e-5)
-    assert is_greedy == all(table[place].argmax() == whole[place + 1] for place in places)
+    assert value == pytest.approx(
+      sum(table[place, whole[place + 1]] for place in places), rel=1e-5
+    )
+    assert is_greedy == all(
+      table[place].argmax() == whole[place + 1] for place in places
+    )
 
 
 @pytest.fixture
 def pairs(monkeypatch):
   """Collects the pairs to score instead of scoring them."""
   pairs = []
-  monkeypatch.setattr(adapter, "score", lambda model, params, asked, **_: pairs.extend(asked) or [Score(0.0, True)] * len(asked))
+  monkeypatch.setattr(
+    adapter,
+    "score",
+    lambda model, params, asked, **_: (
+      pairs.extend(asked) or [Score(0.0, True)] * len(asked)
+    ),
+  )
   return pairs
 
 
-def test_a_context_that_is_too_long_loses_its_oldest_tokens_but_not_the_separator(model, pairs, caplog):
+def test_a_context_that_is_too_long_loses_its_oldest_tokens_but_not_the_separator(
+  model, pairs, caplog
+):
   asked = [("x" * 30 + "y" * 40, "zz"), ("x", "z" * 48), ("y", "zz")]
-  DiffjaxLM(model, batch_tokens=128).loglikelihood([request("loglikelihood", *pair) for pair in asked])
-  assert pairs == [([255, *b"x" * 6, *b"y" * 40], [*b"zz"]), ([255], [*b"z" * 48]), ([255, *b"y"], [*b"zz"])]
-  assert "2 of 3 contexts are longer than the model takes (48 tokens) and were cut" in caplog.text
+  DiffjaxLM(model, batch_tokens=128).loglikelihood(
+    [request("loglikelihood", *pair) for pair in asked]
+  )
+  assert pairs == [
+    ([255, *b"x" * 6, *b"y" * 40], [*b"zz"]),
+    ([255], [*b"z" * 48]),
+    ([255, *b"y"], [*b"zz"]),
+  ]
+  assert (
+    "2 of 3 contexts are longer than the model takes (48 tokens) and were cut"
+    in caplog.text
+  )
 
 
-def test_a_continuation_that_the_tokenizer_joins_with_the_context(model, pairs, monkeypatch):
+def test_a_continuation_that_the_tokenizer_joins_with_the_context(
+  model, pairs, monkeypatch
+):
   class Joins:
     separator = 255
 
     def encode(self, text):
       return [200 if text == "ab" else ord(text)]
 
-  DiffjaxLM(dataclasses.replace(model, tokenizer=Joins()), batch_tokens=128).loglikelihood([request("loglikelihood", "a", "b")])
+  DiffjaxLM(
+    dataclasses.replace(model, tokenizer=Joins()), batch_tokens=128
+  ).loglikelihood([request("loglikelihood", "a", "b")])
   assert pairs == [([255, ord("a")], [ord("b")])]
 
 
@@ -88,16 +143,21 @@ def test_rolling_likelihoods(model, log_softmax):
   texts = [
     "short",
     "x" * 48,
-    "a longer text, which the model reads in windows that are as long as it takes: three of them, the last full " * 1,
+    "a longer text, which the model reads in windows that are as long as it takes: three of them, the last full "
+    * 1,
   ]
-  found = DiffjaxLM(model, batch_tokens=256).loglikelihood_rolling([request("loglikelihood_rolling", text) for text in texts])
+  found = DiffjaxLM(model, batch_tokens=256).loglikelihood_rolling(
+    [request("loglikelihood_rolling", text) for text in texts]
+  )
   for text, value in zip(texts, found, strict=True):
     ids, expected = [255, *text.encode()], 0.0
     for start in range(0, len(text), 48):
       stop = min(start + 48, len(text))
       begin = max(stop - 48, 0)
       table = log_softmax(ids[begin:stop])
-      expected += sum(table[place - begin, ids[place + 1]] for place in range(start, stop))
+      expected += sum(
+        table[place - begin, ids[place + 1]] for place in range(start, stop)
+      )
     assert value == pytest.approx(expected, rel=1e-5)
 
 
@@ -107,12 +167,33 @@ def test_generation_stops_before_the_stop_string(model, log_softmax):
     ids.append(int(log_softmax(ids)[-1].argmax()))
   text = BYTES.decode(ids[6:])
   cut = text[5:7]
-  options = [{"until": [], "max_gen_toks": 12}, {"until": [cut, "never there"], "max_gen_toks": 12}, {"until": cut, "max_gen_toks": 3}]
+  options = [
+    {"until": [], "max_gen_toks": 12},
+    {"until": [cut, "never there"], "max_gen_toks": 12},
+    {"until": cut, "max_gen_toks": 3},
+  ]
   adapter = DiffjaxLM(model, batch_tokens=128)
-  found = adapter.generate_until([request("generate_until", "Hello", option) for option in options])
-  assert found == [text, text[: text.index(cut)], BYTES.decode(ids[6:9]).split(cut)[0]]
+  found = adapter.generate_until(
+    [request("generate_until", "Hello", option) for option in options]
+  )
+  assert found == [
+    text,
+    text[: text.index(cut)],
+    BYTES.decode(ids[6:9]).split(cut)[0],
+  ]
   drawn = adapter.generate_until(
-    [request("generate_until", "Hello", {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0})]
+    [
+      request(
+        "generate_until",
+        "Hello",
+        {
+          "until": [],
+          "max_gen_toks": 12,
+          "do_sample": True,
+          "temperature": 1.0,
+        },
+      )
+    ]
   )
   assert drawn != [text]
 

@@ -9,13 +9,24 @@ from diffjax.config import ModelConfig, UserError
 from diffjax.evals.methods import scoring
 from diffjax.model.decoder import Decoder, logits
 
-CONFIG = ModelConfig(vocab_size=50, num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=1, head_dim=8, ffn_dim=48, max_length=100)
+CONFIG = ModelConfig(
+  vocab_size=50,
+  num_layers=2,
+  embed_dim=32,
+  num_heads=2,
+  num_kv_heads=1,
+  head_dim=8,
+  ffn_dim=48,
+  max_length=100,
+)
 
 
 @pytest.fixture(scope="module")
 def model_and_params():
   model = Decoder(CONFIG)
-  params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+  params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))[
+    "params"
+  ]
   return model, jax.tree.map(lambda x: x * 3, params)  # far from uniform
 
 
@@ -23,7 +34,9 @@ def model_and_params():
 def direct(model_and_params):
   """The score from log-softmax of the logits of the whole unpadded sequence, computed in full length rows."""
   model, params = model_and_params
-  forward = jax.jit(lambda tokens: logits(params, model.apply({"params": params}, tokens)))
+  forward = jax.jit(
+    lambda tokens: logits(params, model.apply({"params": params}, tokens))
+  )
 
   def compute(context, continuation):
     ids = [*context, *continuation]
@@ -32,29 +45,50 @@ def direct(model_and_params):
     every = np.asarray(forward(padded)[0], np.float64)
     places = range(len(context) - 1, len(ids) - 1)
     log_softmax = every - np.log(np.exp(every).sum(-1, keepdims=True))
-    return sum(log_softmax[place, ids[place + 1]] for place in places), all(every[place].argmax() == ids[place + 1] for place in places)
+    return sum(log_softmax[place, ids[place + 1]] for place in places), all(
+      every[place].argmax() == ids[place + 1] for place in places
+    )
 
   return compute
 
 
-def test_scores_equal_a_direct_computation(model_and_params, direct, monkeypatch):
-  monkeypatch.setattr(scoring, "_CHUNK_LOGITS", 50 * 3 * 7)  # chunks of a few tokens, the last one padded
+def test_scores_equal_a_direct_computation(
+  model_and_params, direct, monkeypatch
+):
+  monkeypatch.setattr(
+    scoring, "_CHUNK_LOGITS", 50 * 3 * 7
+  )  # chunks of a few tokens, the last one padded
   rng = np.random.default_rng(0)
-  pairs = [(rng.integers(50, size=a).tolist(), rng.integers(50, size=b).tolist()) for a, b in rng.integers(1, 50, (9, 2))]
+  pairs = [
+    (rng.integers(50, size=a).tolist(), rng.integers(50, size=b).tolist())
+    for a, b in rng.integers(1, 50, (9, 2))
+  ]
   pairs += [([3], [4]), ([3] * 100, [4]), ([3], [4] * 100), ([1, 2], [3, 4])]
   # A greedy continuation, so that is_greedy is not always False; and one that is wrong only at its end
   model, params = model_and_params
-  forward = jax.jit(lambda tokens: logits(params, model.apply({"params": params}, tokens)))
+  forward = jax.jit(
+    lambda tokens: logits(params, model.apply({"params": params}, tokens))
+  )
   greedy = [5]
   for _ in range(6):
     padded = np.zeros((1, 16), np.int32)
     padded[0, : len(greedy)] = greedy
     greedy.append(int(forward(padded)[0, len(greedy) - 1].argmax()))
-  pairs += [(greedy[:2], greedy[2:]), (greedy[:2], [*greedy[2:-1], (greedy[-1] + 1) % 50])]
+  pairs += [
+    (greedy[:2], greedy[2:]),
+    (greedy[:2], [*greedy[2:-1], (greedy[-1] + 1) % 50]),
+  ]
   scores = scoring.score(model, params, pairs, batch_tokens=3 * 64)
   expected = [direct(*pair) for pair in pairs]
-  np.testing.assert_allclose([score.log_probability for score in scores], [value for value, _ in expected], rtol=1e-5, atol=1e-5)
-  assert [score.is_greedy for score in scores] == [greedy for _, greedy in expected]
+  np.testing.assert_allclose(
+    [score.log_probability for score in scores],
+    [value for value, _ in expected],
+    rtol=1e-5,
+    atol=1e-5,
+  )
+  assert [score.is_greedy for score in scores] == [
+    greedy for _, greedy in expected
+  ]
   assert scores[-2].is_greedy and not scores[-1].is_greedy
 
 
@@ -62,7 +96,12 @@ def test_a_bucket_compiles_once(model_and_params):
   model, params = model_and_params
   before = scoring._score_rows._cache_size()
   for count in (1, 2, 5, 9):
-    scoring.score(model, params, [([1] * length, [2] * 3) for length in range(40, 40 + count)], batch_tokens=256)
+    scoring.score(
+      model,
+      params,
+      [([1] * length, [2] * 3) for length in range(40, 40 + count)],
+      batch_tokens=256,
+    )
   assert scoring._score_rows._cache_size() <= before + 1
 
 
@@ -75,7 +114,10 @@ def test_uniform_model(model_and_params):
 
 def test_bad_pairs(model_and_params):
   model, params = model_and_params
-  with pytest.raises(UserError, match="a continuation of 2 tokens after 100 does not fit the model, whose config.model.max_length is 100"):
+  with pytest.raises(
+    UserError,
+    match="a continuation of 2 tokens after 100 does not fit the model, whose config.model.max_length is 100",
+  ):
     scoring.score(model, params, [([1] * 100, [2, 3])])
   for pair in ([], [1]), ([1], []):
     with pytest.raises(ValueError, match="neither may be empty"):

@@ -19,13 +19,20 @@ OPTIONS.add_argument("--screenshot")
 OPTIONS = OPTIONS.parse_args()
 
 os.environ |= {
-  "QT_QPA_PLATFORM": "offscreen", "QTWEBENGINE_DISABLE_SANDBOX": "1", "QT_SCALE_FACTOR": "2" if OPTIONS.screenshot else "1",
+  "QT_QPA_PLATFORM": "offscreen",
+  "QTWEBENGINE_DISABLE_SANDBOX": "1",
+  "QT_SCALE_FACTOR": "2" if OPTIONS.screenshot else "1",
   "QTWEBENGINE_CHROMIUM_FLAGS": f"--disable-gpu --blink-settings=preferredColorScheme={0 if OPTIONS.dark else 1}",
-}  # fmt: skip
+}
 
 from PIL import Image  # noqa: E402
 from PySide6.QtCore import QTimer, QUrl  # noqa: E402
-from PySide6.QtWebEngineCore import QWebEnginePage, QWebEngineProfile, QWebEngineSettings, QWebEngineUrlRequestInterceptor  # noqa: E402
+from PySide6.QtWebEngineCore import (  # noqa: E402
+  QWebEnginePage,
+  QWebEngineProfile,
+  QWebEngineSettings,
+  QWebEngineUrlRequestInterceptor,
+)
 from PySide6.QtWebEngineWidgets import QWebEngineView  # noqa: E402
 from PySide6.QtWidgets import QApplication  # noqa: E402
 
@@ -92,24 +99,41 @@ def main():
   profile.setUrlRequestInterceptor(interceptor)
   page, view = Page(profile), QWebEngineView()
   # Else Chromium would itself keep a local page from asking, and nothing be seen of it.
-  page.settings().setAttribute(QWebEngineSettings.WebAttribute.LocalContentCanAccessRemoteUrls, True)
-  page.settings().setAttribute(QWebEngineSettings.WebAttribute.ShowScrollBars, not OPTIONS.screenshot)
+  page.settings().setAttribute(
+    QWebEngineSettings.WebAttribute.LocalContentCanAccessRemoteUrls, True
+  )
+  page.settings().setAttribute(
+    QWebEngineSettings.WebAttribute.ShowScrollBars, not OPTIONS.screenshot
+  )
   view.setPage(page)
   view.resize(OPTIONS.width, OPTIONS.height)
   view.show()
 
   def found(answer):
-    QTimer.singleShot(500, lambda: page.runJavaScript(f"JSON.stringify({IMAGES})", lambda images: done(answer, images)))
+    QTimer.singleShot(
+      500,
+      lambda: page.runJavaScript(
+        f"JSON.stringify({IMAGES})", lambda images: done(answer, images)
+      ),
+    )
 
   def done(answer, images):
-    changed = {"requests": interceptor.requests, "said": page.said, "changed_images": json.loads(images)}
+    changed = {
+      "requests": interceptor.requests,
+      "said": page.said,
+      "changed_images": json.loads(images),
+    }
     print(json.dumps({**changed, **json.loads(answer or "{}")}))
     if OPTIONS.screenshot:
       view.grab().save(OPTIONS.screenshot)
-      Image.open(OPTIONS.screenshot).convert("RGB").quantize(256).save(OPTIONS.screenshot, optimize=True)  # a palette: a fifth of the size
+      Image.open(OPTIONS.screenshot).convert("RGB").quantize(256).save(
+        OPTIONS.screenshot, optimize=True
+      )  # a palette: a fifth of the size
     app.exit(0)
 
-  page.loadFinished.connect(lambda ok: QTimer.singleShot(500, lambda: page.runJavaScript(LOOK, found)))
+  page.loadFinished.connect(
+    lambda ok: QTimer.singleShot(500, lambda: page.runJavaScript(LOOK, found))
+  )
   QTimer.singleShot(60_000, lambda: app.exit(3))
   page.load(own)
   status = app.exec()

@@ -29,7 +29,10 @@ NUM_SHARDS = 3
 COMMON = {
   "architectures": ["MotifForCausalLM"],
   "attention_dropout": 0.0,
-  "auto_map": {"AutoConfig": "configuration_motif.MotifConfig", "AutoModelForCausalLM": "modeling_motif.MotifForCausalLM"},
+  "auto_map": {
+    "AutoConfig": "configuration_motif.MotifConfig",
+    "AutoModelForCausalLM": "modeling_motif.MotifForCausalLM",
+  },
   "bos_token_id": 1,
   "eos_token_id": 0,
   "hidden_act": "poly_norm",
@@ -88,13 +91,31 @@ GROUPED_GQA = GROUPED | {
   "rms_norm_eps": 1e-3,
   "rope_theta": 100.0,
 }
-GOLDEN = {"motif_tiny": VANILLA, "motif_2_tiny": GROUPED, "motif_2_tiny_gqa": GROUPED_GQA}
+GOLDEN = {
+  "motif_tiny": VANILLA,
+  "motif_2_tiny": GROUPED,
+  "motif_2_tiny_gqa": GROUPED_GQA,
+}
 # For the comparison alone: shared keys and values without groups, a single group, the heads of the real models, biases.
 OTHERS = {
-  "vanilla_gqa": VANILLA | {"num_attention_heads": 12, "num_key_value_heads": 4},
-  "one_group": GROUPED | {"num_attention_heads": 5, "num_noise_heads": 1, "num_key_value_heads": 2},
-  "heads_of_2.6B": VANILLA | {"hidden_size": 128, "num_attention_heads": 16, "num_key_value_heads": 16, "num_hidden_layers": 1},
-  "heads_of_12.7B": GROUPED | {"num_attention_heads": 40, "num_noise_heads": 8, "num_key_value_heads": 16, "num_hidden_layers": 1},
+  "vanilla_gqa": VANILLA
+  | {"num_attention_heads": 12, "num_key_value_heads": 4},
+  "one_group": GROUPED
+  | {"num_attention_heads": 5, "num_noise_heads": 1, "num_key_value_heads": 2},
+  "heads_of_2.6B": VANILLA
+  | {
+    "hidden_size": 128,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_hidden_layers": 1,
+  },
+  "heads_of_12.7B": GROUPED
+  | {
+    "num_attention_heads": 40,
+    "num_noise_heads": 8,
+    "num_key_value_heads": 16,
+    "num_hidden_layers": 1,
+  },
   "biases": GROUPED_GQA | {"use_bias": True},
 }
 
@@ -103,12 +124,21 @@ def sizes(config):
   """Query heads, groups (each with one noise head), pairs of keys and values, head size."""
   num_heads = config["num_attention_heads"]
   dim = config.get("head_dim") or config["hidden_size"] // num_heads
-  return num_heads, config.get("num_noise_heads", num_heads // 2), config["num_key_value_heads"] // 2, dim
+  return (
+    num_heads,
+    config.get("num_noise_heads", num_heads // 2),
+    config["num_key_value_heads"] // 2,
+    dim,
+  )
 
 
 def shapes(config):
   """Every tensor of the checkpoint, [out, in]."""
-  embed, ffn, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+  embed, ffn, vocabulary = (
+    config["hidden_size"],
+    config["intermediate_size"],
+    config["vocab_size"],
+  )
   num_heads, num_groups, num_pairs, dim = sizes(config)
   linears = {
     "self_attn.q_proj": (num_heads * dim, embed),
@@ -122,14 +152,31 @@ def shapes(config):
   layer = {f"{name}.weight": shape for name, shape in linears.items()}
   if config["use_bias"]:
     layer |= {f"{name}.bias": shape[:1] for name, shape in linears.items()}
-  layer |= {f"self_attn.lambda_{name}": (dim,) for name in ("q1", "k1", "q2", "k2")}
-  layer |= {"self_attn.subln.weight": (2 * dim,), "mlp.act_fn.weight": (3,), "mlp.act_fn.bias": (1,)}
-  layer |= {"input_layernorm.weight": (embed,), "post_attention_layernorm.weight": (embed,)}
+  layer |= {
+    f"self_attn.lambda_{name}": (dim,) for name in ("q1", "k1", "q2", "k2")
+  }
+  layer |= {
+    "self_attn.subln.weight": (2 * dim,),
+    "mlp.act_fn.weight": (3,),
+    "mlp.act_fn.bias": (1,),
+  }
+  layer |= {
+    "input_layernorm.weight": (embed,),
+    "post_attention_layernorm.weight": (embed,),
+  }
   return {
     "model.embed_tokens.weight": (vocabulary, embed),
-    **{f"model.layers.{index}.{name}": shape for index in range(config["num_hidden_layers"]) for name, shape in layer.items()},
+    **{
+      f"model.layers.{index}.{name}": shape
+      for index in range(config["num_hidden_layers"])
+      for name, shape in layer.items()
+    },
     "model.norm.weight": (embed,),
-    **({} if config["tie_word_embeddings"] else {"lm_head.weight": (vocabulary, embed)}),
+    **(
+      {}
+      if config["tie_word_embeddings"]
+      else {"lm_head.weight": (vocabulary, embed)}
+    ),
   }
 
 
@@ -142,11 +189,19 @@ def make_tensors(config):
       value = 1 + 0.3 * noise
     elif "lambda" in name or "act_fn" in name or name.endswith(".bias"):
       value = 0.4 * noise
-    elif len(shape) == 2 and "embed_tokens" not in name and "lm_head" not in name:
-      value = (1.5 if "q_proj" in name or "k_proj" in name else 1.0) * noise / math.sqrt(shape[1])
+    elif (
+      len(shape) == 2 and "embed_tokens" not in name and "lm_head" not in name
+    ):
+      value = (
+        (1.5 if "q_proj" in name or "k_proj" in name else 1.0)
+        * noise
+        / math.sqrt(shape[1])
+      )
     else:
       value = 0.08 * noise
-    tensors[name] = torch.tensor(value).to(getattr(torch, config["torch_dtype"]))
+    tensors[name] = torch.tensor(value).to(
+      getattr(torch, config["torch_dtype"])
+    )
   return tensors
 
 
@@ -154,49 +209,100 @@ class Motif:
   """The model after vLLM's code: fused heads, four attention calls, one for each set of queries and half of the values."""
 
   def __init__(self, config, tensors):
-    self.config, self.tensors = config, {name: tensor.double() for name, tensor in tensors.items()}
+    self.config, self.tensors = (
+      config,
+      {name: tensor.double() for name, tensor in tensors.items()},
+    )
     self.num_heads, self.num_groups, self.num_pairs, self.dim = sizes(config)
 
   def linear(self, x, name):
-    return torch.nn.functional.linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
+    return torch.nn.functional.linear(
+      x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias")
+    )
 
   def norm(self, x, name, eps):
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * self.tensors[f"{name}.weight"]
+    return (
+      x
+      * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+      * self.tensors[f"{name}.weight"]
+    )
 
   def rope(self, x):
     """x [B, T, heads, D], rotated in halves ("neox style") before the heads are split."""
-    inverse = 1.0 / self.config["rope_theta"] ** (torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim)
-    angles = torch.arange(x.shape[1], dtype=torch.float64)[:, None, None] * inverse
+    inverse = 1.0 / self.config["rope_theta"] ** (
+      torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim
+    )
+    angles = (
+      torch.arange(x.shape[1], dtype=torch.float64)[:, None, None] * inverse
+    )
     first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1)
+    return torch.cat(
+      [
+        first * angles.cos() - second * angles.sin(),
+        second * angles.cos() + first * angles.sin(),
+      ],
+      dim=-1,
+    )
 
   def attend(self, q, k, v):
     """[B, T, heads, D] each; as in FlashAttention, a key head serves consecutive query heads."""
-    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2).transpose(1, 2) for x in (k, v))
-    return torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True).transpose(1, 2)
+    k, v = (
+      x.repeat_interleave(q.shape[2] // x.shape[2], dim=2).transpose(1, 2)
+      for x in (k, v)
+    )
+    return torch.nn.functional.scaled_dot_product_attention(
+      q.transpose(1, 2), k, v, is_causal=True
+    ).transpose(1, 2)
 
   def attention(self, x, layer):
     name, (batch, length, _) = f"model.layers.{layer}.self_attn", x.shape
-    split = lambda part: self.linear(x, f"{name}.{part}").unflatten(-1, (-1, self.dim))
+    split = lambda part: self.linear(x, f"{name}.{part}").unflatten(
+      -1, (-1, self.dim)
+    )
     q = self.rope(split("q_proj")).unflatten(2, (self.num_groups, -1))
     q1, q2 = q[:, :, :, :-1].flatten(2, 3), q[:, :, :, -1]
-    k1, k2 = self.rope(split("k_proj")).unflatten(2, (self.num_pairs, 2)).unbind(3)
+    k1, k2 = (
+      self.rope(split("k_proj")).unflatten(2, (self.num_pairs, 2)).unbind(3)
+    )
     v1, v2 = split("v_proj").unflatten(2, (self.num_pairs, 2)).unbind(3)
-    first = torch.cat([self.attend(q1, k1, v1), self.attend(q1, k1, v2)], dim=-1)
-    second = torch.cat([self.attend(q2, k2, v1), self.attend(q2, k2, v2)], dim=-1)
+    first = torch.cat(
+      [self.attend(q1, k1, v1), self.attend(q1, k1, v2)], dim=-1
+    )
+    second = torch.cat(
+      [self.attend(q2, k2, v1), self.attend(q2, k2, v2)], dim=-1
+    )
     second = second.repeat_interleave(first.shape[2] // second.shape[2], dim=2)
-    lambda_init = 0.8 - 0.6 * math.exp(-0.3 * (layer - self.config.get("lambda_init_offset", 1)))
-    q1, k1, q2, k2 = (self.tensors[f"{name}.lambda_{part}"] for part in ("q1", "k1", "q2", "k2"))
-    lambda_full = torch.exp(torch.sum(q1 * k1)) - torch.exp(torch.sum(q2 * k2)) + lambda_init
-    out = self.norm(first - lambda_full * second, f"{name}.subln", self.config["attn_rms_norm_eps"]) * (1 - lambda_init)
+    lambda_init = 0.8 - 0.6 * math.exp(
+      -0.3 * (layer - self.config.get("lambda_init_offset", 1))
+    )
+    q1, k1, q2, k2 = (
+      self.tensors[f"{name}.lambda_{part}"] for part in ("q1", "k1", "q2", "k2")
+    )
+    lambda_full = (
+      torch.exp(torch.sum(q1 * k1))
+      - torch.exp(torch.sum(q2 * k2))
+      + lambda_init
+    )
+    out = self.norm(
+      first - lambda_full * second,
+      f"{name}.subln",
+      self.config["attn_rms_norm_eps"],
+    ) * (1 - lambda_init)
     return self.linear(out.reshape(batch, length, -1), f"{name}.o_proj")
 
   def poly_norm(self, x, name):
     square = x.pow(2)
     cube = square * x
-    n = lambda z: z / torch.sqrt(z.pow(2).sum(-1, keepdim=True) / z.shape[-1] + 1e-6)
+    n = lambda z: (
+      z / torch.sqrt(z.pow(2).sum(-1, keepdim=True) / z.shape[-1] + 1e-6)
+    )
     weight = self.tensors[f"{name}.weight"]
-    return weight[0] * n(cube) + weight[1] * n(square) + weight[2] * n(x) + self.tensors[f"{name}.bias"]
+    return (
+      weight[0] * n(cube)
+      + weight[1] * n(square)
+      + weight[2] * n(x)
+      + self.tensors[f"{name}.bias"]
+    )
 
   def __call__(self, ids):
     """Logits [B, T, N], and every self_attn's input and output [L, B, T, E]."""
@@ -208,20 +314,42 @@ class Motif:
       outputs.append(self.attention(inputs[-1], layer))
       x = x + outputs[-1]
       inner = self.norm(x, f"{name}.post_attention_layernorm", eps)
-      gate = self.poly_norm(self.linear(inner, f"{name}.mlp.gate_proj"), f"{name}.mlp.act_fn")
-      x = x + self.linear(gate * self.linear(inner, f"{name}.mlp.up_proj"), f"{name}.mlp.down_proj")
-    unembedding = "model.embed_tokens.weight" if self.config["tie_word_embeddings"] else "lm_head.weight"
-    return self.norm(x, "model.norm", eps) @ self.tensors[unembedding].T, torch.stack(inputs), torch.stack(outputs)
+      gate = self.poly_norm(
+        self.linear(inner, f"{name}.mlp.gate_proj"), f"{name}.mlp.act_fn"
+      )
+      x = x + self.linear(
+        gate * self.linear(inner, f"{name}.mlp.up_proj"),
+        f"{name}.mlp.down_proj",
+      )
+    unembedding = (
+      "model.embed_tokens.weight"
+      if self.config["tie_word_embeddings"]
+      else "lm_head.weight"
+    )
+    return (
+      self.norm(x, "model.norm", eps) @ self.tensors[unembedding].T,
+      torch.stack(inputs),
+      torch.stack(outputs),
+    )
 
 
 def compare(name, config, tensors, ids):
   """Runs both transcriptions; they must agree to rounding."""
   arrays = {tensor: value.double().numpy() for tensor, value in tensors.items()}
-  logits, inputs, outputs = (x.numpy() for x in Motif(config, tensors)(torch.tensor(ids)))
+  logits, inputs, outputs = (
+    x.numpy() for x in Motif(config, tensors)(torch.tensor(ids))
+  )
   other = np.stack([motif_reference.logits(config, arrays, row) for row in ids])
-  heads = np.stack([[motif_reference.attention(config, arrays, layer, x) for x in rows] for layer, rows in enumerate(inputs)])
+  heads = np.stack(
+    [
+      [motif_reference.attention(config, arrays, layer, x) for x in rows]
+      for layer, rows in enumerate(inputs)
+    ]
+  )
   difference = max(np.abs(logits - other).max(), np.abs(outputs - heads).max())
-  print(f"{name}: largest logit {np.abs(logits).max():.2f}, the two transcriptions differ by {difference:.1e}")
+  print(
+    f"{name}: largest logit {np.abs(logits).max():.2f}, the two transcriptions differ by {difference:.1e}"
+  )
   if not difference < 1e-11:
     raise SystemExit(f"{name}: the transcriptions disagree")
   return logits, inputs, outputs
@@ -251,16 +379,31 @@ def mistakes(config):
 
   def interleaved(tensors):
     """As if dimensions (2j, 2j + 1) rotated together."""
-    for name in [name for name in tensors if ".q_proj.weight" in name or ".k_proj.weight" in name]:
-      tensors[name] = tensors[name].unflatten(0, (-1, dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+    for name in [
+      name
+      for name in tensors
+      if ".q_proj.weight" in name or ".k_proj.weight" in name
+    ]:
+      tensors[name] = (
+        tensors[name]
+        .unflatten(0, (-1, dim // 2, 2))
+        .transpose(1, 2)
+        .flatten(0, 2)
+      )
 
   def lambda_2_as_1(tensors):
-    for name in [name for name in tensors if "lambda_q1" in name or "lambda_k1" in name]:
+    for name in [
+      name for name in tensors if "lambda_q1" in name or "lambda_k1" in name
+    ]:
       tensors[name[:-1] + "2"] = tensors[name]
 
   halves = lambda x: x.reshape(2, -1).T.reshape(-1)
-  noise_first = lambda x: np.roll(x.reshape(num_groups, -1), 1, axis=1).reshape(-1)
-  noise_last = lambda x: np.concatenate([x[:-num_groups].reshape(num_groups, -1), x[-num_groups:, None]], axis=1).reshape(-1)
+  noise_first = lambda x: np.roll(x.reshape(num_groups, -1), 1, axis=1).reshape(
+    -1
+  )
+  noise_last = lambda x: np.concatenate(
+    [x[:-num_groups].reshape(num_groups, -1), x[-num_groups:, None]], axis=1
+  ).reshape(-1)
   swapped = lambda x: x.reshape(-1, 2)[:, ::-1].reshape(-1)
   nothing = lambda tensors: None
   yield "noise head first in its group", rows("q_proj", noise_first), {}
@@ -269,37 +412,79 @@ def mistakes(config):
   yield "halves of values exchanged", rows("v_proj", swapped), {}
   if num_pairs > 1:
     yield "all k₁ before all k₂", rows("k_proj", halves), {}
-    yield "all first halves of values before all second ones", rows("v_proj", halves), {}
+    yield (
+      "all first halves of values before all second ones",
+      rows("v_proj", halves),
+      {},
+    )
     yield "columns of o_proj as (half, head)", rows("o_proj", halves, 1), {}
   yield "rotation of neighbours", interleaved, {}
   yield "λ's second exponential like the first", lambda_2_as_1, {}
-  yield "the schedule of λ_init without its offset", nothing, {"lambda_init_offset": 0}
+  yield (
+    "the schedule of λ_init without its offset",
+    nothing,
+    {"lambda_init_offset": 0},
+  )
   yield "no gain in the head norm", set_to("subln.weight", torch.ones_like), {}
-  yield "PolyNorm's coefficients from the lowest power", set_to("act_fn.weight", lambda x: x.flip(0)), {}
+  yield (
+    "PolyNorm's coefficients from the lowest power",
+    set_to("act_fn.weight", lambda x: x.flip(0)),
+    {},
+  )
   yield "no bias in PolyNorm", set_to("act_fn.bias", torch.zeros_like), {}
   if config["attn_rms_norm_eps"] != config["rms_norm_eps"]:
-    yield "rms_norm_eps in the head norm", nothing, {"attn_rms_norm_eps": config["rms_norm_eps"]}
+    yield (
+      "rms_norm_eps in the head norm",
+      nothing,
+      {"attn_rms_norm_eps": config["rms_norm_eps"]},
+    )
   yield "θ of 10,000", nothing, {"rope_theta": 10000.0}
 
 
 def write(name, config, tensors, ids, logits, inputs, outputs):
   directory = HERE / name
   directory.mkdir(exist_ok=True)
-  (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+  (directory / "config.json").write_text(
+    json.dumps(config, indent=2, sort_keys=True) + "\n"
+  )
   if config["torch_dtype"] == "bfloat16":
-    safetensors.torch.save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    safetensors.torch.save_file(
+      tensors, directory / "model.safetensors", metadata={"format": "pt"}
+    )
   else:
     names = list(tensors)
     files = {
-      tensor: f"model-{index * NUM_SHARDS // len(names) + 1:05}-of-{NUM_SHARDS:05}.safetensors" for index, tensor in enumerate(names)
+      tensor: f"model-{index * NUM_SHARDS // len(names) + 1:05}-of-{NUM_SHARDS:05}.safetensors"
+      for index, tensor in enumerate(names)
     }
     for file in sorted(set(files.values())):
-      part = {tensor: tensors[tensor] for tensor in names if files[tensor] == file}
-      safetensors.torch.save_file(part, directory / file, metadata={"format": "pt"})
-    index = {"metadata": {"total_size": sum(x.numel() * x.element_size() for x in tensors.values())}, "weight_map": files}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-  single = {"logits": logits, "attention_input": inputs, "attention_output": outputs}
-  np.savez_compressed(directory / "golden_logits.npz", input_ids=ids, **{key: value.astype(np.float32) for key, value in single.items()})
+      part = {
+        tensor: tensors[tensor] for tensor in names if files[tensor] == file
+      }
+      safetensors.torch.save_file(
+        part, directory / file, metadata={"format": "pt"}
+      )
+    index = {
+      "metadata": {
+        "total_size": sum(
+          x.numel() * x.element_size() for x in tensors.values()
+        )
+      },
+      "weight_map": files,
+    }
+    (directory / "model.safetensors.index.json").write_text(
+      json.dumps(index, indent=2, sort_keys=True) + "\n"
+    )
+  single = {
+    "logits": logits,
+    "attention_input": inputs,
+    "attention_output": outputs,
+  }
+  np.savez_compressed(
+    directory / "golden_logits.npz",
+    input_ids=ids,
+    **{key: value.astype(np.float32) for key, value in single.items()},
+  )
 
 
 def main():
@@ -313,7 +498,9 @@ def main():
     for mistake, change, fields in mistakes(config):
       wrong = dict(tensors)
       change(wrong)
-      difference = np.abs(Motif(config | fields, wrong)(torch.tensor(ids))[0].numpy() - logits).max()
+      difference = np.abs(
+        Motif(config | fields, wrong)(torch.tensor(ids))[0].numpy() - logits
+      ).max()
       print(f"  {mistake}: {difference:.1e}")
       if not difference > 1e-3:
         raise SystemExit(f"{name}: the logits do not show the mistake")

@@ -30,7 +30,10 @@ HERE = pathlib.Path(__file__).parent
 CONFIG = {
   "architectures": ["Phi4FlashForCausalLM"],
   "attention_dropout": 0.0,
-  "auto_map": {"AutoConfig": "configuration_phi4flash.Phi4FlashConfig", "AutoModelForCausalLM": "modeling_phi4flash.Phi4FlashForCausalLM"},
+  "auto_map": {
+    "AutoConfig": "configuration_phi4flash.Phi4FlashConfig",
+    "AutoModelForCausalLM": "modeling_phi4flash.Phi4FlashForCausalLM",
+  },
   "bos_token_id": 1,
   "embd_pdrop": 0.0,
   "eos_token_id": 0,
@@ -61,7 +64,11 @@ CONFIG = {
   "use_cache": True,
   "vocab_size": 128,
 }
-LAYERS = [layer for layer in range(CONFIG["num_hidden_layers"]) if reference.kind(CONFIG, layer) in ("windowed", "full", "cross")]
+LAYERS = [
+  layer
+  for layer in range(CONFIG["num_hidden_layers"])
+  if reference.kind(CONFIG, layer) in ("windowed", "full", "cross")
+]
 
 
 def shapes():
@@ -70,14 +77,33 @@ def shapes():
   dim = embed // CONFIG["num_attention_heads"]
   found = {}
   for layer in LAYERS:
-    rows = embed + (0 if reference.kind(CONFIG, layer) == "cross" else 2 * CONFIG["num_key_value_heads"] * dim)
-    of_layer = {f"attn.inner_cross_attn.lambda_{name}": (dim,) for name in ("q1", "k1", "q2", "k2")}
+    rows = embed + (
+      0
+      if reference.kind(CONFIG, layer) == "cross"
+      else 2 * CONFIG["num_key_value_heads"] * dim
+    )
+    of_layer = {
+      f"attn.inner_cross_attn.lambda_{name}": (dim,)
+      for name in ("q1", "k1", "q2", "k2")
+    }
     of_layer |= {"attn.inner_cross_attn.subln.weight": (2 * dim,)}
     of_layer |= {"attn.Wqkv.weight": (rows, embed), "attn.Wqkv.bias": (rows,)}
-    of_layer |= {"attn.out_proj.weight": (embed, embed), "attn.out_proj.bias": (embed,)}
-    of_layer |= {f"{name}_layernorm.{part}": (embed,) for name in ("input", "post_attention") for part in ("weight", "bias")}
-    of_layer |= {"mlp.fc1.weight": (2 * ffn, embed), "mlp.fc2.weight": (embed, ffn)}
-    found |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+    of_layer |= {
+      "attn.out_proj.weight": (embed, embed),
+      "attn.out_proj.bias": (embed,),
+    }
+    of_layer |= {
+      f"{name}_layernorm.{part}": (embed,)
+      for name in ("input", "post_attention")
+      for part in ("weight", "bias")
+    }
+    of_layer |= {
+      "mlp.fc1.weight": (2 * ffn, embed),
+      "mlp.fc2.weight": (embed, ffn),
+    }
+    found |= {
+      f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()
+    }
   return found
 
 
@@ -103,14 +129,25 @@ def flash_attention(q, k, v, *, softmax_scale, causal, window_size, **_):
   distance = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
   visible = (distance <= before) & (distance >= (0 if causal else -after))
   scores = torch.einsum("bthd,bshd->bhts", q, k) * softmax_scale
-  return torch.einsum("bhts,bshd->bthd", torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1), v)
+  return torch.einsum(
+    "bhts,bshd->bthd",
+    torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1),
+    v,
+  )
 
 
 def authors_class(path):
   """FlashDiffAttention of the authors' file. Compiled without its asserts, which want half precision on a GPU."""
-  interface = types.SimpleNamespace(flash_attn_func=flash_attention, flash_attn_varlen_func=flash_attention)
-  sys.modules["flash_attn"] = types.SimpleNamespace(flash_attn_interface=interface)
-  torch.cuda.get_device_capability = lambda: (8, 0)  # which FlashAttention it imports
+  interface = types.SimpleNamespace(
+    flash_attn_func=flash_attention, flash_attn_varlen_func=flash_attention
+  )
+  sys.modules["flash_attn"] = types.SimpleNamespace(
+    flash_attn_interface=interface
+  )
+  torch.cuda.get_device_capability = lambda: (
+    8,
+    0,
+  )  # which FlashAttention it imports
   names = {}
   exec(compile(pathlib.Path(path).read_text(), path, "exec", optimize=1), names)
   return names["FlashDiffAttention"]
@@ -125,43 +162,81 @@ class PhiFlash:
     self.tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
   def linear(self, x, name):
-    return torch.nn.functional.linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
+    return torch.nn.functional.linear(
+      x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias")
+    )
 
   def norm(self, x, name):
-    weight, bias = (self.tensors[f"{name}.{part}"] for part in ("weight", "bias"))
-    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, self.config["layer_norm_eps"])
+    weight, bias = (
+      self.tensors[f"{name}.{part}"] for part in ("weight", "bias")
+    )
+    return torch.nn.functional.layer_norm(
+      x, x.shape[-1:], weight, bias, self.config["layer_norm_eps"]
+    )
 
   def attention(self, x, layer, shared):
     name, config = f"model.layers.{layer}.attn", self.config
-    num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    dim, kind = config["hidden_size"] // num_heads, reference.kind(config, layer)
+    num_heads, num_kv_heads = (
+      config["num_attention_heads"],
+      config["num_key_value_heads"],
+    )
+    dim, kind = (
+      config["hidden_size"] // num_heads,
+      reference.kind(config, layer),
+    )
     qkv = self.linear(x, f"{name}.Wqkv")
     if kind == "cross":
       q, (k, v) = qkv, shared
     else:
-      q, *shared = qkv.split([num_heads * dim, num_kv_heads * dim, num_kv_heads * dim], dim=-1)
+      q, *shared = qkv.split(
+        [num_heads * dim, num_kv_heads * dim, num_kv_heads * dim], dim=-1
+      )
       k, v = shared
-    window = (config["sliding_window"] - 1, 0) if kind == "windowed" else (-1, -1)
-    inner = self.authors(dim, self.depth(layer), causal=True, softmax_scale=dim**-0.5, window_size=window).to(self.dtype)
+    window = (
+      (config["sliding_window"] - 1, 0) if kind == "windowed" else (-1, -1)
+    )
+    inner = self.authors(
+      dim,
+      self.depth(layer),
+      causal=True,
+      softmax_scale=dim**-0.5,
+      window_size=window,
+    ).to(self.dtype)
     prefix = f"{name}.inner_cross_attn."
-    inner.load_state_dict({key.removeprefix(prefix): tensor for key, tensor in self.tensors.items() if key.startswith(prefix)})
+    inner.load_state_dict(
+      {
+        key.removeprefix(prefix): tensor
+        for key, tensor in self.tensors.items()
+        if key.startswith(prefix)
+      }
+    )
     out = inner(*(x.unflatten(-1, (-1, dim)) for x in (q, k, v)))
     return self.linear(out.flatten(-2), f"{name}.out_proj"), shared
 
   def block(self, x, layer, shared):
     """The output of a layer, that of its attention, and its keys and values."""
     name = f"model.layers.{layer}"
-    attended, shared = self.attention(self.norm(x, f"{name}.input_layernorm"), layer, shared)
+    attended, shared = self.attention(
+      self.norm(x, f"{name}.input_layernorm"), layer, shared
+    )
     x = x + attended
-    gate, y = self.linear(self.norm(x, f"{name}.post_attention_layernorm"), f"{name}.mlp.fc1").chunk(2, dim=-1)
-    return x + self.linear(y * torch.nn.functional.silu(gate), f"{name}.mlp.fc2"), attended, shared
+    gate, y = self.linear(
+      self.norm(x, f"{name}.post_attention_layernorm"), f"{name}.mlp.fc1"
+    ).chunk(2, dim=-1)
+    return (
+      x + self.linear(y * torch.nn.functional.silu(gate), f"{name}.mlp.fc2"),
+      attended,
+      shared,
+    )
 
   def __call__(self, inputs):
     """The outputs of all layers with attention [layers, B, T, E], and those of their attention; each layer has an input of its own."""
     found, shared = [], None
     with torch.no_grad():
       for layer, x in zip(LAYERS, inputs, strict=True):
-        out, attended, shared = self.block(torch.tensor(x).to(self.dtype), layer, shared)
+        out, attended, shared = self.block(
+          torch.tensor(x).to(self.dtype), layer, shared
+        )
         found.append((out.double().numpy(), attended.double().numpy()))
     return tuple(np.stack(each) for each in zip(*found, strict=True))
 
@@ -178,72 +253,192 @@ def mistakes(tensors):
       if f".{part}." not in name or tensor.ndim <= axis:
         return tensor
       index = np.arange(tensor.shape[axis]).reshape(-1, dim)
-      return tensor.index_select(axis, torch.tensor(index[order(len(index))].reshape(-1)))
+      return tensor.index_select(
+        axis, torch.tensor(index[order(len(index))].reshape(-1))
+      )
 
     return {name: change(name, tensor) for name, tensor in tensors.items()}
 
   def part_of(start, stop, order):
     """An order of the heads from `start` to `stop` alone; cross layers have no heads of keys and values."""
     return lambda count: np.concatenate(
-      [np.arange(count)[:start], start + order(np.arange(min(stop, count) - start)), np.arange(count)[stop:]]
+      [
+        np.arange(count)[:start],
+        start + order(np.arange(min(stop, count) - start)),
+        np.arange(count)[stop:],
+      ]
     )
 
   def set_to(suffix, function):
-    return {name: function(tensor) if name.endswith(suffix) else tensor for name, tensor in tensors.items()}
+    return {
+      name: function(tensor) if name.endswith(suffix) else tensor
+      for name, tensor in tensors.items()
+    }
 
   swapped = lambda x: x.reshape(-1, 2)[:, ::-1].reshape(-1)
   halves = lambda x: x.reshape(2, -1).T.reshape(-1)
   grouped = lambda count: (
     np.arange(count)
     if count == q
-    else np.concatenate([[*range(i * q // kv, (i + 1) * q // kv), q + i, q + kv + i] for i in range(kv)]).argsort()
+    else np.concatenate(
+      [
+        [*range(i * q // kv, (i + 1) * q // kv), q + i, q + kv + i]
+        for i in range(kv)
+      ]
+    ).argsort()
   )
-  yield "maps exchanged in the queries", rows("Wqkv", part_of(0, q, swapped)), {}, {}
-  yield "all first maps of queries before all second ones", rows("Wqkv", part_of(0, q, halves)), {}, {}
-  yield "maps exchanged in the keys", rows("Wqkv", part_of(q, q + kv, swapped)), {}, {}
-  yield "all first maps of keys before all second ones", rows("Wqkv", part_of(q, q + kv, halves)), {}, {}
-  yield "halves of values exchanged", rows("Wqkv", part_of(q + kv, q + 2 * kv, swapped)), {}, {}
-  yield "all first halves of values before all second ones", rows("Wqkv", part_of(q + kv, q + 2 * kv, halves)), {}, {}
-  yield "Wqkv in groups of query heads, a key and a value", rows("Wqkv", grouped), {}, {}
-  yield "columns of out_proj as (half, head)", rows("out_proj", lambda count: halves(np.arange(count)), 1), {}, {}
-  yield "no bias of queries, keys and values", set_to("Wqkv.bias", torch.zeros_like), {}, {}
-  yield "no bias of the output", set_to("out_proj.bias", torch.zeros_like), {}, {}
+  yield (
+    "maps exchanged in the queries",
+    rows("Wqkv", part_of(0, q, swapped)),
+    {},
+    {},
+  )
+  yield (
+    "all first maps of queries before all second ones",
+    rows("Wqkv", part_of(0, q, halves)),
+    {},
+    {},
+  )
+  yield (
+    "maps exchanged in the keys",
+    rows("Wqkv", part_of(q, q + kv, swapped)),
+    {},
+    {},
+  )
+  yield (
+    "all first maps of keys before all second ones",
+    rows("Wqkv", part_of(q, q + kv, halves)),
+    {},
+    {},
+  )
+  yield (
+    "halves of values exchanged",
+    rows("Wqkv", part_of(q + kv, q + 2 * kv, swapped)),
+    {},
+    {},
+  )
+  yield (
+    "all first halves of values before all second ones",
+    rows("Wqkv", part_of(q + kv, q + 2 * kv, halves)),
+    {},
+    {},
+  )
+  yield (
+    "Wqkv in groups of query heads, a key and a value",
+    rows("Wqkv", grouped),
+    {},
+    {},
+  )
+  yield (
+    "columns of out_proj as (half, head)",
+    rows("out_proj", lambda count: halves(np.arange(count)), 1),
+    {},
+    {},
+  )
+  yield (
+    "no bias of queries, keys and values",
+    set_to("Wqkv.bias", torch.zeros_like),
+    {},
+    {},
+  )
+  yield (
+    "no bias of the output",
+    set_to("out_proj.bias", torch.zeros_like),
+    {},
+    {},
+  )
   yield "no bias of the norms", set_to("norm.bias", torch.zeros_like), {}, {}
-  yield "no gain in the head norm", set_to("subln.weight", torch.ones_like), {}, {}
-  yield "halves of fc1 exchanged", set_to("fc1.weight", lambda x: x.roll(len(x) // 2, 0)), {}, {}
+  yield (
+    "no gain in the head norm",
+    set_to("subln.weight", torch.ones_like),
+    {},
+    {},
+  )
+  yield (
+    "halves of fc1 exchanged",
+    set_to("fc1.weight", lambda x: x.roll(len(x) // 2, 0)),
+    {},
+    {},
+  )
   yield "λ's vectors at 0", set_to("lambda_q1", torch.zeros_like), {}, {}
-  yield "a window of one key less", tensors, {"sliding_window": CONFIG["sliding_window"] - 1}, {}
-  yield "a window of one key more", tensors, {"sliding_window": CONFIG["sliding_window"] + 1}, {}
-  yield "λ_init of the layer before", tensors, {}, {"depth": lambda layer: layer - 1}
-  yield "λ_init counted in layers with attention", tensors, {}, {"depth": LAYERS.index}
+  yield (
+    "a window of one key less",
+    tensors,
+    {"sliding_window": CONFIG["sliding_window"] - 1},
+    {},
+  )
+  yield (
+    "a window of one key more",
+    tensors,
+    {"sliding_window": CONFIG["sliding_window"] + 1},
+    {},
+  )
+  yield (
+    "λ_init of the layer before",
+    tensors,
+    {},
+    {"depth": lambda layer: layer - 1},
+  )
+  yield (
+    "λ_init counted in layers with attention",
+    tensors,
+    {},
+    {"depth": LAYERS.index},
+  )
 
 
 def main(path):
   authors, tensors = authors_class(path), make_tensors()
-  inputs = np.random.default_rng(0).normal(size=(len(LAYERS), 2, 11, CONFIG["hidden_size"])).astype(np.float32)
+  inputs = (
+    np.random.default_rng(0)
+    .normal(size=(len(LAYERS), 2, 11, CONFIG["hidden_size"]))
+    .astype(np.float32)
+  )
   outputs, attended = PhiFlash(authors, CONFIG, tensors)(inputs)
   arrays = {name: tensor.double().numpy() for name, tensor in tensors.items()}
   for row in range(inputs.shape[1]):
     shared = None
     for index, layer in enumerate(LAYERS):
-      block, attention, shared = reference.block(CONFIG, arrays, layer, inputs[index, row].astype(np.float64), shared)
-      difference = max(np.abs(block - outputs[index, row]).max(), np.abs(attention - attended[index, row]).max())
-      print(f"layer {layer}, {reference.kind(CONFIG, layer)}, row {row}: the two differ by {difference:.1e}")
+      block, attention, shared = reference.block(
+        CONFIG, arrays, layer, inputs[index, row].astype(np.float64), shared
+      )
+      difference = max(
+        np.abs(block - outputs[index, row]).max(),
+        np.abs(attention - attended[index, row]).max(),
+      )
+      print(
+        f"layer {layer}, {reference.kind(CONFIG, layer)}, row {row}: the two differ by {difference:.1e}"
+      )
       if not difference < 1e-6:  # the authors round λ to float32
         raise SystemExit("they disagree")
-  rounded = np.abs(PhiFlash(authors, CONFIG, tensors, torch.float32)(inputs)[0] - outputs).max()
-  print(f"largest output {np.abs(outputs).max():.2f}; in float32 they are off by {rounded:.1e}")
+  rounded = np.abs(
+    PhiFlash(authors, CONFIG, tensors, torch.float32)(inputs)[0] - outputs
+  ).max()
+  print(
+    f"largest output {np.abs(outputs).max():.2f}; in float32 they are off by {rounded:.1e}"
+  )
   for mistake, wrong, fields, others in mistakes(tensors):
-    difference = np.abs(PhiFlash(authors, CONFIG | fields, wrong, **others)(inputs)[0] - outputs).max(axis=(1, 2, 3))
+    difference = np.abs(
+      PhiFlash(authors, CONFIG | fields, wrong, **others)(inputs)[0] - outputs
+    ).max(axis=(1, 2, 3))
     print(f"  {mistake}: {', '.join(f'{value:.1e}' for value in difference)}")
     if not difference.max() > 1e-2:
       raise SystemExit("the outputs do not show the mistake")
   directory = HERE / "phi_flash_tiny"
   directory.mkdir(exist_ok=True)
-  (directory / "config.json").write_text(json.dumps(CONFIG, indent=2, sort_keys=True) + "\n")
-  safetensors.torch.save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-  single = {"output": outputs.astype(np.float32), "attention": attended.astype(np.float32)}
-  np.savez_compressed(directory / "golden.npz", layers=LAYERS, input=inputs, **single)
+  (directory / "config.json").write_text(
+    json.dumps(CONFIG, indent=2, sort_keys=True) + "\n"
+  )
+  safetensors.torch.save_file(
+    tensors, directory / "model.safetensors", metadata={"format": "pt"}
+  )
+  single = {
+    "output": outputs.astype(np.float32),
+    "attention": attended.astype(np.float32),
+  }
+  np.savez_compressed(
+    directory / "golden.npz", layers=LAYERS, input=inputs, **single
+  )
 
 
 if __name__ == "__main__":

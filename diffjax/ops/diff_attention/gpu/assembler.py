@@ -8,13 +8,18 @@ import re
 import shutil
 import subprocess
 
-SAFE = (13, 3)  # before it, a product with an operand in registers, as all of these kernels have, can come out wrong in silence
+SAFE = (
+  13,
+  3,
+)  # before it, a product with an operand in registers, as all of these kernels have, can come out wrong in silence
 
 
 def version(path: str | pathlib.Path) -> tuple[int, ...]:
   """A ptxas's version, as (13, 5, 37); () if it does not run."""
   try:
-    said = subprocess.run([str(path), "--version"], capture_output=True, text=True, timeout=60).stdout
+    said = subprocess.run(
+      [str(path), "--version"], capture_output=True, text=True, timeout=60
+    ).stdout
   except (OSError, subprocess.TimeoutExpired):
     return ()
   found = re.search(r"\bV(\d+(?:\.\d+)*)", said)

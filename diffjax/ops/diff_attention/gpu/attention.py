@@ -31,14 +31,21 @@ from diffjax.ops.diff_attention.gpu.blocks import CONSUMERS
 from diffjax.ops.diff_attention.gpu.chip import BLOCK, HIDDEN, plgpu
 from diffjax.ops.diff_attention.mask import Mask
 from diffjax.ops.diff_attention.tiles import pad, round_up
-from diffjax.ops.diff_attention.vjp import Arrays, Implementation, Options, Saved
+from diffjax.ops.diff_attention.vjp import (
+  Arrays,
+  Implementation,
+  Options,
+  Saved,
+)
 
 
 def _prepare(arrays: Arrays, mask: Mask) -> Any:
   """The interpreter to run in, if any; refuses other devices and older JAX, and dtypes and widths that are not taken."""
   q, _, v, *_ = arrays
   if problem := chip.refusal():
-    raise ValueError(f"implementation = 'pallas_gpu' {problem}; use implementation='chunked' or 'auto'")
+    raise ValueError(
+      f"implementation = 'pallas_gpu' {problem}; use implementation='chunked' or 'auto'"
+    )
   if not chip.takes(q, v):
     raise ValueError(
       f"q ({q.dtype}, D = {q.shape[-1]}) and v (V = {v.shape[-1]}) are not taken by implementation 'pallas_gpu', which takes bfloat16 and "
@@ -60,9 +67,15 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
   bounds = blocks.bounds(mask, offset, q_ids, kv_ids, shared=CONSUMERS)
   out_like = ((B, rows, H, V), q.dtype)
   out, out2, lse = _kernel(
-    functools.partial(kernels.forward, mask, factor, passes, stages), options.chosen, f"diff_attention_forward_{form(G, M)}",
+    functools.partial(kernels.forward, mask, factor, passes, stages),
+    options.chosen,
+    f"diff_attention_forward_{form(G, M)}",
     grid=(H, rows // (CONSUMERS * BLOCK), B),
-    outputs=(out_like, out_like if G == 2 and save else None, ((B, H, G, rows), jnp.float32) if save else None),
+    outputs=(
+      out_like,
+      out_like if G == 2 and save else None,
+      ((B, H, G, rows), jnp.float32) if save else None,
+    ),
     scratch=dict(
       q_smem=chip.tiled((CONSUMERS, G, BLOCK, D), q.dtype),
       k_smem=chip.tiled((stages, loaded, BLOCK, D), q.dtype),
@@ -72,39 +85,57 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
       **_barriers(loaded, stages, "k"),
       **_barriers(1, stages, "v"),
     ),
-  )(*operands, offset, bounds)  # fmt: skip
+  )(*operands, offset, bounds)
   trim = lambda x: None if x is None else x[:, :T, :, :width]
   return Saved(trim(out), trim(out2), None if lse is None else lse[..., :T])
 
 
-def _backward(arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out):
+def _backward(
+  arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out
+):
   """Gradients of q, k, v and λ (None without λ); paper §1."""
   (q, k, v, lam, q_ids, kv_ids, offset), (out, out2, lse) = arrays, saved
   (B, T, H, G, D_in), (S, K, M), V_in = q.shape, k.shape[1:4], v.shape[-1]
-  row_sums = lambda x: jnp.sum(d_out.astype(jnp.float32) * x.astype(jnp.float32), axis=-1)
+  row_sums = lambda x: jnp.sum(
+    d_out.astype(jnp.float32) * x.astype(jnp.float32), axis=-1
+  )
   # Without the barrier XLA sums inside the concatenation below, a thread a row: seven times as long as reading the arrays takes.
-  sums = jax.lax.optimization_barrier([row_sums(x) for x in (out, out2) if x is not None])
+  sums = jax.lax.optimization_barrier(
+    [row_sums(x) for x in (out, out2) if x is not None]
+  )
   delta, *of_noise = (jnp.swapaxes(x, 1, 2)[:, :, None] for x in sums)
   columns, d_lam = [lse, delta], None
   if lam is not None:
     turned, (delta2,) = jnp.swapaxes(lam, 1, 2)[:, :, None], of_noise
     columns = [lse, delta + turned * delta2, delta2, turned]
     d_lam = -sums[1]
-  factor, (q, k, v, _, q_ids, kv_ids) = _operands(options.scale, q, k, v, None, q_ids, kv_ids)
+  factor, (q, k, v, _, q_ids, kv_ids) = _operands(
+    options.scale, q, k, v, None, q_ids, kv_ids
+  )
   (_, rows, _, D), keys, V = q.shape, k.shape[1], v.shape[3]
   # Log-sum-exps, deltas and λ of each query; the weights of queries that are padding are zero.
-  vectors = jnp.concatenate([pad(x, 3, rows, -HIDDEN if x is lse else 0) for x in columns], axis=2)
+  vectors = jnp.concatenate(
+    [pad(x, 3, rows, -HIDDEN if x is lse else 0) for x in columns], axis=2
+  )
   d_out = pad(pad(d_out, 1, rows), 3, V)
   operands = q, k, v, d_out, vectors, q_ids, kv_ids, offset
   ids = q_ids, kv_ids
 
-  fixed, k_slot, v_slot = 2 * CONSUMERS * BLOCK * (G * D + V), 2 * BLOCK * M * D, 2 * BLOCK * V
+  fixed, k_slot, v_slot = (
+    2 * CONSUMERS * BLOCK * (G * D + V),
+    2 * BLOCK * M * D,
+    2 * BLOCK * V,
+  )
   v_stages = chip.stages(fixed, k_slot + v_slot, least=1)
   k_stages = chip.stages(fixed + v_stages * v_slot, k_slot)
   (d_q,) = _kernel(
-    functools.partial(kernels.d_q, mask, factor, options.scale, k_stages, v_stages),
-    options.chosen, f"diff_attention_d_q_{form(G, M)}",
-    grid=(H, rows // (CONSUMERS * BLOCK), B), outputs=((q.shape, q.dtype),),
+    functools.partial(
+      kernels.d_q, mask, factor, options.scale, k_stages, v_stages
+    ),
+    options.chosen,
+    f"diff_attention_d_q_{form(G, M)}",
+    grid=(H, rows // (CONSUMERS * BLOCK), B),
+    outputs=((q.shape, q.dtype),),
     scratch=dict(
       q_smem=chip.tiled((CONSUMERS, G, BLOCK, D), q.dtype),
       d_out_smem=chip.tiled((CONSUMERS, BLOCK, V), q.dtype),
@@ -114,13 +145,19 @@ def _backward(arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out)
       **_barriers(M, k_stages, "k"),
       **_barriers(1, v_stages, "v"),
     ),
-  )(*operands, blocks.bounds(mask, offset, *ids, shared=CONSUMERS))  # fmt: skip
+  )(*operands, blocks.bounds(mask, offset, *ids, shared=CONSUMERS))
 
-  fixed, slot = 2 * BLOCK * (M * D + V) + 2 * G * BLOCK * BLOCK, 2 * BLOCK * (G * D + V) + 4 * vectors.shape[2] * BLOCK
+  fixed, slot = (
+    2 * BLOCK * (M * D + V) + 2 * G * BLOCK * BLOCK,
+    2 * BLOCK * (G * D + V) + 4 * vectors.shape[2] * BLOCK,
+  )
   stages = chip.stages(fixed, slot)
   d_k, d_v = _kernel(
-    functools.partial(kernels.d_kv, mask, factor, stages), options.chosen, f"diff_attention_d_kv_{form(G, M)}",
-    grid=(K, keys // BLOCK, B), outputs=((k.shape, k.dtype), (v.shape, v.dtype)),
+    functools.partial(kernels.d_kv, mask, factor, stages),
+    options.chosen,
+    f"diff_attention_d_kv_{form(G, M)}",
+    grid=(K, keys // BLOCK, B),
+    outputs=((k.shape, k.dtype), (v.shape, v.dtype)),
     scratch=dict(
       q_smem=chip.tiled((stages * G, BLOCK, D), q.dtype),
       d_out_smem=chip.tiled((stages, BLOCK, V), q.dtype),
@@ -135,8 +172,13 @@ def _backward(arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out)
       **_barriers(G + 1, stages, "q"),
       **_barriers(1, stages, "d_out"),
     ),
-  )(*operands, blocks.bounds(mask, offset, *ids, shared=1, keys_stay=True))  # fmt: skip
-  return (d_q[:, :T, :, :D_in].reshape(B, T, H, G, D_in), d_k[:, :S, :, :D_in].reshape(B, S, K, M, D_in), d_v[:, :S, :, :V_in], d_lam)
+  )(*operands, blocks.bounds(mask, offset, *ids, shared=1, keys_stay=True))
+  return (
+    d_q[:, :T, :, :D_in].reshape(B, T, H, G, D_in),
+    d_k[:, :S, :, :D_in].reshape(B, S, K, M, D_in),
+    d_v[:, :S, :, :V_in],
+    d_lam,
+  )
 
 
 def _operands(scale: float, q, k, v, lam, q_ids, kv_ids):
@@ -145,25 +187,50 @@ def _operands(scale: float, q, k, v, lam, q_ids, kv_ids):
   Returns:
     `chip.logit_factor`'s, and q [B, rows, H·G, D], k [B, keys, K·M, D], v [B, keys, K, V], λ [B, H, rows], ids.
   """
-  rows, keys = round_up(q.shape[1], CONSUMERS * BLOCK), round_up(k.shape[1], CONSUMERS * BLOCK)
-  folded = lambda x, length: pad(pad(x.reshape(*x.shape[:2], -1, x.shape[-1]), 1, length), 3, round_up(x.shape[-1], BLOCK))
+  rows, keys = (
+    round_up(q.shape[1], CONSUMERS * BLOCK),
+    round_up(k.shape[1], CONSUMERS * BLOCK),
+  )
+  folded = lambda x, length: pad(
+    pad(x.reshape(*x.shape[:2], -1, x.shape[-1]), 1, length),
+    3,
+    round_up(x.shape[-1], BLOCK),
+  )
   factor, q = chip.logit_factor(scale, q)
   lam = None if lam is None else pad(jnp.swapaxes(lam, 1, 2), 2, rows)
-  ids = (None, None) if q_ids is None else (pad(q_ids.astype(jnp.int32), 1, rows), pad(kv_ids.astype(jnp.int32), 1, keys))
+  ids = (
+    (None, None)
+    if q_ids is None
+    else (
+      pad(q_ids.astype(jnp.int32), 1, rows),
+      pad(kv_ids.astype(jnp.int32), 1, keys),
+    )
+  )
   return factor, (folded(q, rows), folded(k, keys), folded(v, keys), lam, *ids)
 
 
 def _kernel(function, interpret: Any, name: str, **arguments):
   """A kernel of two warpgroups that compute and one that loads, over a grid of heads, tiles and batch."""
   names = ("heads", "tiles", "batch")
-  return chip.call(function, name, interpret=interpret, grid_names=names, warpgroups=CONSUMERS + 1, **arguments)
+  return chip.call(
+    function,
+    name,
+    interpret=interpret,
+    grid_names=names,
+    warpgroups=CONSUMERS + 1,
+    **arguments,
+  )
 
 
 def _barriers(arrivals: int, stages: int, prefix: str) -> dict[str, Any]:
   """The two barriers of a ring: so many loads fill a slot, and all that compute free it."""
   return {
-    f"{prefix}_ready": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
-    f"{prefix}_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+    f"{prefix}_ready": plgpu.Barrier(
+      num_arrivals=arrivals, num_barriers=stages
+    ),
+    f"{prefix}_free": plgpu.Barrier(
+      num_arrivals=CONSUMERS, num_barriers=stages
+    ),
   }
 
 

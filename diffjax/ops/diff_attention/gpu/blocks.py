@@ -19,7 +19,9 @@ from diffjax.ops.diff_attention.tiles import pad, round_up
 CONSUMERS = 2  # warpgroups of a thread block that compute, each with a block of its own or both with the same
 
 
-def bounds(mask: Mask, offset, q_ids, kv_ids, *, shared: int, keys_stay: bool = False):
+def bounds(
+  mask: Mask, offset, q_ids, kv_ids, *, shared: int, keys_stay: bool = False
+):
   """The blocks that pass by each block that stays, int32[B or 1, blocks, 6].
 
   The first one and the last one + 1 that are loaded for the `shared` blocks of a tile; those that the block's own mask shows; and those
@@ -28,10 +30,15 @@ def bounds(mask: Mask, offset, q_ids, kv_ids, *, shared: int, keys_stay: bool = 
   count = lambda length: round_up(length, CONSUMERS * BLOCK) // BLOCK
   xp: Any = np if mask.offset != PER_ROW and q_ids is None else jnp
   start = xp.zeros((1,), xp.int32) + mask.offset if offset is None else offset
-  rows, k0 = BLOCK * xp.arange(count(mask.q_length))[:, None], BLOCK * xp.arange(count(mask.kv_length))
+  rows, k0 = (
+    BLOCK * xp.arange(count(mask.q_length))[:, None],
+    BLOCK * xp.arange(count(mask.kv_length)),
+  )
   p0 = start[:, None, None] + rows
   tile = p0, p0 + BLOCK - 1, k0, k0 + BLOCK - 1
-  some = xp.broadcast_to(mask.some(*tile), (start.shape[0], rows.size, k0.size)) & (rows < mask.q_length)
+  some = xp.broadcast_to(
+    mask.some(*tile), (start.shape[0], rows.size, k0.size)
+  ) & (rows < mask.q_length)
   whole = xp.broadcast_to(mask.every(*tile), some.shape)
   if q_ids is not None:
     q_low, q_high, kv_low, kv_high = (
@@ -39,25 +46,46 @@ def bounds(mask: Mask, offset, q_ids, kv_ids, *, shared: int, keys_stay: bool = 
       for ids, n in ((q_ids, rows.size), (kv_ids, k0.size))
       for reduce in (jnp.min, jnp.max)
     )
-    q_low, q_high, kv_low, kv_high = q_low[:, :, None], q_high[:, :, None], kv_low[:, None], kv_high[:, None]
+    q_low, q_high, kv_low, kv_high = (
+      q_low[:, :, None],
+      q_high[:, :, None],
+      kv_low[:, None],
+      kv_high[:, None],
+    )
     some = some & (q_low <= kv_high) & (kv_low <= q_high)
     whole = whole & (q_low == q_high) & (kv_low == kv_high) & (q_low == kv_low)
   if keys_stay:
     some, whole = xp.swapaxes(some, 1, 2), xp.swapaxes(whole, 1, 2)
   whole = whole & some
-  first, stop = xp.argmax(some, axis=2), some.shape[2] - xp.argmax(xp.flip(some, 2), axis=2)
+  first, stop = (
+    xp.argmax(some, axis=2),
+    some.shape[2] - xp.argmax(xp.flip(some, 2), axis=2),
+  )
   any_, any_whole = xp.any(some, axis=2), xp.any(whole, axis=2)
-  tiles = lambda x, reduce: xp.repeat(reduce(x.reshape(x.shape[0], -1, shared), axis=2), shared, axis=1)
+  tiles = lambda x, reduce: xp.repeat(
+    reduce(x.reshape(x.shape[0], -1, shared), axis=2), shared, axis=1
+  )
   shared_stop = tiles(xp.where(any_, stop, 0), xp.max)
-  shared_first = xp.minimum(tiles(xp.where(any_, first, some.shape[2]), xp.min), shared_stop)
+  shared_first = xp.minimum(
+    tiles(xp.where(any_, first, some.shape[2]), xp.min), shared_stop
+  )
   whole_first = xp.argmax(whole, axis=2)
   after = ~whole & (xp.arange(some.shape[2]) > whole_first[:, :, None])
-  whole_stop = xp.where(xp.any(after, axis=2), xp.argmax(after, axis=2), some.shape[2])
-  own_first, own_stop = xp.where(any_, first, shared_first), xp.where(any_, stop, shared_first)
+  whole_stop = xp.where(
+    xp.any(after, axis=2), xp.argmax(after, axis=2), some.shape[2]
+  )
+  own_first, own_stop = (
+    xp.where(any_, first, shared_first),
+    xp.where(any_, stop, shared_first),
+  )
   columns = (
-    shared_first, shared_stop, own_first, own_stop,
-    xp.where(any_whole, whole_first, own_stop), xp.where(any_whole, whole_stop, own_first),
-  )  # fmt: skip
+    shared_first,
+    shared_stop,
+    own_first,
+    own_stop,
+    xp.where(any_whole, whole_first, own_stop),
+    xp.where(any_whole, whole_stop, own_first),
+  )
   return jnp.asarray(xp.stack(columns, axis=2), jnp.int32)
 
 
@@ -68,7 +96,9 @@ class Passing(NamedTuple):
   stop: jax.Array
   own_start: jax.Array  # shown by the block's own mask
   own_stop: jax.Array
-  whole_start: jax.Array  # in a run that it shows whole; if there is none, own_stop
+  whole_start: (
+    jax.Array
+  )  # in a run that it shows whole; if there is none, own_stop
   whole_stop: jax.Array  # if there is none, own_start
 
   @classmethod
@@ -76,9 +106,22 @@ class Passing(NamedTuple):
     """Those of a block, from the table of `bounds` in memory."""
     # Inside shard_map, what a kernel reads is marked as varying over the mesh, and what it computes is not: a loop can begin with the
     # latter.
-    return cls._make(lax.add(table[0 if table.shape[0] == 1 else batch, block, n], jnp.int32(0)) for n in range(table.shape[2]))
+    return cls._make(
+      lax.add(
+        table[0 if table.shape[0] == 1 else batch, block, n], jnp.int32(0)
+      )
+      for n in range(table.shape[2])
+    )
 
-  def walk(self, cut: Cut, begin: Callable, step: Callable, finish: Callable, skip: Callable, nothing: Any) -> Any:
+  def walk(
+    self,
+    cut: Cut,
+    begin: Callable,
+    step: Callable,
+    finish: Callable,
+    skip: Callable,
+    nothing: Any,
+  ) -> Any:
     """What finish(state) gives after all blocks that the mask shows; skip(block) is called for the others that are loaded.
 
     Args:
@@ -94,7 +137,12 @@ class Passing(NamedTuple):
     rest = self.own_start + 1
     start, stop = rest, self.own_stop
     lax.fori_loop(self.start, self.own_start, pass_by, None)
-    state = lax.cond(some, lambda state: begin(self.own_start, state), lambda state: state, nothing)
+    state = lax.cond(
+      some,
+      lambda state: begin(self.own_start, state),
+      lambda state: state,
+      nothing,
+    )
     if cut.before:
       start = lax.max(rest, self.whole_start)
       state = lax.fori_loop(rest, start, functools.partial(step, False), state)
@@ -102,7 +150,9 @@ class Passing(NamedTuple):
       stop = lax.max(start, self.whole_stop)
     state = lax.fori_loop(start, stop, functools.partial(step, True), state)
     if cut.after:
-      state = lax.fori_loop(stop, self.own_stop, functools.partial(step, False), state)
+      state = lax.fori_loop(
+        stop, self.own_stop, functools.partial(step, False), state
+      )
     result = lax.cond(some, finish, lambda state: state, state)
     lax.fori_loop(self.own_stop, self.stop, pass_by, None)
     return result
@@ -118,8 +168,13 @@ class Cut(NamedTuple):
   def of(cls, mask: Mask, *, keys_stay: bool = False) -> Cut:
     window = mask.window is not None
     if keys_stay:  # who sees padding does not matter
-      return cls(mask.segments or mask.causal or window, mask.segments or window)
-    return cls(mask.segments or window, mask.segments or mask.causal or window or mask.kv_length % BLOCK > 0)
+      return cls(
+        mask.segments or mask.causal or window, mask.segments or window
+      )
+    return cls(
+      mask.segments or window,
+      mask.segments or mask.causal or window or mask.kv_length % BLOCK > 0,
+    )
 
   @property
   def ever(self) -> bool:
@@ -135,7 +190,9 @@ def key_limits(mask: Mask, offset, batch, block):
   """First and last key that the queries of a block see, by position: numbers, or one a row."""
   positions: Any = 0
   if mask.causal or mask.window is not None:  # what is not used has no layout
-    positions = chip.iota(chip.row()) + (block * BLOCK + first_position(mask, offset, batch))
+    positions = chip.iota(chip.row()) + (
+      block * BLOCK + first_position(mask, offset, batch)
+    )
   return mask.keys_of(positions, positions)
 
 
@@ -144,4 +201,7 @@ def query_limits(mask: Mask, block):
   if not mask.causal and mask.window is None:
     return None, None
   keys, reach = chip.iota(chip.row()) + block * BLOCK, (mask.window or 1) - 1
-  return keys if mask.causal else keys - reach, None if mask.window is None else keys + reach
+  return (
+    keys if mask.causal else keys - reach,
+    None if mask.window is None else keys + reach,
+  )

@@ -25,17 +25,25 @@ from diffjax.ops.varying import vary_like
 plgpu: Any = mosaic_gpu  # untyped: older JAX, on which the kernels only refuse, has another API
 
 BLOCK = 64  # queries of a warpgroup, which is the height of a wgmma, and keys of a block
-HIDDEN = -(2.0**100)  # a hidden logit; a power of two, so that it is exactly the maximum of a row that sees nothing, whatever the scale
-_SMEM_BYTES = 232_448 - 1024  # what a thread block may use, less what barriers take
+HIDDEN = -(
+  2.0**100
+)  # a hidden logit; a power of two, so that it is exactly the maximum of a row that sees nothing, whatever the scale
+_SMEM_BYTES = (
+  232_448 - 1024
+)  # what a thread block may use, less what barriers take
 _MOST_STAGES = 4
 
-interpret_mode: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=None)
+interpret_mode: contextvars.ContextVar[Any] = contextvars.ContextVar(
+  "interpret", default=None
+)
 
 
 @contextlib.contextmanager
 def interpreted(params: Any = None) -> Iterator[None]:
   """Within it the kernels run in Pallas's interpreter of Mosaic GPU, on any backend: for tests. `params`: a `plgpu.InterpretGPUParams`."""
-  token = interpret_mode.set(plgpu.InterpretGPUParams() if params is None else params)
+  token = interpret_mode.set(
+    plgpu.InterpretGPUParams() if params is None else params
+  )
   try:
     yield
   finally:
@@ -49,27 +57,53 @@ def refusal() -> str | None:
   if interpret_mode.get() is not None:
     return None
   needed = "needs a Hopper GPU (compute capability 9.0)"
-  abstract = jax.sharding.get_abstract_mesh().abstract_device  # set when compiling ahead of time, and knows the name only
+  abstract = (
+    jax.sharding.get_abstract_mesh().abstract_device
+  )  # set when compiling ahead of time, and knows the name only
   device = jax.devices()[0]
   if abstract is not None and abstract.device_kind != device.device_kind:
-    return None if re.search(r"\bG?H(20|100|200|800)\b", abstract.device_kind) else f"{needed}, and this is {abstract.device_kind}"
+    return (
+      None
+      if re.search(r"\bG?H(20|100|200|800)\b", abstract.device_kind)
+      else f"{needed}, and this is {abstract.device_kind}"
+    )
   if device.platform != "gpu":
     return f"{needed}, and the backend is {jax.default_backend()!r}"
-  return None if device.compute_capability == "9.0" else f"{needed}, and this is {device.device_kind}, {device.compute_capability}"
+  return (
+    None
+    if device.compute_capability == "9.0"
+    else f"{needed}, and this is {device.device_kind}, {device.compute_capability}"
+  )
 
 
 def takes(q: jax.Array, v: jax.Array) -> bool:
   """True if the kernels take arrays of such dtypes and widths."""
-  return q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] <= 128 and v.shape[-1] <= 256
+  return (
+    q.dtype in (jnp.bfloat16, jnp.float16)
+    and q.shape[-1] <= 128
+    and v.shape[-1] <= 256
+  )
 
 
-def call(function, name: str, *, interpret, grid, grid_names, warpgroups: int, outputs, scratch):
+def call(
+  function,
+  name: str,
+  *,
+  interpret,
+  grid,
+  grid_names,
+  warpgroups: int,
+  outputs,
+  scratch,
+):
   """`plgpu.kernel` over a grid, with outputs as (shape, dtype) or None. Inside shard_map they vary over the mesh as the inputs do."""
   if interpret is None and (why := assembler.distrust()):
     warnings.warn(why, stacklevel=2)
 
   def body(*refs, **scratch):
-    token = interpret_mode.set(interpret)  # a backward pass may be traced outside of `interpreted`
+    token = interpret_mode.set(
+      interpret
+    )  # a backward pass may be traced outside of `interpreted`
     try:
       function(*refs, **scratch)
     finally:
@@ -77,17 +111,23 @@ def call(function, name: str, *, interpret, grid, grid_names, warpgroups: int, o
 
   kernel = plgpu.kernel(
     body,
-    out_type=tuple(None if x is None else jax.ShapeDtypeStruct(*x) for x in outputs),
+    out_type=tuple(
+      None if x is None else jax.ShapeDtypeStruct(*x) for x in outputs
+    ),
     scratch_types=scratch,
     grid=grid,
     grid_names=grid_names,
     num_threads=warpgroups,
     thread_name="warpgroup",
-    compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+    compiler_params=plgpu.CompilerParams(
+      approx_math=True, reduction_scratch_bytes=0
+    ),
     interpret=interpret,
     kernel_name=name,
   )
-  return lambda *inputs: jax.tree.map(lambda x: vary_like(x, *jax.tree.leaves(inputs)), kernel(*inputs))
+  return lambda *inputs: jax.tree.map(
+    lambda x: vary_like(x, *jax.tree.leaves(inputs)), kernel(*inputs)
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +160,9 @@ class Ring:
   def fill(self, step, first, load: Callable[[Any, Any], Any]) -> None:
     """Calls load(slot, its barrier) for the slot of a step, once it is free; steps are counted from `first`."""
     slot = self.slot(step)
-    pl.when(step - first >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[slot]))
+    pl.when(step - first >= self.stages)(
+      lambda: plgpu.barrier_wait(self.free.at[slot])
+    )
     load(slot, self.ready.at[slot])
 
   def drain(self, first, stop) -> None:
@@ -134,13 +176,19 @@ class Ring:
 def stages(fixed_bytes: int, slot_bytes: int, least: int = 2) -> int:
   """Slots that fit into shared memory beside what stays there: at least two where a warpgroup waits for one while it holds another."""
   found = min(_MOST_STAGES, (_SMEM_BYTES - fixed_bytes) // slot_bytes)
-  assert found >= least, f"{found} slots of {slot_bytes} bytes fit beside {fixed_bytes}, and {least} are needed"
+  assert found >= least, (
+    f"{found} slots of {slot_bytes} bytes fit beside {fixed_bytes}, and {least} are needed"
+  )
   return found
 
 
 def tiled(shape: tuple[int, ...], dtype: Any):
   """Shared memory as TMA and wgmma want it: tiles of 8 rows of 128 bytes, swizzled."""
-  return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(128)))
+  return plgpu.SMEM(
+    shape,
+    dtype,
+    transforms=(plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(128)),
+  )
 
 
 def in_loop(index, step):
@@ -159,7 +207,9 @@ def product(a, b) -> jax.Array:
     plgpu.wgmma(ref, a, b)
     return ref[...]
 
-  return after_zero(pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32)))
+  return after_zero(
+    pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+  )
 
 
 class Pending(NamedTuple):
@@ -170,13 +220,20 @@ class Pending(NamedTuple):
   b: Any
 
 
-def accumulate(products: Sequence[tuple[jax.Array, jax.Array, Any] | Pending]) -> Sequence[jax.Array]:
+def accumulate(
+  products: Sequence[tuple[jax.Array, jax.Array, Any] | Pending],
+) -> Sequence[jax.Array]:
   """acc + a·b for each (acc, a, b), a in registers and b in shared memory; all are in flight at once.
 
   Where b is one of several in a buffer, its index must be traced: `pl.run_state` takes no numbers in.
   """
-  if interpret_mode.get() is not None:  # the interpreter takes neither accumulators with a value nor `a` in registers
-    sums = [acc + jnp.dot(a, b[...], preferred_element_type=jnp.float32) for acc, a, b in products]
+  if (
+    interpret_mode.get() is not None
+  ):  # the interpreter takes neither accumulators with a value nor `a` in registers
+    sums = [
+      acc + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+      for acc, a, b in products
+    ]
     plgpu.commit_smem()  # b was read without wgmma: before TMA writes there again
     return sums
 
@@ -184,10 +241,18 @@ def accumulate(products: Sequence[tuple[jax.Array, jax.Array, Any] | Pending]) -
     for ref, (_, a, b) in zip(refs, products, strict=True):
       plgpu.wgmma(ref, a, b)
 
-  return pl.run_state(multiply)(tuple(plgpu.ACC.init(acc) for acc, _, _ in products))
+  return pl.run_state(multiply)(
+    tuple(plgpu.ACC.init(acc) for acc, _, _ in products)
+  )
 
 
-def overlapped(products: Sequence[tuple[Any, Any]], pending: Pending | None, work: Callable[..., Any], like: Any = None, meanwhile=None):
+def overlapped(
+  products: Sequence[tuple[Any, Any]],
+  pending: Pending | None,
+  work: Callable[..., Any],
+  like: Any = None,
+  meanwhile=None,
+):
   """The sum of `pending`, and work(*products), which goes on while the sum is being made.
 
   ptxas lets products go on only within a run of instructions without a branch. So `work` must not branch; `meanwhile` comes after it and
@@ -214,17 +279,26 @@ def overlapped(products: Sequence[tuple[Any, Any]], pending: Pending | None, wor
       for ref, (a, b) in zip(refs, products, strict=True):
         plgpu.wgmma(ref, a, b)
       plgpu.wgmma(acc_ref, pending.a, pending.b)
-      values = work(*[plgpu.wgmma_accumulator_load(ref, wait_n=1) for ref in refs])
+      values = work(
+        *[plgpu.wgmma_accumulator_load(ref, wait_n=1) for ref in refs]
+      )
       # In this order: else the compiler would do the work when it has waited for the sum.
-      for result, value in zip(results, lax.optimization_barrier(tuple(values)), strict=True):
+      for result, value in zip(
+        results, lax.optimization_barrier(tuple(values)), strict=True
+      ):
         result[...] = value
       if meanwhile is not None:
         meanwhile()
 
-    pl.run_scoped(beside, *[plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32) for a, b in products])
+    pl.run_scoped(
+      beside,
+      *[plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32) for a, b in products],
+    )
 
   acc, *results = pl.run_state(multiply)((plgpu.ACC.init(pending.acc), *like))
-  acc, _ = after_zero((acc, pending.a))  # else results may be put where the product still reads `a`
+  acc, _ = after_zero(
+    (acc, pending.a)
+  )  # else results may be put where the product still reads `a`
   return acc, results
 
 
@@ -243,7 +317,11 @@ def logit_factor(scale: float, q: jax.Array) -> tuple[float, jax.Array]:
   The factor is positive and not so small that `HIDDEN` times it would not hide: another one is put into the queries, which rounds them.
   """
   factor = scale * LOG2E
-  return (factor, q) if factor > 2**-20 else (1.0, (q.astype(jnp.float32) * factor).astype(q.dtype))
+  return (
+    (factor, q)
+    if factor > 2**-20
+    else (1.0, (q.astype(jnp.float32) * factor).astype(q.dtype))
+  )
 
 
 def hidden(factor: float) -> float:
@@ -255,15 +333,21 @@ def hide(logits: jax.Array, start, first, last, ids=None) -> jax.Array:
   """Logits but for columns `first` to `last`, where the first column is `start`; `ids` of rows and columns must agree."""
   # Compared with limits a row, columns take a register each; the mask of distances would take one an element, in every turn of the loop.
   columns = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=matrix())
-  limit = lambda x: rows_of(x - start, logits.shape) if getattr(x, "ndim", 0) else x - start
+  limit = lambda x: (
+    rows_of(x - start, logits.shape) if getattr(x, "ndim", 0) else x - start
+  )
   conditions = []
   if last is not None:
     conditions.append(columns <= limit(last))
   if first is not None and not (isinstance(first, int) and first == 0):
     conditions.append(columns >= limit(first))
   if ids is not None:
-    conditions.append(rows_of(ids[0], logits.shape) == columns_of(ids[1], logits.shape))
-  return jnp.where(functools.reduce(jnp.logical_and, conditions), logits, HIDDEN)
+    conditions.append(
+      rows_of(ids[0], logits.shape) == columns_of(ids[1], logits.shape)
+    )
+  return jnp.where(
+    functools.reduce(jnp.logical_and, conditions), logits, HIDDEN
+  )
 
 
 def matrix():

@@ -17,13 +17,19 @@ from diffjax.ops.platform import tpu_generation, tpu_info
 
 LANES = 128
 
-interpret_mode: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=False)
+interpret_mode: contextvars.ContextVar[Any] = contextvars.ContextVar(
+  "interpret", default=False
+)
 
 
 @contextlib.contextmanager
-def interpreted(params: pltpu.InterpretParams | bool | None = None) -> Iterator[None]:
+def interpreted(
+  params: pltpu.InterpretParams | bool | None = None,
+) -> Iterator[None]:
   """Within it the kernels run in Pallas's TPU interpreter, or with True in its general one, on any backend: for tests."""
-  token = interpret_mode.set(pltpu.InterpretParams() if params is None else params)
+  token = interpret_mode.set(
+    pltpu.InterpretParams() if params is None else params
+  )
   try:
     yield
   finally:
@@ -56,7 +62,11 @@ def cores() -> int:
 
 def takes(q: jax.Array, v: jax.Array) -> bool:
   """True if the kernels take arrays of such dtypes and widths."""
-  return q.dtype in (jnp.bfloat16, jnp.float32) and q.shape[-1] <= 256 and v.shape[-1] <= 512
+  return (
+    q.dtype in (jnp.bfloat16, jnp.float32)
+    and q.shape[-1] <= 256
+    and v.shape[-1] <= 512
+  )
 
 
 def check(q: jax.Array, v: jax.Array, otherwise: str) -> None:
@@ -74,9 +84,15 @@ def check(q: jax.Array, v: jax.Array, otherwise: str) -> None:
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
   """A matrix product over the given axes, accumulated in float32; float32 operands are not rounded to bfloat16."""
-  precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else lax.Precision.DEFAULT
+  precision = (
+    lax.Precision.HIGHEST if b.dtype == jnp.float32 else lax.Precision.DEFAULT
+  )
   return lax.dot_general(
-    a.astype(b.dtype), b, (((contract[0],), (contract[1],)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+    a.astype(b.dtype),
+    b,
+    (((contract[0],), (contract[1],)), ((), ())),
+    precision=precision,
+    preferred_element_type=jnp.float32,
   )
 
 
@@ -88,9 +104,17 @@ def as_column(row: jax.Array, lanes: int = LANES) -> jax.Array:
 def as_row(x: jax.Array) -> jax.Array:
   """[n, 128] of equal lanes as [1, n]: the diagonals of its squares, since turning all of it would take much longer."""
   square = (LANES, LANES)
-  diagonal = lax.broadcasted_iota(jnp.int32, square, 0) == lax.broadcasted_iota(jnp.int32, square, 1)
+  diagonal = lax.broadcasted_iota(jnp.int32, square, 0) == lax.broadcasted_iota(
+    jnp.int32, square, 1
+  )
   pieces = [x[start : start + LANES] for start in range(0, x.shape[0], LANES)]
-  return jnp.concatenate([jnp.sum(jnp.where(diagonal, piece, 0), axis=0, keepdims=True) for piece in pieces], axis=1)
+  return jnp.concatenate(
+    [
+      jnp.sum(jnp.where(diagonal, piece, 0), axis=0, keepdims=True)
+      for piece in pieces
+    ],
+    axis=1,
+  )
 
 
 def repeat(x: jax.Array, width: int) -> jax.Array:

@@ -14,7 +14,9 @@ _SAME_CORE = {"v4": "v5e", "v5p": "v5e"}
 _KEY = re.compile(r"(\S+) D (\d+) V (\d+) G (\d+) M (\d+) T (\d+) causal;")
 
 
-def cycles(generation: str, direction: str, length: int, D: int, V: int, G: int, M: int) -> float | None:
+def cycles(
+  generation: str, direction: str, length: int, D: int, V: int, G: int, M: int
+) -> float | None:
   """Cycles of one query head's row on one core, causal, without segments: a mask that is data costs more, and has no estimate.
 
   Widths that are no multiple of 128 and were not estimated take what the next one takes. Lengths that were not estimated are computed from
@@ -33,8 +35,18 @@ def cycles(generation: str, direction: str, length: int, D: int, V: int, G: int,
     The cycles, or None if nothing was estimated for this shape.
   """
   core = _SAME_CORE.get(generation, generation)
-  shapes = [(core, D, V, G, M), (core, -(-D // 128) * 128, -(-V // 128) * 128, G, M)]
-  found = ({T: cost for (*of, T, way), cost in _table().items() if (tuple(of), way) == (shape, direction)} for shape in shapes)
+  shapes = [
+    (core, D, V, G, M),
+    (core, -(-D // 128) * 128, -(-V // 128) * 128, G, M),
+  ]
+  found = (
+    {
+      T: cost
+      for (*of, T, way), cost in _table().items()
+      if (tuple(of), way) == (shape, direction)
+    }
+    for shape in shapes
+  )
   known = next(filter(None, found), {})
   if length in known:
     return float(known[length])
@@ -52,7 +64,9 @@ def _table() -> dict[tuple, int]:
   found: dict[tuple, int] = {}
   for kind, entries in json.loads(TABLE.read_text(encoding="utf-8")).items():
     for key, costs in entries.items():
-      if re.match(r"estimated cycles.*, kernels \w+$", kind) and (match := _KEY.match(key)):
+      if re.match(r"estimated cycles.*, kernels \w+$", kind) and (
+        match := _KEY.match(key)
+      ):
         for direction, cost in costs.items():
           place = (match[1], *map(int, match.groups()[1:]), direction)
           found[place] = min(cost, found.get(place, cost))
