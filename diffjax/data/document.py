@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import abc
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from diffjax.config import DataConfig
+
+# Data that a run without network can read, for messages.
+WITHOUT_NETWORK = (
+  "local files (--config.data.source='parquet:/data/*.parquet', or jsonl: or "
+  "text:), a TFDS dataset (--config.data.source=tfds:NAME "
+  "--config.data.data_dir=DIR), or --config=configs/tiny.py, which needs no "
+  "network"
+)
 
 
 class Document(NamedTuple):
@@ -29,12 +38,14 @@ class Source(abc.ABC):
   """The documents of one split of a source, in parts.
 
   Attributes:
-    parts: Tuples for ``read``. Any process may read any part.
     identity: Names, sizes, times and versions of the documents' files (JSON-able). Changes when they do.
+    num_files: Number of files that are read.
+    size: Bytes of these files.
   """
 
-  parts: list[tuple]
   identity: dict[str, Any]
+  num_files: int
+  size: int
 
   def __init__(self, spec: str, split: str, config: DataConfig):
     self.spec = spec
@@ -48,6 +59,20 @@ class Source(abc.ABC):
     self._validation_fraction = (
       None if config.validation_source else config.validation_fraction
     )
+
+  @functools.cached_property
+  def parts(self) -> list[tuple]:
+    """Tuples for ``read``. Any process may read any part."""
+    return list(self.iter_parts())
+
+  @property
+  def split_share(self) -> float:
+    """The expected share of the source's documents that are in the split."""
+    if self._validation_fraction is None:
+      return 1.0
+    if self._split == "validation":
+      return self._validation_fraction
+    return 1 - self._validation_fraction
 
   def read(
     self, part: tuple, reached: Callable[[float], None] = lambda share: None
@@ -91,6 +116,14 @@ class Source(abc.ABC):
     ) == (self._split == "validation")
 
   @abc.abstractmethod
+  def iter_parts(self) -> Iterator[tuple]:
+    """Yields the parts in order. Opens a file only when its parts are due."""
+
+  @abc.abstractmethod
+  def part_size(self, part: tuple) -> float:
+    """Returns the bytes of the files that hold a part."""
+
+  @abc.abstractmethod
   def fingerprint(self) -> dict[str, str]:
     """What tells the documents' files from changed ones, wherever they lie (fingerprint.py). Reads samples of them."""
 
@@ -127,7 +160,7 @@ def decode(raw: bytes | str | None) -> tuple[str, bool]:
     return raw.decode("utf-8", errors="replace"), True
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
   """The message of a library's exception, in one line."""
   return " ".join(str(error).split()) or type(error).__name__
 

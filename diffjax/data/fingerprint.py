@@ -3,7 +3,7 @@
 A stream that is resumed goes on at a place in its files, which should be what they were. Compared are the names and sizes of all files, and
 the first and last bytes of some (of a TFDS data set, the number of its records, and some of them): enough for files that were replaced,
 rewritten, added or cut. Text that changed elsewhere at the same size is not seen. The files' times may tell of it, but a copy of the files
-has other times too.
+has other times too. The Hub gives a hash of each file's whole content, which is compared instead.
 """
 
 from __future__ import annotations
@@ -11,30 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
-
-from etils import epath
 
 from diffjax.config import UserError
 from diffjax.data.document import reason
+from diffjax.data.files import File, open_file
 from diffjax.progress import say
 
 _SAMPLED = 32
 _SAMPLE = 4096  # bytes, at either end of a file
-
-
-class File(NamedTuple):
-  """A file of a source.
-
-  Attributes:
-    path: Where it lies.
-    size: Bytes.
-    time: Of its last change, in seconds.
-  """
-
-  path: str
-  size: int
-  time: float
 
 
 def fingerprint(files: Sequence[File]) -> dict[str, str]:
@@ -43,21 +27,28 @@ def fingerprint(files: Sequence[File]) -> dict[str, str]:
   Raises:
     UserError: if a file cannot be read.
   """
+  return {
+    "names and sizes": digest([(file.name, file.size) for file in files]),
+    "text": _text_digest(files),
+    "times": digest([file.time for file in files]),
+  }
+
+
+def _text_digest(files: Sequence[File]) -> str:
+  content_ids = [file.content_id for file in files]
+  if all(content_ids):
+    return digest(content_ids)
   samples = hashlib.sha256()
   for index in sampled(len(files)):
-    path, size, _ = files[index]
+    path, size = files[index].path, files[index].size
     try:
-      with epath.Path(path).open("rb") as file:
+      with open_file(path) as file:
         samples.update(file.read(_SAMPLE))
         file.seek(max(0, size - _SAMPLE))
         samples.update(file.read(_SAMPLE))
     except OSError as error:
       raise UserError(f"{path}: cannot be read ({reason(error)})") from error
-  return {
-    "names and sizes": digest([(file.path, file.size) for file in files]),
-    "text": samples.hexdigest(),
-    "times": digest([file.time for file in files]),
-  }
+  return samples.hexdigest()
 
 
 def sampled(count: int) -> list[int]:

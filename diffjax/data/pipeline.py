@@ -105,10 +105,14 @@ def training_batches(
     )
   if config.data.num_workers and not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()  # Grain's workers read flags, which only absl.app.run parses
-  make = (
-    _PreparedBatches if config.data.mode == "prepared" else _StreamedBatches
-  )
+  make = _PreparedBatches if _is_prepared(config.data) else _StreamedBatches
   return make(config, process_index, process_count)
+
+
+def _is_prepared(config: DataConfig) -> bool:
+  """Returns True if rows are prepared, False if they are streamed."""
+  assert config.mode != "auto", "plan.resolve comes first"
+  return config.mode == "prepared"
 
 
 def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
@@ -369,11 +373,7 @@ def _stream(
   for index, (source, _) in enumerate(opened):
     parts = grain.MapDataset.source(source.parts)
     if repeat:
-      if len(source.parts) < process_count:
-        raise UserError(
-          f"config.data.source: {source.spec!r} has {len(source.parts)} parts to stream (files, row groups or runs of "
-          f"records), fewer than the {process_count} processes; split its files, or set config.data.mode to 'prepared'"
-        )
+      _check_readers(source, process_count, config.num_workers)
       parts = (
         parts.seed(config.seed + index)
         .shuffle()[process_index::process_count]
@@ -395,6 +395,30 @@ def _stream(
   if len(streams) == 1:
     return streams[0]
   return grain.IterDataset.mix(streams, [weight for _, weight in opened])
+
+
+def _check_readers(
+  source: Source, process_count: int, num_workers: int
+) -> None:
+  """Raises UserError if a process or a worker would have no part of its own.
+
+  Grain gives a worker without a part of this epoch one of the next epoch, so it
+  would read the same documents as another worker at the same time.
+  """
+  num_parts = len(source.parts)
+  parts = f"config.data.source: {source.spec!r} has {num_parts} parts to stream (files, row groups or runs of records)"
+  if num_parts < process_count:
+    raise UserError(
+      f"{parts}, fewer than the {process_count} processes; split its files, or set config.data.mode to 'prepared'"
+    )
+  # The process with the fewest parts has this number.
+  most_workers = num_parts // process_count
+  if num_workers > most_workers:
+    raise UserError(
+      f"{parts}, too few for {process_count} processes with"
+      f" {num_workers} workers each; set config.data.num_workers to at most"
+      f" {most_workers}, split its files, or set config.data.mode to 'prepared'"
+    )
 
 
 class _MakeBatch:
@@ -438,6 +462,8 @@ class _StreamedBatches(TrainingBatches):
     ]
     if data.prompt_field:
       description += [data.prompt_field, data.prompt_template]
+    if data.files:
+      description += ["files", data.files]
     self._identity = {
       "kind": "streamed",
       "num_workers": data.num_workers,
@@ -594,7 +620,7 @@ def validation_batches(
       f"validation batch of {batch_size} rows: must be divisible by the number of processes, {process_count}"
     )
   rows: Any
-  if config.data.mode == "prepared":
+  if _is_prepared(config.data):
     components, weights = _open_rows(config.data, "validation", process_count)
     shuffled = [
       grain.MapDataset.source(component).seed(index).shuffle()

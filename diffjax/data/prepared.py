@@ -7,6 +7,7 @@ they are read, so that weights can change without preparing again.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -14,18 +15,20 @@ import json
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import grain
 
 from diffjax.config import DataConfig, UserError
 from diffjax.data import address_space, sources
-from diffjax.data.document import reason
+from diffjax.data.document import Source, reason
+from diffjax.data.estimate import announce
 from diffjax.data.row import Row, decode_row
 from diffjax.data.shards import (
   COMMAND,
   Shard,
+  Work,
   add_totals,
   remove_leftovers,
   write_json,
@@ -50,6 +53,7 @@ _FIELDS = {
   "packing": "data.packing",
   "format": "(diffjax's own format)",
   "splits": "data.validation_source",
+  "files": "data.files",
 }
 
 
@@ -120,11 +124,15 @@ def targets(config: DataConfig) -> list[Target]:
         "prompt_field": config.prompt_field,
         "prompt_template": config.prompt_template,
       }
+    # Without a limit, rows keep the names that they had before this field.
+    is_limited = "train" in splits and sources.has_files(component.spec)
+    if config.files and is_limited:
+      description["files"] = config.files
     name = re.sub(r"[^A-Za-z0-9]+", "-", component.spec).strip("-")[:40]
     if not config.prepared_dir:
       whole = {
         **description,
-        "identity": _identity(component.spec, splits, config),
+        "identity": _identity(_open(component.spec, splits, config)),
       }
       directory = os.fspath(
         cache_directory("prepared", f"{name}-{_digest(whole)[:16]}")
@@ -142,12 +150,15 @@ def targets(config: DataConfig) -> list[Target]:
   return out
 
 
-def _identity(
+def _open(
   spec: str, splits: Sequence[str], config: DataConfig
-) -> dict[str, Any]:
-  return {
-    split: sources.documents(spec, split, config).identity for split in splits
-  }
+) -> dict[str, Source]:
+  """Returns a source by split."""
+  return {split: sources.documents(spec, split, config) for split in splits}
+
+
+def _identity(opened: Mapping[str, Source]) -> dict[str, Any]:
+  return {split: source.identity for split, source in opened.items()}
 
 
 def _digest(value: Any) -> str:
@@ -212,23 +223,39 @@ def prepare(config: DataConfig, workers: int = 0) -> list[Target]:
     UserError: for bad sources, documents or tokenizers, or a directory that holds other rows.
   """
   found = targets(config)
+  incomplete: list[tuple[Target, Work]] = []
   for target in found:
-    try:
-      with address_space.explained(
-        f"preparing {target.spec}",
-        "run the same command again with fewer --workers to continue",
-      ):
-        _prepare(target, config, workers)
-    except OSError as error:
-      raise UserError(
-        f"{target.directory}: cannot write prepared rows ({error}); config.data.prepared_dir chooses another place"
-      ) from error
+    with _explained(target):
+      work = _open_work(target, config)
+    if work is not None:
+      incomplete.append((target, work))
+  announce([work for _, work in incomplete], config, workers)
+  for target, work in incomplete:
+    with _explained(target):
+      _write(target, work, config, workers)
   return found
 
 
-def _prepare(target: Target, config: DataConfig, workers: int) -> None:
+@contextlib.contextmanager
+def _explained(target: Target) -> Iterator[None]:
+  """Turns errors of the machine into a UserError that names the target."""
+  try:
+    with address_space.explained(
+      f"preparing {target.spec}",
+      "run the same command again with fewer --workers to continue",
+    ):
+      yield
+  except OSError as error:
+    raise UserError(
+      f"{target.directory}: cannot write prepared rows ({error}); config.data.prepared_dir chooses another place"
+    ) from error
+
+
+def _open_work(target: Target, config: DataConfig) -> Work | None:
+  """Returns the shards of a target, None if they are all written."""
   meta = _read_meta(target)
-  identity = _identity(target.spec, target.splits, config)
+  opened = _open(target.spec, target.splits, config)
+  identity = _identity(opened)
   if meta and meta["identity"] != identity:
     raise UserError(
       f"{target.directory}: was prepared when {target.spec!r} held other files (names, sizes or times have changed); "
@@ -236,21 +263,28 @@ def _prepare(target: Target, config: DataConfig, workers: int) -> None:
     )
   if meta and meta["complete"]:
     say(f"{target.spec}: already prepared: {target.directory}")
-    return
+    return None
+  return Work(target.spec, target.directory, opened, _shards(target, opened))
+
+
+def _write(
+  target: Target, work: Work, config: DataConfig, workers: int
+) -> None:
+  """Writes the missing rows of a target, and then its meta.json."""
   os.makedirs(target.directory, exist_ok=True)
+  meta = _read_meta(target)
   if not meta:
     meta = {
       "complete": False,
       "description": target.description,
-      "identity": identity,
+      "identity": _identity(work.opened),
       "tokenizer_spec": config.tokenizer,
     }
     write_json(os.path.join(target.directory, "meta.json"), meta)
   start = time.monotonic()
-  shards = _shards(target, config)
-  write_missing(shards, config, workers)
+  write_missing(work, config, workers)
   meta["splits"] = {
-    split: add_totals([shard for shard in shards if shard.split == split])
+    split: add_totals([shard for shard in work.shards if shard.split == split])
     for split in target.splits
   }
   train = meta["splits"].get("train")
@@ -278,11 +312,11 @@ def _prepare(target: Target, config: DataConfig, workers: int) -> None:
   )
 
 
-def _shards(target: Target, config: DataConfig) -> list[Shard]:
+def _shards(target: Target, opened: Mapping[str, Source]) -> list[Shard]:
   """All shards of a target: runs of its source's parts."""
   shards = []
   for split in target.splits:
-    count = len(sources.documents(target.spec, split, config).parts)
+    count = len(opened[split].parts)
     number = min(count, _MAX_SHARDS[split])
     bounds = [count * index // number for index in range(number + 1)]
     shards += [

@@ -9,7 +9,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import glob
 import hashlib
 import json
@@ -19,13 +18,13 @@ import socket
 import sys
 import threading
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import grain
 
 from diffjax.config import DataConfig, UserError
-from diffjax.data import address_space, packing, sources
+from diffjax.data import address_space, packing
 from diffjax.data.document import Source, reason
 from diffjax.data.row import encode_row
 from diffjax.data.tokenizer import load_once
@@ -100,36 +99,69 @@ def add_totals(shards: Sequence[Shard]) -> dict[str, Any]:
   }
 
 
-def write_missing(
-  shards: Sequence[Shard], config: DataConfig, workers: int
-) -> None:
-  """Writes the shards of a target that are not complete.
+def worker_count(requested: int, num_shards: int) -> int:
+  """Returns the number of processes that write shards; 1 is this process.
 
   Args:
-    shards: All shards of the target.
+    requested: The number that the user wants; 0 for one a CPU.
+    num_shards: Shards to write.
+  """
+  if requested:
+    limit = min(requested, num_shards)
+  else:
+    # A process takes seconds to start, too long for a single shard.
+    limit = min(os.cpu_count() or 1, num_shards // 2)
+  return max(1, limit)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """The shards of the rows of one source.
+
+  Attributes:
+    spec: The source.
+    directory: The directory of the rows.
+    opened: The opened source, by split.
+    shards: All shards of all splits.
+  """
+
+  spec: str
+  directory: str
+  opened: Mapping[str, Source]
+  shards: Sequence[Shard]
+
+  @property
+  def missing(self) -> list[Shard]:
+    """The shards that are not complete."""
+    return [shard for shard in self.shards if not shard.is_complete()]
+
+
+def write_missing(work: Work, config: DataConfig, workers: int) -> None:
+  """Writes the shards that are not complete.
+
+  Args:
+    work: The shards and their source.
     config: The data fields.
     workers: Number of processes that tokenise and write; 0 for one a CPU.
 
   Raises:
     UserError: for documents that cannot be read, or a worker that died.
   """
-  spec, directory = shards[0].spec, shards[0].directory
-  missing = [shard for shard in shards if not shard.is_complete()]
+  missing, opened = work.missing, work.opened
   parts = sum(shard.stop - shard.start for shard in missing)
-  # Processes take seconds to start, too long for one or two shards
-  workers = min(
-    workers or min(os.cpu_count() or 1, len(missing) // 2), len(missing)
-  )
+  workers = worker_count(workers, len(missing))
+  plural = "s" if workers > 1 else ""
   say(
-    f"preparing {spec}, {len(missing)} of {len(shards)} shards to write, with {max(workers, 1)} worker{'s' * (workers > 1)}: {directory}"
+    f"preparing {work.spec}, {len(missing)} of {len(work.shards)} shards to"
+    f" write, with {workers} worker{plural}: {work.directory}"
   )
-  with Progress(f"preparing {spec}", parts) as progress:
+  with Progress(f"preparing {work.spec}", parts) as progress:
     if workers > 1:
-      _write_in_processes(missing, config, workers, progress)
+      _write_in_processes(missing, opened, config, workers, progress)
     else:
       counter = _Counter([0.0, 0.0], threading.Lock(), progress)
       for shard in missing:
-        _write_shard(shard, config, counter)
+        _write_shard(shard, opened[shard.split], config, counter)
 
 
 class _Counter:
@@ -146,11 +178,12 @@ class _Counter:
       self._progress.update(*self.values)
 
 
-def _write_shard(shard: Shard, config: DataConfig, counter: _Counter) -> None:
+def _write_shard(
+  shard: Shard, source: Source, config: DataConfig, counter: _Counter
+) -> None:
   """Writes the rows of a shard. Its files get their names once they are complete."""
   from array_record.python import array_record_module
 
-  source = _source(shard.spec, shard.split, config)
   vocab_size = load_once(config.tokenizer).vocab_size
   totals = {"documents": 0, "bytes": 0, "replaced": 0, "tokens": 0, "rows": 0}
   digest = hashlib.sha256()
@@ -208,16 +241,17 @@ def _write_shard(shard: Shard, config: DataConfig, counter: _Counter) -> None:
   os.replace(temporary, shard.path)
 
 
-@functools.lru_cache(maxsize=8)
-def _source(spec: str, split: str, config: DataConfig) -> Source:
-  return sources.documents(spec, split, config)
-
-
-_worker_counter: _Counter | None = None  # set in worker processes only
+# Set in worker processes only.
+_worker_counter: _Counter | None = None
+_worker_sources: Mapping[str, Source] = {}
 
 
 def _write_in_processes(
-  shards: Sequence[Shard], config: DataConfig, workers: int, progress: Progress
+  shards: Sequence[Shard],
+  opened: Mapping[str, Source],
+  config: DataConfig,
+  workers: int,
+  progress: Progress,
 ) -> None:
   context = multiprocessing.get_context(
     "spawn"
@@ -227,8 +261,10 @@ def _write_in_processes(
     starting_workers(),
   ):  # the first submissions start all processes
     values, lock = context.Array("d", 2, lock=False), context.Lock()
+    # The sources are sent to the workers, because opening them again would list
+    # the files and read the footers of all Parquet files once a worker.
     pool = concurrent.futures.ProcessPoolExecutor(
-      workers, context, _start_worker, (values, lock)
+      workers, context, _start_worker, (values, lock, opened)
     )
     waiting = {
       pool.submit(_write_shard_in_worker, shard, config) for shard in shards
@@ -261,15 +297,16 @@ def _no_main_module() -> Iterator[None]:
     sys.modules["__main__"] = main
 
 
-def _start_worker(values: Any, lock: Any) -> None:
-  global _worker_counter
+def _start_worker(values: Any, lock: Any, opened: Mapping[str, Source]) -> None:
+  global _worker_counter, _worker_sources
   _worker_counter = _Counter(values, lock)
+  _worker_sources = opened
   end_with_parent()
 
 
 def _write_shard_in_worker(shard: Shard, config: DataConfig) -> None:
   assert _worker_counter is not None
-  _write_shard(shard, config, _worker_counter)
+  _write_shard(shard, _worker_sources[shard.split], config, _worker_counter)
 
 
 def temporary_name(path: str) -> str:

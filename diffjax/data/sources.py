@@ -7,7 +7,6 @@ always in the same one.
 
 from __future__ import annotations
 
-import abc
 import bisect
 import collections
 import functools
@@ -17,17 +16,18 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from etils import epath
 
 from diffjax.config import DataConfig, UserError
-from diffjax.data import address_space, stdlib_corpus
+from diffjax.data import address_space, files, parquet, stdlib_corpus
 from diffjax.data.document import (
   Document,
   Source,
@@ -36,11 +36,16 @@ from diffjax.data.document import (
   lookup,
   reason,
 )
-from diffjax.data.fingerprint import File, digest, fingerprint, sampled
+from diffjax.data.fingerprint import digest, fingerprint, sampled
+
+_Item = TypeVar("_Item")
 
 KINDS = (
-  "stdlib, tfds:NAME, text:GLOB, jsonl:GLOB (also .gz, .zst), parquet:GLOB"
+  "stdlib, tfds:NAME, text:GLOB, jsonl:GLOB (also .gz, .zst), parquet:GLOB;"
+  " a GLOB may be local, gs:// or hf://datasets/ORG/NAME@REVISION/*.parquet"
 )
+# Bytes of an hf:// source from which its validation documents are taken.
+_VALIDATION_BYTES = 1 << 30
 _TFDS_PART = 256  # documents
 _TEXT_PART = 1 << 20  # bytes
 _JSONL_PART = 64 << 20  # bytes
@@ -111,6 +116,18 @@ def parse_mixture(spec: str, field: str = "data.source") -> list[Component]:
   return [Component(name, weight / total) for name, weight in components]
 
 
+def has_files(spec: str) -> bool:
+  """Returns True if a source is a list of files, which data.files limits."""
+  kind, _, _ = spec.partition(":")
+  return issubclass(_KINDS[kind], FileSource)
+
+
+def is_remote(spec: str) -> bool:
+  """Returns True if the files of a source are downloaded when it is read."""
+  _, _, argument = spec.partition(":")
+  return files.is_on_hub(argument)
+
+
 def documents(spec: str, split: str, config: DataConfig) -> Source:
   """Opens one source.
 
@@ -118,6 +135,7 @@ def documents(spec: str, split: str, config: DataConfig) -> Source:
     spec: A single source, e.g. "jsonl:/data/*.jsonl.zst".
     split: "train" or "validation". With config.validation_source, a split takes all documents of its file sources. Without,
       validation is the source's own validation split or, if it has none, the share config.validation_fraction of its documents.
+      Validation reads only parts of an hf:// source, of one GiB in all.
     config: The data fields.
 
   Returns:
@@ -193,10 +211,9 @@ class _TfdsSource(Source):
         strict=True,
       )
     )
-    self.parts = [
-      (start, min(start + _TFDS_PART, splits[stored]))
-      for start in range(0, splits[stored], _TFDS_PART)
-    ]
+    self.num_files = len(self._shards)
+    self.size = int(info.splits[stored].num_bytes)
+    self._num_records = splits[stored]
     shards = {
       key: list(map(int, value.shard_lengths))
       for key, value in info.splits.items()
@@ -206,6 +223,14 @@ class _TfdsSource(Source):
       "directory": self._directory,
       "shards": shards,
     }
+
+  def iter_parts(self) -> Iterator[tuple]:
+    for start in range(0, self._num_records, _TFDS_PART):
+      yield start, min(start + _TFDS_PART, self._num_records)
+
+  def part_size(self, part: tuple) -> float:
+    start, stop = part
+    return self.size * (stop - start) / self._num_records
 
   def _read(self, part: tuple) -> Iterator[tuple[float, Document]]:
     data = _tfds_data(self._directory, self._stored_split, self._shards[0][0])
@@ -221,7 +246,7 @@ class _TfdsSource(Source):
 
   def fingerprint(self) -> dict[str, str]:
     # Of its documents: built again, a data set has the same ones in files of other bytes and times
-    indices = sampled(self.parts[-1][1])
+    indices = sampled(self._num_records)
     documents = [
       document
       for index in indices
@@ -293,85 +318,94 @@ def _children(path: epath.Path) -> list[epath.Path]:
   return list(path.iterdir()) if path.is_dir() else []
 
 
-class _FileSource(Source):
-  """Files that match a glob, sorted by name."""
+class FileSource(Source):
+  """Files that match a glob, sorted by name.
+
+  Attributes:
+    matched_sizes: Bytes of all files that match, whether they are read or not.
+  """
 
   def __init__(self, spec: str, pattern: str, split: str, config: DataConfig):
     super().__init__(spec, split, config)
-    paths = _match(pattern)
-    if not paths:
+    self._listed = files.match(pattern)
+    if not self._listed:
       raise UserError(
         f"config.data.source {spec!r}: no file matches {pattern!r} (current directory {os.getcwd()}; "
         "'**' crosses directories, as in 'text:/data/**/*.txt')"
       )
-    stats = [(os.fspath(path), path.stat()) for path in paths]
-    self._files = [(name, stat.length) for name, stat in stats if stat.length]
+    self.matched_sizes = [file.size for file in self._listed]
+    is_own_source = split == "validation" and bool(config.validation_source)
+    if config.files and not is_own_source:
+      self._listed = spread(self._listed, config.files)
+    self.num_files = len(self._listed)
+    self.size = sum(file.size for file in self._listed)
+    self._share_read = 1.0
+    if split == "validation" and is_remote(spec) and not is_own_source:
+      # All files would be downloaded twice, for one document in a hundred.
+      size = min(self.size, _VALIDATION_BYTES)
+      self._share_read = size / max(self.size, 1)
+      self.size = size
+    self._files = [(file.path, file.size) for file in self._listed if file.size]
     if not self._files:
       raise UserError(
-        f"config.data.source {spec!r}: empty: the {len(paths)} files that match hold no bytes"
+        f"config.data.source {spec!r}: empty: the {len(self._listed)} files that match hold no bytes"
       )
-    self._listed = [File(name, stat.length, stat.mtime) for name, stat in stats]
+    versions = [(file.name, file.size, file.version) for file in self._listed]
     self.identity = {
-      "files": hashlib.sha256(
-        json.dumps(
-          [(name, stat.length, stat.mtime) for name, stat in stats]
-        ).encode()
-      ).hexdigest(),
-      "count": len(stats),
+      "files": hashlib.sha256(json.dumps(versions).encode()).hexdigest(),
+      "count": len(self._listed),
     }
-    self.parts = self._make_parts()
 
   def fingerprint(self) -> dict[str, str]:
     return fingerprint(self._listed)
 
-  @abc.abstractmethod
-  def _make_parts(self) -> list[tuple]:
-    """The parts, of about equal work."""
+  @functools.cached_property
+  def parts(self) -> list[tuple]:
+    parts = list(self.iter_parts())
+    return spread(parts, math.ceil(len(parts) * self._share_read))
+
+  @functools.cached_property
+  def _size_of(self) -> dict[str, int]:
+    return dict(self._files)
 
 
-def _match(pattern: str) -> list[epath.Path]:
-  """The files that match a glob, local or gs://."""
-  pattern = os.path.expanduser(pattern)
-  if "://" not in pattern:
-    return [
-      epath.Path(name)
-      for name in sorted(glob.glob(pattern, recursive=True))
-      if os.path.isfile(name)
-    ]
-  parts = pattern.split("/")
-  fixed = next(
-    (
-      index
-      for index, part in enumerate(parts)
-      if any(letter in part for letter in "*?[")
-    ),
-    len(parts) - 1,
-  )
-  root = epath.Path("/".join(parts[:fixed]))
-  return sorted(
-    (path for path in root.glob("/".join(parts[fixed:])) if path.is_file()),
-    key=os.fspath,
-  )
+def spread(items: Sequence[_Item], count: int) -> list[_Item]:
+  """Returns some items of a sequence, evenly spaced, or all.
+
+  The files of a web corpus are often in the order of their crawls. The first
+  ones alone would be text of a few months.
+
+  Args:
+    items: The sequence.
+    count: Number of items to return.
+  """
+  count = min(count, len(items))
+  return [items[index * len(items) // count] for index in range(count)]
 
 
-class _TextSource(_FileSource):
+class _TextSource(FileSource):
   """A document a file. A part is a run of files."""
 
-  def _make_parts(self) -> list[tuple]:
-    parts: list[list[str]] = []
+  def iter_parts(self) -> Iterator[tuple]:
+    part: list[str] = []
     room = 0
     for name, size in self._files:
-      if size > room or not parts:
-        parts.append([])
+      if part and size > room:
+        yield tuple(part)
+        part = []
+      if not part:
         room = _TEXT_PART
-      parts[-1].append(name)
+      part.append(name)
       room -= size
-    return [tuple(part) for part in parts]
+    yield tuple(part)
+
+  def part_size(self, part: tuple) -> float:
+    return sum(self._size_of[name] for name in part)
 
   def _read(self, part: tuple) -> Iterator[tuple[float, Document]]:
     for done, name in enumerate(part, 1):
       try:
-        content = epath.Path(name).read_bytes()
+        content = files.read_bytes(name)
       except OSError as error:
         raise UserError(f"{name}: cannot be read ({reason(error)})") from error
       yield (
@@ -380,20 +414,20 @@ class _TextSource(_FileSource):
       )
 
 
-class _JsonlSource(_FileSource):
+class _JsonlSource(FileSource):
   """A document a line. A part is a range of bytes, (name, start, stop): all of a compressed file."""
 
-  def _make_parts(self) -> list[tuple]:
-    parts: list[tuple] = []
+  def iter_parts(self) -> Iterator[tuple]:
     for name, size in self._files:
       if name.endswith((".gz", ".zst")):
-        parts.append((name, 0, size))
-      else:
-        parts += [
-          (name, start, min(start + _JSONL_PART, size))
-          for start in range(0, size, _JSONL_PART)
-        ]
-    return parts
+        yield name, 0, size
+        continue
+      for start in range(0, size, _JSONL_PART):
+        yield name, start, min(start + _JSONL_PART, size)
+
+  def part_size(self, part: tuple) -> float:
+    _, start, stop = part
+    return stop - start
 
   def _read(self, part: tuple) -> Iterator[tuple[float, Document]]:
     name, start, _ = part
@@ -438,7 +472,7 @@ def _lines(name: str, start: int, stop: int) -> Iterator[tuple[float, bytes]]:
 
   number = 0
   try:
-    with epath.Path(name).open("rb") as file:
+    with files.open_file(name) as file:
       if name.endswith(".gz"):
         lines = _all_lines(gzip.open(file))
       elif name.endswith(".zst"):
@@ -487,7 +521,7 @@ def _place(name: str, start: int, number: int) -> str:
   """FILE:LINE of a line, counted from 0 from the first one that begins at or after byte start."""
   before = 0
   if start:
-    with epath.Path(name).open("rb") as file:
+    with files.open_file(name) as file:
       before = sum(
         file.read(min(1 << 20, start - offset)).count(b"\n")
         for offset in range(0, start, 1 << 20)
@@ -497,29 +531,36 @@ def _place(name: str, start: int, number: int) -> str:
   return f"{name}:{before + number + 1}"
 
 
-class _ParquetSource(_FileSource):
+class _ParquetSource(FileSource):
   """A document a row. A part is a row group, (name, index)."""
 
-  def _make_parts(self) -> list[tuple]:
-    parts: list[tuple] = []
+  @functools.cached_property
+  def parts(self) -> list[tuple]:
+    parquet.read_footers([name for name, _ in self._files])
+    return super().parts
+
+  def iter_parts(self) -> Iterator[tuple]:
+    is_empty = True
     for name, _ in self._files:
-      metadata = _open_parquet(name).metadata
-      parts += [
-        (name, index)
-        for index in range(metadata.num_row_groups)
-        if metadata.row_group(index).num_rows
-      ]
-    if not parts:
+      for index in parquet.row_groups(name):
+        is_empty = False
+        yield name, index
+    if is_empty:
       raise UserError(
         f"config.data.source {self.spec!r}: empty: its files hold no rows"
       )
-    return parts
+
+  def part_size(self, part: tuple) -> float:
+    # A footer is shared by the row groups in proportion to their sizes.
+    name, index = part
+    sizes = parquet.row_group_sizes(name)
+    return self._size_of[name] * sizes[index] / sum(sizes)
 
   def _read(self, part: tuple) -> Iterator[tuple[float, Document]]:
     import pyarrow
 
     name, index = part
-    file = _open_parquet(name)
+    file = parquet.open_parquet(name)
     names = file.schema_arrow.names
     columns = {}
     for field, path in self._fields.items():
@@ -573,19 +614,7 @@ def _values(column: Any) -> list[Any]:
     ).to_pylist()  # Arrow raises for lists and records
 
 
-def _open_parquet(name: str):
-  import pyarrow
-  import pyarrow.parquet
-
-  try:
-    return pyarrow.parquet.ParquetFile(
-      epath.Path(name).open("rb"), page_checksum_verification=True
-    )  # if the file has checksums
-  except (pyarrow.ArrowException, OSError) as error:
-    raise UserError(f"{name}: not a Parquet file ({reason(error)})") from error
-
-
-_KINDS: dict[str, Callable[..., Source]] = {
+_KINDS: dict[str, type[_TfdsSource] | type[FileSource]] = {
   "stdlib": _TfdsSource,
   "tfds": _TfdsSource,
   "text": _TextSource,

@@ -19,6 +19,8 @@ from etils import epath
 from jaxtyping import Int32
 
 from diffjax.config import UserError
+from diffjax.data.document import WITHOUT_NETWORK, reason
+from diffjax.data.files import is_on_hub
 from diffjax.data.tokenizer_json import tokenizer_json
 
 SEPARATOR = "<|endoftext|>"
@@ -27,7 +29,7 @@ SEPARATOR = "<|endoftext|>"
 # cl100k's possessive quantifiers differs.
 PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-# The description of cl100k_base, which is frozen. Reading it from tiktoken's registry would download the file if it is missing.
+# The description of cl100k_base, which is frozen. tiktoken's registry gives no access to the file's bytes, which the fingerprint needs.
 _CL100K_URL = (
   "https://openaipublic.blob.core.windows.net/encodings/cl100k_base.tiktoken"
 )
@@ -98,16 +100,17 @@ class Tokenizer(abc.ABC):
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-  """Loads a tokenizer, without the network.
+  """Loads a tokenizer.
 
   Args:
-    spec: "bytes", "cl100k_base", or the path (gs:// too) of a ``*.tiktoken`` file or of a Hugging Face ``tokenizer.json``.
+    spec: "bytes", "cl100k_base" (downloaded once), or the path (gs:// and hf:// too) of a ``*.tiktoken`` file or of a Hugging Face
+      ``tokenizer.json``.
 
   Returns:
     The tokenizer.
 
   Raises:
-    UserError: if the file is missing or damaged, or the spec is none of these. Names what would work.
+    UserError: if the file is missing, damaged or cannot be downloaded, or the spec is none of these. Names what would work.
   """
   if spec == "bytes":
     return _ByteTokenizer()
@@ -118,9 +121,8 @@ def load_tokenizer(spec: str) -> Tokenizer:
       f"config.data.tokenizer = {spec!r}: must be 'bytes', 'cl100k_base', or the path of a *.tiktoken file or of a "
       "Hugging Face tokenizer.json (python -m diffjax.prepare --train_tokenizer=DIR writes both)"
     )
-  path = epath.Path(spec).expanduser()
   try:
-    content = path.read_bytes()
+    content = read_tokenizer_file(spec)
   except OSError as error:
     raise UserError(
       f"config.data.tokenizer = {spec!r}: cannot read this file ({error.strerror or error}); "
@@ -131,6 +133,23 @@ def load_tokenizer(spec: str) -> Tokenizer:
   if hashlib.sha256(content).hexdigest() == _CL100K_SHA256:
     return _TiktokenTokenizer(spec, content, _CL100K_PATTERN, _CL100K_SPECIAL)
   return _TiktokenTokenizer(spec, content, PATTERN, None)
+
+
+def read_tokenizer_file(spec: str) -> bytes:
+  """Returns the content of a tokenizer's file.
+
+  Args:
+    spec: A path, local or on gs:// or hf://.
+
+  Raises:
+    OSError: if the file cannot be read.
+    UserError: if the Hub cannot be reached or refuses, or has no such file.
+  """
+  if is_on_hub(spec):
+    from diffjax.data import hub
+
+    return hub.read_tokenizer(spec)
+  return epath.Path(spec).expanduser().read_bytes()
 
 
 @functools.lru_cache(maxsize=4)
@@ -323,26 +342,35 @@ class _HuggingFaceTokenizer(Tokenizer):
 
 
 def _load_cl100k() -> Tokenizer:
-  """Loads cl100k_base from tiktoken's own cache, whose file names are the sha1 of the URL."""
-  name = hashlib.sha1(_CL100K_URL.encode()).hexdigest()
-  directory = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get(
-    "DATA_GYM_CACHE_DIR"
-  )
-  directory = directory or os.path.join(tempfile.gettempdir(), "data-gym-cache")
-  path = epath.Path(directory) / name
-  remedy = (
-    f"download {_CL100K_URL} elsewhere and put it at {path} (TIKTOKEN_CACHE_DIR names another directory; "
-    f"the file must be called {name}), or set config.data.tokenizer to the path of the file, called *.tiktoken"
-  )
-  if not path.exists():
+  """Loads cl100k_base. tiktoken downloads, caches and verifies its file."""
+  import tiktoken.load
+
+  try:
+    content = tiktoken.load.read_file_cached(_CL100K_URL, _CL100K_SHA256)
+  except (OSError, ValueError) as error:  # those of requests are OSErrors
     raise UserError(
-      f"config.data.tokenizer = 'cl100k_base': its file is not on this machine, and diffjax downloads nothing: {remedy}"
-    )
-  content = path.read_bytes()
-  if hashlib.sha256(content).hexdigest() != _CL100K_SHA256:
-    raise UserError(
-      f"config.data.tokenizer = 'cl100k_base': {path} is damaged (its sha256 is not {_CL100K_SHA256[:12]}…): {remedy}"
-    )
+      "config.data.tokenizer = 'cl100k_base': cannot get its file from"
+      f" {_CL100K_URL} ({reason(_root_cause(error))}): download it on another"
+      f" machine and put it at {_cl100k_cache_path()} (TIKTOKEN_CACHE_DIR"
+      " chooses another directory), or set --config.data.tokenizer=bytes or"
+      " --config.data.tokenizer=DIR/tokenizer.json; data that need no network"
+      f" either: {WITHOUT_NETWORK}"
+    ) from error
   return _TiktokenTokenizer(
     "cl100k_base", content, _CL100K_PATTERN, _CL100K_SPECIAL
   )
+
+
+def _cl100k_cache_path() -> str:
+  """Returns where tiktoken looks for the file: its name is a hash of the URL."""
+  directory = os.environ.get("TIKTOKEN_CACHE_DIR")
+  directory = directory or os.environ.get("DATA_GYM_CACHE_DIR")
+  directory = directory or os.path.join(tempfile.gettempdir(), "data-gym-cache")
+  return os.path.join(directory, hashlib.sha1(_CL100K_URL.encode()).hexdigest())
+
+
+def _root_cause(error: BaseException) -> BaseException:
+  """Returns the first error of a chain: those of requests repeat it at length."""
+  while error.__context__ is not None:
+    error = error.__context__
+  return error

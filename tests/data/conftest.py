@@ -41,6 +41,25 @@ def jsonl(tmp_path, texts):
   return path
 
 
+def write_two_files(directory, name, lines):
+  """Writes JSONL lines into two files, so that two workers can stream them.
+
+  Returns:
+    The source of both files.
+  """
+  middle = len(lines) // 2
+  (directory / f"{name}0.jsonl").write_text("".join(lines[:middle]))
+  (directory / f"{name}1.jsonl").write_text("".join(lines[middle:]))
+  return f"jsonl:{directory}/{name}*.jsonl"
+
+
+@pytest.fixture
+def halves(jsonl, tmp_path):
+  """The source of the documents in two JSONL files."""
+  lines = jsonl.read_text().splitlines(keepends=True)
+  return write_two_files(tmp_path, "half", lines)
+
+
 @pytest.fixture
 def make_config(jsonl):
   """make_config(…): a Config with short rows of the JSONL documents by default."""
@@ -79,13 +98,15 @@ def examples():
 
 @pytest.fixture
 def make_example_config(make_config, tmp_path, examples):
-  """make_example_config(…): the same with questions and answers, whose answers stand in a conversation."""
-  path = tmp_path / "examples.jsonl"
-  records = [
-    {"problem": asked, "turns": [{"value": asked}, {"value": answered}]}
-    for asked, answered in examples
-  ]
-  path.write_text("".join(json.dumps(record) + "\n" for record in records))
+  """make_example_config(…): the same with questions and answers.
+
+  A record is a question and a conversation, whose last turn is the answer.
+  """
+  lines = []
+  for asked, answered in examples:
+    turns = [{"value": asked}, {"value": answered}]
+    lines.append(json.dumps({"problem": asked, "turns": turns}) + "\n")
+  source = write_two_files(tmp_path, "examples", lines)
 
   def make(**data):
     fields = {
@@ -94,6 +115,6 @@ def make_example_config(make_config, tmp_path, examples):
       "prompt_template": "Q: {prompt} A:",
       "length": 128,
     }
-    return make_config(**{"source": f"jsonl:{path}", **fields, **data})
+    return make_config(**{"source": source, **fields, **data})
 
   return make

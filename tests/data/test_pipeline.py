@@ -11,10 +11,12 @@ import sys
 
 import grain
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
-from diffjax.config import DataConfig, UserError
-from diffjax.data import fingerprint, pipeline, prepared, sources
+from diffjax.config import Config, DataConfig, TrainConfig, UserError
+from diffjax.data import files, pipeline, prepared, sources
 from tests.tiers import full
 
 
@@ -324,9 +326,9 @@ def test_mixture_weights_are_part_of_the_state(make_config, tmp_path):
     *full([("concat", 2, (17, 38)), ("documents", 2, (0, 38))]),
   ],
 )
-def test_streamed_restart(make_config, packing, num_workers, steps):
+def test_streamed_restart(make_config, halves, packing, num_workers, steps):
   config = make_config(
-    mode="streamed", packing=packing, num_workers=num_workers
+    mode="streamed", packing=packing, num_workers=num_workers, source=halves
   )
   batches = pipeline.training_batches(config)
   states, expected = [], []
@@ -408,6 +410,67 @@ def test_streamed_processes_read_different_documents(
     for share in shares
   ]
   assert len(seen[0]) == len(seen[1]) == 4 and not seen[0] & seen[1], seen
+
+
+@pytest.fixture
+def row_groups(tmp_path):
+  """A Parquet file with as many row groups as one of FineWeb-Edu.
+
+  Each row group has one document, its number in four digits.
+  """
+  path = tmp_path / "one.parquet"
+  texts = [f"{index:04}" for index in range(727)]
+  table = pyarrow.table({"text": texts})
+  pyarrow.parquet.write_table(table, path, row_group_size=1)
+  return f"parquet:{path}"
+
+
+def test_processes_and_workers_share_the_row_groups_of_one_file(row_groups):
+  """16 processes with 4 workers each read all of them once an epoch."""
+  # A row is exactly one document with its two separators.
+  config = DataConfig(
+    source=row_groups,
+    validation_fraction=0.0,
+    packing="concat",
+    length=5,
+    mode="streamed",
+    num_workers=4,
+  )
+  opened = pipeline._open_sources(config, "train")
+  epochs = [[], []]
+  for index in range(16):
+    rows = pipeline._stream(opened, config, index, 16)
+    # Threads get their shares in the same way as worker processes.
+    shared = grain.experimental.multithread_prefetch(
+      rows, num_threads=4, buffer_size=1
+    )
+    num_parts = len(range(index, 727, 16))
+    assert num_parts >= 4
+    iterator = iter(shared)
+    for epoch in epochs:
+      for row in take(iterator, num_parts):
+        epoch.append(bytes(row.tokens[1:-1].astype(np.uint8)).decode())
+    iterator.close()
+  everything = [f"{index:04}" for index in range(727)]
+  assert sorted(epochs[0]) == everything
+  assert sorted(epochs[1]) == everything
+  assert epochs[0] != epochs[1], "each epoch has an order of its own"
+
+
+def test_more_workers_than_parts_are_refused(row_groups):
+  config = Config(
+    data=DataConfig(source=row_groups, mode="streamed", num_workers=46),
+    train=TrainConfig(batch_size=16),
+  )
+  with pytest.raises(UserError) as caught:
+    pipeline.streamed_dataset(config, process_count=16)
+  message = str(caught.value)
+  assert "727 parts" in message
+  assert "16 processes with 46 workers each" in message
+  assert "config.data.num_workers to at most 45" in message
+  data = dataclasses.replace(config.data, num_workers=45)
+  config = dataclasses.replace(config, data=data)
+  pipeline.streamed_dataset(config, process_count=16)
 
 
 def test_streamed_resume_with_other_workers_or_processes_is_refused(
@@ -505,7 +568,7 @@ def test_a_fingerprint_reads_little(tmp_path, monkeypatch):
     sources.documents(f"text:{tmp_path}/*.txt", "train", DataConfig()),
     [],
   )
-  path_class = type(fingerprint.epath.Path(tmp_path))
+  path_class = type(files.epath.Path(tmp_path))
   real = path_class.open
   monkeypatch.setattr(
     path_class,
@@ -545,18 +608,21 @@ def test_streaming_nothing_does_not_run_for_ever(make_config):
   "mode, num_workers",
   [("prepared", 0), ("streamed", 0), *full([("prepared", 2), ("streamed", 2)])],
 )
-def test_damage_arrives_as_one_line(make_config, jsonl, mode, num_workers):
-  """From workers too, the error is that of the reading code, with file and place, not a library's."""
-  config = make_config(mode=mode, num_workers=num_workers)
+def test_damage_arrives_as_one_line(
+  make_config, halves, tmp_path, mode, num_workers
+):
+  """The error names file and place, also if a worker process reads."""
+  config = make_config(mode=mode, num_workers=num_workers, source=halves)
   if mode == "prepared":
     (target,) = prepared.prepare(config.data, 1)
-    (path,) = pathlib.Path(target.directory).glob("train*.array_record")
+    path, _ = pathlib.Path(target.directory).glob("train*.array_record")
     path.write_bytes(path.read_bytes()[: 1 << 14])
     message = rf"{path}: row \d+ cannot be read"
   else:
-    with jsonl.open("a") as file:
+    path = tmp_path / "half1.jsonl"
+    with path.open("a") as file:
       file.write('{"text": 5}\n')
-    message = rf"{jsonl}:301: .*text_field"
+    message = rf"{path}:151: .*text_field"
   batches = pipeline.training_batches(config)
   with pytest.raises(UserError, match=message) as caught:
     take(batches, 500)

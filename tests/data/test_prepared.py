@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,8 @@ import sys
 import time
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from diffjax import progress
@@ -139,10 +142,28 @@ def test_a_script_needs_no_guard(many_files, tmp_path, how):
   ), result.stderr
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("workers", [1, 2])
-def test_killed_and_started_again(many_files, tmp_path, workers):
-  spec, directory = f"text:{many_files}/*.txt", tmp_path / "killed"
+@pytest.fixture
+def one_file(tmp_path):
+  """2.4 MB of text in a Parquet file of 12 row groups, which are the parts."""
+  path = tmp_path / "one.parquet"
+  rng = np.random.default_rng(0)
+  texts = [rng.bytes(1000).hex() for _ in range(1200)]
+  table = pyarrow.table({"text": texts})
+  pyarrow.parquet.write_table(table, path, row_group_size=100)
+  return path
+
+
+@pytest.mark.parametrize(
+  "kind, workers", [("parquet", 2), *full([("text", 1), ("text", 2)])]
+)
+def test_killed_and_started_again(
+  many_files, one_file, tmp_path, kind, workers
+):
+  sources = {
+    "text": f"text:{many_files}/*.txt",
+    "parquet": f"parquet:{one_file}",
+  }
+  spec, directory = sources[kind], tmp_path / "killed"
   code = (
     "from diffjax.config import DataConfig\nfrom diffjax.data import prepared\nif __name__ == '__main__':\n"
     f"  prepared.prepare(DataConfig(source={spec!r}, length=256, prepared_dir={str(directory)!r}), {workers})\n"
@@ -173,13 +194,12 @@ def test_killed_and_started_again(many_files, tmp_path, workers):
   assert not prepared.is_prepared(target), "killed too late to test anything"
   with pytest.raises(UserError, match="not prepared.*diffjax.prepare"):
     prepared.PreparedRows(target, "train")
-  before = {
-    path: path.stat().st_mtime_ns for path in directory.glob("*.array_record")
-  }
+  before = {path: path.stat() for path in directory.glob("*.array_record")}
   prepared.prepare(config, workers)
-  assert all(
-    path.stat().st_mtime_ns == stamp for path, stamp in before.items()
-  ), "whole shards are not written again"
+  for path, stat in before.items():
+    now = path.stat()
+    is_same = (now.st_ino, now.st_mtime_ns) == (stat.st_ino, stat.st_mtime_ns)
+    assert is_same, "whole shards are not written again"
   whole = tmp_path / "whole"
   prepared.prepare(dataclasses.replace(config, prepared_dir=str(whole)), 1)
   assert content(directory) == content(whole)
@@ -491,11 +511,21 @@ def test_progress_is_lines_where_there_is_no_terminal():
       shown.update(2.5, 2_000_000)
       before = len(said)
       wait_for(lambda: len(said) > before + 2)
-  assert said[0].startswith("preparing x: 0.0%, 0 tokens, 0 tokens/s, ? left")
-  assert (
-    said[-1].startswith("preparing x: 25.0%, 2M tokens,")
-    and "tokens/s" in said[-1]
-    and said[-1].endswith("left")
+  # Speed and time left are unknown until something is done.
+  assert said[0] == "preparing x: 0.0%, 0:00:00 so far"
+  assert re.fullmatch(
+    r"preparing x: 25\.0%, 2M tokens, \d+(\.\d+)?[MG] tokens/s, 0:00:0\d left",
+    said[-1],
+  )
+
+
+def test_progress_counts_days(monkeypatch):
+  clock = iter([0.0, 100_000.0, 100_000.0])
+  monkeypatch.setattr(progress.time, "monotonic", clock.__next__)
+  shown = progress.Progress("preparing x", 10)
+  shown.update(5, 1000)
+  assert shown.line() == (
+    "preparing x: 50.0%, 1K tokens, 0.01 tokens/s, 1 day, 3:46:40 left"
   )
 
 

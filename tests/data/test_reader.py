@@ -201,7 +201,7 @@ def test_an_interrupted_wait_loses_nothing(make_reader):
 @pytest.mark.parametrize(
   ("mode", "num_workers"), [("prepared", 0), ("streamed", 2)]
 )
-def test_the_process_ends(jsonl, tmp_path, mode, num_workers):
+def test_the_process_ends(halves, tmp_path, mode, num_workers):
   """Reading hangs in this process, or its worker is stopped: the error comes, and the interpreter exits."""
   script = tmp_path / "script.py"
   script.write_text(f"""
@@ -210,7 +210,7 @@ from diffjax.config import Config, DataConfig, TrainConfig, UserError
 from diffjax.data import pipeline, prepared
 
 if __name__ == "__main__":
-  data = DataConfig(source="jsonl:{jsonl}", length=64, mode="{mode}", num_workers={num_workers}, timeout=3.0)
+  data = DataConfig(source="{halves}", length=64, mode="{mode}", num_workers={num_workers}, timeout=3.0)
   batches = pipeline.training_batches(Config(data=data, train=TrainConfig(batch_size=2)))
   for _ in range(4):
     next(batches)

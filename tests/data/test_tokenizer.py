@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import pathlib
 import random
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from diffjax.config import Config, ModelConfig, UserError
 from diffjax.data import tokenizer, tokenizer_training
 from diffjax.data.pipeline import check_vocabulary
+from tests import hub_server
 
 ODD = [
   "",
@@ -274,22 +277,72 @@ def test_training_refuses_sizes_that_cannot_be(tmp_path):
     tokenizer_training.train_tokenizer(["text"], 5000, tmp_path)
 
 
-def test_cl100k_says_where_to_put_its_file(tmp_path, monkeypatch):
-  monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+@pytest.fixture
+def cl100k_server(tmp_path, monkeypatch, trained):
+  """Serves a stand-in for cl100k_base to tiktoken, whose cache is empty."""
+  folder = tmp_path / "hub" / "models" / "org" / "name"
+  folder.mkdir(parents=True)
+  content = pathlib.Path(trained[0]).read_bytes()
+  (folder / "cl100k_base.tiktoken").write_bytes(content)
+  digest = hashlib.sha256(content).hexdigest()
+  with hub_server.HubServer(tmp_path / "hub") as server:
+    url = f"{server.url}/org/name/resolve/main/cl100k_base.tiktoken"
+    monkeypatch.setattr(tokenizer, "_CL100K_URL", url)
+    monkeypatch.setattr(tokenizer, "_CL100K_SHA256", digest)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    yield server
+
+
+def test_cl100k_is_downloaded_once(cl100k_server, tmp_path):
+  for _ in range(2):
+    loaded = tokenizer.load_tokenizer("cl100k_base")
+    assert (loaded.vocab_size, loaded.separator) == (100277, 100257)
+  assert len(cl100k_server.requests) == 1
+  (path,) = (tmp_path / "cache").iterdir()
+  content = path.read_bytes()
+  path.write_bytes(b"half a file")
+  tokenizer.load_tokenizer("cl100k_base")
+  assert path.read_bytes() == content
+
+
+def check_cl100k_message():
+  """Returns the message that says how to do without the download."""
   with pytest.raises(UserError) as caught:
     tokenizer.load_tokenizer("cl100k_base")
-  place = (
-    tmp_path / "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"
-  )  # where tiktoken itself looks
-  assert str(place) in str(caught.value) and "TIKTOKEN_CACHE_DIR" in str(
-    caught.value
-  )
-  place.write_bytes(b"half a file")
-  with pytest.raises(UserError, match="damaged"):
-    tokenizer.load_tokenizer("cl100k_base")
-  assert (
-    place.read_bytes() == b"half a file"
-  )  # tiktoken would delete it and download
+  message = str(caught.value)
+  assert "\n" not in message
+  name = hashlib.sha1(tokenizer._CL100K_URL.encode()).hexdigest()
+  path = os.path.join(os.environ["TIKTOKEN_CACHE_DIR"], name)
+  for part in (
+    f"cannot get its file from {tokenizer._CL100K_URL}",
+    f"put it at {path}",
+    "TIKTOKEN_CACHE_DIR",
+    "--config.data.tokenizer=bytes",
+    "--config.data.tokenizer=DIR/tokenizer.json",
+    "--config=configs/tiny.py",
+  ):
+    assert part in message
+  return message
+
+
+def test_cl100k_without_network(cl100k_server):
+  cl100k_server.close()
+  assert "Connection refused" in check_cl100k_message()
+
+
+def test_cl100k_that_the_server_refuses(cl100k_server):
+  cl100k_server.fail(1, status=503)
+  assert "503 Server Error" in check_cl100k_message()
+
+
+def test_cl100k_that_is_another_file(cl100k_server, monkeypatch):
+  monkeypatch.setattr(tokenizer, "_CL100K_SHA256", "0" * 64)
+  assert "Hash mismatch" in check_cl100k_message()
+
+
+def test_cl100k_that_cannot_be_kept(cl100k_server, tmp_path):
+  (tmp_path / "cache").write_text("not a directory")
+  assert "File exists" in check_cl100k_message()
 
 
 def test_cl100k_matches_what_tiktoken_declares(monkeypatch):

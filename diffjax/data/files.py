@@ -1,0 +1,123 @@
+"""Files of a source: local, in a bucket (gs://) or on the Hub (hf://)."""
+
+from __future__ import annotations
+
+import glob
+import os
+from typing import BinaryIO, NamedTuple, cast
+
+from etils import epath
+
+_HUB = "hf://"
+_WILDCARDS = "*?["
+
+
+class File(NamedTuple):
+  """A file of a source.
+
+  Attributes:
+    path: The path that is opened. On the Hub it contains the commit.
+    size: Bytes.
+    time: Time of the last change in seconds; 0 on the Hub.
+    name: The path as the user knows it. On the Hub it contains the revision
+      of the source, if the source has one.
+    content_id: A hash of the content on the Hub; "" elsewhere.
+  """
+
+  path: str
+  size: int
+  time: float
+  name: str
+  content_id: str = ""
+
+  @property
+  def version(self) -> str | float:
+    """What changes with the content: its hash, or else its time."""
+    return self.content_id or self.time
+
+
+def is_on_hub(path: str) -> bool:
+  """Returns whether a path is one of the Hugging Face Hub."""
+  return path.startswith(_HUB)
+
+
+def match(pattern: str) -> list[File]:
+  """Returns the files that match a glob, sorted by name.
+
+  Args:
+    pattern: A path with wildcards. "**" crosses directories.
+
+  Raises:
+    UserError: if the Hub cannot be read, or nothing there matches.
+  """
+  if is_on_hub(pattern):
+    from diffjax.data import hub
+
+    return [
+      File(file.path, file.size, 0.0, file.name, file.content_id)
+      for file in hub.list_files(pattern)
+    ]
+  files = []
+  for path in _match_paths(os.path.expanduser(pattern)):
+    stat = path.stat()
+    name = os.fspath(path)
+    files.append(File(name, stat.length, stat.mtime, name))
+  return files
+
+
+def _match_paths(pattern: str) -> list[epath.Path]:
+  """Returns the files that match a glob, local or gs://."""
+  if "://" not in pattern:
+    names = sorted(glob.glob(pattern, recursive=True))
+    return [epath.Path(name) for name in names if os.path.isfile(name)]
+  parts = pattern.split("/")
+  num_fixed = len(parts) - 1
+  for index, part in enumerate(parts):
+    if any(wildcard in part for wildcard in _WILDCARDS):
+      num_fixed = index
+      break
+  root = epath.Path("/".join(parts[:num_fixed]))
+  matching = root.glob("/".join(parts[num_fixed:]))
+  paths = [path for path in matching if path.is_file()]
+  return sorted(paths, key=os.fspath)
+
+
+def open_file(path: str, read_ahead: bool = True) -> BinaryIO:
+  """Opens a file for reading.
+
+  Args:
+    path: The path of a `File`.
+    read_ahead: Whether to fetch more than is asked for from the Hub, for
+      readers that go through a file in small steps.
+
+  Raises:
+    OSError: if the file cannot be opened.
+    UserError: if the Hub cannot be read. Reading raises it too.
+  """
+  if is_on_hub(path):
+    from diffjax.data import hub
+
+    return hub.open_file(path, read_ahead)
+  return cast(BinaryIO, epath.Path(path).open("rb"))
+
+
+def read_bytes(path: str) -> bytes:
+  """Returns the content of a file.
+
+  Args:
+    path: The path of a `File`.
+
+  Raises:
+    OSError: if the file cannot be read.
+    UserError: if the Hub cannot be read.
+  """
+  with open_file(path, read_ahead=False) as file:
+    return file.read()
+
+
+def version(path: str) -> tuple[int, float]:
+  """Returns a key for caches, (size, time), that changes with the content."""
+  if is_on_hub(path):
+    return 0, 0.0  # the path contains the commit
+  stat = epath.Path(path).stat()
+  return stat.length, stat.mtime

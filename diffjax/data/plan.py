@@ -1,0 +1,111 @@
+"""Resolves the data fields whose values depend on the run.
+
+`config.data.mode = "auto"` depends on the number of processes, and
+`config.data.files = 0` for hf:// sources on the number of tokens that the run
+trains on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from diffjax.config import Config, DataConfig, UserError
+from diffjax.data import sources
+from diffjax.data.sample import take_sample
+from diffjax.progress import say, short_number
+
+# Tokens to read for each token to train on. Packing leaves about 2% of a row
+# empty, and the first documents are not exactly like all others.
+_MARGIN = 1.1
+
+
+def resolve(
+  config: Config, process_count: int, note: Callable[[str], None] = say
+) -> Config:
+  """Returns the config with data.mode and data.files as the run uses them.
+
+  The result depends only on the arguments and the files, so all processes and
+  later runs of the same command get the same one.
+
+  Args:
+    config: The config as the user wrote it.
+    process_count: Number of processes of the run.
+    note: Called with a line for the user if a number of files is computed.
+
+  Raises:
+    UserError: if the files of an hf:// source must be sampled and cannot be
+      read.
+  """
+  data = config.data
+  if data.mode == "auto":
+    mode = "prepared" if process_count == 1 else "streamed"
+    data = dataclasses.replace(data, mode=mode)
+  components = sources.parse_mixture(data.source)
+  has_remote = any(sources.is_remote(each.spec) for each in components)
+  if has_remote and not data.files:
+    train = config.train
+    tokens = train.steps * train.batch_size * data.length
+    num_files = _files_needed(components, tokens, data, note)
+    data = dataclasses.replace(data, files=num_files)
+  return dataclasses.replace(config, data=data)
+
+
+def _files_needed(
+  components: Sequence[sources.Component],
+  tokens: int,
+  config: DataConfig,
+  note: Callable[[str], None],
+) -> int:
+  """Returns how many files of each source hold the tokens of a run.
+
+  All sources of a mixture share one number: the largest number of files that an
+  hf:// source needs or that a local source has. So all local files are read.
+  """
+  largest = 1
+  for component in components:
+    if not sources.has_files(component.spec):
+      continue
+    source = sources.documents(component.spec, "train", config)
+    assert isinstance(source, sources.FileSource)
+    if sources.is_remote(component.spec):
+      num_files = _remote_files_needed(
+        source, component.weight * tokens, config, note
+      )
+    else:
+      num_files = len(source.matched_sizes)
+    largest = max(largest, num_files)
+  return largest
+
+
+def _remote_files_needed(
+  source: sources.FileSource,
+  tokens: float,
+  config: DataConfig,
+  note: Callable[[str], None],
+) -> int:
+  sizes = source.matched_sizes
+  sample = take_sample(source, config)
+  if not sample.tokens:
+    raise UserError(
+      f"config.data.source {source.spec!r}: empty: no document to train on"
+    )
+  tokens_per_byte = sample.tokens / sample.stored_bytes
+  for num_files in range(1, len(sizes) + 1):
+    size = sum(sources.spread(sizes, num_files))
+    if size * tokens_per_byte >= _MARGIN * tokens:
+      break
+  available = size * tokens_per_byte
+  if available < tokens:
+    note(
+      f"{source.spec}: its {len(sizes)} files hold about"
+      f" {short_number(available)} tokens and the run takes"
+      f" {short_number(tokens)}: they are read {tokens / available:.1f} times"
+    )
+  else:
+    note(
+      f"{source.spec}: reading {num_files} of {len(sizes)} files"
+      f" ({short_number(size)}B), about {short_number(available)} tokens for"
+      f" the run's {short_number(tokens)} (config.data.files sets the number)"
+    )
+  return num_files
