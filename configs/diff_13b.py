@@ -1,24 +1,48 @@
-"""13.1B: the largest of the paper's scaling runs.
+"""13.1B on 10.5 B tokens: the largest of the paper's scaling runs.
 
 Launch:
 
-    python -m diffjax.train --config=configs/diff_13b.py --workdir=runs/diff_13b
+    python -m diffjax.train --config=configs/diff_13b.py
 """
 
 import ml_collections
 
-from configs import base, diff_830m
+from diffjax.configs import base
 
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
-  config = diff_830m.get_config()
+  """Returns the run's config, or that of a twin of the same size."""
+  config = base.get_config()
   config.model.update(
+    vocab_size=100_288,
     num_layers=40,
     embed_dim=5120,
     num_heads=20,
     num_kv_heads=20,
     head_dim=128,
     ffn_dim=13_696,
+    max_length=2048,
+    remat="attention",
   )
-  config.optimizer.learning_rate = 7.5e-5
+  config.data.update(
+    source=base.fineweb_edu("sample/100BT/*.parquet"),
+    tokenizer="cl100k_base",
+    length=2048,
+    mode="auto",
+    timeout=600.0,  # seconds: the Hub may pause a reader for 300
+  )
+  config.optimizer.update(
+    learning_rate=7.5e-5,
+    schedule="linear",
+    warmup_steps=375,
+    b1=0.9,
+    b2=0.98,
+    weight_decay=0.05,
+  )
+  config.train.update(
+    steps=40_000,
+    batch_size=128,  # 0.26 M tokens a step
+  )
+  config.eval.update(interval=1000, rows=1024)
+  config.mesh.update(data=1, fsdp=-1)
   return base.twin(config, variant)

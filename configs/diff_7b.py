@@ -1,24 +1,48 @@
-"""6.8B of the paper's scaling runs.
+"""6.8B on 10.5 B tokens, of the paper's scaling runs.
 
 Launch:
 
-    python -m diffjax.train --config=configs/diff_7b.py --workdir=runs/diff_7b
+    python -m diffjax.train --config=configs/diff_7b.py
 """
 
 import ml_collections
 
-from configs import base, diff_830m
+from diffjax.configs import base
 
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
-  config = diff_830m.get_config()
+  """Returns the run's config, or that of a twin of the same size."""
+  config = base.get_config()
   config.model.update(
+    vocab_size=100_288,
     num_layers=32,
     embed_dim=4096,
     num_heads=16,
     num_kv_heads=16,
     head_dim=128,
     ffn_dim=10_880,
+    max_length=2048,
+    remat="attention",
   )
-  config.optimizer.learning_rate = 7.5e-5
+  config.data.update(
+    source=base.fineweb_edu("sample/100BT/*.parquet"),
+    tokenizer="cl100k_base",
+    length=2048,
+    mode="auto",
+    timeout=600.0,  # seconds: the Hub may pause a reader for 300
+  )
+  config.optimizer.update(
+    learning_rate=7.5e-5,
+    schedule="linear",
+    warmup_steps=375,
+    b1=0.9,
+    b2=0.98,
+    weight_decay=0.05,
+  )
+  config.train.update(
+    steps=40_000,
+    batch_size=128,  # 0.26 M tokens a step
+  )
+  config.eval.update(interval=1000, rows=1024)
+  config.mesh.update(data=1, fsdp=-1)
   return base.twin(config, variant)

@@ -1,16 +1,17 @@
-"""830M: the smallest size of the paper's scaling runs (10B tokens).
+"""830M on 10.5 B tokens: the smallest size of the paper's scaling runs.
 
 Launch:
 
-    python -m diffjax.train --config=configs/diff_830m.py --workdir=runs/diff_830m
+    python -m diffjax.train --config=configs/diff_830m.py
 """
 
 import ml_collections
 
-from configs import base
+from diffjax.configs import base
 
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
+  """Returns the run's config, or that of a twin of the same size."""
   config = base.get_config()
   config.model.update(
     vocab_size=100_288,
@@ -20,9 +21,16 @@ def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
     num_kv_heads=8,
     head_dim=96,
     ffn_dim=4096,
+    max_length=2048,
+    remat="attention",
   )
-  config.model.remat = "attention"
-  config.data.update(source="tfds:c4/en", tokenizer="cl100k_base", length=2048)
+  config.data.update(
+    source=base.fineweb_edu("sample/100BT/*.parquet"),
+    tokenizer="cl100k_base",
+    length=2048,
+    mode="auto",
+    timeout=600.0,  # seconds: the Hub may pause a reader for 300
+  )
   config.optimizer.update(
     learning_rate=1.5e-4,
     schedule="linear",
@@ -31,7 +39,10 @@ def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
     b2=0.98,
     weight_decay=0.05,
   )
-  config.train.update(steps=40_000, batch_size=128)  # 0.26M tokens a step
+  config.train.update(
+    steps=40_000,
+    batch_size=128,  # 0.26 M tokens a step
+  )
   config.eval.update(interval=1000, rows=1024)
   config.mesh.update(data=1, fsdp=-1)
   return base.twin(config, variant)

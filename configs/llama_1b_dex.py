@@ -1,19 +1,26 @@
-"""DEX on Llama-3.2-1B: W_D and λ of every layer are trained, 66 K numbers; all else is frozen. docs/adaptation.md says what that may give.
+r"""DEX on Llama-3.2-1B: adapts a trained Transformer.
 
-Convert the weights first; the run starts from what lies in runs/llama_1b_dex, its tokenizer included:
+Only W_D and λ of every layer are trained, 66 K numbers. docs/adaptation.md
+says what to expect.
 
-    python -m diffjax.convert --from=llama:downloaded --to=diffjax:runs/llama_1b_dex --attention=dex
-    python -m diffjax.train --config=configs/llama_1b_dex.py --workdir=runs/llama_1b_dex_tuned
+Convert the weights first. The run starts from runs/llama_1b_dex and takes its
+tokenizer:
+
+    python -m diffjax.convert --from=llama:downloaded \
+      --to=diffjax:runs/llama_1b_dex --attention=dex
+    python -m diffjax.train --config=configs/llama_1b_dex.py \
+      --workdir=runs/llama_1b_dex_tuned
 
 For another Llama, add the flags that the conversion prints.
 """
 
 import ml_collections
 
-from configs import base
+from diffjax.configs import base
 
 
 def get_config() -> ml_collections.ConfigDict:
+  """Returns the run's config."""
   config = base.get_config()
   config.model.update(
     attention="dex",
@@ -23,20 +30,21 @@ def get_config() -> ml_collections.ConfigDict:
     num_heads=32,
     num_kv_heads=8,
     head_dim=64,
-  )
-  config.model.update(
-    vocab_size=128_256, ffn_dim=8192, max_length=131_072, rope_base=500_000.0
-  )
-  config.model.update(
+    ffn_dim=8192,
+    vocab_size=128_256,
+    max_length=131_072,
+    rope_base=500_000.0,
     rope_scaling="llama3",
     rope_factor=32.0,
     rope_original_length=8192,
     remat="attention",
   )
   config.data.update(
-    source="tfds:c4/en",
+    source=base.fineweb_edu("sample/100BT/*.parquet"),
     tokenizer="runs/llama_1b_dex/tokenizer.json",
     length=4096,
+    mode="auto",
+    timeout=600.0,  # seconds: the Hub may pause a reader for 300
   )
   config.optimizer.update(
     learning_rate=1e-3,
@@ -45,7 +53,9 @@ def get_config() -> ml_collections.ConfigDict:
     trained="dex_matrix,dex_lambda",
   )
   config.train.update(
-    steps=3000, batch_size=64, init_from="runs/llama_1b_dex"
-  )  # 0.26M tokens a step, 0.79B in all
+    init_from="runs/llama_1b_dex",
+    steps=3000,
+    batch_size=64,  # 0.26 M tokens a step, 0.79 B in all
+  )
   config.mesh.update(data=1, fsdp=-1)
   return config

@@ -34,6 +34,8 @@ if typing.TYPE_CHECKING:
 
 # The run's config in its workdir.
 NAME = "config.toml"
+# The configs that come with the package: configs/ in the repository.
+_CONFIGS = pathlib.Path(__file__).parent / "configs"
 
 _WIDTH = 100
 # Code that the user did not write: an error in it is the fault of the line that called it.
@@ -50,12 +52,16 @@ _ENCODING = dict(encoding="utf-8", errors="surrogateescape")
 
 
 def read(spec: str) -> ml_collections.ConfigDict:
-  """The config of FILE or FILE:VARIANT, as --config has it.
+  """Returns the config that --config names.
+
+  Args:
+    spec: NAME, NAME:VARIANT, FILE or FILE:VARIANT. NAME is a config of the
+      package, such as "tiny", also if there is a file of this name.
 
   Raises:
     UserError: in one line, with the file and the line where something is wrong.
   """
-  if "://" in spec or spec.endswith(".toml"):
+  if _is_toml(spec):
     return _read_toml(spec)
   name, colon, variant = spec.partition(":")
   if name.endswith(".toml"):
@@ -63,6 +69,8 @@ def read(spec: str) -> ml_collections.ConfigDict:
       f"--config={_shown(spec)}: a TOML file has no variants; pass --config={_shown(name)}"
     )
   path = pathlib.Path(name)
+  if name in names():
+    path = _CONFIGS / f"{name}.py"
   try:
     is_directory, exists = path.is_dir(), path.exists()
   except (
@@ -73,7 +81,7 @@ def read(spec: str) -> ml_collections.ConfigDict:
       f"--config={_shown(name)}: cannot be read ({error})"
     ) from error
   if name and is_directory:
-    files = sorted([*path.glob("*.py"), *path.glob(NAME)])
+    files = sorted([*path.glob("[!_]*.py"), *path.glob(NAME)])
     inside = (
       f"a file in it: {', '.join(map(str, files))}"
       if files
@@ -83,13 +91,15 @@ def read(spec: str) -> ml_collections.ConfigDict:
       f"--config={_shown(name)}: that is a directory; name {inside}"
     )
   if not name or not exists:
-    raise UserError(f"--config={_shown(name)}: no such file; {available()}")
+    raise UserError(
+      f"--config={_shown(name)}: no such config or file; {available()}"
+    )
   try:
-    return _call(name, *[variant] * bool(colon))
+    return _call(path, name, *[variant] * bool(colon))
   except UserError:
     raise
   except OSError as error:
-    if error.filename == name:
+    if error.filename == str(path):
       raise UserError(
         f"--config={_shown(name)}: cannot be read ({error.strerror})"
       ) from error
@@ -98,14 +108,41 @@ def read(spec: str) -> ml_collections.ConfigDict:
     raise _located(name, error) from error
 
 
+def names() -> list[str]:
+  """Returns the names of the package's configs."""
+  return sorted(path.stem for path in _CONFIGS.glob("[!_]*.py"))
+
+
 def available() -> str:
-  """The config files that there are, for messages."""
-  names = sorted(str(path) for path in pathlib.Path("configs").glob("*.py"))
-  return (
-    f"there are {', '.join(names)}"
-    if names
-    else "there are none in ./configs: run from the root of the repository"
-  )
+  """Returns the names of the package's configs, for error messages."""
+  return f"the configs are {', '.join(names())}"
+
+
+def run_name(spec: str) -> str | None:
+  """Returns a name for the run of a config, or None for a TOML file.
+
+  For "configs/diff_1b.py:transformer" it is "diff_1b_transformer", and for
+  "experiments/scaling/config.py" it is "scaling". A TOML file is the config of a
+  run, and all of them have the same name.
+
+  Args:
+    spec: The value of --config.
+  """
+  if _is_toml(spec):
+    return None
+  file, _, variant = spec.partition(":")
+  path = pathlib.Path(file)
+  name = path.stem
+  # The configs of the experiments are all called config.py.
+  if name == "config" and path.parent.name:
+    name = path.parent.name
+  if not variant:
+    return name
+  return f"{name}_{re.sub('[^A-Za-z0-9._-]', '_', variant)}"
+
+
+def _is_toml(spec: str) -> bool:
+  return "://" in spec or spec.endswith(".toml")
 
 
 def to_toml(config: Config, *, comments: bool = True) -> str:
@@ -171,7 +208,7 @@ def _read_toml(path: str) -> ml_collections.ConfigDict:
     )
   except FileNotFoundError as error:
     raise UserError(
-      f"--config={_shown(path)}: no such file; {available()}"
+      f"--config={_shown(path)}: no such config or file; {available()}"
     ) from error
   except (
     OSError,
@@ -190,11 +227,19 @@ def _read_toml(path: str) -> ml_collections.ConfigDict:
     raise UserError(f"--config={_shown(path)}: {error}") from error
 
 
-def _call(path: str, *variant: str) -> ml_collections.ConfigDict:
-  """Runs a Python file, and calls its `get_config`."""
+def _call(
+  path: pathlib.Path, name: str, *variant: str
+) -> ml_collections.ConfigDict:
+  """Runs a Python file, and calls its `get_config`.
+
+  Args:
+    path: The file.
+    name: What --config calls it.
+    *variant: The variant, if --config has one.
+  """
   import ml_collections
 
-  loader = importlib.machinery.SourceFileLoader("config_file", path)
+  loader = importlib.machinery.SourceFileLoader("config_file", str(path))
   spec = importlib.util.spec_from_loader(loader.name, loader)
   assert spec is not None
   module = sys.modules[loader.name] = importlib.util.module_from_spec(spec)
@@ -202,27 +247,33 @@ def _call(path: str, *variant: str) -> ml_collections.ConfigDict:
   get_config = getattr(module, "get_config", None)
   if not callable(get_config):
     raise UserError(
-      f"{path} has no get_config(): a config file defines get_config() or get_config(variant), as configs/tiny.py does"
+      f"{name} has no get_config(): a config file defines get_config() or get_config(variant), as configs/tiny.py does"
     )
   try:
     inspect.signature(get_config).bind(*variant)
   except TypeError as error:
     remedy = (
-      f"it takes no variant; pass --config={path}"
+      f"it takes no variant; pass --config={name}"
       if variant
-      else f"it needs a variant; pass --config={path}:VARIANT"
+      else f"it needs a variant; pass --config={name}:VARIANT"
     )
-    raise UserError(f"{path}: get_config: {remedy}") from error
+    raise UserError(f"{name}: get_config: {remedy}") from error
   config = get_config(*variant)
   if config is None:
     raise UserError(
-      f"{path}: get_config() returned None: did you forget a return?"
+      f"{name}: get_config() returned None: did you forget a return?"
     )
   if not isinstance(config, ml_collections.ConfigDict):
     raise UserError(
-      f"{path}: get_config() returned {type(config).__name__}: it must return a ConfigDict, as configs/tiny.py does"
+      f"{name}: get_config() returned {type(config).__name__}: it must return a ConfigDict, as configs/tiny.py does"
     )
   return config.lock()
+
+
+def _is_library(filename: str) -> bool:
+  """Returns False for the user's own code and for the configs."""
+  is_config = filename.startswith(str(_CONFIGS))
+  return filename.startswith(_LIBRARIES) and not is_config
 
 
 def _located(path: str, error: Exception) -> UserError:
@@ -234,7 +285,7 @@ def _located(path: str, error: Exception) -> UserError:
     frames = [
       frame
       for frame in traceback.extract_tb(error.__traceback__)
-      if not frame.filename.startswith(_LIBRARIES)
+      if not _is_library(frame.filename)
     ]
     if frames:
       place = f"{frames[-1].filename}:{frames[-1].lineno}"

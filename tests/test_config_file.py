@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs import tiny
 from diffjax import config_file
 from diffjax.config import Config, UserError, bound_of, from_config_dict
+from diffjax.configs import tiny
 from tests import in_process
+from tests.conftest import ROOT
 
 SECTIONS = {
   section.name: type(section.default) for section in dataclasses.fields(Config)
@@ -29,17 +30,20 @@ def train(*arguments):
 @pytest.mark.parametrize(
   "text, message",
   [
-    ("import configs\n\ndef get_config(:\n  pass\n", "{file}:3: SyntaxError: "),
+    (
+      "import diffjax.configs\n\ndef get_config(:\n  pass\n",
+      "{file}:3: SyntaxError: ",
+    ),
     (
       "import no_such_module\n",
       "{file}:1: ModuleNotFoundError: No module named 'no_such_module'",
     ),
     (
-      "from configs import tiny\n\ndef get_config():\n  return tiny.get_confg()\n",
-      "{file}:4: AttributeError: module 'configs.tiny' has no",
+      "from diffjax.configs import tiny\n\ndef get_config():\n  return tiny.get_confg()\n",
+      "{file}:4: AttributeError: module 'diffjax.configs.tiny' has no",
     ),
     (
-      "from configs import tiny\ndef get_config():\n  config = tiny.get_config()\n  config.train.update(1, 2)\n",
+      "from diffjax.configs import tiny\ndef get_config():\n  config = tiny.get_config()\n  config.train.update(1, 2)\n",
       "{file}:4: TypeError: ",
     ),
     ("def get_config():\n  return {}['x']\n", "{file}:2: KeyError: x"),
@@ -97,7 +101,7 @@ def test_what_is_no_config_file_is_said_to_be_what_it_is(tmp_path):
   (tmp_path / "no.toml").write_text("[model\n")
   (tmp_path / "wrong.toml").write_text("[train]\nstepz = 3\n")
   (tmp_path / "no_variant.py").write_text(
-    "from configs import tiny\ndef get_config():\n  return tiny.get_config()\n"
+    "from diffjax.configs import tiny\ndef get_config():\n  return tiny.get_config()\n"
   )
   for value, message in (
     (
@@ -110,11 +114,11 @@ def test_what_is_no_config_file_is_said_to_be_what_it_is(tmp_path):
     ),
     (
       tmp_path / "empty",
-      f"{tmp_path}/empty: that is a directory; name a file; there are configs/base.py, ",
+      f"{tmp_path}/empty: that is a directory; name a file; the configs are base, ",
     ),
     (
       tmp_path / "none.toml",
-      f"{tmp_path}/none.toml: no such file; there are configs/base.py, ",
+      f"{tmp_path}/none.toml: no such config or file; the configs are base, ",
     ),
     (tmp_path / "no.toml", f"{tmp_path}/no.toml: not TOML: "),
     (
@@ -125,7 +129,10 @@ def test_what_is_no_config_file_is_said_to_be_what_it_is(tmp_path):
       f"{tmp_path}/run/config.toml:diff",
       f"{tmp_path}/run/config.toml:diff: a TOML file has no variants; pass --config=",
     ),
-    ("", ": no such file; there are configs/base.py"),
+    ("", ": no such config or file; the configs are base, "),
+    ("nope", "nope: no such config or file; the configs are base, diff_125m, "),
+    ("nope:diff", "nope: no such config or file; the configs are base, "),
+    ("tiny.py", "tiny.py: no such config or file; the configs are base, "),
   ):
     result = train(f"--config={value}")
     [line] = result.stderr.splitlines()
@@ -137,6 +144,72 @@ def test_what_is_no_config_file_is_said_to_be_what_it_is(tmp_path):
     line
     == f"error: {tmp_path}/no_variant.py: get_config: it takes no variant; pass --config={tmp_path}/no_variant.py"
   )
+
+
+def test_an_error_in_a_config_of_the_package_is_told_of_its_line(tmp_path):
+  """Users edit these files too, although they lie in the package."""
+  file = tmp_path / "mine.py"
+  file.write_text(
+    "from diffjax.configs import base\n\n"
+    "def get_config():\n  base.narrow_ffn(None, 1)\n"
+  )
+  [line] = train(f"--config={file}").stderr.splitlines()
+  assert line.startswith(f"error: {ROOT}/diffjax/configs/base.py:")
+  assert "AttributeError" in line
+
+
+def test_a_config_of_the_package_has_a_name(tmp_path, monkeypatch):
+  """It works from any directory, also if a file there has the same name."""
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "tiny").write_text("")
+  expected = from_config_dict(tiny.get_config())
+  assert from_config_dict(config_file.read("tiny")) == expected
+  with pytest.raises(UserError, match=r"\./tiny has no get_config\(\)"):
+    config_file.read("./tiny")
+  expected = from_config_dict(tiny.get_config("transformer"))
+  assert from_config_dict(config_file.read("tiny:transformer")) == expected
+
+
+def test_a_file_here_may_have_any_other_name(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "mine").write_text("from diffjax.configs.tiny import get_config")
+  expected = from_config_dict(tiny.get_config())
+  assert from_config_dict(config_file.read("mine")) == expected
+
+
+@pytest.mark.parametrize("name", ["motif_2_6b", "configs/motif_2_6b.py"])
+def test_a_config_without_variants_says_so(name, monkeypatch):
+  monkeypatch.chdir(ROOT)
+  message = f"{name}: get_config: it takes no variant; pass --config={name}"
+  with pytest.raises(UserError, match=f"^{message}$"):
+    config_file.read(f"{name}:diff")
+
+
+def test_the_names_of_the_configs():
+  files = (ROOT / "configs").glob("*.py")
+  names = {file.stem for file in files} - {"__init__"}
+  assert set(config_file.names()) == names
+  assert config_file.names() == sorted(names)
+
+
+@pytest.mark.parametrize(
+  "spec, name",
+  [
+    ("tiny", "tiny"),
+    ("configs/diff_1b.py", "diff_1b"),
+    ("configs/diff_1b.py:transformer", "diff_1b_transformer"),
+    ("diff_1b:diff_v2,heads=4", "diff_1b_diff_v2_heads_4"),
+    ("my/scaling.py:diff,size=0.4m", "scaling_diff_size_0.4m"),
+    ("tiny:a-b é/../c", "tiny_a-b___.._c"),
+    ("tiny:", "tiny"),
+    ("experiments/scaling/config.py:diff", "scaling_diff"),
+    ("config.py", "config"),
+    ("runs/x/config.toml", None),
+    ("gs://bucket/config.toml", None),
+  ],
+)
+def test_the_name_of_a_run(spec, name):
+  assert config_file.run_name(spec) == name
 
 
 def test_the_printed_config_is_whole_and_can_be_passed_back_in(tmp_path):

@@ -1,15 +1,14 @@
 """Every config and variant, by shape alone: sizes as in the paper, twins of equal size."""
 
+import ast
 import dataclasses
 import importlib
 import math
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from configs import base
 from diffjax.config import (
   Config,
   UserError,
@@ -18,17 +17,17 @@ from diffjax.config import (
   from_config_dict,
   to_config_dict,
 )
+from diffjax.configs import base
 from diffjax.model.attention import parameter_shapes
 from diffjax.model.decoder import Decoder
 from diffjax.training.flops import parameter_count
+from tests.conftest import ROOT
 
 # Models that others trained, and that have no twins; in billions where the size is published.
 ADAPTED = ["llama_1b_dex", "llama_1b_gda"]
 PUBLISHED = {"motif_2_6b": 2.597, "motif_2_12b": 12.704}
-NAMES = sorted(
-  {path.stem for path in pathlib.Path("configs").glob("*.py")}
-  - {*ADAPTED, *PUBLISHED}
-)
+FILES = {path.stem: path for path in (ROOT / "configs").glob("[!_]*.py")}
+NAMES = sorted(FILES.keys() - {*ADAPTED, *PUBLISHED})
 VARIANTS = ("diff", "transformer", "diff_v2")
 
 # Billions with one vocabulary matrix (paper, tables 2 and 8, from shapes; see each config).
@@ -46,7 +45,7 @@ PAPER = {
 
 def load(name, *variant):
   return from_config_dict(
-    importlib.import_module(f"configs.{name}").get_config(*variant)
+    importlib.import_module(f"diffjax.configs.{name}").get_config(*variant)
   )
 
 
@@ -84,7 +83,7 @@ def test_shapes(name, variant):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_model_is_tuned_from_its_weights(name):
   config = from_config_dict(
-    importlib.import_module(f"configs.{name}").get_config()
+    importlib.import_module(f"diffjax.configs.{name}").get_config()
   )
   assert count(shapes(config)) == parameter_count(config.model)
   assert parameter_count(config.model) / 1e9 == pytest.approx(
@@ -181,53 +180,146 @@ def test_mathematics(variant):
 
 
 @pytest.mark.parametrize(
-  "variant, reason",
+  "variant, part",
   [
-    ("diff_v3", "there is no architecture 'diff_v3'"),
-    ("architecture=v2", "there is no architecture 'v2'"),
-    ("", "there is no architecture ''"),
-    ("diff,", "architecture is there twice"),
-    ("diff,heads=2,heads=2", "heads is there twice"),
-    ("diff,transformer", "architecture is there twice"),
-    ("diff,head=2", "there is no field 'head'"),
-    ("heads=0", "heads is '0', but must be a positive integer"),
-    ("heads=-2", "heads is '-2', but must be a positive integer"),
-    ("heads=2.0", "heads is '2.0', but must be a positive integer"),
-    ("heads=٢", "heads is '٢', but must be a positive integer"),
-    ("heads=", "heads is '', but must be a positive integer"),
+    ("diff_v3", "diff_v3"),
+    ("architecture=v2", "architecture=v2"),
+    ("", ""),
+    ("diff,", ""),
+    ("diff,heads=2,heads=2", "heads=2"),
+    ("diff,transformer", "transformer"),
+    ("diff,head=2", "head=2"),
+    ("heads=0", "heads=0"),
+    ("heads=-2", "heads=-2"),
+    ("heads=2.0", "heads=2.0"),
+    ("heads=", "heads="),
+    ("transformer,=8", "=8"),
   ],
 )
-def test_unknown_variants(variant, reason):
-  """One line that says what is wrong and what there is."""
+def test_unknown_variants(variant, part):
+  """The error names the part that is wrong and lists what is possible."""
   with pytest.raises(UserError) as error:
     load("tiny", variant)
-  assert (
-    str(error.value)
-    == f"variant {variant!r}: {reason}; variants are diff|transformer|diff_v2[,heads=NUMBER]"
+  assert str(error.value) == (
+    f"variant {variant!r}: {part!r} is not allowed;"
+    " variants are diff|transformer|diff_v2[,heads=NUMBER]"
   )
 
 
-def test_variants_are_values_by_name():
-  """A value without a name is the first field's; fields left out have defaults; the order does not matter."""
-  read = lambda text: base.read_variant(
+def read_variant(text):
+  return base.read_variant(
     text,
     row=("b", ("a", "b")),
     size=("1b", {"1b": 1, "2b": 2}),
     times=(None, float),
     heads=(4, int),
   )
-  assert read("b") == read("row=b") == read("size=1b") == ("b", "1b", None, 4)
-  assert (
-    read("a,size=2b,times=0.5,heads=8")
-    == read("heads=8,times=.5,a,size=2b")
-    == ("a", "2b", 0.5, 8)
-  )
-  for times in ("9" * 400, "1e3", "nan", "inf"):
-    with pytest.raises(
-      UserError,
-      match=rf"times is '{times}', but must be a positive number; variants are a\|b\[,size=1b\|2b\]\[,times=",
-    ):
-      read(f"a,times={times}")
+
+
+@pytest.mark.parametrize(
+  "text, values",
+  [
+    ("b", ("b", "1b", None, 4)),
+    ("row=b", ("b", "1b", None, 4)),
+    ("size=1b", ("b", "1b", None, 4)),
+    ("a,size=2b,times=0.5,heads=8", ("a", "2b", 0.5, 8)),
+    ("heads=8,times=.5,a,size=2b", ("a", "2b", 0.5, 8)),
+  ],
+)
+def test_a_variant_gives_values_by_name_in_any_order(text, values):
+  assert read_variant(text) == values
+
+
+@pytest.mark.parametrize("times", ["9" * 400, "nan", "inf", "-1", "0", "x"])
+def test_a_number_of_a_variant_is_positive_and_finite(times):
+  usage = r"a\|b\[,size=1b\|2b\]\[,times=NUMBER\]\[,heads=NUMBER\]"
+  with pytest.raises(UserError, match=f"not allowed; variants are {usage}"):
+    read_variant(f"a,times={times}")
+
+
+# Fields that a reader of a config of the paper finds in its file.
+STATED = {
+  "model": {
+    "vocab_size",
+    "num_layers",
+    "embed_dim",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "ffn_dim",
+    "max_length",
+  },
+  "data": {"source", "tokenizer", "length"},
+  "optimizer": {
+    "learning_rate",
+    "schedule",
+    "warmup_steps",
+    "b1",
+    "b2",
+    "weight_decay",
+  },
+  "train": {"steps", "batch_size"},
+  "eval": {"interval", "rows"},
+  "mesh": {"data", "fsdp"},
+}
+
+
+def stated_fields(tree):
+  """Returns the fields that calls of `config.SECTION.update` set."""
+  stated = {section: set() for section in STATED}
+  for node in ast.walk(tree):
+    if not isinstance(node, ast.Call):
+      continue
+    section, _, method = ast.unparse(node.func).rpartition(".")
+    section = section.removeprefix("config.")
+    if method == "update" and section in stated:
+      stated[section] |= {keyword.arg for keyword in node.keywords}
+  return stated
+
+
+def imported_names(tree):
+  """Returns the names that a file imports from diffjax.configs."""
+  names = set()
+  for node in ast.walk(tree):
+    if isinstance(node, ast.ImportFrom) and node.module == "diffjax.configs":
+      names |= {alias.name for alias in node.names}
+  return names
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_a_config_is_read_without_another(name):
+  tree = ast.parse(FILES[name].read_text())
+  assert imported_names(tree) <= {"base"}
+  if name in PAPER or name.startswith("diff_"):
+    stated = stated_fields(tree)
+    for section, fields in STATED.items():
+      assert fields <= stated[section], section
+
+
+# Billions of tokens in the files of FineWeb-Edu, less what is held out.
+FINEWEB_EDU = {
+  "sample/100BT/*.parquet": 90,
+  "sample/350BT/*.parquet": 300,
+  "data/*/*.parquet": 1000,
+}
+
+
+@pytest.mark.parametrize(
+  "name", [name for name in NAMES if name.startswith("diff_")]
+)
+def test_a_run_of_the_paper_reads_enough_tokens_once(name):
+  config = load(name)
+  dataset, _, files = config.data.source.partition("@")
+  assert dataset == "parquet:hf://datasets/HuggingFaceFW/fineweb-edu"
+  _, _, pattern = files.partition("/")
+  train = config.train
+  tokens = train.steps * train.batch_size * config.data.length
+  enough = [
+    pattern
+    for pattern, billions in FINEWEB_EDU.items()
+    if tokens <= billions * 1e9
+  ]
+  assert pattern == enough[0]
 
 
 @pytest.mark.parametrize("name", ["tiny", "diff_1b", "diff_3b"])
@@ -479,7 +571,7 @@ def test_what_bounds_say():
   )
   assert (
     bounds["model.norm_eps"] == "must be positive"
-    and bounds["data.mode"] == "must be one of prepared, streamed"
+    and bounds["data.mode"] == "must be one of prepared, streamed, auto"
   )
 
 

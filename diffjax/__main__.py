@@ -1,0 +1,65 @@
+"""The `diffjax` command: `diffjax train …` is `python -m diffjax.train …`."""
+
+from __future__ import annotations
+
+import ast
+import os
+import pathlib
+import signal
+import sys
+from typing import NoReturn
+
+from diffjax.signals import end_at_ctrl_c
+
+COMMANDS = (
+  "train",
+  "generate",
+  "evaluate",
+  "convert",
+  "checkpoints",
+  "prepare",
+  "aot",
+)
+
+
+def main() -> None:
+  """Runs the command that the first argument names."""
+  end_at_ctrl_c()
+  arguments = sys.argv[1:]
+  if not arguments or arguments[0] in ("-h", "-help", "--help"):
+    # `diffjax --help | head` ends without an error.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    print(_help())
+    return
+  name, *rest = arguments
+  if name not in COMMANDS:
+    _fail(f"{name!r} is no command; the commands are {', '.join(COMMANDS)}")
+  # This process becomes `python -m diffjax.NAME`, so that both are the same:
+  # Ctrl-C, the search path with the current directory, and worker processes.
+  program = [sys.executable, "-m", f"diffjax.{name}", *rest]
+  os.execv(sys.executable, program)
+
+
+def _help() -> str:
+  width = max(map(len, COMMANDS))
+  lines = ["diffjax COMMAND --help explains a command. The commands:", ""]
+  for name in COMMANDS:
+    lines.append(f"  {name:{width}}  {_summary(name)}")
+  return "\n".join(lines)
+
+
+def _summary(name: str) -> str:
+  """Returns the first line of a command's docstring, without importing it."""
+  path = pathlib.Path(__file__).with_name(f"{name}.py")
+  source = path.read_text(encoding="utf-8")
+  docstring = ast.get_docstring(ast.parse(source)) or ""
+  return docstring.partition("\n")[0]
+
+
+def _fail(message: str) -> NoReturn:
+  print(f"error: {message}", file=sys.stderr)
+  sys.exit(2)
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,109 @@
+"""The `diffjax` command: its list, its errors, and that it is `python -m`."""
+
+import ast
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from diffjax import __main__ as diffjax_command
+from tests import in_process
+from tests.conftest import ROOT
+
+# What the console script of an installed package does.
+SCRIPT = "from diffjax.__main__ import main; main()"
+
+
+@pytest.fixture
+def start():
+  """start("train", "--help"): the command in a process, ended after the test."""
+  processes = []
+
+  def run(*arguments):
+    process = subprocess.Popen(
+      [sys.executable, "-c", SCRIPT, *arguments],
+      cwd=ROOT,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    processes.append(process)
+    return process
+
+  yield run
+  for process in processes:
+    process.kill()
+    process.wait()
+
+
+def is_a_command(path):
+  source = path.read_text()
+  return "command.run(" in source and "__main__" in source
+
+
+def test_every_command_is_listed():
+  files = (ROOT / "diffjax").glob("*.py")
+  names = {path.stem for path in files if is_a_command(path)}
+  assert set(diffjax_command.COMMANDS) == names
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])
+def test_help_says_what_each_command_does(start, arguments):
+  out, errors = start(*arguments).communicate(timeout=60)
+  assert not errors
+  lines = out.splitlines()
+  assert max(map(len, lines)) <= 100
+  for name in diffjax_command.COMMANDS:
+    source = (ROOT / f"diffjax/{name}.py").read_text()
+    summary = ast.get_docstring(ast.parse(source)).splitlines()[0]
+    (line,) = [line for line in lines if line.split()[:1] == [name]]
+    assert line.endswith(summary) and summary.endswith(".")
+
+
+def test_help_for_a_closed_pipe_ends_quietly():
+  reader, writer = os.pipe()
+  os.close(reader)
+  result = subprocess.run(
+    [sys.executable, "-c", SCRIPT],
+    cwd=ROOT,
+    stdout=writer,
+    stderr=subprocess.PIPE,
+  )
+  os.close(writer)
+  assert result.returncode == -signal.SIGPIPE
+  assert not result.stderr
+
+
+def test_an_unknown_command_is_answered_with_a_list(start):
+  process = start("trian")
+  out, errors = process.communicate(timeout=60)
+  assert (process.returncode, out) == (2, "")
+  assert errors == (
+    "error: 'trian' is no command; the commands are train, generate, evaluate,"
+    " convert, checkpoints, prepare, aot\n"
+  )
+
+
+def test_a_command_has_its_own_help(start):
+  out, errors = start("train", "--help").communicate(timeout=60)
+  assert not errors
+  assert out == in_process.call("diffjax.train", "--help").stdout
+
+
+def test_ctrl_c_ends_it_like_the_command(start):
+  process = start("train", "--help")
+  directory = pathlib.Path(f"/proc/{process.pid}")
+  # Wait for the command's process image, and there for the thread that
+  # receives signals.
+  while process.poll() is None:
+    program = (directory / "cmdline").read_bytes()
+    if b"diffjax.train" in program and len(os.listdir(directory / "task")) > 1:
+      break
+    time.sleep(0.001)
+  process.send_signal(signal.SIGINT)
+  _, errors = process.communicate(timeout=60)
+  assert (process.returncode, errors) == (130, "error: interrupted\n")

@@ -1,0 +1,126 @@
+"""The wheel: which files it holds, and that it works without a clone."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from benchmarks.faults import copy_to
+from tests.conftest import ROOT
+
+BUILD = "from setuptools import build_meta; build_meta.build_wheel('dist')"
+# Of the package itself, and of those who use its configs.
+FOLDERS = (
+  "benchmarks",
+  "configs",
+  "diffjax",
+  "experiments",
+  "recipes",
+  "tests",
+)
+
+
+def run(*command, cwd, environment=None):
+  """Runs a command that must succeed, and returns what it prints."""
+  result = subprocess.run(
+    [*map(str, command)],
+    cwd=cwd,
+    env=environment,
+    capture_output=True,
+    text=True,
+    timeout=1200,
+  )
+  assert result.returncode == 0, result.stdout + result.stderr
+  return result.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+  """The wheel, built in a copy of the repository. Needs setuptools 77."""
+  directory = tmp_path_factory.mktemp("wheel") / "diffjax"
+  directory.mkdir()
+  copy_to(directory, revision="")
+  run(sys.executable, "-c", BUILD, cwd=directory)
+  (path,) = (directory / "dist").glob("*.whl")
+  return path
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+  """All files of diffjax/ and configs/, the latter as diffjax/configs/."""
+  folders = [ROOT / "diffjax", ROOT / "diffjax/configs"]
+  expected = set()
+  for folder in folders:
+    for path in folder.rglob("*"):
+      is_compiled = "__pycache__" in path.parts
+      if path.is_file() and not is_compiled:
+        expected.add(str(path.relative_to(ROOT)))
+  with zipfile.ZipFile(wheel) as archive:
+    names = set(archive.namelist())
+  packed = {name for name in names if ".dist-info/" not in name}
+  assert packed == expected
+  assert "diffjax/configs/tiny.py" in packed
+  assert "diffjax/evals/report/page.html" in packed
+
+
+def test_nothing_imports_a_top_level_configs():
+  statement = re.compile(r"^ *(import|from) configs\b", re.MULTILINE)
+  wrong = []
+  for folder in FOLDERS:
+    for path in (ROOT / folder).rglob("*.py"):
+      if statement.search(path.read_text()):
+        wrong.append(str(path))
+  assert not wrong
+
+
+@pytest.mark.longest
+@pytest.mark.full
+def test_an_installed_wheel_trains_and_generates(wheel, tmp_path):
+  """In an empty environment and an empty directory."""
+  run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
+  programs = tmp_path / "venv/bin"
+  python = programs / "python"
+  install = [python, "-m", "pip", "install", "-q", "--no-compile", wheel]
+  run(*install, cwd=tmp_path)
+
+  directory = tmp_path / "empty"
+  directory.mkdir()
+  environment = dict(os.environ)
+  environment.pop("PYTHONPATH", None)
+  small = [
+    "--config.model.num_layers=1",
+    "--config.train.steps=2",
+    "--config.train.sample_tokens=4",
+    "--config.eval.interval=0",
+  ]
+  run(
+    programs / "diffjax",
+    "train",
+    "--config=tiny",
+    *small,
+    cwd=directory,
+    environment=environment,
+  )
+  assert (directory / "runs/tiny/checkpoints/2").exists()
+  text = run(
+    programs / "diffjax",
+    "generate",
+    "--workdir=runs/tiny",
+    "--prompt=def ",
+    "--max_new_tokens=4",
+    cwd=directory,
+    environment=environment,
+  )
+  assert text.startswith("def ")
+
+  find = (
+    "import importlib.util, diffjax;"
+    "print(diffjax.__file__, importlib.util.find_spec('configs'))"
+  )
+  found = run(python, "-c", find, cwd=directory, environment=environment)
+  package, configs = found.split()
+  assert pathlib.Path(package).is_relative_to(tmp_path / "venv")
+  assert configs == "None"
