@@ -1,9 +1,7 @@
 """The assembler of GPU kernels: which one Mosaic really takes, and the newest one first on PATH.
 
-JAX has two ways to ptxas. Mosaic's kernels are assembled by the first one on PATH, XLA's own fusions by the one of the package
-nvidia-cuda-nvcc (nvidia/cu13/bin) where it is installed. No variable changes the former. So a machine with CUDA 13.0's nvcc on PATH
-assembles Mosaic's kernels with ptxas 13.0, whatever is installed beside JAX; and before 13.3 ptxas can corrupt matrix products with an
-operand in registers, in silence.
+JAX has two ways to ptxas; diffjax/ops/diff_attention/gpu/assembler.py describes them, and chooses for training. Here the newest one is put
+first for all processes of the benchmark, and what Mosaic took is found out by a kernel.
 
 `python -m benchmarks.gpu.ptxas` compiles a small kernel and a fusion and prints what it found, as JSON. A spy goes first on PATH for that:
 a script that notes what it is given to assemble, and hands it on.
@@ -21,7 +19,7 @@ import sys
 import tempfile
 from typing import Any
 
-from diffjax.ops.diff_attention.gpu.assembler import SAFE, version
+from diffjax.ops.diff_attention.gpu.assembler import SAFE, packaged, version
 
 PACKAGES = (
   "jax",
@@ -55,12 +53,9 @@ def newest(folder: pathlib.Path | None = None) -> pathlib.Path | None:
   """The ptxas of a folder; without one the newest of the packaged ones and of PATH's."""
   if folder is not None:
     return folder / "ptxas"
-  found = [
-    path
-    for place in sys.path
-    for path in pathlib.Path(place or ".").glob("nvidia/*/bin/ptxas")
-  ]
-  found += [pathlib.Path(path)] if (path := shutil.which("ptxas")) else []
+  on_path = shutil.which("ptxas")
+  candidates = [packaged(), pathlib.Path(on_path) if on_path else None]
+  found = [path for path in candidates if path is not None]
   return max(found, key=version, default=None)
 
 

@@ -31,7 +31,7 @@ def tpu_info() -> Any:
     ValueError: the program is not for a TPU.
   """
   from jax.experimental.pallas import (
-    tpu as pltpu,  # not at the top: it takes long, and most programs do not ask
-  )
+    tpu as pltpu,
+  )  # not at the top: it takes long, and most programs do not ask
 
   return pltpu.get_tpu_info()

@@ -470,8 +470,8 @@ def test_in_shard_map(implementation):
 )
 def test_no_race_in_the_kernel(options, monkeypatch):
   from jax._src.pallas.mosaic.interpret import (
-    interpret_pallas_call,  # where the interpreter says what it found, and nowhere else
-  )
+    interpret_pallas_call,
+  )  # where the interpreter says what it found, and nowhere else
 
   monkeypatch.setattr(tpu_decode, "_BLOCK_BYTES", 1)
   case = Case("v1_window", window=150, lengths=(0, 5, 300, 170), **options)

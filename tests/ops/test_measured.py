@@ -1,12 +1,11 @@
 """The choice of `auto` on GPUs by what was measured there."""
 
 import json
-import os
 
 import jax.numpy as jnp
 import pytest
 
-from diffjax.ops.diff_attention import api, two_call
+from diffjax.ops.diff_attention import choice, two_call
 from diffjax.ops.diff_attention.gpu import assembler, chip, measured
 from diffjax.ops.diff_attention.mask import Mask
 
@@ -24,12 +23,13 @@ def pick(monkeypatch, tmp_path):
 
   def choose(T=4096, D=128, kind="v1", device=GPU, dtype=jnp.bfloat16, **mask):
     G, M, wide = {name: sizes for sizes, name in measured.KINDS.items()}[kind]
-    monkeypatch.setattr(api, "device_kind", lambda: device)
+    monkeypatch.setattr(choice, "device_kind", lambda: device)
     q, k, v = (
       jnp.zeros((1, 2, 1, *shape), dtype)
       for shape in ((G, D), (M, D), (wide * D,))
     )
-    return api._pick("gpu", q, k, v, Mask(T, mask.pop("S", T), **mask))
+    mask = Mask(T, mask.pop("S", T), **mask)
+    return choice.choose("gpu", q, k, v, mask).implementation
 
   yield choose
   measured.table.cache_clear()
@@ -91,31 +91,6 @@ def test_what_cannot_run_is_not_taken(pick, monkeypatch):
   assert pick() == "two_call"
 
 
-@pytest.mark.parametrize(
-  ("version", "trusted"),
-  [("13.0.88", False), ("13.2.78", False), ("13.3.1", True), ("14.0.1", True)],
-)
-def test_an_old_assembler_is_not_trusted(
-  monkeypatch, tmp_path, version, trusted
-):
-  """What Mosaic would take is the first one on PATH."""
-  script = tmp_path / "ptxas"
-  script.write_text(
-    f"#!/bin/sh\necho 'Cuda compilation tools, release {version[:4]}, V{version}'\n"
-  )
-  script.chmod(0o755)
-  monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-  assembler.distrust.cache_clear()
-  said = assembler.distrust()
-  assembler.distrust.cache_clear()
-  assert (said is None) == trusted
-  assert (
-    trusted
-    or f"ptxas {version} ({script}) would assemble" in said
-    and "nvidia-cuda-nvcc>=13.3" in said
-  )
-
-
 def test_auto_takes_no_kernel_of_an_assembler_that_is_not_trusted(
   pick, monkeypatch
 ):
@@ -124,27 +99,3 @@ def test_auto_takes_no_kernel_of_an_assembler_that_is_not_trusted(
     assembler, "distrust", lambda: "ptxas 13.0.88 can corrupt products"
   )
   assert pick() == "two_call"
-
-
-def test_what_would_be_faster_is_said_once(pick, monkeypatch, caplog):
-  """Else nobody would know that an update doubles the speed of attention."""
-  write({})
-  api._warn_once.cache_clear()
-  monkeypatch.setattr(
-    chip, "refusal", lambda: "needs JAX 0.11.2 or newer, and this is 0.10.2"
-  )
-  assert (
-    pick() == pick() == "two_call"
-    and pick(T=100) == "two_call"
-    and pick(dtype=jnp.float32) == "chunked"
-  )
-  (record,) = caplog.records
-  assert (
-    "'pallas_gpu' would be faster here, and is not taken: needs JAX 0.11.2"
-    in record.getMessage()
-  )
-  monkeypatch.setattr(chip, "refusal", lambda: None)
-  monkeypatch.setattr(
-    assembler, "distrust", lambda: "ptxas 13.0.88 can corrupt products"
-  )
-  assert pick() == "two_call" and "ptxas 13.0.88" in caplog.text

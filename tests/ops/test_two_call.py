@@ -5,7 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffjax.ops.diff_attention import api, diff_attention, two_call
+from diffjax.ops.diff_attention import (
+  api,
+  choice,
+  diff_attention,
+  two_call,
+)
 from tests.tiers import full
 
 STOCK = jax.nn.dot_product_attention
@@ -133,11 +138,6 @@ def test_large_masks_do_not_go_through_cudnn(calls):
 def test_auto_on_a_gpu(calls, monkeypatch):
   picked = []
   monkeypatch.setattr(api, "platform", lambda: "gpu")
-  monkeypatch.setattr(
-    api,
-    "_log_once",
-    lambda implementation, backend: picked.append(implementation),
-  )
   for options in (
     {},
     {"ids": True},
@@ -147,13 +147,14 @@ def test_auto_on_a_gpu(calls, monkeypatch):
     {"dtype": jnp.float32},
   ):
     run, arrays = _program("auto", D=8, V=16, **options)
-    jax.eval_shape(run, *arrays)
+    with choice.reported_to(lambda made: picked.append(made.implementation)):
+      jax.eval_shape(run, *arrays)
   assert picked == ["two_call"] * 2 + ["chunked"] * 4
 
 
 @pytest.mark.parametrize(("D", "V", "number"), [(128, 256, 4), (64, 128, 2)])
 def test_auto_on_blackwell(calls, monkeypatch, D, V, number):
-  """What docs/blackwell.md names: cuDNN, once for each map and 128 of V's columns."""
+  """Calls cuDNN once for each map and each 128 columns of V."""
 
   class Device:
     platform, device_kind, compute_capability = "gpu", "NVIDIA B200", "10.0"

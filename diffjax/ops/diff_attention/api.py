@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import numbers
 from typing import Any
 
@@ -15,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from diffjax.ops.diff_attention import arguments, implementations, vjp
+from diffjax.ops.diff_attention.choice import choose
 from diffjax.ops.diff_attention.mask import PER_ROW, Mask, Windows
 from diffjax.ops.diff_attention.ring import ring
 from diffjax.ops.diff_attention.sharded import (
@@ -23,7 +23,7 @@ from diffjax.ops.diff_attention.sharded import (
   Tokens,
   attend_to_gathered,
 )
-from diffjax.ops.platform import device_kind, platform
+from diffjax.ops.platform import platform
 
 
 def diff_attention(
@@ -176,13 +176,9 @@ def _attend(
     segments=q_ids is not None,
   )
   if implementation == "auto":
-    implementation = _pick(
-      platform(),
-      pairs,
-      k,
-      v,
-      mask if tokens is None else dataclasses.replace(mask, offset=PER_ROW),
-    )
+    # Of its part of a row, a device knows the first position at run time only.
+    seen = mask if tokens is None else dataclasses.replace(mask, offset=PER_ROW)
+    implementation = choose(platform(), pairs, k, v, seen).implementation
   chosen = implementations.implementation_of(implementation)
   if tokens is not None:
     if not (chosen.takes_parts and static and mask.q_length == mask.kv_length):
@@ -253,65 +249,6 @@ def _attend_sharded(
     (offset, layout.spec(0)),
   ]
   return layout.map(local, operands, heads)
-
-
-def _pick(
-  backend: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask
-) -> str:
-  """The fastest implementation. "pallas_gpu" is picked only where it was measured to be (gpu/measured.json)."""
-  picked = "chunked"
-  if backend == "tpu":
-    from diffjax.ops.diff_attention.tpu import chip
-
-    picked = "pallas_tpu" if chip.takes(q, v) else picked
-  elif backend == "gpu":
-    from diffjax.ops.diff_attention.two_call import cudnn_takes
-
-    stock = mask.offset == 0 and mask.window is None
-    cudnn = stock and cudnn_takes(q, v, mask.segments)
-    measured = _measured(q, k, v, mask)
-    picked = (
-      measured
-      if measured in ("pallas_gpu", "chunked")
-      else "two_call"
-      if cudnn
-      else picked
-    )
-  _log_once(picked, backend)
-  return picked
-
-
-def _measured(
-  q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask
-) -> str | None:
-  """The implementation that was the fastest on this GPU, if it can run here."""
-  from diffjax.ops.diff_attention.gpu import measured
-
-  fastest = measured.fastest(device_kind(), q, k, v, mask)
-  if fastest == "pallas_gpu":
-    from diffjax.ops.diff_attention.gpu import assembler, chip
-
-    if not chip.takes(q, v):
-      return None
-    if why := chip.refusal() or assembler.distrust():
-      _warn_once(why)
-      return None
-  return fastest
-
-
-@functools.cache
-def _warn_once(why: str) -> None:
-  logging.getLogger(__name__).warning(
-    "diff_attention: 'pallas_gpu' would be faster here, and is not taken: %s",
-    why,
-  )
-
-
-@functools.cache
-def _log_once(picked: str, backend: str) -> None:
-  logging.getLogger(__name__).info(
-    "diff_attention: implementation %r on backend %r", picked, backend
-  )
 
 
 def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:

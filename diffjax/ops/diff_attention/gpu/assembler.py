@@ -1,39 +1,128 @@
-"""ptxas, which assembles the GPU kernels: its version, and whether it can be trusted with their products."""
+"""The assembler of the GPU kernels: which one JAX takes, and whether the kernels can rely on it.
+
+Pallas hands a kernel to XLA as PTX. JAX 0.11 assembles it with the first ptxas
+on PATH, else that of /usr/local/cuda, else that of the package
+nvidia-cuda-nvcc. (XLA's own fusions prefer the package.) JAX 0.12 assembles it
+with the library nvJitLink if that can be loaded, and `jax[cuda13]` brings it.
+"""
 
 from __future__ import annotations
 
 import functools
+import os
 import pathlib
 import re
 import shutil
 import subprocess
+import sys
 
-SAFE = (
-  13,
-  3,
-)  # before it, a product with an operand in registers, as all of these kernels have, can come out wrong in silence
+import jax
+
+# Older ones can silently corrupt a matrix product with an operand in registers,
+# as all of these kernels have.
+SAFE = (13, 3)
+# The first JAX that assembles kernels with nvJitLink. It compiles them for
+# linking, where setmaxnreg is ignored: the forward, dQ and dK/dV kernels of V1
+# at D 128 then spill 2.0, 3.4 and 7.1 KB instead of 0, 44 and 132 bytes.
+_NVJITLINK_SINCE = (0, 12)
+_REMEDY = "pip install 'diffjax[cuda]'"
 
 
 def version(path: str | pathlib.Path) -> tuple[int, ...]:
-  """A ptxas's version, as (13, 5, 37); () if it does not run."""
+  """Returns a ptxas's version, as (13, 5, 37); () if it does not run."""
   try:
-    said = subprocess.run(
+    process = subprocess.run(
       [str(path), "--version"], capture_output=True, text=True, timeout=60
-    ).stdout
+    )
   except (OSError, subprocess.TimeoutExpired):
     return ()
-  found = re.search(r"\bV(\d+(?:\.\d+)*)", said)
-  return tuple(map(int, found[1].split("."))) if found else ()
+  match = re.search(r"\bV(\d+(?:\.\d+)*)", process.stdout)
+  if match is None:
+    return ()
+  return tuple(map(int, match[1].split(".")))
+
+
+def packaged() -> pathlib.Path | None:
+  """Returns the ptxas of the package nvidia-cuda-nvcc, if it is installed."""
+  for folder in sys.path:
+    path = pathlib.Path(folder, "nvidia/cu13/bin/ptxas").absolute()
+    if path.is_file():
+      return path
+  return None
+
+
+def prefer_packaged() -> None:
+  """Puts the packaged ptxas first on PATH if the one on PATH is too old.
+
+  Nothing else changes which ptxas assembles Pallas's kernels: neither CUDA_ROOT
+  and CUDA_HOME nor XLA's flags do. XLA looks it up when the process compiles
+  its first kernel, so a change before that is in time. Call this only where a
+  GPU kernel is about to be compiled: no other process needs another PATH.
+  """
+  path = packaged()
+  if path is None or version(path) < SAFE:
+    return
+  on_path = shutil.which("ptxas")
+  if on_path is not None and version(on_path) >= SAFE:
+    return
+  searched = os.environ.get("PATH", os.defpath)
+  os.environ["PATH"] = f"{path.parent}{os.pathsep}{searched}"
+
+
+def release() -> tuple[int, int]:
+  """Returns the CUDA release of the assembler that JAX takes, as (13, 5).
+
+  JAX tells the PTX version that it understands. PTX 9.5 is that of CUDA 13.5;
+  of CUDA 12 only the first number is right.
+
+  Raises:
+    Exception: JAX has no compiler for GPUs, or finds no assembler.
+  """
+  from jax._src.lib import mosaic_gpu
+
+  ptx = mosaic_gpu._mosaic_gpu_ext._get_ptxas_isa_version()
+  major, minor = divmod(ptx, 10)
+  return major + 4, minor
+
+
+def is_loaded(library: str) -> bool:
+  """Returns True if this process has loaded a library of that name."""
+  try:
+    mapped = pathlib.Path("/proc/self/maps").read_text(encoding="utf-8")
+  except OSError:  # not Linux
+    return False
+  return f"/{library}." in mapped
+
+
+def is_nvjitlink_loaded() -> bool:
+  """Returns True if nvJitLink is loaded, as it is once `release` has found it."""
+  return is_loaded("libnvJitLink")
 
 
 @functools.cache
 def distrust() -> str | None:
-  """The reason not to trust what this machine's ptxas makes of the kernels, if so. Mosaic takes the first one on PATH."""
-  path = shutil.which("ptxas")
-  if path is None or not (found := version(path)) or found >= SAFE:
-    return None
-  dotted = lambda numbers: ".".join(map(str, numbers))
-  return (
-    f"ptxas {dotted(found)} ({path}) would assemble the GPU kernels, and before {dotted(SAFE)} it can corrupt their products; "
-    f"pip install 'nvidia-cuda-nvcc>={dotted(SAFE)}' and put its nvidia/cu13/bin first on PATH"
-  )
+  """Returns why the kernels cannot rely on the assembler, if so.
+
+  Prefers the packaged ptxas first. The reason continues a sentence whose
+  subject is the implementation.
+  """
+  needed = f"needs ptxas {'.'.join(map(str, SAFE))} or newer"
+  prefer_packaged()
+  try:
+    major, minor = release()
+  except Exception as error:  # JAX has no type of its own for it
+    first_line = (str(error) or repr(error)).splitlines()[0]
+    return f"{needed}, and JAX finds none ({first_line}); {_REMEDY}"
+  if (major, minor) < SAFE:
+    name = f"{major}.{minor}" if major >= SAFE[0] else str(major)
+    return (
+      f"{needed}, and JAX takes that of CUDA {name} here, which can corrupt"
+      f" products; {_REMEDY}"
+    )
+  if jax.__version_info__ >= _NVJITLINK_SINCE and is_nvjitlink_loaded():
+    return (
+      f"needs ptxas, and JAX {jax.__version__} takes nvJitLink, which ignores"
+      " the kernels' register counts and makes them spill;"
+      f" {_REMEDY}, which brings JAX 0.11"
+    )
+  return None

@@ -7,6 +7,7 @@ import contextvars
 import dataclasses
 import functools
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -53,7 +54,10 @@ def interpreted(params: Any = None) -> Iterator[None]:
 def refusal() -> str | None:
   """The reason why the kernels cannot run in this program, if so: what they need, and what there is."""
   if jax.__version_info__ < (0, 11, 2):
-    return f"needs JAX 0.11.2 or newer, and this is {jax.__version__}"
+    found = f"this is JAX {jax.__version__} on Python {_python()}"
+    if sys.version_info < (3, 12):
+      return f"needs JAX 0.11.2 and Python 3.12 or newer, and {found}"
+    return f"needs JAX 0.11.2 or newer, and {found}"
   if interpret_mode.get() is not None:
     return None
   needed = "needs a Hopper GPU (compute capability 9.0)"
@@ -74,6 +78,11 @@ def refusal() -> str | None:
     if device.compute_capability == "9.0"
     else f"{needed}, and this is {device.device_kind}, {device.compute_capability}"
   )
+
+
+def _python() -> str:
+  """Returns the version of Python, as "3.12"."""
+  return ".".join(map(str, sys.version_info[:2]))
 
 
 def takes(q: jax.Array, v: jax.Array) -> bool:
@@ -97,8 +106,10 @@ def call(
   scratch,
 ):
   """`plgpu.kernel` over a grid, with outputs as (shape, dtype) or None. Inside shard_map they vary over the mesh as the inputs do."""
-  if interpret is None and (why := assembler.distrust()):
-    warnings.warn(why, stacklevel=2)
+  if interpret is None:
+    problem = assembler.distrust()
+    if problem is not None:
+      warnings.warn(f"pallas_gpu {problem}", stacklevel=2)
 
   def body(*refs, **scratch):
     token = interpret_mode.set(
