@@ -196,7 +196,10 @@ class Decoder(nn.Module):
         split_rngs={"params": True},
         in_axes=(0, 0, nn.broadcast, nn.broadcast),
         length=stack.num_layers,
-        unroll=stack.num_layers if self._unrolled() else 1,
+        unroll=stack.num_layers if self._should_unroll() else 1,
+        # To check values that a layer returns for all layers together, Flax would
+        # trace the layer twice. Our layers return no such values.
+        check_constancy_invariants=False,
       )
       per_layer = lambda_inits(stack), jnp.array(windows(stack)[1])
       x, _ = layers(
@@ -212,17 +215,20 @@ class Decoder(nn.Module):
     }
     return normed(x, gains, "final_norm", config)
 
-  def _unrolled(self) -> bool:
-    """True if the program holds each layer separately instead of a loop: on CPUs, for a few layers, since it takes longer to compile.
+  def _should_unroll(self) -> bool:
+    """Returns True if each layer is compiled separately, without a loop.
 
-    A scan copies what the backward pass needs into arrays stacked over layers, and out of them again. On a CPU that takes a tenth of a
-    step. With remat the scan stays: it keeps XLA from replacing the second computation of a layer by the first.
+    A scan copies the activations for the backward pass into arrays stacked over
+    layers, and out of them again. On a CPU these copies take a tenth of a step.
+    Compile time grows with each unrolled layer, so deep models keep the scan.
     """
-    return (
-      platform() == "cpu"
-      and self.config.num_layers <= 8
-      and self.config.remat == "none"
-    )
+    if self.is_initializing():  # There is no backward pass.
+      return False
+    if self.config.remat != "none":
+      # Without the scan, XLA reuses a layer's activations instead of
+      # recomputing them.
+      return False
+    return platform() == "cpu" and self.config.num_layers <= 8
 
 
 def lambda_inits(config: ModelConfig) -> Float[Array, L]:

@@ -25,8 +25,8 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 from jax._src import (
-  distributed,  # its client's key-value store has no public name
-)
+  distributed,
+)  # its client's key-value store has no public name
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,9 +22,10 @@ def finish(
   model: Decoder,
   params: Any,
   tokenizer: Tokenizer,
-  scores: Mapping[str, float],
 ) -> None:
-  """Writes loss.png and sample.txt into the workdir, and prints the sample and the scores. All processes call it.
+  """Writes loss.png and sample.txt, and prints the sample and all file names.
+
+  All processes call it.
 
   Args:
     config: The run's config.
@@ -33,7 +33,6 @@ def finish(
     model: The decoder.
     params: Its parameters.
     tokenizer: The run's.
-    scores: The last validation losses, by name.
   """
   path = epath.Path(workdir)
   text = _sample(
@@ -51,13 +50,12 @@ def finish(
     logging.warning(
       "cannot write the plot and the sample in %s: %s", path, error
     )
+  files = "checkpoints, config.toml, metrics.jsonl, tensorboard, loss.png"
   if text:
-    print(f"\n--- a sample ---\n{text}\n---")
-  for name, value in scores.items():
-    print(f"{name} {value:.4f}")
-  print(
-    f"{path}: checkpoints, config.toml, metrics.jsonl, TensorBoard files, loss.png{', sample.txt' * bool(text)}"
-  )
+    prompt = config.train.sample_prompt
+    print(f"\n--- a sample: the model continues {prompt!r} ---\n{text}\n---")
+    files += ", sample.txt"
+  print(f"written to {path}:\n  {files}")
 
 
 def _sample(

@@ -62,9 +62,9 @@ def train(config: Config, workdir: str) -> None:
         except Interrupted:  # no batch has come yet, and the run shall stop
           break
         with step_annotation(step + 1):
-          state, measured = session.program.train_step(state, batch)
+          state, measured = session.train_step(state, batch)
         step += 1
 
         # Log: the metrics of the step before, so that the device has its next step already.
         session.log(step, measured)
-    session.end(step, state, scores)
+    session.end(step, state)

@@ -28,7 +28,7 @@ def train(
   a second one ends the process.
 
   Args:
-    config: the run's config; or the ConfigDict of a config file (`configs.tiny.get_config()`).
+    config: the run's config; or the ConfigDict of a config file (`diffjax.configs.tiny.get_config()`).
     workdir: directory of checkpoints, metrics, plot and sample; local or gs://.
 
   Returns:

@@ -27,7 +27,7 @@ _MUON_RMS = 0.2
 _NEWEST = 2 / 129
 _INACTIVE = 64
 # The measured quantities: the names of their metrics, and words for messages.
-_MEASURED = {"loss": "loss", "grad_norm": "gradient's norm"}
+_MEASURED = {"loss": "loss", "grad_norm": "gradient norm"}
 # Lower bounds of their standard deviations, as shares of the mean. On a plateau of nearly equal losses noise must not count as a spike. Nor
 # must, at 6 σ, a gradient of less than twice the mean norm: healthy runs of small variance have bursts of those.
 _LEAST_DEVIATION = (0.01, 1 / 6)
@@ -221,19 +221,20 @@ def skip_metrics(before: Any, after: Any, sigmas: float) -> dict[str, Array]:
 
 
 def skip_reason(metrics: Mapping[str, float]) -> str:
-  """The reason why a step was skipped, in words.
+  """Returns why a step was skipped, such as "gradient norm 14.2, limit 3.1".
 
   Args:
     metrics: The step's "loss" and "grad_norm", and its `skip_metrics`.
   """
   for name, words in _MEASURED.items():
     if not math.isfinite(metrics[name]):
-      return f"the {words} is {metrics[name]}"
-  name = max(
-    _MEASURED, key=lambda name: metrics[name] / metrics[f"{name}_limit"]
-  )
-  mean, limit = metrics[f"{name}_mean"], metrics[f"{name}_limit"]
-  return f"the {_MEASURED[name]} is {metrics[name]:.4g}, over {limit:.4g}, config.optimizer.spike_sigmas above its mean of {mean:.4g}"
+      return f"{words} {metrics[name]}"
+  excess = {
+    name: metrics[name] / metrics[f"{name}_limit"] for name in _MEASURED
+  }
+  name = max(excess, key=excess.__getitem__)
+  limit = metrics[f"{name}_limit"]
+  return f"{_MEASURED[name]} {metrics[name]:.3g}, limit {limit:.3g}"
 
 
 class SkipState(NamedTuple):
@@ -295,7 +296,7 @@ def _skip_bad_steps(
     measured = jnp.stack(
       [
         jnp.asarray(value, jnp.float32),
-        optax.global_norm(gradients).astype(jnp.float32),
+        optax.tree.norm(gradients).astype(jnp.float32),
       ]
     )
     finite: Bool[Array, ""] = jnp.all(jnp.isfinite(measured))

@@ -8,7 +8,7 @@ from typing import Any
 from etils import epath
 
 from diffjax.config import OF_THE_RUN, Config, UserError
-from diffjax.training.checkpoint import find_checkpoint
+from diffjax.training.checkpoint import Checkpoint
 from diffjax.training.optimizer import make_schedule
 
 # A name ending in "." is a section.
@@ -37,20 +37,24 @@ _MAY_CHANGE = (
 _SAME_FUNCTION = ("model.max_length", *(f"model.{name}" for name in OF_THE_RUN))
 
 
-def check_workdir(workdir: epath.PathLike, config: Config) -> None:
-  """Refuses to go on from the newest complete checkpoint if it is of another run, or of none. It reads the checkpoint's config alone.
+def check_checkpoint(
+  checkpoint: Checkpoint, workdir: epath.PathLike, config: Config
+) -> None:
+  """Raises UserError if a run cannot continue from a checkpoint.
 
-  Raises:
-    UserError: saying what differs; also if there are checkpoints, but all of them are damaged.
+  Reads only the checkpoint's config.
+
+  Args:
+    checkpoint: The newest checkpoint of the workdir.
+    workdir: The run's directory, for the message.
+    config: The run's config.
   """
-  if (found := find_checkpoint(workdir, config_only=True)) is None:
-    return
-  if not found.data_state:
+  if not checkpoint.data_state:
     raise UserError(
       f"the checkpoint in {workdir} holds parameters alone, as diffjax.convert writes them: to start from it, use another --workdir and "
       f"--config.train.init_from={workdir}"
     )
-  check_resume(found.config, config.to_dict())
+  check_resume(checkpoint.config, config.to_dict())
 
 
 def check_resume(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
@@ -69,7 +73,7 @@ def check_resume(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
   old, new, default = (
     dict(_fields(config)) for config in (saved, current, Config().to_dict())
   )
-  differing = []
+  differing: dict[str, str] = {}
   for field in sorted({*old, *new}):
     before, after = (
       old.get(field, default.get(field)),
@@ -82,11 +86,32 @@ def check_resume(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
       # A prepared batch is a function of seed and step; a stream's order depends on its workers.
       may_change = old.get("data.mode") == new.get("data.mode") == "prepared"
     if before != after and not may_change:
-      differing.append(f"{field} was {before!r} and is {after!r}")
+      differing[field] = f"{field} was {before!r} and is {after!r}"
+  if list(differing) == ["data.files"]:
+    raise _other_files(saved, current)
   if differing:
+    changes = "; ".join(differing.values())
     raise UserError(
-      f"the checkpoint in this workdir is of another run: {'; '.join(differing)}; use another --workdir or set them back"
+      f"the checkpoint in this workdir is of another run: {changes}; use another --workdir or set them back"
     )
+
+
+def _other_files(
+  saved: Mapping[str, Any], current: Mapping[str, Any]
+) -> UserError:
+  """Returns the error for a run that would read another number of files.
+
+  The number follows from train.steps if the config leaves it at 0, so the user
+  may not have set it.
+  """
+  before = saved["data"].get("files", 0)
+  after = current["data"]["files"]
+  return UserError(
+    f"config.data.files was {before} when the checkpoint in this workdir was"
+    f" saved, and is {after}: the run would read other files. To continue on the"
+    f" same files, pass --config.data.files={before}; to read {after}, use"
+    " another --workdir"
+  )
 
 
 def new_schedule(saved: Mapping[str, Any], config: Config, step: int) -> str:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from diffjax.config import Config, UserError
 from diffjax.progress import say
+from diffjax.training import validation
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.metrics import MetricWriter
 from diffjax.training.optimizer import skip_reason
@@ -98,16 +99,31 @@ class RunLog:
       self._metrics.write(
         step, self._status.report(step, values) if reporting else values
       )
-    if in_a_row:
-      reason = skip_reason(measured)
-      note(f"step {step} is skipped, {in_a_row} in a row: {reason}")
-      if 0 < train.max_skipped_in_a_row <= in_a_row:
-        raise UserError(self._too_many_skipped(step, in_a_row, reason))
+    if not in_a_row:
+      return
+    reason = skip_reason(measured)
+    if 0 < train.max_skipped_in_a_row <= in_a_row:
+      raise UserError(self._too_many_skipped(step, in_a_row, reason))
+    count = f"{int(measured['skipped_steps'])} so far"
+    if in_a_row > 1:
+      count += f", {in_a_row} in a row"
+    note(f"step {step}: update skipped ({reason}); {count}, training continues")
 
-  def evaluated(self, step: int, scores: dict[str, float]) -> None:
-    """Logs what was measured after a step, and leaves the time that it took out of the speeds."""
+  def evaluated(self, step: int, scores: dict[str, float], rows: int) -> None:
+    """Logs the losses of an evaluation and excludes its time from the speeds.
+
+    Args:
+      step: Steps done so far.
+      scores: The losses by the names that they are logged under.
+      rows: Validation rows that they are of.
+    """
     self._metrics.write(step, scores)
-    self._status.note(step, scores)
+    text = ""
+    if scores and step >= self._config.train.steps:
+      text = validation.explained(scores, rows)
+    elif scores:
+      text = validation.one_line(scores, rows)
+    self._status.note(step, text)
 
   def end_line(self) -> None:
     """Ends the terminal's live line."""
@@ -130,7 +146,7 @@ class RunLog:
       else "there is no checkpoint"
     )
     return (
-      f"stopped at step {step}: {in_a_row} steps in a row were skipped (config.train.max_skipped_in_a_row), the last one because "
+      f"stopped at step {step}: {in_a_row} steps in a row were skipped (config.train.max_skipped_in_a_row), the last one has "
       f"{reason}; {checkpoint}. Lower config.optimizer.learning_rate or change config.data.seed, "
       + (
         f"with --workdir=NEW --config.train.init_from={self._workdir}; "

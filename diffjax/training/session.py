@@ -13,6 +13,7 @@ from etils import epath
 
 from diffjax import config_file
 from diffjax.config import Config
+from diffjax.data import plan
 from diffjax.data.pipeline import (
   check_prepared,
   check_vocabulary,
@@ -21,16 +22,22 @@ from diffjax.data.pipeline import (
 )
 from diffjax.data.reader import Interrupted
 from diffjax.data.tokenizer import load_tokenizer
+from diffjax.ops.diff_attention.choice import Choice, reported_to
 from diffjax.parallel.mesh import batch_share, make_mesh, put_batch
 from diffjax.parallel.processes import Agreement, check_same, gather
-from diffjax.training import memory, runtime, trigram, validation
-from diffjax.training.checkpoint import Checkpoints, open_checkpoint
+from diffjax.progress import short_number
+from diffjax.training import cpu_time, memory, runtime, trigram, validation
+from diffjax.training.checkpoint import (
+  Checkpoints,
+  find_checkpoint,
+  open_checkpoint,
+)
 from diffjax.training.finish import finish
 from diffjax.training.interruption import Interruption
 from diffjax.training.lock import lock
 from diffjax.training.profiler import Profiler
 from diffjax.training.program import build
-from diffjax.training.resume import check_workdir, new_schedule, other_model
+from diffjax.training.resume import check_checkpoint, new_schedule, other_model
 from diffjax.training.run_log import RunLog, note
 from diffjax.training.step import Batch, Metrics, TrainState
 from diffjax.training.trained import keep_tokenizer
@@ -51,9 +58,9 @@ class Session:
       workdir: the run's directory, local or gs://.
 
     Raises:
-      UserError: if the config does not fit the devices, the tokenizer or the checkpoint in the workdir.
+      UserError: if the config does not fit the devices, the tokenizer or the
+        checkpoint in the workdir, or if all checkpoints there are damaged.
     """
-    self._config, self._workdir = config, workdir
     check_same(
       {
         "config": config.to_dict(),
@@ -61,13 +68,26 @@ class Session:
         "JAX's version": jax.__version__,
       }
     )
+    checkpoint = find_checkpoint(workdir, config_only=True)
+    if checkpoint is None:
+      note(f"workdir {workdir}: a new run")
+    else:
+      note(f"workdir {workdir}: resuming from its newest checkpoint")
+    config = plan.resolve(config, jax.process_count(), note)
+    check_same({"config": config.to_dict()})
+    if checkpoint is not None:
+      check_checkpoint(checkpoint, workdir, config)
+    self._config, self._workdir = config, workdir
     mesh = make_mesh(config.mesh)
     self._share, self._shares = batch_share(mesh)
     self._tokenizer = load_tokenizer(config.data.tokenizer)
     check_vocabulary(config, self._tokenizer)
     self._token_bytes = self._tokenizer.token_bytes()
-    check_workdir(workdir, config)
     self.program = build(config, mesh)
+    self._printed_choices: set[Choice] = set()
+    warning = cpu_time.warning(config, mesh.devices.flat[0].platform)
+    if warning is not None:
+      note(warning)
     self._held = contextlib.ExitStack()
     self._waited = 0.0
 
@@ -143,6 +163,13 @@ class Session:
       first_step=self._first,
     )
     self._held.callback(self._log.close)
+    if self._first < config.train.steps:
+      count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+      tokens = config.train.batch_size * config.data.length
+      note(
+        f"training {short_number(count)} parameters: steps {self._first + 1:,}"
+        f" to {config.train.steps:,} of {tokens:,} tokens; compiling …"
+      )
     self._profiler = Profiler(config, self._workdir)
     self._held.callback(self._profiler.close)
     return state
@@ -192,6 +219,26 @@ class Session:
     self._waited = time.perf_counter() - asked
     self._stopping.ask()
     return batch
+
+  def train_step(
+    self, state: TrainState, batch: Batch
+  ) -> tuple[TrainState, Metrics]:
+    """Takes a step of the program, and prints which attention it uses.
+
+    The operation tells its choice while the step is traced. So there is a line
+    before the first step is compiled, and no other, unless layers differ.
+    """
+    implementation = self._config.model.attention_implementation
+    if implementation != "auto":
+      field = "config.model.attention_implementation"
+      self._print_choice(Choice(implementation, f"because {field} names it"))
+    with reported_to(self._print_choice):
+      return self.program.train_step(state, batch)
+
+  def _print_choice(self, choice: Choice) -> None:
+    if choice not in self._printed_choices:
+      self._printed_choices.add(choice)
+      note(str(choice))
 
   @contextlib.contextmanager
   def saving(
@@ -256,7 +303,7 @@ class Session:
       scores["validation/trigram_bits_per_byte"] = trigram.baseline(
         config, self._validation_batches, self._token_bytes
       )
-    self._log.evaluated(step, scores)
+    self._log.evaluated(step, scores, self._validation_batches.rows)
     return scores
 
   def save(
@@ -275,8 +322,8 @@ class Session:
       metrics=scores,
     )
 
-  def end(self, step: int, state: TrainState, scores: dict[str, float]) -> None:
-    """Says that the run has stopped, or writes what a finished run leaves for its user."""
+  def end(self, step: int, state: TrainState) -> None:
+    """Prints that the run has stopped, or writes the plot and the sample."""
     if step < self._config.train.steps:
       saved = ", saved" * (step > self._first)
       note(
@@ -289,5 +336,4 @@ class Session:
         self.program.model,
         state.params,
         self._tokenizer,
-        scores,
       )

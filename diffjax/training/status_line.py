@@ -14,8 +14,13 @@ import rich.console
 import rich.progress
 
 from diffjax.config import Config
+from diffjax.progress import short_number
 from diffjax.training.flops import peak_flops, step_flops
 from diffjax.training.optimizer import frozen_names
+
+# A smaller share of the time spent waiting for data is not printed, so that the
+# line fits 80 columns. metrics.jsonl always has it.
+_NOTABLE_WAIT = 0.01
 
 
 class StatusLine:
@@ -69,7 +74,7 @@ class StatusLine:
     if self._console.is_terminal and not self._console.quiet:
       self._bar = rich.progress.Progress(
         rich.progress.TextColumn("{task.completed}/{task.total}"),
-        rich.progress.BarColumn(bar_width=20),
+        rich.progress.BarColumn(bar_width=10),
         rich.progress.TextColumn("{task.fields[status]}"),
         console=self._console,
       )
@@ -132,16 +137,15 @@ class StatusLine:
       self._console.print(f"step {step}/{self._total}  {status}", markup=False)
     return {**values, **self._rates}
 
-  def note(self, step: int, values: Mapping[str, float]) -> None:
-    """Prints one line that stays, such as an evaluation's, and leaves the time it took out of the speeds.
+  def note(self, step: int, text: str) -> None:
+    """Prints text that stays, and excludes the time before it from the speeds.
 
     Args:
-      step: The step that they belong to.
-      values: What to show.
+      step: The steps done so far.
+      text: For example the losses of an evaluation; "" prints nothing.
     """
-    if values:
-      shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-      self._console.print(f"step {step}/{self._total}  {shown}", markup=False)
+    if text:
+      self._console.print(f"step {step}/{self._total}  {text}", markup=False)
     if self._window is not None:
       self._window, self._waited = (step, time.perf_counter()), 0.0
 
@@ -154,16 +158,15 @@ class StatusLine:
 
   def _status(self, step: int, loss: float) -> str:
     parts = [f"loss {loss:.4f}"]
-    if self._rates:
-      seconds = self._rates["train/step_seconds"]
-      parts += [
-        f"{self._rates['train/tokens_per_second']:,.0f} tokens/s",
-        f"{seconds:.3f} s/step",
-      ]
-      if "train/mfu" in self._rates:
-        parts.append(f"MFU {self._rates['train/mfu']:.1%}")
-      parts.append(f"waited for data {self._rates['train/wait_fraction']:.1%}")
-      parts.append(
-        f"{datetime.timedelta(seconds=round(seconds * (self._total - step)))} left"
-      )
+    if not self._rates:
+      return parts[0]
+    tokens_per_second = short_number(self._rates["train/tokens_per_second"])
+    parts.append(f"{tokens_per_second} tokens/s")
+    if "train/mfu" in self._rates:
+      parts.append(f"MFU {self._rates['train/mfu']:.1%}")
+    waited = self._rates["train/wait_fraction"]
+    if waited >= _NOTABLE_WAIT:
+      parts.append(f"waited for data {waited:.0%}")
+    seconds = self._rates["train/step_seconds"] * (self._total - step)
+    parts.append(f"{datetime.timedelta(seconds=round(seconds))} left")
     return "  ".join(parts)

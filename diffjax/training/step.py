@@ -143,7 +143,7 @@ def make_step(
       )
       params = with_frozen(optax.apply_updates(trained, updates), state.params)
     metrics |= {
-      "grad_norm": optax.global_norm(grads),
+      "grad_norm": optax.tree.norm(grads),
       "learning_rate": schedule(state.step),
       "tokens": jnp.sum(batch["weights"]),
       **skip_metrics(state.opt_state, opt_state, config.optimizer.spike_sigmas),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,12 @@ from diffjax.config import (
   UserError,
   from_config_dict,
 )
-from diffjax.data.tokenizer import Tokenizer, load_tokenizer
+from diffjax.data.files import is_on_hub
+from diffjax.data.tokenizer import (
+  Tokenizer,
+  load_tokenizer,
+  read_tokenizer_file,
+)
 from diffjax.int8 import quantise
 from diffjax.model.decoder import Decoder
 from diffjax.ops.diff_attention import diff_attention
@@ -50,6 +56,11 @@ class Trained:
   model: Decoder
   params: Any
   tokenizer: Tokenizer
+
+  @property
+  def short_name(self) -> str:
+    """The name without the directories above the workdir."""
+    return self.name.rpartition("/")[2]
 
 
 def load(
@@ -97,7 +108,7 @@ def load(
       shardings(shapes, mesh),
     )
   params = saved.params(shapes)
-  name = f"{workdir} at step {saved.step}"
+  name = f"{os.fspath(workdir).rstrip('/')} at step {saved.step}"
   _check_finite(
     name,
     jax.jit(
@@ -190,7 +201,7 @@ def keep_tokenizer(workdir: epath.PathLike, spec: str) -> str:
   """
   if (path := _kept(workdir, spec)) is None:
     return spec
-  path.write_bytes(epath.Path(spec).expanduser().read_bytes())
+  path.write_bytes(read_tokenizer_file(spec))
   return str(path)
 
 
@@ -208,7 +219,8 @@ def _tokenizer_beside(workdir: epath.PathLike, spec: str) -> str:
   path = _kept(workdir, spec)
   if path is None or path.exists():
     return spec if path is None else str(path)
-  if epath.Path(spec).expanduser().exists():  # a run older than the copies
+  # A run older than the copies. None of them read a tokenizer from the Hub.
+  if not is_on_hub(spec) and epath.Path(spec).expanduser().exists():
     return spec
   raise UserError(
     f"there is no tokenizer beside the checkpoint: neither {path} nor {spec}, which it was trained with, is there; put it at {path}"

@@ -111,10 +111,13 @@ def fit(batches: Iterable[Batch], vocab_size: int = 256) -> TrigramModel:
   )
   after_one = _interpolate(after_one_counts, after_none)
   after_two = np.empty((vocab_size,) * 3, np.float32)
-  for first in range(
-    vocab_size
-  ):  # N² at a time: the intermediate values are float64
-    after_two[first] = _interpolate(after_two_counts[first], after_one)
+  # One first token at a time, because the intermediate values are float64.
+  for first in range(vocab_size):
+    counts = after_two_counts[first]
+    # Contexts that do not occur have the shorter context's probabilities.
+    after_two[first] = after_one
+    occurs = counts.any(axis=-1)
+    after_two[first, occurs] = _interpolate(counts[occurs], after_one[occurs])
   return TrigramModel(after_one.astype(np.float32), after_two)
 
 

@@ -6,7 +6,7 @@ The training loop measures them as it goes. The suite of diffjax/evals/validatio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +21,19 @@ from diffjax.ops.cross_entropy import per_token_cross_entropy
 
 # The sums that all losses follow from, in the order in which `from_sums` takes them.
 SUMS = ("nll", "weight", "bytes", "hit_nll", "hit_weight")
+
+# Losses are logged under "validation/loss" and so on.
+_PREFIX = "validation/"
+
+# What the losses mean, for the terminal.
+MEANINGS = {
+  "loss": "nats per token",
+  "perplexity": "e to the power of the loss",
+  "bits_per_byte": "the loss in bits per byte of text",
+  "ar_hit": "loss on tokens that end an n-gram seen before",
+  "others": "loss on all other tokens",
+  "trigram_bits_per_byte": "bits_per_byte of a trigram model, a baseline",
+}
 
 
 def losses(
@@ -127,6 +140,34 @@ def from_sums(
     yield "ar_hit", hit_nll / hit_weight
   if weight > hit_weight:
     yield "others", (nll - hit_nll) / (weight - hit_weight)
+
+
+def one_line(scores: Mapping[str, float], rows: int) -> str:
+  """Returns the main validation losses as one line of text.
+
+  Args:
+    scores: Losses by the names that they are logged under.
+    rows: Validation rows that they are of.
+  """
+  values = [f"loss {scores['validation/loss']:.4f}"]
+  if "validation/bits_per_byte" in scores:
+    values.append(f"{scores['validation/bits_per_byte']:.4f} bits per byte")
+  return f"validation on {rows:,} rows: {', '.join(values)}"
+
+
+def explained(scores: Mapping[str, float], rows: int) -> str:
+  """Returns all validation losses as lines of text, each with its meaning.
+
+  Args:
+    scores: Losses by the names that they are logged under.
+    rows: Validation rows that they are of.
+  """
+  lines = [f"validation on {rows:,} rows:"]
+  width = max(map(len, scores)) - len(_PREFIX)
+  for logged_name, value in scores.items():
+    name = logged_name.removeprefix(_PREFIX)
+    lines.append(f"  {name:{width}}  {value:8.4f}  {MEANINGS[name]}")
+  return "\n".join(lines)
 
 
 def _add(totals: dict[str, float], sums: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from diffjax.model.attention import (
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.diff_attention.mask import Windows
 from diffjax.ops.rope import rope
+from tests.parameters import parameters
 from tests.tiers import full
 from tests.variants import VARIANTS
 
@@ -257,13 +258,9 @@ def test_lambda_init_schedule_is_the_papers():
 
 def test_diff_needs_lambda_init():
   with pytest.raises(ValueError, match="lambda_init_schedule"):
-    DiffAttention(num_heads=2, head_dim=8).init(
-      jax.random.key(0), jnp.zeros((1, 4, 16))
-    )
+    parameters(DiffAttention(num_heads=2, head_dim=8), jnp.zeros((1, 4, 16)))
   with pytest.raises(ValueError, match="DexAttention needs lambda_init"):
-    ATTENTION["dex"](num_heads=2, head_dim=8).init(
-      jax.random.key(0), jnp.zeros((1, 4, 16))
-    )
+    parameters(ATTENTION["dex"](num_heads=2, head_dim=8), jnp.zeros((1, 4, 16)))
 
 
 def test_dex_is_attention_with_another_output_projection():
@@ -272,7 +269,7 @@ def test_dex_is_attention_with_another_output_projection():
   x = jnp.asarray(rng.normal(size=(2, 9, 16)), jnp.float32)
   sizes = dict(num_heads=4, num_kv_heads=2, head_dim=6, value_dim=5)
   dex, plain = ATTENTION["dex"](**sizes), Attention(**sizes)
-  start = dex.init(jax.random.key(0), x, 0.7)["params"]
+  start = jax.jit(dex.init)(jax.random.key(0), x, 0.7)["params"]
   assert not start["dex_matrix"].any() and not start["dex_lambda"].any()
   slope = jax.jit(
     jax.grad(lambda params: (dex.apply({"params": params}, x, 0.7) ** 2).sum())
@@ -310,10 +307,9 @@ def test_head_norm_is_a_field_of_every_layer():
     outputs = {}
     for head_norm in (True, False):
       layer = cls(num_heads=2, head_dim=4, head_norm=head_norm)
-      outputs[head_norm], variables = jax.jit(layer.init_with_output)(
-        jax.random.key(1), x, 0.5
-      )
-      assert ("head_gain" in variables["params"]) is head_norm
+      params = parameters(layer, x, 0.5)
+      assert ("head_gain" in params) is head_norm
+      outputs[head_norm] = jax.jit(layer.apply)({"params": params}, x, 0.5)
     assert not np.allclose(outputs[True], outputs[False])
 
 
@@ -323,9 +319,9 @@ def test_the_heads_norm_has_the_models_epsilon():
   layers = [
     DiffAttention(num_heads=2, head_dim=4, norm_eps=eps) for eps in (1e6, 4e6)
   ]
+  params = parameters(layers[0], x, 0.5)
   outputs = [
-    jax.jit(layer.init_with_output)(jax.random.key(1), x, 0.5)[0]
-    for layer in layers
+    jax.jit(layer.apply)({"params": params}, x, 0.5) for layer in layers
   ]
   assert relative(outputs[0], 2 * outputs[1]) < 1e-5
 
@@ -334,7 +330,7 @@ def test_first_layer_without_difference_is_attention():
   """With λ = 0 (λ vectors 0, λ_init 0) and no head norm, DIFF's first map alone remains."""
   x = jax.random.normal(jax.random.key(0), (2, 8, 16))
   diff = DiffAttention(num_heads=2, head_dim=4, head_norm=False)
-  params = dict(jax.jit(diff.init)(jax.random.key(1), x, 0.0)["params"])
+  params = parameters(diff, x, 0.0)
   for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
     params[name] = jnp.zeros(4)
   changed = params | {
@@ -354,7 +350,7 @@ def test_without_the_sigmoid_v2s_lambda_is_its_logit():
     ATTENTION[name](num_heads=2, head_dim=4)
     for name in ("diff_v2", "diff_v2_linear")
   ]
-  params = jax.jit(layers[0].init)(jax.random.key(1), x)["params"]
+  params = parameters(layers[0], x)
   (_, v2), (once, linear) = (
     jax.jit(functools.partial(layer.apply, mutable=["metrics"]))(
       {"params": params}, x
@@ -382,7 +378,7 @@ def test_the_last_numbers_of_a_head_are_rotated():
   """Multi-head latent attention's keys: 4 numbers without positions, then 4 with."""
   x = jax.random.normal(jax.random.key(0), (1, 6, 16))
   layer = DiffAttention(num_heads=2, head_dim=8, rope_dim=4, value_dim=5)
-  params = jax.jit(layer.init)(jax.random.key(1), x, 0.3)["params"]
+  params = parameters(layer, x, 0.3)
   assert (
     params["value"].shape == (16, 2, 5)
     and params["out"].shape == (2, 5, 16)
@@ -408,7 +404,7 @@ def test_shared_noise_maps_are_repeated_ones_that_stay_tied(name, kv_heads):
     num_heads=6, num_noise_heads=2, num_kv_heads=kv_heads, head_dim=4
   )
   single = grouped.clone(num_noise_heads=None)
-  params = jax.jit(grouped.init)(jax.random.key(1), x, 0.3)["params"]
+  params = parameters(grouped, x, 0.3)
   assert params["query"].shape == (16, 2, 4, 4) and params["out"].shape[0] == 6
   signal, noise = params["query"][:, :, :3], params["query"][:, :, 3:]
   repeated = jnp.concatenate(
@@ -475,7 +471,7 @@ def test_mask_fields(name, causal, window):
   layer = ATTENTION[name](
     num_heads=4, num_kv_heads=2, head_dim=4, causal=causal, window=window
   )
-  params = jax.jit(layer.init)(jax.random.key(1), x, 0.3)["params"]
+  params = parameters(layer, x, 0.3)
   masked = layer.clone(
     causal=True, window=None, attention_fn=functools.partial(dense, visible)
   )
@@ -490,10 +486,8 @@ def test_mask_fields(name, causal, window):
 def test_a_window_that_data_choose_takes_the_place_of_the_layers_own(name):
   x = jax.random.normal(jax.random.key(0), (2, 9, 16))
   layer = ATTENTION[name](num_heads=4, num_kv_heads=2, head_dim=4, window=5)
-  params, sizes = (
-    jax.jit(layer.init)(jax.random.key(1), x, 0.3)["params"],
-    (3, None),
-  )
+  params = parameters(layer, x, 0.3)
+  sizes = (3, None)
   chosen = jax.jit(
     lambda which: layer.apply(
       {"params": params}, x, 0.3, window=Windows(sizes, which)
@@ -512,7 +506,7 @@ def test_without_rope_and_causality_order_does_not_matter(name):
     np.random.default_rng(0).permutation(9),
   )
   layer = ATTENTION[name](num_heads=2, head_dim=4, rope=False, causal=False)
-  params = jax.jit(layer.init)(jax.random.key(1), x, 0.3)["params"]
+  params = parameters(layer, x, 0.3)
   apply = jax.jit(layer.apply)
   np.testing.assert_allclose(
     apply({"params": params}, x[:, order], 0.3),
@@ -534,7 +528,7 @@ def test_projection_biases_are_the_weights_of_an_input_of_ones(name):
   layer = ATTENTION[name](
     num_heads=4, num_kv_heads=2, head_dim=4, projection_biases=True
   )
-  params = jax.jit(layer.init)(jax.random.key(1), x, 0.3)["params"]
+  params = parameters(layer, x, 0.3)
   biases = {
     key: jax.random.normal(jax.random.key(2), leaf.shape)
     for key, leaf in params.items()
@@ -581,7 +575,7 @@ def test_a_layer_that_reads_keys_and_values_has_none_of_its_own(name):
     num_heads=4, num_kv_heads=2, head_dim=4, projection_biases=True, window=4
   )
   own = layer.clone(attention_fn=attend)
-  params = jax.jit(layer.init)(jax.random.key(1), x, 0.3)["params"]
+  params = parameters(layer, x, 0.3)
   params = {
     key: jax.random.normal(jax.random.key(2), leaf.shape)
     if key.endswith("_bias")
@@ -589,15 +583,12 @@ def test_a_layer_that_reads_keys_and_values_has_none_of_its_own(name):
     for key, leaf in params.items()
   }
   want = own.apply({"params": params}, x, 0.3)
-  made, variables = layer.init_with_output(
-    jax.random.key(1), x, 0.3, keys_values=(*given,)
-  )
-  assert (
-    params.keys() - variables["params"].keys()
-    == {"key", "key_bias", "value", "value_bias"}
-    and made.shape == x.shape
-  )
-  few = {key: params[key] for key in variables["params"]}
+  init = functools.partial(layer.init_with_output, keys_values=(*given,))
+  made, variables = jax.eval_shape(init, jax.random.key(1), x, 0.3)
+  assert made.shape == x.shape
+  names = variables["params"].keys()
+  assert params.keys() - names == {"key", "key_bias", "value", "value_bias"}
+  few = {key: params[key] for key in names}
   cross = jax.jit(
     lambda x, keys_values: layer.apply(
       {"params": few}, x, 0.3, keys_values=keys_values
@@ -658,7 +649,7 @@ def test_a_gate_weighs_each_number_of_the_heads_outputs():
   gated, plain = (
     ATTENTION[name](num_heads=4, head_dim=4) for name in ("gated", "softmax")
   )
-  params = jax.jit(gated.init)(jax.random.key(1), x)["params"]
+  params = parameters(gated, x)
   w, eye = params["head_gate"], jnp.eye(16).reshape(4, 4, 16)
   ungated = {
     key: leaf for key, leaf in params.items() if key != "head_gate"
@@ -680,7 +671,7 @@ def test_a_gate_weighs_each_number_of_the_heads_outputs():
 def test_queries_and_keys_after_rope_can_be_captured():
   x = jax.random.normal(jax.random.key(0), (1, 6, 16))
   layer = DiffAttention(num_heads=2, head_dim=4)
-  params = jax.jit(layer.init)(jax.random.key(1), x, 0.2)["params"]
+  params = parameters(layer, x, 0.2)
   _, captured = jax.jit(
     functools.partial(layer.apply, mutable=["intermediates"])
   )({"params": params}, x, 0.2)

@@ -15,6 +15,7 @@ from diffjax.model.cache import empty_cache, extend, unstack
 from diffjax.model.decoder import Decoder
 from diffjax.model.pages import allocate
 from diffjax.ops.diff_attention import decode
+from tests.parameters import parameters
 from tests.tiers import full
 from tests.variants import PUBLIC
 
@@ -72,23 +73,19 @@ TOKENS = jax.random.randint(jax.random.key(1), (3, 24), 0, 64)
 
 def trained_like(params):
   """Every parameter off its initial value, so that none is idle: gains are not 1, λ vectors not small."""
-  keys = jax.random.split(jax.random.key(7), len(jax.tree.leaves(params)))
-  noise = jax.tree.unflatten(jax.tree.structure(params), list(keys))
-  return jax.tree.map(
-    lambda leaf, key: (
-      leaf + 0.2 * jax.random.normal(key, leaf.shape) * jnp.std(leaf) + 0.02
-    ),
-    params,
-    noise,
-  )
+  rng = np.random.default_rng(7)
+
+  def changed(leaf):
+    noise = 0.2 * np.std(leaf) * rng.standard_normal(leaf.shape) + 0.02
+    return jnp.asarray(leaf + noise.astype(leaf.dtype))
+
+  return jax.tree.map(changed, params)
 
 
 @functools.cache
 def model_and_params(variant):
   model = Decoder(VARIANTS[variant])
-  return model, trained_like(
-    jax.jit(model.init)(jax.random.key(0), TOKENS[:1, :1])["params"]
-  )
+  return model, trained_like(parameters(model, TOKENS[:1, :1]))
 
 
 def cache_in_pages(model, rows, capacity, **options):

@@ -17,6 +17,7 @@ from diffjax.model import decoder
 from diffjax.model.attention import lambda_init_schedule, parameter_shapes
 from diffjax.model.decoder import Block, Decoder, lambda_inits, logits
 from diffjax.ops.diff_attention import diff_attention
+from tests.parameters import parameters
 from tests.tiers import full
 from tests.variants import models
 
@@ -34,7 +35,14 @@ VARIANTS = models(CONFIG)
 
 
 @functools.cache
+def random_parameters(config):
+  """Returns parameters of a decoder, without compiling its initialisation."""
+  return parameters(Decoder(config), jnp.zeros((1, 1), jnp.int32))
+
+
+@functools.cache
 def init(config):
+  """Returns the parameters that training starts from."""
   return jax.jit(Decoder(config).init)(
     jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
   )["params"]
@@ -82,9 +90,8 @@ def test_parameter_layout():
   assert all(
     leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(init(CONFIG))
   )
-  assert "unembedding" in init(
-    dataclasses.replace(CONFIG, tie_embeddings=False)
-  )
+  untied = dataclasses.replace(CONFIG, tie_embeddings=False)
+  assert "unembedding" in random_parameters(untied)
 
 
 def test_diff_equals_its_twin_in_parameters_but_for_lambda_and_gains():
@@ -95,7 +102,7 @@ def test_diff_equals_its_twin_in_parameters_but_for_lambda_and_gains():
     )
 
   extras = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "head_gain")
-  diff, twin = init(CONFIG), init(VARIANTS["softmax"])
+  diff, twin = random_parameters(CONFIG), random_parameters(VARIANTS["softmax"])
   assert count(diff, without=extras) == count(twin)
   assert count(diff) - count(twin) == CONFIG.num_layers * (
     4 * CONFIG.head_dim + 2 * CONFIG.head_dim
@@ -108,7 +115,7 @@ def test_diff_equals_its_twin_in_parameters_but_for_lambda_and_gains():
 def test_lambda_init_is_each_layers_own(remat):
   """Against a decoder written as a Python loop over layers; with layer 0's λ_init everywhere the logits differ."""
   params, ids, config = (
-    init(CONFIG),
+    random_parameters(CONFIG),
     tokens((2, 16)),
     dataclasses.replace(CONFIG, remat=remat),
   )
@@ -138,7 +145,36 @@ def test_lambda_init_is_each_layers_own(remat):
 def test_many_layers_are_scanned():
   """On a CPU too: the program does not grow with every layer."""
   config = dataclasses.replace(CONFIG, num_layers=9)
-  assert scans(config, init(config), tokens((2, 16)))
+  assert scans(config, random_parameters(config), tokens((2, 16)))
+
+
+def test_the_initialisation_is_scanned():
+  """The program of the initialisation has the same size for any depth."""
+
+  def count_lines(num_layers):
+    config = dataclasses.replace(CONFIG, num_layers=num_layers)
+    initialise = jax.jit(Decoder(config).init)
+    key = jax.random.key(0)
+    lowered = initialise.lower(key, jnp.zeros((1, 1), jnp.int32))
+    return len(lowered.as_text().splitlines())
+
+  assert count_lines(num_layers=2) == count_lines(num_layers=4)
+
+
+def test_a_layer_is_traced_once(monkeypatch):
+  """The loop over the layers does not trace their code again to check it."""
+  num_traces = 0
+  call_block = Block.__call__
+
+  def counted_call(*args):
+    nonlocal num_traces
+    num_traces += 1
+    return call_block(*args)
+
+  params = random_parameters(CONFIG)
+  monkeypatch.setattr(Block, "__call__", counted_call)
+  jax.eval_shape(Decoder(CONFIG).apply, {"params": params}, tokens((2, 8)))
+  assert num_traces == 1
 
 
 def test_lambda_init_is_the_schedule_or_a_constant():
@@ -171,7 +207,7 @@ def test_windows_and_plain_layers_are_those_of_their_layers(remat, layers):
     window_pattern="wwf",
     remat=remat,
   )
-  params, ids = init(config), tokens((2, 16))
+  params, ids = random_parameters(config), tokens((2, 16))
   plain = dict(
     attention="softmax",
     num_heads=8,
@@ -205,7 +241,9 @@ def test_kept_attention_runs_forward_once_whichever_window_it_has():
       CONFIG, num_layers=9, window=3, window_pattern=pattern, remat="attention"
     )
     loss = lambda params: jnp.sum(apply(config, params, tokens((1, 8))))
-    return str(jax.make_jaxpr(jax.grad(loss))(init(config))).count("reduce_max")
+    return str(jax.make_jaxpr(jax.grad(loss))(random_parameters(config))).count(
+      "reduce_max"
+    )
 
   assert maxima("wf") == 2 * maxima("w")  # each of two windows has its program
 
@@ -217,7 +255,7 @@ def test_positions_count_by_their_distances_alone():
     tokens((2, 16)),
     np.broadcast_to(np.arange(16), (2, 16)),
   )
-  params = init(CONFIG)
+  params = random_parameters(CONFIG)
   expected = apply(config, params, ids, positions=positions)
   np.testing.assert_allclose(
     apply(config, params, ids, positions=positions + 9), expected, atol=1e-5
@@ -249,7 +287,7 @@ def test_untied_logits_are_products_with_the_unembedding():
 def test_embed_scale_multiplies_what_enters_the_first_layer_and_not_the_logits():
   config, params, ids = (
     dataclasses.replace(CONFIG, embed_scale=5.0),
-    init(CONFIG),
+    random_parameters(CONFIG),
     tokens((2, 16)),
   )
   entering = {
@@ -265,7 +303,7 @@ def test_embed_scale_multiplies_what_enters_the_first_layer_and_not_the_logits()
 
 
 def test_metrics_hold_each_layers_lambda():
-  params = init(CONFIG)
+  params = random_parameters(CONFIG)
   _, variables = jax.jit(
     lambda ids: Decoder(CONFIG).apply(
       {"params": params}, ids, mutable=["metrics"]
@@ -288,7 +326,7 @@ def test_metrics_hold_each_layers_lambda():
 )
 def test_causality_by_gradient(name):
   config, length, at = VARIANTS[name], 12, 5
-  params = init(config)
+  params = random_parameters(config)
   embedded = jax.random.normal(jax.random.key(3), (1, length, CONFIG.embed_dim))
 
   def output(
@@ -317,7 +355,7 @@ def test_causality_by_gradient(name):
 )
 def test_a_token_sees_what_the_config_lets_it_see(fields, seen):
   config, at = dataclasses.replace(CONFIG, num_layers=1, **fields), 5
-  params = init(config)
+  params = random_parameters(config)
 
   def output(x):
     hidden = Decoder(dataclasses.replace(config, vocab_size=12)).apply(
@@ -362,22 +400,29 @@ def test_the_table_knows_the_shape_of_every_parameter(name, fields):
   ["diff", "diff_v2", *full(sorted(VARIANTS.keys() - {"diff", "diff_v2"}))],
 )
 def test_packed_documents_do_not_see_each_other(name):
-  """Two documents packed in a row give each the logits it has alone."""
-  config, params = VARIANTS[name], init(VARIANTS[name])
+  """Two documents packed in a row give each the logits it has alone.
+
+  The logits are computed in float64. For rows of another length a CPU may sum
+  products in another order, which changes float32 logits by up to 5e-6.
+  """
+  config, params = VARIANTS[name], random_parameters(VARIANTS[name])
   first, second = tokens((1, 7), 1), tokens((1, 9), 2)
   packed = jnp.concatenate([first, second], axis=1)
   segments = jnp.asarray([[1] * 7 + [2] * 9])
   positions = jnp.asarray([[*range(7), *range(9)]])
-  got = apply(config, params, packed, segments, positions)
-  np.testing.assert_allclose(
-    got[:, :7], apply(config, params, first), atol=3e-6
-  )
-  np.testing.assert_allclose(
-    got[:, 7:], apply(config, params, second), atol=3e-6
-  )
-  assert (
-    np.abs(got[:, 7:] - apply(config, params, packed)[:, 7:]).max() > 1e-3
-  )  # without segments they do
+  with jax.enable_x64(True):
+    params = jax.tree.map(lambda leaf: leaf.astype("float64"), params)
+
+    @jax.jit
+    def run(*batch):
+      model = Decoder(config, jnp.float64)
+      return logits(params, model.apply({"params": params}, *batch))
+
+    got = run(packed, segments, positions)
+    alone = jnp.concatenate([run(first), run(second)], axis=1)
+    without_segments = run(packed)
+  np.testing.assert_allclose(got, alone, atol=1e-6)
+  assert np.abs(got - without_segments)[:, 7:].max() > 1e-3
 
 
 REMAT = [("diff", "attention"), ("diff_v2", "dots"), ("softmax", "full")]
@@ -401,7 +446,7 @@ def test_remat_does_not_change_loss_or_gradients(name, policy):
     return (apply(config, params, ids) ** 2).mean()
 
   params, gradient = (
-    init(config),
+    random_parameters(config),
     jax.jit(jax.value_and_grad(loss, argnums=1), static_argnums=0),
   )
   plain, remat = (
@@ -425,7 +470,7 @@ def test_the_backward_pass_keeps_no_float32_and_no_second_copy_of_a_parameter(
   backward = lambda params: jax.vjp(
     lambda params: model.apply({"params": params}, ids), params
   )[1]
-  kept = jax.tree.leaves(jax.eval_shape(backward, init(config)))
+  kept = jax.tree.leaves(jax.eval_shape(backward, random_parameters(config)))
   assert [
     leaf
     for leaf in kept
@@ -439,7 +484,9 @@ def test_the_backward_pass_keeps_no_float32_and_no_second_copy_of_a_parameter(
   ]
   assert all(leaf.size < B * T * E for leaf in wide), wide
   parameters = {
-    leaf.shape for leaf in jax.tree.leaves(init(config)) if leaf.size > E * E
+    leaf.shape
+    for leaf in jax.tree.leaves(random_parameters(config))
+    if leaf.size > E * E
   }
   assert not [
     leaf
@@ -450,7 +497,7 @@ def test_the_backward_pass_keeps_no_float32_and_no_second_copy_of_a_parameter(
 
 def test_longer_than_max_length_is_refused():
   with pytest.raises(ValueError, match="max_length is 32"):
-    apply(CONFIG, init(CONFIG), tokens((1, 33)))
+    apply(CONFIG, random_parameters(CONFIG), tokens((1, 33)))
 
 
 @pytest.mark.parametrize("name", ["diff", "diff_v2"])
@@ -493,7 +540,7 @@ def test_initial_logits_have_unit_scale():
 def test_bfloat16_computes_near_float32(name):
   """Mixed precision: float32 parameters and gradients, loss within bfloat16's rounding."""
   config, ids = VARIANTS[name], tokens((4, 32))
-  params = init(config)
+  params = random_parameters(config)
 
   @functools.partial(jax.jit, static_argnums=0)
   def loss_and_gradient(dtype, params):

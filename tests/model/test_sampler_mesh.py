@@ -12,6 +12,7 @@ from diffjax.model.decoder import Decoder
 from diffjax.model.sampler import Sampler
 from diffjax.parallel.mesh import make_mesh, sharded_attention
 from diffjax.parallel.rules import shardings
+from tests.parameters import parameters
 from tests.tiers import full
 
 PROMPTS = [
@@ -37,9 +38,7 @@ def make(attention, mesh):
     max_length=300,
   )
   model = Decoder(config)
-  params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))[
-    "params"
-  ]
+  params = parameters(model, jnp.zeros((1, 1), jnp.int32))
   params |= {
     "embedding": 3 * params["embedding"]
   }  # logits far enough apart that rounding decides nothing

@@ -91,10 +91,24 @@ def make_batch(seed=0):
 
 
 @functools.cache
+def first_state(config):
+  """The state before the first step, on one device."""
+  return build(config, make_mesh(DATA, jax.devices()[:1])).init()
+
+
+@functools.cache
 def run_steps(config, num_devices, steps=3):
-  """Parameters after some steps, and each step's metrics."""
+  """Parameters after some steps, and each step's metrics.
+
+  Every mesh starts from the state of one device, whose program is compiled once.
+  """
   program = build(config, make_mesh(config.mesh, jax.devices()[:num_devices]))
-  state, losses = program.init(), []
+  first = first_state(dataclasses.replace(config, mesh=DATA))
+  state = jax.device_put(
+    jax.tree.map(jnp.copy, first),  # a step donates its state
+    jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state),
+  )
+  losses = []
   for n in range(steps):
     state, metrics = program.train_step(
       state, put_batch(make_batch(n), program.mesh)
@@ -103,12 +117,10 @@ def run_steps(config, num_devices, steps=3):
   return jax.tree.map(np.asarray, jax.device_get(state.params)), losses
 
 
-# Sizes of data, fsdp, context and tensor: pairs of axes with every variant; each by itself with the one that has most parameters; and with
-# every option of the layers.
-PAIRS = [(2, 4), (4, 1, 1, 2), (1, 2, 2, 2)]
-MESHES = [(name, mesh) for name in VARIANTS for mesh in PAIRS] + [
-  ("diff", mesh) for mesh in ((8,), (1, 8), (1, 1, 8), (1, 1, 4, 2))
-]
+# Sizes of data, fsdp, context and tensor.
+PAIRS = [(2, 4), (4, 1, 1, 2), (1, 2, 2, 2)]  # of axes, with every variant
+MESHES = [(name, mesh) for name in VARIANTS for mesh in PAIRS]
+MESHES += [("diff", mesh) for mesh in ((8,), (1, 8), (1, 1, 8), (1, 1, 4, 2))]
 MESHES += [("options", (1, 2, 2, 2))]
 VARIANTS["options"] = dataclasses.replace(
   VARIANTS["diff_v2"],
@@ -131,6 +143,18 @@ def test_eight_devices_give_one_devices_losses(name, mesh):
   chex.assert_trees_all_close(one[1], many[1], rtol=2e-5)
   chex.assert_trees_all_close(one[0], many[0], atol=2e-6)
   assert one[1][0]["loss"] != one[1][2]["loss"]
+
+
+@pytest.mark.parametrize(
+  "name", ["diff", *full(name for name in VARIANTS if name != "diff")]
+)
+def test_the_first_state_is_the_same_on_a_mesh(name):
+  config = make_config(VARIANTS[name], MeshConfig(1, 2, 2, 2))
+  state = build(config, make_mesh(config.mesh)).init()
+  one = first_state(make_config(VARIANTS[name]))
+  chex.assert_trees_all_close(
+    (state.params, state.opt_state), (one.params, one.opt_state), rtol=1e-6
+  )
 
 
 @pytest.mark.parametrize("devices", [1, *full([4])])

@@ -1,9 +1,12 @@
 """The loop: what a run leaves behind, and that stopping and starting again changes nothing."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +17,8 @@ import time
 import chex
 import jax
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from etils import epath
 
@@ -30,10 +35,12 @@ from diffjax.config import (
   UserError,
 )
 from diffjax.data import pipeline, reader
+from diffjax.ops.diff_attention import choice
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training import loop, manifest, memory, session
 from diffjax.training.checkpoint import open_checkpoint
 from diffjax.training.program import build
+from tests.hub_server import HubServer
 from tests.tiers import full
 
 # Fields that tell the time, not the run.
@@ -113,10 +120,18 @@ def log(workdir):
 
 
 @pytest.fixture(scope="module")
-def whole(config, tmp_path_factory):
-  """An uninterrupted run."""
+def printed_run(config, tmp_path_factory):
+  """Returns the workdir of an uninterrupted run and its standard output."""
   workdir = tmp_path_factory.mktemp("whole")
-  loop.train(change(config, train__sample_tokens=5), str(workdir))
+  with contextlib.redirect_stdout(io.StringIO()) as printed:
+    loop.train(change(config, train__sample_tokens=5), str(workdir))
+  return workdir, printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def whole(printed_run):
+  """An uninterrupted run."""
+  workdir, _ = printed_run
   return workdir
 
 
@@ -163,6 +178,26 @@ def test_what_a_run_leaves_behind(config, whole):
     for name, value in evaluations[1].items()
     if name.startswith("validation/")
   }
+
+
+def test_each_evaluation_is_printed_once_and_the_last_is_explained(
+  printed_run,
+):
+  workdir, printed = printed_run
+  lines = printed.splitlines()
+  first, last = (line for line in log(workdir) if "validation/loss" in line)
+  assert [line for line in lines if "validation" in line] == [
+    f"step 3/6  validation on 8 rows: loss {first['validation/loss']:.4f},"
+    f" {first['validation/bits_per_byte']:.4f} bits per byte",
+    "step 6/6  validation on 8 rows:",
+  ]
+  for name, value in last.items():
+    if not name.startswith("validation/"):
+      continue
+    name = name.removeprefix("validation/")
+    (shown,) = [line for line in lines if line.startswith(f"  {name} ")]
+    assert re.fullmatch(rf"  {name} +{value:.4f}  \w.+", shown)
+    assert len(shown) <= 80
 
 
 def test_the_log_begins_with_the_first_step(config, whole, tmp_path):
@@ -585,10 +620,14 @@ def test_bad_batches_are_skipped_and_a_resume_among_them_is_exact(
   ] == [(0, 0), (0, 0), (1, 1), (2, 2), (0, 2), (0, 2)]
   printed = capsys.readouterr().err
   assert (
-    "step 3 is skipped, 1 in a row: the loss is nan" in printed
-    and "step 4 is skipped, 2 in a row: the loss is nan" in printed
+    "step 3: update skipped (loss nan); 1 so far, training continues\n"
+    in printed
   )
-  assert printed.count("skipped") == 2
+  assert (
+    "step 4: update skipped (loss nan); 2 so far, 2 in a row, training"
+    " continues\n"
+  ) in printed
+  assert printed.count("update skipped") == 2
   abstract = build(config, make_mesh(config.mesh)).abstract_state.params
   before, skipped, after = (
     open_checkpoint(tmp_path / "whole", step).params(abstract)
@@ -644,7 +683,91 @@ def test_too_many_bad_steps_in_a_row_stop_the_run(
   spoil(monkeypatch, {step: np.nan for step in (2, *range(4, 21))})
   with pytest.raises(
     UserError,
-    match=f"stopped at step 6: 3 steps in a row .* the loss is nan; .*{named}",
+    match=f"stopped at step 6: 3 steps in a row .* the last one has loss nan; .*{named}",
   ):
     loop.train(config, str(tmp_path))
   assert [line["step"] for line in log(tmp_path)] == [1, 2, 4, 5, 6]
+
+
+@pytest.fixture
+def hub_source(tmp_path, monkeypatch):
+  """Four Parquet files on a Hub, of 4,800 tokens each, as bytes."""
+  folder = tmp_path / "hub" / "datasets" / "org" / "name"
+  folder.mkdir(parents=True)
+  rng = np.random.default_rng(0)
+  for number in range(4):
+    texts = [rng.bytes(30).hex() for _ in range(80)]
+    table = pyarrow.table({"text": texts})
+    pyarrow.parquet.write_table(table, folder / f"{number}.parquet")
+  with HubServer(tmp_path / "hub") as server:
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    yield "parquet:hf://datasets/org/name/*.parquet"
+
+
+def test_a_run_keeps_the_number_of_its_files(config, tmp_path, hub_source):
+  """The workdir has the mode and the files that the run used."""
+  workdir = str(tmp_path / "run")
+  config = change(
+    config,
+    data__source=hub_source,
+    data__prepared_dir=str(tmp_path / "rows"),
+    data__mode="auto",
+    eval__interval=0,
+    train__checkpoint_interval=100,
+  )
+  loop.train(config, workdir)
+  kept = config_file.read(f"{workdir}/{config_file.NAME}").data
+  assert kept.mode == "prepared"
+  assert kept.files == 1
+  # More steps need more files.
+  longer = change(config, train__steps=40)
+  with pytest.raises(UserError, match="config.data.files was 1 .* is 3"):
+    loop.train(longer, workdir)
+  loop.train(change(longer, data__files=1), workdir)
+  assert log(workdir)[-1]["step"] == 40
+
+
+def attention_lines(printed):
+  return [line for line in printed.splitlines() if "attention:" in line]
+
+
+def test_one_line_says_which_attention_is_used(
+  config, tmp_path, capsys, caplog
+):
+  """Neither the evaluation nor the sample adds another one."""
+  choice._reported.clear()
+  with caplog.at_level("INFO", logger=choice.__name__):
+    loop.train(change(config, train__sample_tokens=5), str(tmp_path))
+  assert attention_lines(capsys.readouterr().err) == [
+    "diffjax: attention: chunked (XLA), because this is a CPU"
+  ]
+  warnings = [record for record in caplog.records if record.levelno > 20]
+  assert warnings == []
+
+
+def test_the_line_comes_before_the_first_step(
+  config, tmp_path, capsys, monkeypatch
+):
+  """Compiling it may take minutes."""
+  seen = []
+  log = session.Session.log
+
+  def logged(self, step, measured):
+    if step == 1:
+      seen.extend(attention_lines(capsys.readouterr().err))
+    log(self, step, measured)
+
+  monkeypatch.setattr(session.Session, "log", logged)
+  loop.train(change(config, train__steps=2), str(tmp_path))
+  assert len(seen) == 1
+
+
+def test_a_named_attention_is_said(config, tmp_path, capsys):
+  named = change(
+    config, train__steps=2, model__attention_implementation="two_call"
+  )
+  loop.train(named, str(tmp_path))
+  assert attention_lines(capsys.readouterr().err) == [
+    "diffjax: attention: two_call (stock attention), because"
+    " config.model.attention_implementation names it"
+  ]

@@ -1,7 +1,8 @@
-"""Workdirs that an earlier version wrote restore, and go on as they would have then.
+"""Workdirs of an earlier version restore and continue as they did there.
 
-Each golden/*.tar.xz holds a run of version 0.1.0 under JAX 0.10.2: its checkpoint at step 4 of 8 and its log. golden/expected.json holds
-the digest of that checkpoint's parameters, and what that version logged after it.
+Each golden/*.tar.xz holds a run of version 0.1.0 under JAX 0.10.2: its checkpoint
+at step 4 of 8 and its log. golden/expected.json holds the digest of that
+checkpoint's parameters, and what version 0.1.0 logged after step 4.
 """
 
 import hashlib
@@ -16,16 +17,11 @@ import pytest
 from diffjax.training.trained import load
 from tests.tiers import full
 
-ROOT, GOLDEN = (
-  pathlib.Path(__file__).parents[2],
-  pathlib.Path(__file__).parent / "golden",
-)
+ROOT = pathlib.Path(__file__).parents[2]
+GOLDEN = pathlib.Path(__file__).parent / "golden"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
-RUNS = [
-  "diff_streamed",
-  "diff_v2_prepared",
-  "transformer_prepared",
-]  # every variant and both ways of reading; the others in the full tier
+# Every variant and both ways of reading. The full tier has the other runs.
+RUNS = ["diff_streamed", "diff_v2_prepared", "transformer_prepared"]
 FLAGS = """
   model.num_layers=2 model.embed_dim=16 model.head_dim=4 model.ffn_dim=16 model.max_length=64 data.source=text:text/*.txt
   data.prepared_dir=rows data.length=64 data.validation_fraction=0.1 train.batch_size=4 train.steps=8 train.checkpoint_interval=4
@@ -34,36 +30,50 @@ FLAGS = """
 
 
 def digest(params):
-  found = hashlib.sha256()
+  """Returns the SHA-256 of the names and bytes of all parameters."""
+  sha256 = hashlib.sha256()
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-    found.update(
-      jax.tree_util.keystr(path).encode() + np.asarray(leaf).tobytes()
-    )
-  return found.hexdigest()
+    name = jax.tree_util.keystr(path)
+    sha256.update(name.encode())
+    sha256.update(np.asarray(leaf).tobytes())
+  return sha256.hexdigest()
+
+
+def unpack(name, directory):
+  """Unpacks a run of version 0.1.0."""
+  with tarfile.open(GOLDEN / f"{name}.tar.xz") as archive:
+    # tarfile has extraction filters since Python 3.11.4.
+    archive.extraction_filter = getattr(tarfile, "data_filter", None)
+    archive.extractall(directory)
+
+
+def write_texts(directory):
+  """Writes the data of the runs: a file for each long paragraph of LICENSE."""
+  directory.mkdir()
+  paragraphs = (ROOT / "LICENSE").read_text().split("\n\n")
+  long_paragraphs = [text for text in paragraphs if len(text) > 40]
+  for index, text in enumerate(long_paragraphs):
+    (directory / f"{index:02d}.txt").write_text(text)
+
+
+def read_log(path):
+  """Returns the entries of a metrics.jsonl."""
+  return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
   "name", [*RUNS, *full(sorted(EXPECTED.keys() - set(RUNS)))]
 )
 def test_it_restores_and_goes_on(command, tmp_path, name):
-  with tarfile.open(GOLDEN / f"{name}.tar.xz") as archive:
-    archive.extractall(tmp_path, filter="data")
+  unpack(name, tmp_path)
   (tmp_path / "configs").symlink_to(ROOT / "configs")
-  (tmp_path / "text").mkdir()
-  paragraphs = [
-    paragraph
-    for paragraph in (ROOT / "LICENSE").read_text().split("\n\n")
-    if len(paragraph) > 40
-  ]
-  for index, paragraph in enumerate(paragraphs):
-    (tmp_path / "text" / f"{index:02d}.txt").write_text(paragraph)
+  write_texts(tmp_path / "text")
   workdir = tmp_path / name
   assert digest(load(workdir).params) == EXPECTED[name]["params_sha256"]
 
   variant, _, mode = name.rpartition("_")
-  flags = [
-    f"--config.{field}" for field in (f"data.mode={mode}", *FLAGS.split())
-  ]
+  fields = [f"data.mode={mode}", *FLAGS.split()]
+  flags = [f"--config.{field}" for field in fields]
   result = command(
     "diffjax.train",
     f"--config=configs/tiny.py:{variant}",
@@ -73,17 +83,15 @@ def test_it_restores_and_goes_on(command, tmp_path, name):
   )
   assert result.returncode == 0, result.stderr
   assert "resuming from step 4" in result.stderr
-  lines = [
-    json.loads(line)
-    for line in (workdir / "metrics.jsonl").read_text().splitlines()
-  ]
-  after = [line for line in lines if line["step"] > 4]
-  assert len(after) == len(EXPECTED[name]["after"])
-  for line, expected in zip(after, EXPECTED[name]["after"], strict=True):
-    # Of equal batches the tokens are equal; sums in float32 differ between processors and versions of XLA.
-    assert line["step"] == expected["step"] and line.get(
-      "train/tokens"
-    ) == expected.get("train/tokens")
-    np.testing.assert_allclose(
-      [line[field] for field in expected], list(expected.values()), rtol=1e-4
-    )
+
+  entries = read_log(workdir / "metrics.jsonl")
+  new_entries = [entry for entry in entries if entry["step"] > 4]
+  expected_entries = EXPECTED[name]["after"]
+  assert len(new_entries) == len(expected_entries)
+  for entry, expected in zip(new_entries, expected_entries, strict=True):
+    assert entry["step"] == expected["step"]
+    # The numbers of tokens are equal if the batches are.
+    assert entry.get("train/tokens") == expected.get("train/tokens")
+    # Sums in float32 differ between processors and versions of XLA.
+    values = [entry[field] for field in expected]
+    np.testing.assert_allclose(values, list(expected.values()), rtol=1e-4)

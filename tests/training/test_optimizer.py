@@ -314,9 +314,9 @@ def test_clip_limits_the_global_norm_and_zero_means_no_limit():
       )
       if isinstance(node, optax.ScaleByAdamState)
     ]
-    seen.append(float(optax.global_norm(moments.mu)))
+    seen.append(float(optax.tree.norm(moments.mu)))
   assert seen[0] == pytest.approx(1.0, rel=1e-5) and seen[1] == pytest.approx(
-    float(optax.global_norm(huge)), rel=1e-5
+    float(optax.tree.norm(huge)), rel=1e-5
   )
 
 

@@ -24,6 +24,8 @@ from diffjax.training import loop, session
 from diffjax.training.program import build
 from tests.tiers import full
 
+pytestmark = pytest.mark.usefixtures("system_allocator")
+
 MODEL = ModelConfig(
   num_layers=2,
   embed_dim=16,

@@ -1,6 +1,7 @@
 """The status line tells the truth about speed."""
 
 import io
+import re
 import time
 
 import pytest
@@ -37,16 +38,16 @@ def test_plain_lines_and_speeds(monkeypatch):
   flops = step_flops(CONFIG.model, 16, 32).training
   assert values["train/mfu"] == pytest.approx(flops / (0.5 * 2 * 989.4e12))
   # An evaluation of 95 seconds does not count.
-  progress.note(32, {"validation/loss": 1.5})
+  progress.note(32, "validation: fine")
   values = progress.report(36, {"train/loss": 1.0})
   assert values["train/step_seconds"] == 0.5
   progress.close()
   lines = file.getvalue().splitlines()
   assert (
-    lines[0]
-    == "step 30/100  loss 1.2500  64 tokens/s  0.500 s/step  MFU 0.0%  waited for data 20.0%  0:00:35 left"
+    lines[0] == "step 30/100  loss 1.2500  64 tokens/s  MFU 0.0%"
+    "  waited for data 20%  0:00:35 left"
   )
-  assert lines[1] == "step 32/100  validation/loss 1.5000" and len(lines) == 3
+  assert lines[1] == "step 32/100  validation: fine" and len(lines) == 3
 
 
 def test_no_mfu_on_an_unknown_chip():
@@ -68,6 +69,26 @@ def terminal(monkeypatch):
   monkeypatch.setenv("TERM", "xterm")
   monkeypatch.setenv("COLUMNS", "120")
   return Terminal()
+
+
+def test_a_long_line_of_a_fast_run_fits_80_columns(monkeypatch):
+  file = io.StringIO()
+  config = Config(
+    data=DataConfig(length=4096), train=TrainConfig(steps=19_000, batch_size=9)
+  )
+  progress = StatusLine(
+    config, first_step=0, num_devices=1, device_kind="NVIDIA H200", file=file
+  )
+  clock(monkeypatch, [0.0, 40.0])
+  progress.stepped(1, waited=1.0)
+  progress.stepped(100, waited=0.1)
+  progress.report(100, {"train/loss": 10.123456})
+  # The first step waited for compilation, and 0.1 s of 40 s are negligible.
+  assert re.fullmatch(
+    r"step 100/19000  loss 10\.1235  92\.2K tokens/s  MFU \d+\.\d%  2:06:00 left\n",
+    file.getvalue(),
+  )
+  assert len(file.getvalue()) <= 80
 
 
 def test_live_line_on_a_terminal(terminal):

@@ -138,7 +138,7 @@ def test_losses_and_gradient_equal_the_plain_formula(tied):
   )
   params, norm = (
     jax.tree.map(np.asarray, state.params),
-    optax.global_norm(gradient),
+    optax.tree.norm(gradient),
   )
   state, metrics = step(state, put_batch(batch, mesh))
   np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)

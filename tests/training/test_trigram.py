@@ -83,6 +83,15 @@ def test_targets_without_weight_count_nowhere():
     )
 
 
+def test_a_context_counts_even_if_its_own_tokens_have_no_weight():
+  """As in a prompt: only the answer after it is learnt."""
+  weights = np.array([[0, 1]], np.float32)
+  model = trigram.fit([batch_of([0, 1, 2], weights=weights)], vocab_size=4)
+  # One target of one kind after 0 1.
+  expected = (np.array([0, 0, 1, 0]) + model.after_one[1]) / 2
+  assert model.after_two[0, 1] == pytest.approx(expected)
+
+
 def test_probabilities_are_positive_and_sum_to_one():
   rng = np.random.default_rng(0)
   model = trigram.fit(
