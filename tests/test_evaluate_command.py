@@ -27,6 +27,7 @@ from diffjax.evals.report import figures
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training import loop
 from diffjax.training.checkpoint import Checkpoints
+from diffjax.training.metrics import read_log
 from diffjax.training.program import build
 from tests import in_process
 from tests.tiers import full
@@ -71,7 +72,7 @@ def runs(tmp_path_factory):
     model=model,
     data=data,
     optimizer=OptimizerConfig(warmup_steps=1),
-    eval=EvalConfig(interval=0),
+    eval=EvalConfig(interval=2, rows=5),
     train=TrainConfig(steps=2, batch_size=8, log_interval=1, sample_tokens=0),
   )
   loop.train(config, str(path / "diff"))
@@ -202,6 +203,13 @@ def test_suites_of_a_pair(runs, tmp_path, monkeypatch, suites):
       tmp_path / f"{suite}.png"
     ).stat().st_size > 1000
     assert f"{tmp_path / suite}.json" in result.stdout
+    assert f"{tmp_path / suite}.md" in result.stdout
+    file_lines = (tmp_path / f"{suite}.md").read_text().splitlines()
+    table = [line for line in file_lines if line.startswith("|")]
+    assert len(table) == len(found["figures"]) + 2
+  for line in result.stdout.splitlines():
+    has_path = str(runs) in line or str(tmp_path) in line
+    assert len(line) <= 80 or has_path, line
   assert load(tmp_path / "validation.json")["settings"]["rows"] == 6
   loss = load(tmp_path / "validation.json")["figures"][0]
   assert loss["difference"]["value"] == pytest.approx(
@@ -209,13 +217,13 @@ def test_suites_of_a_pair(runs, tmp_path, monkeypatch, suites):
   )
   assert (
     "AR-Hit (nats/token)" in result.stdout
-    and "difference" in result.stdout
-    and f"{loss['value']:.4g} [" in result.stdout
+    and "validation: 6 rows" in result.stdout
+    and f"{loss['difference']['value']:.4g} [" in result.stdout
   )
   assert not [
     file
     for file in os.listdir(tmp_path)
-    if not file.endswith((".json", ".png", ".html"))
+    if not file.endswith((".json", ".md", ".png", ".html"))
   ]
   page = (tmp_path / "report.html").read_text()  # made last, whatever the order
   assert (
@@ -250,6 +258,20 @@ def test_several_devices_measure_what_one_does(
     assert [row["value"] for row in shared] == pytest.approx(
       [row["value"] for row in alone], rel=1e-5, abs=1e-6, nan_ok=True
     )
+
+
+def test_the_losses_are_those_of_training(runs, tmp_path):
+  result = run(
+    "--suite=validation", f"--workdir={runs / 'diff'}", f"--out={tmp_path}"
+  )
+  assert result.returncode == 0, result.stderr
+  assert result.stdout.startswith("validation: 5 rows\n")
+  log = read_log(runs / "diff" / "metrics.jsonl")[-1]
+  names = ("loss", "perplexity", "bits_per_byte", "ar_hit", "others")
+  figures = load(tmp_path / "validation.json")["figures"]
+  for name, figure in zip(names, figures, strict=True):
+    assert figure["units"] == 5
+    assert figure["value"] == pytest.approx(log[f"validation/{name}"], rel=1e-5)
 
 
 def test_one_model_and_a_step_of_it(runs):
@@ -507,10 +529,10 @@ def test_all_settings_are_checked_before_the_first_measurement(runs, tmp_path):
     (
       [
         "--suite=validation,quantised",
-        "--set.quantised.validation.rows=0",
+        "--set.quantised.validation.rows=-2",
         "--set.quantised.bits=4",
       ],
-      "rows = 0: must be at least 1",
+      "rows = -2: must be at least 1",
     ),
     (
       ["--suite=validation,report", "--set.report.heads=0"],
@@ -525,6 +547,13 @@ def test_all_settings_are_checked_before_the_first_measurement(runs, tmp_path):
     )
     assert result.returncode == 1 and message in result.stderr.splitlines()[-1]
     assert not result.stdout and not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_the_notes_of_a_table_fit_80_columns(name):
+  table = importlib.import_module(SUITES[name]).TABLE
+  assert table.unit and table.notes
+  assert max(map(len, table.notes)) <= 80
 
 
 def test_no_suite_waits_with_its_refusal():

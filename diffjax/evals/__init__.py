@@ -1,4 +1,5 @@
-"""Measurements of trained models: one module each, with `Settings`, `evaluate(trained, settings)` and perhaps `plot(results, path)`.
+"""Measurements of trained models: one module each, with `Settings`, `TABLE`,
+`evaluate(trained, settings)` and perhaps `plot(results, path)`.
 
 `evaluate` refuses wrong settings and data when it is called, and measures when its figures are asked for: so that several measurements can
 be checked before the first begins.

@@ -41,6 +41,7 @@ from diffjax.evals.methods.needle_prompts import (
 )
 from diffjax.evals.report.figures import Figure, mean_of
 from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
+from diffjax.evals.report.results import TableSpec
 from diffjax.model.decoder import Decoder
 from diffjax.ops.diff_attention.reference import attention_weights
 from diffjax.progress import Progress
@@ -48,6 +49,17 @@ from diffjax.training.trained import Trained
 
 PARTS = ("BOS", "context before", "answer", "context after", "query")
 OTHERS = tuple(part for part in PARTS if part != "answer")
+
+
+TABLE = TableSpec(
+  unit="prompts",
+  summary={"depth": "mean"},
+  notes=(
+    "Shares of the attention of a prompt's last token, over all depths.",
+    "answer: the sentence with the answer; noise: the context around it",
+    "signed: of the weights A1 - λA2; absolute: of their absolute values",
+  ),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +131,8 @@ def _measure(
     tuple[str, str], list[list[float]]
   ] = {}  # by part and sign, for each depth one share a prompt
   with Progress(
-    f"attention of {trained.name}", settings.samples * len(settings.depths)
+    f"attention of {trained.short_name}",
+    settings.samples * len(settings.depths),
   ) as progress:
     for index, depth in enumerate(settings.depths):
       prompts = make(depth=depth, samples=settings.samples)

@@ -34,12 +34,26 @@ from diffjax.evals.methods import inside
 from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.figures import Figure
 from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
+from diffjax.evals.report.results import TableSpec
 from diffjax.model.decoder import Decoder
 from diffjax.ops.diff_attention.reference import attention_weights
 from diffjax.progress import Progress
 from diffjax.training.trained import Trained
 
 MEASURES = ("negative share", "small share", "effective keys", "Hoyer sparsity")
+
+
+TABLE = TableSpec(
+  unit="rows",
+  summary={"layer": "all"},
+  notes=(
+    "Means over layers, heads and queries, of the weights on the values.",
+    "negative share: share of the weight that is negative",
+    "small share: share of the keys with less than a tenth of the mean",
+    "effective keys: 1 if all keys have the same weight",
+    "Hoyer sparsity: 0 if all keys have the same weight, 1 for a single key",
+  ),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +86,9 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
 def _measure(trained: Trained, batches: ValidationBatches) -> Iterator[Figure]:
   sums = jax.jit(functools.partial(layer_sums, trained.model))
   found = []
-  with Progress(f"difference_map of {trained.name}", len(batches)) as progress:
+  with Progress(
+    f"difference_map of {trained.short_name}", len(batches)
+  ) as progress:
     for index, batch in enumerate(batches):
       found.append(
         np.moveaxis(np.asarray(sums(trained.params, batch), np.float64), 1, 0)

@@ -39,6 +39,7 @@ from etils import epath
 from diffjax.config import UserError
 from diffjax.evals.methods import jsonl
 from diffjax.evals.report.figures import Figure, mean_of, proportion
+from diffjax.evals.report.results import TableSpec
 from diffjax.model.sampler import Sampler
 from diffjax.progress import say
 from diffjax.training.trained import Trained
@@ -54,6 +55,15 @@ Source:
 {title}:
 {output}
 """
+
+
+TABLE = TableSpec(
+  unit="outputs",
+  notes=(
+    "ROUGE-L: overlap with the reference, from 0 to 1",
+    "free of hallucination: needs the verdicts of a judge",
+  ),
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,6 +39,7 @@ from diffjax.config import UserError
 from diffjax.data import sources
 from diffjax.evals.methods import jsonl, scoring
 from diffjax.evals.report.figures import Figure, mean_of, proportion
+from diffjax.evals.report.results import TableSpec
 from diffjax.training.trained import Trained
 
 PAPER = (
@@ -71,6 +72,15 @@ _FIELDS: dict[str, dict[str, type]] = {
     "answer": str,
   },
 }
+
+
+TABLE = TableSpec(
+  unit="questions",
+  notes=(
+    "acc: share of the questions with the right answer",
+    "acc_norm: the same, with likelihoods per byte of an answer",
+  ),
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,6 +42,7 @@ from diffjax.evals.methods import jsonl
 from diffjax.evals.methods.label_decoding import LabelTree, decode_labels
 from diffjax.evals.report.figures import Figure, proportion
 from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
+from diffjax.evals.report.results import TableSpec
 from diffjax.model.sampler import Sampler
 from diffjax.training.trained import Trained
 
@@ -50,6 +51,17 @@ _FORMS = {
   "": ("utterance: {}\nintent:", " {}\n\n"),
 }
 _SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 1000, 200  # of each class
+
+
+TABLE = TableSpec(
+  unit="queries",
+  headers={"demonstrations": "shots", "tokens": ""},
+  notes=(
+    "shots: demonstrations before a query",
+    "accuracy: share of the queries with the right label",
+    "best minus worst: spread of accuracy over orders of the demonstrations",
+  ),
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,10 +28,20 @@ from diffjax.data.tokenizer import Tokenizer
 from diffjax.evals.methods import jsonl
 from diffjax.evals.methods.final_answer import extract, reference, same
 from diffjax.evals.report.figures import Figure, proportion
+from diffjax.evals.report.results import TableSpec
 from diffjax.model.sampler import Sampler
 from diffjax.training.trained import Trained
 
 _TAIL = 64  # tokens looked at for the beginning of another question
+
+
+TABLE = TableSpec(
+  unit="questions",
+  notes=(
+    "accuracy: share of the questions with the right final answer",
+    "ended: share of the answers that needed no more than new_tokens",
+  ),
+)
 
 
 @dataclasses.dataclass(frozen=True)

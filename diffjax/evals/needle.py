@@ -35,9 +35,15 @@ from diffjax.evals.methods.needle_prompts import (
 )
 from diffjax.evals.report.figures import Figure, proportion
 from diffjax.evals.report.plots import WIDTH, save, styles_of
-from diffjax.evals.report.results import excludes_zero
+from diffjax.evals.report.results import TableSpec, excludes_zero
 from diffjax.model.sampler import Sampler
 from diffjax.training.trained import Trained
+
+TABLE = TableSpec(
+  unit="prompts",
+  summary={"depth": "mean"},
+  notes=("accuracy: share of the numbers asked for that the model wrote",),
+)
 
 
 @dataclasses.dataclass(frozen=True)

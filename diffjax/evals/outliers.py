@@ -30,6 +30,7 @@ from diffjax.evals.methods import inside
 from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.figures import Figure
 from diffjax.evals.report.plots import WIDTH, by_model, draw_points, save
+from diffjax.evals.report.results import TableSpec
 from diffjax.model.decoder import Decoder
 from diffjax.ops.diff_attention.reference import attention_logits
 from diffjax.progress import Progress
@@ -40,6 +41,12 @@ LOGITS, HIDDEN = "attention logits", "hidden states"
 _KEPT = max(RANKS)
 # A bin is a value's exponent and the first four bits of its mantissa, from 2⁻²⁴ to 2²⁰.
 _SHIFT, _LOWEST, _BINS = 19, (127 - 24) << 4, (24 + 20) << 4
+
+
+TABLE = TableSpec(
+  unit="rows",
+  notes=("top-k: the k-th largest absolute value",),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +92,7 @@ def _measure(
     LOGITS: [],
     HIDDEN: [],
   }
-  with Progress(f"outliers of {trained.name}", len(batches)) as progress:
+  with Progress(f"outliers of {trained.short_name}", len(batches)) as progress:
     for index, batch in enumerate(batches):
       for name, summary in jax.device_get(
         summaries(trained.params, batch)

@@ -31,11 +31,18 @@ from diffjax.data.row import Row, make_batch
 from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.figures import Figure
 from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
+from diffjax.evals.report.results import TableSpec
 from diffjax.progress import Progress
 from diffjax.training.trained import Trained
 from diffjax.training.validation import token_losses
 
 LONGEST = 65_536
+
+
+TABLE = TableSpec(
+  unit="rows",
+  notes=("cumulative NLL: mean loss of a row's tokens up to the position",),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +108,9 @@ def _measure(
   losses = jax.jit(functools.partial(token_losses, model))
   positions = spaced(settings.first, length, settings.per_octave)
   sums = []
-  with Progress(f"position_nll of {trained.name}", settings.rows) as progress:
+  with Progress(
+    f"position_nll of {trained.short_name}", settings.rows
+  ) as progress:
     for batch in itertools.islice(rows, settings.rows):
       nll = np.asarray(losses(trained.params, batch), np.float64)[0]
       sums.append(np.cumsum(nll)[np.asarray(positions) - 1])

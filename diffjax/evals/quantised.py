@@ -37,6 +37,7 @@ from diffjax.evals import (
 )
 from diffjax.evals.report.figures import Figure
 from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
+from diffjax.evals.report.results import TableSpec
 from diffjax.ops.diff_attention.mask import Mask, Windows, positions
 from diffjax.ops.diff_attention.reference import reference
 from diffjax.training.trained import Trained
@@ -52,6 +53,15 @@ _MEASUREMENTS: dict[str, tuple[Any, Callable[[Figure], bool]]] = {
   "harness": (harness, lambda figure: True),
   "mathematics": (mathematics, lambda figure: figure.name == "accuracy"),
 }
+
+
+TABLE = TableSpec(
+  unit="samples",
+  notes=(
+    "bits: of an attention logit; all: not quantised",
+    "per: the logits that share a scale",
+  ),
+)
 
 
 @dataclasses.dataclass(frozen=True)

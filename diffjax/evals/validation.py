@@ -1,4 +1,8 @@
-"""Validation losses of a checkpoint: those of training/validation.py, on more rows than the loop takes, and with intervals."""
+"""Validation losses of a checkpoint, with intervals.
+
+By default they are of the rows that training evaluates, so that the losses are
+the same as those in its log.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,16 @@ from diffjax.config import UserError
 from diffjax.data.pipeline import ValidationBatches
 from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.figures import Figure
+from diffjax.evals.report.results import TableSpec
 from diffjax.progress import Progress
 from diffjax.training.trained import Trained
-from diffjax.training.validation import SUMS, from_sums, row_losses, with_hits
+from diffjax.training.validation import (
+  MEANINGS,
+  SUMS,
+  from_sums,
+  row_losses,
+  with_hits,
+)
 
 # The suite's name of each loss, by the name that the loop logs it under.
 _FIGURES = {
@@ -29,13 +40,21 @@ _FIGURES = {
   "others": "Others (nats/token)",
 }
 
+TABLE = TableSpec(
+  unit="rows",
+  notes=(
+    f"AR-Hit: {MEANINGS['ar_hit']}",
+    f"Others: {MEANINGS['others']}",
+  ),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
   """Of the suite."""
 
-  # Rows measured (fewer if the validation set has fewer); -1 for all
-  rows: int = 1024
+  # Rows measured (fewer if the validation set has fewer); -1 for all; 0 for the run's own config.eval.rows
+  rows: int = 0
   # Tokens a row; 0 for the config.data.length that the model was trained with
   length: int = 0
   # Rows at once: memory, not the result
@@ -55,7 +74,7 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   batches = validation_rows(
     "validation",
     trained,
-    settings.rows,
+    settings.rows or trained.config.eval.rows,
     length=settings.length,
     batch_size=settings.batch_size,
     source=settings.source,
@@ -69,7 +88,9 @@ def _measure(
   token_bytes = trained.tokenizer.token_bytes()
   step = jax.jit(functools.partial(row_losses, trained.model))
   units = []
-  with Progress(f"validation of {trained.name}", len(batches)) as progress:
+  with Progress(
+    f"validation of {trained.short_name}", len(batches)
+  ) as progress:
     for index, batch in enumerate(batches):
       sums = jax.device_get(
         step(trained.params, with_hits(batch, token_bytes, ngram))

@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from diffjax.evals.hallucination import Settings
 from diffjax.evals.report import figures
 from diffjax.model.decoder import Decoder
 from diffjax.training.trained import Trained
+from tests.parameters import parameters
 
 BYTES = load_tokenizer("bytes")
 PARAMS = {"embedding": jnp.zeros((2, 2))}
@@ -426,9 +426,7 @@ def test_a_real_model(data, monkeypatch):
     max_length=256,
   )
   model = Decoder(config)
-  params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))[
-    "params"
-  ]
+  params = parameters(model, jnp.zeros((1, 1), jnp.int32))
   trained = Trained("real", Config(model=config), model, params, BYTES)
   found = run(
     data,

@@ -20,6 +20,7 @@ from diffjax.evals.report import figures
 from diffjax.model.decoder import Decoder, logits
 from diffjax.model.sampler import Sampler
 from diffjax.training.trained import Trained
+from tests.parameters import parameters
 
 BYTES = load_tokenizer("bytes")
 TRAINED = Trained(
@@ -261,9 +262,7 @@ def real():
   model = Decoder(config)
   params = jax.tree.map(
     lambda x: x * 3,
-    jax.jit(model.init)(jax.random.key(1), jnp.zeros((1, 1), jnp.int32))[
-      "params"
-    ],
+    parameters(model, jnp.zeros((1, 1), jnp.int32)),
   )
   return Trained("real", Config(model=config), model, params, BYTES)
 

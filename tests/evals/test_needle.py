@@ -4,7 +4,6 @@ import dataclasses
 import random
 import re
 
-import jax
 import jax.numpy as jnp
 import matplotlib.axes
 import numpy as np
@@ -16,6 +15,7 @@ from diffjax.evals import needle
 from diffjax.evals.report import figures
 from diffjax.model.decoder import Decoder
 from diffjax.training.trained import Trained
+from tests.parameters import parameters
 
 BYTES = load_tokenizer("bytes")
 
@@ -141,9 +141,7 @@ def test_a_real_model_and_sampler():
     max_length=512,
   )
   model = Decoder(config)
-  params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))[
-    "params"
-  ]
+  params = parameters(model, jnp.zeros((1, 1), jnp.int32))
   settings = needle.Settings(
     pairs=("1/1",),
     depths=(0.5,),

@@ -1,17 +1,26 @@
-"""Results of a suite, as JSON for other programs and as a table for the terminal."""
+"""Results of a suite: JSON, a Markdown table, and a summary on the terminal."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import rich.box
+import rich.console
 import rich.table
 import rich.text
 from etils import epath
 
 from diffjax.config import UserError
+
+# What the tables call the first and the second model: names are long.
+_ROLES = ("model", "against")
+
+# Characters: wider than any table.
+_UNLIMITED = 10_000
 
 
 def check_writable(directory: epath.Path) -> None:
@@ -37,12 +46,14 @@ def write(path: epath.Path, results: Mapping[str, Any]) -> None:
   Raises:
     UserError: if that fails.
   """
+  text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False)
+  _write_text(path, text + "\n")
+
+
+def _write_text(path: epath.Path, text: str) -> None:
   temporary = path.parent / f"{path.name}.tmp"
   try:
-    temporary.write_text(
-      json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n",
-      encoding="utf-8",
-    )
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
   except OSError as error:
     raise UserError(
@@ -61,44 +72,209 @@ def finite(value: Any) -> Any:
   )
 
 
-def table(results: Mapping[str, Any]) -> rich.table.Table:
-  """The figures of one model, or of two and their paired difference, with intervals. A difference whose interval excludes 0 is bold."""
-  out = rich.table.Table(
-    title=rich.text.Text(results["suite"]),
-    title_justify="left",
-    title_style="bold",
+@dataclasses.dataclass(frozen=True)
+class TableSpec:
+  """Describes the tables of a suite.
+
+  Attributes:
+    unit: What the intervals are over, in the plural, such as "prompts".
+    summary: The settings (`figure["at"]`) of the figures that the terminal
+      shows, such as {"depth": "mean"}; {} for all figures.
+    headers: Shorter names for columns of the terminal's table. "" hides the
+      column.
+    notes: Lines below both tables that explain their terms.
+  """
+
+  unit: str
+  summary: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  notes: tuple[str, ...] = ()
+
+
+def print_summary(
+  console: rich.console.Console, results: Mapping[str, Any], spec: TableSpec
+) -> None:
+  """Prints the main figures of a suite in a table that fits 80 columns.
+
+  One model is shown with its intervals. Two models are shown with the interval
+  of their paired difference, which is bold if it excludes 0.
+
+  Args:
+    console: Where to print.
+    results: A suite's results.
+    spec: The suite's `TABLE`.
+  """
+  figures = []
+  for figure in results["figures"]:
+    if spec.summary.items() <= figure["at"].items():
+      figures.append(figure)
+  shared, columns = _shared_and_columns(figures, spec)
+  heading = results["suite"]
+  if shared:
+    heading += f": {', '.join(shared)}"
+  _print_line(console, heading)
+  for role, model in zip(_ROLES, results["models"], strict=False):
+    _print_line(console, f"{role}: {model['name']}")
+
+  is_pair = len(results["models"]) > 1
+  header = ["", *(spec.headers.get(name, name) for name in columns)]
+  if is_pair:
+    header += [*_ROLES, "difference [95% interval]"]
+  else:
+    header.append("value [95% interval]")
+  rows = _summary_rows(figures, columns, spec.unit, is_pair)
+  _print_table(console, header, rows)
+  for note in spec.notes:
+    _print_line(console, note)
+
+
+def _shared_and_columns(
+  figures: Sequence[Mapping[str, Any]], spec: TableSpec
+) -> tuple[list[str], list[str]]:
+  """Returns what all figures have in common and what needs a column.
+
+  A column of equal values would take room from the others.
+
+  Args:
+    figures: The figures of a table.
+    spec: The suite's `TABLE`.
+
+  Returns:
+    Texts such as "50 prompts" or "length 256", and the names of columns. They
+    are settings, and last the unit if figures differ in their number of samples.
+  """
+  shared = []
+  columns = []
+  counts = {figure["units"] for figure in figures}
+  has_one_count = len(counts) == 1
+  if has_one_count:
+    shared.append(f"{counts.pop():,} {spec.unit}")
+  for name in _setting_names(figures):
+    if name in spec.summary or spec.headers.get(name) == "":
+      continue
+    values = {figure["at"].get(name) for figure in figures}
+    if len(values) == 1:
+      shared.append(f"{name} {values.pop()}")
+    else:
+      columns.append(name)
+  if not has_one_count:
+    columns.append(spec.unit)
+  return shared, columns
+
+
+def _summary_rows(
+  figures: Sequence[Mapping[str, Any]],
+  columns: Sequence[str],
+  unit: str,
+  is_pair: bool,
+) -> list[list[rich.text.Text]]:
+  """Returns the cells of the terminal's table, a row for each figure."""
+  rows = []
+  previous_name = ""
+  for figure in figures:
+    is_repeated = figure["name"] == previous_name
+    previous_name = figure["name"]
+    cells = ["" if is_repeated else figure["name"]]
+    for column in columns:
+      if column == unit:
+        cells.append(f"{figure['units']:,}")
+      else:
+        cells.append(str(figure["at"].get(column, "")))
+    if is_pair:
+      cells += [_value(figure), _value(figure.get("against"))]
+      cells.append(number(figure.get("difference")))
+    else:
+      cells.append(number(figure))
+    row = [rich.text.Text(cell) for cell in cells]
+    if is_pair and excludes_zero(figure.get("difference")):
+      row[-1].stylize("bold")
+    rows.append(row)
+  return rows
+
+
+def _print_table(
+  console: rich.console.Console,
+  header: Sequence[str],
+  rows: Sequence[Sequence[rich.text.Text]],
+) -> None:
+  """Prints a table of which only the first column may be wrapped."""
+  table = rich.table.Table(
+    box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False
   )
-  places = list(
-    dict.fromkeys(name for row in results["figures"] for name in row["at"])
-  )
-  out.add_column("")
-  for place in places:
-    out.add_column(place, justify="right")
-  for model in results["models"]:
-    out.add_column(rich.text.Text(model["name"]), justify="right")
-  if len(results["models"]) > 1:
-    out.add_column("difference", justify="right")
-  for row in results["figures"]:
-    cells = [
-      row["name"],
-      *(str(row["at"].get(place, "")) for place in places),
-      number(row),
-    ]
-    if len(results["models"]) > 1:
-      cells += [number(row.get("against")), number(row.get("difference"))]
-    styles = [
-      "bold"
-      if index == len(places) + 3 and excludes_zero(row.get("difference"))
-      else ""
-      for index in range(len(cells))
-    ]
-    out.add_row(
-      *(
-        rich.text.Text(cell, style)
-        for cell, style in zip(cells, styles, strict=True)
-      )
-    )
-  return out
+  table.add_column(header[0])
+  for index, name in enumerate(header[1:], start=1):
+    longest = max((len(row[index]) for row in rows), default=0)
+    table.add_column(name, justify="right", no_wrap=True, min_width=longest)
+  for row in rows:
+    table.add_row(*row)
+  # A narrower terminal breaks the lines: no digit is cut off.
+  unlimited = console.options.update(width=_UNLIMITED)
+  least_width = console.measure(table, options=unlimited).minimum
+  if least_width > console.width:
+    table.width = least_width
+  console.print(table, crop=False)
+
+
+def write_table(
+  path: epath.Path, results: Mapping[str, Any], spec: TableSpec
+) -> None:
+  """Writes all figures of a suite with their intervals as a Markdown table.
+
+  Args:
+    path: The file to write.
+    results: A suite's results.
+    spec: The suite's `TABLE`.
+
+  Raises:
+    UserError: If the file cannot be written.
+  """
+  figures = results["figures"]
+  is_pair = len(results["models"]) > 1
+  settings = _setting_names(figures)
+  header = ["figure", *settings, spec.unit]
+  if is_pair:
+    header += [*_ROLES, "difference"]
+  else:
+    header.append("value")
+  lines = [f"# {results['suite']}", ""]
+  for role, model in zip(_ROLES, results["models"], strict=False):
+    lines.append(f"- {role}: {model['name']}")
+  lines += ["", "Values have 95% intervals.", ""]
+  lines.append(_markdown_row(header))
+  lines.append(_markdown_row(["---"] + ["---:"] * (len(header) - 1)))
+  for figure in figures:
+    cells = [figure["name"]]
+    cells += [str(figure["at"].get(name, "")) for name in settings]
+    cells += [str(figure["units"]), number(figure)]
+    if is_pair:
+      cells.append(number(figure.get("against")))
+      cells.append(number(figure.get("difference")))
+    lines.append(_markdown_row(cells))
+  lines += ["", *(f"- {note}" for note in spec.notes)]
+  _write_text(path, "\n".join(lines) + "\n")
+
+
+def _setting_names(figures: Sequence[Mapping[str, Any]]) -> list[str]:
+  """Returns the names of the settings in `figure["at"]`, in their order."""
+  names: dict[str, None] = {}
+  for figure in figures:
+    names |= dict.fromkeys(figure["at"])
+  return list(names)
+
+
+def _print_line(console: rich.console.Console, line: str) -> None:
+  # A path must stay whole, so that it can be copied.
+  console.print(rich.text.Text(line), soft_wrap=True)
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+  return f"| {' | '.join(cells)} |"
+
+
+def _value(interval: Mapping[str, Any] | None) -> str:
+  if interval is None or not _is_number(interval["value"]):
+    return "–"
+  return f"{interval['value']:.4g}"
 
 
 def number(interval: Mapping[str, Any] | None) -> str:
@@ -117,6 +293,7 @@ def excludes_zero(interval: Mapping[str, Any] | None) -> bool:
   return (
     interval is not None
     and _is_number(interval["low"])
+    and _is_number(interval["high"])
     and (interval["low"] > 0 or interval["high"] < 0)
   )
 

@@ -17,6 +17,7 @@ from diffjax.evals.methods.lm_eval import DiffjaxLM  # noqa: E402
 from diffjax.evals.methods.scoring import Score  # noqa: E402
 from diffjax.model.decoder import Decoder, logits  # noqa: E402
 from diffjax.training.trained import Trained  # noqa: E402
+from tests.parameters import parameters  # noqa: E402
 
 BYTES = load_tokenizer("bytes")
 CONFIG = ModelConfig(
@@ -35,9 +36,7 @@ def model():
   model = Decoder(CONFIG)
   params = jax.tree.map(
     lambda x: x * 3,
-    jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))[
-      "params"
-    ],
+    parameters(model, jnp.zeros((1, 1), jnp.int32)),
   )
   return Trained("model", Config(model=CONFIG), model, params, BYTES)
 

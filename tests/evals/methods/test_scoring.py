@@ -8,6 +8,7 @@ import pytest
 from diffjax.config import ModelConfig, UserError
 from diffjax.evals.methods import scoring
 from diffjax.model.decoder import Decoder, logits
+from tests.parameters import parameters
 
 CONFIG = ModelConfig(
   vocab_size=50,
@@ -24,9 +25,7 @@ CONFIG = ModelConfig(
 @pytest.fixture(scope="module")
 def model_and_params():
   model = Decoder(CONFIG)
-  params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))[
-    "params"
-  ]
+  params = parameters(model, jnp.zeros((1, 1), jnp.int32))
   return model, jax.tree.map(lambda x: x * 3, params)  # far from uniform
 
 

@@ -1,148 +1,176 @@
-"""Opens a page in Chromium (Qt WebEngine), without a display, and prints what it finds as JSON.
+"""Opens a page in an installed Chromium and prints what it shows as JSON.
 
-    python tests/evals/report/browser.py PAGE [--width=1280] [--height=2000] [--dark] [--screenshot=FILE.png]
+    python tests/evals/report/browser.py PAGE [--width=1280] [--height=2000] \
+        [--dark] [--screenshot=FILE.png]
 
-The screenshot, of the top of the page, has two pixels for one.
+The screenshot shows the top of the page with two pixels for one.
 """
 
 import argparse
 import json
-import os
+import pathlib
+import shutil
 import sys
 
-OPTIONS = argparse.ArgumentParser()
-OPTIONS.add_argument("page")
-OPTIONS.add_argument("--width", type=int, default=1280)
-OPTIONS.add_argument("--height", type=int, default=2000)
-OPTIONS.add_argument("--dark", action="store_true")
-OPTIONS.add_argument("--screenshot")
-OPTIONS = OPTIONS.parse_args()
+from playwright import sync_api
 
-os.environ |= {
-  "QT_QPA_PLATFORM": "offscreen",
-  "QTWEBENGINE_DISABLE_SANDBOX": "1",
-  "QT_SCALE_FACTOR": "2" if OPTIONS.screenshot else "1",
-  "QTWEBENGINE_CHROMIUM_FLAGS": f"--disable-gpu --blink-settings=preferredColorScheme={0 if OPTIONS.dark else 1}",
-}
-
-from PIL import Image  # noqa: E402
-from PySide6.QtCore import QTimer, QUrl  # noqa: E402
-from PySide6.QtWebEngineCore import (  # noqa: E402
-  QWebEnginePage,
-  QWebEngineProfile,
-  QWebEngineSettings,
-  QWebEngineUrlRequestInterceptor,
+EXECUTABLES = (
+  "chromium",
+  "chromium-browser",
+  "google-chrome",
+  "google-chrome-stable",
 )
-from PySide6.QtWebEngineWidgets import QWebEngineView  # noqa: E402
-from PySide6.QtWidgets import QApplication  # noqa: E402
 
-IMAGES = "[...document.images].map(image => [image.alt, image.complete, image.naturalWidth, image.naturalHeight, image.clientWidth])"
-LOOK = """
-(() => {
-  const text = node => node.textContent.trim(), images = IMAGES;
-  const panels = [...document.querySelectorAll(".panel")].map(panel => {
-    const images = [...panel.querySelectorAll("img")], [layer, head] = panel.querySelectorAll("select");
-    const before = images.map(image => image.src);
-    const box = images[0].getBoundingClientRect();
-    images[0].onmousemove({clientX: box.left + box.width / 2, clientY: box.bottom - 1});
-    layer.value = String(layer.options.length - 1);
-    head.value = "1";
-    layer.onchange();
-    return {images: images.length, layers: layer.options.length, heads: head.options.length, said: text(panel.querySelector("output")),
-            changed: images.every((image, index) => image.src != before[index]), scale: text(panel.querySelector(".scale")),
-            labels: [...panel.querySelector(".queries").children].map(text)};
+IMAGES = """
+() => [...document.images].map(image => [
+  image.alt,
+  image.complete,
+  image.naturalWidth,
+  image.naturalHeight,
+  image.clientWidth,
+])
+"""
+
+ALL_LOADED = "() => [...document.images].every(image => image.complete)"
+
+# Points at the last row of each panel's first map, then chooses the last layer
+# and the first head.
+PANELS = """
+() => [...document.querySelectorAll(".panel")].map(panel => {
+  const text = node => node.textContent.trim();
+  const images = [...panel.querySelectorAll("img")];
+  const [layer, head] = panel.querySelectorAll("select");
+  const before = images.map(image => image.src);
+  const box = images[0].getBoundingClientRect();
+  images[0].onmousemove({
+    clientX: box.left + box.width / 2,
+    clientY: box.bottom - 1,
   });
-  return JSON.stringify({
-    title: document.title, images: images,
-    tables: [...document.querySelectorAll("section")].map(section => [section.id,
-      [...section.querySelectorAll("tr")].map(row => [...row.cells].map(text))]),
-    targets: [...document.querySelectorAll("nav a")].every(link => document.querySelector(link.getAttribute("href"))),
-    panels: panels, text: document.body.innerText, lead: text(document.querySelector(".lead") || document.body),
-    headlines: [...document.querySelectorAll(".headlines tr")].map(row => [...row.cells].map(text)),
-    bars: [...document.querySelectorAll(".headlines circle")].map(circle => circle.classList.contains("clear")),
-    first_screen: [...document.querySelectorAll(".headlines")].every(figure => figure.getBoundingClientRect().bottom < 800),
-    folded: Object.fromEntries([...document.querySelectorAll("section")].map(section =>
+  layer.value = String(layer.options.length - 1);
+  head.value = "1";
+  layer.onchange();
+  return {
+    images: images.length,
+    layers: layer.options.length,
+    heads: head.options.length,
+    said: text(panel.querySelector("output")),
+    changed: images.every((image, index) => image.src != before[index]),
+    scale: text(panel.querySelector(".scale")),
+    labels: [...panel.querySelector(".queries").children].map(text),
+  };
+})
+"""
+
+CONTENTS = """
+() => {
+  const text = node => node.textContent.trim();
+  const cells = row => [...row.cells].map(text);
+  const all = selector => [...document.querySelectorAll(selector)];
+  const sections = all("section");
+  const root = document.documentElement;
+  return {
+    title: document.title,
+    text: document.body.innerText,
+    lead: text(document.querySelector(".lead") || document.body),
+    tables: sections.map(section =>
+      [section.id, [...section.querySelectorAll("tr")].map(cells)]),
+    targets: all("nav a").every(link =>
+      document.querySelector(link.getAttribute("href"))),
+    headlines: all(".headlines tr").map(cells),
+    bars: all(".headlines circle").map(circle =>
+      circle.classList.contains("clear")),
+    first_screen: all(".headlines").every(figure =>
+      figure.getBoundingClientRect().bottom < 800),
+    folded: Object.fromEntries(sections.map(section =>
       [section.id, [...section.querySelectorAll("summary")].map(text)])),
-    overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
-  });
-})()
-""".replace("IMAGES", IMAGES)
+    overflow: root.scrollWidth - root.clientWidth,
+  };
+}
+"""
 
 
-class Interceptor(QWebEngineUrlRequestInterceptor):
-  """Records every request and blocks all but the page's own."""
-
-  def __init__(self, own):
-    super().__init__()
-    self.own, self.requests = own, []
-
-  def interceptRequest(self, info):
-    self.requests.append(info.requestUrl().toString())
-    info.block(info.requestUrl() != self.own)
+def executable() -> str | None:
+  """Returns the path of an installed Chromium or Chrome, or None."""
+  for name in EXECUTABLES:
+    path = shutil.which(name)
+    if path is not None:
+      return path
+  return None
 
 
-class Page(QWebEnginePage):
-  """Records the messages of scripts and of the security policy."""
+def save_screenshot(page: sync_api.Page, path: str) -> None:
+  """Saves the visible part of the page with a palette: a fifth of the size."""
+  from PIL import Image
 
-  def __init__(self, profile):
-    super().__init__(profile)
-    self.said = []
-
-  def javaScriptConsoleMessage(self, level, message, line, source):
-    self.said.append(f"{level.name}: {message}")
+  page.screenshot(path=path)
+  picture = Image.open(path).convert("RGB").quantize(256)
+  picture.save(path, optimize=True)
 
 
-def main():
-  app = QApplication(sys.argv[:1])
-  own = QUrl.fromLocalFile(os.path.abspath(OPTIONS.page))
-  interceptor, profile = Interceptor(own), QWebEngineProfile()
-  profile.setUrlRequestInterceptor(interceptor)
-  page, view = Page(profile), QWebEngineView()
-  # Else Chromium would itself keep a local page from asking, and nothing be seen of it.
-  page.settings().setAttribute(
-    QWebEngineSettings.WebAttribute.LocalContentCanAccessRemoteUrls, True
+def look(browser: sync_api.Browser, options: argparse.Namespace) -> dict:
+  """Returns the contents of the page, its requests and its messages."""
+  address = pathlib.Path(options.page).absolute().as_uri()
+  page = browser.new_page(
+    viewport={"width": options.width, "height": options.height},
+    color_scheme="dark" if options.dark else "light",
+    device_scale_factor=2 if options.screenshot else 1,
   )
-  page.settings().setAttribute(
-    QWebEngineSettings.WebAttribute.ShowScrollBars, not OPTIONS.screenshot
-  )
-  view.setPage(page)
-  view.resize(OPTIONS.width, OPTIONS.height)
-  view.show()
+  requests = []
+  messages = []
 
-  def found(answer):
-    QTimer.singleShot(
-      500,
-      lambda: page.runJavaScript(
-        f"JSON.stringify({IMAGES})", lambda images: done(answer, images)
-      ),
+  def record_message(message: sync_api.ConsoleMessage) -> None:
+    messages.append(f"{message.type}: {message.text}")
+
+  def answer(route: sync_api.Route) -> None:
+    """Loads the page itself and nothing else."""
+    if route.request.url == address:
+      route.continue_()
+    else:
+      route.abort()
+
+  page.on("request", lambda request: requests.append(request.url))
+  page.on("console", record_message)
+  page.on("pageerror", lambda error: messages.append(f"error: {error}"))
+  page.route("**/*", answer)
+
+  page.goto(address)
+  page.wait_for_function(ALL_LOADED)
+  images = page.evaluate(IMAGES)
+  panels = page.evaluate(PANELS)
+  page.wait_for_function(ALL_LOADED)
+  contents = page.evaluate(CONTENTS)
+  changed_images = page.evaluate(IMAGES)
+  if options.screenshot:
+    save_screenshot(page, options.screenshot)
+  return {
+    **contents,
+    "images": images,
+    "panels": panels,
+    "changed_images": changed_images,
+    "requests": requests,
+    "said": messages,
+  }
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("page")
+  parser.add_argument("--width", type=int, default=1280)
+  parser.add_argument("--height", type=int, default=2000)
+  parser.add_argument("--dark", action="store_true")
+  parser.add_argument("--screenshot")
+  options = parser.parse_args()
+
+  chromium = executable()
+  if chromium is None:
+    sys.exit(f"no browser: none of {', '.join(EXECUTABLES)} is on PATH")
+  with sync_api.sync_playwright() as playwright:
+    browser = playwright.chromium.launch(
+      executable_path=chromium, args=["--disable-gpu"]
     )
-
-  def done(answer, images):
-    changed = {
-      "requests": interceptor.requests,
-      "said": page.said,
-      "changed_images": json.loads(images),
-    }
-    print(json.dumps({**changed, **json.loads(answer or "{}")}))
-    if OPTIONS.screenshot:
-      view.grab().save(OPTIONS.screenshot)
-      Image.open(OPTIONS.screenshot).convert("RGB").quantize(256).save(
-        OPTIONS.screenshot, optimize=True
-      )  # a palette: a fifth of the size
-    app.exit(0)
-
-  page.loadFinished.connect(
-    lambda ok: QTimer.singleShot(500, lambda: page.runJavaScript(LOOK, found))
-  )
-  QTimer.singleShot(60_000, lambda: app.exit(3))
-  page.load(own)
-  status = app.exec()
-  view.setPage(None)
-  page.deleteLater()
-  return status
+    print(json.dumps(look(browser, options)))
+    browser.close()
 
 
 if __name__ == "__main__":
-  status = main()
-  sys.stdout.flush()
-  os._exit(status)  # Chromium would complain of the order in which its parts go
+  main()
