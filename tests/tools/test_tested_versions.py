@@ -1,0 +1,91 @@
+"""The table of tested versions is compared with what is installed."""
+
+import sys
+import tomllib
+
+import pytest
+
+from tools import tested_versions
+
+TABLE = {
+  "3.11": {"jax": "0.10.2", "flax": "0.12.8"},
+  "3.13": {"jax": "0.12.0.1", "flax": "0.12.12"},
+}
+PROJECT = {
+  "requires-python": ">=3.11",
+  "dependencies": ["jax>=0.10.2", "flax>=0.12.8", "numpy>=2.0"],
+}
+WORKFLOW = 'matrix:\n  python: ["3.11", "3.13"]\n'
+
+
+def changed(python, **versions):
+  """The table with other versions in a column."""
+  return TABLE | {python: TABLE[python] | versions}
+
+
+def test_the_page_agrees_with_pyproject_and_the_workflow():
+  table = tested_versions.read_table(
+    tested_versions.PAGE.read_text(encoding="utf-8")
+  )
+  pyproject = tested_versions.ROOT / "pyproject.toml"
+  project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+  workflow = tested_versions.WORKFLOW.read_text(encoding="utf-8")
+  assert tested_versions.untrue_claims(table, project, workflow) == []
+
+
+def test_a_table_is_read_as_it_is_written():
+  written = f"# Title\n\n{tested_versions.format_table(TABLE)}\n\nText | more\n"
+  assert tested_versions.read_table(written) == TABLE
+
+
+def test_a_newer_installed_version_is_no_failure():
+  installed = changed("3.13", jax="0.12.1", flax="0.13")
+  assert tested_versions.untested_claims(TABLE, installed) == []
+
+
+@pytest.mark.parametrize(
+  "installed, claim",
+  [
+    (
+      changed("3.13", jax="0.9"),
+      "jax 0.12.0.1 on Python 3.13: 0.9 was tested",
+    ),
+    ({"3.11": TABLE["3.11"]}, "Python 3.13 was not tested"),
+    (
+      TABLE | {"3.14": TABLE["3.13"]},
+      "there is no column for Python 3.14",
+    ),
+  ],
+)
+def test_what_was_not_tested_is_named(installed, claim):
+  assert tested_versions.untested_claims(TABLE, installed) == [claim]
+
+
+@pytest.mark.parametrize(
+  "project, workflow, claim",
+  [
+    (
+      PROJECT | {"requires-python": ">=3.12"},
+      WORKFLOW,
+      "requires-python = '>=3.12', but the oldest tested Python is 3.11",
+    ),
+    (
+      PROJECT | {"dependencies": ["jax>=0.11", "flax>=0.12"]},
+      WORKFLOW,
+      "jax 0.10.2 was tested on Python 3.11, but pyproject.toml requires 0.11",
+    ),
+    (
+      PROJECT,
+      'python: ["3.11", "3.14"]',
+      'the workflow\'s matrix is not python: ["3.11", "3.13"]',
+    ),
+  ],
+)
+def test_what_disagrees_with_the_table_is_named(project, workflow, claim):
+  assert tested_versions.untrue_claims(TABLE, project, workflow) == [claim]
+
+
+def test_the_installed_versions_of_an_environment():
+  python = f"{sys.version_info.major}.{sys.version_info.minor}"
+  found = tested_versions.installed_versions(sys.executable, ["pytest"])
+  assert found == {python: {"pytest": pytest.__version__}}
