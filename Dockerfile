@@ -1,0 +1,11 @@
+# diffjax for CPUs. Untested: this file has not been built by Docker.
+#
+#   docker build -t diffjax .
+#   docker run --rm -v "$PWD/runs:/workspace/runs" diffjax train --config=tiny
+FROM python:3.12-slim
+
+COPY . /opt/diffjax
+RUN pip install --no-cache-dir /opt/diffjax
+
+WORKDIR /workspace
+ENTRYPOINT ["diffjax"]
