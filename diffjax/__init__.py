@@ -2,7 +2,10 @@
 
 A model, trained or loaded, and text from it:
 
-    trained = diffjax.train(configs.tiny.get_config(), "runs/tiny")
+    import diffjax
+    from diffjax.configs import tiny
+
+    trained = diffjax.train(tiny.get_config(), "runs/tiny")
     trained = diffjax.load("runs/tiny")
     print(*diffjax.generate(trained, ["def "], 100))
 

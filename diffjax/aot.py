@@ -1,4 +1,7 @@
-"""Compiles a run's training step for TPUs that are not there, and says what it takes of them, what bounds its time and whether it fits.
+"""Compiles a run's training step for TPUs that are not there.
+
+It prints the memory that the step needs, what bounds its time, and whether it
+fits.
 
     python -m diffjax.aot --config=configs/diff_1b.py --topology=v5e:4x4
     python -m diffjax.aot --config=configs/diff_13b.py --topology=v5p:4x4x4 --slices=2

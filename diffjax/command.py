@@ -36,7 +36,7 @@ from diffjax.config import (
 def run(
   main: Callable[..., None], *, with_config: bool = True, settings: Any = None
 ) -> None:
-  """Runs a command: reads `--config=FILE[:VARIANT]` and overrides such as `--config.train.steps=100`, checks them, calls `main`.
+  """Runs a command: reads `--config=NAME[:VARIANT]` and overrides such as `--config.train.steps=100`, checks them, calls `main`.
 
   Exits with 2 for flags that cannot be read and with 1 for any other error that the user can fix, each with one line on standard error.
   `--help` prints the module's docstring and the flags that it has defined.
@@ -71,9 +71,9 @@ def _run(main: Callable[..., None], with_config: bool, settings: Any) -> None:
   printing: flags.FlagHolder | None = None
   if with_config:
     flag = config_flags.DEFINE_config_file(
-      "config", help_string=help_page.CONFIG["--config=FILE[:VARIANT]"]
+      "config", help_string=help_page.CONFIG["--config=NAME[:VARIANT]"]
     )
-    flags.FLAGS["config"].parser = _ConfigFile()
+    flags.FLAGS["config"].parser = ConfigFile()
     printing = flags.DEFINE_bool(
       "print_config", False, help_page.CONFIG["--print_config"]
     )
@@ -116,7 +116,7 @@ def _run(main: Callable[..., None], with_config: bool, settings: Any) -> None:
   )
 
 
-class _ConfigFile(flags.ArgumentParser):
+class ConfigFile(flags.ArgumentParser):
   """Reads the value of --config. ml_collections' own parser prints a traceback of its own for errors in the file."""
 
   def parse(self, spec: str) -> ml_collections.ConfigDict:
@@ -193,7 +193,8 @@ def _parse(
     _fail(f"unexpected argument {rest[1]!r}: flags are written --name=value", 2)
   if flag is not None and values is None:
     _fail(
-      f"pass --config=FILE[:VARIANT], for example --config=configs/tiny.py; {config_file.available()}",
+      "pass --config=NAME or --config=FILE, for example --config=tiny;"
+      f" {config_file.available()}",
       2,
     )
   return values
@@ -205,8 +206,8 @@ def _check_encoding(argv: Sequence[str]) -> None:
   if codecs.lookup(encoding).name == "utf-8":
     return
   from diffjax.user_cache import (
-    cache_directory,  # here: a mistyped flag does not wait for it
-  )
+    cache_directory,
+  )  # here: a mistyped flag does not wait for it
 
   for value in (*argv[1:], os.getcwd(), os.fspath(cache_directory())):
     if not value.isascii():

@@ -1,6 +1,6 @@
 """The fields of a run's config, each with its unit, default and bound, and how a config is read and checked.
 
-A config file (``configs/*.py``) returns these fields as an ``ml_collections.ConfigDict``; `from_config_dict` turns that into the frozen,
+A config file (``diffjax/configs/*.py``) returns these fields as an ``ml_collections.ConfigDict``; `from_config_dict` turns that into the frozen,
 checked dataclasses that the rest of the code reads.
 """
 
@@ -172,9 +172,15 @@ class DataConfig:
   """The source of the tokens, and how they become rows."""
 
   # One source, or a weighted mixture: "A" or "A=0.7,B=0.3". A source is "stdlib" (the embedded default: the Python standard
-  # library's own source), "tfds:c4/en" (any TFDS builder on disk), "text:GLOB", "jsonl:GLOB" (also .gz, .zst) or "parquet:GLOB"
+  # library's own source), "tfds:c4/en" (any TFDS builder on disk), "text:GLOB", "jsonl:GLOB" (also .gz, .zst) or "parquet:GLOB".
+  # A GLOB is local, in a bucket (gs://) or on the Hugging Face Hub: "hf://datasets/ORG/NAME@REVISION/sample/*.parquet"
   source: str = "stdlib"
-  # Source of the validation rows; "" holds out a part of `source`: its validation split if it has one, else validation_fraction
+  # Files to read of each source of files, evenly spaced in the list of their
+  # names. 0 reads all local files, and as many hf:// files as the run's tokens
+  # need
+  files: int = at_least(0, default=0)
+  # Source of the validation rows; "" holds out a part of `source`: its validation split if it has one, else validation_fraction.
+  # Of an hf:// source, validation documents come from up to 1 GiB of its files, so that not everything is downloaded twice
   validation_source: str = ""
   # Share of the documents (by hash of their text) held out for validation where the source has no such split
   validation_fraction: float = share(default=0.01)
@@ -188,14 +194,17 @@ class DataConfig:
   prompt_field: str = ""
   # The text before an answer, with {prompt} where its prompt goes
   prompt_template: str = "Question: {prompt}\nAnswer:\n"
-  # "bytes", "cl100k_base", or a file: *.tiktoken (see diffjax.prepare --train_tokenizer) or a Hugging Face tokenizer.json
+  # "bytes", "cl100k_base", or a file: *.tiktoken (see diffjax.prepare --train_tokenizer) or a Hugging Face tokenizer.json,
+  # also on the Hub ("hf://ORG/NAME@REVISION/tokenizer.json")
   tokenizer: str = "bytes"
   # T: tokens a row that the model sees (a stored row has one more, for the last target)
   length: int = at_least(1, default=256)
   # "documents" (whole documents packed into rows, segment ids, positions that restart) or "concat" (concatenate and split)
   packing: str = one_of("documents", "concat", default="documents")
-  # "prepared" (rows packed once by diffjax.prepare; batch n is a function of seed and n) or "streamed" (on the fly)
-  mode: str = one_of("prepared", "streamed", default="prepared")
+  # "prepared" (rows packed once by diffjax.prepare; batch n is a function of
+  # seed and n), "streamed" (tokenized during training), or "auto" (prepared in
+  # a run of one process, streamed in a run of several)
+  mode: str = one_of("prepared", "streamed", "auto", default="prepared")
   # Directory of prepared rows; "" for one in the user's cache, named by a hash of its contents' settings
   prepared_dir: str = ""
   # Worker processes that read; 0 reads in the training process

@@ -5,7 +5,9 @@
     python -m diffjax.evaluate --suite=needle --workdir=runs/diff --set.needle.samples=10
     python -m diffjax.evaluate --suite=harness --tasks=arc_easy,hellaswag --workdir=runs/diff
 
-Each suite writes OUT/SUITE.json (OUT is WORKDIR/evals by default), a plot OUT/SUITE.png if it has one, and a table on the terminal.
+Each suite prints its main figures and writes all of them into OUT, WORKDIR/evals
+by default: SUITE.json for programs, SUITE.md with a table, and SUITE.png if the
+suite has a plot.
 `report` makes OUT/report.html of all results in OUT. Every figure has a 95% interval over rows, prompts or questions: Wilson's for a share
 of yes-or-no answers, else a bootstrap. With --against both models are measured on the same samples, those of --workdir's data, and the
 difference is paired; that of two shares has Tango's interval.
@@ -99,7 +101,7 @@ def main(settings: Any) -> None:
   results.check_writable(out)
   console = rich.console.Console(highlight=False)
   if not console.is_terminal:
-    console = rich.console.Console(highlight=False, width=160)
+    console = rich.console.Console(highlight=False, width=80)
   chosen = {
     name: getattr(settings, name, None) or suite(name).Settings()
     for name in names
@@ -148,16 +150,17 @@ def main(settings: Any) -> None:
       }
     )
     results.write(out / f"{name}.json", found)
-    with (
-      console.capture() as table
-    ):  # rich would end the process with 1 where nobody reads a pipe any more
-      console.print(results.table(found))
-    print(table.get(), end="")
-    written = [out / f"{name}.json"]
+    results.write_table(out / f"{name}.md", found, module.TABLE)
+    # Without the capture rich ends the process if the reader of a pipe is gone.
+    with console.capture() as captured:
+      results.print_summary(console, found, module.TABLE)
+    print(captured.get(), end="")
+    print(out / f"{name}.json")
+    print(f"{out / name}.md (the whole table, {len(rows)} figures)")
     if hasattr(module, "plot"):
-      written.append(out / f"{name}.png")
-      module.plot(found, written[-1])
-    print(", ".join(map(str, written)), flush=True)
+      module.plot(found, out / f"{name}.png")
+      print(out / f"{name}.png")
+    print(flush=True)
 
 
 @dataclasses.dataclass(frozen=True)

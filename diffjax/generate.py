@@ -78,9 +78,12 @@ def main() -> None:
   if "" in _STOP.value:
     raise app.UsageError("--stop must not be empty")
   from diffjax.model.sampler import Sampler
+  from diffjax.progress import say
   from diffjax.training import runtime, trained
 
   runtime.keep_compiled_programs()
+  # Loading and compiling take seconds in which nothing else is printed.
+  say(f"loading {_WORKDIR.value}")
   model = trained.load(
     _WORKDIR.value,
     _STEP.value,
@@ -122,8 +125,8 @@ def main() -> None:
     _MAX_NEW_TOKENS.value,
     stop_ids=[tokenizer.separator],
     stop=stop,
-    **options,
-  ):  # type: ignore[arg-type]
+    **options,  # type: ignore[arg-type]
+  ):
     for answer, tokens in zip(answers, new, strict=True):
       answer += tokens
     if show:

@@ -11,7 +11,7 @@ from absl import flags
 
 from diffjax import command
 from diffjax.config import Config, DataConfig
-from diffjax.data import prepared, sources, tokenizer_training
+from diffjax.data import plan, prepared, sources, tokenizer_training
 from diffjax.progress import say
 
 _WORKERS = flags.DEFINE_integer(
@@ -34,6 +34,7 @@ _VOCAB_SIZE = flags.DEFINE_integer(
 
 def main(config: Config) -> None:
   """Prepares rows, or trains a tokenizer."""
+  config = plan.resolve(config, process_count=1)
   if not _TRAIN_TOKENIZER.value:
     prepared.prepare(config.data, _WORKERS.value)
     return

@@ -1,5 +1,6 @@
 """Progress of long work: lines on stderr, and a live bar on a terminal."""
 
+import datetime
 import sys
 import threading
 import time
@@ -66,25 +67,44 @@ class Progress:
     """Takes how far it has come since the start of this process."""
     self._parts, self._tokens = parts, tokens
     if self._bar:
-      self._bar.update(self._task, completed=parts, rate=self._rate())
+      self._bar.update(self._task, completed=parts, rate=self._speed())
 
-  def _rate(self) -> str:
-    return f"{_short(self._tokens)} tokens, {_short(self._tokens / max(time.monotonic() - self._start, 1e-9))} tokens/s"
+  def line(self) -> str:
+    """Returns the progress as text, without the values not known yet."""
+    elapsed = time.monotonic() - self._start
+    share = self._parts / self._total
+    values = [f"{self._label}: {share:.1%}"]
+    if self._tokens:
+      values += [f"{short_number(self._tokens)} tokens", self._speed()]
+    if share:
+      seconds_left = elapsed * (1 - share) / share
+      values.append(f"{_clock(seconds_left)} left")
+    else:
+      values.append(f"{_clock(elapsed)} so far")
+    return ", ".join(values)
+
+  def _speed(self) -> str:
+    if not self._tokens:
+      return ""
+    elapsed = max(time.monotonic() - self._start, 1e-9)
+    return f"{short_number(self._tokens / elapsed)} tokens/s"
 
   def _say_now_and_then(self) -> None:
     wait = self._first
     while not self._ended.wait(wait):
-      wait, share = self._interval, self._parts / self._total
-      left = (
-        (time.monotonic() - self._start) * (1 - share) / share if share else 0.0
-      )
-      clock = time.strftime("%H:%M:%S", time.gmtime(left)) if share else "?"
-      say(f"{self._label}: {share:.1%}, {self._rate()}, {clock} left")
+      wait = self._interval
+      say(self.line())
 
 
-def _short(count: float) -> str:
+def short_number(number: float) -> str:
+  """Returns a number with three digits and a unit, such as "12.5K"."""
   for unit in ("", "K", "M", "G"):
-    if count < 1000:
-      return f"{count:.3g}{unit}"
-    count /= 1000
-  return f"{count:.3g}T"
+    # 999.5 and above would be rounded to 1e+03.
+    if number < 999.5:
+      return f"{number:.3g}{unit}"
+    number /= 1000
+  return f"{number:.3g}T"
+
+
+def _clock(seconds: float) -> str:
+  return str(datetime.timedelta(seconds=round(seconds)))

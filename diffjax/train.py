@@ -1,7 +1,7 @@
 """Trains a model, or goes on with one that was stopped.
 
-    python -m diffjax.train --config=configs/tiny.py --workdir=runs/tiny
-    python -m diffjax.train --config=configs/tiny.py:transformer --workdir=runs/twin
+    python -m diffjax.train --config=tiny
+    python -m diffjax.train --config=tiny:transformer --workdir=runs/twin
 
 Any field of the config can be overridden (--config.train.steps=100). Run again with the same command, it goes on from the last checkpoint.
 It ends with a checkpoint, a plot of the loss (loss.png) and a sample of text (sample.txt) in the workdir, which also holds the run's config
@@ -13,15 +13,19 @@ they find each other by themselves; elsewhere each is told how: --coordinator=HO
 
 from __future__ import annotations
 
-from absl import app, flags
+import os
 
-from diffjax import command
-from diffjax.config import Config
+from absl import app, flags
+from ml_collections import config_flags
+
+from diffjax import command, config_file
+from diffjax.config import Config, UserError
 
 _WORKDIR = flags.DEFINE_string(
   "workdir",
   None,
-  "Directory of checkpoints, metrics, plot and sample; local or gs://.",
+  "Directory of checkpoints, metrics, plot and sample; local or gs://."
+  " runs/CONFIG or runs/CONFIG_VARIANT by default.",
 )
 _COORDINATOR = flags.DEFINE_string(
   "coordinator",
@@ -46,14 +50,14 @@ _CONNECT_TIMEOUT = flags.DEFINE_integer(
 
 
 def main(config: Config) -> None:
-  """Trains in --workdir."""
-  if not _WORKDIR.value:
-    raise app.UsageError(
-      "pass --workdir=DIR: where checkpoints, metrics, plot and sample go"
-    )
-  from diffjax.parallel.processes import (
-    connected,  # after the flags: a mistyped one should not wait for these imports
-  )
+  """Trains in --workdir, or in the config's own directory."""
+  workdir = _WORKDIR.value or _default_workdir()
+  _check_workdir_of(_NUM_PROCESSES.value)
+
+  # Here, so that an error in the flags does not wait for these imports.
+  import jax
+
+  from diffjax.parallel.processes import connected
   from diffjax.training import loop, output, runtime
 
   output.outlive()
@@ -65,7 +69,36 @@ def main(config: Config) -> None:
     _PROCESS_ID.value,
     timeout=_CONNECT_TIMEOUT.value,
   ):
-    loop.train(config, _WORKDIR.value)
+    _check_workdir_of(jax.process_count())
+    loop.train(config, workdir)
+
+
+def _default_workdir() -> str:
+  """Returns the directory that is named after the config.
+
+  Raises:
+    app.UsageError: if the config is a TOML file, which has no such name.
+  """
+  spec = config_flags.get_config_filename(flags.FLAGS["config"])
+  name = config_file.run_name(spec)
+  if name is None:
+    raise app.UsageError(
+      f"pass --workdir=DIR: a run with --config={spec} has no default"
+    )
+  return os.path.join("runs", name)
+
+
+def _check_workdir_of(num_processes: int) -> None:
+  """Raises UserError if several processes have no --workdir.
+
+  A default is relative to the directory of each process, and on several hosts
+  these are different directories.
+  """
+  if num_processes > 1 and not _WORKDIR.value:
+    raise UserError(
+      f"pass --workdir=DIR: {num_processes} processes need a directory that all"
+      " of them see, on a shared disk or gs://"
+    )
 
 
 if __name__ == "__main__":

@@ -51,7 +51,8 @@ def opened_as_text(call: ast.Call) -> bool:
 
 
 @pytest.mark.parametrize(
-  "room", ["diffjax", "experiments", "benchmarks", "configs", "recipes"]
+  "room",
+  ["diffjax", "experiments", "benchmarks", "configs", "recipes", "tools"],
 )
 def test_text_files_are_opened_as_utf8(room):
   wrong = []
@@ -121,7 +122,7 @@ def test_a_run_in_an_ascii_locale(tmp_path):
     )
   (tmp_path / "config.py").write_bytes(
     f"""# λ
-from configs import tiny
+from diffjax.configs import tiny
 
 def get_config():
   config = tiny.get_config()

@@ -67,6 +67,7 @@ def test_it_prints_what_the_sampler_gives(workdir):
     f"--workdir={workdir}", "--prompt=abc", "--max_new_tokens=40", "--seed=3"
   )
   assert alone.stdout == f"abc{first}\n", alone.stderr
+  assert alone.stderr.startswith("diffjax: loading ")
   stop = second[len(second) // 2 :][:2]
   both = run(
     f"--workdir={workdir}",
@@ -228,7 +229,8 @@ def test_a_closed_pipe_ends_it_quietly(workdir):
     text=True,
   )
   os.close(writer)
-  assert result.returncode == 128 + signal.SIGPIPE and not result.stderr
+  assert result.returncode == 128 + signal.SIGPIPE
+  assert result.stderr == f"diffjax: loading {workdir}\n"
 
 
 def test_parameters_that_are_not_finite_are_refused(tmp_path):

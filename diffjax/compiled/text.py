@@ -68,9 +68,9 @@ class ProgramText:
 
     try:
       condition, body = (
-        re.search(rf"\b{name}=%([^\s,]+)", loop)[1]
+        re.search(rf"\b{name}=%([^\s,]+)", loop)[1]  # type: ignore[index]
         for name in ("condition", "body")
-      )  # type: ignore[index]
+      )
       (compare,) = [
         line
         for line in self.computations[condition]
@@ -104,5 +104,6 @@ def windowed_einsums(text: str) -> int:
 def _operands(line: str, operation: str) -> list[str]:
   """Names of the operands of an instruction."""
   return re.findall(
-    r"%([^\s,]+)", re.search(rf" {operation}\(([^)]*)\)", line)[1]
-  )  # type: ignore[index]
+    r"%([^\s,]+)",
+    re.search(rf" {operation}\(([^)]*)\)", line)[1],  # type: ignore[index]
+  )
