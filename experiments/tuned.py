@@ -28,8 +28,8 @@ def best(
     UserError: if runs of the row's variants are missing.
   """
   from experiments import (
-    results,  # here, since SciPy takes a second to load, and a training needs none of it
-  )
+    results,
+  )  # here, since SciPy takes a second to load, and a training needs none of it
 
   grid = load(name, "tune").grids["tune"]
   wanted = {

@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from configs import tiny
 from diffjax import command
 from diffjax.config import UserError, from_config_dict
+from diffjax.configs import tiny
 from diffjax.evals import SUITES
 from diffjax.progress import say
 from diffjax.training import manifest

@@ -14,8 +14,8 @@ import jax
 import pytest
 
 import diffjax
-from configs import tiny
 from diffjax.config import Config, UserError, from_config_dict
+from diffjax.configs import tiny
 from diffjax.training.lock import lock
 from experiments import plots
 from tests.conftest import ROOT

@@ -11,7 +11,7 @@ import importlib
 
 import ml_collections
 
-from configs import base
+from diffjax.configs import base
 
 LAMBDAS = "lambda_q1,lambda_k1,lambda_q2,lambda_k2"
 
@@ -66,7 +66,9 @@ def parts(variant: str) -> tuple[str, str, int | None]:
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
   row, size, heads = parts(variant)
-  config = importlib.import_module(f"configs.{SIZES[size]}").get_config()
+  config = importlib.import_module(
+    f"diffjax.configs.{SIZES[size]}"
+  ).get_config()
   if (
     config.data.tokenizer == "bytes"
   ):  # one validation, at the end, with enough rows to see small differences

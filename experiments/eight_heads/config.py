@@ -5,7 +5,7 @@ python -m diffjax.train --config=experiments/eight_heads/config.py:diff --workdi
 
 import ml_collections
 
-from configs import base
+from diffjax.configs import base
 from experiments.ablations.config import ROWS as ABLATIONS
 from experiments.fairness.config import get_config as get_tuned
 

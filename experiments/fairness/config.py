@@ -7,7 +7,7 @@ ROW is a key of ROWS. scale is model.embed_scale, 1 or √E. A row alone has the
 
 import ml_collections
 
-from configs import base
+from diffjax.configs import base
 from experiments import tuned
 from experiments.ablations.config import ROWS as ABLATIONS
 from experiments.ablations.config import get_config as get_ablation

@@ -5,7 +5,7 @@ python -m experiments.run noisy_lookup --grid=tune --side_by_side=2
 
 import ml_collections
 
-from configs import base
+from diffjax.configs import base
 from experiments import tuned
 from experiments.ablations.config import ROWS as ABLATIONS
 from experiments.noisy_lookup.task import VALUES

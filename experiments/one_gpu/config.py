@@ -7,7 +7,7 @@ A run takes 79M tokens, a pilot a quarter of them at the learning rate RATE. REA
 
 import ml_collections
 
-from configs import base
+from diffjax.configs import base
 
 # Learning rates of the pilots, in their order. The first one is the default: it serves if no pilots could be made.
 RATES = (0.002, 0.001, 0.004)

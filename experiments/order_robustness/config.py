@@ -5,7 +5,7 @@ The runner (`python -m experiments.run order_robustness`) writes the data and se
 
 import ml_collections
 
-from configs import base
+from diffjax.configs import base
 from experiments.ablations.config import ROWS
 
 

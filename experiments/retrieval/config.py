@@ -5,7 +5,7 @@ The runner (`python -m experiments.run retrieval`) writes the data and sets data
 
 import ml_collections
 
-from configs import base
+from diffjax.configs import base
 from experiments.ablations.config import ROWS
 
 

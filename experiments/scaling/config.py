@@ -11,7 +11,7 @@ import importlib
 
 import ml_collections
 
-from configs import base
+from diffjax.configs import base
 
 ARCHITECTURES = ("transformer", "diff", "diff_v2")
 SMALL = {
@@ -48,7 +48,7 @@ def get_config(variant: str = "diff,size=0.4m") -> ml_collections.ConfigDict:
   config = (
     _small(*SMALL[size])
     if size in SMALL
-    else importlib.import_module(f"configs.{PAPER[size]}").get_config()
+    else importlib.import_module(f"diffjax.configs.{PAPER[size]}").get_config()
   )
   if size == "2.8b":
     config.model.update(

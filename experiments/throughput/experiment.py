@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
-from configs import base
 from diffjax.config import (
   Config,
   MeshConfig,
@@ -21,6 +20,7 @@ from diffjax.config import (
   from_config_dict,
   to_config_dict,
 )
+from diffjax.configs import base
 from experiments import plots
 from experiments.grid import Experiment, Grid
 

@@ -5,7 +5,7 @@ python -m diffjax.train --config=experiments/tokens/config.py:diff,times=12 --wo
 
 import ml_collections
 
-from configs import base
+from diffjax.configs import base
 from experiments.fairness.config import get_config as get_tuned
 
 ROWS = ("transformer", "transformer_norm", "diff", "diff_v2")

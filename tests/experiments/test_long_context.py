@@ -36,7 +36,7 @@ def test_extensions(size, row):
 
 
 def test_the_base_grows_as_the_papers():
-  from configs import diff_3b, diff_3b_64k
+  from diffjax.configs import diff_3b, diff_3b_64k
 
   short, long = diff_3b.get_config(), diff_3b_64k.get_config()
   assert (

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import math
+import types
 
 import jax
 import numpy as np
@@ -153,6 +154,9 @@ def test_the_plan_is_of_what_is_measured(small, monkeypatch):
       * 2**30
     ),
   )
+  # Real tracing takes a second on a busy machine.
+  clock = types.SimpleNamespace(perf_counter=lambda: 0.0)
+  monkeypatch.setattr(experiment, "time", clock)
   plan = lambda gib: experiment._plan(
     jax.devices()[:2], 1, gib << 30, small.config
   )  # of a chip of two devices: each has half
