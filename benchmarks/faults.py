@@ -100,7 +100,8 @@ def copy_to(directory: pathlib.Path, revision: str) -> None:
   for name in filter(None, listed.stdout.decode().split("\0")):
     if (ROOT / name).exists():
       (directory / name).parent.mkdir(parents=True, exist_ok=True)
-      shutil.copy2(ROOT / name, directory / name)
+      # diffjax/configs is a link to a folder, which copy2 would open.
+      shutil.copy2(ROOT / name, directory / name, follow_symlinks=False)
 
 
 def pytest(

@@ -12,8 +12,8 @@ import pathlib
 import sys
 import tempfile
 
-from configs import tiny
 from diffjax.config import from_config_dict
+from diffjax.configs import tiny
 from diffjax.training import loop, runtime, session
 
 

@@ -414,7 +414,9 @@ def compare(python: str, shape: str, folder: pathlib.Path, found: dict) -> None:
   for remat, variant in itertools.product(
     (None, *policies), ("diff", "transformer")
   ):
-    config = importlib.import_module(f"configs.{name}").get_config(variant)
+    config = importlib.import_module(f"diffjax.configs.{name}").get_config(
+      variant
+    )
     config.update_from_flattened_dict(
       overrides | ({"model.remat": remat} if remat else {})
     )

@@ -233,7 +233,7 @@ def _chips(topology: str) -> int:
 
 
 def _config(name: str, overrides: dict) -> Config:
-  config = importlib.import_module(f"configs.{name}").get_config()
+  config = importlib.import_module(f"diffjax.configs.{name}").get_config()
   config.update_from_flattened_dict(overrides)
   return from_config_dict(config)
 

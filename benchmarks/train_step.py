@@ -67,11 +67,13 @@ def main() -> None:
   parser.add_argument("--repetitions", type=int, default=30)
   flags = parser.parse_args()
   from diffjax.config import (
-    from_config_dict,  # `stepper` needs nothing that reads configs
-  )
+    from_config_dict,
+  )  # `stepper` needs nothing that reads configs
 
   keep_freed_memory()
-  module = importlib.import_module(f"configs.{pathlib.Path(flags.config).stem}")
+  module = importlib.import_module(
+    f"diffjax.configs.{pathlib.Path(flags.config).stem}"
+  )
   configs = {
     variant: from_config_dict(module.get_config(variant))
     for variant in ("transformer", "diff", "diff_v2")
