@@ -12,6 +12,12 @@ import sys
 import types
 import warnings
 
+# Commands import these slow modules only when they need them. They are imported
+# here so that each forked process has them.
+import matplotlib.backends.backend_agg  # noqa: F401
+import scipy.stats  # noqa: F401
+import tensorflow_datasets  # noqa: F401
+
 import diffjax.command
 import diffjax.evals.validation
 import diffjax.interop.workdir

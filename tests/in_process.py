@@ -8,7 +8,7 @@ import subprocess
 import sys
 from unittest import mock
 
-from absl import flags
+from absl import flags, logging  # noqa: F401 (logging defines --verbosity)
 
 ROOT = str(
   pathlib.Path(__file__).parents[1]

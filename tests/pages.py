@@ -39,10 +39,17 @@ def python_blocks(text):
 
 
 def commands(text):
-  """The commands `python -m MODULE ARGUMENTS` of a page, in blocks and in backticks, as (module, arguments)."""
-  return [
-    (module, shlex.split(rest))
-    for module, rest in re.findall(
-      rf"python3? -m ([\w.]+){ARGUMENTS}", joined(text)
-    )
-  ]
+  """Returns the commands of a page, in blocks and in backticks.
+
+  `python -m MODULE ARGUMENTS` and `diffjax COMMAND --ARGUMENTS` are commands.
+  The second form runs the module diffjax.COMMAND.
+
+  Returns:
+    (module, arguments) of each command, in the order of the page.
+  """
+  found = []
+  command = rf"(?:python3? -m ([\w.]+)|\bdiffjax (\w+)(?= --)){ARGUMENTS}"
+  for match in re.finditer(command, joined(text)):
+    module, name, arguments = match.groups()
+    found.append((module or f"diffjax.{name}", shlex.split(arguments)))
+  return found

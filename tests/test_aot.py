@@ -601,6 +601,7 @@ def test_the_paper_configs_fit_and_are_not_bound_more_than_before(
     assert waited <= share * whole
 
 
+@pytest.mark.longest
 @needs_libtpu
 @pytest.mark.full
 def test_a_published_model_of_12_billion_can_be_tuned_on_16_chips():

@@ -5,7 +5,6 @@ import functools
 import importlib
 import importlib.util
 import json
-import math
 import pathlib
 import re
 import shlex
@@ -15,6 +14,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from benchmarks import topologies
+from diffjax import command
 from diffjax.config import (
   Config,
   UserError,
@@ -46,7 +46,9 @@ PAGES.remove(
   ROOT / "benchmarks/faults.md"
 )  # the last results, which name files as they were then
 OURS = ("diffjax", "benchmarks", "experiments", "recipes")
-FOLDERS = "benchmarks|configs|diffjax|docs|experiments|notebooks|recipes|tests"
+FOLDERS = (
+  "benchmarks|configs|diffjax|docs|experiments|notebooks|recipes|tests|tools"
+)
 SECTIONS = Config().to_dict()
 # Commands that pass other flags on, and to whom.
 PASSED_ON = {"benchmarks.gpu_day": ["benchmarks.gpu"]}
@@ -130,19 +132,18 @@ def flags_of(module):
 def wrong_values(module, arguments):
   """What a command refuses in its config or its settings, read as commands read them; None if nothing."""
   values = flags.FlagValues()
-  own = [
-    module,
-    *(
-      argument
-      for argument in arguments
-      if re.match(r"--(config|set)\b", argument)
-    ),
-  ]
+  own = [module]
+  for argument in arguments:
+    if re.match(r"--(config|set)\b", argument):
+      # A config of the package may be given by its name alone.
+      named = r"^--config=(\w+)(?=:|$)"
+      own.append(re.sub(named, r"--config=configs/\1.py", argument))
   try:
     if any(argument.startswith("--config=") for argument in own):
       holder = config_flags.DEFINE_config_file(
         "config", flag_values=values, sys_argv=own
       )
+      values["config"].parser = command.ConfigFile()
       values(own)
       from_config_dict(holder.value)
     elif module == "diffjax.evaluate":
@@ -252,8 +253,8 @@ def test_links_commands_fields_and_files_are_there(page, monkeypatch):
     ),
     (
       wrong_commands,
-      "python -m diffjax.train --config=configs/tiny.py:v3 --workdir=x",
-      "there is no architecture 'v3'",
+      "diffjax train --config=tiny:v3 --workdir=x",
+      "'v3' is not allowed",
     ),
     (
       wrong_commands,
@@ -274,6 +275,17 @@ def test_links_commands_fields_and_files_are_there(page, monkeypatch):
       wrong_commands,
       "python -m diffjax.generate --workdir=x --config=configs/tiny.py",
       "no such flag: config",
+    ),
+    (wrong_commands, "`diffjax train --config=nope`", "nope.py"),
+    (
+      wrong_commands,
+      "`diffjax trian --config=tiny`",
+      "diffjax.trian --config=tiny: no such module",
+    ),
+    (
+      wrong_commands,
+      "`diffjax train --config=tiny:transformer --config.train.step=3`",
+      "train.step",
     ),
     (
       wrong_commands,
@@ -317,13 +329,20 @@ def test_what_is_wrong_is_seen(check, text, complaint, monkeypatch):
 def test_a_command_ends_where_the_shell_ends_it():
   text = """    python -m a.b --c='d e' --f=\\$HOME/g   # no
   for i in 0 1; do python -m a --i=$i & done; wait
-  on all ".venv/bin/python -m b --c" and `python -m c --d`, bash -c 'python -m d --slice=$A/$B'"""
+  on all ".venv/bin/python -m b --c" and `python -m c --d`, bash -c 'python -m d --slice=$A/$B'
+  diffjax trains models; run `diffjax train --config=tiny` or diffjax --help"""
   assert commands(text) == [
     ("a.b", ["--c=d e", "--f=$HOME/g"]),
     ("a", ["--i=$i"]),
     ("b", ["--c"]),
     ("c", ["--d"]),
     ("d", ["--slice=$A/$B"]),
+    ("diffjax.train", ["--config=tiny"]),
+  ]
+  text = "`diffjax train --config=tiny` or .venv/bin/diffjax generate --a=b"
+  assert commands(text) == [
+    ("diffjax.train", ["--config=tiny"]),
+    ("diffjax.generate", ["--a=b"]),
   ]
 
 
@@ -362,7 +381,7 @@ def test_the_table_of_configs():
     "| config | parameters | E | L | DIFF heads × d | F | tokens a step | for |",
   ):
     config = from_config_dict(
-      importlib.import_module(f"configs.{name.strip('`')}").get_config()
+      importlib.import_module(f"diffjax.configs.{name.strip('`')}").get_config()
     )
     model, step = config.model, config.train.batch_size * config.data.length
     assert (embed_dim, layers, ffn_dim) == (
@@ -386,7 +405,7 @@ def test_the_table_of_configs():
 def test_the_table_of_variants():
   """Parameters and FLOPs at the widths of diff_3b, each over those of a Transformer with keys and values of the same size."""
   diff = from_config_dict(
-    importlib.import_module("configs.diff_3b").get_config()
+    importlib.import_module("diffjax.configs.diff_3b").get_config()
   ).model
   rows = table(
     "docs/family.md",
@@ -430,10 +449,6 @@ def test_tables_name_everything():
     suite.strip("`")
     for suite, _ in table("docs/evaluation.md", "| suite | measures |")
   } == set(SUITE_MODULES)
-  assert {
-    name
-    for name, _ in table("docs/training.md", "| `model.attention` | layer |")
-  } == set(ATTENTION)
   named = table(
     "docs/attention.md", "| `implementation` | what it is | `auto` takes it |"
   )
@@ -445,49 +460,53 @@ def test_tables_name_everything():
 def test_the_measured_slices():
   assert (
     topologies.table(topologies.Compiled(offline=True))[0]
-    in (ROOT / "docs/devices.md").read_text()
+    in (ROOT / "docs/slices.md").read_text()
   )
 
 
-def test_the_table_of_twins_is_of_the_committed_runs():
-  """Means with Student's intervals, and differences with Welch's, of the runs of experiments/ablations."""
-  runs = json.loads(
+# The rows of the table in experiments/ablations/README.md.
+ABLATIONS = {
+  "Transformer": "transformer",
+  "Transformer with wide heads": "transformer_wide",
+  "Transformer with wide heads and head norm": "transformer_norm",
+  "DIFF": "diff",
+  "DIFF without head norm": "diff_without_norm",
+  "DIFF with λ_init 0.8": "diff_lambda_0.8",
+  "DIFF with λ_init 0.5": "diff_lambda_0.5",
+  "DIFF with frozen λ": "diff_frozen_lambda",
+  "DIFF, 4 heads": "diff,heads=4",
+  "DIFF, 8 heads": "diff,heads=8",
+  "DIFF, 16 heads": "diff,heads=16",
+  "DIFF V2": "diff_v2",
+  "DIFF V2 with linear λ": "diff_v2_linear",
+}
+
+
+def test_the_table_of_ablations_is_of_the_committed_runs():
+  """The table has the means and Welch's intervals of results.json."""
+  committed = json.loads(
     (ROOT / "experiments/ablations/results.json").read_text(encoding="utf-8")
-  )["runs"]
-  variants = ("transformer", "diff", "diff_v2")
-  heading = "| mean over seeds | Transformer | DIFF | DIFF V2 | DIFF − Transformer | V2 − Transformer |"
-  metrics = {
-    "bits per byte": "loss",
-    "loss, nats per byte": "loss",
-    "AR-Hit": "ar_hit",
-    "Others": "others",
-  }
-  written = table("docs/performance.md", heading)
-  assert [name for name, *_ in written] == [*metrics]
-  for name, *cells in written:
-    scale = math.log(2) if name == "bits per byte" else 1
-    values = [
-      {
-        "variant": run["variant"],
-        "results": {
-          "value": run["results"][f"validation/{metrics[name]}"] / scale
-        },
-      }
-      for run in runs
-      if run["variant"] in variants
-    ]
-    each = [
-      [run["results"]["value"] for run in values if run["variant"] == variant]
-      for variant in variants
-    ]
-    found = [results.mean_interval(seeds) for seeds in each]
-    found += [
-      results.difference(
-        {"baseline": "transformer", "runs": values}, variant, "value"
-      )
-      for variant in variants[1:]
-    ]
-    assert cells == [
-      f"{value:.3f} [{low:.3f}, {high:.3f}]".replace("-", "−")
-      for value, low, high in found
-    ], name
+  )
+  heading = (
+    "| 0.84 M parameters, 2.5 M bytes | loss | − Transformer's"
+    " | AR-Hit | − Transformer's | Others | − Transformer's |"
+  )
+  rows = table("experiments/ablations/README.md", heading)
+  assert [name for name, *_ in rows] == [*ABLATIONS]
+  for name, *written in rows:
+    variant = ABLATIONS[name]
+    expected = []
+    for metric in ("loss", "ar_hit", "others"):
+      key = f"validation/{metric}"
+      values = results.values(committed, variant, key).values()
+      mean, _, _ = results.mean_interval([*values])
+      expected.append(f"{mean:.3f}")
+      if variant == "transformer":
+        expected.append("")
+        continue
+      difference, low, high = results.difference(committed, variant, key)
+      interval = f"{difference:.3f} [{low:.3f}, {high:.3f}]"
+      expected.append(interval.replace("-", "−"))
+    # Bold marks a significance test, which is not checked here.
+    plain = [cell.strip("*") for cell in written]
+    assert plain == expected, name

@@ -11,6 +11,7 @@ from diffjax.model.decoder import Decoder, logits
 from diffjax.model.sampler import Sampler
 from diffjax.parallel.mesh import make_mesh, sharded_attention
 from diffjax.parallel.rules import shardings
+from tests.parameters import parameters
 
 qwix = pytest.importorskip("qwix")
 CONFIG = ModelConfig(
@@ -43,9 +44,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def params(model):
-  params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))[
-    "params"
-  ]
+  params = parameters(model, jnp.zeros((1, 1), jnp.int32))
   return params | {"embedding": 3 * params["embedding"]}
 
 

@@ -26,6 +26,7 @@ BASE = {
 _BELOW_TRAINING = {"base", "ops", "model", "data", "parallel"}
 TABLE = {
   "base": set(),
+  "configs": {"base"},
   "ops": set(),
   "model": {
     "base",
@@ -50,8 +51,13 @@ def name_of(path: pathlib.Path) -> str:
   return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+# rglob does not follow the link diffjax/configs.
 FILES = {
-  name_of(path): path for path in sorted((ROOT / "diffjax").rglob("*.py"))
+  name_of(path): path
+  for path in [
+    *sorted((ROOT / "diffjax").rglob("*.py")),
+    *sorted((ROOT / "diffjax/configs").glob("*.py")),
+  ]
 }
 PACKAGES = {name for name, path in FILES.items() if path.name == "__init__.py"}
 

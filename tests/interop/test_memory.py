@@ -45,6 +45,7 @@ for convert in (lambda: workdir.write(run, motif.read(source)), lambda: motif.wr
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("system_allocator")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_conversion_holds_a_third_of_the_model_at_most(tmp_path):
   found = subprocess.run(

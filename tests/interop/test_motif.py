@@ -98,7 +98,7 @@ def test_the_config_of_a_published_model_is_what_convert_reads(name, tmp_path):
   (tmp_path / "config.json").write_text(json.dumps(OF_ALL | PUBLISHED[name]))
   read = motif._read_config(tmp_path)
   model = from_config_dict(
-    importlib.import_module(f"configs.{name}").get_config()
+    importlib.import_module(f"diffjax.configs.{name}").get_config()
   ).model
   assert dataclasses.replace(model, remat=read.remat) == read
   shapes, (count, attention) = motif._layout(read).shapes(), TENSORS[name]

@@ -1,0 +1,93 @@
+"""Random parameters for tests to which their values do not matter."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy.stats import truncnorm
+
+from diffjax.model.decoder import Decoder
+from diffjax.parameters import PARAMETERS
+
+ZEROS = ("poly_constant", "dex_matrix", "dex_lambda")
+LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+
+# The matrices that write to the residual stream.
+RESIDUAL = ("out", "down")
+
+
+def parameters(
+  module: nn.Module, *inputs: Any, seed: int = 0, **options: Any
+) -> dict[str, Any]:
+  """Returns a module's parameters, drawn by NumPy.
+
+  Nothing is compiled: only shapes are traced. Programs that draw by jax.random
+  take most of the time of a small test. The numbers have the distributions of
+  `module.init`, but not its values. A test of the initialisation itself should
+  call `module.init`.
+
+  Args:
+    module: a decoder or one of its layers.
+    inputs: arguments of the module's call: arrays, numbers or their shapes
+      (jax.ShapeDtypeStruct).
+    seed: of the random numbers.
+    options: keyword arguments of the module's call.
+  """
+  init = functools.partial(module.init, **options)
+  key = jax.eval_shape(jax.random.key, 0)
+  shapes = jax.eval_shape(init, key, *inputs)["params"]
+  out_scale = _out_scale(module)
+  rng = np.random.default_rng(seed)
+
+  def draw(path: Sequence[Any], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    name = path[-1].key
+    values = _initial_values(name, leaf.shape, rng)
+    if name in RESIDUAL:
+      values *= out_scale
+    return jnp.asarray(values.astype(leaf.dtype))
+
+  return jax.tree.map_with_path(draw, shapes)
+
+
+def _out_scale(module: nn.Module) -> float:
+  """Returns the factor on the matrices that write to the residual stream."""
+  if isinstance(module, Decoder):
+    return (2 * module.config.num_layers) ** -0.5
+  return module.out_scale
+
+
+def _initial_values(
+  name: str, shape: tuple[int, ...], rng: np.random.Generator
+) -> np.ndarray:
+  """Returns values as model/attention.py and model/decoder.py draw them."""
+  if name.endswith("_norm") or name == "head_gain":
+    return np.ones(shape)
+  if name.endswith(("_bias", "_shift")) or name in ZEROS:
+    return np.zeros(shape)
+  if name == "poly_weights":
+    return np.full(shape, 1 / 3)
+  if name in LAMBDA_VECTORS:
+    return rng.normal(scale=0.1, size=shape)
+  if name in ("embedding", "unembedding"):
+    return rng.normal(scale=shape[-1] ** -0.5, size=shape)
+  return _matrix(name, shape, rng)
+
+
+def _matrix(
+  name: str, shape: tuple[int, ...], rng: np.random.Generator
+) -> np.ndarray:
+  """Returns draws from a truncated normal of standard deviation 1/√inputs."""
+  axes = PARAMETERS[name].axes
+  if len(shape) < len(axes):  # of one layer
+    axes = axes.removeprefix("L")
+  sizes = dict(zip(axes, shape, strict=True))
+  inputs = math.prod(sizes[axis] for axis in PARAMETERS[name].inputs)
+
+  normal = truncnorm(-2, 2)
+  draws = normal.rvs(size=shape, random_state=rng)
+  return draws / (normal.std() * math.sqrt(inputs))
