@@ -96,7 +96,7 @@ def untested_claims(table: Table, installed: Table) -> list[str]:
   return claims
 
 
-def untrue_claims(table: Table, project: dict, workflow: str) -> list[str]:
+def disagreements(table: Table, project: dict, workflow: str) -> list[str]:
   """Returns where the table, pyproject.toml and the workflow disagree."""
   claims = []
   pythons = sorted(table, key=as_numbers)
@@ -130,7 +130,8 @@ def main(interpreters: list[str]) -> int:
     installed |= installed_versions(interpreter, packages)
   claims = untested_claims(table, installed)
   if claims or installed != table:
-    print(f"docs/versions.md; the tested versions:\n{format_table(installed)}")
+    print("docs/versions.md differs from the tested versions:")
+    print(format_table(installed))
   for claim in claims:
     print(f"docs/versions.md: {claim}; correct the table")
   return 1 if claims else 0

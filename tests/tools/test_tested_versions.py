@@ -30,7 +30,7 @@ def test_the_page_agrees_with_pyproject_and_the_workflow():
   pyproject = tested_versions.ROOT / "pyproject.toml"
   project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
   workflow = tested_versions.WORKFLOW.read_text(encoding="utf-8")
-  assert tested_versions.untrue_claims(table, project, workflow) == []
+  assert tested_versions.disagreements(table, project, workflow) == []
 
 
 def test_a_table_is_read_as_it_is_written():
@@ -82,7 +82,7 @@ def test_what_was_not_tested_is_named(installed, claim):
   ],
 )
 def test_what_disagrees_with_the_table_is_named(project, workflow, claim):
-  assert tested_versions.untrue_claims(TABLE, project, workflow) == [claim]
+  assert tested_versions.disagreements(TABLE, project, workflow) == [claim]
 
 
 def test_the_installed_versions_of_an_environment():

@@ -7,6 +7,7 @@ directories that stand for them: see tests/tools/fake/gcloud.
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -69,21 +70,23 @@ class Cloud:
     return process.returncode, output
 
   def calls(self, *command: str) -> list[list[str]]:
-    """The arguments of all calls of gcloud, or of those of a command."""
-    found = []
+    """Returns the arguments of gcloud's calls, optionally of one command."""
+    start = len(["compute", "tpus"])
+    end = start + len(command)
+    matching = []
     for file in sorted((self.directory / "calls").iterdir()):
       arguments = file.read_text(encoding="utf-8").split("\0")[:-1]
-      if arguments[2 : 2 + len(command)] == list(command):
-        found.append(arguments[2 + len(command) :])
-    return found
+      if arguments[start:end] == list(command):
+        matching.append(arguments[end:])
+    return matching
 
   def write(self, name: str, *lines: str) -> None:
     """Writes a file of the fake cloud: states, or a worker's property."""
     text = "".join(f"{line}\n" for line in lines)
     (self.directory / name).write_text(text, encoding="utf-8")
 
-  def is_ready(self) -> None:
-    """Makes a slice that is set up."""
+  def set_up(self) -> None:
+    """Makes a slice that is ready, and runs setup.sh."""
     self.write("request", "ACTIVE")
     self.write("node", "READY")
     status, output = self.run("setup.sh")
@@ -105,7 +108,7 @@ class Cloud:
       time.sleep(0.02)
 
   def wait_for_run(self, worker: pathlib.Path, number: int = 1) -> None:
-    """Waits until training has started so many times on a worker."""
+    """Waits until training has started `number` times on a worker."""
     self.wait_for(lambda: num_runs(worker) >= number)
 
   def has_ended(self) -> bool:
@@ -248,6 +251,13 @@ def test_create_waits_for_a_request_that_exists(cloud):
   assert cloud.calls("queued-resources", "create") == []
 
 
+def test_create_continues_if_the_first_question_fails(cloud):
+  cloud.write("create.1", "ERROR", "ACTIVE")
+  status, output = cloud.run("create.sh")
+  assert status == 0, output
+  assert len(cloud.calls("queued-resources", "create")) == 1
+
+
 def test_create_ends_if_gcloud_keeps_failing(cloud):
   cloud.write("request", "ERROR")
   status, output = cloud.run("create.sh")
@@ -267,7 +277,7 @@ def test_setup_copies_the_working_tree_to_all_workers(cloud):
     source = worker / "diffjax/source"
     source.mkdir(parents=True)
     (source / "from an earlier setup").write_text("")
-  cloud.is_ready()
+  cloud.set_up()
   for worker in cloud.workers:
     source = worker / "diffjax/source"
     names = {path.name for path in source.iterdir()}
@@ -297,7 +307,7 @@ def test_setup_reports_a_worker_that_cannot_install(cloud):
 
 def test_train_runs_detached_on_all_workers(cloud):
   """All arguments arrive, and the run outlives the session of ssh."""
-  cloud.is_ready()
+  cloud.set_up()
   status, output = cloud.run("train.sh", *TRAIN, *DIFFICULT)
   assert status == 0, output
   for worker in cloud.workers:
@@ -312,7 +322,7 @@ def test_train_runs_detached_on_all_workers(cloud):
 
 
 def test_the_log_can_be_followed_to_the_end_of_the_run(cloud):
-  cloud.is_ready()
+  cloud.set_up()
   assert cloud.run("train.sh", *TRAIN)[0] == 0
   following = cloud.start("train.sh", "--follow=1")
   lines = []
@@ -320,7 +330,7 @@ def test_the_log_can_be_followed_to_the_end_of_the_run(cloud):
     lines.append(following.stdout.readline())
     assert lines[-1], lines
   cloud.finish(3)
-  rest, _ = following.communicate(timeout=20)
+  following.communicate(timeout=20)
   cloud.wait_for(cloud.has_ended)
   assert "starts diffjax.train --config=configs/tiny.py" in lines[0]
   _, output = cloud.run("train.sh", "--follow")
@@ -350,7 +360,7 @@ def test_train_requires_a_config_and_a_workdir_in_a_bucket(
 
 @pytest.mark.parametrize("options", [[], ["--keep_alive"]])
 def test_a_second_run_is_refused(cloud, options):
-  cloud.is_ready()
+  cloud.set_up()
   assert cloud.run("train.sh", *TRAIN)[0] == 0
   status, output = cloud.run("train.sh", *options, *TRAIN, "--seed=1")
   assert status == 1 and "run is in progress" in output
@@ -360,8 +370,16 @@ def test_a_second_run_is_refused(cloud, options):
   assert status == 1 and "stop it first" in output
 
 
+def test_keep_alive_refuses_a_run_whose_flags_extend_its_own(cloud):
+  cloud.set_up()
+  assert cloud.run("train.sh", *TRAIN, "--seed=1")[0] == 0
+  status, output = cloud.run("train.sh", "--keep_alive", *TRAIN)
+  assert status == 1 and "run is in progress" in output
+  assert [num_runs(worker) for worker in cloud.workers] == [1, 1]
+
+
 def test_a_worker_that_cannot_start_stops_the_others(cloud):
-  cloud.is_ready()
+  cloud.set_up()
   (cloud.workers[1] / "diffjax/venv/bin/python").unlink()
   status, output = cloud.run("train.sh", *TRAIN)
   assert status == 1 and "diffjax is not installed" in output
@@ -376,7 +394,7 @@ def test_train_says_that_a_slice_is_not_set_up(cloud):
 
 
 def test_stop_lets_the_run_save(cloud):
-  cloud.is_ready()
+  cloud.set_up()
   assert cloud.run("train.sh", *TRAIN)[0] == 0
   status, output = cloud.run("train.sh", "--stop")
   assert status == 0 and output.count(": stopped: ") == 2
@@ -419,7 +437,7 @@ def test_keep_alive_resumes_a_preempted_run(cloud):
 
 
 def test_keep_alive_restarts_after_the_loss_of_one_worker(cloud):
-  cloud.is_ready()
+  cloud.set_up()
   watching = cloud.start("train.sh", "--keep_alive", *TRAIN)
   cloud.wait_for_run(cloud.workers[0])
   cloud.wait_for_run(cloud.workers[1])
@@ -434,7 +452,7 @@ def test_keep_alive_restarts_after_the_loss_of_one_worker(cloud):
 
 
 def test_keep_alive_gives_up_on_a_run_that_keeps_failing(cloud):
-  cloud.is_ready()
+  cloud.set_up()
   cloud.finish(1)
   status, output = cloud.run("train.sh", "--keep_alive", *TRAIN)
   assert status == 1 and "gives up; the log: " in output
@@ -443,12 +461,12 @@ def test_keep_alive_gives_up_on_a_run_that_keeps_failing(cloud):
 
 def test_an_interrupted_run_is_not_complete(cloud):
   """A machine that shuts down signals the run, which then ends with 0."""
-  cloud.is_ready()
+  cloud.set_up()
   assert cloud.run("train.sh", *TRAIN)[0] == 0
   pid_file = cloud.workers[0] / "diffjax/run/pid"
   cloud.wait_for(lambda: pid_file.exists() and pid_file.read_text().strip())
   training = int(pid_file.read_text())
-  os.killpg(os.getpgid(training), 15)
+  os.killpg(os.getpgid(training), signal.SIGTERM)
   cloud.finish_worker(cloud.workers[1], 0)
   cloud.wait_for(cloud.has_ended)
   _, output = cloud.run("train.sh", "--status")
@@ -457,7 +475,7 @@ def test_an_interrupted_run_is_not_complete(cloud):
 
 
 def test_keep_alive_ends_if_the_run_is_stopped(cloud):
-  cloud.is_ready()
+  cloud.set_up()
   watching = cloud.start("train.sh", "--keep_alive", *TRAIN)
   cloud.wait_for_run(cloud.workers[1])
   assert cloud.run("train.sh", "--stop")[0] == 0

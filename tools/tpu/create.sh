@@ -104,7 +104,8 @@ wait_until_ready() {
       if ((failed_calls == MAX_FAILED_CALLS)); then
         fail "gcloud failed $failed_calls times in a row (see above)"
       fi
-      state=$previous
+      sleep "$TPU_POLL_SECONDS"
+      continue
     fi
 
     if [[ $state == READY ]]; then

@@ -89,7 +89,8 @@ run_state() {
   command=$(quoted diffjax.train "$@")
   if ! answers=$(on_workers all "$WORKER status"); then
     echo unreachable
-  elif grep ': running: ' <<< "$answers" | grep -qvF ": running: $command"; then
+  elif sed -n 's/^[^:]*: running: //p' <<< "$answers" |
+    grep -qvxF "$command"; then
     echo other
   elif grep -qE ': (lost|interrupted|ended with status [1-9][0-9]*): ' \
     <<< "$answers"; then

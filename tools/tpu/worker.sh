@@ -83,10 +83,14 @@ run() {
   "$VENV/bin/python" -m diffjax.train "$@" &
   pid=$!
   echo "$pid" > "$RUN/pid"
-  # A signal ends wait before Python has ended.
-  while kill -0 "$pid" 2> /dev/null; do
+  # A signal can end wait before Python ends. Wait at least once, because bash
+  # keeps the status of a process that has already ended.
+  while true; do
     status=0
     wait "$pid" || status=$?
+    if ! kill -0 "$pid" 2> /dev/null; then
+      break
+    fi
   done
   local outcome="ended with status $status"
   if [[ -e $RUN/stop_requested ]]; then
