@@ -33,10 +33,10 @@ from benchmarks import cpu_name
 from diffjax.config import DataConfig
 from diffjax.data import prepared
 
-# Of the data set's card: sample/100BT has 140 files of about 727 row groups.
+# From the data set's card: sample/100BT has 140 files of about 727 row groups.
 _ROW_GROUP = 1000
 _FILE_GIGABYTES = 2.15
-# Bytes of a document: 28.5 GB of snappy for 9.67 M rows, about 1.65 bytes of
+# Characters of a document, nearly all of one byte: 28.5 GB of snappy for 9.67 M rows, about 1.65 bytes of
 # text for a stored one. Lengths of web pages are about log-normal.
 _MEAN_BYTES = 4700
 _SIGMA = 0.9
@@ -50,7 +50,7 @@ def read_paragraphs(directories: Sequence[str], limit: int) -> list[str]:
 
   Args:
     directories: Where to look for .md, .rst and .txt files and the like.
-    limit: Bytes to stop at.
+    limit: Number of characters to stop at.
   """
   paragraphs: dict[str, None] = {}
   size = 0
@@ -79,7 +79,7 @@ def _is_prose(paragraph: str) -> bool:
 
 
 def make_document(paragraphs: Sequence[str], rng: random.Random) -> str:
-  """Returns random paragraphs of a length like a page of FineWeb-Edu's."""
+  """Returns random paragraphs, with a length drawn like FineWeb-Edu's."""
   # The mean of a log-normal distribution is exp(mu + sigma^2 / 2).
   length = _MEAN_BYTES * rng.lognormvariate(-(_SIGMA**2) / 2, _SIGMA)
   document = rng.choice(paragraphs)

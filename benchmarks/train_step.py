@@ -66,9 +66,8 @@ def main() -> None:
   parser.add_argument("--config", default="configs/tiny.py")
   parser.add_argument("--repetitions", type=int, default=30)
   flags = parser.parse_args()
-  from diffjax.config import (
-    from_config_dict,
-  )  # `stepper` needs nothing that reads configs
+  # Here, because `stepper` needs nothing that reads configs.
+  from diffjax.config import from_config_dict
 
   keep_freed_memory()
   module = importlib.import_module(

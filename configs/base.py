@@ -6,6 +6,7 @@ A config file sets the fields of a DIFF V1 run and ends with
 """
 
 import math
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -132,13 +133,16 @@ def read_variant(text: str, **fields: tuple[Any, _Allowed]) -> tuple[Any, ...]:
     name, equals, value = part.partition("=")
     if not equals:
       name, value = next(iter(fields)), part
-    _, allowed = not_yet_given.pop(name, (None, ()))
-    values[name] = _parse(value, allowed)
-    if values[name] is None:
+    parsed = None
+    if name in not_yet_given:
+      _, allowed = not_yet_given.pop(name)
+      parsed = _parse(value, allowed)
+    if parsed is None:
       raise UserError(
         f"variant {text!r}: {part!r} is not allowed;"
         f" variants are {_usage(fields)}"
       )
+    values[name] = parsed
   return tuple(values.values())
 
 
@@ -146,6 +150,9 @@ def _parse(value: str, allowed: _Allowed) -> str | float | None:
   """Returns the value, or None if it is not allowed."""
   if not isinstance(allowed, type):
     return value if value in allowed else None
+  # int() and float() also accept "1_0" and " 8".
+  if not re.fullmatch("[0-9.]+", value):
+    return None
   try:
     number = allowed(value)
   except ValueError:

@@ -1,4 +1,4 @@
-"""125M on 10.5 B tokens: one GPU, or a v5e-8; a day or less.
+"""125M on 10.5 B tokens: eight chips of v5e, or one GPU with accumulation.
 
 Launch:
 

@@ -205,9 +205,8 @@ def _check_encoding(argv: Sequence[str]) -> None:
   encoding = sys.getfilesystemencoding()
   if codecs.lookup(encoding).name == "utf-8":
     return
-  from diffjax.user_cache import (
-    cache_directory,
-  )  # here: a mistyped flag does not wait for it
+  # Here, so that an error in the flags does not wait for this import.
+  from diffjax.user_cache import cache_directory
 
   for value in (*argv[1:], os.getcwd(), os.fspath(cache_directory())):
     if not value.isascii():

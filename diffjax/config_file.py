@@ -56,7 +56,7 @@ def read(spec: str) -> ml_collections.ConfigDict:
 
   Args:
     spec: NAME, NAME:VARIANT, FILE or FILE:VARIANT. NAME is a config of the
-      package, such as "tiny", also if there is a file of this name.
+      package, such as "tiny". It takes precedence over a file of that name.
 
   Raises:
     UserError: in one line, with the file and the line where something is wrong.
@@ -94,8 +94,9 @@ def read(spec: str) -> ml_collections.ConfigDict:
     raise UserError(
       f"--config={_shown(name)}: no such config or file; {available()}"
     )
+  arguments = [variant] if colon else []
   try:
-    return _call(path, name, *[variant] * bool(colon))
+    return _call(path, name, *arguments)
   except UserError:
     raise
   except OSError as error:
@@ -134,7 +135,7 @@ def run_name(spec: str) -> str | None:
   path = pathlib.Path(file)
   name = path.stem
   # The configs of the experiments are all called config.py.
-  if name == "config" and path.parent.name:
+  if name == "config" and path.parent.name not in ("", ".."):
     name = path.parent.name
   if not variant:
     return name
@@ -271,7 +272,7 @@ def _call(
 
 
 def _is_library(filename: str) -> bool:
-  """Returns False for the user's own code and for the configs."""
+  """Returns True for code whose errors are the fault of its caller."""
   is_config = filename.startswith(str(_CONFIGS))
   return filename.startswith(_LIBRARIES) and not is_config
 

@@ -27,9 +27,8 @@ def best(
   Raises:
     UserError: if runs of the row's variants are missing.
   """
-  from experiments import (
-    results,
-  )  # here, since SciPy takes a second to load, and a training needs none of it
+  # Here, because SciPy takes a second to load and training does not need it.
+  from experiments import results
 
   grid = load(name, "tune").grids["tune"]
   wanted = {

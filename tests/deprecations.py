@@ -11,8 +11,15 @@ import warnings
 
 # FutureWarning is what some libraries use for deprecations that users see.
 _KINDS = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)
-_PACKAGES = {"diffjax", "configs", "experiments", "benchmarks", "tests"}
-_PACKAGES |= {"recipes", "__main__"}
+_PACKAGES = {
+  "__main__",
+  "benchmarks",
+  "configs",
+  "diffjax",
+  "experiments",
+  "recipes",
+  "tests",
+}
 
 
 def make_errors(patch):
@@ -29,8 +36,8 @@ def make_errors(patch):
       warning = (category or UserWarning)(message)
     # Frame 1 is the library's function that warns, frame 2 its caller.
     caller = sys._getframe(2).f_globals.get("__name__", "")
-    is_own = caller.partition(".")[0] in _PACKAGES
-    if is_own and isinstance(warning, _KINDS):
+    is_project_call = caller.partition(".")[0] in _PACKAGES
+    if is_project_call and isinstance(warning, _KINDS):
       raise warning
     # This function adds a frame to the stack.
     original(message, category, stacklevel + 1, source, **options)

@@ -17,7 +17,7 @@ Older commits stay, so that a pinned revision still gives the old files.
 Failures are switched on for a number of requests, optionally only for those
 whose path contains a text ("/api/", "/resolve/", "a.parquet"):
 
-    server.gate("datasets/ORG/NAME", token="hf_ok")  # 401, and 403 for others
+    server.gate("datasets/ORG/NAME", token="hf_ok")  # 401 without a token, 403 with another one
     server.fail(2, status=429, retry_after=0)
     server.break_bodies(1)     # closes the connection in the middle of a file
     server.shorten_bodies(1)   # answers fewer bytes than were asked for
@@ -373,13 +373,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     self.hub.requests.append(
       Request(self.command, path, self._requested_range(), status)
     )
-    is_file = self.command == "GET" and status in (200, 206)
-    is_file = is_file and not path.startswith("/api/")
+    has_content = self.command == "GET" and status in (200, 206)
     fault = None
-    if is_file:
-      # A fault of "/resolve/" is one of the server that it redirects to, too.
-      asked = path.replace("/storage/", "/resolve/")
-      fault = self.hub._take_fault(("break", "shorten"), asked)
+    if has_content and not path.startswith("/api/"):
+      # Faults of "/resolve/" also apply to the storage that it redirects to.
+      resolve_path = path.replace("/storage/", "/resolve/")
+      fault = self.hub._take_fault(("break", "shorten"), resolve_path)
     if fault is not None and fault.kind == "shorten":
       body = body[: len(body) // 2]
     self.send_response(status)
@@ -395,8 +394,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     self.wfile.write(body)
 
 
-def _unquoted(match: re.Match[str]) -> dict[str, str]:
-  groups = {}
+def _unquoted(match: re.Match[str]) -> dict[str, str | None]:
+  groups: dict[str, str | None] = {}
   for name, value in match.groupdict().items():
     groups[name] = None if value is None else urllib.parse.unquote(value)
   return groups

@@ -14,7 +14,7 @@ from scipy.stats import truncnorm
 from diffjax.model.decoder import Decoder
 from diffjax.parameters import PARAMETERS
 
-ZEROS = ("poly_constant", "dex_matrix", "dex_lambda")
+ZERO_INITIALIZED = ("poly_constant", "dex_matrix", "dex_lambda")
 LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 # The matrices that write to the residual stream.
@@ -57,6 +57,7 @@ def parameters(
 def _out_scale(module: nn.Module) -> float:
   """Returns the factor on the matrices that write to the residual stream."""
   if isinstance(module, Decoder):
+    # Each layer adds two terms to the residual stream.
     return (2 * module.config.num_layers) ** -0.5
   return module.out_scale
 
@@ -67,7 +68,7 @@ def _initial_values(
   """Returns values as model/attention.py and model/decoder.py draw them."""
   if name.endswith("_norm") or name == "head_gain":
     return np.ones(shape)
-  if name.endswith(("_bias", "_shift")) or name in ZEROS:
+  if name.endswith(("_bias", "_shift")) or name in ZERO_INITIALIZED:
     return np.zeros(shape)
   if name == "poly_weights":
     return np.full(shape, 1 / 3)
@@ -83,7 +84,8 @@ def _matrix(
 ) -> np.ndarray:
   """Returns draws from a truncated normal of standard deviation 1/√inputs."""
   axes = PARAMETERS[name].axes
-  if len(shape) < len(axes):  # of one layer
+  # The parameters of one layer have no layer axis.
+  if len(shape) < len(axes):
     axes = axes.removeprefix("L")
   sizes = dict(zip(axes, shape, strict=True))
   inputs = math.prod(sizes[axis] for axis in PARAMETERS[name].inputs)

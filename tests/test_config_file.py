@@ -204,6 +204,7 @@ def test_the_names_of_the_configs():
     ("tiny:", "tiny"),
     ("experiments/scaling/config.py:diff", "scaling_diff"),
     ("config.py", "config"),
+    ("../config.py", "config"),
     ("runs/x/config.toml", None),
     ("gs://bucket/config.toml", None),
   ],

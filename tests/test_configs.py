@@ -192,6 +192,8 @@ def test_mathematics(variant):
     ("heads=0", "heads=0"),
     ("heads=-2", "heads=-2"),
     ("heads=2.0", "heads=2.0"),
+    ("heads=1_0", "heads=1_0"),
+    ("heads= 2", "heads= 2"),
     ("heads=", "heads="),
     ("transformer,=8", "=8"),
   ],

@@ -51,23 +51,25 @@ def test_a_run_goes_to_the_directory_of_its_config(train, tmp_path):
 
   result = train(variant, steps=3)
   assert result.returncode == 0, result.stderr
-  first = f"diffjax: workdir {workdir}: resuming from its newest checkpoint"
+  resume_line = (
+    f"diffjax: workdir {workdir}: resuming from its newest checkpoint"
+  )
   lines = result.stderr.splitlines()
-  assert lines[0] == first
+  assert lines[0] == resume_line
   assert f"diffjax: resuming from step 2 of {workdir}" in lines
 
   result = train(variant, "--config.optimizer.learning_rate=0.1", steps=3)
   assert result.returncode == 1
   lines = result.stderr.splitlines()
-  assert lines[0] == first
+  assert lines[0] == resume_line
   assert "optimizer.learning_rate was 0.003 and is 0.1" in lines[-1]
 
 
 def test_a_workdir_that_is_named_is_used(train, tmp_path):
   result = train("--config=tiny", "--workdir=mine", steps=1)
   assert result.returncode == 0, result.stderr
-  first, *_ = result.stderr.splitlines()
-  assert first == "diffjax: workdir mine: a new run"
+  lines = result.stderr.splitlines()
+  assert lines[0] == "diffjax: workdir mine: a new run"
   assert (tmp_path / "mine" / "checkpoints" / "1").exists()
   assert not (tmp_path / "runs").exists()
 
@@ -82,7 +84,7 @@ def test_the_config_of_a_run_has_no_directory_of_its_own(command, tmp_path):
   )
 
 
-SEVERAL = (
+MULTI_PROCESS_ERROR = (
   "error: pass --workdir=DIR: 2 processes need a directory that all of them"
   " see, on a shared disk or gs://\n"
 )
@@ -97,7 +99,7 @@ def test_several_processes_need_a_workdir(command, tmp_path):
     "--process_id=0",
     cwd=tmp_path,
   )
-  assert (result.returncode, result.stderr) == (1, SEVERAL)
+  assert (result.returncode, result.stderr) == (1, MULTI_PROCESS_ERROR)
 
 
 def test_several_processes_of_a_cluster_need_a_workdir(tmp_path):
@@ -117,4 +119,4 @@ def test_several_processes_of_a_cluster_need_a_workdir(tmp_path):
     text=True,
     timeout=300,
   )
-  assert (result.returncode, result.stderr) == (1, SEVERAL)
+  assert (result.returncode, result.stderr) == (1, MULTI_PROCESS_ERROR)

@@ -53,10 +53,14 @@ def newest(folder: pathlib.Path | None = None) -> pathlib.Path | None:
   """The ptxas of a folder; without one the newest of the packaged ones and of PATH's."""
   if folder is not None:
     return folder / "ptxas"
+  candidates = []
+  in_package = packaged()
+  if in_package is not None:
+    candidates.append(in_package)
   on_path = shutil.which("ptxas")
-  candidates = [packaged(), pathlib.Path(on_path) if on_path else None]
-  found = [path for path in candidates if path is not None]
-  return max(found, key=version, default=None)
+  if on_path is not None:
+    candidates.append(pathlib.Path(on_path))
+  return max(candidates, key=version, default=None)
 
 
 def put_first(path: pathlib.Path) -> None:

@@ -58,9 +58,9 @@ def announce(works: Sequence[Work], config: DataConfig, workers: int) -> None:
     if _is_small(work):
       continue
     needs = estimate(work, config)
-    place = _nearest_existing(work.directory)
-    free_bytes = shutil.disk_usage(place).free
-    disk = os.stat(place).st_dev
+    existing = _nearest_existing(work.directory)
+    free_bytes = shutil.disk_usage(existing).free
+    disk = os.stat(existing).st_dev
     needed_bytes[disk] += needs.row_bytes
     num_workers = worker_count(workers, len(work.missing))
     _print(work, needs, free_bytes, num_workers)
@@ -76,7 +76,9 @@ def estimate(work: Work, config: DataConfig) -> Needs:
   sample = take_sample(sampled, config)
   if not sample.tokens:
     return Needs(0, 0.0, 0.0, 0.0, 0.0)
-  num_files, read_bytes, num_samples = 0, 0.0, 0.0
+  num_files = 0
+  read_bytes = 0.0
+  num_samples = 0.0
   for split, source in work.opened.items():
     missing = [shard for shard in all_missing if shard.split == split]
     missing_parts = sum(shard.stop - shard.start for shard in missing)
@@ -143,8 +145,8 @@ def _disk_too_small(
 
 def _duration(seconds: float) -> str:
   """Returns hours and minutes, or minutes and seconds, such as "2 h 05 min"."""
-  minutes, rest = divmod(round(seconds), 60)
+  minutes, seconds = divmod(round(seconds), 60)
   if minutes < 60:
-    return f"{minutes} min {rest:02} s"
+    return f"{minutes} min {seconds:02} s"
   hours, minutes = divmod(minutes, 60)
   return f"{hours} h {minutes:02} min"

@@ -278,7 +278,7 @@ def _filesystem(endpoint: str) -> huggingface_hub.HfFileSystem:
   """Returns the file system of this process.
 
   It caches listings, which never change at a commit. By default
-  huggingface_hub makes one instance a thread.
+  huggingface_hub makes one instance per thread.
   """
   return huggingface_hub.HfFileSystem(
     endpoint=endpoint, skip_instance_cache=True

@@ -42,7 +42,9 @@ def resolve(
     mode = "prepared" if process_count == 1 else "streamed"
     data = dataclasses.replace(data, mode=mode)
   components = sources.parse_mixture(data.source)
-  has_remote = any(sources.is_remote(each.spec) for each in components)
+  has_remote = any(
+    sources.is_remote(component.spec) for component in components
+  )
   if has_remote and not data.files:
     train = config.train
     tokens = train.steps * train.batch_size * data.length

@@ -71,10 +71,16 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
     raise UserError(
       f"set.validation.ngram = {settings.ngram}: must be at least 2, or 0 for the run's own"
     )
+  rows = settings.rows or trained.config.eval.rows
+  if rows == 0:
+    raise UserError(
+      "set.validation.rows: the run's own config.eval.rows is 0; pass"
+      " --set.validation.rows=NUMBER, or -1 for all"
+    )
   batches = validation_rows(
     "validation",
     trained,
-    settings.rows or trained.config.eval.rows,
+    rows,
     length=settings.length,
     batch_size=settings.batch_size,
     source=settings.source,

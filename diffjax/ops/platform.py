@@ -30,8 +30,7 @@ def tpu_info() -> Any:
   Raises:
     ValueError: the program is not for a TPU.
   """
-  from jax.experimental.pallas import (
-    tpu as pltpu,
-  )  # not at the top: it takes long, and most programs do not ask
+  # Not at the top: this import is slow, and most programs do not need it.
+  from jax.experimental.pallas import tpu as pltpu
 
   return pltpu.get_tpu_info()

@@ -24,9 +24,9 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
-from jax._src import (
-  distributed,
-)  # its client's key-value store has no public name
+
+# The key-value store of its client has no public name.
+from jax._src import distributed
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P

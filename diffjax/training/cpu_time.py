@@ -24,12 +24,12 @@ def warning(config: Config, platform: str) -> str | None:
 
   A training step of a large model consists of matrix products, so the estimate
   is its FLOPs over the speed of one product. Training is slower, so the days
-  are a lower bound: on two busy cores it reached 20 to 22 GFLOP/s, and the
-  product 42 to 65.
+  are a lower bound: on two busy cores, training reached 20 to 22 GFLOP/s and
+  the product 42 to 65.
 
   Args:
     config: the run's config.
-    platform: of the devices that train, such as "cpu".
+    platform: the platform of the training devices, such as "cpu".
   """
   parameters = parameter_count(config.model)
   if platform != "cpu" or parameters <= _LARGE_MODEL:
@@ -74,7 +74,7 @@ def one_figure(value: float) -> str:
   if value <= 0:
     return "0"
   scale = 10.0 ** math.floor(math.log10(value))
-  # The small number keeps 0.04 / 0.01 from being rounded down to 3.
+  # 1e-9 corrects quotients such as 0.04 / 0.01 = 3.9999999.
   rounded = math.floor(value / scale + 1e-9) * scale
   if rounded < 1:
     return f"{rounded:.1g}"

@@ -229,10 +229,9 @@ def skip_reason(metrics: Mapping[str, float]) -> str:
   for name, words in _MEASURED.items():
     if not math.isfinite(metrics[name]):
       return f"{words} {metrics[name]}"
-  excess = {
-    name: metrics[name] / metrics[f"{name}_limit"] for name in _MEASURED
-  }
-  name = max(excess, key=excess.__getitem__)
+  loss_excess = metrics["loss"] / metrics["loss_limit"]
+  norm_excess = metrics["grad_norm"] / metrics["grad_norm_limit"]
+  name = "loss" if loss_excess >= norm_excess else "grad_norm"
   limit = metrics[f"{name}_limit"]
   return f"{_MEASURED[name]} {metrics[name]:.3g}, limit {limit:.3g}"
 

@@ -115,13 +115,15 @@ class RunLog:
     Args:
       step: Steps done so far.
       scores: The losses by the names that they are logged under.
-      rows: Validation rows that they are of.
+      rows: Number of validation rows that were measured.
     """
     self._metrics.write(step, scores)
-    text = ""
-    if scores and step >= self._config.train.steps:
+    is_last = step >= self._config.train.steps
+    if not scores:
+      text = ""
+    elif is_last:
       text = validation.explained(scores, rows)
-    elif scores:
+    else:
       text = validation.one_line(scores, rows)
     self._status.note(step, text)
 

@@ -164,11 +164,11 @@ class Session:
     )
     self._held.callback(self._log.close)
     if self._first < config.train.steps:
-      count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-      tokens = config.train.batch_size * config.data.length
+      num_parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+      tokens_per_step = config.train.batch_size * config.data.length
       note(
-        f"training {short_number(count)} parameters: steps {self._first + 1:,}"
-        f" to {config.train.steps:,} of {tokens:,} tokens; compiling …"
+        f"training {short_number(num_parameters)} parameters: steps {self._first + 1:,}"
+        f" to {config.train.steps:,} of {tokens_per_step:,} tokens; compiling …"
       )
     self._profiler = Profiler(config, self._workdir)
     self._held.callback(self._profiler.close)
@@ -225,8 +225,8 @@ class Session:
   ) -> tuple[TrainState, Metrics]:
     """Takes a step of the program, and prints which attention it uses.
 
-    The operation tells its choice while the step is traced. So there is a line
-    before the first step is compiled, and no other, unless layers differ.
+    The attention reports its choice while the step is traced. So there is one
+    line, before the first step is compiled, unless layers differ.
     """
     implementation = self._config.model.attention_implementation
     if implementation != "auto":

@@ -147,11 +147,13 @@ def one_line(scores: Mapping[str, float], rows: int) -> str:
 
   Args:
     scores: Losses by the names that they are logged under.
-    rows: Validation rows that they are of.
+    rows: Number of validation rows that were measured.
   """
-  values = [f"loss {scores['validation/loss']:.4f}"]
-  if "validation/bits_per_byte" in scores:
-    values.append(f"{scores['validation/bits_per_byte']:.4f} bits per byte")
+  loss = scores[_PREFIX + "loss"]
+  values = [f"loss {loss:.4f}"]
+  bits_per_byte = scores.get(_PREFIX + "bits_per_byte")
+  if bits_per_byte is not None:
+    values.append(f"{bits_per_byte:.4f} bits per byte")
   return f"validation on {rows:,} rows: {', '.join(values)}"
 
 
@@ -160,7 +162,7 @@ def explained(scores: Mapping[str, float], rows: int) -> str:
 
   Args:
     scores: Losses by the names that they are logged under.
-    rows: Validation rows that they are of.
+    rows: Number of validation rows that were measured.
   """
   lines = [f"validation on {rows:,} rows:"]
   width = max(map(len, scores)) - len(_PREFIX)

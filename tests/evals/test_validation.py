@@ -95,3 +95,13 @@ def test_rows_of_another_text_or_length(make_trained, tmp_path):
 def test_bad_settings(make_trained, settings, message):
   with pytest.raises(UserError, match=message):
     list(validation.evaluate(make_trained(), Settings(**settings)))
+
+
+def test_a_run_without_validation_rows_is_named(make_trained):
+  """The number of rows comes from the run's config, and that is 0."""
+  trained = make_trained()
+  eval_config = dataclasses.replace(trained.config.eval, rows=0)
+  config = dataclasses.replace(trained.config, eval=eval_config)
+  trained = dataclasses.replace(trained, config=config)
+  with pytest.raises(UserError, match="the run's own config.eval.rows is 0"):
+    list(validation.evaluate(trained, Settings()))

@@ -37,9 +37,9 @@ def machine(monkeypatch, tmp_path):
   site = tmp_path / "site"
   monkeypatch.setattr(sys, "path", [str(site)])
   monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-  assembler.distrust.cache_clear()
+  assembler.refusal.cache_clear()
   yield tmp_path
-  assembler.distrust.cache_clear()
+  assembler.refusal.cache_clear()
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_the_packaged_one_is_preferred_before_jax_is_asked(
 
   monkeypatch.setattr(assembler, "release", release)
   monkeypatch.setattr(assembler, "is_nvjitlink_loaded", lambda: False)
-  assert assembler.distrust() is None
+  assert assembler.refusal() is None
   assert seen == [str(packaged.parent)]
 
 
@@ -148,7 +148,7 @@ def test_the_packaged_one_is_preferred_before_jax_is_asked(
 )
 def test_an_old_assembler_is_not_trusted(machine, jax_takes, release, trusted):
   jax_takes(release)
-  assert (assembler.distrust() is None) == trusted
+  assert (assembler.refusal() is None) == trusted
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_an_old_assembler_is_not_trusted(machine, jax_takes, release, trusted):
 )
 def test_an_old_assembler_is_named(machine, jax_takes, release, named):
   jax_takes(release)
-  assert assembler.distrust() == (
+  assert assembler.refusal() == (
     f"needs ptxas 13.3 or newer, and JAX takes that of CUDA {named} here, which"
     " can corrupt products; pip install 'diffjax[cuda]'"
   )
@@ -164,7 +164,7 @@ def test_an_old_assembler_is_named(machine, jax_takes, release, named):
 
 def test_an_assembler_that_is_not_found_is_not_trusted(machine, jax_takes):
   jax_takes(RuntimeError("No PTX compilation provider is available.\nDetails"))
-  assert assembler.distrust() == (
+  assert assembler.refusal() == (
     "needs ptxas 13.3 or newer, and JAX finds none (No PTX compilation provider"
     " is available.); pip install 'diffjax[cuda]'"
   )
@@ -180,7 +180,7 @@ def test_nvjitlink_is_not_trusted(
 ):
   """JAX 0.11 never takes it, though cuSPARSE loads it there, too."""
   jax_takes((13, 5), version, has_nvjitlink)
-  said = assembler.distrust()
+  said = assembler.refusal()
   assert (said is None) == trusted
   if not trusted:
     assert said == (
@@ -201,7 +201,7 @@ import jax
 from benchmarks.gpu import ptxas
 from diffjax.ops.diff_attention.gpu import assembler
 
-assert assembler.distrust() is None, assembler.distrust()
+assert assembler.refusal() is None, assembler.refusal()
 ptxas._compile(jax.devices()[0])
 print(assembler.release())
 """

@@ -28,7 +28,7 @@ def on_gpu(monkeypatch):
   """on_gpu(kind, …): what is said on a GPU. All kernels run on it unless the test takes them away."""
   monkeypatch.setattr(two_call, "_has_cudnn", lambda backend: True)
   monkeypatch.setattr(chip, "refusal", lambda: None)
-  monkeypatch.setattr(assembler, "distrust", lambda: None)
+  monkeypatch.setattr(assembler, "refusal", lambda: None)
   measured.table.cache_clear()
 
   def said(kind=H100, G=2, D=128, dtype=jnp.bfloat16, T=4096, **mask):
@@ -44,6 +44,15 @@ def on_gpu(monkeypatch):
 def arrays(dtype=jnp.float32):
   q = jnp.zeros((1, 4, 2, 2, 8), dtype)
   return q, q, jnp.zeros((1, 4, 2, 16), dtype)
+
+
+def test_segments_of_an_odd_length_are_named_as_the_reason(on_gpu):
+  """cuDNN takes these arrays without segments."""
+  choice_made = on_gpu(kind="another GPU", T=4095, segments=True)
+  assert choice_made.implementation == "chunked"
+  assert str(choice_made).endswith(
+    "because cuDNN's attention takes no segments of these lengths"
+  )
 
 
 @pytest.mark.parametrize(
@@ -133,7 +142,7 @@ def test_an_old_python_is_named(monkeypatch, on_gpu, python, needed, found):
 
 
 def test_an_old_assembler_is_named(monkeypatch, on_gpu):
-  monkeypatch.setattr(assembler, "distrust", lambda: "needs ptxas 13.3")
+  monkeypatch.setattr(assembler, "refusal", lambda: "needs ptxas 13.3")
   made = on_gpu()
   assert (
     str(made)
@@ -146,9 +155,7 @@ def test_the_assembler_is_asked_only_where_its_kernels_would_run(
   monkeypatch, on_gpu
 ):
   """Asking changes PATH, which no other process needs."""
-  monkeypatch.setattr(
-    assembler, "distrust", lambda: pytest.fail("it was asked")
-  )
+  monkeypatch.setattr(assembler, "refusal", lambda: pytest.fail("it was asked"))
   for backend in ("cpu", "tpu"):
     choice.choose(backend, *arrays(), Mask(4, 4))
   on_gpu(kind="NVIDIA A100-SXM4-40GB")
@@ -159,7 +166,7 @@ def test_the_assembler_is_asked_only_where_its_kernels_would_run(
 
 
 def test_what_can_be_made_faster_is_a_warning_once(monkeypatch, on_gpu, caplog):
-  monkeypatch.setattr(assembler, "distrust", lambda: "needs ptxas 13.3")
+  monkeypatch.setattr(assembler, "refusal", lambda: "needs ptxas 13.3")
   with caplog.at_level("INFO"):
     on_gpu()
     on_gpu()

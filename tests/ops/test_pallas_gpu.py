@@ -378,7 +378,7 @@ def test_blackwell_is_refused(monkeypatch):
 
 def test_an_assembler_that_corrupts_products_is_named(monkeypatch):
   monkeypatch.setattr(
-    chip.assembler, "distrust", lambda: "ptxas 13.0.88 can corrupt products"
+    chip.assembler, "refusal", lambda: "ptxas 13.0.88 can corrupt products"
   )
   with pytest.warns(UserWarning, match=r"ptxas 13\.0\.88"):
     chip.call(

@@ -19,7 +19,7 @@ from diffjax.config import UserError
 # What the tables call the first and the second model: names are long.
 _ROLES = ("model", "against")
 
-# Characters: wider than any table.
+# A width in characters that no table reaches.
 _UNLIMITED = 10_000
 
 
@@ -117,7 +117,9 @@ def print_summary(
     _print_line(console, f"{role}: {model['name']}")
 
   is_pair = len(results["models"]) > 1
-  header = ["", *(spec.headers.get(name, name) for name in columns)]
+  header = [""]
+  for name in columns:
+    header.append(spec.headers.get(name, name))
   if is_pair:
     header += [*_ROLES, "difference [95% interval]"]
   else:
@@ -131,17 +133,18 @@ def print_summary(
 def _shared_and_columns(
   figures: Sequence[Mapping[str, Any]], spec: TableSpec
 ) -> tuple[list[str], list[str]]:
-  """Returns what all figures have in common and what needs a column.
+  """Splits the settings into those equal in all figures and those that vary.
 
-  A column of equal values would take room from the others.
+  Equal settings go into the heading, which keeps the table narrow.
 
   Args:
     figures: The figures of a table.
     spec: The suite's `TABLE`.
 
   Returns:
-    Texts such as "50 prompts" or "length 256", and the names of columns. They
-    are settings, and last the unit if figures differ in their number of samples.
+    Texts such as "50 prompts" or "length 256", and the names of columns. Columns
+    are settings. The unit is the last column if figures differ in their number
+    of samples.
   """
   shared = []
   columns = []
@@ -207,7 +210,7 @@ def _print_table(
     table.add_column(name, justify="right", no_wrap=True, min_width=longest)
   for row in rows:
     table.add_row(*row)
-  # A narrower terminal breaks the lines: no digit is cut off.
+  # On a terminal narrower than the table, lines wrap instead of losing digits.
   unlimited = console.options.update(width=_UNLIMITED)
   least_width = console.measure(table, options=unlimited).minimum
   if least_width > console.width:
@@ -250,7 +253,9 @@ def write_table(
       cells.append(number(figure.get("against")))
       cells.append(number(figure.get("difference")))
     lines.append(_markdown_row(cells))
-  lines += ["", *(f"- {note}" for note in spec.notes)]
+  lines.append("")
+  for note in spec.notes:
+    lines.append(f"- {note}")
   _write_text(path, "\n".join(lines) + "\n")
 
 

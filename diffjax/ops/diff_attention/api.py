@@ -176,9 +176,12 @@ def _attend(
     segments=q_ids is not None,
   )
   if implementation == "auto":
-    # Of its part of a row, a device knows the first position at run time only.
-    seen = mask if tokens is None else dataclasses.replace(mask, offset=PER_ROW)
-    implementation = choose(platform(), pairs, k, v, seen).implementation
+    device_mask = mask
+    if tokens is not None:
+      # A device learns the position of its part of a row only at run time.
+      device_mask = dataclasses.replace(mask, offset=PER_ROW)
+    choice = choose(platform(), pairs, k, v, device_mask)
+    implementation = choice.implementation
   chosen = implementations.implementation_of(implementation)
   if tokens is not None:
     if not (chosen.takes_parts and static and mask.q_length == mask.kv_length):

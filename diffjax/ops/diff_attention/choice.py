@@ -49,7 +49,7 @@ class Choice:
 _listener: contextvars.ContextVar[Callable[[Choice], None] | None] = (
   contextvars.ContextVar("listener", default=None)
 )
-# The choices that somebody was told of.
+# Choices that were logged or passed to a listener.
 _reported: set[Choice] = set()
 
 
@@ -81,8 +81,8 @@ def choose(
 def reported_to(listener: Callable[[Choice], None]) -> Iterator[None]:
   """Calls the listener with each choice that is made inside the context.
 
-  Choices are made while a program is traced. A choice that a listener was
-  called with is never logged.
+  Choices are made while a program is traced. They are passed to the listener
+  instead of being logged, and are not logged later either.
   """
   token = _listener.set(listener)
   try:
@@ -97,7 +97,8 @@ def _on_tpu(q: jax.Array, v: jax.Array) -> Choice:
 
   if chip.takes(q, v):
     return Choice("pallas_tpu", "the fastest on TPUs")
-  return Choice("chunked", f"because pallas_tpu does not take {_form(q, v)}")
+  arrays = _dtype_and_widths(q, v)
+  return Choice("chunked", f"because pallas_tpu does not take {arrays}")
 
 
 def _on_gpu(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> Choice:
@@ -113,13 +114,13 @@ def _on_gpu(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> Choice:
     return Choice("chunked", f"measured fastest on {gpu}")
   if fastest == "pallas_gpu":
     return _fused_on_gpu(q, v, mask)
-  stock = _stock(q, v, mask)
-  if stock != "two_call":
-    return Choice(stock, _why_not_cudnn(q, v, mask))
+  implementation = _without_own_kernels(q, v, mask)
+  if implementation != "two_call":
+    return Choice(implementation, _why_not_cudnn(q, v, mask))
   if fastest == "two_call":
-    return Choice(stock, f"measured fastest on {gpu}")
+    return Choice(implementation, f"measured fastest on {gpu}")
   return Choice(
-    stock,
+    implementation,
     f"because no measurement on {gpu} says that pallas_gpu is faster at this"
     " shape",
   )
@@ -127,11 +128,16 @@ def _on_gpu(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> Choice:
 
 def _why_not_cudnn(q: jax.Array, v: jax.Array, mask: Mask) -> str:
   """Returns why cuDNN's attention cannot compute an operation."""
+  from diffjax.ops.diff_attention.two_call import cudnn_takes
+
   if mask.window is not None:
     return "because cuDNN's attention takes no window here"
   if mask.offset != 0:
     return "because cuDNN's attention takes no q_offset here"
-  return f"because cuDNN does not take {_form(q, v)} on {device_kind()}"
+  if mask.segments and cudnn_takes(q, v, masked=False):
+    return "because cuDNN's attention takes no segments of these lengths"
+  arrays = _dtype_and_widths(q, v)
+  return f"because cuDNN does not take {arrays} on {device_kind()}"
 
 
 def _fused_on_gpu(q: jax.Array, v: jax.Array, mask: Mask) -> Choice:
@@ -139,20 +145,24 @@ def _fused_on_gpu(q: jax.Array, v: jax.Array, mask: Mask) -> Choice:
   from diffjax.ops.diff_attention.gpu import assembler, chip
 
   if not chip.takes(q, v):
+    arrays = _dtype_and_widths(q, v)
     return Choice(
-      _stock(q, v, mask), f"because pallas_gpu does not take {_form(q, v)}"
+      _without_own_kernels(q, v, mask),
+      f"because pallas_gpu does not take {arrays}",
     )
   # Each returns the end of the sentence "pallas_gpu …", or None.
-  problem = chip.refusal() or assembler.distrust()
+  problem = chip.refusal() or assembler.refusal()
   if problem is not None:
     return Choice(
-      _stock(q, v, mask), f"because pallas_gpu {problem}", is_fallback=True
+      _without_own_kernels(q, v, mask),
+      f"because pallas_gpu {problem}",
+      is_fallback=True,
     )
   return Choice("pallas_gpu", f"measured fastest on {device_kind()}")
 
 
-def _stock(q: jax.Array, v: jax.Array, mask: Mask) -> str:
-  """Returns the name of the best implementation without kernels of our own."""
+def _without_own_kernels(q: jax.Array, v: jax.Array, mask: Mask) -> str:
+  """Returns "two_call" if it can run through cuDNN, else "chunked"."""
   from diffjax.ops.diff_attention.two_call import cudnn_takes
 
   is_plain = mask.offset == 0 and mask.window is None
@@ -161,7 +171,8 @@ def _stock(q: jax.Array, v: jax.Array, mask: Mask) -> str:
   return "chunked"
 
 
-def _form(q: jax.Array, v: jax.Array) -> str:
+def _dtype_and_widths(q: jax.Array, v: jax.Array) -> str:
+  """Returns the dtype and widths of the arrays, for a message."""
   return f"{q.dtype} with D = {q.shape[-1]} and V = {v.shape[-1]}"
 
 

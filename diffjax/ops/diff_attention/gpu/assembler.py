@@ -1,9 +1,9 @@
-"""The assembler of the GPU kernels: which one JAX takes, and whether the kernels can rely on it.
+"""Finds the assembler of the GPU kernels, and checks that it is safe.
 
-Pallas hands a kernel to XLA as PTX. JAX 0.11 assembles it with the first ptxas
-on PATH, else that of /usr/local/cuda, else that of the package
-nvidia-cuda-nvcc. (XLA's own fusions prefer the package.) JAX 0.12 assembles it
-with the library nvJitLink if that can be loaded, and `jax[cuda13]` brings it.
+Pallas hands a kernel to XLA as PTX. JAX 0.11 looks for ptxas on PATH, then in
+/usr/local/cuda, then in the package nvidia-cuda-nvcc. (XLA's own fusions look
+in the package first.) JAX 0.12 uses the library nvJitLink if it can be loaded,
+and `jax[cuda13]` installs it.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def prefer_packaged() -> None:
 def release() -> tuple[int, int]:
   """Returns the CUDA release of the assembler that JAX takes, as (13, 5).
 
-  JAX tells the PTX version that it understands. PTX 9.5 is that of CUDA 13.5;
-  of CUDA 12 only the first number is right.
+  JAX reports only the newest PTX version that the assembler supports. PTX 9.5
+  belongs to CUDA 13.5. For CUDA 12 the minor version is not exact.
 
   Raises:
     Exception: JAX has no compiler for GPUs, or finds no assembler.
@@ -82,6 +82,7 @@ def release() -> tuple[int, int]:
 
   ptx = mosaic_gpu._mosaic_gpu_ext._get_ptxas_isa_version()
   major, minor = divmod(ptx, 10)
+  # CUDA 12 has PTX 8, and CUDA 13 has PTX 9.
   return major + 4, minor
 
 
@@ -100,17 +101,17 @@ def is_nvjitlink_loaded() -> bool:
 
 
 @functools.cache
-def distrust() -> str | None:
-  """Returns why the kernels cannot rely on the assembler, if so.
+def refusal() -> str | None:
+  """Returns why the kernels cannot use the assembler, or None if they can.
 
-  Prefers the packaged ptxas first. The reason continues a sentence whose
-  subject is the implementation.
+  It calls `prefer_packaged` first, which may change PATH. The reason continues a
+  sentence that begins with "pallas_gpu".
   """
   needed = f"needs ptxas {'.'.join(map(str, SAFE))} or newer"
   prefer_packaged()
   try:
     major, minor = release()
-  except Exception as error:  # JAX has no type of its own for it
+  except Exception as error:  # The type depends on what is missing.
     first_line = (str(error) or repr(error)).splitlines()[0]
     return f"{needed}, and JAX finds none ({first_line}); {_REMEDY}"
   if (major, minor) < SAFE:

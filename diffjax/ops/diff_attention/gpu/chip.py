@@ -107,7 +107,7 @@ def call(
 ):
   """`plgpu.kernel` over a grid, with outputs as (shape, dtype) or None. Inside shard_map they vary over the mesh as the inputs do."""
   if interpret is None:
-    problem = assembler.distrust()
+    problem = assembler.refusal()
     if problem is not None:
       warnings.warn(f"pallas_gpu {problem}", stacklevel=2)
 
