@@ -11,7 +11,7 @@ With --tensor=4 four devices share a model that does not fit one.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from absl import app, flags
@@ -63,8 +63,11 @@ _STOP = flags.DEFINE_multi_string(
   "stop", [], "End before this text; may be given several times."
 )
 
-# Room is made in steps of so many tokens, so that a program compiled once serves many prompts.
-_ROOM = 256
+# The capacity of the sampler is a multiple of this number of tokens, so that a
+# program that was compiled once serves many prompts.
+_CAPACITY_STEP = 256
+
+_REPLACEMENT_CHARACTER = "\ufffd"
 
 
 def main() -> None:
@@ -90,94 +93,134 @@ def main() -> None:
     tensor=_TENSOR.value,
     weight_dtype=_WEIGHT_DTYPE.value,
   )
-  tokenizer, limit = model.tokenizer, model.config.model.max_length
-  prompts = [
-    [tokenizer.separator, *map(int, tokenizer.encode(prompt))]
-    for prompt in _PROMPT.value
-  ]
+  tokenizer = model.tokenizer
+  prompts = [tokenizer.encode_prompt(text) for text in _PROMPT.value]
   needed = max(map(len, prompts)) + _MAX_NEW_TOKENS.value
+  capacity = -(-needed // _CAPACITY_STEP) * _CAPACITY_STEP
   # The sampler refuses prompts beyond the model's limit.
   sampler = Sampler(
     model.model,
     model.params,
     batch_size=len(prompts),
-    capacity=min(limit, -(-needed // _ROOM) * _ROOM),
+    capacity=min(model.config.model.max_length, capacity),
   )
-  stop = (
-    (lambda ids: _cut(tokenizer.decode(ids), _STOP.value) is not None)
-    if _STOP.value
-    else None
-  )
-  options = dict(
+  stop = None
+  if _STOP.value:
+    stop = StopStrings(tokenizer, prompts, _STOP.value)
+  answers = [list[int]() for _ in prompts]
+  printer = None
+  if len(prompts) == 1:
+    printer = StreamPrinter(
+      _PROMPT.value[0], tokenizer, prompts[0], _STOP.value
+    )
+  for new in sampler.stream(
+    prompts,
+    _MAX_NEW_TOKENS.value,
     temperature=_TEMPERATURE.value,
     top_k=_TOP_K.value,
     top_p=_TOP_P.value,
     seed=_SEED.value,
-  )
-  answers = [list[int]() for _ in prompts]
-  show = (
-    _printer(_PROMPT.value[0], tokenizer, _STOP.value)
-    if len(prompts) == 1
-    else None
-  )
-  for new in sampler.stream(
-    prompts,
-    _MAX_NEW_TOKENS.value,
-    stop_ids=[tokenizer.separator],
+    stop_ids=tokenizer.document_tokens.stop,
     stop=stop,
-    **options,  # type: ignore[arg-type]
   ):
     for answer, tokens in zip(answers, new, strict=True):
       answer += tokens
-    if show:
-      show(answers[0], False)
-  if show:
-    show(answers[0], True)
+    if printer is not None:
+      printer.update(answers[0])
+  if printer is not None:
+    printer.finish(answers[0])
     return
-  for number, (prompt, answer) in enumerate(
-    zip(_PROMPT.value, answers, strict=True), 1
-  ):
-    text = tokenizer.decode(answer)
-    print(f"--- {number} ---\n{prompt}{text[: _cut(text, _STOP.value)]}")
+  for number, prompt_text in enumerate(_PROMPT.value, 1):
+    prompt, answer = prompts[number - 1], answers[number - 1]
+    text = tokenizer.decode_after(prompt, answer)
+    end = first_stop(text, _STOP.value)
+    print(f"--- {number} ---\n{prompt_text}{text[:end]}")
 
 
-def _cut(text: str, stops: Sequence[str]) -> int | None:
-  """The place where the first of the stop strings begins; None if there is none."""
-  return min((text.index(stop) for stop in stops if stop in text), default=None)
+def first_stop(text: str, stops: Sequence[str]) -> int | None:
+  """Returns where the first of the stop strings begins; None without one."""
+  indices = [text.index(stop) for stop in stops if stop in text]
+  return min(indices, default=None)
 
 
-def _printer(
-  prompt: str, tokenizer: Tokenizer, stops: Sequence[str]
-) -> Callable[[list[int], bool], None]:
-  """A function that prints the prompt and the answer as far as it is certain: no half characters, no text that may begin a stop string.
+def longest_partial_stop(text: str, stops: Sequence[str]) -> int:
+  """Returns the length of the longest suffix that begins a stop string."""
+  longest = 0
+  for stop in stops:
+    for length in range(1, len(stop)):
+      if text.endswith(stop[:length]):
+        longest = max(longest, length)
+  return longest
 
-  The prompt comes with the first tokens, and not at all if the model cannot be asked for any.
+
+class StopStrings:
+  """Says whether an answer has one of the stop strings.
+
+  The sampler does not say which prompt it answers. After a prompt without text,
+  the first word may lack the space that it has after others. If there are such
+  prompts and others, the stop string must be found in both forms.
   """
-  printed = 0
 
-  def show(answer: list[int], is_whole: bool) -> None:
-    nonlocal printed
-    text = tokenizer.decode(answer)
-    end = _cut(text, stops)
-    if end is None and not is_whole:
-      text = text.rstrip("\ufffd")
-      end = len(text) - max(
-        (
-          size
-          for stop in stops
-          for size in range(1, len(stop))
-          if text.endswith(stop[:size])
-        ),
-        default=0,
-      )
-    certain = prompt + text[:end]
-    sys.stdout.write(certain[printed:])
+  def __init__(
+    self,
+    tokenizer: Tokenizer,
+    prompts: Sequence[list[int]],
+    stops: Sequence[str],
+  ):
+    self._tokenizer = tokenizer
+    self._stops = stops
+    # One prompt with text and one without, if there are.
+    self._contexts = {bool(tokenizer.decode(ids)): ids for ids in prompts}
+
+  def __call__(self, answer: list[int]) -> bool:
+    for context in self._contexts.values():
+      text = self._tokenizer.decode_after(context, answer)
+      if first_stop(text, self._stops) is None:
+        return False
+    return True
+
+
+class StreamPrinter:
+  """Prints a prompt and its answer while it grows.
+
+  Held back until more tokens arrive: an incomplete UTF-8 character at the end,
+  and text that could be the beginning of a stop string. The prompt is printed
+  with the first tokens, so that nothing is printed if the model fails.
+  """
+
+  def __init__(
+    self,
+    prompt_text: str,
+    tokenizer: Tokenizer,
+    prompt: list[int],
+    stops: Sequence[str],
+  ):
+    self._prompt_text = prompt_text
+    self._tokenizer = tokenizer
+    self._prompt = prompt
+    self._stops = stops
+    self._num_printed = 0
+
+  def update(self, answer: list[int]) -> None:
+    """Prints what is new and certain."""
+    text = self._tokenizer.decode_after(self._prompt, answer)
+    end = first_stop(text, self._stops)
+    if end is None:
+      text = text.rstrip(_REPLACEMENT_CHARACTER)
+      end = len(text) - longest_partial_stop(text, self._stops)
+    self._print(text[:end])
+
+  def finish(self, answer: list[int]) -> None:
+    """Prints the rest and a line break: no more tokens will come."""
+    text = self._tokenizer.decode_after(self._prompt, answer)
+    self._print(text[: first_stop(text, self._stops)])
+    print(flush=True)
+
+  def _print(self, answer_text: str) -> None:
+    certain = self._prompt_text + answer_text
+    sys.stdout.write(certain[self._num_printed :])
     sys.stdout.flush()
-    printed = max(printed, len(certain))
-    if is_whole:
-      print(flush=True)
-
-  return show
+    self._num_printed = max(self._num_printed, len(certain))
 
 
 if __name__ == "__main__":

@@ -137,14 +137,16 @@ def test_the_terminal_gets_whole_characters_and_no_part_of_a_stop_string(
 ):
   """Token by token."""
   with in_process.own_flags():
-    from diffjax.generate import _printer
+    from diffjax.generate import StreamPrinter
   tokenizer = load_tokenizer("bytes")
   ids = tokenizer.encode("größer€ STOP and more").tolist()
-  show = _printer("p: ", tokenizer, ["STOP", "€€"])
+  printer = StreamPrinter(
+    "p: ", tokenizer, tokenizer.encode_prompt("p: "), ["STOP", "€€"]
+  )
   for end in range(len(ids) + 1):
     print("|", end="")
-    show(ids[:end], False)
-  show(ids, True)
+    printer.update(ids[:end])
+  printer.finish(ids)
   text = capsys.readouterr().out
   assert text.replace("|", "") == "p: größer€ \n" and "\ufffd" not in text
 

@@ -1,8 +1,8 @@
 """Packing: documents become examples of tokens, and examples share rows.
 
 A row holds T + 1 tokens: the model reads the first T and predicts the last T. A document becomes an example,
-``[separator] + prompt + text + [separator]``. Targets in its prompt, the first separator included, have weight 0. Plain text is an example
-whose prompt has length 0.
+``start + prompt + text + end``, where start and end are the tokenizer's document tokens: one separator each for models that are trained
+here. Targets in its prompt, the start included, have weight 0. Plain text is an example whose prompt has length 0.
 
 * "documents": whole examples share a row. Each is a segment with positions that restart. An example longer than a row is cut into pieces,
   each a segment of its own.
@@ -35,7 +35,7 @@ class Example(NamedTuple):
   """The tokens of a document.
 
   Attributes:
-    tokens: Ids, separators included.
+    tokens: Ids, document tokens included.
     prompt_length: Number of tokens at the start that are not learnt; 0 for plain text.
   """
 
@@ -51,15 +51,16 @@ class Tokenize:
 
   def __call__(self, document: Document) -> Example:
     tokenizer = load_once(self._spec)
-    prompt = (
-      [] if document.prompt is None else tokenizer.encode(document.prompt)
-    )
-    text = tokenizer.encode(document.text)
-    tokens = np.empty(len(prompt) + len(text) + 2, np.int32)
-    tokens[0] = tokens[-1] = tokenizer.separator
-    tokens[1 : len(prompt) + 1] = prompt
-    tokens[len(prompt) + 1 : -1] = text
-    return Example(tokens, 0 if document.prompt is None else len(prompt) + 1)
+    start, end, *_ = tokenizer.document_tokens
+    parts = [start]
+    prompt_length = 0
+    if document.prompt is not None:
+      prompt = tokenizer.encode(document.prompt)
+      parts.append(prompt)
+      prompt_length = len(start) + len(prompt)
+    parts += [tokenizer.encode(document.text), end]
+    tokens = np.concatenate([np.asarray(part, np.int32) for part in parts])
+    return Example(tokens, prompt_length)
 
 
 class ExampleCounts:

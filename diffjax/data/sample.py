@@ -25,7 +25,7 @@ class Sample(NamedTuple):
 
   Attributes:
     stored_bytes: Bytes of the source's files that were read.
-    tokens: Number of tokens, separators included.
+    tokens: Number of tokens, document tokens included.
     row_bytes: Bytes of the prepared rows on disk.
     seconds: Time to read, tokenize, pack and write them on one core.
   """

@@ -1,7 +1,11 @@
-"""Text to token ids and back: UTF-8 bytes, a tiktoken file, a Hugging Face tokenizer.json, or cl100k_base.
+"""Text to token ids and back.
 
-Every tokenizer has one separator, which is both the first and the last token of a document: documents become
-``[separator] + tokens + [separator]`` before they are packed. A special token that is spelled out in a text is text, never a control token.
+A tokenizer is UTF-8 bytes, a tiktoken file, a Hugging Face tokenizer.json, or
+cl100k_base.
+
+Control tokens stand before and after every document (document_tokens.py). For
+models that are trained here, both are one separator. A control token that is
+spelled out in a text is text.
 """
 
 import abc
@@ -16,10 +20,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 from etils import epath
-from jaxtyping import Int32
+from jaxtyping import Int, Int32
 
 from diffjax.config import UserError
+from diffjax.data import document_tokens
 from diffjax.data.document import WITHOUT_NETWORK, reason
+from diffjax.data.document_tokens import DocumentTokens, separated_by
 from diffjax.data.files import is_on_hub
 from diffjax.data.tokenizer_json import tokenizer_json
 
@@ -48,55 +54,91 @@ _CL100K_SPECIAL = {
   "<|endofprompt|>": 100276,
 }
 
-# Names of the token between documents in published tokenizer.json files, the likeliest first.
-_HF_SEPARATORS = (
-  SEPARATOR,
-  "<|end_of_text|>",
-  "</s>",
-  "<eos>",
-  "<|eos|>",
-  "[EOS]",
-  "<|im_end|>",
-  "[SEP]",
-)
-
 
 class Tokenizer(abc.ABC):
   """A tokenizer.
 
   Attributes:
     spec: The value of config.data.tokenizer that it was loaded from.
-    fingerprint: sha256 (hex) of all that its ids depend on.
-    vocab_size: Number of ids, the separator and special tokens included.
-    separator: Id of the token before and after every document.
+    fingerprint: sha256 (hex) of all that its ids and documents depend on.
+    vocab_size: Number of ids, control tokens included.
+    document_tokens: The tokens before and after every document.
   """
 
   spec: str
   fingerprint: str
   vocab_size: int
-  separator: int
+  document_tokens: DocumentTokens
+
+  @property
+  def separator(self) -> int:
+    """Id of the token that ends a document."""
+    return self.document_tokens.end[-1]
 
   @abc.abstractmethod
   def encode(self, text: str) -> Sequence[int] | Int32[np.ndarray, "T"]:
-    """Ids of a text, without separators."""
+    """Returns the ids of a text, without control tokens."""
 
   @abc.abstractmethod
   def encode_batch(
     self, texts: Sequence[str]
   ) -> Sequence[Sequence[int] | Int32[np.ndarray, "T"]]:
-    """Ids of several texts, in parallel if the library can."""
+    """Returns the ids of several texts, in parallel if the library can."""
+
+  def encode_prompt(self, text: str) -> list[int]:
+    """Returns the ids of a text that begins a document. There is at least one.
+
+    An empty text without tokens before it gets the token that stands for no
+    context.
+    """
+    ids = [*self.document_tokens.start, *map(int, self.encode(text))]
+    return ids or [self.document_tokens.no_context]
 
   @abc.abstractmethod
   def decode(self, ids: Iterable[int]) -> str:
-    """Text of the ids. Separators, special tokens and ids beyond the vocabulary are dropped; invalid UTF-8 becomes U+FFFD."""
+    """Returns the text of ids that begin a text.
+
+    Control tokens and ids beyond the vocabulary are dropped. Invalid UTF-8
+    becomes U+FFFD.
+    """
+
+  def decode_after(self, context: Iterable[int], ids: Iterable[int]) -> str:
+    """Returns the text that ids add to the text of a context.
+
+    Some decoders drop the space before the first word of a text. The text of a
+    continuation keeps it, unless the context has no text.
+
+    Args:
+      context: The ids before, such as those of a prompt.
+      ids: The ids to decode.
+    """
+    del context  # The text of a token does not depend on it.
+    return self.decode(ids)
 
   @abc.abstractmethod
   def token_bytes(self) -> Int32[np.ndarray, "N"]:
-    """The number of UTF-8 bytes of each id; 0 for the separator and special tokens. For bits per byte."""
+    """Returns the number of UTF-8 bytes of each id, in the middle of a text.
+
+    It is 0 for control tokens.
+    """
+
+  def target_bytes(
+    self, tokens: Int[np.ndarray, "*B T"], targets: Int[np.ndarray, "*B T"]
+  ) -> Int32[np.ndarray, "*B T"]:
+    """Returns the number of UTF-8 bytes of text that each target adds.
+
+    The sum over a text is its number of bytes. For bits per byte.
+
+    Args:
+      tokens: The token before each target.
+      targets: The ids to count.
+    """
+    del tokens  # The text of a token does not depend on it.
+    return self.token_bytes()[targets]
 
   @abc.abstractmethod
   def tokenizer_json(self) -> str:
-    """The text of a Hugging Face tokenizer.json with the same ids."""
+    """Returns a Hugging Face tokenizer.json with the same ids."""
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
@@ -129,10 +171,19 @@ def load_tokenizer(spec: str) -> Tokenizer:
       "python -m diffjax.prepare --train_tokenizer=DIR trains one"
     ) from error
   if spec.endswith(".json"):
-    return _HuggingFaceTokenizer(spec, content)
+    return _load_tokenizer_json(spec, content)
   if hashlib.sha256(content).hexdigest() == _CL100K_SHA256:
     return _TiktokenTokenizer(spec, content, _CL100K_PATTERN, _CL100K_SPECIAL)
   return _TiktokenTokenizer(spec, content, PATTERN, None)
+
+
+def _load_tokenizer_json(spec: str, content: bytes) -> Tokenizer:
+  from diffjax.data.hugging_face_tokenizer import HuggingFaceTokenizer
+
+  tokens = None
+  if not is_on_hub(spec):  # `diffjax.convert` does not write there.
+    tokens = document_tokens.read(epath.Path(spec).expanduser().parent)
+  return HuggingFaceTokenizer(spec, content, tokens)
 
 
 def read_tokenizer_file(spec: str) -> bytes:
@@ -164,7 +215,7 @@ class _ByteTokenizer(Tokenizer):
   spec = "bytes"
   fingerprint = hashlib.sha256(b"bytes").hexdigest()
   vocab_size = 256
-  separator = 255
+  document_tokens = separated_by(255)
 
   def encode(self, text: str) -> Int32[np.ndarray, "T"]:
     return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
@@ -222,7 +273,7 @@ class _TiktokenTokenizer(Tokenizer):
       + json.dumps(special_tokens, sort_keys=True).encode()
     ).hexdigest()
     self.vocab_size = max(special_tokens.values()) + 1
-    self.separator = special_tokens[SEPARATOR]
+    self.document_tokens = separated_by(special_tokens[SEPARATOR])
     self._encoding = tiktoken.Encoding(
       "diffjax",
       pat_str=pattern,
@@ -257,88 +308,6 @@ class _TiktokenTokenizer(Tokenizer):
       else self._pattern
     )
     return tokenizer_json(self._ranks, pattern, self._special_tokens)
-
-
-class _HuggingFaceTokenizer(Tokenizer):
-  """A tokenizer.json of any kind, run by Hugging Face tokenizers."""
-
-  def __init__(self, spec: str, content: bytes):
-    import tokenizers
-
-    try:
-      self._content = content.decode("utf-8")
-      self._tokenizer = tokenizers.Tokenizer.from_str(self._content)
-      self._description = json.loads(self._content)
-    except (
-      Exception
-    ) as error:  # tokenizers raises Exception itself for what it cannot parse
-      raise UserError(
-        f"config.data.tokenizer = {spec!r}: not a Hugging Face tokenizer.json ({error})"
-      ) from error
-    self._tokenizer.encode_special_tokens = (
-      True  # "<|endoftext|>" in a document is text
-    )
-    self._tokenizer.no_truncation()
-    self._tokenizer.no_padding()
-    vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-    added = self._tokenizer.get_added_tokens_decoder()
-    self._special = {
-      token for token, content_ in added.items() if content_.special
-    }
-    found = [vocabulary[name] for name in _HF_SEPARATORS if name in vocabulary]
-    if not found:
-      raise UserError(
-        f"config.data.tokenizer = {spec!r}: has no separator for documents; looked for {', '.join(_HF_SEPARATORS)}"
-      )
-    self.spec = spec
-    self.fingerprint = hashlib.sha256(content).hexdigest()
-    self.vocab_size = (
-      max(vocabulary.values()) + 1
-    )  # get_vocab_size() does not count gaps in the ids
-    self.separator = found[0]
-
-  def encode(self, text: str) -> list[int]:
-    return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    return [
-      encoding.ids
-      for encoding in self._tokenizer.encode_batch_fast(
-        list(texts), add_special_tokens=False
-      )
-    ]
-
-  def decode(self, ids: Iterable[int]) -> str:
-    ordinary = [
-      int(token)
-      for token in ids
-      if 0 <= token < self.vocab_size and token != self.separator
-    ]
-    return self._tokenizer.decode(ordinary, skip_special_tokens=True)
-
-  def token_bytes(self) -> Int32[np.ndarray, "N"]:
-    added = self._tokenizer.get_added_tokens_decoder()
-    byte_level = '"ByteLevel"' in json.dumps(self._description.get("decoder"))
-    lengths = np.zeros(self.vocab_size, np.int32)
-    for text, token in self._tokenizer.get_vocab(
-      with_added_tokens=True
-    ).items():
-      if token in self._special or token == self.separator:
-        continue
-      if token in added:
-        lengths[token] = len(text.encode("utf-8"))
-      elif byte_level:  # one character stands for one byte
-        lengths[token] = len(text)
-      elif len(text) == 6 and text.startswith(
-        "<0x"
-      ):  # SentencePiece's byte fallback
-        lengths[token] = 1
-      else:  # SentencePiece writes a space as ▁
-        lengths[token] = len(text.replace("▁", " ").encode("utf-8"))
-    return lengths
-
-  def tokenizer_json(self) -> str:
-    return self._content
 
 
 def _load_cl100k() -> Tokenizer:

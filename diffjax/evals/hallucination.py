@@ -324,7 +324,7 @@ def _read(name: str, trained: Trained, settings: Settings) -> list[Sample]:
           f"{place}: the field 'answers' must be a list of strings, and not empty; got {str(references)[:40]!r}"
         )
     first, middle, last = (
-      [trained.tokenizer.separator, *encode(before)],
+      [*trained.tokenizer.document_tokens.start, *encode(before)],
       encode(source),
       encode(after),
     )
@@ -410,7 +410,7 @@ def _outputs(
     written = sampler.generate(
       [sample.ids for sample in waiting],
       limits[kind],
-      stop_ids=(trained.tokenizer.separator,),
+      stop_ids=trained.tokenizer.document_tokens.stop,
       stop=ended,
     )
     for sample, ids in zip(waiting, written, strict=True):

@@ -247,7 +247,7 @@ class _Task:
     """1 for each query whose label was right, else 0."""
     sampler, labels = self._sampler, self._dataset.labels
     beginning = [
-      self._tokenizer.separator,
+      *self._tokenizer.document_tokens.start,
       *itertools.chain.from_iterable(map(self._demonstration, demonstrations)),
     ]
     shared, found = (
@@ -268,10 +268,10 @@ class _Task:
     )
 
   def _that_fit(self, demonstrations: Sequence[Example]) -> list[Example]:
-    """The first demonstrations, as many as leave room for separator, query and label."""
+    """The first demonstrations, as many as leave room for start, query and label."""
     room = (
       self._sampler.capacity
-      - 1
+      - len(self._tokenizer.document_tokens.start)
       - max(map(len, self._heads))
       - max(map(len, self._endings.values()))
     )

@@ -9,7 +9,7 @@ prompts. The choices here:
   Two models that are compared are both asked in the first one's. The default is zero-shot, as for models of the paper's second stage. For
   a model that was not fine-tuned, `shots` demonstrations of another file (the training split) stand before every question: solutions as
   they are written there, with a blank line between them.
-- An answer ends with the separator, at `new_tokens`, or where the model begins another question by itself.
+- An answer ends with the document, at `new_tokens`, or where the model begins another question by itself.
 - The mean over files weights every file alike, as a mean of benchmarks does. `ended` is the share of answers that did not need more than
   `new_tokens`; where it is low, raise `new_tokens` (the paper's second stage writes up to 16K).
 """
@@ -99,7 +99,7 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   ]
   prompts = [
     [
-      _prompt(trained.tokenizer, shots + _ask(template, question.text))
+      trained.tokenizer.encode_prompt(shots + _ask(template, question.text))
       for question in questions
     ]
     for _, questions in files
@@ -127,7 +127,7 @@ def _measure(
     written = sampler.generate(
       ids,
       settings.new_tokens,
-      stop_ids=(trained.tokenizer.separator,),
+      stop_ids=trained.tokenizer.document_tokens.stop,
       stop=another,
     )
     answers = [
@@ -223,10 +223,6 @@ class _Another:
 
 def _ask(template: str, question: str) -> str:
   return template.replace("{prompt}", question)
-
-
-def _prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-  return [tokenizer.separator, *np.asarray(tokenizer.encode(text)).tolist()]
 
 
 def _check(settings: Settings, paths: Sequence[str]) -> None:

@@ -132,7 +132,7 @@ def _measure(
         written = sampler.generate(
           [prompt.ids for prompt in prompts],
           settings.new_tokens,
-          stop_ids=(trained.tokenizer.separator,),
+          stop_ids=trained.tokenizer.document_tokens.stop,
         )
         found = [
           _share_found(trained.tokenizer.decode(ids), prompt.answers)

@@ -91,7 +91,6 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
 def _measure(
   trained: Trained, batches: ValidationBatches, ngram: int
 ) -> Iterator[Figure]:
-  token_bytes = trained.tokenizer.token_bytes()
   step = jax.jit(functools.partial(row_losses, trained.model))
   units = []
   with Progress(
@@ -99,7 +98,7 @@ def _measure(
   ) as progress:
     for index, batch in enumerate(batches):
       sums = jax.device_get(
-        step(trained.params, with_hits(batch, token_bytes, ngram))
+        step(trained.params, with_hits(batch, trained.tokenizer, ngram))
       )
       units.append(
         np.stack([sums[name] for name in SUMS], axis=1).astype(np.float64)

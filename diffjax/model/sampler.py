@@ -221,23 +221,21 @@ class Sampler:
         raise ValueError(
           "prompts are texts: only a sampler made from a trained model has a tokenizer; give it token ids"
         )
-      prompts = [
-        [tokenizer.separator, *map(int, tokenizer.encode(prompt))]
-        for prompt in prompts
-      ]
-      stop_ids = [*stop_ids, tokenizer.separator]
-      options: Any = dict(
+      token_prompts = [tokenizer.encode_prompt(text) for text in prompts]
+      answers = self.generate(
+        token_prompts,
+        max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         seed=seed,
-        stop_ids=stop_ids,
+        stop_ids=[*stop_ids, *tokenizer.document_tokens.stop],
         stop=stop,
       )
-      return [
-        tokenizer.decode(ids)
-        for ids in self.generate(prompts, max_new_tokens, **options)
-      ]
+      texts = []
+      for prompt, answer in zip(token_prompts, answers, strict=True):
+        texts.append(tokenizer.decode_after(prompt, answer))
+      return texts
     out: list[list[int]] = [[] for _ in prompts]
     options = dict(
       temperature=temperature,

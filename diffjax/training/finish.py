@@ -62,17 +62,14 @@ def _sample(
   config: Config, model: Decoder, params: Any, tokenizer: Tokenizer
 ) -> str:
   """The config's prompt and how the model continues it; "" if the config asks for no sample, or the prompt leaves no room for one."""
-  prompt = [
-    tokenizer.separator,
-    *map(int, tokenizer.encode(config.train.sample_prompt)),
-  ]
+  prompt = tokenizer.encode_prompt(config.train.sample_prompt)
   count = min(config.train.sample_tokens, config.model.max_length - len(prompt))
   if count < 1:
     return ""
   [ids] = Sampler(model, params, capacity=len(prompt) + count).generate(
     [prompt], count, temperature=0.8
   )
-  return config.train.sample_prompt + tokenizer.decode(ids)
+  return config.train.sample_prompt + tokenizer.decode_after(prompt, ids)
 
 
 def plot_losses(

@@ -82,7 +82,6 @@ class Session:
     self._share, self._shares = batch_share(mesh)
     self._tokenizer = load_tokenizer(config.data.tokenizer)
     check_vocabulary(config, self._tokenizer)
-    self._token_bytes = self._tokenizer.token_bytes()
     self.program = build(config, mesh)
     self._printed_choices: set[Choice] = set()
     warning = cpu_time.warning(config, mesh.devices.flat[0].platform)
@@ -286,7 +285,7 @@ class Session:
       self.program.eval_step,
       state.params,
       self._validation_batches,
-      token_bytes=self._token_bytes,
+      tokenizer=self._tokenizer,
       ngram=config.eval.ngram,
     )
     scores = {f"validation/{name}": value for name, value in losses}
@@ -301,7 +300,7 @@ class Session:
       and "validation/bits_per_byte" in scores
     ):
       scores["validation/trigram_bits_per_byte"] = trigram.baseline(
-        config, self._validation_batches, self._token_bytes
+        config, self._validation_batches, self._tokenizer.token_bytes()
       )
     self._log.evaluated(step, scores, self._validation_batches.rows)
     return scores

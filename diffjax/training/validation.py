@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
-from numpy import ndarray
+from jaxtyping import Array, Float
 
 from diffjax.data.ar_hit import ar_hit_mask
+from diffjax.data.tokenizer import Tokenizer
 from diffjax.model.decoder import Decoder, output_embedding
 from diffjax.ops.cross_entropy import per_token_cross_entropy
 
@@ -41,7 +41,7 @@ def losses(
   params: Any,
   batches: Iterable[dict[str, Any]],
   *,
-  token_bytes: Int[ndarray, N],
+  tokenizer: Tokenizer,
   ngram: int,
 ) -> Iterator[tuple[str, float]]:
   """Losses over the targets that carry weight.
@@ -50,7 +50,7 @@ def losses(
     eval_step: adds up `row_losses` over a batch: `training.program.Program.eval_step`.
     params: the model's parameters.
     batches: host batches of tokens, targets, segment_ids, positions, weights [B, T].
-    token_bytes: UTF-8 bytes that each token stands for.
+    tokenizer: the run's; it counts the bytes of the targets.
     ngram: length of the n-grams of AR-Hit.
 
   Yields:
@@ -59,7 +59,7 @@ def losses(
   totals: dict[str, float] = {}
   pending = []
   for batch in batches:
-    pending.append(eval_step(params, with_hits(batch, token_bytes, ngram)))
+    pending.append(eval_step(params, with_hits(batch, tokenizer, ngram)))
     if (
       len(pending) > 1
     ):  # fetch one batch behind, so that the device never waits for the host
@@ -71,15 +71,16 @@ def losses(
 
 
 def with_hits(
-  batch: dict[str, Any], token_bytes: Int[ndarray, N], ngram: int
+  batch: dict[str, Any], tokenizer: Tokenizer, ngram: int
 ) -> dict[str, Any]:
   """A host batch as `row_losses` takes it: with its AR hits and the bytes of its targets, float32 [B, T]."""
   hits = ar_hit_mask(
     batch["tokens"], batch["targets"], batch["segment_ids"], ngram
   )
+  num_bytes = tokenizer.target_bytes(batch["tokens"], batch["targets"])
   return batch | {
     "hits": hits.astype(np.float32),
-    "bytes": token_bytes[batch["targets"]].astype(np.float32),
+    "bytes": num_bytes.astype(np.float32),
   }
 
 

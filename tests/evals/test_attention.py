@@ -144,7 +144,7 @@ def test_a_windows_last_query_weighs_the_windows_keys_alone(make_trained):
 
 
 def test_shares_by_hand():
-  prompt = NeedlePrompt(list(range(8)), ["1"], [(3, 5)], (6, 8))
+  prompt = NeedlePrompt(list(range(8)), ["1"], [(3, 5)], (6, 8), (0, 1))
   shares = attention.shares_of(
     np.array([0.1, 0.2, -0.2, 0.3, 0.1, -0.1, 0.05, 0.05]), prompt
   )

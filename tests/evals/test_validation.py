@@ -51,7 +51,7 @@ def test_the_suite_equals_what_the_loop_logs_whatever_the_batch(make_trained):
       step,
       trained.params,
       rows,
-      token_bytes=trained.tokenizer.token_bytes(),
+      tokenizer=trained.tokenizer,
       ngram=3,
     )
   )

@@ -1,7 +1,7 @@
 """A trained model in the interface of the LM Evaluation Harness (lm-eval, the extra `eval`; it needs neither torch nor transformers).
 
-Texts begin with the separator, as every document did in training. The separator is also the context of a text that has none. A special
-token that is spelled out in a text is text. A context that is too long for the model loses its oldest tokens, except the separator.
+Texts begin with the tokens that begin a document, as in training. A control token that is spelled out in a text is text. A context that is
+too long for the model loses its oldest tokens, except those that begin the document.
 """
 
 from __future__ import annotations
@@ -40,8 +40,13 @@ class DiffjaxLM(TemplateLM):
 
   @property
   def eot_token_id(self) -> int:
-    """The separator, the context of a text that has none."""
+    """The token that ends a document."""
     return self._trained.tokenizer.separator
+
+  @property
+  def prefix_token_id(self) -> int:
+    """The context of a text that has none."""
+    return self._trained.tokenizer.document_tokens.no_context
 
   @property
   def max_length(self) -> int:
@@ -51,9 +56,15 @@ class DiffjaxLM(TemplateLM):
   def tok_encode(
     self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
   ) -> list[int]:
-    """Ids of a text, after the separator unless add_special_tokens is False."""
-    ids = np.asarray(self._trained.tokenizer.encode(string)).tolist()
-    return ids if add_special_tokens is False else [self.eot_token_id, *ids]
+    """Returns the ids of a text that begins a document.
+
+    If add_special_tokens is False, there are no control tokens.
+    """
+    tokenizer = self._trained.tokenizer
+    ids = np.asarray(tokenizer.encode(string)).tolist()
+    if add_special_tokens is False:
+      return ids
+    return [*tokenizer.document_tokens.start, *ids]
 
   def _loglikelihood_tokens(
     self,
@@ -89,7 +100,7 @@ class DiffjaxLM(TemplateLM):
       ids = self.tok_encode(request.args[0], add_special_tokens=False)
       windows = get_rolling_token_windows(
         ids,
-        prefix_token=self.eot_token_id,
+        prefix_token=self.prefix_token_id,
         max_seq_len=self.max_length,
         context_len=1,
       )
@@ -130,7 +141,7 @@ class DiffjaxLM(TemplateLM):
         temperature=wanted.get("temperature", float(wanted["do_sample"])),
         top_k=wanted.get("top_k", 0),
         top_p=wanted.get("top_p", 1.0),
-        stop_ids=(self.eot_token_id,),
+        stop_ids=self._trained.tokenizer.document_tokens.stop,
         stop=ended,
       )
       for index, ids in zip(indices, written, strict=True):
@@ -164,12 +175,12 @@ class DiffjaxLM(TemplateLM):
     )
 
   def _cut(self, context: list[int], room: int) -> list[int]:
-    """The first token of a context, the separator, and its newest tokens, `room` in all."""
-    return (
-      context
-      if len(context) <= room
-      else [*context[: room > 0], *context[len(context) - max(room - 1, 0) :]]
-    )
+    """Returns the start of the document and the newest tokens of a context, `room` in all."""
+    if len(context) <= room:
+      return context
+    num_start = min(len(self._trained.tokenizer.document_tokens.start), room)
+    num_newest = room - num_start
+    return context[:num_start] + context[len(context) - num_newest :]
 
   def _report_cuts(
     self, whole: Iterable[Sequence[int]], kept: Iterable[Sequence[int]]

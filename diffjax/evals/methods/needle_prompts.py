@@ -42,18 +42,18 @@ class NeedlePrompt:
   """A prompt. Spans are half-open ranges of positions in `ids`.
 
   Attributes:
-    ids: The prompt: separator, opening, haystack with needles, question with the answer's first words.
+    ids: The prompt: start of a document, opening, haystack with needles, question with the answer's first words.
     answers: The numbers asked for, in the question's order. The needle of the first one stands at the depth.
     answer_spans: Their needles, line breaks included, in the same order.
     query_span: The question with the answer's first words, up to the end.
-    bos_span: The separator.
+    bos_span: The start of a document.
   """
 
   ids: list[int]
   answers: list[str]
   answer_spans: list[tuple[int, int]]
   query_span: tuple[int, int]
-  bos_span: tuple[int, int] = (0, 1)
+  bos_span: tuple[int, int]
 
 
 def make_prompts(
@@ -94,7 +94,7 @@ def make_prompts(
   rng = np.random.default_rng(
     [seed, length, num_needles, num_asked, round(depth * 1_000_000)]
   )
-  opening = [tokenizer.separator, *_encode(tokenizer, OPENING)]
+  opening = tokenizer.encode_prompt(OPENING)
   newline = _encode(tokenizer, "\n")
   prompts = []
   for _ in range(samples):
@@ -128,7 +128,15 @@ def make_prompts(
       for at, tie in rng.random((num_needles - 1, 2))
     ]
     prompts.append(
-      _assemble(opening, pieces, needles, places, query, numbers[:num_asked])
+      _assemble(
+        opening,
+        pieces,
+        needles,
+        places,
+        query,
+        numbers[:num_asked],
+        bos_span=(0, len(tokenizer.document_tokens.start)),
+      )
     )
   return prompts
 
@@ -140,6 +148,8 @@ def _assemble(
   places: Sequence[tuple[int, float]],
   query: list[int],
   answers: list[str],
+  *,
+  bos_span: tuple[int, int],
 ) -> NeedlePrompt:
   """Joins the parts of a prompt.
 
@@ -150,6 +160,7 @@ def _assemble(
     places: Of each needle the number of pieces before it, and its rank among needles of the same place.
     query: Ids of the last part.
     answers: The numbers asked for.
+    bos_span: The start of the document.
   """
   ids, spans, done = list(opening), {}, 0
   for needle in sorted(range(len(needles)), key=lambda needle: places[needle]):
@@ -164,6 +175,7 @@ def _assemble(
     answers,
     [spans[needle] for needle in range(len(answers))],
     (len(ids), len(ids) + len(query)),
+    bos_span,
   )
 
 

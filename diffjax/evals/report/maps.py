@@ -77,10 +77,13 @@ def compute(
     UserError: if a setting is out of range, or the prompt longer than a model takes.
   """
   ids, tokenizer = _prompt(models, settings), models[0].tokenizer
-  tokens = [
-    tokenizer.decode([token]) if token != tokenizer.separator else "(start)"
-    for token in ids
-  ]
+  control_ids = tokenizer.document_tokens.control_ids()
+  tokens = []
+  for index, token in enumerate(ids):
+    if token in control_ids:
+      tokens.append("(start)")
+    else:
+      tokens.append(tokenizer.decode_after(ids[:index], [token]))
   of_model = jax.jit(maps_of, static_argnums=0)
   return tokenizer.decode(ids), [
     Maps(
@@ -106,13 +109,10 @@ def _prompt(models: Sequence[Trained], settings: Settings) -> list[int]:
   first = models[0]
   limit = min(model.config.model.max_length for model in models)
   if settings.prompt:
-    ids = [
-      first.tokenizer.separator,
-      *map(int, first.tokenizer.encode(settings.prompt)),
-    ]
+    ids = first.tokenizer.encode_prompt(settings.prompt)
     if len(ids) > min(limit, settings.tokens):
       raise UserError(
-        f"set.report.prompt has {len(ids)} tokens, its separator included: set.report.tokens = {settings.tokens} are drawn, and "
+        f"set.report.prompt has {len(ids)} tokens, its start included: set.report.tokens = {settings.tokens} are drawn, and "
         f"the model takes at most {limit} (config.model.max_length)"
       )
     return ids

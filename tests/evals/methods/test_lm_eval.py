@@ -11,6 +11,7 @@ lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402
 
 from diffjax.config import Config, ModelConfig  # noqa: E402
+from diffjax.data.document_tokens import separated_by  # noqa: E402
 from diffjax.data.tokenizer import load_tokenizer  # noqa: E402
 from diffjax.evals.methods import lm_eval as adapter  # noqa: E402
 from diffjax.evals.methods.lm_eval import DiffjaxLM  # noqa: E402
@@ -127,7 +128,7 @@ def test_a_continuation_that_the_tokenizer_joins_with_the_context(
   model, pairs, monkeypatch
 ):
   class Joins:
-    separator = 255
+    document_tokens = separated_by(255)
 
     def encode(self, text):
       return [200 if text == "ab" else ord(text)]

@@ -1,0 +1,81 @@
+"""The control tokens around a document.
+
+Models that are trained here see one separator before and after every document.
+A published model has its own tokens. `diffjax.convert` writes them to
+``document_tokens.json`` beside the model's ``tokenizer.json``, and
+`load_tokenizer` reads them from there.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+from etils import epath
+
+from diffjax.config import UserError
+
+FILE_NAME = "document_tokens.json"
+
+
+class DocumentTokens(NamedTuple):
+  """Ids of the control tokens around a document.
+
+  Attributes:
+    start: Tokens before a document. Some models have none.
+    end: Tokens after a document; at least one.
+    stop: Tokens at which generation ends. They include the last one of `end`.
+    no_context: The context of a text without any other context: the last token
+      of `start` if there is one.
+  """
+
+  start: tuple[int, ...]
+  end: tuple[int, ...]
+  stop: tuple[int, ...]
+  no_context: int
+
+  def control_ids(self) -> set[int]:
+    """Returns all ids that occur around documents and never in a text."""
+    return {*self.start, *self.end, *self.stop, self.no_context}
+
+
+def separated_by(separator: int) -> DocumentTokens:
+  """Returns the tokens of models that are trained here."""
+  return DocumentTokens((separator,), (separator,), (separator,), separator)
+
+
+def read(directory: epath.Path) -> DocumentTokens | None:
+  """Returns the tokens that are stored in a directory; None if there are none.
+
+  Raises:
+    UserError: if the file is damaged.
+  """
+  path = directory / FILE_NAME
+  try:
+    text = path.read_text(encoding="utf-8")
+  except FileNotFoundError:
+    return None
+  try:
+    fields = json.loads(text)
+    tokens = DocumentTokens(
+      start=tuple(fields["start"]),
+      end=tuple(fields["end"]),
+      stop=tuple(fields["stop"]),
+      no_context=fields["no_context"],
+    )
+    if not tokens.end or not all(
+      type(token) is int for token in tokens.control_ids()
+    ):
+      raise ValueError("its values must be token ids")
+  except (ValueError, TypeError, KeyError) as error:
+    raise UserError(
+      f"{path} is damaged ({error!r}): write it again with"
+      " python -m diffjax.convert"
+    ) from error
+  return tokens
+
+
+def write(directory: epath.Path, tokens: DocumentTokens) -> None:
+  """Stores the tokens in a directory."""
+  text = json.dumps(tokens._asdict(), indent=2) + "\n"
+  (directory / FILE_NAME).write_text(text, encoding="utf-8")

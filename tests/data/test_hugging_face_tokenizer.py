@@ -1,0 +1,108 @@
+"""tokenizer.json files with the conventions of published models."""
+
+import numpy as np
+import pytest
+
+from diffjax.config import UserError
+from diffjax.data import document_tokens
+from diffjax.data.document_tokens import DocumentTokens
+from diffjax.data.tokenizer import load_tokenizer
+from tests import tokenizer_files
+
+SENTENCE = "The quick brown fox jumps over the lazy dog"
+
+
+@pytest.fixture(params=tokenizer_files.MAKERS)
+def published(request, tmp_path):
+  return load_tokenizer(tokenizer_files.save(tmp_path, request.param))
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    "the </s> fox",
+    "<pad>",
+    "<s>hello</s>",
+    "[SEP]",
+    "[CLS] hello",
+    "<unk> x",
+    "<0x41> fox",
+    "hello <0xE2><0x96><0x81> world",
+  ],
+)
+def test_spelled_control_tokens_are_text(published, text):
+  if "[UNK]" in published.tokenizer_json() and "<0x" in text:
+    text = text.replace("><", "> <")  # It has no bytes, and splits at spaces.
+  ids = published.encode(text)
+  assert not published._control_ids.intersection(ids)
+  assert published.decode(ids) == text
+  assert published.encode_batch(["hello", text])[1] == ids
+
+
+def test_bytes_of_a_text(published):
+  """Each text is a document of its own, after a control token."""
+  start = published.separator
+  texts = [SENTENCE, "hello world", "the", "fox , an hello"]
+  for text in texts:
+    ids = np.array([start, *published.encode(text), start])
+    num_bytes = published.target_bytes(ids[:-1], ids[1:])
+    assert num_bytes.sum() == len(published.decode(ids).encode())
+    assert num_bytes[-1] == 0
+  assert len(published.decode(published.encode(SENTENCE))) == len(SENTENCE)
+  # The same in one row, and for a batch of rows.
+  row = []
+  for text in texts:
+    row += [start, *published.encode(text)]
+  rows = np.array([row, row])
+  expected = sum(
+    len(published.decode(published.encode(text)).encode()) for text in texts
+  )
+  num_bytes = published.target_bytes(rows[:, :-1], rows[:, 1:])
+  assert num_bytes.sum(axis=1).tolist() == [expected, expected]
+
+
+def test_a_continuation_keeps_its_space(published):
+  prompt = published.encode_prompt("hello")
+  word = published.encode("hello world")[len(published.encode("hello")) :]
+  assert published.decode_after(prompt, word) == " world"
+  # One token at a time, as it is printed while it is generated.
+  for end in range(len(word) + 1):
+    text = published.decode_after(prompt, word[:end])
+    assert " world".startswith(text.rstrip("\ufffd"))
+  # After a control token, the same ids begin a text.
+  assert published.decode_after(published.encode_prompt(""), word) == "world"
+  assert published.decode_after(prompt, [published.separator]) == ""
+
+
+def test_a_continuation_of_half_a_character(tmp_path):
+  """The bytes of a character do not change the text before it."""
+  loaded = load_tokenizer(tokenizer_files.save(tmp_path, "llama_2"))
+  prompt = loaded.encode_prompt("hello €")
+  euro = loaded.encode("€")[1:]
+  assert len(euro) == 3 and prompt[-3:] == euro
+  assert loaded.decode_after(prompt, euro[:1]) == "\ufffd"
+  assert loaded.decode_after(prompt, euro) == "€"
+
+
+def test_document_tokens_beside_a_tokenizer(tmp_path):
+  path = tokenizer_files.save(tmp_path, "llama_2")
+  plain = load_tokenizer(path)
+  assert plain.document_tokens == DocumentTokens((2,), (2,), (2,), 2)
+  tokens = DocumentTokens((1,), (2,), (2, 3), 1)
+  document_tokens.write(tmp_path, tokens)
+  loaded = load_tokenizer(path)
+  assert loaded.document_tokens == tokens
+  assert loaded.fingerprint != plain.fingerprint
+  assert loaded.encode_prompt("the") == [1, *plain.encode("the")]
+
+  document_tokens.write(tmp_path, DocumentTokens((), (2,), (2,), 2))
+  loaded = load_tokenizer(path)
+  assert loaded.encode_prompt("the") == plain.encode("the")
+  assert loaded.encode_prompt("") == [2]
+
+  (tmp_path / document_tokens.FILE_NAME).write_text('{"start": [1]}')
+  with pytest.raises(UserError, match="is damaged"):
+    load_tokenizer(path)
+  document_tokens.write(tmp_path, DocumentTokens((9999,), (2,), (2,), 2))
+  with pytest.raises(UserError, match="another model's"):
+    load_tokenizer(path)
