@@ -22,6 +22,8 @@ from absl import app, flags
 from diffjax import command
 from diffjax.config import OF_THE_RUN, Config, UserError
 from diffjax.evals.report import card
+from diffjax.interop.layout import Model
+from diffjax.interop.tokenizer import token_names
 from diffjax.training import manifest
 
 _MODULES = {
@@ -102,12 +104,31 @@ def main() -> None:
     _DTYPE.value,
     f"{source}:{source_path}",
   )
-  config, tokens = model.config, model.tokenizer.vocab_size
+  _print_summary(target_path, model)
+  if start:
+    print(
+      "to continue training from it:"
+      f" --config.train.init_from={target_path} {start}"
+    )
+
+
+def _print_summary(path: str, model: Model) -> None:
+  """Prints the sizes of a written model, and the tokens around documents."""
+  config = model.config
+  vocabulary = f"vocabulary {config.vocab_size}"
+  if model.tokenizer.vocab_size != config.vocab_size:
+    vocabulary += f" (its tokenizer has {model.tokenizer.vocab_size})"
   print(
-    f"{target_path}: {config.attention}, {config.num_layers} layers of width {config.embed_dim}, vocabulary {config.vocab_size}"
-    + f" (its tokenizer has {tokens})" * (tokens != config.vocab_size)
-    + f"\nto continue training from it: --config.train.init_from={target_path} {start}"
-    * bool(start)
+    f"{path}: {config.attention}, {config.num_layers} layers of width"
+    f" {config.embed_dim}, {vocabulary}"
+  )
+  tokens = model.tokenizer.document_tokens
+  start = token_names(model.tokenizer, tokens.start)
+  end = token_names(model.tokenizer, tokens.end)
+  stop = token_names(model.tokenizer, tokens.stop)
+  print(
+    f"documents: {' '.join([*start, 'TEXT', *end])}; generation stops at"
+    f" {' or '.join(stop)}"
   )
 
 

@@ -74,7 +74,8 @@ class HuggingFaceTokenizer(Tokenizer):
     Args:
       spec: Where it was read.
       content: Its content.
-      document_tokens: The tokens around a document; None for the separator.
+      document_tokens: The tokens around a document; None for the separator
+        that the file has.
 
     Raises:
       UserError: if it is not a tokenizer.json, or lacks the document tokens.
@@ -95,9 +96,16 @@ class HuggingFaceTokenizer(Tokenizer):
     # get_vocab_size() does not count gaps in the ids.
     self.vocab_size = max(vocabulary.values()) + 1
     fingerprint = hashlib.sha256(content)
+    separator = _find_separator(vocabulary)
     if document_tokens is None:
-      document_tokens = separated_by(_find_separator(spec, vocabulary))
-    else:
+      if separator is None:
+        raise UserError(
+          f"config.data.tokenizer = {spec!r}: has no separator for documents;"
+          f" looked for {', '.join(_SEPARATORS)}"
+        )
+      document_tokens = separated_by(separator)
+    elif separator is None or document_tokens != separated_by(separator):
+      self.has_own_document_tokens = True
       fingerprint.update(json.dumps(document_tokens).encode())
     self.document_tokens = document_tokens
     self.fingerprint = fingerprint.hexdigest()
@@ -295,15 +303,12 @@ class HuggingFaceTokenizer(Tokenizer):
     return self._content
 
 
-def _find_separator(spec: str, vocabulary: dict[str, int]) -> int:
-  """Returns the id of the token between documents."""
+def _find_separator(vocabulary: dict[str, int]) -> int | None:
+  """Returns the id of the token between documents; None if there is none."""
   for name in _SEPARATORS:
     if name in vocabulary:
       return vocabulary[name]
-  raise UserError(
-    f"config.data.tokenizer = {spec!r}: has no separator for documents; looked"
-    f" for {', '.join(_SEPARATORS)}"
-  )
+  return None
 
 
 def _with_hidden_names(

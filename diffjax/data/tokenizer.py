@@ -63,12 +63,15 @@ class Tokenizer(abc.ABC):
     fingerprint: sha256 (hex) of all that its ids and documents depend on.
     vocab_size: Number of ids, control tokens included.
     document_tokens: The tokens before and after every document.
+    has_own_document_tokens: Whether they are others than the separator that
+      the tokenizer's file has.
   """
 
   spec: str
   fingerprint: str
   vocab_size: int
   document_tokens: DocumentTokens
+  has_own_document_tokens = False
 
   @property
   def separator(self) -> int:

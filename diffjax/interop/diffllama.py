@@ -13,9 +13,10 @@ import numpy as np
 
 from diffjax.config import ModelConfig, UserError
 from diffjax.interop import hugging_face
-from diffjax.interop.directory import SafetensorsDirectory, read_tokenizer
+from diffjax.interop.directory import SafetensorsDirectory
 from diffjax.interop.directory import write as write_directory
 from diffjax.interop.layout import Layout, Model
+from diffjax.interop.tokenizer import read_tokenizer, token_fields
 
 
 def read(path: str) -> Model:
@@ -58,8 +59,7 @@ def write(path: str, model: Model, dtype: str) -> None:
     "architectures": ["DiffLlamaForCausalLM"],
     "model_type": "diffllama",
     **hugging_face.make_config(config, maps=2),
-    "bos_token_id": model.tokenizer.separator,
-    "eos_token_id": model.tokenizer.separator,
+    **token_fields(model.tokenizer),
     "dtype": dtype,
   }
   write_directory(

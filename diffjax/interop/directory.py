@@ -6,7 +6,6 @@ Nothing in it is unpickled or executed. Weights in pytorch_model.bin are pickles
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import pathlib
 import shutil
@@ -19,7 +18,9 @@ import safetensors
 import safetensors.numpy
 
 from diffjax.config import ModelConfig, UserError, from_config_dict
-from diffjax.data.tokenizer import Tokenizer, load_tokenizer
+from diffjax.data.tokenizer import Tokenizer
+from diffjax.interop.json_file import read_json, write_json
+from diffjax.interop.tokenizer import write_tokenizer
 
 DTYPES = {
   "float32": np.dtype(np.float32),
@@ -119,23 +120,6 @@ def _file_names(directory: pathlib.Path) -> list[str]:
   return names
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any]:
-  """A JSON object from a file.
-
-  Raises:
-    UserError: if the file is missing or does not hold one.
-  """
-  try:
-    content = json.loads(path.read_text(encoding="utf-8"))
-  except OSError as error:
-    raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-  except (ValueError, RecursionError) as error:
-    raise UserError(f"{path} is not JSON: {error}") from error
-  if not isinstance(content, dict):
-    raise UserError(f"{path} must hold a JSON object; got {str(content)[:40]}")
-  return content
-
-
 def checked_config(path: pathlib.Path, fields: dict[str, Any]) -> ModelConfig:
   """A model's config from fields of a file.
 
@@ -148,26 +132,6 @@ def checked_config(path: pathlib.Path, fields: dict[str, Any]) -> ModelConfig:
     raise UserError(
       f"{path} is not of a model that diffjax supports: {error}"
     ) from error
-
-
-def read_tokenizer(directory: pathlib.Path, vocab_size: int) -> Tokenizer:
-  """The tokenizer in a model's directory.
-
-  Raises:
-    UserError: if there is none, or it has more tokens than the model.
-  """
-  path = directory / "tokenizer.json"
-  if not path.exists():
-    raise UserError(
-      f"there is no tokenizer beside the model: put its tokenizer.json into {directory} (transformers writes one: "
-      "AutoTokenizer.from_pretrained(MODEL).save_pretrained(DIRECTORY))"
-    )
-  tokenizer = load_tokenizer(str(path))
-  if tokenizer.vocab_size > vocab_size:
-    raise UserError(
-      f"{path} has {tokenizer.vocab_size} tokens, but the model has {vocab_size}: replace it with the model's own tokenizer"
-    )
-  return tokenizer
 
 
 def write(
@@ -185,7 +149,7 @@ def write(
     config: Content of config.json.
     shapes: The shape of every tensor.
     tensor: Gives a tensor by its name. Called once for each tensor, so that those of one file at most are in memory.
-    tokenizer: Written as tokenizer.json and tokenizer_config.json. Its separator is the first and last token of a text, as in diffjax.
+    tokenizer: Written as tokenizer.json, tokenizer_config.json and document_tokens.json.
     dtype: "float32" or "bfloat16".
 
   Raises:
@@ -199,7 +163,7 @@ def write(
   )
   with _explained(directory):
     directory.mkdir(parents=True, exist_ok=True)
-    _write_tokenizer(directory, tokenizer)
+    write_tokenizer(directory, tokenizer)
     for file, names in shards.items():
       # safetensors writes the memory of an array and ignores its strides. No name here, or they would live on beside the next file's
       safetensors.numpy.save_file(
@@ -223,11 +187,11 @@ def write(
       weight_map = {
         name: file for file, names in shards.items() for name in names
       }
-      _write_json(
+      write_json(
         directory / _INDEX,
         {"metadata": {"total_size": size}, "weight_map": weight_map},
       )
-    _write_json(directory / "config.json", config)
+    write_json(directory / "config.json", config)
 
 
 def _shards(sizes: Mapping[str, int]) -> dict[str, list[str]]:
@@ -246,31 +210,6 @@ def _shards(sizes: Mapping[str, int]) -> dict[str, list[str]]:
     f"model-{number:05d}-of-{len(shards):05d}.safetensors": names
     for number, names in enumerate(shards, 1)
   }
-
-
-def _write_tokenizer(directory: pathlib.Path, tokenizer: Tokenizer) -> None:
-  import tokenizers
-
-  text = tokenizer.tokenizer_json()
-  separator = tokenizers.Tokenizer.from_str(text).id_to_token(
-    tokenizer.separator
-  )
-  (directory / "tokenizer.json").write_text(text, encoding="utf-8")
-  description: dict[str, Any] = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "bos_token": separator,
-    "eos_token": separator,
-  }
-  # Else transformers 4 adds token_type_ids, which DiffLlama does not accept
-  description |= {
-    "model_input_names": ["input_ids", "attention_mask"],
-    "clean_up_tokenization_spaces": False,
-  }
-  _write_json(directory / "tokenizer_config.json", description)
-
-
-def _write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
-  path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager

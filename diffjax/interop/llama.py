@@ -6,8 +6,9 @@ import dataclasses
 import pathlib
 
 from diffjax.interop import hugging_face
-from diffjax.interop.directory import SafetensorsDirectory, read_tokenizer
+from diffjax.interop.directory import SafetensorsDirectory
 from diffjax.interop.layout import Layout, Model
+from diffjax.interop.tokenizer import read_tokenizer
 
 
 def read(path: str) -> Model:

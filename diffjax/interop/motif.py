@@ -14,10 +14,10 @@ from diffjax.interop import hugging_face
 from diffjax.interop.directory import (
   SafetensorsDirectory,
   checked_config,
-  read_tokenizer,
 )
 from diffjax.interop.directory import write as write_directory
 from diffjax.interop.layout import Entry, Layout, Model
+from diffjax.interop.tokenizer import read_tokenizer, token_fields
 
 _ENTRIES = (
   *hugging_face.entries("head"),
@@ -144,8 +144,7 @@ def write(path: str, model: Model, dtype: str) -> None:
     "hidden_act": "poly_norm",
     "attn_rms_norm_eps": config.head_norm_eps or config.norm_eps,
     "use_bias": False,
-    "bos_token_id": model.tokenizer.separator,
-    "eos_token_id": model.tokenizer.separator,
+    **token_fields(model.tokenizer),
     "torch_dtype": dtype,
   }
   write_directory(

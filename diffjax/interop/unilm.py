@@ -27,11 +27,11 @@ from diffjax.config import ModelConfig, UserError
 from diffjax.interop.directory import (
   SafetensorsDirectory,
   checked_config,
-  read_json,
-  read_tokenizer,
 )
 from diffjax.interop.directory import write as write_directory
+from diffjax.interop.json_file import read_json
 from diffjax.interop.layout import Entry, Layout, Model
+from diffjax.interop.tokenizer import read_tokenizer
 
 _TIED_BY = "share_input_output_embed"
 

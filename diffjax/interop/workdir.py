@@ -32,7 +32,7 @@ def write(path: str, model: Model) -> Config:
     UserError: if it cannot be written.
   """
   with lock(path), Checkpoints(path, keep=1) as checkpoints:
-    spec = keep_tokenizer(path, model.tokenizer.spec)
+    spec = keep_tokenizer(path, model.tokenizer)
     config = Config(
       model=model.config,
       data=DataConfig(

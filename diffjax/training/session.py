@@ -103,7 +103,7 @@ class Session:
         self._workdir, keep=self._config.train.keep_checkpoints
       )
       if jax.process_index() == 0:
-        keep_tokenizer(self._workdir, self._config.data.tokenizer)
+        keep_tokenizer(self._workdir, self._tokenizer)
         config_file.write(
           epath.Path(self._workdir) / config_file.NAME, self._config
         )  # again at each start: some fields may change

@@ -21,6 +21,7 @@ from diffjax.config import (
   UserError,
   from_config_dict,
 )
+from diffjax.data import document_tokens
 from diffjax.data.files import is_on_hub
 from diffjax.data.tokenizer import (
   Tokenizer,
@@ -193,15 +194,21 @@ def _load_tokenizer(workdir: epath.PathLike, config: Config) -> Tokenizer:
   return tokenizer
 
 
-def keep_tokenizer(workdir: epath.PathLike, spec: str) -> str:
-  """Copies a tokenizer's file into the workdir, where `load` looks for it first; built-in ones need none.
+def keep_tokenizer(workdir: epath.PathLike, tokenizer: Tokenizer) -> str:
+  """Copies a tokenizer's file into the workdir, where `load` finds it.
+
+  Document tokens that are not the separator are written beside it. Built-in
+  tokenizers need no file.
 
   Returns:
     The spec of the copy.
   """
-  if (path := _kept(workdir, spec)) is None:
-    return spec
-  path.write_bytes(read_tokenizer_file(spec))
+  path = _kept(workdir, tokenizer.spec)
+  if path is None:
+    return tokenizer.spec
+  path.write_bytes(read_tokenizer_file(tokenizer.spec))
+  if tokenizer.has_own_document_tokens:
+    document_tokens.write(path.parent, tokenizer.document_tokens)
   return str(path)
 
 

@@ -12,6 +12,8 @@ from diffjax.interop import diffllama, directory, llama, workdir  # noqa: E402
 from diffjax.model.decoder import Decoder  # noqa: E402
 from diffjax.model.sampler import Sampler  # noqa: E402
 from diffjax.ops.rope import Scaling  # noqa: E402
+from diffjax.training.trained import load  # noqa: E402
+from tests import tokenizer_files  # noqa: E402
 
 TOKENS = np.random.default_rng(0).integers(0, 128, (2, 24))
 
@@ -171,3 +173,71 @@ def test_what_transformers_writes_is_read(
   model = layout.read(str(tmp_path))
   assert model.config.tie_embeddings is tie
   assert_close(logits(model, TOKENS), torch_logits(theirs, TOKENS))
+
+
+@pytest.mark.parametrize("kind", ["llama_2", "unigram"])
+@pytest.mark.parametrize("has_bos", [False, True])
+@pytest.mark.parametrize("num_ends", [1, 2])
+def test_a_published_llama_answers_as_in_transformers(
+  tmp_path, convert, kind, has_bos, num_ends
+):
+  """Greedily, from a text: the prompts, the tokens and the end are the same."""
+  made = tokenizer_files.MAKERS[kind]()
+  if has_bos:
+    made = tokenizer_files.begins_with(made, "<s>")
+  published = tmp_path / "published"
+  tokenizer = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=made, bos_token="<s>", eos_token="</s>"
+  )
+  tokenizer.save_pretrained(published)
+  torch.manual_seed(0)
+  config = transformers.LlamaConfig(
+    vocab_size=made.get_vocab_size(),
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    initializer_range=0.5,
+  )
+  theirs = transformers.LlamaForCausalLM(config).eval()
+
+  def answer():
+    prompt = transformers.AutoTokenizer.from_pretrained(published)(
+      "hello the", return_tensors="pt", return_token_type_ids=False
+    )
+    ids = theirs.generate(
+      **prompt, max_new_tokens=24, do_sample=False, pad_token_id=0
+    )[0].tolist()
+    return ids[prompt["input_ids"].shape[1] :]
+
+  theirs.generation_config.eos_token_id = 2
+  ends = [2]
+  if num_ends == 2:
+    ends.append(answer()[5])
+  theirs.config.eos_token_id = ends if num_ends == 2 else ends[0]
+  theirs.generation_config.eos_token_id = theirs.config.eos_token_id
+  theirs.save_pretrained(published)
+  theirs = transformers.LlamaForCausalLM.from_pretrained(published).eval()
+  expected = answer()
+  if num_ends == 2:
+    assert len(expected) <= 6
+  while expected and expected[-1] in ends:
+    expected.pop()
+
+  result = convert(
+    f"--from=llama:{published}",
+    f"--to=diffjax:{tmp_path / 'run'}",
+    "--attention=softmax",
+  )
+  assert result.returncode == 0, result.stderr
+  trained = load(tmp_path / "run")
+  prompt = trained.tokenizer.encode_prompt("hello the")
+  stop_ids = trained.tokenizer.document_tokens.stop
+  (new,) = Sampler(trained).generate([prompt], 24, stop_ids=stop_ids)
+  assert new == expected and len(new) > 1
+  (text,) = Sampler(trained).generate(["hello the"], 24)
+  assert text == trained.tokenizer.decode_after(prompt, expected)
+  whole = tokenizer.decode([*prompt, *expected], skip_special_tokens=True)
+  assert "hello the" + text == whole

@@ -1,0 +1,32 @@
+"""JSON files of other projects' directories."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from diffjax.config import UserError
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+  """Returns the JSON object in a file.
+
+  Raises:
+    UserError: if the file is missing or does not hold one.
+  """
+  try:
+    content = json.loads(path.read_text(encoding="utf-8"))
+  except OSError as error:
+    raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+  except (ValueError, RecursionError) as error:
+    raise UserError(f"{path} is not JSON: {error}") from error
+  if not isinstance(content, dict):
+    raise UserError(f"{path} must hold a JSON object; got {str(content)[:40]}")
+  return content
+
+
+def write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
+  """Writes a JSON object to a file."""
+  path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,193 @@
+"""The tokenizer of a published model, and the tokens around its documents.
+
+transformers adds to a prompt what the post-processor of tokenizer.json adds. A
+model must be prompted in the same way here. The tokens that end a document are
+in tokenizer_config.json, config.json and generation_config.json.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from etils import epath
+
+from diffjax.config import UserError
+from diffjax.data import document_tokens
+from diffjax.data.document_tokens import DocumentTokens
+from diffjax.data.hugging_face_tokenizer import HuggingFaceTokenizer
+from diffjax.data.tokenizer import Tokenizer, load_tokenizer
+from diffjax.interop.json_file import read_json, write_json
+
+_TOKENIZER = "tokenizer.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+
+
+def read_tokenizer(directory: pathlib.Path, vocab_size: int) -> Tokenizer:
+  """Reads the tokenizer in a model's directory.
+
+  Args:
+    directory: The directory.
+    vocab_size: The model's number of tokens.
+
+  Raises:
+    UserError: if there is none, or it has more tokens than the model.
+  """
+  path = directory / _TOKENIZER
+  if not path.exists():
+    raise UserError(
+      f"there is no tokenizer beside the model: put its tokenizer.json into {directory} (transformers writes one: "
+      "AutoTokenizer.from_pretrained(MODEL).save_pretrained(DIRECTORY))"
+    )
+  tokens = document_tokens.read(epath.Path(directory))
+  if tokens is None:
+    tokens = _published_tokens(directory)
+  tokenizer: Tokenizer
+  if tokens is None:
+    tokenizer = load_tokenizer(str(path))
+  else:
+    tokenizer = HuggingFaceTokenizer(str(path), path.read_bytes(), tokens)
+  if tokenizer.vocab_size > vocab_size:
+    raise UserError(
+      f"{path} has {tokenizer.vocab_size} tokens, but the model has {vocab_size}: replace it with the model's own tokenizer"
+    )
+  return tokenizer
+
+
+def write_tokenizer(directory: pathlib.Path, tokenizer: Tokenizer) -> None:
+  """Writes a tokenizer, and the tokens around documents, for transformers."""
+  text = tokenizer.tokenizer_json()
+  (directory / _TOKENIZER).write_text(text, encoding="utf-8")
+  tokens = tokenizer.document_tokens
+  document_tokens.write(epath.Path(directory), tokens)
+  bos, eos = token_names(tokenizer, [tokens.no_context, tokens.end[-1]])
+  write_json(directory / _TOKENIZER_CONFIG, _tokenizer_config(bos, eos))
+
+
+def token_fields(tokenizer: Tokenizer) -> dict[str, Any]:
+  """Returns the fields of a config.json that name the tokens."""
+  tokens = tokenizer.document_tokens
+  eos: int | list[int] = list(tokens.stop)
+  if len(tokens.stop) == 1:
+    eos = tokens.stop[0]
+  return {"bos_token_id": tokens.no_context, "eos_token_id": eos}
+
+
+def token_names(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
+  """Returns the names of tokens in tokenizer.json."""
+  import tokenizers
+
+  backend = tokenizers.Tokenizer.from_str(tokenizer.tokenizer_json())
+  return [backend.id_to_token(token) for token in ids]
+
+
+def _tokenizer_config(bos: str, eos: str) -> dict[str, Any]:
+  """Returns the tokenizer_config.json of an exported model."""
+  return {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": bos,
+    "eos_token": eos,
+    # Else transformers 4 adds token_type_ids, which DiffLlama does not accept.
+    "model_input_names": ["input_ids", "attention_mask"],
+    "clean_up_tokenization_spaces": False,
+  }
+
+
+def _published_tokens(directory: pathlib.Path) -> DocumentTokens | None:
+  """Returns the document tokens that the files of a published model name.
+
+  Returns None if they name none. Then the separator is used.
+
+  Raises:
+    UserError: if a file is damaged, or names an id that is not in the
+      vocabulary.
+  """
+  import tokenizers
+
+  path = directory / _TOKENIZER
+  try:
+    backend = tokenizers.Tokenizer.from_file(str(path))
+  except Exception:  # tokenizers raises Exception itself
+    return None  # The caller raises the error.
+  tokenizer_config = _read_optional(directory / _TOKENIZER_CONFIG)
+  bos_name = _name(tokenizer_config.get("bos_token"))
+  eos_name = _name(tokenizer_config.get("eos_token"))
+  # diffjax 0.1.0 exported models without document_tokens.json.
+  is_own_export = bos_name is not None and bos_name == eos_name
+  if is_own_export and tokenizer_config == _tokenizer_config(
+    bos_name, eos_name
+  ):
+    return None
+
+  bos_ids: list[int] = []
+  eos_ids: list[int] = []
+  for name in ("generation_config.json", "config.json"):
+    config = _read_optional(directory / name)
+    bos_ids += _as_list(config.get("bos_token_id"))
+    eos_ids += _as_list(config.get("eos_token_id"))
+    _check_ids(directory / name, "bos_token_id", bos_ids, backend)
+    _check_ids(directory / name, "eos_token_id", eos_ids, backend)
+  if bos_name is not None and backend.token_to_id(bos_name) is not None:
+    bos_ids.append(backend.token_to_id(bos_name))
+  text_end = None
+  if eos_name is not None:
+    text_end = backend.token_to_id(eos_name)
+
+  start, end = _added_by_post_processor(backend)
+  if not end:
+    if text_end is None and not eos_ids:
+      return None
+    if text_end is None or (eos_ids and text_end not in eos_ids):
+      text_end = eos_ids[0]
+    end = (text_end,)
+  stop = dict.fromkeys([*eos_ids, end[-1]])
+  no_context = [*start[-1:], *bos_ids, end[-1]][0]
+  return DocumentTokens(start, end, tuple(stop), no_context)
+
+
+def _added_by_post_processor(
+  backend: Any,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+  """Returns the ids that the post-processor adds before and after a text."""
+  encoding = backend.encode("a", add_special_tokens=True)
+  is_added = encoding.special_tokens_mask
+  if 0 not in is_added:
+    return (), ()
+  num_before = is_added.index(0)
+  num_after = is_added[::-1].index(0)
+  ids = tuple(encoding.ids)
+  return ids[:num_before], ids[len(ids) - num_after :]
+
+
+def _read_optional(path: pathlib.Path) -> dict[str, Any]:
+  """Returns the content of a JSON file; {} if it does not exist."""
+  return read_json(path) if path.exists() else {}
+
+
+def _name(value: Any) -> str | None:
+  """Returns the name of a token in a tokenizer_config.json."""
+  if isinstance(value, dict):
+    value = value.get("content")
+  return value if isinstance(value, str) else None
+
+
+def _as_list(value: Any) -> list[Any]:
+  """Returns the ids in a field of a config.json: none, one or several."""
+  if value is None:
+    return []
+  return value if isinstance(value, list) else [value]
+
+
+def _check_ids(
+  path: pathlib.Path, field: str, ids: Sequence[Any], backend: Any
+) -> None:
+  """Raises UserError if a field names a token that the tokenizer lacks."""
+  for token in ids:
+    is_id = type(token) is int and token >= 0
+    if not is_id or backend.id_to_token(token) is None:
+      raise UserError(
+        f"{path} has {field} {token!r}, which is not a token of the"
+        f" {_TOKENIZER} beside it: correct it, or put the model's own"
+        " tokenizer there"
+      )
