@@ -103,6 +103,7 @@ def main() -> None:
     model.params,
     _DTYPE.value,
     f"{source}:{source_path}",
+    model.tokenizer,
   )
   _print_summary(target_path, model)
   if start:

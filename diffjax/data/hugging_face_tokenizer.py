@@ -96,7 +96,7 @@ class HuggingFaceTokenizer(Tokenizer):
     # get_vocab_size() does not count gaps in the ids.
     self.vocab_size = max(vocabulary.values()) + 1
     fingerprint = hashlib.sha256(content)
-    separator = _find_separator(vocabulary)
+    separator = find_separator(vocabulary)
     if document_tokens is None:
       if separator is None:
         raise UserError(
@@ -254,8 +254,11 @@ class HuggingFaceTokenizer(Tokenizer):
     """
     ids = []
     for byte in _SPACE_MARK.encode():
-      ids.append(self._tokenizer.token_to_id(f"<0x{byte:02X}>"))
-    if None in ids or self._anchor is None:
+      token = self._tokenizer.token_to_id(f"<0x{byte:02X}>")
+      if token is None:
+        return []
+      ids.append(token)
+    if self._anchor is None:
       return []
     if self.decode_after([self._anchor.token], ids) != " ":
       return []
@@ -303,7 +306,7 @@ class HuggingFaceTokenizer(Tokenizer):
     return self._content
 
 
-def _find_separator(vocabulary: dict[str, int]) -> int | None:
+def find_separator(vocabulary: dict[str, int]) -> int | None:
   """Returns the id of the token between documents; None if there is none."""
   for name in _SEPARATORS:
     if name in vocabulary:

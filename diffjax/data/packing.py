@@ -52,7 +52,7 @@ class Tokenize:
   def __call__(self, document: Document) -> Example:
     tokenizer = load_once(self._spec)
     start, end, *_ = tokenizer.document_tokens
-    parts = [start]
+    parts: list[Any] = [start]
     prompt_length = 0
     if document.prompt is not None:
       prompt = tokenizer.encode(document.prompt)

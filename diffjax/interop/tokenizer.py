@@ -16,7 +16,10 @@ from etils import epath
 from diffjax.config import UserError
 from diffjax.data import document_tokens
 from diffjax.data.document_tokens import DocumentTokens
-from diffjax.data.hugging_face_tokenizer import HuggingFaceTokenizer
+from diffjax.data.hugging_face_tokenizer import (
+  HuggingFaceTokenizer,
+  find_separator,
+)
 from diffjax.data.tokenizer import Tokenizer, load_tokenizer
 from diffjax.interop.json_file import read_json, write_json
 
@@ -79,7 +82,7 @@ def token_names(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
   import tokenizers
 
   backend = tokenizers.Tokenizer.from_str(tokenizer.tokenizer_json())
-  return [backend.id_to_token(token) for token in ids]
+  return [backend.id_to_token(token) or f"token {token}" for token in ids]
 
 
 def _tokenizer_config(bos: str, eos: str) -> dict[str, Any]:
@@ -97,7 +100,8 @@ def _tokenizer_config(bos: str, eos: str) -> dict[str, Any]:
 def _published_tokens(directory: pathlib.Path) -> DocumentTokens | None:
   """Returns the document tokens that the files of a published model name.
 
-  Returns None if they name none. Then the separator is used.
+  Returns None for a model that was trained here, and if they name no token that
+  ends a document.
 
   Raises:
     UserError: if a file is damaged, or names an id that is not in the
@@ -114,11 +118,9 @@ def _published_tokens(directory: pathlib.Path) -> DocumentTokens | None:
   bos_name = _name(tokenizer_config.get("bos_token"))
   eos_name = _name(tokenizer_config.get("eos_token"))
   # diffjax 0.1.0 exported models without document_tokens.json.
-  is_own_export = bos_name is not None and bos_name == eos_name
-  if is_own_export and tokenizer_config == _tokenizer_config(
-    bos_name, eos_name
-  ):
-    return None
+  if bos_name is not None and bos_name == eos_name:
+    if tokenizer_config == _tokenizer_config(bos_name, bos_name):
+      return None
 
   bos_ids: list[int] = []
   eos_ids: list[int] = []
@@ -128,18 +130,21 @@ def _published_tokens(directory: pathlib.Path) -> DocumentTokens | None:
     eos_ids += _as_list(config.get("eos_token_id"))
     _check_ids(directory / name, "bos_token_id", bos_ids, backend)
     _check_ids(directory / name, "eos_token_id", eos_ids, backend)
-  if bos_name is not None and backend.token_to_id(bos_name) is not None:
-    bos_ids.append(backend.token_to_id(bos_name))
+  vocabulary = backend.get_vocab(with_added_tokens=True)
+  if bos_name in vocabulary:
+    bos_ids.append(vocabulary[bos_name])
   text_end = None
-  if eos_name is not None:
-    text_end = backend.token_to_id(eos_name)
+  if eos_name in vocabulary:
+    text_end = vocabulary[eos_name]
 
   start, end = _added_by_post_processor(backend)
   if not end:
-    if text_end is None and not eos_ids:
-      return None
-    if text_end is None or (eos_ids and text_end not in eos_ids):
+    if eos_ids and text_end not in eos_ids:
       text_end = eos_ids[0]
+    if text_end is None:
+      text_end = find_separator(vocabulary)
+    if text_end is None:
+      return None
     end = (text_end,)
   stop = dict.fromkeys([*eos_ids, end[-1]])
   no_context = [*start[-1:], *bos_ids, end[-1]][0]

@@ -237,7 +237,7 @@ class Sampler:
         texts.append(tokenizer.decode_after(prompt, answer))
       return texts
     out: list[list[int]] = [[] for _ in prompts]
-    options = dict(
+    options: Any = dict(
       temperature=temperature,
       top_k=top_k,
       top_p=top_p,

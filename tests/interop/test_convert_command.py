@@ -595,6 +595,7 @@ def test_a_vocabulary_that_is_padded_is_said(
   assert (
     result.stdout
     == f"{tmp_path / 'out'}: diff_v2, 2 layers of width 32, vocabulary 128 (its tokenizer has 100)\n"
+    "documents: TEXT <|endoftext|>; generation stops at <|endoftext|>\n"
   )
   tensors = safetensors.numpy.load_file(tmp_path / "out/model.safetensors")
   assert {tensor.dtype for tensor in tensors.values()} == {

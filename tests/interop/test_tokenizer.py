@@ -32,7 +32,9 @@ def write_files(directory, starts_with=None, **files):
 @pytest.mark.parametrize(
   "files, expected",
   [
-    pytest.param({}, separated_by(EOS), id="nothing is known"),
+    pytest.param(
+      {}, DocumentTokens((), (EOS,), (EOS,), EOS), id="nothing is known"
+    ),
     pytest.param(
       {"config": {"bos_token_id": BOS, "eos_token_id": EOS}},
       DocumentTokens((), (EOS,), (EOS,), BOS),

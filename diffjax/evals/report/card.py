@@ -11,6 +11,7 @@ from etils import epath
 
 from diffjax import config_file
 from diffjax.config import Config, ModelConfig, UserError, from_config_dict
+from diffjax.data.tokenizer import Tokenizer
 from diffjax.evals import SUITES
 from diffjax.evals.report import results
 from diffjax.training.checkpoint import find_checkpoint
@@ -33,6 +34,17 @@ _SIZES = (
 )
 _ROWS = 12  # of a suite's figures, at most
 
+# How transformers prompts a model that was trained here.
+_OWN_PROMPT = {
+  "prompt": '[tokenizer.bos_token_id, *tokenizer.encode("Once", add_special_tokens=False)]',
+  "about_prompt": "A text begins with the tokenizer's `bos_token`, as in training.",
+}
+# The tokenizer of a published model adds the tokens itself.
+_PUBLISHED_PROMPT = {
+  "prompt": 'tokenizer.encode("Once")',
+  "about_prompt": "The tokenizer adds the tokens that begin a text, as in training.",
+}
+
 # How each layout is loaded, and the library that does it.
 _LOADING = {
   "diffllama": (
@@ -42,11 +54,11 @@ import torch, transformers
 
 model = transformers.AutoModelForCausalLM.from_pretrained("{path}")
 tokenizer = transformers.AutoTokenizer.from_pretrained("{path}")
-prompt = tokenizer.bos_token_id, *tokenizer.encode("Once", add_special_tokens=False)
+prompt = {prompt}
 print(tokenizer.decode(model.generate(torch.tensor([prompt]), max_new_tokens=50)[0]))
 ```
 
-A text begins with the tokenizer's `bos_token`, as in training.""",
+{about_prompt}""",
   ),
   "unilm": (
     "diffjax",
@@ -83,6 +95,7 @@ def write(
   params: Any,
   dtype: str,
   source: str,
+  tokenizer: Tokenizer,
 ) -> None:
   """Writes the card of a model that has just been exported.
 
@@ -93,12 +106,14 @@ def write(
     params: Its parameters.
     dtype: The type of its tensors there.
     source: LAYOUT:PATH of what it was exported from. A workdir's config and measurements are told.
+    tokenizer: Its tokenizer.
 
   Raises:
     UserError: if it cannot be written.
   """
   count = sum(leaf.size for leaf in jax.tree.leaves(params))
-  text = "\n\n".join(_parts(path, layout, model, count, dtype, source)) + "\n"
+  parts = _parts(path, layout, model, count, dtype, source, tokenizer)
+  text = "\n\n".join(parts) + "\n"
   target = epath.Path(path) / "README.md"
   try:
     target.write_bytes(
@@ -117,8 +132,12 @@ def _parts(
   count: int,
   dtype: str,
   source: str,
+  tokenizer: Tokenizer,
 ) -> Iterator[str]:
   library, loading = _LOADING[layout]
+  prompt = _OWN_PROMPT
+  if tokenizer.has_own_document_tokens:
+    prompt = _PUBLISHED_PROMPT
   source_layout, _, source_path = source.partition(":")
   found = (
     find_checkpoint(source_path, config_only=True)
@@ -139,7 +158,8 @@ def _parts(
   )
   yield f"# {epath.Path(path).name}"
   yield f"A language model: {name}, {count:,} parameters, {origin}."
-  yield f"## Loading\n\n{loading.format(path=epath.Path(path).name)}"
+  loading = loading.format(path=epath.Path(path).name, **prompt)
+  yield f"## Loading\n\n{loading}"
   rows = [
     ["attention", model.attention],
     *([size, str(getattr(model, size))] for size in _SIZES),
