@@ -11,6 +11,8 @@ the authors' layers, V1 and V2; llama, Hugging Face's, which is only read; motif
 directories with config.json, safetensors files and a tokenizer.json with the same ids as the model's tokenizer. A model that a layout
 cannot hold is an error. By --attention a Transformer, from llama or a workdir, becomes a DIFF V2 or DEX model of the same logits
 (interop/adapt.py). README.md is written beside the model: its config, its data and what was measured of it.
+
+The tokens that begin and end a document are those of the published model. They are printed, and stored beside the tokenizer.
 """
 
 import dataclasses

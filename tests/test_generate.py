@@ -9,14 +9,23 @@ import jax
 import numpy as np
 import pytest
 
-from diffjax.config import Config, DataConfig, ModelConfig, UserError
+from diffjax.config import (
+  Config,
+  DataConfig,
+  ModelConfig,
+  TrainConfig,
+  UserError,
+)
 from diffjax.data.tokenizer import load_tokenizer
+from diffjax.model.decoder import Decoder
 from diffjax.model.sampler import Sampler
 from diffjax.parallel.mesh import make_mesh
+from diffjax.training import finish
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.program import build
-from diffjax.training.trained import load
-from tests import in_process
+from diffjax.training.step import init_params
+from diffjax.training.trained import Trained, load
+from tests import in_process, tokenizer_files
 
 
 def save(workdir, change=lambda params: None, **data):
@@ -149,6 +158,60 @@ def test_the_terminal_gets_whole_characters_and_no_part_of_a_stop_string(
   printer.finish(ids)
   text = capsys.readouterr().out
   assert text.replace("|", "") == "p: größer€ \n" and "\ufffd" not in text
+
+
+@pytest.mark.parametrize("kind", tokenizer_files.MAKERS)
+def test_a_stop_string_may_begin_with_a_space(kind, tmp_path):
+  with in_process.own_flags():
+    from diffjax.generate import StopStrings
+  tokenizer = load_tokenizer(tokenizer_files.save(tmp_path, kind))
+  hello = tokenizer.encode_prompt("hello")
+  word = tokenizer.encode("hello world")[len(tokenizer.encode("hello")) :]
+  assert StopStrings(tokenizer, [hello], [" world"])(word)
+  assert not StopStrings(tokenizer, [hello], [" world"])(word[:-1])
+  # Where no text is before it, the word has no space.
+  empty = tokenizer.encode_prompt("")
+  assert not StopStrings(tokenizer, [empty], [" world"])(word)
+  assert not StopStrings(tokenizer, [empty, hello], [" world"])(word)
+  assert StopStrings(tokenizer, [empty, hello], ["world"])(word)
+
+
+@pytest.mark.parametrize("kind", ["llama_2", "word_piece"])
+def test_the_space_after_a_prompt_is_printed(
+  kind, tmp_path, capsys, monkeypatch
+):
+  """By the command, the sampler and the sample of a run."""
+  with in_process.own_flags():
+    from diffjax.generate import StreamPrinter
+  tokenizer = load_tokenizer(tokenizer_files.save(tmp_path, kind))
+  prompt = tokenizer.encode_prompt("hello")
+  answer = tokenizer.encode("hello world")[len(prompt) - 1 :]
+  printer = StreamPrinter("hello", tokenizer, prompt, [])
+  for end in range(len(answer) + 1):
+    printer.update(answer[:end])
+  printer.finish(answer)
+  assert capsys.readouterr().out == "hello world\n"
+
+  config = ModelConfig(
+    num_layers=1,
+    embed_dim=16,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_dim=32,
+    vocab_size=tokenizer.vocab_size,
+    max_length=64,
+  )
+  model = Decoder(config)
+  params = init_params(model, jax.random.key(0))
+  monkeypatch.setattr(Sampler, "stream", lambda *args, **options: [[answer]])
+  trained = Trained("run", Config(model=config), model, params, tokenizer)
+  assert Sampler(trained).generate(["hello"], 9) == [" world"]
+  run_config = Config(
+    model=config,
+    train=TrainConfig(sample_prompt="hello", sample_tokens=9),
+  )
+  assert finish._sample(run_config, model, params, tokenizer) == "hello world"
 
 
 def test_bad_input_is_one_line(workdir, tmp_path):
