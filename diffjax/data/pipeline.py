@@ -368,17 +368,34 @@ def _stream(
   process_count: int = 1,
   repeat: bool = True,
 ) -> grain.IterDataset[Row]:
-  """Rows of a split, tokenised and packed as they are read: shuffled and repeated for ever, or once in order."""
+  """Returns a process's rows of a split, tokenized and packed as they are read.
+
+  Args:
+    opened: The sources of the split and their weights.
+    config: The data fields.
+    process_index: The index of this process.
+    process_count: Number of processes. Each reads parts of its own.
+    repeat: Whether to repeat the parts endlessly, shuffled anew in each epoch;
+      else one pass in order.
+
+  Raises:
+    UserError: if repeated parts are too few for the processes or workers.
+  """
+  if repeat:
+    _check_readers(
+      [source for source, _ in opened], process_count, config.num_workers
+    )
   streams = []
   for index, (source, _) in enumerate(opened):
     parts = grain.MapDataset.source(source.parts)
     if repeat:
-      _check_readers(source, process_count, config.num_workers)
       parts = (
         parts.seed(config.seed + index)
         .shuffle()[process_index::process_count]
         .repeat(None)
       )
+    else:
+      parts = parts[process_index::process_count]
     documents = packing.Documents(
       parts.to_iter_dataset(grain.ReadOptions(num_threads=0)),
       source.read,
@@ -398,13 +415,19 @@ def _stream(
 
 
 def _check_readers(
-  source: Source, process_count: int, num_workers: int
+  opened: list[Source], process_count: int, num_workers: int
 ) -> None:
   """Raises UserError if a process or a worker would have no part of its own.
 
   Grain gives a worker without a part of this epoch one of the next epoch, so it
-  would read the same documents as another worker at the same time.
+  would read the same documents as another worker at the same time. A process or
+  worker reads parts of every source of a mixture, so the source with the fewest
+  parts decides.
   """
+  source = opened[0]
+  for other in opened[1:]:
+    if len(other.parts) < len(source.parts):
+      source = other
   num_parts = len(source.parts)
   parts = f"config.data.source: {source.spec!r} has {num_parts} parts to stream (files, row groups or runs of records)"
   if num_parts < process_count:
@@ -505,7 +528,9 @@ def streamed_dataset(
     config: The run's config.
     process_index: The index of this process in the run.
     process_count: Number of processes.
-    repeat: Whether to repeat the rows for ever, shuffled; else one pass in order.
+    repeat: Whether to repeat the rows endlessly, shuffled; else one pass in
+      order, over this process's share of the parts. Rows that do not fill a
+      batch are left out.
 
   Returns:
     Dataset of batches.

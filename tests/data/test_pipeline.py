@@ -1,6 +1,8 @@
 """Batches are the same for all readers and after any restart, and hold every row once an epoch."""
 
+import collections
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -471,6 +473,122 @@ def test_more_workers_than_parts_are_refused(row_groups):
   data = dataclasses.replace(config.data, num_workers=45)
   config = dataclasses.replace(config, data=data)
   pipeline.streamed_dataset(config, process_count=16)
+
+
+_EPOCH_DOCUMENTS = 2  # of each file
+
+
+def documents_by_epoch(config, opened, num_processes, num_epochs):
+  """Returns the documents that all readers together read, by epoch.
+
+  A row is exactly one document, whose first character names its source. Readers
+  take turns. So the turn of a row tells its reader, and the number of rows that
+  this reader had of the source before tells their part and epoch.
+  """
+  num_parts = {
+    name: len(source.parts)
+    for name, (source, _) in zip("abc", opened, strict=False)
+  }
+  num_readers = max(1, config.num_workers)
+  largest = max(num_parts.values())
+  # Enough for the slowest source of a mixture of equal weights.
+  num_rows = (
+    (largest + num_readers) * _EPOCH_DOCUMENTS * num_epochs * len(opened)
+  )
+  epochs = [collections.Counter() for _ in range(num_epochs)]
+  for process in range(num_processes):
+    rows = pipeline._stream(opened, config, process, num_processes)
+    # Threads get their shares in the same way as worker processes.
+    shared = grain.experimental.multithread_prefetch(
+      rows, num_threads=config.num_workers, buffer_size=1
+    )
+    taken = collections.Counter()
+    iterator = iter(shared)
+    for turn, row in enumerate(take(iterator, num_rows)):
+      document = bytes(row.tokens[1:-1].astype(np.uint8)).decode()
+      name, reader = document[0], turn % num_readers
+      part = taken[name, reader] // _EPOCH_DOCUMENTS
+      taken[name, reader] += 1
+      place = reader + part * num_readers
+      epoch = place // len(range(process, num_parts[name], num_processes))
+      if epoch < num_epochs:
+        epochs[epoch][document] += 1
+    iterator.close()
+  return epochs
+
+
+def test_every_document_is_read_once_an_epoch(tmp_path):
+  """By all processes and workers together, or the error names what works."""
+  num_readable = num_refused = 0
+  for num_files in (1, 3, 5):
+    for number in range(num_files):
+      for name in "ab":
+        lines = [
+          json.dumps({"text": f"{name}{number}-{index}"}) + "\n"
+          for index in range(_EPOCH_DOCUMENTS)
+        ]
+        path = tmp_path / f"{name}{num_files}" / f"{number}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(lines))
+  for files_of_a, files_of_b, num_processes, num_workers in itertools.product(
+    (1, 3, 5), (0, 3), (1, 2), (0, 2, 4)
+  ):
+    case = (files_of_a, files_of_b, num_processes, num_workers)
+    source = f"jsonl:{tmp_path}/a{files_of_a}/*.jsonl"
+    num_parts = files_of_a
+    if files_of_b:
+      source += f"=0.5,jsonl:{tmp_path}/b{files_of_b}/*.jsonl=0.5"
+      num_parts = min(files_of_a, files_of_b)
+    config = DataConfig(
+      source=source,
+      validation_fraction=0.0,
+      packing="concat",
+      length=5,
+      mode="streamed",
+      num_workers=num_workers,
+    )
+    opened = pipeline._open_sources(config, "train")
+    if num_processes * max(1, num_workers) > num_parts:
+      with pytest.raises(UserError) as caught:
+        pipeline._stream(opened, config, 0, num_processes)
+      if num_processes <= num_parts:
+        works = num_parts // num_processes
+        assert f"num_workers to at most {works}," in str(caught.value), case
+        config = dataclasses.replace(config, num_workers=works)
+        pipeline._stream(opened, config, 0, num_processes)
+      num_refused += 1
+      continue
+    expected = {
+      f"{name}{number}-{index}": 1
+      for name, num_files in (("a", files_of_a), ("b", files_of_b))
+      for number in range(num_files)
+      for index in range(_EPOCH_DOCUMENTS)
+    }
+    for epoch in documents_by_epoch(config, opened, num_processes, 2):
+      assert epoch == expected, case
+    num_readable += 1
+  assert num_readable > 10 and num_refused > 10, "both have been tested"
+
+
+def test_processes_share_a_streamed_pass(make_config, halves, texts):
+  config = make_config(
+    mode="streamed",
+    source=halves,
+    packing="concat",
+    batch_size=2,
+    validation_fraction=0.0,
+  )
+  seen = []
+  for index in range(2):
+    dataset = pipeline.streamed_dataset(config, index, 2, repeat=False)
+    stream = b"".join(
+      np.append(batch["tokens"], batch["targets"][0, -1])
+      .astype(np.uint8)
+      .tobytes()
+      for batch in dataset
+    )
+    seen += [part.strip(b"\xff\0") for part in stream.split(b"\xff\xff")]
+  assert seen == [text.encode() for text in texts]
 
 
 def test_streamed_resume_with_other_workers_or_processes_is_refused(
