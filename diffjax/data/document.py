@@ -38,12 +38,10 @@ class Source(abc.ABC):
   """The documents of one split of a source, in parts.
 
   Attributes:
-    identity: Names, sizes, times and versions of the documents' files (JSON-able). Changes when they do.
     num_files: Number of files that are read.
     size: Bytes of these files.
   """
 
-  identity: dict[str, Any]
   num_files: int
   size: int
 
@@ -64,6 +62,16 @@ class Source(abc.ABC):
   def parts(self) -> list[tuple]:
     """Tuples for ``read``. Any process may read any part."""
     return list(self.iter_parts())
+
+  @property
+  @abc.abstractmethod
+  def identity(self) -> dict[str, Any]:
+    """Names, sizes, times and sampled text of the documents' files (JSON)."""
+
+  @property
+  @abc.abstractmethod
+  def earlier_identity(self) -> dict[str, Any]:
+    """The identity that earlier versions stored for the same files."""
 
   @property
   def split_share(self) -> float:

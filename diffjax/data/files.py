@@ -10,6 +10,7 @@ from etils import epath
 
 _HUB = "hf://"
 _WILDCARDS = "*?["
+_NS_PER_SECOND = 1_000_000_000
 
 
 class File(NamedTuple):
@@ -18,7 +19,8 @@ class File(NamedTuple):
   Attributes:
     path: The path that is opened. On the Hub it contains the commit.
     size: Bytes.
-    time: Time of the last change in seconds; 0 on the Hub.
+    time: Time of the last change in whole seconds; 0 on the Hub.
+    time_ns: The same in nanoseconds. In a bucket it is a multiple of a second.
     name: The path as the user knows it. On the Hub it contains the revision
       of the source, if the source has one.
     content_id: A hash of the content on the Hub; "" elsewhere.
@@ -26,14 +28,10 @@ class File(NamedTuple):
 
   path: str
   size: int
-  time: float
+  time: int
+  time_ns: int
   name: str
   content_id: str = ""
-
-  @property
-  def version(self) -> str | float:
-    """What changes with the content: its hash, or else its time."""
-    return self.content_id or self.time
 
 
 def is_on_hub(path: str) -> bool:
@@ -54,14 +52,14 @@ def match(pattern: str) -> list[File]:
     from diffjax.data import hub
 
     return [
-      File(file.path, file.size, 0.0, file.name, file.content_id)
+      File(file.path, file.size, 0, 0, file.name, file.content_id)
       for file in hub.list_files(pattern)
     ]
   files = []
   for path in _match_paths(os.path.expanduser(pattern)):
-    stat = path.stat()
     name = os.fspath(path)
-    files.append(File(name, stat.length, stat.mtime, name))
+    size, time_ns = version(name)
+    files.append(File(name, size, time_ns // _NS_PER_SECOND, time_ns, name))
   return files
 
 
@@ -115,9 +113,18 @@ def read_bytes(path: str) -> bytes:
     return file.read()
 
 
-def version(path: str) -> tuple[int, float]:
-  """Returns a key for caches, (size, time), that changes with the content."""
+def version(path: str) -> tuple[int, int]:
+  """Returns (size, time of the last change in nanoseconds) of a file.
+
+  A key for caches of its content. Buckets have times in whole seconds.
+
+  Raises:
+    OSError: if there is no such file.
+  """
   if is_on_hub(path):
-    return 0, 0.0  # the path contains the commit
-  stat = epath.Path(path).stat()
-  return stat.length, stat.mtime
+    return 0, 0  # the path contains the commit
+  if "://" in path:
+    remote = epath.Path(path).stat()
+    return remote.length, int(remote.mtime) * _NS_PER_SECOND
+  local = os.stat(path)
+  return local.st_size, local.st_mtime_ns

@@ -1,4 +1,16 @@
-"""What tells a source's files from changed ones without reading them whole.
+"""Detects changed files of a source without reading them whole.
+
+Prepared rows and streamed checkpoints compare different things.
+
+Prepared rows belong to files of the same names, sizes and times, with equal
+samples of their text. The times are in nanoseconds, so text that is rewritten
+at the same size within a second counts as changed. The samples are needed where
+times cannot tell: in buckets and on some file systems they are whole seconds,
+and tools can set them. A copy of the files elsewhere has other names, so its
+rows are prepared anew, as they are if only the times changed. The inode and its
+change time are not compared: a backup, a `chmod` or a new hard link changes
+them, but not the text. Earlier versions compared whole seconds and no text.
+Their rows are accepted by that comparison (`Source.earlier_identity`).
 
 A stream that is resumed goes on at a place in its files, which should be what they were. Compared are the names and sizes of all files, and
 the first and last bytes of some (of a TFDS data set, the number of its records, and some of them): enough for files that were replaced,
@@ -8,6 +20,7 @@ has other times too. The Hub gives a hash of each file's whole content, which is
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -22,33 +35,51 @@ _SAMPLE = 4096  # bytes, at either end of a file
 
 
 def fingerprint(files: Sequence[File]) -> dict[str, str]:
-  """Digests (hex) of the files' "names and sizes", "text" (of samples) and "times".
+  """Digests (hex) of the files' "names and sizes", "text" (of samples), "times" and "nanoseconds" (the same times).
 
   Raises:
     UserError: if a file cannot be read.
   """
   return {
     "names and sizes": digest([(file.name, file.size) for file in files]),
-    "text": _text_digest(files),
+    "text": text_digest(files),
     "times": digest([file.time for file in files]),
+    "nanoseconds": digest([file.time_ns for file in files]),
   }
 
 
-def _text_digest(files: Sequence[File]) -> str:
+def text_digest(files: Sequence[File]) -> str:
+  """Returns a digest of samples of the files, on the Hub of their contents.
+
+  Raises:
+    UserError: if a file cannot be read.
+  """
   content_ids = [file.content_id for file in files]
   if all(content_ids):
     return digest(content_ids)
   samples = hashlib.sha256()
   for index in sampled(len(files)):
-    path, size = files[index].path, files[index].size
-    try:
-      with open_file(path) as file:
-        samples.update(file.read(_SAMPLE))
-        file.seek(max(0, size - _SAMPLE))
-        samples.update(file.read(_SAMPLE))
-    except OSError as error:
-      raise UserError(f"{path}: cannot be read ({reason(error)})") from error
+    file = files[index]
+    if "://" in file.path:
+      samples.update(_remote_sample(file))
+    else:
+      samples.update(_sample(file))
   return samples.hexdigest()
+
+
+def _sample(file: File) -> bytes:
+  """Returns the first and the last bytes of a file."""
+  try:
+    with open_file(file.path) as opened:
+      beginning = opened.read(_SAMPLE)
+      opened.seek(max(0, file.size - _SAMPLE))
+      return beginning + opened.read(_SAMPLE)
+  except OSError as error:
+    raise UserError(f"{file.path}: cannot be read ({reason(error)})") from error
+
+
+# A run opens its sources several times.
+_remote_sample = functools.lru_cache(maxsize=1024)(_sample)
 
 
 def sampled(count: int) -> list[int]:
@@ -95,7 +126,9 @@ def check_unchanged(
         f"cannot continue in the data from this checkpoint: of the files of {spec!r}, the {changed} changed since, and a stream goes on at "
         "a place in the old ones: put those back, or start over with another --workdir (--config.train.init_from keeps the parameters)"
       )
-    if saved[spec]["times"] != now["times"]:
+    # Older checkpoints have whole seconds only.
+    times = "nanoseconds" if "nanoseconds" in saved[spec] else "times"
+    if saved[spec][times] != now[times]:
       say(
         f"the files of {spec!r} have other times than at this checkpoint; their names, their sizes and the samples of their text that are "
         "compared are the same, so the run goes on; a change elsewhere in them would not be noticed"

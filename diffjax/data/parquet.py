@@ -111,7 +111,7 @@ def read_footers(paths: Sequence[str]) -> None:
 
 
 @functools.lru_cache(maxsize=_KEPT_FOOTERS)
-def _row_groups(path: str, version: tuple[int, float]) -> tuple[int, ...]:
+def _row_groups(path: str, version: tuple[int, int]) -> tuple[int, ...]:
   metadata = _parsed(path, version)
   indices = []
   for index in range(metadata.num_row_groups):
@@ -121,7 +121,7 @@ def _row_groups(path: str, version: tuple[int, float]) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=_KEPT_PARSED)
-def _parsed(path: str, version: tuple[int, float]) -> Any:
+def _parsed(path: str, version: tuple[int, int]) -> Any:
   """Returns the metadata of a version of a file."""
   import pyarrow.parquet
 
@@ -130,7 +130,7 @@ def _parsed(path: str, version: tuple[int, float]) -> Any:
 
 
 @functools.lru_cache(maxsize=_KEPT_FOOTERS)
-def _footer(path: str, version: tuple[int, float]) -> bytes:
+def _footer(path: str, version: tuple[int, int]) -> bytes:
   """Returns the footer of a version of a file, as a compressed file of its own.
 
   Args:

@@ -130,13 +130,8 @@ def targets(config: DataConfig) -> list[Target]:
       description["files"] = config.files
     name = re.sub(r"[^A-Za-z0-9]+", "-", component.spec).strip("-")[:40]
     if not config.prepared_dir:
-      whole = {
-        **description,
-        "identity": _identity(_open(component.spec, splits, config)),
-      }
-      directory = os.fspath(
-        cache_directory("prepared", f"{name}-{_digest(whole)[:16]}")
-      )
+      opened = _open(component.spec, splits, config)
+      directory = _cache_directory(name, description, opened)
     elif len(wanted) == 1:
       directory = os.path.expanduser(config.prepared_dir)
     else:
@@ -157,8 +152,31 @@ def _open(
   return {split: sources.documents(spec, split, config) for split in splits}
 
 
+def _cache_directory(
+  name: str, description: dict[str, Any], opened: Mapping[str, Source]
+) -> str:
+  """Returns the directory of a source's rows in the user's cache.
+
+  The directory's name has a digest of the description and the files' identity.
+  Rows that an earlier version prepared stay in the directory of that version.
+  """
+  directories = []
+  for identity in (_identity(opened), _earlier_identity(opened)):
+    digest = _digest({**description, "identity": identity})
+    path = os.fspath(cache_directory("prepared", f"{name}-{digest[:16]}"))
+    if os.path.exists(os.path.join(path, "meta.json")):
+      return path
+    directories.append(path)
+  return directories[0]
+
+
 def _identity(opened: Mapping[str, Source]) -> dict[str, Any]:
   return {split: source.identity for split, source in opened.items()}
+
+
+def _earlier_identity(opened: Mapping[str, Source]) -> dict[str, Any]:
+  """Returns the identity that earlier versions stored for the same files."""
+  return {split: source.earlier_identity for split, source in opened.items()}
 
 
 def _digest(value: Any) -> str:
@@ -255,10 +273,10 @@ def _open_work(target: Target, config: DataConfig) -> Work | None:
   """Returns the shards of a target, None if they are all written."""
   meta = _read_meta(target)
   opened = _open(target.spec, target.splits, config)
-  identity = _identity(opened)
-  if meta and meta["identity"] != identity:
+  identities = [_identity(opened), _earlier_identity(opened)]
+  if meta and meta["identity"] not in identities:
     raise UserError(
-      f"{target.directory}: was prepared when {target.spec!r} held other files (names, sizes or times have changed); "
+      f"{target.directory}: was prepared when {target.spec!r} held other files (names, sizes, times or text have changed); "
       "delete it, or set config.data.prepared_dir to another directory"
     )
   if meta and meta["complete"]:

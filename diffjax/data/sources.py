@@ -12,7 +12,6 @@ import collections
 import functools
 import glob
 import gzip
-import hashlib
 import io
 import itertools
 import json
@@ -36,7 +35,12 @@ from diffjax.data.document import (
   lookup,
   reason,
 )
-from diffjax.data.fingerprint import digest, fingerprint, sampled
+from diffjax.data.fingerprint import (
+  digest,
+  fingerprint,
+  sampled,
+  text_digest,
+)
 
 _Item = TypeVar("_Item")
 
@@ -214,14 +218,31 @@ class _TfdsSource(Source):
     self.num_files = len(self._shards)
     self.size = int(info.splits[stored].num_bytes)
     self._num_records = splits[stored]
-    shards = {
+    self._name = info.full_name
+    self._all_shards = {
       key: list(map(int, value.shard_lengths))
       for key, value in info.splits.items()
     }
-    self.identity = {
-      "dataset": info.full_name,
+    # A dataset that was built again has the same directory.
+    first = epath.Path(self._directory) / self._shards[0][0]
+    self._version = (0, 0)
+    if first.exists():
+      self._version = files.version(os.fspath(first))
+
+  @functools.cached_property
+  def identity(self) -> dict[str, Any]:
+    return {
+      **self.earlier_identity,
+      "bytes": self.size,
+      "text": self._sampled_text(),
+    }
+
+  @functools.cached_property
+  def earlier_identity(self) -> dict[str, Any]:
+    return {
+      "dataset": self._name,
       "directory": self._directory,
-      "shards": shards,
+      "shards": self._all_shards,
     }
 
   def iter_parts(self) -> Iterator[tuple]:
@@ -233,7 +254,9 @@ class _TfdsSource(Source):
     return self.size * (stop - start) / self._num_records
 
   def _read(self, part: tuple) -> Iterator[tuple[float, Document]]:
-    data = _tfds_data(self._directory, self._stored_split, self._shards[0][0])
+    data = _tfds_data(
+      self._directory, self._stored_split, self._shards[0][0], self._version
+    )
     for done, index in enumerate(range(*part), 1):
       try:
         record = data[index]
@@ -245,18 +268,24 @@ class _TfdsSource(Source):
       yield done / len(range(*part)), self._document(*values)
 
   def fingerprint(self) -> dict[str, str]:
-    # Of its documents: built again, a data set has the same ones in files of other bytes and times
-    indices = sampled(self._num_records)
-    documents = [
-      document
-      for index in indices
-      for _, document in self._read((index, index + 1))
-    ]
     return {
-      "names and sizes": digest([self.identity["dataset"], self._shards]),
-      "text": digest(documents),
+      "names and sizes": digest([self._name, self._shards]),
+      "text": self._sampled_text(),
       "times": "",
+      "nanoseconds": "",
     }
+
+  def _sampled_text(self) -> str:
+    """Returns a digest of some documents.
+
+    A dataset that was built again has the same documents in files of other
+    bytes and times.
+    """
+    documents = []
+    for index in sampled(self._num_records):
+      for _, document in self._read((index, index + 1)):
+        documents.append(document)
+    return digest(documents)
 
   def _place(self, index: int) -> str:
     ends = list(itertools.accumulate(count for _, count in self._shards))
@@ -266,10 +295,20 @@ class _TfdsSource(Source):
 
 
 @functools.lru_cache(maxsize=8)
-def _tfds_data(directory: str, split: str, shard: str):
-  """The data of a split, opened once a process for all parts. A shard's name is there to be tried."""
+def _tfds_data(
+  directory: str, split: str, shard: str, version: tuple[int, int]
+) -> Any:
+  """Returns the data of a split, opened once per process for all parts.
+
+  Args:
+    directory: The directory of the dataset.
+    split: The name of the split.
+    shard: The name of one of its files, to try whether it can be read.
+    version: Size and time of that file. Only a key of the cache.
+  """
   import tensorflow_datasets as tfds
 
+  del version
   address_space.check_array_record(os.path.join(directory, shard))
   try:
     return tfds.builder_from_directory(directory).as_data_source(split)
@@ -350,11 +389,28 @@ class FileSource(Source):
       raise UserError(
         f"config.data.source {spec!r}: empty: the {len(self._listed)} files that match hold no bytes"
       )
-    versions = [(file.name, file.size, file.version) for file in self._listed]
-    self.identity = {
-      "files": hashlib.sha256(json.dumps(versions).encode()).hexdigest(),
+
+  @functools.cached_property
+  def identity(self) -> dict[str, Any]:
+    if all(file.content_id for file in self._listed):
+      return self.earlier_identity
+    versions = []
+    for file in self._listed:
+      version = file.content_id or file.time_ns
+      versions.append((file.name, file.size, version))
+    return {
+      "files": digest(versions),
+      "text": text_digest(self._listed),
       "count": len(self._listed),
     }
+
+  @functools.cached_property
+  def earlier_identity(self) -> dict[str, Any]:
+    versions = []
+    for file in self._listed:
+      version = file.content_id or file.time
+      versions.append((file.name, file.size, version))
+    return {"files": digest(versions), "count": len(self._listed)}
 
   def fingerprint(self) -> dict[str, str]:
     return fingerprint(self._listed)

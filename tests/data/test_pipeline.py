@@ -669,6 +669,14 @@ def test_streamed_resume_says_what_it_cannot_check(make_config, jsonl, capsys):
     return capsys.readouterr().err
 
   assert resumed(state) == ""
+  time = jsonl.stat().st_mtime_ns
+  second = time // 10**9 * 10**9
+  within = second + (time + 1) % 10**9
+  os.utime(jsonl, ns=(within, within))
+  assert "have other times than at this checkpoint" in resumed(state)
+  for fingerprint in state["files"].values():
+    del fingerprint["nanoseconds"]  # as older versions wrote it
+  assert resumed(state) == ""
   os.utime(jsonl, (1, 1))
   assert "have other times than at this checkpoint" in resumed(state)
   del state["files"]  # as older versions wrote it

@@ -19,7 +19,7 @@ import pytest
 
 from diffjax import progress
 from diffjax.config import DataConfig, UserError
-from diffjax.data import prepared, shards
+from diffjax.data import prepared, shards, sources
 from diffjax.data.row import Row, decode_row, encode_row
 from tests.tiers import full
 
@@ -315,6 +315,53 @@ def test_files_that_changed_are_noticed(make_config, jsonl, tmp_path):
   assert prepared.is_prepared(prepared.targets(config)[0]), (
     "but rows serve without the files that they were made of"
   )
+
+
+@pytest.mark.parametrize("is_time_kept", [False, True])
+def test_text_rewritten_within_a_second_is_not_prepared(
+  make_config, jsonl, tmp_path, is_time_kept
+):
+  """At the same size. If a tool keeps the time too, the text tells."""
+  second = 1_700_000_000 * 10**9
+  os.utime(jsonl, ns=(second, second))
+  chosen = make_config(prepared_dir=str(tmp_path / "rows")).data
+  prepared.prepare(chosen, 1)
+  cached = make_config().data
+  (before,) = prepared.prepare(cached, 1)
+  jsonl.write_text(jsonl.read_text().replace("document", "Document"))
+  time = second if is_time_kept else second + 1
+  os.utime(jsonl, ns=(time, time))
+  (after,) = prepared.targets(cached)
+  assert after.directory != before.directory
+  assert not prepared.is_prepared(after)
+  with pytest.raises(UserError, match="held other files.*times or text"):
+    prepared.prepare(chosen, 1)
+
+
+def test_rows_of_an_earlier_version_stay_prepared(
+  make_config, jsonl, tmp_path, monkeypatch, capsys
+):
+  configs = [
+    make_config().data,
+    make_config(prepared_dir=str(tmp_path / "rows")).data,
+  ]
+  earlier = []
+  with monkeypatch.context() as patch:
+    for kind in (sources.FileSource, sources._TfdsSource):
+      patch.setattr(kind, "identity", kind.earlier_identity)
+    for config in configs:
+      earlier += prepared.prepare(config, 1)
+  capsys.readouterr()
+  now = []
+  for config in configs:
+    now += prepared.prepare(config, 1)
+  assert now == earlier
+  assert capsys.readouterr().err.count("already prepared") == 2
+  os.utime(jsonl, (1, 1))
+  (after,) = prepared.targets(configs[0])
+  assert after.directory != earlier[0].directory
+  with pytest.raises(UserError, match="held other files"):
+    prepared.prepare(configs[1], 1)
 
 
 def test_documents_that_are_not_utf8_are_counted(tmp_path, capsys):

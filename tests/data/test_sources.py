@@ -3,13 +3,14 @@
 import dataclasses
 import gzip
 import json
+import os
 import shutil
 
 import numpy as np
 import pytest
 
 from diffjax.config import DataConfig, UserError
-from diffjax.data import sources
+from diffjax.data import parquet, sources
 
 ALL = DataConfig(validation_fraction=0.0)
 
@@ -451,6 +452,46 @@ def test_damage_is_placed(tmp_path, tfds_dir, texts):
       "tfds:mine/single",
       config=dataclasses.replace(ALL, data_dir=str(tmp_path)),
     )
+
+
+def test_a_dataset_that_was_built_again_is_another(tfds_dir, tmp_path):
+  """With other text, but as many documents in files of the same names."""
+  from array_record.python import array_record_module
+
+  directory = tmp_path / "mine" / "single" / "1.0.0"
+  shutil.copytree(tfds_dir / "mine" / "single" / "1.0.0", directory)
+  config = dataclasses.replace(ALL, data_dir=str(tmp_path))
+  before = sources.documents("tfds:mine/single", "train", config)
+  identity = before.identity
+  text = read_texts("tfds:mine/single", config=config)[0]
+  (path,) = directory.glob("*array_record*")
+  reader = array_record_module.ArrayRecordReader(str(path))
+  records = [
+    record.replace(b"document", b"Document") for record in reader.read_all()
+  ]
+  reader.close()
+  writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+  for record in records:
+    writer.write(record)
+  writer.close()
+  after = sources.documents("tfds:mine/single", "train", config)
+  assert after.identity != identity
+  changed = text.replace("document", "Document")
+  assert read_texts("tfds:mine/single", config=config)[0] == changed
+
+
+def test_a_parquet_file_rewritten_within_a_second_is_read_anew(tmp_path):
+  """Its footer is not that of the old file, although the sizes are equal."""
+  path = write(tmp_path / "a.parquet", ["aa"] * 3 + ["b"] * 3)
+  os.utime(path, ns=(10**18, 10**18))
+  assert read_texts(f"parquet:{path}") == ["aa"] * 3 + ["b"] * 3
+  size = path.stat().st_size
+  footer = parquet.read_metadata(str(path))
+  write(path, ["c"] * 3 + ["dd"] * 3)
+  assert path.stat().st_size == size
+  os.utime(path, ns=(10**18 + 1, 10**18 + 1))
+  assert parquet.read_metadata(str(path)) is not footer
+  assert read_texts(f"parquet:{path}") == ["c"] * 3 + ["dd"] * 3
 
 
 @pytest.mark.parametrize(
