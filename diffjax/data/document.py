@@ -136,6 +136,13 @@ class Source(abc.ABC):
     """What tells the documents' files from changed ones, wherever they lie (fingerprint.py). Reads samples of them."""
 
   @abc.abstractmethod
+  def contents(self) -> dict[str, int | str]:
+    """Returns what all processes must see alike, by its name for messages.
+
+    Reads samples of the documents' files.
+    """
+
+  @abc.abstractmethod
   def _read(self, part: tuple) -> Iterator[tuple[float, Document]]:
     """Yields all documents of the part, of both splits and empty ones too, each with the share of the part that is read with it."""
 

@@ -9,6 +9,7 @@ that can be seen without reading them (fingerprint.py).
 """
 
 import abc
+import functools
 import hashlib
 import json
 import sys
@@ -63,6 +64,10 @@ class TrainingBatches(abc.ABC):
       self._config.timeout,
       lambda: self.interrupted(),
     )
+
+  @abc.abstractmethod
+  def contents(self) -> dict[str, int | str]:
+    """Returns what all processes must see alike, by its name for messages."""
 
   @abc.abstractmethod
   def get_state(self) -> dict[str, Any]:
@@ -218,6 +223,18 @@ def _open_rows(
   return rows, [target.weight for target in mine]
 
 
+def _row_contents(
+  rows: list[prepared.PreparedRows], split: str
+) -> dict[str, int | str]:
+  """Returns what all processes must see alike of prepared rows."""
+  contents: dict[str, int | str] = {}
+  for component in rows:
+    name = f"{split} rows of {component.spec!r}"
+    contents[f"the number of {name}"] = len(component)
+    contents[f"the fingerprint of the {name}"] = component.fingerprint
+  return contents
+
+
 class _GlobalBatches:
   """This process's slice of every global batch, by index: a random-access source for Grain."""
 
@@ -282,6 +299,7 @@ class _PreparedBatches(TrainingBatches):
       (process_index + 1) * share,
     )
     self._source = " and ".join(component.directory for component in rows)
+    self._components = rows
     self._rows = [component.origin for component in rows]
     fingerprint = hashlib.sha256(
       json.dumps(
@@ -306,6 +324,9 @@ class _PreparedBatches(TrainingBatches):
     batch = _plain(next(self._reader))
     self._batch += 1
     return batch
+
+  def contents(self) -> dict[str, int | str]:
+    return _row_contents(self._components, "training")
 
   def get_state(self) -> dict[str, Any]:
     return {"batch": self._batch, **self._identity, "rows": self._rows}
@@ -359,6 +380,21 @@ def _open_sources(config: DataConfig, split: str) -> list[tuple[Source, float]]:
     (sources.documents(component.spec, split, config), component.weight)
     for component in sources.parse_mixture(spec, field)
   ]
+
+
+def _source_contents(
+  opened: list[tuple[Source, float]], config: DataConfig
+) -> dict[str, int | str]:
+  """Returns what all processes must see alike of streamed sources."""
+  tokenizer = load_once(config.tokenizer)
+  contents: dict[str, int | str] = {
+    f"the fingerprint of the tokenizer {config.tokenizer!r}": (
+      tokenizer.fingerprint
+    )
+  }
+  for source, _ in opened:
+    contents |= source.contents()
+  return contents
 
 
 def _stream(
@@ -469,6 +505,7 @@ class _StreamedBatches(TrainingBatches):
     super().__init__(config.data)
     data = config.data
     opened = _open_sources(data, "train")
+    self._opened = opened
     self._files = {source.spec: source.fingerprint() for source, _ in opened}
     self._dataset = _batches(opened, config, process_index, process_count)
     self._read(iter(self._dataset), data.source)
@@ -498,6 +535,9 @@ class _StreamedBatches(TrainingBatches):
   def __next__(self) -> Batch:
     assert self._reader is not None, "closed"
     return _plain(next(self._reader))
+
+  def contents(self) -> dict[str, int | str]:
+    return _source_contents(self._opened, self._config)
 
   def get_state(self) -> dict[str, Any]:
     assert self._reader is not None, "closed"
@@ -580,7 +620,12 @@ def _with_tuples(state: Any) -> Any:
 
 
 class ValidationBatches:
-  """Batches of the same rows in the same order, each time they are iterated."""
+  """Batches of the same rows in the same order, each time they are iterated.
+
+  Attributes:
+    contents: Returns what all processes must see alike, by its name for
+      messages.
+  """
 
   def __init__(
     self,
@@ -590,7 +635,9 @@ class ValidationBatches:
     batch_size: int,
     process_index: int,
     process_count: int,
+    contents: Callable[[], dict[str, int | str]],
   ):
+    self.contents = contents
     self._rows, self._count, self._length = rows, count, length
     self._batch_size = batch_size
     share = batch_size // process_count
@@ -657,11 +704,12 @@ def validation_batches(
       else grain.MapDataset.mix(shuffled, weights)
     )
     count = len(rows)
+    contents = functools.partial(_row_contents, components, "validation")
   else:
+    opened = _open_sources(config.data, "validation")
+    contents = functools.partial(_source_contents, opened, config.data)
     rows = []
-    for row in _stream(
-      _open_sources(config.data, "validation"), config.data, repeat=False
-    ):
+    for row in _stream(opened, config.data, repeat=False):
       if len(rows) == config.eval.rows:
         break
       rows.append(row)
@@ -674,5 +722,11 @@ def validation_batches(
   if config.eval.rows >= 0:
     count = min(count, config.eval.rows)
   return ValidationBatches(
-    rows, count, config.data.length, batch_size, process_index, process_count
+    rows,
+    count,
+    config.data.length,
+    batch_size,
+    process_index,
+    process_count,
+    contents,
   )

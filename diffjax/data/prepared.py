@@ -377,6 +377,7 @@ class PreparedRows:
   """The rows of one split of a target, by index: a random-access source for Grain.
 
   Attributes:
+    spec: The source.
     directory: The directory of the rows.
     fingerprint: sha256 (hex) of the rows.
     origin: For a checkpoint: the directory, the fingerprint and the target's description (JSON-able).
@@ -388,6 +389,7 @@ class PreparedRows:
       raise UserError(
         f"{target.directory}: rows of {target.spec!r} are not prepared (or not all of them); run {COMMAND}"
       )
+    self.spec = target.spec
     self.directory = target.directory
     counts = meta["splits"][split]["shard_rows"]
     self.fingerprint = meta["splits"][split]["fingerprint"]

@@ -234,7 +234,7 @@ class _TfdsSource(Source):
     return {
       **self.earlier_identity,
       "bytes": self.size,
-      "text": self._sampled_text(),
+      "text": self._sampled_text,
     }
 
   @functools.cached_property
@@ -270,11 +270,19 @@ class _TfdsSource(Source):
   def fingerprint(self) -> dict[str, str]:
     return {
       "names and sizes": digest([self._name, self._shards]),
-      "text": self._sampled_text(),
+      "text": self._sampled_text,
       "times": "",
       "nanoseconds": "",
     }
 
+  def contents(self) -> dict[str, int | str]:
+    return {
+      f"the version of {self.spec!r}": self._name,
+      f"the number of documents in {self.spec!r}": self._num_records,
+      f"the text of {self.spec!r}": self._sampled_text,
+    }
+
+  @functools.cached_property
   def _sampled_text(self) -> str:
     """Returns a digest of some documents.
 
@@ -414,6 +422,15 @@ class FileSource(Source):
 
   def fingerprint(self) -> dict[str, str]:
     return fingerprint(self._listed)
+
+  def contents(self) -> dict[str, int | str]:
+    contents: dict[str, int | str] = {
+      f"the number of files of {self.spec!r}": len(self._listed)
+    }
+    for file in self._listed:
+      contents[f"the size of {file.name}"] = file.size
+    contents[f"the text of {self.spec!r}"] = text_digest(self._listed)
+    return contents
 
   @functools.cached_property
   def parts(self) -> list[tuple]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import hashlib
 import json
 import os
 import signal
@@ -43,6 +44,8 @@ _ENDING = "diffjax/ending"
 # The barrier at which each process waits until all have heard that reason.
 _HEARD = "diffjax/heard"
 _AGAIN = "start all processes again with the same command to go on from the last complete checkpoint"
+# The largest number of differences, and of processes, that a message names.
+_NUM_NAMED = 4
 # Words in the errors that collectives and the coordination service raise when another process is gone.
 _LOST = ("Gloo", "NCCL", "oordination", "UNAVAILABLE", "Connection")
 
@@ -345,19 +348,60 @@ def check_same(settings: Mapping[str, Any]) -> None:
   Raises:
     UserError: naming the fields that differ, with their values.
   """
-  first, *others = [dict(_flat(mine)) for mine in gather(dict(settings))]
+  differing = _differences(
+    [dict(_flat(mine)) for mine in gather(dict(settings))]
+  )
+  if differing:
+    raise UserError(
+      f"the processes do not fit: {'; '.join(differing)}; start all of them with the same command"
+    )
+
+
+def check_same_data(contents: Mapping[str, int | str]) -> None:
+  """Refuses processes that read different data.
+
+  All processes call it together, and all raise. They exchange digests, and the
+  contents only if the digests differ.
+
+  Args:
+    contents: What identifies the data of this process, by its name for the
+      message. For example, the sizes of files.
+
+  Raises:
+    UserError: naming the first contents that differ, with their values, and
+      where the processes run.
+  """
+  text = json.dumps(contents, sort_keys=True)
+  digests = gather(hashlib.sha256(text.encode()).hexdigest())
+  if len(set(digests)) == 1:
+    return
+  differing = _differences(gather(dict(contents)))
+  if len(differing) > _NUM_NAMED:
+    num_others = len(differing) - _NUM_NAMED
+    differing = [*differing[:_NUM_NAMED], f"and {num_others} more"]
+  places = gather(f"{os.getcwd()} on {socket.gethostname()}")
+  where = []
+  for process, place in list(enumerate(places))[:_NUM_NAMED]:
+    where.append(f"process {process} runs in {place}")
+  raise UserError(
+    f"the processes read different data: {'; '.join(differing)}; give all of"
+    " them the same files, on a shared file system or as copies under the same"
+    f" paths (relative paths start where a process runs: {', '.join(where)})"
+  )
+
+
+def _differences(everyone: list[dict[str, Any]]) -> list[str]:
+  """Returns what differs from process 0, once per name."""
+  first, *others = everyone
   differing: dict[str, str] = {}
   for process, theirs in enumerate(others, start=1):
-    for name in sorted({*first, *theirs}):
+    for name in dict.fromkeys([*first, *theirs]):
       if first.get(name) != theirs.get(name):
         differing.setdefault(
           name,
           f"{name} is {first.get(name)!r} in process 0 and {theirs.get(name)!r} in process {process}",
         )
-  if differing:
-    raise UserError(
-      f"the processes do not fit: {'; '.join(differing.values())}; start all of them with the same command"
-    )
+  return list(differing.values())
 
 
 def _flat(

@@ -24,7 +24,12 @@ from diffjax.data.reader import Interrupted
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.ops.diff_attention.choice import Choice, reported_to
 from diffjax.parallel.mesh import batch_share, make_mesh, put_batch
-from diffjax.parallel.processes import Agreement, check_same, gather
+from diffjax.parallel.processes import (
+  Agreement,
+  check_same,
+  check_same_data,
+  gather,
+)
 from diffjax.progress import short_number
 from diffjax.training import cpu_time, memory, runtime, trigram, validation
 from diffjax.training.checkpoint import (
@@ -128,6 +133,10 @@ class Session:
       held.callback(self._batches.close)
       self._validation_batches = validation_batches(
         config, config.train.batch_size // config.train.accumulation, **share
+      )
+    if jax.process_count() > 1:
+      check_same_data(
+        self._batches.contents() | self._validation_batches.contents()
       )
 
   def restore(self) -> TrainState:

@@ -262,6 +262,60 @@ def test_one_process_prepares_and_says_so(make_config, capsys):
   assert capsys.readouterr().err == ""
 
 
+def contents_in(directory, monkeypatch, config):
+  """The contents that a process sees which runs in a directory."""
+  monkeypatch.chdir(directory)
+  batches = pipeline.training_batches(config)
+  contents = batches.contents()
+  batches.close()
+  return contents | pipeline.validation_batches(config, 8).contents()
+
+
+@pytest.mark.parametrize("mode", ["prepared", "streamed"])
+@pytest.mark.parametrize("which", ["source", "validation_source"])
+def test_contents_tell_other_data(
+  make_config, tmp_path, monkeypatch, mode, which
+):
+  """From copies of the same data in another place and of another time."""
+  lines = [json.dumps({"text": f"document {i} " * 9}) for i in range(20)]
+  text = "\n".join(lines)
+  names = {"source": "train", "validation_source": "held_out"}
+  for process in range(3):
+    for name in names.values():
+      (tmp_path / str(process) / name).mkdir(parents=True)
+      for index in range(2):
+        path = tmp_path / str(process) / name / f"{index}.jsonl"
+        path.write_text(text)
+        os.utime(path, (process, process))
+  path = tmp_path / "2" / names[which] / "1.jsonl"
+  path.write_text(text.replace("document", "Document"))
+  config = make_config(
+    mode=mode,
+    prepared_dir="rows",
+    **{field: f"jsonl:{name}/*.jsonl" for field, name in names.items()},
+  )
+  contents = [
+    contents_in(tmp_path / str(process), monkeypatch, config)
+    for process in range(3)
+  ]
+  assert contents[0] == contents[1]
+  differing = [
+    name for name in contents[0] if contents[0][name] != contents[2].get(name)
+  ]
+  assert differing and all(names[which] in name for name in differing)
+  path.unlink()
+  shutil.rmtree(tmp_path / "2" / "rows", ignore_errors=True)
+  fewer = contents_in(tmp_path / "2", monkeypatch, config)
+  kind = "training" if which == "source" else "validation"
+  spec = f"'jsonl:{names[which]}/*.jsonl'"
+  if mode == "prepared":
+    name = f"the number of {kind} rows of {spec}"
+    assert fewer[name] < contents[0][name]
+  else:
+    name = f"the number of files of {spec}"
+    assert (fewer[name], contents[0][name]) == (1, 2)
+
+
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
 def test_processes_must_divide_the_batch(make_config, mode):
   with pytest.raises(UserError, match="config.train.batch_size = 8.*3"):

@@ -438,6 +438,77 @@ def test_what_differs_is_named_with_its_process(monkeypatch):
   processes.check_same(mine)
 
 
+def exchange(monkeypatch, *contents):
+  """Lets check_same_data gather the contents of several processes."""
+
+  def gather(value):
+    if isinstance(value, dict):
+      return list(contents)
+    if "/" in value:
+      return [f"/{index} on host" for index in range(len(contents))]
+    return [json.dumps(each) for each in contents]
+
+  monkeypatch.setattr(processes, "gather", gather)
+
+
+def test_other_data_are_named_with_their_process(monkeypatch):
+  mine = {"the number of files": 9} | {f"size of {i}": i for i in range(9)}
+  exchange(monkeypatch, mine, mine, mine)
+  processes.check_same_data(mine)
+  others = {"the number of files": 1, "size of 0": 0, "size of 1": 7}
+  exchange(monkeypatch, mine, mine, others)
+  with pytest.raises(UserError) as caught:
+    processes.check_same_data(mine)
+  message = str(caught.value)
+  assert "the number of files is 9 in process 0 and 1 in process 2" in message
+  assert "size of 1 is 1 in process 0 and 7 in process 2" in message
+  assert "size of 0" not in message and "size of 8" not in message
+  assert "and 5 more" in message
+  assert "process 2 runs in /2 on host" in message
+
+
+# The command in another directory, which only relative paths tell.
+ELSEWHERE = """
+import os
+from diffjax import command
+from diffjax.train import main
+
+def main_elsewhere(config):
+  os.chdir(DIRECTORY)
+  main(config)
+
+command.run(main_elsewhere)
+"""
+
+
+@pytest.mark.full
+def test_different_data_are_refused_by_all(overrides, tmp_path):
+  code = {}
+  for process in range(2):
+    directory = tmp_path / str(process)
+    directory.mkdir()
+    code[process] = ELSEWHERE.replace("DIRECTORY", repr(str(directory)))
+    for index in range(4 - process):
+      lines = [json.dumps({"text": f"{index}-{line}"}) for line in range(99)]
+      (directory / f"{index}.jsonl").write_text("\n".join(lines))
+  streamed = [
+    *overrides,
+    "--config.data.mode=streamed",
+    "--config.data.source=jsonl:*.jsonl",
+    "--config.eval.rows=-1",
+  ]
+  with Processes(tmp_path / "run", streamed, code=code) as run:
+    codes, lines = run.end(timeout=100)
+  assert codes == [1, 1], lines
+  for line in lines:
+    assert (
+      "the number of files of 'jsonl:*.jsonl' is 4 in process 0 and 3 in"
+      " process 1; the size of 3.jsonl is " in line
+    )
+    assert f"process 1 runs in {tmp_path}/1 on " in line
+  assert not (tmp_path / "run").exists()
+
+
 def test_a_reason_is_waited_for_in_milliseconds():
   """As JAX's client wants it."""
 
