@@ -38,12 +38,20 @@ _STRAGGLING = 5.0
 class Checkpoints:
   """Writes the checkpoints of one run. Every process of a run makes the same calls in the same order."""
 
-  def __init__(self, workdir: epath.PathLike, *, keep: int):
+  def __init__(
+    self,
+    workdir: epath.PathLike,
+    *,
+    keep: int,
+    restored: Checkpoint | None = None,
+  ):
     """Makes the directory, and removes what a killed save has left there. The caller holds the workdir's lock (lock.py).
 
     Args:
       workdir: The run's directory, local or gs://.
       keep: Newest complete checkpoints to keep; the best one by "validation/loss" is kept too.
+      restored: The checkpoint that the run goes on from, of `find_checkpoint`.
+        `save` does not save its step again.
 
     Raises:
       UserError: if the directory cannot be written.
@@ -55,9 +63,12 @@ class Checkpoints:
     )
     self._pending: concurrent.futures.Future[None] | None = None
     self._saved: int | None = None
-    self._damaged: set[int] = (
-      set()
-    )  # steps whose manifests are in order but whose files are not: only reading them tells
+    # Steps whose manifests are in order but whose files are not. Only reading
+    # the files tells.
+    self._damaged: set[int] = set()
+    if restored is not None:
+      self._saved = restored.step
+      self._damaged = set(restored.passed_over)
     # Orbax logs a failure as one traceback per thread, and raises it too.
     logging.get_absl_logger().addFilter(_not_orbax)
     # One worker hashes and prunes in the order of the saves, while training goes on.
@@ -126,20 +137,6 @@ class Checkpoints:
       runtime.trim_freed_memory
     )  # as soon as nothing holds the copies that were saved
     return True
-
-  def restore(self) -> Checkpoint | None:
-    """The newest complete checkpoint, for the run to go on from; `save` does not save its step again.
-
-    Returns:
-      The checkpoint, or None if there is none. A warning names every newer one that is passed over, and why.
-
-    Raises:
-      UserError: if there are checkpoints, but all of them are damaged.
-    """
-    self.wait()
-    if (found := find_checkpoint(self._workdir)) is not None:
-      self._saved, self._damaged = found.step, set(found.passed_over)
-    return found
 
   def newest(self, before: int | None = None) -> int | None:
     """The newest step whose save is complete, and which is less than `before`; None if there is none. Its arrays are not verified."""

@@ -251,15 +251,24 @@ def _replace(path: epath.Path, text: str) -> None:
     temporary.replace(path)
 
 
-def _open_wandb(
-  project: str, workdir: epath.Path, config: Mapping[str, Any]
-) -> Any:
+def check_wandb(project: str) -> None:
+  """Raises UserError if there is a project and wandb is not installed."""
+  if not project:
+    return
   try:
-    import wandb
+    import wandb  # noqa: F401
   except ImportError as error:
     raise UserError(
       f"config.train.wandb_project = {project!r} needs wandb: pip install 'diffjax[wandb]', or leave the field empty"
     ) from error
+
+
+def _open_wandb(
+  project: str, workdir: epath.Path, config: Mapping[str, Any]
+) -> Any:
+  check_wandb(project)
+  import wandb
+
   # The id lies in the workdir, so that a restart goes on in the same W&B run.
   identity = workdir / "wandb_id.txt"
   if not identity.exists():

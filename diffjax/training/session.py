@@ -21,7 +21,7 @@ from diffjax.data.pipeline import (
   validation_batches,
 )
 from diffjax.data.reader import Interrupted
-from diffjax.data.tokenizer import load_tokenizer
+from diffjax.data.tokenizer import load_once, load_tokenizer
 from diffjax.ops.diff_attention.choice import Choice, reported_to
 from diffjax.parallel.mesh import batch_share, make_mesh, put_batch
 from diffjax.parallel.processes import (
@@ -33,6 +33,7 @@ from diffjax.parallel.processes import (
 from diffjax.progress import short_number
 from diffjax.training import cpu_time, memory, runtime, trigram, validation
 from diffjax.training.checkpoint import (
+  Checkpoint,
   Checkpoints,
   find_checkpoint,
   open_checkpoint,
@@ -40,6 +41,7 @@ from diffjax.training.checkpoint import (
 from diffjax.training.finish import finish
 from diffjax.training.interruption import Interruption
 from diffjax.training.lock import lock
+from diffjax.training.metrics import check_wandb
 from diffjax.training.profiler import Profiler
 from diffjax.training.program import build
 from diffjax.training.resume import check_checkpoint, new_schedule, other_model
@@ -82,9 +84,13 @@ class Session:
     check_same({"config": config.to_dict()})
     if checkpoint is not None:
       check_checkpoint(checkpoint, workdir, config)
+    if jax.process_index() == 0:
+      check_wandb(config.train.wandb_project)
     self._config, self._workdir = config, workdir
     mesh = make_mesh(config.mesh)
     self._share, self._shares = batch_share(mesh)
+    # Its file may have changed since an earlier run of this process.
+    load_once.cache_clear()
     self._tokenizer = load_tokenizer(config.data.tokenizer)
     check_vocabulary(config, self._tokenizer)
     self.program = build(config, mesh)
@@ -96,7 +102,7 @@ class Session:
     self._waited = 0.0
 
   def __enter__(self) -> Session:
-    """Opens the data, then the workdir: its lock comes before the first write, and after everything that refuses a wrong config."""
+    """Opens the data and locks the workdir. Changes no other file there."""
     with contextlib.ExitStack() as held:
       held.enter_context(
         memory.explained(self._config, self.program.mesh.shape)
@@ -104,17 +110,6 @@ class Session:
       self._open_data(held)
       if jax.process_index() == 0:
         held.enter_context(lock(self._workdir))
-      self._checkpoints = Checkpoints(
-        self._workdir, keep=self._config.train.keep_checkpoints
-      )
-      if jax.process_index() == 0:
-        keep_tokenizer(self._workdir, self._tokenizer)
-        config_file.write(
-          epath.Path(self._workdir) / config_file.NAME, self._config
-        )  # again at each start: some fields may change
-      held.enter_context(
-        self._checkpoints
-      )  # closed before the lock goes, however the run ends
       self._held = held.pop_all()
     return self
 
@@ -140,47 +135,100 @@ class Session:
       )
 
   def restore(self) -> TrainState:
-    """The state to start from: the newest checkpoint's, else a new one. Opens the log, which drops its lines of later steps."""
-    config, program = self._config, self.program
-    if (saved := self._checkpoints.restore()) is not None:
-      state = saved.state(program.abstract_state)
-      self._batches.set_state(self._own(saved.data_state))
-      note(f"resuming from step {saved.step} of {self._workdir}")
-      if change := new_schedule(saved.config, config, saved.step):
-        note(change)
+    """Returns the state to start from, and opens the workdir for writing.
+
+    The state is that of the newest complete checkpoint, or a new one. The
+    workdir changes only after everything that refuses a run: a refused run
+    leaves the files of an earlier one as they were.
+
+    Raises:
+      UserError: if the run cannot go on from the checkpoint, or start from the
+        parameters of config.train.init_from.
+    """
+    restored = find_checkpoint(self._workdir)
+    if restored is not None:
+      state = self._restored_state(restored)
     else:
-      state = program.init()
-      if source := config.train.init_from:
-        start = open_checkpoint(source)
-        state = dataclasses.replace(
-          state, params=start.params(program.abstract_state.params)
-        )
-        note(f"starting from the parameters of {source}")
-        if change := other_model(start.config, config):
-          note(change)
-    if (warmup := config.optimizer.warmup_steps) > config.train.steps > 0:
-      note(
-        f"config.optimizer.warmup_steps = {warmup} is cut to config.train.steps = {config.train.steps}"
-      )
+      state = self._new_state()
     self._first = int(state.step)
+    # Process 0 must not write before the others have passed their checks.
+    gather(None)
+    self._open_workdir(restored)
+    self._describe_steps(state)
+    return state
+
+  def _restored_state(self, checkpoint: Checkpoint) -> TrainState:
+    """Returns a checkpoint's state, and sets the data to its place."""
+    # Another run may have written it after the check in the constructor.
+    check_checkpoint(checkpoint, self._workdir, self._config)
+    state = checkpoint.state(self.program.abstract_state)
+    self._batches.set_state(self._own(checkpoint.data_state))
+    note(f"resuming from step {checkpoint.step} of {self._workdir}")
+    change = new_schedule(checkpoint.config, self._config, checkpoint.step)
+    if change:
+      note(change)
+    return state
+
+  def _new_state(self) -> TrainState:
+    """Returns the state of step 0, with the parameters of init_from if set."""
+    state = self.program.init()
+    source = self._config.train.init_from
+    if not source:
+      return state
+    start = open_checkpoint(source)
+    params = start.params(self.program.abstract_state.params)
+    note(f"starting from the parameters of {source}")
+    change = other_model(start.config, self._config)
+    if change:
+      note(change)
+    return dataclasses.replace(state, params=params)
+
+  def _open_workdir(self, restored: Checkpoint | None) -> None:
+    """Opens checkpoints and log, and writes the tokenizer and the config.
+
+    The log drops its lines of steps after the restored one.
+
+    Args:
+      restored: The checkpoint that the run goes on from, if there is one.
+    """
+    config = self._config
+    checkpoints = Checkpoints(
+      self._workdir, keep=config.train.keep_checkpoints, restored=restored
+    )
+    # Closed before the lock is released, however the run ends.
+    self._checkpoints = self._held.enter_context(checkpoints)
     self._log = RunLog(
       config,
       self._workdir,
-      program.mesh,
+      self.program.mesh,
       self._checkpoints,
       first_step=self._first,
     )
     self._held.callback(self._log.close)
-    if self._first < config.train.steps:
+    self._profiler = Profiler(config, self._workdir)
+    self._held.callback(self._profiler.close)
+    if jax.process_index() == 0:
+      keep_tokenizer(self._workdir, self._tokenizer)
+      # At each start, since some fields may change.
+      config_file.write(epath.Path(self._workdir) / config_file.NAME, config)
+
+  def _describe_steps(self, state: TrainState) -> None:
+    """Prints which steps the run takes."""
+    config = self._config
+    steps = config.train.steps
+    warmup = config.optimizer.warmup_steps
+    if warmup > steps > 0:
+      note(
+        f"config.optimizer.warmup_steps = {warmup} is cut to"
+        f" config.train.steps = {steps}"
+      )
+    if self._first < steps:
       num_parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
       tokens_per_step = config.train.batch_size * config.data.length
       note(
         f"training {short_number(num_parameters)} parameters: steps {self._first + 1:,}"
-        f" to {config.train.steps:,} of {tokens_per_step:,} tokens; compiling …"
+        f" to {steps:,} of {tokens_per_step:,} tokens; compiling …"
       )
-    self._profiler = Profiler(config, self._workdir)
-    self._held.callback(self._profiler.close)
-    return state
 
   def _own(self, data_state: dict[str, Any]) -> dict[str, Any]:
     """The state of the data for this process's share of the batch. Of a checkpoint with fewer shares it takes any: where shares matter, the

@@ -103,8 +103,14 @@ def run(workdir, steps, keep=10):
   checkpoints.close()
 
 
+def reopen(workdir, keep):
+  """The checkpoints of a run that goes on, and the one it goes on from."""
+  found = find_checkpoint(workdir)
+  return Checkpoints(workdir, keep=keep, restored=found), found
+
+
 def restore(workdir):
-  return Checkpoints(workdir, keep=10).restore()
+  return reopen(workdir, keep=10)[1]
 
 
 def read(checkpoint):
@@ -196,8 +202,7 @@ def test_a_step_just_saved_or_restored_is_not_saved_again(tmp_path):
   checkpoints = Checkpoints(tmp_path, keep=2)
   assert save(checkpoints, 4) and not save(checkpoints, 4)
   checkpoints.close()
-  checkpoints = Checkpoints(tmp_path, keep=2)
-  checkpoints.restore()
+  checkpoints, _ = reopen(tmp_path, keep=2)
   assert not save(checkpoints, 4)
   checkpoints.close()
   assert restore(tmp_path).step == 4
@@ -242,8 +247,8 @@ def test_damaged_step_is_overwritten_and_does_not_count_as_kept(
 ):
   workdir = shutil.copytree(two_steps, tmp_path / "run")
   flip_bit(workdir)
-  checkpoints = Checkpoints(workdir, keep=2)
-  assert checkpoints.restore().step == 10
+  checkpoints, found = reopen(workdir, keep=2)
+  assert found.step == 10
   save(checkpoints, 15)
   checkpoints.wait()
   assert listing(workdir) == ["10", "15", "20"]
@@ -258,8 +263,7 @@ def test_damaged_step_is_overwritten_and_does_not_count_as_kept(
 def test_damaged_step_that_was_left_behind_is_pruned_first(two_steps, tmp_path):
   workdir = shutil.copytree(two_steps, tmp_path / "run")
   flip_bit(workdir)
-  checkpoints = Checkpoints(workdir, keep=2)
-  checkpoints.restore()
+  checkpoints, _ = reopen(workdir, keep=2)
   save(checkpoints, 25)
   checkpoints.close()
   assert listing(workdir) == ["10", "25"]
@@ -306,8 +310,8 @@ def test_restores_onto_another_mesh(tmp_path):
   )
   checkpoints = Checkpoints(tmp_path, keep=1)
   checkpoints.save(7, placed, data_state={}, config=CONFIG)
-  restored = checkpoints.restore().state(four)
   checkpoints.close()
+  restored = find_checkpoint(tmp_path).state(four)
   assert_same(restored, state)
   for leaf, spec in zip(
     jax.tree.leaves(restored), jax.tree.leaves(four), strict=True

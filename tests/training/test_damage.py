@@ -273,14 +273,21 @@ def params(workdir, step=None):
   return open_checkpoint(workdir, step).params(abstract(make_state()["params"]))
 
 
+def restore(workdir):
+  """The checkpoint that a run goes on from, as the run opens the workdir."""
+  found = find_checkpoint(workdir)
+  Checkpoints(workdir, keep=10, restored=found)
+  return found
+
+
 def load(workdir):
-  return Checkpoints(workdir, keep=10).restore(), params(workdir)
+  return restore(workdir), params(workdir)
 
 
 def assert_passed_over(workdir, caplog, capsys, reason, damaged=20):
   path = workdir / "checkpoints" / str(damaged)
   with caplog.at_level(logging.WARNING):
-    restored = Checkpoints(workdir, keep=10).restore()
+    restored = restore(workdir)
   warnings = [record.getMessage() for record in caplog.records]
   assert (
     len(warnings) == 1 and str(path) in warnings[0] and reason in warnings[0]
@@ -427,7 +434,7 @@ def test_all_damaged_is_an_error(workdir, capsys, damage):
       workdir / "checkpoints" / step / "_CHECKPOINT_METADATA"
     )
   for reader in (
-    lambda: Checkpoints(workdir, keep=10).restore(),
+    lambda: restore(workdir),
     lambda: open_checkpoint(workdir),
     lambda: newest_config(workdir),
   ):
@@ -443,13 +450,13 @@ def test_every_manifest_lost_is_an_error(workdir):
   for step in ("10", "20"):
     (workdir / "checkpoints" / step / "manifest.json").unlink()
   with pytest.raises(UserError, match="every checkpoint in"):
-    Checkpoints(workdir, keep=10).restore()
+    restore(workdir)
 
 
 def test_first_save_interrupted_starts_from_the_beginning(workdir, caplog):
   shutil.rmtree(workdir / "checkpoints" / "10")
   (workdir / "checkpoints" / "20" / "manifest.json").unlink()
-  assert Checkpoints(workdir, keep=10).restore() is None
+  assert restore(workdir) is None
   assert (
     newest_config(workdir) is None
     and "its save or its deletion was interrupted" in caplog.text

@@ -34,7 +34,7 @@ from diffjax.config import (
   TrainConfig,
   UserError,
 )
-from diffjax.data import pipeline, reader
+from diffjax.data import pipeline, reader, tokenizer, tokenizer_json
 from diffjax.ops.diff_attention import choice
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training import loop, manifest, memory, session
@@ -581,6 +581,103 @@ def test_a_workdir_of_another_run_is_refused(config, whole, field, value):
   name = field.replace("__", ".")
   with pytest.raises(UserError, match=f"{name} was .* and is {value}"):
     loop.train(change(config, **{field: value}), str(whole))
+
+
+def write_tokenizer(path, shift):
+  """A tokenizer of bytes. Each shift gives the bytes other ids."""
+  ranks = {bytes([(byte + shift) % 255]): byte for byte in range(255)}
+  separator = {tokenizer.SEPARATOR: 255}
+  text = tokenizer_json.tokenizer_json(ranks, tokenizer.PATTERN, separator)
+  path.write_text(text)
+
+
+def contents(workdir):
+  """The bytes of every file of a workdir, except the lock's."""
+  files = {}
+  for path in sorted(pathlib.Path(workdir).rglob("*")):
+    if path.is_file() and path.name != "lock":
+      files[str(path.relative_to(workdir))] = path.read_bytes()
+  return files
+
+
+@pytest.mark.parametrize("mode", ["prepared", "streamed"])
+def test_a_refused_resume_changes_nothing(config, tmp_path, monkeypatch, mode):
+  text = tmp_path / "text"
+  shutil.copytree(pathlib.Path(config.data.source[5:]).parent, text)
+  spec = tmp_path / "tokenizer.json"
+  write_tokenizer(spec, shift=0)
+  config = change(
+    config,
+    data__source=f"text:{text}/*.txt",
+    data__prepared_dir="",
+    data__tokenizer=str(spec),
+    data__mode=mode,
+    train__steps=2,
+    eval__interval=0,
+  )
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+  workdir = tmp_path / "run"
+  loop.train(config, str(workdir))
+  # What a resume that is not refused would clean up.
+  stale = workdir / "checkpoints" / "9.orbax-checkpoint-tmp"
+  stale.mkdir()
+  (stale / "file").write_text("a save that was interrupted")
+  with (workdir / "metrics.jsonl").open("a") as file:
+    file.write('{"step": 9, "train/loss": 1.0}\n{"step": 10, "tra')
+  whole = contents(workdir)
+  longer = change(config, train__steps=4)
+
+  def assert_refused(message, config=longer):
+    before = contents(workdir)
+    with pytest.raises(UserError, match=message):
+      loop.train(config, str(workdir))
+    assert contents(workdir) == before
+
+  write_tokenizer(spec, shift=1)
+  assert_refused("cannot continue in the data from this checkpoint")
+  write_tokenizer(spec, shift=0)
+
+  document = text / "0.txt"
+  original = document.read_text()
+  document.write_text(f"{original}another line\n")
+  assert_refused("cannot continue in the data from this checkpoint")
+  document.write_text(original)
+
+  wandb = change(longer, train__wandb_project="project")
+  with monkeypatch.context() as patch:
+    patch.setitem(sys.modules, "wandb", None)
+    assert_refused("needs wandb", wandb)
+
+  # Written after the check in the constructor.
+  with monkeypatch.context() as patch:
+    patch.setattr(session, "find_checkpoint", lambda *_, **__: None)
+    other = session.Session(change(longer, data__seed=1), str(workdir))
+  with pytest.raises(UserError, match="data.seed was 0 and is 1"), other:
+    other.restore()
+  assert contents(workdir) == whole
+
+  arrays = max(
+    (workdir / "checkpoints/2/state/d").iterdir(),
+    key=lambda file: file.stat().st_size,
+  )
+  intact = arrays.read_bytes()
+  arrays.write_bytes(intact[:-1])
+  assert_refused("every checkpoint in")
+  arrays.write_bytes(intact)
+
+  assert contents(workdir) == whole
+  loop.train(longer, str(workdir))
+  assert not stale.exists()
+  assert [line["step"] for line in log(workdir)] == [1, 2, 3, 4]
+
+
+def test_a_refused_start_leaves_no_files(config, whole, tmp_path):
+  other = change(
+    config, train__init_from=str(whole), model__ffn_dim=48, eval__interval=0
+  )
+  with pytest.raises(UserError, match="of another model"):
+    loop.train(other, str(tmp_path / "run"))
+  assert contents(tmp_path / "run") == {}
 
 
 def test_vocabularies_that_differ(config, tmp_path):
