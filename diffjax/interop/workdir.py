@@ -31,7 +31,10 @@ def write(path: str, model: Model) -> Config:
   Raises:
     UserError: if it cannot be written.
   """
-  with lock(path), Checkpoints(path, keep=1) as checkpoints:
+  with (
+    lock(path) as held,
+    Checkpoints(path, keep=1, lock=held) as checkpoints,
+  ):
     spec = keep_tokenizer(path, model.tokenizer)
     config = Config(
       model=model.config,

@@ -27,6 +27,7 @@ from orbax.checkpoint import v1 as ocp
 from diffjax.config import UserError
 from diffjax.parallel.processes import gather
 from diffjax.training import manifest, runtime
+from diffjax.training.lock import LostWorkdir, WorkdirLock
 
 # Bytes of an array that are written at once where it is not to be held in memory.
 _PIECE = 1 << 26
@@ -44,6 +45,7 @@ class Checkpoints:
     *,
     keep: int,
     restored: Checkpoint | None = None,
+    lock: WorkdirLock | None = None,
   ):
     """Makes the directory, and removes what a killed save has left there. The caller holds the workdir's lock (lock.py).
 
@@ -52,10 +54,14 @@ class Checkpoints:
       keep: Newest complete checkpoints to keep; the best one by "validation/loss" is kept too.
       restored: The checkpoint that the run goes on from, of `find_checkpoint`.
         `save` does not save its step again.
+      lock: The workdir's lock, which process 0 holds. Before each write it is
+        checked that the workdir is still the locked one.
 
     Raises:
       UserError: if the directory cannot be written.
     """
+    self._lock = lock
+    self.check_lock()
     self._workdir, self._directory, self._keep = (
       workdir,
       manifest.checkpoint_directory(workdir),
@@ -81,6 +87,25 @@ class Checkpoints:
         for path in manifest.temporaries(self._directory):
           logging.warning("removing %s: a save that was interrupted", path)
           manifest.delete(path)
+
+  def check_lock(self) -> None:
+    """Raises LostWorkdir, in all processes, if the workdir is not the locked one.
+
+    All processes call it together.
+    """
+    problem = ""
+    try:
+      self._check_lock_here()
+    except LostWorkdir as error:
+      problem = str(error)
+    problem = gather(problem)[0]
+    if problem:
+      raise LostWorkdir(problem)
+
+  def _check_lock_here(self) -> None:
+    """Raises LostWorkdir in the process that holds the lock."""
+    if self._lock is not None:
+      self._lock.check()
 
   def save(
     self,
@@ -109,9 +134,13 @@ class Checkpoints:
 
     Returns:
       Whether there was anything to save: not if this step is the last one saved or restored.
+
+    Raises:
+      LostWorkdir: if the workdir is not the locked one any more.
     """
     with contextlib.suppress(UserError):
       self.wait()
+    self.check_lock()
     if step == self._saved:
       return False
     self._saved = step
@@ -208,8 +237,11 @@ class Checkpoints:
     try:
       with _explained(path):
         finish()
+        self._check_lock_here()
         if jax.process_index() == 0:
           manifest.write(path, step, metrics)
+    except LostWorkdir:
+      raise
     except UserError as error:
       logging.warning(
         "not saved: %s; the checkpoints before are as they were", error
@@ -221,6 +253,8 @@ class Checkpoints:
     if jax.process_index() == 0:
       try:
         self._prune(step)
+      except LostWorkdir:
+        raise
       except (OSError, UserError) as error:
         logging.warning("cannot delete old checkpoints: %s", error)
 
@@ -228,6 +262,8 @@ class Checkpoints:
     """Removes a half-written save, which would fill a full disk further. Orbax's threads may still write: it takes several tries."""
     deadline = time.monotonic() + _STRAGGLING
     while time.monotonic() < deadline:
+      # Nothing may be deleted in a directory that another run has locked.
+      self._check_lock_here()
       with contextlib.suppress(OSError, UserError):
         for temporary in manifest.temporaries(self._directory):
           manifest.delete(temporary)
@@ -249,7 +285,7 @@ class Checkpoints:
     for _ in manifest.prune(
       self._directory, manifests, keep=self._keep, among=among
     ):
-      pass
+      self._check_lock_here()
 
 
 def _pieces() -> ocp.Context:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ def finish(
   model: Decoder,
   params: Any,
   tokenizer: Tokenizer,
+  check_lock: Callable[[], None],
 ) -> None:
   """Writes loss.png and sample.txt, and prints the sample and all file names.
 
@@ -33,13 +35,20 @@ def finish(
     model: The decoder.
     params: Its parameters.
     tokenizer: The run's.
+    check_lock: Raises LostWorkdir if the run may not write in the workdir.
   """
   path = epath.Path(workdir)
   text = _sample(
     config, model, params, tokenizer
   )  # by all processes, since they share the parameters
+  check_lock()
   if jax.process_index() != 0:
     return
+  files = "checkpoints, config.toml, metrics.jsonl, tensorboard, loss.png"
+  if text:
+    prompt = config.train.sample_prompt
+    print(f"\n--- a sample: the model continues {prompt!r} ---\n{text}\n---")
+    files += ", sample.txt"
   try:
     plot_losses(
       path / "metrics.jsonl", path / "loss.png", config.model.attention
@@ -50,11 +59,7 @@ def finish(
     logging.warning(
       "cannot write the plot and the sample in %s: %s", path, error
     )
-  files = "checkpoints, config.toml, metrics.jsonl, tensorboard, loss.png"
-  if text:
-    prompt = config.train.sample_prompt
-    print(f"\n--- a sample: the model continues {prompt!r} ---\n{text}\n---")
-    files += ", sample.txt"
+    return
   print(f"written to {path}:\n  {files}")
 
 

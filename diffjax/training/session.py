@@ -40,7 +40,7 @@ from diffjax.training.checkpoint import (
 )
 from diffjax.training.finish import finish
 from diffjax.training.interruption import Interruption
-from diffjax.training.lock import lock
+from diffjax.training.lock import LostWorkdir, WorkdirLock, lock
 from diffjax.training.metrics import check_wandb
 from diffjax.training.profiler import Profiler
 from diffjax.training.program import build
@@ -99,6 +99,8 @@ class Session:
     if warning is not None:
       note(warning)
     self._held = contextlib.ExitStack()
+    # Held by process 0 inside the context.
+    self._lock: WorkdirLock | None = None
     self._waited = 0.0
 
   def __enter__(self) -> Session:
@@ -109,7 +111,7 @@ class Session:
       )
       self._open_data(held)
       if jax.process_index() == 0:
-        held.enter_context(lock(self._workdir))
+        self._lock = held.enter_context(lock(self._workdir))
       self._held = held.pop_all()
     return self
 
@@ -193,7 +195,10 @@ class Session:
     """
     config = self._config
     checkpoints = Checkpoints(
-      self._workdir, keep=config.train.keep_checkpoints, restored=restored
+      self._workdir,
+      keep=config.train.keep_checkpoints,
+      restored=restored,
+      lock=self._lock,
     )
     # Closed before the lock is released, however the run ends.
     self._checkpoints = self._held.enter_context(checkpoints)
@@ -311,7 +316,10 @@ class Session:
         if not isinstance(error, Interrupted):
           note(f"saving step {step}, before the run ends with an error")
         self.log_last()
-        self.save(step, state, scores)
+        try:
+          self.save(step, state, scores)
+        except LostWorkdir as lost:
+          note(str(lost))
       raise
 
   def log(self, step: int, measured: Metrics) -> None:
@@ -392,4 +400,7 @@ class Session:
         self.program.model,
         state.params,
         self._tokenizer,
+        self._checkpoints.check_lock,
       )
+      # Files that were just written may be gone.
+      self._checkpoints.check_lock()

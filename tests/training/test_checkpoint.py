@@ -25,6 +25,7 @@ from diffjax.training.checkpoint import (
   find_checkpoint,
   open_checkpoint,
 )
+from diffjax.training.lock import LostWorkdir, lock
 from diffjax.training.optimizer import make_optimizer
 from diffjax.training.resume import check_resume
 
@@ -267,6 +268,45 @@ def test_damaged_step_that_was_left_behind_is_pruned_first(two_steps, tmp_path):
   save(checkpoints, 25)
   checkpoints.close()
   assert listing(workdir) == ["10", "25"]
+
+
+@pytest.mark.parametrize("error", [None, OSError("no space left")])
+def test_nothing_is_deleted_in_a_directory_that_is_not_the_locked_one(
+  two_steps, tmp_path, monkeypatch, error
+):
+  """The path gets a new run while a save is under way, which may fail."""
+  workdir = tmp_path / "run"
+  new_run = [f"{step}/file" for step in (10, 20, 30)]
+  new_run.append("40.orbax-checkpoint-tmp/file")
+  write = manifest.write
+
+  def move_and_write(path, step, metrics):
+    write(path, step, metrics)
+    workdir.rename(tmp_path / "old")
+    for name in new_run:
+      file = workdir / "checkpoints" / name
+      file.parent.mkdir(parents=True)
+      file.write_text("of the new run")
+    if error is not None:
+      raise error
+
+  shutil.copytree(two_steps, workdir)
+  with lock(workdir) as held:
+    found = find_checkpoint(workdir)
+    checkpoints = Checkpoints(workdir, keep=1, restored=found, lock=held)
+    with monkeypatch.context() as patch:
+      patch.setattr(manifest, "write", move_and_write)
+      save(checkpoints, 30)
+      with pytest.raises(LostWorkdir):
+        checkpoints.wait()
+    with pytest.raises(LostWorkdir):
+      save(checkpoints, 50)
+    checkpoints.close()
+  files = (workdir / "checkpoints").rglob("*")
+  names = [str(path.relative_to(workdir / "checkpoints")) for path in files]
+  assert sorted(name for name in names if "/" in name) == new_run
+  assert len(names) == 2 * len(new_run)
+  assert restore(tmp_path / "old").step == 30
 
 
 def test_workdir_that_cannot_be_made(tmp_path):

@@ -1,6 +1,7 @@
 """One writer a workdir, for as long as it lives and no longer."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from diffjax.config import (
   UserError,
 )
 from diffjax.training import loop
-from diffjax.training.lock import lock
+from diffjax.training.lock import LostWorkdir, lock
 
 # Holds the lock, with a spawned, a forked and an executed child that outlive it.
 HOLDER = """
@@ -110,6 +111,57 @@ def test_training_and_pruning_are_refused(command, holder, tmp_path):
     and result.stderr.startswith("error: ")
     and "is in use by process" in result.stderr
   )
+
+
+def test_a_second_run_of_the_process_is_refused(tmp_path):
+  """And the refusal does not free the lock for other processes."""
+  workdir = tmp_path / "run"
+  link = tmp_path / "link"
+  link.symlink_to(workdir)
+  with lock(workdir):
+    for path in (workdir, f"{tmp_path}/./run", link):
+      with pytest.raises(UserError, match="in use by another run of this proc"):
+        with lock(path):
+          pass
+    with lock(tmp_path / "other"):
+      pass
+    code = (
+      "import sys; from diffjax.training.lock import lock\n"
+      "with lock(sys.argv[1]): pass"
+    )
+    result = subprocess.run(
+      [sys.executable, "-c", code, workdir], capture_output=True, text=True
+    )
+    assert f"is in use by process {os.getpid()} on " in result.stderr
+  with lock(link):
+    pass
+
+
+def test_a_workdir_that_is_not_the_locked_one_is_noticed(tmp_path):
+  workdir = tmp_path / "run"
+  link = tmp_path / "link"
+  link.symlink_to(workdir)
+  with lock(workdir) as held, lock(tmp_path / "other"):
+    held.check()
+    workdir.rename(tmp_path / "old")
+    with pytest.raises(LostWorkdir, match=f"{workdir} is no longer the dir"):
+      held.check()
+    # The lock of a new run in its place is another one.
+    workdir.mkdir()
+    with lock(link) as new:
+      new.check()
+      with pytest.raises(LostWorkdir):
+        held.check()
+      link.unlink()
+      link.symlink_to(tmp_path / "other")
+      with pytest.raises(LostWorkdir):
+        new.check()
+    shutil.rmtree(workdir)
+    (tmp_path / "old").rename(workdir)
+    held.check()
+    (workdir / "lock").unlink()
+    with pytest.raises(LostWorkdir):
+      held.check()
 
 
 def test_workdir_that_cannot_be_written(tmp_path):

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -37,8 +38,9 @@ from diffjax.config import (
 from diffjax.data import pipeline, reader, tokenizer, tokenizer_json
 from diffjax.ops.diff_attention import choice
 from diffjax.parallel.mesh import make_mesh
-from diffjax.training import loop, manifest, memory, session
+from diffjax.training import finish, loop, manifest, memory, session
 from diffjax.training.checkpoint import open_checkpoint
+from diffjax.training.lock import LostWorkdir
 from diffjax.training.program import build
 from tests.hub_server import HubServer
 from tests.tiers import full
@@ -678,6 +680,89 @@ def test_a_refused_start_leaves_no_files(config, whole, tmp_path):
   with pytest.raises(UserError, match="of another model"):
     loop.train(other, str(tmp_path / "run"))
   assert contents(tmp_path / "run") == {}
+
+
+def at_batch(monkeypatch, number, act):
+  """Calls `act` before a batch goes to the device."""
+  original, numbers = session.put_batch, itertools.count(1)
+
+  def put_batch(batch, mesh):
+    if next(numbers) == number:
+      act()
+    return original(batch, mesh)
+
+  monkeypatch.setattr(session, "put_batch", put_batch)
+
+
+def test_a_second_run_of_the_process_is_refused(
+  config, whole, tmp_path, monkeypatch
+):
+  """As from two threads of a notebook. The first one goes on."""
+  refused = []
+
+  def start_second():
+    with pytest.raises(UserError, match="another run of this process") as error:
+      loop.train(change(config, data__seed=7), str(tmp_path))
+    refused.append(error)
+
+  with monkeypatch.context() as patch:
+    at_batch(patch, 2, start_second)
+    loop.train(config, str(tmp_path))
+  assert len(refused) == 1
+  assert log(tmp_path) == log(whole)
+
+
+@pytest.mark.parametrize("moment", ["first steps", "last step", "sample"])
+def test_a_workdir_that_is_replaced_ends_the_run(
+  config, whole, tmp_path, monkeypatch, capsys, moment
+):
+  """Nothing changes in the directory that now has its path."""
+  workdir, old = tmp_path / "run", tmp_path / "old"
+  config = change(
+    config, train__checkpoint_interval=100, train__sample_tokens=2
+  )
+
+  def replace():
+    workdir.rename(old)
+    shutil.copytree(whole, workdir)
+
+  if moment == "sample":
+    generate = finish._sample
+
+    def sample(*arguments):
+      replace()
+      return generate(*arguments)
+
+    monkeypatch.setattr(finish, "_sample", sample)
+  else:
+    number = {"first steps": 2, "last step": 6}[moment]
+    at_batch(monkeypatch, number, replace)
+  with pytest.raises(LostWorkdir, match=f"{workdir} is no longer"):
+    loop.train(config, str(workdir))
+  assert contents(workdir) == contents(whole)
+  steps = manifest.steps(manifest.checkpoint_directory(old))
+  assert steps == ([6] if moment == "sample" else [])
+  assert "written to" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("a bug")])
+def test_a_workdir_that_is_deleted_ends_the_run(
+  config, tmp_path, monkeypatch, error
+):
+  """It is not made again, and an error of the run's own is not hidden."""
+  workdir = tmp_path / "run"
+
+  def delete():
+    shutil.rmtree(workdir)
+    if error is not None:
+      raise error
+
+  config = change(config, train__checkpoint_interval=100)
+  at_batch(monkeypatch, 4, delete)
+  expected = LostWorkdir if error is None else RuntimeError
+  with pytest.raises(expected, match="is no longer|a bug"):
+    loop.train(config, str(workdir))
+  assert not workdir.exists()
 
 
 def test_vocabularies_that_differ(config, tmp_path):
