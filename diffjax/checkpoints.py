@@ -85,11 +85,8 @@ def _list(directory) -> None:
       else ""
     )
     size = sum(file["size"] for file in body["files"].values()) / 2**20
-    loss = (
-      f"{body['metrics'][manifest.BEST_METRIC]:.4f}"
-      if manifest.BEST_METRIC in body["metrics"]
-      else ""
-    )
+    score = body["metrics"].get(manifest.BEST_METRIC)
+    loss = "" if score is None else f"{score:.4f}"
     marks = ", newest" * (step == max(manifests)) + ", best" * (
       step == manifest.best(manifests)
     )

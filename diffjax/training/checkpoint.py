@@ -167,6 +167,23 @@ class Checkpoints:
     )  # as soon as nothing holds the copies that were saved
     return True
 
+  def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Adds metrics to a complete checkpoint. Every process calls it.
+
+    Args:
+      step: The checkpoint's step.
+      metrics: Measured at this step, as for `save`.
+
+    Raises:
+      UserError: if the checkpoint is damaged or cannot be written.
+    """
+    self.wait()
+    self.check_lock()
+    path = self._directory / str(step)
+    if jax.process_index() == 0:
+      with _explained(path):
+        manifest.add_metrics(path, step, metrics)
+
   def newest(self, before: int | None = None) -> int | None:
     """The newest step whose save is complete, and which is less than `before`; None if there is none. Its arrays are not verified."""
     self.wait()
@@ -313,12 +330,8 @@ class Checkpoint:
 
   @functools.cached_property
   def _beside_the_state(self) -> dict[str, Any]:
-    try:
+    with _explained(self.path):
       return manifest.metadata(self.path)
-    except manifest.Damage as damage:
-      raise UserError(
-        f"cannot read or write the checkpoint {self.path}: {damage}"
-      ) from damage
 
   @property
   def config(self) -> dict[str, Any]:
@@ -329,6 +342,12 @@ class Checkpoint:
   def data_state(self) -> dict[str, Any]:
     """State of the data iterator; empty if no run can go on from here."""
     return self._beside_the_state["data_state"]
+
+  @property
+  def metrics(self) -> dict[str, float | None]:
+    """What was measured at its step; None for a value that is not finite."""
+    with _explained(self.path):
+      return manifest.read(self.path, self.step)["metrics"]
 
   def state(self, abstract_state: Any) -> Any:
     """Reads the train state.
@@ -571,10 +590,10 @@ def _raise(error: BaseException) -> NoReturn:
 
 @contextlib.contextmanager
 def _explained(path: epath.Path) -> Iterator[None]:
-  """Turns an error of the file system into a UserError of one line."""
+  """Turns an error of the file system, or damage, into a one-line UserError."""
   try:
     yield
-  except _FAILURES as error:
+  except (*_FAILURES, manifest.Damage) as error:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     raise UserError(
       f"cannot read or write the checkpoint {path}: {reason}"

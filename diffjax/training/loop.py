@@ -36,10 +36,9 @@ def train(config: Config, workdir: str) -> None:
       while True:
         done = step >= steps
         ending = done or stopping()
-        fresh = step > first  # what was restored has been evaluated and saved
-        evaluating = (
-          fresh and eval_interval > 0 and (done or step % eval_interval == 0)
-        )
+        fresh = step > first  # A restored step has been saved.
+        due = eval_interval > 0 and (done or step % eval_interval == 0)
+        evaluating = due and (fresh or session.lacks_scores)
         saving = fresh and (ending or step % checkpoint_interval == 0)
         session.profile(step, ending)
         if evaluating or saving:
@@ -52,6 +51,8 @@ def train(config: Config, workdir: str) -> None:
         # Save.
         if saving:
           session.save(step, state, scores)
+        elif evaluating and not fresh:
+          session.add_scores(step, scores)
         if ending:
           break
 

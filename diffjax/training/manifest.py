@@ -93,7 +93,7 @@ def has_manifest(path: epath.Path) -> bool:
 
 
 def read(path: epath.Path, step: int) -> dict[str, Any]:
-  """A step's manifest: "step", "time" (seconds since 1970), "metrics" and, by name, the "size" and "sha256" of its "files".
+  """A step's manifest: "step", "time" (seconds since 1970), "metrics" and, by name, the "size" and "sha256" of its "files". A metric that was not finite is None.
 
   Raises:
     Damage: if it is missing, damaged or of another step.
@@ -219,17 +219,43 @@ def write(path: epath.Path, step: int, metrics: Mapping[str, float]) -> None:
   names = list(_files(path))
   with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
     fingerprints = list(pool.map(functools.partial(_fingerprint, path), names))
-  finite = {
-    name: float(value)
-    for name, value in metrics.items()
-    if math.isfinite(value)
-  }
   body = {
     "step": step,
     "time": round(time.time(), 3),
-    "metrics": finite,
+    "metrics": _json_metrics(metrics),
     "files": dict(zip(names, fingerprints, strict=True)),
   }
+  _replace(path, body)
+
+
+def add_metrics(
+  path: epath.Path, step: int, metrics: Mapping[str, float]
+) -> None:
+  """Adds metrics to a complete step: it is complete at every moment.
+
+  Args:
+    path: The step's directory.
+    step: Its number.
+    metrics: Measured at this step.
+
+  Raises:
+    Damage: if its manifest is not in order.
+  """
+  body = read(path, step)
+  body["metrics"] |= _json_metrics(metrics)
+  _replace(path, body)
+
+
+def _json_metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:
+  """Returns metrics as JSON has them: None for what is not finite."""
+  return {
+    name: float(value) if math.isfinite(value) else None
+    for name, value in metrics.items()
+  }
+
+
+def _replace(path: epath.Path, body: Mapping[str, Any]) -> None:
+  """Writes a step's manifest completely or not at all."""
   unfinished = path / f"{_MANIFEST}.tmp"
   unfinished.write_text(_render(body), encoding="utf-8")
   unfinished.replace(path / _MANIFEST)
@@ -265,7 +291,7 @@ def best(manifests: Mapping[int, Mapping[str, Any]]) -> int | None:
   scores = {
     step: body["metrics"][BEST_METRIC]
     for step, body in sorted(manifests.items())
-    if BEST_METRIC in body["metrics"]
+    if body["metrics"].get(BEST_METRIC) is not None
   }
   return min(scores, key=scores.__getitem__, default=None)
 

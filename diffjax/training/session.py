@@ -31,7 +31,14 @@ from diffjax.parallel.processes import (
   gather,
 )
 from diffjax.progress import short_number
-from diffjax.training import cpu_time, memory, runtime, trigram, validation
+from diffjax.training import (
+  cpu_time,
+  manifest,
+  memory,
+  runtime,
+  trigram,
+  validation,
+)
 from diffjax.training.checkpoint import (
   Checkpoint,
   Checkpoints,
@@ -55,6 +62,8 @@ class Session:
 
   Attributes:
     program: what the run computes.
+    lacks_scores: Whether the state is of a checkpoint without validation
+      losses: the evaluation failed, or config.eval.interval was 0.
   """
 
   def __init__(self, config: Config, workdir: str):
@@ -94,6 +103,7 @@ class Session:
     self._tokenizer = load_tokenizer(config.data.tokenizer)
     check_vocabulary(config, self._tokenizer)
     self.program = build(config, mesh)
+    self.lacks_scores = False
     self._printed_choices: set[Choice] = set()
     warning = cpu_time.warning(config, mesh.devices.flat[0].platform)
     if warning is not None:
@@ -165,6 +175,9 @@ class Session:
     check_checkpoint(checkpoint, self._workdir, self._config)
     state = checkpoint.state(self.program.abstract_state)
     self._batches.set_state(self._own(checkpoint.data_state))
+    is_scored = manifest.BEST_METRIC in checkpoint.metrics
+    # The same in all processes, since all take part in an evaluation.
+    self.lacks_scores = not gather(is_scored)[0]
     note(f"resuming from step {checkpoint.step} of {self._workdir}")
     change = new_schedule(checkpoint.config, self._config, checkpoint.step)
     if change:
@@ -385,6 +398,10 @@ class Session:
       config=self._config.to_dict(),
       metrics=scores,
     )
+
+  def add_scores(self, step: int, scores: dict[str, float]) -> None:
+    """Adds validation losses to the checkpoint that was restored."""
+    self._checkpoints.add_metrics(step, scores)
 
   def end(self, step: int, state: TrainState) -> None:
     """Prints that the run has stopped, or writes the plot and the sample."""

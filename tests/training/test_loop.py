@@ -392,6 +392,60 @@ def test_an_evaluation_that_fails_loses_no_steps(config, tmp_path, monkeypatch):
   assert [line["step"] for line in log(tmp_path)] == [1, 2, 3]
 
 
+def metrics_of(workdir, step):
+  path = manifest.checkpoint_directory(workdir) / str(step)
+  return manifest.read(path, step)["metrics"]
+
+
+def test_an_evaluation_that_failed_is_repeated(
+  config, whole, tmp_path, monkeypatch
+):
+  """The run is then as if it had not failed, at the last step too."""
+  evaluate = session.Session.evaluate
+  to_fail = [3, 6]
+
+  def fail_once(self, step, state):
+    if step in to_fail:
+      to_fail.remove(step)
+      raise RuntimeError("out of memory")
+    return evaluate(self, step, state)
+
+  monkeypatch.setattr(session.Session, "evaluate", fail_once)
+  for step in (3, 6):
+    with pytest.raises(RuntimeError, match="out of memory"):
+      loop.train(config, str(tmp_path))
+    assert metrics_of(tmp_path, step) == {}
+  loop.train(config, str(tmp_path))
+  assert log(tmp_path) == log(whole)
+  assert metrics_of(tmp_path, 6) == metrics_of(whole, 6)
+  # The file of the metrics is in order, as are all others.
+  checkpoint = open_checkpoint(tmp_path, 3)
+  assert checkpoint.metrics["validation/loss"] > 0
+
+
+def test_an_evaluation_that_is_switched_on_measures_the_restored_step(
+  config, tmp_path, monkeypatch
+):
+  """Once, also if the losses are not finite."""
+  config = change(config, train__steps=2, eval__interval=0)
+  loop.train(config, str(tmp_path))
+  config = change(config, eval__interval=5)
+  measured = session.validation.losses
+
+  def not_finite(*arguments, **options):
+    for name, _ in measured(*arguments, **options):
+      yield name, float("nan")
+
+  monkeypatch.setattr(session.validation, "losses", not_finite)
+  for _ in range(2):
+    loop.train(config, str(tmp_path))
+    lines = [line for line in log(tmp_path) if "validation/loss" in line]
+    assert [line["step"] for line in lines] == [2]
+  metrics = metrics_of(tmp_path, 2)
+  assert metrics["validation/loss"] is None
+  assert manifest.best({2: {"metrics": metrics}}) is None
+
+
 def test_what_does_not_fit_the_memory_names_what_takes_less(
   command, config, tmp_path
 ):
@@ -712,7 +766,7 @@ def test_a_second_run_of_the_process_is_refused(
   assert log(tmp_path) == log(whole)
 
 
-@pytest.mark.parametrize("moment", ["first steps", "last step", "sample"])
+@pytest.mark.parametrize("moment", ["last step", "sample"])
 def test_a_workdir_that_is_replaced_ends_the_run(
   config, whole, tmp_path, monkeypatch, capsys, moment
 ):
@@ -735,8 +789,7 @@ def test_a_workdir_that_is_replaced_ends_the_run(
 
     monkeypatch.setattr(finish, "_sample", sample)
   else:
-    number = {"first steps": 2, "last step": 6}[moment]
-    at_batch(monkeypatch, number, replace)
+    at_batch(monkeypatch, 6, replace)
   with pytest.raises(LostWorkdir, match=f"{workdir} is no longer"):
     loop.train(config, str(workdir))
   assert contents(workdir) == contents(whole)
