@@ -9,11 +9,13 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import fnmatch
 import functools
 import itertools
 import os
 import shutil
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -413,19 +415,15 @@ class Checkpoint:
       UserError: if the checkpoint's parameters have other names or shapes.
     """
     directory = self.path / "state"
-    place = (
-      os.fspath(directory)
-      if "://" in os.fspath(directory)
-      else f"file://{os.path.abspath(directory)}"
-    )
+    url = _url(directory)
     is_ocdbt = (directory / "manifest.ocdbt").exists()
 
     def copy(path: Any, leaf: Any) -> np.ndarray:
       name = f"params.{jax.tree_util.keystr(path, simple=True, separator='.')}/"
       store = (
-        {"driver": "ocdbt", "base": f"{place}/", "path": name}
+        {"driver": "ocdbt", "base": f"{url}/", "path": name}
         if is_ocdbt
-        else f"{place}/{name}"
+        else f"{url}/{name}"
       )
       stored, filled = (
         tensorstore.open({"driver": "auto", "kvstore": store}).result(),
@@ -453,6 +451,33 @@ class Checkpoint:
         self.path,
       )
       return jax.tree_util.tree_map_with_path(copy, abstract_params)
+
+
+def check_path(workdir: epath.PathLike) -> None:
+  """Raises UserError if Orbax would write checkpoints that cannot be read.
+
+  Orbax looks for its own files by a glob of the whole path. It finds none, and
+  saves no arrays, in a directory whose name is a pattern of other names.
+  """
+  for name in manifest.checkpoint_directory(workdir).parts:
+    if not fnmatch.fnmatchcase(name, name):
+      raise UserError(
+        f"the workdir {workdir}: checkpoints cannot be written below the"
+        f" directory {name!r}, since [ and ] enclose a wildcard; use a --workdir"
+        " without them"
+      )
+
+
+def _url(directory: epath.Path) -> str:
+  """Returns a directory's URL for TensorStore, with special characters escaped.
+
+  TensorStore decodes %20 and takes what follows #, ? and | for other parts.
+  """
+  scheme, separator, path = os.fspath(directory).partition("://")
+  if not separator:
+    scheme = "file"
+    path = os.path.abspath(directory)
+  return f"{scheme}://{urllib.parse.quote(os.fsencode(path))}"
 
 
 def open_checkpoint(

@@ -42,6 +42,7 @@ from diffjax.training import (
 from diffjax.training.checkpoint import (
   Checkpoint,
   Checkpoints,
+  check_path,
   find_checkpoint,
   open_checkpoint,
 )
@@ -84,6 +85,7 @@ class Session:
         "JAX's version": jax.__version__,
       }
     )
+    check_path(workdir)
     checkpoint = find_checkpoint(workdir, config_only=True)
     if checkpoint is None:
       note(f"workdir {workdir}: a new run")

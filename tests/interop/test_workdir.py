@@ -95,6 +95,36 @@ def test_a_workdir_is_read_into_files_piece_by_piece(
   )
 
 
+def test_a_path_with_special_characters_is_that_path(make_model, tmp_path):
+  """Also if there is a workdir of the path that a URL would decode it to."""
+  models = {}
+  names = ["lr 1", "lr%201", "a#b", "a", "a?b", "a|b", "é]{x}@2", "100%"]
+  for seed, name in enumerate(names):
+    model = make_model("diff", num_layers=1, embed_dim=8, ffn_dim=8)
+    params = jax.tree.map(lambda leaf, seed=seed: leaf + seed, model.params)
+    models[name] = dataclasses.replace(model, params=params)
+    # Both of Orbax's formats.
+    workdir.write(str(tmp_path / "pieces" / name), models[name])
+    with Checkpoints(tmp_path / "whole" / name, keep=1) as checkpoints:
+      config = Config(model=model.config, data=DataConfig(length=16))
+      checkpoints.save(
+        0,
+        {"params": jax.tree.map(jax.numpy.asarray, params)},
+        data_state={},
+        config=config.to_dict(),
+      )
+  for name in names:
+    for folder in ("pieces", "whole"):
+      read = workdir.read(str(tmp_path / folder / name))
+      jax.tree.map(
+        np.testing.assert_array_equal, read.params, models[name].params
+      )
+  loaded = trained.load(tmp_path / "pieces" / "lr%201")
+  jax.tree.map(
+    np.testing.assert_array_equal, loaded.params, models["lr%201"].params
+  )
+
+
 def test_a_model_that_diverged_is_refused(make_model, tmp_path):
   model = make_model("diff")
   model.params["layers"]["ffn"]["up"][1, 2, 3] = np.nan

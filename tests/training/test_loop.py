@@ -818,6 +818,15 @@ def test_a_workdir_that_is_deleted_ends_the_run(
   assert not workdir.exists()
 
 
+def test_a_path_in_which_orbax_would_save_no_arrays_is_refused(
+  config, tmp_path
+):
+  path = tmp_path / "lr[1]" / "run"
+  with pytest.raises(UserError, match=r"below the directory 'lr\[1\]'"):
+    loop.train(config, str(path))
+  assert not path.exists()
+
+
 def test_vocabularies_that_differ(config, tmp_path):
   with pytest.raises(
     UserError, match="config.model.vocab_size = 100: .* 'bytes' has 256"
