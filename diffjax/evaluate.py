@@ -209,7 +209,7 @@ def _load() -> list[_Model]:
   models = [load(_WORKDIR.value, _STEP.value)]
   if _AGAINST.value:
     first, second = models[0], load(_AGAINST.value, _AGAINST_STEP.value)
-    if first.tokenizer.fingerprint != second.tokenizer.fingerprint:
+    if not trained.is_same_tokenizer(first.tokenizer, second.tokenizer):
       raise UserError(
         f"--against={_AGAINST.value} has another vocabulary: {second.tokenizer.spec!r} of {second.tokenizer.vocab_size} tokens, "
         f"not {first.tokenizer.spec!r} of {first.tokenizer.vocab_size}; only models of the same tokens can be compared"

@@ -12,7 +12,7 @@ import jax
 from etils import epath
 
 from diffjax import config_file
-from diffjax.config import Config
+from diffjax.config import Config, from_config_dict
 from diffjax.data import plan
 from diffjax.data.pipeline import (
   check_prepared,
@@ -55,7 +55,7 @@ from diffjax.training.program import build
 from diffjax.training.resume import check_checkpoint, new_schedule, other_model
 from diffjax.training.run_log import RunLog, note
 from diffjax.training.step import Batch, Metrics, TrainState
-from diffjax.training.trained import keep_tokenizer
+from diffjax.training.trained import check_start, keep_tokenizer
 
 
 class Session:
@@ -188,11 +188,12 @@ class Session:
 
   def _new_state(self) -> TrainState:
     """Returns the state of step 0, with the parameters of init_from if set."""
-    state = self.program.init()
     source = self._config.train.init_from
     if not source:
-      return state
+      return self.program.init()
     start = open_checkpoint(source)
+    check_start(source, from_config_dict(start.config), self._tokenizer)
+    state = self.program.init()
     params = start.params(self.program.abstract_state.params)
     note(f"starting from the parameters of {source}")
     change = other_model(start.config, self._config)

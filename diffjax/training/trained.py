@@ -194,6 +194,39 @@ def _load_tokenizer(workdir: epath.PathLike, config: Config) -> Tokenizer:
   return tokenizer
 
 
+def is_same_tokenizer(first: Tokenizer, second: Tokenizer) -> bool:
+  """Returns True if two tokenizers give every document the same ids.
+
+  A *.tiktoken file and a tokenizer.json may hold the same tokenizer.
+  """
+  if first.fingerprint == second.fingerprint:
+    return True
+  if first.document_tokens != second.document_tokens:
+    return False
+  return first.tokenizer_json() == second.tokenizer_json()
+
+
+def check_start(
+  workdir: epath.PathLike, start_config: Config, tokenizer: Tokenizer
+) -> None:
+  """Raises UserError if a run would start from a model of other token ids.
+
+  Args:
+    workdir: The workdir that config.train.init_from names.
+    start_config: The config that its model was trained with.
+    tokenizer: The tokenizer of the run.
+  """
+  start_tokenizer = _load_tokenizer(workdir, start_config)
+  if is_same_tokenizer(tokenizer, start_tokenizer):
+    return
+  raise UserError(
+    f"config.train.init_from = {os.fspath(workdir)!r}: its model was trained with"
+    f" the tokenizer {start_tokenizer.spec!r}, and config.data.tokenizer ="
+    f" {tokenizer.spec!r} gives other ids; set config.data.tokenizer to"
+    f" {start_tokenizer.spec!r}"
+  )
+
+
 def keep_tokenizer(workdir: epath.PathLike, tokenizer: Tokenizer) -> str:
   """Copies a tokenizer's file into the workdir, where `load` finds it.
 

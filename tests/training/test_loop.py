@@ -647,6 +647,41 @@ def write_tokenizer(path, shift):
   path.write_text(text)
 
 
+def test_init_from_with_another_tokenizer_is_refused(config, whole, tmp_path):
+  """Of as many tokens. The same tokenizer may be in another file."""
+  first, other = tmp_path / "first.json", tmp_path / "other.json"
+  write_tokenizer(first, shift=0)
+  write_tokenizer(other, shift=1)
+  streamed = change(config, data__mode="streamed", eval__interval=0)
+  start = tmp_path / "start"
+  loop.train(
+    change(streamed, data__tokenizer=str(first), train__steps=1), str(start)
+  )
+  first.unlink()
+
+  def start_from(workdir, spec, name):
+    changed = change(
+      streamed,
+      train__init_from=str(workdir),
+      data__tokenizer=str(spec),
+      train__steps=0,
+    )
+    loop.train(changed, str(tmp_path / name))
+
+  with pytest.raises(UserError) as refusal:
+    start_from(start, other, "refused")
+  message = str(refusal.value)
+  assert f"init_from = '{start}'" in message
+  assert f"tokenizer = '{other}' gives other ids" in message
+  assert f"set config.data.tokenizer to '{start}/tokenizer.json'" in message
+  assert contents(tmp_path / "refused") == {}
+  # A built-in tokenizer has no copy beside the checkpoint.
+  with pytest.raises(UserError, match="trained with the tokenizer 'bytes'"):
+    start_from(whole, other, "refused too")
+  # The first tokenizer has the ids of "bytes".
+  start_from(start, "bytes", "accepted")
+
+
 def contents(workdir):
   """The bytes of every file of a workdir, except the lock's."""
   files = {}
