@@ -7,7 +7,7 @@ for the other tasks. The mean here is of the same metrics. All metrics of a task
 lm-eval downloads questions from the Hugging Face hub. Without the hub, data_dir names a directory with one folder a task:
 
     DIR/TASK/test.jsonl or DIR/TASK/validation.jsonl     the questions, one JSON object a line
-    DIR/TASK/train.jsonl                                 examples, only for num_fewshot > 0
+    DIR/TASK/train.jsonl                                 examples, only for tasks that show some
 
 with the fields of the hub's datasets (`datasets.load_dataset(…)["test"].to_json(PATH)` writes such files):
 
@@ -34,6 +34,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from absl import logging
 
 from diffjax.config import UserError
 from diffjax.data import sources
@@ -121,7 +122,10 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
       f"the harness needs lm-eval, which cannot be imported ({error}); pip install 'diffjax[eval]'"
     ) from error
   files = tempfile.TemporaryDirectory()
-  return _measure(trained, settings, _load(settings, files.name), files)
+  tasks = _load(settings, files.name)
+  for name, task in tasks.items():
+    _separate_examples(name, task, settings)
+  return _measure(trained, settings, tasks, files)
 
 
 def _measure(
@@ -288,6 +292,57 @@ def _files(settings: Settings, name: str) -> dict[str, str]:
       f"set.harness.num_fewshot = {settings.num_fewshot}: {folder} holds no train.jsonl with examples"
     )
   return files
+
+
+def _separate_examples(name: str, task: Any, settings: Settings) -> None:
+  """Removes scored questions from the examples that a task draws from.
+
+  Raises:
+    UserError: if too few examples are left.
+  """
+  num_shots = _num_shots(task, settings)
+  if num_shots == 0:
+    return
+  scored_split = task.config.test_split or task.config.validation_split
+  if task.fewshot_cfg.split == scored_split:
+    # Their fields may differ, since a task can process them differently.
+    examples = []
+  else:
+    scored = {_document_key(question) for question in task.eval_docs}
+    examples = [
+      doc for doc in task.sampler.df if _document_key(doc) not in scored
+    ]
+  if len(examples) < num_shots:
+    message = (
+      f"set.harness.num_fewshot = {settings.num_fewshot}: {name} shows"
+      f" {num_shots} examples, and has {len(examples)} that are not scored"
+      " questions; set.harness.num_fewshot=0 asks without examples"
+    )
+    if settings.data_dir:
+      message += f", {settings.data_dir}/{name}/train.jsonl can hold more"
+    raise UserError(message)
+  num_removed = len(task.sampler.df) - len(examples)
+  if num_removed > 0:
+    logging.warning(
+      "%s: %d examples are scored questions and are not shown",
+      name,
+      num_removed,
+    )
+    task.sampler.replace_df(examples)
+
+
+def _num_shots(task: Any, settings: Settings) -> int:
+  """Returns the number of examples that lm-eval shows before a question."""
+  default = task.config.num_fewshot
+  # lm-eval keeps the 0 of a task that is defined without examples.
+  if default == 0 or settings.num_fewshot < 0:
+    return default or 0
+  return settings.num_fewshot
+
+
+def _document_key(document: Mapping[str, Any]) -> str:
+  """Returns a text that is equal for documents with equal fields."""
+  return json.dumps(document, sort_keys=True, default=str)
 
 
 def _check_questions(task: Any, records: Sequence[jsonl.Record]) -> None:

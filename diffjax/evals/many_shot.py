@@ -14,7 +14,7 @@ leaves these choices open:
   query counts as one trial, however many draws it is asked after. `best minus worst` is no proportion and has a bootstrap interval, or none
   where every query is answered alike.
 - Orders are drawn `orders` times. Alternating: the classes in a random order, one example of each in turn, in random order within a class.
-- Demonstrations are read once for all queries.
+- Demonstrations are read once for all queries. A demonstration that is also a query is left out.
 
 Data is "synthetic", sentences of invented words whose classes have their own words, so that only the demonstrations tell the classes, or a
 folder DATA_DIR/NAME with train.jsonl (demonstrations) and test.jsonl (queries), one {"text": …, "label": …} a line. Names that begin with
@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import matplotlib.figure
 import matplotlib.ticker
 import numpy as np
+from absl import logging
 from etils import epath
 from numpy import ndarray
 
@@ -362,7 +363,7 @@ def load(name: str, settings: Settings) -> Dataset:
     train, test = synthetic(
       settings.synthetic_classes, settings.synthetic_words, settings.seed
     )
-    return Dataset(train, test, head, tail)
+    return Dataset(without_queries(train, test), test, head, tail)
   if not settings.data_dir:
     raise UserError(
       f"set.many_shot.datasets: {name!r} is not 'synthetic'; set.many_shot.data_dir must name the directory it is in"
@@ -386,14 +387,36 @@ def load(name: str, settings: Settings) -> Dataset:
         raise UserError(
           f"{record.place}: a label must be one line, and not empty; got {example.label!r}"
         )
-  dataset = Dataset(examples["train"], examples["test"], head, tail)
-  known = set(dataset.labels)
-  for record, example in zip(records["test"], dataset.test, strict=True):
+  known = {example.label for example in examples["train"]}
+  for record, example in zip(records["test"], examples["test"], strict=True):
     if example.label not in known:
       raise UserError(
         f"{record.place}: the label {example.label!r} is not one of the {len(known)} labels of {files['train']}"
       )
-  return dataset
+  train = without_queries(examples["train"], examples["test"])
+  shown = {example.label for example in train}
+  for record, example in zip(records["test"], examples["test"], strict=True):
+    if example.label not in shown:
+      raise UserError(
+        f"{record.place}: every demonstration of the label {example.label!r}"
+        f" is also a query; add other texts to {files['train']}"
+      )
+  num_removed = len(examples["train"]) - len(train)
+  if num_removed > 0:
+    logging.warning(
+      "%s: %d demonstrations are also queries and are not shown",
+      files["train"],
+      num_removed,
+    )
+  return Dataset(train, examples["test"], head, tail)
+
+
+def without_queries(
+  demonstrations: Sequence[Example], queries: Sequence[Example]
+) -> list[Example]:
+  """Returns the demonstrations whose texts are not queries."""
+  query_texts = {query.text for query in queries}
+  return [shot for shot in demonstrations if shot.text not in query_texts]
 
 
 def synthetic(

@@ -82,21 +82,23 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   """Accuracy and share of ended answers of each file, and the mean accuracy over files. The units are questions.
 
   Raises:
-    UserError: for files that cannot be read, records without a field, or prompts that do not leave room for an answer.
+    UserError: for files that cannot be read, records without a field, demonstrations that are scored questions, or prompts that do not
+      leave room for an answer.
   """
   paths = [path.strip() for path in settings.files.split(",") if path.strip()]
   _check(settings, paths)
   template = trained.config.data.prompt_template
-  shots = "".join(
-    f"{_ask(template, shot.text)}{shot.solution}\n\n"
-    for shot in (
-      read(settings.shots_file)[: settings.shots] if settings.shots else ()
-    )
-  )
   files = [
     (epath.Path(name).stem, read(name)[: settings.questions or None])
     for name in paths
   ]
+  demonstrations: list[Question] = []
+  if settings.shots:
+    demonstrations = read(settings.shots_file)[: settings.shots]
+  _check_demonstrations(demonstrations, files)
+  shots = "".join(
+    f"{_ask(template, shot.text)}{shot.solution}\n\n" for shot in demonstrations
+  )
   prompts = [
     [
       trained.tokenizer.encode_prompt(shots + _ask(template, question.text))
@@ -252,6 +254,25 @@ def _check(settings: Settings, paths: Sequence[str]) -> None:
     raise UserError(
       f"set.mathematics.shots = {settings.shots}: {settings.shots_file} has {count} records"
     )
+
+
+def _check_demonstrations(
+  demonstrations: Sequence[Question],
+  files: Sequence[tuple[str, list[Question]]],
+) -> None:
+  """Raises UserError if a demonstration is one of the scored questions."""
+  scored_places: dict[str, str] = {}
+  for _, questions in files:
+    for question in questions:
+      scored_places[question.text.strip()] = question.place
+  for shot in demonstrations:
+    scored_place = scored_places.get(shot.text.strip())
+    if scored_place is not None:
+      raise UserError(
+        f"{shot.place}: this demonstration is also a scored question"
+        f" ({scored_place}); set.mathematics.shots_file must hold other"
+        " questions, such as the training split"
+      )
 
 
 def _capacity(

@@ -114,6 +114,7 @@ def few():
     "winogrande",
     "wikitext",
     "mmlu/default",
+    "gsm8k",
   )
   paths = [
     str(pathlib.Path(tasks.__file__).parent / folder) for folder in folders
@@ -228,6 +229,104 @@ def test_a_few_questions_and_examples(monkeypatch, data):
     )
     for context, _ in seen
   )
+
+
+def gsm8k(*numbers):
+  return [
+    {"question": f"What is number {n}?", "answer": f"It is {n}.\n#### {n}"}
+    for n in numbers
+  ]
+
+
+@pytest.fixture
+def prompts(monkeypatch):
+  """Collects the prompts of questions that are answered in writing."""
+  prompts = []
+
+  def generate_until(self, requests, disable_tqdm=False):
+    prompts.extend(request.args[0] for request in requests)
+    return ["#### 1"] * len(requests)
+
+  monkeypatch.setattr(adapter.DiffjaxLM, "generate_until", generate_until)
+  return prompts
+
+
+def test_no_prompt_shows_a_scored_question(prompts, tmp_path):
+  scored = gsm8k(*range(10, 18))
+  write(tmp_path, "gsm8k", scored, "test")
+  other = gsm8k(*range(20, 26))
+  # The training file is absent, a copy, or shares some questions.
+  for train in (None, scored, scored[:3] + other):
+    if train is not None:
+      write(tmp_path, "gsm8k", train, "train")
+    for num_fewshot in (-1, 0, 3):
+      prompts.clear()
+      asked = dict(
+        tasks=("gsm8k",), data_dir=str(tmp_path), num_fewshot=num_fewshot
+      )
+      if num_fewshot != 0 and train in (None, scored):
+        with pytest.raises(UserError, match="set.harness.num_fewshot"):
+          run(**asked)
+        continue
+      run(**asked)
+      assert len(prompts) == len(scored)
+      num_shown = {-1: 5, 0: 0, 3: 3}[num_fewshot]
+      for question, prompt in zip(scored, prompts, strict=True):
+        assert prompt.count("Question:") == 1 + num_shown
+        assert prompt.count("number 1") == 1
+        assert prompt.endswith(f"{question['question']}\nAnswer:")
+
+
+def test_a_default_number_of_examples_is_checked_like_a_chosen_one(
+  prompts, tmp_path
+):
+  write(tmp_path, "gsm8k", gsm8k(*range(10, 18)), "test")
+  message = (
+    "num_fewshot = -1: gsm8k shows 5 examples, and has 0 that are not scored"
+    " questions; set.harness.num_fewshot=0 asks without .*gsm8k/train.jsonl"
+  )
+  with pytest.raises(UserError, match=message):
+    run(tasks=("gsm8k",), data_dir=str(tmp_path))
+  # A validation file is a source of examples, as lm-eval defines it.
+  write(tmp_path, "gsm8k", gsm8k(*range(20, 25)), "validation")
+  run(tasks=("gsm8k",), data_dir=str(tmp_path))
+  assert all(prompt.count("number 2") == 5 for prompt in prompts)
+
+
+def test_a_task_may_not_draw_examples_from_the_split_that_is_scored(
+  monkeypatch, prompts, tmp_path
+):
+  """Documents can differ, since examples can be processed differently."""
+  from lm_eval import tasks
+
+  write(tmp_path, "gsm8k", gsm8k(*range(10, 18)), "test")
+  config = {
+    "include": str(few().task_index["gsm8k"].yaml_path),
+    "task": "own_gsm8k",
+    "dataset_path": "json",
+    "dataset_name": None,
+    "dataset_kwargs": {
+      "data_files": {"test": str(tmp_path / "gsm8k" / "test.jsonl")},
+      "cache_dir": str(tmp_path / "cache"),
+    },
+    "training_split": None,
+    "fewshot_split": "test",
+  }
+  (tmp_path / "own_gsm8k.yaml").write_text(json.dumps(config))
+  (tmp_path / "own_group.yaml").write_text(
+    json.dumps({"group": "own_group", "task": ["own_gsm8k"]})
+  )
+  manager = tasks.TaskManager(
+    include_path=str(tmp_path), include_defaults=False
+  )
+  monkeypatch.setattr(harness, "_manager", lambda: manager)
+  for name in ("own_gsm8k", "own_group"):
+    with pytest.raises(
+      UserError, match="own_gsm8k shows 5 examples, and has 0"
+    ):
+      run(tasks=(name,))
+    run(tasks=(name,), num_fewshot=0)
+  assert all(prompt.count("number 1") == 1 for prompt in prompts)
 
 
 def test_a_perplexity_and_a_task_beyond_the_papers(monkeypatch, tmp_path):

@@ -179,6 +179,39 @@ def test_each_query_is_asked_after_the_same_balanced_demonstrations(
   assert len(counts) == 6 and max(counts.values()) - min(counts.values()) <= 1
 
 
+def test_no_prompt_shows_a_query(monkeypatch, tmp_path):
+  queries = [
+    {"text": f"what is query{number}?", "label": f"class {number}"}
+    for number in range(3)
+  ]
+  write(tmp_path, "mine", train=queries[:2] + TRAIN, test=queries)
+  data_dir = str(tmp_path)
+  found, sampler = run(
+    monkeypatch, look_up, datasets=("mine", "synthetic"), data_dir=data_dir
+  )
+  assert max(
+    figure.at["demonstrations"]
+    for figure in found
+    if figure.at["dataset"] == "mine"
+  ) == len(TRAIN)
+  asked = {demonstrations(prompt)[0] for prompt in sampler.prompts}
+  for prompt in sampler.prompts:
+    shown = {text for text, _ in demonstrations(prompt)[1]}
+    assert not shown & asked
+  # Synthetic texts repeat by chance, too rarely for one run to show it.
+  dataset = many_shot.load("synthetic", Settings())
+  assert not {shot.text for shot in dataset.train} & {
+    query.text for query in dataset.test
+  }
+
+
+def test_a_label_needs_a_demonstration_that_is_no_query(monkeypatch, tmp_path):
+  write(tmp_path, "mine", train=TRAIN, test=TRAIN[2:])
+  message = "test.jsonl:1: every demonstration of the label 'class 2' is also a"
+  with pytest.raises(UserError, match=message):
+    run(monkeypatch, look_up, datasets=("mine",), data_dir=str(tmp_path))
+
+
 def test_rounds_are_balanced_until_a_class_has_no_more():
   examples = [
     Example(f"{label}{number}", label)
@@ -389,7 +422,8 @@ TRAIN = [
   ],
 )
 def test_local_data(monkeypatch, tmp_path, name, form):
-  write(tmp_path, name, train=TRAIN, test=TRAIN)
+  queries = [row | {"text": f"{row['text']} please"} for row in TRAIN]
+  write(tmp_path, name, train=TRAIN, test=queries)
   found, sampler = run(
     monkeypatch, look_up, datasets=(name,), data_dir=str(tmp_path), orders=0
   )

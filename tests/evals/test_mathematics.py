@@ -215,6 +215,21 @@ def test_demonstrations_stand_before_questions(play, trained, files):
   assert found["accuracy", "gsm8k"]["value"] == 1.0
 
 
+def test_a_demonstration_may_not_be_a_scored_question(play, trained, files):
+  settings = Settings(
+    files=",".join(files[:2]), shots=1, shots_file=files[2], new_tokens=100
+  )
+  with pytest.raises(
+    UserError,
+    match="math500.jsonl:1: this demonstration is also a scored question .*"
+    "math.jsonl:1",
+  ):
+    play(trained, settings, oracle)
+  settings = dataclasses.replace(settings, files=files[0])
+  _, asked = play(trained, settings, oracle)
+  assert all(prompt.count("Half of 1?") == 1 for prompt in asked)
+
+
 def test_prompts_are_those_of_fine_tuning(trained):
   """They are, token for token, the text before an answer in a training row."""
   template = DataConfig().prompt_template
