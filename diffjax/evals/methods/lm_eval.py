@@ -2,6 +2,7 @@
 
 Texts begin with the tokens that begin a document, as in training. A control token that is spelled out in a text is text. A context that is
 too long for the model loses its oldest tokens, except those that begin the document.
+An answer that a task allows more tokens than half of the model's length may be shorter, so that its context keeps that half.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from diffjax.config import UserError
 from diffjax.evals.methods.scoring import Score, score
 from diffjax.model.sampler import Sampler
 from diffjax.training.trained import Trained
@@ -78,6 +80,11 @@ class DiffjaxLM(TemplateLM):
       continuation = continuation or self.tok_encode(
         text, add_special_tokens=False
       )
+      if len(continuation) > self.max_length:
+        raise UserError(
+          f"an answer of {len(continuation)} tokens ({text[:40]!r}) is longer"
+          f" than the model takes (config.model.max_length = {self.max_length})"
+        )
       pairs.append(
         (
           self._cut(context, self.max_length + 1 - len(continuation)),
@@ -116,23 +123,32 @@ class DiffjaxLM(TemplateLM):
     self, requests: list[Instance], disable_tqdm: bool = False
   ) -> list[str]:
     """Continues contexts up to the first stop string, which is not part of the result."""
+    contexts = [self.tok_encode(request.args[0]) for request in requests]
     groups = collections.defaultdict(list)
     for index, request in enumerate(requests):
-      groups[json.dumps(request.args[1], sort_keys=True)].append(index)
+      requested = normalize_gen_kwargs(request.args[1])["max_gen_toks"]
+      new = self._new_tokens(len(contexts[index]), requested)
+      options = json.dumps(request.args[1], sort_keys=True)
+      groups[options, new].append(index)
     texts = [""] * len(requests)
     decode = self._trained.tokenizer.decode
-    for options, indices in groups.items():
+    for (options, new), indices in groups.items():
       wanted = normalize_gen_kwargs(json.loads(options))
-      until, new = (
-        [stop for stop in wanted["until"] if stop],
-        min(wanted["max_gen_toks"], self.max_length - 1),
-      )
+      until = [stop for stop in wanted["until"] if stop]
+      if new < wanted["max_gen_toks"]:
+        logging.warning(
+          "%d answers have at most %d of %d tokens, since the model takes %d",
+          len(indices),
+          new,
+          wanted["max_gen_toks"],
+          self.max_length,
+        )
 
       def ended(ids: list[int], until: list[str] = until) -> bool:
         text = decode(ids)
         return any(stop in text for stop in until)
 
-      whole = [self.tok_encode(requests[index].args[0]) for index in indices]
+      whole = [contexts[index] for index in indices]
       prompts = [self._cut(prompt, self.max_length - new) for prompt in whole]
       self._report_cuts(whole, prompts)
       written = self._sampler(max(map(len, prompts)) + new).generate(
@@ -174,6 +190,22 @@ class DiffjaxLM(TemplateLM):
       capacity=capacity,
     )
 
+  def _new_tokens(self, context_length: int, requested: int) -> int:
+    """Returns the most tokens of an answer to a context.
+
+    They are the requested ones, or fewer if the context would otherwise lose
+    tokens and have less than half of the model's length.
+    """
+    if context_length + requested <= self.max_length:
+      return requested
+    context_room = max(self.max_length - requested, self.max_length // 2)
+    if context_room < 2:
+      raise UserError(
+        f"config.model.max_length = {self.max_length}: a context and an"
+        " answer need at least 4 tokens"
+      )
+    return self.max_length - context_room
+
   def _cut(self, context: list[int], room: int) -> list[int]:
     """Returns the start of the document and the newest tokens of a context, `room` in all."""
     if len(context) <= room:
@@ -185,13 +217,24 @@ class DiffjaxLM(TemplateLM):
   def _report_cuts(
     self, whole: Iterable[Sequence[int]], kept: Iterable[Sequence[int]]
   ) -> None:
-    cut = [
-      len(kept) < len(whole) for whole, kept in zip(whole, kept, strict=True)
-    ]
-    if any(cut):
+    num_contexts = 0
+    num_cut = 0
+    num_lost = 0
+    for whole_context, kept_context in zip(whole, kept, strict=True):
+      num_contexts += 1
+      if len(kept_context) < len(whole_context):
+        num_cut += 1
+        if len(kept_context) == 1:
+          num_lost += 1
+    if num_cut > 0:
       logging.warning(
         "%d of %d contexts are longer than the model takes (%d tokens) and were cut",
-        sum(cut),
-        len(cut),
+        num_cut,
+        num_contexts,
         self.max_length,
+      )
+    if num_lost > 0:
+      logging.warning(
+        "%d of these contexts were lost: their answers are as long as the model takes",
+        num_lost,
       )

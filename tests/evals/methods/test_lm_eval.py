@@ -10,7 +10,7 @@ import pytest
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402
 
-from diffjax.config import Config, ModelConfig  # noqa: E402
+from diffjax.config import Config, ModelConfig, UserError  # noqa: E402
 from diffjax.data.document_tokens import separated_by  # noqa: E402
 from diffjax.data.tokenizer import load_tokenizer  # noqa: E402
 from diffjax.evals.methods import lm_eval as adapter  # noqa: E402
@@ -124,6 +124,18 @@ def test_a_context_that_is_too_long_loses_its_oldest_tokens_but_not_the_separato
   )
 
 
+def test_a_context_that_is_lost_is_reported(model, pairs, caplog):
+  """The model has no room for it beside a continuation of its full length."""
+  lm = DiffjaxLM(model, batch_tokens=128)
+  asked = [("x", "z" * 48), ("", "z" * 48), ("x" * 9, "z" * 47)]
+  lm.loglikelihood([request("loglikelihood", *pair) for pair in asked])
+  assert pairs[2][0] == [255, *b"x"]
+  assert "1 of these contexts were lost" in caplog.text
+  message = "an answer of 49 tokens .'zzz.*max_length = 48"
+  with pytest.raises(UserError, match=message):
+    lm.loglikelihood([request("loglikelihood", "x", "z" * 49)])
+
+
 def test_a_continuation_that_the_tokenizer_joins_with_the_context(
   model, pairs, monkeypatch
 ):
@@ -196,6 +208,66 @@ def test_generation_stops_before_the_stop_string(model, log_softmax):
     ]
   )
   assert drawn != [text]
+
+
+def test_an_answer_leaves_room_for_its_context(model, monkeypatch, caplog):
+  """The model takes 48 tokens. A context keeps 24 if it has as many."""
+  asked = []
+
+  class Sampler:
+    def __init__(self, model, params, *, batch_size, capacity):
+      self.capacity = capacity
+
+    def generate(self, prompts, max_new_tokens, **options):
+      for prompt in prompts:
+        assert len(prompt) + max_new_tokens <= self.capacity <= 48
+        asked.append((prompt, max_new_tokens))
+      return [list(b"answer")] * len(prompts)
+
+  monkeypatch.setattr(adapter, "Sampler", Sampler)
+  lm = DiffjaxLM(model, batch_tokens=128)
+
+  def ask(text, max_gen_toks):
+    asked.clear()
+    options = {"until": [], "max_gen_toks": max_gen_toks}
+    lm.generate_until([request("generate_until", text, options)])
+    [(prompt, new)] = asked
+    return prompt, new
+
+  for length in range(1, 60, 3):
+    text = "".join(chr(65 + index) for index in range(length))
+    context = list(text.encode())
+    for max_gen_toks in range(1, 80, 3):
+      prompt, new = ask(text, max_gen_toks)
+      assert prompt[0] == 255
+      assert prompt[1:] == context[len(context) - len(prompt) + 1 :]
+      assert len(prompt) >= min(1 + len(context), 24)
+      if max_gen_toks <= 24 or 1 + len(context) + max_gen_toks <= 48:
+        assert new == max_gen_toks
+      else:
+        assert 24 <= new < max_gen_toks
+  assert ask("x" * 30, 256) == ([255, *b"x" * 23], 24)
+  assert "1 answers have at most 24 of 256 tokens" in caplog.text
+  # Requests of one call may have different limits.
+  asked.clear()
+  options = {"until": [], "max_gen_toks": 40}
+  texts = ["x" * 7, "y" * 30, "z" * 7, "w" * 8]
+  lm.generate_until(
+    [request("generate_until", text, options) for text in texts]
+  )
+  assert [(bytes(prompt[1:2]), new) for prompt, new in asked] == [
+    (b"x", 40),
+    (b"z", 40),
+    (b"y", 24),
+    (b"w", 24),
+  ]
+
+
+def test_a_model_that_is_too_short_for_a_context_and_an_answer(model):
+  short = Config(model=dataclasses.replace(CONFIG, max_length=3))
+  lm = DiffjaxLM(dataclasses.replace(model, config=short), batch_tokens=128)
+  with pytest.raises(UserError, match="config.model.max_length = 3: a context"):
+    lm.generate_until([request("generate_until", "Hello", {"max_gen_toks": 9})])
 
 
 def test_nothing_is_registered():
