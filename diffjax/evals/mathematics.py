@@ -2,7 +2,7 @@
 
 A record has a "question" or "problem", and an "answer" or "solution" that holds the final answer: behind "####" (GSM8K), in \\boxed{…}
 (MATH), or alone (MATH-500, AIME). If it has both, the answer is compared and the solution is demonstrated. The model writes greedily.
-`methods/final_answer.py` extracts its final answer and compares it. The paper gives the mean of eight such benchmarks and not their
+`methods/final_answer.py` extracts its final answer and compares it, with math-verify (the extra `eval`). The paper gives the mean of eight such benchmarks and not their
 prompts. The choices here:
 
 - A question stands in the template that the model was fine-tuned with (config.data.prompt_template), by default "Question: …\\nAnswer:\\n".
@@ -25,7 +25,7 @@ from etils import epath
 
 from diffjax.config import UserError
 from diffjax.data.tokenizer import Tokenizer
-from diffjax.evals.methods import jsonl
+from diffjax.evals.methods import equivalence, jsonl
 from diffjax.evals.methods.final_answer import extract, reference, same
 from diffjax.evals.report.figures import Figure, proportion
 from diffjax.evals.report.results import TableSpec
@@ -82,11 +82,12 @@ def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
   """Accuracy and share of ended answers of each file, and the mean accuracy over files. The units are questions.
 
   Raises:
-    UserError: for files that cannot be read, records without a field, demonstrations that are scored questions, or prompts that do not
-      leave room for an answer.
+    UserError: for files that cannot be read, records without a field, demonstrations that are scored questions, prompts that do not leave
+      room for an answer, or a missing math-verify.
   """
   paths = [path.strip() for path in settings.files.split(",") if path.strip()]
   _check(settings, paths)
+  equivalence.start()
   template = trained.config.data.prompt_template
   files = [
     (epath.Path(name).stem, read(name)[: settings.questions or None])

@@ -1,33 +1,70 @@
 """The final answer in a solution of GSM8K or MATH form, and the comparison of answers.
 
-The library that does more (math-verify) passes a model's text to sympy, whose parser evaluates it as Python. This code executes
-nothing that comes from data. These answers are the same:
+These answers are the same:
 
-- numbers of the same value, exactly: 1,200 and 1200.0, 0.5 and 1/2 and \\frac12, 1\\frac{1}{2} and 3/2; "$", "%" (50% is 50, not 0.5),
-  the degree sign and units at the end (of two letters at least, or set as text) are left out;
-- otherwise the same characters, without those that only typeset: spaces, \\left and \\right, \\text{…}, \\mathrm{…}, \\displaystyle,
-  \\dfrac for \\frac, \\frac12 for \\frac{1}{2}, \\sqrt2 for \\sqrt{2}, a last full stop, "x =" before the answer;
-- tuples and intervals whose parts are the same, in order, between the same brackets; sets and lists without brackets, in any order.
+- numbers of the same value, exactly: 1,200 and 1200.0, 9{,}500 and 9500, 0.5 and 1/2 and \\frac12, 1\\frac{1}{2} and 3/2; "$", "%" (50%
+  is 50, not 0.5), the degree sign and units at the end are left out;
+- tuples and intervals whose parts are the same, in order, between the same brackets; sets and lists without brackets, in any order;
+- words with the same letters;
+- other expressions that math-verify finds equal: x + 1 and 1 + x, 2\\sqrt{3} and \\sqrt{12}, 3\\times10^4 and 30000.
 
-These are not: all that takes algebra (x + 1 and 1 + x, 2\\sqrt{3} and \\sqrt{12}, 1/\\sqrt{2} and \\sqrt{2}/2, a product and its
-factors), a number and its rounded decimal, scientific notation, number words. Units are not compared, and a list "1,234" is read as the
-number. Answers of more than a thousand characters must be equal as they stand.
+These are not: a number and its rounded decimal, number words. Units are not compared, and a list "1,234" is read as the number. A unit is
+set as text, or is a word of four letters, or one of the common short ones: 4 xy is a product. Expressions of more than 200 characters must
+have the same characters, and answers of more than a thousand be equal as they stand.
+
+math-verify decides only about single expressions that this module cannot decide. Alone it takes (1,2) for \\{1,2\\}, 50% for 0.5, "east"
+for "seat", 12_3 for 12, "1 1/2" for 1, and, with its list of units, 3ab for 3.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections import Counter
+import unicodedata
+from collections.abc import Sequence
 from fractions import Fraction
 
+from diffjax.evals.methods import equivalence
+
+_CHARACTERS = str.maketrans(
+  {
+    # Minus signs: figure dash, en dash, minus, small and fullwidth hyphen
+    "\u2012": "-",
+    "\u2013": "-",
+    "\u2212": "-",
+    "\ufe63": "-",
+    "\uff0d": "-",
+    # Arabic decimal and thousands separators
+    "\u066b": ".",
+    "\u066c": ",",
+    "π": r"\pi ",
+    "∞": r"\infty ",
+    "√": r"\sqrt ",
+    "×": r"\times ",
+    "·": r"\cdot ",
+  }
+)
+# What groups digits in threes, except a bare comma: 9{,}500, 9,\!500, 9\,500
+_DIGIT_GROUPS = re.compile(
+  r"(?<=\d)(?:\{,\}|,\\!|\\[,!;:]|[~\u00a0\u2009\u202f])(?=\d{3}(?!\d))"
+)
+_DECIMAL = r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?"
+_FRACTION = r"\d*\\[dt]?frac\{-?\d+\}\{-?\d+\}"
 # A minus sign belongs to the number where it cannot be of a difference or a range
 _NUMBER = re.compile(
-  r"(?<![\d)\w.])-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?|\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?"
+  rf"(?<![\d)\w.}}])-?(?:{_FRACTION}|\$?{_DECIMAL})|{_FRACTION}|\$?{_DECIMAL}"
 )
-_LONGEST_NUMBER, _LONGEST_ANSWER = (
-  200,
-  1000,
-)  # characters; longer ones would take long
+_FORMULA = re.compile(
+  r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]"
+)
+# A formula without delimiters, up to a space outside of braces
+_BARE_FORMULA = re.compile(
+  r"-?\d*\\(?!boxed|fbox)[a-zA-Z]+(?:\{(?:[^{}]|\{[^{}]*\})*\}|\s*\d|[^\s.,;{}])*"
+)
+# Characters. Longer texts would take long.
+_LONGEST_NUMBER = 200
+_LONGEST_EXPRESSION = 200
+_LONGEST_ANSWER = 1000
 _BOXES = 20  # the largest number of boxes, from the end, that are searched for one that is closed
 _BRACKETS = {"(": ")]", "[": ")]", r"\{": (r"\}",)}
 _WRAPPERS = re.compile(
@@ -37,25 +74,55 @@ _DROPPED = re.compile(
   r"(?<!\\)\\(?:left|right|displaystyle|quad|qquad|[,!;:> ])(?![a-zA-Z])|\\(?:left|right)(?=[a-zA-Z])|~|\s"
 )
 _DEGREES = re.compile(r"\^\{?\\circ\}?|\\degrees?(?![a-zA-Z])|°")
-_UNITS = re.compile(
-  r"(?:(?<=[\d})])\s*\\(?:text|mathrm|mbox|hbox|rm)\s*\{[^{}]*\}|(?<=\d)\s+[a-zA-Z]{2}[a-zA-Z .]*)(?:\^\{?[23]\}?)?$"
+_SHORT_UNITS = (
+  "cm|mm|km|mi|in|ft|yd|mg|kg|oz|lbs?|ml|hrs?|min|sec|days?|mph|cups?|men"
 )
+_NO_UNITS = "alpha|beta|gamma|delta|theta|lambda|sigma|omega|sqrt|infinity"
+_UNITS = re.compile(
+  r"(?:(?<=[\d})])\s*\\(?:text|mathrm|mbox|hbox|rm)\s*\{[^{}]*\}"
+  rf"|(?<=\d)\s+(?!{_NO_UNITS})(?:{_SHORT_UNITS}|[a-zA-Z]{{4,}})(?![a-zA-Z])[a-zA-Z .]*)"
+  r"(?:\^\{?[23]\}?)?$"
+)
+# math-verify reads a word as a product, and ignores the base of a number
+_VERBATIM = re.compile(r"[a-zA-Z]{3,}|.*\d_.*")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Answer:
+  """An answer, taken apart.
+
+  Attributes:
+    text: The answer without characters that only typeset it.
+    number: Its value, if it is a number.
+    kind: "set", or the brackets of a tuple or an interval; "" for others.
+    parts: The parts of a set, tuple or interval.
+  """
+
+  text: str
+  number: Fraction | None = None
+  kind: str = ""
+  parts: tuple[_Answer, ...] = ()
 
 
 def extract(solution: str) -> str | None:
   """The final answer of a solution, or None.
 
   It is the first of these that exists: the content of the last complete \\boxed{…}; the text behind the first "####"; the number or
-  formula behind the last "answer is" on its line; the last number.
+  formula behind the last "answer is" on its line; the last number. Digits, minus signs and the grouping of digits are normalised.
   """
+  solution = _normalise(solution)
   if (boxed := last_boxed(solution)) is not None:
     return boxed
   if (marked := re.search(r"####[ \t]*([^\n]+)", solution)) is not None:
     return marked.group(1).strip()
   for said in reversed(list(re.finditer(r"[Aa]nswer is:?[ \t]*", solution))):
     sentence = solution[said.end() :].partition("\n")[0]
-    if (formula := re.match(r"\$([^$]+)\$", sentence)) is not None:
-      return formula.group(1).strip()
+    formula = _FORMULA.match(sentence)
+    if formula is not None:
+      return formula.group(formula.lastindex or 0).strip()
+    bare_formula = _BARE_FORMULA.match(sentence)
+    if bare_formula is not None:
+      return bare_formula.group()
     if (number := _NUMBER.search(sentence)) is not None:
       return number.group().rstrip(",")
   numbers = _NUMBER.findall(solution)
@@ -88,8 +155,47 @@ def last_boxed(text: str) -> str | None:
 
 
 def same(answer: str, wanted: str) -> bool:
-  """True if two answers are the same, by the module's rules."""
-  return _form(answer) == _form(wanted)
+  """Returns whether two answers are the same, by the module's rules.
+
+  Raises:
+    UserError: if math-verify is needed and cannot be started.
+  """
+  if max(len(answer), len(wanted)) > _LONGEST_ANSWER:
+    return answer.strip() == wanted.strip()
+  return _is_same(_read(_plain(answer)), _read(_plain(wanted)))
+
+
+def _is_same(answer: _Answer, wanted: _Answer) -> bool:
+  if answer.text == wanted.text:
+    return True
+  if answer.number is not None and wanted.number is not None:
+    return answer.number == wanted.number
+  if answer.kind and wanted.kind:
+    if answer.kind != wanted.kind or len(answer.parts) != len(wanted.parts):
+      return False
+    if answer.kind == "set":
+      return _is_same_set(answer.parts, wanted.parts)
+    pairs = zip(answer.parts, wanted.parts, strict=True)
+    return all(_is_same(part, wanted_part) for part, wanted_part in pairs)
+  if not answer.text or not wanted.text:
+    return False
+  for text in (answer.text, wanted.text):
+    if len(text) > _LONGEST_EXPRESSION or _VERBATIM.fullmatch(text):
+      return False
+  return equivalence.is_equal(answer.text, wanted.text)
+
+
+def _is_same_set(answer: Sequence[_Answer], wanted: Sequence[_Answer]) -> bool:
+  """Returns whether each part of one has a part of its own in the other."""
+  unmatched = list(wanted)
+  for part in answer:
+    for candidate in unmatched:
+      if _is_same(part, candidate):
+        unmatched.remove(candidate)
+        break
+    else:
+      return False
+  return True
 
 
 def _closing(text: str, start: int) -> int | None:
@@ -106,13 +212,24 @@ def _closing(text: str, start: int) -> int | None:
   return None
 
 
-def _form(answer: str) -> object:
-  """The same form for all answers that the module's rules call the same: a Fraction, forms with their brackets, or a text."""
-  if len(answer) > _LONGEST_ANSWER:
-    return answer.strip()
-  text = _plain(answer)
-  if (number := _number(text)) is not None:
-    return number
+def _normalise(text: str) -> str:
+  """Writes digits, minus signs and grouped digits in one way."""
+  text = text.translate(_CHARACTERS)
+  if not text.isascii():
+    text = "".join(_ascii_digit(character) for character in text)
+  return _DIGIT_GROUPS.sub("", text)
+
+
+def _ascii_digit(character: str) -> str:
+  """Returns the ASCII digit of a decimal digit, and other characters as is."""
+  return str(unicodedata.decimal(character, character))
+
+
+def _read(text: str) -> _Answer:
+  """Takes an answer apart that has been through `_plain`."""
+  number = _number(text)
+  if number is not None:
+    return _Answer(text, number)
   for opening, closings in _BRACKETS.items():
     for closing in closings:
       inside = text[len(opening) : -len(closing)]
@@ -121,30 +238,32 @@ def _form(answer: str) -> object:
         and text.endswith(closing)
         and _is_whole(inside)
       ):
-        parts = [_form(part) for part in _parts(inside)]
+        listed = _parts(inside)
         if opening == r"\{":
-          return ("set", frozenset(Counter(parts).items()))
-        if len(parts) > 1:
-          return (opening, tuple(parts), closing)
+          return _Answer(text, kind="set", parts=_read_all(listed))
+        if len(listed) > 1:
+          kind = opening + closing
+          return _Answer(text, kind=kind, parts=_read_all(listed))
         if re.fullmatch(r"[A-Za-z]", inside):  # the letter of a choice
-          return inside
+          return _Answer(inside)
   listed = _parts(text)
-  return (
-    ("set", frozenset(Counter(_form(part) for part in listed).items()))
-    if len(listed) > 1
-    else text
-  )
+  if len(listed) > 1:
+    return _Answer(text, kind="set", parts=_read_all(listed))
+  return _Answer(text)
+
+
+def _read_all(texts: Sequence[str]) -> tuple[_Answer, ...]:
+  return tuple(_read(text) for text in texts)
 
 
 def _plain(answer: str) -> str:
   """The answer without characters that only typeset it."""
-  text = answer.strip().strip("$").strip()
+  text = _normalise(answer).strip().strip("$").strip()
   text = (
     text.replace(r"\(", "")
     .replace(r"\)", "")
     .replace(r"\[", "")
     .replace(r"\]", "")
-    .replace("−", "-")
   )
   text = _DEGREES.sub("", text)
   text = _UNITS.sub("", text.rstrip("."))
@@ -155,7 +274,11 @@ def _plain(answer: str) -> str:
   text = (
     text.replace(r"\$", "").replace("$", "").replace(r"\%", "").replace("%", "")
   )
-  text = _DROPPED.sub("", text).rstrip(".")
+  text = re.sub(r"^(-?\d+)\s+(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", text)
+  text = re.sub(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi ", text)
+  # A space between a command and a letter separates them.
+  text = re.sub(r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])", "\\1\0", text)
+  text = _DROPPED.sub("", text).replace("\0", " ").rstrip(".")
   text = re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", text)
   text = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", text)
   text = re.sub(r"\\frac(\d)\{", r"\\frac{\1}{", text)
@@ -163,7 +286,7 @@ def _plain(answer: str) -> str:
   text = re.sub(r"\\sqrt(\w)", r"\\sqrt{\1}", text)
   text = re.sub(r"^(-?)\{?(-?\d+)\}?/\{?(\d+)\}?$", r"\1\2/\3", text)
   return re.sub(
-    r"^[a-zA-Z](?:\([a-zA-Z]\))?(?:=|\\in(?![a-zA-Z]))(?=.)", "", text
+    r"^[a-zA-Z](?:\([a-zA-Z]\))?(?:=|\\in(?![a-zA-Z]) ?)(?=.)", "", text
   )
 
 

@@ -1,0 +1,117 @@
+"""Whether two mathematical expressions are equal, by math-verify (the extra `eval`).
+
+math-verify compares expressions with sympy, which may need forever or all memory (9^{9^{9}}). So it runs in a process of its own, which
+ends itself at a limit of time or memory. The pair that needed more counts as different, and the next pair gets a new process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import pathlib
+import subprocess
+import sys
+import threading
+
+from absl import logging
+
+from diffjax.config import UserError
+
+_SECONDS = 5  # of one comparison
+_PROGRAM = pathlib.Path(__file__).with_name("verify_worker.py")
+
+
+@functools.lru_cache(10_000)
+def is_equal(answer: str, wanted: str) -> bool:
+  """Returns whether two expressions in LaTeX are equal.
+
+  Raises:
+    UserError: if math-verify cannot be imported.
+  """
+  return _worker().compare(answer, wanted)
+
+
+def start() -> None:
+  """Starts math-verify, which takes a second, unless it is running.
+
+  Raises:
+    UserError: if math-verify cannot be imported.
+  """
+  _worker().start()
+
+
+@functools.cache
+def _worker() -> _Worker:
+  return _Worker()
+
+
+class _Worker:
+  """The process of math-verify."""
+
+  def __init__(self) -> None:
+    self._process: subprocess.Popen[str] | None = None
+    self._lock = threading.Lock()
+    atexit.register(self.close)
+
+  def start(self) -> None:
+    """Starts the process unless it is running."""
+    with self._lock:
+      self._running()
+
+  def close(self) -> None:
+    """Ends the process."""
+    if self._process is not None:
+      self._process.kill()
+      self._process.wait()
+      self._process = None
+
+  def compare(self, answer: str, wanted: str) -> bool:
+    """Returns the process's verdict, or False if it reached a limit."""
+    with self._lock:
+      process = self._running()
+      reply = _ask(process, json.dumps([answer, wanted]))
+      if reply:
+        return json.loads(reply)
+      process.wait()
+      self._process = None
+    logging.warning(
+      "math-verify takes too long or too much memory to compare %r and %r;"
+      " they count as different",
+      answer[:40],
+      wanted[:40],
+    )
+    return False
+
+  def _running(self) -> subprocess.Popen[str]:
+    if self._process is None:
+      # -P: modules beside the program do not hide those of other packages.
+      process = subprocess.Popen(
+        [sys.executable, "-P", str(_PROGRAM), str(_SECONDS)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        encoding="utf-8",
+      )
+      error = _ask(process, "")
+      if error != "ready\n":
+        process.kill()
+        process.wait()
+        raise UserError(
+          "answers are compared by math-verify, which cannot be imported"
+          f" ({error.strip()}); pip install 'diffjax[eval]'"
+        )
+      self._process = process
+    return self._process
+
+
+def _ask(process: subprocess.Popen[str], line: str) -> str:
+  """Sends a line and returns the reply, "" if the process has ended."""
+  assert process.stdin is not None and process.stdout is not None
+  try:
+    process.stdin.write(f"{line}\n")
+    process.stdin.flush()
+  except BrokenPipeError:
+    return ""
+  return process.stdout.readline()
