@@ -15,19 +15,22 @@ differs, are an error, and so are replies to some of the prompts only.
 
 Data are files DATA_DIR/SET.jsonl, for summaries with the fields document and summary (the reference), for answers with context, question
 and answers (a list of right answers). The choices that the paper leaves open: decoding is greedy, up to the first line break (answers) or
-blank line (summaries); a source too long for the model loses its end, for the judge too; ROUGE-L is the F1 of stemmed words, the best over
-the references; exact match ignores case, punctuation and articles. An empty output has no hallucination, so the share of empty outputs is
-a figure too.
+blank line (summaries); a source too long for the model loses its end, for the judge too; ROUGE-L is the F1 of words, the best over the
+references, where a word is a sequence of letters, marks and digits of any script, ASCII words are stemmed as English, and each letter of a
+script without spaces (Chinese, Japanese, Thai, …) is a word; exact match ignores case, punctuation and articles. An empty output has no
+hallucination, so the share of empty outputs is a figure too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import re
 import string
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -250,24 +253,67 @@ def is_match(text: str, references: Sequence[str]) -> bool:
   """True if a text equals one of the references, apart from case, punctuation, articles and spaces."""
 
   def normal(text: str) -> list[str]:
-    kept = "".join(
-      character
-      for character in text.lower()
-      if character not in string.punctuation
-    )
-    return [word for word in kept.split() if word not in ("a", "an", "the")]
+    letters = itertools.filterfalse(_is_punctuation, _normalise(text))
+    words = "".join(letters).split()
+    return [word for word in words if word not in ("a", "an", "the")]
 
   return any(normal(text) == normal(reference) for reference in references)
+
+
+def _normalise(text: str) -> str:
+  """Returns a text without case, and with one form for equal characters."""
+  return unicodedata.normalize("NFKC", text).casefold()
+
+
+def _is_punctuation(character: str) -> bool:
+  if character in string.punctuation:
+    return True
+  return unicodedata.category(character).startswith("P")
+
+
+class _WordTokenizer:
+  """Divides a text into words, in the interface of rouge-score.
+
+  rouge-score's own tokenizer drops all letters but those of ASCII. On ASCII
+  texts both give the same words.
+  """
+
+  def __init__(self) -> None:
+    # Imported here: they come with the extra `eval`.
+    import regex
+    from nltk.stem import porter
+
+    unspaced = (
+      r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+    )
+    # A letter of a script without spaces with its marks, or a word of others.
+    self._word = regex.compile(
+      rf"[[{unspaced}]&&[\p{{L}}\p{{N}}]]\p{{M}}*|[\p{{L}}\p{{M}}\p{{N}}--[{unspaced}]]+",
+      regex.V1,
+    )
+    self._stem = porter.PorterStemmer().stem
+
+  def tokenize(self, text: str) -> list[str]:
+    """Returns the words of a text, stemmed if they are ASCII."""
+    words = []
+    for word in self._word.findall(_normalise(text)):
+      # Like rouge-score, does not stem short words.
+      if word.isascii() and len(word) > 3:
+        word = self._stem(word)
+      words.append(word)
+    return words
 
 
 def _load_rouge() -> Callable[[str, str], float]:
   try:
     from rouge_score import rouge_scorer
+
+    tokenizer = _WordTokenizer()
   except ImportError as error:
     raise UserError(
       f"ROUGE-L needs rouge-score, which cannot be imported ({error}); pip install 'diffjax[eval]'"
     ) from error
-  scorer = rouge_scorer.RougeScorer(["rougeL"], use_stemmer=True)
+  scorer = rouge_scorer.RougeScorer(["rougeL"], tokenizer=tokenizer)
   return lambda reference, text: (
     scorer.score(reference, text)["rougeL"].fmeasure
   )

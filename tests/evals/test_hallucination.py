@@ -388,6 +388,65 @@ def test_exact_match():
   ) and not hallucination.is_match("", ["dog"])
 
 
+def test_exact_match_ignores_the_punctuation_of_every_script():
+  for text, reference in (
+    ("«Киев».", "киев"),
+    ("北京。", "北京"),
+    ("“Paris”…", "Paris"),
+    ("¿Qué?", "Qué"),
+    ("２０２４", "2024"),
+    ("STRASSE", "Straße"),
+  ):
+    assert hallucination.is_match(text, [reference])
+  for text, reference in (("Киев", "Минск"), ("", "Киев"), ("é", "e")):
+    assert not hallucination.is_match(text, [reference])
+
+
+def test_rouge_l_of_ascii_texts_is_that_of_rouge_score():
+  rouge_scorer = pytest.importorskip("rouge_score.rouge_scorer")
+  original = rouge_scorer.RougeScorer(["rougeL"], use_stemmer=True)
+  rouge_l = hallucination._load_rouge()
+  rng = np.random.default_rng(0)
+  words = "Dogs running runner's U.S.A. 3.5% it_is DON'T a,b x2 ties _ -- 1st"
+  characters = [chr(code) for code in range(128)]
+  for _ in range(100):
+    texts = [
+      " ".join(rng.choice(words.split(), 8))
+      + "".join(rng.choice(characters, 9))
+      for _ in range(2)
+    ]
+    expected = original.score(*texts)["rougeL"].fmeasure
+    assert rouge_l(*texts) == expected, texts
+
+
+@pytest.mark.parametrize(
+  ("reference", "text", "expected"),
+  [
+    ("Сегодня в Киеве дождь", "Сегодня в Киеве дождь", 1.0),
+    ("Киев 2024", "Минск 2024", 0.5),
+    ("КИЕВ", "киев", 1.0),
+    ("今天下雨", "今天下雨", 1.0),
+    # Three of four characters, and of three in the other
+    ("今天下雨", "今天雨", 2 * (3 / 4) / (3 / 4 + 1)),
+    ("东京タワー", "東京タワー", 0.8),
+    ("café", "café", 1.0),
+    ("café", "cafe", 0.0),
+    ("２０２４", "2024", 1.0),
+    # A vowel sign belongs to its word or letter
+    ("हिन्दी में", "हिन्दी है", 0.5),
+    ("กำ", "ก", 0.0),
+    ("שָׁלוֹם", "שָׁלוֹם", 1.0),
+    ("မြန်မာ", "မြန်မာ။", 1.0),
+    ("!?", "…", 0.0),
+  ],
+)
+def test_rouge_l_of_other_scripts(reference, text, expected):
+  pytest.importorskip("rouge_score")
+  rouge_l = hallucination._load_rouge()
+  assert rouge_l(reference, text) == pytest.approx(expected)
+  assert rouge_l(text, reference) == pytest.approx(expected)
+
+
 def test_rouge_l_of_known_texts(monkeypatch):
   pytest.importorskip("rouge_score")
   rouge_l = hallucination._load_rouge()
