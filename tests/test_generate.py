@@ -19,6 +19,7 @@ from diffjax.config import (
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.model.decoder import Decoder
 from diffjax.model.sampler import Sampler
+from diffjax.model.stop_strings import StopStrings
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training import finish
 from diffjax.training.checkpoint import Checkpoints
@@ -162,8 +163,6 @@ def test_the_terminal_gets_whole_characters_and_no_part_of_a_stop_string(
 
 @pytest.mark.parametrize("kind", tokenizer_files.MAKERS)
 def test_a_stop_string_may_begin_with_a_space(kind, tmp_path):
-  with in_process.own_flags():
-    from diffjax.generate import StopStrings
   tokenizer = load_tokenizer(tokenizer_files.save(tmp_path, kind))
   hello = tokenizer.encode_prompt("hello")
   word = tokenizer.encode("hello world")[len(tokenizer.encode("hello")) :]

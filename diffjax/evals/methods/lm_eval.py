@@ -22,6 +22,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from diffjax.config import UserError
 from diffjax.evals.methods.scoring import Score, score
 from diffjax.model.sampler import Sampler
+from diffjax.model.stop_strings import StopStrings, first_stop
 from diffjax.training.trained import Trained
 
 
@@ -85,11 +86,9 @@ class DiffjaxLM(TemplateLM):
           f"an answer of {len(continuation)} tokens ({text[:40]!r}) is longer"
           f" than the model takes (config.model.max_length = {self.max_length})"
         )
+      room = self.max_length + 1 - len(continuation)
       pairs.append(
-        (
-          self._cut(context, self.max_length + 1 - len(continuation)),
-          continuation,
-        )
+        (self._cut(context, room) or [self.prefix_token_id], continuation)
       )
     self._report_cuts(
       (request[1] for request in requests), (pair[0] for pair in pairs)
@@ -123,7 +122,10 @@ class DiffjaxLM(TemplateLM):
     self, requests: list[Instance], disable_tqdm: bool = False
   ) -> list[str]:
     """Continues contexts up to the first stop string, which is not part of the result."""
-    contexts = [self.tok_encode(request.args[0]) for request in requests]
+    tokenizer = self._trained.tokenizer
+    contexts = [
+      tokenizer.encode_prompt(request.args[0]) for request in requests
+    ]
     groups = collections.defaultdict(list)
     for index, request in enumerate(requests):
       requested = normalize_gen_kwargs(request.args[1])["max_gen_toks"]
@@ -131,7 +133,6 @@ class DiffjaxLM(TemplateLM):
       options = json.dumps(request.args[1], sort_keys=True)
       groups[options, new].append(index)
     texts = [""] * len(requests)
-    decode = self._trained.tokenizer.decode
     for (options, new), indices in groups.items():
       wanted = normalize_gen_kwargs(json.loads(options))
       until = [stop for stop in wanted["until"] if stop]
@@ -144,10 +145,6 @@ class DiffjaxLM(TemplateLM):
           self.max_length,
         )
 
-      def ended(ids: list[int], until: list[str] = until) -> bool:
-        text = decode(ids)
-        return any(stop in text for stop in until)
-
       whole = [contexts[index] for index in indices]
       prompts = [self._cut(prompt, self.max_length - new) for prompt in whole]
       self._report_cuts(whole, prompts)
@@ -157,19 +154,12 @@ class DiffjaxLM(TemplateLM):
         temperature=wanted.get("temperature", float(wanted["do_sample"])),
         top_k=wanted.get("top_k", 0),
         top_p=wanted.get("top_p", 1.0),
-        stop_ids=self._trained.tokenizer.document_tokens.stop,
-        stop=ended,
+        stop_ids=tokenizer.document_tokens.stop,
+        stop=StopStrings(tokenizer, prompts, until),
       )
-      for index, ids in zip(indices, written, strict=True):
-        text = decode(ids)
-        texts[index] = text[
-          : min(
-            [
-              len(text),
-              *(place for stop in until if (place := text.find(stop)) >= 0),
-            ]
-          )
-        ]
+      for index, prompt, ids in zip(indices, prompts, written, strict=True):
+        text = tokenizer.decode_after(prompt, ids)
+        texts[index] = text[: first_stop(text, until)]
     return texts
 
   def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Score]:
