@@ -140,11 +140,11 @@ class Attention(nn.Module):
         positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
       q = self._rotated(q, positions)
       k = self._rotated(k, positions) if keys_values is None else k
-    self.sow("intermediates", "query", q)
-    self.sow("intermediates", "key", k)
+    self._sow("intermediates", "query", q)
+    self._sow("intermediates", "key", k)
     lam = self._lambda(x, lambda_init)
     if lam is not None:
-      self.sow("metrics", "lambda", jnp.mean(lam))
+      self._sow("metrics", "lambda", jnp.mean(lam))
     mask = dict(
       q_segment_ids=segment_ids,
       kv_segment_ids=segment_ids,
@@ -161,6 +161,11 @@ class Attention(nn.Module):
     return self._project(
       self._output(heads, x, lambda_init), "out", x.shape[-1], self.out_scale
     )
+
+  def _sow(self, collection: str, name: str, value: jax.Array) -> None:
+    """Sows a value, except in `init`: its result would hold it for good."""
+    if not self.is_initializing():
+      self.sow(collection, name, value)
 
   def _checked(
     self, keys_values: tuple[jax.Array, jax.Array] | None
@@ -350,7 +355,7 @@ class DexAttention(Attention):
     lam = _given(self, lambda_init) + self._parameter(
       "dex_lambda", nn.initializers.zeros, x.shape[-1]
     )
-    self.sow("metrics", "lambda", jnp.mean(lam))
+    self._sow("metrics", "lambda", jnp.mean(lam))
     w = whole(
       self._parameter("dex_matrix", nn.initializers.zeros, x.shape[-1]),
       "dex_matrix",

@@ -144,7 +144,8 @@ class Block(nn.Module):
     )
     x = x + ffn(normed(x, gains, "ffn_norm", config))
     x = nn.with_logical_constraint(x, ("batch", "length", "embed"))
-    self.sow("intermediates", "hidden", x)
+    if not self.is_initializing():
+      self.sow("intermediates", "hidden", x)
     return x, None
 
 

@@ -685,3 +685,19 @@ def test_queries_and_keys_after_rope_can_be_captured():
     q[:, 0], unrotated[:, 0], rtol=1e-6
   )  # position 0 is not rotated
   assert not np.allclose(q[:, 1], unrotated[:, 1])
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_init_of_a_layer_returns_parameters_alone(name):
+  x = jnp.ones((1, 6, 16))
+  layer = ATTENTION[name](num_heads=2, head_dim=4)
+  for mutable in (True, nn.DenyList("intermediates")):
+    init = functools.partial(layer.init, mutable=mutable)
+    variables = jax.eval_shape(init, jax.random.key(0), x, 0.3)
+    assert variables.keys() == {"params"}
+  sown = ["metrics", "intermediates"]
+  apply = functools.partial(layer.apply, mutable=sown)
+  _, variables = jax.eval_shape(apply, variables, x, 0.3)
+  assert len(variables["intermediates"]["query"]) == 1
+  if "metrics" in variables:
+    assert len(variables["metrics"]["lambda"]) == 1

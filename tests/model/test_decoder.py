@@ -320,6 +320,36 @@ def test_metrics_hold_each_layers_lambda():
   np.testing.assert_allclose(lam, want, rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", sorted(VARIANTS))
+def test_init_returns_parameters_alone(name):
+  """An array that `init` returned beside them would be in every later call."""
+  ids = jnp.zeros((1, 8), jnp.int32)
+  for remat in ("none", "full"):
+    model = Decoder(dataclasses.replace(VARIANTS[name], remat=remat))
+    init = functools.partial(model.init, mutable=True)
+    variables = jax.eval_shape(init, jax.random.key(0), ids)
+    assert variables.keys() == {"params"}
+    apply = functools.partial(model.apply, mutable=["metrics", "intermediates"])
+    _, sown = jax.eval_shape(apply, variables, ids)
+    for values in sown.values():
+      tuples = jax.tree.leaves(values, is_leaf=lambda x: isinstance(x, tuple))
+      assert [len(each) for each in tuples] == [1] * len(tuples)
+
+
+def test_lambda_is_of_the_call_and_not_of_init():
+  """The variables of `init` go into `apply` whole, as Flax's examples do."""
+  ids = tokens((1, 8))
+  model = Decoder(CONFIG)
+  variables = jax.jit(model.init)(jax.random.key(0), ids)
+  attention = variables["params"]["layers"]["attention"]
+  for name in ("lambda_q1", "lambda_k1"):
+    attention[name] = jnp.ones_like(attention[name])
+  apply = jax.jit(functools.partial(model.apply, mutable=["metrics"]))
+  _, sown = apply(variables, ids)
+  lam = sown["metrics"]["layers"]["attention"]["lambda"][0]
+  assert lam.min() > 100  # exp(8) − …
+
+
 @pytest.mark.parametrize(
   "name",
   ["diff", "softmax", *full(sorted(VARIANTS.keys() - {"diff", "softmax"}))],
