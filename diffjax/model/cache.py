@@ -9,6 +9,7 @@ which then takes 3.3 times as long (6 layers, E 256, a CPU). The model's modules
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,9 @@ from diffjax.model.decoder import (
 )
 from diffjax.model.pages import PAGE, Pool, empty_pool, read, write
 from diffjax.ops.diff_attention import decode_attention, diff_attention
+
+# Options of `diff_attention` that do not change what it computes.
+_EXECUTION = {"implementation", "sharding", "token_order"}
 
 
 @flax.struct.dataclass
@@ -147,8 +151,8 @@ def extend(
   """Reads T more tokens in every row.
 
   Args:
-    model: the decoder; an `attention_fn` of its own, other than `diff_attention` with any options, must take a q_offset, and gets a copy of
-      the cache.
+    model: the decoder. An `attention_fn` of its own must take a q_offset, and gets a copy of the cache. So does `diff_attention` with an
+      option that changes its result, such as a scale.
     params: from `unstack`.
     tokens: row b continues at position cache.lengths[b]. What its cache has no room for is dropped.
     cache: of the tokens before. Donate it, since it is written in place.
@@ -165,7 +169,23 @@ def extend(
   keys: list[Pool] = []
   values: list[Pool] = []
 
-  def attend(q, k, v, lam, *, window, **_):
+  # Names every argument that a layer may pass. A variant that passes another one
+  # cannot be decoded, and raises TypeError.
+  def attend(
+    q,
+    k,
+    v,
+    lam,
+    *,
+    q_segment_ids=None,
+    kv_segment_ids=None,
+    causal=True,
+    window=None,
+  ):
+    if not causal:
+      raise ValueError("causal = False: a cache holds no later tokens")
+    if q_segment_ids is not None or kv_segment_ids is not None:
+      raise ValueError("segment_ids: a row of the cache is one document")
     layer = len(keys)
     for pools, old, new in (
       (keys, cache.keys, k.reshape(*k.shape[:3], -1)),
@@ -173,9 +193,7 @@ def extend(
     ):
       pools.append(put(old[layer], cache.tables, new, cache.lengths, counts))
     stored_k, stored_v = keys[layer], values[layer]
-    if (
-      getattr(model.attention_fn, "func", model.attention_fn) is diff_attention
-    ):
+    if _is_diff_attention(model.attention_fn):
       return decode_attention(
         q,
         stored_k.tokens,
@@ -215,6 +233,16 @@ def extend(
     tuple(keys), tuple(values), cache.tables, cache.lengths + counts
   )
   return normed(x, params, "final_norm", config), after
+
+
+def _is_diff_attention(attention_fn: Callable[..., jax.Array]) -> bool:
+  """Returns True for `diff_attention`, with options only of how it runs."""
+  if not isinstance(attention_fn, functools.partial):
+    return attention_fn is diff_attention
+  is_plain = (
+    not attention_fn.args and attention_fn.keywords.keys() <= _EXECUTION
+  )
+  return attention_fn.func is diff_attention and is_plain
 
 
 def _on_shards(sharding: NamedSharding) -> Callable[..., Pool]:

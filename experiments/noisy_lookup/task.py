@@ -122,7 +122,9 @@ def forward(
   """
   seen: list[jax.Array] = []
 
-  def attend(q, k, v, lam, **_):
+  def attend(q, k, v, lam, *, q_segment_ids, kv_segment_ids, causal, window):
+    is_plain = q_segment_ids is None and kv_segment_ids is None
+    assert is_plain and causal and window is None
     lam = lam[:, -ASKED:] if lam is not None and lam.ndim == 3 else lam
     q, before = q[:, -ASKED:], q.shape[1] - ASKED
     every = None if lam is None else jnp.broadcast_to(lam, q.shape[:3])

@@ -5,16 +5,18 @@ import functools
 import math
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from diffjax.config import ModelConfig, UserError
+from diffjax.model.attention import ATTENTION, Attention
 from diffjax.model.cache import empty_cache, extend, unstack
 from diffjax.model.decoder import Decoder
 from diffjax.model.pages import allocate
-from diffjax.ops.diff_attention import decode
+from diffjax.ops.diff_attention import decode, diff_attention
 from tests.parameters import parameters
 from tests.tiers import full
 from tests.variants import PUBLIC
@@ -237,6 +239,52 @@ def test_a_dtype_that_a_cache_cannot_have_is_refused(options):
 def test_a_model_that_is_not_causal_has_no_cache():
   with pytest.raises(UserError, match="config.model.causal = False"):
     empty_cache(Decoder(dataclasses.replace(CONFIG, causal=False)), 1, 8)
+
+
+class ScaledAttention(Attention):
+  """Softmax attention with its own scale."""
+
+  @nn.compact
+  def __call__(self, x, lambda_init=None, *, window=None, **options):
+    q, k, v = (
+      self._project(x, name, x.shape[-1]) for name in ("query", "key", "value")
+    )
+    heads = self.attention_fn(q, k, v, None, scale=3.0)
+    return self._project(heads, "out", x.shape[-1])
+
+
+def read_all(model, params, length=8):
+  """Returns the hidden states of the first tokens, read with a cache."""
+  cache = empty_cache(model, 3, length)
+  hidden, _ = extend(model, unstack(model, params), TOKENS[:, :length], cache)
+  return hidden
+
+
+def test_an_argument_that_decoding_ignores_is_refused(monkeypatch):
+  """A new variant must not be decoded as if it did not pass it."""
+  monkeypatch.setitem(ATTENTION, "scaled", ScaledAttention)
+  config = dataclasses.replace(CONFIG, attention="scaled", head_norm=False)
+  model = Decoder(config)
+  with pytest.raises(TypeError, match="'scale'"):
+    read_all(model, parameters(model, TOKENS[:1, :1]))
+
+
+def test_a_scale_bound_to_attention_applies_to_decoding():
+  model, params = model_and_params("diff, grouped heads")
+  scaled = functools.partial(
+    diff_attention, scale=1.0, implementation="reference"
+  )
+  model = model.clone(attention_fn=scaled)
+  want = jax.jit(model.apply)({"params": params}, TOKENS[:, :8])
+  np.testing.assert_allclose(read_all(model, params), want, atol=2e-5)
+
+
+def test_a_model_that_is_not_causal_is_not_decoded():
+  model, params = model_and_params("diff")
+  cache = empty_cache(model, 3, 8)
+  encoder = Decoder(dataclasses.replace(CONFIG, causal=False))
+  with pytest.raises(ValueError, match="causal = False"):
+    extend(encoder, unstack(model, params), TOKENS[:, :8], cache)
 
 
 def test_weights_are_cast_once_and_vectors_stay_float32():
