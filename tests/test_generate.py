@@ -20,6 +20,7 @@ from diffjax.data.tokenizer import load_tokenizer
 from diffjax.model.decoder import Decoder
 from diffjax.model.sampler import Sampler
 from diffjax.model.stop_strings import StopStrings
+from diffjax.ops.diff_attention import diff_attention
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training import finish
 from diffjax.training.checkpoint import Checkpoints
@@ -29,7 +30,7 @@ from diffjax.training.trained import Trained, load
 from tests import in_process, tokenizer_files
 
 
-def save(workdir, change=lambda params: None, **data):
+def save(workdir, change=lambda params: None, *, implementation="auto", **data):
   """A model that has learnt nothing, but whose logits are far apart."""
   model = ModelConfig(
     num_layers=1,
@@ -114,6 +115,39 @@ def test_several_devices_share_the_model(workdir):
   ]
   alone, shared = run(*flags), run(*flags, "--tensor=2")
   assert shared.stdout == alone.stdout != "", shared.stderr
+
+
+def test_a_loaded_model_has_the_attention_that_its_config_names(
+  workdir, tmp_path, capsys
+):
+  """One that cannot run here is replaced, and the user is told."""
+  start = load(workdir)
+  reasons = {
+    "reference": None,
+    "pallas_gpu": "needs ",
+    "pallas_tpu": "TPU",
+    "mine": "no implementation of that name is registered",
+  }
+  with Checkpoints(tmp_path, keep=len(reasons)) as checkpoints:
+    for step, name in enumerate(reasons):
+      config = start.config.to_dict()
+      config["model"]["attention_implementation"] = name
+      state = {"params": start.params}
+      checkpoints.save(step, state, data_state={}, config=config, metrics={})
+  capsys.readouterr()
+  for tensor in (1, 2):
+    attention = load(tmp_path, 0, tensor=tensor).model.attention_fn
+    assert attention.keywords["implementation"] == "reference"
+  assert not capsys.readouterr().err
+  for step, (name, reason) in enumerate(reasons.items()):
+    if reason is None:
+      continue
+    loaded = load(tmp_path, step)
+    assert loaded.model.attention_fn is diff_attention
+    assert loaded.config.model.attention_implementation == name
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"attention_implementation = {name!r}, which cannot run" in line
+    assert reason in line and line.endswith("'auto' is used instead")
 
 
 def test_weights_in_int8(workdir):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable
@@ -30,9 +31,10 @@ from diffjax.data.tokenizer import (
 )
 from diffjax.int8 import quantise
 from diffjax.model.decoder import Decoder
-from diffjax.ops.diff_attention import diff_attention
+from diffjax.ops.diff_attention import diff_attention, implementations
 from diffjax.parallel.mesh import make_mesh, sharded_attention
 from diffjax.parallel.rules import shardings
+from diffjax.progress import say
 from diffjax.training.checkpoint import open_checkpoint
 from diffjax.training.program import compute_dtype
 from diffjax.training.step import init_params
@@ -47,7 +49,7 @@ class Trained:
   Attributes:
     name: what tables call it: its workdir and step.
     config: of the run that trained it.
-    model: the decoder, in the compute dtype of the device, attention by the fastest implementation there.
+    model: the decoder, in the compute dtype of the device. Attention runs by the config's implementation, or by "auto" if it cannot run here.
     params: its parameters, float32 or the matrices in int8; on a mesh if several devices share them.
     tokenizer: the one that it was trained with.
   """
@@ -94,13 +96,16 @@ def load(
   shapes = jax.eval_shape(
     lambda: init_params(Decoder(config.model), jax.random.key(0))
   )
-  attention = diff_attention
+  implementation = _implementation(workdir, config)
+  attention: Callable[..., jax.Array] = diff_attention
+  if implementation != "auto":
+    attention = functools.partial(diff_attention, implementation=implementation)
   if tensor != 1:
     _check_shares(config.model, tensor)
     mesh = make_mesh(
       MeshConfig(data=1, tensor=tensor), jax.local_devices()[:tensor]
     )
-    attention = sharded_attention(mesh, "auto")
+    attention = sharded_attention(mesh, implementation)
     shapes = jax.tree.map(
       lambda leaf, at: jax.ShapeDtypeStruct(
         leaf.shape, leaf.dtype, sharding=at
@@ -119,8 +124,9 @@ def load(
   if weight_dtype is not None:
     name, params = f"{name}, weights in int8", quantise(params)
   tokenizer = _load_tokenizer(workdir, config)
-  dtype = compute_dtype(config.model.dtype, jax.local_devices()[0].platform)
-  model = Decoder(config.model, dtype=dtype, attention_fn=attention)
+  model = Decoder(
+    config.model, dtype=_local_dtype(config.model), attention_fn=attention
+  )
   return Trained(name, config, model, params, tokenizer)
 
 
@@ -151,6 +157,48 @@ def load_piecewise(
     ),
   )
   return config, params, _load_tokenizer(workdir, config)
+
+
+def _implementation(workdir: epath.PathLike, config: Config) -> str:
+  """Returns the config's implementation of attention.
+
+  A model may be used on other devices than those that trained it. If the
+  implementation cannot run here, returns "auto" and tells the user.
+  """
+  name = config.model.attention_implementation
+  if name == "auto":
+    return name
+  problem = _refusal(config, name)
+  if problem is None:
+    return name
+  say(
+    f"{workdir} names config.model.attention_implementation = {name!r}, which"
+    f" cannot run here ({problem}); 'auto' is used instead"
+  )
+  return "auto"
+
+
+def _refusal(config: Config, name: str) -> str | None:
+  """Returns why an implementation of attention cannot run the model here."""
+  if name not in implementations.names():
+    return "no implementation of that name is registered"
+  model = Decoder(
+    config.model,
+    dtype=_local_dtype(config.model),
+    attention_fn=functools.partial(diff_attention, implementation=name),
+  )
+  tokens = jax.ShapeDtypeStruct((1, config.data.length), jnp.int32)
+  try:
+    # Tracing asks the implementation whether it takes the arrays.
+    jax.eval_shape(model.init, jax.random.key(0), tokens)
+  except ValueError as error:
+    return str(error)
+  return None
+
+
+def _local_dtype(config: ModelConfig) -> Any:
+  """Returns the compute dtype of a model on this process's devices."""
+  return compute_dtype(config.dtype, jax.local_devices()[0].platform)
 
 
 def _check_shares(config: ModelConfig, tensor: int) -> None:
