@@ -18,6 +18,7 @@ from diffjax.config import UserError
 from diffjax.model.cache import Cache, empty_cache, extend, unstack
 from diffjax.model.decoder import Decoder, logits
 from diffjax.model.pages import PAGE, allocate
+from diffjax.model.token_ids import check_token_ids, is_integer
 from diffjax.parallel.rules import heads_sharding
 
 # Tokens of a prompt read at once.
@@ -74,6 +75,7 @@ class Sampler:
       )
     self.capacity = model.config.max_length if capacity is None else capacity
     self.batch_size = batch_size
+    self._vocab_size = model.config.vocab_size
     if not 1 <= self.capacity <= model.config.max_length:
       raise UserError(
         f"{self.capacity} tokens a row: the model takes 1 to {model.config.max_length} (config.model.max_length)"
@@ -129,8 +131,10 @@ class Sampler:
       max_new_tokens: most tokens that will follow each, for which a cache in pages keeps room; None for what the capacity allows.
 
     Raises:
-      UserError: if a prompt is empty or longer than the capacity, or the cache has too few pages.
+      UserError: if a prompt is empty or longer than the capacity, or has an id
+        outside the vocabulary; or the cache has too few pages.
     """
+    prompts = self._checked(prompts)
     cache = self._make_cache()
     if self._num_pages is not None:
       needed = [self._needed(prompt, max_new_tokens) for prompt in prompts]
@@ -156,9 +160,20 @@ class Sampler:
     """Reads further tokens, at least 1, in up to B rows. The old state stays valid, so that many prompts can share a prefix read once.
 
     Raises:
-      UserError: if a row gets no token, or grows longer than the capacity.
+      UserError: if a row gets no token or one outside the vocabulary, or grows
+        longer than the capacity.
     """
+    more = self._checked(more)
     return self._read(jax.tree.map(jnp.copy, state.cache), more)
+
+  def _checked(
+    self, prompts: Sequence[Sequence[int]]
+  ) -> list[Int[np.ndarray, "T"]]:
+    """Returns prompts as arrays whose ids are in the vocabulary."""
+    return [
+      check_token_ids(prompt, self._vocab_size, f"prompt {number}")
+      for number, prompt in enumerate(prompts)
+    ]
 
   def _read(
     self, cache: Cache, prompts: Sequence[Sequence[int]]
@@ -192,12 +207,22 @@ class Sampler:
   def step(
     self, state: SamplerState, tokens: Int[np.ndarray, "B"]
   ) -> SamplerState:
-    """Reads one more token in every row. The old state is donated. No row may grow longer than the capacity."""
-    return self._step(self._params, state, jnp.asarray(tokens, jnp.int32))
+    """Reads one more token in every row. The old state is donated. No row may grow longer than the capacity.
+
+    Raises:
+      UserError: if there are not B tokens, or one is outside the vocabulary.
+    """
+    tokens = check_token_ids(tokens, self._vocab_size, "tokens")
+    if len(tokens) != self.batch_size:
+      raise UserError(
+        f"tokens has {len(tokens)} token ids: it must have"
+        f" {self.batch_size}, one for each row"
+      )
+    return self._step(self._params, state, jnp.asarray(tokens))
 
   def generate(
     self,
-    prompts: Sequence[Sequence[int]] | Sequence[str],
+    prompts: Sequence[str] | Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
     temperature: float = 0.0,
@@ -215,8 +240,18 @@ class Sampler:
 
     Returns:
       The new tokens of each prompt, or the new text.
+
+    Raises:
+      UserError: as `stream`, for ids of all prompts before the first is read;
+        and if prompts are texts and token ids together.
     """
-    if prompts and isinstance(prompts[0], str):
+    are_texts = [isinstance(prompt, str) for prompt in prompts]
+    if any(are_texts):
+      if not all(are_texts):
+        raise UserError(
+          f"prompt {are_texts.index(False)} is no text, but others are: pass"
+          " texts alone, or token ids alone"
+        )
       if (tokenizer := self._tokenizer) is None:
         raise ValueError(
           "prompts are texts: only a sampler made from a trained model has a tokenizer; give it token ids"
@@ -236,6 +271,7 @@ class Sampler:
       for prompt, answer in zip(token_prompts, answers, strict=True):
         texts.append(tokenizer.decode_after(prompt, answer))
       return texts
+    prompts = self._checked(prompts)  # type: ignore[arg-type]
     out: list[list[int]] = [[] for _ in prompts]
     options: Any = dict(
       temperature=temperature,
@@ -297,9 +333,12 @@ class Sampler:
       The next tokens of each row, none for rows that have ended.
 
     Raises:
-      UserError: if a prompt and max_new_tokens do not fit the capacity, or all together the cache's pages; or an option is out of range.
+      UserError: if a prompt and max_new_tokens do not fit the capacity, or all together the cache's pages; or an option is out of range, or a
+        token id.
     """
-    _check_options(temperature, top_k, top_p, max_new_tokens)
+    _check_options(temperature, top_k, top_p, max_new_tokens, seed, first_row)
+    stop_ids = check_token_ids(stop_ids, self._vocab_size, "stop_ids").tolist()
+    prompts = self._checked(prompts)
     longest = max(map(len, prompts))
     if longest + max_new_tokens > self.capacity:
       raise UserError(
@@ -356,8 +395,20 @@ class Sampler:
 
 
 def _check_options(
-  temperature: float, top_k: int, top_p: float, max_new_tokens: int
+  temperature: float,
+  top_k: int,
+  top_p: float,
+  max_new_tokens: int,
+  seed: int,
+  first_row: int,
 ) -> None:
+  integers = dict(
+    top_k=top_k, max_new_tokens=max_new_tokens, seed=seed, first_row=first_row
+  )
+  for name, value in integers.items():
+    # The compiled program takes int32, and would cut off the rest.
+    if not is_integer(value) or not -(2**31) <= value < 2**31:
+      raise UserError(f"{name} must be an integer below 2³¹; got {value!r}")
   for name, value, ok, want in (
     ("temperature", temperature, 0 <= temperature < float("inf"), "at least 0"),
     ("top_k", top_k, top_k >= 0, "at least 0"),
@@ -434,9 +485,8 @@ def _draw(
   method: str,
 ) -> tuple[SamplerState, Int[Array, "B burst"], Bool[Array, "B"]]:
   """Draws and reads `count` tokens, at most _BURST, or until all rows have ended."""
-  keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(
-    rows
-  )
+  key = jax.random.key(seed)
+  keys = jax.vmap(functools.partial(jax.random.fold_in, key))(rows)
 
   def one(carry):
     index, state, drawn, ended = carry

@@ -233,6 +233,58 @@ def test_bad_input(sampler, prompts, count, options, message):
     sampler.generate(prompts, count, **options)
 
 
+@pytest.mark.parametrize("token", [64, -1, 7.9, True, float("nan")], ids=repr)
+def test_ids_outside_the_vocabulary_are_refused(sampler, token):
+  """At every entry, and in a late batch before the first one is read."""
+  wrong = [[1], [2, token]]
+  message = "^prompt 1 has .* at position 1: .* from 0 to 63,"
+  for call in (
+    lambda: sampler.prefill(wrong),
+    lambda: sampler.generate(wrong, 2),
+    lambda: next(sampler.stream(wrong, 2)),
+    lambda: sampler.read(sampler.prefill([[1], [1]]), wrong),
+  ):
+    with pytest.raises(UserError, match=message):
+      call()
+  asked = []
+  with pytest.raises(UserError, match="^prompt 9 has "):
+    sampler.generate([*[[1]] * 9, [token]], 2, stop=asked.append)
+  assert not asked
+  with pytest.raises(UserError, match="^stop_ids has .* at position 0"):
+    sampler.generate([[1]], 2, stop_ids=[token])
+  with pytest.raises(UserError, match="^tokens has .* at position 3"):
+    sampler.step(sampler.prefill([[1]]), [1, 2, 3, token])
+
+
+def test_arrays_are_prompts(sampler):
+  wanted = sampler.generate([[5, 6], [7, 8]], 3)
+  prompts = np.array([[5, 6], [7, 8]], np.uint8)
+  assert sampler.generate(prompts, 3) == wanted
+  assert sampler.generate(jnp.asarray(prompts), 3) == wanted
+  assert sampler.generate(list(map(tuple, prompts)), np.int64(3)) == wanted
+
+
+@pytest.mark.parametrize(
+  ("call", "message"),
+  [
+    (lambda s: s.generate([1, 2], 2), "prompt 0 is 1: pass a sequence"),
+    (lambda s: s.generate([[1], "text"], 2), "prompt 0 is no text, but others"),
+    (lambda s: s.generate(["text", [1]], 2), "prompt 1 is no text, but others"),
+    (lambda s: s.prefill("text"), "prompt 0 has 't' at position 0"),
+    (lambda s: s.step(s.prefill([[1]]), [1]), "tokens has 1 token ids: .* 4"),
+    (lambda s: s.generate([[1]], 2.5), "max_new_tokens .* integer .* got 2.5"),
+    (lambda s: s.generate([[1]], -2), "max_new_tokens must be at least 1"),
+    (lambda s: s.generate([[1]], True), "max_new_tokens .* got True"),
+    (lambda s: s.generate([[1]], 2, top_k=2.5), "top_k must be an integer"),
+    (lambda s: s.generate([[1]], 2, seed=1.5), "seed must be an integer"),
+    (lambda s: s.generate([[1]], 2, seed=2**31), "seed must be an integer"),
+  ],
+)
+def test_wrong_calls(sampler, call, message):
+  with pytest.raises(UserError, match=f"^{message}"):
+    call(sampler)
+
+
 def test_rows_share_pages_and_draw_what_they_would_without(
   model, params, sampler
 ):

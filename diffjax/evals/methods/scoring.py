@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from diffjax.config import UserError
 from diffjax.model.decoder import Decoder, output_embedding
+from diffjax.model.token_ids import check_token_ids
 
 _SHORTEST = 32  # tokens of the smallest bucket
 _CHUNK_LOGITS = 1 << 24  # logits in memory at once: 64 MiB of float32
@@ -54,10 +55,20 @@ def score(
     A score for each pair, in the pairs' order.
 
   Raises:
-    UserError: for a pair that is longer than the model's limit, its last token not counted, since the model does not read it.
+    UserError: for a pair that is longer than the model's limit, its last token not counted, since the model does not read it; or that has
+      an id outside the vocabulary.
     ValueError: for an empty context or continuation.
   """
-  limit = model.config.max_length
+  limit, vocab_size = model.config.max_length, model.config.vocab_size
+  pairs = [
+    (
+      check_token_ids(context, vocab_size, f"pair {index}: the context"),
+      check_token_ids(
+        continuation, vocab_size, f"pair {index}: the continuation"
+      ),
+    )
+    for index, (context, continuation) in enumerate(pairs)
+  ]
   buckets: dict[int, list[int]] = {}
   for index, (context, continuation) in enumerate(pairs):
     if not len(context) or not len(continuation):
@@ -103,7 +114,7 @@ def _bucket(length: int, limit: int) -> int:
 
 
 def _rows(
-  pairs: Sequence[tuple[Sequence[int], Sequence[int]]], rows: int, length: int
+  pairs: Sequence[tuple[np.ndarray, np.ndarray]], rows: int, length: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Inputs, targets, and which targets are scored. Padding is on the right, where causal attention hides it."""
   tokens, targets, counts = (
@@ -112,7 +123,7 @@ def _rows(
     np.zeros((rows, length), bool),
   )
   for row, (context, continuation) in enumerate(pairs):
-    ids = np.concatenate([np.asarray(context), np.asarray(continuation)])
+    ids = np.concatenate([context, continuation])
     tokens[row, : len(ids) - 1], targets[row, : len(ids) - 1] = (
       ids[:-1],
       ids[1:],

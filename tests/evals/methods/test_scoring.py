@@ -121,3 +121,25 @@ def test_bad_pairs(model_and_params):
   for pair in ([], [1]), ([1], []):
     with pytest.raises(ValueError, match="neither may be empty"):
       scoring.score(model, params, [pair])
+
+
+@pytest.mark.parametrize("token", [50, -1, 7.9, True, float("nan")], ids=repr)
+def test_ids_outside_the_vocabulary_are_refused(model_and_params, token):
+  model, params = model_and_params
+  good = ([1, 2], [3])
+  named = "at position 1: token ids are integers from 0 to 49,"
+  with pytest.raises(UserError, match=f"^pair 1: the context has .* {named}"):
+    scoring.score(model, params, [good, ([1, token], [2])])
+  with pytest.raises(
+    UserError, match=f"^pair 2: the continuation has .* {named}"
+  ):
+    scoring.score(model, params, [good, good, ([1], [2, token])])
+  with pytest.raises(UserError, match="^pair 0: the context has 'a'"):
+    scoring.score(model, params, [("a", "b")])
+
+
+def test_arrays_are_scored_as_lists(model_and_params):
+  model, params = model_and_params
+  wanted = scoring.score(model, params, [([1, 2], [3])])
+  arrays = [(np.array([1, 2], np.uint16), jnp.array([3], jnp.int8))]
+  assert scoring.score(model, params, arrays) == wanted

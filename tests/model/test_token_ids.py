@@ -1,0 +1,105 @@
+"""Token ids that users pass are integers of the vocabulary."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffjax.config import UserError
+from diffjax.model.token_ids import check_token_ids, is_integer
+
+N = 100
+
+
+@pytest.mark.parametrize(
+  "ids",
+  [
+    [0, 99],
+    (0, 99),
+    bytes([0, 99]),
+    range(0, 100, 99),
+    [np.uint8(0), jnp.int32(99)],
+    *(np.array([0, 99], dtype) for dtype in ("int8", "uint16", "uint64")),
+    *(jnp.array([0, 99], dtype) for dtype in ("int8", "int32", "uint32")),
+  ],
+  ids=repr,
+)
+def test_integers_of_any_kind(ids):
+  checked = check_token_ids(ids, N, "ids")
+  assert checked.dtype == np.int32
+  np.testing.assert_array_equal(checked, [0, 99])
+
+
+def test_no_ids():
+  for ids in ([], np.array([]), jnp.zeros(0, jnp.int8)):
+    assert check_token_ids(ids, N, "ids").shape == (0,)
+  np.testing.assert_array_equal(
+    check_token_ids(jnp.array([0, 7], jnp.int4), N, "ids"), [0, 7]
+  )
+
+
+@pytest.mark.parametrize(
+  ("token", "shown"),
+  [
+    (100, "100"),
+    (-1, "-1"),
+    (2**63, str(2**63)),
+    (2**80, str(2**80)),
+    (97.9, "97.9"),
+    (97.0, "97.0"),
+    (float("nan"), "nan"),
+    (True, "True"),
+    (np.True_, "True"),
+    (None, "None"),
+    ("a", "'a'"),
+    ([1], r"\[1\]"),
+    (np.int16(100), "100"),
+    (jnp.int8(-1), "-1"),
+    (jnp.array(True), "True"),
+  ],
+  ids=repr,
+)
+def test_the_first_wrong_id_is_named(token, shown):
+  message = (
+    f"^prompt 3 has {shown} at position 2: token ids are integers from 0 to 99,"
+    " since config.model.vocab_size = 100$"
+  )
+  with pytest.raises(UserError, match=message):
+    check_token_ids([5, 6, token, -7], N, "prompt 3")
+
+
+@pytest.mark.parametrize(
+  ("ids", "message"),
+  [
+    (np.array([5, 100]), "has 100 at position 1"),
+    (np.array([5, -1], np.int8), "has -1 at position 1"),
+    (np.array([5, 2**64 - 1], np.uint64), f"has {2**64 - 1} at position 1"),
+    (jnp.array([5, 300], jnp.uint16), "has 300 at position 1"),
+    (np.array([5.0, 6.0]), "has 5.0 at position 0"),
+    (jnp.array([5.5]), "has 5.5 at position 0"),
+    (np.array([False, True]), "has False at position 0"),
+    (np.array([[5]]), r"is an array of shape \(1, 1\)"),
+    (np.array(5), r"is an array of shape \(\)"),
+    (5, "is 5: pass a sequence"),
+    ({5}, r"is \{5\}: pass a sequence"),
+    ("text", "has 't' at position 0"),
+  ],
+  ids=repr,
+)
+def test_wrong_arrays_and_no_sequences(ids, message):
+  with pytest.raises(UserError, match=f"^ids {message}"):
+    check_token_ids(ids, N, "ids")
+
+
+def test_integers():
+  for value in (0, -5, np.int8(3), np.uint64(3), jnp.int32(3)):
+    assert is_integer(value)
+  for value in (
+    True,
+    np.False_,
+    jnp.array(True),
+    2.0,
+    np.float32(2),
+    "2",
+    None,
+  ):
+    assert not is_integer(value)
