@@ -98,6 +98,8 @@ def test_generate_is_the_samplers(workdir):
     prompts, 20, **options
   )
   assert diffjax.generate(trained, "def ", 20, **options) == texts[:1]
+  one = diffjax.Sampler(trained).generate("def ", 20, **options)
+  assert one == texts[:1]
   assert diffjax.generate(trained, []) == []
   many = [f"document {number}\n" for number in range(20)]  # more than one batch
   assert diffjax.generate(trained, many, 4, temperature=0) == diffjax.Sampler(

@@ -222,7 +222,7 @@ class Sampler:
 
   def generate(
     self,
-    prompts: Sequence[str] | Sequence[Sequence[int]],
+    prompts: str | Sequence[str] | Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
     temperature: float = 0.0,
@@ -236,7 +236,7 @@ class Sampler:
 
     Args:
       prompts: token ids; or texts, if the sampler was made from a trained model. A text is the beginning of a document, and its
-        continuation ends where the model ends the document.
+        continuation ends where the model ends the document. One text counts as a list of one.
 
     Returns:
       The new tokens of each prompt, or the new text.
@@ -245,6 +245,8 @@ class Sampler:
       UserError: as `stream`, for ids of all prompts before the first is read;
         and if prompts are texts and token ids together.
     """
+    if isinstance(prompts, str):
+      prompts = [prompts]
     are_texts = [isinstance(prompt, str) for prompt in prompts]
     if any(are_texts):
       if not all(are_texts):
@@ -485,7 +487,9 @@ def _draw(
   method: str,
 ) -> tuple[SamplerState, Int[Array, "B burst"], Bool[Array, "B"]]:
   """Draws and reads `count` tokens, at most _BURST, or until all rows have ended."""
-  key = jax.random.key(seed)
+  # With the generator "rbg", which users may make JAX's default, the numbers of a
+  # row would depend on the rows beside it.
+  key = jax.random.key(seed, impl="threefry2x32")
   keys = jax.vmap(functools.partial(jax.random.fold_in, key))(rows)
 
   def one(carry):

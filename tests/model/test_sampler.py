@@ -285,6 +285,17 @@ def test_wrong_calls(sampler, call, message):
     call(sampler)
 
 
+def test_a_rows_draws_do_not_depend_on_jaxs_default_generator(
+  model, params, sampler
+):
+  """With "rbg" as the default, numbers in a row would depend on the others."""
+  options = dict(temperature=4.0, seed=5)
+  wanted = sampler.generate(PROMPTS, 12, **options)
+  with jax.default_prng_impl("rbg"):
+    other = Sampler(model, params, batch_size=2, capacity=160)
+    assert other.generate(PROMPTS, 12, **options) == wanted
+
+
 def test_rows_share_pages_and_draw_what_they_would_without(
   model, params, sampler
 ):
