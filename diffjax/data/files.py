@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from typing import BinaryIO, NamedTuple, cast
 
 from etils import epath
+
+from diffjax.data import local_glob
 
 _HUB = "hf://"
 _WILDCARDS = "*?["
@@ -46,7 +47,8 @@ def match(pattern: str) -> list[File]:
     pattern: A path with wildcards. "**" crosses directories.
 
   Raises:
-    UserError: if the Hub cannot be read, or nothing there matches.
+    UserError: if the Hub cannot be read, or nothing there matches; if a local
+      directory or file cannot be read, or a link leads nowhere.
   """
   if is_on_hub(pattern):
     from diffjax.data import hub
@@ -56,18 +58,22 @@ def match(pattern: str) -> list[File]:
       for file in hub.list_files(pattern)
     ]
   files = []
-  for path in _match_paths(os.path.expanduser(pattern)):
-    name = os.fspath(path)
-    size, time_ns = version(name)
-    files.append(File(name, size, time_ns // _NS_PER_SECOND, time_ns, name))
+  for path in match_paths(os.path.expanduser(pattern)):
+    size, time_ns = version(path)
+    files.append(File(path, size, time_ns // _NS_PER_SECOND, time_ns, path))
   return files
 
 
-def _match_paths(pattern: str) -> list[epath.Path]:
-  """Returns the files that match a glob, local or gs://."""
+def match_paths(pattern: str) -> list[str]:
+  """Returns the paths of files that match a glob, local or gs://, sorted.
+
+  Raises:
+    UserError: if a local directory or file cannot be read, or a link leads
+      nowhere.
+  """
   if "://" not in pattern:
-    names = sorted(glob.glob(pattern, recursive=True))
-    return [epath.Path(name) for name in names if os.path.isfile(name)]
+    # "./a" becomes "a", as in the names that checkpoints and rows have.
+    return [os.fspath(epath.Path(path)) for path in local_glob.match(pattern)]
   parts = pattern.split("/")
   num_fixed = len(parts) - 1
   for index, part in enumerate(parts):
@@ -76,8 +82,7 @@ def _match_paths(pattern: str) -> list[epath.Path]:
       break
   root = epath.Path("/".join(parts[:num_fixed]))
   matching = root.glob("/".join(parts[num_fixed:]))
-  paths = [path for path in matching if path.is_file()]
-  return sorted(paths, key=os.fspath)
+  return sorted(os.fspath(path) for path in matching if path.is_file())
 
 
 def open_file(path: str, read_ahead: bool = True) -> BinaryIO:

@@ -334,11 +334,12 @@ def _find_tfds(spec: str, name: str, data_dir: str) -> str:
   ).expanduser()
   name, _, version = name.partition(":")
   pattern = re.compile(r"\d+\.\d+\.\d+")
-  versions = [
-    path
-    for path in _children(root / name)
-    if pattern.fullmatch(path.name) and (path / "dataset_info.json").exists()
-  ]
+  dataset = glob.escape(os.fspath(root / name))
+  versions = []
+  for info in files.match_paths(f"{dataset}/*/dataset_info.json"):
+    path = epath.Path(info).parent
+    if pattern.fullmatch(path.name):
+      versions.append(path)
   matching = [path for path in versions if version in ("", path.name)]
   if not matching:
     found = sorted(
@@ -359,10 +360,6 @@ def _find_tfds(spec: str, name: str, data_dir: str) -> str:
   return os.fspath(
     max(matching, key=lambda path: tuple(map(int, path.name.split("."))))
   )
-
-
-def _children(path: epath.Path) -> list[epath.Path]:
-  return list(path.iterdir()) if path.is_dir() else []
 
 
 class FileSource(Source):

@@ -1,16 +1,18 @@
 """Every kind of source gives its documents, and every bad one an error of one line."""
 
 import dataclasses
+import glob
 import gzip
 import json
 import os
+import random
 import shutil
 
 import numpy as np
 import pytest
 
 from diffjax.config import DataConfig, UserError
-from diffjax.data import parquet, sources
+from diffjax.data import files, local_glob, parquet, sources
 
 ALL = DataConfig(validation_fraction=0.0)
 
@@ -452,6 +454,141 @@ def test_damage_is_placed(tmp_path, tfds_dir, texts):
       "tfds:mine/single",
       config=dataclasses.replace(ALL, data_dir=str(tmp_path)),
     )
+
+
+def test_local_globs_match_as_in_the_standard_library(tmp_path, monkeypatch):
+  rng = random.Random(0)
+  for _ in range(60):
+    depth = rng.randrange(4)
+    names = [rng.choice(["a", "b", ".h", "a.txt"]) for _ in range(depth)]
+    directory = tmp_path.joinpath(*names)
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in ("1.txt", "[2].txt", ".3.txt"):
+      (directory / name).write_text("text")
+  monkeypatch.chdir(tmp_path)
+  for pattern in (
+    "*",
+    "**",
+    "1.txt",
+    "./*.txt",
+    "*/",
+    "**/*.txt",
+    "**/[[]2].txt",
+    "**/a/**/1.txt",
+    "**/**/?.txt",
+    "*/**/*",
+    "a//[!a]/*.txt",
+    ".h/**/.*",
+    "*/missing/*",
+    "missing",
+    f"{tmp_path}/**/b/*",
+  ):
+    expected = glob.glob(pattern, recursive=True)
+    expected = {path for path in expected if os.path.isfile(path)}
+    assert local_glob.match(pattern) == sorted(expected), pattern
+
+
+def test_every_directory_is_searched_once(tmp_path):
+  """Whatever links lead to it. A link to a file counts like the file."""
+  (tmp_path / "data/a/deep").mkdir(parents=True)
+  (tmp_path / "data/b").mkdir()
+  (tmp_path / "elsewhere").mkdir()
+  for name in (
+    "data/0",
+    "data/a/1",
+    "data/a/deep/2",
+    "data/b/3",
+    "elsewhere/4",
+  ):
+    (tmp_path / f"{name}.txt").write_text(name)
+  (tmp_path / "data/self").symlink_to(".")
+  found = files.match(f"{tmp_path}/data/**/*.txt")
+  names = ["0", "a/1", "a/deep/2", "b/3"]
+  assert [file.name for file in found] == [
+    f"{tmp_path}/data/{name}.txt" for name in names
+  ]
+  (tmp_path / "data/0_first").symlink_to("a")  # sorted before "a"
+  (tmp_path / "data/a/up").symlink_to("../b")
+  (tmp_path / "data/b/up").symlink_to("../a")
+  (tmp_path / "data/a/deep/root").symlink_to(tmp_path / "data")
+  (tmp_path / "data/link").symlink_to(tmp_path / "elsewhere")
+  (tmp_path / "data/lost+found").mkdir()
+  (tmp_path / "data/lost+found/5.txt").write_text("not of the data")
+  expected = ["0", "a/1", "a/deep/2", "b/3", "link/4"]
+  for pattern in ("**/*.txt", "**", "**/**/*.txt"):
+    found = files.match(f"{tmp_path}/data/{pattern}")
+    assert [file.name for file in found] == [
+      f"{tmp_path}/data/{name}.txt" for name in expected
+    ]
+  (tmp_path / "data/again.txt").symlink_to("0.txt")
+  texts = read_texts(f"text:{tmp_path}/data/*.txt")
+  assert texts == ["data/0", "data/0"]
+
+
+@pytest.mark.parametrize(
+  ("pattern", "link"),
+  [
+    ("a.txt", "a.txt"),
+    ("*.txt", "a.txt"),
+    ("**/*.txt", "b/a.txt"),
+    ("**/*.txt", "b/moved"),
+    ("*/c.txt", "moved"),
+    ("moved/c.txt", "moved"),
+  ],
+)
+@pytest.mark.parametrize("target", ["gone", "self"])
+def test_a_dangling_link_is_an_error(tmp_path, pattern, link, target):
+  (tmp_path / "b").mkdir()
+  for name in ("ok.txt", "b/c.txt"):
+    (tmp_path / name).write_text("text")
+  link = tmp_path / link
+  link.symlink_to(link.name if target == "self" else "gone")
+  with pytest.raises(UserError, match=f"^{link}: ") as caught:
+    sources.documents(f"text:{tmp_path}/{pattern}", "train", ALL)
+  message = str(caught.value)
+  if target == "gone":
+    assert "a link to 'gone', which does not exist" in message
+  else:
+    assert "Too many levels of symbolic links" in message
+
+
+def test_a_dangling_version_of_a_dataset_is_an_error(tfds_dir, tmp_path):
+  """The version before it would be read instead."""
+  versions = tmp_path / "mine" / "single"
+  versions.mkdir(parents=True)
+  (versions / "1.0.0").symlink_to(tfds_dir / "mine" / "single" / "1.0.0")
+  config = dataclasses.replace(ALL, data_dir=str(tmp_path))
+  sources.documents("tfds:mine/single", "train", config)
+  (versions / "1.1.0").symlink_to("gone")
+  with pytest.raises(UserError, match="1.1.0: a link to 'gone'"):
+    sources.documents("tfds:mine/single", "train", config)
+
+
+@pytest.mark.parametrize("which", ["directory", "file"])
+def test_what_cannot_be_read_is_an_error(tmp_path, monkeypatch, which):
+  """Before anything is read. Root may read everything, so it is simulated."""
+  (tmp_path / "b").mkdir()
+  for name in ("ok.txt", "b/c.txt"):
+    (tmp_path / name).write_text("text")
+  scandir, access = os.scandir, os.access
+
+  def refusing_scandir(path):
+    if which == "directory" and str(path).endswith("/b"):
+      raise PermissionError(13, "Permission denied", path)
+    return scandir(path)
+
+  def refusing_access(path, mode):
+    is_refused = which == "file" and str(path).endswith("c.txt")
+    return not is_refused and access(path, mode)
+
+  monkeypatch.setattr(os, "scandir", refusing_scandir)
+  monkeypatch.setattr(os, "access", refusing_access)
+  name = {"directory": "b", "file": "b/c.txt"}[which]
+  for pattern in ("**/*.txt", "*/*.txt"):
+    with pytest.raises(UserError, match=f"^{tmp_path}/{name}: ") as caught:
+      sources.documents(f"text:{tmp_path}/{pattern}", "train", ALL)
+    assert "ermission denied" in str(caught.value)
+  sources.documents(f"text:{tmp_path}/*.txt", "train", ALL)
 
 
 def test_a_dataset_that_was_built_again_is_another(tfds_dir, tmp_path):

@@ -1,0 +1,156 @@
+"""Globs of local files that neither skip files nor repeat them.
+
+`glob.glob` silently skips directories that it cannot read and links to nothing.
+With "**" it follows a link to a directory above it up to forty times, and a
+pattern with two "**" gives a path twice. Here the former are errors, and "**"
+searches each directory once, whatever links lead to it.
+
+A link to a file counts like the file: a file that matches under two names is
+read twice. So a user can still repeat a file on purpose.
+"""
+
+from __future__ import annotations
+
+import collections
+import fnmatch
+import glob
+import operator
+import os
+import stat
+
+from diffjax.config import UserError
+from diffjax.data.document import reason
+
+# Of the file system, and readable by root only.
+_LOST_AND_FOUND = "lost+found"
+
+
+def match(pattern: str) -> list[str]:
+  """Returns the files that match a glob, sorted, each path once.
+
+  Args:
+    pattern: A path with wildcards as in `glob.glob`. "**" crosses directories.
+      Names that begin with "." match only patterns that do.
+
+  Raises:
+    UserError: if a link on the way leads nowhere, or if a directory or a
+      matching file cannot be read.
+  """
+  parent, name = os.path.split(pattern)
+  if name == "**":
+    parent, name = pattern, "*"
+  paths = set()
+  for directory in _match_directories(parent):
+    for path in _match_names(directory, name):
+      status = _status(path)
+      if status is None or not stat.S_ISREG(status.st_mode):
+        continue
+      if not os.access(path, os.R_OK):
+        raise UserError(
+          f"{path}: cannot be read (permission denied); make it readable, or"
+          " use a pattern that does not match it"
+        )
+      paths.add(path)
+  return sorted(paths)
+
+
+def _match_directories(pattern: str) -> list[str]:
+  """Returns the directories that match a glob; "" is the current one."""
+  if not glob.has_magic(pattern):
+    return [pattern] if _is_directory(pattern or os.curdir) else []
+  parent, name = os.path.split(pattern)
+  parents = _match_directories(parent)
+  if name == "**":
+    return _search(parents)
+  directories = []
+  for directory in parents:
+    for path in _match_names(directory, name):
+      if _is_directory(path):
+        directories.append(path)
+  return directories
+
+
+def _match_names(directory: str, name: str) -> list[str]:
+  """Returns the paths in a directory whose last part matches a wildcard."""
+  if not glob.has_magic(name):
+    return [os.path.join(directory, name)]
+  names = [entry.name for entry in _scan(directory)]
+  if not name.startswith("."):
+    names = [name for name in names if not _is_hidden(name)]
+  return [os.path.join(directory, name) for name in fnmatch.filter(names, name)]
+
+
+def _search(roots: list[str]) -> list[str]:
+  """Returns directories and all directories below them, each once.
+
+  Links are followed last. So a directory that a link leads to has its own name
+  if it is below the roots, and otherwise the name of the link.
+  """
+  directories = []
+  visited = set()
+  links = collections.deque(sorted(roots, key=os.path.islink))
+  while links:
+    pending = [links.popleft()]
+    while pending:
+      directory = pending.pop()
+      real_path = os.path.realpath(directory)
+      if real_path in visited:
+        continue
+      visited.add(real_path)
+      directories.append(directory)
+      for entry in _scan(directory):
+        path = os.path.join(directory, entry.name)
+        if _is_hidden(entry.name):
+          continue
+        if entry.is_symlink():
+          if _is_directory(path):
+            links.append(path)
+        elif entry.is_dir():
+          pending.append(path)
+  return directories
+
+
+def _is_hidden(name: str) -> bool:
+  return name.startswith(".") or name == _LOST_AND_FOUND
+
+
+def _scan(directory: str) -> list[os.DirEntry[str]]:
+  try:
+    with os.scandir(directory or os.curdir) as entries:
+      # All machines must find a directory under the same name.
+      return sorted(entries, key=operator.attrgetter("name"))
+  except OSError as error:
+    raise UserError(
+      f"{directory}: the directory cannot be read ({reason(error)}), so its"
+      " files would be missing; make it readable, or use a pattern that does"
+      " not search it"
+    ) from error
+
+
+def _is_directory(path: str) -> bool:
+  status = _status(path)
+  return status is not None and stat.S_ISDIR(status.st_mode)
+
+
+def _status(path: str) -> os.stat_result | None:
+  """Returns the status of what a path leads to; None if there is no such path.
+
+  Raises:
+    UserError: if the path is a link to nothing, or cannot be read.
+  """
+  try:
+    return os.stat(path)
+  except (FileNotFoundError, NotADirectoryError) as error:
+    if os.path.islink(path):
+      raise UserError(
+        f"{path}: a link to {os.readlink(path)!r}, which does not exist, so"
+        " files would be missing; restore its target, or remove the link"
+      ) from error
+    return None
+  except ValueError:  # a path with a null character
+    return None
+  except OSError as error:
+    raise UserError(
+      f"{path}: cannot be read ({reason(error)}); make it readable, or use a"
+      " pattern that does not match it"
+    ) from error
