@@ -122,7 +122,9 @@ class Sampler:
     )
 
   def prefill(
-    self, prompts: Sequence[Sequence[int]], max_new_tokens: int | None = None
+    self,
+    prompts: Sequence[Sequence[int] | Int[np.ndarray, "T"]],
+    max_new_tokens: int | None = None,
   ) -> SamplerState:
     """Reads up to B prompts, each of 1 to `capacity` tokens. Rows without a prompt hold nothing meaningful.
 
@@ -134,19 +136,21 @@ class Sampler:
       UserError: if a prompt is empty or longer than the capacity, or has an id
         outside the vocabulary; or the cache has too few pages.
     """
-    prompts = self._checked(prompts)
+    checked = self._checked(prompts)
     cache = self._make_cache()
     if self._num_pages is not None:
-      needed = [self._needed(prompt, max_new_tokens) for prompt in prompts]
+      needed = [self._needed(prompt, max_new_tokens) for prompt in checked]
       tables = allocate(
         needed + [0] * (self.batch_size - len(needed)),
         self._num_pages,
         cache.tables.shape[1],
       )
       cache = cache.replace(tables=jnp.asarray(tables))
-    return self._read(cache, prompts)
+    return self._read(cache, checked)
 
-  def _needed(self, prompt: Sequence[int], max_new_tokens: int | None) -> int:
+  def _needed(
+    self, prompt: Int[np.ndarray, "T"], max_new_tokens: int | None
+  ) -> int:
     """Tokens that a row must have room for."""
     return (
       self.capacity
@@ -163,11 +167,11 @@ class Sampler:
       UserError: if a row gets no token or one outside the vocabulary, or grows
         longer than the capacity.
     """
-    more = self._checked(more)
-    return self._read(jax.tree.map(jnp.copy, state.cache), more)
+    checked = self._checked(more)
+    return self._read(jax.tree.map(jnp.copy, state.cache), checked)
 
   def _checked(
-    self, prompts: Sequence[Sequence[int]]
+    self, prompts: Sequence[Sequence[int] | Int[np.ndarray, "T"]]
   ) -> list[Int[np.ndarray, "T"]]:
     """Returns prompts as arrays whose ids are in the vocabulary."""
     return [
@@ -176,7 +180,7 @@ class Sampler:
     ]
 
   def _read(
-    self, cache: Cache, prompts: Sequence[Sequence[int]]
+    self, cache: Cache, prompts: Sequence[Int[np.ndarray, "T"]]
   ) -> SamplerState:
     if len(prompts) > self.batch_size:
       raise ValueError(
@@ -273,8 +277,8 @@ class Sampler:
       for prompt, answer in zip(token_prompts, answers, strict=True):
         texts.append(tokenizer.decode_after(prompt, answer))
       return texts
-    prompts = self._checked(prompts)  # type: ignore[arg-type]
-    out: list[list[int]] = [[] for _ in prompts]
+    checked = self._checked(prompts)  # type: ignore[arg-type]
+    out: list[list[int]] = [[] for _ in checked]
     options: Any = dict(
       temperature=temperature,
       top_k=top_k,
@@ -282,7 +286,7 @@ class Sampler:
       stop_ids=stop_ids,
       stop=stop,
     )
-    for first, batch in self._batches(prompts, max_new_tokens):
+    for first, batch in self._batches(checked, max_new_tokens):
       for new in self.stream(
         batch, max_new_tokens, seed=seed, first_row=first, **options
       ):  # type: ignore[arg-type]
@@ -307,7 +311,7 @@ class Sampler:
 
   def stream(
     self,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int] | Int[np.ndarray, "T"]],
     max_new_tokens: int,
     *,
     temperature: float = 0.0,
@@ -407,10 +411,10 @@ def _check_options(
   integers = dict(
     top_k=top_k, max_new_tokens=max_new_tokens, seed=seed, first_row=first_row
   )
-  for name, value in integers.items():
+  for name, number in integers.items():
     # The compiled program takes int32, and would cut off the rest.
-    if not is_integer(value) or not -(2**31) <= value < 2**31:
-      raise UserError(f"{name} must be an integer below 2³¹; got {value!r}")
+    if not is_integer(number) or not -(2**31) <= number < 2**31:
+      raise UserError(f"{name} must be an integer below 2³¹; got {number!r}")
   for name, value, ok, want in (
     ("temperature", temperature, 0 <= temperature < float("inf"), "at least 0"),
     ("top_k", top_k, top_k >= 0, "at least 0"),

@@ -60,7 +60,7 @@ def score(
     ValueError: for an empty context or continuation.
   """
   limit, vocab_size = model.config.max_length, model.config.vocab_size
-  pairs = [
+  checked = [
     (
       check_token_ids(context, vocab_size, f"pair {index}: the context"),
       check_token_ids(
@@ -70,7 +70,7 @@ def score(
     for index, (context, continuation) in enumerate(pairs)
   ]
   buckets: dict[int, list[int]] = {}
-  for index, (context, continuation) in enumerate(pairs):
+  for index, (context, continuation) in enumerate(checked):
     if not len(context) or not len(continuation):
       raise ValueError(
         f"pair {index} has {len(context)} tokens of context and {len(continuation)} of continuation; neither may be empty"
@@ -96,7 +96,7 @@ def score(
           _score_rows(
             model,
             params,
-            *_rows([pairs[index] for index in chosen], rows, length),
+            *_rows([checked[index] for index in chosen], rows, length),
           ),
         )
       )
