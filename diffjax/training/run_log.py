@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -14,13 +15,32 @@ from diffjax.training import validation
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.metrics import MetricWriter
 from diffjax.training.optimizer import skip_reason
-from diffjax.training.status_line import StatusLine
+from diffjax.training.status_line import Moment, StatusLine
 
 
 def note(message: str) -> None:
   """A line for the user, from the first of several processes alone."""
   if jax.process_index() == 0:
     say(message)
+
+
+@dataclasses.dataclass
+class _Pending:
+  """A step that has been dispatched, and is not logged yet.
+
+  Attributes:
+    step: its number.
+    results: its metrics, which may not have been computed yet.
+    end: the moment when it ended; None if it was not seen to end.
+  """
+
+  step: int
+  results: dict[str, jax.Array]
+  end: Moment | None = None
+
+  def is_over(self) -> bool:
+    """Returns True if the step has ended, without waiting for it."""
+    return self.results["skipped_in_a_row"].is_ready()  # type: ignore[attr-defined]
 
 
 class RunLog:
@@ -62,7 +82,8 @@ class RunLog:
       num_devices=mesh.size,
       device_kind=mesh.devices.flat[0].device_kind,
     )
-    self._pending: tuple[int, dict[str, jax.Array]] | None = None
+    self._first_step = first_step
+    self._pending: _Pending | None = None
 
   def stepped(
     self, step: int, measured: dict[str, jax.Array], waited: float
@@ -77,9 +98,22 @@ class RunLog:
     Raises:
       UserError: as `flush`.
     """
-    self._status.stepped(step, waited)
+    before = self._pending
+    if before is not None and before.end is None and before.is_over():
+      # It ended before this step was dispatched. If this step had to wait for its
+      # batch, that time is this step's.
+      before.end = self._status.moment(ago=waited)
+      if before.step == self._first_step + 1:
+        # Neither its beginning, after compiling, nor its end was seen exactly.
+        self._status.measure_from(before.step, before.end)
+    dispatched = _Pending(step, measured)
+    # A dispatch may return when the step is over, as on CPU.
+    is_over = dispatched.is_over()
+    self._status.stepped(step, waited, is_over=is_over)
+    if is_over:
+      dispatched.end = self._status.moment()
     self.flush()
-    self._pending = step, measured
+    self._pending = dispatched
 
   def flush(self) -> None:
     """Logs the metrics of the last step.
@@ -89,7 +123,8 @@ class RunLog:
     """
     if self._pending is None:
       return
-    (step, results), self._pending = self._pending, None
+    pending, self._pending = self._pending, None
+    step, results = pending.step, pending.results
     train = self._config.train
     in_a_row = int(jax.device_get(results["skipped_in_a_row"]))
     reporting = step % train.log_interval == 0 or step == train.steps
@@ -97,7 +132,8 @@ class RunLog:
       measured = jax.device_get(results)
       values = _by_layer(measured)
       self._metrics.write(
-        step, self._status.report(step, values) if reporting else values
+        step,
+        self._status.report(step, values, pending.end) if reporting else values,
       )
     if not in_a_row:
       return
@@ -126,6 +162,10 @@ class RunLog:
     else:
       text = validation.one_line(scores, rows)
     self._status.note(step, text)
+
+  def saved(self, step: int) -> None:
+    """Excludes the time of a save from the speeds."""
+    self._status.note(step, "")
 
   def end_line(self) -> None:
     """Ends the terminal's live line."""

@@ -401,6 +401,7 @@ class Session:
       config=self._config.to_dict(),
       metrics=scores,
     )
+    self._log.saved(step)
 
   def add_scores(self, step: int, scores: dict[str, float]) -> None:
     """Adds validation losses to the checkpoint that was restored."""

@@ -7,7 +7,7 @@ import datetime
 import math
 import time
 from collections.abc import Mapping
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 import jax
 import rich.console
@@ -23,10 +23,23 @@ from diffjax.training.optimizer import frozen_names
 _NOTABLE_WAIT = 0.01
 
 
+class Moment(NamedTuple):
+  """A time in a run.
+
+  Attributes:
+    seconds: the clock's.
+    waited: seconds that all steps before have waited for their batches.
+  """
+
+  seconds: float
+  waited: float
+
+
 class StatusLine:
   """The step, loss and speed of a run: a live line on a terminal, else one plain line per report. Only process 0 prints.
 
-  Speeds are means since the report before, without compilation and evaluation.
+  Speeds are means over the steps since the report before, from the end of one
+  step to the end of another, without compilation, evaluation and saving.
   """
 
   def __init__(
@@ -64,7 +77,8 @@ class StatusLine:
       )
     )
     self._rates: dict[str, float] = {}
-    self._window: tuple[int, float] | None = None
+    # The step whose end begins the window, and that moment.
+    self._window: tuple[int, Moment] | None = None
     self._waited = 0.0
     # soft_wrap: rich must not break a plain line at the 80 columns that it assumes of a pipe.
     self._console = rich.console.Console(
@@ -86,50 +100,67 @@ class StatusLine:
         self.close
       )  # or an error would leave the terminal without a cursor
 
-  def stepped(self, step: int, waited: float = 0.0) -> None:
+  def stepped(
+    self, step: int, waited: float = 0.0, *, is_over: bool = False
+  ) -> None:
     """Call it once a step is dispatched.
 
     Args:
       step: Steps dispatched so far.
       waited: Seconds that the step waited for its batch.
+      is_over: True if the step has also ended, as it has where a dispatch
+        blocks.
     """
+    self._waited += waited
     if self._window is None:
-      # The first call comes when the first step is compiled and has just begun to run.
-      self._window, waited = (step - 1, time.perf_counter()), 0.0
+      # The first step has been compiled, and has just begun to run or just ended.
+      self._window = (step if is_over else step - 1, self.moment())
       if self._bar is not None:
         self._bar.update(
           self._task, status="training …"
         )  # until the first report
     self._step = step
-    self._waited += waited
     if self._bar is not None:
       self._bar.update(self._task, completed=step)
 
-  def report(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
+  def moment(self, ago: float = 0.0) -> Moment:
+    """Returns the moment some seconds ago."""
+    return Moment(time.perf_counter() - ago, self._waited)
+
+  def measure_from(self, step: int, end: Moment) -> None:
+    """Excludes the time before the end of a step from the speeds."""
+    self._window = (step, end)
+
+  def report(
+    self, step: int, values: Mapping[str, float], end: Moment | None = None
+  ) -> dict[str, float]:
     """Call it with a step's metrics, once they have been fetched (and so the step is over).
 
     Args:
       step: The step that they belong to.
       values: Its metrics; "train/loss" is shown.
+      end: The moment when the step ended; None if it has ended just now.
 
     Returns:
       The metrics with the speeds: "train/tokens_per_second", "train/step_seconds", "train/wait_fraction" (the share of the time
-      spent waiting for data) and, on known chips, "train/mfu".
+      spent waiting for data) and, on known chips, "train/mfu". If no step has
+      been measured yet, without speeds.
     """
-    now = time.perf_counter()
+    if end is None:
+      end = self.moment()
     if self._window is not None and step > self._window[0]:
       done, start = self._window
-      seconds = max(now - start, 1e-9) / (step - done)
+      window_seconds = max(end.seconds - start.seconds, 1e-9)
+      seconds = window_seconds / (step - done)
+      waited = end.waited - start.waited
       self._rates = {
         "train/tokens_per_second": self._tokens / seconds,
         "train/step_seconds": seconds,
-        "train/wait_fraction": min(
-          self._waited / (seconds * (step - done)), 1.0
-        ),
+        "train/wait_fraction": min(waited / window_seconds, 1.0),
       }
       if self._least_seconds is not None:
         self._rates["train/mfu"] = self._least_seconds / seconds
-      self._window, self._waited = (step, now), 0.0
+      self.measure_from(step, end)
     status = self._status(step, values.get("train/loss", math.nan))
     if self._bar is not None:
       self._bar.update(self._task, status=status)
@@ -141,13 +172,13 @@ class StatusLine:
     """Prints text that stays, and excludes the time before it from the speeds.
 
     Args:
-      step: The steps done so far.
+      step: The steps done so far, which are all over.
       text: For example the losses of an evaluation; "" prints nothing.
     """
     if text:
       self._console.print(f"step {step}/{self._total}  {text}", markup=False)
     if self._window is not None:
-      self._window, self._waited = (step, time.perf_counter()), 0.0
+      self.measure_from(step, self.moment())
 
   def close(self) -> None:
     """Ends the live line."""

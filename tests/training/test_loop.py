@@ -122,10 +122,32 @@ def log(workdir):
 
 
 @pytest.fixture(scope="module")
-def printed_run(config, tmp_path_factory):
-  """Returns the workdir of an uninterrupted run and its standard output."""
+def timed_steps():
+  """The beginning and the end of each step of the uninterrupted run."""
+  return []
+
+
+@pytest.fixture(scope="module")
+def printed_run(config, tmp_path_factory, timed_steps):
+  """Returns the workdir of an uninterrupted run and its standard output.
+
+  The dispatch of a step waits for it, as in the command on CPU.
+  """
   workdir = tmp_path_factory.mktemp("whole")
-  with contextlib.redirect_stdout(io.StringIO()) as printed:
+  train_step = session.Session.train_step
+
+  def timed(self, state, batch):
+    begin = time.perf_counter()
+    time.sleep(0.02)
+    result = jax.block_until_ready(train_step(self, state, batch))
+    timed_steps.append((begin, time.perf_counter()))
+    return result
+
+  with (
+    pytest.MonkeyPatch.context() as patch,
+    contextlib.redirect_stdout(io.StringIO()) as printed,
+  ):
+    patch.setattr(session.Session, "train_step", timed)
     loop.train(change(config, train__sample_tokens=5), str(workdir))
   return workdir, printed.getvalue()
 
@@ -200,6 +222,21 @@ def test_each_evaluation_is_printed_once_and_the_last_is_explained(
     (shown,) = [line for line in lines if line.startswith(f"  {name} ")]
     assert re.fullmatch(rf"  {name} +{value:.4f}  \w.+", shown)
     assert len(shown) <= 80
+
+
+def test_a_logged_step_takes_as_long_as_its_program(whole, timed_steps):
+  """Beside evaluations and saves too, where a dispatch waits for its step."""
+  logged = {
+    line["step"]: line["train/step_seconds"]
+    for line in map(json.loads, (whole / "metrics.jsonl").open())
+    if "train/step_seconds" in line
+  }
+  assert list(logged) == [2, 3, 4, 5, 6]  # The first one compiles.
+  for step, seconds in logged.items():
+    begin, end = timed_steps[step - 1]
+    assert seconds >= end - begin
+  (_, first_end), *_, (_, last_end) = timed_steps
+  assert sum(logged.values()) <= last_end - first_end + 0.01
 
 
 def test_the_log_begins_with_the_first_step(config, whole, tmp_path):
