@@ -82,6 +82,21 @@ def share(*, default: float) -> Any:
   )
 
 
+def decay_rate(*, default: float) -> Any:
+  """A field whose number is the share of a moving average that each step keeps.
+
+  With 1 the average stays 0, and its bias correction is 0 / 0. The bound is
+  below 1 in float32 too.
+  """
+  return dataclasses.field(
+    default=default, metadata={"bound": Bound(low=0, high=0.9999999)}
+  )
+
+
+# A number of the optimizer must be 0 or have such a magnitude: others become
+# infinite or 0 in float32, they or their products.
+SMALLEST, LARGEST = 1e-30, 1e30
+
 # Values of `ModelConfig.remat`, from the most memory to the least.
 REMAT = ("none", "dots", "ffn", "gate", "attention", "full")
 # Fields of `ModelConfig` that each run chooses: they do not change what a model is.
@@ -232,9 +247,9 @@ class OptimizerConfig:
   # "wsd": share of the steps that decay
   decay_fraction: float = share(default=0.2)
   # Adam's β₁
-  b1: float = share(default=0.9)
+  b1: float = decay_rate(default=0.9)
   # Adam's β₂
-  b2: float = share(default=0.95)
+  b2: float = decay_rate(default=0.95)
   # Adam's ε
   eps: float = positive(default=1e-8)
   # Decoupled weight decay of matrices (not of gains, λ vectors and embeddings)
@@ -244,7 +259,7 @@ class OptimizerConfig:
   # Skip a step whose loss or gradient norm lies this many standard deviations above its mean of about the last 128 steps; 0 for none
   spike_sigmas: float = at_least(0, default=6.0)
   # "muon": momentum
-  muon_momentum: float = share(default=0.95)
+  muon_momentum: float = decay_rate(default=0.95)
   # Parameters that stay as they start, by name with commas between: "lambda_q1,lambda_k1,lambda_q2,lambda_k2"; "" for none
   frozen: str = ""
   # Parameters that alone are trained, likewise: "dex_matrix,dex_lambda"; "" for all but the frozen ones
@@ -343,14 +358,15 @@ def check(config: Config) -> None:
   for section in dataclasses.fields(config):
     values = getattr(config, section.name)
     for field in dataclasses.fields(values):
+      name, value = f"{section.name}.{field.name}", getattr(values, field.name)
       if (bound := bound_of(field)) is not None:
-        value = getattr(values, field.name)
-        require(
-          bound.holds(value), f"{section.name}.{field.name}", value, str(bound)
-        )
+        require(bound.holds(value), name, value, str(bound))
+      if isinstance(value, float):
+        require(math.isfinite(value), name, value, "must be finite")
   _check_model(config.model)
   _check_data(config.data, config.model)
   optimizer = config.optimizer
+  _check_magnitudes(optimizer)
   require(
     not (optimizer.frozen and optimizer.trained),
     "optimizer.trained",
@@ -359,6 +375,19 @@ def check(config: Config) -> None:
   )
   _check_training(config.train)
   _check_mesh(config.mesh)
+
+
+def _check_magnitudes(optimizer: OptimizerConfig) -> None:
+  for field in dataclasses.fields(optimizer):
+    value = getattr(optimizer, field.name)
+    if isinstance(value, float) and value != 0:
+      require(
+        SMALLEST <= abs(value) <= LARGEST,
+        f"optimizer.{field.name}",
+        value,
+        f"must be 0, or between {SMALLEST} and {LARGEST}: the optimizer computes"
+        " in float32",
+      )
 
 
 def _check_model(model: ModelConfig) -> None:

@@ -292,8 +292,9 @@ def test_every_value_comes_back_exactly(tmp_path_factory, text, number, flag):
   config = dataclasses.replace(
     config,
     model=dataclasses.replace(config.model, lambda_init=number, causal=flag),
-    data=dataclasses.replace(config.data, source=text),
-    optimizer=dataclasses.replace(config.optimizer, learning_rate=abs(number)),
+    data=dataclasses.replace(
+      config.data, source=text, timeout=abs(number) or 1.0
+    ),
   )
   from etils import epath
 

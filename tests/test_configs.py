@@ -569,12 +569,38 @@ def test_what_bounds_say():
   }
   assert (
     bounds["train.profile_step"] == "must be at least -1"
-    and bounds["optimizer.b1"] == "must lie between 0 and 1"
+    and bounds["optimizer.final_fraction"] == "must lie between 0 and 1"
   )
   assert (
     bounds["model.norm_eps"] == "must be positive"
     and bounds["data.mode"] == "must be one of prepared, streamed, auto"
   )
+
+
+@pytest.mark.parametrize("name", ["b1", "b2", "muon_momentum"])
+def test_an_average_that_never_moves_is_refused(name):
+  """Its bias correction is 0 / 0. 1 − 1e-8 is 1 in float32."""
+  for value in (1.0, 1 - 1e-8, math.nan, -0.1):
+    message = f"config.optimizer.{name} = {value}: must lie between 0 and 0.99"
+    assert refusal("optimizer", name, value).startswith(message)
+
+
+def test_numbers_that_are_not_finite_are_refused():
+  """Also in a Config made in Python, whose types are not checked."""
+  for section, field in FIELDS:
+    if "float" in field.type:
+      for value in (math.inf, -math.inf, math.nan):
+        message = refusal(section, field.name, value)
+        assert message.startswith(f"config.{section}.{field.name} = {value}: ")
+
+
+def test_numbers_that_the_optimizer_cannot_compute_with_are_refused():
+  """They are infinite or 0 in float32, and the first update would be NaN."""
+  for section, field in FIELDS:
+    if section == "optimizer" and field.type == "float":
+      for value in (1e39, 1e-300):
+        message = refusal(section, field.name, value)
+        assert message.startswith(f"config.{section}.{field.name} = {value}: ")
 
 
 @pytest.mark.parametrize(

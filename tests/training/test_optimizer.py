@@ -9,7 +9,15 @@ import numpy as np
 import optax
 import pytest
 
-from diffjax.config import OptimizerConfig, TrainConfig, UserError
+from diffjax.config import (
+  LARGEST,
+  SMALLEST,
+  Config,
+  OptimizerConfig,
+  TrainConfig,
+  UserError,
+  check,
+)
 from diffjax.training import optimizer
 
 L, E, H, G, D, K, M, V, F, N = 2, 12, 2, 2, 4, 1, 2, 8, 20, 16
@@ -127,6 +135,38 @@ def test_muon_takes_the_matrices_and_adam_the_rest():
     wrong == {name for name, leaf in by_name(params).items() if leaf.ndim == 2}
     and not wrong & MATRICES
   )
+
+
+EXTREMES = [
+  dict(b1=0.9999999, b2=0.0, muon_momentum=0.0),
+  dict(b1=0.0, b2=0.9999999, muon_momentum=0.9999999),
+  dict(eps=SMALLEST, learning_rate=LARGEST),
+  dict(eps=LARGEST, learning_rate=SMALLEST, final_fraction=1.0),
+  dict(weight_decay=LARGEST, learning_rate=0.0, schedule="cosine"),
+  dict(clip_norm=SMALLEST, spike_sigmas=LARGEST, weight_decay=SMALLEST),
+  dict(clip_norm=LARGEST, spike_sigmas=SMALLEST, decay_fraction=1.0),
+]
+
+
+@pytest.mark.parametrize("fields", EXTREMES, ids=str)
+def test_the_first_update_at_the_bounds_is_finite(fields):
+  """Muon's matrices and Adam's other parameters, some without a gradient."""
+  config = dataclasses.replace(STILL, name="muon", **fields)
+  check(Config(optimizer=config))
+  matrix = jnp.array([[[1.0, 2.0], [3.0, -1.0]]])
+  params = {
+    "embedding": matrix[0],
+    "final_norm": jnp.ones(2),
+    "layers": {"ffn": {"gate": matrix, "up": matrix}},
+  }
+  gradients = {
+    "embedding": jnp.array([[1.0, -2.0], [0.0, 0.0]]),
+    "final_norm": jnp.zeros(2),
+    "layers": {"ffn": {"gate": 1e-3 * matrix, "up": 0 * matrix}},
+  }
+  updates = first_update(make_optimizer(config, 10), gradients, params)
+  for update in updates.values():
+    assert np.isfinite(update).all()
 
 
 def test_muon_updates_each_layer_as_one_orthogonal_matrix():
