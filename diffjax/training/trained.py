@@ -287,7 +287,10 @@ def keep_tokenizer(workdir: epath.PathLike, tokenizer: Tokenizer) -> str:
   path = _kept(workdir, tokenizer.spec)
   if path is None:
     return tokenizer.spec
-  path.write_bytes(read_tokenizer_file(tokenizer.spec))
+  content = read_tokenizer_file(tokenizer.spec)
+  # A resumed run has the copy. It must survive a kill at this moment.
+  if not path.exists() or path.read_bytes() != content:
+    path.write_bytes(content)
   if tokenizer.has_own_document_tokens:
     document_tokens.write(path.parent, tokenizer.document_tokens)
   return str(path)
