@@ -93,9 +93,9 @@ def decay_rate(*, default: float) -> Any:
   )
 
 
-# A number of the optimizer must be 0 or have such a magnitude: others become
-# infinite or 0 in float32, they or their products.
-SMALLEST, LARGEST = 1e-30, 1e30
+# A number of the optimizer must be 0 or have such a magnitude. Smaller and larger
+# ones, or their products, underflow or overflow in float32.
+SMALLEST_MAGNITUDE, LARGEST_MAGNITUDE = 1e-30, 1e30
 
 # Values of `ModelConfig.remat`, from the most memory to the least.
 REMAT = ("none", "dots", "ffn", "gate", "attention", "full")
@@ -382,10 +382,10 @@ def _check_magnitudes(optimizer: OptimizerConfig) -> None:
     value = getattr(optimizer, field.name)
     if isinstance(value, float) and value != 0:
       require(
-        SMALLEST <= abs(value) <= LARGEST,
+        SMALLEST_MAGNITUDE <= abs(value) <= LARGEST_MAGNITUDE,
         f"optimizer.{field.name}",
         value,
-        f"must be 0, or between {SMALLEST} and {LARGEST}: the optimizer computes"
+        f"must be 0, or between {SMALLEST_MAGNITUDE} and {LARGEST_MAGNITUDE}: the optimizer computes"
         " in float32",
       )
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from absl import app, flags
 
 from diffjax import command
-from diffjax.model.stop_strings import StopStrings, first_stop
+from diffjax.model.stop_strings import StopStrings, cut_at_stop, first_stop
 
 if TYPE_CHECKING:
   from diffjax.data.tokenizer import Tokenizer
@@ -134,8 +134,8 @@ def main() -> None:
   for number, prompt_text in enumerate(_PROMPT.value, 1):
     prompt, answer = prompts[number - 1], answers[number - 1]
     text = tokenizer.decode_after(prompt, answer)
-    end = first_stop(text, _STOP.value)
-    print(f"--- {number} ---\n{prompt_text}{text[:end]}")
+    text = cut_at_stop(text, _STOP.value)
+    print(f"--- {number} ---\n{prompt_text}{text}")
 
 
 def longest_partial_stop(text: str, stops: Sequence[str]) -> int:
@@ -160,18 +160,18 @@ class StreamPrinter:
     self,
     prompt_text: str,
     tokenizer: Tokenizer,
-    prompt: list[int],
+    prompt_ids: list[int],
     stops: Sequence[str],
   ):
     self._prompt_text = prompt_text
     self._tokenizer = tokenizer
-    self._prompt = prompt
+    self._prompt_ids = prompt_ids
     self._stops = stops
     self._num_printed = 0
 
   def update(self, answer: list[int]) -> None:
     """Prints what is new and certain."""
-    text = self._tokenizer.decode_after(self._prompt, answer)
+    text = self._tokenizer.decode_after(self._prompt_ids, answer)
     end = first_stop(text, self._stops)
     if end is None:
       text = text.rstrip(_REPLACEMENT_CHARACTER)
@@ -180,8 +180,8 @@ class StreamPrinter:
 
   def finish(self, answer: list[int]) -> None:
     """Prints the rest and a line break: no more tokens will come."""
-    text = self._tokenizer.decode_after(self._prompt, answer)
-    self._print(text[: first_stop(text, self._stops)])
+    text = self._tokenizer.decode_after(self._prompt_ids, answer)
+    self._print(cut_at_stop(text, self._stops))
     print(flush=True)
 
   def _print(self, answer_text: str) -> None:

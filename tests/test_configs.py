@@ -578,7 +578,7 @@ def test_what_bounds_say():
 
 
 @pytest.mark.parametrize("name", ["b1", "b2", "muon_momentum"])
-def test_an_average_that_never_moves_is_refused(name):
+def test_decay_rates_outside_their_bounds_are_refused(name):
   """Its bias correction is 0 / 0. 1 − 1e-8 is 1 in float32."""
   for value in (1.0, 1 - 1e-8, math.nan, -0.1):
     message = f"config.optimizer.{name} = {value}: must lie between 0 and 0.99"

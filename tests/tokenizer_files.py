@@ -13,7 +13,7 @@ from tokenizers import (
 )
 
 CONTROL = ("<unk>", "<s>", "</s>", "<pad>")
-_LETTERS = sorted(string.ascii_letters + string.digits + "</>.,x")
+_LETTERS = sorted(set(string.ascii_letters + string.digits + "</>.,[]"))
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 _WORDS = ("hello", "world", "the", "fox", "an")
 
@@ -22,7 +22,7 @@ def unigram(has_space_mark: bool = True) -> tokenizers.Tokenizer:
   """Returns a Unigram with byte fallback, as SentencePiece trains it."""
   pieces = [(name, 0.0) for name in CONTROL]
   pieces += [(name, 0.0) for name in _BYTES]
-  pieces += [(character, -5.0) for character in dict.fromkeys(_LETTERS)]
+  pieces += [(character, -5.0) for character in _LETTERS]
   pieces += [(word, -3.0) for word in _WORDS]
   if has_space_mark:
     pieces += [("▁", -4.0)] + [(f"▁{word}", -3.0) for word in _WORDS]
@@ -37,7 +37,7 @@ def unigram(has_space_mark: bool = True) -> tokenizers.Tokenizer:
 
 def llama_2() -> tokenizers.Tokenizer:
   """Returns a BPE with byte fallback whose decoder strips the first space."""
-  names = [*CONTROL, *_BYTES, "▁", *dict.fromkeys(_LETTERS), "s>", "</"]
+  names = [*CONTROL, *_BYTES, "▁", *_LETTERS, "s>", "</"]
   merges = [("s", ">"), ("<", "/"), ("</", "s>"), ("<", "s>")]
   for word in ("world", "the"):
     for end in range(1, len(word) + 1):
@@ -68,7 +68,7 @@ def llama_2() -> tokenizers.Tokenizer:
 def word_piece() -> tokenizers.Tokenizer:
   """Returns a WordPiece, as BERT has it."""
   names = ["[UNK]", "[CLS]", "[SEP]", "[PAD]"]
-  for character in dict.fromkeys([*_LETTERS, "[", "]"]):
+  for character in _LETTERS:
     names += [character, f"##{character}"]
   names += ["hello", "world", "the", "fox"]
   vocabulary = {name: index for index, name in enumerate(names)}
@@ -95,7 +95,9 @@ def save(directory: pathlib.Path, kind: str) -> str:
   return str(path)
 
 
-def begins_with(made: tokenizers.Tokenizer, name: str) -> tokenizers.Tokenizer:
+def with_first_token(
+  made: tokenizers.Tokenizer, name: str
+) -> tokenizers.Tokenizer:
   """Returns the tokenizer with a post-processor that adds a first token."""
   made.post_processor = processors.TemplateProcessing(
     single=f"{name} $A",

@@ -136,8 +136,8 @@ class Source(abc.ABC):
     """What tells the documents' files from changed ones, wherever they lie (fingerprint.py). Reads samples of them."""
 
   @abc.abstractmethod
-  def contents(self) -> dict[str, int | str]:
-    """Returns what all processes must see alike, by its name for messages.
+  def data_identity(self) -> dict[str, int | str]:
+    """Returns values that all processes must share, by name for messages.
 
     Reads samples of the documents' files.
     """

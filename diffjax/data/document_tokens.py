@@ -8,12 +8,12 @@ A published model has its own tokens. `diffjax.convert` writes them to
 
 from __future__ import annotations
 
-import json
 from typing import NamedTuple
 
 from etils import epath
 
 from diffjax.config import UserError
+from diffjax.data.json_file import read_json, write_json
 
 FILE_NAME = "document_tokens.json"
 
@@ -44,29 +44,27 @@ def separated_by(separator: int) -> DocumentTokens:
   return DocumentTokens((separator,), (separator,), (separator,), separator)
 
 
-def read(directory: epath.Path) -> DocumentTokens | None:
+def read(directory: epath.PathLike) -> DocumentTokens | None:
   """Returns the tokens that are stored in a directory; None if there are none.
 
   Raises:
-    UserError: if the file is damaged.
+    UserError: if the file cannot be read or is damaged.
   """
-  path = directory / FILE_NAME
-  try:
-    text = path.read_text(encoding="utf-8")
-  except FileNotFoundError:
+  path = epath.Path(directory) / FILE_NAME
+  if not path.exists():
     return None
+  fields = read_json(path)
   try:
-    fields = json.loads(text)
     tokens = DocumentTokens(
       start=tuple(fields["start"]),
       end=tuple(fields["end"]),
       stop=tuple(fields["stop"]),
       no_context=fields["no_context"],
     )
-    if not tokens.end or not all(
-      type(token) is int for token in tokens.control_ids()
-    ):
+    if not all(type(token) is int for token in tokens.control_ids()):
       raise ValueError("its values must be token ids")
+    if not tokens.end or tokens.end[-1] not in tokens.stop:
+      raise ValueError("stop must include the last token of end")
   except (ValueError, TypeError, KeyError) as error:
     raise UserError(
       f"{path} is damaged ({error!r}): write it again with"
@@ -75,7 +73,6 @@ def read(directory: epath.Path) -> DocumentTokens | None:
   return tokens
 
 
-def write(directory: epath.Path, tokens: DocumentTokens) -> None:
+def write(directory: epath.PathLike, tokens: DocumentTokens) -> None:
   """Stores the tokens in a directory."""
-  text = json.dumps(tokens._asdict(), indent=2) + "\n"
-  (directory / FILE_NAME).write_text(text, encoding="utf-8")
+  write_json(epath.Path(directory) / FILE_NAME, tokens._asdict())

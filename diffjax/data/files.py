@@ -29,7 +29,7 @@ class File(NamedTuple):
 
   path: str
   size: int
-  time: int
+  time: float
   time_ns: int
   name: str
   content_id: str = ""
@@ -54,7 +54,8 @@ def match(pattern: str) -> list[File]:
     from diffjax.data import hub
 
     return [
-      File(file.path, file.size, 0, 0, file.name, file.content_id)
+      # A float, since checkpoints of 0.1.0 have a digest of 0.0.
+      File(file.path, file.size, 0.0, 0, file.name, file.content_id)
       for file in hub.list_files(pattern)
     ]
   files = []

@@ -36,8 +36,6 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 # SentencePiece writes a space as this character.
 _SPACE_MARK = "▁"
 
-_REPLACEMENT_CHARACTER = "\ufffd"
-
 
 class _Anchor(NamedTuple):
   """A token that stands for the text before a continuation.
@@ -168,6 +166,7 @@ class HuggingFaceTokenizer(Tokenizer):
   @functools.cached_property
   def _matches_byte_names(self) -> bool:
     """Whether "<0x41>" in a text would give the token of the byte 0x41."""
+    # A Unigram takes such a name for a piece. Others look up single bytes only.
     # Only the vocabulary of a Unigram is a list.
     return isinstance(self._description["model"]["vocab"], list)
 
@@ -195,10 +194,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
   def decode_after(self, context: Iterable[int], ids: Iterable[int]) -> str:
     text_ids = self._text_ids(ids)
-    if not self._text_ids(context) or self._anchor is None:
+    if not self.has_text(context) or self._anchor is None:
       return self.decode(text_ids)
     text = self.decode([self._anchor.token, *text_ids])
     return text[len(self._anchor.text) :]
+
+  def has_text(self, ids: Iterable[int]) -> bool:
+    return bool(self._text_ids(ids))
 
   def _text_ids(self, ids: Iterable[int]) -> list[int]:
     """Returns the ids that stand for text."""
@@ -210,7 +212,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
   @functools.cached_property
   def _anchor(self) -> _Anchor | None:
-    """A token of letters, whose text does not change with what follows it."""
+    """A token of letters or digits whose text does not depend on the next one."""
     for token in self._anchor_candidates():
       text = self.decode([token])
       is_word = text.isalnum() and text.isascii()
@@ -239,7 +241,9 @@ class HuggingFaceTokenizer(Tokenizer):
     num_bytes = np.where(
       begins_text, lengths.at_start[targets], lengths.after_text[targets]
     )
-    is_space = _find_runs(targets, self._space_bytes)
+    # Of the byte tokens that spell ▁, the first one counts for the space: 1
+    # byte, or 0 if the decoder strips it at the start of a text.
+    is_space = _run_starts(targets, self._space_bytes)
     num_bytes[is_space] = 1
     num_bytes[is_space & begins_text] = len(self.decode(self._space_bytes))
     for offset in range(1, len(self._space_bytes)):
@@ -250,7 +254,8 @@ class HuggingFaceTokenizer(Tokenizer):
   def _space_bytes(self) -> list[int]:
     """The byte tokens that the decoder turns into a space.
 
-    A vocabulary without ▁ spells it in bytes. Empty if it is not so.
+    A vocabulary without ▁ spells it in bytes. Empty if the decoder does not
+    turn them into a space.
     """
     ids = []
     for byte in _SPACE_MARK.encode():
@@ -360,7 +365,7 @@ def _merges_without(merges: list[Any], names: set[str]) -> list[Any]:
   return allowed
 
 
-def _find_runs(
+def _run_starts(
   targets: Int[np.ndarray, "*B T"], run: list[int]
 ) -> Bool[np.ndarray, "*B T"]:
   """Returns where a run of tokens begins; nowhere if it is empty."""

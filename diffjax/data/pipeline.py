@@ -66,8 +66,8 @@ class TrainingBatches(abc.ABC):
     )
 
   @abc.abstractmethod
-  def contents(self) -> dict[str, int | str]:
-    """Returns what all processes must see alike, by its name for messages."""
+  def data_identity(self) -> dict[str, int | str]:
+    """Returns values that all processes must share, by name for messages."""
 
   @abc.abstractmethod
   def get_state(self) -> dict[str, Any]:
@@ -223,16 +223,16 @@ def _open_rows(
   return rows, [target.weight for target in mine]
 
 
-def _row_contents(
+def _row_identity(
   rows: list[prepared.PreparedRows], split: str
 ) -> dict[str, int | str]:
-  """Returns what all processes must see alike of prepared rows."""
-  contents: dict[str, int | str] = {}
+  """Returns what identifies prepared rows, by name for messages."""
+  data_identity: dict[str, int | str] = {}
   for component in rows:
     name = f"{split} rows of {component.spec!r}"
-    contents[f"the number of {name}"] = len(component)
-    contents[f"the fingerprint of the {name}"] = component.fingerprint
-  return contents
+    data_identity[f"the number of {name}"] = len(component)
+    data_identity[f"the fingerprint of the {name}"] = component.fingerprint
+  return data_identity
 
 
 class _GlobalBatches:
@@ -325,8 +325,8 @@ class _PreparedBatches(TrainingBatches):
     self._batch += 1
     return batch
 
-  def contents(self) -> dict[str, int | str]:
-    return _row_contents(self._components, "training")
+  def data_identity(self) -> dict[str, int | str]:
+    return _row_identity(self._components, "training")
 
   def get_state(self) -> dict[str, Any]:
     return {"batch": self._batch, **self._identity, "rows": self._rows}
@@ -382,19 +382,19 @@ def _open_sources(config: DataConfig, split: str) -> list[tuple[Source, float]]:
   ]
 
 
-def _source_contents(
+def _source_identity(
   opened: list[tuple[Source, float]], config: DataConfig
 ) -> dict[str, int | str]:
-  """Returns what all processes must see alike of streamed sources."""
+  """Returns what identifies streamed sources, by name for messages."""
   tokenizer = load_once(config.tokenizer)
-  contents: dict[str, int | str] = {
+  data_identity: dict[str, int | str] = {
     f"the fingerprint of the tokenizer {config.tokenizer!r}": (
       tokenizer.fingerprint
     )
   }
   for source, _ in opened:
-    contents |= source.contents()
-  return contents
+    data_identity |= source.data_identity()
+  return data_identity
 
 
 def _stream(
@@ -536,8 +536,8 @@ class _StreamedBatches(TrainingBatches):
     assert self._reader is not None, "closed"
     return _plain(next(self._reader))
 
-  def contents(self) -> dict[str, int | str]:
-    return _source_contents(self._opened, self._config)
+  def data_identity(self) -> dict[str, int | str]:
+    return _source_identity(self._opened, self._config)
 
   def get_state(self) -> dict[str, Any]:
     assert self._reader is not None, "closed"
@@ -623,7 +623,7 @@ class ValidationBatches:
   """Batches of the same rows in the same order, each time they are iterated.
 
   Attributes:
-    contents: Returns what all processes must see alike, by its name for
+    data_identity: Returns values that all processes must share, by name for
       messages.
   """
 
@@ -635,9 +635,9 @@ class ValidationBatches:
     batch_size: int,
     process_index: int,
     process_count: int,
-    contents: Callable[[], dict[str, int | str]],
+    data_identity: Callable[[], dict[str, int | str]],
   ):
-    self.contents = contents
+    self.data_identity = data_identity
     self._rows, self._count, self._length = rows, count, length
     self._batch_size = batch_size
     share = batch_size // process_count
@@ -704,10 +704,10 @@ def validation_batches(
       else grain.MapDataset.mix(shuffled, weights)
     )
     count = len(rows)
-    contents = functools.partial(_row_contents, components, "validation")
+    data_identity = functools.partial(_row_identity, components, "validation")
   else:
     opened = _open_sources(config.data, "validation")
-    contents = functools.partial(_source_contents, opened, config.data)
+    data_identity = functools.partial(_source_identity, opened, config.data)
     rows = []
     for row in _stream(opened, config.data, repeat=False):
       if len(rows) == config.eval.rows:
@@ -728,5 +728,5 @@ def validation_batches(
     batch_size,
     process_index,
     process_count,
-    contents,
+    data_identity,
   )

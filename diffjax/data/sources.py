@@ -275,7 +275,7 @@ class _TfdsSource(Source):
       "nanoseconds": "",
     }
 
-  def contents(self) -> dict[str, int | str]:
+  def data_identity(self) -> dict[str, int | str]:
     return {
       f"the version of {self.spec!r}": self._name,
       f"the number of documents in {self.spec!r}": self._num_records,
@@ -420,14 +420,14 @@ class FileSource(Source):
   def fingerprint(self) -> dict[str, str]:
     return fingerprint(self._listed)
 
-  def contents(self) -> dict[str, int | str]:
-    contents: dict[str, int | str] = {
+  def data_identity(self) -> dict[str, int | str]:
+    data_identity: dict[str, int | str] = {
       f"the number of files of {self.spec!r}": len(self._listed)
     }
     for file in self._listed:
-      contents[f"the size of {file.name}"] = file.size
-    contents[f"the text of {self.spec!r}"] = text_digest(self._listed)
-    return contents
+      data_identity[f"the size of {file.name}"] = file.size
+    data_identity[f"the text of {self.spec!r}"] = text_digest(self._listed)
+    return data_identity
 
   @functools.cached_property
   def parts(self) -> list[tuple]:

@@ -75,7 +75,10 @@ class Tokenizer(abc.ABC):
 
   @property
   def separator(self) -> int:
-    """Id of the token that ends a document."""
+    """Id of the token that ends a document.
+
+    For models that are trained here, it also begins one.
+    """
     return self.document_tokens.end[-1]
 
   @abc.abstractmethod
@@ -104,6 +107,11 @@ class Tokenizer(abc.ABC):
     Control tokens and ids beyond the vocabulary are dropped. Invalid UTF-8
     becomes U+FFFD.
     """
+
+  def has_text(self, ids: Iterable[int]) -> bool:
+    """Returns True if one of the ids stands for text."""
+    control_ids = self.document_tokens.control_ids()
+    return any(token not in control_ids for token in ids)
 
   def decode_after(self, context: Iterable[int], ids: Iterable[int]) -> str:
     """Returns the text that ids add to the text of a context.

@@ -9,7 +9,7 @@ prompts. The choices here:
   Two models that are compared are both asked in the first one's. The default is zero-shot, as for models of the paper's second stage. For
   a model that was not fine-tuned, `shots` demonstrations of another file (the training split) stand before every question: solutions as
   they are written there, with a blank line between them.
-- An answer ends with the document, at `new_tokens`, or where the model begins another question by itself.
+- An answer ends where the model ends the document, at `new_tokens`, or where the model begins another question by itself.
 - The mean over files weights every file alike, as a mean of benchmarks does. `ended` is the share of answers that did not need more than
   `new_tokens`; where it is low, raise `new_tokens` (the paper's second stage writes up to 16K).
 """

@@ -18,8 +18,8 @@ import safetensors
 import safetensors.numpy
 
 from diffjax.config import ModelConfig, UserError, from_config_dict
+from diffjax.data.json_file import read_json, write_json
 from diffjax.data.tokenizer import Tokenizer
-from diffjax.interop.json_file import read_json, write_json
 from diffjax.interop.tokenizer import write_tokenizer
 
 DTYPES = {

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from diffjax.config import ModelConfig, UserError
+from diffjax.data.json_file import read_json
 from diffjax.interop.directory import checked_config
-from diffjax.interop.json_file import read_json
 from diffjax.interop.layout import Entry
 
 TIED_BY = "tie_word_embeddings"

@@ -8,10 +8,8 @@ in tokenizer_config.json, config.json and generation_config.json.
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
-
-from etils import epath
 
 from diffjax.config import UserError
 from diffjax.data import document_tokens
@@ -20,8 +18,8 @@ from diffjax.data.hugging_face_tokenizer import (
   HuggingFaceTokenizer,
   find_separator,
 )
+from diffjax.data.json_file import read_json, write_json
 from diffjax.data.tokenizer import Tokenizer, load_tokenizer
-from diffjax.interop.json_file import read_json, write_json
 
 _TOKENIZER = "tokenizer.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -43,7 +41,7 @@ def read_tokenizer(directory: pathlib.Path, vocab_size: int) -> Tokenizer:
       f"there is no tokenizer beside the model: put its tokenizer.json into {directory} (transformers writes one: "
       "AutoTokenizer.from_pretrained(MODEL).save_pretrained(DIRECTORY))"
     )
-  tokens = document_tokens.read(epath.Path(directory))
+  tokens = document_tokens.read(directory)
   if tokens is None:
     tokens = _published_tokens(directory)
   tokenizer: Tokenizer
@@ -63,7 +61,7 @@ def write_tokenizer(directory: pathlib.Path, tokenizer: Tokenizer) -> None:
   text = tokenizer.tokenizer_json()
   (directory / _TOKENIZER).write_text(text, encoding="utf-8")
   tokens = tokenizer.document_tokens
-  document_tokens.write(epath.Path(directory), tokens)
+  document_tokens.write(directory, tokens)
   bos, eos = token_names(tokenizer, [tokens.no_context, tokens.end[-1]])
   write_json(directory / _TOKENIZER_CONFIG, _tokenizer_config(bos, eos))
 
@@ -100,8 +98,8 @@ def _tokenizer_config(bos: str, eos: str) -> dict[str, Any]:
 def _published_tokens(directory: pathlib.Path) -> DocumentTokens | None:
   """Returns the document tokens that the files of a published model name.
 
-  Returns None for a model that was trained here, and if they name no token that
-  ends a document.
+  Returns None for an export of diffjax 0.1.0, whose documents have separators,
+  and if the files name no token that ends a document.
 
   Raises:
     UserError: if a file is damaged, or names an id that is not in the
@@ -123,31 +121,35 @@ def _published_tokens(directory: pathlib.Path) -> DocumentTokens | None:
       return None
 
   bos_ids: list[int] = []
-  eos_ids: list[int] = []
+  stop_ids: list[int] = []
   for name in ("generation_config.json", "config.json"):
-    config = _read_optional(directory / name)
-    bos_ids += _as_list(config.get("bos_token_id"))
-    eos_ids += _as_list(config.get("eos_token_id"))
-    _check_ids(directory / name, "bos_token_id", bos_ids, backend)
-    _check_ids(directory / name, "eos_token_id", eos_ids, backend)
+    path = directory / name
+    config = _read_optional(path)
+    bos_ids += _token_ids(path, config, "bos_token_id", backend)
+    stop_ids += _token_ids(path, config, "eos_token_id", backend)
   vocabulary = backend.get_vocab(with_added_tokens=True)
   if bos_name in vocabulary:
     bos_ids.append(vocabulary[bos_name])
-  text_end = None
+  eos_id = None
   if eos_name in vocabulary:
-    text_end = vocabulary[eos_name]
+    eos_id = vocabulary[eos_name]
 
   start, end = _added_by_post_processor(backend)
   if not end:
-    if eos_ids and text_end not in eos_ids:
-      text_end = eos_ids[0]
-    if text_end is None:
-      text_end = find_separator(vocabulary)
-    if text_end is None:
+    if stop_ids and eos_id not in stop_ids:
+      eos_id = stop_ids[0]
+    if eos_id is None:
+      eos_id = find_separator(vocabulary)
+    if eos_id is None:
       return None
-    end = (text_end,)
-  stop = dict.fromkeys([*eos_ids, end[-1]])
-  no_context = [*start[-1:], *bos_ids, end[-1]][0]
+    end = (eos_id,)
+  if start:
+    no_context = start[-1]
+  elif bos_ids:
+    no_context = bos_ids[0]
+  else:
+    no_context = end[-1]
+  stop = dict.fromkeys([*stop_ids, end[-1]])
   return DocumentTokens(start, end, tuple(stop), no_context)
 
 
@@ -177,17 +179,18 @@ def _name(value: Any) -> str | None:
   return value if isinstance(value, str) else None
 
 
-def _as_list(value: Any) -> list[Any]:
-  """Returns the ids in a field of a config.json: none, one or several."""
+def _token_ids(
+  path: pathlib.Path, config: dict[str, Any], field: str, backend: Any
+) -> list[int]:
+  """Returns the ids in a field of a JSON file: none, one or several.
+
+  Raises:
+    UserError: if the tokenizer has no such token.
+  """
+  value = config.get(field)
   if value is None:
     return []
-  return value if isinstance(value, list) else [value]
-
-
-def _check_ids(
-  path: pathlib.Path, field: str, ids: Sequence[Any], backend: Any
-) -> None:
-  """Raises UserError if a field names a token that the tokenizer lacks."""
+  ids = value if isinstance(value, list) else [value]
   for token in ids:
     is_id = type(token) is int and token >= 0
     if not is_id or backend.id_to_token(token) is None:
@@ -196,3 +199,4 @@ def _check_ids(
         f" {_TOKENIZER} beside it: correct it, or put the model's own"
         " tokenizer there"
       )
+  return ids

@@ -24,12 +24,12 @@ from __future__ import annotations
 import pathlib
 
 from diffjax.config import ModelConfig, UserError
+from diffjax.data.json_file import read_json
 from diffjax.interop.directory import (
   SafetensorsDirectory,
   checked_config,
 )
 from diffjax.interop.directory import write as write_directory
-from diffjax.interop.json_file import read_json
 from diffjax.interop.layout import Entry, Layout, Model
 from diffjax.interop.tokenizer import read_tokenizer
 

@@ -163,7 +163,7 @@ class Attention(nn.Module):
     )
 
   def _sow(self, collection: str, name: str, value: jax.Array) -> None:
-    """Sows a value, except in `init`: its result would hold it for good."""
+    """Sows a value, except in `init`, which would return it with the parameters."""
     if not self.is_initializing():
       self.sow(collection, name, value)
 

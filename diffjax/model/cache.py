@@ -35,7 +35,7 @@ from diffjax.model.pages import PAGE, Pool, empty_pool, read, write
 from diffjax.ops.diff_attention import decode_attention, diff_attention
 
 # Options of `diff_attention` that do not change what it computes.
-_EXECUTION = {"implementation", "sharding", "token_order"}
+_EXECUTION_OPTIONS = {"implementation", "sharding", "token_order"}
 
 
 @flax.struct.dataclass
@@ -240,7 +240,7 @@ def _is_diff_attention(attention_fn: Callable[..., jax.Array]) -> bool:
   if not isinstance(attention_fn, functools.partial):
     return attention_fn is diff_attention
   is_plain = (
-    not attention_fn.args and attention_fn.keywords.keys() <= _EXECUTION
+    not attention_fn.args and attention_fn.keywords.keys() <= _EXECUTION_OPTIONS
   )
   return attention_fn.func is diff_attention and is_plain
 

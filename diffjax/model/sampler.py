@@ -18,7 +18,7 @@ from diffjax.config import UserError
 from diffjax.model.cache import Cache, empty_cache, extend, unstack
 from diffjax.model.decoder import Decoder, logits
 from diffjax.model.pages import PAGE, allocate
-from diffjax.model.token_ids import check_token_ids, is_integer
+from diffjax.model.token_ids import is_integer, validated_token_ids
 from diffjax.parallel.rules import heads_sharding
 
 # Tokens of a prompt read at once.
@@ -136,7 +136,7 @@ class Sampler:
       UserError: if a prompt is empty or longer than the capacity, or has an id
         outside the vocabulary; or the cache has too few pages.
     """
-    checked = self._checked(prompts)
+    checked = self._validated(prompts)
     cache = self._make_cache()
     if self._num_pages is not None:
       needed = [self._needed(prompt, max_new_tokens) for prompt in checked]
@@ -167,15 +167,15 @@ class Sampler:
       UserError: if a row gets no token or one outside the vocabulary, or grows
         longer than the capacity.
     """
-    checked = self._checked(more)
+    checked = self._validated(more)
     return self._read(jax.tree.map(jnp.copy, state.cache), checked)
 
-  def _checked(
+  def _validated(
     self, prompts: Sequence[Sequence[int] | Int[np.ndarray, "T"]]
   ) -> list[Int[np.ndarray, "T"]]:
     """Returns prompts as arrays whose ids are in the vocabulary."""
     return [
-      check_token_ids(prompt, self._vocab_size, f"prompt {number}")
+      validated_token_ids(prompt, self._vocab_size, f"prompt {number}")
       for number, prompt in enumerate(prompts)
     ]
 
@@ -216,7 +216,7 @@ class Sampler:
     Raises:
       UserError: if there are not B tokens, or one is outside the vocabulary.
     """
-    tokens = check_token_ids(tokens, self._vocab_size, "tokens")
+    tokens = validated_token_ids(tokens, self._vocab_size, "tokens")
     if len(tokens) != self.batch_size:
       raise UserError(
         f"tokens has {len(tokens)} token ids: it must have"
@@ -277,7 +277,7 @@ class Sampler:
       for prompt, answer in zip(token_prompts, answers, strict=True):
         texts.append(tokenizer.decode_after(prompt, answer))
       return texts
-    checked = self._checked(prompts)  # type: ignore[arg-type]
+    checked = self._validated(prompts)  # type: ignore[arg-type]
     out: list[list[int]] = [[] for _ in checked]
     options: Any = dict(
       temperature=temperature,
@@ -343,8 +343,10 @@ class Sampler:
         token id.
     """
     _check_options(temperature, top_k, top_p, max_new_tokens, seed, first_row)
-    stop_ids = check_token_ids(stop_ids, self._vocab_size, "stop_ids").tolist()
-    prompts = self._checked(prompts)
+    stop_ids = validated_token_ids(
+      stop_ids, self._vocab_size, "stop_ids"
+    ).tolist()
+    prompts = self._validated(prompts)
     longest = max(map(len, prompts))
     if longest + max_new_tokens > self.capacity:
       raise UserError(
@@ -414,7 +416,9 @@ def _check_options(
   for name, number in integers.items():
     # The compiled program takes int32, and would cut off the rest.
     if not is_integer(number) or not -(2**31) <= number < 2**31:
-      raise UserError(f"{name} must be an integer below 2³¹; got {number!r}")
+      raise UserError(
+        f"{name} must be an integer from −2³¹ to 2³¹ − 1; got {number!r}"
+      )
   for name, value, ok, want in (
     ("temperature", temperature, 0 <= temperature < float("inf"), "at least 0"),
     ("top_k", top_k, top_k >= 0, "at least 0"),

@@ -13,12 +13,18 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
   return min(indices, default=None)
 
 
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
+  """Returns the text before the first of the stop strings."""
+  end = first_stop(text, stops)
+  return text if end is None else text[:end]
+
+
 class StopStrings:
-  """Says whether an answer has one of the stop strings.
+  """Returns True once an answer has a stop string after every kind of prompt.
 
   The sampler does not say which prompt it answers. After a prompt without text,
-  the first word may lack the space that it has after others. If there are such
-  prompts and others, the stop string must be found in both forms.
+  the first word may lack the space that it has after others. If there are
+  prompts of both kinds, the stop string must be found in both forms.
   """
 
   def __init__(
@@ -29,12 +35,14 @@ class StopStrings:
   ):
     self._tokenizer = tokenizer
     self._stops = stops
-    # One prompt with text and one without, if there are.
-    self._contexts = {bool(tokenizer.decode(ids)): ids for ids in prompts}
+    with_text = [ids for ids in prompts if tokenizer.has_text(ids)]
+    without_text = [ids for ids in prompts if not tokenizer.has_text(ids)]
+    # One prompt of each kind stands for all.
+    self._prompts = with_text[:1] + without_text[:1]
 
   def __call__(self, answer: list[int]) -> bool:
-    for context in self._contexts.values():
-      text = self._tokenizer.decode_after(context, answer)
+    for prompt in self._prompts:
+      text = self._tokenizer.decode_after(prompt, answer)
       if first_stop(text, self._stops) is None:
         return False
     return True

@@ -1,4 +1,4 @@
-"""Checks of numbers that users pass: token ids and counts."""
+"""Checks of the integers that users pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxtyping import Int
 from diffjax.config import UserError
 
 
-def check_token_ids(
+def validated_token_ids(
   ids: Sequence[int] | np.ndarray | jax.Array, vocab_size: int, name: str
 ) -> Int[np.ndarray, "T"]:
   """Returns token ids as int32, after a check of each of them.
@@ -38,12 +38,12 @@ def check_token_ids(
         f"{name} is an array of shape {ids.shape}: pass a sequence of token ids"
       )
     if jnp.issubdtype(ids.dtype, jnp.integer):
-      return _check_array(ids, vocab_size, name)
+      return _validated_array(ids, vocab_size, name)
   elif not isinstance(ids, Sequence):
     raise UserError(f"{name} is {ids!r}: pass a sequence of token ids")
   for position, token in enumerate(ids):
     if not is_integer(token) or not 0 <= token < vocab_size:
-      raise _refused(token, position, vocab_size, name)
+      raise _wrong_id(token, position, vocab_size, name)
   return np.fromiter(map(operator.index, ids), np.int32, len(ids))
 
 
@@ -62,18 +62,19 @@ def is_integer(value: Any) -> bool:
   return True
 
 
-def _check_array(
+def _validated_array(
   ids: Int[np.ndarray, "T"], vocab_size: int, name: str
 ) -> Int[np.ndarray, "T"]:
-  # Compared as Python integers: NumPy's types of 4 bits compare with nothing.
+  # Compared as Python integers: a large vocabulary size does not fit into small
+  # integer types.
   if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
     for position, token in enumerate(ids.tolist()):
       if not 0 <= token < vocab_size:
-        raise _refused(token, position, vocab_size, name)
+        raise _wrong_id(token, position, vocab_size, name)
   return ids.astype(np.int32)
 
 
-def _refused(
+def _wrong_id(
   token: Any, position: int, vocab_size: int, name: str
 ) -> UserError:
   if isinstance(token, np.generic | jax.Array):

@@ -357,32 +357,33 @@ def check_same(settings: Mapping[str, Any]) -> None:
     )
 
 
-def check_same_data(contents: Mapping[str, int | str]) -> None:
+def check_same_data(data_identity: Mapping[str, int | str]) -> None:
   """Refuses processes that read different data.
 
   All processes call it together, and all raise. They exchange digests, and the
-  contents only if the digests differ.
+  values only if the digests differ.
 
   Args:
-    contents: What identifies the data of this process, by its name for the
-      message. For example, the sizes of files.
+    data_identity: Values that identify the data of this process, by name for
+      the message. For example, the sizes of files.
 
   Raises:
-    UserError: naming the first contents that differ, with their values, and
-      where the processes run.
+    UserError: naming the first values that differ, and the directories of the
+      processes that differ.
   """
-  text = json.dumps(contents, sort_keys=True)
+  text = json.dumps(data_identity, sort_keys=True)
   digests = gather(hashlib.sha256(text.encode()).hexdigest())
   if len(set(digests)) == 1:
     return
-  differing = _differences(gather(dict(contents)))
+  differing = _differences(gather(dict(data_identity)))
   if len(differing) > _NUM_NAMED:
     num_others = len(differing) - _NUM_NAMED
     differing = [*differing[:_NUM_NAMED], f"and {num_others} more"]
   places = gather(f"{os.getcwd()} on {socket.gethostname()}")
-  where = []
-  for process, place in list(enumerate(places))[:_NUM_NAMED]:
-    where.append(f"process {process} runs in {place}")
+  where = [f"process 0 runs in {places[0]}"]
+  for process, place in enumerate(places):
+    if digests[process] != digests[0] and len(where) < _NUM_NAMED:
+      where.append(f"process {process} runs in {place}")
   raise UserError(
     f"the processes read different data: {'; '.join(differing)}; give all of"
     " them the same files, on a shared file system or as copies under the same"

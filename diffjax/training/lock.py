@@ -21,7 +21,7 @@ _locked_files_guard = threading.Lock()
 
 
 class LostWorkdir(UserError):
-  """A locked workdir is no longer found at its path."""
+  """The lock file at a workdir's path is not the one that was locked."""
 
 
 class WorkdirLock:
@@ -38,13 +38,13 @@ class WorkdirLock:
     self._identity = identity
 
   def check(self) -> None:
-    """Raises LostWorkdir if the path of the workdir now leads elsewhere."""
+    """Raises LostWorkdir if the path leads to another lock file, or to none."""
     if self._path is None:
       return
     try:
       identity = _identity(self._path)
     except OSError:
-      return  # A file system that fails does not tell.
+      return  # An I/O error does not show that the workdir was moved.
     if identity == self._identity:
       return
     raise LostWorkdir(
@@ -82,9 +82,8 @@ def lock(workdir: epath.PathLike) -> Iterator[WorkdirLock]:
       f"cannot write in the workdir {path.parent}: {error.strerror}"
     ) from error
   try:
-    with contextlib.suppress(
-      OSError
-    ):  # The name is for the message above alone; a full disk may refuse it.
+    # Shown by `_in_use`. A full disk may refuse it.
+    with contextlib.suppress(OSError):
       file.truncate(0)
       file.write(f"process {os.getpid()} on {socket.gethostname()}")
       file.flush()

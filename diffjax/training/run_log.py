@@ -100,8 +100,9 @@ class RunLog:
     """
     before = self._pending
     if before is not None and before.end is None and before.is_over():
-      # It ended before this step was dispatched. If this step had to wait for its
-      # batch, that time is this step's.
+      # It ended before this step was dispatched, and was not seen to end. It is
+      # taken to have ended before this step waited for its batch. `stepped` below
+      # adds that wait to the status line.
       before.end = self._status.moment(ago=waited)
       if before.step == self._first_step + 1:
         # Neither its beginning, after compiling, nor its end was seen exactly.
@@ -155,17 +156,15 @@ class RunLog:
     """
     self._metrics.write(step, scores)
     is_last = step >= self._config.train.steps
-    if not scores:
-      text = ""
-    elif is_last:
-      text = validation.explained(scores, rows)
-    else:
-      text = validation.one_line(scores, rows)
-    self._status.note(step, text)
+    if scores and is_last:
+      self._status.note(step, validation.explained(scores, rows))
+    elif scores:
+      self._status.note(step, validation.one_line(scores, rows))
+    self._status.restart_window(step)
 
   def saved(self, step: int) -> None:
     """Excludes the time of a save from the speeds."""
-    self._status.note(step, "")
+    self._status.restart_window(step)
 
   def end_line(self) -> None:
     """Ends the terminal's live line."""

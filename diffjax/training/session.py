@@ -55,7 +55,7 @@ from diffjax.training.program import build
 from diffjax.training.resume import check_checkpoint, new_schedule, other_model
 from diffjax.training.run_log import RunLog, note
 from diffjax.training.step import Batch, Metrics, TrainState
-from diffjax.training.trained import check_start, keep_tokenizer
+from diffjax.training.trained import check_start_tokenizer, keep_tokenizer
 
 
 class Session:
@@ -63,8 +63,7 @@ class Session:
 
   Attributes:
     program: what the run computes.
-    lacks_scores: Whether the state is of a checkpoint without validation
-      losses: the evaluation failed, or config.eval.interval was 0.
+    lacks_scores: Whether the restored checkpoint has no validation losses.
   """
 
   def __init__(self, config: Config, workdir: str):
@@ -145,7 +144,7 @@ class Session:
       )
     if jax.process_count() > 1:
       check_same_data(
-        self._batches.contents() | self._validation_batches.contents()
+        self._batches.data_identity() | self._validation_batches.data_identity()
       )
 
   def restore(self) -> TrainState:
@@ -192,7 +191,9 @@ class Session:
     if not source:
       return self.program.init()
     start = open_checkpoint(source)
-    check_start(source, from_config_dict(start.config), self._tokenizer)
+    check_start_tokenizer(
+      source, from_config_dict(start.config), self._tokenizer
+    )
     state = self.program.init()
     params = start.params(self.program.abstract_state.params)
     note(f"starting from the parameters of {source}")

@@ -28,7 +28,7 @@ class Moment(NamedTuple):
 
   Attributes:
     seconds: the clock's.
-    waited: seconds that all steps before have waited for their batches.
+    waited: seconds waited for batches since the run began.
   """
 
   seconds: float
@@ -169,14 +169,15 @@ class StatusLine:
     return {**values, **self._rates}
 
   def note(self, step: int, text: str) -> None:
-    """Prints text that stays, and excludes the time before it from the speeds.
+    """Prints text that stays, such as the losses of an evaluation."""
+    self._console.print(f"step {step}/{self._total}  {text}", markup=False)
+
+  def restart_window(self, step: int) -> None:
+    """Excludes the time before this moment from the speeds.
 
     Args:
       step: The steps done so far, which are all over.
-      text: For example the losses of an evaluation; "" prints nothing.
     """
-    if text:
-      self._console.print(f"step {step}/{self._total}  {text}", markup=False)
     if self._window is not None:
       self.measure_from(step, self.moment())
 

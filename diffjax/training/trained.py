@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import os
 from collections.abc import Callable
@@ -96,7 +97,7 @@ def load(
   shapes = jax.eval_shape(
     lambda: init_params(Decoder(config.model), jax.random.key(0))
   )
-  implementation = _implementation(workdir, config)
+  implementation = _choose_implementation(workdir, config)
   attention: Callable[..., jax.Array] = diff_attention
   if implementation != "auto":
     attention = functools.partial(diff_attention, implementation=implementation)
@@ -159,16 +160,16 @@ def load_piecewise(
   return config, params, _load_tokenizer(workdir, config)
 
 
-def _implementation(workdir: epath.PathLike, config: Config) -> str:
-  """Returns the config's implementation of attention.
+def _choose_implementation(workdir: epath.PathLike, config: Config) -> str:
+  """Returns the implementation of attention to use.
 
-  A model may be used on other devices than those that trained it. If the
-  implementation cannot run here, returns "auto" and tells the user.
+  It is the one that the config names. A model may be used on other devices than
+  those that trained it: if it cannot run here, prints why and returns "auto".
   """
   name = config.model.attention_implementation
   if name == "auto":
     return name
-  problem = _refusal(config, name)
+  problem = _why_not_here(config, name)
   if problem is None:
     return name
   say(
@@ -178,7 +179,7 @@ def _implementation(workdir: epath.PathLike, config: Config) -> str:
   return "auto"
 
 
-def _refusal(config: Config, name: str) -> str | None:
+def _why_not_here(config: Config, name: str) -> str | None:
   """Returns why an implementation of attention cannot run the model here."""
   if name not in implementations.names():
     return "no implementation of that name is registered"
@@ -243,7 +244,7 @@ def _load_tokenizer(workdir: epath.PathLike, config: Config) -> Tokenizer:
 
 
 def is_same_tokenizer(first: Tokenizer, second: Tokenizer) -> bool:
-  """Returns True if two tokenizers give every document the same ids.
+  """Returns True if two tokenizers are the same, also in different files.
 
   A *.tiktoken file and a tokenizer.json may hold the same tokenizer.
   """
@@ -251,13 +252,14 @@ def is_same_tokenizer(first: Tokenizer, second: Tokenizer) -> bool:
     return True
   if first.document_tokens != second.document_tokens:
     return False
-  return first.tokenizer_json() == second.tokenizer_json()
+  first_description = json.loads(first.tokenizer_json())
+  return first_description == json.loads(second.tokenizer_json())
 
 
-def check_start(
+def check_start_tokenizer(
   workdir: epath.PathLike, start_config: Config, tokenizer: Tokenizer
 ) -> None:
-  """Raises UserError if a run would start from a model of other token ids.
+  """Raises UserError if the run's tokenizer is not that of its start model.
 
   Args:
     workdir: The workdir that config.train.init_from names.
@@ -270,7 +272,7 @@ def check_start(
   raise UserError(
     f"config.train.init_from = {os.fspath(workdir)!r}: its model was trained with"
     f" the tokenizer {start_tokenizer.spec!r}, and config.data.tokenizer ="
-    f" {tokenizer.spec!r} gives other ids; set config.data.tokenizer to"
+    f" {tokenizer.spec!r} is another one; set config.data.tokenizer to"
     f" {start_tokenizer.spec!r}"
   )
 

@@ -263,12 +263,12 @@ def test_one_process_prepares_and_says_so(make_config, capsys):
 
 
 def contents_in(directory, monkeypatch, config):
-  """The contents that a process sees which runs in a directory."""
+  """Returns the identity of the data for a process that runs in a directory."""
   monkeypatch.chdir(directory)
   batches = pipeline.training_batches(config)
-  contents = batches.contents()
+  data_identity = batches.data_identity()
   batches.close()
-  return contents | pipeline.validation_batches(config, 8).contents()
+  return data_identity | pipeline.validation_batches(config, 8).data_identity()
 
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
@@ -294,13 +294,15 @@ def test_contents_tell_other_data(
     prepared_dir="rows",
     **{field: f"jsonl:{name}/*.jsonl" for field, name in names.items()},
   )
-  contents = [
+  data_identity = [
     contents_in(tmp_path / str(process), monkeypatch, config)
     for process in range(3)
   ]
-  assert contents[0] == contents[1]
+  assert data_identity[0] == data_identity[1]
   differing = [
-    name for name in contents[0] if contents[0][name] != contents[2].get(name)
+    name
+    for name in data_identity[0]
+    if data_identity[0][name] != data_identity[2].get(name)
   ]
   assert differing and all(names[which] in name for name in differing)
   path.unlink()
@@ -310,10 +312,10 @@ def test_contents_tell_other_data(
   spec = f"'jsonl:{names[which]}/*.jsonl'"
   if mode == "prepared":
     name = f"the number of {kind} rows of {spec}"
-    assert fewer[name] < contents[0][name]
+    assert fewer[name] < data_identity[0][name]
   else:
     name = f"the number of files of {spec}"
-    assert (fewer[name], contents[0][name]) == (1, 2)
+    assert (fewer[name], data_identity[0][name]) == (1, 2)
 
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])

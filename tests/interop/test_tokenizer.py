@@ -1,11 +1,13 @@
 """The tokens around the documents of a published model."""
 
+import dataclasses
 import json
 
 import pytest
 
 from diffjax.config import UserError
 from diffjax.data import document_tokens
+from diffjax.data.document import Document
 from diffjax.data.document_tokens import DocumentTokens, separated_by
 from diffjax.data.packing import Tokenize
 from diffjax.data.tokenizer import load_tokenizer
@@ -23,7 +25,7 @@ def write_files(directory, starts_with=None, **files):
   directory.mkdir(parents=True, exist_ok=True)
   made = tokenizer_files.llama_2()
   if starts_with is not None:
-    made = tokenizer_files.begins_with(made, starts_with)
+    made = tokenizer_files.with_first_token(made, starts_with)
   made.save(str(directory / "tokenizer.json"))
   for name, content in files.items():
     (directory / f"{name}.json").write_text(json.dumps(content))
@@ -118,7 +120,7 @@ def test_document_tokens_stay_with_the_model(make_model, convert, tmp_path):
   )
   tokenizer = read_tokenizer(tmp_path / "published", 1000)
   model = make_model("diff", vocab_size=tokenizer.vocab_size)
-  object.__setattr__(model, "tokenizer", tokenizer)
+  model = dataclasses.replace(model, tokenizer=tokenizer)
   diffllama.write(str(tmp_path / "exported"), model, "float32")
 
   result = convert(
@@ -136,11 +138,11 @@ def test_document_tokens_stay_with_the_model(make_model, convert, tmp_path):
 
   # The printed flags name this file for further training.
   spec = trained.config.data.tokenizer
-  example = Tokenize(spec)(document("the fox", None))
+  example = Tokenize(spec)(Document("the fox", False, None))
   ids = tokenizer.encode("the fox")
   assert example.tokens.tolist() == [BOS, *ids, EOS]
   assert example.prompt_length == 0
-  example = Tokenize(spec)(document("fox", "the "))
+  example = Tokenize(spec)(Document("fox", False, "the "))
   assert example.prompt_length == 1 + len(tokenizer.encode("the "))
 
   read_again = workdir.read(str(tmp_path / "run"))
@@ -160,9 +162,3 @@ def test_a_model_that_is_trained_here_keeps_its_separator(make_model, tmp_path):
   (tmp_path / document_tokens.FILE_NAME).unlink()
   plain = load_tokenizer(str(tmp_path / "tokenizer.json"))
   assert plain.fingerprint == tokenizer.fingerprint
-
-
-def document(text, prompt):
-  from diffjax.data.document import Document
-
-  return Document(text, False, prompt)

@@ -184,7 +184,7 @@ def test_a_published_llama_answers_as_in_transformers(
   """Greedily, from a text: the prompts, the tokens and the end are the same."""
   made = tokenizer_files.MAKERS[kind]()
   if has_bos:
-    made = tokenizer_files.begins_with(made, "<s>")
+    made = tokenizer_files.with_first_token(made, "<s>")
   published = tmp_path / "published"
   tokenizer = transformers.PreTrainedTokenizerFast(
     tokenizer_object=made, bos_token="<s>", eos_token="</s>"

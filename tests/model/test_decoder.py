@@ -331,6 +331,7 @@ def test_init_returns_parameters_alone(name):
     assert variables.keys() == {"params"}
     apply = functools.partial(model.apply, mutable=["metrics", "intermediates"])
     _, sown = jax.eval_shape(apply, variables, ids)
+    assert "hidden" in sown["intermediates"]["layers"]
     for values in sown.values():
       tuples = jax.tree.leaves(values, is_leaf=lambda x: isinstance(x, tuple))
       assert [len(each) for each in tuples] == [1] * len(tuples)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from diffjax.config import UserError
-from diffjax.model.token_ids import check_token_ids, is_integer
+from diffjax.model.token_ids import is_integer, validated_token_ids
 
 N = 100
 
@@ -24,16 +24,16 @@ N = 100
   ids=repr,
 )
 def test_integers_of_any_kind(ids):
-  checked = check_token_ids(ids, N, "ids")
+  checked = validated_token_ids(ids, N, "ids")
   assert checked.dtype == np.int32
   np.testing.assert_array_equal(checked, [0, 99])
 
 
 def test_no_ids():
   for ids in ([], np.array([]), jnp.zeros(0, jnp.int8)):
-    assert check_token_ids(ids, N, "ids").shape == (0,)
+    assert validated_token_ids(ids, N, "ids").shape == (0,)
   np.testing.assert_array_equal(
-    check_token_ids(jnp.array([0, 7], jnp.int4), N, "ids"), [0, 7]
+    validated_token_ids(jnp.array([0, 7], jnp.int4), N, "ids"), [0, 7]
   )
 
 
@@ -64,7 +64,7 @@ def test_the_first_wrong_id_is_named(token, shown):
     " since config.model.vocab_size = 100$"
   )
   with pytest.raises(UserError, match=message):
-    check_token_ids([5, 6, token, -7], N, "prompt 3")
+    validated_token_ids([5, 6, token, -7], N, "prompt 3")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_the_first_wrong_id_is_named(token, shown):
 )
 def test_wrong_arrays_and_no_sequences(ids, message):
   with pytest.raises(UserError, match=f"^ids {message}"):
-    check_token_ids(ids, N, "ids")
+    validated_token_ids(ids, N, "ids")
 
 
 def test_integers():

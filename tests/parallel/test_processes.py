@@ -438,17 +438,12 @@ def test_what_differs_is_named_with_its_process(monkeypatch):
   processes.check_same(mine)
 
 
-def exchange(monkeypatch, *contents):
-  """Lets check_same_data gather the contents of several processes."""
-
-  def gather(value):
-    if isinstance(value, dict):
-      return list(contents)
-    if "/" in value:
-      return [f"/{index} on host" for index in range(len(contents))]
-    return [json.dumps(each) for each in contents]
-
-  monkeypatch.setattr(processes, "gather", gather)
+def exchange(monkeypatch, *identities):
+  """Lets check_same_data gather, in its order, what several processes send."""
+  digests = [json.dumps(identity) for identity in identities]
+  places = [f"/{process} on host" for process in range(len(identities))]
+  gathered = iter([digests, list(identities), places])
+  monkeypatch.setattr(processes, "gather", lambda value: next(gathered))
 
 
 def test_other_data_are_named_with_their_process(monkeypatch):

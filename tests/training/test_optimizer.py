@@ -10,8 +10,8 @@ import optax
 import pytest
 
 from diffjax.config import (
-  LARGEST,
-  SMALLEST,
+  LARGEST_MAGNITUDE,
+  SMALLEST_MAGNITUDE,
   Config,
   OptimizerConfig,
   TrainConfig,
@@ -140,11 +140,21 @@ def test_muon_takes_the_matrices_and_adam_the_rest():
 EXTREMES = [
   dict(b1=0.9999999, b2=0.0, muon_momentum=0.0),
   dict(b1=0.0, b2=0.9999999, muon_momentum=0.9999999),
-  dict(eps=SMALLEST, learning_rate=LARGEST),
-  dict(eps=LARGEST, learning_rate=SMALLEST, final_fraction=1.0),
-  dict(weight_decay=LARGEST, learning_rate=0.0, schedule="cosine"),
-  dict(clip_norm=SMALLEST, spike_sigmas=LARGEST, weight_decay=SMALLEST),
-  dict(clip_norm=LARGEST, spike_sigmas=SMALLEST, decay_fraction=1.0),
+  dict(eps=SMALLEST_MAGNITUDE, learning_rate=LARGEST_MAGNITUDE),
+  dict(
+    eps=LARGEST_MAGNITUDE, learning_rate=SMALLEST_MAGNITUDE, final_fraction=1.0
+  ),
+  dict(weight_decay=LARGEST_MAGNITUDE, learning_rate=0.0, schedule="cosine"),
+  dict(
+    clip_norm=SMALLEST_MAGNITUDE,
+    spike_sigmas=LARGEST_MAGNITUDE,
+    weight_decay=SMALLEST_MAGNITUDE,
+  ),
+  dict(
+    clip_norm=LARGEST_MAGNITUDE,
+    spike_sigmas=SMALLEST_MAGNITUDE,
+    decay_fraction=1.0,
+  ),
 ]
 
 

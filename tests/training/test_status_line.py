@@ -39,6 +39,7 @@ def test_plain_lines_and_speeds(monkeypatch):
   assert values["train/mfu"] == pytest.approx(flops / (0.5 * 2 * 989.4e12))
   # An evaluation of 95 seconds does not count.
   progress.note(32, "validation: fine")
+  progress.restart_window(32)
   values = progress.report(36, {"train/loss": 1.0})
   assert values["train/step_seconds"] == 0.5
   progress.close()

@@ -2,7 +2,7 @@
 
 Texts begin with the tokens that begin a document, as in training. A control token that is spelled out in a text is text. A context that is
 too long for the model loses its oldest tokens, except those that begin the document.
-An answer that a task allows more tokens than half of the model's length may be shorter, so that its context keeps that half.
+Long answers are shortened so that the context keeps half of the model's length.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from diffjax.config import UserError
 from diffjax.evals.methods.scoring import Score, score
 from diffjax.model.sampler import Sampler
-from diffjax.model.stop_strings import StopStrings, first_stop
+from diffjax.model.stop_strings import StopStrings, cut_at_stop
 from diffjax.training.trained import Trained
 
 
@@ -44,7 +44,7 @@ class DiffjaxLM(TemplateLM):
   @property
   def eot_token_id(self) -> int:
     """The token that ends a document."""
-    return self._trained.tokenizer.separator
+    return self._trained.tokenizer.document_tokens.end[-1]
 
   @property
   def prefix_token_id(self) -> int:
@@ -159,7 +159,7 @@ class DiffjaxLM(TemplateLM):
       )
       for index, prompt, ids in zip(indices, prompts, written, strict=True):
         text = tokenizer.decode_after(prompt, ids)
-        texts[index] = text[: first_stop(text, until)]
+        texts[index] = cut_at_stop(text, until)
     return texts
 
   def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Score]:

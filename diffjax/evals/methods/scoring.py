@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from diffjax.config import UserError
 from diffjax.model.decoder import Decoder, output_embedding
-from diffjax.model.token_ids import check_token_ids
+from diffjax.model.token_ids import validated_token_ids
 
 _SHORTEST = 32  # tokens of the smallest bucket
 _CHUNK_LOGITS = 1 << 24  # logits in memory at once: 64 MiB of float32
@@ -62,8 +62,8 @@ def score(
   limit, vocab_size = model.config.max_length, model.config.vocab_size
   checked = [
     (
-      check_token_ids(context, vocab_size, f"pair {index}: the context"),
-      check_token_ids(
+      validated_token_ids(context, vocab_size, f"pair {index}: the context"),
+      validated_token_ids(
         continuation, vocab_size, f"pair {index}: the continuation"
       ),
     )

@@ -42,7 +42,7 @@ _OWN_PROMPT = {
 # The tokenizer of a published model adds the tokens itself.
 _PUBLISHED_PROMPT = {
   "prompt": 'tokenizer.encode("Once")',
-  "about_prompt": "The tokenizer adds the tokens that begin a text, as in training.",
+  "about_prompt": "The tokenizer adds the tokens that begin a text, if there are any, as in training.",
 }
 
 # How each layout is loaded, and the library that does it.

@@ -77,10 +77,9 @@ def compute(
     UserError: if a setting is out of range, or the prompt longer than a model takes.
   """
   ids, tokenizer = _prompt(models, settings), models[0].tokenizer
-  control_ids = tokenizer.document_tokens.control_ids()
   tokens = []
   for index, token in enumerate(ids):
-    if token in control_ids:
+    if index == 0 and not tokenizer.has_text([token]):
       tokens.append("(start)")
     else:
       tokens.append(tokenizer.decode_after(ids[:index], [token]))

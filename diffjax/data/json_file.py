@@ -1,16 +1,17 @@
-"""JSON files of other projects' directories."""
+"""JSON files that hold an object."""
 
 from __future__ import annotations
 
 import json
-import pathlib
 from collections.abc import Mapping
 from typing import Any
+
+from etils import epath
 
 from diffjax.config import UserError
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any]:
+def read_json(path: epath.Path) -> dict[str, Any]:
   """Returns the JSON object in a file.
 
   Raises:
@@ -27,6 +28,6 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
   return content
 
 
-def write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
+def write_json(path: epath.Path, content: Mapping[str, Any]) -> None:
   """Writes a JSON object to a file."""
   path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
