@@ -2,8 +2,8 @@
 
 `glob.glob` silently skips directories that it cannot read and links to nothing.
 With "**" it follows a link to a directory above it up to forty times, and a
-pattern with two "**" gives a path twice. Here the former are errors, and "**"
-searches each directory once, whatever links lead to it.
+pattern with two "**" gives a path twice. Here unreadable directories and
+dangling links are errors, and "**" searches each directory once.
 
 A link to a file counts like the file: a file that matches under two names is
 read twice. So a user can still repeat a file on purpose.
@@ -21,7 +21,7 @@ import stat
 from diffjax.config import UserError
 from diffjax.data.document import reason
 
-# Of the file system, and readable by root only.
+# A directory that some file systems make, which only root can read.
 _LOST_AND_FOUND = "lost+found"
 
 
@@ -30,7 +30,8 @@ def match(pattern: str) -> list[str]:
 
   Args:
     pattern: A path with wildcards as in `glob.glob`. "**" crosses directories.
-      Names that begin with "." match only patterns that do.
+      Names that begin with "." match only patterns that do. lost+found is
+      skipped.
 
   Raises:
     UserError: if a link on the way leads nowhere, or if a directory or a
@@ -70,14 +71,15 @@ def _match_directories(pattern: str) -> list[str]:
   return directories
 
 
-def _match_names(directory: str, name: str) -> list[str]:
+def _match_names(directory: str, pattern: str) -> list[str]:
   """Returns the paths in a directory whose last part matches a wildcard."""
-  if not glob.has_magic(name):
-    return [os.path.join(directory, name)]
+  if not glob.has_magic(pattern):
+    return [os.path.join(directory, pattern)]
   names = [entry.name for entry in _scan(directory)]
-  if not name.startswith("."):
+  if not pattern.startswith("."):
     names = [name for name in names if not _is_hidden(name)]
-  return [os.path.join(directory, name) for name in fnmatch.filter(names, name)]
+  matching = fnmatch.filter(names, pattern)
+  return [os.path.join(directory, name) for name in matching]
 
 
 def _search(roots: list[str]) -> list[str]:
@@ -88,9 +90,9 @@ def _search(roots: list[str]) -> list[str]:
   """
   directories = []
   visited = set()
-  links = collections.deque(sorted(roots, key=os.path.islink))
-  while links:
-    pending = [links.popleft()]
+  pending_roots = collections.deque(sorted(roots, key=os.path.islink))
+  while pending_roots:
+    pending = [pending_roots.popleft()]
     while pending:
       directory = pending.pop()
       real_path = os.path.realpath(directory)
@@ -104,7 +106,7 @@ def _search(roots: list[str]) -> list[str]:
           continue
         if entry.is_symlink():
           if _is_directory(path):
-            links.append(path)
+            pending_roots.append(path)
         elif entry.is_dir():
           pending.append(path)
   return directories
@@ -121,7 +123,8 @@ def _scan(directory: str) -> list[os.DirEntry[str]]:
       return sorted(entries, key=operator.attrgetter("name"))
   except OSError as error:
     raise UserError(
-      f"{directory}: the directory cannot be read ({reason(error)}), so its"
+      f"{directory or os.curdir}: the directory cannot be read"
+      f" ({reason(error)}), so its"
       " files would be missing; make it readable, or use a pattern that does"
       " not search it"
     ) from error
@@ -151,6 +154,6 @@ def _status(path: str) -> os.stat_result | None:
     return None
   except OSError as error:
     raise UserError(
-      f"{path}: cannot be read ({reason(error)}); make it readable, or use a"
+      f"{path}: cannot be read ({reason(error)}); correct it, or use a"
       " pattern that does not match it"
     ) from error

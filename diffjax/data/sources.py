@@ -397,6 +397,7 @@ class FileSource(Source):
 
   @functools.cached_property
   def identity(self) -> dict[str, Any]:
+    # The Hub gives a hash of each file, which needs no samples.
     if all(file.content_id for file in self._listed):
       return self.earlier_identity
     versions = []

@@ -1,7 +1,7 @@
 """Whether two mathematical expressions are equal, by math-verify (the extra `eval`).
 
-math-verify compares expressions with sympy, which may need forever or all memory (9^{9^{9}}). So it runs in a process of its own, which
-ends itself at a limit of time or memory. The pair that needed more counts as different, and the next pair gets a new process.
+math-verify compares expressions with sympy, which may need forever or all memory (9^{9^{9}}). So it runs in a process of its own, with
+limits of time and memory. A pair at which the process ends counts as different, and the next pair gets a new process.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ _PROGRAM = pathlib.Path(__file__).with_name("verify_worker.py")
 @functools.lru_cache(10_000)
 def is_equal(answer: str, wanted: str) -> bool:
   """Returns whether two expressions in LaTeX are equal.
+
+  If math-verify ends while it compares them, the result is False.
 
   Raises:
     UserError: if math-verify cannot be imported.
@@ -57,7 +59,7 @@ class _Worker:
   def start(self) -> None:
     """Starts the process unless it is running."""
     with self._lock:
-      self._running()
+      self._ensure_started()
 
   def close(self) -> None:
     """Ends the process."""
@@ -69,15 +71,15 @@ class _Worker:
   def compare(self, answer: str, wanted: str) -> bool:
     """Returns the process's verdict, or False if it reached a limit."""
     with self._lock:
-      process = self._running()
+      process = self._ensure_started()
       reply = _ask(process, json.dumps([answer, wanted]))
       if reply:
         return json.loads(reply)
       process.wait()
       self._process = None
     logging.warning(
-      "math-verify takes too long or too much memory to compare %r and %r;"
-      " they count as different",
+      "math-verify ended while it compared %r and %r (it takes too long or too"
+      " much memory); they count as different",
       answer[:40],
       wanted[:40],
     )
@@ -94,13 +96,13 @@ class _Worker:
         text=True,
         encoding="utf-8",
       )
-      error = _ask(process, "")
-      if error != "ready\n":
+      greeting = _ask(process, "")
+      if greeting != "ready\n":
         process.kill()
         process.wait()
         raise UserError(
           "answers are compared by math-verify, which cannot be imported"
-          f" ({error.strip()}); pip install 'diffjax[eval]'"
+          f" ({greeting.strip()}); pip install 'diffjax[eval]'"
         )
       self._process = process
     return self._process

@@ -5,12 +5,12 @@ These answers are the same:
 - numbers of the same value, exactly: 1,200 and 1200.0, 9{,}500 and 9500, 0.5 and 1/2 and \\frac12, 1\\frac{1}{2} and 3/2; "$", "%" (50%
   is 50, not 0.5), the degree sign and units at the end are left out;
 - tuples and intervals whose parts are the same, in order, between the same brackets; sets and lists without brackets, in any order;
-- words with the same letters;
+- words that are spelled alike, case included;
 - other expressions that math-verify finds equal: x + 1 and 1 + x, 2\\sqrt{3} and \\sqrt{12}, 3\\times10^4 and 30000.
 
 These are not: a number and its rounded decimal, number words. Units are not compared, and a list "1,234" is read as the number. A unit is
-set as text, or is a word of four letters, or one of the common short ones: 4 xy is a product. Expressions of more than 200 characters must
-have the same characters, and answers of more than a thousand be equal as they stand.
+set as text, or is a word of four or more letters, or one of the common short ones: 4 xy is a product. Expressions of more than 200
+characters and answers of more than 1,000 must be identical.
 
 math-verify decides only about single expressions that this module cannot decide. Alone it takes (1,2) for \\{1,2\\}, 50% for 0.5, "east"
 for "seat", 12_3 for 12, "1 1/2" for 1, and, with its list of units, 3ab for 3.

@@ -22,6 +22,7 @@ def main(seconds: int) -> None:
   """
   replies = sys.stdout
   sys.stdout = sys.stderr  # Libraries may print.
+  # An empty line of the parent, which reads "ready" or an error.
   sys.stdin.readline()
   try:
     import math_verify
@@ -31,7 +32,7 @@ def main(seconds: int) -> None:
   logging.disable(logging.CRITICAL)
   with contextlib.suppress(ValueError):  # macOS refuses.
     resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))
-  # Units are left out before; "ab" and "s" would count as units.
+  # final_answer.py has removed units. math-verify would also remove "ab" and "s".
   normalization = math_verify.parser.NormalizationConfig(
     units=False, malformed_operators=True, nits=True, boxed="none"
   )
