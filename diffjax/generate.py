@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from absl import app, flags
 
 from diffjax import command
-from diffjax.model.stop_strings import StopStrings, cut_at_stop, first_stop
+from diffjax.data.stop_strings import StopStrings, cut_at_stop, first_stop
 
 if TYPE_CHECKING:
   from diffjax.data.tokenizer import Tokenizer

@@ -16,10 +16,10 @@ from diffjax.config import (
   TrainConfig,
   UserError,
 )
+from diffjax.data.stop_strings import StopStrings
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.model.decoder import Decoder
 from diffjax.model.sampler import Sampler
-from diffjax.model.stop_strings import StopStrings
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training import finish

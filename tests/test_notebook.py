@@ -229,7 +229,7 @@ def test_one_version():
   )
   assert (
     re.search(
-      r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+      r"^## \[(\d.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
     )[1]
     == diffjax.__version__
   )

@@ -14,8 +14,8 @@ import numpy as np
 from jaxtyping import Bool, Int, Int32
 
 from diffjax.config import UserError
+from diffjax.data.abstract_tokenizer import SEPARATOR, Tokenizer
 from diffjax.data.document_tokens import DocumentTokens, separated_by
-from diffjax.data.tokenizer import SEPARATOR, Tokenizer
 
 # Names of the token between documents in published tokenizer.json files, the
 # likeliest first.

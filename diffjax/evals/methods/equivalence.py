@@ -85,7 +85,7 @@ class _Worker:
     )
     return False
 
-  def _running(self) -> subprocess.Popen[str]:
+  def _ensure_started(self) -> subprocess.Popen[str]:
     if self._process is None:
       # -P: modules beside the program do not hide those of other packages.
       process = subprocess.Popen(

@@ -20,9 +20,9 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from diffjax.config import UserError
+from diffjax.data.stop_strings import StopStrings, cut_at_stop
 from diffjax.evals.methods.scoring import Score, score
 from diffjax.model.sampler import Sampler
-from diffjax.model.stop_strings import StopStrings, cut_at_stop
 from diffjax.training.trained import Trained
 
 

@@ -266,7 +266,7 @@ def test_math_verify_ends_at_its_limit(monkeypatch, caplog):
   monkeypatch.setattr(equivalence, "_SECONDS", 1)
   worker = equivalence._Worker()
   assert not worker.compare("9^{9^{9}}", "1")
-  assert "too long or too much memory to compare '9^{9^{9}}'" in caplog.text
+  assert "ended while it compared '9^{9^{9}}'" in caplog.text
   assert worker.compare("x + 1", "1 + x")
   worker.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diffjax.data.tokenizer import Tokenizer
+from diffjax.data.abstract_tokenizer import Tokenizer
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:

@@ -1,0 +1,111 @@
+"""What all tokenizers have."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from jaxtyping import Int, Int32
+
+from diffjax.data.document_tokens import DocumentTokens
+
+# The separator of tokenizers that are trained here.
+SEPARATOR = "<|endoftext|>"
+
+
+class Tokenizer(abc.ABC):
+  """A tokenizer.
+
+  Attributes:
+    spec: The value of config.data.tokenizer that it was loaded from.
+    fingerprint: sha256 (hex) of all that its ids and documents depend on.
+    vocab_size: Number of ids, control tokens included.
+    document_tokens: The tokens before and after every document.
+    has_own_document_tokens: Whether they are others than the separator that
+      the tokenizer's file has.
+  """
+
+  spec: str
+  fingerprint: str
+  vocab_size: int
+  document_tokens: DocumentTokens
+  has_own_document_tokens = False
+
+  @property
+  def separator(self) -> int:
+    """Id of the token that ends a document.
+
+    For models that are trained here, it also begins one.
+    """
+    return self.document_tokens.end[-1]
+
+  @abc.abstractmethod
+  def encode(self, text: str) -> Sequence[int] | Int32[np.ndarray, "T"]:
+    """Returns the ids of a text, without control tokens."""
+
+  @abc.abstractmethod
+  def encode_batch(
+    self, texts: Sequence[str]
+  ) -> Sequence[Sequence[int] | Int32[np.ndarray, "T"]]:
+    """Returns the ids of several texts, in parallel if the library can."""
+
+  def encode_prompt(self, text: str) -> list[int]:
+    """Returns the ids of a text that begins a document. There is at least one.
+
+    An empty text without tokens before it gets the token that stands for no
+    context.
+    """
+    ids = [*self.document_tokens.start, *map(int, self.encode(text))]
+    return ids or [self.document_tokens.no_context]
+
+  @abc.abstractmethod
+  def decode(self, ids: Iterable[int]) -> str:
+    """Returns the text of ids that begin a text.
+
+    Control tokens and ids beyond the vocabulary are dropped. Invalid UTF-8
+    becomes U+FFFD.
+    """
+
+  def has_text(self, ids: Iterable[int]) -> bool:
+    """Returns True if one of the ids stands for text."""
+    control_ids = self.document_tokens.control_ids()
+    return any(token not in control_ids for token in ids)
+
+  def decode_after(self, context: Iterable[int], ids: Iterable[int]) -> str:
+    """Returns the text that ids add to the text of a context.
+
+    Some decoders drop the space before the first word of a text. The text of a
+    continuation keeps it, unless the context has no text.
+
+    Args:
+      context: The ids before, such as those of a prompt.
+      ids: The ids to decode.
+    """
+    del context  # The text of a token does not depend on it.
+    return self.decode(ids)
+
+  @abc.abstractmethod
+  def token_bytes(self) -> Int32[np.ndarray, "N"]:
+    """Returns the number of UTF-8 bytes of each id, in the middle of a text.
+
+    It is 0 for control tokens.
+    """
+
+  def target_bytes(
+    self, tokens: Int[np.ndarray, "*B T"], targets: Int[np.ndarray, "*B T"]
+  ) -> Int32[np.ndarray, "*B T"]:
+    """Returns the number of UTF-8 bytes of text that each target adds.
+
+    The sum over a text is its number of bytes. For bits per byte.
+
+    Args:
+      tokens: The token before each target.
+      targets: The ids to count.
+    """
+    del tokens  # The text of a token does not depend on it.
+    return self.token_bytes()[targets]
+
+  @abc.abstractmethod
+  def tokenizer_json(self) -> str:
+    """Returns a Hugging Face tokenizer.json with the same ids."""
