@@ -35,8 +35,12 @@ class DocumentTokens(NamedTuple):
   no_context: int
 
   def control_ids(self) -> set[int]:
-    """Returns all ids that occur around documents and never in a text."""
-    return {*self.start, *self.end, *self.stop, self.no_context}
+    """Returns the ids that occur around documents and never in a text.
+
+    A published model may stop at a token of its text, so the ids in `stop` are
+    not all among them.
+    """
+    return {*self.start, *self.end, self.no_context}
 
 
 def separated_by(separator: int) -> DocumentTokens:
@@ -61,7 +65,8 @@ def read(directory: epath.PathLike) -> DocumentTokens | None:
       stop=tuple(fields["stop"]),
       no_context=fields["no_context"],
     )
-    if not all(type(token) is int for token in tokens.control_ids()):
+    ids = tokens.control_ids().union(tokens.stop)
+    if not all(type(token) is int for token in ids):
       raise ValueError("its values must be token ids")
     if not tokens.end or tokens.end[-1] not in tokens.stop:
       raise ValueError("stop must include the last token of end")

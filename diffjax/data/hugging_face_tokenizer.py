@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,10 +55,13 @@ class _ByteLengths(NamedTuple):
   Attributes:
     after_text: Bytes of each token after other text.
     at_start: Bytes of each token at the beginning of a text.
+    ends_word: Whether the decoder puts a space after each token, if there is
+      another one.
   """
 
   after_text: Int32[np.ndarray, "N"]
   at_start: Int32[np.ndarray, "N"]
+  ends_word: Bool[np.ndarray, "N"]
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -107,18 +110,17 @@ class HuggingFaceTokenizer(Tokenizer):
       fingerprint.update(json.dumps(document_tokens).encode())
     self.document_tokens = document_tokens
     self.fingerprint = fingerprint.hexdigest()
-    self._control_ids = document_tokens.control_ids()
-    unknown_ids = [
-      token for token in self._control_ids if not 0 <= token < self.vocab_size
-    ]
-    if unknown_ids:
-      raise UserError(
-        f"config.data.tokenizer = {spec!r}: has {self.vocab_size} tokens, but"
-        f" the document tokens beside it name {unknown_ids[0]}: it is another"
-        " model's tokenizer"
-      )
+    document_ids = document_tokens.control_ids()
+    for token in document_ids.union(document_tokens.stop):
+      if not 0 <= token < self.vocab_size:
+        raise UserError(
+          f"config.data.tokenizer = {spec!r}: has {self.vocab_size} tokens, but"
+          f" the document tokens beside it name {token}: it is another model's"
+          " tokenizer"
+        )
+    self._control_ids = set(document_ids)
     for token, added in self._tokenizer.get_added_tokens_decoder().items():
-      if added.special:
+      if added.special or token in document_tokens.stop:
         self._control_ids.add(token)
     self._encoder = self._make_encoder(vocabulary)
 
@@ -159,7 +161,7 @@ class HuggingFaceTokenizer(Tokenizer):
     ids = [encoding.ids for encoding in encodings]
     if self._matches_byte_names:
       for index, text in enumerate(texts):
-        if _BYTE_TOKEN.search(text):
+        if self._may_spell_byte(text):
           ids[index] = self._encode_with_byte_names(text)
     return ids
 
@@ -169,6 +171,13 @@ class HuggingFaceTokenizer(Tokenizer):
     # A Unigram takes such a name for a piece. Others look up single bytes only.
     # Only the vocabulary of a Unigram is a list.
     return isinstance(self._description["model"]["vocab"], list)
+
+  def _may_spell_byte(self, text: str) -> bool:
+    """Returns True if the text has the name of a byte token."""
+    # A normalizer may turn other characters into those of a name.
+    if not text.isascii() and self._encoder.normalizer is not None:
+      text = self._encoder.normalizer.normalize_str(text)
+    return _BYTE_TOKEN.search(text) is not None
 
   def _encode_with_byte_names(self, text: str) -> list[int]:
     """Returns the ids of a text that spells out names of byte tokens.
@@ -180,8 +189,9 @@ class HuggingFaceTokenizer(Tokenizer):
     for token, name, span in zip(
       encoding.ids, encoding.tokens, encoding.offsets, strict=True
     ):
-      is_spelled = _BYTE_TOKEN.fullmatch(name) and text[slice(*span)] == name
-      if is_spelled:
+      # The token of a byte that is not spelled out spans one character.
+      num_characters = span[1] - span[0]
+      if _BYTE_TOKEN.fullmatch(name) and num_characters == len(name):
         for character in name:
           pieces = self._encoder.model.tokenize(character)
           ids += [piece.id for piece in pieces]
@@ -194,10 +204,14 @@ class HuggingFaceTokenizer(Tokenizer):
 
   def decode_after(self, context: Iterable[int], ids: Iterable[int]) -> str:
     text_ids = self._text_ids(ids)
-    if not self.has_text(context) or self._anchor is None:
+    context_ids = self._text_ids(context)
+    if not context_ids:
       return self.decode(text_ids)
-    text = self.decode([self._anchor.token, *text_ids])
-    return text[len(self._anchor.text) :]
+    anchor = self._make_anchor(context_ids[-1]) or self._anchor
+    if anchor is None:
+      return self.decode(text_ids)
+    text = self.decode([anchor.token, *text_ids])
+    return text[len(anchor.text) :]
 
   def has_text(self, ids: Iterable[int]) -> bool:
     return bool(self._text_ids(ids))
@@ -212,21 +226,38 @@ class HuggingFaceTokenizer(Tokenizer):
 
   @functools.cached_property
   def _anchor(self) -> _Anchor | None:
-    """A token of letters or digits whose text does not depend on the next one."""
-    for token in self._anchor_candidates():
-      text = self.decode([token])
-      is_word = text.isalnum() and text.isascii()
-      if is_word and self.decode([token, token]).startswith(text):
-        return _Anchor(token, text)
-    return None
+    """A token of letters or digits, which does not end a word if there is one.
 
-  def _anchor_candidates(self) -> Iterator[int]:
-    # The last token of a word, if the vocabulary marks the ends of words.
-    yield from reversed(self.encode("a"))
+    Some vocabularies mark the ends of words.
+    """
+    anchor = None
     vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
     for name, token in sorted(vocabulary.items()):
-      if token not in self._control_ids and not _BYTE_TOKEN.fullmatch(name):
-        yield token
+      if token in self._control_ids:
+        continue
+      candidate = self._make_anchor(token)
+      if candidate is None:
+        continue
+      if not self._ends_word(name):
+        return candidate
+      anchor = anchor or candidate
+    return anchor
+
+  def _make_anchor(self, token: int) -> _Anchor | None:
+    """Returns the token as an anchor if its text does not depend on the next."""
+    text = self.decode([token])
+    is_word = text.isalnum() and text.isascii()
+    if is_word and self.decode([token, token]).startswith(text):
+      return _Anchor(token, text)
+    return None
+
+  def _ends_word(self, name: str) -> bool:
+    """Returns True for a token that the decoder puts a space after."""
+    decoder = self._description.get("decoder") or {}
+    suffix = decoder.get("suffix") or ""
+    if decoder.get("type") != "BPEDecoder" or not suffix:
+      return False
+    return name.endswith(suffix)
 
   def token_bytes(self) -> Int32[np.ndarray, "N"]:
     return self._byte_lengths.after_text
@@ -235,12 +266,14 @@ class HuggingFaceTokenizer(Tokenizer):
     self, tokens: Int[np.ndarray, "*B T"], targets: Int[np.ndarray, "*B T"]
   ) -> Int32[np.ndarray, "*B T"]:
     lengths = self._byte_lengths
-    is_control = np.zeros(self.vocab_size, bool)
-    is_control[list(self._control_ids)] = True
-    begins_text = is_control[tokens]
+    document_ids = list(self.document_tokens.control_ids())
+    begins_text = np.isin(tokens, document_ids)
     num_bytes = np.where(
       begins_text, lengths.at_start[targets], lengths.after_text[targets]
     )
+    # The space after a word counts for the next token.
+    has_text = lengths.after_text[targets] > 0
+    num_bytes += lengths.ends_word[tokens] & has_text
     # Of the byte tokens that spell ▁, the first one counts for the space: 1
     # byte, or 0 if the decoder strips it at the start of a text.
     is_space = _run_starts(targets, self._space_bytes)
@@ -276,6 +309,7 @@ class HuggingFaceTokenizer(Tokenizer):
     added = self._tokenizer.get_added_tokens_decoder()
     after_text = np.zeros(self.vocab_size, np.int32)
     at_start = np.zeros(self.vocab_size, np.int32)
+    ends_word = np.zeros(self.vocab_size, bool)
     # The decoder knows the length of the others.
     others = []
     for name, token in self._tokenizer.get_vocab(
@@ -283,7 +317,8 @@ class HuggingFaceTokenizer(Tokenizer):
     ).items():
       if token in self._control_ids:
         continue
-      if token in added:
+      ends_word[token] = self._ends_word(name)
+      if is_byte_level and token in added:
         after_text[token] = at_start[token] = len(name.encode())
       elif is_byte_level:  # One character stands for one byte.
         after_text[token] = at_start[token] = len(name)
@@ -298,7 +333,7 @@ class HuggingFaceTokenizer(Tokenizer):
       anchor, anchor_text = self._anchor
       pairs = [[anchor, token] for token in others]
       after_text[others] = self._decoded_lengths(pairs) - len(anchor_text)
-    return _ByteLengths(after_text, at_start)
+    return _ByteLengths(after_text, at_start, ends_word)
 
   def _decoded_lengths(
     self, sequences: list[list[int]]

@@ -215,6 +215,8 @@ def _open_rows(
   mine = [target for target in found if split in target.splits]
   rows = [prepared.PreparedRows(target, split) for target in mine]
   for target, component in zip(mine, rows, strict=True):
+    if config.prepared_dir:
+      prepared.check_files(target, config)
     if not len(component):
       raise UserError(
         f"config.data.source: {target.spec!r} has no {split} rows ({target.directory}): set config.data.validation_source, "

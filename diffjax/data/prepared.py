@@ -174,6 +174,41 @@ def _identity(opened: Mapping[str, Source]) -> dict[str, Any]:
   return {split: source.identity for split, source in opened.items()}
 
 
+def _fingerprints(
+  opened: Mapping[str, Source],
+) -> dict[str, dict[str, str]]:
+  return {split: source.fingerprint() for split, source in opened.items()}
+
+
+def check_files(target: Target, config: DataConfig) -> None:
+  """Raises UserError if a target's files have changed since it was prepared.
+
+  Names, sizes and samples of the text are compared. Times are not, since rows
+  may be used with copies of the files, or without them. Nothing is compared on
+  the Hub, where the source's revision says which files are meant, and for rows
+  of earlier versions, which do not tell.
+
+  Args:
+    target: A target whose rows are prepared.
+    config: The data fields.
+  """
+  meta = _read_meta(target)
+  if meta is None or "files" not in meta or "hf://" in target.spec:
+    return
+  try:
+    current = _fingerprints(_open(target.spec, target.splits, config))
+  except UserError:
+    return  # The files are not here.
+  for split in target.splits:
+    for what in ("names and sizes", "text"):
+      if meta["files"][split][what] != current[split][what]:
+        raise UserError(
+          f"{target.directory}: was prepared when {target.spec!r} held other"
+          f" files (their {what} have changed); delete it and prepare again, or"
+          " set config.data.prepared_dir to another directory"
+        )
+
+
 def _earlier_identity(opened: Mapping[str, Source]) -> dict[str, Any]:
   """Returns the identity that earlier versions stored for the same files."""
   return {split: source.earlier_identity for split, source in opened.items()}
@@ -296,6 +331,7 @@ def _write(
       "complete": False,
       "description": target.description,
       "identity": _identity(work.opened),
+      "files": _fingerprints(work.opened),
       "tokenizer_spec": config.tokenizer,
     }
     write_json(os.path.join(target.directory, "meta.json"), meta)

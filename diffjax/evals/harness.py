@@ -304,14 +304,14 @@ def _separate_examples(name: str, task: Any, settings: Settings) -> None:
   if num_shots == 0:
     return
   scored_split = task.config.test_split or task.config.validation_split
-  if task.fewshot_cfg.split == scored_split:
-    # Their fields may differ, since a task can process them differently.
-    examples = []
-  else:
-    scored = {_document_key(question) for question in task.eval_docs}
-    examples = [
-      doc for doc in task.sampler.df if _document_key(doc) not in scored
-    ]
+  examples: list[Mapping[str, Any]] = []
+  # A task can process its examples and its questions differently, so that no
+  # question of the same split is recognized.
+  if task.fewshot_cfg.split != scored_split:
+    scored = {_question(task, document) for document in task.eval_docs}
+    for document in task.sampler.df:
+      if _question(task, document) not in scored:
+        examples.append(document)
   if len(examples) < num_shots:
     message = (
       f"set.harness.num_fewshot = {settings.num_fewshot}: {name} shows"
@@ -340,8 +340,18 @@ def _num_shots(task: Any, settings: Settings) -> int:
   return settings.num_fewshot
 
 
-def _document_key(document: Mapping[str, Any]) -> str:
-  """Returns a text that is equal for documents with equal fields."""
+def _question(task: Any, document: Mapping[str, Any]) -> str:
+  """Returns what tells a document from others: its question.
+
+  The same question may have another wording of the answer, or another id. If
+  the task renders no text before the answer, all fields are compared.
+  """
+  try:
+    text = task.doc_to_text(document)
+  except Exception:  # Templates and functions of tasks raise many kinds.
+    text = None
+  if isinstance(text, str) and text.strip():
+    return " ".join(text.split())
   return json.dumps(document, sort_keys=True, default=str)
 
 

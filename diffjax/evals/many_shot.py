@@ -415,8 +415,13 @@ def without_queries(
   demonstrations: Sequence[Example], queries: Sequence[Example]
 ) -> list[Example]:
   """Returns the demonstrations whose texts are not queries."""
-  query_texts = {query.text for query in queries}
-  return [shot for shot in demonstrations if shot.text not in query_texts]
+  # Texts with other spaces are the same.
+  query_words = {tuple(query.text.split()) for query in queries}
+  others = []
+  for shot in demonstrations:
+    if tuple(shot.text.split()) not in query_words:
+      others.append(shot)
+  return others
 
 
 def synthetic(

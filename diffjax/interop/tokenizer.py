@@ -20,6 +20,7 @@ from diffjax.data.hugging_face_tokenizer import (
 )
 from diffjax.data.json_file import read_json, write_json
 from diffjax.data.tokenizer import Tokenizer, load_tokenizer
+from diffjax.progress import say
 
 _TOKENIZER = "tokenizer.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -130,25 +131,28 @@ def _published_tokens(directory: pathlib.Path) -> DocumentTokens | None:
   vocabulary = backend.get_vocab(with_added_tokens=True)
   if bos_name in vocabulary:
     bos_ids.append(vocabulary[bos_name])
-  eos_id = None
-  if eos_name in vocabulary:
-    eos_id = vocabulary[eos_name]
 
   start, end = _added_by_post_processor(backend)
   if not end:
-    if stop_ids and eos_id not in stop_ids:
-      eos_id = stop_ids[0]
+    eos_id = vocabulary.get(eos_name) if eos_name is not None else None
+    # Configs without these fields get those of Llama, which may be tokens of text.
+    control_ids = backend.get_added_tokens_decoder().keys()
+    control_stop_ids = [token for token in stop_ids if token in control_ids]
+    if control_stop_ids and eos_id not in control_stop_ids:
+      eos_id = control_stop_ids[0]
     if eos_id is None:
       eos_id = find_separator(vocabulary)
     if eos_id is None:
       return None
     end = (eos_id,)
+  no_context = end[-1]
   if start:
     no_context = start[-1]
-  elif bos_ids:
-    no_context = bos_ids[0]
   else:
-    no_context = end[-1]
+    for token in bos_ids:
+      if token in backend.get_added_tokens_decoder():
+        no_context = token
+        break
   stop = dict.fromkeys([*stop_ids, end[-1]])
   return DocumentTokens(start, end, tuple(stop), no_context)
 
@@ -157,6 +161,9 @@ def _added_by_post_processor(
   backend: Any,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
   """Returns the ids that the post-processor adds before and after a text."""
+  # Padding would be taken for tokens of the post-processor.
+  backend.no_padding()
+  backend.no_truncation()
   encoding = backend.encode("a", add_special_tokens=True)
   is_added = encoding.special_tokens_mask
   if 0 not in is_added:
@@ -184,19 +191,27 @@ def _token_ids(
 ) -> list[int]:
   """Returns the ids in a field of a JSON file: none, one or several.
 
+  Ids that the tokenizer does not have are ignored with a message, as in
+  transformers.
+
   Raises:
-    UserError: if the tokenizer has no such token.
+    UserError: if the field holds something else.
   """
   value = config.get(field)
   if value is None:
     return []
-  ids = value if isinstance(value, list) else [value]
-  for token in ids:
-    is_id = type(token) is int and token >= 0
-    if not is_id or backend.id_to_token(token) is None:
+  ids = []
+  for token in value if isinstance(value, list) else [value]:
+    if type(token) is not int:
       raise UserError(
-        f"{path} has {field} {token!r}, which is not a token of the"
-        f" {_TOKENIZER} beside it: correct it, or put the model's own"
-        " tokenizer there"
+        f"{path} has {field} = {value!r}: it must be a token id, or a list of"
+        " them; correct it"
+      )
+    if token >= 0 and backend.id_to_token(token) is not None:
+      ids.append(token)
+    else:
+      say(
+        f"{path} has {field} = {value!r}: {_TOKENIZER} has no token {token},"
+        " which is ignored"
       )
   return ids

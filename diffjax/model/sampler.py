@@ -249,8 +249,7 @@ class Sampler:
       UserError: as `stream`, for ids of all prompts before the first is read;
         and if prompts are texts and token ids together.
     """
-    if isinstance(prompts, str):
-      prompts = [prompts]
+    prompts = [prompts] if isinstance(prompts, str) else [*prompts]
     are_texts = [isinstance(prompt, str) for prompt in prompts]
     if any(are_texts):
       if not all(are_texts):

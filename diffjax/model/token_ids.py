@@ -39,7 +39,7 @@ def validated_token_ids(
       )
     if jnp.issubdtype(ids.dtype, jnp.integer):
       return _validated_array(ids, vocab_size, name)
-  elif not isinstance(ids, Sequence):
+  elif not isinstance(ids, Sequence) or isinstance(ids, bytes | bytearray):
     raise UserError(f"{name} is {ids!r}: pass a sequence of token ids")
   for position, token in enumerate(ids):
     if not is_integer(token) or not 0 <= token < vocab_size:

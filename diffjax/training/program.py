@@ -93,6 +93,15 @@ class Program:
 
   def lower_train_step(self) -> jax.stages.Lowered:
     """The training step, lowered for the mesh's devices, which need not be there."""
+    with _context(self.mesh):
+      return self.trace_train_step().lower()
+
+  def trace_train_step(self) -> jax.stages.Traced:
+    """Traces the training step.
+
+    Raises:
+      ValueError: if the implementation of attention cannot run on the mesh.
+    """
     shape, sharding = (
       (self.config.train.batch_size, self.config.data.length),
       NamedSharding(self.mesh, P(rules.BATCH, rules.LENGTH)),
@@ -105,7 +114,7 @@ class Program:
       shape, jnp.float32, sharding=sharding
     )
     with _context(self.mesh):
-      return self.jitted_train_step.lower(self.abstract_state, batch)
+      return self.jitted_train_step.trace(self.abstract_state, batch)
 
 
 def build(config: Config, mesh: Mesh) -> Program:

@@ -85,6 +85,22 @@ class RunLog:
     self._first_step = first_step
     self._pending: _Pending | None = None
 
+  def batch_ready(self, waited: float) -> None:
+    """Notes whether the last step has ended. Call it before the next dispatch.
+
+    Args:
+      waited: Seconds that the next step waited for its batch.
+    """
+    pending = self._pending
+    if pending is None or pending.end is not None or not pending.is_over():
+      return
+    # It was not seen to end. It is taken to have ended before the wait, which
+    # `stepped` will add to the status line.
+    pending.end = self._status.moment(ago=waited)
+    if pending.step == self._first_step + 1:
+      # Neither its beginning, after compiling, nor its end was seen exactly.
+      self._status.measure_from(pending.step, pending.end)
+
   def stepped(
     self, step: int, measured: dict[str, jax.Array], waited: float
   ) -> None:
@@ -98,15 +114,6 @@ class RunLog:
     Raises:
       UserError: as `flush`.
     """
-    before = self._pending
-    if before is not None and before.end is None and before.is_over():
-      # It ended before this step was dispatched, and was not seen to end. It is
-      # taken to have ended before this step waited for its batch. `stepped` below
-      # adds that wait to the status line.
-      before.end = self._status.moment(ago=waited)
-      if before.step == self._first_step + 1:
-        # Neither its beginning, after compiling, nor its end was seen exactly.
-        self._status.measure_from(before.step, before.end)
     dispatched = _Pending(step, measured)
     # A dispatch may return when the step is over, as on CPU.
     is_over = dispatched.is_over()

@@ -12,7 +12,7 @@ import jax
 from etils import epath
 
 from diffjax import config_file
-from diffjax.config import Config, from_config_dict
+from diffjax.config import Config, UserError, from_config_dict
 from diffjax.data import plan
 from diffjax.data.pipeline import (
   check_prepared,
@@ -104,6 +104,7 @@ class Session:
     self._tokenizer = load_tokenizer(config.data.tokenizer)
     check_vocabulary(config, self._tokenizer)
     self.program = build(config, mesh)
+    self._check_implementation()
     self.lacks_scores = False
     self._printed_choices: set[Choice] = set()
     warning = cpu_time.warning(config, mesh.devices.flat[0].platform)
@@ -113,6 +114,21 @@ class Session:
     # Held by process 0 inside the context.
     self._lock: WorkdirLock | None = None
     self._waited = 0.0
+
+  def _check_implementation(self) -> None:
+    """Raises UserError if the config names an attention that cannot run here.
+
+    Otherwise the first step would raise it, after the workdir has changed.
+    """
+    name = self._config.model.attention_implementation
+    if name == "auto":
+      return
+    try:
+      self.program.trace_train_step()
+    except ValueError as error:
+      raise UserError(
+        f"config.model.attention_implementation = {name!r}: {error}"
+      ) from error
 
   def __enter__(self) -> Session:
     """Opens the data and locks the workdir. Changes no other file there."""
@@ -295,6 +311,7 @@ class Session:
     asked = time.perf_counter()
     batch = put_batch(next(self._batches), self.program.mesh)
     self._waited = time.perf_counter() - asked
+    self._log.batch_ready(self._waited)
     self._stopping.ask()
     return batch
 

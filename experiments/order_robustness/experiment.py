@@ -68,7 +68,7 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
     rows = []
     for demonstrations, (_, queries) in zip(ordered, sets, strict=True):
       shown = [
-        trained.tokenizer.separator,
+        *trained.tokenizer.document_tokens.start,
         *encode(" ".join(example.text for example in demonstrations)),
       ]
       rows += [[*shown, *encode(query.text)] for query in queries]

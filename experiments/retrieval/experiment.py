@@ -137,9 +137,7 @@ def _questions(
       rng, asked=1, distractors=distractors, fillers=length - 1 - distractors
     )
     key, value = tokenizer.encode(" ".join(example.answer))
-    rows.append(
-      [tokenizer.separator, *tokenizer.encode(" ".join(example.context)), key]
-    )
+    rows.append([*tokenizer.encode_prompt(" ".join(example.context)), key])
     wanted.append(value)
     places.append(1 + example.places[0])
   return np.asarray(rows, np.int32), np.asarray(wanted), np.asarray(places)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import tokenizers
 
 from diffjax.config import UserError
 from diffjax.data import document_tokens
@@ -106,3 +107,69 @@ def test_document_tokens_beside_a_tokenizer(tmp_path):
   document_tokens.write(tmp_path, DocumentTokens((9999,), (2,), (2,), 2))
   with pytest.raises(UserError, match="another model's"):
     load_tokenizer(path)
+
+
+def test_byte_names_in_other_characters_are_text(tmp_path):
+  """A normalizer makes them the ASCII characters of a name."""
+  made = tokenizer_files.unigram()
+  made.normalizer = tokenizers.normalizers.NFKC()
+  made.save(str(tmp_path / "tokenizer.json"))
+  loaded = load_tokenizer(str(tmp_path / "tokenizer.json"))
+  assert loaded.decode(loaded.encode("a＜0x41＞b")) == "a<0x41>b"
+
+
+def test_bytes_of_added_tokens_and_after_unknown_ones(tmp_path):
+  """Gemma adds runs of spaces as tokens."""
+  made = tokenizer_files.llama_2()
+  made.add_tokens([tokenizers.AddedToken("▁▁▁▁", normalized=True)])
+  made.save(str(tmp_path / "tokenizer.json"))
+  assert_bytes_add_up(load_tokenizer(str(tmp_path / "tokenizer.json")))
+  made = tokenizer_files.word_piece()
+  made.add_tokens(["<tool>"])
+  made.save(str(tmp_path / "tokenizer.json"))
+  loaded = load_tokenizer(str(tmp_path / "tokenizer.json"))
+  assert_bytes_add_up(loaded)
+  unknown = loaded.encode("é")
+  ids = np.array([loaded.separator, *unknown, *loaded.encode("the")])
+  assert loaded.target_bytes(ids[:-1], ids[1:]).tolist() == [0, len(" the")]
+
+
+def assert_bytes_add_up(loaded):
+  for text in ("hello     world", "hello <tool> the", "        the", "the"):
+    ids = np.array([loaded.separator, *loaded.encode(text)])
+    num_bytes = loaded.target_bytes(ids[:-1], ids[1:])
+    assert num_bytes.sum() == len(loaded.decode(ids).encode())
+
+
+def test_words_that_end_in_a_mark(tmp_path):
+  """The decoder puts a space after </w>, and none inside a word."""
+  names = ["<unk>", "</s>", "a", "b", "ab", "a</w>", "b</w>", "ab</w>"]
+  vocabulary = {name: index for index, name in enumerate(names)}
+  merges = [("a", "b"), ("a", "b</w>")]
+  made = tokenizers.Tokenizer(
+    tokenizers.models.BPE(
+      vocabulary, merges, unk_token="<unk>", end_of_word_suffix="</w>"
+    )
+  )
+  made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+  made.decoder = tokenizers.decoders.BPEDecoder()
+  made.add_special_tokens(["<unk>", "</s>"])
+  made.save(str(tmp_path / "tokenizer.json"))
+  loaded = load_tokenizer(str(tmp_path / "tokenizer.json"))
+  text = "abba ab a bab"
+  ids = [loaded.separator, *loaded.encode(text), loaded.separator]
+  assert loaded.decode(ids) == text
+  row = np.array(ids)
+  assert loaded.target_bytes(row[:-1], row[1:]).sum() == len(text)
+  for end in range(1, len(ids)):
+    before, after = ids[:end], ids[end:]
+    whole = loaded.decode(before) + loaded.decode_after(before, after)
+    assert whole == text
+
+
+def test_a_model_may_stop_at_a_token_of_its_text(tmp_path):
+  path = tokenizer_files.save(tmp_path, "llama_2")
+  comma = load_tokenizer(path).encode(",")[-1]
+  document_tokens.write(tmp_path, DocumentTokens((), (2,), (comma, 2), 2))
+  loaded = load_tokenizer(path)
+  assert loaded.decode(loaded.encode("a,b")) == "a,b"

@@ -19,7 +19,7 @@ import pytest
 
 from diffjax import progress
 from diffjax.config import DataConfig, UserError
-from diffjax.data import prepared, shards, sources
+from diffjax.data import pipeline, prepared, shards, sources
 from diffjax.data.row import Row, decode_row, encode_row
 from tests.tiers import full
 
@@ -336,6 +336,28 @@ def test_text_rewritten_within_a_second_is_not_prepared(
   assert not prepared.is_prepared(after)
   with pytest.raises(UserError, match="held other files.*times or text"):
     prepared.prepare(chosen, 1)
+
+
+def test_training_refuses_rows_of_other_text(
+  make_config, jsonl, tmp_path, monkeypatch
+):
+  """Rows in a directory that the config names."""
+  config = make_config(prepared_dir=str(tmp_path / "rows"))
+  pipeline.training_batches(config).close()
+  text = jsonl.read_text()
+  # A copy of the files, or none, serves.
+  os.utime(jsonl, (1_700_000_000, 1_700_000_000))
+  pipeline.training_batches(config).close()
+  jsonl.rename(tmp_path / "away")
+  pipeline.training_batches(config).close()
+  for changed in (text + text, text.replace("document", "Document")):
+    jsonl.write_text(changed)
+    for open_rows in (
+      pipeline.training_batches,
+      lambda config: pipeline.validation_batches(config, 4),
+    ):
+      with pytest.raises(UserError, match="held other files"):
+        open_rows(config)
 
 
 def test_rows_of_an_earlier_version_stay_prepared(

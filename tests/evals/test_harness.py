@@ -255,8 +255,12 @@ def test_no_prompt_shows_a_scored_question(prompts, tmp_path):
   scored = gsm8k(*range(10, 18))
   write(tmp_path, "gsm8k", scored, "test")
   other = gsm8k(*range(20, 26))
-  # The training file is absent, a copy, or shares some questions.
-  for train in (None, scored, scored[:3] + other):
+  # The training file is absent, a copy, has the questions with other answers,
+  # or shares some questions.
+  reworded = [
+    question | {"answer": "It is 7.\n#### 7", "id": 1} for question in scored
+  ]
+  for train in (None, scored, reworded, scored[:3] + other):
     if train is not None:
       write(tmp_path, "gsm8k", train, "train")
     for num_fewshot in (-1, 0, 3):
@@ -264,7 +268,7 @@ def test_no_prompt_shows_a_scored_question(prompts, tmp_path):
       asked = dict(
         tasks=("gsm8k",), data_dir=str(tmp_path), num_fewshot=num_fewshot
       )
-      if num_fewshot != 0 and train in (None, scored):
+      if num_fewshot != 0 and train in (None, scored, reworded):
         with pytest.raises(UserError, match="set.harness.num_fewshot"):
           run(**asked)
         continue

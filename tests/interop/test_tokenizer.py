@@ -104,11 +104,46 @@ def test_document_tokens_of_published_files(tmp_path, files, expected):
   assert tokenizer.encode_prompt("") == [expected.no_context]
 
 
-def test_a_wrong_end_token_is_refused(tmp_path):
-  for wrong in (9999, -1, True, "</s>"):
+def test_ids_that_the_tokenizer_lacks_are_ignored(tmp_path, capsys):
+  for unknown in (9999, -1):
+    write_files(tmp_path, config={"eos_token_id": [EOS, unknown]})
+    tokens = read_tokenizer(tmp_path, 1000).document_tokens
+    assert tokens.stop == (EOS,)
+    assert (
+      f"has no token {unknown}, which is ignored" in capsys.readouterr().err
+    )
+
+
+def test_a_field_that_is_no_id_is_refused(tmp_path):
+  for wrong in (True, "</s>", 2.0):
     write_files(tmp_path, config={"eos_token_id": [EOS, wrong]})
     with pytest.raises(UserError, match="config.json has eos_token_id"):
       read_tokenizer(tmp_path, 1000)
+
+
+def test_default_ids_that_are_tokens_of_the_text(tmp_path):
+  """Llama's config has them if a model with another tokenizer sets none."""
+  made = tokenizer_files.llama_2()
+  first, second = made.token_to_id("a"), made.token_to_id("b")
+  write_files(
+    tmp_path,
+    config={"bos_token_id": first, "eos_token_id": second},
+    tokenizer_config={"eos_token": "</s>"},
+  )
+  tokenizer = read_tokenizer(tmp_path, 1000)
+  # transformers stops there too.
+  expected = DocumentTokens((), (EOS,), (second, EOS), EOS)
+  assert tokenizer.document_tokens == expected
+  assert tokenizer.decode(tokenizer.encode("a b ab")) == "a b ab"
+
+
+def test_padding_of_the_file_is_not_part_of_a_document(tmp_path):
+  made = tokenizer_files.with_first_token(tokenizer_files.llama_2(), "<s>")
+  made.enable_padding(length=16, pad_id=PAD, pad_token="<pad>")
+  made.enable_truncation(1)
+  made.save(str(tmp_path / "tokenizer.json"))
+  tokens = read_tokenizer(tmp_path, 1000).document_tokens
+  assert tokens == DocumentTokens((BOS,), (EOS,), (EOS,), BOS)
 
 
 def test_document_tokens_stay_with_the_model(make_model, convert, tmp_path):

@@ -15,7 +15,6 @@ N = 100
   [
     [0, 99],
     (0, 99),
-    bytes([0, 99]),
     range(0, 100, 99),
     [np.uint8(0), jnp.int32(99)],
     *(np.array([0, 99], dtype) for dtype in ("int8", "uint16", "uint64")),

@@ -709,7 +709,7 @@ def test_init_from_with_another_tokenizer_is_refused(config, whole, tmp_path):
     start_from(start, other, "refused")
   message = str(refusal.value)
   assert f"init_from = '{start}'" in message
-  assert f"tokenizer = '{other}' gives other ids" in message
+  assert f"tokenizer = '{other}' is another one" in message
   assert f"set config.data.tokenizer to '{start}/tokenizer.json'" in message
   assert contents(tmp_path / "refused") == {}
   # A built-in tokenizer has no copy beside the checkpoint.
@@ -775,6 +775,9 @@ def test_a_refused_resume_changes_nothing(config, tmp_path, monkeypatch, mode):
   with monkeypatch.context() as patch:
     patch.setitem(sys.modules, "wandb", None)
     assert_refused("needs wandb", wandb)
+
+  gpu = change(longer, model__attention_implementation="pallas_gpu")
+  assert_refused("attention_implementation = 'pallas_gpu'", gpu)
 
   # Written after the check in the constructor.
   with monkeypatch.context() as patch:

@@ -80,6 +80,7 @@ def train(machine, log_interval, workdir, monkeypatch):
   ends, start, true_seconds = {}, (0, 0.0), {}
   for step in range(1, STEPS + 1):
     clock.now += machine.wait
+    log.batch_ready(machine.wait)
     if step == 1:
       clock.now += COMPILING
     begin = max(clock.now, device_free)

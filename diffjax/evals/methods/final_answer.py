@@ -75,16 +75,22 @@ _DROPPED = re.compile(
 )
 _DEGREES = re.compile(r"\^\{?\\circ\}?|\\degrees?(?![a-zA-Z])|°")
 _SHORT_UNITS = (
-  "cm|mm|km|mi|in|ft|yd|mg|kg|oz|lbs?|ml|hrs?|min|sec|days?|mph|cups?|men"
+  "cm|mm|km|mi|in|ft|yd|sq|mg|kg|oz|lbs?|ml|hrs?|yrs?|min|sec|days?|am|pm|AM|PM"
+  "|mph|rad|USD|pts?|cups?|eggs?|pies?|pens?|cats?|dogs?|cars?|bags?|box|men|kids?"
 )
-_NO_UNITS = "alpha|beta|gamma|delta|theta|lambda|sigma|omega|sqrt|infinity"
+# Words that name numbers or operations
+_NO_UNITS = (
+  "alpha|beta|gamma|delta|epsilon|zeta|theta|iota|kappa|lambda|sigma|upsilon"
+  "|omega|sqrt|infty|infinity|plus|minus|times|over"
+)
 _UNITS = re.compile(
   r"(?:(?<=[\d})])\s*\\(?:text|mathrm|mbox|hbox|rm)\s*\{[^{}]*\}"
   rf"|(?<=\d)\s+(?!{_NO_UNITS})(?:{_SHORT_UNITS}|[a-zA-Z]{{4,}})(?![a-zA-Z])[a-zA-Z .]*)"
   r"(?:\^\{?[23]\}?)?$"
 )
-# math-verify reads a word as a product, and ignores the base of a number
-_VERBATIM = re.compile(r"[a-zA-Z]{3,}|.*\d_.*")
+# math-verify reads a word as a product and a ratio as a quotient, and ignores the
+# base of a number
+_VERBATIM = re.compile(r"[a-zA-Z]{3,}|.*\d_.*|.*\d:\d.*")
 
 
 @dataclasses.dataclass(frozen=True)
