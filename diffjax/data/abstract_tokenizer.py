@@ -72,7 +72,7 @@ class Tokenizer(abc.ABC):
     control_ids = self.document_tokens.control_ids()
     return any(token not in control_ids for token in ids)
 
-  def decode_after(self, context: Iterable[int], ids: Iterable[int]) -> str:
+  def decode_after(self, context: Sequence[int], ids: Iterable[int]) -> str:
     """Returns the text that ids add to the text of a context.
 
     Some decoders drop the space before the first word of a text. The text of a

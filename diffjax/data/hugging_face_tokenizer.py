@@ -202,27 +202,28 @@ class HuggingFaceTokenizer(Tokenizer):
   def decode(self, ids: Iterable[int]) -> str:
     return self._tokenizer.decode(self._text_ids(ids), skip_special_tokens=True)
 
-  def decode_after(self, context: Iterable[int], ids: Iterable[int]) -> str:
+  def decode_after(self, context: Sequence[int], ids: Iterable[int]) -> str:
     text_ids = self._text_ids(ids)
-    context_ids = self._text_ids(context)
-    if not context_ids:
+    # A long context is not searched to its beginning.
+    last_token = next(filter(self._is_text, reversed(context)), None)
+    if last_token is None:
       return self.decode(text_ids)
-    anchor = self._make_anchor(context_ids[-1]) or self._anchor
+    anchor = self._make_anchor(last_token) or self._anchor
     if anchor is None:
       return self.decode(text_ids)
     text = self.decode([anchor.token, *text_ids])
     return text[len(anchor.text) :]
 
   def has_text(self, ids: Iterable[int]) -> bool:
-    return bool(self._text_ids(ids))
+    return any(self._is_text(token) for token in ids)
+
+  def _is_text(self, token: int) -> bool:
+    """Returns True for an id of the vocabulary that stands for text."""
+    return 0 <= token < self.vocab_size and token not in self._control_ids
 
   def _text_ids(self, ids: Iterable[int]) -> list[int]:
     """Returns the ids that stand for text."""
-    text_ids = []
-    for token in ids:
-      if 0 <= token < self.vocab_size and token not in self._control_ids:
-        text_ids.append(int(token))
-    return text_ids
+    return [int(token) for token in ids if self._is_text(token)]
 
   @functools.cached_property
   def _anchor(self) -> _Anchor | None:

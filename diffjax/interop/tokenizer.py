@@ -103,14 +103,12 @@ def _published_tokens(directory: pathlib.Path) -> DocumentTokens | None:
   and if the files name no token that ends a document.
 
   Raises:
-    UserError: if a file is damaged, or names an id that is not in the
-      vocabulary.
+    UserError: if a file is damaged.
   """
   import tokenizers
 
-  path = directory / _TOKENIZER
   try:
-    backend = tokenizers.Tokenizer.from_file(str(path))
+    backend = tokenizers.Tokenizer.from_file(str(directory / _TOKENIZER))
   except Exception:  # tokenizers raises Exception itself
     return None  # The caller raises the error.
   tokenizer_config = _read_optional(directory / _TOKENIZER_CONFIG)
@@ -135,7 +133,7 @@ def _published_tokens(directory: pathlib.Path) -> DocumentTokens | None:
   start, end = _added_by_post_processor(backend)
   if not end:
     eos_id = vocabulary.get(eos_name) if eos_name is not None else None
-    # Configs without these fields get those of Llama, which may be tokens of text.
+    # LlamaConfig has ids 1 and 2 by default, which may be tokens of the text.
     control_ids = backend.get_added_tokens_decoder().keys()
     control_stop_ids = [token for token in stop_ids if token in control_ids]
     if control_stop_ids and eos_id not in control_stop_ids:
