@@ -216,7 +216,7 @@ def _open_rows(
   rows = [prepared.PreparedRows(target, split) for target in mine]
   for target, component in zip(mine, rows, strict=True):
     if config.prepared_dir:
-      prepared.check_files(target, config)
+      prepared.report_other_files(target, config)
     if not len(component):
       raise UserError(
         f"config.data.source: {target.spec!r} has no {split} rows ({target.directory}): set config.data.validation_source, "

@@ -180,13 +180,14 @@ def _fingerprints(
   return {split: source.fingerprint() for split, source in opened.items()}
 
 
-def check_files(target: Target, config: DataConfig) -> None:
-  """Raises UserError if a target's files have changed since it was prepared.
+def report_other_files(target: Target, config: DataConfig) -> None:
+  """Prints a line if a target's files have changed since it was prepared.
 
-  Names, sizes and samples of the text are compared. Times are not, since rows
-  may be used with copies of the files, or without them. Nothing is compared on
-  the Hub, where the source's revision says which files are meant, and for rows
-  of earlier versions, which do not tell.
+  It is no error: a run that was started with the old text goes on with its
+  rows. Names, sizes and samples of the text are compared. Times are not, since
+  rows may be used with copies of the files, or without them. Nothing is compared
+  on the Hub, where the source's revision says which files are meant, and for
+  rows of earlier versions, which do not tell.
 
   Args:
     target: A target whose rows are prepared.
@@ -202,11 +203,13 @@ def check_files(target: Target, config: DataConfig) -> None:
   for split in target.splits:
     for what in ("names and sizes", "text"):
       if meta["files"][split][what] != current[split][what]:
-        raise UserError(
-          f"{target.directory}: was prepared when {target.spec!r} held other"
-          f" files (their {what} have changed); delete it and prepare again, or"
-          " set config.data.prepared_dir to another directory"
+        say(
+          f"warning: the rows in {target.directory} are used, which were"
+          f" prepared before the {what} of the files of {target.spec!r} changed;"
+          " for the new text delete that directory, or set"
+          " config.data.prepared_dir to another one"
         )
+        return
 
 
 def _earlier_identity(opened: Mapping[str, Source]) -> dict[str, Any]:
