@@ -1,5 +1,6 @@
 """python -m diffjax.generate as typed."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -29,19 +30,20 @@ from diffjax.training.step import init_params
 from diffjax.training.trained import Trained, load
 from tests import in_process, tokenizer_files
 
+MODEL = ModelConfig(
+  num_layers=1,
+  embed_dim=16,
+  num_heads=2,
+  num_kv_heads=2,
+  head_dim=8,
+  ffn_dim=32,
+  max_length=600,
+)
 
-def save(workdir, change=lambda params: None, *, implementation="auto", **data):
+
+def save(workdir, change=lambda params: None, **data):
   """A model that has learnt nothing, but whose logits are far apart."""
-  model = ModelConfig(
-    num_layers=1,
-    embed_dim=16,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=8,
-    ffn_dim=32,
-    max_length=600,
-  )
-  config = Config(model=model, data=DataConfig(**data))
+  config = Config(model=MODEL, data=DataConfig(**data))
   program = build(config, make_mesh(config.mesh, jax.devices()[:1]))
   state = program.init()
   state.params["embedding"] *= 3
@@ -225,16 +227,7 @@ def test_the_space_after_a_prompt_is_printed(
   printer.finish(answer)
   assert capsys.readouterr().out == "hello world\n"
 
-  config = ModelConfig(
-    num_layers=1,
-    embed_dim=16,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=8,
-    ffn_dim=32,
-    vocab_size=tokenizer.vocab_size,
-    max_length=64,
-  )
+  config = dataclasses.replace(MODEL, vocab_size=tokenizer.vocab_size)
   model = Decoder(config)
   params = init_params(model, jax.random.key(0))
   monkeypatch.setattr(Sampler, "stream", lambda *args, **options: [[answer]])

@@ -301,6 +301,7 @@ class Checkpoints:
       if step not in self._damaged:
         with contextlib.suppress(manifest.Damage):
           manifests[step] = manifest.read(self._directory / str(step), step)
+    # Yields before each deletion.
     for _ in manifest.prune(
       self._directory, manifests, keep=self._keep, among=among
     ):

@@ -57,9 +57,10 @@ class WorkdirLock:
 
 @contextlib.contextmanager
 def lock(workdir: epath.PathLike) -> Iterator[WorkdirLock]:
-  """Keeps every other run from writing in a workdir, for as long as the context, or this process, lives.
+  """Keeps every other run from writing in a workdir inside the context.
 
-  The kernel frees the lock with the process, however that ends. Object stores have no such lock: nothing is done for gs:// paths.
+  The kernel releases the lock if the process dies. Object stores have no locks:
+  nothing is done for gs:// paths.
 
   Args:
     workdir: The run's directory; made if it is not there.
@@ -112,7 +113,8 @@ def _acquire(path: epath.Path) -> tuple[TextIO, tuple[int, int]]:
       raise _in_use(path, f"another run of this process ({os.getpid()})")
     file = open(path, "a+", encoding="utf-8")
     try:
-      # Not flock: a forked child would share that lock and keep it after a kill. This one belongs to the process alone.
+      # Not flock: a forked child would share that lock and keep it after a kill.
+      # This one belongs to the process alone.
       fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
       with file:

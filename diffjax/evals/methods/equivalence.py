@@ -1,7 +1,9 @@
-"""Whether two mathematical expressions are equal, by math-verify (the extra `eval`).
+"""Whether two mathematical expressions are equal, by math-verify.
 
-math-verify compares expressions with sympy, which may need forever or all memory (9^{9^{9}}). So it runs in a process of its own, with
-limits of time and memory. A pair at which the process ends counts as different, and the next pair gets a new process.
+math-verify is in the extra `eval`. It compares expressions with sympy, which may
+need unlimited time or memory (9^{9^{9}}). So it runs in a process of its own
+with limits. A pair at which the process ends counts as different, and the next
+pair gets a new process.
 """
 
 from __future__ import annotations

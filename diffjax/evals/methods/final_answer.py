@@ -1,19 +1,25 @@
-"""The final answer in a solution of GSM8K or MATH form, and the comparison of answers.
+"""The final answer in a solution of GSM8K or MATH form, and its comparison.
 
 These answers are the same:
 
-- numbers of the same value, exactly: 1,200 and 1200.0, 9{,}500 and 9500, 0.5 and 1/2 and \\frac12, 1\\frac{1}{2} and 3/2; "$", "%" (50%
-  is 50, not 0.5), the degree sign and units at the end are left out;
-- tuples and intervals whose parts are the same, in order, between the same brackets; sets and lists without brackets, in any order;
-- words that are spelled alike, case included;
-- other expressions that math-verify finds equal: x + 1 and 1 + x, 2\\sqrt{3} and \\sqrt{12}, 3\\times10^4 and 30000.
+- Numbers of exactly the same value: 1,200 and 1200.0, 9{,}500 and 9500, 0.5 and
+  1/2 and \\frac12, 1\\frac{1}{2} and 3/2. "$", "%" (50% is 50, not 0.5), the
+  degree sign and units at the end are left out.
+- Tuples and intervals with the same parts in the same order, between the same
+  brackets. Sets, and lists without brackets, with the same parts in any order.
+- Words that are spelled alike, case included.
+- Other expressions that math-verify finds equal: x + 1 and 1 + x, 2\\sqrt{3} and
+  \\sqrt{12}, 3\\times10^4 and 30000.
 
-These are not: a number and its rounded decimal, number words. Units are not compared, and a list "1,234" is read as the number. A unit is
-set as text, or is a word of four or more letters, or one of the common short ones: 4 xy is a product. Expressions of more than 200
-characters and answers of more than 1,000 must be identical.
+These are different: a number and its rounded decimal, and number words. Units
+are not compared. A list "1,234" is read as the number. A unit is set as text, or
+is a word of four or more letters, or a common short one: 4 xy is a product.
+Expressions of more than 200 characters and answers of more than 1,000 must be
+identical.
 
-math-verify decides only about single expressions that this module cannot decide. Alone it takes (1,2) for \\{1,2\\}, 50% for 0.5, "east"
-for "seat", 12_3 for 12, "1 1/2" for 1, and, with its list of units, 3ab for 3.
+math-verify decides only about single expressions that this module cannot decide.
+Alone it takes (1,2) for \\{1,2\\}, 50% for 0.5, "east" for "seat", 12_3 for 12,
+"1 1/2" for 1, and, with its list of units, 3ab for 3.
 """
 
 from __future__ import annotations
@@ -73,6 +79,8 @@ _WRAPPERS = re.compile(
 _DROPPED = re.compile(
   r"(?<!\\)\\(?:left|right|displaystyle|quad|qquad|[,!;:> ])(?![a-zA-Z])|\\(?:left|right)(?=[a-zA-Z])|~|\s"
 )
+# Stands for a space that `_DROPPED` must not match.
+_KEPT_SPACE = "\0"
 _DEGREES = re.compile(r"\^\{?\\circ\}?|\\degrees?(?![a-zA-Z])|°")
 _SHORT_UNITS = (
   "cm|mm|km|mi|in|ft|yd|sq|mg|kg|oz|lbs?|ml|hrs?|yrs?|min|sec|days?|am|pm|AM|PM"
@@ -263,37 +271,56 @@ def _read_all(texts: Sequence[str]) -> tuple[_Answer, ...]:
 
 
 def _plain(answer: str) -> str:
-  """The answer without characters that only typeset it."""
-  text = _normalise(answer).strip().strip("$").strip()
-  text = (
-    text.replace(r"\(", "")
-    .replace(r"\)", "")
-    .replace(r"\[", "")
-    .replace(r"\]", "")
-  )
+  """Returns an answer without characters that only typeset it."""
+  text = _without_delimiters(_normalise(answer))
   text = _DEGREES.sub("", text)
   text = _UNITS.sub("", text.rstrip("."))
-  while (wrapper := _WRAPPERS.search(text)) is not None and (
-    end := _closing(text, wrapper.end() - 1)
-  ) is not None:
-    text = text[: wrapper.start()] + text[wrapper.end() : end] + text[end + 1 :]
-  text = (
-    text.replace(r"\$", "").replace("$", "").replace(r"\%", "").replace("%", "")
-  )
+  text = _without_wrappers(text)
+  text = re.sub(r"\\?[$%]", "", text)
+  # A mixed number, before spaces are dropped
   text = re.sub(r"^(-?\d+)\s+(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", text)
   text = re.sub(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi ", text)
-  # A space between a command and a letter separates them.
-  text = re.sub(r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])", "\\1\0", text)
-  text = _DROPPED.sub("", text).replace("\0", " ").rstrip(".")
+  text = _without_spaces(text).rstrip(".")
+  text = _with_braces(text)
+  # The name of a variable or a function before the value
+  return re.sub(
+    r"^[a-zA-Z](?:\([a-zA-Z]\))?(?:=|\\in(?![a-zA-Z]) ?)(?=.)", "", text
+  )
+
+
+def _without_delimiters(text: str) -> str:
+  """Returns a text without the delimiters of formulas."""
+  text = text.strip().strip("$").strip()
+  return re.sub(r"\\[()\[\]]", "", text)
+
+
+def _without_wrappers(text: str) -> str:
+  """Returns the content of commands such as \\text{…} in their place."""
+  wrapper = _WRAPPERS.search(text)
+  while wrapper is not None:
+    end = _closing(text, wrapper.end() - 1)
+    if end is None:
+      break
+    content = text[wrapper.end() : end]
+    text = text[: wrapper.start()] + content + text[end + 1 :]
+    wrapper = _WRAPPERS.search(text)
+  return text
+
+
+def _without_spaces(text: str) -> str:
+  """Returns a text without spaces, except between a command and a letter."""
+  text = re.sub(r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])", f"\\1{_KEPT_SPACE}", text)
+  return _DROPPED.sub("", text).replace(_KEPT_SPACE, " ")
+
+
+def _with_braces(text: str) -> str:
+  """Writes fractions and roots with all their braces, as \\frac{1}{2}."""
   text = re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", text)
   text = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", text)
   text = re.sub(r"\\frac(\d)\{", r"\\frac{\1}{", text)
   text = re.sub(r"(\\frac\{[^{}]*\})(\d)", r"\1{\2}", text)
   text = re.sub(r"\\sqrt(\w)", r"\\sqrt{\1}", text)
-  text = re.sub(r"^(-?)\{?(-?\d+)\}?/\{?(\d+)\}?$", r"\1\2/\3", text)
-  return re.sub(
-    r"^[a-zA-Z](?:\([a-zA-Z]\))?(?:=|\\in(?![a-zA-Z]) ?)(?=.)", "", text
-  )
+  return re.sub(r"^(-?)\{?(-?\d+)\}?/\{?(\d+)\}?$", r"\1\2/\3", text)
 
 
 def _number(text: str) -> Fraction | None:

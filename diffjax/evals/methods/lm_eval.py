@@ -1,8 +1,11 @@
-"""A trained model in the interface of the LM Evaluation Harness (lm-eval, the extra `eval`; it needs neither torch nor transformers).
+"""A trained model in the interface of the LM Evaluation Harness.
 
-Texts begin with the tokens that begin a document, as in training. A control token that is spelled out in a text is text. A context that is
-too long for the model loses its oldest tokens, except those that begin the document.
-Long answers are shortened so that the context keeps half of the model's length.
+lm-eval is in the extra `eval`. It needs neither torch nor transformers.
+
+Texts begin with the tokens that begin a document, as in training. A control
+token that is spelled out in a text is text. A context that is too long for the
+model loses its oldest tokens, except those that begin the document. Long answers
+are shortened so that the context keeps half of the model's length.
 """
 
 from __future__ import annotations

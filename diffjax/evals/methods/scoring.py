@@ -60,15 +60,14 @@ def score(
     ValueError: for an empty context or continuation.
   """
   limit, vocab_size = model.config.max_length, model.config.vocab_size
-  checked = [
-    (
-      validated_token_ids(context, vocab_size, f"pair {index}: the context"),
-      validated_token_ids(
-        continuation, vocab_size, f"pair {index}: the continuation"
-      ),
+  checked = []
+  for index, pair in enumerate(pairs):
+    name = f"pair {index}: the"
+    context_ids = validated_token_ids(pair[0], vocab_size, f"{name} context")
+    continuation_ids = validated_token_ids(
+      pair[1], vocab_size, f"{name} continuation"
     )
-    for index, (context, continuation) in enumerate(pairs)
-  ]
+    checked.append((context_ids, continuation_ids))
   buckets: dict[int, list[int]] = {}
   for index, (context, continuation) in enumerate(checked):
     if not len(context) or not len(continuation):

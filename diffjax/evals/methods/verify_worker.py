@@ -1,7 +1,8 @@
-"""The process that `equivalence.py` starts: it compares expressions with math-verify.
+"""Compares expressions with math-verify, as the process of equivalence.py.
 
-Its first reply is "ready", or why math-verify cannot be imported. Then it reads a JSON list of an answer and the wanted answer per line, and
-writes true or false per line.
+The first reply is "ready", or why math-verify cannot be imported. Then each line
+of the input is a JSON list of an answer and the wanted answer, and each line of
+the output is true or false.
 """
 
 import contextlib
@@ -32,7 +33,8 @@ def main(seconds: int) -> None:
   logging.disable(logging.CRITICAL)
   with contextlib.suppress(ValueError):  # macOS refuses.
     resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))
-  # final_answer.py has removed units. math-verify would also remove "ab" and "s".
+  # final_answer.py has removed units. math-verify would also remove "ab" and
+  # "s".
   normalization = math_verify.parser.NormalizationConfig(
     units=False, malformed_operators=True, nits=True, boxed="none"
   )
