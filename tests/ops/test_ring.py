@@ -25,7 +25,7 @@ from diffjax.ops.diff_attention import (
   ring,
 )
 from diffjax.ops.diff_attention.mask import Mask
-from diffjax.ops.diff_attention.sharded import Tokens
+from diffjax.ops.diff_attention.sharded import TokenSharding
 from diffjax.ops.diff_attention.tpu import block_sizes, chip
 from tests.tiers import full
 
@@ -227,14 +227,12 @@ def test_partial_results_are_not_rounded(implementation):
 
   def run(q, k, v, lam, d_out):
     arrays = Arrays(q, k, v, lam, None, None, None)
-    options = Options(
-      0.3, save=True, chosen=chosen.prepare(arrays, mask), partial=True
-    )
-    saved = chosen.forward(arrays, mask, options)
+    options = Options(0.3, save=True, chosen=chosen.prepare(arrays, mask))
+    saved = chosen.partial.forward(arrays, mask, options)
     narrow = saved._replace(
       out=saved.out.astype(q.dtype), out2=saved.out2.astype(q.dtype)
     )
-    return saved, chosen.backward(arrays, mask, options, narrow, d_out)[:3]
+    return saved, chosen.partial.backward(arrays, mask, options, narrow, d_out)
 
   with chip.interpreted():
     saved, gradients = jax.eval_shape(run, q, k, v, lam, d_out)
@@ -293,7 +291,7 @@ def test_causal_masks_are_known_and_steps_are_equal(order, shards):
   """Of a causal mask a device's own keys are cut, all other ones are seen whole or not at all; in balanced order by as many queries."""
   length = 16
   steps = ring.steps_of(
-    Mask(length, length), Tokens(("context",), shards, order)
+    Mask(length, length), TokenSharding(("context",), shards, order)
   )
   assert [step.distance for step in steps] == list(range(shards))
   assert all(

@@ -13,6 +13,8 @@ from diffjax.ops.diff_attention.vjp import (
   Arrays,
   Implementation,
   Options,
+  PartialImplementation,
+  PartialResult,
   Saved,
 )
 
@@ -21,6 +23,8 @@ __all__ = [
   "Arrays",
   "Implementation",
   "Options",
+  "PartialImplementation",
+  "PartialResult",
   "Saved",
   "balanced_order",
   "decode_attention",

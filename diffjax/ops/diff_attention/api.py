@@ -19,9 +19,9 @@ from diffjax.ops.diff_attention.mask import PER_ROW, Mask, Windows
 from diffjax.ops.diff_attention.ring import ring
 from diffjax.ops.diff_attention.sharded import (
   TOKEN_ORDERS,
-  Layout,
-  Tokens,
-  attend_to_gathered,
+  AxisSharding,
+  TokenSharding,
+  gathered_attention,
 )
 from diffjax.ops.platform import platform
 
@@ -132,7 +132,7 @@ def diff_attention(
     scale=scale,
     implementation=implementation,
   )
-  layout = None if sharding is None else Layout.of(sharding, "B T H")
+  layout = None if sharding is None else AxisSharding.of(sharding, "B T H")
   if layout is None:
     return attend(q, k, v, lam, q_segment_ids, kv_segment_ids, q_offset)
   return _attend_sharded(
@@ -164,7 +164,7 @@ def _attend(
   implementation: str,
   tokens=None,
 ) -> jax.Array:
-  """The operation on one device's arrays; with `tokens` (Tokens), on its part of rows that several devices share."""
+  """The operation on one device's arrays; with `tokens` (TokenSharding), on its part of rows that several devices share."""
   pairs = arguments.in_pairs(q)
   static = isinstance(q_offset, int)
   mask = Mask(
@@ -184,7 +184,9 @@ def _attend(
     implementation = choice.implementation
   chosen = implementations.implementation_of(implementation)
   if tokens is not None:
-    if not (chosen.takes_parts and static and mask.q_length == mask.kv_length):
+    if not (
+      chosen.partial is not None and static and mask.q_length == mask.kv_length
+    ):
       own = functools.partial(
         _attend,
         causal=causal,
@@ -192,7 +194,7 @@ def _attend(
         scale=scale,
         implementation=implementation,
       )
-      return attend_to_gathered(
+      return gathered_attention(
         own, tokens, q, k, v, lam, q_ids, kv_ids, q_offset
       )
     chosen = ring(chosen, tokens)
@@ -203,7 +205,7 @@ def _attend(
 
 def _attend_sharded(
   attend,
-  layout: Layout,
+  layout: AxisSharding,
   token_order: str,
   q,
   k,
@@ -224,7 +226,7 @@ def _attend_sharded(
   offset = None if isinstance(q_offset, int) else q_offset
 
   tokens = (
-    Tokens(layout.axes[1], layout.shards(1), token_order)
+    TokenSharding(layout.axes[1], layout.shards(1), token_order)
     if layout.shards(1) > 1
     else None
   )

@@ -20,11 +20,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from diffjax.ops.diff_attention.mask import PER_ROW, Mask, apply, positions
-from diffjax.ops.diff_attention.tiles import HIDDEN, LOG2E
+from diffjax.ops.diff_attention.tiles import EMPTY_ROW_LSE, LOG2E
 from diffjax.ops.diff_attention.vjp import (
   Arrays,
   Implementation,
   Options,
+  PartialImplementation,
+  PartialResult,
   Saved,
 )
 from diffjax.ops.varying import vary_like
@@ -61,13 +63,17 @@ class _Band(NamedTuple):
   keys: list[int]  # each block's first key
 
 
-def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
+def _forward(
+  arrays: Arrays, mask: Mask, options: Options, is_partial: bool = False
+) -> Any:
   """The output [B, T, H, V] and the log-sum-exps [N, R, T, 1] of signal maps, and of noise maps likewise."""
   inputs = _lead_with_heads(arrays)
   num_groups, block = _tile(inputs)
-  group = functools.partial(_forward_group, mask, options, _bands(mask, block))
+  group = functools.partial(
+    _forward_group, mask, options, is_partial, _bands(mask, block)
+  )
   out, lse = _map_groups(group, num_groups, inputs)
-  if options.partial:
+  if is_partial:
     heads = lambda x: x.reshape(
       arrays.q.shape[0], arrays.q.shape[2], *x.shape[2:]
     )  # of groups of two maps at most
@@ -81,7 +87,11 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
 
 
 def _forward_group(
-  mask: Mask, options: Options, bands: list[_Band], inputs: _Inputs
+  mask: Mask,
+  options: Options,
+  is_partial: bool,
+  bands: list[_Band],
+  inputs: _Inputs,
 ):
   def step(band: _Band, arrays, carry, row, key):
     (inputs,) = arrays
@@ -102,11 +112,11 @@ def _forward_group(
       total = jnp.sum(weight, axis=-1, keepdims=True)
       empty = total == 0
       total = jnp.where(empty, 1, total)
-      lses.append(jnp.where(empty, -HIDDEN, peak + jnp.log(total)))
+      lses.append(jnp.where(empty, EMPTY_ROW_LSE, peak + jnp.log(total)))
       weights.append(weight)
       sums.append(total)
     values = _keys(inputs.v, key, band.span)
-    if options.partial:
+    if is_partial:
       return carry, (
         [
           _dot("nrts,nsv->nrtv", weight, values) / total
@@ -131,14 +141,19 @@ def _forward_group(
 
 
 def _backward(
-  arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out
+  arrays: Arrays,
+  mask: Mask,
+  options: Options,
+  saved: Any,
+  d_out,
+  is_partial: bool = False,
 ):
   """Gradients of q, k, v and λ (None without λ); paper §1."""
   q, k, v, lam = arrays[:4]
   batch, num_kv_heads, scale = q.shape[0], k.shape[2], options.scale
   dtype = jnp.promote_types(jnp.float32, q.dtype)
   inputs, lse, delta_2 = _lead_with_heads(arrays), saved.lse, None
-  if options.partial:  # δ₂ is a sum over all keys, which are not here
+  if is_partial:  # δ₂ is a sum over all keys, which are not here
     tokens_first = lambda x: jnp.swapaxes(x, 1, 2)
     lse = [
       _heads_first(tokens_first(saved.lse[:, :, g])[..., None], num_kv_heads)
@@ -171,7 +186,7 @@ def _backward(
     delta_2,
     _heads_first(d_out, num_kv_heads),
   )
-  result = dtype if options.partial else q.dtype
+  result = dtype if is_partial else q.dtype
   by_group = lambda x: _tokens_first(x * scale, batch).reshape(
     *q.shape[:3], -1, q.shape[4]
   )
@@ -190,8 +205,23 @@ def _backward(
   )
 
 
+def _forward_partial(
+  arrays: Arrays, mask: Mask, options: Options
+) -> PartialResult:
+  return PartialResult(*_forward(arrays, mask, options, is_partial=True))
+
+
+def _backward_partial(
+  arrays: Arrays, mask: Mask, options: Options, result: PartialResult, d_out
+):
+  return _backward(arrays, mask, options, result, d_out, is_partial=True)[:3]
+
+
 IMPLEMENTATION = Implementation(
-  _forward, _backward, takes_groups=True, takes_parts=True
+  _forward,
+  _backward,
+  takes_groups=True,
+  partial=PartialImplementation(_forward_partial, _backward_partial),
 )
 
 

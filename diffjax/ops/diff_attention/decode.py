@@ -24,8 +24,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from diffjax.ops.diff_attention import arguments
-from diffjax.ops.diff_attention.sharded import Layout
-from diffjax.ops.diff_attention.tiles import HIDDEN
+from diffjax.ops.diff_attention.sharded import AxisSharding
+from diffjax.ops.diff_attention.tiles import MASKED_LOGIT
 from diffjax.ops.platform import platform
 from diffjax.ops.varying import vary_like
 
@@ -147,7 +147,7 @@ def decode_attention(
     window=None if window is None else min(window, cached + tokens),
     scale=scale,
   )
-  layout = None if sharding is None else Layout.of(sharding, "B H")
+  layout = None if sharding is None else AxisSharding.of(sharding, "B H")
   if layout is None:
     return _squeeze(
       attend(q, k, v, lam, starts, tables, k_scale, v_scale), single
@@ -402,7 +402,7 @@ class _Pieces:
     if self.k_scale is not None:
       logits *= self._factor(self.k_scale, first)
     return jnp.where(
-      self.each_row(visible), self.by_map(logits), HIDDEN
+      self.each_row(visible), self.by_map(logits), MASKED_LOGIT
     ), visible
 
   def sums(
@@ -523,6 +523,9 @@ def _in_turn(pieces: _Pieces) -> Float[Array, "B K G N V"]:
   )
   last = jnp.minimum(newest + 1, pieces.units * pieces.keys)
   _, total, acc = lax.fori_loop(
-    first, -(-last // piece), step, (empty(1, HIDDEN), empty(1, 0), empty(V, 0))
+    first,
+    -(-last // piece),
+    step,
+    (empty(1, MASKED_LOGIT), empty(1, 0), empty(V, 0)),
   )
   return acc / jnp.where(total == 0, 1, total)

@@ -24,12 +24,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from diffjax.ops.diff_attention.mask import Mask
-from diffjax.ops.diff_attention.sharded import Tokens
-from diffjax.ops.diff_attention.tiles import HIDDEN
+from diffjax.ops.diff_attention.sharded import TokenSharding
+from diffjax.ops.diff_attention.tiles import EMPTY_ROW_LSE, MASKED_LOGIT
 from diffjax.ops.diff_attention.vjp import (
   Arrays,
   Implementation,
   Options,
+  PartialResult,
   Saved,
 )
 from diffjax.ops.platform import platform
@@ -68,8 +69,10 @@ class _Leg(NamedTuple):
 
 
 @functools.cache
-def ring(implementation: Implementation, tokens: Tokens) -> Implementation:
-  """An implementation for one shard of rows, inside `shard_map`, out of one that takes `Options.partial`.
+def ring(
+  implementation: Implementation, tokens: TokenSharding
+) -> Implementation:
+  """An implementation for one shard of rows, inside `shard_map`, out of one that has `partial`.
 
   Its mask has the lengths of a shard, and the offset of the row's first query, which is known.
   """
@@ -82,7 +85,7 @@ def ring(implementation: Implementation, tokens: Tokens) -> Implementation:
 
 
 @functools.cache
-def steps_of(mask: Mask, tokens: Tokens) -> tuple[Step, ...]:
+def steps_of(mask: Mask, tokens: TokenSharding) -> tuple[Step, ...]:
   """The steps in which any shard sees anything, and the first one, in which no keys have moved.
 
   Args:
@@ -156,7 +159,7 @@ def _calls(
   return tuple(calls)
 
 
-def _legs(mask: Mask, tokens: Tokens) -> list[_Leg]:
+def _legs(mask: Mask, tokens: TokenSharding) -> list[_Leg]:
   steps = steps_of(mask, tokens)
   moves = [
     0,
@@ -173,7 +176,10 @@ def _legs(mask: Mask, tokens: Tokens) -> list[_Leg]:
 
 
 def _prepare(
-  implementation: Implementation, tokens: Tokens, arrays: Arrays, mask: Mask
+  implementation: Implementation,
+  tokens: TokenSharding,
+  arrays: Arrays,
+  mask: Mask,
 ) -> tuple:
   """What the implementation chooses for each mask of a call, as items of a dict."""
   turned = _turned(arrays)
@@ -192,7 +198,7 @@ def _prepare(
 
 def _forward(
   implementation: Implementation,
-  tokens: Tokens,
+  tokens: TokenSharding,
   arrays: Arrays,
   mask: Mask,
   options: Options,
@@ -206,8 +212,9 @@ def _forward(
   )
 
   def run(calls: tuple[Call, ...], keys: _Keys, found: Saved) -> Saved:
+    assert implementation.partial is not None
     for call in calls:
-      part = implementation.forward(
+      part = implementation.partial.forward(
         _of_call(call, turned, keys), call.mask, _of_part(options, call)
       )
       found = _merge(found, part, call.q_start)
@@ -215,7 +222,7 @@ def _forward(
 
   def step(leg: _Leg, carry, n):
     keys, found = carry
-    ahead = tokens.move(
+    ahead = tokens.shift(
       keys, leg.after
     )  # under way while the present keys are attended to
     return ahead, _choose(leg, tokens, n, run, keys, found)
@@ -223,7 +230,7 @@ def _forward(
   found = Saved(
     zeros(),
     zeros() if G == 2 else None,
-    vary_like(jnp.full((B, H, G, T), HIDDEN, dtype), q),
+    vary_like(jnp.full((B, H, G, T), MASKED_LOGIT, dtype), q),
   )
   _, (out, out2, lse) = _walk(_legs(mask, tokens), step, (_keys(turned), found))
   if lam is not None:
@@ -232,13 +239,15 @@ def _forward(
     )  # rounded first, so that the backward pass, which reads it, agrees
     out = out - jnp.swapaxes(lam, 1, 2)[..., None] * out2
   return Saved(
-    out.astype(q.dtype), out2, jnp.where(lse <= HIDDEN / 2, -HIDDEN, lse)
+    out.astype(q.dtype),
+    out2,
+    jnp.where(lse <= MASKED_LOGIT / 2, EMPTY_ROW_LSE, lse),
   )
 
 
 def _backward(
   implementation: Implementation,
-  tokens: Tokens,
+  tokens: TokenSharding,
   arrays: Arrays,
   mask: Mask,
   options: Options,
@@ -251,17 +260,18 @@ def _backward(
   zeros = lambda x: vary_like(jnp.zeros(x.shape, dtype), d_out)
 
   def run(calls: tuple[Call, ...], keys: _Keys, d_q):
+    assert implementation.partial is not None
     found: list[Any] = [None, None]  # of keys and values
     for call in calls:
       rows = lambda x, axis, call=call: lax.slice_in_dim(
         x, call.q_start, call.q_start + call.mask.q_length, axis=axis
       )
-      of_rows = Saved(
+      of_rows = PartialResult(
         rows(saved.out, 2),
         None if saved.out2 is None else rows(saved.out2, 2),
         rows(saved.lse, 3),
       )
-      part = implementation.backward(  # type: ignore[misc]  # whoever takes parts has one
+      part = implementation.partial.backward(
         _of_call(call, turned, keys),
         call.mask,
         _of_part(options, call),
@@ -279,8 +289,8 @@ def _backward(
 
   def step(leg: _Leg, carry, n):
     keys, d_keys, d_q = carry
-    ahead = tokens.move(keys, leg.after)
-    d_keys = tokens.move(
+    ahead = tokens.shift(keys, leg.after)
+    d_keys = tokens.shift(
       d_keys, leg.before
     )  # to where the keys are since the step before: needed after this step's attention
     d_q, *parts = _choose(leg, tokens, n, run, keys, d_q)
@@ -294,7 +304,7 @@ def _backward(
   _, d_keys, d_q = _walk(
     legs, step, (keys, [zeros(keys.k), zeros(keys.v)], zeros(turned.q))
   )
-  d_k, d_v = tokens.move(d_keys, -legs[-1].steps[-1].distance)  # home
+  d_k, d_v = tokens.shift(d_keys, -legs[-1].steps[-1].distance)  # home
   d_lam = None
   if lam is not None:
     d_lam = -jnp.swapaxes(
@@ -323,7 +333,7 @@ def _walk(legs: list[_Leg], step: Callable, carry: Any) -> Any:
 
 
 def _choose(
-  leg: _Leg, tokens: Tokens, n: Any, run: Callable, *operands: Any
+  leg: _Leg, tokens: TokenSharding, n: Any, run: Callable, *operands: Any
 ) -> Any:
   """run(this shard's calls at step n of a leg, *operands)."""
   branches = list(
@@ -425,17 +435,16 @@ def _of_part(options: Options, call: Call) -> Options:
     options.scale,
     save=True,
     chosen=dict(options.chosen)[call.mask],
-    partial=True,
   )
 
 
-def _merge(total: Saved, part: Saved, start: int) -> Saved:
-  """The outputs of all keys so far and of some more, weighted by what their softmax add up to. A row without keys has HIDDEN for a sum."""
+def _merge(total: Saved, part: PartialResult, start: int) -> Saved:
+  """The outputs of all keys so far and of some more, weighted by what their softmax add up to. A row without keys has MASKED_LOGIT for a sum."""
   length = part.lse.shape[3]
   rows = lambda x, axis: lax.slice_in_dim(x, start, start + length, axis=axis)
   before, more = (
     rows(total.lse, 3),
-    jnp.where(part.lse > -HIDDEN / 2, HIDDEN, part.lse),
+    jnp.where(part.lse > EMPTY_ROW_LSE / 2, MASKED_LOGIT, part.lse),
   )
   peak = jnp.maximum(before, more)
   old, new = jnp.exp2(before - peak), jnp.exp2(more - peak)
@@ -452,6 +461,6 @@ def _merge(total: Saved, part: Saved, start: int) -> Saved:
   )
   return Saved(
     merge(0, total.out, part.out),
-    None if total.out2 is None else merge(1, total.out2, part.out2),
+    None if part.out2 is None else merge(1, total.out2, part.out2),
     lse,
   )

@@ -37,7 +37,7 @@ def balanced_order(length: int, shards: int) -> Int[np.ndarray, "T"]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class AxisSharding:
   """The mesh axes that shard an array's leading axes.
 
   Attributes:
@@ -49,7 +49,7 @@ class Layout:
   axes: tuple[tuple[str, ...], ...]
 
   @classmethod
-  def of(cls, sharding: NamedSharding | P, names: str) -> Layout | None:
+  def of(cls, sharding: NamedSharding | P, names: str) -> AxisSharding | None:
     """The layout that a sharding gives the axes `names` ("B T H"); None on a mesh of one device.
 
     Raises:
@@ -135,7 +135,7 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tokens:
+class TokenSharding:
   """How devices share the tokens of a row, inside `shard_map`.
 
   Attributes:
@@ -161,7 +161,7 @@ class Tokens:
       else (shard,)
     )
 
-  def move(self, arrays: Any, distance: int) -> Any:
+  def shift(self, arrays: Any, distance: int) -> Any:
     """All arrays of a tree, each sent to the device so many shards on, round the end of the row."""
     if distance % self.shards == 0:
       return arrays
@@ -170,7 +170,7 @@ class Tokens:
     ]
     return jax.tree.map(lambda x: lax.ppermute(x, self.axes, pairs), arrays)
 
-  def gather(self, x: jax.Array) -> jax.Array:
+  def gather_row(self, x: jax.Array) -> jax.Array:
     """The tokens of all shards [B, T, …], in the order of the row."""
     if self.order == "given":
       return lax.all_gather(x, self.axes, axis=1, tiled=True)
@@ -182,9 +182,9 @@ class Tokens:
     return whole.reshape(x.shape[0], -1, *x.shape[2:])
 
 
-def attend_to_gathered(
+def gathered_attention(
   attention: Callable[..., jax.Array],
-  tokens: Tokens,
+  tokens: TokenSharding,
   q: Float[Array, "B T Q G D"],
   k: Float[Array, "B S K M D"],
   v: Float[Array, "B S K V"],
@@ -210,8 +210,8 @@ def attend_to_gathered(
     kv_ids: documents of its keys, or None.
     q_offset: position of the row's first query.
   """
-  k, v = tokens.gather(k), tokens.gather(v)
-  kv_ids = None if kv_ids is None else tokens.gather(kv_ids)
+  k, v = tokens.gather_row(k), tokens.gather_row(v)
+  kv_ids = None if kv_ids is None else tokens.gather_row(kv_ids)
   pieces = tokens.pieces(tokens.shard)
   size, outs = q.shape[1] // len(pieces), []
   for n, piece in enumerate(pieces):

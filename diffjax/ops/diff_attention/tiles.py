@@ -13,7 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-HIDDEN = -1e30  # a hidden logit; finite, so that the maximum of a row that sees nothing can be subtracted from it
+# The value of a masked logit. It is finite, so that it can be subtracted from
+# itself in a row that sees no key.
+MASKED_LOGIT = -1e30
+# The log-sum-exp that is stored for a row that sees no key. The backward pass
+# subtracts it from logits, so the weights of the row become 0.
+EMPTY_ROW_LSE = 1e30
 LOG2E = float(np.log2(np.e))
 
 Scalar = Any  # int, or a traced int32 scalar

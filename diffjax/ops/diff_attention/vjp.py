@@ -51,16 +51,39 @@ class Options:
     scale: factor on q·k.
     save: whether a backward pass may follow; without one, `Saved.out` alone is read.
     chosen: what the implementation's `prepare` returned.
-    partial: whether the keys are a part of those that the queries see, as in `ring`. Then `Saved` is out and out2 [B, H, T, V] and
-      log-sum-exps (base 2) [B, H, G, T], 1e30 for a row that sees no key. `forward` makes A₁V, A₂V (None for G = 1) and the log-sum-exps of
-      these keys alone, in float32 (or q's float64): λ is zero. `backward` is given λ, and the output, A₂V and log-sum-exps of all keys, and
-      returns what these keys add to the gradients of q, k and v, in float32 likewise; its gradient of λ is not read.
   """
 
   scale: float
   save: bool = False
   chosen: Any = None
-  partial: bool = False
+
+
+class PartialResult(NamedTuple):
+  """Attention to some of the keys that the queries see.
+
+  The dtype is float32, or q's float64. λ has no effect on it.
+  """
+
+  out: Float[Array, "B H T V"]  # A₁V
+  out2: Float[Array, "B H T V"] | None  # A₂V; None for G = 1
+  # Log-sum-exps of base 2. EMPTY_ROW_LSE for a row that sees none of the keys.
+  lse: Float[Array, "B H G T"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PartialImplementation:
+  """Attention to some of the keys that the queries see, for `ring`.
+
+  Attributes:
+    forward: (arrays, mask, options) → PartialResult of these keys alone.
+    backward: (arrays, mask, options, result, d_out [B, T, H, V]) → what these
+      keys add to the gradients of q, k and v, in float32 or q's float64.
+      `result` has the output, A₂V and log-sum-exps of all keys, not only these;
+      its output is A₁V − λA₂V.
+  """
+
+  forward: Callable[[Arrays, Mask, Options], PartialResult]
+  backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +97,10 @@ class Implementation:
     prepare: (arrays, mask) → `options.chosen`, hashable, made once for both passes. Raises ValueError for what is not taken, and says what
       would work.
     output: brings `Saved.out` to [B, T, H, V].
-    takes_groups: whether groups may have more than two maps, the last subtracted from all others. Else, and where `partial`, each signal
+    takes_groups: whether groups may have more than two maps, the last subtracted from all others. Else, and in `partial`, each signal
       map comes with a copy of its noise map, as a group of two.
-    takes_parts: whether both passes take `Options.partial`. Where devices share a row, keys and values then travel in a ring; else they are
-      gathered.
+    partial: attention to some of the keys. If it is given, rows that several
+      devices share use a ring. None: their keys and values are gathered.
   """
 
   forward: Callable[[Arrays, Mask, Options], Saved]
@@ -85,7 +108,7 @@ class Implementation:
   prepare: Callable[[Arrays, Mask], Any] = lambda arrays, mask: None
   output: Callable[[Any], Float[Array, "B T H V"]] = lambda out: out
   takes_groups: bool = False
-  takes_parts: bool = False
+  partial: PartialImplementation | None = None
 
 
 def attend(

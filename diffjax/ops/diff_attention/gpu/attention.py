@@ -28,7 +28,11 @@ import jax.numpy as jnp
 from diffjax.ops.diff_attention.arguments import form
 from diffjax.ops.diff_attention.gpu import blocks, chip, kernels
 from diffjax.ops.diff_attention.gpu.blocks import CONSUMERS
-from diffjax.ops.diff_attention.gpu.chip import BLOCK, HIDDEN, plgpu
+from diffjax.ops.diff_attention.gpu.chip import (
+  BLOCK,
+  POWER_OF_2_EMPTY_ROW_LSE,
+  plgpu,
+)
 from diffjax.ops.diff_attention.mask import Mask
 from diffjax.ops.diff_attention.tiles import pad, round_up
 from diffjax.ops.diff_attention.vjp import (
@@ -115,7 +119,11 @@ def _backward(
   (_, rows, _, D), keys, V = q.shape, k.shape[1], v.shape[3]
   # Log-sum-exps, deltas and λ of each query; the weights of queries that are padding are zero.
   vectors = jnp.concatenate(
-    [pad(x, 3, rows, -HIDDEN if x is lse else 0) for x in columns], axis=2
+    [
+      pad(x, 3, rows, POWER_OF_2_EMPTY_ROW_LSE if x is lse else 0)
+      for x in columns
+    ],
+    axis=2,
   )
   d_out = pad(pad(d_out, 1, rows), 3, V)
   operands = q, k, v, d_out, vectors, q_ids, kv_ids, offset

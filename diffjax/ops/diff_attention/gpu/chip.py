@@ -26,9 +26,12 @@ from diffjax.ops.varying import vary_like
 plgpu: Any = mosaic_gpu  # untyped: older JAX, on which the kernels only refuse, has another API
 
 BLOCK = 64  # queries of a warpgroup, which is the height of a wgmma, and keys of a block
-HIDDEN = -(
-  2.0**100
-)  # a hidden logit; a power of two, so that it is exactly the maximum of a row that sees nothing, whatever the scale
+# The value of a masked logit. It is a power of two, so that it times the scale is
+# exact: the maximum of a row that sees no key is exactly that product.
+POWER_OF_2_MASKED_LOGIT = -(2.0**100)
+# The log-sum-exp that is stored for a row that sees no key. The backward pass
+# subtracts it from logits, so the weights of the row become 0.
+POWER_OF_2_EMPTY_ROW_LSE = 2.0**100
 _SMEM_BYTES = (
   232_448 - 1024
 )  # what a thread block may use, less what barriers take
@@ -325,7 +328,7 @@ def after_zero(x: Any) -> Any:
 def logit_factor(scale: float, q: jax.Array) -> tuple[float, jax.Array]:
   """What products of queries and keys are multiplied by, for exponentials of base 2, and the queries.
 
-  The factor is positive and not so small that `HIDDEN` times it would not hide: another one is put into the queries, which rounds them.
+  The factor is positive and not so small that `POWER_OF_2_MASKED_LOGIT` times it would not hide: another one is put into the queries, which rounds them.
   """
   factor = scale * LOG2E
   return (
@@ -337,7 +340,7 @@ def logit_factor(scale: float, q: jax.Array) -> tuple[float, jax.Array]:
 
 def hidden(factor: float) -> float:
   """A hidden logit times the factor, as the kernels compute it: the maximum of a row that sees nothing."""
-  return float(np.float32(factor)) * HIDDEN
+  return float(np.float32(factor)) * POWER_OF_2_MASKED_LOGIT
 
 
 def hide(logits: jax.Array, start, first, last, ids=None) -> jax.Array:
@@ -357,7 +360,9 @@ def hide(logits: jax.Array, start, first, last, ids=None) -> jax.Array:
       rows_of(ids[0], logits.shape) == columns_of(ids[1], logits.shape)
     )
   return jnp.where(
-    functools.reduce(jnp.logical_and, conditions), logits, HIDDEN
+    functools.reduce(jnp.logical_and, conditions),
+    logits,
+    POWER_OF_2_MASKED_LOGIT,
   )
 
 

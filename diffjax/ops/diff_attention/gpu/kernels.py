@@ -16,7 +16,11 @@ from jax.experimental import pallas as pl
 
 from diffjax.ops.diff_attention.gpu import blocks, chip
 from diffjax.ops.diff_attention.gpu.blocks import CONSUMERS, Passing
-from diffjax.ops.diff_attention.gpu.chip import BLOCK, HIDDEN, plgpu
+from diffjax.ops.diff_attention.gpu.chip import (
+  BLOCK,
+  POWER_OF_2_EMPTY_ROW_LSE,
+  plgpu,
+)
 from diffjax.ops.diff_attention.mask import Mask
 from diffjax.ops.diff_attention.tiles import LOG2E
 
@@ -220,7 +224,7 @@ def forward(
         if lse is not None:
           # An empty row's log-sum-exp makes its weights zero in the backward pass.
           lse[batch, head, g, rows] = jnp.where(
-            empty, -HIDDEN, peak + jnp.log(total) * LOG2E
+            empty, POWER_OF_2_EMPTY_ROW_LSE, peak + jnp.log(total) * LOG2E
           )
         target = out
         if g == 1:

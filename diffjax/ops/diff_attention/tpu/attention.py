@@ -30,8 +30,9 @@ from jaxtyping import Array, Bool, Float
 from diffjax.ops.diff_attention.arguments import form
 from diffjax.ops.diff_attention.mask import Mask
 from diffjax.ops.diff_attention.tiles import (
-  HIDDEN,
+  EMPTY_ROW_LSE,
   LOG2E,
+  MASKED_LOGIT,
   Scalar,
   pad,
   round_up,
@@ -55,6 +56,8 @@ from diffjax.ops.diff_attention.vjp import (
   Arrays,
   Implementation,
   Options,
+  PartialImplementation,
+  PartialResult,
   Saved,
 )
 
@@ -95,7 +98,9 @@ def _prepare(arrays: Arrays, mask: Mask) -> _Chosen:
   )
 
 
-def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
+def _forward(
+  arrays: Arrays, mask: Mask, options: Options, is_partial: bool = False
+) -> Any:
   """The output [B, H, T, V] and, to be saved for a gradient, O₂ [B, Q, T, V] and the log-sum-exps (base 2) [B, Q, G, T]; else None."""
   (q, k, v, lam, q_ids, kv_ids, offset), save = arrays, options.save
   schedule = make_schedule(mask, options.chosen.forward, q, k, keys_pass=True)
@@ -153,7 +158,7 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
         ),
       ),
     ]
-  dtype = jnp.float32 if options.partial else q.dtype
+  dtype = jnp.float32 if is_partial else q.dtype
   outputs: list[Any] = [
     ((B, Q, maps, length, V), dtype, (maps, rows, V), stays)
     for maps in (signals, *[1] * (G > 1 and save))
@@ -179,7 +184,7 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
     )
 
   if (
-    options.partial and mask.segments
+    is_partial and mask.segments
   ):  # rows that see none of these keys are many, and look to the quick kernel like underflow
     results = run(online=True)
   else:
@@ -198,7 +203,12 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
 
 
 def _backward(
-  arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out
+  arrays: Arrays,
+  mask: Mask,
+  options: Options,
+  saved: Any,
+  d_out,
+  is_partial: bool = False,
 ):
   """Gradients of q, k, v and λ (None without λ); paper §1."""
   (q, k, v, lam, q_ids, kv_ids, offset), (out, out2, lse), chosen = (
@@ -264,6 +274,7 @@ def _backward(
         kv_ids,
         None if offset is None else offset + start,
         whole=heads == Q // K and span >= T,
+        is_partial=is_partial,
       )
       spans.append(pieces[0])
       d_k, d_v = d_k + pieces[1], d_v + pieces[2]
@@ -274,9 +285,9 @@ def _backward(
   return (
     jnp.transpose(d_q.reshape(B, Q, G, T, D), (0, 3, 1, 2, 4)),
     jnp.transpose(d_k, (0, 3, 1, 2, 4)).astype(
-      jnp.float32 if options.partial else k.dtype
+      jnp.float32 if is_partial else k.dtype
     ),
-    jnp.swapaxes(d_v, 1, 2).astype(jnp.float32 if options.partial else v.dtype),
+    jnp.swapaxes(d_v, 1, 2).astype(jnp.float32 if is_partial else v.dtype),
     d_lam,
   )
 
@@ -294,6 +305,7 @@ def _backward_span(
   offset,
   *,
   whole: bool,
+  is_partial: bool,
 ):
   """dQ [B, K, R, G, T, D], dK [B, K, M, S, D] and dV [B, K, S, V] of queries [B, K, R, T, G, D]; dK and dV float32 unless `whole`."""
   (B, K, R, T, G, D), (S, M), V = q.shape, (k.shape[1], k.shape[3]), v.shape[-1]
@@ -361,8 +373,8 @@ def _backward_span(
         lambda b, kv, j, r, step, *scalars: (b, 0, 0, j),
       ),
     ]
-  dtype = k.dtype if whole and not options.partial else jnp.float32
-  d_q_dtype = jnp.float32 if options.partial or parts > 1 else q.dtype
+  dtype = k.dtype if whole and not is_partial else jnp.float32
+  d_q_dtype = jnp.float32 if is_partial or parts > 1 else q.dtype
   outputs: list[Any] = [
     ((B, K, M, kv_length, D), dtype, (M, keys, D), stays_keys),
     ((B, K, kv_length, V), dtype, (keys, V), stays),
@@ -402,7 +414,7 @@ def _backward_span(
   if parts > 1:
     d_q = jnp.sum(d_q.reshape(B, K, parts, *d_q.shape[2:]), axis=2)
   return (
-    d_q if options.partial else d_q.astype(q.dtype),
+    d_q if is_partial else d_q.astype(q.dtype),
     d_k[:, :, :, :S],
     d_v[:, :, :S],
   )
@@ -564,13 +576,25 @@ def _values(v, schedule: Schedule) -> jax.Array:
   return pad(jnp.swapaxes(v, 1, 2), 2, schedule.kv_blocks * schedule.blocks.kv)
 
 
+def _forward_partial(
+  arrays: Arrays, mask: Mask, options: Options
+) -> PartialResult:
+  return PartialResult(*_forward(arrays, mask, options, is_partial=True))
+
+
+def _backward_partial(
+  arrays: Arrays, mask: Mask, options: Options, result: PartialResult, d_out
+):
+  return _backward(arrays, mask, options, result, d_out, is_partial=True)[:3]
+
+
 IMPLEMENTATION = Implementation(
   _forward,
   _backward,
   _prepare,
   output=lambda out: jnp.swapaxes(out, 1, 2),
   takes_groups=True,
-  takes_parts=True,
+  partial=PartialImplementation(_forward_partial, _backward_partial),
 )
 
 
@@ -599,7 +623,7 @@ def _forward_kernel(
   @pl.when(step == 0)
   def _():
     if online:
-      peak[...] = jnp.full_like(peak, HIDDEN)
+      peak[...] = jnp.full_like(peak, MASKED_LOGIT)
     total[...] = jnp.zeros_like(total)
     acc[...] = jnp.zeros_like(acc)
     if schedule.mask.segments:
@@ -623,7 +647,7 @@ def _forward_kernel(
       mask = mask(
         0, lambda: (repeat(column[0][rows, :], width), ids[1][:, keys])
       )
-      logits = jnp.where(jnp.concatenate([mask] * G), logits, HIDDEN)
+      logits = jnp.where(jnp.concatenate([mask] * G), logits, MASKED_LOGIT)
     sums, products = stacked(total[:, rows, :]), stacked(acc[:, rows, :])
     if online:
       before = stacked(peak[:, rows, :])
@@ -670,7 +694,7 @@ def _forward_kernel(
         sums = jnp.sum(total[g, rows, :], axis=1, keepdims=True)
         # The row saw no key. In the online kernel, whatever was added up then counts for nothing.
         empty = (
-          peak[g, rows, :] <= HIDDEN / 2
+          peak[g, rows, :] <= MASKED_LOGIT / 2
           if online
           else jnp.broadcast_to(sums == 0, (LANES, LANES))
         )
@@ -682,7 +706,7 @@ def _forward_kernel(
         lse[g : g + 1, rows] = as_row(
           jnp.where(
             empty,
-            -HIDDEN,
+            EMPTY_ROW_LSE,
             jnp.log2(sums) + (peak[g, rows, :] if online else 0.0),
           )
         )
@@ -760,7 +784,7 @@ def _backward_kernel(
         k[M - 1 if g == G - 1 else 0, keys, :], q[g, rows, :], (1, 1)
       ) * (scale * LOG2E)
       if mask is not None:
-        logits = jnp.where(mask, logits, HIDDEN)
+        logits = jnp.where(mask, logits, MASKED_LOGIT)
       weights = jnp.exp2(logits - vectors[g : g + 1, rows])
       if G == 2 and g == 1:
         weights = weights * -vectors[2 * G :, rows]

@@ -19,7 +19,12 @@ from jaxtyping import Array, Float, Int
 
 from diffjax.ops.diff_attention.arguments import form
 from diffjax.ops.diff_attention.decode import stack, unstack
-from diffjax.ops.diff_attention.tiles import HIDDEN, LOG2E, Scalar, round_up
+from diffjax.ops.diff_attention.tiles import (
+  LOG2E,
+  MASKED_LOGIT,
+  Scalar,
+  round_up,
+)
 from diffjax.ops.diff_attention.tpu import chip
 from diffjax.ops.diff_attention.tpu.chip import LANES, dot, repeat
 from diffjax.ops.varying import vary_like
@@ -330,7 +335,7 @@ def _kernel(
 
   @pl.when(at == first)
   def _():
-    peak[...] = jnp.full_like(peak, HIDDEN)
+    peak[...] = jnp.full_like(peak, MASKED_LOGIT)
     total[...] = jnp.zeros_like(total)
     acc[...] = jnp.zeros_like(acc)
 
@@ -350,7 +355,7 @@ def _kernel(
         visible = (key < end) & ((key - start) * group <= of_map)
         if walk.window is not None:
           visible &= (key - start + walk.window) * group > of_map
-        logits = jnp.where(visible, logits, HIDDEN)
+        logits = jnp.where(visible, logits, MASKED_LOGIT)
         # Hidden values may be anything, and 0·NaN is NaN. In float32, since not every TPU selects in bfloat16.
         key = begin + lax.broadcasted_iota(jnp.int32, values.shape, axes[1])
         kept = (key < end) & (key < start + walk.tokens)
