@@ -334,7 +334,7 @@ def kernel_cycles(
     cores: that share a device's work.
   """
   from diffjax.model.attention import axis_sizes, stacks
-  from diffjax.ops.diff_attention.arguments import form
+  from diffjax.ops.diff_attention.arguments import variant_name
   from diffjax.ops.diff_attention.tpu.cycles import cycles
 
   if config.model.window is not None:
@@ -360,7 +360,7 @@ def kernel_cycles(
           generation, way, length, stack.head_dim, sizes["V"], G, M
         )
       ) is not None:
-        found[f"diff_attention_{way}_{form(G, M)}"] = cost * calls
+        found[f"diff_attention_{way}_{variant_name(G, M)}"] = cost * calls
   return found
 
 

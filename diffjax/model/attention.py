@@ -22,7 +22,7 @@ from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.diff_attention.mask import Windows
 from diffjax.ops.rms_norm import rms_norm
 from diffjax.ops.rope import Scaling, rope
-from diffjax.parallel.product import product, whole
+from diffjax.parallel.product import gather_and_cast, product
 from diffjax.parameters import FIELDS, PARAMETERS
 
 # Name of the four products' results, for remat policies.
@@ -247,7 +247,9 @@ class Attention(nn.Module):
 
   def _lambda_logits(self, x: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
     """x W_λ in float32, for variants whose λ depends on the token."""
-    w = whole(self._matrix("lambda_hat", x.shape[-1]), "lambda_hat", self.dtype)
+    w = gather_and_cast(
+      self._matrix("lambda_hat", x.shape[-1]), "lambda_hat", self.dtype
+    )
     return jnp.einsum("BTE,EH->BTH", x, w, preferred_element_type=jnp.float32)
 
   def _gated(
@@ -356,7 +358,7 @@ class DexAttention(Attention):
       "dex_lambda", nn.initializers.zeros, x.shape[-1]
     )
     self._sow("metrics", "lambda", jnp.mean(lam))
-    w = whole(
+    w = gather_and_cast(
       self._parameter("dex_matrix", nn.initializers.zeros, x.shape[-1]),
       "dex_matrix",
       jnp.float32,

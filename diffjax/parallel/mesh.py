@@ -20,7 +20,7 @@ from diffjax.ops.diff_attention import (
   implementations,
 )
 from diffjax.ops.varying import vary_like
-from diffjax.parallel.product import gather
+from diffjax.parallel.product import gather_parameter
 from diffjax.parallel.rules import BATCH, LENGTH, SPECS
 
 AXES = ("data", "fsdp", "context", "tensor")
@@ -160,7 +160,7 @@ def sharded_cross_entropy(
         embedding, hidden
       )  # before it is gathered, so that what is summed over data is a share of the gradient
       for axis, name in enumerate(SPECS["embedding"]):
-        embedding = gather(embedding, axis, name, hidden.dtype)
+        embedding = gather_parameter(embedding, axis, name, hidden.dtype)
       return jax.lax.psum(
         fused_cross_entropy(
           hidden, embedding, targets, weights, z_loss=z_loss, chunk=chunk

@@ -324,7 +324,7 @@ class Agreement:
     )
 
 
-def gather(value: Any) -> list[Any]:
+def gather_objects(value: Any) -> list[Any]:
   """Every process's value (JSON), in the order of the processes. All processes call it together."""
   if jax.process_count() == 1:
     return [value]
@@ -349,7 +349,7 @@ def check_same(settings: Mapping[str, Any]) -> None:
     UserError: naming the fields that differ, with their values.
   """
   differing = _differences(
-    [dict(_flat(mine)) for mine in gather(dict(settings))]
+    [dict(_flat(mine)) for mine in gather_objects(dict(settings))]
   )
   if differing:
     raise UserError(
@@ -372,14 +372,14 @@ def check_same_data(data_identity: Mapping[str, int | str]) -> None:
       processes that differ.
   """
   text = json.dumps(data_identity, sort_keys=True)
-  digests = gather(hashlib.sha256(text.encode()).hexdigest())
+  digests = gather_objects(hashlib.sha256(text.encode()).hexdigest())
   if len(set(digests)) == 1:
     return
-  differing = _differences(gather(dict(data_identity)))
+  differing = _differences(gather_objects(dict(data_identity)))
   if len(differing) > _NUM_NAMED:
     num_others = len(differing) - _NUM_NAMED
     differing = [*differing[:_NUM_NAMED], f"and {num_others} more"]
-  places = gather(f"{os.getcwd()} on {socket.gethostname()}")
+  places = gather_objects(f"{os.getcwd()} on {socket.gethostname()}")
   where = [f"process 0 runs in {places[0]}"]
   for process, place in enumerate(places):
     if digests[process] != digests[0] and len(where) < _NUM_NAMED:

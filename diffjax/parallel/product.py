@@ -54,7 +54,7 @@ def product(
   )
 
 
-def whole(
+def gather_and_cast(
   parameter: Float[Array, "..."], name: str, dtype: Any
 ) -> Float[Array, "..."]:
   """A layer's parameter in the compute dtype, gathered along the fsdp axis; along the tensor axis it stays split."""
@@ -66,7 +66,7 @@ def whole(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def gather(
+def gather_parameter(
   shard: Float[Array, "..."], axis: int, name: str, dtype: Any
 ) -> Float[Array, "..."]:
   """Inside `shard_map`: the shards of all devices along a mesh axis, in a dtype, whose gradient is summed as a layer's is.
@@ -81,14 +81,14 @@ def gather(
 
 
 def _gather_forward(shard, axis, name, dtype):
-  return gather(shard, axis, name, dtype), jnp.empty(0, shard.dtype)
+  return gather_parameter(shard, axis, name, dtype), jnp.empty(0, shard.dtype)
 
 
 def _gather_backward(axis, name, dtype, like, gradient):
   return (_sum_scattered(gradient, axis, name).astype(like.dtype),)
 
 
-gather.defvjp(_gather_forward, _gather_backward)
+gather_parameter.defvjp(_gather_forward, _gather_backward)
 
 
 def uses_sparse_cores(mesh: Mesh | jax.sharding.AbstractMesh) -> bool:

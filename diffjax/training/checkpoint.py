@@ -27,7 +27,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from diffjax.config import UserError
-from diffjax.parallel.processes import gather
+from diffjax.parallel.processes import gather_objects
 from diffjax.training import manifest, runtime
 from diffjax.training.lock import LostWorkdir, WorkdirLock
 
@@ -100,7 +100,7 @@ class Checkpoints:
       self._check_lock_here()
     except LostWorkdir as error:
       problem = str(error)
-    problem = gather(problem)[0]
+    problem = gather_objects(problem)[0]
     if problem:
       raise LostWorkdir(problem)
 
@@ -243,7 +243,7 @@ class Checkpoints:
             problem = f"no space left: it takes {_in_words(size)}, and {_in_words(disk.free)} are free"
       except OSError as error:
         problem = str(error)
-    if problem := gather(problem)[0]:
+    if problem := gather_objects(problem)[0]:
       raise OSError(problem)
 
   @runtime.release_freed_memory()
@@ -549,7 +549,7 @@ def find_checkpoint(
       manifest.has_manifest(directory / str(step)) for step in passed_over
     ):
       found = -2
-  found, reason = gather((found, reason))[0]
+  found, reason = gather_objects((found, reason))[0]
   if found == -2 and before is None:
     raise UserError(
       f"every checkpoint in {directory} is damaged ({reason}): put an intact copy of one there, or start from the beginning with "

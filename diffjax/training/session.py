@@ -28,7 +28,7 @@ from diffjax.parallel.processes import (
   Agreement,
   check_same,
   check_same_data,
-  gather,
+  gather_objects,
 )
 from diffjax.progress import short_number
 from diffjax.training import (
@@ -181,7 +181,7 @@ class Session:
       state = self._new_state()
     self._first = int(state.step)
     # Process 0 must not write before the others have passed their checks.
-    gather(None)
+    gather_objects(None)
     self._open_workdir(restored)
     self._describe_steps(state)
     return state
@@ -194,7 +194,7 @@ class Session:
     self._batches.set_state(self._own(checkpoint.data_state))
     is_scored = manifest.BEST_METRIC in checkpoint.metrics
     # The same in all processes, since all take part in an evaluation.
-    self.lacks_scores = not gather(is_scored)[0]
+    self.lacks_scores = not gather_objects(is_scored)[0]
     note(f"resuming from step {checkpoint.step} of {self._workdir}")
     change = new_schedule(checkpoint.config, self._config, checkpoint.step)
     if change:
@@ -409,7 +409,7 @@ class Session:
   ) -> None:
     """Starts to save a checkpoint, unless the step was saved or restored last."""
     places = dict(
-      gather([self._share, self._batches.get_state()])
+      gather_objects([self._share, self._batches.get_state()])
     )  # in a stream every process has a place of its own
     data_state = {"shares": [places[share] for share in sorted(places)]}
     self._checkpoints.save(

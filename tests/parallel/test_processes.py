@@ -60,17 +60,17 @@ command.run(main)
 ONE_FAILS = """
 import pathlib, sys, time
 from diffjax.config import UserError
-from diffjax.parallel.processes import connected, gather
+from diffjax.parallel.processes import connected, gather_objects
 flags = dict(flag[2:].split("=", 1) for flag in sys.argv[1:])
 me = int(flags["process_id"])
 with connected(flags["coordinator"], int(flags["num_processes"]), me):
-  gather(me)
+  gather_objects(me)
   print("together", flush=True)
   while me == FAILING and not pathlib.Path(flags["workdir"]).exists():
     time.sleep(0.05)
   if me == FAILING:
     raise UserError("nothing left to do")
-  gather(me)
+  gather_objects(me)
 """
 
 
@@ -419,7 +419,7 @@ def test_what_differs_is_named_with_its_process(monkeypatch):
   mine = {"config": {"train": {"batch_size": 8, "seed": 0}}, "--workdir": "a"}
   monkeypatch.setattr(
     processes,
-    "gather",
+    "gather_objects",
     lambda value: [
       value,
       value,
@@ -434,7 +434,7 @@ def test_what_differs_is_named_with_its_process(monkeypatch):
   assert "--workdir is 'a' in process 0 and None in process 2" in str(
     caught.value
   )
-  monkeypatch.setattr(processes, "gather", lambda value: [value, value])
+  monkeypatch.setattr(processes, "gather_objects", lambda value: [value, value])
   processes.check_same(mine)
 
 
@@ -443,7 +443,7 @@ def exchange(monkeypatch, *identities):
   digests = [json.dumps(identity) for identity in identities]
   places = [f"/{process} on host" for process in range(len(identities))]
   gathered = iter([digests, list(identities), places])
-  monkeypatch.setattr(processes, "gather", lambda value: next(gathered))
+  monkeypatch.setattr(processes, "gather_objects", lambda value: next(gathered))
 
 
 def test_other_data_are_named_with_their_process(monkeypatch):

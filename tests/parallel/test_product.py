@@ -24,7 +24,12 @@ from diffjax.config import (
   TrainConfig,
 )
 from diffjax.parallel.mesh import make_mesh
-from diffjax.parallel.product import exchanges, gather, product, whole
+from diffjax.parallel.product import (
+  exchanges,
+  gather_and_cast,
+  gather_parameter,
+  product,
+)
 from diffjax.parallel.rules import SPECS
 from diffjax.training.program import build, compiler_options
 from tests.tiers import full
@@ -219,9 +224,9 @@ def test_sums_of_a_gathers_gradient_round_nothing(sparse_cores, monkeypatch):
   mesh = make_mesh(MESHES["fsdp"])
 
   def local(shard, dy):
-    return jax.vjp(lambda shard: gather(shard, 0, "fsdp", jnp.bfloat16), shard)[
-      1
-    ](dy[0])[0]
+    return jax.vjp(
+      lambda shard: gather_parameter(shard, 0, "fsdp", jnp.bfloat16), shard
+    )[1](dy[0])[0]
 
   dy = jnp.full((8, 16), 1 + 2**-7, jnp.bfloat16).at[0].set(512)
   with jax.set_mesh(mesh):
@@ -240,10 +245,12 @@ def test_sums_of_a_gathers_gradient_round_nothing(sparse_cores, monkeypatch):
 
 def test_whole():
   w = arguments("gate")[1]
-  assert whole(w, "gate", jnp.bfloat16).dtype == jnp.bfloat16  # without a mesh
+  assert (
+    gather_and_cast(w, "gate", jnp.bfloat16).dtype == jnp.bfloat16
+  )  # without a mesh
   mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
   with jax.set_mesh(mesh):
-    out = jax.jit(lambda w: whole(w, "gate", jnp.bfloat16))(
+    out = jax.jit(lambda w: gather_and_cast(w, "gate", jnp.bfloat16))(
       jax.device_put(w, NamedSharding(mesh, P("fsdp", "tensor")))
     )
   assert out.sharding.spec == P(None, "tensor")

@@ -24,7 +24,7 @@ from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.elements import Html, element
 from diffjax.evals.report.words import readable, words_of
 from diffjax.model.decoder import Decoder
-from diffjax.ops.diff_attention.arguments import in_pairs
+from diffjax.ops.diff_attention.arguments import repeat_noise_maps
 from diffjax.ops.diff_attention.reference import attention_maps
 from diffjax.training.trained import Trained
 
@@ -137,7 +137,7 @@ def maps_of(
     attended: inside.Attended,
   ) -> Float[Array, "mean_and_heads maps T T"]:
     maps = attention_maps(
-      in_pairs(attended.q), attended.k, window=attended.window
+      repeat_noise_maps(attended.q), attended.k, window=attended.window
     )[0]
     if attended.lam is not None:
       first, second = maps[:, 0], attended.lam[0].T[..., None] * maps[:, 1]

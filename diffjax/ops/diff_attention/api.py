@@ -165,7 +165,7 @@ def _attend(
   tokens=None,
 ) -> jax.Array:
   """The operation on one device's arrays; with `tokens` (TokenSharding), on its part of rows that several devices share."""
-  pairs = arguments.in_pairs(q)
+  pairs = arguments.repeat_noise_maps(q)
   static = isinstance(q_offset, int)
   mask = Mask(
     q.shape[1],

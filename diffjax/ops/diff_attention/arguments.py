@@ -59,17 +59,19 @@ def check_heads(groups: int, kv_heads: int) -> None:
     )
 
 
-def heads_of(q: Float[Array, "*tokens Q G D"]) -> int:
+def count_heads(q: Float[Array, "*tokens Q G D"]) -> int:
   """H, the heads whose outputs q gives: a group's signal maps, all but the last, or its one map."""
   return q.shape[-3] * max(q.shape[-2] - 1, 1)
 
 
-def form(maps: int, key_maps: int) -> str:
+def variant_name(maps: int, key_maps: int) -> str:
   """What the kernels' names call an operation with G maps of queries and M of keys."""
   return "plain" if maps == 1 else "v2" if key_maps == 1 else "v1"
 
 
-def in_pairs(q: Float[Array, "*tokens Q G D"]) -> Float[Array, "*tokens H 2 D"]:
+def repeat_noise_maps(
+  q: Float[Array, "*tokens Q G D"],
+) -> Float[Array, "*tokens H 2 D"]:
   """Queries of groups with the noise map repeated, so that each signal map has its own; a group of one map or two as it is."""
   *tokens, groups, maps, width = q.shape
   if maps <= 2:
@@ -113,7 +115,7 @@ def broadcast_lambda(
 
   It is broadcast outside of custom VJPs and of `shard_map`, so that autodiff reduces its gradient to whatever shape it had.
   """
-  heads, num_maps, axis = heads_of(q), q.shape[-2], q.ndim - 2
+  heads, num_maps, axis = count_heads(q), q.shape[-2], q.ndim - 2
   shape = (*q.shape[:-3], heads)
   if num_maps == 1:
     if lam is not None:

@@ -109,7 +109,7 @@ def decode_attention(
     v_scale,
   )
   q, k, v = map(jnp.asarray, (q, k, v))
-  lam, q = arguments.broadcast_lambda(lam, q), arguments.in_pairs(q)
+  lam, q = arguments.broadcast_lambda(lam, q), arguments.repeat_noise_maps(q)
   if single:
     q, lam = q[:, None], None if lam is None else lam[:, None]
   batch, tokens, heads = q.shape[:3]

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Int
 from diffjax.ops.diff_attention.tiles import (
   Condition,
   Scalar,
-  both,
+  logical_and,
   maximum,
   minimum,
 )
@@ -157,7 +157,7 @@ class Mask:
       conditions.append(k1 > p0 - self.window)
       if not self.causal:
         conditions.append(k0 < p1 + self.window)
-    return both(*conditions)
+    return logical_and(*conditions)
 
   def every(self, p0: Scalar, p1: Scalar, k0: Scalar, k1: Scalar) -> Condition:
     """True if every query of a tile sees each of its keys, by position; segments may hide some."""
@@ -170,7 +170,7 @@ class Mask:
       conditions.append(k0 > p1 - self.window)
       if not self.causal:
         conditions.append(k1 < p0 + self.window)
-    return both(*conditions)
+    return logical_and(*conditions)
 
   def keys_of(self, p0: Scalar, p1: Scalar) -> tuple[Scalar, Scalar]:
     """First and last key position that queries p0 … p1 may see; none if the last lies before the first."""

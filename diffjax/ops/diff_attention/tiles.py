@@ -25,7 +25,7 @@ Scalar = Any  # int, or a traced int32 scalar
 Condition = Any  # bool, or a traced bool scalar
 
 
-def both(*conditions: Condition) -> Condition:
+def logical_and(*conditions: Condition) -> Condition:
   """The conjunction of conditions; a bool as long as it is known."""
   unknown = []
   for condition in conditions:
@@ -40,7 +40,7 @@ def both(*conditions: Condition) -> Condition:
   return result
 
 
-def negate(condition: Condition) -> Condition:
+def logical_not(condition: Condition) -> Condition:
   """The opposite of a condition; a bool as long as it is known."""
   return not condition if isinstance(condition, bool) else ~condition
 
@@ -63,7 +63,7 @@ def maximum(a: Scalar, b: Scalar) -> Scalar:
   )
 
 
-def block_of(position: Scalar, size: int) -> Scalar:
+def block_index(position: Scalar, size: int) -> Scalar:
   """The block that holds a position; −1 before the first one."""
   if isinstance(position, int):
     return max(position, -1) // size
@@ -80,7 +80,7 @@ def round_up(x: int, multiple: int) -> int:
   return -(-x // multiple) * multiple
 
 
-def pad(
+def pad_axis(
   x: jax.Array, axis: int, length: int, value: float | None = None
 ) -> jax.Array:
   """x up to a length: with a value, else zeros, or the last id where x holds ids."""

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from diffjax.ops.diff_attention.arguments import form
+from diffjax.ops.diff_attention.arguments import variant_name
 from diffjax.ops.diff_attention.gpu import blocks, chip, kernels
 from diffjax.ops.diff_attention.gpu.blocks import CONSUMERS
 from diffjax.ops.diff_attention.gpu.chip import (
@@ -34,7 +34,7 @@ from diffjax.ops.diff_attention.gpu.chip import (
   plgpu,
 )
 from diffjax.ops.diff_attention.mask import Mask
-from diffjax.ops.diff_attention.tiles import pad, round_up
+from diffjax.ops.diff_attention.tiles import pad_axis, round_up
 from diffjax.ops.diff_attention.vjp import (
   Arrays,
   Implementation,
@@ -73,7 +73,7 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
   out, out2, lse = _kernel(
     functools.partial(kernels.forward, mask, factor, passes, stages),
     options.chosen,
-    f"diff_attention_forward_{form(G, M)}",
+    f"diff_attention_forward_{variant_name(G, M)}",
     grid=(H, rows // (CONSUMERS * BLOCK), B),
     outputs=(
       out_like,
@@ -120,12 +120,12 @@ def _backward(
   # Log-sum-exps, deltas and λ of each query; the weights of queries that are padding are zero.
   vectors = jnp.concatenate(
     [
-      pad(x, 3, rows, POWER_OF_2_EMPTY_ROW_LSE if x is lse else 0)
+      pad_axis(x, 3, rows, POWER_OF_2_EMPTY_ROW_LSE if x is lse else 0)
       for x in columns
     ],
     axis=2,
   )
-  d_out = pad(pad(d_out, 1, rows), 3, V)
+  d_out = pad_axis(pad_axis(d_out, 1, rows), 3, V)
   operands = q, k, v, d_out, vectors, q_ids, kv_ids, offset
   ids = q_ids, kv_ids
 
@@ -141,7 +141,7 @@ def _backward(
       kernels.d_q, mask, factor, options.scale, k_stages, v_stages
     ),
     options.chosen,
-    f"diff_attention_d_q_{form(G, M)}",
+    f"diff_attention_d_q_{variant_name(G, M)}",
     grid=(H, rows // (CONSUMERS * BLOCK), B),
     outputs=((q.shape, q.dtype),),
     scratch=dict(
@@ -163,7 +163,7 @@ def _backward(
   d_k, d_v = _kernel(
     functools.partial(kernels.d_kv, mask, factor, stages),
     options.chosen,
-    f"diff_attention_d_kv_{form(G, M)}",
+    f"diff_attention_d_kv_{variant_name(G, M)}",
     grid=(K, keys // BLOCK, B),
     outputs=((k.shape, k.dtype), (v.shape, v.dtype)),
     scratch=dict(
@@ -199,19 +199,19 @@ def _operands(scale: float, q, k, v, lam, q_ids, kv_ids):
     round_up(q.shape[1], CONSUMERS * BLOCK),
     round_up(k.shape[1], CONSUMERS * BLOCK),
   )
-  folded = lambda x, length: pad(
-    pad(x.reshape(*x.shape[:2], -1, x.shape[-1]), 1, length),
+  folded = lambda x, length: pad_axis(
+    pad_axis(x.reshape(*x.shape[:2], -1, x.shape[-1]), 1, length),
     3,
     round_up(x.shape[-1], BLOCK),
   )
   factor, q = chip.logit_factor(scale, q)
-  lam = None if lam is None else pad(jnp.swapaxes(lam, 1, 2), 2, rows)
+  lam = None if lam is None else pad_axis(jnp.swapaxes(lam, 1, 2), 2, rows)
   ids = (
     (None, None)
     if q_ids is None
     else (
-      pad(q_ids.astype(jnp.int32), 1, rows),
-      pad(kv_ids.astype(jnp.int32), 1, keys),
+      pad_axis(q_ids.astype(jnp.int32), 1, rows),
+      pad_axis(kv_ids.astype(jnp.int32), 1, keys),
     )
   )
   return factor, (folded(q, rows), folded(k, keys), folded(v, keys), lam, *ids)

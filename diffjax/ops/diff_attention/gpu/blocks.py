@@ -14,7 +14,7 @@ from jax import lax
 from diffjax.ops.diff_attention.gpu import chip
 from diffjax.ops.diff_attention.gpu.chip import BLOCK
 from diffjax.ops.diff_attention.mask import PER_ROW, Mask
-from diffjax.ops.diff_attention.tiles import pad, round_up
+from diffjax.ops.diff_attention.tiles import pad_axis, round_up
 
 CONSUMERS = 2  # warpgroups of a thread block that compute, each with a block of its own or both with the same
 
@@ -42,7 +42,9 @@ def bounds(
   whole = xp.broadcast_to(mask.every(*tile), some.shape)
   if q_ids is not None:
     q_low, q_high, kv_low, kv_high = (
-      reduce(pad(ids, 1, n * BLOCK).reshape(ids.shape[0], n, BLOCK), axis=2)
+      reduce(
+        pad_axis(ids, 1, n * BLOCK).reshape(ids.shape[0], n, BLOCK), axis=2
+      )
       for ids, n in ((q_ids, rows.size), (kv_ids, k0.size))
       for reduce in (jnp.min, jnp.max)
     )

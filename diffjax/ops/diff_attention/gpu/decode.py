@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from diffjax.ops.diff_attention.decode import stack
 from diffjax.ops.diff_attention.gpu import chip
 from diffjax.ops.diff_attention.gpu.chip import BLOCK, plgpu
-from diffjax.ops.diff_attention.tiles import pad, round_up
+from diffjax.ops.diff_attention.tiles import pad_axis, round_up
 from diffjax.ops.varying import vary_like
 
 _THREAD_BLOCKS = (
@@ -92,10 +92,14 @@ def _attend(
   """
   (B, K, N, _), V = q.shape, v.shape[-1]
   k, v = (
-    pad(pad(x, 2, round_up(x.shape[2], BLOCK)), 3, round_up(x.shape[3], BLOCK))
+    pad_axis(
+      pad_axis(x, 2, round_up(x.shape[2], BLOCK)),
+      3,
+      round_up(x.shape[3], BLOCK),
+    )
     for x in (k, v)
   )
-  q = pad(pad(q, 2, BLOCK), 3, k.shape[3])
+  q = pad_axis(pad_axis(q, 2, BLOCK), 3, k.shape[3])
   seen = round_up(
     k.shape[2] if window is None else min(k.shape[2], window + BLOCK), BLOCK
   )

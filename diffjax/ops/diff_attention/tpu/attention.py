@@ -27,14 +27,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
-from diffjax.ops.diff_attention.arguments import form
+from diffjax.ops.diff_attention.arguments import variant_name
 from diffjax.ops.diff_attention.mask import Mask
 from diffjax.ops.diff_attention.tiles import (
   EMPTY_ROW_LSE,
   LOG2E,
   MASKED_LOGIT,
   Scalar,
-  pad,
+  pad_axis,
   round_up,
 )
 from diffjax.ops.diff_attention.tpu import block_sizes, chip
@@ -138,17 +138,17 @@ def _forward(
   ]
   if lam is not None:
     inputs.append(
-      (pad(_by_group(lam, signals), 3, length), (signals, rows), stays_row)
+      (pad_axis(_by_group(lam, signals), 3, length), (signals, rows), stays_row)
     )
   if q_ids is not None and kv_ids is not None:
     inputs += [
       (
-        pad(q_ids, 1, length)[:, None, None],
+        pad_axis(q_ids, 1, length)[:, None, None],
         (1, rows),
         lambda b, h, i, step, *scalars: (b, 0, 0, i),
       ),
       (
-        pad(kv_ids, 1, schedule.kv_blocks * keys)[:, None, None],
+        pad_axis(kv_ids, 1, schedule.kv_blocks * keys)[:, None, None],
         (1, loaded),
         lambda b, h, i, step, *scalars: (
           b,
@@ -352,13 +352,13 @@ def _backward_span(
     ),
     (_keys(k, schedule), (M, keys, D), stays_keys),
     (_values(v, schedule), (keys, V), stays),
-    (pad(d_out, 4, length), (d_out.shape[3], loaded, V), passes),
-    (pad(vectors, 4, length), (vectors.shape[3], loaded), passes_row),
+    (pad_axis(d_out, 4, length), (d_out.shape[3], loaded, V), passes),
+    (pad_axis(vectors, 4, length), (vectors.shape[3], loaded), passes_row),
   ]
   if q_ids is not None and kv_ids is not None:
     inputs += [
       (
-        pad(q_ids, 1, length)[:, None, None],
+        pad_axis(q_ids, 1, length)[:, None, None],
         (1, loaded),
         lambda b, kv, j, r, step, *scalars: (
           b,
@@ -368,7 +368,7 @@ def _backward_span(
         ),
       ),
       (
-        pad(kv_ids, 1, kv_length)[:, None, None],
+        pad_axis(kv_ids, 1, kv_length)[:, None, None],
         (1, keys),
         lambda b, kv, j, r, step, *scalars: (b, 0, 0, j),
       ),
@@ -530,7 +530,7 @@ def _call(
       flops=flops * pairs, transcendentals=G * pairs, bytes_accessed=traffic
     ),
     interpret=chosen.interpret,
-    name=f"diff_attention_{direction}_{form(G, schedule.num_key_maps)}{suffix}",
+    name=f"diff_attention_{direction}_{variant_name(G, schedule.num_key_maps)}{suffix}",
   )(*scalars, *(x for x, _, _ in inputs))
 
 
@@ -559,12 +559,12 @@ def _by_group(
 
 def _queries(q, length: int) -> jax.Array:
   """[B, T, H, G, D] as [B, H, G, length, D]."""
-  return pad(jnp.transpose(q, (0, 2, 3, 1, 4)), 3, length)
+  return pad_axis(jnp.transpose(q, (0, 2, 3, 1, 4)), 3, length)
 
 
 def _keys(k, schedule: Schedule) -> jax.Array:
   """[B, S, K, M, D] as [B, K, M, length, D]."""
-  return pad(
+  return pad_axis(
     jnp.transpose(k, (0, 2, 3, 1, 4)),
     3,
     schedule.kv_blocks * schedule.blocks.kv,
@@ -573,7 +573,9 @@ def _keys(k, schedule: Schedule) -> jax.Array:
 
 def _values(v, schedule: Schedule) -> jax.Array:
   """[B, S, K, V] as [B, K, length, V]."""
-  return pad(jnp.swapaxes(v, 1, 2), 2, schedule.kv_blocks * schedule.blocks.kv)
+  return pad_axis(
+    jnp.swapaxes(v, 1, 2), 2, schedule.kv_blocks * schedule.blocks.kv
+  )
 
 
 def _forward_partial(

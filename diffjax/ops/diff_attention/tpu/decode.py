@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from diffjax.ops.diff_attention.arguments import form
+from diffjax.ops.diff_attention.arguments import variant_name
 from diffjax.ops.diff_attention.decode import stack, unstack
 from diffjax.ops.diff_attention.tiles import (
   LOG2E,
@@ -155,7 +155,7 @@ def attend(
       bytes_accessed=pairs // (G * rows) * (width + V) * itemsize,
     ),
     interpret=chip.interpret_mode.get(),
-    name=f"diff_attention_decode_{form(G, width // q.shape[-1])}",
+    name=f"diff_attention_decode_{variant_name(G, width // q.shape[-1])}",
   )(places.row, places.place, places.block, starts, *inputs)
   return unstack(out, T, group)
 
@@ -238,11 +238,11 @@ class _Walk:
       if self.window is None
       else jnp.maximum(start - self.window + 1, 0)
     )
-    block_of = lambda key: (
+    block_index = lambda key: (
       lax.div(key, self.page) * self.per_page
       + lax.div(lax.rem(key, self.page), self.block)
     )
-    return block_of(first), block_of(
+    return block_index(first), block_index(
       jnp.minimum(last, self.pages * self.page - 1)
     )
 

@@ -15,7 +15,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from diffjax.ops.diff_attention.mask import PER_ROW, Mask
-from diffjax.ops.diff_attention.tiles import Scalar, block_of, both, negate, pad
+from diffjax.ops.diff_attention.tiles import (
+  Scalar,
+  block_index,
+  logical_and,
+  logical_not,
+  pad_axis,
+)
 from diffjax.ops.diff_attention.tpu.block_sizes import Blocks
 
 Part = tuple[
@@ -91,16 +97,16 @@ class Schedule:
     if self.keys_pass:
       p0 = self.mask.known_offset + stays * blocks.q
       first, last = self.mask.keys_of(p0, p0 + blocks.q - 1)
-      return block_of(first, blocks.kv), block_of(last, blocks.kv)
+      return block_index(first, blocks.kv), block_index(last, blocks.kv)
     first, last = self.mask.rows_of(
       stays * blocks.kv, (stays + 1) * blocks.kv - 1
     )
-    return block_of(first, blocks.q), block_of(last, blocks.q)
+    return block_index(first, blocks.q), block_index(last, blocks.q)
 
   def loaded(self, scalars, b: Scalar, stays: Scalar, step: Scalar) -> Scalar:
     """The span to have at hand at a step: the last one stays where no more are to come, so that nothing is loaded."""
     first, last = (
-      block_of(x, self.span) for x in self.passing(scalars, b, stays)
+      block_index(x, self.span) for x in self.passing(scalars, b, stays)
     )
     return jnp.minimum(first + step, jnp.maximum(last, 0))
 
@@ -109,7 +115,7 @@ class Schedule:
   ) -> None:
     """Runs body(block, place) for the blocks of a step's span that pass by block `stays`; place is a block's index in its span."""
     first, last = self.passing(scalars, b, stays)
-    start = (block_of(first, self.span) + step) * self.span
+    start = (block_index(first, self.span) + step) * self.span
     if self.span == 1:
       return _when(start <= last)(lambda: body(start, 0))
     lax.fori_loop(
@@ -155,7 +161,7 @@ class Schedule:
       overlap, equal = self._ids(
         scalars, b, i, j, (0, blocks.q), (0, blocks.kv)
       )
-      some = both(some, overlap)
+      some = logical_and(some, overlap)
 
     def run(difference: int | None) -> None:
       """A tile of one document, whose first query lies so far behind its first key; None: positions hide nothing of it."""
@@ -178,17 +184,21 @@ class Schedule:
           )
           body((row, blocks.q_inner), (key, blocks.kv_inner), mask)
 
-    _when(both(some, every, equal))(functools.partial(run, None))
+    _when(logical_and(some, every, equal))(functools.partial(run, None))
     differences = self.mask.partial_differences(
       blocks.q, blocks.kv, _MAX_BODIES
     )
     for difference in (
       differences or ()
     ):  # every tile whose first query lies so far behind its first key is cut in the same way
-      _when(both(some, negate(every), equal, p0 - k0 == difference))(
-        functools.partial(run, difference)
-      )
-    rest = negate(both(every, equal)) if differences is None else negate(equal)
+      _when(
+        logical_and(some, logical_not(every), equal, p0 - k0 == difference)
+      )(functools.partial(run, difference))
+    rest = (
+      logical_not(logical_and(every, equal))
+      if differences is None
+      else logical_not(equal)
+    )
     if rest is False:
       return
 
@@ -202,7 +212,7 @@ class Schedule:
       ):
         visible = self.mask.some(*corners(row, key, p0, k0))
         if self.mask.segments:
-          visible = both(
+          visible = logical_and(
             visible,
             self._ids(
               scalars, b, i, j, (row, blocks.q_inner), (key, blocks.kv_inner)
@@ -227,10 +237,12 @@ class Schedule:
           subtile()
 
       for visible, subtile in zip(seen, subtiles, strict=True):
-        pl.when(both(visible, ~whole))(subtile)
+        pl.when(logical_and(visible, ~whole))(subtile)
 
     strips = len(rows if self.keys_pass else keys)
-    _when(both(some, rest))(lambda: lax.fori_loop(0, strips, strip, None))
+    _when(logical_and(some, rest))(
+      lambda: lax.fori_loop(0, strips, strip, None)
+    )
 
   def _visible(
     self,
@@ -285,7 +297,9 @@ class Schedule:
     k0, k1 = bounds(
       kv_low, kv_high, b * self.kv_blocks + j, blocks.kv, blocks.kv_inner, keys
     )
-    return both(q0 <= k1, k0 <= q1), both(q0 == q1, k0 == k1, q0 == k0)
+    return logical_and(q0 <= k1, k0 <= q1), logical_and(
+      q0 == q1, k0 == k1, q0 == k0
+    )
 
 
 def _when(condition: Scalar) -> Callable:
@@ -323,7 +337,8 @@ def make_schedule(
     steps = max(
       1,
       *(
-        block_of(last, span) - block_of(first, span) + 1 for first, last in ends
+        block_index(last, span) - block_index(first, span) + 1
+        for first, last in ends
       ),
     )
   elif mask.window is not None:
@@ -357,7 +372,7 @@ def scalars_of(
   )
   ranges = []
   if q_ids is not None:
-    tiles = lambda ids, count, size: pad(ids, 1, count * size).reshape(
+    tiles = lambda ids, count, size: pad_axis(ids, 1, count * size).reshape(
       batch, count, size
     )
     q_tiles, kv_tiles = (
