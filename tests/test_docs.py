@@ -453,7 +453,7 @@ def test_tables_name_everything():
     "docs/attention.md", "| `implementation` | what it is | `auto` takes it |"
   )
   assert {name.strip("`") for name, *_ in named} == set(
-    implementations._MODULES
+    implementations.REGISTRY.built_in
   )
 
 

@@ -50,7 +50,7 @@ def _backward(arrays, mask, options, saved, d_out):
 
 @pytest.fixture
 def toy(monkeypatch):
-  monkeypatch.setattr(implementations, "_registered", {})
+  monkeypatch.setattr(implementations.REGISTRY, "_registered", {})
   register("toy", Implementation(_forward, _backward))
   return "toy"
 
