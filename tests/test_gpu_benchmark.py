@@ -717,12 +717,12 @@ def test_tokamax_may_be_absent():
 @pytest.mark.parametrize("packed", [True, False])
 def test_steps_on_packed_rows_and_on_rows_of_one_document(packed, monkeypatch):
   told = []
-  attend = api._attend
+  attend = api._attention_on_one_device
   monkeypatch.setattr(
     api,
-    "_attend",
-    lambda q, k, v, lam, ids, *rest, **options: (
-      told.append(ids) or attend(q, k, v, lam, ids, *rest, **options)
+    "_attention_on_one_device",
+    lambda arrays, *options: (
+      told.append(arrays.q_ids) or attend(arrays, *options)
     ),
   )
   model = ModelConfig(

@@ -8,8 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from diffjax.ops.diff_attention import choice, diff_attention, two_call
-from diffjax.ops.diff_attention.gpu import assembler, chip, measured
+from diffjax.ops.diff_attention import choice, diff_attention, gpu, two_call
+from diffjax.ops.diff_attention.gpu import (
+  assembler,
+  chip,
+  measured,
+  toolchain,
+)
 from diffjax.ops.diff_attention.mask import Mask
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -28,7 +33,7 @@ def on_gpu(monkeypatch):
   """on_gpu(kind, …): what is said on a GPU. All kernels run on it unless the test takes them away."""
   monkeypatch.setattr(two_call, "_has_cudnn", lambda backend: True)
   monkeypatch.setattr(chip, "refusal", lambda: None)
-  monkeypatch.setattr(assembler, "refusal", lambda: None)
+  monkeypatch.setattr(toolchain, "ASSEMBLER_PROBLEM", None)
   measured.table.cache_clear()
 
   def said(kind=H100, G=2, D=128, dtype=jnp.bfloat16, T=4096, **mask):
@@ -142,7 +147,7 @@ def test_an_old_python_is_named(monkeypatch, on_gpu, python, needed, found):
 
 
 def test_an_old_assembler_is_named(monkeypatch, on_gpu):
-  monkeypatch.setattr(assembler, "refusal", lambda: "needs ptxas 13.3")
+  monkeypatch.setattr(toolchain, "ASSEMBLER_PROBLEM", "needs ptxas 13.3")
   made = on_gpu()
   assert (
     str(made)
@@ -155,6 +160,8 @@ def test_the_assembler_is_asked_only_where_its_kernels_would_run(
   monkeypatch, on_gpu
 ):
   """Asking changes PATH, which no other process needs."""
+  monkeypatch.delattr(gpu, "toolchain")
+  monkeypatch.delitem(sys.modules, toolchain.__name__)
   monkeypatch.setattr(assembler, "refusal", lambda: pytest.fail("it was asked"))
   for backend in ("cpu", "tpu"):
     choice.choose(backend, *arrays(), Mask(4, 4))
@@ -163,10 +170,24 @@ def test_the_assembler_is_asked_only_where_its_kernels_would_run(
   on_gpu(dtype=jnp.float32)
   monkeypatch.setattr(chip, "refusal", lambda: "needs JAX 0.11.2")
   on_gpu()
+  assert toolchain.__name__ not in sys.modules
+
+
+def test_the_assembler_is_asked_once_before_its_kernels_run(
+  monkeypatch, on_gpu
+):
+  questions = []
+  monkeypatch.delattr(gpu, "toolchain")
+  monkeypatch.delitem(sys.modules, toolchain.__name__)
+  monkeypatch.setattr(
+    assembler, "refusal", lambda: questions.append(1) or "needs ptxas 13.3"
+  )
+  assert on_gpu().implementation == on_gpu().implementation == "two_call"
+  assert questions == [1]
 
 
 def test_what_can_be_made_faster_is_a_warning_once(monkeypatch, on_gpu, caplog):
-  monkeypatch.setattr(assembler, "refusal", lambda: "needs ptxas 13.3")
+  monkeypatch.setattr(toolchain, "ASSEMBLER_PROBLEM", "needs ptxas 13.3")
   with caplog.at_level("INFO"):
     on_gpu()
     on_gpu()

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from diffjax.ops.diff_attention import choice, two_call
-from diffjax.ops.diff_attention.gpu import assembler, chip, measured
+from diffjax.ops.diff_attention.gpu import chip, measured, toolchain
 from diffjax.ops.diff_attention.mask import Mask
 
 GPU = "NVIDIA H100 80GB HBM3"
@@ -17,7 +17,7 @@ def pick(monkeypatch, tmp_path):
   """pick(T, D): the choice of `auto` on a GPU of this kind, with the table that was written; V1 in bfloat16 by default."""
   monkeypatch.setattr(two_call, "_has_cudnn", lambda backend: True)
   monkeypatch.setattr(chip, "refusal", lambda: None)
-  monkeypatch.setattr(assembler, "refusal", lambda: None)
+  monkeypatch.setattr(toolchain, "ASSEMBLER_PROBLEM", None)
   monkeypatch.setattr(measured, "TABLE", tmp_path / "measured.json")
   measured.table.cache_clear()
 
@@ -96,6 +96,6 @@ def test_auto_takes_no_kernel_of_an_assembler_that_is_not_trusted(
 ):
   write({})
   monkeypatch.setattr(
-    assembler, "refusal", lambda: "ptxas 13.0.88 can corrupt products"
+    toolchain, "ASSEMBLER_PROBLEM", "ptxas 13.0.88 can corrupt products"
   )
   assert pick() == "two_call"

@@ -355,7 +355,7 @@ def test_decoding_in_pages_on_a_mesh():
     ),
     (
       "rows",
-      "^sharding must be a PartitionSpec or NamedSharding over .B, T, H., got 'rows'",
+      "^sharding must be a PartitionSpec or NamedSharding over .B, T, H.; got 'rows'",
     ),
     (
       NamedSharding(_strangers_mesh(), P("rows", None, None, "columns")),
@@ -363,13 +363,13 @@ def test_decoding_in_pages_on_a_mesh():
     ),
     (
       NamedSharding(_strangers_mesh(), P(None, None, ("rows", "columns"))),
-      "^sharding over .* needs K to be a multiple of 4, got K = 2; repeat k and v",
+      "^sharding over .* needs K to be a multiple of 4; got K = 2; repeat k and v",
     ),
     (
       NamedSharding(
         jax.make_mesh((1, 3), ("a", "b"), devices=jax.devices()[:3]), P("b")
       ),
-      "needs B to be a multiple of 3, got B = 4",
+      "needs B to be a multiple of 3; got B = 4",
     ),
   ],
   ids=["no_mesh", "no_sharding", "too_many_axes", "heads", "batch"],
@@ -383,7 +383,7 @@ def test_an_axis_that_the_mesh_lacks_is_named():
   with (
     jax.set_mesh(_strangers_mesh()),
     pytest.raises(
-      ValueError, match="must use axes of the mesh, rows, columns, got tensor"
+      ValueError, match="must use axes of the mesh, rows, columns; got tensor"
     ),
   ):
     diff_attention(*_attention_arguments(), sharding=P("rows", None, "tensor"))
@@ -395,11 +395,11 @@ def test_balanced_tokens_need_two_pieces_a_shard():
   )
   sharding = NamedSharding(_strangers_mesh(), P(None, ("rows", "columns")))
   with pytest.raises(
-    ValueError, match="needs T to be a multiple of 2 × 4, got T = 6"
+    ValueError, match="needs T to be a multiple of 2 × 4; got T = 6"
   ):
     diff_attention(q, k, v, lam, sharding=sharding, token_order="balanced")
   with pytest.raises(
     ValueError,
-    match="^token_order must be one of given, balanced, got 'zigzag'",
+    match="^token_order must be one of given, balanced; got 'zigzag'",
   ):
     diff_attention(q, k, v, lam, token_order="zigzag")

@@ -1,11 +1,10 @@
-"""Differential attention, the operation that users call: it checks arguments, broadcasts λ, shards the call and picks an implementation."""
+"""`diff_attention`: checks its arguments, selects an implementation, runs it."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import numbers
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from diffjax.ops.diff_attention import arguments, implementations, vjp
+from diffjax.ops.diff_attention import arguments, implementations
 from diffjax.ops.diff_attention.choice import choose
 from diffjax.ops.diff_attention.mask import PER_ROW, Mask, Windows
 from diffjax.ops.diff_attention.ring import ring
@@ -22,6 +21,11 @@ from diffjax.ops.diff_attention.sharded import (
   AxisSharding,
   TokenSharding,
   gathered_attention,
+)
+from diffjax.ops.diff_attention.vjp import (
+  Arrays,
+  Implementation,
+  run_implementation,
 )
 from diffjax.ops.platform import platform
 
@@ -46,40 +50,65 @@ def diff_attention(
   sharding: NamedSharding | PartitionSpec | None = None,
   token_order: str = "given",
 ) -> Float[Array, "B T H V"]:
-  """Differential attention, out = softmax(q₁k₁ᵀ·scale)v − λ·softmax(q₂k₂ᵀ·scale)v (paper §1; §2 with M = 1).
+  """Computes differential attention (paper §1; §2 with M = 1).
 
-  Of a group's maps the last is the noise map. Two maps are one head, H = Q. With more, H = Q·(G − 1): each of the others is a signal map
-  and a head of its own, and the noise map is subtracted from all (grouped differential attention, arXiv:2510.06949). Group g reads keys and
-  values of key head ⌊g / (Q/K)⌋. The key at index s has position s, the query at row t has position q_offset + t.
-  A query that sees no key returns zeros and passes no gradient. On a mesh, pass `sharding`, or wrap the call in `shard_map` yourself: block
-  sizes are chosen from the shapes that one device sees.
+  out = softmax(q₁k₁ᵀ · scale) v − λ · softmax(q₂k₂ᵀ · scale) v
+
+  The last of the G maps of a query group is its noise map, and the others are
+  signal maps. Each signal map is a head, from which λ times the noise map is
+  subtracted: H = Q·(G − 1). With G = 2, a head has its own noise map. With
+  more, heads share one (grouped differential attention, arXiv:2510.06949). With
+  G = 1 this is plain attention, and H = Q.
+
+  Query group g attends to key head ⌊g·K/Q⌋. Key s has position s, and query t
+  has position q_offset + t. A query that sees no key has an output of zeros and
+  no gradient.
+
+  Example:
+    q = jnp.zeros((1, 128, 4, 2, 64))  # 4 heads, each with a noise map
+    k = jnp.zeros((1, 128, 4, 2, 64))
+    v = jnp.zeros((1, 128, 4, 128))
+    out = diff_attention(q, k, v, lam=0.8)  # [1, 128, 4, 128]
 
   Args:
-    q: queries of G = 2 maps, of more whose last is the noise map, or of G = 1 for plain attention.
-    k: keys; M = 2 gives the signal maps and the noise map each their own (V1), M = 1 shares them (V2).
-    v: values, shared by the maps.
-    lam: λ as a scalar, per head, or per token and head; None for G = 1. Made float32 (or q's float64).
-    q_segment_ids: document of each query: a query sees only keys with an equal id. 0 is an id like any other.
-    kv_segment_ids: document of each key. Defaults to q_segment_ids where T = S.
-    q_offset: position of the first query: an int, which lets blocks that the mask hides be skipped, or int32[B].
+    q: queries.
+    k: keys. With M = 2 the noise maps have their own keys (V1). With M = 1 all
+      maps share them (V2).
+    v: values, which all maps share.
+    lam: λ, a number for all heads, for each head, or for each token and head.
+      None if G = 1. It is cast to float32, or to float64 if q is float64.
+    q_segment_ids: documents of the queries. A query sees only keys with an
+      equal id. 0 is an id like any other.
+    kv_segment_ids: documents of the keys. None for q_segment_ids if T = S.
+    q_offset: position of the first query. With an int, blocks of keys that the
+      mask hides can be skipped while the program is compiled.
     causal: whether a query sees only keys up to its own position.
-    window: number of keys visible to a query, itself included: query p sees keys in (p − window, p]. Without causal it is symmetric:
-      |p − key position| < window. `Windows` for one of several, which data choose: all are compiled, and one runs.
-    scale: factor on q·k; 1/√D by default.
-    implementation: "auto" (the fastest for the backend), "reference", "chunked", "two_call", "pallas_tpu" or "pallas_gpu" (Hopper), or a
-      name given to `register`. A name given never falls back.
-    sharding: of [B, T, H] over a mesh, whose axes may have any names: a NamedSharding, or a PartitionSpec for the mesh of `jax.set_mesh`.
-      Keys, values, λ and ids are sharded likewise. The call then runs inside `shard_map`, each device on its own rows and heads. Where T is
-      sharded, keys and values travel from device to device, in a ring; they are gathered if the implementation has no partial results (all
-      but "chunked" and "pallas_tpu"), q_offset is an array or T ≠ S. None: the call is not sharded, or is inside `shard_map` already.
-    token_order: "given"; or "balanced" where T is sharded and the caller has put the tokens of each row in the order of `balanced_order`,
-      which gives all devices the same work.
+    window: number of keys that a query sees. The query at position p sees the
+      keys in (p − window, p], or those with |p − position| < window if `causal`
+      is False. `Windows` selects one of several by data: all are compiled, and
+      one runs.
+    scale: factor on q·k. None for 1/√D.
+    implementation: "auto" for the fastest one on the backend, "reference",
+      "chunked", "two_call", "pallas_tpu", "pallas_gpu" (Hopper), or a
+      registered name. Only "auto" falls back to another implementation.
+    sharding: how a mesh splits [B, T, H]: a NamedSharding, or a PartitionSpec
+      for the mesh of `jax.set_mesh`. The other arrays are split like q. The
+      call runs inside `shard_map`. If T is split, keys and values are passed
+      from device to device in a ring, or gathered on each device if q_offset is
+      an array, if T ≠ S, or if the implementation has no partial results
+      (all but "chunked" and "pallas_tpu"). None without a mesh, and for calls
+      that are inside `shard_map` already. Block sizes depend on the shapes on
+      one device, so a call on a mesh needs one or the other.
+    token_order: the order of the tokens if T is split. "given", or "balanced"
+      if the tokens of each row are in the order of `balanced_order`, which
+      gives all devices the same work.
 
   Returns:
-    The heads' outputs, in q's dtype.
+    The outputs of the heads, in q's dtype.
 
   Raises:
-    ValueError: an argument is unusable, or the implementation cannot take it; the message says which, and what would work.
+    ValueError: if an argument is invalid, or if the implementation does not
+      support the call. The message says which argument, and what to change.
   """
   if isinstance(window, Windows):
     of_size = [
@@ -108,206 +137,211 @@ def diff_attention(
     ]
     return jax.lax.switch(window.which, branches, arrays)
   _check_shapes(q, k, v)
-  lam = arguments.broadcast_lambda(lam, q)
+  lam = arguments.broadcast_lambda(lam, q)  # [B, T, H] or None
   q_segment_ids, kv_segment_ids = _check_segments(
     q_segment_ids, kv_segment_ids, q.shape[0], q.shape[1], k.shape[1]
   )
-  q_offset = _check_offset(q_offset, q.shape[0])
-  window, scale = (
-    arguments.check_window(window),
-    arguments.check_scale(scale, q.shape[-1]),
-  )
-  if implementation not in implementations.names():
-    raise ValueError(
-      f"implementation must be one of {', '.join(implementations.names())}, got {implementation!r}"
-    )
+  mask_offset, offsets = _check_offset(q_offset, batch=q.shape[0])
+  window = arguments.check_window(window)
+  scale = arguments.check_scale(scale, q.shape[-1])
+  implementations.REGISTRY.check(implementation)
   if token_order not in TOKEN_ORDERS:
     raise ValueError(
-      f"token_order must be one of {', '.join(TOKEN_ORDERS)}, got {token_order!r}"
+      f"token_order must be one of {', '.join(TOKEN_ORDERS)};"
+      f" got {token_order!r}"
     )
-  attend = functools.partial(
-    _attend,
+
+  inputs = Arrays(q, k, v, lam, q_segment_ids, kv_segment_ids, offsets)
+  mask = Mask(
+    q_length=q.shape[1],
+    kv_length=k.shape[1],
     causal=bool(causal),
     window=window,
-    scale=scale,
-    implementation=implementation,
+    offset=mask_offset,
+    segments=q_segment_ids is not None,
   )
-  layout = None if sharding is None else AxisSharding.of(sharding, "B T H")
-  if layout is None:
-    return attend(q, k, v, lam, q_segment_ids, kv_segment_ids, q_offset)
-  return _attend_sharded(
-    attend,
-    layout,
-    token_order,
-    q,
-    k,
-    v,
-    lam,
-    q_segment_ids,
-    kv_segment_ids,
-    q_offset,
+  axis_sharding = None
+  if sharding is not None:
+    axis_sharding = AxisSharding.of(sharding, "B T H")
+  if axis_sharding is None:
+    return _attention_on_one_device(inputs, mask, scale, implementation)
+  return _attention_on_mesh(
+    inputs, mask, scale, implementation, axis_sharding, token_order
   )
 
 
-def _attend(
-  q,
-  k,
-  v,
-  lam,
-  q_ids,
-  kv_ids,
-  q_offset,
-  *,
-  causal: bool,
-  window: int | None,
+def _attention_on_one_device(
+  arrays: Arrays, mask: Mask, scale: float, name: str
+) -> Float[Array, "B T H V"]:
+  """Returns attention by the implementation of a name, or by the fastest."""
+  implementation = _select_implementation(name, arrays, mask)
+  return run_implementation(implementation, arrays, mask, scale)
+
+
+def _attention_on_mesh(
+  arrays: Arrays,
+  mask: Mask,
   scale: float,
-  implementation: str,
-  tokens=None,
-) -> jax.Array:
-  """The operation on one device's arrays; with `tokens` (TokenSharding), on its part of rows that several devices share."""
-  pairs = arguments.repeat_noise_maps(q)
-  static = isinstance(q_offset, int)
-  mask = Mask(
-    q.shape[1],
-    k.shape[1],
-    causal,
-    window,
-    q_offset if static else PER_ROW,
-    segments=q_ids is not None,
-  )
-  if implementation == "auto":
-    device_mask = mask
-    if tokens is not None:
-      # A device learns the position of its part of a row only at run time.
-      device_mask = dataclasses.replace(mask, offset=PER_ROW)
-    choice = choose(platform(), pairs, k, v, device_mask)
-    implementation = choice.implementation
-  chosen = implementations.implementation_of(implementation)
-  if tokens is not None:
-    if not (
-      chosen.partial is not None and static and mask.q_length == mask.kv_length
-    ):
-      own = functools.partial(
-        _attend,
-        causal=causal,
-        window=window,
-        scale=scale,
-        implementation=implementation,
-      )
-      return gathered_attention(
-        own, tokens, q, k, v, lam, q_ids, kv_ids, q_offset
-      )
-    chosen = ring(chosen, tokens)
-  q = q if chosen.takes_groups else pairs
-  arrays = vjp.Arrays(q, k, v, lam, q_ids, kv_ids, None if static else q_offset)
-  return vjp.attend(chosen, arrays, mask, scale)
-
-
-def _attend_sharded(
-  attend,
-  layout: AxisSharding,
+  name: str,
+  sharding: AxisSharding,
   token_order: str,
-  q,
-  k,
-  v,
-  lam,
-  q_ids,
-  kv_ids,
-  q_offset,
-) -> jax.Array:
-  """The operation inside `shard_map`."""
-  layout.check(0, {"B": q.shape[0]})
-  layout.check(
-    1,
-    {"T": q.shape[1], "S": k.shape[1]},
-    multiple=2 if token_order == "balanced" and layout.shards(1) > 1 else 1,
+) -> Float[Array, "B T H V"]:
+  """Returns attention by all devices of a mesh, inside `shard_map`."""
+  num_token_shards = sharding.shards(1)
+  pieces_per_shard = 1
+  if num_token_shards > 1 and token_order == "balanced":
+    pieces_per_shard = 2
+  sharding.check(0, {"B": arrays.q.shape[0]})
+  sharding.check(
+    1, {"T": mask.q_length, "S": mask.kv_length}, multiple=pieces_per_shard
   )
-  layout.check(2, {"Q": q.shape[2], "K": k.shape[2]})
-  offset = None if isinstance(q_offset, int) else q_offset
+  sharding.check(2, {"Q": arrays.q.shape[2], "K": arrays.k.shape[2]})
 
-  tokens = (
-    TokenSharding(layout.axes[1], layout.shards(1), token_order)
-    if layout.shards(1) > 1
-    else None
-  )
-
-  def local(q, k, v, lam, q_ids, kv_ids, offset):
-    return attend(
-      q,
-      k,
-      v,
-      lam,
-      q_ids,
-      kv_ids,
-      q_offset if offset is None else offset,
-      tokens=tokens,
+  def attend_on_device(*shards: jax.Array | None) -> Float[Array, "b t h V"]:
+    local_arrays = Arrays._make(shards)
+    local_mask = dataclasses.replace(
+      mask,
+      q_length=local_arrays.q.shape[1],
+      kv_length=local_arrays.k.shape[1],
+    )
+    if num_token_shards == 1:
+      return _attention_on_one_device(local_arrays, local_mask, scale, name)
+    tokens = TokenSharding(sharding.axes[1], num_token_shards, token_order)
+    return _attention_to_shared_rows(
+      local_arrays, local_mask, scale, name, tokens
     )
 
-  heads, ids = layout.spec(0, 1, 2), layout.spec(0, 1)
+  heads_spec = sharding.spec(0, 1, 2)
+  ids_spec = sharding.spec(0, 1)
   operands = [
-    (q, heads),
-    (k, heads),
-    (v, heads),
-    (lam, heads),
-    (q_ids, ids),
-    (kv_ids, ids),
-    (offset, layout.spec(0)),
+    (arrays.q, heads_spec),
+    (arrays.k, heads_spec),
+    (arrays.v, heads_spec),
+    (arrays.lam, heads_spec),
+    (arrays.q_ids, ids_spec),
+    (arrays.kv_ids, ids_spec),
+    (arrays.offset, sharding.spec(0)),
   ]
-  return layout.map(local, operands, heads)
+  return sharding.map(attend_on_device, operands, heads_spec)
+
+
+def _attention_to_shared_rows(
+  arrays: Arrays, mask: Mask, scale: float, name: str, tokens: TokenSharding
+) -> Float[Array, "B T H V"]:
+  """Returns attention of this device's queries to rows that devices share.
+
+  Args:
+    arrays: this device's shards.
+    mask: the mask with the lengths of a shard. Its offset is the position of
+      the first query of the row.
+    scale: factor on q·k.
+    name: the name of an implementation, or "auto".
+    tokens: how the devices share a row.
+  """
+  # At which position of the row a shard begins is known only at run time.
+  shard_mask = dataclasses.replace(mask, offset=PER_ROW)
+  implementation = _select_implementation(name, arrays, shard_mask)
+  can_use_ring = (
+    implementation.partial is not None
+    and mask.offset != PER_ROW
+    and mask.q_length == mask.kv_length
+  )
+  if can_use_ring:
+    implementation = ring(implementation, tokens)
+    return run_implementation(implementation, arrays, mask, scale)
+  return gathered_attention(implementation, arrays, mask, scale, tokens)
+
+
+def _select_implementation(
+  name: str, arrays: Arrays, mask: Mask
+) -> Implementation:
+  """Returns the implementation of a name, or the fastest one for "auto"."""
+  if name == "auto":
+    # The choice is made for pairs of a signal map and a noise map, because most
+    # implementations compute groups of more maps as pairs.
+    pairs = jax.eval_shape(arguments.repeat_noise_maps, arrays.q)
+    name = choose(platform(), pairs, arrays.k, arrays.v, mask).implementation
+  return implementations.implementation_of(name)
 
 
 def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+  """Raises ValueError if the shapes or dtypes of q, k and v do not match."""
   arguments.check_arrays(q, k, v, ("B T Q G D", "B S K M D", "B S K V"))
-  if k.shape[3] not in (1, min(q.shape[3], 2)):
+  num_maps = q.shape[3]
+  num_key_maps = k.shape[3]
+  if num_maps == 1 and num_key_maps != 1:
     raise ValueError(
-      f"k must have 1 map{', or 2' * (q.shape[3] > 1)} (axis 3), got {k.shape[3]} in shape {k.shape}"
+      f"k must have M = 1 map (axis 3), since q has one map; got"
+      f" M = {num_key_maps} in shape {k.shape}"
     )
-  if k.shape[0] != q.shape[0] or k.shape[4] != q.shape[4]:
+  if num_key_maps not in (1, 2):
     raise ValueError(
-      f"k must share B and D with q, got shape {k.shape} beside {q.shape}"
+      f"k must have M = 1 or 2 maps (axis 3); got M = {num_key_maps} in shape"
+      f" {k.shape}"
+    )
+  if k.shape[0] != q.shape[0]:
+    raise ValueError(
+      f"k must have q's batch size B = {q.shape[0]}; got shape {k.shape}"
+    )
+  if k.shape[4] != q.shape[4]:
+    raise ValueError(
+      f"k must have q's width D = {q.shape[4]}; got shape {k.shape}"
     )
   arguments.check_heads(q.shape[2], k.shape[2])
   if v.shape[:3] != k.shape[:3]:
     raise ValueError(
-      f"v must share [B, S, K] = {k.shape[:3]} with k, got shape {v.shape}"
+      f"v must have k's axes [B, S, K] = {list(k.shape[:3])};"
+      f" got shape {v.shape}"
     )
 
 
-def _check_segments(q_ids, kv_ids, batch: int, q_length: int, kv_length: int):
-  if q_ids is None and kv_ids is not None:
+def _check_segments(
+  q_ids: Any, kv_ids: Any, batch: int, q_length: int, kv_length: int
+) -> tuple[Int[Array, "B T"] | None, Int[Array, "B S"] | None]:
+  """Returns the segment ids, with the default of kv_ids filled in."""
+  if q_ids is None and kv_ids is None:
+    return None, None
+  if q_ids is None:
     raise ValueError(
-      "q_segment_ids must be given with kv_segment_ids, got None"
+      "q_segment_ids must be given with kv_segment_ids; got None"
     )
-  if q_ids is not None and kv_ids is None:
+  if kv_ids is None:
     if q_length != kv_length:
       raise ValueError(
-        f"kv_segment_ids must be given where T ≠ S (here {q_length} and {kv_length}), got None"
+        f"kv_segment_ids must be given if T ≠ S; got None, with T = {q_length}"
+        f" and S = {kv_length}"
       )
     kv_ids = q_ids
-  for name, ids, length in (
-    ("q_segment_ids", q_ids, q_length),
-    ("kv_segment_ids", kv_ids, kv_length),
-  ):
-    if ids is None:
-      continue
-    if ids.shape != (batch, length) or not jnp.issubdtype(
-      ids.dtype, jnp.integer
-    ):
-      raise ValueError(
-        f"{name} must be integers [{batch}, {length}], got {ids.dtype} of shape {ids.shape}"
-      )
+  _check_ids("q_segment_ids", q_ids, (batch, q_length))
+  _check_ids("kv_segment_ids", kv_ids, (batch, kv_length))
   return q_ids, kv_ids
 
 
-def _check_offset(q_offset: Any, batch: int) -> int | jax.Array:
-  if isinstance(q_offset, numbers.Integral) and not isinstance(q_offset, bool):
-    return int(q_offset)
-  if (
-    isinstance(q_offset, (jax.Array, np.ndarray))
-    and q_offset.shape in ((), (batch,))
-    and jnp.issubdtype(q_offset.dtype, jnp.integer)
-  ):
-    return jnp.broadcast_to(q_offset, (batch,)).astype(jnp.int32)
+def _check_ids(name: str, ids: jax.Array, shape: tuple[int, int]) -> None:
+  """Raises ValueError if the ids are not integers of a shape."""
+  is_integer = jnp.issubdtype(ids.dtype, jnp.integer)
+  if ids.shape != shape or not is_integer:
+    raise ValueError(
+      f"{name} must be integers of shape {list(shape)};"
+      f" got {arguments.describe(ids)}"
+    )
+
+
+def _check_offset(
+  q_offset: Any, batch: int
+) -> tuple[int | Literal["per row"], Int[Array, "B"] | None]:
+  """Returns the offset for `Mask`, and the offsets for `Arrays`.
+
+  An int belongs to the mask, which is static. An array is data.
+  """
+  if arguments.is_integer(q_offset):
+    return int(q_offset), None
+  is_integer_array = isinstance(
+    q_offset, (jax.Array, np.ndarray)
+  ) and jnp.issubdtype(q_offset.dtype, jnp.integer)
+  if is_integer_array and q_offset.shape in ((), (batch,)):
+    return PER_ROW, jnp.broadcast_to(q_offset, (batch,)).astype(jnp.int32)
   raise ValueError(
-    f"q_offset must be an int or int32[B] with B = {batch}, got {arguments.describe(q_offset)}"
+    f"q_offset must be an int or an integer array [B] with B = {batch};"
+    f" got {arguments.describe(q_offset)}"
   )

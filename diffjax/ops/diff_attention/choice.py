@@ -13,7 +13,7 @@ import jax
 from diffjax.ops.diff_attention.mask import Mask
 from diffjax.ops.platform import device_kind
 
-# What users read. An implementation that is not here is called by its name.
+# Descriptions for users. Other implementations are described by their names.
 _LABELS = {
   "chunked": "chunked (XLA)",
   "two_call": "two_call (stock attention)",
@@ -31,10 +31,10 @@ class Choice:
   """An implementation and why it was chosen.
 
   Attributes:
-    implementation: its name.
-    reason: why it was chosen; continues a sentence.
-    is_fallback: True if another one was measured to be faster here, and the
-      user can make it run.
+    implementation: the name of the implementation.
+    reason: why it was chosen. The text continues a sentence.
+    is_fallback: whether another one was measured to be faster on this device
+      and would run if the user followed the reason's advice.
   """
 
   implementation: str
@@ -49,28 +49,30 @@ class Choice:
 _listener: contextvars.ContextVar[Callable[[Choice], None] | None] = (
   contextvars.ContextVar("listener", default=None)
 )
-# Choices that were logged or passed to a listener.
+# The choices that were logged or passed to a listener.
 _reported: set[Choice] = set()
 
 
 def choose(
   backend: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask
 ) -> Choice:
-  """Returns the implementation that "auto" means for these arrays.
+  """Returns the implementation that "auto" selects for a call.
 
-  It also reports the choice. CONTRIBUTING.md explains the letters of the axes.
+  It depends on the device, on shapes and dtypes, and on the mask. The choice is
+  also logged, or passed to the listener of `reported_to`.
 
   Args:
     backend: the platform that the program is compiled for.
-    q: queries [B, T, H, G, D], in pairs.
+    q: queries [B, T, H, G, D], with one map, or with a signal map and a noise
+      map.
     k: keys [B, S, K, M, D].
     v: values [B, S, K, V].
     mask: the keys that each query sees.
   """
   if backend == "tpu":
-    choice = _on_tpu(q, v)
+    choice = choose_tpu(q, v)
   elif backend == "gpu":
-    choice = _on_gpu(q, k, v, mask)
+    choice = choose_gpu(q, k, v, mask)
   else:
     choice = Choice("chunked", f"because this is a {backend.upper()}")
   _report(choice)
@@ -81,8 +83,8 @@ def choose(
 def reported_to(listener: Callable[[Choice], None]) -> Iterator[None]:
   """Calls the listener with each choice that is made inside the context.
 
-  Choices are made while a program is traced. They are passed to the listener
-  instead of being logged, and are not logged later either.
+  Choices are made while a program is traced. A choice that a listener received
+  is never logged, also not after the context.
   """
   token = _listener.set(listener)
   try:
@@ -91,93 +93,101 @@ def reported_to(listener: Callable[[Choice], None]) -> Iterator[None]:
     _listener.reset(token)
 
 
-def _on_tpu(q: jax.Array, v: jax.Array) -> Choice:
-  """Returns the fused kernels if they take the arrays, else XLA."""
+def choose_tpu(q: jax.Array, v: jax.Array) -> Choice:
+  """Returns the fused kernels if they support the arrays, otherwise XLA."""
   from diffjax.ops.diff_attention.tpu import chip
 
   if chip.takes(q, v):
     return Choice("pallas_tpu", "the fastest on TPUs")
-  arrays = _dtype_and_widths(q, v)
+  arrays = _describe_arrays(q, v)
   return Choice("chunked", f"because pallas_tpu does not take {arrays}")
 
 
-def _on_gpu(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> Choice:
-  """Returns what was measured to be the fastest on this GPU, if it can run.
+def choose_gpu(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> Choice:
+  """Returns the implementation that was measured to be fastest on this GPU.
 
-  Without a measurement: cuDNN if it takes the arrays, else XLA.
+  Without a measurement, or if that implementation cannot run here, it is
+  cuDNN's attention. If cuDNN does not support the call either, it is XLA.
   """
-  from diffjax.ops.diff_attention.gpu import measured
+  # These modules are imported only where a GPU needs them.
+  from diffjax.ops.diff_attention.gpu import chip, measured
 
   gpu = device_kind()
   fastest = measured.fastest(gpu, q, k, v, mask)
+  cudnn_problem = _find_cudnn_problem(q, v, mask)
+  without_kernels = "two_call" if cudnn_problem is None else "chunked"
+
   if fastest == "chunked":
     return Choice("chunked", f"measured fastest on {gpu}")
+
   if fastest == "pallas_gpu":
-    return _fused_on_gpu(q, v, mask)
-  implementation = _without_own_kernels(q, v, mask)
-  if implementation != "two_call":
-    return Choice(implementation, _why_not_cudnn(q, v, mask))
+    if not chip.takes(q, v):
+      arrays = _describe_arrays(q, v)
+      return Choice(
+        without_kernels, f"because pallas_gpu does not take {arrays}"
+      )
+    kernel_problem = _find_kernel_problem()
+    if kernel_problem is not None:
+      return Choice(
+        without_kernels,
+        f"because pallas_gpu {kernel_problem}",
+        is_fallback=True,
+      )
+    return Choice("pallas_gpu", f"measured fastest on {gpu}")
+
+  if cudnn_problem is not None:
+    return Choice("chunked", f"because {cudnn_problem}")
   if fastest == "two_call":
-    return Choice(implementation, f"measured fastest on {gpu}")
+    return Choice("two_call", f"measured fastest on {gpu}")
   return Choice(
-    implementation,
+    "two_call",
     f"because no measurement on {gpu} says that pallas_gpu is faster at this"
     " shape",
   )
 
 
-def _why_not_cudnn(q: jax.Array, v: jax.Array, mask: Mask) -> str:
-  """Returns why cuDNN's attention cannot compute an operation."""
+def _find_kernel_problem() -> str | None:
+  """Returns why pallas_gpu cannot run in this process, or None if it can.
+
+  The text continues a sentence that begins with "pallas_gpu".
+  """
+  from diffjax.ops.diff_attention.gpu import chip
+
+  problem = chip.refusal()
+  if problem is not None:
+    return problem
+
+  # The first import checks the assembler, so it comes last.
+  from diffjax.ops.diff_attention.gpu import toolchain
+
+  return toolchain.ASSEMBLER_PROBLEM
+
+
+def _find_cudnn_problem(q: jax.Array, v: jax.Array, mask: Mask) -> str | None:
+  """Returns why cuDNN's attention cannot compute a call, or None if it can.
+
+  The text continues a sentence after "because".
+  """
   from diffjax.ops.diff_attention.two_call import cudnn_takes
 
   if mask.window is not None:
-    return "because cuDNN's attention takes no window here"
+    return "cuDNN's attention takes no window here"
   if mask.offset != 0:
-    return "because cuDNN's attention takes no q_offset here"
+    return "cuDNN's attention takes no q_offset here"
+  if cudnn_takes(q, v, mask.segments):
+    return None
   if mask.segments and cudnn_takes(q, v, masked=False):
-    return "because cuDNN's attention takes no segments of these lengths"
-  arrays = _dtype_and_widths(q, v)
-  return f"because cuDNN does not take {arrays} on {device_kind()}"
+    return "cuDNN's attention takes no segments of these lengths"
+  return f"cuDNN does not take {_describe_arrays(q, v)} on {device_kind()}"
 
 
-def _fused_on_gpu(q: jax.Array, v: jax.Array, mask: Mask) -> Choice:
-  """Returns the fused kernels, which are the fastest, if they can run here."""
-  from diffjax.ops.diff_attention.gpu import assembler, chip
-
-  if not chip.takes(q, v):
-    arrays = _dtype_and_widths(q, v)
-    return Choice(
-      _without_own_kernels(q, v, mask),
-      f"because pallas_gpu does not take {arrays}",
-    )
-  # Each returns the end of the sentence "pallas_gpu …", or None.
-  problem = chip.refusal() or assembler.refusal()
-  if problem is not None:
-    return Choice(
-      _without_own_kernels(q, v, mask),
-      f"because pallas_gpu {problem}",
-      is_fallback=True,
-    )
-  return Choice("pallas_gpu", f"measured fastest on {device_kind()}")
-
-
-def _without_own_kernels(q: jax.Array, v: jax.Array, mask: Mask) -> str:
-  """Returns "two_call" if it can run through cuDNN, else "chunked"."""
-  from diffjax.ops.diff_attention.two_call import cudnn_takes
-
-  is_plain = mask.offset == 0 and mask.window is None
-  if is_plain and cudnn_takes(q, v, mask.segments):
-    return "two_call"
-  return "chunked"
-
-
-def _dtype_and_widths(q: jax.Array, v: jax.Array) -> str:
-  """Returns the dtype and widths of the arrays, for a message."""
+def _describe_arrays(q: jax.Array, v: jax.Array) -> str:
+  """Returns the dtype and the widths of q and v, for a message."""
   return f"{q.dtype} with D = {q.shape[-1]} and V = {v.shape[-1]}"
 
 
 def _report(choice: Choice) -> None:
-  """Tells the listener, or else logs the choice when it is first made."""
+  """Passes the choice to the listener, or logs it if it is new."""
   is_new = choice not in _reported
   _reported.add(choice)
   listener = _listener.get()

@@ -1,7 +1,9 @@
-"""The operations on a mesh: one sharding says which mesh axes, of any names, shard batch, tokens and heads.
+"""How a mesh splits the arrays of an operation, and attention by gathering.
 
-Batch and heads need no communication. Where tokens are sharded, each device attends from its own queries to the whole row, whose keys and
-values travel (ring.py) or are gathered (here).
+The axes B and H need no communication. If a mesh splits the tokens of a row,
+each device attends from its own queries to the keys of the whole row. `ring`
+sends keys and values from device to device. `gathered_attention`, in this
+file, collects all of them on every device.
 """
 
 from __future__ import annotations
@@ -19,129 +21,196 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from diffjax.ops.diff_attention.mask import PER_ROW, Mask
 from diffjax.ops.diff_attention.tiles import Scalar
+from diffjax.ops.diff_attention.vjp import (
+  Arrays,
+  Implementation,
+  run_implementation,
+)
 
 TOKEN_ORDERS = ("given", "balanced")
 
 
 def balanced_order(length: int, shards: int) -> Int[np.ndarray, "T"]:
-  """The tokens of a row in the order that gives all shards the same work under a causal mask: those of shard 0, of shard 1, and so on.
+  """Returns an order of tokens that gives all shards the same work.
 
-  Late tokens have more to attend to. So a row is cut into twice as many pieces as there are shards, and shard c holds pieces c and
-  2C − 1 − c. The length is a multiple of 2·shards.
+  With a causal mask, later tokens attend to more keys. So a row is cut into 2C
+  pieces for C shards, and shard c holds the pieces c and 2C − 1 − c.
+
+  Example:
+    balanced_order(8, shards=2)  # [0, 1, 6, 7, 2, 3, 4, 5]
+
+  Args:
+    length: number of tokens of the row, a multiple of 2C.
+    shards: number of shards, C.
+
+  Returns:
+    The indices of the tokens of the first shard, then of the second, and so on.
   """
-  pieces = np.arange(length).reshape(2 * shards, -1)
-  return np.concatenate(
-    [pieces[[shard, -1 - shard]].ravel() for shard in range(shards)]
-  )
+  num_pieces = 2 * shards
+  pieces = np.arange(length).reshape(num_pieces, -1)
+  order = []
+  for shard in range(shards):
+    order.append(pieces[shard])
+    order.append(pieces[num_pieces - 1 - shard])
+  return np.concatenate(order)
 
 
 @dataclasses.dataclass(frozen=True)
 class AxisSharding:
-  """The mesh axes that shard an array's leading axes.
+  """How a mesh splits the axes of an operation, for example "B T H".
 
   Attributes:
-    mesh: the mesh.
-    axes: mesh axes of each leading axis; () for one that is not sharded.
+    mesh: a Mesh or an AbstractMesh.
+    axes: for each axis of the operation, the names of the mesh axes that split
+      it. () for an axis that is not split.
   """
 
   mesh: Any
   axes: tuple[tuple[str, ...], ...]
 
   @classmethod
-  def of(cls, sharding: NamedSharding | P, names: str) -> AxisSharding | None:
-    """The layout that a sharding gives the axes `names` ("B T H"); None on a mesh of one device.
+  def of(
+    cls, sharding: NamedSharding | P, axis_names: str
+  ) -> AxisSharding | None:
+    """Returns how a sharding splits the axes of an operation.
+
+    Args:
+      sharding: a NamedSharding, or a PartitionSpec for the mesh of
+        `jax.set_mesh`.
+      axis_names: the axes of the operation, for example "B T H".
+
+    Returns:
+      None if the mesh has one device, since nothing is split.
 
     Raises:
-      ValueError: it is no such sharding, or there is no mesh.
+      ValueError: if the sharding does not match the axes or has no mesh.
     """
-    if not isinstance(sharding, NamedSharding | P):
+    letters = axis_names.split()
+    axes_text = f"[{', '.join(letters)}]"
+    mesh: Any
+    if isinstance(sharding, NamedSharding):
+      mesh = sharding.mesh
+      spec = sharding.spec
+    elif isinstance(sharding, P):
+      mesh = jax.sharding.get_abstract_mesh()
+      spec = sharding
+    else:
       raise ValueError(
-        f"sharding must be a PartitionSpec or NamedSharding over [{names.replace(' ', ', ')}], got {sharding!r}"
+        f"sharding must be a PartitionSpec or NamedSharding over {axes_text};"
+        f" got {sharding!r}"
       )
-    mesh: Any = (
-      sharding.mesh
-      if isinstance(sharding, NamedSharding)
-      else jax.sharding.get_abstract_mesh()
-    )
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if mesh.empty:
       raise ValueError(
-        f"sharding = {sharding} needs a mesh: pass NamedSharding(mesh, spec), or call within jax.set_mesh(mesh)"
+        f"sharding = {sharding} needs a mesh: pass NamedSharding(mesh, spec),"
+        " or call within jax.set_mesh(mesh)"
       )
-    count = len(names.split())
-    if len(spec) > count:
+    if len(spec) > len(letters):
       raise ValueError(
-        f"sharding must be over [{names.replace(' ', ', ')}], {count} axes at most, got {spec}"
+        f"sharding must be over {axes_text}, {len(letters)} axes at most;"
+        f" got {spec}"
       )
-    axes = tuple(
-      ()
-      if entry is None
-      else (entry,)
-      if isinstance(entry, str)
-      else tuple(entry)
-      for entry in spec
-    )
-    if unknown := {name for group in axes for name in group} - set(
-      mesh.axis_names
-    ):
+    axes = [_mesh_axes(entry) for entry in spec]
+    unknown_axes = {name for names in axes for name in names}
+    unknown_axes -= set(mesh.axis_names)
+    if unknown_axes:
       raise ValueError(
-        f"sharding = {spec} must use axes of the mesh, {', '.join(mesh.axis_names)}, got {', '.join(sorted(unknown))}"
+        f"sharding = {spec} must use axes of the mesh,"
+        f" {', '.join(mesh.axis_names)}; got {', '.join(sorted(unknown_axes))}"
       )
-    return (
-      None if mesh.size == 1 else cls(mesh, axes + ((),) * (count - len(axes)))
-    )
+
+    if mesh.size == 1:
+      return None
+    # A spec may be shorter than an array. It does not split the last axes then.
+    while len(axes) < len(letters):
+      axes.append(())
+    return cls(mesh, tuple(axes))
 
   def shards(self, axis: int) -> int:
-    """The number of parts that an axis is cut into."""
+    """Returns the number of shards of an axis."""
     return math.prod(self.mesh.shape[name] for name in self.axes[axis])
 
   def spec(self, *axes: int) -> P:
-    """The spec of an array whose leading axes are these."""
+    """Returns the PartitionSpec of an array whose leading axes are these."""
     return P(*(self.axes[axis] or None for axis in axes))
 
   def check(self, axis: int, sizes: dict[str, int], multiple: int = 1) -> None:
-    """Refuses sizes along an axis, by name, that its shards cannot share evenly; with `multiple`, in so many pieces a shard."""
-    for name, size in sizes.items():
-      if size % (multiple * self.shards(axis)):
-        factors = (
-          f"{multiple} × {self.shards(axis)}"
-          if multiple > 1
-          else self.shards(axis)
-        )
-        remedy = "repeat k and v" if name == "K" else f"pad {name}"
-        raise ValueError(
-          f"sharding over {self.axes[axis]} needs {name} to be a multiple of {factors}, got {name} = {size}; {remedy}, or use fewer shards"
-        )
+    """Checks that all shards of an axis have the same size.
+
+    Args:
+      axis: the index of the axis.
+      sizes: the sizes of arrays along this axis, by letter. For example, q and
+        k may have "Q" and "K" along the axis of heads.
+      multiple: a number that must divide the size of a shard.
+
+    Raises:
+      ValueError: if a size cannot be divided.
+    """
+    num_shards = self.shards(axis)
+    for letter, size in sizes.items():
+      if size % (multiple * num_shards) == 0:
+        continue
+      divisor = str(num_shards)
+      if multiple > 1:
+        divisor = f"{multiple} × {num_shards}"
+      remedy = f"pad {letter}"
+      if letter == "K":
+        remedy = "repeat k and v"
+      raise ValueError(
+        f"sharding over {self.axes[axis]} needs {letter} to be a multiple of"
+        f" {divisor}; got {letter} = {size}; {remedy}, or use fewer shards"
+      )
 
   def map(
     self,
     function: Callable[..., jax.Array],
-    operands: list[tuple[Any, P]],
+    operands: list[tuple[jax.Array | None, P]],
     out: P,
   ) -> jax.Array:
-    """function(*operands) on each device's own parts. An operand is None, or an array with its spec."""
-    arrays, specs = zip(*operands, strict=True)
-    if (
-      AxisType.Explicit in self.mesh.axis_types
-    ):  # their arrays' types say how they lie, and must agree
-      arrays = tuple(
-        None if x is None else jax.reshard(x, NamedSharding(self.mesh, spec))
-        for x, spec in operands
-      )
-    return jax.shard_map(
-      function, mesh=self.mesh, in_specs=specs, out_specs=out
-    )(*arrays)
+    """Returns function(*arrays), where each device computes its own shard.
+
+    Args:
+      function: takes this device's shards of the arrays.
+      operands: the arrays and their specs. An array may be None.
+      out: the spec of the result.
+    """
+    arrays = []
+    specs = []
+    for array, spec in operands:
+      # On a mesh with explicit axes, the type of an array holds its sharding.
+      # shard_map requires that it equals the spec.
+      if array is not None and AxisType.Explicit in self.mesh.axis_types:
+        array = jax.reshard(array, NamedSharding(self.mesh, spec))
+      arrays.append(array)
+      specs.append(spec)
+    mapped = jax.shard_map(
+      function, mesh=self.mesh, in_specs=tuple(specs), out_specs=out
+    )
+    return mapped(*arrays)
+
+
+def _mesh_axes(entry: Any) -> tuple[str, ...]:
+  """Returns the mesh axes in one entry of a PartitionSpec."""
+  if entry is None:
+    return ()
+  if isinstance(entry, str):
+    return (entry,)
+  return tuple(entry)
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenSharding:
   """How devices share the tokens of a row, inside `shard_map`.
 
+  A shard holds one or two pieces of the row. The pieces of a row are equally
+  long, and are numbered from its first token.
+
   Attributes:
-    axes: mesh axes that shard them.
-    shards: number of devices along these.
-    order: "given", each shard's tokens follow those of the shard before; or "balanced", as `balanced_order` says.
+    axes: the mesh axes that split the tokens.
+    shards: the number of shards of a row.
+    order: "given" if shard c holds piece c, or "balanced" if it holds two
+      pieces, as `balanced_order` describes.
   """
 
   axes: tuple[str, ...]
@@ -150,75 +219,110 @@ class TokenSharding:
 
   @property
   def shard(self) -> Int[Array, ""]:
-    """The number of this device's shard."""
+    """The index of this device's shard."""
     return lax.axis_index(self.axes)
 
   def pieces(self, shard: Scalar) -> tuple[Scalar, ...]:
-    """The pieces of a row that a shard holds, by their numbers in the row. All are equally long."""
-    return (
-      (shard, 2 * self.shards - 1 - shard)
-      if self.order == "balanced"
-      else (shard,)
-    )
+    """Returns the indices of the pieces that a shard holds."""
+    if self.order == "balanced":
+      return (shard, 2 * self.shards - 1 - shard)
+    return (shard,)
 
   def shift(self, arrays: Any, distance: int) -> Any:
-    """All arrays of a tree, each sent to the device so many shards on, round the end of the row."""
+    """Returns the arrays of the device that is `distance` shards before.
+
+    The shards form a ring: the last one comes before the first one.
+
+    Args:
+      arrays: a tree of this device's arrays.
+      distance: a number of shards, of any sign.
+    """
     if distance % self.shards == 0:
       return arrays
-    pairs = [
-      (shard, (shard + distance) % self.shards) for shard in range(self.shards)
-    ]
-    return jax.tree.map(lambda x: lax.ppermute(x, self.axes, pairs), arrays)
+    routes = []  # (source, destination)
+    for shard in range(self.shards):
+      routes.append((shard, (shard + distance) % self.shards))
 
-  def gather_row(self, x: jax.Array) -> jax.Array:
-    """The tokens of all shards [B, T, …], in the order of the row."""
+    def send(x: jax.Array) -> jax.Array:
+      return lax.ppermute(x, self.axes, routes)
+
+    return jax.tree.map(send, arrays)
+
+  def gather_row(
+    self, x: Float[Array, "B t *axes"]
+  ) -> Float[Array, "B T *axes"]:
+    """Returns the tokens of all shards, in the order of the row."""
     if self.order == "given":
       return lax.all_gather(x, self.axes, axis=1, tiled=True)
-    early, late = (
-      lax.all_gather(half, self.axes, axis=1)
-      for half in jnp.split(x, 2, axis=1)
-    )  # [B, C, T/2C, …], the late ones backwards
-    whole = jnp.concatenate([early, jnp.flip(late, axis=1)], axis=1)
-    return whole.reshape(x.shape[0], -1, *x.shape[2:])
+    # Shard c holds the pieces c and 2C − 1 − c. Gathered from the first shard
+    # to the last, the second pieces are in reverse order.
+    first_pieces, second_pieces = jnp.split(x, 2, axis=1)
+    first_half = lax.all_gather(first_pieces, self.axes, axis=1)
+    second_half = lax.all_gather(second_pieces, self.axes, axis=1)
+    second_half = jnp.flip(second_half, axis=1)
+    row = jnp.concatenate([first_half, second_half], axis=1)  # [B, 2C, T/2C, …]
+    return row.reshape(x.shape[0], -1, *x.shape[2:])
 
 
 def gathered_attention(
-  attention: Callable[..., jax.Array],
+  implementation: Implementation,
+  arrays: Arrays,
+  mask: Mask,
+  scale: float,
   tokens: TokenSharding,
-  q: Float[Array, "B T Q G D"],
-  k: Float[Array, "B S K M D"],
-  v: Float[Array, "B S K V"],
-  lam: Float[Array, "B T H"] | None,
-  q_ids: Int[Array, "B T"] | None,
-  kv_ids: Int[Array, "B S"] | None,
-  q_offset: int | Int[Array, "B"],
 ) -> Float[Array, "B T H V"]:
-  """`attention` inside `shard_map`, from one shard's queries to the keys of the whole row, which are gathered. Autodiff sums their
-  gradients back to the devices that hold them.
+  """Returns attention of one shard's queries to the gathered keys of its row.
 
-  It asks nothing of `attention` but an offset that is data, and of the row nothing at all: for implementations without partial results,
-  offsets that only the running program knows, and rows with other numbers of queries than of keys. `ring` serves all else.
+  Every device holds the keys and values of the whole row. `ring` needs less
+  memory, but it supports neither implementations without partial results, nor
+  offsets that are arrays, nor T ≠ S. Autodiff sends the gradients of gathered
+  keys and values back to the devices that hold them, and sums them there.
 
   Args:
-    attention: takes the arrays below, in this order.
-    tokens: how devices share a row.
-    q: one shard's queries.
-    k: its keys.
-    v: its values.
-    lam: λ of its queries, or None.
-    q_ids: documents of its queries, or None.
-    kv_ids: documents of its keys, or None.
-    q_offset: position of the row's first query.
+    implementation: its functions. It must support offsets that are arrays.
+    arrays: the arrays of this shard.
+    mask: the mask with the lengths of this shard. Its offset is the position of
+      the first query of the row.
+    scale: factor on q·k.
+    tokens: how the devices share a row.
   """
-  k, v = tokens.gather_row(k), tokens.gather_row(v)
-  kv_ids = None if kv_ids is None else tokens.gather_row(kv_ids)
+  k = tokens.gather_row(arrays.k)  # [B, S, K, M, D]
+  v = tokens.gather_row(arrays.v)  # [B, S, K, V]
+  kv_ids = arrays.kv_ids
+  if kv_ids is not None:
+    kv_ids = tokens.gather_row(kv_ids)  # [B, S]
+
+  # The queries of a piece have consecutive positions. Which piece of the row a
+  # device holds is known only at run time, and so is their first position.
+  batch = arrays.q.shape[0]
+  row_position = mask.first_position(arrays.offset)
   pieces = tokens.pieces(tokens.shard)
-  size, outs = q.shape[1] // len(pieces), []
-  for n, piece in enumerate(pieces):
-    mine = lambda x, n=n: None if x is None else x[:, n * size : (n + 1) * size]
-    start = jnp.full(q.shape[0], piece * size, jnp.int32)
-    start = (
-      start if isinstance(q_offset, int) and q_offset == 0 else start + q_offset
+  piece_length = mask.q_length // len(pieces)
+  piece_mask = dataclasses.replace(
+    mask, q_length=piece_length, kv_length=k.shape[1], offset=PER_ROW
+  )
+  outputs = []
+  for index, piece in enumerate(pieces):
+    rows = slice(index * piece_length, (index + 1) * piece_length)
+    offset = jnp.full(batch, piece * piece_length, jnp.int32)
+    piece_arrays = Arrays(
+      q=arrays.q[:, rows],
+      k=k,
+      v=v,
+      lam=_slice_tokens(arrays.lam, rows),
+      q_ids=_slice_tokens(arrays.q_ids, rows),
+      kv_ids=kv_ids,
+      offset=offset + row_position,
     )
-    outs.append(attention(mine(q), k, v, mine(lam), mine(q_ids), kv_ids, start))
-  return jnp.concatenate(outs, axis=1)
+    outputs.append(
+      run_implementation(implementation, piece_arrays, piece_mask, scale)
+    )
+  return jnp.concatenate(outputs, axis=1)
+
+
+def _slice_tokens(
+  x: Float[Array, "B T *axes"] | None, rows: slice
+) -> Float[Array, "B t *axes"] | None:
+  if x is None:
+    return None
+  return x[:, rows]

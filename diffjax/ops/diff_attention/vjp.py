@@ -1,13 +1,12 @@
-"""An implementation of the operation, and the one custom VJP around it.
+"""The interface of an implementation, and the custom VJP around it.
 
-An implementation supplies `forward` and `backward`. The custom VJP types the arrays for `shard_map` and names what remat may keep; checks,
-masks, λ's shapes and sharding come with the operation.
+An implementation supplies `forward` and `backward`. Everything else is shared:
+argument checks, masks, the shapes of λ, sharding, and the names for remat.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,42 +14,50 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from diffjax.ops.diff_attention.arguments import repeat_noise_maps
 from diffjax.ops.diff_attention.mask import Mask
 from diffjax.ops.varying import vary_like
 
 
 class Arrays(NamedTuple):
-  """The operation's data."""
+  """The arrays of one call of the operation."""
 
   q: Float[Array, "B T Q G D"]
   k: Float[Array, "B S K M D"]
   v: Float[Array, "B S K V"]
-  lam: Float[Array, "B T H"] | None  # None for G = 1
+  lam: Float[Array, "B T H"] | None  # None if G = 1
   q_ids: Int[Array, "B T"] | None  # None without segments
-  kv_ids: Int[Array, "B S"] | None
-  offset: Int[Array, "B"] | None  # None where the mask knows it
+  kv_ids: Int[Array, "B S"] | None  # None without segments
+  offset: Int[Array, "B"] | None  # None if `Mask.offset` is an int
 
 
 class Saved(NamedTuple):
-  """The result of a forward pass, and what its backward pass reads besides the arrays. Each in a layout of the implementation's own."""
+  """The arrays that a forward pass returns.
+
+  The backward pass reads them in addition to `Arrays`. Each implementation
+  chooses their layouts.
+  """
 
   out: Any
-  out2: Any = None  # the noise maps' A₂V, for kernels that walk the keys block by block; `chunked` sees whole rows and does without
+  # A₂V of the noise maps. Kernels that iterate over blocks of keys need it.
+  # `chunked` reads all keys of a query at once and does not.
+  out2: Any = None
   lse: Any = None  # log-sum-exps of the maps' rows
 
 
-# Names of what is saved, for remat policies: where these are kept, the forward pass never runs twice.
+# The names of the fields of `Saved`, for remat policies. If a policy saves them,
+# the forward pass is not computed again.
 RESIDUAL_NAMES = tuple(f"diff_attention_{field}" for field in Saved._fields)
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """The options of a call, known while it is compiled.
+  """The options of a call that are static during compilation.
 
   Attributes:
     scale: factor on q·k.
-    save: whether a backward pass may follow; without one, `Saved.out` alone is read.
-    chosen: what the implementation's `prepare` returned.
+    save: whether a backward pass may follow. If not, only `Saved.out` is read.
+    chosen: the result of the implementation's `prepare`.
   """
 
   scale: float
@@ -61,12 +68,12 @@ class Options:
 class PartialResult(NamedTuple):
   """Attention to some of the keys that the queries see.
 
-  The dtype is float32, or q's float64. λ has no effect on it.
+  The dtype is float32, or float64 if q is float64. λ has no effect on it.
   """
 
   out: Float[Array, "B H T V"]  # A₁V
-  out2: Float[Array, "B H T V"] | None  # A₂V; None for G = 1
-  # Log-sum-exps of base 2. EMPTY_ROW_LSE for a row that sees none of the keys.
+  out2: Float[Array, "B H T V"] | None  # A₂V; None if G = 1
+  # Log-sum-exps of base 2. EMPTY_ROW_LSE in a row that sees none of the keys.
   lse: Float[Array, "B H G T"]
 
 
@@ -75,11 +82,11 @@ class PartialImplementation:
   """Attention to some of the keys that the queries see, for `ring`.
 
   Attributes:
-    forward: (arrays, mask, options) → PartialResult of these keys alone.
-    backward: (arrays, mask, options, result, d_out [B, T, H, V]) → what these
-      keys add to the gradients of q, k and v, in float32 or q's float64.
-      `result` has the output, A₂V and log-sum-exps of all keys, not only these;
-      its output is A₁V − λA₂V.
+    forward: (arrays, mask, options) → PartialResult of these keys.
+    backward: (arrays, mask, options, result, d_out [B, T, H, V]) → the terms
+      that these keys add to the gradients of q, k and v, in float32, or in
+      float64 if q is float64. `result` is the PartialResult of all keys, except
+      that `result.out` is A₁V − λA₂V.
   """
 
   forward: Callable[[Arrays, Mask, Options], PartialResult]
@@ -88,19 +95,23 @@ class PartialImplementation:
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-  """One way to compute differential attention. `register` gives it a name.
+  """A way to compute differential attention. `register` gives it a name.
 
   Attributes:
     forward: (arrays, mask, options) → Saved.
-    backward: (arrays, mask, options, saved, d_out [B, T, H, V]) → gradients of q, k, v and λ (None without λ). None: JAX differentiates
-      `forward`.
-    prepare: (arrays, mask) → `options.chosen`, hashable, made once for both passes. Raises ValueError for what is not taken, and says what
-      would work.
-    output: brings `Saved.out` to [B, T, H, V].
-    takes_groups: whether groups may have more than two maps, the last subtracted from all others. Else, and in `partial`, each signal
-      map comes with a copy of its noise map, as a group of two.
-    partial: attention to some of the keys. If it is given, rows that several
-      devices share use a ring. None: their keys and values are gathered.
+    backward: (arrays, mask, options, saved, d_out [B, T, H, V]) → the gradients
+      of q, k, v and λ, which is None without λ. If this field is None, JAX
+      differentiates `forward`.
+    prepare: (arrays, mask) → `options.chosen`. It is called once for both
+      passes, and its result must be hashable. It raises ValueError with a
+      remedy if the implementation does not support the call.
+    output: Saved.out → the output [B, T, H, V].
+    takes_groups: whether groups may have more than two maps, of which the last
+      is subtracted from all others. Otherwise, and always in `partial`, each
+      signal map forms a group with a copy of its noise map.
+    partial: attention to some of the keys. With it, a ring computes rows that
+      several devices share. Without it, each device gathers their keys and
+      values.
   """
 
   forward: Callable[[Arrays, Mask, Options], Saved]
@@ -111,61 +122,81 @@ class Implementation:
   partial: PartialImplementation | None = None
 
 
-def attend(
+def run_implementation(
   implementation: Implementation, arrays: Arrays, mask: Mask, scale: float
 ) -> Float[Array, "B T H V"]:
-  """The operation by one implementation, with a gradient."""
+  """Returns differential attention by one implementation.
+
+  Args:
+    implementation: its functions.
+    arrays: q may have any number of maps. λ is [B, T, H].
+    mask: the keys that each query sees.
+    scale: factor on q·k.
+
+  Raises:
+    ValueError: if the implementation does not support the call.
+  """
+  if not implementation.takes_groups:
+    arrays = arrays._replace(q=repeat_noise_maps(arrays.q))
   options = Options(scale, chosen=implementation.prepare(arrays, mask))
   if implementation.backward is None:
-    return implementation.output(
-      implementation.forward(arrays, mask, options).out
-    )
-  # Inside shard_map an array that all devices share must be made each device's own before the custom VJP, or its gradient is not summed.
-  return _attend(
-    implementation,
-    mask,
-    options,
-    Arrays._make(None if x is None else vary_like(x, *arrays) for x in arrays),
+    return _output(implementation, mask, options, arrays)
+
+  # Inside shard_map, an array may be the same on all devices of a mesh axis.
+  # Its gradient is the sum over these devices. JAX adds that sum where the
+  # array becomes a varying one, which must happen outside the custom VJP.
+  varying_arrays = []
+  for x in arrays:
+    if x is not None:
+      x = vary_like(x, *arrays)
+    varying_arrays.append(x)
+  return _output_with_vjp(
+    implementation, mask, options, Arrays._make(varying_arrays)
   )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attend(
+def _output(
   implementation: Implementation, mask: Mask, options: Options, arrays: Arrays
-):
-  return implementation.output(
-    implementation.forward(arrays, mask, options).out
-  )
+) -> Float[Array, "B T H V"]:
+  saved = implementation.forward(arrays, mask, options)
+  return implementation.output(saved.out)
 
 
-def _attend_fwd(
+# Its own backward pass is the implementation's.
+_output_with_vjp = jax.custom_vjp(_output, nondiff_argnums=(0, 1, 2))
+
+
+def _forward_rule(
   implementation: Implementation, mask: Mask, options: Options, arrays: Arrays
-):
-  saved = implementation.forward(
-    arrays, mask, dataclasses.replace(options, save=True)
-  )
-  saved = Saved._make(
-    checkpoint_name(x, name)
-    for x, name in zip(saved, RESIDUAL_NAMES, strict=True)
-  )
-  return implementation.output(saved.out), (arrays, saved)
+) -> tuple[Float[Array, "B T H V"], tuple[Arrays, Saved]]:
+  """Returns the output, and the residuals of `_backward_rule`."""
+  options = dataclasses.replace(options, save=True)
+  saved = implementation.forward(arrays, mask, options)
+  named = []
+  for x, name in zip(saved, RESIDUAL_NAMES, strict=True):
+    named.append(checkpoint_name(x, name))
+  saved = Saved(*named)
+  # The output comes from the named array. Otherwise, a policy that saves the
+  # names would still compute the forward pass again for the layers that follow.
+  residuals = (arrays, saved)
+  return implementation.output(saved.out), residuals
 
 
-def _attend_bwd(
-  implementation: Implementation, mask: Mask, options: Options, residuals, d_out
-):
-  arrays, saved = residuals
+def _backward_rule(
+  implementation: Implementation,
+  mask: Mask,
+  options: Options,
+  residuals: tuple[Arrays, Saved],
+  d_out: Float[Array, "B T H V"],
+) -> tuple[Arrays]:
+  """Returns the gradients of the arrays. Integer arrays have none."""
   assert implementation.backward is not None
-  return (
-    Arrays._make(
-      (
-        *implementation.backward(arrays, mask, options, saved, d_out),
-        None,
-        None,
-        None,
-      )
-    ),
+  arrays, saved = residuals
+  d_q, d_k, d_v, d_lam = implementation.backward(
+    arrays, mask, options, saved, d_out
   )
+  gradients = Arrays(d_q, d_k, d_v, d_lam, q_ids=None, kv_ids=None, offset=None)
+  return (gradients,)
 
 
-_attend.defvjp(_attend_fwd, _attend_bwd)
+_output_with_vjp.defvjp(_forward_rule, _backward_rule)
