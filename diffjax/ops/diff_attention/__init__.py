@@ -1,7 +1,9 @@
-"""Differential attention: one operation, several implementations that agree; and its twin for one new token against a cache.
+"""Differential attention: one operation with several implementations.
 
-The import needs jax, numpy and jaxtyping alone and starts no backend. An implementation's module, with Pallas where it needs that, is
-imported when it is first asked for.
+`diff_attention` is for whole sequences. `decode_attention` is for the newest
+tokens and a cache. The import needs only jax, numpy and jaxtyping, and starts
+no backend. The module of an implementation, and Pallas if it needs that, are
+imported when the implementation is first used.
 """
 
 from diffjax.ops.diff_attention.api import diff_attention

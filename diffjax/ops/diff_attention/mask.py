@@ -1,8 +1,10 @@
-"""The mask: the one definition of which keys a query sees, for all implementations.
+"""The definition of which keys a query sees, shared by all implementations.
 
-A `Mask` holds what is known while a program is compiled. Segment ids, and offsets that differ between rows of the batch, are data, and
-arguments of the methods that need them. `visible` and `between` answer for single queries and keys; `some`, `every`, `keys_of` and
-`rows_of` answer for tiles, and leave segments out.
+A `Mask` holds what is static while a program is compiled. Segment ids, and
+offsets that differ between rows of the batch, are data. The methods that need
+them take them as arguments. `visible` and `between` answer for single queries
+and keys. `some`, `every`, `keys_of` and `rows_of` answer for tiles, and ignore
+segments.
 """
 
 from __future__ import annotations
@@ -13,9 +15,8 @@ import math
 import operator
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from diffjax.ops.diff_attention.tiles import (
   Condition,
@@ -46,48 +47,63 @@ class Windows:
     )[self.which]
 
 
+# The offset of a mask whose rows of the batch have offsets of their own.
 PER_ROW: Literal["per row"] = "per row"
 
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-  """The keys that each query sees, but for data.
+  """The keys that each query sees, as far as they are static.
+
+  Key s has position s. Query t has position offset + t.
 
   Attributes:
     q_length: number of queries.
-    kv_length: number of keys; what blocks hold beyond them is padding, which no query sees.
+    kv_length: number of keys. Blocks may be padded beyond it, and no query sees
+      the padding.
     causal: whether a query sees only keys up to its own position.
-    window: number of keys visible to a query; see `diff_attention`.
-    offset: position of the first query: an int, or PER_ROW for an int32[B] that is data.
-    segments: whether a query sees only keys with an id equal to its own; the ids are data.
+    window: number of keys that a query sees (see `diff_attention`). None for
+      all keys. `visible` and `between` also support a traced int.
+    offset: position of the first query: an int, or PER_ROW if it is an array
+      int32[B], which is data.
+    segments: whether a query sees only keys with an id equal to its own. The
+      ids are data.
   """
 
   q_length: int
   kv_length: int
   causal: bool = True
-  window: Any = None  # int | None; for methods that answer for single queries also a traced int
+  window: Any = None
   offset: int | Literal["per row"] = 0
   segments: bool = False
 
   @property
   def known_offset(self) -> int:
-    """The offset where it is an int."""
+    """The offset of a mask whose offset is an int."""
     assert self.offset != PER_ROW
     return self.offset
 
   def first_position(
     self, offsets: Int[Array, "B"] | None
   ) -> int | Int[Array, "B"]:
-    """Position of the first query: the array given where it is data, else the mask's own."""
-    return self.known_offset if offsets is None else offsets
+    """Returns the position of the first query.
+
+    Args:
+      offsets: the offsets of a mask with PER_ROW. Otherwise None.
+    """
+    if offsets is None:
+      return self.known_offset
+    return offsets
 
   def of_rows(self, start: int, stop: int) -> Mask:
-    """The mask of queries start … stop − 1 alone. An offset that is data must be moved likewise."""
-    return dataclasses.replace(
-      self,
-      q_length=stop - start,
-      offset=self.offset if self.offset == PER_ROW else self.offset + start,
-    )
+    """Returns the mask of the queries from `start` to `stop` − 1.
+
+    If offsets are data, the caller must add `start` to them.
+    """
+    offset = self.offset
+    if offset != PER_ROW:
+      offset += start
+    return dataclasses.replace(self, q_length=stop - start, offset=offset)
 
   def between(
     self,
@@ -96,52 +112,54 @@ class Mask:
     q_ids: Int[Array, "B T"] | None = None,
     kv_ids: Int[Array, "B S"] | None = None,
   ) -> Bool[Array, "Z T S"] | None:
-    """True where query t sees key s; the leading axis is 1 or B. None if all is visible.
+    """Returns where query t sees key s, or None if all keys are visible.
+
+    The sizes X, Y and Z are 1 if all rows of the batch are equal, otherwise B.
 
     Args:
-      q_positions: [1 or B, T], from `positions`.
-      k_positions: [1 or B, S].
-      q_ids: documents of the queries, or None.
-      kv_ids: documents of the keys, or None.
+      q_positions: positions of the queries, from `positions`.
+      k_positions: positions of the keys.
+      q_ids: segment ids of the queries. None without segments.
+      kv_ids: segment ids of the keys. None without segments.
     """
-    same = (
-      None
-      if q_ids is None or kv_ids is None
-      else q_ids[:, :, None] == kv_ids[:, None, :]
-    )
-    return self.visible(
-      q_positions[:, :, None] - k_positions[:, None, :], same=same
-    )
+    has_equal_ids = None
+    if q_ids is not None and kv_ids is not None:
+      has_equal_ids = q_ids[:, :, None] == kv_ids[:, None, :]
+    distance = q_positions[:, :, None] - k_positions[:, None, :]
+    return self.visible(distance, same=has_equal_ids)
 
   def visible(
     self,
-    distance: jax.Array | None,
+    distance: Int[Array, "..."] | None,
     *,
-    keys: jax.Array | None = None,
-    same: jax.Array | None = None,
-  ) -> jax.Array | None:
-    """True where a query sees a key, elementwise; None if all is visible.
+    keys: Int[Array, "..."] | None = None,
+    same: Bool[Array, "..."] | None = None,
+  ) -> Bool[Array, "..."] | None:
+    """Returns elementwise where a query sees a key, or None if everywhere.
 
     Args:
-      distance: query − key position; None where positions hide nothing.
-      keys: positions of the keys where some of them may be padding.
-      same: whether query and key are of one document; None without segments.
+      distance: the position of the query minus the position of the key. None if
+        positions hide no key.
+      keys: positions of the keys. None if none of them can be padding.
+      same: where query and key have equal segment ids. None without segments.
     """
-    terms = []
+    conditions = []
     if keys is not None and not self.hides_padding():
-      terms.append(keys < self.kv_length)
+      conditions.append(keys < self.kv_length)
     if distance is not None and self.causal:
-      terms.append(distance >= 0)
+      conditions.append(distance >= 0)
     if distance is not None and self.window is not None:
-      terms.append(distance < self.window)
+      conditions.append(distance < self.window)
       if not self.causal:
-        terms.append(distance > -self.window)
+        conditions.append(distance > -self.window)
     if same is not None:
-      terms.append(same)
-    return functools.reduce(operator.and_, terms) if terms else None
+      conditions.append(same)
+    if not conditions:
+      return None
+    return functools.reduce(operator.and_, conditions)
 
   def hides_padding(self) -> bool:
-    """True if causality alone hides the padding from every query."""
+    """Returns True if causality hides the padding from every query."""
     return (
       self.causal
       and self.offset != PER_ROW
@@ -149,7 +167,16 @@ class Mask:
     )
 
   def some(self, p0: Scalar, p1: Scalar, k0: Scalar, k1: Scalar) -> Condition:
-    """False if no query of a tile sees any of its keys, by position; segments may hide more."""
+    """Returns False if no query of a tile sees any of its keys.
+
+    Segments may hide more keys.
+
+    Args:
+      p0: position of the tile's first query.
+      p1: position of its last query.
+      k0: position of its first key.
+      k1: position of its last key.
+    """
     conditions: list[Condition] = [k0 < self.kv_length]
     if self.causal:
       conditions.append(k0 <= p1)
@@ -160,10 +187,13 @@ class Mask:
     return logical_and(*conditions)
 
   def every(self, p0: Scalar, p1: Scalar, k0: Scalar, k1: Scalar) -> Condition:
-    """True if every query of a tile sees each of its keys, by position; segments may hide some."""
-    conditions: list[Condition] = (
-      [] if self.hides_padding() else [k1 < self.kv_length]
-    )
+    """Returns True if every query of a tile sees every key of it.
+
+    Segments may hide some keys. The arguments are those of `some`.
+    """
+    conditions: list[Condition] = []
+    if not self.hides_padding():
+      conditions.append(k1 < self.kv_length)
     if self.causal:
       conditions.append(k1 <= p0)
     if self.window is not None:
@@ -173,19 +203,35 @@ class Mask:
     return logical_and(*conditions)
 
   def keys_of(self, p0: Scalar, p1: Scalar) -> tuple[Scalar, Scalar]:
-    """First and last key position that queries p0 … p1 may see; none if the last lies before the first."""
+    """Returns the first and the last key that some queries may see.
+
+    If they see no key, the last one is before the first one.
+
+    Args:
+      p0: position of the first query.
+      p1: position of the last query.
+    """
+    first: Scalar = 0
     last: Scalar = self.kv_length - 1
     if self.causal:
       last = minimum(last, p1)
     elif self.window is not None:
       last = minimum(last, p1 + self.window - 1)
-    return (
-      0 if self.window is None else maximum(0, p0 - self.window + 1)
-    ), last
+    if self.window is not None:
+      first = maximum(first, p0 - self.window + 1)
+    return first, last
 
   def rows_of(self, k0: Scalar, k1: Scalar) -> tuple[Scalar, Scalar]:
-    """First and last query row (not position) that may see keys k0 … k1; for an offset that is known."""
-    first, last = 0, self.q_length - 1
+    """Returns the first and the last query that may see some keys.
+
+    These are indices of queries, not positions. The offset must be an int.
+
+    Args:
+      k0: position of the first key.
+      k1: position of the last key.
+    """
+    first: Scalar = 0
+    last: Scalar = self.q_length - 1
     if self.causal:
       first = maximum(first, k0 - self.known_offset)
     elif self.window is not None:
@@ -197,21 +243,38 @@ class Mask:
   def partial_differences(
     self, q_block: int, kv_block: int, most: int
   ) -> list[int] | None:
-    """All values of p0 − k0 of tiles that are partly visible, if they are at most so many and the mask depends on nothing else."""
-    padding = self.kv_length % kv_block and not self.hides_padding()
-    if self.offset == PER_ROW or padding:
+    """Returns the differences p0 − k0 of the partly visible tiles.
+
+    A tile is partly visible if some of its pairs of a query and a key are
+    visible, and some are not. Without padding and with a static offset, that
+    depends only on the difference between its first positions.
+
+    Args:
+      q_block: number of queries of a tile.
+      kv_block: number of keys of a tile.
+      most: the largest number of differences that the caller can use.
+
+    Returns:
+      None if there are more differences, or if the mask does not depend on them
+      alone.
+    """
+    has_padding = self.kv_length % kv_block != 0 and not self.hides_padding()
+    if self.offset == PER_ROW or has_padding:
       return None
+    # Tiles have p0 = offset + i·q_block and k0 = j·kv_block. So all differences
+    # equal the offset modulo the greatest common divisor of the block sizes.
     step = math.gcd(q_block, kv_block)
+    # Tiles further from the diagonal are either hidden or fully visible.
     reach = max(q_block, kv_block) + (self.window or 0)
     start = -(reach // step + 1) * step + self.offset % step
-    found = []
+    differences = []
     for difference in range(start, reach + step, step):
-      tile = difference, difference + q_block - 1, 0, kv_block - 1
+      tile = (difference, difference + q_block - 1, 0, kv_block - 1)
       if self.some(*tile) and not self.every(*tile):
-        found.append(difference)
-      if len(found) > most:
+        differences.append(difference)
+      if len(differences) > most:
         return None
-    return found
+    return differences
 
 
 def positions(
@@ -219,11 +282,23 @@ def positions(
   offset: int | Int[Array, ""] | Int[Array, "B"],
   start: int | Int[Array, ""] = 0,
 ) -> Int[Array, "X length"]:
-  """Positions of rows start … start + length − 1: [1, length] for one offset, [B, length] for an offset per row of the batch."""
-  rows = jnp.arange(length, dtype=jnp.int32) + start
-  return jnp.reshape(jnp.asarray(offset, jnp.int32), (-1, 1)) + rows
+  """Returns the positions of consecutive queries or keys of a row.
+
+  X is 1 for one offset, and B for an offset for each row of the batch.
+
+  Args:
+    length: number of queries or keys.
+    offset: position of the row's first query or key.
+    start: index of the first query or key whose position is returned.
+  """
+  indices = jnp.arange(length, dtype=jnp.int32) + start
+  return jnp.reshape(jnp.asarray(offset, jnp.int32), (-1, 1)) + indices
 
 
-def apply(mask: Bool[Array, "..."] | None, logits: jax.Array) -> jax.Array:
-  """Logits with −∞ where the mask forbids."""
-  return logits if mask is None else jnp.where(mask, logits, -jnp.inf)
+def apply(
+  mask: Bool[Array, "..."] | None, logits: Float[Array, "..."]
+) -> Float[Array, "..."]:
+  """Returns the logits, with −∞ where the mask is False."""
+  if mask is None:
+    return logits
+  return jnp.where(mask, logits, -jnp.inf)

@@ -1,4 +1,7 @@
-"""The definition of differential attention. It materialises both maps: for tests and measurements, not for training."""
+"""The definition of differential attention, for tests and measurements.
+
+It materializes all maps, so it takes too much memory for training.
+"""
 
 from __future__ import annotations
 
@@ -22,30 +25,31 @@ def attention_logits(
   k: Float[Array, "B S K M D"],
   scale: float | None = None,
 ) -> Float[Array, "B Q G T S"]:
-  """Logits before any mask, q·k·scale, whose softmax paper §1 takes; in at least float32.
+  """Returns the logits q·k·scale before any mask (paper §1).
+
+  They are in float32, or in float64 if q is float64.
 
   Args:
-    q: queries of G maps.
-    k: keys; M = 1 shares them between the maps.
-    scale: factor on q·k; 1/√D by default.
+    q: queries.
+    k: keys. With M = 1, all maps share them.
+    scale: factor on q·k. None for 1/√D.
   """
-  groups, num_maps = q.shape[2:4]
-  dtype = jnp.promote_types(jnp.float32, q.dtype)
-  k = jnp.repeat(k, groups // k.shape[2], axis=2)
-  k = k[
-    :, :, :, jnp.array([0] * (num_maps - 1) + [-1])
-  ]  # the last map's own are the last
-  scale = q.shape[-1] ** -0.5 if scale is None else scale
-  return (
-    jnp.einsum(
-      "btqgd,bsqgd->bqgts",
-      q,
-      k,
-      preferred_element_type=dtype,
-      precision=jax.lax.Precision.HIGHEST,
-    )
-    * scale
+  num_groups, num_maps, width = q.shape[2:]
+  if scale is None:
+    scale = width**-0.5
+  # The first key map belongs to the signal maps, and the last one to the noise
+  # map, which is the last map of a group. With M = 1 they are the same.
+  k = jnp.repeat(k, num_groups // k.shape[2], axis=2)  # [B, S, Q, M, D]
+  key_map_of_map = jnp.array([0] * (num_maps - 1) + [-1])
+  k = k[:, :, :, key_map_of_map]  # [B, S, Q, G, D]
+  logits = jnp.einsum(
+    "BTQGD,BSQGD->BQGTS",
+    q,
+    k,
+    preferred_element_type=jnp.promote_types(jnp.float32, q.dtype),
+    precision=jax.lax.Precision.HIGHEST,
   )
+  return logits * scale
 
 
 def attention_maps(
@@ -63,25 +67,27 @@ def attention_maps(
   ]
   | None = None,
 ) -> Float[Array, "B Q G T S"]:
-  """The softmax maps A_i of paper §1, in at least float32; a row without visible keys is zero.
+  """Returns the softmax maps A₁, A₂, … of each query group (paper §1).
+
+  Each row sums to one. A row that sees no key is zero. The maps are in float32,
+  or in float64 if q is float64.
 
   Args:
-    q: queries of G maps.
-    k: keys; M = 1 shares them between the maps.
-    q_segment_ids: see `diff_attention`, like the arguments below.
+    q: queries.
+    k: keys. With M = 1, all maps share them.
+    q_segment_ids: documents of the queries (see `diff_attention`).
     kv_segment_ids: documents of the keys.
     q_offset: position of the first query.
     causal: whether queries see only keys up to their own position.
-    window: how many keys a query sees.
-    scale: factor on q·k; 1/√D by default.
-    logits_transform: applied to the scaled logits before mask and softmax, e.g. to quantise them.
-
-  Returns:
-    A[b, q, g, t, s], rows summing to one (or zero).
+    window: number of keys that a query sees. None for all.
+    scale: factor on q·k. None for 1/√D.
+    logits_transform: a function of the scaled logits before mask and softmax,
+      for example a quantization.
   """
   logits = attention_logits(q, k, scale)
   if logits_transform is not None:
     logits = logits_transform(logits)
+
   mask = Mask(q.shape[1], k.shape[1], causal=causal, window=window)
   visible = mask.between(
     positions(q.shape[1], q_offset),
@@ -91,11 +97,14 @@ def attention_maps(
   )
   if visible is None:
     return jax.nn.softmax(logits, axis=-1)
-  visible = visible[:, None, None]
-  # An empty row keeps its finite logits through the softmax and is zeroed after it: −∞ throughout would give NaN gradients.
-  any_key = jnp.any(visible, axis=-1, keepdims=True)
-  maps = jax.nn.softmax(apply(visible | ~any_key, logits), axis=-1)
-  return jnp.where(any_key, maps, 0)
+
+  # In a row without visible keys, a softmax of −∞ would give NaN gradients. Such
+  # a row keeps its finite logits, and is set to zero after the softmax.
+  visible = visible[:, None, None]  # [B or 1, 1, 1, T, S]
+  has_visible_key = jnp.any(visible, axis=-1, keepdims=True)
+  logits = apply(visible | ~has_visible_key, logits)
+  maps = jax.nn.softmax(logits, axis=-1)
+  return jnp.where(has_visible_key, maps, 0)
 
 
 def attention_weights(
@@ -104,23 +113,28 @@ def attention_weights(
   lam: Float[Array, "B T H"] | None,
   **options,
 ) -> Float[Array, "B H T S"]:
-  """Weights of the values: A₁ − λA₂ (paper §1), or A₁ if G is 1; with more maps, each of a group's others less λ times the last.
+  """Returns A₁ − λA₂ for each head, or A₁ if G = 1 (paper §1).
 
-  A row that sees keys sums to 1 − λ, and its entries may be negative.
+  With G > 2, λ times the last map of a group is subtracted from each other map.
+  A row that sees keys sums to 1 − λ, and may have negative entries.
 
   Args:
-    q: queries of G maps.
+    q: queries.
     k: keys.
-    lam: λ per token and head; None if G is 1.
-    **options: those of `attention_maps`.
+    lam: λ for each token and head. None if G = 1.
+    **options: keyword arguments of `attention_maps`.
   """
-  maps = attention_maps(q, k, **options)
+  maps = attention_maps(q, k, **options)  # [B, Q, G, T, S]
   if lam is None:
     return maps[:, :, 0]
-  heads = lambda x: x.reshape(maps.shape[0], -1, *maps.shape[3:])
-  signal = heads(maps[:, :, :-1])
-  noise = jnp.repeat(maps[:, :, -1], signal.shape[1] // maps.shape[1], axis=1)
-  return signal - jnp.moveaxis(lam, 2, 1)[..., None] * noise
+  batch, num_groups, _, q_length, kv_length = maps.shape
+  signal_maps = maps[:, :, :-1]  # [B, Q, G - 1, T, S]
+  signal_maps = signal_maps.reshape(batch, -1, q_length, kv_length)
+  heads_per_group = signal_maps.shape[1] // num_groups
+  noise_maps = maps[:, :, -1]  # [B, Q, T, S]
+  noise_maps = jnp.repeat(noise_maps, heads_per_group, axis=1)  # [B, H, T, S]
+  lam = jnp.moveaxis(lam, 2, 1)[..., None]  # [B, H, T, 1]
+  return signal_maps - lam * noise_maps
 
 
 def reference(
@@ -130,43 +144,42 @@ def reference(
   lam: Float[Array, "B T H"] | None,
   **options,
 ) -> Float[Array, "B T H V"]:
-  """softmax(q₁k₁ᵀ)v − λ·softmax(q₂k₂ᵀ)v, exactly as written (paper §1).
+  """Returns (softmax(q₁k₁ᵀ) − λ · softmax(q₂k₂ᵀ)) v, in q's dtype (paper §1).
 
   Args:
-    q: queries of G maps.
+    q: queries.
     k: keys.
     v: values.
-    lam: λ per token and head; None if G is 1.
-    **options: those of `attention_maps`.
-
-  Returns:
-    The heads' outputs in q's dtype.
+    lam: λ for each token and head. None if G = 1.
+    **options: keyword arguments of `attention_maps`.
   """
-  weights = attention_weights(q, k, lam, **options)
-  v = jnp.repeat(v, weights.shape[1] // v.shape[2], axis=2).astype(
-    weights.dtype
+  weights = attention_weights(q, k, lam, **options)  # [B, H, T, S]
+  num_heads = weights.shape[1]
+  num_kv_heads = v.shape[2]
+  v = jnp.repeat(v, num_heads // num_kv_heads, axis=2)  # [B, S, H, V]
+  out = jnp.einsum(
+    "BHTS,BSHV->BTHV",
+    weights,
+    v.astype(weights.dtype),
+    precision=jax.lax.Precision.HIGHEST,
   )
-  return jnp.einsum(
-    "bhts,bshv->bthv", weights, v, precision=jax.lax.Precision.HIGHEST
-  ).astype(q.dtype)
+  return out.astype(q.dtype)
 
 
 def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
-  q, k, v, lam, q_ids, kv_ids, offset = arrays
-  return Saved(
-    reference(
-      q,
-      k,
-      v,
-      lam,
-      q_segment_ids=q_ids,
-      kv_segment_ids=kv_ids,
-      q_offset=mask.first_position(offset),
-      causal=mask.causal,
-      window=mask.window,
-      scale=options.scale,
-    )
+  out = reference(
+    arrays.q,
+    arrays.k,
+    arrays.v,
+    arrays.lam,
+    q_segment_ids=arrays.q_ids,
+    kv_segment_ids=arrays.kv_ids,
+    q_offset=mask.first_position(arrays.offset),
+    causal=mask.causal,
+    window=mask.window,
+    scale=options.scale,
   )
+  return Saved(out)
 
 
 IMPLEMENTATION = Implementation(_forward, takes_groups=True)

@@ -1,17 +1,19 @@
-"""Arithmetic of tiles that masks and kernels share: positions and conditions that are known or traced, padding, two constants.
+"""Arithmetic of tiles, which masks and kernels share.
 
-A tile is a block of queries at positions p0 … p1 against a block of keys at positions k0 … k1. Positions are ints where they are known
-while the program is compiled, and traced int32 scalars where they are not; conditions are bools or traced bools in the same way.
+A tile is a block of queries at positions p0 … p1 and a block of keys at
+positions k0 … k1. A position is an int if it is known during compilation, and
+otherwise a traced int32 scalar. A condition is a bool or a traced bool in the
+same way. The functions return ints and bools if their arguments are.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Shaped
 
 # The value of a masked logit. It is finite, so that it can be subtracted from
 # itself in a row that sees no key.
@@ -19,78 +21,91 @@ MASKED_LOGIT = -1e30
 # The log-sum-exp that is stored for a row that sees no key. The backward pass
 # subtracts it from logits, so the weights of the row become 0.
 EMPTY_ROW_LSE = 1e30
-LOG2E = float(np.log2(np.e))
+LOG2E = float(np.log2(np.e))  # exp(x) = exp2(x · LOG2E)
 
 Scalar = Any  # int, or a traced int32 scalar
 Condition = Any  # bool, or a traced bool scalar
 
 
 def logical_and(*conditions: Condition) -> Condition:
-  """The conjunction of conditions; a bool as long as it is known."""
-  unknown = []
+  """Returns whether all conditions are true."""
+  traced_conditions = []
   for condition in conditions:
-    if isinstance(condition, bool):
-      if not condition:
-        return False
-    else:
-      unknown.append(condition)
-  result: Condition = True
-  for condition in unknown:
-    result = condition if result is True else result & condition
+    if not isinstance(condition, bool):
+      traced_conditions.append(condition)
+    elif not condition:
+      return False
+  if not traced_conditions:
+    return True
+  result = traced_conditions[0]
+  for condition in traced_conditions[1:]:
+    result = result & condition
   return result
 
 
 def logical_not(condition: Condition) -> Condition:
-  """The opposite of a condition; a bool as long as it is known."""
-  return not condition if isinstance(condition, bool) else ~condition
+  """Returns whether a condition is false."""
+  if isinstance(condition, bool):
+    return not condition
+  return ~condition
 
 
 def minimum(a: Scalar, b: Scalar) -> Scalar:
-  """The lesser; an int if both are."""
-  return (
-    min(a, b)
-    if isinstance(a, int) and isinstance(b, int)
-    else jnp.minimum(a, b)
-  )
+  """Returns the smaller of two numbers."""
+  if isinstance(a, int) and isinstance(b, int):
+    return min(a, b)
+  return jnp.minimum(a, b)
 
 
 def maximum(a: Scalar, b: Scalar) -> Scalar:
-  """The greater; an int if both are."""
-  return (
-    max(a, b)
-    if isinstance(a, int) and isinstance(b, int)
-    else jnp.maximum(a, b)
-  )
+  """Returns the larger of two numbers."""
+  if isinstance(a, int) and isinstance(b, int):
+    return max(a, b)
+  return jnp.maximum(a, b)
 
 
 def block_index(position: Scalar, size: int) -> Scalar:
-  """The block that holds a position; −1 before the first one."""
+  """Returns the index of the block that holds a position.
+
+  The index is −1 for all positions before the first block.
+
+  Args:
+    position: a position.
+    size: number of positions of a block.
+  """
   if isinstance(position, int):
     return max(position, -1) // size
+  # Division of traced integers rounds towards zero. Adding one block makes the
+  # dividend non-negative, and the result is one block too high.
   position = jnp.maximum(position, -1) + size
-  return (
-    position >> size.bit_length() - 1
-    if size & size - 1 == 0
-    else lax.div(position, size)
-  ) - 1
+  is_power_of_2 = size & (size - 1) == 0
+  if is_power_of_2:
+    log2_size = size.bit_length() - 1
+    return (position >> log2_size) - 1
+  return lax.div(position, size) - 1
 
 
 def round_up(x: int, multiple: int) -> int:
-  """The next multiple that is not less than x."""
+  """Returns the smallest multiple that is at least x."""
   return -(-x // multiple) * multiple
 
 
 def pad_axis(
-  x: jax.Array, axis: int, length: int, value: float | None = None
-) -> jax.Array:
-  """x up to a length: with a value, else zeros, or the last id where x holds ids."""
-  widths = [
-    (0, length - x.shape[axis] if a == axis else 0) for a in range(x.ndim)
-  ]
-  if length == x.shape[axis]:
+  x: Shaped[Array, "..."], axis: int, length: int, value: float | None = None
+) -> Shaped[Array, "..."]:
+  """Returns an array, padded at the end of an axis.
+
+  Args:
+    x: floats, or integer ids. Ids are padded with the last id.
+    axis: the index of the axis, not negative.
+    length: the length of the axis after padding.
+    value: the padding of floats. None for zeros.
+  """
+  padding = length - x.shape[axis]
+  if padding == 0:
     return x
-  return (
-    jnp.pad(x, widths, mode="edge")
-    if jnp.issubdtype(x.dtype, jnp.integer)
-    else jnp.pad(x, widths, constant_values=value or 0)
-  )
+  widths = [(0, 0)] * x.ndim
+  widths[axis] = (0, padding)
+  if jnp.issubdtype(x.dtype, jnp.integer):
+    return jnp.pad(x, widths, mode="edge")
+  return jnp.pad(x, widths, constant_values=value or 0)

@@ -1,8 +1,12 @@
-"""Differential attention as two stock attention calls and a subtraction: what everyone else does, kept as the baseline to beat."""
+"""Differential attention as two calls of stock attention and a subtraction.
+
+This is the usual way to compute it, and the baseline for the fused kernels.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 import re
 
 import jax
@@ -10,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from diffjax.ops.diff_attention.mask import PER_ROW, Mask, positions
+from diffjax.ops.diff_attention.tiles import pad_axis, round_up
 from diffjax.ops.diff_attention.vjp import (
   Arrays,
   Implementation,
@@ -17,49 +22,69 @@ from diffjax.ops.diff_attention.vjp import (
   Saved,
 )
 
+# Up to this width, cuDNN's attention is fast, and has a backward pass on all
+# GPUs that it supports.
 _CUDNN_WIDTH = 128
+# cuDNN's attention requires that widths are multiples of this number.
+_CUDNN_WIDTH_MULTIPLE = 8
+# cuDNN reads a mask as biases of 2 bytes, which must take less than 2 GiB.
+_CUDNN_MAX_BIASES = 2**30
 
 
 def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
-  """Calls `stock_attention` once for each map."""
+  """Returns A₁V − λA₂V, or A₁V with one map."""
   q, k, v, lam, q_ids, kv_ids, _ = arrays
-  visible, any_key = None, None
+  visible = None
+  has_visible_key = None
   if mask.segments:
-    visible = mask.between(
-      positions(q.shape[1], 0), positions(k.shape[1], 0), q_ids, kv_ids
-    )
+    q_positions = positions(q.shape[1], 0)
+    k_positions = positions(k.shape[1], 0)
+    visible = mask.between(q_positions, k_positions, q_ids, kv_ids)  # [B, T, S]
     assert visible is not None
-    any_key = jnp.any(visible, axis=-1)[:, :, None, None]
-    visible = (visible | ~jnp.any(visible, axis=-1, keepdims=True))[
-      :, None
-    ]  # an empty row attends to all, and is zeroed below
-  outs = [
-    stock_attention(
-      q[:, :, :, g],
-      k[:, :, :, g % k.shape[3]],
+    has_visible_key = jnp.any(visible, axis=-1)[:, :, None, None]
+    # A softmax without any key is NaN. A query that sees no key attends to all
+    # keys instead, and its output is replaced by zeros below.
+    visible = visible | ~jnp.any(visible, axis=-1, keepdims=True)
+    visible = visible[:, None]  # [B, 1, T, S]
+
+  outputs = []  # of each map, [B, T, H, V]
+  num_maps = q.shape[3]
+  num_key_maps = k.shape[3]
+  for index in range(num_maps):
+    map_output = stock_attention(
+      q[:, :, :, index],
+      k[:, :, :, index % num_key_maps],  # the only key map is shared
       v,
       visible,
       causal=mask.causal,
       scale=options.scale,
     )
-    for g in range(q.shape[3])
-  ]
-  out = outs[0] if lam is None else outs[0] - lam[..., None] * outs[1]
-  return Saved(
-    (out if any_key is None else jnp.where(any_key, out, 0)).astype(q.dtype)
-  )
+    outputs.append(map_output)
+
+  if lam is None:
+    out = outputs[0]
+  else:
+    out = outputs[0] - lam[..., None] * outputs[1]
+  if has_visible_key is not None:
+    out = jnp.where(has_visible_key, out, 0)
+  return Saved(out.astype(q.dtype))
 
 
 def _prepare(arrays: Arrays, mask: Mask) -> None:
-  """Refuses windows and offsets, which stock calls do not all take."""
+  """Raises ValueError for windows and offsets.
+
+  Not all stock implementations support them.
+  """
   if mask.window is not None:
     raise ValueError(
-      f"window = {mask.window} is not taken by implementation 'two_call'; use implementation='chunked'"
+      f"window = {mask.window} is not supported by implementation='two_call';"
+      " use implementation='chunked'"
     )
   if mask.offset != 0:
-    got = "an array" if mask.offset == PER_ROW else mask.offset
+    offset = "an array" if mask.offset == PER_ROW else mask.offset
     raise ValueError(
-      f"q_offset = {got} is not taken by implementation 'two_call'; use implementation='chunked'"
+      f"q_offset = {offset} is not supported by implementation='two_call';"
+      " use implementation='chunked'"
     )
 
 
@@ -76,65 +101,85 @@ def stock_attention(
   scale: float,
   parts: int | None = None,
 ) -> Float[Array, "B T H V"]:
-  """The strongest stock attention of one map: `jax.nn.dot_product_attention`, on GPU through cuDNN where cuDNN takes the arrays.
+  """Returns the attention of one map by `jax.nn.dot_product_attention`.
 
-  It takes heads of one width only: the narrower side is padded with zeros, which change neither q·k nor the output.
+  It runs through cuDNN if that supports the arrays. Stock attention requires
+  D = V. So the narrower arrays are padded with zeros, which change neither q·k
+  nor the output.
 
   Args:
     q: queries.
     k: keys.
     v: values.
-    mask: what a query sees; it includes the causal mask.
-    causal: whether a query sees only keys up to its own index; not used with a mask.
+    mask: where a query sees a key. It must include the causal mask.
+    causal: whether a query sees only keys up to its own index. It has no effect
+      if there is a mask.
     scale: factor on q·k.
-    parts: calls that share V's columns. None: through cuDNN as many as keep each call's width to 128, above which its backward pass is
-      slow and GPUs before Hopper have none; else one.
+    parts: the number of calls among which the columns of V are divided. None
+      for one call, or through cuDNN for as many as limit the width of a call to
+      128. The backward pass of wider calls is slow, and GPUs before Hopper do
+      not have one.
   """
-  cudnn = cudnn_takes(q, v, mask is not None)
+  use_cudnn = cudnn_takes(q, v, mask is not None)
   if parts is None:
-    parts = -(-v.shape[-1] // _CUDNN_WIDTH) if cudnn else 1
-  outs = []
-  for part in jnp.array_split(v, parts, axis=-1):
-    width = max(q.shape[-1], part.shape[-1])
-    width += -width % 8 if cudnn else 0
-    pad = lambda x, width=width: jnp.pad(
-      x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[-1]))
-    )
+    parts = 1
+    if use_cudnn:
+      parts = math.ceil(v.shape[-1] / _CUDNN_WIDTH)
+
+  outputs = []
+  for values in jnp.array_split(v, parts, axis=-1):
+    value_width = values.shape[-1]
+    width = max(q.shape[-1], value_width)
+    if use_cudnn:
+      width = round_up(width, _CUDNN_WIDTH_MULTIPLE)
     out = jax.nn.dot_product_attention(
-      pad(q),
-      pad(k),
-      pad(part),
+      pad_axis(q, 3, width),
+      pad_axis(k, 3, width),
+      pad_axis(values, 3, width),
       mask=mask,
       scale=scale,
       is_causal=causal and mask is None,
-      implementation="cudnn" if cudnn else None,
+      implementation="cudnn" if use_cudnn else None,
     )
-    outs.append(out[..., : part.shape[-1]])
-  return jnp.concatenate(outs, axis=-1)
+    outputs.append(out[..., :value_width])
+  return jnp.concatenate(outputs, axis=-1)
 
 
-def cudnn_takes(q: jax.Array, v: jax.Array, masked: bool) -> bool:
-  """True if `stock_attention` of q [B, T, …, D] and v [B, S, …, V] runs through cuDNN, in this program.
+def cudnn_takes(
+  q: Float[Array, "B T *heads D"],
+  v: Float[Array, "B S *heads V"],
+  masked: bool,
+) -> bool:
+  """Returns whether `stock_attention` runs through cuDNN in this process.
 
-  With a mask, which cuDNN reads as B·T·S biases, lengths must be even, and the biases less than 2 GiB.
+  Args:
+    q: queries, of one map or of several.
+    v: values.
+    masked: whether there is a mask. cuDNN reads it as B·T·S biases, and
+      requires that T and S are even and that the biases take less than 2 GiB.
   """
-  (batch, length), keys = q.shape[:2], v.shape[1]
-  fits = not masked or (
-    length % 2 == 0 and keys % 2 == 0 and batch * length * keys < 2**30
-  )
-  return (
-    q.dtype in (jnp.bfloat16, jnp.float16)
-    and q.shape[-1] <= _CUDNN_WIDTH
-    and fits
-    and _has_cudnn(jax.default_backend())
-  )
+  if q.dtype not in (jnp.bfloat16, jnp.float16) or q.shape[-1] > _CUDNN_WIDTH:
+    return False
+  if masked:
+    batch, q_length = q.shape[:2]
+    kv_length = v.shape[1]
+    if q_length % 2 != 0 or kv_length % 2 != 0:
+      return False
+    if batch * q_length * kv_length >= _CUDNN_MAX_BIASES:
+      return False
+  return _has_cudnn(jax.default_backend())
 
 
 @functools.cache
 def _has_cudnn(backend: str) -> bool:
-  """True if the backend is an NVIDIA GPU that cuDNN's attention runs on: Ampere or newer. JAX runs on none without cuDNN."""
-  capability = jax.devices()[0].compute_capability if backend == "gpu" else ""
-  return (
-    re.fullmatch(r"\d+\.\d+", capability) is not None
-    and float(capability) >= 8.0
-  )  # AMD's have names
+  """Returns whether cuDNN's attention runs on the GPU: Ampere or newer.
+
+  JAX does not start on an NVIDIA GPU without cuDNN.
+  """
+  if backend != "gpu":
+    return False
+  capability = jax.devices()[0].compute_capability
+  # AMD's GPUs have names such as "gfx942" instead of numbers.
+  if re.fullmatch(r"\d+\.\d+", capability) is None:
+    return False
+  return float(capability) >= 8.0
