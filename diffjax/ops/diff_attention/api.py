@@ -186,31 +186,22 @@ def _attention_on_mesh(
   sharding: AxisSharding,
   token_order: str,
 ) -> Float[Array, "B T H V"]:
-  """Returns attention by all devices of a mesh, inside `shard_map`."""
+  """Returns attention inside `shard_map`: each device computes its shard."""
   num_token_shards = sharding.shards(1)
+  tokens = None
   pieces_per_shard = 1
-  if num_token_shards > 1 and token_order == "balanced":
-    pieces_per_shard = 2
+  if num_token_shards > 1:
+    tokens = TokenSharding(sharding.axes[1], num_token_shards, token_order)
+    pieces_per_shard = len(tokens.pieces(0))
   sharding.check(0, {"B": arrays.q.shape[0]})
   sharding.check(
     1, {"T": mask.q_length, "S": mask.kv_length}, multiple=pieces_per_shard
   )
   sharding.check(2, {"Q": arrays.q.shape[2], "K": arrays.k.shape[2]})
 
-  def attend_on_device(*shards: jax.Array | None) -> Float[Array, "b t h V"]:
-    local_arrays = Arrays._make(shards)
-    local_mask = dataclasses.replace(
-      mask,
-      q_length=local_arrays.q.shape[1],
-      kv_length=local_arrays.k.shape[1],
-    )
-    if num_token_shards == 1:
-      return _attention_on_one_device(local_arrays, local_mask, scale, name)
-    tokens = TokenSharding(sharding.axes[1], num_token_shards, token_order)
-    return _attention_to_shared_rows(
-      local_arrays, local_mask, scale, name, tokens
-    )
-
+  attention_on_shard = functools.partial(
+    _attention_on_shard, mask=mask, scale=scale, name=name, tokens=tokens
+  )
   heads_spec = sharding.spec(0, 1, 2)
   ids_spec = sharding.spec(0, 1)
   operands = [
@@ -222,23 +213,33 @@ def _attention_on_mesh(
     (arrays.kv_ids, ids_spec),
     (arrays.offset, sharding.spec(0)),
   ]
-  return sharding.map(attend_on_device, operands, heads_spec)
+  return sharding.map(attention_on_shard, operands, heads_spec)
 
 
-def _attention_to_shared_rows(
-  arrays: Arrays, mask: Mask, scale: float, name: str, tokens: TokenSharding
+def _attention_on_shard(
+  *shards: jax.Array | None,
+  mask: Mask,
+  scale: float,
+  name: str,
+  tokens: TokenSharding | None,
 ) -> Float[Array, "B T H V"]:
-  """Returns attention of this device's queries to rows that devices share.
+  """Returns attention of the queries that one device holds.
 
   Args:
-    arrays: this device's shards.
-    mask: the mask with the lengths of a shard. Its offset is the position of
-      the first query of the row.
+    *shards: this device's shards of the fields of `Arrays`.
+    mask: the mask of the rows that all devices hold together.
     scale: factor on q·k.
     name: the name of an implementation, or "auto".
-    tokens: how the devices share a row.
+    tokens: how devices share a row. None if each row is on one device.
   """
-  # At which position of the row a shard begins is known only at run time.
+  arrays = Arrays._make(shards)
+  mask = dataclasses.replace(
+    mask, q_length=arrays.q.shape[1], kv_length=arrays.k.shape[1]
+  )
+  if tokens is None:
+    return _attention_on_one_device(arrays, mask, scale, name)
+
+  # The position of a shard in its row is known only at run time.
   shard_mask = dataclasses.replace(mask, offset=PER_ROW)
   implementation = _select_implementation(name, arrays, shard_mask)
   can_use_ring = (
@@ -271,7 +272,7 @@ def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
   num_key_maps = k.shape[3]
   if num_maps == 1 and num_key_maps != 1:
     raise ValueError(
-      f"k must have M = 1 map (axis 3), since q has one map; got"
+      "k must have M = 1 map (axis 3), since q has one map; got"
       f" M = {num_key_maps} in shape {k.shape}"
     )
   if num_key_maps not in (1, 2):

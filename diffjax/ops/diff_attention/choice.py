@@ -114,13 +114,12 @@ def choose_gpu(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> Choice:
 
   gpu = device_kind()
   fastest = measured.fastest(gpu, q, k, v, mask)
-  cudnn_problem = _find_cudnn_problem(q, v, mask)
-  without_kernels = "two_call" if cudnn_problem is None else "chunked"
-
   if fastest == "chunked":
     return Choice("chunked", f"measured fastest on {gpu}")
+  cudnn_problem = _find_cudnn_problem(q, v, mask)
 
   if fastest == "pallas_gpu":
+    without_kernels = "two_call" if cudnn_problem is None else "chunked"
     if not chip.takes(q, v):
       arrays = _describe_arrays(q, v)
       return Choice(

@@ -8,10 +8,10 @@ from typing import Generic, TypeVar
 
 from diffjax.ops.diff_attention.vjp import Implementation
 
-T = TypeVar("T")
+AnyImplementation = TypeVar("AnyImplementation")
 
 
-class Registry(Generic[T]):
+class Registry(Generic[AnyImplementation]):
   """The implementations of one operation, by name.
 
   Built-in implementations are given as references of the form "module:object".
@@ -30,13 +30,13 @@ class Registry(Generic[T]):
 
   def __init__(self, built_in: Mapping[str, str]):
     self.built_in = dict(built_in)
-    self._registered: dict[str, T] = {}
+    self._registered: dict[str, AnyImplementation] = {}
 
   def names(self) -> tuple[str, ...]:
     """Returns the names that users can pass: "auto" and all implementations."""
     return ("auto", *self.built_in, *self._registered)
 
-  def register(self, name: str, implementation: T) -> None:
+  def register(self, name: str, implementation: AnyImplementation) -> None:
     """Adds an implementation.
 
     Raises:
@@ -56,7 +56,7 @@ class Registry(Generic[T]):
         f"implementation must be one of {', '.join(self.names())}; got {name!r}"
       )
 
-  def load(self, name: str) -> T:
+  def load(self, name: str) -> AnyImplementation:
     """Returns the implementation of a name other than "auto".
 
     Raises:

@@ -295,7 +295,6 @@ def gathered_attention(
   # The queries of a piece have consecutive positions. Which piece of the row a
   # device holds is known only at run time, and so is their first position.
   batch = arrays.q.shape[0]
-  row_position = mask.first_position(arrays.offset)
   pieces = tokens.pieces(tokens.shard)
   piece_length = mask.q_length // len(pieces)
   piece_mask = dataclasses.replace(
@@ -305,6 +304,8 @@ def gathered_attention(
   for index, piece in enumerate(pieces):
     rows = slice(index * piece_length, (index + 1) * piece_length)
     offset = jnp.full(batch, piece * piece_length, jnp.int32)
+    if mask.offset != 0:
+      offset += mask.first_position(arrays.offset)
     piece_arrays = Arrays(
       q=arrays.q[:, rows],
       k=k,
@@ -312,7 +313,7 @@ def gathered_attention(
       lam=_slice_tokens(arrays.lam, rows),
       q_ids=_slice_tokens(arrays.q_ids, rows),
       kv_ids=kv_ids,
-      offset=offset + row_position,
+      offset=offset,
     )
     outputs.append(
       run_implementation(implementation, piece_arrays, piece_mask, scale)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from diffjax.ops.diff_attention.mask import PER_ROW, Mask, positions
-from diffjax.ops.diff_attention.tiles import pad_axis, round_up
+from diffjax.ops.diff_attention.tiles import round_up
 from diffjax.ops.diff_attention.vjp import (
   Arrays,
   Implementation,
@@ -133,9 +133,9 @@ def stock_attention(
     if use_cudnn:
       width = round_up(width, _CUDNN_WIDTH_MULTIPLE)
     out = jax.nn.dot_product_attention(
-      pad_axis(q, 3, width),
-      pad_axis(k, 3, width),
-      pad_axis(values, 3, width),
+      _pad_width(q, width),
+      _pad_width(k, width),
+      _pad_width(values, width),
       mask=mask,
       scale=scale,
       is_causal=causal and mask is None,
@@ -143,6 +143,13 @@ def stock_attention(
     )
     outputs.append(out[..., :value_width])
   return jnp.concatenate(outputs, axis=-1)
+
+
+def _pad_width(
+  x: Float[Array, "B T heads X"], width: int
+) -> Float[Array, "B T heads width"]:
+  padding = width - x.shape[-1]
+  return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, padding)))
 
 
 def cudnn_takes(

@@ -93,6 +93,14 @@ class PartialImplementation:
   backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
 
 
+def _prepare_nothing(arrays: Arrays, mask: Mask) -> None:
+  """The default of `Implementation.prepare`: every call is supported."""
+
+
+def _identity(out: Float[Array, "B T H V"]) -> Float[Array, "B T H V"]:
+  return out
+
+
 @dataclasses.dataclass(frozen=True)
 class Implementation:
   """A way to compute differential attention. `register` gives it a name.
@@ -116,8 +124,8 @@ class Implementation:
 
   forward: Callable[[Arrays, Mask, Options], Saved]
   backward: Callable[..., tuple] | None = None
-  prepare: Callable[[Arrays, Mask], Any] = lambda arrays, mask: None
-  output: Callable[[Any], Float[Array, "B T H V"]] = lambda out: out
+  prepare: Callable[[Arrays, Mask], Any] = _prepare_nothing
+  output: Callable[[Any], Float[Array, "B T H V"]] = _identity
   takes_groups: bool = False
   partial: PartialImplementation | None = None
 
@@ -140,7 +148,7 @@ def run_implementation(
     arrays = arrays._replace(q=repeat_noise_maps(arrays.q))
   options = Options(scale, chosen=implementation.prepare(arrays, mask))
   if implementation.backward is None:
-    return _output(implementation, mask, options, arrays)
+    return _compute_output(implementation, mask, options, arrays)
 
   # Inside shard_map, an array may be the same on all devices of a mesh axis.
   # Its gradient is the sum over these devices. JAX adds that sum where the
@@ -150,20 +158,22 @@ def run_implementation(
     if x is not None:
       x = vary_like(x, *arrays)
     varying_arrays.append(x)
-  return _output_with_vjp(
+  return _compute_output_with_vjp(
     implementation, mask, options, Arrays._make(varying_arrays)
   )
 
 
-def _output(
+def _compute_output(
   implementation: Implementation, mask: Mask, options: Options, arrays: Arrays
 ) -> Float[Array, "B T H V"]:
   saved = implementation.forward(arrays, mask, options)
   return implementation.output(saved.out)
 
 
-# Its own backward pass is the implementation's.
-_output_with_vjp = jax.custom_vjp(_output, nondiff_argnums=(0, 1, 2))
+# The same function, differentiated by the implementation's backward pass.
+_compute_output_with_vjp = jax.custom_vjp(
+  _compute_output, nondiff_argnums=(0, 1, 2)
+)
 
 
 def _forward_rule(
@@ -199,4 +209,4 @@ def _backward_rule(
   return (gradients,)
 
 
-_output_with_vjp.defvjp(_forward_rule, _backward_rule)
+_compute_output_with_vjp.defvjp(_forward_rule, _backward_rule)
