@@ -112,8 +112,10 @@ class AxisSharding:
         f" got {spec}"
       )
     axes = [_mesh_axes(entry) for entry in spec]
-    unknown_axes = {name for names in axes for name in names}
-    unknown_axes -= set(mesh.axis_names)
+    used_axes: set[str] = set()
+    for names in axes:
+      used_axes.update(names)
+    unknown_axes = used_axes - set(mesh.axis_names)
     if unknown_axes:
       raise ValueError(
         f"sharding = {spec} must use axes of the mesh,"
