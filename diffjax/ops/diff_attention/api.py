@@ -1,4 +1,4 @@
-"""`diff_attention`: checks its arguments, selects an implementation, runs it."""
+"""`diff_attention`: checks arguments, selects an implementation and runs it."""
 
 from __future__ import annotations
 
