@@ -1,4 +1,4 @@
-"""Layer normalisation."""
+"""Layer normalization."""
 
 from __future__ import annotations
 
@@ -16,25 +16,30 @@ def layer_norm(
   shift: Float[Array, "E"],
   eps: float = 1e-5,
 ) -> Float[Array, "*shape E"]:
-  """(x − mean(x)) / √(var(x) + eps) · gain + shift over the last axis (arXiv:1607.06450, eq. 4), computed in float32 (or x's float64).
+  """Returns (x − mean(x)) / √(var(x) + eps) · gain + shift.
+
+  The statistics are over the last axis (arXiv:1607.06450, eq. 4).
 
   Args:
     x: the input.
-    gain: a factor per channel.
-    shift: what is added per channel.
-    eps: added to the variance.
+    gain: a factor for each channel.
+    shift: a summand for each channel.
+    eps: a summand of the variance.
+
+  Returns:
+    The result in x's dtype. It is computed in float32, or in x's float64.
   """
   return _formula(x, gain, shift, eps)
 
 
-# Without the checkpoint JAX would keep float32 arrays of x's size.
+# Without the checkpoint, JAX would keep float32 arrays of x's size.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=3)
 @jax.named_scope("layer_norm")
 def _formula(x, gain, shift, eps):
   dtype = jnp.promote_types(jnp.float32, x.dtype)
-  wide = x.astype(dtype)
-  wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-  wide = wide * lax.rsqrt(
-    jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps
-  )
-  return (wide * gain.astype(dtype) + shift.astype(dtype)).astype(x.dtype)
+  centered = x.astype(dtype)
+  centered = centered - jnp.mean(centered, axis=-1, keepdims=True)
+  variance = jnp.mean(jnp.square(centered), axis=-1, keepdims=True)
+  normalized = centered * lax.rsqrt(variance + eps)
+  y = normalized * gain.astype(dtype) + shift.astype(dtype)
+  return y.astype(x.dtype)

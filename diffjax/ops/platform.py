@@ -1,4 +1,8 @@
-"""The hardware that a program is compiled for."""
+"""The hardware that a program is compiled for.
+
+Ahead of time, a program is compiled for devices that this machine may not have.
+They are the abstract device of the current mesh.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +12,37 @@ import jax
 
 
 def platform() -> str:
-  """The platform of the mesh, whose devices need not be there (ahead of time), or the default backend."""
+  """Returns "cpu", "gpu" or "tpu": the mesh's platform, or the backend's."""
   device = jax.sharding.get_abstract_mesh().abstract_device
-  return jax.default_backend() if device is None else device.platform
+  if device is None:
+    return jax.default_backend()
+  return device.platform
 
 
 def device_kind() -> str:
-  """The name of the kind of device, as JAX has it: "NVIDIA H100 80GB HBM3". Of the same device as `platform`."""
+  """Returns JAX's name of the device, such as "NVIDIA H100 80GB HBM3"."""
   device = jax.sharding.get_abstract_mesh().abstract_device
-  return (jax.devices()[0] if device is None else device).device_kind
+  if device is None:
+    device = jax.devices()[0]
+  return device.device_kind
 
 
 def tpu_generation() -> str:
-  """The name of the TPU that the program is compiled for: "v5e"."""
+  """Returns the generation of the TPU, such as "v5e".
+
+  Raises:
+    ValueError: if the program is not for a TPU.
+  """
   return str(tpu_info().chip_version)
 
 
 def tpu_info() -> Any:
-  """The TPU that the program is compiled for, a `pltpu.TpuInfo`: the device's, or the abstract mesh's when compiling ahead of time.
+  """Returns the `pltpu.TpuInfo` of the TPU that the program is compiled for.
 
   Raises:
-    ValueError: the program is not for a TPU.
+    ValueError: if the program is not for a TPU.
   """
-  # Not at the top: this import is slow, and most programs do not need it.
+  # This import is slow, and most programs do not need it.
   from jax.experimental.pallas import tpu as pltpu
 
   return pltpu.get_tpu_info()

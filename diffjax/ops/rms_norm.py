@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation."""
+"""Root-mean-square normalization."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-# The name of 1/√(mean(x²) + eps), for remat policies. Keeping it, one number a row, saves the backward pass a read of x.
+# The name of 1/√(mean(x²) + eps), for remat policies. Keeping this one number
+# per row saves the backward pass a read of x.
 SCALE = "rms_norm_scale"
 
 
@@ -19,27 +20,30 @@ def rms_norm(
   gain: Float[Array, "E"] | None = None,
   eps: float = 1e-5,
 ) -> Float[Array, "*shape E"]:
-  """x / √(mean(x²) + eps) · gain over the last axis (arXiv:1910.07467, eq. 4).
+  """Returns x / √(mean(x²) + eps) · gain over the last axis.
+
+  Source: arXiv:1910.07467, eq. 4.
 
   Args:
-    x: the input.
-    gain: a factor per channel; None for 1.
-    eps: added to the mean square.
+    x: the input. The backward pass keeps it and one number per row.
+    gain: a factor for each channel. None for 1.
+    eps: a summand of the mean square.
 
   Returns:
-    The normalised x in its own dtype, computed in float32 (or x's float64). The backward pass keeps x itself and one number a row.
+    The result in x's dtype. It is computed in float32, or in x's float64.
 
   Raises:
-    ValueError: gain is not [E].
+    ValueError: if gain is not [E].
   """
   if gain is not None and gain.shape != x.shape[-1:]:
     raise ValueError(
-      f"gain must be x's last axis [{x.shape[-1]}], got shape {gain.shape}"
+      f"gain must have the shape [{x.shape[-1]}] of x's last axis;"
+      f" got shape {gain.shape}"
     )
   return _formula(x, gain, eps)
 
 
-# Without the checkpoint JAX would keep three float32 arrays of x's size.
+# Without the checkpoint, JAX would keep three float32 arrays of x's size.
 @functools.partial(
   jax.checkpoint,
   policy=jax.checkpoint_policies.save_only_these_names(SCALE),
@@ -49,8 +53,10 @@ def rms_norm(
 @jax.named_scope("rms_norm")
 def _formula(x, gain, eps):
   dtype = jnp.promote_types(jnp.float32, x.dtype)
-  wide = x.astype(dtype)
-  wide = wide * checkpoint_name(
-    lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps), SCALE
-  )
-  return (wide if gain is None else wide * gain.astype(dtype)).astype(x.dtype)
+  y = x.astype(dtype)
+  mean_square = jnp.mean(jnp.square(y), axis=-1, keepdims=True)
+  scale = checkpoint_name(lax.rsqrt(mean_square + eps), SCALE)
+  y = y * scale
+  if gain is not None:
+    y = y * gain.astype(dtype)
+  return y.astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Rotary position embedding, half-split layout."""
+"""Rotary position embedding with the half-split layout."""
 
 from __future__ import annotations
 
@@ -13,22 +13,32 @@ from jaxtyping import Array, Float, Int
 
 from diffjax.ops.platform import platform
 
-# The name of the sines and cosines, for remat policies. All layers share them, so that they are kept once.
+# The name of the sines and cosines, for remat policies. All layers share them,
+# so they are kept once.
 ANGLES = "rope_angles"
+
+# Bounds of "llama3" and "yarn", in rotations within the original length. Pairs
+# with fewer rotations than the low bound are scaled, pairs with more than the
+# high bound are not, and pairs between the bounds are scaled in part.
+_LLAMA3_LOW = 1
+_LLAMA3_HIGH = 4
+_YARN_LOW = 1  # α
+_YARN_HIGH = 32  # β
 
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-  """How angles are stretched, so that a model trained on rows of `original_length` reads rows that are `factor` times as long.
+  """How rotary angles are scaled for rows that are longer than in training.
 
   Attributes:
-    kind: "linear" (position interpolation, arXiv:2306.15595), "llama3" (Llama 3.1: only long waves; low and high frequency factors 1 and 4)
-      or "yarn" (arXiv:2309.00071: likewise, with α = 1 and β = 32, and sines and cosines times 0.1·ln(factor) + 1).
-    factor: how many times.
-    original_length: tokens.
+    kind: "linear" scales all angles (position interpolation, arXiv:2306.15595).
+      "llama3" scales only the slow ones (Llama 3.1). "yarn" does the same with
+      other bounds, and also scales sines and cosines (arXiv:2309.00071).
+    factor: how many times as long the rows become.
+    original_length: the length of a row in training, in tokens.
 
   Raises:
-    ValueError: if there is no such kind.
+    ValueError: if the kind is unknown.
   """
 
   kind: str
@@ -38,40 +48,64 @@ class Scaling:
   def __post_init__(self):
     if self.kind not in ("linear", "llama3", "yarn"):
       raise ValueError(
-        f"kind must be 'linear', 'llama3' or 'yarn', got {self.kind!r}"
+        f"kind must be 'linear', 'llama3' or 'yarn'; got {self.kind!r}"
       )
 
   def apply(
     self, frequencies: Float[Array, "half"], base: float
   ) -> tuple[Float[Array, "half"], float]:
-    """The stretched frequencies, and the factor on sines and cosines."""
+    """Returns the scaled frequencies, and the factor on sines and cosines.
+
+    Args:
+      frequencies: the angle of each pair per position.
+      base: the base of the frequencies.
+    """
     if self.kind == "linear":
       return frequencies / self.factor, 1.0
     if self.kind == "llama3":
-      waves = (
-        self.original_length * frequencies / (2 * math.pi)
-      )  # in the original length
-      kept = jnp.clip((waves - 1) / (4 - 1), 0, 1)
-      return frequencies * (kept + (1 - kept) / self.factor), 1.0
+      unscaled = self._llama3_unscaled_share(frequencies)
+      amplitude = 1.0
+    else:
+      unscaled = self._yarn_unscaled_share(frequencies, base)
+      amplitude = 1.0
+      if self.factor > 1:
+        amplitude = 0.1 * math.log(self.factor) + 1
+    return frequencies * (unscaled + (1 - unscaled) / self.factor), amplitude
+
+  def _llama3_unscaled_share(
+    self, frequencies: Float[Array, "half"]
+  ) -> Float[Array, "half"]:
+    """Returns 1 for pairs that are not scaled, and 0 for scaled ones."""
+    rotations = self.original_length * frequencies / (2 * math.pi)
+    share = (rotations - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)
+    return jnp.clip(share, 0, 1)
+
+  def _yarn_unscaled_share(
+    self, frequencies: Float[Array, "half"], base: float
+  ) -> Float[Array, "half"]:
+    """Returns 1 for pairs that are not scaled, and 0 for scaled ones.
+
+    Unlike in "llama3", the share falls linearly with the pair's index.
+    """
     half = frequencies.shape[0]
-    place = lambda waves: (
-      half
-      * math.log(self.original_length / (waves * 2 * math.pi))
-      / math.log(base)
-    )  # of the pair with so many waves
-    low, high = (
-      max(math.floor(place(32)), 0),
-      min(math.ceil(place(1)), 2 * half - 1),
-    )
-    kept = 1 - jnp.clip(
-      (jnp.arange(half, dtype=frequencies.dtype) - low)
-      / (max(high - low, 0.001)),
-      0,
-      1,
-    )
-    return frequencies * (kept + (1 - kept) / self.factor), 0.1 * math.log(
-      self.factor
-    ) + 1 if self.factor > 1 else 1.0
+    first = math.floor(self._pair_with_rotations(_YARN_HIGH, half, base))
+    last = math.ceil(self._pair_with_rotations(_YARN_LOW, half, base))
+    first = max(first, 0)
+    last = min(last, 2 * half - 1)
+    pairs = jnp.arange(half, dtype=frequencies.dtype)
+    # The minimum prevents a division by 0, as in the authors' code.
+    scaled_share = (pairs - first) / max(last - first, 0.001)
+    return 1 - jnp.clip(scaled_share, 0, 1)
+
+  def _pair_with_rotations(
+    self, rotations: float, half: int, base: float
+  ) -> float:
+    """Returns the index j of the pair that rotates so often.
+
+    Pair j rotates original_length · base^(−j/half) / 2π times within a row.
+    """
+    longest = self.original_length / (rotations * 2 * math.pi)
+    return half * math.log(longest) / math.log(base)
 
 
 @jax.named_scope("rope")
@@ -81,48 +115,52 @@ def rope(
   base: float = 10_000.0,
   scaling: Scaling | None = None,
 ) -> Float[Array, "B T *heads D"]:
-  """Rotates dimensions j and j + D/2 of every head by the angle position · base^(−2j/D) (RoFormer, arXiv:2104.09864, §3.2).
+  """Rotates the pairs (j, j + D/2) of each head by position · base^(−2j/D).
 
-  Layouts that interleave (pairs 2j, 2j+1) hold the same numbers in permuted rows of W_Q and W_K.
+  Source: RoFormer, arXiv:2104.09864, §3.2. Models with interleaved pairs
+  (2j, 2j + 1) have the same numbers in permuted rows of W_Q and W_K.
 
   Args:
-    x: queries or keys, any number of head axes between T and D.
-    positions: position of each token; it need not start at 0.
+    x: queries or keys, with any number of axes between T and D.
+    positions: the position of each token. It need not start at 0.
     base: the longest wavelength is 2π·base^(1 − 2/D).
-    scaling: of the angles; None for none.
+    scaling: how the angles are scaled. None for unscaled.
 
   Returns:
-    The rotated x in its own dtype; angles and the rotation are float32 (or x's float64).
+    The rotated x in its dtype. Angles and rotation are computed in float32, or
+    in x's float64.
 
   Raises:
-    ValueError: D is odd, or positions are not x's [B, T].
+    ValueError: if D is odd, or if positions are not x's [B, T].
   """
   width = x.shape[-1]
-  if width % 2:
+  if width % 2 != 0:
     raise ValueError(
-      f"x's last axis must be even to be rotated in halves, got {width} in shape {x.shape}"
+      f"x's last axis must be even, to be rotated in pairs;"
+      f" got {width} in shape {x.shape}"
     )
   if positions.shape != x.shape[:2]:
     raise ValueError(
-      f"positions must be [B, T] = {x.shape[:2]}, got shape {positions.shape}"
+      f"positions must be [B, T] = {x.shape[:2]}; got shape {positions.shape}"
     )
   dtype = jnp.promote_types(jnp.float32, x.dtype)
-  frequencies = jnp.asarray(base, dtype) ** (
-    -jnp.arange(0, width, 2, dtype=dtype) / width
-  )
-  frequencies, size = (
-    (frequencies, 1.0) if scaling is None else scaling.apply(frequencies, base)
-  )
-  angles = positions.astype(dtype)[..., None] * frequencies
-  angles = angles.reshape(*positions.shape, *[1] * (x.ndim - 3), width // 2)
-  rotate = rotate_by_product if platform() == "tpu" else rotate_halves
-  return rotate(
-    x,
-    *(
-      checkpoint_name(part, ANGLES)
-      for part in (size * jnp.sin(angles), size * jnp.cos(angles))
-    ),
-  )
+
+  exponents = -jnp.arange(0, width, 2, dtype=dtype) / width
+  frequencies = jnp.asarray(base, dtype) ** exponents  # [D/2]
+  amplitude = 1.0
+  if scaling is not None:
+    frequencies, amplitude = scaling.apply(frequencies, base)
+
+  angles = positions.astype(dtype)[..., None] * frequencies  # [B, T, D/2]
+  num_head_axes = x.ndim - 3
+  head_axes = (1,) * num_head_axes
+  angles = angles.reshape(*positions.shape, *head_axes, width // 2)
+  sin = checkpoint_name(amplitude * jnp.sin(angles), ANGLES)
+  cos = checkpoint_name(amplitude * jnp.cos(angles), ANGLES)
+
+  if platform() == "tpu":
+    return rotate_by_product(x, sin, cos)
+  return rotate_halves(x, sin, cos)
 
 
 def rotate_halves(
@@ -130,11 +168,12 @@ def rotate_halves(
   sin: Float[Array, "B T *ones half"],
   cos: Float[Array, "B T *ones half"],
 ) -> Float[Array, "B T *heads D"]:
-  """(x₁ cos − x₂ sin, x₂ cos + x₁ sin), where x₁ and x₂ are the halves of x's last axis."""
+  """Returns (x₁ cos − x₂ sin, x₂ cos + x₁ sin) for the halves x₁, x₂ of x."""
   first, second = jnp.split(x.astype(sin.dtype), 2, axis=-1)
-  return jnp.concatenate(
-    [first * cos - second * sin, second * cos + first * sin], axis=-1
-  ).astype(x.dtype)
+  rotated_first = first * cos - second * sin
+  rotated_second = second * cos + first * sin
+  rotated = jnp.concatenate([rotated_first, rotated_second], axis=-1)
+  return rotated.astype(x.dtype)
 
 
 @jax.custom_vjp
@@ -143,20 +182,23 @@ def rotate_by_product(
   sin: Float[Array, "B T *ones half"],
   cos: Float[Array, "B T *ones half"],
 ) -> Float[Array, "B T *heads D"]:
-  """x cos + (−x₂, x₁) sin. A product with a matrix of 0, 1 and −1 exchanges the halves, without rounding.
+  """Returns the same as `rotate_halves`, as x cos + (−x₂, x₁) sin.
 
-  It is for TPUs, where halves of 128 lanes do not fill the registers. In `rotate_halves` XLA writes the two halves to memory separately,
-  padded to twice their size, and joins them in another pass: 145 ms of 1,442 by the compiler's estimate for diff_1b on v5e:4x4. This form
-  takes 63 ms.
+  A product with a matrix of 0, 1 and −1 exchanges the halves, without rounding.
+
+  This form is for TPUs, where halves of 128 lanes do not fill the registers. In
+  `rotate_halves`, XLA writes the halves to memory separately, padded to twice
+  their size, and joins them in another pass. That takes 145 ms of a step of
+  1,442 for diff_1b on v5e:4x4, by the compiler's estimate. This form takes
+  63 ms.
   """
   half = x.shape[-1] // 2
   eye = jnp.eye(half, dtype=x.dtype)
-  exchange = jnp.block(
-    [[jnp.zeros_like(eye), eye], [-eye, jnp.zeros_like(eye)]]
-  )
-  precision = (
-    lax.Precision.DEFAULT if x.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
-  )
+  zeros = jnp.zeros_like(eye)
+  exchange = jnp.block([[zeros, eye], [-eye, zeros]])  # [D, D]
+  precision = lax.Precision.HIGHEST
+  if x.dtype == jnp.bfloat16:
+    precision = lax.Precision.DEFAULT
   exchanged = jnp.einsum(
     "...d,de->...e",
     x,
@@ -164,22 +206,24 @@ def rotate_by_product(
     precision=precision,
     preferred_element_type=sin.dtype,
   )
-  sin, cos = (jnp.concatenate([part, part], axis=-1) for part in (sin, cos))
-  return (x.astype(sin.dtype) * cos + exchanged * sin).astype(x.dtype)
+  sin = jnp.concatenate([sin, sin], axis=-1)  # [B, T, ..., D]
+  cos = jnp.concatenate([cos, cos], axis=-1)
+  rotated = x.astype(sin.dtype) * cos + exchanged * sin
+  return rotated.astype(x.dtype)
 
 
-def _rotate_forward(x, sin, cos):
+def _rotate_by_product_forward(x, sin, cos):
   return rotate_by_product(x, sin, cos), (sin, cos)
 
 
-def _rotate_backward(angles, d_out):
-  """Rotates back. Positions have no gradient."""
-  sin, cos = angles
-  return (
-    rotate_by_product(d_out, -sin, cos),
-    jnp.zeros_like(sin),
-    jnp.zeros_like(cos),
-  )
+def _rotate_by_product_backward(residuals, d_rotated):
+  sin, cos = residuals
+  # The gradient is rotated in the opposite direction.
+  dx = rotate_by_product(d_rotated, -sin, cos)
+  # Positions have no gradient.
+  return dx, jnp.zeros_like(sin), jnp.zeros_like(cos)
 
 
-rotate_by_product.defvjp(_rotate_forward, _rotate_backward)
+rotate_by_product.defvjp(
+  _rotate_by_product_forward, _rotate_by_product_backward
+)

@@ -1,4 +1,4 @@
-"""The types that `shard_map` gives arrays: which mesh axes an array's value varies over."""
+"""Which mesh axes an array's value varies over, inside `shard_map`."""
 
 from __future__ import annotations
 
@@ -6,17 +6,26 @@ import jax
 from jax import lax
 
 
-def vary_like(x: jax.Array, *others: jax.Array | None) -> jax.Array:
-  """x, typed as varying over every mesh axis that it or one of the others varies over; x itself outside `shard_map`.
+def vary_like(x: jax.Array, *arrays: jax.Array | None) -> jax.Array:
+  """Returns x, typed as varying over the mesh axes of other arrays too.
 
-  Its transpose is one sum over the mesh axes added. So an array that all devices share gets its gradient summed once, after a custom VJP
-  that each device runs on its own.
+  The transpose of this function sums over the mesh axes that it adds. Applied
+  before a custom VJP that each device runs on its own data, it sums the
+  gradient of an array that all devices share, once.
+
+  Args:
+    x: an array. Outside of `shard_map` it is returned unchanged.
+    arrays: arrays whose mesh axes x gets. None is ignored.
   """
-  axes = frozenset().union(
-    *(_axes(other) for other in others if other is not None)
-  ) - _axes(x)
-  return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+  axes: set[str] = set()
+  for array in arrays:
+    if array is not None:
+      axes |= _varying_axes(array)
+  added_axes = axes - _varying_axes(x)
+  if not added_axes:
+    return x
+  return lax.pcast(x, tuple(sorted(added_axes)), to="varying")
 
 
-def _axes(x: jax.Array) -> frozenset[str]:
+def _varying_axes(x: jax.Array) -> frozenset[str]:
   return jax.typeof(x).manual_axis_type.varying

@@ -69,7 +69,7 @@ def for_tpu(monkeypatch):
   """As a TPU with so little memory is given the loss: a chunk of 16 tokens, since 4 bytes × 50 logits of each are a 16th of it."""
   chip = types.SimpleNamespace(hbm_capacity_bytes=16 * 4 * N * 16)
   monkeypatch.setattr(cross_entropy, "platform", lambda: "tpu")
-  monkeypatch.setattr(cross_entropy, "_CHUNK_TOKENS", 1)
+  monkeypatch.setattr(cross_entropy, "_MIN_CHUNK_TOKENS", 1)
   monkeypatch.setattr(cross_entropy, "tpu_info", lambda: chip)
   return chip
 

@@ -83,7 +83,7 @@ STRETCHED = {
 
 def test_an_unknown_way_to_stretch_is_refused():
   with pytest.raises(
-    ValueError, match="kind must be 'linear', 'llama3' or 'yarn', got 'dynamic'"
+    ValueError, match="kind must be 'linear', 'llama3' or 'yarn'; got 'dynamic'"
   ):
     Scaling("dynamic", 2.0, 1000)
 

@@ -181,7 +181,7 @@ def test_parameters_and_optimizer_are_sharded():
 def test_the_embedding_is_gathered_and_its_gradient_scattered_once(monkeypatch):
   """The wrapped loss, made to loop over chunks: every collective of the compiled program stands outside the loop, and no device is sent a
   whole gradient."""
-  for limit in ("_CHUNK_LOGITS", "_CHUNK_TOKENS"):
+  for limit in ("_CHUNK_LOGITS", "_MIN_CHUNK_TOKENS"):
     monkeypatch.setattr(cross_entropy, limit, 8)
   mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
   loss = sharded_cross_entropy(mesh)
