@@ -323,7 +323,7 @@ def candidates(
     return min(
       sum(
         abs(math.log2(a / b))
-        for a, b in zip(blocks, (x.q, *x.subtile(whole=whole)), strict=True)
+        for a, b in zip(blocks, (x.q, *x.subtile(is_full=whole)), strict=True)
       )
       for x in known
       for whole in (True, False)

@@ -232,7 +232,7 @@ def seconds(case: Case | Splash, repetitions: int = 20) -> dict[str, float]:
 def cost(case: Case, timeout: float) -> dict[str, float]:
   """Cycles or seconds by direction: found before for the same kernels, or now and written down."""
   named = lambda b: "{}×{} and {}×{} of {}×{}".format(
-    *b.subtile(whole=False), *b.subtile(whole=True), b.q, b.kv
+    *b.subtile(is_full=False), *b.subtile(is_full=True), b.q, b.kv
   )
   blocks = "; ".join(
     f"{direction} {named(blocks_of(case, direction))}"
@@ -350,7 +350,11 @@ def _remembered(
 
 def sizes(blocks: Blocks) -> tuple[int, int, int, int, int]:
   """Square tiles' blocks, as a case has them."""
-  return (blocks.q, *blocks.subtile(whole=False), *blocks.subtile(whole=True))
+  return (
+    blocks.q,
+    *blocks.subtile(is_full=False),
+    *blocks.subtile(is_full=True),
+  )
 
 
 def blocks_of(case: Case, direction: str) -> Blocks:
@@ -364,7 +368,7 @@ def blocks_of(case: Case, direction: str) -> Blocks:
       kv,
       resident=case.length,
       span=span,
-      whole=(whole[0], whole[1]),
+      full_subtile=(whole[0], whole[1]),
     )
   blocks = block_sizes.choose(
     case.generation,

@@ -74,7 +74,7 @@ def row_cost(case: Case, timeout: float) -> dict[str, float]:
       return (two, four) if two and four else None
 
     visits = tpu_runs.runs_of(schedule, ids)
-    whole = "-" * (tile**2 // math.prod(blocks.subtile(whole=True)))
+    whole = "-" * (tile**2 // math.prod(blocks.subtile(is_full=True)))
     found = {run: turns(run) for run in (whole, *visits)}
     known = {run: pair for run, pair in found.items() if pair}
     if len(known) == len(found):

@@ -57,7 +57,7 @@ def test_runs_are_those_that_the_mask_leaves(documents, keys_pass, span):
 
 def test_a_row_without_ids_compares_no_documents():
   schedule = tpu_runs.schedule_of(
-    Blocks(TILE, TILE, 256, 256, span=4, whole=(256, 512)),
+    Blocks(TILE, TILE, 256, 256, span=4, full_subtile=(256, 512)),
     T,
     2,
     2,

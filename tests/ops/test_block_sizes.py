@@ -101,7 +101,7 @@ def test_an_entry_of_the_table_is_what_its_shape_gets():
     assert [blocks.q, blocks.kv, blocks.q_inner, blocks.kv_inner] == entry[
       "blocks"
     ], entry
-    assert list(blocks.subtile(whole=True)) == entry["whole"], entry
+    assert list(blocks.subtile(is_full=True)) == entry["whole"], entry
 
 
 def test_the_table_names_every_shape_once():
@@ -138,7 +138,7 @@ def test_blocks_can_be_forced():
     direction: choose("v5e", direction, *shape) for direction in chosen
   } == chosen
   with (
-    pytest.raises(ValueError, match="forward or backward, got both"),
+    pytest.raises(ValueError, match="forward or backward; got both"),
     block_sizes.use(both=forced),
   ):
     pass
@@ -160,17 +160,18 @@ def test_blocks_that_cannot_work_are_named(named, sizes):
 
 def test_a_whole_tiles_subtiles_that_cannot_work_are_named():
   with pytest.raises(
-    ValueError, match=r"^whole\[1\] must be a multiple of 128, got 64"
+    ValueError, match=r"^full_subtile\[1\] must be a multiple of 128; got 64"
   ):
-    Blocks(256, 256, 128, 128, whole=(256, 64))
+    Blocks(256, 256, 128, 128, full_subtile=(256, 64))
   with pytest.raises(
-    ValueError, match=r"^q must be a multiple of whole\[0\] = 384, got 256"
+    ValueError,
+    match=r"^q must be a multiple of full_subtile\[0\] = 384; got 256",
   ):
-    Blocks(256, 256, 128, 128, whole=(384, 256))
+    Blocks(256, 256, 128, 128, full_subtile=(384, 256))
 
 
 def test_a_chip_without_an_entry_says_whose_it_takes(caplog):
-  block_sizes._tell.cache_clear()
+  block_sizes._log_borrowed_sizes.cache_clear()
   with caplog.at_level("INFO"):
     for _ in range(2):
       choose("v4", "forward", 2048, 2048, 128, 256, 2, "bfloat16")

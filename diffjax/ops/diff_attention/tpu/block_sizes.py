@@ -1,7 +1,12 @@
-"""Block sizes of the TPU kernels: one table by chip, kernel and widths (block_sizes.json), fitted to lengths and to the chip's memory.
+"""Block sizes of the TPU kernels, by generation, kernel and widths.
 
-The table holds what a search over the compiler's estimate found best (`python -m benchmarks.tpu --search`); a shape that it does not hold
-takes the nearest entry.
+block_sizes.json has the best sizes of a search over the compiler's estimate
+(`python -m benchmarks.tpu --search`). Another shape takes the nearest entry,
+fitted to the lengths and to the vector memory (VMEM).
+
+A kernel keeps a stationary block, and loads blocks of the other side, the
+moving blocks, one after the other. Forward, a block of queries is stationary.
+Backward, a block of keys is.
 """
 
 from __future__ import annotations
@@ -16,13 +21,16 @@ import math
 import pathlib
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from diffjax.ops.diff_attention.tiles import round_up
+
 TABLE = pathlib.Path(__file__).with_name("block_sizes.json")
-_LANES = 128  # of a vector register: blocks are multiples of it
-# What a kernel may use of each chip's vector memory, oldest chip first; the compiler needs the rest.
+
+# Bytes of VMEM that a kernel may use, the oldest generation first. The compiler
+# needs the rest.
 _VMEM_BYTES = {
   "v4": 16 << 20,
   "v5e": 100 << 20,
@@ -30,22 +38,47 @@ _VMEM_BYTES = {
   "v6e": 100 << 20,
   "7x": 60 << 20,
 }
-SPAN = 4096  # of what passes, at most so much is loaded together: steps of the grid cost, and so does waiting for the first ones
 GENERATIONS = tuple(_VMEM_BYTES)
+
+# Lanes of a vector register. Blocks are multiples of it.
+_LANES = 128
+# Rows of a vector register. An array with fewer rows fills all of them in VMEM.
+_SUBLANES = 8
+_FLOAT32_BYTES = 4
+
+# The most moving rows that are loaded together. A larger span has fewer steps
+# of the grid, but waits longer for its first rows.
+SPAN = 4096
+# The largest block. In float32, a product is six passes of the matrix unit, all
+# of them in the kernel's unrolled code, so blocks are smaller.
+_MAX_BLOCK = 2048
+_MAX_FLOAT32_BLOCK = 512
+_MAX_FLOAT32_SUBTILE = 256
+
+Direction = Literal["forward", "backward"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-  """Sizes of the tiles in which a kernel walks the attention maps.
+  """The sizes of the tiles in which a kernel computes the attention maps.
+
+  A tile is a block of queries and a block of keys. It is computed in sub-tiles,
+  whose logits exist at once.
 
   Attributes:
-    q: queries of a tile, which are loaded together.
+    q: queries of a tile.
     kv: keys of a tile.
-    q_inner: queries of a sub-tile, whose logits are held at once; divides q.
-    kv_inner: keys of a sub-tile; divides kv.
-    span: tiles of those that pass by one that stays which are loaded together.
-    resident: backward, rows (over the query heads of a key head) whose dQ stays in vector memory; more go in several calls.
-    whole: queries and keys of a sub-tile in tiles of which all is seen; None for the same.
+    q_inner: queries of a sub-tile, a divisor of q.
+    kv_inner: keys of a sub-tile, a divisor of kv.
+    resident: backward only, the number of query rows of a key head, over all
+      its query heads, whose dQ stays in VMEM. More rows need several calls.
+    span: the number of moving blocks that are loaded together.
+    full_subtile: the queries and keys of a sub-tile in full tiles, which have
+      no masked logit. None for (q_inner, kv_inner).
+
+  Raises:
+    ValueError: if a size is not a multiple of 128, or if a sub-tile does not
+      divide its tile.
   """
 
   q: int
@@ -54,29 +87,42 @@ class Blocks:
   kv_inner: int
   resident: int = 8192
   span: int = 1
-  whole: tuple[int, int] | None = None
+  full_subtile: tuple[int, int] | None = None
 
   def __post_init__(self):
-    q, kv = self.subtile(whole=True)
-    for outer, inner, part in (
-      ("q", "q_inner", self.q_inner),
-      ("kv", "kv_inner", self.kv_inner),
-      ("q", "whole[0]", q),
-      ("kv", "whole[1]", kv),
-    ):
-      size = getattr(self, outer)
-      if part < _LANES or part % _LANES:
-        raise ValueError(f"{inner} must be a multiple of {_LANES}, got {part}")
-      if size < part or size % part:
-        raise ValueError(
-          f"{outer} must be a multiple of {inner} = {part}, got {size}"
-        )
+    _check_subtile("q", self.q, "q_inner", self.q_inner)
+    _check_subtile("kv", self.kv, "kv_inner", self.kv_inner)
+    if self.full_subtile is not None:
+      q_full, kv_full = self.full_subtile
+      _check_subtile("q", self.q, "full_subtile[0]", q_full)
+      _check_subtile("kv", self.kv, "full_subtile[1]", kv_full)
 
-  def subtile(self, *, whole: bool) -> tuple[int, int]:
-    """Queries and keys of a sub-tile, in a tile of which all is seen or in any other."""
-    return self.whole if whole and self.whole else (self.q_inner, self.kv_inner)
+  def subtile(self, *, is_full: bool) -> tuple[int, int]:
+    """Returns the queries and keys of a sub-tile.
+
+    Args:
+      is_full: whether the tile has no masked logit.
+    """
+    if is_full and self.full_subtile is not None:
+      return self.full_subtile
+    return self.q_inner, self.kv_inner
 
 
+def _check_subtile(
+  tile_name: str, tile: int, subtile_name: str, subtile: int
+) -> None:
+  if subtile < _LANES or subtile % _LANES != 0:
+    raise ValueError(
+      f"{subtile_name} must be a multiple of {_LANES}; got {subtile}"
+    )
+  if tile < subtile or tile % subtile != 0:
+    raise ValueError(
+      f"{tile_name} must be a multiple of {subtile_name} = {subtile};"
+      f" got {tile}"
+    )
+
+
+# Blocks that `use` sets, by direction.
 _forced: contextvars.ContextVar[Mapping[str, Blocks] | None] = (
   contextvars.ContextVar("forced", default=None)
 )
@@ -84,13 +130,22 @@ _forced: contextvars.ContextVar[Mapping[str, Blocks] | None] = (
 
 @contextlib.contextmanager
 def use(**blocks: Blocks) -> Iterator[None]:
-  """Within it `choose` returns these as they are: `use(forward=Blocks(…), backward=Blocks(…))`. For tests and for the search.
+  """Makes `choose` return these blocks. For tests and for the search.
 
-  They are read while a program is traced: a function that was jitted before keeps its own.
+  They are read while a program is traced. A function that was compiled before
+  keeps its own.
+
+  Example:
+    with use(forward=Blocks(512, 512, 256, 256)):
+      ...
+
+  Raises:
+    ValueError: if a name is neither "forward" nor "backward".
   """
-  if unknown := set(blocks) - {"forward", "backward"}:
+  unknown = set(blocks) - {"forward", "backward"}
+  if unknown:
     raise ValueError(
-      f"blocks are for forward or backward, got {', '.join(sorted(unknown))}"
+      f"blocks are for forward or backward; got {', '.join(sorted(unknown))}"
     )
   token = _forced.set({**(_forced.get() or {}), **blocks})
   try:
@@ -109,10 +164,14 @@ def choose(
   G: int,
   dtype: Any,
 ) -> Blocks:
-  """The blocks for a shape: the nearest entry of the table, fitted to the lengths and to the chip's vector memory.
+  """Returns the block sizes for a shape.
+
+  Takes the nearest entry of the table, and makes its blocks smaller until they
+  fit the lengths and the VMEM.
 
   Args:
-    generation: the chip, as `pltpu.get_tpu_info().chip_version` names it; one that is not known is taken for the nearest older one.
+    generation: the TPU, as `pltpu.get_tpu_info().chip_version` names it. The
+      nearest older one replaces an unknown one.
     direction: "forward" or "backward".
     q_length: number of queries.
     kv_length: number of keys.
@@ -121,56 +180,112 @@ def choose(
     G: number of maps.
     dtype: of queries, keys and values.
   """
-  if forced := (_forced.get() or {}).get(direction):
-    return forced
-  wanted = _nearest(generation, direction, kv_length, D, V, G)
+  forced = _forced.get() or {}
+  if direction in forced:
+    return forced[direction]
+  entry = _nearest_entry(generation, direction, kv_length, D, V, G)
   itemsize = jnp.dtype(dtype).itemsize
-  limit = vmem_bytes(generation)
-  most = 2048
-  if (
-    itemsize == 4
-  ):  # a product is six passes of the matrix unit, all of them in the unrolled body
-    most, wanted = (
-      512,
-      dataclasses.replace(
-        wanted,
-        q_inner=min(wanted.q_inner, 256),
-        kv_inner=min(wanted.kv_inner, 256),
-        whole=None,
-      ),
+  max_block = _MAX_BLOCK
+  if itemsize == _FLOAT32_BYTES:
+    max_block = _MAX_FLOAT32_BLOCK
+    entry = dataclasses.replace(
+      entry,
+      q_inner=min(entry.q_inner, _MAX_FLOAT32_SUBTILE),
+      kv_inner=min(entry.kv_inner, _MAX_FLOAT32_SUBTILE),
+      full_subtile=None,
     )
+
   while True:
-    q, q_inner = _fit(q_length, min(wanted.q, most), min(wanted.q_inner, most))
-    kv, kv_inner = _fit(
-      kv_length, min(wanted.kv, most), min(wanted.kv_inner, most)
-    )
-    whole = (
-      None
-      if wanted.whole is None
-      else (_part(q, wanted.whole[0]), _part(kv, wanted.whole[1]))
-    )
-    passes, length = (
-      (kv, kv_length) if direction == "forward" else (q, q_length)
-    )
-    for span in range(max(1, min(SPAN, length + passes - 1) // passes), 0, -1):
-      blocks = Blocks(
-        q, kv, q_inner, kv_inner, resident=0, span=span, whole=whole
+    blocks = _fit_to_lengths(entry, q_length, kv_length, max_block)
+    moving_block, moving_length = blocks.q, q_length
+    if direction == "forward":
+      moving_block, moving_length = blocks.kv, kv_length
+    max_moving_rows = min(SPAN, moving_length + moving_block - 1)
+    max_span = max(1, max_moving_rows // moving_block)
+    for span in range(max_span, 0, -1):
+      blocks = dataclasses.replace(blocks, span=span)
+      free_bytes = vmem_bytes(generation) - footprint(
+        direction, blocks, D, V, G, itemsize
       )
-      free = limit - footprint(direction, blocks, D, V, G, itemsize)
-      enough = free >= 0
+      fits = free_bytes >= 0
       if direction == "backward":
-        row = (
-          (4 + 2 * itemsize) * G * _lanes(D)
-        )  # summed in float32, and stored twice over
-        blocks = dataclasses.replace(blocks, resident=free // row // q * q)
-        # Each call reads all keys and values and writes their gradients: few rows a call would make that the kernel's work.
-        # Nor are rows that are loaded together worth a further call.
-        enough = blocks.resident >= min(
-          -(-q_length // q) * q, 4 * q if span == 1 else q_length
-        )
-      if enough or (most == _LANES and span == 1):
+        blocks_with_dq = _with_resident_rows(blocks, free_bytes, D, G, itemsize)
+        fits = _has_enough_resident_rows(blocks_with_dq, q_length)
+      is_smallest = max_block == _LANES and span == 1
+      if fits or is_smallest:
+        if direction == "backward":
+          return blocks_with_dq
         return blocks
-    most //= 2
+    max_block //= 2
+
+
+def _fit_to_lengths(
+  entry: Blocks, q_length: int, kv_length: int, max_block: int
+) -> Blocks:
+  """Returns the blocks of an entry, changed so that they need less padding."""
+  q, q_inner = _fit_to_length(
+    q_length, min(entry.q, max_block), min(entry.q_inner, max_block)
+  )
+  kv, kv_inner = _fit_to_length(
+    kv_length, min(entry.kv, max_block), min(entry.kv_inner, max_block)
+  )
+  full_subtile = None
+  if entry.full_subtile is not None:
+    q_full, kv_full = entry.full_subtile
+    full_subtile = (
+      _largest_divisor(q, q_full),
+      _largest_divisor(kv, kv_full),
+    )
+  return Blocks(q, kv, q_inner, kv_inner, resident=0, full_subtile=full_subtile)
+
+
+def _fit_to_length(length: int, block: int, subtile: int) -> tuple[int, int]:
+  """Returns a block and a sub-tile for a length, near the given sizes."""
+  best_cost = math.inf
+  best = (0, 0)
+  for size in range(_LANES, max(block, _LANES) + 1, _LANES):
+    part = _largest_divisor(size, subtile)
+    # A sub-tile of half the size costs about a fifth more time, and a block of
+    # half the size about a twentieth.
+    subtile_penalty = 1 + 0.2 * (subtile / part - 1)
+    block_penalty = 1 + 0.05 * (block / size - 1)
+    cost = round_up(length, size) * subtile_penalty * block_penalty
+    if cost <= best_cost:  # of equal costs, the larger block
+      best_cost = cost
+      best = (size, part)
+  return best
+
+
+def _largest_divisor(tile: int, max_subtile: int) -> int:
+  """Returns the largest size of a sub-tile that divides a tile."""
+  largest = _LANES
+  for size in range(_LANES, max(max_subtile, _LANES) + 1, _LANES):
+    if tile % size == 0:
+      largest = size
+  return largest
+
+
+def _with_resident_rows(
+  blocks: Blocks, free_bytes: int, D: int, G: int, itemsize: int
+) -> Blocks:
+  """Returns the blocks with as many resident rows of dQ as fit."""
+  # A row of dQ is summed in float32, and stored in two buffers.
+  row_bytes = (_FLOAT32_BYTES + 2 * itemsize) * G * round_up(D, _LANES)
+  num_rows = free_bytes // row_bytes
+  return dataclasses.replace(blocks, resident=num_rows // blocks.q * blocks.q)
+
+
+def _has_enough_resident_rows(blocks: Blocks, q_length: int) -> bool:
+  """Returns True if few calls of the backward kernel suffice.
+
+  Each call reads all keys and values and writes their gradients. With few rows
+  per call, this would be most of the kernel's work.
+  """
+  wanted = 4 * blocks.q
+  if blocks.span > 1:
+    # Loading rows together is not worth a second call.
+    wanted = q_length
+  return blocks.resident >= min(round_up(q_length, blocks.q), wanted)
 
 
 def requested_bytes(
@@ -182,146 +297,165 @@ def requested_bytes(
   G: int,
   dtype: Any,
 ) -> int:
-  """Vector memory that a kernel asks for: what it needs and a quarter more, which the compiler fills with what it moves out of registers.
+  """Returns the bytes of VMEM that a kernel asks for.
 
-  The rest of the memory is left to XLA, which keeps there what other operations read next.
+  This is its footprint and a quarter more, which the compiler fills with values
+  that do not fit into registers. XLA uses the rest of the memory for the
+  operands of other operations.
   """
-  needed = footprint(direction, blocks, D, V, G, jnp.dtype(dtype).itemsize)
-  return min(vmem_bytes(generation), needed + needed // 4 + (4 << 20))
+  footprint_bytes = footprint(
+    direction, blocks, D, V, G, jnp.dtype(dtype).itemsize
+  )
+  spill_bytes = footprint_bytes // 4 + (4 << 20)
+  return min(vmem_bytes(generation), footprint_bytes + spill_bytes)
 
 
 def vmem_bytes(generation: str) -> int:
-  """Bytes of a chip's vector memory that a kernel may use."""
-  return _VMEM_BYTES[known(generation)]
+  """Returns the bytes of VMEM that a kernel may use."""
+  return _VMEM_BYTES[nearest_generation(generation)]
 
 
-def known(generation: str) -> str:
-  """The generation, or for one that is not listed the nearest older one, or the oldest."""
+def nearest_generation(generation: str) -> str:
+  """Returns the generation, or the nearest older one if it is unknown."""
   if generation in _VMEM_BYTES:
     return generation
-  number = lambda name: (
-    int(match[1]) if (match := re.match(r"v?(\d+)", name)) else 0
-  )  # "v5e" and "7x" are 5 and 7
-  older = [name for name in GENERATIONS if number(name) <= number(generation)]
-  return older[-1] if older else GENERATIONS[0]
+  nearest = GENERATIONS[0]
+  for name in GENERATIONS:
+    if _generation_number(name) <= _generation_number(generation):
+      nearest = name
+  return nearest
+
+
+def _generation_number(name: str) -> int:
+  """Returns 5 for "v5e", 7 for "7x", and 0 for a name without a number."""
+  match = re.match(r"v?(\d+)", name)
+  if match is None:
+    return 0
+  return int(match[1])
 
 
 def footprint(
   direction: str, blocks: Blocks, D: int, V: int, G: int, itemsize: int
 ) -> int:
-  """Vector memory of a kernel, bytes: what is loaded and stored is there twice, since the next block comes while one is worked on.
+  """Returns the bytes of VMEM that a kernel needs.
 
-  With segment ids, a column of which is kept, and the backward kernel's dK and dV in float32, as where it takes several calls.
+  Inputs and outputs have two buffers, because the next block is copied while
+  one is computed. The sum includes segment ids. In the backward kernel, dK and
+  dV are counted in float32, as with several calls.
   """
-  D, V = _lanes(D), _lanes(V)
-  rows, keys = blocks.q, blocks.kv
+  D = round_up(D, _LANES)
+  V = round_up(V, _LANES)
+  rows = blocks.q
+  keys = blocks.kv
   if direction == "forward":
+    stationary = rows
     keys *= blocks.span
   else:
+    stationary = keys
     rows *= blocks.span
-  vectors = (
-    8 * 4 * (4 * rows + keys)
-  )  # λ, log-sum-exps, deltas and ids fill a register's eight rows
-  subtile = 4 * max(
-    math.prod(blocks.subtile(whole=whole)) for whole in (False, True)
-  )
-  column = (
-    4 * _LANES * (rows if direction == "forward" else keys)
-  )  # of the block that stays
-  queries, values = G * rows * D, rows * V
-  gradients = (
-    rows * V * (G if G > 2 else 1)
-  )  # of the output: the noise map of several signal maps has one, too
-  loaded = itemsize * (queries + keys * (G * D + V))
+
+  # Inputs of both kernels: queries, keys and values, and float32 vectors (λ,
+  # log-sum-exps, deltas and ids). A vector takes all sublanes.
+  queries = G * rows * D
+  keys_and_values = keys * (G * D + V)
+  inputs = itemsize * (queries + keys_and_values)
+  vectors = _SUBLANES * _FLOAT32_BYTES * (4 * rows + keys)
+
+  # The ids of the stationary block as a column, in all lanes.
+  id_column = _FLOAT32_BYTES * _LANES * stationary
+  logits = 0
+  for is_full in (False, True):
+    logits = max(logits, math.prod(blocks.subtile(is_full=is_full)))
+  logits_bytes = _FLOAT32_BYTES * logits
+
   if direction == "forward":
-    return (
-      2 * (loaded + vectors + itemsize * G * values)
-      + 4 * G * (2 * rows * _LANES + values)
-      + column
-      + 4 * subtile
-    )
-  stored = 4 * keys * (G * D + V) + itemsize * G * blocks.resident * D
-  summed = 4 * (keys * (G * D + V) + G * blocks.resident * D)
-  return (
-    2 * (loaded + vectors + itemsize * gradients + stored)
-    + summed
-    + column
-    + 6 * subtile
-  )
+    outputs = itemsize * G * rows * V
+    # Two statistics of the softmax (maximum and sum), in all lanes, and the sum
+    # of the weighted values, for each map.
+    statistics = 2 * rows * _LANES
+    accumulators = _FLOAT32_BYTES * G * (statistics + rows * V)
+    buffers = 2 * (inputs + vectors + outputs)
+    return buffers + accumulators + id_column + 4 * logits_bytes
+
+  # The gradient of the output. Grouped noise maps have one of their own.
+  num_gradients = 1
+  if G > 2:
+    num_gradients = G
+  d_out = itemsize * rows * V * num_gradients
+  d_queries = G * blocks.resident * D
+  outputs = _FLOAT32_BYTES * keys_and_values + itemsize * d_queries
+  accumulators = _FLOAT32_BYTES * (keys_and_values + d_queries)
+  buffers = 2 * (inputs + vectors + d_out + outputs)
+  return buffers + accumulators + id_column + 6 * logits_bytes
 
 
-def _lanes(width: int) -> int:
-  return -(-width // _LANES) * _LANES
-
-
-def _fit(length: int, block: int, inner: int) -> tuple[int, int]:
-  """Block and inner block for a length: little padding, without becoming much smaller than what was wanted."""
-  candidates = []
-  for size in range(_LANES, max(block, _LANES) + 1, _LANES):
-    part = _part(size, inner)
-    # A sub-tile of half the size costs about a fifth more time, a block of half the size about a twentieth.
-    cost = (
-      (-(-length // size) * size)
-      * (1 + 0.2 * (inner / part - 1))
-      * (1 + 0.05 * (block / size - 1))
-    )
-    candidates.append((cost, -size, part))
-  _, size, part = min(candidates)
-  return -size, part
-
-
-def _part(size: int, inner: int) -> int:
-  """The greatest size of a sub-tile, at most `inner`, that divides a tile."""
-  return max(
-    part
-    for part in range(_LANES, max(inner, _LANES) + 1, _LANES)
-    if size % part == 0
-  )
-
-
-def _nearest(
+def _nearest_entry(
   generation: str, direction: str, length: int, D: int, V: int, G: int
 ) -> Blocks:
-  """The entry of the table for the chip, or for the nearest older one that has any (else the oldest), whose shape is most like this one."""
+  """Returns the blocks of the table's entry that is most like a shape.
+
+  It is an entry of the same generation, or else of the nearest older one with
+  entries, or else of the oldest one.
+  """
   entries = [entry for entry in table() if entry["direction"] == direction]
-  listed = [
-    name
-    for name in GENERATIONS
-    if any(entry["generation"] == name for entry in entries)
-  ]
-  older = [
-    name
-    for name in listed
-    if GENERATIONS.index(name) <= GENERATIONS.index(known(generation))
-  ]
-  chip = older[-1] if older else listed[0]
-  if chip != generation:
-    _tell(generation, chip)
+  listed = _nearest_listed_generation(generation, entries)
+  if listed != generation:
+    _log_borrowed_sizes(generation, listed)
 
-  def distance(entry) -> float:
-    apart = lambda name, value: abs(math.log2(value / entry[name]))
-    return (
-      4 * apart("G", G)
-      + apart("D", D)
-      + apart("V", V)
-      + apart("length", length) / 4
+  nearest_entry = None
+  smallest_distance = math.inf
+  for entry in entries:
+    if entry["generation"] != listed:
+      continue
+    distance = (
+      4 * _log2_distance(G, entry["G"])
+      + _log2_distance(D, entry["D"])
+      + _log2_distance(V, entry["V"])
+      + _log2_distance(length, entry["length"]) / 4
     )
+    if distance < smallest_distance:
+      smallest_distance = distance
+      nearest_entry = entry
+  assert nearest_entry is not None
+  q, kv, q_inner, kv_inner = nearest_entry["blocks"]
+  full_subtile = tuple(nearest_entry["whole"])
+  return Blocks(q, kv, q_inner, kv_inner, full_subtile=full_subtile)
 
-  entry = min(
-    (entry for entry in entries if entry["generation"] == chip), key=distance
-  )
-  q, kv, q_inner, kv_inner = entry["blocks"]
-  return Blocks(q, kv, q_inner, kv_inner, whole=tuple(entry["whole"]))
+
+def _nearest_listed_generation(
+  generation: str, entries: list[dict[str, Any]]
+) -> str:
+  """Returns the newest generation with entries that is not a newer one."""
+  with_entries = {entry["generation"] for entry in entries}
+  listed = [name for name in GENERATIONS if name in with_entries]
+  index = GENERATIONS.index(nearest_generation(generation))
+  nearest = listed[0]
+  for name in listed:
+    if GENERATIONS.index(name) <= index:
+      nearest = name
+  return nearest
+
+
+def _log2_distance(a: int, b: int) -> float:
+  return abs(math.log2(a / b))
 
 
 @functools.cache
-def _tell(generation: str, chip: str) -> None:
-  """Says, once, that a chip has no block sizes of its own."""
-  text = "block sizes for %s are those found for %s; on such a chip, python -m benchmarks.tpu --search finds its own in minutes"
-  logging.getLogger(__name__).info(text, generation, chip)
+def _log_borrowed_sizes(generation: str, listed: str) -> None:
+  """Logs once that a generation uses the block sizes of another one."""
+  logging.getLogger(__name__).info(
+    "block sizes for %s are those found for %s; on such a chip,"
+    " python -m benchmarks.tpu --search finds its own in minutes",
+    generation,
+    listed,
+  )
 
 
 @functools.cache
 def table() -> tuple[dict[str, Any], ...]:
-  """The entries of block_sizes.json: generation, direction, D, V, G, length, blocks as [q, kv, q_inner, kv_inner], and whole."""
+  """Returns the entries of block_sizes.json.
+
+  An entry has "generation", "direction", "D", "V", "G", "length", "blocks" as
+  [q, kv, q_inner, kv_inner], and "whole", the sub-tile of full tiles.
+  """
   return tuple(json.loads(TABLE.read_text(encoding="utf-8")))

@@ -1,4 +1,4 @@
-"""The chip that the TPU kernels are for, what they take, their interpreter, and idioms of vectors."""
+"""The TPU that the kernels run on, the arrays they take, and vector helpers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
 
 from diffjax.ops.platform import tpu_generation, tpu_info
 
-LANES = 128
+LANES = 128  # elements of a row of a vector register
 
+_DTYPES = (jnp.bfloat16, jnp.float32)
+_MAX_D = 256
+_MAX_V = 512
+
+# The `interpret` argument of pallas_call.
 interpret_mode: contextvars.ContextVar[Any] = contextvars.ContextVar(
   "interpret", default=False
 )
@@ -26,10 +32,15 @@ interpret_mode: contextvars.ContextVar[Any] = contextvars.ContextVar(
 def interpreted(
   params: pltpu.InterpretParams | bool | None = None,
 ) -> Iterator[None]:
-  """Within it the kernels run in Pallas's TPU interpreter, or with True in its general one, on any backend: for tests."""
-  token = interpret_mode.set(
-    pltpu.InterpretParams() if params is None else params
-  )
+  """Runs the kernels in an interpreter, on any backend. For tests.
+
+  Args:
+    params: the parameters of Pallas's TPU interpreter. None for its defaults,
+      or True for Pallas's general interpreter.
+  """
+  if params is None:
+    params = pltpu.InterpretParams()
+  token = interpret_mode.set(params)
   try:
     yield
   finally:
@@ -37,13 +48,15 @@ def interpreted(
 
 
 def generation(otherwise: str) -> str:
-  """The TPU that the program is compiled for; "v5e" in the interpreter.
+  """Returns the generation of the TPU, such as "v5e".
+
+  In the interpreter it is "v5e".
 
   Args:
-    otherwise: the implementation that errors name.
+    otherwise: the implementation that the error message suggests.
 
   Raises:
-    ValueError: the program is not for a TPU.
+    ValueError: if the program is not for a TPU.
   """
   if interpret_mode.get():
     return "v5e"
@@ -51,72 +64,100 @@ def generation(otherwise: str) -> str:
     return tpu_generation()
   except ValueError as error:
     raise ValueError(
-      f"implementation = 'pallas_tpu' needs a TPU, and the backend is {jax.default_backend()!r}; use implementation={otherwise!r} or 'auto'"
+      "implementation = 'pallas_tpu' needs a TPU, and the backend is"
+      f" {jax.default_backend()!r}; use implementation={otherwise!r} or 'auto'"
     ) from error
 
 
 def cores() -> int:
-  """TensorCores of a device, which share out a grid's parallel axes: 2 on v4 and v5p as they usually are; 1 in the interpreter."""
-  return 1 if interpret_mode.get() else int(tpu_info().num_cores)
+  """Returns the number of TensorCores of a device.
+
+  They share a grid's parallel axes. There are usually two on v4 and v5p. In the
+  interpreter there is one.
+  """
+  if interpret_mode.get():
+    return 1
+  return int(tpu_info().num_cores)
 
 
 def takes(q: jax.Array, v: jax.Array) -> bool:
-  """True if the kernels take arrays of such dtypes and widths."""
-  return (
-    q.dtype in (jnp.bfloat16, jnp.float32)
-    and q.shape[-1] <= 256
-    and v.shape[-1] <= 512
-  )
+  """Returns True if the kernels take q and v, by their dtype and widths."""
+  D = q.shape[-1]
+  V = v.shape[-1]
+  return q.dtype in _DTYPES and D <= _MAX_D and V <= _MAX_V
 
 
 def check(q: jax.Array, v: jax.Array, otherwise: str) -> None:
-  """Refuses arrays that the kernels do not take.
+  """Checks that the kernels take q and v.
+
+  Args:
+    q: queries.
+    v: values.
+    otherwise: the implementation that the error message suggests.
 
   Raises:
-    ValueError: naming what they take, and the implementation `otherwise`.
+    ValueError: if they do not.
   """
   if not takes(q, v):
     raise ValueError(
-      f"q ({q.dtype}, D = {q.shape[-1]}) and v (V = {v.shape[-1]}) are not taken by implementation 'pallas_tpu', which takes bfloat16 and "
-      f"float32, D up to 256 and V up to 512: cast them, or use implementation={otherwise!r}"
+      f"q ({q.dtype}, D = {q.shape[-1]}) and v (V = {v.shape[-1]}) are not"
+      " taken by implementation 'pallas_tpu', which takes bfloat16 and float32,"
+      f" D up to {_MAX_D} and V up to {_MAX_V}: cast them, or use"
+      f" implementation={otherwise!r}"
     )
 
 
-def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-  """A matrix product over the given axes, accumulated in float32; float32 operands are not rounded to bfloat16."""
-  precision = (
-    lax.Precision.HIGHEST if b.dtype == jnp.float32 else lax.Precision.DEFAULT
-  )
+def dot(
+  a: jax.Array, b: jax.Array, contracting_axes: tuple[int, int]
+) -> jax.Array:
+  """Returns the product of two matrices, in float32.
+
+  a is cast to b's dtype. Float32 inputs are not rounded to bfloat16.
+
+  Args:
+    a: a matrix.
+    b: a matrix.
+    contracting_axes: the axis of a and the axis of b to sum over.
+  """
+  precision = lax.Precision.DEFAULT
+  if b.dtype == jnp.float32:
+    precision = lax.Precision.HIGHEST
+  a_axis, b_axis = contracting_axes
+  no_batch_axes = ((), ())
   return lax.dot_general(
     a.astype(b.dtype),
     b,
-    (((contract[0],), (contract[1],)), ((), ())),
+    (((a_axis,), (b_axis,)), no_batch_axes),
     precision=precision,
     preferred_element_type=jnp.float32,
   )
 
 
-def as_column(row: jax.Array, lanes: int = LANES) -> jax.Array:
-  """[1, n] as [n, lanes] of equal lanes."""
+def as_column(
+  row: Float[Array, "1 n"], lanes: int = LANES
+) -> Float[Array, "n lanes"]:
+  """Returns a row as a column, repeated in all lanes."""
   return jnp.broadcast_to(row, (lanes, row.shape[1])).T
 
 
-def as_row(x: jax.Array) -> jax.Array:
-  """[n, 128] of equal lanes as [1, n]: the diagonals of its squares, since turning all of it would take much longer."""
+def as_row(column: Float[Array, "n 128"]) -> Float[Array, "1 n"]:
+  """Returns a column, repeated in all lanes, as a row.
+
+  Takes the diagonals of the column's squares. Transposing all of it would take
+  much longer.
+  """
   square = (LANES, LANES)
-  diagonal = lax.broadcasted_iota(jnp.int32, square, 0) == lax.broadcasted_iota(
-    jnp.int32, square, 1
-  )
-  pieces = [x[start : start + LANES] for start in range(0, x.shape[0], LANES)]
-  return jnp.concatenate(
-    [
-      jnp.sum(jnp.where(diagonal, piece, 0), axis=0, keepdims=True)
-      for piece in pieces
-    ],
-    axis=1,
-  )
+  row_index = lax.broadcasted_iota(jnp.int32, square, 0)
+  lane_index = lax.broadcasted_iota(jnp.int32, square, 1)
+  is_diagonal = row_index == lane_index
+  diagonals = []
+  for start in range(0, column.shape[0], LANES):
+    piece = column[start : start + LANES]
+    piece = jnp.where(is_diagonal, piece, 0)
+    diagonals.append(jnp.sum(piece, axis=0, keepdims=True))
+  return jnp.concatenate(diagonals, axis=1)
 
 
-def repeat(x: jax.Array, width: int) -> jax.Array:
-  """[rows, 128] of equal lanes at another width."""
+def repeat(x: Float[Array, "n 128"], width: int) -> Float[Array, "n width"]:
+  """Returns a column, repeated in 128 lanes, repeated in `width` lanes."""
   return jnp.tile(x, (1, pl.cdiv(width, LANES)))[:, :width]

@@ -1,4 +1,7 @@
-"""Cycles of the TPU kernels by their compiler's estimate, looked up: benchmarks/tpu.py writes the table, cycles.json."""
+"""The compiler's estimates of the TPU kernels' cycles.
+
+`benchmarks/tpu.py` writes the table, cycles.json.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,45 @@ import functools
 import json
 import pathlib
 import re
+from typing import NamedTuple
+
+from diffjax.ops.diff_attention.tiles import round_up
 
 TABLE = pathlib.Path(__file__).with_suffix(".json")
 
-# Generations without estimates of their own whose core has the same matrix units as another one's; a kernel is shared out over its cores.
+# Generations without estimates of their own. Their cores have the same matrix
+# units as the core of another generation.
 _SAME_CORE = {"v4": "v5e", "v5p": "v5e"}
-_KEY = re.compile(r"(\S+) D (\d+) V (\d+) G (\d+) M (\d+) T (\d+) causal;")
+# Kernels of other libraries are listed under other kinds.
+_KIND = re.compile(r"estimated cycles.*, kernels \w+$")
+_CASE = re.compile(r"(\S+) D (\d+) V (\d+) G (\d+) M (\d+) T (\d+) causal;")
+
+
+class _Kernel(NamedTuple):
+  """What a kernel's cycles depend on, apart from the length of a row."""
+
+  generation: str
+  D: int
+  V: int
+  G: int
+  M: int
+  direction: str
 
 
 def cycles(
   generation: str, direction: str, length: int, D: int, V: int, G: int, M: int
 ) -> float | None:
-  """Cycles of one query head's row on one core, causal, without segments: a mask that is data costs more, and has no estimate.
+  """Returns the estimated cycles of one query head's row on one core.
 
-  Widths that are no multiple of 128 and were not estimated take what the next one takes. Lengths that were not estimated are computed from
-  two that were, one twice the other: a·n + b·n².
+  The mask is causal and has no segments. A mask that depends on data costs
+  more, and has no estimate.
+
+  A width without an estimate is rounded up to a multiple of 128. For a length
+  without an estimate, the cycles are a·n + b·n², fitted to the
+  estimates for a length and for twice that length.
 
   Args:
-    generation: "v5e".
+    generation: the TPU, such as "v5e".
     direction: "forward" or "backward".
     length: T.
     D: width of queries and keys.
@@ -32,42 +56,51 @@ def cycles(
     M: maps of a key head.
 
   Returns:
-    The cycles, or None if nothing was estimated for this shape.
+    The cycles. None if there is no estimate for these widths and maps.
   """
   core = _SAME_CORE.get(generation, generation)
-  shapes = [
-    (core, D, V, G, M),
-    (core, -(-D // 128) * 128, -(-V // 128) * 128, G, M),
-  ]
-  found = (
-    {
-      T: cost
-      for (*of, T, way), cost in _table().items()
-      if (tuple(of), way) == (shape, direction)
-    }
-    for shape in shapes
-  )
-  known = next(filter(None, found), {})
-  if length in known:
-    return float(known[length])
-  for longer in sorted(known, reverse=True):
-    if (shorter := longer // 2) in known:
-      square = (known[longer] - 2 * known[shorter]) / 2
-      n = length / shorter
-      return max(0.0, (known[shorter] - square) * n + square * n * n)
+  table = _table()
+  kernel = _Kernel(core, D, V, G, M, direction)
+  if kernel not in table:
+    kernel = kernel._replace(D=round_up(D, 128), V=round_up(V, 128))
+  if kernel not in table:
+    return None
+  return _interpolate(table[kernel], length)
+
+
+def _interpolate(cycles_by_length: dict[int, int], T: int) -> float | None:
+  """Returns the cycles of a length, or None if no pair of lengths is known."""
+  if T in cycles_by_length:
+    return float(cycles_by_length[T])
+  for longer in sorted(cycles_by_length, reverse=True):
+    shorter = longer // 2
+    if shorter not in cycles_by_length:
+      continue
+    # With n = T / shorter, cycles(n) = linear·n + square·n² goes through
+    # cycles(1) = linear + square and cycles(2) = 2·linear + 4·square.
+    square = (cycles_by_length[longer] - 2 * cycles_by_length[shorter]) / 2
+    linear = cycles_by_length[shorter] - square
+    n = T / shorter
+    return max(0.0, linear * n + square * n * n)
   return None
 
 
 @functools.cache
-def _table() -> dict[tuple, int]:
-  """Cycles by generation, D, V, G, M, T and direction; of several choices of blocks the best. Other libraries' do not count."""
-  found: dict[tuple, int] = {}
-  for kind, entries in json.loads(TABLE.read_text(encoding="utf-8")).items():
-    for key, costs in entries.items():
-      if re.match(r"estimated cycles.*, kernels \w+$", kind) and (
-        match := _KEY.match(key)
-      ):
-        for direction, cost in costs.items():
-          place = (match[1], *map(int, match.groups()[1:]), direction)
-          found[place] = min(cost, found.get(place, cost))
-  return found
+def _table() -> dict[_Kernel, dict[int, int]]:
+  """Returns the cycles of each kernel by length, with its best block sizes."""
+  table: dict[_Kernel, dict[int, int]] = {}
+  kinds = json.loads(TABLE.read_text(encoding="utf-8"))
+  for kind, cases in kinds.items():
+    if not _KIND.match(kind):
+      continue
+    for case, cycles_by_direction in cases.items():
+      match = _CASE.match(case)
+      if match is None:
+        continue
+      generation = match[1]
+      D, V, G, M, T = (int(number) for number in match.groups()[1:])
+      for direction, count in cycles_by_direction.items():
+        kernel = _Kernel(generation, D, V, G, M, direction)
+        by_length = table.setdefault(kernel, {})
+        by_length[T] = min(count, by_length.get(T, count))
+  return table

@@ -166,7 +166,7 @@ class Schedule:
     def run(difference: int | None) -> None:
       """A tile of one document, whose first query lies so far behind its first key; None: positions hide nothing of it."""
       if difference is None:
-        q, kv = blocks.subtile(whole=True)
+        q, kv = blocks.subtile(is_full=True)
         for row, key in itertools.product(
           range(0, blocks.q, q), range(0, blocks.kv, kv)
         ):
