@@ -136,7 +136,7 @@ def test_a_page_that_is_used_again_has_no_scale_from_before():
 
 
 def test_rows_get_the_pages_that_they_need_and_no_more():
-  tables = allocate([9, 0, 4, 1], pages=5, per_row=4, size=SIZE)
+  tables = allocate([9, 0, 4, 1], num_pages=5, pages_per_row=4, size=SIZE)
   assert tables.dtype == np.int32 and tables.shape == (4, 4)
   assert [np.count_nonzero(row < 5) for row in tables] == [3, 0, 1, 1]
   assert all((row[: np.count_nonzero(row < 5)] < 5).all() for row in tables)
@@ -145,7 +145,7 @@ def test_rows_get_the_pages_that_they_need_and_no_more():
     UserError,
     match="rows of 9, 9 tokens need 6 pages of 4 tokens, and the cache has 5: give it more",
   ):
-    allocate([9, 9], pages=5, per_row=4, size=SIZE)
+    allocate([9, 9], num_pages=5, pages_per_row=4, size=SIZE)
 
 
 def test_nothing_is_written_by_a_row_without_pages():
