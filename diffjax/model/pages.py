@@ -82,7 +82,7 @@ def allocate(
   if counts.sum() > num_pages:
     rows = ", ".join(str(tokens) for tokens in needed if tokens > 0)
     raise UserError(
-      f"rows of {rows} tokens need {counts.sum()} pages of {size} tokens, but"
+      f"rows of {rows} tokens need {counts.sum()} pages of {size} tokens, and"
       f" the cache has {num_pages}: give it more (cache_tokens), or read fewer"
       " rows at once"
     )

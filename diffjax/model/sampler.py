@@ -1,10 +1,13 @@
-"""Generation: prompts are read into a cache in chunks; then tokens are drawn one at a time."""
+"""Generation.
+
+Prompts are read into a cache in chunks. Then tokens are drawn one at a time.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -21,24 +24,37 @@ from diffjax.model.pages import PAGE, allocate
 from diffjax.model.token_ids import is_integer, validated_token_ids
 from diffjax.parallel.rules import heads_sharding
 
-# Tokens of a prompt read at once.
+# Tokens of a prompt that are read at once.
 _CHUNK = 128
-# Tokens drawn between two transfers to the host: few enough for a live terminal, enough that the device never waits.
+# Tokens that are drawn between two transfers to the host. Few tokens keep a
+# terminal live, many keep the device from waiting.
 _BURST = 8
+# Fills the stop ids of a program that has none. It is no token.
+_NO_TOKEN = -1
 
 
 @flax.struct.dataclass
 class SamplerState:
-  """The cache of the rows read so far, and the logits of each row's next token."""
+  """The cache of the tokens read so far, and the logits of the next ones."""
 
   cache: Cache
   logits: Float[Array, "B N"]
 
 
-class Sampler:
-  """Draws continuations. It compiles once for a batch size and a capacity, whatever the lengths of prompts and answers.
+class DrawSettings(NamedTuple):
+  """The options of a draw, as the compiled program takes them."""
 
-  It runs where the parameters are: on one device, or on the mesh that they are split over, each device with its own heads of the cache.
+  temperature: Any  # float32
+  top_k: Any  # int32; 0 for all tokens
+  top_p: Any  # float32
+
+
+class Sampler:
+  """Draws continuations of prompts.
+
+  It compiles once for a batch size and a capacity, for all lengths of prompts
+  and answers. It runs on the devices that hold the parameters: one device, or a
+  mesh, whose devices each hold some heads of the cache.
   """
 
   def __init__(
@@ -51,74 +67,104 @@ class Sampler:
     cache_tokens: int | None = None,
     cache_dtype: Any = None,
   ):
-    """Prepares the parameters (unstacked, matrices in the compute dtype: a second copy of them).
+    """Prepares the parameters for decoding, which makes a second copy of them.
 
     Args:
-      model: the decoder; or a trained model as `diffjax.load` returns it, which has `model`, `params` and `tokenizer`.
-      params: the decoder's parameters; None with a trained model.
-      batch_size: B, rows at a time.
-      capacity: tokens that a row can have, prompt and continuation together; the model's max_length by default.
-      cache_tokens: tokens that all rows can have together, in pages of 128: a row takes the pages that its prompt and continuation need, so
-        that rows of unequal length share the memory. By default every row has room for `capacity` tokens, and without pages if cache_dtype
-        is None.
-      cache_dtype: "int8" keeps keys and values in 8 bits, with a scale a page and head; None in the compute dtype.
+      model: the decoder, or a trained model from `diffjax.load`, which has
+        `model`, `params` and `tokenizer`.
+      params: the decoder's parameters. None with a trained model.
+      batch_size: B, the number of rows that are decoded together.
+      capacity: the most tokens of a row, prompt and continuation together. None
+        for the model's max_length.
+      cache_tokens: the most tokens of all rows together, in pages of 128. A row
+        takes the pages that its prompt and continuation need, so rows of
+        unequal length share the memory. None for `capacity` tokens in each row,
+        without pages unless cache_dtype is given.
+      cache_dtype: "int8" for keys and values in 8 bits, with a scale for each
+        page and head. None for the compute dtype.
 
     Raises:
-      UserError: if the capacity is beyond the model's max_length, or the cache cannot be as asked.
+      UserError: if the capacity is larger than the model's max_length, or if
+        the cache's size or dtype is not supported.
     """
     self._tokenizer = None
     if params is None:
-      model, params, self._tokenizer = (
-        model.model,
-        model.params,
-        model.tokenizer,
-      )
-    self.capacity = model.config.max_length if capacity is None else capacity
-    self.batch_size = batch_size
-    self._vocab_size = model.config.vocab_size
-    if not 1 <= self.capacity <= model.config.max_length:
+      trained = model
+      model = trained.model
+      params = trained.params
+      self._tokenizer = trained.tokenizer
+    max_length = model.config.max_length
+    if capacity is None:
+      capacity = max_length
+    if not 1 <= capacity <= max_length:
       raise UserError(
-        f"{self.capacity} tokens a row: the model takes 1 to {model.config.max_length} (config.model.max_length)"
+        f"{capacity} tokens a row: the model takes 1 to {max_length}"
+        " (config.model.max_length)"
       )
     if cache_tokens is not None and cache_tokens < 1:
       raise UserError(
-        f"cache_tokens = {cache_tokens}: must be at least 1, or None for room for {self.capacity} in each of {batch_size} rows"
+        f"cache_tokens = {cache_tokens}: must be at least 1, or None for room"
+        f" for {capacity} in each of {batch_size} rows"
       )
-    chunk, per_row = min(_CHUNK, self.capacity), -(-self.capacity // PAGE)
-    self._num_pages = None
-    if cache_tokens is not None or cache_dtype is not None:
-      self._num_pages = (
-        batch_size * per_row
-        if cache_tokens is None
-        else -(-cache_tokens // PAGE)
-      )
+    self.capacity = capacity
+    self.batch_size = batch_size
+    self._vocab_size = model.config.vocab_size
+
+    pages_per_row = _num_pages(capacity)
+    self._num_pages: int | None = None
+    if cache_tokens is not None:
+      self._num_pages = _num_pages(cache_tokens)
+    elif cache_dtype is not None:
+      self._num_pages = batch_size * pages_per_row
+
     self._params = jax.jit(functools.partial(unstack, model))(params)
-    heads = heads_sharding(params)
-    whole = None if heads is None else NamedSharding(heads.mesh, P())
-    at: Any = SamplerState(Cache(heads, heads, whole, whole), whole)  # type: ignore[arg-type]
-    make = functools.partial(
+    self._compile(model, heads_sharding(params), pages_per_row, cache_dtype)
+
+  def _compile(
+    self,
+    model: Decoder,
+    heads: NamedSharding | None,
+    pages_per_row: int,
+    cache_dtype: Any,
+  ) -> None:
+    """Makes the compiled functions.
+
+    Args:
+      model: the decoder.
+      heads: how a mesh splits the heads of the cache. None on one device.
+      pages_per_row: the most pages of a row.
+      cache_dtype: as in the constructor.
+    """
+    replicated = None
+    if heads is not None:
+      replicated = NamedSharding(heads.mesh, P())
+    cache_shardings = Cache(heads, heads, replicated, replicated)  # type: ignore[arg-type]
+    state_shardings: Any = SamplerState(cache_shardings, replicated)  # type: ignore[arg-type]
+    make_cache = functools.partial(
       empty_cache,
       model,
-      batch_size,
-      PAGE * per_row,
+      self.batch_size,
+      PAGE * pages_per_row,
       num_pages=self._num_pages,
       dtype=cache_dtype,
     )
-    self._make_cache = jax.jit(make, out_shardings=at.cache)
+    chunk = min(_CHUNK, self.capacity)
+    self._make_cache = jax.jit(make_cache, out_shardings=cache_shardings)
     self._prefill = jax.jit(
       functools.partial(_prefill, model, heads, chunk),
       donate_argnums=1,
-      out_shardings=at,
+      out_shardings=state_shardings,
     )
     self._step = jax.jit(
-      functools.partial(_step, model, heads), donate_argnums=1, out_shardings=at
+      functools.partial(_step, model, heads),
+      donate_argnums=1,
+      out_shardings=state_shardings,
     )
-    draw = functools.partial(_draw, model, heads)
     self._draw = jax.jit(
-      draw,
+      functools.partial(_draw, model, heads),
       donate_argnums=1,
       static_argnames="method",
-      out_shardings=(at, whole, whole),
+      out_shardings=(state_shardings, replicated, replicated),
     )
 
   def prefill(
@@ -126,92 +172,100 @@ class Sampler:
     prompts: Sequence[Sequence[int] | Int[np.ndarray, "T"]],
     max_new_tokens: int | None = None,
   ) -> SamplerState:
-    """Reads up to B prompts, each of 1 to `capacity` tokens. Rows without a prompt hold nothing meaningful.
+    """Reads up to B prompts. Rows without a prompt hold nothing meaningful.
 
     Args:
-      prompts: token ids.
-      max_new_tokens: most tokens that will follow each, for which a cache in pages keeps room; None for what the capacity allows.
+      prompts: token ids, 1 to `capacity` of each prompt.
+      max_new_tokens: the most tokens that will follow each prompt. A cache in
+        pages keeps room for them. None for all that the capacity allows.
 
     Raises:
       UserError: if a prompt is empty or longer than the capacity, or has an id
         outside the vocabulary; or the cache has too few pages.
     """
-    checked = self._validated(prompts)
+    token_prompts = self._validated(prompts)
     cache = self._make_cache()
     if self._num_pages is not None:
-      needed = [self._needed(prompt, max_new_tokens) for prompt in checked]
-      tables = allocate(
-        needed + [0] * (self.batch_size - len(needed)),
-        self._num_pages,
-        cache.tables.shape[1],
-      )
+      needed = [0] * self.batch_size
+      for row, prompt in enumerate(token_prompts):
+        needed[row] = self._needed_tokens(prompt, max_new_tokens)
+      pages_per_row = cache.tables.shape[1]
+      tables = allocate(needed, self._num_pages, pages_per_row)
       cache = cache.replace(tables=jnp.asarray(tables))
-    return self._read(cache, checked)
+    return self._read(cache, token_prompts)
 
-  def _needed(
+  def _needed_tokens(
     self, prompt: Int[np.ndarray, "T"], max_new_tokens: int | None
   ) -> int:
-    """Tokens that a row must have room for."""
-    return (
-      self.capacity
-      if max_new_tokens is None
-      else min(self.capacity, len(prompt) + max_new_tokens)
-    )
+    """Returns the number of tokens that a row must have room for."""
+    if max_new_tokens is None:
+      return self.capacity
+    return min(self.capacity, len(prompt) + max_new_tokens)
 
   def read(
     self, state: SamplerState, more: Sequence[Sequence[int]]
   ) -> SamplerState:
-    """Reads further tokens, at least 1, in up to B rows. The old state stays valid, so that many prompts can share a prefix read once.
+    """Reads more tokens, at least 1, in up to B rows.
+
+    The old state stays valid. So several prompts can share a prefix that is
+    read once.
 
     Raises:
       UserError: if a row gets no token or one outside the vocabulary, or grows
         longer than the capacity.
     """
-    checked = self._validated(more)
-    return self._read(jax.tree.map(jnp.copy, state.cache), checked)
+    token_rows = self._validated(more)
+    return self._read(jax.tree.map(jnp.copy, state.cache), token_rows)
 
   def _validated(
     self, prompts: Sequence[Sequence[int] | Int[np.ndarray, "T"]]
   ) -> list[Int[np.ndarray, "T"]]:
     """Returns prompts as arrays whose ids are in the vocabulary."""
-    return [
-      validated_token_ids(prompt, self._vocab_size, f"prompt {number}")
-      for number, prompt in enumerate(prompts)
-    ]
+    validated = []
+    for number, prompt in enumerate(prompts):
+      name = f"prompt {number}"
+      validated.append(validated_token_ids(prompt, self._vocab_size, name))
+    return validated
 
   def _read(
     self, cache: Cache, prompts: Sequence[Int[np.ndarray, "T"]]
   ) -> SamplerState:
+    """Reads tokens after the ones in the cache."""
     if len(prompts) > self.batch_size:
       raise ValueError(
         f"{len(prompts)} prompts for a batch of {self.batch_size}"
       )
-    chunks, before, room = (
-      -(-self.capacity // _CHUNK),
-      np.asarray(cache.lengths),
-      np.full(self.batch_size, self.capacity),
-    )
+    old_lengths = np.asarray(cache.lengths)
+    room = np.full(self.batch_size, self.capacity)
     if cache.tables is not None:
-      room = np.minimum(
-        room, PAGE * np.sum(np.asarray(cache.tables) < self._num_pages, axis=1)
-      )
-    tokens, lengths = (
-      np.zeros((self.batch_size, chunks * _CHUNK), np.int32),
-      np.ones(self.batch_size, np.int32),
-    )
+      is_page = np.asarray(cache.tables) < self._num_pages
+      room = np.minimum(room, PAGE * np.sum(is_page, axis=1))
+
+    # The longest prompt, in chunks, has a fixed length, so that the program is
+    # compiled once.
+    num_chunks = -(-self.capacity // _CHUNK)
+    tokens = np.zeros((self.batch_size, num_chunks * _CHUNK), np.int32)
+    lengths = np.ones(self.batch_size, np.int32)
     for row, prompt in enumerate(prompts):
-      if not 1 <= len(prompt) <= room[row] - before[row]:
-        behind = f" behind {before[row]} others" if before[row] else ""
+      max_tokens = room[row] - old_lengths[row]
+      if not 1 <= len(prompt) <= max_tokens:
+        prefix = ""
+        if old_lengths[row] > 0:
+          prefix = f" behind {old_lengths[row]} others"
         raise UserError(
-          f"a prompt of {len(prompt)} tokens{behind}: it must have 1 to {room[row] - before[row]}"
+          f"a prompt of {len(prompt)} tokens{prefix}: it must have 1 to"
+          f" {max_tokens}"
         )
-      tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+      tokens[row, : len(prompt)] = prompt
+      lengths[row] = len(prompt)
     return self._prefill(self._params, cache, tokens, lengths)
 
   def step(
     self, state: SamplerState, tokens: Int[np.ndarray, "B"]
   ) -> SamplerState:
-    """Reads one more token in every row. The old state is donated. No row may grow longer than the capacity.
+    """Reads one more token in every row.
+
+    The old state is donated. No row may grow longer than the capacity.
 
     Raises:
       UserError: if there are not B tokens, or one is outside the vocabulary.
@@ -236,77 +290,95 @@ class Sampler:
     stop_ids: Sequence[int] = (),
     stop: Callable[[list[int]], bool] | None = None,
   ) -> list[Any]:
-    """Continues any number of prompts; the options are those of `stream`.
+    """Returns continuations of any number of prompts.
+
+    The options are the same as in `stream`.
 
     Args:
-      prompts: token ids; or texts, if the sampler was made from a trained model. A text is the beginning of a document, and its
-        continuation ends where the model ends the document. One text counts as a list of one.
+      prompts: token ids, or texts if the sampler was made from a trained model.
+        A text is the beginning of a document. Its continuation ends where the
+        model ends the document. One text is the same as a list of one.
 
     Returns:
-      The new tokens of each prompt, or the new text.
+      The new tokens of each prompt, or the new texts.
 
     Raises:
-      UserError: as `stream`, for ids of all prompts before the first is read;
-        and if prompts are texts and token ids together.
+      UserError: as `stream`. The ids of all prompts are checked before any
+        prompt is read. Also if prompts are both texts and token ids.
     """
-    prompts = [prompts] if isinstance(prompts, str) else [*prompts]
-    are_texts = [isinstance(prompt, str) for prompt in prompts]
-    if any(are_texts):
-      if not all(are_texts):
-        raise UserError(
-          f"prompt {are_texts.index(False)} is no text, but others are: pass"
-          " texts alone, or token ids alone"
-        )
-      if (tokenizer := self._tokenizer) is None:
-        raise ValueError(
-          "prompts are texts: only a sampler made from a trained model has a tokenizer; give it token ids"
-        )
-      token_prompts = [tokenizer.encode_prompt(text) for text in prompts]
-      answers = self.generate(
-        token_prompts,
-        max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        stop_ids=[*stop_ids, *tokenizer.document_tokens.stop],
-        stop=stop,
-      )
-      texts = []
-      for prompt, answer in zip(token_prompts, answers, strict=True):
-        texts.append(tokenizer.decode_after(prompt, answer))
-      return texts
-    checked = self._validated(prompts)  # type: ignore[arg-type]
-    out: list[list[int]] = [[] for _ in checked]
-    options: Any = dict(
-      temperature=temperature,
-      top_k=top_k,
-      top_p=top_p,
-      stop_ids=stop_ids,
-      stop=stop,
+    if isinstance(prompts, str):
+      prompts = [prompts]
+    prompt_list: list[Any] = list(prompts)
+    are_texts = [isinstance(prompt, str) for prompt in prompt_list]
+    options = _StreamOptions(
+      max_new_tokens, temperature, top_k, top_p, seed, stop_ids, stop
     )
-    for first, batch in self._batches(checked, max_new_tokens):
-      for new in self.stream(
-        batch, max_new_tokens, seed=seed, first_row=first, **options
-      ):  # type: ignore[arg-type]
-        for row, tokens in enumerate(new):
-          out[first + row] += tokens
-    return out
+    if not any(are_texts):
+      return self._generate_tokens(prompt_list, options)
+    if not all(are_texts):
+      raise UserError(
+        f"prompt {are_texts.index(False)} is no text, but others are: pass"
+        " texts alone, or token ids alone"
+      )
+    return self._generate_texts(prompt_list, options)
+
+  def _generate_texts(
+    self, prompts: Sequence[str], options: _StreamOptions
+  ) -> list[str]:
+    tokenizer = self._tokenizer
+    if tokenizer is None:
+      raise ValueError(
+        "prompts are texts: only a sampler made from a trained model has a"
+        " tokenizer; give it token ids"
+      )
+    token_prompts = [tokenizer.encode_prompt(text) for text in prompts]
+    document_ends = tokenizer.document_tokens.stop
+    options = options._replace(stop_ids=[*options.stop_ids, *document_ends])
+    answers = self._generate_tokens(token_prompts, options)
+    texts = []
+    for prompt, answer in zip(token_prompts, answers, strict=True):
+      texts.append(tokenizer.decode_after(prompt, answer))
+    return texts
+
+  def _generate_tokens(
+    self, prompts: Sequence[Sequence[int]], options: _StreamOptions
+  ) -> list[list[int]]:
+    token_prompts = self._validated(prompts)
+    answers: list[list[int]] = [[] for _ in token_prompts]
+    for first, batch in self._batches(token_prompts, options.max_new_tokens):
+      for new_tokens in self.stream(
+        batch, first_row=first, **options._asdict()
+      ):
+        for row, tokens in enumerate(new_tokens):
+          answers[first + row] += tokens
+    return answers
 
   def _batches(
     self, prompts: Sequence[Any], max_new_tokens: int
   ) -> Iterator[tuple[int, Sequence[Any]]]:
-    """As many prompts at once as there are rows, and pages; and the number of the first one."""
+    """Yields the prompts in batches, as many as fit the rows and the pages.
+
+    Yields:
+      The number of a batch's first prompt, and its prompts.
+    """
     first = 0
     while first < len(prompts):
       batch = prompts[first : first + self.batch_size]
       if self._num_pages is not None:
-        pages = np.cumsum(
-          [-(-self._needed(prompt, max_new_tokens) // PAGE) for prompt in batch]
-        )
-        batch = batch[: max(1, int(np.sum(pages <= self._num_pages)))]
+        batch = self._fit_to_pages(batch, max_new_tokens, self._num_pages)
       yield first, batch
       first += len(batch)
+
+  def _fit_to_pages(
+    self, prompts: Sequence[Any], max_new_tokens: int, num_pages: int
+  ) -> Sequence[Any]:
+    """Returns the first prompts whose rows fit the pages, at least one."""
+    used = 0
+    for count, prompt in enumerate(prompts):
+      used += _num_pages(self._needed_tokens(prompt, max_new_tokens))
+      if used > num_pages:
+        return prompts[: max(1, count)]
+    return prompts
 
   def stream(
     self,
@@ -321,84 +393,102 @@ class Sampler:
     stop_ids: Sequence[int] = (),
     stop: Callable[[list[int]], bool] | None = None,
   ) -> Iterator[list[list[int]]]:
-    """Continues up to B prompts, a few tokens at a time. Row i draws the same tokens whatever stands in the rows beside it.
+    """Continues up to B prompts, a few tokens at a time.
+
+    The tokens of a row do not depend on the other rows.
 
     Args:
       prompts: token ids.
-      max_new_tokens: most tokens to add to each.
-      temperature: divides the logits; 0 takes the likeliest token.
-      top_k: draw among the k likeliest tokens; 0 for all.
-      top_p: draw among the likeliest tokens that together have this probability, by the logits after temperature and top_k.
-      seed: of the draws.
-      first_row: number of the first prompt, for the draws.
-      stop_ids: tokens that end a row; not part of the result.
-      stop: called after every token with all new tokens of a row; a row ends with the token for which it returns True.
+      max_new_tokens: the most tokens to add to each prompt.
+      temperature: divides the logits. 0 takes the most likely token.
+      top_k: draws among the k most likely tokens. 0 for all.
+      top_p: draws among the most likely tokens that together have this
+        probability, after temperature and top_k.
+      seed: the seed of the draws.
+      first_row: the number of the first prompt. The draws depend on it.
+      stop_ids: tokens that end a row. They are not part of the result.
+      stop: is called after every token with all new tokens of a row. The row
+        ends with the token for which it returns True.
 
     Yields:
-      The next tokens of each row, none for rows that have ended.
+      The next tokens of each row. None for rows that have ended.
 
     Raises:
-      UserError: if a prompt and max_new_tokens do not fit the capacity, or all together the cache's pages; or an option is out of range, or a
-        token id.
+      UserError: if a prompt and max_new_tokens do not fit the capacity, if all
+        rows do not fit the cache's pages, or if an option or a token id is out
+        of range.
     """
     _check_options(temperature, top_k, top_p, max_new_tokens, seed, first_row)
     stop_ids = validated_token_ids(
       stop_ids, self._vocab_size, "stop_ids"
     ).tolist()
     prompts = self._validated(prompts)
-    longest = max(map(len, prompts))
+    longest = max(len(prompt) for prompt in prompts)
     if longest + max_new_tokens > self.capacity:
       raise UserError(
-        f"a prompt of {longest} tokens and {max_new_tokens} new ones are more than the {self.capacity} that a row can have"
+        f"a prompt of {longest} tokens and {max_new_tokens} new ones are more"
+        f" than the {self.capacity} that a row can have"
       )
-    method = (
-      "greedy"
-      if temperature == 0
-      else "plain"
-      if top_k == 0 and top_p == 1
-      else "filtered"
+    if temperature == 0:
+      method = "greedy"
+      temperature = 1
+    elif top_k == 0 and top_p == 1:
+      method = "plain"
+    else:
+      method = "filtered"
+    settings = DrawSettings(
+      np.float32(temperature), np.int32(top_k), np.float32(top_p)
     )
-    settings = (
-      np.float32(temperature or 1),
-      np.int32(top_k),
-      np.float32(top_p),
-    )
-    rows = np.arange(self.batch_size, dtype=np.int32) + first_row
-    stopping = np.asarray(stop_ids if len(stop_ids) else [-1], np.int32)
-    state, so_far = (
-      self.prefill(prompts, max_new_tokens),
-      [list[int]() for _ in prompts],
-    )
-    ended = np.arange(self.batch_size) >= len(prompts)
-    for begun in range(0, max_new_tokens, _BURST):
-      count = min(_BURST, max_new_tokens - begun)
+    row_numbers = np.arange(self.batch_size, dtype=np.int32) + first_row
+    stop_array = np.asarray(stop_ids or [_NO_TOKEN], np.int32)
+
+    state = self.prefill(prompts, max_new_tokens)
+    answers: list[list[int]] = [[] for _ in prompts]
+    has_ended = np.arange(self.batch_size) >= len(prompts)
+    for start in range(0, max_new_tokens, _BURST):
+      count = min(_BURST, max_new_tokens - start)
       state, drawn, _ = self._draw(
         self._params,
         state,
         np.int32(seed),
-        rows,
+        row_numbers,
         settings,
-        stopping,
-        ended,
+        stop_array,
+        has_ended,
         np.int32(count),
         method=method,
       )
-      drawn, ended, new = (
-        np.asarray(drawn),
-        ended.copy(),
-        [list[int]() for _ in prompts],
-      )
-      for row, tokens in enumerate(new):
+      drawn = np.asarray(drawn)  # [B, burst]
+      has_ended = has_ended.copy()
+      new_tokens: list[list[int]] = [[] for _ in prompts]
+      for row, answer in enumerate(answers):
         for token in drawn[row, :count].tolist():
-          if ended[row] or token in stop_ids:
-            ended[row] = True
+          if has_ended[row] or token in stop_ids:
+            has_ended[row] = True
             break
-          tokens.append(token)
-          so_far[row].append(token)
-          ended[row] = stop is not None and stop(so_far[row])
-      yield new
-      if ended.all():
+          new_tokens[row].append(token)
+          answer.append(token)
+          has_ended[row] = stop is not None and stop(answer)
+      yield new_tokens
+      if has_ended.all():
         return
+
+
+class _StreamOptions(NamedTuple):
+  """The options that `generate` passes on to `stream`."""
+
+  max_new_tokens: int
+  temperature: float
+  top_k: int
+  top_p: float
+  seed: int
+  stop_ids: Sequence[int]
+  stop: Callable[[list[int]], bool] | None
+
+
+def _num_pages(num_tokens: int) -> int:
+  """Returns the number of pages that hold a number of tokens."""
+  return -(-num_tokens // PAGE)
 
 
 def _check_options(
@@ -409,23 +499,27 @@ def _check_options(
   seed: int,
   first_row: int,
 ) -> None:
-  integers = dict(
-    top_k=top_k, max_new_tokens=max_new_tokens, seed=seed, first_row=first_row
-  )
+  """Raises UserError if an option of `Sampler.stream` is out of range."""
+  integers = {
+    "top_k": top_k,
+    "max_new_tokens": max_new_tokens,
+    "seed": seed,
+    "first_row": first_row,
+  }
   for name, number in integers.items():
     # The compiled program takes int32, and would cut off the rest.
     if not is_integer(number) or not -(2**31) <= number < 2**31:
       raise UserError(
         f"{name} must be an integer from −2³¹ to 2³¹ − 1; got {number!r}"
       )
-  for name, value, ok, want in (
-    ("temperature", temperature, 0 <= temperature < float("inf"), "at least 0"),
-    ("top_k", top_k, top_k >= 0, "at least 0"),
-    ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
-    ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
-  ):
-    if not ok:
-      raise UserError(f"{name} must be {want}; got {value}")
+  if not 0 <= temperature < float("inf"):
+    raise UserError(f"temperature must be at least 0; got {temperature}")
+  if top_k < 0:
+    raise UserError(f"top_k must be at least 0; got {top_k}")
+  if not 0 < top_p <= 1:
+    raise UserError(f"top_p must be above 0 and at most 1; got {top_p}")
+  if max_new_tokens < 1:
+    raise UserError(f"max_new_tokens must be at least 1; got {max_new_tokens}")
 
 
 def _prefill(
@@ -437,33 +531,43 @@ def _prefill(
   tokens: Int[Array, "B P"],
   lengths: Int[Array, "B"],
 ) -> SamplerState:
-  """Reads prompts chunk by chunk, as many as the longest prompt has. Each row keeps its last hidden state, from the chunk that holds it."""
+  """Reads prompts chunk by chunk, until the longest prompt ends.
 
-  def read(carry):
-    index, cache, last = carry
-    counts = jnp.clip(lengths - index * chunk, 0, chunk)
-    hidden, cache = extend(
-      model,
-      params,
-      jax.lax.dynamic_slice_in_dim(tokens, index * chunk, chunk, axis=1),
-      cache,
-      counts,
-      heads,
-    )
-    own = jnp.take_along_axis(
-      hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1
-    )[:, 0]
-    return index + 1, cache, jnp.where(counts[:, None] > 0, own, last)
+  Args:
+    model: the decoder.
+    heads: how a mesh splits the heads of the cache. None on one device.
+    chunk: the number of tokens of a chunk.
+    params: the parameters from `unstack`.
+    cache: the cache of the tokens before.
+    tokens: the prompts, padded to P, a multiple of the chunk.
+    lengths: the number of tokens of each prompt.
+  """
+  batch = tokens.shape[0]
 
-  start = (
-    0,
-    cache,
-    jnp.zeros((tokens.shape[0], model.config.embed_dim), model.dtype),
+  def has_chunks_left(carry):
+    index, _, _ = carry
+    return index * chunk < jnp.max(lengths)
+
+  def read_chunk(carry):
+    index, cache, last_hidden = carry
+    start = index * chunk
+    counts = jnp.clip(lengths - start, 0, chunk)
+    chunk_tokens = jax.lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
+    hidden, cache = extend(model, params, chunk_tokens, cache, counts, heads)
+    # Each row keeps the hidden state of its last token, from the chunk that
+    # holds it.
+    last_index = jnp.maximum(counts - 1, 0)
+    chunk_hidden = jnp.take_along_axis(
+      hidden, last_index[:, None, None], axis=1
+    )[:, 0]  # [B, E]
+    last_hidden = jnp.where(counts[:, None] > 0, chunk_hidden, last_hidden)
+    return index + 1, cache, last_hidden
+
+  zeros = jnp.zeros((batch, model.config.embed_dim), model.dtype)
+  _, cache, last_hidden = jax.lax.while_loop(
+    has_chunks_left, read_chunk, (0, cache, zeros)
   )
-  _, cache, last = jax.lax.while_loop(
-    lambda carry: carry[0] * chunk < jnp.max(lengths), read, start
-  )
-  return SamplerState(cache, logits(params, last[:, None])[:, 0])
+  return SamplerState(cache, logits(params, last_hidden[:, None])[:, 0])
 
 
 def _step(
@@ -473,10 +577,20 @@ def _step(
   state: SamplerState,
   tokens: Int[Array, "B"],
 ) -> SamplerState:
+  """Reads one token in every row."""
   hidden, cache = extend(
     model, params, tokens[:, None], state.cache, sharding=heads
   )
   return SamplerState(cache, logits(params, hidden)[:, 0])
+
+
+class _DrawLoop(NamedTuple):
+  """The state of the loop in `_draw`."""
+
+  num_drawn: Int[Array, ""] | int
+  state: SamplerState
+  drawn: Int[Array, "B burst"]
+  has_ended: Bool[Array, "B"]
 
 
 def _draw(
@@ -484,71 +598,92 @@ def _draw(
   heads: NamedSharding | None,
   params,
   state: SamplerState,
-  seed,
-  rows,
-  settings,
-  stop_ids,
-  ended: Bool[Array, "B"],
-  count,
+  seed: Int[Array, ""],
+  row_numbers: Int[Array, "B"],
+  settings: DrawSettings,
+  stop_ids: Int[Array, "num_stop_ids"],
+  has_ended: Bool[Array, "B"],
+  count: Int[Array, ""],
   *,
   method: str,
 ) -> tuple[SamplerState, Int[Array, "B burst"], Bool[Array, "B"]]:
-  """Draws and reads `count` tokens, at most _BURST, or until all rows have ended."""
-  # With the generator "rbg", which users may make JAX's default, the numbers of a
-  # row would depend on the rows beside it.
+  """Draws and reads `count` tokens in every row, or until all rows have ended.
+
+  Args:
+    model: the decoder.
+    heads: how a mesh splits the heads of the cache. None on one device.
+    params: the parameters from `unstack`.
+    state: the tokens read so far.
+    seed: the seed of the draws.
+    row_numbers: the number of each row. Its draws depend on it.
+    settings: temperature, top_k and top_p.
+    stop_ids: tokens that end a row.
+    has_ended: whether each row has ended before.
+    count: the number of tokens to draw, at most `_BURST`.
+    method: see `_choose_tokens`.
+
+  Returns:
+    The new state, the drawn tokens, and whether each row has ended.
+  """
+  # With the generator "rbg", which users may make JAX's default, the numbers of
+  # a row would depend on the other rows.
   key = jax.random.key(seed, impl="threefry2x32")
-  keys = jax.vmap(functools.partial(jax.random.fold_in, key))(rows)
+  row_keys = jax.vmap(functools.partial(jax.random.fold_in, key))(row_numbers)
 
-  def one(carry):
-    index, state, drawn, ended = carry
-    token = _choose(
-      state.logits,
-      jax.vmap(jax.random.fold_in)(keys, state.cache.lengths),
-      settings,
-      method,
-    )
+  def has_tokens_left(loop):
+    return (loop.num_drawn < count) & ~jnp.all(loop.has_ended)
+
+  def draw_token(loop):
+    # The cache's length is the position of the token that is drawn.
+    keys = jax.vmap(jax.random.fold_in)(row_keys, loop.state.cache.lengths)
+    tokens = _choose_tokens(loop.state.logits, keys, settings, method)
     drawn = jax.lax.dynamic_update_slice_in_dim(
-      drawn, token[:, None], index, axis=1
+      loop.drawn, tokens[:, None], loop.num_drawn, axis=1
     )
-    return (
-      index + 1,
-      _step(model, heads, params, state, token),
-      drawn,
-      ended | jnp.isin(token, stop_ids),
-    )
+    next_state = _step(model, heads, params, loop.state, tokens)
+    has_ended = loop.has_ended | jnp.isin(tokens, stop_ids)
+    return _DrawLoop(loop.num_drawn + 1, next_state, drawn, has_ended)
 
-  start = (0, state, jnp.zeros((len(rows), _BURST), jnp.int32), ended)
-  _, state, drawn, ended = jax.lax.while_loop(
-    lambda carry: (carry[0] < count) & ~jnp.all(carry[3]), one, start
+  drawn = jnp.zeros((len(row_numbers), _BURST), jnp.int32)
+  loop = jax.lax.while_loop(
+    has_tokens_left, draw_token, _DrawLoop(0, state, drawn, has_ended)
   )
-  return state, drawn, ended
+  return loop.state, loop.drawn, loop.has_ended
 
 
-def _choose(
+def _choose_tokens(
   logits: Float[Array, "B N"],
   keys: Array,
-  settings: tuple[Array, Array, Array],
+  settings: DrawSettings,
   method: str,
 ) -> Int[Array, "B"]:
-  """One token a row: the likeliest ("greedy"), one drawn among all ("plain") or among those that top_k and top_p leave ("filtered")."""
+  """Returns the next token of each row.
+
+  Args:
+    logits: the logits of the next tokens.
+    keys: a key for each row [B].
+    settings: temperature, top_k and top_p.
+    method: "greedy" for the most likely token, "plain" to draw among all tokens,
+      "filtered" to draw among the tokens that top_k
+      and top_p leave.
+  """
   if method == "greedy":
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-  temperature, top_k, top_p = settings
-  logits = logits / temperature
-  if method == "filtered":
-    order = jnp.argsort(-logits, axis=-1)
-    ranked = jnp.take_along_axis(logits, order, axis=-1)
-    ranked = jnp.where(
-      (jnp.arange(ranked.shape[-1]) < top_k) | (top_k == 0), ranked, -jnp.inf
-    )
-    probabilities = jax.nn.softmax(ranked, axis=-1)
-    before = (
-      jnp.cumsum(probabilities, axis=-1) - probabilities
-    )  # 0 for the likeliest, which always stays
-    choice = jax.vmap(jax.random.categorical)(
-      keys, jnp.where(before < top_p, ranked, -jnp.inf)
-    )
-    return jnp.take_along_axis(order, choice[:, None], axis=-1)[:, 0].astype(
-      jnp.int32
-    )
-  return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+  logits = logits / settings.temperature
+  draw = jax.vmap(jax.random.categorical)
+  if method == "plain":
+    return draw(keys, logits).astype(jnp.int32)
+
+  order = jnp.argsort(-logits, axis=-1)
+  ranked = jnp.take_along_axis(logits, order, axis=-1)
+  rank = jnp.arange(ranked.shape[-1])
+  is_in_top_k = (rank < settings.top_k) | (settings.top_k == 0)
+  ranked = jnp.where(is_in_top_k, ranked, -jnp.inf)
+  # A token stays if the more likely ones have a probability below top_p. The
+  # most likely token always stays.
+  probabilities = jax.nn.softmax(ranked, axis=-1)
+  probability_before = jnp.cumsum(probabilities, axis=-1) - probabilities
+  ranked = jnp.where(probability_before < settings.top_p, ranked, -jnp.inf)
+  choice = draw(keys, ranked)  # an index into the ranked tokens
+  tokens = jnp.take_along_axis(order, choice[:, None], axis=-1)[:, 0]
+  return tokens.astype(jnp.int32)
