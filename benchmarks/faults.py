@@ -8,7 +8,7 @@ The faults stand in benchmarks/faults.toml, of the kind that real changes make. 
 those of the default tier and then those of the full one; and, where none of them sees it, all others in the same order, but not those of
 another commit, which may have no tiers and take hours.
 It ends at the first test that fails. At the end all tests that saw a fault are run without any: a test that fails then has seen nothing.
-One fault, in gpu/decode.py, shows under Python 3.12 or later alone: the JAX before runs none of its tests.
+One fault, in decode/gpu.py, shows under Python 3.12 or later alone: the JAX before runs none of its tests.
 The results go to benchmarks/faults.json, and as a table to benchmarks/faults.md; seconds are of one core, from the start of pytest.
 """
 

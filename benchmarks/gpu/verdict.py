@@ -111,7 +111,7 @@ def words(rows: Iterable[Row]) -> list[str]:
 
 
 def _decoding(rows: list[Row]) -> list[str]:
-  """Of decoding, whose `auto` has no table: decode.py decides."""
+  """Of decoding, whose `auto` has no table: decode/choice.py decides."""
   times: dict[str, dict[str, float]] = {}
   for row in rows:
     if row["case"]["do"] == "decode" and "ms" in row:

@@ -171,7 +171,7 @@ def extend(
 
   # Names every argument that a layer may pass. A variant that passes another one
   # cannot be decoded, and raises TypeError.
-  def attend(
+  def attend_to_cache(
     q,
     k,
     v,
@@ -226,7 +226,7 @@ def extend(
       of_layer = dataclasses.replace(
         stack, window=sizes[number], window_pattern=""
       )
-      x, _ = Block(of_layer, model.dtype, attend).apply(
+      x, _ = Block(of_layer, model.dtype, attend_to_cache).apply(
         {"params": next(layers)}, x, lambda_init, 0, None, positions
       )
   after = Cache(

@@ -16,7 +16,8 @@ from diffjax.model.attention import ATTENTION, Attention
 from diffjax.model.cache import empty_cache, extend, unstack
 from diffjax.model.decoder import Decoder
 from diffjax.model.pages import allocate
-from diffjax.ops.diff_attention import decode, diff_attention
+from diffjax.ops.diff_attention import diff_attention
+from diffjax.ops.diff_attention.decode import xla as decode_xla
 from tests.parameters import parameters
 from tests.tiers import full
 from tests.variants import PUBLIC
@@ -199,7 +200,7 @@ def test_int8_is_near_and_not_the_same(variant):
 @pytest.mark.parametrize("length", [1, 8])
 def test_the_cache_is_read_and_written_where_it_lies(make, length, monkeypatch):
   """Nothing of the size of a layer's keys or values is transposed, copied or gathered, be it one new token or a chunk of a prompt."""
-  monkeypatch.setattr(decode, "_XLA_LOGITS", 1 << 14)
+  monkeypatch.setattr(decode_xla, "_PIECE_LOGITS", 1 << 14)
   model, params = model_and_params("diff, grouped heads")
   weights, cache = (
     jax.eval_shape(lambda params: unstack(model, params), params),

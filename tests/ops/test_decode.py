@@ -15,10 +15,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from diffjax.ops.diff_attention import decode, decode_attention, diff_attention
+from diffjax.ops.diff_attention.decode import choice
+from diffjax.ops.diff_attention.decode import gpu as gpu_decode
+from diffjax.ops.diff_attention.decode import tpu as tpu_decode
 from diffjax.ops.diff_attention.gpu import chip as gpu_chip
-from diffjax.ops.diff_attention.gpu import decode as gpu_decode
 from diffjax.ops.diff_attention.tpu import chip as tpu_chip
-from diffjax.ops.diff_attention.tpu import decode as tpu_decode
 from tests.tiers import full
 
 
@@ -378,7 +379,7 @@ def test_agrees_with_reference_in_bfloat16(implementation, case):
   "case", [*CASES, *full(COMBINED)], ids=lambda case: case.name
 )
 def test_the_gpu_kernel_agrees_with_reference(case, monkeypatch):
-  monkeypatch.setattr(gpu_decode, "_LEAST_KEYS", 64)  # several splits
+  monkeypatch.setattr(gpu_decode, "_MIN_SPLIT_KEYS", 64)  # several splits
   case = dataclasses.replace(case, dtype="float16")
   with gpu_chip.interpreted():
     _assert_close(_run(case, _arguments(case), "pallas_gpu"), case, 2e-3)
@@ -394,7 +395,7 @@ def test_no_race_in_the_gpu_kernel(options, monkeypatch):
   from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
   from jax.experimental.pallas import mosaic_gpu as plgpu
 
-  monkeypatch.setattr(gpu_decode, "_LEAST_KEYS", 256)
+  monkeypatch.setattr(gpu_decode, "_MIN_SPLIT_KEYS", 256)
   case = Case(
     "v1", **{"dtype": "float16", "S": 600, "lengths": (0, 600, 450), **options}
   )
@@ -499,29 +500,31 @@ def test_the_kernel_walks_the_blocks_that_rows_see_and_no_other(
   window, page, pages, block_bytes, tokens, monkeypatch
 ):
   monkeypatch.setattr(tpu_decode, "_BLOCK_BYTES", block_bytes * 1024)
-  walk = tpu_decode._Walk.choose(page, pages, window, tokens, 1024, 1, 16, 1)
+  blocks = tpu_decode._Blocks.choose(
+    page, pages, window, tokens, 1024, 1, 16, 1
+  )
   lengths = np.array([0, 1, 2, 127, 128, 129, 256, 257, 500, 999, 1000, 0])
   tables = (
     np.random.default_rng(0)
     .permutation(len(lengths) * pages)
     .reshape(-1, pages)
   )
-  places = walk.places(jnp.asarray(lengths - tokens), jnp.asarray(tables))
+  grid = blocks.grid(jnp.asarray(lengths - tokens), jnp.asarray(tables))
   steps = [], [], []
   for row, length in enumerate(lengths):
     seen = range(max(0, length - tokens - (window or 2000) + 1), length)
-    blocks = dict.fromkeys(
-      (key // page, key % page // walk.block) for key in seen
+    parts = dict.fromkeys(
+      (key // page, key % page // blocks.block_size) for key in seen
     ) or {(0, 0): None}  # an empty row writes its zeros
-    for at, part in blocks:
+    for at, part in parts:
       steps[0].append(row)
-      steps[1].append(tables[row, at] * walk.per_page + part)
-      steps[2].append(at * walk.per_page + part)
-  assert int(places.steps) == len(steps[0])
+      steps[1].append(tables[row, at] * blocks.blocks_per_page + part)
+      steps[2].append(at * blocks.blocks_per_page + part)
+  assert int(grid.num_steps) == len(steps[0])
   for found, wanted in zip(
-    (places.row, places.place, places.block), steps, strict=True
+    (grid.row, grid.pool_block, grid.row_block), steps, strict=True
   ):
-    assert found[: places.steps].tolist() == wanted
+    assert found[: grid.num_steps].tolist() == wanted
 
 
 def test_xla_multiplies_with_keys_once_and_with_values_once():
@@ -695,7 +698,7 @@ def test_the_gpu_kernel_says_what_it_does_not_take():
 
 
 def test_auto_is_logged_once(caplog):
-  decode._log_once.cache_clear()
+  choice._log_once.cache_clear()
   arguments = _arguments(Case("v1"))
   with caplog.at_level("INFO", logger=decode.__name__):
     for _ in range(2):
@@ -708,10 +711,10 @@ def test_auto_is_logged_once(caplog):
 def test_auto_takes_the_kernel_on_a_tpu_where_it_can():
   q, v = (_arguments(Case("v1"))[name] for name in "qv")
   half = (q.astype(jnp.float16), v.astype(jnp.float16))
-  assert decode._pick("tpu", q, v) == "pallas_tpu"
+  assert choice.choose("tpu", q, v) == "pallas_tpu"
   assert (
-    decode._pick("tpu", *half)
-    == decode._pick("gpu", q, v)
-    == decode._pick("gpu", *half)
+    choice.choose("tpu", *half)
+    == choice.choose("gpu", q, v)
+    == choice.choose("gpu", *half)
     == "xla"
   )

@@ -1,0 +1,653 @@
+"""Decoding on TPU, with a kernel that reads only the blocks that rows see.
+
+A block holds keys and values of several key heads: all keys of a page, or a
+part of them. The grid lists the blocks that the rows of the batch see, one row
+after the other. Its length is the number of these blocks, which is known when
+the program runs. No step is idle, even if one row is much longer than others.
+
+Axis letters are those of `__init__.py`. In the kernel:
+  h: key heads of a block.
+  r: rows of a map, R rounded up to tiles.
+  s: keys of a block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int
+
+from diffjax.ops.diff_attention.arguments import variant_name
+from diffjax.ops.diff_attention.decode.inputs import (
+  DecodeInputs,
+  stack_lambda,
+  stack_queries,
+  unstack_outputs,
+  vary_alike,
+)
+from diffjax.ops.diff_attention.tiles import (
+  LOG2E,
+  MASKED_LOGIT,
+  Scalar,
+  round_up,
+)
+from diffjax.ops.diff_attention.tpu import chip
+from diffjax.ops.diff_attention.tpu.chip import LANES, dot, repeat
+
+# Keys and values of a block. With smaller blocks the overhead of a step shows.
+# With larger ones, short rows read many keys that they do not see.
+_BLOCK_BYTES = 1 << 20
+# Logits of a block: 1 MiB in float32. Its weights take as much.
+_BLOCK_LOGITS = 1 << 18
+# The kernel's code is repeated for each key head of a block.
+_MAX_BLOCK_HEADS = 8
+
+# The rows of a tile in VMEM: 8 · 4 bytes, or 16 · 2 bytes.
+_FLOAT32_TILE_ROWS = 8
+_BFLOAT16_TILE_ROWS = 16
+
+
+def decode_attention_tpu(
+  inputs: DecodeInputs, *, window: int | None, scale: float
+) -> Float[Array, "B T H V"]:
+  """Returns the result of `decode_attention`, computed by the TPU kernel.
+
+  Raises:
+    ValueError: if the program is not for a TPU, or if the kernel does not
+      support a dtype or width.
+  """
+  chip.generation(otherwise="xla")
+  chip.check(inputs.q, inputs.v, otherwise="xla")
+
+  batch, tokens, num_heads, num_maps, _ = inputs.q.shape
+  _, num_kv_heads, page_size, _ = inputs.k.shape
+  heads_per_kv_head = num_heads // num_kv_heads
+  num_rows = tokens * heads_per_kv_head
+  rows_per_map = _padded_rows(num_rows, num_maps, inputs.q.dtype)
+
+  block_tables = inputs.block_tables
+  if block_tables is None:
+    block_tables = jnp.arange(batch, dtype=jnp.int32)[:, None]  # [B, 1]
+  blocks = _Blocks.choose(
+    page_size,
+    block_tables.shape[1],
+    window,
+    tokens,
+    _bytes_per_key(inputs),
+    num_kv_heads,
+    num_maps * rows_per_map,
+    chip.cores(),
+  )
+
+  # The kernel computes softmax with powers of 2.
+  q = inputs.q.astype(jnp.float32) * (scale * LOG2E)
+  q = stack_queries(q.astype(inputs.q.dtype), inputs.k, rows_per_map)
+  lam = inputs.lam
+  if lam is not None:
+    lam = stack_lambda(lam, num_kv_heads)  # [B, K, R, 1]
+    padding_rows = (0, rows_per_map - num_rows)
+    lam = jnp.pad(lam, ((0, 0), (0, 0), padding_rows, (0, 0)))
+
+  num_key_maps = inputs.k.shape[-1] // inputs.q.shape[-1]
+  out = _call_kernel(
+    inputs._replace(q=q, lam=lam, block_tables=block_tables),
+    blocks,
+    rows_per_map,
+    heads_per_kv_head,
+    name=f"diff_attention_decode_{variant_name(num_maps, num_key_maps)}",
+  )
+  return unstack_outputs(out, tokens, heads_per_kv_head)
+
+
+def _padded_rows(num_rows: int, num_maps: int, dtype: Any) -> int:
+  """Returns the rows of a map, rounded up to tiles.
+
+  The sums of each map begin at a tile of float32. The queries of all maps
+  together fill tiles of their own dtype.
+  """
+  if dtype == jnp.bfloat16:
+    return round_up(num_rows, _BFLOAT16_TILE_ROWS // num_maps)
+  return round_up(num_rows, _FLOAT32_TILE_ROWS)
+
+
+def _bytes_per_key(inputs: DecodeInputs) -> int:
+  """Returns the bytes of a key and its value, of one head."""
+  numbers_per_key = inputs.k.shape[-1] + inputs.v.shape[-1]
+  return numbers_per_key * inputs.k.dtype.itemsize
+
+
+class _Grid(NamedTuple):
+  """The steps of the kernel, each of which reads one block for one row."""
+
+  num_steps: Int[Array, ""]
+  row: Int[Array, "steps"]
+  # The number of the block in the pool: page id · blocks per page + block.
+  pool_block: Int[Array, "steps"]
+  # The number of the block in the row's cache.
+  row_block: Int[Array, "steps"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+  """How the cache is divided into blocks, and which of them a row sees."""
+
+  window: int | None
+  tokens: int  # new tokens of a row
+  page_size: int  # keys of a page
+  pages_per_row: int
+  block_size: int  # keys of a block
+  num_heads: int  # key heads of a block
+
+  @classmethod
+  def choose(
+    cls,
+    page_size: int,
+    pages_per_row: int,
+    window: int | None,
+    tokens: int,
+    bytes_per_key: int,
+    num_kv_heads: int,
+    query_rows: int,
+    num_cores: int,
+  ) -> _Blocks:
+    """Returns the largest blocks within the limits.
+
+    Args:
+      page_size: keys of a page.
+      pages_per_row: pages of a row.
+      window: how many keys a token sees. None for all.
+      tokens: new tokens of a row.
+      bytes_per_key: bytes of a key and its value, of one head.
+      num_kv_heads: K.
+      query_rows: rows of queries of one key head, over all maps.
+      num_cores: how many cores share the key heads.
+    """
+    # The bytes of a block are heads · keys · bytes_per_key, and its logits are
+    # heads · keys · query_rows. The smallest block has LANES keys.
+    max_heads = min(
+      _MAX_BLOCK_HEADS,
+      _BLOCK_BYTES // (LANES * bytes_per_key),
+      _BLOCK_LOGITS // (LANES * query_rows),
+      num_kv_heads // num_cores,
+    )
+    num_heads = max(1, max_heads)
+    while num_kv_heads % num_heads != 0:
+      num_heads -= 1
+    max_keys = min(
+      _BLOCK_BYTES // (num_heads * bytes_per_key),
+      _BLOCK_LOGITS // (num_heads * query_rows),
+    )
+    max_keys = max(LANES, max_keys // LANES * LANES)
+
+    # Keys of a page that are visible to a row, which blocks divide evenly.
+    num_visible = page_size
+    if window is not None and pages_per_row == 1:
+      num_visible = min(page_size, window + tokens - 1)
+    num_blocks = pl.cdiv(num_visible, max_keys)
+    block_size = round_up(pl.cdiv(num_visible, num_blocks), LANES)
+    return cls(window, tokens, page_size, pages_per_row, block_size, num_heads)
+
+  @property
+  def blocks_per_page(self) -> int:
+    return pl.cdiv(self.page_size, self.block_size)
+
+  @property
+  def blocks_per_row(self) -> int:
+    return self.pages_per_row * self.blocks_per_page
+
+  def row_block_of(self, key: Scalar) -> Scalar:
+    """Returns the number of the block in the row that has a key."""
+    page = lax.div(key, self.page_size)
+    block_of_page = lax.div(lax.rem(key, self.page_size), self.block_size)
+    return page * self.blocks_per_page + block_of_page
+
+  def visible_blocks(self, first_position: Scalar) -> tuple[Scalar, Scalar]:
+    """Returns the first and the last block that a row's new tokens see.
+
+    A row whose tokens see no key has block 0, because each row needs a step
+    that writes its output.
+
+    Args:
+      first_position: the position of the row's first new token.
+    """
+    last_key = jnp.maximum(first_position + self.tokens - 1, 0)
+    if self.window is None:
+      first_key = 0 * first_position  # zeros of the same shape
+    else:
+      first_key = jnp.maximum(first_position - self.window + 1, 0)
+    first_block = self.row_block_of(first_key)
+    last_key = jnp.minimum(last_key, self.pages_per_row * self.page_size - 1)
+    return first_block, self.row_block_of(last_key)
+
+  def grid(
+    self, first_positions: Int[Array, "B"], block_tables: Int[Array, "B N"]
+  ) -> _Grid:
+    """Returns the steps that read the blocks that each row sees, in order."""
+    first_block, last_block = self.visible_blocks(first_positions)
+    stop_step = jnp.cumsum(last_block - first_block + 1)  # of each row
+
+    batch = first_positions.shape[0]
+    step = jnp.arange(batch * self._max_visible_blocks())
+    # The row of a step is the number of rows that end before it. Arrays have
+    # the length of the longest possible grid. Their unused entries only need
+    # valid indices.
+    row = jnp.sum(step[:, None] >= stop_step, axis=1, dtype=jnp.int32)
+    row = jnp.minimum(row, batch - 1)
+    # The last step of a row reads the last block that it sees.
+    row_block = step - stop_step[row] + 1 + last_block[row]
+    row_block = jnp.minimum(row_block, self.blocks_per_row - 1)
+    page_id = block_tables[row, row_block // self.blocks_per_page]
+    return _Grid(
+      num_steps=stop_step[-1],
+      row=row,
+      pool_block=page_id * self.blocks_per_page
+      + row_block % self.blocks_per_page,
+      row_block=row_block,
+    )
+
+  def _max_visible_blocks(self) -> int:
+    """Returns the largest number of blocks that a row may see."""
+    if self.window is None:
+      return self.blocks_per_row
+    # The tokens of a row see `window + tokens − 1` consecutive keys. The last
+    # of these is `distance` keys after the first one. If a page is a multiple
+    # of the block, they lie in at most ceil(distance / block_size) + 1 blocks.
+    # Otherwise each page ends with a shorter block, and they may cross the ends
+    # of ceil(distance / page_size) pages.
+    distance = self.window + self.tokens - 2
+    max_blocks = pl.cdiv(distance, self.block_size) + 1
+    if self.page_size % self.block_size != 0:
+      max_blocks += pl.cdiv(distance, self.page_size)
+    return min(self.blocks_per_row, max_blocks)
+
+
+class _KernelArrays(NamedTuple):
+  """The arrays of the kernel that have block specs, their specs, or refs."""
+
+  q: Any  # [B, K, G·r, M·D]; a block is [h, G·r, M·D]
+  k: Any  # [P, K, S, M·D] or [P, K, M·D, S]; [h, s, M·D] or [h, M·D, s]
+  v: Any  # [P, K, S, V] or [P, K, V, S]; [h, s, V] or [h, V, s]
+  k_scale: Any  # [P, K/h, 1, h]; [1, h] in SMEM. None unless k and v are int8
+  v_scale: Any
+  lam: Any  # [B, K, r, 1]; [h, r, 1]. None with one map
+
+
+class _SumRefs(NamedTuple):
+  """The softmax over the blocks that were read so far, in scratch memory."""
+
+  maximum: Any  # [h, G·r, 128], of the logits, equal in all lanes
+  weight_sum: Any  # [h, G·r, 128], whose sum over the lanes is the total
+  value_sum: Any  # [h, G·r, V]
+
+
+class _BlockKeys(NamedTuple):
+  """The positions that decide which keys of a block are visible."""
+
+  first_key: Scalar
+  stop_key: Scalar  # where the block or its page ends
+  first_token: Scalar  # the row's first new token
+
+
+def _call_kernel(
+  inputs: DecodeInputs,
+  blocks: _Blocks,
+  rows_per_map: int,
+  group_size: int,
+  name: str,
+) -> Float[Array, "B K r V"]:
+  """Runs the kernel over the blocks that the rows see.
+
+  Args:
+    inputs: the arguments, except that q is [B, K, G·r, M·D] and scaled, λ is
+      [B, K, r, 1], and block tables are never None.
+    blocks: how the cache is divided.
+    rows_per_map: r.
+    group_size: how many query heads share a key head.
+    name: the name of the kernel in profiles.
+  """
+  batch, num_kv_heads, query_rows, key_width = inputs.q.shape
+  value_width = inputs.v.shape[-1]
+  k_axis = _stored_key_axis(inputs.k)
+  v_axis = _stored_key_axis(inputs.v)
+
+  arrays = _KernelArrays(
+    q=inputs.q,
+    k=inputs.k,
+    v=inputs.v,
+    k_scale=_split_heads(inputs.k_scale, blocks.num_heads),
+    v_scale=_split_heads(inputs.v_scale, blocks.num_heads),
+    lam=inputs.lam,
+  )
+  if k_axis == 1:
+    arrays = arrays._replace(k=jnp.swapaxes(inputs.k, 2, 3))
+  if v_axis == 1:
+    arrays = arrays._replace(v=jnp.swapaxes(inputs.v, 2, 3))
+  first_positions, block_tables, arrays = vary_alike(
+    (inputs.first_positions, inputs.block_tables, arrays)
+  )
+  grid = blocks.grid(first_positions, block_tables)
+
+  row_sums = pltpu.VMEM((blocks.num_heads, query_rows, LANES), jnp.float32)
+  value_sums = pltpu.VMEM(
+    (blocks.num_heads, query_rows, value_width), jnp.float32
+  )
+  in_specs = _KernelArrays(
+    q=_row_spec(blocks, query_rows, key_width),
+    k=_cache_spec(blocks, key_width, k_axis),
+    v=_cache_spec(blocks, value_width, v_axis),
+    k_scale=_scale_spec(blocks, arrays.k_scale),
+    v_scale=_scale_spec(blocks, arrays.v_scale),
+    lam=None,
+  )
+  if arrays.lam is not None:
+    in_specs = in_specs._replace(lam=_row_spec(blocks, rows_per_map, 1))
+  return pl.pallas_call(
+    functools.partial(_kernel, blocks, (k_axis, v_axis), group_size),
+    grid_spec=pltpu.PrefetchScalarGridSpec(
+      num_scalar_prefetch=4,
+      grid=(num_kv_heads // blocks.num_heads, grid.num_steps),
+      in_specs=list(in_specs),
+      out_specs=_row_spec(blocks, rows_per_map, value_width),
+      scratch_shapes=[row_sums, row_sums, value_sums],
+    ),
+    out_shape=jax.ShapeDtypeStruct(
+      (batch, num_kv_heads, rows_per_map, value_width),
+      inputs.q.dtype,
+      manual_axis_type=jax.typeof(arrays.q).manual_axis_type,
+    ),
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=("parallel", "arbitrary")
+    ),
+    cost_estimate=_estimate_cost(inputs),
+    interpret=chip.interpret_mode.get(),
+    name=name,
+  )(grid.row, grid.pool_block, grid.row_block, first_positions, *arrays)
+
+
+def _stored_key_axis(cache: Float[Array, "P K S X"]) -> int:
+  """Returns the axis of keys in a block as XLA stores it, [S, X] or [X, S].
+
+  XLA pads the last two axes to tiles of 8 × 128, and stores them in the order
+  that needs less padding. In that order the transposition is free. In the other
+  one, the whole cache would be copied for every token.
+  """
+  num_keys, width = cache.shape[2:]
+  size = round_up(num_keys, 8) * round_up(width, LANES)
+  transposed_size = round_up(width, 8) * round_up(num_keys, LANES)
+  return 1 if transposed_size < size else 0
+
+
+def _split_heads(
+  scales: Float[Array, "P K"] | None, num_heads: int
+) -> Float[Array, "P K/h 1 h"] | None:
+  if scales is None:
+    return None
+  num_pages, num_kv_heads = scales.shape
+  return scales.reshape(num_pages, num_kv_heads // num_heads, 1, num_heads)
+
+
+def _row_spec(blocks: _Blocks, *shape: int) -> pl.BlockSpec:
+  """Returns the spec of an array that stays in VMEM for all steps of a row."""
+
+  def index(head_block, step, row, *_):
+    return row[step], head_block, 0, 0
+
+  return pl.BlockSpec((None, blocks.num_heads, *shape), index)
+
+
+def _cache_spec(blocks: _Blocks, width: int, key_axis: int) -> pl.BlockSpec:
+  """Returns the spec of keys or values, which change with every step."""
+
+  def index(head_block, step, row, pool_block, *_):
+    page = lax.div(pool_block[step], blocks.blocks_per_page)
+    block_of_page = lax.rem(pool_block[step], blocks.blocks_per_page)
+    return page, head_block, *_ordered(block_of_page, 0, key_axis)
+
+  shape = _ordered(blocks.block_size, width, key_axis)
+  return pl.BlockSpec((None, blocks.num_heads, *shape), index)
+
+
+def _scale_spec(
+  blocks: _Blocks, scales: Float[Array, "P K/h 1 h"] | None
+) -> pl.BlockSpec | None:
+  """Returns the spec of the factors of a page."""
+  if scales is None:
+    return None
+
+  def index(head_block, step, row, pool_block, *_):
+    page = lax.div(pool_block[step], blocks.blocks_per_page)
+    return page, head_block, 0, 0
+
+  shape = (None, None, 1, blocks.num_heads)
+  return pl.BlockSpec(shape, index, memory_space=pltpu.SMEM)
+
+
+def _ordered(
+  of_keys: Scalar, of_columns: Scalar, key_axis: int
+) -> tuple[Scalar, Scalar]:
+  """Returns sizes or indices in the order of a block, [s, X] or [X, s]."""
+  if key_axis == 0:
+    return of_keys, of_columns
+  return of_columns, of_keys
+
+
+def _estimate_cost(inputs: DecodeInputs) -> pl.CostEstimate:
+  """Returns the cost of the kernel if all rows are as long as possible."""
+  batch, num_kv_heads, query_rows, key_width = inputs.q.shape
+  page_size, value_width = inputs.v.shape[2:]
+  assert inputs.block_tables is not None
+  pages_per_row = inputs.block_tables.shape[1]
+  keys = num_kv_heads * batch * pages_per_row * page_size
+  logits = keys * query_rows
+  return pl.CostEstimate(
+    # For each logit, a product over its key and one over its value.
+    flops=2 * logits * (key_width + value_width),
+    transcendentals=logits,
+    bytes_accessed=keys * _bytes_per_key(inputs),
+  )
+
+
+def _kernel(
+  blocks: _Blocks,
+  key_axes: tuple[int, int],
+  group_size: int,
+  row_ref,
+  pool_block_ref,
+  row_block_ref,
+  first_position_ref,
+  q_ref,
+  k_ref,
+  v_ref,
+  k_scale_ref,
+  v_scale_ref,
+  lam_ref,
+  out_ref,
+  maximum_ref,
+  weight_sum_ref,
+  value_sum_ref,
+) -> None:
+  """Adds one block of the cache to the sums of a row.
+
+  The grid is [blocks of key heads, steps of `_Grid`]. The first four refs are
+  scalars: the fields of `_Grid` and the first new token of each row. The next
+  ones have the shapes of `_KernelArrays`. The output is [h, r, V], and the last
+  three are `_SumRefs`.
+  """
+  del pool_block_ref  # only the block specs need it
+  arrays = _KernelArrays(q_ref, k_ref, v_ref, k_scale_ref, v_scale_ref, lam_ref)
+  sums = _SumRefs(maximum_ref, weight_sum_ref, value_sum_ref)
+
+  # `step` is used only as an index, because inside shard_map the interpreter
+  # cannot add to it.
+  step = pl.program_id(1)
+  first_token = first_position_ref[row_ref[step]]
+  row_block = row_block_ref[step]
+  first_block, last_block = blocks.visible_blocks(first_token)
+
+  page = lax.div(row_block, blocks.blocks_per_page)
+  block_of_page = lax.rem(row_block, blocks.blocks_per_page)
+  first_key = page * blocks.page_size + block_of_page * blocks.block_size
+  block_end = first_key + blocks.block_size
+  page_end = (page + 1) * blocks.page_size
+  stop_key = jnp.minimum(block_end, page_end)
+  keys = _BlockKeys(first_key, stop_key, first_token)
+
+  # A block needs no mask if it ends within its page, the first token sees its
+  # last key, and the last token sees its first key.
+  needs_no_mask = (first_token + 1 >= block_end) & (stop_key == block_end)
+  if blocks.window is not None:
+    last_token_sees = first_token + blocks.tokens - blocks.window
+    needs_no_mask &= last_token_sees <= first_key
+  sees_any_key = first_token + blocks.tokens > 0
+
+  @pl.when(row_block == first_block)
+  def _start_row():
+    sums.maximum[...] = jnp.full_like(sums.maximum, MASKED_LOGIT)
+    sums.weight_sum[...] = jnp.zeros_like(sums.weight_sum)
+    sums.value_sum[...] = jnp.zeros_like(sums.value_sum)
+
+  @pl.when(needs_no_mask)
+  def _add_visible_block():
+    for head in range(blocks.num_heads):
+      _add_block(head, arrays, sums, key_axes)
+
+  @pl.when(~needs_no_mask & sees_any_key)
+  def _add_masked_block():
+    mask = _BlockMask(blocks, keys, group_size, rows_per_map=out_ref.shape[1])
+    for head in range(blocks.num_heads):
+      _add_block(head, arrays, sums, key_axes, mask)
+
+  @pl.when(row_block == last_block)
+  def _write_output():
+    for head in range(blocks.num_heads):
+      _write_head(head, sums, lam_ref, out_ref)
+
+
+@dataclasses.dataclass(frozen=True)
+class _BlockMask:
+  """Which keys of a block the new tokens of a row see."""
+
+  blocks: _Blocks
+  keys: _BlockKeys
+  group_size: int
+  rows_per_map: int
+
+  def visible_logits(self, shape: tuple[int, ...]) -> Bool[Array, "G*r s"]:
+    """Returns the keys that each row of queries sees.
+
+    Row i of a map belongs to token t = ⌊i / group_size⌋, which sees the keys up
+    to position first_token + t. With integers,
+      key − first_token ≤ t  ⟺  (key − first_token)·group_size ≤ i,
+    which needs no division.
+    """
+    key = self.keys.first_key + lax.broadcasted_iota(jnp.int32, shape, 1)
+    row = lax.broadcasted_iota(jnp.int32, shape, 0)
+    row_of_map = jnp.where(
+      row >= self.rows_per_map, row - self.rows_per_map, row
+    )
+    visible = key < self.keys.stop_key
+    distance = key - self.keys.first_token
+    visible &= distance * self.group_size <= row_of_map
+    window = self.blocks.window
+    if window is not None:
+      visible &= (distance + window) * self.group_size > row_of_map
+    return visible
+
+  def mask_values(
+    self, values: Float[Array, "s V"], key_axis: int
+  ) -> Float[Array, "s V"]:
+    """Replaces values by 0 that no token of the row sees.
+
+    They may be NaN or infinite, and 0·NaN is NaN.
+    """
+    key = self.keys.first_key + lax.broadcasted_iota(
+      jnp.int32, values.shape, key_axis
+    )
+    first_token = self.keys.first_token
+    visible = key < self.keys.stop_key
+    visible &= key < first_token + self.blocks.tokens
+    window = self.blocks.window
+    if window is not None:
+      visible &= key > first_token - window
+    # In float32, because not every TPU selects in bfloat16.
+    masked = jnp.where(visible, values.astype(jnp.float32), 0)
+    return masked.astype(values.dtype)
+
+
+def _add_block(
+  head: int,
+  arrays: _KernelArrays,
+  sums: _SumRefs,
+  key_axes: tuple[int, int],
+  mask: _BlockMask | None = None,
+) -> None:
+  """Adds the keys and values of one key head to its sums.
+
+  Args:
+    head: the number of the key head in the block.
+    arrays: refs of the queries and the block.
+    sums: refs of the sums.
+    key_axes: the axes of keys in the blocks of k and v.
+    mask: None if all tokens see all keys.
+  """
+  k_axis, v_axis = key_axes
+  queries = arrays.q[head]  # [G·r, M·D]
+  keys = arrays.k[head].astype(queries.dtype)
+  logits = dot(queries, keys, (1, 1 - k_axis))  # [G·r, s]
+  values = arrays.v[head].astype(queries.dtype)
+  if arrays.k_scale is not None:
+    logits *= arrays.k_scale[0, head]
+  if mask is not None:
+    visible = mask.visible_logits(logits.shape)
+    logits = jnp.where(visible, logits, MASKED_LOGIT)
+    values = mask.mask_values(values, v_axis)
+
+  old_maximum = sums.maximum[head]  # [G·r, 128]
+  block_maximum = jnp.max(logits, axis=1, keepdims=True)
+  maximum = jnp.maximum(old_maximum, block_maximum)
+  block_size = logits.shape[1]
+  weights = jnp.exp2(logits - repeat(maximum, block_size))
+  correction = jnp.exp2(old_maximum - maximum)
+  if mask is not None:
+    # Where a query has seen no key so far, logits − maximum is 0.
+    weights = jnp.where(visible, weights, 0)
+
+  weight_sum = _sum_to_lanes(weights)  # [G·r, 128]
+  sums.weight_sum[head] = sums.weight_sum[head] * correction + weight_sum
+  sums.maximum[head] = maximum
+  if arrays.v_scale is not None:
+    weights *= arrays.v_scale[0, head]
+  correction = repeat(correction, sums.value_sum.shape[2])  # [G·r, V]
+  value_sum = dot(weights, values, (1, v_axis))
+  sums.value_sum[head] = sums.value_sum[head] * correction + value_sum
+
+
+def _sum_to_lanes(weights: Float[Array, "rows s"]) -> Float[Array, "rows 128"]:
+  """Returns the sum of the columns of each lane."""
+  total = weights[:, :LANES]
+  for start in range(LANES, weights.shape[1], LANES):
+    total = total + weights[:, start : start + LANES]
+  return total
+
+
+def _write_head(head: int, sums: _SumRefs, lam_ref, out_ref) -> None:
+  """Writes the output of one key head, A₁V − λA₂V."""
+  weight_sum = jnp.sum(sums.weight_sum[head], axis=1, keepdims=True)
+  # A query that sees no key has sums of 0, and gets an output of 0.
+  weight_sum = jnp.where(weight_sum == 0, 1.0, weight_sum)
+  map_outputs = sums.value_sum[head] / weight_sum  # [G·r, V]
+  if lam_ref is None:
+    out = map_outputs
+  else:
+    rows_per_map = out_ref.shape[1]
+    signal = map_outputs[:rows_per_map]
+    noise = map_outputs[rows_per_map:]
+    out = signal - lam_ref[head] * noise
+  out_ref[head] = out.astype(out_ref.dtype)

@@ -1,0 +1,393 @@
+"""Decoding in XLA, on every backend.
+
+One new token per row reads the whole cache at once, if it has no pages. In all
+other cases the cache is read in pieces, up to the length of the longest row.
+
+Letters in addition to those in `__init__.py`:
+  s: keys of a piece.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from diffjax.ops.diff_attention.decode.inputs import (
+  DecodeInputs,
+  stack_lambda,
+  stack_queries,
+  unstack_outputs,
+)
+from diffjax.ops.diff_attention.tiles import MASKED_LOGIT
+from diffjax.ops.varying import vary_like
+
+# Logits of a piece of the cache, over all rows, heads and maps: 4 MiB in
+# float32, which should stay in the cache of a CPU.
+_PIECE_LOGITS = 1 << 20
+
+
+def decode_attention_xla(
+  inputs: DecodeInputs, *, window: int | None, scale: float
+) -> Float[Array, "B T H V"]:
+  """Returns the result of `decode_attention`, computed with XLA."""
+  tokens, num_heads = inputs.q.shape[1:3]
+  num_kv_heads = inputs.k.shape[1]
+  heads_per_kv_head = num_heads // num_kv_heads
+  num_rows = tokens * heads_per_kv_head
+  is_at_once = inputs.block_tables is None and tokens == 1
+
+  positions = inputs.first_positions[:, None] + jnp.arange(tokens)  # [B, T]
+  queries = _Queries(
+    stacked=stack_queries(inputs.q, inputs.k, num_rows),
+    positions=positions,
+    heads_per_kv_head=heads_per_kv_head,
+    window=window,
+    scale=scale,
+  )
+  lam = inputs.lam
+  if lam is not None:
+    lam = stack_lambda(lam, num_kv_heads)  # [B, K, R, 1]
+
+  if is_at_once:
+    cache = _CacheReader.of_all_keys(inputs)
+    out = _attend_at_once(queries, cache, lam)  # [B, K, R, V]
+  else:
+    cache = _CacheReader.of_pieces(inputs)
+    map_outputs = _attend_in_pieces(queries, cache)  # [B, K, G, R, V]
+    out = _subtract_noise(map_outputs, lam)  # [B, K, R, V]
+  out = unstack_outputs(out, tokens, heads_per_kv_head)
+  return out.astype(inputs.q.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Queries:
+  """The queries of the new tokens, and what decides which keys they see."""
+
+  stacked: Float[Array, "B K G*R M*D"]  # from `stack_queries`
+  positions: Int[Array, "B T"]
+  heads_per_kv_head: int
+  window: int | None
+  scale: float
+
+  @property
+  def rows_per_map(self) -> int:
+    return self.positions.shape[1] * self.heads_per_kv_head
+
+  @property
+  def sum_dtype(self) -> Any:
+    """The dtype of sums: float32, or float64 if the queries are."""
+    return jnp.promote_types(jnp.float32, self.stacked.dtype)
+
+  def split_maps(
+    self, x: Float[Array, "B K G*R X"]
+  ) -> Float[Array, "B K G R X"]:
+    batch, num_kv_heads, all_rows, _ = self.stacked.shape
+    num_maps = all_rows // self.rows_per_map
+    return x.reshape(batch, num_kv_heads, num_maps, self.rows_per_map, -1)
+
+  def repeat_for_heads(
+    self, visible: Bool[Array, "B T s"]
+  ) -> Bool[Array, "B 1 1 R s"]:
+    visible = jnp.repeat(visible, self.heads_per_kv_head, axis=1)
+    return visible[:, None, None]
+
+
+class _Piece(NamedTuple):
+  """Consecutive keys and values of every row, in the dtype of the queries."""
+
+  positions: Int[Array, "s"]
+  k: Float[Array, "B K s M*D"]
+  v: Float[Array, "B K s V"]
+  k_scale: Float[Array, "B K 1 s"] | None
+  v_scale: Float[Array, "B K 1 s"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _CacheReader:
+  """Reads the cache in pieces of equally many units.
+
+  A unit is a page or, in a cache without pages, a key.
+  """
+
+  inputs: DecodeInputs
+  keys_per_unit: int
+  units_per_row: int
+  units_per_piece: int
+
+  @classmethod
+  def of_all_keys(cls, inputs: DecodeInputs) -> _CacheReader:
+    """Returns a reader whose only piece is the whole cache, without pages."""
+    num_keys = inputs.k.shape[2]
+    return cls(
+      inputs,
+      keys_per_unit=1,
+      units_per_row=num_keys,
+      units_per_piece=num_keys,
+    )
+
+  @classmethod
+  def of_pieces(cls, inputs: DecodeInputs) -> _CacheReader:
+    """Returns a reader of pieces with at most _PIECE_LOGITS logits."""
+    page_size = inputs.k.shape[2]
+    if inputs.block_tables is None:
+      keys_per_unit = 1
+      units_per_row = page_size
+    else:
+      keys_per_unit = page_size
+      units_per_row = inputs.block_tables.shape[1]
+    batch, tokens, num_heads, num_maps, _ = inputs.q.shape
+    logits_per_unit = batch * num_heads * num_maps * tokens * keys_per_unit
+    units_per_piece = max(1, _PIECE_LOGITS // logits_per_unit)
+    return cls(
+      inputs,
+      keys_per_unit,
+      units_per_row,
+      units_per_piece=min(units_per_row, units_per_piece),
+    )
+
+  @property
+  def keys_per_row(self) -> int:
+    return self.units_per_row * self.keys_per_unit
+
+  @property
+  def keys_per_piece(self) -> int:
+    return self.units_per_piece * self.keys_per_unit
+
+  def read(self, first_unit: Int[Array, ""] | int) -> _Piece:
+    first_key = first_unit * self.keys_per_unit
+    dtype = self.inputs.q.dtype
+    return _Piece(
+      positions=first_key + jnp.arange(self.keys_per_piece),
+      k=self._read_array(self.inputs.k, first_unit).astype(dtype),
+      v=self._read_array(self.inputs.v, first_unit).astype(dtype),
+      k_scale=self._read_scales(self.inputs.k_scale, first_unit),
+      v_scale=self._read_scales(self.inputs.v_scale, first_unit),
+    )
+
+  def _read_array(
+    self, x: Float[Array, "P K S *X"], first_unit: Int[Array, ""] | int
+  ) -> Float[Array, "B K s *X"]:
+    block_tables = self.inputs.block_tables
+    if block_tables is None:
+      if self.units_per_piece == self.units_per_row:
+        return x
+      return lax.dynamic_slice_in_dim(
+        x, first_unit, self.units_per_piece, axis=2
+      )
+    batch, num_kv_heads = block_tables.shape[0], x.shape[1]
+    page_ids = lax.dynamic_slice_in_dim(
+      block_tables, first_unit, self.units_per_piece, axis=1
+    )  # [B, pages]
+    heads = jnp.arange(num_kv_heads)
+    # The indices [B, 1, pages] and [K, 1] select [B, K, pages, S, X].
+    pages = x[page_ids[:, None], heads[:, None]]
+    return pages.reshape(batch, num_kv_heads, self.keys_per_piece, *x.shape[3:])
+
+  def _read_scales(
+    self, scales: Float[Array, "P K"] | None, first_unit: Int[Array, ""] | int
+  ) -> Float[Array, "B K 1 s"] | None:
+    if scales is None:
+      return None
+    page_size = self.inputs.k.shape[2]
+    key_scales = jnp.broadcast_to(
+      scales[..., None], (*scales.shape, page_size)
+    )  # [P, K, S]
+    return self._read_array(key_scales, first_unit)[:, :, None]
+
+
+def _attend_at_once(
+  queries: _Queries, cache: _CacheReader, lam: Float[Array, "B K R 1"] | None
+) -> Float[Array, "B K R V"]:
+  """Returns (A₁ − λA₂)V, or AV with one map. V is multiplied once."""
+  piece = cache.read(first_unit=0)
+  visible = _visible_keys(queries, piece)  # [B, T, s]
+  logits = _masked_logits(queries, piece, visible)  # [B, K, G, R, s]
+  attention_maps = jax.nn.softmax(logits, axis=-1)
+  weights = _subtract_noise(attention_maps, lam)  # [B, K, R, s]
+  # Where a query sees no key, all its logits are equal, and the softmax is
+  # uniform.
+  visible_rows = queries.repeat_for_heads(visible)[:, 0]  # [B, 1, R, s]
+  weights = jnp.where(visible_rows, weights, 0)
+  return _sum_values(weights, piece, visible)
+
+
+class _OnlineSoftmax(NamedTuple):
+  """The softmax maps over the keys that were read so far."""
+
+  maximum: Float[Array, "B K G R 1"]  # of the logits
+  weight_sum: Float[Array, "B K G R 1"]  # Σ exp(logit − maximum)
+  value_sum: Float[Array, "B K G R V"]  # Σ exp(logit − maximum)·v
+
+
+def _attend_in_pieces(
+  queries: _Queries, cache: _CacheReader
+) -> Float[Array, "B K G R V"]:
+  """Returns the output of each map. Reads only pieces that a row may see."""
+  oldest_position = jnp.min(queries.positions)
+  newest_position = jnp.max(queries.positions)
+  first_piece: Int[Array, ""] | int = 0
+  if queries.window is not None:
+    first_key = jnp.maximum(oldest_position - queries.window + 1, 0)
+    first_piece = first_key // cache.keys_per_piece
+  stop_key = jnp.minimum(newest_position + 1, cache.keys_per_row)
+  stop_piece = -(-stop_key // cache.keys_per_piece)
+
+  value_width = cache.inputs.v.shape[-1]
+  state = _OnlineSoftmax(
+    maximum=_initial_rows(queries, cache, width=1, value=MASKED_LOGIT),
+    weight_sum=_initial_rows(queries, cache, width=1, value=0),
+    value_sum=_initial_rows(queries, cache, width=value_width, value=0),
+  )
+  add_piece = functools.partial(_add_piece, queries, cache)
+  state = lax.fori_loop(first_piece, stop_piece, add_piece, state)
+
+  # A query that sees no key has sums of 0, and gets an output of 0.
+  weight_sum = jnp.where(state.weight_sum == 0, 1, state.weight_sum)
+  return state.value_sum / weight_sum
+
+
+def _initial_rows(
+  queries: _Queries, cache: _CacheReader, width: int, value: float
+) -> Float[Array, "B K G R width"]:
+  """Returns a constant array as the first carry of the loop over pieces."""
+  shape = (*queries.stacked.shape[:3], width)
+  rows = queries.split_maps(jnp.full(shape, value, queries.sum_dtype))
+  # Inside shard_map, JAX requires that the first carry varies over the same
+  # mesh axes as the next one.
+  return vary_like(
+    rows, queries.stacked, cache.inputs.k, cache.inputs.v, queries.positions
+  )
+
+
+def _add_piece(
+  queries: _Queries,
+  cache: _CacheReader,
+  index: Int[Array, ""],
+  state: _OnlineSoftmax,
+) -> _OnlineSoftmax:
+  """Returns the state after one more piece of the cache."""
+  # A last piece that would reach beyond the row begins earlier. It then repeats
+  # keys of the previous piece, which must not count twice.
+  first_unit = jnp.minimum(
+    index * cache.units_per_piece, cache.units_per_row - cache.units_per_piece
+  )
+  piece = cache.read(first_unit)
+  is_new = piece.positions >= index * cache.keys_per_piece
+  visible = _visible_keys(queries, piece) & is_new  # [B, T, s]
+  logits = _masked_logits(queries, piece, visible)  # [B, K, G, R, s]
+
+  maximum = jnp.maximum(state.maximum, jnp.max(logits, axis=-1, keepdims=True))
+  # Where a query has seen no key so far, logits − maximum is 0.
+  weights = jnp.exp(logits - maximum)
+  weights = jnp.where(queries.repeat_for_heads(visible), weights, 0)
+  correction = jnp.exp(state.maximum - maximum)
+  piece_weight_sum = jnp.sum(weights, axis=-1, keepdims=True)
+  stacked_weights = weights.reshape(
+    *queries.stacked.shape[:3], cache.keys_per_piece
+  )  # [B, K, G·R, s]
+  piece_value_sum = _sum_values(stacked_weights, piece, visible)
+  return _OnlineSoftmax(
+    maximum=maximum,
+    weight_sum=state.weight_sum * correction + piece_weight_sum,
+    value_sum=state.value_sum * correction
+    + queries.split_maps(piece_value_sum),
+  )
+
+
+def _visible_keys(queries: _Queries, piece: _Piece) -> Bool[Array, "B T s"]:
+  """Returns which keys of a piece each token sees."""
+  distance = queries.positions[..., None] - piece.positions  # [B, T, s]
+  visible = distance >= 0
+  if queries.window is not None:
+    visible &= distance < queries.window
+  return visible
+
+
+def _masked_logits(
+  queries: _Queries, piece: _Piece, visible: Bool[Array, "B T s"]
+) -> Float[Array, "B K G R s"]:
+  logits = _product("bknd,bksd->bkns", queries.stacked, piece.k)
+  logits *= queries.scale
+  if piece.k_scale is not None:
+    logits *= piece.k_scale
+  logits = queries.split_maps(logits)
+  return jnp.where(queries.repeat_for_heads(visible), logits, MASKED_LOGIT)
+
+
+def _subtract_noise(
+  maps: Float[Array, "B K G R X"], lam: Float[Array, "B K R 1"] | None
+) -> Float[Array, "B K R X"]:
+  """Returns signal − λ·noise, or the only map."""
+  if lam is None:
+    return maps[:, :, 0]
+  return maps[:, :, 0] - lam * maps[:, :, 1]
+
+
+def _sum_values(
+  weights: Float[Array, "B K n s"], piece: _Piece, visible: Bool[Array, "B T s"]
+) -> Float[Array, "B K n V"]:
+  """Returns weights · v for n rows of weights, which are 0 for hidden keys.
+
+  Values and scales that no token of a row sees may be NaN or infinite. They are
+  replaced by 0, because 0·NaN is NaN.
+  """
+  is_visible = jnp.any(visible, axis=1)[:, None, :, None]  # [B, 1, s, 1]
+  if piece.v_scale is not None:
+    is_visible_column = is_visible[:, :, None, :, 0]  # [B, 1, 1, s]
+    weights *= jnp.where(is_visible_column, piece.v_scale, 0)
+  weights = weights.astype(piece.v.dtype)
+  # A TPU masks the values while it multiplies. A CPU copies them first, and
+  # decoding takes three times as long, so there the values are masked only if
+  # the plain product is not finite. On a GPU, the host would have to wait for
+  # that condition.
+  return lax.platform_dependent(
+    weights,
+    piece.v,
+    is_visible,
+    cpu=_product_masked_if_not_finite,
+    default=_product_with_masked_values,
+  )
+
+
+def _product_with_masked_values(
+  weights: Float[Array, "B K n s"],
+  v: Float[Array, "B K s V"],
+  is_visible: Bool[Array, "B 1 s 1"],
+) -> Float[Array, "B K n V"]:
+  return _product("bkns,bksv->bknv", weights, jnp.where(is_visible, v, 0))
+
+
+def _product_masked_if_not_finite(
+  weights: Float[Array, "B K n s"],
+  v: Float[Array, "B K s V"],
+  is_visible: Bool[Array, "B 1 s 1"],
+) -> Float[Array, "B K n V"]:
+  out = _product("bkns,bksv->bknv", weights, v)
+
+  def keep_product() -> Float[Array, "B K n V"]:
+    return out
+
+  def mask_values() -> Float[Array, "B K n V"]:
+    return _product_with_masked_values(weights, v, is_visible)
+
+  return lax.cond(jnp.all(jnp.isfinite(out)), keep_product, mask_values)
+
+
+def _product(equation: str, a: Array, b: Array) -> Array:
+  """Returns an einsum, summed in at least float32."""
+  precision = lax.Precision.DEFAULT
+  if a.dtype == jnp.float32:
+    precision = lax.Precision.HIGHEST
+  return jnp.einsum(
+    equation,
+    a,
+    b,
+    preferred_element_type=jnp.promote_types(jnp.float32, a.dtype),
+    precision=precision,
+  )
