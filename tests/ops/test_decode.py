@@ -522,7 +522,7 @@ def test_the_kernel_walks_the_blocks_that_rows_see_and_no_other(
       steps[2].append(at * blocks.blocks_per_page + part)
   assert int(grid.num_steps) == len(steps[0])
   for found, wanted in zip(
-    (grid.row, grid.pool_block, grid.row_block), steps, strict=True
+    (grid.sequence, grid.pool_block, grid.sequence_block), steps, strict=True
   ):
     assert found[: grid.num_steps].tolist() == wanted
 

@@ -10,14 +10,14 @@ therefore read keys and values once, for all maps and for all query heads that
 share a key head.
 
 Axis letters in addition to those in CONTRIBUTING.md:
-  P: pages of the pool, the memory that all rows of the batch share.
+  P: pages of the pool, the memory that all sequences share.
   S: keys of a page.
-  N: pages of a row. Its block table has their ids, in the order of its tokens.
-  R: queries of one map that share a key head, T·H/K. Query t·H/K + h is the one
-    of token t and of head h of those that share the key head.
+  N: pages of a sequence. Its block table lists their ids in order.
+  R: queries of one map that share a key head, T·H/K. They are ordered by token,
+    and then by head.
 
-A cache without block tables is a pool in which page b has all keys of row b.
-Then P = B and N = 1.
+A cache without block tables is a pool in which page b has all keys of sequence
+b. Then P = B and N = 1.
 """
 
 from diffjax.ops.diff_attention.decode.api import decode_attention

@@ -48,14 +48,14 @@ def decode_attention(
   implementation: str = "auto",
   sharding: NamedSharding | PartitionSpec | None = None,
 ) -> Float[Array, "B *T H V"]:
-  """Returns the differential attention of each row's newest tokens.
+  """Returns the differential attention of each sequence's newest tokens.
 
   out = softmax(q₁k₁ᵀ·scale)v − λ·softmax(q₂k₂ᵀ·scale)v (paper, §1)
 
-  The cache already contains the keys and values of the new tokens. Each row has
-  one new token or, if q has an axis T, T of them: token t of row b has position
-  lengths[b] − T + t. A token sees the keys up to its own. Keys and values that
-  no token sees have no effect, even if they are not finite.
+  The cache already contains the keys and values of the new tokens. Each
+  sequence has one new token or, if q has an axis T, T new tokens. Token t of
+  sequence b has position lengths[b] − T + t. A token sees the keys up to its
+  own. Keys and values that no token sees have no effect, even if they are NaN.
 
   Query group g reads key head ⌊g / (Q/K)⌋. A group of more than two maps has
   several signal maps and then one noise map, which is subtracted from each.
@@ -66,27 +66,27 @@ def decode_attention(
   Args:
     q: queries. G is 2 or more for differential attention, 1 for plain
       attention.
-    k: cached keys. Row b of the batch has its keys in k[b], or in pages of S
-      tokens. If each map has its own keys (M = 2, version 1), the first D
-      columns hold those of the signal maps, and the others those of the noise
-      map. If the maps share keys, M = 1 (version 2). The dtype is q's or int8.
+    k: cached keys. The keys of sequence b are in k[b], or in pages of S tokens.
+      If each map has its own keys (M = 2, version 1), the first D columns are
+      for the signal maps, and the others for the noise map. If the maps share
+      keys, M = 1 (version 2). The dtype is q's or int8.
       On TPU, S should be a multiple of 128. Otherwise XLA may use another
       layout than the kernel, and copy the cache for every token. A page should
       hold at least 512 KiB of keys and values over all heads, because reading
       less takes less time than a step of the kernel.
-    v: cached values, shared by the maps. All axes but the last are those of k.
-    lam: λ, as a scalar, per head, or per row, token and head. None if G = 1.
-      It is converted to float32, or to float64 if q is float64.
-    lengths: the number of tokens in each row's cache, including the new ones.
-      A row of length 0 gives zeros. If a length exceeds the capacity, S or N·S,
-      the cache has the first tokens of the row, and a single new token counts
+    v: cached values, shared by the maps. Only the last axis differs from k.
+    lam: λ, as a scalar, per head, or per sequence, token and head. None if
+      G = 1. It is converted to float32, or to float64 if q is float64.
+    lengths: the number of tokens of each sequence, including the new ones. A
+      length of 0 gives zeros. If a length exceeds the capacity, S or N·S, the
+      cache has the first tokens of the sequence, and a single new token counts
       as the last one of these.
-    block_tables: the page ids of each row. Token i of row b is in page
-      block_tables[b, ⌊i / S⌋]. Entries after a row's last page are unused. Ids
+    block_tables: the page ids of each sequence. Token i of sequence b is in
+      page block_tables[b, ⌊i / S⌋]. Entries after the last page are unused. Ids
       outside the pool are clipped, so nothing outside of it is read. None for a
       cache without pages.
-    k_scale: the factors of int8 keys, for each page (or row, without pages)
-      and head. None for other dtypes.
+    k_scale: the factors of int8 keys, for each head of a page (of a sequence,
+      without pages). None for other dtypes.
     v_scale: the factors of int8 values, as `k_scale`.
     window: how many keys a token sees, including its own. None for all.
     scale: the factor on q·k. None for 1/√D.
@@ -94,15 +94,15 @@ def decode_attention(
       name never falls back to another implementation.
       "xla": any backend.
       "pallas_tpu": bfloat16 and float32, D up to 256, V up to 512. Reads only
-        the blocks of the cache that a row sees.
+        the blocks of the cache that a sequence sees.
       "pallas_gpu": Hopper, bfloat16 and float16, D up to 128, V up to 256,
         G·H/K up to 64, one new token, no pages, no int8. Reads only the blocks
-        that a row sees.
+        that a sequence sees.
     sharding: how [B, H] is sharded over a mesh. A NamedSharding, or a
       PartitionSpec for the mesh of `jax.set_mesh`. Its mesh axes may have any
       names. The cache, λ and lengths are sharded in the same way. Each shard of
-      B has an equal part of the P pages, and the page ids of its rows count
-      within that part. The call runs inside `shard_map`.
+      B has an equal part of the P pages, and its page ids count within that
+      part. The call runs inside `shard_map`.
 
   Returns:
     The outputs of the heads in q's dtype. They are accumulated in at least
@@ -166,7 +166,7 @@ def _decode_on_mesh(
   window: int | None,
   scale: float,
 ) -> Float[Array, "B T H V"]:
-  """Runs the implementation on each device, for its own rows and heads."""
+  """Runs the implementation on each device, for its own sequences and heads."""
   batch, _, num_heads = inputs.q.shape[:3]
   num_pages, num_kv_heads = inputs.k.shape[:2]
   batch_sizes = {"B": batch}
@@ -178,17 +178,17 @@ def _decode_on_mesh(
   def decode_shard(*arrays: jax.Array | None) -> Float[Array, "B T H V"]:
     return decode(DecodeInputs._make(arrays), window=window, scale=scale)
 
-  by_row = layout.spec(0)  # [B] and [B, N]
-  by_row_and_head = layout.spec(0, 1)  # [P, K] and [P, K, S, X]
-  by_token = PartitionSpec(*by_row, None, *layout.spec(1))  # [B, T, H]
+  by_sequence = layout.spec(0)  # [B] and [B, N]
+  by_sequence_and_head = layout.spec(0, 1)  # [P, K] and [P, K, S, X]
+  by_token = PartitionSpec(*by_sequence, None, *layout.spec(1))  # [B, T, H]
   operands = [  # in the order of DecodeInputs
     (inputs.q, by_token),
-    (inputs.k, by_row_and_head),
-    (inputs.v, by_row_and_head),
+    (inputs.k, by_sequence_and_head),
+    (inputs.v, by_sequence_and_head),
     (inputs.lam, by_token),
-    (inputs.first_positions, by_row),
-    (inputs.block_tables, by_row),
-    (inputs.k_scale, by_row_and_head),
-    (inputs.v_scale, by_row_and_head),
+    (inputs.first_positions, by_sequence),
+    (inputs.block_tables, by_sequence),
+    (inputs.k_scale, by_sequence_and_head),
+    (inputs.v_scale, by_sequence_and_head),
   ]
   return layout.map(decode_shard, operands, by_token)

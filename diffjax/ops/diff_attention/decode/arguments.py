@@ -64,7 +64,7 @@ def check_cache(
 
 
 def check_lengths(lengths: Any, batch: int) -> None:
-  """Raises ValueError if `lengths` is not an integer for each row."""
+  """Raises ValueError if `lengths` is not an integer for each sequence."""
   is_valid = (
     isinstance(lengths, ARRAYS)
     and lengths.shape == (batch,)
@@ -72,7 +72,7 @@ def check_lengths(lengths: Any, batch: int) -> None:
   )
   if not is_valid:
     raise ValueError(
-      f"lengths must be int32[{batch}], the tokens in each row's cache,"
+      f"lengths must be int32[{batch}], the tokens of each sequence,"
       f" got {describe(lengths)}"
     )
 
@@ -105,8 +105,8 @@ def _check_block_tables(block_tables: Any, batch: int) -> None:
   )
   if not is_valid:
     raise ValueError(
-      f"block_tables must be int32[{batch}, N], the pages of each row in the"
-      " order of its tokens, or None for a cache without pages, got"
+      f"block_tables must be int32[{batch}, N], the page ids of each sequence"
+      " in order, or None for a cache without pages, got"
       f" {describe(block_tables)}"
     )
 

@@ -4,9 +4,9 @@ The kernel uses Pallas's Mosaic GPU backend. The queries of all heads that share
 a key head are the rows of one product with a block of keys, map after map. The
 weights are the rows of one product with its values.
 
-The blocks that a row sees are divided evenly among `splits` thread blocks, so
-that a few rows with long caches still occupy the whole chip. Each thread block
-computes unnormalized sums over its own keys, and XLA adds them up.
+The blocks that a sequence sees are divided evenly among several thread blocks,
+so that a few long sequences still occupy the whole chip. Each thread block
+computes unnormalized sums over its own keys, its split, and XLA adds them up.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ def _check_support(inputs: DecodeInputs) -> None:
     )
   supported = (
     "is not supported by implementation 'pallas_gpu', which takes one new token"
-    " per row and a cache in q's dtype without pages;"
+    " per sequence and a cache in q's dtype without pages;"
     " use implementation='xla' or 'auto'"
   )
   _, tokens, num_heads, num_maps, width = inputs.q.shape
   if tokens > 1:
-    raise ValueError(f"q ({tokens} new tokens per row) {supported}")
+    raise ValueError(f"q ({tokens} new tokens per sequence) {supported}")
   if inputs.block_tables is not None:
     raise ValueError(f"block_tables (pages) {supported}")
   if inputs.k_scale is not None:
@@ -113,16 +113,16 @@ def _attend_in_splits(
   window: int | None,
   factor: float,
 ) -> Float[Array, "B K n V"]:
-  """Returns softmax(factor·qkᵀ)v of base 2, for the keys that each row sees.
+  """Returns softmax(factor·qkᵀ)v of base 2, for the visible keys.
 
-  A row that sees no key gets zeros. If S, X and V are not multiples of 64, the
-  cache is padded, which copies it for every token.
+  A sequence that sees no key gets zeros. If S, X and V are not multiples of 64,
+  the cache is padded, which copies it for every token.
 
   Args:
     q: up to 64 queries per key head.
     k: keys.
     v: values.
-    lengths: the number of tokens in each row's cache.
+    lengths: the number of tokens of each sequence.
     window: how many of them the new token sees. None for all.
     factor: the factor on q·k.
   """
@@ -135,7 +135,7 @@ def _attend_in_splits(
   padded_length, padded_key_width = k.shape[2:]
   padded_value_width = v.shape[3]
 
-  # The largest number of keys that a row may see, in whole blocks.
+  # The largest number of keys that a sequence may see, in whole blocks.
   num_visible = padded_length
   if window is not None:
     num_visible = min(padded_length, window + BLOCK)
@@ -201,13 +201,13 @@ def _add_splits(
 
 
 class _Split(NamedTuple):
-  """The part of a row's cache that a thread block reads."""
+  """The part of a sequence's cache that a thread block reads."""
 
-  # Where the results go: row of the batch, key head, number of the split.
+  # The sequence, its key head, and the number of the split.
   batch: Int[Array, ""]
   head: Int[Array, ""]
   number: Int[Array, ""]
-  # The keys that the row sees.
+  # The keys that the sequence sees.
   first_key: Int[Array, ""]
   stop_key: Int[Array, ""]
   # The blocks that the thread block reads. It may have none.
@@ -252,7 +252,7 @@ def _kernel(
   ready,
   free,
 ) -> None:
-  """Writes the sums of one split, for one row of the batch and key head.
+  """Writes the sums of one split, for one sequence and key head.
 
   One warpgroup copies blocks of keys and values to shared memory, and the other
   one attends to them.
@@ -331,7 +331,7 @@ def _load_blocks(split: _Split, shared: _SharedMemory, k_ref, v_ref) -> None:
 def _attend_to_blocks(
   split: _Split, shared: _SharedMemory, factor: float
 ) -> _OnlineSoftmax:
-  """Returns the softmax over the keys of the split that the row sees."""
+  """Returns the softmax over the visible keys of the split."""
   value_width = shared.v.shape[-1]
   state = _OnlineSoftmax(
     value_sum=chip.full((BLOCK, value_width), 0, chip.matrix()),
@@ -388,7 +388,7 @@ def _add_block(
 def _clear_hidden_values(
   split: _Split, v_smem, slot: Int[Array, ""], first_key: Int[Array, ""]
 ) -> None:
-  """Replaces values of a block by 0 that the row does not see.
+  """Replaces values of a block that the sequence does not see by 0.
 
   They may be NaN or infinite, and 0·NaN is NaN.
   """

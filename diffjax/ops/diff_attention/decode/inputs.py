@@ -18,7 +18,7 @@ class DecodeInputs(NamedTuple):
   k: Float[Array, "P K S M*D"] | Int[Array, "P K S M*D"]
   v: Float[Array, "P K S V"] | Int[Array, "P K S V"]
   lam: Float[Array, "B T H"] | None  # None if G is 1
-  # The position of each row's first new token, from −T. Negative positions
+  # The position of each sequence's first new token, from −T. Negative positions
   # belong to tokens that are not in the cache, which see no key.
   first_positions: Int[Array, "B"]
   block_tables: Int[Array, "B N"] | None  # valid page ids
@@ -45,9 +45,9 @@ def stack_queries(
   The rows are ordered by map, then by token, then by head. Each map has R rows,
   and then rows of zeros up to `rows_per_map`.
 
-  If each map has its own keys (M = 2), the last axis of k holds the keys of both
-  maps, [k₁, k₂]. The queries become [q₁, 0] and [0, q₂]. One product with k then
-  gives the logits of both maps, and k is neither sliced nor copied.
+  If each map has its own keys (M = 2), the last axis of k has the keys of both
+  maps, [k₁, k₂]. The queries become [q₁, 0] and [0, q₂]. One product with k
+  then gives the logits of both maps, and k is neither sliced nor copied.
   """
   batch, tokens, num_heads, num_maps, width = q.shape
   num_kv_heads = k.shape[1]
@@ -87,7 +87,7 @@ def stack_lambda(
 def unstack_outputs(
   out: Float[Array, "B K rows_per_map V"], tokens: int, heads_per_kv_head: int
 ) -> Float[Array, "B T H V"]:
-  """Returns outputs in the order of `stack_queries` as those of the heads."""
+  """Returns the outputs of stacked queries, by token and head."""
   batch, num_kv_heads, _, width = out.shape
   num_rows = tokens * heads_per_kv_head
   out = out[:, :, :num_rows]  # without the padding
@@ -99,7 +99,7 @@ def unstack_outputs(
 def vary_alike(arrays: Any) -> Any:
   """Returns a tree of arrays that all vary over the same mesh axes.
 
-  Pallas kernels require that of their inputs inside `shard_map`.
+  Inside `shard_map`, the inputs of a Pallas kernel must have this property.
   """
   leaves = jax.tree.leaves(arrays)
 

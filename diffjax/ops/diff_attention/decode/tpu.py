@@ -1,11 +1,12 @@
-"""Decoding on TPU, with a kernel that reads only the blocks that rows see.
+"""Decoding on TPU, with a kernel that reads only visible blocks of the cache.
 
 A block holds keys and values of several key heads: all keys of a page, or a
-part of them. The grid lists the blocks that the rows of the batch see, one row
+part of them. The grid lists the blocks that each sequence sees, one sequence
 after the other. Its length is the number of these blocks, which is known when
-the program runs. No step is idle, even if one row is much longer than others.
+the program runs. No step is idle, even if one sequence is much longer than the
+others.
 
-Axis letters are those of `__init__.py`. In the kernel:
+Axis letters in addition to `__init__.py`:
   h: key heads of a block.
   r: rows of a map, R rounded up to tiles.
   s: keys of a block.
@@ -42,7 +43,7 @@ from diffjax.ops.diff_attention.tpu import chip
 from diffjax.ops.diff_attention.tpu.chip import LANES, dot, repeat
 
 # Keys and values of a block. With smaller blocks the overhead of a step shows.
-# With larger ones, short rows read many keys that they do not see.
+# With larger ones, short sequences read many keys that they do not see.
 _BLOCK_BYTES = 1 << 20
 # Logits of a block: 1 MiB in float32. Its weights take as much.
 _BLOCK_LOGITS = 1 << 18
@@ -76,17 +77,17 @@ def decode_attention_tpu(
   if block_tables is None:
     block_tables = jnp.arange(batch, dtype=jnp.int32)[:, None]  # [B, 1]
   blocks = _Blocks.choose(
-    page_size,
-    block_tables.shape[1],
-    window,
-    tokens,
-    _bytes_per_key(inputs),
-    num_kv_heads,
-    num_maps * rows_per_map,
-    chip.cores(),
+    page_size=page_size,
+    pages_per_sequence=block_tables.shape[1],
+    window=window,
+    tokens=tokens,
+    bytes_per_key=_bytes_per_key(inputs),
+    num_kv_heads=num_kv_heads,
+    query_rows=num_maps * rows_per_map,
+    num_cores=chip.cores(),
   )
 
-  # The kernel computes softmax with powers of 2.
+  # The kernel uses powers of 2, since exp(x) = 2^(x · log₂e).
   q = inputs.q.astype(jnp.float32) * (scale * LOG2E)
   q = stack_queries(q.astype(inputs.q.dtype), inputs.k, rows_per_map)
   lam = inputs.lam
@@ -124,24 +125,24 @@ def _bytes_per_key(inputs: DecodeInputs) -> int:
 
 
 class _Grid(NamedTuple):
-  """The steps of the kernel, each of which reads one block for one row."""
+  """The steps of the kernel. Each step reads one block for one sequence."""
 
   num_steps: Int[Array, ""]
-  row: Int[Array, "steps"]
+  sequence: Int[Array, "steps"]
   # The number of the block in the pool: page id · blocks per page + block.
   pool_block: Int[Array, "steps"]
-  # The number of the block in the row's cache.
-  row_block: Int[Array, "steps"]
+  # The number of the block in the cache of the sequence.
+  sequence_block: Int[Array, "steps"]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Blocks:
-  """How the cache is divided into blocks, and which of them a row sees."""
+  """How the cache is divided into blocks, and which ones a sequence sees."""
 
   window: int | None
-  tokens: int  # new tokens of a row
+  tokens: int  # new tokens of a sequence
   page_size: int  # keys of a page
-  pages_per_row: int
+  pages_per_sequence: int
   block_size: int  # keys of a block
   num_heads: int  # key heads of a block
 
@@ -149,7 +150,7 @@ class _Blocks:
   def choose(
     cls,
     page_size: int,
-    pages_per_row: int,
+    pages_per_sequence: int,
     window: int | None,
     tokens: int,
     bytes_per_key: int,
@@ -161,9 +162,9 @@ class _Blocks:
 
     Args:
       page_size: keys of a page.
-      pages_per_row: pages of a row.
+      pages_per_sequence: pages of a sequence.
       window: how many keys a token sees. None for all.
-      tokens: new tokens of a row.
+      tokens: new tokens of a sequence.
       bytes_per_key: bytes of a key and its value, of one head.
       num_kv_heads: K.
       query_rows: rows of queries of one key head, over all maps.
@@ -186,97 +187,104 @@ class _Blocks:
     )
     max_keys = max(LANES, max_keys // LANES * LANES)
 
-    # Keys of a page that are visible to a row, which blocks divide evenly.
+    # The keys of a page that a sequence may see are divided evenly.
     num_visible = page_size
-    if window is not None and pages_per_row == 1:
+    if window is not None and pages_per_sequence == 1:
       num_visible = min(page_size, window + tokens - 1)
     num_blocks = pl.cdiv(num_visible, max_keys)
     block_size = round_up(pl.cdiv(num_visible, num_blocks), LANES)
-    return cls(window, tokens, page_size, pages_per_row, block_size, num_heads)
+    return cls(
+      window, tokens, page_size, pages_per_sequence, block_size, num_heads
+    )
 
   @property
   def blocks_per_page(self) -> int:
     return pl.cdiv(self.page_size, self.block_size)
 
   @property
-  def blocks_per_row(self) -> int:
-    return self.pages_per_row * self.blocks_per_page
+  def blocks_per_sequence(self) -> int:
+    return self.pages_per_sequence * self.blocks_per_page
 
-  def row_block_of(self, key: Scalar) -> Scalar:
-    """Returns the number of the block in the row that has a key."""
+  def block_of_key(self, key: Scalar) -> Scalar:
+    """Returns the number of the block in its sequence that has a key."""
     page = lax.div(key, self.page_size)
     block_of_page = lax.div(lax.rem(key, self.page_size), self.block_size)
     return page * self.blocks_per_page + block_of_page
 
   def visible_blocks(self, first_position: Scalar) -> tuple[Scalar, Scalar]:
-    """Returns the first and the last block that a row's new tokens see.
+    """Returns the first and the last block that the new tokens see.
 
-    A row whose tokens see no key has block 0, because each row needs a step
+    If they see no key, it returns block 0, because each sequence needs a step
     that writes its output.
 
     Args:
-      first_position: the position of the row's first new token.
+      first_position: the position of the first new token of a sequence.
     """
     last_key = jnp.maximum(first_position + self.tokens - 1, 0)
     if self.window is None:
       first_key = 0 * first_position  # zeros of the same shape
     else:
       first_key = jnp.maximum(first_position - self.window + 1, 0)
-    first_block = self.row_block_of(first_key)
-    last_key = jnp.minimum(last_key, self.pages_per_row * self.page_size - 1)
-    return first_block, self.row_block_of(last_key)
+    first_block = self.block_of_key(first_key)
+    last_key = jnp.minimum(
+      last_key, self.pages_per_sequence * self.page_size - 1
+    )
+    return first_block, self.block_of_key(last_key)
 
   def grid(
     self, first_positions: Int[Array, "B"], block_tables: Int[Array, "B N"]
   ) -> _Grid:
-    """Returns the steps that read the blocks that each row sees, in order."""
+    """Returns the steps that read all visible blocks, in order."""
     first_block, last_block = self.visible_blocks(first_positions)
-    stop_step = jnp.cumsum(last_block - first_block + 1)  # of each row
+    stop_step = jnp.cumsum(last_block - first_block + 1)  # of each sequence
 
+    # The arrays have the length of the longest possible grid. Entries after
+    # `num_steps` are unused, and only need valid indices.
     batch = first_positions.shape[0]
     step = jnp.arange(batch * self._max_visible_blocks())
-    # The row of a step is the number of rows that end before it. Arrays have
-    # the length of the longest possible grid. Their unused entries only need
-    # valid indices.
-    row = jnp.sum(step[:, None] >= stop_step, axis=1, dtype=jnp.int32)
-    row = jnp.minimum(row, batch - 1)
-    # The last step of a row reads the last block that it sees.
-    row_block = step - stop_step[row] + 1 + last_block[row]
-    row_block = jnp.minimum(row_block, self.blocks_per_row - 1)
-    page_id = block_tables[row, row_block // self.blocks_per_page]
+    # The sequence of a step is the number of sequences that end before it.
+    sequence = jnp.sum(step[:, None] >= stop_step, axis=1, dtype=jnp.int32)
+    sequence = jnp.minimum(sequence, batch - 1)
+    # The last step of a sequence reads the last block that it sees.
+    block = step - stop_step[sequence] + 1 + last_block[sequence]
+    block = jnp.minimum(block, self.blocks_per_sequence - 1)
+    page_id = block_tables[sequence, block // self.blocks_per_page]
+    block_of_page = block % self.blocks_per_page
     return _Grid(
       num_steps=stop_step[-1],
-      row=row,
-      pool_block=page_id * self.blocks_per_page
-      + row_block % self.blocks_per_page,
-      row_block=row_block,
+      sequence=sequence,
+      pool_block=page_id * self.blocks_per_page + block_of_page,
+      sequence_block=block,
     )
 
   def _max_visible_blocks(self) -> int:
-    """Returns the largest number of blocks that a row may see."""
+    """Returns the largest number of blocks that a sequence may see."""
     if self.window is None:
-      return self.blocks_per_row
-    # The tokens of a row see `window + tokens − 1` consecutive keys. The last
-    # of these is `distance` keys after the first one. If a page is a multiple
-    # of the block, they lie in at most ceil(distance / block_size) + 1 blocks.
-    # Otherwise each page ends with a shorter block, and they may cross the ends
-    # of ceil(distance / page_size) pages.
+      return self.blocks_per_sequence
+    # The new tokens see `window + tokens − 1` consecutive keys. The last of
+    # these keys is `distance` keys after the first one. If the page size is a
+    # multiple of the block size, the keys lie in at most
+    # ceil(distance / block_size) + 1 blocks. Otherwise each page ends with a
+    # shorter block, and the keys cross up to ceil(distance / page_size) ends.
     distance = self.window + self.tokens - 2
     max_blocks = pl.cdiv(distance, self.block_size) + 1
     if self.page_size % self.block_size != 0:
       max_blocks += pl.cdiv(distance, self.page_size)
-    return min(self.blocks_per_row, max_blocks)
+    return min(self.blocks_per_sequence, max_blocks)
 
 
 class _KernelArrays(NamedTuple):
-  """The arrays of the kernel that have block specs, their specs, or refs."""
+  """The arrays that the kernel reads in blocks, or their specs or refs.
 
-  q: Any  # [B, K, G·r, M·D]; a block is [h, G·r, M·D]
-  k: Any  # [P, K, S, M·D] or [P, K, M·D, S]; [h, s, M·D] or [h, M·D, s]
-  v: Any  # [P, K, S, V] or [P, K, V, S]; [h, s, V] or [h, V, s]
-  k_scale: Any  # [P, K/h, 1, h]; [1, h] in SMEM. None unless k and v are int8
+  The comments say the shape of the array, and then the shape of a block.
+  """
+
+  q: Any  # [B, K, G·r, M·D], [h, G·r, M·D]
+  k: Any  # [P, K, S, M·D], [h, s, M·D]; or transposed, see _stored_key_axis
+  v: Any  # [P, K, S, V], [h, s, V]; or transposed
+  k_scale: Any  # [P, K/h, 1, h], [1, h] in SMEM; None unless k and v are int8
   v_scale: Any
-  lam: Any  # [B, K, r, 1]; [h, r, 1]. None with one map
+  lam: Any  # [B, K, r, 1], [h, r, 1]; None with one map
 
 
 class _SumRefs(NamedTuple):
@@ -287,14 +295,6 @@ class _SumRefs(NamedTuple):
   value_sum: Any  # [h, G·r, V]
 
 
-class _BlockKeys(NamedTuple):
-  """The positions that decide which keys of a block are visible."""
-
-  first_key: Scalar
-  stop_key: Scalar  # where the block or its page ends
-  first_token: Scalar  # the row's first new token
-
-
 def _call_kernel(
   inputs: DecodeInputs,
   blocks: _Blocks,
@@ -302,7 +302,7 @@ def _call_kernel(
   group_size: int,
   name: str,
 ) -> Float[Array, "B K r V"]:
-  """Runs the kernel over the blocks that the rows see.
+  """Runs the kernel over all visible blocks.
 
   Args:
     inputs: the arguments, except that q is [B, K, G·r, M·D] and scaled, λ is
@@ -339,7 +339,7 @@ def _call_kernel(
     (blocks.num_heads, query_rows, value_width), jnp.float32
   )
   in_specs = _KernelArrays(
-    q=_row_spec(blocks, query_rows, key_width),
+    q=_sequence_spec(blocks, query_rows, key_width),
     k=_cache_spec(blocks, key_width, k_axis),
     v=_cache_spec(blocks, value_width, v_axis),
     k_scale=_scale_spec(blocks, arrays.k_scale),
@@ -347,14 +347,14 @@ def _call_kernel(
     lam=None,
   )
   if arrays.lam is not None:
-    in_specs = in_specs._replace(lam=_row_spec(blocks, rows_per_map, 1))
+    in_specs = in_specs._replace(lam=_sequence_spec(blocks, rows_per_map, 1))
   return pl.pallas_call(
     functools.partial(_kernel, blocks, (k_axis, v_axis), group_size),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=4,
       grid=(num_kv_heads // blocks.num_heads, grid.num_steps),
       in_specs=list(in_specs),
-      out_specs=_row_spec(blocks, rows_per_map, value_width),
+      out_specs=_sequence_spec(blocks, rows_per_map, value_width),
       scratch_shapes=[row_sums, row_sums, value_sums],
     ),
     out_shape=jax.ShapeDtypeStruct(
@@ -368,7 +368,13 @@ def _call_kernel(
     cost_estimate=_estimate_cost(inputs),
     interpret=chip.interpret_mode.get(),
     name=name,
-  )(grid.row, grid.pool_block, grid.row_block, first_positions, *arrays)
+  )(
+    grid.sequence,
+    grid.pool_block,
+    grid.sequence_block,
+    first_positions,
+    *arrays,
+  )
 
 
 def _stored_key_axis(cache: Float[Array, "P K S X"]) -> int:
@@ -393,11 +399,11 @@ def _split_heads(
   return scales.reshape(num_pages, num_kv_heads // num_heads, 1, num_heads)
 
 
-def _row_spec(blocks: _Blocks, *shape: int) -> pl.BlockSpec:
-  """Returns the spec of an array that stays in VMEM for all steps of a row."""
+def _sequence_spec(blocks: _Blocks, *shape: int) -> pl.BlockSpec:
+  """Returns the spec of an array that changes only with the sequence."""
 
-  def index(head_block, step, row, *_):
-    return row[step], head_block, 0, 0
+  def index(head_block, step, sequence, *_):
+    return sequence[step], head_block, 0, 0
 
   return pl.BlockSpec((None, blocks.num_heads, *shape), index)
 
@@ -405,12 +411,12 @@ def _row_spec(blocks: _Blocks, *shape: int) -> pl.BlockSpec:
 def _cache_spec(blocks: _Blocks, width: int, key_axis: int) -> pl.BlockSpec:
   """Returns the spec of keys or values, which change with every step."""
 
-  def index(head_block, step, row, pool_block, *_):
+  def index(head_block, step, sequence, pool_block, *_):
     page = lax.div(pool_block[step], blocks.blocks_per_page)
     block_of_page = lax.rem(pool_block[step], blocks.blocks_per_page)
-    return page, head_block, *_ordered(block_of_page, 0, key_axis)
+    return page, head_block, *_order_axes(block_of_page, 0, key_axis)
 
-  shape = _ordered(blocks.block_size, width, key_axis)
+  shape = _order_axes(blocks.block_size, width, key_axis)
   return pl.BlockSpec((None, blocks.num_heads, *shape), index)
 
 
@@ -421,7 +427,7 @@ def _scale_spec(
   if scales is None:
     return None
 
-  def index(head_block, step, row, pool_block, *_):
+  def index(head_block, step, sequence, pool_block, *_):
     page = lax.div(pool_block[step], blocks.blocks_per_page)
     return page, head_block, 0, 0
 
@@ -429,22 +435,25 @@ def _scale_spec(
   return pl.BlockSpec(shape, index, memory_space=pltpu.SMEM)
 
 
-def _ordered(
+def _order_axes(
   of_keys: Scalar, of_columns: Scalar, key_axis: int
 ) -> tuple[Scalar, Scalar]:
-  """Returns sizes or indices in the order of a block, [s, X] or [X, s]."""
+  """Returns two sizes or indices in the order of the axes of a block.
+
+  The block is [s, X] if the axis of keys is 0, and [X, s] if it is 1.
+  """
   if key_axis == 0:
     return of_keys, of_columns
   return of_columns, of_keys
 
 
 def _estimate_cost(inputs: DecodeInputs) -> pl.CostEstimate:
-  """Returns the cost of the kernel if all rows are as long as possible."""
+  """Returns the cost of the kernel if all sequences have the maximum length."""
   batch, num_kv_heads, query_rows, key_width = inputs.q.shape
   page_size, value_width = inputs.v.shape[2:]
   assert inputs.block_tables is not None
-  pages_per_row = inputs.block_tables.shape[1]
-  keys = num_kv_heads * batch * pages_per_row * page_size
+  pages_per_sequence = inputs.block_tables.shape[1]
+  keys = num_kv_heads * batch * pages_per_sequence * page_size
   logits = keys * query_rows
   return pl.CostEstimate(
     # For each logit, a product over its key and one over its value.
@@ -458,9 +467,9 @@ def _kernel(
   blocks: _Blocks,
   key_axes: tuple[int, int],
   group_size: int,
-  row_ref,
+  sequence_ref,
   pool_block_ref,
-  row_block_ref,
+  sequence_block_ref,
   first_position_ref,
   q_ref,
   k_ref,
@@ -473,12 +482,13 @@ def _kernel(
   weight_sum_ref,
   value_sum_ref,
 ) -> None:
-  """Adds one block of the cache to the sums of a row.
+  """Attends from one sequence to one block of its cache.
 
   The grid is [blocks of key heads, steps of `_Grid`]. The first four refs are
-  scalars: the fields of `_Grid` and the first new token of each row. The next
-  ones have the shapes of `_KernelArrays`. The output is [h, r, V], and the last
-  three are `_SumRefs`.
+  scalars: the fields of `_Grid`, and the position of the first new token of
+  each sequence. The next six have the blocks of `_KernelArrays`. The output is
+  [h, r, V]. The last three are scratch memory, which has the shapes of
+  `_SumRefs` and keeps its values from step to step.
   """
   del pool_block_ref  # only the block specs need it
   arrays = _KernelArrays(q_ref, k_ref, v_ref, k_scale_ref, v_scale_ref, lam_ref)
@@ -487,44 +497,52 @@ def _kernel(
   # `step` is used only as an index, because inside shard_map the interpreter
   # cannot add to it.
   step = pl.program_id(1)
-  first_token = first_position_ref[row_ref[step]]
-  row_block = row_block_ref[step]
+  first_token = first_position_ref[sequence_ref[step]]
+  block = sequence_block_ref[step]
   first_block, last_block = blocks.visible_blocks(first_token)
 
-  page = lax.div(row_block, blocks.blocks_per_page)
-  block_of_page = lax.rem(row_block, blocks.blocks_per_page)
+  # The keys of the block are `first_key` to `stop_key − 1`.
+  page = lax.div(block, blocks.blocks_per_page)
+  block_of_page = lax.rem(block, blocks.blocks_per_page)
   first_key = page * blocks.page_size + block_of_page * blocks.block_size
   block_end = first_key + blocks.block_size
   page_end = (page + 1) * blocks.page_size
   stop_key = jnp.minimum(block_end, page_end)
-  keys = _BlockKeys(first_key, stop_key, first_token)
 
   # A block needs no mask if it ends within its page, the first token sees its
   # last key, and the last token sees its first key.
-  needs_no_mask = (first_token + 1 >= block_end) & (stop_key == block_end)
+  is_fully_visible = (first_token + 1 >= block_end) & (stop_key == block_end)
   if blocks.window is not None:
-    last_token_sees = first_token + blocks.tokens - blocks.window
-    needs_no_mask &= last_token_sees <= first_key
+    first_key_of_last_token = first_token + blocks.tokens - blocks.window
+    is_fully_visible &= first_key_of_last_token <= first_key
   sees_any_key = first_token + blocks.tokens > 0
 
-  @pl.when(row_block == first_block)
-  def _start_row():
+  @pl.when(block == first_block)
+  def _start_sequence():
     sums.maximum[...] = jnp.full_like(sums.maximum, MASKED_LOGIT)
     sums.weight_sum[...] = jnp.zeros_like(sums.weight_sum)
     sums.value_sum[...] = jnp.zeros_like(sums.value_sum)
 
-  @pl.when(needs_no_mask)
+  @pl.when(is_fully_visible)
   def _add_visible_block():
     for head in range(blocks.num_heads):
-      _add_block(head, arrays, sums, key_axes)
+      _add_head(head, arrays, sums, key_axes)
 
-  @pl.when(~needs_no_mask & sees_any_key)
+  @pl.when(~is_fully_visible & sees_any_key)
   def _add_masked_block():
-    mask = _BlockMask(blocks, keys, group_size, rows_per_map=out_ref.shape[1])
+    mask = _BlockMask(
+      first_key=first_key,
+      stop_key=stop_key,
+      first_token=first_token,
+      tokens=blocks.tokens,
+      window=blocks.window,
+      group_size=group_size,
+      rows_per_map=out_ref.shape[1],
+    )
     for head in range(blocks.num_heads):
-      _add_block(head, arrays, sums, key_axes, mask)
+      _add_head(head, arrays, sums, key_axes, mask)
 
-  @pl.when(row_block == last_block)
+  @pl.when(block == last_block)
   def _write_output():
     for head in range(blocks.num_heads):
       _write_head(head, sums, lam_ref, out_ref)
@@ -532,68 +550,67 @@ def _kernel(
 
 @dataclasses.dataclass(frozen=True)
 class _BlockMask:
-  """Which keys of a block the new tokens of a row see."""
+  """Which keys of a block the new tokens of a sequence see."""
 
-  blocks: _Blocks
-  keys: _BlockKeys
-  group_size: int
+  first_key: Scalar
+  stop_key: Scalar  # the end of the block or of its page
+  first_token: Scalar  # the position of the first new token
+  tokens: int
+  window: int | None
+  group_size: int  # query heads of a key head
   rows_per_map: int
 
-  def visible_logits(self, shape: tuple[int, ...]) -> Bool[Array, "G*r s"]:
-    """Returns the keys that each row of queries sees.
+  def visible_keys(self, shape: tuple[int, ...]) -> Bool[Array, "G*r s"]:
+    """Returns the keys that each query sees.
 
-    Row i of a map belongs to token t = ⌊i / group_size⌋, which sees the keys up
-    to position first_token + t. With integers,
+    Row i of a map has a query of token t = ⌊i / group_size⌋, which sees the
+    keys up to position first_token + t. For integers,
       key − first_token ≤ t  ⟺  (key − first_token)·group_size ≤ i,
     which needs no division.
     """
-    key = self.keys.first_key + lax.broadcasted_iota(jnp.int32, shape, 1)
+    key = self.first_key + lax.broadcasted_iota(jnp.int32, shape, 1)
     row = lax.broadcasted_iota(jnp.int32, shape, 0)
-    row_of_map = jnp.where(
-      row >= self.rows_per_map, row - self.rows_per_map, row
-    )
-    visible = key < self.keys.stop_key
-    distance = key - self.keys.first_token
+    is_noise_map = row >= self.rows_per_map
+    row_of_map = jnp.where(is_noise_map, row - self.rows_per_map, row)
+
+    visible = key < self.stop_key
+    distance = key - self.first_token
     visible &= distance * self.group_size <= row_of_map
-    window = self.blocks.window
-    if window is not None:
-      visible &= (distance + window) * self.group_size > row_of_map
+    if self.window is not None:
+      visible &= (distance + self.window) * self.group_size > row_of_map
     return visible
 
   def mask_values(
     self, values: Float[Array, "s V"], key_axis: int
   ) -> Float[Array, "s V"]:
-    """Replaces values by 0 that no token of the row sees.
+    """Replaces values that no new token sees by 0.
 
     They may be NaN or infinite, and 0·NaN is NaN.
     """
-    key = self.keys.first_key + lax.broadcasted_iota(
-      jnp.int32, values.shape, key_axis
-    )
-    first_token = self.keys.first_token
-    visible = key < self.keys.stop_key
-    visible &= key < first_token + self.blocks.tokens
-    window = self.blocks.window
-    if window is not None:
-      visible &= key > first_token - window
+    iota = lax.broadcasted_iota(jnp.int32, values.shape, key_axis)
+    key = self.first_key + iota
+    visible = key < self.stop_key
+    visible &= key < self.first_token + self.tokens
+    if self.window is not None:
+      visible &= key > self.first_token - self.window
     # In float32, because not every TPU selects in bfloat16.
     masked = jnp.where(visible, values.astype(jnp.float32), 0)
     return masked.astype(values.dtype)
 
 
-def _add_block(
+def _add_head(
   head: int,
   arrays: _KernelArrays,
   sums: _SumRefs,
   key_axes: tuple[int, int],
   mask: _BlockMask | None = None,
 ) -> None:
-  """Adds the keys and values of one key head to its sums.
+  """Adds the block's keys and values of one key head to its sums.
 
   Args:
     head: the number of the key head in the block.
-    arrays: refs of the queries and the block.
-    sums: refs of the sums.
+    arrays: the queries and the block.
+    sums: the sums, which are updated.
     key_axes: the axes of keys in the blocks of k and v.
     mask: None if all tokens see all keys.
   """
@@ -605,7 +622,7 @@ def _add_block(
   if arrays.k_scale is not None:
     logits *= arrays.k_scale[0, head]
   if mask is not None:
-    visible = mask.visible_logits(logits.shape)
+    visible = mask.visible_keys(logits.shape)
     logits = jnp.where(visible, logits, MASKED_LOGIT)
     values = mask.mask_values(values, v_axis)
 
@@ -616,7 +633,7 @@ def _add_block(
   weights = jnp.exp2(logits - repeat(maximum, block_size))
   correction = jnp.exp2(old_maximum - maximum)
   if mask is not None:
-    # Where a query has seen no key so far, logits − maximum is 0.
+    # If a query has seen no key yet, logits − maximum is 0 and weights are 1.
     weights = jnp.where(visible, weights, 0)
 
   weight_sum = _sum_to_lanes(weights)  # [G·r, 128]
@@ -630,7 +647,7 @@ def _add_block(
 
 
 def _sum_to_lanes(weights: Float[Array, "rows s"]) -> Float[Array, "rows 128"]:
-  """Returns the sum of the columns of each lane."""
+  """Returns the sum over the columns that have the same lane."""
   total = weights[:, :LANES]
   for start in range(LANES, weights.shape[1], LANES):
     total = total + weights[:, start : start + LANES]

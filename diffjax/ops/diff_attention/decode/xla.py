@@ -1,7 +1,7 @@
 """Decoding in XLA, on every backend.
 
-One new token per row reads the whole cache at once, if it has no pages. In all
-other cases the cache is read in pieces, up to the length of the longest row.
+One new token per sequence reads the whole cache at once, if it has no pages. In
+all other cases the cache is read in pieces, up to the longest sequence.
 
 Letters in addition to those in `__init__.py`:
   s: keys of a piece.
@@ -27,7 +27,7 @@ from diffjax.ops.diff_attention.decode.inputs import (
 from diffjax.ops.diff_attention.tiles import MASKED_LOGIT
 from diffjax.ops.varying import vary_like
 
-# Logits of a piece of the cache, over all rows, heads and maps: 4 MiB in
+# Logits of a piece of the cache, over all sequences, heads and maps: 4 MiB in
 # float32, which should stay in the cache of a CPU.
 _PIECE_LOGITS = 1 << 20
 
@@ -40,7 +40,7 @@ def decode_attention_xla(
   num_kv_heads = inputs.k.shape[1]
   heads_per_kv_head = num_heads // num_kv_heads
   num_rows = tokens * heads_per_kv_head
-  is_at_once = inputs.block_tables is None and tokens == 1
+  reads_cache_at_once = inputs.block_tables is None and tokens == 1
 
   positions = inputs.first_positions[:, None] + jnp.arange(tokens)  # [B, T]
   queries = _Queries(
@@ -54,7 +54,7 @@ def decode_attention_xla(
   if lam is not None:
     lam = stack_lambda(lam, num_kv_heads)  # [B, K, R, 1]
 
-  if is_at_once:
+  if reads_cache_at_once:
     cache = _CacheReader.of_all_keys(inputs)
     out = _attend_at_once(queries, cache, lam)  # [B, K, R, V]
   else:
@@ -99,7 +99,7 @@ class _Queries:
 
 
 class _Piece(NamedTuple):
-  """Consecutive keys and values of every row, in the dtype of the queries."""
+  """Consecutive keys and values of all sequences, in the queries' dtype."""
 
   positions: Int[Array, "s"]
   k: Float[Array, "B K s M*D"]
@@ -117,7 +117,7 @@ class _CacheReader:
 
   inputs: DecodeInputs
   keys_per_unit: int
-  units_per_row: int
+  units_per_sequence: int
   units_per_piece: int
 
   @classmethod
@@ -127,7 +127,7 @@ class _CacheReader:
     return cls(
       inputs,
       keys_per_unit=1,
-      units_per_row=num_keys,
+      units_per_sequence=num_keys,
       units_per_piece=num_keys,
     )
 
@@ -137,23 +137,23 @@ class _CacheReader:
     page_size = inputs.k.shape[2]
     if inputs.block_tables is None:
       keys_per_unit = 1
-      units_per_row = page_size
+      units_per_sequence = page_size
     else:
       keys_per_unit = page_size
-      units_per_row = inputs.block_tables.shape[1]
+      units_per_sequence = inputs.block_tables.shape[1]
     batch, tokens, num_heads, num_maps, _ = inputs.q.shape
     logits_per_unit = batch * num_heads * num_maps * tokens * keys_per_unit
     units_per_piece = max(1, _PIECE_LOGITS // logits_per_unit)
     return cls(
       inputs,
       keys_per_unit,
-      units_per_row,
-      units_per_piece=min(units_per_row, units_per_piece),
+      units_per_sequence,
+      units_per_piece=min(units_per_sequence, units_per_piece),
     )
 
   @property
-  def keys_per_row(self) -> int:
-    return self.units_per_row * self.keys_per_unit
+  def keys_per_sequence(self) -> int:
+    return self.units_per_sequence * self.keys_per_unit
 
   @property
   def keys_per_piece(self) -> int:
@@ -175,7 +175,7 @@ class _CacheReader:
   ) -> Float[Array, "B K s *X"]:
     block_tables = self.inputs.block_tables
     if block_tables is None:
-      if self.units_per_piece == self.units_per_row:
+      if self.units_per_piece == self.units_per_sequence:
         return x
       return lax.dynamic_slice_in_dim(
         x, first_unit, self.units_per_piece, axis=2
@@ -210,8 +210,7 @@ def _attend_at_once(
   logits = _masked_logits(queries, piece, visible)  # [B, K, G, R, s]
   attention_maps = jax.nn.softmax(logits, axis=-1)
   weights = _subtract_noise(attention_maps, lam)  # [B, K, R, s]
-  # Where a query sees no key, all its logits are equal, and the softmax is
-  # uniform.
+  # If a query sees no key, all its logits are equal, and so are its weights.
   visible_rows = queries.repeat_for_heads(visible)[:, 0]  # [B, 1, R, s]
   weights = jnp.where(visible_rows, weights, 0)
   return _sum_values(weights, piece, visible)
@@ -228,14 +227,14 @@ class _OnlineSoftmax(NamedTuple):
 def _attend_in_pieces(
   queries: _Queries, cache: _CacheReader
 ) -> Float[Array, "B K G R V"]:
-  """Returns the output of each map. Reads only pieces that a row may see."""
+  """Returns the output of each map. Reads only visible pieces."""
   oldest_position = jnp.min(queries.positions)
   newest_position = jnp.max(queries.positions)
   first_piece: Int[Array, ""] | int = 0
   if queries.window is not None:
     first_key = jnp.maximum(oldest_position - queries.window + 1, 0)
     first_piece = first_key // cache.keys_per_piece
-  stop_key = jnp.minimum(newest_position + 1, cache.keys_per_row)
+  stop_key = jnp.minimum(newest_position + 1, cache.keys_per_sequence)
   stop_piece = -(-stop_key // cache.keys_per_piece)
 
   value_width = cache.inputs.v.shape[-1]
@@ -272,10 +271,11 @@ def _add_piece(
   state: _OnlineSoftmax,
 ) -> _OnlineSoftmax:
   """Returns the state after one more piece of the cache."""
-  # A last piece that would reach beyond the row begins earlier. It then repeats
-  # keys of the previous piece, which must not count twice.
+  # If the last piece would reach beyond the cache, it begins earlier. It then
+  # repeats keys of the previous piece, which must not count twice.
   first_unit = jnp.minimum(
-    index * cache.units_per_piece, cache.units_per_row - cache.units_per_piece
+    index * cache.units_per_piece,
+    cache.units_per_sequence - cache.units_per_piece,
   )
   piece = cache.read(first_unit)
   is_new = piece.positions >= index * cache.keys_per_piece
@@ -283,7 +283,7 @@ def _add_piece(
   logits = _masked_logits(queries, piece, visible)  # [B, K, G, R, s]
 
   maximum = jnp.maximum(state.maximum, jnp.max(logits, axis=-1, keepdims=True))
-  # Where a query has seen no key so far, logits − maximum is 0.
+  # If a query has seen no key yet, logits − maximum is 0 and weights are 1.
   weights = jnp.exp(logits - maximum)
   weights = jnp.where(queries.repeat_for_heads(visible), weights, 0)
   correction = jnp.exp(state.maximum - maximum)
@@ -334,8 +334,8 @@ def _sum_values(
 ) -> Float[Array, "B K n V"]:
   """Returns weights · v for n rows of weights, which are 0 for hidden keys.
 
-  Values and scales that no token of a row sees may be NaN or infinite. They are
-  replaced by 0, because 0·NaN is NaN.
+  Values and scales that no token of a sequence sees may be NaN or infinite.
+  They are replaced by 0, because 0·NaN is NaN.
   """
   is_visible = jnp.any(visible, axis=1)[:, None, :, None]  # [B, 1, s, 1]
   if piece.v_scale is not None:
