@@ -39,7 +39,7 @@ def check_cache(
   num_groups, num_maps, width = q.shape[-3:]
   if block_tables is None and k.shape[0] != batch:
     raise ValueError(
-      f"k must share B = {batch} with q, got shape {k.shape};"
+      f"k must share B = {batch} with q; got shape {k.shape}:"
       " pass block_tables if it is in pages"
     )
   check_heads(num_groups, k.shape[1])
@@ -47,7 +47,7 @@ def check_cache(
   if v.shape[:3] != k.shape[:3]:
     axes_in_text = cache_axes.replace(" ", ", ")
     raise ValueError(
-      f"v must share [{axes_in_text}] = {k.shape[:3]} with k,"
+      f"v must share [{axes_in_text}] = {k.shape[:3]} with k;"
       f" got shape {v.shape}"
     )
 
@@ -72,7 +72,7 @@ def check_lengths(lengths: Any, batch: int) -> None:
   )
   if not is_valid:
     raise ValueError(
-      f"lengths must be int32[{batch}], the tokens of each sequence,"
+      f"lengths must be int32[{batch}], the tokens of each sequence;"
       f" got {describe(lengths)}"
     )
 
@@ -90,7 +90,7 @@ def _check_key_width(k: Any, num_maps: int, width: int) -> None:
     )
   if k.shape[3] not in widths:
     raise ValueError(
-      f"k must have {expected} in its last axis, got shape {k.shape}"
+      f"k must have {expected} in its last axis; got shape {k.shape}"
     )
 
 
@@ -106,7 +106,7 @@ def _check_block_tables(block_tables: Any, batch: int) -> None:
   if not is_valid:
     raise ValueError(
       f"block_tables must be int32[{batch}, N], the page ids of each sequence"
-      " in order, or None for a cache without pages, got"
+      " in order, or None for a cache without pages; got"
       f" {describe(block_tables)}"
     )
 
@@ -123,5 +123,5 @@ def _check_scales(
   if not is_valid:
     raise ValueError(
       f"{cache_name}_scale must be float32{list(expected_shape)}, a factor for"
-      f" each page and head, since {cache_name} is int8, got {describe(scales)}"
+      f" each page and head, since {cache_name} is int8; got {describe(scales)}"
     )
