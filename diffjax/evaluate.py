@@ -195,7 +195,7 @@ def _load() -> list[_Model]:
   Raises:
     UserError: if a checkpoint cannot be loaded, or the two have different tokenizers.
   """
-  from diffjax.model.attention import parameter_shapes
+  from diffjax.model.shapes import parameter_shapes
   from diffjax.progress import say
   from diffjax.training import trained
 

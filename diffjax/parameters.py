@@ -1,4 +1,34 @@
-"""One table of the decoder's parameters. Their shapes, sharding, weight decay, Muon's sides, FLOPs and counts follow from it."""
+"""The letters of all axes, and the table of the decoder's parameters.
+
+Every axis has one letter, in shapes, in jaxtyping annotations and in the table:
+
+  B  batch
+  T  query length
+  S  key length, or the tokens of a page
+  E  model width
+  H  heads
+  Q  query groups. The heads of a group share a noise map.
+  G  maps of a query group: a signal map for each head, then the noise map
+  K  key and value heads
+  M  key maps: 2 if noise maps have their own keys, else 1
+  D  width of queries and keys
+  V  width of values
+  U  width of values, for the second axis of DEX's square matrix [V, U]
+  F  width of the feed-forward layer
+  W  the three weights of PolyNorm
+  L  layers
+  N  vocabulary
+  P  pages of a key/value cache; in interop/, the two numbers of a RoPE pair
+  J  RoPE pairs of a head, D / 2
+  C  V / D
+
+So H = Q·(G − 1) with two maps, and H = Q and G = 1 with one map. X, Y and Z
+are axes of any size. A file that needs more letters defines them at its top.
+
+The table gives the axes of each parameter. Sharding, weight decay, Muon's
+matrices, FLOPs, parameter counts and conversions follow from it. The layers
+state the shapes of their parameters, and a test compares them with the table.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +40,12 @@ class Parameter:
   """One array.
 
   Attributes:
-    axes: a letter each, as everywhere (CONTRIBUTING.md). An array of the layers has a leading L.
-    inputs: of a matrix, the axes that its product sums over; empty for embeddings, gains, biases and λ vectors. Matrices decay, Muon
-      orthogonalises them, and each element costs a token one multiply-add.
-    shared: of a matrix, the axes of activations that it serves again and again, such as "H" for one that all heads share.
+    axes: a letter for each axis. A layer's array has a leading L.
+    inputs: the axes that a matrix product sums over. Empty for embeddings,
+      gains, biases and λ vectors. Matrices have weight decay, Muon
+      orthogonalizes them, and each element costs one multiply-add per token.
+    shared: axes of the activations for which a matrix is used repeatedly, such
+      as "H" if all heads share it.
   """
 
   axes: str
@@ -22,7 +54,7 @@ class Parameter:
 
   @property
   def outputs(self) -> str:
-    """Of a matrix, the axes that its product writes to."""
+    """Returns the axes that a matrix product writes to."""
     return "".join(axis for axis in self.axes if axis not in "L" + self.inputs)
 
 
@@ -63,8 +95,8 @@ MATRICES = frozenset(
   name for name, parameter in PARAMETERS.items() if parameter.inputs
 )
 
-# The fields of config.model that give the sizes of axes. G, M, V and U, and Q where its field is None, follow
-# from the attention class (model/attention.py).
+# The fields of config.model that give the sizes of axes. The attention class
+# determines G, M, V and U, and also Q if num_noise_heads is None.
 FIELDS = {
   "N": "vocab_size",
   "L": "num_layers",
@@ -75,3 +107,6 @@ FIELDS = {
   "D": "head_dim",
   "F": "ffn_dim",
 }
+
+# The size of W: PolyNorm weights the first, second and third power of a number.
+NUM_POLY_NORM_WEIGHTS = 3

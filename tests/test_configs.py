@@ -18,8 +18,8 @@ from diffjax.config import (
   to_config_dict,
 )
 from diffjax.configs import base
-from diffjax.model.attention import parameter_shapes
 from diffjax.model.decoder import Decoder
+from diffjax.model.shapes import parameter_shapes
 from diffjax.training.flops import parameter_count
 from tests.conftest import ROOT
 

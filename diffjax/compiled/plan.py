@@ -333,7 +333,8 @@ def kernel_cycles(
     generation: of TPU: "v5e".
     cores: that share a device's work.
   """
-  from diffjax.model.attention import axis_sizes, stacks
+  from diffjax.model.shapes import axis_sizes
+  from diffjax.model.stacks import stacks
   from diffjax.ops.diff_attention.arguments import variant_name
   from diffjax.ops.diff_attention.tpu.cycles import cycles
 

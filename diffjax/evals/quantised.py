@@ -38,7 +38,7 @@ from diffjax.evals import (
 from diffjax.evals.report.figures import Figure
 from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
 from diffjax.evals.report.results import TableSpec
-from diffjax.ops.diff_attention.mask import Mask, Windows, positions
+from diffjax.ops.diff_attention.mask import Mask, positions
 from diffjax.ops.diff_attention.reference import reference
 from diffjax.training.trained import Trained
 
@@ -158,8 +158,6 @@ def quantised_attention(bits: int, per: str) -> Callable[..., jax.Array]:
   ):
     if kv_segment_ids is None:
       kv_segment_ids = q_segment_ids
-    if isinstance(window, Windows):
-      window = window.size
     mask = Mask(q.shape[1], k.shape[1], causal, window)
     seen = mask.between(
       positions(q.shape[1], q_offset),

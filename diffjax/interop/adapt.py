@@ -18,7 +18,7 @@ import numpy as np
 
 from diffjax.config import UserError
 from diffjax.interop.layout import Model, room
-from diffjax.model.attention import parameter_shapes
+from diffjax.model.shapes import parameter_shapes
 
 ATTENTIONS = ("softmax", "diff_v2", "dex")
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from diffjax.config import ModelConfig, UserError
 from diffjax.data.tokenizer import Tokenizer
-from diffjax.model.attention import axis_sizes
+from diffjax.model.shapes import axis_sizes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,15 +1,20 @@
-"""Attention layers: the Transformer's, DIFF V1 and DIFF V2.
+"""Attention layers: the Transformer's, DIFF V1, DIFF V2 and their variants.
 
-Each is a linen module that maps [B, T, E] to [B, T, E] and stands alone: it needs no config and no mesh. They differ in how many
-softmax maps a head has, where λ comes from and what happens to a head's output; projections and RoPE are shared.
+Each layer is a linen module that maps [B, T, E] to [B, T, E]. It works without
+a config and without a mesh. A variant overrides up to three methods:
+
+  compute_lambda: where λ comes from.
+  compute_heads: how queries, keys and values become the outputs of the heads.
+  scale_heads: which factor the outputs of the heads get.
+
+`diffjax/parameters.py` defines the axis letters.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -19,63 +24,117 @@ from jaxtyping import Array, Float, Int
 
 from diffjax.config import ModelConfig, UserError
 from diffjax.ops.diff_attention import diff_attention
-from diffjax.ops.diff_attention.mask import Windows
 from diffjax.ops.rms_norm import rms_norm
 from diffjax.ops.rope import Scaling, rope
 from diffjax.parallel.product import gather_and_cast, product
-from diffjax.parameters import FIELDS, PARAMETERS
 
-# Name of the four products' results, for remat policies.
+# The name of the projections' results, for remat policies.
 PROJECTED = "attention_projected"
 
-Lambda = Float[Array, ""] | Float[Array, "B T H"] | None
+# The standard deviation of a unit normal that is truncated at ±2.
+_TRUNCATED_NORMAL_STD = 0.87962566103423978
+
+# λ_init of a layer: a float or a float32 scalar. None in variants without one.
+LambdaInit = Any
+# λ of a layer in float32. None in variants without λ.
+Lambda = Float[Array, ""] | Float[Array, "H"] | Float[Array, "B T H"] | None
+KeysValues = tuple[Float[Array, "B T K M D"], Float[Array, "B T K V"]]
+
+
+class HeadSizes(NamedTuple):
+  """The sizes of a layer's axes, by the letters of `diffjax/parameters.py`."""
+
+  H: int  # heads
+  Q: int  # query groups; the heads of a group share a noise map
+  G: int  # maps of a group: a signal map for each head, then the noise map
+  K: int  # key and value heads
+  M: int  # key maps: 2 if noise maps have their own keys, else 1
+  D: int  # width of queries and keys
+  V: int  # width of values
+
+
+class MaskArguments(NamedTuple):
+  """The arguments of `attention_fn` that select the keys of each query.
+
+  A variant that calls `attention_fn` passes them on as keyword arguments:
+
+    self.attention_fn(q, k, v, lam, **mask.keywords())
+
+  Attributes:
+    q_segment_ids: tokens attend to tokens with an equal id. None if each row is
+      one document.
+    kv_segment_ids: the ids of the keys.
+    causal: whether a token sees only itself and earlier tokens.
+    window: how many keys a token sees, including its own. None for all keys.
+  """
+
+  q_segment_ids: Int[Array, "B T"] | None
+  kv_segment_ids: Int[Array, "B S"] | None
+  causal: bool
+  window: int | None
+
+  def keywords(self) -> dict[str, Any]:
+    """Returns the fields as keyword arguments."""
+    return self._asdict()
 
 
 def lambda_init_schedule(layer: Int[Array, ...] | int) -> Float[Array, ...]:
-  """λ_init of a layer counted from 0: 0.8 − 0.6·exp(−0.3·l) (paper, §2.1)."""
-  return 0.8 - 0.6 * jnp.exp(-0.3 * jnp.asarray(layer, jnp.float32))
+  """Returns λ_init = 0.8 − 0.6·exp(−0.3·l) of layer l (paper, §2.1).
+
+  Args:
+    layer: the number of the layer, or of several. The first layer is 0.
+  """
+  layer = jnp.asarray(layer, jnp.float32)
+  return 0.8 - 0.6 * jnp.exp(-0.3 * layer)
 
 
-def _given(layer: nn.Module, lambda_init: Any) -> Any:
-  if lambda_init is None:
-    raise ValueError(
-      f"{type(layer).__name__} needs lambda_init: pass lambda_init_schedule(layer) or a constant such as 0.8"
-    )
-  return lambda_init
+def matrix_init(
+  inputs: int, *, scale: float = 1.0
+) -> nn.initializers.Initializer:
+  """Returns a truncated normal of standard deviation scale/√inputs.
 
-
-def matrix_init(inputs: int, *, scale: float = 1.0):
-  """Truncated normal of standard deviation scale/√inputs, for an array that sums over `inputs` numbers."""
-  return nn.initializers.truncated_normal(
-    scale * inputs**-0.5 / 0.87962566103423978
-  )  # std of a unit normal cut at ±2
+  Args:
+    inputs: how many numbers each output of the matrix sums over.
+    scale: a factor on the standard deviation.
+  """
+  std = scale * inputs**-0.5
+  return nn.initializers.truncated_normal(std / _TRUNCATED_NORMAL_STD)
 
 
 class Attention(nn.Module):
-  """Softmax attention, the Transformer baseline: y = concat_h(softmax(QKᵀ/√D) V) W_O.
+  """Softmax attention, the Transformer baseline.
 
-  Matrices start from a truncated normal of standard deviation 1/√inputs, `out` further scaled by `out_scale`; gains start
-  at 1, biases at 0.
+  y = concat_h(softmax(QKᵀ/√D) V) W_O
+
+  Initialization: matrices are truncated normals of standard deviation
+  1/√inputs, and `out` is also multiplied by `out_scale`. Gains are 1 and biases
+  are 0.
 
   Attributes:
     num_heads: H.
     head_dim: D.
-    value_dim: V; None for the variant's own, D or 2D.
-    num_kv_heads: K, a divisor of Q; None for Q.
-    num_noise_heads: Q, a divisor of H: noise maps, each subtracted from H/Q heads' maps (grouped differential attention,
-      arXiv:2510.06949); None for H. Variants of two maps only.
-    head_norm: RMSNorm over each head's output, with one gain vector of width V shared by the heads.
-    causal: a token sees itself and those before it; False for the whole row.
-    window: number of keys that a token sees, itself included (see `diff_attention`); None for all.
-    rope: rotary position embedding of queries and keys.
-    rope_base: base of the rotary angles; pairs are (j, j + D/2).
-    rope_scaling: how the angles are stretched for longer rows; None for not.
-    rope_dim: how many of the D are rotated, the last ones, as in multi-head latent attention; None for all.
-    projection_biases: biases of the query, key, value and output projections.
+    value_dim: V. None for the variant's default, D or 2D.
+    num_kv_heads: K, a divisor of Q. None for Q.
+    num_noise_heads: Q, the number of noise maps, a divisor of H. Each noise map
+      is subtracted from the maps of H/Q heads (grouped differential attention,
+      arXiv:2510.06949). None for H. Only for variants with two maps.
+    head_norm: whether each head's output is normalized by an RMSNorm. All heads
+      share its gain of width V.
+    causal: whether a token sees only itself and earlier tokens.
+    window: how many keys a token sees, including its own (see
+      `diff_attention`). None for all keys.
+    rope: whether queries and keys get rotary position embeddings.
+    rope_base: base of the rotary angles. Pairs are (j, j + D/2).
+    rope_scaling: how the angles are scaled for longer rows. None for unscaled.
+    rope_dim: how many of a head's D numbers are rotated. These are the last
+      ones, as in multi-head latent attention. None for all.
+    projection_biases: whether the query, key, value and output projections have
+      biases.
     norm_eps: ε of the head norm.
-    out_scale: factor on the initial output projection.
-    dtype: compute dtype; parameters are float32.
-    attention_fn: has the signature of `diff_attention`; a caller with a mesh passes one wrapped in shard_map.
+    out_scale: a factor on the initial output projection.
+    dtype: compute dtype. Parameters are float32.
+    attention_fn: has the signature of `diff_attention`. With a mesh, this is
+      `diff_attention` with arguments that make it use `shard_map`.
   """
 
   num_heads: int
@@ -96,183 +155,326 @@ class Attention(nn.Module):
   dtype: Any = jnp.float32
   attention_fn: Callable[..., jax.Array] = diff_attention
 
-  num_maps: ClassVar[int] = 1  # 2: a noise map beside each signal map
+  # Properties of a variant.
+  num_maps: ClassVar[int] = 1  # 2 if a noise map is subtracted
   num_key_maps: ClassVar[int] = 1  # M
-  value_heads: ClassVar[int] = 1  # V / D, unless value_dim says otherwise
-  extra: ClassVar[
-    tuple[str, ...]
-  ] = ()  # parameters besides those of every layer
+  value_heads: ClassVar[int] = 1  # V / D if value_dim is None
+  extra: ClassVar[tuple[str, ...]] = ()  # parameters that Attention lacks
   has_lambda_init: ClassVar[bool] = False
+
+  @classmethod
+  def check(cls, config: ModelConfig) -> None:
+    """Checks the config's fields for this variant.
+
+    Raises:
+      UserError: if the config sets a field that this variant lacks.
+    """
+    if config.num_noise_heads is not None and cls.num_maps == 1:
+      raise UserError(
+        f"config.model.num_noise_heads = {config.num_noise_heads}:"
+        f" {config.attention!r} has no noise map; leave it None"
+      )
+    if config.lambda_init is not None and not cls.has_lambda_init:
+      raise UserError(
+        f"config.model.lambda_init = {config.lambda_init}:"
+        f" {config.attention!r} has no λ_init; leave it None"
+      )
+    # Only a positive offset is an error. `stacks` subtracts `plain_layers` from
+    # the offset, so it may be negative in variants without λ_init too.
+    if config.lambda_init_offset > 0 and not cls.has_lambda_init:
+      raise UserError(
+        f"config.model.lambda_init_offset = {config.lambda_init_offset}:"
+        f" {config.attention!r} has no λ_init; leave it 0"
+      )
+
+  @classmethod
+  def from_config(cls, config: ModelConfig, **fields: Any) -> Attention:
+    """Returns a layer of the decoder with this config.
+
+    Args:
+      config: the decoder's config.
+      fields: the layer's fields that the config does not determine, such as
+        `window`, `dtype` and `name`.
+    """
+    rope_scaling = None
+    if config.rope_scaling != "none":
+      rope_scaling = Scaling(
+        config.rope_scaling, config.rope_factor, config.rope_original_length
+      )
+    norm_eps = config.head_norm_eps
+    if norm_eps is None:
+      norm_eps = config.norm_eps
+    return cls(
+      num_heads=config.num_heads,
+      head_dim=config.head_dim,
+      value_dim=config.value_dim,
+      num_kv_heads=config.num_kv_heads,
+      num_noise_heads=config.num_noise_heads,
+      head_norm=config.head_norm,
+      causal=config.causal,
+      rope=config.rope,
+      rope_base=config.rope_base,
+      rope_scaling=rope_scaling,
+      rope_dim=config.rope_dim,
+      projection_biases=config.projection_biases,
+      norm_eps=norm_eps,
+      **fields,
+    )
 
   @nn.compact
   def __call__(
     self,
     x: Float[Array, "B T E"],
-    lambda_init: Float[Array, ""] | float | None = None,
+    lambda_init: LambdaInit = None,
     *,
-    window: Windows | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     positions: Int[Array, "B T"] | None = None,
-    keys_values: tuple[Float[Array, "B T K M D"], Float[Array, "B T K V"]]
-    | None = None,
+    keys_values: KeysValues | None = None,
   ) -> Float[Array, "B T E"]:
-    """Self-attention, or attention to the keys and values of another layer.
+    """Returns self-attention, or attention to the keys of another layer.
 
     Args:
       x: input.
-      lambda_init: λ_init of this layer, DIFF V1 only; see `lambda_init_schedule`.
-      window: instead of the layer's own, one that data choose.
-      segment_ids: tokens attend within equal ids; None for one document a row.
-      positions: positions for RoPE; None for 0 … T−1.
-      keys_values: another layer's, for the same tokens, as its `attention_fn` is given them (keys after RoPE). This layer then makes none,
-        and has no parameters for them.
+      lambda_init: λ_init of this layer, for variants that have one. See
+        `lambda_init_schedule`.
+      segment_ids: tokens attend to tokens with an equal id. None if each row is
+        one document.
+      positions: positions for RoPE. None for 0 … T−1.
+      keys_values: the keys and values of another layer for the same tokens, as
+        its `attention_fn` receives them (keys after RoPE). This layer then has
+        no parameters for keys and values.
 
     Raises:
-      ValueError: if keys_values are not of this layer's heads and widths, or the layer's own sizes do not go together.
+      ValueError: if lambda_init is missing, if keys_values do not have this
+        layer's shapes, or if the layer's sizes contradict each other.
     """
+    if self.has_lambda_init and lambda_init is None:
+      raise ValueError(
+        f"{type(self).__name__} needs lambda_init:"
+        " pass lambda_init_schedule(layer) or a constant such as 0.8"
+      )
+    B, T, E = x.shape
+    sizes = self.head_sizes()
+    if positions is None:
+      positions = jnp.broadcast_to(jnp.arange(T), (B, T))
     x = x.astype(self.dtype)
-    q = self._project(x, "query", x.shape[-1])
-    k, v = self._checked(keys_values) or (
-      self._project(x, name, x.shape[-1]) for name in ("key", "value")
-    )
-    if self.rope:
-      if positions is None:
-        positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-      q = self._rotated(q, positions)
-      k = self._rotated(k, positions) if keys_values is None else k
-    self._sow("intermediates", "query", q)
-    self._sow("intermediates", "key", k)
-    lam = self._lambda(x, lambda_init)
+
+    q = self.project("query", x, (sizes.Q, sizes.G, sizes.D))  # [B, T, Q, G, D]
+    q = self.rotate(q, positions)
+    if keys_values is None:
+      k = self.project("key", x, (sizes.K, sizes.M, sizes.D))  # [B, T, K, M, D]
+      k = self.rotate(k, positions)
+      v = self.project("value", x, (sizes.K, sizes.V))  # [B, T, K, V]
+    else:
+      k, v = keys_values
+      _check_shape("keys", k, "K, M, D", (sizes.K, sizes.M, sizes.D))
+      _check_shape("values", v, "K, V", (sizes.K, sizes.V))
+    self._record("intermediates", "query", q)
+    self._record("intermediates", "key", k)
+
+    lam = self.compute_lambda(x, lambda_init)  # None, [], [H] or [B, T, H]
     if lam is not None:
-      self._sow("metrics", "lambda", jnp.mean(lam))
-    mask = dict(
+      self._record("metrics", "lambda", jnp.mean(lam))
+
+    mask = MaskArguments(
       q_segment_ids=segment_ids,
       kv_segment_ids=segment_ids,
       causal=self.causal,
-      window=window or self.window,
+      window=self.window,
     )
-    heads = self.attention_fn(q, k, v, lam, **mask)
-    if self.head_norm:
-      heads = rms_norm(
-        heads,
-        self._parameter("head_gain", nn.initializers.ones, x.shape[-1]),
-        self.norm_eps,
-      )
-    return self._project(
-      self._output(heads, x, lambda_init), "out", x.shape[-1], self.out_scale
-    )
+    heads = self.compute_heads(q, k, v, lam, mask)  # [B, T, H, V]
+    heads = self.scale_heads(heads, x, lambda_init)  # [B, T, H, V]
+    return self.project("out", heads, (E,), scale=self.out_scale)
 
-  def _sow(self, collection: str, name: str, value: jax.Array) -> None:
-    """Sows a value, except in `init`, which would return it with the parameters."""
-    if not self.is_initializing():
-      self.sow(collection, name, value)
-
-  def _checked(
-    self, keys_values: tuple[jax.Array, jax.Array] | None
-  ) -> tuple[jax.Array, jax.Array] | None:
-    for given, axes in zip(keys_values or (), ("KMD", "KV"), strict=False):
-      if given.shape[2:] != (
-        want := tuple(self._size(axis, given.shape[-1]) for axis in axes)
-      ):
-        raise ValueError(
-          f"keys_values must be [B, T, {', '.join(map(str, want))}] in the axes B T {' '.join(axes)}; got shape {given.shape}"
-        )
-    return keys_values
-
-  def _rotated(
-    self, x: Float[Array, "B T *heads D"], positions: Int[Array, "B T"]
-  ) -> Float[Array, "B T *heads D"]:
-    if self.rope_dim is not None and self.rope_dim not in range(
-      2, self.head_dim + 1, 2
-    ):
-      raise ValueError(
-        f"rope_dim must be even, 2 to head_dim = {self.head_dim}, or None for all; got {self.rope_dim}"
-      )
-    still = self.head_dim - (self.rope_dim or self.head_dim)
-    turned = rope(x[..., still:], positions, self.rope_base, self.rope_scaling)
-    return (
-      jnp.concatenate([x[..., :still], turned], axis=-1) if still else turned
-    )
-
-  def _parameter(
-    self, name: str, init: Callable[..., jax.Array], embed_dim: int
-  ) -> jax.Array:
-    """A parameter of one layer, of the shape that the table of parameters gives it."""
-    return self.param(
-      name,
-      init,
-      tuple(self._size(axis, embed_dim) for axis in PARAMETERS[name].axes[1:]),
-    )
-
-  def _matrix(self, name: str, embed_dim: int, scale: float = 1.0) -> jax.Array:
-    inputs = math.prod(
-      self._size(axis, embed_dim) for axis in PARAMETERS[name].inputs
-    )
-    return self._parameter(name, matrix_init(inputs, scale=scale), embed_dim)
-
-  def _size(self, axis: str, embed_dim: int) -> int:
-    maps = map_sizes(
-      type(self),
-      self.num_heads,
-      self.num_noise_heads,
-      self.head_dim,
-      self.value_dim,
-    )
-    return {
-      "E": embed_dim,
-      "H": self.num_heads,
-      "K": self.num_kv_heads or maps["Q"],
-      "D": self.head_dim,
-      **maps,
-    }[axis]
-
-  def _project(
-    self,
-    x: Float[Array, "B T *inputs"],
-    name: str,
-    embed_dim: int,
-    scale: float = 1.0,
-  ) -> Float[Array, "B T *outputs"]:
-    """x W, plus the bias where projections have one."""
-    y = product(x, self._matrix(name, embed_dim, scale), name)
-    if self.projection_biases and f"{name}_bias" in PARAMETERS:
-      y += self._parameter(
-        f"{name}_bias", nn.initializers.zeros, embed_dim
-      ).astype(y.dtype)
-    return checkpoint_name(y, PROJECTED)
-
-  def _lambda(self, x: Float[Array, "B T E"], lambda_init: Any) -> Lambda:
-    """λ, of variants with two maps."""
+  def compute_lambda(
+    self, x: Float[Array, "B T E"], lambda_init: LambdaInit
+  ) -> Lambda:
+    """Returns λ, or None for variants without λ."""
     return None
 
-  def _lambda_logits(self, x: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
-    """x W_λ in float32, for variants whose λ depends on the token."""
-    w = gather_and_cast(
-      self._matrix("lambda_hat", x.shape[-1]), "lambda_hat", self.dtype
-    )
-    return jnp.einsum("BTE,EH->BTH", x, w, preferred_element_type=jnp.float32)
-
-  def _gated(
-    self, heads: Float[Array, "B T H V"], x: Float[Array, "B T E"]
+  def compute_heads(
+    self,
+    q: Float[Array, "B T Q G D"],
+    k: Float[Array, "B T K M D"],
+    v: Float[Array, "B T K V"],
+    lam: Lambda,
+    mask: MaskArguments,
   ) -> Float[Array, "B T H V"]:
-    return heads * jax.nn.sigmoid(self._project(x, "head_gate", x.shape[-1]))
+    """Returns the outputs of the heads, before `scale_heads`.
 
-  def _output(
+    Applies attention, and then an RMSNorm to each head if `head_norm` is set.
+
+    Args:
+      q: queries after RoPE. The last of the G maps of a group is its noise map.
+      k: keys after RoPE. M is 2 if noise maps have their own keys.
+      v: values.
+      lam: the result of `compute_lambda`.
+      mask: selects the keys that each query sees.
+    """
+    heads = self.attend(q, k, v, lam, mask)  # [B, T, H, V]
+    if self.head_norm:
+      value_dim = heads.shape[-1]
+      gain = self.param("head_gain", nn.initializers.ones, (value_dim,))
+      heads = rms_norm(heads, gain, self.norm_eps)
+    return heads
+
+  def scale_heads(
     self,
     heads: Float[Array, "B T H V"],
     x: Float[Array, "B T E"],
-    lambda_init: Any,
+    lambda_init: LambdaInit,
   ) -> Float[Array, "B T H V"]:
-    """A variant's change to the heads' outputs before the output projection."""
+    """Returns the outputs of the heads times the variant's factor."""
     return heads
+
+  def attend(
+    self,
+    q: Float[Array, "B T Q G D"],
+    k: Float[Array, "B T K M D"],
+    v: Float[Array, "B T K V"],
+    lam: Lambda,
+    mask: MaskArguments,
+  ) -> Float[Array, "B T H V"]:
+    """Returns the result of `attention_fn`.
+
+    `diffjax/evals/methods/inside.py` intercepts this method to measure the
+    attention of a layer.
+    """
+    return self.attention_fn(q, k, v, lam, **mask.keywords())
+
+  def head_sizes(self) -> HeadSizes:
+    """Returns the sizes of this layer's axes, with all defaults filled in.
+
+    Raises:
+      ValueError: if the heads cannot share the noise maps evenly.
+    """
+    if self.num_maps == 1 and self.num_noise_heads is not None:
+      raise ValueError(
+        f"num_noise_heads must be None for {type(self).__name__}, which has one"
+        f" map; got {self.num_noise_heads}"
+      )
+    num_groups = self.num_noise_heads
+    if num_groups is None:
+      num_groups = self.num_heads
+    if num_groups < 1 or self.num_heads % num_groups != 0:
+      raise ValueError(
+        f"num_noise_heads must divide num_heads = {self.num_heads},"
+        f" or be None for one noise map per head; got {self.num_noise_heads}"
+      )
+    maps_per_group = self.num_heads // num_groups  # a signal map for each head
+    if self.num_maps == 2:
+      maps_per_group += 1  # the noise map that these heads share
+
+    num_kv_heads = self.num_kv_heads
+    if num_kv_heads is None:
+      num_kv_heads = num_groups
+    value_dim = self.value_dim
+    if value_dim is None:
+      value_dim = self.value_heads * self.head_dim
+    return HeadSizes(
+      H=self.num_heads,
+      Q=num_groups,
+      G=maps_per_group,
+      K=num_kv_heads,
+      M=self.num_key_maps,
+      D=self.head_dim,
+      V=value_dim,
+    )
+
+  def project(
+    self,
+    name: str,
+    x: Float[Array, "B T *inputs"],
+    output_shape: tuple[int, ...],
+    *,
+    scale: float = 1.0,
+    has_bias: bool = True,
+  ) -> Float[Array, "B T *outputs"]:
+    """Returns x W + b. Without `projection_biases`, there is no b.
+
+    Args:
+      name: the name of W. The name of b is f"{name}_bias".
+      x: the product sums over all of its axes except B and T.
+      output_shape: the axes of the result after B and T.
+      scale: a factor on the initial W.
+      has_bias: whether `projection_biases` applies to this projection.
+    """
+    input_shape = x.shape[2:]
+    init = matrix_init(math.prod(input_shape), scale=scale)
+    matrix = self.param(name, init, (*input_shape, *output_shape))
+    y = product(x, matrix, name)
+    if has_bias and self.projection_biases:
+      bias = self.param(f"{name}_bias", nn.initializers.zeros, output_shape)
+      y += bias.astype(y.dtype)
+    return checkpoint_name(y, PROJECTED)
+
+  def rotate(
+    self, x: Float[Array, "B T *heads D"], positions: Int[Array, "B T"]
+  ) -> Float[Array, "B T *heads D"]:
+    """Applies RoPE to the last `rope_dim` of the D numbers, if `rope` is set.
+
+    Raises:
+      ValueError: if `rope_dim` is odd or not from 2 to D.
+    """
+    if not self.rope:
+      return x
+    if self.rope_dim is None:
+      return rope(x, positions, self.rope_base, self.rope_scaling)
+    if self.rope_dim not in range(2, self.head_dim + 1, 2):
+      raise ValueError(
+        f"rope_dim must be even and from 2 to head_dim = {self.head_dim},"
+        f" or None for all; got {self.rope_dim}"
+      )
+    num_unrotated = self.head_dim - self.rope_dim
+    if num_unrotated == 0:
+      return rope(x, positions, self.rope_base, self.rope_scaling)
+    rotated = rope(
+      x[..., num_unrotated:], positions, self.rope_base, self.rope_scaling
+    )
+    return jnp.concatenate([x[..., :num_unrotated], rotated], axis=-1)
+
+  def lambda_logits(self, x: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
+    """Returns x W_λ in float32, for variants with one λ per token and head.
+
+    W_λ is the parameter "lambda_hat". Most variants apply a sigmoid to the
+    result.
+    """
+    embed_dim = x.shape[-1]
+    shape = (embed_dim, self.num_heads)
+    lambda_hat = self.param("lambda_hat", matrix_init(embed_dim), shape)
+    # On a mesh, each device stores a part of the matrix.
+    lambda_hat = gather_and_cast(lambda_hat, "lambda_hat", self.dtype)
+    return jnp.einsum(
+      "BTE,EH->BTH", x, lambda_hat, preferred_element_type=jnp.float32
+    )
+
+  def gate_heads(
+    self, heads: Float[Array, "B T H V"], x: Float[Array, "B T E"]
+  ) -> Float[Array, "B T H V"]:
+    """Returns sigmoid(x W_g) ∘ heads, for gated variants.
+
+    W_g is the parameter "head_gate".
+    """
+    H, V = heads.shape[2:]
+    logits = self.project("head_gate", x, (H, V), has_bias=False)
+    return heads * jax.nn.sigmoid(logits)
+
+  def _record(self, collection: str, name: str, value: jax.Array) -> None:
+    """Sows a value, except in `init`, which would return it as a variable."""
+    if not self.is_initializing():
+      self.sow(collection, name, value)
 
 
 class DiffAttention(Attention):
-  """DIFF attention, version 1: out = (1 − λ_init) · RMSNorm((A₁ − λA₂) V), V twice as wide as D (paper, eq. 1–3).
+  """DIFF attention, version 1 (paper, eq. 1–3).
 
-  λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ_init is one number per layer, in float32; its four vectors start from N(0, 0.1²).
-  A twin of a baseline with h heads has h/2 heads of the same head_dim. Without `head_norm` the factor (1 − λ_init) stays, since
-  the ablation removes the normalisation alone.
+  head = (1 − λ_init) · RMSNorm((A₁ − λA₂) V)
+  λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ_init
+
+  V is 2D wide. A layer has half the heads of a Transformer layer with the same
+  head_dim. λ is one float32 number per layer. Its four vectors start from
+  N(0, 0.1²). Without `head_norm` the factor (1 − λ_init) stays, because the
+  paper's ablation removes only the normalization.
   """
 
   head_norm: bool = True
@@ -288,99 +490,195 @@ class DiffAttention(Attention):
   )
   has_lambda_init: ClassVar[bool] = True
 
-  def _lambda(self, x, lambda_init):
-    q1, k1, q2, k2 = (
-      self._parameter(name, nn.initializers.normal(0.1), x.shape[-1])
-      for name in self.extra
-    )
-    return (
-      jnp.exp(jnp.dot(q1, k1))
-      - jnp.exp(jnp.dot(q2, k2))
-      + _given(self, lambda_init)
-    )
+  def compute_lambda(
+    self, x: Float[Array, "B T E"], lambda_init: LambdaInit
+  ) -> Lambda:
+    init = nn.initializers.normal(0.1)
+    shape = (self.head_dim,)
+    q1 = self.param("lambda_q1", init, shape)
+    k1 = self.param("lambda_k1", init, shape)
+    q2 = self.param("lambda_q2", init, shape)
+    k2 = self.param("lambda_k2", init, shape)
+    return jnp.exp(jnp.dot(q1, k1)) - jnp.exp(jnp.dot(q2, k2)) + lambda_init
 
-  def _output(self, heads, x, lambda_init):
+  def scale_heads(
+    self,
+    heads: Float[Array, "B T H V"],
+    x: Float[Array, "B T E"],
+    lambda_init: LambdaInit,
+  ) -> Float[Array, "B T H V"]:
     return heads * jnp.asarray(1.0 - lambda_init, heads.dtype)
 
 
 class DiffAttentionV2(Attention):
-  """DIFF attention, version 2: out = A₁V − sigmoid(x W_λ) · A₂V per token and head; both maps share keys and values.
+  """DIFF attention, version 2 (authors' post on V2, 2026-01-20).
 
-  H is the baseline's own head count; no λ_init, and by default no head norm (authors' V2 post, 2026-01-20).
+  head = A₁V − λ · A₂V
+  λ = sigmoid(x W_λ), one number per token and head
+
+  Both maps share keys and values. H is the number of heads of the baseline.
+  There is no λ_init, and by default no head norm.
   """
 
   num_maps: ClassVar[int] = 2
   extra: ClassVar[tuple[str, ...]] = ("lambda_hat",)
 
-  def _lambda(self, x, lambda_init):
-    return jax.nn.sigmoid(self._lambda_logits(x))
+  def compute_lambda(
+    self, x: Float[Array, "B T E"], lambda_init: LambdaInit
+  ) -> Lambda:
+    return jax.nn.sigmoid(self.lambda_logits(x))
 
 
 class DiffAttentionV2Linear(DiffAttentionV2):
-  """Version 2 whose λ is x W_λ itself, without a sigmoid and so without bounds: an ablation of the authors' (V2 post, 2026-01-20)."""
+  """Version 2 with λ = x W_λ, which is unbounded.
 
-  def _lambda(self, x, lambda_init):
-    return self._lambda_logits(x)
+  This is an ablation from the authors' post on V2 (2026-01-20).
+  """
+
+  def compute_lambda(
+    self, x: Float[Array, "B T E"], lambda_init: LambdaInit
+  ) -> Lambda:
+    return self.lambda_logits(x)
 
 
 class DiffAttentionV2Gated(DiffAttentionV2):
-  """Version 2 whose heads' outputs are gated, sigmoid(x W_g) ∘ heads: with shared noise maps the form of Motif 3."""
+  """Version 2 with a gate on the outputs of the heads.
+
+  head = sigmoid(x W_g) ∘ (A₁V − λ · A₂V)
+
+  With shared noise maps this is the attention of Motif 3.
+  """
 
   extra: ClassVar[tuple[str, ...]] = ("lambda_hat", "head_gate")
 
-  def _output(self, heads, x, lambda_init):
-    return self._gated(heads, x)
+  def scale_heads(
+    self,
+    heads: Float[Array, "B T H V"],
+    x: Float[Array, "B T E"],
+    lambda_init: LambdaInit,
+  ) -> Float[Array, "B T H V"]:
+    return self.gate_heads(heads, x)
 
 
 class DiffAttentionPerToken(DiffAttention):
-  """Version 1 with version 2's λ: sigmoid(x W_λ + logit(λ_init)) per token and head, which is λ_init where W_λ is 0."""
+  """Version 1 with one λ per token and head, as in version 2.
+
+  λ = sigmoid(x W_λ + logit(λ_init)), which is λ_init where W_λ is 0
+  """
 
   extra: ClassVar[tuple[str, ...]] = ("lambda_hat",)
 
-  def _lambda(self, x, lambda_init):
-    return jax.nn.sigmoid(
-      self._lambda_logits(x) + jax.scipy.special.logit(lambda_init)
-    )
+  @classmethod
+  def check(cls, config: ModelConfig) -> None:
+    """Checks that every λ_init is between 0 and 1, where a logit exists.
+
+    Raises:
+      UserError: if one is not.
+    """
+    super().check(config)
+    lambda_init = config.lambda_init
+    if lambda_init is not None and not 0 <= lambda_init <= 1:
+      raise UserError(
+        f"config.model.lambda_init = {lambda_init}:"
+        f" must be between 0 and 1 for {config.attention!r},"
+        " because its λ is a sigmoid"
+      )
+    # With an offset the schedule's first λ_init is negative: −0.01 for 1.
+    if lambda_init is None and config.lambda_init_offset > 0:
+      raise UserError(
+        f"config.model.lambda_init_offset = {config.lambda_init_offset}:"
+        f" must be 0 for {config.attention!r}, because its λ is a sigmoid"
+        " and cannot be negative"
+      )
+
+  def compute_lambda(
+    self, x: Float[Array, "B T E"], lambda_init: LambdaInit
+  ) -> Lambda:
+    offset = jax.scipy.special.logit(lambda_init)
+    return jax.nn.sigmoid(self.lambda_logits(x) + offset)
 
 
 class DexAttention(Attention):
-  """Softmax attention that takes a part of itself from each head's output: O − λ_h · O W_D (DEX; Kong et al., 2025, arXiv:2505.16333).
+  """Softmax attention with a learned correction of its output O (DEX).
 
-  It adapts a Transformer that is trained already. W_D [V, V] is one matrix a layer and starts at 0, so that the first step is the
-  Transformer's. λ_h is the layer's λ_init plus a number for each head, which starts at 0 too; a head of λ_h = 0 stays as it is.
+  head = O − λ · O W
+  λ = λ_init + dex_lambda, one number per head
+
+  W [V, U] is the parameter "dex_matrix", which the heads of a layer share. It
+  is square. W and dex_lambda start at 0. DEX adapts a trained Transformer (Kong
+  et al., 2025, arXiv:2505.16333), and the adapted model starts as that
+  Transformer. A head with λ = 0 is not changed.
   """
 
   extra: ClassVar[tuple[str, ...]] = ("dex_matrix", "dex_lambda")
   has_lambda_init: ClassVar[bool] = True
 
-  def _output(self, heads, x, lambda_init):
-    lam = _given(self, lambda_init) + self._parameter(
-      "dex_lambda", nn.initializers.zeros, x.shape[-1]
-    )
-    self._sow("metrics", "lambda", jnp.mean(lam))
-    w = gather_and_cast(
-      self._parameter("dex_matrix", nn.initializers.zeros, x.shape[-1]),
-      "dex_matrix",
-      jnp.float32,
-    )
-    return heads - jnp.einsum(
-      "BTHV,HVU->BTHU", heads, (lam[:, None, None] * w).astype(heads.dtype)
-    )
+  @classmethod
+  def check(cls, config: ModelConfig) -> None:
+    """Checks that λ_init is not 0: λ and dex_matrix would have no gradient.
+
+    Raises:
+      UserError: if it is 0.
+    """
+    super().check(config)
+    if config.lambda_init == 0:
+      raise UserError(
+        f"config.model.lambda_init = {config.lambda_init}:"
+        f" must not be 0 for {config.attention!r},"
+        " because dex_lambda and dex_matrix would have no gradient"
+      )
+
+  def compute_lambda(
+    self, x: Float[Array, "B T E"], lambda_init: LambdaInit
+  ) -> Lambda:
+    zeros = nn.initializers.zeros
+    dex_lambda = self.param("dex_lambda", zeros, (self.num_heads,))
+    return lambda_init + dex_lambda
+
+  def compute_heads(
+    self,
+    q: Float[Array, "B T Q G D"],
+    k: Float[Array, "B T K M D"],
+    v: Float[Array, "B T K V"],
+    lam: Lambda,
+    mask: MaskArguments,
+  ) -> Float[Array, "B T H V"]:
+    assert lam is not None  # [H], from compute_lambda
+    # λ belongs to the correction. The attention has one map and no λ.
+    heads = super().compute_heads(q, k, v, None, mask)  # O: [B, T, H, V]
+    value_dim = heads.shape[-1]
+    zeros = nn.initializers.zeros
+    dex_matrix = self.param("dex_matrix", zeros, (value_dim, value_dim))
+    # On a mesh, each device stores a part of the matrix.
+    dex_matrix = gather_and_cast(dex_matrix, "dex_matrix", jnp.float32)
+    scaled_matrices = lam[:, None, None] * dex_matrix  # λ W: [H, V, U]
+    scaled_matrices = scaled_matrices.astype(heads.dtype)
+    correction = jnp.einsum("BTHV,HVU->BTHU", heads, scaled_matrices)
+    return heads - correction
 
 
 class GatedAttention(Attention):
-  """Softmax attention whose heads' outputs are gated, sigmoid(x W_g) ∘ heads (Qiu et al., 2025, arXiv:2505.06708, elementwise).
+  """Softmax attention with a gate on the outputs of the heads.
 
-  It has about as many parameters as version 2, and a gate per token as that has, but one map: a control for the difference.
+  head = sigmoid(x W_g) ∘ O
+
+  This is the elementwise gate of Qiu et al., 2025 (arXiv:2505.06708). The layer
+  is a control for version 2: it has about the same number of parameters and a
+  factor that depends on the token, but only one map.
   """
 
   extra: ClassVar[tuple[str, ...]] = ("head_gate",)
 
-  def _output(self, heads, x, lambda_init):
-    return self._gated(heads, x)
+  def scale_heads(
+    self,
+    heads: Float[Array, "B T H V"],
+    x: Float[Array, "B T E"],
+    lambda_init: LambdaInit,
+  ) -> Float[Array, "B T H V"]:
+    return self.gate_heads(heads, x)
 
 
-ATTENTION = {
+ATTENTION: dict[str, type[Attention]] = {
   "softmax": Attention,
   "diff": DiffAttention,
   "diff_v2": DiffAttentionV2,
@@ -393,182 +691,30 @@ ATTENTION = {
 
 
 def attention_class(config: ModelConfig) -> type[Attention]:
-  """The layer that a config names.
+  """Returns the layer class that a config names.
 
   Raises:
-    UserError: if there is none of that name, or the config gives a λ_init or noise maps that it cannot have.
+    UserError: if the name is unknown, or if the config sets a field to a value
+      that the layer does not support.
   """
   if config.attention not in ATTENTION:
     raise UserError(
-      f"config.model.attention = {config.attention!r}: must be one of {', '.join(ATTENTION)}"
+      f"config.model.attention = {config.attention!r}:"
+      f" must be one of {', '.join(ATTENTION)}"
     )
-  kind = ATTENTION[config.attention]
-  if config.num_noise_heads is not None and kind.num_maps == 1:
-    raise UserError(
-      f"config.model.num_noise_heads = {config.num_noise_heads}: {config.attention!r} has no noise map; leave it None"
-    )
-  lags = (
-    config.lambda_init_offset > 0
-  )  # that of layers above plain ones is negative, whatever they are
-  for field, plain, is_given in (
-    ("lambda_init", None, config.lambda_init is not None),
-    ("lambda_init_offset", 0, lags),
-  ):
-    if is_given and not kind.has_lambda_init:
-      having = " or ".join(
-        repr(name) for name, other in ATTENTION.items() if other.has_lambda_init
-      )
-      given = f"config.model.{field} = {getattr(config, field)!r}"
-      raise UserError(
-        f"{given}: only attention = {having} has a λ_init; leave it {plain} for {config.attention!r}"
-      )
-  if issubclass(kind, DexAttention) and config.lambda_init == 0:
-    raise UserError(
-      "config.model.lambda_init = 0.0: must not be 0 for 'dex': with λ and W_D at 0 neither has a gradient"
-    )
-  if (
-    issubclass(kind, DiffAttentionPerToken)
-    and not 0 <= (config.lambda_init or 0) <= 1
-  ):
-    raise UserError(
-      f"config.model.lambda_init = {config.lambda_init!r}: must lie between 0 and 1, as a sigmoid's λ does"
-    )
-  if (
-    issubclass(kind, DiffAttentionPerToken)
-    and config.lambda_init is None
-    and lags
-  ):
-    raise UserError(
-      f"config.model.lambda_init_offset = {config.lambda_init_offset}: must be 0, since a sigmoid's λ cannot be negative"
-    )
-  return kind
+  layer_class = ATTENTION[config.attention]
+  layer_class.check(config)
+  return layer_class
 
 
-def map_sizes(
-  kind: type[Attention],
-  num_heads: int,
-  num_noise_heads: int | None,
-  head_dim: int,
-  value_dim: int | None,
-) -> dict[str, int]:
-  """Q, G, M, V and U of a layer.
-
-  Raises:
-    ValueError: if its heads cannot share so many noise maps evenly.
-  """
-  groups = num_heads if num_noise_heads is None else num_noise_heads
-  if kind.num_maps == 1 and num_noise_heads is not None:
-    raise ValueError(
-      f"num_noise_heads must be None for {kind.__name__}, which has one map; got {num_noise_heads}"
-    )
-  if groups < 1 or num_heads % groups:
-    raise ValueError(
-      f"num_noise_heads must divide num_heads = {num_heads}, or be None for one a head; got {num_noise_heads}"
-    )
-  maps = 1 if kind.num_maps == 1 else num_heads // groups + 1
-  width = value_dim or kind.value_heads * head_dim
-  return {
-    "Q": groups,
-    "G": maps,
-    "M": kind.num_key_maps,
-    "V": width,
-    "U": width,
-  }
-
-
-def axis_sizes(config: ModelConfig) -> dict[str, int]:
-  """The size of every axis of a decoder's parameters, by its letter."""
-  maps = map_sizes(
-    attention_class(config),
-    config.num_heads,
-    config.num_noise_heads,
-    config.head_dim,
-    config.value_dim,
+def _check_shape(
+  name: str, array: jax.Array, axes: str, shape: tuple[int, ...]
+) -> None:
+  """Raises ValueError if the array's shape is not [B, T, *shape]."""
+  if array.shape[2:] == shape:
+    return
+  sizes = ", ".join(str(size) for size in shape)
+  raise ValueError(
+    f"the {name} in keys_values must be [B, T, {axes}] = [B, T, {sizes}];"
+    f" got shape {array.shape}"
   )
-  return (
-    {axis: getattr(config, field) for axis, field in FIELDS.items()}
-    | maps
-    | {"W": 3}
-  )
-
-
-def stacks(config: ModelConfig) -> dict[str, ModelConfig]:
-  """The stacks of equal layers that a decoder consists of, from below: the name of their parameters, and the config of such a decoder."""
-  kind, plain = attention_class(config), config.plain_layers
-  if not plain:
-    return {"layers": config}
-  pattern = config.window_pattern * -(
-    -config.num_layers // max(len(config.window_pattern), 1)
-  )
-  lower = dataclasses.replace(
-    config,
-    attention="softmax",
-    num_heads=config.num_heads * kind.value_heads,
-    num_kv_heads=config.num_kv_heads * kind.value_heads,
-    num_noise_heads=None,
-    head_norm=False,
-    lambda_init=None,
-    lambda_init_offset=0,
-    num_layers=plain,
-    plain_layers=0,
-    window_pattern=pattern[:plain],
-  )
-  upper = dataclasses.replace(
-    config,
-    num_layers=config.num_layers - plain,
-    plain_layers=0,
-    window_pattern=pattern[plain:],
-    lambda_init_offset=config.lambda_init_offset - plain,
-  )
-  return {"plain_layers": lower, "layers": upper}
-
-
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-  """The shape of every parameter of a decoder, by name, without making one; those of the layers with their leading L. The names of plain
-  layers' parameters begin with "plain_layers/".
-  """
-  shapes: dict[str, tuple[int, ...]] = {}
-  for name, stack in stacks(config).items():
-    prefix = "" if name == "layers" else f"{name}/"
-    shapes |= {
-      f"{prefix}{parameter}"
-      if PARAMETERS[parameter].axes.startswith("L")
-      else parameter: shape
-      for parameter, shape in _stack_shapes(stack).items()
-    }
-  return shapes
-
-
-def _stack_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-  kind = attention_class(config)
-  sizes = axis_sizes(config)
-  layer = (
-    "attention_norm",
-    "query",
-    "key",
-    "value",
-    "out",
-    *kind.extra,
-    "ffn_norm",
-    "gate",
-    "up",
-    "down",
-  )
-  if config.ffn_activation == "poly_norm":
-    layer += ("poly_weights", "poly_constant")
-  biases = (
-    tuple(name for name in PARAMETERS if name.endswith("_bias"))
-    * config.projection_biases
-  )
-  shifts = tuple(name for name in PARAMETERS if name.endswith("_shift")) * (
-    config.norm == "layer"
-  )
-  outer = (
-    "embedding",
-    *("unembedding",) * (not config.tie_embeddings),
-    "final_norm",
-  )
-  names = (*outer, *layer, *biases, *shifts, *("head_gain",) * config.head_norm)
-  return {
-    name: tuple(sizes[axis] for axis in PARAMETERS[name].axes) for name in names
-  }

@@ -22,16 +22,17 @@ from jaxtyping import Array, Float, Int
 
 from diffjax.config import UserError
 from diffjax.int8 import is_quantised
-from diffjax.model.attention import axis_sizes, stacks
 from diffjax.model.decoder import (
   Block,
   Decoder,
+  apply_norm,
   embed,
   lambda_inits,
-  normed,
-  windows,
+  layer_windows,
 )
 from diffjax.model.pages import PAGE, Pool, empty_pool, read, write
+from diffjax.model.shapes import axis_sizes
+from diffjax.model.stacks import stacks
 from diffjax.ops.diff_attention import decode_attention, diff_attention
 
 # Options of `diff_attention` that do not change what it computes.
@@ -221,18 +222,16 @@ def extend(
   x = embed(params["embedding"], tokens, config)
   layers = iter(params["layers"])
   for stack in stacks(config).values():
-    sizes, which = windows(stack)
-    for lambda_init, number in zip(lambda_inits(stack), which, strict=True):
-      of_layer = dataclasses.replace(
-        stack, window=sizes[number], window_pattern=""
-      )
+    windows = layer_windows(stack)
+    for lambda_init, window in zip(lambda_inits(stack), windows, strict=True):
+      of_layer = dataclasses.replace(stack, window=window, window_pattern="")
       x, _ = Block(of_layer, model.dtype, attend_to_cache).apply(
         {"params": next(layers)}, x, lambda_init, 0, None, positions
       )
   after = Cache(
     tuple(keys), tuple(values), cache.tables, cache.lengths + counts
   )
-  return normed(x, params, "final_norm", config), after
+  return apply_norm(params, "final_norm", x, config), after
 
 
 def _is_diff_attention(attention_fn: Callable[..., jax.Array]) -> bool:

@@ -1,7 +1,12 @@
-"""The decoder: blocks of attention and a gated feed-forward layer, each behind a norm, scanned over layers."""
+"""The decoder: blocks of attention and a gated feed-forward layer.
+
+Each block normalizes the input of its two layers. The blocks are scanned.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,42 +19,55 @@ from jaxtyping import Array, Float, Int
 from diffjax.config import ModelConfig
 from diffjax.model.attention import (
   PROJECTED,
+  Lambda,
   attention_class,
   lambda_init_schedule,
   matrix_init,
-  stacks,
 )
+from diffjax.model.stacks import stacks
 from diffjax.ops.diff_attention import RESIDUAL_NAMES, diff_attention
-from diffjax.ops.diff_attention.mask import Windows
 from diffjax.ops.layer_norm import layer_norm
 from diffjax.ops.platform import platform
 from diffjax.ops.poly_norm import poly_norm
 from diffjax.ops.rms_norm import SCALE, rms_norm
-from diffjax.ops.rope import ANGLES, Scaling
+from diffjax.ops.rope import ANGLES
 from diffjax.ops.swiglu import swiglu
 from diffjax.parallel.product import product
+from diffjax.parameters import NUM_POLY_NORM_WEIGHTS
 
-# Names of the SwiGLU's two inputs, for remat policies.
-GATE, UP = "ffn_gate", "ffn_up"
+# The names of the feed-forward layer's two hidden arrays, for remat policies.
+GATE = "ffn_gate"
+UP = "ffn_up"
 
-# The arrays of a layer that the backward pass keeps, from the least memory to the most; with remat "none" it keeps all of them. They are
-# listed by name, because JAX's own policies do not see the products inside `product`, which run on shards.
-_ATTENTION = (*RESIDUAL_NAMES, ANGLES, SCALE)
-_KEPT = {
+# The arrays of a layer that each remat policy saves for the backward pass, from
+# the least memory to the most. With remat "none", all arrays are saved. JAX's
+# own policies do not see the matrix products inside `product`, which run on
+# shards. So the arrays are selected by name.
+_SAVED_BY_ATTENTION = (*RESIDUAL_NAMES, ANGLES, SCALE)
+_SAVED_NAMES = {
   "full": (),
-  "attention": _ATTENTION,
-  "gate": (*_ATTENTION, GATE),
-  "ffn": (*_ATTENTION, GATE, UP),
-  "dots": (*_ATTENTION, GATE, UP, PROJECTED),
+  "attention": _SAVED_BY_ATTENTION,
+  "gate": (*_SAVED_BY_ATTENTION, GATE),
+  "ffn": (*_SAVED_BY_ATTENTION, GATE, UP),
+  "dots": (*_SAVED_BY_ATTENTION, GATE, UP, PROJECTED),
 }
 REMAT_POLICIES = {
-  name: jax.checkpoint_policies.save_only_these_names(*kept)
-  for name, kept in _KEPT.items()
+  remat: jax.checkpoint_policies.save_only_these_names(*names)
+  for remat, names in _SAVED_NAMES.items()
 }
 
 
 class FeedForward(nn.Module):
-  """y = (f(x W_gate) ∘ x W_up) W_down, without biases; f is silu (SwiGLU; Shazeer, 2020) or PolyNorm."""
+  """The gated feed-forward layer, without biases.
+
+  y = (f(x W_gate) ∘ x W_up) W_down
+
+  Attributes:
+    ffn_dim: F.
+    out_scale: a factor on the initial W_down.
+    dtype: compute dtype. Parameters are float32.
+    activation: f, "silu" (SwiGLU; Shazeer, 2020) or "poly_norm".
+  """
 
   ffn_dim: int
   out_scale: float = 1.0
@@ -58,106 +76,184 @@ class FeedForward(nn.Module):
 
   @nn.compact
   def __call__(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-    E, F = x.shape[-1], self.ffn_dim
-    gate = self.param("gate", matrix_init(E), (E, F))
-    up = self.param("up", matrix_init(E), (E, F))
-    down = self.param("down", matrix_init(F, scale=self.out_scale), (F, E))
+    E = x.shape[-1]
+    F = self.ffn_dim
+    w_gate = self.param("gate", matrix_init(E), (E, F))
+    w_up = self.param("up", matrix_init(E), (E, F))
+    w_down = self.param("down", matrix_init(F, scale=self.out_scale), (F, E))
+
     x = x.astype(self.dtype)
-    gated, widened = (
-      checkpoint_name(product(x, gate, "gate"), GATE),
-      checkpoint_name(product(x, up, "up"), UP),
-    )
+    gate = checkpoint_name(product(x, w_gate, "gate"), GATE)  # [B, T, F]
+    up = checkpoint_name(product(x, w_up, "up"), UP)  # [B, T, F]
     if self.activation == "silu":
-      hidden = swiglu(gated, widened)
+      hidden = swiglu(gate, up)
     else:
-      weights = self.param(
-        "poly_weights", nn.initializers.constant(1 / 3), (3,)
-      )
-      hidden = (
-        poly_norm(
-          gated, weights, self.param("poly_constant", nn.initializers.zeros, ())
-        )
-        * widened
-      )
+      equal_weights = nn.initializers.constant(1 / NUM_POLY_NORM_WEIGHTS)
+      shape = (NUM_POLY_NORM_WEIGHTS,)
+      weights = self.param("poly_weights", equal_weights, shape)
+      constant = self.param("poly_constant", nn.initializers.zeros, ())
+      hidden = poly_norm(gate, weights, constant) * up
     hidden = nn.with_logical_constraint(hidden, ("batch", "length", "ffn"))
-    return product(hidden, down, "down")
+    return product(hidden, w_down, "down")
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowSwitch:
+  """An `attention_fn` that calls another one with the window of a layer.
+
+  The layers of a scan share one program, so the index of a layer's window is
+  data. The program has a branch for each window, in which it is static.
+
+  Attributes:
+    attention_fn: has the signature of `diff_attention`.
+    windows: the different windows of the layers.
+    index: the index of this layer's window.
+  """
+
+  attention_fn: Callable[..., Any]
+  windows: tuple[int | None, ...]
+  index: Int[Array, ""] | int
+
+  def __call__(
+    self,
+    q: Float[Array, "B T Q G D"],
+    k: Float[Array, "B S K M D"],
+    v: Float[Array, "B S K V"],
+    lam: Lambda,
+    *,
+    q_segment_ids: Int[Array, "B T"] | None,
+    kv_segment_ids: Int[Array, "B S"] | None,
+    window: None,
+    **options: Any,
+  ) -> Any:
+    """Returns what `attention_fn` returns for this layer's window.
+
+    Args:
+      q: queries.
+      k: keys.
+      v: values.
+      lam: λ, or None with one map.
+      q_segment_ids: the segments of the queries.
+      kv_segment_ids: the segments of the keys.
+      window: None, which `Block` gives to the attention layer. It is ignored.
+      options: other arguments of `attention_fn`.
+    """
+    segment_ids = {
+      "q_segment_ids": q_segment_ids,
+      "kv_segment_ids": kv_segment_ids,
+    }
+
+    def attend(layer_window, q, k, v, lam, segment_ids):
+      return self.attention_fn(
+        q, k, v, lam, **segment_ids, window=layer_window, **options
+      )
+
+    branches = []
+    for layer_window in self.windows:
+      branches.append(functools.partial(attend, layer_window))
+    return jax.lax.switch(self.index, branches, q, k, v, lam, segment_ids)
 
 
 class Block(nn.Module):
-  """x + attention(norm(x)), then x + ffn(norm(x)). It returns two values, as `nn.scan` requires: the carry and None."""
+  """A layer of the decoder: attention, then the feed-forward layer.
+
+  h = x + attention(norm(x))
+  y = h + feed_forward(norm(h))
+
+  Attributes:
+    config: the config of the layer's stack (see `stacks`).
+    dtype: compute dtype. Parameters are float32.
+    attention_fn: has the signature of `diff_attention`.
+    out_scale: a factor on the two initial matrices that write to the residual
+      stream.
+  """
 
   config: ModelConfig
   dtype: Any
   attention_fn: Callable[..., jax.Array]
-  out_scale: float = (
-    1.0  # on the initial matrices that write to the residual stream
-  )
+  out_scale: float = 1.0
 
   @nn.compact
-  def __call__(self, x, lambda_init, which_window, segment_ids, positions):
-    config, E = self.config, x.shape[-1]
-    sizes = windows(config)[0]
-    attention = attention_class(config)(
-      num_heads=config.num_heads,
-      head_dim=config.head_dim,
-      value_dim=config.value_dim,
-      num_kv_heads=config.num_kv_heads,
-      num_noise_heads=config.num_noise_heads,
-      head_norm=config.head_norm,
-      causal=config.causal,
-      window=sizes[0],
-      rope=config.rope,
-      rope_base=config.rope_base,
-      rope_scaling=None
-      if config.rope_scaling == "none"
-      else Scaling(
-        config.rope_scaling, config.rope_factor, config.rope_original_length
-      ),
-      rope_dim=config.rope_dim,
-      projection_biases=config.projection_biases,
-      norm_eps=config.head_norm_eps or config.norm_eps,
+  def __call__(
+    self,
+    x: Float[Array, "B T E"],
+    lambda_init: Float[Array, ""] | float,
+    window_index: Int[Array, ""] | int,
+    segment_ids: Int[Array, "B T"] | None,
+    positions: Int[Array, "B T"] | None,
+  ) -> tuple[Float[Array, "B T E"], None]:
+    """Returns the output, and None for `nn.scan`, which wants a second value.
+
+    Args:
+      x: input.
+      lambda_init: λ_init of this layer. Ignored by variants without one.
+      window_index: the index of this layer's window in `distinct_windows`.
+      segment_ids: tokens attend to tokens with an equal id. None if each row is
+        one document.
+      positions: positions for RoPE. None for 0 … T−1.
+    """
+    config = self.config
+    windows = distinct_windows(config)
+    window: int | None
+    attention_fn: Callable[..., jax.Array]
+    if len(windows) == 1:
+      window = windows[0]
+      attention_fn = self.attention_fn
+    else:
+      # This layer's window is data, and the switch replaces None by it.
+      window = None
+      attention_fn = WindowSwitch(self.attention_fn, windows, window_index)
+    attention = attention_class(config).from_config(
+      config,
+      window=window,
       out_scale=self.out_scale,
       dtype=self.dtype,
-      attention_fn=self.attention_fn,
+      attention_fn=attention_fn,
       name="attention",
     )
-    ffn = FeedForward(
+    feed_forward = FeedForward(
       config.ffn_dim,
       self.out_scale,
       self.dtype,
       config.ffn_activation,
       name="ffn",
     )
-    gains = {
-      name: self.param(name, init, (E,))
-      for name, init in norm_parameters(
-        config, "attention_norm", "ffn_norm"
-      ).items()
-    }
-    window = Windows(sizes, which_window) if len(sizes) > 1 else None
+
+    normalized = _norm(self, "attention_norm", x, config)
     x = x + attention(
-      normed(x, gains, "attention_norm", config),
-      lambda_init,
-      window=window,
-      segment_ids=segment_ids,
-      positions=positions,
+      normalized, lambda_init, segment_ids=segment_ids, positions=positions
     )
-    x = x + ffn(normed(x, gains, "ffn_norm", config))
+    normalized = _norm(self, "ffn_norm", x, config)
+    x = x + feed_forward(normalized)
     x = nn.with_logical_constraint(x, ("batch", "length", "embed"))
-    if not self.is_initializing():
+
+    if not self.is_initializing():  # `init` would return it as a variable.
       self.sow("intermediates", "hidden", x)
     return x, None
 
 
 class Decoder(nn.Module):
-  """Tokens to hidden states; the vocabulary projection is `logits`, or fused into the loss (ops/cross_entropy.py).
+  """Maps tokens to hidden states.
 
-  Initialisation: truncated normals of standard deviation 1/√inputs, the two matrices that write to the residual stream further
-  divided by √(2L); embeddings 1/√E, so that tied logits start at unit variance; gains 1. The paper states none of these.
+  `logits` applies the vocabulary projection. In training it is part of the loss
+  (ops/cross_entropy.py).
 
-  Parameters, a nested dict of float32 arrays: embedding [N, E], final_norm [E], unembedding [N, E] unless tied, and under `layers`
-  with a leading axis L: attention/{query, key, value, out, …}, attention_norm, ffn/{gate, up, down, …}, ffn_norm. Plain layers, where there
-  are such, have theirs under `plain_layers`.
+  Initialization: matrices are truncated normals of standard deviation
+  1/√inputs. The two matrices of a layer that write to the residual stream are
+  also divided by √(2L). Embeddings are normals of standard deviation 1/√E, so
+  that tied logits start with unit variance. Gains are 1. The paper states none
+  of these.
+
+  Parameters: a nested dict of float32 arrays with `embedding` [N, E],
+  `final_norm` [E] and, unless the embeddings are tied, `unembedding` [N, E].
+  Under `layers`, arrays have a leading axis L: `attention/query`, …,
+  `attention_norm`, `ffn/gate`, …, `ffn_norm`. The parameters of plain layers
+  are under `plain_layers`.
+
+  Attributes:
+    config: sizes and options.
+    dtype: compute dtype.
+    attention_fn: has the signature of `diff_attention`.
   """
 
   config: ModelConfig
@@ -171,50 +267,78 @@ class Decoder(nn.Module):
     segment_ids: Int[Array, "B T"] | None = None,
     positions: Int[Array, "B T"] | None = None,
   ) -> Float[Array, "B T E"]:
-    """Hidden states after the final norm, in the compute dtype."""
+    """Returns the hidden states after the final norm, in the compute dtype.
+
+    Args:
+      tokens: token ids.
+      segment_ids: tokens attend to tokens with an equal id. None if each row is
+        one document.
+      positions: positions for RoPE. None for 0 … T−1.
+
+    Raises:
+      ValueError: if the rows are longer than `config.max_length`.
+    """
     config = self.config
-    if tokens.shape[1] > config.max_length:
+    length = tokens.shape[1]
+    if length > config.max_length:
       raise ValueError(
-        f"tokens has length {tokens.shape[1]}, but config.model.max_length is {config.max_length}"
+        f"tokens has length {length},"
+        f" but config.model.max_length is {config.max_length}"
       )
+
     init = nn.initializers.normal(config.embed_dim**-0.5)
-    embedding = self.param(
-      "embedding", init, (config.vocab_size, config.embed_dim)
-    )
+    shape = (config.vocab_size, config.embed_dim)
+    embedding = self.param("embedding", init, shape)
     if not config.tie_embeddings:
-      self.param("unembedding", init, (config.vocab_size, config.embed_dim))
-    x = embed(embedding.astype(self.dtype), tokens, config)
+      self.param("unembedding", init, shape)
+
+    x = embed(embedding.astype(self.dtype), tokens, config)  # [B, T, E]
     x = nn.with_logical_constraint(x, ("batch", "length", "embed"))
-    block = Block
-    if config.remat != "none":
-      block = nn.remat(
-        Block, policy=REMAT_POLICIES[config.remat], prevent_cse=False
-      )
     for name, stack in stacks(config).items():
-      layers = nn.scan(
-        block,
-        variable_axes={"params": 0, "intermediates": 0, "metrics": 0},
-        split_rngs={"params": True},
-        in_axes=(0, 0, nn.broadcast, nn.broadcast),
-        length=stack.num_layers,
-        unroll=stack.num_layers if self._should_unroll() else 1,
-        # To check values that a layer returns for all layers together, Flax would
-        # trace the layer twice. Our layers return no such values.
-        check_constancy_invariants=False,
+      x = self._apply_stack(name, stack, x, segment_ids, positions)
+    return _norm(self, "final_norm", x, config)
+
+  def _apply_stack(
+    self,
+    name: str,
+    stack: ModelConfig,
+    x: Float[Array, "B T E"],
+    segment_ids: Int[Array, "B T"] | None,
+    positions: Int[Array, "B T"] | None,
+  ) -> Float[Array, "B T E"]:
+    """Returns the output of a stack of equal layers."""
+    remat = self.config.remat
+    block_class = Block
+    if remat != "none":
+      block_class = nn.remat(
+        Block, policy=REMAT_POLICIES[remat], prevent_cse=False
       )
-      per_layer = lambda_inits(stack), jnp.array(windows(stack)[1])
-      x, _ = layers(
-        stack,
-        self.dtype,
-        self.attention_fn,
-        (2 * config.num_layers) ** -0.5,
-        name=name,
-      )(x, *per_layer, segment_ids, positions)
-    gains = {
-      name: self.param(name, init, (config.embed_dim,))
-      for name, init in norm_parameters(config, "final_norm").items()
-    }
-    return normed(x, gains, "final_norm", config)
+    unroll = 1
+    if self._should_unroll():
+      unroll = stack.num_layers
+    scanned_class = nn.scan(
+      block_class,
+      variable_axes={"params": 0, "intermediates": 0, "metrics": 0},
+      split_rngs={"params": True},
+      in_axes=(0, 0, nn.broadcast, nn.broadcast),
+      length=stack.num_layers,
+      unroll=unroll,
+      # To check values that a layer returns for all layers together, Flax would
+      # trace the layer twice. Our layers return no such values.
+      check_constancy_invariants=False,
+    )
+    layers = scanned_class(
+      stack,
+      self.dtype,
+      self.attention_fn,
+      # Each layer of the decoder adds two terms to the residual stream.
+      out_scale=(2 * self.config.num_layers) ** -0.5,
+      name=name,
+    )
+    x, _ = layers(
+      x, lambda_inits(stack), _window_indices(stack), segment_ids, positions
+    )
+    return x
 
   def _should_unroll(self) -> bool:
     """Returns True if each layer is compiled separately, without a loop.
@@ -232,8 +356,11 @@ class Decoder(nn.Module):
     return platform() == "cpu" and self.config.num_layers <= 8
 
 
-def lambda_inits(config: ModelConfig) -> Float[Array, L]:
-  """λ_init of every layer: the paper's schedule, or the config's constant (unused by the baseline and DIFF V2)."""
+def lambda_inits(config: ModelConfig) -> Float[Array, "L"]:
+  """Returns λ_init of every layer, which some variants ignore.
+
+  It is the config's constant, or the paper's schedule.
+  """
   if config.lambda_init is not None:
     return jnp.full(config.num_layers, config.lambda_init, jnp.float32)
   return lambda_init_schedule(
@@ -241,36 +368,60 @@ def lambda_inits(config: ModelConfig) -> Float[Array, L]:
   )
 
 
-def windows(config: ModelConfig) -> tuple[tuple[int | None, ...], list[int]]:
-  """The windows that the layers have, and each layer's by its number among them."""
-  pattern = config.window_pattern or "w"
-  each = [
-    config.window if pattern[layer % len(pattern)] == "w" else None
-    for layer in range(config.num_layers)
-  ]
-  sizes = tuple(dict.fromkeys(each))
-  return sizes, [sizes.index(size) for size in each]
+def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
+  """Returns the window of every layer: how many keys a token sees.
+
+  None stands for all keys.
+  """
+  pattern = config.window_pattern
+  if not pattern:
+    return (config.window,) * config.num_layers
+  windows: list[int | None] = []
+  for layer in range(config.num_layers):
+    if pattern[layer % len(pattern)] == "w":
+      windows.append(config.window)
+    else:
+      windows.append(None)
+  return tuple(windows)
 
 
-def norm_parameters(
-  config: ModelConfig, *names: str
-) -> dict[str, Callable[..., jax.Array]]:
-  """The parameters of norms, each with its initialisation: a gain, and LayerNorm's shift."""
-  shifts = (
-    {f"{name}_shift": nn.initializers.zeros for name in names}
-    if config.norm == "layer"
-    else {}
-  )
-  return dict.fromkeys(names, nn.initializers.ones) | shifts
+def distinct_windows(config: ModelConfig) -> tuple[int | None, ...]:
+  """Returns the different windows of the layers, in order of appearance."""
+  return tuple(dict.fromkeys(layer_windows(config)))
 
 
-def normed(
-  x: Float[Array, "B T E"],
+def _window_indices(config: ModelConfig) -> Int[Array, "L"]:
+  """Returns the index of every layer's window in `distinct_windows`."""
+  windows = distinct_windows(config)
+  return jnp.array([windows.index(window) for window in layer_windows(config)])
+
+
+def _norm(
+  module: nn.Module, name: str, x: Float[Array, "B T E"], config: ModelConfig
+) -> Float[Array, "B T E"]:
+  """Returns the normalized x. The module has the norm's parameters."""
+  shape = x.shape[-1:]
+  params = {name: module.param(name, nn.initializers.ones, shape)}
+  if config.norm == "layer":
+    shift_name = f"{name}_shift"
+    params[shift_name] = module.param(shift_name, nn.initializers.zeros, shape)
+  return apply_norm(params, name, x, config)
+
+
+def apply_norm(
   params: dict[str, Any],
   name: str,
+  x: Float[Array, "B T E"],
   config: ModelConfig,
 ) -> Float[Array, "B T E"]:
-  """The residual stream behind a norm of the decoder: "attention_norm", "ffn_norm" or "final_norm"."""
+  """Returns the residual stream, normalized.
+
+  Args:
+    params: holds the norm's parameters: a gain, and the shift of a LayerNorm.
+    name: the norm: "attention_norm", "ffn_norm" or "final_norm".
+    x: the residual stream.
+    config: determines the kind of norm and its ε.
+  """
   if config.norm == "layer":
     return layer_norm(x, params[name], params[f"{name}_shift"], config.norm_eps)
   return rms_norm(x, params[name], config.norm_eps)
@@ -279,27 +430,32 @@ def normed(
 def embed(
   embedding: Float[Array, "N E"], tokens: Int[Array, "B T"], config: ModelConfig
 ) -> Float[Array, "B T E"]:
-  """The rows of the tokens, times the config's embed_scale: what enters the first layer, in the embedding's dtype."""
+  """Returns the input of the first layer, in the embedding's dtype.
+
+  These are the rows of the tokens, times the config's `embed_scale`.
+  """
   x = jnp.take(embedding, tokens, axis=0)
-  return (
-    x
-    if config.embed_scale == 1
-    else x * jnp.asarray(config.embed_scale, x.dtype)
-  )
+  if config.embed_scale == 1:
+    return x
+  return x * jnp.asarray(config.embed_scale, x.dtype)
 
 
 def output_embedding(params: dict[str, Any]) -> Float[Array, "N E"]:
-  """The matrix of the vocabulary projection: the embedding itself where the two are tied."""
+  """Returns the matrix of the vocabulary projection.
+
+  If the embeddings are tied, this is the embedding.
+  """
   return params.get("unembedding", params["embedding"])
 
 
 def logits(
   params: dict[str, Any], hidden: Float[Array, "B T E"]
 ) -> Float[Array, "B T N"]:
-  """Logits in float32. For sampling and tests: training never holds them whole."""
+  """Returns float32 logits, for sampling and tests.
+
+  Training never has the logits of all tokens in memory.
+  """
+  embedding = output_embedding(params).astype(hidden.dtype)  # [N, E]
   return jnp.einsum(
-    "BTE,NE->BTN",
-    hidden,
-    output_embedding(params).astype(hidden.dtype),
-    preferred_element_type=jnp.float32,
+    "BTE,NE->BTN", hidden, embedding, preferred_element_type=jnp.float32
   )

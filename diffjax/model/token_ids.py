@@ -17,19 +17,19 @@ from diffjax.config import UserError
 def validated_token_ids(
   ids: Sequence[int] | np.ndarray | jax.Array, vocab_size: int, name: str
 ) -> Int[np.ndarray, "T"]:
-  """Returns token ids as int32, after a check of each of them.
+  """Returns token ids as int32, after checking each of them.
 
   A compiled program cannot check them. It would read other rows of the
   embedding, or NaN.
 
   Args:
-    ids: a sequence, or an array of one axis and any integer dtype.
-    vocab_size: N of the model.
-    name: what the ids are, for messages, such as "prompt 0".
+    ids: a sequence, or an array with one axis and any integer dtype.
+    vocab_size: N, the size of the model's vocabulary.
+    name: a name of the ids for error messages, such as "prompt 0".
 
   Raises:
-    UserError: if they are no sequence, or one of them is no integer from 0 to
-      N − 1. It names the first one and its position.
+    UserError: if `ids` is not a sequence, or if an id is not an integer from 0
+      to N − 1. The message has the first such id and its position.
   """
   if isinstance(ids, np.ndarray | jax.Array):
     ids = np.asarray(ids)
@@ -43,13 +43,13 @@ def validated_token_ids(
     raise UserError(f"{name} is {ids!r}: pass a sequence of token ids")
   for position, token in enumerate(ids):
     if not is_integer(token) or not 0 <= token < vocab_size:
-      raise _wrong_id(token, position, vocab_size, name)
+      raise _invalid_id(token, position, vocab_size, name)
   return np.fromiter(map(operator.index, ids), np.int32, len(ids))
 
 
 def is_integer(value: Any) -> bool:
   """Returns True for integers of Python, NumPy and JAX, but not for bools."""
-  if type(value) is int:  # Most values are: they are checked at once.
+  if type(value) is int:  # Fast path for most values.
     return True
   if isinstance(value, bool | np.bool_):
     return False
@@ -65,18 +65,24 @@ def is_integer(value: Any) -> bool:
 def _validated_array(
   ids: Int[np.ndarray, "T"], vocab_size: int, name: str
 ) -> Int[np.ndarray, "T"]:
-  # Compared as Python integers: a large vocabulary size does not fit into small
-  # integer types.
-  if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+  """Returns an array of integers as int32, after checking each of them."""
+  if len(ids) == 0:
+    return ids.astype(np.int32)
+  # Python integers are compared, because a large vocabulary size does not fit
+  # into small integer dtypes.
+  smallest = int(ids.min())
+  largest = int(ids.max())
+  if smallest < 0 or largest >= vocab_size:
     for position, token in enumerate(ids.tolist()):
       if not 0 <= token < vocab_size:
-        raise _wrong_id(token, position, vocab_size, name)
+        raise _invalid_id(token, position, vocab_size, name)
   return ids.astype(np.int32)
 
 
-def _wrong_id(
+def _invalid_id(
   token: Any, position: int, vocab_size: int, name: str
 ) -> UserError:
+  """Returns the error for an id that the model does not have."""
   if isinstance(token, np.generic | jax.Array):
     token = token.tolist()
   return UserError(

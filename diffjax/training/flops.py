@@ -7,8 +7,9 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from diffjax.config import ModelConfig
-from diffjax.model.attention import axis_sizes, parameter_shapes, stacks
-from diffjax.model.decoder import windows
+from diffjax.model.decoder import layer_windows
+from diffjax.model.shapes import axis_sizes, parameter_shapes
+from diffjax.model.stacks import stacks
 from diffjax.parameters import MATRICES, PARAMETERS
 
 # Peak dense bfloat16 FLOP/s of one JAX device, by the start of its `device_kind`; the first that fits counts.
@@ -105,10 +106,9 @@ def parameter_count(model: ModelConfig) -> int:
 
 def _pairs(model: ModelConfig, length: int) -> int:
   """Pairs of a query and a key that it sees, in one row, summed over layers."""
-  sizes, which = windows(model)
   total = 0
-  for number in which:
-    window = min(sizes[number] or length, length)
+  for layer_window in layer_windows(model):
+    window = min(layer_window or length, length)
     before = (
       window * (window + 1) // 2 + (length - window) * window
     )  # with the token itself

@@ -5,7 +5,6 @@ import functools
 import math
 import re
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -245,13 +244,8 @@ def test_a_model_that_is_not_causal_has_no_cache():
 class ScaledAttention(Attention):
   """Softmax attention with its own scale."""
 
-  @nn.compact
-  def __call__(self, x, lambda_init=None, *, window=None, **options):
-    q, k, v = (
-      self._project(x, name, x.shape[-1]) for name in ("query", "key", "value")
-    )
-    heads = self.attention_fn(q, k, v, None, scale=3.0)
-    return self._project(heads, "out", x.shape[-1])
+  def compute_heads(self, q, k, v, lam, mask):
+    return self.attention_fn(q, k, v, None, scale=3.0)
 
 
 def read_all(model, params, length=8):

@@ -14,8 +14,15 @@ import pytest
 
 from diffjax.config import ModelConfig
 from diffjax.model import decoder
-from diffjax.model.attention import lambda_init_schedule, parameter_shapes
-from diffjax.model.decoder import Block, Decoder, lambda_inits, logits
+from diffjax.model.attention import ATTENTION, lambda_init_schedule
+from diffjax.model.decoder import (
+  Block,
+  Decoder,
+  WindowSwitch,
+  lambda_inits,
+  logits,
+)
+from diffjax.model.shapes import axis_sizes, parameter_shapes
 from diffjax.ops.diff_attention import diff_attention
 from tests.parameters import parameters
 from tests.tiers import full
@@ -229,10 +236,28 @@ def test_windows_and_plain_layers_are_those_of_their_layers(remat, layers):
     x, _ = Block(own, jnp.float32, diff_attention).apply(
       {"params": weights}, x, lambda_init_schedule(layer - 1), 0, None, None
     )
-  want = logits(params, decoder.normed(x, params, "final_norm", config))
+  want = logits(params, decoder.apply_norm(params, "final_norm", x, config))
   np.testing.assert_allclose(apply(config, params, ids), want, atol=2e-5)
   every = apply(dataclasses.replace(config, window_pattern="w"), params, ids)
   assert np.abs(every - want).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["softmax", "diff"])
+def test_a_window_that_data_choose_takes_the_place_of_the_layers_own(name):
+  x = jax.random.normal(jax.random.key(0), (2, 9, 16))
+  layer = ATTENTION[name](num_heads=4, num_kv_heads=2, head_dim=4, window=5)
+  params = parameters(layer, x, 0.3)
+  windows = (3, None)
+
+  @jax.jit
+  def chosen(index):
+    switch = WindowSwitch(diff_attention, windows, index)
+    return layer.clone(attention_fn=switch).apply({"params": params}, x, 0.3)
+
+  for index, window in enumerate(windows):
+    want = layer.clone(window=window).apply({"params": params}, x, 0.3)
+    np.testing.assert_allclose(chosen(index), want, rtol=1e-5, atol=1e-6)
+  assert np.abs(chosen(0) - chosen(1)).max() > 1e-2
 
 
 def test_kept_attention_runs_forward_once_whichever_window_it_has():
@@ -402,20 +427,57 @@ def test_a_token_sees_what_the_config_lets_it_see(fields, seen):
   assert np.flatnonzero(influence).tolist() == list(seen)
 
 
-OPTIONS = dict(tie_embeddings=False, projection_biases=True)
+# Every axis has another size, so that the shapes tell which letter it has.
+SIZES = dict(
+  vocab_size=64,
+  num_layers=5,
+  embed_dim=40,
+  num_heads=36,
+  num_kv_heads=6,
+  head_dim=10,
+  value_dim=14,
+  ffn_dim=48,
+)
+
+
+def with_distinct_sizes(name, **fields):
+  """Returns a config of an attention class in which all sizes are different.
+
+  Equal are only the sizes that are equal by definition: V and U, with one map
+  also H and Q, and G and M.
+  """
+  num_noise_heads = 12 if ATTENTION[name].num_maps == 2 else None
+  config = ModelConfig(
+    attention=name, num_noise_heads=num_noise_heads, **SIZES, **fields
+  )
+  sizes = axis_sizes(config)
+  num_equal = 1 if ATTENTION[name].num_maps == 2 else 3
+  assert len(set(sizes.values())) == len(sizes) - num_equal
+  return config
+
+
+OPTIONS = [
+  dict(head_norm=True),
+  dict(head_norm=False, tie_embeddings=False, projection_biases=True),
+  dict(head_norm=True, norm="layer", ffn_activation="poly_norm"),
+  dict(head_norm=True, plain_layers=1, projection_biases=True),
+]
 
 
 @pytest.mark.parametrize(
-  "name, fields",
+  "config",
   [
-    (name, fields)
-    for name in VARIANTS
-    for fields in ({}, OPTIONS, dict(head_norm=True))
+    *VARIANTS.values(),
+    *(
+      with_distinct_sizes(name, **fields)
+      for name in ATTENTION
+      for fields in OPTIONS
+    ),
   ],
-  ids=str,
+  ids=lambda config: config.attention,
 )
-def test_the_table_knows_the_shape_of_every_parameter(name, fields):
-  config = dataclasses.replace(VARIANTS[name], **fields)
+def test_the_table_knows_the_shape_of_every_parameter(config):
+  """The layers state the shapes, and the table of parameters has the axes."""
   made = jax.eval_shape(
     Decoder(config).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
   )["params"]

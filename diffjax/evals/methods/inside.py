@@ -5,6 +5,7 @@ So a measurement of all attention logits or hidden states needs the memory of on
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from diffjax.model.attention import Attention, stacks
-from diffjax.model.decoder import Block, Decoder
+from diffjax.model.attention import Attention, MaskArguments
+from diffjax.model.decoder import Block, Decoder, WindowSwitch
+from diffjax.model.stacks import stacks
 from diffjax.ops.diff_attention.arguments import broadcast_lambda
-from diffjax.ops.diff_attention.mask import Mask, Windows, positions
+from diffjax.ops.diff_attention.mask import Mask, positions
 
 _COLLECTION, _NAME = "metrics", "measured"
 
@@ -38,7 +40,7 @@ class Attended(NamedTuple):
   v: Float[Array, "B S K V"]
   lam: Float[Array, "B T H"] | None
   segment_ids: Int[Array, "B T"] | None
-  window: int | Int[Array, ""] | None = None
+  window: int | None = None
 
 
 def measure(
@@ -63,36 +65,21 @@ def measure(
   Returns:
     "attention" and "hidden": the results, with a leading axis L.
   """
-  layer: Attention | None = None
 
   def intercept(call, args, kwargs, context):
-    nonlocal layer
-    module, outermost = context.module, context.method_name == "__call__"
-    if outermost and isinstance(module, Attention):
-      layer = module
+    module = context.module
+    attends = isinstance(module, Attention) and context.method_name == "attend"
+    if attention is not None and attends:
+      measured = _measure_attention(attention, module, *args)
+      module.sow(_COLLECTION, _NAME, measured)
     out = call(*args, **kwargs)
-    if outermost and isinstance(module, Block) and hidden is not None:
+    ends = isinstance(module, Block) and context.method_name == "__call__"
+    if hidden is not None and ends:
       module.sow(_COLLECTION, _NAME, hidden(out[0]))
     return out
 
-  def attend(q, k, v, lam, **options):
-    if attention is not None:
-      assert layer is not None  # since only layers call attention
-      every = broadcast_lambda(lam, q)
-      window = (
-        options["window"].size
-        if isinstance(options["window"], Windows)
-        else options["window"]
-      )
-      layer.sow(
-        _COLLECTION,
-        _NAME,
-        attention(Attended(q, k, v, every, options["q_segment_ids"], window)),
-      )
-    return model.attention_fn(q, k, v, lam, **options)
-
   with nn.intercept_methods(intercept):
-    _, variables = model.clone(attention_fn=attend).apply(
+    _, variables = model.apply(
       {"params": params},
       batch["tokens"],
       batch.get("segment_ids"),
@@ -113,6 +100,31 @@ def measure(
   if hidden is not None:
     found["hidden"] = together([stack[_NAME][0] for stack in measured])
   return found
+
+
+def _measure_attention(
+  attention: Callable[[Attended], Any],
+  layer: Attention,
+  q: Float[Array, "B T Q G D"],
+  k: Float[Array, "B S K M D"],
+  v: Float[Array, "B S K V"],
+  lam: jax.Array | None,
+  mask: MaskArguments,
+) -> Any:
+  """Returns what `attention` returns for the arguments of `Attention.attend`."""
+
+  def measure_window(q, k, v, lam, *, q_segment_ids, window, **_):
+    lam = broadcast_lambda(lam, q)
+    return attention(Attended(q, k, v, lam, q_segment_ids, window))
+
+  # Where the layers of a scan have different windows, the same switch as for
+  # attention chooses the window. It returns the results.
+  attention_fn: Callable[..., Any] = measure_window
+  if isinstance(layer.attention_fn, WindowSwitch):
+    attention_fn = dataclasses.replace(
+      layer.attention_fn, attention_fn=measure_window
+    )
+  return attention_fn(q, k, v, lam, **mask.keywords())
 
 
 def over_queries(

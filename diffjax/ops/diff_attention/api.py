@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from diffjax.ops.diff_attention import arguments, implementations
 from diffjax.ops.diff_attention.choice import choose
-from diffjax.ops.diff_attention.mask import PER_ROW, Mask, Windows
+from diffjax.ops.diff_attention.mask import PER_ROW, Mask
 from diffjax.ops.diff_attention.ring import ring
 from diffjax.ops.diff_attention.sharded import (
   TOKEN_ORDERS,
@@ -44,7 +44,7 @@ def diff_attention(
   kv_segment_ids: Int[Array, "B S"] | None = None,
   q_offset: int | Int[Array, "B"] = 0,
   causal: bool = True,
-  window: int | None | Windows = None,
+  window: int | None = None,
   scale: float | None = None,
   implementation: str = "auto",
   sharding: NamedSharding | PartitionSpec | None = None,
@@ -85,8 +85,7 @@ def diff_attention(
     causal: whether a query sees only keys up to its own position.
     window: number of keys that a query sees. The query at position p sees the
       keys in (p − window, p], or those with |p − position| < window if `causal`
-      is False. `Windows` selects one of several by data: all are compiled, and
-      one runs.
+      is False.
     scale: factor on q·k. None for 1/√D.
     implementation: "auto" for the fastest one on the backend, "reference",
       "chunked", "two_call", "pallas_tpu", "pallas_gpu" (Hopper), or a
@@ -110,32 +109,6 @@ def diff_attention(
     ValueError: if an argument is invalid, or if the implementation does not
       support the call. The message says which argument, and what to change.
   """
-  if isinstance(window, Windows):
-    of_size = [
-      functools.partial(
-        diff_attention,
-        window=size,
-        causal=causal,
-        scale=scale,
-        implementation=implementation,
-        sharding=sharding,
-        token_order=token_order,
-      )
-      for size in window.sizes
-    ]
-    arrays = dict(
-      q=q,
-      k=k,
-      v=v,
-      lam=lam,
-      q_segment_ids=q_segment_ids,
-      kv_segment_ids=kv_segment_ids,
-    )
-    branches = [
-      lambda arrays, attend=attend: attend(**arrays, q_offset=q_offset)
-      for attend in of_size
-    ]
-    return jax.lax.switch(window.which, branches, arrays)
   _check_shapes(q, k, v)
   lam = arguments.broadcast_lambda(lam, q)  # [B, T, H] or None
   q_segment_ids, kv_segment_ids = _check_segments(

@@ -26,27 +26,6 @@ from diffjax.ops.diff_attention.tiles import (
   minimum,
 )
 
-
-@dataclasses.dataclass(frozen=True)
-class Windows:
-  """A window that is chosen by data, for layers that run as one program.
-
-  Attributes:
-    sizes: the windows there are, as `diff_attention` takes them.
-    which: the number of the chosen one.
-  """
-
-  sizes: tuple[int | None, ...]
-  which: Int[Array, ""]
-
-  @property
-  def size(self) -> Int[Array, ""]:
-    """The chosen one; more than any length for None."""
-    return jnp.array(
-      [1 << 30 if size is None else size for size in self.sizes], jnp.int32
-    )[self.which]
-
-
 # The offset of a mask whose rows of the batch have offsets of their own.
 PER_ROW: Literal["per row"] = "per row"
 

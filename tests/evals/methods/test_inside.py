@@ -89,10 +89,11 @@ def test_it_measures_under_remat_and_leaves_the_model_as_it_was(make_trained):
   np.testing.assert_array_equal(before, after)
 
 
-def test_every_layer_is_measured_with_its_own_window(make_trained):
+@pytest.mark.parametrize("remat", ["none", "full"])  # unrolled, and scanned
+def test_every_layer_is_measured_with_its_own_window(make_trained, remat):
   """A plain layer, then full and windowed ones: the weights of the last query lie on the keys that its layer sees."""
   trained = make_trained(
-    num_layers=4, plain_layers=1, window=3, window_pattern="wf"
+    num_layers=4, plain_layers=1, window=3, window_pattern="wf", remat=remat
   )
   tokens = np.arange(16).reshape(1, 16)
 

@@ -1,0 +1,61 @@
+"""The stacks of equal layers that a decoder consists of."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from diffjax.config import ModelConfig
+from diffjax.model.attention import attention_class
+
+
+def stacks(config: ModelConfig) -> dict[str, ModelConfig]:
+  """Returns the stacks of equal layers in a decoder, the lowest first.
+
+  A decoder with `plain_layers` has a stack of softmax layers below the stack of
+  its own layers. Every other decoder is one stack.
+
+  Returns:
+    The config of each stack, by the name of its parameters: "plain_layers" and
+    "layers", or only "layers".
+
+  Raises:
+    UserError: if the layer class does not support the config.
+  """
+  layer_class = attention_class(config)
+  num_plain_layers = config.plain_layers
+  if num_plain_layers == 0:
+    return {"layers": config}
+
+  window_pattern = _repeat_window_pattern(config)
+  plain_stack = dataclasses.replace(
+    config,
+    attention="softmax",
+    # Values have equal width: a head with V = 2D becomes two heads with V = D.
+    num_heads=config.num_heads * layer_class.value_heads,
+    num_kv_heads=config.num_kv_heads * layer_class.value_heads,
+    num_noise_heads=None,
+    head_norm=False,
+    lambda_init=None,
+    lambda_init_offset=0,
+    num_layers=num_plain_layers,
+    plain_layers=0,
+    window_pattern=window_pattern[:num_plain_layers],
+  )
+  upper_stack = dataclasses.replace(
+    config,
+    # λ_init depends on a layer's number in the decoder, not in its stack.
+    lambda_init_offset=config.lambda_init_offset - num_plain_layers,
+    num_layers=config.num_layers - num_plain_layers,
+    plain_layers=0,
+    window_pattern=window_pattern[num_plain_layers:],
+  )
+  return {"plain_layers": plain_stack, "layers": upper_stack}
+
+
+def _repeat_window_pattern(config: ModelConfig) -> str:
+  """Returns the window pattern, repeated until it covers every layer."""
+  if not config.window_pattern:
+    return ""
+  repeats = math.ceil(config.num_layers / len(config.window_pattern))
+  return config.window_pattern * repeats
