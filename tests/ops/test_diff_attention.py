@@ -195,9 +195,9 @@ def _over_cases(default, more):
 def implementation(request, monkeypatch):
   chosen = IMPLEMENTATIONS[request.param]
   if chosen.small_blocks:  # scans, bands, ragged ends and groups of heads at sizes that compile quickly
-    monkeypatch.setattr(chunked, "_SHORT_BLOCK", 3)
+    monkeypatch.setattr(chunked, "_BLOCK_QUERIES", 3)
     monkeypatch.setattr(chunked, "_MAX_BANDS", 3)
-    monkeypatch.setattr(chunked, "_BLOCK_LOGITS", 64)
+    monkeypatch.setattr(chunked, "_MAX_BLOCK_LOGITS", 64)
   if chosen.name == "pallas_gpu" and jax.__version_info__ < (0, 11, 2):
     pytest.skip(
       "Pallas has no public interpreter of Mosaic GPU kernels before JAX 0.11.2"
@@ -615,11 +615,13 @@ def test_logits_transform_of_reference():
 )
 def test_chunked_skips_what_the_mask_hides(causal, window, share):
   length, block = 4096, 128
-  bands = chunked._bands(Mask(length, length, causal, window), block)
+  bands = chunked._make_bands(Mask(length, length, causal, window), block)
   assert len(bands) <= chunked._MAX_BANDS + 1
-  computed = sum(band.block * band.span * len(band.rows) for band in bands)
+  computed = sum(
+    band.num_queries * band.num_keys * len(band.first_queries) for band in bands
+  )
   assert computed <= share * length**2
-  assert sorted(row for band in bands for row in band.rows) == list(
+  assert sorted(row for band in bands for row in band.first_queries) == list(
     range(0, length, block)
   )
 

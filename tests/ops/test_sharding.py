@@ -117,10 +117,10 @@ def test_per_token_cross_entropy_in_shard_map(mesh):
 )
 def test_attention_in_shard_map(mesh, implementation, monkeypatch):
   monkeypatch.setattr(
-    chunked, "_SHORT_BLOCK", 8
+    chunked, "_BLOCK_QUERIES", 8
   )  # bands and groups of heads, which scan
   monkeypatch.setattr(chunked, "_MAX_BANDS", 2)
-  monkeypatch.setattr(chunked, "_BLOCK_LOGITS", 2000)
+  monkeypatch.setattr(chunked, "_MAX_BLOCK_LOGITS", 2000)
   ids = jnp.broadcast_to(jnp.arange(37) // 10, (4, 37))
   # One λ that all devices share, as the model's is: its gradient is the sum over all of them.
   arguments = (

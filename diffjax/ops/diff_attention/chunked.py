@@ -1,26 +1,57 @@
-"""Differential attention in XLA with memory linear in length, for any backend; the CPU's default.
+"""Differential attention in XLA with memory linear in length.
 
-A block of queries attends to all its visible keys at once, with an ordinary softmax. Blocks run one after the other, so that only one
-block's logits are in memory. Keys that the mask hides from a whole block are never read. Heads are processed in groups if one block of all
-of them would not fit the cache. Per query, key and head, the forward pass takes 4 multiply-adds of d and the backward pass 10 (paper §1),
-as plain attention with the same projections does. A kernel that iterates over keys takes 6 in the forward pass. Here the maps are
-subtracted before the product with V, and δ₂ is a row sum of A₂ ∘ dP, so that O₂ is not needed. A noise map that several signal maps share
-is computed once, and the signal maps of a group are heads of one product.
+This implementation runs on every backend and is the default on CPUs.
+
+A block of queries attends to all its visible keys at once, with an ordinary
+softmax. Blocks run one after the other, so memory holds the logits of only one
+block. Keys that the mask hides from a whole block are never read. If one block
+of all heads does not fit the cache, the heads are processed in groups.
+
+With A₁ and A₂ for the softmax of the signal map and of the noise map, and
+P = A₁ − λA₂, the passes are (paper §1):
+
+  O = P V
+  dP = dO Vᵀ,  dV = Pᵀ dO
+  δ₂ = rowsum(A₂ ∘ dP),  δ₁ = rowsum(dO ∘ O) + λδ₂,  dλ = −δ₂
+  dS₁ = A₁ ∘ (dP − δ₁),  dS₂ = −λA₂ ∘ (dP − δ₂)
+  dQ = scale · dS K,  dK = scale · dSᵀ Q, for each map
+
+Plain attention has one map, and P = A₁.
+
+Per query, key and head, the forward pass takes 4·D multiply-adds and the
+backward pass 10·D. Plain attention with the same projections costs the same.
+Kernels that iterate over keys take 6·D in the forward pass, because they
+compute A₁V and A₂V. Here one product with V is enough. A noise map that several
+signal maps share is computed once.
+
+Axes of arguments and results:
+  B: batch.  T: queries.  S: keys.  D: width of queries and keys.
+  V: width of values.  H: heads, one signal map each.  K: key heads.
+  Q: query groups; the heads of a group share a noise map.
+  G: maps of a group, its signal maps and then its noise map.
+  M: key maps, 2 if noise maps have their own keys, else 1.
+
+Axes inside this module:
+  BK: batch and key heads, merged. In einsum equations it is b.
+  R: heads per key head, H/K. Their queries multiply the same keys.
+  noise_maps: noise maps per key head, Q/K.
+  t, s: the queries and keys of one block.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from diffjax.ops.diff_attention.mask import PER_ROW, Mask, apply, positions
-from diffjax.ops.diff_attention.tiles import EMPTY_ROW_LSE, LOG2E
+from diffjax.ops.diff_attention.tiles import EMPTY_ROW_LSE, LOG2E, Scalar
 from diffjax.ops.diff_attention.vjp import (
   Arrays,
   Implementation,
@@ -31,190 +62,857 @@ from diffjax.ops.diff_attention.vjp import (
 )
 from diffjax.ops.varying import vary_like
 
-# Measured on two CPU cores, lengths 256 to 16,384: 128 rows a block, 256 where rows are long (each block adds to all of dK and dV), and
-# as many heads at once as keep a block's logits, all maps together, within 4 MB.
-_SHORT_BLOCK, _LONG_BLOCK, _LONG = 128, 256, 2048
-_BLOCK_LOGITS = 1 << 20
-# Up to this many query blocks are unrolled, each with its visible keys. Longer sequences are cut into this many bands, and each band is a
-# scan. That bounds the compile time, and adds at most 1/16 to the causal work.
+# The sizes below are the fastest on two CPU cores, for lengths 256 to 16,384.
+
+# Queries of a block. Each block adds to all of dK and dV, so blocks are larger
+# where there are many keys.
+_BLOCK_QUERIES = 128
+_BLOCK_QUERIES_FOR_MANY_KEYS = 256
+_MANY_KEYS = 2048
+
+# Logits of a block, counting all maps: 4 MB in float32.
+_MAX_BLOCK_LOGITS = 1 << 20
+
+# Up to this many blocks are unrolled, and each reads only its visible keys.
+# Longer sequences are cut into this many bands, and each band is a scan. That
+# bounds the compile time, and adds at most 1/16 to the work of a causal mask.
 _MAX_BANDS = 16
 
 
-class _Inputs(NamedTuple):
-  """The arguments with heads leading: N = B·K, and R = H/K heads share a key head."""
+class _NoiseInputs(NamedTuple):
+  """The arguments that only the noise maps have."""
 
-  q: list[
-    jax.Array
-  ]  # of the signal maps [N, R, T, D], and of the noise maps, each of R / (G − 1) heads, if there are such
-  k: list[jax.Array]  # M of [N, S, D]
-  v: jax.Array  # [N, S, V]
-  lam: jax.Array | None  # [N, R, T, 1]
-  q_ids: jax.Array | None  # [N, T]
-  kv_ids: jax.Array | None  # [N, S]
-  offset: jax.Array | None  # [N]
+  queries: Float[Array, "BK noise_maps T D"]
+  keys: Float[Array, "BK S D"] | None  # None: the signal maps' keys
+  lam: Float[Array, "BK R T 1"]
+
+
+class _Inputs(NamedTuple):
+  """The operation's arguments, with batch and key heads in one axis."""
+
+  queries: Float[Array, "BK R T D"]  # of the signal maps
+  keys: Float[Array, "BK S D"]  # of the signal maps, or of all maps
+  values: Float[Array, "BK S V"]
+  noise: _NoiseInputs | None  # None with one map
+  q_ids: Int[Array, "BK T"] | None
+  kv_ids: Int[Array, "BK S"] | None
+  offset: Int[Array, "BK"] | None
+
+
+class _LogSumExps(NamedTuple):
+  """Log-sum-exps of rows; EMPTY_ROW_LSE in a row without visible keys."""
+
+  signal: Float[Array, "BK R T 1"]
+  noise: Float[Array, "BK noise_maps T 1"] | None  # None with one map
+
+
+class _Softmax(NamedTuple):
+  """Softmax maps of a block before the division, A = weights / sums."""
+
+  weights: Float[Array, "BK R t s"]
+  sums: Float[Array, "BK R t 1"]  # 1 in rows without visible keys
+  log_sum_exp: Float[Array, "BK R t 1"]
+
+  def times_values(
+    self, values: Float[Array, "BK s V"]
+  ) -> Float[Array, "BK R t V"]:
+    """Returns A V. Dividing after the product is less work."""
+    return _dot("brts,bsv->brtv", self.weights, values) / self.sums
+
+
+class _Residuals(NamedTuple):
+  """The arrays that the backward pass reads besides the inputs."""
+
+  log_sum_exps: _LogSumExps
+  delta: Float[Array, "BK R T 1"]  # rowsum(dO ∘ O) = δ₁ − λδ₂
+  delta_2: Float[Array, "BK R T 1"] | None  # None: computed from A₂ and dP
+  d_out: Float[Array, "BK R T V"]
+
+
+class _BackwardArrays(NamedTuple):
+  """All arrays that the backward pass of a block reads.
+
+  dK and dV grow as [BK, D, S] from queries and dO with the tokens last. That is
+  a product of two row-major matrices. The natural product [S, T]·[T, D] reads
+  the large matrix across its rows. On CPU, it took two to ten times as long.
+  """
+
+  inputs: _Inputs
+  residuals: _Residuals
+  transposed_queries: Float[Array, "BK D R T"]
+  transposed_noise_queries: Float[Array, "BK D noise_maps T"] | None
+  transposed_d_out: Float[Array, "BK V R T"]
+
+
+class _KeyGradients(NamedTuple):
+  """Gradients of keys and values. Every block adds to them."""
+
+  keys: Float[Array, "BK D S"]  # of the signal maps, or of all maps
+  noise_keys: Float[Array, "BK D S"] | None  # None without keys of their own
+  values: Float[Array, "BK V S"]
+
+
+class _QueryGradients(NamedTuple):
+  """Gradients that belong to the queries of one block, or of all blocks."""
+
+  queries: Float[Array, "BK R t D"]
+  noise_queries: Float[Array, "BK noise_maps t D"] | None  # None with one map
+  lam: Float[Array, "BK R t 1"] | None  # None with one map
 
 
 class _Band(NamedTuple):
-  """Consecutive query blocks that read equally many keys."""
+  """Consecutive blocks of equally many queries that read equally many keys."""
 
-  block: int  # rows of a block
-  span: int  # keys that a block reads
-  rows: list[int]  # each block's first row
-  keys: list[int]  # each block's first key
+  num_queries: int
+  num_keys: int
+  first_queries: list[int]  # of each block
+  first_keys: list[int]  # of each block
 
 
-def _forward(
-  arrays: Arrays, mask: Mask, options: Options, is_partial: bool = False
-) -> Any:
-  """The output [B, T, H, V] and the log-sum-exps [N, R, T, 1] of signal maps, and of noise maps likewise."""
-  inputs = _lead_with_heads(arrays)
-  num_groups, block = _tile(inputs)
-  group = functools.partial(
-    _forward_group, mask, options, is_partial, _bands(mask, block)
-  )
-  out, lse = _map_groups(group, num_groups, inputs)
-  if is_partial:
-    heads = lambda x: x.reshape(
-      arrays.q.shape[0], arrays.q.shape[2], *x.shape[2:]
-    )  # of groups of two maps at most
-    out, out2 = (*map(heads, out), None)[:2]
-    return Saved(
-      out, out2, jnp.stack([heads(x)[..., 0] for x in lse], axis=2) * LOG2E
+class _Block(NamedTuple):
+  """The queries of a block, and the keys that it reads."""
+
+  first_query: Scalar  # traced inside a scan
+  num_queries: int
+  first_key: Scalar  # traced inside a scan
+  num_keys: int
+
+  def slice_queries(self, x: Array, axis: int = 2) -> Array:
+    """Returns this block's queries, for example of [BK, R, T, D]."""
+    return lax.dynamic_slice_in_dim(x, self.first_query, self.num_queries, axis)
+
+  def slice_keys(self, x: Array, axis: int = 1) -> Array:
+    """Returns this block's keys, for example of [BK, S, D]."""
+    return lax.dynamic_slice_in_dim(x, self.first_key, self.num_keys, axis)
+
+  def add_to_keys(
+    self, total: Float[Array, "BK X S"], part: Float[Array, "BK X s"]
+  ) -> Float[Array, "BK X S"]:
+    """Returns the total with a part added at this block's keys."""
+    updated = self.slice_keys(total, axis=2) + part
+    return lax.dynamic_update_slice_in_dim(
+      total, updated, self.first_key, axis=2
     )
-  return Saved(
-    _tokens_first(out, arrays.q.shape[0]).astype(arrays.q.dtype), lse=lse
-  )
 
 
-def _forward_group(
-  mask: Mask,
-  options: Options,
-  is_partial: bool,
-  bands: list[_Band],
-  inputs: _Inputs,
-):
-  def step(band: _Band, arrays, carry, row, key):
-    (inputs,) = arrays
-    visible = _visible(mask, band, inputs, row, key)
-    weights, sums, lses = [], [], []
-    for q, k in zip(inputs.q, _per_map(inputs), strict=True):
-      logits = apply(
-        visible,
-        _logits(
-          _rows(q, row, band.block), _keys(k, key, band.span), options.scale
-        ),
-      )
-      peak = jnp.max(logits, axis=-1, keepdims=True)
-      peak = jnp.where(
-        peak == -jnp.inf, 0, peak
-      )  # an empty row: exp(−∞ − 0) is 0 where exp(−∞ + ∞) is NaN
-      weight = jnp.exp(logits - peak)
-      total = jnp.sum(weight, axis=-1, keepdims=True)
-      empty = total == 0
-      total = jnp.where(empty, 1, total)
-      lses.append(jnp.where(empty, EMPTY_ROW_LSE, peak + jnp.log(total)))
-      weights.append(weight)
-      sums.append(total)
-    values = _keys(inputs.v, key, band.span)
-    if is_partial:
-      return carry, (
-        [
-          _dot("nrts,nsv->nrtv", weight, values) / total
-          for weight, total in zip(weights, sums, strict=True)
-        ],
-        lses,
-      )
-    combined = weights[0]
-    if (
-      inputs.lam is not None
-    ):  # O = (A₁ − λA₂)V with the first map's division left for after the product
-      noise, total = (
-        _for_heads(x, combined.shape[1]) for x in (weights[1], sums[1])
-      )
-      combined = (
-        combined
-        - (_rows(inputs.lam, row, band.block) * sums[0] / total) * noise
-      )
-    return carry, (_dot("nrts,nsv->nrtv", combined, values) / sums[0], lses)
+def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
+  """Returns the output [B, T, H, V] and its `_LogSumExps`."""
+  inputs = _merge_batch_and_key_heads(arrays)
+  forward_block = functools.partial(_forward_block, mask, options.scale)
+  out, log_sum_exps = _map_blocks(forward_block, inputs, mask)
+  out = _tokens_first(out, batch=arrays.q.shape[0])
+  return Saved(out.astype(arrays.q.dtype), lse=log_sum_exps)
 
-  return _walk(bands, step, (inputs,), ())[1]
+
+def _forward_block(
+  mask: Mask, scale: float, block: _Block, inputs: _Inputs
+) -> tuple[Float[Array, "BK R t V"], _LogSumExps]:
+  """Returns O and the log-sum-exps of a block."""
+  signal, noise = _softmax_maps(mask, scale, block, inputs)
+  values = block.slice_keys(inputs.values)
+  if noise is None:
+    return signal.times_values(values), _LogSumExps(signal.log_sum_exp, None)
+
+  assert inputs.noise is not None
+  lam = block.slice_queries(inputs.noise.lam)
+  out = _subtract_noise(signal, noise, lam).times_values(values)
+  return out, _LogSumExps(signal.log_sum_exp, noise.log_sum_exp)
+
+
+def _softmax_maps(
+  mask: Mask, scale: float, block: _Block, inputs: _Inputs
+) -> tuple[_Softmax, _Softmax | None]:
+  """Returns the signal maps and the noise maps of a block, None without."""
+  visible = _visible(mask, block, inputs)
+  queries = block.slice_queries(inputs.queries)  # [BK, R, t, D]
+  keys = block.slice_keys(inputs.keys)  # [BK, s, D]
+  signal = _softmax(_masked_logits(queries, keys, scale, visible))
+  if inputs.noise is None:
+    return signal, None
+
+  noise_queries = block.slice_queries(inputs.noise.queries)
+  if inputs.noise.keys is not None:
+    keys = block.slice_keys(inputs.noise.keys)
+  noise = _softmax(_masked_logits(noise_queries, keys, scale, visible))
+  return signal, noise
+
+
+def _subtract_noise(
+  signal: _Softmax, noise: _Softmax, lam: Float[Array, "BK R t 1"]
+) -> _Softmax:
+  """Returns A₁ − λA₂ as (weights₁ − λ·sums₁/sums₂·weights₂) / sums₁."""
+  num_heads = signal.weights.shape[1]
+  noise_weights = _repeat_noise(noise.weights, num_heads)
+  noise_sums = _repeat_noise(noise.sums, num_heads)
+  factor = lam * signal.sums / noise_sums
+  return signal._replace(weights=signal.weights - factor * noise_weights)
+
+
+def _masked_logits(
+  queries: Float[Array, "BK R t D"],
+  keys: Float[Array, "BK s D"],
+  scale: float,
+  visible: Bool[Array, "Z 1 t s"] | None,
+) -> Float[Array, "BK R t s"]:
+  """Returns scale · q·k, and −∞ for hidden keys."""
+  return apply(visible, _inner_products(queries, keys) * scale)
+
+
+def _softmax(logits: Float[Array, "BK R t s"]) -> _Softmax:
+  """Returns the softmax of logits, which are −∞ for hidden keys."""
+  maximum = jnp.max(logits, axis=-1, keepdims=True)
+  # In a row without visible keys the maximum is −∞, and −∞ − (−∞) is NaN.
+  maximum = jnp.where(maximum == -jnp.inf, 0, maximum)
+  weights = jnp.exp(logits - maximum)
+  sums = jnp.sum(weights, axis=-1, keepdims=True)
+
+  # In such a row all weights are 0. Dividing by 1 gives an output of 0. In the
+  # backward pass, exp(logits − EMPTY_ROW_LSE) gives weights of 0 again.
+  is_empty = sums == 0
+  sums = jnp.where(is_empty, 1, sums)
+  log_sum_exp = jnp.where(is_empty, EMPTY_ROW_LSE, maximum + jnp.log(sums))
+  return _Softmax(weights, sums, log_sum_exp)
 
 
 def _backward(
   arrays: Arrays,
   mask: Mask,
   options: Options,
-  saved: Any,
-  d_out,
-  is_partial: bool = False,
-):
-  """Gradients of q, k, v and λ (None without λ); paper §1."""
-  q, k, v, lam = arrays[:4]
-  batch, num_kv_heads, scale = q.shape[0], k.shape[2], options.scale
-  dtype = jnp.promote_types(jnp.float32, q.dtype)
-  inputs, lse, delta_2 = _lead_with_heads(arrays), saved.lse, None
-  if is_partial:  # δ₂ is a sum over all keys, which are not here
-    tokens_first = lambda x: jnp.swapaxes(x, 1, 2)
-    lse = [
-      _heads_first(tokens_first(saved.lse[:, :, g])[..., None], num_kv_heads)
-      / LOG2E
-      for g in range(q.shape[3])
-    ]
-    saved = saved._replace(out=tokens_first(saved.out))
-    if lam is not None:
-      row_sums = jnp.sum(
-        d_out.astype(dtype) * tokens_first(saved.out2).astype(dtype),
-        axis=-1,
-        keepdims=True,
-      )
-      delta_2 = _heads_first(row_sums, num_kv_heads)
-  # rowsum(dO ∘ O) = δ₁ − λδ₂
-  delta = _heads_first(
-    jnp.sum(
-      d_out.astype(dtype) * saved.out.astype(dtype), axis=-1, keepdims=True
-    ),
-    num_kv_heads,
+  saved: Saved,
+  d_out: Float[Array, "B T H V"],
+) -> tuple[Array, Array, Array, Array | None]:
+  """Returns the gradients of q, k, v and λ (None without λ)."""
+  num_kv_heads = arrays.k.shape[2]
+  delta = _row_products(d_out, saved.out)  # [B, T, H, 1]
+  residuals = _Residuals(
+    log_sum_exps=saved.lse,
+    delta=_heads_first(delta, num_kv_heads),
+    delta_2=None,
+    d_out=_heads_first(d_out, num_kv_heads),
   )
-  num_groups, block = _tile(inputs)
-  group = functools.partial(_backward_group, mask, scale, _bands(mask, block))
-  (d_k, d_v), (d_q, d_lam) = _map_groups(
-    group,
-    num_groups,
+  d_q, d_k, d_v, d_lam = _backward_blocks(
+    arrays, residuals, mask, options.scale
+  )
+  dtype = arrays.q.dtype
+  return d_q.astype(dtype), d_k.astype(dtype), d_v.astype(dtype), d_lam
+
+
+def _backward_blocks(
+  arrays: Arrays, residuals: _Residuals, mask: Mask, scale: float
+) -> tuple[
+  Float[Array, "B T Q G D"],
+  Float[Array, "B S K M D"],
+  Float[Array, "B S K V"],
+  Float[Array, "B T H"] | None,
+]:
+  """Returns the gradients of q, k, v and λ, in at least float32."""
+  inputs = _merge_batch_and_key_heads(arrays)
+  num_groups, block_queries = _tile_sizes(inputs)
+  bands = _make_bands(mask, block_queries)
+  backward_group = functools.partial(_backward_group, mask, scale, bands)
+  d_keys, d_queries = _map_groups(backward_group, num_groups, inputs, residuals)
+
+  # The logits are scale · q·k. The blocks leave out this factor, and the sums
+  # over all blocks are multiplied by it once.
+  batch, _, num_query_groups = arrays.q.shape[:3]
+  signal_d_q = d_queries.queries * scale
+  d_q = _split_query_groups(signal_d_q, batch, num_query_groups)
+  if d_queries.noise_queries is not None:
+    noise_d_q = d_queries.noise_queries * scale
+    noise_d_q = _split_query_groups(noise_d_q, batch, num_query_groups)
+    d_q = jnp.concatenate([d_q, noise_d_q], axis=3)
+
+  d_k_maps = [_keys_first(d_keys.keys * scale, batch)]
+  if d_keys.noise_keys is not None:
+    d_k_maps.append(_keys_first(d_keys.noise_keys * scale, batch))
+  d_k = jnp.stack(d_k_maps, axis=3)
+  d_v = _keys_first(d_keys.values, batch)
+  d_lam = None
+  if arrays.lam is not None:
+    assert d_queries.lam is not None
+    d_lam = _tokens_first(d_queries.lam, batch)[..., 0]
+    d_lam = d_lam.astype(arrays.lam.dtype)
+  return d_q, d_k, d_v, d_lam
+
+
+def _backward_group(
+  mask: Mask,
+  scale: float,
+  bands: list[_Band],
+  inputs: _Inputs,
+  residuals: _Residuals,
+) -> tuple[_KeyGradients, _QueryGradients]:
+  """Returns the gradients of one group of heads, without the factor `scale`."""
+  transposed_noise_queries = None
+  backward_block = functools.partial(_backward_one_map, mask, scale)
+  if inputs.noise is not None:
+    transposed_noise_queries = _tokens_last(inputs.noise.queries)
+    backward_block = functools.partial(_backward_two_maps, mask, scale)
+  arrays = _BackwardArrays(
     inputs,
-    lse,
-    delta,
-    delta_2,
-    _heads_first(d_out, num_kv_heads),
+    residuals,
+    transposed_queries=_tokens_last(inputs.queries),
+    transposed_noise_queries=transposed_noise_queries,
+    transposed_d_out=_tokens_last(residuals.d_out),
   )
-  result = dtype if is_partial else q.dtype
-  by_group = lambda x: _tokens_first(x * scale, batch).reshape(
-    *q.shape[:3], -1, q.shape[4]
+  initial_d_keys = _zero_key_gradients(inputs, residuals.delta.dtype)
+  return _loop_over_bands(bands, backward_block, arrays, initial_d_keys)
+
+
+def _backward_one_map(
+  mask: Mask,
+  scale: float,
+  block: _Block,
+  arrays: _BackwardArrays,
+  d_keys: _KeyGradients,
+) -> tuple[_KeyGradients, _QueryGradients]:
+  """Returns d_keys plus the block's dK and dV, and the block's dQ."""
+  inputs = arrays.inputs
+  residuals = arrays.residuals
+  queries = block.slice_queries(inputs.queries)  # [BK, R, t, D]
+  keys = block.slice_keys(inputs.keys)  # [BK, s, D]
+  values = block.slice_keys(inputs.values)  # [BK, s, V]
+  d_out = block.slice_queries(residuals.d_out)  # [BK, R, t, V]
+  delta = block.slice_queries(residuals.delta)  # [BK, R, t, 1]
+  lse = block.slice_queries(residuals.log_sum_exps.signal)  # [BK, R, t, 1]
+
+  visible = _visible(mask, block, inputs)
+  logits = _masked_logits(queries, keys, scale, visible)
+  weights = jnp.exp(logits - lse)  # A: [BK, R, t, s]
+  d_weights = _inner_products(d_out, values)  # dP = dO Vᵀ
+  d_logits = weights * (d_weights - delta)  # dS = A ∘ (dP − δ)
+
+  d_queries = _dot("brts,bsd->brtd", d_logits, keys)
+  d_k = _key_gradient(block, arrays.transposed_queries, d_logits)
+  d_v = _key_gradient(block, arrays.transposed_d_out, weights)
+  d_keys = _KeyGradients(
+    keys=block.add_to_keys(d_keys.keys, d_k),
+    noise_keys=None,
+    values=block.add_to_keys(d_keys.values, d_v),
   )
-  d_q = jnp.concatenate([by_group(x) for x in d_q], axis=3).astype(result)
-  d_k = jnp.stack([_keys_first(x * scale, batch) for x in d_k], axis=3).astype(
-    result
+  return d_keys, _QueryGradients(d_queries, noise_queries=None, lam=None)
+
+
+def _backward_two_maps(
+  mask: Mask,
+  scale: float,
+  block: _Block,
+  arrays: _BackwardArrays,
+  d_keys: _KeyGradients,
+) -> tuple[_KeyGradients, _QueryGradients]:
+  """Returns d_keys plus the block's dK and dV, and the block's dQ and dλ."""
+  inputs = arrays.inputs
+  residuals = arrays.residuals
+  assert inputs.noise is not None
+  assert arrays.transposed_noise_queries is not None
+  assert residuals.log_sum_exps.noise is not None
+  queries = block.slice_queries(inputs.queries)  # [BK, R, t, D]
+  noise_queries = block.slice_queries(inputs.noise.queries)
+  keys = block.slice_keys(inputs.keys)  # [BK, s, D]
+  noise_keys = keys
+  if inputs.noise.keys is not None:
+    noise_keys = block.slice_keys(inputs.noise.keys)
+  values = block.slice_keys(inputs.values)  # [BK, s, V]
+  lam = block.slice_queries(inputs.noise.lam)  # [BK, R, t, 1]
+  d_out = block.slice_queries(residuals.d_out)  # [BK, R, t, V]
+  lse = block.slice_queries(residuals.log_sum_exps.signal)
+  noise_lse = block.slice_queries(residuals.log_sum_exps.noise)
+
+  # Both maps, A₁ and A₂: [BK, R, t, s].
+  visible = _visible(mask, block, inputs)
+  signal_logits = _masked_logits(queries, keys, scale, visible)
+  signal = jnp.exp(signal_logits - lse)
+  noise_logits = _masked_logits(noise_queries, noise_keys, scale, visible)
+  noise = jnp.exp(noise_logits - noise_lse)
+  num_noise_maps = noise.shape[1]
+  noise = _repeat_noise(noise, num_heads=signal.shape[1])
+
+  # The row sums δ₁ and δ₂: [BK, R, t, 1].
+  d_weights = _inner_products(d_out, values)  # dP = dO Vᵀ: [BK, R, t, s]
+  if residuals.delta_2 is None:
+    delta_2 = _row_sums(noise * d_weights)
+  else:
+    delta_2 = block.slice_queries(residuals.delta_2)
+  delta_1 = block.slice_queries(residuals.delta) + lam * delta_2
+
+  # Gradients of the logits, dS₁ and dS₂. A noise map gets the sum over the
+  # heads that share it.
+  d_signal_logits = signal * (d_weights - delta_1)
+  d_noise_logits = -lam * noise * (d_weights - delta_2)
+  d_noise_logits = _sum_over_heads(d_noise_logits, num_noise_maps)
+
+  d_queries = _QueryGradients(
+    queries=_dot("brts,bsd->brtd", d_signal_logits, keys),
+    noise_queries=_dot("brts,bsd->brtd", d_noise_logits, noise_keys),
+    lam=-delta_2,
   )
-  d_v = _keys_first(d_v, batch).astype(result)
-  return (
-    d_q,
-    d_k,
-    d_v,
-    None
-    if lam is None
-    else _tokens_first(d_lam, batch)[..., 0].astype(lam.dtype),
+
+  d_k = _key_gradient(block, arrays.transposed_queries, d_signal_logits)
+  noise_d_k = _key_gradient(
+    block, arrays.transposed_noise_queries, d_noise_logits
   )
+  total_d_k = block.add_to_keys(d_keys.keys, d_k)
+  total_noise_d_k = d_keys.noise_keys
+  if total_noise_d_k is None:
+    # The maps share their keys, and so the gradient.
+    total_d_k = block.add_to_keys(total_d_k, noise_d_k)
+  else:
+    total_noise_d_k = block.add_to_keys(total_noise_d_k, noise_d_k)
+  weights = signal - lam * noise  # P = A₁ − λA₂
+  d_v = _key_gradient(block, arrays.transposed_d_out, weights)
+  total_d_v = block.add_to_keys(d_keys.values, d_v)
+  return _KeyGradients(total_d_k, total_noise_d_k, total_d_v), d_queries
+
+
+def _key_gradient(
+  block: _Block,
+  transposed: Float[Array, "BK X R T"],
+  d_logits: Float[Array, "BK R t s"],
+) -> Float[Array, "BK X s"]:
+  """Returns dSᵀ Q of a block with the keys last, or Pᵀ dO for values."""
+  transposed = block.slice_queries(transposed, axis=3)
+  return _dot("bxrt,brts->bxs", transposed, d_logits)
+
+
+def _zero_key_gradients(inputs: _Inputs, dtype: Any) -> _KeyGradients:
+  """Returns the gradients before the first block."""
+  noise_keys = None
+  if inputs.noise is not None and inputs.noise.keys is not None:
+    noise_keys = _zero_transposed(inputs.noise.keys, dtype)
+  return _KeyGradients(
+    keys=_zero_transposed(inputs.keys, dtype),
+    noise_keys=noise_keys,
+    values=_zero_transposed(inputs.values, dtype),
+  )
+
+
+def _zero_transposed(
+  x: Float[Array, "BK S X"], dtype: Any
+) -> Float[Array, "BK X S"]:
+  """Returns zeros in the shape of the transposed x."""
+  batch, length, width = x.shape
+  zeros = jnp.zeros((batch, width, length), dtype)
+  # Inside shard_map, JAX requires that the first carry of a scan varies over
+  # the same mesh axes as the next one.
+  return vary_like(zeros, x)
 
 
 def _forward_partial(
   arrays: Arrays, mask: Mask, options: Options
 ) -> PartialResult:
-  return PartialResult(*_forward(arrays, mask, options, is_partial=True))
+  """Returns A₁V, A₂V and the log-sum-exps for some of a query's keys.
+
+  `ring` calls this function for the keys of each device and merges the results.
+  Each map has its own sums over keys, so A₁V and A₂V stay separate.
+  """
+  batch, length, num_heads = arrays.q.shape[:3]
+
+  def split_batch(x: Float[Array, "BK R T X"]) -> Float[Array, "B H T X"]:
+    # This fits the noise maps too: `ring` gives each head its own.
+    return x.reshape(batch, num_heads, length, x.shape[-1])
+
+  inputs = _merge_batch_and_key_heads(arrays)
+  forward_block = functools.partial(_forward_partial_block, mask, options.scale)
+  signal_out, noise_out, log_sum_exps = _map_blocks(forward_block, inputs, mask)
+  lse_maps = [split_batch(log_sum_exps.signal)[..., 0]]
+  if noise_out is not None:
+    noise_out = split_batch(noise_out)
+    lse_maps.append(split_batch(log_sum_exps.noise)[..., 0])
+  # Partial results have base 2, because the Pallas kernels compute with exp2.
+  lse = jnp.stack(lse_maps, axis=2) * LOG2E  # [B, H, G, T]
+  return PartialResult(split_batch(signal_out), noise_out, lse)
+
+
+def _forward_partial_block(
+  mask: Mask, scale: float, block: _Block, inputs: _Inputs
+) -> tuple[Array, Array | None, _LogSumExps]:
+  """Returns A₁V, A₂V (None with one map) and the log-sum-exps of a block."""
+  signal, noise = _softmax_maps(mask, scale, block, inputs)
+  values = block.slice_keys(inputs.values)
+  signal_out = signal.times_values(values)  # [BK, R, t, V]
+  if noise is None:
+    return signal_out, None, _LogSumExps(signal.log_sum_exp, None)
+  noise_out = noise.times_values(values)  # [BK, R, t, V]
+  log_sum_exps = _LogSumExps(signal.log_sum_exp, noise.log_sum_exp)
+  return signal_out, noise_out, log_sum_exps
 
 
 def _backward_partial(
-  arrays: Arrays, mask: Mask, options: Options, result: PartialResult, d_out
-):
-  return _backward(arrays, mask, options, result, d_out, is_partial=True)[:3]
+  arrays: Arrays,
+  mask: Mask,
+  options: Options,
+  result: PartialResult,
+  d_out: Float[Array, "B T H V"],
+) -> tuple[Array, Array, Array]:
+  """Returns what some of the keys add to the gradients of q, k and v.
+
+  `result` is the result for all keys. `ring` adds up the gradients of several
+  calls in float32, so they are not rounded to the dtype of q.
+  """
+  num_kv_heads = arrays.k.shape[2]
+  out = jnp.swapaxes(result.out, 1, 2)  # [B, T, H, V]
+  delta = _row_products(d_out, out)
+  noise_lse = None
+  delta_2 = None
+  if result.out2 is not None:
+    noise_lse = _natural_lse(result.lse[:, :, 1], num_kv_heads)
+    # rowsum(A₂ ∘ dP) needs all keys, but only some are on this device. It
+    # equals rowsum(dO ∘ A₂V), and A₂V of the result is a sum over all keys.
+    noise_out = jnp.swapaxes(result.out2, 1, 2)  # [B, T, H, V]
+    delta_2 = _heads_first(_row_products(d_out, noise_out), num_kv_heads)
+  signal_lse = _natural_lse(result.lse[:, :, 0], num_kv_heads)
+  residuals = _Residuals(
+    log_sum_exps=_LogSumExps(signal_lse, noise_lse),
+    delta=_heads_first(delta, num_kv_heads),
+    delta_2=delta_2,
+    d_out=_heads_first(d_out, num_kv_heads),
+  )
+  d_q, d_k, d_v, _ = _backward_blocks(arrays, residuals, mask, options.scale)
+  return d_q, d_k, d_v
+
+
+def _natural_lse(
+  lse: Float[Array, "B H T"], num_kv_heads: int
+) -> Float[Array, "BK R T 1"]:
+  """Returns log-sum-exps of base 2 in base e."""
+  lse = jnp.swapaxes(lse, 1, 2)  # [B, T, H]
+  return _heads_first(lse[..., None], num_kv_heads) / LOG2E
+
+
+def _map_blocks(
+  forward_block: Callable[[_Block, _Inputs], Any], inputs: _Inputs, mask: Mask
+) -> Any:
+  """Returns the outputs [BK, R, T, X] of forward_block(block, inputs)."""
+  num_groups, block_queries = _tile_sizes(inputs)
+  bands = _make_bands(mask, block_queries)
+
+  def step(block: _Block, inputs: _Inputs, carry: tuple[()]) -> Any:
+    return carry, forward_block(block, inputs)
+
+  def forward_group(inputs: _Inputs) -> Any:
+    _, outputs = _loop_over_bands(bands, step, inputs, carry=())
+    return outputs
+
+  return _map_groups(forward_group, num_groups, inputs)
+
+
+def _map_groups(function: Callable, num_groups: int, *arrays: Any) -> Any:
+  """Returns function(*arrays), computed for one group of heads at a time."""
+  if num_groups == 1:
+    return function(*arrays)
+
+  def split(x: Float[Array, "BK *axes"]) -> Float[Array, "groups heads *axes"]:
+    return x.reshape(num_groups, -1, *x.shape[1:])
+
+  def join(x: Float[Array, "groups heads *axes"]) -> Float[Array, "BK *axes"]:
+    return x.reshape(-1, *x.shape[2:])
+
+  def compute_group(arrays: Any) -> Any:
+    return function(*arrays)
+
+  outputs = lax.map(compute_group, jax.tree.map(split, arrays))
+  return jax.tree.map(join, outputs)
+
+
+def _loop_over_bands(
+  bands: list[_Band], step: Callable, arrays: Any, carry: Any
+) -> tuple[Any, Any]:
+  """Calls carry, output = step(block, arrays, carry) for all blocks in order.
+
+  Returns:
+    The last carry, and the outputs [BK, R, t, X] of all blocks, joined along t.
+  """
+  outputs: list[Any] = []
+  for band in bands:
+    if outputs:
+      # Without this barrier XLA may interleave the unrolled blocks, and the
+      # logits of all of them would be in memory at the same time.
+      arrays, carry, outputs[-1] = lax.optimization_barrier(
+        (arrays, carry, outputs[-1])
+      )
+    carry, output = _loop_over_blocks(band, step, arrays, carry)
+    outputs.append(output)
+
+  def join(*parts: Float[Array, "BK R t X"]) -> Float[Array, "BK R T X"]:
+    return jnp.concatenate(parts, axis=2)
+
+  return carry, jax.tree.map(join, *outputs)
+
+
+def _loop_over_blocks(
+  band: _Band, step: Callable, arrays: Any, carry: Any
+) -> tuple[Any, Any]:
+  """Does the same for the blocks of one band, in a scan if it has several."""
+
+  def scan_step(carry: Any, starts: tuple[Any, Any]) -> tuple[Any, Any]:
+    first_query, first_key = starts
+    block = _Block(first_query, band.num_queries, first_key, band.num_keys)
+    return step(block, arrays, carry)
+
+  if len(band.first_queries) == 1:
+    return scan_step(carry, (band.first_queries[0], band.first_keys[0]))
+
+  def join(x: Float[Array, "blocks BK R t X"]) -> Float[Array, "BK R T X"]:
+    _, batch, num_heads, _, width = x.shape
+    return jnp.moveaxis(x, 0, 2).reshape(batch, num_heads, -1, width)
+
+  first_queries = jnp.array(band.first_queries, jnp.int32)
+  first_keys = jnp.array(band.first_keys, jnp.int32)
+  carry, outputs = lax.scan(scan_step, carry, (first_queries, first_keys))
+  return carry, jax.tree.map(join, outputs)
+
+
+def _make_bands(mask: Mask, block_queries: int) -> list[_Band]:
+  """Returns all blocks of `block_queries` queries, in bands.
+
+  The last block may be shorter. Then it is a band of its own.
+  """
+  blocks = []
+  for first_query in range(0, mask.q_length, block_queries):
+    num_queries = min(block_queries, mask.q_length - first_query)
+    first_key, num_keys = _visible_keys(mask, first_query, num_queries)
+    blocks.append(_Block(first_query, num_queries, first_key, num_keys))
+
+  key_ranges = {(block.first_key, block.num_keys) for block in blocks}
+  if len(key_ranges) == 1:
+    # All blocks read the same keys, so several bands would save no work.
+    blocks_per_band = len(blocks)
+  else:
+    blocks_per_band = math.ceil(len(blocks) / _MAX_BANDS)
+
+  num_full_blocks = mask.q_length // block_queries
+  full_blocks = blocks[:num_full_blocks]
+  bands = []
+  for start in range(0, num_full_blocks, blocks_per_band):
+    stop = start + blocks_per_band
+    bands.append(_make_band(full_blocks[start:stop], mask))
+  if num_full_blocks < len(blocks):
+    bands.append(_make_band(blocks[-1:], mask))
+  return bands
+
+
+def _visible_keys(
+  mask: Mask, first_query: int, num_queries: int
+) -> tuple[int, int]:
+  """Returns the first key that a block reads, and the number of its keys."""
+  if mask.offset == PER_ROW:
+    # The positions of the queries are data, so any key may be visible.
+    return 0, mask.kv_length
+  first_position = mask.offset + first_query
+  last_position = first_position + num_queries - 1
+  first_key, last_key = mask.keys_of(first_position, last_position)
+  if first_key > last_key:
+    # No key is visible. The block reads one key, which the mask hides.
+    last_key = max(last_key, 0)
+    first_key = last_key
+  return first_key, last_key - first_key + 1
+
+
+def _make_band(blocks: list[_Block], mask: Mask) -> _Band:
+  """Returns blocks of equally many queries as a band."""
+  # All blocks read as many keys as the block with the most visible keys. A
+  # block that would read past the last key starts earlier.
+  num_keys = max(block.num_keys for block in blocks)
+  last_start = mask.kv_length - num_keys
+  return _Band(
+    num_queries=blocks[0].num_queries,
+    num_keys=num_keys,
+    first_queries=[block.first_query for block in blocks],
+    first_keys=[min(block.first_key, last_start) for block in blocks],
+  )
+
+
+def _tile_sizes(inputs: _Inputs) -> tuple[int, int]:
+  """Returns the number of groups of heads, and the queries of a block."""
+  num_heads, maps_per_head, q_length, _ = inputs.queries.shape
+  if inputs.noise is not None:
+    maps_per_head += inputs.noise.queries.shape[1]
+  kv_length = inputs.values.shape[1]
+  block_queries = _BLOCK_QUERIES
+  if kv_length > _MANY_KEYS:
+    block_queries = _BLOCK_QUERIES_FOR_MANY_KEYS
+  block_queries = min(block_queries, q_length)
+
+  # The largest groups that fit, of equally many heads, at least one.
+  logits_per_head = maps_per_head * block_queries * kv_length
+  heads_per_group = min(num_heads, _MAX_BLOCK_LOGITS // logits_per_head)
+  heads_per_group = max(heads_per_group, 1)
+  while num_heads % heads_per_group != 0:
+    heads_per_group -= 1
+  return num_heads // heads_per_group, block_queries
+
+
+def _merge_batch_and_key_heads(arrays: Arrays) -> _Inputs:
+  """Returns the arguments with signal and noise maps separated.
+
+  In q, the last map of a group is its noise map. In k, the first map belongs to
+  all signal maps, and the second, if there is one, to the noise maps.
+  """
+  num_kv_heads, num_key_maps = arrays.k.shape[2:4]
+  signal_queries = arrays.q
+  noise = None
+  if arrays.lam is not None:
+    signal_queries = arrays.q[:, :, :, :-1]  # [B, T, Q, G - 1, D]
+    noise_queries = arrays.q[:, :, :, -1]  # [B, T, Q, D]
+    noise_keys = None
+    if num_key_maps == 2:
+      noise_keys = _merge_key_heads(arrays.k[:, :, :, 1])
+    noise = _NoiseInputs(
+      queries=_heads_first(noise_queries, num_kv_heads),
+      keys=noise_keys,
+      lam=_heads_first(arrays.lam[..., None], num_kv_heads),
+    )
+
+  batch, length, num_query_groups, maps_per_group, width = signal_queries.shape
+  num_heads = num_query_groups * maps_per_group
+  signal_queries = signal_queries.reshape(batch, length, num_heads, width)
+
+  def repeat(x: Int[Array, "B *axes"] | None) -> Int[Array, "BK *axes"] | None:
+    return None if x is None else jnp.repeat(x, num_kv_heads, axis=0)
+
+  return _Inputs(
+    queries=_heads_first(signal_queries, num_kv_heads),
+    keys=_merge_key_heads(arrays.k[:, :, :, 0]),
+    values=_merge_key_heads(arrays.v),
+    noise=noise,
+    q_ids=repeat(arrays.q_ids),
+    kv_ids=repeat(arrays.kv_ids),
+    offset=repeat(arrays.offset),
+  )
+
+
+def _visible(
+  mask: Mask, block: _Block, inputs: _Inputs
+) -> Bool[Array, "Z 1 t s"] | None:
+  """Returns where a query of a block sees a key, or None if all keys are seen.
+
+  Z is 1 if the mask is the same for all rows of the batch, otherwise BK.
+  """
+  q_ids = inputs.q_ids
+  if q_ids is not None:
+    q_ids = block.slice_queries(q_ids, axis=1)
+  kv_ids = inputs.kv_ids
+  if kv_ids is not None:
+    kv_ids = block.slice_keys(kv_ids)
+  first_position = mask.first_position(inputs.offset)
+  q_positions = positions(block.num_queries, first_position, block.first_query)
+  k_positions = positions(block.num_keys, 0, block.first_key)
+  visible = mask.between(q_positions, k_positions, q_ids, kv_ids)
+  return None if visible is None else visible[:, None]
+
+
+def _split_query_groups(
+  x: Float[Array, "BK R T D"], batch: int, num_query_groups: int
+) -> Float[Array, "B T Q maps D"]:
+  """Returns the maps of each query group, with tokens before heads."""
+  x = _tokens_first(x, batch)
+  _, length, num_maps, width = x.shape
+  maps_per_group = num_maps // num_query_groups
+  return x.reshape(batch, length, num_query_groups, maps_per_group, width)
+
+
+def _merge_key_heads(x: Float[Array, "B S K X"]) -> Float[Array, "BK S X"]:
+  batch, length, num_kv_heads, width = x.shape
+  return jnp.swapaxes(x, 1, 2).reshape(batch * num_kv_heads, length, width)
+
+
+def _heads_first(
+  x: Float[Array, "B T H X"], num_kv_heads: int
+) -> Float[Array, "BK R T X"]:
+  batch, length, num_heads, width = x.shape
+  heads_per_key_head = num_heads // num_kv_heads
+  x = jnp.swapaxes(x, 1, 2)
+  return x.reshape(batch * num_kv_heads, heads_per_key_head, length, width)
+
+
+def _tokens_first(
+  x: Float[Array, "BK R T X"], batch: int
+) -> Float[Array, "B T H X"]:
+  _, _, length, width = x.shape
+  x = x.reshape(batch, -1, length, width)
+  return jnp.swapaxes(x, 1, 2)
+
+
+def _tokens_last(x: Float[Array, "BK R T X"]) -> Float[Array, "BK X R T"]:
+  return jnp.transpose(x, (0, 3, 1, 2))
+
+
+def _keys_first(
+  x: Float[Array, "BK X S"], batch: int
+) -> Float[Array, "B S K X"]:
+  _, width, length = x.shape
+  x = x.reshape(batch, -1, width, length)
+  return jnp.transpose(x, (0, 3, 1, 2))
+
+
+def _repeat_noise(
+  x: Float[Array, "BK noise_maps t X"], num_heads: int
+) -> Float[Array, "BK R t X"]:
+  """Repeats noise maps, or their sums, for each head that shares them."""
+  num_noise_maps = x.shape[1]
+  if num_noise_maps == num_heads:
+    return x
+  return jnp.repeat(x, num_heads // num_noise_maps, axis=1)
+
+
+def _sum_over_heads(
+  x: Float[Array, "BK R t s"], num_noise_maps: int
+) -> Float[Array, "BK noise_maps t s"]:
+  """Returns the sum over the heads that share a noise map.
+
+  The terms are added one by one. With a reduction over this axis, the whole
+  implementation took 1.5 times as long on a CPU.
+  """
+  batch, num_heads, num_queries, num_keys = x.shape
+  if num_heads == num_noise_maps:
+    return x
+  x = x.reshape(batch, num_noise_maps, -1, num_queries, num_keys)
+  total = x[:, :, 0]
+  for head in range(1, num_heads // num_noise_maps):
+    total = total + x[:, :, head]
+  return total
+
+
+def _row_products(
+  d_out: Float[Array, "B T H V"], out: Float[Array, "B T H V"]
+) -> Float[Array, "B T H 1"]:
+  """Returns rowsum(d_out ∘ out), in at least float32."""
+  dtype = jnp.promote_types(jnp.float32, d_out.dtype)
+  products = d_out.astype(dtype) * out.astype(dtype)
+  return jnp.sum(products, axis=-1, keepdims=True)
+
+
+def _row_sums(x: Float[Array, "BK R t s"]) -> Float[Array, "BK R t 1"]:
+  """Returns the sums over the keys, as a product with ones.
+
+  XLA's CPU backend (0.10) fuses the factors of x into a reduction. That took
+  ten times as long.
+  """
+  ones = jnp.ones((x.shape[-1], 1), x.dtype)
+  return jnp.matmul(x, ones, precision=lax.Precision.HIGHEST)
+
+
+def _inner_products(
+  a: Float[Array, "BK R t X"], b: Float[Array, "BK s X"]
+) -> Float[Array, "BK R t s"]:
+  """Returns a bᵀ, in at least float32."""
+  dtype = jnp.promote_types(jnp.float32, a.dtype)
+  return jnp.einsum("brtx,bsx->brts", a, b, preferred_element_type=dtype)
+
+
+def _dot(equation: str, a: Array, b: Array) -> Array:
+  """Returns an einsum of two arrays that may differ in precision.
+
+  Both are rounded to the dtype with fewer bits, as matrix units require. The
+  sum is in float32, or in float64 if b is.
+  """
+  sum_dtype = jnp.promote_types(jnp.float32, b.dtype)
+  dtype = b.dtype
+  if jnp.finfo(a.dtype).bits < jnp.finfo(b.dtype).bits:
+    dtype = a.dtype
+  return jnp.einsum(
+    equation, a.astype(dtype), b.astype(dtype), preferred_element_type=sum_dtype
+  )
 
 
 IMPLEMENTATION = Implementation(
@@ -223,321 +921,3 @@ IMPLEMENTATION = Implementation(
   takes_groups=True,
   partial=PartialImplementation(_forward_partial, _backward_partial),
 )
-
-
-def _backward_group(
-  mask: Mask,
-  scale: float,
-  bands: list[_Band],
-  inputs: _Inputs,
-  lse,
-  delta,
-  delta_2,
-  d_out,
-):
-  dtype = delta.dtype
-  # dK and dV grow as [N, D, S] from queries and dO laid out [N, D, R, T]: a product of two row-major matrices, where the natural
-  # [S, T]·[T, D] reads the large matrix across its rows and measured two to ten times slower on CPU.
-  turned = [jnp.transpose(x, (0, 3, 1, 2)) for x in (*inputs.q, d_out)]
-  zeros = lambda x: vary_like(
-    jnp.zeros((x.shape[0], x.shape[2], x.shape[1]), dtype), inputs.q[0]
-  )
-
-  def step(band: _Band, arrays, carry, row, key):
-    inputs, turned, lse, delta, known, d_out = arrays
-    d_k, d_v = list(carry[0]), carry[1]
-    visible = _visible(mask, band, inputs, row, key)
-    keys = [_keys(k, key, band.span) for k in _per_map(inputs)]
-    maps = [
-      jnp.exp(
-        apply(visible, _logits(_rows(q, row, band.block), k, scale))
-        - _rows(total, row, band.block)
-      )
-      for q, k, total in zip(inputs.q, keys, lse, strict=True)
-    ]
-    d_weights = _logits(
-      _rows(d_out, row, band.block), _keys(inputs.v, key, band.span), 1.0
-    )  # dP = dO·Vᵀ, for both maps
-    delta_1, combined, d_lam, d_logits = (
-      _rows(delta, row, band.block),
-      maps[0],
-      None,
-      [],
-    )
-    if inputs.lam is not None:
-      lam = _rows(inputs.lam, row, band.block)
-      noise = _for_heads(maps[1], combined.shape[1])
-      delta_2 = (
-        _row_sums(noise * d_weights)
-        if known is None
-        else _rows(known, row, band.block)
-      )
-      delta_1, combined, d_lam = (
-        delta_1 + lam * delta_2,
-        maps[0] - lam * noise,
-        -delta_2,
-      )
-      d_logits = [
-        _of_heads(-lam * noise * (d_weights - delta_2), maps[1].shape[1])
-      ]
-    d_logits = [maps[0] * (d_weights - delta_1), *d_logits]
-    d_q = [
-      _dot("nrts,nsd->nrtd", d_logit, k)
-      for d_logit, k in zip(d_logits, keys, strict=True)
-    ]
-    for g, d_logit in enumerate(d_logits):
-      m = g % len(d_k)
-      d_k[m] = _add_keys(
-        d_k[m],
-        _dot("ndrt,nrts->nds", _columns(turned[g], row, band.block), d_logit),
-        key,
-      )
-    d_v = _add_keys(
-      d_v,
-      _dot("nvrt,nrts->nvs", _columns(turned[-1], row, band.block), combined),
-      key,
-    )
-    return (d_k, d_v), (d_q, d_lam)
-
-  carry = ([zeros(k) for k in inputs.k], zeros(inputs.v))
-  return _walk(bands, step, (inputs, turned, lse, delta, delta_2, d_out), carry)
-
-
-def _walk(
-  bands: list[_Band], step: Callable, arrays: Any, carry: Any
-) -> tuple[Any, Any]:
-  """Runs `step` over every query block in order. Returns the last carry and the outputs, [N, R, t, X] of a block, put together."""
-  outs: list[Any] = []
-  for band in bands:
-    if outs:  # or XLA may interleave the unrolled blocks, with all their logits alive at once
-      arrays, carry, outs[-1] = lax.optimization_barrier(
-        (arrays, carry, outs[-1])
-      )
-    if len(band.rows) == 1:
-      carry, out = step(band, arrays, carry, band.rows[0], band.keys[0])
-    else:
-      starts = (
-        jnp.array(band.rows, jnp.int32),
-        jnp.array(band.keys, jnp.int32),
-      )
-
-      def at(carry, start, band=band, arrays=arrays):
-        return step(band, arrays, carry, *start)
-
-      carry, out = lax.scan(at, carry, starts)
-      out = jax.tree.map(
-        lambda x: jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, x.shape[4]),
-        out,
-      )
-    outs.append(out)
-  return carry, jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), *outs)
-
-
-def _bands(mask: Mask, block: int) -> list[_Band]:
-  """All query blocks, each with the keys that its rows may see."""
-  blocks = []  # (first row, rows, first key, last key + 1)
-  for row in range(0, mask.q_length, block):
-    rows = min(block, mask.q_length - row)
-    low, last = 0, mask.kv_length - 1
-    if mask.offset != PER_ROW:
-      low, last = mask.keys_of(mask.offset + row, mask.offset + row + rows - 1)
-    high = max(last + 1, 1)  # a block that sees nothing looks at one masked key
-    blocks.append((row, rows, min(low, high - 1), high))
-  alike = (
-    len({seen[2:] for seen in blocks}) == 1
-  )  # nothing is won by telling them apart
-  per_band = len(blocks) if alike else -(-len(blocks) // _MAX_BANDS)
-  bands = []
-  while blocks:
-    rows = blocks[0][1]
-    members = [
-      b for b in blocks[:per_band] if b[1] == rows
-    ]  # the last block may be shorter and is then a band of its own
-    blocks = blocks[len(members) :]
-    span = max(high - low for _, _, low, high in members)
-    bands.append(
-      _Band(
-        rows,
-        span,
-        [b[0] for b in members],
-        [min(b[2], mask.kv_length - span) for b in members],
-      )
-    )
-  return bands
-
-
-def _tile(inputs: _Inputs) -> tuple[int, int]:
-  """The number of groups in which heads are walked, and the rows of a query block."""
-  num_heads, _, length, _ = inputs.q[0].shape
-  kv_length = inputs.v.shape[1]
-  block = min(length, _LONG_BLOCK if kv_length > _LONG else _SHORT_BLOCK)
-  per_head = sum(q.shape[1] for q in inputs.q) * block * kv_length
-  heads = max(
-    n
-    for n in range(1, num_heads + 1)
-    if num_heads % n == 0 and (n == 1 or n * per_head <= _BLOCK_LOGITS)
-  )
-  return num_heads // heads, block
-
-
-def _map_groups(function: Callable, num_groups: int, *arrays: Any) -> Any:
-  """function(*arrays), one group of the leading axis at a time."""
-  if num_groups == 1:
-    return function(*arrays)
-  split = jax.tree.map(
-    lambda x: x.reshape(num_groups, -1, *x.shape[1:]), arrays
-  )
-  return jax.tree.map(
-    lambda x: x.reshape(-1, *x.shape[2:]),
-    lax.map(lambda group: function(*group), split),
-  )
-
-
-def _lead_with_heads(arrays: Arrays) -> _Inputs:
-  q, k, v, lam, q_ids, kv_ids, offset = arrays
-  num_kv_heads = k.shape[2]
-  per_head = lambda x: (
-    None if x is None else jnp.repeat(x, num_kv_heads, axis=0)
-  )
-  signal, noise = (
-    (q, []) if q.shape[3] == 1 else (q[:, :, :, :-1], [q[:, :, :, -1]])
-  )
-  return _Inputs(
-    q=[
-      _heads_first(x, num_kv_heads)
-      for x in (signal.reshape(*q.shape[:2], -1, q.shape[4]), *noise)
-    ],
-    k=[
-      _heads_first(k[:, :, :, m], num_kv_heads)[:, 0] for m in range(k.shape[3])
-    ],
-    v=_heads_first(v, num_kv_heads)[:, 0],
-    lam=None if lam is None else _heads_first(lam[..., None], num_kv_heads),
-    q_ids=per_head(q_ids),
-    kv_ids=per_head(kv_ids),
-    offset=per_head(offset),
-  )
-
-
-def _heads_first(
-  x: Float[Array, "B T H X"], num_kv_heads: int
-) -> Float[Array, "N R T X"]:
-  batch, length, heads, width = x.shape
-  return jnp.swapaxes(x, 1, 2).reshape(
-    batch * num_kv_heads, heads // num_kv_heads, length, width
-  )
-
-
-def _tokens_first(
-  x: Float[Array, "N R T X"], batch: int
-) -> Float[Array, "B T H X"]:
-  return jnp.swapaxes(x.reshape(batch, -1, *x.shape[2:]), 1, 2)
-
-
-def _keys_first(
-  x: Float[Array, "N X S"], batch: int
-) -> Float[Array, "B S K X"]:
-  return jnp.transpose(x.reshape(batch, -1, *x.shape[1:]), (0, 3, 1, 2))
-
-
-def _for_heads(
-  x: Float[Array, "N r t X"], heads: int
-) -> Float[Array, "N R t X"]:
-  """What noise maps have, repeated for each of their heads."""
-  return (
-    x if x.shape[1] == heads else jnp.repeat(x, heads // x.shape[1], axis=1)
-  )
-
-
-def _of_heads(x: Float[Array, "N R t s"], maps: int) -> Float[Array, "N r t s"]:
-  """The sum over the heads of each noise map, one by one: a reduction over this axis took all of `chunked` 1.5 times as long on a CPU."""
-  if x.shape[1] == maps:
-    return x
-  heads = x.reshape(x.shape[0], maps, -1, *x.shape[2:])
-  return functools.reduce(
-    jnp.add, [heads[:, :, head] for head in range(heads.shape[2])]
-  )
-
-
-def _per_map(inputs: _Inputs) -> list[jax.Array]:
-  return [inputs.k[g % len(inputs.k)] for g in range(len(inputs.q))]
-
-
-def _visible(
-  mask: Mask, band: _Band, inputs: _Inputs, row, key
-) -> Bool[Array, "Z 1 t s"] | None:
-  """The mask of one block of queries and the keys that it looks at."""
-  q_ids = (
-    None
-    if inputs.q_ids is None
-    else lax.dynamic_slice_in_dim(inputs.q_ids, row, band.block, axis=1)
-  )
-  kv_ids = (
-    None
-    if inputs.kv_ids is None
-    else lax.dynamic_slice_in_dim(inputs.kv_ids, key, band.span, axis=1)
-  )
-  q_positions = positions(band.block, mask.first_position(inputs.offset), row)
-  visible = mask.between(
-    q_positions, positions(band.span, 0, key), q_ids, kv_ids
-  )
-  return None if visible is None else visible[:, None]
-
-
-def _dot(equation: str, weights: jax.Array, other: jax.Array) -> jax.Array:
-  """A product with float32 weights or gradients, whose inputs are rounded to the other operand's dtype and whose sum is not."""
-  dtype = jnp.promote_types(jnp.float32, other.dtype)
-  narrow = (
-    weights.dtype
-    if jnp.finfo(weights.dtype).bits < jnp.finfo(other.dtype).bits
-    else other.dtype
-  )
-  return jnp.einsum(
-    equation,
-    weights.astype(narrow),
-    other.astype(narrow),
-    preferred_element_type=dtype,
-  )
-
-
-def _row_sums(x: Float[Array, "N R T S"]) -> Float[Array, "N R T 1"]:
-  """The sum as a product with ones: as a reduction XLA's CPU backend fuses the factors into it, and is then ten times slower (0.10)."""
-  return jnp.matmul(
-    x, jnp.ones((x.shape[-1], 1), x.dtype), precision=lax.Precision.HIGHEST
-  )
-
-
-def _logits(
-  rows: Float[Array, "N R T D"], keys: Float[Array, "N S D"], scale: float
-) -> Float[Array, "N R T S"]:
-  dtype = jnp.promote_types(jnp.float32, rows.dtype)
-  logits = jnp.einsum(
-    "nrtd,nsd->nrts", rows, keys, preferred_element_type=dtype
-  )
-  return logits if scale == 1 else logits * scale
-
-
-def _rows(
-  x: Float[Array, "N R T X"], start, size: int
-) -> Float[Array, "N R t X"]:
-  return lax.dynamic_slice_in_dim(x, start, size, axis=2)
-
-
-def _columns(
-  x: Float[Array, "N X R T"], start, size: int
-) -> Float[Array, "N X R t"]:
-  return lax.dynamic_slice_in_dim(x, start, size, axis=3)
-
-
-def _keys(x: Float[Array, "N S X"], start, size: int) -> Float[Array, "N s X"]:
-  return lax.dynamic_slice_in_dim(x, start, size, axis=1)
-
-
-def _add_keys(
-  total: Float[Array, "N X S"], part: Float[Array, "N X s"], start
-) -> Float[Array, "N X S"]:
-  return lax.dynamic_update_slice_in_dim(
-    total,
-    lax.dynamic_slice_in_dim(total, start, part.shape[2], axis=2) + part,
-    start,
-    axis=2,
-  )
