@@ -16,7 +16,7 @@ OPERATION = (
   pathlib.Path(__file__).resolve().parents[2] / "diffjax/ops/diff_attention"
 )
 
-_NO_KERNELS = ("api.py", "ring.py", "tpu")  # of OPERATION
+_NO_KERNELS = ("api.py", "ring.py", "ring_plan.py", "tpu")  # of OPERATION
 OTHERS = (
   "cudnn",
   "cudnn halved",

@@ -23,6 +23,7 @@ from diffjax.ops.diff_attention import (
   diff_attention,
   implementations,
   ring,
+  ring_plan,
 )
 from diffjax.ops.diff_attention.mask import Mask
 from diffjax.ops.diff_attention.sharded import TokenSharding
@@ -290,7 +291,7 @@ def test_keys_travel_and_are_never_gathered(case, moves):
 def test_causal_masks_are_known_and_steps_are_equal(order, shards):
   """Of a causal mask a device's own keys are cut, all other ones are seen whole or not at all; in balanced order by as many queries."""
   length = 16
-  steps = ring.steps_of(
+  steps = ring_plan.plan_steps(
     Mask(length, length), TokenSharding(("context",), shards, order)
   )
   assert [step.distance for step in steps] == list(range(shards))

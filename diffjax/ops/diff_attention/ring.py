@@ -1,35 +1,62 @@
-"""Rows that several devices share: each keeps its queries, and keys and values travel from device to device, in a ring.
+"""Attention over rows that several devices share, as a ring.
 
-At every step a device attends from its queries to the keys that it holds, while the next ones are under way. What it finds is merged by the
-log-sum-exps of each map, in float32. In the backward pass the gradients of keys and values travel with them and are added up in float32.
-So no device ever holds the keys of a whole row, and both maps share the values that travel.
+Each device keeps its queries. Keys and values travel from device to device:
 
-Where the row's first position is known, so is what any shard's queries see of any other's keys. All masks are known while the program is
-compiled, and a device chooses between few calls. In balanced order, under a causal mask, a device sees its own keys as a row of their own;
-of keys from an earlier shard all its queries see the early piece, and of keys from a later shard its late queries see all: every step is
-equal work, and but for the first one no mask is left.
+           device 0        device 1        device 2
+  step 0   q₀ sees k₀ ──▶  q₁ sees k₁ ──▶  q₂ sees k₂ ──▶ device 0
+  step 1   q₀ sees k₂ ──▶  q₁ sees k₀ ──▶  q₂ sees k₁ ──▶ device 0
+  step 2   q₀ sees k₁      q₁ sees k₂      q₂ sees k₀
+
+The forward pass, at each step:
+  1. Send the keys and values to the next device.
+  2. Meanwhile, compute attention from the queries to the present keys.
+  3. Merge the output of each map, weighted by the maps' log-sum-exps.
+
+The backward pass, at each step:
+  1. Send the keys and values to the next device.
+  2. Receive the gradients of the present keys from the previous device.
+  3. Meanwhile, compute this device's part of the gradients.
+  4. Add it to the gradients of the queries, which stay, and of the keys.
+At the end, the gradients of keys and values are sent to their own devices.
+
+Outputs and gradients are summed in float32. No device ever holds the keys of
+a whole row. Both maps use the same values, which travel once.
+
+`ring_plan` plans the steps and leaves out those at which no device sees a key.
+
+Axes:
+  B: batch.  T: a shard's queries.  S: a shard's keys.  H: heads.
+  Q: query groups, one for each head.  K: key heads.
+  G: maps of a head.  M: key maps.  D, V: widths of queries and values.
+Inside this module tokens are the second last axis, as in the Pallas kernels.
+So the transposition before each call costs nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from diffjax.ops.diff_attention.mask import Mask
+from diffjax.ops.diff_attention.ring_plan import (
+  Call,
+  StepLoop,
+  plan_loops,
+  plan_steps,
+)
 from diffjax.ops.diff_attention.sharded import TokenSharding
 from diffjax.ops.diff_attention.tiles import EMPTY_ROW_LSE, MASKED_LOGIT
 from diffjax.ops.diff_attention.vjp import (
   Arrays,
   Implementation,
   Options,
+  PartialImplementation,
   PartialResult,
   Saved,
 )
@@ -37,142 +64,61 @@ from diffjax.ops.platform import platform
 from diffjax.ops.varying import vary_like
 
 
-class Call(NamedTuple):
-  """Some of a device's queries, some of the keys that it holds, and what is seen: the mask knows how many there are of both."""
+class _Queries(NamedTuple):
+  """The arrays of a shard's queries. They stay on their device."""
 
-  q_start: int
-  k_start: int
-  mask: Mask
-
-
-class Step(NamedTuple):
-  """The calls of each shard with keys that come from so many shards before it."""
-
-  distance: int
-  calls: tuple[tuple[Call, ...], ...]
+  q: Float[Array, "B Q G T D"]
+  lam: Float[Array, "B T H"] | None
+  ids: Int[Array, "B T"] | None
 
 
 class _Keys(NamedTuple):
-  """What travels round the ring."""
+  """The arrays of a shard's keys. They travel round the ring."""
 
   k: Float[Array, "B K M S D"]
   v: Float[Array, "B K S V"]
   ids: Int[Array, "B S"] | None
 
 
-class _Leg(NamedTuple):
-  """Consecutive steps that are alike in how far keys have come since the step before, and in how far they go to the next: 0 for not."""
+class _ForwardCarry(NamedTuple):
+  """The state between two steps of the forward pass."""
 
-  steps: list[Step]
-  before: int
-  after: int
+  keys: _Keys  # that are present
+  result: PartialResult  # of all keys up to now
+
+
+class _BackwardCarry(NamedTuple):
+  """The state between two steps of the backward pass."""
+
+  keys: _Keys  # that are present
+  # Gradients of the previous step's keys, summed over the devices up to now.
+  d_k: Float[Array, "B K M S D"]
+  d_v: Float[Array, "B K S V"]
+  # Gradient of this device's queries, summed over all keys up to now.
+  d_q: Float[Array, "B Q G T D"]
 
 
 @functools.cache
 def ring(
   implementation: Implementation, tokens: TokenSharding
 ) -> Implementation:
-  """An implementation for one shard of rows, inside `shard_map`, out of one that has `partial`.
+  """Returns an implementation for one shard of rows, inside `shard_map`.
 
-  Its mask has the lengths of a shard, and the offset of the row's first query, which is known.
-  """
-  return Implementation(
-    functools.partial(_forward, implementation, tokens),
-    functools.partial(_backward, implementation, tokens),
-    functools.partial(_prepare, implementation, tokens),
-    output=lambda out: jnp.swapaxes(out, 1, 2),
-  )
-
-
-@functools.cache
-def steps_of(mask: Mask, tokens: TokenSharding) -> tuple[Step, ...]:
-  """The steps in which any shard sees anything, and the first one, in which no keys have moved.
+  Its mask has the lengths of a shard, and the offset of the row's first query,
+  which must be an int.
 
   Args:
-    mask: of one shard's queries and keys, with the offset of the row's first query.
+    implementation: computes the attention to the keys of each shard. It must
+      have `partial`.
     tokens: how the shards share a row.
   """
-  shards = tokens.shards
-  pieces = list(map(tokens.pieces, range(shards)))
-  steps = [
-    Step(
-      n,
-      tuple(
-        _calls(mask, pieces[shard], pieces[(shard - n) % shards])
-        for shard in range(shards)
-      ),
-    )
-    for n in range(shards)
-  ]
-  return tuple(step for step in steps if step.distance == 0 or any(step.calls))
-
-
-def _calls(
-  mask: Mask, q_pieces: tuple[int, ...], k_pieces: tuple[int, ...]
-) -> tuple[Call, ...]:
-  """The calls by which queries of some pieces of a row see keys of others: as few as their masks allow."""
-  size = mask.q_length // len(q_pieces)
-  free = Mask(size, size, causal=False, segments=mask.segments)
-
-  def seen(q_piece: int, k_piece: int) -> Mask | None:
-    cut = dataclasses.replace(
-      mask,
-      q_length=size,
-      kv_length=size,
-      offset=mask.known_offset + (q_piece - k_piece) * size,
-    )
-    tile = cut.known_offset, cut.known_offset + size - 1, 0, size - 1
-    return None if not cut.some(*tile) else free if cut.every(*tile) else cut
-
-  grid = [
-    [seen(q_piece, k_piece) for k_piece in k_pieces] for q_piece in q_pieces
-  ]
-  causal = dataclasses.replace(free, causal=True)
-  if grid == [
-    [causal, None],
-    [free, causal],
-  ]:  # the two pieces are to each other as parts of one row
-    return (
-      Call(
-        0, 0, dataclasses.replace(causal, q_length=2 * size, kv_length=2 * size)
-      ),
-    )
-  rows = [(n * size, size, row) for n, row in enumerate(grid)]
-  if all(row == grid[0] for row in grid):
-    rows = [(0, mask.q_length, grid[0])]
-  calls = []
-  for start, length, row in rows:
-    if all(each == free for each in row):
-      calls.append(
-        Call(
-          start,
-          0,
-          dataclasses.replace(free, q_length=length, kv_length=mask.kv_length),
-        )
-      )
-    else:
-      calls += [
-        Call(start, n * size, dataclasses.replace(each, q_length=length))
-        for n, each in enumerate(row)
-        if each is not None
-      ]
-  return tuple(calls)
-
-
-def _legs(mask: Mask, tokens: TokenSharding) -> list[_Leg]:
-  steps = steps_of(mask, tokens)
-  moves = [
-    0,
-    *(
-      after.distance - before.distance
-      for before, after in itertools.pairwise(steps)
-    ),
-    0,
-  ]
-  alike = itertools.groupby(
-    enumerate(steps), key=lambda numbered: moves[numbered[0] : numbered[0] + 2]
+  assert implementation.partial is not None
+  return Implementation(
+    functools.partial(_forward, implementation.partial, tokens),
+    functools.partial(_backward, implementation.partial, tokens),
+    functools.partial(_prepare, implementation, tokens),
+    output=_tokens_first,
   )
-  return [_Leg([step for _, step in members], *move) for move, members in alike]
 
 
 def _prepare(
@@ -180,287 +126,421 @@ def _prepare(
   tokens: TokenSharding,
   arrays: Arrays,
   mask: Mask,
-) -> tuple:
-  """What the implementation chooses for each mask of a call, as items of a dict."""
-  turned = _turned(arrays)
-  keys = _Keys(turned.k, turned.v, turned.kv_ids)
-  calls = {
-    call.mask: call
-    for step in steps_of(mask, tokens)
-    for calls in step.calls
-    for call in calls
-  }
-  return tuple(
-    (each, implementation.prepare(_of_call(call, turned, keys), each))
-    for each, call in calls.items()
-  )
+) -> tuple[tuple[Mask, Any], ...]:
+  """Returns what `implementation.prepare` chooses for each call's mask."""
+  calls_by_mask = {}
+  for step in plan_steps(mask, tokens):
+    for calls in step.calls:
+      for call in calls:
+        calls_by_mask[call.mask] = call
+
+  queries = _queries_of(arrays)
+  keys = _keys_of(arrays)
+  choices = []
+  for call_mask, call in calls_by_mask.items():
+    call_arrays = _call_arrays(call, queries, keys)
+    choices.append((call_mask, implementation.prepare(call_arrays, call_mask)))
+  return tuple(choices)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ShardAttention:
+  """Attention from a shard's queries to the keys that are present."""
+
+  partial: PartialImplementation
+  options: Options
+  queries: _Queries
+
+  def forward(self, call: Call, keys: _Keys) -> PartialResult:
+    """Returns the result of one call."""
+    arrays = _call_arrays(call, self.queries, keys)
+    return self.partial.forward(arrays, call.mask, self._call_options(call))
+
+  def backward(
+    self,
+    call: Call,
+    keys: _Keys,
+    result: PartialResult,
+    d_out: Float[Array, "B H T V"],
+  ) -> tuple[Array, Array, Array]:
+    """Returns what one call adds to the gradients of q, k and v.
+
+    Args:
+      call: the call.
+      keys: the keys that are present.
+      result: the result of all keys and queries.
+      d_out: the gradient of the output.
+    """
+    noise_out = result.out2
+    if noise_out is not None:
+      noise_out = _slice_queries(noise_out, call, axis=2)
+    call_result = PartialResult(
+      out=_slice_queries(result.out, call, axis=2),
+      out2=noise_out,
+      lse=_slice_queries(result.lse, call, axis=3),
+    )
+    d_q, d_k, d_v = self.partial.backward(
+      _call_arrays(call, self.queries, keys),
+      call.mask,
+      self._call_options(call),
+      call_result,
+      _tokens_first(_slice_queries(d_out, call, axis=2)),
+    )
+    return _tokens_last(d_q), _tokens_last(d_k), _tokens_last(d_v)
+
+  def _call_options(self, call: Call) -> Options:
+    choices = dict(self.options.chosen)  # of `_prepare`
+    return Options(self.options.scale, save=True, chosen=choices[call.mask])
 
 
 def _forward(
-  implementation: Implementation,
+  partial: PartialImplementation,
   tokens: TokenSharding,
   arrays: Arrays,
   mask: Mask,
   options: Options,
 ) -> Saved:
-  """The output and O₂ [B, H, T, V] in q's dtype, and the log-sum-exps (base 2) [B, H, G, T]."""
-  q, _, v, lam, *_ = arrays
-  (B, T, H, G, _), dtype = q.shape, jnp.promote_types(jnp.float32, q.dtype)
-  zeros = lambda: vary_like(jnp.zeros((B, H, T, v.shape[-1]), dtype), q)
-  turned = _turned(
-    arrays._replace(lam=None if lam is None else jnp.zeros_like(lam))
-  )
+  """Returns the output and A₂V [B, H, T, V], and the log-sum-exps [B, H, G, T].
 
-  def run(calls: tuple[Call, ...], keys: _Keys, found: Saved) -> Saved:
-    assert implementation.partial is not None
-    for call in calls:
-      part = implementation.partial.forward(
-        _of_call(call, turned, keys), call.mask, _of_part(options, call)
-      )
-      found = _merge(found, part, call.q_start)
-    return found
-
-  def step(leg: _Leg, carry, n):
-    keys, found = carry
-    ahead = tokens.shift(
-      keys, leg.after
-    )  # under way while the present keys are attended to
-    return ahead, _choose(leg, tokens, n, run, keys, found)
-
-  found = Saved(
-    zeros(),
-    zeros() if G == 2 else None,
-    vary_like(jnp.full((B, H, G, T), MASKED_LOGIT, dtype), q),
-  )
-  _, (out, out2, lse) = _walk(_legs(mask, tokens), step, (_keys(turned), found))
+  The outputs have q's dtype. The log-sum-exps have base 2.
+  """
+  lam = arrays.lam
+  queries = _queries_of(arrays)
   if lam is not None:
-    out2 = out2.astype(
-      q.dtype
-    )  # rounded first, so that the backward pass, which reads it, agrees
-    out = out - jnp.swapaxes(lam, 1, 2)[..., None] * out2
-  return Saved(
-    out.astype(q.dtype),
-    out2,
-    jnp.where(lse <= MASKED_LOGIT / 2, EMPTY_ROW_LSE, lse),
+    # λ has no effect on partial results.
+    queries = queries._replace(lam=jnp.zeros_like(lam))
+  attention = _ShardAttention(partial, options, queries)
+  carry = _ForwardCarry(_departing_keys(arrays), _empty_result(arrays))
+  for loop in plan_loops(mask, tokens):
+    step = functools.partial(_forward_step, attention, tokens, loop)
+    carry = _loop_over_steps(loop, step, carry)
+
+  out, noise_out, lse = carry.result
+  if lam is not None:
+    assert noise_out is not None
+    # The backward pass reads the rounded A₂V. The output is computed from the
+    # same numbers, so that the two passes agree.
+    noise_out = noise_out.astype(arrays.q.dtype)
+    lam = jnp.swapaxes(lam, 1, 2)  # [B, H, T]
+    out = out - lam[..., None] * noise_out
+  is_empty = lse <= MASKED_LOGIT / 2
+  lse = jnp.where(is_empty, EMPTY_ROW_LSE, lse)
+  return Saved(out.astype(arrays.q.dtype), noise_out, lse)
+
+
+def _forward_step(
+  attention: _ShardAttention,
+  tokens: TokenSharding,
+  loop: StepLoop,
+  index: Any,
+  carry: _ForwardCarry,
+) -> _ForwardCarry:
+  """Returns the carry after a step, the index-th of its loop."""
+  merge_calls = functools.partial(_merge_calls, attention)
+  # The transfer starts before the attention to the present keys, so that the
+  # two overlap.
+  next_keys = tokens.shift(carry.keys, loop.shift_after)
+  result = _switch_calls(loop, tokens, index, merge_calls, *carry)
+  return _ForwardCarry(next_keys, result)
+
+
+def _merge_calls(
+  attention: _ShardAttention,
+  calls: tuple[Call, ...],
+  keys: _Keys,
+  result: PartialResult,
+) -> PartialResult:
+  """Returns `result`, merged with the results of some calls."""
+  for call in calls:
+    part = attention.forward(call, keys)
+    result = _merge_results(result, part, call.q_start)
+  return result
+
+
+def _merge_results(
+  total: PartialResult, part: PartialResult, start: int
+) -> PartialResult:
+  """Returns the result of more keys, for the queries of `part` from `start` on.
+
+  With L for the log-sum-exps (base 2) of the two results, for each map:
+
+    L = log₂(2^L_total + 2^L_part)
+    out = 2^(L_total − L) · out_total + 2^(L_part − L) · out_part
+
+  In `total`, a row without visible keys has MASKED_LOGIT for a log-sum-exp.
+  """
+  num_queries = part.lse.shape[3]
+  total_lse = lax.slice_in_dim(
+    total.lse, start, start + num_queries, axis=3
+  )  # [B, H, G, T]
+  is_empty = part.lse > EMPTY_ROW_LSE / 2
+  part_lse = jnp.where(is_empty, MASKED_LOGIT, part.lse)
+
+  # The weights are relative to the larger one, so that they do not overflow.
+  maximum = jnp.maximum(total_lse, part_lse)
+  total_weight = jnp.exp2(total_lse - maximum)
+  part_weight = jnp.exp2(part_lse - maximum)
+  weight_sum = total_weight + part_weight
+  total_share = total_weight / weight_sum
+  part_share = part_weight / weight_sum
+
+  out = _merge_outputs(
+    total.out, part.out, total_share[:, :, 0], part_share[:, :, 0], start
   )
+  noise_out = None
+  if total.out2 is not None and part.out2 is not None:
+    noise_out = _merge_outputs(
+      total.out2, part.out2, total_share[:, :, 1], part_share[:, :, 1], start
+    )
+  lse = lax.dynamic_update_slice_in_dim(
+    total.lse, maximum + jnp.log2(weight_sum), start, axis=3
+  )
+  return PartialResult(out, noise_out, lse)
+
+
+def _merge_outputs(
+  total: Float[Array, "B H T V"],
+  part: Float[Array, "B H t V"],
+  total_share: Float[Array, "B H t"],
+  part_share: Float[Array, "B H t"],
+  start: int,
+) -> Float[Array, "B H T V"]:
+  """Returns the total with t queries from `start` on merged with the part."""
+  num_queries = part.shape[2]
+  previous = lax.slice_in_dim(total, start, start + num_queries, axis=2)
+  merged = previous * total_share[..., None] + part * part_share[..., None]
+  return lax.dynamic_update_slice_in_dim(total, merged, start, axis=2)
+
+
+def _empty_result(arrays: Arrays) -> PartialResult:
+  """Returns the result of no keys, to which `_merge_results` adds."""
+  batch, length, num_heads, num_maps, _ = arrays.q.shape
+  value_width = arrays.v.shape[-1]
+  dtype = jnp.promote_types(jnp.float32, arrays.q.dtype)
+  zeros = jnp.zeros((batch, num_heads, length, value_width), dtype)
+  zeros = vary_like(zeros, arrays.q)
+  lse_shape = (batch, num_heads, num_maps, length)
+  lse = vary_like(jnp.full(lse_shape, MASKED_LOGIT, dtype), arrays.q)
+  if num_maps == 1:
+    return PartialResult(zeros, None, lse)
+  return PartialResult(zeros, zeros, lse)
 
 
 def _backward(
-  implementation: Implementation,
+  partial: PartialImplementation,
   tokens: TokenSharding,
   arrays: Arrays,
   mask: Mask,
   options: Options,
   saved: Saved,
-  d_out,
-):
-  """Gradients of q, k, v and λ (None without λ)."""
-  lam, turned, d_out = arrays.lam, _turned(arrays), _tokens_last(d_out)
-  dtype = jnp.promote_types(jnp.float32, d_out.dtype)
-  zeros = lambda x: vary_like(jnp.zeros(x.shape, dtype), d_out)
-
-  def run(calls: tuple[Call, ...], keys: _Keys, d_q):
-    assert implementation.partial is not None
-    found: list[Any] = [None, None]  # of keys and values
-    for call in calls:
-      rows = lambda x, axis, call=call: lax.slice_in_dim(
-        x, call.q_start, call.q_start + call.mask.q_length, axis=axis
-      )
-      of_rows = PartialResult(
-        rows(saved.out, 2),
-        None if saved.out2 is None else rows(saved.out2, 2),
-        rows(saved.lse, 3),
-      )
-      part = implementation.partial.backward(
-        _of_call(call, turned, keys),
-        call.mask,
-        _of_part(options, call),
-        of_rows,
-        _tokens_first(rows(d_out, 2)),
-      )
-      d_q = _add(d_q, _tokens_last(part[0]), call.q_start, mask.q_length)
-      found = [
-        _add(x, _tokens_last(y), call.k_start, mask.kv_length)
-        for x, y in zip(found, part[1:3], strict=True)
-      ]
-    return d_q, *(
-      zeros(x) if y is None else y for x, y in zip(keys[:2], found, strict=True)
-    )
-
-  def step(leg: _Leg, carry, n):
-    keys, d_keys, d_q = carry
-    ahead = tokens.shift(keys, leg.after)
-    d_keys = tokens.shift(
-      d_keys, leg.before
-    )  # to where the keys are since the step before: needed after this step's attention
-    d_q, *parts = _choose(leg, tokens, n, run, keys, d_q)
-    return (
-      ahead,
-      [total + part for total, part in zip(d_keys, parts, strict=True)],
-      d_q,
-    )
-
-  legs, keys = _legs(mask, tokens), _keys(turned)
-  _, d_keys, d_q = _walk(
-    legs, step, (keys, [zeros(keys.k), zeros(keys.v)], zeros(turned.q))
+  d_out: Float[Array, "B T H V"],
+) -> tuple[Array, Array, Array, Array | None]:
+  """Returns the gradients of q, k, v and λ (None without λ)."""
+  d_out = _tokens_last(d_out)  # [B, H, T, V]
+  attention = _ShardAttention(partial, options, _queries_of(arrays))
+  result = PartialResult(*saved)
+  keys = _departing_keys(arrays)
+  carry = _BackwardCarry(
+    keys=keys,
+    d_k=_zero_gradient(keys.k, d_out),
+    d_v=_zero_gradient(keys.v, d_out),
+    d_q=_zero_gradient(attention.queries.q, d_out),
   )
-  d_k, d_v = tokens.shift(d_keys, -legs[-1].steps[-1].distance)  # home
+  loops = plan_loops(mask, tokens)
+  for loop in loops:
+    step = functools.partial(
+      _backward_step, attention, tokens, result, d_out, loop
+    )
+    carry = _loop_over_steps(loop, step, carry)
+
+  # Send the gradients back to the devices that the keys came from.
+  last_distance = loops[-1].steps[-1].distance
+  d_k, d_v = tokens.shift((carry.d_k, carry.d_v), -last_distance)
+
   d_lam = None
-  if lam is not None:
-    d_lam = -jnp.swapaxes(
-      jnp.sum(d_out.astype(dtype) * saved.out2.astype(dtype), axis=-1), 1, 2
-    ).astype(lam.dtype)
-  return *(
-    _tokens_first(x).astype(arrays.q.dtype) for x in (d_q, d_k, d_v)
-  ), d_lam
+  if arrays.lam is not None:
+    # dλ = −δ₂ = −rowsum(dO ∘ A₂V)
+    dtype = carry.d_q.dtype
+    products = d_out.astype(dtype) * saved.out2.astype(dtype)
+    delta_2 = jnp.sum(products, axis=-1)  # [B, H, T]
+    d_lam = -jnp.swapaxes(delta_2, 1, 2).astype(arrays.lam.dtype)
+  dtype = arrays.q.dtype
+  return (
+    _tokens_first(carry.d_q).astype(dtype),
+    _tokens_first(d_k).astype(dtype),
+    _tokens_first(d_v).astype(dtype),
+    d_lam,
+  )
 
 
-def _walk(legs: list[_Leg], step: Callable, carry: Any) -> Any:
-  """Runs `step(leg, carry, number of the step in the leg)` for all steps, those of a leg in a loop.
+def _backward_step(
+  attention: _ShardAttention,
+  tokens: TokenSharding,
+  result: PartialResult,
+  d_out: Float[Array, "B H T V"],
+  loop: StepLoop,
+  index: Any,
+  carry: _BackwardCarry,
+) -> _BackwardCarry:
+  """Returns the carry after a step, the index-th of its loop."""
+  add_calls = functools.partial(_add_gradients, attention, result, d_out)
+  # Both transfers start before this step's computation, so that they overlap
+  # with it. The gradients follow their keys, one step later.
+  next_keys = tokens.shift(carry.keys, loop.shift_after)
+  d_k, d_v = tokens.shift((carry.d_k, carry.d_v), loop.shift_before)
+  d_q, part_d_k, part_d_v = _switch_calls(
+    loop, tokens, index, add_calls, carry.keys, carry.d_q
+  )
+  return _BackwardCarry(next_keys, d_k + part_d_k, d_v + part_d_v, d_q)
 
-  On CPU there is no loop: there XLA (0.10) does not order what a loop sends among what is sent outside of it, and devices that meet
-  different transfers first wait for each other for ever.
-  """
-  for leg in legs:
-    if len(leg.steps) == 1 or platform() == "cpu":
-      for n in range(len(leg.steps)):
-        carry = step(leg, carry, n)
+
+def _add_gradients(
+  attention: _ShardAttention,
+  result: PartialResult,
+  d_out: Float[Array, "B H T V"],
+  calls: tuple[Call, ...],
+  keys: _Keys,
+  d_q: Float[Array, "B Q G T D"],
+) -> tuple[Array, Array, Array]:
+  """Returns d_q plus the calls' part of it, and their part of dK and dV."""
+  d_k = None
+  d_v = None
+  for call in calls:
+    call_d_q, call_d_k, call_d_v = attention.backward(call, keys, result, d_out)
+    d_q = _add_tokens(d_q, call_d_q, call.q_start)
+    if d_k is None or d_v is None:
+      d_k = _pad_tokens(call_d_k, call.k_start, keys.k.shape[-2])
+      d_v = _pad_tokens(call_d_v, call.k_start, keys.v.shape[-2])
     else:
-      carry = lax.fori_loop(
-        0, len(leg.steps), lambda n, carry, leg=leg: step(leg, carry, n), carry
-      )
+      d_k = _add_tokens(d_k, call_d_k, call.k_start)
+      d_v = _add_tokens(d_v, call_d_v, call.k_start)
+  if d_k is None or d_v is None:
+    d_k = _zero_gradient(keys.k, d_out)
+    d_v = _zero_gradient(keys.v, d_out)
+  return d_q, d_k, d_v
+
+
+def _zero_gradient(x: Array, d_out: Array) -> Array:
+  """Returns zeros of x's shape, in at least float32."""
+  dtype = jnp.promote_types(jnp.float32, d_out.dtype)
+  return vary_like(jnp.zeros(x.shape, dtype), d_out)
+
+
+def _add_tokens(
+  total: Float[Array, "*axes T X"], part: Float[Array, "*axes t X"], start: int
+) -> Float[Array, "*axes T X"]:
+  """Returns the total with a part added at the t tokens from `start` on."""
+  axis = part.ndim - 2
+  stop = start + part.shape[axis]
+  updated = lax.slice_in_dim(total, start, stop, axis=axis) + part
+  return lax.dynamic_update_slice_in_dim(total, updated, start, axis=axis)
+
+
+def _pad_tokens(
+  part: Float[Array, "*axes t X"], start: int, length: int
+) -> Float[Array, "*axes length X"]:
+  """Returns `length` tokens: the part from `start` on, and zeros elsewhere."""
+  *axes, num_tokens, width = part.shape
+  if num_tokens == length:
+    return part
+  num_after = length - start - num_tokens
+  zeros_before = jnp.zeros((*axes, start, width), part.dtype)
+  zeros_after = jnp.zeros((*axes, num_after, width), part.dtype)
+  return jnp.concatenate(
+    [vary_like(zeros_before, part), part, vary_like(zeros_after, part)],
+    axis=-2,
+  )
+
+
+def _loop_over_steps(
+  loop: StepLoop, step: Callable[[Any, Any], Any], carry: Any
+) -> Any:
+  """Returns the carry after carry = step(index, carry) for each step."""
+  num_steps = len(loop.steps)
+  # On CPU, XLA (0.10) does not order the transfers inside a loop with those
+  # outside. Devices that reach different transfers first would wait for each
+  # other forever. So there is no loop on CPU.
+  if num_steps > 1 and platform() != "cpu":
+    return lax.fori_loop(0, num_steps, step, carry)
+  for index in range(num_steps):
+    carry = step(index, carry)
   return carry
 
 
-def _choose(
-  leg: _Leg, tokens: TokenSharding, n: Any, run: Callable, *operands: Any
+def _switch_calls(
+  loop: StepLoop,
+  tokens: TokenSharding,
+  index: Any,
+  function: Callable[..., Any],
+  *operands: Any,
 ) -> Any:
-  """run(this shard's calls at step n of a leg, *operands)."""
-  branches = list(
-    dict.fromkeys(calls for step in leg.steps for calls in step.calls)
-  )
+  """Returns function(calls, *operands) for the calls of this shard.
+
+  All devices run the same program, and each selects its calls at run time.
+  """
+  branches = loop.branches()
   if len(branches) == 1:
-    return run(branches[0], *operands)
-  table = jnp.array(
-    [[branches.index(calls) for calls in step.calls] for step in leg.steps],
-    jnp.int32,
-  )
-  return lax.switch(
-    table[n, tokens.shard],
-    [functools.partial(run, calls) for calls in branches],
-    *operands,
+    return function(branches[0], *operands)
+  table = jnp.array(loop.branch_table(), jnp.int32)  # [steps, shards]
+  functions = [functools.partial(function, calls) for calls in branches]
+  return lax.switch(table[index, tokens.shard], functions, *operands)
+
+
+def _queries_of(arrays: Arrays) -> _Queries:
+  return _Queries(_tokens_last(arrays.q), arrays.lam, arrays.q_ids)
+
+
+def _keys_of(arrays: Arrays) -> _Keys:
+  return _Keys(_tokens_last(arrays.k), _tokens_last(arrays.v), arrays.kv_ids)
+
+
+def _departing_keys(arrays: Arrays) -> _Keys:
+  """Returns a shard's own keys, behind an optimization barrier.
+
+  All layers have the same ids. Without the barrier, JAX would send the ids
+  round once, before the first layer, and keep what follows from them at each
+  step.
+  """
+  return lax.optimization_barrier(_keys_of(arrays))
+
+
+def _call_arrays(call: Call, queries: _Queries, keys: _Keys) -> Arrays:
+  """Returns the queries and keys of a call, as implementations take them."""
+  lam = queries.lam
+  if lam is not None:
+    lam = _slice_queries(lam, call, axis=1)
+  q_ids = queries.ids
+  if q_ids is not None:
+    q_ids = _slice_queries(q_ids, call, axis=1)
+  kv_ids = keys.ids
+  if kv_ids is not None:
+    kv_ids = _slice_keys(kv_ids, call, axis=1)
+  return Arrays(
+    q=_tokens_first(_slice_queries(queries.q, call, axis=-2)),
+    k=_tokens_first(_slice_keys(keys.k, call, axis=-2)),
+    v=_tokens_first(_slice_keys(keys.v, call, axis=-2)),
+    lam=lam,
+    q_ids=q_ids,
+    kv_ids=kv_ids,
+    offset=None,
   )
 
 
-def _tokens_last(x: jax.Array) -> jax.Array:
-  """[B, T, …, X] as [B, …, T, X]. So arrays lie in the ring as kernels have them, and what turns them for a call costs nothing."""
+def _slice_queries(x: Array, call: Call, axis: int) -> Array:
+  stop = call.q_start + call.mask.q_length
+  return lax.slice_in_dim(x, call.q_start, stop, axis=axis)
+
+
+def _slice_keys(x: Array, call: Call, axis: int) -> Array:
+  stop = call.k_start + call.mask.kv_length
+  return lax.slice_in_dim(x, call.k_start, stop, axis=axis)
+
+
+def _tokens_last(x: Float[Array, "B T *axes X"]) -> Float[Array, "B *axes T X"]:
   return jnp.moveaxis(x, 1, -2)
 
 
-def _tokens_first(x: jax.Array) -> jax.Array:
-  """[B, …, T, X] as [B, T, …, X]."""
+def _tokens_first(
+  x: Float[Array, "B *axes T X"],
+) -> Float[Array, "B T *axes X"]:
   return jnp.moveaxis(x, -2, 1)
-
-
-def _turned(arrays: Arrays) -> Arrays:
-  return arrays._replace(
-    q=_tokens_last(arrays.q), k=_tokens_last(arrays.k), v=_tokens_last(arrays.v)
-  )
-
-
-def _keys(turned: Arrays) -> _Keys:
-  """What sets out. The ids stay with the keys: all layers share them, and JAX would let them go round once before the first layer, and keep
-  whatever follows from them at each step."""
-  return _Keys(*lax.optimization_barrier((turned.k, turned.v, turned.kv_ids)))
-
-
-def _of_call(call: Call, turned: Arrays, keys: _Keys) -> Arrays:
-  """The queries and keys of a call, as implementations take them."""
-  rows: Any = lambda x, axis: (
-    None
-    if x is None
-    else lax.slice_in_dim(
-      x, call.q_start, call.q_start + call.mask.q_length, axis=axis
-    )
-  )
-  columns: Any = lambda x, axis: (
-    None
-    if x is None
-    else lax.slice_in_dim(
-      x, call.k_start, call.k_start + call.mask.kv_length, axis=axis
-    )
-  )
-  q, k, v = (
-    _tokens_first(rows(turned.q, -2)),
-    _tokens_first(columns(keys.k, -2)),
-    _tokens_first(columns(keys.v, -2)),
-  )
-  return Arrays(
-    q,
-    k,
-    v,
-    rows(turned.lam, 1),
-    rows(turned.q_ids, 1),
-    columns(keys.ids, 1),
-    None,
-  )
-
-
-def _add(
-  total: jax.Array | None, part: jax.Array, start: int, length: int
-) -> jax.Array:
-  """A total [B, …, length, X], None for zeros, and a part of it added from a token on."""
-  size, axis = part.shape[-2], part.ndim - 2
-  if total is None:
-    blank = lambda count: vary_like(
-      jnp.zeros((*part.shape[:-2], count, part.shape[-1]), part.dtype), part
-    )
-    return (
-      part
-      if size == length
-      else jnp.concatenate(
-        [blank(start), part, blank(length - start - size)], axis=axis
-      )
-    )
-  return lax.dynamic_update_slice_in_dim(
-    total,
-    lax.slice_in_dim(total, start, start + size, axis=axis) + part,
-    start,
-    axis=axis,
-  )
-
-
-def _of_part(options: Options, call: Call) -> Options:
-  return Options(
-    options.scale,
-    save=True,
-    chosen=dict(options.chosen)[call.mask],
-  )
-
-
-def _merge(total: Saved, part: PartialResult, start: int) -> Saved:
-  """The outputs of all keys so far and of some more, weighted by what their softmax add up to. A row without keys has MASKED_LOGIT for a sum."""
-  length = part.lse.shape[3]
-  rows = lambda x, axis: lax.slice_in_dim(x, start, start + length, axis=axis)
-  before, more = (
-    rows(total.lse, 3),
-    jnp.where(part.lse > EMPTY_ROW_LSE / 2, MASKED_LOGIT, part.lse),
-  )
-  peak = jnp.maximum(before, more)
-  old, new = jnp.exp2(before - peak), jnp.exp2(more - peak)
-
-  def merge(g: int, x: jax.Array, y: jax.Array) -> jax.Array:
-    weighted = (
-      rows(x, 2) * (old / (old + new))[:, :, g, :, None]
-      + y * (new / (old + new))[:, :, g, :, None]
-    )
-    return lax.dynamic_update_slice_in_dim(x, weighted, start, axis=2)
-
-  lse = lax.dynamic_update_slice_in_dim(
-    total.lse, peak + jnp.log2(old + new), start, axis=3
-  )
-  return Saved(
-    merge(0, total.out, part.out),
-    None if part.out2 is None else merge(1, total.out2, part.out2),
-    lse,
-  )

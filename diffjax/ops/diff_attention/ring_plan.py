@@ -1,0 +1,215 @@
+"""The plan of the ring: the attention that each device computes at each step.
+
+The position of a row's first token is known while the program is compiled. So
+are the masks between the queries and keys of any two shards. This module uses
+no arrays. `ring` computes what it plans.
+
+Under a causal mask and in balanced order, all devices do equal work at every
+step, and only the first step needs a mask. Shard c of C holds the pieces c and
+2C − 1 − c of a row. A device then sees
+
+  its own keys: as a causal row of two pieces,
+  keys of an earlier shard: their first piece, from all queries,
+  keys of a later shard: both pieces, from the queries of its second piece.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+from diffjax.ops.diff_attention.mask import Mask
+from diffjax.ops.diff_attention.sharded import TokenSharding
+
+
+class Call(NamedTuple):
+  """Attention from some of a device's queries to some of the keys it holds.
+
+  The lengths of the mask are the numbers of these queries and keys.
+  """
+
+  q_start: int
+  k_start: int
+  mask: Mask
+
+
+class Step(NamedTuple):
+  """One step of the ring.
+
+  Attributes:
+    distance: the number of shards that keys have moved: shard c holds the keys
+      of shard c − distance.
+    calls: the calls of each shard.
+  """
+
+  distance: int
+  calls: tuple[tuple[Call, ...], ...]
+
+
+class StepLoop(NamedTuple):
+  """Consecutive steps that can run as one loop, as their shifts are equal.
+
+  Attributes:
+    steps: the steps.
+    shift_before: the number of shards that keys move between the previous step
+      and each of these. 0 if there is no previous step.
+    shift_after: the number of shards that keys move between each of these and
+      the next step. 0 if there is no next step.
+  """
+
+  steps: list[Step]
+  shift_before: int
+  shift_after: int
+
+  def branches(self) -> list[tuple[Call, ...]]:
+    """Returns the different calls that any shard has at any of the steps."""
+    branches: list[tuple[Call, ...]] = []
+    for step in self.steps:
+      for calls in step.calls:
+        if calls not in branches:
+          branches.append(calls)
+    return branches
+
+  def branch_table(self) -> list[list[int]]:
+    """Returns the index in `branches` of each shard's calls, for each step."""
+    branches = self.branches()
+    table = []
+    for step in self.steps:
+      table.append([branches.index(calls) for calls in step.calls])
+    return table
+
+
+def plan_loops(mask: Mask, tokens: TokenSharding) -> list[StepLoop]:
+  """Returns the steps of `plan_steps`, grouped into loops."""
+  steps = plan_steps(mask, tokens)
+  last_index = len(steps) - 1
+  loops: list[StepLoop] = []
+  for index, step in enumerate(steps):
+    shift_before = 0
+    if index > 0:
+      shift_before = step.distance - steps[index - 1].distance
+    shift_after = 0
+    if index < last_index:
+      shift_after = steps[index + 1].distance - step.distance
+
+    loop = StepLoop([step], shift_before, shift_after)
+    if loops and loops[-1][1:] == loop[1:]:
+      loops[-1].steps.append(step)
+    else:
+      loops.append(loop)
+  return loops
+
+
+@functools.cache
+def plan_steps(mask: Mask, tokens: TokenSharding) -> tuple[Step, ...]:
+  """Returns the steps at which some shard sees some key.
+
+  The first step, at which no keys have moved, is always included.
+
+  Args:
+    mask: the mask of one shard's queries and keys. Its offset is the position
+      of the row's first query.
+    tokens: how the shards share a row.
+  """
+  shards = tokens.shards
+  pieces = [tokens.pieces(shard) for shard in range(shards)]
+  steps = []
+  for distance in range(shards):
+    calls_by_shard = []
+    for shard in range(shards):
+      key_shard = (shard - distance) % shards
+      calls = _plan_calls(mask, pieces[shard], pieces[key_shard])
+      calls_by_shard.append(calls)
+    if distance == 0 or any(calls_by_shard):
+      steps.append(Step(distance, tuple(calls_by_shard)))
+  return tuple(steps)
+
+
+def _plan_calls(
+  mask: Mask, q_pieces: tuple[int, ...], k_pieces: tuple[int, ...]
+) -> tuple[Call, ...]:
+  """Returns as few calls as possible from one shard's queries to one's keys.
+
+  Args:
+    mask: the mask of one shard's queries and keys, as in `plan_steps`.
+    q_pieces: the pieces of the row that the queries belong to.
+    k_pieces: the pieces of the row that the keys belong to.
+  """
+  piece_length = mask.q_length // len(q_pieces)
+  piece_masks = []
+  for q_piece in q_pieces:
+    row = [
+      _piece_mask(mask, piece_length, q_piece - k_piece) for k_piece in k_pieces
+    ]
+    piece_masks.append(row)
+
+  # If the second piece sees all of the first, the two pieces are a causal row,
+  # even if they are not neighbors.
+  full_mask = _full_mask(mask, piece_length, piece_length)
+  causal_mask = dataclasses.replace(full_mask, causal=True)
+  if piece_masks == [[causal_mask, None], [full_mask, causal_mask]]:
+    row_mask = _full_mask(mask, mask.q_length, mask.kv_length)
+    return (Call(0, 0, dataclasses.replace(row_mask, causal=True)),)
+
+  if all(row == piece_masks[0] for row in piece_masks):
+    # All queries see the same keys, so they share their calls.
+    return tuple(_row_calls(mask, 0, mask.q_length, piece_masks[0]))
+  calls = []
+  for index, row in enumerate(piece_masks):
+    calls += _row_calls(mask, index * piece_length, piece_length, row)
+  return tuple(calls)
+
+
+def _piece_mask(mask: Mask, piece_length: int, distance: int) -> Mask | None:
+  """Returns the mask of two pieces, or None if it hides all keys.
+
+  Args:
+    mask: the mask of one shard's queries and keys, as in `plan_steps`.
+    piece_length: the number of tokens of each piece.
+    distance: the number of pieces from the keys' piece to the queries' piece.
+  """
+  piece_mask = dataclasses.replace(
+    mask,
+    q_length=piece_length,
+    kv_length=piece_length,
+    offset=mask.known_offset + distance * piece_length,
+  )
+  first_query = piece_mask.known_offset
+  last_query = first_query + piece_length - 1
+  last_key = piece_length - 1
+  if not piece_mask.some(first_query, last_query, 0, last_key):
+    return None
+  if piece_mask.every(first_query, last_query, 0, last_key):
+    return _full_mask(mask, piece_length, piece_length)
+  return piece_mask
+
+
+def _row_calls(
+  mask: Mask, q_start: int, q_length: int, piece_masks: list[Mask | None]
+) -> list[Call]:
+  """Returns the calls from some queries to all pieces of the keys.
+
+  Args:
+    mask: the mask of one shard's queries and keys, as in `plan_steps`.
+    q_start: the first of the queries.
+    q_length: the number of the queries.
+    piece_masks: the masks of the pieces of the keys. None if no query of a
+      piece sees them.
+  """
+  piece_length = mask.kv_length // len(piece_masks)
+  full_mask = _full_mask(mask, piece_length, piece_length)
+  if all(piece_mask == full_mask for piece_mask in piece_masks):
+    return [Call(q_start, 0, _full_mask(mask, q_length, mask.kv_length))]
+
+  calls = []
+  for index, piece_mask in enumerate(piece_masks):
+    if piece_mask is not None:
+      piece_mask = dataclasses.replace(piece_mask, q_length=q_length)
+      calls.append(Call(q_start, index * piece_length, piece_mask))
+  return calls
+
+
+def _full_mask(mask: Mask, q_length: int, kv_length: int) -> Mask:
+  """Returns a mask that hides only other segments, if `mask` hides these."""
+  return Mask(q_length, kv_length, causal=False, segments=mask.segments)
