@@ -222,7 +222,7 @@ def _forward_block(
 def _softmax_maps(
   mask: Mask, scale: float, block: _Block, inputs: _Inputs
 ) -> tuple[_Softmax, _Softmax | None]:
-  """Returns the signal maps and the noise maps of a block, None without."""
+  """Returns the signal maps of a block, and its noise maps or None."""
   visible = _visible(mask, block, inputs)
   queries = block.slice_queries(inputs.queries)  # [BK, R, t, D]
   keys = block.slice_keys(inputs.keys)  # [BK, s, D]
@@ -343,11 +343,12 @@ def _backward_group(
   residuals: _Residuals,
 ) -> tuple[_KeyGradients, _QueryGradients]:
   """Returns the gradients of one group of heads, without the factor `scale`."""
-  transposed_noise_queries = None
-  backward_block = functools.partial(_backward_one_map, mask, scale)
-  if inputs.noise is not None:
-    transposed_noise_queries = _tokens_last(inputs.noise.queries)
+  if inputs.noise is None:
+    backward_block = functools.partial(_backward_one_map, mask, scale)
+    transposed_noise_queries = None
+  else:
     backward_block = functools.partial(_backward_two_maps, mask, scale)
+    transposed_noise_queries = _tokens_last(inputs.noise.queries)
   arrays = _BackwardArrays(
     inputs,
     residuals,
@@ -366,7 +367,10 @@ def _backward_one_map(
   arrays: _BackwardArrays,
   d_keys: _KeyGradients,
 ) -> tuple[_KeyGradients, _QueryGradients]:
-  """Returns d_keys plus the block's dK and dV, and the block's dQ."""
+  """Returns d_keys plus the block's dK and dV, and the block's dQ.
+
+  dK and dQ are without the factor `scale`.
+  """
   inputs = arrays.inputs
   residuals = arrays.residuals
   queries = block.slice_queries(inputs.queries)  # [BK, R, t, D]
@@ -383,8 +387,8 @@ def _backward_one_map(
   d_logits = weights * (d_weights - delta)  # dS = A ∘ (dP − δ)
 
   d_queries = _dot("brts,bsd->brtd", d_logits, keys)
-  d_k = _key_gradient(block, arrays.transposed_queries, d_logits)
-  d_v = _key_gradient(block, arrays.transposed_d_out, weights)
+  d_k = _sum_over_queries(block, arrays.transposed_queries, d_logits)
+  d_v = _sum_over_queries(block, arrays.transposed_d_out, weights)
   d_keys = _KeyGradients(
     keys=block.add_to_keys(d_keys.keys, d_k),
     noise_keys=None,
@@ -400,7 +404,10 @@ def _backward_two_maps(
   arrays: _BackwardArrays,
   d_keys: _KeyGradients,
 ) -> tuple[_KeyGradients, _QueryGradients]:
-  """Returns d_keys plus the block's dK and dV, and the block's dQ and dλ."""
+  """Returns d_keys plus the block's dK and dV, and the block's dQ and dλ.
+
+  dK and dQ are without the factor `scale`.
+  """
   inputs = arrays.inputs
   residuals = arrays.residuals
   assert inputs.noise is not None
@@ -418,27 +425,28 @@ def _backward_two_maps(
   lse = block.slice_queries(residuals.log_sum_exps.signal)
   noise_lse = block.slice_queries(residuals.log_sum_exps.noise)
 
-  # Both maps, A₁ and A₂: [BK, R, t, s].
+  # The maps A₁ and A₂ of each head: [BK, R, t, s].
   visible = _visible(mask, block, inputs)
   signal_logits = _masked_logits(queries, keys, scale, visible)
-  signal = jnp.exp(signal_logits - lse)
+  signal_weights = jnp.exp(signal_logits - lse)
+  num_heads = signal_weights.shape[1]
   noise_logits = _masked_logits(noise_queries, noise_keys, scale, visible)
-  noise = jnp.exp(noise_logits - noise_lse)
-  num_noise_maps = noise.shape[1]
-  noise = _repeat_noise(noise, num_heads=signal.shape[1])
+  noise_weights = jnp.exp(noise_logits - noise_lse)  # [BK, noise_maps, t, s]
+  num_noise_maps = noise_weights.shape[1]
+  noise_weights = _repeat_noise(noise_weights, num_heads)
 
   # The row sums δ₁ and δ₂: [BK, R, t, 1].
   d_weights = _inner_products(d_out, values)  # dP = dO Vᵀ: [BK, R, t, s]
   if residuals.delta_2 is None:
-    delta_2 = _row_sums(noise * d_weights)
+    delta_2 = _row_sums(noise_weights * d_weights)
   else:
     delta_2 = block.slice_queries(residuals.delta_2)
   delta_1 = block.slice_queries(residuals.delta) + lam * delta_2
 
-  # Gradients of the logits, dS₁ and dS₂. A noise map gets the sum over the
-  # heads that share it.
-  d_signal_logits = signal * (d_weights - delta_1)
-  d_noise_logits = -lam * noise * (d_weights - delta_2)
+  # The gradients of the logits, dS₁ and dS₂. The gradient of a noise map is the
+  # sum over the heads that share it.
+  d_signal_logits = signal_weights * (d_weights - delta_1)
+  d_noise_logits = -lam * noise_weights * (d_weights - delta_2)
   d_noise_logits = _sum_over_heads(d_noise_logits, num_noise_maps)
 
   d_queries = _QueryGradients(
@@ -447,8 +455,8 @@ def _backward_two_maps(
     lam=-delta_2,
   )
 
-  d_k = _key_gradient(block, arrays.transposed_queries, d_signal_logits)
-  noise_d_k = _key_gradient(
+  d_k = _sum_over_queries(block, arrays.transposed_queries, d_signal_logits)
+  noise_d_k = _sum_over_queries(
     block, arrays.transposed_noise_queries, d_noise_logits
   )
   total_d_k = block.add_to_keys(d_keys.keys, d_k)
@@ -458,20 +466,23 @@ def _backward_two_maps(
     total_d_k = block.add_to_keys(total_d_k, noise_d_k)
   else:
     total_noise_d_k = block.add_to_keys(total_noise_d_k, noise_d_k)
-  weights = signal - lam * noise  # P = A₁ − λA₂
-  d_v = _key_gradient(block, arrays.transposed_d_out, weights)
+  weights = signal_weights - lam * noise_weights  # P = A₁ − λA₂
+  d_v = _sum_over_queries(block, arrays.transposed_d_out, weights)
   total_d_v = block.add_to_keys(d_keys.values, d_v)
   return _KeyGradients(total_d_k, total_noise_d_k, total_d_v), d_queries
 
 
-def _key_gradient(
+def _sum_over_queries(
   block: _Block,
   transposed: Float[Array, "BK X R T"],
-  d_logits: Float[Array, "BK R t s"],
+  weights: Float[Array, "BK R t s"],
 ) -> Float[Array, "BK X s"]:
-  """Returns dSᵀ Q of a block with the keys last, or Pᵀ dO for values."""
+  """Returns Σ weights[t, s] · x[t] over the heads and queries of a block.
+
+  This is dK for x = Q and the weights dS, and dV for x = dO and the weights P.
+  """
   transposed = block.slice_queries(transposed, axis=3)
-  return _dot("bxrt,brts->bxs", transposed, d_logits)
+  return _dot("bxrt,brts->bxs", transposed, weights)
 
 
 def _zero_key_gradients(inputs: _Inputs, dtype: Any) -> _KeyGradients:
@@ -582,7 +593,7 @@ def _natural_lse(
 def _map_blocks(
   forward_block: Callable[[_Block, _Inputs], Any], inputs: _Inputs, mask: Mask
 ) -> Any:
-  """Returns the outputs [BK, R, T, X] of forward_block(block, inputs)."""
+  """Returns forward_block(block, inputs) of all blocks, joined along T."""
   num_groups, block_queries = _tile_sizes(inputs)
   bands = _make_bands(mask, block_queries)
 
@@ -642,7 +653,10 @@ def _loop_over_bands(
 def _loop_over_blocks(
   band: _Band, step: Callable, arrays: Any, carry: Any
 ) -> tuple[Any, Any]:
-  """Does the same for the blocks of one band, in a scan if it has several."""
+  """Calls carry, output = step(block, arrays, carry) for the blocks of a band.
+
+  Several blocks run as one scan.
+  """
 
   def scan_step(carry: Any, starts: tuple[Any, Any]) -> tuple[Any, Any]:
     first_query, first_key = starts

@@ -1,6 +1,7 @@
 """Attention over rows that several devices share, as a ring.
 
-Each device keeps its queries. Keys and values travel from device to device:
+Each device keeps its queries. Keys and values travel from device to device,
+along the arrows:
 
            device 0        device 1        device 2
   step 0   q₀ sees k₀ ──▶  q₁ sees k₁ ──▶  q₂ sees k₂ ──▶ device 0
@@ -134,8 +135,8 @@ def _prepare(
       for call in calls:
         calls_by_mask[call.mask] = call
 
-  queries = _queries_of(arrays)
-  keys = _keys_of(arrays)
+  queries = _shard_queries(arrays)
+  keys = _shard_keys(arrays)
   choices = []
   for call_mask, call in calls_by_mask.items():
     call_arrays = _call_arrays(call, queries, keys)
@@ -147,14 +148,15 @@ def _prepare(
 class _ShardAttention:
   """Attention from a shard's queries to the keys that are present."""
 
-  partial: PartialImplementation
+  implementation: PartialImplementation
   options: Options
   queries: _Queries
 
   def forward(self, call: Call, keys: _Keys) -> PartialResult:
     """Returns the result of one call."""
     arrays = _call_arrays(call, self.queries, keys)
-    return self.partial.forward(arrays, call.mask, self._call_options(call))
+    options = self._call_options(call)
+    return self.implementation.forward(arrays, call.mask, options)
 
   def backward(
     self,
@@ -179,7 +181,7 @@ class _ShardAttention:
       out2=noise_out,
       lse=_slice_queries(result.lse, call, axis=3),
     )
-    d_q, d_k, d_v = self.partial.backward(
+    d_q, d_k, d_v = self.implementation.backward(
       _call_arrays(call, self.queries, keys),
       call.mask,
       self._call_options(call),
@@ -194,7 +196,7 @@ class _ShardAttention:
 
 
 def _forward(
-  partial: PartialImplementation,
+  implementation: PartialImplementation,
   tokens: TokenSharding,
   arrays: Arrays,
   mask: Mask,
@@ -205,11 +207,11 @@ def _forward(
   The outputs have q's dtype. The log-sum-exps have base 2.
   """
   lam = arrays.lam
-  queries = _queries_of(arrays)
+  queries = _shard_queries(arrays)
   if lam is not None:
-    # λ has no effect on partial results.
+    # Partial results do not depend on λ. It is applied to their sum, below.
     queries = queries._replace(lam=jnp.zeros_like(lam))
-  attention = _ShardAttention(partial, options, queries)
+  attention = _ShardAttention(implementation, options, queries)
   carry = _ForwardCarry(_departing_keys(arrays), _empty_result(arrays))
   for loop in plan_loops(mask, tokens):
     step = functools.partial(_forward_step, attention, tokens, loop)
@@ -235,12 +237,14 @@ def _forward_step(
   index: Any,
   carry: _ForwardCarry,
 ) -> _ForwardCarry:
-  """Returns the carry after a step, the index-th of its loop."""
+  """Returns the carry after step number `index` of a loop."""
   merge_calls = functools.partial(_merge_calls, attention)
   # The transfer starts before the attention to the present keys, so that the
   # two overlap.
   next_keys = tokens.shift(carry.keys, loop.shift_after)
-  result = _switch_calls(loop, tokens, index, merge_calls, *carry)
+  result = _switch_calls(
+    loop, tokens, index, merge_calls, carry.keys, carry.result
+  )
   return _ForwardCarry(next_keys, result)
 
 
@@ -269,10 +273,8 @@ def _merge_results(
 
   In `total`, a row without visible keys has MASKED_LOGIT for a log-sum-exp.
   """
-  num_queries = part.lse.shape[3]
-  total_lse = lax.slice_in_dim(
-    total.lse, start, start + num_queries, axis=3
-  )  # [B, H, G, T]
+  stop = start + part.lse.shape[3]
+  total_lse = lax.slice_in_dim(total.lse, start, stop, axis=3)  # [B, H, G, t]
   is_empty = part.lse > EMPTY_ROW_LSE / 2
   part_lse = jnp.where(is_empty, MASKED_LOGIT, part.lse)
 
@@ -284,6 +286,7 @@ def _merge_results(
   total_share = total_weight / weight_sum
   part_share = part_weight / weight_sum
 
+  # On axis G, 0 is the signal map and 1 is the noise map.
   out = _merge_outputs(
     total.out, part.out, total_share[:, :, 0], part_share[:, :, 0], start
   )
@@ -306,8 +309,8 @@ def _merge_outputs(
   start: int,
 ) -> Float[Array, "B H T V"]:
   """Returns the total with t queries from `start` on merged with the part."""
-  num_queries = part.shape[2]
-  previous = lax.slice_in_dim(total, start, start + num_queries, axis=2)
+  stop = start + part.shape[2]
+  previous = lax.slice_in_dim(total, start, stop, axis=2)
   merged = previous * total_share[..., None] + part * part_share[..., None]
   return lax.dynamic_update_slice_in_dim(total, merged, start, axis=2)
 
@@ -327,7 +330,7 @@ def _empty_result(arrays: Arrays) -> PartialResult:
 
 
 def _backward(
-  partial: PartialImplementation,
+  implementation: PartialImplementation,
   tokens: TokenSharding,
   arrays: Arrays,
   mask: Mask,
@@ -337,7 +340,7 @@ def _backward(
 ) -> tuple[Array, Array, Array, Array | None]:
   """Returns the gradients of q, k, v and λ (None without λ)."""
   d_out = _tokens_last(d_out)  # [B, H, T, V]
-  attention = _ShardAttention(partial, options, _queries_of(arrays))
+  attention = _ShardAttention(implementation, options, _shard_queries(arrays))
   result = PartialResult(*saved)
   keys = _departing_keys(arrays)
   carry = _BackwardCarry(
@@ -382,7 +385,7 @@ def _backward_step(
   index: Any,
   carry: _BackwardCarry,
 ) -> _BackwardCarry:
-  """Returns the carry after a step, the index-th of its loop."""
+  """Returns the carry after step number `index` of a loop."""
   add_calls = functools.partial(_add_gradients, attention, result, d_out)
   # Both transfers start before this step's computation, so that they overlap
   # with it. The gradients follow their keys, one step later.
@@ -486,11 +489,11 @@ def _switch_calls(
   return lax.switch(table[index, tokens.shard], functions, *operands)
 
 
-def _queries_of(arrays: Arrays) -> _Queries:
+def _shard_queries(arrays: Arrays) -> _Queries:
   return _Queries(_tokens_last(arrays.q), arrays.lam, arrays.q_ids)
 
 
-def _keys_of(arrays: Arrays) -> _Keys:
+def _shard_keys(arrays: Arrays) -> _Keys:
   return _Keys(_tokens_last(arrays.k), _tokens_last(arrays.v), arrays.kv_ids)
 
 
@@ -501,7 +504,7 @@ def _departing_keys(arrays: Arrays) -> _Keys:
   round once, before the first layer, and keep what follows from them at each
   step.
   """
-  return lax.optimization_barrier(_keys_of(arrays))
+  return lax.optimization_barrier(_shard_keys(arrays))
 
 
 def _call_arrays(call: Call, queries: _Queries, keys: _Keys) -> Arrays:

@@ -1,8 +1,8 @@
 """The plan of the ring: the attention that each device computes at each step.
 
 The position of a row's first token is known while the program is compiled. So
-are the masks between the queries and keys of any two shards. This module uses
-no arrays. `ring` computes what it plans.
+are the masks between the queries and keys of any two shards. Planning needs no
+arrays. `ring.py` computes the planned calls.
 
 Under a causal mask and in balanced order, all devices do equal work at every
 step, and only the first step needs a mask. Shard c of C holds the pieces c and
@@ -85,6 +85,7 @@ def plan_loops(mask: Mask, tokens: TokenSharding) -> list[StepLoop]:
   steps = plan_steps(mask, tokens)
   last_index = len(steps) - 1
   loops: list[StepLoop] = []
+  previous_shifts = None
   for index, step in enumerate(steps):
     shift_before = 0
     if index > 0:
@@ -93,11 +94,12 @@ def plan_loops(mask: Mask, tokens: TokenSharding) -> list[StepLoop]:
     if index < last_index:
       shift_after = steps[index + 1].distance - step.distance
 
-    loop = StepLoop([step], shift_before, shift_after)
-    if loops and loops[-1][1:] == loop[1:]:
+    shifts = (shift_before, shift_after)
+    if shifts == previous_shifts:
       loops[-1].steps.append(step)
     else:
-      loops.append(loop)
+      loops.append(StepLoop([step], shift_before, shift_after))
+    previous_shifts = shifts
   return loops
 
 
@@ -129,7 +131,7 @@ def plan_steps(mask: Mask, tokens: TokenSharding) -> tuple[Step, ...]:
 def _plan_calls(
   mask: Mask, q_pieces: tuple[int, ...], k_pieces: tuple[int, ...]
 ) -> tuple[Call, ...]:
-  """Returns as few calls as possible from one shard's queries to one's keys.
+  """Returns the fewest calls from one shard's queries to another's keys.
 
   Args:
     mask: the mask of one shard's queries and keys, as in `plan_steps`.
@@ -211,5 +213,5 @@ def _row_calls(
 
 
 def _full_mask(mask: Mask, q_length: int, kv_length: int) -> Mask:
-  """Returns a mask that hides only other segments, if `mask` hides these."""
+  """Returns a mask that hides nothing, or only keys of other segments."""
   return Mask(q_length, kv_length, causal=False, segments=mask.segments)
