@@ -363,8 +363,8 @@ def _backward(
   d_lam = None
   if arrays.lam is not None:
     # dλ = −δ₂ = −rowsum(dO ∘ A₂V)
-    dtype = carry.d_q.dtype
-    products = d_out.astype(dtype) * saved.out2.astype(dtype)
+    sum_dtype = carry.d_q.dtype
+    products = d_out.astype(sum_dtype) * saved.out2.astype(sum_dtype)
     delta_2 = jnp.sum(products, axis=-1)  # [B, H, T]
     d_lam = -jnp.swapaxes(delta_2, 1, 2).astype(arrays.lam.dtype)
   dtype = arrays.q.dtype
