@@ -17,7 +17,7 @@ from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.ops.diff_attention.mask import apply
 from diffjax.ops.diff_attention.reference import attention_logits
 from diffjax.ops.diff_attention.tiles import LOG2E
-from diffjax.ops.diff_attention.tpu.attention import in_range
+from diffjax.ops.diff_attention.tpu.forward import in_range
 from diffjax.training import trained
 
 

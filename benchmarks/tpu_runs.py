@@ -26,8 +26,10 @@ from diffjax.ops.diff_attention.tpu import schedule as schedules
 from diffjax.ops.diff_attention.tpu.block_sizes import Blocks
 from diffjax.ops.diff_attention.tpu.schedule import (
   Schedule,
+  SegmentComparison,
+  SubtileMask,
+  make_scalars,
   make_schedule,
-  scalars_of,
 )
 
 
@@ -50,7 +52,7 @@ def schedule_of(
     jax.ShapeDtypeStruct((1, length, 1, maps, 1), np.float32) for maps in (G, M)
   )
   return make_schedule(
-    Mask(length, length, segments=segments), blocks, q, k, keys_pass=keys_pass
+    Mask(length, length, segments=segments), blocks, q, k, keys_move=keys_pass
   )
 
 
@@ -80,8 +82,10 @@ def runs_of(
   def body(row, key, mask) -> None:
     opened[-1] += _letter(mask)
 
-  scalars = [x.tolist() for x in scalars_of(schedule, ids, ids, None, 1)]
-  stay = schedule.q_blocks if schedule.keys_pass else schedule.kv_blocks
+  scalars = jax.tree.map(
+    lambda x: x.tolist(), make_scalars(schedule, ids, ids, None, 1)
+  )
+  stay = schedule.q_blocks if schedule.keys_move else schedule.kv_blocks
   with (
     _instead(
       when=when,
@@ -94,14 +98,14 @@ def runs_of(
     for stays, step in itertools.product(range(stay), range(schedule.steps)):
 
       def tile(block: int, place: int, stays=stays) -> None:
-        schedule.visit(
+        schedule.for_each_subtile(
           scalars,
           0,
-          *((stays, block) if schedule.keys_pass else (block, stays)),
+          *((stays, block) if schedule.keys_move else (block, stays)),
           body,
         )
 
-      schedule.each_tile(scalars, 0, stays, step, tile)
+      schedule.for_each_moving_block(scalars, 0, stays, step, tile)
   del counts[""]  # what holds other runs, or nothing
   return counts
 
@@ -109,7 +113,7 @@ def runs_of(
 @contextlib.contextmanager
 def only(run: str, times: int) -> Iterator[None]:
   """A kernel of one tile that is built within it takes one of its runs so many times, and nothing else, under no condition."""
-  visit = Schedule.visit
+  visit = Schedule.for_each_subtile
   dry: list[
     str
   ] = []  # the sub-tiles of what is looked at and not built; empty while one builds
@@ -150,17 +154,21 @@ def only(run: str, times: int) -> Iterator[None]:
     lax.fori_loop(0, times, once, None)
 
   known = dict(  # nothing is read as data but the elementwise mask's ids
-    num_scalars=0,
-    loaded=lambda self, scalars, b, stays, step: step,
-    each_tile=lambda self, scalars, b, stays, step, body: body(step, step),
-    _ids=lambda self, scalars, b, i, *_: (i == 0, i == 0),
+    needs_scalars=False,
+    span_to_load=lambda self, scalars, b, stays, step: step,
+    for_each_moving_block=lambda self, scalars, b, stays, step, body: body(
+      step, step
+    ),
+    _compare_segments=lambda self, scalars, tile, *_: SegmentComparison(
+      tile.i == 0, tile.i == 0
+    ),
   )
   fori_loop = lambda start, stop, function, init: function(
     0 if dry else turn.n, init
   )
   with (
     _instead(when=when, fori_loop=fori_loop),
-    mock.patch.multiple(Schedule, visit=forced, **known),
+    mock.patch.multiple(Schedule, for_each_subtile=forced, **known),
   ):
     yield
 
@@ -175,9 +183,7 @@ def _instead(*, when: Callable, **functions: Callable):
   )
 
 
-def _letter(mask: Callable | None) -> str:
+def _letter(mask: SubtileMask | None) -> str:
   if mask is None:
     return "-"
-  asked = []
-  mask(0, lambda: asked.append(True) or (0, 0))
-  return "d" if asked else "p"
+  return "d" if mask.compares_segments else "p"

@@ -14,7 +14,12 @@ from jax.experimental.pallas import tpu as pltpu
 from diffjax.ops.diff_attention import diff_attention, vjp
 from diffjax.ops.diff_attention.mask import Mask
 from diffjax.ops.diff_attention.tiles import LOG2E
-from diffjax.ops.diff_attention.tpu import attention, block_sizes, chip
+from diffjax.ops.diff_attention.tpu import (
+  attention,
+  block_sizes,
+  chip,
+  forward,
+)
 from diffjax.ops.diff_attention.tpu.block_sizes import Blocks
 from tests.tiers import full
 
@@ -315,10 +320,10 @@ def test_nothing_is_lost_without_the_running_maximum(name, dtype, monkeypatch):
   hidden, taken, in_range = (
     20 if name == "rows_without_keys" else 0,
     [],
-    attention.in_range,
+    forward.in_range,
   )
   monkeypatch.setattr(
-    attention,
+    forward,
     "in_range",
     lambda *arrays: taken.append(in_range(*arrays)) or taken[-1],
   )

@@ -1,21 +1,37 @@
-"""The order in which blocks of queries and keys meet in a TPU kernel, and the part of each pair that is computed."""
+"""The order in which the TPU kernels visit blocks of queries and keys.
+
+A tile is a block of queries against a block of keys. Along the inner axis of a
+kernel's grid, one block is stationary: it stays in vector memory, together with
+the sums that belong to it. The blocks of the other kind are the moving blocks,
+which are loaded one after the other:
+
+  forward: a block of queries is stationary, and blocks of keys move.
+  backward: a block of keys is stationary, and blocks of queries move.
+
+Each step of the grid loads a span, which is one or more consecutive moving
+blocks. Only spans with visible blocks are loaded.
+
+A tile is computed in sub-tiles, whose logits fit the registers. Sub-tiles that
+the mask hides are skipped.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import operator
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Int
 
 from diffjax.ops.diff_attention.mask import PER_ROW, Mask
 from diffjax.ops.diff_attention.tiles import (
+  Condition,
   Scalar,
   block_index,
   logical_and,
@@ -24,375 +40,682 @@ from diffjax.ops.diff_attention.tiles import (
 )
 from diffjax.ops.diff_attention.tpu.block_sizes import Blocks
 
-Part = tuple[
-  Scalar, int
-]  # of a tile's rows or keys: where it begins in the tile, and how many they are
+# A kernel is compiled with one body for each way in which the mask cuts a tile
+# by position, up to this many.
+_MAX_CUT_BODIES = 4
 
-_MAX_BODIES = 4  # bodies for tiles that the mask cuts, each compiled for one position of the cut
+
+class Interval(NamedTuple):
+  """Consecutive queries or keys of a tile."""
+
+  start: Scalar  # counted from the first query or key of the tile
+  size: int
+
+
+class Scalars(NamedTuple):
+  """What kernels and index maps must know about a mask that depends on data.
+
+  Flat int32 arrays in the kernel, refs to scalar memory. The first three are
+  None if positions are known and there are no segments. The others are None if
+  there are no segments.
+  """
+
+  offsets: Int[Array, "B"] | None = None  # position of each row's first query
+  # First and last visible moving block of each stationary block.
+  first_blocks: Int[Array, "B*stationary"] | None = None
+  last_blocks: Int[Array, "B*stationary"] | None = None
+  # Smallest and largest segment id of each sub-tile's queries and keys.
+  q_min_ids: Int[Array, "B*q_subtiles"] | None = None
+  q_max_ids: Int[Array, "B*q_subtiles"] | None = None
+  kv_min_ids: Int[Array, "B*kv_subtiles"] | None = None
+  kv_max_ids: Int[Array, "B*kv_subtiles"] | None = None
+
+
+class TileCounts(NamedTuple):
+  """The work of one head."""
+
+  tiles: int  # tiles with positions that are visible
+  spans: int  # spans with such tiles, summed over the stationary blocks
+
+
+class SegmentComparison(NamedTuple):
+  """How the segment ids of some queries compare with those of some keys."""
+
+  do_overlap: Condition  # whether the ranges of the ids overlap
+  are_equal: Condition  # whether all ids of queries and keys are equal
+
+
+class _Tile(NamedTuple):
+  """A block of queries of one row of the batch against a block of keys."""
+
+  b: Scalar  # row of the batch
+  i: Scalar  # block of queries
+  j: Scalar  # block of keys
+  first_position: Scalar  # of the queries
+  first_key: Scalar
+
+  def corners(
+    self, rows: Interval, keys: Interval
+  ) -> tuple[Scalar, Scalar, Scalar, Scalar]:
+    """Returns first and last position and key of a part, for `Mask.some`."""
+    return (
+      self.first_position + rows.start,
+      self.first_position + rows.start + rows.size - 1,
+      self.first_key + keys.start,
+      self.first_key + keys.start + keys.size - 1,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class SubtileMask:
+  """The elementwise mask of a sub-tile.
+
+  Attributes:
+    mask: the mask of the attention map.
+    rows: the queries of the sub-tile.
+    keys: the keys of the sub-tile.
+    distance: position of the tile's first query minus that of its first key.
+    first_key: the tile's first key. It matters only where keys may be padding.
+    compares_segments: whether queries and keys may differ in their segment ids.
+  """
+
+  mask: Mask
+  rows: Interval
+  keys: Interval
+  distance: Scalar
+  first_key: Scalar
+  compares_segments: bool
+
+  def visible(
+    self, q_axis: int, has_same_segment: Bool[Array, "x y"] | None
+  ) -> Bool[Array, "x y"]:
+    """Returns where a query sees a key.
+
+    Args:
+      q_axis: the axis of the queries. 0 for [rows, keys], 1 for [keys, rows].
+      has_same_segment: where the segment ids of query and key are equal. None
+        unless `compares_segments`.
+    """
+    shape = (self.rows.size, self.keys.size)
+    if q_axis == 1:
+      shape = (self.keys.size, self.rows.size)
+    row_indices = lax.broadcasted_iota(jnp.int32, shape, q_axis)
+    key_indices = lax.broadcasted_iota(jnp.int32, shape, 1 - q_axis)
+    first_distance = self.distance + self.rows.start - self.keys.start
+    visible = self.mask.visible(
+      row_indices - key_indices + first_distance,
+      keys=key_indices + (self.first_key + self.keys.start),
+      same=has_same_segment,
+    )
+    # Sub-tiles whose keys are all visible have no SubtileMask.
+    assert visible is not None
+    return visible
+
+
+# Computes one sub-tile. None stands for a mask that hides nothing.
+SubtileBody = Callable[[Interval, Interval, SubtileMask | None], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-  """All that a kernel knows while it is compiled: sizes, mask, and the order in which blocks meet.
+  """What a kernel knows at compile time: its sizes, mask and order of blocks.
 
-  Forward, keys pass by a block of queries, which stays; backward, queries pass by a block of keys.
+  Attributes:
+    mask: the mask of the attention maps.
+    blocks: the sizes of tiles and sub-tiles.
+    num_maps: G, the number of query maps.
+    num_key_maps: M, the number of key maps.
+    q_blocks: the number of query blocks.
+    kv_blocks: the number of key blocks.
+    keys_move: whether the keys move and the queries are stationary, as in the
+      forward pass. In the backward pass the queries move.
+    span: the number of moving blocks that are loaded together.
+    steps: the number of spans that a stationary block meets, at most.
   """
 
   mask: Mask
   blocks: Blocks
-  num_maps: int  # G
-  num_key_maps: int  # M
+  num_maps: int
+  num_key_maps: int
   q_blocks: int
   kv_blocks: int
-  keys_pass: bool
-  span: int  # blocks that pass which are loaded together
-  steps: int  # spans that pass, at most
-
-  def maps_of(self, m: int) -> slice:
-    """The query maps that look at map m of the keys: at the last one the noise map, at the first one all others."""
-    if self.num_key_maps == 1:
-      return slice(0, self.num_maps)
-    return (
-      slice(0, self.num_maps - 1)
-      if m == 0
-      else slice(self.num_maps - 1, self.num_maps)
-    )
+  keys_move: bool
+  span: int
+  steps: int
 
   @property
-  def num_scalars(self) -> int:
-    return (
-      3 * (self.mask.offset == PER_ROW or self.mask.segments)
-      + 4 * self.mask.segments
-    )
+  def needs_scalars(self) -> bool:
+    """Whether the visible blocks depend on data."""
+    return self.mask.offset == PER_ROW or self.mask.segments
 
-  def tiles(self) -> tuple[int, int]:
-    """Tiles that positions alone do not hide, and spans that hold any, which are loaded for each block that stays."""
-    blocks, offset = (
-      self.blocks,
-      0 if self.mask.offset == PER_ROW else self.mask.offset,
-    )
-    p0, k0 = (
-      offset + blocks.q * np.arange(self.q_blocks)[:, None],
-      blocks.kv * np.arange(self.kv_blocks),
-    )
-    tiles = np.broadcast_to(
-      self.mask.some(p0, p0 + blocks.q - 1, k0, k0 + blocks.kv - 1),
-      (self.q_blocks, self.kv_blocks),
-    )
-    passing = tiles if self.keys_pass else tiles.T
-    spans = (
-      np.add.reduceat(
-        passing, np.arange(0, passing.shape[1], self.span), axis=1
-      )
-      > 0
-    )
-    return int(np.sum(tiles)), int(np.sum(spans))
+  def maps_of_key_map(self, key_map: int) -> slice:
+    """Returns the query maps that attend to a key map.
 
-  def passing(self, scalars, b: Scalar, stays: Scalar) -> tuple[Scalar, Scalar]:
-    """First and last block that pass by block `stays`; none if the last lies before the first."""
-    blocks = self.blocks
-    if scalars:
-      index = b * (self.q_blocks if self.keys_pass else self.kv_blocks) + stays
-      return scalars[1][index], scalars[2][index]
-    if self.keys_pass:
-      p0 = self.mask.known_offset + stays * blocks.q
-      first, last = self.mask.keys_of(p0, p0 + blocks.q - 1)
-      return block_index(first, blocks.kv), block_index(last, blocks.kv)
-    first, last = self.mask.rows_of(
-      stays * blocks.kv, (stays + 1) * blocks.kv - 1
-    )
-    return block_index(first, blocks.q), block_index(last, blocks.q)
+    The last query map is the noise map. It attends to the last key map, and all
+    others attend to the first. With one key map, all attend to it.
+    """
+    if self.num_key_maps == 1:
+      return slice(0, self.num_maps)
+    if key_map == 0:
+      return slice(0, self.num_maps - 1)
+    return slice(self.num_maps - 1, self.num_maps)
 
-  def loaded(self, scalars, b: Scalar, stays: Scalar, step: Scalar) -> Scalar:
-    """The span to have at hand at a step: the last one stays where no more are to come, so that nothing is loaded."""
-    first, last = (
-      block_index(x, self.span) for x in self.passing(scalars, b, stays)
-    )
-    return jnp.minimum(first + step, jnp.maximum(last, 0))
+  def count_tiles(self) -> TileCounts:
+    """Returns the tiles and spans that are visible by position alone.
 
-  def each_tile(
-    self, scalars, b: Scalar, stays: Scalar, step: Scalar, body: Callable
-  ) -> None:
-    """Runs body(block, place) for the blocks of a step's span that pass by block `stays`; place is a block's index in its span."""
-    first, last = self.passing(scalars, b, stays)
-    start = (block_index(first, self.span) + step) * self.span
-    if self.span == 1:
-      return _when(start <= last)(lambda: body(start, 0))
-    lax.fori_loop(
-      jnp.maximum(first, start),
-      jnp.minimum(last + 1, start + self.span),
-      lambda n, _: body(n, n - start),
-      None,
-    )
-
-  def position(self, scalars, b: Scalar, i: Scalar) -> Scalar:
-    """Position of the first query of block i."""
-    offset = scalars[0][b] if self.mask.offset == PER_ROW else self.mask.offset
-    return offset + i * self.blocks.q
-
-  def visit(
-    self, scalars, b: Scalar, i: Scalar, j: Scalar, body: Callable
-  ) -> None:
-    """Runs body(rows, keys, mask) for the sub-tiles of tile (i, j) that a query may see into.
-
-    rows and keys say where in the tile the sub-tile begins, and how many they are; mask(q_axis, ids) gives its elementwise mask, and is
-    None where all is seen.
-
-    Sub-tiles that stand in one run of instructions overlap, and cost half to three quarters of one under a condition of its own. A tile of
-    one document is one run, of the sub-tiles that positions leave. In any other tile, the sub-tiles of a strip are one run if more than
-    half of them can be seen. There is one body for all strips, for the sake of the kernel's size.
-    A tile of which all is seen has sub-tiles of a size of its own: larger ones serve the matrix unit better, smaller ones skip more.
+    Offsets that are data count as 0.
     """
     blocks = self.blocks
-    p0, k0 = self.position(scalars, b, i), j * blocks.kv
-    rows, keys = (
-      range(0, blocks.q, blocks.q_inner),
-      range(0, blocks.kv, blocks.kv_inner),
+    offset = 0
+    if self.mask.offset != PER_ROW:
+      offset = self.mask.offset
+    first_positions = offset + blocks.q * np.arange(self.q_blocks)[:, None]
+    first_keys = blocks.kv * np.arange(self.kv_blocks)
+    is_visible = self.mask.some(
+      first_positions,
+      first_positions + blocks.q - 1,
+      first_keys,
+      first_keys + blocks.kv - 1,
     )
-    corners = lambda row, key, p0, k0: (
-      p0 + row,
-      p0 + row + blocks.q_inner - 1,
-      k0 + key,
-      k0 + key + blocks.kv_inner - 1,
+    is_visible = np.broadcast_to(is_visible, (self.q_blocks, self.kv_blocks))
+
+    # [stationary blocks, moving blocks]
+    by_stationary_block = is_visible if self.keys_move else is_visible.T
+    num_moving_blocks = by_stationary_block.shape[1]
+    span_starts = np.arange(0, num_moving_blocks, self.span)
+    tiles_per_span = np.add.reduceat(by_stationary_block, span_starts, axis=1)
+    return TileCounts(
+      tiles=int(np.sum(is_visible)), spans=int(np.sum(tiles_per_span > 0))
     )
-    tile = p0, p0 + blocks.q - 1, k0, k0 + blocks.kv - 1
-    some, every, equal = self.mask.some(*tile), self.mask.every(*tile), True
-    if self.mask.segments:
-      overlap, equal = self._ids(
-        scalars, b, i, j, (0, blocks.q), (0, blocks.kv)
+
+  def moving_blocks(
+    self, scalars: Scalars, b: Scalar, stationary: Scalar
+  ) -> tuple[Scalar, Scalar]:
+    """Returns the first and the last moving block that may be visible.
+
+    No block is visible if the last lies before the first.
+
+    Args:
+      scalars: the scalars of the kernel or index map.
+      b: row of the batch.
+      stationary: number of the stationary block.
+    """
+    if scalars.first_blocks is None or scalars.last_blocks is None:
+      return _moving_blocks_by_position(
+        self.mask, self.blocks, self.keys_move, stationary
       )
-      some = logical_and(some, overlap)
+    num_stationary = self.q_blocks if self.keys_move else self.kv_blocks
+    index = b * num_stationary + stationary
+    return scalars.first_blocks[index], scalars.last_blocks[index]
 
-    def run(difference: int | None) -> None:
-      """A tile of one document, whose first query lies so far behind its first key; None: positions hide nothing of it."""
-      if difference is None:
-        q, kv = blocks.subtile(is_full=True)
-        for row, key in itertools.product(
-          range(0, blocks.q, q), range(0, blocks.kv, kv)
-        ):
-          body((row, q), (key, kv), None)
-        return
-      for row, key in itertools.product(rows, keys):
-        corner = corners(row, key, difference, 0)
-        if self.mask.some(*corner):
-          mask = (
-            None
-            if self.mask.every(*corner)
-            else functools.partial(
-              self._visible, row, key, difference, 0, False
-            )
-          )
-          body((row, blocks.q_inner), (key, blocks.kv_inner), mask)
+  def span_to_load(
+    self, scalars: Scalars, b: Scalar, stationary: Scalar, step: Scalar
+  ) -> Scalar:
+    """Returns the number of the span that a step of the grid loads.
 
-    _when(logical_and(some, every, equal))(functools.partial(run, None))
-    differences = self.mask.partial_differences(
-      blocks.q, blocks.kv, _MAX_BODIES
-    )
-    for difference in (
-      differences or ()
-    ):  # every tile whose first query lies so far behind its first key is cut in the same way
-      _when(
-        logical_and(some, logical_not(every), equal, p0 - k0 == difference)
-      )(functools.partial(run, difference))
-    rest = (
-      logical_not(logical_and(every, equal))
-      if differences is None
-      else logical_not(equal)
-    )
-    if rest is False:
+    Steps after the last visible span keep that span, so nothing is loaded.
+    """
+    first_block, last_block = self.moving_blocks(scalars, b, stationary)
+    first_span = block_index(first_block, self.span)
+    last_span = block_index(last_block, self.span)
+    return jnp.minimum(first_span + step, jnp.maximum(last_span, 0))
+
+  def for_each_moving_block(
+    self,
+    scalars: Scalars,
+    b: Scalar,
+    stationary: Scalar,
+    step: Scalar,
+    body: Callable[[Scalar, Scalar], None],
+  ) -> None:
+    """Runs body(block, index_in_span) for the visible blocks of a step's span.
+
+    Args:
+      scalars: the scalars of the kernel.
+      b: row of the batch.
+      stationary: number of the stationary block.
+      step: step of the grid.
+      body: computes one tile. It receives the moving block's number among all
+        blocks, and its number in the span.
+    """
+    first_block, last_block = self.moving_blocks(scalars, b, stationary)
+    span_start = (block_index(first_block, self.span) + step) * self.span
+    if self.span == 1:
+
+      @_when(span_start <= last_block)
+      def _run_block() -> None:
+        body(span_start, 0)
+
       return
 
-    def strip(n: Scalar, _) -> None:
-      start = n * (blocks.q_inner if self.keys_pass else blocks.kv_inner)
-      seen, subtiles = [], []
-      for row, key in (
-        [(start, key) for key in keys]
-        if self.keys_pass
-        else [(row, start) for row in rows]
-      ):
-        visible = self.mask.some(*corners(row, key, p0, k0))
-        if self.mask.segments:
-          visible = logical_and(
-            visible,
-            self._ids(
-              scalars, b, i, j, (row, blocks.q_inner), (key, blocks.kv_inner)
-            )[0],
-          )
-        seen.append(visible)
-        mask = functools.partial(
-          self._visible, row, key, p0 - k0, k0, self.mask.segments
-        )
-        subtiles.append(
-          functools.partial(
-            body, (row, blocks.q_inner), (key, blocks.kv_inner), mask
-          )
-        )
-      whole = 2 * sum(jnp.asarray(x).astype(jnp.int32) for x in seen) > len(
-        seen
-      )
+    def run_block(block: Scalar, carry: None) -> None:
+      del carry
+      body(block, block - span_start)
 
-      @pl.when(whole)
-      def _run():
-        for subtile in subtiles:
-          subtile()
+    start = jnp.maximum(first_block, span_start)
+    stop = jnp.minimum(last_block + 1, span_start + self.span)
+    lax.fori_loop(start, stop, run_block, None)
 
-      for visible, subtile in zip(seen, subtiles, strict=True):
-        pl.when(logical_and(visible, ~whole))(subtile)
+  def for_each_subtile(
+    self, scalars: Scalars, b: Scalar, i: Scalar, j: Scalar, body: SubtileBody
+  ) -> None:
+    """Runs body(rows, keys, mask) for the visible sub-tiles of tile (i, j).
 
-    strips = len(rows if self.keys_pass else keys)
-    _when(logical_and(some, rest))(
-      lambda: lax.fori_loop(0, strips, strip, None)
+    Consecutive sub-tiles without a condition between them overlap in time. They
+    cost half to three quarters of sub-tiles under a condition each. So there
+    are three kinds of tiles:
+
+    1. All of the tile is visible. Its sub-tiles run without a mask, and have
+       their own size. Larger sub-tiles use the matrix unit better, smaller ones
+       skip more.
+    2. The tile has one segment, and positions hide a part of it. Which part is
+       known at compile time from the distance between queries and keys. Each
+       such distance has its own body, without conditions.
+    3. All other tiles are computed strip by strip (`_run_strip`).
+
+    Args:
+      scalars: the scalars of the kernel.
+      b: row of the batch.
+      i: number of the query block.
+      j: number of the key block.
+      body: computes one sub-tile.
+    """
+    blocks = self.blocks
+    first_position = self._first_position(scalars, b, i)
+    tile = _Tile(b, i, j, first_position, first_key=j * blocks.kv)
+    last_position = tile.first_position + blocks.q - 1
+    last_key = tile.first_key + blocks.kv - 1
+    corners = (tile.first_position, last_position, tile.first_key, last_key)
+    # A condition is a bool if the mask alone decides it.
+    is_any_visible = self.mask.some(*corners)
+    is_all_visible = self.mask.every(*corners)
+    has_one_segment: Condition = True
+    if self.mask.segments:
+      all_rows = Interval(0, blocks.q)
+      all_keys = Interval(0, blocks.kv)
+      ids = self._compare_segments(scalars, tile, all_rows, all_keys)
+      is_any_visible = logical_and(is_any_visible, ids.do_overlap)
+      has_one_segment = ids.are_equal
+
+    @_when(logical_and(is_any_visible, is_all_visible, has_one_segment))
+    def _run_visible_tile() -> None:
+      self._run_visible_tile(body)
+
+    cut_distances = self.mask.partial_differences(
+      blocks.q, blocks.kv, _MAX_CUT_BODIES
     )
+    for cut_distance in cut_distances or ():
+      is_cut_here = logical_and(
+        is_any_visible,
+        logical_not(is_all_visible),
+        has_one_segment,
+        tile.first_position - tile.first_key == cut_distance,
+      )
+      run_cut_tile = functools.partial(self._run_cut_tile, cut_distance, body)
+      _when(is_cut_here)(run_cut_tile)
 
-  def _visible(
+    if cut_distances is None:
+      needs_strips = logical_not(logical_and(is_all_visible, has_one_segment))
+    else:
+      needs_strips = logical_not(has_one_segment)
+    if needs_strips is False:
+      return
+
+    @_when(logical_and(is_any_visible, needs_strips))
+    def _run_strips() -> None:
+      run_strip = functools.partial(self._run_strip, scalars, tile, body)
+      num_strips = blocks.kv // blocks.kv_inner
+      if self.keys_move:
+        num_strips = blocks.q // blocks.q_inner
+      lax.fori_loop(0, num_strips, run_strip, None)
+
+  def _run_visible_tile(self, body: SubtileBody) -> None:
+    """Runs all sub-tiles of a tile without hidden positions."""
+    blocks = self.blocks
+    num_rows, num_keys = blocks.subtile(is_full=True)
+    for row in range(0, blocks.q, num_rows):
+      for key in range(0, blocks.kv, num_keys):
+        body(Interval(row, num_rows), Interval(key, num_keys), None)
+
+  def _run_cut_tile(self, distance: int, body: SubtileBody) -> None:
+    """Runs the visible sub-tiles of a tile at a known distance.
+
+    Args:
+      distance: position of the first query minus that of the first key. Tiles
+        with equal distances hide the same positions.
+      body: computes one sub-tile.
+    """
+    blocks = self.blocks
+    tile = _Tile(b=0, i=0, j=0, first_position=distance, first_key=0)
+    for row in range(0, blocks.q, blocks.q_inner):
+      for key in range(0, blocks.kv, blocks.kv_inner):
+        rows = Interval(row, blocks.q_inner)
+        keys = Interval(key, blocks.kv_inner)
+        corners = tile.corners(rows, keys)
+        if not self.mask.some(*corners):
+          continue
+        mask = None
+        if not self.mask.every(*corners):
+          mask = SubtileMask(
+            self.mask,
+            rows,
+            keys,
+            distance,
+            first_key=0,
+            compares_segments=False,
+          )
+        body(rows, keys, mask)
+
+  def _run_strip(
     self,
-    row: Scalar,
-    key: Scalar,
-    difference: Scalar,
-    k0: Scalar,
-    segments: bool,
-    q_axis: int,
-    ids,
-  ) -> jax.Array | None:
-    """The elementwise mask of a sub-tile, with queries along `q_axis`; ids() gives its queries' and keys' documents."""
-    blocks = self.blocks
-    shape = (
-      (blocks.q_inner, blocks.kv_inner)
-      if q_axis == 0
-      else (blocks.kv_inner, blocks.q_inner)
-    )
-    rows, keys = (
-      lax.broadcasted_iota(jnp.int32, shape, axis)
-      for axis in (q_axis, 1 - q_axis)
-    )
-    same = operator.eq(*ids()) if segments else None
-    return self.mask.visible(
-      rows - keys + (difference + row - key), keys=keys + (k0 + key), same=same
-    )
+    scalars: Scalars,
+    tile: _Tile,
+    body: SubtileBody,
+    strip: Scalar,
+    carry: None,
+  ) -> None:
+    """Runs the visible sub-tiles of a strip, which all have masks.
 
-  def _ids(
-    self, scalars, b: Scalar, i: Scalar, j: Scalar, rows: Part, keys: Part
-  ) -> tuple[Scalar, Scalar]:
-    """Two conditions on a part of a tile, whose rows and keys begin so far into it and are so many: the ranges of queries' and keys'
-    segment ids overlap; all ids are equal."""
-    q_low, q_high, kv_low, kv_high = scalars[3:]
-    blocks = self.blocks
+    A strip has one sub-tile for each part of the moving block. If more than
+    half of them are visible, all run without conditions, because they then
+    overlap in time. Otherwise, each has a condition.
 
-    def bounds(
-      low, high, block: Scalar, size: int, inner: int, part: Part
-    ) -> tuple[Scalar, Scalar]:
-      start = block * (size // inner) + (
-        part[0] // inner
-        if isinstance(part[0], int)
-        else lax.div(part[0], inner)
+    All strips of a tile share this code, in a loop. That keeps kernels small.
+    """
+    del carry
+    is_visible: list[Condition] = []
+    runs: list[Callable[[], None]] = []
+    for rows, keys in self._subtiles_of_strip(strip):
+      visible = self.mask.some(*tile.corners(rows, keys))
+      if self.mask.segments:
+        ids = self._compare_segments(scalars, tile, rows, keys)
+        visible = logical_and(visible, ids.do_overlap)
+      mask = SubtileMask(
+        self.mask,
+        rows,
+        keys,
+        tile.first_position - tile.first_key,
+        tile.first_key,
+        compares_segments=self.mask.segments,
       )
-      places = [start + n for n in range(part[1] // inner)]
-      return functools.reduce(
-        jnp.minimum, [low[n] for n in places]
-      ), functools.reduce(jnp.maximum, [high[n] for n in places])
+      is_visible.append(visible)
+      runs.append(functools.partial(body, rows, keys, mask))
 
-    q0, q1 = bounds(
-      q_low, q_high, b * self.q_blocks + i, blocks.q, blocks.q_inner, rows
+    num_visible: Scalar = 0
+    for visible in is_visible:
+      num_visible = num_visible + jnp.asarray(visible).astype(jnp.int32)
+    is_mostly_visible = 2 * num_visible > len(is_visible)
+
+    @pl.when(is_mostly_visible)
+    def _run_all() -> None:
+      for run in runs:
+        run()
+
+    for visible, run in zip(is_visible, runs, strict=True):
+      pl.when(logical_and(visible, ~is_mostly_visible))(run)
+
+  def _subtiles_of_strip(
+    self, strip: Scalar
+  ) -> list[tuple[Interval, Interval]]:
+    """Returns the rows and keys of the sub-tiles of a strip."""
+    blocks = self.blocks
+    if self.keys_move:
+      rows = Interval(strip * blocks.q_inner, blocks.q_inner)
+      starts = range(0, blocks.kv, blocks.kv_inner)
+      return [(rows, Interval(start, blocks.kv_inner)) for start in starts]
+    keys = Interval(strip * blocks.kv_inner, blocks.kv_inner)
+    starts = range(0, blocks.q, blocks.q_inner)
+    return [(Interval(start, blocks.q_inner), keys) for start in starts]
+
+  def _first_position(self, scalars: Scalars, b: Scalar, i: Scalar) -> Scalar:
+    """Returns the position of the first query of block i."""
+    if self.mask.offset == PER_ROW:
+      assert scalars.offsets is not None
+      return scalars.offsets[b] + i * self.blocks.q
+    return self.mask.offset + i * self.blocks.q
+
+  def _compare_segments(
+    self, scalars: Scalars, tile: _Tile, rows: Interval, keys: Interval
+  ) -> SegmentComparison:
+    """Compares the segment ids of some queries and keys of a tile."""
+    blocks = self.blocks
+    q_min, q_max = _id_range(
+      scalars.q_min_ids,
+      scalars.q_max_ids,
+      block=tile.b * self.q_blocks + tile.i,
+      subtiles_per_block=blocks.q // blocks.q_inner,
+      subtile_size=blocks.q_inner,
+      part=rows,
     )
-    k0, k1 = bounds(
-      kv_low, kv_high, b * self.kv_blocks + j, blocks.kv, blocks.kv_inner, keys
+    kv_min, kv_max = _id_range(
+      scalars.kv_min_ids,
+      scalars.kv_max_ids,
+      block=tile.b * self.kv_blocks + tile.j,
+      subtiles_per_block=blocks.kv // blocks.kv_inner,
+      subtile_size=blocks.kv_inner,
+      part=keys,
     )
-    return logical_and(q0 <= k1, k0 <= q1), logical_and(
-      q0 == q1, k0 == k1, q0 == k0
+    return SegmentComparison(
+      do_overlap=logical_and(q_min <= kv_max, kv_min <= q_max),
+      are_equal=logical_and(q_min == q_max, kv_min == kv_max, q_min == kv_min),
     )
 
 
-def _when(condition: Scalar) -> Callable:
-  if isinstance(condition, bool):
-    return (
-      (lambda function: function()) if condition else (lambda function: None)
-    )
-  return pl.when(condition)
+def _moving_blocks_by_position(
+  mask: Mask, blocks: Blocks, keys_move: bool, stationary: Scalar
+) -> tuple[Scalar, Scalar]:
+  """Returns the first and last moving block that positions leave visible."""
+  if keys_move:
+    first_position = mask.known_offset + stationary * blocks.q
+    last_position = first_position + blocks.q - 1
+    first, last = mask.keys_of(first_position, last_position)
+    return block_index(first, blocks.kv), block_index(last, blocks.kv)
+  first_key = stationary * blocks.kv
+  last_key = (stationary + 1) * blocks.kv - 1
+  first, last = mask.rows_of(first_key, last_key)
+  return block_index(first, blocks.q), block_index(last, blocks.q)
+
+
+def _id_range(
+  min_ids: Any,
+  max_ids: Any,
+  *,
+  block: Scalar,
+  subtiles_per_block: int,
+  subtile_size: int,
+  part: Interval,
+) -> tuple[Scalar, Scalar]:
+  """Returns the smallest and the largest segment id of a part of a block.
+
+  Args:
+    min_ids: the smallest id of each sub-tile, of all blocks of all rows.
+    max_ids: the largest id of each sub-tile.
+    block: number of the block, counted over all rows of the batch.
+    subtiles_per_block: number of sub-tiles along the block.
+    subtile_size: queries or keys of a sub-tile.
+    part: queries or keys of the block, some of its sub-tiles.
+  """
+  first_subtile: Scalar
+  if isinstance(part.start, int):
+    first_subtile = part.start // subtile_size
+  else:
+    first_subtile = lax.div(part.start, subtile_size)
+  start = block * subtiles_per_block + first_subtile
+  subtiles = [start + n for n in range(part.size // subtile_size)]
+
+  smallest = [min_ids[subtile] for subtile in subtiles]
+  min_id = functools.reduce(jnp.minimum, smallest)
+  largest = [max_ids[subtile] for subtile in subtiles]
+  max_id = functools.reduce(jnp.maximum, largest)
+  return min_id, max_id
+
+
+def _when(condition: Condition) -> Callable[[Callable[[], None]], None]:
+  """Returns `pl.when`, but decides at compile time if the condition is known.
+
+  Code under a condition that is known to be false is never traced.
+  """
+  if not isinstance(condition, bool):
+    return pl.when(condition)
+
+  def run_if_true(function: Callable[[], None]) -> None:
+    if condition:
+      function()
+
+  return run_if_true
 
 
 def make_schedule(
-  mask: Mask, blocks: Blocks, q, k, *, keys_pass: bool
+  mask: Mask,
+  blocks: Blocks,
+  q: jax.Array | jax.ShapeDtypeStruct,
+  k: jax.Array | jax.ShapeDtypeStruct,
+  *,
+  keys_move: bool,
 ) -> Schedule:
-  """The schedule of queries [B, T, …, G, D] against keys [B, S, K, M, D], with as few steps as the mask allows where it is known."""
-  q_blocks, kv_blocks = (
-    pl.cdiv(q.shape[1], blocks.q),
-    pl.cdiv(k.shape[1], blocks.kv),
-  )
-  stay, most = (q_blocks, kv_blocks) if keys_pass else (kv_blocks, q_blocks)
-  span = pl.cdiv(most, pl.cdiv(most, blocks.span))  # as equal as can be
-  schedule = Schedule(
+  """Returns the schedule with as few steps as the mask allows.
+
+  Args:
+    mask: the mask of the attention maps.
+    blocks: the sizes of tiles and sub-tiles.
+    q: queries [B, T, …, G, D]. Only the shape matters.
+    k: keys [B, S, K, M, D]. Only the shape matters.
+    keys_move: whether the keys move, as in the forward pass.
+  """
+  q_blocks = pl.cdiv(q.shape[1], blocks.q)
+  kv_blocks = pl.cdiv(k.shape[1], blocks.kv)
+  num_moving = kv_blocks if keys_move else q_blocks
+  num_stationary = q_blocks if keys_move else kv_blocks
+  # At most blocks.span, and such that the spans are as equal as possible.
+  span = pl.cdiv(num_moving, pl.cdiv(num_moving, blocks.span))
+  if mask.offset != PER_ROW:
+    steps = _steps_by_position(mask, blocks, keys_move, num_stationary, span)
+  else:
+    steps = pl.cdiv(num_moving, span)
+    if mask.window is not None:
+      steps = min(steps, _steps_of_window(mask, blocks, keys_move, span))
+  return Schedule(
     mask,
     blocks,
-    q.shape[-2],
-    k.shape[3],
-    q_blocks,
-    kv_blocks,
-    keys_pass,
-    span,
-    0,
+    num_maps=q.shape[-2],
+    num_key_maps=k.shape[3],
+    q_blocks=q_blocks,
+    kv_blocks=kv_blocks,
+    keys_move=keys_move,
+    span=span,
+    steps=steps,
   )
-  steps = pl.cdiv(most, span)
-  if mask.offset != PER_ROW:
-    ends = (schedule.passing((), 0, n) for n in range(stay))
-    steps = max(
-      1,
-      *(
-        block_index(last, span) - block_index(first, span) + 1
-        for first, last in ends
-      ),
-    )
-  elif mask.window is not None:
-    sides = 1 if mask.causal else 2
-    seen, size = (blocks.q, blocks.kv) if keys_pass else (blocks.kv, blocks.q)
-    steps = min(
-      steps, pl.cdiv(seen + sides * (mask.window - 1), size * span) + 1
-    )
-  return dataclasses.replace(schedule, steps=steps)
 
 
-def scalars_of(
-  schedule: Schedule, q_ids, kv_ids, offset, batch: int
-) -> list[jax.Array]:
-  """Flat int32 arrays that index maps and kernels read if the mask is data: offsets, first and last passing block, ranges of ids."""
-  if not schedule.num_scalars:
-    return []
-  mask, blocks = schedule.mask, schedule.blocks
-  offset = (
-    jnp.full((batch,), mask.known_offset, jnp.int32)
-    if offset is None
-    else offset
-  )
-  p0 = (
-    offset[:, None] + blocks.q * jnp.arange(schedule.q_blocks, dtype=jnp.int32)
-  )[:, :, None]
-  k0 = blocks.kv * jnp.arange(schedule.kv_blocks, dtype=jnp.int32)
-  visible = jnp.broadcast_to(
-    mask.some(p0, p0 + blocks.q - 1, k0, k0 + blocks.kv - 1),
+def _steps_by_position(
+  mask: Mask, blocks: Blocks, keys_move: bool, num_stationary: int, span: int
+) -> int:
+  """Returns the largest number of spans that a stationary block sees."""
+  steps = 1
+  for stationary in range(num_stationary):
+    first_block, last_block = _moving_blocks_by_position(
+      mask, blocks, keys_move, stationary
+    )
+    first_span = block_index(first_block, span)
+    last_span = block_index(last_block, span)
+    steps = max(steps, last_span - first_span + 1)
+  return steps
+
+
+def _steps_of_window(
+  mask: Mask, blocks: Blocks, keys_move: bool, span: int
+) -> int:
+  """Returns a bound on the spans that a window leaves, for any offset."""
+  stationary_size, moving_size = blocks.kv, blocks.q
+  if keys_move:
+    stationary_size, moving_size = blocks.q, blocks.kv
+  # A window reaches to earlier keys, and without a causal mask to later ones.
+  num_sides = 1 if mask.causal else 2
+  num_visible = stationary_size + num_sides * (mask.window - 1)
+  # One more, because the visible range may begin in the middle of a span.
+  return pl.cdiv(num_visible, moving_size * span) + 1
+
+
+def make_scalars(
+  schedule: Schedule,
+  q_ids: Int[Array, "B T"] | None,
+  kv_ids: Int[Array, "B S"] | None,
+  offset: Int[Array, "B"] | None,
+  batch: int,
+) -> Scalars:
+  """Returns what the kernel must know about a mask that depends on data.
+
+  Args:
+    schedule: the schedule of the kernel.
+    q_ids: segment ids of the queries. None without segments.
+    kv_ids: segment ids of the keys. None without segments.
+    offset: position of each row's first query. None if the mask knows it.
+    batch: B.
+  """
+  if not schedule.needs_scalars:
+    return Scalars()
+  mask = schedule.mask
+  blocks = schedule.blocks
+  if offset is None:
+    offset = jnp.full((batch,), mask.known_offset, jnp.int32)
+  first_rows = blocks.q * jnp.arange(schedule.q_blocks, dtype=jnp.int32)
+  first_positions = (offset[:, None] + first_rows)[:, :, None]
+  first_keys = blocks.kv * jnp.arange(schedule.kv_blocks, dtype=jnp.int32)
+  is_visible = jnp.broadcast_to(
+    mask.some(
+      first_positions,
+      first_positions + blocks.q - 1,
+      first_keys,
+      first_keys + blocks.kv - 1,
+    ),
     (batch, schedule.q_blocks, schedule.kv_blocks),
   )
-  ranges = []
-  if q_ids is not None:
-    tiles = lambda ids, count, size: pad_axis(ids, 1, count * size).reshape(
-      batch, count, size
-    )
-    q_tiles, kv_tiles = (
-      tiles(q_ids, schedule.q_blocks, blocks.q),
-      tiles(kv_ids, schedule.kv_blocks, blocks.kv),
-    )
-    low, high = lambda x: jnp.min(x, axis=-1), lambda x: jnp.max(x, axis=-1)
-    visible &= (low(q_tiles)[:, :, None] <= high(kv_tiles)[:, None]) & (
-      low(kv_tiles)[:, None] <= high(q_tiles)[:, :, None]
-    )
-    for ids, size in ((q_tiles, blocks.q_inner), (kv_tiles, blocks.kv_inner)):
-      ranges += [low(ids.reshape(-1, size)), high(ids.reshape(-1, size))]
-  axis = 2 if schedule.keys_pass else 1
-  some = jnp.any(visible, axis=axis)
-  first = jnp.where(some, jnp.argmax(visible, axis=axis), 0)
-  last = jnp.where(
-    some,
-    visible.shape[axis] - 1 - jnp.argmax(jnp.flip(visible, axis), axis=axis),
-    -1,
+
+  id_ranges: list[jax.Array] = []
+  if q_ids is not None and kv_ids is not None:
+    q_ids = _ids_by_block(q_ids, schedule.q_blocks, blocks.q)
+    kv_ids = _ids_by_block(kv_ids, schedule.kv_blocks, blocks.kv)
+    # A tile has equal ids only if the ranges of its queries' ids
+    # [B, q_blocks, 1] and of its keys' ids [B, 1, kv_blocks] overlap.
+    is_q_min_below = _min_ids(q_ids)[:, :, None] <= _max_ids(kv_ids)[:, None]
+    is_kv_min_below = _min_ids(kv_ids)[:, None] <= _max_ids(q_ids)[:, :, None]
+    is_visible &= is_q_min_below & is_kv_min_below
+    for ids, subtile in ((q_ids, blocks.q_inner), (kv_ids, blocks.kv_inner)):
+      id_ranges.append(_min_ids(ids.reshape(-1, subtile)))
+      id_ranges.append(_max_ids(ids.reshape(-1, subtile)))
+
+  first_blocks, last_blocks = _visible_range(
+    is_visible, axis=2 if schedule.keys_move else 1
   )
-  return [
-    x.astype(jnp.int32).reshape(-1) for x in (offset, first, last, *ranges)
-  ]
+  arrays = [offset, first_blocks, last_blocks, *id_ranges]
+  return Scalars(*(array.astype(jnp.int32).reshape(-1) for array in arrays))
+
+
+def _visible_range(
+  is_visible: Bool[Array, "B q_blocks kv_blocks"], axis: int
+) -> tuple[Int[Array, "B stationary"], Int[Array, "B stationary"]]:
+  """Returns the first and last visible block along an axis.
+
+  They are 0 and −1 if no block is visible.
+  """
+  num_blocks = is_visible.shape[axis]
+  has_visible = jnp.any(is_visible, axis=axis)
+  first = jnp.where(has_visible, jnp.argmax(is_visible, axis=axis), 0)
+  blocks_after_last = jnp.argmax(jnp.flip(is_visible, axis), axis=axis)
+  last = jnp.where(has_visible, num_blocks - 1 - blocks_after_last, -1)
+  return first, last
+
+
+def _ids_by_block(
+  ids: Int[Array, "B length"], num_blocks: int, size: int
+) -> Int[Array, "B num_blocks size"]:
+  ids = pad_axis(ids, 1, num_blocks * size)
+  return ids.reshape(ids.shape[0], num_blocks, size)
+
+
+def _min_ids(ids: Int[Array, "*blocks size"]) -> Int[Array, "*blocks"]:
+  return jnp.min(ids, axis=-1)
+
+
+def _max_ids(ids: Int[Array, "*blocks size"]) -> Int[Array, "*blocks"]:
+  return jnp.max(ids, axis=-1)

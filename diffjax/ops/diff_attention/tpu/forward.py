@@ -1,0 +1,559 @@
+"""The forward pass of differential attention on TPU.
+
+A block of queries is stationary, and blocks of keys and values move. A query
+group has G maps, which are one below the other, so the matrix unit loads V only
+once for all of them.
+
+There are two kernels. The quick kernel takes exponentials of the logits as they
+are, which keeps the matrix unit busy all the time. Its log-sum-exps show
+whether float32 held the exponentials (`in_range`). If not, the online kernel
+runs, which subtracts the running maximum of each row.
+
+Exponentials have base 2. Logits are multiplied by scale·log₂e in float32, so
+queries are not rounded a second time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float
+
+from diffjax.ops.diff_attention.arguments import variant_name
+from diffjax.ops.diff_attention.mask import Mask
+from diffjax.ops.diff_attention.tiles import (
+  EMPTY_ROW_LSE,
+  LOG2E,
+  MASKED_LOGIT,
+  Scalar,
+  pad_axis,
+)
+from diffjax.ops.diff_attention.tpu import block_sizes
+from diffjax.ops.diff_attention.tpu.chip import (
+  LANES,
+  as_column,
+  as_row,
+  dot,
+  repeat,
+)
+from diffjax.ops.diff_attention.tpu.kernel_call import (
+  KernelConfig,
+  Operand,
+  Output,
+  aligned_slice,
+  call_kernel,
+  estimate_cost,
+  float32_scratch,
+  id_column_scratch,
+  ids_as_rows,
+  keys_by_map,
+  lambda_by_group,
+  queries_by_map,
+  values_by_head,
+)
+from diffjax.ops.diff_attention.tpu.schedule import (
+  Interval,
+  Scalars,
+  Schedule,
+  SubtileMask,
+  make_scalars,
+  make_schedule,
+)
+from diffjax.ops.diff_attention.vjp import (
+  Arrays,
+  Options,
+  PartialResult,
+  Saved,
+)
+
+# Bounds within which the quick kernel is accurate; see `in_range`.
+_MIN_LSE = -60  # log-sum-exp, base 2
+_MAX_LSE = 80  # log-sum-exp, base 2
+_MIN_LARGEST_VALUE = 2.0**-20
+_MAX_LARGEST_VALUE = 2.0**40
+_MAX_KEYS = 1 << 20
+
+
+def forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
+  """Returns the output and what the backward pass reads.
+
+  Args:
+    arrays: the operation's arrays.
+    mask: its mask.
+    options: its options. Without `save`, only the output is returned.
+
+  Returns:
+    The output [B, H, T, V], the noise maps' outputs A₂V [B, Q, T, V], and the
+    log-sum-exps of base 2 [B, Q, G, T].
+  """
+  call = _make_call(arrays, mask, options, out_dtype=arrays.q.dtype)
+  results = _run_quick_or_online(call, arrays)
+  out, out2 = _crop_outputs(results, arrays)
+  lse = None
+  if options.save:
+    lse = results.lse[..., : mask.q_length]
+  return Saved(out, out2, lse)
+
+
+def forward_partial(
+  arrays: Arrays, mask: Mask, options: Options
+) -> PartialResult:
+  """Returns attention to some of the keys, in float32.
+
+  The arguments are those of `forward`, and so are the shapes of the result.
+  """
+  call = _make_call(arrays, mask, options, out_dtype=jnp.float32)
+  if mask.segments:
+    # Many rows see none of these keys. For `in_range` they look like underflow,
+    # so the result of the quick kernel would hardly ever be used.
+    results = _run(call, is_online=True)
+  else:
+    results = _run_quick_or_online(call, arrays)
+  out, out2 = _crop_outputs(results, arrays)
+  return PartialResult(out, out2, results.lse[..., : mask.q_length])
+
+
+def in_range(
+  lse: Float[Array, "B Q G T"], v: Float[Array, "B S K V"]
+) -> Bool[Array, ""]:
+  """Returns whether the quick kernel's outputs and log-sum-exps are accurate.
+
+  No overflow: log-sum-exps of at most 80 and values of at most 2^40 bound the
+  sums of weighted values by 2^120. No underflow: weights below 2^−126 are
+  lost. Of 2^20 keys, they add up to at most 2^−106, which is 2^−46 of a sum of
+  2^−60, the smallest that is accepted.
+
+  A row that saw no key, or whose weights were all lost, is out of range. So is
+  a result that is not finite.
+
+  Args:
+    lse: the log-sum-exps (base 2) that the quick kernel returned.
+    v: the values.
+  """
+  largest_value = jnp.max(jnp.abs(v)).astype(jnp.float32)
+  # Comparisons with NaN are false.
+  are_sums_in_range = jnp.all((lse >= _MIN_LSE) & (lse <= _MAX_LSE))
+  are_values_small = largest_value <= _MAX_LARGEST_VALUE
+  are_values_large = largest_value >= _MIN_LARGEST_VALUE
+  are_values_zero = largest_value == 0
+  return (
+    are_sums_in_range
+    & are_values_small
+    & (are_values_large | are_values_zero)
+    & (v.shape[1] <= _MAX_KEYS)
+  )
+
+
+class _Results(NamedTuple):
+  """The outputs of the kernels, with the queries padded to `length`."""
+
+  out: Float[Array, "B Q signals length V"]
+  out2: Float[Array, "B Q 1 length V"] | None  # A₂V
+  lse: Float[Array, "B Q G length"]
+
+
+class _ForwardCall(NamedTuple):
+  """The arguments that the quick and the online kernel share."""
+
+  schedule: Schedule
+  options: Options
+  scalars: Scalars
+  operands: list[Operand | None]
+  outputs: list[Output | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class _IndexMaps:
+  """The index maps of the grid [B, Q, query blocks, steps].
+
+  Each method returns the index of the block that a step of the grid works on.
+  Its arguments are b (row of the batch), h (query group), i (query block), step
+  and the scalars.
+
+  Attributes:
+    schedule: the schedule of the kernel.
+    groups_per_key_head: Q/K, the query groups that share a key head.
+  """
+
+  schedule: Schedule
+  groups_per_key_head: int
+
+  def queries(
+    self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, scalars: Scalars
+  ) -> tuple[Scalar, ...]:
+    """For [B, Q, maps, T, width]."""
+    del step, scalars
+    return b, h, 0, i, 0
+
+  def query_rows(
+    self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, scalars: Scalars
+  ) -> tuple[Scalar, ...]:
+    """For [B, Q, maps, T]."""
+    del step, scalars
+    return b, h, 0, i
+
+  def query_ids(
+    self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, scalars: Scalars
+  ) -> tuple[Scalar, ...]:
+    """For [B, 1, 1, T]."""
+    del h, step, scalars
+    return b, 0, 0, i
+
+  def keys(
+    self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, scalars: Scalars
+  ) -> tuple[Scalar, ...]:
+    """For [B, K, M, S, D]."""
+    key_head = lax.div(h, self.groups_per_key_head)
+    span = self.schedule.span_to_load(scalars, b, i, step)
+    return b, key_head, 0, span, 0
+
+  def values(
+    self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, scalars: Scalars
+  ) -> tuple[Scalar, ...]:
+    """For [B, K, S, V]."""
+    key_head = lax.div(h, self.groups_per_key_head)
+    span = self.schedule.span_to_load(scalars, b, i, step)
+    return b, key_head, span, 0
+
+  def key_ids(
+    self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, scalars: Scalars
+  ) -> tuple[Scalar, ...]:
+    """For [B, 1, 1, S]."""
+    del h
+    return b, 0, 0, self.schedule.span_to_load(scalars, b, i, step)
+
+
+def _make_call(
+  arrays: Arrays, mask: Mask, options: Options, *, out_dtype: Any
+) -> _ForwardCall:
+  """Returns the arguments of the kernels.
+
+  Args:
+    arrays: the operation's arrays.
+    mask: its mask.
+    options: its options. With `save`, the kernels also write A₂V.
+    out_dtype: the dtype of the output and of A₂V.
+  """
+  q, k, v, lam, q_ids, kv_ids, offset = arrays
+  B, _, Q, G, D = q.shape
+  K, M = k.shape[2:4]
+  V = v.shape[-1]
+  num_signal_maps = max(G - 1, 1)
+
+  config: KernelConfig = options.chosen
+  schedule = make_schedule(mask, config.forward, q, k, keys_move=True)
+  scalars = make_scalars(schedule, q_ids, kv_ids, offset, batch=B)
+  rows = schedule.blocks.q
+  length = schedule.q_blocks * rows
+  keys = schedule.span * schedule.blocks.kv  # keys that are loaded together
+  kv_length = schedule.kv_blocks * schedule.blocks.kv
+  index_maps = _IndexMaps(schedule, groups_per_key_head=Q // K)
+
+  queries = Operand(queries_by_map(q, length), (G, rows, D), index_maps.queries)
+  keys_operand = Operand(
+    keys_by_map(k, kv_length), (M, keys, D), index_maps.keys, is_reloaded=True
+  )
+  values = Operand(
+    values_by_head(v, kv_length), (keys, V), index_maps.values, is_reloaded=True
+  )
+  lambdas = None
+  if lam is not None:
+    lam_by_group = lambda_by_group(lam, num_signal_maps)
+    lambdas = Operand(
+      pad_axis(lam_by_group, 3, length),
+      (num_signal_maps, rows),
+      index_maps.query_rows,
+    )
+  query_ids = None
+  key_ids = None
+  if q_ids is not None and kv_ids is not None:
+    query_ids = Operand(
+      ids_as_rows(q_ids, length), (1, rows), index_maps.query_ids
+    )
+    key_ids = Operand(
+      ids_as_rows(kv_ids, kv_length), (1, keys), index_maps.key_ids
+    )
+
+  out = Output(
+    (B, Q, num_signal_maps, length, V),
+    out_dtype,
+    (num_signal_maps, rows, V),
+    index_maps.queries,
+  )
+  out2 = None
+  if G > 1 and options.save:
+    out2 = Output(
+      (B, Q, 1, length, V), out_dtype, (1, rows, V), index_maps.queries
+    )
+  # The log-sum-exps are always written: they show whether the quick kernel's
+  # result is accurate.
+  lse = Output((B, Q, G, length), jnp.float32, (G, rows), index_maps.query_rows)
+  return _ForwardCall(
+    schedule,
+    options,
+    scalars,
+    [queries, keys_operand, values, lambdas, query_ids, key_ids],
+    [out, out2, lse],
+  )
+
+
+def _run_quick_or_online(call: _ForwardCall, arrays: Arrays) -> _Results:
+  """Runs the quick kernel and, if its result is not accurate, the online one."""
+  quick_results = _run(call, is_online=False)
+
+  def use_quick_results() -> _Results:
+    return quick_results
+
+  def run_online() -> _Results:
+    return _run(call, is_online=True)
+
+  lse = quick_results.lse[..., : arrays.q.shape[1]]
+  return lax.cond(in_range(lse, arrays.v), use_quick_results, run_online)
+
+
+def _run(call: _ForwardCall, *, is_online: bool) -> _Results:
+  """Runs the online or the quick kernel."""
+  schedule = call.schedule
+  config: KernelConfig = call.options.chosen
+  queries, _, values, *_ = call.operands
+  assert queries is not None and values is not None
+  B, Q, G, _, D = queries.array.shape
+  V = values.array.shape[-1]
+  rows = schedule.blocks.q
+
+  running_max = None
+  name = f"diff_attention_forward_{variant_name(G, schedule.num_key_maps)}"
+  if is_online:
+    running_max = float32_scratch(G, rows, LANES)
+    name += "_online"
+  sums = float32_scratch(G, rows, LANES)
+  acc = float32_scratch(G, rows, V)
+  q_id_column = id_column_scratch(schedule, rows)
+
+  results = call_kernel(
+    functools.partial(forward_kernel, schedule, call.options.scale),
+    name,
+    grid=(B, Q, schedule.q_blocks, schedule.steps),
+    num_parallel_axes=3,
+    scalars=call.scalars,
+    operands=call.operands,
+    outputs=call.outputs,
+    scratch_shapes=[running_max, sums, acc, q_id_column],
+    vmem_bytes=block_sizes.requested_bytes(
+      config.generation,
+      "forward",
+      schedule.blocks,
+      D,
+      V,
+      G,
+      queries.array.dtype,
+    ),
+    cost=estimate_cost(
+      schedule,
+      call.operands,
+      call.outputs,
+      num_query_groups=B * Q,
+      # Each map has two products: QKᵀ of width D, and AV of width V.
+      flops_per_pair=2 * G * (D + V),
+      reloads_spans=schedule.steps > 1,
+    ),
+    interpret=config.interpret,
+  )
+  return _Results(*results)
+
+
+def _crop_outputs(
+  results: _Results, arrays: Arrays
+) -> tuple[Float[Array, "B H T V"], Float[Array, "B Q T V"] | None]:
+  """Returns the output and A₂V without padded queries."""
+  batch, length = arrays.q.shape[:2]
+  width = results.out.shape[-1]
+  out = results.out[:, :, :, :length]  # [B, Q, signals, T, V]
+  out = out.reshape(batch, -1, length, width)
+  if results.out2 is None:
+    return out, None
+  return out, results.out2[:, :, 0, :length]
+
+
+class _Refs(NamedTuple):
+  """The refs of the forward kernels. The shapes are those of the blocks.
+
+  `rows` is the number of queries of a block, and `keys` the number of keys of a
+  span. In scratch memory, a number per row is repeated, or spread, over LANES.
+  """
+
+  q: Any  # [G, rows, D]
+  k: Any  # [M, keys, D]
+  v: Any  # [keys, V]
+  lam: Any  # [signals, rows], or None with one map
+  q_ids: Any  # [1, rows], or None without segments
+  kv_ids: Any  # [1, keys], or None without segments
+  # Outputs.
+  out: Any  # [signals, rows, V]
+  out2: Any  # [1, rows, V], or None if A₂V is not saved
+  lse: Any  # [G, rows]
+  # Scratch memory.
+  running_max: Any  # [G, rows, LANES], or None in the quick kernel
+  sums: Any  # [G, rows, LANES], a sum of weights is the total of the lanes
+  acc: Any  # [G, rows, V], the sums of weighted values
+  q_id_column: Any  # [rows, LANES], or None without segments
+
+
+def forward_kernel(
+  schedule: Schedule, scale: float, scalars: Scalars, *refs: Any
+) -> None:
+  """Computes a step of the grid [B, Q, query blocks, steps].
+
+  Args:
+    schedule: the schedule of the kernel.
+    scale: the factor on q·k.
+    scalars: refs to scalar memory.
+    *refs: the fields of `_Refs`.
+  """
+  named_refs = _Refs(*refs)
+  b = pl.program_id(0)
+  i = pl.program_id(2)
+  step = pl.program_id(3)
+
+  @pl.when(step == 0)
+  def _initialize() -> None:
+    _initialize_scratch(named_refs)
+
+  def run_tile(j: Scalar, index_in_span: Scalar) -> None:
+    add_subtile = functools.partial(
+      _add_subtile, schedule, scale, named_refs, index_in_span
+    )
+    schedule.for_each_subtile(scalars, b, i, j, add_subtile)
+
+  schedule.for_each_moving_block(scalars, b, i, step, run_tile)
+
+  @pl.when(step == schedule.steps - 1)
+  def _write() -> None:
+    # Few rows at a time, because these stay in registers.
+    for start in range(0, schedule.blocks.q, LANES):
+      _write_rows(named_refs, pl.ds(start, LANES))
+
+
+def _initialize_scratch(refs: _Refs) -> None:
+  """Sets the sums of a new query block to those of no keys."""
+  if refs.running_max is not None:
+    refs.running_max[...] = jnp.full_like(refs.running_max, MASKED_LOGIT)
+  refs.sums[...] = jnp.zeros_like(refs.sums)
+  refs.acc[...] = jnp.zeros_like(refs.acc)
+  if refs.q_id_column is not None:
+    refs.q_id_column[...] = as_column(refs.q_ids[...])
+
+
+def _add_subtile(
+  schedule: Schedule,
+  scale: float,
+  refs: _Refs,
+  index_in_span: Scalar,
+  rows: Interval,
+  keys: Interval,
+  mask: SubtileMask | None,
+) -> None:
+  """Adds the weights and weighted values of a sub-tile to the sums.
+
+  Args:
+    schedule: the schedule of the kernel.
+    scale: the factor on q·k.
+    refs: the refs of the kernel.
+    index_in_span: number of the key block in the span that is loaded.
+    rows: queries of the sub-tile. Their number is n in the shapes below.
+    keys: keys of the sub-tile. Their number is m.
+    mask: hides keys of the sub-tile. None if all are visible.
+  """
+  G = schedule.num_maps
+  row_slice = aligned_slice(rows.start, rows.size)
+  first_key = index_in_span * schedule.blocks.kv + keys.start
+  key_slice = aligned_slice(first_key, keys.size)
+
+  # The maps are one below the other. So the matrix unit loads V once, and also
+  # K where maps share it.
+  logits_by_key_map = []
+  for key_map in range(schedule.num_key_maps):
+    maps = schedule.maps_of_key_map(key_map)
+    queries = _stack_maps(refs.q[maps, row_slice, :])  # [maps·n, D]
+    k = refs.k[key_map, key_slice, :]  # [m, D]
+    logits_by_key_map.append(dot(queries, k, (1, 1)))
+  logits = jnp.concatenate(logits_by_key_map) * (scale * LOG2E)  # [G·n, m]
+  if mask is not None:
+    has_same_segment = None
+    if mask.compares_segments:
+      q_ids = repeat(refs.q_id_column[row_slice, :], keys.size)  # [n, m]
+      has_same_segment = q_ids == refs.kv_ids[:, key_slice]
+    visible = mask.visible(0, has_same_segment)  # [n, m]
+    logits = jnp.where(jnp.concatenate([visible] * G), logits, MASKED_LOGIT)
+
+  sums = _stack_maps(refs.sums[:, row_slice, :])  # [G·n, LANES]
+  acc = _stack_maps(refs.acc[:, row_slice, :])  # [G·n, V]
+  if refs.running_max is not None:
+    # The online kernel rescales the sums when a row's maximum grows.
+    old_max = _stack_maps(refs.running_max[:, row_slice, :])  # [G·n, LANES]
+    new_max = jnp.maximum(old_max, jnp.max(logits, axis=1, keepdims=True))
+    logits = logits - repeat(new_max, keys.size)
+    rescale = jnp.exp2(old_max - new_max)
+    sums = sums * rescale
+    acc = acc * repeat(rescale, refs.acc.shape[2])
+    refs.running_max[:, row_slice, :] = new_max.reshape(G, rows.size, LANES)
+
+  weights = jnp.exp2(logits)  # [G·n, m]
+  if refs.running_max is None:
+    # The quick kernel sums the weights as the product with V rounds them.
+    # Otherwise, the rounding of a row's largest weight would not cancel. In the
+    # online kernel that weight is 1, which is exact.
+    weights = weights.astype(refs.v.dtype).astype(jnp.float32)
+  lane_groups = []
+  for lane in range(0, keys.size, LANES):
+    lane_groups.append(weights[:, lane : lane + LANES])
+  new_sums = sums + functools.reduce(jnp.add, lane_groups)
+  refs.sums[:, row_slice, :] = new_sums.reshape(G, rows.size, LANES)
+  new_acc = acc + dot(weights, refs.v[key_slice, :], (1, 0))
+  refs.acc[:, row_slice, :] = new_acc.reshape(G, rows.size, -1)
+
+
+def _write_rows(refs: _Refs, rows: Any) -> None:
+  """Writes the outputs and log-sum-exps of LANES rows."""
+  map_outputs = []  # A V of each map, [LANES, V]
+  for g in range(refs.q.shape[0]):
+    sums = jnp.sum(refs.sums[g, rows, :], axis=1, keepdims=True)  # [LANES, 1]
+    if refs.running_max is None:
+      is_empty = jnp.broadcast_to(sums == 0, (LANES, LANES))
+    else:
+      # The row saw no visible key. Masked logits were added to its sums, which
+      # are ignored.
+      is_empty = refs.running_max[g, rows, :] <= MASKED_LOGIT / 2
+    reciprocals = jnp.where(is_empty, 0.0, 1.0 / sums)  # [LANES, LANES]
+    acc = refs.acc[g, rows, :]
+    map_outputs.append(acc * repeat(reciprocals, acc.shape[1]))
+
+    row_max = 0.0
+    if refs.running_max is not None:
+      row_max = refs.running_max[g, rows, :]
+    # EMPTY_ROW_LSE makes the weights of an empty row 0 in the backward pass.
+    lse = jnp.where(is_empty, EMPTY_ROW_LSE, jnp.log2(sums) + row_max)
+    refs.lse[g : g + 1, rows] = as_row(lse)
+
+  if len(map_outputs) == 1:
+    refs.out[0, rows, :] = map_outputs[0].astype(refs.out.dtype)
+    return
+  # A₂V is rounded before it is subtracted. The backward pass reads the rounded
+  # numbers, and must agree.
+  *signal_outputs, noise_output = map_outputs
+  noise = noise_output.astype(refs.out.dtype)
+  if refs.out2 is not None:
+    refs.out2[0, rows, :] = noise
+  for index, signal in enumerate(signal_outputs):
+    lam = as_column(refs.lam[index : index + 1, rows], 8)[:, :1]  # [LANES, 1]
+    out = signal - lam * noise.astype(jnp.float32)  # A₁V − λA₂V
+    refs.out[index, rows, :] = out.astype(refs.out.dtype)
+
+
+def _stack_maps(x: Float[Array, "maps n X"]) -> Float[Array, "maps*n X"]:
+  return x.reshape(-1, x.shape[-1])
