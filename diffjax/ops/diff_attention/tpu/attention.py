@@ -14,6 +14,7 @@ the sizes of tiles and sub-tiles.
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from diffjax.ops.diff_attention.mask import Mask
 from diffjax.ops.diff_attention.tpu import block_sizes, chip
@@ -60,8 +61,8 @@ def _prepare(arrays: Arrays, mask: Mask) -> KernelConfig:
   )
 
 
-def _heads_last(out):
-  """Brings the output of `forward` from [B, H, T, V] to [B, T, H, V]."""
+def _heads_last(out: Float[Array, "B H T V"]) -> Float[Array, "B T H V"]:
+  """Returns the output of `forward` in the layout of the operation."""
   return jnp.swapaxes(out, 1, 2)
 
 

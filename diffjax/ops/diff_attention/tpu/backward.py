@@ -109,8 +109,8 @@ def backward_partial(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns what some of the keys add to the gradients of q, k and v.
 
-  These are float32. The arguments are those of `backward`, except for the
-  result, which is that of all keys: A₁V − λA₂V, A₂V and the log-sum-exps.
+  They are float32. The arguments are the same as in `backward`, but `result` is
+  the result of all keys: A₁V − λA₂V, A₂V and the log-sum-exps.
   """
   gradients = _gradients(
     arrays, mask, options, result, d_out, out_dtype=jnp.float32
@@ -130,7 +130,7 @@ class _Inputs(NamedTuple):
   k: Float[Array, "B S K M D"]
   v: Float[Array, "B S K V"]
   d_out: Float[Array, "B K R X T V"]
-  row_terms: Float[Array, "B K R terms T"]  # see `_row_terms`
+  row_terms: Float[Array, "B K R terms T"]  # see `_row_arrays`
   q_ids: Int[Array, "B T"] | None
   kv_ids: Int[Array, "B S"] | None
   offset: Int[Array, "B"] | None
@@ -144,8 +144,8 @@ class _CallGradients(NamedTuple):
   d_v: Float[Array, "B K S V"]
 
 
-class _OutputGradients(NamedTuple):
-  """The gradients of the maps' outputs, and the terms of each row."""
+class _RowArrays(NamedTuple):
+  """What the backward pass needs of each query besides q."""
 
   d_out: Float[Array, "B Q X T V"]
   row_terms: Float[Array, "B Q terms T"]
@@ -161,12 +161,12 @@ def _gradients(
   *,
   out_dtype: Any,
 ) -> Gradients:
-  """Returns the gradients, those of q, k and v in out_dtype."""
+  """Returns the gradients. q, k and v have gradients in out_dtype."""
   q, k, v, _, q_ids, kv_ids, offset = arrays
   B, T, Q, G, D = q.shape
   K = k.shape[2]
   R = Q // K
-  outputs = _output_gradients(arrays, saved, d_out)
+  row_arrays = _row_arrays(arrays, saved, d_out)
   q_by_head = jnp.swapaxes(q, 1, 2)  # [B, Q, T, G, D]
 
   config: KernelConfig = options.chosen
@@ -181,26 +181,32 @@ def _gradients(
   for first_head in range(0, R, heads_per_call):
     d_q_by_row = []
     for start in range(0, T, rows_per_call):
-      part = _CallPart(
+      query_slice = _QuerySlice(
         K, first_head, heads_per_call, start, min(start + rows_per_call, T)
       )
+      call_q_ids = q_ids
+      if q_ids is not None:
+        call_q_ids = q_ids[:, start : query_slice.stop]
+      call_offset = offset
+      if offset is not None:
+        call_offset = offset + start
       inputs = _Inputs(
-        q=part.slice(q_by_head, axis=3),
+        q=query_slice.slice(q_by_head, axis=3),
         k=k,
         v=v,
-        d_out=part.slice(outputs.d_out, axis=4),
-        row_terms=part.slice(outputs.row_terms, axis=4),
-        q_ids=None if q_ids is None else q_ids[:, start : part.stop],
+        d_out=query_slice.slice(row_arrays.d_out, axis=4),
+        row_terms=query_slice.slice(row_arrays.row_terms, axis=4),
+        q_ids=call_q_ids,
         kv_ids=kv_ids,
-        offset=None if offset is None else offset + start,
+        offset=call_offset,
       )
-      part_mask = mask.of_rows(start, part.stop)
-      d_q_of_part, d_k_of_part, d_v_of_part = _run(
-        inputs, part_mask, options, out_dtype, d_kv_dtype
+      call_mask = mask.of_rows(start, query_slice.stop)
+      call_d_q, call_d_k, call_d_v = _run_kernel(
+        inputs, call_mask, options, out_dtype, d_kv_dtype
       )
-      d_q_by_row.append(d_q_of_part)
-      d_k = d_k + d_k_of_part
-      d_v = d_v + d_v_of_part
+      d_q_by_row.append(call_d_q)
+      d_k = d_k + call_d_k
+      d_v = d_v + call_d_v
     d_q_by_head.append(_concatenate(d_q_by_row, axis=4))
   d_q = _concatenate(d_q_by_head, axis=2)  # [B, K, R, G, T, D]
 
@@ -208,14 +214,14 @@ def _gradients(
   d_k = jnp.transpose(d_k, (0, 3, 1, 2, 4))  # [B, S, K, M, D]
   d_v = jnp.swapaxes(d_v, 1, 2)  # [B, S, K, V]
   return Gradients(
-    d_q, d_k.astype(out_dtype), d_v.astype(out_dtype), outputs.d_lam
+    d_q, d_k.astype(out_dtype), d_v.astype(out_dtype), row_arrays.d_lam
   )
 
 
-def _output_gradients(
+def _row_arrays(
   arrays: Arrays, saved: Saved | PartialResult, d_out: Float[Array, "B T H V"]
-) -> _OutputGradients:
-  """Returns what the kernel reads of each row besides its queries.
+) -> _RowArrays:
+  """Returns the gradients of the maps' outputs, the terms of rows, and dλ.
 
   The terms of a row are, in this order:
     G log-sum-exps (base 2),
@@ -232,7 +238,7 @@ def _output_gradients(
   delta = _row_sums(d_out, _by_group(saved.out, num_signal_maps))
   if arrays.lam is None:
     row_terms = jnp.concatenate([saved.lse, delta], axis=2)
-    return _OutputGradients(d_out, row_terms, d_lam=None)
+    return _RowArrays(d_out, row_terms, d_lam=None)
 
   lam = lambda_by_group(arrays.lam, num_signal_maps)  # [B, Q, signals, T]
   assert saved.out2 is not None
@@ -246,7 +252,7 @@ def _output_gradients(
     d_out = jnp.concatenate([d_out, d_noise.astype(d_out.dtype)], axis=2)
     noise_delta = -jnp.sum(lam * delta_2, axis=2, keepdims=True)
     terms = [saved.lse, delta_1, noise_delta]
-  return _OutputGradients(d_out, jnp.concatenate(terms, axis=2), d_lam)
+  return _RowArrays(d_out, jnp.concatenate(terms, axis=2), d_lam)
 
 
 def _call_sizes(blocks: Blocks, R: int, T: int) -> tuple[int, int]:
@@ -268,12 +274,12 @@ def _call_sizes(blocks: Blocks, R: int, T: int) -> tuple[int, int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _CallPart:
+class _QuerySlice:
   """The queries of one call.
 
   Attributes:
     K: the number of key heads.
-    first_head: the first query head, of those that share a key head.
+    first_head: the first query head, counted within its key head.
     num_heads: the number of query heads.
     start: the first row.
     stop: the row after the last one.
@@ -288,7 +294,7 @@ class _CallPart:
   def slice(
     self, x: Float[Array, "B Q *axes"], axis: int
   ) -> Float[Array, "B K R *axes"]:
-    """Returns this part of an array.
+    """Returns these queries' part of an array.
 
     Args:
       x: an array of all query heads.
@@ -324,7 +330,7 @@ class _IndexMaps:
     step: Scalar,
     scalars: Scalars,
   ) -> tuple[Scalar, ...]:
-    """For [B, K, R, maps, T, width]."""
+    """Returns the span of an array [B, K, R, maps, T, width]."""
     key_head, j = key_head_and_block(self.num_parts, part, n)
     span = self.schedule.span_to_load(scalars, b, j, step)
     return b, key_head, r, 0, span, 0
@@ -338,7 +344,7 @@ class _IndexMaps:
     step: Scalar,
     scalars: Scalars,
   ) -> tuple[Scalar, ...]:
-    """For [B, K, R, terms, T]."""
+    """Returns the span of an array [B, K, R, terms, T]."""
     key_head, j = key_head_and_block(self.num_parts, part, n)
     span = self.schedule.span_to_load(scalars, b, j, step)
     return b, key_head, r, 0, span
@@ -352,7 +358,7 @@ class _IndexMaps:
     step: Scalar,
     scalars: Scalars,
   ) -> tuple[Scalar, ...]:
-    """For [B, 1, 1, T]."""
+    """Returns the span of an array [B, 1, 1, T]."""
     del r
     _, j = key_head_and_block(self.num_parts, part, n)
     return b, 0, 0, self.schedule.span_to_load(scalars, b, j, step)
@@ -360,7 +366,7 @@ class _IndexMaps:
   def keys(
     self, b: Scalar, part: Scalar, n: Scalar, *unused: Any
   ) -> tuple[Scalar, ...]:
-    """For [B, K, M, S, D]."""
+    """Returns the keys' block of an array [B, K, M, S, D]."""
     del unused
     key_head, j = key_head_and_block(self.num_parts, part, n)
     return b, key_head, 0, j, 0
@@ -368,7 +374,7 @@ class _IndexMaps:
   def values(
     self, b: Scalar, part: Scalar, n: Scalar, *unused: Any
   ) -> tuple[Scalar, ...]:
-    """For [B, K, S, V]."""
+    """Returns the keys' block of an array [B, K, S, V]."""
     del unused
     key_head, j = key_head_and_block(self.num_parts, part, n)
     return b, key_head, j, 0
@@ -376,13 +382,13 @@ class _IndexMaps:
   def key_ids(
     self, b: Scalar, part: Scalar, n: Scalar, *unused: Any
   ) -> tuple[Scalar, ...]:
-    """For [B, 1, 1, S]."""
+    """Returns the keys' block of an array [B, 1, 1, S]."""
     del unused
     _, j = key_head_and_block(self.num_parts, part, n)
     return b, 0, 0, j
 
   def d_q(self, b: Scalar, part: Scalar, *unused: Any) -> tuple[Scalar, ...]:
-    """For [B, K·parts, R, G, T, D], one block per part."""
+    """Returns the only block of a part of an array [B, K·parts, R, G, T, D]."""
     del unused
     return b, part, 0, 0, 0, 0
 
@@ -422,22 +428,14 @@ def _num_parts(cores: int, B: int, K: int, kv_blocks: int) -> int:
   return cores
 
 
-def _run(
+def _run_kernel(
   inputs: _Inputs,
   mask: Mask,
   options: Options,
   d_q_dtype: Any,
   d_kv_dtype: Any,
 ) -> _CallGradients:
-  """Runs the kernel once.
-
-  Args:
-    inputs: the arrays of this call.
-    mask: the mask of its queries.
-    options: the operation's options.
-    d_q_dtype: the dtype of dQ in the result.
-    d_kv_dtype: the dtype of dK and dV in the result.
-  """
+  """Returns the gradients of one call of the kernel, in the given dtypes."""
   q, k, v, d_out, row_terms, q_ids, kv_ids, offset = inputs
   B, K, R, T, G, D = q.shape
   S = k.shape[1]
@@ -453,55 +451,57 @@ def _run(
     schedule, kv_blocks=round_up(schedule.kv_blocks, num_parts)
   )
   scalars = make_scalars(schedule, q_ids, kv_ids, offset, batch=B)
-  keys = schedule.blocks.kv
-  kv_length = schedule.kv_blocks * keys
-  rows = schedule.span * schedule.blocks.q  # rows that are loaded together
+  block_keys = schedule.blocks.kv
+  kv_length = schedule.kv_blocks * block_keys
+  span_rows = schedule.span * schedule.blocks.q
   length = schedule.q_blocks * schedule.blocks.q
   index_maps = _IndexMaps(schedule, num_parts)
 
   q_by_group = q.reshape(B, K * R, T, G, D).swapaxes(1, 2)
   q_by_map = queries_by_map(q_by_group, length)  # [B, K·R, G, length, D]
-  queries = Operand(
+  q_operand = Operand(
     q_by_map.reshape(B, K, R, G, length, D),
-    (G, rows, D),
+    (G, span_rows, D),
     index_maps.queries,
     is_reloaded=True,
   )
-  keys_operand = Operand(
-    keys_by_map(k, kv_length), (M, keys, D), index_maps.keys
+  k_operand = Operand(
+    keys_by_map(k, kv_length), (M, block_keys, D), index_maps.keys
   )
-  values = Operand(values_by_head(v, kv_length), (keys, V), index_maps.values)
+  v_operand = Operand(
+    values_by_head(v, kv_length), (block_keys, V), index_maps.values
+  )
   num_outputs = d_out.shape[3]
-  d_outputs = Operand(
+  d_out_operand = Operand(
     pad_axis(d_out, 4, length),
-    (num_outputs, rows, V),
+    (num_outputs, span_rows, V),
     index_maps.queries,
     is_reloaded=True,
   )
   num_terms = row_terms.shape[3]
-  terms = Operand(
+  terms_operand = Operand(
     pad_axis(row_terms, 4, length),
-    (num_terms, rows),
+    (num_terms, span_rows),
     index_maps.query_rows,
     is_reloaded=True,
   )
-  query_ids = None
-  key_ids = None
+  q_ids_operand = None
+  kv_ids_operand = None
   if q_ids is not None and kv_ids is not None:
-    query_ids = Operand(
-      ids_as_rows(q_ids, length), (1, rows), index_maps.query_ids
+    q_ids_operand = Operand(
+      ids_as_rows(q_ids, length), (1, span_rows), index_maps.query_ids
     )
-    key_ids = Operand(
-      ids_as_rows(kv_ids, kv_length), (1, keys), index_maps.key_ids
+    kv_ids_operand = Operand(
+      ids_as_rows(kv_ids, kv_length), (1, block_keys), index_maps.key_ids
     )
   operands = [
-    queries,
-    keys_operand,
-    values,
-    d_outputs,
-    terms,
-    query_ids,
-    key_ids,
+    q_operand,
+    k_operand,
+    v_operand,
+    d_out_operand,
+    terms_operand,
+    q_ids_operand,
+    kv_ids_operand,
   ]
 
   # dQ of several parts is summed in float32.
@@ -513,10 +513,10 @@ def _run(
     index_maps.d_q,
   )
   d_k_output = Output(
-    (B, K, M, kv_length, D), d_kv_dtype, (M, keys, D), index_maps.keys
+    (B, K, M, kv_length, D), d_kv_dtype, (M, block_keys, D), index_maps.keys
   )
   d_v_output = Output(
-    (B, K, kv_length, V), d_kv_dtype, (keys, V), index_maps.values
+    (B, K, kv_length, V), d_kv_dtype, (block_keys, V), index_maps.values
   )
   outputs = [d_q_output, d_k_output, d_v_output]
 
@@ -524,9 +524,9 @@ def _run(
   d_q_acc = None
   if kernel_d_q_dtype != jnp.float32:
     d_q_acc = float32_scratch(R, G, length, D)
-  d_k_acc = float32_scratch(M, keys, D)
-  d_v_acc = float32_scratch(keys, V)
-  kv_id_column = id_column_scratch(schedule, keys)
+  d_k_acc = float32_scratch(M, block_keys, D)
+  d_v_acc = float32_scratch(block_keys, V)
+  kv_id_column = id_column_scratch(schedule, block_keys)
 
   d_q, d_k, d_v = call_kernel(
     functools.partial(backward_kernel, schedule, options.scale, num_parts),
@@ -567,7 +567,7 @@ def _run(
 
 
 class _Refs(NamedTuple):
-  """The refs of the backward kernel. The shapes are those of the blocks.
+  """The refs of the backward kernel, with the shapes of their blocks.
 
   `rows` is the number of queries of a span, and `keys` the number of keys of a
   block. X is the number of output gradients: 1 with up to two maps, else G.
@@ -577,7 +577,7 @@ class _Refs(NamedTuple):
   k: Any  # [M, keys, D]
   v: Any  # [keys, V]
   d_out: Any  # [X, rows, V]
-  row_terms: Any  # [terms, rows], see `_output_gradients`
+  row_terms: Any  # [terms, rows], see `_row_arrays`
   q_ids: Any  # [1, rows], or None without segments
   kv_ids: Any  # [1, keys], or None without segments
   # Outputs.
@@ -601,7 +601,7 @@ def backward_kernel(
   scale: float,
   num_parts: int,
   scalars: Scalars,
-  *refs: Any,
+  *flat_refs: Any,
 ) -> None:
   """Computes a step of the grid [B, K·parts, key blocks of a part, R, steps].
 
@@ -610,9 +610,9 @@ def backward_kernel(
     scale: the factor on q·k.
     num_parts: the number of parts that share the key blocks of a head.
     scalars: refs to scalar memory.
-    *refs: the fields of `_Refs`.
+    *flat_refs: the fields of `_Refs`.
   """
-  named_refs = _Refs(*refs)
+  refs = _Refs(*flat_refs)
   b = pl.program_id(0)
   n = pl.program_id(2)
   head = pl.program_id(3)
@@ -621,16 +621,16 @@ def backward_kernel(
 
   @pl.when((n == 0) & (head == 0) & (step == 0))
   def _initialize_d_q() -> None:
-    d_q_sum = named_refs.d_q_sum
+    d_q_sum = refs.d_q_sum
     d_q_sum[...] = jnp.zeros_like(d_q_sum)
 
   @pl.when((head == 0) & (step == 0))
   def _initialize_key_block() -> None:
-    _initialize_scratch(named_refs)
+    _initialize_scratch(refs)
 
   def run_tile(i: Scalar, index_in_span: Scalar) -> None:
     add_subtile = functools.partial(
-      _add_subtile, schedule, scale, named_refs, head, i, index_in_span
+      _add_subtile, schedule, scale, refs, head, i, index_in_span
     )
     schedule.for_each_subtile(scalars, b, i, j, add_subtile)
 
@@ -641,15 +641,15 @@ def backward_kernel(
 
   @pl.when(is_last_of_key_block & (n == pl.num_programs(2) - 1))
   def _write_d_q() -> None:
-    d_q = named_refs.d_q_sum[...] * scale
-    named_refs.d_q[...] = d_q.astype(named_refs.d_q.dtype)
+    d_q = refs.d_q_sum[...] * scale
+    refs.d_q[...] = d_q.astype(refs.d_q.dtype)
 
   @pl.when(is_last_of_key_block)
   def _write_key_block() -> None:
-    d_k = named_refs.d_k_acc[...] * scale
-    named_refs.d_k[...] = d_k.astype(named_refs.d_k.dtype)
-    d_v = named_refs.d_v_acc[...]
-    named_refs.d_v[...] = d_v.astype(named_refs.d_v.dtype)
+    d_k = refs.d_k_acc[...] * scale
+    refs.d_k[...] = d_k.astype(refs.d_k.dtype)
+    d_v = refs.d_v_acc[...]
+    refs.d_v[...] = d_v.astype(refs.d_v.dtype)
 
 
 def _initialize_scratch(refs: _Refs) -> None:
@@ -673,16 +673,9 @@ def _add_subtile(
 ) -> None:
   """Adds the gradients of a sub-tile to dQ, dK and dV.
 
-  Args:
-    schedule: the schedule of the kernel.
-    scale: the factor on q·k.
-    refs: the refs of the kernel.
-    head: number of the query head, of those that share the key head.
-    i: number of the query block.
-    index_in_span: number of the query block in the span that is loaded.
-    rows: queries of the sub-tile. Their number is n in the shapes below.
-    keys: keys of the sub-tile. Their number is m.
-    mask: hides keys of the sub-tile. None if all are visible.
+  The sub-tile has n rows and m keys of a tile. `i` is the number of its query
+  block, and `index_in_span` the block's number in the span that is loaded.
+  Without a mask, all keys are visible.
   """
   G = schedule.num_maps
   M = schedule.num_key_maps
@@ -703,14 +696,14 @@ def _add_subtile(
       has_same_segment = q_ids == kv_ids
     visible = mask.visible(1, has_same_segment)  # [m, n]
 
-  # For each map, dS. For each output gradient dO, the weights of dV = Aᵀ dO.
-  d_logits: list[jax.Array] = []  # [m, n]
-  output_weights: list[jax.Array] = []  # [m, n]
+  d_logits: list[jax.Array] = []  # dS of each map, [m, n]
+  output_weights: list[jax.Array] = []  # A of each output gradient, [m, n]
   d_weights: Any = None
   for g in range(G):
     if g < refs.d_out.shape[0]:
       # Of two maps, the second one uses dP = V dOᵀ of the first.
       d_weights = dot(refs.v[key_slice, :], refs.d_out[g, row_slice, :], (1, 1))
+    # The noise map is the last one. It may have its own keys.
     key_map = M - 1 if g == G - 1 else 0
     k = refs.k[key_map, key_slice, :]
     logits = dot(k, refs.q[g, row_slice, :], (1, 1)) * (scale * LOG2E)
@@ -728,11 +721,14 @@ def _add_subtile(
     d_map_logits = weights * (d_weights - delta)
     d_logits.append(d_map_logits.astype(refs.d_out.dtype))
 
+  # dV += Aᵀ dO, summed over the output gradients.
   d_v = refs.d_v_acc[key_slice, :]
   d_out = _stack_maps(refs.d_out[:, row_slice, :])  # [X·n, V]
   stacked_weights = jnp.concatenate(output_weights, axis=1)  # [m, X·n]
   refs.d_v_acc[key_slice, :] = d_v + dot(stacked_weights, d_out, (1, 0))
 
+  # dK += dSᵀ Q and dQ += dS K. Maps that share their keys are stacked. The
+  # factor `scale` is applied when the sums are written.
   for key_map in range(M):
     maps = schedule.maps_of_key_map(key_map)
     num_maps = maps.stop - maps.start

@@ -71,9 +71,10 @@ from diffjax.ops.diff_attention.vjp import (
   Saved,
 )
 
-# Bounds within which the quick kernel is accurate; see `in_range`.
-_MIN_LSE = -60  # log-sum-exp, base 2
-_MAX_LSE = 80  # log-sum-exp, base 2
+# Bounds within which the quick kernel is accurate. `in_range` derives them.
+# Log-sum-exps have base 2. The largest value is the largest |v|.
+_MIN_LSE = -60
+_MAX_LSE = 80
 _MIN_LARGEST_VALUE = 2.0**-20
 _MAX_LARGEST_VALUE = 2.0**40
 _MAX_KEYS = 1 << 20
@@ -91,7 +92,9 @@ def forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
     The output [B, H, T, V], the noise maps' outputs A₂V [B, Q, T, V], and the
     log-sum-exps of base 2 [B, Q, G, T].
   """
-  call = _make_call(arrays, mask, options, out_dtype=arrays.q.dtype)
+  call = _make_call(
+    arrays, mask, options, out_dtype=arrays.q.dtype, writes_out2=options.save
+  )
   results = _run_quick_or_online(call, arrays)
   out, out2 = _crop_outputs(results, arrays)
   lse = None
@@ -105,13 +108,15 @@ def forward_partial(
 ) -> PartialResult:
   """Returns attention to some of the keys, in float32.
 
-  The arguments are those of `forward`, and so are the shapes of the result.
+  It takes the same arguments as `forward`, and returns the same shapes.
   """
-  call = _make_call(arrays, mask, options, out_dtype=jnp.float32)
+  call = _make_call(
+    arrays, mask, options, out_dtype=jnp.float32, writes_out2=True
+  )
   if mask.segments:
     # Many rows see none of these keys. For `in_range` they look like underflow,
     # so the result of the quick kernel would hardly ever be used.
-    results = _run(call, is_online=True)
+    results = _run_kernel(call, is_online=True)
   else:
     results = _run_quick_or_online(call, arrays)
   out, out2 = _crop_outputs(results, arrays)
@@ -137,16 +142,12 @@ def in_range(
   """
   largest_value = jnp.max(jnp.abs(v)).astype(jnp.float32)
   # Comparisons with NaN are false.
-  are_sums_in_range = jnp.all((lse >= _MIN_LSE) & (lse <= _MAX_LSE))
-  are_values_small = largest_value <= _MAX_LARGEST_VALUE
-  are_values_large = largest_value >= _MIN_LARGEST_VALUE
-  are_values_zero = largest_value == 0
-  return (
-    are_sums_in_range
-    & are_values_small
-    & (are_values_large | are_values_zero)
-    & (v.shape[1] <= _MAX_KEYS)
-  )
+  is_lse_in_range = jnp.all((lse >= _MIN_LSE) & (lse <= _MAX_LSE))
+  cannot_overflow = largest_value <= _MAX_LARGEST_VALUE
+  is_normal = largest_value >= _MIN_LARGEST_VALUE
+  cannot_underflow = is_normal | (largest_value == 0)
+  has_few_keys = v.shape[1] <= _MAX_KEYS
+  return is_lse_in_range & cannot_overflow & cannot_underflow & has_few_keys
 
 
 class _Results(NamedTuple):
@@ -157,13 +158,24 @@ class _Results(NamedTuple):
   lse: Float[Array, "B Q G length"]
 
 
+class _Operands(NamedTuple):
+  """The inputs of the kernels."""
+
+  q: Operand
+  k: Operand
+  v: Operand
+  lam: Operand | None  # None with one map
+  q_ids: Operand | None  # None without segments
+  kv_ids: Operand | None  # None without segments
+
+
 class _ForwardCall(NamedTuple):
   """The arguments that the quick and the online kernel share."""
 
   schedule: Schedule
   options: Options
   scalars: Scalars
-  operands: list[Operand | None]
+  operands: _Operands
   outputs: list[Output | None]
 
 
@@ -186,28 +198,28 @@ class _IndexMaps:
   def queries(
     self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, scalars: Scalars
   ) -> tuple[Scalar, ...]:
-    """For [B, Q, maps, T, width]."""
+    """Returns the queries' block of an array [B, Q, maps, T, width]."""
     del step, scalars
     return b, h, 0, i, 0
 
   def query_rows(
     self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, scalars: Scalars
   ) -> tuple[Scalar, ...]:
-    """For [B, Q, maps, T]."""
+    """Returns the queries' block of an array [B, Q, maps, T]."""
     del step, scalars
     return b, h, 0, i
 
   def query_ids(
     self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, scalars: Scalars
   ) -> tuple[Scalar, ...]:
-    """For [B, 1, 1, T]."""
+    """Returns the queries' block of an array [B, 1, 1, T]."""
     del h, step, scalars
     return b, 0, 0, i
 
   def keys(
     self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, scalars: Scalars
   ) -> tuple[Scalar, ...]:
-    """For [B, K, M, S, D]."""
+    """Returns the span of an array [B, K, M, S, D]."""
     key_head = lax.div(h, self.groups_per_key_head)
     span = self.schedule.span_to_load(scalars, b, i, step)
     return b, key_head, 0, span, 0
@@ -215,7 +227,7 @@ class _IndexMaps:
   def values(
     self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, scalars: Scalars
   ) -> tuple[Scalar, ...]:
-    """For [B, K, S, V]."""
+    """Returns the span of an array [B, K, S, V]."""
     key_head = lax.div(h, self.groups_per_key_head)
     span = self.schedule.span_to_load(scalars, b, i, step)
     return b, key_head, span, 0
@@ -223,22 +235,20 @@ class _IndexMaps:
   def key_ids(
     self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, scalars: Scalars
   ) -> tuple[Scalar, ...]:
-    """For [B, 1, 1, S]."""
+    """Returns the span of an array [B, 1, 1, S]."""
     del h
     return b, 0, 0, self.schedule.span_to_load(scalars, b, i, step)
 
 
 def _make_call(
-  arrays: Arrays, mask: Mask, options: Options, *, out_dtype: Any
+  arrays: Arrays,
+  mask: Mask,
+  options: Options,
+  *,
+  out_dtype: Any,
+  writes_out2: bool,
 ) -> _ForwardCall:
-  """Returns the arguments of the kernels.
-
-  Args:
-    arrays: the operation's arrays.
-    mask: its mask.
-    options: its options. With `save`, the kernels also write A₂V.
-    out_dtype: the dtype of the output and of A₂V.
-  """
+  """Returns the arguments of kernels that write the output, and perhaps A₂V."""
   q, k, v, lam, q_ids, kv_ids, offset = arrays
   B, _, Q, G, D = q.shape
   K, M = k.shape[2:4]
@@ -248,82 +258,98 @@ def _make_call(
   config: KernelConfig = options.chosen
   schedule = make_schedule(mask, config.forward, q, k, keys_move=True)
   scalars = make_scalars(schedule, q_ids, kv_ids, offset, batch=B)
-  rows = schedule.blocks.q
-  length = schedule.q_blocks * rows
-  keys = schedule.span * schedule.blocks.kv  # keys that are loaded together
+  block_rows = schedule.blocks.q
+  length = schedule.q_blocks * block_rows
+  span_keys = schedule.span * schedule.blocks.kv
   kv_length = schedule.kv_blocks * schedule.blocks.kv
   index_maps = _IndexMaps(schedule, groups_per_key_head=Q // K)
 
-  queries = Operand(queries_by_map(q, length), (G, rows, D), index_maps.queries)
-  keys_operand = Operand(
-    keys_by_map(k, kv_length), (M, keys, D), index_maps.keys, is_reloaded=True
+  q_operand = Operand(
+    queries_by_map(q, length), (G, block_rows, D), index_maps.queries
   )
-  values = Operand(
-    values_by_head(v, kv_length), (keys, V), index_maps.values, is_reloaded=True
+  k_operand = Operand(
+    keys_by_map(k, kv_length),
+    (M, span_keys, D),
+    index_maps.keys,
+    is_reloaded=True,
   )
-  lambdas = None
+  v_operand = Operand(
+    values_by_head(v, kv_length),
+    (span_keys, V),
+    index_maps.values,
+    is_reloaded=True,
+  )
+  lam_operand = None
   if lam is not None:
     lam_by_group = lambda_by_group(lam, num_signal_maps)
-    lambdas = Operand(
+    lam_operand = Operand(
       pad_axis(lam_by_group, 3, length),
-      (num_signal_maps, rows),
+      (num_signal_maps, block_rows),
       index_maps.query_rows,
     )
-  query_ids = None
-  key_ids = None
+  q_ids_operand = None
+  kv_ids_operand = None
   if q_ids is not None and kv_ids is not None:
-    query_ids = Operand(
-      ids_as_rows(q_ids, length), (1, rows), index_maps.query_ids
+    q_ids_operand = Operand(
+      ids_as_rows(q_ids, length), (1, block_rows), index_maps.query_ids
     )
-    key_ids = Operand(
-      ids_as_rows(kv_ids, kv_length), (1, keys), index_maps.key_ids
+    kv_ids_operand = Operand(
+      ids_as_rows(kv_ids, kv_length), (1, span_keys), index_maps.key_ids
     )
 
   out = Output(
     (B, Q, num_signal_maps, length, V),
     out_dtype,
-    (num_signal_maps, rows, V),
+    (num_signal_maps, block_rows, V),
     index_maps.queries,
   )
   out2 = None
-  if G > 1 and options.save:
+  if G > 1 and writes_out2:
     out2 = Output(
-      (B, Q, 1, length, V), out_dtype, (1, rows, V), index_maps.queries
+      (B, Q, 1, length, V), out_dtype, (1, block_rows, V), index_maps.queries
     )
   # The log-sum-exps are always written: they show whether the quick kernel's
   # result is accurate.
-  lse = Output((B, Q, G, length), jnp.float32, (G, rows), index_maps.query_rows)
+  lse = Output(
+    (B, Q, G, length), jnp.float32, (G, block_rows), index_maps.query_rows
+  )
   return _ForwardCall(
     schedule,
     options,
     scalars,
-    [queries, keys_operand, values, lambdas, query_ids, key_ids],
+    _Operands(
+      q_operand,
+      k_operand,
+      v_operand,
+      lam_operand,
+      q_ids_operand,
+      kv_ids_operand,
+    ),
     [out, out2, lse],
   )
 
 
 def _run_quick_or_online(call: _ForwardCall, arrays: Arrays) -> _Results:
-  """Runs the quick kernel and, if its result is not accurate, the online one."""
-  quick_results = _run(call, is_online=False)
+  """Runs the quick kernel, and the online one if that is not accurate."""
+  quick_results = _run_kernel(call, is_online=False)
 
   def use_quick_results() -> _Results:
     return quick_results
 
   def run_online() -> _Results:
-    return _run(call, is_online=True)
+    return _run_kernel(call, is_online=True)
 
   lse = quick_results.lse[..., : arrays.q.shape[1]]
   return lax.cond(in_range(lse, arrays.v), use_quick_results, run_online)
 
 
-def _run(call: _ForwardCall, *, is_online: bool) -> _Results:
+def _run_kernel(call: _ForwardCall, *, is_online: bool) -> _Results:
   """Runs the online or the quick kernel."""
   schedule = call.schedule
   config: KernelConfig = call.options.chosen
-  queries, _, values, *_ = call.operands
-  assert queries is not None and values is not None
-  B, Q, G, _, D = queries.array.shape
-  V = values.array.shape[-1]
+  q = call.operands.q.array
+  B, Q, G, _, D = q.shape
+  V = call.operands.v.array.shape[-1]
   rows = schedule.blocks.q
 
   running_max = None
@@ -345,13 +371,7 @@ def _run(call: _ForwardCall, *, is_online: bool) -> _Results:
     outputs=call.outputs,
     scratch_shapes=[running_max, sums, acc, q_id_column],
     vmem_bytes=block_sizes.requested_bytes(
-      config.generation,
-      "forward",
-      schedule.blocks,
-      D,
-      V,
-      G,
-      queries.array.dtype,
+      config.generation, "forward", schedule.blocks, D, V, G, q.dtype
     ),
     cost=estimate_cost(
       schedule,
@@ -381,7 +401,7 @@ def _crop_outputs(
 
 
 class _Refs(NamedTuple):
-  """The refs of the forward kernels. The shapes are those of the blocks.
+  """The refs of the forward kernels, with the shapes of their blocks.
 
   `rows` is the number of queries of a block, and `keys` the number of keys of a
   span. In scratch memory, a number per row is repeated, or spread, over LANES.
@@ -405,7 +425,7 @@ class _Refs(NamedTuple):
 
 
 def forward_kernel(
-  schedule: Schedule, scale: float, scalars: Scalars, *refs: Any
+  schedule: Schedule, scale: float, scalars: Scalars, *flat_refs: Any
 ) -> None:
   """Computes a step of the grid [B, Q, query blocks, steps].
 
@@ -413,20 +433,20 @@ def forward_kernel(
     schedule: the schedule of the kernel.
     scale: the factor on q·k.
     scalars: refs to scalar memory.
-    *refs: the fields of `_Refs`.
+    *flat_refs: the fields of `_Refs`.
   """
-  named_refs = _Refs(*refs)
+  refs = _Refs(*flat_refs)
   b = pl.program_id(0)
   i = pl.program_id(2)
   step = pl.program_id(3)
 
   @pl.when(step == 0)
   def _initialize() -> None:
-    _initialize_scratch(named_refs)
+    _initialize_scratch(refs)
 
   def run_tile(j: Scalar, index_in_span: Scalar) -> None:
     add_subtile = functools.partial(
-      _add_subtile, schedule, scale, named_refs, index_in_span
+      _add_subtile, schedule, scale, refs, index_in_span
     )
     schedule.for_each_subtile(scalars, b, i, j, add_subtile)
 
@@ -436,11 +456,11 @@ def forward_kernel(
   def _write() -> None:
     # Few rows at a time, because these stay in registers.
     for start in range(0, schedule.blocks.q, LANES):
-      _write_rows(named_refs, pl.ds(start, LANES))
+      _write_rows(refs, pl.ds(start, LANES))
 
 
 def _initialize_scratch(refs: _Refs) -> None:
-  """Sets the sums of a new query block to those of no keys."""
+  """Sets the sums to their values before the first key."""
   if refs.running_max is not None:
     refs.running_max[...] = jnp.full_like(refs.running_max, MASKED_LOGIT)
   refs.sums[...] = jnp.zeros_like(refs.sums)
@@ -460,14 +480,8 @@ def _add_subtile(
 ) -> None:
   """Adds the weights and weighted values of a sub-tile to the sums.
 
-  Args:
-    schedule: the schedule of the kernel.
-    scale: the factor on q·k.
-    refs: the refs of the kernel.
-    index_in_span: number of the key block in the span that is loaded.
-    rows: queries of the sub-tile. Their number is n in the shapes below.
-    keys: keys of the sub-tile. Their number is m.
-    mask: hides keys of the sub-tile. None if all are visible.
+  The sub-tile has n rows and m keys of a tile, whose key block has a number in
+  the span that is loaded. Without a mask, all of its keys are visible.
   """
   G = schedule.num_maps
   row_slice = aligned_slice(rows.start, rows.size)

@@ -239,10 +239,10 @@ def float32_scratch(*shape: int) -> Any:
 
 
 def id_column_scratch(schedule: Schedule, length: int) -> Any:
-  """Returns vector memory for a column of segment ids, or None without segments.
+  """Returns vector memory for a column of ids, or None without segments.
 
-  Ids of the stationary block are turned from a row to a column once. Those of
-  the moving blocks stay in a row.
+  The ids of a stationary block are turned from a row to a column once. The ids
+  of moving blocks stay in a row.
   """
   if not schedule.mask.segments:
     return None

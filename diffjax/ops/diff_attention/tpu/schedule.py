@@ -79,7 +79,7 @@ class TileCounts(NamedTuple):
 
 
 class SegmentComparison(NamedTuple):
-  """How the segment ids of some queries compare with those of some keys."""
+  """A comparison of the segment ids of queries and keys."""
 
   do_overlap: Condition  # whether the ranges of the ids overlap
   are_equal: Condition  # whether all ids of queries and keys are equal
@@ -114,7 +114,7 @@ class SubtileMask:
     mask: the mask of the attention map.
     rows: the queries of the sub-tile.
     keys: the keys of the sub-tile.
-    distance: position of the tile's first query minus that of its first key.
+    distance: position of the tile's first query, minus its first key.
     first_key: the tile's first key. It matters only where keys may be padding.
     compares_segments: whether queries and keys may differ in their segment ids.
   """
@@ -233,12 +233,8 @@ class Schedule:
   ) -> tuple[Scalar, Scalar]:
     """Returns the first and the last moving block that may be visible.
 
-    No block is visible if the last lies before the first.
-
-    Args:
-      scalars: the scalars of the kernel or index map.
-      b: row of the batch.
-      stationary: number of the stationary block.
+    No block is visible if the last lies before the first. `b` is a row of the
+    batch, and `stationary` the number of the stationary block.
     """
     if scalars.first_blocks is None or scalars.last_blocks is None:
       return _moving_blocks_by_position(
@@ -270,13 +266,8 @@ class Schedule:
   ) -> None:
     """Runs body(block, index_in_span) for the visible blocks of a step's span.
 
-    Args:
-      scalars: the scalars of the kernel.
-      b: row of the batch.
-      stationary: number of the stationary block.
-      step: step of the grid.
-      body: computes one tile. It receives the moving block's number among all
-        blocks, and its number in the span.
+    `block` is the moving block's number among all blocks, and `index_in_span`
+    its number in the span that is loaded.
     """
     first_block, last_block = self.moving_blocks(scalars, b, stationary)
     span_start = (block_index(first_block, self.span) + step) * self.span
@@ -313,12 +304,7 @@ class Schedule:
        such distance has its own body, without conditions.
     3. All other tiles are computed strip by strip (`_run_strip`).
 
-    Args:
-      scalars: the scalars of the kernel.
-      b: row of the batch.
-      i: number of the query block.
-      j: number of the key block.
-      body: computes one sub-tile.
+    `b` is a row of the batch, `i` a query block, and `j` a key block.
     """
     blocks = self.blocks
     first_position = self._first_position(scalars, b, i)
@@ -378,12 +364,10 @@ class Schedule:
         body(Interval(row, num_rows), Interval(key, num_keys), None)
 
   def _run_cut_tile(self, distance: int, body: SubtileBody) -> None:
-    """Runs the visible sub-tiles of a tile at a known distance.
+    """Runs the visible sub-tiles of a tile with one segment.
 
-    Args:
-      distance: position of the first query minus that of the first key. Tiles
-        with equal distances hide the same positions.
-      body: computes one sub-tile.
+    The distance is the position of its first query, minus its first key. Tiles
+    with equal distances hide the same positions.
     """
     blocks = self.blocks
     tile = _Tile(b=0, i=0, j=0, first_position=distance, first_key=0)
@@ -527,13 +511,8 @@ def _id_range(
 ) -> tuple[Scalar, Scalar]:
   """Returns the smallest and the largest segment id of a part of a block.
 
-  Args:
-    min_ids: the smallest id of each sub-tile, of all blocks of all rows.
-    max_ids: the largest id of each sub-tile.
-    block: number of the block, counted over all rows of the batch.
-    subtiles_per_block: number of sub-tiles along the block.
-    subtile_size: queries or keys of a sub-tile.
-    part: queries or keys of the block, some of its sub-tiles.
+  `min_ids` and `max_ids` have an element for each sub-tile of all blocks of the
+  batch. The part consists of whole sub-tiles.
   """
   first_subtile: Scalar
   if isinstance(part.start, int):
