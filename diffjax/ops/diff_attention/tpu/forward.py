@@ -543,8 +543,8 @@ def _write_rows(refs: _Refs, rows: Any) -> None:
       # The row saw no visible key. Masked logits were added to its sums, which
       # are ignored.
       is_empty = refs.running_max[g, rows, :] <= MASKED_LOGIT / 2
+    acc = refs.acc[g, rows, :]  # [LANES, V]
     reciprocals = jnp.where(is_empty, 0.0, 1.0 / sums)  # [LANES, LANES]
-    acc = refs.acc[g, rows, :]
     map_outputs.append(acc * repeat(reciprocals, acc.shape[1]))
 
     row_max = 0.0
