@@ -311,7 +311,8 @@ class _IndexMaps:
 
   Each method returns the index of the block that a step of the grid works on.
   Its arguments are b (row of the batch), part (of all parts of all key heads),
-  n (number of the key block in the part), r (query head), step and the scalars.
+  n (number of the key block in the part), r (query head), step and the fields of
+  `Scalars` that are not None.
 
   Attributes:
     schedule: the schedule of the kernel.
@@ -328,11 +329,11 @@ class _IndexMaps:
     n: Scalar,
     r: Scalar,
     step: Scalar,
-    scalars: Scalars,
+    *scalars: Any,
   ) -> tuple[Scalar, ...]:
     """Returns the span of an array [B, K, R, maps, T, width]."""
     key_head, j = key_head_and_block(self.num_parts, part, n)
-    span = self.schedule.span_to_load(scalars, b, j, step)
+    span = self.schedule.span_to_load(Scalars(*scalars), b, j, step)
     return b, key_head, r, 0, span, 0
 
   def query_rows(
@@ -342,11 +343,11 @@ class _IndexMaps:
     n: Scalar,
     r: Scalar,
     step: Scalar,
-    scalars: Scalars,
+    *scalars: Any,
   ) -> tuple[Scalar, ...]:
     """Returns the span of an array [B, K, R, terms, T]."""
     key_head, j = key_head_and_block(self.num_parts, part, n)
-    span = self.schedule.span_to_load(scalars, b, j, step)
+    span = self.schedule.span_to_load(Scalars(*scalars), b, j, step)
     return b, key_head, r, 0, span
 
   def query_ids(
@@ -356,12 +357,12 @@ class _IndexMaps:
     n: Scalar,
     r: Scalar,
     step: Scalar,
-    scalars: Scalars,
+    *scalars: Any,
   ) -> tuple[Scalar, ...]:
     """Returns the span of an array [B, 1, 1, T]."""
     del r
     _, j = key_head_and_block(self.num_parts, part, n)
-    return b, 0, 0, self.schedule.span_to_load(scalars, b, j, step)
+    return b, 0, 0, self.schedule.span_to_load(Scalars(*scalars), b, j, step)
 
   def keys(
     self, b: Scalar, part: Scalar, n: Scalar, *unused: Any

@@ -185,7 +185,7 @@ class _IndexMaps:
 
   Each method returns the index of the block that a step of the grid works on.
   Its arguments are b (row of the batch), h (query group), i (query block), step
-  and the scalars.
+  and the fields of `Scalars` that are not None.
 
   Attributes:
     schedule: the schedule of the kernel.
@@ -196,48 +196,48 @@ class _IndexMaps:
   groups_per_key_head: int
 
   def queries(
-    self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, scalars: Scalars
+    self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, *scalars: Any
   ) -> tuple[Scalar, ...]:
     """Returns the queries' block of an array [B, Q, maps, T, width]."""
     del step, scalars
     return b, h, 0, i, 0
 
   def query_rows(
-    self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, scalars: Scalars
+    self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, *scalars: Any
   ) -> tuple[Scalar, ...]:
     """Returns the queries' block of an array [B, Q, maps, T]."""
     del step, scalars
     return b, h, 0, i
 
   def query_ids(
-    self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, scalars: Scalars
+    self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, *scalars: Any
   ) -> tuple[Scalar, ...]:
     """Returns the queries' block of an array [B, 1, 1, T]."""
     del h, step, scalars
     return b, 0, 0, i
 
   def keys(
-    self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, scalars: Scalars
+    self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, *scalars: Any
   ) -> tuple[Scalar, ...]:
     """Returns the span of an array [B, K, M, S, D]."""
     key_head = lax.div(h, self.groups_per_key_head)
-    span = self.schedule.span_to_load(scalars, b, i, step)
+    span = self.schedule.span_to_load(Scalars(*scalars), b, i, step)
     return b, key_head, 0, span, 0
 
   def values(
-    self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, scalars: Scalars
+    self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, *scalars: Any
   ) -> tuple[Scalar, ...]:
     """Returns the span of an array [B, K, S, V]."""
     key_head = lax.div(h, self.groups_per_key_head)
-    span = self.schedule.span_to_load(scalars, b, i, step)
+    span = self.schedule.span_to_load(Scalars(*scalars), b, i, step)
     return b, key_head, span, 0
 
   def key_ids(
-    self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, scalars: Scalars
+    self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, *scalars: Any
   ) -> tuple[Scalar, ...]:
     """Returns the span of an array [B, 1, 1, S]."""
     del h
-    return b, 0, 0, self.schedule.span_to_load(scalars, b, i, step)
+    return b, 0, 0, self.schedule.span_to_load(Scalars(*scalars), b, i, step)
 
 
 def _make_call(

@@ -50,7 +50,8 @@ class Operand:
     array: the input.
     block: the last axes of the block that a step of the grid loads. All axes
       before them have size 1 in the block. The kernel does not see them.
-    index_map: maps the grid's indices and `Scalars` to the index of the block.
+    index_map: maps the grid's indices, and the fields of `Scalars` that are not
+      None, to the index of the block.
     is_reloaded: whether the cost estimate counts the blocks of this array again
       for each stationary block. Segment ids are too small to matter.
   """
@@ -81,7 +82,8 @@ class Output:
     shape: its shape.
     dtype: its dtype.
     block: the last axes of the block that a kernel writes, as in `Operand`.
-    index_map: maps the grid's indices and `Scalars` to the index of the block.
+    index_map: maps the grid's indices, and the fields of `Scalars` that are not
+      None, to the index of the block.
   """
 
   shape: tuple[int, ...]
@@ -128,6 +130,12 @@ def call_kernel(
     cost: the cost estimate for XLA's scheduler.
     interpret: the `interpret` argument of `pallas_call`.
   """
+  scalar_arrays = [array for array in scalars if array is not None]
+  num_scalars = len(scalar_arrays)
+
+  def kernel_with_scalars(*refs: Any) -> None:
+    kernel(Scalars(*refs[:num_scalars]), *refs[num_scalars:])
+
   arrays: list[jax.Array | None] = []
   in_specs: list[pl.BlockSpec | None] = []
   for operand in operands:
@@ -152,9 +160,9 @@ def call_kernel(
 
   num_sequential_axes = len(grid) - num_parallel_axes
   return pl.pallas_call(
-    kernel,
+    kernel_with_scalars,
     grid_spec=pltpu.PrefetchScalarGridSpec(
-      num_scalar_prefetch=1,
+      num_scalar_prefetch=num_scalars,
       grid=grid,
       in_specs=in_specs,
       out_specs=out_specs,
@@ -169,7 +177,7 @@ def call_kernel(
     cost_estimate=cost,
     interpret=interpret,
     name=name,
-  )(scalars, *arrays)
+  )(*scalar_arrays, *arrays)
 
 
 def estimate_cost(

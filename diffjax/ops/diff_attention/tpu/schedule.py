@@ -55,9 +55,9 @@ class Interval(NamedTuple):
 class Scalars(NamedTuple):
   """What kernels and index maps must know about a mask that depends on data.
 
-  Flat int32 arrays in the kernel, refs to scalar memory. The first three are
-  None if positions are known and there are no segments. The others are None if
-  there are no segments.
+  Flat int32 arrays, and in the kernel refs to scalar memory. All are None if
+  positions are known and there are no segments. Without segments, only the
+  first three are given.
   """
 
   offsets: Int[Array, "B"] | None = None  # position of each row's first query
