@@ -381,7 +381,7 @@ def test_an_assembler_that_corrupts_products_is_named(monkeypatch):
     chip.assembler, "refusal", lambda: "ptxas 13.0.88 can corrupt products"
   )
   with pytest.warns(UserWarning, match=r"ptxas 13\.0\.88"):
-    chip.call(
+    chip.make_kernel(
       lambda: None,
       "nothing",
       interpret=None,

@@ -26,13 +26,18 @@ import jax
 import jax.numpy as jnp
 
 from diffjax.ops.diff_attention.arguments import variant_name
-from diffjax.ops.diff_attention.gpu import blocks, chip, kernels
-from diffjax.ops.diff_attention.gpu.blocks import CONSUMERS
-from diffjax.ops.diff_attention.gpu.chip import (
-  BLOCK,
-  POWER_OF_2_EMPTY_ROW_LSE,
-  plgpu,
+from diffjax.ops.diff_attention.gpu import (
+  blocks,
+  chip,
+  d_kv_kernel,
+  d_q_kernel,
+  forward_kernel,
+  logits,
+  shared_memory,
 )
+from diffjax.ops.diff_attention.gpu.blocks import CONSUMERS
+from diffjax.ops.diff_attention.gpu.chip import BLOCK, plgpu
+from diffjax.ops.diff_attention.gpu.logits import EMPTY_ROW_LSE
 from diffjax.ops.diff_attention.mask import Mask
 from diffjax.ops.diff_attention.tiles import pad_axis, round_up
 from diffjax.ops.diff_attention.vjp import (
@@ -65,13 +70,13 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
   factor, operands = _operands(options.scale, q, k, v, lam, q_ids, kv_ids)
   rows, D, V = operands[0].shape[1], operands[0].shape[3], operands[2].shape[3]
   passes = ((1,), (0,)) if G == 2 and V > 2 * BLOCK else (tuple(range(G)),)
-  loaded = max(len(kernels.keys_of(maps, M)) for maps in passes)
+  loaded = max(len(forward_kernel.key_maps_of(maps, M)) for maps in passes)
   fixed, slot = CONSUMERS * BLOCK * (G * D + V), BLOCK * (loaded * D + V)
-  stages = chip.stages(2 * fixed, 2 * slot)
+  stages = shared_memory.max_slots(2 * fixed, 2 * slot)
   bounds = blocks.bounds(mask, offset, q_ids, kv_ids, shared=CONSUMERS)
   out_like = ((B, rows, H, V), q.dtype)
   out, out2, lse = _kernel(
-    functools.partial(kernels.forward, mask, factor, passes, stages),
+    functools.partial(forward_kernel.forward, mask, factor, passes, stages),
     options.chosen,
     f"diff_attention_forward_{variant_name(G, M)}",
     grid=(H, rows // (CONSUMERS * BLOCK), B),
@@ -81,10 +86,10 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
       ((B, H, G, rows), jnp.float32) if save else None,
     ),
     scratch=dict(
-      q_smem=chip.tiled((CONSUMERS, G, BLOCK, D), q.dtype),
-      k_smem=chip.tiled((stages, loaded, BLOCK, D), q.dtype),
-      v_smem=chip.tiled((stages, BLOCK, V), q.dtype),
-      out_smem=chip.tiled((CONSUMERS, BLOCK, V), q.dtype),
+      q_smem=shared_memory.tiled_smem((CONSUMERS, G, BLOCK, D), q.dtype),
+      k_smem=shared_memory.tiled_smem((stages, loaded, BLOCK, D), q.dtype),
+      v_smem=shared_memory.tiled_smem((stages, BLOCK, V), q.dtype),
+      out_smem=shared_memory.tiled_smem((CONSUMERS, BLOCK, V), q.dtype),
       q_ready=plgpu.Barrier(num_arrivals=G, num_barriers=CONSUMERS),
       **_barriers(loaded, stages, "k"),
       **_barriers(1, stages, "v"),
@@ -119,10 +124,7 @@ def _backward(
   (_, rows, _, D), keys, V = q.shape, k.shape[1], v.shape[3]
   # Log-sum-exps, deltas and λ of each query; the weights of queries that are padding are zero.
   vectors = jnp.concatenate(
-    [
-      pad_axis(x, 3, rows, POWER_OF_2_EMPTY_ROW_LSE if x is lse else 0)
-      for x in columns
-    ],
+    [pad_axis(x, 3, rows, EMPTY_ROW_LSE if x is lse else 0) for x in columns],
     axis=2,
   )
   d_out = pad_axis(pad_axis(d_out, 1, rows), 3, V)
@@ -134,21 +136,21 @@ def _backward(
     2 * BLOCK * M * D,
     2 * BLOCK * V,
   )
-  v_stages = chip.stages(fixed, k_slot + v_slot, least=1)
-  k_stages = chip.stages(fixed + v_stages * v_slot, k_slot)
+  v_stages = shared_memory.max_slots(fixed, k_slot + v_slot, minimum=1)
+  k_stages = shared_memory.max_slots(fixed + v_stages * v_slot, k_slot)
   (d_q,) = _kernel(
     functools.partial(
-      kernels.d_q, mask, factor, options.scale, k_stages, v_stages
+      d_q_kernel.d_q, mask, factor, options.scale, k_stages, v_stages
     ),
     options.chosen,
     f"diff_attention_d_q_{variant_name(G, M)}",
     grid=(H, rows // (CONSUMERS * BLOCK), B),
     outputs=((q.shape, q.dtype),),
     scratch=dict(
-      q_smem=chip.tiled((CONSUMERS, G, BLOCK, D), q.dtype),
-      d_out_smem=chip.tiled((CONSUMERS, BLOCK, V), q.dtype),
-      k_smem=chip.tiled((k_stages * M, BLOCK, D), q.dtype),
-      v_smem=chip.tiled((v_stages, BLOCK, V), q.dtype),
+      q_smem=shared_memory.tiled_smem((CONSUMERS, G, BLOCK, D), q.dtype),
+      d_out_smem=shared_memory.tiled_smem((CONSUMERS, BLOCK, V), q.dtype),
+      k_smem=shared_memory.tiled_smem((k_stages * M, BLOCK, D), q.dtype),
+      v_smem=shared_memory.tiled_smem((v_stages, BLOCK, V), q.dtype),
       q_ready=plgpu.Barrier(num_arrivals=G + 1, num_barriers=CONSUMERS),
       **_barriers(M, k_stages, "k"),
       **_barriers(1, v_stages, "v"),
@@ -159,20 +161,20 @@ def _backward(
     2 * BLOCK * (M * D + V) + 2 * G * BLOCK * BLOCK,
     2 * BLOCK * (G * D + V) + 4 * vectors.shape[2] * BLOCK,
   )
-  stages = chip.stages(fixed, slot)
+  stages = shared_memory.max_slots(fixed, slot)
   d_k, d_v = _kernel(
-    functools.partial(kernels.d_kv, mask, factor, stages),
+    functools.partial(d_kv_kernel.d_kv, mask, factor, stages),
     options.chosen,
     f"diff_attention_d_kv_{variant_name(G, M)}",
     grid=(K, keys // BLOCK, B),
     outputs=((k.shape, k.dtype), (v.shape, v.dtype)),
     scratch=dict(
-      q_smem=chip.tiled((stages * G, BLOCK, D), q.dtype),
-      d_out_smem=chip.tiled((stages, BLOCK, V), q.dtype),
+      q_smem=shared_memory.tiled_smem((stages * G, BLOCK, D), q.dtype),
+      d_out_smem=shared_memory.tiled_smem((stages, BLOCK, V), q.dtype),
       vectors_smem=plgpu.SMEM((stages, vectors.shape[2], BLOCK), jnp.float32),
-      k_smem=chip.tiled((M, BLOCK, D), q.dtype),
-      v_smem=chip.tiled((BLOCK, V), q.dtype),
-      weights_smem=chip.tiled((G, BLOCK, BLOCK), jnp.float16),
+      k_smem=shared_memory.tiled_smem((M, BLOCK, D), q.dtype),
+      v_smem=shared_memory.tiled_smem((BLOCK, V), q.dtype),
+      weights_smem=shared_memory.tiled_smem((G, BLOCK, BLOCK), jnp.float16),
       kv_ready=plgpu.Barrier(num_arrivals=M + 1),
       finished=plgpu.Barrier(num_arrivals=CONSUMERS),
       weights_ready=plgpu.Barrier(num_barriers=G),
@@ -193,7 +195,7 @@ def _operands(scale: float, q, k, v, lam, q_ids, kv_ids):
   """The factor on logits, and arrays padded to whole tiles.
 
   Returns:
-    `chip.logit_factor`'s, and q [B, rows, H·G, D], k [B, keys, K·M, D], v [B, keys, K, V], λ [B, H, rows], ids.
+    `logits.logit_factor`'s, and q [B, rows, H·G, D], k [B, keys, K·M, D], v [B, keys, K, V], λ [B, H, rows], ids.
   """
   rows, keys = (
     round_up(q.shape[1], CONSUMERS * BLOCK),
@@ -204,7 +206,7 @@ def _operands(scale: float, q, k, v, lam, q_ids, kv_ids):
     3,
     round_up(x.shape[-1], BLOCK),
   )
-  factor, q = chip.logit_factor(scale, q)
+  factor, q = logits.logit_factor(scale, q)
   lam = None if lam is None else pad_axis(jnp.swapaxes(lam, 1, 2), 2, rows)
   ids = (
     (None, None)
@@ -220,7 +222,7 @@ def _operands(scale: float, q, k, v, lam, q_ids, kv_ids):
 def _kernel(function, interpret: Any, name: str, **arguments):
   """A kernel of two warpgroups that compute and one that loads, over a grid of heads, tiles and batch."""
   names = ("heads", "tiles", "batch")
-  return chip.call(
+  return chip.make_kernel(
     function,
     name,
     interpret=interpret,

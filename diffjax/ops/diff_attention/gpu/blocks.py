@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from diffjax.ops.diff_attention.gpu import chip
+from diffjax.ops.diff_attention.gpu import layouts
 from diffjax.ops.diff_attention.gpu.chip import BLOCK
 from diffjax.ops.diff_attention.mask import PER_ROW, Mask
 from diffjax.ops.diff_attention.tiles import pad_axis, round_up
@@ -192,7 +192,7 @@ def key_limits(mask: Mask, offset, batch, block):
   """First and last key that the queries of a block see, by position: numbers, or one a row."""
   positions: Any = 0
   if mask.causal or mask.window is not None:  # what is not used has no layout
-    positions = chip.iota(chip.row()) + (
+    positions = layouts.block_iota(layouts.row()) + (
       block * BLOCK + first_position(mask, offset, batch)
     )
   return mask.keys_of(positions, positions)
@@ -202,7 +202,10 @@ def query_limits(mask: Mask, block):
   """First and last query that see the keys of a block, by position: one a row, or None. Who sees padding does not matter."""
   if not mask.causal and mask.window is None:
     return None, None
-  keys, reach = chip.iota(chip.row()) + block * BLOCK, (mask.window or 1) - 1
+  keys, reach = (
+    layouts.block_iota(layouts.row()) + block * BLOCK,
+    (mask.window or 1) - 1,
+  )
   return (
     keys if mask.causal else keys - reach,
     None if mask.window is None else keys + reach,

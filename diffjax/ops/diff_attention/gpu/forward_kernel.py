@@ -1,0 +1,505 @@
+"""The forward Hopper kernel of attention.
+
+A thread block has three warpgroups. The producer copies blocks of keys and
+values into ring buffers in shared memory. The other two, the consumers, have a
+block of queries each. `_ForwardThreadBlock` has the roles of the warpgroups.
+`_ForwardPass` is a consumer's loop over the blocks.
+
+Letters: T and S are the padded numbers of queries and keys. In loops, `g` is
+the index of a map, and `block` is the index of a block of keys.
+
+The order of statements matters to ptxas. `python -m benchmarks.gpu --static`
+shows what it makes of the kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from diffjax.ops.diff_attention.gpu import blocks, chip, layouts, wgmma
+from diffjax.ops.diff_attention.gpu.blocks import CONSUMERS, Passing
+from diffjax.ops.diff_attention.gpu.chip import BLOCK, Ref, plgpu
+from diffjax.ops.diff_attention.gpu.logits import (
+  EMPTY_ROW_LSE,
+  load_segment_ids,
+  mask_logits,
+  masked_row_max,
+)
+from diffjax.ops.diff_attention.gpu.shared_memory import RingBuffer
+from diffjax.ops.diff_attention.mask import Mask
+from diffjax.ops.diff_attention.tiles import LOG2E
+
+
+def key_maps_of(maps: Sequence[int], M: int) -> list[int]:
+  """Returns the key maps that these maps use, in ascending order."""
+  return sorted({g % M for g in maps})
+
+
+def first_block_of_tile(length: int) -> jax.Array:
+  """Returns the first block of queries of this thread block's tile.
+
+  The last tile runs first. Under a causal mask its queries see the most keys,
+  and the longest work should start first.
+  """
+  num_tiles = length // (CONSUMERS * BLOCK)
+  tile = num_tiles - 1 - lax.axis_index("tiles")
+  return tile * CONSUMERS
+
+
+class ForwardArrays(NamedTuple):
+  """The inputs and outputs of the forward kernel, in global memory."""
+
+  q: Ref  # [B, T, H·G, D]
+  k: Ref  # [B, S, K·M, D]
+  v: Ref  # [B, S, K, V]
+  lam: Ref  # float32[B, H, T]; None if G = 1
+  q_ids: Ref | None  # int32[B, T]
+  kv_ids: Ref | None  # int32[B, S]
+  offset: Ref | None  # int32[B], if it is not known to the mask
+  bounds: Ref  # int32[B or 1, T / BLOCK, 6], see `blocks.bounds`
+  out: Ref  # [B, T, H, V]
+  out2: Ref | None  # [B, T, H, V], for the backward pass
+  lse: Ref | None  # float32[B, H, G, T], for the backward pass
+
+
+class ForwardScratch(NamedTuple):
+  """The shared memory and barriers of the forward kernel."""
+
+  q_smem: Ref  # [CONSUMERS, G, BLOCK, D]
+  k_smem: Ref  # [slots, key maps of a pass, BLOCK, D]
+  v_smem: Ref  # [slots, BLOCK, V]
+  out_smem: Ref  # [CONSUMERS, BLOCK, V]
+  q_ready: Ref  # barriers [CONSUMERS]
+  k_ready: Ref  # barriers [slots], as the following ones
+  k_free: Ref
+  v_ready: Ref
+  v_free: Ref
+
+
+def forward(
+  mask: Mask,
+  factor: float,
+  passes: Sequence[Sequence[int]],
+  num_slots: int,
+  *array_refs: Ref,
+  **scratch_refs: Ref,
+) -> None:
+  """The forward kernel: computes out, out2 and the log-sum-exps of a tile.
+
+  A tile of queries stays in shared memory while blocks of keys and values are
+  streamed.
+
+  Args:
+    mask: the mask.
+    factor: the factor on logits, see `logits.logit_factor`.
+    passes: the maps that are computed together in each pass over the keys. Map
+      1 must not be in a later pass than map 0.
+    num_slots: slots of the ring buffers.
+    *array_refs: the fields of `ForwardArrays`.
+    **scratch_refs: the fields of `ForwardScratch`.
+  """
+  arrays = ForwardArrays(*array_refs)
+  scratch = ForwardScratch(**scratch_refs)
+  head = lax.axis_index("heads")
+  batch = lax.axis_index("batch")
+  warpgroup = lax.axis_index("warpgroup")
+  heads_per_kv_head = arrays.out.shape[2] // arrays.v.shape[2]
+  thread_block = _ForwardThreadBlock(
+    mask=mask,
+    factor=factor,
+    passes=passes,
+    arrays=arrays,
+    scratch=scratch,
+    key_ring=RingBuffer(num_slots, scratch.k_ready, scratch.k_free),
+    value_ring=RingBuffer(num_slots, scratch.v_ready, scratch.v_free),
+    head=head,
+    batch=batch,
+    warpgroup=warpgroup,
+    kv_head=lax.div(head, jnp.int32(heads_per_kv_head)),
+    first_block=first_block_of_tile(arrays.q.shape[1]),
+  )
+  pl.when(warpgroup < CONSUMERS)(thread_block.compute_outputs)
+  pl.when(warpgroup == CONSUMERS)(thread_block.load_keys_and_values)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ForwardThreadBlock:
+  """The roles of the forward kernel's warpgroups.
+
+  Attributes:
+    first_block: the first block of queries of the tile. Consumer n computes
+      block first_block + n.
+  """
+
+  mask: Mask
+  factor: float
+  passes: Sequence[Sequence[int]]
+  arrays: ForwardArrays
+  scratch: ForwardScratch
+  key_ring: RingBuffer
+  value_ring: RingBuffer
+  head: jax.Array
+  batch: jax.Array
+  warpgroup: jax.Array
+  kv_head: jax.Array
+  first_block: jax.Array
+
+  @property
+  def num_maps(self) -> int:
+    """Returns G, the number of maps."""
+    return self.scratch.q_smem.shape[1]
+
+  @property
+  def num_key_maps(self) -> int:
+    """Returns M, the number of key maps."""
+    return self.arrays.k.shape[2] // self.arrays.v.shape[2]
+
+  def compute_outputs(self) -> None:
+    """A consumer's role: computes the outputs of a block of queries."""
+    plgpu.set_max_registers(chip.CONSUMER_REGISTERS, action="increase")
+    query_block = self.first_block + self.warpgroup
+    passing = Passing.read(self.arrays.bounds, self.batch, query_block)
+    rows = pl.ds(query_block * BLOCK, BLOCK)
+    for g in range(self.num_maps):
+      plgpu.copy_gmem_to_smem(
+        self.arrays.q.at[self.batch, rows, self.head * self.num_maps + g],
+        self.scratch.q_smem.at[self.warpgroup, g],
+        self.scratch.q_ready.at[self.warpgroup],
+      )
+    key_limits = blocks.key_limits(
+      self.mask, self.arrays.offset, self.batch, query_block
+    )
+    plgpu.barrier_wait(self.scratch.q_ready.at[self.warpgroup])
+
+    for index, maps in enumerate(self.passes):
+      # Ring buffers count their steps through all passes.
+      first_step = index * (passing.stop - passing.start)
+      forward_pass = _ForwardPass(
+        thread_block=self,
+        maps=maps,
+        key_maps=key_maps_of(maps, self.num_key_maps),
+        rows=rows,
+        key_limits=key_limits,
+        passing=passing,
+        first_step=first_step,
+      )
+      state = forward_pass.run()
+      # The noise map is written first, because the signal map subtracts it.
+      for position in reversed(range(len(maps))):
+        self._write_output(
+          maps[position],
+          rows,
+          state.accs[position],
+          state.row_maxes[position],
+          state.row_sums[position],
+        )
+    plgpu.wait_smem_to_gmem(0)
+
+  def _write_output(
+    self,
+    g: int,
+    rows: Any,
+    acc: Float[Array, "rows V"],
+    row_max: Float[Array, "rows"],
+    row_sum: Float[Array, "rows"],
+  ) -> None:
+    """Normalizes the sums of map g, and writes the results that need them."""
+    # The maximum of a row is a masked logit if the row saw no key. Then its
+    # sums are meaningless, and its output is 0.
+    is_empty = row_max <= masked_row_max(self.factor) / 2
+    inverse_sum = jnp.where(is_empty, 0.0, 1 / row_sum)
+    result = acc * layouts.broadcast_over_columns(inverse_sum, acc.shape)
+    if self.arrays.lse is not None:
+      self.arrays.lse[self.batch, self.head, g, rows] = jnp.where(
+        is_empty, EMPTY_ROW_LSE, row_max + jnp.log(row_sum) * LOG2E
+      )
+
+    out_smem = self.scratch.out_smem
+    is_noise_map = g == 1
+    if is_noise_map:
+      target = self.arrays.out2
+    else:
+      target = self.arrays.out
+    if self.num_maps == 2 and not is_noise_map:
+      # O = O₁ − λO₂. O₂ is read from shared memory, where it is rounded. The
+      # backward pass reads the rounded O₂ too, so that both agree.
+      lam = layouts.load_global(
+        self.arrays.lam.at[self.batch, self.head, rows], layouts.row()
+      )
+      lam = layouts.broadcast_over_columns(lam, acc.shape)
+      noise_result = out_smem[self.warpgroup].astype(jnp.float32)
+      result = result - lam * noise_result
+      # The copy of O₂ to global memory must have read it.
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    out_smem[self.warpgroup] = result.astype(self.arrays.out.dtype)
+    if target is not None:
+      plgpu.commit_smem()
+      plgpu.copy_smem_to_gmem(
+        out_smem.at[self.warpgroup], target.at[self.batch, rows, self.head]
+      )
+
+  def load_keys_and_values(self) -> None:
+    """The producer's role: fills the ring buffers, once for each pass."""
+    plgpu.set_max_registers(chip.PRODUCER_REGISTERS, action="decrease")
+    passing = Passing.read(self.arrays.bounds, self.batch, self.first_block)
+    for index, maps in enumerate(self.passes):
+      self._load_pass(index, maps, passing)
+    for ring in (self.key_ring, self.value_ring):
+      num_steps = len(self.passes) * (passing.stop - passing.start)
+      ring.drain(passing.start, passing.start + num_steps)
+
+  def _load_pass(
+    self, pass_index: int, maps: Sequence[int], passing: Passing
+  ) -> None:
+    """Loads all blocks of keys and values, for the maps of one pass."""
+    key_maps = key_maps_of(maps, self.num_key_maps)
+
+    @pl.loop(passing.start, passing.stop)
+    def load_block(block: jax.Array) -> None:
+      step = pass_index * (passing.stop - passing.start) + block
+      keys = pl.ds(block * BLOCK, BLOCK)
+
+      def load_keys(slot: jax.Array, barrier: Ref) -> None:
+        for position, key_map in enumerate(key_maps):
+          key_head = self.kv_head * self.num_key_maps + key_map
+          plgpu.copy_gmem_to_smem(
+            self.arrays.k.at[self.batch, keys, key_head],
+            self.scratch.k_smem.at[slot, position],
+            barrier,
+          )
+
+      def load_values(slot: jax.Array, barrier: Ref) -> None:
+        plgpu.copy_gmem_to_smem(
+          self.arrays.v.at[self.batch, keys, self.kv_head],
+          self.scratch.v_smem.at[slot],
+          barrier,
+        )
+
+      self.key_ring.fill(step, passing.start, load_keys)
+      self.value_ring.fill(step, passing.start, load_values)
+
+
+class _ForwardState(NamedTuple):
+  """The online softmax of a block of queries. Lists have one item per map."""
+
+  accs: list[Float[Array, "rows V"]]  # Σ weights · values
+  row_maxes: list[Float[Array, "rows"]]  # maximum of the logits of base 2
+  row_sums: list[Float[Array, "rows"]]  # Σ weights
+  # The weights of the previous turn, which are not yet multiplied by values.
+  # None before the first turn.
+  weights: Float[Array, "rows keys"] | None
+
+
+class _SoftmaxUpdate(NamedTuple):
+  """What a block of logits changes in the online softmax of a map."""
+
+  weights: Float[Array, "rows keys"]  # 2^(logit − row_max), in the dtype of q
+  row_max: Float[Array, "rows"]
+  row_sum: Float[Array, "rows"]
+  rescale: Float[Array, "rows"]  # 2^(old row_max − new row_max)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ForwardPass:
+  """A consumer's pass over the blocks of keys, for some of the maps.
+
+  The maps take turns. A map's turn computes its logits, and then its weights.
+  While it computes the weights, the tensor cores multiply the weights of the
+  previous turn by their values.
+
+  Attributes:
+    thread_block: the thread block.
+    maps: the maps of this pass.
+    key_maps: the key maps that they use, as they are stored in a slot.
+    rows: the slice of the queries.
+    key_limits: the first and the last key that each query may see.
+    passing: the blocks of keys.
+    first_step: the step of the ring buffers for block 0.
+  """
+
+  thread_block: _ForwardThreadBlock
+  maps: Sequence[int]
+  key_maps: Sequence[int]
+  rows: Any
+  key_limits: tuple[Any, Any]
+  passing: Passing
+  first_step: jax.Array
+
+  def run(self) -> _ForwardState:
+    """Returns the state after all blocks, with all weights multiplied."""
+    arrays = self.thread_block.arrays
+    num_maps = len(self.maps)
+    row_max = masked_row_max(self.thread_block.factor)
+    initial_acc = layouts.full((BLOCK, arrays.v.shape[3]), 0, layouts.matrix())
+    initial_max = layouts.full((BLOCK,), row_max, layouts.row())
+    initial_sum = layouts.full((BLOCK,), 0, layouts.row())
+    no_weights = layouts.full((BLOCK, BLOCK), 0, layouts.matrix())
+    initial_state = _ForwardState(
+      accs=[initial_acc] * num_maps,
+      row_maxes=[initial_max] * num_maps,
+      row_sums=[initial_sum] * num_maps,
+      weights=no_weights.astype(arrays.q.dtype),
+    )
+    return self.passing.walk(
+      blocks.Cut.of(self.thread_block.mask),
+      self.begin,
+      self.step,
+      self.finish,
+      self.skip,
+      initial_state,
+    )
+
+  def begin(self, block: jax.Array, state: _ForwardState) -> _ForwardState:
+    """Processes the first block, before which no weights are pending."""
+    self.thread_block.key_ring.wait(self.first_step + block)
+    return self.step(False, block, state._replace(weights=None))
+
+  def step(
+    self, is_full: bool, block: jax.Array, state: _ForwardState
+  ) -> _ForwardState:
+    """Processes a block whose keys are loaded. Full blocks need no mask."""
+    for turn in range(len(self.maps)):
+      state = self._take_turn(turn, is_full, block, state)
+    return state
+
+  def finish(self, state: _ForwardState) -> _ForwardState:
+    """Multiplies the weights of the last turn by their values."""
+    assert state.weights is not None  # `begin` computed weights.
+    value_ring = self.thread_block.value_ring
+    last_step = self.first_step + self.passing.own_stop - 1
+    values = self.thread_block.scratch.v_smem.at[value_ring.slot(last_step)]
+    accs = list(state.accs)
+    accs[-1] = wgmma.multiply_add(accs[-1], state.weights, values)
+    value_ring.release(last_step)
+    return state._replace(accs=accs)
+
+  def skip(self, block: jax.Array) -> None:
+    """Frees a block that is loaded, but hidden by the mask."""
+    self.thread_block.key_ring.skip(self.first_step + block)
+    self.thread_block.value_ring.skip(self.first_step + block)
+
+  def _take_turn(
+    self, turn: int, is_full: bool, block: jax.Array, state: _ForwardState
+  ) -> _ForwardState:
+    """Updates the softmax of one map, and the accumulator of the previous one.
+
+    Args:
+      turn: the index of the map in `maps`.
+      is_full: whether every query sees every key of the block.
+      block: the block of keys.
+      state: the state after the previous turn.
+    """
+    thread_block = self.thread_block
+    scratch = thread_block.scratch
+    step = self.first_step + block
+    is_first_turn = turn == 0
+    accs = list(state.accs)
+    row_maxes = list(state.row_maxes)
+    row_sums = list(state.row_sums)
+
+    # The previous turn was the previous map's. Before the first map it was the
+    # last map's, which has index −1, at the previous block.
+    pending = None
+    outputs_like = None
+    if state.weights is not None:
+      previous_step = step - 1 if is_first_turn else step
+      value_slot = thread_block.value_ring.slot(previous_step)
+      values = scratch.v_smem.at[value_slot]  # [BLOCK, V]
+      pending = wgmma.PendingProduct(accs[turn - 1], state.weights, values)
+      outputs_like = _SoftmaxUpdate(
+        weights=state.weights,
+        row_max=row_maxes[turn],
+        row_sum=row_sums[turn],
+        rescale=row_maxes[turn],
+      )
+
+    g = self.maps[turn]
+    key_map = self.key_maps.index(g % thread_block.num_key_maps)
+    warpgroup = wgmma.prevent_hoisting(thread_block.warpgroup, block)
+    key_slot = thread_block.key_ring.slot(step)
+    g_index = wgmma.prevent_hoisting(jnp.int32(g), block)
+    key_map_index = wgmma.prevent_hoisting(jnp.int32(key_map), block)
+    queries = scratch.q_smem.at[warpgroup, g_index]  # [BLOCK, D]
+    keys = scratch.k_smem.at[key_slot, key_map_index]  # [BLOCK, D]
+    previous_acc, outputs = wgmma.matmul_with_epilogue(
+      [(queries, keys.T)],
+      functools.partial(
+        self._update_softmax,
+        turn,
+        is_full,
+        block,
+        row_maxes[turn],
+        row_sums[turn],
+      ),
+      pending=pending,
+      outputs_like=outputs_like,
+      wait_for_next=functools.partial(self._wait_for_next, turn, block),
+    )
+    update = _SoftmaxUpdate(*outputs)
+
+    row_maxes[turn] = update.row_max
+    row_sums[turn] = update.row_sum
+    if pending is not None:
+      accs[turn - 1] = previous_acc
+      if is_first_turn:
+        thread_block.value_ring.release(step - 1)
+    rescale = layouts.broadcast_over_columns(update.rescale, accs[turn].shape)
+    accs[turn] = accs[turn] * rescale
+    return _ForwardState(accs, row_maxes, row_sums, update.weights)
+
+  def _update_softmax(
+    self,
+    turn: int,
+    is_full: bool,
+    block: jax.Array,
+    old_max: Float[Array, "rows"],
+    old_sum: Float[Array, "rows"],
+    logits: Float[Array, "rows keys"],
+  ) -> _SoftmaxUpdate:
+    """Computes the weights of a block from its logits."""
+    thread_block = self.thread_block
+    factor = thread_block.factor
+    if turn == len(self.maps) - 1:
+      thread_block.key_ring.release(self.first_step + block)
+    if blocks.Cut.of(thread_block.mask).ever and not is_full:
+      # The queries' ids are read again for each block, because no registers are
+      # left to keep them.
+      segment_ids = load_segment_ids(
+        thread_block.arrays.q_ids,
+        thread_block.arrays.kv_ids,
+        thread_block.batch,
+        rows=self.rows,
+        column_block=block,
+      )
+      first_key, last_key = self.key_limits
+      logits = mask_logits(
+        logits, block * BLOCK, first_key, last_key, segment_ids
+      )
+    row_max = jnp.maximum(old_max, jnp.max(logits, axis=1) * factor)
+    scaled_logits = logits * factor
+    max_of_row = layouts.broadcast_over_columns(row_max, logits.shape)
+    weights = jnp.exp2(scaled_logits - max_of_row)
+    rescale = jnp.exp2(old_max - row_max)
+    rounded_weights = weights.astype(thread_block.arrays.q.dtype)
+    row_sum = old_sum * rescale + jnp.sum(weights, axis=1)
+    return _SoftmaxUpdate(rounded_weights, row_max, row_sum, rescale)
+
+  def _wait_for_next(self, turn: int, block: jax.Array) -> None:
+    """Waits for the block's values, or for the keys of the next block."""
+    key_ring = self.thread_block.key_ring
+    if turn == 0:
+      self.thread_block.value_ring.wait(self.first_step + block)
+    if turn == len(self.maps) - 1:
+
+      @pl.when(block + 1 < self.passing.own_stop)
+      def wait_for_next_keys() -> None:
+        key_ring.wait(self.first_step + block + 1)
