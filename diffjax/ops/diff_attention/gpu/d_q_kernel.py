@@ -477,13 +477,15 @@ class _OverlappedDQLoop(_DQLoop):
     is_first_turn = g == 0
     accs = list(state.accs)
 
-    # The turn before map 0's is the last map's, at the previous block.
+    # The previous turn was the previous map's. Before map 0 it was the last
+    # map's, at the previous block.
     pending = None
     if state.d_logits is not None:
       previous_block = block - 1 if is_first_turn else block
       previous_keys = self.keys((g - 1) % self.num_maps, previous_block)
       pending = wgmma.PendingProduct(accs[g - 1], state.d_logits, previous_keys)
 
+    # Compute the map's logits and dS, and meanwhile the pending product.
     operands = [(self.queries(g, block), self.keys(g, block).T)]
     epilogue: Callable[..., Any]
     outputs_like: tuple[Any, ...]

@@ -400,6 +400,8 @@ class _ForwardPass:
     """
     thread_block = self.thread_block
     scratch = thread_block.scratch
+    key_ring = thread_block.key_ring
+    value_ring = thread_block.value_ring
     step = self.first_step + block
     is_first_turn = turn == 0
     accs = list(state.accs)
@@ -412,8 +414,7 @@ class _ForwardPass:
     outputs_like = None
     if state.weights is not None:
       previous_step = step - 1 if is_first_turn else step
-      value_slot = thread_block.value_ring.slot(previous_step)
-      values = scratch.v_smem.at[value_slot]  # [BLOCK, V]
+      values = scratch.v_smem.at[value_ring.slot(previous_step)]  # [BLOCK, V]
       pending = wgmma.PendingProduct(accs[turn - 1], state.weights, values)
       outputs_like = _SoftmaxUpdate(
         weights=state.weights,
@@ -422,36 +423,39 @@ class _ForwardPass:
         rescale=row_maxes[turn],
       )
 
+    # Compute the map's logits and weights, and meanwhile the pending product.
     g = self.maps[turn]
     key_map = self.key_maps.index(g % thread_block.num_key_maps)
     warpgroup = wgmma.prevent_hoisting(thread_block.warpgroup, block)
-    key_slot = thread_block.key_ring.slot(step)
+    key_slot = key_ring.slot(step)
     g_index = wgmma.prevent_hoisting(jnp.int32(g), block)
     key_map_index = wgmma.prevent_hoisting(jnp.int32(key_map), block)
     queries = scratch.q_smem.at[warpgroup, g_index]  # [BLOCK, D]
     keys = scratch.k_smem.at[key_slot, key_map_index]  # [BLOCK, D]
+    update_softmax = functools.partial(
+      self._update_softmax,
+      turn,
+      is_full,
+      block,
+      row_maxes[turn],
+      row_sums[turn],
+    )
     previous_acc, outputs = wgmma.matmul_with_epilogue(
       [(queries, keys.T)],
-      functools.partial(
-        self._update_softmax,
-        turn,
-        is_full,
-        block,
-        row_maxes[turn],
-        row_sums[turn],
-      ),
+      update_softmax,
       pending=pending,
       outputs_like=outputs_like,
       wait_for_next=functools.partial(self._wait_for_next, turn, block),
     )
     update = _SoftmaxUpdate(*outputs)
 
+    # All maps have used the values of the previous block after the first turn.
     row_maxes[turn] = update.row_max
     row_sums[turn] = update.row_sum
     if pending is not None:
       accs[turn - 1] = previous_acc
       if is_first_turn:
-        thread_block.value_ring.release(step - 1)
+        value_ring.release(step - 1)
     rescale = layouts.broadcast_over_columns(update.rescale, accs[turn].shape)
     accs[turn] = accs[turn] * rescale
     return _ForwardState(accs, row_maxes, row_sums, update.weights)
@@ -465,10 +469,21 @@ class _ForwardPass:
     old_sum: Float[Array, "rows"],
     logits: Float[Array, "rows keys"],
   ) -> _SoftmaxUpdate:
-    """Computes the weights of a block from its logits."""
+    """Computes the weights of a block from its logits.
+
+    Args:
+      turn: the index of the map in `maps`.
+      is_full: whether every query sees every key of the block.
+      block: the block of keys.
+      old_max: the maximum of the logits of earlier blocks.
+      old_sum: the sum of their weights.
+      logits: the products of queries and keys.
+    """
     thread_block = self.thread_block
     factor = thread_block.factor
-    if turn == len(self.maps) - 1:
+    is_last_turn = turn == len(self.maps) - 1
+    if is_last_turn:
+      # The logits of all maps are computed, so the keys are not needed any more.
       thread_block.key_ring.release(self.first_step + block)
     if blocks.Cut.of(thread_block.mask).ever and not is_full:
       # The queries' ids are read again for each block, because no registers are
@@ -494,12 +509,18 @@ class _ForwardPass:
     return _SoftmaxUpdate(rounded_weights, row_max, row_sum, rescale)
 
   def _wait_for_next(self, turn: int, block: jax.Array) -> None:
-    """Waits for the block's values, or for the keys of the next block."""
-    key_ring = self.thread_block.key_ring
-    if turn == 0:
-      self.thread_block.value_ring.wait(self.first_step + block)
-    if turn == len(self.maps) - 1:
+    """Waits for what the next turns need.
+
+    In the first turn, these are the values of the block. In the last turn, these
+    are the keys of the next block.
+    """
+    is_first_turn = turn == 0
+    is_last_turn = turn == len(self.maps) - 1
+    step = self.first_step + block
+    if is_first_turn:
+      self.thread_block.value_ring.wait(step)
+    if is_last_turn:
 
       @pl.when(block + 1 < self.passing.own_stop)
       def wait_for_next_keys() -> None:
-        key_ring.wait(self.first_step + block + 1)
+        self.thread_block.key_ring.wait(step + 1)
