@@ -483,7 +483,7 @@ class _ForwardPass:
     factor = thread_block.factor
     is_last_turn = turn == len(self.maps) - 1
     if is_last_turn:
-      # The logits of all maps are computed, so the keys are not needed any more.
+      # All logits of the block are computed, so its keys are not needed.
       thread_block.key_ring.release(self.first_step + block)
     if blocks.Cut.of(thread_block.mask).ever and not is_full:
       # The queries' ids are read again for each block, because no registers are
@@ -511,8 +511,8 @@ class _ForwardPass:
   def _wait_for_next(self, turn: int, block: jax.Array) -> None:
     """Waits for what the next turns need.
 
-    In the first turn, these are the values of the block. In the last turn, these
-    are the keys of the next block.
+    In the first turn, these are the values of the block. In the last turn,
+    these are the keys of the next block.
     """
     is_first_turn = turn == 0
     is_last_turn = turn == len(self.maps) - 1
