@@ -315,7 +315,7 @@ def test_row_without_keys_gives_zero_and_no_gradient():
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    (dict(dtype=jnp.float32), "float32.*bfloat16 and float16"),
+    (dict(dtype=jnp.float32), "float32.*bfloat16 or float16"),
     (dict(D=136), "D = 136.*up to 128"),
     (dict(V=264), "V = 264.*up to 256"),
   ],

@@ -1,41 +1,55 @@
 """Differential attention on Hopper GPUs as fused Pallas kernels (Mosaic GPU).
 
-A thread block holds three warpgroups: one loads blocks through a ring of slots in shared memory, two compute. Only blocks between the first
-and the last one that a row's mask lets it see are loaded, and only those that the mask cuts pay for it. Exponentials are base 2, and the
-scale is multiplied into the logits in float32.
+A thread block has three warpgroups. One loads blocks into rings of slots in
+shared memory, and two compute. Blocks outside the range that a mask shows are
+not loaded, and only partial blocks are masked (gpu/blocks.py). Exponentials
+have base 2. The scale is multiplied into the logits in float32.
 
-Forward, a warpgroup has 64 query rows, and blocks of 64 keys and values pass. Both maps of a row stay in it and meet the same values: side
-by side where two accumulators fit its registers (V up to 128), else one after the other in one kernel, with O₂ waiting in shared memory.
-While one map's logits become weights, the tensor cores add up the values of the turn before.
+Forward, a warpgroup computes 64 rows of queries, and blocks of 64 keys and
+values are streamed. The warpgroup computes both maps and multiplies them with
+the same values. Up to V = 128, its registers hold both accumulators. Wider, one
+kernel computes one map after the other, and A₂V waits in shared memory. While
+the logits of one map become weights, the tensor cores multiply the previous
+weights with their values.
 
-Backward, one kernel makes dQ and another dK and dV. For dQ the roles are as in the forward pass. For dK and dV both warpgroups share 64
-keys: one makes the weights and dV, and hands the weights over in shared memory, in float16, to the one that makes dP and dK.
+Backward, one kernel computes dQ, and another one dK and dV. For dQ the roles
+are as in the forward pass. For dK and dV, both warpgroups share 64 keys. One
+computes the weights and dV. It passes the weights in float16 through shared
+memory to the other one, which computes dP and dK.
 
-Results are the same at every call, bit by bit: each is added up by one warpgroup in one order. A single backward kernel would need 10 units
-of products where these two take 14, but would have to add dQ to global memory from every block of keys, and for blocks of 64 that is as
-many bytes as it loads: 50 a cycle and multiprocessor, where L2 has about 30. `python -m benchmarks.gpu --static` shows what the compiler
-makes of the kernels.
+Results are the same in every call, bit by bit, because one warpgroup adds up
+each of them in a fixed order.
+
+A single backward kernel would need 10 units of products where these two need
+14. But it would have to add every block's part of dQ to global memory. For
+blocks of 64 rows that moves as many bytes as the kernel loads: 50 per cycle and
+multiprocessor, and L2 provides about 30.
+
+`python -m benchmarks.gpu --static` shows what the compiler makes of the
+kernels.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from diffjax.ops.diff_attention.arguments import variant_name
 from diffjax.ops.diff_attention.gpu import (
   blocks,
   chip,
-  d_kv_kernel,
-  d_q_kernel,
-  forward_kernel,
+  kernel_d_kv,
+  kernel_d_q,
+  kernel_forward,
   logits,
   shared_memory,
 )
-from diffjax.ops.diff_attention.gpu.blocks import CONSUMERS
+from diffjax.ops.diff_attention.gpu.blocks import NUM_CONSUMERS
 from diffjax.ops.diff_attention.gpu.chip import BLOCK, plgpu
 from diffjax.ops.diff_attention.gpu.logits import EMPTY_ROW_LSE
 from diffjax.ops.diff_attention.mask import Mask
@@ -47,201 +61,433 @@ from diffjax.ops.diff_attention.vjp import (
   Saved,
 )
 
+# The rows of a tile: each consumer has a block of them.
+_TILE = NUM_CONSUMERS * BLOCK
+# The largest V for which a warpgroup's registers hold the accumulators of two
+# maps.
+_MAX_VALUE_DIM_FOR_TWO_MAPS = 128
+
+# q, k, v, d_out and the weights have 2 bytes per number, bfloat16 or float16.
+_HALF_BYTES = 2
+_FLOAT32_BYTES = 4
+
+
+class _PaddedArrays(NamedTuple):
+  """The operation's arrays, padded to whole tiles.
+
+  T and S are multiples of 128, and D and V are multiples of 64.
+  """
+
+  q: Float[Array, "B T HG D"]  # the maps of a head are adjacent
+  k: Float[Array, "B S KM D"]  # the key maps of a key head are adjacent
+  v: Float[Array, "B S K V"]
+  lam: Float[Array, "B H T"] | None
+  q_ids: Int[Array, "B T"] | None
+  kv_ids: Int[Array, "B S"] | None
+  offset: Int[Array, "B"] | None
+
+
+class _BackwardInputs(NamedTuple):
+  """The arrays that both backward kernels read, in the order of arguments."""
+
+  q: Float[Array, "B T HG D"]
+  k: Float[Array, "B S KM D"]
+  v: Float[Array, "B S K V"]
+  d_out: Float[Array, "B T H V"]
+  vectors: Float[Array, "B H X T"]  # see `_query_vectors`
+  q_ids: Int[Array, "B T"] | None
+  kv_ids: Int[Array, "B S"] | None
+  offset: Int[Array, "B"] | None
+
+
+class _Sizes(NamedTuple):
+  """The sizes of the padded axes, named by their letters."""
+
+  B: int
+  T: int
+  S: int
+  H: int
+  G: int
+  K: int
+  M: int
+  D: int
+  V: int
+
 
 def _prepare(arrays: Arrays, mask: Mask) -> Any:
-  """The interpreter to run in, if any; refuses other devices and older JAX, and dtypes and widths that are not taken."""
-  q, _, v, *_ = arrays
-  if problem := chip.refusal():
+  """Returns the interpreter to run in, or None for a GPU.
+
+  Raises:
+    ValueError: if the kernels do not support the device, the version of JAX, or
+      the arrays' dtype or widths.
+  """
+  problem = chip.refusal()
+  if problem is not None:
     raise ValueError(
-      f"implementation = 'pallas_gpu' {problem}; use implementation='chunked' or 'auto'"
+      f"implementation = 'pallas_gpu' {problem};"
+      " use implementation='chunked' or 'auto'"
     )
+  q, v = arrays.q, arrays.v
   if not chip.takes(q, v):
     raise ValueError(
-      f"q ({q.dtype}, D = {q.shape[-1]}) and v (V = {v.shape[-1]}) are not taken by implementation 'pallas_gpu', which takes bfloat16 and "
-      "float16, D up to 128 and V up to 256: cast them, or use implementation='chunked'"
+      f"q ({q.dtype}, D = {q.shape[-1]}) and v (V = {v.shape[-1]}) are not"
+      " supported by implementation = 'pallas_gpu', which needs bfloat16 or"
+      " float16, D up to 128 and V up to 256; cast them, or use"
+      " implementation='chunked'"
     )
   return chip.interpret_mode.get()
 
 
 def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
-  """The output [B, T, H, V] and, to be saved for a gradient, O₂ likewise and the log-sum-exps (base 2) [B, H, G, T]; else None."""
-  (q, k, v, lam, q_ids, kv_ids, offset), save = arrays, options.save
-  (B, T, H, G, D), M, width = q.shape, k.shape[3], v.shape[-1]
-  factor, operands = _operands(options.scale, q, k, v, lam, q_ids, kv_ids)
-  rows, D, V = operands[0].shape[1], operands[0].shape[3], operands[2].shape[3]
-  passes = ((1,), (0,)) if G == 2 and V > 2 * BLOCK else (tuple(range(G)),)
-  loaded = max(len(forward_kernel.key_maps_of(maps, M)) for maps in passes)
-  fixed, slot = CONSUMERS * BLOCK * (G * D + V), BLOCK * (loaded * D + V)
-  stages = shared_memory.max_slots(2 * fixed, 2 * slot)
-  bounds = blocks.bounds(mask, offset, q_ids, kv_ids, shared=CONSUMERS)
-  out_like = ((B, rows, H, V), q.dtype)
-  out, out2, lse = _kernel(
-    functools.partial(forward_kernel.forward, mask, factor, passes, stages),
-    options.chosen,
-    f"diff_attention_forward_{variant_name(G, M)}",
-    grid=(H, rows // (CONSUMERS * BLOCK), B),
-    outputs=(
-      out_like,
-      out_like if G == 2 and save else None,
-      ((B, H, G, rows), jnp.float32) if save else None,
-    ),
+  """Returns the output [B, T, H, V], and A₂V and log-sum-exps if saved.
+
+  With `options.save`, A₂V is [B, T, H, V], and the log-sum-exps of base 2 are
+  [B, H, G, T]. Otherwise they are None.
+  """
+  factor, q = logits.logit_factor(options.scale, arrays.q)
+  padded = _pad(arrays._replace(q=q))
+  sizes = _padded_sizes(arrays, padded)
+  dtype = padded.q.dtype
+
+  # The maps that each pass over the keys computes together.
+  passes: tuple[tuple[int, ...], ...] = (tuple(range(sizes.G)),)
+  if sizes.G == 2 and sizes.V > _MAX_VALUE_DIM_FOR_TWO_MAPS:
+    passes = ((1,), (0,))  # first A₂V, which is then subtracted
+  num_key_maps = max(
+    len(kernel_forward.key_maps_of(maps, sizes.M)) for maps in passes
+  )
+
+  # Queries of all maps, and a buffer for the output, stay in shared memory.
+  stationary_elements = _TILE * (sizes.G * sizes.D + sizes.V)
+  # A slot holds a block of values, and of keys for each map of a pass.
+  slot_elements = BLOCK * (num_key_maps * sizes.D + sizes.V)
+  num_slots = shared_memory.max_slots(
+    _HALF_BYTES * stationary_elements, _HALF_BYTES * slot_elements
+  )
+
+  ranges = blocks.block_ranges(
+    mask,
+    arrays.offset,
+    arrays.q_ids,
+    arrays.kv_ids,
+    blocks_per_tile=NUM_CONSUMERS,
+  )
+  out_type = ((sizes.B, sizes.T, sizes.H, sizes.V), dtype)
+  noise_out_type = None
+  lse_type = None
+  if options.save:
+    lse_type = ((sizes.B, sizes.H, sizes.G, sizes.T), jnp.float32)
+    if sizes.G == 2:
+      noise_out_type = out_type
+  kernel = _make_kernel(
+    functools.partial(kernel_forward.forward, mask, factor, passes, num_slots),
+    options,
+    f"diff_attention_forward_{variant_name(sizes.G, sizes.M)}",
+    grid=(sizes.H, sizes.T // _TILE, sizes.B),
+    outputs=(out_type, noise_out_type, lse_type),
     scratch=dict(
-      q_smem=shared_memory.tiled_smem((CONSUMERS, G, BLOCK, D), q.dtype),
-      k_smem=shared_memory.tiled_smem((stages, loaded, BLOCK, D), q.dtype),
-      v_smem=shared_memory.tiled_smem((stages, BLOCK, V), q.dtype),
-      out_smem=shared_memory.tiled_smem((CONSUMERS, BLOCK, V), q.dtype),
-      q_ready=plgpu.Barrier(num_arrivals=G, num_barriers=CONSUMERS),
-      **_barriers(loaded, stages, "k"),
-      **_barriers(1, stages, "v"),
+      q_smem=shared_memory.tiled_smem(
+        (NUM_CONSUMERS, sizes.G, BLOCK, sizes.D), dtype
+      ),
+      k_smem=shared_memory.tiled_smem(
+        (num_slots, num_key_maps, BLOCK, sizes.D), dtype
+      ),
+      v_smem=shared_memory.tiled_smem((num_slots, BLOCK, sizes.V), dtype),
+      out_smem=shared_memory.tiled_smem((NUM_CONSUMERS, BLOCK, sizes.V), dtype),
+      q_ready=plgpu.Barrier(num_arrivals=sizes.G, num_barriers=NUM_CONSUMERS),
+      **_ring_barriers("k", num_slots, num_loads=num_key_maps),
+      **_ring_barriers("v", num_slots, num_loads=1),
     ),
-  )(*operands, offset, bounds)
-  trim = lambda x: None if x is None else x[:, :T, :, :width]
-  return Saved(trim(out), trim(out2), None if lse is None else lse[..., :T])
+  )
+  out, noise_out, lse = kernel(*padded, ranges)
+
+  length = arrays.q.shape[1]
+  value_dim = arrays.v.shape[-1]
+  out = out[:, :length, :, :value_dim]
+  if noise_out is not None:
+    noise_out = noise_out[:, :length, :, :value_dim]
+  if lse is not None:
+    lse = lse[..., :length]
+  return Saved(out, noise_out, lse)
 
 
 def _backward(
-  arrays: Arrays, mask: Mask, options: Options, saved: Saved, d_out
-):
-  """Gradients of q, k, v and λ (None without λ); paper §1."""
-  (q, k, v, lam, q_ids, kv_ids, offset), (out, out2, lse) = arrays, saved
-  (B, T, H, G, D_in), (S, K, M), V_in = q.shape, k.shape[1:4], v.shape[-1]
-  row_sums = lambda x: jnp.sum(
-    d_out.astype(jnp.float32) * x.astype(jnp.float32), axis=-1
+  arrays: Arrays,
+  mask: Mask,
+  options: Options,
+  saved: Saved,
+  d_out: Float[Array, "B T H V"],
+) -> tuple[Array, Array, Array, Array | None]:
+  """Returns the gradients of q, k, v and λ, None without λ (paper, §1)."""
+  vectors, d_lam = _query_vectors(arrays, saved, d_out)
+  factor, q = logits.logit_factor(options.scale, arrays.q)
+  # The kernels read λ from `vectors`.
+  padded = _pad(arrays._replace(q=q, lam=None))
+  sizes = _padded_sizes(arrays, padded)
+  inputs = _BackwardInputs(
+    q=padded.q,
+    k=padded.k,
+    v=padded.v,
+    d_out=pad_axis(pad_axis(d_out, 1, sizes.T), 3, sizes.V),
+    vectors=vectors,
+    q_ids=padded.q_ids,
+    kv_ids=padded.kv_ids,
+    offset=padded.offset,
   )
-  # Without the barrier XLA sums inside the concatenation below, a thread a row: seven times as long as reading the arrays takes.
-  sums = jax.lax.optimization_barrier(
-    [row_sums(x) for x in (out, out2) if x is not None]
+  get_ranges = functools.partial(
+    blocks.block_ranges, mask, arrays.offset, arrays.q_ids, arrays.kv_ids
   )
-  delta, *of_noise = (jnp.swapaxes(x, 1, 2)[:, :, None] for x in sums)
-  columns, d_lam = [lse, delta], None
-  if lam is not None:
-    turned, (delta2,) = jnp.swapaxes(lam, 1, 2)[:, :, None], of_noise
-    columns = [lse, delta + turned * delta2, delta2, turned]
-    d_lam = -sums[1]
-  factor, (q, k, v, _, q_ids, kv_ids) = _operands(
-    options.scale, q, k, v, None, q_ids, kv_ids
-  )
-  (_, rows, _, D), keys, V = q.shape, k.shape[1], v.shape[3]
-  # Log-sum-exps, deltas and λ of each query; the weights of queries that are padding are zero.
-  vectors = jnp.concatenate(
-    [pad_axis(x, 3, rows, EMPTY_ROW_LSE if x is lse else 0) for x in columns],
-    axis=2,
-  )
-  d_out = pad_axis(pad_axis(d_out, 1, rows), 3, V)
-  operands = q, k, v, d_out, vectors, q_ids, kv_ids, offset
-  ids = q_ids, kv_ids
-
-  fixed, k_slot, v_slot = (
-    2 * CONSUMERS * BLOCK * (G * D + V),
-    2 * BLOCK * M * D,
-    2 * BLOCK * V,
-  )
-  v_stages = shared_memory.max_slots(fixed, k_slot + v_slot, minimum=1)
-  k_stages = shared_memory.max_slots(fixed + v_stages * v_slot, k_slot)
-  (d_q,) = _kernel(
-    functools.partial(
-      d_q_kernel.d_q, mask, factor, options.scale, k_stages, v_stages
-    ),
-    options.chosen,
-    f"diff_attention_d_q_{variant_name(G, M)}",
-    grid=(H, rows // (CONSUMERS * BLOCK), B),
-    outputs=((q.shape, q.dtype),),
-    scratch=dict(
-      q_smem=shared_memory.tiled_smem((CONSUMERS, G, BLOCK, D), q.dtype),
-      d_out_smem=shared_memory.tiled_smem((CONSUMERS, BLOCK, V), q.dtype),
-      k_smem=shared_memory.tiled_smem((k_stages * M, BLOCK, D), q.dtype),
-      v_smem=shared_memory.tiled_smem((v_stages, BLOCK, V), q.dtype),
-      q_ready=plgpu.Barrier(num_arrivals=G + 1, num_barriers=CONSUMERS),
-      **_barriers(M, k_stages, "k"),
-      **_barriers(1, v_stages, "v"),
-    ),
-  )(*operands, blocks.bounds(mask, offset, *ids, shared=CONSUMERS))
-
-  fixed, slot = (
-    2 * BLOCK * (M * D + V) + 2 * G * BLOCK * BLOCK,
-    2 * BLOCK * (G * D + V) + 4 * vectors.shape[2] * BLOCK,
-  )
-  stages = shared_memory.max_slots(fixed, slot)
-  d_k, d_v = _kernel(
-    functools.partial(d_kv_kernel.d_kv, mask, factor, stages),
-    options.chosen,
-    f"diff_attention_d_kv_{variant_name(G, M)}",
-    grid=(K, keys // BLOCK, B),
-    outputs=((k.shape, k.dtype), (v.shape, v.dtype)),
-    scratch=dict(
-      q_smem=shared_memory.tiled_smem((stages * G, BLOCK, D), q.dtype),
-      d_out_smem=shared_memory.tiled_smem((stages, BLOCK, V), q.dtype),
-      vectors_smem=plgpu.SMEM((stages, vectors.shape[2], BLOCK), jnp.float32),
-      k_smem=shared_memory.tiled_smem((M, BLOCK, D), q.dtype),
-      v_smem=shared_memory.tiled_smem((BLOCK, V), q.dtype),
-      weights_smem=shared_memory.tiled_smem((G, BLOCK, BLOCK), jnp.float16),
-      kv_ready=plgpu.Barrier(num_arrivals=M + 1),
-      finished=plgpu.Barrier(num_arrivals=CONSUMERS),
-      weights_ready=plgpu.Barrier(num_barriers=G),
-      weights_free=plgpu.Barrier(num_barriers=G),
-      **_barriers(G + 1, stages, "q"),
-      **_barriers(1, stages, "d_out"),
-    ),
-  )(*operands, blocks.bounds(mask, offset, *ids, shared=1, keys_stay=True))
-  return (
-    d_q[:, :T, :, :D_in].reshape(B, T, H, G, D_in),
-    d_k[:, :S, :, :D_in].reshape(B, S, K, M, D_in),
-    d_v[:, :S, :, :V_in],
-    d_lam,
+  d_q_kernel = _make_d_q_kernel(mask, options, factor, sizes, inputs)
+  d_q = d_q_kernel(*inputs, get_ranges(blocks_per_tile=NUM_CONSUMERS))[0]
+  # Both consumers work on the same block of keys.
+  d_kv_kernel = _make_d_kv_kernel(mask, options, factor, sizes, inputs)
+  d_k, d_v = d_kv_kernel(
+    *inputs, get_ranges(blocks_per_tile=1, keys_are_stationary=True)
   )
 
+  q_length, head_dim = arrays.q.shape[1], arrays.q.shape[-1]
+  kv_length, value_dim = arrays.k.shape[1], arrays.v.shape[-1]
+  d_q = d_q[:, :q_length, :, :head_dim].reshape(arrays.q.shape)
+  d_k = d_k[:, :kv_length, :, :head_dim].reshape(arrays.k.shape)
+  d_v = d_v[:, :kv_length, :, :value_dim]
+  return d_q, d_k, d_v, d_lam
 
-def _operands(scale: float, q, k, v, lam, q_ids, kv_ids):
-  """The factor on logits, and arrays padded to whole tiles.
 
-  Returns:
-    `logits.logit_factor`'s, and q [B, rows, H·G, D], k [B, keys, K·M, D], v [B, keys, K, V], λ [B, H, rows], ids.
+def _query_vectors(
+  arrays: Arrays, saved: Saved, d_out: Float[Array, "B T H V"]
+) -> tuple[Float[Array, "B H X T"], Float[Array, "B T H"] | None]:
+  """Returns the numbers of each query that the backward kernels read, and dλ.
+
+  Axis X has a log-sum-exp for each map, then δ for each map, then λ if there
+  are two maps:
+
+    δ₂ = rowsum(dO ∘ A₂V),  δ₁ = rowsum(dO ∘ O) + λδ₂,  dλ = −δ₂
   """
-  rows, keys = (
-    round_up(q.shape[1], CONSUMERS * BLOCK),
-    round_up(k.shape[1], CONSUMERS * BLOCK),
-  )
-  folded = lambda x, length: pad_axis(
-    pad_axis(x.reshape(*x.shape[:2], -1, x.shape[-1]), 1, length),
-    3,
-    round_up(x.shape[-1], BLOCK),
-  )
-  factor, q = logits.logit_factor(scale, q)
-  lam = None if lam is None else pad_axis(jnp.swapaxes(lam, 1, 2), 2, rows)
-  ids = (
-    (None, None)
-    if q_ids is None
-    else (
-      pad_axis(q_ids.astype(jnp.int32), 1, rows),
-      pad_axis(kv_ids.astype(jnp.int32), 1, keys),
-    )
-  )
-  return factor, (folded(q, rows), folded(k, keys), folded(v, keys), lam, *ids)
+  padded_length = round_up(arrays.q.shape[1], _TILE)
+  # Padded queries have weights of 0.
+  lse = pad_axis(saved.lse, 3, padded_length, EMPTY_ROW_LSE)
+  row_sums = [_row_sums(d_out, saved.out)]
+  if saved.out2 is not None:
+    row_sums.append(_row_sums(d_out, saved.out2))
+  # Without this barrier XLA fuses the sums into the concatenation below, where
+  # one thread sums one row. That takes seven times as long as reading the
+  # arrays.
+  row_sums = jax.lax.optimization_barrier(row_sums)
+  delta = _as_vector(row_sums[0])
+  if arrays.lam is None:
+    columns = [delta]
+    d_lam = None
+  else:
+    lam = _as_vector(arrays.lam)
+    delta_2 = _as_vector(row_sums[1])
+    columns = [delta + lam * delta_2, delta_2, lam]
+    d_lam = -row_sums[1]
+  columns = [pad_axis(column, 3, padded_length, 0) for column in columns]
+  return jnp.concatenate([lse, *columns], axis=2), d_lam
 
 
-def _kernel(function, interpret: Any, name: str, **arguments):
-  """A kernel of two warpgroups that compute and one that loads, over a grid of heads, tiles and batch."""
-  names = ("heads", "tiles", "batch")
+def _row_sums(
+  d_out: Float[Array, "B T H V"], out: Float[Array, "B T H V"]
+) -> Float[Array, "B T H"]:
+  """Returns rowsum(d_out ∘ out) in float32."""
+  products = d_out.astype(jnp.float32) * out.astype(jnp.float32)
+  return jnp.sum(products, axis=-1)
+
+
+def _as_vector(x: Float[Array, "B T H"]) -> Float[Array, "B H 1 T"]:
+  return jnp.swapaxes(x, 1, 2)[:, :, None]
+
+
+def _make_d_q_kernel(
+  mask: Mask,
+  options: Options,
+  factor: float,
+  sizes: _Sizes,
+  inputs: _BackwardInputs,
+) -> Callable[..., Any]:
+  """Returns the kernel of dQ. Queries are stationary, keys are streamed."""
+  dtype = inputs.q.dtype
+  # Queries of all maps, and d_out, stay in shared memory.
+  stationary_bytes = _HALF_BYTES * _TILE * (sizes.G * sizes.D + sizes.V)
+  k_slot_bytes = _HALF_BYTES * BLOCK * sizes.M * sizes.D
+  v_slot_bytes = _HALF_BYTES * BLOCK * sizes.V
+  # Values are read once, for dP, and one slot may have to suffice. Keys are
+  # read again for dQ += dS K, so their ring gets the remaining memory.
+  num_v_slots = shared_memory.max_slots(
+    stationary_bytes, k_slot_bytes + v_slot_bytes, minimum=1
+  )
+  num_k_slots = shared_memory.max_slots(
+    stationary_bytes + num_v_slots * v_slot_bytes, k_slot_bytes
+  )
+  return _make_kernel(
+    functools.partial(
+      kernel_d_q.d_q, mask, factor, options.scale, num_k_slots, num_v_slots
+    ),
+    options,
+    f"diff_attention_d_q_{variant_name(sizes.G, sizes.M)}",
+    grid=(sizes.H, sizes.T // _TILE, sizes.B),
+    outputs=((inputs.q.shape, dtype),),
+    scratch=dict(
+      q_smem=shared_memory.tiled_smem(
+        (NUM_CONSUMERS, sizes.G, BLOCK, sizes.D), dtype
+      ),
+      d_out_smem=shared_memory.tiled_smem(
+        (NUM_CONSUMERS, BLOCK, sizes.V), dtype
+      ),
+      k_smem=shared_memory.tiled_smem(
+        (num_k_slots * sizes.M, BLOCK, sizes.D), dtype
+      ),
+      v_smem=shared_memory.tiled_smem((num_v_slots, BLOCK, sizes.V), dtype),
+      q_ready=plgpu.Barrier(
+        num_arrivals=sizes.G + 1,  # the loads of q and d_out
+        num_barriers=NUM_CONSUMERS,
+      ),
+      **_ring_barriers("k", num_k_slots, num_loads=sizes.M),
+      **_ring_barriers("v", num_v_slots, num_loads=1),
+    ),
+  )
+
+
+def _make_d_kv_kernel(
+  mask: Mask,
+  options: Options,
+  factor: float,
+  sizes: _Sizes,
+  inputs: _BackwardInputs,
+) -> Callable[..., Any]:
+  """Returns the kernel of dK and dV. Keys are stationary, queries streamed."""
+  dtype = inputs.q.dtype
+  num_vectors = inputs.vectors.shape[2]
+  # Keys of all maps, values, and the weights of all maps between the two
+  # consumers, stay in shared memory.
+  stationary_elements = BLOCK * (sizes.M * sizes.D + sizes.V)
+  weight_elements = sizes.G * BLOCK * BLOCK
+  stationary_bytes = _HALF_BYTES * stationary_elements
+  stationary_bytes += _HALF_BYTES * weight_elements
+  # A slot holds queries of all maps, d_out and the vectors.
+  slot_bytes = _HALF_BYTES * BLOCK * (sizes.G * sizes.D + sizes.V)
+  slot_bytes += _FLOAT32_BYTES * BLOCK * num_vectors
+  num_slots = shared_memory.max_slots(stationary_bytes, slot_bytes)
+  return _make_kernel(
+    functools.partial(kernel_d_kv.d_kv, mask, factor, num_slots),
+    options,
+    f"diff_attention_d_kv_{variant_name(sizes.G, sizes.M)}",
+    grid=(sizes.K, sizes.S // BLOCK, sizes.B),
+    outputs=((inputs.k.shape, dtype), (inputs.v.shape, inputs.v.dtype)),
+    scratch=dict(
+      q_smem=shared_memory.tiled_smem(
+        (num_slots * sizes.G, BLOCK, sizes.D), dtype
+      ),
+      d_out_smem=shared_memory.tiled_smem((num_slots, BLOCK, sizes.V), dtype),
+      vectors_smem=plgpu.SMEM((num_slots, num_vectors, BLOCK), jnp.float32),
+      k_smem=shared_memory.tiled_smem((sizes.M, BLOCK, sizes.D), dtype),
+      v_smem=shared_memory.tiled_smem((BLOCK, sizes.V), dtype),
+      weights_smem=shared_memory.tiled_smem(
+        (sizes.G, BLOCK, BLOCK), jnp.float16
+      ),
+      kv_ready=plgpu.Barrier(num_arrivals=sizes.M + 1),
+      finished=plgpu.Barrier(num_arrivals=NUM_CONSUMERS),
+      weights_ready=plgpu.Barrier(num_barriers=sizes.G),
+      weights_free=plgpu.Barrier(num_barriers=sizes.G),
+      # The loads of q and the vectors fill the same slot.
+      **_ring_barriers("q", num_slots, num_loads=sizes.G + 1),
+      **_ring_barriers("d_out", num_slots, num_loads=1),
+    ),
+  )
+
+
+def _pad(arrays: Arrays) -> _PaddedArrays:
+  """Returns the arrays with their heads and maps merged, and padded."""
+  q_length = round_up(arrays.q.shape[1], _TILE)
+  kv_length = round_up(arrays.k.shape[1], _TILE)
+  lam = arrays.lam
+  if lam is not None:
+    lam = pad_axis(jnp.swapaxes(lam, 1, 2), 2, q_length)
+  q_ids = arrays.q_ids
+  kv_ids = arrays.kv_ids
+  if q_ids is not None and kv_ids is not None:
+    q_ids = pad_axis(q_ids.astype(jnp.int32), 1, q_length)
+    kv_ids = pad_axis(kv_ids.astype(jnp.int32), 1, kv_length)
+  return _PaddedArrays(
+    q=_merge_and_pad(arrays.q, q_length),
+    k=_merge_and_pad(arrays.k, kv_length),
+    v=_merge_and_pad(arrays.v, kv_length),
+    lam=lam,
+    q_ids=q_ids,
+    kv_ids=kv_ids,
+    offset=arrays.offset,
+  )
+
+
+def _merge_and_pad(
+  x: Float[Array, "B T *heads D"], length: int
+) -> Float[Array, "B length heads X"]:
+  """Merges the axes of heads and maps, and pads T, and D to whole blocks."""
+  batch, unpadded_length, *_, width = x.shape
+  x = x.reshape(batch, unpadded_length, -1, width)
+  x = pad_axis(x, 1, length)
+  return pad_axis(x, 3, round_up(width, BLOCK))
+
+
+def _padded_sizes(arrays: Arrays, padded: _PaddedArrays) -> _Sizes:
+  """Returns the sizes of the axes of padded arrays."""
+  batch, _, num_heads, num_maps, _ = arrays.q.shape
+  _, _, num_kv_heads, num_key_maps, _ = arrays.k.shape
+  return _Sizes(
+    B=batch,
+    T=padded.q.shape[1],
+    S=padded.k.shape[1],
+    H=num_heads,
+    G=num_maps,
+    K=num_kv_heads,
+    M=num_key_maps,
+    D=padded.q.shape[3],
+    V=padded.v.shape[3],
+  )
+
+
+def _make_kernel(
+  function: Callable[..., None],
+  options: Options,
+  name: str,
+  *,
+  grid: tuple[int, int, int],
+  outputs: tuple[Any, ...],
+  scratch: dict[str, Any],
+) -> Callable[..., Any]:
+  """Returns a kernel with two warpgroups that compute, and one that loads.
+
+  Args:
+    function: the body.
+    options: options of the operation.
+    name: the kernel's name.
+    grid: the numbers of heads, tiles and rows of the batch.
+    outputs: shape and dtype of each output, or None for an absent one.
+    scratch: shared memory and barriers by name.
+  """
   return chip.make_kernel(
     function,
     name,
-    interpret=interpret,
-    grid_names=names,
-    warpgroups=CONSUMERS + 1,
-    **arguments,
+    interpret=options.chosen,
+    grid=grid,
+    grid_names=("heads", "tiles", "batch"),
+    warpgroups=NUM_CONSUMERS + 1,
+    outputs=outputs,
+    scratch=scratch,
   )
 
 
-def _barriers(arrivals: int, stages: int, prefix: str) -> dict[str, Any]:
-  """The two barriers of a ring: so many loads fill a slot, and all that compute free it."""
-  return {
-    f"{prefix}_ready": plgpu.Barrier(
-      num_arrivals=arrivals, num_barriers=stages
-    ),
-    f"{prefix}_free": plgpu.Barrier(
-      num_arrivals=CONSUMERS, num_barriers=stages
-    ),
-  }
+def _ring_barriers(
+  prefix: str, num_slots: int, *, num_loads: int
+) -> dict[str, Any]:
+  """Returns the barriers of a ring, two per slot.
+
+  A slot is ready after `num_loads` loads, and free after all consumers have
+  released it.
+  """
+  ready = plgpu.Barrier(num_arrivals=num_loads, num_barriers=num_slots)
+  free = plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=num_slots)
+  return {f"{prefix}_ready": ready, f"{prefix}_free": free}
 
 
 IMPLEMENTATION = Implementation(_forward, _backward, _prepare)

@@ -1,4 +1,19 @@
-"""Blocks of 64 queries and 64 keys in the Hopper kernels: which of them meet, and what a mask leaves of those that it cuts."""
+"""Which blocks of queries and keys meet in the Hopper kernels.
+
+A thread block of a kernel holds a tile of stationary blocks in shared memory.
+The other operand is streamed past it, block by block. Forward and for dQ,
+queries are stationary and keys are streamed. For dK and dV it is the other way
+round. All blocks have 64 rows.
+
+For a mask, a pair of a stationary and a streamed block is
+  hidden, if no query sees any key,
+  full, if every query sees every key, and
+  partial otherwise: logits must be masked.
+
+`block_ranges` computes a table of these pairs before a kernel starts. The
+kernel reads its entry with `BlockRanges.read`, and `BlockRanges.fold` is the
+loop over the streamed blocks.
+"""
 
 from __future__ import annotations
 
@@ -10,203 +25,332 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Bool, Int
 
 from diffjax.ops.diff_attention.gpu import layouts
 from diffjax.ops.diff_attention.gpu.chip import BLOCK
 from diffjax.ops.diff_attention.mask import PER_ROW, Mask
-from diffjax.ops.diff_attention.tiles import pad_axis, round_up
+from diffjax.ops.diff_attention.tiles import Scalar, pad_axis, round_up
 
-CONSUMERS = 2  # warpgroups of a thread block that compute, each with a block of its own or both with the same
+# The warpgroups of a thread block that compute. Another one loads.
+NUM_CONSUMERS = 2
 
 
-def bounds(
-  mask: Mask, offset, q_ids, kv_ids, *, shared: int, keys_stay: bool = False
-):
-  """The blocks that pass by each block that stays, int32[B or 1, blocks, 6].
+def block_ranges(
+  mask: Mask,
+  offset: Int[Array, "B"] | None,
+  q_ids: Int[Array, "B T"] | None,
+  kv_ids: Int[Array, "B S"] | None,
+  *,
+  blocks_per_tile: int,
+  keys_are_stationary: bool = False,
+) -> Int[Array, "X blocks 6"]:
+  """Returns the ranges of streamed blocks for every stationary block.
 
-  The first one and the last one + 1 that are loaded for the `shared` blocks of a tile; those that the block's own mask shows; and those
-  of a run that it shows whole.
+  Args:
+    mask: the mask.
+    offset: the position of each row's first query. None if the mask knows it.
+    q_ids: segment ids of the queries, or None.
+    kv_ids: segment ids of the keys, or None.
+    blocks_per_tile: how many stationary blocks share what is loaded.
+    keys_are_stationary: whether keys are stationary, or queries.
+
+  Returns:
+    The fields of `BlockRanges` along the last axis. X is B, or 1 if all rows of
+    the batch have the same ranges.
   """
-  count = lambda length: round_up(length, CONSUMERS * BLOCK) // BLOCK
-  xp: Any = np if mask.offset != PER_ROW and q_ids is None else jnp
-  start = xp.zeros((1,), xp.int32) + mask.offset if offset is None else offset
-  rows, k0 = (
-    BLOCK * xp.arange(count(mask.q_length))[:, None],
-    BLOCK * xp.arange(count(mask.kv_length)),
+  # NumPy computes the table while the program is compiled, unless the table
+  # depends on data.
+  depends_on_data = mask.offset == PER_ROW or q_ids is not None
+  xp: Any = jnp if depends_on_data else np
+  is_visible, is_full = _classify_pairs(xp, mask, offset, q_ids, kv_ids)
+  if keys_are_stationary:
+    is_visible = xp.swapaxes(is_visible, 1, 2)
+    is_full = xp.swapaxes(is_full, 1, 2)
+  is_full = is_full & is_visible  # not a block of padding
+  num_streamed = is_visible.shape[2]
+
+  # The range from the first to the last visible block.
+  has_visible = xp.any(is_visible, axis=2)  # [X, blocks]
+  first_visible = xp.argmax(is_visible, axis=2)
+  num_hidden_at_end = xp.argmax(xp.flip(is_visible, 2), axis=2)
+  stop_visible = num_streamed - num_hidden_at_end
+
+  # A tile loads the union of its blocks' ranges. A block without visible blocks
+  # does not extend it. If the whole tile has none, the range is empty.
+  loaded_stop = xp.where(has_visible, stop_visible, 0)
+  loaded_stop = _reduce_over_tile(xp, xp.max, loaded_stop, blocks_per_tile)
+  loaded_start = xp.where(has_visible, first_visible, num_streamed)
+  loaded_start = _reduce_over_tile(xp, xp.min, loaded_start, blocks_per_tile)
+  loaded_start = xp.minimum(loaded_start, loaded_stop)
+  # An empty range of visible blocks starts where the loaded range does.
+  visible_start = xp.where(has_visible, first_visible, loaded_start)
+  visible_stop = xp.where(has_visible, stop_visible, loaded_start)
+
+  # The first run of full blocks ends before the next block that is not full.
+  has_full = xp.any(is_full, axis=2)
+  first_full = xp.argmax(is_full, axis=2)
+  is_after_first_full = xp.arange(num_streamed) > first_full[:, :, None]
+  ends_run = ~is_full & is_after_first_full
+  stop_full = xp.where(
+    xp.any(ends_run, axis=2), xp.argmax(ends_run, axis=2), num_streamed
   )
-  p0 = start[:, None, None] + rows
-  tile = p0, p0 + BLOCK - 1, k0, k0 + BLOCK - 1
-  some = xp.broadcast_to(
-    mask.some(*tile), (start.shape[0], rows.size, k0.size)
-  ) & (rows < mask.q_length)
-  whole = xp.broadcast_to(mask.every(*tile), some.shape)
-  if q_ids is not None:
-    q_low, q_high, kv_low, kv_high = (
-      reduce(
-        pad_axis(ids, 1, n * BLOCK).reshape(ids.shape[0], n, BLOCK), axis=2
-      )
-      for ids, n in ((q_ids, rows.size), (kv_ids, k0.size))
-      for reduce in (jnp.min, jnp.max)
-    )
-    q_low, q_high, kv_low, kv_high = (
-      q_low[:, :, None],
-      q_high[:, :, None],
-      kv_low[:, None],
-      kv_high[:, None],
-    )
-    some = some & (q_low <= kv_high) & (kv_low <= q_high)
-    whole = whole & (q_low == q_high) & (kv_low == kv_high) & (q_low == kv_low)
-  if keys_stay:
-    some, whole = xp.swapaxes(some, 1, 2), xp.swapaxes(whole, 1, 2)
-  whole = whole & some
-  first, stop = (
-    xp.argmax(some, axis=2),
-    some.shape[2] - xp.argmax(xp.flip(some, 2), axis=2),
+  ranges = BlockRanges(
+    loaded_start=loaded_start,
+    loaded_stop=loaded_stop,
+    visible_start=visible_start,
+    visible_stop=visible_stop,
+    full_start=xp.where(has_full, first_full, visible_stop),
+    full_stop=xp.where(has_full, stop_full, visible_start),
   )
-  any_, any_whole = xp.any(some, axis=2), xp.any(whole, axis=2)
-  tiles = lambda x, reduce: xp.repeat(
-    reduce(x.reshape(x.shape[0], -1, shared), axis=2), shared, axis=1
-  )
-  shared_stop = tiles(xp.where(any_, stop, 0), xp.max)
-  shared_first = xp.minimum(
-    tiles(xp.where(any_, first, some.shape[2]), xp.min), shared_stop
-  )
-  whole_first = xp.argmax(whole, axis=2)
-  after = ~whole & (xp.arange(some.shape[2]) > whole_first[:, :, None])
-  whole_stop = xp.where(
-    xp.any(after, axis=2), xp.argmax(after, axis=2), some.shape[2]
-  )
-  own_first, own_stop = (
-    xp.where(any_, first, shared_first),
-    xp.where(any_, stop, shared_first),
-  )
-  columns = (
-    shared_first,
-    shared_stop,
-    own_first,
-    own_stop,
-    xp.where(any_whole, whole_first, own_stop),
-    xp.where(any_whole, whole_stop, own_first),
-  )
-  return jnp.asarray(xp.stack(columns, axis=2), jnp.int32)
+  return jnp.asarray(xp.stack(ranges, axis=2), jnp.int32)
 
 
-class Passing(NamedTuple):
-  """The blocks that pass by one that stays, as numbers of the first one and of the last one + 1."""
+def _classify_pairs(
+  xp: Any,
+  mask: Mask,
+  offset: Int[Array, "B"] | None,
+  q_ids: Int[Array, "B T"] | None,
+  kv_ids: Int[Array, "B S"] | None,
+) -> tuple[Bool[Array, "X q_blocks k_blocks"], Bool[Array, "..."]]:
+  """Returns which pairs of blocks may be visible, and which are full.
 
-  start: jax.Array  # loaded for all blocks of a tile
-  stop: jax.Array
-  own_start: jax.Array  # shown by the block's own mask
-  own_stop: jax.Array
-  whole_start: (
-    jax.Array
-  )  # in a run that it shows whole; if there is none, own_stop
-  whole_stop: jax.Array  # if there is none, own_start
+  Pairs with a block of padded queries are not visible, but may be full.
+
+  Args:
+    xp: the module that computes, numpy or jax.numpy.
+    mask: as for `block_ranges`, and so are the other arguments.
+  """
+  first_queries = BLOCK * xp.arange(_num_blocks(mask.q_length))[:, None]
+  first_keys = BLOCK * xp.arange(_num_blocks(mask.kv_length))
+  if offset is None:
+    offset = xp.zeros((1,), xp.int32) + mask.offset
+  first_positions = offset[:, None, None] + first_queries  # [X, q_blocks, 1]
+  positions = (
+    first_positions,
+    first_positions + BLOCK - 1,
+    first_keys,
+    first_keys + BLOCK - 1,
+  )
+  # The mask's answers may lack an axis that they do not depend on.
+  shape = (offset.shape[0], first_queries.size, first_keys.size)
+  has_queries = first_queries < mask.q_length  # a block of padding has none
+  is_visible = xp.broadcast_to(mask.some(*positions), shape) & has_queries
+  is_full = xp.broadcast_to(mask.every(*positions), shape)
+
+  if q_ids is not None and kv_ids is not None:
+    # Blocks can have a common id only if their ranges of ids overlap. All ids
+    # are equal if both ranges are the same single id.
+    q_low, q_high = _id_ranges(q_ids, first_queries.size)
+    kv_low, kv_high = _id_ranges(kv_ids, first_keys.size)
+    q_low = q_low[:, :, None]
+    q_high = q_high[:, :, None]
+    kv_low = kv_low[:, None]
+    kv_high = kv_high[:, None]
+    is_visible = is_visible & (q_low <= kv_high) & (kv_low <= q_high)
+    is_full = is_full & (q_low == q_high) & (kv_low == kv_high)
+    is_full = is_full & (q_low == kv_low)
+  return is_visible, is_full
+
+
+def _num_blocks(length: int) -> int:
+  """Returns the blocks of an axis, which is padded to whole tiles."""
+  return round_up(length, NUM_CONSUMERS * BLOCK) // BLOCK
+
+
+def _id_ranges(
+  ids: Int[Array, "B length"], num_blocks: int
+) -> tuple[Int[Array, "B blocks"], Int[Array, "B blocks"]]:
+  """Returns the smallest and the largest segment id of each block."""
+  padded = pad_axis(ids, 1, num_blocks * BLOCK)
+  ids_of_block = padded.reshape(ids.shape[0], num_blocks, BLOCK)
+  return jnp.min(ids_of_block, axis=2), jnp.max(ids_of_block, axis=2)
+
+
+def _reduce_over_tile(
+  xp: Any,
+  reduction: Callable[..., Any],
+  x: Int[Array, "X blocks"],
+  blocks_per_tile: int,
+) -> Int[Array, "X blocks"]:
+  """Returns, for each block, a reduction over the blocks of its tile."""
+  tiles = x.reshape(x.shape[0], -1, blocks_per_tile)
+  return xp.repeat(reduction(tiles, axis=2), blocks_per_tile, axis=1)
+
+
+class BlockRanges(NamedTuple):
+  """The ranges [start, stop) of streamed blocks for a stationary block.
+
+  loaded_start ≤ visible_start ≤ visible_stop ≤ loaded_stop
+  """
+
+  # The blocks that are loaded for all stationary blocks of the tile.
+  loaded_start: jax.Array
+  loaded_stop: jax.Array
+  # The blocks from the first to the last one that is visible. It may include
+  # hidden blocks, which are treated as partial.
+  visible_start: jax.Array
+  visible_stop: jax.Array
+  # The first run of full blocks. All blocks after the run are treated as
+  # partial. If there is no full block, the range is
+  # [visible_stop, visible_start), which is why `fold` needs no special case.
+  full_start: jax.Array
+  full_stop: jax.Array
 
   @classmethod
-  def read(cls, table, batch, block) -> Passing:
-    """Those of a block, from the table of `bounds` in memory."""
-    # Inside shard_map, what a kernel reads is marked as varying over the mesh, and what it computes is not: a loop can begin with the
-    # latter.
-    return cls._make(
-      lax.add(
-        table[0 if table.shape[0] == 1 else batch, block, n], jnp.int32(0)
-      )
-      for n in range(table.shape[2])
-    )
+  def read(
+    cls, table: Int[Array, "X blocks 6"], batch: Scalar, block: Scalar
+  ) -> BlockRanges:
+    """Returns an entry of the table of `block_ranges` inside a kernel."""
+    row = 0 if table.shape[0] == 1 else batch
+    fields = []
+    for column in range(table.shape[2]):
+      # Inside shard_map, a value that a kernel reads is typed as varying over
+      # the mesh, but a computed value is not. The carry of a loop must be one
+      # or the other. Adding 0 makes it a computed value.
+      fields.append(lax.add(table[row, block, column], jnp.int32(0)))
+    return cls(*fields)
 
-  def walk(
+  def fold(
     self,
-    cut: Cut,
-    begin: Callable,
-    step: Callable,
-    finish: Callable,
-    skip: Callable,
-    nothing: Any,
+    partial_blocks: PartialBlocks,
+    begin: Callable[[Scalar, Any], Any],
+    step: Callable[[bool, Scalar, Any], Any],
+    finish: Callable[[Any], Any],
+    skip: Callable[[Scalar], None],
+    initial_state: Any,
   ) -> Any:
-    """What finish(state) gives after all blocks that the mask shows; skip(block) is called for the others that are loaded.
+    """Returns the state after a loop over the visible blocks.
+
+    The loop is split in up to three: partial blocks, full blocks, partial
+    blocks. So no loop needs a branch that decides whether to apply the mask.
 
     Args:
-      cut: where the mask may cut blocks.
-      begin: (first block, `nothing`) to the state.
-      step: (True if no mask cuts the block, block, state) to the state. Each of its loops has no branch for masks.
-      finish: from the last state to the result.
-      skip: frees what was loaded of a block.
-      nothing: state if the mask shows no block.
+      partial_blocks: where the mask may leave partial blocks.
+      begin: (first visible block, initial state) → state. The block may be
+        partial.
+      step: (is_full, block, state) → state, for every later visible block.
+      finish: state → state, called once after the last block.
+      skip: frees a block that was loaded for another block of the tile.
+      initial_state: the state. It is returned if no block is visible.
     """
-    pass_by = lambda block, _: skip(block)
-    some = self.own_start < self.own_stop
-    rest = self.own_start + 1
-    start, stop = rest, self.own_stop
-    lax.fori_loop(self.start, self.own_start, pass_by, None)
+    has_visible = self.visible_start < self.visible_stop
+    after_begin = self.visible_start + 1
+    partial_step = functools.partial(step, False)
+    full_step = functools.partial(step, True)
+
+    def skip_block(block: Scalar, carry: None) -> None:
+      skip(block)
+
+    lax.fori_loop(self.loaded_start, self.visible_start, skip_block, None)
     state = lax.cond(
-      some,
-      lambda state: begin(self.own_start, state),
-      lambda state: state,
-      nothing,
+      has_visible,
+      functools.partial(begin, self.visible_start),
+      _identity,
+      initial_state,
     )
-    if cut.before:
-      start = lax.max(rest, self.whole_start)
-      state = lax.fori_loop(rest, start, functools.partial(step, False), state)
-    if cut.after:
-      stop = lax.max(start, self.whole_stop)
-    state = lax.fori_loop(start, stop, functools.partial(step, True), state)
-    if cut.after:
-      state = lax.fori_loop(
-        stop, self.own_stop, functools.partial(step, False), state
-      )
-    result = lax.cond(some, finish, lambda state: state, state)
-    lax.fori_loop(self.own_stop, self.stop, pass_by, None)
-    return result
+    full_start = after_begin
+    full_stop = self.visible_stop
+    if partial_blocks.before_full:
+      full_start = lax.max(after_begin, self.full_start)
+      state = lax.fori_loop(after_begin, full_start, partial_step, state)
+    if partial_blocks.after_full:
+      full_stop = lax.max(full_start, self.full_stop)
+    state = lax.fori_loop(full_start, full_stop, full_step, state)
+    if partial_blocks.after_full:
+      state = lax.fori_loop(full_stop, self.visible_stop, partial_step, state)
+    state = lax.cond(has_visible, finish, _identity, state)
+    lax.fori_loop(self.visible_stop, self.loaded_stop, skip_block, None)
+    return state
 
 
-class Cut(NamedTuple):
-  """Where a mask may cut blocks of those that pass by one that stays."""
+def _identity(state: Any) -> Any:
+  return state
 
-  before: bool  # the run that it shows whole
-  after: bool
+
+class PartialBlocks(NamedTuple):
+  """Where a mask may leave partial blocks, among streamed blocks in order."""
+
+  before_full: bool  # before the first run of full blocks
+  after_full: bool
 
   @classmethod
-  def of(cls, mask: Mask, *, keys_stay: bool = False) -> Cut:
-    window = mask.window is not None
-    if keys_stay:  # who sees padding does not matter
+  def of(
+    cls, mask: Mask, *, keys_are_stationary: bool = False
+  ) -> PartialBlocks:
+    """Returns the places for a mask, known while the kernel is compiled."""
+    has_window = mask.window is not None
+    # Segments may begin and end anywhere.
+    if keys_are_stationary:
+      # The first queries that see a block of keys are the earliest ones under a
+      # causal mask. Padding needs no mask: gradients of padded keys are dropped
+      # and padded queries have a weight of 0.
       return cls(
-        mask.segments or mask.causal or window, mask.segments or window
+        before_full=mask.segments or mask.causal or has_window,
+        after_full=mask.segments or has_window,
       )
+    # The last keys that a block of queries sees are the latest ones under a
+    # causal mask, or padding.
+    has_padding = mask.kv_length % BLOCK > 0
     return cls(
-      mask.segments or window,
-      mask.segments or mask.causal or window or mask.kv_length % BLOCK > 0,
+      before_full=mask.segments or has_window,
+      after_full=mask.segments or mask.causal or has_window or has_padding,
     )
 
   @property
-  def ever(self) -> bool:
-    return self.before or self.after
+  def may_exist(self) -> bool:
+    """Whether any block may be partial."""
+    return self.before_full or self.after_full
 
 
-def first_position(mask: Mask, offset, batch):
-  """Position of a row's first query, from the offsets in memory where the mask does not know it."""
-  return mask.offset if offset is None else offset[batch]
+def first_position(
+  mask: Mask, offset: Int[Array, "B"] | None, batch: Scalar
+) -> Scalar:
+  """Returns the position of a row's first query inside a kernel.
+
+  Args:
+    mask: the mask.
+    offset: a reference to the positions. None if the mask knows the position.
+    batch: the row of the batch.
+  """
+  if offset is None:
+    return mask.offset
+  return offset[batch]
 
 
-def key_limits(mask: Mask, offset, batch, block):
-  """First and last key that the queries of a block see, by position: numbers, or one a row."""
-  positions: Any = 0
-  if mask.causal or mask.window is not None:  # what is not used has no layout
-    positions = layouts.block_iota(layouts.row()) + (
-      block * BLOCK + first_position(mask, offset, batch)
-    )
+def key_limits(
+  mask: Mask, offset: Int[Array, "B"] | None, batch: Scalar, block: Scalar
+) -> tuple[Scalar, Scalar]:
+  """Returns the first and the last key that each query of a block may see.
+
+  Segments are left out. A limit is an int if all queries have the same one,
+  otherwise it is int32[BLOCK] in the layout of matrix rows.
+  """
+  if not mask.causal and mask.window is None:
+    # The limits do not depend on positions. In Mosaic GPU, an array that is not
+    # used has no layout, so none is made.
+    return mask.keys_of(0, 0)
+  query_index = layouts.block_iota(layouts.row())
+  positions = query_index + (
+    block * BLOCK + first_position(mask, offset, batch)
+  )
   return mask.keys_of(positions, positions)
 
 
-def query_limits(mask: Mask, block):
-  """First and last query that see the keys of a block, by position: one a row, or None. Who sees padding does not matter."""
+def query_limits(
+  mask: Mask, block: Scalar
+) -> tuple[jax.Array | None, jax.Array | None]:
+  """Returns the first and the last query that see each key of a block.
+
+  The limits are positions, int32[BLOCK] in the layout of matrix rows, or None
+  if there is no limit. Padding is left out, because gradients of padding are
+  not used.
+  """
   if not mask.causal and mask.window is None:
     return None, None
-  keys, reach = (
-    layouts.block_iota(layouts.row()) + block * BLOCK,
-    (mask.window or 1) - 1,
-  )
-  return (
-    keys if mask.causal else keys - reach,
-    None if mask.window is None else keys + reach,
-  )
+  keys = layouts.block_iota(layouts.row()) + block * BLOCK
+  if mask.window is None:
+    return keys, None
+  reach = mask.window - 1
+  first_query = keys if mask.causal else keys - reach
+  return first_query, keys + reach

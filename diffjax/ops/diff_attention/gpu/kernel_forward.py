@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from diffjax.ops.diff_attention.gpu import blocks, chip, layouts, wgmma
-from diffjax.ops.diff_attention.gpu.blocks import CONSUMERS, Passing
+from diffjax.ops.diff_attention.gpu.blocks import NUM_CONSUMERS, BlockRanges
 from diffjax.ops.diff_attention.gpu.chip import BLOCK, Ref, plgpu
 from diffjax.ops.diff_attention.gpu.logits import (
   EMPTY_ROW_LSE,
@@ -50,9 +50,9 @@ def first_block_of_tile(length: int) -> jax.Array:
   The last tile runs first. Under a causal mask its queries see the most keys,
   and the longest work should start first.
   """
-  num_tiles = length // (CONSUMERS * BLOCK)
+  num_tiles = length // (NUM_CONSUMERS * BLOCK)
   tile = num_tiles - 1 - lax.axis_index("tiles")
-  return tile * CONSUMERS
+  return tile * NUM_CONSUMERS
 
 
 class ForwardArrays(NamedTuple):
@@ -65,20 +65,20 @@ class ForwardArrays(NamedTuple):
   q_ids: Ref | None  # int32[B, T]
   kv_ids: Ref | None  # int32[B, S]
   offset: Ref | None  # int32[B], if it is not known to the mask
-  bounds: Ref  # int32[B or 1, T / BLOCK, 6], see `blocks.bounds`
+  ranges: Ref  # int32[B or 1, T / BLOCK, 6], see `blocks.block_ranges`
   out: Ref  # [B, T, H, V]
-  out2: Ref | None  # [B, T, H, V], for the backward pass
+  noise_out: Ref | None  # A₂V [B, T, H, V], for the backward pass
   lse: Ref | None  # float32[B, H, G, T], for the backward pass
 
 
 class ForwardScratch(NamedTuple):
   """The shared memory and barriers of the forward kernel."""
 
-  q_smem: Ref  # [CONSUMERS, G, BLOCK, D]
+  q_smem: Ref  # [NUM_CONSUMERS, G, BLOCK, D]
   k_smem: Ref  # [slots, key maps of a pass, BLOCK, D]
   v_smem: Ref  # [slots, BLOCK, V]
-  out_smem: Ref  # [CONSUMERS, BLOCK, V]
-  q_ready: Ref  # barriers [CONSUMERS]
+  out_smem: Ref  # [NUM_CONSUMERS, BLOCK, V]
+  q_ready: Ref  # barriers [NUM_CONSUMERS]
   k_ready: Ref  # barriers [slots], as the following ones
   k_free: Ref
   v_ready: Ref
@@ -93,7 +93,7 @@ def forward(
   *array_refs: Ref,
   **scratch_refs: Ref,
 ) -> None:
-  """The forward kernel: computes out, out2 and the log-sum-exps of a tile.
+  """The forward kernel: computes the outputs and log-sum-exps of a tile.
 
   A tile of queries stays in shared memory while blocks of keys and values are
   streamed.
@@ -127,8 +127,8 @@ def forward(
     kv_head=lax.div(head, jnp.int32(heads_per_kv_head)),
     first_block=first_block_of_tile(arrays.q.shape[1]),
   )
-  pl.when(warpgroup < CONSUMERS)(thread_block.compute_outputs)
-  pl.when(warpgroup == CONSUMERS)(thread_block.load_keys_and_values)
+  pl.when(warpgroup < NUM_CONSUMERS)(thread_block.compute_outputs)
+  pl.when(warpgroup == NUM_CONSUMERS)(thread_block.load_keys_and_values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +167,7 @@ class _ForwardThreadBlock:
     """A consumer's role: computes the outputs of a block of queries."""
     plgpu.set_max_registers(chip.CONSUMER_REGISTERS, action="increase")
     query_block = self.first_block + self.warpgroup
-    passing = Passing.read(self.arrays.bounds, self.batch, query_block)
+    ranges = BlockRanges.read(self.arrays.ranges, self.batch, query_block)
     rows = pl.ds(query_block * BLOCK, BLOCK)
     for g in range(self.num_maps):
       plgpu.copy_gmem_to_smem(
@@ -182,14 +182,14 @@ class _ForwardThreadBlock:
 
     for index, maps in enumerate(self.passes):
       # Ring buffers count their steps through all passes.
-      first_step = index * (passing.stop - passing.start)
+      first_step = index * (ranges.loaded_stop - ranges.loaded_start)
       forward_pass = _ForwardPass(
         thread_block=self,
         maps=maps,
         key_maps=key_maps_of(maps, self.num_key_maps),
         rows=rows,
         key_limits=key_limits,
-        passing=passing,
+        ranges=ranges,
         first_step=first_step,
       )
       state = forward_pass.run()
@@ -226,19 +226,19 @@ class _ForwardThreadBlock:
     out_smem = self.scratch.out_smem
     is_noise_map = g == 1
     if is_noise_map:
-      target = self.arrays.out2
+      target = self.arrays.noise_out
     else:
       target = self.arrays.out
     if self.num_maps == 2 and not is_noise_map:
-      # O = O₁ − λO₂. O₂ is read from shared memory, where it is rounded. The
-      # backward pass reads the rounded O₂ too, so that both agree.
+      # O = A₁V − λA₂V. A₂V is read from shared memory, where it is rounded. The
+      # backward pass reads the rounded A₂V too, so that both agree.
       lam = layouts.load_global(
         self.arrays.lam.at[self.batch, self.head, rows], layouts.row()
       )
       lam = layouts.broadcast_over_columns(lam, acc.shape)
       noise_result = out_smem[self.warpgroup].astype(jnp.float32)
       result = result - lam * noise_result
-      # The copy of O₂ to global memory must have read it.
+      # The copy of A₂V to global memory must have read it.
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     out_smem[self.warpgroup] = result.astype(self.arrays.out.dtype)
     if target is not None:
@@ -250,22 +250,22 @@ class _ForwardThreadBlock:
   def load_keys_and_values(self) -> None:
     """The producer's role: fills the ring buffers, once for each pass."""
     plgpu.set_max_registers(chip.PRODUCER_REGISTERS, action="decrease")
-    passing = Passing.read(self.arrays.bounds, self.batch, self.first_block)
+    ranges = BlockRanges.read(self.arrays.ranges, self.batch, self.first_block)
     for index, maps in enumerate(self.passes):
-      self._load_pass(index, maps, passing)
+      self._load_pass(index, maps, ranges)
     for ring in (self.key_ring, self.value_ring):
-      num_steps = len(self.passes) * (passing.stop - passing.start)
-      ring.drain(passing.start, passing.start + num_steps)
+      num_steps = len(self.passes) * (ranges.loaded_stop - ranges.loaded_start)
+      ring.drain(ranges.loaded_start, ranges.loaded_start + num_steps)
 
   def _load_pass(
-    self, pass_index: int, maps: Sequence[int], passing: Passing
+    self, pass_index: int, maps: Sequence[int], ranges: BlockRanges
   ) -> None:
     """Loads all blocks of keys and values, for the maps of one pass."""
     key_maps = key_maps_of(maps, self.num_key_maps)
 
-    @pl.loop(passing.start, passing.stop)
+    @pl.loop(ranges.loaded_start, ranges.loaded_stop)
     def load_block(block: jax.Array) -> None:
-      step = pass_index * (passing.stop - passing.start) + block
+      step = pass_index * (ranges.loaded_stop - ranges.loaded_start) + block
       keys = pl.ds(block * BLOCK, BLOCK)
 
       def load_keys(slot: jax.Array, barrier: Ref) -> None:
@@ -284,8 +284,8 @@ class _ForwardThreadBlock:
           barrier,
         )
 
-      self.key_ring.fill(step, passing.start, load_keys)
-      self.value_ring.fill(step, passing.start, load_values)
+      self.key_ring.fill(step, ranges.loaded_start, load_keys)
+      self.value_ring.fill(step, ranges.loaded_start, load_values)
 
 
 class _ForwardState(NamedTuple):
@@ -322,7 +322,7 @@ class _ForwardPass:
     key_maps: the key maps that they use, as they are stored in a slot.
     rows: the slice of the queries.
     key_limits: the first and the last key that each query may see.
-    passing: the blocks of keys.
+    ranges: the ranges of blocks of keys.
     first_step: the step of the ring buffers for block 0.
   """
 
@@ -331,7 +331,7 @@ class _ForwardPass:
   key_maps: Sequence[int]
   rows: Any
   key_limits: tuple[Any, Any]
-  passing: Passing
+  ranges: BlockRanges
   first_step: jax.Array
 
   def run(self) -> _ForwardState:
@@ -349,8 +349,8 @@ class _ForwardPass:
       row_sums=[initial_sum] * num_maps,
       weights=no_weights.astype(arrays.q.dtype),
     )
-    return self.passing.walk(
-      blocks.Cut.of(self.thread_block.mask),
+    return self.ranges.fold(
+      blocks.PartialBlocks.of(self.thread_block.mask),
       self.begin,
       self.step,
       self.finish,
@@ -375,7 +375,7 @@ class _ForwardPass:
     """Multiplies the weights of the last turn by their values."""
     assert state.weights is not None  # `begin` computed weights.
     value_ring = self.thread_block.value_ring
-    last_step = self.first_step + self.passing.own_stop - 1
+    last_step = self.first_step + self.ranges.visible_stop - 1
     values = self.thread_block.scratch.v_smem.at[value_ring.slot(last_step)]
     accs = list(state.accs)
     accs[-1] = wgmma.multiply_add(accs[-1], state.weights, values)
@@ -449,12 +449,12 @@ class _ForwardPass:
     )
     update = _SoftmaxUpdate(*outputs)
 
-    # All maps have used the values of the previous block after the first turn.
     row_maxes[turn] = update.row_max
     row_sums[turn] = update.row_sum
     if pending is not None:
       accs[turn - 1] = previous_acc
       if is_first_turn:
+        # All maps have used the values of the previous block.
         value_ring.release(step - 1)
     rescale = layouts.broadcast_over_columns(update.rescale, accs[turn].shape)
     accs[turn] = accs[turn] * rescale
@@ -485,7 +485,7 @@ class _ForwardPass:
     if is_last_turn:
       # All logits of the block are computed, so its keys are not needed.
       thread_block.key_ring.release(self.first_step + block)
-    if blocks.Cut.of(thread_block.mask).ever and not is_full:
+    if blocks.PartialBlocks.of(thread_block.mask).may_exist and not is_full:
       # The queries' ids are read again for each block, because no registers are
       # left to keep them.
       segment_ids = load_segment_ids(
@@ -521,6 +521,6 @@ class _ForwardPass:
       self.thread_block.value_ring.wait(step)
     if is_last_turn:
 
-      @pl.when(block + 1 < self.passing.own_stop)
+      @pl.when(block + 1 < self.ranges.visible_stop)
       def wait_for_next_keys() -> None:
         self.thread_block.key_ring.wait(step + 1)

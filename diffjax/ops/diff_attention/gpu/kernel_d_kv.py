@@ -26,9 +26,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from diffjax.ops.diff_attention.gpu import blocks, chip, layouts, wgmma
-from diffjax.ops.diff_attention.gpu.blocks import Passing
+from diffjax.ops.diff_attention.gpu.blocks import BlockRanges
 from diffjax.ops.diff_attention.gpu.chip import BLOCK, Ref, plgpu
-from diffjax.ops.diff_attention.gpu.d_q_kernel import delta_index, lambda_index
+from diffjax.ops.diff_attention.gpu.kernel_d_q import delta_index, lambda_index
 from diffjax.ops.diff_attention.gpu.logits import load_segment_ids, mask_logits
 from diffjax.ops.diff_attention.gpu.shared_memory import RingBuffer
 from diffjax.ops.diff_attention.mask import Mask
@@ -46,7 +46,7 @@ class DKVArrays(NamedTuple):
   q_ids: Ref | None  # int32[B, T]
   kv_ids: Ref | None  # int32[B, S]
   offset: Ref | None  # int32[B], if it is not known to the mask
-  bounds: Ref  # int32[B or 1, S / BLOCK, 6], see `blocks.bounds`
+  ranges: Ref  # int32[B or 1, S / BLOCK, 6], see `blocks.block_ranges`
   d_k: Ref  # [B, S, K·M, D]
   d_v: Ref  # [B, S, K, V]
 
@@ -160,15 +160,15 @@ class _DKVThreadBlock:
   def compute_d_v(self) -> None:
     """The role of the first consumer: computes the weights and dV."""
     plgpu.set_max_registers(chip.CONSUMER_REGISTERS, action="increase")
-    passing = Passing.read(self.arrays.bounds, self.batch, self.key_block)
-    num_blocks = passing.stop - passing.start
+    ranges = BlockRanges.read(self.arrays.ranges, self.batch, self.key_block)
+    num_blocks = ranges.loaded_stop - ranges.loaded_start
     query_limits = blocks.query_limits(self.mask, self.key_block)
     plgpu.barrier_wait(self.scratch.kv_ready)
 
     def add_head(
       head_in_group: jax.Array, acc: Float[Array, "keys V"]
     ) -> Float[Array, "keys V"]:
-      loop = _DVLoop(self, passing, num_blocks, head_in_group, query_limits)
+      loop = _DVLoop(self, ranges, num_blocks, head_in_group, query_limits)
       return loop.run(acc)
 
     V = self.scratch.v_smem.shape[1]
@@ -190,8 +190,8 @@ class _DKVThreadBlock:
   def compute_d_k(self) -> None:
     """The role of the second consumer: computes dP and dK."""
     plgpu.set_max_registers(chip.CONSUMER_REGISTERS, action="increase")
-    passing = Passing.read(self.arrays.bounds, self.batch, self.key_block)
-    num_blocks = passing.stop - passing.start
+    ranges = BlockRanges.read(self.arrays.ranges, self.batch, self.key_block)
+    num_blocks = ranges.loaded_stop - ranges.loaded_start
     # The buffers of the weights are free at first.
     for g in range(self.num_maps):
       plgpu.barrier_arrive(self.scratch.weights_free.at[g])
@@ -200,7 +200,7 @@ class _DKVThreadBlock:
     def add_head(
       head_in_group: jax.Array, accs: list[Float[Array, "keys D"]]
     ) -> list[Float[Array, "keys D"]]:
-      return _DKLoop(self, passing, num_blocks, head_in_group).run(accs)
+      return _DKLoop(self, ranges, num_blocks, head_in_group).run(accs)
 
     D = self.scratch.k_smem.shape[2]
     zeros = layouts.full((BLOCK, D), 0, layouts.matrix())
@@ -237,7 +237,7 @@ class _DKVThreadBlock:
   def load_all(self) -> None:
     """The producer's role: loads the keys and values, and all queries."""
     plgpu.set_max_registers(chip.PRODUCER_REGISTERS, action="decrease")
-    passing = Passing.read(self.arrays.bounds, self.batch, self.key_block)
+    ranges = BlockRanges.read(self.arrays.ranges, self.batch, self.key_block)
     kv_ready = self.scratch.kv_ready
     for m in range(self.num_key_maps):
       plgpu.copy_gmem_to_smem(
@@ -250,14 +250,16 @@ class _DKVThreadBlock:
     def load_head(head_in_group: jax.Array) -> None:
       head = self.kv_head * self.heads_per_kv_head + head_in_group
 
-      @pl.loop(passing.start, passing.stop)
+      @pl.loop(ranges.loaded_start, ranges.loaded_stop)
       def load_block(block: jax.Array) -> None:
-        step = head_in_group * (passing.stop - passing.start) + block
-        self._load_block(step, passing.start, head, block)
+        num_blocks = ranges.loaded_stop - ranges.loaded_start
+        step = head_in_group * num_blocks + block
+        self._load_block(step, ranges.loaded_start, head, block)
 
     for ring in (self.query_ring, self.d_out_ring):
-      num_steps = self.heads_per_kv_head * (passing.stop - passing.start)
-      ring.drain(passing.start, passing.start + num_steps)
+      num_blocks = ranges.loaded_stop - ranges.loaded_start
+      num_steps = self.heads_per_kv_head * num_blocks
+      ring.drain(ranges.loaded_start, ranges.loaded_start + num_steps)
 
   def _load_block(
     self,
@@ -299,13 +301,13 @@ class _DKVLoop:
 
   Attributes:
     thread_block: the thread block.
-    passing: the blocks of queries.
+    ranges: the ranges of blocks of queries.
     num_blocks: how many of them are loaded for each head.
     head_in_group: the index of the head among the R heads of the key head.
   """
 
   thread_block: _DKVThreadBlock
-  passing: Passing
+  ranges: BlockRanges
   num_blocks: jax.Array
   head_in_group: jax.Array
 
@@ -368,8 +370,8 @@ class _DVLoop(_DKVLoop):
   def run(self, acc: Float[Array, "keys V"]) -> Float[Array, "keys V"]:
     """Returns acc plus dV of the head."""
     mask = self.thread_block.mask
-    state = self.passing.walk(
-      blocks.Cut.of(mask, keys_stay=True),
+    state = self.ranges.fold(
+      blocks.PartialBlocks.of(mask, keys_are_stationary=True),
       self.begin,
       self.step,
       self.finish,
@@ -401,7 +403,7 @@ class _DVLoop(_DKVLoop):
       # The signal map's weights waited rounded, in half as many registers.
       weights = rounded_weights.astype(jnp.float32) + noise_weights
 
-    @pl.when(block + 1 < self.passing.own_stop)
+    @pl.when(block + 1 < self.ranges.visible_stop)
     def wait_for_next_queries() -> None:
       thread_block.query_ring.wait(step + 1)
 
@@ -410,7 +412,7 @@ class _DVLoop(_DKVLoop):
   def finish(self, state: _DVState) -> _DVState:
     """Multiplies the weights of the last block by dO."""
     assert state.weights is not None  # `begin` computed weights.
-    last_step = self.ring_step(self.passing.own_stop) - 1
+    last_step = self.ring_step(self.ranges.visible_stop) - 1
     acc = wgmma.multiply_add(state.acc, state.weights, self.d_out(last_step))
     self.thread_block.d_out_ring.release(last_step)
     return state._replace(acc=acc)
@@ -487,7 +489,8 @@ class _DVLoop(_DKVLoop):
     step = self.ring_step(block)
     logits = self._mask(is_full, block, logits)
     scaled_logits = logits * self.thread_block.factor
-    noise_weights = jnp.exp2(scaled_logits - self.vector(1, step))
+    lse = self.vector(1, step)
+    noise_weights = jnp.exp2(scaled_logits - lse)
     lam = self.vector(lambda_index(self.thread_block.num_maps), step)
     return (noise_weights * -lam,)
 
@@ -500,8 +503,10 @@ class _DVLoop(_DKVLoop):
     """Masks the logits of a block if it may be partial."""
     thread_block = self.thread_block
     arrays = thread_block.arrays
-    partial_blocks = blocks.Cut.of(thread_block.mask, keys_stay=True)
-    if is_full or not partial_blocks.ever:
+    partial_blocks = blocks.PartialBlocks.of(
+      thread_block.mask, keys_are_stationary=True
+    )
+    if is_full or not partial_blocks.may_exist:
       return logits
     first_query_index = block * BLOCK
     first_position = first_query_index + blocks.first_position(
@@ -546,8 +551,8 @@ class _DKLoop(_DKVLoop):
   ) -> list[Float[Array, "keys D"]]:
     """Returns accs plus dSᵀ Q of the head."""
     # The weights that arrive are already masked.
-    no_partial_blocks = blocks.Cut(False, False)
-    state = self.passing.walk(
+    no_partial_blocks = blocks.PartialBlocks(False, False)
+    state = self.ranges.fold(
       no_partial_blocks,
       self.begin,
       self.step,
@@ -601,7 +606,7 @@ class _DKLoop(_DKVLoop):
   def finish(self, state: _DKState) -> _DKState:
     """Multiplies the last dS by its queries."""
     assert state.d_logits is not None  # `begin` computed dS.
-    last_step = self.ring_step(self.passing.own_stop) - 1
+    last_step = self.ring_step(self.ranges.visible_stop) - 1
     queries = self.queries(self.thread_block.num_maps - 1, last_step)
     accs = list(state.accs)
     accs[-1] = wgmma.multiply_add(accs[-1], state.d_logits, queries)

@@ -27,9 +27,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from diffjax.ops.diff_attention.gpu import blocks, chip, layouts, wgmma
-from diffjax.ops.diff_attention.gpu.blocks import CONSUMERS, Passing
+from diffjax.ops.diff_attention.gpu.blocks import NUM_CONSUMERS, BlockRanges
 from diffjax.ops.diff_attention.gpu.chip import BLOCK, Ref, plgpu
-from diffjax.ops.diff_attention.gpu.forward_kernel import first_block_of_tile
+from diffjax.ops.diff_attention.gpu.kernel_forward import first_block_of_tile
 from diffjax.ops.diff_attention.gpu.logits import load_segment_ids, mask_logits
 from diffjax.ops.diff_attention.gpu.shared_memory import RingBuffer
 from diffjax.ops.diff_attention.mask import Mask
@@ -58,18 +58,18 @@ class DQArrays(NamedTuple):
   q_ids: Ref | None  # int32[B, T]
   kv_ids: Ref | None  # int32[B, S]
   offset: Ref | None  # int32[B], if it is not known to the mask
-  bounds: Ref  # int32[B or 1, T / BLOCK, 6], see `blocks.bounds`
+  ranges: Ref  # int32[B or 1, T / BLOCK, 6], see `blocks.block_ranges`
   d_q: Ref  # [B, T, H·G, D]
 
 
 class DQScratch(NamedTuple):
   """The shared memory and barriers of the dQ kernel."""
 
-  q_smem: Ref  # [CONSUMERS, G, BLOCK, D]
-  d_out_smem: Ref  # [CONSUMERS, BLOCK, V]
+  q_smem: Ref  # [NUM_CONSUMERS, G, BLOCK, D]
+  d_out_smem: Ref  # [NUM_CONSUMERS, BLOCK, V]
   k_smem: Ref  # [key slots · M, BLOCK, D]
   v_smem: Ref  # [value slots, BLOCK, V]
-  q_ready: Ref  # barriers [CONSUMERS]
+  q_ready: Ref  # barriers [NUM_CONSUMERS]
   k_ready: Ref  # barriers [key slots]
   k_free: Ref
   v_ready: Ref  # barriers [value slots]
@@ -120,8 +120,8 @@ def d_q(
     kv_head=lax.div(head, jnp.int32(heads_per_kv_head)),
     first_block=first_block_of_tile(arrays.q.shape[1]),
   )
-  pl.when(warpgroup < CONSUMERS)(thread_block.compute_gradients)
-  pl.when(warpgroup == CONSUMERS)(thread_block.load_all)
+  pl.when(warpgroup < NUM_CONSUMERS)(thread_block.compute_gradients)
+  pl.when(warpgroup == NUM_CONSUMERS)(thread_block.load_all)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +160,7 @@ class _DQThreadBlock:
     """A consumer's role: computes dQ of a block of queries."""
     plgpu.set_max_registers(chip.CONSUMER_REGISTERS, action="increase")
     query_block = self.first_block + self.warpgroup
-    passing = Passing.read(self.arrays.bounds, self.batch, query_block)
+    ranges = BlockRanges.read(self.arrays.ranges, self.batch, query_block)
     rows = pl.ds(query_block * BLOCK, BLOCK)
     lse = []
     for g in range(self.num_maps):
@@ -177,7 +177,7 @@ class _DQThreadBlock:
       thread_block=self,
       query_block=query_block,
       rows=rows,
-      passing=passing,
+      ranges=ranges,
       lse=lse,
       delta=delta,
     )
@@ -208,11 +208,11 @@ class _DQThreadBlock:
   def load_all(self) -> None:
     """The producer's role: loads the tile, and fills the ring buffers."""
     plgpu.set_max_registers(chip.PRODUCER_REGISTERS, action="decrease")
-    passing = Passing.read(self.arrays.bounds, self.batch, self.first_block)
-    for consumer in range(CONSUMERS):
+    ranges = BlockRanges.read(self.arrays.ranges, self.batch, self.first_block)
+    for consumer in range(NUM_CONSUMERS):
       self._load_queries(consumer)
 
-    @pl.loop(passing.start, passing.stop)
+    @pl.loop(ranges.loaded_start, ranges.loaded_stop)
     def load_block(block: jax.Array) -> None:
       keys = pl.ds(block * BLOCK, BLOCK)
 
@@ -234,11 +234,11 @@ class _DQThreadBlock:
         )
 
       # Consumers need the values first.
-      self.value_ring.fill(block, passing.start, load_values)
-      self.key_ring.fill(block, passing.start, load_keys)
+      self.value_ring.fill(block, ranges.loaded_start, load_values)
+      self.key_ring.fill(block, ranges.loaded_start, load_keys)
 
-    self.value_ring.drain(passing.start, passing.stop)
-    self.key_ring.drain(passing.start, passing.stop)
+    self.value_ring.drain(ranges.loaded_start, ranges.loaded_stop)
+    self.key_ring.drain(ranges.loaded_start, ranges.loaded_stop)
 
   def _load_queries(self, consumer: int) -> None:
     """Loads a consumer's block of queries, and dO of these queries."""
@@ -265,7 +265,7 @@ class _DQLoop:
     thread_block: the thread block.
     query_block: the consumer's block of queries.
     rows: the slice of its queries.
-    passing: the blocks of keys.
+    ranges: the ranges of blocks of keys.
     lse: the log-sum-exps [rows] of each map.
     delta: δ [rows] of each map.
   """
@@ -273,14 +273,14 @@ class _DQLoop:
   thread_block: _DQThreadBlock
   query_block: jax.Array
   rows: Any
-  passing: Passing
+  ranges: BlockRanges
   lse: list[Float[Array, "rows"]]
   delta: list[Float[Array, "rows"]]
 
   @property
-  def partial_blocks(self) -> blocks.Cut:
-    """Which blocks the mask may hide in part."""
-    return blocks.Cut.of(self.thread_block.mask)
+  def partial_blocks(self) -> blocks.PartialBlocks:
+    """Returns where the mask may leave partial blocks."""
+    return blocks.PartialBlocks.of(self.thread_block.mask)
 
   @property
   def num_maps(self) -> int:
@@ -329,7 +329,7 @@ class _DQLoop:
     """Returns dS = A ∘ (dP − δ) of map g, in the dtype of q."""
     thread_block = self.thread_block
     arrays = thread_block.arrays
-    if self.partial_blocks.ever and not is_full:
+    if self.partial_blocks.may_exist and not is_full:
       segment_ids = load_segment_ids(
         arrays.q_ids,
         arrays.kv_ids,
@@ -361,7 +361,7 @@ class _SequentialDQLoop(_DQLoop):
 
   def run(self) -> list[Float[Array, "rows D"]]:
     """Returns dS K of each map."""
-    return self.passing.walk(
+    return self.ranges.fold(
       self.partial_blocks,
       self.begin,
       self.step,
@@ -421,7 +421,7 @@ class _OverlappedDQLoop(_DQLoop):
     no_d_logits = layouts.full((BLOCK, BLOCK), 0, layouts.matrix())
     dtype = self.thread_block.arrays.q.dtype
     initial_state = _DQState(accs, no_d_logits.astype(dtype))
-    state = self.passing.walk(
+    state = self.ranges.fold(
       self.partial_blocks,
       self.begin,
       self.step,
@@ -446,7 +446,7 @@ class _OverlappedDQLoop(_DQLoop):
   def finish(self, state: _DQState) -> _DQState:
     """Multiplies the last dS by its keys."""
     assert state.d_logits is not None  # `begin` computed dS.
-    last_block = self.passing.own_stop - 1
+    last_block = self.ranges.visible_stop - 1
     keys = self.keys(self.num_maps - 1, last_block)
     accs = list(state.accs)
     accs[-1] = wgmma.multiply_add(accs[-1], state.d_logits, keys)
@@ -517,6 +517,7 @@ class _OverlappedDQLoop(_DQLoop):
     if pending is not None:
       accs[g - 1] = previous_acc
       if is_first_turn:
+        # All maps have used the keys of the previous block.
         thread_block.key_ring.release(block - 1)
     return _DQState(accs, d_logits), d_weights
 
@@ -545,6 +546,6 @@ class _OverlappedDQLoop(_DQLoop):
   def _wait_for_next_keys(self, block: jax.Array) -> None:
     """Waits for the keys of the next block, if there is one."""
 
-    @pl.when(block + 1 < self.passing.own_stop)
+    @pl.when(block + 1 < self.ranges.visible_stop)
     def wait() -> None:
       self.thread_block.key_ring.wait(block + 1)
