@@ -24,8 +24,18 @@ from diffjax.ops.diff_attention.decode.inputs import (
   stack_queries,
   vary_alike,
 )
-from diffjax.ops.diff_attention.gpu import chip
+from diffjax.ops.diff_attention.gpu import (
+  chip,
+  layouts,
+  shared_memory,
+  wgmma,
+)
 from diffjax.ops.diff_attention.gpu.chip import BLOCK, plgpu
+from diffjax.ops.diff_attention.gpu.logits import (
+  logit_factor,
+  mask_logits,
+  masked_row_max,
+)
 from diffjax.ops.diff_attention.tiles import pad_axis, round_up
 
 # The smallest number of thread blocks that a call should have: two for each of
@@ -51,7 +61,7 @@ def decode_attention_gpu(
   num_kv_heads, value_width = inputs.k.shape[1], inputs.v.shape[-1]
   num_rows = num_heads // num_kv_heads  # R: there is one new token
 
-  factor, q = chip.logit_factor(scale, inputs.q)
+  factor, q = logit_factor(scale, inputs.q)
   map_outputs = _attend_in_splits(
     stack_queries(q, inputs.k, num_rows),
     inputs.k,
@@ -145,13 +155,13 @@ def _attend_in_splits(
 
   lengths, q, k, v = vary_alike((lengths, q, k, v))
   # Shared memory has the queries, and `stages` blocks of keys and values.
-  num_stages = chip.stages(
+  num_slots = shared_memory.max_slots(
     _BYTES_PER_NUMBER * BLOCK * padded_key_width,
     _BYTES_PER_NUMBER * BLOCK * (padded_key_width + padded_value_width),
   )
   split_shape = (batch, num_kv_heads, num_splits, BLOCK)
-  value_sums, maxima, weight_sums = chip.call(
-    functools.partial(_kernel, window, factor, num_stages),
+  value_sums, maxima, weight_sums = chip.make_kernel(
+    functools.partial(_kernel, window, factor, num_slots),
     "diff_attention_decode",
     interpret=chip.interpret_mode.get(),
     grid=(num_splits, num_kv_heads, batch),
@@ -163,12 +173,16 @@ def _attend_in_splits(
       (split_shape, jnp.float32),
     ),
     scratch={
-      "q_smem": chip.tiled((BLOCK, padded_key_width), q.dtype),
-      "k_smem": chip.tiled((num_stages, BLOCK, padded_key_width), k.dtype),
-      "v_smem": chip.tiled((num_stages, BLOCK, padded_value_width), v.dtype),
+      "q_smem": shared_memory.tiled_smem((BLOCK, padded_key_width), q.dtype),
+      "k_smem": shared_memory.tiled_smem(
+        (num_slots, BLOCK, padded_key_width), k.dtype
+      ),
+      "v_smem": shared_memory.tiled_smem(
+        (num_slots, BLOCK, padded_value_width), v.dtype
+      ),
       "q_ready": plgpu.Barrier(),
-      "ready": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
-      "free": plgpu.Barrier(num_barriers=num_stages),
+      "ready": plgpu.Barrier(num_arrivals=2, num_barriers=num_slots),
+      "free": plgpu.Barrier(num_barriers=num_slots),
     },
   )(q, k, v, lengths)
   out = _add_splits(value_sums, maxima, weight_sums)
@@ -219,10 +233,10 @@ class _SharedMemory(NamedTuple):
   """The queries of a thread block, and a ring of blocks of its keys."""
 
   q: Any  # [64, X]
-  k: Any  # [stages, 64, X]
-  v: Any  # [stages, 64, V]
+  k: Any  # [slots, 64, X]
+  v: Any  # [slots, 64, V]
   q_ready: Any  # a barrier
-  ring: chip.Ring
+  ring: shared_memory.RingBuffer
 
 
 class _OnlineSoftmax(NamedTuple):
@@ -236,7 +250,7 @@ class _OnlineSoftmax(NamedTuple):
 def _kernel(
   window: int | None,
   factor: float,
-  num_stages: int,
+  num_slots: int,
   q_ref,
   k_ref,
   v_ref,
@@ -259,7 +273,7 @@ def _kernel(
   """
   num_splits = value_sums_ref.shape[2]
   split = _split_of_thread_block(lengths_ref, window, num_splits)
-  ring = chip.Ring(num_stages, ready, free)
+  ring = shared_memory.RingBuffer(num_slots, ready, free)
   shared = _SharedMemory(q_smem, k_smem, v_smem, q_ready, ring)
   warpgroup = lax.axis_index("warpgroup")
 
@@ -334,9 +348,9 @@ def _attend_to_blocks(
   """Returns the softmax over the visible keys of the split."""
   value_width = shared.v.shape[-1]
   state = _OnlineSoftmax(
-    value_sum=chip.full((BLOCK, value_width), 0, chip.matrix()),
-    maximum=chip.full((BLOCK,), chip.hidden(factor), chip.row()),
-    weight_sum=chip.full((BLOCK,), 0, chip.row()),
+    value_sum=layouts.full((BLOCK, value_width), 0, layouts.matrix()),
+    maximum=layouts.full((BLOCK,), masked_row_max(factor), layouts.row()),
+    weight_sum=layouts.full((BLOCK,), 0, layouts.row()),
   )
   add_block = functools.partial(_add_block, split, shared, factor)
   return lax.fori_loop(split.start_block, split.stop_block, add_block, state)
@@ -355,11 +369,11 @@ def _add_block(
   is_partial = (first_key < split.first_key) | (
     first_key + BLOCK > split.stop_key
   )
-  logits = chip.product(shared.q, shared.k.at[slot].T)  # [64, 64]
+  logits = wgmma.matmul(shared.q, shared.k.at[slot].T)  # [64, 64]
 
   def hide_logits(logits: Float[Array, "64 64"]) -> Float[Array, "64 64"]:
     last_key = split.stop_key - 1
-    return chip.hide(logits, first_key, split.first_key, last_key)
+    return mask_logits(logits, first_key, split.first_key, last_key)
 
   def keep_logits(logits: Float[Array, "64 64"]) -> Float[Array, "64 64"]:
     return logits
@@ -371,15 +385,17 @@ def _add_block(
     _clear_hidden_values(split, shared.v, slot, first_key)
 
   maximum = jnp.maximum(state.maximum, jnp.max(logits, axis=1) * factor)
-  weights = jnp.exp2(logits * factor - chip.rows_of(maximum, logits.shape))
+  weights = jnp.exp2(
+    logits * factor - layouts.broadcast_over_columns(maximum, logits.shape)
+  )
   correction = jnp.exp2(state.maximum - maximum)
   weight_sum = state.weight_sum * correction + jnp.sum(weights, axis=1)
-  corrected_sum = state.value_sum * chip.rows_of(
+  corrected_sum = state.value_sum * layouts.broadcast_over_columns(
     correction, state.value_sum.shape
   )
   values = shared.v.at[slot]
-  [value_sum] = chip.accumulate(
-    [(corrected_sum, weights.astype(shared.v.dtype), values)]
+  value_sum = wgmma.multiply_add(
+    corrected_sum, weights.astype(shared.v.dtype), values
   )
   shared.ring.release(block)
   return _OnlineSoftmax(value_sum, maximum, weight_sum)
@@ -392,13 +408,13 @@ def _clear_hidden_values(
 
   They may be NaN or infinite, and 0·NaN is NaN.
   """
-  rows = chip.iota(chip.row())
-  positions = chip.rows_of(rows, (BLOCK, BLOCK)) + first_key
+  rows = layouts.block_iota(layouts.row())
+  positions = layouts.broadcast_over_columns(rows, (BLOCK, BLOCK)) + first_key
   is_visible = (positions >= split.first_key) & (positions < split.stop_key)
   # Columns are processed in pieces. All at once would need the registers that
   # hold the sums.
   for column in range(0, v_smem.shape[-1], BLOCK):
     piece_ref = v_smem.at[slot, :, pl.ds(column, BLOCK)]
-    values = plgpu.load(piece_ref, layout=chip.matrix())
+    values = plgpu.load(piece_ref, layout=layouts.matrix())
     piece_ref[...] = jnp.where(is_visible, values, 0)
   plgpu.commit_smem()
