@@ -154,7 +154,7 @@ def _attend_in_splits(
   num_splits = max(1, min(wanted_splits, num_visible // _MIN_SPLIT_KEYS))
 
   lengths, q, k, v = vary_alike((lengths, q, k, v))
-  # Shared memory has the queries, and `stages` blocks of keys and values.
+  # Shared memory has the queries, and `num_slots` blocks of keys and values.
   num_slots = shared_memory.max_slots(
     _BYTES_PER_NUMBER * BLOCK * padded_key_width,
     _BYTES_PER_NUMBER * BLOCK * (padded_key_width + padded_value_width),
