@@ -115,14 +115,14 @@ def plan_steps(mask: Mask, tokens: TokenSharding) -> tuple[Step, ...]:
     tokens: how the shards share a row.
   """
   shards = tokens.shards
-  pieces = [tokens.pieces(shard) for shard in range(shards)]
   steps = []
   for distance in range(shards):
     calls_by_shard = []
     for shard in range(shards):
       key_shard = (shard - distance) % shards
-      calls = _plan_calls(mask, pieces[shard], pieces[key_shard])
-      calls_by_shard.append(calls)
+      q_pieces = tokens.pieces(shard)
+      k_pieces = tokens.pieces(key_shard)
+      calls_by_shard.append(_plan_calls(mask, q_pieces, k_pieces))
     if distance == 0 or any(calls_by_shard):
       steps.append(Step(distance, tuple(calls_by_shard)))
   return tuple(steps)
@@ -141,9 +141,9 @@ def _plan_calls(
   piece_length = mask.q_length // len(q_pieces)
   piece_masks = []
   for q_piece in q_pieces:
-    row = [
-      _piece_mask(mask, piece_length, q_piece - k_piece) for k_piece in k_pieces
-    ]
+    row = []
+    for k_piece in k_pieces:
+      row.append(_piece_mask(mask, piece_length, q_piece - k_piece))
     piece_masks.append(row)
 
   # If the second piece sees all of the first, the two pieces are a causal row,
