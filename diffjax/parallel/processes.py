@@ -1,10 +1,16 @@
-"""Several processes that train one model: they find each other, agree, and end together.
+"""Several processes that train one model: they connect, agree and end together.
 
-They are JAX's own multi-controller runtime: its coordination service, which process 0 serves, and XLA's collectives. On Cloud TPU, under
-Slurm and Open MPI and in indexed Kubernetes Jobs JAX finds the processes by itself; elsewhere flags say where process 0 is.
+The processes use JAX's multi-controller runtime: a coordination service, which
+runs in process 0, and XLA's collectives. JAX detects the processes on Cloud
+TPU, under Slurm and Open MPI, and in indexed Kubernetes Jobs. Elsewhere, flags
+name the address of process 0.
 
-All decide alike because they decide on the same numbers: a step is skipped by sums over all rows, and the run is stopped by an `Agreement`.
-What goes wrong in one process alone ends all of them, with its reason; JAX ends those that outlive a killed one.
+All processes decide alike, because they decide on the same numbers. Whether a
+step is skipped depends on sums over all rows. Whether the run stops depends on
+an `Agreement`.
+
+An error in one process ends all of them, with the reason of that process. If a
+process is killed, JAX ends the others.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-# The key-value store of its client has no public name.
+# The client of the coordination service has no public name.
 from jax._src import distributed
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
@@ -35,19 +41,32 @@ from jax.sharding import PartitionSpec as P
 from diffjax import signals
 from diffjax.config import UserError
 
-# Seconds without a sign of life after which JAX counts a process as dead, and ends the others. A connection that breaks is seen at once.
-_HEARTBEAT = 30
-# Seconds for all to finish writing once each has heard that one has failed.
-_GRACE = 5.0
-# The coordination service's key for the reason why the run ends; empty for a normal end.
-_ENDING = "diffjax/ending"
-# The barrier at which each process waits until all have heard that reason.
-_HEARD = "diffjax/heard"
-_AGAIN = "start all processes again with the same command to go on from the last complete checkpoint"
-# The largest number of differences, and of processes, that a message names.
-_NUM_NAMED = 4
-# Words in the errors that collectives and the coordination service raise when another process is gone.
-_LOST = ("Gloo", "NCCL", "oordination", "UNAVAILABLE", "Connection")
+# If a process sends no heartbeat for this long, JAX counts it as dead and ends
+# the others. JAX notices a broken connection at once.
+_HEARTBEAT_TIMEOUT_SECONDS = 30
+# How long processes may finish writing after all know that one has failed.
+_GRACE_SECONDS = 5.0
+# How long one request for the reason of the end waits before it is repeated.
+_REASON_REQUEST_SECONDS = 3600.0
+# The coordination service's key for the reason why the run ends.
+_REASON_KEY = "diffjax/ending"
+# The barrier at which processes wait until all know that reason.
+_REASON_BARRIER = "diffjax/heard"
+_RESTART = (
+  "start all processes again with the same command to continue from the last"
+  " complete checkpoint"
+)
+# How many differences and how many processes an error message names.
+_MAX_NAMED = 4
+# Collectives and the coordination service use one of these words in their
+# errors if another process is gone.
+_LOST_CONNECTION_WORDS = (
+  "Gloo",
+  "NCCL",
+  "oordination",
+  "UNAVAILABLE",
+  "Connection",
+)
 
 
 @contextlib.contextmanager
@@ -58,313 +77,445 @@ def connected(
   *,
   timeout: int = 300,
 ) -> Iterator[None]:
-  """Joins the other processes of the run for the duration of the context. Enter it before JAX makes its backend.
+  """Connects this process with the others of the run, inside the context.
 
-  Without arguments JAX looks for a cluster; where there is none, this process runs alone. With several processes, an error in the context,
-  in any of them, ends this process with one line and exit code 1.
+  Without arguments, JAX looks for a cluster. If it detects no cluster, this
+  process runs alone. If there are several processes, an error inside the
+  context ends all of them, each with one line and exit code 1.
+
+  Enter the context before JAX creates its backend.
 
   Args:
-    coordinator: HOST:PORT at which process 0 is to listen; "" to look for a cluster.
-    num_processes: The number of processes; 1 to run alone, also inside a cluster.
-    process_id: This process's number, from 0.
-    timeout: Seconds (and 5 more) to wait for the others.
+    coordinator: HOST:PORT at which process 0 listens. "" to look for a cluster.
+    num_processes: the number of processes. 1 to run alone, even in a cluster.
+    process_id: the number of this process, from 0.
+    timeout: how many seconds to wait for the others. JAX waits 5 s longer.
 
   Raises:
-    UserError: for arguments that do not fit each other, and a port that is in use.
+    UserError: if the arguments contradict each other, or if the port is in use.
   """
-  given = {
-    "--coordinator=HOST:PORT": bool(coordinator),
-    "--num_processes=N": num_processes > 0,
-    "--process_id=I": process_id >= 0,
-  }
   if num_processes == 1 and not coordinator:
     yield
     return
-  if any(given.values()):
-    if missing := [flag for flag, is_given in given.items() if not is_given]:
-      raise UserError(
-        f"{' and '.join(missing)}: missing; {', '.join(given)} go together, in every process"
-      )
-    if process_id >= num_processes:
-      raise UserError(
-        f"--process_id={process_id}: must be less than --num_processes={num_processes}; the first process is 0"
-      )
-    if not coordinator.rpartition(":")[2].isdecimal():
-      raise UserError(
-        f"--coordinator={coordinator}: must be HOST:PORT of process 0, such as 10.0.0.2:9476"
-      )
+  peers = "the other processes"
+  if coordinator or num_processes > 0 or process_id >= 0:
+    _check_flags(coordinator, num_processes, process_id)
     if process_id == 0:
       _check_port(coordinator)
-  where = (
-    f" of {num_processes} at {coordinator}, where process 0 listens"
-    * any(given.values())
-  )
-  end = _End(
-    f"this process could not join the others{where}, within {timeout} s: start all of them, with the same --coordinator and "
-    "--num_processes, and see that the others can reach process 0 there; --connect_timeout sets how long to wait"
+    peers = (
+      f"the other processes ({num_processes} in all; process 0 listens at"
+      f" {coordinator})"
+    )
+
+  terminator = _Terminator(
+    f"could not connect with {peers} within {timeout} s: start all processes"
+    " with the same --coordinator and --num_processes, and check that they can"
+    " reach process 0; --connect_timeout sets how long to wait"
   )
   try:
-    joined = _initialize(coordinator, num_processes, process_id, timeout)
+    is_connected = _initialize(coordinator, num_processes, process_id, timeout)
   except (RuntimeError, ValueError, OSError) as error:
-    end(f"this process cannot join the others{where}: {_first_line(error)}")
-  if not joined:
-    end.forget()
+    terminator.end(f"cannot connect with {peers}: {_first_line(error)}")
+  if not is_connected:
+    terminator.restore_abort_handler()
     yield
     return
-  client, me = (
-    distributed.global_state.client,
+
+  member = _Member(
     distributed.global_state.process_id,
+    _SharedReason(distributed.global_state.client),
+    terminator,
   )
-  end.if_aborted = f"process {me} has lost the others: one has ended or cannot be reached, as JAX says above; {_AGAIN}"
+  terminator.abort_message = member.lost_connection("see JAX's message above")
   watcher = threading.Thread(
-    target=_watch, args=(client, end), name="diffjax-processes", daemon=True
+    target=member.end_with_others, name="diffjax-processes", daemon=True
   )
   watcher.start()
+  ending_signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
   try:
-    with signals.Watch(
-      (signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
-      functools.partial(_interrupted, me, client, end),
-    ):
+    with signals.Watch(ending_signals, member.end_by_signal):
       yield
   except BaseException as error:
-    _fail(error, me, client, end)
-  _tell(client, "")
-  watcher.join()
-  jax.distributed.shutdown()  # waits for the others
-  end.forget()
+    member.end_by_error(error)
+  member.leave(watcher)
+
+
+def _check_flags(coordinator: str, num_processes: int, process_id: int) -> None:
+  """Checks the flags of a process that does not rely on a cluster.
+
+  Raises:
+    UserError: if one is missing or has an invalid value.
+  """
+  missing = []
+  if not coordinator:
+    missing.append("--coordinator=HOST:PORT")
+  if num_processes <= 0:
+    missing.append("--num_processes=N")
+  if process_id < 0:
+    missing.append("--process_id=I")
+  if missing:
+    raise UserError(
+      f"{' and '.join(missing)}: missing; pass --coordinator=HOST:PORT,"
+      " --num_processes=N and --process_id=I together to every process"
+    )
+  if process_id >= num_processes:
+    raise UserError(
+      f"--process_id={process_id}: must be less than"
+      f" --num_processes={num_processes}; the first process is 0"
+    )
+  if not _port_of(coordinator).isdecimal():
+    raise UserError(
+      f"--coordinator={coordinator}: must be HOST:PORT of process 0,"
+      " such as 10.0.0.2:9476"
+    )
+
+
+def _port_of(coordinator: str) -> str:
+  """Returns PORT of HOST:PORT."""
+  return coordinator.rpartition(":")[2]
 
 
 def _check_port(coordinator: str) -> None:
-  """Refuses a port on which JAX could not listen: it would crash."""
-  port, both = int(coordinator.rpartition(":")[2]), socket.has_dualstack_ipv6()
+  """Checks that process 0 can listen at its port. JAX crashes if it cannot.
+
+  Raises:
+    UserError: if it cannot.
+  """
+  address = ("", int(_port_of(coordinator)))  # all interfaces
   try:
-    socket.create_server(
-      ("", port),
-      family=socket.AF_INET6 if both else socket.AF_INET,
-      dualstack_ipv6=both,
-    ).close()
+    if socket.has_dualstack_ipv6():
+      server = socket.create_server(
+        address, family=socket.AF_INET6, dualstack_ipv6=True
+      )
+    else:
+      server = socket.create_server(address)
   except (OSError, OverflowError) as error:
     raise UserError(
-      f"--coordinator={coordinator}: process 0 cannot listen there ({error}); end what does, or take another port"
+      f"--coordinator={coordinator}: process 0 cannot listen at this port"
+      f" ({error}); end the program that uses it, or choose another port"
     ) from error
+  server.close()
 
 
 def _initialize(
   coordinator: str, num_processes: int, process_id: int, timeout: int
 ) -> bool:
-  """Joins the other processes, if there are any or a cluster says that there may be. Returns whether it did."""
-  jax.config.update(
-    "jax_enable_preemption_service", False
-  )  # it would take SIGTERM, and keep it until the first step
-  limits: dict[str, Any] = dict(
-    initialization_timeout=timeout, heartbeat_timeout_seconds=_HEARTBEAT
+  """Connects with the other processes. Returns False if there are none.
+
+  Raises:
+    RuntimeError: if JAX detects a cluster but cannot connect.
+  """
+  # JAX's preemption service would handle SIGTERM, and report it only at the
+  # first step.
+  jax.config.update("jax_enable_preemption_service", False)
+  initialize = functools.partial(
+    jax.distributed.initialize,
+    initialization_timeout=timeout,
+    heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_SECONDS,
   )
   if coordinator:
-    jax.distributed.initialize(
+    initialize(
       coordinator,
       num_processes,
       process_id,
       cluster_detection_method="deactivate",
-      **limits,
     )
     return True
-  indexed = "JOB_COMPLETION_INDEX" in os.environ
   try:
-    jax.distributed.initialize(**limits)
-    return True
-  except Exception as error:  # a cluster's own client has errors of its own
-    if indexed:
+    initialize()
+  except Exception as error:  # The client of each cluster has its own errors.
+    if "JOB_COMPLETION_INDEX" in os.environ:
       raise RuntimeError(
-        f"in this indexed Kubernetes Job JAX finds no others ({error}): pip install 'jax[k8s]', or pass --num_processes=1 to be alone"
+        "JAX detects no other processes in this indexed Kubernetes Job"
+        f" ({error}): pip install 'jax[k8s]', or pass --num_processes=1 to run"
+        " alone"
       ) from error
-    if (
-      "coordinator_address should be defined" in str(error)
-      or "KUBERNETES_SERVICE_HOST" in os.environ
-    ):
-      return False
+    if "coordinator_address should be defined" in str(error):
+      return False  # JAX detects no cluster.
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+      return False  # A pod that is not part of an indexed Job.
     raise RuntimeError(
-      f"{error}; pass --num_processes=1 to be alone"
+      f"{error}; pass --num_processes=1 to run alone"
     ) from error
+  return True
 
 
-class _End:
-  """Ends this process with one line, once, even if JAX's C++ code aborts it.
+class _Terminator:
+  """Ends this process with one line, even if JAX's C++ code aborts it.
 
   Attributes:
-    if_aborted: The message in that case.
+    abort_message: the line in that case.
   """
 
-  def __init__(self, if_aborted: str):
-    self.if_aborted, self._once = if_aborted, threading.Lock()
-    # libc's signal(), not Python's: Python's handlers do not run once the main thread is stuck in C++.
-    self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(
-      lambda _: self(self.if_aborted)
-    )
-    self._signal = ctypes.CDLL(None).signal
-    self._signal.argtypes, self._signal.restype = (
-      (ctypes.c_int, ctypes.c_void_p),
-      ctypes.c_void_p,
-    )
-    self._previous = self._signal(
-      signal.SIGABRT, ctypes.cast(self._handler, ctypes.c_void_p)
+  def __init__(self, abort_message: str):
+    """Installs a handler for SIGABRT."""
+    self.abort_message = abort_message
+    self._end_lock = threading.Lock()
+    # ctypes does not keep its callbacks alive, so this object does.
+    callback_type = ctypes.CFUNCTYPE(None, ctypes.c_int)
+    self._abort_handler = callback_type(self._on_abort)
+    # Python's own signal handlers do not run while the main thread is in C++,
+    # so the handler is installed with the C library's signal().
+    self._c_signal = ctypes.CDLL(None).signal
+    self._c_signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    self._c_signal.restype = ctypes.c_void_p
+    self._previous_abort_handler = self._c_signal(
+      signal.SIGABRT, ctypes.cast(self._abort_handler, ctypes.c_void_p)
     )
 
-  def __call__(
-    self, message: str, before: Callable[[], None] = lambda: None, code: int = 1
+  def end(
+    self,
+    message: str,
+    code: int = 1,
+    before_exit: Callable[[], None] | None = None,
   ) -> NoReturn:
-    self._once.acquire()  # never released: a second caller waits until the process ends
+    """Calls `before_exit`, prints the message and ends this process."""
+    # The lock is never released: a second caller waits until the process ends.
+    self._end_lock.acquire()
     try:
-      before()
+      if before_exit is not None:
+        before_exit()
     finally:
       signals.end(message, code)
 
-  def has_begun(self) -> bool:
-    """Whether it waits for the other processes, to end this one."""
-    return self._once.locked()
+  def is_ending(self) -> bool:
+    """Returns whether `end` has been called, and waits for other processes."""
+    return self._end_lock.locked()
 
-  def forget(self) -> None:
-    """Restores the default: the process then ends like any other."""
-    self._signal(signal.SIGABRT, self._previous)
+  def restore_abort_handler(self) -> None:
+    """Restores the handler of SIGABRT that the process had before."""
+    self._c_signal(signal.SIGABRT, self._previous_abort_handler)
 
-
-def _watch(client: Any, end: _End) -> None:
-  """Waits until a process says why the run ends. The main thread may be waiting for that process in a collective, where no Python runs."""
-  while (told := _told(client, seconds=3600.0)) is None:
-    time.sleep(1.0)
-  if told:
-    end(told, lambda: _leave(client, told))
+  def _on_abort(self, signal_number: int) -> None:
+    self.end(self.abort_message)
 
 
-def _interrupted(me: int, client: Any, end: _End, number: int) -> None:
-  """Ends all processes because of a signal to this one; a second signal ends this one at once."""
-  if end.has_begun():
-    signals.end_at_once(number)
-  reason = signals.reason(number)
-  leave = functools.partial(_leave, client, f"process {me} stopped: {reason}")
-  threading.Thread(
-    target=end, args=(reason, leave, 128 + number), daemon=True
-  ).start()
+class _SharedReason:
+  """The reason why the run ends, shared through the coordination service.
+
+  The reason is the first one that a process publishes. It is empty if the run
+  ends without an error.
+  """
+
+  def __init__(self, client: Any):
+    self._client = client
+
+  def publish(self, reason: str) -> None:
+    """Sets the reason, unless another process was first."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+      self._client.key_value_set(_REASON_KEY, reason)
+
+  def publish_to_all(self, reason: str) -> None:
+    """Publishes the reason, and waits until all processes can end.
+
+    Process 0 serves the reason, and collectives need every process. So this
+    process waits until all processes know the reason and had time to finish
+    writing.
+    """
+    self.publish(reason)
+    # The barrier fails if a process was killed.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+      timeout_ms = _HEARTBEAT_TIMEOUT_SECONDS * 1000
+      self._client.wait_at_barrier(_REASON_BARRIER, timeout_ms)
+    time.sleep(_GRACE_SECONDS)
+
+  def wait(self, seconds: float) -> str | None:
+    """Returns the reason, or None if none is published within the time."""
+    timeout_ms = int(seconds * 1000)
+    try:
+      return self._client.blocking_key_value_get(_REASON_KEY, timeout_ms)
+    except jax.errors.JaxRuntimeError:
+      return None
 
 
-def _fail(error: BaseException, me: int, client: Any, end: _End) -> NoReturn:
-  """Ends this process, with its own reason or with that of another process whose end made a collective fail here."""
-  reason = str(error)
-  if not isinstance(error, UserError):
-    if told := _told(client, seconds=_GRACE):
-      end(told, lambda: _leave(client, told))
-    if any(word in reason for word in _LOST):
-      end(
-        f"process {me} has lost the others: one has ended or cannot be reached ({_first_line(error)}); {_AGAIN}"
-      )
+class _Member:
+  """This process as one of several, which end together."""
+
+  def __init__(
+    self, process_id: int, shared_reason: _SharedReason, terminator: _Terminator
+  ):
+    self._process_id = process_id
+    self._shared_reason = shared_reason
+    self._terminator = terminator
+
+  def lost_connection(self, detail: str) -> str:
+    """Returns the message if another process ended without a reason."""
+    return (
+      f"process {self._process_id} has lost the connection with the others:"
+      f" one has ended or cannot be reached ({detail}); {_RESTART}"
+    )
+
+  def end_with_others(self) -> None:
+    """Waits for the shared reason, and ends this process if it is an error.
+
+    This runs in a thread. The main thread may be waiting for the failed process
+    in a collective, where no Python runs.
+    """
+    reason = self._shared_reason.wait(_REASON_REQUEST_SECONDS)
+    while reason is None:
+      time.sleep(1.0)
+      reason = self._shared_reason.wait(_REASON_REQUEST_SECONDS)
+    if reason:
+      self._end(reason, reason)
+
+  def end_by_signal(self, signal_number: int) -> None:
+    """Ends all processes. A second signal ends this process at once."""
+    if self._terminator.is_ending():
+      signals.end_at_once(signal_number)
+    exit_code = 128 + signal_number  # the convention of shells
+    threading.Thread(
+      target=self._end_all,
+      args=(signals.reason(signal_number), exit_code),
+      daemon=True,
+    ).start()
+
+  def end_by_error(self, error: BaseException) -> NoReturn:
+    """Ends all processes because of an error in this one.
+
+    A collective fails here if another process ends. Then the message is the
+    reason of that process.
+    """
+    if isinstance(error, UserError):
+      self._end_all(str(error))
+    reason = self._shared_reason.wait(_GRACE_SECONDS)
+    if reason:
+      self._end(reason, reason)
+    if any(word in str(error) for word in _LOST_CONNECTION_WORDS):
+      self._terminator.end(self.lost_connection(_first_line(error)))
     traceback.print_exception(error)
-    reason = f"{type(error).__name__}: {reason}"
-  end(reason, lambda: _leave(client, f"process {me} stopped: {reason}"))
+    self._end_all(f"{type(error).__name__}: {error}")
+
+  def leave(self, watcher: threading.Thread) -> None:
+    """Disconnects after a run without an error.
+
+    Args:
+      watcher: the thread that runs `end_with_others`.
+    """
+    self._shared_reason.publish("")
+    watcher.join()
+    jax.distributed.shutdown()  # waits for the other processes
+    self._terminator.restore_abort_handler()
+
+  def _end_all(self, reason: str, code: int = 1) -> NoReturn:
+    """Ends all processes for a reason of this process."""
+    self._end(reason, f"process {self._process_id} stopped: {reason}", code)
+
+  def _end(self, message: str, shared_reason: str, code: int = 1) -> NoReturn:
+    publish = functools.partial(
+      self._shared_reason.publish_to_all, shared_reason
+    )
+    self._terminator.end(message, code, before_exit=publish)
 
 
 def _first_line(error: BaseException) -> str:
-  return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _leave(client: Any, why: str) -> None:
-  """Tells the others, and waits until all have heard and finished writing: process 0 serves the message, and collectives need everyone."""
-  _tell(client, why)
-  with contextlib.suppress(jax.errors.JaxRuntimeError):  # one has been killed
-    client.wait_at_barrier(_HEARD, _HEARTBEAT * 1000)
-  time.sleep(_GRACE)
-
-
-def _tell(client: Any, message: str) -> None:
-  with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one was first
-    client.key_value_set(_ENDING, message)
-
-
-def _told(client: Any, seconds: float) -> str | None:
-  try:
-    return client.blocking_key_value_get(_ENDING, int(seconds * 1000))
-  except jax.errors.JaxRuntimeError:
-    return None
+  """Returns the first line of an error's text, or its type without a text."""
+  text = str(error).strip()
+  if not text:
+    return type(error).__name__
+  return text.splitlines()[0]
 
 
 class Agreement:
-  """An "or" over all processes' answers to a question, which all know before the same step.
+  """A decision that is true if any process votes for it.
 
-  It is an all-reduce of one number a device, queued before a step. The loop reads the result a step later, when the step before is over,
-  whose metrics the loop waits for anyway. So no device ever waits for a host. A single process decides alone.
+  All processes learn the decision before the same step. `ask` starts an
+  all-reduce of one number per device, which runs before the next step. The loop
+  reads the decision one step later, when the previous step is over. It waits
+  for the metrics of that step in any case, so no device ever waits for a host.
+
+  A single process decides alone.
   """
 
-  def __init__(self, mesh: Mesh, wish: Callable[[], bool]):
-    """Asks nothing yet.
+  def __init__(self, mesh: Mesh, vote: Callable[[], bool]):
+    """Initializes the decision, which is false until `ask` is called.
 
     Args:
-      mesh: The mesh of all processes' devices.
-      wish: This process's answer when it is called.
+      mesh: the mesh of all processes' devices.
+      vote: returns the current vote of this process.
     """
-    self._wish, self._alone, self._answer = wish, jax.process_count() == 1, None
-    self._devices = NamedSharding(mesh, P(mesh.axis_names))
-    self._any = jax.jit(
-      lambda wishes: wishes.max(), out_shardings=NamedSharding(mesh, P())
-    )
+    self._vote = vote
+    self._is_alone = jax.process_count() == 1
+    self._decision: jax.Array | None = None
+    self._one_per_device = NamedSharding(mesh, P(mesh.axis_names))
+    replicated = NamedSharding(mesh, P())
+    self._reduce = jax.jit(_largest_vote, out_shardings=replicated)
 
   def ask(self) -> None:
-    """Starts the all-reduce. Every process calls it before it starts a step."""
-    if not self._alone:
-      wishes = np.full(
-        len(self._devices.addressable_devices), self._wish(), np.int32
-      )
-      self._answer = self._any(
-        jax.make_array_from_process_local_data(self._devices, wishes)
-      )
+    """Starts the all-reduce. Every process calls this before every step."""
+    if self._is_alone:
+      return
+    num_devices = len(self._one_per_device.addressable_devices)
+    local_votes = np.full(num_devices, self._vote(), np.int32)
+    votes = jax.make_array_from_process_local_data(
+      self._one_per_device, local_votes
+    )
+    self._decision = self._reduce(votes)
 
   def __call__(self) -> bool:
-    """The result of the last `ask`; the same in every process."""
-    return (
-      self._wish()
-      if self._alone
-      else self._answer is not None and bool(self._answer)
-    )
+    """Returns the decision of the last `ask`, the same in every process."""
+    if self._is_alone:
+      return self._vote()
+    if self._decision is None:
+      return False
+    return bool(self._decision)
+
+
+def _largest_vote(votes: jax.Array) -> jax.Array:
+  return votes.max()
 
 
 def gather_objects(value: Any) -> list[Any]:
-  """Every process's value (JSON), in the order of the processes. All processes call it together."""
+  """Returns the values of all processes, in the order of their numbers.
+
+  All processes must call this together.
+
+  Args:
+    value: this process's value, of types that JSON has.
+  """
   if jax.process_count() == 1:
     return [value]
-  text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-  sizes = multihost_utils.process_allgather(np.int32(text.size))
-  texts = multihost_utils.process_allgather(
-    np.pad(text, (0, int(sizes.max()) - text.size))
-  )
-  return [
-    json.loads(texts[process, :size].tobytes())
-    for process, size in enumerate(sizes)
-  ]
+  encoded = np.frombuffer(json.dumps(value).encode(), np.uint8)
+  sizes = multihost_utils.process_allgather(np.int32(encoded.size))
+  # All processes must pass arrays of the same shape.
+  padding = int(sizes.max()) - encoded.size
+  padded = np.pad(encoded, (0, padding))
+  gathered = multihost_utils.process_allgather(padded)  # [processes, bytes]
+  values = []
+  for row, size in zip(gathered, sizes, strict=True):
+    values.append(json.loads(row[:size].tobytes()))
+  return values
 
 
 def check_same(settings: Mapping[str, Any]) -> None:
-  """Refuses processes that were started with different settings. All processes call it together, and all raise.
+  """Checks that all processes were started with the same settings.
+
+  All processes must call this together, and all raise the same error.
 
   Args:
-    settings: Values (JSON) by name; a mapping's fields are settings themselves.
+    settings: values by name, of types that JSON has. Mappings may be nested.
 
   Raises:
-    UserError: naming the fields that differ, with their values.
+    UserError: naming the settings that differ, with their values.
   """
-  differing = _differences(
-    [dict(_flat(mine)) for mine in gather_objects(dict(settings))]
-  )
-  if differing:
+  settings_of_processes = []
+  for process_settings in gather_objects(dict(settings)):
+    settings_of_processes.append(dict(_flatten(process_settings)))
+  differences = _differences(settings_of_processes)
+  if differences:
     raise UserError(
-      f"the processes do not fit: {'; '.join(differing)}; start all of them with the same command"
+      f"the processes have different settings: {'; '.join(differences)}; start"
+      " all of them with the same command"
     )
 
 
 def check_same_data(data_identity: Mapping[str, int | str]) -> None:
-  """Refuses processes that read different data.
+  """Checks that all processes read the same data.
 
-  All processes call it together, and all raise. They exchange digests, and the
-  values only if the digests differ.
+  All processes must call this together, and all raise an error. They exchange
+  digests, and the values only if the digests differ.
 
   Args:
-    data_identity: Values that identify the data of this process, by name for
+    data_identity: values that identify the data of this process, by name for
       the message. For example, the sizes of files.
 
   Raises:
@@ -375,41 +526,50 @@ def check_same_data(data_identity: Mapping[str, int | str]) -> None:
   digests = gather_objects(hashlib.sha256(text.encode()).hexdigest())
   if len(set(digests)) == 1:
     return
-  differing = _differences(gather_objects(dict(data_identity)))
-  if len(differing) > _NUM_NAMED:
-    num_others = len(differing) - _NUM_NAMED
-    differing = [*differing[:_NUM_NAMED], f"and {num_others} more"]
-  places = gather_objects(f"{os.getcwd()} on {socket.gethostname()}")
-  where = [f"process 0 runs in {places[0]}"]
-  for process, place in enumerate(places):
-    if digests[process] != digests[0] and len(where) < _NUM_NAMED:
-      where.append(f"process {process} runs in {place}")
+  differences = _differences(gather_objects(dict(data_identity)))
+  if len(differences) > _MAX_NAMED:
+    num_unnamed = len(differences) - _MAX_NAMED
+    differences = [*differences[:_MAX_NAMED], f"and {num_unnamed} more"]
+
+  directories = gather_objects(f"{os.getcwd()} on {socket.gethostname()}")
+  named_directories = [f"process 0 runs in {directories[0]}"]
+  for process, directory in enumerate(directories):
+    is_different = digests[process] != digests[0]
+    if is_different and len(named_directories) < _MAX_NAMED:
+      named_directories.append(f"process {process} runs in {directory}")
   raise UserError(
-    f"the processes read different data: {'; '.join(differing)}; give all of"
+    f"the processes read different data: {'; '.join(differences)}; give all of"
     " them the same files, on a shared file system or as copies under the same"
-    f" paths (relative paths start where a process runs: {', '.join(where)})"
+    " paths (relative paths start where a process runs:"
+    f" {', '.join(named_directories)})"
   )
 
 
-def _differences(everyone: list[dict[str, Any]]) -> list[str]:
-  """Returns what differs from process 0, once per name."""
-  first, *others = everyone
-  differing: dict[str, str] = {}
-  for process, theirs in enumerate(others, start=1):
-    for name in dict.fromkeys([*first, *theirs]):
-      if first.get(name) != theirs.get(name):
-        differing.setdefault(
-          name,
-          f"{name} is {first.get(name)!r} in process 0 and {theirs.get(name)!r} in process {process}",
+def _differences(values_of_processes: list[dict[str, Any]]) -> list[str]:
+  """Returns a text for each name whose value differs from process 0's.
+
+  The text names the first process with a different value.
+  """
+  first_values = values_of_processes[0]
+  text_of_name: dict[str, str] = {}
+  for process, values in enumerate(values_of_processes[1:], start=1):
+    for name in dict.fromkeys([*first_values, *values]):
+      first_value = first_values.get(name)
+      value = values.get(name)
+      if value != first_value and name not in text_of_name:
+        text_of_name[name] = (
+          f"{name} is {first_value!r} in process 0"
+          f" and {value!r} in process {process}"
         )
-  return list(differing.values())
+  return list(text_of_name.values())
 
 
-def _flat(
+def _flatten(
   settings: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
+  """Yields the settings of nested mappings, by names such as "data.seed"."""
   for name, value in settings.items():
     if isinstance(value, Mapping):
-      yield from _flat(value, f"{prefix}{name}.")
+      yield from _flatten(value, f"{prefix}{name}.")
     else:
       yield prefix + name, value

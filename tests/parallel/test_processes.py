@@ -349,7 +349,7 @@ def kill(processes, killed):
   for index in {*range(len(codes))} - {killed}:
     assert codes[index] == 1
     assert re.match(
-      rf"error: process {index} has lost the others: .*; start all processes again with the same command to go",
+      rf"error: process {index} has lost the connection with the others: .*; start all processes again with the same command to",
       lines[index],
     )
 
@@ -511,7 +511,8 @@ def test_a_reason_is_waited_for_in_milliseconds():
     def blocking_key_value_get(self, key, timeout_in_ms):
       return f"{key}: {timeout_in_ms}"
 
-  assert processes._told(Client(), seconds=2.5) == f"{processes._ENDING}: 2500"
+  reason = processes._SharedReason(Client())
+  assert reason.wait(seconds=2.5) == f"{processes._REASON_KEY}: 2500"
 
 
 @pytest.mark.full
@@ -626,7 +627,7 @@ def test_nobody_there(overrides, tmp_path, index):
     codes, lines = processes.end(timeout=60)
   assert codes[index] == 1
   assert re.match(
-    r"error: this process could not join the others of 2 at localhost:\d+, where process 0 listens, within 1 s: .*--connect_timeout",
+    r"error: could not connect with the other processes \(2 in all; process 0 listens at localhost:\d+\) within 1 s: .*--connect_timeout",
     lines[index],
   )
 
