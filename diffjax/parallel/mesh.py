@@ -1,4 +1,10 @@
-"""The mesh of devices, each process's share of a batch, and the operations wrapped for the mesh."""
+"""The mesh of devices, and what depends on it: shares of a batch, operations.
+
+A mesh has four axes: data, fsdp, context and tensor. The data and fsdp axes
+split the batch, the context axis splits rows, and the tensor axis splits heads
+and other parts of layers. The fsdp and tensor axes also split parameters
+(parallel/rules.py).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +17,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
 
 from diffjax.config import MeshConfig, UserError
 from diffjax.ops.cross_entropy import fused_cross_entropy
@@ -29,119 +36,176 @@ AXES = ("data", "fsdp", "context", "tensor")
 def make_mesh(
   config: MeshConfig, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-  """A mesh with the axes data, fsdp, context and tensor over all devices. Only the data axis crosses between slices, so that they exchange
-  one sum of gradients a step.
+  """Returns a mesh of devices with the axes data, fsdp, context and tensor.
+
+  If the devices belong to several TPU slices, only the data axis crosses
+  between slices. Then slices exchange only one sum of gradients per step.
+
+  Args:
+    config: the sizes of the axes.
+    devices: all devices of the mesh. None for all devices that JAX has.
 
   Raises:
-    UserError: if the sizes do not multiply to the number of devices, or data is no multiple of the slices.
+    UserError: if the product of the sizes is not the number of devices, or if
+      the size of the data axis is not a multiple of the number of slices.
   """
-  devices = jax.devices() if devices is None else list(devices)
-  sizes = [getattr(config, axis) for axis in AXES]
-  fixed = math.prod(size for size in sizes if size != -1)
-  if -1 in sizes and len(devices) % fixed == 0:
-    sizes[sizes.index(-1)] = len(devices) // fixed
-  if math.prod(sizes) != len(devices):
-    given = ", ".join(
-      f"config.mesh.{axis} = {getattr(config, axis)}" for axis in AXES
+  if devices is None:
+    devices = jax.devices()
+  devices = list(devices)
+  sizes = _axis_sizes(config, len(devices))
+  axis_types = (AxisType.Auto,) * len(AXES)
+
+  num_slices = len({getattr(device, "slice_index", 0) for device in devices})
+  if num_slices == 1:
+    # An axis of the mesh follows an axis of the torus if the sizes fit. If they
+    # do not fit, two axes of the mesh may share one axis of the torus.
+    device_array = mesh_utils.create_device_mesh(
+      sizes, devices, allow_split_physical_axes=True
     )
+    return Mesh(device_array, AXES, axis_types=axis_types)
+
+  data_size = sizes[0]
+  if data_size % num_slices != 0:
     raise UserError(
-      f"{given}: the axes must multiply to the {len(devices)} devices; −1 on one axis takes what is left"
+      f"config.mesh.data = {data_size} must be a multiple of the {num_slices}"
+      " slices, because no other axis may cross between slices"
     )
-  types = (AxisType.Auto,) * len(AXES)
-  slices = len({getattr(device, "slice_index", 0) for device in devices})
-  if (
-    slices == 1
-  ):  # axes go along the torus's own where these fit, and share one where they do not
-    return Mesh(
-      mesh_utils.create_device_mesh(
-        sizes, devices, allow_split_physical_axes=True
-      ),
-      AXES,
-      axis_types=types,
-    )
-  if sizes[0] % slices:
-    raise UserError(
-      f"config.mesh.data = {sizes[0]} must be a multiple of the {slices} slices: no other axis may cross between slices"
-    )
-  within = (sizes[0] // slices, *sizes[1:])
-  across = mesh_utils.create_hybrid_device_mesh(
-    within, (slices, 1, 1, 1), devices, allow_split_physical_axes=True
+  sizes_in_slice = (data_size // num_slices, *sizes[1:])
+  device_array = mesh_utils.create_hybrid_device_mesh(
+    sizes_in_slice,
+    (num_slices, 1, 1, 1),
+    devices,
+    allow_split_physical_axes=True,
   )
-  return Mesh(across, AXES, axis_types=types)
+  return Mesh(device_array, AXES, axis_types=axis_types)
+
+
+def _axis_sizes(config: MeshConfig, num_devices: int) -> list[int]:
+  """Returns the sizes of AXES. A size of −1 becomes what fits the devices."""
+  sizes = [getattr(config, axis) for axis in AXES]
+  if -1 in sizes:
+    product_of_others = math.prod(size for size in sizes if size != -1)
+    sizes[sizes.index(-1)] = num_devices // product_of_others
+  if math.prod(sizes) != num_devices:
+    fields = [f"config.mesh.{axis} = {getattr(config, axis)}" for axis in AXES]
+    raise UserError(
+      f"{', '.join(fields)}: the sizes must multiply to the {num_devices}"
+      " devices; set one size to −1 to compute it"
+    )
+  return sizes
 
 
 def batch_share(mesh: Mesh) -> tuple[int, int]:
-  """The number of this process's share of every batch, and the number of shares. Processes that differ along context or tensor alone feed
-  the same share.
+  """Returns the number of this process's share of a batch, and of all shares.
+
+  Every batch is split into equal shares of rows. A process reads the rows that
+  its devices need. Processes that differ only along the context or tensor axis
+  read the same share.
 
   Raises:
-    UserError: if the processes' devices do not split the batch into equal parts.
+    UserError: if the processes' devices do not split a batch into equal shares.
   """
-  shares: dict[int, set[int]] = {}
+  # The data and fsdp axes split the rows of a batch into row blocks.
+  row_blocks_of_process: dict[int, set[int]] = {}
   for index, device in np.ndenumerate(mesh.devices):
-    shares.setdefault(device.process_index, set()).add(
-      index[0] * mesh.shape["fsdp"] + index[1]
-    )
-  distinct = sorted({tuple(sorted(share)) for share in shares.values()})
-  if (
-    sum(map(len, distinct)) != mesh.shape["data"] * mesh.shape["fsdp"]
-    or len(set(map(len, distinct))) > 1
-  ):
+    data_index, fsdp_index = index[:2]
+    row_block = data_index * mesh.shape["fsdp"] + fsdp_index
+    row_blocks = row_blocks_of_process.setdefault(device.process_index, set())
+    row_blocks.add(row_block)
+
+  shares = {tuple(sorted(blocks)) for blocks in row_blocks_of_process.values()}
+  share_sizes = [len(share) for share in shares]
+  num_row_blocks = mesh.shape["data"] * mesh.shape["fsdp"]
+  # Shares contain every row block. If their sizes add up to more, they overlap.
+  is_disjoint = sum(share_sizes) == num_row_blocks
+  is_equal = len(set(share_sizes)) == 1
+  if not is_disjoint or not is_equal:
     raise UserError(
-      f"config.mesh = {dict(mesh.shape)}: the devices of each process must hold whole and equal parts of the batch (data × fsdp), or "
-      "share one with other whole processes; choose sizes of which each is a multiple or a divisor of the devices a process has"
+      f"config.mesh = {dict(mesh.shape)}: cannot split the batch into equal"
+      " shares for the processes. Two processes must read the same rows or"
+      " none in common; choose sizes that are multiples or divisors of the"
+      " number of devices of a process"
     )
-  return distinct.index(tuple(sorted(shares[jax.process_index()]))), len(
-    distinct
-  )
+  local_row_blocks = row_blocks_of_process[jax.process_index()]
+  local_share = tuple(sorted(local_row_blocks))
+  return sorted(shares).index(local_share), len(shares)
 
 
 def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-  """This process's rows [rows, T] of a batch as global arrays, split over the mesh's batch axes, and each row over its context axis."""
+  """Returns a batch as global arrays, split over the mesh.
+
+  Args:
+    batch: the rows [rows, T] of this process's share, by name.
+    mesh: its data and fsdp axes split the batch, its context axis each row.
+  """
   sharding = NamedSharding(mesh, P(BATCH, LENGTH))
-  shards = mesh.shape["context"]
-  local = sorted(
-    {
-      index[2]
-      for index, device in np.ndenumerate(mesh.devices)
-      if device.process_index == jax.process_index()
-    }
-  )
+  num_shards = mesh.shape["context"]
+  local_shards = _local_context_shards(mesh)
+  arrays = {}
+  for name, rows in batch.items():
+    if num_shards > 1:
+      rows = _select_shards(rows, num_shards, local_shards)
+    arrays[name] = jax.make_array_from_process_local_data(sharding, rows)
+  return arrays
 
-  def put(rows: np.ndarray) -> jax.Array:
-    if shards > 1:
-      pieces = rows[:, balanced_order(rows.shape[1], shards)].reshape(
-        len(rows), shards, -1
-      )
-      rows = pieces[:, local].reshape(len(rows), -1)
-    return jax.make_array_from_process_local_data(sharding, rows)
 
-  return {name: put(rows) for name, rows in batch.items()}
+def _local_context_shards(mesh: Mesh) -> list[int]:
+  """Returns the indices of this process's devices along the context axis."""
+  shards = set()
+  for index, device in np.ndenumerate(mesh.devices):
+    if device.process_index == jax.process_index():
+      _, _, context_index, _ = index
+      shards.add(context_index)
+  return sorted(shards)
+
+
+def _select_shards(
+  rows: np.ndarray, num_shards: int, selected_shards: list[int]
+) -> np.ndarray:
+  """Returns the tokens of some shards along the context axis.
+
+  The shards are in balanced order: under a causal mask, all of them have the
+  same work.
+  """
+  num_rows, length = rows.shape[:2]
+  balanced_rows = rows[:, balanced_order(length, num_shards)]
+  shards = balanced_rows.reshape(num_rows, num_shards, -1)
+  return shards[:, selected_shards].reshape(num_rows, -1)
 
 
 def sharded_attention(
   mesh: Mesh, implementation: str
 ) -> Callable[..., jax.Array]:
-  """`diff_attention` with the batch, the heads and, in balanced order, the tokens sharded; it takes the same arguments.
+  """Returns `diff_attention` for arrays that are split over a mesh.
 
-  K must be a multiple of the tensor axis. Keys and values travel along the context axis; nothing else is communicated.
+  The batch and the heads are sharded, and the tokens in balanced order. The
+  size of the tensor axis must divide K. Keys and values are passed along the
+  context axis. Nothing else is communicated.
+
+  Args:
+    mesh: the mesh.
+    implementation: the name of an implementation of `diff_attention`.
 
   Raises:
-    UserError: the implementation is not known, or takes no context axis.
+    UserError: if the implementation is unknown, or if it does not support the
+      context axis.
   """
-  if implementation not in implementations.names():
+  names = implementations.names()
+  if implementation not in names:
     raise UserError(
-      f"config.model.attention_implementation = {implementation!r}: must be one of {', '.join(implementations.names())}"
+      f"config.model.attention_implementation = {implementation!r}:"
+      f" must be one of {', '.join(names)}"
     )
   if implementation == "two_call" and mesh.shape["context"] > 1:
     raise UserError(
-      "config.model.attention_implementation = 'two_call' takes no offset, which config.mesh.context needs; use 'auto' or 'chunked'"
+      "config.model.attention_implementation = 'two_call' takes no offset,"
+      f" which config.mesh.context = {mesh.shape['context']} needs; use 'auto'"
+      " or 'chunked'"
     )
-  sharding = NamedSharding(mesh, P(BATCH, LENGTH, "tensor"))
   return functools.partial(
     diff_attention,
     implementation=implementation,
-    sharding=sharding,
+    sharding=NamedSharding(mesh, P(BATCH, LENGTH, "tensor")),
     token_order="balanced",
   )
 
@@ -149,30 +213,59 @@ def sharded_attention(
 def sharded_cross_entropy(
   mesh: Mesh,
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
-  """`fused_cross_entropy` with the tokens sharded over the whole mesh: each device loops over its own. The embedding is gathered before the
-  loop, and its gradient, after it, scattered to the devices that keep it; the sums are reduced once."""
+  """Returns `fused_cross_entropy` for tokens that are split over a mesh.
+
+  Each device computes the loss of its own tokens. It gathers the embedding
+  before its loop over chunks. After the loop, the embedding's gradient is
+  scattered to the devices that store it. The loss is summed once.
+  """
   if mesh.size == 1:
     return fused_cross_entropy
+  return functools.partial(_sharded_cross_entropy, mesh)
 
-  def sharded(hidden, embedding, targets, weights, *, z_loss=0.0, chunk=None):
-    def local(hidden, embedding, targets, weights):
-      embedding = vary_like(
-        embedding, hidden
-      )  # before it is gathered, so that what is summed over data is a share of the gradient
-      for axis, name in enumerate(SPECS["embedding"]):
-        embedding = gather_parameter(embedding, axis, name, hidden.dtype)
-      return jax.lax.psum(
-        fused_cross_entropy(
-          hidden, embedding, targets, weights, z_loss=z_loss, chunk=chunk
-        ),
-        AXES,
-      )
 
-    # Along the tensor axis, which holds every token's hidden state whole, tokens are split too.
-    tokens = P(BATCH, (LENGTH, "tensor"))
-    in_specs = (tokens, SPECS["embedding"], tokens, tokens)
-    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=P())(
-      hidden, embedding, targets, weights
-    )
+def _sharded_cross_entropy(
+  mesh: Mesh,
+  hidden: Float[Array, "B T E"],
+  embedding: Float[Array, "N E"],
+  targets: Int[Array, "B T"],
+  weights: Float[Array, "B T"],
+  *,
+  z_loss: float = 0.0,
+  chunk: int | None = None,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+  """Returns the sums of `fused_cross_entropy` over all devices."""
+  # Devices along the tensor axis hold the same hidden states, so they can share
+  # the tokens.
+  tokens_spec = P(BATCH, (LENGTH, "tensor"))
+  compute_sums = jax.shard_map(
+    functools.partial(_summed_cross_entropy, z_loss=z_loss, chunk=chunk),
+    mesh=mesh,
+    in_specs=(tokens_spec, SPECS["embedding"], tokens_spec, tokens_spec),
+    out_specs=P(),
+  )
+  return compute_sums(hidden, embedding, targets, weights)
 
-  return sharded
+
+def _summed_cross_entropy(
+  hidden: Float[Array, "b t E"],
+  embedding: Float[Array, "n e"],
+  targets: Int[Array, "b t"],
+  weights: Float[Array, "b t"],
+  *,
+  z_loss: float,
+  chunk: int | None,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+  """Returns the loss of this device's tokens, summed over all devices.
+
+  This runs inside `shard_map`. `embedding` is the part that this device stores.
+  """
+  # Marked as varying before it is gathered, the embedding gets a gradient that
+  # is only this device's summand. Its sum over the data axis comes later.
+  embedding = vary_like(embedding, hidden)
+  for array_axis, mesh_axis in enumerate(SPECS["embedding"]):
+    embedding = gather_parameter(embedding, array_axis, mesh_axis, hidden.dtype)
+  sums = fused_cross_entropy(
+    hidden, embedding, targets, weights, z_loss=z_loss, chunk=chunk
+  )
+  return jax.lax.psum(sums, AXES)

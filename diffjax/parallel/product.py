@@ -1,14 +1,24 @@
-"""Matrix products with parameters that are split over fsdp: parameters are gathered before, gradients summed and scattered after.
+"""Matrix products of activations with parameters that a mesh splits.
 
-Each parameter is gathered in the compute dtype, once a layer and pass, so that its product is one product on every device. Left to XLA the
-product becomes a loop over the parameter's shards (a windowed einsum), whose partial sums are rounded and pass through memory: on TPU twice
-as slow.
+The fsdp axis splits E of a parameter. The parameter is gathered in the compute
+dtype, once per layer and pass, so its product is one product on every device.
+XLA alone would turn the product into a loop over the parts of the parameter (a
+windowed einsum). The partial sums would be rounded and would go through memory.
+On TPU that took twice as long.
 
-The gradient leaves the layer by one reduce-scatter. The sparse cores of v5p and v6e do it in float32 while the products that follow are
-computed: nothing is rounded. Elsewhere it is an exchange: every device rounds its own share, a product accumulated in float32, to the
-compute dtype once, sends each device the part that this one keeps (an all-to-all), and sums what it receives in float32. That overlaps too,
-where the compiler turns XLA's own reduce-scatter over several dimensions of the torus into an all-reduce, twice the bytes, for which
-everything waits. Where an exchange would take longer than that, which `exchanges` knows, XLA's own sums in the compute dtype.
+A gradient is summed over the fsdp axis and split over it again, in one of three
+ways:
+
+  Sparse cores (v5p and v6e): a reduce-scatter in float32. They run it while
+    the next products are computed. Nothing is rounded.
+  Exchange: each device computes its summand of the gradient in float32, rounds
+    it to the compute dtype once, and sends every device the part that this one
+    stores (an all-to-all). The receiver sums in float32. This also overlaps
+    with computation.
+  XLA's reduce-scatter in the compute dtype: for meshes on which an exchange
+    would take longer (see `exchanges`). Over several dimensions of the torus,
+    the compiler turns it into an all-reduce. That sends twice as many bytes,
+    and all computation waits for it.
 """
 
 from __future__ import annotations
@@ -20,7 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -28,171 +38,257 @@ from diffjax.int8 import dequantised
 from diffjax.ops.linear import linear
 from diffjax.parallel.rules import BATCH, LENGTH, SPECS
 
+# The mesh axis that splits each axis of an array, or None.
+MeshAxes = tuple[str | None, ...]
+
+# Up to this size of the fsdp axis an exchange takes less time than an
+# all-reduce. All that it sends crosses the middle of the torus.
+_MAX_EXCHANGE_FSDP = 64
+# On larger v5e slices the compiler does not overlap an exchange with
+# computation. It calls them slices of limited ICI.
+_MAX_EXCHANGE_CHIPS_V5E = 16
+
 
 def product(
   x: Float[Array, "B T *inputs"], parameter: Float[Array, "..."], name: str
 ) -> Float[Array, "B T *outputs"]:
-  """x W in x's dtype: the sum over the inputs of a layer's parameter, [E, *outputs] or [*inputs, E].
+  """Returns x W in the dtype of x. The product sums over all inputs.
 
-  Without a mesh, or on one device, it is `linear`.
+  Without a mesh, or on one device, this is `linear`.
 
   Args:
-    x: activations; the tensor axis splits those of their axes that it splits of the parameter.
-    parameter: one layer's, float32 or of `diffjax.int8`; the fsdp axis splits E.
-    name: the parameter's, in diffjax/parameters.py.
+    x: activations. The tensor axis splits the same inputs of x and W.
+    parameter: W of one layer, [E, *outputs] or [*inputs, E], in float32 or
+      quantized by `diffjax.int8`. The fsdp axis splits E.
+    name: the parameter's name in diffjax/parameters.py.
   """
-  parameter = dequantised(parameter)
-  split = SPECS[name][1:]
-  if _is_split():
-    return _product(
-      x, parameter, (*split, *[None] * (parameter.ndim - len(split)))
-    )
-  inputs = x.shape[2:]
-  w = parameter.reshape(math.prod(inputs), -1)
-  return linear(x.reshape(*x.shape[:2], -1), w).reshape(
-    *x.shape[:2], *parameter.shape[len(inputs) :]
-  )
+  w = dequantised(parameter)
+  if _is_mesh_active():
+    layer_axes = SPECS[name][1:]
+    num_unsplit = w.ndim - len(layer_axes)
+    mesh_axes = (*layer_axes, *[None] * num_unsplit)
+    return _sharded_product(x, w, mesh_axes)
+
+  batch, length, *input_shape = x.shape
+  output_shape = w.shape[len(input_shape) :]
+  matrix = w.reshape(math.prod(input_shape), -1)
+  y = linear(x.reshape(batch, length, -1), matrix)
+  return y.reshape(batch, length, *output_shape)
 
 
 def gather_and_cast(
   parameter: Float[Array, "..."], name: str, dtype: Any
 ) -> Float[Array, "..."]:
-  """A layer's parameter in the compute dtype, gathered along the fsdp axis; along the tensor axis it stays split."""
-  return (
-    _whole(parameter, SPECS[name][1:], dtype)
-    if _is_split()
-    else parameter.astype(dtype)
-  )
+  """Returns a layer's parameter in a dtype, gathered along the fsdp axis.
+
+  The tensor axis still splits it.
+
+  Args:
+    parameter: the parameter of one layer.
+    name: its name in diffjax/parameters.py.
+    dtype: the compute dtype.
+  """
+  if not _is_mesh_active():
+    return parameter.astype(dtype)
+  return _gather_over_fsdp(parameter, SPECS[name][1:], dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def gather_parameter(
   shard: Float[Array, "..."], axis: int, name: str, dtype: Any
 ) -> Float[Array, "..."]:
-  """Inside `shard_map`: the shards of all devices along a mesh axis, in a dtype, whose gradient is summed as a layer's is.
+  """Returns the shards of all devices along a mesh axis, joined.
+
+  This is for code inside `shard_map`. The gradient is summed in the same way as
+  the gradient of a layer's parameter.
 
   Args:
-    shard: this device's.
-    axis: of the array, along which it is split.
+    shard: the shard of this device.
+    axis: the axis of the array that is split.
     name: the mesh axis.
-    dtype: what is sent, there and back.
+    dtype: the dtype of the result. Shards and gradients are sent in it.
   """
   return lax.all_gather(shard.astype(dtype), name, axis=axis, tiled=True)
 
 
-def _gather_forward(shard, axis, name, dtype):
-  return gather_parameter(shard, axis, name, dtype), jnp.empty(0, shard.dtype)
+def _gather_parameter_forward(
+  shard: Float[Array, "..."], axis: int, name: str, dtype: Any
+) -> tuple[Array, Array]:
+  empty = jnp.empty(0, shard.dtype)  # The backward pass needs only the dtype.
+  return gather_parameter(shard, axis, name, dtype), empty
 
 
-def _gather_backward(axis, name, dtype, like, gradient):
-  return (_sum_scattered(gradient, axis, name).astype(like.dtype),)
+def _gather_parameter_backward(
+  axis: int, name: str, dtype: Any, empty: Array, gradient: Array
+) -> tuple[Array]:
+  shard_gradient = _sum_and_scatter(gradient, axis, name)
+  return (shard_gradient.astype(empty.dtype),)
 
 
-gather_parameter.defvjp(_gather_forward, _gather_backward)
+gather_parameter.defvjp(_gather_parameter_forward, _gather_parameter_backward)
 
 
-def uses_sparse_cores(mesh: Mesh | jax.sharding.AbstractMesh) -> bool:
-  """True where sparse cores gather parameters and sum gradients during computation, by the options of training/program.py: v5p and v6e. v5e
-  has none; those of v4 and v7x were not tried."""
+def uses_sparse_cores(mesh: Mesh | AbstractMesh) -> bool:
+  """Returns whether sparse cores gather parameters and sum gradients.
+
+  They do on v5p and v6e, with the compiler options of training/program.py. They
+  work while the chip computes. v5e has no sparse cores. The sparse cores of v4
+  and v7x were not tried.
+  """
   return _device_kind(mesh) in ("TPU v5", "TPU v5p", "TPU v6 lite")
 
 
-def exchanges(mesh: Mesh | jax.sharding.AbstractMesh) -> bool:
-  """True if an exchange sums gradients on this mesh. Otherwise XLA's own reduce-scatter does: in float32 on sparse cores, elsewhere in the
-  compute dtype.
+def exchanges(mesh: Mesh | AbstractMesh) -> bool:
+  """Returns whether an exchange sums gradients on this mesh.
 
-  What an exchange sends crosses the middle of the torus, so that it takes longer than even an all-reduce between many devices; and on v5e
-  slices of more than 16 chips (in the compiler's words, of limited ICI) computation would wait for it.
+  Otherwise, XLA's reduce-scatter sums them: in float32 on sparse cores, and in
+  the compute dtype elsewhere.
   """
   if uses_sparse_cores(mesh):
     return False
   if _device_kind(mesh) in ("TPU v5 lite", "TPU v5e"):
-    return mesh.size <= 16
-  return mesh.shape["fsdp"] <= 64
+    return mesh.size <= _MAX_EXCHANGE_CHIPS_V5E
+  return mesh.shape["fsdp"] <= _MAX_EXCHANGE_FSDP
 
 
-def _device_kind(mesh: Mesh | jax.sharding.AbstractMesh) -> str | None:
-  device = (
-    mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-  ).abstract_device
-  return device.device_kind if device is not None else None
+def _device_kind(mesh: Mesh | AbstractMesh) -> str | None:
+  """Returns the kind of a mesh's devices, or None if it is not known."""
+  abstract_mesh = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+  device = abstract_mesh.abstract_device
+  if device is None:
+    return None
+  return device.device_kind
 
 
-def _share_dtype(dtype: Any) -> Any:
-  """Inside `shard_map`: the dtype in which a device sends its share of a gradient that it computes in `dtype`."""
-  return (
-    jnp.promote_types(jnp.float32, dtype)
-    if uses_sparse_cores(jax.sharding.get_abstract_mesh())
-    else dtype
-  )
+def _summand_dtype(dtype: Any) -> Any:
+  """Returns the dtype in which a device sends its summand of a gradient.
+
+  Args:
+    dtype: the compute dtype.
+  """
+  if uses_sparse_cores(jax.sharding.get_abstract_mesh()):
+    return jnp.promote_types(jnp.float32, dtype)
+  return dtype
 
 
-def _sum_scattered(
+def _sum_and_scatter(
   x: Float[Array, "..."], axis: int, name: str
 ) -> Float[Array, "..."]:
-  """Inside `shard_map`: the sum of all devices' x, float32, of which each keeps its part of an axis."""
-  dtype = jnp.promote_types(jnp.float32, x.dtype)
+  """Returns this device's part of the sum of x over devices, in float32.
+
+  This is for code inside `shard_map`.
+
+  Args:
+    x: this device's summand.
+    axis: the axis of x that is split into one part per device.
+    name: the mesh axis to sum over.
+  """
+  sum_dtype = jnp.promote_types(jnp.float32, x.dtype)
   if not exchanges(jax.sharding.get_abstract_mesh()):
-    return lax.psum_scatter(
-      x.astype(_share_dtype(x.dtype)), name, scatter_dimension=axis, tiled=True
-    ).astype(dtype)
-  devices = lax.axis_size(name)
-  parts = x.reshape(*x.shape[:axis], devices, -1, *x.shape[axis + 1 :])
-  parts = (
-    lax.all_to_all(parts, name, axis, axis, tiled=True)
-    if devices > 1
-    else parts
-  )
-  return jnp.sum(parts.astype(dtype), axis=axis)
+    summand = x.astype(_summand_dtype(x.dtype))
+    total = lax.psum_scatter(summand, name, scatter_dimension=axis, tiled=True)
+    return total.astype(sum_dtype)
+
+  # [*axes, size, *axes] → [*axes, devices, size / devices, *axes]
+  num_devices = lax.axis_size(name)
+  parts = x.reshape(*x.shape[:axis], num_devices, -1, *x.shape[axis + 1 :])
+  if num_devices > 1:
+    # Afterwards, the parts are this device's part of all devices' summands.
+    parts = lax.all_to_all(parts, name, axis, axis, tiled=True)
+  return jnp.sum(parts.astype(sum_dtype), axis=axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(
-  x: Float[Array, "B T *inputs"],
-  w: Float[Array, "..."],
-  split: tuple[str | None, ...],
+def _sharded_product(
+  x: Float[Array, "B T *inputs"], w: Float[Array, "..."], mesh_axes: MeshAxes
 ) -> Float[Array, "B T *outputs"]:
-  return jnp.tensordot(x, _whole(w, split, x.dtype), x.ndim - 2)
+  """Returns x W for a W that a mesh splits.
+
+  Args:
+    x: activations.
+    w: a layer's parameter, [*inputs, *outputs].
+    mesh_axes: the mesh axis of each axis of W. One of them is fsdp.
+  """
+  gathered_w = _gather_over_fsdp(w, mesh_axes, x.dtype)
+  num_inputs = x.ndim - 2
+  return jnp.tensordot(x, gathered_w, num_inputs)
 
 
-def _product_forward(x, w, split):
-  return _product(x, w, split), (x, w)
+def _sharded_product_forward(
+  x: Float[Array, "B T *inputs"], w: Float[Array, "..."], mesh_axes: MeshAxes
+) -> tuple[Array, tuple[Array, Array]]:
+  return _sharded_product(x, w, mesh_axes), (x, w)
 
 
-def _product_backward(split, saved, dy):
-  x, w = saved
-  inputs, kept = (
-    x.ndim - 2,
-    tuple(None if axis == "fsdp" else axis for axis in split),
+def _sharded_product_backward(
+  mesh_axes: MeshAxes,
+  residuals: tuple[Array, Array],
+  dy: Float[Array, "B T *outputs"],
+) -> tuple[Array, Array]:
+  """Returns dx = dy Wᵀ and dW = xᵀ dy."""
+  x, w = residuals
+  num_inputs = x.ndim - 2
+  # The fsdp axis splits E of W, but the batch of activations.
+  activation_axes = _without_fsdp(mesh_axes)
+  x_spec = P(BATCH, LENGTH, *activation_axes[:num_inputs])
+  dy_spec = P(BATCH, LENGTH, *activation_axes[num_inputs:])
+  compute_dw = jax.shard_map(
+    functools.partial(_summed_dw, fsdp_axis=mesh_axes.index("fsdp")),
+    in_specs=(x_spec, dy_spec),
+    out_specs=P(*mesh_axes),
   )
+  dw = compute_dw(x, dy)
 
-  def local(x, dy):
-    dw = jnp.tensordot(
-      x, dy, ((0, 1), (0, 1)), preferred_element_type=_share_dtype(x.dtype)
-    )
-    return lax.psum(
-      _sum_scattered(dw, split.index("fsdp"), "fsdp"), ("data", LENGTH)
-    )
+  gathered_w = _gather_over_fsdp(w, mesh_axes, x.dtype)
+  output_axes_of_dy = tuple(range(2, dy.ndim))
+  output_axes_of_w = tuple(range(num_inputs, w.ndim))
+  dx = jnp.tensordot(dy, gathered_w, (output_axes_of_dy, output_axes_of_w))
+  return dx, dw.astype(w.dtype)
 
-  specs = P(BATCH, LENGTH, *kept[:inputs]), P(BATCH, LENGTH, *kept[inputs:])
-  dw = jax.shard_map(local, in_specs=specs, out_specs=P(*split))(x, dy)
-  outputs = tuple(range(2, dy.ndim)), tuple(range(inputs, w.ndim))
-  return jnp.tensordot(dy, _whole(w, split, x.dtype), outputs), dw.astype(
-    w.dtype
+
+_sharded_product.defvjp(_sharded_product_forward, _sharded_product_backward)
+
+
+def _summed_dw(
+  x: Float[Array, "b t *inputs"],
+  dy: Float[Array, "b t *outputs"],
+  *,
+  fsdp_axis: int,
+) -> Float[Array, "..."]:
+  """Returns this device's part of dW = xᵀ dy, summed over all tokens.
+
+  This runs inside `shard_map`.
+
+  Args:
+    x: activations of this device's tokens.
+    dy: gradients of this device's tokens.
+    fsdp_axis: the axis of W that the fsdp axis splits.
+  """
+  batch_and_length = (0, 1)
+  summand = jnp.tensordot(
+    x,
+    dy,
+    (batch_and_length, batch_and_length),
+    preferred_element_type=_summand_dtype(x.dtype),
   )
+  dw = _sum_and_scatter(summand, fsdp_axis, "fsdp")
+  return lax.psum(dw, ("data", LENGTH))
 
 
-_product.defvjp(_product_forward, _product_backward)
+def _gather_over_fsdp(
+  parameter: Float[Array, "..."], mesh_axes: MeshAxes, dtype: Any
+) -> Float[Array, "..."]:
+  """Returns a parameter in a dtype, which the fsdp axis no longer splits."""
+  spec = P(*_without_fsdp(mesh_axes))
+  return lax.with_sharding_constraint(parameter.astype(dtype), spec)
 
 
-def _whole(parameter: jax.Array, split: Any, dtype: Any) -> jax.Array:
-  return lax.with_sharding_constraint(
-    parameter.astype(dtype),
-    P(*(None if axis == "fsdp" else axis for axis in split)),
-  )
+def _without_fsdp(mesh_axes: MeshAxes) -> MeshAxes:
+  """Returns the mesh axes with None in place of fsdp."""
+  return tuple(None if axis == "fsdp" else axis for axis in mesh_axes)
 
 
-def _is_split() -> bool:
-  """True while tracing for a mesh with an fsdp axis and several devices."""
+def _is_mesh_active() -> bool:
+  """Returns whether a mesh with several devices and an fsdp axis is set."""
   mesh = jax.sharding.get_abstract_mesh()
   return "fsdp" in mesh.axis_names and mesh.size > 1

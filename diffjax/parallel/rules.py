@@ -1,7 +1,12 @@
-"""The mesh axes that split arrays: parameters by the letters of their axes (diffjax/parameters.py), activations by name."""
+"""Sharding rules: which mesh axis splits which axis of an array.
+
+The rules for parameters use the letters of their axes (diffjax/parameters.py).
+The rules for activations use the names that the model gives their axes.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -11,10 +16,12 @@ from jax.sharding import PartitionSpec as P
 from diffjax.config import UserError
 from diffjax.parameters import FIELDS, PARAMETERS, Parameter
 
-# Mesh axes that split the batch, and a row.
-BATCH, LENGTH = ("data", "fsdp"), "context"
+# The mesh axes that split a batch.
+BATCH = ("data", "fsdp")
+# The mesh axis that splits each row of a batch.
+LENGTH = "context"
 
-# Activations by the names the model gives their axes (flax's logical axis rules).
+# The mesh axes of an activation's axes, as Flax's logical axis rules.
 ACTIVATIONS = (
   ("batch", BATCH),
   ("length", LENGTH),
@@ -22,8 +29,8 @@ ACTIVATIONS = (
   ("ffn", "tensor"),
 )
 
-# The mesh axis that splits an axis of a parameter, by its letter; the others stay whole.
-_SPLIT = {
+# The mesh axes of a parameter's axes. Other letters are not split.
+_MESH_AXES = {
   "E": "fsdp",
   "H": "tensor",
   "Q": "tensor",
@@ -34,53 +41,79 @@ _SPLIT = {
 
 
 def _spec(parameter: Parameter) -> P:
-  """The mesh axis of each axis: E of matrices over fsdp, so that its devices hold equal shares; heads, feed-forward columns and vocabulary
-  over tensor. A vector of width E stays whole."""
-  if parameter.axes.strip("L") == "E":
+  """Returns the mesh axes that split a parameter.
+
+  The fsdp axis splits E of matrices, so all of its devices store equal parts.
+  The tensor axis splits heads, feed-forward columns and the vocabulary. Vectors
+  of width E are not split.
+  """
+  if parameter.axes in ("E", "LE"):
     return P()
-  split = [_SPLIT.get(axis) for axis in parameter.axes]
-  while split and split[-1] is None:
-    split.pop()
-  return P(*split)
+  mesh_axes = [_MESH_AXES.get(letter) for letter in parameter.axes]
+  while mesh_axes and mesh_axes[-1] is None:
+    mesh_axes.pop()
+  return P(*mesh_axes)
 
 
 SPECS = {name: _spec(parameter) for name, parameter in PARAMETERS.items()}
 
 
 def heads_sharding(params: dict[str, Any]) -> NamedSharding | None:
-  """How arrays [rows, heads, …] lie beside a model's parameters: heads over the tensor axis of their mesh. None on one device."""
+  """Returns the sharding of arrays [rows, heads, …] for a model's mesh.
+
+  The tensor axis splits the heads.
+
+  Args:
+    params: the model's parameters.
+
+  Returns:
+    The sharding, or None if the parameters are on one device.
+  """
   sharding = getattr(params["embedding"], "sharding", None)
-  return (
-    NamedSharding(sharding.mesh, P(None, "tensor"))
-    if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
-    else None
-  )
+  if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+    return None
+  return NamedSharding(sharding.mesh, P(None, "tensor"))
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
-  """Shardings of a state: arrays named in SPECS (parameters, and the optimizer's arrays of the same name and rank) by the
-  table, everything else replicated.
+  """Returns a tree with the sharding of each array of a state.
+
+  Arrays with a name in SPECS are split. These are the parameters, and the
+  optimizer's arrays with the name and the rank of a parameter. All other arrays
+  are replicated.
 
   Raises:
-    UserError: if an axis of an array cannot be split evenly.
+    UserError: if a mesh axis does not divide the array axis that it splits.
   """
+  leaf_sharding = functools.partial(_leaf_sharding, mesh)
+  return jax.tree_util.tree_map_with_path(leaf_sharding, tree)
 
-  def sharding(path, leaf):
-    names = [
-      entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)
-    ]
-    spec = SPECS.get(names[-1], P()) if names else P()
-    if (
-      len(spec) > leaf.ndim
-    ):  # the optimizer's scalar stand-ins for arrays it does not treat
-      spec = P()
-    for number, (size, axis) in enumerate(zip(leaf.shape, spec, strict=False)):
-      if axis is not None and size % mesh.shape[axis]:
-        field = FIELDS[PARAMETERS[names[-1]].axes[number]]
-        raise UserError(
-          f"config.mesh.{axis} = {mesh.shape[axis]} does not divide the {size} of {'/'.join(names)} {leaf.shape}; "
-          f"choose a divisor of config.model.{field}"
-        )
-    return NamedSharding(mesh, spec)
 
-  return jax.tree_util.tree_map_with_path(sharding, tree)
+def _leaf_sharding(
+  mesh: Mesh, path: tuple[Any, ...], leaf: Any
+) -> NamedSharding:
+  """Returns the sharding of one array, which the keys of its path name."""
+  keys = []
+  for entry in path:
+    if isinstance(entry, jax.tree_util.DictKey):
+      keys.append(entry.key)
+  if not keys or keys[-1] not in SPECS:
+    return NamedSharding(mesh, P())
+
+  name = keys[-1]
+  spec = SPECS[name]
+  if len(spec) > leaf.ndim:
+    # Optimizers have scalars in place of the arrays that they do not treat.
+    return NamedSharding(mesh, P())
+  for axis, mesh_axis in enumerate(spec):
+    if mesh_axis is None:
+      continue
+    size = leaf.shape[axis]
+    if size % mesh.shape[mesh_axis] != 0:
+      letter = PARAMETERS[name].axes[axis]
+      raise UserError(
+        f"config.mesh.{mesh_axis} = {mesh.shape[mesh_axis]} does not divide"
+        f" the {size} of {'/'.join(keys)} {leaf.shape};"
+        f" choose a divisor of config.model.{FIELDS[letter]}"
+      )
+  return NamedSharding(mesh, spec)

@@ -346,7 +346,7 @@ def test_each_process_feeds_its_share(shape, processes, shares, monkeypatch):
 
 def test_shares_that_are_not_equal_are_refused(monkeypatch):
   with pytest.raises(
-    UserError, match="must hold whole and equal parts of the batch"
+    UserError, match="cannot split the batch into equal shares"
   ):
     batch_share(fake_mesh((4, 1, 1, 1), [0, 0, 0, 1]))
 
