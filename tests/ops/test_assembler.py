@@ -157,7 +157,7 @@ def test_an_old_assembler_is_not_trusted(machine, jax_takes, release, trusted):
 def test_an_old_assembler_is_named(machine, jax_takes, release, named):
   jax_takes(release)
   assert assembler.refusal() == (
-    f"needs ptxas 13.3 or newer, and JAX takes that of CUDA {named} here, which"
+    f"needs ptxas 13.3 or newer, and JAX uses ptxas of CUDA {named} here, which"
     " can corrupt products; pip install 'diffjax[cuda]'"
   )
 
@@ -184,7 +184,7 @@ def test_nvjitlink_is_not_trusted(
   assert (said is None) == trusted
   if not trusted:
     assert said == (
-      f"needs ptxas, and JAX {jax.__version__} takes nvJitLink, which ignores"
+      f"needs ptxas, and JAX {jax.__version__} uses nvJitLink, which ignores"
       " the kernels' register counts and makes them spill;"
       " pip install 'diffjax[cuda]', which brings JAX 0.11"
     )

@@ -18,8 +18,8 @@ import sys
 
 import jax
 
-# Older ones can silently corrupt a matrix product with an operand in registers,
-# as all of these kernels have.
+# The oldest safe release of CUDA. Before it, ptxas can silently corrupt matrix
+# products with an operand in registers. All kernels here have such products.
 SAFE = (13, 3)
 # The first JAX that assembles kernels with nvJitLink. It compiles them for
 # linking, where setmaxnreg is ignored: the forward, dQ and dK/dV kernels of V1
@@ -29,7 +29,7 @@ _REMEDY = "pip install 'diffjax[cuda]'"
 
 
 def version(path: str | pathlib.Path) -> tuple[int, ...]:
-  """Returns a ptxas's version, as (13, 5, 37); () if it does not run."""
+  """Returns the version of ptxas as (13, 5, 37), or () if it does not run."""
   try:
     process = subprocess.run(
       [str(path), "--version"], capture_output=True, text=True, timeout=60
@@ -39,11 +39,11 @@ def version(path: str | pathlib.Path) -> tuple[int, ...]:
   match = re.search(r"\bV(\d+(?:\.\d+)*)", process.stdout)
   if match is None:
     return ()
-  return tuple(map(int, match[1].split(".")))
+  return tuple(int(number) for number in match[1].split("."))
 
 
 def packaged() -> pathlib.Path | None:
-  """Returns the ptxas of the package nvidia-cuda-nvcc, if it is installed."""
+  """Returns ptxas of the package nvidia-cuda-nvcc, or None without it."""
   for folder in sys.path:
     path = pathlib.Path(folder, "nvidia/cu13/bin/ptxas").absolute()
     if path.is_file():
@@ -52,12 +52,12 @@ def packaged() -> pathlib.Path | None:
 
 
 def prefer_packaged() -> None:
-  """Puts the packaged ptxas first on PATH if the one on PATH is too old.
+  """Puts the packaged ptxas first on PATH if PATH has no safe one.
 
-  Nothing else changes which ptxas assembles Pallas's kernels: neither CUDA_ROOT
-  and CUDA_HOME nor XLA's flags do. XLA looks it up when the process compiles
-  its first kernel, so a change before that is in time. Call this only where a
-  GPU kernel is about to be compiled: no other process needs another PATH.
+  Only PATH changes which ptxas assembles Pallas's kernels. CUDA_ROOT, CUDA_HOME
+  and XLA's flags do not. XLA looks ptxas up when the process compiles its first
+  kernel, so PATH must change before that. Call this only if a GPU kernel is
+  about to be compiled, because no other process needs a different PATH.
   """
   path = packaged()
   if path is None or version(path) < SAFE:
@@ -70,13 +70,13 @@ def prefer_packaged() -> None:
 
 
 def release() -> tuple[int, int]:
-  """Returns the CUDA release of the assembler that JAX takes, as (13, 5).
+  """Returns the CUDA release of the assembler that JAX uses, such as (13, 5).
 
   JAX reports only the newest PTX version that the assembler supports. PTX 9.5
   belongs to CUDA 13.5. For CUDA 12 the minor version is not exact.
 
   Raises:
-    Exception: JAX has no compiler for GPUs, or finds no assembler.
+    Exception: if JAX has no compiler for GPUs, or finds no assembler.
   """
   from jax._src.lib import mosaic_gpu
 
@@ -87,7 +87,7 @@ def release() -> tuple[int, int]:
 
 
 def is_loaded(library: str) -> bool:
-  """Returns True if this process has loaded a library of that name."""
+  """Returns True if this process has loaded the library, such as "libcuda"."""
   try:
     mapped = pathlib.Path("/proc/self/maps").read_text(encoding="utf-8")
   except OSError:  # not Linux
@@ -96,7 +96,7 @@ def is_loaded(library: str) -> bool:
 
 
 def is_nvjitlink_loaded() -> bool:
-  """Returns True if nvJitLink is loaded, as it is once `release` has found it."""
+  """Returns True if nvJitLink is loaded. `release` loads it if it can."""
   return is_loaded("libnvJitLink")
 
 
@@ -104,8 +104,8 @@ def is_nvjitlink_loaded() -> bool:
 def refusal() -> str | None:
   """Returns why the kernels cannot use the assembler, or None if they can.
 
-  It calls `prefer_packaged` first, which may change PATH. The reason continues a
-  sentence that begins with "pallas_gpu".
+  The reason continues a sentence that begins with "pallas_gpu". This calls
+  `prefer_packaged` first, which may change PATH.
   """
   needed = f"needs ptxas {'.'.join(map(str, SAFE))} or newer"
   prefer_packaged()
@@ -115,14 +115,15 @@ def refusal() -> str | None:
     first_line = (str(error) or repr(error)).splitlines()[0]
     return f"{needed}, and JAX finds none ({first_line}); {_REMEDY}"
   if (major, minor) < SAFE:
+    # The minor version is exact only for new releases.
     name = f"{major}.{minor}" if major >= SAFE[0] else str(major)
     return (
-      f"{needed}, and JAX takes that of CUDA {name} here, which can corrupt"
+      f"{needed}, and JAX uses ptxas of CUDA {name} here, which can corrupt"
       f" products; {_REMEDY}"
     )
   if jax.__version_info__ >= _NVJITLINK_SINCE and is_nvjitlink_loaded():
     return (
-      f"needs ptxas, and JAX {jax.__version__} takes nvJitLink, which ignores"
+      f"needs ptxas, and JAX {jax.__version__} uses nvJitLink, which ignores"
       " the kernels' register counts and makes them spill;"
       f" {_REMEDY}, which brings JAX 0.11"
     )

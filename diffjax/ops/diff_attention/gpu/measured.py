@@ -1,7 +1,9 @@
-"""The implementation that was measured to be the fastest, by GPU and shape: measured.json, where there is one.
+"""The implementation that was measured to be the fastest, by GPU and shape.
 
-`python -m benchmarks.gpu` writes such a table, from times of forward + backward; what is committed here, `auto` takes. The table holds
-causal self-attention, by the kind of device, then by kind, D, packed rows and T. A shape that it does not hold has no measured choice.
+`auto` reads the table measured.json, which `python -m benchmarks.gpu` writes
+from times of forward plus backward passes. For each kind of device, the table
+has entries by kind of attention, D, packed rows and T. All entries are causal
+self-attention. Other shapes have no measured choice.
 """
 
 from __future__ import annotations
@@ -15,53 +17,77 @@ import jax
 
 from diffjax.ops.diff_attention.mask import Mask
 
+# The table. It does not exist before anything is measured.
 TABLE = pathlib.Path(__file__).with_name("measured.json")
-KINDS = {
-  (2, 2, 2): "v1",
-  (2, 1, 1): "v2",
-  (1, 1, 1): "plain",
-}  # by G, M and V/D
-BUCKETS = (
-  64,
-  128,
-)  # widths of queries that were measured; the kernels pad others to the next one
+# The kinds of attention by (G, M, V/D).
+KINDS = {(2, 2, 2): "v1", (2, 1, 1): "v2", (1, 1, 1): "plain"}
+# The measured D. The kernels pad other widths to the next one.
+BUCKETS = (64, 128)
 
 
 def fastest(
   device_kind: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask
 ) -> str | None:
-  """The measured choice: of the longest measured length up to this one, since a kernel gains with length. None if there is none."""
-  G, D = q.shape[3:]
-  kind = (
-    KINDS.get((G, k.shape[3], v.shape[-1] // D))
-    if v.shape[-1] % D == 0
-    else None
-  )
-  plain = (
+  """Returns the fastest implementation by measurement, or None without one.
+
+  The result is the choice for the longest measured T that is not longer than
+  this one, because a kernel that is faster at one length is also faster at
+  longer ones.
+
+  Args:
+    device_kind: the kind of GPU, as JAX names it.
+    q: queries [B, T, Q, G, D].
+    k: keys [B, S, K, M, D].
+    v: values [B, S, K, V].
+    mask: the mask.
+  """
+  num_maps, head_dim = q.shape[3:]
+  num_key_maps = k.shape[3]
+  value_dim = v.shape[-1]
+  width = bucket(head_dim)
+  if width is None or value_dim % head_dim != 0:
+    return None
+  kind = KINDS.get((num_maps, num_key_maps, value_dim // head_dim))
+  if kind is None or not _is_causal_self_attention(mask):
+    return None
+
+  longest: dict[str, Any] | None = None
+  for entry in table().get(device_kind, ()):
+    is_same_kind = entry["kind"] == kind and entry["D"] == width
+    if not is_same_kind or entry["packed"] != mask.segments:
+      continue
+    if entry["T"] > mask.q_length:
+      continue
+    if longest is None or entry["T"] > longest["T"]:
+      longest = entry
+  if longest is None:
+    return None
+  return longest["implementation"]
+
+
+def _is_causal_self_attention(mask: Mask) -> bool:
+  return (
     mask.causal
     and mask.window is None
     and mask.offset == 0
     and mask.q_length == mask.kv_length
   )
-  if kind is None or not plain or (width := bucket(D)) is None:
-    return None
-  wanted = (kind, width, mask.segments)
-  entries = [
-    x
-    for x in table().get(device_kind, ())
-    if (x["kind"], x["D"], x["packed"]) == wanted and x["T"] <= mask.q_length
-  ]
-  return (
-    max(entries, key=lambda x: x["T"])["implementation"] if entries else None
-  )
 
 
-def bucket(D: int) -> int | None:
-  """The measured width that stands for D; None beyond the last one."""
-  return next((width for width in BUCKETS if D <= width), None)
+def bucket(head_dim: int) -> int | None:
+  """Returns the measured D that stands for a D, or None if D is too large."""
+  for width in BUCKETS:
+    if head_dim <= width:
+      return width
+  return None
 
 
 @functools.cache
 def table() -> dict[str, list[dict[str, Any]]]:
-  """Entries of kind, D, packed, T and implementation, by the kind of device. Empty before anything was measured."""
-  return json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {}
+  """Returns the table's entries by kind of device. Empty without a table.
+
+  An entry has kind, D, packed, T and implementation.
+  """
+  if not TABLE.exists():
+    return {}
+  return json.loads(TABLE.read_text(encoding="utf-8"))
