@@ -96,7 +96,7 @@ def _axis_sizes(config: MeshConfig, num_devices: int) -> list[int]:
 
 
 def batch_share(mesh: Mesh) -> tuple[int, int]:
-  """Returns the number of this process's share of a batch, and of all shares.
+  """Returns the index of this process's share of a batch, and the share count.
 
   Every batch is split into equal shares of rows. A process reads the rows that
   its devices need. Processes that differ only along the context or tensor axis

@@ -107,6 +107,7 @@ def connected(
       f" {coordinator})"
     )
 
+  # While JAX connects, its C++ code may abort the process.
   terminator = _Terminator(
     f"could not connect with {peers} within {timeout} s: start all processes"
     " with the same --coordinator and --num_processes, and check that they can"
@@ -121,12 +122,15 @@ def connected(
     yield
     return
 
+  # From now on, the connected processes end together.
   member = _Member(
     distributed.global_state.process_id,
     _SharedReason(distributed.global_state.client),
     terminator,
   )
-  terminator.abort_message = member.lost_connection("see JAX's message above")
+  terminator.abort_message = member.lost_connection_message(
+    "see JAX's message above"
+  )
   watcher = threading.Thread(
     target=member.end_with_others, name="diffjax-processes", daemon=True
   )
@@ -338,7 +342,7 @@ class _Member:
     self._shared_reason = shared_reason
     self._terminator = terminator
 
-  def lost_connection(self, detail: str) -> str:
+  def lost_connection_message(self, detail: str) -> str:
     """Returns the message if another process ended without a reason."""
     return (
       f"process {self._process_id} has lost the connection with the others:"
@@ -381,7 +385,7 @@ class _Member:
     if reason:
       self._end(reason, reason)
     if any(word in str(error) for word in _LOST_CONNECTION_WORDS):
-      self._terminator.end(self.lost_connection(_first_line(error)))
+      self._terminator.end(self.lost_connection_message(_first_line(error)))
     traceback.print_exception(error)
     self._end_all(f"{type(error).__name__}: {error}")
 

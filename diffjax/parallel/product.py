@@ -114,8 +114,9 @@ def gather_parameter(
 def _gather_parameter_forward(
   shard: Float[Array, "..."], axis: int, name: str, dtype: Any
 ) -> tuple[Array, Array]:
-  empty = jnp.empty(0, shard.dtype)  # The backward pass needs only the dtype.
-  return gather_parameter(shard, axis, name, dtype), empty
+  gathered = gather_parameter(shard, axis, name, dtype)
+  # The backward pass needs only the dtype of the shard.
+  return gathered, jnp.empty(0, shard.dtype)
 
 
 def _gather_parameter_backward(
@@ -193,7 +194,8 @@ def _sum_and_scatter(
   num_devices = lax.axis_size(name)
   parts = x.reshape(*x.shape[:axis], num_devices, -1, *x.shape[axis + 1 :])
   if num_devices > 1:
-    # Afterwards, the parts are this device's part of all devices' summands.
+    # Each device sends a part to every device. Afterwards, it has its own part
+    # of every device's summand.
     parts = lax.all_to_all(parts, name, axis, axis, tiled=True)
   return jnp.sum(parts.astype(sum_dtype), axis=axis)
 

@@ -214,7 +214,7 @@ def test_sums_over_devices_round_nothing(sparse_cores, monkeypatch):
 
 @pytest.mark.parametrize("sparse_cores", [False, True])
 def test_sums_of_a_gathers_gradient_round_nothing(sparse_cores, monkeypatch):
-  """As above, of `gather`: eight devices' shares of 1 + 2⁻⁷ in bfloat16."""
+  """As above, of `gather_parameter`: eight devices' shares of 1 + 2⁻⁷ in bfloat16."""
   monkeypatch.setattr(
     "diffjax.parallel.product.uses_sparse_cores", lambda mesh: sparse_cores
   )

@@ -147,57 +147,13 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
   factor, q = logits.logit_factor(options.scale, arrays.q)
   padded = _pad(arrays._replace(q=q))
   sizes = _padded_sizes(arrays, padded)
-  dtype = padded.q.dtype
-
-  # The maps that each pass over the keys computes together.
-  passes: tuple[tuple[int, ...], ...] = (tuple(range(sizes.G)),)
-  if sizes.G == 2 and sizes.V > _MAX_VALUE_DIM_FOR_TWO_MAPS:
-    passes = ((1,), (0,))  # first A₂V, which is then subtracted
-  num_key_maps = max(
-    len(kernel_forward.key_maps_of(maps, sizes.M)) for maps in passes
-  )
-
-  # Queries of all maps, and a buffer for the output, stay in shared memory.
-  stationary_elements = _TILE * (sizes.G * sizes.D + sizes.V)
-  # A slot holds a block of values, and of keys for each map of a pass.
-  slot_elements = BLOCK * (num_key_maps * sizes.D + sizes.V)
-  num_slots = shared_memory.max_slots(
-    _HALF_BYTES * stationary_elements, _HALF_BYTES * slot_elements
-  )
-
+  kernel = _make_forward_kernel(mask, options, factor, sizes, q.dtype)
   ranges = blocks.block_ranges(
     mask,
     arrays.offset,
     arrays.q_ids,
     arrays.kv_ids,
     blocks_per_tile=NUM_CONSUMERS,
-  )
-  out_type = ((sizes.B, sizes.T, sizes.H, sizes.V), dtype)
-  noise_out_type = None
-  lse_type = None
-  if options.save:
-    lse_type = ((sizes.B, sizes.H, sizes.G, sizes.T), jnp.float32)
-    if sizes.G == 2:
-      noise_out_type = out_type
-  kernel = _make_kernel(
-    functools.partial(kernel_forward.forward, mask, factor, passes, num_slots),
-    options,
-    f"diff_attention_forward_{variant_name(sizes.G, sizes.M)}",
-    grid=(sizes.H, sizes.T // _TILE, sizes.B),
-    outputs=(out_type, noise_out_type, lse_type),
-    scratch=dict(
-      q_smem=shared_memory.tiled_smem(
-        (NUM_CONSUMERS, sizes.G, BLOCK, sizes.D), dtype
-      ),
-      k_smem=shared_memory.tiled_smem(
-        (num_slots, num_key_maps, BLOCK, sizes.D), dtype
-      ),
-      v_smem=shared_memory.tiled_smem((num_slots, BLOCK, sizes.V), dtype),
-      out_smem=shared_memory.tiled_smem((NUM_CONSUMERS, BLOCK, sizes.V), dtype),
-      q_ready=plgpu.Barrier(num_arrivals=sizes.G, num_barriers=NUM_CONSUMERS),
-      **_ring_barriers("k", num_slots, num_loads=num_key_maps),
-      **_ring_barriers("v", num_slots, num_loads=1),
-    ),
   )
   out, noise_out, lse = kernel(*padded, ranges)
 
@@ -209,6 +165,57 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
   if lse is not None:
     lse = lse[..., :length]
   return Saved(out, noise_out, lse)
+
+
+def _make_forward_kernel(
+  mask: Mask, options: Options, factor: float, sizes: _Sizes, dtype: Any
+) -> Callable[..., Any]:
+  """Returns the forward kernel. Queries are stationary, keys are streamed."""
+  # The maps that each pass over the keys computes together.
+  passes: tuple[tuple[int, ...], ...]
+  if sizes.G == 2 and sizes.V > _MAX_VALUE_DIM_FOR_TWO_MAPS:
+    passes = ((1,), (0,))  # first A₂V, which is then subtracted
+  else:
+    passes = (tuple(range(sizes.G)),)
+  key_maps_per_slot = max(
+    len(kernel_forward.key_maps_of(maps, sizes.M)) for maps in passes
+  )
+
+  # Queries of all maps, and a buffer for the output, stay in shared memory.
+  stationary_elements = _TILE * (sizes.G * sizes.D + sizes.V)
+  # A slot holds a block of values, and of keys for each map of a pass.
+  slot_elements = BLOCK * (key_maps_per_slot * sizes.D + sizes.V)
+  num_slots = shared_memory.max_slots(
+    _HALF_BYTES * stationary_elements, _HALF_BYTES * slot_elements
+  )
+
+  out_type = ((sizes.B, sizes.T, sizes.H, sizes.V), dtype)
+  noise_out_type = None
+  lse_type = None
+  if options.save:
+    lse_type = ((sizes.B, sizes.H, sizes.G, sizes.T), jnp.float32)
+    if sizes.G == 2:
+      noise_out_type = out_type
+  return _make_kernel(
+    functools.partial(kernel_forward.forward, mask, factor, passes, num_slots),
+    options,
+    f"diff_attention_forward_{variant_name(sizes.G, sizes.M)}",
+    grid=(sizes.H, sizes.T // _TILE, sizes.B),
+    outputs=(out_type, noise_out_type, lse_type),
+    scratch=dict(
+      q_smem=shared_memory.tiled_smem(
+        (NUM_CONSUMERS, sizes.G, BLOCK, sizes.D), dtype
+      ),
+      k_smem=shared_memory.tiled_smem(
+        (num_slots, key_maps_per_slot, BLOCK, sizes.D), dtype
+      ),
+      v_smem=shared_memory.tiled_smem((num_slots, BLOCK, sizes.V), dtype),
+      out_smem=shared_memory.tiled_smem((NUM_CONSUMERS, BLOCK, sizes.V), dtype),
+      q_ready=plgpu.Barrier(num_arrivals=sizes.G, num_barriers=NUM_CONSUMERS),
+      **_ring_barriers("k", num_slots, num_loads=key_maps_per_slot),
+      **_ring_barriers("v", num_slots, num_loads=1),
+    ),
+  )
 
 
 def _backward(
@@ -224,11 +231,13 @@ def _backward(
   # The kernels read λ from `vectors`.
   padded = _pad(arrays._replace(q=q, lam=None))
   sizes = _padded_sizes(arrays, padded)
+  d_out = pad_axis(d_out, 1, sizes.T)
+  d_out = pad_axis(d_out, 3, sizes.V)
   inputs = _BackwardInputs(
     q=padded.q,
     k=padded.k,
     v=padded.v,
-    d_out=pad_axis(pad_axis(d_out, 1, sizes.T), 3, sizes.V),
+    d_out=d_out,
     vectors=vectors,
     q_ids=padded.q_ids,
     kv_ids=padded.kv_ids,
@@ -238,7 +247,7 @@ def _backward(
     blocks.block_ranges, mask, arrays.offset, arrays.q_ids, arrays.kv_ids
   )
   d_q_kernel = _make_d_q_kernel(mask, options, factor, sizes, inputs)
-  d_q = d_q_kernel(*inputs, get_ranges(blocks_per_tile=NUM_CONSUMERS))[0]
+  (d_q,) = d_q_kernel(*inputs, get_ranges(blocks_per_tile=NUM_CONSUMERS))
   # Both consumers work on the same block of keys.
   d_kv_kernel = _make_d_kv_kernel(mask, options, factor, sizes, inputs)
   d_k, d_v = d_kv_kernel(

@@ -282,15 +282,15 @@ class PartialBlocks(NamedTuple):
     has_window = mask.window is not None
     # Segments may begin and end anywhere.
     if keys_are_stationary:
-      # The first queries that see a block of keys are the earliest ones under a
-      # causal mask. Padding needs no mask: gradients of padded keys are dropped
-      # and padded queries have a weight of 0.
+      # Under a causal mask, the first queries that see a block of keys see only
+      # some of them. Padding needs no mask: gradients of padded keys are not
+      # used, and padded queries have weights of 0.
       return cls(
         before_full=mask.segments or mask.causal or has_window,
         after_full=mask.segments or has_window,
       )
-    # The last keys that a block of queries sees are the latest ones under a
-    # causal mask, or padding.
+    # Under a causal mask, some queries of a block do not see the last keys. The
+    # last block of keys may also contain padding.
     has_padding = mask.kv_length % BLOCK > 0
     return cls(
       before_full=mask.segments or has_window,
