@@ -368,15 +368,21 @@ class _DVLoop(_DKVLoop):
   query_limits: tuple[Any, Any]
 
   def run(self, acc: Float[Array, "keys V"]) -> Float[Array, "keys V"]:
-    """Returns acc plus dV of the head."""
-    mask = self.thread_block.mask
+    """Returns acc plus dV of the head.
+
+    `fold` loops over the head's blocks of queries. It calls `begin` for the
+    first one, `step` for all others, and `finish` at the end.
+    """
+    partial_blocks = blocks.PartialBlocks.of(
+      self.thread_block.mask, keys_are_stationary=True
+    )
     state = self.ranges.fold(
-      blocks.PartialBlocks.of(mask, keys_are_stationary=True),
-      self.begin,
-      self.step,
-      self.finish,
-      self.skip,
-      _DVState(acc, self.no_weights()),
+      partial_blocks=partial_blocks,
+      begin=self.begin,
+      step=self.step,
+      finish=self.finish,
+      skip=self.skip,
+      initial_state=_DVState(acc, self.no_weights()),
     )
     return state.acc
 
@@ -390,14 +396,14 @@ class _DVLoop(_DKVLoop):
     thread_block = self.thread_block
     num_maps = thread_block.num_maps
     step = self.ring_step(block)
-    acc, signal_weights = self._signal_turn(is_full, block, state)
+    acc, signal_weights = self._compute_signal_weights(is_full, block, state)
     if num_maps == 1:
       thread_block.query_ring.release(step)
     rounded_weights = signal_weights.astype(jnp.float16)
     self._pass_weights(0, rounded_weights)
     weights = signal_weights
     if num_maps == 2:
-      noise_weights = self._noise_turn(is_full, block)
+      noise_weights = self._compute_noise_weights(is_full, block)
       thread_block.query_ring.release(step)
       self._pass_weights(1, noise_weights.astype(jnp.float16))
       # The signal map's weights waited rounded, in half as many registers.
@@ -417,10 +423,19 @@ class _DVLoop(_DKVLoop):
     self.thread_block.d_out_ring.release(last_step)
     return state._replace(acc=acc)
 
-  def _signal_turn(
+  def _compute_signal_weights(
     self, is_full: bool, block: jax.Array, state: _DVState
   ) -> tuple[Float[Array, "keys V"], Float[Array, "keys queries"]]:
-    """Computes A₁, and adds the previous block's weights · dO to dV.
+    """Computes A₁ of a block, and meanwhile the previous block's part of dV.
+
+    The tensor cores start two products: QKᵀ of this block, and the product of
+    the previous block's weights with its dO. The softmax of this block is
+    computed while the second product continues.
+
+    Args:
+      is_full: whether the block needs no mask.
+      block: the index of the block of queries.
+      state: dV, and the weights of the previous block.
 
     Returns:
       The new accumulator of dV, and A₁.
@@ -432,13 +447,13 @@ class _DVLoop(_DKVLoop):
     lse = self.vector(0, step)
     operands = self._logits_operands(0, block)
     epilogue = functools.partial(self._signal_weights, is_full, block, lse)
-    if state.weights is None:
+    if state.weights is None:  # There is no previous block.
       _, [weights] = wgmma.matmul_with_epilogue([operands], epilogue)
       d_out_ring.wait(step)
       return state.acc, weights
 
     pending = wgmma.PendingProduct(
-      state.acc, state.weights, self.d_out(step - 1)
+      acc=state.acc, a=state.weights, b=self.d_out(step - 1)
     )
     zeros = layouts.full((BLOCK, BLOCK), 0, layouts.matrix())
     acc, [weights] = wgmma.matmul_with_epilogue(
@@ -451,7 +466,7 @@ class _DVLoop(_DKVLoop):
     d_out_ring.release(step - 1)
     return acc, weights
 
-  def _noise_turn(
+  def _compute_noise_weights(
     self, is_full: bool, block: jax.Array
   ) -> Float[Array, "keys queries"]:
     """Computes −λA₂."""
@@ -553,12 +568,12 @@ class _DKLoop(_DKVLoop):
     # The weights that arrive are already masked.
     no_partial_blocks = blocks.PartialBlocks(False, False)
     state = self.ranges.fold(
-      no_partial_blocks,
-      self.begin,
-      self.step,
-      self.finish,
-      self.skip,
-      _DKState(accs, self.no_weights()),
+      partial_blocks=no_partial_blocks,
+      begin=self.begin,
+      step=self.step,
+      finish=self.finish,
+      skip=self.skip,
+      initial_state=_DKState(accs, self.no_weights()),
     )
     return state.accs
 

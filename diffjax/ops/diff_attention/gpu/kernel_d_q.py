@@ -362,12 +362,12 @@ class _SequentialDQLoop(_DQLoop):
   def run(self) -> list[Float[Array, "rows D"]]:
     """Returns dS K of each map."""
     return self.ranges.fold(
-      self.partial_blocks,
-      self.begin,
-      self.step,
-      self.finish,
-      self.skip,
-      self.zero_gradients(),
+      partial_blocks=self.partial_blocks,
+      begin=self.begin,
+      step=self.step,
+      finish=self.finish,
+      skip=self.skip,
+      initial_state=self.zero_gradients(),
     )
 
   def begin(
@@ -422,12 +422,12 @@ class _OverlappedDQLoop(_DQLoop):
     dtype = self.thread_block.arrays.q.dtype
     initial_state = _DQState(accs, no_d_logits.astype(dtype))
     state = self.ranges.fold(
-      self.partial_blocks,
-      self.begin,
-      self.step,
-      self.finish,
-      self.skip,
-      initial_state,
+      partial_blocks=self.partial_blocks,
+      begin=self.begin,
+      step=self.step,
+      finish=self.finish,
+      skip=self.skip,
+      initial_state=initial_state,
     )
     return state.accs
 

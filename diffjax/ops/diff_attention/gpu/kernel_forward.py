@@ -350,12 +350,12 @@ class _ForwardPass:
       weights=no_weights.astype(arrays.q.dtype),
     )
     return self.ranges.fold(
-      blocks.PartialBlocks.of(self.thread_block.mask),
-      self.begin,
-      self.step,
-      self.finish,
-      self.skip,
-      initial_state,
+      partial_blocks=blocks.PartialBlocks.of(self.thread_block.mask),
+      begin=self.begin,
+      step=self.step,
+      finish=self.finish,
+      skip=self.skip,
+      initial_state=initial_state,
     )
 
   def begin(self, block: jax.Array, state: _ForwardState) -> _ForwardState:

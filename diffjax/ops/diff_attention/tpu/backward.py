@@ -256,21 +256,26 @@ def _row_arrays(
 
 
 def _call_sizes(blocks: Blocks, R: int, T: int) -> tuple[int, int]:
-  """Returns the query heads of a key head, and the rows, that a call takes.
+  """Returns how many query heads and rows one call of the kernel processes.
 
-  dQ of all rows of a call stays in vector memory, which holds
-  `blocks.resident` of them. A call takes all rows of as many heads as fit, or a
-  part of the rows of one head.
+  A call keeps dQ of all its rows in vector memory, which holds
+  `blocks.resident` rows. It processes all rows of as many heads as fit. If not
+  even one head fits, it processes some of the head's rows.
+
+  Args:
+    blocks: the block sizes of the kernel.
+    R: the number of query heads per key head.
+    T: the number of rows of a head.
   """
   padded_rows = round_up(T, blocks.q)
   heads_per_call = 1
   for heads in range(2, R + 1):
     if R % heads == 0 and heads * padded_rows <= blocks.resident:
       heads_per_call = heads
-  # At least one block, and a multiple of it.
-  resident_blocks = blocks.resident // heads_per_call // blocks.q
-  rows_per_call = max(blocks.q, resident_blocks * blocks.q)
-  return heads_per_call, min(padded_rows, rows_per_call)
+  # A multiple of the block, and at least one block.
+  max_rows = blocks.resident // heads_per_call // blocks.q * blocks.q
+  rows_per_call = max(blocks.q, min(padded_rows, max_rows))
+  return heads_per_call, rows_per_call
 
 
 @dataclasses.dataclass(frozen=True)

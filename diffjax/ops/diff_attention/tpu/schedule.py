@@ -231,10 +231,15 @@ class Schedule:
   def moving_blocks(
     self, scalars: Scalars, b: Scalar, stationary: Scalar
   ) -> tuple[Scalar, Scalar]:
-    """Returns the first and the last moving block that may be visible.
+    """Returns the first and the last block that must be loaded.
 
-    No block is visible if the last lies before the first. `b` is a row of the
-    batch, and `stationary` the number of the stationary block.
+    They are blocks of keys if the queries are stationary, and else of queries.
+    If the last lies before the first, none must be loaded.
+
+    Args:
+      scalars: the visible blocks, if they depend on data.
+      b: row of the batch.
+      stationary: index of the stationary block.
     """
     if scalars.first_blocks is None or scalars.last_blocks is None:
       return _moving_blocks_by_position(
@@ -247,14 +252,24 @@ class Schedule:
   def span_to_load(
     self, scalars: Scalars, b: Scalar, stationary: Scalar, step: Scalar
   ) -> Scalar:
-    """Returns the number of the span that a step of the grid loads.
+    """Returns the index of the span that a step of the grid loads.
 
-    Steps after the last visible span keep that span, so nothing is loaded.
+    A span is a group of consecutive moving blocks. Step 0 loads the first span
+    with a visible block, step 1 the next one, and so on. Later steps return the
+    last visible span again. It is in memory already, so nothing is loaded.
+
+    Args:
+      scalars: the visible blocks, if they depend on data.
+      b: row of the batch.
+      stationary: index of the stationary block.
+      step: index of the step, counted from 0 for each stationary block.
     """
     first_block, last_block = self.moving_blocks(scalars, b, stationary)
     first_span = block_index(first_block, self.span)
     last_span = block_index(last_block, self.span)
-    return jnp.minimum(first_span + step, jnp.maximum(last_span, 0))
+    # It is −1 if no block is visible, and an index must not be negative.
+    last_span = jnp.maximum(last_span, 0)
+    return jnp.minimum(first_span + step, last_span)
 
   def for_each_moving_block(
     self,
@@ -400,9 +415,9 @@ class Schedule:
   ) -> None:
     """Runs the visible sub-tiles of a strip, which all have masks.
 
-    A strip has one sub-tile for each part of the moving block. If more than
-    half of them are visible, all run without conditions, because they then
-    overlap in time. Otherwise, each has a condition.
+    A strip is a row of sub-tiles. If more than half of them are visible, all
+    run without conditions, because they then overlap in time. Otherwise, each
+    has a condition.
 
     All strips of a tile share this code, in a loop. That keeps kernels small.
     """
@@ -488,16 +503,24 @@ class Schedule:
 def _moving_blocks_by_position(
   mask: Mask, blocks: Blocks, keys_move: bool, stationary: Scalar
 ) -> tuple[Scalar, Scalar]:
-  """Returns the first and last moving block that positions leave visible."""
+  """Returns the first and the last block that one block needs, by position.
+
+  Args:
+    mask: the mask. Its offset is an int.
+    blocks: the sizes of blocks of queries and of keys.
+    keys_move: True for the keys that a block of queries sees (forward). False
+      for the queries that see a block of keys (backward).
+    stationary: index of that block of queries or of keys.
+  """
   if keys_move:
     first_position = mask.known_offset + stationary * blocks.q
     last_position = first_position + blocks.q - 1
-    first, last = mask.keys_of(first_position, last_position)
-    return block_index(first, blocks.kv), block_index(last, blocks.kv)
+    first_key, last_key = mask.keys_of(first_position, last_position)
+    return block_index(first_key, blocks.kv), block_index(last_key, blocks.kv)
   first_key = stationary * blocks.kv
-  last_key = (stationary + 1) * blocks.kv - 1
-  first, last = mask.rows_of(first_key, last_key)
-  return block_index(first, blocks.q), block_index(last, blocks.q)
+  last_key = first_key + blocks.kv - 1
+  first_row, last_row = mask.rows_of(first_key, last_key)
+  return block_index(first_row, blocks.q), block_index(last_row, blocks.q)
 
 
 def _id_range(
@@ -568,7 +591,7 @@ def make_schedule(
   # At most blocks.span, and such that the spans are as equal as possible.
   span = pl.cdiv(num_moving, pl.cdiv(num_moving, blocks.span))
   if mask.offset != PER_ROW:
-    steps = _steps_by_position(mask, blocks, keys_move, num_stationary, span)
+    steps = _max_spans(mask, blocks, keys_move, num_stationary, span)
   else:
     steps = pl.cdiv(num_moving, span)
     if mask.window is not None:
@@ -586,25 +609,36 @@ def make_schedule(
   )
 
 
-def _steps_by_position(
+def _max_spans(
   mask: Mask, blocks: Blocks, keys_move: bool, num_stationary: int, span: int
 ) -> int:
-  """Returns the largest number of spans that a stationary block sees."""
-  steps = 1
+  """Returns the most spans that any stationary block must load, at least 1.
+
+  Args:
+    mask: the mask. Its offset is an int.
+    blocks: the sizes of blocks of queries and of keys.
+    keys_move: whether the stationary blocks are queries, and keys are loaded.
+    num_stationary: the number of stationary blocks.
+    span: the number of blocks that are loaded together.
+  """
+  max_spans = 1
   for stationary in range(num_stationary):
     first_block, last_block = _moving_blocks_by_position(
       mask, blocks, keys_move, stationary
     )
     first_span = block_index(first_block, span)
     last_span = block_index(last_block, span)
-    steps = max(steps, last_span - first_span + 1)
-  return steps
+    max_spans = max(max_spans, last_span - first_span + 1)
+  return max_spans
 
 
 def _steps_of_window(
   mask: Mask, blocks: Blocks, keys_move: bool, span: int
 ) -> int:
-  """Returns a bound on the spans that a window leaves, for any offset."""
+  """Returns a bound on the spans that a stationary block loads with a window.
+
+  The bound holds for all offsets. A span has `span` moving blocks.
+  """
   stationary_size, moving_size = blocks.kv, blocks.q
   if keys_move:
     stationary_size, moving_size = blocks.q, blocks.kv
