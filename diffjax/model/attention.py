@@ -56,7 +56,8 @@ class HeadSizes(NamedTuple):
 class MaskArguments(NamedTuple):
   """The arguments of `attention_fn` that select the keys of each query.
 
-  A variant that calls `attention_fn` passes them on as keyword arguments:
+  `Attention.attend` passes them on as keyword arguments, and so does a variant
+  that calls `attention_fn` without it:
 
     self.attention_fn(q, k, v, lam, **mask.keywords())
 
@@ -284,7 +285,7 @@ class Attention(nn.Module):
     )
     heads = self.compute_heads(q, k, v, lam, mask)  # [B, T, H, V]
     heads = self.scale_heads(heads, x, lambda_init)  # [B, T, H, V]
-    return self.project("out", heads, (E,), scale=self.out_scale)
+    return self.project("out", heads, (E,), scale=self.out_scale)  # [B, T, E]
 
   def compute_lambda(
     self, x: Float[Array, "B T E"], lambda_init: LambdaInit
@@ -305,7 +306,8 @@ class Attention(nn.Module):
     Applies attention, and then an RMSNorm to each head if `head_norm` is set.
 
     Args:
-      q: queries after RoPE. The last of the G maps of a group is its noise map.
+      q: queries after RoPE. If G is 2 or more, a group's last map is its noise
+        map.
       k: keys after RoPE. M is 2 if noise maps have their own keys.
       v: values.
       lam: the result of `compute_lambda`.
