@@ -166,14 +166,24 @@ def _decode_on_mesh(
   window: int | None,
   scale: float,
 ) -> Float[Array, "B T H V"]:
-  """Runs the implementation on each device, for its own sequences and heads."""
+  """Returns attention, where each device decodes its own sequences and heads.
+
+  Args:
+    decode: the implementation, which runs inside `shard_map`.
+    inputs: the arrays of all devices.
+    layout: the mesh axes that split B (axis 0 of the layout) and H (axis 1).
+    window: how many keys a token sees. None for all.
+    scale: factor on q·k.
+  """
   batch, _, num_heads = inputs.q.shape[:3]
   num_pages, num_kv_heads = inputs.k.shape[:2]
+  # The shards of an axis must be equal. Pages are split like the sequences that
+  # own them, and key heads like query heads.
   batch_sizes = {"B": batch}
   if inputs.block_tables is not None:
     batch_sizes["P"] = num_pages
-  layout.check(0, batch_sizes)
-  layout.check(1, {"H": num_heads, "K": num_kv_heads})
+  layout.check(axis=0, sizes=batch_sizes)
+  layout.check(axis=1, sizes={"H": num_heads, "K": num_kv_heads})
 
   def decode_shard(*arrays: jax.Array | None) -> Float[Array, "B T H V"]:
     return decode(DecodeInputs._make(arrays), window=window, scale=scale)

@@ -22,6 +22,8 @@ def check_cache(
   Raises:
     ValueError: if an argument has a wrong type, dtype or shape.
   """
+  # With one new token per sequence, q may lack the axis T of tokens. A cache
+  # with block tables is a pool of P pages.
   query_axes = "B Q G D"
   if getattr(q, "ndim", None) == 5:
     query_axes = "B T Q G D"
@@ -29,11 +31,11 @@ def check_cache(
   if block_tables is not None:
     cache_axes = "P K S"
   is_quantised = getattr(k, "dtype", None) == jnp.int8
-  cache_dtype = None  # q's dtype
+  cache_dtype = None  # must equal q's dtype
   if is_quantised:
     cache_dtype = jnp.int8
-  axes = (query_axes, f"{cache_axes} M·D", f"{cache_axes} V")
-  check_arrays(q, k, v, axes, cache_dtype)
+  layouts = (query_axes, f"{cache_axes} M·D", f"{cache_axes} V")
+  check_arrays(q, k, v, layouts, stored=cache_dtype)
 
   batch = q.shape[0]
   num_groups, num_maps, width = q.shape[-3:]
@@ -78,7 +80,13 @@ def check_lengths(lengths: Any, batch: int) -> None:
 
 
 def _check_key_width(k: Any, num_maps: int, width: int) -> None:
-  """Raises ValueError unless k has keys for one map or for both."""
+  """Raises ValueError unless k has keys for one map or for both.
+
+  Args:
+    k: the cached keys [P, K, S, M·D].
+    num_maps: G, the maps of a query group. 1 in plain attention.
+    width: D, the width of a query.
+  """
   if num_maps == 1:
     widths = [width]
     expected = f"D = {width}"
@@ -114,7 +122,13 @@ def _check_block_tables(block_tables: Any, batch: int) -> None:
 def _check_scales(
   cache_name: str, scales: Any, expected_shape: tuple[int, int]
 ) -> None:
-  """Raises ValueError unless there is a factor for each page and head."""
+  """Raises ValueError unless there is a factor for each page and head.
+
+  Args:
+    cache_name: "k" or "v", for the message.
+    scales: the factors of the int8 cache, k_scale or v_scale.
+    expected_shape: (P, K), the numbers of pages and of key heads.
+  """
   is_valid = (
     isinstance(scales, ARRAYS)
     and scales.dtype == jnp.float32

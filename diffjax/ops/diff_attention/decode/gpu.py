@@ -58,21 +58,24 @@ def decode_attention_gpu(
   """
   _check_support(inputs)
   batch, _, num_heads, num_maps, _ = inputs.q.shape
-  num_kv_heads, value_width = inputs.k.shape[1], inputs.v.shape[-1]
-  num_rows = num_heads // num_kv_heads  # R: there is one new token
+  num_kv_heads = inputs.k.shape[1]
+  value_width = inputs.v.shape[-1]
+  heads_per_kv_head = num_heads // num_kv_heads
+  num_rows = heads_per_kv_head  # R, since each sequence has one new token
 
   factor, q = logit_factor(scale, inputs.q)
   map_outputs = _attend_in_splits(
     stack_queries(q, inputs.k, num_rows),
     inputs.k,
     inputs.v,
-    inputs.first_positions + 1,
+    lengths=inputs.first_positions + 1,  # the new token is the last one
     window=window,
     factor=factor,
   )  # [B, K, G·R, V]
   map_outputs = map_outputs.reshape(
     batch, num_kv_heads, num_maps, num_rows, value_width
   )
+  # On the axis of maps, 0 is the signal map and 1 is the noise map.
   out = map_outputs[:, :, 0]  # [B, K, R, V]
   if inputs.lam is not None:
     lam = inputs.lam.reshape(batch, num_kv_heads, num_rows, 1)
@@ -127,6 +130,9 @@ def _attend_in_splits(
 
   A sequence that sees no key gets zeros. If S, X and V are not multiples of 64,
   the cache is padded, which copies it for every token.
+
+  The keys of a sequence are divided into splits. A thread block of the kernel
+  reads one split.
 
   Args:
     q: up to 64 queries per key head.
@@ -202,12 +208,17 @@ def _add_splits(
 ) -> Float[Array, "B K n V"]:
   """Returns the softmax outputs over the keys of all splits.
 
-  The sums of a split are relative to its own maximum, Σ 2^(logit − maximum).
-  The factor 2^(maximum − largest maximum) makes them relative to the largest
-  one.
+  A split is a part of a sequence's keys. Its sums are relative to its own
+  maximum, Σ 2^(logit − maximum). The factor 2^(maximum − largest maximum) makes
+  them relative to the largest maximum of all splits.
+
+  Args:
+    value_sums: Σ 2^(logit − maximum) · v for each split.
+    maxima: the largest logit of each split.
+    weight_sums: Σ 2^(logit − maximum) for each split.
   """
-  maximum = jnp.max(maxima, axis=2, keepdims=True)
-  correction = jnp.exp2(maxima - maximum)
+  largest_maximum = jnp.max(maxima, axis=2, keepdims=True)
+  correction = jnp.exp2(maxima - largest_maximum)
   weight_sum = jnp.sum(weight_sums * correction, axis=2)[..., None]
   value_sum = jnp.sum(value_sums * correction[..., None], axis=2)
   # A query that sees no key has sums of 0, and gets an output of 0.
@@ -268,8 +279,9 @@ def _kernel(
 ) -> None:
   """Writes the sums of one split, for one sequence and key head.
 
-  One warpgroup copies blocks of keys and values to shared memory, and the other
-  one attends to them.
+  A split is the part of a sequence's keys that one thread block reads. It has
+  two warpgroups: one copies blocks of keys and values to shared memory, and the
+  other one attends to them.
   """
   num_splits = value_sums_ref.shape[2]
   split = _split_of_thread_block(lengths_ref, window, num_splits)
@@ -296,6 +308,16 @@ def _kernel(
 def _split_of_thread_block(
   lengths_ref, window: int | None, num_splits: int
 ) -> _Split:
+  """Returns the part of the cache that this thread block reads.
+
+  The visible keys of a sequence are in blocks of 64. Its splits get equally
+  many of these blocks, except that the last ones may get fewer, or none.
+
+  Args:
+    lengths_ref: the number of tokens of each sequence.
+    window: how many of them the new token sees. None for all.
+    num_splits: the number of splits of a sequence.
+  """
   number = lax.axis_index("splits")
   head = lax.axis_index("heads")
   batch = lax.axis_index("batch")
@@ -304,8 +326,8 @@ def _split_of_thread_block(
   if window is not None:
     first_key = lax.max(length - window, jnp.int32(0))
 
-  # The blocks from `first_block` to `stop_block` hold all visible keys. Each
-  # split gets equally many of them, rounded up, and the last ones what is left.
+  # The blocks `first_block` to `stop_block − 1` hold all visible keys. Both
+  # divisions below round up.
   first_block = lax.div(first_key, jnp.int32(BLOCK))
   stop_block = lax.div(length + (BLOCK - 1), jnp.int32(BLOCK))
   num_blocks = stop_block - first_block
@@ -315,9 +337,9 @@ def _split_of_thread_block(
   start = lax.min(first_block + number * blocks_per_split, stop_block)
   stop = lax.min(start + blocks_per_split, stop_block)
   return _Split(
-    batch,
-    head,
-    number,
+    batch=batch,
+    head=head,
+    number=number,
     first_key=first_key,
     stop_key=length,
     start_block=start,
@@ -326,7 +348,11 @@ def _split_of_thread_block(
 
 
 def _load_blocks(split: _Split, shared: _SharedMemory, k_ref, v_ref) -> None:
-  """Copies the keys and values of the split to the slots of the ring."""
+  """Copies the keys and values of the split to shared memory, block by block.
+
+  Shared memory has a ring of slots for a few blocks. A slot is filled again
+  when the other warpgroup has read its block.
+  """
 
   @pl.loop(split.start_block, split.stop_block)
   def _load_block(block):
@@ -345,7 +371,14 @@ def _load_blocks(split: _Split, shared: _SharedMemory, k_ref, v_ref) -> None:
 def _attend_to_blocks(
   split: _Split, shared: _SharedMemory, factor: float
 ) -> _OnlineSoftmax:
-  """Returns the softmax over the visible keys of the split."""
+  """Returns the sums of the softmax over the visible keys of the split.
+
+  Args:
+    split: the blocks to read.
+    shared: the queries, and the slots where the other warpgroup puts the keys
+      and values of one block after the other.
+    factor: the factor on q·k.
+  """
   value_width = shared.v.shape[-1]
   state = _OnlineSoftmax(
     value_sum=layouts.full((BLOCK, value_width), 0, layouts.matrix()),
@@ -407,14 +440,22 @@ def _clear_hidden_values(
   """Replaces values of a block that the sequence does not see by 0.
 
   They may be NaN or infinite, and 0·NaN is NaN.
+
+  Args:
+    split: the keys that the sequence sees.
+    v_smem: the values in shared memory, [slots, 64, V].
+    slot: the slot of the block.
+    first_key: the position of the block's first key.
   """
   rows = layouts.block_iota(layouts.row())
   positions = layouts.broadcast_over_columns(rows, (BLOCK, BLOCK)) + first_key
   is_visible = (positions >= split.first_key) & (positions < split.stop_key)
-  # Columns are processed in pieces. All at once would need the registers that
-  # hold the sums.
+  # The columns are processed 64 at a time. All at once would need the registers
+  # that hold the sums.
   for column in range(0, v_smem.shape[-1], BLOCK):
-    piece_ref = v_smem.at[slot, :, pl.ds(column, BLOCK)]
-    values = plgpu.load(piece_ref, layout=layouts.matrix())
-    piece_ref[...] = jnp.where(is_visible, values, 0)
+    columns_ref = v_smem.at[slot, :, pl.ds(column, BLOCK)]
+    values = plgpu.load(columns_ref, layout=layouts.matrix())
+    columns_ref[...] = jnp.where(is_visible, values, 0)
+  # The tensor cores read shared memory asynchronously. This makes the writes
+  # visible to them.
   plgpu.commit_smem()

@@ -48,13 +48,21 @@ def stack_queries(
   If each map has its own keys (M = 2), the last axis of k has the keys of both
   maps, [k₁, k₂]. The queries become [q₁, 0] and [0, q₂]. One product with k
   then gives the logits of both maps, and k is neither sliced nor copied.
+
+  Args:
+    q: queries of the new tokens. On axis G, 0 is the signal map and 1 is the
+      noise map.
+    k: the cached keys. Only their shape is used.
+    rows_per_map: at least R, the number of tokens times query heads per key
+      head. Kernels round R up to whole tiles.
   """
   batch, tokens, num_heads, num_maps, width = q.shape
   num_kv_heads = k.shape[1]
   num_key_maps = k.shape[3] // width
   heads_per_kv_head = num_heads // num_kv_heads
-  num_rows = tokens * heads_per_kv_head
+  num_rows = tokens * heads_per_kv_head  # R
 
+  # Bring the queries of a key head together: [B, K, R, G, D].
   q = q.reshape(batch, tokens, num_kv_heads, heads_per_kv_head, num_maps, width)
   q = q.swapaxes(1, 2)  # [B, K, T, H/K, G, D]
   q = q.reshape(batch, num_kv_heads, num_rows, num_maps, width)
@@ -62,21 +70,26 @@ def stack_queries(
   padding_rows = (0, rows_per_map - num_rows)
   stacked = []
   for map_index in range(num_maps):
-    key_map = map_index % num_key_maps
+    key_map = map_index % num_key_maps  # 0 for both maps if they share keys
     zeros_before = key_map * width
     zeros_after = (num_key_maps - 1 - key_map) * width
     padding_columns = (zeros_before, zeros_after)
     queries = q[:, :, :, map_index]  # [B, K, R, D]
-    stacked.append(
-      jnp.pad(queries, ((0, 0), (0, 0), padding_rows, padding_columns))
-    )
+    queries = jnp.pad(
+      queries, ((0, 0), (0, 0), padding_rows, padding_columns)
+    )  # [B, K, rows_per_map, M·D]
+    stacked.append(queries)
   return jnp.concatenate(stacked, axis=2)
 
 
 def stack_lambda(
   lam: Float[Array, "B T H"], num_kv_heads: int
 ) -> Float[Array, "B K R 1"]:
-  """Returns λ in the order of the rows of a map in `stack_queries`."""
+  """Returns λ of each key head's queries, as a column.
+
+  The R rows are ordered by token and then by head, as in `stack_queries`. R is
+  the number of tokens times query heads per key head.
+  """
   batch, tokens, num_heads = lam.shape
   heads_per_kv_head = num_heads // num_kv_heads
   lam = lam.reshape(batch, tokens, num_kv_heads, heads_per_kv_head)
@@ -87,7 +100,11 @@ def stack_lambda(
 def unstack_outputs(
   out: Float[Array, "B K rows_per_map V"], tokens: int, heads_per_kv_head: int
 ) -> Float[Array, "B T H V"]:
-  """Returns the outputs of stacked queries, by token and head."""
+  """Returns the outputs by token and head, from the rows of each key head.
+
+  This undoes the order of `stack_queries`: by token, then by head, then rows of
+  padding.
+  """
   batch, num_kv_heads, _, width = out.shape
   num_rows = tokens * heads_per_kv_head
   out = out[:, :, :num_rows]  # without the padding

@@ -171,7 +171,8 @@ class _Blocks:
       num_cores: how many cores share the key heads.
     """
     # The bytes of a block are heads · keys · bytes_per_key, and its logits are
-    # heads · keys · query_rows. The smallest block has LANES keys.
+    # heads · keys · query_rows. A block has at least LANES keys, and first gets
+    # as many heads as that allows.
     max_heads = min(
       _MAX_BLOCK_HEADS,
       _BLOCK_BYTES // (LANES * bytes_per_key),
@@ -179,22 +180,30 @@ class _Blocks:
       num_kv_heads // num_cores,
     )
     num_heads = max(1, max_heads)
-    while num_kv_heads % num_heads != 0:
+    while num_kv_heads % num_heads != 0:  # all blocks have as many heads
       num_heads -= 1
+
+    # Then it gets as many keys as the limits allow, in whole lanes.
     max_keys = min(
       _BLOCK_BYTES // (num_heads * bytes_per_key),
       _BLOCK_LOGITS // (num_heads * query_rows),
     )
     max_keys = max(LANES, max_keys // LANES * LANES)
 
-    # The keys of a page that a sequence may see are divided evenly.
+    # The keys of a page that a sequence may see are divided evenly. Without
+    # pages (one page per sequence), a window limits them.
     num_visible = page_size
     if window is not None and pages_per_sequence == 1:
       num_visible = min(page_size, window + tokens - 1)
     num_blocks = pl.cdiv(num_visible, max_keys)
     block_size = round_up(pl.cdiv(num_visible, num_blocks), LANES)
     return cls(
-      window, tokens, page_size, pages_per_sequence, block_size, num_heads
+      window=window,
+      tokens=tokens,
+      page_size=page_size,
+      pages_per_sequence=pages_per_sequence,
+      block_size=block_size,
+      num_heads=num_heads,
     )
 
   @property
@@ -212,14 +221,15 @@ class _Blocks:
     return page * self.blocks_per_page + block_of_page
 
   def visible_blocks(self, first_position: Scalar) -> tuple[Scalar, Scalar]:
-    """Returns the first and the last block that the new tokens see.
+    """Returns the numbers of the first and the last block that tokens see.
 
-    If they see no key, it returns block 0, because each sequence needs a step
-    that writes its output.
+    The tokens are the new ones of a sequence. If they see no key, it returns
+    block 0, because each sequence needs a step that writes its output.
 
     Args:
       first_position: the position of the first new token of a sequence.
     """
+    # The position is negative if a sequence has fewer keys than new tokens.
     last_key = jnp.maximum(first_position + self.tokens - 1, 0)
     if self.window is None:
       first_key = 0 * first_position  # zeros of the same shape
@@ -234,9 +244,21 @@ class _Blocks:
   def grid(
     self, first_positions: Int[Array, "B"], block_tables: Int[Array, "B N"]
   ) -> _Grid:
-    """Returns the steps that read all visible blocks, in order."""
+    """Returns the grid: one step for each block that a sequence sees.
+
+    The steps of a sequence are consecutive, in the order of its blocks.
+
+    Example:
+      Sequence 0 sees its blocks 0 and 1, and sequence 1 sees blocks 2 to 4:
+      sequence = [0, 0, 1, 1, 1], sequence_block = [0, 1, 2, 3, 4]
+
+    Args:
+      first_positions: the position of each sequence's first new token.
+      block_tables: the ids of each sequence's pages.
+    """
     first_block, last_block = self.visible_blocks(first_positions)
-    stop_step = jnp.cumsum(last_block - first_block + 1)  # of each sequence
+    num_blocks = last_block - first_block + 1  # of each sequence
+    stop_step = jnp.cumsum(num_blocks)  # one after its last step
 
     # The arrays have the length of the longest possible grid. Entries after
     # `num_steps` are unused, and only need valid indices.
@@ -245,7 +267,7 @@ class _Blocks:
     # The sequence of a step is the number of sequences that end before it.
     sequence = jnp.sum(step[:, None] >= stop_step, axis=1, dtype=jnp.int32)
     sequence = jnp.minimum(sequence, batch - 1)
-    # The last step of a sequence reads the last block that it sees.
+    # The last step of a sequence, stop_step − 1, reads its last visible block.
     block = step - stop_step[sequence] + 1 + last_block[sequence]
     block = jnp.minimum(block, self.blocks_per_sequence - 1)
     page_id = block_tables[sequence, block // self.blocks_per_page]
@@ -282,7 +304,8 @@ class _KernelArrays(NamedTuple):
   q: Any  # [B, K, G·r, M·D], [h, G·r, M·D]
   k: Any  # [P, K, S, M·D], [h, s, M·D]; or transposed, see _stored_key_axis
   v: Any  # [P, K, S, V], [h, s, V]; or transposed
-  k_scale: Any  # [P, K/h, 1, h], [1, h] in SMEM; None unless k and v are int8
+  # [P, head_blocks, 1, h], [1, h] in SMEM; None unless k and v are int8
+  k_scale: Any
   v_scale: Any
   lam: Any  # [B, K, r, 1], [h, r, 1]; None with one map
 
@@ -385,14 +408,17 @@ def _stored_key_axis(cache: Float[Array, "P K S X"]) -> int:
   one, the whole cache would be copied for every token.
   """
   num_keys, width = cache.shape[2:]
-  size = round_up(num_keys, 8) * round_up(width, LANES)
+  padded_size = round_up(num_keys, 8) * round_up(width, LANES)
   transposed_size = round_up(width, 8) * round_up(num_keys, LANES)
-  return 1 if transposed_size < size else 0
+  if transposed_size < padded_size:
+    return 1
+  return 0
 
 
 def _split_heads(
   scales: Float[Array, "P K"] | None, num_heads: int
-) -> Float[Array, "P K/h 1 h"] | None:
+) -> Float[Array, "P head_blocks 1 h"] | None:
+  """Returns scales with the key heads split into blocks of `num_heads`."""
   if scales is None:
     return None
   num_pages, num_kv_heads = scales.shape
@@ -400,39 +426,63 @@ def _split_heads(
 
 
 def _sequence_spec(blocks: _Blocks, *shape: int) -> pl.BlockSpec:
-  """Returns the spec of an array that changes only with the sequence."""
+  """Returns which part of q, λ or the output a step of the kernel uses.
 
-  def index(head_block, step, sequence, *_):
+  It is the part of the step's sequence and block of heads, [h, *shape].
+  """
+
+  def block_index(head_block, step, sequence, *unused_scalars):
     return sequence[step], head_block, 0, 0
 
-  return pl.BlockSpec((None, blocks.num_heads, *shape), index)
+  return pl.BlockSpec((None, blocks.num_heads, *shape), block_index)
 
 
 def _cache_spec(blocks: _Blocks, width: int, key_axis: int) -> pl.BlockSpec:
-  """Returns the spec of keys or values, which change with every step."""
+  """Returns which keys or values a step of the kernel reads.
 
-  def index(head_block, step, sequence, pool_block, *_):
+  Args:
+    blocks: how the cache is divided into blocks.
+    width: the width of a key or a value.
+    key_axis: 0 if the kernel reads blocks [h, keys, width], and 1 if it reads
+      [h, width, keys].
+  """
+
+  def block_index(head_block, step, sequence, pool_block, *unused_scalars):
+    # All blocks of the pool are numbered, page after page.
     page = lax.div(pool_block[step], blocks.blocks_per_page)
     block_of_page = lax.rem(pool_block[step], blocks.blocks_per_page)
-    return page, head_block, *_order_axes(block_of_page, 0, key_axis)
+    # A block has all columns of its keys, so the index of columns is 0.
+    key_and_column = _order_axes(block_of_page, 0, key_axis)
+    return page, head_block, *key_and_column
 
-  shape = _order_axes(blocks.block_size, width, key_axis)
-  return pl.BlockSpec((None, blocks.num_heads, *shape), index)
+  key_and_column_sizes = _order_axes(blocks.block_size, width, key_axis)
+  block_shape = (None, blocks.num_heads, *key_and_column_sizes)
+  return pl.BlockSpec(block_shape, block_index)
 
 
 def _scale_spec(
-  blocks: _Blocks, scales: Float[Array, "P K/h 1 h"] | None
+  blocks: _Blocks, scales: Float[Array, "P head_blocks 1 h"] | None
 ) -> pl.BlockSpec | None:
-  """Returns the spec of the factors of a page."""
+  """Returns which scales of int8 keys or values a step of the kernel reads.
+
+  Each page has one scale per key head. A step attends to a block of keys, which
+  lie in one page and belong to h heads. So it reads h scales of that page.
+
+  Args:
+    blocks: how the cache is divided into blocks.
+    scales: from `_split_heads`. None if keys and values are not int8.
+  """
   if scales is None:
     return None
 
-  def index(head_block, step, sequence, pool_block, *_):
+  def block_index(head_block, step, sequence, pool_block, *unused_scalars):
+    # All blocks of the pool are numbered, page after page.
     page = lax.div(pool_block[step], blocks.blocks_per_page)
     return page, head_block, 0, 0
 
-  shape = (None, None, 1, blocks.num_heads)
-  return pl.BlockSpec(shape, index, memory_space=pltpu.SMEM)
+  # The kernel sees [1, h]. None removes the axes of pages and blocks of heads.
+  block_shape = (None, None, 1, blocks.num_heads)
+  return pl.BlockSpec(block_shape, block_index, memory_space=pltpu.SMEM)
 
 
 def _order_axes(
@@ -453,13 +503,14 @@ def _estimate_cost(inputs: DecodeInputs) -> pl.CostEstimate:
   page_size, value_width = inputs.v.shape[2:]
   assert inputs.block_tables is not None
   pages_per_sequence = inputs.block_tables.shape[1]
-  keys = num_kv_heads * batch * pages_per_sequence * page_size
-  logits = keys * query_rows
+  num_keys = batch * num_kv_heads * pages_per_sequence * page_size
+  num_logits = num_keys * query_rows
+  # Each logit is a product with a key. Its weight multiplies a value.
+  multiply_adds = num_logits * (key_width + value_width)
   return pl.CostEstimate(
-    # For each logit, a product over its key and one over its value.
-    flops=2 * logits * (key_width + value_width),
-    transcendentals=logits,
-    bytes_accessed=keys * _bytes_per_key(inputs),
+    flops=2 * multiply_adds,
+    transcendentals=num_logits,  # an exponential for each logit
+    bytes_accessed=num_keys * _bytes_per_key(inputs),
   )
 
 
@@ -561,8 +612,9 @@ class _BlockMask:
   rows_per_map: int
 
   def visible_keys(self, shape: tuple[int, ...]) -> Bool[Array, "G*r s"]:
-    """Returns the keys that each query sees.
+    """Returns which keys of the block each query of a key head sees.
 
+    The queries of a map are ordered by token, then by head.
     Row i of a map has a query of token t = ⌊i / group_size⌋, which sees the
     keys up to position first_token + t. For integers,
       key − first_token ≤ t  ⟺  (key − first_token)·group_size ≤ i,
@@ -577,6 +629,7 @@ class _BlockMask:
     distance = key - self.first_token
     visible &= distance * self.group_size <= row_of_map
     if self.window is not None:
+      # The query of token t sees the keys after first_token + t − window.
       visible &= (distance + self.window) * self.group_size > row_of_map
     return visible
 
@@ -655,7 +708,16 @@ def _sum_to_lanes(weights: Float[Array, "rows s"]) -> Float[Array, "rows 128"]:
 
 
 def _write_head(head: int, sums: _SumRefs, lam_ref, out_ref) -> None:
-  """Writes the output of one key head, A₁V − λA₂V."""
+  """Writes the output A₁V − λA₂V of the queries of one key head.
+
+  Args:
+    head: the number of the key head in the block.
+    sums: the sums over all keys. The rows of the signal maps come first, then
+      the rows of the noise maps.
+    lam_ref: λ, [h, rows_per_map, 1]. None with one map.
+    out_ref: the output, [h, rows_per_map, V].
+  """
+  # The sum of a row is spread over the lanes.
   weight_sum = jnp.sum(sums.weight_sum[head], axis=1, keepdims=True)
   # A query that sees no key has sums of 0, and gets an output of 0.
   weight_sum = jnp.where(weight_sum == 0, 1.0, weight_sum)

@@ -35,12 +35,17 @@ _PIECE_LOGITS = 1 << 20
 def decode_attention_xla(
   inputs: DecodeInputs, *, window: int | None, scale: float
 ) -> Float[Array, "B T H V"]:
-  """Returns the result of `decode_attention`, computed with XLA."""
+  """Returns the result of `decode_attention`, computed with XLA.
+
+  Args:
+    inputs: the checked arguments.
+    window: how many keys a token sees. None for all.
+    scale: factor on q·k.
+  """
   tokens, num_heads = inputs.q.shape[1:3]
   num_kv_heads = inputs.k.shape[1]
   heads_per_kv_head = num_heads // num_kv_heads
-  num_rows = tokens * heads_per_kv_head
-  reads_cache_at_once = inputs.block_tables is None and tokens == 1
+  num_rows = tokens * heads_per_kv_head  # R: queries of a map and a key head
 
   positions = inputs.first_positions[:, None] + jnp.arange(tokens)  # [B, T]
   queries = _Queries(
@@ -54,10 +59,12 @@ def decode_attention_xla(
   if lam is not None:
     lam = stack_lambda(lam, num_kv_heads)  # [B, K, R, 1]
 
-  if reads_cache_at_once:
+  has_pages = inputs.block_tables is not None
+  if tokens == 1 and not has_pages:
     cache = _CacheReader.of_all_keys(inputs)
     out = _attend_at_once(queries, cache, lam)  # [B, K, R, V]
   else:
+    # The logits of many tokens, or a copy of all pages, may not fit in memory.
     cache = _CacheReader.of_pieces(inputs)
     map_outputs = _attend_in_pieces(queries, cache)  # [B, K, G, R, V]
     out = _subtract_noise(map_outputs, lam)  # [B, K, R, V]
@@ -110,9 +117,10 @@ class _Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _CacheReader:
-  """Reads the cache in pieces of equally many units.
+  """Reads the cache in pieces, such as 8 pages of every sequence.
 
-  A unit is a page or, in a cache without pages, a key.
+  Pieces are cut between units. A unit is a page or, in a cache without pages, a
+  key. All pieces have equally many units.
   """
 
   inputs: DecodeInputs
@@ -133,22 +141,36 @@ class _CacheReader:
 
   @classmethod
   def of_pieces(cls, inputs: DecodeInputs) -> _CacheReader:
-    """Returns a reader of pieces with at most _PIECE_LOGITS logits."""
-    page_size = inputs.k.shape[2]
+    """Returns a reader of pieces with at most _PIECE_LOGITS logits.
+
+    A piece consists of units. With pages, a unit is a page, because the pages
+    of a sequence may be anywhere in the pool. Without pages, a unit is a key.
+
+    Example:
+      16 sequences, 32 heads, 2 maps, 1 new token → 1024 logits per key
+      pages of 128 keys → 131,072 logits per page → 2^20 / 131,072 = 8 pages
+    """
     if inputs.block_tables is None:
+      # k is [B, K, S, M·D]: its axis 2 has all keys of a sequence.
       keys_per_unit = 1
-      units_per_sequence = page_size
+      units_per_sequence = inputs.k.shape[2]
     else:
-      keys_per_unit = page_size
+      # k is [P, K, S, M·D]: its axis 2 has the keys of one page.
+      keys_per_unit = inputs.k.shape[2]
       units_per_sequence = inputs.block_tables.shape[1]
+
     batch, tokens, num_heads, num_maps, _ = inputs.q.shape
-    logits_per_unit = batch * num_heads * num_maps * tokens * keys_per_unit
-    units_per_piece = max(1, _PIECE_LOGITS // logits_per_unit)
+    logits_per_key = batch * num_heads * num_maps * tokens
+    logits_per_unit = logits_per_key * keys_per_unit
+    units_per_piece = _PIECE_LOGITS // logits_per_unit
+    # A piece has at least one unit, even if that exceeds the limit.
+    units_per_piece = max(units_per_piece, 1)
+    units_per_piece = min(units_per_piece, units_per_sequence)
     return cls(
       inputs,
-      keys_per_unit,
-      units_per_sequence,
-      units_per_piece=min(units_per_sequence, units_per_piece),
+      keys_per_unit=keys_per_unit,
+      units_per_sequence=units_per_sequence,
+      units_per_piece=units_per_piece,
     )
 
   @property
@@ -160,6 +182,12 @@ class _CacheReader:
     return self.units_per_piece * self.keys_per_unit
 
   def read(self, first_unit: Int[Array, ""] | int) -> _Piece:
+    """Returns the piece of every sequence that starts at a unit.
+
+    Args:
+      first_unit: the index of a page in its sequence or, in a cache without
+        pages, of a key.
+    """
     first_key = first_unit * self.keys_per_unit
     dtype = self.inputs.q.dtype
     return _Piece(
@@ -173,17 +201,37 @@ class _CacheReader:
   def _read_array(
     self, x: Float[Array, "P K S *X"], first_unit: Int[Array, ""] | int
   ) -> Float[Array, "B K s *X"]:
-    block_tables = self.inputs.block_tables
-    if block_tables is None:
-      if self.units_per_piece == self.units_per_sequence:
-        return x
-      return lax.dynamic_slice_in_dim(
-        x, first_unit, self.units_per_piece, axis=2
-      )
-    batch, num_kv_heads = block_tables.shape[0], x.shape[1]
+    """Returns one piece of an array of the cache, for every sequence.
+
+    Args:
+      x: keys, values, or a scale for each key.
+      first_unit: the first page or, in a cache without pages, the first key.
+    """
+    if self.inputs.block_tables is None:
+      return self._read_keys(x, first_unit)
+    return self._read_pages(x, self.inputs.block_tables, first_unit)
+
+  def _read_keys(
+    self, x: Float[Array, "B K S *X"], first_key: Int[Array, ""] | int
+  ) -> Float[Array, "B K s *X"]:
+    """Returns a piece of a cache without pages."""
+    num_keys = self.keys_per_piece
+    if num_keys == self.keys_per_sequence:
+      return x
+    return lax.dynamic_slice_in_dim(x, first_key, num_keys, axis=2)
+
+  def _read_pages(
+    self,
+    x: Float[Array, "P K S *X"],
+    block_tables: Int[Array, "B N"],
+    first_page: Int[Array, ""] | int,
+  ) -> Float[Array, "B K s *X"]:
+    """Returns the pages of a piece, joined along the axis of keys."""
     page_ids = lax.dynamic_slice_in_dim(
-      block_tables, first_unit, self.units_per_piece, axis=1
+      block_tables, first_page, self.units_per_piece, axis=1
     )  # [B, pages]
+    batch = block_tables.shape[0]
+    num_kv_heads = x.shape[1]
     heads = jnp.arange(num_kv_heads)
     # The indices [B, 1, pages] and [K, 1] select [B, K, pages, S, X].
     pages = x[page_ids[:, None], heads[:, None]]
@@ -192,19 +240,28 @@ class _CacheReader:
   def _read_scales(
     self, scales: Float[Array, "P K"] | None, first_unit: Int[Array, ""] | int
   ) -> Float[Array, "B K 1 s"] | None:
+    """Returns the scale of each key of a piece, or None without scales.
+
+    A page has one scale for each head, which all of its keys share.
+    """
     if scales is None:
       return None
     page_size = self.inputs.k.shape[2]
     key_scales = jnp.broadcast_to(
       scales[..., None], (*scales.shape, page_size)
     )  # [P, K, S]
-    return self._read_array(key_scales, first_unit)[:, :, None]
+    piece_scales = self._read_array(key_scales, first_unit)  # [B, K, s]
+    return piece_scales[:, :, None]
 
 
 def _attend_at_once(
   queries: _Queries, cache: _CacheReader, lam: Float[Array, "B K R 1"] | None
 ) -> Float[Array, "B K R V"]:
-  """Returns (A₁ − λA₂)V, or AV with one map. V is multiplied once."""
+  """Returns (A₁ − λA₂)V, or AV with one map, over the whole cache.
+
+  A₁ and A₂ are the softmax maps of the signal and the noise queries. They are
+  subtracted before the product, so V is multiplied only once.
+  """
   piece = cache.read(first_unit=0)
   visible = _visible_keys(queries, piece)  # [B, T, s]
   logits = _masked_logits(queries, piece, visible)  # [B, K, G, R, s]
@@ -227,15 +284,20 @@ class _OnlineSoftmax(NamedTuple):
 def _attend_in_pieces(
   queries: _Queries, cache: _CacheReader
 ) -> Float[Array, "B K G R V"]:
-  """Returns the output of each map. Reads only visible pieces."""
+  """Returns the output AV of each map, summed piece by piece.
+
+  The loop starts at the first piece with a key that some token sees, and stops
+  after the last one.
+  """
   oldest_position = jnp.min(queries.positions)
   newest_position = jnp.max(queries.positions)
   first_piece: Int[Array, ""] | int = 0
   if queries.window is not None:
     first_key = jnp.maximum(oldest_position - queries.window + 1, 0)
     first_piece = first_key // cache.keys_per_piece
+  # The newest token sees its own key, too.
   stop_key = jnp.minimum(newest_position + 1, cache.keys_per_sequence)
-  stop_piece = -(-stop_key // cache.keys_per_piece)
+  stop_piece = -(-stop_key // cache.keys_per_piece)  # rounded up
 
   value_width = cache.inputs.v.shape[-1]
   state = _OnlineSoftmax(
@@ -254,11 +316,14 @@ def _attend_in_pieces(
 def _initial_rows(
   queries: _Queries, cache: _CacheReader, width: int, value: float
 ) -> Float[Array, "B K G R width"]:
-  """Returns a constant array as the first carry of the loop over pieces."""
+  """Returns a row of one value for each query, to start a loop with.
+
+  The loop sums over pieces of the cache, and updates these rows.
+  """
   shape = (*queries.stacked.shape[:3], width)
   rows = queries.split_maps(jnp.full(shape, value, queries.sum_dtype))
-  # Inside shard_map, JAX requires that the first carry varies over the same
-  # mesh axes as the next one.
+  # Inside shard_map, the types of arrays include the mesh axes over which they
+  # vary. JAX requires that a loop keeps the types of its state.
   return vary_like(
     rows, queries.stacked, cache.inputs.k, cache.inputs.v, queries.positions
   )
@@ -270,13 +335,16 @@ def _add_piece(
   index: Int[Array, ""],
   state: _OnlineSoftmax,
 ) -> _OnlineSoftmax:
-  """Returns the state after one more piece of the cache."""
+  """Returns the softmax state after one more piece of the cache.
+
+  The sums are relative to the largest logit up to now. If the maximum grows,
+  the old sums are multiplied by exp(old maximum − new maximum).
+  """
   # If the last piece would reach beyond the cache, it begins earlier. It then
-  # repeats keys of the previous piece, which must not count twice.
-  first_unit = jnp.minimum(
-    index * cache.units_per_piece,
-    cache.units_per_sequence - cache.units_per_piece,
-  )
+  # repeats keys of the previous piece, which must not count twice. A unit is a
+  # page, or a key if the cache has no pages.
+  last_start = cache.units_per_sequence - cache.units_per_piece
+  first_unit = jnp.minimum(index * cache.units_per_piece, last_start)
   piece = cache.read(first_unit)
   is_new = piece.positions >= index * cache.keys_per_piece
   visible = _visible_keys(queries, piece) & is_new  # [B, T, s]
@@ -312,10 +380,11 @@ def _visible_keys(queries: _Queries, piece: _Piece) -> Bool[Array, "B T s"]:
 def _masked_logits(
   queries: _Queries, piece: _Piece, visible: Bool[Array, "B T s"]
 ) -> Float[Array, "B K G R s"]:
+  """Returns scale · q·k for the keys of a piece, and −1e30 for hidden keys."""
   logits = _product("bknd,bksd->bkns", queries.stacked, piece.k)
   logits *= queries.scale
   if piece.k_scale is not None:
-    logits *= piece.k_scale
+    logits *= piece.k_scale  # int8 keys: k = k_scale · stored k
   logits = queries.split_maps(logits)
   return jnp.where(queries.repeat_for_heads(visible), logits, MASKED_LOGIT)
 
@@ -339,6 +408,7 @@ def _sum_values(
   """
   is_visible = jnp.any(visible, axis=1)[:, None, :, None]  # [B, 1, s, 1]
   if piece.v_scale is not None:
+    # int8 values: v = v_scale · stored v. The weights take the factor.
     is_visible_column = is_visible[:, :, None, :, 0]  # [B, 1, 1, s]
     weights *= jnp.where(is_visible_column, piece.v_scale, 0)
   weights = weights.astype(piece.v.dtype)
@@ -360,7 +430,9 @@ def _product_with_masked_values(
   v: Float[Array, "B K s V"],
   is_visible: Bool[Array, "B 1 s 1"],
 ) -> Float[Array, "B K n V"]:
-  return _product("bkns,bksv->bknv", weights, jnp.where(is_visible, v, 0))
+  """Returns weights · v, with hidden values replaced by 0."""
+  visible_values = jnp.where(is_visible, v, 0)
+  return _product("bkns,bksv->bknv", weights, visible_values)
 
 
 def _product_masked_if_not_finite(
@@ -368,15 +440,23 @@ def _product_masked_if_not_finite(
   v: Float[Array, "B K s V"],
   is_visible: Bool[Array, "B 1 s 1"],
 ) -> Float[Array, "B K n V"]:
-  out = _product("bkns,bksv->bknv", weights, v)
+  """Returns weights · v, in which hidden values have no effect.
+
+  Hidden values have a weight of 0. If they are finite, the plain product is
+  right, and faster, because masking copies the values. If one is NaN or
+  infinite, 0·v is NaN, and the product shows it. Only then is it computed
+  again, with hidden values replaced by 0.
+  """
+  product = _product("bkns,bksv->bknv", weights, v)
 
   def keep_product() -> Float[Array, "B K n V"]:
-    return out
+    return product
 
-  def mask_values() -> Float[Array, "B K n V"]:
+  def multiply_masked_values() -> Float[Array, "B K n V"]:
     return _product_with_masked_values(weights, v, is_visible)
 
-  return lax.cond(jnp.all(jnp.isfinite(out)), keep_product, mask_values)
+  is_finite = jnp.all(jnp.isfinite(product))
+  return lax.cond(is_finite, keep_product, multiply_masked_values)
 
 
 def _product(equation: str, a: Array, b: Array) -> Array:
