@@ -14,7 +14,7 @@ import numpy as np
 
 from diffjax.evals.methods.inside import Attended, measure, over_queries
 from diffjax.evals.methods.validation_rows import validation_rows
-from diffjax.ops.diff_attention.mask import apply
+from diffjax.ops.diff_attention.mask import apply_mask
 from diffjax.ops.diff_attention.reference import attention_logits
 from diffjax.ops.diff_attention.tiles import LOG2E
 from diffjax.ops.diff_attention.tpu.forward import in_range
@@ -28,7 +28,8 @@ def extremes(attended: Attended) -> tuple[jax.Array, jax.Array]:
     del first
     lse = (
       jax.nn.logsumexp(
-        apply(seen[:, None, None], attention_logits(block.q, block.k)), axis=-1
+        apply_mask(seen[:, None, None], attention_logits(block.q, block.k)),
+        axis=-1,
       )
       * LOG2E
     )

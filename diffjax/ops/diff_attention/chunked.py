@@ -50,7 +50,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from diffjax.ops.diff_attention.mask import PER_ROW, Mask, apply, positions
+from diffjax.ops.diff_attention.mask import (
+  PER_ROW,
+  Mask,
+  apply_mask,
+  positions,
+)
 from diffjax.ops.diff_attention.tiles import EMPTY_ROW_LSE, LOG2E, Scalar
 from diffjax.ops.diff_attention.vjp import (
   Arrays,
@@ -196,7 +201,11 @@ class _Block(NamedTuple):
 
 
 def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
-  """Returns the output [B, T, H, V] and its `_LogSumExps`."""
+  """Returns the output [B, T, H, V], and what the backward pass needs of it.
+
+  The output is computed for one block of queries at a time. The log-sum-exps of
+  the softmax rows are saved, from which the backward pass recomputes the maps.
+  """
   inputs = _merge_batch_and_key_heads(arrays)
   forward_block = functools.partial(_forward_block, mask, options.scale)
   out, log_sum_exps = _map_blocks(forward_block, inputs, mask)
@@ -207,22 +216,32 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
 def _forward_block(
   mask: Mask, scale: float, block: _Block, inputs: _Inputs
 ) -> tuple[Float[Array, "BK R t V"], _LogSumExps]:
-  """Returns O and the log-sum-exps of a block."""
+  """Returns the output of a block of queries, and its rows' log-sum-exps.
+
+  The output is (A₁ − λA₂)V, or A₁V without noise maps.
+  """
   signal, noise = _softmax_maps(mask, scale, block, inputs)
   values = block.slice_keys(inputs.values)
   if noise is None:
-    return signal.times_values(values), _LogSumExps(signal.log_sum_exp, None)
+    out = signal.times_values(values)
+    return out, _LogSumExps(signal.log_sum_exp, noise=None)
 
   assert inputs.noise is not None
-  lam = block.slice_queries(inputs.noise.lam)
-  out = _subtract_noise(signal, noise, lam).times_values(values)
+  lam = block.slice_queries(inputs.noise.lam)  # [BK, R, t, 1]
+  # The maps are subtracted first, so that one product with V is enough.
+  difference = _subtract_noise(signal, noise, lam)
+  out = difference.times_values(values)
   return out, _LogSumExps(signal.log_sum_exp, noise.log_sum_exp)
 
 
 def _softmax_maps(
   mask: Mask, scale: float, block: _Block, inputs: _Inputs
 ) -> tuple[_Softmax, _Softmax | None]:
-  """Returns the signal maps of a block, and its noise maps or None."""
+  """Returns the softmax maps from a block's queries to the keys that it reads.
+
+  These are the signal maps A₁, and the noise maps A₂, or None in plain
+  attention, which has no noise maps.
+  """
   visible = _visible(mask, block, inputs)
   queries = block.slice_queries(inputs.queries)  # [BK, R, t, D]
   keys = block.slice_keys(inputs.keys)  # [BK, s, D]
@@ -231,16 +250,24 @@ def _softmax_maps(
     return signal, None
 
   noise_queries = block.slice_queries(inputs.noise.queries)
+  noise_keys = keys  # by default, all maps share their keys
   if inputs.noise.keys is not None:
-    keys = block.slice_keys(inputs.noise.keys)
-  noise = _softmax(_masked_logits(noise_queries, keys, scale, visible))
+    noise_keys = block.slice_keys(inputs.noise.keys)
+  noise = _softmax(_masked_logits(noise_queries, noise_keys, scale, visible))
   return signal, noise
 
 
 def _subtract_noise(
   signal: _Softmax, noise: _Softmax, lam: Float[Array, "BK R t 1"]
 ) -> _Softmax:
-  """Returns A₁ − λA₂ as (weights₁ − λ·sums₁/sums₂·weights₂) / sums₁."""
+  """Returns A₁ − λA₂, the signal maps minus λ times the noise maps.
+
+  A map is weights / sums, where the division happens later. To subtract the
+  weights, they must have the same denominator:
+    A₁ − λA₂ = (weights₁ − λ·sums₁/sums₂ · weights₂) / sums₁
+
+  A noise map is repeated for each of the heads that share it.
+  """
   num_heads = signal.weights.shape[1]
   noise_weights = _repeat_noise(noise.weights, num_heads)
   noise_sums = _repeat_noise(noise.sums, num_heads)
@@ -255,11 +282,15 @@ def _masked_logits(
   visible: Bool[Array, "Z 1 t s"] | None,
 ) -> Float[Array, "BK R t s"]:
   """Returns scale · q·k, and −∞ for hidden keys."""
-  return apply(visible, _inner_products(queries, keys) * scale)
+  logits = _inner_products(queries, keys) * scale
+  return apply_mask(visible, logits)
 
 
 def _softmax(logits: Float[Array, "BK R t s"]) -> _Softmax:
-  """Returns the softmax of logits, which are −∞ for hidden keys."""
+  """Returns the softmax over the keys of logits, before the division.
+
+  The logits of hidden keys are −∞. A row may have no visible key.
+  """
   maximum = jnp.max(logits, axis=-1, keepdims=True)
   # In a row without visible keys the maximum is −∞, and −∞ − (−∞) is NaN.
   maximum = jnp.where(maximum == -jnp.inf, 0, maximum)
@@ -281,13 +312,18 @@ def _backward(
   saved: Saved,
   d_out: Float[Array, "B T H V"],
 ) -> tuple[Array, Array, Array, Array | None]:
-  """Returns the gradients of q, k, v and λ (None without λ)."""
+  """Returns the gradients of q, k, v and λ (None without λ).
+
+  The maps are not saved. They are computed again from the log-sum-exps of their
+  rows, for one block of queries at a time.
+  """
   num_kv_heads = arrays.k.shape[2]
+  # The softmax gradient needs rowsum(dO ∘ O), one number for each query.
   delta = _row_products(d_out, saved.out)  # [B, T, H, 1]
   residuals = _Residuals(
     log_sum_exps=saved.lse,
     delta=_heads_first(delta, num_kv_heads),
-    delta_2=None,
+    delta_2=None,  # computed in each block
     d_out=_heads_first(d_out, num_kv_heads),
   )
   d_q, d_k, d_v, d_lam = _backward_blocks(
@@ -305,7 +341,11 @@ def _backward_blocks(
   Float[Array, "B S K V"],
   Float[Array, "B T H"] | None,
 ]:
-  """Returns the gradients of q, k, v and λ, in at least float32."""
+  """Returns the gradients of q, k, v and λ, in at least float32.
+
+  They are computed for one block of queries at a time. Then the signal maps and
+  noise maps, which the blocks keep apart, are joined along axis G or M.
+  """
   inputs = _merge_batch_and_key_heads(arrays)
   num_groups, block_queries = _tile_sizes(inputs)
   bands = _make_bands(mask, block_queries)
@@ -342,7 +382,18 @@ def _backward_group(
   inputs: _Inputs,
   residuals: _Residuals,
 ) -> tuple[_KeyGradients, _QueryGradients]:
-  """Returns the gradients of one group of heads, without the factor `scale`."""
+  """Returns the gradients of one group of heads, without the factor `scale`.
+
+  Each block of queries adds to the gradients of keys and values, and has the
+  gradients of its own queries.
+
+  Args:
+    mask: the keys that each query sees.
+    scale: factor on q·k.
+    bands: the blocks. A band is a series of blocks that run as one scan.
+    inputs: the queries, keys and values of the group.
+    residuals: what the forward pass saved, and the gradient of its output.
+  """
   if inputs.noise is None:
     backward_block = functools.partial(_backward_one_map, mask, scale)
     transposed_noise_queries = None
@@ -367,9 +418,17 @@ def _backward_one_map(
   arrays: _BackwardArrays,
   d_keys: _KeyGradients,
 ) -> tuple[_KeyGradients, _QueryGradients]:
-  """Returns d_keys plus the block's dK and dV, and the block's dQ.
+  """Returns the gradients of plain attention from one block of queries.
 
-  dK and dQ are without the factor `scale`.
+  Args:
+    mask: the keys that each query sees.
+    scale: factor on q·k. The returned dK and dQ are without it.
+    block: the queries, and the keys that they read.
+    arrays: all arrays of the backward pass.
+    d_keys: dK and dV, summed over the blocks before.
+
+  Returns:
+    `d_keys` plus the block's dK and dV, and dQ of the block's queries.
   """
   inputs = arrays.inputs
   residuals = arrays.residuals
@@ -386,7 +445,7 @@ def _backward_one_map(
   d_weights = _inner_products(d_out, values)  # dP = dO Vᵀ
   d_logits = weights * (d_weights - delta)  # dS = A ∘ (dP − δ)
 
-  d_queries = _dot("brts,bsd->brtd", d_logits, keys)
+  d_queries = _dot("brts,bsd->brtd", d_logits, keys)  # dQ = dS K
   d_k = _sum_over_queries(block, arrays.transposed_queries, d_logits)
   d_v = _sum_over_queries(block, arrays.transposed_d_out, weights)
   d_keys = _KeyGradients(
@@ -404,9 +463,17 @@ def _backward_two_maps(
   arrays: _BackwardArrays,
   d_keys: _KeyGradients,
 ) -> tuple[_KeyGradients, _QueryGradients]:
-  """Returns d_keys plus the block's dK and dV, and the block's dQ and dλ.
+  """Returns the gradients of differential attention from one block of queries.
 
-  dK and dQ are without the factor `scale`.
+  Args:
+    mask: the keys that each query sees.
+    scale: factor on q·k. The returned dK and dQ are without it.
+    block: the queries, and the keys that they read.
+    arrays: all arrays of the backward pass.
+    d_keys: dK and dV, summed over the blocks before.
+
+  Returns:
+    `d_keys` plus the block's dK and dV, and dQ and dλ of the block's queries.
   """
   inputs = arrays.inputs
   residuals = arrays.residuals
@@ -486,7 +553,15 @@ def _sum_over_queries(
 
 
 def _zero_key_gradients(inputs: _Inputs, dtype: Any) -> _KeyGradients:
-  """Returns the gradients before the first block."""
+  """Returns gradients of 0 for all keys and values.
+
+  Each block of queries adds its part to them. They have the layout [BK, X, S],
+  in which that addition is fast.
+
+  Args:
+    inputs: the keys and values.
+    dtype: the dtype of the sums.
+  """
   noise_keys = None
   if inputs.noise is not None and inputs.noise.keys is not None:
     noise_keys = _zero_transposed(inputs.noise.keys, dtype)
@@ -500,11 +575,11 @@ def _zero_key_gradients(inputs: _Inputs, dtype: Any) -> _KeyGradients:
 def _zero_transposed(
   x: Float[Array, "BK S X"], dtype: Any
 ) -> Float[Array, "BK X S"]:
-  """Returns zeros in the shape of the transposed x."""
+  """Returns zeros in the shape of x with its last two axes exchanged."""
   batch, length, width = x.shape
   zeros = jnp.zeros((batch, width, length), dtype)
-  # Inside shard_map, JAX requires that the first carry of a scan varies over
-  # the same mesh axes as the next one.
+  # Inside shard_map, the types of arrays include the mesh axes over which they
+  # vary. JAX requires that a scan keeps the types of its carry.
   return vary_like(zeros, x)
 
 
@@ -513,36 +588,41 @@ def _forward_partial(
 ) -> PartialResult:
   """Returns A₁V, A₂V and the log-sum-exps for some of a query's keys.
 
-  `ring` calls this function for the keys of each device and merges the results.
-  Each map has its own sums over keys, so A₁V and A₂V stay separate.
+  If several devices share the keys, `ring` calls this function for the keys of
+  each device and merges the results. Each map has its own sums over keys, so
+  A₁V and A₂V stay separate.
   """
-  batch, length, num_heads = arrays.q.shape[:3]
-
-  def split_batch(x: Float[Array, "BK R T X"]) -> Float[Array, "B H T X"]:
-    # This fits the noise maps too: `ring` gives each head its own.
-    return x.reshape(batch, num_heads, length, x.shape[-1])
-
+  batch = arrays.q.shape[0]
   inputs = _merge_batch_and_key_heads(arrays)
   forward_block = functools.partial(_forward_partial_block, mask, options.scale)
   signal_out, noise_out, log_sum_exps = _map_blocks(forward_block, inputs, mask)
-  lse_maps = [split_batch(log_sum_exps.signal)[..., 0]]
+
+  # `ring` gives each head its own noise map, so both maps have H heads.
+  signal_lse = _split_batch(log_sum_exps.signal, batch)
+  lse_maps = [signal_lse[..., 0]]  # of each map, [B, H, T]
   if noise_out is not None:
-    noise_out = split_batch(noise_out)
-    lse_maps.append(split_batch(log_sum_exps.noise)[..., 0])
+    noise_out = _split_batch(noise_out, batch)
+    noise_lse = _split_batch(log_sum_exps.noise, batch)
+    lse_maps.append(noise_lse[..., 0])
   # Partial results have base 2, because the Pallas kernels compute with exp2.
   lse = jnp.stack(lse_maps, axis=2) * LOG2E  # [B, H, G, T]
-  return PartialResult(split_batch(signal_out), noise_out, lse)
+  signal_out = _split_batch(signal_out, batch)  # [B, H, T, V]
+  return PartialResult(signal_out, noise_out, lse)
 
 
 def _forward_partial_block(
   mask: Mask, scale: float, block: _Block, inputs: _Inputs
 ) -> tuple[Array, Array | None, _LogSumExps]:
-  """Returns A₁V, A₂V (None with one map) and the log-sum-exps of a block."""
+  """Returns A₁V, A₂V and the log-sum-exps of a block of queries.
+
+  A₁ are the signal maps and A₂ the noise maps, over the present keys. With one
+  map, A₂V is None.
+  """
   signal, noise = _softmax_maps(mask, scale, block, inputs)
   values = block.slice_keys(inputs.values)
   signal_out = signal.times_values(values)  # [BK, R, t, V]
   if noise is None:
-    return signal_out, None, _LogSumExps(signal.log_sum_exp, None)
+    return signal_out, None, _LogSumExps(signal.log_sum_exp, noise=None)
   noise_out = noise.times_values(values)  # [BK, R, t, V]
   log_sum_exps = _LogSumExps(signal.log_sum_exp, noise.log_sum_exp)
   return signal_out, noise_out, log_sum_exps
@@ -557,8 +637,16 @@ def _backward_partial(
 ) -> tuple[Array, Array, Array]:
   """Returns what some of the keys add to the gradients of q, k and v.
 
-  `result` is the result for all keys. `ring` adds up the gradients of several
-  calls in float32, so they are not rounded to the dtype of q.
+  If several devices share the keys, `ring` calls this function for the keys of
+  each device. It adds up the gradients in float32, so they are not rounded to
+  the dtype of q.
+
+  Args:
+    arrays: the queries, and some of their keys and values.
+    mask: which of these keys each query sees.
+    options: the scale.
+    result: the forward result for all keys.
+    d_out: the gradient of the output.
   """
   num_kv_heads = arrays.k.shape[2]
   out = jnp.swapaxes(result.out, 1, 2)  # [B, T, H, V]
@@ -593,42 +681,70 @@ def _natural_lse(
 def _map_blocks(
   forward_block: Callable[[_Block, _Inputs], Any], inputs: _Inputs, mask: Mask
 ) -> Any:
-  """Returns forward_block(block, inputs) of all blocks, joined along T."""
+  """Returns forward_block(block, inputs) of all blocks, joined along T.
+
+  Args:
+    forward_block: computes the outputs [BK, R, t, X] of the queries of a block.
+    inputs: the queries, keys and values.
+    mask: the keys that each query sees. A block reads only visible keys.
+  """
   num_groups, block_queries = _tile_sizes(inputs)
   bands = _make_bands(mask, block_queries)
 
-  def step(block: _Block, inputs: _Inputs, carry: tuple[()]) -> Any:
-    return carry, forward_block(block, inputs)
+  def forward_step(
+    block: _Block, group_inputs: _Inputs, carry: tuple[()]
+  ) -> tuple[tuple[()], Any]:
+    # Blocks of the forward pass pass nothing on, so the carry is empty.
+    return carry, forward_block(block, group_inputs)
 
-  def forward_group(inputs: _Inputs) -> Any:
-    _, outputs = _loop_over_bands(bands, step, inputs, carry=())
+  def forward_group(group_inputs: _Inputs) -> Any:
+    _, outputs = _loop_over_bands(bands, forward_step, group_inputs, carry=())
     return outputs
 
   return _map_groups(forward_group, num_groups, inputs)
 
 
 def _map_groups(function: Callable, num_groups: int, *arrays: Any) -> Any:
-  """Returns function(*arrays), computed for one group of heads at a time."""
+  """Returns function(*arrays), computed for one group of heads at a time.
+
+  The logits of one group fit the cache of a CPU.
+
+  Args:
+    function: takes and returns trees of arrays whose axis 0 is that of heads.
+    num_groups: the number of groups. It divides axis 0.
+    *arrays: trees of arrays [BK, …].
+  """
   if num_groups == 1:
     return function(*arrays)
 
-  def split(x: Float[Array, "BK *axes"]) -> Float[Array, "groups heads *axes"]:
+  def split_heads(
+    x: Float[Array, "BK *axes"],
+  ) -> Float[Array, "groups heads *axes"]:
     return x.reshape(num_groups, -1, *x.shape[1:])
 
-  def join(x: Float[Array, "groups heads *axes"]) -> Float[Array, "BK *axes"]:
+  def join_heads(
+    x: Float[Array, "groups heads *axes"],
+  ) -> Float[Array, "BK *axes"]:
     return x.reshape(-1, *x.shape[2:])
 
-  def compute_group(arrays: Any) -> Any:
-    return function(*arrays)
+  def compute_group(group_arrays: Any) -> Any:
+    return function(*group_arrays)
 
-  outputs = lax.map(compute_group, jax.tree.map(split, arrays))
-  return jax.tree.map(join, outputs)
+  grouped_arrays = jax.tree.map(split_heads, arrays)
+  outputs = lax.map(compute_group, grouped_arrays)
+  return jax.tree.map(join_heads, outputs)
 
 
 def _loop_over_bands(
   bands: list[_Band], step: Callable, arrays: Any, carry: Any
 ) -> tuple[Any, Any]:
   """Calls carry, output = step(block, arrays, carry) for all blocks in order.
+
+  Args:
+    bands: all blocks. A band is a series of blocks that run as one scan.
+    step: computes one block of queries. The carry has the sums over blocks.
+    arrays: the arrays of all queries and keys.
+    carry: the carry of the first block.
 
   Returns:
     The last carry, and the outputs [BK, R, t, X] of all blocks, joined along t.
@@ -644,10 +760,12 @@ def _loop_over_bands(
     carry, output = _loop_over_blocks(band, step, arrays, carry)
     outputs.append(output)
 
-  def join(*parts: Float[Array, "BK R t X"]) -> Float[Array, "BK R T X"]:
-    return jnp.concatenate(parts, axis=2)
+  def join_queries(
+    *band_outputs: Float[Array, "BK R t X"],
+  ) -> Float[Array, "BK R T X"]:
+    return jnp.concatenate(band_outputs, axis=2)
 
-  return carry, jax.tree.map(join, *outputs)
+  return carry, jax.tree.map(join_queries, *outputs)
 
 
 def _loop_over_blocks(
@@ -655,31 +773,45 @@ def _loop_over_blocks(
 ) -> tuple[Any, Any]:
   """Calls carry, output = step(block, arrays, carry) for the blocks of a band.
 
-  Several blocks run as one scan.
+  The blocks of a band have equally many queries and keys, and only start at
+  different ones. So they run as one scan over these starts.
+
+  Returns:
+    The last carry, and the outputs [BK, R, t, X] of the blocks, joined along t.
   """
 
-  def scan_step(carry: Any, starts: tuple[Any, Any]) -> tuple[Any, Any]:
+  def scan_step(
+    block_carry: Any, starts: tuple[Scalar, Scalar]
+  ) -> tuple[Any, Any]:
     first_query, first_key = starts
     block = _Block(first_query, band.num_queries, first_key, band.num_keys)
-    return step(block, arrays, carry)
+    return step(block, arrays, block_carry)
 
   if len(band.first_queries) == 1:
+    # Without a scan, the starts are ints, and slices of arrays are static.
     return scan_step(carry, (band.first_queries[0], band.first_keys[0]))
 
-  def join(x: Float[Array, "blocks BK R t X"]) -> Float[Array, "BK R T X"]:
+  def join_blocks(
+    x: Float[Array, "blocks BK R t X"],
+  ) -> Float[Array, "BK R T X"]:
     _, batch, num_heads, _, width = x.shape
     return jnp.moveaxis(x, 0, 2).reshape(batch, num_heads, -1, width)
 
   first_queries = jnp.array(band.first_queries, jnp.int32)
   first_keys = jnp.array(band.first_keys, jnp.int32)
   carry, outputs = lax.scan(scan_step, carry, (first_queries, first_keys))
-  return carry, jax.tree.map(join, outputs)
+  return carry, jax.tree.map(join_blocks, outputs)
 
 
 def _make_bands(mask: Mask, block_queries: int) -> list[_Band]:
   """Returns all blocks of `block_queries` queries, in bands.
 
-  The last block may be shorter. Then it is a band of its own.
+  A band is a series of blocks that read equally many keys, so that they can run
+  as one scan. If the last block is shorter, it is a band of its own.
+
+  Example:
+    With a causal mask, 1024 queries in blocks of 128 are 8 bands of a block,
+    which read 128, 256, …, 1024 keys.
   """
   blocks = []
   for first_query in range(0, mask.q_length, block_queries):
@@ -708,7 +840,13 @@ def _make_bands(mask: Mask, block_queries: int) -> list[_Band]:
 def _visible_keys(
   mask: Mask, first_query: int, num_queries: int
 ) -> tuple[int, int]:
-  """Returns the first key that a block reads, and the number of its keys."""
+  """Returns the first key that a block reads, and the number of its keys.
+
+  These are the keys that at least one query of the block sees.
+
+  Example:
+    With a causal mask, queries 128 to 255 → (0, 256)
+  """
   if mask.offset == PER_ROW:
     # The positions of the queries are data, so any key may be visible.
     return 0, mask.kv_length
@@ -723,9 +861,12 @@ def _visible_keys(
 
 
 def _make_band(blocks: list[_Block], mask: Mask) -> _Band:
-  """Returns blocks of equally many queries as a band."""
-  # All blocks read as many keys as the block with the most visible keys. A
-  # block that would read past the last key starts earlier.
+  """Returns blocks of equally many queries as a band.
+
+  A scan needs equal shapes. So all blocks read as many keys as the block with
+  the most visible keys. A block that would read past the last key starts
+  earlier. The mask hides the additional keys.
+  """
   num_keys = max(block.num_keys for block in blocks)
   last_start = mask.kv_length - num_keys
   return _Band(
@@ -737,7 +878,14 @@ def _make_band(blocks: list[_Block], mask: Mask) -> _Band:
 
 
 def _tile_sizes(inputs: _Inputs) -> tuple[int, int]:
-  """Returns the number of groups of heads, and the queries of a block."""
+  """Returns the number of groups of heads, and the queries of a block.
+
+  The logits of a block and a group should fit the cache of a CPU. So long
+  sequences are processed for a few heads at a time.
+
+  Example:
+    8 heads with 2 maps, 4096 queries and keys → (8, 256)
+  """
   num_heads, maps_per_head, q_length, _ = inputs.queries.shape
   if inputs.noise is not None:
     maps_per_head += inputs.noise.queries.shape[1]
@@ -747,7 +895,8 @@ def _tile_sizes(inputs: _Inputs) -> tuple[int, int]:
     block_queries = _BLOCK_QUERIES_FOR_MANY_KEYS
   block_queries = min(block_queries, q_length)
 
-  # The largest groups that fit, of equally many heads, at least one.
+  # The groups are as large as the limit allows, with at least one head, and
+  # have equally many heads.
   logits_per_head = maps_per_head * block_queries * kv_length
   heads_per_group = min(num_heads, _MAX_BLOCK_LOGITS // logits_per_head)
   heads_per_group = max(heads_per_group, 1)
@@ -760,7 +909,8 @@ def _merge_batch_and_key_heads(arrays: Arrays) -> _Inputs:
   """Returns the arguments with signal and noise maps separated.
 
   In q, the last map of a group is its noise map. In k, the first map belongs to
-  all signal maps, and the second, if there is one, to the noise maps.
+  all signal maps, and the second, if there is one, to the noise maps. Batch and
+  key heads become one axis, BK, over which matrix products are batched.
   """
   num_kv_heads, num_key_maps = arrays.k.shape[2:4]
   signal_queries = arrays.q
@@ -781,18 +931,23 @@ def _merge_batch_and_key_heads(arrays: Arrays) -> _Inputs:
   num_heads = num_query_groups * maps_per_group
   signal_queries = signal_queries.reshape(batch, length, num_heads, width)
 
-  def repeat(x: Int[Array, "B *axes"] | None) -> Int[Array, "BK *axes"] | None:
-    return None if x is None else jnp.repeat(x, num_kv_heads, axis=0)
-
   return _Inputs(
     queries=_heads_first(signal_queries, num_kv_heads),
     keys=_merge_key_heads(arrays.k[:, :, :, 0]),
     values=_merge_key_heads(arrays.v),
     noise=noise,
-    q_ids=repeat(arrays.q_ids),
-    kv_ids=repeat(arrays.kv_ids),
-    offset=repeat(arrays.offset),
+    q_ids=_repeat_for_key_heads(arrays.q_ids, num_kv_heads),
+    kv_ids=_repeat_for_key_heads(arrays.kv_ids, num_kv_heads),
+    offset=_repeat_for_key_heads(arrays.offset, num_kv_heads),
   )
+
+
+def _repeat_for_key_heads(
+  x: Int[Array, "B *axes"] | None, num_kv_heads: int
+) -> Int[Array, "BK *axes"] | None:
+  if x is None:
+    return None
+  return jnp.repeat(x, num_kv_heads, axis=0)
 
 
 def _visible(
@@ -811,8 +966,10 @@ def _visible(
   first_position = mask.first_position(inputs.offset)
   q_positions = positions(block.num_queries, first_position, block.first_query)
   k_positions = positions(block.num_keys, 0, block.first_key)
-  visible = mask.between(q_positions, k_positions, q_ids, kv_ids)
-  return None if visible is None else visible[:, None]
+  visible = mask.between(q_positions, k_positions, q_ids, kv_ids)  # [Z, t, s]
+  if visible is None:
+    return None
+  return visible[:, None]  # the heads of a key head share it
 
 
 def _split_query_groups(
@@ -823,6 +980,13 @@ def _split_query_groups(
   _, length, num_maps, width = x.shape
   maps_per_group = num_maps // num_query_groups
   return x.reshape(batch, length, num_query_groups, maps_per_group, width)
+
+
+def _split_batch(
+  x: Float[Array, "BK R T X"], batch: int
+) -> Float[Array, "B H T X"]:
+  _, _, length, width = x.shape
+  return x.reshape(batch, -1, length, width)
 
 
 def _merge_key_heads(x: Float[Array, "B S K X"]) -> Float[Array, "BK S X"]:
@@ -842,9 +1006,7 @@ def _heads_first(
 def _tokens_first(
   x: Float[Array, "BK R T X"], batch: int
 ) -> Float[Array, "B T H X"]:
-  _, _, length, width = x.shape
-  x = x.reshape(batch, -1, length, width)
-  return jnp.swapaxes(x, 1, 2)
+  return jnp.swapaxes(_split_batch(x, batch), 1, 2)
 
 
 def _tokens_last(x: Float[Array, "BK R T X"]) -> Float[Array, "BK X R T"]:
@@ -880,9 +1042,12 @@ def _sum_over_heads(
   batch, num_heads, num_queries, num_keys = x.shape
   if num_heads == num_noise_maps:
     return x
-  x = x.reshape(batch, num_noise_maps, -1, num_queries, num_keys)
+  heads_per_noise_map = num_heads // num_noise_maps
+  x = x.reshape(
+    batch, num_noise_maps, heads_per_noise_map, num_queries, num_keys
+  )
   total = x[:, :, 0]
-  for head in range(1, num_heads // num_noise_maps):
+  for head in range(1, heads_per_noise_map):
     total = total + x[:, :, head]
   return total
 
@@ -919,13 +1084,19 @@ def _dot(equation: str, a: Array, b: Array) -> Array:
 
   Both are rounded to the dtype with fewer bits, as matrix units require. The
   sum is in float32, or in float64 if b is.
+
+  Example:
+    weights in float32, values in bfloat16 → a bfloat16 product, in float32
   """
   sum_dtype = jnp.promote_types(jnp.float32, b.dtype)
-  dtype = b.dtype
+  input_dtype = b.dtype
   if jnp.finfo(a.dtype).bits < jnp.finfo(b.dtype).bits:
-    dtype = a.dtype
+    input_dtype = a.dtype
   return jnp.einsum(
-    equation, a.astype(dtype), b.astype(dtype), preferred_element_type=sum_dtype
+    equation,
+    a.astype(input_dtype),
+    b.astype(input_dtype),
+    preferred_element_type=sum_dtype,
   )
 
 

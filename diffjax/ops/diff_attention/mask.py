@@ -95,6 +95,12 @@ class Mask:
 
     The sizes X, Y and Z are 1 if all rows of the batch are equal, otherwise B.
 
+    Example:
+      Mask(3, 3, causal=True), with positions [[0, 1, 2]] of queries and keys →
+      [[[1, 0, 0],
+        [1, 1, 0],
+        [1, 1, 1]]]
+
     Args:
       q_positions: positions of the queries, from `positions`.
       k_positions: positions of the keys.
@@ -115,6 +121,10 @@ class Mask:
     same: Bool[Array, "..."] | None = None,
   ) -> Bool[Array, "..."] | None:
     """Returns elementwise where a query sees a key, or None if everywhere.
+
+    Example:
+      with causal=True and window=2, distance [-1, 0, 1, 2] →
+      [False, True, True, False]
 
     Args:
       distance: the position of the query minus the position of the key. None if
@@ -138,7 +148,10 @@ class Mask:
     return functools.reduce(operator.and_, conditions)
 
   def hides_padding(self) -> bool:
-    """Returns True if causality hides the padding from every query."""
+    """Returns True if causality hides the padding from every query.
+
+    Padding are keys beyond `kv_length`, up to a whole number of blocks.
+    """
     return (
       self.causal
       and self.offset != PER_ROW
@@ -146,9 +159,14 @@ class Mask:
     )
 
   def some(self, p0: Scalar, p1: Scalar, k0: Scalar, k1: Scalar) -> Condition:
-    """Returns False if no query of a tile sees any of its keys.
+    """Returns whether some query of a tile sees some key of it.
 
-    Segments may hide more keys.
+    A tile is a block of consecutive queries and a block of consecutive keys.
+    Kernels skip a tile if this is False. If it is True, segments may still hide
+    all keys.
+
+    Example:
+      with a causal mask, queries 0–127 and keys 128–255 → False
 
     Args:
       p0: position of the tile's first query.
@@ -166,9 +184,20 @@ class Mask:
     return logical_and(*conditions)
 
   def every(self, p0: Scalar, p1: Scalar, k0: Scalar, k1: Scalar) -> Condition:
-    """Returns True if every query of a tile sees every key of it.
+    """Returns whether every query of a tile sees every key of it.
 
-    Segments may hide some keys. The arguments are those of `some`.
+    A tile is a block of consecutive queries and a block of consecutive keys.
+    Kernels compute a tile without a mask if this is True. Segments may still
+    hide some keys, and are checked elsewhere.
+
+    Example:
+      with a causal mask, queries 128–255 and keys 0–127 → True
+
+    Args:
+      p0: position of the tile's first query.
+      p1: position of its last query.
+      k0: position of its first key.
+      k1: position of its last key.
     """
     conditions: list[Condition] = []
     if not self.hides_padding():
@@ -185,6 +214,9 @@ class Mask:
     """Returns the first and the last key that some queries may see.
 
     If they see no key, the last one is before the first one.
+
+    Example:
+      with causal=True and window=100, queries 200–299 → keys (101, 299)
 
     Args:
       p0: position of the first query.
@@ -203,7 +235,11 @@ class Mask:
   def rows_of(self, k0: Scalar, k1: Scalar) -> tuple[Scalar, Scalar]:
     """Returns the first and the last query that may see some keys.
 
-    These are indices of queries, not positions. The offset must be an int.
+    These are indices of queries, not positions: query t has position
+    offset + t. The offset must be an int.
+
+    Example:
+      with causal=True and window=100, keys 200–299 → queries (200, 398)
 
     Args:
       k0: position of the first key.
@@ -224,9 +260,15 @@ class Mask:
   ) -> list[int] | None:
     """Returns the differences p0 − k0 of the partly visible tiles.
 
-    A tile is partly visible if some of its pairs of a query and a key are
-    visible, and some are not. Without padding and with a static offset, that
-    depends only on the difference between its first positions.
+    A tile is a block of queries from position p0 on and a block of keys from
+    position k0 on. It is partly visible if some of its pairs of a query and a
+    key are visible, and some are not. Without padding and with a static offset,
+    that depends only on p0 − k0. So a kernel can prepare a mask for each
+    difference.
+
+    Example:
+      with a causal mask, q_block=128 and kv_block=128 → [0]: only tiles on the
+      diagonal are partly visible.
 
     Args:
       q_block: number of queries of a tile.
@@ -274,10 +316,15 @@ def positions(
   return jnp.reshape(jnp.asarray(offset, jnp.int32), (-1, 1)) + indices
 
 
-def apply(
-  mask: Bool[Array, "..."] | None, logits: Float[Array, "..."]
+def apply_mask(
+  visible: Bool[Array, "..."] | None, logits: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-  """Returns the logits, with −∞ where the mask is False."""
-  if mask is None:
+  """Returns the logits, with −∞ for hidden keys.
+
+  Args:
+    visible: where a query sees a key. None if everywhere.
+    logits: the scaled products of queries and keys.
+  """
+  if visible is None:
     return logits
-  return jnp.where(mask, logits, -jnp.inf)
+  return jnp.where(visible, logits, -jnp.inf)

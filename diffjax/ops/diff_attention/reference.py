@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from diffjax.ops.diff_attention.mask import Mask, apply, positions
+from diffjax.ops.diff_attention.mask import Mask, apply_mask, positions
 from diffjax.ops.diff_attention.vjp import (
   Arrays,
   Implementation,
@@ -35,12 +35,16 @@ def attention_logits(
     scale: factor on q·k. None for 1/√D.
   """
   num_groups, num_maps, width = q.shape[2:]
+  num_kv_heads = k.shape[2]
   if scale is None:
     scale = width**-0.5
+  # Several query groups may share a key head: give each group its keys.
+  groups_per_kv_head = num_groups // num_kv_heads
+  k = jnp.repeat(k, groups_per_kv_head, axis=2)  # [B, S, Q, M, D]
   # The first key map belongs to the signal maps, and the last one to the noise
   # map, which is the last map of a group. With M = 1 they are the same.
-  k = jnp.repeat(k, num_groups // k.shape[2], axis=2)  # [B, S, Q, M, D]
-  key_map_of_map = jnp.array([0] * (num_maps - 1) + [-1])
+  num_signal_maps = num_maps - 1
+  key_map_of_map = jnp.array([0] * num_signal_maps + [-1])
   k = k[:, :, :, key_map_of_map]  # [B, S, Q, G, D]
   logits = jnp.einsum(
     "BTQGD,BSQGD->BQGTS",
@@ -69,8 +73,9 @@ def attention_maps(
 ) -> Float[Array, "B Q G T S"]:
   """Returns the softmax maps A₁, A₂, … of each query group (paper §1).
 
-  Each row sums to one. A row that sees no key is zero. The maps are in float32,
-  or in float64 if q is float64.
+  A query group has one or more signal maps, and then a noise map (G maps). Each
+  row of a map sums to one. The row of a query that sees no key is zero. The
+  maps are in float32, or in float64 if q is float64.
 
   Args:
     q: queries.
@@ -88,21 +93,25 @@ def attention_maps(
   if logits_transform is not None:
     logits = logits_transform(logits)
 
-  mask = Mask(q.shape[1], k.shape[1], causal=causal, window=window)
+  q_length = q.shape[1]
+  kv_length = k.shape[1]
+  mask = Mask(q_length, kv_length, causal=causal, window=window)
   visible = mask.between(
-    positions(q.shape[1], q_offset),
-    positions(k.shape[1], 0),
-    q_segment_ids,
-    kv_segment_ids,
+    q_positions=positions(q_length, q_offset),
+    k_positions=positions(kv_length, offset=0),
+    q_ids=q_segment_ids,
+    kv_ids=kv_segment_ids,
   )
   if visible is None:
     return jax.nn.softmax(logits, axis=-1)
 
   # In a row without visible keys, a softmax of −∞ would give NaN gradients. Such
-  # a row keeps its finite logits, and is set to zero after the softmax.
+  # a row keeps its finite logits, as if it saw all keys. After the softmax, it
+  # is set to zero.
   visible = visible[:, None, None]  # [B or 1, 1, 1, T, S]
   has_visible_key = jnp.any(visible, axis=-1, keepdims=True)
-  logits = apply(visible | ~has_visible_key, logits)
+  keeps_logit = visible | ~has_visible_key
+  logits = apply_mask(keeps_logit, logits)
   maps = jax.nn.softmax(logits, axis=-1)
   return jnp.where(has_visible_key, maps, 0)
 
@@ -126,7 +135,9 @@ def attention_weights(
   """
   maps = attention_maps(q, k, **options)  # [B, Q, G, T, S]
   if lam is None:
-    return maps[:, :, 0]
+    return maps[:, :, 0]  # H = Q
+
+  # Separate the signal maps, one for each head, from the noise maps.
   batch, num_groups, _, q_length, kv_length = maps.shape
   signal_maps = maps[:, :, :-1]  # [B, Q, G - 1, T, S]
   signal_maps = signal_maps.reshape(batch, -1, q_length, kv_length)
@@ -167,6 +178,7 @@ def reference(
 
 
 def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
+  """Returns the output of `reference`, for `Implementation.forward`."""
   out = reference(
     arrays.q,
     arrays.k,
