@@ -159,18 +159,32 @@ def _attention_on_mesh(
   sharding: AxisSharding,
   token_order: str,
 ) -> Float[Array, "B T H V"]:
-  """Returns attention inside `shard_map`: each device computes its shard."""
-  num_token_shards = sharding.shards(1)
+  """Returns attention on a mesh, where each device computes its shard.
+
+  Args:
+    arrays: the arrays of all devices.
+    mask: the keys that each query sees.
+    scale: factor on q·k.
+    name: the name of an implementation, or "auto".
+    sharding: the mesh axes that split B (axis 0), T (axis 1) and H (axis 2).
+    token_order: the order of a row's tokens, if T is split.
+  """
+  # A shard of T holds one piece of a row, or two if the order is balanced.
+  num_token_shards = sharding.shards(axis=1)
   tokens = None
   pieces_per_shard = 1
   if num_token_shards > 1:
     tokens = TokenSharding(sharding.axes[1], num_token_shards, token_order)
     pieces_per_shard = len(tokens.pieces(0))
-  sharding.check(0, {"B": arrays.q.shape[0]})
+
+  # All shards of an axis must have the same size.
+  sharding.check(axis=0, sizes={"B": arrays.q.shape[0]})
   sharding.check(
-    1, {"T": mask.q_length, "S": mask.kv_length}, multiple=pieces_per_shard
+    axis=1,
+    sizes={"T": mask.q_length, "S": mask.kv_length},
+    multiple=pieces_per_shard,
   )
-  sharding.check(2, {"Q": arrays.q.shape[2], "K": arrays.k.shape[2]})
+  sharding.check(axis=2, sizes={"Q": arrays.q.shape[2], "K": arrays.k.shape[2]})
 
   attention_on_shard = functools.partial(
     _attention_on_shard, mask=mask, scale=scale, name=name, tokens=tokens
@@ -198,6 +212,10 @@ def _attention_on_shard(
 ) -> Float[Array, "B T H V"]:
   """Returns attention of the queries that one device holds.
 
+  If devices share a row, the keys and values of the other devices arrive in a
+  ring, if the implementation can merge results of parts of the keys. Otherwise
+  each device gathers them all.
+
   Args:
     *shards: this device's shards of the fields of `Arrays`.
     mask: the mask of the rows that all devices hold together.
@@ -206,6 +224,7 @@ def _attention_on_shard(
     tokens: how devices share a row. None if each row is on one device.
   """
   arrays = Arrays._make(shards)
+  # From here on, the mask has the lengths of a shard.
   mask = dataclasses.replace(
     mask, q_length=arrays.q.shape[1], kv_length=arrays.k.shape[1]
   )
@@ -239,8 +258,13 @@ def _select_implementation(
 
 
 def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-  """Raises ValueError if the shapes or dtypes of q, k and v do not match."""
-  arguments.check_arrays(q, k, v, ("B T Q G D", "B S K M D", "B S K V"))
+  """Raises ValueError if the shapes or dtypes of q, k and v do not match.
+
+  Axes: B batch, T queries, S keys, Q query groups, G maps of a group, K key
+  heads, M key maps, D width of queries and keys, V width of values.
+  """
+  layouts = ("B T Q G D", "B S K M D", "B S K V")
+  arguments.check_arrays(q, k, v, layouts)
   num_maps = q.shape[3]
   num_key_maps = k.shape[3]
   if num_maps == 1 and num_key_maps != 1:
@@ -272,7 +296,15 @@ def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
 def _check_segments(
   q_ids: Any, kv_ids: Any, batch: int, q_length: int, kv_length: int
 ) -> tuple[Int[Array, "B T"] | None, Int[Array, "B S"] | None]:
-  """Returns the segment ids, with the default of kv_ids filled in."""
+  """Returns the segment ids of queries and keys, after checking them.
+
+  A query sees only keys with the same id. If there are no kv_ids, keys have the
+  ids of the queries, which requires equal lengths.
+
+  Raises:
+    ValueError: if the ids are not integers of the right shape, or if the ids of
+      the queries are missing.
+  """
   if q_ids is None and kv_ids is None:
     return None, None
   if q_ids is None:
@@ -304,17 +336,31 @@ def _check_ids(name: str, ids: jax.Array, shape: tuple[int, int]) -> None:
 def _check_offset(
   q_offset: Any, batch: int
 ) -> tuple[int | Literal["per row"], Int[Array, "B"] | None]:
-  """Returns the offset for `Mask`, and the offsets for `Arrays`.
+  """Returns the position of the first query in two forms, one of them unused.
 
-  An int belongs to the mask, which is static. An array is data.
+  An int is part of the mask, which is static during compilation. An array is
+  data, with a position for each row of the batch.
+
+  Example:
+    _check_offset(5, batch=2) → (5, None)
+    _check_offset(jnp.array([5, 9]), batch=2) → (PER_ROW, [5, 9])
+
+  Returns:
+    The offset for `Mask`, and the offsets for `Arrays`.
+
+  Raises:
+    ValueError: if it is neither an int nor an integer array [] or [B].
   """
   if arguments.is_integer(q_offset):
     return int(q_offset), None
-  is_integer_array = isinstance(
-    q_offset, (jax.Array, np.ndarray)
-  ) and jnp.issubdtype(q_offset.dtype, jnp.integer)
-  if is_integer_array and q_offset.shape in ((), (batch,)):
-    return PER_ROW, jnp.broadcast_to(q_offset, (batch,)).astype(jnp.int32)
+  is_valid_array = (
+    isinstance(q_offset, (jax.Array, np.ndarray))
+    and jnp.issubdtype(q_offset.dtype, jnp.integer)
+    and q_offset.shape in ((), (batch,))
+  )
+  if is_valid_array:
+    offsets = jnp.broadcast_to(q_offset, (batch,))
+    return PER_ROW, offsets.astype(jnp.int32)
   raise ValueError(
     f"q_offset must be an int or an integer array [B] with B = {batch};"
     f" got {arguments.describe(q_offset)}"

@@ -49,7 +49,8 @@ def check_arrays(
     k: keys.
     v: values.
     layouts: the axes of q, k and v, for example "B T Q G D".
-    stored: the dtype of k and v, if it differs from q's.
+    stored: the dtype of k and v if they are quantized, such as int8. None if
+      it must be q's.
 
   Raises:
     ValueError: if one of them has other axes, an axis of size 0, or another
@@ -65,7 +66,9 @@ def check_arrays(
       raise ValueError(
         f"{name} must have no axis of size 0; got shape {array.shape}"
       )
-    if name != "q" and stored is not None:
+
+    is_quantized = name != "q" and stored is not None
+    if is_quantized:
       if array.dtype != stored:
         raise ValueError(
           f"{name} must be {jnp.dtype(stored)}, as k is; got {array.dtype}"
@@ -116,8 +119,12 @@ def repeat_noise_maps(
 ) -> Float[Array, "*tokens H maps D"]:
   """Returns queries in which each signal map has its own noise map.
 
-  Groups of more than two maps become pairs, each with a copy of the noise map.
+  A query group has signal maps, and then a noise map that they share. Groups of
+  more than two maps become pairs of a signal map and a copy of the noise map.
   Groups of one or two maps are returned unchanged.
+
+  Example:
+    maps [a, b, noise] of a group → [[a, noise], [b, noise]]
   """
   *tokens, num_groups, num_maps, width = q.shape
   if num_maps <= 2:
@@ -184,7 +191,7 @@ def broadcast_lambda(
       or not needed.
   """
   num_maps = q.shape[-2]
-  maps_axis = q.ndim - 2
+  maps_axis = q.ndim - 2  # for messages
   if num_maps == 1:
     if lam is None:
       return None
@@ -194,7 +201,7 @@ def broadcast_lambda(
     )
 
   num_heads = count_heads(q)
-  shape = (*q.shape[:-3], num_heads)
+  shape = (*q.shape[:-3], num_heads)  # [*tokens, H]
   has_valid_shape = (
     isinstance(lam, ARRAYS)
     and jnp.issubdtype(lam.dtype, jnp.floating)

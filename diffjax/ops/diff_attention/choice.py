@@ -59,7 +59,7 @@ def choose(
   """Returns the implementation that "auto" selects for a call.
 
   It depends on the device, on shapes and dtypes, and on the mask. The choice is
-  also logged, or passed to the listener of `reported_to`.
+  also logged, or passed to a listener inside of `reported_to(listener)`.
 
   Args:
     backend: the platform that the program is compiled for.
@@ -106,8 +106,9 @@ def choose_tpu(q: jax.Array, v: jax.Array) -> Choice:
 def choose_gpu(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> Choice:
   """Returns the implementation that was measured to be fastest on this GPU.
 
-  Without a measurement, or if that implementation cannot run here, it is
-  cuDNN's attention. If cuDNN does not support the call either, it is XLA.
+  "pallas_gpu" are fused kernels. If they cannot run here, or without a
+  measurement, it is "two_call", which uses cuDNN's attention. If cuDNN does not
+  support the call either, it is "chunked", which needs only XLA.
   """
   # These modules are imported only where a GPU needs them.
   from diffjax.ops.diff_attention.gpu import chip, measured
@@ -119,7 +120,10 @@ def choose_gpu(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> Choice:
   cudnn_problem = _find_cudnn_problem(q, v, mask)
 
   if fastest == "pallas_gpu":
-    without_kernels = "two_call" if cudnn_problem is None else "chunked"
+    if cudnn_problem is None:
+      without_kernels = "two_call"
+    else:
+      without_kernels = "chunked"
     if not chip.takes(q, v):
       arrays = _describe_arrays(q, v)
       return Choice(
@@ -127,6 +131,7 @@ def choose_gpu(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> Choice:
       )
     kernel_problem = _find_kernel_problem()
     if kernel_problem is not None:
+      # The user can fix this, for example by installing another version.
       return Choice(
         without_kernels,
         f"because pallas_gpu {kernel_problem}",
@@ -173,9 +178,10 @@ def _find_cudnn_problem(q: jax.Array, v: jax.Array, mask: Mask) -> str | None:
     return "cuDNN's attention takes no window here"
   if mask.offset != 0:
     return "cuDNN's attention takes no q_offset here"
-  if cudnn_takes(q, v, mask.segments):
+  if cudnn_takes(q, v, masked=mask.segments):
     return None
   if mask.segments and cudnn_takes(q, v, masked=False):
+    # The segments are the only problem: they need a mask.
     return "cuDNN's attention takes no segments of these lengths"
   return f"cuDNN does not take {_describe_arrays(q, v)} on {device_kind()}"
 
@@ -186,12 +192,17 @@ def _describe_arrays(q: jax.Array, v: jax.Array) -> str:
 
 
 def _report(choice: Choice) -> None:
-  """Passes the choice to the listener, or logs it if it is new."""
+  """Passes the choice to the listener, or logs it if it is new.
+
+  A fallback is a warning, because the user can get something faster.
+  """
   is_new = choice not in _reported
   _reported.add(choice)
   listener = _listener.get()
   if listener is not None:
     listener(choice)
   elif is_new:
-    level = logging.WARNING if choice.is_fallback else logging.INFO
+    level = logging.INFO
+    if choice.is_fallback:
+      level = logging.WARNING
     logging.getLogger(__name__).log(level, "%s", choice)

@@ -128,7 +128,20 @@ def _prepare(
   arrays: Arrays,
   mask: Mask,
 ) -> tuple[tuple[Mask, Any], ...]:
-  """Returns what `implementation.prepare` chooses for each call's mask."""
+  """Returns what `implementation.prepare` chooses for each call's mask.
+
+  A call is attention from some queries of a shard to some keys. Calls with
+  equal masks have equal shapes, so one of them is prepared.
+
+  Args:
+    implementation: computes the calls.
+    tokens: how the shards share a row.
+    arrays: the arrays of one shard.
+    mask: the lengths of a shard, and the offset of the row's first query.
+
+  Returns:
+    Pairs of a mask and the choice for it.
+  """
   calls_by_mask = {}
   for step in plan_steps(mask, tokens):
     for calls in step.calls:
@@ -168,11 +181,12 @@ class _ShardAttention:
     """Returns what one call adds to the gradients of q, k and v.
 
     Args:
-      call: the call.
-      keys: the keys that are present.
-      result: the result of all keys and queries.
-      d_out: the gradient of the output.
+      call: which of this device's queries attend to which of the keys.
+      keys: the keys that are on this device at this step of the ring.
+      result: the forward result of all queries of this device, over all keys.
+      d_out: the gradient of the output of all queries of this device.
     """
+    # Slice the result of the call's queries, on the axis T.
     noise_out = result.out2
     if noise_out is not None:
       noise_out = _slice_queries(noise_out, call, axis=2)
@@ -202,9 +216,14 @@ def _forward(
   mask: Mask,
   options: Options,
 ) -> Saved:
-  """Returns the output and A₂V [B, H, T, V], and the log-sum-exps [B, H, G, T].
+  """Returns attention of one shard's queries, and what the backward pass needs.
 
-  The outputs have q's dtype. The log-sum-exps have base 2.
+  At each step of the ring, the keys of another shard are on this device. The
+  queries attend to them, and the result is merged with that of earlier steps.
+
+  Returns:
+    `Saved`: the output and A₂V [B, H, T, V] in q's dtype, and the log-sum-exps
+    [B, H, G, T] of base 2.
   """
   lam = arrays.lam
   queries = _shard_queries(arrays)
@@ -225,6 +244,9 @@ def _forward(
     noise_out = noise_out.astype(arrays.q.dtype)
     lam = jnp.swapaxes(lam, 1, 2)  # [B, H, T]
     out = out - lam[..., None] * noise_out
+
+  # Here a row without visible keys has an lse of −1e30. The backward pass reads
+  # +1e30. Half of it separates that value from the lse of other rows.
   is_empty = lse <= MASKED_LOGIT / 2
   lse = jnp.where(is_empty, EMPTY_ROW_LSE, lse)
   return Saved(out.astype(arrays.q.dtype), noise_out, lse)
@@ -237,7 +259,15 @@ def _forward_step(
   index: Any,
   carry: _ForwardCarry,
 ) -> _ForwardCarry:
-  """Returns the carry after step number `index` of a loop."""
+  """Returns the state after one step of the ring's forward pass.
+
+  Args:
+    attention: attention of this device's queries.
+    tokens: how the devices share a row.
+    loop: consecutive steps that run as one loop.
+    index: the index of the step in the loop.
+    carry: the state before, with the keys that are on this device.
+  """
   merge_calls = functools.partial(_merge_calls, attention)
   # The transfer starts before the attention to the present keys, so that the
   # two overlap.
@@ -264,21 +294,28 @@ def _merge_calls(
 def _merge_results(
   total: PartialResult, part: PartialResult, start: int
 ) -> PartialResult:
-  """Returns the result of more keys, for the queries of `part` from `start` on.
+  """Returns the result of two disjoint sets of keys, from that of each set.
 
   With L for the log-sum-exps (base 2) of the two results, for each map:
 
     L = log₂(2^L_total + 2^L_part)
     out = 2^(L_total − L) · out_total + 2^(L_part − L) · out_part
 
-  In `total`, a row without visible keys has MASKED_LOGIT for a log-sum-exp.
+  Args:
+    total: the result of the first keys, for all T queries.
+    part: the result of the second keys, for t consecutive queries.
+    start: the first of these queries. Other queries are unchanged.
   """
   stop = start + part.lse.shape[3]
   total_lse = lax.slice_in_dim(total.lse, start, stop, axis=3)  # [B, H, G, t]
+
+  # A row without visible keys has an lse of +1e30 in `part`, as implementations
+  # store it, and of −1e30 in `total`, which gives it a weight of 0. No real lse
+  # is near these values, so a comparison with half of 1e30 is safe.
   is_empty = part.lse > EMPTY_ROW_LSE / 2
   part_lse = jnp.where(is_empty, MASKED_LOGIT, part.lse)
 
-  # The weights are relative to the larger one, so that they do not overflow.
+  # The weights 2^L are divided by the larger one, so that they do not overflow.
   maximum = jnp.maximum(total_lse, part_lse)
   total_weight = jnp.exp2(total_lse - maximum)
   part_weight = jnp.exp2(part_lse - maximum)
@@ -308,7 +345,15 @@ def _merge_outputs(
   part_share: Float[Array, "B H t"],
   start: int,
 ) -> Float[Array, "B H T V"]:
-  """Returns the total with t queries from `start` on merged with the part."""
+  """Returns the outputs over two sets of keys, as a weighted sum of the two.
+
+  Args:
+    total: the outputs over the first keys, for all T queries.
+    part: the outputs over the second keys, for the t queries from `start` on.
+    total_share: the weight of `total` for these queries.
+    part_share: the weight of `part`. The weights of a query sum to 1.
+    start: the first of these queries. Other outputs are unchanged.
+  """
   stop = start + part.shape[2]
   previous = lax.slice_in_dim(total, start, stop, axis=2)
   merged = previous * total_share[..., None] + part * part_share[..., None]
@@ -316,7 +361,10 @@ def _merge_outputs(
 
 
 def _empty_result(arrays: Arrays) -> PartialResult:
-  """Returns the result of no keys, to which `_merge_results` adds."""
+  """Returns the result of attention to no keys, to which results are merged.
+
+  Outputs are 0. The log-sum-exp is −1e30, which gives them a weight of 0.
+  """
   batch, length, num_heads, num_maps, _ = arrays.q.shape
   value_width = arrays.v.shape[-1]
   dtype = jnp.promote_types(jnp.float32, arrays.q.dtype)
@@ -338,7 +386,11 @@ def _backward(
   saved: Saved,
   d_out: Float[Array, "B T H V"],
 ) -> tuple[Array, Array, Array, Array | None]:
-  """Returns the gradients of q, k, v and λ (None without λ)."""
+  """Returns the gradients of q, k, v and λ (None without λ).
+
+  The keys move round the ring as in the forward pass. Their gradients follow
+  them, and each device adds the part of its queries.
+  """
   d_out = _tokens_last(d_out)  # [B, H, T, V]
   attention = _ShardAttention(implementation, options, _shard_queries(arrays))
   result = PartialResult(*saved)
@@ -385,7 +437,17 @@ def _backward_step(
   index: Any,
   carry: _BackwardCarry,
 ) -> _BackwardCarry:
-  """Returns the carry after step number `index` of a loop."""
+  """Returns the state after one step of the ring's backward pass.
+
+  Args:
+    attention: attention of this device's queries.
+    tokens: how the devices share a row.
+    result: the forward result of this device's queries.
+    d_out: the gradient of their output.
+    loop: consecutive steps that run as one loop.
+    index: the index of the step in the loop.
+    carry: the state before, with the keys that are on this device.
+  """
   add_calls = functools.partial(_add_gradients, attention, result, d_out)
   # Both transfers start before this step's computation, so that they overlap
   # with it. The gradients follow their keys, one step later.
@@ -394,7 +456,9 @@ def _backward_step(
   d_q, part_d_k, part_d_v = _switch_calls(
     loop, tokens, index, add_calls, carry.keys, carry.d_q
   )
-  return _BackwardCarry(next_keys, d_k + part_d_k, d_v + part_d_v, d_q)
+  return _BackwardCarry(
+    keys=next_keys, d_k=d_k + part_d_k, d_v=d_v + part_d_v, d_q=d_q
+  )
 
 
 def _add_gradients(
@@ -405,7 +469,19 @@ def _add_gradients(
   keys: _Keys,
   d_q: Float[Array, "B Q G T D"],
 ) -> tuple[Array, Array, Array]:
-  """Returns d_q plus the calls' part of it, and their part of dK and dV."""
+  """Returns the gradients of some calls: d_q plus their dQ, and their dK, dV.
+
+  A call is attention from some of this device's queries to some of the present
+  keys. A device may have several calls at a step, or none.
+
+  Args:
+    attention: computes a call.
+    result: the forward result of this device's queries.
+    d_out: the gradient of their output.
+    calls: the calls.
+    keys: the keys that are on this device.
+    d_q: dQ of this device's queries from earlier steps.
+  """
   d_k = None
   d_v = None
   for call in calls:
@@ -417,7 +493,7 @@ def _add_gradients(
     else:
       d_k = _add_tokens(d_k, call_d_k, call.k_start)
       d_v = _add_tokens(d_v, call_d_v, call.k_start)
-  if d_k is None or d_v is None:
+  if d_k is None or d_v is None:  # there is no call
     d_k = _zero_gradient(keys.k, d_out)
     d_v = _zero_gradient(keys.v, d_out)
   return d_q, d_k, d_v
@@ -432,8 +508,12 @@ def _zero_gradient(x: Array, d_out: Array) -> Array:
 def _add_tokens(
   total: Float[Array, "*axes T X"], part: Float[Array, "*axes t X"], start: int
 ) -> Float[Array, "*axes T X"]:
-  """Returns the total with a part added at the t tokens from `start` on."""
-  axis = part.ndim - 2
+  """Returns the total with a part added at the t tokens from `start` on.
+
+  Example:
+    _add_tokens(total=[1, 1, 1, 1], part=[5, 6], start=1) → [1, 6, 7, 1]
+  """
+  axis = part.ndim - 2  # of tokens
   stop = start + part.shape[axis]
   updated = lax.slice_in_dim(total, start, stop, axis=axis) + part
   return lax.dynamic_update_slice_in_dim(total, updated, start, axis=axis)
@@ -442,7 +522,11 @@ def _add_tokens(
 def _pad_tokens(
   part: Float[Array, "*axes t X"], start: int, length: int
 ) -> Float[Array, "*axes length X"]:
-  """Returns `length` tokens: the part from `start` on, and zeros elsewhere."""
+  """Returns `length` tokens: the part from `start` on, and zeros elsewhere.
+
+  Example:
+    _pad_tokens(part=[5, 6], start=1, length=4) → [0, 5, 6, 0]
+  """
   *axes, num_tokens, width = part.shape
   if num_tokens == length:
     return part
@@ -479,14 +563,24 @@ def _switch_calls(
 ) -> Any:
   """Returns function(calls, *operands) for the calls of this shard.
 
-  All devices run the same program, and each selects its calls at run time.
+  A call is attention from some queries of a shard to some keys. All devices run
+  the same program, which has a branch for each different tuple of calls. Each
+  device selects its branch at run time.
+
+  Args:
+    loop: consecutive steps of the ring.
+    tokens: how the shards share a row.
+    index: the index of the step in the loop.
+    function: computes the calls.
+    *operands: the other arguments of the function.
   """
   branches = loop.branches()
   if len(branches) == 1:
     return function(branches[0], *operands)
   table = jnp.array(loop.branch_table(), jnp.int32)  # [steps, shards]
   functions = [functools.partial(function, calls) for calls in branches]
-  return lax.switch(table[index, tokens.shard], functions, *operands)
+  branch = table[index, tokens.shard]
+  return lax.switch(branch, functions, *operands)
 
 
 def _shard_queries(arrays: Arrays) -> _Queries:
@@ -508,7 +602,13 @@ def _departing_keys(arrays: Arrays) -> _Keys:
 
 
 def _call_arrays(call: Call, queries: _Queries, keys: _Keys) -> Arrays:
-  """Returns the queries and keys of a call, as implementations take them."""
+  """Returns the queries and keys of a call, as implementations take them.
+
+  Args:
+    call: which of the queries attend to which of the keys.
+    queries: all queries of this device.
+    keys: all keys that are on this device.
+  """
   lam = queries.lam
   if lam is not None:
     lam = _slice_queries(lam, call, axis=1)
@@ -519,13 +619,14 @@ def _call_arrays(call: Call, queries: _Queries, keys: _Keys) -> Arrays:
   if kv_ids is not None:
     kv_ids = _slice_keys(kv_ids, call, axis=1)
   return Arrays(
+    # Implementations take [B, tokens, …]. The ring has tokens on axis −2.
     q=_tokens_first(_slice_queries(queries.q, call, axis=-2)),
     k=_tokens_first(_slice_keys(keys.k, call, axis=-2)),
     v=_tokens_first(_slice_keys(keys.v, call, axis=-2)),
     lam=lam,
     q_ids=q_ids,
     kv_ids=kv_ids,
-    offset=None,
+    offset=None,  # the mask of the call has it
   )
 
 

@@ -105,9 +105,12 @@ def plan_loops(mask: Mask, tokens: TokenSharding) -> list[StepLoop]:
 
 @functools.cache
 def plan_steps(mask: Mask, tokens: TokenSharding) -> tuple[Step, ...]:
-  """Returns the steps at which some shard sees some key.
+  """Returns the steps of the ring at which some shard sees some key.
 
-  The first step, at which no keys have moved, is always included.
+  Each device holds a shard of the queries. At the step with distance d, it has
+  the keys of the shard d places before its own. A call is attention from some
+  of its queries to some of these keys. The first step, d = 0, is always
+  included.
 
   Args:
     mask: the mask of one shard's queries and keys. Its offset is the position
@@ -120,6 +123,7 @@ def plan_steps(mask: Mask, tokens: TokenSharding) -> tuple[Step, ...]:
     calls_by_shard = []
     for shard in range(shards):
       key_shard = (shard - distance) % shards
+      # The indices of the pieces of the row that the two shards hold.
       q_pieces = tokens.pieces(shard)
       k_pieces = tokens.pieces(key_shard)
       calls_by_shard.append(_plan_calls(mask, q_pieces, k_pieces))
@@ -133,12 +137,21 @@ def _plan_calls(
 ) -> tuple[Call, ...]:
   """Returns the fewest calls from one shard's queries to another's keys.
 
+  A row is cut into equally long pieces, and a shard holds one or two of them. A
+  call is attention with one mask, from some of the queries to some of the keys.
+  Pieces that need the same mask share a call.
+
+  Example:
+    A causal mask, queries of pieces (1, 2) and keys of pieces (0, 3) → one call
+    from all queries to piece 0, because they see nothing of piece 3.
+
   Args:
     mask: the mask of one shard's queries and keys, as in `plan_steps`.
-    q_pieces: the pieces of the row that the queries belong to.
-    k_pieces: the pieces of the row that the keys belong to.
+    q_pieces: the indices of the pieces of the queries.
+    k_pieces: the indices of the pieces of the keys.
   """
   piece_length = mask.q_length // len(q_pieces)
+  # The mask of each pair of pieces, or None if it hides all keys.
   piece_masks = []
   for q_piece in q_pieces:
     row = []
@@ -164,13 +177,23 @@ def _plan_calls(
 
 
 def _piece_mask(mask: Mask, piece_length: int, distance: int) -> Mask | None:
-  """Returns the mask of two pieces, or None if it hides all keys.
+  """Returns the mask from one piece of a row to another one.
+
+  The pieces of a row have equal lengths and are numbered from its start.
+
+  Example:
+    With a causal mask, distance −1 → None, since all keys are later,
+    0 → a causal mask, and 1 → a mask that hides nothing.
 
   Args:
     mask: the mask of one shard's queries and keys, as in `plan_steps`.
     piece_length: the number of tokens of each piece.
-    distance: the number of pieces from the keys' piece to the queries' piece.
+    distance: the index of the queries' piece minus that of the keys' piece.
+
+  Returns:
+    The mask of the two pieces, or None if it hides all keys.
   """
+  # Positions count from the first key of the keys' piece.
   piece_mask = dataclasses.replace(
     mask,
     q_length=piece_length,
@@ -190,7 +213,10 @@ def _piece_mask(mask: Mask, piece_length: int, distance: int) -> Mask | None:
 def _row_calls(
   mask: Mask, q_start: int, q_length: int, piece_masks: list[Mask | None]
 ) -> list[Call]:
-  """Returns the calls from some queries to all pieces of the keys.
+  """Returns the calls from some queries to the pieces of the keys.
+
+  A call is attention with one mask. If all pieces are fully visible, one call
+  is enough. Otherwise each piece that is not hidden has a call.
 
   Args:
     mask: the mask of one shard's queries and keys, as in `plan_steps`.

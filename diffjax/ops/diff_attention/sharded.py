@@ -76,6 +76,9 @@ class AxisSharding:
   ) -> AxisSharding | None:
     """Returns how a sharding splits the axes of an operation.
 
+    Example:
+      PartitionSpec("data", None) and "B T H" → axes (("data",), (), ())
+
     Args:
       sharding: a NamedSharding, or a PartitionSpec for the mesh of
         `jax.set_mesh`.
@@ -111,6 +114,8 @@ class AxisSharding:
         f"sharding must be over {axes_text}, {len(letters)} axes at most;"
         f" got {spec}"
       )
+
+    # An entry of a spec is None, a mesh axis, or a tuple of mesh axes.
     axes = [_mesh_axes(entry) for entry in spec]
     used_axes: set[str] = set()
     for names in axes:
@@ -153,6 +158,8 @@ class AxisSharding:
     for letter, size in sizes.items():
       if size % (multiple * num_shards) == 0:
         continue
+
+      # The size cannot be divided. Say what the user can do about it.
       divisor = str(num_shards)
       if multiple > 1:
         divisor = f"{multiple} × {num_shards}"
@@ -231,9 +238,12 @@ class TokenSharding:
     return (shard,)
 
   def shift(self, arrays: Any, distance: int) -> Any:
-    """Returns the arrays of the device that is `distance` shards before.
+    """Sends arrays to the shard `distance` later, and returns those received.
 
-    The shards form a ring: the last one comes before the first one.
+    The shards form a ring: the first one comes after the last one.
+
+    Example:
+      with 3 shards that hold [a, b, c], a distance of 1 → [c, a, b]
 
     Args:
       arrays: a tree of this device's arrays.
@@ -241,7 +251,7 @@ class TokenSharding:
     """
     if distance % self.shards == 0:
       return arrays
-    routes = []  # (source, destination)
+    routes = []  # pairs of a source and a destination
     for shard in range(self.shards):
       routes.append((shard, (shard + distance) % self.shards))
 
@@ -253,14 +263,32 @@ class TokenSharding:
   def gather_row(
     self, x: Float[Array, "B t *axes"]
   ) -> Float[Array, "B T *axes"]:
-    """Returns the tokens of all shards, in the order of the row."""
+    """Returns the tokens of all shards, in the order of the row.
+
+    In balanced order, shard c of C holds the pieces c and 2C − 1 − c of a row
+    that is cut into 2C pieces.
+
+    Example, with C = 2 shards:
+      shard 0 holds pieces 0 and 3, and shard 1 holds pieces 1 and 2
+      first pieces:  [0, 1]
+      second pieces: [3, 2], in reverse order
+      row:           [0, 1, 2, 3]
+
+    Args:
+      x: this device's tokens.
+    """
     if self.order == "given":
       return lax.all_gather(x, self.axes, axis=1, tiled=True)
-    # Shard c holds the pieces c and 2C − 1 − c. Gathered from the first shard
-    # to the last, the second pieces are in reverse order.
+    return self._gather_balanced_row(x)
+
+  def _gather_balanced_row(
+    self, x: Float[Array, "B t *axes"]
+  ) -> Float[Array, "B T *axes"]:
+    """Returns the same as `gather_row`, for balanced order."""
     first_pieces, second_pieces = jnp.split(x, 2, axis=1)
     first_half = lax.all_gather(first_pieces, self.axes, axis=1)
     second_half = lax.all_gather(second_pieces, self.axes, axis=1)
+    # From the first shard to the last, the second pieces are in reverse order.
     second_half = jnp.flip(second_half, axis=1)
     row = jnp.concatenate([first_half, second_half], axis=1)  # [B, 2C, T/2C, …]
     return row.reshape(x.shape[0], -1, *x.shape[2:])
@@ -274,6 +302,9 @@ def gathered_attention(
   tokens: TokenSharding,
 ) -> Float[Array, "B T H V"]:
   """Returns attention of one shard's queries to the gathered keys of its row.
+
+  The queries are one or two pieces of the row, and a call of the implementation
+  computes each piece.
 
   Every device holds the keys and values of the whole row. `ring` needs less
   memory, but it supports neither implementations without partial results, nor
@@ -306,7 +337,7 @@ def gathered_attention(
   for index, piece in enumerate(pieces):
     rows = slice(index * piece_length, (index + 1) * piece_length)
     offset = jnp.full(batch, piece * piece_length, jnp.int32)
-    if mask.offset != 0:
+    if mask.offset != 0:  # the row itself does not start at position 0
       offset += mask.first_position(arrays.offset)
     piece_arrays = Arrays(
       q=arrays.q[:, rows],
@@ -317,9 +348,10 @@ def gathered_attention(
       kv_ids=kv_ids,
       offset=offset,
     )
-    outputs.append(
-      run_implementation(implementation, piece_arrays, piece_mask, scale)
+    piece_output = run_implementation(
+      implementation, piece_arrays, piece_mask, scale
     )
+    outputs.append(piece_output)
   return jnp.concatenate(outputs, axis=1)
 
 

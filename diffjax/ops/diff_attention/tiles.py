@@ -28,7 +28,15 @@ Condition = Any  # bool, or a traced bool scalar
 
 
 def logical_and(*conditions: Condition) -> Condition:
-  """Returns whether all conditions are true."""
+  """Returns whether all conditions are true.
+
+  A condition is a bool, or a traced bool that is known only at run time. If one
+  is False, the result is False, and nothing is left to compute at run time.
+
+  Example:
+    logical_and(True, False, x < y) → False
+    logical_and(True, x < y) → x < y
+  """
   traced_conditions = []
   for condition in conditions:
     if not isinstance(condition, bool):
@@ -69,8 +77,12 @@ def block_index(position: Scalar, size: int) -> Scalar:
 
   The index is −1 for all positions before the first block.
 
+  Example:
+    block_index(300, size=128) → 2
+    block_index(-500, size=128) → -1
+
   Args:
-    position: a position.
+    position: an int, or a traced int32 scalar.
     size: number of positions of a block.
   """
   if isinstance(position, int):
@@ -81,7 +93,7 @@ def block_index(position: Scalar, size: int) -> Scalar:
   is_power_of_2 = size & (size - 1) == 0
   if is_power_of_2:
     log2_size = size.bit_length() - 1
-    return (position >> log2_size) - 1
+    return (position >> log2_size) - 1  # a shift is faster than a division
   return lax.div(position, size) - 1
 
 
@@ -94,6 +106,9 @@ def pad_axis(
   x: Shaped[Array, "..."], axis: int, length: int, value: float | None = None
 ) -> Shaped[Array, "..."]:
   """Returns an array, padded at the end of an axis.
+
+  Example:
+    pad_axis(ids, axis=1, length=4) of ids [[3, 3]] → [[3, 3, 3, 3]]
 
   Args:
     x: floats, or integer ids. Ids are padded with the last id.
@@ -108,4 +123,6 @@ def pad_axis(
   widths[axis] = (0, padding)
   if jnp.issubdtype(x.dtype, jnp.integer):
     return jnp.pad(x, widths, mode="edge")
-  return jnp.pad(x, widths, constant_values=value or 0)
+  if value is None:
+    value = 0
+  return jnp.pad(x, widths, constant_values=value)

@@ -135,8 +135,11 @@ def run_implementation(
 ) -> Float[Array, "B T H V"]:
   """Returns differential attention by one implementation.
 
+  If the implementation has its own backward pass, it is used for gradients.
+  Otherwise JAX differentiates the forward pass.
+
   Args:
-    implementation: its functions.
+    implementation: the functions that compute attention.
     arrays: q may have any number of maps. λ is [B, T, H].
     mask: the keys that each query sees.
     scale: factor on q·k.
@@ -145,6 +148,7 @@ def run_implementation(
     ValueError: if the implementation does not support the call.
   """
   if not implementation.takes_groups:
+    # Give each signal map a copy of the noise map that it shares with others.
     arrays = arrays._replace(q=repeat_noise_maps(arrays.q))
   options = Options(scale, chosen=implementation.prepare(arrays, mask))
   if implementation.backward is None:
@@ -179,13 +183,17 @@ _compute_output_with_vjp = jax.custom_vjp(
 def _forward_rule(
   implementation: Implementation, mask: Mask, options: Options, arrays: Arrays
 ) -> tuple[Float[Array, "B T H V"], tuple[Arrays, Saved]]:
-  """Returns the output, and the residuals of `_backward_rule`."""
+  """Returns the output, and what `_backward_rule` needs (the residuals).
+
+  The residuals have names, by which a remat policy can choose to save them.
+  Otherwise the forward pass is computed again before the backward pass.
+  """
   options = dataclasses.replace(options, save=True)
   saved = implementation.forward(arrays, mask, options)
-  named = []
+  named_arrays = []
   for x, name in zip(saved, RESIDUAL_NAMES, strict=True):
-    named.append(checkpoint_name(x, name))
-  saved = Saved(*named)
+    named_arrays.append(checkpoint_name(x, name))
+  saved = Saved(*named_arrays)
   # The output comes from the named array. Otherwise, a policy that saves the
   # names would still compute the forward pass again for the layers that follow.
   residuals = (arrays, saved)
@@ -199,14 +207,22 @@ def _backward_rule(
   residuals: tuple[Arrays, Saved],
   d_out: Float[Array, "B T H V"],
 ) -> tuple[Arrays]:
-  """Returns the gradients of the arrays. Integer arrays have none."""
+  """Returns the gradients of the arrays. Integer arrays have none.
+
+  Args:
+    implementation: its `backward` computes the gradients.
+    mask: the keys that each query sees.
+    options: the static options of the call.
+    residuals: the inputs, and what the forward pass saved.
+    d_out: the gradient of the output.
+  """
   assert implementation.backward is not None
   arrays, saved = residuals
   d_q, d_k, d_v, d_lam = implementation.backward(
     arrays, mask, options, saved, d_out
   )
   gradients = Arrays(d_q, d_k, d_v, d_lam, q_ids=None, kv_ids=None, offset=None)
-  return (gradients,)
+  return (gradients,)  # of the only argument that is not static
 
 
 _compute_output_with_vjp.defvjp(_forward_rule, _backward_rule)
