@@ -66,14 +66,15 @@ def fused_cross_entropy(
     ValueError: if shapes do not fit, or if chunk is less than 1.
   """
   _check(hidden, embedding, targets, weights, chunk)
+  # Inside shard_map, all arrays must vary over the same mesh axes. The gradient
+  # of an array that did not is then summed over the devices.
   operands = (hidden, embedding, targets, weights)
+  hidden = vary_like(hidden, *operands)
+  embedding = vary_like(embedding, *operands)
+  targets = vary_like(targets, *operands)
+  weights = vary_like(weights, *operands)
   loss, z_sum = _fused(
-    float(z_loss),
-    chunk,
-    vary_like(hidden, *operands),
-    vary_like(embedding, *operands),
-    vary_like(targets, *operands),
-    vary_like(weights, *operands),
+    float(z_loss), chunk, hidden, embedding, targets, weights
   )
   return loss, lax.stop_gradient(z_sum)
 
@@ -100,19 +101,28 @@ def per_token_cross_entropy(
   Raises:
     ValueError: if shapes do not fit, or if chunk is less than 1.
   """
-  _check(hidden, embedding, targets, targets, chunk)
+  # There are no weights. The targets have the shape that weights must have.
+  _check(hidden, embedding, targets, weights=targets, chunk=chunk)
+  # Inside shard_map, all arrays must vary over the same mesh axes.
   operands = (hidden, embedding, targets)
   hidden = vary_like(hidden, *operands)
   embedding = vary_like(embedding, *operands)
   targets = vary_like(targets, *operands)
   matrix = embedding.astype(hidden.dtype)
 
-  def step(carry, hidden, targets):
-    nll, _ = _negative_log_likelihood(_logits(hidden, matrix), targets)
+  def chunk_step(carry, chunk_hidden, chunk_targets):
+    logits = _logits(chunk_hidden, matrix)  # [B, t, N]
+    nll, _ = _negative_log_likelihood(logits, chunk_targets)
     return carry, nll
 
-  vocab_size = embedding.shape[0]
-  _, nll = _scan_chunks(step, None, chunk, vocab_size, hidden, targets)
+  _, nll = _scan_chunks(
+    chunk_step,
+    None,  # chunks pass nothing on to the next one
+    chunk,
+    embedding.shape[0],  # the number of logits of a token
+    hidden,
+    targets,
+  )
   return nll
 
 
@@ -126,28 +136,44 @@ def reference_cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
   """Returns the same as `fused_cross_entropy`, from all logits at once.
 
-  This is the definition, for tests and benchmarks.
+  This is the definition, for tests and benchmarks:
+    Σ w·(nll + z_loss·lse²) with nll = lse − the target's logit
+
+  Returns:
+    The weighted sum, and the z-loss in it, without a gradient.
   """
   logits = _logits(hidden, embedding.astype(hidden.dtype))
   nll, lse = _negative_log_likelihood(logits, targets)
   z_sum = z_loss * jnp.sum(weights * jnp.square(lse))
-  return jnp.sum(weights * nll) + z_sum, lax.stop_gradient(z_sum)
+  loss = jnp.sum(weights * nll) + z_sum
+  return loss, lax.stop_gradient(z_sum)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _fused(
   z_loss: float, chunk: int | None, hidden, embedding, targets, weights
 ):
-  """Returns the loss and its z-loss, without computing gradients."""
+  """Returns the loss and its z-loss, without computing gradients.
+
+  This runs if nothing is differentiated. Otherwise `_fused_forward` runs.
+  """
   matrix = embedding.astype(hidden.dtype)
 
-  def step(carry, hidden, targets, weights):
-    nll, lse = _negative_log_likelihood(_logits(hidden, matrix), targets)
-    return carry, (weights * nll, weights * jnp.square(lse))
+  def chunk_step(carry, chunk_hidden, chunk_targets, chunk_weights):
+    logits = _logits(chunk_hidden, matrix)  # [B, t, N]
+    nll, lse = _negative_log_likelihood(logits, chunk_targets)
+    weighted_nll = chunk_weights * nll
+    weighted_squares = chunk_weights * jnp.square(lse)
+    return carry, (weighted_nll, weighted_squares)
 
-  vocab_size = embedding.shape[0]
   _, (weighted_nll, weighted_squares) = _scan_chunks(
-    step, None, chunk, vocab_size, hidden, targets, weights
+    chunk_step,
+    None,  # chunks pass nothing on to the next one
+    chunk,
+    embedding.shape[0],  # the number of logits of a token
+    hidden,
+    targets,
+    weights,
   )
   z_sum = z_loss * jnp.sum(weighted_squares)
   return jnp.sum(weighted_nll) + z_sum, z_sum
@@ -156,21 +182,25 @@ def _fused(
 def _fused_forward(
   z_loss: float, chunk: int | None, hidden, embedding, targets, weights
 ):
-  """Returns the loss and its z-loss, and the gradients as residuals."""
+  """Returns the loss and its z-loss, and the gradients as residuals.
+
+  The gradients are computed here, while the logits of a chunk exist. The
+  backward pass multiplies them by the gradient of the loss.
+  """
   matrix = embedding.astype(hidden.dtype)
   dtype = jnp.promote_types(jnp.float32, hidden.dtype)
 
-  def step(d_embedding, hidden, targets, weights):
-    logits = _logits(hidden, matrix)  # [B, t, N]
-    nll, lse = _negative_log_likelihood(logits, targets)
+  def chunk_step(d_embedding, chunk_hidden, chunk_targets, chunk_weights):
+    logits = _logits(chunk_hidden, matrix)  # [B, t, N]
+    nll, lse = _negative_log_likelihood(logits, chunk_targets)
 
     # The gradient of w·(lse − logit + z_loss·lse²) is
     # w·(1 + 2·z_loss·lse) · softmax(logits), minus w at the target.
     probabilities = jnp.exp(logits - lse[..., None])
-    factor = weights * (1 + 2 * z_loss * lse)
+    factor = chunk_weights * (1 + 2 * z_loss * lse)
     d_logits = factor[..., None] * probabilities
-    d_logits = _add_at_targets(d_logits, targets, -weights)
-    d_logits = d_logits.astype(hidden.dtype)
+    d_logits = _add_at_targets(d_logits, chunk_targets, -chunk_weights)
+    d_logits = d_logits.astype(chunk_hidden.dtype)
     if platform() == "tpu":
       # Without the barrier, XLA would compute d_logits again in both products
       # that read it, for every tile.
@@ -178,9 +208,9 @@ def _fused_forward(
 
     d_hidden = jnp.einsum("btn,ne->bte", d_logits, matrix)
     chunk_d_embedding = jnp.einsum(
-      "btn,bte->ne", d_logits, hidden, preferred_element_type=dtype
+      "btn,bte->ne", d_logits, chunk_hidden, preferred_element_type=dtype
     )
-    if d_embedding is None:
+    if d_embedding is None:  # this is the only chunk
       d_embedding = chunk_d_embedding
     else:
       d_embedding = d_embedding + chunk_d_embedding
@@ -190,7 +220,7 @@ def _fused_forward(
   zeros = vary_like(zeros, hidden, embedding, targets, weights)
   vocab_size = embedding.shape[0]
   d_embedding, (d_hidden, nll, squares) = _scan_chunks(
-    step, zeros, chunk, vocab_size, hidden, targets, weights
+    chunk_step, zeros, chunk, vocab_size, hidden, targets, weights
   )
   z_sum = z_loss * jnp.sum(weights * squares)
   loss = jnp.sum(weights * nll) + z_sum
@@ -200,6 +230,12 @@ def _fused_forward(
 
 
 def _fused_backward(z_loss: float, chunk: int | None, residuals, cotangents):
+  """Returns the gradients of hidden, embedding, targets (None) and weights.
+
+  The forward pass has computed the gradients of the loss already. They are
+  multiplied by the gradient with respect to the loss. The first two arguments
+  are the static ones of `_fused`, which JAX passes.
+  """
   d_hidden, d_embedding, d_weights = residuals
   d_loss, _ = cotangents  # no gradient flows through the z-loss
   d_hidden = d_hidden * d_loss.astype(d_hidden.dtype)
@@ -219,13 +255,14 @@ def _scan_chunks(
   vocab_size: int,
   *arrays: jax.Array,
 ) -> tuple[Any, Any]:
-  """Scans over chunks of arrays along T.
+  """Calls carry, outputs = step(carry, *chunks) for chunks of arrays along T.
 
   Args:
-    step: (carry, *chunks) → (carry, outputs [B, t, …]). If there is only one
-      chunk, its carry is None.
+    step: takes chunks [B, t, …] of the arrays, and returns outputs [B, t, …].
+      If there is only one chunk, it gets None for a carry, so that it need not
+      add to zeros.
     initial_carry: the carry of the first of several chunks.
-    chunk: the number of tokens in a chunk of all rows, or None.
+    chunk: the number of tokens in a chunk of all rows. None for the default.
     vocab_size: the number of logits of a token.
     arrays: arrays [B, T, …].
 
@@ -266,15 +303,28 @@ def _scan_chunks(
 def _count_chunks(
   batch: int, length: int, chunk: int | None, vocab_size: int
 ) -> int:
-  """Returns the number of chunks of rows with a length."""
+  """Returns into how many chunks of tokens the rows of a batch are cut.
+
+  Example:
+    _count_chunks(batch=16, length=1024, chunk=4096, vocab_size=50_000) → 4,
+    since a chunk of 4096 tokens has 256 tokens of each row.
+
+  Args:
+    batch: the number of rows.
+    length: the tokens of a row.
+    chunk: the tokens of a chunk, over all rows. None for the default.
+    vocab_size: the logits of a token.
+  """
   chunk_tokens = chunk
   if chunk_tokens is None:
     chunk_tokens = _default_chunk_tokens(vocab_size)
-  size = min(length, max(1, chunk_tokens // batch))  # tokens of one row
+  # The tokens of one row in a chunk.
+  size = max(1, chunk_tokens // batch)
+  size = min(length, size)
   if chunk is None and platform() == "tpu" and size < length:
     # A power of two fills whole tiles, and divides the usual lengths.
-    size = 1 << (size.bit_length() - 1)
-  return -(-length // size)
+    size = 1 << (size.bit_length() - 1)  # rounded down
+  return -(-length // size)  # rounded up
 
 
 def _default_chunk_tokens(vocab_size: int) -> int:
@@ -292,7 +342,11 @@ def _add_at_targets(
   targets: Int[Array, "B T"],
   values: Float[Array, "B T"],
 ) -> Float[Array, "B T N"]:
-  """Returns logits with each token's value added at its target."""
+  """Returns logits with each token's value added at its target.
+
+  Example:
+    logits [[[0, 0, 0]]], targets [[2]], values [[5]] → [[[0, 0, 5]]]
+  """
   values = values.astype(logits.dtype)
   if platform() == "tpu":
     # On TPUs a scatter turns the logits into a vector and back.
@@ -320,17 +374,22 @@ def _logits(
 def _negative_log_likelihood(
   logits: Float[Array, "B T N"], targets: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-  """Returns nll and lse.
+  """Returns each token's negative log-likelihood, and its log-sum-exp.
+
+  nll = −log softmax(logits)[target] = lse − the target's logit
 
   A target that is out of range reads some logit. Its token must have weight 0.
   """
   lse = jax.nn.logsumexp(logits, axis=-1)
-  indices = jnp.clip(targets, 0, logits.shape[-1] - 1)
+  vocab_size = logits.shape[-1]
+  indices = jnp.clip(targets, 0, vocab_size - 1)
   target_logits = jnp.take_along_axis(logits, indices[..., None], axis=-1)
-  return lse - target_logits[..., 0], lse
+  nll = lse - target_logits[..., 0]
+  return nll, lse
 
 
 def _check(hidden, embedding, targets, weights, chunk) -> None:
+  """Raises ValueError if shapes do not fit, or if chunk is less than 1."""
   if hidden.ndim != 3:
     raise ValueError(f"hidden must be [B, T, E]; got shape {hidden.shape}")
   if embedding.ndim != 2 or embedding.shape[1] != hidden.shape[2]:

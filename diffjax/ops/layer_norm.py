@@ -36,9 +36,13 @@ def layer_norm(
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=3)
 @jax.named_scope("layer_norm")
 def _formula(x, gain, shift, eps):
+  """Returns (x − mean(x)) / √(var(x) + eps) · gain + shift, over the last axis.
+
+  It is computed in float32, or in x's float64, and rounded to x's dtype.
+  """
   dtype = jnp.promote_types(jnp.float32, x.dtype)
-  centered = x.astype(dtype)
-  centered = centered - jnp.mean(centered, axis=-1, keepdims=True)
+  wide = x.astype(dtype)
+  centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
   variance = jnp.mean(jnp.square(centered), axis=-1, keepdims=True)
   normalized = centered * lax.rsqrt(variance + eps)
   y = normalized * gain.astype(dtype) + shift.astype(dtype)

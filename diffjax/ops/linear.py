@@ -34,9 +34,12 @@ def _linear_forward(x, w):
 
 
 def _linear_backward(residuals, dy):
+  """Returns the gradients of x [B, T, I] and w [I, O], for dy [B, T, O]."""
   x, w = residuals
-  # The operand that is transposed is the narrower one.
-  if w.shape[0] <= w.shape[1]:
+  # dW = xᵀ dy, or (dyᵀ x)ᵀ. On CPUs, XLA copies and transposes the first
+  # operand, so that should be the narrower one.
+  num_inputs, num_outputs = w.shape
+  if num_inputs <= num_outputs:
     dw = jnp.einsum("BTI,BTO->IO", x, dy)
   else:
     dw = jnp.einsum("BTO,BTI->OI", dy, x).T

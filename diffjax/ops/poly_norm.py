@@ -38,6 +38,11 @@ def poly_norm(
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=3)
 @jax.named_scope("poly_norm")
 def _formula(x, weights, constant, eps):
+  """Returns w₀·n(x³) + w₁·n(x²) + w₂·n(x) + c over the last axis.
+
+  n(z) = z / √(mean(z²) + eps). It is computed in float32, or in x's
+  float64, and rounded to x's dtype.
+  """
   dtype = jnp.promote_types(jnp.float32, x.dtype)
   wide = x.astype(dtype)
   powers = (wide * wide * wide, wide * wide, wide)

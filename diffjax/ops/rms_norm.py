@@ -52,6 +52,11 @@ def rms_norm(
 )
 @jax.named_scope("rms_norm")
 def _formula(x, gain, eps):
+  """Returns x / √(mean(x²) + eps) · gain over the last axis, in x's dtype.
+
+  It is computed in float32, or in x's float64. The backward pass keeps x and
+  the scale 1/√(mean(x²) + eps), and computes the rest again.
+  """
   dtype = jnp.promote_types(jnp.float32, x.dtype)
   y = x.astype(dtype)
   mean_square = jnp.mean(jnp.square(y), axis=-1, keepdims=True)

@@ -51,26 +51,31 @@ class Scaling:
         f"kind must be 'linear', 'llama3' or 'yarn'; got {self.kind!r}"
       )
 
-  def apply(
+  def scale_frequencies(
     self, frequencies: Float[Array, "half"], base: float
   ) -> tuple[Float[Array, "half"], float]:
     """Returns the scaled frequencies, and the factor on sines and cosines.
+
+    A scaled frequency is divided by `factor`, the new row length relative to
+    the length in training. "linear" scales all frequencies. The other kinds do
+    not scale pairs that rotate often in a row, and scale some pairs in part.
 
     Args:
       frequencies: the angle of each pair per position.
       base: the base of the frequencies.
     """
+    amplitude = 1.0
     if self.kind == "linear":
-      return frequencies / self.factor, 1.0
+      return frequencies / self.factor, amplitude
     if self.kind == "llama3":
-      unscaled = self._llama3_unscaled_share(frequencies)
-      amplitude = 1.0
+      unscaled_share = self._llama3_unscaled_share(frequencies)
     else:
-      unscaled = self._yarn_unscaled_share(frequencies, base)
-      amplitude = 1.0
+      unscaled_share = self._yarn_unscaled_share(frequencies, base)
       if self.factor > 1:
-        amplitude = 0.1 * math.log(self.factor) + 1
-    return frequencies * (unscaled + (1 - unscaled) / self.factor), amplitude
+        amplitude = 0.1 * math.log(self.factor) + 1  # YaRN's temperature
+    # 1 keeps a frequency, and 0 divides it by the factor.
+    multiplier = unscaled_share + (1 - unscaled_share) / self.factor
+    return frequencies * multiplier, amplitude
 
   def _llama3_unscaled_share(
     self, frequencies: Float[Array, "half"]
@@ -85,15 +90,23 @@ class Scaling:
   ) -> Float[Array, "half"]:
     """Returns 1 for pairs that are not scaled, and 0 for scaled ones.
 
-    Unlike in "llama3", the share falls linearly with the pair's index.
+    Pairs with 32 or more rotations within the row of training are not scaled,
+    and pairs with at most one are. Between them, the share falls linearly with
+    the pair's index, unlike in "llama3".
+
+    Args:
+      frequencies: the angle of each pair per position, which falls with the
+        index.
+      base: the base of the frequencies.
     """
-    half = frequencies.shape[0]
+    half = frequencies.shape[0]  # the number of pairs
+    # The share is 1 up to pair `first`, and 0 from pair `last` on.
     first = math.floor(self._pair_with_rotations(_YARN_HIGH, half, base))
     last = math.ceil(self._pair_with_rotations(_YARN_LOW, half, base))
     first = max(first, 0)
-    last = min(last, 2 * half - 1)
+    last = min(last, 2 * half - 1)  # as in the authors' code
     pairs = jnp.arange(half, dtype=frequencies.dtype)
-    # The minimum prevents a division by 0, as in the authors' code.
+    # 0.001 prevents a division by 0, as in the authors' code.
     scaled_share = (pairs - first) / max(last - first, 0.001)
     return 1 - jnp.clip(scaled_share, 0, 1)
 
@@ -149,9 +162,10 @@ def rope(
   frequencies = jnp.asarray(base, dtype) ** exponents  # [D/2]
   amplitude = 1.0
   if scaling is not None:
-    frequencies, amplitude = scaling.apply(frequencies, base)
+    frequencies, amplitude = scaling.scale_frequencies(frequencies, base)
 
   angles = positions.astype(dtype)[..., None] * frequencies  # [B, T, D/2]
+  # All heads have the same angles.
   num_head_axes = x.ndim - 3
   head_axes = (1,) * num_head_axes
   angles = angles.reshape(*positions.shape, *head_axes, width // 2)
@@ -159,7 +173,7 @@ def rope(
   cos = checkpoint_name(amplitude * jnp.cos(angles), ANGLES)
 
   if platform() == "tpu":
-    return rotate_by_product(x, sin, cos)
+    return rotate_by_product(x, sin, cos)  # the same, faster there
   return rotate_halves(x, sin, cos)
 
 
@@ -168,7 +182,15 @@ def rotate_halves(
   sin: Float[Array, "B T *ones half"],
   cos: Float[Array, "B T *ones half"],
 ) -> Float[Array, "B T *heads D"]:
-  """Returns (x₁ cos − x₂ sin, x₂ cos + x₁ sin) for the halves x₁, x₂ of x."""
+  """Returns (x₁ cos − x₂ sin, x₂ cos + x₁ sin) for the halves x₁, x₂ of x.
+
+  Number j of x₁ and number j of x₂ are a pair, which is rotated by its angle.
+
+  Args:
+    x: queries or keys.
+    sin: the sines of the D/2 angles, equal for all heads.
+    cos: their cosines.
+  """
   first, second = jnp.split(x.astype(sin.dtype), 2, axis=-1)
   rotated_first = first * cos - second * sin
   rotated_second = second * cos + first * sin

@@ -9,6 +9,10 @@ from jax import lax
 def vary_like(x: jax.Array, *arrays: jax.Array | None) -> jax.Array:
   """Returns x, typed as varying over the mesh axes of other arrays too.
 
+  Inside `shard_map`, the type of an array has the mesh axes over which it
+  varies. Its values are equal on all devices along the other axes. Some
+  functions require arrays that vary over the same axes.
+
   The transpose of this function sums over the mesh axes that it adds. Applied
   before a custom VJP that each device runs on its own data, it sums the
   gradient of an array that all devices share, once.
@@ -23,7 +27,7 @@ def vary_like(x: jax.Array, *arrays: jax.Array | None) -> jax.Array:
       axes |= _varying_axes(array)
   added_axes = axes - _varying_axes(x)
   if not added_axes:
-    return x
+    return x  # always so outside of shard_map
   return lax.pcast(x, tuple(sorted(added_axes)), to="varying")
 
 

@@ -62,7 +62,7 @@ def test_rotary_angles_are_stretched_alike(kind, width, base, factor, length):
   )
   wanted, size = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
   plain = jax.numpy.float32(base) ** (-jax.numpy.arange(0, width, 2) / width)
-  got = Scaling(kind, factor, length).apply(plain, base)
+  got = Scaling(kind, factor, length).scale_frequencies(plain, base)
   np.testing.assert_allclose(got[0], wanted.numpy(), rtol=2e-6)
   assert got[1] == pytest.approx(size, rel=1e-12)
 
