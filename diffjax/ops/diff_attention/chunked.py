@@ -710,7 +710,7 @@ def _map_groups(function: Callable, num_groups: int, *arrays: Any) -> Any:
   The logits of one group fit the cache of a CPU.
 
   Args:
-    function: takes and returns trees of arrays whose axis 0 is that of heads.
+    function: takes and returns trees of arrays with heads on axis 0.
     num_groups: the number of groups. It divides axis 0.
     *arrays: trees of arrays [BK, …].
   """

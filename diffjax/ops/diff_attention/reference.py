@@ -105,9 +105,9 @@ def attention_maps(
   if visible is None:
     return jax.nn.softmax(logits, axis=-1)
 
-  # In a row without visible keys, a softmax of −∞ would give NaN gradients. Such
-  # a row keeps its finite logits, as if it saw all keys. After the softmax, it
-  # is set to zero.
+  # In a row without visible keys, a softmax of −∞ would give NaN gradients.
+  # Such a row keeps its finite logits, as if it saw all keys. After the softmax,
+  # it is set to zero.
   visible = visible[:, None, None]  # [B or 1, 1, 1, T, S]
   has_visible_key = jnp.any(visible, axis=-1, keepdims=True)
   keeps_logit = visible | ~has_visible_key

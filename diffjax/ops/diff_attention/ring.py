@@ -219,7 +219,7 @@ def _forward(
   """Returns attention of one shard's queries, and what the backward pass needs.
 
   At each step of the ring, the keys of another shard are on this device. The
-  queries attend to them, and the result is merged with that of earlier steps.
+  queries attend to them, and the result is merged with the earlier results.
 
   Returns:
     `Saved`: the output and A₂V [B, H, T, V] in q's dtype, and the log-sum-exps
@@ -294,7 +294,7 @@ def _merge_calls(
 def _merge_results(
   total: PartialResult, part: PartialResult, start: int
 ) -> PartialResult:
-  """Returns the result of two disjoint sets of keys, from that of each set.
+  """Returns the result over two sets of keys, merged from two results.
 
   With L for the log-sum-exps (base 2) of the two results, for each map:
 

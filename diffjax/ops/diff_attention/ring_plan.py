@@ -188,7 +188,7 @@ def _piece_mask(mask: Mask, piece_length: int, distance: int) -> Mask | None:
   Args:
     mask: the mask of one shard's queries and keys, as in `plan_steps`.
     piece_length: the number of tokens of each piece.
-    distance: the index of the queries' piece minus that of the keys' piece.
+    distance: the queries' piece's index minus the keys' piece's index.
 
   Returns:
     The mask of the two pieces, or None if it hides all keys.

@@ -45,8 +45,8 @@ class Saved(NamedTuple):
   lse: Any = None  # log-sum-exps of the maps' rows
 
 
-# The names of the fields of `Saved`, for remat policies. If a policy saves these
-# names, the forward pass is not computed again.
+# The names of the fields of `Saved`, for remat policies. If a policy saves them,
+# the forward pass is not computed again.
 RESIDUAL_NAMES = tuple(f"diff_attention_{field}" for field in Saved._fields)
 
 
