@@ -97,12 +97,27 @@ class _Tile(NamedTuple):
   def corners(
     self, rows: Interval, keys: Interval
   ) -> tuple[Scalar, Scalar, Scalar, Scalar]:
-    """Returns first and last position and key of a part, for `Mask.some`."""
+    """Returns the limits of a part of the tile, as `Mask.some` takes them.
+
+    Example:
+      With first_position = 512, the rows Interval(start=128, size=64) have the
+      positions 640 to 703.
+
+    Args:
+      rows: the queries of the part, counted from the tile's first query.
+      keys: the keys of the part, counted from the tile's first key.
+
+    Returns:
+      The first and the last position of the queries, and the first and the last
+      key. All four are inclusive.
+    """
+    first_position = self.first_position + rows.start
+    first_key = self.first_key + keys.start
     return (
-      self.first_position + rows.start,
-      self.first_position + rows.start + rows.size - 1,
-      self.first_key + keys.start,
-      self.first_key + keys.start + keys.size - 1,
+      first_position,
+      first_position + rows.size - 1,
+      first_key,
+      first_key + keys.size - 1,
     )
 
 
@@ -129,16 +144,18 @@ class SubtileMask:
   def visible(
     self, q_axis: int, has_same_segment: Bool[Array, "x y"] | None
   ) -> Bool[Array, "x y"]:
-    """Returns where a query sees a key.
+    """Returns a boolean matrix: where a query of the sub-tile sees a key.
 
     Args:
       q_axis: the axis of the queries. 0 for [rows, keys], 1 for [keys, rows].
-      has_same_segment: where the segment ids of query and key are equal. None
-        unless `compares_segments`.
+      has_same_segment: where the segment ids of query and key are equal, in the
+        shape of the result. None unless `compares_segments`.
     """
     shape = (self.rows.size, self.keys.size)
     if q_axis == 1:
       shape = (self.keys.size, self.rows.size)
+    # A mask depends on the distance of a pair: the query's position minus the
+    # key. It is `first_distance` for the first query and key of the sub-tile.
     row_indices = lax.broadcasted_iota(jnp.int32, shape, q_axis)
     key_indices = lax.broadcasted_iota(jnp.int32, shape, 1 - q_axis)
     first_distance = self.distance + self.rows.start - self.keys.start
@@ -201,9 +218,15 @@ class Schedule:
     return slice(self.num_maps - 1, self.num_maps)
 
   def count_tiles(self) -> TileCounts:
-    """Returns the tiles and spans that are visible by position alone.
+    """Counts a head's tiles with visible keys, and the spans to load for them.
 
-    Offsets that are data count as 0.
+    A tile is a block of queries against a block of keys. One of the two blocks
+    is stationary. Blocks of the other kind move: they are loaded in spans of
+    `self.span` consecutive blocks. A span is counted once for each stationary
+    block with which it has a visible tile.
+
+    This is for the cost estimate, which is made at compile time. So it ignores
+    segments, and counts offsets that are data as 0.
     """
     blocks = self.blocks
     offset = 0
@@ -223,6 +246,7 @@ class Schedule:
     by_stationary_block = is_visible if self.keys_move else is_visible.T
     num_moving_blocks = by_stationary_block.shape[1]
     span_starts = np.arange(0, num_moving_blocks, self.span)
+    # [stationary blocks, spans]
     tiles_per_span = np.add.reduceat(by_stationary_block, span_starts, axis=1)
     return TileCounts(
       tiles=int(np.sum(is_visible)), spans=int(np.sum(tiles_per_span > 0))
@@ -231,13 +255,16 @@ class Schedule:
   def moving_blocks(
     self, scalars: Scalars, b: Scalar, stationary: Scalar
   ) -> tuple[Scalar, Scalar]:
-    """Returns the first and the last block that must be loaded.
+    """Returns the first and the last moving block that a stationary one needs.
 
-    They are blocks of keys if the queries are stationary, and else of queries.
-    If the last lies before the first, none must be loaded.
+    In the forward pass, a block of queries is stationary, and the result is the
+    range of key blocks that it sees. In the backward pass, a block of keys is
+    stationary, and the result is the range of query blocks that see it. Both
+    limits are inclusive. The range is empty if the last is below the first.
 
     Args:
-      scalars: the visible blocks, if they depend on data.
+      scalars: the ranges, if they depend on data. Otherwise its fields are
+        None, and the mask alone decides.
       b: row of the batch.
       stationary: index of the stationary block.
     """
@@ -246,6 +273,7 @@ class Schedule:
         self.mask, self.blocks, self.keys_move, stationary
       )
     num_stationary = self.q_blocks if self.keys_move else self.kv_blocks
+    # The ranges of all rows of the batch are in one flat array.
     index = b * num_stationary + stationary
     return scalars.first_blocks[index], scalars.last_blocks[index]
 
@@ -254,9 +282,15 @@ class Schedule:
   ) -> Scalar:
     """Returns the index of the span that a step of the grid loads.
 
-    A span is a group of consecutive moving blocks. Step 0 loads the first span
-    with a visible block, step 1 the next one, and so on. Later steps return the
-    last visible span again. It is in memory already, so nothing is loaded.
+    A stationary block stays in memory while the grid steps over the blocks that
+    move past it, such as the keys that a block of queries sees. They are loaded
+    in spans of `self.span` consecutive blocks. Step 0 loads the first span with
+    a visible block, and step 1 the next one. Steps after the last visible span
+    return it again. It is in memory already, so nothing is loaded.
+
+    Example:
+      If spans 2 to 4 have visible blocks, steps 0, 1, 2, 3, 4 return
+      2, 3, 4, 4, 4.
 
     Args:
       scalars: the visible blocks, if they depend on data.
@@ -267,7 +301,8 @@ class Schedule:
     first_block, last_block = self.moving_blocks(scalars, b, stationary)
     first_span = block_index(first_block, self.span)
     last_span = block_index(last_block, self.span)
-    # It is −1 if no block is visible, and an index must not be negative.
+    # If no block is visible, the last one is −1. The index of a span must not
+    # be negative, so span 0 is loaded, and not used.
     last_span = jnp.maximum(last_span, 0)
     return jnp.minimum(first_span + step, last_span)
 
@@ -279,14 +314,28 @@ class Schedule:
     step: Scalar,
     body: Callable[[Scalar, Scalar], None],
   ) -> None:
-    """Runs body(block, index_in_span) for the visible blocks of a step's span.
+    """Runs a function for each visible block of the span that a step loads.
 
-    `block` is the moving block's number among all blocks, and `index_in_span`
-    its number in the span that is loaded.
+    A span is a group of `self.span` consecutive blocks that are loaded together
+    (`span_to_load`). The first and the last span may have hidden blocks.
+
+    Example:
+      If blocks 5 to 9 are visible and a span has 4 blocks, step 0 has blocks 5,
+      6, 7 with the indices 1, 2, 3. Step 1 has blocks 8, 9 with 0, 1.
+
+    Args:
+      scalars: the visible blocks, if they depend on data.
+      b: row of the batch.
+      stationary: index of the block that stays in memory.
+      step: index of the step, counted from 0 for each stationary block.
+      body: a function of a block's index, and of its index within the span.
     """
     first_block, last_block = self.moving_blocks(scalars, b, stationary)
-    span_start = (block_index(first_block, self.span) + step) * self.span
+    first_span = block_index(first_block, self.span)
+    span_start = (first_span + step) * self.span  # index of its first block
     if self.span == 1:
+      # One condition is cheaper than a loop. The first visible block is that of
+      # step 0, so only the last one must be compared.
 
       @_when(span_start <= last_block)
       def _run_block() -> None:
@@ -371,7 +420,14 @@ class Schedule:
       lax.fori_loop(0, num_strips, run_strip, None)
 
   def _run_visible_tile(self, body: SubtileBody) -> None:
-    """Runs all sub-tiles of a tile without hidden positions."""
+    """Runs all sub-tiles of a tile in which every query sees every key.
+
+    A sub-tile is a part of a tile whose logits fit the registers.
+
+    Args:
+      body: computes a sub-tile, given its queries, its keys and its mask. The
+        mask is None here, because nothing is hidden.
+    """
     blocks = self.blocks
     num_rows, num_keys = blocks.subtile(is_full=True)
     for row in range(0, blocks.q, num_rows):
@@ -379,12 +435,18 @@ class Schedule:
         body(Interval(row, num_rows), Interval(key, num_keys), None)
 
   def _run_cut_tile(self, distance: int, body: SubtileBody) -> None:
-    """Runs the visible sub-tiles of a tile with one segment.
+    """Runs the visible sub-tiles of a tile that positions hide in part.
 
-    The distance is the position of its first query, minus its first key. Tiles
-    with equal distances hide the same positions.
+    Tiles with the same distance hide the same part. So the sub-tiles that are
+    hidden, and those that need a mask, are known at compile time.
+
+    Args:
+      distance: the position of the tile's first query, minus its first key.
+      body: computes a sub-tile, given its queries, its keys and its mask, which
+        is None if nothing is hidden. All tokens have the same segment.
     """
     blocks = self.blocks
+    # Only the distance matters, so the keys count from 0.
     tile = _Tile(b=0, i=0, j=0, first_position=distance, first_key=0)
     for row in range(0, blocks.q, blocks.q_inner):
       for key in range(0, blocks.kv, blocks.kv_inner):
@@ -413,13 +475,22 @@ class Schedule:
     strip: Scalar,
     carry: None,
   ) -> None:
-    """Runs the visible sub-tiles of a strip, which all have masks.
+    """Runs the visible sub-tiles of a strip, each with a mask.
 
-    A strip is a row of sub-tiles. If more than half of them are visible, all
-    run without conditions, because they then overlap in time. Otherwise, each
-    has a condition.
+    A strip is a row of sub-tiles of a tile. Sub-tiles without a condition
+    between them overlap in time. So if more than half of the strip is visible,
+    all of it runs, and masks hide the rest. Otherwise, each sub-tile runs under
+    a condition of its own.
 
-    All strips of a tile share this code, in a loop. That keeps kernels small.
+    This is the body of a loop over the strips, which share the compiled code.
+    That keeps kernels small.
+
+    Args:
+      scalars: segment ids, if there are segments.
+      tile: the tile.
+      body: computes a sub-tile, given its queries, its keys and its mask.
+      strip: index of the strip in the tile.
+      carry: the state of the loop, which has none.
     """
     del carry
     is_visible: list[Condition] = []
@@ -456,9 +527,14 @@ class Schedule:
   def _subtiles_of_strip(
     self, strip: Scalar
   ) -> list[tuple[Interval, Interval]]:
-    """Returns the rows and keys of the sub-tiles of a strip."""
+    """Returns the rows and keys of each sub-tile of a strip.
+
+    A strip has all moving tokens of a tile, and a sub-tile's worth of the
+    stationary ones. In the forward pass it is some queries against all keys of
+    the tile, and in the backward pass some keys against all queries.
+    """
     blocks = self.blocks
-    if self.keys_move:
+    if self.keys_move:  # forward
       rows = Interval(strip * blocks.q_inner, blocks.q_inner)
       starts = range(0, blocks.kv, blocks.kv_inner)
       return [(rows, Interval(start, blocks.kv_inner)) for start in starts]
@@ -476,7 +552,17 @@ class Schedule:
   def _compare_segments(
     self, scalars: Scalars, tile: _Tile, rows: Interval, keys: Interval
   ) -> SegmentComparison:
-    """Compares the segment ids of some queries and keys of a tile."""
+    """Compares the segment ids of some queries and keys of a tile.
+
+    It compares the ranges of the ids, from the smallest to the largest. The
+    ranges of all sub-tiles are in scalar memory, so no vector is read.
+
+    Args:
+      scalars: the smallest and the largest ids of all sub-tiles.
+      tile: the tile.
+      rows: some of its queries, which are whole sub-tiles.
+      keys: some of its keys, which are whole sub-tiles.
+    """
     blocks = self.blocks
     q_min, q_max = _id_range(
       scalars.q_min_ids,
@@ -495,7 +581,9 @@ class Schedule:
       part=keys,
     )
     return SegmentComparison(
+      # If the ranges do not overlap, no query sees any key.
       do_overlap=logical_and(q_min <= kv_max, kv_min <= q_max),
+      # All ids are one id if both ranges are that single id.
       are_equal=logical_and(q_min == q_max, kv_min == kv_max, q_min == kv_min),
     )
 
@@ -503,24 +591,49 @@ class Schedule:
 def _moving_blocks_by_position(
   mask: Mask, blocks: Blocks, keys_move: bool, stationary: Scalar
 ) -> tuple[Scalar, Scalar]:
-  """Returns the first and the last block that one block needs, by position.
+  """Returns the first and the last block that a stationary block needs.
+
+  It considers only positions, which are known at compile time.
 
   Args:
     mask: the mask. Its offset is an int.
     blocks: the sizes of blocks of queries and of keys.
-    keys_move: True for the keys that a block of queries sees (forward). False
-      for the queries that see a block of keys (backward).
-    stationary: index of that block of queries or of keys.
+    keys_move: True if the stationary block has queries and needs keys, as in
+      the forward pass. False if it has keys and needs queries.
+    stationary: index of the stationary block.
   """
   if keys_move:
-    first_position = mask.known_offset + stationary * blocks.q
-    last_position = first_position + blocks.q - 1
-    first_key, last_key = mask.keys_of(first_position, last_position)
-    return block_index(first_key, blocks.kv), block_index(last_key, blocks.kv)
-  first_key = stationary * blocks.kv
+    return _visible_key_blocks(mask, blocks, stationary)
+  return _visible_query_blocks(mask, blocks, stationary)
+
+
+def _visible_key_blocks(
+  mask: Mask, blocks: Blocks, query_block: Scalar
+) -> tuple[Scalar, Scalar]:
+  """Returns the first and the last block of keys that a block of queries sees.
+
+  Example:
+    Under a causal mask with blocks of 256 queries and 128 keys, query block 1
+    has positions 256 to 511 and sees key blocks 0 to 3.
+  """
+  first_position = mask.known_offset + query_block * blocks.q
+  last_position = first_position + blocks.q - 1
+  first_key, last_key = mask.keys_of(first_position, last_position)
+  return block_index(first_key, blocks.kv), block_index(last_key, blocks.kv)
+
+
+def _visible_query_blocks(
+  mask: Mask, blocks: Blocks, key_block: Scalar
+) -> tuple[Scalar, Scalar]:
+  """Returns the first and the last block of queries that see a block of keys.
+
+  Queries are counted from the first one of the array, whose position is the
+  mask's offset.
+  """
+  first_key = key_block * blocks.kv
   last_key = first_key + blocks.kv - 1
-  first_row, last_row = mask.rows_of(first_key, last_key)
-  return block_index(first_row, blocks.q), block_index(last_row, blocks.q)
+  first_query, last_query = mask.rows_of(first_key, last_key)
+  return block_index(first_query, blocks.q), block_index(last_query, blocks.q)
 
 
 def _id_range(
@@ -534,10 +647,16 @@ def _id_range(
 ) -> tuple[Scalar, Scalar]:
   """Returns the smallest and the largest segment id of a part of a block.
 
-  `min_ids` and `max_ids` have an element for each sub-tile of all blocks of the
-  batch. The part consists of whole sub-tiles.
+  Args:
+    min_ids: the smallest id of each sub-tile, of all blocks of the batch. It is
+      in scalar memory, where only single elements can be read.
+    max_ids: the largest ids, in the same order.
+    block: index of the block in the batch.
+    subtiles_per_block: the number of sub-tiles of a block.
+    subtile_size: the number of tokens of a sub-tile.
+    part: some tokens of the block, which are one or more whole sub-tiles.
   """
-  first_subtile: Scalar
+  first_subtile: Scalar  # counted from the first one of the block
   if isinstance(part.start, int):
     first_subtile = part.start // subtile_size
   else:
@@ -575,7 +694,11 @@ def make_schedule(
   *,
   keys_move: bool,
 ) -> Schedule:
-  """Returns the schedule with as few steps as the mask allows.
+  """Returns the order in which a kernel visits blocks of queries and keys.
+
+  One kind of block is stationary: it stays in memory while spans (groups of
+  consecutive blocks) of the other kind are loaded, one in each step. The number
+  of steps is the largest that any stationary block can need.
 
   Args:
     mask: the mask of the attention maps.
@@ -588,11 +711,15 @@ def make_schedule(
   kv_blocks = pl.cdiv(k.shape[1], blocks.kv)
   num_moving = kv_blocks if keys_move else q_blocks
   num_stationary = q_blocks if keys_move else kv_blocks
-  # At most blocks.span, and such that the spans are as equal as possible.
-  span = pl.cdiv(num_moving, pl.cdiv(num_moving, blocks.span))
+  # The blocks of a span: at most blocks.span. The spans are as equal as
+  # possible, so that little of the last one is padding. For example, 9 blocks
+  # in spans of at most 4 are 3 spans of 3.
+  num_spans = pl.cdiv(num_moving, blocks.span)
+  span = pl.cdiv(num_moving, num_spans)
   if mask.offset != PER_ROW:
     steps = _max_spans(mask, blocks, keys_move, num_stationary, span)
   else:
+    # Positions are data, so any query may see any key within its window.
     steps = pl.cdiv(num_moving, span)
     if mask.window is not None:
       steps = min(steps, _steps_of_window(mask, blocks, keys_move, span))
@@ -613,6 +740,8 @@ def _max_spans(
   mask: Mask, blocks: Blocks, keys_move: bool, num_stationary: int, span: int
 ) -> int:
   """Returns the most spans that any stationary block must load, at least 1.
+
+  A span is a group of consecutive blocks that are loaded together.
 
   Args:
     mask: the mask. Its offset is an int.
@@ -635,14 +764,26 @@ def _max_spans(
 def _steps_of_window(
   mask: Mask, blocks: Blocks, keys_move: bool, span: int
 ) -> int:
-  """Returns a bound on the spans that a stationary block loads with a window.
+  """Returns how many spans any block can need at most under a window.
 
-  The bound holds for all offsets. A span has `span` moving blocks.
+  The bound holds for all positions, so it can be used if they are data.
+
+  Args:
+    mask: the mask, which has a window.
+    blocks: the sizes of blocks of queries and of keys.
+    keys_move: True if a block of queries needs keys, False if a block of keys
+      needs queries.
+    span: the number of blocks that are loaded together.
   """
-  stationary_size, moving_size = blocks.kv, blocks.q
   if keys_move:
-    stationary_size, moving_size = blocks.q, blocks.kv
-  # A window reaches to earlier keys, and without a causal mask to later ones.
+    stationary_size = blocks.q
+    moving_size = blocks.kv
+  else:
+    stationary_size = blocks.kv
+    moving_size = blocks.q
+  # With a window of w, a query sees its own position and w − 1 earlier ones,
+  # and without a causal mask also w − 1 later ones. So a block of n tokens
+  # meets n − 1 tokens more than a single one.
   num_sides = 1 if mask.causal else 2
   num_visible = stationary_size + num_sides * (mask.window - 1)
   # One more, because the visible range may begin in the middle of a span.
@@ -707,12 +848,20 @@ def make_scalars(
 def _visible_range(
   is_visible: Bool[Array, "B q_blocks kv_blocks"], axis: int
 ) -> tuple[Int[Array, "B stationary"], Int[Array, "B stationary"]]:
-  """Returns the first and last visible block along an axis.
+  """Returns the first and the last visible block along an axis.
 
-  They are 0 and −1 if no block is visible.
+  Example:
+    [False, True, True, False] → (1, 2)
+    [False, False, False, False] → (0, −1), an empty range
+
+  Args:
+    is_visible: which pairs of blocks have a visible key.
+    axis: 2 for the key blocks of each query block, 1 for the query blocks of
+      each key block.
   """
   num_blocks = is_visible.shape[axis]
   has_visible = jnp.any(is_visible, axis=axis)
+  # argmax returns the index of the first True.
   first = jnp.where(has_visible, jnp.argmax(is_visible, axis=axis), 0)
   blocks_after_last = jnp.argmax(jnp.flip(is_visible, axis), axis=axis)
   last = jnp.where(has_visible, num_blocks - 1 - blocks_after_last, -1)
