@@ -221,27 +221,34 @@ def _gradients(
 def _row_arrays(
   arrays: Arrays, saved: Saved | PartialResult, d_out: Float[Array, "B T H V"]
 ) -> _RowArrays:
-  """Returns the gradients of the maps' outputs, the terms of rows, and dλ.
+  """Returns what the kernel reads of each query besides q, and dλ.
 
-  The terms of a row are, in this order:
-    G log-sum-exps (base 2),
-    G deltas: δ₁ of each signal map, and then δ₂ of the noise map,
-    λ, if G is 2.
+  The output of a signal map A₁ with the noise map A₂ is O = A₁V − λA₂V. The
+  kernel needs δ, the sums rowsum(dA ∘ A), for the gradients of the softmax:
 
-  The deltas of up to two maps belong to dS in the module's docstring. If the
-  noise map has several signal maps, its output has the gradient −Σ λ dO. It is
-  then treated like a signal map, with its own row of `d_out` and no λ.
+    δ₂ = rowsum(dO ∘ A₂V),  δ₁ = rowsum(dO ∘ O) + λδ₂,  dλ = −δ₂
+
+  The last map of a query group of G maps is the noise map. If several signal
+  maps share it, its output has the gradient −Σ λ dO. The noise map is then
+  treated like a signal map, with its own gradient in `d_out` and no λ.
+
+  Returns:
+    d_out: the gradient of each output that the kernel reads.
+    row_terms: G log-sum-exps (base 2), G deltas in the order of the maps, and
+      λ, if G is 2.
+    d_lam: the gradient of λ, or None without λ.
   """
   B, T, _, G, _ = arrays.q.shape
-  num_signal_maps = max(G - 1, 1)
+  num_signal_maps = max(G - 1, 1)  # one map alone is a signal map
   d_out = _by_group(jnp.swapaxes(d_out, 1, 2), num_signal_maps)
+  # [B, Q, signals, T]
   delta = _row_sums(d_out, _by_group(saved.out, num_signal_maps))
   if arrays.lam is None:
     row_terms = jnp.concatenate([saved.lse, delta], axis=2)
     return _RowArrays(d_out, row_terms, d_lam=None)
 
   lam = lambda_by_group(arrays.lam, num_signal_maps)  # [B, Q, signals, T]
-  assert saved.out2 is not None
+  assert saved.out2 is not None  # A₂V is saved whenever there is a noise map.
   delta_2 = _row_sums(d_out, saved.out2[:, :, None])  # [B, Q, signals, T]
   delta_1 = delta + lam * delta_2
   d_lam = -jnp.swapaxes(delta_2.reshape(B, -1, T), 1, 2)
@@ -256,25 +263,33 @@ def _row_arrays(
 
 
 def _call_sizes(blocks: Blocks, R: int, T: int) -> tuple[int, int]:
-  """Returns how many query heads and rows one call of the kernel processes.
+  """Returns how many query heads, and rows of each, one kernel call processes.
 
   A call keeps dQ of all its rows in vector memory, which holds
-  `blocks.resident` rows. It processes all rows of as many heads as fit. If not
-  even one head fits, it processes some of the head's rows.
+  `blocks.resident` rows. So a call has all rows of as many heads as fit. If not
+  even one head fits, it has some of the head's rows.
+
+  Example:
+    With resident = 8192 and blocks of 512 queries:
+    R = 4, T = 2048 → (4, 2048), one call
+    R = 4, T = 4096 → (2, 4096), two calls
+    R = 4, T = 16384 → (1, 8192), eight calls
 
   Args:
     blocks: the block sizes of the kernel.
     R: the number of query heads per key head.
-    T: the number of rows of a head.
+    T: the number of rows (queries) of a head.
   """
   padded_rows = round_up(T, blocks.q)
+  # The largest number of heads that fits, and divides R so that all calls have
+  # equally many.
   heads_per_call = 1
   for heads in range(2, R + 1):
     if R % heads == 0 and heads * padded_rows <= blocks.resident:
       heads_per_call = heads
-  # A multiple of the block, and at least one block.
-  max_rows = blocks.resident // heads_per_call // blocks.q * blocks.q
-  rows_per_call = max(blocks.q, min(padded_rows, max_rows))
+  # Rows are a multiple of the block, and at least one block.
+  max_blocks = blocks.resident // heads_per_call // blocks.q
+  rows_per_call = max(blocks.q, min(padded_rows, max_blocks * blocks.q))
   return heads_per_call, rows_per_call
 
 
@@ -301,11 +316,17 @@ class _QuerySlice:
   ) -> Float[Array, "B K R *axes"]:
     """Returns these queries' part of an array.
 
+    Axis Q of all query heads becomes [K, R]: the key heads, and the call's
+    query heads of each.
+
     Args:
-      x: an array of all query heads.
-      axis: the axis of the rows in the result.
+      x: an array of all query heads and rows.
+      axis: the axis of the rows in the result, where it is one further than in
+        x.
     """
-    x = x.reshape(x.shape[0], self.K, x.shape[1] // self.K, *x.shape[2:])
+    batch, Q, *other_axes = x.shape
+    # Query heads that share a key head are adjacent.
+    x = x.reshape(batch, self.K, Q // self.K, *other_axes)
     x = x[:, :, self.first_head : self.first_head + self.num_heads]
     return lax.slice_in_dim(x, self.start, self.stop, axis=axis)
 
@@ -404,17 +425,21 @@ def key_head_and_block(
 ) -> tuple[Scalar, Scalar]:
   """Returns the key head and the key block of the n-th block of a part.
 
-  With a causal mask, each key block has less work than the one before. So the
-  blocks are dealt to the parts in alternating directions: with three parts,
-  part 0 gets blocks 0, 5, 6, 11 …, and part 2 gets blocks 2, 3, 8, 9 ….
+  If there are too few heads for all cores, each core takes a part of the key
+  blocks of each head. With a causal mask, each block has less work than the one
+  before. So the blocks are dealt to the parts in alternating directions.
+
+  Example:
+    With three parts, part 0 gets the blocks 0, 5, 6, 11 …, part 1 gets
+    1, 4, 7, 10 …, and part 2 gets 2, 3, 8, 9 ….
 
   Args:
     num_parts: the number of parts that share the key blocks of a head.
-    part: number of the part, counted over all key heads.
-    n: number of the block in the part.
+    part: index of the part, counted over all key heads.
+    n: index of the block in the part, counted from 0.
   """
   if num_parts == 1:
-    return part, n
+    return part, n  # The only part of a head is the head.
   part_of_head = lax.rem(part, num_parts)
   key_head = lax.div(part, num_parts)
   is_ascending = lax.rem(n, 2) == 0
@@ -659,7 +684,11 @@ def backward_kernel(
 
 
 def _initialize_scratch(refs: _Refs) -> None:
-  """Sets the sums of a new key block to 0."""
+  """Prepares the scratch memory for a new block of keys.
+
+  Sets the sums of dK and dV to 0. With segments, turns the segment ids of the
+  keys into a column, because maps are [keys, rows] in the kernel.
+  """
   refs.d_k_acc[...] = jnp.zeros_like(refs.d_k_acc)
   refs.d_v_acc[...] = jnp.zeros_like(refs.d_v_acc)
   if refs.kv_id_column is not None:

@@ -112,15 +112,17 @@ def dot(
 ) -> jax.Array:
   """Returns the product of two matrices, in float32.
 
-  a is cast to b's dtype. Float32 inputs are not rounded to bfloat16.
+  Example:
+    dot(a, b, (1, 0)) is a @ b, and dot(a, b, (1, 1)) is a @ b.T.
 
   Args:
-    a: a matrix.
+    a: a matrix. It is cast to b's dtype.
     b: a matrix.
     contracting_axes: the axis of a and the axis of b to sum over.
   """
   precision = lax.Precision.DEFAULT
   if b.dtype == jnp.float32:
+    # The default would round float32 inputs to bfloat16.
     precision = lax.Precision.HIGHEST
   a_axis, b_axis = contracting_axes
   no_batch_axes = ((), ())
@@ -141,10 +143,11 @@ def as_column(
 
 
 def as_row(column: Float[Array, "n 128"]) -> Float[Array, "1 n"]:
-  """Returns a column, repeated in all lanes, as a row.
+  """Returns a column as a row. All lanes of the column hold the same number.
 
-  Takes the diagonals of the column's squares. Transposing all of it would take
-  much longer.
+  The column is cut into squares of 128 rows and 128 lanes. The diagonal of a
+  square has the numbers of its rows, each in another lane, so a sum over the
+  rows returns them as a row. Transposing the squares would take much longer.
   """
   square = (LANES, LANES)
   row_index = lax.broadcasted_iota(jnp.int32, square, 0)
@@ -152,9 +155,9 @@ def as_row(column: Float[Array, "n 128"]) -> Float[Array, "1 n"]:
   is_diagonal = row_index == lane_index
   diagonals = []
   for start in range(0, column.shape[0], LANES):
-    piece = column[start : start + LANES]
-    piece = jnp.where(is_diagonal, piece, 0)
-    diagonals.append(jnp.sum(piece, axis=0, keepdims=True))
+    column_square = column[start : start + LANES]
+    diagonal_only = jnp.where(is_diagonal, column_square, 0)
+    diagonals.append(jnp.sum(diagonal_only, axis=0, keepdims=True))
   return jnp.concatenate(diagonals, axis=1)
 
 

@@ -69,7 +69,19 @@ def cycles(
 
 
 def _interpolate(cycles_by_length: dict[int, int], T: int) -> float | None:
-  """Returns the cycles of a length, or None if no pair of lengths is known."""
+  """Returns the cycles of a length, estimated from those of other lengths.
+
+  The cycles of attention have a part that grows with T and one that grows with
+  T². Both follow from the cycles of two lengths. The longest known length with
+  a known half is used.
+
+  Args:
+    cycles_by_length: the known cycles.
+    T: the length.
+
+  Returns:
+    The cycles. None if no length is known together with its half.
+  """
   if T in cycles_by_length:
     return float(cycles_by_length[T])
   for longer in sorted(cycles_by_length, reverse=True):
@@ -81,18 +93,27 @@ def _interpolate(cycles_by_length: dict[int, int], T: int) -> float | None:
     square = (cycles_by_length[longer] - 2 * cycles_by_length[shorter]) / 2
     linear = cycles_by_length[shorter] - square
     n = T / shorter
+    # Far below the known lengths, the curve may be negative.
     return max(0.0, linear * n + square * n * n)
   return None
 
 
 @functools.cache
 def _table() -> dict[_Kernel, dict[int, int]]:
-  """Returns the cycles of each kernel by length, with its best block sizes."""
+  """Returns the cycles of each kernel by length T, from cycles.json.
+
+  The file has a dict of cases for each kind of measurement, and each case has
+  the cycles by direction. If a case was estimated with several block sizes, the
+  smallest number counts.
+
+  Example:
+    {_Kernel("v5e", D=128, V=256, G=2, M=2, "forward"): {4096: 1234567}}
+  """
   table: dict[_Kernel, dict[int, int]] = {}
   kinds = json.loads(TABLE.read_text(encoding="utf-8"))
   for kind, cases in kinds.items():
     if not _KIND.match(kind):
-      continue
+      continue  # a kernel of another library
     for case, cycles_by_direction in cases.items():
       match = _CASE.match(case)
       if match is None:

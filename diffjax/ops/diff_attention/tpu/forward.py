@@ -81,16 +81,23 @@ _MAX_KEYS = 1 << 20
 
 
 def forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
-  """Returns the output and what the backward pass reads.
+  """Computes differential attention on a TPU.
+
+  The output is A₁V − λA₂V, where A₁ is a signal map and A₂ a noise map. A query
+  group of G maps has one noise map, which is the last one.
 
   Args:
-    arrays: the operation's arrays.
-    mask: its mask.
-    options: its options. Without `save`, only the output is returned.
+    arrays: q, k, v, λ, segment ids and offsets.
+    mask: which queries see which keys.
+    options: the options of the operation. `options.save` is True if a backward
+      pass follows.
 
   Returns:
-    The output [B, H, T, V], the noise maps' outputs A₂V [B, Q, T, V], and the
-    log-sum-exps of base 2 [B, Q, G, T].
+    `Saved` with
+      out: the output [B, H, T, V],
+      out2: the noise maps' outputs A₂V [B, Q, T, V], and
+      lse: the log-sum-exps of base 2 [B, Q, G, T].
+    out2 and lse are None without `save`. out2 is also None with one map.
   """
   call = _make_call(
     arrays, mask, options, out_dtype=arrays.q.dtype, writes_out2=options.save
@@ -99,23 +106,34 @@ def forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
   out, out2 = _crop_outputs(results, arrays)
   lse = None
   if options.save:
-    lse = results.lse[..., : mask.q_length]
+    lse = results.lse[..., : mask.q_length]  # without padded queries
   return Saved(out, out2, lse)
 
 
 def forward_partial(
   arrays: Arrays, mask: Mask, options: Options
 ) -> PartialResult:
-  """Returns attention to some of the keys, in float32.
+  """Computes attention to some of the keys, in float32.
 
-  It takes the same arguments as `forward`, and returns the same shapes.
+  Results for other keys are merged with it by their log-sum-exps. So the
+  outputs are not rounded, and A₂V and the log-sum-exps are always returned.
+
+  Args:
+    arrays: the arrays of `forward`, with some of the keys and values.
+    mask: which queries see which of these keys.
+    options: the options of the operation.
+
+  Returns:
+    The output [B, H, T, V], A₂V [B, Q, T, V], and the log-sum-exps of base 2
+    [B, Q, G, T]. A row that sees none of the keys has the output 0.
   """
   call = _make_call(
     arrays, mask, options, out_dtype=jnp.float32, writes_out2=True
   )
   if mask.segments:
-    # Many rows see none of these keys. For `in_range` they look like underflow,
-    # so the result of the quick kernel would hardly ever be used.
+    # The quick kernel does not subtract row maxima, so its result must be
+    # checked (`in_range`). Rows that see none of these keys would fail the
+    # check, and with segments there are many. So it would hardly ever be used.
     results = _run_kernel(call, is_online=True)
   else:
     results = _run_quick_or_online(call, arrays)
@@ -128,10 +146,14 @@ def in_range(
 ) -> Bool[Array, ""]:
   """Returns whether the quick kernel's outputs and log-sum-exps are accurate.
 
-  No overflow: log-sum-exps of at most 80 and values of at most 2^40 bound the
-  sums of weighted values by 2^120. No underflow: weights below 2^−126 are
-  lost. Of 2^20 keys, they add up to at most 2^−106, which is 2^−46 of a sum of
-  2^−60, the smallest that is accepted.
+  The quick kernel takes exponentials without subtracting the maximum of a row.
+  They may leave the range of float32, from 2^−126 to 2^128:
+
+  - No overflow: log-sum-exps of at most 80 and values of at most 2^40 bound the
+    sums of weighted values by 2^120.
+  - No underflow: weights below 2^−126 are lost. Of 2^20 keys, they add up to at
+    most 2^−106, which is 2^−46 of a sum of 2^−60, the smallest that is
+    accepted.
 
   A row that saw no key, or whose weights were all lost, is out of range. So is
   a result that is not finite.
@@ -141,9 +163,10 @@ def in_range(
     v: the values.
   """
   largest_value = jnp.max(jnp.abs(v)).astype(jnp.float32)
-  # Comparisons with NaN are false.
+  # Comparisons with NaN are false, so NaN is out of range.
   is_lse_in_range = jnp.all((lse >= _MIN_LSE) & (lse <= _MAX_LSE))
   cannot_overflow = largest_value <= _MAX_LARGEST_VALUE
+  # Products of tiny values and weights would underflow. Zeros cannot.
   is_normal = largest_value >= _MIN_LARGEST_VALUE
   cannot_underflow = is_normal | (largest_value == 0)
   has_few_keys = v.shape[1] <= _MAX_KEYS
@@ -330,7 +353,16 @@ def _make_call(
 
 
 def _run_quick_or_online(call: _ForwardCall, arrays: Arrays) -> _Results:
-  """Runs the quick kernel, and the online one if that is not accurate."""
+  """Runs the quick kernel, and the online kernel if its result is inaccurate.
+
+  The quick kernel takes exponentials of the logits as they are. If float32
+  cannot hold them, the online kernel computes everything again. It subtracts
+  the running maximum of each row, which is slower and always accurate.
+
+  Args:
+    call: the arguments of both kernels.
+    arrays: the operation's arrays, whose queries and values are not padded.
+  """
   quick_results = _run_kernel(call, is_online=False)
 
   def use_quick_results() -> _Results:
@@ -339,12 +371,20 @@ def _run_quick_or_online(call: _ForwardCall, arrays: Arrays) -> _Results:
   def run_online() -> _Results:
     return _run_kernel(call, is_online=True)
 
+  # Padded queries must not count.
   lse = quick_results.lse[..., : arrays.q.shape[1]]
   return lax.cond(in_range(lse, arrays.v), use_quick_results, run_online)
 
 
 def _run_kernel(call: _ForwardCall, *, is_online: bool) -> _Results:
-  """Runs the online or the quick kernel."""
+  """Runs one of the two forward kernels.
+
+  Args:
+    call: the arguments of both kernels.
+    is_online: whether to run the online kernel, which subtracts the running
+      maximum of each row, or the quick kernel, which does not. They differ only
+      in the scratch memory for that maximum.
+  """
   schedule = call.schedule
   config: KernelConfig = call.options.chosen
   q = call.operands.q.array
@@ -390,7 +430,11 @@ def _run_kernel(call: _ForwardCall, *, is_online: bool) -> _Results:
 def _crop_outputs(
   results: _Results, arrays: Arrays
 ) -> tuple[Float[Array, "B H T V"], Float[Array, "B Q T V"] | None]:
-  """Returns the output and A₂V without padded queries."""
+  """Returns the output and A₂V without padded queries.
+
+  The kernels write the outputs of each query group's signal maps. The result
+  has one axis of all heads: H = Q · signals. A₂V is None if it is not saved.
+  """
   batch, length = arrays.q.shape[:2]
   width = results.out.shape[-1]
   out = results.out[:, :, :, :length]  # [B, Q, signals, T, V]
@@ -427,12 +471,17 @@ class _Refs(NamedTuple):
 def forward_kernel(
   schedule: Schedule, scale: float, scalars: Scalars, *flat_refs: Any
 ) -> None:
-  """Computes a step of the grid [B, Q, query blocks, steps].
+  """The kernel: computes a step of the grid [B, Q, query blocks, steps].
+
+  The sums of a block of queries stay in scratch memory through all of its
+  steps. Each step adds a span, which is one or more consecutive blocks of keys
+  and values. The last step divides the sums and writes the outputs.
 
   Args:
-    schedule: the schedule of the kernel.
+    schedule: which blocks of keys each step visits, and their sub-tiles.
     scale: the factor on q·k.
-    scalars: refs to scalar memory.
+    scalars: refs to scalar memory, which has what the schedule must know about
+      positions and segments that are data.
     *flat_refs: the fields of `_Refs`.
   """
   refs = _Refs(*flat_refs)
@@ -445,6 +494,7 @@ def forward_kernel(
     _initialize_scratch(refs)
 
   def run_tile(j: Scalar, index_in_span: Scalar) -> None:
+    # A tile is query block i against key block j. It is computed in sub-tiles.
     add_subtile = functools.partial(
       _add_subtile, schedule, scale, refs, index_in_span
     )
@@ -460,7 +510,12 @@ def forward_kernel(
 
 
 def _initialize_scratch(refs: _Refs) -> None:
-  """Sets the sums to their values before the first key."""
+  """Prepares the scratch memory for a new block of queries.
+
+  Sets the sums of weights and of weighted values to 0, and the running maxima,
+  which only the online kernel has, below all logits. With segments, turns the
+  segment ids of the queries into a column, because maps are [rows, keys].
+  """
   if refs.running_max is not None:
     refs.running_max[...] = jnp.full_like(refs.running_max, MASKED_LOGIT)
   refs.sums[...] = jnp.zeros_like(refs.sums)

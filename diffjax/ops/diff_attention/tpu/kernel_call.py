@@ -190,23 +190,30 @@ def estimate_cost(
   num_parts: int = 1,
   reloads_spans: bool,
 ) -> pl.CostEstimate:
-  """Returns the cost estimate of a kernel.
+  """Returns the operations and bytes of a kernel, for XLA's scheduler.
+
+  A kernel keeps a stationary block in memory (of queries in the forward pass,
+  of keys in the backward pass), and loads spans of the other side, which are
+  groups of consecutive blocks.
 
   Args:
-    schedule: the schedule of the kernel.
-    operands: the inputs.
-    outputs: the outputs.
+    schedule: which tiles are computed and which spans are loaded. A tile is a
+      block of queries against a block of keys.
+    operands: the inputs. None for an absent one.
+    outputs: the outputs. None for an absent one.
     num_query_groups: B·Q, the number of times that the schedule is run.
     flops_per_pair: floating-point operations per query and key of a group.
-    num_parts: the number of parts that share the keys of one head.
-    reloads_spans: whether the moving spans are loaded again for each stationary
-      block. They are not if there is only one span.
+    num_parts: the number of parts that share the keys of one head. Each part
+      loads all queries.
+    reloads_spans: whether the spans are loaded again for each stationary block.
+      They are not if there is only one span.
   """
   counts = schedule.count_tiles()
   num_tiles = num_query_groups * counts.tiles
   num_spans = num_query_groups * counts.spans
   num_pairs = num_tiles * schedule.blocks.q * schedule.blocks.kv
 
+  # Outputs are written once. Inputs are read once, or once per span.
   bytes_accessed = 0
   for output in outputs:
     if output is not None:
