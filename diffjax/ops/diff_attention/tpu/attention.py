@@ -29,7 +29,13 @@ from diffjax.ops.diff_attention.vjp import (
 
 
 def _prepare(arrays: Arrays, mask: Mask) -> KernelConfig:
-  """Returns the chip and its block sizes for both passes.
+  """Returns what the kernels of both passes need to know about the chip.
+
+  It is called once, before the forward pass. The result is in `options.chosen`.
+
+  Args:
+    arrays: the arrays of the operation.
+    mask: the mask, which has the lengths of queries and keys.
 
   Raises:
     ValueError: if the program is not for a TPU, or if the kernels do not

@@ -90,6 +90,7 @@ class Blocks:
   full_subtile: tuple[int, int] | None = None
 
   def __post_init__(self):
+    """Checks that sub-tiles divide the tile, of `q` queries and `kv` keys."""
     _check_subtile("q", self.q, "q_inner", self.q_inner)
     _check_subtile("kv", self.kv, "kv_inner", self.kv_inner)
     if self.full_subtile is not None:
@@ -111,6 +112,20 @@ class Blocks:
 def _check_subtile(
   tile_name: str, tile: int, subtile_name: str, subtile: int
 ) -> None:
+  """Checks the length of a tile and of its sub-tiles, along one axis.
+
+  A tile is computed in sub-tiles, which must be whole vector registers.
+
+  Args:
+    tile_name: the field that has the tile's length, for the error message.
+    tile: the length of the tile.
+    subtile_name: the field that has the sub-tile's length.
+    subtile: the length of a sub-tile.
+
+  Raises:
+    ValueError: if the sub-tile is not a multiple of 128, or if it does not
+      divide the tile.
+  """
   if subtile < _LANES or subtile % _LANES != 0:
     raise ValueError(
       f"{subtile_name} must be a multiple of {_LANES}; got {subtile}"
@@ -133,11 +148,14 @@ def use(**blocks: Blocks) -> Iterator[None]:
   """Makes `choose` return these blocks. For tests and for the search.
 
   They are read while a program is traced. A function that was compiled before
-  keeps its own.
+  keeps its own. Of nested contexts, the inner one wins.
 
   Example:
-    with use(forward=Blocks(512, 512, 256, 256)):
+    with use(forward=Blocks(q=512, kv=512, q_inner=256, kv_inner=256)):
       ...
+
+  Args:
+    **blocks: the block sizes, by the direction of the pass.
 
   Raises:
     ValueError: if a name is neither "forward" nor "backward".
@@ -147,7 +165,8 @@ def use(**blocks: Blocks) -> Iterator[None]:
     raise ValueError(
       f"blocks are for forward or backward; got {', '.join(sorted(unknown))}"
     )
-  token = _forced.set({**(_forced.get() or {}), **blocks})
+  outer_blocks = _forced.get() or {}
+  token = _forced.set({**outer_blocks, **blocks})
   try:
     yield
   finally:
@@ -164,10 +183,10 @@ def choose(
   G: int,
   dtype: Any,
 ) -> Blocks:
-  """Returns the block sizes for a shape.
+  """Returns the block sizes of a kernel for a shape.
 
-  Takes the nearest entry of the table, and makes its blocks smaller until they
-  fit the lengths and the VMEM.
+  Takes the entry of the table with the most similar shape, and makes its blocks
+  smaller until the kernel fits in vector memory (VMEM).
 
   Args:
     generation: the TPU, as `pltpu.get_tpu_info().chip_version` names it. The
@@ -197,32 +216,90 @@ def choose(
 
   while True:
     blocks = _fit_to_lengths(entry, q_length, kv_length, max_block)
-    moving_block, moving_length = blocks.q, q_length
-    if direction == "forward":
-      moving_block, moving_length = blocks.kv, kv_length
-    max_moving_rows = min(SPAN, moving_length + moving_block - 1)
-    max_span = max(1, max_moving_rows // moving_block)
-    for span in range(max_span, 0, -1):
-      blocks = dataclasses.replace(blocks, span=span)
-      free_bytes = vmem_bytes(generation) - footprint(
-        direction, blocks, D, V, G, itemsize
-      )
-      fits = free_bytes >= 0
-      if direction == "backward":
-        blocks_with_dq = _with_resident_rows(blocks, free_bytes, D, G, itemsize)
-        fits = _has_enough_resident_rows(blocks_with_dq, q_length)
-      is_smallest = max_block == _LANES and span == 1
-      if fits or is_smallest:
-        if direction == "backward":
-          return blocks_with_dq
-        return blocks
+    max_span = _max_span(direction, blocks, q_length, kv_length)
+    blocks, fits = _with_largest_span(
+      blocks,
+      max_span,
+      generation,
+      direction,
+      q_length=q_length,
+      D=D,
+      V=V,
+      G=G,
+      itemsize=itemsize,
+    )
+    # Blocks of 128 are the smallest. They are tried even if they do not fit.
+    if fits or max_block == _LANES:
+      return blocks
     max_block //= 2
+
+
+def _max_span(
+  direction: str, blocks: Blocks, q_length: int, kv_length: int
+) -> int:
+  """Returns the most blocks that a kernel may load together.
+
+  They are blocks of keys in the forward pass, and of queries in the backward
+  pass. They have at most SPAN tokens, unless a single block has more, and not
+  more blocks than there are.
+  """
+  if direction == "forward":
+    block = blocks.kv
+    num_blocks = math.ceil(kv_length / block)
+  else:
+    block = blocks.q
+    num_blocks = math.ceil(q_length / block)
+  return max(1, min(SPAN // block, num_blocks))
+
+
+def _with_largest_span(
+  blocks: Blocks,
+  max_span: int,
+  generation: str,
+  direction: str,
+  *,
+  q_length: int,
+  D: int,
+  V: int,
+  G: int,
+  itemsize: int,
+) -> tuple[Blocks, bool]:
+  """Returns the blocks with the largest span that fits in vector memory.
+
+  The span is the number of blocks that are loaded together. In the backward
+  pass, the remaining memory is used to keep rows of dQ.
+
+  Returns:
+    The blocks, and whether they fit. If no span fits, the span is 1.
+  """
+  for span in range(max_span, 0, -1):
+    candidate = dataclasses.replace(blocks, span=span)
+    needed_bytes = footprint(direction, candidate, D, V, G, itemsize)
+    free_bytes = vmem_bytes(generation) - needed_bytes
+    if direction == "forward":
+      fits = free_bytes >= 0
+    else:
+      candidate = _with_resident_rows(candidate, free_bytes, D, G, itemsize)
+      fits = _has_enough_resident_rows(candidate, q_length)
+    if fits:
+      return candidate, True
+  return candidate, False
 
 
 def _fit_to_lengths(
   entry: Blocks, q_length: int, kv_length: int, max_block: int
 ) -> Blocks:
-  """Returns the blocks of an entry, changed so that they need less padding."""
+  """Returns an entry's blocks, made smaller where that saves padding.
+
+  Arrays are padded to whole blocks. So a length that is not a multiple of the
+  block may be faster with a smaller block.
+
+  Args:
+    entry: block sizes that are good for a similar shape.
+    q_length: the number of queries.
+    kv_length: the number of keys.
+    max_block: the most queries or keys of a block.
+  """
   q, q_inner = _fit_to_length(
     q_length, min(entry.q, max_block), min(entry.q_inner, max_block)
   )
@@ -232,6 +309,7 @@ def _fit_to_lengths(
   full_subtile = None
   if entry.full_subtile is not None:
     q_full, kv_full = entry.full_subtile
+    # Sub-tiles must divide the new blocks.
     full_subtile = (
       _largest_divisor(q, q_full),
       _largest_divisor(kv, kv_full),
@@ -240,19 +318,36 @@ def _fit_to_lengths(
 
 
 def _fit_to_length(length: int, block: int, subtile: int) -> tuple[int, int]:
-  """Returns a block and a sub-tile for a length, near the given sizes."""
+  """Returns the sizes of blocks and sub-tiles that are best for a length.
+
+  A smaller block needs less padding, but the kernel is slower per token. This
+  minimizes the product of both.
+
+  Example:
+    _fit_to_length(300, block=512, subtile=512) → (384, 384), which pads the
+    length to 384 instead of 512.
+
+  Args:
+    length: the number of queries or keys.
+    block: the largest block.
+    subtile: the largest sub-tile.
+
+  Returns:
+    The block and the sub-tile, which divides the block.
+  """
   best_cost = math.inf
   best = (0, 0)
-  for size in range(_LANES, max(block, _LANES) + 1, _LANES):
-    part = _largest_divisor(size, subtile)
+  for block_size in range(_LANES, max(block, _LANES) + 1, _LANES):
+    subtile_size = _largest_divisor(block_size, subtile)
     # A sub-tile of half the size costs about a fifth more time, and a block of
     # half the size about a twentieth.
-    subtile_penalty = 1 + 0.2 * (subtile / part - 1)
-    block_penalty = 1 + 0.05 * (block / size - 1)
-    cost = round_up(length, size) * subtile_penalty * block_penalty
+    subtile_penalty = 1 + 0.2 * (subtile / subtile_size - 1)
+    block_penalty = 1 + 0.05 * (block / block_size - 1)
+    padded_length = round_up(length, block_size)
+    cost = padded_length * subtile_penalty * block_penalty
     if cost <= best_cost:  # of equal costs, the larger block
       best_cost = cost
-      best = (size, part)
+      best = (block_size, subtile_size)
   return best
 
 
@@ -392,10 +487,18 @@ def footprint(
 def _nearest_entry(
   generation: str, direction: str, length: int, D: int, V: int, G: int
 ) -> Blocks:
-  """Returns the blocks of the table's entry that is most like a shape.
+  """Returns the blocks of the table's entry with the most similar shape.
 
-  It is an entry of the same generation, or else of the nearest older one with
-  entries, or else of the oldest one.
+  Only entries of one generation are compared: the same one if the table has it,
+  otherwise the nearest older one, otherwise the oldest one of the table.
+
+  Args:
+    generation: the TPU.
+    direction: "forward" or "backward".
+    length: the number of keys.
+    D: width of queries and keys.
+    V: width of values.
+    G: number of maps.
   """
   entries = [entry for entry in table() if entry["direction"] == direction]
   listed = _nearest_listed_generation(generation, entries)
@@ -407,6 +510,7 @@ def _nearest_entry(
   for entry in entries:
     if entry["generation"] != listed:
       continue
+    # Another number of maps is another kernel, so it weighs most.
     distance = (
       4 * _log2_distance(G, entry["G"])
       + _log2_distance(D, entry["D"])
@@ -418,19 +522,27 @@ def _nearest_entry(
       nearest_entry = entry
   assert nearest_entry is not None
   q, kv, q_inner, kv_inner = nearest_entry["blocks"]
-  full_subtile = tuple(nearest_entry["whole"])
+  full_subtile = tuple(nearest_entry["whole"])  # for tiles without a mask
   return Blocks(q, kv, q_inner, kv_inner, full_subtile=full_subtile)
 
 
 def _nearest_listed_generation(
   generation: str, entries: list[dict[str, Any]]
 ) -> str:
-  """Returns the newest generation with entries that is not a newer one."""
+  """Returns the generation whose entries a generation uses.
+
+  It is the newest one with entries that is not newer than the given one. If all
+  are newer, it is the oldest one with entries.
+
+  Example:
+    If only "v5e" and "v6e" have entries:
+    "v6e" → "v6e",  "7x" → "v6e",  "v5p" → "v5e",  "v4" → "v5e"
+  """
   with_entries = {entry["generation"] for entry in entries}
   listed = [name for name in GENERATIONS if name in with_entries]
   index = GENERATIONS.index(nearest_generation(generation))
   nearest = listed[0]
-  for name in listed:
+  for name in listed:  # the oldest one first
     if GENERATIONS.index(name) <= index:
       nearest = name
   return nearest
