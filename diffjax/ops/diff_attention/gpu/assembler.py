@@ -29,7 +29,18 @@ _REMEDY = "pip install 'diffjax[cuda]'"
 
 
 def version(path: str | pathlib.Path) -> tuple[int, ...]:
-  """Returns the version of ptxas as (13, 5, 37), or () if it does not run."""
+  """Returns the version of an executable of ptxas, NVIDIA's assembler.
+
+  Example:
+    "Cuda compilation tools, release 13.5, V13.5.37" → (13, 5, 37)
+
+  Args:
+    path: the executable.
+
+  Returns:
+    The version. An empty tuple, which is less than all others, if it does not
+    run or prints no version.
+  """
   try:
     process = subprocess.run(
       [str(path), "--version"], capture_output=True, text=True, timeout=60
@@ -53,6 +64,9 @@ def packaged() -> pathlib.Path | None:
 
 def prefer_packaged() -> None:
   """Puts the packaged ptxas first on PATH if PATH has no safe one.
+
+  Old versions of ptxas, NVIDIA's assembler, can corrupt matrix products. The
+  package nvidia-cuda-nvcc brings a newer one.
 
   Only PATH changes which ptxas assembles Pallas's kernels. CUDA_ROOT, CUDA_HOME
   and XLA's flags do not. XLA looks ptxas up when the process compiles its first
@@ -112,11 +126,14 @@ def refusal() -> str | None:
   try:
     major, minor = release()
   except Exception as error:  # The type depends on what is missing.
-    first_line = (str(error) or repr(error)).splitlines()[0]
+    message = str(error) or repr(error)
+    first_line = message.splitlines()[0]
     return f"{needed}, and JAX finds none ({first_line}); {_REMEDY}"
   if (major, minor) < SAFE:
-    # The minor version is exact only for new releases.
-    name = f"{major}.{minor}" if major >= SAFE[0] else str(major)
+    # For old releases, the minor version is not exact.
+    name = str(major)
+    if major >= SAFE[0]:
+      name = f"{major}.{minor}"
     return (
       f"{needed}, and JAX uses ptxas of CUDA {name} here, which can corrupt"
       f" products; {_REMEDY}"

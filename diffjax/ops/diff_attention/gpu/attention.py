@@ -115,7 +115,14 @@ class _Sizes(NamedTuple):
 
 
 def _prepare(arrays: Arrays, mask: Mask) -> Any:
-  """Returns the interpreter to run in, or None for a GPU.
+  """Checks that the kernels can run, and returns the interpreter to use.
+
+  It is called once, before the forward pass. The result, None for a GPU, is in
+  `options.chosen`.
+
+  Args:
+    arrays: the arrays of the operation.
+    mask: the mask. It does not matter, but other implementations need it.
 
   Raises:
     ValueError: if the kernels do not support the device, the version of JAX, or
@@ -139,10 +146,14 @@ def _prepare(arrays: Arrays, mask: Mask) -> Any:
 
 
 def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
-  """Returns the output [B, T, H, V], and A₂V and log-sum-exps if saved.
+  """Computes differential attention, A₁V − λA₂V, on a GPU.
 
-  With `options.save`, A₂V is [B, T, H, V], and the log-sum-exps of base 2 are
-  [B, H, G, T]. Otherwise they are None.
+  Returns:
+    `Saved` with
+      out: the output [B, T, H, V],
+      out2: A₂V, the output of the noise map, [B, T, H, V], and
+      lse: the log-sum-exps of base 2 [B, H, G, T].
+    out2 and lse are for the backward pass, and None without `options.save`.
   """
   factor, q = logits.logit_factor(options.scale, arrays.q)
   padded = _pad(arrays._replace(q=q))
@@ -157,6 +168,7 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
   )
   out, noise_out, lse = kernel(*padded, ranges)
 
+  # Remove the padding.
   length = arrays.q.shape[1]
   value_dim = arrays.v.shape[-1]
   out = out[:, :length, :, :value_dim]
@@ -267,13 +279,18 @@ def _query_vectors(
 ) -> tuple[Float[Array, "B H X T"], Float[Array, "B T H"] | None]:
   """Returns the numbers of each query that the backward kernels read, and dλ.
 
-  Axis X has a log-sum-exp for each map, then δ for each map, then λ if there
-  are two maps:
+  With the signal map A₁ and the noise map A₂, the output is O = A₁V − λA₂V.
+  The gradients of the softmax need δ = rowsum(dA ∘ A) of each map:
 
     δ₂ = rowsum(dO ∘ A₂V),  δ₁ = rowsum(dO ∘ O) + λδ₂,  dλ = −δ₂
+
+  Returns:
+    vectors: axis X has the log-sum-exps of the G maps, their δ, and, if there
+      are two maps, λ. T is padded to whole tiles.
+    d_lam: the gradient of λ. None with one map, which has no λ.
   """
   padded_length = round_up(arrays.q.shape[1], _TILE)
-  # Padded queries have weights of 0.
+  # Padded queries get weights of 0, because this log-sum-exp is huge.
   lse = pad_axis(saved.lse, 3, padded_length, EMPTY_ROW_LSE)
   row_sums = [_row_sums(d_out, saved.out)]
   if saved.out2 is not None:
@@ -314,7 +331,12 @@ def _make_d_q_kernel(
   sizes: _Sizes,
   inputs: _BackwardInputs,
 ) -> Callable[..., Any]:
-  """Returns the kernel of dQ. Queries are stationary, keys are streamed."""
+  """Returns the kernel that computes dQ.
+
+  A tile of queries stays in shared memory, while blocks of keys and values are
+  streamed past it through ring buffers. Their slots take all memory that the
+  tile leaves.
+  """
   dtype = inputs.q.dtype
   # Queries of all maps, and d_out, stay in shared memory.
   stationary_bytes = _HALF_BYTES * _TILE * (sizes.G * sizes.D + sizes.V)
@@ -406,7 +428,11 @@ def _make_d_kv_kernel(
 
 
 def _pad(arrays: Arrays) -> _PaddedArrays:
-  """Returns the arrays with their heads and maps merged, and padded."""
+  """Returns the arrays in the layout of the kernels.
+
+  Heads and maps are merged to one axis. Lengths are padded to whole tiles of
+  128, and widths to whole blocks of 64.
+  """
   q_length = round_up(arrays.q.shape[1], _TILE)
   kv_length = round_up(arrays.k.shape[1], _TILE)
   lam = arrays.lam
@@ -414,7 +440,7 @@ def _pad(arrays: Arrays) -> _PaddedArrays:
     lam = pad_axis(jnp.swapaxes(lam, 1, 2), 2, q_length)
   q_ids = arrays.q_ids
   kv_ids = arrays.kv_ids
-  if q_ids is not None and kv_ids is not None:
+  if q_ids is not None and kv_ids is not None:  # both or none
     q_ids = pad_axis(q_ids.astype(jnp.int32), 1, q_length)
     kv_ids = pad_axis(kv_ids.astype(jnp.int32), 1, kv_length)
   return _PaddedArrays(
@@ -439,7 +465,15 @@ def _merge_and_pad(
 
 
 def _padded_sizes(arrays: Arrays, padded: _PaddedArrays) -> _Sizes:
-  """Returns the sizes of the axes of padded arrays."""
+  """Returns the sizes of all axes, after padding.
+
+  The numbers of heads and maps come from the original arrays, because the
+  padded ones have both in one axis.
+
+  Args:
+    arrays: the arrays of the operation.
+    padded: the same arrays, as `_pad` returns them.
+  """
   batch, _, num_heads, num_maps, _ = arrays.q.shape
   _, _, num_kv_heads, num_key_maps, _ = arrays.k.shape
   return _Sizes(

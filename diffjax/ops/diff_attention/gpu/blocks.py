@@ -201,7 +201,14 @@ class BlockRanges(NamedTuple):
   def read(
     cls, table: Int[Array, "X blocks 6"], batch: Scalar, block: Scalar
   ) -> BlockRanges:
-    """Returns an entry of the table of `block_ranges` inside a kernel."""
+    """Reads the ranges of a stationary block, inside a kernel.
+
+    Args:
+      table: the result of `block_ranges`. Its last axis has the fields of this
+        class. It has one row if all rows of the batch have the same ranges.
+      batch: the row of the batch.
+      block: the index of the stationary block.
+    """
     row = 0 if table.shape[0] == 1 else batch
     fields = []
     for column in range(table.shape[2]):
@@ -214,53 +221,61 @@ class BlockRanges(NamedTuple):
   def fold(
     self,
     partial_blocks: PartialBlocks,
-    begin: Callable[[Scalar, Any], Any],
-    step: Callable[[bool, Scalar, Any], Any],
+    process_first_block: Callable[[Scalar, Any], Any],
+    process_block: Callable[[bool, Scalar, Any], Any],
     finish: Callable[[Any], Any],
-    skip: Callable[[Scalar], None],
+    skip_block: Callable[[Scalar], None],
     initial_state: Any,
   ) -> Any:
     """Returns the state after a loop over the visible blocks.
 
-    The loop is split in up to three: partial blocks, full blocks, partial
-    blocks. So no loop needs a branch that decides whether to apply the mask.
+    In a full block every query sees every key, in a partial block some. The
+    loop is split in up to three: partial blocks, full blocks, partial blocks.
+    So no loop needs a branch that decides whether to apply the mask.
 
     Args:
       partial_blocks: where the mask may leave partial blocks.
-      begin: (first visible block, initial state) → state. The block may be
-        partial.
-      step: (is_full, block, state) → state, for every later visible block.
+      process_first_block: (block, initial state) → state, for the first visible
+        block. It may be partial.
+      process_block: (is_full, block, state) → state, for later visible blocks.
       finish: state → state, called once after the last block.
-      skip: frees a block that was loaded for another block of the tile.
-      initial_state: the state. It is returned if no block is visible.
+      skip_block: block → None. It frees a block that was loaded for another
+        stationary block of the tile, and is not visible here.
+      initial_state: the state before the first block. It is returned if no
+        block is visible.
     """
     has_visible = self.visible_start < self.visible_stop
-    after_begin = self.visible_start + 1
-    partial_step = functools.partial(step, False)
-    full_step = functools.partial(step, True)
+    after_first = self.visible_start + 1
+    process_partial_block = functools.partial(process_block, False)
+    process_full_block = functools.partial(process_block, True)
 
-    def skip_block(block: Scalar, carry: None) -> None:
-      skip(block)
+    def skip_in_loop(block: Scalar, carry: None) -> None:
+      skip_block(block)
 
-    lax.fori_loop(self.loaded_start, self.visible_start, skip_block, None)
+    lax.fori_loop(self.loaded_start, self.visible_start, skip_in_loop, None)
     state = lax.cond(
       has_visible,
-      functools.partial(begin, self.visible_start),
+      functools.partial(process_first_block, self.visible_start),
       _identity,
       initial_state,
     )
-    full_start = after_begin
+    # Without partial blocks, all blocks after the first are treated as full.
+    full_start = after_first
     full_stop = self.visible_stop
     if partial_blocks.before_full:
-      full_start = lax.max(after_begin, self.full_start)
-      state = lax.fori_loop(after_begin, full_start, partial_step, state)
+      full_start = lax.max(after_first, self.full_start)
+      state = lax.fori_loop(
+        after_first, full_start, process_partial_block, state
+      )
     if partial_blocks.after_full:
       full_stop = lax.max(full_start, self.full_stop)
-    state = lax.fori_loop(full_start, full_stop, full_step, state)
+    state = lax.fori_loop(full_start, full_stop, process_full_block, state)
     if partial_blocks.after_full:
-      state = lax.fori_loop(full_stop, self.visible_stop, partial_step, state)
+      state = lax.fori_loop(
+        full_stop, self.visible_stop, process_partial_block, state
+      )
     state = lax.cond(has_visible, finish, _identity, state)
-    lax.fori_loop(self.visible_stop, self.loaded_stop, skip_block, None)
+    lax.fori_loop(self.visible_stop, self.loaded_stop, skip_in_loop, None)
     return state
 
 
@@ -278,7 +293,17 @@ class PartialBlocks(NamedTuple):
   def of(
     cls, mask: Mask, *, keys_are_stationary: bool = False
   ) -> PartialBlocks:
-    """Returns the places for a mask, known while the kernel is compiled."""
+    """Returns where a mask may leave partial blocks.
+
+    A stationary block meets the streamed blocks in order. Some are full: every
+    query sees every key. This tells, while the kernel is compiled, whether
+    partial blocks can come before the full ones, and after them.
+
+    Args:
+      mask: the mask.
+      keys_are_stationary: whether blocks of queries are streamed past a block
+        of keys, or blocks of keys past a block of queries.
+    """
     has_window = mask.window is not None
     # Segments may begin and end anywhere.
     if keys_are_stationary:
@@ -323,12 +348,22 @@ def key_limits(
 ) -> tuple[Scalar, Scalar]:
   """Returns the first and the last key that each query of a block may see.
 
-  Segments are left out. A limit is an int if all queries have the same one,
-  otherwise it is int32[BLOCK] in the layout of matrix rows.
+  Both are inclusive. Segments are not considered.
+
+  Args:
+    mask: the mask.
+    offset: a reference to the position of each row's first query. None if the
+      mask knows it.
+    batch: the row of the batch.
+    block: the index of the block of queries.
+
+  Returns:
+    Two limits. A limit is an int if all queries have the same one, otherwise
+    int32[BLOCK] in the layout of matrix rows.
   """
   if not mask.causal and mask.window is None:
-    # The limits do not depend on positions. In Mosaic GPU, an array that is not
-    # used has no layout, so none is made.
+    # The limits do not depend on positions, so any position will do. Mosaic GPU
+    # cannot compile an array that is not used, so no positions are computed.
     return mask.keys_of(0, 0)
   query_index = layouts.block_iota(layouts.row())
   positions = query_index + (
@@ -340,17 +375,24 @@ def key_limits(
 def query_limits(
   mask: Mask, block: Scalar
 ) -> tuple[jax.Array | None, jax.Array | None]:
-  """Returns the first and the last query that see each key of a block.
+  """Returns the positions of the first and the last query that see each key.
 
-  The limits are positions, int32[BLOCK] in the layout of matrix rows, or None
-  if there is no limit. Padding is left out, because gradients of padding are
-  not used.
+  Both are inclusive. Padding is not considered, because gradients of padded
+  keys are not used.
+
+  Args:
+    mask: the mask.
+    block: the index of the block of keys.
+
+  Returns:
+    Two limits, int32[BLOCK] in the layout of matrix rows, or None if there is
+    no limit.
   """
   if not mask.causal and mask.window is None:
     return None, None
   keys = layouts.block_iota(layouts.row()) + block * BLOCK
   if mask.window is None:
     return keys, None
-  reach = mask.window - 1
+  reach = mask.window - 1  # the window includes the position itself
   first_query = keys if mask.causal else keys - reach
   return first_query, keys + reach

@@ -84,12 +84,12 @@ def refusal() -> str | None:
       return f"needs JAX 0.11.2 and Python 3.12 or newer, and {current}"
     return f"needs JAX 0.11.2 or newer, and {current}"
   if interpret_mode.get() is not None:
-    return None
+    return None  # The interpreter runs on any device.
 
   needed = f"needs a Hopper GPU (compute capability {_HOPPER_CAPABILITY})"
   device = jax.devices()[0]
-  # An abstract device is set if the program is compiled ahead of time for
-  # another device. It knows only its name.
+  # If the program is compiled ahead of time for another device, an abstract
+  # device is set, of which only the name is known.
   target = jax.sharding.get_abstract_mesh().abstract_device
   if target is not None and target.device_kind != device.device_kind:
     if _HOPPER_NAME.search(target.device_kind):
@@ -142,6 +142,8 @@ def make_kernel(
     scratch: the types of shared memory and barriers.
   """
   if interpret is None:
+    # "auto" avoids the kernels with an unsafe assembler. If they are requested
+    # by name, they run, with a warning.
     problem = assembler.refusal()
     if problem is not None:
       warnings.warn(f"pallas_gpu {problem}", stacklevel=2)
@@ -179,7 +181,7 @@ def make_kernel(
     kernel_name=name,
   )
 
-  def run(*inputs: Any) -> Any:
+  def run_kernel(*inputs: Any) -> Any:
     input_leaves = jax.tree.leaves(inputs)
 
     def vary_like_inputs(output: jax.Array) -> jax.Array:
@@ -187,4 +189,4 @@ def make_kernel(
 
     return jax.tree.map(vary_like_inputs, kernel(*inputs))
 
-  return run
+  return run_kernel

@@ -86,15 +86,19 @@ def d_kv(
   """The dK and dV kernel: computes the gradients of a block of keys.
 
   A block of keys and values stays in shared memory while blocks of queries are
-  streamed, from all heads that share the key head. Maps are transposed, keys ×
-  queries. Both consumers work on the same block. One computes the weights and
-  dV = (A₁ − λA₂)ᵀ dO, and passes the weights through shared memory. The other
-  computes dP and dK = scale · dSᵀ Q.
+  streamed past it, from all heads that share the key head. Maps are transposed,
+  keys × queries. Three warpgroups run this function at the same time:
+
+  - one consumer computes the weights and dV = (A₁ − λA₂)ᵀ dO, and passes the
+    weights to the other one through shared memory,
+  - the other consumer computes dP = V dOᵀ and dK = scale · dSᵀ Q,
+  - the producer loads.
 
   Args:
     mask: the mask.
     factor: the factor on logits, see `logits.logit_factor`.
-    num_slots: slots of the ring buffers.
+    num_slots: slots of the ring buffers, through which the producer passes
+      queries and dO. A slot holds one block.
     *array_refs: the fields of `DKVArrays`.
     **scratch_refs: the fields of `DKVScratch`.
   """
@@ -158,7 +162,11 @@ class _DKVThreadBlock:
     return self.arrays.d_out.shape[2] // self.arrays.v.shape[2]
 
   def compute_d_v(self) -> None:
-    """The role of the first consumer: computes the weights and dV."""
+    """The role of the first consumer: computes the weights and dV.
+
+    It loops over the query heads that share the key head. All of them add to
+    one accumulator of dV.
+    """
     plgpu.set_max_registers(chip.CONSUMER_REGISTERS, action="increase")
     ranges = BlockRanges.read(self.arrays.ranges, self.batch, self.key_block)
     num_blocks = ranges.loaded_stop - ranges.loaded_start
@@ -169,13 +177,14 @@ class _DKVThreadBlock:
       head_in_group: jax.Array, acc: Float[Array, "keys V"]
     ) -> Float[Array, "keys V"]:
       loop = _DVLoop(self, ranges, num_blocks, head_in_group, query_limits)
-      return loop.run(acc)
+      return loop.add_head(acc)
 
     V = self.scratch.v_smem.shape[1]
     acc = layouts.full((BLOCK, V), 0, layouts.matrix())
     acc = lax.fori_loop(0, self.heads_per_kv_head, add_head, acc)
 
-    # Every phase of a barrier must be waited for.
+    # The other consumer has signalled that it has read the last weights. Every
+    # phase of a barrier must be waited for.
     for g in range(self.num_maps):
       plgpu.barrier_wait(self.scratch.weights_free.at[g])
     self._wait_for_other_consumer()
@@ -188,7 +197,11 @@ class _DKVThreadBlock:
     plgpu.wait_smem_to_gmem(0)
 
   def compute_d_k(self) -> None:
-    """The role of the second consumer: computes dP and dK."""
+    """The role of the second consumer: computes dP and dK.
+
+    It gets the weights from the first consumer. All query heads that share the
+    key head add to the same accumulators, one for each key map.
+    """
     plgpu.set_max_registers(chip.CONSUMER_REGISTERS, action="increase")
     ranges = BlockRanges.read(self.arrays.ranges, self.batch, self.key_block)
     num_blocks = ranges.loaded_stop - ranges.loaded_start
@@ -200,7 +213,7 @@ class _DKVThreadBlock:
     def add_head(
       head_in_group: jax.Array, accs: list[Float[Array, "keys D"]]
     ) -> list[Float[Array, "keys D"]]:
-      return _DKLoop(self, ranges, num_blocks, head_in_group).run(accs)
+      return _DKLoop(self, ranges, num_blocks, head_in_group).add_head(accs)
 
     D = self.scratch.k_smem.shape[2]
     zeros = layouts.full((BLOCK, D), 0, layouts.matrix())
@@ -235,7 +248,11 @@ class _DKVThreadBlock:
     return array.at[self.batch, self.keys, key_head]
 
   def load_all(self) -> None:
-    """The producer's role: loads the keys and values, and all queries."""
+    """The producer's role: loads the keys and values, and streams queries.
+
+    It puts the queries and dO of all heads that share the key head into ring
+    buffers, head after head.
+    """
     plgpu.set_max_registers(chip.PRODUCER_REGISTERS, action="decrease")
     ranges = BlockRanges.read(self.arrays.ranges, self.batch, self.key_block)
     kv_ready = self.scratch.kv_ready
@@ -253,9 +270,11 @@ class _DKVThreadBlock:
       @pl.loop(ranges.loaded_start, ranges.loaded_stop)
       def load_block(block: jax.Array) -> None:
         num_blocks = ranges.loaded_stop - ranges.loaded_start
+        # Ring buffers count their steps through all heads.
         step = head_in_group * num_blocks + block
         self._load_block(step, ranges.loaded_start, head, block)
 
+    # Wait until the consumers have released the last blocks.
     for ring in (self.query_ring, self.d_out_ring):
       num_blocks = ranges.loaded_stop - ranges.loaded_start
       num_steps = self.heads_per_kv_head * num_blocks
@@ -268,7 +287,14 @@ class _DKVThreadBlock:
     head: jax.Array,
     block: jax.Array,
   ) -> None:
-    """Loads a head's block of queries, their vectors, and their dO."""
+    """Loads a head's block of queries, their vectors, and their dO.
+
+    Args:
+      step: the step of the ring buffers, counted through all heads.
+      first_step: the first step of the kernel, before which no slot was used.
+      head: the index of the query head.
+      block: the index of the block of queries.
+    """
     rows = pl.ds(block * BLOCK, BLOCK)
 
     def load_queries(slot: jax.Array, barrier: Ref) -> None:
@@ -315,7 +341,7 @@ class _DKVLoop:
     """Returns the step of the ring buffers for a block."""
     return self.head_in_group * self.num_blocks + block
 
-  def skip(self, block: jax.Array) -> None:
+  def skip_block(self, block: jax.Array) -> None:
     """Frees a block that is loaded, but hidden by the mask."""
     self.thread_block.query_ring.skip(self.ring_step(block))
     self.thread_block.d_out_ring.skip(self.ring_step(block))
@@ -332,9 +358,15 @@ class _DKVLoop:
     return self.thread_block.scratch.d_out_smem.at[slot]
 
   def vector(self, index: int, step: jax.Array) -> Float[Array, "keys queries"]:
-    """Returns one of `vectors`, broadcast over the keys."""
-    # wgmma does not read this memory, and TMA writes there again. The barriers
-    # of the ring order that. A fence would cost a barrier in each step.
+    """Returns a number of each query, broadcast over the keys.
+
+    Args:
+      index: which number: the log-sum-exp of a map, its δ, or λ, in the order
+        of the array `vectors`.
+      step: the step of the ring buffer of queries.
+    """
+    # The slot is read by plain loads, and written again by TMA. The barriers of
+    # the ring order both. A fence would cost a barrier in each step.
     slot = self.thread_block.query_ring.slot(step)
     vector = plgpu.load(
       self.thread_block.scratch.vectors_smem.at[slot, index],
@@ -367,31 +399,36 @@ class _DVLoop(_DKVLoop):
 
   query_limits: tuple[Any, Any]
 
-  def run(self, acc: Float[Array, "keys V"]) -> Float[Array, "keys V"]:
-    """Returns acc plus dV of the head.
+  def add_head(self, acc: Float[Array, "keys V"]) -> Float[Array, "keys V"]:
+    """Returns acc plus one query head's part of dV.
 
-    `fold` loops over the head's blocks of queries. It calls `begin` for the
-    first one, `step` for all others, and `finish` at the end.
+    `fold` loops over the head's blocks of queries that see the keys. The
+    weights of one block are multiplied by its dO while the next block is
+    processed. So there is a first block without such weights, and a last
+    product at the end.
     """
     partial_blocks = blocks.PartialBlocks.of(
       self.thread_block.mask, keys_are_stationary=True
     )
     state = self.ranges.fold(
       partial_blocks=partial_blocks,
-      begin=self.begin,
-      step=self.step,
-      finish=self.finish,
-      skip=self.skip,
+      process_first_block=self.process_first_block,
+      process_block=self.process_block,
+      finish=self.finish_last_block,
+      skip_block=self.skip_block,
       initial_state=_DVState(acc, self.no_weights()),
     )
     return state.acc
 
-  def begin(self, block: jax.Array, state: _DVState) -> _DVState:
+  def process_first_block(self, block: jax.Array, state: _DVState) -> _DVState:
     """Processes the first block, before which no weights are pending."""
     self.thread_block.query_ring.wait(self.ring_step(block))
-    return self.step(False, block, state._replace(weights=None))
+    initial_state = state._replace(weights=None)
+    return self.process_block(is_full=False, block=block, state=initial_state)
 
-  def step(self, is_full: bool, block: jax.Array, state: _DVState) -> _DVState:
+  def process_block(
+    self, is_full: bool, block: jax.Array, state: _DVState
+  ) -> _DVState:
     """Processes a block whose queries are loaded. Full blocks need no mask."""
     thread_block = self.thread_block
     num_maps = thread_block.num_maps
@@ -415,9 +452,14 @@ class _DVLoop(_DKVLoop):
 
     return _DVState(acc, weights.astype(thread_block.arrays.q.dtype))
 
-  def finish(self, state: _DVState) -> _DVState:
-    """Multiplies the weights of the last block by dO."""
-    assert state.weights is not None  # `begin` computed weights.
+  def finish_last_block(self, state: _DVState) -> _DVState:
+    """Adds the product of the last block's weights and dO, still pending.
+
+    Each block's weights are multiplied by its dO while the next block is
+    processed. After the last block, its product is left.
+    """
+    assert state.weights is not None  # The first block computed weights.
+    # `visible_stop` is the block after the last one.
     last_step = self.ring_step(self.ranges.visible_stop) - 1
     acc = wgmma.multiply_add(state.acc, state.weights, self.d_out(last_step))
     self.thread_block.d_out_ring.release(last_step)
@@ -428,7 +470,7 @@ class _DVLoop(_DKVLoop):
   ) -> tuple[Float[Array, "keys V"], Float[Array, "keys queries"]]:
     """Computes A₁ of a block, and meanwhile the previous block's part of dV.
 
-    The tensor cores start two products: QKᵀ of this block, and the product of
+    A₁ are the weights of the signal map, the first of up to two maps. The tensor cores start two products: QKᵀ of this block, and the product of
     the previous block's weights with its dO. The softmax of this block is
     computed while the second product continues.
 
@@ -477,8 +519,13 @@ class _DVLoop(_DKVLoop):
     return weights
 
   def _logits_operands(self, g: int, block: jax.Array) -> tuple[Ref, Ref]:
-    """Returns K [BLOCK, D] and Qᵀ [D, BLOCK] of map g."""
+    """Returns K [BLOCK, D] and Qᵀ [D, BLOCK] of map g, in shared memory.
+
+    Their product is a block of logits, keys × queries.
+    """
+    # With one key map, both maps attend to the same keys.
     key_map = g % self.thread_block.num_key_maps
+    # An index that seems to change in the loop is not kept in a register.
     key_map_index = wgmma.prevent_hoisting(jnp.int32(key_map), block)
     keys = self.thread_block.scratch.k_smem.at[key_map_index]
     return keys, self.queries(g, self.ring_step(block)).T
@@ -490,7 +537,10 @@ class _DVLoop(_DKVLoop):
     lse: Float[Array, "keys queries"],
     logits: Float[Array, "keys queries"],
   ) -> tuple[Float[Array, "keys queries"]]:
-    """Returns A₁."""
+    """Returns A₁, the weights of the signal map, from its logits.
+
+    It is the epilogue of a matrix product, so it returns a tuple.
+    """
     logits = self._mask(is_full, block, logits)
     return (jnp.exp2(logits * self.thread_block.factor - lse),)
 
@@ -500,7 +550,15 @@ class _DVLoop(_DKVLoop):
     block: jax.Array,
     logits: Float[Array, "keys queries"],
   ) -> tuple[Float[Array, "keys queries"]]:
-    """Returns −λA₂."""
+    """Returns −λA₂, the weights of the noise map, from its logits.
+
+    It is the epilogue of a matrix product, so it returns a tuple.
+
+    Args:
+      is_full: whether every query sees every key, so that no mask is needed.
+      block: the index of the block of queries.
+      logits: k·q of the noise map, without the factor `scale · log₂e`.
+    """
     step = self.ring_step(block)
     logits = self._mask(is_full, block, logits)
     scaled_logits = logits * self.thread_block.factor
@@ -515,7 +573,13 @@ class _DVLoop(_DKVLoop):
     block: jax.Array,
     logits: Float[Array, "keys queries"],
   ) -> Float[Array, "keys queries"]:
-    """Masks the logits of a block if it may be partial."""
+    """Returns the logits, masked where a query does not see a key.
+
+    Args:
+      is_full: whether every query sees every key, so that no mask is needed.
+      block: the index of the block of queries.
+      logits: a block of logits. Rows are keys, and columns are queries.
+    """
     thread_block = self.thread_block
     arrays = thread_block.arrays
     partial_blocks = blocks.PartialBlocks.of(
@@ -523,6 +587,8 @@ class _DVLoop(_DKVLoop):
     )
     if is_full or not partial_blocks.may_exist:
       return logits
+    # The limits of each key are positions of queries. Column 0 is the first
+    # query of the block.
     first_query_index = block * BLOCK
     first_position = first_query_index + blocks.first_position(
       thread_block.mask, arrays.offset, thread_block.batch
@@ -561,29 +627,50 @@ class _DKState(NamedTuple):
 class _DKLoop(_DKVLoop):
   """Adds a head to dK, with the weights of the other consumer."""
 
-  def run(
+  def add_head(
     self, accs: list[Float[Array, "keys D"]]
   ) -> list[Float[Array, "keys D"]]:
-    """Returns accs plus dSᵀ Q of the head."""
+    """Returns accs plus one query head's part of dSᵀ Q, for each key map.
+
+    dS is the gradient of the logits. `fold` loops over the head's blocks of
+    queries. The last map's dS of one block is multiplied by its queries while
+    the next block is processed. So there is a first block without such a
+    product, and a last one at the end.
+    """
     # The weights that arrive are already masked.
-    no_partial_blocks = blocks.PartialBlocks(False, False)
+    no_partial_blocks = blocks.PartialBlocks(
+      before_full=False, after_full=False
+    )
     state = self.ranges.fold(
       partial_blocks=no_partial_blocks,
-      begin=self.begin,
-      step=self.step,
-      finish=self.finish,
-      skip=self.skip,
+      process_first_block=self.process_first_block,
+      process_block=self.process_block,
+      finish=self.finish_last_block,
+      skip_block=self.skip_block,
       initial_state=_DKState(accs, self.no_weights()),
     )
     return state.accs
 
-  def begin(self, block: jax.Array, state: _DKState) -> _DKState:
+  def process_first_block(self, block: jax.Array, state: _DKState) -> _DKState:
     """Processes the first block, before which nothing is pending."""
-    return self.step(False, block, state._replace(d_logits=None))
+    initial_state = state._replace(d_logits=None)
+    return self.process_block(is_full=False, block=block, state=initial_state)
 
-  def step(self, is_full: bool, block: jax.Array, state: _DKState) -> _DKState:
-    """Processes a block."""
-    del is_full  # The weights are already masked.
+  def process_block(
+    self, is_full: bool, block: jax.Array, state: _DKState
+  ) -> _DKState:
+    """Adds dSᵀ Q of a block of queries to the accumulators of the key maps.
+
+    dS = A ∘ (dP − δ) of each map. The other consumer sends A. It is A₁ for map
+    0 and −λA₂ for map 1, so dS needs no other factor.
+
+    Args:
+      is_full: whether every query sees every key. It does not matter, because
+        the weights that arrive are already masked.
+      block: the index of the block of queries.
+      state: the accumulators, and the last map's dS of the previous block.
+    """
+    del is_full
     thread_block = self.thread_block
     query_ring = thread_block.query_ring
     d_out_ring = thread_block.d_out_ring
@@ -593,6 +680,8 @@ class _DKLoop(_DKVLoop):
 
     # dPᵀ = V dOᵀ. Meanwhile the last dS of the previous block is added.
     d_out_ring.wait(step)
+    # The slice is all of the values. An index that seems to change in the loop
+    # is not kept in a register.
     first_row = wgmma.prevent_hoisting(jnp.int32(0), block)
     values = thread_block.scratch.v_smem.at[pl.ds(first_row * BLOCK, BLOCK)]
     operands = (values, self.d_out(step).T)
@@ -618,9 +707,14 @@ class _DKLoop(_DKVLoop):
         accs[m] = wgmma.multiply_add(accs[m], d_logits, self.queries(g, step))
     return _DKState(accs, d_logits)
 
-  def finish(self, state: _DKState) -> _DKState:
-    """Multiplies the last dS by its queries."""
-    assert state.d_logits is not None  # `begin` computed dS.
+  def finish_last_block(self, state: _DKState) -> _DKState:
+    """Adds the product of the last dS and its queries, which is still pending.
+
+    The last map's dS of each block is multiplied by its queries while the next
+    block is processed. After the last block, its product is left.
+    """
+    assert state.d_logits is not None  # The first block computed dS.
+    # `visible_stop` is the block after the last one.
     last_step = self.ring_step(self.ranges.visible_stop) - 1
     queries = self.queries(self.thread_block.num_maps - 1, last_step)
     accs = list(state.accs)
@@ -631,11 +725,20 @@ class _DKLoop(_DKVLoop):
   def _receive_d_logits(
     self, g: int, step: jax.Array, d_weights: Float[Array, "keys queries"]
   ) -> Float[Array, "keys queries"]:
-    """Returns dS of map g, from the weights of the other consumer."""
+    """Returns dS = A ∘ (dP − δ) of map g.
+
+    A comes from the other consumer, through shared memory. It contains the
+    factor −λ of the noise map.
+
+    Args:
+      g: the index of the map.
+      step: the step of the ring buffers.
+      d_weights: dP = V dOᵀ, which is the same for all maps.
+    """
     scratch = self.thread_block.scratch
     plgpu.barrier_wait(scratch.weights_ready.at[g])
     weights = plgpu.load(scratch.weights_smem.at[g], layout=layouts.matrix())
-    weights = weights.astype(jnp.float32)
+    weights = weights.astype(jnp.float32)  # sent as float16
     plgpu.barrier_arrive(scratch.weights_free.at[g])
     delta = self.vector(delta_index(g, self.thread_block.num_maps), step)
     d_logits = weights * (d_weights - delta)

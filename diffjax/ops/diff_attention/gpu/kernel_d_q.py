@@ -87,15 +87,19 @@ def d_q(
 ) -> None:
   """The dQ kernel: computes the gradients of a tile of queries.
 
-  A tile of queries stays in shared memory while blocks of keys and values are
-  streamed. With A = exp₂(S − lse), dP = dO Vᵀ and dS = A ∘ (dP − δ), the
+  A tile of queries, a block for each consumer, stays in shared memory while
+  blocks of keys and values are streamed past it. Three warpgroups run this
+  function at the same time: two consumers compute, and the producer loads.
+
+  With A = exp₂(S − lse), dP = dO Vᵀ and dS = A ∘ (dP − δ), the
   gradient is dQ = scale · dS K. All maps share dP. dQ₂ gets the factor −λ.
 
   Args:
     mask: the mask.
     factor: the factor on logits, see `logits.logit_factor`.
     scale: the factor on logits of base e.
-    num_key_slots: slots of the ring buffer of keys.
+    num_key_slots: slots of the ring buffer through which the producer passes
+      keys. A slot holds one block.
     num_value_slots: slots of the ring buffer of values.
     *array_refs: the fields of `DQArrays`.
     **scratch_refs: the fields of `DQScratch`.
@@ -181,7 +185,7 @@ class _DQThreadBlock:
       lse=lse,
       delta=delta,
     )
-    accs = loop.run()
+    accs = loop.process_all_blocks()
 
     # The queries are not needed any more, so their memory stages the gradients.
     q_smem = self.scratch.q_smem
@@ -206,7 +210,11 @@ class _DQThreadBlock:
     return layouts.load_global(vector, layouts.row())
 
   def load_all(self) -> None:
-    """The producer's role: loads the tile, and fills the ring buffers."""
+    """The producer's role: loads the queries, and streams keys and values.
+
+    It puts blocks of keys and values into ring buffers, from which both
+    consumers read.
+    """
     plgpu.set_max_registers(chip.PRODUCER_REGISTERS, action="decrease")
     ranges = BlockRanges.read(self.arrays.ranges, self.batch, self.first_block)
     for consumer in range(NUM_CONSUMERS):
@@ -241,7 +249,11 @@ class _DQThreadBlock:
     self.key_ring.drain(ranges.loaded_start, ranges.loaded_stop)
 
   def _load_queries(self, consumer: int) -> None:
-    """Loads a consumer's block of queries, and dO of these queries."""
+    """Loads a consumer's block of queries, and dO of these queries.
+
+    The loads are asynchronous. They arrive at the barrier `q_ready` of the
+    consumer.
+    """
     rows = pl.ds((self.first_block + consumer) * BLOCK, BLOCK)
     barrier = self.scratch.q_ready.at[consumer]
     for g in range(self.num_maps):
@@ -287,7 +299,7 @@ class _DQLoop:
     """Returns G, the number of maps."""
     return self.thread_block.num_maps
 
-  def skip(self, block: jax.Array) -> None:
+  def skip_block(self, block: jax.Array) -> None:
     """Frees a block that is loaded, but hidden by the mask."""
     self.thread_block.value_ring.skip(block)
     self.thread_block.key_ring.skip(block)
@@ -312,7 +324,14 @@ class _DQLoop:
     return self.thread_block.scratch.k_smem.at[slot * num_key_maps + key_map]
 
   def d_weights_operands(self, block: jax.Array) -> tuple[Ref, Ref]:
-    """Returns dO [BLOCK, V] and Vᵀ [V, BLOCK], whose product is dP."""
+    """Returns dO [BLOCK, V] and Vᵀ [V, BLOCK], whose product is dP.
+
+    Both are in shared memory. The values must be loaded.
+
+    Args:
+      block: the index of the block of keys and values.
+    """
+    # An index that seems to change in the loop is not kept in a register.
     warpgroup = wgmma.prevent_hoisting(self.thread_block.warpgroup, block)
     d_out = self.thread_block.scratch.d_out_smem.at[warpgroup]
     slot = self.thread_block.value_ring.slot(block)
@@ -326,7 +345,20 @@ class _DQLoop:
     logits: Float[Array, "rows keys"],
     d_weights: Float[Array, "rows keys"],
   ) -> Float[Array, "rows keys"]:
-    """Returns dS = A ∘ (dP − δ) of map g, in the dtype of q."""
+    """Returns dS = A ∘ (dP − δ), the gradient of map g's logits.
+
+    Args:
+      g: the index of the map.
+      is_full: whether every query sees every key of the block, so that no mask
+        is needed.
+      block: the index of the block of keys.
+      logits: q·k, without the factor `scale · log₂e`.
+      d_weights: dP = dO Vᵀ, the gradient of the weights. It is the same for all
+        maps, because −λ is multiplied into the noise map's dQ at the end.
+
+    Returns:
+      dS in the dtype of q, in which it is multiplied by the keys.
+    """
     thread_block = self.thread_block
     arrays = thread_block.arrays
     if self.partial_blocks.may_exist and not is_full:
@@ -359,27 +391,36 @@ class _SequentialDQLoop(_DQLoop):
   The products of the other consumer fill the pauses of the tensor cores.
   """
 
-  def run(self) -> list[Float[Array, "rows D"]]:
-    """Returns dS K of each map."""
+  def process_all_blocks(self) -> list[Float[Array, "rows D"]]:
+    """Returns dS K of each map, where dS is the gradient of the logits."""
     return self.ranges.fold(
       partial_blocks=self.partial_blocks,
-      begin=self.begin,
-      step=self.step,
-      finish=self.finish,
-      skip=self.skip,
+      process_first_block=self.process_first_block,
+      process_block=self.process_block,
+      finish=self.finish_last_block,
+      skip_block=self.skip_block,
       initial_state=self.zero_gradients(),
     )
 
-  def begin(
+  def process_first_block(
     self, block: jax.Array, accs: list[Float[Array, "rows D"]]
   ) -> list[Float[Array, "rows D"]]:
     """Processes the first block."""
-    return self.step(False, block, accs)
+    return self.process_block(is_full=False, block=block, accs=accs)
 
-  def step(
+  def process_block(
     self, is_full: bool, block: jax.Array, accs: list[Float[Array, "rows D"]]
   ) -> list[Float[Array, "rows D"]]:
-    """Adds a block to the accumulators. Full blocks need no mask."""
+    """Adds dS K of a block of keys to the accumulator of each map.
+
+    dP = dO Vᵀ is the same for all maps. Each map's dS = A ∘ (dP − δ) needs its
+    own logits.
+
+    Args:
+      is_full: whether every query sees every key, so that no mask is needed.
+      block: the index of the block of keys.
+      accs: the accumulators.
+    """
     thread_block = self.thread_block
     thread_block.value_ring.wait(block)
     d_weights = wgmma.matmul(*self.d_weights_operands(block))
@@ -393,7 +434,7 @@ class _SequentialDQLoop(_DQLoop):
     thread_block.key_ring.release(block)
     return accs
 
-  def finish(
+  def finish_last_block(
     self, accs: list[Float[Array, "rows D"]]
   ) -> list[Float[Array, "rows D"]]:
     """Returns the accumulators. Nothing is pending."""
@@ -415,37 +456,49 @@ class _OverlappedDQLoop(_DQLoop):
   The maps take turns, as in `_ForwardPass`.
   """
 
-  def run(self) -> list[Float[Array, "rows D"]]:
-    """Returns dS K of each map."""
+  def process_all_blocks(self) -> list[Float[Array, "rows D"]]:
+    """Returns dS K of each map, where dS is the gradient of the logits.
+
+    `fold` loops over the visible blocks of keys. The dS of one turn is
+    multiplied by its keys in the next turn. So there is a first block without
+    such a product, and a last product at the end.
+    """
     accs = self.zero_gradients()
     no_d_logits = layouts.full((BLOCK, BLOCK), 0, layouts.matrix())
     dtype = self.thread_block.arrays.q.dtype
     initial_state = _DQState(accs, no_d_logits.astype(dtype))
     state = self.ranges.fold(
       partial_blocks=self.partial_blocks,
-      begin=self.begin,
-      step=self.step,
-      finish=self.finish,
-      skip=self.skip,
+      process_first_block=self.process_first_block,
+      process_block=self.process_block,
+      finish=self.finish_last_block,
+      skip_block=self.skip_block,
       initial_state=initial_state,
     )
     return state.accs
 
-  def begin(self, block: jax.Array, state: _DQState) -> _DQState:
+  def process_first_block(self, block: jax.Array, state: _DQState) -> _DQState:
     """Processes the first block, before which nothing is pending."""
     self.thread_block.key_ring.wait(block)
-    return self.step(False, block, state._replace(d_logits=None))
+    initial_state = state._replace(d_logits=None)
+    return self.process_block(is_full=False, block=block, state=initial_state)
 
-  def step(self, is_full: bool, block: jax.Array, state: _DQState) -> _DQState:
+  def process_block(
+    self, is_full: bool, block: jax.Array, state: _DQState
+  ) -> _DQState:
     """Processes a block whose keys are loaded. Full blocks need no mask."""
     d_weights: Any = None  # dP, computed in the first turn
     for g in range(self.num_maps):
       state, d_weights = self._take_turn(g, is_full, block, state, d_weights)
     return state
 
-  def finish(self, state: _DQState) -> _DQState:
-    """Multiplies the last dS by its keys."""
-    assert state.d_logits is not None  # `begin` computed dS.
+  def finish_last_block(self, state: _DQState) -> _DQState:
+    """Adds the last product dS K, which is still pending.
+
+    The dS of each turn is multiplied by its keys in the next turn. After the
+    last turn, that of the last map (accs[-1]) is left.
+    """
+    assert state.d_logits is not None  # The first block computed dS.
     last_block = self.ranges.visible_stop - 1
     keys = self.keys(self.num_maps - 1, last_block)
     accs = list(state.accs)

@@ -95,15 +95,18 @@ def forward(
 ) -> None:
   """The forward kernel: computes the outputs and log-sum-exps of a tile.
 
-  A tile of queries stays in shared memory while blocks of keys and values are
-  streamed.
+  A tile, which is a block of queries for each consumer, stays in shared memory
+  while blocks of keys and values are streamed past it. Three warpgroups run
+  this function at the same time: two consumers compute, and the last one, the
+  producer, loads.
 
   Args:
     mask: the mask.
     factor: the factor on logits, see `logits.logit_factor`.
     passes: the maps that are computed together in each pass over the keys. Map
       1 must not be in a later pass than map 0.
-    num_slots: slots of the ring buffers.
+    num_slots: slots of the ring buffers, through which the producer passes keys
+      and values. A slot holds one block.
     *array_refs: the fields of `ForwardArrays`.
     **scratch_refs: the fields of `ForwardScratch`.
   """
@@ -164,9 +167,16 @@ class _ForwardThreadBlock:
     return self.arrays.k.shape[2] // self.arrays.v.shape[2]
 
   def compute_outputs(self) -> None:
-    """A consumer's role: computes the outputs of a block of queries."""
+    """A consumer's role: computes the outputs of a block of queries.
+
+    A consumer is a warpgroup that computes. It loads its queries, loops over
+    the blocks of keys and values that the producer loads, and writes the
+    results. If the accumulators of both maps do not fit in the registers, each
+    map has its own pass over the keys.
+    """
     plgpu.set_max_registers(chip.CONSUMER_REGISTERS, action="increase")
     query_block = self.first_block + self.warpgroup
+    # The blocks of keys that are loaded, visible and full.
     ranges = BlockRanges.read(self.arrays.ranges, self.batch, query_block)
     rows = pl.ds(query_block * BLOCK, BLOCK)
     for g in range(self.num_maps):
@@ -192,7 +202,7 @@ class _ForwardThreadBlock:
         ranges=ranges,
         first_step=first_step,
       )
-      state = forward_pass.run()
+      state = forward_pass.process_all_blocks()
       # The noise map is written first, because the signal map subtracts it.
       for position in reversed(range(len(maps))):
         self._write_output(
@@ -212,9 +222,21 @@ class _ForwardThreadBlock:
     row_max: Float[Array, "rows"],
     row_sum: Float[Array, "rows"],
   ) -> None:
-    """Normalizes the sums of map g, and writes the results that need them."""
+    """Writes the log-sum-exps of map g, and its output.
+
+    The noise map (g = 1) must be written first. Its output A₂V stays in shared
+    memory until the signal map subtracts it: O = A₁V − λA₂V.
+
+    Args:
+      g: the index of the map.
+      rows: the slice of the queries.
+      acc: the sums of weights times values.
+      row_max: the maximum of each row's logits of base 2.
+      row_sum: the sums of the weights 2^(logit − row_max).
+    """
     # The maximum of a row is a masked logit if the row saw no key. Then its
-    # sums are meaningless, and its output is 0.
+    # sums are meaningless, and its output is 0. Half a masked logit is still
+    # below all others, and does not depend on rounding.
     is_empty = row_max <= masked_row_max(self.factor) / 2
     inverse_sum = jnp.where(is_empty, 0.0, 1 / row_sum)
     result = acc * layouts.broadcast_over_columns(inverse_sum, acc.shape)
@@ -248,11 +270,16 @@ class _ForwardThreadBlock:
       )
 
   def load_keys_and_values(self) -> None:
-    """The producer's role: fills the ring buffers, once for each pass."""
+    """The producer's role: loads the keys and values of every pass.
+
+    A pass is a loop over the blocks of keys for some of the maps. The producer
+    puts the blocks into ring buffers, from which both consumers read.
+    """
     plgpu.set_max_registers(chip.PRODUCER_REGISTERS, action="decrease")
     ranges = BlockRanges.read(self.arrays.ranges, self.batch, self.first_block)
     for index, maps in enumerate(self.passes):
       self._load_pass(index, maps, ranges)
+    # Wait until the consumers have released the last blocks.
     for ring in (self.key_ring, self.value_ring):
       num_steps = len(self.passes) * (ranges.loaded_stop - ranges.loaded_start)
       ring.drain(ranges.loaded_start, ranges.loaded_start + num_steps)
@@ -260,7 +287,14 @@ class _ForwardThreadBlock:
   def _load_pass(
     self, pass_index: int, maps: Sequence[int], ranges: BlockRanges
   ) -> None:
-    """Loads all blocks of keys and values, for the maps of one pass."""
+    """Loads all blocks of keys and values, for the maps of one pass.
+
+    Args:
+      pass_index: the index of the pass. Ring buffers count their steps through
+        all passes.
+      maps: the maps that this pass computes. Only their keys are loaded.
+      ranges: `loaded_start` and `loaded_stop` are the range of the blocks.
+    """
     key_maps = key_maps_of(maps, self.num_key_maps)
 
     @pl.loop(ranges.loaded_start, ranges.loaded_stop)
@@ -334,8 +368,13 @@ class _ForwardPass:
   ranges: BlockRanges
   first_step: jax.Array
 
-  def run(self) -> _ForwardState:
-    """Returns the state after all blocks, with all weights multiplied."""
+  def process_all_blocks(self) -> _ForwardState:
+    """Returns the sums of the online softmax over all blocks of keys.
+
+    `fold` loops over the visible blocks. The weights of one block are
+    multiplied by its values while the next block is processed. So there is a
+    first block without such weights, and a last product at the end.
+    """
     arrays = self.thread_block.arrays
     num_maps = len(self.maps)
     row_max = masked_row_max(self.thread_block.factor)
@@ -351,19 +390,22 @@ class _ForwardPass:
     )
     return self.ranges.fold(
       partial_blocks=blocks.PartialBlocks.of(self.thread_block.mask),
-      begin=self.begin,
-      step=self.step,
-      finish=self.finish,
-      skip=self.skip,
+      process_first_block=self.process_first_block,
+      process_block=self.process_block,
+      finish=self.finish_last_block,
+      skip_block=self.skip_block,
       initial_state=initial_state,
     )
 
-  def begin(self, block: jax.Array, state: _ForwardState) -> _ForwardState:
+  def process_first_block(
+    self, block: jax.Array, state: _ForwardState
+  ) -> _ForwardState:
     """Processes the first block, before which no weights are pending."""
     self.thread_block.key_ring.wait(self.first_step + block)
-    return self.step(False, block, state._replace(weights=None))
+    initial_state = state._replace(weights=None)
+    return self.process_block(is_full=False, block=block, state=initial_state)
 
-  def step(
+  def process_block(
     self, is_full: bool, block: jax.Array, state: _ForwardState
   ) -> _ForwardState:
     """Processes a block whose keys are loaded. Full blocks need no mask."""
@@ -371,9 +413,13 @@ class _ForwardPass:
       state = self._take_turn(turn, is_full, block, state)
     return state
 
-  def finish(self, state: _ForwardState) -> _ForwardState:
-    """Multiplies the weights of the last turn by their values."""
-    assert state.weights is not None  # `begin` computed weights.
+  def finish_last_block(self, state: _ForwardState) -> _ForwardState:
+    """Adds the last product of weights and values, which is still pending.
+
+    Each map's weights of a block are multiplied by its values in the next turn.
+    After the last turn, those of the last map (accs[-1]) are left.
+    """
+    assert state.weights is not None  # The first block computed weights.
     value_ring = self.thread_block.value_ring
     last_step = self.first_step + self.ranges.visible_stop - 1
     values = self.thread_block.scratch.v_smem.at[value_ring.slot(last_step)]
@@ -382,7 +428,7 @@ class _ForwardPass:
     value_ring.release(last_step)
     return state._replace(accs=accs)
 
-  def skip(self, block: jax.Array) -> None:
+  def skip_block(self, block: jax.Array) -> None:
     """Frees a block that is loaded, but hidden by the mask."""
     self.thread_block.key_ring.skip(self.first_step + block)
     self.thread_block.value_ring.skip(self.first_step + block)
@@ -469,15 +515,20 @@ class _ForwardPass:
     old_sum: Float[Array, "rows"],
     logits: Float[Array, "rows keys"],
   ) -> _SoftmaxUpdate:
-    """Computes the weights of a block from its logits.
+    """Computes the weights of a block from its logits, by the online softmax.
+
+    The maximum of each row grows from block to block. So the sums of earlier
+    blocks, which were taken with the old maximum, must be multiplied by
+    `rescale`.
 
     Args:
-      turn: the index of the map in `maps`.
-      is_full: whether every query sees every key of the block.
-      block: the block of keys.
-      old_max: the maximum of the logits of earlier blocks.
-      old_sum: the sum of their weights.
-      logits: the products of queries and keys.
+      turn: the index of the map in `maps`. The maps take turns.
+      is_full: whether every query sees every key of the block, so that no mask
+        is needed.
+      block: the index of the block of keys.
+      old_max: the maximum of each row's logits in earlier blocks.
+      old_sum: the sum of each row's weights in earlier blocks.
+      logits: q·k, without the factor `scale · log₂e`.
     """
     thread_block = self.thread_block
     factor = thread_block.factor
@@ -509,10 +560,15 @@ class _ForwardPass:
     return _SoftmaxUpdate(rounded_weights, row_max, row_sum, rescale)
 
   def _wait_for_next(self, turn: int, block: jax.Array) -> None:
-    """Waits for what the next turns need.
+    """Waits until the producer has loaded what the next turns need.
 
-    In the first turn, these are the values of the block. In the last turn,
-    these are the keys of the next block.
+    The maps of a block take turns. A turn multiplies queries by keys, and the
+    weights of the turn before by values. So the values of the block are needed
+    after its first turn, and the keys of the next block after its last turn.
+
+    Args:
+      turn: the index of the turn.
+      block: the index of the block of keys.
     """
     is_first_turn = turn == 0
     is_last_turn = turn == len(self.maps) - 1

@@ -71,7 +71,12 @@ def mask_logits(
 ) -> Float[Array, "rows columns"]:
   """Returns the logits, with MASKED_LOGIT where they are not visible.
 
-  At least one of the conditions must be given.
+  A row is a query and a column is a key. In the kernel of dK and dV it is the
+  other way round. At least one of the conditions must be given.
+
+  Example:
+    With column_start = 64 and last_visible = 66 for a row, columns 0, 1 and 2
+    of the row are visible.
 
   Args:
     logits: a block of logits.
@@ -86,10 +91,11 @@ def mask_logits(
   columns = plgpu.broadcasted_iota(
     jnp.int32, logits.shape, 1, layout=layouts.matrix()
   )
-  conditions = []
+  conditions = []  # matrices, or what broadcasts to them
   if last_visible is not None:
     last_column = _relative_position(last_visible, column_start, logits.shape)
     conditions.append(columns <= last_column)
+  # All columns are at or after 0, so this limit needs no comparison.
   is_statically_zero = isinstance(first_visible, int) and first_visible == 0
   if first_visible is not None and not is_statically_zero:
     first_column = _relative_position(first_visible, column_start, logits.shape)

@@ -30,9 +30,9 @@ def fastest(
 ) -> str | None:
   """Returns the fastest implementation by measurement, or None without one.
 
-  The result is the choice for the longest measured T that is not longer than
-  this one, because a kernel that is faster at one length is also faster at
-  longer ones.
+  The table has measurements of some lengths T. The result is the choice for the
+  longest one that is not longer than this length, because a kernel that is
+  faster at one length is also faster at longer ones.
 
   Args:
     device_kind: the kind of GPU, as JAX names it.
@@ -51,6 +51,7 @@ def fastest(
   if kind is None or not _is_causal_self_attention(mask):
     return None
 
+  # The entry with the longest T, of those for the same kind of attention.
   longest: dict[str, Any] | None = None
   for entry in table().get(device_kind, ()):
     is_same_kind = entry["kind"] == kind and entry["D"] == width

@@ -100,14 +100,19 @@ class RingBuffer:
     first_step: jax.Array,
     load: Callable[[jax.Array, Ref], None],
   ) -> None:
-    """Fills the slot of a step once it is free.
+    """Fills the slot of a step as soon as the consumers have freed it.
+
+    The producer calls this once per step. It does not wait for the copies.
+
+    Example:
+      With 4 slots and first_step = 10, steps 10 to 13 fill slots that were
+      never used. Step 14 waits until step 10 is released.
 
     Args:
-      step: the step.
-      first_step: the first step of the loop. The first `num_slots` steps find
-        their slots free.
-      load: load(slot, barrier) starts copies into the slot, which arrive at the
-        barrier.
+      step: the step, which uses slot step mod `num_slots`.
+      first_step: the first step of the loop.
+      load: load(slot, barrier) starts copies into the slot. The barrier
+        completes when they have arrived.
     """
     slot = self.slot(step)
 

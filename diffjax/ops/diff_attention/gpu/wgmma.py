@@ -55,10 +55,14 @@ def multiply_add(
 ) -> Float[Array, "rows columns"]:
   """Returns acc + a·b, with acc and a in registers and b in shared memory.
 
-  An index into the buffer of b must be traced, because `pl.run_state` does not
-  accept Python integers.
+  Args:
+    acc: a matrix that the product is added to.
+    a: the first operand.
+    b: the second operand. If it is a part of a buffer, the index must be
+      traced, because `pl.run_state` does not accept Python integers.
   """
   if interpret_mode.get() is not None:
+    # The interpreter does not support a wgmma with an operand in registers.
     result = acc + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
     # b was not read by wgmma. This orders the read before TMA writes b again.
     plgpu.commit_smem()
