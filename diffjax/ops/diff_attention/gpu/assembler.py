@@ -121,7 +121,8 @@ def refusal() -> str | None:
   The reason continues a sentence that begins with "pallas_gpu". This calls
   `prefer_packaged` first, which may change PATH.
   """
-  needed = f"needs ptxas {'.'.join(map(str, SAFE))} or newer"
+  safe_major, safe_minor = SAFE
+  needed = f"needs ptxas {safe_major}.{safe_minor} or newer"
   prefer_packaged()
   try:
     major, minor = release()
@@ -132,12 +133,13 @@ def refusal() -> str | None:
   if (major, minor) < SAFE:
     # For old releases, the minor version is not exact.
     name = str(major)
-    if major >= SAFE[0]:
+    if major >= safe_major:
       name = f"{major}.{minor}"
     return (
       f"{needed}, and JAX uses ptxas of CUDA {name} here, which can corrupt"
       f" products; {_REMEDY}"
     )
+  # Newer versions of JAX prefer nvJitLink, if it is installed, to ptxas.
   if jax.__version_info__ >= _NVJITLINK_SINCE and is_nvjitlink_loaded():
     return (
       f"needs ptxas, and JAX {jax.__version__} uses nvJitLink, which ignores"

@@ -122,7 +122,7 @@ def _prepare(arrays: Arrays, mask: Mask) -> Any:
 
   Args:
     arrays: the arrays of the operation.
-    mask: the mask. It does not matter, but other implementations need it.
+    mask: the mask. The kernels support all of them, so it is not read.
 
   Raises:
     ValueError: if the kernels do not support the device, the version of JAX, or
@@ -134,7 +134,8 @@ def _prepare(arrays: Arrays, mask: Mask) -> Any:
       f"implementation = 'pallas_gpu' {problem};"
       " use implementation='chunked' or 'auto'"
     )
-  q, v = arrays.q, arrays.v
+  q = arrays.q
+  v = arrays.v
   if not chip.takes(q, v):
     raise ValueError(
       f"q ({q.dtype}, D = {q.shape[-1]}) and v (V = {v.shape[-1]}) are not"
@@ -155,10 +156,12 @@ def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
       lse: the log-sum-exps of base 2 [B, H, G, T].
     out2 and lse are for the backward pass, and None without `options.save`.
   """
+  # A tiny scale is multiplied into the queries. Then the factor is 1.
   factor, q = logits.logit_factor(options.scale, arrays.q)
   padded = _pad(arrays._replace(q=q))
   sizes = _padded_sizes(arrays, padded)
   kernel = _make_forward_kernel(mask, options, factor, sizes, q.dtype)
+  # The blocks of keys that each block of queries needs.
   ranges = blocks.block_ranges(
     mask,
     arrays.offset,
@@ -291,15 +294,15 @@ def _query_vectors(
   """
   padded_length = round_up(arrays.q.shape[1], _TILE)
   # Padded queries get weights of 0, because this log-sum-exp is huge.
-  lse = pad_axis(saved.lse, 3, padded_length, EMPTY_ROW_LSE)
-  row_sums = [_row_sums(d_out, saved.out)]
+  lse = pad_axis(saved.lse, 3, padded_length, value=EMPTY_ROW_LSE)
+  row_sums = [_row_sums(d_out, saved.out)]  # each [B, T, H]
   if saved.out2 is not None:
     row_sums.append(_row_sums(d_out, saved.out2))
   # Without this barrier XLA fuses the sums into the concatenation below, where
   # one thread sums one row. That takes seven times as long as reading the
   # arrays.
   row_sums = jax.lax.optimization_barrier(row_sums)
-  delta = _as_vector(row_sums[0])
+  delta = _as_vector(row_sums[0])  # [B, H, 1, T]
   if arrays.lam is None:
     columns = [delta]
     d_lam = None
@@ -308,7 +311,7 @@ def _query_vectors(
     delta_2 = _as_vector(row_sums[1])
     columns = [delta + lam * delta_2, delta_2, lam]
     d_lam = -row_sums[1]
-  columns = [pad_axis(column, 3, padded_length, 0) for column in columns]
+  columns = [pad_axis(column, 3, padded_length, value=0) for column in columns]
   return jnp.concatenate([lse, *columns], axis=2), d_lam
 
 
@@ -437,7 +440,7 @@ def _pad(arrays: Arrays) -> _PaddedArrays:
   kv_length = round_up(arrays.k.shape[1], _TILE)
   lam = arrays.lam
   if lam is not None:
-    lam = pad_axis(jnp.swapaxes(lam, 1, 2), 2, q_length)
+    lam = pad_axis(jnp.swapaxes(lam, 1, 2), 2, q_length)  # [B, H, T]
   q_ids = arrays.q_ids
   kv_ids = arrays.kv_ids
   if q_ids is not None and kv_ids is not None:  # both or none

@@ -259,7 +259,7 @@ class BlockRanges(NamedTuple):
       _identity,
       initial_state,
     )
-    # Without partial blocks, all blocks after the first are treated as full.
+    # Where the mask cannot leave partial blocks, all blocks are full.
     full_start = after_first
     full_stop = self.visible_stop
     if partial_blocks.before_full:
@@ -390,9 +390,11 @@ def query_limits(
   """
   if not mask.causal and mask.window is None:
     return None, None
-  keys = layouts.block_iota(layouts.row()) + block * BLOCK
+  keys = layouts.block_iota(layouts.row()) + block * BLOCK  # their positions
   if mask.window is None:
     return keys, None
   reach = mask.window - 1  # the window includes the position itself
+  # A key at position p is seen from p − reach to p + reach, or under a causal
+  # mask from p to p + reach.
   first_query = keys if mask.causal else keys - reach
   return first_query, keys + reach

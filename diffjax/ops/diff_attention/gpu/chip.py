@@ -89,7 +89,7 @@ def refusal() -> str | None:
   needed = f"needs a Hopper GPU (compute capability {_HOPPER_CAPABILITY})"
   device = jax.devices()[0]
   # If the program is compiled ahead of time for another device, an abstract
-  # device is set, of which only the name is known.
+  # device is set. It has a name, but no compute capability.
   target = jax.sharding.get_abstract_mesh().abstract_device
   if target is not None and target.device_kind != device.device_kind:
     if _HOPPER_NAME.search(target.device_kind):
@@ -182,6 +182,7 @@ def make_kernel(
   )
 
   def run_kernel(*inputs: Any) -> Any:
+    # An absent input is None, which is no leaf.
     input_leaves = jax.tree.leaves(inputs)
 
     def vary_like_inputs(output: jax.Array) -> jax.Array:

@@ -176,7 +176,13 @@ class _DKVThreadBlock:
     def add_head(
       head_in_group: jax.Array, acc: Float[Array, "keys V"]
     ) -> Float[Array, "keys V"]:
-      loop = _DVLoop(self, ranges, num_blocks, head_in_group, query_limits)
+      loop = _DVLoop(
+        thread_block=self,
+        ranges=ranges,
+        num_blocks=num_blocks,
+        head_in_group=head_in_group,
+        query_limits=query_limits,
+      )
       return loop.add_head(acc)
 
     V = self.scratch.v_smem.shape[1]
@@ -188,6 +194,7 @@ class _DKVThreadBlock:
     for g in range(self.num_maps):
       plgpu.barrier_wait(self.scratch.weights_free.at[g])
     self._wait_for_other_consumer()
+    # The values are not needed any more, so their memory stages the gradient.
     self.scratch.v_smem[...] = acc.astype(self.arrays.q.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(
@@ -213,13 +220,20 @@ class _DKVThreadBlock:
     def add_head(
       head_in_group: jax.Array, accs: list[Float[Array, "keys D"]]
     ) -> list[Float[Array, "keys D"]]:
-      return _DKLoop(self, ranges, num_blocks, head_in_group).add_head(accs)
+      loop = _DKLoop(
+        thread_block=self,
+        ranges=ranges,
+        num_blocks=num_blocks,
+        head_in_group=head_in_group,
+      )
+      return loop.add_head(accs)
 
     D = self.scratch.k_smem.shape[2]
     zeros = layouts.full((BLOCK, D), 0, layouts.matrix())
     accs = [zeros] * self.num_key_maps
     accs = lax.fori_loop(0, self.heads_per_kv_head, add_head, accs)
 
+    # The keys are not needed any more, so their memory stages the gradients.
     self._wait_for_other_consumer()
     # factor = scale · log₂e. If it was multiplied into the queries, so that
     # self.factor is 1, this removes log₂e from them.
@@ -429,12 +443,25 @@ class _DVLoop(_DKVLoop):
   def process_block(
     self, is_full: bool, block: jax.Array, state: _DVState
   ) -> _DVState:
-    """Processes a block whose queries are loaded. Full blocks need no mask."""
+    """Computes the weights of a block of queries, and passes them on.
+
+    The weights A₁ of the signal map and −λA₂ of the noise map go to the other
+    consumer one by one. Their sum is returned, for dV = (A₁ − λA₂)ᵀ dO. It is
+    multiplied by dO while the next block is processed.
+
+    Args:
+      is_full: whether every query sees every key, so that no mask is needed.
+      block: the index of the block of queries, which are loaded.
+      state: dV of earlier blocks, and the weights of the previous block.
+
+    Returns:
+      dV with the previous block, and the weights of this block.
+    """
     thread_block = self.thread_block
     num_maps = thread_block.num_maps
     step = self.ring_step(block)
     acc, signal_weights = self._compute_signal_weights(is_full, block, state)
-    if num_maps == 1:
+    if num_maps == 1:  # The queries are not read any more.
       thread_block.query_ring.release(step)
     rounded_weights = signal_weights.astype(jnp.float16)
     self._pass_weights(0, rounded_weights)
@@ -470,9 +497,10 @@ class _DVLoop(_DKVLoop):
   ) -> tuple[Float[Array, "keys V"], Float[Array, "keys queries"]]:
     """Computes A₁ of a block, and meanwhile the previous block's part of dV.
 
-    A₁ are the weights of the signal map, the first of up to two maps. The tensor cores start two products: QKᵀ of this block, and the product of
-    the previous block's weights with its dO. The softmax of this block is
-    computed while the second product continues.
+    A₁ are the weights of the signal map, the first of up to two maps. The
+    tensor cores start two products: KQᵀ of this block, and the product of the
+    previous block's weights with its dO. The softmax of this block is computed
+    while the second product continues.
 
     Args:
       is_full: whether the block needs no mask.

@@ -91,8 +91,9 @@ def d_q(
   blocks of keys and values are streamed past it. Three warpgroups run this
   function at the same time: two consumers compute, and the producer loads.
 
-  With A = exp₂(S − lse), dP = dO Vᵀ and dS = A ∘ (dP − δ), the
-  gradient is dQ = scale · dS K. All maps share dP. dQ₂ gets the factor −λ.
+  With logits S, A = exp₂(S − lse), dP = dO Vᵀ and dS = A ∘ (dP − δ), the
+  gradient is dQ = scale · dS K. Both maps share dP. dQ₂ of the noise map gets
+  the factor −λ.
 
   Args:
     mask: the mask.
@@ -496,7 +497,7 @@ class _OverlappedDQLoop(_DQLoop):
     """Adds the last product dS K, which is still pending.
 
     The dS of each turn is multiplied by its keys in the next turn. After the
-    last turn, that of the last map (accs[-1]) is left.
+    last turn, the product of the last map (accs[-1]) is left.
     """
     assert state.d_logits is not None  # The first block computed dS.
     last_block = self.ranges.visible_stop - 1

@@ -203,14 +203,15 @@ class _ForwardThreadBlock:
         first_step=first_step,
       )
       state = forward_pass.process_all_blocks()
-      # The noise map is written first, because the signal map subtracts it.
+      # The noise map, the last one, is written first, because the signal map
+      # subtracts it.
       for position in reversed(range(len(maps))):
         self._write_output(
-          maps[position],
-          rows,
-          state.accs[position],
-          state.row_maxes[position],
-          state.row_sums[position],
+          g=maps[position],
+          rows=rows,
+          acc=state.accs[position],
+          row_max=state.row_maxes[position],
+          row_sum=state.row_sums[position],
         )
     plgpu.wait_smem_to_gmem(0)
 
@@ -417,7 +418,7 @@ class _ForwardPass:
     """Adds the last product of weights and values, which is still pending.
 
     Each map's weights of a block are multiplied by its values in the next turn.
-    After the last turn, those of the last map (accs[-1]) are left.
+    After the last turn, the product of the last map (accs[-1]) is left.
     """
     assert state.weights is not None  # The first block computed weights.
     value_ring = self.thread_block.value_ring
@@ -550,11 +551,13 @@ class _ForwardPass:
       logits = mask_logits(
         logits, block * BLOCK, first_key, last_key, segment_ids
       )
+    # Everything has base 2: 2^(factor · q·k) = e^(scale · q·k).
     row_max = jnp.maximum(old_max, jnp.max(logits, axis=1) * factor)
     scaled_logits = logits * factor
     max_of_row = layouts.broadcast_over_columns(row_max, logits.shape)
     weights = jnp.exp2(scaled_logits - max_of_row)
     rescale = jnp.exp2(old_max - row_max)
+    # The values have the dtype of q, and so must the weights for the product.
     rounded_weights = weights.astype(thread_block.arrays.q.dtype)
     row_sum = old_sum * rescale + jnp.sum(weights, axis=1)
     return _SoftmaxUpdate(rounded_weights, row_max, row_sum, rescale)

@@ -251,10 +251,12 @@ def _row_arrays(
   assert saved.out2 is not None  # A₂V is saved whenever there is a noise map.
   delta_2 = _row_sums(d_out, saved.out2[:, :, None])  # [B, Q, signals, T]
   delta_1 = delta + lam * delta_2
-  d_lam = -jnp.swapaxes(delta_2.reshape(B, -1, T), 1, 2)
+  d_lam = -jnp.swapaxes(delta_2.reshape(B, -1, T), 1, 2)  # [B, T, H]
   if G == 2:
+    # Both maps use the same dO. The kernel multiplies A₂ by −λ.
     terms = [saved.lse, delta_1, delta_2, lam]
   else:
+    # Several signal maps share A₂V. Its gradient is one more output gradient.
     d_noise = -jnp.sum(lam[..., None] * d_out, axis=2, keepdims=True)
     d_out = jnp.concatenate([d_out, d_noise.astype(d_out.dtype)], axis=2)
     noise_delta = -jnp.sum(lam * delta_2, axis=2, keepdims=True)
@@ -440,6 +442,7 @@ def key_head_and_block(
   """
   if num_parts == 1:
     return part, n  # The only part of a head is the head.
+  # In each round n, every part gets one block, in ascending or descending order.
   part_of_head = lax.rem(part, num_parts)
   key_head = lax.div(part, num_parts)
   is_ascending = lax.rem(n, 2) == 0

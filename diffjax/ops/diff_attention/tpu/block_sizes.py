@@ -199,13 +199,16 @@ def choose(
     G: number of maps.
     dtype: of queries, keys and values.
   """
-  forced = _forced.get() or {}
+  forced = _forced.get() or {}  # the blocks of the context `use`
   if direction in forced:
     return forced[direction]
+
   entry = _nearest_entry(generation, direction, kv_length, D, V, G)
   itemsize = jnp.dtype(dtype).itemsize
   max_block = _MAX_BLOCK
   if itemsize == _FLOAT32_BYTES:
+    # The sizes of the table are for bfloat16. A product in float32 is six passes
+    # of the matrix unit, all of them in unrolled code, so blocks are smaller.
     max_block = _MAX_FLOAT32_BLOCK
     entry = dataclasses.replace(
       entry,

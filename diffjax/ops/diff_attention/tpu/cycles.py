@@ -37,19 +37,19 @@ class _Kernel(NamedTuple):
 def cycles(
   generation: str, direction: str, length: int, D: int, V: int, G: int, M: int
 ) -> float | None:
-  """Returns the estimated cycles of one query head's row on one core.
+  """Returns the cycles of a kernel for one query head of one row of the batch.
 
-  The mask is causal and has no segments. A mask that depends on data costs
-  more, and has no estimate.
+  They are the compiler's estimates for one core. The mask is causal and has no
+  segments. A mask that depends on data costs more, and has no estimate.
 
   A width without an estimate is rounded up to a multiple of 128. For a length
-  without an estimate, the cycles are a·n + b·n², fitted to the
-  estimates for a length and for twice that length.
+  without an estimate, the cycles are a·n + b·n², fitted to the estimates for a
+  length and for twice that length.
 
   Args:
     generation: the TPU, such as "v5e".
     direction: "forward" or "backward".
-    length: T.
+    length: the number of queries and of keys.
     D: width of queries and keys.
     V: width of values.
     G: maps of a query head.
@@ -58,6 +58,7 @@ def cycles(
   Returns:
     The cycles. None if there is no estimate for these widths and maps.
   """
+  # Some generations have the same core as another one, and no entries.
   core = _SAME_CORE.get(generation, generation)
   table = _table()
   kernel = _Kernel(core, D, V, G, M, direction)
@@ -69,11 +70,15 @@ def cycles(
 
 
 def _interpolate(cycles_by_length: dict[int, int], T: int) -> float | None:
-  """Returns the cycles of a length, estimated from those of other lengths.
+  """Returns the cycles of a length, estimated from other lengths.
 
   The cycles of attention have a part that grows with T and one that grows with
   T². Both follow from the cycles of two lengths. The longest known length with
   a known half is used.
+
+  Example:
+    _interpolate({2048: 10, 4096: 28}, 8192) → 88.0, as 6·n + 4·n² with
+    n = T / 2048 goes through both points.
 
   Args:
     cycles_by_length: the known cycles.

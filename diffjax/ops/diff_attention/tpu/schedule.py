@@ -246,7 +246,7 @@ class Schedule:
     by_stationary_block = is_visible if self.keys_move else is_visible.T
     num_moving_blocks = by_stationary_block.shape[1]
     span_starts = np.arange(0, num_moving_blocks, self.span)
-    # [stationary blocks, spans]
+    # Sum the tiles of each span. [stationary blocks, spans]
     tiles_per_span = np.add.reduceat(by_stationary_block, span_starts, axis=1)
     return TileCounts(
       tiles=int(np.sum(is_visible)), spans=int(np.sum(tiles_per_span > 0))
@@ -334,8 +334,8 @@ class Schedule:
     first_span = block_index(first_block, self.span)
     span_start = (first_span + step) * self.span  # index of its first block
     if self.span == 1:
-      # One condition is cheaper than a loop. The first visible block is that of
-      # step 0, so only the last one must be compared.
+      # One condition is cheaper than a loop. Step 0 has the first visible block,
+      # so only the last one must be compared.
 
       @_when(span_start <= last_block)
       def _run_block() -> None:
@@ -437,8 +437,8 @@ class Schedule:
   def _run_cut_tile(self, distance: int, body: SubtileBody) -> None:
     """Runs the visible sub-tiles of a tile that positions hide in part.
 
-    Tiles with the same distance hide the same part. So the sub-tiles that are
-    hidden, and those that need a mask, are known at compile time.
+    Tiles with the same distance hide the same part. So it is known at
+    compile time which sub-tiles are hidden, and which need a mask.
 
     Args:
       distance: the position of the tile's first query, minus its first key.
@@ -458,10 +458,10 @@ class Schedule:
         mask = None
         if not self.mask.every(*corners):
           mask = SubtileMask(
-            self.mask,
-            rows,
-            keys,
-            distance,
+            mask=self.mask,
+            rows=rows,
+            keys=keys,
+            distance=distance,
             first_key=0,
             compares_segments=False,
           )
@@ -490,38 +490,38 @@ class Schedule:
       tile: the tile.
       body: computes a sub-tile, given its queries, its keys and its mask.
       strip: index of the strip in the tile.
-      carry: the state of the loop, which has none.
+      carry: None, because the loop has no state.
     """
     del carry
-    is_visible: list[Condition] = []
-    runs: list[Callable[[], None]] = []
+    conditions: list[Condition] = []  # whether a sub-tile is visible
+    runs: list[Callable[[], None]] = []  # each computes a sub-tile
     for rows, keys in self._subtiles_of_strip(strip):
       visible = self.mask.some(*tile.corners(rows, keys))
       if self.mask.segments:
         ids = self._compare_segments(scalars, tile, rows, keys)
         visible = logical_and(visible, ids.do_overlap)
       mask = SubtileMask(
-        self.mask,
-        rows,
-        keys,
-        tile.first_position - tile.first_key,
-        tile.first_key,
+        mask=self.mask,
+        rows=rows,
+        keys=keys,
+        distance=tile.first_position - tile.first_key,
+        first_key=tile.first_key,
         compares_segments=self.mask.segments,
       )
-      is_visible.append(visible)
+      conditions.append(visible)
       runs.append(functools.partial(body, rows, keys, mask))
 
     num_visible: Scalar = 0
-    for visible in is_visible:
+    for visible in conditions:
       num_visible = num_visible + jnp.asarray(visible).astype(jnp.int32)
-    is_mostly_visible = 2 * num_visible > len(is_visible)
+    is_mostly_visible = 2 * num_visible > len(conditions)
 
     @pl.when(is_mostly_visible)
     def _run_all() -> None:
       for run in runs:
         run()
 
-    for visible, run in zip(is_visible, runs, strict=True):
+    for visible, run in zip(conditions, runs, strict=True):
       pl.when(logical_and(visible, ~is_mostly_visible))(run)
 
   def _subtiles_of_strip(
@@ -662,7 +662,8 @@ def _id_range(
   else:
     first_subtile = lax.div(part.start, subtile_size)
   start = block * subtiles_per_block + first_subtile
-  subtiles = [start + n for n in range(part.size // subtile_size)]
+  num_subtiles = part.size // subtile_size
+  subtiles = [start + n for n in range(num_subtiles)]
 
   smallest = [min_ids[subtile] for subtile in subtiles]
   min_id = functools.reduce(jnp.minimum, smallest)
