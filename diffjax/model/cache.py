@@ -1,15 +1,20 @@
-"""The key/value cache: a decoder that reads new tokens against what it has read before.
+"""The key/value cache: a decoder reads new tokens after those read before.
 
-Keys and values lie as `decode_attention` takes them, and are read where they lie, by one new token a row and by many.
+Keys and values are stored in the layout that `decode_attention` takes. They are
+read where they are stored, by one new token per row or by several.
 
-Layers are unrolled, and each has its own weights and cache. A scan would slice both out of stacked arrays and copy them for every token,
-which then takes 3.3 times as long (6 layers, E 256, a CPU). The model's modules run unchanged; only `attention_fn` is replaced.
+Each layer has its own arrays for weights and cache. With arrays stacked over
+layers, a scan would copy each layer's part for every token. A token then takes
+3.3 times as long (6 layers, E 256, a CPU).
+
+The model's modules are used unchanged. Only `attention_fn` is replaced.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +27,7 @@ from jaxtyping import Array, Float, Int
 
 from diffjax.config import UserError
 from diffjax.int8 import is_quantised
+from diffjax.model.attention import Lambda
 from diffjax.model.decoder import (
   Block,
   Decoder,
@@ -30,7 +36,13 @@ from diffjax.model.decoder import (
   lambda_inits,
   layer_windows,
 )
-from diffjax.model.pages import PAGE, Pool, empty_pool, read, write
+from diffjax.model.pages import (
+  PAGE,
+  Pool,
+  empty_pool,
+  read_rows,
+  write_tokens,
+)
 from diffjax.model.shapes import axis_sizes
 from diffjax.model.stacks import stacks
 from diffjax.ops.diff_attention import decode_attention, diff_attention
@@ -41,13 +53,17 @@ _EXECUTION_OPTIONS = {"implementation", "sharding", "token_order"}
 
 @flax.struct.dataclass
 class Cache:
-  """The keys and values of all tokens read so far. The keys of several maps lie side by side, as `decode_attention` takes them.
+  """The keys and values of all tokens read so far, in rows of a batch.
+
+  The M key maps of a head are stored as one vector of width M·D.
 
   Attributes:
-    keys: of each layer, after RoPE.
-    values: of each layer.
-    tables: the pages of each row, an id that the pool does not have where it has no page; None if row b's are all in page b.
-    lengths: number of valid tokens in each row. Entries beyond them are never seen.
+    keys: the keys of each layer, after RoPE.
+    values: the values of each layer.
+    tables: the pages of each row, in the order of their tokens. An entry that
+      equals the number of pages is unused. None if row b has only page b.
+    lengths: the number of valid tokens in each row. Attention ignores what is
+      stored after them.
   """
 
   keys: tuple[Pool, ...]
@@ -65,80 +81,129 @@ def empty_cache(
   page: int = PAGE,
   dtype: Any = None,
 ) -> Cache:
-  """A cache of no tokens.
+  """Returns a cache that holds no tokens.
+
+  By default, each row has memory for `capacity` tokens. With `num_pages`, the
+  rows share pages of memory instead, and a row needs only as many pages as it
+  has tokens for.
 
   Args:
     model: the decoder.
-    batch_size: B.
-    capacity: tokens that a row can hold.
-    num_pages: P, pages that the rows share; no row has one before `tables` are set (see `allocate`). None for room for `capacity` tokens in
-      every row; where keys or values of a head are narrower than 128, the compiler for v7x then copies them when a token is written.
-    page: tokens of a page. A TPU's kernel wants a multiple of 128.
-    dtype: of keys and values; None for the model's compute dtype. int8 needs pages.
+    batch_size: B, the number of rows.
+    capacity: the most tokens of a row.
+    num_pages: P, the number of pages that all rows share. No row has a page
+      until `tables` is replaced (see `pages.allocate`). None for rows that
+      share no memory. The compiler for v7x then copies keys or values for every
+      token if those of a head are narrower than 128.
+    page: the number of tokens of a page. The TPU kernel needs a multiple of
+      128.
+    dtype: the dtype of keys and values. None for the model's compute dtype.
+      int8 requires num_pages.
 
   Raises:
-    UserError: if the model is not causal: its tokens depend on those to come; or the dtype is not one that a cache can have.
+    UserError: if the model is not causal, or if the dtype is not supported.
   """
   config = model.config
   if not config.causal:
     raise UserError(
-      "config.model.causal = False: what a token gives depends on those after it, so that no cache can hold it"
+      "config.model.causal = False: only a causal model can have a cache, in"
+      " which a token's keys and values do not depend on later tokens"
     )
-  dtype = jnp.dtype(model.dtype if dtype is None else dtype)
-  if dtype not in (model.dtype, jnp.int8) or (
-    dtype == jnp.int8 and num_pages is None
-  ):
-    raise UserError(
-      f"dtype = {dtype}: a cache is in the model's {jnp.dtype(model.dtype)} (None), or, in pages (num_pages), in int8"
-    )
-  count, size = (
-    (batch_size, capacity) if num_pages is None else (num_pages, page)
-  )
+  if dtype is None:
+    dtype = model.dtype
+  dtype = jnp.dtype(dtype)
+  _check_dtype(dtype, model, has_pages=num_pages is not None)
+
+  if num_pages is None:
+    # Each row is stored in one page, which is as long as the row.
+    pool_size = batch_size
+    page_size = capacity
+    tables = None
+  else:
+    pool_size = num_pages
+    page_size = page
+    pages_per_row = -(-capacity // page)  # rounded up
+    # The pages are 0 … num_pages − 1, so num_pages stands for no page.
+    tables = jnp.full((batch_size, pages_per_row), num_pages, jnp.int32)
+
   keys: list[Pool] = []
   values: list[Pool] = []
   for stack in stacks(config).values():
     sizes = axis_sizes(stack)
-    for pools, width in ((keys, sizes["M"] * sizes["D"]), (values, sizes["V"])):
-      pools += [
-        empty_pool(count, stack.num_kv_heads, size, width, dtype)
-        for _ in range(stack.num_layers)
-      ]
-  tables = (
-    None
-    if num_pages is None
-    else jnp.full((batch_size, -(-capacity // page)), num_pages, jnp.int32)
-  )
+    num_heads = sizes["K"]
+    key_width = sizes["M"] * sizes["D"]
+    value_width = sizes["V"]
+    for _ in range(stack.num_layers):
+      keys.append(empty_pool(pool_size, num_heads, page_size, key_width, dtype))
+      values.append(
+        empty_pool(pool_size, num_heads, page_size, value_width, dtype)
+      )
   return Cache(
-    tuple(keys), tuple(values), tables, jnp.zeros(batch_size, jnp.int32)
+    keys=tuple(keys),
+    values=tuple(values),
+    tables=tables,
+    lengths=jnp.zeros(batch_size, jnp.int32),
+  )
+
+
+def _check_dtype(dtype: jnp.dtype, model: Decoder, *, has_pages: bool) -> None:
+  """Checks that a cache of this model can have a dtype.
+
+  Raises:
+    UserError: unless it is the model's dtype, or int8 in a cache with pages.
+  """
+  if dtype == model.dtype:
+    return
+  if dtype == jnp.int8 and has_pages:
+    return
+  raise UserError(
+    f"dtype = {dtype}: must be None for the model's {jnp.dtype(model.dtype)},"
+    " or int8 together with num_pages"
   )
 
 
 def unstack(model: Decoder, params: dict[str, Any]) -> dict[str, Any]:
-  """Parameters as `extend` takes them: `layers` a tuple, one tree a layer, and matrices in the compute dtype, so that no token casts, or in
-  int8."""
+  """Returns a decoder's parameters with a separate tree for each layer.
 
-  def cast(leaf: jax.Array) -> jax.Array:
-    return (
-      leaf.astype(model.dtype)
-      if leaf.ndim > 1 and not is_quantised(leaf)
-      else leaf
-    )
+  Matrices are cast to the compute dtype here, once, and not for every token.
+  Quantized matrices stay in int8, and gains, biases and λ vectors in float32.
 
-  def layer(name: str, index: int) -> Any:
-    sliced = jax.tree.map(lambda leaf: leaf[index], params[name])
-    return jax.tree.map(cast, sliced, is_leaf=is_quantised)
+  Args:
+    model: the decoder.
+    params: the parameters from `Decoder.init`. The arrays of a stack of layers
+      have a leading axis L.
 
-  every = stacks(model.config)
-  outer = {
-    name: cast(leaf) for name, leaf in params.items() if name not in every
-  }
-  return outer | {
-    "layers": tuple(
-      layer(name, index)
-      for name, stack in every.items()
-      for index in range(stack.num_layers)
-    )
-  }
+  Returns:
+    The parameters for `extend`: those outside the layers under their names, and
+    a tuple under "layers" with the parameters of every layer, the lowest first.
+  """
+  layer_stacks = stacks(model.config)
+  unstacked: dict[str, Any] = {}
+  for name, leaf in params.items():
+    if name not in layer_stacks:
+      unstacked[name] = _cast_matrix(model.dtype, leaf)
+
+  layers = []
+  for name, stack in layer_stacks.items():
+    for layer in range(stack.num_layers):
+      # Indexes each array [L, …] of the stack.
+      layer_params = jax.tree.map(operator.itemgetter(layer), params[name])
+      layers.append(
+        jax.tree.map(
+          functools.partial(_cast_matrix, model.dtype),
+          layer_params,
+          is_leaf=is_quantised,
+        )
+      )
+  unstacked["layers"] = tuple(layers)
+  return unstacked
+
+
+def _cast_matrix(dtype: Any, leaf: Any) -> Any:
+  """Returns a matrix in the dtype. Vectors and int8 matrices do not change."""
+  if leaf.ndim > 1 and not is_quantised(leaf):
+    return leaf.astype(dtype)
+  return leaf
 
 
 def extend(
@@ -149,107 +214,211 @@ def extend(
   counts: Int[Array, "B"] | None = None,
   sharding: NamedSharding | None = None,
 ) -> tuple[Float[Array, "B T E"], Cache]:
-  """Reads T more tokens in every row.
+  """Reads T more tokens in every row, and adds them to the cache.
 
   Args:
-    model: the decoder. An `attention_fn` of its own must take a q_offset, and gets a copy of the cache. So does `diff_attention` with an
-      option that changes its result, such as a scale.
-    params: from `unstack`.
-    tokens: row b continues at position cache.lengths[b]. What its cache has no room for is dropped.
-    cache: of the tokens before. Donate it, since it is written in place.
-    counts: number of valid tokens of each row, its first ones; all T by default. Later tokens never see the others.
-    sharding: of the cache's pages and heads, on a mesh (`parallel.rules.heads_sharding`); None on one device.
+    model: the decoder. If its `attention_fn` is not `diff_attention`, or has an
+      option that changes the result, such as a scale, then it must accept
+      `q_offset`, and the cache is copied for it.
+    params: the parameters from `unstack`.
+    tokens: the new tokens. The first one of row b has position
+      cache.lengths[b]. Tokens for which the cache has no room are dropped.
+    cache: the cache of the tokens before. Donate it, so that it is updated in
+      place.
+    counts: the number of valid tokens of each row. The first counts[b] tokens
+      of row b are valid, and later tokens never see the other ones. None for T.
+    sharding: the sharding of the cache's pages and heads on a mesh (see
+      `parallel.rules.heads_sharding`). None on one device.
 
   Returns:
-    Hidden states after the final norm (meaningless for tokens that are not valid), and the cache.
+    The hidden states after the final norm, which are meaningless for invalid
+    tokens, and the cache with the new tokens.
   """
-  config, length = model.config, tokens.shape[1]
-  positions = cache.lengths[:, None] + jnp.arange(length)
-  counts = jnp.full_like(cache.lengths, length) if counts is None else counts
-  put = write if sharding is None else _on_shards(sharding)
+  config = model.config
+  num_tokens = tokens.shape[1]
+  positions = cache.lengths[:, None] + jnp.arange(num_tokens)  # [B, T]
+  if counts is None:
+    counts = jnp.full_like(cache.lengths, num_tokens)
+
+  x = embed(params["embedding"], tokens, config)  # [B, T, E]
   keys: list[Pool] = []
   values: list[Pool] = []
-
-  # Names every argument that a layer may pass. A variant that passes another one
-  # cannot be decoded, and raises TypeError.
-  def attend_to_cache(
-    q,
-    k,
-    v,
-    lam,
-    *,
-    q_segment_ids=None,
-    kv_segment_ids=None,
-    causal=True,
-    window=None,
-  ):
-    if not causal:
-      raise ValueError("causal = False: a cache holds no later tokens")
-    if q_segment_ids is not None or kv_segment_ids is not None:
-      raise ValueError("segment_ids: a row of the cache is one document")
-    layer = len(keys)
-    for pools, old, new in (
-      (keys, cache.keys, k.reshape(*k.shape[:3], -1)),
-      (values, cache.values, v),
-    ):
-      pools.append(put(old[layer], cache.tables, new, cache.lengths, counts))
-    stored_k, stored_v = keys[layer], values[layer]
-    if _is_diff_attention(model.attention_fn):
-      return decode_attention(
-        q,
-        stored_k.tokens,
-        stored_v.tokens,
-        lam,
-        cache.lengths + length,
-        block_tables=cache.tables,
-        k_scale=stored_k.scale,
-        v_scale=stored_v.scale,
-        window=window,
-        sharding=sharding,
-      )
-    seen_k, seen_v = (
-      read(pool, cache.tables, q.dtype) for pool in (stored_k, stored_v)
-    )
-    return model.attention_fn(
-      q,
-      seen_k.reshape(*seen_k.shape[:3], *k.shape[3:]),
-      seen_v,
-      lam,
-      q_offset=cache.lengths,
-      window=window,
-    )
-
-  x = embed(params["embedding"], tokens, config)
-  layers = iter(params["layers"])
   for stack in stacks(config).values():
     windows = layer_windows(stack)
     for lambda_init, window in zip(lambda_inits(stack), windows, strict=True):
-      of_layer = dataclasses.replace(stack, window=window, window_pattern="")
-      x, _ = Block(of_layer, model.dtype, attend_to_cache).apply(
-        {"params": next(layers)}, x, lambda_init, 0, None, positions
+      layer = len(keys)
+      attention = _CachedAttention(
+        attention_fn=model.attention_fn,
+        keys=cache.keys[layer],
+        values=cache.values[layer],
+        tables=cache.tables,
+        old_lengths=cache.lengths,
+        counts=counts,
+        sharding=sharding,
       )
-  after = Cache(
-    tuple(keys), tuple(values), cache.tables, cache.lengths + counts
+      # A block of one layer, which has one window.
+      layer_config = dataclasses.replace(
+        stack, window=window, window_pattern=""
+      )
+      block = Block(layer_config, model.dtype, attention_fn=attention)
+      x, _ = block.apply(
+        {"params": params["layers"][layer]},
+        x,
+        lambda_init,
+        window_index=0,
+        segment_ids=None,
+        positions=positions,
+      )
+      keys.append(attention.keys)
+      values.append(attention.values)
+
+  extended_cache = Cache(
+    keys=tuple(keys),
+    values=tuple(values),
+    tables=cache.tables,
+    lengths=cache.lengths + counts,
   )
-  return apply_norm(params, "final_norm", x, config), after
+  return apply_norm(params, "final_norm", x, config), extended_cache
+
+
+@dataclasses.dataclass(eq=False)
+class _CachedAttention:
+  """An `attention_fn` for a layer that attends to the layer's cache.
+
+  A call first adds the new keys and values to the cache, because new tokens
+  also see each other. It updates the attributes `keys` and `values`.
+
+  Attributes:
+    attention_fn: the model's own `attention_fn`.
+    keys: the stored keys of this layer.
+    values: the stored values of this layer.
+    tables: the pages of each row. None if row b has only page b.
+    old_lengths: the number of tokens in each row before the new ones.
+    counts: the number of valid new tokens of each row.
+    sharding: the sharding of pages and heads. None on one device.
+  """
+
+  attention_fn: Callable[..., jax.Array]
+  keys: Pool
+  values: Pool
+  tables: Int[Array, "B N"] | None
+  old_lengths: Int[Array, "B"]
+  counts: Int[Array, "B"]
+  sharding: NamedSharding | None
+
+  # The signature has every argument that a layer may pass. A variant that
+  # passes another one, such as a scale, cannot be decoded: it gets a TypeError.
+  def __call__(
+    self,
+    q: Float[Array, "B T Q G D"],
+    k: Float[Array, "B T K M D"],
+    v: Float[Array, "B T K V"],
+    lam: Lambda,
+    *,
+    q_segment_ids: Int[Array, "B T"] | None = None,
+    kv_segment_ids: Int[Array, "B T"] | None = None,
+    causal: bool = True,
+    window: int | None = None,
+  ) -> Float[Array, "B T H V"]:
+    """Adds new keys and values to the cache, and attends to all of them.
+
+    Args:
+      q: queries of the new tokens.
+      k: keys of the new tokens.
+      v: values of the new tokens.
+      lam: λ of the new tokens, or None with one map.
+      q_segment_ids: must be None.
+      kv_segment_ids: must be None.
+      causal: must be True.
+      window: how many keys a token sees, including its own. None for all keys.
+
+    Raises:
+      ValueError: if an argument asks for what a cache cannot do.
+    """
+    if not causal:
+      raise ValueError(
+        "causal = False: a cache has no later tokens to attend to"
+      )
+    if q_segment_ids is not None or kv_segment_ids is not None:
+      raise ValueError("segment_ids: a row of the cache is one document")
+
+    flat_k = k.reshape(*k.shape[:3], -1)  # [B, T, K, M·D]
+    self.keys = self._write(self.keys, flat_k)
+    self.values = self._write(self.values, v)
+    if not _is_diff_attention(self.attention_fn):
+      return self._attend_to_copy(
+        q, lam, num_key_maps=k.shape[3], window=window
+      )
+
+    num_tokens = q.shape[1]
+    return decode_attention(
+      q,
+      self.keys.tokens,
+      self.values.tokens,
+      lam,
+      self.old_lengths + num_tokens,
+      block_tables=self.tables,
+      k_scale=self.keys.scale,
+      v_scale=self.values.scale,
+      window=window,
+      sharding=self.sharding,
+    )
+
+  def _write(self, pool: Pool, new: Float[Array, "B T K W"]) -> Pool:
+    """Returns the pool with the new keys or values, each of width W."""
+    write = write_tokens
+    if self.sharding is not None:
+      write = _sharded_write(self.sharding)
+    return write(pool, self.tables, new, self.old_lengths, self.counts)
+
+  def _attend_to_copy(
+    self,
+    q: Float[Array, "B T Q G D"],
+    lam: Lambda,
+    *,
+    num_key_maps: int,
+    window: int | None,
+  ) -> Float[Array, "B T H V"]:
+    """Applies the model's own `attention_fn` to a copy of the cache.
+
+    The copy has the tokens of each row in order, as [B, S, K, M, D].
+    """
+    k = read_rows(self.keys, self.tables, q.dtype)  # [B, S, K, M·D]
+    v = read_rows(self.values, self.tables, q.dtype)  # [B, S, K, V]
+    k = k.reshape(*k.shape[:3], num_key_maps, -1)  # [B, S, K, M, D]
+    return self.attention_fn(
+      q, k, v, lam, q_offset=self.old_lengths, window=window
+    )
 
 
 def _is_diff_attention(attention_fn: Callable[..., jax.Array]) -> bool:
-  """Returns True for `diff_attention`, with options only of how it runs."""
+  """Returns True for functions that compute the same as `diff_attention`.
+
+  These are `diff_attention` and a `functools.partial` of it with options that
+  choose only how it is executed. `decode_attention` can replace them.
+  """
   if not isinstance(attention_fn, functools.partial):
     return attention_fn is diff_attention
-  is_plain = (
-    not attention_fn.args and attention_fn.keywords.keys() <= _EXECUTION_OPTIONS
-  )
-  return attention_fn.func is diff_attention and is_plain
+  if attention_fn.args or attention_fn.func is not diff_attention:
+    return False
+  return attention_fn.keywords.keys() <= _EXECUTION_OPTIONS
 
 
-def _on_shards(sharding: NamedSharding) -> Callable[..., Pool]:
-  """`write` on each device to its own heads: left to the partitioner, every device would be sent the new tokens of all."""
-  heads, new, whole = sharding.spec, P(None, *sharding.spec), P()
+def _sharded_write(sharding: NamedSharding) -> Callable[..., Pool]:
+  """Returns `write_tokens` for pools whose heads a mesh splits.
+
+  Each device writes its own heads. Without `shard_map`, XLA would send the new
+  tokens of all heads to every device.
+
+  Args:
+    sharding: the sharding of a pool's axes [P, K, …].
+  """
+  pool_spec = sharding.spec
+  new_spec = P(None, *sharding.spec)  # [B, T, K, W]: heads are one axis later
+  replicated = P()
   return jax.shard_map(
-    write,
+    write_tokens,
     mesh=sharding.mesh,
-    in_specs=(heads, whole, new, whole, whole),
-    out_specs=heads,
+    in_specs=(pool_spec, replicated, new_spec, replicated, replicated),
+    out_specs=pool_spec,
   )

@@ -31,11 +31,13 @@ _MAX_INT8 = 127
 
 @flax.struct.dataclass
 class Pool:
-  """Keys or values of one layer.
+  """The keys or the values of one layer, for the tokens of all rows.
 
   Attributes:
-    tokens: floating point or int8.
-    scale: the factor of int8 tokens. None for floating point.
+    tokens: P pages of S tokens, with a vector of width W for each of K heads.
+      Floating point or int8.
+    scale: in int8, the factor by which the tokens of a page and head are
+      multiplied. None in floating point.
   """
 
   tokens: Float[Array, "P K S W"] | Int[Array, "P K S W"]
@@ -45,14 +47,14 @@ class Pool:
 def empty_pool(
   num_pages: int, num_heads: int, page_size: int, width: int, dtype: Any
 ) -> Pool:
-  """Returns a pool of zeros.
+  """Returns a pool of zeros, in which no token is stored.
 
   Args:
     num_pages: P.
-    num_heads: K.
-    page_size: S, the tokens of a page.
-    width: W.
-    dtype: the dtype of the tokens.
+    num_heads: K, the number of key and value heads.
+    page_size: S, the number of tokens of a page.
+    width: W, the size of a token's key or value in one head.
+    dtype: the dtype of the tokens. An int8 pool also has scales.
   """
   tokens = jnp.zeros((num_pages, num_heads, page_size, width), dtype)
   scale = None
@@ -66,35 +68,40 @@ def allocate(
 ) -> Int[np.ndarray, "B N"]:
   """Returns tables that give each row the pages that it needs.
 
+  Example:
+    allocate([5, 2], num_pages=3, pages_per_row=2, size=4) → [[0, 1], [2, 3]]
+    Row 0 has pages 0 and 1, and row 1 has page 2. The 3 is no page.
+
   Args:
     needed: the number of tokens of each row.
-    num_pages: P, the pages of the pool.
+    num_pages: P, the number of pages that all rows share.
     pages_per_row: N, the most pages of a row.
-    size: S, the tokens of a page.
+    size: S, the number of tokens of a page.
 
   Returns:
     The pages of each row. Unused entries are P, which is no page.
 
   Raises:
-    UserError: if the pool has too few pages.
+    UserError: if the rows need more pages than there are.
   """
-  counts = -(-np.asarray(needed) // size)  # rounded up
-  if counts.sum() > num_pages:
+  pages_needed = -(-np.asarray(needed) // size)  # [B], rounded up
+  total = pages_needed.sum()
+  if total > num_pages:
     rows = ", ".join(str(tokens) for tokens in needed if tokens > 0)
     raise UserError(
-      f"rows of {rows} tokens need {counts.sum()} pages of {size} tokens, and"
+      f"rows of {rows} tokens need {total} pages of {size} tokens, and"
       f" the cache has {num_pages}: give it more (cache_tokens), or read fewer"
       " rows at once"
     )
-  tables = np.full((len(counts), pages_per_row), num_pages, np.int32)
-  next_page = 0
-  for row, count in enumerate(counts):
-    tables[row, :count] = np.arange(next_page, next_page + count)
-    next_page += count
+  tables = np.full((len(needed), pages_per_row), num_pages, np.int32)
+  first_page = 0
+  for row, count in enumerate(pages_needed):
+    tables[row, :count] = np.arange(first_page, first_page + count)
+    first_page += count
   return tables
 
 
-def write(
+def write_tokens(
   pool: Pool,
   tables: Int[Array, "B N"] | None,
   new: Float[Array, "B T K W"],
@@ -106,59 +113,71 @@ def write(
   Tokens for which a row has no page are dropped.
 
   Args:
-    pool: the pool before.
-    tables: the pages of each row. None if row b is page b.
-    new: new tokens. The first counts[b] tokens of row b are valid.
+    pool: the keys or values of the tokens before.
+    tables: the pages of each row. None if row b has only page b.
+    new: the keys or values of T new tokens per row. The first counts[b] tokens
+      of row b are valid.
     starts: the position of the first new token of each row.
     counts: the number of valid tokens of each row.
   """
   batch = new.shape[0]
   width = new.shape[-1]
-  # If a token does not fill a TPU's lanes, tokens are on the lanes of a page.
-  # Writing single tokens would make some TPUs copy the pool.
+  # If a token does not fill the 128 lanes of a TPU register, the compiler may
+  # put a page's tokens, not a token's numbers, on the lanes. Writing single
+  # tokens would then make some TPUs copy the pool.
   has_narrow_pages = tables is not None and width % _LANES != 0
   if tables is None:
     tables = jnp.arange(batch)[:, None]
   if pool.scale is not None or has_narrow_pages:
-    return _write_pages(pool, tables, new, starts, counts)
-  return _write_tokens(pool, tables, new, starts, counts)
+    return _rewrite_pages(pool, tables, new, starts, counts)
+  return _write_slots(pool, tables, new, starts, counts)
 
 
-def _write_tokens(
+def _write_slots(
   pool: Pool,
   tables: Int[Array, "B N"],
   new: Float[Array, "B T K W"],
   starts: Int[Array, "B"],
   counts: Int[Array, "B"],
 ) -> Pool:
-  """Writes single tokens of a floating-point pool."""
+  """Returns a floating-point pool with new tokens, written one by one.
+
+  A slot is a token's index in its page. The arguments are those of
+  `write_tokens`.
+  """
   num_pages, num_heads, page_size, _ = pool.tokens.shape
   num_tokens = new.shape[1]
   positions = starts[:, None] + jnp.arange(num_tokens)  # [B, T]
-  is_valid = jnp.arange(num_tokens) < counts[:, None]
-  pages = _page_of(tables, positions, is_valid, page_size, num_pages)
+  is_valid = jnp.arange(num_tokens) < counts[:, None]  # [B, T]
+  pages = _page_of(tables, positions, is_valid, page_size, num_pages)  # [B, T]
+  slots = positions % page_size  # [B, T]
   # The heads of a token are written separately. To write them together, a TPU
   # would transpose the whole pool.
   heads = jnp.arange(num_heads)
-  slots = positions % page_size
-  index = (pages[..., None], heads, slots[..., None])  # [B, T, K] each
+  index = (pages[..., None], heads, slots[..., None])  # broadcast to [B, T, K]
   new = new.astype(pool.tokens.dtype)
+  # Tokens without a page have the page index P, which is out of range. The mode
+  # "drop" skips them.
   return Pool(pool.tokens.at[index].set(new, mode="drop"))
 
 
-def _write_pages(
+def _rewrite_pages(
   pool: Pool,
   tables: Int[Array, "B N"],
   new: Float[Array, "B T K W"],
   starts: Int[Array, "B"],
   counts: Int[Array, "B"],
 ) -> Pool:
-  """Reads the pages that new tokens belong to, changes them, and writes them.
+  """Returns a pool with new tokens, in which whole pages are replaced.
 
-  C is the number of pages that a row's new tokens can belong to.
+  Reads the pages to which new tokens belong, changes them and writes them back.
+  The arguments are those of `write_tokens`. C is the number of pages that the
+  new tokens of one row can belong to.
   """
   num_pages, num_heads, page_size, width = pool.tokens.shape
   batch, num_tokens = new.shape[:2]
+  # The first new token may have the last slot of its page. The other T − 1
+  # tokens then need ⌈(T − 1) / S⌉ more pages.
   max_changed_pages = -(-(num_tokens - 1) // page_size) + 1
 
   # The position of the first slot of each changed page.
@@ -179,23 +198,27 @@ def _write_pages(
   is_old = is_old[:, :, None, :, None]  # [B, C, 1, S, 1]
   is_new = is_new[:, :, None, :, None]
 
+  # Arranges the new tokens like the slots of the changed pages. Other slots get
+  # any token, which `is_new` excludes below.
   source = jnp.clip(new_index, 0, num_tokens - 1).reshape(batch, -1, 1, 1)
-  arriving = jnp.take_along_axis(new, source, axis=1)
+  arriving = jnp.take_along_axis(new, source, axis=1)  # [B, C·S, K, W]
   arriving = arriving.reshape(*new_index.shape, num_heads, width)
   arriving = jnp.moveaxis(arriving, 3, 2)  # [B, C, K, S, W]
+  # P, which is no page, is replaced by the last page. It is not written below.
   stored = pool.tokens[jnp.minimum(pages, num_pages - 1)]
   if pool.scale is None:
     tokens = jnp.where(is_new, arriving.astype(stored.dtype), stored)
     return Pool(pool.tokens.at[pages].set(tokens, mode="drop"))
 
-  # The scale of a page without old tokens starts from 0.
+  # A page's scale never decreases while it has old tokens. Without old tokens
+  # it starts from 0, because the page may have belonged to another row.
   arriving = jnp.where(is_new, arriving, 0).astype(jnp.float32)
   has_old_tokens = page_starts < starts[:, None]
   old_scale = pool.scale[jnp.minimum(pages, num_pages - 1)]
   old_scale = jnp.where(has_old_tokens[..., None], old_scale, 0)  # [B, C, K]
   new_scale = jnp.max(jnp.abs(arriving), axis=(3, 4)) / _MAX_INT8
   scale = jnp.maximum(old_scale, new_scale)
-  divisor = jnp.where(scale > 0, scale, 1)[..., None, None]
+  divisor = jnp.where(scale > 0, scale, 1)[..., None, None]  # never 0
   rescaled = stored * (old_scale[..., None, None] / divisor)
   tokens = jnp.where(is_old, rescaled, arriving / divisor)
   tokens = jnp.round(tokens).astype(jnp.int8)
@@ -212,34 +235,42 @@ def _page_of(
   page_size: int,
   num_pages: int,
 ) -> Int[Array, "B X"]:
-  """Returns the page of each position.
+  """Returns the page of each position, or P, which is no page.
 
-  It is P, which is no page, if the position is invalid or beyond the row's
-  pages.
+  It is P if the position is invalid, or if the row has no page for it.
+
+  Args:
+    tables: the pages of each row. Unused entries are P.
+    positions: positions of tokens in their rows.
+    is_valid: whether each position has a token.
+    page_size: S, the number of tokens of a page.
+    num_pages: P, the number of pages of the pool.
   """
   pages_per_row = tables.shape[1]
-  index = positions // page_size
+  index = positions // page_size  # into the row's pages
   pages = jnp.take_along_axis(
     tables, jnp.minimum(index, pages_per_row - 1), axis=1
   )
   return jnp.where(is_valid & (index < pages_per_row), pages, num_pages)
 
 
-def read(
+def read_rows(
   pool: Pool, tables: Int[Array, "B N"] | None, dtype: Any
 ) -> Float[Array, "B S K W"]:
-  """Returns a copy of the tokens of each row, in their order.
+  """Returns a copy of the keys or values of each row, in the order of tokens.
+
+  S is here the number of tokens of a row: the N pages of its table, joined.
 
   Args:
-    pool: the pool.
-    tables: the pages of each row. None if row b is page b.
-    dtype: the dtype of the result.
+    pool: the keys or values of all rows, in pages.
+    tables: the pages of each row. None if row b has only page b.
+    dtype: the dtype of the result. int8 tokens are multiplied by their scales.
   """
-  tokens = pool.tokens.astype(dtype)
+  tokens = pool.tokens.astype(dtype)  # [pages, K, page_size, W]
   if pool.scale is not None:
     tokens *= pool.scale[..., None, None].astype(dtype)
   if tables is None:
     return jnp.swapaxes(tokens, 1, 2)
-  rows = tokens[tables]  # [B, N, K, S, W]
-  rows = jnp.moveaxis(rows, 2, 3)  # [B, N, S, K, W]
+  rows = tokens[tables]  # [B, N, K, page_size, W]
+  rows = jnp.moveaxis(rows, 2, 3)  # [B, N, page_size, K, W]
   return rows.reshape(len(rows), -1, *rows.shape[3:])

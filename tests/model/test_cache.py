@@ -231,7 +231,7 @@ def test_the_cache_is_read_and_written_where_it_lies(make, length, monkeypatch):
 def test_a_dtype_that_a_cache_cannot_have_is_refused(options):
   with pytest.raises(
     UserError,
-    match=r"^dtype = int(8|16): a cache is in the model's float32 .None., or, in pages .num_pages., in int8",
+    match=r"^dtype = int(8|16): must be None for the model's float32, or int8 together with num_pages",
   ):
     empty_cache(Decoder(CONFIG), 1, 8, **options)
 

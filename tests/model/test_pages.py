@@ -8,10 +8,16 @@ import numpy as np
 import pytest
 
 from diffjax.config import UserError
-from diffjax.model.pages import Pool, allocate, empty_pool, read, write
+from diffjax.model.pages import (
+  Pool,
+  allocate,
+  empty_pool,
+  read_rows,
+  write_tokens,
+)
 
 SIZE, K, W = 4, 2, 3
-write = jax.jit(write)
+write = jax.jit(write_tokens)
 TABLES = np.array(
   [[7, 1, 3], [0, 9, 9], [5, 8, 9]], np.int32
 )  # of 9 pages: the second row has one, the third two
@@ -59,7 +65,7 @@ def test_tokens_are_where_they_belong_and_nothing_else_is_touched(
     )
   )
   pool, rows = grown(pool, tables)
-  found = read(pool, tables, jnp.float32)
+  found = read_rows(pool, tables, jnp.float32)
   for row, (wanted, pages) in enumerate(
     zip(rows, (3, 1, 2) if tables is not None else (3, 3, 3), strict=True)
   ):
@@ -74,7 +80,7 @@ def test_int8_is_off_by_half_a_step_of_each_scale_that_it_had():
   """And by half a step alone where the largest of a page came first."""
   pool, rows = grown(empty_pool(9, K, SIZE, W, jnp.int8), TABLES)
   assert pool.tokens.dtype == jnp.int8 and pool.scale.dtype == jnp.float32
-  found = read(pool, TABLES, jnp.float32)
+  found = read_rows(pool, TABLES, jnp.float32)
   for row, (wanted, pages) in enumerate(zip(rows, (3, 1, 2), strict=True)):
     for page in range(pages):
       kept = wanted[page * SIZE : (page + 1) * SIZE]
@@ -131,7 +137,7 @@ def test_a_page_that_is_used_again_has_no_scale_from_before():
     np.array([1], np.int32),
   )
   np.testing.assert_allclose(
-    read(pool, np.array([[0]]), jnp.float32)[0, 0], new[0, 0], rtol=1e-6
+    read_rows(pool, np.array([[0]]), jnp.float32)[0, 0], new[0, 0], rtol=1e-6
   )
 
 
