@@ -42,7 +42,11 @@ KeysValues = tuple[Float[Array, "B T K M D"], Float[Array, "B T K V"]]
 
 
 class HeadSizes(NamedTuple):
-  """The sizes of a layer's axes, by the letters of `diffjax/parameters.py`."""
+  """The sizes of a layer's axes, by the letters of `diffjax/parameters.py`.
+
+  A map is a matrix of attention weights. A query group is one or more heads
+  that share a noise map, which is subtracted from their own (signal) maps.
+  """
 
   H: int  # heads
   Q: int  # query groups; the heads of a group share a noise map
@@ -82,6 +86,8 @@ class MaskArguments(NamedTuple):
 def lambda_init_schedule(layer: Int[Array, ...] | int) -> Float[Array, ...]:
   """Returns λ_init = 0.8 − 0.6·exp(−0.3·l) of layer l (paper, §2.1).
 
+  Example: 0 → 0.2, 1 → 0.356, 2 → 0.471; it approaches 0.8.
+
   Args:
     layer: the number of the layer, or of several. The first layer is 0.
   """
@@ -92,13 +98,14 @@ def lambda_init_schedule(layer: Int[Array, ...] | int) -> Float[Array, ...]:
 def matrix_init(
   inputs: int, *, scale: float = 1.0
 ) -> nn.initializers.Initializer:
-  """Returns a truncated normal of standard deviation scale/√inputs.
+  """Returns an initializer: a truncated normal with scale/√inputs as its std.
 
   Args:
     inputs: how many numbers each output of the matrix sums over.
     scale: a factor on the standard deviation.
   """
   std = scale * inputs**-0.5
+  # Truncation at ±2 reduces the standard deviation. The division undoes that.
   return nn.initializers.truncated_normal(std / _TRUNCATED_NORMAL_STD)
 
 
@@ -165,7 +172,7 @@ class Attention(nn.Module):
 
   @classmethod
   def check(cls, config: ModelConfig) -> None:
-    """Checks the config's fields for this variant.
+    """Checks that the config sets no field that this variant lacks.
 
     Raises:
       UserError: if the config sets a field that this variant lacks.
@@ -190,7 +197,7 @@ class Attention(nn.Module):
 
   @classmethod
   def from_config(cls, config: ModelConfig, **fields: Any) -> Attention:
-    """Returns a layer of the decoder with this config.
+    """Returns an attention layer of the decoder with this config.
 
     Args:
       config: the decoder's config.
@@ -203,7 +210,7 @@ class Attention(nn.Module):
         config.rope_scaling, config.rope_factor, config.rope_original_length
       )
     norm_eps = config.head_norm_eps
-    if norm_eps is None:
+    if norm_eps is None:  # The head norm has the ε of the other norms.
       norm_eps = config.norm_eps
     return cls(
       num_heads=config.num_heads,
@@ -304,6 +311,7 @@ class Attention(nn.Module):
     """Returns the outputs of the heads, before `scale_heads`.
 
     Applies attention, and then an RMSNorm to each head if `head_norm` is set.
+    The norm's gain [V] is a parameter that all heads share.
 
     Args:
       q: queries after RoPE. If G is 2 or more, a group's last map is its noise
@@ -314,11 +322,11 @@ class Attention(nn.Module):
       mask: selects the keys that each query sees.
     """
     heads = self.attend(q, k, v, lam, mask)  # [B, T, H, V]
-    if self.head_norm:
-      value_dim = heads.shape[-1]
-      gain = self.param("head_gain", nn.initializers.ones, (value_dim,))
-      heads = rms_norm(heads, gain, self.norm_eps)
-    return heads
+    if not self.head_norm:
+      return heads
+    value_dim = heads.shape[-1]
+    gain = self.param("head_gain", nn.initializers.ones, (value_dim,))
+    return rms_norm(heads, gain, self.norm_eps)
 
   def scale_heads(
     self,
@@ -326,7 +334,15 @@ class Attention(nn.Module):
     x: Float[Array, "B T E"],
     lambda_init: LambdaInit,
   ) -> Float[Array, "B T H V"]:
-    """Returns the outputs of the heads times the variant's factor."""
+    """Returns the outputs of the heads times the variant's factor.
+
+    The factor is 1 here. Variants override this method.
+
+    Args:
+      heads: the outputs of the heads.
+      x: the input of the layer, from which a variant may compute a gate.
+      lambda_init: λ_init of this layer, for variants that have one.
+    """
     return heads
 
   def attend(
@@ -337,15 +353,23 @@ class Attention(nn.Module):
     lam: Lambda,
     mask: MaskArguments,
   ) -> Float[Array, "B T H V"]:
-    """Returns the result of `attention_fn`.
+    """Returns the result of `attention_fn`, one output per head.
 
-    `diffjax/evals/methods/inside.py` intercepts this method to measure the
-    attention of a layer.
+    This is a method so that `diffjax/evals/methods/inside.py` can intercept it
+    to measure the attention of a layer.
     """
     return self.attention_fn(q, k, v, lam, **mask.keywords())
 
   def head_sizes(self) -> HeadSizes:
     """Returns the sizes of this layer's axes, with all defaults filled in.
+
+    A map is a matrix of attention weights. A variant with two maps subtracts a
+    noise map from each head's own (signal) map. The heads of a query group
+    share one noise map.
+
+    Example:
+      With two maps, 8 heads and 4 noise maps → 4 groups of 3 maps (Q = 4,
+      G = 3): two signal maps, for two heads, and their noise map.
 
     Raises:
       ValueError: if the heads cannot share the noise maps evenly.
@@ -392,28 +416,39 @@ class Attention(nn.Module):
     scale: float = 1.0,
     has_bias: bool = True,
   ) -> Float[Array, "B T *outputs"]:
-    """Returns x W + b. Without `projection_biases`, there is no b.
+    """Returns the projection x W of each token, plus a bias if configured.
+
+    Creates the parameters: W [*inputs, *outputs] and the bias [*outputs].
+
+    Example:
+      project("query", x, (Q, G, D)) maps [B, T, E] to [B, T, Q, G, D] with the
+      parameters "query" [E, Q, G, D] and maybe "query_bias" [Q, G, D].
 
     Args:
-      name: the name of W. The name of b is f"{name}_bias".
-      x: the product sums over all of its axes except B and T.
+      name: the name of W. The name of the bias is f"{name}_bias".
+      x: the input. The product sums over all axes after B and T.
       output_shape: the axes of the result after B and T.
-      scale: a factor on the initial W.
-      has_bias: whether `projection_biases` applies to this projection.
+      scale: a factor on the standard deviation of the initial W.
+      has_bias: False for a projection that has no bias even if
+        `projection_biases` is set.
     """
     input_shape = x.shape[2:]
     init = matrix_init(math.prod(input_shape), scale=scale)
     matrix = self.param(name, init, (*input_shape, *output_shape))
-    y = product(x, matrix, name)
+    y = product(x, matrix, name)  # [B, T, *outputs]
     if has_bias and self.projection_biases:
       bias = self.param(f"{name}_bias", nn.initializers.zeros, output_shape)
       y += bias.astype(y.dtype)
+    # Remat policies select the arrays that they save by such names.
     return checkpoint_name(y, PROJECTED)
 
   def rotate(
     self, x: Float[Array, "B T *heads D"], positions: Int[Array, "B T"]
   ) -> Float[Array, "B T *heads D"]:
-    """Applies RoPE to the last `rope_dim` of the D numbers, if `rope` is set.
+    """Returns queries or keys with RoPE, or unchanged if `rope` is False.
+
+    RoPE rotates pairs of a head's D numbers by angles that grow with the
+    position. If `rope_dim` is set, only the last `rope_dim` numbers have pairs.
 
     Raises:
       ValueError: if `rope_dim` is odd or not from 2 to D.
@@ -438,8 +473,8 @@ class Attention(nn.Module):
   def lambda_logits(self, x: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
     """Returns x W_λ in float32, for variants with one λ per token and head.
 
-    W_λ is the parameter "lambda_hat". Most variants apply a sigmoid to the
-    result.
+    W_λ [E, H] is the parameter "lambda_hat". Most variants apply a sigmoid to
+    the result, so that λ is between 0 and 1.
     """
     embed_dim = x.shape[-1]
     shape = (embed_dim, self.num_heads)
@@ -455,11 +490,12 @@ class Attention(nn.Module):
   ) -> Float[Array, "B T H V"]:
     """Returns sigmoid(x W_g) ∘ heads, for gated variants.
 
-    W_g is the parameter "head_gate".
+    Each number of a head's output has its own gate, between 0 and 1. W_g
+    [E, H, V] is the parameter "head_gate".
     """
     H, V = heads.shape[2:]
-    logits = self.project("head_gate", x, (H, V), has_bias=False)
-    return heads * jax.nn.sigmoid(logits)
+    gate_logits = self.project("head_gate", x, (H, V), has_bias=False)
+    return heads * jax.nn.sigmoid(gate_logits)
 
   def _record(self, collection: str, name: str, value: jax.Array) -> None:
     """Sows a value, except in `init`, which would return it as a variable."""
@@ -495,6 +531,7 @@ class DiffAttention(Attention):
   def compute_lambda(
     self, x: Float[Array, "B T E"], lambda_init: LambdaInit
   ) -> Lambda:
+    """Returns λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ_init, one number."""
     init = nn.initializers.normal(0.1)
     shape = (self.head_dim,)
     q1 = self.param("lambda_q1", init, shape)
@@ -509,6 +546,7 @@ class DiffAttention(Attention):
     x: Float[Array, "B T E"],
     lambda_init: LambdaInit,
   ) -> Float[Array, "B T H V"]:
+    """Returns (1 − λ_init) · heads, as in the paper's eq. 3."""
     return heads * jnp.asarray(1.0 - lambda_init, heads.dtype)
 
 
@@ -565,7 +603,9 @@ class DiffAttentionV2Gated(DiffAttentionV2):
 class DiffAttentionPerToken(DiffAttention):
   """Version 1 with one λ per token and head, as in version 2.
 
-  λ = sigmoid(x W_λ + logit(λ_init)), which is λ_init where W_λ is 0
+  λ = sigmoid(x W_λ + logit(λ_init))
+
+  With W_λ = 0, λ would be λ_init.
   """
 
   extra: ClassVar[tuple[str, ...]] = ("lambda_hat",)
@@ -575,7 +615,7 @@ class DiffAttentionPerToken(DiffAttention):
     """Checks that every λ_init is between 0 and 1, where a logit exists.
 
     Raises:
-      UserError: if one is not.
+      UserError: if a λ_init is outside this range.
     """
     super().check(config)
     lambda_init = config.lambda_init
@@ -596,6 +636,7 @@ class DiffAttentionPerToken(DiffAttention):
   def compute_lambda(
     self, x: Float[Array, "B T E"], lambda_init: LambdaInit
   ) -> Lambda:
+    # The inverse of the sigmoid, so that λ is λ_init if x W_λ is 0.
     offset = jax.scipy.special.logit(lambda_init)
     return jax.nn.sigmoid(self.lambda_logits(x) + offset)
 
@@ -606,10 +647,10 @@ class DexAttention(Attention):
   head = O − λ · O W
   λ = λ_init + dex_lambda, one number per head
 
-  W [V, U] is the parameter "dex_matrix", which the heads of a layer share. It
-  is square. W and dex_lambda start at 0. DEX adapts a trained Transformer (Kong
-  et al., 2025, arXiv:2505.16333), and the adapted model starts as that
-  Transformer. A head with λ = 0 is not changed.
+  W [V, V] is the parameter "dex_matrix", which the heads of a layer share. W
+  and dex_lambda start at 0. DEX adapts a trained Transformer (Kong et al.,
+  2025, arXiv:2505.16333), and the adapted model starts as that Transformer. A
+  head with λ = 0 is not changed.
   """
 
   extra: ClassVar[tuple[str, ...]] = ("dex_matrix", "dex_lambda")
@@ -617,10 +658,13 @@ class DexAttention(Attention):
 
   @classmethod
   def check(cls, config: ModelConfig) -> None:
-    """Checks that λ_init is not 0: λ and dex_matrix would have no gradient.
+    """Checks that λ_init is not 0.
+
+    The correction λ · O W would then be a product of two zeros at the start, so
+    that neither λ nor W would have a gradient.
 
     Raises:
-      UserError: if it is 0.
+      UserError: if λ_init is 0.
     """
     super().check(config)
     if config.lambda_init == 0:
@@ -633,6 +677,7 @@ class DexAttention(Attention):
   def compute_lambda(
     self, x: Float[Array, "B T E"], lambda_init: LambdaInit
   ) -> Lambda:
+    """Returns λ = λ_init + dex_lambda, one number per head."""
     zeros = nn.initializers.zeros
     dex_lambda = self.param("dex_lambda", zeros, (self.num_heads,))
     return lambda_init + dex_lambda
@@ -645,15 +690,29 @@ class DexAttention(Attention):
     lam: Lambda,
     mask: MaskArguments,
   ) -> Float[Array, "B T H V"]:
-    assert lam is not None  # [H], from compute_lambda
-    # λ belongs to the correction. The attention has one map and no λ.
-    heads = super().compute_heads(q, k, v, None, mask)  # O: [B, T, H, V]
+    """Returns O − λ · O W: softmax attention minus DEX's correction.
+
+    DEX adapts a trained Transformer. It multiplies the output O of each head by
+    a learned matrix W, which starts at 0, and subtracts λ times the product.
+
+    Args:
+      q: queries after RoPE.
+      k: keys after RoPE.
+      v: values.
+      lam: λ of each head [H], a factor of the correction.
+      mask: selects the keys that each query sees.
+    """
+    assert lam is not None  # `compute_lambda` always returns one.
+    # This is softmax attention, without a noise map that λ would multiply.
+    heads = super().compute_heads(q, k, v, lam=None, mask=mask)  # [B, T, H, V]
+
     value_dim = heads.shape[-1]
     zeros = nn.initializers.zeros
     dex_matrix = self.param("dex_matrix", zeros, (value_dim, value_dim))
     # On a mesh, each device stores a part of the matrix.
     dex_matrix = gather_and_cast(dex_matrix, "dex_matrix", jnp.float32)
-    scaled_matrices = lam[:, None, None] * dex_matrix  # λ W: [H, V, U]
+    # λ W of each head, [H, V, U]. U is the output axis, of the same size as V.
+    scaled_matrices = lam[:, None, None] * dex_matrix
     scaled_matrices = scaled_matrices.astype(heads.dtype)
     correction = jnp.einsum("BTHV,HVU->BTHU", heads, scaled_matrices)
     return heads - correction
@@ -693,7 +752,7 @@ ATTENTION: dict[str, type[Attention]] = {
 
 
 def attention_class(config: ModelConfig) -> type[Attention]:
-  """Returns the layer class that a config names.
+  """Returns the layer class that `config.attention` names.
 
   Raises:
     UserError: if the name is unknown, or if the config sets a field to a value
@@ -712,7 +771,17 @@ def attention_class(config: ModelConfig) -> type[Attention]:
 def _check_shape(
   name: str, array: jax.Array, axes: str, shape: tuple[int, ...]
 ) -> None:
-  """Raises ValueError if the array's shape is not [B, T, *shape]."""
+  """Checks the shape of another layer's keys or values.
+
+  Args:
+    name: "keys" or "values", for the error message.
+    array: must have the shape [B, T, *shape].
+    axes: the letters of `shape`, for the error message.
+    shape: the sizes of the axes after B and T.
+
+  Raises:
+    ValueError: if the array has another shape.
+  """
   if array.shape[2:] == shape:
     return
   sizes = ", ".join(str(size) for size in shape)

@@ -63,7 +63,7 @@ class FeedForward(nn.Module):
   y = (f(x W_gate) ∘ x W_up) W_down
 
   Attributes:
-    ffn_dim: F.
+    ffn_dim: F, the width between the matrices.
     out_scale: a factor on the initial W_down.
     dtype: compute dtype. Parameters are float32.
     activation: f, "silu" (SwiGLU; Shazeer, 2020) or "poly_norm".
@@ -76,37 +76,52 @@ class FeedForward(nn.Module):
 
   @nn.compact
   def __call__(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+    """Returns y = (f(x W_gate) ∘ x W_up) W_down, in the compute dtype."""
     E = x.shape[-1]
-    F = self.ffn_dim
+    F = self.ffn_dim  # the width between the matrices
     w_gate = self.param("gate", matrix_init(E), (E, F))
     w_up = self.param("up", matrix_init(E), (E, F))
     w_down = self.param("down", matrix_init(F, scale=self.out_scale), (F, E))
 
     x = x.astype(self.dtype)
-    gate = checkpoint_name(product(x, w_gate, "gate"), GATE)  # [B, T, F]
-    up = checkpoint_name(product(x, w_up, "up"), UP)  # [B, T, F]
-    if self.activation == "silu":
+    gate = product(x, w_gate, "gate")  # [B, T, F]
+    up = product(x, w_up, "up")  # [B, T, F]
+    # Remat policies select the arrays that they save by these names.
+    gate = checkpoint_name(gate, GATE)
+    up = checkpoint_name(up, UP)
+    if self.activation == "poly_norm":
+      hidden = self.apply_poly_norm(gate) * up
+    else:  # "silu"
       hidden = swiglu(gate, up)
-    else:
-      equal_weights = nn.initializers.constant(1 / NUM_POLY_NORM_WEIGHTS)
-      shape = (NUM_POLY_NORM_WEIGHTS,)
-      weights = self.param("poly_weights", equal_weights, shape)
-      constant = self.param("poly_constant", nn.initializers.zeros, ())
-      hidden = poly_norm(gate, weights, constant) * up
     hidden = nn.with_logical_constraint(hidden, ("batch", "length", "ffn"))
     return product(hidden, w_down, "down")
+
+  def apply_poly_norm(
+    self, gate: Float[Array, "B T F"]
+  ) -> Float[Array, "B T F"]:
+    """Returns a weighted sum of normalized powers of the gate (PolyNorm).
+
+    The weights of the first, second and third power, and the constant that is
+    added, are parameters. The weights start equal, with the sum 1.
+    """
+    num_weights = NUM_POLY_NORM_WEIGHTS
+    equal_weights = nn.initializers.constant(1 / num_weights)
+    weights = self.param("poly_weights", equal_weights, (num_weights,))
+    constant = self.param("poly_constant", nn.initializers.zeros, ())
+    return poly_norm(gate, weights, constant)
 
 
 @dataclasses.dataclass(frozen=True)
 class WindowSwitch:
-  """An `attention_fn` that calls another one with the window of a layer.
+  """An `attention_fn` for scanned layers that have different windows.
 
-  The layers of a scan share one program, so the index of a layer's window is
-  data. The program has a branch for each window, in which it is static.
+  The layers of a scan share one program, so a layer's window can only be data:
+  an index into the list of all windows. `attention_fn` needs a static window.
+  So the program has a branch for each window, and the index selects one.
 
   Attributes:
     attention_fn: has the signature of `diff_attention`.
-    windows: the different windows of the layers.
+    windows: the different windows of all layers.
     index: the index of this layer's window.
   """
 
@@ -120,38 +135,23 @@ class WindowSwitch:
     k: Float[Array, "B S K M D"],
     v: Float[Array, "B S K V"],
     lam: Lambda,
-    *,
-    q_segment_ids: Int[Array, "B T"] | None,
-    kv_segment_ids: Int[Array, "B S"] | None,
-    window: None,
     **options: Any,
   ) -> Any:
-    """Returns what `attention_fn` returns for this layer's window.
+    """Returns the result of `attention_fn` with the window `windows[index]`.
 
     Args:
       q: queries.
       k: keys.
       v: values.
       lam: λ, or None with one map.
-      q_segment_ids: the segments of the queries.
-      kv_segment_ids: the segments of the keys.
-      window: None, which `Block` gives to the attention layer. It is ignored.
-      options: other arguments of `attention_fn`.
+      options: the other arguments of `attention_fn`. The window that the layer
+        passes is replaced.
     """
-    segment_ids = {
-      "q_segment_ids": q_segment_ids,
-      "kv_segment_ids": kv_segment_ids,
-    }
-
-    def attend(layer_window, q, k, v, lam, segment_ids):
-      return self.attention_fn(
-        q, k, v, lam, **segment_ids, window=layer_window, **options
-      )
-
     branches = []
-    for layer_window in self.windows:
-      branches.append(functools.partial(attend, layer_window))
-    return jax.lax.switch(self.index, branches, q, k, v, lam, segment_ids)
+    for window in self.windows:
+      branch_options = {**options, "window": window}
+      branches.append(functools.partial(self.attention_fn, **branch_options))
+    return jax.lax.switch(self.index, branches, q, k, v, lam)
 
 
 class Block(nn.Module):
@@ -182,10 +182,10 @@ class Block(nn.Module):
     segment_ids: Int[Array, "B T"] | None,
     positions: Int[Array, "B T"] | None,
   ) -> tuple[Float[Array, "B T E"], None]:
-    """Returns the output, and None for `nn.scan`, which wants a second value.
+    """Returns the output, and None as the second value that `nn.scan` needs.
 
     Args:
-      x: input.
+      x: the residual stream before this layer.
       lambda_init: λ_init of this layer. Ignored by variants without one.
       window_index: the index of this layer's window in `distinct_windows`.
       segment_ids: tokens attend to tokens with an equal id. None if each row is
@@ -194,15 +194,13 @@ class Block(nn.Module):
     """
     config = self.config
     windows = distinct_windows(config)
-    window: int | None
-    attention_fn: Callable[..., jax.Array]
-    if len(windows) == 1:
-      window = windows[0]
-      attention_fn = self.attention_fn
-    else:
-      # This layer's window is data, and the switch replaces None by it.
+    window = windows[0]
+    attention_fn = self.attention_fn
+    if len(windows) > 1:
+      # This layer's window is data. The switch replaces the one given here.
       window = None
-      attention_fn = WindowSwitch(self.attention_fn, windows, window_index)
+      attention_fn = WindowSwitch(attention_fn, windows, window_index)
+
     attention = attention_class(config).from_config(
       config,
       window=window,
@@ -212,22 +210,23 @@ class Block(nn.Module):
       name="attention",
     )
     feed_forward = FeedForward(
-      config.ffn_dim,
-      self.out_scale,
-      self.dtype,
-      config.ffn_activation,
+      ffn_dim=config.ffn_dim,
+      out_scale=self.out_scale,
+      dtype=self.dtype,
+      activation=config.ffn_activation,
       name="ffn",
     )
 
-    normalized = _norm(self, "attention_norm", x, config)
+    normalized = _normalize(self, "attention_norm", x, config)
     x = x + attention(
       normalized, lambda_init, segment_ids=segment_ids, positions=positions
     )
-    normalized = _norm(self, "ffn_norm", x, config)
+    normalized = _normalize(self, "ffn_norm", x, config)
     x = x + feed_forward(normalized)
     x = nn.with_logical_constraint(x, ("batch", "length", "embed"))
 
-    if not self.is_initializing():  # `init` would return it as a variable.
+    # `init` would return the recorded array together with the parameters.
+    if not self.is_initializing():
       self.sow("intermediates", "hidden", x)
     return x, None
 
@@ -269,6 +268,8 @@ class Decoder(nn.Module):
   ) -> Float[Array, "B T E"]:
     """Returns the hidden states after the final norm, in the compute dtype.
 
+    `logits` turns them into logits of the next tokens.
+
     Args:
       tokens: token ids.
       segment_ids: tokens attend to tokens with an equal id. None if each row is
@@ -290,23 +291,34 @@ class Decoder(nn.Module):
     shape = (config.vocab_size, config.embed_dim)
     embedding = self.param("embedding", init, shape)
     if not config.tie_embeddings:
+      # Only creates the parameter. The loss and `logits` use it, not this
+      # module.
       self.param("unembedding", init, shape)
 
     x = embed(embedding.astype(self.dtype), tokens, config)  # [B, T, E]
     x = nn.with_logical_constraint(x, ("batch", "length", "embed"))
-    for name, stack in stacks(config).items():
-      x = self._apply_stack(name, stack, x, segment_ids, positions)
-    return _norm(self, "final_norm", x, config)
+    # A stack is a scan over equal layers. Most decoders have one.
+    for name, stack_config in stacks(config).items():
+      x = self._scan_layers(name, stack_config, x, segment_ids, positions)
+    return _normalize(self, "final_norm", x, config)
 
-  def _apply_stack(
+  def _scan_layers(
     self,
     name: str,
-    stack: ModelConfig,
+    stack_config: ModelConfig,
     x: Float[Array, "B T E"],
     segment_ids: Int[Array, "B T"] | None,
     positions: Int[Array, "B T"] | None,
   ) -> Float[Array, "B T E"]:
-    """Returns the output of a stack of equal layers."""
+    """Returns the output of a stack of equal layers, compiled as a scan.
+
+    Args:
+      name: the name of the stack's parameters.
+      stack_config: the config of the stack (see `stacks`).
+      x: the residual stream before the stack.
+      segment_ids: tokens attend to tokens with an equal id.
+      positions: positions for RoPE.
+    """
     remat = self.config.remat
     block_class = Block
     if remat != "none":
@@ -315,20 +327,23 @@ class Decoder(nn.Module):
       )
     unroll = 1
     if self._should_unroll():
-      unroll = stack.num_layers
+      unroll = stack_config.num_layers
     scanned_class = nn.scan(
       block_class,
+      # The arrays of the layers are stacked along a leading axis.
       variable_axes={"params": 0, "intermediates": 0, "metrics": 0},
       split_rngs={"params": True},
+      # The scan slices λ_init and the window index, one for each layer. All
+      # layers get the same segment ids and positions.
       in_axes=(0, 0, nn.broadcast, nn.broadcast),
-      length=stack.num_layers,
+      length=stack_config.num_layers,
       unroll=unroll,
       # To check values that a layer returns for all layers together, Flax would
       # trace the layer twice. Our layers return no such values.
       check_constancy_invariants=False,
     )
     layers = scanned_class(
-      stack,
+      stack_config,
       self.dtype,
       self.attention_fn,
       # Each layer of the decoder adds two terms to the residual stream.
@@ -336,7 +351,11 @@ class Decoder(nn.Module):
       name=name,
     )
     x, _ = layers(
-      x, lambda_inits(stack), _window_indices(stack), segment_ids, positions
+      x,
+      lambda_inits(stack_config),
+      _window_indices(stack_config),
+      segment_ids,
+      positions,
     )
     return x
 
@@ -357,12 +376,14 @@ class Decoder(nn.Module):
 
 
 def lambda_inits(config: ModelConfig) -> Float[Array, "L"]:
-  """Returns λ_init of every layer, which some variants ignore.
+  """Returns λ_init of every layer, about where its λ starts.
 
-  It is the config's constant, or the paper's schedule.
+  It is the config's constant, or the paper's schedule, which depends on the
+  layer. Variants without λ_init ignore it.
   """
   if config.lambda_init is not None:
     return jnp.full(config.num_layers, config.lambda_init, jnp.float32)
+  # With a positive offset, the schedule starts at a negative layer number.
   return lambda_init_schedule(
     jnp.arange(config.num_layers) - config.lambda_init_offset
   )
@@ -371,7 +392,12 @@ def lambda_inits(config: ModelConfig) -> Float[Array, "L"]:
 def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
   """Returns the window of every layer: how many keys a token sees.
 
-  None stands for all keys.
+  The letters of `window_pattern` are repeated over the layers. "w" is a layer
+  with the config's window. Any other letter is a layer without one, in which a
+  token sees all keys (None).
+
+  Example:
+    window = 128, window_pattern = "wf", num_layers = 3 → (128, None, 128)
   """
   pattern = config.window_pattern
   if not pattern:
@@ -386,21 +412,31 @@ def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
 
 
 def distinct_windows(config: ModelConfig) -> tuple[int | None, ...]:
-  """Returns the different windows of the layers, in order of appearance."""
+  """Returns the different windows of the layers, in order of appearance.
+
+  Example: layers with the windows 128, None and 128 → (128, None)
+  """
   return tuple(dict.fromkeys(layer_windows(config)))
 
 
 def _window_indices(config: ModelConfig) -> Int[Array, "L"]:
-  """Returns the index of every layer's window in `distinct_windows`."""
+  """Returns the index of every layer's window in `distinct_windows`.
+
+  Example: layers with the windows 128, None and 128 → [0, 1, 0]
+  """
   windows = distinct_windows(config)
   return jnp.array([windows.index(window) for window in layer_windows(config)])
 
 
-def _norm(
+def _normalize(
   module: nn.Module, name: str, x: Float[Array, "B T E"], config: ModelConfig
 ) -> Float[Array, "B T E"]:
-  """Returns the normalized x. The module has the norm's parameters."""
-  shape = x.shape[-1:]
+  """Returns the residual stream, normalized with parameters of a module.
+
+  Creates the parameters in the module: a gain of 1 and, for a LayerNorm, a
+  shift of 0. The other arguments are those of `apply_norm`.
+  """
+  shape = x.shape[-1:]  # [E]
   params = {name: module.param(name, nn.initializers.ones, shape)}
   if config.norm == "layer":
     shift_name = f"{name}_shift"

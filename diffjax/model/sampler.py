@@ -110,69 +110,35 @@ class Sampler:
     self.batch_size = batch_size
     self._vocab_size = model.config.vocab_size
 
-    pages_per_row = _num_pages(capacity)
+    # The number of pages that all rows share. None for a cache without pages.
     self._num_pages: int | None = None
     if cache_tokens is not None:
       self._num_pages = _num_pages(cache_tokens)
     elif cache_dtype is not None:
-      self._num_pages = batch_size * pages_per_row
+      self._num_pages = batch_size * _num_pages(capacity)
 
     self._params = jax.jit(functools.partial(unstack, model))(params)
-    self._compile(model, heads_sharding(params), pages_per_row, cache_dtype)
-
-  def _compile(
-    self,
-    model: Decoder,
-    heads: NamedSharding | None,
-    pages_per_row: int,
-    cache_dtype: Any,
-  ) -> None:
-    """Makes the compiled functions.
-
-    Args:
-      model: the decoder.
-      heads: how a mesh splits the heads of the cache. None on one device.
-      pages_per_row: the most pages of a row.
-      cache_dtype: as in the constructor.
-    """
-    replicated = None
-    if heads is not None:
-      replicated = NamedSharding(heads.mesh, P())
-    cache_shardings = Cache(heads, heads, replicated, replicated)  # type: ignore[arg-type]
-    state_shardings: Any = SamplerState(cache_shardings, replicated)  # type: ignore[arg-type]
-    make_cache = functools.partial(
-      empty_cache,
+    programs = _programs(
       model,
-      self.batch_size,
-      PAGE * pages_per_row,
+      batch_size,
+      capacity,
       num_pages=self._num_pages,
-      dtype=cache_dtype,
+      cache_dtype=cache_dtype,
+      head_sharding=heads_sharding(params),
     )
-    chunk = min(_CHUNK, self.capacity)
-    self._make_cache = jax.jit(make_cache, out_shardings=cache_shardings)
-    self._prefill = jax.jit(
-      functools.partial(_prefill, model, heads, chunk),
-      donate_argnums=1,
-      out_shardings=state_shardings,
-    )
-    self._step = jax.jit(
-      functools.partial(_step, model, heads),
-      donate_argnums=1,
-      out_shardings=state_shardings,
-    )
-    self._draw = jax.jit(
-      functools.partial(_draw, model, heads),
-      donate_argnums=1,
-      static_argnames="method",
-      out_shardings=(state_shardings, replicated, replicated),
-    )
+    self._make_cache = programs.make_cache
+    self._prefill = programs.prefill
+    self._step = programs.step
+    self._draw = programs.draw
 
   def prefill(
     self,
     prompts: Sequence[Sequence[int] | Int[np.ndarray, "T"]],
     max_new_tokens: int | None = None,
   ) -> SamplerState:
-    """Reads up to B prompts. Rows without a prompt hold nothing meaningful.
+    """Returns the state after reading up to B prompts into an empty cache.
+
+    Rows without a prompt hold nothing meaningful.
 
     Args:
       prompts: token ids, 1 to `capacity` of each prompt.
@@ -186,7 +152,7 @@ class Sampler:
     token_prompts = self._validated(prompts)
     cache = self._make_cache()
     if self._num_pages is not None:
-      needed = [0] * self.batch_size
+      needed = [0] * self.batch_size  # no pages for rows without a prompt
       for row, prompt in enumerate(token_prompts):
         needed[row] = self._needed_tokens(prompt, max_new_tokens)
       pages_per_row = cache.tables.shape[1]
@@ -197,7 +163,11 @@ class Sampler:
   def _needed_tokens(
     self, prompt: Int[np.ndarray, "T"], max_new_tokens: int | None
   ) -> int:
-    """Returns the number of tokens that a row must have room for."""
+    """Returns the number of tokens that a prompt's row must have room for.
+
+    These are the prompt and up to max_new_tokens more, or as many as fit into
+    the capacity if max_new_tokens is None.
+    """
     if max_new_tokens is None:
       return self.capacity
     return min(self.capacity, len(prompt) + max_new_tokens)
@@ -205,22 +175,33 @@ class Sampler:
   def read(
     self, state: SamplerState, more: Sequence[Sequence[int]]
   ) -> SamplerState:
-    """Reads more tokens, at least 1, in up to B rows.
+    """Returns the state after reading more tokens in up to B rows.
 
     The old state stays valid. So several prompts can share a prefix that is
     read once.
+
+    Args:
+      state: the state after the tokens before.
+      more: token ids, at least one for each row. Rows beyond them read one
+        token, and hold nothing meaningful afterwards.
 
     Raises:
       UserError: if a row gets no token or one outside the vocabulary, or grows
         longer than the capacity.
     """
     token_rows = self._validated(more)
-    return self._read(jax.tree.map(jnp.copy, state.cache), token_rows)
+    # `_read` donates its cache, so it gets a copy.
+    cache = jax.tree.map(jnp.copy, state.cache)
+    return self._read(cache, token_rows)
 
   def _validated(
     self, prompts: Sequence[Sequence[int] | Int[np.ndarray, "T"]]
   ) -> list[Int[np.ndarray, "T"]]:
-    """Returns prompts as arrays whose ids are in the vocabulary."""
+    """Returns prompts as int32 arrays whose ids are all in the vocabulary.
+
+    Raises:
+      UserError: if an id is not, naming the prompt.
+    """
     validated = []
     for number, prompt in enumerate(prompts):
       name = f"prompt {number}"
@@ -230,24 +211,34 @@ class Sampler:
   def _read(
     self, cache: Cache, prompts: Sequence[Int[np.ndarray, "T"]]
   ) -> SamplerState:
-    """Reads tokens after the ones in the cache."""
+    """Returns the state after reading tokens after the ones in the cache.
+
+    Args:
+      cache: the tokens read before. It is donated.
+      prompts: the tokens to read in the first rows.
+
+    Raises:
+      UserError: if a row has no room for its tokens, or gets no tokens.
+    """
     if len(prompts) > self.batch_size:
       raise ValueError(
         f"{len(prompts)} prompts for a batch of {self.batch_size}"
       )
     old_lengths = np.asarray(cache.lengths)
-    room = np.full(self.batch_size, self.capacity)
+    max_lengths = np.full(self.batch_size, self.capacity)
     if cache.tables is not None:
+      # Unused entries of a row's table are num_pages, which is no page.
       is_page = np.asarray(cache.tables) < self._num_pages
-      room = np.minimum(room, PAGE * np.sum(is_page, axis=1))
+      max_lengths = np.minimum(max_lengths, PAGE * np.sum(is_page, axis=1))
 
-    # The longest prompt, in chunks, has a fixed length, so that the program is
-    # compiled once.
+    # All prompts are padded to the capacity, rounded up to chunks. So the
+    # program is compiled once. It stops after the longest prompt's last chunk.
     num_chunks = -(-self.capacity // _CHUNK)
     tokens = np.zeros((self.batch_size, num_chunks * _CHUNK), np.int32)
+    # A row without a prompt reads one token, because logits need a token.
     lengths = np.ones(self.batch_size, np.int32)
     for row, prompt in enumerate(prompts):
-      max_tokens = room[row] - old_lengths[row]
+      max_tokens = max_lengths[row] - old_lengths[row]
       if not 1 <= len(prompt) <= max_tokens:
         prefix = ""
         if old_lengths[row] > 0:
@@ -263,7 +254,7 @@ class Sampler:
   def step(
     self, state: SamplerState, tokens: Int[np.ndarray, "B"]
   ) -> SamplerState:
-    """Reads one more token in every row.
+    """Returns the state after reading one more token in every row.
 
     The old state is donated. No row may grow longer than the capacity.
 
@@ -325,6 +316,7 @@ class Sampler:
   def _generate_texts(
     self, prompts: Sequence[str], options: _StreamOptions
   ) -> list[str]:
+    """Returns the text that follows each prompt, up to the document's end."""
     tokenizer = self._tokenizer
     if tokenizer is None:
       raise ValueError(
@@ -332,6 +324,7 @@ class Sampler:
         " tokenizer; give it token ids"
       )
     token_prompts = [tokenizer.encode_prompt(text) for text in prompts]
+    # The model ends a document with one of these tokens.
     document_ends = tokenizer.document_tokens.stop
     options = options._replace(stop_ids=[*options.stop_ids, *document_ends])
     answers = self._generate_tokens(token_prompts, options)
@@ -343,41 +336,69 @@ class Sampler:
   def _generate_tokens(
     self, prompts: Sequence[Sequence[int]], options: _StreamOptions
   ) -> list[list[int]]:
+    """Returns the new tokens of each prompt, generated in batches of prompts.
+
+    Args:
+      prompts: token ids of any number of prompts.
+      options: the options of `stream`.
+    """
     token_prompts = self._validated(prompts)
     answers: list[list[int]] = [[] for _ in token_prompts]
-    for first, batch in self._batches(token_prompts, options.max_new_tokens):
-      for new_tokens in self.stream(
-        batch, first_row=first, **options._asdict()
-      ):
+    for first_prompt, batch in self._batches(
+      token_prompts, options.max_new_tokens
+    ):
+      stream = self.stream(
+        batch,
+        options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        # Row 0 of this batch is prompt `first_prompt`. The draws of a prompt
+        # depend on its number, so that they do not depend on the batch size.
+        first_row=first_prompt,
+        stop_ids=options.stop_ids,
+        stop=options.stop,
+      )
+      for new_tokens in stream:  # a list of tokens for each row
         for row, tokens in enumerate(new_tokens):
-          answers[first + row] += tokens
+          answers[first_prompt + row] += tokens
     return answers
 
   def _batches(
     self, prompts: Sequence[Any], max_new_tokens: int
   ) -> Iterator[tuple[int, Sequence[Any]]]:
-    """Yields the prompts in batches, as many as fit the rows and the pages.
+    """Yields the prompts in batches that fit the cache's rows and pages.
 
     Yields:
-      The number of a batch's first prompt, and its prompts.
+      The number of a batch's first prompt, and its prompts, at least one.
     """
-    first = 0
-    while first < len(prompts):
-      batch = prompts[first : first + self.batch_size]
+    first_prompt = 0
+    while first_prompt < len(prompts):
+      batch = prompts[first_prompt : first_prompt + self.batch_size]
       if self._num_pages is not None:
         batch = self._fit_to_pages(batch, max_new_tokens, self._num_pages)
-      yield first, batch
-      first += len(batch)
+      yield first_prompt, batch
+      first_prompt += len(batch)
 
   def _fit_to_pages(
     self, prompts: Sequence[Any], max_new_tokens: int, num_pages: int
   ) -> Sequence[Any]:
-    """Returns the first prompts whose rows fit the pages, at least one."""
-    used = 0
-    for count, prompt in enumerate(prompts):
-      used += _num_pages(self._needed_tokens(prompt, max_new_tokens))
-      if used > num_pages:
-        return prompts[: max(1, count)]
+    """Returns the first prompts whose rows together fit into the pages.
+
+    Returns at least one prompt. If it does not fit, `stream` raises an error.
+
+    Args:
+      prompts: at most as many as the batch has rows.
+      max_new_tokens: the most tokens that follow each prompt.
+      num_pages: the number of pages that the rows share.
+    """
+    used_pages = 0
+    for num_fitting, prompt in enumerate(prompts):
+      needed_tokens = self._needed_tokens(prompt, max_new_tokens)
+      used_pages += _num_pages(needed_tokens)
+      if used_pages > num_pages:
+        return prompts[: max(1, num_fitting)]
     return prompts
 
   def stream(
@@ -411,7 +432,8 @@ class Sampler:
         ends with the token for which it returns True.
 
     Yields:
-      The next tokens of each row. None for rows that have ended.
+      The next tokens of each row, at most 8. An empty list for a row that has
+      ended.
 
     Raises:
       UserError: if a prompt and max_new_tokens do not fit the capacity, if all
@@ -429,21 +451,17 @@ class Sampler:
         f"a prompt of {longest} tokens and {max_new_tokens} new ones are more"
         f" than the {self.capacity} that a row can have"
       )
-    if temperature == 0:
-      method = "greedy"
-      temperature = 1
-    elif top_k == 0 and top_p == 1:
-      method = "plain"
-    else:
-      method = "filtered"
+    method = _draw_method(temperature, top_k, top_p)
     settings = DrawSettings(
       np.float32(temperature), np.int32(top_k), np.float32(top_p)
     )
     row_numbers = np.arange(self.batch_size, dtype=np.int32) + first_row
+    # The program needs at least one stop id.
     stop_array = np.asarray(stop_ids or [_NO_TOKEN], np.int32)
 
     state = self.prefill(prompts, max_new_tokens)
     answers: list[list[int]] = [[] for _ in prompts]
+    # Rows without a prompt have ended before they begin.
     has_ended = np.arange(self.batch_size) >= len(prompts)
     for start in range(0, max_new_tokens, _BURST):
       count = min(_BURST, max_new_tokens - start)
@@ -459,19 +477,51 @@ class Sampler:
         method=method,
       )
       drawn = np.asarray(drawn)  # [B, burst]
-      has_ended = has_ended.copy()
-      new_tokens: list[list[int]] = [[] for _ in prompts]
+      has_ended = has_ended.copy()  # JAX may still use the old array.
+      new_tokens: list[list[int]] = []
       for row, answer in enumerate(answers):
-        for token in drawn[row, :count].tolist():
-          if has_ended[row] or token in stop_ids:
-            has_ended[row] = True
-            break
-          new_tokens[row].append(token)
-          answer.append(token)
-          has_ended[row] = stop is not None and stop(answer)
+        old_length = len(answer)
+        if not has_ended[row]:
+          drawn_tokens = drawn[row, :count].tolist()
+          has_ended[row] = _append_until_stop(
+            answer, drawn_tokens, stop_ids, stop
+          )
+        new_tokens.append(answer[old_length:])
       yield new_tokens
       if has_ended.all():
         return
+
+
+def _append_until_stop(
+  answer: list[int],
+  drawn_tokens: Sequence[int],
+  stop_ids: Sequence[int],
+  stop: Callable[[list[int]], bool] | None,
+) -> bool:
+  """Appends drawn tokens to a row's answer. Returns whether the row has ended.
+
+  Args:
+    answer: the new tokens of the row so far. It is changed.
+    drawn_tokens: the tokens that were drawn after them.
+    stop_ids: tokens that end the row. They are not appended.
+    stop: ends the row if it returns True for the answer with one more token.
+  """
+  for token in drawn_tokens:
+    if token in stop_ids:
+      return True
+    answer.append(token)
+    if stop is not None and stop(answer):
+      return True
+  return False
+
+
+def _draw_method(temperature: float, top_k: int, top_p: float) -> str:
+  """Returns the cheapest method of `_choose_tokens` for these options."""
+  if temperature == 0:
+    return "greedy"
+  if top_k == 0 and top_p == 1:
+    return "plain"  # No token is excluded.
+  return "filtered"
 
 
 class _StreamOptions(NamedTuple):
@@ -487,7 +537,7 @@ class _StreamOptions(NamedTuple):
 
 
 def _num_pages(num_tokens: int) -> int:
-  """Returns the number of pages that hold a number of tokens."""
+  """Returns the number of pages that hold a number of tokens, rounded up."""
   return -(-num_tokens // PAGE)
 
 
@@ -507,7 +557,7 @@ def _check_options(
     "first_row": first_row,
   }
   for name, number in integers.items():
-    # The compiled program takes int32, and would cut off the rest.
+    # The compiled program takes int32. A larger number would be truncated.
     if not is_integer(number) or not -(2**31) <= number < 2**31:
       raise UserError(
         f"{name} must be an integer from −2³¹ to 2³¹ − 1; got {number!r}"
@@ -522,20 +572,95 @@ def _check_options(
     raise UserError(f"max_new_tokens must be at least 1; got {max_new_tokens}")
 
 
-def _prefill(
+class _Programs(NamedTuple):
+  """The compiled functions of a sampler."""
+
+  make_cache: Any  # returns an empty cache
+  prefill: Any  # `_read_prompts`
+  step: Any  # `_read_token`
+  draw: Any  # `_draw_tokens`
+
+
+def _programs(
   model: Decoder,
-  heads: NamedSharding | None,
+  batch_size: int,
+  capacity: int,
+  *,
+  num_pages: int | None,
+  cache_dtype: Any,
+  head_sharding: NamedSharding | None,
+) -> _Programs:
+  """Returns the functions of a sampler, which compile when they are called.
+
+  They update the cache in place, because its old arrays are donated.
+
+  Args:
+    model: the decoder.
+    batch_size: B, the number of rows.
+    capacity: the most tokens of a row.
+    num_pages: the number of pages that all rows share. None without pages.
+    cache_dtype: the dtype of keys and values. None for the compute dtype.
+    head_sharding: how a mesh splits the heads of the cache. None on one device.
+  """
+  replicated: Any = None
+  if head_sharding is not None:
+    replicated = NamedSharding(head_sharding.mesh, P())
+  # Trees like a cache and a state, with a sharding for each of their parts.
+  sharding_of_field: dict[str, Any] = {
+    "keys": head_sharding,
+    "values": head_sharding,
+    "tables": replicated,
+    "lengths": replicated,
+  }
+  cache_shardings = Cache(**sharding_of_field)
+  state_shardings: Any = SamplerState(cache_shardings, logits=replicated)
+
+  make_cache = functools.partial(
+    empty_cache,
+    model,
+    batch_size,
+    PAGE * _num_pages(capacity),  # Rows have only full pages.
+    num_pages=num_pages,
+    dtype=cache_dtype,
+  )
+  read_prompts = functools.partial(
+    _read_prompts, model, head_sharding, min(_CHUNK, capacity)
+  )
+  read_token = functools.partial(_read_token, model, head_sharding)
+  draw_tokens = functools.partial(_draw_tokens, model, head_sharding)
+  return _Programs(
+    make_cache=jax.jit(make_cache, out_shardings=cache_shardings),
+    prefill=jax.jit(
+      read_prompts, donate_argnames="cache", out_shardings=state_shardings
+    ),
+    step=jax.jit(
+      read_token, donate_argnames="state", out_shardings=state_shardings
+    ),
+    draw=jax.jit(
+      draw_tokens,
+      donate_argnames="state",
+      static_argnames="method",
+      out_shardings=(state_shardings, replicated, replicated),
+    ),
+  )
+
+
+def _read_prompts(
+  model: Decoder,
+  head_sharding: NamedSharding | None,
   chunk: int,
-  params,
+  params: dict[str, Any],
   cache: Cache,
   tokens: Int[Array, "B P"],
   lengths: Int[Array, "B"],
 ) -> SamplerState:
-  """Reads prompts chunk by chunk, until the longest prompt ends.
+  """Returns the state after reading prompts, in chunks of tokens.
+
+  All rows read the same number of chunks, until the longest prompt ends.
 
   Args:
     model: the decoder.
-    heads: how a mesh splits the heads of the cache. None on one device.
+    head_sharding: how a mesh splits the heads of the cache. None on one device.
     chunk: the number of tokens of a chunk.
     params: the parameters from `unstack`.
     cache: the cache of the tokens before.
@@ -551,11 +676,13 @@ def _prefill(
   def read_chunk(carry):
     index, cache, last_hidden = carry
     start = index * chunk
-    counts = jnp.clip(lengths - start, 0, chunk)
+    counts = jnp.clip(lengths - start, 0, chunk)  # each row's tokens here
     chunk_tokens = jax.lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
-    hidden, cache = extend(model, params, chunk_tokens, cache, counts, heads)
+    hidden, cache = extend(
+      model, params, chunk_tokens, cache, counts, head_sharding
+    )
     # Each row keeps the hidden state of its last token, from the chunk that
-    # holds it.
+    # holds it. A row without tokens in this chunk has the unused index 0.
     last_index = jnp.maximum(counts - 1, 0)
     chunk_hidden = jnp.take_along_axis(
       hidden, last_index[:, None, None], axis=1
@@ -570,33 +697,41 @@ def _prefill(
   return SamplerState(cache, logits(params, last_hidden[:, None])[:, 0])
 
 
-def _step(
+def _read_token(
   model: Decoder,
-  heads: NamedSharding | None,
-  params,
+  head_sharding: NamedSharding | None,
+  params: dict[str, Any],
   state: SamplerState,
   tokens: Int[Array, "B"],
 ) -> SamplerState:
-  """Reads one token in every row."""
+  """Returns the state after reading one more token in every row.
+
+  Args:
+    model: the decoder.
+    head_sharding: how a mesh splits the heads of the cache. None on one device.
+    params: the parameters from `unstack`.
+    state: the tokens read so far.
+    tokens: the next token of each row.
+  """
   hidden, cache = extend(
-    model, params, tokens[:, None], state.cache, sharding=heads
-  )
+    model, params, tokens[:, None], state.cache, sharding=head_sharding
+  )  # hidden: [B, 1, E]
   return SamplerState(cache, logits(params, hidden)[:, 0])
 
 
 class _DrawLoop(NamedTuple):
-  """The state of the loop in `_draw`."""
+  """The state of the loop in `_draw_tokens`."""
 
-  num_drawn: Int[Array, ""] | int
-  state: SamplerState
-  drawn: Int[Array, "B burst"]
+  num_drawn: Int[Array, ""] | int  # tokens drawn in each row
+  state: SamplerState  # after reading these tokens
+  drawn: Int[Array, "B burst"]  # these tokens, then zeros
   has_ended: Bool[Array, "B"]
 
 
-def _draw(
+def _draw_tokens(
   model: Decoder,
-  heads: NamedSharding | None,
-  params,
+  head_sharding: NamedSharding | None,
+  params: dict[str, Any],
   state: SamplerState,
   seed: Int[Array, ""],
   row_numbers: Int[Array, "B"],
@@ -609,9 +744,11 @@ def _draw(
 ) -> tuple[SamplerState, Int[Array, "B burst"], Bool[Array, "B"]]:
   """Draws and reads `count` tokens in every row, or until all rows have ended.
 
+  A row that has ended goes on with the others. The caller ignores its tokens.
+
   Args:
     model: the decoder.
-    heads: how a mesh splits the heads of the cache. None on one device.
+    head_sharding: how a mesh splits the heads of the cache. None on one device.
     params: the parameters from `unstack`.
     state: the tokens read so far.
     seed: the seed of the draws.
@@ -625,8 +762,8 @@ def _draw(
   Returns:
     The new state, the drawn tokens, and whether each row has ended.
   """
-  # With the generator "rbg", which users may make JAX's default, the numbers of
-  # a row would depend on the other rows.
+  # The generator is fixed, because users may make "rbg" JAX's default. With
+  # that one, the random numbers of a row would depend on the other rows.
   key = jax.random.key(seed, impl="threefry2x32")
   row_keys = jax.vmap(functools.partial(jax.random.fold_in, key))(row_numbers)
 
@@ -640,7 +777,7 @@ def _draw(
     drawn = jax.lax.dynamic_update_slice_in_dim(
       loop.drawn, tokens[:, None], loop.num_drawn, axis=1
     )
-    next_state = _step(model, heads, params, loop.state, tokens)
+    next_state = _read_token(model, head_sharding, params, loop.state, tokens)
     has_ended = loop.has_ended | jnp.isin(tokens, stop_ids)
     return _DrawLoop(loop.num_drawn + 1, next_state, drawn, has_ended)
 
@@ -661,20 +798,34 @@ def _choose_tokens(
 
   Args:
     logits: the logits of the next tokens.
-    keys: a key for each row [B].
+    keys: a random key for each row [B].
     settings: temperature, top_k and top_p.
-    method: "greedy" for the most likely token, "plain" to draw among all tokens,
-      "filtered" to draw among the tokens that top_k
-      and top_p leave.
+    method: "greedy" for the most likely token, "plain" to draw among all
+      tokens, "filtered" to draw among the tokens that top_k and top_p leave.
   """
   if method == "greedy":
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
   logits = logits / settings.temperature
+  if method == "filtered":
+    return _draw_filtered(logits, keys, settings)
   draw = jax.vmap(jax.random.categorical)
-  if method == "plain":
-    return draw(keys, logits).astype(jnp.int32)
+  return draw(keys, logits).astype(jnp.int32)
 
-  order = jnp.argsort(-logits, axis=-1)
+
+def _draw_filtered(
+  logits: Float[Array, "B N"], keys: Array, settings: DrawSettings
+) -> Int[Array, "B"]:
+  """Returns a token for each row, drawn among its most likely tokens.
+
+  These are the top_k most likely tokens (all if top_k is 0). Of these, they are
+  the most likely ones that together have the probability top_p.
+
+  Args:
+    logits: the logits of the next tokens, divided by the temperature.
+    keys: a random key for each row [B].
+    settings: top_k and top_p.
+  """
+  order = jnp.argsort(-logits, axis=-1)  # tokens, the most likely first
   ranked = jnp.take_along_axis(logits, order, axis=-1)
   rank = jnp.arange(ranked.shape[-1])
   is_in_top_k = (rank < settings.top_k) | (settings.top_k == 0)
@@ -684,6 +835,7 @@ def _choose_tokens(
   probabilities = jax.nn.softmax(ranked, axis=-1)
   probability_before = jnp.cumsum(probabilities, axis=-1) - probabilities
   ranked = jnp.where(probability_before < settings.top_p, ranked, -jnp.inf)
+  draw = jax.vmap(jax.random.categorical)
   choice = draw(keys, ranked)  # an index into the ranked tokens
   tokens = jnp.take_along_axis(order, choice[:, None], axis=-1)[:, 0]
   return tokens.astype(jnp.int32)
