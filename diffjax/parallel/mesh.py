@@ -72,16 +72,27 @@ def make_mesh(
     )
   sizes_in_slice = (data_size // num_slices, *sizes[1:])
   device_array = mesh_utils.create_hybrid_device_mesh(
-    sizes_in_slice,
-    (num_slices, 1, 1, 1),
-    devices,
+    mesh_shape=sizes_in_slice,
+    dcn_mesh_shape=(num_slices, 1, 1, 1),  # Only data crosses between slices.
+    devices=devices,
     allow_split_physical_axes=True,
   )
   return Mesh(device_array, AXES, axis_types=axis_types)
 
 
 def _axis_sizes(config: MeshConfig, num_devices: int) -> list[int]:
-  """Returns the sizes of AXES. A size of −1 becomes what fits the devices."""
+  """Returns the sizes of AXES, with the number of devices as their product.
+
+  Example: data = −1, fsdp = 2, context = 1, tensor = 2 on 8 devices →
+  [2, 2, 1, 2]
+
+  Args:
+    config: the sizes. One of them may be −1, which is computed.
+    num_devices: the number of devices.
+
+  Raises:
+    UserError: if the product is not the number of devices.
+  """
   sizes = [getattr(config, axis) for axis in AXES]
   if -1 in sizes:
     product_of_others = math.prod(size for size in sizes if size != -1)
@@ -134,6 +145,9 @@ def batch_share(mesh: Mesh) -> tuple[int, int]:
 def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
   """Returns a batch as global arrays, split over the mesh.
 
+  Each process passes the rows that its devices need. A global array consists of
+  the rows of all processes.
+
   Args:
     batch: the rows [rows, T] of this process's share, by name.
     mesh: its data and fsdp axes split the batch, its context axis each row.
@@ -150,7 +164,11 @@ def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
 
 
 def _local_context_shards(mesh: Mesh) -> list[int]:
-  """Returns the indices of this process's devices along the context axis."""
+  """Returns the indices of this process's devices along the context axis.
+
+  The context axis splits each row of a batch into shards. The devices with
+  index i have shard i.
+  """
   shards = set()
   for index, device in np.ndenumerate(mesh.devices):
     if device.process_index == jax.process_index():
@@ -162,10 +180,18 @@ def _local_context_shards(mesh: Mesh) -> list[int]:
 def _select_shards(
   rows: np.ndarray, num_shards: int, selected_shards: list[int]
 ) -> np.ndarray:
-  """Returns the tokens of some shards along the context axis.
+  """Returns the tokens of some shards of each row, in balanced order.
 
-  The shards are in balanced order: under a causal mask, all of them have the
-  same work.
+  The context axis of a mesh splits a row into equal shards. Under a causal
+  mask, later tokens attend to more keys. In balanced order, a shard has tokens
+  from both ends of the row, so that all shards have the same work.
+
+  Example: the 8 tokens of a row for 2 shards → 0 1 6 7 | 2 3 4 5
+
+  Args:
+    rows: tokens [rows, T] of all shards, in their order.
+    num_shards: the number of shards of a row.
+    selected_shards: the indices of the shards to return.
   """
   num_rows, length = rows.shape[:2]
   balanced_rows = rows[:, balanced_order(length, num_shards)]
@@ -178,9 +204,13 @@ def sharded_attention(
 ) -> Callable[..., jax.Array]:
   """Returns `diff_attention` for arrays that are split over a mesh.
 
-  The batch and the heads are sharded, and the tokens in balanced order. The
-  size of the tensor axis must divide K. Keys and values are passed along the
-  context axis. Nothing else is communicated.
+  The data and fsdp axes split the batch, the context axis splits the tokens of
+  a row, and the tensor axis splits the heads. The size of the tensor axis must
+  divide K, the number of key and value heads. Keys and values are passed along
+  the context axis. Nothing else is communicated.
+
+  The tokens of a row are in balanced order: under a causal mask, the devices of
+  the context axis then have the same work.
 
   Args:
     mesh: the mesh.
@@ -256,9 +286,17 @@ def _summed_cross_entropy(
   z_loss: float,
   chunk: int | None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-  """Returns the loss of this device's tokens, summed over all devices.
+  """Returns the sums of `fused_cross_entropy` over the tokens of all devices.
 
-  This runs inside `shard_map`. `embedding` is the part that this device stores.
+  This runs inside `shard_map`. Sizes in small letters are those of one device.
+
+  Args:
+    hidden: hidden states of this device's tokens.
+    embedding: the part of the embedding that this device stores.
+    targets: the target of each of this device's tokens.
+    weights: the weight of each of this device's tokens in the loss.
+    z_loss: see `fused_cross_entropy`.
+    chunk: see `fused_cross_entropy`.
   """
   # Marked as varying before it is gathered, the embedding gets a gradient that
   # is only this device's summand. Its sum over the data axis comes later.

@@ -175,7 +175,7 @@ def _check_flags(coordinator: str, num_processes: int, process_id: int) -> None:
 
 
 def _port_of(coordinator: str) -> str:
-  """Returns PORT of HOST:PORT."""
+  """Returns PORT of "HOST:PORT", which may be no number."""
   return coordinator.rpartition(":")[2]
 
 
@@ -185,7 +185,7 @@ def _check_port(coordinator: str) -> None:
   Raises:
     UserError: if it cannot.
   """
-  address = ("", int(_port_of(coordinator)))  # all interfaces
+  address = ("", int(_port_of(coordinator)))  # "" stands for all interfaces.
   try:
     if socket.has_dualstack_ipv6():
       server = socket.create_server(
@@ -205,6 +205,12 @@ def _initialize(
   coordinator: str, num_processes: int, process_id: int, timeout: int
 ) -> bool:
   """Connects with the other processes. Returns False if there are none.
+
+  Args:
+    coordinator: HOST:PORT of process 0. "" if JAX should detect a cluster.
+    num_processes: the number of processes, if there is a coordinator.
+    process_id: the number of this process, if there is a coordinator.
+    timeout: how many seconds to wait for the others.
 
   Raises:
     RuntimeError: if JAX detects a cluster but cannot connect.
@@ -291,6 +297,7 @@ class _Terminator:
     self._c_signal(signal.SIGABRT, self._previous_abort_handler)
 
   def _on_abort(self, signal_number: int) -> None:
+    """Handles SIGABRT. The C library passes the number of the signal."""
     self.end(self.abort_message)
 
 
@@ -363,7 +370,10 @@ class _Member:
       self._end(reason, reason)
 
   def end_by_signal(self, signal_number: int) -> None:
-    """Ends all processes. A second signal ends this process at once."""
+    """Ends all processes, in a thread. A second signal ends this one at once.
+
+    A signal handler must not wait, and ending takes several seconds.
+    """
     if self._terminator.is_ending():
       signals.end_at_once(signal_number)
     exit_code = 128 + signal_number  # the convention of shells
@@ -405,6 +415,7 @@ class _Member:
     self._end(reason, f"process {self._process_id} stopped: {reason}", code)
 
   def _end(self, message: str, shared_reason: str, code: int = 1) -> NoReturn:
+    """Prints the message and ends this process after all know the reason."""
     publish = functools.partial(
       self._shared_reason.publish_to_all, shared_reason
     )
@@ -420,9 +431,9 @@ def _first_line(error: BaseException) -> str:
 
 
 class Agreement:
-  """A decision that is true if any process votes for it.
+  """A decision, such as to stop, that is true if any process votes for it.
 
-  All processes learn the decision before the same step. `ask` starts an
+  All processes learn the decision before the same step. `start_vote` starts an
   all-reduce of one number per device, which runs before the next step. The loop
   reads the decision one step later, when the previous step is over. It waits
   for the metrics of that step in any case, so no device ever waits for a host.
@@ -431,7 +442,7 @@ class Agreement:
   """
 
   def __init__(self, mesh: Mesh, vote: Callable[[], bool]):
-    """Initializes the decision, which is false until `ask` is called.
+    """Initializes the decision, which is false until `start_vote` is called.
 
     Args:
       mesh: the mesh of all processes' devices.
@@ -444,8 +455,12 @@ class Agreement:
     replicated = NamedSharding(mesh, P())
     self._reduce = jax.jit(_largest_vote, out_shardings=replicated)
 
-  def ask(self) -> None:
-    """Starts the all-reduce. Every process calls this before every step."""
+  def start_vote(self) -> None:
+    """Starts to collect the votes of all processes, without waiting for them.
+
+    Every process must call this before every step. A device can only take part
+    in an all-reduce with an array, so each device gets its process's vote.
+    """
     if self._is_alone:
       return
     num_devices = len(self._one_per_device.addressable_devices)
@@ -456,22 +471,23 @@ class Agreement:
     self._decision = self._reduce(votes)
 
   def __call__(self) -> bool:
-    """Returns the decision of the last `ask`, the same in every process."""
+    """Returns the decision of the last vote, the same in every process."""
     if self._is_alone:
       return self._vote()
-    if self._decision is None:
+    if self._decision is None:  # There was no vote yet.
       return False
-    return bool(self._decision)
+    return bool(self._decision)  # waits for the all-reduce
 
 
 def _largest_vote(votes: jax.Array) -> jax.Array:
+  """Returns 1 if any vote is 1, else 0."""
   return votes.max()
 
 
 def gather_objects(value: Any) -> list[Any]:
   """Returns the values of all processes, in the order of their numbers.
 
-  All processes must call this together.
+  All processes must call this together. The values are sent as JSON.
 
   Args:
     value: this process's value, of types that JSON has.
@@ -480,7 +496,7 @@ def gather_objects(value: Any) -> list[Any]:
     return [value]
   encoded = np.frombuffer(json.dumps(value).encode(), np.uint8)
   sizes = multihost_utils.process_allgather(np.int32(encoded.size))
-  # All processes must pass arrays of the same shape.
+  # The all-gather needs arrays of the same shape from all processes.
   padding = int(sizes.max()) - encoded.size
   padded = np.pad(encoded, (0, padding))
   gathered = multihost_utils.process_allgather(padded)  # [processes, bytes]
@@ -530,33 +546,57 @@ def check_same_data(data_identity: Mapping[str, int | str]) -> None:
   digests = gather_objects(hashlib.sha256(text.encode()).hexdigest())
   if len(set(digests)) == 1:
     return
+  # All processes have the same digests, so all of them continue here.
   differences = _differences(gather_objects(dict(data_identity)))
+  directories = gather_objects(f"{os.getcwd()} on {socket.gethostname()}")
+
   if len(differences) > _MAX_NAMED:
     num_unnamed = len(differences) - _MAX_NAMED
     differences = [*differences[:_MAX_NAMED], f"and {num_unnamed} more"]
-
-  directories = gather_objects(f"{os.getcwd()} on {socket.gethostname()}")
-  named_directories = [f"process 0 runs in {directories[0]}"]
-  for process, directory in enumerate(directories):
-    is_different = digests[process] != digests[0]
-    if is_different and len(named_directories) < _MAX_NAMED:
-      named_directories.append(f"process {process} runs in {directory}")
+  difference_text = "; ".join(differences)
+  directory_text = ", ".join(_differing_directories(digests, directories))
   raise UserError(
-    f"the processes read different data: {'; '.join(differences)}; give all of"
+    f"the processes read different data: {difference_text}; give all of"
     " them the same files, on a shared file system or as copies under the same"
     " paths (relative paths start where a process runs:"
-    f" {', '.join(named_directories)})"
+    f" {directory_text})"
   )
+
+
+def _differing_directories(
+  digests: list[str], directories: list[str]
+) -> list[str]:
+  """Returns texts that say where process 0 and processes unlike it run.
+
+  Args:
+    digests: the digest of the data of each process.
+    directories: the directory of each process.
+
+  Returns:
+    At most `_MAX_NAMED` texts, such as "process 1 runs in /home/me on host-1".
+  """
+  texts = [f"process 0 runs in {directories[0]}"]
+  for process, directory in enumerate(directories):
+    if digests[process] != digests[0] and len(texts) < _MAX_NAMED:
+      texts.append(f"process {process} runs in {directory}")
+  return texts
 
 
 def _differences(values_of_processes: list[dict[str, Any]]) -> list[str]:
   """Returns a text for each name whose value differs from process 0's.
 
   The text names the first process with a different value.
+
+  Example: [{"seed": 1}, {"seed": 2}] →
+  ["seed is 1 in process 0 and 2 in process 1"]
+
+  Args:
+    values_of_processes: the values of each process, by name.
   """
   first_values = values_of_processes[0]
   text_of_name: dict[str, str] = {}
   for process, values in enumerate(values_of_processes[1:], start=1):
+    # A name that one of the two processes lacks has the value None in it.
     for name in dict.fromkeys([*first_values, *values]):
       first_value = first_values.get(name)
       value = values.get(name)
@@ -571,7 +611,14 @@ def _differences(values_of_processes: list[dict[str, Any]]) -> list[str]:
 def _flatten(
   settings: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-  """Yields the settings of nested mappings, by names such as "data.seed"."""
+  """Yields the settings of nested mappings with their dotted names.
+
+  Example: {"data": {"seed": 1}} → ("data.seed", 1)
+
+  Args:
+    settings: the settings. Values may be mappings of settings.
+    prefix: goes before each name.
+  """
   for name, value in settings.items():
     if isinstance(value, Mapping):
       yield from _flatten(value, f"{prefix}{name}.")

@@ -16,7 +16,7 @@ ways:
     stores (an all-to-all). The receiver sums in float32. This also overlaps
     with computation.
   XLA's reduce-scatter in the compute dtype: for meshes on which an exchange
-    would take longer (see `exchanges`). Over several dimensions of the torus,
+    would take longer (see `uses_exchange`). Over several dimensions of the torus,
     the compiler turns it into an all-reduce. That sends twice as many bytes,
     and all computation waits for it.
 """
@@ -56,6 +56,9 @@ def product(
 
   Without a mesh, or on one device, this is `linear`.
 
+  Example: x [B, T, E] times the parameter "query" [E, Q, G, D] is
+  [B, T, Q, G, D].
+
   Args:
     x: activations. The tensor axis splits the same inputs of x and W.
     parameter: W of one layer, [E, *outputs] or [*inputs, E], in float32 or
@@ -64,9 +67,11 @@ def product(
   """
   w = dequantised(parameter)
   if _is_mesh_active():
-    layer_axes = SPECS[name][1:]
-    num_unsplit = w.ndim - len(layer_axes)
-    mesh_axes = (*layer_axes, *[None] * num_unsplit)
+    # A spec begins with the axis L of layers, which one layer lacks. It ends
+    # with the last axis that is split.
+    split_axes = SPECS[name][1:]
+    num_unsplit = w.ndim - len(split_axes)
+    mesh_axes = (*split_axes, *[None] * num_unsplit)
     return _sharded_product(x, w, mesh_axes)
 
   batch, length, *input_shape = x.shape
@@ -81,7 +86,7 @@ def gather_and_cast(
 ) -> Float[Array, "..."]:
   """Returns a layer's parameter in a dtype, gathered along the fsdp axis.
 
-  The tensor axis still splits it.
+  The tensor axis still splits it. Without a mesh, it is only cast.
 
   Args:
     parameter: the parameter of one layer.
@@ -90,22 +95,24 @@ def gather_and_cast(
   """
   if not _is_mesh_active():
     return parameter.astype(dtype)
-  return _gather_over_fsdp(parameter, SPECS[name][1:], dtype)
+  mesh_axes = SPECS[name][1:]  # without the axis L of layers
+  return _gather_over_fsdp(parameter, mesh_axes, dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def gather_parameter(
   shard: Float[Array, "..."], axis: int, name: str, dtype: Any
 ) -> Float[Array, "..."]:
-  """Returns the shards of all devices along a mesh axis, joined.
+  """Returns a parameter, joined from the shards that the devices store.
 
-  This is for code inside `shard_map`. The gradient is summed in the same way as
-  the gradient of a layer's parameter.
+  This is for code inside `shard_map`. The gradient is summed over the devices,
+  and each device gets the part that belongs to its shard. It is summed in the
+  same way as the gradient of a layer's parameter.
 
   Args:
     shard: the shard of this device.
-    axis: the axis of the array that is split.
-    name: the mesh axis.
+    axis: the axis of the parameter that is split.
+    name: the mesh axis that splits it.
     dtype: the dtype of the result. Shards and gradients are sent in it.
   """
   return lax.all_gather(shard.astype(dtype), name, axis=axis, tiled=True)
@@ -130,20 +137,22 @@ gather_parameter.defvjp(_gather_parameter_forward, _gather_parameter_backward)
 
 
 def uses_sparse_cores(mesh: Mesh | AbstractMesh) -> bool:
-  """Returns whether sparse cores gather parameters and sum gradients.
+  """Returns whether a TPU's sparse cores gather parameters and sum gradients.
 
   They do on v5p and v6e, with the compiler options of training/program.py. They
-  work while the chip computes. v5e has no sparse cores. The sparse cores of v4
-  and v7x were not tried.
+  work while the rest of the chip computes. v5e has no sparse cores. The sparse
+  cores of v4 and v7x were not tried.
   """
   return _device_kind(mesh) in ("TPU v5", "TPU v5p", "TPU v6 lite")
 
 
-def exchanges(mesh: Mesh | AbstractMesh) -> bool:
-  """Returns whether an exchange sums gradients on this mesh.
+def uses_exchange(mesh: Mesh | AbstractMesh) -> bool:
+  """Returns whether gradients are summed by an exchange of parts on this mesh.
 
-  Otherwise, XLA's reduce-scatter sums them: in float32 on sparse cores, and in
-  the compute dtype elsewhere.
+  In an exchange, each device sends every device a part of its gradient, and
+  sums the parts that it receives (see `_exchange_and_sum`). Otherwise, XLA's
+  reduce-scatter sums them: in float32 on sparse cores, and in the compute dtype
+  elsewhere.
   """
   if uses_sparse_cores(mesh):
     return False
@@ -153,7 +162,10 @@ def exchanges(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def _device_kind(mesh: Mesh | AbstractMesh) -> str | None:
-  """Returns the kind of a mesh's devices, or None if it is not known."""
+  """Returns the kind of a mesh's devices, such as "TPU v5e".
+
+  Returns None if the mesh does not know its devices.
+  """
   abstract_mesh = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
   device = abstract_mesh.abstract_device
   if device is None:
@@ -163,6 +175,8 @@ def _device_kind(mesh: Mesh | AbstractMesh) -> str | None:
 
 def _summand_dtype(dtype: Any) -> Any:
   """Returns the dtype in which a device sends its summand of a gradient.
+
+  This is the compute dtype, or float32 for sparse cores, which can sum it.
 
   Args:
     dtype: the compute dtype.
@@ -177,7 +191,28 @@ def _sum_and_scatter(
 ) -> Float[Array, "..."]:
   """Returns this device's part of the sum of x over devices, in float32.
 
-  This is for code inside `shard_map`.
+  This is for code inside `shard_map`. The two methods differ in time and in
+  rounding (see `uses_exchange`).
+
+  Args:
+    x: this device's summand.
+    axis: the axis of x that is split into one part per device.
+    name: the mesh axis to sum over.
+  """
+  if uses_exchange(jax.sharding.get_abstract_mesh()):
+    return _exchange_and_sum(x, axis, name)
+  summand = x.astype(_summand_dtype(x.dtype))
+  total = lax.psum_scatter(summand, name, scatter_dimension=axis, tiled=True)
+  return total.astype(jnp.promote_types(jnp.float32, x.dtype))
+
+
+def _exchange_and_sum(
+  x: Float[Array, "..."], axis: int, name: str
+) -> Float[Array, "..."]:
+  """Returns this device's part of the sum of x over devices, in float32.
+
+  Each device sends every device that one's part of x, in the dtype of x. It
+  then has its own part of every device's x, and sums these parts in float32.
 
   Args:
     x: this device's summand.
@@ -185,18 +220,13 @@ def _sum_and_scatter(
     name: the mesh axis to sum over.
   """
   sum_dtype = jnp.promote_types(jnp.float32, x.dtype)
-  if not exchanges(jax.sharding.get_abstract_mesh()):
-    summand = x.astype(_summand_dtype(x.dtype))
-    total = lax.psum_scatter(summand, name, scatter_dimension=axis, tiled=True)
-    return total.astype(sum_dtype)
-
-  # [*axes, size, *axes] → [*axes, devices, size / devices, *axes]
   num_devices = lax.axis_size(name)
+  # For axis = 1 of [X, size, Y]: [X, devices, size / devices, Y].
   parts = x.reshape(*x.shape[:axis], num_devices, -1, *x.shape[axis + 1 :])
   if num_devices > 1:
-    # Each device sends a part to every device. Afterwards, it has its own part
-    # of every device's summand.
-    parts = lax.all_to_all(parts, name, axis, axis, tiled=True)
+    parts = lax.all_to_all(
+      parts, name, split_axis=axis, concat_axis=axis, tiled=True
+    )
   return jnp.sum(parts.astype(sum_dtype), axis=axis)
 
 
@@ -227,13 +257,23 @@ def _sharded_product_backward(
   residuals: tuple[Array, Array],
   dy: Float[Array, "B T *outputs"],
 ) -> tuple[Array, Array]:
-  """Returns dx = dy Wᵀ and dW = xᵀ dy."""
+  """Returns the gradients dx = dy Wᵀ and dW = xᵀ dy of y = x W.
+
+  Args:
+    mesh_axes: the mesh axis of each axis of W [*inputs, *outputs].
+    residuals: x and W.
+    dy: the gradient of y.
+  """
   x, w = residuals
-  num_inputs = x.ndim - 2
-  # The fsdp axis splits E of W, but the batch of activations.
-  activation_axes = _without_fsdp(mesh_axes)
-  x_spec = P(BATCH, LENGTH, *activation_axes[:num_inputs])
-  dy_spec = P(BATCH, LENGTH, *activation_axes[num_inputs:])
+  num_inputs = x.ndim - 2  # all axes except B and T
+
+  # The axes of x after B and T are the inputs of W, and those of dy are its
+  # outputs. They are split in the same way, except that fsdp splits the batch
+  # of activations instead. Example: for "down" [F, E] with the mesh axes
+  # ("tensor", "fsdp"), F of x is split by tensor, and E of dy is not split.
+  unsplit_by_fsdp = _without_fsdp(mesh_axes)
+  x_spec = P(BATCH, LENGTH, *unsplit_by_fsdp[:num_inputs])
+  dy_spec = P(BATCH, LENGTH, *unsplit_by_fsdp[num_inputs:])
   compute_dw = jax.shard_map(
     functools.partial(_summed_dw, fsdp_axis=mesh_axes.index("fsdp")),
     in_specs=(x_spec, dy_spec),
@@ -241,10 +281,11 @@ def _sharded_product_backward(
   )
   dw = compute_dw(x, dy)
 
+  # dx sums over the output axes, which dy and W have in common.
   gathered_w = _gather_over_fsdp(w, mesh_axes, x.dtype)
   output_axes_of_dy = tuple(range(2, dy.ndim))
   output_axes_of_w = tuple(range(num_inputs, w.ndim))
-  dx = jnp.tensordot(dy, gathered_w, (output_axes_of_dy, output_axes_of_w))
+  dx = jnp.tensordot(dy, gathered_w, axes=(output_axes_of_dy, output_axes_of_w))
   return dx, dw.astype(w.dtype)
 
 
@@ -259,7 +300,8 @@ def _summed_dw(
 ) -> Float[Array, "..."]:
   """Returns this device's part of dW = xᵀ dy, summed over all tokens.
 
-  This runs inside `shard_map`.
+  This runs inside `shard_map`. Each device computes a summand from its tokens.
+  The fsdp axis splits both the tokens and W, so the sum over it returns a part.
 
   Args:
     x: activations of this device's tokens.
@@ -270,7 +312,7 @@ def _summed_dw(
   summand = jnp.tensordot(
     x,
     dy,
-    (batch_and_length, batch_and_length),
+    axes=(batch_and_length, batch_and_length),
     preferred_element_type=_summand_dtype(x.dtype),
   )
   dw = _sum_and_scatter(summand, fsdp_axis, "fsdp")
@@ -280,13 +322,19 @@ def _summed_dw(
 def _gather_over_fsdp(
   parameter: Float[Array, "..."], mesh_axes: MeshAxes, dtype: Any
 ) -> Float[Array, "..."]:
-  """Returns a parameter in a dtype, which the fsdp axis no longer splits."""
+  """Returns a parameter in a dtype, which the fsdp axis no longer splits.
+
+  XLA gathers it. The parameter is cast first, so that fewer bytes are sent.
+  """
   spec = P(*_without_fsdp(mesh_axes))
   return lax.with_sharding_constraint(parameter.astype(dtype), spec)
 
 
 def _without_fsdp(mesh_axes: MeshAxes) -> MeshAxes:
-  """Returns the mesh axes with None in place of fsdp."""
+  """Returns the mesh axes with None in place of fsdp.
+
+  Example: ("fsdp", "tensor") → (None, "tensor")
+  """
   return tuple(None if axis == "fsdp" else axis for axis in mesh_axes)
 
 

@@ -41,15 +41,19 @@ _MESH_AXES = {
 
 
 def _spec(parameter: Parameter) -> P:
-  """Returns the mesh axes that split a parameter.
+  """Returns the mesh axes that split the axes of a parameter.
 
-  The fsdp axis splits E of matrices, so all of its devices store equal parts.
-  The tensor axis splits heads, feed-forward columns and the vocabulary. Vectors
-  of width E are not split.
+  The fsdp axis splits the model width E of matrices, so all of its devices
+  store equal parts. The tensor axis splits heads, feed-forward columns and the
+  vocabulary.
+
+  Example: the matrix "LEHV" (layers, model width, heads, width of values) →
+  P(None, "fsdp", "tensor"). V is not split.
   """
   if parameter.axes in ("E", "LE"):
-    return P()
+    return P()  # Vectors of the model width are small, so they are not split.
   mesh_axes = [_MESH_AXES.get(letter) for letter in parameter.axes]
+  # A spec needs no entries for the last axes if they are not split.
   while mesh_axes and mesh_axes[-1] is None:
     mesh_axes.pop()
   return P(*mesh_axes)
@@ -61,10 +65,10 @@ SPECS = {name: _spec(parameter) for name, parameter in PARAMETERS.items()}
 def heads_sharding(params: dict[str, Any]) -> NamedSharding | None:
   """Returns the sharding of arrays [rows, heads, …] for a model's mesh.
 
-  The tensor axis splits the heads.
+  The tensor axis splits the heads. A key/value cache has such arrays.
 
   Args:
-    params: the model's parameters.
+    params: the model's parameters. They determine the mesh.
 
   Returns:
     The sharding, or None if the parameters are on one device.
@@ -92,7 +96,19 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 def _leaf_sharding(
   mesh: Mesh, path: tuple[Any, ...], leaf: Any
 ) -> NamedSharding:
-  """Returns the sharding of one array, which the keys of its path name."""
+  """Returns the sharding of one array of a state.
+
+  The last key of its path names the parameter: ("layers", "attention", "query")
+  is split as "query" is. Arrays with another name are replicated.
+
+  Args:
+    mesh: the mesh.
+    path: the entries that lead to the array in the tree.
+    leaf: the array. Only its shape matters.
+
+  Raises:
+    UserError: if a mesh axis does not divide the array axis that it splits.
+  """
   keys = []
   for entry in path:
     if isinstance(entry, jax.tree_util.DictKey):

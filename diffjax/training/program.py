@@ -24,7 +24,7 @@ from diffjax.parallel.mesh import (
   sharded_attention,
   sharded_cross_entropy,
 )
-from diffjax.parallel.product import exchanges, uses_sparse_cores
+from diffjax.parallel.product import uses_exchange, uses_sparse_cores
 from diffjax.training.optimizer import make_optimizer, make_schedule
 from diffjax.training.step import (
   Batch,
@@ -200,7 +200,7 @@ def compiler_options(mesh: Mesh) -> dict[str, str] | None:
   if device.platform != "tpu":
     return None
   options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
-  if exchanges(mesh):
+  if uses_exchange(mesh):
     options["xla_tpu_enable_async_all_to_all"] = "true"
   if uses_sparse_cores(mesh):
     offloaded = (

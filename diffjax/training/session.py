@@ -312,7 +312,7 @@ class Session:
     batch = put_batch(next(self._batches), self.program.mesh)
     self._waited = time.perf_counter() - asked
     self._log.batch_ready(self._waited)
-    self._stopping.ask()
+    self._stopping.start_vote()
     return batch
 
   def train_step(

@@ -25,10 +25,10 @@ from diffjax.config import (
 )
 from diffjax.parallel.mesh import make_mesh
 from diffjax.parallel.product import (
-  exchanges,
   gather_and_cast,
   gather_parameter,
   product,
+  uses_exchange,
 )
 from diffjax.parallel.rules import SPECS
 from diffjax.training.program import build, compiler_options
@@ -161,7 +161,7 @@ def test_where_gradients_are_exchanged(kind, chips, fsdp, exchanged):
   mesh = AbstractMesh(
     (chips // fsdp, fsdp), ("data", "fsdp"), abstract_device=device
   )
-  assert exchanges(mesh) == exchanged
+  assert uses_exchange(mesh) == exchanged
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -171,7 +171,7 @@ def test_xlas_own_reduce_scatter_gives_the_same(name, monkeypatch):
   with jax.set_mesh(mesh):
     exchanged = program(name, mesh, jnp.float32)(x, w, dy)
     monkeypatch.setattr(
-      "diffjax.parallel.product.exchanges", lambda mesh: False
+      "diffjax.parallel.product.uses_exchange", lambda mesh: False
     )
     jax.clear_caches()
     reduced = program(name, mesh, jnp.float32)
@@ -193,7 +193,7 @@ def test_sums_over_devices_round_nothing(sparse_cores, monkeypatch):
     "diffjax.parallel.product.uses_sparse_cores", lambda mesh: sparse_cores
   )
   monkeypatch.setattr(
-    "diffjax.parallel.product.exchanges", lambda mesh: not sparse_cores
+    "diffjax.parallel.product.uses_exchange", lambda mesh: not sparse_cores
   )
   jax.clear_caches()
   mesh = make_mesh(MESHES["fsdp"])
@@ -219,7 +219,7 @@ def test_sums_of_a_gathers_gradient_round_nothing(sparse_cores, monkeypatch):
     "diffjax.parallel.product.uses_sparse_cores", lambda mesh: sparse_cores
   )
   monkeypatch.setattr(
-    "diffjax.parallel.product.exchanges", lambda mesh: not sparse_cores
+    "diffjax.parallel.product.uses_exchange", lambda mesh: not sparse_cores
   )
   mesh = make_mesh(MESHES["fsdp"])
 
