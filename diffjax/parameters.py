@@ -37,7 +37,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-  """One array.
+  """One array of a decoder's parameters.
 
   Attributes:
     axes: a letter for each axis. A layer's array has a leading L.
@@ -54,7 +54,10 @@ class Parameter:
 
   @property
   def outputs(self) -> str:
-    """Returns the axes that a matrix product writes to."""
+    """Returns the axes of a matrix product's result, without those of x.
+
+    Example: axes = "LEQGD", inputs = "E" → "QGD"
+    """
     return "".join(axis for axis in self.axes if axis not in "L" + self.inputs)
 
 

@@ -346,6 +346,7 @@ class _CachedAttention:
     self.keys = self._write(self.keys, flat_k)
     self.values = self._write(self.values, v)
     if not _is_diff_attention(self.attention_fn):
+      # `decode_attention` would compute something else.
       return self._attend_to_copy(
         q, lam, num_key_maps=k.shape[3], window=window
       )
@@ -365,7 +366,7 @@ class _CachedAttention:
     )
 
   def _write(self, pool: Pool, new: Float[Array, "B T K W"]) -> Pool:
-    """Returns the pool with the new keys or values, each of width W."""
+    """Returns a pool of keys or values with those of the new tokens in it."""
     write = write_tokens
     if self.sharding is not None:
       write = _sharded_write(self.sharding)
@@ -379,9 +380,16 @@ class _CachedAttention:
     num_key_maps: int,
     window: int | None,
   ) -> Float[Array, "B T H V"]:
-    """Applies the model's own `attention_fn` to a copy of the cache.
+    """Returns the result of the model's own `attention_fn`.
 
-    The copy has the tokens of each row in order, as [B, S, K, M, D].
+    `decode_attention` cannot replace it, so it gets a copy of the cache, with
+    the tokens of each row in order.
+
+    Args:
+      q: queries of the new tokens.
+      lam: λ of the new tokens, or None with one map.
+      num_key_maps: M. The cache stores the M keys of a head as one vector.
+      window: how many keys a token sees, including its own. None for all keys.
     """
     k = read_rows(self.keys, self.tables, q.dtype)  # [B, S, K, M·D]
     v = read_rows(self.values, self.tables, q.dtype)  # [B, S, K, V]

@@ -139,6 +139,9 @@ class WindowSwitch:
   ) -> Any:
     """Returns the result of `attention_fn` with the window `windows[index]`.
 
+    `attention_fn` needs a static window, but the index is data. So there is a
+    branch for each window.
+
     Args:
       q: queries.
       k: keys.
@@ -193,11 +196,12 @@ class Block(nn.Module):
       positions: positions for RoPE. None for 0 … T−1.
     """
     config = self.config
-    windows = distinct_windows(config)
+    windows = distinct_windows(config)  # of all layers that this program runs
     window = windows[0]
     attention_fn = self.attention_fn
     if len(windows) > 1:
-      # This layer's window is data. The switch replaces the one given here.
+      # The layers of a scan share this program, so this layer's window is data.
+      # The switch selects it. It replaces the window that the layer passes.
       window = None
       attention_fn = WindowSwitch(attention_fn, windows, window_index)
 
@@ -232,7 +236,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-  """Maps tokens to hidden states.
+  """The language model without its last projection: tokens to hidden states.
 
   `logits` applies the vocabulary projection. In training it is part of the loss
   (ops/cross_entropy.py).
@@ -291,8 +295,7 @@ class Decoder(nn.Module):
     shape = (config.vocab_size, config.embed_dim)
     embedding = self.param("embedding", init, shape)
     if not config.tie_embeddings:
-      # Only creates the parameter. The loss and `logits` use it, not this
-      # module.
+      # This only creates the parameter, for the loss and for `logits`.
       self.param("unembedding", init, shape)
 
     x = embed(embedding.astype(self.dtype), tokens, config)  # [B, T, E]
@@ -319,6 +322,7 @@ class Decoder(nn.Module):
       segment_ids: tokens attend to tokens with an equal id.
       positions: positions for RoPE.
     """
+    # Rematerialization: the backward pass computes again what is not saved.
     remat = self.config.remat
     block_class = Block
     if remat != "none":
@@ -431,10 +435,16 @@ def _window_indices(config: ModelConfig) -> Int[Array, "L"]:
 def _normalize(
   module: nn.Module, name: str, x: Float[Array, "B T E"], config: ModelConfig
 ) -> Float[Array, "B T E"]:
-  """Returns the residual stream, normalized with parameters of a module.
+  """Returns the normalized x. Creates the norm's parameters in the module.
 
-  Creates the parameters in the module: a gain of 1 and, for a LayerNorm, a
-  shift of 0. The other arguments are those of `apply_norm`.
+  They are a gain, which starts at 1, and the shift of a LayerNorm, which starts
+  at 0.
+
+  Args:
+    module: the module that has the parameters.
+    name: the name of the norm and of its gain, such as "ffn_norm".
+    x: the residual stream.
+    config: determines the kind of norm and its ε.
   """
   shape = x.shape[-1:]  # [E]
   params = {name: module.param(name, nn.initializers.ones, shape)}
@@ -453,7 +463,8 @@ def apply_norm(
   """Returns the residual stream, normalized.
 
   Args:
-    params: holds the norm's parameters: a gain, and the shift of a LayerNorm.
+    params: has the norm's parameters: a gain under its name and, for a
+      LayerNorm, a shift.
     name: the norm: "attention_norm", "ffn_norm" or "final_norm".
     x: the residual stream.
     config: determines the kind of norm and its ε.
@@ -487,9 +498,13 @@ def output_embedding(params: dict[str, Any]) -> Float[Array, "N E"]:
 def logits(
   params: dict[str, Any], hidden: Float[Array, "B T E"]
 ) -> Float[Array, "B T N"]:
-  """Returns float32 logits, for sampling and tests.
+  """Returns float32 logits of the next tokens, for sampling and tests.
 
-  Training never has the logits of all tokens in memory.
+  Training computes its loss without having the logits of all tokens in memory.
+
+  Args:
+    params: the decoder's parameters.
+    hidden: the decoder's output.
   """
   embedding = output_embedding(params).astype(hidden.dtype)  # [N, E]
   return jnp.einsum(

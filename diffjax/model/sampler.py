@@ -35,7 +35,12 @@ _NO_TOKEN = -1
 
 @flax.struct.dataclass
 class SamplerState:
-  """The cache of the tokens read so far, and the logits of the next ones."""
+  """The state of a batch of rows: what was read, and what may come next.
+
+  Attributes:
+    cache: the keys and values of the tokens read so far.
+    logits: the logits of the next token of each row.
+  """
 
   cache: Cache
   logits: Float[Array, "B N"]
@@ -682,7 +687,7 @@ def _read_prompts(
       model, params, chunk_tokens, cache, counts, head_sharding
     )
     # Each row keeps the hidden state of its last token, from the chunk that
-    # holds it. A row without tokens in this chunk has the unused index 0.
+    # has it. A row without tokens in this chunk has the unused index 0.
     last_index = jnp.maximum(counts - 1, 0)
     chunk_hidden = jnp.take_along_axis(
       hidden, last_index[:, None, None], axis=1

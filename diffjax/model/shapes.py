@@ -16,7 +16,8 @@ from diffjax.parameters import FIELDS, NUM_POLY_NORM_WEIGHTS, PARAMETERS
 def axis_sizes(config: ModelConfig) -> dict[str, int]:
   """Returns the size of every axis of a decoder's parameters, by letter.
 
-  For example, "E" is `config.embed_dim`.
+  Example: {"N": 32000, "L": 12, "E": 768, "H": 6, …}. diffjax/parameters.py
+  lists the letters. E is the model width, and H the number of heads.
 
   Raises:
     UserError: if the layer class does not support the config.
@@ -29,7 +30,7 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
   layer = attention_class(config).from_config(config, parent=None)
   head_sizes = layer.head_sizes()
   sizes.update(head_sizes._asdict())
-  sizes["U"] = head_sizes.V
+  sizes["U"] = head_sizes.V  # for the square matrix [V, U] of DEX
   sizes["W"] = NUM_POLY_NORM_WEIGHTS
   return sizes
 
@@ -37,27 +38,34 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
   """Returns the shape of every parameter of a decoder, by name.
 
-  The shapes of layer parameters begin with L. The names of plain layers'
-  parameters begin with "plain_layers/".
+  The shapes of layer parameters begin with L, the number of layers. If a
+  decoder has softmax layers below its own ones (`plain_layers`), the names of
+  their parameters begin with "plain_layers/".
+
+  Example: {"embedding": (32000, 768), "query": (12, 768, 6, 2, 64), …}
 
   Raises:
     UserError: if the layer class does not support the config.
     ValueError: if the heads cannot share the noise maps evenly.
   """
   shapes = {}
-  for stack_name, stack in stacks(config).items():
+  for stack_name, stack in stacks(config).items():  # stacks of equal layers
     sizes = axis_sizes(stack)
     for parameter in _parameter_names(stack):
       axes = PARAMETERS[parameter].axes
       name = parameter
-      if axes.startswith("L") and stack_name != "layers":
+      is_layer_parameter = axes.startswith("L")
+      if is_layer_parameter and stack_name != "layers":
         name = f"{stack_name}/{parameter}"
       shapes[name] = tuple(sizes[axis] for axis in axes)
   return shapes
 
 
 def _parameter_names(config: ModelConfig) -> list[str]:
-  """Returns the names of a decoder's parameters, for one stack of layers."""
+  """Returns the names of a decoder's parameters, for one stack of layers.
+
+  They are keys of `PARAMETERS`, and depend on which options are set.
+  """
   names = ["embedding"]
   if not config.tie_embeddings:
     names.append("unembedding")

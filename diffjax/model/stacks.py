@@ -12,8 +12,12 @@ from diffjax.model.attention import attention_class
 def stacks(config: ModelConfig) -> dict[str, ModelConfig]:
   """Returns the stacks of equal layers in a decoder, the lowest first.
 
-  A decoder with `plain_layers` has a stack of softmax layers below the stack of
-  its own layers. Every other decoder is one stack.
+  The layers of a stack have equal configs and shapes, so that a scan can run
+  them. A decoder with `plain_layers` has a stack of softmax layers below the
+  stack of its own layers. Every other decoder is one stack.
+
+  Example: num_layers = 12, plain_layers = 4 → {"plain_layers": a config with 4
+  softmax layers, "layers": a config with 8 layers}
 
   Returns:
     The config of each stack, by the name of its parameters: "plain_layers" and
@@ -31,9 +35,11 @@ def stacks(config: ModelConfig) -> dict[str, ModelConfig]:
   plain_stack = dataclasses.replace(
     config,
     attention="softmax",
-    # Values have equal width: a head with V = 2D becomes two heads with V = D.
+    # Both stacks have the same total width of values: a head with V = 2D
+    # (`value_heads` = 2) becomes two heads with V = D.
     num_heads=config.num_heads * layer_class.value_heads,
     num_kv_heads=config.num_kv_heads * layer_class.value_heads,
+    # Softmax layers have one map, no head norm and no λ.
     num_noise_heads=None,
     head_norm=False,
     lambda_init=None,
@@ -54,7 +60,10 @@ def stacks(config: ModelConfig) -> dict[str, ModelConfig]:
 
 
 def _repeat_window_pattern(config: ModelConfig) -> str:
-  """Returns the window pattern, repeated until it covers every layer."""
+  """Returns the window pattern, repeated until it covers every layer.
+
+  The result may be longer. Example: "wf" for 3 layers → "wfwf"
+  """
   if not config.window_pattern:
     return ""
   repeats = math.ceil(config.num_layers / len(config.window_pattern))

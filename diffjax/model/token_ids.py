@@ -39,6 +39,7 @@ def validated_token_ids(
       )
     if jnp.issubdtype(ids.dtype, jnp.integer):
       return _validated_array(ids, vocab_size, name)
+    # The loop below finds the first element that is no integer.
   elif not isinstance(ids, Sequence) or isinstance(ids, bytes | bytearray):
     raise UserError(f"{name} is {ids!r}: pass a sequence of token ids")
   for position, token in enumerate(ids):
@@ -48,7 +49,10 @@ def validated_token_ids(
 
 
 def is_integer(value: Any) -> bool:
-  """Returns True for integers of Python, NumPy and JAX, but not for bools."""
+  """Returns True for integers of Python, NumPy and JAX, but not for bools.
+
+  Arrays without axes count, if their dtype is an integer.
+  """
   if type(value) is int:  # Fast path for most values.
     return True
   if isinstance(value, bool | np.bool_):
@@ -56,7 +60,7 @@ def is_integer(value: Any) -> bool:
   if isinstance(value, jax.Array) and value.dtype == bool:
     return False
   try:
-    operator.index(value)
+    operator.index(value)  # Raises for floats and for other types.
   except TypeError:
     return False
   return True
@@ -73,6 +77,7 @@ def _validated_array(
   smallest = int(ids.min())
   largest = int(ids.max())
   if smallest < 0 or largest >= vocab_size:
+    # The error names the first invalid id.
     for position, token in enumerate(ids.tolist()):
       if not 0 <= token < vocab_size:
         raise _invalid_id(token, position, vocab_size, name)

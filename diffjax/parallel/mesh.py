@@ -64,6 +64,7 @@ def make_mesh(
     )
     return Mesh(device_array, AXES, axis_types=axis_types)
 
+  # The data axis is divided into equal parts, one for each slice.
   data_size = sizes[0]
   if data_size % num_slices != 0:
     raise UserError(
@@ -112,6 +113,9 @@ def batch_share(mesh: Mesh) -> tuple[int, int]:
   Every batch is split into equal shares of rows. A process reads the rows that
   its devices need. Processes that differ only along the context or tensor axis
   read the same share.
+
+  Example: with data = 4 on two processes of two devices, the shares are the
+  first and the second half of a batch. Process 1 gets (1, 2).
 
   Raises:
     UserError: if the processes' devices do not split a batch into equal shares.
@@ -264,15 +268,19 @@ def _sharded_cross_entropy(
   z_loss: float = 0.0,
   chunk: int | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-  """Returns the sums of `fused_cross_entropy` over all devices."""
-  # Devices along the tensor axis hold the same hidden states, so they can share
-  # the tokens.
+  """Returns the sums of `fused_cross_entropy` over the tokens of all devices.
+
+  The arguments after the mesh are those of `fused_cross_entropy`, as global
+  arrays.
+  """
+  # Devices along the tensor axis hold the same hidden states, so they divide
+  # the tokens among them.
   tokens_spec = P(BATCH, (LENGTH, "tensor"))
   compute_sums = jax.shard_map(
     functools.partial(_summed_cross_entropy, z_loss=z_loss, chunk=chunk),
     mesh=mesh,
     in_specs=(tokens_spec, SPECS["embedding"], tokens_spec, tokens_spec),
-    out_specs=P(),
+    out_specs=P(),  # Every device has the sums.
   )
   return compute_sums(hidden, embedding, targets, weights)
 

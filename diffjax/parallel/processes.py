@@ -121,8 +121,21 @@ def connected(
     terminator.restore_abort_handler()
     yield
     return
+  with _ending_together(terminator):
+    yield
 
-  # From now on, the connected processes end together.
+
+@contextlib.contextmanager
+def _ending_together(terminator: _Terminator) -> Iterator[None]:
+  """Makes the connected processes end together, inside the context.
+
+  If the body raises or this process gets a signal that ends it, all processes
+  end. If another process does, this one ends. After a body without an error,
+  this process disconnects.
+
+  Args:
+    terminator: ends this process.
+  """
   member = _Member(
     distributed.global_state.process_id,
     _SharedReason(distributed.global_state.client),
@@ -131,6 +144,7 @@ def connected(
   terminator.abort_message = member.lost_connection_message(
     "see JAX's message above"
   )
+  # Waits for the other processes while the main thread runs the body.
   watcher = threading.Thread(
     target=member.end_with_others, name="diffjax-processes", daemon=True
   )
@@ -145,10 +159,15 @@ def connected(
 
 
 def _check_flags(coordinator: str, num_processes: int, process_id: int) -> None:
-  """Checks the flags of a process that does not rely on a cluster.
+  """Checks the flags that connect processes without a cluster.
+
+  Args:
+    coordinator: --coordinator. "" if it was not given.
+    num_processes: --num_processes. 0 if it was not given.
+    process_id: --process_id. Negative if it was not given.
 
   Raises:
-    UserError: if one is missing or has an invalid value.
+    UserError: if a flag is missing or has an invalid value.
   """
   missing = []
   if not coordinator:
@@ -180,10 +199,12 @@ def _port_of(coordinator: str) -> str:
 
 
 def _check_port(coordinator: str) -> None:
-  """Checks that process 0 can listen at its port. JAX crashes if it cannot.
+  """Checks that process 0 can listen at the port of "HOST:PORT".
+
+  Opens the port for a moment. JAX would crash without a useful message.
 
   Raises:
-    UserError: if it cannot.
+    UserError: if it cannot, for example because another program does.
   """
   address = ("", int(_port_of(coordinator)))  # "" stands for all interfaces.
   try:
@@ -243,7 +264,7 @@ def _initialize(
     if "coordinator_address should be defined" in str(error):
       return False  # JAX detects no cluster.
     if "KUBERNETES_SERVICE_HOST" in os.environ:
-      return False  # A pod that is not part of an indexed Job.
+      return False  # This pod is not part of an indexed Job.
     raise RuntimeError(
       f"{error}; pass --num_processes=1 to run alone"
     ) from error
@@ -366,8 +387,8 @@ class _Member:
     while reason is None:
       time.sleep(1.0)
       reason = self._shared_reason.wait(_REASON_REQUEST_SECONDS)
-    if reason:
-      self._end(reason, reason)
+    if reason:  # The reason is empty if the run ends without an error.
+      self._end(message=reason, shared_reason=reason)
 
   def end_by_signal(self, signal_number: int) -> None:
     """Ends all processes, in a thread. A second signal ends this one at once.
@@ -387,15 +408,19 @@ class _Member:
     """Ends all processes because of an error in this one.
 
     A collective fails here if another process ends. Then the message is the
-    reason of that process.
+    reason of that process. Each call of an `end` method ends this process and
+    does not return.
     """
     if isinstance(error, UserError):
       self._end_all(str(error))
+    # The error may only be the consequence of another process's end.
     reason = self._shared_reason.wait(_GRACE_SECONDS)
     if reason:
-      self._end(reason, reason)
+      self._end(message=reason, shared_reason=reason)
+    # A process that was killed gives no reason.
     if any(word in str(error) for word in _LOST_CONNECTION_WORDS):
       self._terminator.end(self.lost_connection_message(_first_line(error)))
+    # The error is this process's own.
     traceback.print_exception(error)
     self._end_all(f"{type(error).__name__}: {error}")
 
@@ -496,7 +521,8 @@ def gather_objects(value: Any) -> list[Any]:
     return [value]
   encoded = np.frombuffer(json.dumps(value).encode(), np.uint8)
   sizes = multihost_utils.process_allgather(np.int32(encoded.size))
-  # The all-gather needs arrays of the same shape from all processes.
+  # An all-gather needs arrays of the same shape from all processes, so shorter
+  # texts are padded with zeros.
   padding = int(sizes.max()) - encoded.size
   padded = np.pad(encoded, (0, padding))
   gathered = multihost_utils.process_allgather(padded)  # [processes, bytes]

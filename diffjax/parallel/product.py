@@ -73,7 +73,17 @@ def product(
     num_unsplit = w.ndim - len(split_axes)
     mesh_axes = (*split_axes, *[None] * num_unsplit)
     return _sharded_product(x, w, mesh_axes)
+  return _local_product(x, w)
 
+
+def _local_product(
+  x: Float[Array, "B T *inputs"], w: Float[Array, "..."]
+) -> Float[Array, "B T *outputs"]:
+  """Returns x W for a W [*inputs, *outputs] that no mesh splits.
+
+  `linear` multiplies matrices, so the inputs become one axis, and so do the
+  outputs.
+  """
   batch, length, *input_shape = x.shape
   output_shape = w.shape[len(input_shape) :]
   matrix = w.reshape(math.prod(input_shape), -1)
@@ -191,8 +201,8 @@ def _sum_and_scatter(
 ) -> Float[Array, "..."]:
   """Returns this device's part of the sum of x over devices, in float32.
 
-  This is for code inside `shard_map`. The two methods differ in time and in
-  rounding (see `uses_exchange`).
+  This is for code inside `shard_map`. Which of the two methods takes less time
+  depends on the devices (see `uses_exchange`).
 
   Args:
     x: this device's summand.
@@ -201,6 +211,7 @@ def _sum_and_scatter(
   """
   if uses_exchange(jax.sharding.get_abstract_mesh()):
     return _exchange_and_sum(x, axis, name)
+  # Sparse cores sum in float32. Elsewhere, float32 would be sent more slowly.
   summand = x.astype(_summand_dtype(x.dtype))
   total = lax.psum_scatter(summand, name, scatter_dimension=axis, tiled=True)
   return total.astype(jnp.promote_types(jnp.float32, x.dtype))
@@ -211,8 +222,8 @@ def _exchange_and_sum(
 ) -> Float[Array, "..."]:
   """Returns this device's part of the sum of x over devices, in float32.
 
-  Each device sends every device that one's part of x, in the dtype of x. It
-  then has its own part of every device's x, and sums these parts in float32.
+  Device i receives part i of every device's x, in the dtype of x. It sums these
+  parts in float32.
 
   Args:
     x: this device's summand.
