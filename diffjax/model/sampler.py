@@ -321,7 +321,10 @@ class Sampler:
   def _generate_texts(
     self, prompts: Sequence[str], options: _StreamOptions
   ) -> list[str]:
-    """Returns the text that follows each prompt, up to the document's end."""
+    """Returns the text that continues each prompt.
+
+    It ends at the latest where the model ends the document.
+    """
     tokenizer = self._tokenizer
     if tokenizer is None:
       raise ValueError(
@@ -650,6 +653,14 @@ def _programs(
   )
 
 
+class _PromptLoop(NamedTuple):
+  """The state of the loop in `_read_prompts`."""
+
+  chunk_index: Int[Array, ""] | int  # of the next chunk
+  cache: Cache
+  last_hidden: Float[Array, "B E"]  # of each row's last token so far
+
+
 def _read_prompts(
   model: Decoder,
   head_sharding: NamedSharding | None,
@@ -669,37 +680,38 @@ def _read_prompts(
     chunk: the number of tokens of a chunk.
     params: the parameters from `unstack`.
     cache: the cache of the tokens before.
-    tokens: the prompts, padded to P, a multiple of the chunk.
+    tokens: the prompts, padded to P tokens, a multiple of the chunk.
     lengths: the number of tokens of each prompt.
   """
-  batch = tokens.shape[0]
 
-  def has_chunks_left(carry):
-    index, _, _ = carry
-    return index * chunk < jnp.max(lengths)
+  def has_chunks_left(loop):
+    return loop.chunk_index * chunk < jnp.max(lengths)
 
-  def read_chunk(carry):
-    index, cache, last_hidden = carry
-    start = index * chunk
-    counts = jnp.clip(lengths - start, 0, chunk)  # each row's tokens here
+  def read_chunk(loop):
+    start = loop.chunk_index * chunk
+    # How many tokens of each prompt are in this chunk.
+    counts = jnp.clip(lengths - start, 0, chunk)
     chunk_tokens = jax.lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
-    hidden, cache = extend(
-      model, params, chunk_tokens, cache, counts, head_sharding
-    )
-    # Each row keeps the hidden state of its last token, from the chunk that
-    # has it. A row without tokens in this chunk has the unused index 0.
+    hidden, extended_cache = extend(
+      model, params, chunk_tokens, loop.cache, counts, head_sharding
+    )  # hidden: [B, chunk, E]
+
+    # The hidden state of each prompt's last token in this chunk. Prompts that
+    # ended in an earlier chunk keep the one that they have.
     last_index = jnp.maximum(counts - 1, 0)
     chunk_hidden = jnp.take_along_axis(
       hidden, last_index[:, None, None], axis=1
     )[:, 0]  # [B, E]
-    last_hidden = jnp.where(counts[:, None] > 0, chunk_hidden, last_hidden)
-    return index + 1, cache, last_hidden
+    last_hidden = jnp.where(counts[:, None] > 0, chunk_hidden, loop.last_hidden)
+    return _PromptLoop(loop.chunk_index + 1, extended_cache, last_hidden)
 
-  zeros = jnp.zeros((batch, model.config.embed_dim), model.dtype)
-  _, cache, last_hidden = jax.lax.while_loop(
-    has_chunks_left, read_chunk, (0, cache, zeros)
-  )
-  return SamplerState(cache, logits(params, last_hidden[:, None])[:, 0])
+  batch_size = tokens.shape[0]
+  zeros = jnp.zeros((batch_size, model.config.embed_dim), model.dtype)
+  first = _PromptLoop(chunk_index=0, cache=cache, last_hidden=zeros)
+  last = jax.lax.while_loop(has_chunks_left, read_chunk, first)
+  # `logits` takes [B, T, E], with T = 1 here.
+  next_logits = logits(params, last.last_hidden[:, None])[:, 0]  # [B, N]
+  return SamplerState(last.cache, next_logits)
 
 
 def _read_token(
@@ -770,6 +782,7 @@ def _draw_tokens(
   # The generator is fixed, because users may make "rbg" JAX's default. With
   # that one, the random numbers of a row would depend on the other rows.
   key = jax.random.key(seed, impl="threefry2x32")
+  # Each row has its own key, and below, each of its positions.
   row_keys = jax.vmap(functools.partial(jax.random.fold_in, key))(row_numbers)
 
   def has_tokens_left(loop):
@@ -778,19 +791,24 @@ def _draw_tokens(
   def draw_token(loop):
     # The cache's length is the position of the token that is drawn.
     keys = jax.vmap(jax.random.fold_in)(row_keys, loop.state.cache.lengths)
-    tokens = _choose_tokens(loop.state.logits, keys, settings, method)
-    drawn = jax.lax.dynamic_update_slice_in_dim(
-      loop.drawn, tokens[:, None], loop.num_drawn, axis=1
+    tokens = _choose_tokens(loop.state.logits, keys, settings, method)  # [B]
+    return _DrawLoop(
+      num_drawn=loop.num_drawn + 1,
+      state=_read_token(model, head_sharding, params, loop.state, tokens),
+      drawn=jax.lax.dynamic_update_slice_in_dim(
+        loop.drawn, tokens[:, None], loop.num_drawn, axis=1
+      ),
+      has_ended=loop.has_ended | jnp.isin(tokens, stop_ids),
     )
-    next_state = _read_token(model, head_sharding, params, loop.state, tokens)
-    has_ended = loop.has_ended | jnp.isin(tokens, stop_ids)
-    return _DrawLoop(loop.num_drawn + 1, next_state, drawn, has_ended)
 
-  drawn = jnp.zeros((len(row_numbers), _BURST), jnp.int32)
-  loop = jax.lax.while_loop(
-    has_tokens_left, draw_token, _DrawLoop(0, state, drawn, has_ended)
+  first = _DrawLoop(
+    num_drawn=0,
+    state=state,
+    drawn=jnp.zeros((len(row_numbers), _BURST), jnp.int32),
+    has_ended=has_ended,
   )
-  return loop.state, loop.drawn, loop.has_ended
+  last = jax.lax.while_loop(has_tokens_left, draw_token, first)
+  return last.state, last.drawn, last.has_ended
 
 
 def _choose_tokens(
@@ -822,8 +840,10 @@ def _draw_filtered(
 ) -> Int[Array, "B"]:
   """Returns a token for each row, drawn among its most likely tokens.
 
-  These are the top_k most likely tokens (all if top_k is 0). Of these, they are
-  the most likely ones that together have the probability top_p.
+  First, the top_k most likely tokens are kept (all if top_k is 0). Of these, the
+  fewest most likely ones are kept whose probabilities add up to top_p.
+
+  Example: probabilities 0.5, 0.3, 0.2 with top_p = 0.6 → the first two.
 
   Args:
     logits: the logits of the next tokens, divided by the temperature.
@@ -835,8 +855,8 @@ def _draw_filtered(
   rank = jnp.arange(ranked.shape[-1])
   is_in_top_k = (rank < settings.top_k) | (settings.top_k == 0)
   ranked = jnp.where(is_in_top_k, ranked, -jnp.inf)
-  # A token stays if the more likely ones have a probability below top_p. The
-  # most likely token always stays.
+  # A token stays if the more likely ones together have a probability below
+  # top_p. So the most likely token always stays.
   probabilities = jax.nn.softmax(ranked, axis=-1)
   probability_before = jnp.cumsum(probabilities, axis=-1) - probabilities
   ranked = jnp.where(probability_before < settings.top_p, ranked, -jnp.inf)
