@@ -80,7 +80,7 @@ def row_cost(case: Case, timeout: float) -> dict[str, float]:
     if len(known) == len(found):
       two, four = known[whole]
       ends = (2 * two - four) * (
-        schedule.q_blocks if forward else schedule.kv_blocks
+        schedule.num_q_blocks if forward else schedule.num_kv_blocks
       )
       result[direction] = ends + sum(
         count * (known[run][1] - known[run][0]) / 2

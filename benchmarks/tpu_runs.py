@@ -85,7 +85,7 @@ def runs_of(
   scalars = jax.tree.map(
     lambda x: x.tolist(), make_scalars(schedule, ids, ids, None, 1)
   )
-  stay = schedule.q_blocks if schedule.keys_move else schedule.kv_blocks
+  stay = schedule.num_q_blocks if schedule.keys_move else schedule.num_kv_blocks
   with (
     _instead(
       when=when,

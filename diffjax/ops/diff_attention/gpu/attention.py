@@ -240,7 +240,7 @@ def _backward(
   saved: Saved,
   d_out: Float[Array, "B T H V"],
 ) -> tuple[Array, Array, Array, Array | None]:
-  """Returns the gradients of q, k, v and λ, None without λ (paper, §1)."""
+  """Returns the gradients of q, k, v and λ. The last is None without λ."""
   vectors, d_lam = _query_vectors(arrays, saved, d_out)
   factor, q = logits.logit_factor(options.scale, arrays.q)
   # The kernels read λ from `vectors`.

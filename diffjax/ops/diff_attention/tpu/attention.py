@@ -1,9 +1,13 @@
 """Differential attention on TPU as fused Pallas kernels.
 
 `forward.py` and `backward.py` have the kernels, one for each direction. Both
-share the work that the maps of a query group have in common. In multiply-adds
-of width D per query, key and head, version 1 takes 6 forward and 10 backward,
-and version 2 takes 4 and 8 (paper §1).
+share the work that the maps of a query group have in common. With two maps,
+each head, query and key takes this many products of width D:
+
+                              version 1 (V = 2D)   version 2 (V = D)
+  forward: QKᵀ, AV            2 + 4                2 + 2
+  backward: QKᵀ, dO Vᵀ,
+    dV, dK, dQ                2 + 2 + 2 + 2 + 2    2 + 1 + 1 + 2 + 2
 
 `schedule.py` decides which blocks are loaded and computed. Tiles that the mask
 hides are neither loaded nor computed. In tiles that it cuts, hidden sub-tiles
@@ -59,8 +63,8 @@ def _prepare(arrays: Arrays, mask: Mask) -> KernelConfig:
     )
 
   return KernelConfig(
-    forward=choose_blocks("forward"),
-    backward=choose_blocks("backward"),
+    forward_blocks=choose_blocks("forward"),
+    backward_blocks=choose_blocks("backward"),
     generation=generation,
     cores=chip.cores(),
     interpret=chip.interpret_mode.get(),

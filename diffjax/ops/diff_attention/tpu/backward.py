@@ -1,14 +1,16 @@
 """The backward pass of differential attention on TPU.
 
 A block of keys and values is stationary, and the queries of all heads that
-share it move. One kernel computes all gradients:
+share it move (`schedule.py` explains the terms). One kernel computes all
+gradients:
 
   dP = dO Vᵀ                                       once for both maps
   dV = (A₁ − λA₂)ᵀ dO                              once for both maps
   dS₁ = A₁ ∘ (dP − δ₁),  dS₂ = −λA₂ ∘ (dP − δ₂)
   dK = scale · dSᵀ Q,  dQ = scale · dS K           for each map
 
-with δ₂ = rowsum(dO ∘ A₂V), δ₁ = rowsum(dO ∘ O) + λδ₂ and dλ = −δ₂ (paper §1).
+with δ₂ = rowsum(dO ∘ A₂V), dλ = −δ₂ and δ₁ = rowsum(dO ∘ A₁V), which is
+rowsum(dO ∘ O) + λδ₂ because A₁V = O + λA₂V. dS are the gradients of the logits.
 dK and dV are summed in vector memory while the queries move. dQ of all rows of
 a call stays in vector memory, because every block of keys adds to it.
 
@@ -109,8 +111,9 @@ def backward_partial(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns what some of the keys add to the gradients of q, k and v.
 
-  They are float32. The arguments are the same as in `backward`, but `result` is
-  the result of all keys: A₁V − λA₂V, A₂V and the log-sum-exps.
+  They are float32. The arguments are the same as in `backward`, but `result` has
+  A₁V − λA₂V, A₂V and the log-sum-exps of attention to all keys. `ring` computes
+  the gradient of λ from A₂V.
   """
   gradients = _gradients(
     arrays, mask, options, result, d_out, out_dtype=jnp.float32
@@ -170,7 +173,7 @@ def _gradients(
   q_by_head = jnp.swapaxes(q, 1, 2)  # [B, Q, T, G, D]
 
   config: KernelConfig = options.chosen
-  heads_per_call, rows_per_call = _call_sizes(config.backward, R, T)
+  heads_per_call, rows_per_call = _call_sizes(config.backward_blocks, R, T)
   is_single_call = heads_per_call == R and rows_per_call >= T
   # dK and dV of several calls are summed in float32.
   d_kv_dtype = out_dtype if is_single_call else jnp.float32
@@ -338,9 +341,10 @@ class _IndexMaps:
   """The index maps of the grid [B, K·parts, key blocks of a part, R, steps].
 
   Each method returns the index of the block that a step of the grid works on.
-  Its arguments are b (row of the batch), part (of all parts of all key heads),
-  n (number of the key block in the part), r (query head), step and the fields of
-  `Scalars` that are not None.
+  Its arguments are the indices of the grid: b (sequence of the batch), part (of
+  all parts of all key heads), n (key block of the part), r (query group of the
+  key head) and step. Pallas adds the scalar arrays: the fields of `Scalars` that
+  are not None, which are always its first fields.
 
   Attributes:
     schedule: the schedule of the kernel.
@@ -450,14 +454,14 @@ def key_head_and_block(
   return key_head, n * num_parts + position
 
 
-def _num_parts(cores: int, B: int, K: int, kv_blocks: int) -> int:
+def _num_parts(cores: int, B: int, K: int, num_kv_blocks: int) -> int:
   """Returns how many parts share the key blocks of a head.
 
   Several cores share one axis of the grid, the batch or the key heads. If
   neither divides by the number of cores, each core takes a part of the key
   blocks of each head.
   """
-  if B % cores == 0 or K % cores == 0 or kv_blocks == 1:
+  if B % cores == 0 or K % cores == 0 or num_kv_blocks == 1:
     return 1
   return cores
 
@@ -476,21 +480,26 @@ def _run_kernel(
   M = k.shape[3]
   V = v.shape[-1]
 
-  config: KernelConfig = options.chosen
+  config: KernelConfig = options.chosen  # by `_prepare` in attention.py
   schedule = make_schedule(
-    mask, config.backward, q[:, 0, 0], k, keys_move=False
+    mask, config.backward_blocks, q[:, 0, 0], k, keys_move=False
   )
-  num_parts = _num_parts(config.cores, B, K, schedule.kv_blocks)
+  num_parts = _num_parts(config.cores, B, K, schedule.num_kv_blocks)
   schedule = dataclasses.replace(
-    schedule, kv_blocks=round_up(schedule.kv_blocks, num_parts)
+    schedule, num_kv_blocks=round_up(schedule.num_kv_blocks, num_parts)
   )
+  # Arrays for scalar memory: positions, visible blocks and ranges of segment
+  # ids, if they are data.
   scalars = make_scalars(schedule, q_ids, kv_ids, offset, batch=B)
   block_keys = schedule.blocks.kv
-  kv_length = schedule.kv_blocks * block_keys
+  kv_length = schedule.num_kv_blocks * block_keys
   span_rows = schedule.span * schedule.blocks.q
-  length = schedule.q_blocks * schedule.blocks.q
+  length = schedule.num_q_blocks * schedule.blocks.q
   index_maps = _IndexMaps(schedule, num_parts)
 
+  # The blocks of operands lack the first axes of the arrays, such as [B, K, R].
+  # `Operand` adds them with size 1, and index maps return an index for every
+  # axis. `is_reloaded` is for the cost estimate, which ignores the small ids.
   q_by_group = q.reshape(B, K * R, T, G, D).swapaxes(1, 2)
   q_by_map = queries_by_map(q_by_group, length)  # [B, K·R, G, length, D]
   q_operand = Operand(
@@ -568,11 +577,11 @@ def _run_kernel(
     grid=(
       B,
       K * num_parts,
-      schedule.kv_blocks // num_parts,
+      schedule.num_kv_blocks // num_parts,
       R,
       schedule.steps,
     ),
-    num_parallel_axes=2,
+    num_parallel_axes=2,  # The blocks of a part run in order: they share dQ.
     scalars=scalars,
     operands=operands,
     outputs=outputs,
@@ -605,6 +614,7 @@ class _Refs(NamedTuple):
 
   `rows` is the number of queries of a span, and `keys` the number of keys of a
   block. X is the number of output gradients: 1 with up to two maps, else G.
+  `call_kernel` passes None for arrays that are absent.
   """
 
   q: Any  # [G, rows, D]
@@ -622,7 +632,8 @@ class _Refs(NamedTuple):
   d_q_acc: Any  # [R, G, length, D], or None if d_q itself is float32
   d_k_acc: Any  # [M, keys, D]
   d_v_acc: Any  # [keys, V]
-  kv_id_column: Any  # [keys, LANES], or None without segments
+  # [keys, LANES]: a key's segment id, in all lanes. None without segments.
+  kv_id_column: Any
 
   @property
   def d_q_sum(self) -> Any:
@@ -663,6 +674,8 @@ def backward_kernel(
     _initialize_scratch(refs)
 
   def run_tile(i: Scalar, index_in_span: Scalar) -> None:
+    # A tile is query block i against key block j. `for_each_subtile` calls
+    # add_subtile(rows, keys, subtile_mask).
     add_subtile = functools.partial(
       _add_subtile, schedule, scale, refs, head, i, index_in_span
     )
@@ -707,13 +720,20 @@ def _add_subtile(
   index_in_span: Scalar,
   rows: Interval,
   keys: Interval,
-  mask: SubtileMask | None,
+  subtile_mask: SubtileMask | None,
 ) -> None:
   """Adds the gradients of a sub-tile to dQ, dK and dV.
 
-  The sub-tile has n rows and m keys of a tile. `i` is the number of its query
-  block, and `index_in_span` the block's number in the span that is loaded.
-  Without a mask, all keys are visible.
+  Args:
+    schedule: the sizes of blocks, and the numbers of maps.
+    scale: the factor on q·k.
+    refs: the refs of the kernel.
+    head: the query group, counted within its key head.
+    i: the query block of the sub-tile, counted from the call's first.
+    index_in_span: the same block, counted from the loaded span's first.
+    rows: the sub-tile's n queries, counted from the first of the query block.
+    keys: the sub-tile's m keys, counted from the first of the key block.
+    subtile_mask: which of the keys are visible. None if all are.
   """
   G = schedule.num_maps
   M = schedule.num_key_maps
@@ -726,13 +746,15 @@ def _add_subtile(
   d_q_slice = aligned_slice(first_row, rows.size)
 
   visible = None
-  if mask is not None:
+  if subtile_mask is not None:
     has_same_segment = None
-    if mask.compares_segments:
+    if subtile_mask.compares_segments:
       q_ids = refs.q_ids[:, row_slice]  # [1, n]
       kv_ids = repeat(refs.kv_id_column[key_slice, :], rows.size)  # [m, n]
       has_same_segment = q_ids == kv_ids
-    visible = mask.visible(1, has_same_segment)  # [m, n]
+    visible = subtile_mask.visible(
+      q_axis=1, has_same_segment=has_same_segment
+    )  # [m, n]
 
   d_logits: list[jax.Array] = []  # dS of each map, [m, n]
   output_weights: list[jax.Array] = []  # A of each output gradient, [m, n]
@@ -740,14 +762,18 @@ def _add_subtile(
   for g in range(G):
     if g < refs.d_out.shape[0]:
       # Of two maps, the second one uses dP = V dOᵀ of the first.
-      d_weights = dot(refs.v[key_slice, :], refs.d_out[g, row_slice, :], (1, 1))
+      v = refs.v[key_slice, :]  # [m, V]
+      map_d_out = refs.d_out[g, row_slice, :]  # [n, V]
+      d_weights = dot(v, map_d_out, contracting_axes=(1, 1))  # [m, n]
     # The noise map is the last one. It may have its own keys.
     key_map = M - 1 if g == G - 1 else 0
     k = refs.k[key_map, key_slice, :]
-    logits = dot(k, refs.q[g, row_slice, :], (1, 1)) * (scale * LOG2E)
+    queries = refs.q[g, row_slice, :]  # [n, D]
+    logits = dot(k, queries, contracting_axes=(1, 1)) * (scale * LOG2E)
     if visible is not None:
       logits = jnp.where(visible, logits, MASKED_LOGIT)
     log_sum_exp = refs.row_terms[g : g + 1, row_slice]  # [1, n]
+    # In a row that sees no key it is +1e30, so the weights are 0.
     weights = jnp.exp2(logits - log_sum_exp)
     if G == 2 and g == 1:
       lam = refs.row_terms[2 * G :, row_slice]  # [1, n]
@@ -763,7 +789,8 @@ def _add_subtile(
   d_v = refs.d_v_acc[key_slice, :]
   d_out = _stack_maps(refs.d_out[:, row_slice, :])  # [X·n, V]
   stacked_weights = jnp.concatenate(output_weights, axis=1)  # [m, X·n]
-  refs.d_v_acc[key_slice, :] = d_v + dot(stacked_weights, d_out, (1, 0))
+  d_v = d_v + dot(stacked_weights, d_out, contracting_axes=(1, 0))
+  refs.d_v_acc[key_slice, :] = d_v
 
   # dK += dSᵀ Q and dQ += dS K. Maps that share their keys are stacked. The
   # factor `scale` is applied when the sums are written.
@@ -773,12 +800,13 @@ def _add_subtile(
     stacked_d_logits = jnp.concatenate(d_logits[maps], axis=1)  # [m, maps·n]
     d_k = refs.d_k_acc[key_map, key_slice, :]
     queries = _stack_maps(refs.q[maps, row_slice, :])  # [maps·n, D]
-    d_k = d_k + dot(stacked_d_logits, queries, (1, 0))
+    d_k = d_k + dot(stacked_d_logits, queries, contracting_axes=(1, 0))
     refs.d_k_acc[key_map, key_slice, :] = d_k
 
     d_q = refs.d_q_sum[head, maps, d_q_slice, :]  # [maps, n, D]
     k = refs.k[key_map, key_slice, :]
-    d_stacked_q = dot(stacked_d_logits, k, (0, 0))  # [maps·n, D]
+    # [maps·n, D]
+    d_stacked_q = dot(stacked_d_logits, k, contracting_axes=(0, 0))
     d_q = d_q + d_stacked_q.reshape(num_maps, rows.size, -1)
     refs.d_q_sum[head, maps, d_q_slice, :] = d_q
 

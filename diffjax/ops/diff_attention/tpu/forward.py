@@ -1,16 +1,24 @@
 """The forward pass of differential attention on TPU.
 
-A block of queries is stationary, and blocks of keys and values move. A query
-group has G maps, which are one below the other, so the matrix unit loads V only
-once for all of them.
+The grid is [B, Q, query blocks, steps]. A block of queries stays in VMEM (it is
+stationary) while the steps load the keys and values that it sees:
 
-There are two kernels. The quick kernel takes exponentials of the logits as they
-are, which keeps the matrix unit busy all the time. Its log-sum-exps show
-whether float32 held the exponentials (`in_range`). If not, the online kernel
-runs, which subtracts the running maximum of each row.
+  step: loads a span, which is some consecutive key blocks, such as 4.
+  tile: a query block against one key block, such as 1024 × 1024 logits.
+  sub-tile: a part of a tile whose logits exist at once, such as 256 × 256.
 
-Exponentials have base 2. Logits are multiplied by scale·log₂e in float32, so
-queries are not rounded a second time.
+`schedule.py` skips hidden spans, tiles and sub-tiles. The logits of a query
+group's G maps are stacked to one [G·n, m] matrix. So the matrix unit loads V
+once for all maps.
+
+There are two kernels. The quick kernel takes exponentials of the logits without
+subtracting a maximum. So products need not wait for the maximum of a row, and
+the matrix unit is always busy. If its log-sum-exps show that float32 could not
+hold the exponentials (`in_range`), the online kernel computes everything again.
+It subtracts the running maximum of each row.
+
+Exponentials have base 2. Logits are multiplied by scale·log₂e in float32.
+Multiplying bfloat16 queries instead would round them a second time.
 """
 
 from __future__ import annotations
@@ -71,8 +79,8 @@ from diffjax.ops.diff_attention.vjp import (
   Saved,
 )
 
-# Bounds within which the quick kernel is accurate. `in_range` derives them.
-# Log-sum-exps have base 2. The largest value is the largest |v|.
+# Bounds on log-sum-exps (base 2), on the largest |v| and on the number of keys.
+# Within them the quick kernel is accurate. `in_range` derives them.
 _MIN_LSE = -60
 _MAX_LSE = 80
 _MIN_LARGEST_VALUE = 2.0**-20
@@ -84,7 +92,8 @@ def forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
   """Computes differential attention on a TPU.
 
   The output is A₁V − λA₂V, where A₁ is a signal map and A₂ a noise map. A query
-  group of G maps has one noise map, which is the last one.
+  group of G maps has one noise map, which is the last one. With G = 1, there is
+  no noise map, and the output is A₁V.
 
   Args:
     arrays: q, k, v, λ, segment ids and offsets.
@@ -93,16 +102,17 @@ def forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
       pass follows.
 
   Returns:
-    `Saved` with
-      out: the output [B, H, T, V],
-      out2: the noise maps' outputs A₂V [B, Q, T, V], and
-      lse: the log-sum-exps of base 2 [B, Q, G, T].
+    `Saved` in the layout that `backward` reads. `_heads_last` in attention.py
+    transposes `out` for the caller of the operation.
+      out: the output [B, H, T, V], in q's dtype.
+      out2: the noise maps' outputs A₂V [B, Q, T, V], in q's dtype.
+      lse: the log-sum-exps of base 2 [B, Q, G, T], in float32.
     out2 and lse are None without `save`. out2 is also None with one map.
   """
-  call = _make_call(
+  kernel_arguments = _make_arguments(
     arrays, mask, options, out_dtype=arrays.q.dtype, writes_out2=options.save
   )
-  results = _run_quick_or_online(call, arrays)
+  results = _run_quick_or_online(kernel_arguments, arrays)
   out, out2 = _crop_outputs(results, arrays)
   lse = None
   if options.save:
@@ -115,28 +125,34 @@ def forward_partial(
 ) -> PartialResult:
   """Computes attention to some of the keys, in float32.
 
-  Results for other keys are merged with it by their log-sum-exps. So the
+  `ring` merges it with the results for other keys by their log-sum-exps. So the
   outputs are not rounded, and A₂V and the log-sum-exps are always returned.
 
   Args:
-    arrays: the arrays of `forward`, with some of the keys and values.
+    arrays: the arrays of `forward`, with some of the keys and values. G is at
+      most 2, so there is one query group per head: Q = H.
     mask: which queries see which of these keys.
     options: the options of the operation.
 
   Returns:
-    The output [B, H, T, V], A₂V [B, Q, T, V], and the log-sum-exps of base 2
-    [B, Q, G, T]. A row that sees none of the keys has the output 0.
+    The fields of `PartialResult`, in the layout that all implementations share:
+      out: the output [B, H, T, V].
+      out2: A₂V [B, H, T, V], or None with one map.
+      lse: the log-sum-exps of base 2 [B, H, G, T].
+    A query that sees none of the keys has the output 0 and the log-sum-exp
+    EMPTY_ROW_LSE.
   """
-  call = _make_call(
+  kernel_arguments = _make_arguments(
     arrays, mask, options, out_dtype=jnp.float32, writes_out2=True
   )
   if mask.segments:
-    # The quick kernel does not subtract row maxima, so its result must be
-    # checked (`in_range`). Rows that see none of these keys would fail the
-    # check, and with segments there are many. So it would hardly ever be used.
-    results = _run_kernel(call, is_online=True)
+    # One query that sees none of these keys fails the check of the quick
+    # kernel's result (`in_range`). With segments there nearly always is one, so
+    # the quick kernel would run in vain. Without segments, only a window can
+    # hide all keys of a query, because `ring` plans no call for hidden keys.
+    results = _run_kernel(kernel_arguments, is_online=True)
   else:
-    results = _run_quick_or_online(call, arrays)
+    results = _run_quick_or_online(kernel_arguments, arrays)
   out, out2 = _crop_outputs(results, arrays)
   return PartialResult(out, out2, results.lse[..., : mask.q_length])
 
@@ -147,16 +163,18 @@ def in_range(
   """Returns whether the quick kernel's outputs and log-sum-exps are accurate.
 
   The quick kernel takes exponentials without subtracting the maximum of a row.
-  They may leave the range of float32, from 2^−126 to 2^128:
+  They may leave the range of float32, from 2^−126 to 2^128. Smaller numbers
+  become 0. Within the bounds that are checked here,
 
-  - No overflow: log-sum-exps of at most 80 and values of at most 2^40 bound the
-    sums of weighted values by 2^120.
-  - No underflow: weights below 2^−126 are lost. Of 2^20 keys, they add up to at
-    most 2^−106, which is 2^−46 of a sum of 2^−60, the smallest that is
-    accepted.
+    sums of weights · |v| are at most 2^80 · 2^40 = 2^120, so none overflows;
+    lost weights are at most 2^20 keys · 2^−126 = 2^−106 in total, which is
+      2^−106 / 2^−60 = 2^−46 of the smallest sum of weights;
+    lost products weight · v are as small, 2^−46 after the division by that sum,
+      which is 2^−46 / 2^−20 = 2^−26 of the largest |v|.
 
-  A row that saw no key, or whose weights were all lost, is out of range. So is
-  a result that is not finite.
+  Float32 itself rounds by 2^−24. A row that sees no key, or whose weights are
+  all lost, has the log-sum-exp EMPTY_ROW_LSE = 1e30. A single such row is out of
+  range, and so is a log-sum-exp or a value that is not finite.
 
   Args:
     lse: the log-sum-exps (base 2) that the quick kernel returned.
@@ -166,9 +184,9 @@ def in_range(
   # Comparisons with NaN are false, so NaN is out of range.
   is_lse_in_range = jnp.all((lse >= _MIN_LSE) & (lse <= _MAX_LSE))
   cannot_overflow = largest_value <= _MAX_LARGEST_VALUE
-  # Products of tiny values and weights would underflow. Zeros cannot.
-  is_normal = largest_value >= _MIN_LARGEST_VALUE
-  cannot_underflow = is_normal | (largest_value == 0)
+  # If all values are 0, all products are exactly 0.
+  is_large_enough = largest_value >= _MIN_LARGEST_VALUE
+  cannot_underflow = is_large_enough | (largest_value == 0)
   has_few_keys = v.shape[1] <= _MAX_KEYS
   return is_lse_in_range & cannot_overflow & cannot_underflow & has_few_keys
 
@@ -192,8 +210,8 @@ class _Operands(NamedTuple):
   kv_ids: Operand | None  # None without segments
 
 
-class _ForwardCall(NamedTuple):
-  """The arguments that the quick and the online kernel share."""
+class _KernelArguments(NamedTuple):
+  """What `_run_kernel` passes to the quick and to the online kernel."""
 
   schedule: Schedule
   options: Options
@@ -207,8 +225,9 @@ class _IndexMaps:
   """The index maps of the grid [B, Q, query blocks, steps].
 
   Each method returns the index of the block that a step of the grid works on.
-  Its arguments are b (row of the batch), h (query group), i (query block), step
-  and the fields of `Scalars` that are not None.
+  Its arguments are the indices of the grid: b (sequence of the batch), group
+  (query group), i (query block) and step. Pallas adds the scalar arrays: the
+  fields of `Scalars` that are not None, which are always its first fields.
 
   Attributes:
     schedule: the schedule of the kernel.
@@ -219,74 +238,88 @@ class _IndexMaps:
   groups_per_key_head: int
 
   def queries(
-    self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, *scalars: Any
+    self, b: Scalar, group: Scalar, i: Scalar, step: Scalar, *scalars: Any
   ) -> tuple[Scalar, ...]:
     """Returns the queries' block of an array [B, Q, maps, T, width]."""
     del step, scalars
-    return b, h, 0, i, 0
+    return b, group, 0, i, 0
 
   def query_rows(
-    self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, *scalars: Any
+    self, b: Scalar, group: Scalar, i: Scalar, step: Scalar, *scalars: Any
   ) -> tuple[Scalar, ...]:
     """Returns the queries' block of an array [B, Q, maps, T]."""
     del step, scalars
-    return b, h, 0, i
+    return b, group, 0, i
 
   def query_ids(
-    self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, *scalars: Any
+    self, b: Scalar, group: Scalar, i: Scalar, step: Scalar, *scalars: Any
   ) -> tuple[Scalar, ...]:
     """Returns the queries' block of an array [B, 1, 1, T]."""
-    del h, step, scalars
+    del group, step, scalars
     return b, 0, 0, i
 
   def keys(
-    self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, *scalars: Any
+    self, b: Scalar, group: Scalar, i: Scalar, step: Scalar, *scalars: Any
   ) -> tuple[Scalar, ...]:
     """Returns the span of an array [B, K, M, S, D]."""
-    key_head = lax.div(h, self.groups_per_key_head)
+    # `//` would add code for negative numbers, because it rounds down.
+    key_head = lax.div(group, self.groups_per_key_head)
     span = self.schedule.span_to_load(Scalars(*scalars), b, i, step)
     return b, key_head, 0, span, 0
 
   def values(
-    self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, *scalars: Any
+    self, b: Scalar, group: Scalar, i: Scalar, step: Scalar, *scalars: Any
   ) -> tuple[Scalar, ...]:
     """Returns the span of an array [B, K, S, V]."""
-    key_head = lax.div(h, self.groups_per_key_head)
+    key_head = lax.div(group, self.groups_per_key_head)
     span = self.schedule.span_to_load(Scalars(*scalars), b, i, step)
     return b, key_head, span, 0
 
   def key_ids(
-    self, b: Scalar, h: Scalar, i: Scalar, step: Scalar, *scalars: Any
+    self, b: Scalar, group: Scalar, i: Scalar, step: Scalar, *scalars: Any
   ) -> tuple[Scalar, ...]:
     """Returns the span of an array [B, 1, 1, S]."""
-    del h
+    del group
     return b, 0, 0, self.schedule.span_to_load(Scalars(*scalars), b, i, step)
 
 
-def _make_call(
+def _make_arguments(
   arrays: Arrays,
   mask: Mask,
   options: Options,
   *,
   out_dtype: Any,
   writes_out2: bool,
-) -> _ForwardCall:
-  """Returns the arguments of kernels that write the output, and perhaps A₂V."""
+) -> _KernelArguments:
+  """Pads the arrays, and describes how the grid reads and writes them.
+
+  Args:
+    arrays: the arrays of the operation.
+    mask: which queries see which keys.
+    options: the options of the operation.
+    out_dtype: the dtype of the output and of A₂V.
+    writes_out2: whether the kernels write A₂V, if there is a noise map.
+  """
   q, k, v, lam, q_ids, kv_ids, offset = arrays
   B, _, Q, G, D = q.shape
   K, M = k.shape[2:4]
   V = v.shape[-1]
   num_signal_maps = max(G - 1, 1)
 
-  config: KernelConfig = options.chosen
-  schedule = make_schedule(mask, config.forward, q, k, keys_move=True)
+  config: KernelConfig = options.chosen  # by `_prepare` in attention.py
+  schedule = make_schedule(mask, config.forward_blocks, q, k, keys_move=True)
+  # Arrays for scalar memory: positions, visible blocks and ranges of segment
+  # ids, if they are data.
   scalars = make_scalars(schedule, q_ids, kv_ids, offset, batch=B)
   block_rows = schedule.blocks.q
-  length = schedule.q_blocks * block_rows
+  length = schedule.num_q_blocks * block_rows
   span_keys = schedule.span * schedule.blocks.kv
-  kv_length = schedule.kv_blocks * schedule.blocks.kv
+  kv_length = schedule.num_kv_blocks * schedule.blocks.kv
   index_maps = _IndexMaps(schedule, groups_per_key_head=Q // K)
 
+  # These blocks lack the first axes of the arrays, such as [B, Q]. `Operand`
+  # adds them with size 1, and index maps return an index for every axis.
+  # `is_reloaded` is for the cost estimate, which ignores the small ids.
   q_operand = Operand(
     queries_by_map(q, length), (G, block_rows, D), index_maps.queries
   )
@@ -304,9 +337,10 @@ def _make_call(
   )
   lam_operand = None
   if lam is not None:
+    # [B, Q, signals, T], where the signals are the signal maps of a group.
     lam_by_group = lambda_by_group(lam, num_signal_maps)
     lam_operand = Operand(
-      pad_axis(lam_by_group, 3, length),
+      pad_axis(lam_by_group, axis=3, length=length),
       (num_signal_maps, block_rows),
       index_maps.query_rows,
     )
@@ -336,7 +370,7 @@ def _make_call(
   lse = Output(
     (B, Q, G, length), jnp.float32, (G, block_rows), index_maps.query_rows
   )
-  return _ForwardCall(
+  return _KernelArguments(
     schedule,
     options,
     scalars,
@@ -352,7 +386,9 @@ def _make_call(
   )
 
 
-def _run_quick_or_online(call: _ForwardCall, arrays: Arrays) -> _Results:
+def _run_quick_or_online(
+  kernel_arguments: _KernelArguments, arrays: Arrays
+) -> _Results:
   """Runs the quick kernel, and the online kernel if its result is inaccurate.
 
   The quick kernel takes exponentials of the logits as they are. If float32
@@ -360,36 +396,38 @@ def _run_quick_or_online(call: _ForwardCall, arrays: Arrays) -> _Results:
   the running maximum of each row, which is slower and always accurate.
 
   Args:
-    call: the arguments of both kernels.
+    kernel_arguments: the arguments of both kernels.
     arrays: the operation's arrays, whose queries and values are not padded.
   """
-  quick_results = _run_kernel(call, is_online=False)
+  quick_results = _run_kernel(kernel_arguments, is_online=False)
 
   def use_quick_results() -> _Results:
     return quick_results
 
   def run_online() -> _Results:
-    return _run_kernel(call, is_online=True)
+    return _run_kernel(kernel_arguments, is_online=True)
 
   # Padded queries must not count.
   lse = quick_results.lse[..., : arrays.q.shape[1]]
   return lax.cond(in_range(lse, arrays.v), use_quick_results, run_online)
 
 
-def _run_kernel(call: _ForwardCall, *, is_online: bool) -> _Results:
+def _run_kernel(
+  kernel_arguments: _KernelArguments, *, is_online: bool
+) -> _Results:
   """Runs one of the two forward kernels.
 
   Args:
-    call: the arguments of both kernels.
+    kernel_arguments: the arguments of both kernels.
     is_online: whether to run the online kernel, which subtracts the running
       maximum of each row, or the quick kernel, which does not. They differ only
       in the scratch memory for that maximum.
   """
-  schedule = call.schedule
-  config: KernelConfig = call.options.chosen
-  q = call.operands.q.array
+  schedule = kernel_arguments.schedule
+  config: KernelConfig = kernel_arguments.options.chosen
+  q = kernel_arguments.operands.q.array
   B, Q, G, _, D = q.shape
-  V = call.operands.v.array.shape[-1]
+  V = kernel_arguments.operands.v.array.shape[-1]
   rows = schedule.blocks.q
 
   running_max = None
@@ -402,24 +440,25 @@ def _run_kernel(call: _ForwardCall, *, is_online: bool) -> _Results:
   q_id_column = id_column_scratch(schedule, rows)
 
   results = call_kernel(
-    functools.partial(forward_kernel, schedule, call.options.scale),
+    functools.partial(forward_kernel, schedule, kernel_arguments.options.scale),
     name,
-    grid=(B, Q, schedule.q_blocks, schedule.steps),
-    num_parallel_axes=3,
-    scalars=call.scalars,
-    operands=call.operands,
-    outputs=call.outputs,
+    grid=(B, Q, schedule.num_q_blocks, schedule.steps),
+    num_parallel_axes=3,  # The steps of a query block run in order.
+    scalars=kernel_arguments.scalars,
+    operands=kernel_arguments.operands,
+    outputs=kernel_arguments.outputs,
     scratch_shapes=[running_max, sums, acc, q_id_column],
     vmem_bytes=block_sizes.requested_bytes(
       config.generation, "forward", schedule.blocks, D, V, G, q.dtype
     ),
     cost=estimate_cost(
       schedule,
-      call.operands,
-      call.outputs,
+      kernel_arguments.operands,
+      kernel_arguments.outputs,
       num_query_groups=B * Q,
       # Each map has two products: QKᵀ of width D, and AV of width V.
       flops_per_pair=2 * G * (D + V),
+      # A single span stays in VMEM, so it is loaded once.
       reloads_spans=schedule.steps > 1,
     ),
     interpret=config.interpret,
@@ -448,7 +487,7 @@ class _Refs(NamedTuple):
   """The refs of the forward kernels, with the shapes of their blocks.
 
   `rows` is the number of queries of a block, and `keys` the number of keys of a
-  span. In scratch memory, a number per row is repeated, or spread, over LANES.
+  span. `call_kernel` passes None for arrays that are absent.
   """
 
   q: Any  # [G, rows, D]
@@ -462,10 +501,14 @@ class _Refs(NamedTuple):
   out2: Any  # [1, rows, V], or None if A₂V is not saved
   lse: Any  # [G, rows]
   # Scratch memory.
-  running_max: Any  # [G, rows, LANES], or None in the quick kernel
-  sums: Any  # [G, rows, LANES], a sum of weights is the total of the lanes
+  # [G, rows, LANES]: a row's maximum, in all lanes. None in the quick kernel.
+  running_max: Any
+  # [G, rows, LANES]: the lanes have partial sums. Their total is the sum of a
+  # row's weights.
+  sums: Any
   acc: Any  # [G, rows, V], the sums of weighted values
-  q_id_column: Any  # [rows, LANES], or None without segments
+  # [rows, LANES]: a query's segment id, in all lanes. None without segments.
+  q_id_column: Any
 
 
 def forward_kernel(
@@ -474,8 +517,9 @@ def forward_kernel(
   """The kernel: computes a step of the grid [B, Q, query blocks, steps].
 
   The sums of a block of queries stay in scratch memory through all of its
-  steps. Each step adds a span, which is one or more consecutive blocks of keys
-  and values. The last step divides the sums and writes the outputs.
+  steps. Each step adds a span of keys and values, in two nested loops: over the
+  key blocks of the span, and over the sub-tiles of each tile. The last step
+  divides the sums and writes the outputs.
 
   Args:
     schedule: which blocks of keys each step visits, and their sub-tiles.
@@ -494,7 +538,8 @@ def forward_kernel(
     _initialize_scratch(refs)
 
   def run_tile(j: Scalar, index_in_span: Scalar) -> None:
-    # A tile is query block i against key block j. It is computed in sub-tiles.
+    # A tile is query block i against key block j. `for_each_subtile` calls
+    # add_subtile(rows, keys, subtile_mask).
     add_subtile = functools.partial(
       _add_subtile, schedule, scale, refs, index_in_span
     )
@@ -504,7 +549,7 @@ def forward_kernel(
 
   @pl.when(step == schedule.steps - 1)
   def _write() -> None:
-    # Few rows at a time, because these stay in registers.
+    # The numbers of LANES rows fit the registers. Blocks are multiples of it.
     for start in range(0, schedule.blocks.q, LANES):
       _write_rows(refs, pl.ds(start, LANES))
 
@@ -531,33 +576,46 @@ def _add_subtile(
   index_in_span: Scalar,
   rows: Interval,
   keys: Interval,
-  mask: SubtileMask | None,
+  subtile_mask: SubtileMask | None,
 ) -> None:
   """Adds the weights and weighted values of a sub-tile to the sums.
 
-  The sub-tile has n rows and m keys of a tile, whose key block has a number in
-  the span that is loaded. Without a mask, all of its keys are visible.
+  Args:
+    schedule: the sizes of blocks, and the numbers of maps.
+    scale: the factor on q·k.
+    refs: the refs of the kernel.
+    index_in_span: which key block of the loaded span the sub-tile is in.
+    rows: the sub-tile's n queries, counted from the first of the query block.
+    keys: the sub-tile's m keys, counted from the first of the key block.
+    subtile_mask: which of the keys are visible. None if all are.
   """
   G = schedule.num_maps
   row_slice = aligned_slice(rows.start, rows.size)
   first_key = index_in_span * schedule.blocks.kv + keys.start
   key_slice = aligned_slice(first_key, keys.size)
 
-  # The maps are one below the other. So the matrix unit loads V once, and also
-  # K where maps share it.
+  # Stack the rows of all maps, so that the matrix unit loads V once for all of
+  # them, and K once for the maps that share it. With one key map, that is all
+  # maps. With two, the first has the signal maps, and the second the noise map.
   logits_by_key_map = []
   for key_map in range(schedule.num_key_maps):
-    maps = schedule.maps_of_key_map(key_map)
+    maps = schedule.maps_of_key_map(key_map)  # a slice of the G maps
     queries = _stack_maps(refs.q[maps, row_slice, :])  # [maps·n, D]
     k = refs.k[key_map, key_slice, :]  # [m, D]
-    logits_by_key_map.append(dot(queries, k, (1, 1)))
+    map_logits = dot(queries, k, contracting_axes=(1, 1))  # [maps·n, m]
+    logits_by_key_map.append(map_logits)
   logits = jnp.concatenate(logits_by_key_map) * (scale * LOG2E)  # [G·n, m]
-  if mask is not None:
+  if subtile_mask is not None:
     has_same_segment = None
-    if mask.compares_segments:
+    if subtile_mask.compares_segments:
       q_ids = repeat(refs.q_id_column[row_slice, :], keys.size)  # [n, m]
       has_same_segment = q_ids == refs.kv_ids[:, key_slice]
-    visible = mask.visible(0, has_same_segment)  # [n, m]
+    visible = subtile_mask.visible(
+      q_axis=0, has_same_segment=has_same_segment
+    )  # [n, m]
+    # MASKED_LOGIT is −1e30, so exp2 of it is 0, or 1 in the online kernel if the
+    # row's maximum is −1e30 too. The factor `rescale` removes such weights when
+    # the row sees its first key, and `_write_rows` if it sees none.
     logits = jnp.where(jnp.concatenate([visible] * G), logits, MASKED_LOGIT)
 
   sums = _stack_maps(refs.sums[:, row_slice, :])  # [G·n, LANES]
@@ -574,54 +632,64 @@ def _add_subtile(
 
   weights = jnp.exp2(logits)  # [G·n, m]
   if refs.running_max is None:
-    # The quick kernel sums the weights as the product with V rounds them.
-    # Otherwise, the rounding of a row's largest weight would not cancel. In the
-    # online kernel that weight is 1, which is exact.
+    # The product with V rounds the weights to V's dtype. Sum the same rounded
+    # weights, so that a row with one large weight has exactly that key's value
+    # as its output. In the online kernel the largest weight is exp2(0) = 1,
+    # which is not rounded.
     weights = weights.astype(refs.v.dtype).astype(jnp.float32)
+  # Add up groups of LANES keys. `_write_rows` sums the lanes once per row, which
+  # is slower. keys.size is a multiple of LANES.
   lane_groups = []
   for lane in range(0, keys.size, LANES):
     lane_groups.append(weights[:, lane : lane + LANES])
   new_sums = sums + functools.reduce(jnp.add, lane_groups)
   refs.sums[:, row_slice, :] = new_sums.reshape(G, rows.size, LANES)
-  new_acc = acc + dot(weights, refs.v[key_slice, :], (1, 0))
+  v = refs.v[key_slice, :]  # [m, V]
+  new_acc = acc + dot(weights, v, contracting_axes=(1, 0))  # in V's dtype
   refs.acc[:, row_slice, :] = new_acc.reshape(G, rows.size, -1)
 
 
-def _write_rows(refs: _Refs, rows: Any) -> None:
-  """Writes the outputs and log-sum-exps of LANES rows."""
-  map_outputs = []  # A V of each map, [LANES, V]
+def _write_rows(refs: _Refs, row_slice: Any) -> None:
+  """Writes the outputs and log-sum-exps of n = LANES rows."""
+  n = LANES
+  map_outputs = []  # A V of each map, [n, V]
   for g in range(refs.q.shape[0]):
-    sums = jnp.sum(refs.sums[g, rows, :], axis=1, keepdims=True)  # [LANES, 1]
+    lane_sums = refs.sums[g, row_slice, :]  # [n, LANES]
+    sums = jnp.sum(lane_sums, axis=1, keepdims=True)  # [n, 1]
+    # Whether a row sees no key. Then the quick kernel's weights are all 0. The
+    # online kernel's maximum is still MASKED_LOGIT, far below all other logits,
+    # and its sums are of masked keys and are not used.
     if refs.running_max is None:
-      is_empty = jnp.broadcast_to(sums == 0, (LANES, LANES))
+      is_empty = jnp.broadcast_to(sums == 0, (n, LANES))
     else:
-      # The row saw no visible key. Masked logits were added to its sums, which
-      # are ignored.
-      is_empty = refs.running_max[g, rows, :] <= MASKED_LOGIT / 2
-    acc = refs.acc[g, rows, :]  # [LANES, V]
-    reciprocals = jnp.where(is_empty, 0.0, 1.0 / sums)  # [LANES, LANES]
+      is_empty = refs.running_max[g, row_slice, :] <= MASKED_LOGIT / 2
+    acc = refs.acc[g, row_slice, :]  # [n, V]
+    reciprocals = jnp.where(is_empty, 0.0, 1.0 / sums)  # [n, LANES]
     map_outputs.append(acc * repeat(reciprocals, acc.shape[1]))
 
     row_max = 0.0
     if refs.running_max is not None:
-      row_max = refs.running_max[g, rows, :]
-    # EMPTY_ROW_LSE makes the weights of an empty row 0 in the backward pass.
+      row_max = refs.running_max[g, row_slice, :]
+    # EMPTY_ROW_LSE is +1e30, so exp2(logit − lse) is 0 in the backward pass, for
+    # masked logits too. `ring` replaces it before it merges partial results.
     lse = jnp.where(is_empty, EMPTY_ROW_LSE, jnp.log2(sums) + row_max)
-    refs.lse[g : g + 1, rows] = as_row(lse)
+    refs.lse[g : g + 1, row_slice] = as_row(lse)
 
   if len(map_outputs) == 1:
-    refs.out[0, rows, :] = map_outputs[0].astype(refs.out.dtype)
+    refs.out[0, row_slice, :] = map_outputs[0].astype(refs.out.dtype)
     return
-  # A₂V is rounded before it is subtracted. The backward pass reads the rounded
-  # numbers, and must agree.
+  # Subtract A₂V as it is stored. The backward pass computes rowsum(dO ∘ A₁V) as
+  # rowsum(dO ∘ O) + λ · rowsum(dO ∘ A₂V), in which its rounding then cancels.
   *signal_outputs, noise_output = map_outputs
   noise = noise_output.astype(refs.out.dtype)
   if refs.out2 is not None:
-    refs.out2[0, rows, :] = noise
+    refs.out2[0, row_slice, :] = noise
   for index, signal in enumerate(signal_outputs):
-    lam = as_column(refs.lam[index : index + 1, rows], 8)[:, :1]  # [LANES, 1]
+    lam_row = refs.lam[index : index + 1, row_slice]  # [1, n]
+    # as_column transposes equal rows, and 8 fill a vector register.
+    lam = as_column(lam_row, lanes=8)[:, :1]  # [n, 1]
     out = signal - lam * noise.astype(jnp.float32)  # A₁V − λA₂V
-    refs.out[index, rows, :] = out.astype(refs.out.dtype)
+    refs.out[index, row_slice, :] = out.astype(refs.out.dtype)
 
 
 def _stack_maps(x: Float[Array, "maps n X"]) -> Float[Array, "maps*n X"]:

@@ -1,7 +1,7 @@
-"""What the forward and the backward call of a TPU kernel share.
+"""Helpers to call a TPU kernel, for the forward and the backward pass.
 
 Layouts of the arrays, descriptions of operands and outputs, scratch memory, the
-cost estimate, and the call itself.
+cost estimate, and the call itself. `schedule.py` explains tiles and spans.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from diffjax.ops.diff_attention.tpu.schedule import Scalars, Schedule
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
-  """What `prepare` chooses for both passes.
+  """What `_prepare` in attention.py chooses for both passes.
 
   Attributes:
-    forward: block sizes of the forward pass.
-    backward: block sizes of the backward pass.
+    forward_blocks: block sizes of the forward pass.
+    backward_blocks: block sizes of the backward pass.
     generation: the chip, such as "v5e".
     cores: the number of TensorCores of a device.
     interpret: the `interpret` argument of `pallas_call`.
   """
 
-  forward: Blocks
-  backward: Blocks
+  forward_blocks: Blocks
+  backward_blocks: Blocks
   generation: str
   cores: int
   interpret: Any
@@ -122,7 +122,8 @@ def call_kernel(
     name: the kernel's name in profiles.
     grid: the sizes of the grid's axes.
     num_parallel_axes: how many of the first axes several cores may share.
-    scalars: what kernel and index maps read from scalar memory.
+    scalars: what kernel and index maps read from scalar memory. Its None fields
+      must be the last ones.
     operands: the inputs. The first one must be an array.
     outputs: the outputs. Where one is None, None is returned.
     scratch_shapes: the kernel's scratch memory.

@@ -57,10 +57,13 @@ class Scalars(NamedTuple):
 
   Flat int32 arrays, and in the kernel refs to scalar memory. All are None if
   positions are known and there are no segments. Without segments, only the
-  first three are given.
+  first three are given. So the None fields are always the last ones, and
+  Scalars(*arrays) restores the fields from a list without them.
   """
 
-  offsets: Int[Array, "B"] | None = None  # position of each row's first query
+  offsets: Int[Array, "B"] | None = (
+    None  # position of each sequence's first query
+  )
   # First and last visible moving block of each stationary block.
   first_blocks: Int[Array, "B*stationary"] | None = None
   last_blocks: Int[Array, "B*stationary"] | None = None
@@ -86,11 +89,11 @@ class SegmentComparison(NamedTuple):
 
 
 class _Tile(NamedTuple):
-  """A block of queries of one row of the batch against a block of keys."""
+  """A block of queries of one sequence against a block of keys."""
 
-  b: Scalar  # row of the batch
-  i: Scalar  # block of queries
-  j: Scalar  # block of keys
+  b: Scalar  # index of the sequence in the batch
+  i: Scalar  # index of the block of queries
+  j: Scalar  # index of the block of keys
   first_position: Scalar  # of the queries
   first_key: Scalar
 
@@ -179,11 +182,12 @@ class Schedule:
 
   Attributes:
     mask: the mask of the attention maps.
-    blocks: the sizes of tiles and sub-tiles.
+    blocks: the sizes of tiles and sub-tiles. A tile has `blocks.q` queries and
+      `blocks.kv` keys.
     num_maps: G, the number of query maps.
     num_key_maps: M, the number of key maps.
-    q_blocks: the number of query blocks.
-    kv_blocks: the number of key blocks.
+    num_q_blocks: the number of query blocks.
+    num_kv_blocks: the number of key blocks.
     keys_move: whether the keys move and the queries are stationary, as in the
       forward pass. In the backward pass the queries move.
     span: the number of moving blocks that are loaded together.
@@ -194,8 +198,8 @@ class Schedule:
   blocks: Blocks
   num_maps: int
   num_key_maps: int
-  q_blocks: int
-  kv_blocks: int
+  num_q_blocks: int
+  num_kv_blocks: int
   keys_move: bool
   span: int
   steps: int
@@ -210,6 +214,9 @@ class Schedule:
 
     The last query map is the noise map. It attends to the last key map, and all
     others attend to the first. With one key map, all attend to it.
+
+    Example:
+      With G = 3 and two key maps, 0 → slice(0, 2) and 1 → slice(2, 3).
     """
     if self.num_key_maps == 1:
       return slice(0, self.num_maps)
@@ -232,15 +239,17 @@ class Schedule:
     offset = 0
     if self.mask.offset != PER_ROW:
       offset = self.mask.offset
-    first_positions = offset + blocks.q * np.arange(self.q_blocks)[:, None]
-    first_keys = blocks.kv * np.arange(self.kv_blocks)
+    first_positions = offset + blocks.q * np.arange(self.num_q_blocks)[:, None]
+    first_keys = blocks.kv * np.arange(self.num_kv_blocks)
     is_visible = self.mask.some(
       first_positions,
       first_positions + blocks.q - 1,
       first_keys,
       first_keys + blocks.kv - 1,
     )
-    is_visible = np.broadcast_to(is_visible, (self.q_blocks, self.kv_blocks))
+    is_visible = np.broadcast_to(
+      is_visible, (self.num_q_blocks, self.num_kv_blocks)
+    )
 
     # [stationary blocks, moving blocks]
     by_stationary_block = is_visible if self.keys_move else is_visible.T
@@ -265,15 +274,17 @@ class Schedule:
     Args:
       scalars: the ranges, if they depend on data. Otherwise its fields are
         None, and the mask alone decides.
-      b: row of the batch.
+      b: index of the sequence in the batch.
       stationary: index of the stationary block.
     """
     if scalars.first_blocks is None or scalars.last_blocks is None:
       return _moving_blocks_by_position(
         self.mask, self.blocks, self.keys_move, stationary
       )
-    num_stationary = self.q_blocks if self.keys_move else self.kv_blocks
-    # The ranges of all rows of the batch are in one flat array.
+    num_stationary = self.num_kv_blocks
+    if self.keys_move:
+      num_stationary = self.num_q_blocks
+    # The ranges of all sequences of the batch are in one flat array.
     index = b * num_stationary + stationary
     return scalars.first_blocks[index], scalars.last_blocks[index]
 
@@ -294,7 +305,7 @@ class Schedule:
 
     Args:
       scalars: the visible blocks, if they depend on data.
-      b: row of the batch.
+      b: index of the sequence in the batch.
       stationary: index of the stationary block.
       step: index of the step, counted from 0 for each stationary block.
     """
@@ -325,7 +336,7 @@ class Schedule:
 
     Args:
       scalars: the visible blocks, if they depend on data.
-      b: row of the batch.
+      b: index of the sequence in the batch.
       stationary: index of the block that stays in memory.
       step: index of the step, counted from 0 for each stationary block.
       body: a function of a block's index, and of its index within the span.
@@ -368,7 +379,8 @@ class Schedule:
        such distance has its own body, without conditions.
     3. All other tiles are computed strip by strip (`_run_strip`).
 
-    `b` is a row of the batch, `i` a query block, and `j` a key block.
+    `b` is the index of a sequence in the batch, `i` of a query block, and `j` of
+    a key block.
     """
     blocks = self.blocks
     first_position = self._first_position(scalars, b, i)
@@ -567,7 +579,7 @@ class Schedule:
     q_min, q_max = _id_range(
       scalars.q_min_ids,
       scalars.q_max_ids,
-      block=tile.b * self.q_blocks + tile.i,
+      block=tile.b * self.num_q_blocks + tile.i,
       subtiles_per_block=blocks.q // blocks.q_inner,
       subtile_size=blocks.q_inner,
       part=rows,
@@ -575,7 +587,7 @@ class Schedule:
     kv_min, kv_max = _id_range(
       scalars.kv_min_ids,
       scalars.kv_max_ids,
-      block=tile.b * self.kv_blocks + tile.j,
+      block=tile.b * self.num_kv_blocks + tile.j,
       subtiles_per_block=blocks.kv // blocks.kv_inner,
       subtile_size=blocks.kv_inner,
       part=keys,
@@ -708,10 +720,10 @@ def make_schedule(
     k: keys [B, S, K, M, D]. Only the shape matters.
     keys_move: whether the keys move, as in the forward pass.
   """
-  q_blocks = pl.cdiv(q.shape[1], blocks.q)
-  kv_blocks = pl.cdiv(k.shape[1], blocks.kv)
-  num_moving = kv_blocks if keys_move else q_blocks
-  num_stationary = q_blocks if keys_move else kv_blocks
+  num_q_blocks = pl.cdiv(q.shape[1], blocks.q)
+  num_kv_blocks = pl.cdiv(k.shape[1], blocks.kv)
+  num_moving = num_kv_blocks if keys_move else num_q_blocks
+  num_stationary = num_q_blocks if keys_move else num_kv_blocks
   # The blocks of a span: at most blocks.span. The spans are as equal as
   # possible, so that little of the last one is padding. For example, 9 blocks
   # in spans of at most 4 are 3 spans of 3.
@@ -729,8 +741,8 @@ def make_schedule(
     blocks,
     num_maps=q.shape[-2],
     num_key_maps=k.shape[3],
-    q_blocks=q_blocks,
-    kv_blocks=kv_blocks,
+    num_q_blocks=num_q_blocks,
+    num_kv_blocks=num_kv_blocks,
     keys_move=keys_move,
     span=span,
     steps=steps,
@@ -804,7 +816,7 @@ def make_scalars(
     schedule: the schedule of the kernel.
     q_ids: segment ids of the queries. None without segments.
     kv_ids: segment ids of the keys. None without segments.
-    offset: position of each row's first query. None if the mask knows it.
+    offset: position of each sequence's first query. None if the mask knows it.
     batch: B.
   """
   if not schedule.needs_scalars:
@@ -813,9 +825,9 @@ def make_scalars(
   blocks = schedule.blocks
   if offset is None:
     offset = jnp.full((batch,), mask.known_offset, jnp.int32)
-  first_rows = blocks.q * jnp.arange(schedule.q_blocks, dtype=jnp.int32)
+  first_rows = blocks.q * jnp.arange(schedule.num_q_blocks, dtype=jnp.int32)
   first_positions = (offset[:, None] + first_rows)[:, :, None]
-  first_keys = blocks.kv * jnp.arange(schedule.kv_blocks, dtype=jnp.int32)
+  first_keys = blocks.kv * jnp.arange(schedule.num_kv_blocks, dtype=jnp.int32)
   is_visible = jnp.broadcast_to(
     mask.some(
       first_positions,
@@ -823,13 +835,13 @@ def make_scalars(
       first_keys,
       first_keys + blocks.kv - 1,
     ),
-    (batch, schedule.q_blocks, schedule.kv_blocks),
+    (batch, schedule.num_q_blocks, schedule.num_kv_blocks),
   )
 
   id_ranges: list[jax.Array] = []
   if q_ids is not None and kv_ids is not None:
-    q_ids = _ids_by_block(q_ids, schedule.q_blocks, blocks.q)
-    kv_ids = _ids_by_block(kv_ids, schedule.kv_blocks, blocks.kv)
+    q_ids = _ids_by_block(q_ids, schedule.num_q_blocks, blocks.q)
+    kv_ids = _ids_by_block(kv_ids, schedule.num_kv_blocks, blocks.kv)
     # A tile has equal ids only if the ranges of its queries' ids
     # [B, q_blocks, 1] and of its keys' ids [B, 1, kv_blocks] overlap.
     is_q_min_below = _min_ids(q_ids)[:, :, None] <= _max_ids(kv_ids)[:, None]
