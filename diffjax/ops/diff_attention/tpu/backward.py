@@ -111,9 +111,9 @@ def backward_partial(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns what some of the keys add to the gradients of q, k and v.
 
-  They are float32. The arguments are the same as in `backward`, but `result` has
-  A₁V − λA₂V, A₂V and the log-sum-exps of attention to all keys. `ring` computes
-  the gradient of λ from A₂V.
+  They are float32. The arguments are those of `backward`, but `result` has the
+  output A₁V − λA₂V, A₂V and the log-sum-exps of attention to all keys. `ring`
+  computes the gradient of λ from A₂V.
   """
   gradients = _gradients(
     arrays, mask, options, result, d_out, out_dtype=jnp.float32
@@ -343,8 +343,8 @@ class _IndexMaps:
   Each method returns the index of the block that a step of the grid works on.
   Its arguments are the indices of the grid: b (sequence of the batch), part (of
   all parts of all key heads), n (key block of the part), r (query group of the
-  key head) and step. Pallas adds the scalar arrays: the fields of `Scalars` that
-  are not None, which are always its first fields.
+  key head) and step. Pallas adds the scalar arrays: the fields of `Scalars`
+  that are not None, which are always its first fields.
 
   Attributes:
     schedule: the schedule of the kernel.
@@ -446,7 +446,7 @@ def key_head_and_block(
   """
   if num_parts == 1:
     return part, n  # The only part of a head is the head.
-  # In each round n, every part gets one block, in ascending or descending order.
+  # In round n, every part gets one block, in ascending or descending order.
   part_of_head = lax.rem(part, num_parts)
   key_head = lax.div(part, num_parts)
   is_ascending = lax.rem(n, 2) == 0

@@ -173,8 +173,8 @@ def in_range(
       which is 2^−46 / 2^−20 = 2^−26 of the largest |v|.
 
   Float32 itself rounds by 2^−24. A row that sees no key, or whose weights are
-  all lost, has the log-sum-exp EMPTY_ROW_LSE = 1e30. A single such row is out of
-  range, and so is a log-sum-exp or a value that is not finite.
+  all lost, has the log-sum-exp EMPTY_ROW_LSE = 1e30. One such row puts all
+  results out of range, and so does a number that is not finite.
 
   Args:
     lse: the log-sum-exps (base 2) that the quick kernel returned.
@@ -549,7 +549,7 @@ def forward_kernel(
 
   @pl.when(step == schedule.steps - 1)
   def _write() -> None:
-    # The numbers of LANES rows fit the registers. Blocks are multiples of it.
+    # LANES rows at a time fit the registers. Blocks are multiples of LANES.
     for start in range(0, schedule.blocks.q, LANES):
       _write_rows(refs, pl.ds(start, LANES))
 
@@ -613,9 +613,9 @@ def _add_subtile(
     visible = subtile_mask.visible(
       q_axis=0, has_same_segment=has_same_segment
     )  # [n, m]
-    # MASKED_LOGIT is −1e30, so exp2 of it is 0, or 1 in the online kernel if the
-    # row's maximum is −1e30 too. The factor `rescale` removes such weights when
-    # the row sees its first key, and `_write_rows` if it sees none.
+    # MASKED_LOGIT is −1e30, so its weight is 0. In the online kernel it is 1 as
+    # long as the row's maximum is −1e30 too. When the row sees its first key,
+    # `rescale` is 0 and removes such weights. `_write_rows` ignores the others.
     logits = jnp.where(jnp.concatenate([visible] * G), logits, MASKED_LOGIT)
 
   sums = _stack_maps(refs.sums[:, row_slice, :])  # [G·n, LANES]
@@ -637,15 +637,16 @@ def _add_subtile(
     # as its output. In the online kernel the largest weight is exp2(0) = 1,
     # which is not rounded.
     weights = weights.astype(refs.v.dtype).astype(jnp.float32)
-  # Add up groups of LANES keys. `_write_rows` sums the lanes once per row, which
-  # is slower. keys.size is a multiple of LANES.
+  # Add up groups of LANES keys, of which keys.size is a multiple. Sums over the
+  # lanes are slower, so `_write_rows` computes them once per row.
   lane_groups = []
   for lane in range(0, keys.size, LANES):
     lane_groups.append(weights[:, lane : lane + LANES])
   new_sums = sums + functools.reduce(jnp.add, lane_groups)
   refs.sums[:, row_slice, :] = new_sums.reshape(G, rows.size, LANES)
   v = refs.v[key_slice, :]  # [m, V]
-  new_acc = acc + dot(weights, v, contracting_axes=(1, 0))  # in V's dtype
+  # `dot` rounds the weights to V's dtype and sums in float32.
+  new_acc = acc + dot(weights, v, contracting_axes=(1, 0))
   refs.acc[:, row_slice, :] = new_acc.reshape(G, rows.size, -1)
 
 
@@ -670,8 +671,8 @@ def _write_rows(refs: _Refs, row_slice: Any) -> None:
     row_max = 0.0
     if refs.running_max is not None:
       row_max = refs.running_max[g, row_slice, :]
-    # EMPTY_ROW_LSE is +1e30, so exp2(logit − lse) is 0 in the backward pass, for
-    # masked logits too. `ring` replaces it before it merges partial results.
+    # EMPTY_ROW_LSE is +1e30, so exp2(logit − lse) is 0 in the backward pass.
+    # `ring` replaces it by −1e30, so that the row has no weight when merged.
     lse = jnp.where(is_empty, EMPTY_ROW_LSE, jnp.log2(sums) + row_max)
     refs.lse[g : g + 1, row_slice] = as_row(lse)
 

@@ -345,8 +345,8 @@ class Schedule:
     first_span = block_index(first_block, self.span)
     span_start = (first_span + step) * self.span  # index of its first block
     if self.span == 1:
-      # One condition is cheaper than a loop. Step 0 has the first visible block,
-      # so only the last one must be compared.
+      # One condition is cheaper than a loop. Step 0 has the first visible
+      # block, so only the last one must be compared.
 
       @_when(span_start <= last_block)
       def _run_block() -> None:
@@ -379,8 +379,8 @@ class Schedule:
        such distance has its own body, without conditions.
     3. All other tiles are computed strip by strip (`_run_strip`).
 
-    `b` is the index of a sequence in the batch, `i` of a query block, and `j` of
-    a key block.
+    `b` is the index of a sequence in the batch. `i` is the index of a query
+    block, and `j` of a key block.
     """
     blocks = self.blocks
     first_position = self._first_position(scalars, b, i)
