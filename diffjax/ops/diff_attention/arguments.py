@@ -191,7 +191,7 @@ def broadcast_lambda(
       or not needed.
   """
   num_maps = q.shape[-2]
-  maps_axis = q.ndim - 2  # for messages
+  maps_axis = q.ndim - 2  # named in the error messages
   if num_maps == 1:
     if lam is None:
       return None
@@ -202,16 +202,17 @@ def broadcast_lambda(
 
   num_heads = count_heads(q)
   shape = (*q.shape[:-3], num_heads)  # [*tokens, H]
-  has_valid_shape = (
-    isinstance(lam, ARRAYS)
-    and jnp.issubdtype(lam.dtype, jnp.floating)
-    and lam.shape in ((), (num_heads,), shape)
-  )
-  if not is_real(lam) and not has_valid_shape:
+  is_valid_array = False
+  if isinstance(lam, ARRAYS):
+    is_floating = jnp.issubdtype(lam.dtype, jnp.floating)
+    has_valid_shape = lam.shape in ((), (num_heads,), shape)
+    is_valid_array = is_floating and has_valid_shape
+  if not is_real(lam) and not is_valid_array:
     raise ValueError(
       f"lam must be a float, or floats of shape [{num_heads}] or"
       f" {list(shape)}, with several maps (q's axis {maps_axis} is {num_maps});"
       f" got {describe(lam)}"
     )
   dtype = jnp.promote_types(jnp.float32, q.dtype)
-  return jnp.broadcast_to(jnp.asarray(lam).astype(dtype), shape)
+  lam = jnp.asarray(lam).astype(dtype)
+  return jnp.broadcast_to(lam, shape)

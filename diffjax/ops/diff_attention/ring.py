@@ -393,7 +393,7 @@ def _backward(
   """
   d_out = _tokens_last(d_out)  # [B, H, T, V]
   attention = _ShardAttention(implementation, options, _shard_queries(arrays))
-  result = PartialResult(*saved)
+  result = PartialResult(out=saved.out, out2=saved.out2, lse=saved.lse)
   keys = _departing_keys(arrays)
   carry = _BackwardCarry(
     keys=keys,

@@ -165,7 +165,8 @@ def _plan_calls(
   causal_mask = dataclasses.replace(full_mask, causal=True)
   if piece_masks == [[causal_mask, None], [full_mask, causal_mask]]:
     row_mask = _full_mask(mask, mask.q_length, mask.kv_length)
-    return (Call(0, 0, dataclasses.replace(row_mask, causal=True)),)
+    row_mask = dataclasses.replace(row_mask, causal=True)
+    return (Call(q_start=0, k_start=0, mask=row_mask),)
 
   if all(row == piece_masks[0] for row in piece_masks):
     # All queries see the same keys, so they share their calls.
@@ -228,13 +229,14 @@ def _row_calls(
   piece_length = mask.kv_length // len(piece_masks)
   full_mask = _full_mask(mask, piece_length, piece_length)
   if all(piece_mask == full_mask for piece_mask in piece_masks):
-    return [Call(q_start, 0, _full_mask(mask, q_length, mask.kv_length))]
+    all_keys_mask = _full_mask(mask, q_length, mask.kv_length)
+    return [Call(q_start, k_start=0, mask=all_keys_mask)]
 
   calls = []
   for index, piece_mask in enumerate(piece_masks):
     if piece_mask is not None:
-      piece_mask = dataclasses.replace(piece_mask, q_length=q_length)
-      calls.append(Call(q_start, index * piece_length, piece_mask))
+      call_mask = dataclasses.replace(piece_mask, q_length=q_length)
+      calls.append(Call(q_start, index * piece_length, call_mask))
   return calls
 
 

@@ -60,15 +60,17 @@ def decode_attention_gpu(
   batch, _, num_heads, num_maps, _ = inputs.q.shape
   num_kv_heads = inputs.k.shape[1]
   value_width = inputs.v.shape[-1]
-  heads_per_kv_head = num_heads // num_kv_heads
-  num_rows = heads_per_kv_head  # R, since each sequence has one new token
+  # R: a sequence has one new token, so each query head has one row.
+  num_rows = num_heads // num_kv_heads
 
   factor, q = logit_factor(scale, inputs.q)
+  stacked_queries = stack_queries(q, inputs.k, num_rows)
+  lengths = inputs.first_positions + 1  # The new token is the last one.
   map_outputs = _attend_in_splits(
-    stack_queries(q, inputs.k, num_rows),
+    stacked_queries,
     inputs.k,
     inputs.v,
-    lengths=inputs.first_positions + 1,  # the new token is the last one
+    lengths=lengths,
     window=window,
     factor=factor,
   )  # [B, K, G·R, V]

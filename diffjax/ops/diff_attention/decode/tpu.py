@@ -422,19 +422,21 @@ def _split_heads(
   if scales is None:
     return None
   num_pages, num_kv_heads = scales.shape
-  return scales.reshape(num_pages, num_kv_heads // num_heads, 1, num_heads)
+  num_head_blocks = num_kv_heads // num_heads
+  return scales.reshape(num_pages, num_head_blocks, 1, num_heads)
 
 
-def _sequence_spec(blocks: _Blocks, *shape: int) -> pl.BlockSpec:
+def _sequence_spec(blocks: _Blocks, num_rows: int, width: int) -> pl.BlockSpec:
   """Returns which part of q, λ or the output a step of the kernel uses.
 
-  It is the part of the step's sequence and block of heads, [h, *shape].
+  It is the part of the step's sequence and block of heads, [h, rows, width].
   """
 
   def block_index(head_block, step, sequence, *unused_scalars):
     return sequence[step], head_block, 0, 0
 
-  return pl.BlockSpec((None, blocks.num_heads, *shape), block_index)
+  block_shape = (None, blocks.num_heads, num_rows, width)
+  return pl.BlockSpec(block_shape, block_index)
 
 
 def _cache_spec(blocks: _Blocks, width: int, key_axis: int) -> pl.BlockSpec:
@@ -452,11 +454,13 @@ def _cache_spec(blocks: _Blocks, width: int, key_axis: int) -> pl.BlockSpec:
     page = lax.div(pool_block[step], blocks.blocks_per_page)
     block_of_page = lax.rem(pool_block[step], blocks.blocks_per_page)
     # A block has all columns of its keys, so the index of columns is 0.
-    key_and_column = _order_axes(block_of_page, 0, key_axis)
-    return page, head_block, *key_and_column
+    if key_axis == 0:
+      return page, head_block, block_of_page, 0
+    return page, head_block, 0, block_of_page
 
-  key_and_column_sizes = _order_axes(blocks.block_size, width, key_axis)
-  block_shape = (None, blocks.num_heads, *key_and_column_sizes)
+  block_shape = (None, blocks.num_heads, blocks.block_size, width)
+  if key_axis == 1:
+    block_shape = (None, blocks.num_heads, width, blocks.block_size)
   return pl.BlockSpec(block_shape, block_index)
 
 
@@ -483,18 +487,6 @@ def _scale_spec(
   # The kernel sees [1, h]. None removes the axes of pages and blocks of heads.
   block_shape = (None, None, 1, blocks.num_heads)
   return pl.BlockSpec(block_shape, block_index, memory_space=pltpu.SMEM)
-
-
-def _order_axes(
-  of_keys: Scalar, of_columns: Scalar, key_axis: int
-) -> tuple[Scalar, Scalar]:
-  """Returns two sizes or indices in the order of the axes of a block.
-
-  The block is [s, X] if the axis of keys is 0, and [X, s] if it is 1.
-  """
-  if key_axis == 0:
-    return of_keys, of_columns
-  return of_columns, of_keys
 
 
 def _estimate_cost(inputs: DecodeInputs) -> pl.CostEstimate:

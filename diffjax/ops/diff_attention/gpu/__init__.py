@@ -1,1 +1,1 @@
-"""The kernels for Hopper GPUs (Pallas, Mosaic GPU), and what they share. Importing a module of this room imports Pallas."""
+"""The Hopper kernels. Importing a module of this package imports Pallas."""

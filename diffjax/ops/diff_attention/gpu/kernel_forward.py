@@ -451,18 +451,24 @@ class _ForwardPass:
     value_ring = thread_block.value_ring
     step = self.first_step + block
     is_first_turn = turn == 0
+    if is_first_turn:
+      # The turn before this one was the last map's, at the previous block.
+      previous_turn = len(self.maps) - 1
+      previous_step = step - 1
+    else:
+      previous_turn = turn - 1
+      previous_step = step
     accs = list(state.accs)
     row_maxes = list(state.row_maxes)
     row_sums = list(state.row_sums)
 
-    # The previous turn was the previous map's. Before the first map it was the
-    # last map's, which has index −1, at the previous block.
+    # The weights of the previous turn are not yet multiplied by their values.
     pending = None
     outputs_like = None
     if state.weights is not None:
-      previous_step = step - 1 if is_first_turn else step
-      values = scratch.v_smem.at[value_ring.slot(previous_step)]  # [BLOCK, V]
-      pending = wgmma.PendingProduct(accs[turn - 1], state.weights, values)
+      value_slot = value_ring.slot(previous_step)
+      values = scratch.v_smem.at[value_slot]  # [BLOCK, V]
+      pending = wgmma.PendingProduct(accs[previous_turn], state.weights, values)
       outputs_like = _SoftmaxUpdate(
         weights=state.weights,
         row_max=row_maxes[turn],
@@ -499,7 +505,7 @@ class _ForwardPass:
     row_maxes[turn] = update.row_max
     row_sums[turn] = update.row_sum
     if pending is not None:
-      accs[turn - 1] = previous_acc
+      accs[previous_turn] = previous_acc
       if is_first_turn:
         # All maps have used the values of the previous block.
         value_ring.release(step - 1)

@@ -1,1 +1,1 @@
-"""The TPU kernels (Pallas), and what they share. Importing a module of this room imports Pallas."""
+"""The TPU kernels. Importing a module of this package imports Pallas."""

@@ -400,26 +400,26 @@ class Schedule:
       has_one_segment = ids.are_equal
 
     @_when(logical_and(is_any_visible, is_all_visible, has_one_segment))
-    def _run_visible_tile() -> None:
+    def _compute_visible_tile() -> None:
       self._run_visible_tile(body)
 
     cut_distances = self.mask.partial_differences(
       blocks.q, blocks.kv, _MAX_CUT_BODIES
     )
-    for cut_distance in cut_distances or ():
-      is_cut_here = logical_and(
-        is_any_visible,
-        logical_not(is_all_visible),
-        has_one_segment,
-        tile.first_position - tile.first_key == cut_distance,
-      )
-      run_cut_tile = functools.partial(self._run_cut_tile, cut_distance, body)
-      _when(is_cut_here)(run_cut_tile)
-
-    if cut_distances is None:
-      needs_strips = logical_not(logical_and(is_all_visible, has_one_segment))
+    if cut_distances is None:  # Too many distances for a body each.
+      is_computed = logical_and(is_all_visible, has_one_segment)
     else:
-      needs_strips = logical_not(has_one_segment)
+      is_computed = has_one_segment
+      for cut_distance in cut_distances:
+        is_cut_here = logical_and(
+          is_any_visible,
+          logical_not(is_all_visible),
+          has_one_segment,
+          tile.first_position - tile.first_key == cut_distance,
+        )
+        run_cut_tile = functools.partial(self._run_cut_tile, cut_distance, body)
+        _when(is_cut_here)(run_cut_tile)
+    needs_strips = logical_not(is_computed)
     if needs_strips is False:
       return
 
