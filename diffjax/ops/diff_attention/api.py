@@ -42,7 +42,7 @@ def diff_attention(
   *,
   q_segment_ids: Int[Array, "B T"] | None = None,
   kv_segment_ids: Int[Array, "B S"] | None = None,
-  q_offset: int | Int[Array, "B"] = 0,
+  q_offset: int | Int[Array, ""] | Int[Array, "B"] = 0,
   causal: bool = True,
   window: int | None = None,
   scale: float | None = None,
@@ -50,17 +50,18 @@ def diff_attention(
   sharding: NamedSharding | PartitionSpec | None = None,
   token_order: str = "given",
 ) -> Float[Array, "B T H V"]:
-  """Computes differential attention (paper §1; §2 with M = 1).
+  """Computes differential attention (arXiv:2410.05258, eq. 1).
 
   out = softmax(q₁k₁ᵀ · scale) v − λ · softmax(q₂k₂ᵀ · scale) v
 
-  The last of the G maps of a query group is its noise map, and the others are
-  signal maps. Each signal map is a head, from which λ times the noise map is
-  subtracted: H = Q·(G − 1). With G = 2, a head has its own noise map. With
-  more, heads share one (grouped differential attention, arXiv:2510.06949). With
-  G = 1 this is plain attention, and H = Q.
+  The heads form Q query groups. The last of the G maps of a group is its noise
+  map, and the others are signal maps. Each signal map is a head, from which λ
+  times the noise map is subtracted. So H = Q·(G − 1), and signal map i of group
+  j is head j·(G − 1) + i. With G = 2, a head has its own noise map. With more,
+  heads share one (grouped differential attention, arXiv:2510.06949). With G = 1
+  there is no noise map: this is plain attention, and H = Q.
 
-  Query group g attends to key head ⌊g·K/Q⌋. Key s has position s, and query t
+  Query group j attends to key head ⌊j·K/Q⌋. Key s has position s, and query t
   has position q_offset + t. A query that sees no key has an output of zeros and
   no gradient.
 
@@ -76,31 +77,38 @@ def diff_attention(
       maps share them (V2).
     v: values, which all maps share.
     lam: λ, a number for all heads, for each head, or for each token and head.
-      None if G = 1. It is cast to float32, or to float64 if q is float64.
+      Required if G > 1, and not allowed if G = 1. It is cast to float32, or to
+      float64 if q is float64.
     q_segment_ids: documents of the queries. A query sees only keys with an
-      equal id. 0 is an id like any other.
+      equal id. No id marks padding, so 0 is a document too.
     kv_segment_ids: documents of the keys. None for q_segment_ids if T = S.
-    q_offset: position of the first query. With an int, blocks of keys that the
-      mask hides can be skipped while the program is compiled.
+    q_offset: position of the first query: an int, or an array with one position
+      for all sequences or for each. With an int, the compiled program leaves
+      out blocks of keys that the mask hides. With an array, positions are known
+      only at run time, and "chunked" computes all blocks.
     causal: whether a query sees only keys up to its own position.
-    window: number of keys that a query sees. The query at position p sees the
-      keys in (p − window, p], or those with |p − position| < window if `causal`
-      is False.
+    window: the query at position p sees key s if p − window < s ≤ p. If
+      `causal` is False, it sees key s if |p − s| < window. None for all keys.
     scale: factor on q·k. None for 1/√D.
-    implementation: "auto" for the fastest one on the backend, "reference",
-      "chunked", "two_call", "pallas_tpu", "pallas_gpu" (Hopper), or a
-      registered name. Only "auto" falls back to another implementation.
-    sharding: how a mesh splits [B, T, H]: a NamedSharding, or a PartitionSpec
-      for the mesh of `jax.set_mesh`. The other arrays are split like q. The
-      call runs inside `shard_map`. If T is split, keys and values are passed
-      from device to device in a ring, or gathered on each device if q_offset is
-      an array, if T ≠ S, or if the implementation has no partial results
-      (all but "chunked" and "pallas_tpu"). None without a mesh, and for calls
-      that are inside `shard_map` already. Block sizes depend on the shapes on
-      one device, so a call on a mesh needs one or the other.
-    token_order: the order of the tokens if T is split. "given", or "balanced"
-      if the tokens of each row are in the order of `balanced_order`, which
-      gives all devices the same work.
+    implementation: "auto" for the fastest one on the backend, or a name. A call
+      that the named implementation does not support is an error.
+      "reference": all maps in memory, for tests.
+      "chunked": XLA, one block of queries at a time.
+      "two_call": `jax.nn.dot_product_attention` for each map, then subtracts.
+      "pallas_tpu", "pallas_gpu" (Hopper): fused kernels.
+      Other names are added by `register`.
+    sharding: how a mesh splits the axes [B, T, H] of the output: a
+      NamedSharding, or a PartitionSpec for the mesh of `jax.set_mesh`. S is
+      split like T, and Q and K like H. The call runs inside `shard_map`. If T
+      is split, "chunked" and "pallas_tpu" pass keys and values from device to
+      device in a ring, which needs T = S and an int as q_offset. Other calls
+      gather the keys and values on each device. On a mesh, either pass
+      `sharding`, or None in a call that is inside `shard_map` already, because
+      block sizes depend on the shapes on one device.
+    token_order: the order of each sequence's tokens if T is split: "given", or
+      "balanced" for `diffjax.ops.diff_attention.balanced_order`. With a causal
+      mask later tokens see more keys, and the balanced order gives all devices
+      the same work.
 
   Returns:
     The outputs of the heads, in q's dtype.
@@ -114,7 +122,7 @@ def diff_attention(
   q_segment_ids, kv_segment_ids = _check_segments(
     q_segment_ids, kv_segment_ids, q.shape[0], q.shape[1], k.shape[1]
   )
-  mask_offset, offsets = _check_offset(q_offset, batch=q.shape[0])
+  static_offset, offsets = _check_offset(q_offset, batch=q.shape[0])
   window = arguments.check_window(window)
   scale = arguments.check_scale(scale, q.shape[-1])
   implementations.REGISTRY.check(implementation)
@@ -130,13 +138,13 @@ def diff_attention(
     kv_length=k.shape[1],
     causal=bool(causal),
     window=window,
-    offset=mask_offset,
+    offset=static_offset,
     segments=q_segment_ids is not None,
   )
   axis_sharding = None
   if sharding is not None:
     axis_sharding = AxisSharding.of(sharding, "B T H")
-  if axis_sharding is None:
+  if axis_sharding is None:  # also if the mesh has only one device
     return _attention_on_one_device(inputs, mask, scale, implementation)
   return _attention_on_mesh(
     inputs, mask, scale, implementation, axis_sharding, token_order
@@ -148,6 +156,7 @@ def _attention_on_one_device(
 ) -> Float[Array, "B T H V"]:
   """Returns attention by the implementation of a name, or by the fastest."""
   implementation = _select_implementation(name, arrays, mask)
+  # This is the custom VJP around the implementation.
   return run_implementation(implementation, arrays, mask, scale)
 
 
@@ -166,82 +175,85 @@ def _attention_on_mesh(
     mask: the keys that each query sees.
     scale: factor on q·k.
     name: the name of an implementation, or "auto".
-    sharding: the mesh axes that split B (axis 0), T (axis 1) and H (axis 2).
-    token_order: the order of a row's tokens, if T is split.
+    sharding: the mesh axes that split B, T and H.
+    token_order: the order of a sequence's tokens, if T is split.
   """
-  # A shard of T holds one piece of a row, or two if the order is balanced.
-  num_token_shards = sharding.shards(axis=1)
+  # A shard of T holds one piece of consecutive tokens of a sequence, or two if
+  # the order is balanced: an early one and a late one.
+  num_token_shards = sharding.shards("T")
   tokens = None
   pieces_per_shard = 1
   if num_token_shards > 1:
-    tokens = TokenSharding(sharding.axes[1], num_token_shards, token_order)
+    tokens = TokenSharding(sharding.axes["T"], num_token_shards, token_order)
     pieces_per_shard = len(tokens.pieces(0))
 
-  # All shards of an axis must have the same size.
-  sharding.check(axis=0, sizes={"B": arrays.q.shape[0]})
+  # All shards of an axis must have the same size. A query group is not split,
+  # so its heads stay together.
+  sharding.check("B", sizes={"B": arrays.q.shape[0]})
   sharding.check(
-    axis=1,
+    "T",
     sizes={"T": mask.q_length, "S": mask.kv_length},
     multiple=pieces_per_shard,
   )
-  sharding.check(axis=2, sizes={"Q": arrays.q.shape[2], "K": arrays.k.shape[2]})
+  sharding.check("H", sizes={"Q": arrays.q.shape[2], "K": arrays.k.shape[2]})
 
   attention_on_shard = functools.partial(
-    _attention_on_shard, mask=mask, scale=scale, name=name, tokens=tokens
+    _attention_on_shard, global_mask=mask, scale=scale, name=name, tokens=tokens
   )
-  heads_spec = sharding.spec(0, 1, 2)
-  ids_spec = sharding.spec(0, 1)
-  operands = [
+  heads_spec = sharding.spec("B T H")
+  ids_spec = sharding.spec("B T")
+  operands = [  # in the order of the fields of `Arrays`
     (arrays.q, heads_spec),
     (arrays.k, heads_spec),
     (arrays.v, heads_spec),
     (arrays.lam, heads_spec),
     (arrays.q_ids, ids_spec),
     (arrays.kv_ids, ids_spec),
-    (arrays.offset, sharding.spec(0)),
+    (arrays.offset, sharding.spec("B")),
   ]
   return sharding.map(attention_on_shard, operands, heads_spec)
 
 
 def _attention_on_shard(
   *shards: jax.Array | None,
-  mask: Mask,
+  global_mask: Mask,
   scale: float,
   name: str,
   tokens: TokenSharding | None,
 ) -> Float[Array, "B T H V"]:
   """Returns attention of the queries that one device holds.
 
-  If devices share a row, the keys and values of the other devices arrive in a
-  ring, if the implementation can merge results of parts of the keys. Otherwise
-  each device gathers them all.
+  If devices share a sequence, the keys and values of the other devices arrive
+  in a ring, or each device gathers them all.
 
   Args:
-    *shards: this device's shards of the fields of `Arrays`.
-    mask: the mask of the rows that all devices hold together.
+    *shards: this device's shards of the fields of `Arrays`, in their order.
+    global_mask: the mask with the lengths of whole sequences.
     scale: factor on q·k.
     name: the name of an implementation, or "auto".
-    tokens: how devices share a row. None if each row is on one device.
+    tokens: how devices share a sequence. None if each one is on one device.
   """
   arrays = Arrays._make(shards)
-  # From here on, the mask has the lengths of a shard.
+  # The lengths of a shard, and still the position of the sequence's first
+  # query, to which `ring` and `gathered_attention` add the shard's position.
   mask = dataclasses.replace(
-    mask, q_length=arrays.q.shape[1], kv_length=arrays.k.shape[1]
+    global_mask, q_length=arrays.q.shape[1], kv_length=arrays.k.shape[1]
   )
   if tokens is None:
     return _attention_on_one_device(arrays, mask, scale, name)
 
-  # The position of a shard in its row is known only at run time.
-  shard_mask = dataclasses.replace(mask, offset=PER_ROW)
-  implementation = _select_implementation(name, arrays, shard_mask)
+  # All devices run one program, so the implementation is chosen for a shard
+  # whose position is known only at run time.
+  mask_for_choice = dataclasses.replace(mask, offset=PER_ROW)
+  implementation = _select_implementation(name, arrays, mask_for_choice)
   can_use_ring = (
-    implementation.partial is not None
-    and mask.offset != PER_ROW
-    and mask.q_length == mask.kv_length
+    implementation.partial is not None  # merges results of parts of the keys
+    and mask.offset != PER_ROW  # a ring is planned while it is compiled
+    and mask.q_length == mask.kv_length  # a shard's queries and keys coincide
   )
   if can_use_ring:
-    implementation = ring(implementation, tokens)
-    return run_implementation(implementation, arrays, mask, scale)
+    ring_implementation = ring(implementation, tokens)
+    return run_implementation(ring_implementation, arrays, mask, scale)
   return gathered_attention(implementation, arrays, mask, scale, tokens)
 
 
@@ -249,12 +261,16 @@ def _select_implementation(
   name: str, arrays: Arrays, mask: Mask
 ) -> Implementation:
   """Returns the implementation of a name, or the fastest one for "auto"."""
+  implementation_name = name
   if name == "auto":
     # The choice is made for pairs of a signal map and a noise map, because most
-    # implementations compute groups of more maps as pairs.
-    pairs = jax.eval_shape(arguments.repeat_noise_maps, arrays.q)
-    name = choose(platform(), pairs, arrays.k, arrays.v, mask).implementation
-  return implementations.implementation_of(name)
+    # implementations compute groups of more maps as pairs. Only shapes matter.
+    q_pairs = jax.eval_shape(
+      arguments.repeat_noise_maps, arrays.q
+    )  # [B, T, H, 2, D], or arrays.q if G = 1
+    choice = choose(platform(), q_pairs, arrays.k, arrays.v, mask)
+    implementation_name = choice.implementation
+  return implementations.implementation_of(implementation_name)
 
 
 def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
@@ -265,9 +281,9 @@ def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
   """
   layouts = ("B T Q G D", "B S K M D", "B S K V")
   arguments.check_arrays(q, k, v, layouts)
-  num_maps = q.shape[3]
+  maps_per_group = q.shape[3]
   num_key_maps = k.shape[3]
-  if num_maps == 1 and num_key_maps != 1:
+  if maps_per_group == 1 and num_key_maps != 1:
     raise ValueError(
       "k must have M = 1 map (axis 3), since q has one map; got"
       f" M = {num_key_maps} in shape {k.shape}"
@@ -339,14 +355,14 @@ def _check_offset(
   """Returns the position of the first query in two forms, one of them unused.
 
   An int is part of the mask, which is static during compilation. An array is
-  data, with a position for each row of the batch.
+  data, with a position for each sequence of the batch.
 
   Example:
     _check_offset(5, batch=2) → (5, None)
     _check_offset(jnp.array([5, 9]), batch=2) → (PER_ROW, [5, 9])
 
   Returns:
-    The offset for `Mask`, and the offsets for `Arrays`.
+    The offset for `Mask` (an int, or PER_ROW), and the offsets for `Arrays`.
 
   Raises:
     ValueError: if it is neither an int nor an integer array [] or [B].
@@ -362,6 +378,6 @@ def _check_offset(
     offsets = jnp.broadcast_to(q_offset, (batch,))
     return PER_ROW, offsets.astype(jnp.int32)
   raise ValueError(
-    f"q_offset must be an int or an integer array [B] with B = {batch};"
+    f"q_offset must be an int or an integer array [] or [B] with B = {batch};"
     f" got {arguments.describe(q_offset)}"
   )

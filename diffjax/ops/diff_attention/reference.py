@@ -1,5 +1,6 @@
 """The definition of differential attention, for tests and measurements.
 
+It follows equation 1 of arXiv:2410.05258, for any number of maps in a group.
 It materializes all maps, so it takes too much memory for training.
 """
 
@@ -25,7 +26,7 @@ def attention_logits(
   k: Float[Array, "B S K M D"],
   scale: float | None = None,
 ) -> Float[Array, "B Q G T S"]:
-  """Returns the logits q·k·scale before any mask (paper §1).
+  """Returns the logits q·k·scale before any mask.
 
   They are in float32, or in float64 if q is float64.
 
@@ -71,7 +72,7 @@ def attention_maps(
   ]
   | None = None,
 ) -> Float[Array, "B Q G T S"]:
-  """Returns the softmax maps A₁, A₂, … of each query group (paper §1).
+  """Returns the softmax maps A₁, A₂, … of each query group.
 
   A query group has one or more signal maps, and then a noise map (G maps). Each
   row of a map sums to one. The row of a query that sees no key is zero. The
@@ -122,7 +123,7 @@ def attention_weights(
   lam: Float[Array, "B T H"] | None,
   **options,
 ) -> Float[Array, "B H T S"]:
-  """Returns A₁ − λA₂ for each head, or A₁ if G = 1 (paper §1).
+  """Returns A₁ − λA₂ for each head, or A₁ if G = 1.
 
   With G > 2, λ times the last map of a group is subtracted from each other map.
   A row that sees keys sums to 1 − λ, and may have negative entries.
@@ -155,7 +156,7 @@ def reference(
   lam: Float[Array, "B T H"] | None,
   **options,
 ) -> Float[Array, "B T H V"]:
-  """Returns (softmax(q₁k₁ᵀ) − λ · softmax(q₂k₂ᵀ)) v, in q's dtype (paper §1).
+  """Returns (softmax(q₁k₁ᵀ) − λ · softmax(q₂k₂ᵀ)) v, in q's dtype.
 
   Args:
     q: queries.

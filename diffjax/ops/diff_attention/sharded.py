@@ -1,9 +1,11 @@
 """How a mesh splits the arrays of an operation, and attention by gathering.
 
-The axes B and H need no communication. If a mesh splits the tokens of a row,
-each device attends from its own queries to the keys of the whole row. `ring`
-sends keys and values from device to device. `gathered_attention`, in this
-file, collects all of them on every device.
+The axes B and H need no communication. If a mesh splits the tokens of a
+sequence, each device attends from its own queries to the keys of the whole
+sequence. `ring` sends keys and values from device to device.
+`gathered_attention`, in this file, collects all of them on every device.
+
+In this file, a row is one sequence of the batch.
 """
 
 from __future__ import annotations
@@ -63,12 +65,12 @@ class AxisSharding:
 
   Attributes:
     mesh: a Mesh or an AbstractMesh.
-    axes: for each axis of the operation, the names of the mesh axes that split
-      it. () for an axis that is not split.
+    axes: for each axis of the operation, by letter, the names of the mesh axes
+      that split it. () for an axis that is not split.
   """
 
   mesh: Any
-  axes: tuple[tuple[str, ...], ...]
+  axes: dict[str, tuple[str, ...]]
 
   @classmethod
   def of(
@@ -77,7 +79,8 @@ class AxisSharding:
     """Returns how a sharding splits the axes of an operation.
 
     Example:
-      PartitionSpec("data", None) and "B T H" → axes (("data",), (), ())
+      PartitionSpec("data", None) and "B T H" →
+      axes {"B": ("data",), "T": (), "H": ()}
 
     Args:
       sharding: a NamedSharding, or a PartitionSpec for the mesh of
@@ -116,9 +119,9 @@ class AxisSharding:
       )
 
     # An entry of a spec is None, a mesh axis, or a tuple of mesh axes.
-    axes = [_mesh_axes(entry) for entry in spec]
+    mesh_axes = [_mesh_axes(entry) for entry in spec]
     used_axes: set[str] = set()
-    for names in axes:
+    for names in mesh_axes:
       used_axes.update(names)
     unknown_axes = used_axes - set(mesh.axis_names)
     if unknown_axes:
@@ -130,25 +133,25 @@ class AxisSharding:
     if mesh.size == 1:
       return None
     # A spec may be shorter than an array. It does not split the last axes then.
-    while len(axes) < len(letters):
-      axes.append(())
-    return cls(mesh, tuple(axes))
+    while len(mesh_axes) < len(letters):
+      mesh_axes.append(())
+    return cls(mesh, axes=dict(zip(letters, mesh_axes, strict=True)))
 
-  def shards(self, axis: int) -> int:
-    """Returns the number of shards of an axis."""
+  def shards(self, axis: str) -> int:
+    """Returns the number of shards of an axis, for example "T"."""
     return math.prod(self.mesh.shape[name] for name in self.axes[axis])
 
-  def spec(self, *axes: int) -> P:
-    """Returns the PartitionSpec of an array whose leading axes are these."""
-    return P(*(self.axes[axis] or None for axis in axes))
+  def spec(self, axes: str) -> P:
+    """Returns the PartitionSpec of an array with leading axes such as "B T"."""
+    return P(*(self.axes[axis] or None for axis in axes.split()))
 
-  def check(self, axis: int, sizes: dict[str, int], multiple: int = 1) -> None:
+  def check(self, axis: str, sizes: dict[str, int], multiple: int = 1) -> None:
     """Checks that all shards of an axis have the same size.
 
     Args:
-      axis: the index of the axis.
+      axis: the letter of the axis.
       sizes: the sizes of arrays along this axis, by letter. For example, q and
-        k may have "Q" and "K" along the axis of heads.
+        k have Q and K at the place of the axis "H".
       multiple: a number that must divide the size of a shard.
 
     Raises:
@@ -312,10 +315,9 @@ def gathered_attention(
   keys and values back to the devices that hold them, and sums them there.
 
   Args:
-    implementation: its functions. It must support offsets that are arrays.
+    implementation: computes attention. It must support offsets that are arrays.
     arrays: the arrays of this shard.
-    mask: the mask with the lengths of this shard. Its offset is the position of
-      the first query of the row.
+    mask: the lengths of this shard, and the position of the row's first query.
     scale: factor on q·k.
     tokens: how the devices share a row.
   """
@@ -335,16 +337,16 @@ def gathered_attention(
   )
   outputs = []
   for index, piece in enumerate(pieces):
-    rows = slice(index * piece_length, (index + 1) * piece_length)
+    tokens_of_piece = slice(index * piece_length, (index + 1) * piece_length)
     offset = jnp.full(batch, piece * piece_length, jnp.int32)
     if mask.offset != 0:  # the row itself does not start at position 0
       offset += mask.first_position(arrays.offset)
     piece_arrays = Arrays(
-      q=arrays.q[:, rows],
+      q=arrays.q[:, tokens_of_piece],
       k=k,
       v=v,
-      lam=_slice_tokens(arrays.lam, rows),
-      q_ids=_slice_tokens(arrays.q_ids, rows),
+      lam=_slice_tokens(arrays.lam, tokens_of_piece),
+      q_ids=_slice_tokens(arrays.q_ids, tokens_of_piece),
       kv_ids=kv_ids,
       offset=offset,
     )
@@ -356,8 +358,8 @@ def gathered_attention(
 
 
 def _slice_tokens(
-  x: Float[Array, "B T *axes"] | None, rows: slice
+  x: Float[Array, "B T *axes"] | None, tokens: slice
 ) -> Float[Array, "B t *axes"] | None:
   if x is None:
     return None
-  return x[:, rows]
+  return x[:, tokens]

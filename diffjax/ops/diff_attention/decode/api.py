@@ -50,7 +50,8 @@ def decode_attention(
 ) -> Float[Array, "B *T H V"]:
   """Returns the differential attention of each sequence's newest tokens.
 
-  out = softmax(q₁k₁ᵀ·scale)v − λ·softmax(q₂k₂ᵀ·scale)v (paper, §1)
+  out = softmax(q₁k₁ᵀ · scale) v − λ · softmax(q₂k₂ᵀ · scale) v
+  (arXiv:2410.05258, eq. 1)
 
   The cache already contains the keys and values of the new tokens. Each
   sequence has one new token or, if q has an axis T, T new tokens. Token t of
@@ -171,7 +172,7 @@ def _decode_on_mesh(
   Args:
     decode: the implementation, which runs inside `shard_map`.
     inputs: the arrays of all devices.
-    layout: the mesh axes that split B (axis 0 of the layout) and H (axis 1).
+    layout: the mesh axes that split B and H.
     window: how many keys a token sees. None for all.
     scale: factor on q·k.
   """
@@ -182,15 +183,15 @@ def _decode_on_mesh(
   batch_sizes = {"B": batch}
   if inputs.block_tables is not None:
     batch_sizes["P"] = num_pages
-  layout.check(axis=0, sizes=batch_sizes)
-  layout.check(axis=1, sizes={"H": num_heads, "K": num_kv_heads})
+  layout.check("B", sizes=batch_sizes)
+  layout.check("H", sizes={"H": num_heads, "K": num_kv_heads})
 
   def decode_shard(*arrays: jax.Array | None) -> Float[Array, "B T H V"]:
     return decode(DecodeInputs._make(arrays), window=window, scale=scale)
 
-  by_sequence = layout.spec(0)  # [B] and [B, N]
-  by_sequence_and_head = layout.spec(0, 1)  # [P, K] and [P, K, S, X]
-  by_token = PartitionSpec(*by_sequence, None, *layout.spec(1))  # [B, T, H]
+  by_sequence = layout.spec("B")  # [B] and [B, N]
+  by_sequence_and_head = layout.spec("B H")  # [P, K] and [P, K, S, X]
+  by_token = PartitionSpec(*by_sequence, None, *layout.spec("H"))  # [B, T, H]
   operands = [  # in the order of DecodeInputs
     (inputs.q, by_token),
     (inputs.k, by_sequence_and_head),
