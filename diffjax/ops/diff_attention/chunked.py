@@ -2,40 +2,48 @@
 
 This implementation runs on every backend and is the default on CPUs.
 
-A block of queries attends to all its visible keys at once, with an ordinary
-softmax. Blocks run one after the other, so memory holds the logits of only one
-block. Keys that the mask hides from a whole block are never read. If one block
-of all heads does not fit the cache, the heads are processed in groups.
+The queries are cut into chunks, called blocks here. A block attends to all its
+visible keys at once, with an ordinary softmax. Blocks run one after the other,
+so memory holds the logits of only one block. Keys that the mask hides from a
+whole block are never read. If the logits of one block do not fit the cache, the
+heads are cut into head tiles, which run one after the other too.
 
-With A₁ and A₂ for the softmax of the signal map and of the noise map, and
-P = A₁ − λA₂, the passes are (paper §1):
+With S = scale · q kᵀ for the logits of a map, A₁ and A₂ for the softmax of the
+signal map and of the noise map, and P = A₁ − λA₂, the passes are:
 
-  O = P V
-  dP = dO Vᵀ,  dV = Pᵀ dO
-  δ₂ = rowsum(A₂ ∘ dP),  δ₁ = rowsum(dO ∘ O) + λδ₂,  dλ = −δ₂
+  O = P v
+  dP = dO vᵀ,  dv = Pᵀ dO
+  δ₂ = rowsum(A₂ ∘ dP),  dλ = −δ₂
+  δ₁ = rowsum(A₁ ∘ dP) = rowsum(dO ∘ O) + λδ₂
   dS₁ = A₁ ∘ (dP − δ₁),  dS₂ = −λA₂ ∘ (dP − δ₂)
-  dQ = scale · dS K,  dK = scale · dSᵀ Q, for each map
+  dq = scale · dS k,  dk = scale · dSᵀ q, for each map
 
 Plain attention has one map, and P = A₁.
 
-Per query, key and head, the forward pass takes 4·D multiply-adds and the
-backward pass 10·D. Plain attention with the same projections costs the same.
-Kernels that iterate over keys take 6·D in the forward pass, because they
-compute A₁V and A₂V. Here one product with V is enough. A noise map that several
-signal maps share is computed once.
+Per query, key and head with two maps, the forward pass takes 2·D + V
+multiply-adds and the backward pass 6·D + 2·V: 4·D and 10·D in version 1, where
+V = 2·D. Plain attention with 2·H heads and V = D costs the same. Kernels that
+iterate over keys take 2·D + 2·V in the forward pass: they know the denominators
+of A₁ and A₂ only after the last key, so they sum A₁v and A₂v separately. A
+noise map that several signal maps share is computed once.
 
-Axes of arguments and results:
-  B: batch.  T: queries.  S: keys.  D: width of queries and keys.
-  V: width of values.  H: heads, one signal map each.  K: key heads.
-  Q: query groups; the heads of a group share a noise map.
-  G: maps of a group, its signal maps and then its noise map.
-  M: key maps, 2 if noise maps have their own keys, else 1.
+How the functions call each other:
+  _forward, _forward_partial: _map_blocks
+    → _map_head_tiles → _loop_over_bands → _loop_over_blocks
+    → _forward_block, _forward_partial_block
+  _backward, _backward_partial: _backward_blocks
+    → _map_head_tiles → _backward_head_tile → _loop_over_bands
+    → _loop_over_blocks → _backward_one_map, _backward_two_maps
 
-Axes inside this module:
-  BK: batch and key heads, merged. In einsum equations it is b.
-  R: heads per key head, H/K. Their queries multiply the same keys.
+Axes of arguments and results are as in `diffjax/parameters.py`. Axes inside
+this module:
+  BK: batch and key heads, merged. Einsum equations write b.
+  R: heads per key head, H/K: the signal maps that multiply the same keys.
   noise_maps: noise maps per key head, Q/K.
+  maps: R or noise_maps. Einsum equations write r, also for R.
   t, s: the queries and keys of one block.
+  X: any width, such as D or V.
+  Z: 1 if all sequences of the batch have the same mask, otherwise BK.
 """
 
 from __future__ import annotations
@@ -69,8 +77,9 @@ from diffjax.ops.varying import vary_like
 
 # The sizes below are the fastest on two CPU cores, for lengths 256 to 16,384.
 
-# Queries of a block. Each block adds to all of dK and dV, so blocks are larger
-# where there are many keys.
+# Queries of a block. In the backward pass, each block reads and writes the sums
+# dk and dv of all its keys. To do so less often, blocks are larger if there are
+# more than _MANY_KEYS keys.
 _BLOCK_QUERIES = 128
 _BLOCK_QUERIES_FOR_MANY_KEYS = 256
 _MANY_KEYS = 2048
@@ -78,10 +87,15 @@ _MANY_KEYS = 2048
 # Logits of a block, counting all maps: 4 MB in float32.
 _MAX_BLOCK_LOGITS = 1 << 20
 
-# Up to this many blocks are unrolled, and each reads only its visible keys.
-# Longer sequences are cut into this many bands, and each band is a scan. That
-# bounds the compile time, and adds at most 1/16 to the work of a causal mask.
+# Blocks of equal length form at most this many bands, of consecutive blocks. A
+# band of one block reads only its visible keys. Longer sequences have bands of
+# several blocks, and each band is a scan. That bounds the compile time. All
+# blocks of a band read equally many keys, as many as one of them sees at most.
+# That adds at most 1/16 to the work of a causal mask.
 _MAX_BANDS = 16
+
+# Computes one block: (block, arrays, carry) → (carry, output of the block).
+_BlockStep = Callable[["_Block", Any, Any], tuple[Any, Any]]
 
 
 class _NoiseInputs(NamedTuple):
@@ -89,7 +103,7 @@ class _NoiseInputs(NamedTuple):
 
   queries: Float[Array, "BK noise_maps T D"]
   keys: Float[Array, "BK S D"] | None  # None: the signal maps' keys
-  lam: Float[Array, "BK R T 1"]
+  lam: Float[Array, "BK R T 1"]  # one per signal map
 
 
 class _Inputs(NamedTuple):
@@ -105,7 +119,11 @@ class _Inputs(NamedTuple):
 
 
 class _LogSumExps(NamedTuple):
-  """Log-sum-exps of rows; EMPTY_ROW_LSE in a row without visible keys."""
+  """Log-sum-exps (base e) of each query's logits, for each map.
+
+  A query without visible keys has EMPTY_ROW_LSE = 1e30. The backward pass
+  computes weights exp(logit − log-sum-exp), and exp(−1e30) is 0.
+  """
 
   signal: Float[Array, "BK R T 1"]
   noise: Float[Array, "BK noise_maps T 1"] | None  # None with one map
@@ -114,22 +132,16 @@ class _LogSumExps(NamedTuple):
 class _Softmax(NamedTuple):
   """Softmax maps of a block before the division, A = weights / sums."""
 
-  weights: Float[Array, "BK R t s"]
-  sums: Float[Array, "BK R t 1"]  # 1 in rows without visible keys
-  log_sum_exp: Float[Array, "BK R t 1"]
-
-  def times_values(
-    self, values: Float[Array, "BK s V"]
-  ) -> Float[Array, "BK R t V"]:
-    """Returns A V. Dividing after the product is less work."""
-    return _dot("brts,bsv->brtv", self.weights, values) / self.sums
+  weights: Float[Array, "BK maps t s"]
+  sums: Float[Array, "BK maps t 1"]  # 1 for queries without visible keys
+  log_sum_exp: Float[Array, "BK maps t 1"]
 
 
-class _Residuals(NamedTuple):
-  """The arrays that the backward pass reads besides the inputs."""
+class _BackwardInputs(NamedTuple):
+  """The arrays of each query that the backward pass reads besides `_Inputs`."""
 
   log_sum_exps: _LogSumExps
-  delta: Float[Array, "BK R T 1"]  # rowsum(dO ∘ O) = δ₁ − λδ₂
+  row_products: Float[Array, "BK R T 1"]  # rowsum(dO ∘ O) = δ₁ − λδ₂
   delta_2: Float[Array, "BK R T 1"] | None  # None: computed from A₂ and dP
   d_out: Float[Array, "BK R T V"]
 
@@ -137,20 +149,21 @@ class _Residuals(NamedTuple):
 class _BackwardArrays(NamedTuple):
   """All arrays that the backward pass of a block reads.
 
-  dK and dV grow as [BK, D, S] from queries and dO with the tokens last. That is
-  a product of two row-major matrices. The natural product [S, T]·[T, D] reads
-  the large matrix across its rows. On CPU, it took two to ten times as long.
+  Queries and dO are also stored with the tokens last, to compute the transposed
+  dkᵀ = qᵀ dS, [D, t]·[t, s], and dvᵀ = dOᵀ P. These products read dS and P, the
+  large matrices, along their rows. dSᵀ q would read dS along its columns, and
+  took two to ten times as long on a CPU.
   """
 
   inputs: _Inputs
-  residuals: _Residuals
+  backward_inputs: _BackwardInputs
   transposed_queries: Float[Array, "BK D R T"]
   transposed_noise_queries: Float[Array, "BK D noise_maps T"] | None
   transposed_d_out: Float[Array, "BK V R T"]
 
 
 class _KeyGradients(NamedTuple):
-  """Gradients of keys and values. Every block adds to them."""
+  """Gradients of keys and values, transposed. Every block adds to them."""
 
   keys: Float[Array, "BK D S"]  # of the signal maps, or of all maps
   noise_keys: Float[Array, "BK D S"] | None  # None without keys of their own
@@ -201,36 +214,36 @@ class _Block(NamedTuple):
 
 
 def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
-  """Returns the output [B, T, H, V], and what the backward pass needs of it.
+  """Returns the output [B, T, H, V], and what the backward pass needs besides.
 
-  The output is computed for one block of queries at a time. The log-sum-exps of
-  the softmax rows are saved, from which the backward pass recomputes the maps.
+  The output is computed for one block of queries at a time. `Saved.lse` are the
+  `_LogSumExps` of the logits, from which `_backward` recomputes the maps.
   """
-  inputs = _merge_batch_and_key_heads(arrays)
+  inputs = _to_inputs(arrays)
   forward_block = functools.partial(_forward_block, mask, options.scale)
   out, log_sum_exps = _map_blocks(forward_block, inputs, mask)
-  out = _tokens_first(out, batch=arrays.q.shape[0])
+  out = _split_heads(out, batch=arrays.q.shape[0])
   return Saved(out.astype(arrays.q.dtype), lse=log_sum_exps)
 
 
 def _forward_block(
   mask: Mask, scale: float, block: _Block, inputs: _Inputs
 ) -> tuple[Float[Array, "BK R t V"], _LogSumExps]:
-  """Returns the output of a block of queries, and its rows' log-sum-exps.
+  """Returns the output of a block of queries, and its log-sum-exps.
 
-  The output is (A₁ − λA₂)V, or A₁V without noise maps.
+  The output is (A₁ − λA₂)v, or A₁v without noise maps.
   """
   signal, noise = _softmax_maps(mask, scale, block, inputs)
-  values = block.slice_keys(inputs.values)
+  values = block.slice_keys(inputs.values)  # [BK, s, V]
   if noise is None:
-    out = signal.times_values(values)
+    out = _times_values(signal.weights, signal.sums, values)
     return out, _LogSumExps(signal.log_sum_exp, noise=None)
 
   assert inputs.noise is not None
   lam = block.slice_queries(inputs.noise.lam)  # [BK, R, t, 1]
-  # The maps are subtracted first, so that one product with V is enough.
-  difference = _subtract_noise(signal, noise, lam)
-  out = difference.times_values(values)
+  # The maps are subtracted first, so that one product with v is enough.
+  weights = _subtract_noise(signal, noise, lam)
+  out = _times_values(weights, signal.sums, values)
   return out, _LogSumExps(signal.log_sum_exp, noise.log_sum_exp)
 
 
@@ -259,8 +272,8 @@ def _softmax_maps(
 
 def _subtract_noise(
   signal: _Softmax, noise: _Softmax, lam: Float[Array, "BK R t 1"]
-) -> _Softmax:
-  """Returns A₁ − λA₂, the signal maps minus λ times the noise maps.
+) -> Float[Array, "BK R t s"]:
+  """Returns the weights of A₁ − λA₂, which are to be divided by signal.sums.
 
   A map is weights / sums, where the division happens later. To subtract the
   weights, they must have the same denominator:
@@ -268,37 +281,47 @@ def _subtract_noise(
 
   A noise map is repeated for each of the heads that share it.
   """
-  num_heads = signal.weights.shape[1]
-  noise_weights = _repeat_noise(noise.weights, num_heads)
-  noise_sums = _repeat_noise(noise.sums, num_heads)
+  num_signal_maps = signal.weights.shape[1]  # R
+  noise_weights = _repeat_noise(noise.weights, num_signal_maps)
+  noise_sums = _repeat_noise(noise.sums, num_signal_maps)
   factor = lam * signal.sums / noise_sums
-  return signal._replace(weights=signal.weights - factor * noise_weights)
+  return signal.weights - factor * noise_weights
+
+
+def _times_values(
+  weights: Float[Array, "BK maps t s"],
+  sums: Float[Array, "BK maps t 1"],
+  values: Float[Array, "BK s V"],
+) -> Float[Array, "BK maps t V"]:
+  """Returns (weights / sums) v. Dividing after the product is less work."""
+  return _dot("brts,bsv->brtv", weights, values) / sums
 
 
 def _masked_logits(
-  queries: Float[Array, "BK R t D"],
+  queries: Float[Array, "BK maps t D"],
   keys: Float[Array, "BK s D"],
   scale: float,
   visible: Bool[Array, "Z 1 t s"] | None,
-) -> Float[Array, "BK R t s"]:
+) -> Float[Array, "BK maps t s"]:
   """Returns scale · q·k, and −∞ for hidden keys."""
   logits = _inner_products(queries, keys) * scale
   return apply_mask(visible, logits)
 
 
-def _softmax(logits: Float[Array, "BK R t s"]) -> _Softmax:
+def _softmax(logits: Float[Array, "BK maps t s"]) -> _Softmax:
   """Returns the softmax over the keys of logits, before the division.
 
-  The logits of hidden keys are −∞. A row may have no visible key.
+  The logits of hidden keys are −∞. A query may have no visible key.
   """
   maximum = jnp.max(logits, axis=-1, keepdims=True)
-  # In a row without visible keys the maximum is −∞, and −∞ − (−∞) is NaN.
+  # For a query without visible keys, the maximum is −∞, and −∞ − (−∞) is NaN.
   maximum = jnp.where(maximum == -jnp.inf, 0, maximum)
   weights = jnp.exp(logits - maximum)
   sums = jnp.sum(weights, axis=-1, keepdims=True)
 
-  # In such a row all weights are 0. Dividing by 1 gives an output of 0. In the
-  # backward pass, exp(logits − EMPTY_ROW_LSE) gives weights of 0 again.
+  # A query without visible keys has only weights of 0. Dividing them by 1 gives
+  # an output of 0. EMPTY_ROW_LSE = 1e30 gives weights exp(logits − 1e30) = 0 in
+  # the backward pass.
   is_empty = sums == 0
   sums = jnp.where(is_empty, 1, sums)
   log_sum_exp = jnp.where(is_empty, EMPTY_ROW_LSE, maximum + jnp.log(sums))
@@ -314,27 +337,27 @@ def _backward(
 ) -> tuple[Array, Array, Array, Array | None]:
   """Returns the gradients of q, k, v and λ (None without λ).
 
-  The maps are not saved. They are computed again from the log-sum-exps of their
-  rows, for one block of queries at a time.
+  The maps are not saved. They are computed again from the log-sum-exps, for one
+  block of queries at a time.
   """
   num_kv_heads = arrays.k.shape[2]
-  # The softmax gradient needs rowsum(dO ∘ O), one number for each query.
-  delta = _row_products(d_out, saved.out)  # [B, T, H, 1]
-  residuals = _Residuals(
+  # The softmax gradient needs rowsum(dO ∘ O), one number per query and head.
+  row_products = _row_products(d_out, saved.out)  # [B, T, H, 1]
+  backward_inputs = _BackwardInputs(
     log_sum_exps=saved.lse,
-    delta=_heads_first(delta, num_kv_heads),
-    delta_2=None,  # computed in each block
-    d_out=_heads_first(d_out, num_kv_heads),
+    row_products=_merge_heads(row_products, num_kv_heads),
+    delta_2=None,  # computed in each block, which sees all keys of its queries
+    d_out=_merge_heads(d_out, num_kv_heads),
   )
   d_q, d_k, d_v, d_lam = _backward_blocks(
-    arrays, residuals, mask, options.scale
+    arrays, backward_inputs, mask, options.scale
   )
   dtype = arrays.q.dtype
   return d_q.astype(dtype), d_k.astype(dtype), d_v.astype(dtype), d_lam
 
 
 def _backward_blocks(
-  arrays: Arrays, residuals: _Residuals, mask: Mask, scale: float
+  arrays: Arrays, backward_inputs: _BackwardInputs, mask: Mask, scale: float
 ) -> tuple[
   Float[Array, "B T Q G D"],
   Float[Array, "B S K M D"],
@@ -346,14 +369,18 @@ def _backward_blocks(
   They are computed for one block of queries at a time. Then the signal maps and
   noise maps, which the blocks keep apart, are joined along axis G or M.
   """
-  inputs = _merge_batch_and_key_heads(arrays)
-  num_groups, block_queries = _tile_sizes(inputs)
+  inputs = _to_inputs(arrays)
+  num_head_tiles, block_queries = _tile_sizes(inputs)
   bands = _make_bands(mask, block_queries)
-  backward_group = functools.partial(_backward_group, mask, scale, bands)
-  d_keys, d_queries = _map_groups(backward_group, num_groups, inputs, residuals)
+  backward_head_tile = functools.partial(
+    _backward_head_tile, mask, scale, bands
+  )
+  d_keys, d_queries = _map_head_tiles(
+    backward_head_tile, num_head_tiles, inputs, backward_inputs
+  )
 
-  # The logits are scale · q·k. The blocks leave out this factor, and the sums
-  # over all blocks are multiplied by it once.
+  # dq and dk have the factor scale. The blocks use it only for the logits that
+  # they recompute. The sums over all blocks are multiplied by it here, once.
   batch, _, num_query_groups = arrays.q.shape[:3]
   signal_d_q = d_queries.queries * scale
   d_q = _split_query_groups(signal_d_q, batch, num_query_groups)
@@ -362,27 +389,27 @@ def _backward_blocks(
     noise_d_q = _split_query_groups(noise_d_q, batch, num_query_groups)
     d_q = jnp.concatenate([d_q, noise_d_q], axis=3)
 
-  d_k_maps = [_keys_first(d_keys.keys * scale, batch)]
+  d_k_maps = [_split_key_heads(d_keys.keys * scale, batch)]
   if d_keys.noise_keys is not None:
-    d_k_maps.append(_keys_first(d_keys.noise_keys * scale, batch))
+    d_k_maps.append(_split_key_heads(d_keys.noise_keys * scale, batch))
   d_k = jnp.stack(d_k_maps, axis=3)
-  d_v = _keys_first(d_keys.values, batch)
+  d_v = _split_key_heads(d_keys.values, batch)
   d_lam = None
   if arrays.lam is not None:
     assert d_queries.lam is not None
-    d_lam = _tokens_first(d_queries.lam, batch)[..., 0]
+    d_lam = _split_heads(d_queries.lam, batch)[..., 0]
     d_lam = d_lam.astype(arrays.lam.dtype)
   return d_q, d_k, d_v, d_lam
 
 
-def _backward_group(
+def _backward_head_tile(
   mask: Mask,
   scale: float,
   bands: list[_Band],
   inputs: _Inputs,
-  residuals: _Residuals,
+  backward_inputs: _BackwardInputs,
 ) -> tuple[_KeyGradients, _QueryGradients]:
-  """Returns the gradients of one group of heads, without the factor `scale`.
+  """Returns the gradients of some of the heads, without the factor `scale`.
 
   Each block of queries adds to the gradients of keys and values, and has the
   gradients of its own queries.
@@ -391,23 +418,24 @@ def _backward_group(
     mask: the keys that each query sees.
     scale: factor on q·k.
     bands: the blocks. A band is a series of blocks that run as one scan.
-    inputs: the queries, keys and values of the group.
-    residuals: what the forward pass saved, and the gradient of its output.
+    inputs: the queries, keys and values of these heads.
+    backward_inputs: what the forward pass saved, and the output's gradient.
   """
   if inputs.noise is None:
     backward_block = functools.partial(_backward_one_map, mask, scale)
     transposed_noise_queries = None
   else:
     backward_block = functools.partial(_backward_two_maps, mask, scale)
-    transposed_noise_queries = _tokens_last(inputs.noise.queries)
+    transposed_noise_queries = _transpose_tokens(inputs.noise.queries)
   arrays = _BackwardArrays(
     inputs,
-    residuals,
-    transposed_queries=_tokens_last(inputs.queries),
+    backward_inputs,
+    transposed_queries=_transpose_tokens(inputs.queries),
     transposed_noise_queries=transposed_noise_queries,
-    transposed_d_out=_tokens_last(residuals.d_out),
+    transposed_d_out=_transpose_tokens(backward_inputs.d_out),
   )
-  initial_d_keys = _zero_key_gradients(inputs, residuals.delta.dtype)
+  sum_dtype = backward_inputs.row_products.dtype
+  initial_d_keys = _zero_key_gradients(inputs, sum_dtype)
   return _loop_over_bands(bands, backward_block, arrays, initial_d_keys)
 
 
@@ -422,30 +450,31 @@ def _backward_one_map(
 
   Args:
     mask: the keys that each query sees.
-    scale: factor on q·k. The returned dK and dQ are without it.
+    scale: factor on q·k, for the logits. The returned dk and dq are without it.
     block: the queries, and the keys that they read.
     arrays: all arrays of the backward pass.
-    d_keys: dK and dV, summed over the blocks before.
+    d_keys: dk and dv, summed over the blocks before.
 
   Returns:
-    `d_keys` plus the block's dK and dV, and dQ of the block's queries.
+    `d_keys` plus the block's dk and dv, and dq of the block's queries.
   """
   inputs = arrays.inputs
-  residuals = arrays.residuals
+  backward_inputs = arrays.backward_inputs
   queries = block.slice_queries(inputs.queries)  # [BK, R, t, D]
   keys = block.slice_keys(inputs.keys)  # [BK, s, D]
   values = block.slice_keys(inputs.values)  # [BK, s, V]
-  d_out = block.slice_queries(residuals.d_out)  # [BK, R, t, V]
-  delta = block.slice_queries(residuals.delta)  # [BK, R, t, 1]
-  lse = block.slice_queries(residuals.log_sum_exps.signal)  # [BK, R, t, 1]
+  d_out = block.slice_queries(backward_inputs.d_out)  # [BK, R, t, V]
+  # With one map, δ₁ = rowsum(dO ∘ O).
+  delta = block.slice_queries(backward_inputs.row_products)  # [BK, R, t, 1]
+  lse = block.slice_queries(backward_inputs.log_sum_exps.signal)
 
   visible = _visible(mask, block, inputs)
   logits = _masked_logits(queries, keys, scale, visible)
   weights = jnp.exp(logits - lse)  # A: [BK, R, t, s]
-  d_weights = _inner_products(d_out, values)  # dP = dO Vᵀ
+  d_weights = _inner_products(d_out, values)  # dP = dO vᵀ
   d_logits = weights * (d_weights - delta)  # dS = A ∘ (dP − δ)
 
-  d_queries = _dot("brts,bsd->brtd", d_logits, keys)  # dQ = dS K
+  d_queries = _dot("brts,bsd->brtd", d_logits, keys)  # dq = dS k
   d_k = _sum_over_queries(block, arrays.transposed_queries, d_logits)
   d_v = _sum_over_queries(block, arrays.transposed_d_out, weights)
   d_keys = _KeyGradients(
@@ -467,19 +496,20 @@ def _backward_two_maps(
 
   Args:
     mask: the keys that each query sees.
-    scale: factor on q·k. The returned dK and dQ are without it.
+    scale: factor on q·k, for the logits. The returned dk and dq are without it.
     block: the queries, and the keys that they read.
     arrays: all arrays of the backward pass.
-    d_keys: dK and dV, summed over the blocks before.
+    d_keys: dk and dv, summed over the blocks before.
 
   Returns:
-    `d_keys` plus the block's dK and dV, and dQ and dλ of the block's queries.
+    `d_keys` plus the block's dk and dv, and dq and dλ of the block's queries.
   """
   inputs = arrays.inputs
-  residuals = arrays.residuals
+  backward_inputs = arrays.backward_inputs
+  log_sum_exps = backward_inputs.log_sum_exps
   assert inputs.noise is not None
   assert arrays.transposed_noise_queries is not None
-  assert residuals.log_sum_exps.noise is not None
+  assert log_sum_exps.noise is not None
   queries = block.slice_queries(inputs.queries)  # [BK, R, t, D]
   noise_queries = block.slice_queries(inputs.noise.queries)
   keys = block.slice_keys(inputs.keys)  # [BK, s, D]
@@ -488,33 +518,33 @@ def _backward_two_maps(
     noise_keys = block.slice_keys(inputs.noise.keys)
   values = block.slice_keys(inputs.values)  # [BK, s, V]
   lam = block.slice_queries(inputs.noise.lam)  # [BK, R, t, 1]
-  d_out = block.slice_queries(residuals.d_out)  # [BK, R, t, V]
-  lse = block.slice_queries(residuals.log_sum_exps.signal)
-  noise_lse = block.slice_queries(residuals.log_sum_exps.noise)
+  d_out = block.slice_queries(backward_inputs.d_out)  # [BK, R, t, V]
+  lse = block.slice_queries(log_sum_exps.signal)  # [BK, R, t, 1]
+  noise_lse = block.slice_queries(log_sum_exps.noise)  # [BK, noise_maps, t, 1]
 
   # The maps A₁ and A₂ of each head: [BK, R, t, s].
   visible = _visible(mask, block, inputs)
   signal_logits = _masked_logits(queries, keys, scale, visible)
   signal_weights = jnp.exp(signal_logits - lse)
-  num_heads = signal_weights.shape[1]
+  num_signal_maps = signal_weights.shape[1]  # R
   noise_logits = _masked_logits(noise_queries, noise_keys, scale, visible)
   noise_weights = jnp.exp(noise_logits - noise_lse)  # [BK, noise_maps, t, s]
   num_noise_maps = noise_weights.shape[1]
-  noise_weights = _repeat_noise(noise_weights, num_heads)
+  noise_weights = _repeat_noise(noise_weights, num_signal_maps)
 
   # The row sums δ₁ and δ₂: [BK, R, t, 1].
-  d_weights = _inner_products(d_out, values)  # dP = dO Vᵀ: [BK, R, t, s]
-  if residuals.delta_2 is None:
+  d_weights = _inner_products(d_out, values)  # dP = dO vᵀ: [BK, R, t, s]
+  if backward_inputs.delta_2 is None:
     delta_2 = _row_sums(noise_weights * d_weights)
   else:
-    delta_2 = block.slice_queries(residuals.delta_2)
-  delta_1 = block.slice_queries(residuals.delta) + lam * delta_2
+    delta_2 = block.slice_queries(backward_inputs.delta_2)
+  delta_1 = block.slice_queries(backward_inputs.row_products) + lam * delta_2
 
   # The gradients of the logits, dS₁ and dS₂. The gradient of a noise map is the
-  # sum over the heads that share it.
+  # sum over the signal maps that share it.
   d_signal_logits = signal_weights * (d_weights - delta_1)
   d_noise_logits = -lam * noise_weights * (d_weights - delta_2)
-  d_noise_logits = _sum_over_heads(d_noise_logits, num_noise_maps)
+  d_noise_logits = _sum_over_signal_maps(d_noise_logits, num_noise_maps)
 
   d_queries = _QueryGradients(
     queries=_dot("brts,bsd->brtd", d_signal_logits, keys),
@@ -541,22 +571,27 @@ def _backward_two_maps(
 
 def _sum_over_queries(
   block: _Block,
-  transposed: Float[Array, "BK X R T"],
-  weights: Float[Array, "BK R t s"],
+  transposed: Float[Array, "BK X maps T"],
+  coefficients: Float[Array, "BK maps t s"],
 ) -> Float[Array, "BK X s"]:
-  """Returns Σ weights[t, s] · x[t] over the heads and queries of a block.
+  """Returns Σ x[t] · coefficients[t, s] over the maps and queries of a block.
 
-  This is dK for x = Q and the weights dS, and dV for x = dO and the weights P.
+  This is dk for queries x and coefficients dS, and dv for x = dO and P.
+
+  Args:
+    block: the queries t, and their keys s.
+    transposed: x for all queries, with the tokens last.
+    coefficients: dS or P of the block.
   """
-  transposed = block.slice_queries(transposed, axis=3)
-  return _dot("bxrt,brts->bxs", transposed, weights)
+  block_x = block.slice_queries(transposed, axis=3)  # [BK, X, maps, t]
+  return _dot("bxrt,brts->bxs", block_x, coefficients)
 
 
 def _zero_key_gradients(inputs: _Inputs, dtype: Any) -> _KeyGradients:
   """Returns gradients of 0 for all keys and values.
 
-  Each block of queries adds its part to them. They have the layout [BK, X, S],
-  in which that addition is fast.
+  Each block of queries adds its part to them. They are transposed, [BK, X, S],
+  because the products that are added are (see `_BackwardArrays`).
 
   Args:
     inputs: the keys and values.
@@ -576,8 +611,8 @@ def _zero_transposed(
   x: Float[Array, "BK S X"], dtype: Any
 ) -> Float[Array, "BK X S"]:
   """Returns zeros in the shape of x with its last two axes exchanged."""
-  batch, length, width = x.shape
-  zeros = jnp.zeros((batch, width, length), dtype)
+  BK, S, X = x.shape
+  zeros = jnp.zeros((BK, X, S), dtype)
   # Inside shard_map, the types of arrays include the mesh axes over which they
   # vary. JAX requires that a scan keeps the types of its carry.
   return vary_like(zeros, x)
@@ -586,44 +621,51 @@ def _zero_transposed(
 def _forward_partial(
   arrays: Arrays, mask: Mask, options: Options
 ) -> PartialResult:
-  """Returns A₁V, A₂V and the log-sum-exps for some of a query's keys.
+  """Returns A₁v, A₂v and the log-sum-exps for some of a query's keys.
 
   If several devices share the keys, `ring` calls this function for the keys of
   each device and merges the results. Each map has its own sums over keys, so
-  A₁V and A₂V stay separate.
+  A₁v and A₂v stay separate.
+
+  Args:
+    arrays: q has at most G = 2 maps, because `ring` gives each head its own
+      noise map.
+    mask: which of these keys each query sees.
+    options: the scale.
   """
-  batch = arrays.q.shape[0]
-  inputs = _merge_batch_and_key_heads(arrays)
+  B, _, _, G, _ = arrays.q.shape
+  assert G <= 2
+  inputs = _to_inputs(arrays)
   forward_block = functools.partial(_forward_partial_block, mask, options.scale)
   signal_out, noise_out, log_sum_exps = _map_blocks(forward_block, inputs, mask)
 
-  # `ring` gives each head its own noise map, so both maps have H heads.
-  signal_lse = _split_batch(log_sum_exps.signal, batch)
+  signal_lse = _split_batch(log_sum_exps.signal, B)
   lse_maps = [signal_lse[..., 0]]  # of each map, [B, H, T]
   if noise_out is not None:
-    noise_out = _split_batch(noise_out, batch)
-    noise_lse = _split_batch(log_sum_exps.noise, batch)
+    noise_out = _split_batch(noise_out, B)
+    noise_lse = _split_batch(log_sum_exps.noise, B)
     lse_maps.append(noise_lse[..., 0])
   # Partial results have base 2, because the Pallas kernels compute with exp2.
+  # EMPTY_ROW_LSE becomes 1.44e30, which `ring` recognizes too.
   lse = jnp.stack(lse_maps, axis=2) * LOG2E  # [B, H, G, T]
-  signal_out = _split_batch(signal_out, batch)  # [B, H, T, V]
+  signal_out = _split_batch(signal_out, B)  # [B, H, T, V]
   return PartialResult(signal_out, noise_out, lse)
 
 
 def _forward_partial_block(
   mask: Mask, scale: float, block: _Block, inputs: _Inputs
 ) -> tuple[Array, Array | None, _LogSumExps]:
-  """Returns A₁V, A₂V and the log-sum-exps of a block of queries.
+  """Returns A₁v, A₂v and the log-sum-exps of a block of queries.
 
   A₁ are the signal maps and A₂ the noise maps, over the present keys. With one
-  map, A₂V is None.
+  map, A₂v is None.
   """
   signal, noise = _softmax_maps(mask, scale, block, inputs)
-  values = block.slice_keys(inputs.values)
-  signal_out = signal.times_values(values)  # [BK, R, t, V]
+  values = block.slice_keys(inputs.values)  # [BK, s, V]
+  signal_out = _times_values(signal.weights, signal.sums, values)
   if noise is None:
     return signal_out, None, _LogSumExps(signal.log_sum_exp, noise=None)
-  noise_out = noise.times_values(values)  # [BK, R, t, V]
+  noise_out = _times_values(noise.weights, noise.sums, values)
   log_sum_exps = _LogSumExps(signal.log_sum_exp, noise.log_sum_exp)
   return signal_out, noise_out, log_sum_exps
 
@@ -639,34 +681,37 @@ def _backward_partial(
 
   If several devices share the keys, `ring` calls this function for the keys of
   each device. It adds up the gradients in float32, so they are not rounded to
-  the dtype of q.
+  the dtype of q. It also computes dλ, from A₂v of all keys.
 
   Args:
     arrays: the queries, and some of their keys and values.
     mask: which of these keys each query sees.
     options: the scale.
-    result: the forward result for all keys.
+    result: the forward result for all keys. Its `out` is A₁v − λA₂v.
     d_out: the gradient of the output.
   """
   num_kv_heads = arrays.k.shape[2]
   out = jnp.swapaxes(result.out, 1, 2)  # [B, T, H, V]
-  delta = _row_products(d_out, out)
+  row_products = _row_products(d_out, out)  # [B, T, H, 1]
   noise_lse = None
   delta_2 = None
   if result.out2 is not None:
     noise_lse = _natural_lse(result.lse[:, :, 1], num_kv_heads)
-    # rowsum(A₂ ∘ dP) needs all keys, but only some are on this device. It
-    # equals rowsum(dO ∘ A₂V), and A₂V of the result is a sum over all keys.
+    # δ₂ = rowsum(A₂ ∘ dP) needs all keys, but only some are on this device. It
+    # equals rowsum(dO ∘ A₂v), and A₂v of the result is a sum over all keys.
+    # `_backward` computes δ₂ from all keys, because A₂v is not saved there.
     noise_out = jnp.swapaxes(result.out2, 1, 2)  # [B, T, H, V]
-    delta_2 = _heads_first(_row_products(d_out, noise_out), num_kv_heads)
+    delta_2 = _merge_heads(_row_products(d_out, noise_out), num_kv_heads)
   signal_lse = _natural_lse(result.lse[:, :, 0], num_kv_heads)
-  residuals = _Residuals(
+  backward_inputs = _BackwardInputs(
     log_sum_exps=_LogSumExps(signal_lse, noise_lse),
-    delta=_heads_first(delta, num_kv_heads),
+    row_products=_merge_heads(row_products, num_kv_heads),
     delta_2=delta_2,
-    d_out=_heads_first(d_out, num_kv_heads),
+    d_out=_merge_heads(d_out, num_kv_heads),
   )
-  d_q, d_k, d_v, _ = _backward_blocks(arrays, residuals, mask, options.scale)
+  d_q, d_k, d_v, _ = _backward_blocks(
+    arrays, backward_inputs, mask, options.scale
+  )
   return d_q, d_k, d_v
 
 
@@ -675,7 +720,7 @@ def _natural_lse(
 ) -> Float[Array, "BK R T 1"]:
   """Returns log-sum-exps of base 2 in base e."""
   lse = jnp.swapaxes(lse, 1, 2)  # [B, T, H]
-  return _heads_first(lse[..., None], num_kv_heads) / LOG2E
+  return _merge_heads(lse[..., None], num_kv_heads) / LOG2E
 
 
 def _map_blocks(
@@ -688,55 +733,57 @@ def _map_blocks(
     inputs: the queries, keys and values.
     mask: the keys that each query sees. A block reads only visible keys.
   """
-  num_groups, block_queries = _tile_sizes(inputs)
+  num_head_tiles, block_queries = _tile_sizes(inputs)
   bands = _make_bands(mask, block_queries)
 
   def forward_step(
-    block: _Block, group_inputs: _Inputs, carry: tuple[()]
+    block: _Block, tile_inputs: _Inputs, carry: tuple[()]
   ) -> tuple[tuple[()], Any]:
     # Blocks of the forward pass pass nothing on, so the carry is empty.
-    return carry, forward_block(block, group_inputs)
+    return carry, forward_block(block, tile_inputs)
 
-  def forward_group(group_inputs: _Inputs) -> Any:
-    _, outputs = _loop_over_bands(bands, forward_step, group_inputs, carry=())
+  def forward_head_tile(tile_inputs: _Inputs) -> Any:
+    _, outputs = _loop_over_bands(bands, forward_step, tile_inputs, carry=())
     return outputs
 
-  return _map_groups(forward_group, num_groups, inputs)
+  return _map_head_tiles(forward_head_tile, num_head_tiles, inputs)
 
 
-def _map_groups(function: Callable, num_groups: int, *arrays: Any) -> Any:
-  """Returns function(*arrays), computed for one group of heads at a time.
+def _map_head_tiles(
+  function: Callable[..., Any], num_head_tiles: int, *arrays: Any
+) -> Any:
+  """Returns function(*arrays), computed for some heads at a time.
 
-  The logits of one group fit the cache of a CPU.
+  The logits of one head tile fit the cache of a CPU.
 
   Args:
     function: takes and returns trees of arrays with heads on axis 0.
-    num_groups: the number of groups. It divides axis 0.
+    num_head_tiles: the number of parts of axis 0. It divides axis 0.
     *arrays: trees of arrays [BK, …].
   """
-  if num_groups == 1:
+  if num_head_tiles == 1:
     return function(*arrays)
 
   def split_heads(
     x: Float[Array, "BK *axes"],
-  ) -> Float[Array, "groups heads *axes"]:
-    return x.reshape(num_groups, -1, *x.shape[1:])
+  ) -> Float[Array, "tiles heads *axes"]:
+    return x.reshape(num_head_tiles, -1, *x.shape[1:])
 
   def join_heads(
-    x: Float[Array, "groups heads *axes"],
+    x: Float[Array, "tiles heads *axes"],
   ) -> Float[Array, "BK *axes"]:
     return x.reshape(-1, *x.shape[2:])
 
-  def compute_group(group_arrays: Any) -> Any:
-    return function(*group_arrays)
+  def compute_head_tile(tile_arrays: Any) -> Any:
+    return function(*tile_arrays)
 
-  grouped_arrays = jax.tree.map(split_heads, arrays)
-  outputs = lax.map(compute_group, grouped_arrays)
+  tiled_arrays = jax.tree.map(split_heads, arrays)
+  outputs = lax.map(compute_head_tile, tiled_arrays)
   return jax.tree.map(join_heads, outputs)
 
 
 def _loop_over_bands(
-  bands: list[_Band], step: Callable, arrays: Any, carry: Any
+  bands: list[_Band], step: _BlockStep, arrays: Any, carry: Any
 ) -> tuple[Any, Any]:
   """Calls carry, output = step(block, arrays, carry) for all blocks in order.
 
@@ -752,8 +799,9 @@ def _loop_over_bands(
   outputs: list[Any] = []
   for band in bands:
     if outputs:
-      # Without this barrier XLA may interleave the unrolled blocks, and the
-      # logits of all of them would be in memory at the same time.
+      # XLA may interleave unrolled blocks, and then the logits of all of them
+      # are in memory at the same time. With this barrier, the next band reads
+      # arrays that depend on the output of the last one, so it runs later.
       arrays, carry, outputs[-1] = lax.optimization_barrier(
         (arrays, carry, outputs[-1])
       )
@@ -769,7 +817,7 @@ def _loop_over_bands(
 
 
 def _loop_over_blocks(
-  band: _Band, step: Callable, arrays: Any, carry: Any
+  band: _Band, step: _BlockStep, arrays: Any, carry: Any
 ) -> tuple[Any, Any]:
   """Calls carry, output = step(block, arrays, carry) for the blocks of a band.
 
@@ -794,8 +842,8 @@ def _loop_over_blocks(
   def join_blocks(
     x: Float[Array, "blocks BK R t X"],
   ) -> Float[Array, "BK R T X"]:
-    _, batch, num_heads, _, width = x.shape
-    return jnp.moveaxis(x, 0, 2).reshape(batch, num_heads, -1, width)
+    _, BK, R, _, X = x.shape
+    return jnp.moveaxis(x, 0, 2).reshape(BK, R, -1, X)
 
   first_queries = jnp.array(band.first_queries, jnp.int32)
   first_keys = jnp.array(band.first_keys, jnp.int32)
@@ -821,7 +869,8 @@ def _make_bands(mask: Mask, block_queries: int) -> list[_Band]:
 
   key_ranges = {(block.first_key, block.num_keys) for block in blocks}
   if len(key_ranges) == 1:
-    # All blocks read the same keys, so several bands would save no work.
+    # All blocks read the same keys, so several bands would save no work. That
+    # is so with neither causality nor a window, or if the offset is an array.
     blocks_per_band = len(blocks)
   else:
     blocks_per_band = math.ceil(len(blocks) / _MAX_BANDS)
@@ -852,9 +901,11 @@ def _visible_keys(
     return 0, mask.kv_length
   first_position = mask.offset + first_query
   last_position = first_position + num_queries - 1
+  # Both keys are inclusive, and the last one is at most kv_length − 1.
   first_key, last_key = mask.keys_of(first_position, last_position)
   if first_key > last_key:
-    # No key is visible. The block reads one key, which the mask hides.
+    # No key is visible. The block reads one key, which the mask hides. The last
+    # key is negative if all keys come after the queries.
     last_key = max(last_key, 0)
     first_key = last_key
   return first_key, last_key - first_key + 1
@@ -868,45 +919,45 @@ def _make_band(blocks: list[_Block], mask: Mask) -> _Band:
   earlier. The mask hides the additional keys.
   """
   num_keys = max(block.num_keys for block in blocks)
-  last_start = mask.kv_length - num_keys
+  max_first_key = mask.kv_length - num_keys
   return _Band(
     num_queries=blocks[0].num_queries,
     num_keys=num_keys,
     first_queries=[block.first_query for block in blocks],
-    first_keys=[min(block.first_key, last_start) for block in blocks],
+    first_keys=[min(block.first_key, max_first_key) for block in blocks],
   )
 
 
 def _tile_sizes(inputs: _Inputs) -> tuple[int, int]:
-  """Returns the number of groups of heads, and the queries of a block.
+  """Returns the number of head tiles, and the number of queries of a block.
 
-  The logits of a block and a group should fit the cache of a CPU. So long
+  The logits of a block and a head tile should fit the cache of a CPU. So long
   sequences are processed for a few heads at a time.
 
   Example:
-    8 heads with 2 maps, 4096 queries and keys → (8, 256)
+    8 key heads with 2 maps each, 4096 queries and keys → (8, 256)
   """
-  num_heads, maps_per_head, q_length, _ = inputs.queries.shape
+  BK, maps_per_key_head, T, _ = inputs.queries.shape
   if inputs.noise is not None:
-    maps_per_head += inputs.noise.queries.shape[1]
-  kv_length = inputs.values.shape[1]
+    maps_per_key_head += inputs.noise.queries.shape[1]
+  S = inputs.values.shape[1]
   block_queries = _BLOCK_QUERIES
-  if kv_length > _MANY_KEYS:
+  if S > _MANY_KEYS:
     block_queries = _BLOCK_QUERIES_FOR_MANY_KEYS
-  block_queries = min(block_queries, q_length)
+  block_queries = min(block_queries, T)
 
-  # The groups are as large as the limit allows, with at least one head, and
-  # have equally many heads.
-  logits_per_head = maps_per_head * block_queries * kv_length
-  heads_per_group = min(num_heads, _MAX_BLOCK_LOGITS // logits_per_head)
-  heads_per_group = max(heads_per_group, 1)
-  while num_heads % heads_per_group != 0:
-    heads_per_group -= 1
-  return num_heads // heads_per_group, block_queries
+  # Head tiles are as large as the limit allows, with at least one key head, and
+  # have equally many key heads.
+  logits_per_key_head = maps_per_key_head * block_queries * S
+  key_heads_per_tile = min(BK, _MAX_BLOCK_LOGITS // logits_per_key_head)
+  key_heads_per_tile = max(key_heads_per_tile, 1)
+  while BK % key_heads_per_tile != 0:
+    key_heads_per_tile -= 1
+  return BK // key_heads_per_tile, block_queries
 
 
-def _merge_batch_and_key_heads(arrays: Arrays) -> _Inputs:
-  """Returns the arguments with signal and noise maps separated.
+def _to_inputs(arrays: Arrays) -> _Inputs:
+  """Returns the arguments with separate signal and noise maps, and an axis BK.
 
   In q, the last map of a group is its noise map. In k, the first map belongs to
   all signal maps, and the second, if there is one, to the noise maps. Batch and
@@ -915,24 +966,24 @@ def _merge_batch_and_key_heads(arrays: Arrays) -> _Inputs:
   num_kv_heads, num_key_maps = arrays.k.shape[2:4]
   signal_queries = arrays.q
   noise = None
-  if arrays.lam is not None:
+  if arrays.lam is not None:  # λ is present exactly if there are noise maps
     signal_queries = arrays.q[:, :, :, :-1]  # [B, T, Q, G - 1, D]
     noise_queries = arrays.q[:, :, :, -1]  # [B, T, Q, D]
     noise_keys = None
     if num_key_maps == 2:
       noise_keys = _merge_key_heads(arrays.k[:, :, :, 1])
     noise = _NoiseInputs(
-      queries=_heads_first(noise_queries, num_kv_heads),
+      queries=_merge_heads(noise_queries, num_kv_heads),
       keys=noise_keys,
-      lam=_heads_first(arrays.lam[..., None], num_kv_heads),
+      lam=_merge_heads(arrays.lam[..., None], num_kv_heads),
     )
 
-  batch, length, num_query_groups, maps_per_group, width = signal_queries.shape
-  num_heads = num_query_groups * maps_per_group
-  signal_queries = signal_queries.reshape(batch, length, num_heads, width)
+  B, T, Q, signal_maps_per_group, D = signal_queries.shape
+  num_heads = Q * signal_maps_per_group
+  signal_queries = signal_queries.reshape(B, T, num_heads, D)
 
   return _Inputs(
-    queries=_heads_first(signal_queries, num_kv_heads),
+    queries=_merge_heads(signal_queries, num_kv_heads),
     keys=_merge_key_heads(arrays.k[:, :, :, 0]),
     values=_merge_key_heads(arrays.v),
     noise=noise,
@@ -945,6 +996,7 @@ def _merge_batch_and_key_heads(arrays: Arrays) -> _Inputs:
 def _repeat_for_key_heads(
   x: Int[Array, "B *axes"] | None, num_kv_heads: int
 ) -> Int[Array, "BK *axes"] | None:
+  """Returns ids or offsets of sequences, repeated for the key heads of each."""
   if x is None:
     return None
   return jnp.repeat(x, num_kv_heads, axis=0)
@@ -955,7 +1007,7 @@ def _visible(
 ) -> Bool[Array, "Z 1 t s"] | None:
   """Returns where a query of a block sees a key, or None if all keys are seen.
 
-  Z is 1 if the mask is the same for all rows of the batch, otherwise BK.
+  Z is 1 if all sequences of the batch have the same mask, otherwise BK.
   """
   q_ids = inputs.q_ids
   if q_ids is not None:
@@ -964,91 +1016,99 @@ def _visible(
   if kv_ids is not None:
     kv_ids = block.slice_keys(kv_ids)
   first_position = mask.first_position(inputs.offset)
-  q_positions = positions(block.num_queries, first_position, block.first_query)
-  k_positions = positions(block.num_keys, 0, block.first_key)
+  q_positions = positions(
+    block.num_queries, offset=first_position, start=block.first_query
+  )  # [Z, t]
+  k_positions = positions(
+    block.num_keys, offset=0, start=block.first_key
+  )  # [1, s]
   visible = mask.between(q_positions, k_positions, q_ids, kv_ids)  # [Z, t, s]
   if visible is None:
     return None
-  return visible[:, None]  # the heads of a key head share it
+  return visible[:, None]  # all maps share it
 
 
 def _split_query_groups(
-  x: Float[Array, "BK R T D"], batch: int, num_query_groups: int
-) -> Float[Array, "B T Q maps D"]:
-  """Returns the maps of each query group, with tokens before heads."""
-  x = _tokens_first(x, batch)
-  _, length, num_maps, width = x.shape
+  x: Float[Array, "BK maps T D"], batch: int, num_query_groups: int
+) -> Float[Array, "B T Q maps_per_group D"]:
+  """Returns the maps of each query group, with tokens before groups."""
+  x = _split_heads(x, batch)
+  B, T, num_maps, D = x.shape
   maps_per_group = num_maps // num_query_groups
-  return x.reshape(batch, length, num_query_groups, maps_per_group, width)
+  return x.reshape(B, T, num_query_groups, maps_per_group, D)
 
 
 def _split_batch(
   x: Float[Array, "BK R T X"], batch: int
 ) -> Float[Array, "B H T X"]:
-  _, _, length, width = x.shape
-  return x.reshape(batch, -1, length, width)
+  """Returns x with B split from BK, and the heads of all key heads joined."""
+  _, _, T, X = x.shape
+  return x.reshape(batch, -1, T, X)
 
 
 def _merge_key_heads(x: Float[Array, "B S K X"]) -> Float[Array, "BK S X"]:
-  batch, length, num_kv_heads, width = x.shape
-  return jnp.swapaxes(x, 1, 2).reshape(batch * num_kv_heads, length, width)
+  """Returns keys or values with merged batch and key heads, before tokens."""
+  B, S, K, X = x.shape
+  return jnp.swapaxes(x, 1, 2).reshape(B * K, S, X)
 
 
-def _heads_first(
+def _merge_heads(
   x: Float[Array, "B T H X"], num_kv_heads: int
 ) -> Float[Array, "BK R T X"]:
-  batch, length, num_heads, width = x.shape
-  heads_per_key_head = num_heads // num_kv_heads
-  x = jnp.swapaxes(x, 1, 2)
-  return x.reshape(batch * num_kv_heads, heads_per_key_head, length, width)
+  """Returns x with H split into K and R, and K merged with the batch."""
+  B, T, H, X = x.shape
+  R = H // num_kv_heads
+  return jnp.swapaxes(x, 1, 2).reshape(B * num_kv_heads, R, T, X)
 
 
-def _tokens_first(
+def _split_heads(
   x: Float[Array, "BK R T X"], batch: int
 ) -> Float[Array, "B T H X"]:
+  """Returns the inverse of `_merge_heads`."""
   return jnp.swapaxes(_split_batch(x, batch), 1, 2)
 
 
-def _tokens_last(x: Float[Array, "BK R T X"]) -> Float[Array, "BK X R T"]:
+def _transpose_tokens(
+  x: Float[Array, "BK maps T X"],
+) -> Float[Array, "BK X maps T"]:
   return jnp.transpose(x, (0, 3, 1, 2))
 
 
-def _keys_first(
+def _split_key_heads(
   x: Float[Array, "BK X S"], batch: int
 ) -> Float[Array, "B S K X"]:
-  _, width, length = x.shape
-  x = x.reshape(batch, -1, width, length)
+  """Returns transposed gradients of keys or values in the arguments' layout."""
+  _, X, S = x.shape
+  x = x.reshape(batch, -1, X, S)
   return jnp.transpose(x, (0, 3, 1, 2))
 
 
 def _repeat_noise(
-  x: Float[Array, "BK noise_maps t X"], num_heads: int
+  x: Float[Array, "BK noise_maps t X"], num_signal_maps: int
 ) -> Float[Array, "BK R t X"]:
-  """Repeats noise maps, or their sums, for each head that shares them."""
+  """Repeats noise maps, or their sums, for each signal map that shares them."""
   num_noise_maps = x.shape[1]
-  if num_noise_maps == num_heads:
+  if num_noise_maps == num_signal_maps:
     return x
-  return jnp.repeat(x, num_heads // num_noise_maps, axis=1)
+  return jnp.repeat(x, num_signal_maps // num_noise_maps, axis=1)
 
 
-def _sum_over_heads(
+def _sum_over_signal_maps(
   x: Float[Array, "BK R t s"], num_noise_maps: int
 ) -> Float[Array, "BK noise_maps t s"]:
-  """Returns the sum over the heads that share a noise map.
+  """Returns the sum over the signal maps that share a noise map.
 
   The terms are added one by one. With a reduction over this axis, the whole
   implementation took 1.5 times as long on a CPU.
   """
-  batch, num_heads, num_queries, num_keys = x.shape
-  if num_heads == num_noise_maps:
+  BK, R, t, s = x.shape
+  if R == num_noise_maps:
     return x
-  heads_per_noise_map = num_heads // num_noise_maps
-  x = x.reshape(
-    batch, num_noise_maps, heads_per_noise_map, num_queries, num_keys
-  )
+  maps_per_noise_map = R // num_noise_maps
+  x = x.reshape(BK, num_noise_maps, maps_per_noise_map, t, s)
   total = x[:, :, 0]
-  for head in range(1, heads_per_noise_map):
-    total = total + x[:, :, head]
+  for index in range(1, maps_per_noise_map):
+    total = total + x[:, :, index]
   return total
 
 
@@ -1064,16 +1124,16 @@ def _row_products(
 def _row_sums(x: Float[Array, "BK R t s"]) -> Float[Array, "BK R t 1"]:
   """Returns the sums over the keys, as a product with ones.
 
-  XLA's CPU backend (0.10) fuses the factors of x into a reduction. That took
-  ten times as long.
+  x is a product. XLA's CPU backend (jaxlib 0.10) would compute it inside the
+  loop of a reduction, element by element. That took ten times as long.
   """
   ones = jnp.ones((x.shape[-1], 1), x.dtype)
   return jnp.matmul(x, ones, precision=lax.Precision.HIGHEST)
 
 
 def _inner_products(
-  a: Float[Array, "BK R t X"], b: Float[Array, "BK s X"]
-) -> Float[Array, "BK R t s"]:
+  a: Float[Array, "BK maps t X"], b: Float[Array, "BK s X"]
+) -> Float[Array, "BK maps t s"]:
   """Returns a bᵀ, in at least float32."""
   dtype = jnp.promote_types(jnp.float32, a.dtype)
   return jnp.einsum("brtx,bsx->brts", a, b, preferred_element_type=dtype)
@@ -1083,12 +1143,12 @@ def _dot(equation: str, a: Array, b: Array) -> Array:
   """Returns an einsum of two arrays that may differ in precision.
 
   Both are rounded to the dtype with fewer bits, as matrix units require. The
-  sum is in float32, or in float64 if b is.
+  sum is in float32, or in float64 if one of them is.
 
   Example:
-    weights in float32, values in bfloat16 → a bfloat16 product, in float32
+    weights in float32, values in bfloat16 → bfloat16 factors, a float32 sum
   """
-  sum_dtype = jnp.promote_types(jnp.float32, b.dtype)
+  sum_dtype = jnp.result_type(jnp.float32, a.dtype, b.dtype)
   input_dtype = b.dtype
   if jnp.finfo(a.dtype).bits < jnp.finfo(b.dtype).bits:
     input_dtype = a.dtype
@@ -1100,9 +1160,12 @@ def _dot(equation: str, a: Array, b: Array) -> Array:
   )
 
 
+# `Implementation` in vjp.py says what the functions take and return.
 IMPLEMENTATION = Implementation(
-  _forward,
-  _backward,
+  forward=_forward,
+  backward=_backward,
   takes_groups=True,
-  partial=PartialImplementation(_forward_partial, _backward_partial),
+  partial=PartialImplementation(
+    forward=_forward_partial, backward=_backward_partial
+  ),
 )

@@ -107,7 +107,7 @@ def attention_maps(
     return jax.nn.softmax(logits, axis=-1)
 
   # In a row without visible keys, a softmax of −∞ would give NaN gradients.
-  # Such a row keeps its finite logits, as if it saw all keys. After the softmax,
+  # Such a row keeps its finite logits, as if it saw all keys. After softmax,
   # it is set to zero.
   visible = visible[:, None, None]  # [B or 1, 1, 1, T, S]
   has_visible_key = jnp.any(visible, axis=-1, keepdims=True)

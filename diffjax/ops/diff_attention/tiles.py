@@ -15,11 +15,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Shaped
 
-# The value of a masked logit. It is finite, so that it can be subtracted from
-# itself in a row that sees no key.
+# The value of a masked logit. exp(MASKED_LOGIT) is 0. It is finite, so that it
+# can be subtracted from itself in a row that sees no key.
 MASKED_LOGIT = -1e30
-# The log-sum-exp that is stored for a row that sees no key. The backward pass
-# subtracts it from logits, so the weights of the row become 0.
+# The log-sum-exp of a row (a query) that sees no key. It is positive, because
+# the backward pass computes weights exp(logit − lse), and exp(−1e30) is 0.
+# `ring` merges results with weights exp2(lse), so it first replaces it by
+# MASKED_LOGIT. Real values are far below 1e30 / 2, in base e and in base 2, so a
+# comparison with that recognizes it.
 EMPTY_ROW_LSE = 1e30
 LOG2E = float(np.log2(np.e))  # exp(x) = exp2(x · LOG2E)
 

@@ -32,21 +32,22 @@ class Arrays(NamedTuple):
 
 
 class Saved(NamedTuple):
-  """The arrays that a forward pass returns.
+  """The output of a forward pass, and what its backward pass needs besides.
 
-  The backward pass reads them in addition to `Arrays`. Each implementation
-  chooses their layouts.
+  Only `output` and `backward` of the same `Implementation` read the fields. So
+  each implementation chooses their layouts and the base of the log-sum-exps.
+  A field is an array, a tree of arrays, or None if `backward` does not need it.
   """
 
-  out: Any
-  # A₂V of the noise maps. Kernels that iterate over blocks of keys need it.
+  out: Any  # `Implementation.output` converts it to [B, T, H, V]
+  # A₂v of the noise maps. Kernels that iterate over blocks of keys need it.
   # `chunked` reads all keys of a query at once and does not.
   out2: Any = None
-  lse: Any = None  # log-sum-exps of the maps' rows
+  lse: Any = None  # log-sum-exps of each query's logits, for each map
 
 
-# The names of the fields of `Saved`, for remat policies. If a policy saves them,
-# the forward pass is not computed again.
+# The names of the fields of `Saved`, for remat policies. If a policy saves
+# them, the forward pass is not computed again.
 RESIDUAL_NAMES = tuple(f"diff_attention_{field}" for field in Saved._fields)
 
 
@@ -68,12 +69,15 @@ class Options:
 class PartialResult(NamedTuple):
   """Attention to some of the keys that the queries see.
 
-  The dtype is float32, or float64 if q is float64. λ has no effect on it.
+  `ring` merges these results, so their layout is the same for all
+  implementations. The dtype is float32, or float64 if q is float64. λ has no
+  effect on them. G is 1 or 2, because each head has its own noise map here.
   """
 
-  out: Float[Array, "B H T V"]  # A₁V
-  out2: Float[Array, "B H T V"] | None  # A₂V; None if G = 1
-  # Log-sum-exps of base 2. EMPTY_ROW_LSE in a row that sees none of the keys.
+  out: Float[Array, "B H T V"]  # A₁v
+  out2: Float[Array, "B H T V"] | None  # A₂v; None if G = 1
+  # Log-sum-exps of base 2. For a query that sees none of the keys, more than
+  # EMPTY_ROW_LSE / 2 (see tiles.py).
   lse: Float[Array, "B H G T"]
 
 
@@ -86,7 +90,7 @@ class PartialImplementation:
     backward: (arrays, mask, options, result, d_out [B, T, H, V]) → the terms
       that these keys add to the gradients of q, k and v, in float32, or in
       float64 if q is float64. `result` is the PartialResult of all keys, except
-      that `result.out` is A₁V − λA₂V.
+      that `result.out` is A₁v − λA₂v.
   """
 
   forward: Callable[[Arrays, Mask, Options], PartialResult]
@@ -114,11 +118,11 @@ class Implementation:
       passes, and its result must be hashable. It raises ValueError with a
       remedy if the implementation does not support the call.
     output: Saved.out → the output [B, T, H, V].
-    takes_groups: whether groups may have more than two maps, of which the last
-      is subtracted from all others. Otherwise, and always in `partial`, each
-      signal map forms a group with a copy of its noise map.
-    partial: attention to some of the keys. With it, a ring computes rows that
-      several devices share. Without it, each device gathers their keys and
+    takes_groups: whether q's query groups may have more than two maps, of which
+      the last is subtracted from all others. Otherwise, and always in
+      `partial`, each signal map forms a group with a copy of its noise map.
+    partial: attention to some of the keys. With it, a ring computes sequences
+      that several devices share. Without it, each device gathers their keys and
       values.
   """
 
@@ -140,7 +144,7 @@ def run_implementation(
 
   Args:
     implementation: the functions that compute attention.
-    arrays: q may have any number of maps. λ is [B, T, H].
+    arrays: q may have any number of maps. λ is [B, T, H] or None.
     mask: the keys that each query sees.
     scale: factor on q·k.
 
