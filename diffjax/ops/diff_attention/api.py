@@ -1,4 +1,7 @@
-"""`diff_attention`: checks arguments, selects an implementation and runs it."""
+"""The function `diff_attention`, which the package of the same name exports.
+
+It checks its arguments, selects an implementation and runs it.
+"""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ MASKED_LOGIT = -1e30
 # The log-sum-exp of a row (a query) that sees no key. It is positive, because
 # the backward pass computes weights exp(logit − lse), and exp(−1e30) is 0.
 # `ring` merges results with weights exp2(lse), so it first replaces it by
-# MASKED_LOGIT. Real values are far below 1e30 / 2, in base e and in base 2, so a
-# comparison with that recognizes it.
+# MASKED_LOGIT. Real values are far below 1e30 / 2, in base e and in base 2, so
+# a comparison with that recognizes it.
 EMPTY_ROW_LSE = 1e30
 LOG2E = float(np.log2(np.e))  # exp(x) = exp2(x · LOG2E)
 
