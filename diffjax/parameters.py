@@ -8,7 +8,7 @@ Every axis has one letter, in shapes, in jaxtyping annotations and in the table:
   E  model width
   H  heads
   Q  query groups. The heads of a group share a noise map.
-  G  maps of a query group: a signal map for each head, then the noise map
+  G  maps of a query group: its heads' signal maps, then the noise map
   K  key and value heads
   M  key maps: 2 if noise maps have their own keys, else 1
   D  width of queries and keys
@@ -54,7 +54,7 @@ class Parameter:
 
   @property
   def outputs(self) -> str:
-    """Returns the axes of a matrix product's result, without those of x.
+    """Returns the axes of a matrix that its product keeps.
 
     Example: axes = "LEQGD", inputs = "E" → "QGD"
     """
@@ -111,5 +111,5 @@ FIELDS = {
   "F": "ffn_dim",
 }
 
-# The size of W: PolyNorm weights the first, second and third power of a number.
+# The size of W: PolyNorm weights the cube, the square and the number itself.
 NUM_POLY_NORM_WEIGHTS = 3

@@ -416,7 +416,7 @@ def test_the_table_of_variants():
     kind, _, shared = name.partition(", ")
     wide = ATTENTION[
       kind
-    ].value_heads  # a Transformer's heads to one of the variant's
+    ].value_dim_factor  # a Transformer's heads to one of the variant's
     heads = 2 * diff.num_heads // wide
     noise = heads // 4 if shared else None
     model = dataclasses.replace(

@@ -1,12 +1,15 @@
 """Attention layers: the Transformer's, DIFF V1, DIFF V2 and their variants.
 
-Each layer is a linen module that maps [B, T, E] to [B, T, E]. It works without
-a config and without a mesh. A variant overrides up to three methods:
+Each layer is a linen module that maps [B, T, E] to [B, T, E]. Its fields are
+plain values, and `from_config` takes them from a `ModelConfig`. It needs no
+mesh. A variant sets class attributes of `Attention`, such as `has_noise_map`,
+and overrides up to three methods of the computation:
 
   compute_lambda: where λ comes from.
   compute_heads: how queries, keys and values become the outputs of the heads.
   scale_heads: which factor the outputs of the heads get.
 
+"The paper" is the Differential Transformer (Ye et al., 2024, arXiv:2410.05258).
 `diffjax/parameters.py` defines the axis letters.
 """
 
@@ -28,13 +31,15 @@ from diffjax.ops.rms_norm import rms_norm
 from diffjax.ops.rope import Scaling, rope
 from diffjax.parallel.product import gather_and_cast, product
 
-# The name of the projections' results, for remat policies.
+# The name of the results of `Attention.project`, for the remat policies in
+# decoder.py.
 PROJECTED = "attention_projected"
 
 # The standard deviation of a unit normal that is truncated at ±2.
 _TRUNCATED_NORMAL_STD = 0.87962566103423978
 
-# λ_init of a layer: a float or a float32 scalar. None in variants without one.
+# λ_init of a layer: a float or a float32 scalar. Variants without λ_init ignore
+# it, so there it may be None.
 LambdaInit = Any
 # λ of a layer in float32. None in variants without λ.
 Lambda = Float[Array, ""] | Float[Array, "H"] | Float[Array, "B T H"] | None
@@ -46,11 +51,14 @@ class HeadSizes(NamedTuple):
 
   A map is a matrix of attention weights. A query group is one or more heads
   that share a noise map, which is subtracted from their own (signal) maps.
+  Without noise maps, each head is a group of one map: Q = H and G = 1.
+
+  Example: 8 heads, where two share a noise map: H = 8, Q = 4 and G = 3.
   """
 
   H: int  # heads
   Q: int  # query groups; the heads of a group share a noise map
-  G: int  # maps of a group: a signal map for each head, then the noise map
+  G: int  # maps of a query group: its heads' signal maps, then the noise map
   K: int  # key and value heads
   M: int  # key maps: 2 if noise maps have their own keys, else 1
   D: int  # width of queries and keys
@@ -60,15 +68,14 @@ class HeadSizes(NamedTuple):
 class MaskArguments(NamedTuple):
   """The arguments of `attention_fn` that select the keys of each query.
 
-  `Attention.attend` passes them on as keyword arguments, and so does a variant
-  that calls `attention_fn` without it:
+  `Attention.attend` passes them on as keyword arguments:
 
     self.attention_fn(q, k, v, lam, **mask.keywords())
 
   Attributes:
-    q_segment_ids: tokens attend to tokens with an equal id. None if each row is
-      one document.
-    kv_segment_ids: the ids of the keys.
+    q_segment_ids: tokens attend to tokens with an equal id. None if each
+      sequence is one document.
+    kv_segment_ids: the ids of the keys, for self-attention the same array.
     causal: whether a token sees only itself and earlier tokens.
     window: how many keys a token sees, including its own. None for all keys.
   """
@@ -112,37 +119,49 @@ def matrix_init(
 class Attention(nn.Module):
   """Softmax attention, the Transformer baseline.
 
-  y = concat_h(softmax(QKᵀ/√D) V) W_O
+  y = concat_h(softmax(q kᵀ/√D) v) W_O
+
+  `__call__` computes q, k and v, and then calls the methods that variants
+  override. They may create parameters, because `__call__` is compact:
+
+    compute_lambda → λ
+    compute_heads → heads. Calls `attend`, which calls `attention_fn`.
+    scale_heads → heads times the variant's factor
 
   Initialization: matrices are truncated normals of standard deviation
   1/√inputs, and `out` is also multiplied by `out_scale`. Gains are 1 and biases
   are 0.
 
   Attributes:
-    num_heads: H.
-    head_dim: D.
-    value_dim: V. None for the variant's default, D or 2D.
-    num_kv_heads: K, a divisor of Q. None for Q.
-    num_noise_heads: Q, the number of noise maps, a divisor of H. Each noise map
-      is subtracted from the maps of H/Q heads (grouped differential attention,
-      arXiv:2510.06949). None for H. Only for variants with two maps.
+    num_heads: the number of heads, H.
+    head_dim: the width of queries and keys, D.
+    value_dim: the width of values, V. None for `value_dim_factor` · D.
+    num_kv_heads: the number of key and value heads, K. It divides the number of
+      query groups, Q. None for Q.
+    num_noise_heads: the number of noise maps, which is Q. It divides H. Each
+      noise map is subtracted from the maps of H/Q heads (grouped differential
+      attention, arXiv:2510.06949). None for H. Only for variants with noise
+      maps.
     head_norm: whether each head's output is normalized by an RMSNorm. All heads
       share its gain of width V.
     causal: whether a token sees only itself and earlier tokens.
     window: how many keys a token sees, including its own (see
       `diff_attention`). None for all keys.
     rope: whether queries and keys get rotary position embeddings.
-    rope_base: base of the rotary angles. Pairs are (j, j + D/2).
-    rope_scaling: how the angles are scaled for longer rows. None for unscaled.
+    rope_base: base of the rotary angles.
+    rope_scaling: how the angles are scaled for longer sequences than in
+      training (see `Scaling`). None for unscaled.
     rope_dim: how many of a head's D numbers are rotated. These are the last
-      ones, as in multi-head latent attention. None for all.
+      ones, as in multi-head latent attention. Pairs are (j, j + rope_dim/2)
+      among them. None for all.
     projection_biases: whether the query, key, value and output projections have
       biases.
     norm_eps: ε of the head norm.
     out_scale: a factor on the initial output projection.
     dtype: compute dtype. Parameters are float32.
     attention_fn: has the signature of `diff_attention`. With a mesh, this is
-      `diff_attention` with arguments that make it use `shard_map`.
+      `functools.partial(diff_attention, sharding=…)` of `sharded_attention`
+      (parallel/mesh.py). The decoder may wrap it in a `WindowSwitch`.
   """
 
   num_heads: int
@@ -164,20 +183,23 @@ class Attention(nn.Module):
   attention_fn: Callable[..., jax.Array] = diff_attention
 
   # Properties of a variant.
-  num_maps: ClassVar[int] = 1  # 2 if a noise map is subtracted
+  has_noise_map: ClassVar[bool] = False  # whether λ times a map is subtracted
   num_key_maps: ClassVar[int] = 1  # M
-  value_heads: ClassVar[int] = 1  # V / D if value_dim is None
-  extra: ClassVar[tuple[str, ...]] = ()  # parameters that Attention lacks
+  value_dim_factor: ClassVar[int] = 1  # V / D if value_dim is None
+  # The parameters that `Attention` lacks, for shapes.py. A subclass lists all.
+  extra_parameters: ClassVar[tuple[str, ...]] = ()
   has_lambda_init: ClassVar[bool] = False
 
   @classmethod
   def check(cls, config: ModelConfig) -> None:
     """Checks that the config sets no field that this variant lacks.
 
+    `attention_class` calls this.
+
     Raises:
       UserError: if the config sets a field that this variant lacks.
     """
-    if config.num_noise_heads is not None and cls.num_maps == 1:
+    if config.num_noise_heads is not None and not cls.has_noise_map:
       raise UserError(
         f"config.model.num_noise_heads = {config.num_noise_heads}:"
         f" {config.attention!r} has no noise map; leave it None"
@@ -187,8 +209,10 @@ class Attention(nn.Module):
         f"config.model.lambda_init = {config.lambda_init}:"
         f" {config.attention!r} has no λ_init; leave it None"
       )
-    # Only a positive offset is an error. `stacks` subtracts `plain_layers` from
-    # the offset, so it may be negative in variants without λ_init too.
+    # Layer l has the λ_init of layer l − offset in the schedule. Users may set
+    # positive offsets. A negative one comes from `stacks`: above 2 plain
+    # layers, layer 0 of the stack is layer 2 of the decoder, and offset is −2.
+    # It has no effect without λ_init.
     if config.lambda_init_offset > 0 and not cls.has_lambda_init:
       raise UserError(
         f"config.model.lambda_init_offset = {config.lambda_init_offset}:"
@@ -201,8 +225,8 @@ class Attention(nn.Module):
 
     Args:
       config: the decoder's config.
-      fields: the layer's fields that the config does not determine, such as
-        `window`, `dtype` and `name`.
+      fields: the layer's fields that differ between layers, such as `window`,
+        or that the caller chooses, such as `dtype` and `name`.
     """
     rope_scaling = None
     if config.rope_scaling != "none":
@@ -218,7 +242,7 @@ class Attention(nn.Module):
       value_dim=config.value_dim,
       num_kv_heads=config.num_kv_heads,
       num_noise_heads=config.num_noise_heads,
-      head_norm=config.head_norm,
+      head_norm=config.head_norm,  # The variant's default is not used.
       causal=config.causal,
       rope=config.rope,
       rope_base=config.rope_base,
@@ -245,12 +269,12 @@ class Attention(nn.Module):
       x: input.
       lambda_init: λ_init of this layer, for variants that have one. See
         `lambda_init_schedule`.
-      segment_ids: tokens attend to tokens with an equal id. None if each row is
-        one document.
+      segment_ids: tokens attend to tokens with an equal id. None if each
+        sequence is one document.
       positions: positions for RoPE. None for 0 … T−1.
       keys_values: the keys and values of another layer for the same tokens, as
         its `attention_fn` receives them (keys after RoPE). This layer then has
-        no parameters for keys and values.
+        no parameters for keys and values. Phi-4-mini-flash has such layers.
 
     Raises:
       ValueError: if lambda_init is missing, if keys_values do not have this
@@ -280,7 +304,7 @@ class Attention(nn.Module):
     self._record("intermediates", "query", q)
     self._record("intermediates", "key", k)
 
-    lam = self.compute_lambda(x, lambda_init)  # None, [], [H] or [B, T, H]
+    lam = self.compute_lambda(x, lambda_init)  # None, scalar, [H] or [B, T, H]
     if lam is not None:
       self._record("metrics", "lambda", jnp.mean(lam))
 
@@ -318,7 +342,8 @@ class Attention(nn.Module):
         map.
       k: keys after RoPE. M is 2 if noise maps have their own keys.
       v: values.
-      lam: the result of `compute_lambda`.
+      lam: the result of `compute_lambda`: the factor of the noise maps, or of
+        the correction in `DexAttention`.
       mask: selects the keys that each query sees.
     """
     heads = self.attend(q, k, v, lam, mask)  # [B, T, H, V]
@@ -336,11 +361,12 @@ class Attention(nn.Module):
   ) -> Float[Array, "B T H V"]:
     """Returns the outputs of the heads times the variant's factor.
 
-    The factor is 1 here. Variants override this method.
+    The factor is 1 here. In a variant, it is a number, or a gate of the shape
+    of `heads`.
 
     Args:
       heads: the outputs of the heads.
-      x: the input of the layer, from which a variant may compute a gate.
+      x: the input of `__call__` in the compute dtype, for the gate.
       lambda_init: λ_init of this layer, for variants that have one.
     """
     return heads
@@ -355,51 +381,53 @@ class Attention(nn.Module):
   ) -> Float[Array, "B T H V"]:
     """Returns the result of `attention_fn`, one output per head.
 
-    This is a method so that `diffjax/evals/methods/inside.py` can intercept it
-    to measure the attention of a layer.
+    This is a method so that `nn.intercept_methods` can measure the attention of
+    a layer (`diffjax/evals/methods/inside.py`).
     """
     return self.attention_fn(q, k, v, lam, **mask.keywords())
 
   def head_sizes(self) -> HeadSizes:
     """Returns the sizes of this layer's axes, with all defaults filled in.
 
-    A map is a matrix of attention weights. A variant with two maps subtracts a
-    noise map from each head's own (signal) map. The heads of a query group
-    share one noise map.
+    A map is a matrix of attention weights. A variant with noise maps subtracts
+    one from each head's own (signal) map. The heads of a query group share one
+    noise map. Without noise maps, each head is a group of one map.
 
     Example:
-      With two maps, 8 heads and 4 noise maps → 4 groups of 3 maps (Q = 4,
-      G = 3): two signal maps, for two heads, and their noise map.
+      With 8 heads and 4 noise maps → 4 groups of 3 maps (Q = 4, G = 3): two
+      signal maps, for two heads, and their noise map.
 
     Raises:
-      ValueError: if the heads cannot share the noise maps evenly.
+      ValueError: if num_noise_heads is set for a variant without noise maps, or
+        does not divide num_heads. `diff_attention` checks num_kv_heads.
     """
-    if self.num_maps == 1 and self.num_noise_heads is not None:
+    if not self.has_noise_map and self.num_noise_heads is not None:
       raise ValueError(
-        f"num_noise_heads must be None for {type(self).__name__}, which has one"
-        f" map; got {self.num_noise_heads}"
+        f"num_noise_heads must be None for {type(self).__name__}, which has no"
+        f" noise map; got {self.num_noise_heads}"
       )
-    num_groups = self.num_noise_heads
-    if num_groups is None:
-      num_groups = self.num_heads
-    if num_groups < 1 or self.num_heads % num_groups != 0:
+    num_query_groups = self.num_noise_heads
+    if num_query_groups is None:
+      num_query_groups = self.num_heads
+    if num_query_groups < 1 or self.num_heads % num_query_groups != 0:
       raise ValueError(
         f"num_noise_heads must divide num_heads = {self.num_heads},"
         f" or be None for one noise map per head; got {self.num_noise_heads}"
       )
-    maps_per_group = self.num_heads // num_groups  # a signal map for each head
-    if self.num_maps == 2:
+    # Each head of a group has a signal map.
+    maps_per_group = self.num_heads // num_query_groups
+    if self.has_noise_map:
       maps_per_group += 1  # the noise map that these heads share
 
     num_kv_heads = self.num_kv_heads
     if num_kv_heads is None:
-      num_kv_heads = num_groups
+      num_kv_heads = num_query_groups
     value_dim = self.value_dim
     if value_dim is None:
-      value_dim = self.value_heads * self.head_dim
+      value_dim = self.value_dim_factor * self.head_dim
     return HeadSizes(
       H=self.num_heads,
-      Q=num_groups,
+      Q=num_query_groups,
       G=maps_per_group,
       K=num_kv_heads,
       M=self.num_key_maps,
@@ -414,11 +442,12 @@ class Attention(nn.Module):
     output_shape: tuple[int, ...],
     *,
     scale: float = 1.0,
-    has_bias: bool = True,
+    allow_bias: bool = True,
   ) -> Float[Array, "B T *outputs"]:
     """Returns the projection x W of each token, plus a bias if configured.
 
-    Creates the parameters: W [*inputs, *outputs] and the bias [*outputs].
+    Creates the parameters: W [*inputs, *outputs] and, if `projection_biases` is
+    set, the bias [*outputs].
 
     Example:
       project("query", x, (Q, G, D)) maps [B, T, E] to [B, T, Q, G, D] with the
@@ -429,14 +458,15 @@ class Attention(nn.Module):
       x: the input. The product sums over all axes after B and T.
       output_shape: the axes of the result after B and T.
       scale: a factor on the standard deviation of the initial W.
-      has_bias: False for a projection that has no bias even if
+      allow_bias: False for a projection that has no bias even if
         `projection_biases` is set.
     """
     input_shape = x.shape[2:]
     init = matrix_init(math.prod(input_shape), scale=scale)
     matrix = self.param(name, init, (*input_shape, *output_shape))
+    # Casts the matrix to x's dtype. The name determines how a mesh splits it.
     y = product(x, matrix, name)  # [B, T, *outputs]
-    if has_bias and self.projection_biases:
+    if allow_bias and self.projection_biases:
       bias = self.param(f"{name}_bias", nn.initializers.zeros, output_shape)
       y += bias.astype(y.dtype)
     # Remat policies select the arrays that they save by such names.
@@ -455,14 +485,14 @@ class Attention(nn.Module):
     """
     if not self.rope:
       return x
-    if self.rope_dim is None:
-      return rope(x, positions, self.rope_base, self.rope_scaling)
-    if self.rope_dim not in range(2, self.head_dim + 1, 2):
-      raise ValueError(
-        f"rope_dim must be even and from 2 to head_dim = {self.head_dim},"
-        f" or None for all; got {self.rope_dim}"
-      )
-    num_unrotated = self.head_dim - self.rope_dim
+    num_unrotated = 0
+    if self.rope_dim is not None:
+      if self.rope_dim not in range(2, self.head_dim + 1, 2):
+        raise ValueError(
+          f"rope_dim must be even and from 2 to head_dim = {self.head_dim},"
+          f" or None for all; got {self.rope_dim}"
+        )
+      num_unrotated = self.head_dim - self.rope_dim
     if num_unrotated == 0:
       return rope(x, positions, self.rope_base, self.rope_scaling)
     rotated = rope(
@@ -473,13 +503,14 @@ class Attention(nn.Module):
   def lambda_logits(self, x: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
     """Returns x W_λ in float32, for variants with one λ per token and head.
 
-    W_λ [E, H] is the parameter "lambda_hat". Most variants apply a sigmoid to
-    the result, so that λ is between 0 and 1.
+    W_λ [E, H] is the parameter "lambda_hat", as checkpoints call it. Most
+    variants apply a sigmoid to the result, so that λ is between 0 and 1.
     """
     embed_dim = x.shape[-1]
     shape = (embed_dim, self.num_heads)
     lambda_hat = self.param("lambda_hat", matrix_init(embed_dim), shape)
-    # On a mesh, each device stores a part of the matrix.
+    # On a mesh, each device stores a part of the matrix. `product` would gather
+    # it too, but would round the result to the compute dtype.
     lambda_hat = gather_and_cast(lambda_hat, "lambda_hat", self.dtype)
     return jnp.einsum(
       "BTE,EH->BTH", x, lambda_hat, preferred_element_type=jnp.float32
@@ -494,11 +525,16 @@ class Attention(nn.Module):
     [E, H, V] is the parameter "head_gate".
     """
     H, V = heads.shape[2:]
-    gate_logits = self.project("head_gate", x, (H, V), has_bias=False)
+    gate_logits = self.project("head_gate", x, (H, V), allow_bias=False)
     return heads * jax.nn.sigmoid(gate_logits)
 
   def _record(self, collection: str, name: str, value: jax.Array) -> None:
-    """Sows a value, except in `init`, which would return it as a variable."""
+    """Sows a value if the caller of `apply` made the collection mutable.
+
+    The collections are "metrics", which training reads, and "intermediates".
+    `init` would return the value together with the parameters, so nothing is
+    sown there.
+    """
     if not self.is_initializing():
       self.sow(collection, name, value)
 
@@ -506,21 +542,23 @@ class Attention(nn.Module):
 class DiffAttention(Attention):
   """DIFF attention, version 1 (paper, eq. 1–3).
 
-  head = (1 − λ_init) · RMSNorm((A₁ − λA₂) V)
+  head = (1 − λ_init) · RMSNorm((A₁ − λA₂) v)
   λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ_init
 
-  V is 2D wide. A layer has half the heads of a Transformer layer with the same
-  head_dim. λ is one float32 number per layer. Its four vectors start from
-  N(0, 0.1²). Without `head_norm` the factor (1 − λ_init) stays, because the
-  paper's ablation removes only the normalization.
+  A₁ and A₂ are the head's signal map and noise map, softmax(q kᵀ/√D). Values
+  are 2D wide. The paper's layers have half as many heads as a Transformer with
+  the same head_dim; set `num_heads` accordingly. λ is one float32 number per
+  layer. Its four vectors start from N(0, 0.1²). Without `head_norm` the factor
+  (1 − λ_init) stays, because the paper's ablation removes only the
+  normalization.
   """
 
   head_norm: bool = True
 
-  num_maps: ClassVar[int] = 2
+  has_noise_map: ClassVar[bool] = True
   num_key_maps: ClassVar[int] = 2
-  value_heads: ClassVar[int] = 2
-  extra: ClassVar[tuple[str, ...]] = (
+  value_dim_factor: ClassVar[int] = 2
+  extra_parameters: ClassVar[tuple[str, ...]] = (
     "lambda_q1",
     "lambda_k1",
     "lambda_q2",
@@ -553,15 +591,16 @@ class DiffAttention(Attention):
 class DiffAttentionV2(Attention):
   """DIFF attention, version 2 (authors' post on V2, 2026-01-20).
 
-  head = A₁V − λ · A₂V
+  head = (A₁ − λA₂) v
   λ = sigmoid(x W_λ), one number per token and head
 
-  Both maps share keys and values. H is the number of heads of the baseline.
-  There is no λ_init, and by default no head norm.
+  A₁ and A₂ are the head's signal map and noise map, softmax(q kᵀ/√D). They
+  share keys and values. The post's layers have as many heads as the Transformer
+  baseline. There is no λ_init, and by default no head norm.
   """
 
-  num_maps: ClassVar[int] = 2
-  extra: ClassVar[tuple[str, ...]] = ("lambda_hat",)
+  has_noise_map: ClassVar[bool] = True
+  extra_parameters: ClassVar[tuple[str, ...]] = ("lambda_hat",)
 
   def compute_lambda(
     self, x: Float[Array, "B T E"], lambda_init: LambdaInit
@@ -584,12 +623,13 @@ class DiffAttentionV2Linear(DiffAttentionV2):
 class DiffAttentionV2Gated(DiffAttentionV2):
   """Version 2 with a gate on the outputs of the heads.
 
-  head = sigmoid(x W_g) ∘ (A₁V − λ · A₂V)
+  head = sigmoid(x W_g) ∘ (A₁ − λA₂) v
 
-  With shared noise maps this is the attention of Motif 3.
+  With shared noise maps (`num_noise_heads` < `num_heads`), this resembles the
+  attention of Motif-3 (docs/family.md lists the differences).
   """
 
-  extra: ClassVar[tuple[str, ...]] = ("lambda_hat", "head_gate")
+  extra_parameters: ClassVar[tuple[str, ...]] = ("lambda_hat", "head_gate")
 
   def scale_heads(
     self,
@@ -603,16 +643,19 @@ class DiffAttentionV2Gated(DiffAttentionV2):
 class DiffAttentionPerToken(DiffAttention):
   """Version 1 with one λ per token and head, as in version 2.
 
-  λ = sigmoid(x W_λ + logit(λ_init))
+  λ = sigmoid(x W_λ + logit(λ_init)), which is λ_init if x W_λ = 0
 
-  With W_λ = 0, λ would be λ_init.
+  The rest is as in version 1: separate keys of the two maps, the head norm, and
+  the factor (1 − λ_init).
   """
 
-  extra: ClassVar[tuple[str, ...]] = ("lambda_hat",)
+  extra_parameters: ClassVar[tuple[str, ...]] = ("lambda_hat",)
 
   @classmethod
   def check(cls, config: ModelConfig) -> None:
-    """Checks that every λ_init is between 0 and 1, where a logit exists.
+    """Checks that every λ_init is in [0, 1], where a logit exists.
+
+    With the logits of 0 and 1, −∞ and ∞, λ stays at λ_init.
 
     Raises:
       UserError: if a λ_init is outside this range.
@@ -625,7 +668,8 @@ class DiffAttentionPerToken(DiffAttention):
         f" must be between 0 and 1 for {config.attention!r},"
         " because its λ is a sigmoid"
       )
-    # With an offset the schedule's first λ_init is negative: −0.01 for 1.
+    # With an offset of 1, as in Motif's models, layer 0 has the λ_init of layer
+    # −1 in the schedule, which is −0.01.
     if lambda_init is None and config.lambda_init_offset > 0:
       raise UserError(
         f"config.model.lambda_init_offset = {config.lambda_init_offset}:"
@@ -647,21 +691,22 @@ class DexAttention(Attention):
   head = O − λ · O W
   λ = λ_init + dex_lambda, one number per head
 
-  W [V, V] is the parameter "dex_matrix", which the heads of a layer share. W
-  and dex_lambda start at 0. DEX adapts a trained Transformer (Kong et al.,
-  2025, arXiv:2505.16333), and the adapted model starts as that Transformer. A
-  head with λ = 0 is not changed.
+  O is a head's output, after the head norm if there is one. W [V, V] is the
+  parameter "dex_matrix", which the heads of a layer share. W and dex_lambda
+  start at 0. DEX adapts a trained Transformer (Kong et al., 2025,
+  arXiv:2505.16333), and the adapted model starts as that Transformer. λ is
+  trained, so a head can also return to λ = 0, which is no correction.
   """
 
-  extra: ClassVar[tuple[str, ...]] = ("dex_matrix", "dex_lambda")
+  extra_parameters: ClassVar[tuple[str, ...]] = ("dex_matrix", "dex_lambda")
   has_lambda_init: ClassVar[bool] = True
 
   @classmethod
   def check(cls, config: ModelConfig) -> None:
     """Checks that λ_init is not 0.
 
-    The correction λ · O W would then be a product of two zeros at the start, so
-    that neither λ nor W would have a gradient.
+    Otherwise both factors of the correction, λ and O W, would start at 0.
+    Neither would then have a gradient.
 
     Raises:
       UserError: if λ_init is 0.
@@ -712,6 +757,7 @@ class DexAttention(Attention):
     # On a mesh, each device stores a part of the matrix.
     dex_matrix = gather_and_cast(dex_matrix, "dex_matrix", jnp.float32)
     # λ W of each head, [H, V, U]. U is the output axis, of the same size as V.
+    # With λ · (O W), the backward pass would have to store O W for all tokens.
     scaled_matrices = lam[:, None, None] * dex_matrix
     scaled_matrices = scaled_matrices.astype(heads.dtype)
     correction = jnp.einsum("BTHV,HVU->BTHU", heads, scaled_matrices)
@@ -724,11 +770,12 @@ class GatedAttention(Attention):
   head = sigmoid(x W_g) ∘ O
 
   This is the elementwise gate of Qiu et al., 2025 (arXiv:2505.06708). The layer
-  is a control for version 2: it has about the same number of parameters and a
-  factor that depends on the token, but only one map.
+  is a control for version 2: its factor also depends on the token, and W_g has
+  as many elements as the noise maps' queries in version 2 (for V = D). But
+  there is only one map.
   """
 
-  extra: ClassVar[tuple[str, ...]] = ("head_gate",)
+  extra_parameters: ClassVar[tuple[str, ...]] = ("head_gate",)
 
   def scale_heads(
     self,

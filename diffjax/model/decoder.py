@@ -1,6 +1,7 @@
-"""The decoder: blocks of attention and a gated feed-forward layer.
+"""The decoder: pre-norm layers of attention and a gated feed-forward network.
 
-Each block normalizes the input of its two layers. The blocks are scanned.
+A scan runs the layers. "The paper" is the Differential Transformer (Ye et al.,
+2024, arXiv:2410.05258).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from diffjax.ops.diff_attention import RESIDUAL_NAMES, diff_attention
 from diffjax.ops.layer_norm import layer_norm
 from diffjax.ops.platform import platform
 from diffjax.ops.poly_norm import poly_norm
-from diffjax.ops.rms_norm import SCALE, rms_norm
+from diffjax.ops.rms_norm import SCALE as RMS_NORM_SCALE
+from diffjax.ops.rms_norm import rms_norm
 from diffjax.ops.rope import ANGLES
 from diffjax.ops.swiglu import swiglu
 from diffjax.parallel.product import product
@@ -39,13 +41,21 @@ from diffjax.parameters import NUM_POLY_NORM_WEIGHTS
 GATE = "ffn_gate"
 UP = "ffn_up"
 
+# Up to this number of layers, a CPU runs them without a loop. More layers would
+# take too long to compile.
+_MAX_UNROLLED_LAYERS = 8
+
 # The arrays of a layer that each remat policy saves for the backward pass, from
 # the least memory to the most. With remat "none", all arrays are saved. JAX's
-# own policies do not see the matrix products inside `product`, which run on
-# shards. So the arrays are selected by name.
-_SAVED_BY_ATTENTION = (*RESIDUAL_NAMES, ANGLES, SCALE)
+# own policies, such as `dots_saveable`, do not see the matrix products inside
+# `product`, which has a custom VJP. So the arrays are selected by name.
+_SAVED_BY_ATTENTION = (
+  *RESIDUAL_NAMES,  # outputs of heads and noise maps, and log-sum-exps
+  ANGLES,  # the sines and cosines of RoPE
+  RMS_NORM_SCALE,  # 1 / RMS of every RMSNorm
+)
 _SAVED_NAMES = {
-  "full": (),
+  "full": (),  # full rematerialization: everything is computed again
   "attention": _SAVED_BY_ATTENTION,
   "gate": (*_SAVED_BY_ATTENTION, GATE),
   "ffn": (*_SAVED_BY_ATTENTION, GATE, UP),
@@ -58,15 +68,16 @@ REMAT_POLICIES = {
 
 
 class FeedForward(nn.Module):
-  """The gated feed-forward layer, without biases.
+  """The gated feed-forward network, without biases.
 
-  y = (f(x W_gate) ∘ x W_up) W_down
+  y = (f(x W_gate) ∘ (x W_up)) W_down
 
   Attributes:
     ffn_dim: F, the width between the matrices.
     out_scale: a factor on the initial W_down.
     dtype: compute dtype. Parameters are float32.
-    activation: f, "silu" (SwiGLU; Shazeer, 2020) or "poly_norm".
+    activation: f, "silu" (SwiGLU; Shazeer, 2020) or "poly_norm" (PolyNorm,
+      arXiv:2411.03884).
   """
 
   ffn_dim: int
@@ -76,7 +87,7 @@ class FeedForward(nn.Module):
 
   @nn.compact
   def __call__(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-    """Returns y = (f(x W_gate) ∘ x W_up) W_down, in the compute dtype."""
+    """Returns y = (f(x W_gate) ∘ (x W_up)) W_down, in the compute dtype."""
     E = x.shape[-1]
     F = self.ffn_dim  # the width between the matrices
     w_gate = self.param("gate", matrix_init(E), (E, F))
@@ -93,16 +104,17 @@ class FeedForward(nn.Module):
       hidden = self.apply_poly_norm(gate) * up
     else:  # "silu"
       hidden = swiglu(gate, up)
+    # parallel/rules.py maps these names of axes to mesh axes.
     hidden = nn.with_logical_constraint(hidden, ("batch", "length", "ffn"))
     return product(hidden, w_down, "down")
 
   def apply_poly_norm(
     self, gate: Float[Array, "B T F"]
   ) -> Float[Array, "B T F"]:
-    """Returns a weighted sum of normalized powers of the gate (PolyNorm).
+    """Returns w₀·n(x³) + w₁·n(x²) + w₂·n(x) + c of the gate x (PolyNorm).
 
-    The weights of the first, second and third power, and the constant that is
-    added, are parameters. The weights start equal, with the sum 1.
+    n divides by the root mean square over F. The weights w and the constant c
+    are parameters. The weights start equal, with the sum 1, and c starts at 0.
     """
     num_weights = NUM_POLY_NORM_WEIGHTS
     equal_weights = nn.initializers.constant(1 / num_weights)
@@ -111,13 +123,14 @@ class FeedForward(nn.Module):
     return poly_norm(gate, weights, constant)
 
 
-@dataclasses.dataclass(frozen=True)
+# Without __eq__ and __hash__, because `index` may be a traced array.
+@dataclasses.dataclass(frozen=True, eq=False)
 class WindowSwitch:
-  """An `attention_fn` for scanned layers that have different windows.
+  """An `attention_fn` that selects one of several static windows at run time.
 
-  The layers of a scan share one program, so a layer's window can only be data:
-  an index into the list of all windows. `attention_fn` needs a static window.
-  So the program has a branch for each window, and the index selects one.
+  The layers of a scan share one program, and `attention_fn` needs a static
+  window. So the program has a branch for each window, and `lax.switch` selects
+  the branch of a layer.
 
   Attributes:
     attention_fn: has the signature of `diff_attention`.
@@ -132,23 +145,23 @@ class WindowSwitch:
   def __call__(
     self,
     q: Float[Array, "B T Q G D"],
-    k: Float[Array, "B S K M D"],
-    v: Float[Array, "B S K V"],
+    k: Float[Array, "B T K M D"],
+    v: Float[Array, "B T K V"],
     lam: Lambda,
     **options: Any,
   ) -> Any:
     """Returns the result of `attention_fn` with the window `windows[index]`.
 
-    `attention_fn` needs a static window, but the index is data. So there is a
-    branch for each window.
+    This is an array for `diff_attention`. Measurements inside a model
+    (evals/methods/inside.py) have an `attention_fn` with other results.
 
     Args:
       q: queries.
       k: keys.
       v: values.
       lam: λ, or None with one map.
-      options: the other arguments of `attention_fn`. The window that the layer
-        passes is replaced.
+      options: the other arguments of `attention_fn`. Their window is a
+        placeholder, which is replaced.
     """
     branches = []
     for window in self.windows:
@@ -158,7 +171,7 @@ class WindowSwitch:
 
 
 class Block(nn.Module):
-  """A layer of the decoder: attention, then the feed-forward layer.
+  """A layer of the decoder: attention, then the feed-forward network.
 
   h = x + attention(norm(x))
   y = h + feed_forward(norm(h))
@@ -168,7 +181,7 @@ class Block(nn.Module):
     dtype: compute dtype. Parameters are float32.
     attention_fn: has the signature of `diff_attention`.
     out_scale: a factor on the two initial matrices that write to the residual
-      stream.
+      stream, `attention/out` and `ffn/down`.
   """
 
   config: ModelConfig
@@ -190,9 +203,10 @@ class Block(nn.Module):
     Args:
       x: the residual stream before this layer.
       lambda_init: λ_init of this layer. Ignored by variants without one.
-      window_index: the index of this layer's window in `distinct_windows`.
-      segment_ids: tokens attend to tokens with an equal id. None if each row is
-        one document.
+      window_index: the index of this layer's window in
+        `distinct_windows(config)`.
+      segment_ids: tokens attend to tokens with an equal id. None if each
+        sequence is one document.
       positions: positions for RoPE. None for 0 … T−1.
     """
     config = self.config
@@ -200,9 +214,9 @@ class Block(nn.Module):
     window = windows[0]
     attention_fn = self.attention_fn
     if len(windows) > 1:
-      # The layers of a scan share this program, so this layer's window is data.
-      # The switch selects it. It replaces the window that the layer passes.
-      window = None
+      # The layers of a scan share this program. The switch selects this layer's
+      # window at run time, and replaces the window that `attention` passes.
+      window = None  # a placeholder
       attention_fn = WindowSwitch(attention_fn, windows, window_index)
 
     attention = attention_class(config).from_config(
@@ -238,20 +252,25 @@ class Block(nn.Module):
 class Decoder(nn.Module):
   """The language model without its last projection: tokens to hidden states.
 
-  `logits` applies the vocabulary projection. In training it is part of the loss
-  (ops/cross_entropy.py).
+  The last projection is to the vocabulary. `logits` applies it for sampling,
+  and the loss applies it in training (ops/cross_entropy.py).
+
+  Each scan runs a stack of equal layers (see `stacks`). Most decoders have one
+  stack. With `config.plain_layers` = n, the lowest n layers have softmax
+  attention and form a stack of their own.
 
   Initialization: matrices are truncated normals of standard deviation
-  1/√inputs. The two matrices of a layer that write to the residual stream are
-  also divided by √(2L). Embeddings are normals of standard deviation 1/√E, so
+  1/√inputs. The two matrices of a layer that write to the residual stream,
+  `attention/out` and `ffn/down`, are also divided by √(2L), where L counts the
+  layers of all stacks. Embeddings are normals of standard deviation 1/√E, so
   that tied logits start with unit variance. Gains are 1. The paper states none
   of these.
 
   Parameters: a nested dict of float32 arrays with `embedding` [N, E],
   `final_norm` [E] and, unless the embeddings are tied, `unembedding` [N, E].
   Under `layers`, arrays have a leading axis L: `attention/query`, …,
-  `attention_norm`, `ffn/gate`, …, `ffn_norm`. The parameters of plain layers
-  are under `plain_layers`.
+  `attention_norm`, `ffn/gate`, …, `ffn_norm`. The softmax stack has the same
+  names under `plain_layers`.
 
   Attributes:
     config: sizes and options.
@@ -276,12 +295,12 @@ class Decoder(nn.Module):
 
     Args:
       tokens: token ids.
-      segment_ids: tokens attend to tokens with an equal id. None if each row is
-        one document.
+      segment_ids: tokens attend to tokens with an equal id. None if each
+        sequence is one document.
       positions: positions for RoPE. None for 0 … T−1.
 
     Raises:
-      ValueError: if the rows are longer than `config.max_length`.
+      ValueError: if the sequences are longer than `config.max_length`.
     """
     config = self.config
     length = tokens.shape[1]
@@ -295,12 +314,12 @@ class Decoder(nn.Module):
     shape = (config.vocab_size, config.embed_dim)
     embedding = self.param("embedding", init, shape)
     if not config.tie_embeddings:
-      # This only creates the parameter, for the loss and for `logits`.
+      # This only creates the parameter. `output_embedding` reads it from the
+      # parameters, for the loss and for `logits`.
       self.param("unembedding", init, shape)
 
     x = embed(embedding.astype(self.dtype), tokens, config)  # [B, T, E]
     x = nn.with_logical_constraint(x, ("batch", "length", "embed"))
-    # A stack is a scan over equal layers. Most decoders have one.
     for name, stack_config in stacks(config).items():
       x = self._scan_layers(name, stack_config, x, segment_ids, positions)
     return _normalize(self, "final_norm", x, config)
@@ -323,11 +342,12 @@ class Decoder(nn.Module):
       positions: positions for RoPE.
     """
     # Rematerialization: the backward pass computes again what is not saved.
-    remat = self.config.remat
+    # In a scan, XLA cannot undo that by reusing arrays (CSE), so `prevent_cse`
+    # is not needed. `_should_unroll` keeps the scan if remat is set.
     block_class = Block
-    if remat != "none":
+    if stack_config.remat != "none":
       block_class = nn.remat(
-        Block, policy=REMAT_POLICIES[remat], prevent_cse=False
+        Block, policy=REMAT_POLICIES[stack_config.remat], prevent_cse=False
       )
     unroll = 1
     if self._should_unroll():
@@ -342,15 +362,16 @@ class Decoder(nn.Module):
       in_axes=(0, 0, nn.broadcast, nn.broadcast),
       length=stack_config.num_layers,
       unroll=unroll,
-      # To check values that a layer returns for all layers together, Flax would
-      # trace the layer twice. Our layers return no such values.
+      # This check traces the layer twice. It is only for outputs that all
+      # layers have in common (`nn.broadcast` in `out_axes`). There are none.
       check_constancy_invariants=False,
     )
     layers = scanned_class(
       stack_config,
       self.dtype,
       self.attention_fn,
-      # Each layer of the decoder adds two terms to the residual stream.
+      # Each layer of the decoder, in any stack, adds two terms to the residual
+      # stream.
       out_scale=(2 * self.config.num_layers) ** -0.5,
       name=name,
     )
@@ -370,35 +391,40 @@ class Decoder(nn.Module):
     layers, and out of them again. On a CPU these copies take a tenth of a step.
     Compile time grows with each unrolled layer, so deep models keep the scan.
     """
-    if self.is_initializing():  # There is no backward pass.
+    if self.is_initializing():
+      # Without a backward pass, unrolling gains nothing.
       return False
     if self.config.remat != "none":
       # Without the scan, XLA reuses a layer's activations instead of
       # recomputing them.
       return False
-    return platform() == "cpu" and self.config.num_layers <= 8
+    is_shallow = self.config.num_layers <= _MAX_UNROLLED_LAYERS
+    return platform() == "cpu" and is_shallow
 
 
 def lambda_inits(config: ModelConfig) -> Float[Array, "L"]:
-  """Returns λ_init of every layer, about where its λ starts.
+  """Returns λ_init of every layer of a stack, about where its λ starts.
 
   It is the config's constant, or the paper's schedule, which depends on the
-  layer. Variants without λ_init ignore it.
+  layer's number minus `lambda_init_offset`. Variants without λ_init ignore it.
+
+  Example: offset 0 → 0.2, 0.356, …; offset −4, above 4 plain layers → 0.619, …
   """
   if config.lambda_init is not None:
     return jnp.full(config.num_layers, config.lambda_init, jnp.float32)
-  # With a positive offset, the schedule starts at a negative layer number.
+  # A positive offset starts the schedule at a negative layer number. A negative
+  # one skips the numbers of the stack below (see `stacks`).
   return lambda_init_schedule(
     jnp.arange(config.num_layers) - config.lambda_init_offset
   )
 
 
 def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
-  """Returns the window of every layer: how many keys a token sees.
+  """Returns the window of every layer of a stack: how many keys a token sees.
 
   The letters of `window_pattern` are repeated over the layers. "w" is a layer
-  with the config's window. Any other letter is a layer without one, in which a
-  token sees all keys (None).
+  with the config's window. "f" is a full layer, without one (None). In an upper
+  stack, `stacks` continues the pattern from the stack below.
 
   Example:
     window = 128, window_pattern = "wf", num_layers = 3 → (128, None, 128)
@@ -462,9 +488,11 @@ def apply_norm(
 ) -> Float[Array, "B T E"]:
   """Returns the residual stream, normalized.
 
+  Decoding calls this with the parameters of the whole decoder (cache.py).
+
   Args:
-    params: has the norm's parameters: a gain under its name and, for a
-      LayerNorm, a shift.
+    params: has the norm's parameters, among others: a gain under its name and,
+      for a LayerNorm, a shift.
     name: the norm: "attention_norm", "ffn_norm" or "final_norm".
     x: the residual stream.
     config: determines the kind of norm and its ε.
@@ -479,7 +507,7 @@ def embed(
 ) -> Float[Array, "B T E"]:
   """Returns the input of the first layer, in the embedding's dtype.
 
-  These are the rows of the tokens, times the config's `embed_scale`.
+  These are the embeddings of the tokens, times the config's `embed_scale`.
   """
   x = jnp.take(embedding, tokens, axis=0)
   if config.embed_scale == 1:
@@ -500,7 +528,8 @@ def logits(
 ) -> Float[Array, "B T N"]:
   """Returns float32 logits of the next tokens, for sampling and tests.
 
-  Training computes its loss without having the logits of all tokens in memory.
+  In training, the logits of all tokens are never in memory together
+  (ops/cross_entropy.py).
 
   Args:
     params: the decoder's parameters.

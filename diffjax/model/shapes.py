@@ -72,7 +72,7 @@ def _parameter_names(config: ModelConfig) -> list[str]:
   names.append("final_norm")
 
   names += ["attention_norm", "query", "key", "value", "out"]
-  names += attention_class(config).extra
+  names += attention_class(config).extra_parameters
   if config.head_norm:
     names.append("head_gain")
   names += ["ffn_norm", "gate", "up", "down"]

@@ -13,11 +13,13 @@ def stacks(config: ModelConfig) -> dict[str, ModelConfig]:
   """Returns the stacks of equal layers in a decoder, the lowest first.
 
   The layers of a stack have equal configs and shapes, so that a scan can run
-  them. A decoder with `plain_layers` has a stack of softmax layers below the
-  stack of its own layers. Every other decoder is one stack.
+  them. `config.plain_layers` is the number of the lowest layers that have
+  softmax attention. They are a stack, below the stack of the other layers. If
+  it is 0, the decoder is one stack.
 
-  Example: num_layers = 12, plain_layers = 4 → {"plain_layers": a config with 4
-  softmax layers, "layers": a config with 8 layers}
+  Example: attention = "diff", num_layers = 12, plain_layers = 4 →
+  {"plain_layers": a config with 4 softmax layers, "layers": a config with 8
+  DIFF layers}
 
   Returns:
     The config of each stack, by the name of its parameters: "plain_layers" and
@@ -31,14 +33,15 @@ def stacks(config: ModelConfig) -> dict[str, ModelConfig]:
   if num_plain_layers == 0:
     return {"layers": config}
 
+  # The pattern continues from one stack to the next.
   window_pattern = _repeat_window_pattern(config)
   plain_stack = dataclasses.replace(
     config,
     attention="softmax",
     # Both stacks have the same total width of values: a head with V = 2D
-    # (`value_heads` = 2) becomes two heads with V = D.
-    num_heads=config.num_heads * layer_class.value_heads,
-    num_kv_heads=config.num_kv_heads * layer_class.value_heads,
+    # (`value_dim_factor` = 2) becomes two heads with V = D.
+    num_heads=config.num_heads * layer_class.value_dim_factor,
+    num_kv_heads=config.num_kv_heads * layer_class.value_dim_factor,
     # Softmax layers have one map, no head norm and no λ.
     num_noise_heads=None,
     head_norm=False,
@@ -50,7 +53,9 @@ def stacks(config: ModelConfig) -> dict[str, ModelConfig]:
   )
   upper_stack = dataclasses.replace(
     config,
-    # λ_init depends on a layer's number in the decoder, not in its stack.
+    # λ_init depends on a layer's number in the decoder, but layers are counted
+    # within the stack. The offset is subtracted from this count. So above 4
+    # plain layers it is 4 less: the stack's layer 0 is layer 0 − (−4) = 4.
     lambda_init_offset=config.lambda_init_offset - num_plain_layers,
     num_layers=config.num_layers - num_plain_layers,
     plain_layers=0,

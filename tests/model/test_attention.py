@@ -211,7 +211,7 @@ def test_a_layer_that_there_is_not(fields, message):
     (
       "softmax",
       dict(num_noise_heads=2),
-      "num_noise_heads must be None for Attention, which has one map; got 2",
+      "num_noise_heads must be None for Attention, which has no noise map; got 2",
     ),
     (
       "diff",

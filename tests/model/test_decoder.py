@@ -446,12 +446,12 @@ def with_distinct_sizes(name, **fields):
   Equal are only the sizes that are equal by definition: V and U, with one map
   also H and Q, and G and M.
   """
-  num_noise_heads = 12 if ATTENTION[name].num_maps == 2 else None
+  num_noise_heads = 12 if ATTENTION[name].has_noise_map else None
   config = ModelConfig(
     attention=name, num_noise_heads=num_noise_heads, **SIZES, **fields
   )
   sizes = axis_sizes(config)
-  num_equal = 1 if ATTENTION[name].num_maps == 2 else 3
+  num_equal = 1 if ATTENTION[name].has_noise_map else 3
   assert len(set(sizes.values())) == len(sizes) - num_equal
   return config
 
