@@ -149,6 +149,12 @@ def _prepare(arrays: Arrays, mask: Mask) -> Any:
 def _forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
   """Computes differential attention, A₁V − λA₂V, on a GPU.
 
+  Args:
+    arrays: q, k, v, λ, segment ids and offsets.
+    mask: which queries see which keys.
+    options: the options of the operation. `options.save` is True if a backward
+      pass follows.
+
   Returns:
     `Saved` with
       out: the output [B, T, H, V],
@@ -283,7 +289,8 @@ def _query_vectors(
   """Returns the numbers of each query that the backward kernels read, and dλ.
 
   With the signal map A₁ and the noise map A₂, the output is O = A₁V − λA₂V.
-  The gradients of the softmax need δ = rowsum(dA ∘ A) of each map:
+  The gradients of the softmax need δ = rowsum(dP ∘ A) of each map, with dP =
+  dO Vᵀ. It can be computed without the maps:
 
     δ₂ = rowsum(dO ∘ A₂V),  δ₁ = rowsum(dO ∘ O) + λδ₂,  dλ = −δ₂
 

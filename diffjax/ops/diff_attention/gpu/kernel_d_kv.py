@@ -371,7 +371,9 @@ class _DKVLoop:
     slot = self.thread_block.d_out_ring.slot(step)
     return self.thread_block.scratch.d_out_smem.at[slot]
 
-  def vector(self, index: int, step: jax.Array) -> Float[Array, "keys queries"]:
+  def load_vector(
+    self, index: int, step: jax.Array
+  ) -> Float[Array, "keys queries"]:
     """Returns a number of each query, broadcast over the keys.
 
     Args:
@@ -514,7 +516,7 @@ class _DVLoop(_DKVLoop):
     step = self.ring_step(block)
     # The vector is read before the products start. Reading shared memory would
     # wait for the pending product.
-    lse = self.vector(0, step)
+    lse = self.load_vector(0, step)
     operands = self._logits_operands(0, block)
     epilogue = functools.partial(self._signal_weights, is_full, block, lse)
     if state.weights is None:  # There is no previous block.
@@ -569,7 +571,7 @@ class _DVLoop(_DKVLoop):
 
     It is the epilogue of a matrix product, so it returns a tuple.
     """
-    logits = self._mask(is_full, block, logits)
+    logits = self._mask_logits(is_full, block, logits)
     return (jnp.exp2(logits * self.thread_block.factor - lse),)
 
   def _noise_weights(
@@ -588,14 +590,14 @@ class _DVLoop(_DKVLoop):
       logits: k·q of the noise map, without the factor `scale · log₂e`.
     """
     step = self.ring_step(block)
-    logits = self._mask(is_full, block, logits)
+    logits = self._mask_logits(is_full, block, logits)
     scaled_logits = logits * self.thread_block.factor
-    lse = self.vector(1, step)
+    lse = self.load_vector(1, step)
     noise_weights = jnp.exp2(scaled_logits - lse)
-    lam = self.vector(lambda_index(self.thread_block.num_maps), step)
+    lam = self.load_vector(lambda_index(self.thread_block.num_maps), step)
     return (noise_weights * -lam,)
 
-  def _mask(
+  def _mask_logits(
     self,
     is_full: bool,
     block: jax.Array,
@@ -768,7 +770,7 @@ class _DKLoop(_DKVLoop):
     weights = plgpu.load(scratch.weights_smem.at[g], layout=layouts.matrix())
     weights = weights.astype(jnp.float32)  # sent as float16
     plgpu.barrier_arrive(scratch.weights_free.at[g])
-    delta = self.vector(delta_index(g, self.thread_block.num_maps), step)
+    delta = self.load_vector(delta_index(g, self.thread_block.num_maps), step)
     d_logits = weights * (d_weights - delta)
     return d_logits.astype(self.thread_block.arrays.q.dtype)
 

@@ -194,11 +194,11 @@ def _gradients(
       if offset is not None:
         call_offset = offset + start
       inputs = _Inputs(
-        q=query_slice.slice(q_by_head, axis=3),
+        q=query_slice.select(q_by_head, row_axis=3),
         k=k,
         v=v,
-        d_out=query_slice.slice(row_arrays.d_out, axis=4),
-        row_terms=query_slice.slice(row_arrays.row_terms, axis=4),
+        d_out=query_slice.select(row_arrays.d_out, row_axis=4),
+        row_terms=query_slice.select(row_arrays.row_terms, row_axis=4),
         q_ids=call_q_ids,
         kv_ids=kv_ids,
         offset=call_offset,
@@ -227,7 +227,8 @@ def _row_arrays(
   """Returns what the kernel reads of each query besides q, and dλ.
 
   The output of a signal map A₁ with the noise map A₂ is O = A₁V − λA₂V. The
-  kernel needs δ, the sums rowsum(dA ∘ A), for the gradients of the softmax:
+  gradients of the softmax need δ = rowsum(dP ∘ A) of each map, with dP = dO Vᵀ.
+  It can be computed without the maps:
 
     δ₂ = rowsum(dO ∘ A₂V),  δ₁ = rowsum(dO ∘ O) + λδ₂,  dλ = −δ₂
 
@@ -316,24 +317,24 @@ class _QuerySlice:
   start: int
   stop: int
 
-  def slice(
-    self, x: Float[Array, "B Q *axes"], axis: int
+  def select(
+    self, x: Float[Array, "B Q *axes"], row_axis: int
   ) -> Float[Array, "B K R *axes"]:
-    """Returns these queries' part of an array.
+    """Returns one kernel call's part of an array: some heads and some rows.
 
     Axis Q of all query heads becomes [K, R]: the key heads, and the call's
     query heads of each.
 
     Args:
       x: an array of all query heads and rows.
-      axis: the axis of the rows in the result, where it is one further than in
+      row_axis: the axis of the rows in the result, which has one more axis than
         x.
     """
     batch, Q, *other_axes = x.shape
     # Query heads that share a key head are adjacent.
     x = x.reshape(batch, self.K, Q // self.K, *other_axes)
     x = x[:, :, self.first_head : self.first_head + self.num_heads]
-    return lax.slice_in_dim(x, self.start, self.stop, axis=axis)
+    return lax.slice_in_dim(x, self.start, self.stop, axis=row_axis)
 
 
 @dataclasses.dataclass(frozen=True)

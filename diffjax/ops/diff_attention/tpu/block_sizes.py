@@ -207,8 +207,8 @@ def choose(
   itemsize = jnp.dtype(dtype).itemsize
   max_block = _MAX_BLOCK
   if itemsize == _FLOAT32_BYTES:
-    # The sizes of the table are for bfloat16. A product in float32 is six passes
-    # of the matrix unit, all of them in unrolled code, so blocks are smaller.
+    # The table has sizes for bfloat16. A product in float32 is six passes of
+    # the matrix unit, all of them in unrolled code, so blocks are smaller.
     max_block = _MAX_FLOAT32_BLOCK
     entry = dataclasses.replace(
       entry,
