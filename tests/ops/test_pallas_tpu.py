@@ -441,7 +441,8 @@ def test_tiles_against_the_mask_itself(causal, window, offset):
     for j in range(5):
       k0, k1 = j * kv_block, (j + 1) * kv_block - 1
       tile = mask[i * q_block : (i + 1) * q_block, k0 : k1 + 1]
-      some, every = tiles.some(p0, p1, k0, k1), tiles.every(p0, p1, k0, k1)
+      some = tiles.any_visible(p0, p1, k0, k1)
+      every = tiles.all_visible(p0, p1, k0, k1)
       assert some or not tile.any()
       real = tile[
         : max(0, q_length - i * q_block)

@@ -123,7 +123,11 @@ def diff_attention(
   _check_shapes(q, k, v)
   lam = arguments.broadcast_lambda(lam, q)  # [B, T, H] or None
   q_segment_ids, kv_segment_ids = _check_segments(
-    q_segment_ids, kv_segment_ids, q.shape[0], q.shape[1], k.shape[1]
+    q_segment_ids,
+    kv_segment_ids,
+    batch=q.shape[0],
+    q_length=q.shape[1],
+    kv_length=k.shape[1],
   )
   static_offset, offsets = _check_offset(q_offset, batch=q.shape[0])
   window = arguments.check_window(window)
@@ -214,7 +218,7 @@ def _attention_on_mesh(
     (arrays.kv_ids, ids_spec),
     (arrays.offset, sharding.spec("B")),
   ]
-  return sharding.map(attention_on_shard, operands, heads_spec)
+  return sharding.map_shards(attention_on_shard, operands, heads_spec)
 
 
 def _attention_on_shard(
@@ -355,7 +359,7 @@ def _check_ids(name: str, ids: jax.Array, shape: tuple[int, int]) -> None:
 def _check_offset(
   q_offset: Any, batch: int
 ) -> tuple[int | Literal["per row"], Int[Array, "B"] | None]:
-  """Returns the position of the first query in two forms, one of them unused.
+  """Returns q_offset as part of the mask, or as an array of data.
 
   An int is part of the mask, which is static during compilation. An array is
   data, with a position for each sequence of the batch.

@@ -1005,7 +1005,7 @@ def _repeat_for_key_heads(
 def _visible(
   mask: Mask, block: _Block, inputs: _Inputs
 ) -> Bool[Array, "Z 1 t s"] | None:
-  """Returns where a query of a block sees a key, or None if all keys are seen.
+  """Returns where a query of a block sees a key, or None if all are visible.
 
   Z is 1 if all sequences of the batch have the same mask, otherwise BK.
   """

@@ -3,7 +3,7 @@
 A `Mask` holds what is static while a program is compiled. Segment ids, and
 offsets that differ between rows of the batch, are data. The methods that need
 them take them as arguments. `visible` and `between` answer for single queries
-and keys. `some`, `every`, `keys_of` and `rows_of` answer for tiles, and ignore
+and keys. `any_visible`, `all_visible`, `keys_of` and `rows_of` answer for tiles, and ignore
 segments.
 """
 
@@ -158,7 +158,13 @@ class Mask:
       and self.offset + self.q_length <= self.kv_length
     )
 
-  def some(self, p0: Scalar, p1: Scalar, k0: Scalar, k1: Scalar) -> Condition:
+  def any_visible(
+    self,
+    first_query: Scalar,
+    last_query: Scalar,
+    first_key: Scalar,
+    last_key: Scalar,
+  ) -> Condition:
     """Returns whether some query of a tile sees some key of it.
 
     A tile is a block of consecutive queries and a block of consecutive keys.
@@ -169,21 +175,28 @@ class Mask:
       with a causal mask, queries 0–127 and keys 128–255 → False
 
     Args:
-      p0: position of the tile's first query.
-      p1: position of its last query.
-      k0: position of its first key.
-      k1: position of its last key.
+      first_query: position of the tile's first query.
+      last_query: position of its last query.
+      first_key: position of its first key.
+      last_key: position of its last key.
     """
-    conditions: list[Condition] = [k0 < self.kv_length]
+    # Positions from kv_length on are padding.
+    conditions: list[Condition] = [first_key < self.kv_length]
     if self.causal:
-      conditions.append(k0 <= p1)
+      conditions.append(first_key <= last_query)
     if self.window is not None:
-      conditions.append(k1 > p0 - self.window)
+      conditions.append(last_key > first_query - self.window)
       if not self.causal:
-        conditions.append(k0 < p1 + self.window)
+        conditions.append(first_key < last_query + self.window)
     return logical_and(*conditions)
 
-  def every(self, p0: Scalar, p1: Scalar, k0: Scalar, k1: Scalar) -> Condition:
+  def all_visible(
+    self,
+    first_query: Scalar,
+    last_query: Scalar,
+    first_key: Scalar,
+    last_key: Scalar,
+  ) -> Condition:
     """Returns whether every query of a tile sees every key of it.
 
     A tile is a block of consecutive queries and a block of consecutive keys.
@@ -194,23 +207,25 @@ class Mask:
       with a causal mask, queries 128–255 and keys 0–127 → True
 
     Args:
-      p0: position of the tile's first query.
-      p1: position of its last query.
-      k0: position of its first key.
-      k1: position of its last key.
+      first_query: position of the tile's first query.
+      last_query: position of its last query.
+      first_key: position of its first key.
+      last_key: position of its last key.
     """
     conditions: list[Condition] = []
     if not self.hides_padding():
-      conditions.append(k1 < self.kv_length)
+      conditions.append(last_key < self.kv_length)
     if self.causal:
-      conditions.append(k1 <= p0)
+      conditions.append(last_key <= first_query)
     if self.window is not None:
-      conditions.append(k0 > p1 - self.window)
+      conditions.append(first_key > last_query - self.window)
       if not self.causal:
-        conditions.append(k1 < p0 + self.window)
+        conditions.append(last_key < first_query + self.window)
     return logical_and(*conditions)
 
-  def keys_of(self, p0: Scalar, p1: Scalar) -> tuple[Scalar, Scalar]:
+  def keys_of(
+    self, first_query: Scalar, last_query: Scalar
+  ) -> tuple[Scalar, Scalar]:
     """Returns the first and the last key that some queries may see.
 
     If they see no key, the last one is before the first one.
@@ -219,20 +234,22 @@ class Mask:
       with causal=True and window=100, queries 200–299 → keys (101, 299)
 
     Args:
-      p0: position of the first query.
-      p1: position of the last query.
+      first_query: position of the first query.
+      last_query: position of the last query.
     """
     first: Scalar = 0
     last: Scalar = self.kv_length - 1
     if self.causal:
-      last = minimum(last, p1)
+      last = minimum(last, last_query)
     elif self.window is not None:
-      last = minimum(last, p1 + self.window - 1)
+      last = minimum(last, last_query + self.window - 1)
     if self.window is not None:
-      first = maximum(first, p0 - self.window + 1)
+      first = maximum(first, first_query - self.window + 1)
     return first, last
 
-  def rows_of(self, k0: Scalar, k1: Scalar) -> tuple[Scalar, Scalar]:
+  def rows_of(
+    self, first_key: Scalar, last_key: Scalar
+  ) -> tuple[Scalar, Scalar]:
     """Returns the first and the last query that may see some keys.
 
     These are indices of queries, not positions: query t has position
@@ -242,17 +259,19 @@ class Mask:
       with causal=True and window=100, keys 200–299 → queries (200, 398)
 
     Args:
-      k0: position of the first key.
-      k1: position of the last key.
+      first_key: position of the first key.
+      last_key: position of the last key.
     """
     first: Scalar = 0
     last: Scalar = self.q_length - 1
     if self.causal:
-      first = maximum(first, k0 - self.known_offset)
+      first = maximum(first, first_key - self.known_offset)
     elif self.window is not None:
-      first = maximum(first, k0 - self.window + 1 - self.known_offset)
+      first_position = first_key - self.window + 1
+      first = maximum(first, first_position - self.known_offset)
     if self.window is not None:
-      last = minimum(last, k1 + self.window - 1 - self.known_offset)
+      last_position = last_key + self.window - 1
+      last = minimum(last, last_position - self.known_offset)
     return first, last
 
   def partial_differences(
@@ -287,11 +306,15 @@ class Mask:
     step = math.gcd(q_block, kv_block)
     # Tiles further from the diagonal are either hidden or fully visible.
     reach = max(q_block, kv_block) + (self.window or 0)
+    # The first candidate is at most −reach, and is the offset modulo `step`.
     start = -(reach // step + 1) * step + self.offset % step
     differences = []
     for difference in range(start, reach + step, step):
-      tile = (difference, difference + q_block - 1, 0, kv_block - 1)
-      if self.some(*tile) and not self.every(*tile):
+      # The tile whose first key has position 0.
+      first_query = difference
+      last_query = difference + q_block - 1
+      tile = (first_query, last_query, 0, kv_block - 1)
+      if self.any_visible(*tile) and not self.all_visible(*tile):
         differences.append(difference)
       if len(differences) > most:
         return None

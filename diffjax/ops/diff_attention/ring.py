@@ -186,7 +186,7 @@ class _ShardAttention:
       result: the forward result of all queries of this device, over all keys.
       d_out: the gradient of the output of all queries of this device.
     """
-    # Slice the result of the call's queries, on the axis T.
+    # The results of the call's queries, cut along T.
     noise_out = result.out2
     if noise_out is not None:
       noise_out = _slice_queries(noise_out, call, axis=2)
@@ -195,12 +195,13 @@ class _ShardAttention:
       out2=noise_out,
       lse=_slice_queries(result.lse, call, axis=3),
     )
+    call_d_out = _slice_queries(d_out, call, axis=2)  # [B, H, t, V]
     d_q, d_k, d_v = self.implementation.backward(
       _call_arrays(call, self.queries, keys),
       call.mask,
       self._call_options(call),
       call_result,
-      _tokens_first(_slice_queries(d_out, call, axis=2)),
+      _tokens_first(call_d_out),  # [B, t, H, V]
     )
     return _tokens_last(d_q), _tokens_last(d_k), _tokens_last(d_v)
 

@@ -81,7 +81,15 @@ class StepLoop(NamedTuple):
 
 
 def plan_loops(mask: Mask, tokens: TokenSharding) -> list[StepLoop]:
-  """Returns the steps of `plan_steps`, grouped into loops."""
+  """Returns the steps of the ring, grouped into loops.
+
+  Between two steps, keys move by a number of shards, their shift. Steps with
+  equal shifts before and after them can run as one loop.
+
+  Args:
+    mask: the mask of one shard's queries and keys, as in `plan_steps`.
+    tokens: how the shards share a row.
+  """
   steps = plan_steps(mask, tokens)
   last_index = len(steps) - 1
   loops: list[StepLoop] = []
@@ -170,10 +178,17 @@ def _plan_calls(
 
   if all(row == piece_masks[0] for row in piece_masks):
     # All queries see the same keys, so they share their calls.
-    return tuple(_row_calls(mask, 0, mask.q_length, piece_masks[0]))
+    return tuple(
+      _row_calls(
+        mask, q_start=0, q_length=mask.q_length, piece_masks=piece_masks[0]
+      )
+    )
+
+  # Otherwise each piece of the queries has calls of its own.
   calls = []
   for index, row in enumerate(piece_masks):
-    calls += _row_calls(mask, index * piece_length, piece_length, row)
+    q_start = index * piece_length
+    calls += _row_calls(mask, q_start, piece_length, piece_masks=row)
   return tuple(calls)
 
 
@@ -204,9 +219,9 @@ def _piece_mask(mask: Mask, piece_length: int, distance: int) -> Mask | None:
   first_query = piece_mask.known_offset
   last_query = first_query + piece_length - 1
   last_key = piece_length - 1
-  if not piece_mask.some(first_query, last_query, 0, last_key):
+  if not piece_mask.any_visible(first_query, last_query, 0, last_key):
     return None
-  if piece_mask.every(first_query, last_query, 0, last_key):
+  if piece_mask.all_visible(first_query, last_query, 0, last_key):
     return _full_mask(mask, piece_length, piece_length)
   return piece_mask
 

@@ -174,7 +174,7 @@ class AxisSharding:
         f" {divisor}; got {letter} = {size}; {remedy}, or use fewer shards"
       )
 
-  def map(
+  def map_shards(
     self,
     function: Callable[..., jax.Array],
     operands: list[tuple[jax.Array | None, P]],
@@ -268,17 +268,8 @@ class TokenSharding:
   ) -> Float[Array, "B T *axes"]:
     """Returns the tokens of all shards, in the order of the row.
 
-    In balanced order, shard c of C holds the pieces c and 2C − 1 − c of a row
-    that is cut into 2C pieces.
-
-    Example, with C = 2 shards:
-      shard 0 holds pieces 0 and 3, and shard 1 holds pieces 1 and 2
-      first pieces:  [0, 1]
-      second pieces: [3, 2], in reverse order
-      row:           [0, 1, 2, 3]
-
     Args:
-      x: this device's tokens.
+      x: this device's tokens, and their other axes.
     """
     if self.order == "given":
       return lax.all_gather(x, self.axes, axis=1, tiled=True)
@@ -287,11 +278,20 @@ class TokenSharding:
   def _gather_balanced_row(
     self, x: Float[Array, "B t *axes"]
   ) -> Float[Array, "B T *axes"]:
-    """Returns the same as `gather_row`, for balanced order."""
+    """Returns the tokens of all shards, if each holds two pieces of the row.
+
+    The row is cut into 2C pieces for C shards. Shard c holds the pieces c and
+    2C − 1 − c, so that all shards have equal work under a causal mask.
+
+    Example, with C = 2 shards:
+      shard 0 holds the pieces 0 and 3, and shard 1 the pieces 1 and 2
+      first pieces of all shards:  [0, 1]
+      second pieces of all shards: [3, 2], in reverse order
+      row:                         [0, 1, 2, 3]
+    """
     first_pieces, second_pieces = jnp.split(x, 2, axis=1)
     first_half = lax.all_gather(first_pieces, self.axes, axis=1)
     second_half = lax.all_gather(second_pieces, self.axes, axis=1)
-    # From the first shard to the last, the second pieces are in reverse order.
     second_half = jnp.flip(second_half, axis=1)
     row = jnp.concatenate([first_half, second_half], axis=1)  # [B, 2C, T/2C, …]
     return row.reshape(x.shape[0], -1, *x.shape[2:])

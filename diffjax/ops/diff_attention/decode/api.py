@@ -202,4 +202,4 @@ def _decode_on_mesh(
     (inputs.k_scale, by_sequence_and_head),
     (inputs.v_scale, by_sequence_and_head),
   ]
-  return layout.map(decode_shard, operands, by_token)
+  return layout.map_shards(decode_shard, operands, by_token)

@@ -135,8 +135,10 @@ def _classify_pairs(
   # The mask's answers may lack an axis that they do not depend on.
   shape = (offset.shape[0], first_queries.size, first_keys.size)
   has_queries = first_queries < mask.q_length  # a block of padding has none
-  is_visible = xp.broadcast_to(mask.some(*positions), shape) & has_queries
-  is_full = xp.broadcast_to(mask.every(*positions), shape)
+  is_visible = (
+    xp.broadcast_to(mask.any_visible(*positions), shape) & has_queries
+  )
+  is_full = xp.broadcast_to(mask.all_visible(*positions), shape)
 
   if q_ids is not None and kv_ids is not None:
     # Blocks can have a common id only if their ranges of ids overlap. All ids

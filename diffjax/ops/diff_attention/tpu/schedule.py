@@ -100,7 +100,7 @@ class _Tile(NamedTuple):
   def corners(
     self, rows: Interval, keys: Interval
   ) -> tuple[Scalar, Scalar, Scalar, Scalar]:
-    """Returns the limits of a part of the tile, as `Mask.some` takes them.
+    """Returns the limits of a part of the tile, as `Mask.any_visible` takes them.
 
     Example:
       With first_position = 512, the rows Interval(start=128, size=64) have the
@@ -241,7 +241,7 @@ class Schedule:
       offset = self.mask.offset
     first_positions = offset + blocks.q * np.arange(self.num_q_blocks)[:, None]
     first_keys = blocks.kv * np.arange(self.num_kv_blocks)
-    is_visible = self.mask.some(
+    is_visible = self.mask.any_visible(
       first_positions,
       first_positions + blocks.q - 1,
       first_keys,
@@ -389,8 +389,8 @@ class Schedule:
     last_key = tile.first_key + blocks.kv - 1
     corners = (tile.first_position, last_position, tile.first_key, last_key)
     # A condition is a bool if the mask alone decides it.
-    is_any_visible = self.mask.some(*corners)
-    is_all_visible = self.mask.every(*corners)
+    is_any_visible = self.mask.any_visible(*corners)
+    is_all_visible = self.mask.all_visible(*corners)
     has_one_segment: Condition = True
     if self.mask.segments:
       all_rows = Interval(0, blocks.q)
@@ -465,10 +465,10 @@ class Schedule:
         rows = Interval(row, blocks.q_inner)
         keys = Interval(key, blocks.kv_inner)
         corners = tile.corners(rows, keys)
-        if not self.mask.some(*corners):
+        if not self.mask.any_visible(*corners):
           continue
         mask = None
-        if not self.mask.every(*corners):
+        if not self.mask.all_visible(*corners):
           mask = SubtileMask(
             mask=self.mask,
             rows=rows,
@@ -508,7 +508,7 @@ class Schedule:
     conditions: list[Condition] = []  # whether a sub-tile is visible
     runs: list[Callable[[], None]] = []  # each computes a sub-tile
     for rows, keys in self._subtiles_of_strip(strip):
-      visible = self.mask.some(*tile.corners(rows, keys))
+      visible = self.mask.any_visible(*tile.corners(rows, keys))
       if self.mask.segments:
         ids = self._compare_segments(scalars, tile, rows, keys)
         visible = logical_and(visible, ids.do_overlap)
@@ -829,7 +829,7 @@ def make_scalars(
   first_positions = (offset[:, None] + first_rows)[:, :, None]
   first_keys = blocks.kv * jnp.arange(schedule.num_kv_blocks, dtype=jnp.int32)
   is_visible = jnp.broadcast_to(
-    mask.some(
+    mask.any_visible(
       first_positions,
       first_positions + blocks.q - 1,
       first_keys,
