@@ -328,8 +328,8 @@ def _split_of_thread_block(
   if window is not None:
     first_key = lax.max(length - window, jnp.int32(0))
 
-  # The blocks `first_block` to `stop_block − 1` hold all visible keys. Both
-  # divisions below round up.
+  # The blocks `first_block` to `stop_block − 1` hold all visible keys. Adding
+  # the divisor − 1 makes a division round up.
   first_block = lax.div(first_key, jnp.int32(BLOCK))
   stop_block = lax.div(length + (BLOCK - 1), jnp.int32(BLOCK))
   num_blocks = stop_block - first_block

@@ -606,8 +606,7 @@ class _BlockMask:
   def visible_keys(self, shape: tuple[int, ...]) -> Bool[Array, "G*r s"]:
     """Returns which keys of the block each query of a key head sees.
 
-    The queries of a map are ordered by token, then by head.
-    Row i of a map has a query of token t = ⌊i / group_size⌋, which sees the
+    The queries of a map are ordered by token, then by head. Row i of a map has a query of token t = ⌊i / group_size⌋, which sees the
     keys up to position first_token + t. For integers,
       key − first_token ≤ t  ⟺  (key − first_token)·group_size ≤ i,
     which needs no division.
@@ -631,12 +630,17 @@ class _BlockMask:
     """Replaces values that no new token sees by 0.
 
     They may be NaN or infinite, and 0·NaN is NaN.
+
+    Args:
+      values: the values of the block, of one key head, or their transpose.
+      key_axis: the axis of keys, 0 or 1.
     """
     iota = lax.broadcasted_iota(jnp.int32, values.shape, key_axis)
     key = self.first_key + iota
     visible = key < self.stop_key
-    visible &= key < self.first_token + self.tokens
+    visible &= key < self.first_token + self.tokens  # seen by the last token
     if self.window is not None:
+      # The first token sees the oldest keys.
       visible &= key > self.first_token - self.window
     # In float32, because not every TPU selects in bfloat16.
     masked = jnp.where(visible, values.astype(jnp.float32), 0)
