@@ -606,8 +606,9 @@ class _BlockMask:
   def visible_keys(self, shape: tuple[int, ...]) -> Bool[Array, "G*r s"]:
     """Returns which keys of the block each query of a key head sees.
 
-    The queries of a map are ordered by token, then by head. Row i of a map has a query of token t = ⌊i / group_size⌋, which sees the
-    keys up to position first_token + t. For integers,
+    The queries of a map are ordered by token, then by head. So row i of a map
+    has a query of token t = ⌊i / group_size⌋, which sees the keys up to position
+    first_token + t. For integers,
       key − first_token ≤ t  ⟺  (key − first_token)·group_size ≤ i,
     which needs no division.
     """
