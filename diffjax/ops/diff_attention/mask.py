@@ -3,8 +3,8 @@
 A `Mask` holds what is static while a program is compiled. Segment ids, and
 offsets that differ between rows of the batch, are data. The methods that need
 them take them as arguments. `visible` and `between` answer for single queries
-and keys. `any_visible`, `all_visible`, `keys_of` and `rows_of` answer for tiles, and ignore
-segments.
+and keys. `any_visible`, `all_visible`, `keys_of` and `rows_of` answer for
+tiles, and ignore segments.
 """
 
 from __future__ import annotations

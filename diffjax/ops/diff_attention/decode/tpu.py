@@ -607,7 +607,7 @@ class _BlockMask:
     """Returns which keys of the block each query of a key head sees.
 
     The queries of a map are ordered by token, then by head. So row i of a map
-    has a query of token t = ⌊i / group_size⌋, which sees the keys up to position
+    has a query of token t = ⌊i / group_size⌋. It sees the keys up to position
     first_token + t. For integers,
       key − first_token ≤ t  ⟺  (key − first_token)·group_size ≤ i,
     which needs no division.
