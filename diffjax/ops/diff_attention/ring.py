@@ -195,9 +195,10 @@ class _ShardAttention:
       out2=noise_out,
       lse=_slice_queries(result.lse, call, axis=3),
     )
+    call_arrays = _call_arrays(call, self.queries, keys)
     call_d_out = _slice_queries(d_out, call, axis=2)  # [B, H, t, V]
     d_q, d_k, d_v = self.implementation.backward(
-      _call_arrays(call, self.queries, keys),
+      call_arrays,
       call.mask,
       self._call_options(call),
       call_result,
