@@ -478,7 +478,12 @@ class Attention(nn.Module):
     """Returns queries or keys with RoPE, or unchanged if `rope` is False.
 
     RoPE rotates pairs of a head's D numbers by angles that grow with the
-    position. If `rope_dim` is set, only the last `rope_dim` numbers have pairs.
+    position. If `rope_dim` is set, only the last `rope_dim`
+    numbers are rotated.
+
+    Args:
+      x: queries or keys.
+      positions: the position of each token in its document.
 
     Raises:
       ValueError: if `rope_dim` is odd or not from 2 to D.

@@ -94,9 +94,9 @@ def empty_cache(
     num_pages: P, the number of pages that all rows share. No row has a page
       until `tables` is replaced (see `pages.allocate`). None for rows that
       share no memory. The compiler for v7x then copies keys or values for every
-      token if those of a head are narrower than 128.
-    page: the number of tokens of a page. The TPU kernel needs a multiple of
-      128.
+      token if a head has fewer than 128 numbers.
+    page: the number of tokens of a page, if there are pages. The TPU kernel
+      needs a multiple of 128.
     dtype: the dtype of keys and values. None for the model's compute dtype.
       int8 requires num_pages.
 
@@ -366,7 +366,7 @@ class _CachedAttention:
     )
 
   def _write(self, pool: Pool, new: Float[Array, "B T K W"]) -> Pool:
-    """Returns a pool of keys or values with those of the new tokens in it."""
+    """Returns a pool of keys or values that contains the new tokens too."""
     write = write_tokens
     if self.sharding is not None:
       write = _sharded_write(self.sharding)

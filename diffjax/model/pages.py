@@ -142,8 +142,7 @@ def _write_slots(
 ) -> Pool:
   """Returns a floating-point pool with new tokens, written one by one.
 
-  A slot is a token's index in its page. The arguments are those of
-  `write_tokens`.
+  A slot is a token's index in its page. `write_tokens` has the same arguments.
   """
   num_pages, num_heads, page_size, _ = pool.tokens.shape
   num_tokens = new.shape[1]
@@ -171,8 +170,8 @@ def _rewrite_pages(
   """Returns a pool with new tokens, in which whole pages are replaced.
 
   Reads the pages to which new tokens belong, changes them and writes them back.
-  The arguments are those of `write_tokens`. C is the number of pages that the
-  new tokens of one row can belong to.
+  `write_tokens` has the same arguments. C is the number of pages that the new
+  tokens of one row can belong to.
   """
   num_pages, num_heads, page_size, width = pool.tokens.shape
   batch, num_tokens = new.shape[:2]

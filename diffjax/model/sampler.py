@@ -697,7 +697,7 @@ def _read_prompts(
     )  # hidden: [B, chunk, E]
 
     # The hidden state of each prompt's last token in this chunk. Prompts that
-    # ended in an earlier chunk keep the one that they have.
+    # ended in an earlier chunk keep their old one.
     last_index = jnp.maximum(counts - 1, 0)
     chunk_hidden = jnp.take_along_axis(
       hidden, last_index[:, None, None], axis=1

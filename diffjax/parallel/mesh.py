@@ -270,8 +270,8 @@ def _sharded_cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
   """Returns the sums of `fused_cross_entropy` over the tokens of all devices.
 
-  The arguments after the mesh are those of `fused_cross_entropy`, as global
-  arrays.
+  `fused_cross_entropy` has the same arguments, except for the mesh. Arrays are
+  global.
   """
   # Devices along the tensor axis hold the same hidden states, so they divide
   # the tokens among them.
@@ -296,7 +296,7 @@ def _summed_cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
   """Returns the sums of `fused_cross_entropy` over the tokens of all devices.
 
-  This runs inside `shard_map`. Sizes in small letters are those of one device.
+  This runs inside `shard_map`. Small letters are sizes on one device.
 
   Args:
     hidden: hidden states of this device's tokens.

@@ -278,8 +278,8 @@ def _sharded_product_backward(
   x, w = residuals
   num_inputs = x.ndim - 2  # all axes except B and T
 
-  # The axes of x after B and T are the inputs of W, and those of dy are its
-  # outputs. They are split in the same way, except that fsdp splits the batch
+  # After B and T, x has the input axes of W, and dy has the output axes. They
+  # are split as in W, except that fsdp does not split them. It splits the batch
   # of activations instead. Example: for "down" [F, E] with the mesh axes
   # ("tensor", "fsdp"), F of x is split by tensor, and E of dy is not split.
   unsplit_by_fsdp = _without_fsdp(mesh_axes)
