@@ -840,8 +840,8 @@ def _draw_filtered(
 ) -> Int[Array, "B"]:
   """Returns a token for each row, drawn among its most likely tokens.
 
-  First, the top_k most likely tokens are kept (all if top_k is 0). Of these, the
-  fewest most likely ones are kept whose probabilities add up to top_p.
+  First, the top_k most likely tokens are kept (all if top_k is 0). Of these,
+  the fewest most likely ones are kept whose probabilities add up to top_p.
 
   Example: probabilities 0.5, 0.3, 0.2 with top_p = 0.6 → the first two.
 

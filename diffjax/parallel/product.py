@@ -16,9 +16,9 @@ ways:
     stores (an all-to-all). The receiver sums in float32. This also overlaps
     with computation.
   XLA's reduce-scatter in the compute dtype: for meshes on which an exchange
-    would take longer (see `uses_exchange`). Over several dimensions of the torus,
-    the compiler turns it into an all-reduce. That sends twice as many bytes,
-    and all computation waits for it.
+    would take longer (see `uses_exchange`). Over several dimensions of the
+    torus, the compiler turns it into an all-reduce. That sends twice as many
+    bytes, and all computation waits for it.
 """
 
 from __future__ import annotations
