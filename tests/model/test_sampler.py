@@ -364,7 +364,7 @@ def test_int8_is_near_the_models_logits(model, params, next_logits):
     ({"cache_tokens": 0}, "cache_tokens = 0: must be at least 1"),
     (
       {"cache_dtype": "int4"},
-      "dtype = int4: a cache is in the model's float32",
+      "dtype = int4: must be None for the model's float32",
     ),
   ],
   ids=str,
