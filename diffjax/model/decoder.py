@@ -148,6 +148,9 @@ class WindowSwitch:
     k: Float[Array, "B T K M D"],
     v: Float[Array, "B T K V"],
     lam: Lambda,
+    *,
+    q_segment_ids: Int[Array, "B T"] | None,
+    kv_segment_ids: Int[Array, "B S"] | None,
     **options: Any,
   ) -> Any:
     """Returns the result of `attention_fn` with the window `windows[index]`.
@@ -163,11 +166,31 @@ class WindowSwitch:
       options: the other arguments of `attention_fn`. Their window is a
         placeholder, which is replaced.
     """
+    segment_ids = {
+      "q_segment_ids": q_segment_ids,
+      "kv_segment_ids": kv_segment_ids,
+    }
     branches = []
     for window in self.windows:
       branch_options = {**options, "window": window}
-      branches.append(functools.partial(self.attention_fn, **branch_options))
-    return jax.lax.switch(self.index, branches, q, k, v, lam)
+      branches.append(
+        functools.partial(_attend, self.attention_fn, branch_options)
+      )
+    # A switch passes arrays to its branches by position.
+    return jax.lax.switch(self.index, branches, q, k, v, lam, segment_ids)
+
+
+def _attend(
+  attention_fn: Callable[..., Any],
+  options: dict[str, Any],
+  q: Float[Array, "B T Q G D"],
+  k: Float[Array, "B S K M D"],
+  v: Float[Array, "B S K V"],
+  lam: Lambda,
+  segment_ids: dict[str, Int[Array, "B _"] | None],
+) -> Any:
+  """Calls `attention_fn` with the segment ids as keyword arguments."""
+  return attention_fn(q, k, v, lam, **segment_ids, **options)
 
 
 class Block(nn.Module):
