@@ -163,8 +163,10 @@ class WindowSwitch:
       k: keys.
       v: values.
       lam: λ, or None with one map.
-      options: the other arguments of `attention_fn`. Their window is a
-        placeholder, which is replaced.
+      q_segment_ids: the segments of the queries.
+      kv_segment_ids: the segments of the keys.
+      options: static arguments of `attention_fn`. Their window is a placeholder,
+        which is replaced.
     """
     segment_ids = {
       "q_segment_ids": q_segment_ids,
@@ -174,13 +176,15 @@ class WindowSwitch:
     for window in self.windows:
       branch_options = {**options, "window": window}
       branches.append(
-        functools.partial(_attend, self.attention_fn, branch_options)
+        functools.partial(
+          _attend_with_segment_ids, self.attention_fn, branch_options
+        )
       )
     # A switch passes arrays to its branches by position.
     return jax.lax.switch(self.index, branches, q, k, v, lam, segment_ids)
 
 
-def _attend(
+def _attend_with_segment_ids(
   attention_fn: Callable[..., Any],
   options: dict[str, Any],
   q: Float[Array, "B T Q G D"],
