@@ -209,10 +209,8 @@ class Attention(nn.Module):
         f"config.model.lambda_init = {config.lambda_init}:"
         f" {config.attention!r} has no λ_init; leave it None"
       )
-    # Layer l has the λ_init of layer l − offset in the schedule. Users may set
-    # positive offsets. A negative one comes from `stacks`: above 2 plain
-    # layers, layer 0 of the stack is layer 2 of the decoder, and offset is −2.
-    # It has no effect without λ_init.
+    # An offset shifts the schedule of λ_init. Only positive ones are errors,
+    # because users set them. `stacks` makes negative ones, for all variants.
     if config.lambda_init_offset > 0 and not cls.has_lambda_init:
       raise UserError(
         f"config.model.lambda_init_offset = {config.lambda_init_offset}:"
@@ -389,13 +387,14 @@ class Attention(nn.Module):
   def head_sizes(self) -> HeadSizes:
     """Returns the sizes of this layer's axes, with all defaults filled in.
 
-    A map is a matrix of attention weights. A variant with noise maps subtracts
-    one from each head's own (signal) map. The heads of a query group share one
-    noise map. Without noise maps, each head is a group of one map.
+    Each head has an attention map, its signal map. In a variant with noise
+    maps, a noise map is subtracted from it. The heads that share a noise map
+    are a query group.
 
     Example:
-      With 8 heads and 4 noise maps → 4 groups of 3 maps (Q = 4, G = 3): two
-      signal maps, for two heads, and their noise map.
+      8 heads and 4 noise maps make Q = 4 groups of G = 3 maps: the signal maps
+      of two heads, and the noise map that they share.
+      8 heads without noise maps make Q = 8 groups of G = 1 map.
 
     Raises:
       ValueError: if num_noise_heads is set for a variant without noise maps, or
@@ -658,9 +657,10 @@ class DiffAttentionPerToken(DiffAttention):
 
   @classmethod
   def check(cls, config: ModelConfig) -> None:
-    """Checks that every λ_init is in [0, 1], where a logit exists.
+    """Checks that every λ_init is in [0, 1], the range of a sigmoid.
 
-    With the logits of 0 and 1, −∞ and ∞, λ stays at λ_init.
+    λ = sigmoid(x W_λ + logit(λ_init)) starts at λ_init. For 0 and 1 the logit is
+    infinite, so λ stays there during training.
 
     Raises:
       UserError: if a λ_init is outside this range.
@@ -673,8 +673,8 @@ class DiffAttentionPerToken(DiffAttention):
         f" must be between 0 and 1 for {config.attention!r},"
         " because its λ is a sigmoid"
       )
-    # With an offset of 1, as in Motif's models, layer 0 has the λ_init of layer
-    # −1 in the schedule, which is −0.01.
+    # The schedule is negative before layer 0. An offset of 1 shifts it by one
+    # layer, so that layer 0 would have λ_init = −0.01.
     if lambda_init is None and config.lambda_init_offset > 0:
       raise UserError(
         f"config.model.lambda_init_offset = {config.lambda_init_offset}:"

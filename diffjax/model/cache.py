@@ -380,10 +380,11 @@ class _CachedAttention:
     num_key_maps: int,
     window: int | None,
   ) -> Float[Array, "B T H V"]:
-    """Returns the result of the model's own `attention_fn`.
+    """Returns the result of an `attention_fn` that cannot read the cache.
 
-    `decode_attention` cannot replace it, so it gets a copy of the cache, with
-    the tokens of each row in order.
+    `decode_attention` reads the cache where it is stored. Another `attention_fn`
+    takes keys and values as arrays, so they are copied out of the cache, in the
+    order of each row's tokens. This is slow.
 
     Args:
       q: queries of the new tokens.

@@ -165,8 +165,8 @@ class WindowSwitch:
       lam: λ, or None with one map.
       q_segment_ids: the segments of the queries.
       kv_segment_ids: the segments of the keys.
-      options: static arguments of `attention_fn`. Their window is a placeholder,
-        which is replaced.
+      options: static arguments of `attention_fn`. Their window is a
+        placeholder, which is replaced.
     """
     segment_ids = {
       "q_segment_ids": q_segment_ids,

@@ -256,14 +256,17 @@ def _page_of(
 def read_rows(
   pool: Pool, tables: Int[Array, "B N"] | None, dtype: Any
 ) -> Float[Array, "B S K W"]:
-  """Returns a copy of the keys or values of each row, in the order of tokens.
+  """Returns a copy of the keys or values of all rows, without pages.
 
-  S is here the number of tokens of a row: the N pages of its table, joined.
+  The pages of a row are joined, in the order of its tokens.
+
+  Example: with pages of 128 tokens, tables [[3, 0], [1, 2]] → rows of 256
+  tokens. Row 0 has the tokens of pages 3 and 0.
 
   Args:
-    pool: the keys or values of all rows, in pages.
-    tables: the pages of each row. None if row b has only page b.
-    dtype: the dtype of the result. int8 tokens are multiplied by their scales.
+    pool: keys or values in pages. int8 tokens are multiplied by their scales.
+    tables: the pages of each row. None if page b is row b.
+    dtype: the dtype of the result.
   """
   tokens = pool.tokens.astype(dtype)  # [pages, K, page_size, W]
   if pool.scale is not None:

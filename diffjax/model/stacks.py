@@ -53,9 +53,9 @@ def stacks(config: ModelConfig) -> dict[str, ModelConfig]:
   )
   upper_stack = dataclasses.replace(
     config,
-    # λ_init depends on a layer's number in the decoder, but layers are counted
-    # within the stack. The offset is subtracted from this count. So above 4
-    # plain layers it is 4 less: the stack's layer 0 is layer 0 − (−4) = 4.
+    # λ_init of a layer is the schedule at (its index in the stack − offset).
+    # Above 4 plain layers, the stack's layer 0 is the decoder's layer 4. So the
+    # offset is −4.
     lambda_init_offset=config.lambda_init_offset - num_plain_layers,
     num_layers=config.num_layers - num_plain_layers,
     plain_layers=0,

@@ -255,13 +255,15 @@ def _scan_chunks(
   vocab_size: int,
   *arrays: jax.Array,
 ) -> tuple[Any, Any]:
-  """Calls carry, outputs = step(carry, *chunks) for chunks of arrays along T.
+  """Runs `step` on one chunk of tokens after the other.
+
+  So the logits of only one chunk exist at a time. A chunk has the same tokens
+  of all rows: arrays [B, T, …] are cut into chunks [B, t, …].
 
   Args:
-    step: takes chunks [B, t, …] of the arrays, and returns outputs [B, t, …].
-      If there is only one chunk, it gets None for a carry, so that it need not
-      add to zeros.
-    initial_carry: the carry of the first of several chunks.
+    step: (carry, *chunks of the arrays) → (carry, outputs [B, t, …]).
+    initial_carry: the carry of the first of several chunks. If one chunk holds
+      all tokens, its carry is None instead: there is nothing to add it to.
     chunk: the number of tokens in a chunk of all rows. None for the default.
     vocab_size: the number of logits of a token.
     arrays: arrays [B, T, …].
@@ -274,8 +276,8 @@ def _scan_chunks(
   if num_chunks == 1:
     return step(None, *arrays)
 
-  # Chunks of equal size need little padding. Padded tokens have weight 0 and
-  # target 0, and their outputs are cut off.
+  # Pad the arrays to chunks of equal size. Padded tokens have weight 0 and
+  # target 0, and their outputs are cut off below.
   size = -(-length // num_chunks)  # rounded up
   padded_length = num_chunks * size
   padded = []

@@ -23,8 +23,8 @@ def layer_norm(
   Args:
     x: the input.
     gain: a factor for each channel.
-    shift: a summand for each channel.
-    eps: a summand of the variance.
+    shift: is added to each channel.
+    eps: is added to the variance.
 
   Returns:
     The result in x's dtype. It is computed in float32, or in x's float64.

@@ -26,7 +26,7 @@ def poly_norm(
     x: the input.
     weights: the weights of the cube, the square and x itself.
     constant: c.
-    eps: a summand of each mean square.
+    eps: is added to each mean square.
 
   Returns:
     The result in x's dtype. It is computed in float32, or in x's float64.

@@ -27,7 +27,7 @@ def rms_norm(
   Args:
     x: the input. The backward pass keeps it and one number per row.
     gain: a factor for each channel. None for 1.
-    eps: a summand of the mean square.
+    eps: is added to the mean square.
 
   Returns:
     The result in x's dtype. It is computed in float32, or in x's float64.

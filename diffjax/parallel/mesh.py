@@ -306,8 +306,9 @@ def _summed_cross_entropy(
     z_loss: see `fused_cross_entropy`.
     chunk: see `fused_cross_entropy`.
   """
-  # Marked as varying before it is gathered, the embedding gets a gradient that
-  # is only this device's summand. Its sum over the data axis comes later.
+  # The gradient of the embedding is a sum over the devices of the data axis. As
+  # a varying array, it gets only this device's summand here. The sum is computed
+  # later, together with those of the other parameters.
   embedding = vary_like(embedding, hidden)
   for array_axis, mesh_axis in enumerate(SPECS["embedding"]):
     embedding = gather_parameter(embedding, array_axis, mesh_axis, hidden.dtype)

@@ -127,24 +127,24 @@ def connected(
 
 @contextlib.contextmanager
 def _ending_together(terminator: _Terminator) -> Iterator[None]:
-  """Makes the connected processes end together, inside the context.
+  """Ends all connected processes as soon as one of them fails.
 
-  If the body raises or this process gets a signal that ends it, all processes
-  end. If another process does, this one ends. After a body without an error,
-  this process disconnects.
+  A process fails if the body raises, or if a signal ends it. It tells the
+  reason to the others, and every process prints it and exits with code 1. If
+  the body does not fail, this process waits for the others and disconnects.
 
   Args:
     terminator: ends this process.
   """
+  shared_reason = _SharedReason(distributed.global_state.client)
   member = _Member(
-    distributed.global_state.process_id,
-    _SharedReason(distributed.global_state.client),
-    terminator,
+    distributed.global_state.process_id, shared_reason, terminator
   )
   terminator.abort_message = member.lost_connection_message(
     "see JAX's message above"
   )
-  # Waits for the other processes while the main thread runs the body.
+  # This thread ends the process if another process fails. Meanwhile, the main
+  # thread runs the body.
   watcher = threading.Thread(
     target=member.end_with_others, name="diffjax-processes", daemon=True
   )
@@ -154,7 +154,7 @@ def _ending_together(terminator: _Terminator) -> Iterator[None]:
     with signals.Watch(ending_signals, member.end_by_signal):
       yield
   except BaseException as error:
-    member.end_by_error(error)
+    member.end_by_error(error)  # does not return
   member.leave(watcher)
 
 
@@ -592,14 +592,19 @@ def check_same_data(data_identity: Mapping[str, int | str]) -> None:
 def _differing_directories(
   digests: list[str], directories: list[str]
 ) -> list[str]:
-  """Returns texts that say where process 0 and processes unlike it run.
+  """Returns where process 0 runs, and where processes with other data run.
+
+  Users often started these in the wrong directory.
+
+  Example: (["a", "a", "b"], ["/x", "/x", "/y"]) →
+  ["process 0 runs in /x", "process 2 runs in /y"]
 
   Args:
-    digests: the digest of the data of each process.
-    directories: the directory of each process.
+    digests: the digest of each process's data.
+    directories: the directory that each process runs in.
 
   Returns:
-    At most `_MAX_NAMED` texts, such as "process 1 runs in /home/me on host-1".
+    At most `_MAX_NAMED` texts.
   """
   texts = [f"process 0 runs in {directories[0]}"]
   for process, directory in enumerate(directories):

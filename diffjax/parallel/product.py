@@ -278,10 +278,10 @@ def _sharded_product_backward(
   x, w = residuals
   num_inputs = x.ndim - 2  # all axes except B and T
 
-  # After B and T, x has the input axes of W, and dy has the output axes. They
-  # are split as in W, except that fsdp does not split them. It splits the batch
-  # of activations instead. Example: for "down" [F, E] with the mesh axes
-  # ("tensor", "fsdp"), F of x is split by tensor, and E of dy is not split.
+  # x has the axes B and T and the input axes of W, and dy has B and T and the
+  # output axes. A mesh axis splits them as it splits W, with one exception: in
+  # x and dy, fsdp splits B. Example: W = "down" [F, E] is split by ("tensor",
+  # "fsdp"). Then F of x is split by tensor, and E of dy is not split.
   unsplit_by_fsdp = _without_fsdp(mesh_axes)
   x_spec = P(BATCH, LENGTH, *unsplit_by_fsdp[:num_inputs])
   dy_spec = P(BATCH, LENGTH, *unsplit_by_fsdp[num_inputs:])

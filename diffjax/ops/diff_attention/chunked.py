@@ -726,12 +726,16 @@ def _natural_lse(
 def _map_blocks(
   forward_block: Callable[[_Block, _Inputs], Any], inputs: _Inputs, mask: Mask
 ) -> Any:
-  """Returns forward_block(block, inputs) of all blocks, joined along T.
+  """Returns the outputs of `forward_block` for all queries, joined along T.
+
+  A block has t consecutive queries and the keys that they see. Blocks are
+  computed one after the other, and heads in tiles, so that the logits of only
+  one block and one tile of heads exist at a time.
 
   Args:
-    forward_block: computes the outputs [BK, R, t, X] of the queries of a block.
-    inputs: the queries, keys and values.
-    mask: the keys that each query sees. A block reads only visible keys.
+    forward_block: (block, inputs of a tile of heads) → outputs [BK, R, t, X].
+    inputs: the queries, keys and values of all heads.
+    mask: the keys that each query sees.
   """
   num_head_tiles, block_queries = _tile_sizes(inputs)
   bands = _make_bands(mask, block_queries)

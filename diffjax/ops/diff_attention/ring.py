@@ -450,11 +450,14 @@ def _backward_step(
     index: the index of the step in the loop.
     carry: the state before, with the keys that are on this device.
   """
-  add_calls = functools.partial(_add_gradients, attention, result, d_out)
-  # Both transfers start before this step's computation, so that they overlap
-  # with it. The gradients follow their keys, one step later.
+  # Send the keys to the device that attends to them in the next step.
   next_keys = tokens.shift(carry.keys, loop.shift_after)
+  # The carry has gradients of the previous step's keys. These keys have moved
+  # by `shift_before` since. Send their gradients after them.
   d_k, d_v = tokens.shift((carry.d_k, carry.d_v), loop.shift_before)
+
+  # Both transfers have started, so they overlap with this computation.
+  add_calls = functools.partial(_add_gradients, attention, result, d_out)
   d_q, part_d_k, part_d_v = _switch_calls(
     loop, tokens, index, add_calls, carry.keys, carry.d_q
   )

@@ -439,9 +439,9 @@ def _add_block(
 def _clear_hidden_values(
   split: _Split, v_smem, slot: Int[Array, ""], first_key: Int[Array, ""]
 ) -> None:
-  """Replaces values of a block that the sequence does not see by 0.
+  """Overwrites the hidden values of a block with 0, in shared memory.
 
-  They may be NaN or infinite, and 0·NaN is NaN.
+  Their weights are 0. But hidden values may be NaN, and 0·NaN is NaN.
 
   Args:
     split: the keys that the sequence sees.

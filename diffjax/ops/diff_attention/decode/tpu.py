@@ -401,11 +401,17 @@ def _call_kernel(
 
 
 def _stored_key_axis(cache: Float[Array, "P K S X"]) -> int:
-  """Returns the axis of keys in a block as XLA stores it, [S, X] or [X, S].
+  """Returns 0 if XLA stores a page as [keys, width], and 1 if transposed.
 
-  XLA pads the last two axes to tiles of 8 × 128, and stores them in the order
-  that needs less padding. In that order the transposition is free. In the other
-  one, the whole cache would be copied for every token.
+  XLA pads the last two axes of an array to tiles of 8 × 128, and stores them in
+  the order that needs less padding. The kernel must read the cache in that
+  order. Otherwise, XLA would copy the whole cache for every token.
+
+  Example: a page of 128 keys of width 64 takes 128 × 128 numbers, and 64 × 128
+  if it is transposed. So the result is 1.
+
+  Args:
+    cache: the keys or the values: P pages of S keys with width X.
   """
   num_keys, width = cache.shape[2:]
   padded_size = round_up(num_keys, 8) * round_up(width, LANES)
@@ -606,11 +612,14 @@ class _BlockMask:
   def visible_keys(self, shape: tuple[int, ...]) -> Bool[Array, "G*r s"]:
     """Returns which keys of the block each query of a key head sees.
 
-    The queries of a map are ordered by token, then by head. So row i of a map
-    has a query of token t = ⌊i / group_size⌋. It sees the keys up to position
-    first_token + t. For integers,
-      key − first_token ≤ t  ⟺  (key − first_token)·group_size ≤ i,
-    which needs no division.
+    The rows of the result are queries, map after map. A map has `group_size`
+    consecutive rows for each new token, one per head: with 2 heads, rows 0 and
+    1 belong to token 0, rows 2 and 3 to token 1. So row i belongs to token
+    t = ⌊i / group_size⌋, which sees the keys up to position first_token + t:
+
+      key − first_token ≤ t,  or  (key − first_token) · group_size ≤ i
+
+    The second form is equal for integers, and needs no division.
     """
     key = self.first_key + lax.broadcasted_iota(jnp.int32, shape, 1)
     row = lax.broadcasted_iota(jnp.int32, shape, 0)

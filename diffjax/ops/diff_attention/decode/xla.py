@@ -257,17 +257,23 @@ class _CacheReader:
 def _attend_at_once(
   queries: _Queries, cache: _CacheReader, lam: Float[Array, "B K R 1"] | None
 ) -> Float[Array, "B K R V"]:
-  """Returns (A₁ − λA₂)V, or AV with one map, over the whole cache.
+  """Returns attention to the whole cache, (A₁ − λA₂)V, or AV with one map.
 
   A₁ and A₂ are the softmax maps of the signal and the noise queries. They are
   subtracted before the product, so V is multiplied only once.
+
+  Args:
+    queries: the queries of the new tokens.
+    cache: a reader whose only piece has all keys and values.
+    lam: λ of each query. None with one map.
   """
   piece = cache.read(first_unit=0)
   visible = _visible_keys(queries, piece)  # [B, T, s]
   logits = _masked_logits(queries, piece, visible)  # [B, K, G, R, s]
   attention_maps = jax.nn.softmax(logits, axis=-1)
   weights = _subtract_noise(attention_maps, lam)  # [B, K, R, s]
-  # If a query sees no key, all its logits are equal, and so are its weights.
+
+  # A query that sees no key has equal logits, so softmax gives it weights > 0.
   visible_rows = queries.repeat_for_heads(visible)[:, 0]  # [B, 1, R, s]
   weights = jnp.where(visible_rows, weights, 0)
   return _sum_values(weights, piece, visible)

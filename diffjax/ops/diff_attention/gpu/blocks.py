@@ -214,11 +214,12 @@ class BlockRanges(NamedTuple):
     row = 0 if table.shape[0] == 1 else batch
     fields = []
     for column in range(table.shape[2]):
-      # Inside shard_map, a value that a kernel reads is typed as varying over
-      # the mesh, but a computed value is not. The carry of a loop must be one
-      # or the other. Adding 0 makes it a computed value.
-      fields.append(lax.add(table[row, block, column], jnp.int32(0)))
-    return cls(*fields)
+      value = table[row, block, column]
+      # JAX rejects a loop whose carry mixes values read from memory with
+      # computed ones, since inside shard_map only the former are typed as
+      # varying over the mesh. A sum with 0 counts as computed.
+      fields.append(lax.add(value, jnp.int32(0)))
+    return cls(*fields)  # The columns have the order of the fields.
 
   def fold(
     self,

@@ -89,11 +89,9 @@ _MAX_KEYS = 1 << 20
 
 
 def forward(arrays: Arrays, mask: Mask, options: Options) -> Saved:
-  """Computes differential attention on a TPU.
+  """Returns A₁V − λA₂V, or A₁V with one map, computed by a TPU kernel.
 
-  The output is A₁V − λA₂V, where A₁ is a signal map and A₂ a noise map. A query
-  group of G maps has one noise map, which is the last one. With G = 1, there is
-  no noise map, and the output is A₁V.
+  A₁ is the signal map of a head, and A₂ the noise map that is subtracted.
 
   Args:
     arrays: q, k, v, λ, segment ids and offsets.

@@ -100,7 +100,7 @@ class _Tile(NamedTuple):
   def corners(
     self, rows: Interval, keys: Interval
   ) -> tuple[Scalar, Scalar, Scalar, Scalar]:
-    """Returns the limits of a part of the tile, as `Mask.any_visible` takes them.
+    """Returns the limits of a part of the tile, for `Mask.any_visible`.
 
     Example:
       With first_position = 512, the rows Interval(start=128, size=64) have the
@@ -157,8 +157,8 @@ class SubtileMask:
     shape = (self.rows.size, self.keys.size)
     if q_axis == 1:
       shape = (self.keys.size, self.rows.size)
-    # A mask depends on the distance of a pair: the query's position minus the
-    # key. It is `first_distance` for the first query and key of the sub-tile.
+    # The mask depends on the distance of a query from a key, which is
+    # query − key in positions. `first_distance` is the one of element [0, 0].
     row_indices = lax.broadcasted_iota(jnp.int32, shape, q_axis)
     key_indices = lax.broadcasted_iota(jnp.int32, shape, 1 - q_axis)
     first_distance = self.distance + self.rows.start - self.keys.start
