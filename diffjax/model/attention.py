@@ -505,16 +505,16 @@ class Attention(nn.Module):
     return jnp.concatenate([x[..., :num_unrotated], rotated], axis=-1)
 
   def lambda_logits(self, x: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
-    """Returns x W_λ in float32, for variants with one λ per token and head.
+    """Returns x W_λ in float32: one number for each token and head.
 
-    W_λ [E, H] is the parameter "lambda_hat", as checkpoints call it. Most
-    variants apply a sigmoid to the result, so that λ is between 0 and 1.
+    Variants compute λ from it, most of them as its sigmoid, between 0 and 1.
+    W_λ [E, H] is the parameter "lambda_hat".
     """
     embed_dim = x.shape[-1]
     shape = (embed_dim, self.num_heads)
     lambda_hat = self.param("lambda_hat", matrix_init(embed_dim), shape)
-    # On a mesh, each device stores a part of the matrix. `product` would gather
-    # it too, but would round the result to the compute dtype.
+    # On a mesh, each device stores a part of the matrix. `product` would also
+    # gather it, but it rounds its result to the compute dtype.
     lambda_hat = gather_and_cast(lambda_hat, "lambda_hat", self.dtype)
     return jnp.einsum(
       "BTE,EH->BTH", x, lambda_hat, preferred_element_type=jnp.float32
@@ -659,8 +659,8 @@ class DiffAttentionPerToken(DiffAttention):
   def check(cls, config: ModelConfig) -> None:
     """Checks that every λ_init is in [0, 1], the range of a sigmoid.
 
-    λ = sigmoid(x W_λ + logit(λ_init)) starts at λ_init. For 0 and 1 the logit is
-    infinite, so λ stays there during training.
+    λ = sigmoid(x W_λ + logit(λ_init)) starts at λ_init. For 0 and 1 the logit
+    is infinite, so λ stays there during training.
 
     Raises:
       UserError: if a λ_init is outside this range.

@@ -382,9 +382,9 @@ class _CachedAttention:
   ) -> Float[Array, "B T H V"]:
     """Returns the result of an `attention_fn` that cannot read the cache.
 
-    `decode_attention` reads the cache where it is stored. Another `attention_fn`
-    takes keys and values as arrays, so they are copied out of the cache, in the
-    order of each row's tokens. This is slow.
+    `decode_attention` reads the cache where it is stored. Other functions take
+    keys and values as arrays, so they are copied out of the cache, in the order
+    of each row's tokens. This is slow.
 
     Args:
       q: queries of the new tokens.

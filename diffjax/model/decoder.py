@@ -153,10 +153,10 @@ class WindowSwitch:
     kv_segment_ids: Int[Array, "B S"] | None,
     **options: Any,
   ) -> Any:
-    """Returns the result of `attention_fn` with the window `windows[index]`.
+    """Returns `attention_fn(q, k, v, lam, …, window=windows[index])`.
 
-    This is an array for `diff_attention`. Measurements inside a model
-    (evals/methods/inside.py) have an `attention_fn` with other results.
+    The index is known at run time, but `attention_fn` needs a static window. So
+    there is one branch per window, and `lax.switch` runs one of them.
 
     Args:
       q: queries.
@@ -165,8 +165,12 @@ class WindowSwitch:
       lam: λ, or None with one map.
       q_segment_ids: the segments of the queries.
       kv_segment_ids: the segments of the keys.
-      options: static arguments of `attention_fn`. Their window is a
-        placeholder, which is replaced.
+      options: other static arguments of `attention_fn`. If they have a window,
+        it is ignored.
+
+    Returns:
+      The heads [B, T, H, V] if `attention_fn` is `diff_attention`. A function
+      that measures attention may return other arrays.
     """
     segment_ids = {
       "q_segment_ids": q_segment_ids,

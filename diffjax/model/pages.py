@@ -108,13 +108,13 @@ def write_tokens(
   starts: Int[Array, "B"],
   counts: Int[Array, "B"],
 ) -> Pool:
-  """Returns the pool with new tokens in it.
+  """Returns the pool with the keys or values of new tokens in it.
 
   Tokens for which a row has no page are dropped.
 
   Args:
     pool: the keys or values of the tokens before.
-    tables: the pages of each row. None if row b has only page b.
+    tables: the pages of each row. None if page b is row b.
     new: the keys or values of T new tokens per row. The first counts[b] tokens
       of row b are valid.
     starts: the position of the first new token of each row.
@@ -122,9 +122,9 @@ def write_tokens(
   """
   batch = new.shape[0]
   width = new.shape[-1]
-  # If a token does not fill the 128 lanes of a TPU register, the compiler may
-  # put a page's tokens, not a token's numbers, on the lanes. Writing single
-  # tokens would then make some TPUs copy the pool.
+  # Writing single tokens is slow if their width is not a multiple of 128, the
+  # lanes of a TPU register. Some TPUs then store pages transposed, and would
+  # copy the pool.
   has_narrow_pages = tables is not None and width % _LANES != 0
   if tables is None:
     tables = jnp.arange(batch)[:, None]

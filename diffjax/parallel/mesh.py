@@ -268,13 +268,19 @@ def _sharded_cross_entropy(
   z_loss: float = 0.0,
   chunk: int | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-  """Returns the sums of `fused_cross_entropy` over the tokens of all devices.
+  """Returns the loss and its z-loss, summed over the tokens of all devices.
 
-  `fused_cross_entropy` has the same arguments, except for the mesh. Arrays are
-  global.
+  Args:
+    mesh: the devices.
+    hidden: the decoder's output. This and the other arrays are global.
+    embedding: the output matrix.
+    targets: the next tokens.
+    weights: each token's weight in the loss.
+    z_loss: the coefficient of the z-loss, as in `fused_cross_entropy`.
+    chunk: how many logits exist at once, as in `fused_cross_entropy`.
   """
-  # Devices along the tensor axis hold the same hidden states, so they divide
-  # the tokens among them.
+  # All devices along the tensor axis have the same hidden states. To divide the
+  # work, each computes the loss of some of the tokens.
   tokens_spec = P(BATCH, (LENGTH, "tensor"))
   compute_sums = jax.shard_map(
     functools.partial(_summed_cross_entropy, z_loss=z_loss, chunk=chunk),
@@ -294,9 +300,11 @@ def _summed_cross_entropy(
   z_loss: float,
   chunk: int | None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-  """Returns the sums of `fused_cross_entropy` over the tokens of all devices.
+  """Returns the loss of this device's tokens, summed over all devices.
 
-  This runs inside `shard_map`. Small letters are sizes on one device.
+  This runs inside `shard_map`: each device has some of the tokens and a part of
+  the embedding. Small letters are sizes on one device. The second sum is the
+  z-loss.
 
   Args:
     hidden: hidden states of this device's tokens.
@@ -306,10 +314,10 @@ def _summed_cross_entropy(
     z_loss: see `fused_cross_entropy`.
     chunk: see `fused_cross_entropy`.
   """
-  # The gradient of the embedding is a sum over the devices of the data axis. As
-  # a varying array, it gets only this device's summand here. The sum is computed
-  # later, together with those of the other parameters.
+  # In the backward pass, each device computes a gradient from its own tokens.
+  # `vary_like` sums these gradients once, after the last chunk.
   embedding = vary_like(embedding, hidden)
+  # Collect the embedding from the devices that store its parts.
   for array_axis, mesh_axis in enumerate(SPECS["embedding"]):
     embedding = gather_parameter(embedding, array_axis, mesh_axis, hidden.dtype)
   sums = fused_cross_entropy(

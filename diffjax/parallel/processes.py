@@ -236,7 +236,7 @@ def _initialize(
   Raises:
     RuntimeError: if JAX detects a cluster but cannot connect.
   """
-  # JAX's preemption service would handle SIGTERM, and report it only at the
+  # JAX's preemption service would catch SIGTERM, and stop the run only at its
   # first step.
   jax.config.update("jax_enable_preemption_service", False)
   initialize = functools.partial(
@@ -255,6 +255,7 @@ def _initialize(
   try:
     initialize()
   except Exception as error:  # The client of each cluster has its own errors.
+    # Kubernetes sets this in a Job whose pods have indices.
     if "JOB_COMPLETION_INDEX" in os.environ:
       raise RuntimeError(
         "JAX detects no other processes in this indexed Kubernetes Job"
@@ -262,7 +263,7 @@ def _initialize(
         " alone"
       ) from error
     if "coordinator_address should be defined" in str(error):
-      return False  # JAX detects no cluster.
+      return False  # This is JAX's error if it detects no cluster.
     if "KUBERNETES_SERVICE_HOST" in os.environ:
       return False  # This pod is not part of an indexed Job.
     raise RuntimeError(
@@ -467,7 +468,10 @@ class Agreement:
   """
 
   def __init__(self, mesh: Mesh, vote: Callable[[], bool]):
-    """Initializes the decision, which is false until `start_vote` is called.
+    """Prepares votes of all processes on a question, such as whether to stop.
+
+    The decision is yes if any process votes yes. It is no before the first
+    vote, which `start_vote` starts.
 
     Args:
       mesh: the mesh of all processes' devices.

@@ -60,15 +60,16 @@ def product(
   [B, T, Q, G, D].
 
   Args:
-    x: activations. The tensor axis splits the same inputs of x and W.
+    x: activations. If the mesh's tensor axis splits an input axis of W, it
+      splits this axis of x too.
     parameter: W of one layer, [E, *outputs] or [*inputs, E], in float32 or
       quantized by `diffjax.int8`. The fsdp axis splits E.
     name: the parameter's name in diffjax/parameters.py.
   """
   w = dequantised(parameter)
   if _is_mesh_active():
-    # A spec begins with the axis L of layers, which one layer lacks. It ends
-    # with the last axis that is split.
+    # The spec of a parameter begins with the axis of layers, which W of one
+    # layer lacks. It omits unsplit axes at the end, which None stands for.
     split_axes = SPECS[name][1:]
     num_unsplit = w.ndim - len(split_axes)
     mesh_axes = (*split_axes, *[None] * num_unsplit)
