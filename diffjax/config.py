@@ -105,7 +105,7 @@ OF_THE_RUN = ("dtype", "attention_implementation", "remat")
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """The decoder. Letters as everywhere: B T S H K G M D V E F L N (see CONTRIBUTING.md)."""
+  """The decoder. Letters as everywhere: B T S H K G M D V E F L N (see parameters.py)."""
 
   # A layer of model/attention.py: "diff" (DIFF V1), "diff_v2" (DIFF V2), "softmax" (the Transformer baseline), or one of its variants
   attention: str = "diff"

@@ -9,7 +9,7 @@ Reading the cache takes most of the time of decoding. All implementations
 therefore read keys and values once, for all maps and for all query heads that
 share a key head.
 
-Axis letters in addition to those in CONTRIBUTING.md:
+Axis letters in addition to those in diffjax/parameters.py:
   P: pages of the pool, the memory that all sequences share.
   S: keys of a page.
   N: pages of a sequence. Its block table lists their ids in order.
