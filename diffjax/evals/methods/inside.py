@@ -68,13 +68,17 @@ def measure(
 
   def intercept(call, args, kwargs, context):
     module = context.module
-    attends = isinstance(module, Attention) and context.method_name == "attend"
-    if attention is not None and attends:
+    is_attend_call = (
+      isinstance(module, Attention) and context.method_name == "attend"
+    )
+    if attention is not None and is_attend_call:
       measured = _measure_attention(attention, module, *args)
       module.sow(_COLLECTION, _NAME, measured)
     out = call(*args, **kwargs)
-    ends = isinstance(module, Block) and context.method_name == "__call__"
-    if hidden is not None and ends:
+    is_block_call = (
+      isinstance(module, Block) and context.method_name == "__call__"
+    )
+    if hidden is not None and is_block_call:
       module.sow(_COLLECTION, _NAME, hidden(out[0]))
     return out
 
