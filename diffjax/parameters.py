@@ -22,7 +22,7 @@ Every axis has one letter, in shapes, in jaxtyping annotations and in the table:
   J  RoPE pairs of a head, D / 2
   C  V / D
 
-So H = Q·(G − 1) with two maps, and H = Q and G = 1 with one map. X, Y and Z
+So H = Q·(G − 1) with noise maps. Without, G = 1 and H = Q. X, Y and Z
 are axes of any size. A file that needs more letters defines them at its top.
 
 The table gives the axes of each parameter. Sharding, weight decay, Muon's

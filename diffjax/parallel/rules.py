@@ -119,7 +119,7 @@ def _leaf_sharding(
   name = keys[-1]
   spec = SPECS[name]
   if len(spec) > leaf.ndim:
-    # Optimizers have scalars in place of the arrays that they do not treat.
+    # An optimizer of some of the parameters has scalars in place of the others.
     return NamedSharding(mesh, P())
   for axis, mesh_axis in enumerate(spec):
     if mesh_axis is None:
