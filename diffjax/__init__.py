@@ -29,7 +29,9 @@ if (
   end_at_ctrl_c()
 
 if TYPE_CHECKING:
+  from diffjax.model.attention import Attention as Attention
   from diffjax.model.attention import DiffAttention as DiffAttention
+  from diffjax.model.attention import register as register
   from diffjax.model.sampler import Sampler as Sampler
   from diffjax.ops.diff_attention import diff_attention as diff_attention
   from diffjax.training.notebook import generate as generate
@@ -40,20 +42,24 @@ __version__ = "0.1.0"  # pyproject.toml reads it here
 
 # Where each name is defined.
 _HOMES = {
+  "Attention": "diffjax.model.attention",
   "DiffAttention": "diffjax.model.attention",
   "Sampler": "diffjax.model.sampler",
   "diff_attention": "diffjax.ops.diff_attention",
   "generate": "diffjax.training.notebook",
   "load": "diffjax.training.trained",
+  "register": "diffjax.model.attention",
   "train": "diffjax.training.notebook",
 }
 __all__ = [
+  "Attention",
   "DiffAttention",
   "Sampler",
   "__version__",
   "diff_attention",
   "generate",
   "load",
+  "register",
   "train",
 ]
 

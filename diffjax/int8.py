@@ -17,12 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from diffjax.config import UserError
-from diffjax.parameters import MATRICES, PARAMETERS
+from diffjax.parameters import PARAMETERS, is_matrix
 
-_ROUNDED = MATRICES - {
-  "lambda_hat",
-  "dex_matrix",
-}  # which are small, and change what attention does
+# Matrices that stay as they are, because they are small and determine λ.
+_NOT_ROUNDED = ("lambda_hat", "dex_matrix")
 
 
 def quantise(params: dict[str, Any]) -> dict[str, Any]:
@@ -40,7 +38,7 @@ def quantise(params: dict[str, Any]) -> dict[str, Any]:
 
   def change(path: Any, leaf: jax.Array) -> Any:
     name = path[-1].key
-    if name not in _ROUNDED:
+    if not is_matrix(name) or name in _NOT_ROUNDED:
       return leaf
     columns = [
       axis

@@ -26,13 +26,16 @@ So H = Q·(G − 1) with noise maps. Without, G = 1 and H = Q. X, Y and Z
 are axes of any size. A file that needs more letters defines them at its top.
 
 The table gives the axes of each parameter. Sharding, weight decay, Muon's
-matrices, FLOPs, parameter counts and conversions follow from it. The layers
-state the shapes of their parameters, and a test compares them with the table.
+matrices, FLOPs, parameter counts and conversions follow from it. An attention
+variant adds the parameters that only it has (`Attention.extra_parameters`).
+The layers state the shapes of their parameters, and training compares them with
+the table.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Parameter:
     return "".join(axis for axis in self.axes if axis not in "L" + self.inputs)
 
 
+# The parameters that every variant may have, and those of registered variants.
 PARAMETERS = {
   "embedding": Parameter("NE"),
   "unembedding": Parameter("NE"),
@@ -77,14 +81,6 @@ PARAMETERS = {
   "value_bias": Parameter("LKV"),
   "out_bias": Parameter("LE"),
   "head_gain": Parameter("LV"),
-  "lambda_q1": Parameter("LD"),
-  "lambda_k1": Parameter("LD"),
-  "lambda_q2": Parameter("LD"),
-  "lambda_k2": Parameter("LD"),
-  "lambda_hat": Parameter("LEH", inputs="E"),
-  "head_gate": Parameter("LEHV", inputs="E"),
-  "dex_matrix": Parameter("LVU", inputs="V", shared="H"),
-  "dex_lambda": Parameter("LH"),
   "ffn_norm": Parameter("LE"),
   "ffn_norm_shift": Parameter("LE"),
   "gate": Parameter("LEF", inputs="E"),
@@ -94,9 +90,9 @@ PARAMETERS = {
   "poly_constant": Parameter("L"),
 }
 
-MATRICES = frozenset(
-  name for name, parameter in PARAMETERS.items() if parameter.inputs
-)
+# The options that add these parameters to a layer or to the decoder.
+BIASES = ("query_bias", "key_bias", "value_bias", "out_bias")
+SHIFTS = ("final_norm_shift", "attention_norm_shift", "ffn_norm_shift")
 
 # The fields of config.model that give the sizes of axes. The attention class
 # determines G, M, V and U, and also Q if num_noise_heads is None.
@@ -113,3 +109,62 @@ FIELDS = {
 
 # The size of W: PolyNorm weights the cube, the square and the number itself.
 NUM_POLY_NORM_WEIGHTS = 3
+
+
+# The axes that a parameter of an attention variant may have besides its own.
+_VARIANT_AXES = frozenset("LEHQGKMDVU")
+
+
+def is_matrix(name: str) -> bool:
+  """Returns whether a parameter is a matrix, which a product sums over.
+
+  Matrices have weight decay. Names that are not in the table are no matrices.
+  """
+  return name in PARAMETERS and bool(PARAMETERS[name].inputs)
+
+
+def add_parameters(
+  parameters: Mapping[str, Parameter], extra_axes: Mapping[str, int]
+) -> None:
+  """Adds the parameters of an attention variant to the table.
+
+  Args:
+    parameters: the parameters by name.
+    extra_axes: the sizes of axes that only this variant has, by letter.
+
+  Raises:
+    ValueError: if a parameter has an axis of unknown size, if it does not begin
+      with L, or if another variant has a different parameter of this name.
+  """
+  for letter in extra_axes:
+    if letter in FIELDS or letter in _VARIANT_AXES or len(letter) != 1:
+      raise ValueError(
+        f"extra_axes has {letter!r}: must be a letter that is not in use for"
+        " another axis (see diffjax/parameters.py)"
+      )
+  known_axes = _VARIANT_AXES | extra_axes.keys()
+  for name, parameter in parameters.items():
+    if not parameter.axes.startswith("L"):
+      raise ValueError(
+        f"parameter {name!r} has the axes {parameter.axes!r}: the first one must"
+        " be L, the layers"
+      )
+    unknown_axes = set(parameter.axes) - known_axes
+    if unknown_axes:
+      raise ValueError(
+        f"parameter {name!r} has the axis {min(unknown_axes)!r}, whose size is"
+        " unknown: use the letters of diffjax/parameters.py, or give the size"
+        " in extra_axes"
+      )
+    summed_axes = set(parameter.inputs + parameter.shared)
+    if not summed_axes <= set(parameter.axes) | {"H"}:
+      raise ValueError(
+        f"parameter {name!r}: inputs = {parameter.inputs!r} must be axes of"
+        f" {parameter.axes!r}"
+      )
+    if PARAMETERS.get(name, parameter) != parameter:
+      raise ValueError(
+        f"parameter {name!r} is {PARAMETERS[name]} already: rename it, or give"
+        " it the same axes"
+      )
+  PARAMETERS.update(parameters)

@@ -2,12 +2,15 @@
 
 Each layer is a linen module that maps [B, T, E] to [B, T, E]. Its fields are
 plain values, and `from_config` takes them from a `ModelConfig`. It needs no
-mesh. A variant sets class attributes of `Attention`, such as `has_noise_map`,
-and overrides up to three methods of the computation:
+mesh. A variant is a subclass of `Attention` with a name (`register`). It sets
+class attributes, such as `has_noise_map`, and overrides methods:
 
   compute_lambda: where λ comes from.
+  weights: the attention weights of queries and keys, which define the variant.
   compute_heads: how queries, keys and values become the outputs of the heads.
   scale_heads: which factor the outputs of the heads get.
+
+docs/variants.md has two examples.
 
 "The paper" is the Differential Transformer (Ye et al., 2024, arXiv:2410.05258).
 `diffjax/parameters.py` defines the axis letters.
@@ -16,20 +19,31 @@ and overrides up to three methods of the computation:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from diffjax.config import ModelConfig, UserError
+from diffjax.int8 import dequantised
+from diffjax.model.definition import broadcast_lambda, by_definition
+from diffjax.model.registry import ATTENTION as ATTENTION
+from diffjax.model.registry import layer_class_of
+from diffjax.model.registry import register as register
 from diffjax.ops.diff_attention import diff_attention
+from diffjax.ops.diff_attention.reference import (
+  attention_logits,
+  masked_softmax,
+  split_maps,
+)
 from diffjax.ops.rms_norm import rms_norm
 from diffjax.ops.rope import Scaling, rope
 from diffjax.parallel.product import gather_and_cast, product
+from diffjax.parameters import Parameter
 
 # The name of the results of `Attention.project`, for the remat policies in
 # decoder.py.
@@ -37,6 +51,31 @@ PROJECTED = "attention_projected"
 
 # The standard deviation of a unit normal that is truncated at ±2.
 _TRUNCATED_NORMAL_STD = 0.87962566103423978
+
+# What a variant may support besides training, evaluation and generation, for
+# `Attention.supports`.
+CACHED_DECODING = "cached_decoding"  # Weights need no queries of other tokens.
+CONTEXT_PARALLELISM = "context_parallelism"  # Several devices share a row.
+WINDOWS = "windows"  # config.model.window
+QUANTIZED_LOGITS = "quantized_logits"  # `weights` calls `logits`.
+FEATURES = frozenset(
+  {CACHED_DECODING, CONTEXT_PARALLELISM, WINDOWS, QUANTIZED_LOGITS}
+)
+
+# The methods that define the weights of a variant.
+_DEFINITION = frozenset({"weights", "maps", "logits"})
+# All methods that determine what a layer computes.
+_COMPUTATION = _DEFINITION | {
+  "__call__",
+  "attend",
+  "compute_heads",
+  "compute_lambda",
+  "gate_heads",
+  "lambda_logits",
+  "project",
+  "rotate",
+  "scale_heads",
+}
 
 # λ_init of a layer: a float or a float32 scalar. Variants without λ_init ignore
 # it, so there it may be None.
@@ -116,6 +155,12 @@ def matrix_init(
   return nn.initializers.truncated_normal(std / _TRUNCATED_NORMAL_STD)
 
 
+# Rows of the table of parameters that several variants have.
+LAMBDA_HAT = Parameter("LEH", inputs="E")
+HEAD_GATE = Parameter("LEHV", inputs="E")
+
+
+@register("softmax")
 class Attention(nn.Module):
   """Softmax attention, the Transformer baseline.
 
@@ -125,8 +170,17 @@ class Attention(nn.Module):
   override. They may create parameters, because `__call__` is compact:
 
     compute_lambda → λ
-    compute_heads → heads. Calls `attend`, which calls `attention_fn`.
+    compute_heads → heads. Calls `attend`, which calls `attention_fn`, or
+      multiplies `weights` with the values.
     scale_heads → heads times the variant's factor
+
+  `weights` is the definition of a variant. Measurements call it. Training calls
+  it too, unless the variant is `fused`.
+
+  What a subclass declares in `fused` and `supports` is about its own methods.
+  So a subclass that defines `weights`, `maps` or `logits` does not inherit
+  `fused`, and one that overrides any method of the computation does not inherit
+  `supports`. It declares them again.
 
   Initialization: matrices are truncated normals of standard deviation
   1/√inputs, and `out` is also multiplied by `out_scale`. Gains are 1 and biases
@@ -162,6 +216,9 @@ class Attention(nn.Module):
     attention_fn: has the signature of `diff_attention`. With a mesh, this is
       `functools.partial(diff_attention, sharding=…)` of `sharded_attention`
       (parallel/mesh.py). The decoder may wrap it in a `WindowSwitch`.
+    logits_transform: a function of the logits [B, Q, G, T, S] and of `mask`
+      [B, T, S], which `logits` applies, for example a quantization. The layer is
+      then computed from `weights`. Only for variants that support it.
   """
 
   num_heads: int
@@ -181,14 +238,39 @@ class Attention(nn.Module):
   out_scale: float = 1.0
   dtype: Any = jnp.float32
   attention_fn: Callable[..., jax.Array] = diff_attention
+  logits_transform: Callable[..., jax.Array] | None = None
 
+  # Whether `attention_fn` computes `weights` @ v, without storing the weights.
+  fused: ClassVar[bool] = True
+  # What works besides training, evaluation and generation: some of `FEATURES`.
+  supports: ClassVar[Set[str]] = FEATURES
   # Properties of a variant.
   has_noise_map: ClassVar[bool] = False  # whether λ times a map is subtracted
   num_key_maps: ClassVar[int] = 1  # M
   value_dim_factor: ClassVar[int] = 1  # V / D if value_dim is None
-  # The parameters that `Attention` lacks, for shapes.py. A subclass lists all.
-  extra_parameters: ClassVar[tuple[str, ...]] = ()
+  # The parameters that `Attention` lacks, for the table in parameters.py. A
+  # subclass lists all.
+  extra_parameters: ClassVar[Mapping[str, Parameter]] = {}
+  # The sizes of axes that only these parameters have, by letter.
+  extra_axes: ClassVar[Mapping[str, int]] = {}
   has_lambda_init: ClassVar[bool] = False
+  # The weights as a sum of `maps`, for the titles of figures.
+  weights_formula: ClassVar[str] = "A"
+
+  def __init_subclass__(cls, **kwargs: Any) -> None:
+    """Resets declarations that are not about the subclass's own methods."""
+    defined = vars(cls).keys()
+    if "fused" not in defined and defined & _DEFINITION:
+      cls.fused = False
+    if "supports" not in defined and defined & _COMPUTATION:
+      cls.supports = frozenset()
+    unknown = set(cls.supports) - FEATURES
+    if unknown:
+      raise ValueError(
+        f"{cls.__name__}.supports has {min(unknown)!r}: must be some of"
+        f" {', '.join(sorted(FEATURES))}"
+      )
+    super().__init_subclass__(**kwargs)
 
   @classmethod
   def check(cls, config: ModelConfig) -> None:
@@ -208,6 +290,18 @@ class Attention(nn.Module):
       raise UserError(
         f"config.model.lambda_init = {config.lambda_init}:"
         f" {config.attention!r} has no λ_init; leave it None"
+      )
+    if config.window is not None and WINDOWS not in cls.supports:
+      raise UserError(
+        f"config.model.window = {config.window}: {config.attention!r} does not"
+        " declare that it supports windows; leave it None, or add 'windows' to"
+        f" {cls.__name__}.supports"
+      )
+    implementation = config.attention_implementation
+    if not cls.fused and implementation != "auto":
+      raise UserError(
+        f"config.model.attention_implementation = {implementation!r}: must be"
+        f" 'auto' for {config.attention!r}, which is computed from its weights"
       )
     # An offset shifts the schedule of λ_init. Only positive ones are errors,
     # because users set them. `stacks` makes negative ones, for all variants.
@@ -377,12 +471,165 @@ class Attention(nn.Module):
     lam: Lambda,
     mask: MaskArguments,
   ) -> Float[Array, "B T H V"]:
-    """Returns the result of `attention_fn`, one output per head.
+    """Returns the heads: `weights` @ v, by the variant's fastest means.
 
     This is a method so that `nn.intercept_methods` can measure the attention of
     a layer (`diffjax/evals/methods/inside.py`).
+
+    Raises:
+      ValueError: if the layer has an option that its variant does not support,
+        or if the result has another shape than the heads.
     """
-    return self.attention_fn(q, k, v, lam, **mask.keywords())
+    attention_fn = self.attention_fn
+    if self.logits_transform is not None:
+      self._check_support(QUANTIZED_LOGITS, "logits_transform")
+      if mask.q_segment_ids is not None:
+        # Segment 0 is padding in evaluations. It must not set a scale.
+        is_padding = mask.q_segment_ids == 0
+        hidden_ids = jnp.where(is_padding, -1, mask.q_segment_ids)
+        mask = mask._replace(q_segment_ids=hidden_ids)
+    if mask.window is not None:
+      self._check_support(WINDOWS, "window")
+    if not self.fused or self.logits_transform is not None:
+      attention_fn = by_definition(attention_fn, self.weights, self.supports)
+      lam = broadcast_lambda(lam, q, self.num_heads)
+    heads = attention_fn(q, k, v, lam, **mask.keywords())
+    if heads.shape[2] != self.num_heads:
+      raise ValueError(
+        f"{type(self).__name__} has {self.num_heads} heads, but its attention"
+        f" has {heads.shape[2]}; check head_sizes() and weights()"
+      )
+    return heads
+
+  def weights(
+    self,
+    q: Float[Array, "B T Q G D"],
+    k: Float[Array, "B S K M D"],
+    lam: Float[Array, "B T H"] | None,
+    mask: Bool[Array, "B T S"],
+  ) -> Float[Array, "B H T S"]:
+    """Returns the attention weights of each head: the variant's definition.
+
+    The outputs of the heads are these weights times the values. A parameter of
+    the weights comes from `parameter`.
+
+    T and S are usually equal. If the variant supports cached decoding, then q
+    may also have only some of the queries, with their rows of the mask.
+
+    Args:
+      q: queries after RoPE.
+      k: keys after RoPE.
+      lam: the result of `compute_lambda` for each token and head, in float32.
+      mask: whether a query sees a key. Causality, documents and windows are
+        part of it.
+    """
+    maps = masked_softmax(self.logits(q, k, mask), mask)  # [B, Q, G, T, S]
+    if not self.has_noise_map:
+      return maps[:, :, 0]
+    assert lam is not None  # A variant with a noise map has its factor.
+    signal_maps, noise_maps = split_maps(maps)
+    return signal_maps - _per_query(lam) * noise_maps
+
+  def maps(
+    self,
+    q: Float[Array, "B T Q G D"],
+    k: Float[Array, "B S K M D"],
+    lam: Float[Array, "B T H"] | None,
+    mask: Bool[Array, "B T S"],
+  ) -> dict[str, Float[Array, "B H T S"]]:
+    """Returns the terms that the weights consist of, for figures.
+
+    Their titles are those of `weights_formula`. A variant whose weights are one
+    map returns none.
+
+    Args:
+      q: queries after RoPE.
+      k: keys after RoPE.
+      lam: as in `weights`.
+      mask: as in `weights`.
+    """
+    if not self.has_noise_map:
+      return {}
+    assert lam is not None
+    maps = masked_softmax(self.logits(q, k, mask), mask)  # [B, Q, G, T, S]
+    signal_maps, noise_maps = split_maps(maps)
+    return {"A₁": signal_maps, "λA₂": _per_query(lam) * noise_maps}
+
+  def logits(
+    self,
+    q: Float[Array, "B T Q G D"],
+    k: Float[Array, "B S K M D"],
+    mask: Bool[Array, "B T S"],
+  ) -> Float[Array, "B Q G T S"]:
+    """Returns q·k/√D of all maps before any mask, in float32.
+
+    Args:
+      q: queries after RoPE.
+      k: keys after RoPE. M is 1 if all maps share them, or G.
+      mask: as in `weights`, for `logits_transform`.
+    """
+    logits = attention_logits(q, k)
+    if self.logits_transform is None:
+      return logits
+    return self.logits_transform(logits, mask)
+
+  def parameter(
+    self, name: str, init: nn.initializers.Initializer | None = None
+  ) -> jax.Array:
+    """Returns a parameter of `extra_parameters` in float32, as a whole.
+
+    Its shape follows from its axes. Unlike `self.param`, this works in every
+    method, also where a measurement calls `weights` in a loop. A mesh's parts
+    of it are collected along the fsdp axis. Large matrices that multiply tokens
+    should use `project`, which does that in the compute dtype.
+
+    Args:
+      name: a name in `extra_parameters`.
+      init: draws the initial values. None for a truncated normal of standard
+        deviation 1/√inputs, for matrices.
+
+    Raises:
+      ValueError: if the parameter is not declared, or has no initialization.
+    """
+    if name not in self.extra_parameters:
+      raise ValueError(
+        f"{type(self).__name__} has no parameter {name!r}: add it to"
+        " extra_parameters with its axes"
+      )
+    if self.is_initializing() and not self.has_variable("params", name):
+      declared = self.extra_parameters[name]
+      sizes = self._axis_sizes()
+      if init is None and not declared.inputs:
+        raise ValueError(f"parameter {name!r} is no matrix, so it needs init")
+      if init is None:
+        init = matrix_init(math.prod(sizes[axis] for axis in declared.inputs))
+      shape = [sizes[axis] for axis in declared.axes.removeprefix("L")]
+      self.param(name, init, tuple(shape))
+    value: Any = self.get_variable("params", name)
+    if value is None:
+      raise ValueError(f"the parameters lack {name!r} of {type(self).__name__}")
+    return gather_and_cast(dequantised(value), name, jnp.float32)
+
+  def _axis_sizes(self) -> dict[str, int]:
+    """Returns the sizes of the axes that this layer's parameters can have."""
+    sizes = self.head_sizes()._asdict()
+    sizes["U"] = sizes["V"]
+    query: Any = self.get_variable("params", "query")  # [E, Q, G, D]
+    sizes["E"] = query.shape[0]
+    return {**sizes, **self.extra_axes}
+
+  def _check_support(self, feature: str, option: str) -> None:
+    """Raises ValueError if the variant does not support a feature.
+
+    Args:
+      feature: one of `FEATURES`.
+      option: the layer's field that needs it.
+    """
+    if feature not in self.supports:
+      raise ValueError(
+        f"{option}: {type(self).__name__} does not declare that it supports"
+        f" {feature}; add it to {type(self).__name__}.supports if it does"
+      )
 
   def head_sizes(self) -> HeadSizes:
     """Returns the sizes of this layer's axes, with all defaults filled in.
@@ -543,6 +790,7 @@ class Attention(nn.Module):
       self.sow(collection, name, value)
 
 
+@register("diff")
 class DiffAttention(Attention):
   """DIFF attention, version 1 (paper, eq. 1–3).
 
@@ -562,13 +810,15 @@ class DiffAttention(Attention):
   has_noise_map: ClassVar[bool] = True
   num_key_maps: ClassVar[int] = 2
   value_dim_factor: ClassVar[int] = 2
-  extra_parameters: ClassVar[tuple[str, ...]] = (
-    "lambda_q1",
-    "lambda_k1",
-    "lambda_q2",
-    "lambda_k2",
-  )
+  extra_parameters: ClassVar[Mapping[str, Parameter]] = {
+    "lambda_q1": Parameter("LD"),
+    "lambda_k1": Parameter("LD"),
+    "lambda_q2": Parameter("LD"),
+    "lambda_k2": Parameter("LD"),
+  }
   has_lambda_init: ClassVar[bool] = True
+  weights_formula: ClassVar[str] = "A₁ − λA₂"
+  supports: ClassVar[Set[str]] = FEATURES
 
   def compute_lambda(
     self, x: Float[Array, "B T E"], lambda_init: LambdaInit
@@ -592,6 +842,7 @@ class DiffAttention(Attention):
     return heads * jnp.asarray(1.0 - lambda_init, heads.dtype)
 
 
+@register("diff_v2")
 class DiffAttentionV2(Attention):
   """DIFF attention, version 2 (authors' post on V2, 2026-01-20).
 
@@ -604,7 +855,11 @@ class DiffAttentionV2(Attention):
   """
 
   has_noise_map: ClassVar[bool] = True
-  extra_parameters: ClassVar[tuple[str, ...]] = ("lambda_hat",)
+  extra_parameters: ClassVar[Mapping[str, Parameter]] = {
+    "lambda_hat": LAMBDA_HAT
+  }
+  weights_formula: ClassVar[str] = "A₁ − λA₂"
+  supports: ClassVar[Set[str]] = FEATURES
 
   def compute_lambda(
     self, x: Float[Array, "B T E"], lambda_init: LambdaInit
@@ -612,11 +867,14 @@ class DiffAttentionV2(Attention):
     return jax.nn.sigmoid(self.lambda_logits(x))
 
 
+@register("diff_v2_linear")
 class DiffAttentionV2Linear(DiffAttentionV2):
   """Version 2 with λ = x W_λ, which is unbounded.
 
   This is an ablation from the authors' post on V2 (2026-01-20).
   """
+
+  supports: ClassVar[Set[str]] = FEATURES
 
   def compute_lambda(
     self, x: Float[Array, "B T E"], lambda_init: LambdaInit
@@ -624,6 +882,7 @@ class DiffAttentionV2Linear(DiffAttentionV2):
     return self.lambda_logits(x)
 
 
+@register("diff_v2_gated")
 class DiffAttentionV2Gated(DiffAttentionV2):
   """Version 2 with a gate on the outputs of the heads.
 
@@ -633,7 +892,11 @@ class DiffAttentionV2Gated(DiffAttentionV2):
   attention of Motif-3 (docs/family.md lists the differences).
   """
 
-  extra_parameters: ClassVar[tuple[str, ...]] = ("lambda_hat", "head_gate")
+  extra_parameters: ClassVar[Mapping[str, Parameter]] = {
+    "lambda_hat": LAMBDA_HAT,
+    "head_gate": HEAD_GATE,
+  }
+  supports: ClassVar[Set[str]] = FEATURES
 
   def scale_heads(
     self,
@@ -644,6 +907,7 @@ class DiffAttentionV2Gated(DiffAttentionV2):
     return self.gate_heads(heads, x)
 
 
+@register("diff_per_token")
 class DiffAttentionPerToken(DiffAttention):
   """Version 1 with one λ per token and head, as in version 2.
 
@@ -653,7 +917,10 @@ class DiffAttentionPerToken(DiffAttention):
   the factor (1 − λ_init).
   """
 
-  extra_parameters: ClassVar[tuple[str, ...]] = ("lambda_hat",)
+  extra_parameters: ClassVar[Mapping[str, Parameter]] = {
+    "lambda_hat": LAMBDA_HAT
+  }
+  supports: ClassVar[Set[str]] = FEATURES
 
   @classmethod
   def check(cls, config: ModelConfig) -> None:
@@ -690,6 +957,7 @@ class DiffAttentionPerToken(DiffAttention):
     return jax.nn.sigmoid(self.lambda_logits(x) + offset)
 
 
+@register("dex")
 class DexAttention(Attention):
   """Softmax attention with a learned correction of its output O (DEX).
 
@@ -703,7 +971,11 @@ class DexAttention(Attention):
   trained, so a head can also return to λ = 0, which is no correction.
   """
 
-  extra_parameters: ClassVar[tuple[str, ...]] = ("dex_matrix", "dex_lambda")
+  extra_parameters: ClassVar[Mapping[str, Parameter]] = {
+    "dex_matrix": Parameter("LVU", inputs="V", shared="H"),
+    "dex_lambda": Parameter("LH"),
+  }
+  supports: ClassVar[Set[str]] = FEATURES
   has_lambda_init: ClassVar[bool] = True
 
   @classmethod
@@ -769,6 +1041,7 @@ class DexAttention(Attention):
     return heads - correction
 
 
+@register("gated")
 class GatedAttention(Attention):
   """Softmax attention with a gate on the outputs of the heads.
 
@@ -780,7 +1053,8 @@ class GatedAttention(Attention):
   there is only one map.
   """
 
-  extra_parameters: ClassVar[tuple[str, ...]] = ("head_gate",)
+  extra_parameters: ClassVar[Mapping[str, Parameter]] = {"head_gate": HEAD_GATE}
+  supports: ClassVar[Set[str]] = FEATURES
 
   def scale_heads(
     self,
@@ -791,18 +1065,6 @@ class GatedAttention(Attention):
     return self.gate_heads(heads, x)
 
 
-ATTENTION: dict[str, type[Attention]] = {
-  "softmax": Attention,
-  "diff": DiffAttention,
-  "diff_v2": DiffAttentionV2,
-  "diff_v2_linear": DiffAttentionV2Linear,
-  "diff_v2_gated": DiffAttentionV2Gated,
-  "diff_per_token": DiffAttentionPerToken,
-  "gated": GatedAttention,
-  "dex": DexAttention,
-}
-
-
 def attention_class(config: ModelConfig) -> type[Attention]:
   """Returns the layer class that `config.attention` names.
 
@@ -810,14 +1072,14 @@ def attention_class(config: ModelConfig) -> type[Attention]:
     UserError: if the name is unknown, or if the config sets a field to a value
       that the layer does not support.
   """
-  if config.attention not in ATTENTION:
-    raise UserError(
-      f"config.model.attention = {config.attention!r}:"
-      f" must be one of {', '.join(ATTENTION)}"
-    )
-  layer_class = ATTENTION[config.attention]
+  layer_class = layer_class_of(config.attention)
   layer_class.check(config)
   return layer_class
+
+
+def _per_query(lam: Float[Array, "B T H"]) -> Float[Array, "B H T 1"]:
+  """Returns λ as a factor of weights [B, H, T, S]."""
+  return jnp.moveaxis(lam, 2, 1)[..., None]
 
 
 def _check_shape(

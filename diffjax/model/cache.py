@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import flax.struct
@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int
 
 from diffjax.config import UserError
 from diffjax.int8 import is_quantised
-from diffjax.model.attention import Lambda
+from diffjax.model.attention import CACHED_DECODING, Lambda
 from diffjax.model.decoder import (
   Block,
   Decoder,
@@ -35,6 +35,11 @@ from diffjax.model.decoder import (
   embed,
   lambda_inits,
   layer_windows,
+)
+from diffjax.model.definition import (
+  WeightsFn,
+  attention_from_weights,
+  is_diff_attention,
 )
 from diffjax.model.pages import (
   PAGE,
@@ -44,11 +49,8 @@ from diffjax.model.pages import (
   write_tokens,
 )
 from diffjax.model.shapes import axis_sizes
-from diffjax.model.stacks import stacks
-from diffjax.ops.diff_attention import decode_attention, diff_attention
-
-# Options of `diff_attention` that do not change what it computes.
-_EXECUTION_OPTIONS = {"implementation", "sharding", "token_order"}
+from diffjax.model.stacks import check_support, stacks
+from diffjax.ops.diff_attention import decode_attention
 
 
 @flax.struct.dataclass
@@ -101,9 +103,11 @@ def empty_cache(
       int8 requires num_pages.
 
   Raises:
-    UserError: if the model is not causal, or if the dtype is not supported.
+    UserError: if the model is not causal, if its attention does not support
+      cached decoding, or if the dtype is not supported.
   """
   config = model.config
+  check_support(config, CACHED_DECODING, "a key/value cache")
   if not config.causal:
     raise UserError(
       "config.model.causal = False: only a causal model can have a cache, in"
@@ -233,8 +237,13 @@ def extend(
   Returns:
     The hidden states after the final norm, which are meaningless for invalid
     tokens, and the cache with the new tokens.
+
+  Raises:
+    UserError: if the model's attention does not support cached decoding.
+    ValueError: if a layer does not call its `attention_fn` once.
   """
   config = model.config
+  check_support(config, CACHED_DECODING, "a key/value cache")
   num_tokens = tokens.shape[1]
   positions = cache.lengths[:, None] + jnp.arange(num_tokens)  # [B, T]
   if counts is None:
@@ -260,7 +269,12 @@ def extend(
       layer_config = dataclasses.replace(
         stack, window=window, window_pattern=""
       )
-      block = Block(layer_config, model.dtype, attention_fn=attention)
+      block = Block(
+        layer_config,
+        model.dtype,
+        attention_fn=attention,
+        logits_transform=model.logits_transform,
+      )
       x, _ = block.apply(
         {"params": params["layers"][layer]},
         x,
@@ -269,6 +283,12 @@ def extend(
         segment_ids=None,
         positions=positions,
       )
+      if attention.num_calls != 1:
+        raise ValueError(
+          f"a layer of {config.attention!r} called its attention_fn"
+          f" {attention.num_calls} times: it must call it once, through"
+          " `Attention.attend`, to be decoded from a cache"
+        )
       keys.append(attention.keys)
       values.append(attention.values)
 
@@ -296,6 +316,7 @@ class _CachedAttention:
     old_lengths: the number of tokens in each row before the new ones.
     counts: the number of valid new tokens of each row.
     sharding: the sharding of pages and heads. None on one device.
+    num_calls: how often it was called.
   """
 
   attention_fn: Callable[..., jax.Array]
@@ -305,6 +326,7 @@ class _CachedAttention:
   old_lengths: Int[Array, "B"]
   counts: Int[Array, "B"]
   sharding: NamedSharding | None
+  num_calls: int = 0
 
   # The signature has every argument that a layer may pass. A variant that
   # passes another one, such as a scale, cannot be decoded: it gets a TypeError.
@@ -335,20 +357,12 @@ class _CachedAttention:
     Raises:
       ValueError: if an argument asks for what a cache cannot do.
     """
-    if not causal:
-      raise ValueError(
-        "causal = False: a cache has no later tokens to attend to"
-      )
-    if q_segment_ids is not None or kv_segment_ids is not None:
-      raise ValueError("segment_ids: a row of the cache is one document")
-
-    flat_k = k.reshape(*k.shape[:3], -1)  # [B, T, K, M·D]
-    self.keys = self._write(self.keys, flat_k)
-    self.values = self._write(self.values, v)
-    if not _is_diff_attention(self.attention_fn):
+    _check_mask(q_segment_ids, kv_segment_ids, causal)
+    self._add(k, v)
+    if not is_diff_attention(self.attention_fn):
       # `decode_attention` would compute something else.
       return self._attend_to_copy(
-        q, lam, num_key_maps=k.shape[3], window=window
+        self.attention_fn, q, lam, num_key_maps=k.shape[3], window=window
       )
 
     num_tokens = q.shape[1]
@@ -365,6 +379,57 @@ class _CachedAttention:
       sharding=self.sharding,
     )
 
+  def by_definition(
+    self, weights_fn: WeightsFn, supports: Set[str]
+  ) -> Callable[..., jax.Array]:
+    """Returns an `attention_fn` for a variant that is computed by its weights.
+
+    It has the same arguments as `__call__`. The keys and values are copied out
+    of the cache.
+
+    Args:
+      weights_fn: the variant's definition (see definition.py).
+      supports: what the variant supports.
+    """
+    assert CACHED_DECODING in supports  # `extend` checks it.
+    if not is_diff_attention(self.attention_fn):
+      raise ValueError(
+        f"attention_fn = {self.attention_fn!r}: must be diff_attention for a"
+        " variant that is computed from its weights"
+      )
+
+    def attend(
+      q: Float[Array, "B T Q G D"],
+      k: Float[Array, "B T K M D"],
+      v: Float[Array, "B T K V"],
+      lam: Lambda,
+      *,
+      q_segment_ids: Int[Array, "B T"] | None,
+      kv_segment_ids: Int[Array, "B T"] | None,
+      causal: bool,
+      window: int | None,
+    ) -> Float[Array, "B T H V"]:
+      _check_mask(q_segment_ids, kv_segment_ids, causal)
+      self._add(k, v)
+      return self._attend_to_copy(
+        functools.partial(attention_from_weights, weights_fn),
+        q,
+        lam,
+        num_key_maps=k.shape[3],
+        window=window,
+      )
+
+    return attend
+
+  def _add(
+    self, k: Float[Array, "B T K M D"], v: Float[Array, "B T K V"]
+  ) -> None:
+    """Adds the keys and values of the new tokens to the cache."""
+    self.num_calls += 1
+    flat_k = k.reshape(*k.shape[:3], -1)  # [B, T, K, M·D]
+    self.keys = self._write(self.keys, flat_k)
+    self.values = self._write(self.values, v)
+
   def _write(self, pool: Pool, new: Float[Array, "B T K W"]) -> Pool:
     """Returns a pool of keys or values that contains the new tokens too."""
     write = write_tokens
@@ -374,6 +439,7 @@ class _CachedAttention:
 
   def _attend_to_copy(
     self,
+    attention_fn: Callable[..., jax.Array],
     q: Float[Array, "B T Q G D"],
     lam: Lambda,
     *,
@@ -387,6 +453,7 @@ class _CachedAttention:
     of each row's tokens. This is slow.
 
     Args:
+      attention_fn: must accept `q_offset`.
       q: queries of the new tokens.
       lam: λ of the new tokens, or None with one map.
       num_key_maps: M. The cache stores the M keys of a head as one vector.
@@ -395,22 +462,15 @@ class _CachedAttention:
     k = read_rows(self.keys, self.tables, q.dtype)  # [B, S, K, M·D]
     v = read_rows(self.values, self.tables, q.dtype)  # [B, S, K, V]
     k = k.reshape(*k.shape[:3], num_key_maps, -1)  # [B, S, K, M, D]
-    return self.attention_fn(
-      q, k, v, lam, q_offset=self.old_lengths, window=window
-    )
+    return attention_fn(q, k, v, lam, q_offset=self.old_lengths, window=window)
 
 
-def _is_diff_attention(attention_fn: Callable[..., jax.Array]) -> bool:
-  """Returns True for functions that compute the same as `diff_attention`.
-
-  These are `diff_attention` and a `functools.partial` of it with options that
-  choose only how it is executed. `decode_attention` can replace them.
-  """
-  if not isinstance(attention_fn, functools.partial):
-    return attention_fn is diff_attention
-  if attention_fn.args or attention_fn.func is not diff_attention:
-    return False
-  return attention_fn.keywords.keys() <= _EXECUTION_OPTIONS
+def _check_mask(q_segment_ids: Any, kv_segment_ids: Any, causal: bool) -> None:
+  """Raises ValueError if a layer's mask is one that a cache does not have."""
+  if not causal:
+    raise ValueError("causal = False: a cache has no later tokens to attend to")
+  if q_segment_ids is not None or kv_segment_ids is not None:
+    raise ValueError("segment_ids: a row of the cache is one document")
 
 
 def _sharded_write(sharding: NamedSharding) -> Callable[..., Pool]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import flax.linen as nn
@@ -25,6 +25,7 @@ from diffjax.model.attention import (
   lambda_init_schedule,
   matrix_init,
 )
+from diffjax.model.definition import ALL_KEYS, WeightsFn, by_definition
 from diffjax.model.stacks import stacks
 from diffjax.ops.diff_attention import RESIDUAL_NAMES, diff_attention
 from diffjax.ops.layer_norm import layer_norm
@@ -187,6 +188,31 @@ class WindowSwitch:
     # A switch passes arrays to its branches by position.
     return jax.lax.switch(self.index, branches, q, k, v, lam, segment_ids)
 
+  def by_definition(
+    self, weights_fn: WeightsFn, supports: Set[str]
+  ) -> Callable[..., jax.Array]:
+    """Returns an `attention_fn` for a variant that is computed by its weights.
+
+    It needs no branches, since the window of a mask may be an array.
+
+    Args:
+      weights_fn: the variant's definition (see definition.py).
+      supports: what the variant supports.
+    """
+    attention_fn = by_definition(self.attention_fn, weights_fn, supports)
+
+    def attend(*arrays: Any, window: int | None, **options: Any) -> jax.Array:
+      return attention_fn(*arrays, window=self.traced_window(), **options)
+
+    return attend
+
+  def traced_window(self) -> Int[Array, ""]:
+    """Returns the window of this layer as an array. Full layers have a large one."""
+    windows = []
+    for window in self.windows:
+      windows.append(ALL_KEYS if window is None else window)
+    return jnp.array(windows)[self.index]
+
 
 def _attend_with_segment_ids(
   attention_fn: Callable[..., Any],
@@ -213,12 +239,14 @@ class Block(nn.Module):
     attention_fn: has the signature of `diff_attention`.
     out_scale: a factor on the two initial matrices that write to the residual
       stream, `attention/out` and `ffn/down`.
+    logits_transform: see `Attention`.
   """
 
   config: ModelConfig
   dtype: Any
   attention_fn: Callable[..., jax.Array]
   out_scale: float = 1.0
+  logits_transform: Callable[..., jax.Array] | None = None
 
   @nn.compact
   def __call__(
@@ -256,6 +284,7 @@ class Block(nn.Module):
       out_scale=self.out_scale,
       dtype=self.dtype,
       attention_fn=attention_fn,
+      logits_transform=self.logits_transform,
       name="attention",
     )
     feed_forward = FeedForward(
@@ -307,11 +336,14 @@ class Decoder(nn.Module):
     config: sizes and options.
     dtype: compute dtype.
     attention_fn: has the signature of `diff_attention`.
+    logits_transform: a function of attention logits, such as a quantization
+      (see `Attention`).
   """
 
   config: ModelConfig
   dtype: Any = jnp.float32
   attention_fn: Callable[..., jax.Array] = diff_attention
+  logits_transform: Callable[..., jax.Array] | None = None
 
   @nn.compact
   def __call__(
@@ -404,6 +436,7 @@ class Decoder(nn.Module):
       # Each layer of the decoder, in any stack, adds two terms to the residual
       # stream.
       out_scale=(2 * self.config.num_layers) ** -0.5,
+      logits_transform=self.logits_transform,
       name=name,
     )
     x, _ = layers(

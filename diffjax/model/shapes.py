@@ -10,7 +10,13 @@ from __future__ import annotations
 from diffjax.config import ModelConfig
 from diffjax.model.attention import attention_class
 from diffjax.model.stacks import stacks
-from diffjax.parameters import FIELDS, NUM_POLY_NORM_WEIGHTS, PARAMETERS
+from diffjax.parameters import (
+  BIASES,
+  FIELDS,
+  NUM_POLY_NORM_WEIGHTS,
+  PARAMETERS,
+  SHIFTS,
+)
 
 
 def axis_sizes(config: ModelConfig) -> dict[str, int]:
@@ -32,6 +38,7 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
   sizes.update(head_sizes._asdict())
   sizes["U"] = head_sizes.V  # for the square matrix [V, U] of DEX
   sizes["W"] = NUM_POLY_NORM_WEIGHTS
+  sizes.update(layer.extra_axes)
   return sizes
 
 
@@ -80,7 +87,7 @@ def _parameter_names(config: ModelConfig) -> list[str]:
     names += ["poly_weights", "poly_constant"]
 
   if config.projection_biases:
-    names += [name for name in PARAMETERS if name.endswith("_bias")]
+    names += BIASES
   if config.norm == "layer":
-    names += [name for name in PARAMETERS if name.endswith("_shift")]
+    names += SHIFTS
   return names

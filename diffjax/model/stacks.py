@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from diffjax.config import ModelConfig
+from diffjax.config import ModelConfig, UserError
 from diffjax.model.attention import attention_class
 
 
@@ -62,6 +62,40 @@ def stacks(config: ModelConfig) -> dict[str, ModelConfig]:
     window_pattern=window_pattern[num_plain_layers:],
   )
   return {"plain_layers": plain_stack, "layers": upper_stack}
+
+
+def is_supported(config: ModelConfig, feature: str) -> bool:
+  """Returns whether all layers of a decoder support a feature.
+
+  Args:
+    config: the decoder's config.
+    feature: one of `diffjax.model.attention.FEATURES`.
+  """
+  for stack in stacks(config).values():
+    if feature not in attention_class(stack).supports:
+      return False
+  return True
+
+
+def check_support(config: ModelConfig, feature: str, option: str) -> None:
+  """Checks that all layers of a decoder support a feature.
+
+  Args:
+    config: the decoder's config.
+    feature: one of `diffjax.model.attention.FEATURES`.
+    option: the option that needs it, with its value, for the error message.
+
+  Raises:
+    UserError: if the attention variant does not declare that it supports it.
+  """
+  if is_supported(config, feature):
+    return
+  layer_class = attention_class(config)
+  raise UserError(
+    f"{option}: config.model.attention = {config.attention!r} does not declare"
+    f" that it supports {feature}; if it does, add {feature!r} to"
+    f" {layer_class.__name__}.supports"
+  )
 
 
 def _repeat_window_pattern(config: ModelConfig) -> str:

@@ -28,7 +28,7 @@ from diffjax.ops.diff_attention import (
 )
 from diffjax.ops.varying import vary_like
 from diffjax.parallel.product import gather_parameter
-from diffjax.parallel.rules import BATCH, LENGTH, SPECS
+from diffjax.parallel.rules import BATCH, LENGTH, parameter_spec
 
 AXES = ("data", "fsdp", "context", "tensor")
 
@@ -285,7 +285,12 @@ def _sharded_cross_entropy(
   compute_sums = jax.shard_map(
     functools.partial(_summed_cross_entropy, z_loss=z_loss, chunk=chunk),
     mesh=mesh,
-    in_specs=(tokens_spec, SPECS["embedding"], tokens_spec, tokens_spec),
+    in_specs=(
+      tokens_spec,
+      parameter_spec("embedding"),
+      tokens_spec,
+      tokens_spec,
+    ),
     out_specs=P(),  # Every device has the sums.
   )
   return compute_sums(hidden, embedding, targets, weights)
@@ -318,7 +323,7 @@ def _summed_cross_entropy(
   # `vary_like` sums these gradients once, after the last chunk.
   embedding = vary_like(embedding, hidden)
   # Collect the embedding from the devices that store its parts.
-  for array_axis, mesh_axis in enumerate(SPECS["embedding"]):
+  for array_axis, mesh_axis in enumerate(parameter_spec("embedding")):
     embedding = gather_parameter(embedding, array_axis, mesh_axis, hidden.dtype)
   sums = fused_cross_entropy(
     hidden, embedding, targets, weights, z_loss=z_loss, chunk=chunk

@@ -36,7 +36,7 @@ from jaxtyping import Array, Float
 
 from diffjax.int8 import dequantised
 from diffjax.ops.linear import linear
-from diffjax.parallel.rules import BATCH, LENGTH, SPECS
+from diffjax.parallel.rules import BATCH, LENGTH, parameter_spec
 
 # The mesh axis that splits each axis of an array, or None.
 MeshAxes = tuple[str | None, ...]
@@ -70,7 +70,7 @@ def product(
   if _is_mesh_active():
     # The spec of a parameter begins with the axis of layers, which W of one
     # layer lacks. It omits unsplit axes at the end, which None stands for.
-    split_axes = SPECS[name][1:]
+    split_axes = parameter_spec(name)[1:]
     num_unsplit = w.ndim - len(split_axes)
     mesh_axes = (*split_axes, *[None] * num_unsplit)
     return _sharded_product(x, w, mesh_axes)
@@ -106,7 +106,7 @@ def gather_and_cast(
   """
   if not _is_mesh_active():
     return parameter.astype(dtype)
-  mesh_axes = SPECS[name][1:]  # without the axis L of layers
+  mesh_axes = parameter_spec(name)[1:]  # without the axis L of layers
   return _gather_over_fsdp(parameter, mesh_axes, dtype)
 
 

@@ -40,7 +40,7 @@ _MESH_AXES = {
 }
 
 
-def _spec(parameter: Parameter) -> P:
+def parameter_spec(name: str) -> P:
   """Returns the mesh axes that split the axes of a parameter.
 
   The fsdp axis splits the model width E of matrices, so all of its devices
@@ -49,17 +49,31 @@ def _spec(parameter: Parameter) -> P:
 
   Example: the matrix "LEHV" (layers, model width, heads, width of values) →
   P(None, "fsdp", "tensor"). V is not split.
+
+  Args:
+    name: a name in the table of parameters.
+
+  Raises:
+    KeyError: if the table has no parameter of that name.
   """
+  return _spec(PARAMETERS[name])
+
+
+@functools.cache
+def _spec(parameter: Parameter) -> P:
+  """Returns the mesh axes that split the axes of a row of the table."""
   if parameter.axes in ("E", "LE"):
     return P()  # Vectors of the model width are small, so they are not split.
-  mesh_axes = [_MESH_AXES.get(letter) for letter in parameter.axes]
+  mesh_axes: list[str | None] = []
+  for letter in parameter.axes:
+    mesh_axis = _MESH_AXES.get(letter)
+    if mesh_axis in mesh_axes:
+      mesh_axis = None  # A mesh axis can split only one axis of an array.
+    mesh_axes.append(mesh_axis)
   # A spec needs no entries for the last axes if they are not split.
   while mesh_axes and mesh_axes[-1] is None:
     mesh_axes.pop()
   return P(*mesh_axes)
-
-
-SPECS = {name: _spec(parameter) for name, parameter in PARAMETERS.items()}
 
 
 def heads_sharding(params: dict[str, Any]) -> NamedSharding | None:
@@ -82,9 +96,9 @@ def heads_sharding(params: dict[str, Any]) -> NamedSharding | None:
 def shardings(tree: Any, mesh: Mesh) -> Any:
   """Returns a tree with the sharding of each array of a state.
 
-  Arrays with a name in SPECS are split. These are the parameters, and the
-  optimizer's arrays with the name and the rank of a parameter. All other arrays
-  are replicated.
+  Arrays with the name of a parameter are split. These are the parameters, and
+  the optimizer's arrays with the name and the rank of a parameter. All other
+  arrays are replicated.
 
   Raises:
     UserError: if a mesh axis does not divide the array axis that it splits.
@@ -113,11 +127,11 @@ def _leaf_sharding(
   for entry in path:
     if isinstance(entry, jax.tree_util.DictKey):
       keys.append(entry.key)
-  if not keys or keys[-1] not in SPECS:
+  if not keys or keys[-1] not in PARAMETERS:
     return NamedSharding(mesh, P())
 
   name = keys[-1]
-  spec = SPECS[name]
+  spec = parameter_spec(name)
   if len(spec) > leaf.ndim:
     # An optimizer of some of the parameters has scalars in place of the others.
     return NamedSharding(mesh, P())

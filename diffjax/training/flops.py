@@ -10,7 +10,7 @@ from diffjax.config import ModelConfig
 from diffjax.model.decoder import layer_windows
 from diffjax.model.shapes import axis_sizes, parameter_shapes
 from diffjax.model.stacks import stacks
-from diffjax.parameters import MATRICES, PARAMETERS
+from diffjax.parameters import PARAMETERS, is_matrix
 
 # Peak dense bfloat16 FLOP/s of one JAX device, by the start of its `device_kind`; the first that fits counts.
 # TPUs: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. A TPU7x chip (2307e12) is two JAX devices.
@@ -79,7 +79,8 @@ def step_flops(
   }  # multiply-adds of a token, by name
   upper = axis_sizes(model)
   for path, shape in parameter_shapes(model).items():
-    if (name := path.rpartition("/")[2]) in MATRICES:
+    name = path.rpartition("/")[2]
+    if is_matrix(name):
       matrices[name] = matrices.get(name, 0) + math.prod(shape) * math.prod(
         upper[axis] for axis in PARAMETERS[name].shared
       )

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from optax.contrib import MuonDimensionNumbers
 
 from diffjax.config import OptimizerConfig, UserError
-from diffjax.parameters import MATRICES, PARAMETERS
+from diffjax.parameters import PARAMETERS, is_matrix
 
 # RMS of Muon's update, near AdamW's own, so that one learning rate and one weight decay serve both (Liu et al. 2025, arXiv:2502.16982).
 _MUON_RMS = 0.2
@@ -193,7 +193,7 @@ def decay_mask(params: Any) -> Any:
     ValueError: for a name that the table of parameters does not have.
   """
   return jax.tree_util.tree_map_with_path(
-    lambda path, _: _name(path) in MATRICES, params
+    lambda path, _: is_matrix(_name(path)), params
   )
 
 
@@ -342,14 +342,14 @@ def _name(path: tuple[Any, ...]) -> str:
   name = path[-1].key
   if name not in PARAMETERS:
     raise ValueError(
-      f"the optimizer does not know the parameter {'/'.join(key.key for key in path)}: add it to diffjax/parameters.py"
+      f"the optimizer does not know the parameter {'/'.join(key.key for key in path)}: an attention variant declares it in extra_parameters"
     )
   return name
 
 
 def _labels(params: Any) -> Any:
   return jax.tree_util.tree_map_with_path(
-    lambda path, _: "muon" if _name(path) in MATRICES else "adam", params
+    lambda path, _: "muon" if is_matrix(_name(path)) else "adam", params
   )
 
 

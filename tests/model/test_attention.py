@@ -176,7 +176,7 @@ def test_stands_alone_in_a_users_module(name):
   [
     (
       dict(attention="diff_v3"),
-      "config.model.attention = 'diff_v3': must be one of softmax, diff, diff_v2",
+      "config.model.attention = 'diff_v3': no such variant is registered; there are softmax, diff",
     ),
     (
       dict(attention="softmax", lambda_init=0.8),

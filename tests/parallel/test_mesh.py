@@ -196,7 +196,7 @@ def test_the_embedding_is_gathered_and_its_gradient_scattered_once(monkeypatch):
     )
   )
   embedding = jax.device_put(
-    np.ones((64, 32), np.float32), NamedSharding(mesh, rules.SPECS["embedding"])
+    np.ones((64, 32), np.float32), NamedSharding(mesh, rules.parameter_spec("embedding"))
   )
   program = gradient.lower(embedding, batch).compile().as_text()
   entry = program[
@@ -294,7 +294,8 @@ def test_rows_that_the_context_axis_cannot_cut():
 
 
 def test_no_parameter_is_split_twice_along_an_axis():
-  for name, spec in rules.SPECS.items():
+  for name in PARAMETERS:
+    spec = rules.parameter_spec(name)
     axes = [axis for axis in spec if axis]
     assert len(axes) == len(set(axes)), name
 

@@ -30,7 +30,7 @@ from diffjax.parallel.product import (
   product,
   uses_exchange,
 )
-from diffjax.parallel.rules import SPECS
+from diffjax.parallel.rules import parameter_spec
 from diffjax.training.program import build, compiler_options
 from tests.tiers import full
 
@@ -66,7 +66,7 @@ def arguments(name):
 def program(name, mesh, dtype):
   """x, w, dy → y, dx, dw, jitted with the shardings of training."""
   inputs, _ = SHAPES[name]
-  spec = SPECS[name][1:]
+  spec = parameter_spec(name)[1:]
   kept = [None if axis == "fsdp" else axis for axis in (*spec, *[None] * 3)]
   shard = lambda *axes: NamedSharding(mesh, P(*axes))
   x = shard(("data", "fsdp"), "context", *kept[: len(inputs)])
@@ -315,7 +315,7 @@ def _layers(devices, chips, available, topology):
     return jax.lax.scan(layer, x, parameters)[0].astype(jnp.float32).sum()
 
   shardings = [
-    NamedSharding(mesh, P(None, *SPECS[name][1:])) for name in ("gate", "down")
+    NamedSharding(mesh, P(None, *parameter_spec(name)[1:])) for name in ("gate", "down")
   ]
   parameters = [
     jax.ShapeDtypeStruct((4, *shape), jnp.float32, sharding=sharding)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from diffjax.ops.diff_attention.mask import Mask, apply_mask, positions
 from diffjax.ops.diff_attention.vjp import (
@@ -32,7 +32,7 @@ def attention_logits(
 
   Args:
     q: queries.
-    k: keys. With M = 1, all maps share them.
+    k: keys. With M = 1, all maps share them. With M = G, each map has its own.
     scale: factor on q·k. None for 1/√D.
   """
   num_groups, num_maps, width = q.shape[2:]
@@ -42,11 +42,13 @@ def attention_logits(
   # Several query groups may share a key head: give each group its keys.
   groups_per_kv_head = num_groups // num_kv_heads
   k = jnp.repeat(k, groups_per_kv_head, axis=2)  # [B, S, Q, M, D]
-  # The first key map belongs to the signal maps, and the last one to the noise
-  # map, which is the last map of a group. With M = 1 they are the same.
-  num_signal_maps = num_maps - 1
-  key_map_of_map = jnp.array([0] * num_signal_maps + [-1])
-  k = k[:, :, :, key_map_of_map]  # [B, S, Q, G, D]
+  num_key_maps = k.shape[3]
+  if num_key_maps != num_maps:
+    # The first key map belongs to the signal maps, and the last one to the
+    # noise map, which is the last map of a group. With M = 1 they are the same.
+    num_signal_maps = num_maps - 1
+    key_map_of_map = jnp.array([0] * num_signal_maps + [-1])
+    k = k[:, :, :, key_map_of_map]  # [B, S, Q, G, D]
   logits = jnp.einsum(
     "BTQGD,BSQGD->BQGTS",
     q,
@@ -105,11 +107,26 @@ def attention_maps(
   )
   if visible is None:
     return jax.nn.softmax(logits, axis=-1)
+  return masked_softmax(logits, visible)
 
+
+def masked_softmax(
+  logits: Float[Array, "B *maps T S"], visible: Bool[Array, "B T S"]
+) -> Float[Array, "B *maps T S"]:
+  """Returns the softmax of each query's logits over the keys that it sees.
+
+  The row of a query that sees no key is zero.
+
+  Args:
+    logits: the scaled products of queries and keys. Axes between B and T, such
+      as heads and their maps, have the same mask.
+    visible: whether a query sees a key. Its first axis may also be 1.
+  """
   # In a row without visible keys, a softmax of −∞ would give NaN gradients.
   # Such a row keeps its finite logits, as if it saw all keys. After softmax,
   # it is set to zero.
-  visible = visible[:, None, None]  # [B or 1, 1, 1, T, S]
+  axes_of_maps = tuple(range(1, logits.ndim - 2))
+  visible = jnp.expand_dims(visible, axes_of_maps)  # [B, 1, …, T, S]
   has_visible_key = jnp.any(visible, axis=-1, keepdims=True)
   keeps_logit = visible | ~has_visible_key
   logits = apply_mask(keeps_logit, logits)
@@ -137,16 +154,28 @@ def attention_weights(
   maps = attention_maps(q, k, **options)  # [B, Q, G, T, S]
   if lam is None:
     return maps[:, :, 0]  # H = Q
+  signal_maps, noise_maps = split_maps(maps)
+  lam = jnp.moveaxis(lam, 2, 1)[..., None]  # [B, H, T, 1]
+  return signal_maps - lam * noise_maps
 
-  # Separate the signal maps, one for each head, from the noise maps.
+
+def split_maps(
+  maps: Float[Array, "B Q G T S"],
+) -> tuple[Float[Array, "B H T S"], Float[Array, "B H T S"]]:
+  """Returns the signal map of each head, and the noise map of each head.
+
+  Heads of a query group have the same noise map.
+
+  Args:
+    maps: the maps of each query group, its noise map last. G is at least 2.
+  """
   batch, num_groups, _, q_length, kv_length = maps.shape
   signal_maps = maps[:, :, :-1]  # [B, Q, G - 1, T, S]
   signal_maps = signal_maps.reshape(batch, -1, q_length, kv_length)
   heads_per_group = signal_maps.shape[1] // num_groups
   noise_maps = maps[:, :, -1]  # [B, Q, T, S]
   noise_maps = jnp.repeat(noise_maps, heads_per_group, axis=1)  # [B, H, T, S]
-  lam = jnp.moveaxis(lam, 2, 1)[..., None]  # [B, H, T, 1]
-  return signal_maps - lam * noise_maps
+  return signal_maps, noise_maps
 
 
 def reference(

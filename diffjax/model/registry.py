@@ -1,0 +1,113 @@
+"""The attention variants by name, as `config.model.attention` selects them.
+
+A module registers its variants when it is imported. The package's own are in
+diffjax/model/attention.py. Nothing imports the module of another variant by
+itself: a checkpoint stores only the name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeVar
+
+import jax
+
+from diffjax.config import UserError
+from diffjax.parameters import add_parameters
+
+if TYPE_CHECKING:
+  from diffjax.model.attention import Attention
+
+LayerClass = TypeVar("LayerClass", bound="type[Attention]")
+
+# The layer class of each name.
+ATTENTION: dict[str, type[Attention]] = {}
+
+
+def register(name: str) -> Callable[[LayerClass], LayerClass]:
+  """Returns a decorator that makes an attention variant available by name.
+
+  Example:
+    @diffjax.register("sigmoid")
+    class SigmoidAttention(diffjax.Attention):
+      def weights(self, q, k, lam, mask): …
+
+  A config selects it with `config.model.attention = "sigmoid"`. Commands import
+  its module with `--import=MODULE`, and `diffjax.load` with `imports=[MODULE]`.
+
+  A class that is defined again, as in a notebook, replaces the old one.
+
+  Args:
+    name: the name, in small letters, digits and underscores.
+
+  Raises:
+    ValueError: if the name is malformed or in use, or if the class has a
+      parameter that contradicts the table of parameters.
+  """
+  if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+    raise ValueError(
+      f"name = {name!r}: must begin with a small letter and consist of small"
+      " letters, digits and underscores"
+    )
+
+  def add(layer_class: LayerClass) -> LayerClass:
+    registered = ATTENTION.get(name)
+    if registered is not None:
+      if not _is_redefinition(registered, layer_class):
+        raise ValueError(
+          f"name = {name!r}: {registered.__module__}.{registered.__qualname__}"
+          " has this name; choose another one"
+        )
+      # Compiled functions of the old class would be used for equal configs.
+      jax.clear_caches()
+    add_parameters(layer_class.extra_parameters, layer_class.extra_axes)
+    ATTENTION[name] = layer_class
+    return layer_class
+
+  return add
+
+
+def _is_redefinition(old: type, new: type) -> bool:
+  """Returns whether two classes come from the same place in the source."""
+  return (old.__module__, old.__qualname__) == (
+    new.__module__,
+    new.__qualname__,
+  )
+
+
+def import_modules(modules: Iterable[str]) -> None:
+  """Imports the modules that register attention variants.
+
+  Args:
+    modules: names such as "my_package.dint". Each must be installed, or lie
+      below the current directory or another one of Python's path.
+
+  Raises:
+    UserError: if a module cannot be imported.
+  """
+  for module in modules:
+    try:
+      importlib.import_module(module)
+    except Exception as error:  # A module may raise anything.
+      raise UserError(
+        f"--import={module}: {type(error).__name__}: {error}; name a module that"
+        " Python can import from the current directory, such as my_package.dint"
+      ) from error
+
+
+def layer_class_of(name: str) -> type[Attention]:
+  """Returns the layer class that is registered under a name.
+
+  Raises:
+    UserError: if there is none.
+  """
+  if name in ATTENTION:
+    return ATTENTION[name]
+  raise UserError(
+    f"config.model.attention = {name!r}: no such variant is registered; there"
+    f" are {', '.join(ATTENTION)}. For a variant of your own, import the module"
+    " that registers it: --import=MODULE for commands, or"
+    " diffjax.load(workdir, imports=[MODULE])"
+  )
