@@ -46,6 +46,9 @@ def run(
     with_config: True for a command with a config.
     settings: A command without a config may have settings: a dataclass of sections at their defaults, overridden by flags such as
       `--set.validation.rows=100`.
+
+  Every command has the flag `--import=MODULE`. It imports a module that
+  registers attention variants, before the config is read.
   """
   if isinstance(
     sys.stdout, io.TextIOWrapper
@@ -69,6 +72,7 @@ def _run(main: Callable[..., None], with_config: bool, settings: Any) -> None:
   cls: type = Config if with_config else type(settings)
   root = "config" if with_config else "set"
   printing: flags.FlagHolder | None = None
+  flags.DEFINE_multi_string("import", [], help_page.IMPORT["--import=MODULE"])
   if with_config:
     flag = config_flags.DEFINE_config_file(
       "config", help_string=help_page.CONFIG["--config=NAME[:VARIANT]"]
@@ -169,6 +173,7 @@ def _parse(
   values = None
   try:
     _check_encoding(argv)
+    _import_modules(argv)
     if flag is not None:
       _check_overrides(argv, root, cls)
     rest = flags.FLAGS(argv)
@@ -198,6 +203,51 @@ def _parse(
       2,
     )
   return values
+
+
+def _import_modules(argv: Sequence[str]) -> None:
+  """Imports the modules of --import, and of --import=A,B with commas between.
+
+  This is before the other flags are read, because a config file may use what
+  the modules register.
+
+  Raises:
+    UserError: if a module cannot be imported, or the flag has no value.
+  """
+  modules = imported_modules(argv)
+  if not modules:
+    return
+  # Here, because commands without this flag may not need JAX.
+  from diffjax.model.registry import import_modules
+
+  import_modules(modules)
+
+
+def imported_modules(argv: Sequence[str]) -> list[str]:
+  """Returns the modules that a command line names with --import.
+
+  Example: ["train", "--import=my.dint", "--import", "a,b"] →
+  ["my.dint", "a", "b"]
+
+  Raises:
+    UserError: if the flag has no value.
+  """
+  modules: list[str] = []
+  arguments = iter(argv)
+  for argument in arguments:
+    if argument == "--":
+      break
+    name, equals, value = argument.partition("=")
+    if name not in ("--import", "-import"):
+      continue
+    if not equals:
+      value = next(arguments, "")
+    if not value:
+      raise UserError(
+        "--import needs a module, such as --import=my_package.dint"
+      )
+    modules += value.split(",")
+  return modules
 
 
 def _check_encoding(argv: Sequence[str]) -> None:

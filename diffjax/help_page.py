@@ -14,6 +14,10 @@ CONFIG = {
   "--config.SECTION.FIELD=…": "Any field of the config. diffjax/config.py says what each one means.",
   "--print_config": "Print the whole config, with units and choices, as a file for --config.",
 }
+# What every command takes.
+IMPORT = {
+  "--import=MODULE": "A module that registers attention variants of your own, such as my_package.dint; may be repeated."
+}
 _SETTINGS = {
   "--set.SUITE.FIELD=…": "A setting of a suite: a field of Settings in diffjax/evals/SUITE.py."
 }
@@ -41,7 +45,10 @@ def page(*, with_config: bool, with_settings: bool) -> str:
     for flag in flags.FLAGS.flags_by_module_dict().get(sys.argv[0], [])
   }
   table = (
-    own | (CONFIG if with_config else {}) | (_SETTINGS if with_settings else {})
+    own
+    | (CONFIG if with_config else {})
+    | (_SETTINGS if with_settings else {})
+    | IMPORT
   )
   return f"{_wrapped(sys.modules['__main__'].__doc__ or '')}\n\n{_lines(table)}"
 

@@ -21,6 +21,7 @@ from diffjax.compiled.collectives import collectives
 from diffjax.compiled.estimate import CHIPS, Estimate, Torus, estimate
 from diffjax.compiled.text import windowed_einsums
 from diffjax.config import Config, UserError
+from diffjax.model.registry import import_modules, imported_modules
 from diffjax.training.flops import peak_flops, step_flops
 from diffjax.training.optimizer import frozen_names
 from diffjax.workers import end_with_parent, starting_workers
@@ -172,7 +173,9 @@ def apart(
     pool = concurrent.futures.ProcessPoolExecutor(
       1, multiprocessing.get_context("spawn"), end_with_parent
     )
-    result = pool.submit(_call, function, args, topology, slices)
+    result = pool.submit(
+      _call, function, args, topology, slices, imported_modules()
+    )
   with pool:
     try:
       return result.result()
@@ -183,10 +186,15 @@ def apart(
 
 
 def _call(
-  function: Callable[..., _T], args: tuple[Any, ...], topology: str, slices: int
+  function: Callable[..., _T],
+  args: tuple[Any, ...],
+  topology: str,
+  slices: int,
+  modules: list[str],
 ) -> _T:
-  """Runs in the other process."""
+  """Runs in the other process, which imports the modules of attention variants first."""
   os.environ.update(ENVIRONMENT)
+  import_modules(modules)
   import jax
   from jax.experimental import topologies
 

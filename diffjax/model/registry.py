@@ -97,6 +97,20 @@ def import_modules(modules: Iterable[str]) -> None:
       ) from error
 
 
+def imported_modules() -> list[str]:
+  """Returns the modules of all variants from outside the package.
+
+  Another process passes them to `import_modules`.
+  """
+  modules = []
+  for layer_class in ATTENTION.values():
+    module = layer_class.__module__
+    is_own = module.partition(".")[0] == "diffjax"
+    if not is_own and module not in modules:
+      modules.append(module)
+  return modules
+
+
 def layer_class_of(name: str) -> type[Attention]:
   """Returns the layer class that is registered under a name.
 

@@ -1,6 +1,8 @@
 """Generation.
 
-Prompts are read into a cache in chunks. Then tokens are drawn one at a time.
+Prompts are read into a cache in chunks. Then tokens are drawn one at a time. If
+the model's attention does not support cached decoding, the tokens themselves
+are stored in place of a cache (history.py).
 """
 
 from __future__ import annotations
@@ -17,12 +19,16 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from diffjax.config import UserError
+from diffjax.config import ModelConfig, UserError
+from diffjax.model.attention import CACHED_DECODING
 from diffjax.model.cache import Cache, empty_cache, extend, unstack
 from diffjax.model.decoder import Decoder, logits
+from diffjax.model.history import TokenHistory, empty_history, extend_history
 from diffjax.model.pages import PAGE, allocate
+from diffjax.model.stacks import is_supported
 from diffjax.model.token_ids import is_integer, validated_token_ids
 from diffjax.parallel.rules import heads_sharding
+from diffjax.progress import say
 
 # Tokens of a prompt that are read at once.
 _CHUNK = 128
@@ -32,17 +38,20 @@ _BURST = 8
 # Fills the stop ids of a program that has none. It is no token.
 _NO_TOKEN = -1
 
+# The variants for which this process has warned that they have no cache.
+_warned_of: set[str] = set()
+
 
 @flax.struct.dataclass
 class SamplerState:
   """The state of a batch of rows: what was read, and what may come next.
 
   Attributes:
-    cache: the keys and values of the tokens read so far.
+    cache: the keys and values of the tokens read so far, or these tokens.
     logits: the logits of the next token of each row.
   """
 
-  cache: Cache
+  cache: Cache | TokenHistory
   logits: Float[Array, "B N"]
 
 
@@ -88,6 +97,9 @@ class Sampler:
       cache_dtype: "int8" for keys and values in 8 bits, with a scale for each
         page and head. None for the compute dtype.
 
+    If the model's attention does not support cached decoding, every token is
+    computed from all tokens of its row. Prints a warning then, once.
+
     Raises:
       UserError: if the capacity is larger than the model's max_length, or if
         the cache's size or dtype is not supported.
@@ -111,6 +123,10 @@ class Sampler:
         f"cache_tokens = {cache_tokens}: must be at least 1, or None for room"
         f" for {capacity} in each of {batch_size} rows"
       )
+    self._has_cache = is_supported(model.config, CACHED_DECODING)
+    if not self._has_cache:
+      _check_no_cache_options(cache_tokens, cache_dtype)
+      _warn_of_recomputation(model.config)
     self.capacity = capacity
     self.batch_size = batch_size
     self._vocab_size = model.config.vocab_size
@@ -122,7 +138,9 @@ class Sampler:
     elif cache_dtype is not None:
       self._num_pages = batch_size * _num_pages(capacity)
 
-    self._params = jax.jit(functools.partial(unstack, model))(params)
+    self._params = params
+    if self._has_cache:
+      self._params = jax.jit(functools.partial(unstack, model))(params)
     programs = _programs(
       model,
       batch_size,
@@ -130,6 +148,7 @@ class Sampler:
       num_pages=self._num_pages,
       cache_dtype=cache_dtype,
       head_sharding=heads_sharding(params),
+      has_cache=self._has_cache,
     )
     self._make_cache = programs.make_cache
     self._prefill = programs.prefill
@@ -214,7 +233,7 @@ class Sampler:
     return validated
 
   def _read(
-    self, cache: Cache, prompts: Sequence[Int[np.ndarray, "T"]]
+    self, cache: Cache | TokenHistory, prompts: Sequence[Int[np.ndarray, "T"]]
   ) -> SamplerState:
     """Returns the state after reading tokens after the ones in the cache.
 
@@ -231,7 +250,7 @@ class Sampler:
       )
     old_lengths = np.asarray(cache.lengths)
     max_lengths = np.full(self.batch_size, self.capacity)
-    if cache.tables is not None:
+    if isinstance(cache, Cache) and cache.tables is not None:
       # Unused entries of a row's table are num_pages, which is no page.
       is_page = np.asarray(cache.tables) < self._num_pages
       max_lengths = np.minimum(max_lengths, PAGE * np.sum(is_page, axis=1))
@@ -580,6 +599,26 @@ def _check_options(
     raise UserError(f"max_new_tokens must be at least 1; got {max_new_tokens}")
 
 
+def _check_no_cache_options(cache_tokens: int | None, cache_dtype: Any) -> None:
+  """Raises UserError if a sampler without a cache has an option of it."""
+  if cache_tokens is not None or cache_dtype is not None:
+    raise UserError(
+      f"cache_tokens = {cache_tokens}, cache_dtype = {cache_dtype!r}: must be"
+      " None, because the model's attention does not support cached decoding"
+    )
+
+
+def _warn_of_recomputation(config: ModelConfig) -> None:
+  """Prints once that a model generates without a cache."""
+  if config.attention in _warned_of:
+    return
+  _warned_of.add(config.attention)
+  say(
+    f"{config.attention!r} does not declare that it supports {CACHED_DECODING}:"
+    " generation is slow, since every new token computes its whole row again"
+  )
+
+
 class _Programs(NamedTuple):
   """The compiled functions of a sampler."""
 
@@ -597,6 +636,7 @@ def _programs(
   num_pages: int | None,
   cache_dtype: Any,
   head_sharding: NamedSharding | None,
+  has_cache: bool,
 ) -> _Programs:
   """Returns the functions of a sampler, which compile when they are called.
 
@@ -609,6 +649,7 @@ def _programs(
     num_pages: the number of pages that all rows share. None without pages.
     cache_dtype: the dtype of keys and values. None for the compute dtype.
     head_sharding: how a mesh splits the heads of the cache. None on one device.
+    has_cache: False if rows are computed again from their tokens.
   """
   replicated: Any = None
   if head_sharding is not None:
@@ -620,10 +661,10 @@ def _programs(
     "tables": replicated,
     "lengths": replicated,
   }
-  cache_shardings = Cache(**sharding_of_field)
+  cache_shardings: Cache | TokenHistory = Cache(**sharding_of_field)
   state_shardings: Any = SamplerState(cache_shardings, logits=replicated)
 
-  make_cache = functools.partial(
+  make_cache: Any = functools.partial(
     empty_cache,
     model,
     batch_size,
@@ -631,9 +672,13 @@ def _programs(
     num_pages=num_pages,
     dtype=cache_dtype,
   )
-  read_prompts = functools.partial(
-    _read_prompts, model, head_sharding, min(_CHUNK, capacity)
-  )
+  chunk = min(_CHUNK, capacity)
+  if not has_cache:
+    make_cache = functools.partial(empty_history, model, batch_size, capacity)
+    cache_shardings = TokenHistory(tokens=replicated, lengths=replicated)
+    state_shardings = SamplerState(cache_shardings, logits=replicated)
+    chunk = capacity  # Every chunk computes the whole row again.
+  read_prompts = functools.partial(_read_prompts, model, head_sharding, chunk)
   read_token = functools.partial(_read_token, model, head_sharding)
   draw_tokens = functools.partial(_draw_tokens, model, head_sharding)
   return _Programs(
@@ -653,11 +698,34 @@ def _programs(
   )
 
 
+def _extend(
+  model: Decoder,
+  params: dict[str, Any],
+  tokens: Int[Array, "B T"],
+  cache: Cache | TokenHistory,
+  counts: Int[Array, "B"] | None,
+  head_sharding: NamedSharding | None,
+) -> tuple[Float[Array, "B T E"], Cache | TokenHistory]:
+  """Returns the hidden states of new tokens, and the cache that has them.
+
+  Args:
+    model: the decoder.
+    params: from `unstack` with a cache, or the model's with a history.
+    tokens: the new tokens.
+    cache: the tokens before.
+    counts: the number of valid tokens of each row. None for T.
+    head_sharding: how a mesh splits the heads of the cache. None on one device.
+  """
+  if isinstance(cache, TokenHistory):
+    return extend_history(model, params, tokens, cache, counts)
+  return extend(model, params, tokens, cache, counts, head_sharding)
+
+
 class _PromptLoop(NamedTuple):
   """The state of the loop in `_read_prompts`."""
 
   chunk_index: Int[Array, ""] | int  # of the next chunk
-  cache: Cache
+  cache: Cache | TokenHistory
   last_hidden: Float[Array, "B E"]  # of each row's last token so far
 
 
@@ -666,7 +734,7 @@ def _read_prompts(
   head_sharding: NamedSharding | None,
   chunk: int,
   params: dict[str, Any],
-  cache: Cache,
+  cache: Cache | TokenHistory,
   tokens: Int[Array, "B P"],
   lengths: Int[Array, "B"],
 ) -> SamplerState:
@@ -692,7 +760,7 @@ def _read_prompts(
     # How many tokens of each prompt are in this chunk.
     counts = jnp.clip(lengths - start, 0, chunk)
     chunk_tokens = jax.lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
-    hidden, extended_cache = extend(
+    hidden, extended_cache = _extend(
       model, params, chunk_tokens, loop.cache, counts, head_sharding
     )  # hidden: [B, chunk, E]
 
@@ -730,8 +798,8 @@ def _read_token(
     state: the tokens read so far.
     tokens: the next token of each row.
   """
-  hidden, cache = extend(
-    model, params, tokens[:, None], state.cache, sharding=head_sharding
+  hidden, cache = _extend(
+    model, params, tokens[:, None], state.cache, None, head_sharding
   )  # hidden: [B, 1, E]
   return SamplerState(cache, logits(params, hidden)[:, 0])
 

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from diffjax.config import ModelConfig
+from diffjax.model.attention import attention_class
 from diffjax.model.decoder import layer_windows
 from diffjax.model.shapes import axis_sizes, parameter_shapes
 from diffjax.model.stacks import stacks
@@ -86,18 +87,26 @@ def step_flops(
       )
   row = length * sum(matrices.values())
   for stack in stacks(model).values():
-    sizes = axis_sizes(stack)
-    row += (
-      sizes["Q"]
-      * sizes["G"]
-      * (stack.head_dim + sizes["V"])
-      * _pairs(stack, length)
-    )
+    row += _attention_size(stack) * _pairs(stack, length)
   forward = 2 * row * tokens // length
   return StepFlops(
     forward,
     3 * forward - 2 * tokens * sum(matrices.get(name, 0) for name in frozen),
   )
+
+
+def _attention_size(stack: ModelConfig) -> int:
+  """Returns the multiply-adds of a layer's attention per query and key.
+
+  Every map costs D for its logit. A fused variant multiplies every map with the
+  values. Other variants multiply the weights of a head with them.
+  """
+  sizes = axis_sizes(stack)
+  num_maps = sizes["Q"] * sizes["G"]
+  num_products = num_maps
+  if not attention_class(stack).fused:
+    num_products = sizes["H"]
+  return num_maps * sizes["D"] + num_products * sizes["V"]
 
 
 def parameter_count(model: ModelConfig) -> int:

@@ -16,8 +16,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diffjax.config import Config, UserError
+from diffjax.config import Config, ModelConfig, UserError
+from diffjax.model.attention import CONTEXT_PARALLELISM
 from diffjax.model.decoder import Decoder
+from diffjax.model.shapes import parameter_shapes
+from diffjax.model.stacks import check_support
 from diffjax.parallel import rules
 from diffjax.parallel.mesh import (
   put_batch,
@@ -125,11 +128,18 @@ def build(config: Config, mesh: Mesh) -> Program:
     mesh: of `parallel.mesh.make_mesh`; its devices need not be there.
 
   Raises:
-    UserError: if the model, the batch or the rows cannot be split over the mesh, or the model is not causal.
+    UserError: if the model, the batch or the rows cannot be split over the mesh, or the model is not causal; if the attention variant does
+      not support the mesh, or has parameters that it does not declare.
   """
   if not config.model.causal:
     raise UserError(
       "config.model.causal = False: every token would see the next one, which training predicts"
+    )
+  if mesh.shape["context"] > 1:
+    check_support(
+      config.model,
+      CONTEXT_PARALLELISM,
+      f"config.mesh.context = {mesh.shape['context']}",
     )
   attention = sharded_attention(mesh, config.model.attention_implementation)
   model = Decoder(
@@ -143,6 +153,7 @@ def build(config: Config, mesh: Mesh) -> Program:
     config, model, optimizer, (_batch_parts(mesh), mesh.shape["context"])
   )
   shapes = jax.eval_shape(init)
+  _check_parameters(config.model, shapes.params)
   shardings = rules.shardings(shapes, mesh)
   abstract = jax.tree.map(
     lambda leaf, sharding: jax.ShapeDtypeStruct(
@@ -175,6 +186,36 @@ def build(config: Config, mesh: Mesh) -> Program:
   return Program(
     config, mesh, model, abstract, jitted_init, jitted_step, jax.jit(evaluate)
   )
+
+
+def _check_parameters(config: ModelConfig, params: Any) -> None:
+  """Checks that a decoder has the parameters that the table says.
+
+  Sharding, weight decay, FLOPs and conversions follow from the table. The
+  layers make the parameters, so an attention variant could contradict it.
+
+  Args:
+    config: the decoder's config.
+    params: the shapes of its parameters.
+
+  Raises:
+    UserError: if a parameter is missing, undeclared or of another shape.
+  """
+  declared = parameter_shapes(config)
+  made = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    name = path[-1].key
+    stack = path[0].key
+    if len(path) > 1 and stack != "layers":
+      name = f"{stack}/{name}"
+    made[name] = leaf.shape
+  for name in sorted(declared.keys() | made.keys()):
+    if declared.get(name) != made.get(name):
+      raise UserError(
+        f"parameter {name!r}: the layer makes {made.get(name, 'none')}, and the"
+        f" table of parameters says {declared.get(name, 'none')}; a variant of"
+        " attention lists what it makes in extra_parameters, with its axes"
+      )
 
 
 def compute_dtype(name: str, platform: str) -> Any:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 from etils import epath
 from jax.sharding import Mesh
 
@@ -206,14 +207,18 @@ class RunLog:
 
 
 def _by_layer(measured: dict[str, Any]) -> dict[str, float]:
-  """A step's metrics by the names they are logged under, λ by layer."""
+  """Returns a step's metrics by the names under which they are logged.
+
+  The metrics of layers [L], such as λ, have a name for each layer.
+
+  Example: {"loss": 2.5, "lambda": [0.2, 0.4]} → {"train/loss": 2.5,
+  "lambda/layer_00": 0.2, "lambda/layer_01": 0.4}
+  """
   values: dict[str, float] = {}
   for name, value in measured.items():
-    if name == "lambda":
-      values |= {
-        f"lambda/layer_{layer:02d}": float(lam)
-        for layer, lam in enumerate(value)
-      }
-    else:
+    if np.ndim(value) == 0:
       values[f"train/{name}"] = float(value)
+      continue
+    for layer, number in enumerate(value):
+      values[f"{name}/layer_{layer:02d}"] = float(number)
   return values

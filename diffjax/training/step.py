@@ -102,12 +102,10 @@ def make_loss(
         z_loss=z_loss,
         chunk=chunk,
       )
-    metrics = {
-      "loss": (objective - z_term) / total_weight,
-      **_lambdas(variables),
-    }
+    metrics = {"loss": (objective - z_term) / total_weight}
     if z_loss:
       metrics["z_loss"] = z_term / total_weight
+    metrics = _merge(metrics, layer_metrics(variables))
     return objective / total_weight, metrics
 
   return loss
@@ -142,7 +140,7 @@ def make_step(
         grads, state.opt_state, trained, value=metrics["loss"]
       )
       params = with_frozen(optax.apply_updates(trained, updates), state.params)
-    metrics |= {
+    step_metrics = {
       "grad_norm": optax.tree.norm(grads),
       "learning_rate": schedule(state.step),
       "tokens": jnp.sum(batch["weights"]),
@@ -150,7 +148,7 @@ def make_step(
     }
     return dataclasses.replace(
       state, step=state.step + 1, params=params, opt_state=opt_state
-    ), metrics
+    ), _merge(metrics, step_metrics)
 
   return step
 
@@ -183,9 +181,27 @@ def _gradient(
     ),
   )
   (grads, metrics), _ = jax.lax.scan(micro_step, zeros, micro_batches)
-  if "lambda" in metrics:
-    metrics["lambda"] /= accumulation
+  for name, value in metrics.items():
+    # The loss is divided by the tokens of the whole batch. The layers' metrics
+    # are means over a micro-batch.
+    if value.ndim > 0:
+      metrics[name] = value / accumulation
   return grads, metrics
+
+
+def _merge(metrics: Metrics, more: Metrics) -> Metrics:
+  """Returns the metrics of both dicts.
+
+  Raises:
+    ValueError: if a name is in both. The names of layers are free to choose.
+  """
+  for name in more:
+    if name in metrics:
+      raise ValueError(
+        f"a layer sowed {name!r} under metrics, but the training step has a"
+        " metric of this name; choose another name"
+      )
+  return {**metrics, **more}
 
 
 def _split(x: jax.Array, parts: int) -> jax.Array:
@@ -193,7 +209,27 @@ def _split(x: jax.Array, parts: int) -> jax.Array:
   return jnp.moveaxis(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 1, 0)
 
 
-def _lambdas(variables: dict[str, Any]) -> Metrics:
-  """λ of every layer that has one [L], averaged over tokens and heads where it depends on them; nothing for the baseline."""
-  layers = variables.get("metrics", {}).get("layers", {})
-  return {"lambda": layers["attention"]["lambda"][0]} if layers else {}
+def layer_metrics(variables: dict[str, Any]) -> Metrics:
+  """Returns the values that the layers sowed under "metrics", by name.
+
+  Each has one value per layer [L], in the stack of the decoder's own layers. A
+  value of several numbers is averaged over them.
+
+  Example: `DiffAttention` sows λ under "lambda", averaged over tokens and heads.
+
+  Args:
+    variables: the variables that changed in `Decoder.apply`.
+
+  Raises:
+    ValueError: if a layer sowed two values under one name.
+  """
+  sown = variables.get("metrics", {}).get("layers", {})
+  metrics: Metrics = {}
+  for path, value in jax.tree_util.tree_leaves_with_path(sown):
+    # ("attention", "lambda", 0): `sow` makes a tuple of the values of a name.
+    name = path[-2].key
+    if name in metrics:
+      raise ValueError(f"a layer sowed {name!r} twice under metrics")
+    axes_after_layers = tuple(range(1, value.ndim))
+    metrics[name] = jnp.mean(value, axis=axes_after_layers)
+  return metrics

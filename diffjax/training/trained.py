@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ from diffjax.data.tokenizer import (
 )
 from diffjax.int8 import quantise
 from diffjax.model.decoder import Decoder
+from diffjax.model.registry import import_modules
 from diffjax.ops.diff_attention import diff_attention, implementations
 from diffjax.parallel.mesh import make_mesh, sharded_attention
 from diffjax.parallel.rules import shardings
@@ -73,6 +74,7 @@ def load(
   *,
   tensor: int = 1,
   weight_dtype: str | None = None,
+  imports: Iterable[str] = (),
 ) -> Trained:
   """Loads the newest complete checkpoint, or that of a step.
 
@@ -82,12 +84,16 @@ def load(
     tensor: devices that share the model, as `config.mesh.tensor` has them in training: each reads its own part of the parameters. What
       takes the model (`Sampler`, evaluations) then runs on all of them.
     weight_dtype: "int8" rounds the layers' matrices to 8 bits, a quarter of their memory (`diffjax.int8`); None leaves them in float32.
+    imports: modules to import first, which register the attention variant of
+      the model. A checkpoint stores only its name.
 
   Raises:
     UserError: if there is none, it is damaged, its parameters are not finite, its tokenizer is not at hand, or so many devices cannot share
-      it; or qwix is not there, which int8 needs.
+      it; or qwix is not there, which int8 needs. Also if a module cannot be
+      imported, or no module has registered the model's attention.
   """
   absent_tpu.skip()
+  import_modules(imports)
   if weight_dtype not in (None, "int8"):
     raise UserError(
       f"weight_dtype = {weight_dtype!r}: must be 'int8', or None for float32"
