@@ -1,0 +1,104 @@
+"""Attention variants from outside the package, for tests of every place that could compute them as another variant."""
+
+import contextlib
+import sys
+
+from diffjax.model import registry
+from diffjax.parameters import PARAMETERS
+
+# Two variants unlike those of the package: three maps of which none is a
+# softmax, a parameter with an axis of its own, and a metric. The weights of the
+# second one depend on earlier queries.
+SOURCE = '''
+"""Two strange attention variants."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+import diffjax
+from diffjax.parameters import Parameter
+
+
+@diffjax.register("strange")
+class StrangeAttention(diffjax.Attention):
+  """weights = σ(s₁ + b₁) − tanh(s₂ + b₂) / 4 + s₃ / 8, over the visible keys."""
+
+  extra_parameters = {
+    "strange_bias": Parameter("LHR"),
+    "strange_mix": Parameter("LEH", inputs="E"),
+  }
+  extra_axes = {"R": 2}
+  supports = {
+    "cached_decoding", "context_parallelism", "windows", "quantized_logits"
+  }
+  weights_formula = "σ − tanh + s"
+
+  def head_sizes(self):
+    return super().head_sizes()._replace(G=3, M=3)
+
+  def compute_lambda(self, x, lambda_init):
+    mix = self.parameter("strange_mix")
+    lam = jnp.tanh(x.astype(jnp.float32) @ mix)
+    self._record("metrics", "strangeness", jnp.max(lam))
+    return lam
+
+  def maps(self, q, k, lam, mask):
+    bias = self.parameter("strange_bias", nn.initializers.normal(1.0))
+    s = self.logits(q, k, mask)  # [B, H, 3, T, S]
+    maps = {
+      "σ": jax.nn.sigmoid(s[:, :, 0] + bias[:, 0, None, None]),
+      "tanh": jnp.tanh(s[:, :, 1] + bias[:, 1, None, None]) / 4,
+      "s": jnp.moveaxis(lam, 2, 1)[..., None] * s[:, :, 2] / 8,
+    }
+    return {name: jnp.where(mask[:, None], x, 0) for name, x in maps.items()}
+
+  def weights(self, q, k, lam, mask):
+    first, second, third = self.maps(q, k, lam, mask).values()
+    return first - second + third
+
+
+@diffjax.register("strange_sum")
+class StrangeSumAttention(StrangeAttention):
+  """Adds the weights of all queries that a token sees as keys."""
+
+  supports = {"windows", "quantized_logits"}
+
+  def weights(self, q, k, lam, mask):
+    weights = super().weights(q, k, lam, mask)
+    seen = mask[:, None].astype(weights.dtype)
+    return weights + seen @ weights / 16
+'''
+MODULE = "strange_attention"
+NAMES = ("strange", "strange_sum")
+# Fields of config.model for a small model of them.
+FIELDS = dict(num_heads=4, num_kv_heads=2, head_norm=False)
+
+
+@contextlib.contextmanager
+def kept_registry():
+  """Removes the variants that are registered inside from the registry."""
+  attention, parameters = dict(registry.ATTENTION), dict(PARAMETERS)
+  try:
+    yield
+  finally:
+    for table, kept in (
+      (registry.ATTENTION, attention),
+      (PARAMETERS, parameters),
+    ):
+      table.clear()
+      table.update(kept)
+
+
+@contextlib.contextmanager
+def registered(directory):
+  """Writes the module of the strange variants into a directory, and imports it."""
+  (directory / f"{MODULE}.py").write_text(SOURCE)
+  sys.path.insert(0, str(directory))
+  try:
+    with kept_registry():
+      registry.import_modules([MODULE])
+      yield
+  finally:
+    sys.path.remove(str(directory))
+    sys.modules.pop(MODULE, None)
