@@ -18,6 +18,7 @@ The tokens that begin and end a document are those of the published model. They 
 import dataclasses
 import importlib
 import os
+import sys
 
 from absl import app, flags
 
@@ -26,6 +27,7 @@ from diffjax.config import OF_THE_RUN, Config, UserError
 from diffjax.evals.report import card
 from diffjax.interop.layout import Model
 from diffjax.interop.tokenizer import token_names
+from diffjax.model.registry import imported_modules
 from diffjax.training import manifest
 
 _MODULES = {
@@ -83,9 +85,10 @@ def main() -> None:
       f"--num_noise_heads={_NUM_NOISE_HEADS.value}: pass --attention=diff_v2 with it"
     )
   _check_empty(target_path)
-  os.environ["JAX_PLATFORMS"] = (
-    "cpu"  # nothing is computed, and another process may use the accelerator
-  )
+  # Nothing is computed, and another process may use the accelerator.
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  if "jax" in sys.modules:  # by a module of --import
+    sys.modules["jax"].config.update("jax_platforms", "cpu")
   model = _module(source).read(source_path)
   if (
     attention := _ATTENTION.value or ("diff_v2" if source == "llama" else None)
@@ -176,6 +179,7 @@ def _flags(config: Config) -> str:
   }
   return " ".join(
     [
+      *(f"--import={module}" for module in imported_modules()),
       f"--config.data.tokenizer={config.data.tokenizer}",
       *(f"--config.model.{name}={value}" for name, value in model.items()),
     ]

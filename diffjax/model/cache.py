@@ -51,6 +51,7 @@ from diffjax.model.pages import (
 from diffjax.model.shapes import axis_sizes
 from diffjax.model.stacks import check_support, stacks
 from diffjax.ops.diff_attention import decode_attention
+from diffjax.ops.diff_attention.implementations import REGISTRY
 
 
 @flax.struct.dataclass
@@ -222,8 +223,9 @@ def extend(
 
   Args:
     model: the decoder. If its `attention_fn` is not `diff_attention`, or has an
-      option that changes the result, such as a scale, then it must accept
-      `q_offset`, and the cache is copied for it.
+      option that changes the result, such as a scale, or an implementation that
+      is not built in, then it must accept `q_offset`, and the cache is copied
+      for it.
     params: the parameters from `unstack`.
     tokens: the new tokens. The first one of row b has position
       cache.lengths[b]. Tokens for which the cache has no room are dropped.
@@ -359,8 +361,8 @@ class _CachedAttention:
     """
     _check_mask(q_segment_ids, kv_segment_ids, causal)
     self._add(k, v)
-    if not is_diff_attention(self.attention_fn):
-      # `decode_attention` would compute something else.
+    if not _can_be_replaced(self.attention_fn):
+      # `decode_attention` would not be what the user asked for.
       return self._attend_to_copy(
         self.attention_fn, q, lam, num_key_maps=k.shape[3], window=window
       )
@@ -463,6 +465,20 @@ class _CachedAttention:
     v = read_rows(self.values, self.tables, q.dtype)  # [B, S, K, V]
     k = k.reshape(*k.shape[:3], num_key_maps, -1)  # [B, S, K, M, D]
     return attention_fn(q, k, v, lam, q_offset=self.old_lengths, window=window)
+
+
+def _can_be_replaced(attention_fn: Callable[..., jax.Array]) -> bool:
+  """Returns whether `decode_attention` may compute a model's attention.
+
+  It computes the same as `diff_attention`, whose built-in implementations are
+  for whole sequences. An implementation that a user registered is called.
+  """
+  if not is_diff_attention(attention_fn):
+    return False
+  if not isinstance(attention_fn, functools.partial):
+    return True
+  name = attention_fn.keywords.get("implementation", "auto")
+  return name == "auto" or name in REGISTRY.built_in
 
 
 def _check_mask(q_segment_ids: Any, kv_segment_ids: Any, causal: bool) -> None:

@@ -188,7 +188,10 @@ def _choose_implementation(workdir: epath.PathLike, config: Config) -> str:
 def _why_not_here(config: Config, name: str) -> str | None:
   """Returns why an implementation of attention cannot run the model here."""
   if name not in implementations.names():
-    return "no implementation of that name is registered"
+    return (
+      "no implementation of that name is registered; --import=MODULE imports one"
+      " of your own"
+    )
   model = Decoder(
     config.model,
     dtype=_local_dtype(config.model),

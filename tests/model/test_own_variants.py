@@ -22,7 +22,9 @@ from diffjax.model.cache import empty_cache, extend, unstack
 from diffjax.model.decoder import Decoder, logits
 from diffjax.model.sampler import Sampler
 from diffjax.model.shapes import parameter_shapes
-from diffjax.ops.diff_attention import diff_attention
+from diffjax.ops.diff_attention import Implementation, diff_attention
+from diffjax.ops.diff_attention.implementations import REGISTRY
+from diffjax.ops.diff_attention.reference import IMPLEMENTATION
 from diffjax.parallel.mesh import make_mesh, put_batch
 from diffjax.training.program import build
 from tests import own_variants
@@ -202,6 +204,27 @@ def test_a_history_is_the_cache_of_any_variant(monkeypatch):
     )
   assert answers[0][0] == answers[1][0]
   np.testing.assert_allclose(answers[0][1], answers[1][1], atol=1e-5)
+
+
+def test_generation_calls_an_implementation_that_a_user_registered(monkeypatch):
+  """This one changes the function, which it should not, so that it is seen."""
+
+  def forward(arrays, mask, options):
+    saved = IMPLEMENTATION.forward(arrays, mask, options)
+    return saved._replace(out=-saved.out)
+
+  monkeypatch.setitem(REGISTRY._registered, "negative", Implementation(forward))
+  model, params = decoder("softmax")
+  negative = model.clone(
+    attention_fn=functools.partial(diff_attention, implementation="negative")
+  )
+  prompt = TOKENS[0, :9].tolist()
+  answers = []
+  for each in (model, negative):
+    answers.append(greedy(each, params, prompt, 10))
+    sampler = Sampler(each, params, capacity=24)
+    assert sampler.generate([prompt], 10) == [answers[-1]]
+  assert answers[0] != answers[1]
 
 
 def test_what_is_not_supported_is_refused(monkeypatch):

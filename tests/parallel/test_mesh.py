@@ -196,7 +196,8 @@ def test_the_embedding_is_gathered_and_its_gradient_scattered_once(monkeypatch):
     )
   )
   embedding = jax.device_put(
-    np.ones((64, 32), np.float32), NamedSharding(mesh, rules.parameter_spec("embedding"))
+    np.ones((64, 32), np.float32),
+    NamedSharding(mesh, rules.parameter_spec("embedding")),
   )
   program = gradient.lower(embedding, batch).compile().as_text()
   entry = program[

@@ -315,7 +315,8 @@ def _layers(devices, chips, available, topology):
     return jax.lax.scan(layer, x, parameters)[0].astype(jnp.float32).sum()
 
   shardings = [
-    NamedSharding(mesh, P(None, *parameter_spec(name)[1:])) for name in ("gate", "down")
+    NamedSharding(mesh, P(None, *parameter_spec(name)[1:]))
+    for name in ("gate", "down")
   ]
   parameters = [
     jax.ShapeDtypeStruct((4, *shape), jnp.float32, sharding=sharding)

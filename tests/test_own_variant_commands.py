@@ -1,0 +1,230 @@
+"""Every command on attention variants from outside the package."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import diffjax
+from diffjax.config import UserError
+from diffjax.model import registry
+from tests import own_variants
+from tests.conftest import ROOT
+
+IMPORT = f"--import={own_variants.MODULE}"
+SIZES = [
+  f"--config.model.{field}={value}"
+  for field, value in {
+    **own_variants.FIELDS,
+    "num_layers": 2,
+    "embed_dim": 32,
+    "head_dim": 8,
+    "ffn_dim": 32,
+    "max_length": 256,
+  }.items()
+]
+TRAINING = [
+  "--config=tiny",
+  *SIZES,
+  "--config.data.length=64",
+  "--config.train.batch_size=4",
+  "--config.train.sample_tokens=4",
+  "--config.train.log_interval=1",
+  "--config.eval.rows=8",
+]
+# The suites that need no data from elsewhere.
+SUITES = (
+  "validation",
+  "difference_map",
+  "attention",
+  "outliers",
+  "position_nll",
+  "needle",
+  "quantised",
+  "report",
+)
+SETTINGS = [
+  "--set.validation.rows=8",
+  "--set.difference_map.rows=4",
+  "--set.attention.samples=2",
+  "--set.attention.needles=1",
+  "--set.attention.length=192",
+  "--set.outliers.rows=4",
+  "--set.needle.samples=1",
+  "--set.needle.lengths=192",
+  "--set.needle.pairs=1/1",
+  "--set.needle.depths=0.5",
+  "--set.needle.new_tokens=4",
+  "--set.quantised.measurements=validation",
+  "--set.quantised.validation.rows=8",
+  "--set.quantised.bits=8",
+  "--set.quantised.per=head",
+]
+
+
+def run(command, module, *arguments, cwd):
+  """Returns the standard output of a command that must succeed."""
+  result = command(module, *arguments, cwd=cwd)
+  assert result.returncode == 0, result.stderr
+  assert "Traceback" not in result.stderr
+  return result.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  """A directory outside of the repository, with the module of the variants."""
+  path = tmp_path_factory.mktemp("user")
+  (path / f"{own_variants.MODULE}.py").write_text(own_variants.SOURCE)
+  return path
+
+
+@pytest.fixture(
+  scope="module",
+  params=["strange_sum", pytest.param("strange", marks=pytest.mark.full)],
+)
+def trained(command, folder, request):
+  """A run of two steps that was resumed for two more."""
+  name = request.param
+  options = [*TRAINING, IMPORT, f"--config.model.attention={name}"]
+  workdir = f"--workdir=runs/{name}"
+  for steps in (2, 4):
+    more = f"--config.train.steps={steps}"
+    run(command, "diffjax.train", *options, more, workdir, cwd=folder)
+  return name
+
+
+def load(folder, name):
+  """Returns the trained model, with the module imported in this process."""
+  return diffjax.load(folder / "runs" / name, imports=[own_variants.MODULE])
+
+
+def test_training_logs_every_metric_of_the_layers(folder, trained):
+  log = (folder / "runs" / trained / "metrics.jsonl").read_text().splitlines()
+  lines = [json.loads(line) for line in log]
+  steps = [line["step"] for line in lines if "train/loss" in line]
+  assert steps == [1, 2, 3, 4]
+  for layer in range(2):
+    assert any(f"strangeness/layer_{layer:02d}" in line for line in lines)
+
+
+def test_without_the_import_the_error_names_the_flag(command, folder, trained):
+  for module, *options in (
+    ("diffjax.generate", f"--workdir=runs/{trained}", "--prompt=a"),
+    ("diffjax.train", f"--config=runs/{trained}/config.toml"),
+  ):
+    result = command(module, *options, cwd=folder)
+    assert result.returncode == 1
+    assert f"config.model.attention = '{trained}'" in result.stderr
+    assert "--import=MODULE" in result.stderr
+  with pytest.raises(UserError, match="imports=.MODULE."):
+    diffjax.load(folder / "runs" / trained)
+
+
+def test_generated_text_is_that_of_the_definition(
+  command, folder, trained, monkeypatch
+):
+  monkeypatch.syspath_prepend(str(folder))
+  arguments = [IMPORT, f"--workdir=runs/{trained}", "--prompt=def "]
+  text = run(
+    command,
+    "diffjax.generate",
+    *arguments,
+    "--max_new_tokens=8",
+    "--temperature=0",
+    cwd=folder,
+  )
+  with own_variants.kept_registry():
+    model = load(folder, trained)
+    row = list(model.tokenizer.encode_prompt("def "))
+    first = len(row)
+    stop_ids = model.tokenizer.document_tokens.stop
+    apply = jax.jit(model.model.apply)
+    while len(row) < first + 8 and row[-1] not in stop_ids:
+      padded = np.zeros((1, 32), np.int32)
+      padded[0, : len(row)] = row
+      hidden = apply({"params": model.params}, padded)[0, len(row) - 1]
+      embedding = model.params["embedding"]
+      row.append(int(np.argmax(embedding @ hidden)))
+    answer = [token for token in row[first:] if token not in stop_ids]
+    expected = model.tokenizer.decode_after(row[:first], answer)
+  assert text.rstrip("\n") == f"def {expected}"
+
+
+def test_all_suites_measure_it(command, folder, trained):
+  arguments = [IMPORT, f"--workdir=runs/{trained}"]
+  run(
+    command,
+    "diffjax.evaluate",
+    *arguments,
+    f"--suite={','.join(SUITES)}",
+    *SETTINGS,
+    cwd=folder,
+  )
+  evals = folder / "runs" / trained / "evals"
+  for suite in SUITES[:-1]:
+    figures = json.loads((evals / f"{suite}.json").read_text())["figures"]
+    assert figures
+  page = (evals / "report.html").read_text()
+  assert "σ − tanh + s" in page
+
+
+@pytest.mark.full
+def test_checkpoints_and_workdirs(command, folder, trained):
+  """Commands that do not compute, and those that cannot hold the variant."""
+  workdir = f"runs/{trained}"
+  listing = run(
+    command, "diffjax.checkpoints", f"--workdir={workdir}", cwd=folder
+  )
+  assert "4" in listing
+  copy = f"runs/{trained}_copy"
+  arguments = [IMPORT, f"--from=diffjax:{workdir}"]
+  output = run(
+    command, "diffjax.convert", *arguments, f"--to=diffjax:{copy}", cwd=folder
+  )
+  assert IMPORT in output
+  texts = []
+  for path in (workdir, copy):
+    generate = [IMPORT, f"--workdir={path}", "--prompt=a", "--temperature=0"]
+    texts.append(run(command, "diffjax.generate", *generate, cwd=folder))
+  assert texts[0] == texts[1]
+  for layout in ("diffllama", "unilm", "motif"):
+    result = command(
+      "diffjax.convert", *arguments, f"--to={layout}:{layout}", cwd=folder
+    )
+    assert result.returncode == 1
+    assert trained in result.stderr
+
+
+def test_modules_that_cannot_be_imported(command, folder):
+  (folder / "broken.py").write_text("raise RuntimeError('on purpose')\n")
+  for flag, message in (
+    ("--import=no_such_module", "--import=no_such_module: ModuleNotFoundError"),
+    ("--import=broken", "--import=broken: RuntimeError: on purpose"),
+    ("--import=", "--import needs a module"),
+  ):
+    result = command("diffjax.train", "--config=tiny", flag, cwd=folder)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_every_command_has_the_flag(command):
+  commands = [path.stem for path in (ROOT / "diffjax").glob("*.py")]
+  names = [
+    name
+    for name in commands
+    if "command.run(" in (ROOT / "diffjax" / f"{name}.py").read_text()
+  ]
+  assert {"train", "evaluate", "generate", "convert", "aot"} <= set(names)
+  for name in names:
+    page = command(f"diffjax.{name}", "--help").stdout
+    assert "--import=MODULE" in page, name
+
+
+def test_names_of_registered_modules(folder, monkeypatch):
+  monkeypatch.syspath_prepend(str(folder))
+  assert registry.imported_modules() == []
+  with own_variants.kept_registry():
+    registry.import_modules([own_variants.MODULE])
+    assert registry.imported_modules() == [own_variants.MODULE]
