@@ -5,6 +5,8 @@ import sys
 
 from diffjax.model import registry
 from diffjax.parameters import PARAMETERS
+from tests.conftest import ROOT
+from tests.pages import python_blocks
 
 # Two variants unlike those of the package: three maps of which none is a
 # softmax, a parameter with an axis of its own, and a metric. The weights of the
@@ -70,6 +72,9 @@ class StrangeSumAttention(StrangeAttention):
     return weights + seen @ weights / 16
 '''
 MODULE = "strange_attention"
+# The example of the documentation, as its readers copy it.
+DINT_PAGE = ROOT / "docs/variants.md"
+DINT_MODULE = "dint"
 NAMES = ("strange", "strange_sum")
 # Fields of config.model for a small model of them.
 FIELDS = dict(num_heads=4, num_kv_heads=2, head_norm=False)
@@ -77,7 +82,7 @@ FIELDS = dict(num_heads=4, num_kv_heads=2, head_norm=False)
 
 @contextlib.contextmanager
 def kept_registry():
-  """Removes the variants that are registered inside from the registry."""
+  """Forgets the variants that are registered inside, and their modules."""
   attention, parameters = dict(registry.ATTENTION), dict(PARAMETERS)
   try:
     yield
@@ -88,17 +93,26 @@ def kept_registry():
     ):
       table.clear()
       table.update(kept)
+    for module in (MODULE, DINT_MODULE):
+      sys.modules.pop(module, None)
+
+
+def write_modules(directory):
+  """Writes the modules of the strange variants and of DINT into a directory."""
+  (directory / f"{MODULE}.py").write_text(SOURCE)
+  dint, _ = python_blocks(DINT_PAGE.read_text())
+  (directory / f"{DINT_MODULE}.py").write_text(dint)
 
 
 @contextlib.contextmanager
 def registered(directory):
-  """Writes the module of the strange variants into a directory, and imports it."""
-  (directory / f"{MODULE}.py").write_text(SOURCE)
+  """Imports the variants from a directory, to which it writes their modules."""
+  write_modules(directory)
+  modules = (MODULE, DINT_MODULE)
   sys.path.insert(0, str(directory))
   try:
     with kept_registry():
-      registry.import_modules([MODULE])
+      registry.import_modules(modules)
       yield
   finally:
     sys.path.remove(str(directory))
-    sys.modules.pop(MODULE, None)

@@ -27,6 +27,7 @@ from diffjax.model.attention import ATTENTION
 from diffjax.ops.diff_attention import implementations
 from diffjax.training.flops import parameter_count, step_flops
 from experiments import results
+from tests import own_variants
 from tests.conftest import ROOT
 from tests.pages import (
   DOCUMENTATION,
@@ -354,9 +355,10 @@ def test_a_command_ends_where_the_shell_ends_it():
 def test_code_runs_as_it_stands_there(page):
   """One block after another, in one program. Those on a trained run are run by tests/test_commands.py."""
   names = {"__name__": "user"}
-  for block in python_blocks(page.read_text()):
-    if "runs/" not in block:
-      exec(compile(block, str(page), "exec", dont_inherit=True), names)
+  with own_variants.kept_registry():
+    for block in python_blocks(page.read_text()):
+      if "runs/" not in block:
+        exec(compile(block, str(page), "exec", dont_inherit=True), names)
 
 
 def test_the_index_names_every_page():

@@ -12,21 +12,17 @@ from diffjax.model import registry
 from tests import own_variants
 from tests.conftest import ROOT
 
-IMPORT = f"--import={own_variants.MODULE}"
-SIZES = [
-  f"--config.model.{field}={value}"
-  for field, value in {
-    **own_variants.FIELDS,
-    "num_layers": 2,
-    "embed_dim": 32,
-    "head_dim": 8,
-    "ffn_dim": 32,
-    "max_length": 256,
-  }.items()
-]
+MODULES = {
+  "dint": own_variants.DINT_MODULE,
+  "strange": own_variants.MODULE,
+  "strange_sum": own_variants.MODULE,
+}
 TRAINING = [
-  "--config=tiny",
-  *SIZES,
+  "--config.model.num_layers=2",
+  "--config.model.embed_dim=32",
+  "--config.model.head_dim=8",
+  "--config.model.ffn_dim=32",
+  "--config.model.max_length=256",
   "--config.data.length=64",
   "--config.train.batch_size=4",
   "--config.train.sample_tokens=4",
@@ -63,9 +59,9 @@ SETTINGS = [
 ]
 
 
-def run(command, module, *arguments, cwd):
+def run(command, module, *arguments, cwd, environment=()):
   """Returns the standard output of a command that must succeed."""
-  result = command(module, *arguments, cwd=cwd)
+  result = command(module, *arguments, cwd=cwd, environment=environment)
   assert result.returncode == 0, result.stderr
   assert "Traceback" not in result.stderr
   return result.stdout
@@ -73,30 +69,51 @@ def run(command, module, *arguments, cwd):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-  """A directory outside of the repository, with the module of the variants."""
+  """A directory outside of the repository, with the modules of the variants."""
   path = tmp_path_factory.mktemp("user")
-  (path / f"{own_variants.MODULE}.py").write_text(own_variants.SOURCE)
+  own_variants.write_modules(path)
   return path
 
 
 @pytest.fixture(
   scope="module",
-  params=["strange_sum", pytest.param("strange", marks=pytest.mark.full)],
+  params=[
+    "dint",
+    pytest.param("strange", marks=pytest.mark.full),
+    pytest.param("strange_sum", marks=pytest.mark.full),
+  ],
 )
 def trained(command, folder, request):
-  """A run of two steps that was resumed for two more."""
+  """A run of two steps that was resumed for two more, on two devices."""
   name = request.param
-  options = [*TRAINING, IMPORT, f"--config.model.attention={name}"]
-  workdir = f"--workdir=runs/{name}"
-  for steps in (2, 4):
-    more = f"--config.train.steps={steps}"
-    run(command, "diffjax.train", *options, more, workdir, cwd=folder)
+  arguments = [
+    f"--config=tiny:{name}",
+    import_flag(name),
+    f"--workdir=runs/{name}",
+    *TRAINING,
+  ]
+  first = "--config.train.steps=2"
+  run(command, "diffjax.train", *arguments, first, cwd=folder)
+  rest = ["--config.train.steps=4", "--config.mesh.fsdp=2"]
+  devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+  run(
+    command,
+    "diffjax.train",
+    *arguments,
+    *rest,
+    cwd=folder,
+    environment=devices,
+  )
   return name
+
+
+def import_flag(name):
+  return f"--import={MODULES[name]}"
 
 
 def load(folder, name):
   """Returns the trained model, with the module imported in this process."""
-  return diffjax.load(folder / "runs" / name, imports=[own_variants.MODULE])
+  return diffjax.load(folder / "runs" / name, imports=[MODULES[name]])
 
 
 def test_training_logs_every_metric_of_the_layers(folder, trained):
@@ -104,8 +121,12 @@ def test_training_logs_every_metric_of_the_layers(folder, trained):
   lines = [json.loads(line) for line in log]
   steps = [line["step"] for line in lines if "train/loss" in line]
   assert steps == [1, 2, 3, 4]
-  for layer in range(2):
-    assert any(f"strangeness/layer_{layer:02d}" in line for line in lines)
+  metrics = ["lambda"]
+  if trained != "dint":
+    metrics.append("strangeness")
+  for metric in metrics:
+    for layer in range(2):
+      assert any(f"{metric}/layer_{layer:02d}" in line for line in lines)
 
 
 def test_without_the_import_the_error_names_the_flag(command, folder, trained):
@@ -125,7 +146,11 @@ def test_generated_text_is_that_of_the_definition(
   command, folder, trained, monkeypatch
 ):
   monkeypatch.syspath_prepend(str(folder))
-  arguments = [IMPORT, f"--workdir=runs/{trained}", "--prompt=def "]
+  arguments = [
+    import_flag(trained),
+    f"--workdir=runs/{trained}",
+    "--prompt=def ",
+  ]
   text = run(
     command,
     "diffjax.generate",
@@ -152,7 +177,7 @@ def test_generated_text_is_that_of_the_definition(
 
 
 def test_all_suites_measure_it(command, folder, trained):
-  arguments = [IMPORT, f"--workdir=runs/{trained}"]
+  arguments = [import_flag(trained), f"--workdir=runs/{trained}"]
   run(
     command,
     "diffjax.evaluate",
@@ -166,7 +191,10 @@ def test_all_suites_measure_it(command, folder, trained):
     figures = json.loads((evals / f"{suite}.json").read_text())["figures"]
     assert figures
   page = (evals / "report.html").read_text()
-  assert "σ − tanh + s" in page
+  formula = "σ − tanh + s"
+  if trained == "dint":
+    formula = "A₁ − λA₂ + λA₃"
+  assert formula in page
 
 
 @pytest.mark.full
@@ -178,14 +206,19 @@ def test_checkpoints_and_workdirs(command, folder, trained):
   )
   assert "4" in listing
   copy = f"runs/{trained}_copy"
-  arguments = [IMPORT, f"--from=diffjax:{workdir}"]
+  arguments = [import_flag(trained), f"--from=diffjax:{workdir}"]
   output = run(
     command, "diffjax.convert", *arguments, f"--to=diffjax:{copy}", cwd=folder
   )
-  assert IMPORT in output
+  assert import_flag(trained) in output
   texts = []
   for path in (workdir, copy):
-    generate = [IMPORT, f"--workdir={path}", "--prompt=a", "--temperature=0"]
+    generate = [
+      import_flag(trained),
+      f"--workdir={path}",
+      "--prompt=a",
+      "--temperature=0",
+    ]
     texts.append(run(command, "diffjax.generate", *generate, cwd=folder))
   assert texts[0] == texts[1]
   for layout in ("diffllama", "unilm", "motif"):

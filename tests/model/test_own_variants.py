@@ -124,6 +124,41 @@ def test_a_layer_equals_its_definition(name, window):
   np.testing.assert_allclose(out[0], expected, atol=2e-5)
 
 
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_example_of_dint_equals_its_equations(window):
+  """A₁ − λA₂ + λA₃ in float64, where row i of A₃ is the mean of rows that i sees."""
+  rng = np.random.default_rng(3)
+  layer = ATTENTION["dint"](
+    num_heads=2, head_dim=8, rope=False, window=window, head_norm=False
+  )
+  x = rng.normal(size=(1, 12, 16)).astype(np.float32)
+  ids = np.repeat([1, 2], [7, 5])
+  lambda_init = 0.3
+  params = parameters(layer, jnp.asarray(x), lambda_init)
+  out = jax.jit(layer.apply)(
+    {"params": params}, x, lambda_init, segment_ids=jnp.asarray(ids)[None]
+  )
+  exact = {key: np.asarray(leaf, np.float64) for key, leaf in params.items()}
+  row = x[0].astype(np.float64)
+  q = np.einsum("TE,EHGD->THGD", row, exact["query"])
+  k = np.einsum("TE,EHGD->THGD", row, exact["key"])
+  v = np.einsum("TE,EHV->THV", row, exact["value"])
+  first = np.exp(exact["lambda_q1"] @ exact["lambda_k1"])
+  second = np.exp(exact["lambda_q2"] @ exact["lambda_k2"])
+  lam = first - second + lambda_init
+  seen = visible(12, window=window, ids=ids)
+  s = np.einsum("THGD,SHGD->HGTS", q, k) / np.sqrt(8)
+  exponentials = np.where(seen, np.exp(s), 0)
+  maps = exponentials / exponentials.sum(axis=-1, keepdims=True)
+  a1, a2 = maps[:, 0], maps[:, 1]
+  a3 = np.stack([a1[:, seen[i]].mean(axis=1) for i in range(12)], axis=1)
+  weights = a1 - lam * a2 + lam * a3
+  np.testing.assert_allclose(weights.sum(axis=-1), 1, atol=1e-12)
+  heads = np.einsum("HTS,SHV->THV", weights, v)
+  expected = np.einsum("THV,HVE->TE", heads, exact["out"])
+  np.testing.assert_allclose(out[0], expected, atol=2e-5)
+
+
 @pytest.mark.parametrize("name", own_variants.NAMES)
 def test_the_table_knows_its_parameters(name):
   model, params = decoder(name)
