@@ -3,6 +3,7 @@
 import contextlib
 import sys
 
+import diffjax.model.attention  # noqa: F401 (registers the package's variants)
 from diffjax.model import registry
 from diffjax.parameters import PARAMETERS
 from tests.conftest import ROOT
