@@ -230,6 +230,8 @@ def layer_metrics(variables: dict[str, Any]) -> Metrics:
     name = path[-2].key
     if name in metrics:
       raise ValueError(f"a layer sowed {name!r} twice under metrics")
-    axes_after_layers = tuple(range(1, value.ndim))
-    metrics[name] = jnp.mean(value, axis=axes_after_layers)
+    if value.ndim > 1:
+      axes_after_layers = tuple(range(1, value.ndim))
+      value = jnp.mean(value, axis=axes_after_layers)
+    metrics[name] = value
   return metrics
