@@ -5,25 +5,46 @@ A config file sets the fields of a DIFF V1 run and ends with
 `--config=configs/diff_1b.py:transformer,heads=8`.
 """
 
+import dataclasses
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import ml_collections
 
-from diffjax.config import UserError, to_config_dict
+from diffjax.config import ModelConfig, UserError, to_config_dict, to_dataclass
 
-ARCHITECTURES = ("diff", "transformer", "diff_v2")
-# A twin's feed-forward width is rounded to a multiple of this, so that it can
-# be sharded.
-FFN_MULTIPLE = 16
+# The name in variants of what config.model.attention calls "softmax".
+_TRANSFORMER = "transformer"
 
 _FINEWEB_EDU = "hf://datasets/HuggingFaceFW/fineweb-edu"
 _FINEWEB_EDU_REVISION = "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9"
 
 # What a field of a variant may be: one of some strings, or a positive number.
 _Allowed = Collection[str] | type[int] | type[float]
+
+
+class _Architectures(Collection[str]):
+  """The architectures of variants: all registered attention variants.
+
+  Importing the registry imports jax. "diff", the default, needs no import.
+  """
+
+  def __contains__(self, name: object) -> bool:
+    return name == "diff" or name in self._names()
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._names())
+
+  def __len__(self) -> int:
+    return len(self._names())
+
+  def _names(self) -> tuple[str, ...]:
+    from diffjax.model.attention import ATTENTION
+
+    names = dict.fromkeys(["diff", _TRANSFORMER, *ATTENTION])
+    return tuple(names)
 
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
@@ -46,46 +67,46 @@ def twin(
 ) -> ml_collections.ConfigDict:
   """Turns a DIFF V1 config into a variant with as many parameters.
 
-  The Transformer has twice the heads, whose values are half as wide, so that
-  all matrices keep their sizes. DIFF V2 has the Transformer's heads with two
-  queries each. That adds an E × E and an E × h matrix to each layer, which are
-  taken from the feed-forward layer.
+  `Attention.twin` says how. The Transformer has twice the heads, whose values
+  are half as wide, so that all matrices keep their sizes. DIFF V2 has the
+  Transformer's heads with two queries each. That adds an E × E and an E × h
+  matrix to each layer, which are taken from the feed-forward layer.
 
   Args:
     config: The config of DIFF V1. It is changed in place.
-    variant: "diff", "transformer" or "diff_v2". ",heads=8" sets the number of
-      heads.
+    variant: "diff", which changes nothing, "transformer", or another name that
+      config.model.attention can have. ",heads=8" sets the number of heads.
 
   Returns:
     The config.
 
   Raises:
-    UserError: if there is no such variant.
+    UserError: if there is no such variant, or if it cannot be as large.
   """
-  architecture, heads = read_variant(
-    variant, architecture=("diff", ARCHITECTURES), heads=(None, int)
-  )
-  model = config.model
+  try:
+    architecture, heads = read_variant(
+      variant, architecture=("diff", _Architectures()), heads=(None, int)
+    )
+  except UserError as error:
+    raise UserError(
+      f"{error}; a variant of your own needs --import=MODULE"
+    ) from None
   if architecture != "diff":
-    model.num_heads *= 2
-    model.num_kv_heads *= 2
-    model.head_norm = False
-  if architecture == "transformer":
-    model.attention = "softmax"
-  elif architecture == "diff_v2":
-    model.attention = "diff_v2"
-    narrow_ffn(config, model.num_heads * model.head_dim + model.num_heads)
+    _become(config, architecture)
   return with_heads(config, heads)
 
 
-def narrow_ffn(config: ml_collections.ConfigDict, columns: int) -> None:
-  """Makes room for an E × columns matrix in each layer.
+def _become(config: ml_collections.ConfigDict, architecture: str) -> None:
+  """Changes the model to one of another architecture with equal size."""
+  from diffjax.model.attention import layer_class_of
 
-  The feed-forward layer has three matrices of E × F, so F shrinks by a third
-  of the columns.
-  """
-  ffn_dim = config.model.ffn_dim - columns / 3
-  config.model.ffn_dim = round(ffn_dim / FFN_MULTIPLE) * FFN_MULTIPLE
+  attention = "softmax" if architecture == _TRANSFORMER else architecture
+  model = to_dataclass(config.model, ModelConfig, "config.model")
+  twin_model = layer_class_of(attention).twin(model)
+  for field in dataclasses.fields(twin_model):
+    value = getattr(twin_model, field.name)
+    if value != getattr(model, field.name):
+      config.model[field.name] = value
 
 
 def with_heads(

@@ -13,26 +13,27 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from diffjax import styles
-from diffjax.styles import ARCHITECTURES, Style
+from diffjax.model import variant_styles
+from diffjax.styles import Style
 from experiments import results as found
 
 # From a variant's row to its style, the same in every figure: those of architectures, and of experiments' changes to them. Rows that have
 # DIFF's or V2's colour are variants of it that no figure shows with a legend.
 ROWS = {
-  "transformer": ARCHITECTURES["softmax"],
+  "transformer": variant_styles.style("softmax"),
   "transformer_wide": Style("Transformer with wide heads", styles.GREY, "o"),
   "transformer_norm": Style(
     "Transformer with wide heads and head norm", styles.PURPLE, "o"
   ),
-  "diff": ARCHITECTURES["diff"],
+  "diff": variant_styles.style("diff"),
   "diff_without_norm": Style("DIFF without head norm", styles.ORANGE, "s"),
   "diff_lambda_zero": Style("DIFF with λ ≡ 0", styles.SKY, "s"),
   "diff_lambda_0.8": Style("DIFF with λ_init 0.8", styles.BROWN, "v"),
   "diff_lambda_0.5": Style("DIFF with λ_init 0.5", styles.RED, "s"),
   "diff_frozen_lambda": Style("DIFF with frozen λ", styles.RED, "s"),
-  "diff_v2": ARCHITECTURES["diff_v2"],
-  "diff_v2_linear": ARCHITECTURES["diff_v2_linear"],
-  "gated": ARCHITECTURES["gated"],
+  "diff_v2": variant_styles.style("diff_v2"),
+  "diff_v2_linear": variant_styles.style("diff_v2_linear"),
+  "gated": variant_styles.style("gated"),
 }
 _DODGE = 2.0  # points between the rows that share an x
 

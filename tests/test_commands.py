@@ -30,7 +30,7 @@ from tests.pages import DOCUMENTATION, commands, python_blocks
     (
       ["--config=configs/tiny.py:v9"],
       2,
-      "error: variant 'v9': 'v9' is not allowed; variants are diff|transformer|diff_v2[,heads=NUMBER]",
+      "error: variant 'v9': 'v9' is not allowed; variants are diff|transformer|softmax|diff_v2|",
     ),
     (
       ["--config=experiments/scaling/config.py:diff,size=9b"],

@@ -151,7 +151,7 @@ def test_an_error_in_a_config_of_the_package_is_told_of_its_line(tmp_path):
   file = tmp_path / "mine.py"
   file.write_text(
     "from diffjax.configs import base\n\n"
-    "def get_config():\n  base.narrow_ffn(None, 1)\n"
+    "def get_config():\n  base.with_heads(None, 1)\n"
   )
   [line] = train(f"--config={file}").stderr.splitlines()
   assert line.startswith(f"error: {ROOT}/diffjax/configs/base.py:")

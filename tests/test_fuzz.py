@@ -228,7 +228,7 @@ def test_command_lines(rest):
 variants = st.lists(
   st.one_of(
     st.sampled_from(
-      ["diff", "transformer", "diff_v2", "heads", "architecture"]
+      ["diff", "transformer", "diff_v2", "gated", "heads", "architecture"]
     ),
     st.builds(
       "{}={}".format,

@@ -18,6 +18,7 @@ docs/variants.md has two examples.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Set
 from typing import Any, ClassVar, NamedTuple
@@ -32,7 +33,7 @@ from diffjax.config import ModelConfig, UserError
 from diffjax.int8 import dequantised
 from diffjax.model.definition import broadcast_lambda, by_definition
 from diffjax.model.registry import ATTENTION as ATTENTION
-from diffjax.model.registry import layer_class_of
+from diffjax.model.registry import layer_class_of, name_of
 from diffjax.model.registry import register as register
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.diff_attention.reference import (
@@ -43,7 +44,8 @@ from diffjax.ops.diff_attention.reference import (
 from diffjax.ops.rms_norm import rms_norm
 from diffjax.ops.rope import Scaling, rope
 from diffjax.parallel.product import gather_and_cast, product
-from diffjax.parameters import Parameter
+from diffjax.parameters import PARAMETERS, Parameter
+from diffjax.styles import BLACK, BLUE, GREEN, PURPLE, RED, Style
 
 # The name of the results of `Attention.project`, for the remat policies in
 # decoder.py.
@@ -61,6 +63,12 @@ QUANTIZED_LOGITS = "quantized_logits"  # `weights` calls `logits`.
 FEATURES = frozenset(
   {CACHED_DECODING, CONTEXT_PARALLELISM, WINDOWS, QUANTIZED_LOGITS}
 )
+
+# The matrices of every variant. Their sizes depend on the variant.
+_COMMON_MATRICES = ("query", "key", "value", "out")
+# A twin's feed-forward width is rounded to a multiple of this, so that it can
+# be sharded.
+FFN_MULTIPLE = 16
 
 # The methods that define the weights of a variant.
 _DEFINITION = frozenset({"weights", "maps", "logits"})
@@ -180,7 +188,8 @@ class Attention(nn.Module):
   What a subclass declares in `fused` and `supports` is about its own methods.
   So a subclass that defines `weights`, `maps` or `logits` does not inherit
   `fused`, and one that overrides any method of the computation does not inherit
-  `supports`. It declares them again.
+  `supports`. It declares them again. No subclass inherits `style` and
+  `model_name`.
 
   Initialization: matrices are truncated normals of standard deviation
   1/√inputs, and `out` is also multiplied by `out_scale`. Gains are 1 and biases
@@ -256,6 +265,11 @@ class Attention(nn.Module):
   has_lambda_init: ClassVar[bool] = False
   # The weights as a sum of `maps`, for the titles of figures.
   weights_formula: ClassVar[str] = "A"
+  # How figures show the variant: its label, colour and marker. Without a style,
+  # it gets the next free one (`variant_styles.style`).
+  style: ClassVar[Style | None] = Style("Transformer", BLACK, "o")
+  # What model cards call a model of this variant. None for the variant's name.
+  model_name: ClassVar[str | None] = "Transformer"
 
   def __init_subclass__(cls, **kwargs: Any) -> None:
     """Resets declarations that are not about the subclass's own methods."""
@@ -264,6 +278,10 @@ class Attention(nn.Module):
       cls.fused = False
     if "supports" not in defined and defined & _COMPUTATION:
       cls.supports = frozenset()
+    if "style" not in defined:
+      cls.style = None
+    if "model_name" not in defined:
+      cls.model_name = None
     unknown = set(cls.supports) - FEATURES
     if unknown:
       raise ValueError(
@@ -344,6 +362,67 @@ class Attention(nn.Module):
       norm_eps=norm_eps,
       **fields,
     )
+
+  @classmethod
+  def twin(cls, config: ModelConfig) -> ModelConfig:
+    """Returns a config of this variant with as many parameters.
+
+    All heads together keep the width of their values: a variant with V = D gets
+    twice the heads of one with V = 2D, such as DIFF V1. `head_norm` is the
+    variant's default. The feed-forward layer gives up as many elements as the
+    matrices of attention gain. Its width is rounded to a multiple of
+    `FFN_MULTIPLE`. Vectors, such as gains and DIFF V1's four λ vectors, are not
+    counted, so the numbers of parameters differ by these and by the rounding.
+
+    Example: DIFF V1 with E = 2048 and 8 heads of D = 128 becomes DIFF V2 with
+    16 heads. That adds E × E for the queries and E × 16 for λ in each layer.
+    The feed-forward layer has three matrices of E × F, so F shrinks by
+    (2048 + 16) / 3 = 688.
+
+    Args:
+      config: the config of another variant, usually of DIFF V1.
+
+    Raises:
+      UserError: if the heads cannot be divided, or if nothing would be left of
+        the feed-forward layer.
+    """
+    source_class = attention_class(config)
+    fields: dict[str, Any] = {
+      "attention": name_of(cls),
+      "head_norm": cls.head_norm,
+    }
+    if not cls.has_lambda_init:
+      fields.update(lambda_init=None, lambda_init_offset=0)
+
+    # num_heads · value_dim_factor stays, and so does num_heads · value_dim.
+    factor = cls.value_dim_factor
+    source_factor = source_class.value_dim_factor
+    for field in ("num_heads", "num_kv_heads", "num_noise_heads"):
+      fields[field] = _rescale(config, field, source_factor, factor)
+    if not cls.has_noise_map:
+      fields["num_noise_heads"] = None
+    fields["value_dim"] = _rescale(config, "value_dim", factor, source_factor)
+
+    twin_config = dataclasses.replace(config, **fields)
+    num_added = cls._num_matrix_elements(twin_config)
+    num_added -= source_class._num_matrix_elements(config)
+    if num_added == 0:
+      return twin_config
+    return _narrow_ffn(twin_config, num_added)
+
+  @classmethod
+  def _num_matrix_elements(cls, config: ModelConfig) -> int:
+    """Returns how many elements the matrices of one layer's attention have."""
+    layer = cls.from_config(config, parent=None)
+    sizes = layer.axis_sizes(config.embed_dim)
+    parameters = [PARAMETERS[name] for name in _COMMON_MATRICES]
+    parameters += cls.extra_parameters.values()
+    total = 0
+    for parameter in parameters:
+      if parameter.inputs:  # a matrix
+        axes = parameter.axes.removeprefix("L")
+        total += math.prod(sizes[axis] for axis in axes)
+    return total
 
   @nn.compact
   def __call__(
@@ -598,7 +677,8 @@ class Attention(nn.Module):
       )
     if self.is_initializing() and not self.has_variable("params", name):
       declared = self.extra_parameters[name]
-      sizes = self._axis_sizes()
+      query: Any = self.get_variable("params", "query")  # [E, Q, G, D]
+      sizes = self.axis_sizes(embed_dim=query.shape[0])
       if init is None and not declared.inputs:
         raise ValueError(f"parameter {name!r} is no matrix, so it needs init")
       if init is None:
@@ -610,12 +690,17 @@ class Attention(nn.Module):
       raise ValueError(f"the parameters lack {name!r} of {type(self).__name__}")
     return gather_and_cast(dequantised(value), name, jnp.float32)
 
-  def _axis_sizes(self) -> dict[str, int]:
-    """Returns the sizes of the axes that this layer's parameters can have."""
+  def axis_sizes(self, embed_dim: int) -> dict[str, int]:
+    """Returns the sizes of the axes that this layer's parameters can have.
+
+    The keys are the letters of `diffjax/parameters.py`, without L.
+
+    Args:
+      embed_dim: the model width, E.
+    """
     sizes = self.head_sizes()._asdict()
-    sizes["U"] = sizes["V"]
-    query: Any = self.get_variable("params", "query")  # [E, Q, G, D]
-    sizes["E"] = query.shape[0]
+    sizes["U"] = sizes["V"]  # for the square matrix [V, U] of DEX
+    sizes["E"] = embed_dim
     return {**sizes, **self.extra_axes}
 
   def _check_support(self, feature: str, option: str) -> None:
@@ -807,6 +892,8 @@ class DiffAttention(Attention):
 
   head_norm: bool = True
 
+  style: ClassVar[Style | None] = Style("DIFF", RED, "s")
+  model_name: ClassVar[str | None] = "DIFF Transformer (V1)"
   has_noise_map: ClassVar[bool] = True
   num_key_maps: ClassVar[int] = 2
   value_dim_factor: ClassVar[int] = 2
@@ -854,6 +941,8 @@ class DiffAttentionV2(Attention):
   baseline. There is no λ_init, and by default no head norm.
   """
 
+  style: ClassVar[Style | None] = Style("DIFF V2", BLUE, "^")
+  model_name: ClassVar[str | None] = "DIFF Transformer V2"
   has_noise_map: ClassVar[bool] = True
   extra_parameters: ClassVar[Mapping[str, Parameter]] = {
     "lambda_hat": LAMBDA_HAT
@@ -874,6 +963,7 @@ class DiffAttentionV2Linear(DiffAttentionV2):
   This is an ablation from the authors' post on V2 (2026-01-20).
   """
 
+  style: ClassVar[Style | None] = Style("DIFF V2 with linear λ", BLUE, "^")
   supports: ClassVar[Set[str]] = FEATURES
 
   def compute_lambda(
@@ -892,6 +982,7 @@ class DiffAttentionV2Gated(DiffAttentionV2):
   attention of Motif-3 (docs/family.md lists the differences).
   """
 
+  style: ClassVar[Style | None] = Style("DIFF V2 with gates", BLUE, "X")
   extra_parameters: ClassVar[Mapping[str, Parameter]] = {
     "lambda_hat": LAMBDA_HAT,
     "head_gate": HEAD_GATE,
@@ -917,6 +1008,7 @@ class DiffAttentionPerToken(DiffAttention):
   the factor (1 − λ_init).
   """
 
+  style: ClassVar[Style | None] = Style("DIFF with λ per token", RED, "P")
   extra_parameters: ClassVar[Mapping[str, Parameter]] = {
     "lambda_hat": LAMBDA_HAT
   }
@@ -971,6 +1063,7 @@ class DexAttention(Attention):
   trained, so a head can also return to λ = 0, which is no correction.
   """
 
+  style: ClassVar[Style | None] = Style("DEX", PURPLE, "*")
   extra_parameters: ClassVar[Mapping[str, Parameter]] = {
     "dex_matrix": Parameter("LVU", inputs="V", shared="H"),
     "dex_lambda": Parameter("LH"),
@@ -1053,6 +1146,7 @@ class GatedAttention(Attention):
   there is only one map.
   """
 
+  style: ClassVar[Style | None] = Style("Gated attention", GREEN, "D")
   extra_parameters: ClassVar[Mapping[str, Parameter]] = {"head_gate": HEAD_GATE}
   supports: ClassVar[Set[str]] = FEATURES
 
@@ -1075,6 +1169,52 @@ def attention_class(config: ModelConfig) -> type[Attention]:
   layer_class = layer_class_of(config.attention)
   layer_class.check(config)
   return layer_class
+
+
+def _rescale(
+  config: ModelConfig, field: str, factor: int, divisor: int
+) -> int | None:
+  """Returns a field of the config times factor / divisor, or None for None.
+
+  Raises:
+    UserError: if the result is not an integer.
+  """
+  value = getattr(config, field)
+  if value is None:
+    return None
+  quotient, remainder = divmod(value * factor, divisor)
+  if remainder:
+    raise UserError(
+      f"config.model.{field} = {value}: a variant with values of another width"
+      f" has {factor}/{divisor} of it, which must be an integer"
+    )
+  return quotient
+
+
+def _narrow_ffn(config: ModelConfig, num_elements: int) -> ModelConfig:
+  """Returns the config with fewer elements in the feed-forward layers.
+
+  Args:
+    config: a decoder's config.
+    num_elements: how many elements each layer gives up, except the
+      `plain_layers`. If negative, how many it gains.
+
+  Raises:
+    UserError: if nothing would be left.
+  """
+  # All layers have the same F, so they share what the upper ones give up.
+  num_upper_layers = config.num_layers - config.plain_layers
+  num_elements_per_layer = num_elements * num_upper_layers / config.num_layers
+  # The feed-forward layer has three matrices of E × F.
+  ffn_dim = config.ffn_dim - num_elements_per_layer / config.embed_dim / 3
+  rounded_ffn_dim = round(ffn_dim / FFN_MULTIPLE) * FFN_MULTIPLE
+  if rounded_ffn_dim < FFN_MULTIPLE:
+    raise UserError(
+      f"config.model.ffn_dim = {config.ffn_dim}: too narrow for"
+      f" {config.attention!r}, whose matrices take the place of"
+      f" {config.ffn_dim - ffn_dim:.0f} of it; widen it"
+    )
+  return dataclasses.replace(config, ffn_dim=rounded_ffn_dim)
 
 
 def _per_query(lam: Float[Array, "B T H"]) -> Float[Array, "B H T 1"]:

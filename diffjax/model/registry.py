@@ -111,6 +111,21 @@ def imported_modules() -> list[str]:
   return modules
 
 
+def name_of(layer_class: type[Attention]) -> str:
+  """Returns the name under which a layer class is registered.
+
+  Raises:
+    ValueError: if there is none.
+  """
+  for name, registered in ATTENTION.items():
+    if registered is layer_class:
+      return name
+  raise ValueError(
+    f"{layer_class.__qualname__} has no name: decorate it with"
+    ' @diffjax.register("name")'
+  )
+
+
 def layer_class_of(name: str) -> type[Attention]:
   """Returns the layer class that is registered under a name.
 

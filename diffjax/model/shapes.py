@@ -32,13 +32,10 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
   sizes = {}
   for axis, field in FIELDS.items():
     sizes[axis] = getattr(config, field)
-  # The layer fills in what the config leaves to it: G, M, V, and maybe Q.
+  # The layer fills in what the config leaves to it: G, M, V, U, and maybe Q.
   layer = attention_class(config).from_config(config, parent=None)
-  head_sizes = layer.head_sizes()
-  sizes.update(head_sizes._asdict())
-  sizes["U"] = head_sizes.V  # for the square matrix [V, U] of DEX
   sizes["W"] = NUM_POLY_NORM_WEIGHTS
-  sizes.update(layer.extra_axes)
+  sizes.update(layer.axis_sizes(config.embed_dim))
   return sizes
 
 

@@ -13,7 +13,7 @@ from diffjax.config import Config
 from diffjax.data.tokenizer import Tokenizer
 from diffjax.model.decoder import Decoder
 from diffjax.model.sampler import Sampler
-from diffjax.styles import style
+from diffjax.model.variant_styles import style
 from diffjax.training.metrics import read_log
 
 

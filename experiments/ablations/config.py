@@ -34,12 +34,6 @@ def _frozen(config):
   return config
 
 
-def _linear(config):
-  config = base.twin(config, "diff_v2")
-  config.model.attention = "diff_v2_linear"
-  return config
-
-
 # From the rows to functions that turn a DIFF config into them
 ROWS = {
   "transformer": lambda config: base.twin(config, "transformer"),
@@ -51,7 +45,7 @@ ROWS = {
   "diff_lambda_0.5": lambda config: _diff(config, lambda_init=0.5),
   "diff_frozen_lambda": _frozen,
   "diff_v2": lambda config: base.twin(config, "diff_v2"),
-  "diff_v2_linear": _linear,
+  "diff_v2_linear": lambda config: base.twin(config, "diff_v2_linear"),
 }
 SIZES = {"tiny": "tiny", "125m": "diff_125m", "1b": "diff_1b"}
 

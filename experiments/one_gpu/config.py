@@ -9,6 +9,7 @@ import ml_collections
 
 from diffjax.configs import base
 
+ARCHITECTURES = ("transformer", "diff", "diff_v2")
 # Learning rates of the pilots, in their order. The first one is the default: it serves if no pilots could be made.
 RATES = (0.002, 0.001, 0.004)
 
@@ -16,7 +17,7 @@ RATES = (0.002, 0.001, 0.004)
 def parts(variant: str) -> tuple[str, float | None]:
   """The architecture, and the learning rate of a pilot (None for a run)."""
   architecture, rate = base.read_variant(
-    variant, architecture=("diff", base.ARCHITECTURES), rate=(None, float)
+    variant, architecture=("diff", ARCHITECTURES), rate=(None, float)
   )
   return architecture, rate
 

@@ -11,10 +11,9 @@ from experiments import plots
 from experiments import results as found
 from experiments.ablations.experiment import plot_losses
 from experiments.grid import Experiment, Grid
-from experiments.one_gpu.config import RATES, parts
+from experiments.one_gpu.config import ARCHITECTURES, RATES, parts
 
 _LOSS = "validation/loss"
-_ARCHITECTURES = ("transformer", "diff", "diff_v2")
 # The seed of the pilots. Runs have others, so that no seed that chose a learning rate is reported.
 _PILOT_SEED = 100
 
@@ -38,14 +37,14 @@ def best_rates(results: Mapping[str, Any]) -> dict[str, float]:
     rate
     for rate in RATES
     if all(
-      rate in tried.get(architecture, {}) for architecture in _ARCHITECTURES
+      rate in tried.get(architecture, {}) for architecture in ARCHITECTURES
     )
   ] or [RATES[0]]
   return {
     architecture: min(
       common, key=lambda rate: tried.get(architecture, {}).get(rate, 0.0)
     )
-    for architecture in _ARCHITECTURES
+    for architecture in ARCHITECTURES
   }
 
 
@@ -61,12 +60,12 @@ EXPERIMENT = Experiment(
   grids={
     "pilot": Grid(
       tuple(
-        f"{name},rate={rate:g}" for rate in RATES for name in _ARCHITECTURES
+        f"{name},rate={rate:g}" for rate in RATES for name in ARCHITECTURES
       ),
       "transformer,*",
       (_PILOT_SEED,),
     ),
-    "gpu": Grid(_ARCHITECTURES, "transformer", (0, 1, 2)),
+    "gpu": Grid(ARCHITECTURES, "transformer", (0, 1, 2)),
   },
   metrics={
     "loss": _LOSS,

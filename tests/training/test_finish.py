@@ -4,7 +4,8 @@ import struct
 
 from etils import epath
 
-from diffjax.styles import ARCHITECTURES, Style
+from diffjax.model import variant_styles
+from diffjax.styles import Style
 from diffjax.training.curves import loss_curves
 from diffjax.training.finish import plot_losses
 from diffjax.training.metrics import read_log
@@ -50,9 +51,8 @@ def test_the_picture_is_sharp_and_in_the_colour_of_the_architecture(tmp_path):
   jsonl.write_text("\n".join(LOG))
   plot_losses(jsonl, png, "diff_v2")
   assert struct.unpack(">II", png.read_bytes()[16:24]) == (2000, 800)
-  color = [
-    int(ARCHITECTURES["diff_v2"].color[at : at + 2], 16) for at in (1, 3, 5)
-  ]
+  hex_color = variant_styles.style("diff_v2").color
+  color = [int(hex_color[at : at + 2], 16) for at in (1, 3, 5)]
   assert (
     abs(image.imread(png)[..., :3] * 255 - color).max(axis=-1) < 2
   ).sum() > 50

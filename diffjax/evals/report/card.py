@@ -14,14 +14,10 @@ from diffjax.config import Config, ModelConfig, UserError, from_config_dict
 from diffjax.data.tokenizer import Tokenizer
 from diffjax.evals import SUITES
 from diffjax.evals.report import results
+from diffjax.model.attention import attention_class
 from diffjax.training.checkpoint import find_checkpoint
 from diffjax.training.metrics import read_log
 
-_NAMES = {
-  "diff": "DIFF Transformer (V1)",
-  "diff_v2": "DIFF Transformer V2",
-  "softmax": "Transformer",
-}
 _SIZES = (
   "num_layers",
   "embed_dim",
@@ -148,9 +144,12 @@ def _parts(
     found if found is not None and found.data_state else None
   )  # without a place in its data it was converted, not trained
   config = from_config_dict(run.config) if run is not None else None
-  tags = "\n- differential-transformer" * model.attention.startswith("diff")
+  layer_class = attention_class(model)
+  tags = ""
+  if layer_class.has_noise_map:
+    tags = "\n- differential-transformer"
   yield f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags:\n- diffjax{tags}\n---"
-  name = _NAMES.get(model.attention, model.attention)
+  name = layer_class.model_name or model.attention
   origin = (
     f"trained with diffjax for {run.step:,} steps"
     if run is not None

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from diffjax import styles
+from diffjax.model import variant_styles
 from diffjax.styles import Style
 
 WIDTH = 10  # inches of every figure, so that their text has one size on a page
@@ -19,7 +20,7 @@ WIDTH = 10  # inches of every figure, so that their text has one size on a page
 def styles_of(models: Sequence[Mapping[str, Any]]) -> list[Style]:
   """The styles of a result's models."""
   names = [str(model["name"]) for model in models]
-  return styles.together(
+  return variant_styles.together(
     [
       str(model.get("attention", name))
       for model, name in zip(models, names, strict=True)

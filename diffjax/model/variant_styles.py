@@ -1,0 +1,98 @@
+"""How figures show attention variants: the same everywhere.
+
+A variant has its style in its class (`Attention.style`). One without a style
+goes by its name, and gets the next free combination of a colour and a marker.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from diffjax.model.attention import ATTENTION
+from diffjax.styles import (
+  BLUE,
+  BROWN,
+  GREEN,
+  GREY,
+  ORANGE,
+  PURPLE,
+  RED,
+  SKY,
+  Style,
+)
+
+# For variants without a style. The first colours and all markers are not those
+# of the package's own variants.
+_COLORS = (BROWN, ORANGE, SKY, GREEN, PURPLE, RED, BLUE)
+_MARKERS = ("<", ">", "p", "h", "d", "v")
+
+# The styles of names whose class has none, or that have no class.
+_assigned_styles: dict[str, Style] = {}
+
+
+def style(attention: str) -> Style:
+  """Returns the style of an attention variant.
+
+  The result for a name stays the same in a process. Registered variants get
+  their styles in the order of their registration. Then come names that are not
+  registered, such as those of stored results, in the order of their use.
+
+  Args:
+    attention: the variant's name, as in config.model.attention.
+  """
+  for name in (*ATTENTION, attention):
+    if _class_style(name) is None and name not in _assigned_styles:
+      color, marker = _next_free_look()
+      _assigned_styles[name] = Style(name, color, marker)
+  class_style = _class_style(attention)
+  if class_style is not None:
+    return class_style
+  return _assigned_styles[attention]
+
+
+def together(attentions: Sequence[str], names: Sequence[str]) -> list[Style]:
+  """Returns the styles of one model, or of two models in one figure.
+
+  Two models of one variant go by their own names, and the second one is grey.
+
+  Args:
+    attentions: the variant of each model.
+    names: the name of each model.
+  """
+  styles = [style(attention) for attention in attentions]
+  if len(set(styles)) < len(styles):
+    for index, name in enumerate(names):
+      styles[index] = styles[index]._replace(name=name)
+  colors = {each.color for each in styles}
+  if len(colors) < len(styles):
+    for index in range(1, len(styles)):
+      styles[index] = styles[index]._replace(color=GREY, marker="o")
+  return styles
+
+
+def _class_style(attention: str) -> Style | None:
+  """Returns the style that a variant's class has, or None."""
+  layer_class = ATTENTION.get(attention)
+  return None if layer_class is None else layer_class.style
+
+
+def _next_free_look() -> tuple[str, str]:
+  """Returns a colour and a marker that no variant has yet, if any are left."""
+  used = set()
+  for name in ATTENTION:
+    class_style = _class_style(name)
+    if class_style is not None:
+      used.add((class_style.color, class_style.marker))
+  for assigned_style in _assigned_styles.values():
+    used.add((assigned_style.color, assigned_style.marker))
+
+  for marker, color in itertools.product(_MARKERS, _COLORS):
+    if (color, marker) not in used:
+      return color, marker
+  # More variants than combinations: the colours and markers repeat.
+  num_assigned = len(_assigned_styles)
+  return (
+    _COLORS[num_assigned % len(_COLORS)],
+    _MARKERS[num_assigned % len(_MARKERS)],
+  )
