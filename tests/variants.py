@@ -49,6 +49,15 @@ def declared(name: str) -> Variant:
 VARIANTS = {name: EXPECTED.get(name) or declared(name) for name in ATTENTION}
 
 
+def supporting(*features: str) -> list[str]:
+  """Returns the variants that support all of these features."""
+  names = []
+  for name, layer_class in ATTENTION.items():
+    if layer_class.supports.issuperset(features):
+      names.append(name)
+  return names
+
+
 # What public models have beside their attention.
 PUBLIC: dict[str, Any] = dict(
   plain_layers=1,

@@ -12,7 +12,6 @@ from experiments import tuned
 from experiments.ablations.config import ROWS as ABLATIONS
 from experiments.ablations.config import get_config as get_ablation
 
-
 NAMES = (
   "transformer",
   "transformer_norm",

@@ -19,11 +19,13 @@ from diffjax.model.attention import (
   attention_class,
   lambda_init_schedule,
 )
+from diffjax.model.definition import apply_weights, attention_from_weights
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.rope import rope
+from diffjax.parameters import BIASES
 from tests.parameters import parameters
 from tests.tiers import full
-from tests.variants import EXPECTED, VARIANTS, declared
+from tests.variants import EXPECTED, VARIANTS, declared, supporting
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
@@ -158,6 +160,7 @@ def test_stands_alone_in_a_users_module(name):
   G, M, wide = VARIANTS[name].sizes
   shapes = jax.tree.map(jnp.shape, variables["params"]["attention"])
   size = dict(E=32, H=2, K=2, G=G, M=M, D=8, V=8 * wide, U=8 * wide)
+  size |= ATTENTION[name].extra_axes
   want = {
     "query": "EHGD",
     "key": "EKMD",
@@ -437,8 +440,31 @@ def test_shared_noise_maps_are_repeated_ones_that_stay_tied(name, kv_heads):
   )
 
 
-def dense(visible, q, k, v, lam, **_):
-  """Attention whose mask is given, whatever the layer asks for."""
+class MaskedAttention:
+  """Attention whose mask is given: that of the layer is ignored.
+
+  Variants that are computed from their weights call `by_definition`.
+
+  Attributes:
+    visible: Bool[T, S], whether a query sees a key.
+  """
+
+  def __init__(self, visible):
+    self.visible = visible
+
+  def __call__(self, q, k, v, lam, **_):
+    return dense(self.visible, q, k, v, lam)
+
+  def by_definition(self, weights_fn, supports):
+    def attention_fn(q, k, v, lam, **_):
+      mask = jnp.broadcast_to(self.visible, (len(q), *self.visible.shape))
+      return apply_weights(weights_fn(q, k, lam, mask), v)
+
+    return attention_fn
+
+
+def dense(visible, q, k, v, lam):
+  """Returns attention with the mask `visible`, written out."""
   k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
   scores = (
     jnp.einsum(
@@ -462,6 +488,8 @@ def dense(visible, q, k, v, lam, **_):
 )
 def test_mask_fields(name, causal, window):
   """Against a mask that is written out."""
+  if window is not None and name not in supporting("windows"):
+    pytest.skip("the variant has no windows")
   x, distance = (
     jax.random.normal(jax.random.key(0), (2, 9, 16)),
     np.subtract.outer(np.arange(9), np.arange(9)),
@@ -474,7 +502,7 @@ def test_mask_fields(name, causal, window):
   )
   params = parameters(layer, x, 0.3)
   masked = layer.clone(
-    causal=True, window=None, attention_fn=functools.partial(dense, visible)
+    causal=True, window=None, attention_fn=MaskedAttention(visible)
   )
   got, want = (
     jax.jit(module.apply)({"params": params}, x, 0.3)
@@ -514,11 +542,9 @@ def test_projection_biases_are_the_weights_of_an_input_of_ones(name):
   )
   params = parameters(layer, x, 0.3)
   biases = {
-    key: jax.random.normal(jax.random.key(2), leaf.shape)
-    for key, leaf in params.items()
-    if key.endswith("_bias")
+    name: jax.random.normal(jax.random.key(2), params[name].shape)
+    for name in BIASES
   }
-  assert biases.keys() == {"query_bias", "key_bias", "value_bias", "out_bias"}
   got = jax.jit(layer.apply)({"params": params | biases}, x, 0.3)
 
   def widened(key, leaf):  # by one more input, of ones, and one more output
@@ -545,29 +571,44 @@ def test_projection_biases_are_the_weights_of_an_input_of_ones(name):
   np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ATTENTION)
+class StoringAttention:
+  """`diff_attention` that stores the keys and values of its last call."""
+
+  def __init__(self):
+    self.keys_values = ()
+
+  def __call__(self, q, k, v, lam, **mask):
+    self.keys_values = k, v
+    return diff_attention(q, k, v, lam, **mask)
+
+  def by_definition(self, weights_fn, supports):
+    def attention_fn(q, k, v, lam, **mask):
+      self.keys_values = k, v
+      return attention_from_weights(weights_fn, q, k, v, lam, **mask)
+
+    return attention_fn
+
+
+# The test needs to know which keys have an influence: those in the window.
+@pytest.mark.parametrize("name", supporting("windows", "cached_decoding"))
 def test_a_layer_that_reads_keys_and_values_has_none_of_its_own(name):
   """With those that it would have made itself it gives the same; with those of another input it is cross-attention."""
   x, other = jax.random.normal(jax.random.key(0), (2, 2, 9, 16))
-  given = []
-
-  def attend(q, k, v, lam, **mask):
-    given[:] = k, v
-    return diff_attention(q, k, v, lam, **mask)
-
+  attention = StoringAttention()
   layer = ATTENTION[name](
     num_heads=4, num_kv_heads=2, head_dim=4, projection_biases=True, window=4
   )
-  own = layer.clone(attention_fn=attend)
+  own = layer.clone(attention_fn=attention)
   params = parameters(layer, x, 0.3)
   params = {
     key: jax.random.normal(jax.random.key(2), leaf.shape)
-    if key.endswith("_bias")
+    if key in BIASES
     else leaf
     for key, leaf in params.items()
   }
   want = own.apply({"params": params}, x, 0.3)
-  init = functools.partial(layer.init_with_output, keys_values=(*given,))
+  own_keys_values = attention.keys_values
+  init = functools.partial(layer.init_with_output, keys_values=own_keys_values)
   made, variables = jax.eval_shape(init, jax.random.key(1), x, 0.3)
   assert made.shape == x.shape
   names = variables["params"].keys()
@@ -578,9 +619,11 @@ def test_a_layer_that_reads_keys_and_values_has_none_of_its_own(name):
       {"params": few}, x, 0.3, keys_values=keys_values
     )
   )
-  np.testing.assert_allclose(cross(x, (*given,)), want, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(
+    cross(x, own_keys_values), want, rtol=1e-5, atol=1e-6
+  )
   own.apply({"params": params}, other, 0.3)
-  k, v = given
+  k, v = attention.keys_values
   influence = jax.grad(
     lambda k, v: cross(x, (k, v))[0, 6].sum(), argnums=(0, 1)
   )(k, v)
@@ -683,7 +726,7 @@ def test_init_of_a_layer_returns_parameters_alone(name):
   apply = functools.partial(layer.apply, mutable=sown)
   _, variables = jax.eval_shape(apply, variables, x, 0.3)
   assert len(variables["intermediates"]["query"]) == 1
-  if name in ("softmax", "gated"):  # The variants without λ.
+  if ATTENTION[name].compute_lambda is Attention.compute_lambda:  # no λ
     assert "metrics" not in variables
   else:
     assert len(variables["metrics"]["lambda"]) == 1

@@ -26,7 +26,7 @@ from diffjax.model.shapes import axis_sizes, parameter_shapes
 from diffjax.ops.diff_attention import diff_attention
 from tests.parameters import parameters
 from tests.tiers import full
-from tests.variants import models
+from tests.variants import EXPECTED, models
 
 CONFIG = ModelConfig(
   vocab_size=64,
@@ -441,19 +441,22 @@ SIZES = dict(
 
 
 def with_distinct_sizes(name, **fields):
-  """Returns a config of an attention class in which all sizes are different.
-
-  Equal are only the sizes that are equal by definition: V and U, with one map
-  also H and Q, and G and M.
-  """
+  """Returns a config of an attention class in which all sizes are different."""
   num_noise_heads = 12 if ATTENTION[name].has_noise_map else None
-  config = ModelConfig(
+  return ModelConfig(
     attention=name, num_noise_heads=num_noise_heads, **SIZES, **fields
   )
-  sizes = axis_sizes(config)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_sizes_tell_axes_apart(name):
+  """Equal are only the sizes that are equal by definition: V and U.
+
+  With one map, H and Q are also equal, and G and M.
+  """
+  sizes = axis_sizes(with_distinct_sizes(name))
   num_equal = 1 if ATTENTION[name].has_noise_map else 3
   assert len(set(sizes.values())) == len(sizes) - num_equal
-  return config
 
 
 OPTIONS = [
@@ -549,7 +552,13 @@ def test_remat_does_not_change_loss_or_gradients(name, policy):
   chex.assert_trees_all_close(plain, remat, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+# Other variants store their weights.
+FUSED = [
+  name for name, config in VARIANTS.items() if ATTENTION[config.attention].fused
+]
+
+
+@pytest.mark.parametrize("name", FUSED)
 def test_the_backward_pass_keeps_no_float32_and_no_second_copy_of_a_parameter(
   name,
 ):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from diffjax.config import ModelConfig
+from diffjax.model.attention import ATTENTION
 from diffjax.training import flops
 from tests.variants import VARIANTS
 
@@ -46,6 +47,7 @@ def by_hand(attention):
     ("btf,fe->bte", (B, T, F), (F, E)),
   ]
   size = dict(E=E, H=H, K=K, G=G, M=M, D=D, V=V)
+  size |= ATTENTION[attention].extra_axes
   for axes in VARIANTS[attention].extra.values():
     if "E" in axes:  # a matrix
       outputs = axes.replace("E", "").lower()
