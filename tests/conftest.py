@@ -103,6 +103,24 @@ def optimised():
 
 
 @pytest.fixture
+def restored_registry():
+  """Forgets at the end which attention variants a test registers."""
+  from diffjax import parameters
+  from diffjax.model import registry, variant_styles
+
+  tables = (
+    registry.ATTENTION,
+    parameters.PARAMETERS,
+    variant_styles._assigned_styles,
+  )
+  originals = [dict(table) for table in tables]
+  yield
+  for table, original in zip(tables, originals, strict=True):
+    table.clear()
+    table.update(original)
+
+
+@pytest.fixture
 def system_allocator(monkeypatch):
   """Processes that the test starts use the system's memory allocator.
 
