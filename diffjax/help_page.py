@@ -10,7 +10,7 @@ from absl import flags
 
 # What every command with a config takes besides its own flags.
 CONFIG = {
-  "--config=NAME[:VARIANT]": "A config of configs/ by name, a file, or config.toml of a run; :transformer and :diff_v2 are its twins of equal size.",
+  "--config=NAME[:VARIANT]": "A config of configs/ by name, a file, or config.toml of a run; :transformer, :diff_v2 and other attention variants are its twins of equal size.",
   "--config.SECTION.FIELD=…": "Any field of the config. diffjax/config.py says what each one means.",
   "--print_config": "Print the whole config, with units and choices, as a file for --config.",
 }

@@ -11,6 +11,7 @@ import pytest
 
 from diffjax.config import (
   Config,
+  ModelConfig,
   UserError,
   bound_of,
   check,
@@ -18,8 +19,10 @@ from diffjax.config import (
   to_config_dict,
 )
 from diffjax.configs import base
+from diffjax.model.attention import ATTENTION, Attention, register
 from diffjax.model.decoder import Decoder
 from diffjax.model.shapes import parameter_shapes
+from diffjax.parameters import Parameter
 from diffjax.training.flops import parameter_count
 from tests.conftest import ROOT
 
@@ -28,7 +31,10 @@ ADAPTED = ["llama_1b_dex", "llama_1b_gda"]
 PUBLISHED = {"motif_2_6b": 2.597, "motif_2_12b": 12.704}
 FILES = {path.stem: path for path in (ROOT / "configs").glob("[!_]*.py")}
 NAMES = sorted(FILES.keys() - {*ADAPTED, *PUBLISHED})
+# The variants of the paper and of the authors' post.
 VARIANTS = ("diff", "transformer", "diff_v2")
+# All others, without "softmax", another name of "transformer".
+OTHERS = [name for name in ATTENTION if name not in (*VARIANTS, "softmax")]
 
 # Billions with one vocabulary matrix (paper, tables 2 and 8, from shapes; see each config).
 PAPER = {
@@ -78,6 +84,120 @@ def test_shapes(name, variant):
     assert size / 1e9 == pytest.approx(
       PAPER[name], abs=5e-4 * max(1.0, PAPER[name])
     )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_twins_as_the_docstring_of_the_configs_says(name):
+  """All else in the config stays. The numbers are written out here again."""
+  diff = load(name)
+  model = diff.model
+  heads = dict(
+    num_heads=2 * model.num_heads,
+    num_kv_heads=2 * model.num_kv_heads,
+    head_norm=False,
+  )
+  transformer = dataclasses.replace(model, attention="softmax", **heads)
+  expected = dataclasses.replace(diff, model=transformer)
+  assert load(name, "transformer") == load(name, "softmax") == expected
+  assert load(name, "diff") == diff
+
+  columns = 2 * model.num_heads * model.head_dim + 2 * model.num_heads
+  ffn_dim = round((model.ffn_dim - columns / 3) / 16) * 16
+  v2 = dataclasses.replace(model, attention="diff_v2", ffn_dim=ffn_dim, **heads)
+  assert load(name, "diff_v2") == dataclasses.replace(diff, model=v2)
+
+
+@pytest.mark.parametrize("variant", OTHERS)
+@pytest.mark.parametrize("name", ["tiny", "diff_1b"])
+def test_every_variant_has_a_twin(name, variant):
+  """Its feed-forward layer differs from V1's size by half a step at most."""
+  diff, twin = load(name).model, load(name, variant).model
+  assert twin.attention == variant
+  assert twin.head_norm == ATTENTION[variant].head_norm
+  assert twin.ffn_dim % 16 == 0
+  half_a_step = twin.num_layers * 3 * twin.embed_dim * 8
+  vectors = twin.num_layers * (6 * diff.head_dim + 2 * twin.num_heads)
+  difference = parameter_count(twin) - parameter_count(diff)
+  assert abs(difference) <= half_a_step + vectors
+  assert load(name, f"{variant},heads=1").model.num_heads == 1
+
+
+def test_a_variant_of_a_user_has_a_twin(restored_registry):
+  """Of three maps with keys of their own, whose λ has a matrix [E, R]."""
+
+  @register("own")
+  class Own(Attention):
+    extra_parameters = {"own_lambda": Parameter("LER", inputs="E")}
+    extra_axes = {"R": 7}
+    num_key_maps = 3
+
+    def head_sizes(self):
+      return super().head_sizes()._replace(G=3)
+
+  diff, twin = load("diff_1b").model, load("diff_1b", "own").model
+  # Queries and keys have 3 maps instead of 2 · 1/2 for each of 16 heads.
+  columns = 2 * (3 - 1) * 16 * 128 + 7
+  ffn_dim = round((5440 - columns / 3) / 16) * 16
+  assert twin == dataclasses.replace(
+    diff,
+    attention="own",
+    num_heads=16,
+    num_kv_heads=16,
+    head_norm=False,
+    ffn_dim=ffn_dim,
+  )
+
+
+@pytest.mark.parametrize(
+  "fields, expected",
+  [
+    (dict(lambda_init=0.5), dict(lambda_init=None, ffn_dim=96)),
+    (dict(lambda_init_offset=1), dict(lambda_init_offset=0, ffn_dim=96)),
+    (dict(value_dim=40), dict(value_dim=20, ffn_dim=96)),
+    (dict(plain_layers=1), dict(plain_layers=1, ffn_dim=96)),
+    # Two noise maps and four signal maps have 2 · 16 fewer columns of queries
+    # than the Transformer's eight heads. 96 − 32/3 is rounded to 80.
+    (dict(num_noise_heads=2), dict(num_noise_heads=None, ffn_dim=80)),
+    # If one layer of two has them, F shrinks half as much, which rounds to 0.
+    (
+      dict(num_noise_heads=2, plain_layers=1),
+      dict(num_noise_heads=None, ffn_dim=96),
+    ),
+  ],
+  ids=str,
+)
+def test_fields_of_a_twin(fields, expected):
+  """The Transformer has none of V1's fields, and the same matrices."""
+  sizes = dict(num_layers=2, embed_dim=64, head_dim=16, ffn_dim=96)
+  diff = ModelConfig(num_heads=4, num_kv_heads=2, **sizes, **fields)
+  twin = Attention.twin(diff)
+  assert (twin.num_heads, twin.num_kv_heads) == (8, 4)
+  for field, value in expected.items():
+    assert getattr(twin, field) == value
+
+
+def test_a_twin_of_a_twin():
+  """Any variant becomes any other one."""
+  v2, diff = load("diff_1b", "diff_v2").model, load("diff_1b").model
+  assert ATTENTION["diff"].twin(v2) == diff
+  assert Attention.twin(v2) == load("diff_1b", "transformer").model
+
+
+def test_what_has_no_twin(restored_registry):
+  narrow = dataclasses.replace(load("diff_1b").model, ffn_dim=688)
+  with pytest.raises(
+    UserError, match="ffn_dim = 688: too narrow for 'diff_v2'"
+  ):
+    ATTENTION["diff_v2"].twin(narrow)
+
+  @register("own")
+  class Own(Attention):
+    value_dim_factor = 3
+
+  with pytest.raises(
+    UserError, match="config.model.num_heads = 8: .* 2/3 of it, which must be"
+  ):
+    load("diff_1b", "own")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -202,9 +322,11 @@ def test_unknown_variants(variant, part):
   """The error names the part that is wrong and lists what is possible."""
   with pytest.raises(UserError) as error:
     load("tiny", variant)
+  names = "|".join(dict.fromkeys(["diff", "transformer", *ATTENTION]))
   assert str(error.value) == (
     f"variant {variant!r}: {part!r} is not allowed;"
-    " variants are diff|transformer|diff_v2[,heads=NUMBER]"
+    f" variants are {names}[,heads=NUMBER];"
+    " a variant of your own needs --import=MODULE"
   )
 
 

@@ -84,7 +84,7 @@ def test_the_fused_operation_computes_the_weights(
   fields = dict(num_heads=4, num_kv_heads=2, head_dim=4, dtype=dtype, **fields)
   x = np.random.default_rng(0).normal(size=(2, 9, 16))
   layer = layer_class(**fields)
-  params = parameters(layer, x.astype("float32"), LAMBDA_INIT)
+  params = parameters(layer.clone(dtype="float32"), x, LAMBDA_INIT)
 
   with jax.enable_x64(True):
     x = jnp.asarray(x, dtype)
