@@ -14,6 +14,7 @@ import experiments.plots
 from diffjax.config import UserError
 from diffjax.evals.report import plots, results
 from diffjax.evals.report.figures import compare, mean_of
+from diffjax.model import variant_styles
 
 MODELS = [{"name": "[one]"}, {"name": "two"}]
 
