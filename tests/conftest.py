@@ -105,19 +105,11 @@ def optimised():
 @pytest.fixture
 def restored_registry():
   """Forgets at the end which attention variants a test registers."""
-  from diffjax import parameters
-  from diffjax.model import registry, variant_styles
+  # Imported here, because that file imports this one.
+  from tests.own_variants import kept_registry
 
-  tables = (
-    registry.ATTENTION,
-    parameters.PARAMETERS,
-    variant_styles._assigned_styles,
-  )
-  originals = [dict(table) for table in tables]
-  yield
-  for table, original in zip(tables, originals, strict=True):
-    table.clear()
-    table.update(original)
+  with kept_registry():
+    yield
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import contextlib
 import sys
 
 import diffjax.model.attention  # noqa: F401 (registers the package's variants)
-from diffjax.model import registry
+from diffjax.model import registry, variant_styles
 from diffjax.parameters import PARAMETERS
 from tests.conftest import ROOT
 from tests.pages import python_blocks
@@ -84,16 +84,14 @@ FIELDS = dict(num_heads=4, num_kv_heads=2, head_norm=False)
 @contextlib.contextmanager
 def kept_registry():
   """Forgets the variants that are registered inside, and their modules."""
-  attention, parameters = dict(registry.ATTENTION), dict(PARAMETERS)
+  tables = (registry.ATTENTION, PARAMETERS, variant_styles._assigned_styles)
+  originals = [dict(table) for table in tables]
   try:
     yield
   finally:
-    for table, kept in (
-      (registry.ATTENTION, attention),
-      (PARAMETERS, parameters),
-    ):
+    for table, original in zip(tables, originals, strict=True):
       table.clear()
-      table.update(kept)
+      table.update(original)
     for module in (MODULE, DINT_MODULE):
       sys.modules.pop(module, None)
 

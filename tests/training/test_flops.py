@@ -64,6 +64,8 @@ def by_hand(attention):
     ("bthgd,bshgd->bhgts", (B, T, H, G, D), (B, T, H, G, D)),
     ("bhgts,bshv->bthgv", (B, H, G, T, T), (B, T, H, V)),
   ]
+  if not ATTENTION[attention].fused:  # The values times the sum of the maps.
+    pairs[1] = ("bhts,bshv->bthv", (B, H, T, T), (B, T, H, V))
 
   def xla(product):
     equation, left, right = product
