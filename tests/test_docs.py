@@ -222,14 +222,15 @@ def wrong_files(text, page):
 
 
 @BY_PAGE
-def test_links_commands_fields_and_files_are_there(page, monkeypatch):
+def test_links_commands_fields_and_files_are_there(page, monkeypatch, tmp_path):
   monkeypatch.chdir(ROOT)
   text = page.read_text()
-  assert [
-    wrong
-    for check in (wrong_links, wrong_commands, wrong_fields, wrong_files)
-    for wrong in check(text, page)
-  ] == []
+  found = []
+  # docs/variants.md has commands with the variant that it defines.
+  with own_variants.registered(tmp_path):
+    for check in (wrong_links, wrong_commands, wrong_fields, wrong_files):
+      found += check(text, page)
+  assert found == []
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from diffjax.parallel.mesh import (
   sharded_attention,
   sharded_cross_entropy,
 )
+from diffjax.parameters import PARAMETERS
 from diffjax.training.program import build
 from tests.tiers import full
 from tests.variants import models
