@@ -111,7 +111,9 @@ FIELDS = {
 NUM_POLY_NORM_WEIGHTS = 3
 
 
-# The axes that a parameter of an attention variant may have besides its own.
+# The letters that are in use, and those of them that a parameter of an attention
+# variant may have.
+_LEGEND = frozenset("BTSEHQGKMDVUFWLNPJC")
 _VARIANT_AXES = frozenset("LEHQGKMDVU")
 
 
@@ -137,7 +139,7 @@ def add_parameters(
       with L, or if another variant has a different parameter of this name.
   """
   for letter in extra_axes:
-    if letter in FIELDS or letter in _VARIANT_AXES or len(letter) != 1:
+    if letter in _LEGEND or len(letter) != 1:
       raise ValueError(
         f"extra_axes has {letter!r}: must be a letter that is not in use for"
         " another axis (see diffjax/parameters.py)"

@@ -1166,7 +1166,7 @@ def attention_class(config: ModelConfig) -> type[Attention]:
     UserError: if the name is unknown, or if the config sets a field to a value
       that the layer does not support.
   """
-  layer_class = layer_class_of(config.attention)
+  layer_class: type[Attention] = layer_class_of(config.attention)
   layer_class.check(config)
   return layer_class
 

@@ -10,20 +10,18 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
 from diffjax.config import UserError
 from diffjax.parameters import add_parameters
 
-if TYPE_CHECKING:
-  from diffjax.model.attention import Attention
+LayerClass = TypeVar("LayerClass", bound=type)
 
-LayerClass = TypeVar("LayerClass", bound="type[Attention]")
-
-# The layer class of each name.
-ATTENTION: dict[str, type[Attention]] = {}
+# The layer class of each name: subclasses of `diffjax.model.attention.Attention`,
+# which this module cannot import.
+ATTENTION: dict[str, Any] = {}
 
 
 def register(name: str) -> Callable[[LayerClass], LayerClass]:
@@ -53,6 +51,7 @@ def register(name: str) -> Callable[[LayerClass], LayerClass]:
     )
 
   def add(layer_class: LayerClass) -> LayerClass:
+    new_class: Any = layer_class
     registered = ATTENTION.get(name)
     if registered is not None:
       if not _is_redefinition(registered, layer_class):
@@ -62,7 +61,7 @@ def register(name: str) -> Callable[[LayerClass], LayerClass]:
         )
       # Compiled functions of the old class would be used for equal configs.
       jax.clear_caches()
-    add_parameters(layer_class.extra_parameters, layer_class.extra_axes)
+    add_parameters(new_class.extra_parameters, new_class.extra_axes)
     ATTENTION[name] = layer_class
     return layer_class
 
@@ -111,7 +110,7 @@ def imported_modules() -> list[str]:
   return modules
 
 
-def name_of(layer_class: type[Attention]) -> str:
+def name_of(layer_class: type) -> str:
   """Returns the name under which a layer class is registered.
 
   Raises:
@@ -126,7 +125,7 @@ def name_of(layer_class: type[Attention]) -> str:
   )
 
 
-def layer_class_of(name: str) -> type[Attention]:
+def layer_class_of(name: str) -> Any:
   """Returns the layer class that is registered under a name.
 
   Raises:
