@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import fnmatch
 import importlib
@@ -9,7 +10,11 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from diffjax import config_file
 from diffjax.config import Config, UserError, from_config_dict
+from experiments import folders
+from experiments import product as products
+from experiments.product import Product
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -42,11 +47,63 @@ class Grid:
     variants: of the folder's config.py.
     baseline: the variant that the others are compared with; in NAME,*, the star stands for what a variant has behind its first comma.
     seeds: of initialisation and of the order of data. Each variant is trained with every seed.
+    crossed: the factors of `Grid.product`, whose rows are the variants.
   """
 
   variants: tuple[str, ...]
   baseline: str
   seeds: tuple[int, ...] = (0,)
+  crossed: Product | None = None
+
+  @classmethod
+  def product(
+    cls,
+    base: str,
+    factors: Mapping[str, Iterable[Any]],
+    *,
+    seeds: Iterable[int] = (0,),
+    baseline: str | None = None,
+  ) -> Grid:
+    """Returns the grid of all combinations of some config fields' values.
+
+    It needs no config.py:
+
+        Grid.product(
+          "tiny",
+          {"model.lambda_init": [0.2, 0.5], "model.head_norm": [True, False]},
+          seeds=range(2),
+        )
+
+    has eight runs. The rows are called "lambda_init=0.2,head_norm=True", and so
+    on. The dotted name is used if two factors end alike. The default plot has
+    the first factor on its x-axis.
+
+    Args:
+      base: The config that the fields are set in, as --config takes it. The
+        path of a file is relative to the experiment's folder.
+      factors: The values of each field, by the field's dotted name. They keep
+        their types. None is possible if it is the base's value.
+      seeds: Each combination is trained with every seed.
+      baseline: The name of a row, or "NAME=VALUE,*" for the row that differs in
+        the first factor alone. The first row by default.
+
+    Raises:
+      UserError: for a factor without values or with a value twice, and for an
+        unknown baseline.
+    """
+    crossed = products.make(base, factors)
+    rows = tuple(crossed.rows())
+    if baseline is None:
+      baseline = rows[0]
+    start = baseline.removesuffix("*")
+    if baseline not in rows and not (
+      baseline.endswith(",*") and any(row.startswith(start) for row in rows)
+    ):
+      raise UserError(
+        f"Grid.product: there is no row {baseline!r} for the baseline; there"
+        f" are {', '.join(rows)}"
+      )
+    return cls(rows, baseline, tuple(seeds), crossed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +126,9 @@ class Experiment:
     task: the constants of `prepare` and `measure` (JSON-able). Results of different tasks do not share a folder.
     summarise: returns the rows of a second table, computed from results.json and stored there as `summary`. A cell is a text, a number, a
       number with the bounds of its interval, or None.
-    plot: draws results.json.
+    plot: draws results.json. `Grid.product` has a plot of its own if this is None.
+
+  If a run of a row failed, `summarise` and `plot` get results without that row: its other runs are no fair sample.
   """
 
   question: str
@@ -96,6 +155,8 @@ class Run:
     config: the whole config.
     fields: the overrides that the command line needs beside the variant, by dotted name.
     pretrained: the run that it starts from.
+    base: the value of --config that the fields override.
+    factors: the values of `Grid.product`, by dotted name.
   """
 
   name: str
@@ -104,6 +165,8 @@ class Run:
   config: Config
   fields: Mapping[str, Any]
   pretrained: Run | None = None
+  base: str = ""
+  factors: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def settings(self) -> dict[str, Any]:
     """The config's sections, and the fields of the pretrained run as one more section."""
@@ -120,21 +183,53 @@ def names() -> list[str]:
   return sorted(path.parent.name for path in FOLDER.glob("*/experiment.py"))
 
 
+def resolve(argument: str) -> str:
+  """Returns an experiment's name: that of a folder in this one, or the absolute path of a folder outside.
+
+  Args:
+    argument: A name, or the path of a folder with an experiment.py.
+
+  Raises:
+    UserError: for an unknown name, and for a path without an experiment.py.
+  """
+  if argument in names():
+    return argument
+  folder = pathlib.Path(argument).expanduser().resolve()
+  if folder.parent == FOLDER and folder.name in names():
+    return folder.name
+  if not folder.is_dir():
+    raise UserError(
+      f"there is no experiment {argument!r}; there are {', '.join(names())},"
+      " and the path of a folder with an experiment.py works too"
+    )
+  if not (folder / "experiment.py").is_file():
+    raise UserError(
+      f"{folder} has no experiment.py; experiments/README.md says what to write"
+      " into it"
+    )
+  return str(folder)
+
+
+def label(name: str) -> str:
+  """Returns the name of an experiment's folder, without its path."""
+  return pathlib.Path(name).name
+
+
 def load(name: str, grid: str = "cpu") -> Experiment:
-  """The experiment in a folder that has the grid of that name.
+  """Returns the experiment in a folder that has the grid of that name.
+
+  Args:
+    name: The experiment's name, or the path of a folder.
+    grid: The name of one of its grids.
 
   Raises:
     UserError: for an unknown experiment or grid; lists the known ones.
   """
-  if name not in names():
-    raise UserError(
-      f"there is no experiment {name!r}; there are {', '.join(names())}"
-    )
-  by_grid = {
-    key: experiment
-    for experiment in experiments_of(name)
-    for key in experiment.grids
-  }
+  name = resolve(name)
+  by_grid = {}
+  for experiment in experiments_of(name):
+    for key in experiment.grids:
+      by_grid[key] = experiment
   if grid not in by_grid:
     raise UserError(
       f"--grid={grid}: {name} has no such grid; there are {', '.join(by_grid)}"
@@ -143,73 +238,152 @@ def load(name: str, grid: str = "cpu") -> Experiment:
 
 
 def experiments_of(name: str) -> list[Experiment]:
-  """EXPERIMENT of a folder, and LARGE if it has one."""
-  module = importlib.import_module(f"experiments.{name}.experiment")
-  return [
-    module.EXPERIMENT,
-    *([module.LARGE] if hasattr(module, "LARGE") else []),
-  ]
+  """Returns EXPERIMENT of a folder, and LARGE if it has one."""
+  if folders.is_outside(name):
+    module = folders.load(pathlib.Path(name))
+  else:
+    module = importlib.import_module(f"experiments.{name}.experiment")
+  if hasattr(module, "LARGE"):
+    return [module.EXPERIMENT, module.LARGE]
+  return [module.EXPERIMENT]
 
 
 def expand(name: str, grid: Grid, changes: Mapping[str, Any]) -> list[Run]:
-  """The runs of a grid, seed after seed, so that a grid that is stopped has complete comparisons.
+  """Returns the runs of a grid, seed after seed, so that a grid that is stopped has complete comparisons.
 
   Args:
-    name: the experiment's.
-    grid: one of its grids.
-    changes: fields to set, by dotted name: FIELD in every run, VARIANT:FIELD in the runs of one variant.
+    name: The experiment's name.
+    grid: One of its grids.
+    changes: Fields to set, by dotted name: FIELD in every run, VARIANT:FIELD in
+      the runs of one variant.
 
   Raises:
-    UserError: for an unknown field or variant, for a seed, which the grid sets, and for a config that cannot work.
+    UserError: for an unknown field or variant, for a seed or a factor, which
+      the grid sets, and for a config that cannot work. For `Grid.product` the
+      error names the run.
   """
+  name = resolve(name)
+  _check_changes(grid, changes)
+  experiment = _experiment_with(name, grid)
+  pretrained_runs = {}
+  if experiment.pretrained:
+    for run in expand(experiment.pretrained, grid, changes):
+      pretrained_runs[run.name] = run
+  rows = _rows(name, experiment, grid)
+  runs = []
+  for seed in grid.seeds:
+    for variant in grid.variants:
+      run_name = f"{variant}/seed_{seed}"
+      row = rows[variant]
+      changed = _changes_of(variant, changes)
+      fields = {"train.seed": seed, "data.seed": seed, **row.factors, **changed}
+      try:
+        config = _with_fields(copy.deepcopy(row.base_values), fields)
+        fields = products.command_line_fields(fields, row.base_values)
+      except UserError as error:
+        if grid.crossed is None:
+          raise
+        raise UserError(f"{run_name}: {error}") from error
+      run = Run(
+        name=run_name,
+        variant=variant,
+        seed=seed,
+        config=config,
+        fields=fields,
+        pretrained=pretrained_runs.get(run_name),
+        base=row.base,
+        factors=row.factors,
+      )
+      runs.append(run)
+  return runs
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+  """What the runs of a variant have in common.
+
+  Attributes:
+    base: the value of --config.
+    base_values: the sections of that config.
+    factors: the fields that `Grid.product` sets.
+  """
+
+  base: str
+  base_values: dict[str, Any]
+  factors: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def _rows(name: str, experiment: Experiment, grid: Grid) -> dict[str, _Row]:
+  """Returns the rows of a grid by variant."""
+  if grid.crossed is not None:
+    return _rows_of_product(name, experiment, grid.crossed)
+  config_name = name
+  if experiment.pretrained and not experiment.trains:
+    config_name = resolve(experiment.pretrained)
+  rows = {}
+  for variant in grid.variants:
+    if folders.is_outside(config_name):
+      base = f"{config_name}/config.py:{variant}"
+      config = config_file.read(base)
+    else:
+      module = importlib.import_module(f"experiments.{config_name}.config")
+      base = f"{FOLDER.name}/{config_name}/config.py:{variant}"
+      config = module.get_config(variant)
+    rows[variant] = _Row(base, config.to_dict())
+  return rows
+
+
+def _rows_of_product(
+  name: str, experiment: Experiment, crossed: Product
+) -> dict[str, _Row]:
+  if experiment.pretrained:
+    raise UserError(
+      f"{name}: Grid.product cannot start from the runs of"
+      f" {experiment.pretrained}; set train.init_from in its base instead"
+    )
+  base = crossed.base_path(FOLDER / name)
+  base_values = config_file.read(base).to_dict()
+  rows = {}
+  for variant, factors in crossed.rows().items():
+    rows[variant] = _Row(base, base_values, factors)
+  return rows
+
+
+def _experiment_with(name: str, grid: Grid) -> Experiment:
+  """Returns the folder's experiment that has the grid, or else its first."""
+  experiments = experiments_of(name)
+  for experiment in experiments:
+    if grid in experiment.grids.values():
+      return experiment
+  return experiments[0]
+
+
+def _check_changes(grid: Grid, changes: Mapping[str, Any]) -> None:
+  """Raises UserError for an unknown variant, a seed and a factor."""
   for change in changes:
     variant, _, field = change.rpartition(":")
     if variant and variant not in grid.variants:
       raise UserError(
         f"--set={change}: the grid has no variant {variant!r}; there are {', '.join(grid.variants)}"
       )
-    if field in ("train.seed", "data.seed"):
+    if field in products.SEED_FIELDS:
       raise UserError(
         f"--set={field}: seeds are the grid's, {', '.join(map(str, grid.seeds))}; --only='*/seed_0' chooses one"
       )
-  experiment = next(
-    (each for each in experiments_of(name) if grid in each.grids.values()),
-    experiments_of(name)[0],
-  )
-  start = (
-    {run.name: run for run in expand(experiment.pretrained, grid, changes)}
-    if experiment.pretrained
-    else {}
-  )
-  config_of = (
-    name
-    if experiment.trains or not experiment.pretrained
-    else experiment.pretrained
-  )
-  get_config = importlib.import_module(
-    f"experiments.{config_of}.config"
-  ).get_config
-  runs = []
-  for seed in grid.seeds:
-    for variant in grid.variants:
-      own = {
-        change.rpartition(":")[2]: value
-        for change, value in changes.items()
-        if change.rpartition(":")[0] in ("", variant)
-      }
-      fields = {"train.seed": seed, "data.seed": seed, **own}
-      config = _with_fields(get_config(variant).to_dict(), fields)
-      runs.append(
-        Run(
-          f"{variant}/seed_{seed}",
-          variant,
-          seed,
-          config,
-          fields,
-          start.get(f"{variant}/seed_{seed}"),
-        )
+    if grid.crossed is not None and field in grid.crossed.factors:
+      raise UserError(
+        f"--set={field}: that is a factor of the grid; --only chooses rows of it"
       )
-  return runs
+
+
+def _changes_of(variant: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the changes that concern a variant, by dotted name."""
+  fields = {}
+  for change, value in changes.items():
+    chosen_variant, _, field = change.rpartition(":")
+    if chosen_variant in ("", variant):
+      fields[field] = value
+  return fields
 
 
 def with_fields(run: Run, fields: Mapping[str, Any]) -> Run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import concurrent.futures
 import contextlib
 import json
@@ -14,11 +15,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from diffjax.config import UserError
 from diffjax.progress import say
 from experiments.grid import FOLDER
+
+# The end of a command's standard error that is searched for its error.
+_TAIL_CHARACTERS = 8000
+# A process that a command left behind may keep its standard error open.
+_TAIL_SECONDS = 5.0
 
 
 class Devices(NamedTuple):
@@ -85,6 +91,18 @@ class Stopped(Exception):
   """The launcher has been stopped."""
 
 
+class Failed(UserError):
+  """A command failed.
+
+  Attributes:
+    reason: Its last error line, without "error: ".
+  """
+
+  def __init__(self, message: str, reason: str):
+    super().__init__(message)
+    self.reason = reason
+
+
 class Launcher:
   """Starts processes that end with this one: at the end of the context, at SIGTERM, SIGHUP and Ctrl-C they get SIGTERM and are waited for.
 
@@ -119,53 +137,79 @@ class Launcher:
     command: Sequence[str],
     env: Mapping[str, str] | None = None,
     log: pathlib.Path | None = None,
+    *,
+    tail: bool = False,
   ) -> None:
-    """Runs a command to its end. Its output goes to the terminal, or is appended to a file.
+    """Runs a command to its end.
+
+    Args:
+      command: The command.
+      env: Environment variables that it gets beside this process's.
+      log: A file that its output is appended to, instead of the terminal.
+      tail: True to know the command's error also without a log. Its standard
+        error goes to the terminal through a pipe then, so that its progress
+        consists of lines instead of a bar.
 
     Raises:
-      UserError: if it fails.
+      Failed: if it fails.
       Stopped: if this launcher has been stopped meanwhile.
     """
     with contextlib.ExitStack() as stack:
-      out = stack.enter_context(log.open("ab")) if log else None
-      with self._lock:
-        if self._stopped:
-          raise Stopped
-        process = subprocess.Popen(
-          command,
-          env={**os.environ, **(env or {})},
-          stdout=out,
-          stderr=subprocess.STDOUT if out else None,
-          start_new_session=True,
-          cwd=FOLDER.parent,
-        )
-        self._running.add(process)
+      stdout, stderr, log_start = None, None, 0
+      if log:
+        stdout = stack.enter_context(log.open("ab"))
+        stderr = subprocess.STDOUT
+        log_start = log.stat().st_size
+      elif tail:
+        stderr = subprocess.PIPE
+      process = self._start(command, env, stdout, stderr)
+      echo = None
+      if process.stderr is not None:
+        echo = _Echo(process.stderr)
+        echo.start()
       try:
-        code = process.wait()
+        exit_code = process.wait()
       finally:
-        if (
-          process.returncode is not None
-        ):  # else this process is interrupted, and the other still runs
+        # After an interrupt the process may still run. `stop` ends it.
+        if process.returncode is not None:
           with self._lock:
             self._running.discard(process)
+        if echo is not None and process.returncode is not None:
+          echo.join(_TAIL_SECONDS)
     if self._stopped:
       raise Stopped
-    if code:
-      last = (
-        [
-          line
-          for line in log.read_text(
-            errors="replace", encoding="utf-8"
-          ).splitlines()
-          if line.strip()
-        ]
-        if log
-        else []
+    if exit_code == 0:
+      return
+    output = ""
+    if log:
+      with log.open("rb") as file:
+        file.seek(log_start)
+        output = file.read().decode(errors="replace")
+    elif echo is not None:
+      output = echo.text
+    raise _failure(command, exit_code, output, log)
+
+  def _start(
+    self,
+    command: Sequence[str],
+    env: Mapping[str, str] | None,
+    stdout: IO[bytes] | None,
+    stderr: int | None,
+  ) -> subprocess.Popen[bytes]:
+    """Starts a process, unless this launcher has been stopped."""
+    with self._lock:
+      if self._stopped:
+        raise Stopped
+      process = subprocess.Popen(
+        command,
+        env={**os.environ, **(env or {})},
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+        cwd=FOLDER.parent,
       )
-      reason = f": {last[-1]} (more in {log})" if last else ", as said above"
-      raise UserError(
-        f"{' '.join(command[1:])} failed with exit code {code}{reason}"
-      )
+      self._running.add(process)
+    return process
 
   def stop(self) -> None:
     """Ends all processes, and starts no more."""
@@ -221,3 +265,51 @@ class Launcher:
         failed.set()
         self.stop()
         raise
+
+
+class _Echo(threading.Thread):
+  """Copies a pipe to this process's standard error.
+
+  Attributes:
+    text: The end of what was read.
+  """
+
+  def __init__(self, pipe: IO[bytes]):
+    super().__init__(name="standard error", daemon=True)
+    self._pipe = pipe
+    self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    self.text = ""
+
+  def run(self) -> None:
+    with self._pipe:
+      while chunk := os.read(self._pipe.fileno(), 4096):
+        self._copy(self._decoder.decode(chunk))
+
+  def _copy(self, text: str) -> None:
+    self.text = (self.text + text)[-_TAIL_CHARACTERS:]
+    # The command goes on if the terminal is gone.
+    with contextlib.suppress(OSError, ValueError):
+      sys.stderr.write(text)
+      sys.stderr.flush()
+
+
+def _failure(
+  command: Sequence[str], exit_code: int, output: str, log: pathlib.Path | None
+) -> Failed:
+  """Returns the error for a command that failed, with its last error line."""
+  lines = [line.strip() for line in output.splitlines() if line.strip()]
+  errors = [line for line in lines if line.startswith("error: ")]
+  reason = f"exit code {exit_code}"
+  if errors:
+    reason = errors[-1].removeprefix("error: ")
+  elif exit_code < 0:
+    reason = f"ended by signal {-exit_code} ({signal.strsignal(-exit_code)})"
+  elif lines:
+    reason = lines[-1]
+  shown = ", as said above"
+  if log and lines:
+    last_line = errors[-1] if errors else lines[-1]
+    shown = f": {last_line} (more in {log})"
+  return Failed(
+    f"{' '.join(command[1:])} failed with exit code {exit_code}{shown}", reason
+  )
