@@ -13,7 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from diffjax.config import Config, UserError, from_config_dict
 from diffjax.progress import say
 from diffjax.training.flops import parameter_count, peak_flops
-from experiments import pace
+from experiments import imports, pace
 from experiments.grid import FOLDER, Experiment, Run
 from experiments.results import cell
 
@@ -183,7 +183,7 @@ def _time_steps(
     f"timing steps of {len(shapes)} {'shape' if len(shapes) == 1 else 'shapes'}"
   )
   result = subprocess.run(
-    [sys.executable, "-m", "experiments.cost"],
+    [sys.executable, "-m", "experiments.cost", *imports.arguments()],
     input=json.dumps([config.to_dict() for config in shapes.values()]),
     stdout=subprocess.PIPE,
     text=True,
@@ -234,6 +234,8 @@ if __name__ == "__main__":
 
   runtime.keep_compiled_programs()
   try:
+    modules, _ = imports.split(sys.argv[1:])
+    imports.load(modules)
     print(
       json.dumps(
         [

@@ -1,4 +1,7 @@
-"""Measures a finished run in a process of its own: python -m experiments.measure NAME GRID WORKDIR TRAINED (experiments.run calls it)."""
+"""Measures a finished run in a process of its own: python -m experiments.measure NAME GRID WORKDIR TRAINED (experiments.run calls it).
+
+NAME is an experiment's name or the path of its folder. --import=MODULE imports a module first.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from diffjax.config import UserError, from_config_dict
 from diffjax.evals.report.results import finite
 from diffjax.training import manifest, runtime
 from experiments import grid as grids
+from experiments import imports
 
 
 def main(name: str, grid: str, workdir: str, trained: str) -> None:
@@ -39,6 +43,8 @@ def main(name: str, grid: str, workdir: str, trained: str) -> None:
 
 if __name__ == "__main__":
   try:
-    main(*sys.argv[1:])
+    modules, arguments = imports.split(sys.argv[1:])
+    imports.load(modules)
+    main(*arguments)
   except UserError as error:
     sys.exit(f"error: {error}")

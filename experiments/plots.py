@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -35,18 +36,89 @@ ROWS = {
   "diff_v2_linear": variant_styles.style("diff_v2_linear"),
   "gated": variant_styles.style("gated"),
 }
+# The colours and markers of other rows, in the order in which they are given.
+COLORS = (
+  styles.BLUE,
+  styles.RED,
+  styles.GREEN,
+  styles.ORANGE,
+  styles.PURPLE,
+  styles.SKY,
+  styles.BROWN,
+  styles.BLACK,
+  styles.GREY,
+)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_LINE_STYLES = ("-", "--", ":", "-.")
 _DODGE = 2.0  # points between the rows that share an x
 
 
 def style(variant: str) -> Style:
-  """The style of a variant's row; its name has the variant's options, as in "DIFF, 4 heads"."""
-  row, *options = variant.split(",")
-  words = []
-  for key, _, value in (option.partition("=") for option in options):
-    words.append(
-      f"{value} heads" if key == "heads" else f"{key.replace('_', ' ')} {value}"
-    )
-  return ROWS[row]._replace(name=", ".join([ROWS[row].name, *words]))
+  """Returns the style of a variant's row; its name has the variant's options, as in "DIFF, 4 heads".
+
+  A figure of several rows whose names are not in ROWS needs `styles_of`.
+  """
+  return styles_of([variant])[variant]
+
+
+def styles_of(variants: Iterable[str]) -> dict[str, Style]:
+  """Returns the styles of a figure's rows, by variant.
+
+  A row that is not in ROWS gets the next colour and marker that the figure does not have. Further rows at the end do not change those
+  before them.
+  """
+  variants = list(dict.fromkeys(variants))
+  styles_by_variant = {}
+  used = set()
+  for variant in variants:
+    row = variant.partition(",")[0]
+    if row in ROWS:
+      name = _words(ROWS[row].name, variant)
+      styles_by_variant[variant] = ROWS[row]._replace(name=name)
+      used.add((ROWS[row].color, ROWS[row].marker))
+  for variant in variants:
+    if variant in styles_by_variant:
+      continue
+    color, marker = _free_look(used)
+    used.add((color, marker))
+    name = _words(legend_text(variant.partition(",")[0]), variant)
+    styles_by_variant[variant] = Style(name, color, marker)
+  return {variant: styles_by_variant[variant] for variant in variants}
+
+
+def legend_text(name: str) -> str:
+  """Returns a name that matplotlib shows in a legend as it is.
+
+  It takes $ for mathematics, and leaves out names that start with "_".
+  """
+  text = name.replace("$", r"\$")
+  return f" {text}" if text.startswith("_") else text
+
+
+def _words(row: str, variant: str) -> str:
+  """Returns a row's name with the options of a variant in words."""
+  words = [row]
+  for option in variant.split(",")[1:]:
+    key, equals, value = option.partition("=")
+    if not equals:
+      words.append(legend_text(option))
+    elif key == "heads":
+      words.append(f"{legend_text(value)} heads")
+    else:
+      words.append(legend_text(f"{key.replace('_', ' ')} {value}"))
+  return ", ".join(words)
+
+
+def _free_look(used: Collection[tuple[str, str]]) -> tuple[str, str]:
+  """Returns a colour and a marker that are not used, of a new colour if there is one."""
+  used_colors = {color for color, _ in used}
+  for color, marker in zip(COLORS, itertools.cycle(MARKERS), strict=False):
+    if color not in used_colors:
+      return color, marker
+  for marker, color in itertools.product(MARKERS, COLORS):
+    if (color, marker) not in used:
+      return color, marker
+  return COLORS[0], MARKERS[0]
 
 
 def runs_by_variant(
@@ -80,6 +152,7 @@ def over_seeds(
     linestyle: of the lines between the means; "none" for no lines.
     suffix: behind the names in the legend.
   """
+  styles_by_variant = styles_of(rows)
   for place, (variant, numbers) in enumerate(rows.items()):
     mean, low, high = np.transpose(
       [found.mean_interval(column) for column in np.asarray(numbers, float).T]
@@ -89,7 +162,7 @@ def over_seeds(
       0,
       axes.figure.dpi_scale_trans,
     )
-    shown = style(variant)
+    shown = styles_by_variant[variant]
     drawn = axes.errorbar(
       x,
       mean,
@@ -112,47 +185,62 @@ def over_seeds(
 def over_rates(results: Mapping[str, Any], metric: str, title: str) -> Figure:
   """Draws a number over the learning rates that were tried, for each row and every other setting: the mean over seeds, and single runs.
 
-  A mean is left out where a run lacks the number."""
+  The learning rate is the option "rate" of a variant's name, or else that of its config. A mean is left out where a run lacks the number.
+  """
   figure = Figure((7, 4.5), layout="constrained")
   axes = figure.subplots()
   lines: dict[tuple[str, str], dict[float, list[float]]] = {}
-  for variant, runs in runs_by_variant(results).items():
-    row, *fields = variant.split(",")
-    values = dict(field.split("=") for field in fields)
-    rate = float(values.pop("rate"))
-    rest = ", ".join(f"{name} {value}" for name, value in values.items())
-    lines.setdefault((row, rest), {})[rate] = [
-      math.nan if run[metric] is None else run[metric] for run in runs
-    ]
-  dashes = dict(
-    zip(
-      dict.fromkeys(rest for _, rest in lines), ("-", "--", ":"), strict=False
-    )
-  )
+  for run in results["runs"]:
+    row, rate, rest = _split_rate(results, run)
+    number = run["results"][metric]
+    points = lines.setdefault((row, rest), {}).setdefault(rate, [])
+    points.append(math.nan if number is None else number)
+  styles_by_row = styles_of(row for row, _ in lines)
+  settings = dict.fromkeys(rest for _, rest in lines)
+  line_styles = dict(zip(settings, itertools.cycle(_LINE_STYLES), strict=False))
   for (row, rest), points in lines.items():
-    shown, rates = style(row), sorted(points)
-    label = ", ".join(filter(None, (shown.name, rest)))
+    shown = styles_by_row[row]
+    rates = sorted(points)
+    means = [np.mean(points[rate]) for rate in rates]
     axes.plot(
       rates,
-      [np.mean(points[rate]) for rate in rates],
-      dashes[rest],
+      means,
+      line_styles[rest],
       color=shown.color,
       marker=shown.marker,
-      label=label,
+      label=f"{shown.name}, {rest}" if rest else shown.name,
     )
-    axes.plot(
-      [rate for rate in rates for _ in points[rate]],
-      [y for rate in rates for y in points[rate]],
-      ".",
-      color=shown.color,
-      alpha=0.5,
-    )
+    dots_x = []
+    dots_y = []
+    for rate in rates:
+      dots_x += [rate] * len(points[rate])
+      dots_y += points[rate]
+    axes.plot(dots_x, dots_y, ".", color=shown.color, alpha=0.5)
   axes.set_xscale("log", base=2)
   ticks = sorted({rate for points in lines.values() for rate in points})
   axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
   axes.set(xlabel="learning rate", ylabel=title)
   axes.legend(fontsize=7, handlelength=4)  # dashes can be told from lines
   return figure
+
+
+def _split_rate(
+  results: Mapping[str, Any], run: Mapping[str, Any]
+) -> tuple[str, float, str]:
+  """Returns a run's row, its learning rate, and its other options in words."""
+  row, *options = run["variant"].split(",")
+  rate = None
+  words = []
+  for option in options:
+    key, equals, value = option.partition("=")
+    if key == "rate" and equals:
+      rate = float(value)
+    else:
+      words.append(f"{key} {value}".strip())
+  if rate is None:
+    config = {**results["config"], **run["config"]}
+    rate = config["optimizer.learning_rate"]
+  return row, rate, legend_text(", ".join(words))
 
 
 def save(figure: Figure, folder: pathlib.Path) -> list[str]:

@@ -15,6 +15,7 @@ import os
 import pathlib
 import platform
 import statistics
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,6 +33,21 @@ from experiments.launch import Devices
 _PACKAGES = ("jax", "flax", "optax", "numpy")
 _LEVEL = 0.05  # of the p-values of differences that are bold
 _CPUS = pathlib.Path("/proc/cpuinfo")  # on Linux
+# The file in the workdir of a run that ended with an error.
+_FAILURE = "failed.json"
+# Characters of an error in a table.
+_REASON_WIDTH = 200
+# What every entry of results.json has, and each file of a run.
+_ENTRY_KEYS = (
+  "name",
+  "variant",
+  "seed",
+  "versions",
+  "parameters",
+  "task",
+  "config",
+  "results",
+)
 
 
 def trained(
@@ -93,25 +109,61 @@ def write_run(
   machine: str,
 ) -> None:
   """Writes a finished run's result.json: its config, date, machine, wall time (None if not known) and results."""
-  write(
-    workdir / "result.json",
-    {
-      "name": run.name,
-      "variant": run.variant,
-      "seed": run.seed,
-      "date": str(datetime.date.today()),
-      "machine": machine,
-      "versions": {
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in _PACKAGES},
-      },
-      "seconds": seconds and round(seconds, 1),
-      "parameters": parameter_count(run.config.model),
-      "task": dict(task),
-      "config": run.settings(),
-      "results": dict(results),
-    },
-  )
+  entry = _entry(run, task, results)
+  entry["machine"] = machine
+  if seconds is not None:
+    seconds = round(seconds, 1)
+  entry["seconds"] = seconds
+  write(workdir / "result.json", entry)
+
+
+def write_failure(
+  workdir: pathlib.Path, run: Run, experiment: Experiment, reason: str
+) -> None:
+  """Writes failed.json for a run that ended with an error.
+
+  It is a run's entry of results.json, in which every metric is None.
+
+  Args:
+    workdir: The run's directory.
+    run: The run.
+    experiment: Its experiment.
+    reason: The last error line.
+  """
+  no_results = dict.fromkeys(experiment.metrics.values())
+  entry = _entry(run, experiment.task, no_results)
+  entry["failed"] = reason
+  write(workdir / _FAILURE, entry)
+
+
+def forget_failure(workdir: pathlib.Path) -> None:
+  """Deletes failed.json, since the run is tried again."""
+  (workdir / _FAILURE).unlink(missing_ok=True)
+
+
+def _entry(
+  run: Run, task: Mapping[str, Any], results: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Returns what results.json holds of a run."""
+  versions = {"python": platform.python_version()}
+  for package in _PACKAGES:
+    versions[package] = importlib.metadata.version(package)
+  entry = {
+    "name": run.name,
+    "variant": run.variant,
+    "seed": run.seed,
+    "date": str(datetime.date.today()),
+    "machine": None,
+    "versions": versions,
+    "seconds": None,
+    "parameters": parameter_count(run.config.model),
+    "task": dict(task),
+    "config": run.settings(),
+    "results": dict(results),
+  }
+  if run.factors:
+    entry["factors"] = dict(run.factors)
+  return entry
 
 
 def machine(found: Devices, slots: int) -> str:
@@ -142,17 +194,7 @@ def read_run(
     UserError: if it belongs to another config or task.
   """
   path = workdir / "result.json"
-  entry = read(
-    path,
-    "name",
-    "variant",
-    "seed",
-    "versions",
-    "parameters",
-    "task",
-    "config",
-    "results",
-  )
+  entry = read(path, *_ENTRY_KEYS)
   if entry is None:
     return None
   entry["config"] = comparable(entry["config"], places)
@@ -168,15 +210,15 @@ def read_folder(
   task: Mapping[str, Any],
   places: Iterable[str],
 ) -> dict[str, dict[str, Any]]:
-  """The runs in a results.json, by name; empty if there is no such file.
+  """Returns the finished runs in a results.json, by name; an empty dict if there is no such file.
 
   Args:
-    path: the file.
-    name: the experiment's.
-    grid: the grid's.
-    runs: all runs of the grid, with the present settings.
-    task: the experiment's.
-    places: fields that only say where data lies.
+    path: The file.
+    name: The experiment's name.
+    grid: The grid's name.
+    runs: All runs of the grid, with the present settings.
+    task: The experiment's task.
+    places: Fields that only say where data lies.
 
   Raises:
     UserError: if it holds results of another experiment, grid, config or task.
@@ -189,20 +231,64 @@ def read_folder(
       raise UserError(
         f"{path} holds results of another {key}, {stored.get(key)!r}; choose another place with --out=DIR"
       )
-  wanted = {run.name: run for run in runs}
+  run_by_name = {run.name: run for run in runs}
   entries = {}
-  for entry in stored["runs"]:
-    entry = {
-      **entry,
-      "task": stored["task"],
-      "config": {**stored["config"], **entry["config"]},
-    }
-    if entry["name"] not in wanted:
+  for entry in _whole_entries(stored):
+    if "failed" in entry:
+      continue
+    if entry["name"] not in run_by_name:
       raise UserError(
         f"{path} holds results of {entry['name']!r}, which the grid does not have now; choose another place with --out=DIR"
       )
-    _check(path, entry, wanted[entry["name"]], task, places)
+    _check(path, entry, run_by_name[entry["name"]], task, places)
     entries[entry["name"]] = entry
+  return entries
+
+
+def read_failures(
+  path: pathlib.Path,
+  runs_dir: pathlib.Path,
+  runs: Sequence[Run],
+  task: Mapping[str, Any],
+  places: Iterable[str],
+) -> dict[str, dict[str, Any]]:
+  """Returns the entries of the runs that ended with an error, by name.
+
+  Those of another config or task are left out: a changed config is often the
+  remedy.
+
+  Args:
+    path: A results.json, which may not exist.
+    runs_dir: The directory of the runs, whose failed.json are newer.
+    runs: All runs of the grid, with the present settings.
+    task: The experiment's task.
+    places: Fields that only say where data lies.
+  """
+  stored_failures = {}
+  stored = read(path, "task", "config", "runs")
+  if stored is not None:
+    for entry in _whole_entries(stored):
+      if "failed" in entry:
+        stored_failures[entry["name"]] = entry
+  failures = {}
+  for run in runs:
+    entry = read(runs_dir / run.name / _FAILURE, *_ENTRY_KEYS, "failed")
+    if entry is None:
+      entry = stored_failures.get(run.name)
+    if entry is None:
+      continue
+    entry["config"] = comparable(entry["config"], places)
+    if not _differences(entry, run, task, places):
+      failures[run.name] = entry
+  return failures
+
+
+def _whole_entries(stored: Mapping[str, Any]) -> list[dict[str, Any]]:
+  """Returns the entries of a results.json with the fields that they share."""
+  entries = []
+  for run in stored["runs"]:
+    config = {**stored["config"], **run["config"]}
+    entries.append({**run, "task": stored["task"], "config": config})
   return entries
 
 
@@ -240,26 +326,18 @@ def write_folder(
 ) -> dict[str, Any]:
   """Writes and returns results.json: the fields that all runs share, then each run with its own fields and results, then the summary."""
   configs = [entry["config"] for entry in entries]
-  shared = {
-    field: value
-    for field, value in configs[0].items()
-    if all(config.get(field, ...) == value for config in configs)
-  }
-  runs = [
-    {
-      key: value
-      for key, value in entry.items()
-      if key not in ("config", "task")
-    }
-    | {
-      "config": {
-        field: value
-        for field, value in entry["config"].items()
-        if field not in shared
-      }
-    }
-    for entry in entries
-  ]
+  shared = {}
+  for field, value in configs[0].items():
+    if all(config.get(field, ...) == value for config in configs):
+      shared[field] = value
+  runs = []
+  for entry in entries:
+    run = {key: entry[key] for key in entry if key not in ("config", "task")}
+    run["config"] = {}
+    for field, value in entry["config"].items():
+      if field not in shared:
+        run["config"][field] = value
+    runs.append(run)
   results = {
     "experiment": name,
     "grid": grid,
@@ -268,10 +346,18 @@ def write_folder(
     "config": shared,
     "runs": runs,
   }
-  if summarise:
-    results["summary"] = summarise(results)
+  rows = without_failed_rows(results)
+  if summarise and rows["runs"]:
+    results["summary"] = summarise(rows)
   write(path, results)
   return results
+
+
+def without_failed_rows(results: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the results without the rows of which a run failed."""
+  failed = {run["variant"] for run in results["runs"] if "failed" in run}
+  runs = [run for run in results["runs"] if run["variant"] not in failed]
+  return {**results, "runs": runs}
 
 
 def _check(
@@ -281,21 +367,32 @@ def _check(
   task: Mapping[str, Any],
   places: Iterable[str],
 ) -> None:
-  differing = _differing(entry["config"], comparable(run.settings(), places))
-  kept, asked = (
-    json.loads(json.dumps(entry["task"])),
-    json.loads(json.dumps(dict(task))),
-  )
-  differing += [
-    f"the task's {key} is {kept.get(key)!r} there and {asked.get(key)!r} now"
-    for key in {**kept, **asked}
-    if kept.get(key) != asked.get(key)
-  ]
-  if differing:
+  """Raises UserError if an entry belongs to another config or task."""
+  differences = _differences(entry, run, task, places)
+  if differences:
     raise UserError(
-      f"{path} holds results of another config ({run.name}): {_shortened(differing)}; choose other places with --workdir=DIR and "
+      f"{path} holds results of another config ({run.name}): {_shortened(differences)}; choose other places with --workdir=DIR and "
       "--out=DIR, or delete them"
     )
+
+
+def _differences(
+  entry: Mapping[str, Any],
+  run: Run,
+  task: Mapping[str, Any],
+  places: Iterable[str],
+) -> list[str]:
+  """Returns a text for each field and constant in which an entry differs from a run."""
+  differences = _differing(entry["config"], comparable(run.settings(), places))
+  stored_task = json.loads(json.dumps(entry["task"]))
+  own_task = json.loads(json.dumps(dict(task)))
+  for key in {**stored_task, **own_task}:
+    stored_value, own_value = stored_task.get(key), own_task.get(key)
+    if stored_value != own_value:
+      differences.append(
+        f"the task's {key} is {stored_value!r} there and {own_value!r} now"
+      )
+  return differences
 
 
 def _differing(stored: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
@@ -361,17 +458,21 @@ def values(
 
 
 def _baseline(results: Mapping[str, Any], variant: str) -> str:
-  """The variant that `variant` is compared with."""
-  return results["baseline"].replace("*", variant.partition(",")[2])
+  """Returns the variant that `variant` is compared with."""
+  baseline = results["baseline"]
+  if not baseline.endswith(",*"):
+    return baseline
+  _, _, options = variant.partition(",")
+  return baseline.removesuffix("*") + options
 
 
 def _count(results: Mapping[str, Any], name: str, variant: str) -> str:
   """The note " (4 of 5)" beside a mean, if some runs of a variant lack the number; else an empty text."""
-  there, runs = (
-    len(values(results, variant, name)),
-    sum(run["variant"] == variant for run in results["runs"]),
-  )
-  return f" ({there} of {runs})" if 0 < there < runs else ""
+  runs = [run for run in results["runs"] if run["variant"] == variant]
+  count = len(values(results, variant, name))
+  if not 0 < count < len(runs):
+    return ""
+  return f" ({count} of {len(runs)})"
 
 
 def sample(
@@ -500,74 +601,113 @@ def significant(results: Mapping[str, Any], name: str) -> set[str]:
 
 
 def table(experiment: Experiment, results: Mapping[str, Any]) -> str:
-  """Markdown tables of an experiment's results.
+  """Returns the markdown tables of an experiment's results.
 
   The first has a row per variant: mean ± standard deviation over seeds of every metric and, where there are several seeds, the first
   metric's difference from the baseline with its interval. The second has the other metrics' differences, and the third the summary, if
-  there is one. The last line says what intervals and bold differences are."""
-  metrics, baseline = experiment.metrics, results["baseline"].removesuffix(",*")
+  there is one. Then come the errors of the runs that failed, which no mean counts. The last line says what intervals and bold differences
+  are.
+  """
+  metrics = experiment.metrics
   variants = list(dict.fromkeys(run["variant"] for run in results["runs"]))
-  compared = {
-    name: _difference_cells(results, variants, name)
-    for name in metrics.values()
-  }
-  first = compared[next(iter(metrics.values()))]
-  head = [
-    "",
-    "parameters",
-    "seeds",
-    *metrics,
-    *([f"{next(iter(metrics))} − {baseline}'s"] if first else []),
-  ]
-  lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-  for variant in variants:
-    own = [run for run in results["runs"] if run["variant"] == variant]
-    cells = [variant, f"{own[0]['parameters'] / 1e6:.3g} M", str(len(own))]
-    cells += [
-      _mean(list(values(results, variant, name).values()))
-      + _count(results, name, variant)
-      for name in metrics.values()
-    ]
-    lines.append(
-      "| "
-      + " | ".join([*cells, *([first.get(variant, "")] if first else [])])
-      + " |"
-    )
-  others = dict(list(metrics.items())[1:])
-  if rows := [
-    variant
-    for variant in variants
-    if any(variant in compared[name] for name in others.values())
-  ]:
-    lines += [
-      "",
-      f"| − {baseline}'s | " + " | ".join(others) + " |",
-      "|---" * (1 + len(others)) + "|",
-    ]
-    lines += [
-      "| "
-      + " | ".join(
-        [
-          variant,
-          *(compared[name].get(variant, "") for name in others.values()),
-        ]
-      )
-      + " |"
-      for variant in rows
-    ]
-  if summary := results.get("summary"):
-    lines += [
-      "",
-      "| " + " | ".join(summary[0]) + " |",
-      "|---" * len(summary[0]) + "|",
-    ]
-    lines += [
-      "| " + " | ".join(cell(value) for value in row.values()) + " |"
-      for row in summary
-    ]
-  if any(compared.values()):
-    lines += ["", _legend(results, compared)]
+  differences = {}
+  for name in metrics.values():
+    differences[name] = _difference_cells(results, variants, name)
+  lines = _table_of_means(metrics, results, variants, differences)
+  lines += _table_of_differences(metrics, results, variants, differences)
+  lines += _table_of_summary(results.get("summary"))
+  lines += _lines_of_failures(results)
+  if any(differences.values()):
+    lines += ["", _legend(results, differences)]
   return "\n".join(lines) + "\n"
+
+
+def _table_of_means(
+  metrics: Mapping[str, str],
+  results: Mapping[str, Any],
+  variants: Sequence[str],
+  differences: Mapping[str, Mapping[str, str]],
+) -> list[str]:
+  first_title, first_name = next(iter(metrics.items()))
+  first_differences = differences[first_name]
+  head = ["", "parameters", "seeds", *metrics]
+  if first_differences:
+    head.append(f"{first_title} − {_baseline_name(results)}'s")
+  lines = _table_head(head)
+  for variant in variants:
+    runs = [run for run in results["runs"] if run["variant"] == variant]
+    failed = [run for run in runs if "failed" in run]
+    cells = [variant, f"{runs[0]['parameters'] / 1e6:.3g} M"]
+    if not failed:
+      cells.append(str(len(runs)))
+    else:
+      cells.append(f"{len(runs) - len(failed)} of {len(runs)}")
+    if len(failed) == len(runs):
+      cells.append(f"failed: {_shortened_reason(failed[0])}")
+      cells += ["–"] * (len(metrics) - 1)
+    else:
+      for name in metrics.values():
+        mean = _mean(list(values(results, variant, name).values()))
+        cells.append(mean + _count(results, name, variant))
+    if first_differences:
+      cells.append(first_differences.get(variant, ""))
+    lines.append(_table_row(cells))
+  return lines
+
+
+def _table_of_differences(
+  metrics: Mapping[str, str],
+  results: Mapping[str, Any],
+  variants: Sequence[str],
+  differences: Mapping[str, Mapping[str, str]],
+) -> list[str]:
+  """Returns the table of the differences of all metrics but the first."""
+  titles = list(metrics)[1:]
+  columns = [differences[metrics[title]] for title in titles]
+  rows = []
+  for variant in variants:
+    cells = [column.get(variant, "") for column in columns]
+    if any(cells):
+      rows.append(_table_row([variant, *cells]))
+  if not rows:
+    return []
+  head = [f"− {_baseline_name(results)}'s", *titles]
+  return ["", *_table_head(head), *rows]
+
+
+def _table_of_summary(summary: Sequence[Mapping[str, Any]] | None) -> list[str]:
+  if not summary:
+    return []
+  rows = []
+  for row in summary:
+    rows.append(_table_row([cell(value) for value in row.values()]))
+  return ["", *_table_head(list(summary[0])), *rows]
+
+
+def _lines_of_failures(results: Mapping[str, Any]) -> list[str]:
+  lines = []
+  for run in results["runs"]:
+    if "failed" in run:
+      lines.append(f"- {run['name']} failed: {_shortened_reason(run)}")
+  return ["", *lines] if lines else []
+
+
+def _table_head(cells: Sequence[str]) -> list[str]:
+  return [_table_row(cells), "|---" * len(cells) + "|"]
+
+
+def _table_row(cells: Sequence[str]) -> str:
+  """Returns a row of a table, in which a name may have a vertical bar."""
+  escaped = [text.replace("|", "\\|") for text in cells]
+  return f"| {' | '.join(escaped)} |"
+
+
+def _shortened_reason(run: Mapping[str, Any]) -> str:
+  return textwrap.shorten(run["failed"], _REASON_WIDTH, placeholder=" …")
+
+
+def _baseline_name(results: Mapping[str, Any]) -> str:
+  return results["baseline"].removesuffix(",*")
 
 
 def _legend(

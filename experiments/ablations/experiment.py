@@ -45,16 +45,16 @@ def twins(size: str, seeds: int = 1) -> Grid:
 
 def plot_losses(results: Mapping[str, Any]) -> Figure:
   """Draws each row's loss minus the baseline's mean: single runs, and the difference with its interval."""
-  rows = {
-    variant: [run[_LOSS] for run in runs if run[_LOSS] is not None]
-    for variant, runs in plots.runs_by_variant(results).items()
-  }
+  rows = {}
+  for variant, runs in plots.runs_by_variant(results).items():
+    rows[variant] = [run[_LOSS] for run in runs if run[_LOSS] is not None]
+  styles = plots.styles_of(rows)
   baseline = rows.get(results["baseline"]) or [math.nan]
   significant = found.significant(results, _LOSS)
   figure = Figure((9, 1.4 + 0.35 * len(rows)), layout="constrained")
   axes = figure.subplots()
   for place, (variant, losses) in enumerate(rows.items()):
-    style = plots.style(variant)
+    style = styles[variant]
     axes.plot(
       np.array(losses) - np.mean(baseline),
       [place + 0.25] * len(losses),
@@ -63,7 +63,8 @@ def plot_losses(results: Mapping[str, Any]) -> Figure:
       alpha=0.5,
       markersize=5,
     )
-    if (interval := found.difference(results, variant, _LOSS)) is not None:
+    interval = found.difference(results, variant, _LOSS)
+    if interval is not None:
       mean, low, high = interval
       fill = style.color if variant in significant else "white"
       axes.errorbar(
@@ -76,9 +77,7 @@ def plot_losses(results: Mapping[str, Any]) -> Figure:
         capsize=3,
       )
   axes.axvline(0, color="black", linewidth=0.8)
-  axes.set_yticks(
-    range(len(rows)), [plots.style(variant).name for variant in rows]
-  )
+  axes.set_yticks(range(len(rows)), [style.name for style in styles.values()])
   axes.invert_yaxis()
   axes.set_xlabel(
     f"validation loss minus that of the {plots.style(results['baseline']).name} (nats per token)\n"

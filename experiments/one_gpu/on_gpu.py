@@ -110,11 +110,10 @@ class Session:
   def results(self, grid: str) -> list[dict[str, Any]]:
     """The finished runs of a grid, as in its results.json."""
     path = self.path("out", grid, "results.json")
-    return (
-      json.loads(path.read_text(encoding="utf-8"))["runs"]
-      if path.exists()
-      else []
-    )
+    if not path.exists():
+      return []
+    runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    return [run for run in runs if "failed" not in run]
 
 
 def main(arguments: Sequence[str]) -> None:
