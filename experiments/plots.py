@@ -193,8 +193,8 @@ def over_rates(results: Mapping[str, Any], metric: str, title: str) -> Figure:
   for run in results["runs"]:
     row, rate, rest = _split_rate(results, run)
     number = run["results"][metric]
-    points = lines.setdefault((row, rest), {}).setdefault(rate, [])
-    points.append(math.nan if number is None else number)
+    numbers = lines.setdefault((row, rest), {}).setdefault(rate, [])
+    numbers.append(math.nan if number is None else number)
   styles_by_row = styles_of(row for row, _ in lines)
   settings = dict.fromkeys(rest for _, rest in lines)
   line_styles = dict(zip(settings, itertools.cycle(_LINE_STYLES), strict=False))

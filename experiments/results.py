@@ -35,8 +35,9 @@ _LEVEL = 0.05  # of the p-values of differences that are bold
 _CPUS = pathlib.Path("/proc/cpuinfo")  # on Linux
 # The file in the workdir of a run that ended with an error.
 _FAILURE = "failed.json"
-# Characters of an error in a table.
-_REASON_WIDTH = 200
+# Characters of an error in a table's cell, and below the table.
+_CELL_WIDTH = 80
+_LINE_WIDTH = 400
 # What every entry of results.json has, and each file of a run.
 _ENTRY_KEYS = (
   "name",
@@ -264,13 +265,13 @@ def read_failures(
     task: The experiment's task.
     places: Fields that only say where data lies.
   """
-  stored_failures = {}
+  stored_failures: dict[str, dict[str, Any]] = {}
   stored = read(path, "task", "config", "runs")
   if stored is not None:
-    for entry in _whole_entries(stored):
-      if "failed" in entry:
-        stored_failures[entry["name"]] = entry
-  failures = {}
+    for stored_entry in _whole_entries(stored):
+      if "failed" in stored_entry:
+        stored_failures[stored_entry["name"]] = stored_entry
+  failures: dict[str, dict[str, Any]] = {}
   for run in runs:
     entry = read(runs_dir / run.name / _FAILURE, *_ENTRY_KEYS, "failed")
     if entry is None:
@@ -643,7 +644,10 @@ def _table_of_means(
     else:
       cells.append(f"{len(runs) - len(failed)} of {len(runs)}")
     if len(failed) == len(runs):
-      cells.append(f"failed: {_shortened_reason(failed[0])}")
+      reason = textwrap.shorten(
+        failed[0]["failed"], _CELL_WIDTH, placeholder=" …"
+      )
+      cells.append(f"failed: {reason}")
       cells += ["–"] * (len(metrics) - 1)
     else:
       for name in metrics.values():
@@ -688,7 +692,8 @@ def _lines_of_failures(results: Mapping[str, Any]) -> list[str]:
   lines = []
   for run in results["runs"]:
     if "failed" in run:
-      lines.append(f"- {run['name']} failed: {_shortened_reason(run)}")
+      reason = textwrap.shorten(run["failed"], _LINE_WIDTH, placeholder=" …")
+      lines.append(f"- {run['name']} failed: {reason}")
   return ["", *lines] if lines else []
 
 
@@ -700,10 +705,6 @@ def _table_row(cells: Sequence[str]) -> str:
   """Returns a row of a table, in which a name may have a vertical bar."""
   escaped = [text.replace("|", "\\|") for text in cells]
   return f"| {' | '.join(escaped)} |"
-
-
-def _shortened_reason(run: Mapping[str, Any]) -> str:
-  return textwrap.shorten(run["failed"], _REASON_WIDTH, placeholder=" …")
 
 
 def _baseline_name(results: Mapping[str, Any]) -> str:

@@ -15,7 +15,6 @@ import pytest
 
 import diffjax.command
 from diffjax.compiled import plan
-from diffjax.config import UserError
 from experiments import cost, grid, launch, results, tuned
 from tests import in_process
 
@@ -50,7 +49,7 @@ def run(command, monkeypatch):
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
   }
 
-  def call(self, line, env=None, log=None):
+  def call(self, line, env=None, log=None, *, tail=False):
     python, dash_m, module, *arguments = line
     assert (python, dash_m) == (sys.executable, "-m")
     with one_at_a_time:
@@ -61,7 +60,7 @@ def run(command, monkeypatch):
       log.write_text(result.stdout + result.stderr)
     print(result.stdout + result.stderr, file=sys.stderr)
     if result.returncode:
-      raise UserError(f"{module} failed with exit code {result.returncode}")
+      raise launch._failure(line, result.returncode, result.stderr, log)
 
   def run(*args, code=0):
     result = in_process.call("experiments.run", *args)
