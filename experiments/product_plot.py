@@ -51,6 +51,15 @@ def plot(
       [statistics.mean(numbers_by_x[x]) for x in x_in_order],
       color=color,
       linestyle=dashes,
+    )
+    # The legend shows the line together with its dots.
+    axes.plot(
+      [],
+      [],
+      color=color,
+      linestyle=dashes,
+      marker=marker,
+      markersize=4,
       label=_label(factors, key),
     )
     for x in x_in_order:

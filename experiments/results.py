@@ -274,12 +274,11 @@ def read_failures(
   failures: dict[str, dict[str, Any]] = {}
   for run in runs:
     entry = read(runs_dir / run.name / _FAILURE, *_ENTRY_KEYS, "failed")
-    if entry is None:
+    if entry is not None:
+      entry["config"] = comparable(entry["config"], places)
+    else:
       entry = stored_failures.get(run.name)
-    if entry is None:
-      continue
-    entry["config"] = comparable(entry["config"], places)
-    if not _differences(entry, run, task, places):
+    if entry is not None and not _differences(entry, run, task, places):
       failures[run.name] = entry
   return failures
 

@@ -1,5 +1,8 @@
 """Workdirs with checkpoints of small models, made without training."""
 
+import sys
+import threading
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,7 +10,8 @@ import pytest
 from diffjax.config import from_config_dict
 from diffjax.model.decoder import Decoder
 from diffjax.training.checkpoint import Checkpoints
-from experiments import grid, tuned
+from experiments import grid, launch, tuned
+from tests import in_process
 
 SMALL = dict(
   num_layers=2,
@@ -97,3 +101,39 @@ def make_results():
     return {"baseline": experiment.grids[chosen].baseline, "runs": found}
 
   return make
+
+
+@pytest.fixture
+def run(command, monkeypatch):
+  """run(…): the outputs of the command in this process. The commands that it starts are forked, and share compiled programs."""
+  one_at_a_time = threading.Lock()
+  compiled = {
+    "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+  }
+
+  def call(self, line, env=None, log=None, *, tail=False):
+    python, dash_m, module, *arguments = line
+    assert (python, dash_m) == (sys.executable, "-m")
+    with one_at_a_time:
+      result = command(
+        module, *arguments, environment={**compiled, **(env or {})}
+      )
+    if log:
+      log.write_text(result.stdout + result.stderr)
+    print(result.stdout + result.stderr, file=sys.stderr)
+    if result.returncode:
+      raise launch._failure(line, result.returncode, result.stderr, log)
+
+  def run(*args, code=0):
+    result = in_process.call("experiments.run", *args)
+    assert result.returncode == code and "Traceback" not in result.stderr, (
+      result.stderr
+    )
+    return result.stdout, result.stderr
+
+  monkeypatch.setattr(launch.Launcher, "call", call)
+  monkeypatch.setattr(
+    launch, "devices", lambda: launch.Devices("cpu", "cpu", 1)
+  )
+  return run

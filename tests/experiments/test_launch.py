@@ -1,6 +1,7 @@
 """Processes side by side: each on its own devices, none left behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,14 @@ import pytest
 
 from diffjax.config import UserError
 from experiments.grid import FOLDER
-from experiments.launch import Devices, Launcher, Stopped, devices, environment
+from experiments.launch import (
+  Devices,
+  Failed,
+  Launcher,
+  Stopped,
+  devices,
+  environment,
+)
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -102,6 +110,46 @@ def test_after_a_failure_none_begins(tmp_path):
   ):
     launcher.side_by_side([("one", fail), ("two", begun.append)], 1)
   assert not begun
+
+
+@pytest.mark.parametrize(
+  "code, reason",
+  [
+    ("print('error: no λ', file=stderr); print('bye', file=stderr)", "no λ"),
+    ("print('one\\ntwo\\n', file=stderr)", "two"),
+    ("pass", "exit code 3"),
+    ("os.kill(os.getpid(), 9)", r"ended by signal 9 \(Killed\)"),
+  ],
+)
+@pytest.mark.parametrize("has_log", [True, False])
+def test_the_reason_of_a_failure_is_its_last_error_line(
+  tmp_path, capsys, code, reason, has_log
+):
+  """A log may hold errors of earlier commands; without one the user sees standard error."""
+  log = tmp_path / "log.txt" if has_log else None
+  if log:
+    log.write_text("error: of an earlier command\n")
+  program = f"import os, sys; from sys import stderr\n{code}\nsys.exit(3)"
+  command = [sys.executable, "-X", "utf8", "-c", program]
+  with pytest.raises(Failed) as caught:
+    Launcher().call(command, log=log, tail=True)
+  assert re.fullmatch(reason, caught.value.reason)
+  if not has_log:
+    shown = capsys.readouterr().err
+    assert ("error: no λ\nbye\n" == shown) == ("λ" in code)
+
+
+def test_a_command_with_a_tail_is_waited_for_not_its_children():
+  """A process that a command left behind keeps its standard error open."""
+  code = (
+    "import subprocess, sys; print('error: gone', file=sys.stderr, flush=True);"
+    "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(30)']);"
+    "sys.exit(1)"
+  )
+  start = time.monotonic()
+  with pytest.raises(Failed, match="as said above") as caught:
+    Launcher().call([sys.executable, "-c", code], tail=True)
+  assert caught.value.reason == "gone" and time.monotonic() - start < 25
 
 
 def test_stopping_ends_what_runs():

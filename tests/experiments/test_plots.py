@@ -56,6 +56,53 @@ def test_rows_that_stand_together_can_be_told_apart():
   )
 
 
+def test_unknown_rows_get_the_next_free_look():
+  """Beside rows that have one, and the same when rows follow."""
+  unknown = [f"row {index}" for index in range(40)]
+  rows = ["diff", *unknown, "transformer"]
+  found = plots.styles_of(rows)
+  assert list(found) == rows and found["diff"] == plots.ROWS["diff"]
+  looks = {(each.color, each.marker) for each in found.values()}
+  assert len(looks) == len(rows)
+  first = [found[name].color for name in ("diff", "transformer", *unknown[:7])]
+  assert len(set(first)) == 9, "colours before markers"
+  further = plots.styles_of([*rows, "one more"])
+  assert {name: further[name] for name in rows} == found
+
+
+@pytest.mark.parametrize(
+  "variant, name",
+  [
+    ("lambda_init=0.2,head_norm=True", "lambda_init=0.2, head norm True"),
+    ("mine", "mine"),
+    ("diff,wide", "DIFF, wide"),
+    ("mine,heads=4", "mine, 4 heads"),
+    ("a$b$", r"a\$b\$"),
+    ("_a", " _a"),
+  ],
+)
+def test_any_row_has_a_name(variant, name):
+  assert plots.style(variant).name == name
+
+
+def test_rates_of_rows_without_one_are_those_of_their_configs(tmp_path):
+  """Any number of other settings is drawn."""
+  runs = []
+  for index in range(6):
+    run = {
+      "variant": f"mine,a_{index}",
+      "config": {"optimizer.learning_rate": 0.25},
+      "results": {"loss": float(index)},
+    }
+    runs.append(run)
+  runs.append({**runs[0], "variant": "diff,rate=0.5"})
+  figure = plots.over_rates({"config": {}, "runs": runs}, "loss", "loss")
+  assert plots.save(figure, tmp_path) == ["plot.png", "plot.svg"]
+  means = figure.axes[0].lines[::2]
+  points = [(*line.get_xdata(), *line.get_ydata()) for line in means]
+  assert points == [(0.25, index) for index in range(6)] + [(0.5, 0.0)]
+
+
 def test_means_and_intervals_are_drawn():
   """One row's means with their intervals, at every x; no mean where a run lacks the number, and no interval of one run."""
   rows = np.random.default_rng(0).normal(3, 1, (5, 4))

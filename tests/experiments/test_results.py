@@ -326,6 +326,32 @@ def test_the_table(entries, tmp_path):
   )
 
 
+def test_tables_take_any_row_name():
+  """A vertical bar does not end a cell, and a star in a name is a star."""
+  rows = {"a|b": [1.0, 1.1], "wide*": [2.0, 2.1], "$x,y": [3.0, 3.1]}
+  experiment = Experiment("?", {}, {"loss": "validation/loss"})
+  lines = results.table(experiment, made_up(**rows)).splitlines()
+  assert [line.partition(" | ")[0] for line in lines[2:5]] == [
+    r"| a\|b",
+    "| wide*",
+    "| $x,y",
+  ]
+  starred = {**made_up(**rows), "baseline": "wide*"}
+  assert results.difference(starred, "$x,y", "validation/loss")[
+    0
+  ] == pytest.approx(1.0)
+
+
+def test_rows_without_the_failed():
+  found = made_up(transformer=[1.0, 1.1], diff=[2.0, None])
+  found["runs"][3]["failed"] = "diverged"
+  rows = results.without_failed_rows(found)
+  assert [run["variant"] for run in rows["runs"]] == ["transformer"] * 2
+  assert results.difference(found, "diff", "validation/loss") is None, (
+    "a row of which a run failed is no fair sample"
+  )
+
+
 def test_a_baseline_of_every_size():
   """NAME,* stands for the variant of the same size, and Dunnett's test corrects for the rows of that size."""
   around = np.array([-0.01, 0.0, 0.01])

@@ -3,20 +3,16 @@
 import importlib.util
 import json
 import re
-import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 
-import jax
 import pytest
 
-import diffjax.command
 from diffjax.compiled import plan
 from experiments import cost, grid, launch, results, tuned
-from tests import in_process
+from tests.experiments.printed import parsed
 
 # Models small enough for the command's own start to take longest, and machine code without optimisation
 SMALL = (
@@ -38,42 +34,6 @@ def start(*args):
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
   )
-
-
-@pytest.fixture
-def run(command, monkeypatch):
-  """run(…): the outputs of the command in this process. The commands that it starts are forked, and share compiled programs."""
-  one_at_a_time = threading.Lock()
-  compiled = {
-    "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-  }
-
-  def call(self, line, env=None, log=None, *, tail=False):
-    python, dash_m, module, *arguments = line
-    assert (python, dash_m) == (sys.executable, "-m")
-    with one_at_a_time:
-      result = command(
-        module, *arguments, environment={**compiled, **(env or {})}
-      )
-    if log:
-      log.write_text(result.stdout + result.stderr)
-    print(result.stdout + result.stderr, file=sys.stderr)
-    if result.returncode:
-      raise launch._failure(line, result.returncode, result.stderr, log)
-
-  def run(*args, code=0):
-    result = in_process.call("experiments.run", *args)
-    assert result.returncode == code and "Traceback" not in result.stderr, (
-      result.stderr
-    )
-    return result.stdout, result.stderr
-
-  monkeypatch.setattr(launch.Launcher, "call", call)
-  monkeypatch.setattr(
-    launch, "devices", lambda: launch.Devices("cpu", "cpu", 1)
-  )
-  return run
 
 
 @pytest.fixture(scope="module")
@@ -409,37 +369,6 @@ def test_a_changed_grid_lies_apart(run):
   assert all(
     re.fullmatch(r"experiments_[0-9a-f]{8}", place) for place in places[2:]
   )
-
-
-def parsed(line):
-  """The workdir and the config that `diffjax.train` reads from a printed line."""
-  python, dash_m, module, *arguments = shlex.split(line)
-  assert (python, dash_m, module) == (sys.executable, "-m", "diffjax.train")
-  (workdir,) = (
-    argument.removeprefix("--workdir=")
-    for argument in arguments
-    if argument.startswith("--workdir=")
-  )
-  configs = []
-  with (
-    in_process.own_flags(),
-    pytest.MonkeyPatch.context() as patch,
-    pytest.raises(SystemExit),
-  ):
-    patch.setattr(
-      sys,
-      "argv",
-      [
-        "train",
-        *(
-          argument
-          for argument in arguments
-          if not argument.startswith("--workdir=")
-        ),
-      ],
-    )
-    diffjax.command.run(configs.append)
-  return workdir, *configs
 
 
 @pytest.mark.parametrize("name", grid.names())
