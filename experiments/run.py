@@ -1,19 +1,13 @@
-"""Runs an experiment: trains and measures its grid's runs, and writes results.json, table.md, plot.png and plot.svg.
+"""Runs an experiment: trains and measures a grid's runs, and writes results.json, a table and a plot.
 
     python -m experiments.run ablations    # the grid "cpu", one run after the other
+    python -m experiments.run /home/me/lambda_study    # a folder with an experiment.py
     python -m experiments.run retrieval --grid=gpu --side_by_side=8    # a GPU each
     python -m experiments.run ablations --grid=tpu --cost    # its FLOPs and hours
-    python -m experiments.run /home/me/lambda_study    # a folder with an experiment.py
 
-The same command continues a grid that was stopped: each run has a workdir of its own (WORKDIR/NAME/GRID/VARIANT/seed_SEED), and finished
-runs are skipped. A grid changed by --steps or --set has another WORKDIR. Several hosts that share the workdir can each take a --slice;
-afterwards the command without it collects the results. A run that needs several hosts is started by their launcher, with the line that
---print gives.
-
-A run that ends with an error is reported in the table and in results.json, and the other runs go on. The exit status is 1 then. The same
-command tries such a run again: from its last checkpoint, so a run that diverged diverges again, unless its workdir is deleted.
-
-The results of a folder outside the repository lie in it, also for changed grids. Its runs lie in WORKDIR/FOLDER_HASH.
+The same command continues a grid: each run has its own workdir, and finished runs are skipped. A run that fails is a row of the table and
+is tried again. A grid changed by --steps or --set has another WORKDIR. Hosts that share a WORKDIR can each take a --slice; the command
+without it collects the results. Runs on several hosts are started with --print's lines.
 """
 
 from __future__ import annotations
@@ -181,6 +175,9 @@ def _run(
   places: tuple[str, ...],
 ) -> None:
   """Does the chosen runs that are missing, then collects the results of all runs, unless this host has only a slice of them.
+
+  A run that ends with an error is reported in the table and in results.json, and the other runs go on. The same command tries such a run
+  again. It resumes from the last checkpoint, so a run that diverged diverges again unless its workdir is deleted.
 
   Raises:
     UserError: before training, if something is wrong; and after the results are written, if a run failed.
@@ -405,7 +402,10 @@ def _base(name: str) -> pathlib.Path:
 
 
 def _results_folder(name: str) -> pathlib.Path:
-  """Returns the directory of an experiment's results. The committed one belongs to the unchanged grid."""
+  """Returns the directory of an experiment's results.
+
+  In the repository, the experiment's folder belongs to the unchanged grid. A folder outside has the results of any setting, but of one only.
+  """
   if _OUT.value:
     return pathlib.Path(_OUT.value).absolute()
   if _changed(name) and not folders.is_outside(name):
