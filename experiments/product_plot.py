@@ -109,7 +109,7 @@ def _is_number(value: Any) -> bool:
 def _positions(x_values: Sequence[Any]) -> dict[Any, float]:
   """Returns the place of each value on the x-axis."""
   if all(_is_number(value) for value in x_values):
-    return {value: value for value in sorted(x_values)}
+    return {value: value for value in x_values}
   return {value: index for index, value in enumerate(x_values)}
 
 

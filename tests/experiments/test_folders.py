@@ -142,6 +142,7 @@ def test_a_run_that_failed_is_reported_and_tried_again(run, training, folder):
   assert training.begun == [f"{wholly}/seed_0", f"{wholly}/seed_1"]
   training.errors = {}
   run("lambda_study")
+  assert not list(folder.parent.rglob("failed.json"))
   assert not any("failed" in entry for entry in entries(folder).values())
   assert "failed" not in (folder / "table.md").read_text()
 
@@ -161,15 +162,20 @@ def test_a_slice_with_a_run_that_failed(run, training, folder):
 
 def test_a_changed_config_may_be_the_remedy(run, training, folder):
   """What failed with another config is neither reported nor refused."""
-  only = "--only=lambda_init=0.2,head_norm=True/seed_0"
-  training.errors = {only.partition("=")[2]: "diverged"}
-  run("lambda_study", only, code=1)
+  failed, other = [
+    f"lambda_init=0.2,head_norm=True/seed_{seed}" for seed in range(2)
+  ]
+  training.errors = {failed: "diverged"}
+  run("lambda_study", f"--only={failed}", code=1)
+  flags = [
+    f"--workdir={folder.parent}/runs/experiments",
+    "--set=optimizer.learning_rate=1e-5",
+  ]
+  out, _ = run("lambda_study", f"--only={other}", *flags)
+  assert "(1 of 12 runs)" in out and [*entries(folder)] == [other]
   training.errors = {}
-  workdir = f"--workdir={folder.parent}/runs/experiments"
-  out, _ = run(
-    "lambda_study", only, "--set=optimizer.learning_rate=1e-5", workdir
-  )
-  assert "(1 of 12 runs)" in out
+  out, _ = run("lambda_study", f"--only={failed}", *flags)
+  assert [*entries(folder)] == [failed, other]
 
 
 def test_an_interrupt_stops_everything(run, training, folder):
