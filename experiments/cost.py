@@ -11,6 +11,7 @@ import time
 from collections.abc import Hashable, Mapping, Sequence
 
 from diffjax.config import Config, UserError, from_config_dict
+from diffjax.model.registry import import_modules
 from diffjax.progress import say
 from diffjax.training.flops import parameter_count, peak_flops
 from experiments import imports, pace
@@ -235,7 +236,7 @@ if __name__ == "__main__":
   runtime.keep_compiled_programs()
   try:
     modules, _ = imports.split(sys.argv[1:])
-    imports.load(modules)
+    import_modules(modules)
     print(
       json.dumps(
         [

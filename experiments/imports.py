@@ -1,25 +1,31 @@
-"""--import=MODULE: modules that every command imports before it reads a config.
+"""Passes --import=MODULE on to the commands that an experiment starts.
 
-They may register attention variants.
+The modules register attention variants (`diffjax.model.registry`).
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from absl import flags
 
-from diffjax.config import UserError
+from diffjax.model import registry
 
 _PREFIX = "--import="
 
 
 def modules() -> list[str]:
-  """Returns the values of this command's --import."""
-  if "import" not in flags.FLAGS:
-    return []
-  return list(flags.FLAGS["import"].value or ())
+  """Returns the modules that other commands of an experiment must import.
+
+  These are the modules of this command's --import, and others that have
+  registered attention variants, such as those that experiment.py imports.
+  """
+  names: list[str] = []
+  if "import" in flags.FLAGS:
+    for value in flags.FLAGS["import"].value or ():
+      names += value.split(",")
+  names += registry.imported_modules()
+  return list(dict.fromkeys(names))
 
 
 def arguments() -> list[str]:
@@ -37,21 +43,3 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     else:
       others.append(argument)
   return named, others
-
-
-def load(names: Iterable[str]) -> None:
-  """Imports the modules.
-
-  Raises:
-    UserError: if a module cannot be imported.
-  """
-  for name in names:
-    try:
-      importlib.import_module(name)
-    except UserError:
-      raise
-    except Exception as error:  # raised by the user's own code
-      message = " ".join(str(error).split())
-      raise UserError(
-        f"{_PREFIX}{name}: {type(error).__name__}: {message}"
-      ) from error

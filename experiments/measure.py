@@ -11,6 +11,7 @@ import sys
 
 from diffjax.config import UserError, from_config_dict
 from diffjax.evals.report.results import finite
+from diffjax.model.registry import import_modules
 from diffjax.training import manifest, runtime
 from experiments import grid as grids
 from experiments import imports
@@ -44,7 +45,7 @@ def main(name: str, grid: str, workdir: str, trained: str) -> None:
 if __name__ == "__main__":
   try:
     modules, arguments = imports.split(sys.argv[1:])
-    imports.load(modules)
+    import_modules(modules)
     main(*arguments)
   except UserError as error:
     sys.exit(f"error: {error}")

@@ -112,7 +112,6 @@ def _main(argument: str) -> None:
     raise app.UsageError(
       f"name an experiment: python -m experiments.run NAME; there are {', '.join(grids.names())}, and the path of a folder works too"
     )
-  imports.load(imports.modules())
   name = grids.resolve(argument)
   experiment = grids.load(name, _GRID.value)
   everything = _all_runs(name, experiment.grids[_GRID.value])
@@ -404,11 +403,13 @@ def _base(name: str) -> pathlib.Path:
 def _results_folder(name: str) -> pathlib.Path:
   """Returns the directory of an experiment's results.
 
-  In the repository, the experiment's folder belongs to the unchanged grid. A folder outside has the results of any setting, but of one only.
+  The experiment's folder belongs to the unchanged grid. The results of a grid
+  that --steps or --set changed are beside its runs, so that a trial does not
+  stand in the way of the whole.
   """
   if _OUT.value:
     return pathlib.Path(_OUT.value).absolute()
-  if _changed(name) and not folders.is_outside(name):
+  if _changed(name):
     return _base(name)
   # FOLDER is left out if the name is an absolute path.
   folder = grids.FOLDER / name

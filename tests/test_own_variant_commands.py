@@ -131,11 +131,12 @@ def test_training_logs_every_metric_of_the_layers(folder, trained):
 
 def test_without_the_import_the_error_names_the_flag(command, folder, trained):
   workdir = f"--workdir=runs/{trained}"
-  for module, option in (
+  config = f"--config=runs/{trained}/config.toml"
+  for module, *options in (
     ("diffjax.generate", "--prompt=a"),
-    ("diffjax.train", f"--config=runs/{trained}/config.toml"),
+    ("diffjax.train", config, "--config.mesh.fsdp=1"),
   ):
-    result = command(module, workdir, option, cwd=folder)
+    result = command(module, workdir, *options, cwd=folder)
     assert result.returncode == 1
     assert f"config.model.attention = '{trained}'" in result.stderr
     assert "--import=MODULE" in result.stderr

@@ -12,6 +12,7 @@ from absl import flags
 
 from diffjax.config import UserError
 from experiments import folders, grid, imports, launch, results
+from tests import own_variants
 
 EXPERIMENT = """
 from experiments.grid import Experiment, Grid
@@ -89,7 +90,7 @@ def entries(folder):
 
 
 def test_one_file_makes_runs_a_table_and_a_plot(run, training, folder):
-  out, errors = run("lambda_study", "--steps=20")
+  out, errors = run("lambda_study")
   assert len(training.begun) == 12
   assert f"{folder}: results.json, table.md, plot.png, plot.svg" in out
   assert "(12 of 12 runs)" in out and f"results in {folder}" in errors
@@ -100,8 +101,17 @@ def test_one_file_makes_runs_a_table_and_a_plot(run, training, folder):
   }
   table = (folder / "table.md").read_text()
   assert "| lambda_init=0.2,head_norm=True | 0.838 M | 2 | 2.5000 ±" in table
-  _, errors = run(str(folder), "--steps=20")
+  _, errors = run(str(folder))
   assert "0 of 12 runs to do" in errors
+
+
+def test_a_trial_leaves_the_folder_to_the_whole_grid(run, training, folder):
+  out, errors = run("lambda_study", "--steps=20")
+  assert "(12 of 12 runs)" in out
+  assert sorted(path.name for path in folder.iterdir()) == ["experiment.py"]
+  run("lambda_study")
+  assert len(training.begun) == 24
+  assert (folder / "results.json").exists()
 
 
 def test_a_run_that_failed_is_reported_and_tried_again(run, training, folder):
@@ -169,6 +179,7 @@ def test_a_changed_config_may_be_the_remedy(run, training, folder):
   run("lambda_study", f"--only={failed}", code=1)
   flags = [
     f"--workdir={folder.parent}/runs/experiments",
+    f"--out={folder}",
     "--set=optimizer.learning_rate=1e-5",
   ]
   out, _ = run("lambda_study", f"--only={other}", *flags)
@@ -327,19 +338,19 @@ def test_imports_reach_every_command(run, training, folder, monkeypatch):
   """And this one, before it reads a config."""
   monkeypatch.syspath_prepend(str(folder))
   (folder / "my_attention_module.py").write_text("LOADED = True\n")
-  monkeypatch.setattr(imports, "modules", lambda: ["my_attention_module"])
   experiment = EXPERIMENT.replace(
     "from experiments",
     "import sys\nassert sys.modules['my_attention_module'].LOADED\nfrom experiments",
     1,
   )
   (folder / "experiment.py").write_text(experiment)
-  run("lambda_study", "--only=*0.2*/seed_0")
+  flag = "--import=my_attention_module"
+  run("lambda_study", "--only=*0.2*/seed_0", flag)
   assert len(training.commands) > 2
   for command, environment in training.commands:
     assert "--import=my_attention_module" in command
     assert str(folder) in environment["PYTHONPATH"].split(os.pathsep)
-  out, _ = run("lambda_study", "--print", "--only=*0.2*/seed_0")
+  out, _ = run("lambda_study", "--print", "--only=*0.2*/seed_0", flag)
   assert out.count("-m diffjax.train --import=my_attention_module ") == 2
 
 
@@ -351,8 +362,15 @@ def test_modules_of_import_are_read_and_loaded(monkeypatch, tmp_path):
   values(["command", "--import=a", "--import=b.c"])
   assert imports.arguments() == ["--import=a", "--import=b.c"]
   assert imports.split(["x", "--import=a", "y"]) == (["a"], ["x", "y"])
-  with pytest.raises(UserError, match="--import=no_such: ModuleNotFoundError"):
-    imports.load(["no_such"])
+  values(["command", "--import=a,d"])
+  with own_variants.registered(tmp_path):
+    assert imports.modules() == [
+      "a",
+      "b.c",
+      "d",
+      own_variants.MODULE,
+      own_variants.DINT_MODULE,
+    ]
 
 
 def test_measuring_imports_modules(tmp_path):
