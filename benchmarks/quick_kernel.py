@@ -12,33 +12,41 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffjax.evals.methods.inside import Attended, measure, over_queries
+from diffjax.evals.methods.inside import (
+  Attended,
+  Queries,
+  measure,
+  over_queries,
+)
 from diffjax.evals.methods.validation_rows import validation_rows
+from diffjax.model.attention import attention_class
+from diffjax.model.stacks import stacks
 from diffjax.ops.diff_attention.mask import apply_mask
-from diffjax.ops.diff_attention.reference import attention_logits
 from diffjax.ops.diff_attention.tiles import LOG2E
 from diffjax.ops.diff_attention.tpu.forward import in_range
 from diffjax.training import trained
 
 
 def extremes(attended: Attended) -> tuple[jax.Array, jax.Array]:
-  """The least and the largest log-sum-exp (base 2) of a layer's maps, padding left out."""
+  """Returns the least and the largest log-sum-exp (base 2) of a layer's maps.
 
-  def step(found, block: Attended, seen, first):
-    del first
-    lse = (
-      jax.nn.logsumexp(
-        apply_mask(seen[:, None, None], attention_logits(block.q, block.k)),
-        axis=-1,
-      )
-      * LOG2E
-    )
-    some = jnp.any(seen, axis=-1)[:, None, None]
-    return jnp.minimum(
-      found[0], jnp.min(jnp.where(some, lse, jnp.inf))
-    ), jnp.maximum(found[1], jnp.max(jnp.where(some, lse, -jnp.inf)))
+  Queries that are padding do not count.
+  """
 
-  return over_queries(step, (jnp.inf, -jnp.inf), attended)
+  def add_block(
+    found: tuple[jax.Array, jax.Array], queries: Queries
+  ) -> tuple[jax.Array, jax.Array]:
+    least, largest = found
+    is_visible = queries.mask[:, None, None]  # [B, 1, 1, t, S]
+    logits = apply_mask(is_visible, queries.logits())  # [B, Q, G, t, S]
+    lse = jax.nn.logsumexp(logits, axis=-1) * LOG2E
+    sees_keys = jnp.any(is_visible, axis=-1)
+    least = jnp.minimum(least, jnp.min(jnp.where(sees_keys, lse, jnp.inf)))
+    largest = jnp.maximum(largest, jnp.max(jnp.where(sees_keys, lse, -jnp.inf)))
+    return least, largest
+
+  start = jnp.float32(jnp.inf), jnp.float32(-jnp.inf)
+  return over_queries(add_block, start, attended)
 
 
 def main() -> None:
@@ -50,6 +58,12 @@ def main() -> None:
   parser.add_argument("--batch_size", type=int, default=16)
   flags = parser.parse_args()
   loaded = trained.load(flags.workdir)
+  for stack in stacks(loaded.config.model).values():
+    if not attention_class(stack).fused:
+      parser.error(
+        f"config.model.attention = {stack.attention!r}: no kernel computes it,"
+        " because it is computed from its weights"
+      )
 
   def layer(attended: Attended) -> tuple[jax.Array, ...]:
     least, most = extremes(attended)

@@ -1,7 +1,7 @@
 """Attention of the last query: the share of the answer's needle, and attention noise.
 
-The weights are those that multiply the values, A₁ for the Transformer and A₁ − λA₂ for DIFF, of the prompt's last token, which the answer
-follows. They are averaged over heads and layers, divided by their sum, and added up over the parts of the prompt: BOS, the context before
+The weights are those that multiply the values (`Attention.weights`), A₁ for the Transformer and A₁ − λA₂ for DIFF, of the prompt's last
+token, which the answer follows. They are averaged over heads and layers, divided by their sum, and added up over the parts of the prompt: BOS, the context before
 the answer, the answer (the whole sentence of its needle), the context after it, and the query. Noise is the context before and after.
 
 A row of A₁ − λA₂ sums to 1 − λ and has negative entries, and the paper does not say how it normalises them. There are two versions:
@@ -43,7 +43,6 @@ from diffjax.evals.report.figures import Figure, mean_of
 from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
 from diffjax.evals.report.results import TableSpec
 from diffjax.model.decoder import Decoder
-from diffjax.ops.diff_attention.reference import attention_weights
 from diffjax.progress import Progress
 from diffjax.training.trained import Trained
 
@@ -57,7 +56,7 @@ TABLE = TableSpec(
   notes=(
     "Shares of the attention of a prompt's last token, over all depths.",
     "answer: the sentence with the answer; noise: the context around it",
-    "signed: of the weights A1 - λA2; absolute: of their absolute values",
+    "signed: of the weights, A1 - λA2 for DIFF; absolute: of their absolute values",
   ),
 )
 
@@ -168,31 +167,27 @@ def _measure(
 
 
 def last_query(model: Decoder, params: Any, tokens: Any) -> Float[Array, "B S"]:
-  """Weights of the last token's query, averaged over heads and layers.
+  """Returns the weights of the last query, averaged over heads and layers.
 
   Args:
-    model: The decoder.
-    params: Its parameters.
-    tokens: Int[B, T].
+    model: the decoder.
+    params: its parameters.
+    tokens: int32[B, T].
   """
 
-  def of_layer(attended: inside.Attended) -> Float[Array, "B S"]:
-    q, k, _, lam, _, window = attended
-    last = attention_weights(
-      q[:, -1:],
-      k,
-      None if lam is None else lam[:, -1:],
-      q_offset=q.shape[1] - 1,
-      window=window,
-    )
-    return jnp.mean(last[:, :, 0], axis=1)
+  def layer_result(attended: inside.Attended) -> Float[Array, "B S"]:
+    length = attended.q.shape[1]
+    count = 1
+    if not attended.has_independent_queries:
+      count = length
+    queries = attended.queries(length - count, count)
+    last_weights = queries.weights()[:, :, -1]  # [B, H, S]
+    return jnp.mean(last_weights, axis=1)
 
-  return jnp.mean(
-    inside.measure(model, params, {"tokens": tokens}, attention=of_layer)[
-      "attention"
-    ],
-    axis=0,
+  results = inside.measure(
+    model, params, {"tokens": tokens}, attention=layer_result
   )
+  return jnp.mean(results["attention"], axis=0)
 
 
 def shares_of(

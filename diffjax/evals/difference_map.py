@@ -1,7 +1,7 @@
-"""The attention map that multiplies the values, by layer: the negative share of A₁ − λA₂, and its sparsity.
+"""The attention weights that multiply the values, by layer: their negative share and their sparsity.
 
-The paper shows that DIFF's attention is sparse and does not measure it. All measures are of the weights w of one query over the n ≥ 2 keys
-that it sees, and are averaged over queries and heads, so that each layer has one number. For the Transformer, w is its one map.
+These are the weights of the variant (`Attention.weights`), A₁ − λA₂ for DIFF. The paper shows that DIFF's attention is sparse and does not measure it. All measures are of the weights w of one query over the n ≥ 2 keys
+that it sees, and are averaged over queries and heads, so that each layer has one number.
 
 - negative share: Σ max(−w, 0) / Σ |w|, the weight of negative entries, not their number, so that tiny entries do not count. 0 for the
   Transformer.
@@ -12,7 +12,7 @@ that it sees, and are averaged over queries and heads, so that each layer has on
 - Hoyer sparsity: (√n − Σ|w| / √Σw²) / (√n − 1) (Hoyer 2004), from 0 for uniform weights to 1 for a single key. It compares rows of
   different n better than effective keys.
 
-A row of weights that are all 0 (A₁ = λA₂) counts as uniform.
+A row of weights that are all 0 counts as uniform.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from diffjax.evals.report.figures import Figure
 from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
 from diffjax.evals.report.results import TableSpec
 from diffjax.model.decoder import Decoder
-from diffjax.ops.diff_attention.reference import attention_weights
 from diffjax.progress import Progress
 from diffjax.training.trained import Trained
 
@@ -106,23 +105,24 @@ def _measure(trained: Trained, batches: ValidationBatches) -> Iterator[Figure]:
 def layer_sums(
   model: Decoder, params: Any, batch: dict[str, Any]
 ) -> Float[Array, "L B measures"]:
-  """The sums of MEASURES over queries and heads, and the number of terms, for each layer and row."""
+  """Returns the sums of `row_sums` of each layer and row of the batch.
 
-  def of_layer(attended: inside.Attended) -> Float[Array, "B measures"]:
-    def step(total, block, seen, first):
-      ids = dict(
-        q_segment_ids=block.segment_ids, kv_segment_ids=attended.segment_ids
-      )
-      weights = attention_weights(
-        block.q, block.k, block.lam, **ids, q_offset=first, window=block.window
-      )
-      return total + row_sums(weights, seen)
+  Args:
+    model: the decoder.
+    params: its parameters.
+    batch: as `inside.measure` takes it.
+  """
+  batch_size = batch["tokens"].shape[0]
+  zeros = jnp.zeros((batch_size, len(MEASURES) + 1))
 
-    return inside.over_queries(
-      step, jnp.zeros((attended.q.shape[0], len(MEASURES) + 1)), attended
-    )
+  def add_block(sums: jax.Array, queries: inside.Queries) -> jax.Array:
+    return sums + row_sums(queries.weights(), queries.mask)
 
-  return inside.measure(model, params, batch, attention=of_layer)["attention"]
+  def layer_result(attended: inside.Attended) -> Float[Array, "B measures"]:
+    return inside.over_queries(add_block, zeros, attended)
+
+  results = inside.measure(model, params, batch, attention=layer_result)
+  return results["attention"]
 
 
 def row_sums(

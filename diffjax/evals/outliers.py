@@ -1,6 +1,6 @@
 """Activation outliers: the largest attention logits and hidden states, and their medians.
 
-Logits are |q·k/√D| of every map, layer, head and pair of a query and a key that it sees. Hidden logits are left out, since the kernels that
+Logits are |q·k/√D| of every map, layer, head and pair of a query and a key that it sees (`Attention.logits`). Hidden logits are left out, since the kernels that
 train never compute them. Hidden states are the entries of each layer's output, after both residuals. Padding does not count.
 
 Top-k is the k-th largest value of all tokens, which is exact: 100 values of each row are kept. The median comes from a histogram of each
@@ -32,7 +32,6 @@ from diffjax.evals.report.figures import Figure
 from diffjax.evals.report.plots import WIDTH, by_model, draw_points, save
 from diffjax.evals.report.results import TableSpec
 from diffjax.model.decoder import Decoder
-from diffjax.ops.diff_attention.reference import attention_logits
 from diffjax.progress import Progress
 from diffjax.training.trained import Trained
 
@@ -124,50 +123,59 @@ def _measure(
 def row_summaries(
   model: Decoder, params: Any, batch: dict[str, Any], every: int
 ) -> dict[str, tuple[jax.Array, jax.Array]]:
-  """Summaries of logits and of hidden states.
+  """Returns summaries of logits and of hidden states.
 
   Args:
-    model: The decoder.
-    params: Its parameters.
-    batch: As from `make_batch`.
-    every: The histograms are of every n-th query and token.
+    model: the decoder.
+    params: its parameters.
+    batch: a batch of `make_batch`.
+    every: the histograms are of every n-th query and token.
 
   Returns:
-    For each the 100 largest values of each row (−1 if there are fewer), [B, 100], and the row's histogram, [B, bins].
+    The summary of LOGITS and of HIDDEN. A summary has the 100 largest values of
+    each row [B, 100], where −1 stands for no value, and the histogram of each
+    row [B, bins].
   """
   rows = batch["tokens"].shape[0]
   empty = jnp.full((rows, _KEPT), -1.0), jnp.zeros((rows, _BINS))
 
-  def of_attention(attended: inside.Attended):
-    def step(summary, block, seen, first):
-      size = jnp.abs(attention_logits(block.q, block.k))
-      return _add(
-        summary,
-        jnp.moveaxis(jnp.where(seen[:, None, None], size, -1.0), 3, 1),
-        every,
-      )
+  def add_queries(
+    summary: tuple[jax.Array, jax.Array], queries: inside.Queries
+  ) -> tuple[jax.Array, jax.Array]:
+    is_visible = queries.mask[:, None, None]  # [B, 1, 1, t, S]
+    sizes = jnp.abs(queries.logits())  # [B, Q, G, t, S]
+    sizes = jnp.where(is_visible, sizes, -1.0)
+    return _add(summary, jnp.moveaxis(sizes, 3, 1), every)
 
-    return inside.over_queries(step, empty, attended)
+  def summarize_logits(
+    attended: inside.Attended,
+  ) -> tuple[jax.Array, jax.Array]:
+    return inside.over_queries(add_queries, empty, attended)
 
-  def of_hidden(x):
+  def summarize_hidden(
+    x: Float[Array, "B T E"],
+  ) -> tuple[jax.Array, jax.Array]:
     kept = (batch["segment_ids"] > 0)[..., None]
-    return _add(
-      empty, jnp.where(kept, jnp.abs(x.astype(jnp.float32)), -1.0), every
-    )
+    sizes = jnp.where(kept, jnp.abs(x.astype(jnp.float32)), -1.0)
+    return _add(empty, sizes, every)
 
   layers = inside.measure(
-    model, params, batch, attention=of_attention, hidden=of_hidden
+    model, params, batch, attention=summarize_logits, hidden=summarize_hidden
   )
   return {
-    name: (
-      _top(jnp.swapaxes(top, 0, 1).reshape(rows, -1)),
-      jnp.sum(counts, axis=0),
-    )
-    for name, (top, counts) in (
-      (LOGITS, layers["attention"]),
-      (HIDDEN, layers["hidden"]),
-    )
+    LOGITS: _sum_layers(layers["attention"]),
+    HIDDEN: _sum_layers(layers["hidden"]),
   }
+
+
+def _sum_layers(
+  summaries: tuple[Float[Array, "L B 100"], Float[Array, "L B bins"]],
+) -> tuple[Float[Array, "B 100"], Float[Array, "B bins"]]:
+  """Returns the summary of all layers from the summary of each layer."""
+  top, counts = summaries
+  rows = top.shape[1]
+  top = jnp.swapaxes(top, 0, 1).reshape(rows, -1)  # [B, L · 100]
+  return _top(top), jnp.sum(counts, axis=0)
 
 
 def _add(

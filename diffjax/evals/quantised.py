@@ -10,17 +10,17 @@ minus and plus the largest |logit|, and all else stays in full precision. The pa
 Each sequence has its own scales, so that results do not depend on the other sequences of a batch. Masked logits do not count. In
 generation the prompt is read in chunks: "tensor" and "head" then mean one chunk, and the tokens that fill up the last chunk count too.
 
-All attention of a quantised model (`quantise`) goes through `quantised_attention`, so that any measurement can be made of it.
+A quantised model (`quantise`) has the rounding as its `logits_transform`, so that any measurement can be made of it. The attention variant
+must support that (`Attention.supports`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import matplotlib.figure
 from etils import epath
@@ -38,11 +38,11 @@ from diffjax.evals import (
 from diffjax.evals.report.figures import Figure
 from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
 from diffjax.evals.report.results import TableSpec
-from diffjax.ops.diff_attention.mask import Mask, positions
-from diffjax.ops.diff_attention.reference import reference
+from diffjax.model.attention import QUANTIZED_LOGITS
+from diffjax.model.stacks import check_support
 from diffjax.training.trained import Trained
 
-# The axes of [B, H, G, T, S] over which the largest logit is taken.
+# The axes of [B, Q, G, T, S] over which the largest logit is taken.
 _AXES = {"tensor": (1, 2, 3, 4), "head": (3, 4), "row": (4,)}
 # Measurements by name, and a test of which of their figures count.
 _MEASUREMENTS: dict[str, tuple[Any, Callable[[Figure], bool]]] = {
@@ -85,32 +85,51 @@ class Settings:
 
 
 def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
-  """Each measurement without quantisation, and with every number of bits and kind of scale. The units are the measurements' own.
+  """Measures without quantisation, and with each number of bits and scale.
+
+  Args:
+    trained: the model.
+    settings: settings of the suite and of its measurements.
+
+  Returns:
+    The figures of the measurements. Their units are those of the measurements.
 
   Raises:
-    UserError: for unknown measurements or kinds of scale, or bits below 2 or above 24.
+    UserError: for unknown measurements or kinds of scale, for bits below 2 or
+      above 24, or if the attention variant does not support quantised logits.
   """
-  for field, known in (("measurements", _MEASUREMENTS), ("per", _AXES)):
-    for name in getattr(settings, field):
-      if name not in known:
-        raise UserError(
-          f"set.quantised.{field} = {name!r}: there are {', '.join(known)}"
-        )
+  _check_names("measurements", settings.measurements, _MEASUREMENTS)
+  _check_names("per", settings.per, _AXES)
   for bits in settings.bits:
     if not 2 <= bits <= 24:
       raise UserError(f"set.quantised.bits = {bits}: must be from 2 to 24")
-  whole = {
-    name: _MEASUREMENTS[name][0].evaluate(trained, getattr(settings, name))
-    for name in settings.measurements
-  }
-  return _measure(trained, settings, whole)
+  check_support(trained.config.model, QUANTIZED_LOGITS, "--suite=quantised")
+  # The measurements check their settings here, before the first of them runs.
+  unquantised = {}
+  for name in settings.measurements:
+    measurement, _ = _MEASUREMENTS[name]
+    unquantised[name] = measurement.evaluate(trained, getattr(settings, name))
+  return _measure(trained, settings, unquantised)
+
+
+def _check_names(
+  field: str, names: Iterable[str], known_names: Iterable[str]
+) -> None:
+  """Raises UserError if a setting has an unknown name."""
+  for name in names:
+    if name not in known_names:
+      raise UserError(
+        f"set.quantised.{field} = {name!r}: there are {', '.join(known_names)}"
+      )
 
 
 def _measure(
-  trained: Trained, settings: Settings, whole: Mapping[str, Iterator[Figure]]
+  trained: Trained,
+  settings: Settings,
+  unquantised: Mapping[str, Iterator[Figure]],
 ) -> Iterator[Figure]:
-  """Of each measurement, first the figures of `whole`, without quantisation."""
-  for name, figures in whole.items():
+  """Of each measurement, first the figures of `unquantised`."""
+  for name, figures in unquantised.items():
     module, counts = _MEASUREMENTS[name]
     models: list[tuple[dict[str, Any], Trained]] = [
       ({"bits": bits, "per": per}, quantise(trained, bits, per))
@@ -132,8 +151,14 @@ def _measure(
 
 
 def quantise(trained: Trained, bits: int, per: str) -> Trained:
-  """The same model with quantised attention logits; see the module for `per`."""
-  model = trained.model.clone(attention_fn=quantised_attention(bits, per))
+  """Returns the same model with quantised attention logits.
+
+  Args:
+    trained: the model. Its attention variant must support quantised logits.
+    bits: the bits of a logit.
+    per: which logits share a scale: "tensor", "head" or "row".
+  """
+  model = trained.model.clone(logits_transform=LogitsQuantisation(bits, per))
   return dataclasses.replace(
     trained,
     name=f"{trained.name}, logits of {bits} bits per {per}",
@@ -141,58 +166,32 @@ def quantise(trained: Trained, bits: int, per: str) -> Trained:
   )
 
 
-def quantised_attention(bits: int, per: str) -> Callable[..., jax.Array]:
-  """The reference implementation of `diff_attention`, with logits rounded by `absmax`."""
+@dataclasses.dataclass(frozen=True)
+class LogitsQuantisation:
+  """A `logits_transform` of `Attention` that rounds logits by `absmax`.
 
-  def attend(
-    q,
-    k,
-    v,
-    lam=None,
-    *,
-    q_segment_ids=None,
-    kv_segment_ids=None,
-    q_offset=0,
-    causal=True,
-    window=None,
-  ):
-    if kv_segment_ids is None:
-      kv_segment_ids = q_segment_ids
-    mask = Mask(q.shape[1], k.shape[1], causal, window)
-    seen = mask.between(
-      positions(q.shape[1], q_offset),
-      positions(k.shape[1], 0),
-      q_segment_ids,
-      kv_segment_ids,
-    )
-    if q_segment_ids is not None:
-      seen &= (q_segment_ids > 0)[:, :, None]  # padding
-    return reference(
-      q,
-      k,
-      v,
-      None
-      if lam is None
-      else jnp.broadcast_to(jnp.asarray(lam, jnp.float32), q.shape[:3]),
-      q_segment_ids=q_segment_ids,
-      kv_segment_ids=kv_segment_ids,
-      q_offset=q_offset,
-      causal=causal,
-      window=window,
-      logits_transform=lambda logits: absmax(
-        logits, seen[:, None, None], bits, _AXES[per]
-      ),
-    )
+  Attributes:
+    bits: the bits of a logit.
+    per: which logits share a scale: "tensor", "head" or "row".
+  """
 
-  return attend
+  bits: int
+  per: str
+
+  def __call__(
+    self, logits: Float[Array, "B Q G T S"], mask: Bool[Array, "B T S"]
+  ) -> Float[Array, "B Q G T S"]:
+    """Returns the rounded logits. Hidden logits do not set a scale."""
+    is_visible = mask[:, None, None]  # [B, 1, 1, T, S]
+    return absmax(logits, is_visible, self.bits, _AXES[self.per])
 
 
 def absmax(
-  logits: Float[Array, "B H G T S"],
+  logits: Float[Array, "B Q G T S"],
   seen: Bool[Array, "B 1 1 T S"],
   bits: int,
   axes: tuple[int, ...],
-) -> Float[Array, "B H G T S"]:
+) -> Float[Array, "B Q G T S"]:
   """Logits rounded to 2^bits − 1 levels between minus and plus the largest visible |logit| over some axes."""
   largest = jnp.max(
     jnp.where(seen, jnp.abs(logits), 0.0), axis=axes, keepdims=True

@@ -12,14 +12,16 @@ from diffjax.config import UserError
 from diffjax.evals import needle, quantised, validation
 from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.quantised import (
+  LogitsQuantisation,
   Settings,
   absmax,
   quantise,
-  quantised_attention,
 )
 from diffjax.evals.report import figures, results
 from diffjax.evals.report.figures import interval
+from diffjax.model.attention import DiffAttention, MaskArguments
 from diffjax.model.cache import empty_cache, extend, unstack
+from diffjax.model.definition import broadcast_lambda, by_definition
 from diffjax.ops.diff_attention import diff_attention
 
 QUICK = Settings(
@@ -109,16 +111,20 @@ def test_many_bits_change_nothing_and_few_change_much(
 
 def test_padding_does_not_set_the_scale():
   keys = jax.random.split(jax.random.key(0), 3)
-  q, k, v = (
-    jax.random.normal(key, shape)
-    for key, shape in zip(
-      keys, [(1, 9, 4, 2, 8), (1, 9, 2, 2, 8), (1, 9, 2, 16)], strict=True
-    )
-  )
+  q = jax.random.normal(keys[0], (1, 9, 4, 2, 8))
+  k = jax.random.normal(keys[1], (1, 9, 2, 2, 8))
+  v = jax.random.normal(keys[2], (1, 9, 2, 16))
   ids = jnp.array([[1] * 6 + [0] * 3])
-  attend = jax.jit(quantised_attention(4, "tensor"))
-  short = attend(q[:, :6], k[:, :6], v[:, :6], 0.3, q_segment_ids=ids[:, :6])
-  long = attend(q.at[:, 6:].multiply(100), k, v, 0.3, q_segment_ids=ids)
+  layer = DiffAttention(
+    num_heads=4, head_dim=8, logits_transform=LogitsQuantisation(4, "tensor")
+  )
+
+  @jax.jit
+  def attend(q, k, v, ids):
+    return layer.attend(q, k, v, 0.3, MaskArguments(ids, ids, True, None))
+
+  short = attend(q[:, :6], k[:, :6], v[:, :6], ids[:, :6])
+  long = attend(q.at[:, 6:].multiply(100), k, v, ids)
   np.testing.assert_allclose(long[:, :6], short, atol=1e-5)
 
 
@@ -161,23 +167,30 @@ def test_reading_with_a_cache_is_quantised_too(make_trained):
   )
 
 
-def test_offsets_and_lambda_are_those_of_diff_attention():
+@pytest.mark.parametrize("lam", [0.3, np.linspace(0, 1, 24).reshape(2, 3, 4)])
+def test_offsets_and_lambda_are_those_of_diff_attention(lam):
   keys = jax.random.split(jax.random.key(0), 3)
-  q, k, v = (
-    jax.random.normal(key, shape)
-    for key, shape in zip(
-      keys, [(2, 3, 4, 2, 8), (2, 9, 2, 2, 8), (2, 9, 2, 16)], strict=True
-    )
+  q = jax.random.normal(keys[0], (2, 3, 4, 2, 8))
+  k = jax.random.normal(keys[1], (2, 9, 2, 2, 8))
+  v = jax.random.normal(keys[2], (2, 9, 2, 16))
+  lam = jnp.asarray(lam, jnp.float32)
+  offsets = jnp.array([2, 5])
+  layer = DiffAttention(
+    num_heads=4, head_dim=8, logits_transform=LogitsQuantisation(24, "row")
   )
-  for lam in (0.3, jnp.linspace(0, 1, 24).reshape(2, 3, 4)):
-    want = jax.jit(diff_attention)(q, k, v, lam, q_offset=jnp.array([2, 5]))
-    np.testing.assert_allclose(
-      jax.jit(quantised_attention(24, "row"))(
-        q, k, v, lam, q_offset=jnp.array([2, 5])
-      ),
-      want,
-      atol=1e-5,
-    )
+  attend = by_definition(diff_attention, layer.weights, layer.supports)
+  found = jax.jit(attend)(
+    q, k, v, broadcast_lambda(lam, q, 4), q_offset=offsets
+  )
+  want = jax.jit(diff_attention)(q, k, v, lam, q_offset=offsets)
+  np.testing.assert_allclose(found, want, atol=1e-5)
+
+
+def test_a_variant_must_support_quantised_logits(make_trained, monkeypatch):
+  """The error comes before anything is measured."""
+  monkeypatch.setattr(DiffAttention, "supports", frozenset())
+  with pytest.raises(UserError, match="--suite=quantised: .*quantized_logits"):
+    quantised.evaluate(make_trained(), QUICK)
 
 
 def test_the_suite_measures_without_and_with_quantisation(

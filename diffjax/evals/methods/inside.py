@@ -1,46 +1,115 @@
-"""Measurements inside a model: functions that run within its layers, of which only their results leave the layers.
+"""Measurements inside a model: functions that are called within its layers.
 
-So a measurement of all attention logits or hidden states needs the memory of one layer, and no array of size [L, B, T, …].
+Only the results of these functions leave the layers. So a measurement of all
+attention logits or hidden states needs the memory of one layer. No array
+[L, B, T, …] is stored.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from diffjax.model.attention import Attention, MaskArguments
+from diffjax.config import ModelConfig, UserError
+from diffjax.model.attention import (
+  CACHED_DECODING,
+  Attention,
+  Lambda,
+  MaskArguments,
+)
 from diffjax.model.decoder import Block, Decoder, WindowSwitch
+from diffjax.model.definition import broadcast_lambda, visible_keys
 from diffjax.model.stacks import stacks
-from diffjax.ops.diff_attention.arguments import broadcast_lambda
-from diffjax.ops.diff_attention.mask import Mask, positions
 
-_COLLECTION, _NAME = "metrics", "measured"
+# Where the layers put results: the collection of variables, and the name.
+_COLLECTION = "metrics"
+_NAME = "measured"
 
 
-class Attended(NamedTuple):
-  """The inputs of attention in one layer.
+# Without __eq__ and __hash__, because the fields are traced arrays.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Queries:
+  """Some queries of an attention layer, with all of the layer's keys.
 
   Attributes:
-    q: Queries after RoPE.
-    k: Keys after RoPE.
-    v: Values.
-    lam: λ per token and head; None with one map.
-    segment_ids: The tokens' segments; None for one segment a row.
-    window: The number of keys that a query sees, itself included; None for all up to itself.
+    layer: the layer. It has its parameters.
+    q: queries after RoPE.
+    k: keys after RoPE.
+    lam: λ of the queries, as `Attention.weights` takes it.
+    mask: whether a query sees a key. Queries that are padding see none.
   """
 
+  layer: Attention
+  q: Float[Array, "B t Q G D"]
+  k: Float[Array, "B S K M D"]
+  lam: Float[Array, "B t H *rest"] | None
+  mask: Bool[Array, "B t S"]
+
+  def weights(self) -> Float[Array, "B H t S"]:
+    """Returns the weights that multiply the values (`Attention.weights`)."""
+    return self.layer.weights(self.q, self.k, self.lam, self.mask)
+
+  def maps(self) -> dict[str, Float[Array, "B H t S"]]:
+    """Returns the terms of the weights, by title (`Attention.maps`)."""
+    return self.layer.maps(self.q, self.k, self.lam, self.mask)
+
+  def logits(self) -> Float[Array, "B Q G t S"]:
+    """Returns the logits of all maps, before the mask (`Attention.logits`)."""
+    return self.layer.logits(self.q, self.k, self.mask)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Attended:
+  """The inputs of attention in one layer: the arguments of `Attention.attend`.
+
+  Attributes:
+    layer: the layer. It has its parameters.
+    q: queries after RoPE.
+    k: keys after RoPE.
+    v: values.
+    lam: λ of each token and head. None if the layer has no λ.
+    mask: the segment ids, which are arrays, and the layer's window. The window
+      is an array if the layers of the model have different ones.
+  """
+
+  layer: Attention
   q: Float[Array, "B T Q G D"]
   k: Float[Array, "B S K M D"]
   v: Float[Array, "B S K V"]
-  lam: Float[Array, "B T H"] | None
-  segment_ids: Int[Array, "B T"] | None
-  window: int | None = None
+  lam: Float[Array, "B T H *rest"] | None
+  mask: MaskArguments
+
+  @property
+  def has_independent_queries(self) -> bool:
+    """Whether the weights of some queries need no other queries."""
+    return CACHED_DECODING in self.layer.supports
+
+  def queries(self, first: int | Int[Array, ""], count: int) -> Queries:
+    """Returns consecutive queries, with all keys.
+
+    They must be all queries unless `has_independent_queries`.
+
+    Args:
+      first: the index of the first query.
+      count: the number of queries.
+    """
+    q, lam, segment_ids = jax.tree.map(
+      lambda x: jax.lax.dynamic_slice_in_dim(x, first, count, axis=1),
+      (self.q, self.lam, self.mask.q_segment_ids),
+    )
+    mask = self.mask._replace(q_segment_ids=segment_ids)
+    is_visible = visible_keys(
+      q.shape[:2], self.k.shape[1], q_offset=first, **mask.keywords()
+    )
+    is_padding = segment_ids == 0
+    is_visible &= ~is_padding[:, :, None]
+    return Queries(self.layer, q, self.k, lam, is_visible)
 
 
 def measure(
@@ -55,30 +124,33 @@ def measure(
   """Runs a model and measures its layers. The caller jits it.
 
   Args:
-    model: The decoder.
-    params: Its parameters.
-    batch: tokens, and segment_ids and positions if there are any, [B, T].
-    attention: Is called in every attention layer, and returns a tree of arrays.
-    hidden: Is called with every layer's output, after both residuals, and returns a tree of arrays.
-    plain: Whether the results hold those of plain layers, which have other numbers of heads and maps.
+    model: the decoder.
+    params: its parameters.
+    batch: tokens [B, T], and segment_ids and positions if there are any.
+    attention: called in every attention layer. Returns a tree of arrays.
+    hidden: called with the output of every layer, after both residuals. Returns
+      a tree of arrays.
+    plain: whether the results include plain layers, which have other numbers of
+      heads and maps.
 
   Returns:
-    "attention" and "hidden": the results, with a leading axis L.
+    The results of the layers by name, "attention" and "hidden". Their arrays
+    have a leading axis L.
+
+  Raises:
+    UserError: if the layers of a variant do not call `Attention.attend`.
   """
 
   def intercept(call, args, kwargs, context):
     module = context.module
-    is_attend_call = (
-      isinstance(module, Attention) and context.method_name == "attend"
-    )
-    if attention is not None and is_attend_call:
-      measured = _measure_attention(attention, module, *args)
-      module.sow(_COLLECTION, _NAME, measured)
+    method = context.method_name
+    is_attention = isinstance(module, Attention) and method == "attend"
+    if attention is not None and is_attention:
+      attended = _attended(module, *args, **kwargs)
+      module.sow(_COLLECTION, _NAME, attention(attended))
     out = call(*args, **kwargs)
-    is_block_call = (
-      isinstance(module, Block) and context.method_name == "__call__"
-    )
-    if hidden is not None and is_block_call:
+    is_block = isinstance(module, Block) and method == "__call__"
+    if hidden is not None and is_block:
       module.sow(_COLLECTION, _NAME, hidden(out[0]))
     return out
 
@@ -90,94 +162,119 @@ def measure(
       batch.get("positions"),
       mutable=[_COLLECTION],
     )
-  measured = [
-    variables[_COLLECTION][name]
-    for name in stacks(model.config)
-    if plain or name != "plain_layers"
-  ]
-  together = lambda parts: jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-  found = {}
+
+  attention_results = []
+  hidden_results = []
+  for name, stack_config in stacks(model.config).items():
+    if name == "plain_layers" and not plain:
+      continue
+    sown = variables.get(_COLLECTION, {}).get(name, {})
+    if attention is not None:
+      attention_results.append(_attention_result(sown, stack_config))
+    if hidden is not None:
+      hidden_results.append(sown[_NAME][0])
+  results = {}
   if attention is not None:
-    found["attention"] = together(
-      [stack["attention"][_NAME][0] for stack in measured]
-    )
+    results["attention"] = _concatenate(attention_results)
   if hidden is not None:
-    found["hidden"] = together([stack[_NAME][0] for stack in measured])
-  return found
+    results["hidden"] = _concatenate(hidden_results)
+  return results
 
 
-def _measure_attention(
-  attention: Callable[[Attended], Any],
+def _attended(
   layer: Attention,
   q: Float[Array, "B T Q G D"],
   k: Float[Array, "B S K M D"],
   v: Float[Array, "B S K V"],
-  lam: jax.Array | None,
+  lam: Lambda,
   mask: MaskArguments,
-) -> Any:
-  """Returns what `attention` returns for the arguments of `Attention.attend`."""
-
-  def measure_window(q, k, v, lam, *, q_segment_ids, window, **_):
-    lam = broadcast_lambda(lam, q)
-    return attention(Attended(q, k, v, lam, q_segment_ids, window))
-
-  # Where the layers of a scan have different windows, the same switch as for
-  # attention chooses the window. It returns the results.
-  attention_fn: Callable[..., Any] = measure_window
-  if isinstance(layer.attention_fn, WindowSwitch):
-    attention_fn = dataclasses.replace(
-      layer.attention_fn, attention_fn=measure_window
+) -> Attended:
+  """Returns the arguments of `Attention.attend` as measurements take them."""
+  lam = broadcast_lambda(lam, q, layer.num_heads)
+  if mask.q_segment_ids is None:
+    mask = mask._replace(
+      q_segment_ids=jnp.ones(q.shape[:2], jnp.int32),
+      kv_segment_ids=jnp.ones(k.shape[:2], jnp.int32),
     )
-  return attention_fn(q, k, v, lam, **mask.keywords())
+  # The layers of a scan share one program. If they have different windows, a
+  # switch determines the window at run time.
+  if isinstance(layer.attention_fn, WindowSwitch):
+    window: Any = layer.attention_fn.traced_window()
+    mask = mask._replace(window=window)
+  return Attended(layer, q, k, v, lam, mask)
+
+
+def _attention_result(sown: dict[str, Any], config: ModelConfig) -> Any:
+  """Returns what the attention layers of a stack recorded.
+
+  Args:
+    sown: all that the layers recorded.
+    config: the config of the stack.
+
+  Raises:
+    UserError: if they did not record a measurement.
+  """
+  recorded = sown.get("attention", {})
+  if _NAME not in recorded:
+    raise UserError(
+      f"config.model.attention = {config.attention!r}: its attention cannot be"
+      " measured, because it does not call Attention.attend; let its"
+      " compute_heads call it"
+    )
+  return recorded[_NAME][0]
+
+
+def _concatenate(results: list[Any]) -> Any:
+  """Returns the results of all stacks as one, along the axis of the layers."""
+  return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *results)
 
 
 def over_queries(
-  step: Callable[[Any, Attended, Bool[Array, "B t S"], Int[Array, ""]], Any],
+  step: Callable[[Any, Queries], Any],
   start: Any,
   attended: Attended,
   *,
-  block: int = 128,
+  block_size: int = 128,
 ) -> Any:
-  """Folds a function over blocks of queries, so that the map of all queries of a row is never in memory.
+  """Folds a function over blocks of queries.
+
+  So the map of all queries is never in memory. If the layer cannot compute the
+  weights of a block, there is one block of all queries. The layer then needs
+  that much memory for its own output, too.
 
   Args:
-    step: Is called with its last result, a block of queries with all keys, the keys that each query sees (none for padding, which is
-      segment 0, and for queries that fill up the last block) and the position of the first query.
-    start: The first call's first argument.
-    attended: The inputs of a layer.
-    block: Number of queries of a block.
+    step: called with its last result and a block of queries. The last block is
+      filled up with padding.
+    start: the first argument of the first call.
+    attended: the inputs of a layer.
+    block_size: the number of queries in a block.
 
   Returns:
     The result of the last call.
   """
-  q, k, v, lam, segment_ids, window = attended
-  length = q.shape[1]
-  size = min(block, length)
-  blocks = -(-length // size)
-  if segment_ids is None:
-    segment_ids = jnp.ones(q.shape[:2], jnp.int32)
+  length = attended.q.shape[1]
+  if not attended.has_independent_queries:
+    block_size = length
+  block_size = min(block_size, length)
+  num_blocks = -(-length // block_size)  # rounded up
+  padded = _pad_queries(attended, num_blocks * block_size)
 
-  def pad(x):
-    return jnp.pad(
-      x, [(0, 0), (0, blocks * size - length)] + [(0, 0)] * (x.ndim - 2)
-    )
+  def step_of_block(index: Int[Array, ""], carry: Any) -> Any:
+    return step(carry, padded.queries(index * block_size, block_size))
 
-  padded = pad(q), None if lam is None else pad(lam), pad(segment_ids)
+  return jax.lax.fori_loop(0, num_blocks, step_of_block, start)
 
-  def body(index, carry):
-    first = index * size
-    q, lam, ids = jax.tree.map(
-      lambda x: jax.lax.dynamic_slice_in_dim(x, first, size, axis=1), padded
-    )
-    seen = Mask(size, k.shape[1], window=window).between(
-      positions(size, first), positions(k.shape[1], 0), ids, segment_ids
-    )
-    assert seen is not None  # since it is causal
-    return step(
-      carry,
-      Attended(q, k, v, lam, ids, window),
-      seen & (ids > 0)[:, :, None],
-      first,
-    )
 
-  return jax.lax.fori_loop(0, blocks, body, start)
+def _pad_queries(attended: Attended, length: int) -> Attended:
+  """Returns the inputs with more queries, which are padding (segment 0)."""
+
+  def pad(x: jax.Array) -> jax.Array:
+    widths = [(0, 0)] * x.ndim
+    widths[1] = (0, length - x.shape[1])
+    return jnp.pad(x, widths)
+
+  q, lam, segment_ids = jax.tree.map(
+    pad, (attended.q, attended.lam, attended.mask.q_segment_ids)
+  )
+  mask = attended.mask._replace(q_segment_ids=segment_ids)
+  return dataclasses.replace(attended, q=q, lam=lam, mask=mask)

@@ -1,4 +1,8 @@
-"""Attention maps of the report: both maps of a head and their difference, as a picture of one head and as panels to choose heads in."""
+"""The attention maps of the report: a picture of one head, and panels with several heads.
+
+A variant determines which maps it has (`Attention.maps`). The report shows
+them, and then the weights that they result in.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import matplotlib
@@ -24,11 +29,11 @@ from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.elements import Html, element
 from diffjax.evals.report.words import readable, words_of
 from diffjax.model.decoder import Decoder
-from diffjax.ops.diff_attention.arguments import repeat_noise_maps
-from diffjax.ops.diff_attention.reference import attention_maps
 from diffjax.training.trained import Trained
 
-TITLES = ("A₁", "λA₂", "A₁ − λA₂")
+# The titles of the two maps that `most_cancelled` compares.
+SIGNAL_MAP = "A₁"
+NOISE_MAP = "λA₂"
 # The share of the largest weights that have the same colour, and the quantile where it begins.
 CLIPPED, _CLIP = "1%", 0.99
 _COLORS, _FUTURE = (
@@ -54,46 +59,71 @@ class Settings:
   heads: int = 4
 
 
+@flax.struct.dataclass
+class LayerMaps:
+  """The maps of layers, with their titles.
+
+  Attributes:
+    titles: the titles of the variant's maps, and then of its weights.
+    weights: the maps in this order. First their mean over all heads, then the
+      maps of each head. Of several layers, with a leading axis L.
+  """
+
+  titles: tuple[str, ...] = flax.struct.field(pytree_node=False)
+  weights: Float[Array, "*L mean_and_heads maps T T"]
+
+
 class Maps(NamedTuple):
   """The maps of a model.
 
   Attributes:
     trained: the model.
     tokens: the text of each token.
-    weights: the mean over heads, then every head: A₁, λA₂ and A₁ − λA₂, or the Transformer's one map, by query and key.
+    titles: the titles of the maps. The last one is of the weights.
+    weights: the mean over heads, then every head, by query and key.
   """
 
   trained: Trained
   tokens: list[str]
+  titles: tuple[str, ...]
   weights: Float[np.ndarray, "L mean_and_heads maps T T"]
+
+  @property
+  def has_noise_map(self) -> bool:
+    """Whether λA₂ is subtracted from A₁, as `most_cancelled` requires."""
+    return SIGNAL_MAP in self.titles and NOISE_MAP in self.titles
 
 
 def compute(
   models: Sequence[Trained], settings: Settings
 ) -> tuple[str, list[Maps]]:
-  """The prompt as text, and each model's maps of it.
+  """Returns the prompt as text, and each model's maps of it.
+
+  Args:
+    models: the models, with one tokenizer.
+    settings: settings of the maps.
 
   Raises:
-    UserError: if a setting is out of range, or the prompt longer than a model takes.
+    UserError: if a setting is out of range, or if the prompt is longer than a
+      model allows.
   """
-  ids, tokenizer = _prompt(models, settings), models[0].tokenizer
+  ids = _prompt(models, settings)
+  tokenizer = models[0].tokenizer
   tokens = []
   for index, token in enumerate(ids):
     if index == 0 and not tokenizer.has_text([token]):
       tokens.append("(start)")
     else:
       tokens.append(tokenizer.decode_after(ids[:index], [token]))
-  of_model = jax.jit(maps_of, static_argnums=0)
-  return tokenizer.decode(ids), [
-    Maps(
-      model,
-      tokens,
-      np.asarray(
-        of_model(model.model, model.params, np.asarray([ids], np.int32))
-      ),
-    )
-    for model in models
-  ]
+
+  compute_maps = jax.jit(maps_of, static_argnums=0)
+  batch = np.asarray([ids], np.int32)
+  maps = []
+  for model in models:
+    layers = compute_maps(model.model, model.params, batch)
+    weights = np.asarray(layers.weights)
+    maps.append(Maps(model, tokens, layers.titles, weights))
+  return tokenizer.decode(ids), maps
 
 
 def check(models: Sequence[Trained], settings: Settings) -> None:
@@ -122,96 +152,105 @@ def _prompt(models: Sequence[Trained], settings: Settings) -> list[int]:
   return batch["tokens"][0, : min(count, settings.tokens, limit)].tolist()
 
 
-def maps_of(
-  model: Decoder, params: Any, tokens: Any
-) -> Float[Array, "L mean_and_heads maps T T"]:
-  """A₁, λA₂ and A₁ − λA₂ (the Transformer's one map) of the first row: the mean over heads, then each head. Plain layers are left out.
+def maps_of(model: Decoder, params: Any, tokens: Any) -> LayerMaps:
+  """Returns the maps of the first row, without plain layers.
 
   Args:
-    model: The decoder.
-    params: Its parameters.
-    tokens: Int[B, T].
+    model: the decoder.
+    params: its parameters.
+    tokens: int32[B, T].
   """
 
-  def of_layer(
-    attended: inside.Attended,
-  ) -> Float[Array, "mean_and_heads maps T T"]:
-    maps = attention_maps(
-      repeat_noise_maps(attended.q), attended.k, window=attended.window
-    )[0]
-    if attended.lam is not None:
-      first, second = maps[:, 0], attended.lam[0].T[..., None] * maps[:, 1]
-      maps = jnp.stack([first, second, first - second], axis=1)
-    return jnp.concatenate([jnp.mean(maps, axis=0, keepdims=True), maps])
+  def layer_maps(attended: inside.Attended) -> LayerMaps:
+    length = attended.q.shape[1]
+    queries = attended.queries(0, length)
+    terms = queries.maps()
+    titles = (*terms, attended.layer.weights_formula)
+    maps = jnp.stack([*terms.values(), queries.weights()], axis=2)
+    first_row = maps[0]  # [H, maps, T, T]
+    mean = jnp.mean(first_row, axis=0, keepdims=True)
+    return LayerMaps(titles, jnp.concatenate([mean, first_row]))
 
-  return inside.measure(
-    model, params, {"tokens": tokens}, attention=of_layer, plain=False
-  )["attention"]
-
-
-def most_cancelled(
-  weights: Float[np.ndarray, "L mean_and_heads maps T T"],
-) -> tuple[int, int, float]:
-  """The layer and the head where λA₂ takes the largest share of A₁ away, Σ min(A₁, λA₂) / Σ A₁, and that share.
-
-  The first query does not count, since it sees one key.
-  """
-  first, second = weights[:, 1:, 0, 1:], weights[:, 1:, 1, 1:]
-  shares = np.minimum(first, second).sum(axis=(-2, -1)) / first.sum(
-    axis=(-2, -1)
+  results = inside.measure(
+    model, params, {"tokens": tokens}, attention=layer_maps, plain=False
   )
+  return results["attention"]
+
+
+def most_cancelled(maps: Maps) -> tuple[int, int, float]:
+  """Returns where λA₂ takes the largest share of A₁ away.
+
+  The share is Σ min(A₁, λA₂) / Σ A₁. The first query does not count, because it
+  sees one key.
+
+  Args:
+    maps: the maps of a model with `has_noise_map`.
+
+  Returns:
+    The layer, the head and the share.
+  """
+  heads = maps.weights[:, 1:, :, 1:]  # [L, H, maps, T − 1, T]
+  first = heads[:, :, maps.titles.index(SIGNAL_MAP)]
+  second = heads[:, :, maps.titles.index(NOISE_MAP)]
+  removed = np.minimum(first, second).sum(axis=(-2, -1))
+  shares = removed / first.sum(axis=(-2, -1))
   layer, head = np.unravel_index(np.argmax(shares), shares.shape)
   return int(layer), int(head), float(shares[layer, head])
 
 
 def picture(maps: Maps) -> tuple[matplotlib.figure.Figure, str]:
-  """A₁, λA₂ and their difference of the head of `most_cancelled`, side by side on one scale of colours; and a caption."""
-  layer, head, share = most_cancelled(maps.weights)
-  weights, count = maps.weights[layer, 1 + head], len(maps.tokens)
+  """Returns a picture of the head of `most_cancelled`, and its caption.
+
+  The maps and the weights are side by side, on one scale of colours.
+
+  Args:
+    maps: the maps of a model with `has_noise_map`.
+  """
+  layer, head, share = most_cancelled(maps)
+  weights = maps.weights[layer, 1 + head]  # [maps, T, T]
+  count = len(maps.tokens)
   largest = _largest(weights)
+  num_maps = len(maps.titles)
   figure = matplotlib.figure.Figure(
-    (12, 4.5), layout="constrained", facecolor="white"
+    (4 * num_maps, 4.5), layout="constrained", facecolor="white"
   )
-  fields = figure.subplots(1, 3)
-  norm = matplotlib.colors.FuncNorm(
-    (_root, lambda x: np.sign(x) * np.square(x)), -largest, largest
-  )
+  fields = figure.subplots(1, num_maps)
+  norm = matplotlib.colors.FuncNorm((_root, _square), -largest, largest)
   words = readable(words_of(maps.tokens), count / 32)
-  for axes, title, one in zip(fields, TITLES, weights, strict=True):
+  label_places = [(word.start + word.end - 1) / 2 for word in words]
+  labels = [word.text for word in words]
+  is_future = ~np.tri(count, dtype=bool)
+  for axes, title, values in zip(fields, maps.titles, weights, strict=True):
     axes.set_facecolor(_FUTURE)
     image = axes.imshow(
-      np.ma.masked_array(one, ~np.tri(count, dtype=bool)),
+      np.ma.masked_array(values, is_future),
       cmap=_COLORS,
       norm=norm,
       interpolation="nearest",
     )
     axes.set_title(title, fontsize=16)
-    axes.set_xticks(
-      [(word.start + word.end - 1) / 2 for word in words],
-      [word.text for word in words],
-      rotation=90,
-      fontsize=9,
-    )
+    axes.set_xticks(label_places, labels, rotation=90, fontsize=9)
     axes.set_yticks([])
     axes.set_xlabel("key: the token looked at", fontsize=10)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-  fields[0].set_yticks(
-    [(word.start + word.end - 1) / 2 for word in words],
-    [word.text for word in words],
-    fontsize=9,
-  )
+  fields[0].set_yticks(label_places, labels, fontsize=9)
   fields[0].set_ylabel("query: the token that looks", fontsize=10)
+
   bar = figure.colorbar(image, ax=list(fields), shrink=0.75, pad=0.01)
   marks = [-largest, -largest / 4, 0, largest / 4, largest]
-  bar.set_ticks(
-    marks, labels=[f"{mark:.2g}".replace("-", "−") for mark in marks]
-  )
+  mark_labels = [f"{mark:.2g}".replace("-", "−") for mark in marks]
+  bar.set_ticks(marks, labels=mark_labels)
   bar.set_label("weight (colours by its square root)", fontsize=10)
   bar.outline.set_visible(False)
+
+  num_layers = maps.weights.shape[0]
+  num_heads = maps.weights.shape[1] - 1  # The first is the mean.
   caption = (
-    f"Layer {layer} of {maps.weights.shape[0]}, head {head} of {maps.weights.shape[1] - 1}, both counted from 0: the head of this model in "
-    f"which λA₂ takes away most of A₁, {share:.0%} (Σ min(A₁, λA₂) / Σ A₁ over this text)."
+    f"Layer {layer} of {num_layers}, head {head} of {num_heads}, both counted"
+    f" from 0: the head of this model in which {NOISE_MAP} takes away most of"
+    f" {SIGNAL_MAP}, {share:.0%} (Σ min({SIGNAL_MAP}, {NOISE_MAP}) /"
+    f" Σ {SIGNAL_MAP} over this text)."
   )
   return figure, caption
 
@@ -230,7 +269,6 @@ def panel(maps: Maps, name: str, settings: Settings) -> Html:
     [_pictures(by_head) for by_head in maps.weights[layer, : heads + 1]]
     for layer in layers
   ]
-  titles = TITLES if maps.weights.shape[2] > 1 else ("A",)
   count = len(maps.tokens)
   labels = readable(words_of(maps.tokens), _LABEL * count)
 
@@ -280,7 +318,9 @@ def panel(maps: Maps, name: str, settings: Settings) -> Html:
       element("span", pictures[0][0]["scale"], class_="scale"),
       class_="hint",
     ),
-    element("div", *map(figure, titles, pictures[0][0]["png"]), class_="maps"),
+    element(
+      "div", *map(figure, maps.titles, pictures[0][0]["png"]), class_="maps"
+    ),
     element("output", "Point at a cell to read its two tokens."),
     element("script", Html(data), type="application/json"),
     class_="panel",
@@ -309,4 +349,10 @@ def _largest(weights: Float[np.ndarray, "maps T T"]) -> float:
 
 
 def _root(x: Any) -> Any:
+  """Returns the square root of |x|, with the sign of x."""
   return np.sign(x) * np.sqrt(np.abs(x))
+
+
+def _square(x: Any) -> Any:
+  """Returns x², with the sign of x: the inverse of `_root`."""
+  return np.sign(x) * np.square(x)

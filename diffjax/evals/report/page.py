@@ -63,7 +63,7 @@ def write(
   directory: epath.Path,
   suites: Sequence[str],
 ) -> epath.Path:
-  """Makes the page, and maps.png: the attention maps of one head of the first model that has two maps.
+  """Makes the page, and maps.png: the attention maps of one head of the first model that has a noise map.
 
   Args:
     models: one or two, each with its description as in the suites' results.
@@ -250,16 +250,25 @@ def _training(
 def _chosen_maps(
   computed: Sequence[maps.Maps], names: Sequence[str], path: epath.Path
 ) -> Html:
-  """The picture of one head of the first model with two maps, which is also written beside the page; nothing if none has two."""
-  for each, name in zip(computed, names, strict=True):
-    if each.weights.shape[2] > 1:
-      figure, caption = maps.picture(each)
-      plots.save(figure, path)
-      return picture(
-        data_address("image/png", path.read_bytes()),
-        f"attention maps of {name}",
-        f"{name}. {caption}",
-      )
+  """Returns the picture of one head of the first model that has a noise map.
+
+  Without such a model, it is empty.
+
+  Args:
+    computed: the maps of each model.
+    names: the models' names in words.
+    path: where the picture is also written, as a PNG.
+  """
+  for model_maps, name in zip(computed, names, strict=True):
+    if not model_maps.has_noise_map:
+      continue
+    figure, caption = maps.picture(model_maps)
+    plots.save(figure, path)
+    return picture(
+      data_address("image/png", path.read_bytes()),
+      f"attention maps of {name}",
+      f"{name}. {caption}",
+    )
   return Html()
 
 

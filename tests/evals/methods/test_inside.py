@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diffjax.config import UserError
 from diffjax.evals.methods import inside
 from diffjax.evals.methods.validation_rows import validation_rows
+from diffjax.model.attention import Attention, DiffAttention, MaskArguments
 from diffjax.ops.diff_attention.reference import attention_weights
 from tests.tiers import full
 
@@ -33,14 +35,16 @@ def test_queries_keys_and_hidden_states_are_those_that_the_model_captures(
 
   @jax.jit
   def measured(params):
-    seen = lambda attended: {
-      "q": attended.q,
-      "k": attended.k,
-      "lam": attended.lam,
-      "ids": attended.segment_ids,
-    }
+    def inputs(attended):
+      return {
+        "q": attended.q,
+        "k": attended.k,
+        "lam": attended.lam,
+        "ids": attended.mask.q_segment_ids,
+      }
+
     return inside.measure(
-      trained.model, params, batch, attention=seen, hidden=lambda x: x
+      trained.model, params, batch, attention=inputs, hidden=lambda x: x
     )
 
   want, got = captured(trained.params), measured(trained.params)
@@ -97,18 +101,16 @@ def test_every_layer_is_measured_with_its_own_window(make_trained, remat):
   )
   tokens = np.arange(16).reshape(1, 16)
 
-  def seen(attended):
-    return jnp.sum(
-      attention_weights(
-        attended.q, attended.k, attended.lam, window=attended.window
-      )[:, :, -1]
-      != 0,
-      axis=-1,
-    )[:, 0]
+  def count_keys(attended):
+    last_weights = attended.queries(15, 1).weights()  # [B, H, 1, S]
+    return jnp.sum(last_weights[:, 0, 0] != 0, axis=-1)
 
   found = jax.jit(
     functools.partial(
-      inside.measure, trained.model, batch={"tokens": tokens}, attention=seen
+      inside.measure,
+      trained.model,
+      batch={"tokens": tokens},
+      attention=count_keys,
     )
   )(trained.params)
   np.testing.assert_array_equal(found["attention"][:, 0], [3, 16, 3, 16])
@@ -120,45 +122,80 @@ def test_every_layer_is_measured_with_its_own_window(make_trained, remat):
 )
 def test_blocks_of_queries_give_the_whole_map(length, block, window):
   keys = jax.random.split(jax.random.key(0), 3)
-  q, k = (
-    jax.random.normal(keys[0], (2, length, 4, 2, 8)),
-    jax.random.normal(keys[1], (2, length, 2, 2, 8)),
-  )
-  v, lam = (
-    jnp.zeros((2, length, 2, 16)),
-    jax.random.uniform(keys[2], (2, length, 4)),
-  )
-  ids = jnp.asarray(
-    np.repeat(
-      [[1, 2, 0]], [length // 2, length - length // 2 - 2, 2], axis=1
-    ).repeat(2, axis=0)
-  )
+  q = jax.random.normal(keys[0], (2, length, 4, 2, 8))
+  k = jax.random.normal(keys[1], (2, length, 2, 2, 8))
+  v = jnp.zeros((2, length, 2, 16))
+  lam = jax.random.uniform(keys[2], (2, length, 4))
+  sizes = [length // 2, length - length // 2 - 2, 2]  # The last is padding.
+  ids = jnp.asarray([np.repeat([1, 2, 0], sizes)] * 2)
   whole = attention_weights(
     q, k, lam, q_segment_ids=ids, kv_segment_ids=ids, window=window
   )
 
-  def step(total, block, seen, first):
-    options = dict(
-      q_segment_ids=block.segment_ids,
-      kv_segment_ids=ids,
-      q_offset=first,
-      window=block.window,
-    )
-    weights = attention_weights(block.q, block.k, block.lam, **options)
-    return total[0] + jnp.sum(
-      jnp.where(seen[:, None], weights, 0) ** 2, axis=(2, 3)
-    ), total[1] + jnp.sum(seen)
+  def step(total, queries):
+    squares, num_visible = total
+    weights = jnp.where(queries.mask[:, None], queries.weights(), 0)
+    squares += jnp.sum(weights**2, axis=(2, 3))
+    return squares, num_visible + jnp.sum(queries.mask)
 
-  squares, count = inside.over_queries(
-    step,
-    (jnp.zeros((2, 4)), 0),
-    inside.Attended(q, k, v, lam, ids, window),
-    block=block,
+  attended = inside.Attended(
+    DiffAttention(num_heads=4, head_dim=8, num_kv_heads=2),
+    q,
+    k,
+    v,
+    lam,
+    MaskArguments(ids, ids, causal=True, window=window),
+  )
+  squares, num_visible = inside.over_queries(
+    step, (jnp.zeros((2, 4)), 0), attended, block_size=block
   )
   np.testing.assert_allclose(
     squares, jnp.sum(whole[:, :, : length - 2] ** 2, axis=(2, 3)), rtol=1e-5
   )
-  parts = length // 2, length - length // 2 - 2
-  assert count == 2 * sum(
-    min(n, window or n) for part in parts for n in range(1, part + 1)
-  )  # padding sees nothing
+  want = 0
+  for size in sizes[:2]:
+    for num_keys in range(1, size + 1):
+      want += min(num_keys, window or num_keys)
+  assert num_visible == 2 * want  # Padding sees nothing.
+
+
+def test_a_layer_that_needs_all_queries_gets_one_block():
+  class NeedsAllQueries(DiffAttention):
+    supports = frozenset()
+
+  q = jax.random.normal(jax.random.key(0), (2, 37, 2, 2, 8))
+  k = jax.random.normal(jax.random.key(1), (2, 37, 2, 2, 8))
+  ids = jnp.ones((2, 37), jnp.int32)
+  attended = inside.Attended(
+    NeedsAllQueries(num_heads=2, head_dim=8),
+    q,
+    k,
+    jnp.zeros((2, 37, 2, 16)),
+    jnp.full((2, 37, 2), 0.3),
+    MaskArguments(ids, ids, causal=True, window=None),
+  )
+  sizes = []
+
+  def step(total, queries):
+    sizes.append(queries.q.shape[1])
+    return total + jnp.sum(queries.mask)
+
+  assert inside.over_queries(step, 0, attended, block_size=8) == 2 * 37 * 19
+  assert set(sizes) == {37}
+
+
+def test_a_layer_that_does_not_attend_cannot_be_measured(
+  make_trained, monkeypatch
+):
+  def compute_heads(self, q, k, v, lam, mask):
+    return jnp.repeat(v, self.num_heads // v.shape[2], axis=2)
+
+  trained = make_trained("softmax")
+  monkeypatch.setattr(Attention, "compute_heads", compute_heads)
+  with pytest.raises(UserError, match="does not call Attention.attend"):
+    inside.measure(
+      trained.model,
+      trained.params,
+      {"tokens": np.arange(8)[None]},
+      attention=lambda attended: attended.q,
+    )

@@ -290,7 +290,12 @@ def test_maps_are_those_of_the_model(make_trained, kind):
     )
   )(trained.params)
   captured = variables["intermediates"]["layers"]["attention"]
-  found = np.asarray(maps.maps_of(trained.model, trained.params, tokens))
+  layers = maps.maps_of(trained.model, trained.params, tokens)
+  if kind == "softmax":
+    assert layers.titles == ("A",)
+  else:
+    assert layers.titles == ("A₁", "λA₂", "A₁ − λA₂")
+  found = np.asarray(layers.weights)
   heads = trained.config.model.num_heads
   assert found.shape == (2, 1 + heads, 1 if kind == "softmax" else 3, 20, 20)
   np.testing.assert_allclose(found[:, 0], found[:, 1:].mean(axis=1), atol=1e-6)
@@ -321,10 +326,11 @@ def test_the_picture_is_of_the_head_that_cancels_most(make_trained, tmp_path):
   first[..., 0], second[..., 1] = 1, 0.9
   second[1, 2] = first[1, 2] / 2
   weights = np.stack([first, second, first - second], axis=2)
-  assert maps.most_cancelled(weights) == (1, 2 - 1, 0.5)
-  figure, caption = maps.picture(
-    maps.Maps(make_trained(), ["(start)", "a", "b", " ", "+", "="], weights)
-  )
+  tokens = ["(start)", "a", "b", " ", "+", "="]
+  titles = ("A₁", "λA₂", "A₁ − λA₂")
+  model_maps = maps.Maps(make_trained(), tokens, titles, weights)
+  assert maps.most_cancelled(model_maps) == (1, 2 - 1, 0.5)
+  figure, caption = maps.picture(model_maps)
   assert caption.startswith("Layer 1 of 2, head 1 of 2,") and "50%" in caption
   fields = [axes for axes in figure.axes if axes.get_title()]
   assert [axes.get_title() for axes in fields] == ["A₁", "λA₂", "A₁ − λA₂"]
