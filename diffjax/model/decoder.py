@@ -170,8 +170,7 @@ class WindowSwitch:
         it is ignored.
 
     Returns:
-      The heads [B, T, H, V] if `attention_fn` is `diff_attention`. A function
-      that measures attention may return other arrays.
+      The heads [B, T, H, V].
     """
     segment_ids = {
       "q_segment_ids": q_segment_ids,
