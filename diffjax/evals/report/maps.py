@@ -40,6 +40,9 @@ _COLORS, _FUTURE = (
   matplotlib.colormaps["RdBu_r"],
   "#e9ebee",
 )  # of the keys that a query does not see
+# The width of a picture is that of its maps and of the labels and colours beside
+# them, in inches: 12 for three maps.
+_MAP_WIDTH, _SIDES_WIDTH = 10 / 3, 2
 _LABEL = (
   0.028  # the least distance of two labels in a panel, as a share of the map
 )
@@ -211,8 +214,9 @@ def picture(maps: Maps) -> tuple[matplotlib.figure.Figure, str]:
   count = len(maps.tokens)
   largest = _largest(weights)
   num_maps = len(maps.titles)
+  width = _SIDES_WIDTH + num_maps * _MAP_WIDTH
   figure = matplotlib.figure.Figure(
-    (4 * num_maps, 4.5), layout="constrained", facecolor="white"
+    (width, 4.5), layout="constrained", facecolor="white"
   )
   fields = figure.subplots(1, num_maps)
   norm = matplotlib.colors.FuncNorm((_root, _square), -largest, largest)
