@@ -122,6 +122,10 @@ def forward(
   """
   seen: list[jax.Array] = []
 
+  # Only the questions attend, so this replaces the layer's `attention_fn`. Such a
+  # function does not get the layer, so it cannot ask for its `weights`. All
+  # variants of the experiment have the weights of the reference: others would
+  # reject this function.
   def attend(q, k, v, lam, *, q_segment_ids, kv_segment_ids, causal, window):
     is_plain = q_segment_ids is None and kv_segment_ids is None
     assert is_plain and causal and window is None

@@ -583,22 +583,16 @@ def test_remat_by_name_runs_the_forward_pass_once():
   assert checked
 
 
-def test_logits_transform_of_reference():
+def test_maps_of_the_reference():
+  """The scale is a factor on the queries, and rows of a map sum to 1."""
   (q, k, v, lam), _, _ = _arguments(Case("v1"))
   q, k, v, lam = map(jnp.float32, (q, k, v, lam))
-
-  @jax.jit
-  def run(q, k, v, lam):
-    doubled = reference(
-      q, k, v, lam, logits_transform=lambda logits: 2 * logits
-    )
-    return (
-      doubled,
-      reference(q, k, v, lam, scale=2 * 6**-0.5),
-      attention_maps(q, k).sum(-1),
-    )
-
-  doubled, scaled, sums = run(q, k, v, lam)
+  width = q.shape[-1]
+  doubled = jax.jit(reference)(2 * q, k, v, lam)
+  scaled = jax.jit(functools.partial(reference, scale=2 * width**-0.5))(
+    q, k, v, lam
+  )
+  sums = jax.jit(attention_maps)(q, k).sum(-1)
   chex.assert_trees_all_close(doubled, scaled, atol=1e-6)
   chex.assert_trees_all_close(sums, jnp.ones((2, 2, 2, 13)), atol=1e-6)
 

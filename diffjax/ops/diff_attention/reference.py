@@ -6,8 +6,6 @@ It materializes all maps, so it takes too much memory for training.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -69,10 +67,6 @@ def attention_maps(
   causal: bool = True,
   window: int | Int[Array, ""] | None = None,
   scale: float | None = None,
-  logits_transform: Callable[
-    [Float[Array, "B Q G T S"]], Float[Array, "B Q G T S"]
-  ]
-  | None = None,
 ) -> Float[Array, "B Q G T S"]:
   """Returns the softmax maps A₁, A₂, … of each query group.
 
@@ -89,13 +83,8 @@ def attention_maps(
     causal: whether queries see only keys up to their own position.
     window: number of keys that a query sees. None for all.
     scale: factor on q·k. None for 1/√D.
-    logits_transform: a function of the scaled logits before mask and softmax,
-      for example a quantization.
   """
   logits = attention_logits(q, k, scale)
-  if logits_transform is not None:
-    logits = logits_transform(logits)
-
   q_length = q.shape[1]
   kv_length = k.shape[1]
   mask = Mask(q_length, kv_length, causal=causal, window=window)
