@@ -26,6 +26,7 @@ from diffjax.ops.diff_attention import Implementation, diff_attention
 from diffjax.ops.diff_attention.implementations import REGISTRY
 from diffjax.ops.diff_attention.reference import IMPLEMENTATION
 from diffjax.parallel.mesh import make_mesh, put_batch
+from diffjax.parameters import PARAMETERS, Parameter
 from diffjax.training.program import build
 from tests import own_variants
 from tests.parameters import parameters
@@ -371,6 +372,14 @@ def test_parameters_that_are_not_declared_are_refused(monkeypatch):
   monkeypatch.setattr(layer_class, "extra_parameters", declared)
   with pytest.raises(ValueError, match="no parameter 'strange_mix'"):
     run_steps(train_config("strange"), 1)
+
+  monkeypatch.undo()
+  more = {**layer_class.extra_parameters, "never_made": Parameter("LH")}
+  monkeypatch.setattr(layer_class, "extra_parameters", more)
+  monkeypatch.setitem(PARAMETERS, "never_made", Parameter("LH"))
+  with pytest.raises(UserError, match=r"makes none, .* table .* says \(3, 4\)"):
+    run_steps(train_config("strange"), 1)
+  monkeypatch.undo()
 
   def compute_lambda(self, x, lambda_init):
     zeros = jax.nn.initializers.zeros
