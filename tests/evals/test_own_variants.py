@@ -29,7 +29,8 @@ from diffjax.model.attention import (
 )
 from diffjax.model.registry import ATTENTION, register
 from diffjax.ops.diff_attention.reference import masked_softmax
-from diffjax.parameters import PARAMETERS, Parameter
+from diffjax.parameters import Parameter
+from tests.own_variants import kept_registry
 
 
 class SigmoidNoiseAttention(Attention):
@@ -163,16 +164,11 @@ def own(request, make_trained):
   Its first layer is a full one and its second one has a window of 9.
   """
   name = request.param
-  layer_class = OWN_VARIANTS[name][0]
-  registered = dict(ATTENTION)
-  parameters = dict(PARAMETERS)
-  register(name)(layer_class)
-  yield make_trained(
-    "softmax", attention=name, window=9, window_pattern="fw", max_length=640
-  )
-  for table, before in ((ATTENTION, registered), (PARAMETERS, parameters)):
-    table.clear()
-    table.update(before)
+  with kept_registry():
+    register(name)(OWN_VARIANTS[name][0])
+    yield make_trained(
+      "softmax", attention=name, window=9, window_pattern="fw", max_length=640
+    )
 
 
 def weights_by_hand(trained, batch):
@@ -328,6 +324,7 @@ NEEDLES = needle.Settings(
 )
 
 
+# Without a cache, generation takes minutes here. The sampler's tests cover it.
 @pytest.mark.parametrize("own", ["sigmoid_noise"], indirect=True)
 def test_needles_are_asked_with_and_without_quantisation(own):
   settings = quantised.Settings(
