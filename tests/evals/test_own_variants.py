@@ -321,11 +321,11 @@ NEEDLES = needle.Settings(
   depths=(0.5,),
   samples=2,
   haystack="synthetic",
+  new_tokens=6,
+  batch_tokens=900,  # two rows
 )
 
 
-# Without a cache, generation takes minutes here. The sampler's tests cover it.
-@pytest.mark.parametrize("own", ["sigmoid_noise"], indirect=True)
 def test_needles_are_asked_with_and_without_quantisation(own):
   settings = quantised.Settings(
     measurements=("needle",), bits=(8,), per=("row",), needle=NEEDLES
