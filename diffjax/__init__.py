@@ -10,7 +10,8 @@ A model, trained or loaded, and text from it:
     print(*diffjax.generate(trained, ["def "], 100))
 
 `train` and `generate` do what the commands of these names do, and `load` reads what was trained. `Sampler` keeps a model ready for many
-calls. `DiffAttention` is the layer for a flax module of your own, and `diff_attention` the operation on arrays below it.
+calls. `DiffAttention` is the layer for a flax module of your own, and `diff_attention` the operation on arrays below it. `Attention`,
+`register` and `Parameter` are for attention variants of your own (docs/variants.md).
 
 Importing the package imports nothing else, and each name imports what it needs: `diff_attention` needs jax, numpy and jaxtyping alone.
 """
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
   from diffjax.model.attention import register as register
   from diffjax.model.sampler import Sampler as Sampler
   from diffjax.ops.diff_attention import diff_attention as diff_attention
+  from diffjax.parameters import Parameter as Parameter
   from diffjax.training.notebook import generate as generate
   from diffjax.training.notebook import train as train
   from diffjax.training.trained import load as load
@@ -44,6 +46,7 @@ __version__ = "0.1.0"  # pyproject.toml reads it here
 _HOMES = {
   "Attention": "diffjax.model.attention",
   "DiffAttention": "diffjax.model.attention",
+  "Parameter": "diffjax.parameters",
   "Sampler": "diffjax.model.sampler",
   "diff_attention": "diffjax.ops.diff_attention",
   "generate": "diffjax.training.notebook",
@@ -54,6 +57,7 @@ _HOMES = {
 __all__ = [
   "Attention",
   "DiffAttention",
+  "Parameter",
   "Sampler",
   "__version__",
   "diff_attention",

@@ -64,10 +64,6 @@ _STOP = flags.DEFINE_multi_string(
   "stop", [], "End before this text; may be given several times."
 )
 
-# The capacity of the sampler is a multiple of this number of tokens, so that a
-# program that was compiled once serves many prompts.
-_CAPACITY_STEP = 256
-
 _REPLACEMENT_CHARACTER = "\ufffd"
 
 
@@ -81,7 +77,7 @@ def main() -> None:
     )
   if "" in _STOP.value:
     raise app.UsageError("--stop must not be empty")
-  from diffjax.model.sampler import Sampler
+  from diffjax.model.sampler import Sampler, row_capacity
   from diffjax.progress import say
   from diffjax.training import runtime, trained
 
@@ -96,14 +92,11 @@ def main() -> None:
   )
   tokenizer = model.tokenizer
   prompts = [tokenizer.encode_prompt(text) for text in _PROMPT.value]
-  needed = max(map(len, prompts)) + _MAX_NEW_TOKENS.value
-  capacity = -(-needed // _CAPACITY_STEP) * _CAPACITY_STEP
-  # The sampler refuses prompts beyond the model's limit.
   sampler = Sampler(
     model.model,
     model.params,
     batch_size=len(prompts),
-    capacity=min(model.config.model.max_length, capacity),
+    capacity=row_capacity(model.config.model, prompts, _MAX_NEW_TOKENS.value),
   )
   stop = None
   if _STOP.value:

@@ -78,11 +78,16 @@ class Grid:
     on. The dotted name is used if two factors end alike. The default plot has
     the first factor on its x-axis.
 
+    The factor "variant" is what follows the colon of --config. For example,
+    {"variant": ["diff", "transformer"]} compares models of equal size, which
+    "model.attention" as a factor does not.
+
     Args:
       base: The config that the fields are set in, as --config takes it. The
         path of a file is relative to the experiment's folder.
-      factors: The values of each field, by the field's dotted name. They keep
-        their types. None is possible if it is the base's value.
+      factors: The values of each field, by the field's dotted name, or of
+        "variant". They keep their types. None is possible if it is the base's
+        value.
       seeds: Each combination is trained with every seed.
       baseline: The name of a row, or "NAME=VALUE,*" for the row that differs in
         the first factor alone. The first row by default.
@@ -262,6 +267,9 @@ def expand(name: str, grid: Grid, changes: Mapping[str, Any]) -> list[Run]:
       the grid sets, and for a config that cannot work. For `Grid.product` the
       error names the run.
   """
+  # Here, because listing experiments needs no JAX.
+  from diffjax.model.attention import attention_class
+
   name = resolve(name)
   _check_changes(grid, changes)
   experiment = _experiment_with(name, grid)
@@ -276,9 +284,10 @@ def expand(name: str, grid: Grid, changes: Mapping[str, Any]) -> list[Run]:
       run_name = f"{variant}/seed_{seed}"
       row = rows[variant]
       changed = _changes_of(variant, changes)
-      fields = {"train.seed": seed, "data.seed": seed, **row.factors, **changed}
+      fields = {"train.seed": seed, "data.seed": seed, **row.fields, **changed}
       try:
         config = _with_fields(copy.deepcopy(row.base_values), fields)
+        attention_class(config.model)  # checks the fields of the variant
         fields = products.command_line_fields(fields, row.base_values)
       except UserError as error:
         if grid.crossed is None:
@@ -305,12 +314,14 @@ class _Row:
   Attributes:
     base: the value of --config.
     base_values: the sections of that config.
-    factors: the fields that `Grid.product` sets.
+    factors: the factors of `Grid.product` with the values of this row.
+    fields: the config fields among them.
   """
 
   base: str
   base_values: dict[str, Any]
   factors: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def _rows(name: str, experiment: Experiment, grid: Grid) -> dict[str, _Row]:
@@ -341,11 +352,14 @@ def _rows_of_product(
       f"{name}: Grid.product cannot start from the runs of"
       f" {experiment.pretrained}; set train.init_from in its base instead"
     )
-  base = crossed.base_path(FOLDER / name)
-  base_values = config_file.read(base).to_dict()
   rows = {}
-  for variant, factors in crossed.rows().items():
-    rows[variant] = _Row(base, base_values, factors)
+  for row_name, factors in crossed.rows().items():
+    fields = dict(factors)
+    base = crossed.base_path(FOLDER / name)
+    if products.VARIANT in fields:
+      base = f"{base}:{fields.pop(products.VARIANT)}"
+    base_values = config_file.read(base).to_dict()
+    rows[row_name] = _Row(base, base_values, factors, fields)
   return rows
 
 

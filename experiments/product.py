@@ -18,6 +18,8 @@ from diffjax.config import UserError
 _MAX_NAME = 200
 _MAX_VALUE = 40
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+-]")
+# The factor that is no field: the variant of the base config, after its colon.
+VARIANT = "variant"
 # The fields that `Grid.seeds` sets.
 SEED_FIELDS = ("train.seed", "data.seed")
 
@@ -83,6 +85,11 @@ def make(base: str, factors: Mapping[str, Iterable[Any]]) -> Product:
     )
   if not factors:
     raise UserError("Grid.product: there are no factors")
+  if VARIANT in factors and ":" in base:
+    raise UserError(
+      f"Grid.product: the base {base!r} has a variant, and {VARIANT!r} is a"
+      " factor; leave one of them out"
+    )
   checked = {}
   for field, values in factors.items():
     checked[field] = _checked_values(field, values)

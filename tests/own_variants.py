@@ -42,9 +42,7 @@ class StrangeAttention(diffjax.Attention):
 
   def compute_lambda(self, x, lambda_init):
     mix = self.parameter("strange_mix")
-    lam = jnp.tanh(x.astype(jnp.float32) @ mix)
-    self._record("metrics", "strangeness", jnp.max(lam))
-    return lam
+    return jnp.tanh(x.astype(jnp.float32) @ mix)
 
   def maps(self, q, k, lam, mask):
     bias = self.parameter("strange_bias", nn.initializers.normal(1.0))
@@ -58,6 +56,7 @@ class StrangeAttention(diffjax.Attention):
 
   def weights(self, q, k, lam, mask):
     first, second, third = self.maps(q, k, lam, mask).values()
+    self.record_metric("strangeness", jnp.mean(third, axis=(0, 2, 3)))
     return first - second + third
 
 
@@ -73,9 +72,11 @@ class StrangeSumAttention(StrangeAttention):
     return weights + seen @ weights / 16
 '''
 MODULE = "strange_attention"
-# The example of the documentation, as its readers copy it.
-DINT_PAGE = ROOT / "docs/variants.md"
+# The examples of the documentation, as its readers copy them.
+PAGE = ROOT / "docs/variants.md"
 DINT_MODULE = "dint"
+SIGMOID_MODULE = "distance_sigmoid"
+MODULES = (MODULE, DINT_MODULE, SIGMOID_MODULE)
 NAMES = ("strange", "strange_sum")
 # Fields of config.model for a small model of them.
 FIELDS = dict(num_heads=4, num_kv_heads=2, head_norm=False)
@@ -92,26 +93,26 @@ def kept_registry():
     for table, original in zip(tables, originals, strict=True):
       table.clear()
       table.update(original)
-    for module in (MODULE, DINT_MODULE):
+    for module in MODULES:
       sys.modules.pop(module, None)
 
 
 def write_modules(directory):
-  """Writes the modules of the strange variants and of DINT into a directory."""
+  """Writes the modules of all variants into a directory."""
   (directory / f"{MODULE}.py").write_text(SOURCE)
-  dint, _ = python_blocks(DINT_PAGE.read_text())
+  dint, sigmoid, _ = python_blocks(PAGE.read_text())
   (directory / f"{DINT_MODULE}.py").write_text(dint)
+  (directory / f"{SIGMOID_MODULE}.py").write_text(sigmoid)
 
 
 @contextlib.contextmanager
 def registered(directory):
   """Imports the variants from a directory, to which it writes their modules."""
   write_modules(directory)
-  modules = (MODULE, DINT_MODULE)
   sys.path.insert(0, str(directory))
   try:
     with kept_registry():
-      registry.import_modules(modules)
+      registry.import_modules(MODULES)
       yield
   finally:
     sys.path.remove(str(directory))

@@ -14,15 +14,28 @@ from tests.conftest import ROOT
 
 MODULES = {
   "dint": own_variants.DINT_MODULE,
+  "distance_sigmoid": own_variants.SIGMOID_MODULE,
   "strange": own_variants.MODULE,
   "strange_sum": own_variants.MODULE,
+}
+METRICS = {
+  "dint": "lambda",
+  "distance_sigmoid": "sigmoid_slope",
+  "strange": "strangeness",
+  "strange_sum": "strangeness",
+}
+FORMULAS = {
+  "dint": "A₁ − λA₂ + λA₃",
+  "distance_sigmoid": "<figcaption>A</figcaption>",
+  "strange": "σ − tanh + s",
+  "strange_sum": "σ − tanh + s",
 }
 TRAINING = [
   "--config.model.num_layers=2",
   "--config.model.embed_dim=32",
   "--config.model.head_dim=8",
   "--config.model.ffn_dim=32",
-  "--config.model.max_length=256",
+  "--config.model.max_length=512",
   "--config.data.length=64",
   "--config.train.batch_size=4",
   "--config.train.sample_tokens=4",
@@ -45,18 +58,18 @@ SETTINGS = [
   "--set.difference_map.rows=4",
   "--set.attention.samples=2",
   "--set.attention.needles=1",
-  "--set.attention.length=192",
+  "--set.attention.length=512",
   "--set.outliers.tokens=256",
   "--set.needle.samples=1",
-  "--set.needle.lengths=192,",
-  "--set.needle.pairs=1/1,",
-  "--set.needle.depths=0.5,",
-  "--set.needle.new_tokens=4",
+  "--set.needle.lengths=512",
+  "--set.needle.pairs=1/1",
+  "--set.needle.depths=0.5",
+  "--set.needle.new_tokens=8",
   "--set.position_nll.rows=4",
-  "--set.quantised.measurements=validation,",
+  "--set.quantised.measurements=validation",
   "--set.quantised.validation.rows=8",
-  "--set.quantised.bits=8,",
-  "--set.quantised.per=head,",
+  "--set.quantised.bits=8",
+  "--set.quantised.per=head",
 ]
 
 
@@ -80,6 +93,7 @@ def folder(tmp_path_factory):
   scope="module",
   params=[
     "dint",
+    pytest.param("distance_sigmoid", marks=pytest.mark.full),
     pytest.param("strange", marks=pytest.mark.full),
     pytest.param("strange_sum", marks=pytest.mark.full),
   ],
@@ -122,12 +136,9 @@ def test_training_logs_every_metric_of_the_layers(folder, trained):
   lines = [json.loads(line) for line in log]
   steps = [line["step"] for line in lines if "train/loss" in line]
   assert steps == [1, 2, 3, 4]
-  metrics = ["lambda"]
-  if trained != "dint":
-    metrics.append("strangeness")
-  for metric in metrics:
-    for layer in range(2):
-      assert any(f"{metric}/layer_{layer:02d}" in line for line in lines)
+  metric = METRICS[trained]
+  for layer in range(2):
+    assert any(f"{metric}/layer_{layer:02d}" in line for line in lines)
 
 
 def test_without_the_import_the_error_names_the_flag(command, folder, trained):
@@ -194,10 +205,7 @@ def test_all_suites_measure_it(command, folder, trained):
     figures = json.loads((evals / f"{suite}.json").read_text())["figures"]
     assert figures
   page = (evals / "report.html").read_text()
-  formula = "σ − tanh + s"
-  if trained == "dint":
-    formula = "A₁ − λA₂ + λA₃"
-  assert formula in page
+  assert FORMULAS[trained] in page
 
 
 @pytest.mark.full

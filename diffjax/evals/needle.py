@@ -117,7 +117,7 @@ def _measure(
     sampler = Sampler(
       trained.model,
       trained.params,
-      batch_size=max(1, settings.batch_tokens // length),
+      batch_size=max(1, min(settings.samples, settings.batch_tokens // length)),
       capacity=length,
     )
     for pair in pairs:

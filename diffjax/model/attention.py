@@ -10,7 +10,7 @@ class attributes, such as `has_noise_map`, and overrides methods:
   compute_heads: how queries, keys and values become the outputs of the heads.
   scale_heads: which factor the outputs of the heads get.
 
-docs/variants.md has two examples.
+docs/variants.md has an example.
 
 "The paper" is the Differential Transformer (Ye et al., 2024, arXiv:2410.05258).
 `diffjax/parameters.py` defines the axis letters.
@@ -249,7 +249,7 @@ class Attention(nn.Module):
   attention_fn: Callable[..., jax.Array] = diff_attention
   logits_transform: Callable[..., jax.Array] | None = None
 
-  # Whether `attention_fn` computes `weights` @ v, without storing the weights.
+  # Whether `diff_attention` computes `weights` @ v for the variant's q, k and λ.
   fused: ClassVar[bool] = True
   # What works besides training, evaluation and generation: some of `FEATURES`.
   supports: ClassVar[Set[str]] = FEATURES
@@ -477,7 +477,7 @@ class Attention(nn.Module):
 
     lam = self.compute_lambda(x, lambda_init)  # None, scalar, [H] or [B, T, H]
     if lam is not None:
-      self._record("metrics", "lambda", jnp.mean(lam))
+      self.record_metric("lambda", jnp.mean(lam))
 
     mask = MaskArguments(
       q_segment_ids=segment_ids,
@@ -863,6 +863,17 @@ class Attention(nn.Module):
     H, V = heads.shape[2:]
     gate_logits = self.project("head_gate", x, (H, V), allow_bias=False)
     return heads * jax.nn.sigmoid(gate_logits)
+
+  def record_metric(self, name: str, value: jax.Array) -> None:
+    """Makes training log a value of this layer, as `NAME/layer_00` and so on.
+
+    Every method of the computation may call it, also `weights`.
+
+    Args:
+      name: the name of the metric.
+      value: a number, or an array whose mean is logged.
+    """
+    self._record("metrics", name, value)
 
   def _record(self, collection: str, name: str, value: jax.Array) -> None:
     """Sows a value if the caller of `apply` made the collection mutable.

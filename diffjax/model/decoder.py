@@ -42,6 +42,10 @@ from diffjax.parameters import NUM_POLY_NORM_WEIGHTS
 GATE = "ffn_gate"
 UP = "ffn_up"
 
+# The collection of variables for measurements of layers (evals/methods/inside.py).
+# What layers sow under "metrics" is not recorded with them.
+MEASUREMENTS = "measurements"
+
 # Up to this number of layers, a CPU runs them without a loop. More layers would
 # take too long to compile.
 _MAX_UNROLLED_LAYERS = 8
@@ -417,7 +421,12 @@ class Decoder(nn.Module):
     scanned_class = nn.scan(
       block_class,
       # The arrays of the layers are stacked along a leading axis.
-      variable_axes={"params": 0, "intermediates": 0, "metrics": 0},
+      variable_axes={
+        "params": 0,
+        "intermediates": 0,
+        "metrics": 0,
+        MEASUREMENTS: 0,
+      },
       split_rngs={"params": True},
       # The scan slices λ_init and the window index, one for each layer. All
       # layers get the same segment ids and positions.

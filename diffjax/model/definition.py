@@ -186,6 +186,23 @@ def visible_keys(
   return jnp.broadcast_to(visible, (batch, q_length, kv_length))
 
 
+def key_distances(mask: Bool[Array, "B T S"]) -> Int[Array, "B T S"]:
+  """Returns how many visible keys lie after each key, for each query.
+
+  Under a causal mask, this is the distance of the query from the key in tokens
+  of its document. It serves biases of the logits that depend on the distance.
+  The keys must be in the order of their tokens, as they are unless several
+  devices share a row.
+
+  Example: the last query of four tokens → [3, 2, 1, 0]
+
+  Args:
+    mask: whether a query sees a key. The result has no meaning for other keys.
+  """
+  visible = mask.astype(jnp.int32)
+  return jax.lax.cumsum(visible, axis=2, reverse=True) - visible
+
+
 def broadcast_lambda(
   lam: Any, q: Float[Array, "B T Q G D"], num_heads: int
 ) -> Float[Array, "B T H *rest"] | None:

@@ -90,10 +90,13 @@ def import_modules(modules: Iterable[str]) -> None:
     try:
       importlib.import_module(module)
     except Exception as error:  # A module may raise anything.
-      raise UserError(
-        f"--import={module}: {type(error).__name__}: {error}; name a module that"
-        " Python can import from the current directory, such as my_package.dint"
-      ) from error
+      message = f"--import={module}: {type(error).__name__}: {error}"
+      if isinstance(error, ModuleNotFoundError):
+        message += (
+          "; name a module that Python can import from the current directory,"
+          " such as my_package.dint"
+        )
+      raise UserError(message) from error
 
 
 def imported_modules() -> list[str]:

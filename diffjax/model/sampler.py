@@ -38,6 +38,10 @@ _BURST = 8
 # Fills the stop ids of a program that has none. It is no token.
 _NO_TOKEN = -1
 
+# `row_capacity` is a multiple of this number of tokens, so that a program that
+# was compiled once serves many prompts.
+_CAPACITY_STEP = 256
+
 # The variants for which this process has warned that they have no cache.
 _warned_of: set[str] = set()
 
@@ -61,6 +65,24 @@ class DrawSettings(NamedTuple):
   temperature: Any  # float32
   top_k: Any  # int32; 0 for all tokens
   top_p: Any  # float32
+
+
+def row_capacity(
+  config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> int:
+  """Returns a `capacity` of `Sampler` that suffices for some prompts.
+
+  It is at most the model's max_length. The sampler refuses longer rows.
+
+  Args:
+    config: the decoder's config.
+    prompts: the token ids of each prompt.
+    max_new_tokens: the most tokens that will follow each prompt.
+  """
+  lengths = [len(prompt) for prompt in prompts]
+  needed = max(lengths, default=1) + max(max_new_tokens, 0)
+  rounded_up = -(-needed // _CAPACITY_STEP) * _CAPACITY_STEP
+  return min(config.max_length, rounded_up)
 
 
 class Sampler:

@@ -10,7 +10,8 @@ from etils import epath
 
 from diffjax import absent_tpu
 from diffjax.config import Config, check, from_config_dict
-from diffjax.model.sampler import Sampler
+from diffjax.model.sampler import Sampler, row_capacity
+from diffjax.model.token_ids import is_integer
 from diffjax.training import loop
 from diffjax.training.trained import Trained, load
 
@@ -76,7 +77,12 @@ def generate(
     UserError: if a prompt and its addition are too long, or an option is out of range.
   """
   texts = [prompts] if isinstance(prompts, str) else list(prompts)
-  sampler = Sampler(trained, batch_size=max(1, min(len(texts), _BATCH)))
+  token_prompts = [trained.tokenizer.encode_prompt(text) for text in texts]
+  capacity = None
+  if is_integer(max_new_tokens):  # The sampler refuses others.
+    capacity = row_capacity(trained.config.model, token_prompts, max_new_tokens)
+  batch_size = max(1, min(len(texts), _BATCH))
+  sampler = Sampler(trained, batch_size=batch_size, capacity=capacity)
   return sampler.generate(
     texts,
     max_new_tokens,

@@ -214,7 +214,8 @@ def _check_parameters(config: ModelConfig, params: Any) -> None:
       raise UserError(
         f"parameter {name!r}: the layer makes {made.get(name, 'none')}, and the"
         f" table of parameters says {declared.get(name, 'none')}; a variant of"
-        " attention lists what it makes in extra_parameters, with its axes"
+        " attention lists all that it makes in extra_parameters, also what its"
+        " parent class makes, with the axes"
       )
 
 

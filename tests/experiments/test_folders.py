@@ -368,8 +368,7 @@ def test_modules_of_import_are_read_and_loaded(monkeypatch, tmp_path):
       "a",
       "b.c",
       "d",
-      own_variants.MODULE,
-      own_variants.DINT_MODULE,
+      *own_variants.MODULES,
     ]
 
 

@@ -344,3 +344,32 @@ def test_a_product_without_a_plot_is_drawn(tmp_path):
   plain = Grid(made.variants, made.baseline, made.seeds)
   experiment = Experiment("?", {"cpu": plain}, {"loss": "validation/loss"})
   assert draw.draw(experiment, stored, tmp_path) == ["table.md"]
+
+
+def test_variants_of_a_config_are_a_factor(make_folder):
+  """They have equal sizes, which values of model.attention do not."""
+  folder = make_folder(
+    "Grid.product('tiny', {'variant': ['diff', 'transformer'],"
+    " 'model.rope': [True, False]})"
+  )
+  runs = {run.variant: run for run in expand(folder)}
+  plain = runs["variant=transformer,rope=False"]
+  assert plain.base == "tiny:transformer"
+  assert plain.config.model.attention == "softmax"
+  assert plain.config.model.num_heads == 4
+  assert plain.fields["model.rope"] is False
+  assert "variant" not in plain.fields
+  assert dict(plain.factors) == {"variant": "transformer", "model.rope": False}
+  with pytest.raises(UserError, match="leave one of them out"):
+    Grid.product("tiny:diff", {"variant": ["diff"]})
+
+
+def test_what_a_variant_lacks_is_reported_before_training(make_folder):
+  folder = make_folder(
+    "Grid.product('tiny', {'model.attention': ['diff', 'gated'],"
+    " 'model.lambda_init': [0.5]})"
+  )
+  with pytest.raises(
+    UserError, match="attention=gated,.*/seed_0: .*has no λ_init"
+  ):
+    expand(folder)

@@ -20,6 +20,7 @@ from diffjax.model import sampler as sampler_module
 from diffjax.model.attention import ATTENTION
 from diffjax.model.cache import empty_cache, extend, unstack
 from diffjax.model.decoder import Decoder, logits
+from diffjax.model.definition import key_distances
 from diffjax.model.sampler import Sampler
 from diffjax.model.shapes import parameter_shapes
 from diffjax.ops.diff_attention import Implementation, diff_attention
@@ -183,9 +184,13 @@ def test_packed_documents_do_not_see_each_other(name, fields):
   np.testing.assert_allclose(packed[:, :6], causal, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["strange", "distance_sigmoid"])
 @pytest.mark.parametrize("fields", [{}, dict(window=4, window_pattern="wf")])
-def test_a_cache_gives_the_same_hidden_states(fields):
-  model, params = decoder("strange", **fields)
+def test_a_cache_gives_the_same_hidden_states(name, fields):
+  model, params = decoder(name, **fields)
+  if name == "distance_sigmoid":
+    slopes = jnp.full((model.config.num_layers, 4), 0.3)
+    params["layers"]["attention"]["sigmoid_slope"] = slopes
   cache = empty_cache(model, 2, 16)
   layers = unstack(model, params)
   read = jax.jit(functools.partial(extend, model))
@@ -196,6 +201,16 @@ def test_a_cache_gives_the_same_hidden_states(fields):
     hidden_states(model, params, TOKENS),
     atol=1e-5,
   )
+
+
+def test_distances_of_keys():
+  """In tokens of the document, as far as a query sees them."""
+  ids = np.repeat([1, 2], [4, 3])
+  for window in (None, 3):
+    seen = visible(7, window=window, ids=ids)
+    query, key = np.indices((7, 7))
+    distances = np.asarray(key_distances(jnp.asarray(seen)[None]))[0]
+    np.testing.assert_array_equal(distances[seen], (query - key)[seen])
 
 
 def greedy(model, params, prompt, count):

@@ -23,12 +23,12 @@ from diffjax.model.attention import (
   Lambda,
   MaskArguments,
 )
-from diffjax.model.decoder import Block, Decoder, WindowSwitch
+from diffjax.model.decoder import MEASUREMENTS, Block, Decoder, WindowSwitch
 from diffjax.model.definition import broadcast_lambda, visible_keys
 from diffjax.model.stacks import stacks
 
 # Where the layers put results: the collection of variables, and the name.
-_COLLECTION = "metrics"
+_COLLECTION = MEASUREMENTS
 _NAME = "measured"
 
 

@@ -43,6 +43,9 @@ _COLORS, _FUTURE = (
 # The width of a picture is that of its maps and of the labels and colours beside
 # them, in inches: 12 for three maps.
 _MAP_WIDTH, _SIDES_WIDTH = 10 / 3, 2
+# The height without the labels of the keys, which are written upwards, and the
+# width of one of their letters, in inches.
+_MAP_HEIGHT, _LETTER_WIDTH = 3.9, 0.09
 _LABEL = (
   0.028  # the least distance of two labels in a panel, as a share of the map
 )
@@ -215,12 +218,14 @@ def picture(maps: Maps) -> tuple[matplotlib.figure.Figure, str]:
   largest = _largest(weights)
   num_maps = len(maps.titles)
   width = _SIDES_WIDTH + num_maps * _MAP_WIDTH
+  words = readable(words_of(maps.tokens), count / 32)
+  longest_label = max((len(word.text) for word in words), default=0)
+  height = _MAP_HEIGHT + longest_label * _LETTER_WIDTH
   figure = matplotlib.figure.Figure(
-    (width, 4.5), layout="constrained", facecolor="white"
+    (width, height), layout="constrained", facecolor="white"
   )
   fields = figure.subplots(1, num_maps)
   norm = matplotlib.colors.FuncNorm((_root, _square), -largest, largest)
-  words = readable(words_of(maps.tokens), count / 32)
   label_places = [(word.start + word.end - 1) / 2 for word in words]
   labels = [word.text for word in words]
   is_future = ~np.tri(count, dtype=bool)
