@@ -64,7 +64,7 @@ class Parameter:
     return "".join(axis for axis in self.axes if axis not in "L" + self.inputs)
 
 
-# The parameters that every variant may have, and those of registered variants.
+# The parameters that every variant may have. Registered variants add their own.
 PARAMETERS = {
   "embedding": Parameter("NE"),
   "unembedding": Parameter("NE"),
@@ -111,8 +111,8 @@ FIELDS = {
 NUM_POLY_NORM_WEIGHTS = 3
 
 
-# The letters that are in use, and those of them that a parameter of an attention
-# variant may have.
+# The letters that are in use. The parameters of attention variants may have the
+# letters of _VARIANT_AXES.
 _LEGEND = frozenset("BTSEHQGKMDVUFWLNPJC")
 _VARIANT_AXES = frozenset("LEHQGKMDVU")
 

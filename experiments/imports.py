@@ -17,8 +17,8 @@ _PREFIX = "--import="
 def modules() -> list[str]:
   """Returns the modules that other commands of an experiment must import.
 
-  These are the modules of this command's --import, and others that have
-  registered attention variants, such as those that experiment.py imports.
+  These are the modules of this command's --import, and further modules that
+  have registered attention variants. experiment.py may import such a module.
   """
   names: list[str] = []
   if "import" in flags.FLAGS:

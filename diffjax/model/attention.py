@@ -618,8 +618,8 @@ class Attention(nn.Module):
   ) -> dict[str, Float[Array, "B H T S"]]:
     """Returns the terms that the weights consist of, for figures.
 
-    Their titles are those of `weights_formula`. A variant whose weights are one
-    map returns none.
+    `weights_formula` has the same titles. A variant with one map returns no
+    terms.
 
     Args:
       q: queries after RoPE.

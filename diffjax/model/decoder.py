@@ -210,7 +210,7 @@ class WindowSwitch:
     return attend
 
   def traced_window(self) -> Int[Array, ""]:
-    """Returns the window of this layer as an array. Full layers have a large one."""
+    """Returns this layer's window as an array. It is large in full layers."""
     windows = []
     for window in self.windows:
       windows.append(ALL_KEYS if window is None else window)

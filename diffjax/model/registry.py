@@ -117,7 +117,7 @@ def name_of(layer_class: type) -> str:
   """Returns the name under which a layer class is registered.
 
   Raises:
-    ValueError: if there is none.
+    ValueError: if the class is not registered.
   """
   for name, registered in ATTENTION.items():
     if registered is layer_class:
@@ -132,7 +132,7 @@ def layer_class_of(name: str) -> Any:
   """Returns the layer class that is registered under a name.
 
   Raises:
-    UserError: if there is none.
+    UserError: if no class has this name.
   """
   if name in ATTENTION:
     return ATTENTION[name]

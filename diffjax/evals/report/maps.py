@@ -40,8 +40,8 @@ _COLORS, _FUTURE = (
   matplotlib.colormaps["RdBu_r"],
   "#e9ebee",
 )  # of the keys that a query does not see
-# The width of a picture is that of its maps and of the labels and colours beside
-# them, in inches: 12 for three maps.
+# The widths of a map, and of the labels and colours beside all maps, in inches. A
+# picture of three maps is 12 inches wide.
 _MAP_WIDTH, _SIDES_WIDTH = 10 / 3, 2
 # The height without the labels of the keys, which are written upwards, and the
 # width of one of their letters, in inches.
