@@ -35,6 +35,7 @@ the table.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 
 
@@ -90,7 +91,8 @@ PARAMETERS = {
   "poly_constant": Parameter("L"),
 }
 
-# The options that add these parameters to a layer or to the decoder.
+# Parameters that exist only with the options projection_biases and
+# norm = "layer".
 BIASES = ("query_bias", "key_bias", "value_bias", "out_bias")
 SHIFTS = ("final_norm_shift", "attention_norm_shift", "ffn_norm_shift")
 
@@ -139,10 +141,10 @@ def add_parameters(
       with L, or if another variant has a different parameter of this name.
   """
   for letter in extra_axes:
-    if letter in _LEGEND or len(letter) != 1:
+    if not re.fullmatch("[A-Z]", letter) or letter in _LEGEND:
       raise ValueError(
-        f"extra_axes has {letter!r}: must be a letter that is not in use for"
-        " another axis (see diffjax/parameters.py)"
+        f"extra_axes has {letter!r}: must be a capital letter that is not in use"
+        " for another axis (see diffjax/parameters.py)"
       )
   known_axes = _VARIANT_AXES | extra_axes.keys()
   for name, parameter in parameters.items():
@@ -154,15 +156,19 @@ def add_parameters(
     unknown_axes = set(parameter.axes) - known_axes
     if unknown_axes:
       raise ValueError(
-        f"parameter {name!r} has the axis {min(unknown_axes)!r}, whose size is"
-        " unknown: use the letters of diffjax/parameters.py, or give the size"
-        " in extra_axes"
+        f"parameter {name!r} has the axis {min(unknown_axes)!r}: it may have the"
+        f" axes {''.join(sorted(known_axes))} (see diffjax/parameters.py); give"
+        " the size of a new axis in extra_axes"
       )
-    summed_axes = set(parameter.inputs + parameter.shared)
-    if not summed_axes <= set(parameter.axes) | {"H"}:
+    if len(set(parameter.axes)) < len(parameter.axes):
+      raise ValueError(
+        f"parameter {name!r} has the axes {parameter.axes!r}: each letter may"
+        " occur once"
+      )
+    if not set(parameter.inputs) <= set(parameter.axes) - {"L"}:
       raise ValueError(
         f"parameter {name!r}: inputs = {parameter.inputs!r} must be axes of"
-        f" {parameter.axes!r}"
+        f" {parameter.axes!r} other than L"
       )
     if PARAMETERS.get(name, parameter) != parameter:
       raise ValueError(

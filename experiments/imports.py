@@ -39,7 +39,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
   others = []
   for argument in arguments:
     if argument.startswith(_PREFIX):
-      named.append(argument.removeprefix(_PREFIX))
+      named += argument.removeprefix(_PREFIX).split(",")
     else:
       others.append(argument)
   return named, others

@@ -32,14 +32,15 @@ class Product:
     base: The config that the fields are set in, as --config takes it: a config
       of the package such as "tiny:transformer", or a file. A relative path
       starts at the experiment's folder, or at the current directory.
-    factors: The values of each field, by the field's dotted name.
+    factors: The values of each field, by the field's dotted name. The key
+      "variant" is no field, but the part of --config after the colon.
   """
 
   base: str
   factors: Mapping[str, tuple[Any, ...]]
 
   def rows(self) -> dict[str, dict[str, Any]]:
-    """Returns the fields of each combination by the row's name.
+    """Returns the factors' values of each combination by the row's name.
 
     The last factor varies fastest. A name is readable and safe as the name of a
     directory, such as "lambda_init=0.2,head_norm=True".
@@ -85,7 +86,7 @@ def make(base: str, factors: Mapping[str, Iterable[Any]]) -> Product:
     )
   if not factors:
     raise UserError("Grid.product: there are no factors")
-  if VARIANT in factors and ":" in base:
+  if VARIANT in factors and ":" in base.replace("://", ""):
     raise UserError(
       f"Grid.product: the base {base!r} has a variant, and {VARIANT!r} is a"
       " factor; leave one of them out"
@@ -149,7 +150,8 @@ def _checked_values(field: str, values: Iterable[Any]) -> tuple[Any, ...]:
   for value in values:
     if hasattr(value, "item"):  # a number of NumPy
       value = value.item()
-    if value in checked:
+    # True == 1, and 1 == 1.0, but these are different values.
+    if any(type(old) is type(value) and old == value for old in checked):
       raise UserError(f"Grid.product: {field} has the value {value!r} twice")
     checked.append(value)
   if not checked:

@@ -193,11 +193,14 @@ def test_the_module_of_a_command_does_not_replace_the_function_of_its_name(
 
 def test_the_package_shows_what_a_notebook_needs():
   assert set(diffjax.__all__) == {
+    "Attention",
     "DiffAttention",
+    "Parameter",
     "Sampler",
     "diff_attention",
     "generate",
     "load",
+    "register",
     "train",
     "__version__",
   }

@@ -243,8 +243,8 @@ def test_checkpoints_and_workdirs(command, folder, trained):
 def test_modules_that_cannot_be_imported(command, folder):
   (folder / "broken.py").write_text("raise RuntimeError('on purpose')\n")
   for flag, message in (
-    ("--import=no_such_module", "--import=no_such_module: ModuleNotFoundError"),
-    ("--import=broken", "--import=broken: RuntimeError: on purpose"),
+    ("--import=no_such_module", "'no_such_module': ModuleNotFoundError"),
+    ("--import=broken", "cannot import 'broken': RuntimeError: on purpose"),
     ("--import=", "--import needs a module"),
   ):
     result = command("diffjax.train", "--config=tiny", flag, cwd=folder)

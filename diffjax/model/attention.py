@@ -19,6 +19,7 @@ docs/variants.md has an example.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Mapping, Set
 from typing import Any, ClassVar, NamedTuple
@@ -182,13 +183,16 @@ class Attention(nn.Module):
       multiplies `weights` with the values.
     scale_heads → heads times the variant's factor
 
-  `weights` is the definition of a variant. Measurements call it. Training calls
-  it too, unless the variant is `fused`.
+  `weights` defines what `attend` computes: the weights times the values. The
+  head norm, `scale_heads` and what `compute_heads` adds come after it.
+  Measurements call `weights`. Training calls it too, unless the variant is
+  `fused`.
 
   What a subclass declares in `fused` and `supports` is about its own methods.
-  So a subclass that defines `weights`, `maps` or `logits` does not inherit
-  `fused`, and one that overrides any method of the computation does not inherit
-  `supports`. It declares them again. No subclass inherits `style` and
+  So a subclass that overrides `weights`, `maps` or `logits` does not inherit
+  `fused`, and one that overrides any method of `_COMPUTATION` does not inherit
+  `supports`. It declares them again. One that overrides only a helper of its
+  parent must check whether they still hold. No subclass inherits `style` and
   `model_name`.
 
   Initialization: matrices are truncated normals of standard deviation
@@ -273,14 +277,15 @@ class Attention(nn.Module):
 
   def __init_subclass__(cls, **kwargs: Any) -> None:
     """Resets declarations that are not about the subclass's own methods."""
-    defined = vars(cls).keys()
-    if "fused" not in defined and defined & _DEFINITION:
+    declared = vars(cls)
+    overridden = cls._overridden_methods()
+    if "fused" not in declared and overridden & _DEFINITION:
       cls.fused = False
-    if "supports" not in defined and defined & _COMPUTATION:
+    if "supports" not in declared and overridden:
       cls.supports = frozenset()
-    if "style" not in defined:
+    if "style" not in declared:
       cls.style = None
-    if "model_name" not in defined:
+    if "model_name" not in declared:
       cls.model_name = None
     unknown = set(cls.supports) - FEATURES
     if unknown:
@@ -291,13 +296,33 @@ class Attention(nn.Module):
     super().__init_subclass__(**kwargs)
 
   @classmethod
-  def check(cls, config: ModelConfig) -> None:
-    """Checks that the config sets no field that this variant lacks.
+  def _overridden_methods(cls) -> set[str]:
+    """Returns which methods of `_COMPUTATION` differ from the parent class's.
 
-    `attention_class` calls this.
+    Methods of a mixin count. The wrappers of Flax do not, such as those of
+    `nn.remat(DiffAttention)`.
+    """
+    parent = next(
+      base for base in cls.__mro__[1:] if issubclass(base, Attention)
+    )
+    overridden = set()
+    for name in _COMPUTATION:
+      method = inspect.unwrap(getattr(cls, name))
+      parent_method = inspect.unwrap(getattr(parent, name))
+      if method is not parent_method:
+        overridden.add(name)
+    return overridden
+
+  @classmethod
+  def check(cls, config: ModelConfig) -> None:
+    """Checks that this variant can be built from the config.
+
+    `attention_class` calls this. A subclass may check more, after
+    `super().check(config)`.
 
     Raises:
-      UserError: if the config sets a field that this variant lacks.
+      UserError: if the config sets a field that this variant lacks or does not
+        support.
     """
     if config.num_noise_heads is not None and not cls.has_noise_map:
       raise UserError(
@@ -365,7 +390,7 @@ class Attention(nn.Module):
 
   @classmethod
   def twin(cls, config: ModelConfig) -> ModelConfig:
-    """Returns a config of this variant with as many parameters.
+    """Returns the config changed to this variant, with as many parameters.
 
     All heads together keep the width of their values: a variant with V = D gets
     twice the heads of one with V = 2D, such as DIFF V1. `head_norm` is the
@@ -383,8 +408,8 @@ class Attention(nn.Module):
       config: the config of another variant, usually of DIFF V1.
 
     Raises:
-      UserError: if the heads cannot be divided, or if nothing would be left of
-        the feed-forward layer.
+      UserError: if the heads cannot be divided, if nothing would be left of the
+        feed-forward layer, or if this variant does not support the config.
     """
     source_class = attention_class(config)
     fields: dict[str, Any] = {
@@ -404,6 +429,7 @@ class Attention(nn.Module):
     fields["value_dim"] = _rescale(config, "value_dim", factor, source_factor)
 
     twin_config = dataclasses.replace(config, **fields)
+    cls.check(twin_config)
     num_added = cls._num_matrix_elements(twin_config)
     num_added -= source_class._num_matrix_elements(config)
     if num_added == 0:
@@ -476,6 +502,11 @@ class Attention(nn.Module):
     self._record("intermediates", "key", k)
 
     lam = self.compute_lambda(x, lambda_init)  # None, scalar, [H] or [B, T, H]
+    if self.has_noise_map and lam is None:
+      raise ValueError(
+        f"{type(self).__name__} has a noise map, so compute_lambda must return λ,"
+        " the factor of it; got None"
+      )
     if lam is not None:
       self.record_metric("lambda", jnp.mean(lam))
 
@@ -563,7 +594,8 @@ class Attention(nn.Module):
     if self.logits_transform is not None:
       self._check_support(QUANTIZED_LOGITS, "logits_transform")
       if mask.q_segment_ids is not None:
-        # Segment 0 is padding in evaluations. It must not set a scale.
+        # Segment 0 is padding in evaluations. Padding must not influence the
+        # scales of a quantization, so it sees no key: no key has the id −1.
         is_padding = mask.q_segment_ids == 0
         hidden_ids = jnp.where(is_padding, -1, mask.q_segment_ids)
         mask = mask._replace(q_segment_ids=hidden_ids)
@@ -589,8 +621,8 @@ class Attention(nn.Module):
   ) -> Float[Array, "B H T S"]:
     """Returns the attention weights of each head: the variant's definition.
 
-    The outputs of the heads are these weights times the values. A parameter of
-    the weights comes from `parameter`.
+    `attend` returns these weights times the values. A parameter of the weights
+    comes from `parameter`.
 
     T and S are usually equal. If the variant supports cached decoding, then q
     may also have only some of the queries, with their rows of the mask.
@@ -598,7 +630,8 @@ class Attention(nn.Module):
     Args:
       q: queries after RoPE.
       k: keys after RoPE.
-      lam: the result of `compute_lambda` for each token and head, in float32.
+      lam: the result of `compute_lambda` for each token and head, in float32. It
+        has further axes if that result has.
       mask: whether a query sees a key. Causality, documents and windows are
         part of it.
     """
@@ -657,10 +690,10 @@ class Attention(nn.Module):
   ) -> jax.Array:
     """Returns a parameter of `extra_parameters` in float32, as a whole.
 
-    Its shape follows from its axes. Unlike `self.param`, this works in every
-    method, also where a measurement calls `weights` in a loop. A mesh's parts
-    of it are collected along the fsdp axis. Large matrices that multiply tokens
-    should use `project`, which does that in the compute dtype.
+    Its shape follows from its axes. Use this in `weights`, `maps` and `logits`,
+    which measurements call in loops. In other methods, `self.param` also works.
+    A mesh's parts of it are collected along the fsdp axis. Large matrices that
+    multiply tokens should use `project`, which does that in the compute dtype.
 
     Args:
       name: a name in `extra_parameters`.
@@ -693,7 +726,8 @@ class Attention(nn.Module):
   def axis_sizes(self, embed_dim: int) -> dict[str, int]:
     """Returns the sizes of the axes that this layer's parameters can have.
 
-    The keys are the letters of `diffjax/parameters.py`, without L.
+    The keys are the letters of `diffjax/parameters.py`, without L. A variant
+    overrides this if the size of one of its `extra_axes` depends on the config.
 
     Args:
       embed_dim: the model width, E.
@@ -773,12 +807,12 @@ class Attention(nn.Module):
     output_shape: tuple[int, ...],
     *,
     scale: float = 1.0,
-    allow_bias: bool = True,
   ) -> Float[Array, "B T *outputs"]:
     """Returns the projection x W of each token, plus a bias if configured.
 
     Creates the parameters: W [*inputs, *outputs] and, if `projection_biases` is
-    set, the bias [*outputs].
+    set, the bias [*outputs]. Only the query, key, value and output projections
+    have biases.
 
     Example:
       project("query", x, (Q, G, D)) maps [B, T, E] to [B, T, Q, G, D] with the
@@ -789,15 +823,13 @@ class Attention(nn.Module):
       x: the input. The product sums over all axes after B and T.
       output_shape: the axes of the result after B and T.
       scale: a factor on the standard deviation of the initial W.
-      allow_bias: False for a projection that has no bias even if
-        `projection_biases` is set.
     """
     input_shape = x.shape[2:]
     init = matrix_init(math.prod(input_shape), scale=scale)
     matrix = self.param(name, init, (*input_shape, *output_shape))
     # Casts the matrix to x's dtype. The name determines how a mesh splits it.
     y = product(x, matrix, name)  # [B, T, *outputs]
-    if allow_bias and self.projection_biases:
+    if self.projection_biases and name in _COMMON_MATRICES:
       bias = self.param(f"{name}_bias", nn.initializers.zeros, output_shape)
       y += bias.astype(y.dtype)
     # Remat policies select the arrays that they save by such names.
@@ -837,7 +869,7 @@ class Attention(nn.Module):
     return jnp.concatenate([x[..., :num_unrotated], rotated], axis=-1)
 
   def lambda_logits(self, x: Float[Array, "B T E"]) -> Float[Array, "B T H"]:
-    """Returns x W_λ in float32: one number for each token and head.
+    """Returns x W_λ, one number for each token and head, as float32.
 
     Variants compute λ from it, most of them as its sigmoid, between 0 and 1.
     W_λ [E, H] is the parameter "lambda_hat".
@@ -861,7 +893,7 @@ class Attention(nn.Module):
     [E, H, V] is the parameter "head_gate".
     """
     H, V = heads.shape[2:]
-    gate_logits = self.project("head_gate", x, (H, V), allow_bias=False)
+    gate_logits = self.project("head_gate", x, (H, V))
     return heads * jax.nn.sigmoid(gate_logits)
 
   def record_metric(self, name: str, value: jax.Array) -> None:

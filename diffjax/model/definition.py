@@ -1,16 +1,17 @@
 """Attention by the definition of a variant: its weights times the values.
 
 `diff_attention` computes some variants without storing their weights. Other
-variants define `Attention.weights` alone. This module makes an `attention_fn`
-from that definition, for every place where a layer gets its `attention_fn`
-from: a decoder, a mesh, a scan of layers with several windows, and the
+variants define `Attention.weights` alone. `by_definition` makes an
+`attention_fn` from that definition. Whoever supplies a layer's `attention_fn`
+is covered: a decoder, a mesh, a scan of layers with several windows, and the
 key/value cache.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence, Set
+import math
+from collections.abc import Callable, Set
 from typing import Any
 
 import jax
@@ -36,7 +37,8 @@ def is_diff_attention(attention_fn: Callable[..., jax.Array]) -> bool:
   """Returns True for functions that compute the same as `diff_attention`.
 
   These are `diff_attention` and a `functools.partial` of it with options that
-  choose only how it is executed. Others can replace them.
+  choose only how it is executed. Another function of the same result may be
+  called in their place.
   """
   if not isinstance(attention_fn, functools.partial):
     return attention_fn is diff_attention
@@ -52,11 +54,12 @@ def by_definition(
 ) -> Callable[..., jax.Array]:
   """Returns an `attention_fn` that computes the weights, and then the heads.
 
-  It takes the place of an `attention_fn` that calls `diff_attention`.
+  It takes the place of an `attention_fn` that calls `diff_attention`. Its λ is a
+  result of `broadcast_lambda`.
 
   Args:
     attention_fn: the layer's `attention_fn`. It is `diff_attention`, perhaps
-      with options of its execution, or it has a method `by_definition`.
+      with options of its execution, or an object with a method `by_definition`.
     weights_fn: the variant's definition.
     supports: what the variant supports (see `Attention.supports`).
 
@@ -95,10 +98,12 @@ def _num_balanced_shards(options: dict[str, Any]) -> int:
     return 1
   if not isinstance(sharding, NamedSharding):
     return 1
-  length_axis = sharding.spec[1]  # of an array [B, T, …]
-  if length_axis is None:
+  if len(sharding.spec) < 2 or sharding.spec[1] is None:  # [B, T, …]
     return 1
-  return sharding.mesh.shape[length_axis]
+  length_axes = sharding.spec[1]
+  if isinstance(length_axes, str):
+    length_axes = (length_axes,)
+  return math.prod(sharding.mesh.shape[axis] for axis in length_axes)
 
 
 def attention_from_weights(
@@ -134,8 +139,7 @@ def attention_from_weights(
   if kv_segment_ids is None:
     kv_segment_ids = q_segment_ids
   mask = visible_keys(
-    q.shape[:2],
-    k.shape[1],
+    (q.shape[0], q.shape[1], k.shape[1]),
     q_segment_ids=q_segment_ids,
     kv_segment_ids=kv_segment_ids,
     q_offset=q_offset,
@@ -144,12 +148,21 @@ def attention_from_weights(
     num_balanced_shards=num_balanced_shards,
   )  # [B, T, S]
   weights = weights_fn(q, k, lam, mask)  # [B, H, T, S]
+  batch, q_length, kv_length = mask.shape
+  num_kv_heads = v.shape[2]
+  is_valid = weights.ndim == 4 and weights.shape[1] % num_kv_heads == 0
+  expected_shape = (batch, *weights.shape[1:2], q_length, kv_length)
+  if not is_valid or weights.shape != expected_shape:
+    raise ValueError(
+      f"weights must be [B, H, T, S] = [{batch}, H, {q_length}, {kv_length}],"
+      f" with a multiple of the {num_kv_heads} key and value heads as H; got"
+      f" shape {weights.shape}"
+    )
   return apply_weights(weights, v)
 
 
 def visible_keys(
-  batch_and_length: Sequence[int],
-  kv_length: int,
+  shape: tuple[int, int, int],
   *,
   q_segment_ids: Int[Array, "B T"] | None,
   kv_segment_ids: Int[Array, "B S"] | None,
@@ -161,8 +174,7 @@ def visible_keys(
   """Returns whether each query sees each key.
 
   Args:
-    batch_and_length: B and T.
-    kv_length: S.
+    shape: the numbers of rows, queries and keys, (B, T, S).
     q_segment_ids: see `attention_from_weights`, as the others.
     kv_segment_ids: documents of the keys.
     q_offset: position of the first query.
@@ -170,7 +182,7 @@ def visible_keys(
     window: number of keys that a query sees. None for all.
     num_balanced_shards: the shards of a row in balanced order.
   """
-  batch, q_length = batch_and_length
+  _, q_length, kv_length = shape
   q_positions = positions(q_length, q_offset)
   k_positions = positions(kv_length, 0)
   if num_balanced_shards > 1:
@@ -183,18 +195,18 @@ def visible_keys(
   )
   if visible is None:
     visible = jnp.ones((1, 1, 1), bool)
-  return jnp.broadcast_to(visible, (batch, q_length, kv_length))
+  return jnp.broadcast_to(visible, shape)
 
 
 def key_distances(mask: Bool[Array, "B T S"]) -> Int[Array, "B T S"]:
-  """Returns how many visible keys lie after each key, for each query.
+  """Returns the distance of each query from each visible key, in tokens.
 
-  Under a causal mask, this is the distance of the query from the key in tokens
-  of its document. It serves biases of the logits that depend on the distance.
-  The keys must be in the order of their tokens, as they are unless several
-  devices share a row.
+  It is for biases of the logits that depend on the distance. It also works with
+  packed documents, windows and a cache, because it counts the visible keys that
+  lie after the key. So the mask must be causal and the keys in the order of
+  their tokens. They are in another order only if several devices share a row.
 
-  Example: the last query of four tokens → [3, 2, 1, 0]
+  Example: a causal mask of four tokens, last query → [3, 2, 1, 0]
 
   Args:
     mask: whether a query sees a key. The result has no meaning for other keys.
@@ -210,15 +222,24 @@ def broadcast_lambda(
 
   Args:
     lam: a scalar, [H], or an array that begins with the axes [B, T]. None if
-      the variant has no λ.
+      the variant has no λ. A variant with several factors per head may return
+      [B, T, H, number of factors].
     q: queries. In float64, λ is float64 too.
     num_heads: H.
+
+  Raises:
+    ValueError: if λ has another shape.
   """
   if lam is None:
     return None
   lam = jnp.asarray(lam)
   lam = lam.astype(jnp.promote_types(jnp.float32, q.dtype))
   if lam.ndim >= 2:
+    if lam.shape[:2] != q.shape[:2]:
+      raise ValueError(
+        "compute_lambda must return a scalar, [H], or an array that begins with"
+        f" [B, T] = {list(q.shape[:2])}; got shape {lam.shape}"
+      )
     return lam
   return jnp.broadcast_to(lam, (*q.shape[:2], num_heads))
 

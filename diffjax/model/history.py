@@ -24,7 +24,8 @@ class TokenHistory:
 
   Attributes:
     tokens: the tokens of each row, then zeros.
-    lengths: the number of valid tokens in each row.
+    lengths: the number of tokens that each row has read. If it is above S,
+      tokens were dropped.
   """
 
   tokens: Int[Array, "B S"]
@@ -46,8 +47,8 @@ def empty_history(
   """
   if not model.config.causal:
     raise UserError(
-      "config.model.causal = False: only a causal model can generate, in which"
-      " a token does not depend on later ones"
+      "config.model.causal = False: only a model whose tokens do not depend on"
+      " later ones can generate"
     )
   return TokenHistory(
     tokens=jnp.zeros((batch_size, capacity), jnp.int32),
@@ -71,11 +72,12 @@ def extend_history(
     params: its parameters.
     tokens: the new tokens. Those for which a row has no room are dropped.
     history: the tokens before.
-    counts: the number of valid tokens of each row. None for T.
+    counts: how many of the new tokens are valid in each row. None for T.
 
   Returns:
     The hidden states of the new tokens after the final norm, which are
-    meaningless for invalid tokens, and the history with the new tokens.
+    meaningless for invalid and dropped tokens, and the history with the new
+    tokens.
   """
   batch_size, capacity = history.tokens.shape
   num_tokens = tokens.shape[1]
@@ -91,8 +93,8 @@ def extend_history(
   all_tokens = history.tokens.at[rows, columns].set(tokens, mode="drop")
   lengths = history.lengths + counts
 
-  # The unused part of a row is another document. So it changes nothing, even if
-  # the model lets tokens depend on the number of later ones.
+  # The unused part of a row is a document of its own, with the id 0. No variant
+  # sees it, not even one that counts the tokens of a document.
   is_used = jnp.arange(capacity) < lengths[:, None]
   segment_ids = is_used.astype(jnp.int32)
   hidden: Any = model.apply({"params": params}, all_tokens, segment_ids)

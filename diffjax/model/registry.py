@@ -8,6 +8,7 @@ itself: a checkpoint stores only the name.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import jax
 
 from diffjax.config import UserError
-from diffjax.parameters import add_parameters
+from diffjax.parameters import PARAMETERS, Parameter, add_parameters
 
 LayerClass = TypeVar("LayerClass", bound=type)
 
@@ -52,20 +53,44 @@ def register(name: str) -> Callable[[LayerClass], LayerClass]:
 
   def add(layer_class: LayerClass) -> LayerClass:
     new_class: Any = layer_class
-    registered = ATTENTION.get(name)
-    if registered is not None:
-      if not _is_redefinition(registered, layer_class):
-        raise ValueError(
-          f"name = {name!r}: {registered.__module__}.{registered.__qualname__}"
-          " has this name; choose another one"
-        )
-      # Compiled functions of the old class would be used for equal configs.
-      jax.clear_caches()
-    add_parameters(new_class.extra_parameters, new_class.extra_axes)
+    replaced_class = ATTENTION.get(name)
+    if replaced_class is None:
+      add_parameters(new_class.extra_parameters, new_class.extra_axes)
+      ATTENTION[name] = layer_class
+      return layer_class
+
+    if not _is_redefinition(replaced_class, layer_class):
+      raise ValueError(
+        f"name = {name!r}: {replaced_class.__module__}."
+        f"{replaced_class.__qualname__} has this name; choose another one"
+      )
+    # The new class may have other parameters of the same names.
+    del ATTENTION[name]
+    removed = _remove_unused_parameters(replaced_class)
+    try:
+      add_parameters(new_class.extra_parameters, new_class.extra_axes)
+    except ValueError:
+      PARAMETERS.update(removed)
+      ATTENTION[name] = replaced_class
+      raise
     ATTENTION[name] = layer_class
+    # Compiled functions of the old class would be used for equal configs.
+    jax.clear_caches()
     return layer_class
 
   return add
+
+
+def _remove_unused_parameters(layer_class: Any) -> dict[str, Parameter]:
+  """Removes parameters that only a replaced class has, and returns them."""
+  used: set[str] = set()
+  for other_class in ATTENTION.values():
+    used |= other_class.extra_parameters.keys()
+  removed = {}
+  for name in layer_class.extra_parameters:
+    if name not in used:
+      removed[name] = PARAMETERS.pop(name)
+  return removed
 
 
 def _is_redefinition(old: type, new: type) -> bool:
@@ -90,8 +115,10 @@ def import_modules(modules: Iterable[str]) -> None:
     try:
       importlib.import_module(module)
     except Exception as error:  # A module may raise anything.
-      message = f"--import={module}: {type(error).__name__}: {error}"
-      if isinstance(error, ModuleNotFoundError):
+      message = f"cannot import {module!r}: {type(error).__name__}: {error}"
+      if isinstance(error, ModuleNotFoundError) and _is_part(
+        error.name, module
+      ):
         message += (
           "; name a module that Python can import from the current directory,"
           " such as my_package.dint"
@@ -99,18 +126,43 @@ def import_modules(modules: Iterable[str]) -> None:
       raise UserError(message) from error
 
 
+def _is_part(missing: str | None, module: str) -> bool:
+  """Returns whether a missing module is the given one or a package around it.
+
+  Otherwise the module exists, and what it imports is missing.
+  """
+  return missing is not None and f"{module}.".startswith(f"{missing}.")
+
+
 def imported_modules() -> list[str]:
   """Returns the modules of all variants from outside the package.
 
   Another process passes them to `import_modules`.
+
+  Raises:
+    UserError: if a variant is defined where another process cannot import it
+      from, such as a notebook.
   """
   modules = []
-  for layer_class in ATTENTION.values():
+  for name, layer_class in ATTENTION.items():
     module = layer_class.__module__
-    is_own = module.partition(".")[0] == "diffjax"
-    if not is_own and module not in modules:
-      modules.append(module)
+    if module.partition(".")[0] == "diffjax" or module in modules:
+      continue
+    if not _is_importable(module):
+      raise UserError(
+        f"{name!r} is defined in {module}, which another process cannot import;"
+        " move the class to a module of its own, and import that"
+      )
+    modules.append(module)
   return modules
+
+
+def _is_importable(module: str) -> bool:
+  """Returns whether Python can import a module that is loaded by its name."""
+  try:
+    return importlib.util.find_spec(module) is not None and module != "__main__"
+  except (ImportError, ValueError):  # A loaded module may have no spec.
+    return False
 
 
 def name_of(layer_class: type) -> str:

@@ -34,7 +34,8 @@ _assigned_styles: dict[str, Style] = {}
 def style(attention: str) -> Style:
   """Returns the style of an attention variant.
 
-  The result for a name stays the same in a process. Registered variants get
+  The result for a name stays the same in a process, unless a class with a style
+  is registered under it later. Registered variants get
   their styles in the order of their registration. Then come names that are not
   registered, such as those of stored results, in the order of their use.
 
@@ -54,7 +55,8 @@ def style(attention: str) -> Style:
 def together(attentions: Sequence[str], names: Sequence[str]) -> list[Style]:
   """Returns the styles of one model, or of two models in one figure.
 
-  Two models of one variant go by their own names, and the second one is grey.
+  Two models of one style go by their own names. If their colours are equal, the
+  second one is grey.
 
   Args:
     attentions: the variant of each model.

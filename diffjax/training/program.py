@@ -208,14 +208,28 @@ def _check_parameters(config: ModelConfig, params: Any) -> None:
     stack = path[0].key
     if len(path) > 1 and stack != "layers":
       name = f"{stack}/{name}"
+    if name in made:
+      raise UserError(
+        f"two parameters are named {name!r}; give them different names"
+      )
     made[name] = leaf.shape
   for name in sorted(declared.keys() | made.keys()):
-    if declared.get(name) != made.get(name):
+    if name not in declared:
       raise UserError(
-        f"parameter {name!r}: the layer makes {made.get(name, 'none')}, and the"
-        f" table of parameters says {declared.get(name, 'none')}; a variant of"
-        " attention lists all that it makes in extra_parameters, also what its"
-        " parent class makes, with the axes"
+        f"parameter {name!r} is made but not declared: add it to the"
+        " extra_parameters of the attention variant. They must also have the"
+        " parameters of its parent class"
+      )
+    if name not in made:
+      raise UserError(
+        f"parameter {name!r} is in extra_parameters, but the layer does not make"
+        " it"
+      )
+    if declared[name] != made[name]:
+      raise UserError(
+        f"parameter {name!r} has the shape {made[name]}, but its axes in"
+        f" extra_parameters give {declared[name]}. The first axis is L, the"
+        " layers"
       )
 
 

@@ -105,7 +105,7 @@ def make_loss(
     metrics = {"loss": (objective - z_term) / total_weight}
     if z_loss:
       metrics["z_loss"] = z_term / total_weight
-    metrics = _merge(metrics, layer_metrics(variables))
+    metrics = _merge_metrics(metrics, layer_metrics(variables))
     return objective / total_weight, metrics
 
   return loss
@@ -148,7 +148,7 @@ def make_step(
     }
     return dataclasses.replace(
       state, step=state.step + 1, params=params, opt_state=opt_state
-    ), _merge(metrics, step_metrics)
+    ), _merge_metrics(metrics, step_metrics)
 
   return step
 
@@ -189,11 +189,12 @@ def _gradient(
   return grads, metrics
 
 
-def _merge(metrics: Metrics, more: Metrics) -> Metrics:
+def _merge_metrics(metrics: Metrics, more: Metrics) -> Metrics:
   """Returns the metrics of both dicts.
 
   Raises:
-    ValueError: if a name is in both. The names of layers are free to choose.
+    ValueError: if a name is in both. Authors of attention variants choose the
+      names of their metrics.
   """
   for name in more:
     if name in metrics:
@@ -212,16 +213,17 @@ def _split(x: jax.Array, parts: int) -> jax.Array:
 def layer_metrics(variables: dict[str, Any]) -> Metrics:
   """Returns the values that the layers sowed under "metrics", by name.
 
-  Each has one value per layer [L], in the stack of the decoder's own layers. A
-  value of several numbers is averaged over them.
+  Each metric has one value per layer [L]. A value of several numbers is
+  averaged. The values of `plain_layers` are left out.
 
-  Example: `DiffAttention` sows λ under "lambda", averaged over tokens and heads.
+  Example: `Attention` records λ as "lambda". In DIFF V2 it is averaged over
+  tokens and heads.
 
   Args:
-    variables: the variables that changed in `Decoder.apply`.
+    variables: the second result of `Decoder.apply(…, mutable=["metrics"])`.
 
   Raises:
-    ValueError: if a layer sowed two values under one name.
+    ValueError: if two values have one name.
   """
   sown = variables.get("metrics", {}).get("layers", {})
   metrics: Metrics = {}
@@ -229,7 +231,10 @@ def layer_metrics(variables: dict[str, Any]) -> Metrics:
     # ("attention", "lambda", 0): `sow` makes a tuple of the values of a name.
     name = path[-2].key
     if name in metrics:
-      raise ValueError(f"a layer sowed {name!r} twice under metrics")
+      raise ValueError(
+        f"a layer sowed two metrics named {name!r}; choose another name"
+        " (`Attention` records 'lambda')"
+      )
     if value.ndim > 1:
       axes_after_layers = tuple(range(1, value.ndim))
       value = jnp.mean(value, axis=axes_after_layers)

@@ -381,7 +381,7 @@ def test_measuring_imports_modules(tmp_path):
     text=True,
   )
   assert result.returncode == 1
-  assert result.stderr.startswith("error: --import=no_such: ")
+  assert result.stderr.startswith("error: cannot import 'no_such': ")
 
 
 @pytest.mark.full

@@ -244,6 +244,8 @@ def test_a_model_that_is_not_causal_has_no_cache():
 class ScaledAttention(Attention):
   """Softmax attention with its own scale."""
 
+  supports = {"cached_decoding"}
+
   def compute_heads(self, q, k, v, lam, mask):
     return self.attention_fn(q, k, v, None, scale=3.0)
 

@@ -392,7 +392,7 @@ def test_parameters_that_are_not_declared_are_refused(monkeypatch):
   more = {**layer_class.extra_parameters, "never_made": Parameter("LH")}
   monkeypatch.setattr(layer_class, "extra_parameters", more)
   monkeypatch.setitem(PARAMETERS, "never_made", Parameter("LH"))
-  with pytest.raises(UserError, match=r"makes none, .* table .* says \(3, 4\)"):
+  with pytest.raises(UserError, match="the layer does not make it"):
     run_steps(train_config("strange"), 1)
   monkeypatch.undo()
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffjax.config import ModelConfig
+from diffjax.config import ModelConfig, UserError
 from diffjax.model.attention import (
   ATTENTION,
   FEATURES,
@@ -15,6 +15,7 @@ from diffjax.model.attention import (
   attention_class,
   register,
 )
+from diffjax.model.registry import imported_modules
 from diffjax.parameters import PARAMETERS, Parameter
 from tests.parameters import parameters
 
@@ -141,6 +142,22 @@ def test_a_class_that_computes_the_same_inherits():
   assert Same.style is None and Same.model_name is None
 
 
+def test_weights_of_a_mixin_are_the_classes_own():
+  class Mixin:
+    def weights(self, q, k, lam, mask):
+      return jnp.zeros((q.shape[0], self.num_heads, *mask.shape[1:]))
+
+  class Own(Mixin, Attention):
+    pass
+
+  assert not Own.fused and Own.supports == set()
+
+
+def test_wrappers_of_flax_change_no_declaration():
+  lifted = nn.remat(DiffAttention)
+  assert lifted.fused and lifted.supports == FEATURES
+
+
 def test_an_unknown_feature_is_refused():
   with pytest.raises(ValueError, match="Own.supports has 'window': must be"):
     type("Own", (Attention,), {"supports": {"window"}})
@@ -160,7 +177,7 @@ def test_an_unknown_feature_is_refused():
     (
       "own",
       {"extra_parameters": {"own_bias": Parameter("LR")}},
-      "parameter 'own_bias' has the axis 'R', whose size is unknown",
+      "parameter 'own_bias' has the axis 'R': it may have the axes",
     ),
     (
       "own",
@@ -175,7 +192,7 @@ def test_an_unknown_feature_is_refused():
     (
       "own",
       {"extra_axes": {"H": 3}},
-      "extra_axes has 'H': must be a letter that is not in use",
+      "extra_axes has 'H': must be a capital letter that is not in use",
     ),
   ],
 )
@@ -212,6 +229,48 @@ def test_a_class_that_is_defined_again_replaces_the_old_one(restored_registry):
     layer = attention_class(config)(num_heads=2, head_dim=4)
     params = layer.init(jax.random.key(0), jnp.ones((1, 3, 16)))["params"]
     np.testing.assert_array_equal(params["own_bias"], np.full((2, 3), bias))
+
+
+def test_a_class_that_is_defined_again_may_have_other_parameters(
+  restored_registry,
+):
+  def define_with(**extra_parameters):
+    own = type("Own", (Attention,), {"extra_parameters": extra_parameters})
+    return register("own")(own)
+
+  define_with(own_bias=Parameter("LH"), own_gain=Parameter("LV"))
+  changed = define_with(own_bias=Parameter("LHV"))
+  assert PARAMETERS["own_bias"] == Parameter("LHV")
+  assert "own_gain" not in PARAMETERS
+  with pytest.raises(ValueError, match="'query' is .* already"):
+    define_with(query=Parameter("LH"))
+  assert ATTENTION["own"] is changed
+  assert PARAMETERS["own_bias"] == Parameter("LHV")
+
+
+def test_what_a_notebook_defines_is_not_for_another_process(restored_registry):
+  own = type("Own", (Attention,), {"__module__": "__main__"})
+  register("own")(own)
+  with pytest.raises(UserError, match="'own' is defined in __main__"):
+    imported_modules()
+
+
+def test_weights_and_lambda_of_wrong_shapes_are_named():
+  class Own(Attention):
+    def weights(self, q, k, lam, mask):
+      return jnp.zeros((*mask.shape, self.num_heads))
+
+  layer = Own(num_heads=2, head_dim=4)
+  with pytest.raises(ValueError, match=r"weights must be \[B, H, T, S\]"):
+    layer.init(jax.random.key(0), jnp.ones((1, 3, 16)))
+
+  class WithLambda(Own):
+    def compute_lambda(self, x, lambda_init):
+      return jnp.zeros((self.num_heads, 3))
+
+  layer = WithLambda(num_heads=2, head_dim=4)
+  with pytest.raises(ValueError, match="compute_lambda must return a scalar"):
+    layer.init(jax.random.key(0), jnp.ones((1, 3, 16)))
 
 
 def test_a_parameter_has_the_shape_of_its_axes(restored_registry):

@@ -87,7 +87,11 @@ class Attended:
 
   @property
   def has_independent_queries(self) -> bool:
-    """Whether the weights of some queries need no other queries."""
+    """Whether each query's weights can be computed without other queries.
+
+    Cached decoding needs the same. A variant that does not declare it is
+    measured with all queries at once.
+    """
     return CACHED_DECODING in self.layer.supports
 
   def queries(self, first: int | Int[Array, ""], count: int) -> Queries:
@@ -97,7 +101,8 @@ class Attended:
 
     Args:
       first: the index of the first query.
-      count: the number of queries.
+      count: the number of queries. The last one must exist: `over_queries` pads
+        them.
     """
     q, lam, segment_ids = jax.tree.map(
       lambda x: jax.lax.dynamic_slice_in_dim(x, first, count, axis=1),
@@ -105,7 +110,7 @@ class Attended:
     )
     mask = self.mask._replace(q_segment_ids=segment_ids)
     is_visible = visible_keys(
-      q.shape[:2], self.k.shape[1], q_offset=first, **mask.keywords()
+      (*q.shape[:2], self.k.shape[1]), q_offset=first, **mask.keywords()
     )
     is_padding = segment_ids == 0
     is_visible &= ~is_padding[:, :, None]
@@ -238,9 +243,9 @@ def over_queries(
 ) -> Any:
   """Folds a function over blocks of queries.
 
-  So the map of all queries is never in memory. If the layer cannot compute the
-  weights of a block, there is one block of all queries. The layer then needs
-  that much memory for its own output, too.
+  The blocks keep the map of all queries out of memory. If the layer cannot
+  compute the weights of a block, there is one block of all queries. Such a layer
+  stores all weights in training, too.
 
   Args:
     step: called with its last result and a block of queries. The last block is
