@@ -53,4 +53,6 @@ main = sys.modules["__mp_main__"] = types.ModuleType(
 )  # multiprocessing's name for the command, which is not here yet
 main.__getattr__ = lambda name: getattr(sys.modules["__main__"], name)
 sys.argv, sys.path[0] = [task["module"], *task["arguments"]], task["directory"]
+python_path = task["environment"].get("PYTHONPATH", "").split(os.pathsep)
+sys.path[1:1] = [path for path in python_path if path not in ("", *sys.path)]
 runpy.run_module(task["module"], run_name="__main__", alter_sys=True)

@@ -13,6 +13,7 @@ from absl import flags
 from diffjax.config import UserError
 from experiments import folders, grid, imports, launch, results
 from tests import own_variants
+from tests.pages import python_blocks
 
 EXPERIMENT = """
 from experiments.grid import Experiment, Grid
@@ -411,7 +412,12 @@ def test_two_real_runs(run, folder, tmp_path):
   }
   settings = [f"--set={field}={value}" for field, value in fields.items()]
   out, errors = run(
-    "lambda_study", "--steps=6", f"--workdir={tmp_path}/runs", *settings, code=1
+    "lambda_study",
+    "--steps=6",
+    f"--workdir={tmp_path}/runs",
+    f"--out={folder}",
+    *settings,
+    code=1,
   )
   assert "(1 of 2 runs)" in out and "error: 1 of 2 runs failed" in errors
   good, bad = entries(folder).values()
@@ -419,3 +425,56 @@ def test_two_real_runs(run, folder, tmp_path):
   assert good["results"]["validation/loss"] > 0 and good["seconds"] > 0
   assert bad["failed"].startswith("stopped at step ")
   assert pathlib.Path(folder, "plot.png").stat().st_size > 5000
+
+
+def test_the_documented_ablation(run, training, folder):
+  """docs/variants.md: 2 × 3 settings with two seeds."""
+  *_, ablation = python_blocks(own_variants.PAGE.read_text())
+  (folder / "experiment.py").write_text(ablation)
+  out, _ = run("lambda_study")
+  assert len(training.begun) == 12 and "(12 of 12 runs)" in out
+  table = (folder / "table.md").read_text()
+  for lambda_init in (0.2, 0.5, 0.8):
+    for head_norm in (True, False):
+      assert f"| lambda_init={lambda_init},head_norm={head_norm} |" in table
+  assert (folder / "plot.png").stat().st_size > 5000
+
+
+@pytest.mark.full
+def test_variants_of_equal_size_train(run, folder, tmp_path, monkeypatch):
+  """The factor "variant" with one of a user's own, which experiment.py imports."""
+  own_variants.write_modules(folder)
+  (folder / "experiment.py").write_text(
+    "import dint\n"
+    "from experiments.grid import Experiment, Grid\n"
+    "EXPERIMENT = Experiment('?', {'cpu': Grid.product('tiny', "
+    "{'variant': ['diff', 'dint']})}, {'loss': 'validation/loss'})\n"
+  )
+  (tmp_path / "text").mkdir()
+  for index in range(20):
+    text = f"document {index}: " + "a few words " * 30
+    (tmp_path / "text" / f"{index}.txt").write_text(text)
+  fields = {
+    "model.num_layers": 1,
+    "data.source": f"text:{tmp_path}/text/*.txt",
+    "data.validation_fraction": 0.3,
+    "data.length": 64,
+    "eval.rows": 8,
+    "train.batch_size": 4,
+  }
+  settings = [f"--set={field}={value}" for field, value in fields.items()]
+  with own_variants.kept_registry():
+    run(
+      "lambda_study",
+      "--steps=2",
+      f"--workdir={tmp_path}/runs",
+      f"--out={folder}",
+      *settings,
+    )
+  runs = entries(folder)
+  diff = runs["variant=diff/seed_0"]
+  dint = runs["variant=dint/seed_0"]
+  assert diff["parameters"] == dint["parameters"]
+  assert (
+    diff["results"]["validation/loss"] != dint["results"]["validation/loss"]
+  )
