@@ -8,6 +8,7 @@ A config file sets the fields of a DIFF V1 run and ends with
 import dataclasses
 import math
 import re
+import warnings
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -107,6 +108,23 @@ def _become(config: ml_collections.ConfigDict, architecture: str) -> None:
     value = getattr(twin_model, field.name)
     if value != getattr(model, field.name):
       config.model[field.name] = value
+
+
+def narrow_ffn(config: ml_collections.ConfigDict, columns: int) -> None:
+  """Makes room for an E × columns matrix in each layer. Deprecated.
+
+  `twin` does this for every attention variant.
+  """
+  from diffjax.model.attention import FFN_MULTIPLE
+
+  warnings.warn(
+    "narrow_ffn is deprecated: twin makes room for the matrices of a variant",
+    DeprecationWarning,
+    stacklevel=2,
+  )
+  # The feed-forward layer has three matrices of E × F.
+  ffn_dim = config.model.ffn_dim - columns / 3
+  config.model.ffn_dim = round(ffn_dim / FFN_MULTIPLE) * FFN_MULTIPLE
 
 
 def with_heads(

@@ -35,8 +35,11 @@ the table.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
+import warnings
 from collections.abc import Mapping
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,3 +179,17 @@ def add_parameters(
         " it the same axes"
       )
   PARAMETERS.update(parameters)
+
+
+def __getattr__(name: str) -> Any:
+  """Returns what version 0.1 offered under another name."""
+  if name != "MATRICES":
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  warnings.warn(
+    "MATRICES is deprecated, because variants add parameters: use is_matrix",
+    DeprecationWarning,
+    stacklevel=2,
+  )
+  # It adds the parameters of the package's variants.
+  importlib.import_module("diffjax.model.attention")
+  return frozenset(name for name in PARAMETERS if is_matrix(name))

@@ -6,6 +6,8 @@ styles of attention variants.
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from typing import Any, NamedTuple
 
 
@@ -44,3 +46,18 @@ def tidy(figure: Any) -> None:
     axes.grid(True, color="#d9dce1", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def __getattr__(name: str) -> Any:
+  """Returns what version 0.1 offered here, and what is with the variants now."""
+  if name not in ("ARCHITECTURES", "style", "together"):
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  warnings.warn(
+    f"diffjax.styles.{name} is deprecated: use diffjax.model.variant_styles",
+    DeprecationWarning,
+    stacklevel=2,
+  )
+  variant_styles = importlib.import_module("diffjax.model.variant_styles")
+  if name != "ARCHITECTURES":
+    return getattr(variant_styles, name)
+  return {each: variant_styles.style(each) for each in variant_styles.ATTENTION}

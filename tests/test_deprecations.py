@@ -32,3 +32,40 @@ def test_only_deprecated_calls_of_our_own_are_errors(stacklevel):
 def test_a_warning_from_further_down_that_is_attributed_to_us_is_an_error():
   with pytest.raises(DeprecationWarning, match="use another"):
     library(stacklevel=3)["uses_a_deprecated_function"]()
+
+
+@pytest.mark.parametrize(
+  "code, message",
+  [
+    ("from diffjax.parameters import MATRICES as value", "use is_matrix"),
+    ("from diffjax.parallel.rules import SPECS as value", "parameter_spec"),
+    ("from diffjax.styles import style as value", "variant_styles"),
+    ("from diffjax.styles import together as value", "variant_styles"),
+    ("from diffjax.styles import ARCHITECTURES as value", "variant_styles"),
+    (
+      "from diffjax.configs.base import get_config, narrow_ffn\n"
+      "value = get_config()\n"
+      "narrow_ffn(value, 48)",
+      "narrow_ffn is deprecated",
+    ),
+  ],
+)
+def test_names_of_the_last_version_work_and_warn(code, message):
+  names = {"__name__": "user"}
+  with pytest.warns(DeprecationWarning, match=message):
+    exec(code, names)
+  value = names["value"]
+  if "MATRICES" in code:
+    assert {"query", "lambda_hat"} <= value
+  elif "SPECS" in code or "ARCHITECTURES" in code:
+    assert {"query", "diff"} & value.keys()
+  elif "narrow_ffn" in code:
+    assert value.model.ffn_dim == 336
+  else:
+    assert callable(value)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+  for module in ("parameters", "parallel.rules", "styles"):
+    with pytest.raises(ImportError, match="cannot import name 'unknown'"):
+      exec(f"from diffjax.{module} import unknown", {"__name__": "user"})

@@ -7,6 +7,8 @@ The rules for activations use the names that the model gives their axes.
 from __future__ import annotations
 
 import functools
+import importlib
+import warnings
 from typing import Any
 
 import jax
@@ -147,3 +149,17 @@ def _leaf_sharding(
         f" choose a divisor of config.model.{FIELDS[letter]}"
       )
   return NamedSharding(mesh, spec)
+
+
+def __getattr__(name: str) -> Any:
+  """Returns what version 0.1 offered under another name."""
+  if name != "SPECS":
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  warnings.warn(
+    "SPECS is deprecated, because variants add parameters: use parameter_spec",
+    DeprecationWarning,
+    stacklevel=2,
+  )
+  # It adds the parameters of the package's variants.
+  importlib.import_module("diffjax.model.attention")
+  return {name: parameter_spec(name) for name in PARAMETERS}
