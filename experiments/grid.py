@@ -100,10 +100,11 @@ class Grid:
     rows = tuple(crossed.rows())
     if baseline is None:
       baseline = rows[0]
-    start = baseline.removesuffix("*")
-    if baseline not in rows and not (
-      baseline.endswith(",*") and any(row.startswith(start) for row in rows)
-    ):
+    names_a_row = baseline in rows
+    if baseline.endswith(",*"):
+      start = baseline.removesuffix("*")
+      names_a_row = any(row.startswith(start) for row in rows)
+    if not names_a_row:
       raise UserError(
         f"Grid.product: there is no row {baseline!r} for the baseline; there"
         f" are {', '.join(rows)}"

@@ -10,7 +10,7 @@ class attributes, such as `has_noise_map`, and overrides methods:
   compute_heads: how queries, keys and values become the outputs of the heads.
   scale_heads: which factor the outputs of the heads get.
 
-docs/variants.md has an example.
+docs/variants.md has two examples.
 
 "The paper" is the Differential Transformer (Ye et al., 2024, arXiv:2410.05258).
 `diffjax/parameters.py` defines the axis letters.

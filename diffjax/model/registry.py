@@ -159,8 +159,10 @@ def imported_modules() -> list[str]:
 
 def _is_importable(module: str) -> bool:
   """Returns whether Python can import a module that is loaded by its name."""
+  if module == "__main__":  # a script or a notebook
+    return False
   try:
-    return importlib.util.find_spec(module) is not None and module != "__main__"
+    return importlib.util.find_spec(module) is not None
   except (ImportError, ValueError):  # A loaded module may have no spec.
     return False
 

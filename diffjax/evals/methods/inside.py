@@ -104,9 +104,12 @@ class Attended:
       count: the number of queries. The last one must exist: `over_queries` pads
         them.
     """
+
+    def select(x: jax.Array) -> jax.Array:
+      return jax.lax.dynamic_slice_in_dim(x, first, count, axis=1)
+
     q, lam, segment_ids = jax.tree.map(
-      lambda x: jax.lax.dynamic_slice_in_dim(x, first, count, axis=1),
-      (self.q, self.lam, self.mask.q_segment_ids),
+      select, (self.q, self.lam, self.mask.q_segment_ids)
     )
     mask = self.mask._replace(q_segment_ids=segment_ids)
     is_visible = visible_keys(
