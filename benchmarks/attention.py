@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import cpu_name
+from diffjax.host.runtime import keep_freed_memory
 from diffjax.ops.diff_attention import diff_attention
-from diffjax.training.runtime import keep_freed_memory
 
 
 def step(

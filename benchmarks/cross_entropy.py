@@ -18,11 +18,11 @@ import jax.numpy as jnp
 
 from benchmarks import cpu_name
 from benchmarks.attention import medians
+from diffjax.host.runtime import keep_freed_memory
 from diffjax.ops.cross_entropy import (
   fused_cross_entropy,
   reference_cross_entropy,
 )
-from diffjax.training.runtime import keep_freed_memory
 
 VOCABULARY, WIDTH = 100_288, 1024
 

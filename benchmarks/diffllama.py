@@ -30,10 +30,10 @@ from diffjax.config import (
   OptimizerConfig,
   TrainConfig,
 )
+from diffjax.host.runtime import keep_freed_memory
 from diffjax.parallel.mesh import make_mesh, put_batch
 from diffjax.training.flops import parameter_count
 from diffjax.training.program import build
-from diffjax.training.runtime import keep_freed_memory
 
 MODEL = ModelConfig(
   vocab_size=256,

@@ -19,8 +19,8 @@ import transformers
 
 from benchmarks import cpu_name
 from benchmarks.diffllama import MODEL, diffllama
+from diffjax.inference.sampler import Sampler
 from diffjax.model.decoder import Decoder, logits
-from diffjax.model.sampler import Sampler
 
 PROMPT, NEW = 16, 512
 

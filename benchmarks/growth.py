@@ -14,7 +14,8 @@ import tempfile
 
 from diffjax.config import from_config_dict
 from diffjax.configs import tiny
-from diffjax.training import loop, runtime, session
+from diffjax.host import runtime
+from diffjax.training import loop, session
 
 
 def resident() -> float:

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffjax.evals.methods.validation_rows import validation_rows
-from diffjax.model.cache import empty_cache, extend, unstack
+from diffjax.inference import trained
+from diffjax.inference.cache import empty_cache, extend, unstack
+from diffjax.inference.pages import PAGE, allocate
 from diffjax.model.decoder import logits
-from diffjax.model.pages import PAGE, allocate
-from diffjax.training import trained
 
 
 def reader(model, batch_size: int, length: int, at_once: int, dtype):

@@ -94,8 +94,9 @@ def run_child(
   index: int,
 ) -> None:
   """Trains as the command does, and appends every batch that it takes to WORKDIR.batches."""
+  from diffjax.host import runtime
   from diffjax.parallel.processes import connected
-  from diffjax.training import loop, run_log, runtime, session
+  from diffjax.training import loop, run_log, session
 
   runtime.keep_compiled_programs()
   runtime.keep_freed_memory()

@@ -19,12 +19,12 @@ from diffjax.evals.methods.inside import (
   over_queries,
 )
 from diffjax.evals.methods.validation_rows import validation_rows
+from diffjax.inference import trained
 from diffjax.model.attention import attention_class
 from diffjax.model.stacks import stacks
 from diffjax.ops.diff_attention.mask import apply_mask
 from diffjax.ops.diff_attention.tiles import LOG2E
 from diffjax.ops.diff_attention.tpu.forward import in_range
-from diffjax.training import trained
 
 
 def extremes(attended: Attended) -> tuple[jax.Array, jax.Array]:

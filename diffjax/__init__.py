@@ -25,20 +25,20 @@ from typing import TYPE_CHECKING, Any
 if (
   sys.argv[0] == "-m"
 ):  # so it is while Python looks for the command of `python -m diffjax.train`, and at no other import
-  from diffjax.signals import end_at_ctrl_c
+  from diffjax.host.signals import end_at_ctrl_c
 
   end_at_ctrl_c()
 
 if TYPE_CHECKING:
+  from diffjax.inference.notebook import generate as generate
+  from diffjax.inference.notebook import train as train
+  from diffjax.inference.sampler import Sampler as Sampler
+  from diffjax.inference.trained import load as load
   from diffjax.model.attention import Attention as Attention
   from diffjax.model.attention import DiffAttention as DiffAttention
   from diffjax.model.attention import register as register
-  from diffjax.model.sampler import Sampler as Sampler
   from diffjax.ops.diff_attention import diff_attention as diff_attention
   from diffjax.parameters import Parameter as Parameter
-  from diffjax.training.notebook import generate as generate
-  from diffjax.training.notebook import train as train
-  from diffjax.training.trained import load as load
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
 
@@ -47,12 +47,12 @@ _HOMES = {
   "Attention": "diffjax.model.attention",
   "DiffAttention": "diffjax.model.attention",
   "Parameter": "diffjax.parameters",
-  "Sampler": "diffjax.model.sampler",
+  "Sampler": "diffjax.inference.sampler",
   "diff_attention": "diffjax.ops.diff_attention",
-  "generate": "diffjax.training.notebook",
-  "load": "diffjax.training.trained",
+  "generate": "diffjax.inference.notebook",
+  "load": "diffjax.inference.trained",
   "register": "diffjax.model.attention",
-  "train": "diffjax.training.notebook",
+  "train": "diffjax.inference.notebook",
 }
 __all__ = [
   "Attention",

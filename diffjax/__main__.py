@@ -9,7 +9,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from diffjax.signals import end_at_ctrl_c
+from diffjax.host.signals import end_at_ctrl_c
 
 COMMANDS = (
   "train",

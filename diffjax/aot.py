@@ -14,7 +14,7 @@ import dataclasses
 
 from absl import app, flags
 
-from diffjax import command
+from diffjax.cli import command
 from diffjax.compiled.plan import compile_apart
 from diffjax.compiled.report import changes, print_plan
 from diffjax.config import REMAT, Config, UserError

@@ -12,10 +12,10 @@ import time
 
 from absl import app, flags
 
-from diffjax import command
+from diffjax.cli import command
 from diffjax.config import UserError
+from diffjax.host.lock import lock
 from diffjax.training import manifest
-from diffjax.training.lock import lock
 
 _WORKDIR = flags.DEFINE_string(
   "workdir", None, "The run's directory; local or gs://."

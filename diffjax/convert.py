@@ -22,7 +22,7 @@ import sys
 
 from absl import app, flags
 
-from diffjax import command
+from diffjax.cli import command
 from diffjax.config import OF_THE_RUN, Config, UserError
 from diffjax.evals.report import card
 from diffjax.interop.layout import Model

@@ -25,7 +25,7 @@ from typing import Any
 
 from absl import app, flags
 
-from diffjax import command
+from diffjax.cli import command
 from diffjax.config import UserError
 from diffjax.evals import SUITES
 
@@ -89,7 +89,7 @@ def main(settings: Any) -> None:
   from etils import epath
 
   from diffjax.evals.report import figures, results
-  from diffjax.training import runtime
+  from diffjax.host import runtime
 
   runtime.keep_compiled_programs()
   out = (
@@ -195,9 +195,10 @@ def _load() -> list[_Model]:
   Raises:
     UserError: if a checkpoint cannot be loaded, or the two have different tokenizers.
   """
+  from diffjax.host.progress import say
+  from diffjax.inference import trained
   from diffjax.model.shapes import parameter_shapes
-  from diffjax.progress import say
-  from diffjax.training import trained
+  from diffjax.training import workdir_tokenizer
 
   def load(workdir: str, step: int | None) -> trained.Trained:
     say(f"loading {workdir}")
@@ -209,7 +210,9 @@ def _load() -> list[_Model]:
   models = [load(_WORKDIR.value, _STEP.value)]
   if _AGAINST.value:
     first, second = models[0], load(_AGAINST.value, _AGAINST_STEP.value)
-    if not trained.is_same_tokenizer(first.tokenizer, second.tokenizer):
+    if not workdir_tokenizer.is_same_tokenizer(
+      first.tokenizer, second.tokenizer
+    ):
       raise UserError(
         f"--against={_AGAINST.value} has another vocabulary: {second.tokenizer.spec!r} of {second.tokenizer.vocab_size} tokens, "
         f"not {first.tokenizer.spec!r} of {first.tokenizer.vocab_size}; only models of the same tokens can be compared"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from absl import app, flags
 
-from diffjax import command
+from diffjax.cli import command
 from diffjax.data.stop_strings import StopStrings, cut_at_stop, first_stop
 
 if TYPE_CHECKING:
@@ -77,9 +77,10 @@ def main() -> None:
     )
   if "" in _STOP.value:
     raise app.UsageError("--stop must not be empty")
-  from diffjax.model.sampler import Sampler, row_capacity
-  from diffjax.progress import say
-  from diffjax.training import runtime, trained
+  from diffjax.host import runtime
+  from diffjax.host.progress import say
+  from diffjax.inference import trained
+  from diffjax.inference.sampler import Sampler, row_capacity
 
   runtime.keep_compiled_programs()
   # Loading and compiling take seconds in which nothing else is printed.

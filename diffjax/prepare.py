@@ -9,10 +9,10 @@ of one process prepares missing rows by itself. Runs of several processes need t
 
 from absl import flags
 
-from diffjax import command
+from diffjax.cli import command
 from diffjax.config import Config, DataConfig
 from diffjax.data import plan, prepared, sources, tokenizer_training
-from diffjax.progress import say
+from diffjax.host.progress import say
 
 _WORKERS = flags.DEFINE_integer(
   "workers",

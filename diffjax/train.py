@@ -18,7 +18,7 @@ import os
 from absl import app, flags
 from ml_collections import config_flags
 
-from diffjax import command, config_file
+from diffjax.cli import command, config_file
 from diffjax.config import Config, UserError
 
 _WORKDIR = flags.DEFINE_string(
@@ -57,8 +57,9 @@ def main(config: Config) -> None:
   # Here, so that an error in the flags does not wait for these imports.
   import jax
 
+  from diffjax.host import output, runtime
   from diffjax.parallel.processes import connected
-  from diffjax.training import loop, output, runtime
+  from diffjax.training import loop
 
   output.outlive()
   runtime.keep_compiled_programs()

@@ -11,8 +11,8 @@ import time
 from collections.abc import Hashable, Mapping, Sequence
 
 from diffjax.config import Config, UserError, from_config_dict
+from diffjax.host.progress import say
 from diffjax.model.registry import import_modules
-from diffjax.progress import say
 from diffjax.training.flops import parameter_count, peak_flops
 from experiments import imports, pace
 from experiments.grid import FOLDER, Experiment, Run
@@ -231,7 +231,7 @@ def step_seconds(config: Config) -> float:
 
 
 if __name__ == "__main__":
-  from diffjax.training import runtime
+  from diffjax.host import runtime
 
   runtime.keep_compiled_programs()
   try:

@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from diffjax import config_file
+from diffjax.cli import config_file
 from diffjax.config import Config, UserError, from_config_dict
 from experiments import folders
 from experiments import product as products

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, NamedTuple
 
 from diffjax.config import UserError
-from diffjax.progress import say
+from diffjax.host.progress import say
 from experiments.grid import FOLDER
 
 # The end of a command's standard error that is searched for its error.

@@ -11,8 +11,9 @@ import sys
 
 from diffjax.config import UserError, from_config_dict
 from diffjax.evals.report.results import finite
+from diffjax.host import runtime
 from diffjax.model.registry import import_modules
-from diffjax.training import manifest, runtime
+from diffjax.training import manifest
 from experiments import grid as grids
 from experiments import imports
 

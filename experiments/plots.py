@@ -13,9 +13,9 @@ import matplotlib.transforms
 import numpy as np
 from matplotlib.figure import Figure
 
-from diffjax import styles
 from diffjax.model import variant_styles
-from diffjax.styles import Style
+from diffjax.plots import styles
+from diffjax.plots.styles import Style
 from experiments import results as found
 
 # From a variant's row to its style, the same in every figure: those of architectures, and of experiments' changes to them. Rows that have

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from diffjax import config_file
+from diffjax.cli import config_file
 from diffjax.config import UserError
 
 # A row's name is the name of a directory. File systems allow 255 bytes.

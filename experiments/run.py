@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 
 from absl import app, flags
 
-from diffjax import command
+from diffjax.cli import command
 from diffjax.config import Config, UserError
-from diffjax.progress import say
+from diffjax.host.progress import say
 from experiments import cost, draw, folders, imports, launch, results
 from experiments import grid as grids
 from experiments.grid import Experiment, Grid, Run

@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from diffjax import command
+from diffjax.cli import command
 from diffjax.config import UserError, from_config_dict
 from diffjax.configs import tiny
 from diffjax.evals import SUITES
-from diffjax.progress import say
+from diffjax.host.progress import say
 from diffjax.training import manifest
 from experiments import results
 from experiments.launch import Launcher

@@ -18,7 +18,7 @@ import matplotlib.backends.backend_agg  # noqa: F401
 import scipy.stats  # noqa: F401
 import tensorflow_datasets  # noqa: F401
 
-import diffjax.command
+import diffjax.cli.command
 import diffjax.evals.validation
 import diffjax.interop.workdir
 import diffjax.training.loop  # noqa: F401

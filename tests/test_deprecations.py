@@ -42,6 +42,7 @@ def test_a_warning_from_further_down_that_is_attributed_to_us_is_an_error():
     ("from diffjax.styles import style as value", "variant_styles"),
     ("from diffjax.styles import together as value", "variant_styles"),
     ("from diffjax.styles import ARCHITECTURES as value", "variant_styles"),
+    ("from diffjax.styles import Style as value", "diffjax.plots.styles"),
     (
       "from diffjax.configs.base import get_config, narrow_ffn\n"
       "value = get_config()\n"

@@ -14,7 +14,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from benchmarks import topologies
-from diffjax import command
+from diffjax.cli import command
 from diffjax.config import (
   Config,
   UserError,
@@ -119,7 +119,7 @@ def flags_of(module):
   source = file.read_text()
   if "command.run(" in source:
     source += (
-      (ROOT / "diffjax/command.py")
+      (ROOT / "diffjax/cli/command.py")
       .read_text()
       .replace('"config"' if "with_config=False" in source else '"set"', "")
     )

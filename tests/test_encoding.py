@@ -93,7 +93,7 @@ def python(*arguments):
 def test_what_a_terminal_cannot_show_is_escaped():
   result = python(
     "-c",
-    "from diffjax import command; command.run(lambda: print('\\u03bb'), with_config=False)",
+    "from diffjax.cli import command; command.run(lambda: print('\\u03bb'), with_config=False)",
   )
   assert (result.returncode, result.stdout, result.stderr) == (
     0,

@@ -19,7 +19,7 @@ from absl.testing import flagsaver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffjax import command
+from diffjax.cli import command
 from diffjax.config import (
   Config,
   DataConfig,

@@ -19,15 +19,15 @@ from diffjax.config import (
 )
 from diffjax.data.stop_strings import StopStrings
 from diffjax.data.tokenizer import load_tokenizer
+from diffjax.inference import finish
+from diffjax.inference.sampler import Sampler
+from diffjax.inference.trained import Trained, load
 from diffjax.model.decoder import Decoder
-from diffjax.model.sampler import Sampler
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.parallel.mesh import make_mesh
-from diffjax.training import finish
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.program import build
 from diffjax.training.step import init_params
-from diffjax.training.trained import Trained, load
 from tests import in_process, tokenizer_files
 
 MODEL = ModelConfig(

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from diffjax.config import MeshConfig, ModelConfig
+from diffjax.inference.sampler import Sampler
 from diffjax.int8 import quantise
 from diffjax.model.decoder import Decoder, logits
-from diffjax.model.sampler import Sampler
 from diffjax.parallel.mesh import make_mesh, sharded_attention
 from diffjax.parallel.rules import shardings
 from tests.parameters import parameters

@@ -21,10 +21,10 @@ from diffjax.compiled.collectives import collectives
 from diffjax.compiled.estimate import CHIPS, Estimate, Torus, estimate
 from diffjax.compiled.text import windowed_einsums
 from diffjax.config import Config, UserError
+from diffjax.host.workers import end_with_parent, starting_workers
 from diffjax.model.registry import import_modules, imported_modules
 from diffjax.training.flops import peak_flops, step_flops
 from diffjax.training.optimizer import frozen_names
-from diffjax.workers import end_with_parent, starting_workers
 
 # Slices by generation, from small to large (cloud.google.com/tpu/docs).
 _PLANES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")

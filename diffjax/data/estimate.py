@@ -12,7 +12,7 @@ from diffjax.config import DataConfig, UserError
 from diffjax.data import sources
 from diffjax.data.sample import take_sample
 from diffjax.data.shards import Work, worker_count
-from diffjax.progress import say, short_number
+from diffjax.host.progress import say, short_number
 
 # Local sources of less than this (bytes) are prepared within seconds. No sample
 # is taken of them, and the disk is not checked.

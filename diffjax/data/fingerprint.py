@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from diffjax.config import UserError
 from diffjax.data.document import reason
 from diffjax.data.files import File, open_file
-from diffjax.progress import say
+from diffjax.host.progress import say
 
 _SAMPLED = 32
 _SAMPLE = 4096  # bytes, at either end of a file

@@ -32,7 +32,7 @@ from huggingface_hub import errors
 
 from diffjax.config import UserError
 from diffjax.data.document import WITHOUT_NETWORK, reason
-from diffjax.progress import say
+from diffjax.host.progress import say
 
 _Result = TypeVar("_Result")
 

@@ -28,7 +28,7 @@ from diffjax.config import DataConfig, UserError
 from diffjax.data.document import Document
 from diffjax.data.row import Row
 from diffjax.data.tokenizer import load_once
-from diffjax.progress import say
+from diffjax.host.progress import say
 
 
 class Example(NamedTuple):

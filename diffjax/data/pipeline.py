@@ -27,7 +27,7 @@ from diffjax.data.fingerprint import check_unchanged
 from diffjax.data.reader import Reader, start_worker
 from diffjax.data.row import EMPTY_ROW, Batch, Row, make_batch
 from diffjax.data.tokenizer import Tokenizer, load_once
-from diffjax.progress import say
+from diffjax.host.progress import say
 
 _PREFETCH = 4  # batches read ahead; more would only cost memory
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from diffjax.config import Config, DataConfig, UserError
 from diffjax.data import sources
 from diffjax.data.sample import take_sample
-from diffjax.progress import say, short_number
+from diffjax.host.progress import say, short_number
 
 # Tokens to read for each token to train on. Packing leaves about 2% of a row
 # empty, and the first documents are not exactly like all others.

@@ -21,7 +21,7 @@ from typing import Any
 import grain
 
 from diffjax.config import DataConfig, UserError
-from diffjax.data import address_space, sources
+from diffjax.data import sources
 from diffjax.data.document import Source, reason
 from diffjax.data.estimate import announce
 from diffjax.data.row import Row, decode_row
@@ -35,8 +35,9 @@ from diffjax.data.shards import (
   write_missing,
 )
 from diffjax.data.tokenizer import load_tokenizer
-from diffjax.progress import say
-from diffjax.user_cache import cache_directory
+from diffjax.host import address_space
+from diffjax.host.progress import say
+from diffjax.host.user_cache import cache_directory
 
 _FORMAT = 1
 # The largest number of shards. Validation has few, because the last rows of a shard are not full

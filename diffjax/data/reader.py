@@ -21,8 +21,8 @@ from typing import Any
 import grain
 
 from diffjax.config import UserError
-from diffjax.data import address_space
-from diffjax.workers import end_with_parent, starting_workers
+from diffjax.host import address_space
+from diffjax.host.workers import end_with_parent, starting_workers
 
 _POLL = 1.0  # seconds between looks at the workers while waiting
 _GRACE = 3.0  # seconds to receive batches that a dead worker had sent, and for workers to end by themselves

@@ -24,12 +24,13 @@ from typing import Any
 import grain
 
 from diffjax.config import DataConfig, UserError
-from diffjax.data import address_space, packing
+from diffjax.data import packing
 from diffjax.data.document import Source, reason
 from diffjax.data.row import encode_row
 from diffjax.data.tokenizer import load_once
-from diffjax.progress import Progress, say
-from diffjax.workers import end_with_parent, starting_workers
+from diffjax.host import address_space
+from diffjax.host.progress import Progress, say
+from diffjax.host.workers import end_with_parent, starting_workers
 
 # How to prepare rows, for messages.
 COMMAND = "python -m diffjax.prepare with the same --config flags"

@@ -26,7 +26,7 @@ import numpy as np
 from etils import epath
 
 from diffjax.config import DataConfig, UserError
-from diffjax.data import address_space, files, parquet, stdlib_corpus
+from diffjax.data import files, parquet, stdlib_corpus
 from diffjax.data.document import (
   Document,
   Source,
@@ -41,6 +41,7 @@ from diffjax.data.fingerprint import (
   sampled,
   text_digest,
 )
+from diffjax.host import address_space
 
 _Item = TypeVar("_Item")
 

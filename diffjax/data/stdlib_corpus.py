@@ -21,8 +21,8 @@ from etils import epath
 
 from diffjax.config import UserError
 from diffjax.data.document import is_validation
-from diffjax.progress import say
-from diffjax.user_cache import cache_directory
+from diffjax.host.progress import say
+from diffjax.host.user_cache import cache_directory
 
 # Share of the files for validation. The default of config.data.validation_fraction would leave a few dozen files, a noisy measure.
 VALIDATION_FRACTION = 0.05

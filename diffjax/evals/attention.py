@@ -42,9 +42,9 @@ from diffjax.evals.methods.needle_prompts import (
 from diffjax.evals.report.figures import Figure, mean_of
 from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
 from diffjax.evals.report.results import TableSpec
+from diffjax.host.progress import Progress
+from diffjax.inference.trained import Trained
 from diffjax.model.decoder import Decoder
-from diffjax.progress import Progress
-from diffjax.training.trained import Trained
 
 PARTS = ("BOS", "context before", "answer", "context after", "query")
 OTHERS = tuple(part for part in PARTS if part != "answer")

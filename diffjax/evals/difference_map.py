@@ -35,9 +35,9 @@ from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.figures import Figure
 from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
 from diffjax.evals.report.results import TableSpec
+from diffjax.host.progress import Progress
+from diffjax.inference.trained import Trained
 from diffjax.model.decoder import Decoder
-from diffjax.progress import Progress
-from diffjax.training.trained import Trained
 
 MEASURES = ("negative share", "small share", "effective keys", "Hoyer sparsity")
 

@@ -43,9 +43,9 @@ from diffjax.config import UserError
 from diffjax.evals.methods import jsonl
 from diffjax.evals.report.figures import Figure, mean_of, proportion
 from diffjax.evals.report.results import TableSpec
-from diffjax.model.sampler import Sampler
-from diffjax.progress import say
-from diffjax.training.trained import Trained
+from diffjax.host.progress import say
+from diffjax.inference.sampler import Sampler
+from diffjax.inference.trained import Trained
 
 _SUMMARY = {"document": str, "summary": str}
 _ANSWER = {"context": str, "question": str, "answers": list}

@@ -41,7 +41,7 @@ from diffjax.data import sources
 from diffjax.evals.methods import jsonl, scoring
 from diffjax.evals.report.figures import Figure, mean_of, proportion
 from diffjax.evals.report.results import TableSpec
-from diffjax.training.trained import Trained
+from diffjax.inference.trained import Trained
 
 PAPER = (
   "arc_challenge",

@@ -44,8 +44,8 @@ from diffjax.evals.methods.label_decoding import LabelTree, decode_labels
 from diffjax.evals.report.figures import Figure, proportion
 from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
 from diffjax.evals.report.results import TableSpec
-from diffjax.model.sampler import Sampler
-from diffjax.training.trained import Trained
+from diffjax.inference.sampler import Sampler
+from diffjax.inference.trained import Trained
 
 _FORMS = {
   "trec": ("Question: {}\nType:", " {}\n\n"),

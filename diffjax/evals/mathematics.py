@@ -29,8 +29,8 @@ from diffjax.evals.methods import equivalence, jsonl
 from diffjax.evals.methods.final_answer import extract, reference, same
 from diffjax.evals.report.figures import Figure, proportion
 from diffjax.evals.report.results import TableSpec
-from diffjax.model.sampler import Sampler
-from diffjax.training.trained import Trained
+from diffjax.inference.sampler import Sampler
+from diffjax.inference.trained import Trained
 
 _TAIL = 64  # tokens looked at for the beginning of another question
 

@@ -36,8 +36,8 @@ from diffjax.evals.methods.needle_prompts import (
 from diffjax.evals.report.figures import Figure, proportion
 from diffjax.evals.report.plots import WIDTH, save, styles_of
 from diffjax.evals.report.results import TableSpec, excludes_zero
-from diffjax.model.sampler import Sampler
-from diffjax.training.trained import Trained
+from diffjax.inference.sampler import Sampler
+from diffjax.inference.trained import Trained
 
 TABLE = TableSpec(
   unit="prompts",

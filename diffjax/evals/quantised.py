@@ -38,9 +38,9 @@ from diffjax.evals import (
 from diffjax.evals.report.figures import Figure
 from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
 from diffjax.evals.report.results import TableSpec
+from diffjax.inference.trained import Trained
 from diffjax.model.attention import QUANTIZED_LOGITS
 from diffjax.model.stacks import check_support
-from diffjax.training.trained import Trained
 
 # The axes of [B, Q, G, T, S] over which the largest logit is taken.
 _AXES = {"tensor": (1, 2, 3, 4), "head": (3, 4), "row": (4,)}

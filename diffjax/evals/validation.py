@@ -21,8 +21,8 @@ from diffjax.data.pipeline import ValidationBatches
 from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.figures import Figure
 from diffjax.evals.report.results import TableSpec
-from diffjax.progress import Progress
-from diffjax.training.trained import Trained
+from diffjax.host.progress import Progress
+from diffjax.inference.trained import Trained
 from diffjax.training.validation import (
   MEANINGS,
   SUMS,

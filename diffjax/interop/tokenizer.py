@@ -20,7 +20,7 @@ from diffjax.data.hugging_face_tokenizer import (
 )
 from diffjax.data.json_file import read_json, write_json
 from diffjax.data.tokenizer import Tokenizer, load_tokenizer
-from diffjax.progress import say
+from diffjax.host.progress import say
 
 _TOKENIZER = "tokenizer.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from diffjax.config import Config, DataConfig
+from diffjax.host.lock import lock
+from diffjax.inference.trained import load_piecewise
 from diffjax.interop.layout import Model, room
 from diffjax.training.checkpoint import Checkpoints
-from diffjax.training.lock import lock
-from diffjax.training.trained import keep_tokenizer, load_piecewise
+from diffjax.training.workdir_tokenizer import keep_tokenizer
 
 # The largest config.data.length of a written workdir. The length that the model was trained with elsewhere is not known.
 _LENGTH = 2048

@@ -46,7 +46,7 @@ from diffjax.ops.rms_norm import rms_norm
 from diffjax.ops.rope import Scaling, rope
 from diffjax.parallel.product import gather_and_cast, product
 from diffjax.parameters import PARAMETERS, Parameter
-from diffjax.styles import BLACK, BLUE, GREEN, PURPLE, RED, Style
+from diffjax.plots.styles import BLACK, BLUE, GREEN, PURPLE, RED, Style
 
 # The name of the results of `Attention.project`, for the remat policies in
 # decoder.py.

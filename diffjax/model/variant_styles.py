@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 
 from diffjax.model.attention import ATTENTION
-from diffjax.styles import (
+from diffjax.plots.styles import (
   BLUE,
   BROWN,
   GREEN,

@@ -38,8 +38,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diffjax import signals
 from diffjax.config import UserError
+from diffjax.host import signals
 
 # If a process sends no heartbeat for this long, JAX counts it as dead and ends
 # the others. JAX notices a broken connection at once.

@@ -27,9 +27,10 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from diffjax.config import UserError
+from diffjax.host import runtime
+from diffjax.host.lock import LostWorkdir, WorkdirLock
 from diffjax.parallel.processes import gather_objects
-from diffjax.training import manifest, runtime
-from diffjax.training.lock import LostWorkdir, WorkdirLock
+from diffjax.training import manifest
 
 # Bytes of an array that are written at once where it is not to be held in memory.
 _PIECE = 1 << 26

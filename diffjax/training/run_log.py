@@ -11,7 +11,7 @@ from etils import epath
 from jax.sharding import Mesh
 
 from diffjax.config import Config, UserError
-from diffjax.progress import say
+from diffjax.host.progress import say
 from diffjax.training import validation
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.metrics import MetricWriter

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from diffjax import config_file
+from diffjax.cli import config_file
 from diffjax.config import Config, UserError, from_config_dict
 from diffjax.data import plan
 from diffjax.data.pipeline import (
@@ -22,6 +22,11 @@ from diffjax.data.pipeline import (
 )
 from diffjax.data.reader import Interrupted
 from diffjax.data.tokenizer import load_once, load_tokenizer
+from diffjax.host import runtime
+from diffjax.host.interruption import Interruption
+from diffjax.host.lock import LostWorkdir, WorkdirLock, lock
+from diffjax.host.progress import short_number
+from diffjax.inference.finish import finish
 from diffjax.ops.diff_attention.choice import Choice, reported_to
 from diffjax.parallel.mesh import batch_share, make_mesh, put_batch
 from diffjax.parallel.processes import (
@@ -30,15 +35,7 @@ from diffjax.parallel.processes import (
   check_same_data,
   gather_objects,
 )
-from diffjax.progress import short_number
-from diffjax.training import (
-  cpu_time,
-  manifest,
-  memory,
-  runtime,
-  trigram,
-  validation,
-)
+from diffjax.training import cpu_time, manifest, memory, trigram, validation
 from diffjax.training.checkpoint import (
   Checkpoint,
   Checkpoints,
@@ -46,16 +43,16 @@ from diffjax.training.checkpoint import (
   find_checkpoint,
   open_checkpoint,
 )
-from diffjax.training.finish import finish
-from diffjax.training.interruption import Interruption
-from diffjax.training.lock import LostWorkdir, WorkdirLock, lock
 from diffjax.training.metrics import check_wandb
 from diffjax.training.profiler import Profiler
 from diffjax.training.program import build
 from diffjax.training.resume import check_checkpoint, new_schedule, other_model
 from diffjax.training.run_log import RunLog, note
 from diffjax.training.step import Batch, Metrics, TrainState
-from diffjax.training.trained import check_start_tokenizer, keep_tokenizer
+from diffjax.training.workdir_tokenizer import (
+  check_start_tokenizer,
+  keep_tokenizer,
+)
 
 
 class Session:

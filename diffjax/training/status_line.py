@@ -14,7 +14,7 @@ import rich.console
 import rich.progress
 
 from diffjax.config import Config
-from diffjax.progress import short_number
+from diffjax.host.progress import short_number
 from diffjax.training.flops import peak_flops, step_flops
 from diffjax.training.optimizer import frozen_names
 

@@ -18,7 +18,7 @@ from experiments.grid import Experiment
 def measure(workdir: str, config: Config) -> dict[str, Any]:
   """Cumulative NLL (nats per token) by position, before and after the extension, on the same documents."""
   from diffjax.evals import position_nll
-  from diffjax.training.trained import load
+  from diffjax.inference.trained import load
 
   extended = load(workdir)
   start = load(extended.config.train.init_from)

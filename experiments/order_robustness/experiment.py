@@ -44,8 +44,8 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
   """Accuracy for each kind of order, the best order's minus the worst's, and how often the answers to a query differ by order."""
   import jax
 
+  from diffjax.inference.trained import load
   from diffjax.model.decoder import logits
-  from diffjax.training.trained import load
 
   trained = load(workdir)
 
@@ -212,7 +212,7 @@ EXPERIMENT = Experiment(
 def measure_many_shot(workdir: str, config: Config) -> dict[str, Any]:
   """A language model's accuracy on classes of invented words by the number of demonstrations, and best minus worst order of the most."""
   from diffjax.evals import many_shot
-  from diffjax.training.trained import load
+  from diffjax.inference.trained import load
 
   found: dict[str, Any] = {"counts": [], "curve": []}
   for figure in many_shot.evaluate(

@@ -24,7 +24,7 @@ _PER = ("tensor", "row")
 def measure(workdir: str, config: Config) -> dict[str, Any]:
   """Magnitudes of attention logits and hidden states, the loss, and its rise with quantised logits (nats per token)."""
   from diffjax.evals import outliers, quantised, validation
-  from diffjax.training.trained import load
+  from diffjax.inference.trained import load
 
   trained = load(workdir)
   found: dict[str, float] = {}

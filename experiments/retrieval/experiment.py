@@ -54,8 +54,8 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
   import jax.numpy as jnp
 
   from diffjax.evals.attention import last_query
+  from diffjax.inference.trained import load
   from diffjax.model.decoder import logits
-  from diffjax.training.trained import load
 
   trained = load(workdir)
 
@@ -251,7 +251,7 @@ EXPERIMENT = Experiment(
 def measure_needles(workdir: str, config: Config) -> dict[str, Any]:
   """A language model's accuracy for each number of needles, and the last query's attention with six needles."""
   from diffjax.evals import attention, needle
-  from diffjax.training.trained import load
+  from diffjax.inference.trained import load
 
   trained = load(workdir)
   found = {}

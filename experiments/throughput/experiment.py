@@ -61,8 +61,8 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
   """
   import jax
 
+  from diffjax.host.runtime import keep_freed_memory
   from diffjax.parallel.mesh import make_mesh
-  from diffjax.training.runtime import keep_freed_memory
 
   if os.environ.get("NPROC"):
     raise UserError(

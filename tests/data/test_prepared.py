@@ -17,10 +17,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from diffjax import progress
 from diffjax.config import DataConfig, UserError
 from diffjax.data import pipeline, prepared, shards, sources
 from diffjax.data.row import Row, decode_row, encode_row
+from diffjax.host import progress
 from tests.tiers import full
 
 

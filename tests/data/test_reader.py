@@ -13,7 +13,8 @@ import pytest
 from absl import flags
 
 from diffjax.config import UserError
-from diffjax.data import address_space, reader
+from diffjax.data import reader
+from diffjax.host import address_space
 from tests.tiers import full
 
 

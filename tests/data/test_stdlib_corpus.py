@@ -9,7 +9,7 @@ import pytest
 
 from diffjax.config import DataConfig, UserError
 from diffjax.data import sources, stdlib_corpus
-from diffjax.user_cache import cache_directory
+from diffjax.host.user_cache import cache_directory
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ import pytest
 from diffjax.config import Config, DataConfig, EvalConfig, ModelConfig
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.evals.report import figures
+from diffjax.inference.trained import Trained
 from diffjax.model.decoder import Decoder
-from diffjax.training.trained import Trained
 
 # Attention with two maps or one, keys of one map or two, heads that share keys or do not.
 KINDS = {

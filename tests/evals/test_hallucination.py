@@ -13,8 +13,8 @@ from diffjax.data.tokenizer import load_tokenizer
 from diffjax.evals import hallucination
 from diffjax.evals.hallucination import Settings
 from diffjax.evals.report import figures
+from diffjax.inference.trained import Trained
 from diffjax.model.decoder import Decoder
-from diffjax.training.trained import Trained
 from tests.parameters import parameters
 
 BYTES = load_tokenizer("bytes")
@@ -472,7 +472,7 @@ def test_it_needs_rouge_score(monkeypatch):
 
 
 def test_a_real_model(data, monkeypatch):
-  from diffjax.model.sampler import Sampler
+  from diffjax.inference.sampler import Sampler
 
   monkeypatch.setattr(hallucination, "Sampler", Sampler)
   config = ModelConfig(

@@ -16,7 +16,7 @@ from diffjax.evals import harness  # noqa: E402
 from diffjax.evals.methods import lm_eval as adapter  # noqa: E402
 from diffjax.evals.methods.scoring import Score  # noqa: E402
 from diffjax.evals.report import figures  # noqa: E402
-from diffjax.training.trained import Trained  # noqa: E402
+from diffjax.inference.trained import Trained  # noqa: E402
 
 BYTES = load_tokenizer("bytes")
 TRAINED = Trained(

@@ -17,9 +17,9 @@ from diffjax.evals import many_shot
 from diffjax.evals.many_shot import Example, Settings
 from diffjax.evals.methods.label_decoding import LabelTree, decode_labels
 from diffjax.evals.report import figures
+from diffjax.inference.sampler import Sampler
+from diffjax.inference.trained import Trained
 from diffjax.model.decoder import Decoder, logits
-from diffjax.model.sampler import Sampler
-from diffjax.training.trained import Trained
 from tests.parameters import parameters
 
 BYTES = load_tokenizer("bytes")

@@ -13,10 +13,10 @@ from diffjax.data.tokenizer import load_tokenizer
 from diffjax.evals import mathematics
 from diffjax.evals.mathematics import Settings
 from diffjax.evals.report import figures
+from diffjax.inference.trained import Trained
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.program import build
-from diffjax.training.trained import Trained
 from tests import in_process
 
 TOKENIZER = load_tokenizer("bytes")

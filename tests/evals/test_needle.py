@@ -13,8 +13,8 @@ from diffjax.config import Config, DataConfig, ModelConfig, UserError
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.evals import needle
 from diffjax.evals.report import figures
+from diffjax.inference.trained import Trained
 from diffjax.model.decoder import Decoder
-from diffjax.training.trained import Trained
 from tests.parameters import parameters
 
 BYTES = load_tokenizer("bytes")

@@ -19,8 +19,8 @@ from diffjax.evals.quantised import (
 )
 from diffjax.evals.report import figures, results
 from diffjax.evals.report.figures import interval
+from diffjax.inference.cache import empty_cache, extend, unstack
 from diffjax.model.attention import DiffAttention, MaskArguments
-from diffjax.model.cache import empty_cache, extend, unstack
 from diffjax.model.definition import broadcast_lambda, by_definition
 from diffjax.ops.diff_attention import diff_attention
 

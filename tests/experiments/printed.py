@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-import diffjax.command
+import diffjax.cli.command
 from tests import in_process
 
 
@@ -36,5 +36,5 @@ def parsed(line):
         ),
       ],
     )
-    diffjax.command.run(configs.append)
+    diffjax.cli.command.run(configs.append)
   return workdir, *configs

@@ -11,7 +11,7 @@ import pytest
 from diffjax.data import pipeline
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.evals import many_shot
-from diffjax.training import trained
+from diffjax.inference import trained
 from experiments import grid, plots, results
 from experiments.order_robustness import experiment, task
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffjax.training.trained import load
+from diffjax.inference.trained import load
 from experiments import grid, plots, results
 from experiments.outliers import experiment
 from tests.tiers import full

@@ -11,8 +11,8 @@ from diffjax.config import UserError
 from diffjax.data import pipeline
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.evals import attention, needle
+from diffjax.inference.trained import load
 from diffjax.training.checkpoint import Checkpoints
-from diffjax.training.trained import load
 from experiments import grid, plots, results
 from experiments.retrieval import experiment, task
 

@@ -11,12 +11,13 @@ from absl import flags
 from ml_collections import config_flags
 
 from diffjax.config import UserError, from_config_dict
+from diffjax.inference import trained
+from diffjax.inference.sampler import Sampler
 from diffjax.interop import llama, unilm, workdir
 from diffjax.interop.adapt import adapted
 from diffjax.interop.layout import Model
-from diffjax.model.sampler import Sampler
 from diffjax.parallel.mesh import make_mesh
-from diffjax.training import loop, trained
+from diffjax.training import loop
 from diffjax.training.program import build
 from tests.tiers import full
 

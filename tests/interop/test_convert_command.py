@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from diffjax import config_file
+from diffjax.cli import config_file
 from diffjax.config import Config, DataConfig, TrainConfig, from_config_dict
 from diffjax.interop import unilm, workdir
 from diffjax.training.checkpoint import Checkpoints

@@ -11,11 +11,11 @@ import pytest
 import safetensors.numpy
 
 from diffjax.config import UserError, from_config_dict
+from diffjax.inference import trained
+from diffjax.inference.sampler import Sampler
 from diffjax.interop import motif, workdir
 from diffjax.model.attention import DiffAttention
 from diffjax.model.decoder import lambda_inits
-from diffjax.model.sampler import Sampler
-from diffjax.training import trained
 from tests.interop import motif_reference
 from tests.tiers import full
 

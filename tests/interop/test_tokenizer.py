@@ -11,9 +11,9 @@ from diffjax.data.document import Document
 from diffjax.data.document_tokens import DocumentTokens, separated_by
 from diffjax.data.packing import Tokenize
 from diffjax.data.tokenizer import load_tokenizer
+from diffjax.inference.trained import load
 from diffjax.interop import diffllama, workdir
 from diffjax.interop.tokenizer import read_tokenizer
-from diffjax.training.trained import load
 from tests import tokenizer_files
 
 # Ids of tokenizer_files.CONTROL.

@@ -8,11 +8,11 @@ transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
 
 from diffjax.data.tokenizer_training import train_tokenizer  # noqa: E402
+from diffjax.inference.sampler import Sampler  # noqa: E402
+from diffjax.inference.trained import load  # noqa: E402
 from diffjax.interop import diffllama, directory, llama, workdir  # noqa: E402
 from diffjax.model.decoder import Decoder  # noqa: E402
-from diffjax.model.sampler import Sampler  # noqa: E402
 from diffjax.ops.rope import Scaling  # noqa: E402
-from diffjax.training.trained import load  # noqa: E402
 from tests import tokenizer_files  # noqa: E402
 
 TOKENS = np.random.default_rng(0).integers(0, 128, (2, 24))

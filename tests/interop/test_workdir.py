@@ -10,8 +10,9 @@ from etils import epath
 from diffjax.config import Config, DataConfig, UserError
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.data.tokenizer_training import train_tokenizer
+from diffjax.inference import trained
 from diffjax.interop import diffllama, workdir
-from diffjax.training import manifest, trained
+from diffjax.training import manifest
 from diffjax.training.checkpoint import Checkpoints
 
 

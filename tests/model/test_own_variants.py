@@ -16,12 +16,12 @@ from diffjax.config import (
   TrainConfig,
   UserError,
 )
-from diffjax.model import sampler as sampler_module
+from diffjax.inference import sampler as sampler_module
+from diffjax.inference.cache import empty_cache, extend, unstack
+from diffjax.inference.sampler import Sampler
 from diffjax.model.attention import ATTENTION
-from diffjax.model.cache import empty_cache, extend, unstack
 from diffjax.model.decoder import Decoder, logits
 from diffjax.model.definition import key_distances
-from diffjax.model.sampler import Sampler
 from diffjax.model.shapes import parameter_shapes
 from diffjax.ops.diff_attention import Implementation, diff_attention
 from diffjax.ops.diff_attention.implementations import REGISTRY

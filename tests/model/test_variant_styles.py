@@ -4,7 +4,7 @@ import pytest
 
 from diffjax.model import variant_styles
 from diffjax.model.attention import ATTENTION, Attention, register
-from diffjax.styles import (
+from diffjax.plots.styles import (
   BLACK,
   BLUE,
   GREEN,

@@ -246,9 +246,9 @@ def _compile(cases: list[tuple[str, dict]]) -> None:
   from jax.sharding import PartitionSpec as P
 
   from diffjax.config import ModelConfig
-  from diffjax.model.cache import Cache, empty_cache, extend, unstack
+  from diffjax.inference.cache import Cache, empty_cache, extend, unstack
+  from diffjax.inference.pages import PAGE
   from diffjax.model.decoder import Decoder
-  from diffjax.model.pages import PAGE
   from diffjax.ops.diff_attention import (
     RESIDUAL_NAMES,
     decode_attention,

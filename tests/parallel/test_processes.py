@@ -16,9 +16,9 @@ import pytest
 
 from diffjax.config import DataConfig, UserError
 from diffjax.data import prepared
+from diffjax.host.lock import lock
 from diffjax.parallel import processes
 from diffjax.parallel.processes import connected
-from diffjax.training.lock import lock
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Fields that tell the time, not the run.
@@ -42,7 +42,7 @@ SAMPLED = "--config.train.sample_tokens=5"
 # The command, in which a process kills itself while the checkpoint of step 30 is written.
 KILLED_IN_A_SAVE = """
 import os, signal
-from diffjax import command
+from diffjax.cli import command
 from diffjax.train import main
 from diffjax.training import checkpoint
 save = checkpoint.ocp.save_checkpointables_async
@@ -465,7 +465,7 @@ def test_other_data_are_named_with_their_process(monkeypatch):
 # The command in another directory, which only relative paths tell.
 ELSEWHERE = """
 import os
-from diffjax import command
+from diffjax.cli import command
 from diffjax.train import main
 
 def main_elsewhere(config):

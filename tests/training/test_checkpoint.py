@@ -19,13 +19,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diffjax.config import Config, DataConfig, OptimizerConfig, UserError
+from diffjax.host.lock import LostWorkdir, lock
 from diffjax.training import manifest
 from diffjax.training.checkpoint import (
   Checkpoints,
   find_checkpoint,
   open_checkpoint,
 )
-from diffjax.training.lock import LostWorkdir, lock
 from diffjax.training.optimizer import make_optimizer
 from diffjax.training.resume import check_resume
 

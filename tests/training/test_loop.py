@@ -24,7 +24,7 @@ import pytest
 from etils import epath
 
 from diffjax import config as configuration
-from diffjax import config_file
+from diffjax.cli import config_file
 from diffjax.config import (
   Config,
   DataConfig,
@@ -36,11 +36,12 @@ from diffjax.config import (
   UserError,
 )
 from diffjax.data import pipeline, reader, tokenizer, tokenizer_json
+from diffjax.host.lock import LostWorkdir
+from diffjax.inference import finish
 from diffjax.ops.diff_attention import choice
 from diffjax.parallel.mesh import make_mesh
-from diffjax.training import finish, loop, manifest, memory, session
+from diffjax.training import loop, manifest, memory, session
 from diffjax.training.checkpoint import open_checkpoint
-from diffjax.training.lock import LostWorkdir
 from diffjax.training.program import build
 from tests.hub_server import HubServer
 from tests.tiers import full
@@ -527,7 +528,7 @@ def test_a_second_signal_ends_the_process_at_once():
   """Even inside a long call that runs no Python, as a compilation does: there Python alone sees two signals as one, and late."""
   code = """
 import hashlib
-from diffjax.training.interruption import Interruption
+from diffjax.host.interruption import Interruption
 with Interruption():
   print("ready", flush=True)
   hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from diffjax.training.trained import load
+from diffjax.inference.trained import load
 from tests.tiers import full
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from diffjax.config import UserError
-from diffjax.model.sampler import Sampler, SamplerState
+from diffjax.inference.sampler import Sampler, SamplerState
 
 
 @dataclasses.dataclass

@@ -25,8 +25,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from diffjax.config import UserError
 from diffjax.data.stop_strings import StopStrings, cut_at_stop
 from diffjax.evals.methods.scoring import Score, score
-from diffjax.model.sampler import Sampler
-from diffjax.training.trained import Trained
+from diffjax.inference.sampler import Sampler
+from diffjax.inference.trained import Trained
 
 
 class DiffjaxLM(TemplateLM):

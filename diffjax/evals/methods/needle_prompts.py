@@ -19,7 +19,7 @@ import numpy as np
 from diffjax.config import DataConfig, UserError
 from diffjax.data import sources
 from diffjax.data.tokenizer import Tokenizer
-from diffjax.training.trained import Trained
+from diffjax.inference.trained import Trained
 
 OPENING = (
   "Some cities have a special magic number, and the text below hides those numbers between other lines. "

@@ -13,8 +13,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from diffjax.config import UserError
+from diffjax.inference.token_ids import validated_token_ids
 from diffjax.model.decoder import Decoder, output_embedding
-from diffjax.model.token_ids import validated_token_ids
 
 _SHORTEST = 32  # tokens of the smallest bucket
 _CHUNK_LOGITS = 1 << 24  # logits in memory at once: 64 MiB of float32

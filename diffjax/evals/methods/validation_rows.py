@@ -6,7 +6,7 @@ import dataclasses
 
 from diffjax.config import UserError
 from diffjax.data.pipeline import ValidationBatches, validation_batches
-from diffjax.training.trained import Trained
+from diffjax.inference.trained import Trained
 
 
 def validation_rows(

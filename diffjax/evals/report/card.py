@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from diffjax import config_file
+from diffjax.cli import config_file
 from diffjax.config import Config, ModelConfig, UserError, from_config_dict
 from diffjax.data.tokenizer import Tokenizer
 from diffjax.evals import SUITES

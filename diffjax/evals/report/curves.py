@@ -8,8 +8,8 @@ import matplotlib
 import matplotlib.figure
 import matplotlib.ticker
 
-from diffjax import styles
-from diffjax.training.curves import Log, series
+from diffjax.plots import styles
+from diffjax.plots.curves import Log, series
 
 
 def lambda_curves(logs: Sequence[Log]) -> matplotlib.figure.Figure | None:

@@ -28,8 +28,8 @@ from diffjax.evals.methods import inside
 from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.elements import Html, element
 from diffjax.evals.report.words import readable, words_of
+from diffjax.inference.trained import Trained
 from diffjax.model.decoder import Decoder
-from diffjax.training.trained import Trained
 
 # The titles of the two maps that `most_cancelled` compares.
 SIGNAL_MAP = "A₁"

@@ -35,10 +35,10 @@ from diffjax.evals.report.elements import (
   table,
 )
 from diffjax.evals.report.maps import Settings, check
-from diffjax.styles import Style
-from diffjax.training.curves import loss_curves
+from diffjax.inference.trained import Trained
+from diffjax.plots.curves import loss_curves
+from diffjax.plots.styles import Style
 from diffjax.training.metrics import read_log
-from diffjax.training.trained import Trained
 
 __all__ = ["Settings", "check", "write"]
 

@@ -10,9 +10,9 @@ from etils import epath
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from diffjax import styles
 from diffjax.model import variant_styles
-from diffjax.styles import Style
+from diffjax.plots import styles
+from diffjax.plots.styles import Style
 
 WIDTH = 10  # inches of every figure, so that their text has one size on a page
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from diffjax.evals.report import results
 from diffjax.evals.report.elements import Html, element, escape, number, table
-from diffjax.styles import Style
+from diffjax.plots.styles import Style
 
 
 class _Kind(NamedTuple):

@@ -16,7 +16,7 @@ import pytest
 import diffjax
 from diffjax.config import Config, UserError, from_config_dict
 from diffjax.configs import tiny
-from diffjax.training.lock import lock
+from diffjax.host.lock import lock
 from experiments import plots
 from tests.conftest import ROOT
 from tests.in_process import own_flags
@@ -133,7 +133,7 @@ def test_a_second_call_goes_on_and_nothing_is_left_behind(
     signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)
   ] == handlers
   assert signal.set_wakeup_fd(-1) == -1
-  check = "import sys; from diffjax.training.lock import lock\nwith lock(sys.argv[1]): pass"
+  check = "import sys; from diffjax.host.lock import lock\nwith lock(sys.argv[1]): pass"
   subprocess.run([sys.executable, "-c", check, tmp_path], check=True)
   assert same(trained.params, diffjax.load(workdir).params), (
     "the same run again"
@@ -249,7 +249,7 @@ def test_importing_the_package_imports_nothing_else():
 
 
 def test_a_lock_held_elsewhere_is_respected(config, tmp_path):
-  code = "import sys; from diffjax.training.lock import lock\nwith lock(sys.argv[1]): print(flush=True); input()"
+  code = "import sys; from diffjax.host.lock import lock\nwith lock(sys.argv[1]): print(flush=True); input()"
   holder = subprocess.Popen(
     [sys.executable, "-c", code, tmp_path],
     stdin=subprocess.PIPE,

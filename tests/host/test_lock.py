@@ -17,13 +17,13 @@ from diffjax.config import (
   TrainConfig,
   UserError,
 )
+from diffjax.host.lock import LostWorkdir, lock
 from diffjax.training import loop
-from diffjax.training.lock import LostWorkdir, lock
 
 # Holds the lock, with a spawned, a forked and an executed child that outlive it.
 HOLDER = """
 import multiprocessing, os, subprocess, sys, time
-from diffjax.training.lock import lock
+from diffjax.host.lock import lock
 
 if __name__ == "__main__":
   with lock(sys.argv[1]):
@@ -126,7 +126,7 @@ def test_a_second_run_of_the_process_is_refused(tmp_path):
     with lock(tmp_path / "other"):
       pass
     code = (
-      "import sys; from diffjax.training.lock import lock\n"
+      "import sys; from diffjax.host.lock import lock\n"
       "with lock(sys.argv[1]): pass"
     )
     result = subprocess.run(

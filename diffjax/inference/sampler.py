@@ -20,15 +20,19 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from diffjax.config import ModelConfig, UserError
+from diffjax.host.progress import say
+from diffjax.inference.cache import Cache, empty_cache, extend, unstack
+from diffjax.inference.history import (
+  TokenHistory,
+  empty_history,
+  extend_history,
+)
+from diffjax.inference.pages import PAGE, allocate
+from diffjax.inference.token_ids import is_integer, validated_token_ids
 from diffjax.model.attention import CACHED_DECODING
-from diffjax.model.cache import Cache, empty_cache, extend, unstack
 from diffjax.model.decoder import Decoder, logits
-from diffjax.model.history import TokenHistory, empty_history, extend_history
-from diffjax.model.pages import PAGE, allocate
 from diffjax.model.stacks import is_supported
-from diffjax.model.token_ids import is_integer, validated_token_ids
 from diffjax.parallel.rules import heads_sharding
-from diffjax.progress import say
 
 # Tokens of a prompt that are read at once.
 _CHUNK = 128

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from diffjax.config import ModelConfig, UserError
+from diffjax.inference.sampler import Sampler
 from diffjax.model.decoder import Decoder, logits
-from diffjax.model.sampler import Sampler
 
 CONFIG = ModelConfig(
   vocab_size=64,

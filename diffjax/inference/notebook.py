@@ -8,12 +8,12 @@ from typing import Any
 import ml_collections
 from etils import epath
 
-from diffjax import absent_tpu
 from diffjax.config import Config, check, from_config_dict
-from diffjax.model.sampler import Sampler, row_capacity
-from diffjax.model.token_ids import is_integer
+from diffjax.host import absent_tpu
+from diffjax.inference.sampler import Sampler, row_capacity
+from diffjax.inference.token_ids import is_integer
+from diffjax.inference.trained import Trained, load
 from diffjax.training import loop
-from diffjax.training.trained import Trained, load
 
 # Prompts that are continued together: memory, not the result.
 _BATCH = 16

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from diffjax.config import ModelConfig, UserError
+from diffjax.inference.cache import empty_cache, extend, unstack
+from diffjax.inference.pages import allocate
 from diffjax.model.attention import ATTENTION, Attention
-from diffjax.model.cache import empty_cache, extend, unstack
 from diffjax.model.decoder import Decoder
-from diffjax.model.pages import allocate
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.diff_attention.decode import xla as decode_xla
 from tests.parameters import parameters

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import jax
 
-from diffjax.user_cache import cache_directory
+from diffjax.host.user_cache import cache_directory
 
 # glibc's malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8

@@ -26,6 +26,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from diffjax.config import UserError
+from diffjax.inference.pages import (
+  PAGE,
+  Pool,
+  empty_pool,
+  read_rows,
+  write_tokens,
+)
 from diffjax.int8 import is_quantised
 from diffjax.model.attention import CACHED_DECODING, Lambda
 from diffjax.model.decoder import (
@@ -40,13 +47,6 @@ from diffjax.model.definition import (
   WeightsFn,
   attention_from_weights,
   is_diff_attention,
-)
-from diffjax.model.pages import (
-  PAGE,
-  Pool,
-  empty_pool,
-  read_rows,
-  write_tokens,
 )
 from diffjax.model.shapes import axis_sizes
 from diffjax.model.stacks import check_support, stacks

@@ -142,7 +142,7 @@ def run_in(cache, code):
 
 def test_compiled_programs_are_kept_and_damaged_ones_are_not_run(tmp_path):
   program = (
-    "import jax, jax.monitoring; from diffjax.training import runtime; runtime.keep_compiled_programs();"
+    "import jax, jax.monitoring; from diffjax.host import runtime; runtime.keep_compiled_programs();"
     "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0);"
     "jax.monitoring.register_event_listener(lambda name, **_: print(name) if 'cache_' in name else None);"
     "print(jax.jit(lambda x: x * 3)(jax.numpy.arange(4.0)))"
@@ -174,7 +174,7 @@ def test_compiled_programs_are_kept_and_damaged_ones_are_not_run(tmp_path):
 
 def test_a_program_is_sealed_by_the_process_that_wrote_it(tmp_path):
   """One that a killed process has half written is never kept, whoever lived at that time and ends later; and nothing of it stays."""
-  begin = "import jax, os, pathlib, signal, subprocess, sys; from diffjax.training import runtime; runtime.keep_compiled_programs();"
+  begin = "import jax, os, pathlib, signal, subprocess, sys; from diffjax.host import runtime; runtime.keep_compiled_programs();"
   write = "pathlib.Path(jax.config.jax_compilation_cache_dir, 'NAME-cache').write_bytes(b'half');"
   killed = begin + write + "os.kill(os.getpid(), signal.SIGKILL)"
   run_in(
@@ -199,14 +199,14 @@ def test_a_program_is_sealed_by_the_process_that_wrote_it(tmp_path):
 
 def test_programs_are_compiled_where_none_can_be_kept(tmp_path):
   (tmp_path / "diffjax").write_text("")
-  code = "import jax; from diffjax.training import runtime; runtime.keep_compiled_programs(); print(jax.jit(lambda x: x * 3)(2))"
+  code = "import jax; from diffjax.host import runtime; runtime.keep_compiled_programs(); print(jax.jit(lambda x: x * 3)(2))"
   assert run_in(tmp_path, code).strip() == "6"
 
 
 def test_the_users_own_compilation_cache_is_left_alone(tmp_path):
   code = (
     "import jax; jax.config.update('jax_compilation_cache_dir', '/elsewhere');"
-    "from diffjax.training import runtime; runtime.keep_compiled_programs(); print(jax.config.jax_compilation_cache_dir)"
+    "from diffjax.host import runtime; runtime.keep_compiled_programs(); print(jax.config.jax_compilation_cache_dir)"
   )
   assert run_in(tmp_path, code).strip() == "/elsewhere"
 
@@ -219,7 +219,7 @@ def test_freed_pages_are_kept(tmp_path):
   """A program with 64 MB of temporaries faults them in at some calls, until they have their places, and not at every one."""
   code = """
 import resource, jax, jax.numpy as jnp
-from diffjax.training import runtime
+from diffjax.host import runtime
 runtime.keep_freed_memory()
 f = jax.jit(lambda x: jnp.outer(x, x) @ x)
 x, faults = jnp.ones(4096), []
@@ -241,7 +241,7 @@ def test_other_threads_leave_the_main_threads_heap_alone(tmp_path):
 import os
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 import threading, numpy as np
-from diffjax.training import runtime
+from diffjax.host import runtime
 runtime.keep_freed_memory()
 
 def heap():
@@ -266,7 +266,7 @@ print(heap() - before)
 def test_freed_pages_can_be_given_back(tmp_path):
   code = """
 import resource, threading, numpy as np
-from diffjax.training import runtime
+from diffjax.host import runtime
 runtime.keep_freed_memory()
 
 def resident():

@@ -35,13 +35,14 @@ if typing.TYPE_CHECKING:
 # The run's config in its workdir.
 NAME = "config.toml"
 # The configs that come with the package: configs/ in the repository.
-_CONFIGS = pathlib.Path(__file__).parent / "configs"
+_PACKAGE = pathlib.Path(__file__).parents[1]
+_CONFIGS = _PACKAGE / "configs"
 
 _WIDTH = 100
 # Code that the user did not write: an error in it is the fault of the line that called it.
 _LIBRARIES = (
   "<",
-  str(pathlib.Path(__file__).parent),
+  str(_PACKAGE),
   *(
     sysconfig.get_path(name)
     for name in ("stdlib", "platstdlib", "purelib", "platlib")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from diffjax.config import UserError
-from diffjax.model.token_ids import is_integer, validated_token_ids
+from diffjax.inference.token_ids import is_integer, validated_token_ids
 
 N = 100
 

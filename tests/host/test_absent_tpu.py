@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from diffjax import absent_tpu
+from diffjax.host import absent_tpu
 from tests.conftest import ROOT
 
 
@@ -123,6 +123,6 @@ def test_nothing_is_printed_of_a_tpu(first):
   if "TPU" not in run("")[1]:
     pytest.skip("JAX says nothing about TPUs here")
   out, errors = run(
-    f"{first}from diffjax import absent_tpu; absent_tpu.skip(); "
+    f"{first}from diffjax.host import absent_tpu; absent_tpu.skip(); "
   )
   assert out == "cpu\n" and "TPU" not in errors

@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 from typing import Any
 
-from diffjax.progress import say
-from diffjax.signals import Watch, end_at_once
+from diffjax.host.progress import say
+from diffjax.host.signals import Watch, end_at_once
 
 
 class Interruption:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import os
 from collections.abc import Callable, Iterable
@@ -15,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from diffjax import absent_tpu
 from diffjax.config import (
   Config,
   MeshConfig,
@@ -23,23 +21,21 @@ from diffjax.config import (
   UserError,
   from_config_dict,
 )
-from diffjax.data import document_tokens
-from diffjax.data.files import is_on_hub
 from diffjax.data.tokenizer import (
   Tokenizer,
-  load_tokenizer,
-  read_tokenizer_file,
 )
+from diffjax.host import absent_tpu
+from diffjax.host.progress import say
 from diffjax.int8 import quantise
 from diffjax.model.decoder import Decoder
 from diffjax.model.registry import import_modules
 from diffjax.ops.diff_attention import diff_attention, implementations
 from diffjax.parallel.mesh import make_mesh, sharded_attention
 from diffjax.parallel.rules import shardings
-from diffjax.progress import say
 from diffjax.training.checkpoint import open_checkpoint
 from diffjax.training.program import compute_dtype
 from diffjax.training.step import init_params
+from diffjax.training.workdir_tokenizer import load_workdir_tokenizer
 
 _NAMED = 3  # parameters that an error names, at most
 
@@ -130,7 +126,7 @@ def load(
   )
   if weight_dtype is not None:
     name, params = f"{name}, weights in int8", quantise(params)
-  tokenizer = _load_tokenizer(workdir, config)
+  tokenizer = load_workdir_tokenizer(workdir, config)
   model = Decoder(
     config.model, dtype=_local_dtype(config.model), attention_fn=attention
   )
@@ -163,7 +159,7 @@ def load_piecewise(
       lambda leaf: all(np.isfinite(part).all() for part in leaf), params
     ),
   )
-  return config, params, _load_tokenizer(workdir, config)
+  return config, params, load_workdir_tokenizer(workdir, config)
 
 
 def _choose_implementation(workdir: epath.PathLike, config: Config) -> str:
@@ -240,90 +236,3 @@ def _check_finite(name: str, finite: Any) -> None:
       f"{name} has parameters that are not finite: {', '.join(wrong[:_NAMED])}{more}: it has diverged; take an earlier checkpoint "
       "with --step (python -m diffjax.checkpoints lists them)"
     )
-
-
-def _load_tokenizer(workdir: epath.PathLike, config: Config) -> Tokenizer:
-  tokenizer = load_tokenizer(_tokenizer_beside(workdir, config.data.tokenizer))
-  if tokenizer.vocab_size > config.model.vocab_size:
-    raise UserError(
-      f"{workdir} was trained with {config.model.vocab_size} tokens, but its tokenizer {tokenizer.spec!r} has {tokenizer.vocab_size}: "
-      "it is another one; put the one that it was trained with there"
-    )
-  return tokenizer
-
-
-def is_same_tokenizer(first: Tokenizer, second: Tokenizer) -> bool:
-  """Returns True if two tokenizers are the same, also in different files.
-
-  A *.tiktoken file and a tokenizer.json may hold the same tokenizer.
-  """
-  if first.fingerprint == second.fingerprint:
-    return True
-  if first.document_tokens != second.document_tokens:
-    return False
-  first_description = json.loads(first.tokenizer_json())
-  return first_description == json.loads(second.tokenizer_json())
-
-
-def check_start_tokenizer(
-  workdir: epath.PathLike, start_config: Config, tokenizer: Tokenizer
-) -> None:
-  """Raises UserError if the run's tokenizer is not that of its start model.
-
-  Args:
-    workdir: The workdir that config.train.init_from names.
-    start_config: The config that its model was trained with.
-    tokenizer: The tokenizer of the run.
-  """
-  start_tokenizer = _load_tokenizer(workdir, start_config)
-  if is_same_tokenizer(tokenizer, start_tokenizer):
-    return
-  raise UserError(
-    f"config.train.init_from = {os.fspath(workdir)!r}: its model was trained with"
-    f" the tokenizer {start_tokenizer.spec!r}, and config.data.tokenizer ="
-    f" {tokenizer.spec!r} is another one; set config.data.tokenizer to"
-    f" {start_tokenizer.spec!r}"
-  )
-
-
-def keep_tokenizer(workdir: epath.PathLike, tokenizer: Tokenizer) -> str:
-  """Copies a tokenizer's file into the workdir, where `load` finds it.
-
-  Document tokens that are not the separator are written beside it. Built-in
-  tokenizers need no file.
-
-  Returns:
-    The spec of the copy.
-  """
-  path = _kept(workdir, tokenizer.spec)
-  if path is None:
-    return tokenizer.spec
-  content = read_tokenizer_file(tokenizer.spec)
-  # A resumed run has the copy. It must survive a kill at this moment.
-  if not path.exists() or path.read_bytes() != content:
-    path.write_bytes(content)
-  if tokenizer.has_own_document_tokens:
-    document_tokens.write(path.parent, tokenizer.document_tokens)
-  return str(path)
-
-
-def _kept(workdir: epath.PathLike, spec: str) -> epath.Path | None:
-  suffix = epath.Path(spec).suffix
-  return (
-    epath.Path(workdir) / f"tokenizer{suffix}"
-    if suffix in (".json", ".tiktoken")
-    else None
-  )
-
-
-def _tokenizer_beside(workdir: epath.PathLike, spec: str) -> str:
-  """The copy in the workdir, else where the config says."""
-  path = _kept(workdir, spec)
-  if path is None or path.exists():
-    return spec if path is None else str(path)
-  # A run older than the copies. None of them read a tokenizer from the Hub.
-  if not is_on_hub(spec) and epath.Path(spec).expanduser().exists():
-    return spec
-  raise UserError(
-    f"there is no tokenizer beside the checkpoint: neither {path} nor {spec}, which it was trained with, is there; put it at {path}"
-  )

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from diffjax.config import MeshConfig, ModelConfig
+from diffjax.inference.sampler import Sampler
 from diffjax.model.decoder import Decoder
-from diffjax.model.sampler import Sampler
 from diffjax.parallel.mesh import make_mesh, sharded_attention
 from diffjax.parallel.rules import shardings
 from tests.parameters import parameters

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from diffjax.workers import starting_workers
+from diffjax.host.workers import starting_workers
 from tests.conftest import ROOT
 from tests.tiers import full
 
@@ -18,7 +18,7 @@ COMMANDS = [
   "train",
   *full(["aot", "checkpoints", "convert", "evaluate", "generate", "prepare"]),
 ]
-READY = "from diffjax import signals; signals.end_at_ctrl_c(); print('ready', flush=True); "
+READY = "from diffjax.host import signals; signals.end_at_ctrl_c(); print('ready', flush=True); "
 
 
 @pytest.fixture
@@ -97,8 +97,8 @@ def test_the_end_needs_no_terminal(started):
 
 RUN = """
 import os, signal, sys, time
-from diffjax import signals
-from diffjax.training.interruption import Interruption
+from diffjax.host import signals
+from diffjax.host.interruption import Interruption
 signal.signal(signal.SIGHUP, signal.SIG_IGN if "nohup" in sys.argv else signal.SIG_DFL)
 if "command" in sys.argv:
   signals.end_at_ctrl_c()
@@ -180,7 +180,7 @@ def test_workers_are_born_deaf_to_ctrl_c():
 
 OUTPUT = """
 import pathlib, sys, time
-from diffjax.training import output
+from diffjax.host import output
 output.outlive()
 print("begun", flush=True)
 while not pathlib.Path(sys.argv[1]).exists():

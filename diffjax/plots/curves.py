@@ -8,8 +8,8 @@ from typing import Any
 import matplotlib.figure
 import matplotlib.ticker
 
-from diffjax import styles
-from diffjax.styles import Style
+from diffjax.plots import styles
+from diffjax.plots.styles import Style
 
 # A run's style, and the lines of its log.
 Log = tuple[Style, Sequence[Mapping[str, Any]]]

@@ -4,10 +4,10 @@ import struct
 
 from etils import epath
 
+from diffjax.inference.finish import plot_losses
 from diffjax.model import variant_styles
-from diffjax.styles import Style
-from diffjax.training.curves import loss_curves
-from diffjax.training.finish import plot_losses
+from diffjax.plots.curves import loss_curves
+from diffjax.plots.styles import Style
 from diffjax.training.metrics import read_log
 
 LOG = [

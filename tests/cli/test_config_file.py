@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffjax import config_file
+from diffjax.cli import config_file
 from diffjax.config import Config, UserError, bound_of, from_config_dict
 from diffjax.configs import tiny
 from tests import in_process

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from diffjax.config import UserError
-from diffjax.model.pages import (
+from diffjax.inference.pages import (
   Pool,
   allocate,
   empty_pool,

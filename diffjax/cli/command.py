@@ -22,7 +22,7 @@ import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from diffjax import absent_tpu, config_file, help_page
+from diffjax.cli import config_file, help_page
 from diffjax.config import (
   Config,
   UserError,
@@ -31,6 +31,7 @@ from diffjax.config import (
   to_dataclass,
   unknown_field,
 )
+from diffjax.host import absent_tpu
 
 
 def run(
@@ -256,7 +257,7 @@ def _check_encoding(argv: Sequence[str]) -> None:
   if codecs.lookup(encoding).name == "utf-8":
     return
   # Here, so that an error in the flags does not wait for this import.
-  from diffjax.user_cache import cache_directory
+  from diffjax.host.user_cache import cache_directory
 
   for value in (*argv[1:], os.getcwd(), os.fspath(cache_directory())):
     if not value.isascii():

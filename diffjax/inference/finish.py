@@ -11,8 +11,8 @@ from etils import epath
 
 from diffjax.config import Config
 from diffjax.data.tokenizer import Tokenizer
+from diffjax.inference.sampler import Sampler
 from diffjax.model.decoder import Decoder
-from diffjax.model.sampler import Sampler
 from diffjax.model.variant_styles import style
 from diffjax.training.metrics import read_log
 
@@ -88,7 +88,7 @@ def plot_losses(
     attention: The run's config.model.attention.
   """
   # Imported here: it takes a second, and only the end of a run needs it.
-  from diffjax.training.curves import loss_curves
+  from diffjax.plots.curves import loss_curves
 
   figure = loss_curves([(style(attention), read_log(jsonl))])
   with epath.Path(png).open("wb") as file:

@@ -1,0 +1,63 @@
+"""Files that are written completely or not at all, local or in a bucket."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from etils import epath
+
+_TEMPORARY_SUFFIX = ".tmp"
+
+
+def is_remote(path: epath.PathLike) -> bool:
+  """Returns whether a path is a URL, such as gs://bucket/file."""
+  return "://" in os.fspath(path)
+
+
+def write_atomically(path: epath.PathLike, content: bytes | str) -> None:
+  """Writes a file such that readers see the old content or the new one.
+
+  This holds also after a kill, a full disk or an error.
+
+  Args:
+    path: The file; local or gs://. Its directory exists.
+    content: Its bytes. Text is encoded as UTF-8.
+
+  Raises:
+    OSError: if the file cannot be written. The old content is unchanged.
+  """
+  if isinstance(content, str):
+    content = content.encode("utf-8")
+  if is_remote(path):
+    # An object store writes whole objects only.
+    epath.Path(path).write_bytes(content)
+    return
+  with replaced_at_the_end(path) as temporary:
+    temporary.write_bytes(content)
+
+
+@contextlib.contextmanager
+def replaced_at_the_end(path: epath.PathLike) -> Iterator[epath.Path]:
+  """Replaces a local file by one that the body writes.
+
+  If the body raises, the old file is unchanged and the new one is deleted. The
+  caller prevents two writers at the same time.
+
+  Example:
+    with replaced_at_the_end("loss.png") as temporary:
+      figure.savefig(temporary)
+
+  Yields:
+    The path that the body writes to, in the same directory.
+  """
+  target = epath.Path(path)
+  temporary = target.parent / f"{target.name}{_TEMPORARY_SUFFIX}"
+  try:
+    yield temporary
+    temporary.replace(target)
+  except BaseException:
+    with contextlib.suppress(OSError):
+      temporary.unlink(missing_ok=True)
+    raise

@@ -1,0 +1,61 @@
+"""Atomic writes: the old content or the new one, and nothing else."""
+
+import os
+
+import pytest
+
+from diffjax.host import files
+
+
+@pytest.mark.parametrize(
+  "path, expected",
+  [("gs://bucket/a", True), ("/tmp/a", False), ("a/b", False), ("", False)],
+)
+def test_remote_paths(path, expected):
+  assert files.is_remote(path) == expected
+
+
+@pytest.mark.parametrize("content", ["λ\n", b"\x00\xff"])
+def test_the_content_is_written(tmp_path, content):
+  path = tmp_path / "file"
+  path.write_text("old")
+  files.write_atomically(path, content)
+  expected = content
+  if isinstance(content, str):
+    expected = content.encode("utf-8")
+  assert path.read_bytes() == expected
+  assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("error", [OSError, ValueError, KeyboardInterrupt])
+def test_an_error_leaves_the_old_content_alone(tmp_path, error):
+  path = tmp_path / "file"
+  path.write_text("old")
+  with pytest.raises(error):
+    with files.replaced_at_the_end(path) as temporary:
+      temporary.write_text("half")
+      assert path.read_text() == "old"
+      raise error
+  assert path.read_text() == "old"
+  assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_directory_in_its_place_is_an_error(tmp_path):
+  path = tmp_path / "file"
+  path.mkdir()
+  with pytest.raises(OSError):
+    files.write_atomically(path, "new")
+  assert os.listdir(tmp_path) == ["file"]
+
+
+def test_an_object_is_written_at_once(monkeypatch):
+  written = {}
+
+  def write_bytes(path, content):
+    written[os.fspath(path)] = content
+
+  monkeypatch.setattr(
+    files.epath.Path("gs://a").__class__, "write_bytes", write_bytes
+  )
+  files.write_atomically("gs://bucket/file", "new")
+  assert written == {"gs://bucket/file": b"new"}
