@@ -24,6 +24,7 @@ import numpy as np
 import scipy.stats
 
 from diffjax.config import Config, UserError
+from diffjax.host.files import write_atomically
 from diffjax.training import manifest
 from diffjax.training.flops import parameter_count
 from diffjax.training.metrics import read_log
@@ -436,11 +437,10 @@ def read(path: pathlib.Path, *keys: str) -> dict[str, Any] | None:
 def write(path: pathlib.Path, value: Any) -> None:
   """Writes a JSON file atomically."""
   path.parent.mkdir(parents=True, exist_ok=True)
-  temporary = path.with_suffix(f".{os.getpid()}.tmp")
-  temporary.write_text(
-    json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-  )
-  temporary.replace(path)
+  text = json.dumps(value, indent=1, ensure_ascii=False)
+  # Two processes may run experiments of the same folder.
+  suffix = f".{os.getpid()}.tmp"
+  write_atomically(path, text + "\n", temporary_suffix=suffix)
 
 
 # --- Statistics and tables ---

@@ -43,6 +43,7 @@ from diffjax.config import UserError
 from diffjax.evals.methods import jsonl
 from diffjax.evals.report.figures import Figure, mean_of, proportion
 from diffjax.evals.report.results import TableSpec
+from diffjax.host.files import write_atomically
 from diffjax.host.progress import say
 from diffjax.inference.sampler import Sampler
 from diffjax.inference.trained import Trained
@@ -489,13 +490,10 @@ def _sha256(text: str) -> str:
 
 def _write(path: epath.Path, rows: Iterable[dict[str, Any]]) -> None:
   """Writes a file of JSON lines, completely or not at all."""
-  temporary = path.parent / f"{path.name}.tmp"
+  lines = [json.dumps(row) + "\n" for row in rows]
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary.write_text(
-      "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
-    )
-    temporary.replace(path)
+    write_atomically(path, "".join(lines))
   except OSError as error:
     raise UserError(
       f"cannot write {path}: {error.strerror or error}; set.hallucination.judge_dir chooses another place"

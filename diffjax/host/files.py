@@ -16,7 +16,12 @@ def is_remote(path: epath.PathLike) -> bool:
   return "://" in os.fspath(path)
 
 
-def write_atomically(path: epath.PathLike, content: bytes | str) -> None:
+def write_atomically(
+  path: epath.PathLike,
+  content: bytes | str,
+  *,
+  temporary_suffix: str = _TEMPORARY_SUFFIX,
+) -> None:
   """Writes a file such that readers see the old content or the new one.
 
   This holds also after a kill, a full disk or an error.
@@ -24,6 +29,7 @@ def write_atomically(path: epath.PathLike, content: bytes | str) -> None:
   Args:
     path: The file; local or gs://. Its directory exists.
     content: Its bytes. Text is encoded as UTF-8.
+    temporary_suffix: As for `replaced_at_the_end`.
 
   Raises:
     OSError: if the file cannot be written. The old content is unchanged.
@@ -34,16 +40,23 @@ def write_atomically(path: epath.PathLike, content: bytes | str) -> None:
     # An object store writes whole objects only.
     epath.Path(path).write_bytes(content)
     return
-  with replaced_at_the_end(path) as temporary:
+  with replaced_at_the_end(path, temporary_suffix) as temporary:
     temporary.write_bytes(content)
 
 
 @contextlib.contextmanager
-def replaced_at_the_end(path: epath.PathLike) -> Iterator[epath.Path]:
+def replaced_at_the_end(
+  path: epath.PathLike, temporary_suffix: str = _TEMPORARY_SUFFIX
+) -> Iterator[epath.Path]:
   """Replaces a local file by one that the body writes.
 
-  If the body raises, the old file is unchanged and the new one is deleted. The
-  caller prevents two writers at the same time.
+  If the body raises, the old file is unchanged and the new one is deleted.
+
+  Args:
+    path: The file.
+    temporary_suffix: Added to the name of the file until it is complete. Two
+      processes that may write the same file at the same time need different
+      ones.
 
   Example:
     with replaced_at_the_end("loss.png") as temporary:
@@ -53,7 +66,7 @@ def replaced_at_the_end(path: epath.PathLike) -> Iterator[epath.Path]:
     The path that the body writes to, in the same directory.
   """
   target = epath.Path(path)
-  temporary = target.parent / f"{target.name}{_TEMPORARY_SUFFIX}"
+  temporary = target.parent / f"{target.name}{temporary_suffix}"
   try:
     yield temporary
     temporary.replace(target)

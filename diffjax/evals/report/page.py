@@ -35,6 +35,7 @@ from diffjax.evals.report.elements import (
   table,
 )
 from diffjax.evals.report.maps import Settings, check
+from diffjax.host.files import write_atomically
 from diffjax.inference.trained import Trained
 from diffjax.plots.curves import loss_curves
 from diffjax.plots.styles import Style
@@ -120,9 +121,7 @@ def write(
       ),
       models=_models(trained, described, names),
     )
-    temporary = directory / "report.html.tmp"
-    temporary.write_text(page, encoding="utf-8")
-    temporary.replace(path)
+    write_atomically(path, page)
   except OSError as error:
     raise UserError(
       f"cannot write {path}: {error.strerror or error}"

@@ -15,6 +15,7 @@ import rich.text
 from etils import epath
 
 from diffjax.config import UserError
+from diffjax.host.files import write_atomically
 
 # What the tables call the first and the second model: names are long.
 _ROLES = ("model", "against")
@@ -51,10 +52,8 @@ def write(path: epath.Path, results: Mapping[str, Any]) -> None:
 
 
 def _write_text(path: epath.Path, text: str) -> None:
-  temporary = path.parent / f"{path.name}.tmp"
   try:
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    write_atomically(path, text)
   except OSError as error:
     raise UserError(
       f"cannot write {path}: {error.strerror or error}"
