@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from diffjax.cli import config_file
-from diffjax.config import Config, UserError, from_config_dict
+from diffjax.config import FIELDS, Config, UserError, from_config_dict
 from experiments import folders
 from experiments import product as products
 from experiments.product import Product
@@ -20,23 +20,6 @@ if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
 FOLDER = pathlib.Path(__file__).resolve().parent
-
-# Fields that do not affect a run's results. Runs in one table may differ in them.
-_CIRCUMSTANCES = (
-  "mesh.",
-  "data.prepared_dir",
-  "data.num_workers",
-  "data.timeout",
-  "train.log_interval",
-  "train.checkpoint_interval",
-  "train.keep_checkpoints",
-  "train.profile_step",
-  "train.profile_steps",
-  "train.wandb_project",
-  "train.sample_prompt",
-  "train.sample_tokens",
-  "train.max_skipped_in_a_row",  # how patient a run is; what a finished one learnt is the same
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -471,11 +454,12 @@ def _matches(run: Run, pattern: str) -> bool:
 
 
 def decides(field: str) -> bool:
-  """True if results depend on a config's field, given by its dotted name."""
-  return (
-    field not in _CIRCUMSTANCES
-    and f"{field.partition('.')[0]}." not in _CIRCUMSTANCES
-  )
+  """Returns True if results depend on a config's field.
+
+  Args:
+    field: its dotted name. A field that does not exist any more counts too.
+  """
+  return field not in FIELDS or FIELDS[field].affects_results
 
 
 def comparable(

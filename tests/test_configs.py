@@ -13,8 +13,8 @@ from diffjax.config import (
   Config,
   ModelConfig,
   UserError,
-  bound_of,
   check,
+  field_info,
   from_config_dict,
   to_config_dict,
 )
@@ -629,7 +629,7 @@ FIELDS = [
 BOUNDS = [
   pytest.param(section, field.name, bound, id=f"{section}.{field.name}")
   for section, field in FIELDS
-  if (bound := bound_of(field))
+  if (bound := field_info(field).bound)
 ]
 
 
@@ -687,7 +687,7 @@ def test_what_bounds_say():
   bounds = {
     f"{section}.{field.name}": str(bound)
     for section, field in FIELDS
-    if (bound := bound_of(field))
+    if (bound := field_info(field).bound)
   }
   assert (
     bounds["train.profile_step"] == "must be at least -1"
@@ -735,7 +735,7 @@ def test_numbers_that_the_optimizer_cannot_compute_with_are_refused():
 def test_every_number_is_bounded(section, field):
   """A new number needs a bound; the mesh's axes have a check of their own."""
   if field.type in ("int", "float") and section != "mesh":
-    assert bound_of(field) is not None
+    assert field_info(field).bound is not None
 
 
 def test_prompts_are_packed_as_documents():

@@ -25,7 +25,7 @@ from diffjax.config import (
   DataConfig,
   TrainConfig,
   UserError,
-  bound_of,
+  field_info,
   from_config_dict,
 )
 from diffjax.data.pipeline import training_batches
@@ -43,7 +43,8 @@ FIELDS = {
   for section, field in NAMED
 }
 BOUNDS = {
-  f"{section.name}.{field.name}": bound_of(field) for section, field in NAMED
+  f"{section.name}.{field.name}": field_info(field).bound
+  for section, field in NAMED
 }
 ODD = [
   "",

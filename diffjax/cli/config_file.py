@@ -1,6 +1,9 @@
-"""Config files: Python that returns a ConfigDict (`configs/*.py`), and TOML, which holds the fields of a run as plain data.
+"""Config files: what --config reads, and the TOML file of a run.
 
-A run keeps its config in its workdir as TOML, so nothing that came with a checkpoint is executed when it is passed back in.
+A config file is Python that returns a ConfigDict (`configs/*.py`), or TOML that
+holds the fields of a run as plain data. A run keeps its config in its workdir
+as TOML. So nothing that came with a checkpoint is executed when it is passed
+back in.
 """
 
 from __future__ import annotations
@@ -17,39 +20,49 @@ import sysconfig
 import textwrap
 import tomllib
 import traceback
+import types
 import typing
+from typing import Any
+
+from etils import epath
 
 from diffjax.config import (
-  Bound,
   Config,
+  FieldInfo,
   UserError,
-  bound_of,
+  field_info,
   to_config_dict,
   to_dataclass,
 )
+from diffjax.host.files import is_remote, write_atomically
 
 if typing.TYPE_CHECKING:
   import ml_collections
-  from etils import epath
 
 # The run's config in its workdir.
 NAME = "config.toml"
-# The configs that come with the package: configs/ in the repository.
+
 _PACKAGE = pathlib.Path(__file__).parents[1]
+# The configs that come with the package: configs/ in the repository.
 _CONFIGS = _PACKAGE / "configs"
 
-_WIDTH = 100
-# Code that the user did not write: an error in it is the fault of the line that called it.
+# Prefixes of the paths of code that the user did not write. An error in it is
+# the fault of the line that called it. "<" begins the names of generated code.
 _LIBRARIES = (
   "<",
   str(_PACKAGE),
-  *(
-    sysconfig.get_path(name)
-    for name in ("stdlib", "platstdlib", "purelib", "platlib")
-  ),
+  sysconfig.get_path("stdlib"),
+  sysconfig.get_path("platstdlib"),
+  sysconfig.get_path("purelib"),
+  sysconfig.get_path("platlib"),
 )
-# Paths may hold bytes that are not UTF-8, which Python keeps as surrogates.
-_ENCODING = dict(encoding="utf-8", errors="surrogateescape")
+
+# Columns of the comments in a TOML file.
+_COMMENT_WIDTH = 100
+# The file may hold paths with bytes that are not UTF-8. Python keeps these as
+# surrogates.
+_ENCODING = "utf-8"
+_ENCODING_ERRORS = "surrogateescape"
 
 
 def read(spec: str) -> ml_collections.ConfigDict:
@@ -67,47 +80,27 @@ def read(spec: str) -> ml_collections.ConfigDict:
   name, colon, variant = spec.partition(":")
   if name.endswith(".toml"):
     raise UserError(
-      f"--config={_shown(spec)}: a TOML file has no variants; pass --config={_shown(name)}"
+      f"--config={_shown(spec)}: a TOML file has no variants;"
+      f" pass --config={_shown(name)}"
     )
   path = pathlib.Path(name)
   if name in names():
     path = _CONFIGS / f"{name}.py"
-  try:
-    is_directory, exists = path.is_dir(), path.exists()
-  except (
-    OSError,
-    ValueError,
-  ) as error:  # such as a name that is too long, or holds a null
-    raise UserError(
-      f"--config={_shown(name)}: cannot be read ({error})"
-    ) from error
-  if name and is_directory:
-    files = sorted([*path.glob("[!_]*.py"), *path.glob(NAME)])
-    inside = (
-      f"a file in it: {', '.join(map(str, files))}"
-      if files
-      else f"a file; {available()}"
-    )
-    raise UserError(
-      f"--config={_shown(name)}: that is a directory; name {inside}"
-    )
-  if not name or not exists:
-    raise UserError(
-      f"--config={_shown(name)}: no such config or file; {available()}"
-    )
+  _check_is_file(path, name)
   arguments = [variant] if colon else []
   try:
-    return _call(path, name, *arguments)
+    return _call_get_config(path, name, arguments)
   except UserError:
     raise
   except OSError as error:
-    if error.filename == str(path):
-      raise UserError(
-        f"--config={_shown(name)}: cannot be read ({error.strerror})"
-      ) from error
-    raise _located(name, error) from error
-  except Exception as error:  # whatever the user's own code raises
-    raise _located(name, error) from error
+    if error.filename != str(path):
+      raise _user_code_error(name, error) from error
+    raise UserError(
+      f"--config={_shown(name)}: cannot be read ({error.strerror})"
+    ) from error
+  except Exception as error:
+    # The file is the user's own code, which may raise anything.
+    raise _user_code_error(name, error) from error
 
 
 def names() -> list[str]:
@@ -128,7 +121,7 @@ def run_name(spec: str) -> str | None:
   run, and all of them have the same name.
 
   Args:
-    spec: The value of --config.
+    spec: the value of --config.
   """
   if _is_toml(spec):
     return None
@@ -143,46 +136,33 @@ def run_name(spec: str) -> str | None:
   return f"{name}_{re.sub('[^A-Za-z0-9._-]', '_', variant)}"
 
 
-def _is_toml(spec: str) -> bool:
-  return "://" in spec or spec.endswith(".toml")
-
-
 def to_toml(config: Config, *, comments: bool = True) -> str:
-  """The config as a TOML file that `read` takes, every field included.
+  """Returns the config as a TOML file with all fields. `read` can read it.
+
+  TOML has no None. The line of such a field is a comment.
 
   Args:
-    config: The config.
-    comments: True for a comment above each field, with its unit, what it may be and what it does.
+    config: the config.
+    comments: whether a comment above each field explains it.
   """
-  lines = (
-    [
-      "# Every field of a config; --config takes this file. A field whose line is a comment is None."
-    ]
-    if comments
-    else []
-  )
+  blocks = []
+  if comments:
+    blocks.append(
+      "# Every field of a config; --config takes this file. A field whose line"
+      " is a comment is None."
+    )
   for section in dataclasses.fields(config):
     values = getattr(config, section.name)
-    about = _comments(type(values))
-    lines += (
-      ["", f"# {type(values).__doc__}"] if comments else [""] * bool(lines)
-    )
+    lines = []
+    if comments:
+      lines.append(f"# {field_info(section).documentation}")
     lines.append(f"[{section.name}]")
     for field in dataclasses.fields(values):
       if comments:
-        lines += textwrap.wrap(
-          _about(about[field.name], bound_of(field)),
-          _WIDTH,
-          initial_indent="# ",
-          subsequent_indent="# ",
-        )
-      value = getattr(values, field.name)
-      lines.append(
-        f"# {field.name} = None"
-        if value is None
-        else f"{field.name} = {_scalar(value)}"
-      )
-  return "\n".join(lines).strip() + "\n"
+        lines += _comment_lines(field_info(field))
+      lines.append(_toml_line(field.name, getattr(values, field.name)))
+    blocks.append("\n".join(lines))
+  return "\n\n".join(blocks) + "\n"
 
 
 def write(path: epath.Path, config: Config) -> None:
@@ -191,37 +171,38 @@ def write(path: epath.Path, config: Config) -> None:
   Raises:
     UserError: if that fails.
   """
-  temporary = path.parent / f"{path.name}.tmp"
+  content = to_toml(config).encode(_ENCODING, _ENCODING_ERRORS)
   try:
-    temporary.write_bytes(to_toml(config).encode(**_ENCODING))
-    temporary.replace(path)
+    write_atomically(path, content)
   except OSError as error:
     raise UserError(
       f"cannot write {path}: {error.strerror or error}"
     ) from error
 
 
-def _read_toml(path: str) -> ml_collections.ConfigDict:
-  from etils import epath  # here: a mistyped flag does not wait for it
+def _is_toml(spec: str) -> bool:
+  """Returns True for a TOML file. Only TOML files can be remote."""
+  return is_remote(spec) or spec.endswith(".toml")
 
+
+def _read_toml(path: str) -> ml_collections.ConfigDict:
+  """Returns the config of a TOML file, local or gs://."""
   try:
-    values = tomllib.loads(
-      epath.Path(path).expanduser().read_bytes().decode(**_ENCODING)
-    )
+    content = epath.Path(path).expanduser().read_bytes()
   except FileNotFoundError as error:
     raise UserError(
       f"--config={_shown(path)}: no such config or file; {available()}"
     ) from error
-  except (
-    OSError,
-    ImportError,
-  ) as error:  # ImportError: gs:// without its library
+  except (OSError, ImportError, ValueError) as error:
+    # ImportError is gs:// without its library.
     raise UserError(
       f"--config={_shown(path)}: cannot be read ({error})"
     ) from error
+  try:
+    values = tomllib.loads(content.decode(_ENCODING, _ENCODING_ERRORS))
   except (ValueError, RecursionError) as error:
     raise UserError(
-      f"--config={_shown(path)}: not TOML: {_line(error)}"
+      f"--config={_shown(path)}: not TOML: {_message_line(error)}"
     ) from error
   try:
     return to_config_dict(to_dataclass(values, Config, "config"))
@@ -229,47 +210,104 @@ def _read_toml(path: str) -> ml_collections.ConfigDict:
     raise UserError(f"--config={_shown(path)}: {error}") from error
 
 
-def _call(
-  path: pathlib.Path, name: str, *variant: str
+def _check_is_file(path: pathlib.Path, name: str) -> None:
+  """Raises UserError if --config=NAME is no file."""
+  try:
+    is_directory = path.is_dir()
+    exists = path.exists()
+  except (OSError, ValueError) as error:
+    # For example, the name is too long or holds a null character.
+    raise UserError(
+      f"--config={_shown(name)}: cannot be read ({error})"
+    ) from error
+  # An empty name is the current directory for pathlib.
+  if not name or not exists:
+    raise UserError(
+      f"--config={_shown(name)}: no such config or file; {available()}"
+    )
+  if not is_directory:
+    return
+  files = sorted([*path.glob("[!_]*.py"), *path.glob(NAME)])
+  if files:
+    remedy = f"name a file in it: {', '.join(map(str, files))}"
+  else:
+    remedy = f"name a file; {available()}"
+  raise UserError(f"--config={_shown(name)}: that is a directory; {remedy}")
+
+
+def _call_get_config(
+  path: pathlib.Path, name: str, arguments: list[str]
 ) -> ml_collections.ConfigDict:
-  """Runs a Python file, and calls its `get_config`.
+  """Runs a Python file and returns the result of its `get_config`.
 
   Args:
-    path: The file.
-    name: What --config calls it.
-    *variant: The variant, if --config has one.
+    path: the file.
+    name: what --config calls it.
+    arguments: the variant, if --config has one.
   """
+  # Imported here, so that an error in the flags does not wait for it.
   import ml_collections
 
-  loader = importlib.machinery.SourceFileLoader("config_file", str(path))
-  spec = importlib.util.spec_from_loader(loader.name, loader)
-  assert spec is not None
-  module = sys.modules[loader.name] = importlib.util.module_from_spec(spec)
-  loader.exec_module(module)
+  module = _import_file(path)
   get_config = getattr(module, "get_config", None)
   if not callable(get_config):
     raise UserError(
-      f"{name} has no get_config(): a config file defines get_config() or get_config(variant), as configs/tiny.py does"
+      f"{name} has no get_config(): a config file defines get_config() or"
+      " get_config(variant), as configs/tiny.py does"
     )
   try:
-    inspect.signature(get_config).bind(*variant)
+    inspect.signature(get_config).bind(*arguments)
   except TypeError as error:
-    remedy = (
-      f"it takes no variant; pass --config={name}"
-      if variant
-      else f"it needs a variant; pass --config={name}:VARIANT"
-    )
+    if arguments:
+      remedy = f"it takes no variant; pass --config={name}"
+    else:
+      remedy = f"it needs a variant; pass --config={name}:VARIANT"
     raise UserError(f"{name}: get_config: {remedy}") from error
-  config = get_config(*variant)
+  config = get_config(*arguments)
   if config is None:
     raise UserError(
       f"{name}: get_config() returned None: did you forget a return?"
     )
   if not isinstance(config, ml_collections.ConfigDict):
     raise UserError(
-      f"{name}: get_config() returned {type(config).__name__}: it must return a ConfigDict, as configs/tiny.py does"
+      f"{name}: get_config() returned {type(config).__name__}: it must return a"
+      " ConfigDict, as configs/tiny.py does"
     )
   return config.lock()
+
+
+def _import_file(path: pathlib.Path) -> types.ModuleType:
+  """Returns the module of a Python file, which may have any name."""
+  loader = importlib.machinery.SourceFileLoader("config_file", str(path))
+  spec = importlib.util.spec_from_loader(loader.name, loader)
+  assert spec is not None
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[loader.name] = module
+  loader.exec_module(module)
+  return module
+
+
+def _user_code_error(name: str, error: Exception) -> UserError:
+  """Returns an error with the user's line that caused it, and its message.
+
+  Example: "mine.py:4: KeyError: x"
+
+  Args:
+    name: stands for the line if the user's code has no line in the traceback.
+    error: what the user's code raised.
+  """
+  location = name
+  if isinstance(error, SyntaxError) and error.filename:
+    location = f"{error.filename}:{error.lineno}"
+  else:
+    # The innermost of the user's own lines is the last one.
+    for frame in traceback.extract_tb(error.__traceback__):
+      if not _is_library(frame.filename):
+        location = f"{frame.filename}:{frame.lineno}"
+  message = (
+    f"{_shown(location)}: {type(error).__name__}: {_message_line(error)}"
+  )
+  return UserError(message.rstrip(": "))
 
 
 def _is_library(filename: str) -> bool:
@@ -278,65 +316,48 @@ def _is_library(filename: str) -> bool:
   return filename.startswith(_LIBRARIES) and not is_config
 
 
-def _located(path: str, error: Exception) -> UserError:
-  """An error of the user's own code: the innermost of his lines that led to it, and what went wrong."""
-  place = path
-  if isinstance(error, SyntaxError) and error.filename:
-    place = f"{error.filename}:{error.lineno}"
-  else:
-    frames = [
-      frame
-      for frame in traceback.extract_tb(error.__traceback__)
-      if not _is_library(frame.filename)
-    ]
-    if frames:
-      place = f"{frames[-1].filename}:{frames[-1].lineno}"
-  return UserError(
-    f"{_shown(place)}: {type(error).__name__}: {_line(error)}".rstrip(": ")
-  )
-
-
-def _line(error: BaseException) -> str:
-  """What an error says, in one line."""
-  said = (
-    error.msg
-    if isinstance(error, SyntaxError)
-    else error.args[0]
-    if isinstance(error, KeyError) and error.args
-    else error
-  )
-  return " ".join(str(said).split())
+def _message_line(error: BaseException) -> str:
+  """Returns the message of an error in one line."""
+  message: object = error
+  if isinstance(error, SyntaxError):
+    # str(error) also has the file and the line.
+    message = error.msg
+  elif isinstance(error, KeyError) and error.args:
+    # str(error) has quotes around the key.
+    message = error.args[0]
+  return " ".join(str(message).split())
 
 
 def _shown(name: str) -> str:
+  """Returns a name in a form that fits one line."""
   return name if name.isprintable() else repr(name)
 
 
-def _comments(section: type) -> dict[str, str]:
-  """The comment above each field of a section, by the field's name."""
-  found, above = {}, list[str]()
-  for line in map(str.strip, inspect.getsource(section).splitlines()):
-    if line.startswith("# "):
-      above.append(line.removeprefix("# "))
-    else:
-      if above and (field := re.match(r"(\w+): ", line)):
-        found[field[1]] = " ".join(above)
-      above = []
-  return found
+def _comment_lines(info: FieldInfo) -> list[str]:
+  """Returns the comment above a field: its documentation and its bound."""
+  comment = info.documentation
+  if info.bound is not None and not _names_choices(comment, info.bound.choices):
+    comment = f"{comment} It {info.bound}."
+  return textwrap.wrap(
+    comment, _COMMENT_WIDTH, initial_indent="# ", subsequent_indent="# "
+  )
 
 
-def _about(comment: str, bound: Bound | None) -> str:
-  """A field's comment, and its bound where the comment does not say it."""
-  if bound is None or (
-    bound.choices and all(f'"{choice}"' in comment for choice in bound.choices)
-  ):
-    return comment
-  return f"{comment} ({str(bound).removeprefix('must be ')})"
+def _names_choices(comment: str, choices: tuple[str, ...]) -> bool:
+  """Returns True if there are choices and the comment quotes all of them."""
+  if not choices:
+    return False
+  return all(f'"{choice}"' in comment for choice in choices)
 
 
-def _scalar(value: str | bool | int | float) -> str:
+def _toml_line(name: str, value: Any) -> str:
+  """Returns the line of a field."""
+  if value is None:
+    return f"# {name} = None"
+  if isinstance(value, bool):
+    return f"{name} = {str(value).lower()}"
   if isinstance(value, str):
-    return json.dumps(value, ensure_ascii=False).replace(
-      "\x7f", "\\u007f"
-    )  # JSON's escapes are TOML's, which has one more
-  return str(value).lower() if isinstance(value, bool) else repr(value)
+    # JSON's escapes are TOML's. TOML also requires one for the DEL character.
+    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return f"{name} = {text}"
+  return f"{name} = {value!r}"

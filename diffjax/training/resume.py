@@ -1,111 +1,93 @@
-"""The config fields that may change between a checkpoint and the run that goes on from it."""
+"""Compares a run's config with that of the checkpoint that it starts from.
+
+`diffjax/config.py` declares which fields may differ.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
 
-from diffjax.config import OF_THE_RUN, Config, UserError
+from diffjax.config import FIELDS, Config, UserError
 from diffjax.training.checkpoint import Checkpoint
 from diffjax.training.optimizer import make_schedule
-
-# A name ending in "." is a section.
-_MAY_CHANGE = (
-  "mesh.",
-  "eval.",
-  "train.steps",
-  "optimizer.spike_sigmas",
-  "train.max_skipped_in_a_row",
-  "train.log_interval",
-  "train.checkpoint_interval",
-  "train.keep_checkpoints",
-  "train.profile_step",
-  "train.profile_steps",
-  "train.wandb_project",
-  "train.sample_prompt",
-  "train.sample_tokens",
-  "train.init_from",
-  "train.loss_chunk",
-  "data.prepared_dir",
-  "data.timeout",
-  "model.attention_implementation",
-  "model.remat",
-)
-# Fields of the model that do not change what it computes from its parameters.
-_SAME_FUNCTION = ("model.max_length", *(f"model.{name}" for name in OF_THE_RUN))
 
 
 def check_checkpoint(
   checkpoint: Checkpoint, workdir: epath.PathLike, config: Config
 ) -> None:
-  """Raises UserError if a run cannot continue from a checkpoint.
+  """Checks that a run can continue from a checkpoint.
 
   Reads only the checkpoint's config.
 
   Args:
-    checkpoint: The newest checkpoint of the workdir.
-    workdir: The run's directory, for the message.
-    config: The run's config.
+    checkpoint: the newest checkpoint of the workdir.
+    workdir: the run's directory, for the message.
+    config: the run's config.
+
+  Raises:
+    UserError: if it cannot.
   """
   if not checkpoint.data_state:
     raise UserError(
-      f"the checkpoint in {workdir} holds parameters alone, as diffjax.convert writes them: to start from it, use another --workdir and "
-      f"--config.train.init_from={workdir}"
+      f"the checkpoint in {workdir} holds parameters alone, as diffjax.convert"
+      " writes them: to start from it, use another --workdir and"
+      f" --config.train.init_from={workdir}"
     )
   check_resume(checkpoint.config, config.to_dict())
 
 
 def check_resume(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-  """Refuses to go on from a checkpoint of another model, tokenizer, optimizer, data or batch.
+  """Checks that only fields that may change have changed.
 
-  `train.steps` may change; the learning rate's schedule then ends at the new last step. A field that the checkpoint, being older,
-  does not have counts as its default.
+  The model, tokenizer, optimizer, data and batch must be the same. `train.steps`
+  may change: the schedule of the learning rate then ends at the new last step.
+  A field that an older checkpoint lacks counts as its default.
 
   Args:
-    saved: The checkpoint's config as nested dicts.
-    current: The run's.
+    saved: the checkpoint's config as nested dicts.
+    current: the run's.
 
   Raises:
-    UserError: listing every field that differs and may not.
+    UserError: with all fields that differ and may not.
   """
-  old, new, default = (
-    dict(_fields(config)) for config in (saved, current, Config().to_dict())
-  )
-  differing: dict[str, str] = {}
-  for field in sorted({*old, *new}):
-    before, after = (
-      old.get(field, default.get(field)),
-      new.get(field, default.get(field)),
-    )
-    may_change = (
-      field in _MAY_CHANGE or f"{field.partition('.')[0]}." in _MAY_CHANGE
-    )
-    if field == "data.num_workers":
-      # A prepared batch is a function of seed and step; a stream's order depends on its workers.
-      may_change = old.get("data.mode") == new.get("data.mode") == "prepared"
-    if before != after and not may_change:
-      differing[field] = f"{field} was {before!r} and is {after!r}"
-  if list(differing) == ["data.files"]:
-    raise _other_files(saved, current)
-  if differing:
-    changes = "; ".join(differing.values())
+  old_values = _with_defaults(saved)
+  new_values = _with_defaults(current)
+  changes = {}
+  for field in sorted(old_values.keys() | new_values.keys()):
+    old_value = old_values.get(field)
+    new_value = new_values.get(field)
+    if old_value == new_value or _may_change(field, old_values, new_values):
+      continue
+    changes[field] = f"{field} was {old_value!r} and is {new_value!r}"
+  if list(changes) == ["data.files"]:
+    raise _other_files(old_values["data.files"], new_values["data.files"])
+  if changes:
     raise UserError(
-      f"the checkpoint in this workdir is of another run: {changes}; use another --workdir or set them back"
+      "the checkpoint in this workdir is of another run:"
+      f" {'; '.join(changes.values())}; use another --workdir or set them back"
     )
 
 
-def _other_files(
-  saved: Mapping[str, Any], current: Mapping[str, Any]
-) -> UserError:
+def _may_change(
+  field: str, old_values: Mapping[str, Any], new_values: Mapping[str, Any]
+) -> bool:
+  """Returns True if a run can resume with another value of a field."""
+  if field == "data.num_workers":
+    # A prepared batch is a function of seed and step. The order of a stream
+    # depends on its workers.
+    return old_values["data.mode"] == new_values["data.mode"] == "prepared"
+  return field in FIELDS and FIELDS[field].may_change
+
+
+def _other_files(before: int, after: int) -> UserError:
   """Returns the error for a run that would read another number of files.
 
   The number follows from train.steps if the config leaves it at 0, so the user
   may not have set it.
   """
-  before = saved["data"].get("files", 0)
-  after = current["data"]["files"]
   return UserError(
     f"config.data.files was {before} when the checkpoint in this workdir was"
     f" saved, and is {after}: the run would read other files. To continue on the"
@@ -115,44 +97,64 @@ def _other_files(
 
 
 def new_schedule(saved: Mapping[str, Any], config: Config, step: int) -> str:
-  """What another `train.steps` does to the learning rate, in a sentence; "" if it is the checkpoint's own.
+  """Returns a sentence on how the schedule changes with `train.steps`.
 
   Args:
-    saved: The checkpoint's config as nested dicts.
-    config: The run's.
-    step: The checkpoint's step.
+    saved: the checkpoint's config as nested dicts.
+    config: the run's.
+    step: the checkpoint's step.
+
+  Returns:
+    The sentence, or "" if `train.steps` is unchanged.
   """
-  before, now = saved["train"]["steps"], config.train.steps
-  if before == now:
+  old_steps = saved["train"]["steps"]
+  new_steps = config.train.steps
+  if old_steps == new_steps:
     return ""
-  old, new = (
-    float(make_schedule(config.optimizer, steps)(step))
-    for steps in (before, now)
+  old_rate = float(make_schedule(config.optimizer, old_steps)(step))
+  new_rate = float(make_schedule(config.optimizer, new_steps)(step))
+  return (
+    f"config.train.steps was {old_steps} and is {new_steps}: the learning rate's"
+    f" schedule now ends there, and goes on at {new_rate:.3g}, not at"
+    f" {old_rate:.3g}"
   )
-  return f"config.train.steps was {before} and is {now}: the learning rate's schedule now ends there, and goes on at {new:.3g}, not at {old:.3g}"
 
 
 def other_model(saved: Mapping[str, Any], config: Config) -> str:
-  """The fields of the model that differ between a run and the one whose parameters it starts from, in a clause; "" if none does.
+  """Returns a clause on how the model differs from the one it starts from.
 
   Args:
-    saved: The config that the parameters were saved with, as nested dicts.
-    config: The run's.
+    saved: the config that the parameters were saved with, as nested dicts.
+    config: the run's.
+
+  Returns:
+    All fields that differ and change what the model computes from its
+    parameters. "" if there are none.
   """
-  default, new = (
-    dict(_fields({"model": config.to_dict()["model"]}))
-    for config in (Config(), config)
-  )
-  old = default | dict(_fields({"model": saved["model"]}))
-  changed = [
-    f"config.{field} is {new[field]}, and was {old[field]} there"
-    for field in new
-    if field not in _SAME_FUNCTION and new[field] != old[field]
-  ]
-  return "; ".join(changed)
+  old_values = _with_defaults(saved)
+  new_values = _with_defaults(config.to_dict())
+  changes = []
+  for field, info in FIELDS.items():
+    if not field.startswith("model.") or not info.changes_function:
+      continue
+    old_value = old_values[field]
+    new_value = new_values[field]
+    if old_value != new_value:
+      changes.append(
+        f"config.{field} is {new_value}, and was {old_value} there"
+      )
+  return "; ".join(changes)
 
 
-def _fields(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns values by dotted name. Missing fields have their defaults."""
+  return _by_dotted_name(Config().to_dict()) | _by_dotted_name(config)
+
+
+def _by_dotted_name(config: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the values of nested dicts, such as {"train.steps": 100}."""
+  values_by_name = {}
   for section, values in config.items():
     for name, value in values.items():
-      yield f"{section}.{name}", value
+      values_by_name[f"{section}.{name}"] = value
+  return values_by_name

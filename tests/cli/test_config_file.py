@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffjax.cli import config_file
-from diffjax.config import Config, UserError, bound_of, from_config_dict
+from diffjax.config import Config, UserError, field_info, from_config_dict
 from diffjax.configs import tiny
 from tests import in_process
 from tests.conftest import ROOT
@@ -251,11 +251,11 @@ def test_the_printed_config_is_whole_and_can_be_passed_back_in(tmp_path):
   text = " ".join(line.removeprefix("# ") for line in lines)
   assert (
     "H: heads that write to the residual stream" in text
-    and "(at least 1)" in text
+    and "It must be at least 1." in text
     and "Cut to" not in text
   )
   for _, field in FIELDS:
-    assert (bound := bound_of(field)) is None or all(
+    assert (bound := field_info(field).bound) is None or all(
       choice in text for choice in bound.choices
     )
   assert from_config_dict(config_file.read(str(file))).train.steps == 7

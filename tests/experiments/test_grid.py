@@ -363,8 +363,6 @@ def test_circumstances_are_not_compared():
     "train.checkpoint_interval",
     "train.max_skipped_in_a_row",
   }
-  assert all(
-    field.partition(".")[2] in config[field.partition(".")[0]]
-    for field in grid._CIRCUMSTANCES
-    if not field.endswith(".")
-  )
+  # Results of earlier versions may have fields that were removed since.
+  config["model"]["removed"] = 1
+  assert "model.removed" in grid.comparable(config, [])
