@@ -5,15 +5,18 @@ A model, trained or loaded, and text from it:
     import diffjax
     from diffjax.configs import tiny
 
-    trained = diffjax.train(tiny.get_config(), "runs/tiny")
+    trained = diffjax.fit(tiny.get_config(), "runs/tiny")
     trained = diffjax.load("runs/tiny")
-    print(*diffjax.generate(trained, ["def "], 100))
+    print(*diffjax.complete(trained, ["def "], 100))
 
-`train` and `generate` do what the commands of these names do, and `load` reads what was trained. `Sampler` keeps a model ready for many
-calls. `DiffAttention` is the layer for a flax module of your own, and `diff_attention` the operation on arrays below it. `Attention`,
-`register` and `Parameter` are for attention variants of your own (docs/variants.md).
+`fit` and `complete` do what the commands `train` and `generate` do. `load`
+reads a trained model. `Sampler` keeps a model ready for many calls.
+`DiffAttention` is the layer for your own flax module, and `diff_attention` is
+the operation on arrays below it. `Attention`, `register` and `Parameter` are
+for your own attention variants (docs/variants.md).
 
-Importing the package imports nothing else, and each name imports what it needs: `diff_attention` needs jax, numpy and jaxtyping alone.
+Importing the package imports nothing else. Each name imports what it needs:
+`diff_attention` needs only jax, numpy and jaxtyping.
 """
 
 from __future__ import annotations
@@ -22,16 +25,9 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any
 
-if (
-  sys.argv[0] == "-m"
-):  # so it is while Python looks for the command of `python -m diffjax.train`, and at no other import
-  from diffjax.host.signals import end_at_ctrl_c
-
-  end_at_ctrl_c()
-
 if TYPE_CHECKING:
-  from diffjax.inference.notebook import generate as generate
-  from diffjax.inference.notebook import train as train
+  from diffjax.inference.notebook import complete as complete
+  from diffjax.inference.notebook import fit as fit
   from diffjax.inference.sampler import Sampler as Sampler
   from diffjax.inference.trained import load as load
   from diffjax.model.attention import Attention as Attention
@@ -42,17 +38,17 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
 
-# Where each name is defined.
-_HOMES = {
+# The module that defines each name.
+_MODULES = {
   "Attention": "diffjax.model.attention",
   "DiffAttention": "diffjax.model.attention",
   "Parameter": "diffjax.parameters",
   "Sampler": "diffjax.inference.sampler",
+  "complete": "diffjax.inference.notebook",
   "diff_attention": "diffjax.ops.diff_attention",
-  "generate": "diffjax.inference.notebook",
+  "fit": "diffjax.inference.notebook",
   "load": "diffjax.inference.trained",
   "register": "diffjax.model.attention",
-  "train": "diffjax.inference.notebook",
 }
 __all__ = [
   "Attention",
@@ -60,32 +56,61 @@ __all__ = [
   "Parameter",
   "Sampler",
   "__version__",
+  "complete",
   "diff_attention",
-  "generate",
+  "fit",
   "load",
   "register",
-  "train",
 ]
+
+# Functions that had the names of commands' modules, and their names today. The
+# old names work for one version.
+_RENAMED = {"train": "fit", "generate": "complete"}
 
 
 def __getattr__(name: str) -> Any:
-  if name not in _HOMES:
+  if name in _RENAMED:
+    # Reached while the command's module is not imported. Importing it here
+    # would define its flags.
+    return _CallableModule(f"{__name__}.{name}", _CallableModule.__doc__)
+  if name not in _MODULES:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
   import importlib
 
-  return getattr(importlib.import_module(_HOMES[name]), name)
+  return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
   return __all__
 
 
-class _Package(types.ModuleType):
-  """Keeps `diffjax.train` and `diffjax.generate` functions: importing the commands' modules would put these in their places."""
+class _CallableModule(types.ModuleType):
+  """A command's module that can be called like the function it replaces.
 
-  def __setattr__(self, name: str, value: Any) -> None:
-    if not (name in _HOMES and isinstance(value, types.ModuleType)):
-      super().__setattr__(name, value)
+  Deprecated: `diffjax.train(config, workdir)` is `diffjax.fit`, and
+  `diffjax.generate(trained, prompts)` is `diffjax.complete`.
+  """
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    import warnings
+
+    _, _, name = self.__name__.rpartition(".")
+    function_name = _RENAMED[name]
+    warnings.warn(
+      f"diffjax.{name}() is deprecated: call diffjax.{function_name}()",
+      DeprecationWarning,
+      stacklevel=2,
+    )
+    return __getattr__(function_name)(*args, **kwargs)
 
 
-sys.modules[__name__].__class__ = _Package
+def allow_deprecated_call(module_name: str) -> None:
+  """Makes the module diffjax.train or diffjax.generate callable.
+
+  Does nothing if the module runs as a command.
+
+  Args:
+    module_name: the module's `__name__`.
+  """
+  if module_name != "__main__":
+    sys.modules[module_name].__class__ = _CallableModule

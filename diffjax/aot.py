@@ -10,6 +10,12 @@ fits.
 It needs the TPU's compiler, libtpu ('.[tpu]', Linux on x86-64), and no TPU. It exits with 1 if the step does not fit.
 """
 
+if __name__ == "__main__":
+  # Before the other imports, which take a while: Ctrl-C ends them too.
+  from diffjax.host.signals import end_at_ctrl_c
+
+  end_at_ctrl_c()
+
 import dataclasses
 
 from absl import app, flags

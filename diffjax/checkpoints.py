@@ -8,6 +8,12 @@ A list compares the sizes of the files; --verify reads them. --prune deletes wha
 newest --keep and the best by validation loss.
 """
 
+if __name__ == "__main__":
+  # Before the other imports, which take a while: Ctrl-C ends them too.
+  from diffjax.host.signals import end_at_ctrl_c
+
+  end_at_ctrl_c()
+
 import time
 
 from absl import app, flags

@@ -15,6 +15,12 @@ cannot hold is an error. By --attention a Transformer, from llama or a workdir, 
 The tokens that begin and end a document are those of the published model. They are printed, and stored beside the tokenizer.
 """
 
+if __name__ == "__main__":
+  # Before the other imports, which take a while: Ctrl-C ends them too.
+  from diffjax.host.signals import end_at_ctrl_c
+
+  end_at_ctrl_c()
+
 import dataclasses
 import importlib
 import os

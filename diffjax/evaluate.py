@@ -15,6 +15,12 @@ difference is paired; that of two shares has Tango's interval.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+  # Before the other imports, which take a while: Ctrl-C ends them too.
+  from diffjax.host.signals import end_at_ctrl_c
+
+  end_at_ctrl_c()
+
 import dataclasses
 import importlib
 import math

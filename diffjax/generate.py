@@ -10,12 +10,19 @@ With --tensor=4 four devices share a model that does not fit one.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+  # Before the other imports, which take a while: Ctrl-C ends them too.
+  from diffjax.host.signals import end_at_ctrl_c
+
+  end_at_ctrl_c()
+
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from absl import app, flags
 
+from diffjax import allow_deprecated_call
 from diffjax.cli import command
 from diffjax.data.stop_strings import StopStrings, cut_at_stop, first_stop
 
@@ -184,6 +191,9 @@ class StreamPrinter:
     sys.stdout.flush()
     self._num_printed = max(self._num_printed, len(certain))
 
+
+# diffjax.generate() was the function that is diffjax.complete() today.
+allow_deprecated_call(__name__)
 
 if __name__ == "__main__":
   command.run(main, with_config=False)

@@ -7,6 +7,12 @@ Rows are written to config.data.prepared_dir, or to the user's cache. If the com
 of one process prepares missing rows by itself. Runs of several processes need this command first; for large datasets it is faster.
 """
 
+if __name__ == "__main__":
+  # Before the other imports, which take a while: Ctrl-C ends them too.
+  from diffjax.host.signals import end_at_ctrl_c
+
+  end_at_ctrl_c()
+
 from absl import flags
 
 from diffjax.cli import command

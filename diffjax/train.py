@@ -13,11 +13,18 @@ they find each other by themselves; elsewhere each is told how: --coordinator=HO
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+  # Before the other imports, which take a while: Ctrl-C ends them too.
+  from diffjax.host.signals import end_at_ctrl_c
+
+  end_at_ctrl_c()
+
 import os
 
 from absl import app, flags
 from ml_collections import config_flags
 
+from diffjax import allow_deprecated_call
 from diffjax.cli import command, config_file
 from diffjax.config import Config, UserError
 
@@ -101,6 +108,9 @@ def _check_workdir_of(num_processes: int) -> None:
       " of them see, on a shared disk or gs://"
     )
 
+
+# diffjax.train() was the function that is diffjax.fit() today.
+allow_deprecated_call(__name__)
 
 if __name__ == "__main__":
   command.run(main)

@@ -59,6 +59,8 @@ def call(module, *arguments):
   with (
     own_flags(),
     mock.patch.object(sys, "argv", arguments),
+    # This process keeps its own Ctrl-C.
+    mock.patch("diffjax.host.signals.end_at_ctrl_c"),
     contextlib.redirect_stdout(out),
     contextlib.redirect_stderr(errors),
   ):

@@ -1,8 +1,14 @@
 """Deprecated calls of this project fail its tests; those of libraries do not."""
 
+import importlib
+import sys
 import textwrap
+import types
 
 import pytest
+
+import diffjax
+from tests.in_process import own_flags
 
 
 def library(stacklevel):
@@ -70,3 +76,38 @@ def test_an_unknown_name_is_an_attribute_error():
   for module in ("parameters", "parallel.rules", "styles"):
     with pytest.raises(ImportError, match="cannot import name 'unknown'"):
       exec(f"from diffjax.{module} import unknown", {"__name__": "user"})
+
+
+OLD_NAMES = [("train", "fit"), ("generate", "complete")]
+
+
+@pytest.mark.parametrize("old_name, new_name", OLD_NAMES)
+@pytest.mark.parametrize("is_imported", [False, True])
+def test_a_command_is_a_module_and_was_a_function(
+  old_name, new_name, is_imported, monkeypatch
+):
+  """The call works and warns, whether or not the command is imported."""
+  calls = []
+  monkeypatch.setattr(
+    f"diffjax.inference.notebook.{new_name}",
+    lambda *args, **options: calls.append((args, options)),
+  )
+  try:
+    with own_flags():
+      if is_imported:
+        module = importlib.import_module(f"diffjax.{old_name}")
+        assert getattr(diffjax, old_name) is module
+        assert callable(module.main)
+      with pytest.warns(DeprecationWarning, match=f"call diffjax.{new_name}"):
+        user = {"__name__": "user", "diffjax": diffjax}
+        exec(f"diffjax.{old_name}('first', second=2)", user)
+  finally:
+    forget_module(old_name)
+  assert calls == [(("first",), {"second": 2})]
+  assert isinstance(getattr(diffjax, old_name), types.ModuleType)
+
+
+def forget_module(name):
+  """Undoes `import diffjax.NAME`."""
+  sys.modules.pop(f"diffjax.{name}", None)
+  vars(diffjax).pop(name, None)

@@ -1,4 +1,4 @@
-"""Training and generating as a notebook calls them: `diffjax.train` and `diffjax.generate`."""
+"""Training and generation for notebooks: `diffjax.fit`, `diffjax.complete`."""
 
 from __future__ import annotations
 
@@ -15,28 +15,32 @@ from diffjax.inference.token_ids import is_integer
 from diffjax.inference.trained import Trained, load
 from diffjax.training import loop
 
-# Prompts that are continued together: memory, not the result.
-_BATCH = 16
+# How many prompts are continued at the same time. It changes the memory that is
+# needed, not the results.
+_BATCH_SIZE = 16
 
 
-def train(
+def fit(
   config: Config | ml_collections.ConfigDict | dict[str, Any],
   workdir: epath.PathLike,
 ) -> Trained:
-  """Trains to `config.train.steps`, from the newest checkpoint in `workdir` if there is one, and loads what has been trained.
+  """Trains to `config.train.steps` and returns the trained model.
 
-  It may be called again and again, and in any thread. In the main thread Ctrl-C ends it after the step in hand, with a checkpoint;
-  a second one ends the process.
+  Continues from the newest checkpoint in `workdir` if there is one. Can be
+  called repeatedly and in any thread. In the main thread, Ctrl-C ends training
+  after the current step, with a checkpoint. A second Ctrl-C ends the process.
 
   Args:
-    config: the run's config; or the ConfigDict of a config file (`diffjax.configs.tiny.get_config()`).
+    config: the run's config, or the ConfigDict of a config file
+      (`diffjax.configs.tiny.get_config()`).
     workdir: directory of checkpoints, metrics, plot and sample; local or gs://.
 
   Returns:
     The model of the newest checkpoint.
 
   Raises:
-    UserError: for whatever the user can fix, as `training.loop.train`; and if the run was stopped before its first step.
+    UserError: if the user can fix the error, as in `training.loop.train`, or if
+      the run was stopped before its first step.
   """
   absent_tpu.skip()
   if isinstance(config, Config):
@@ -47,7 +51,7 @@ def train(
   return load(workdir)
 
 
-def generate(
+def complete(
   trained: Trained,
   prompts: str | Sequence[str],
   max_new_tokens: int = 200,
@@ -57,31 +61,41 @@ def generate(
   top_p: float = 1.0,
   seed: int = 0,
 ) -> list[str]:
-  """Continues texts, each as the beginning of a document.
+  """Continues texts. Each is the beginning of a document.
 
-  Every call compiles for seconds. For many calls make one `diffjax.Sampler`, which compiles once and takes token ids as well.
+  Every call compiles for seconds. For many calls, make one `diffjax.Sampler`: it
+  compiles once, and also takes token ids.
 
   Args:
-    trained: the model, as `diffjax.train` and `diffjax.load` return it.
-    prompts: texts of any lengths; "" for a document of the model's own. One text counts as a list of one.
-    max_new_tokens: most tokens to add to each. Prompt and addition together may have `trained.config.model.max_length` tokens.
-    temperature: divides the logits; 0 takes the likeliest token.
-    top_k: draw among the k likeliest tokens; 0 for all.
-    top_p: draw among the likeliest tokens that together have this probability, above 0 and at most 1.
-    seed: of the draws. A prompt's continuation also depends on its place among the prompts, not on the others.
+    trained: the model, as `diffjax.fit` and `diffjax.load` return it.
+    prompts: texts of any lengths; "" for a new document. One text counts as a
+      list of one.
+    max_new_tokens: how many tokens to add to each text at most. A prompt and its
+      new tokens must fit `trained.config.model.max_length`.
+    temperature: divides the logits. 0 takes the likeliest token.
+    top_k: draws among the k likeliest tokens. 0 for all.
+    top_p: draws among the likeliest tokens that together have this probability,
+      above 0 and at most 1.
+    seed: seed of the draws. The continuation of a prompt also depends on its
+      position among the prompts, but not on the other prompts.
 
   Returns:
-    The new text of each prompt. It ends where the model ends the document, or after `max_new_tokens`.
+    The new text of each prompt. It ends where the model ends the document, or
+    after `max_new_tokens`.
 
   Raises:
-    UserError: if a prompt and its addition are too long, or an option is out of range.
+    UserError: if a prompt and its new tokens are too long, or if an option is
+      out of range.
   """
-  texts = [prompts] if isinstance(prompts, str) else list(prompts)
+  if isinstance(prompts, str):
+    prompts = [prompts]
+  texts = list(prompts)
   token_prompts = [trained.tokenizer.encode_prompt(text) for text in texts]
   capacity = None
-  if is_integer(max_new_tokens):  # The sampler refuses others.
+  # The sampler rejects other values.
+  if is_integer(max_new_tokens):
     capacity = row_capacity(trained.config.model, token_prompts, max_new_tokens)
-  batch_size = max(1, min(len(texts), _BATCH))
+  batch_size = max(1, min(len(texts), _BATCH_SIZE))
   sampler = Sampler(trained, batch_size=batch_size, capacity=capacity)
   return sampler.generate(
     texts,

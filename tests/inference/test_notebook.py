@@ -1,14 +1,13 @@
 """diffjax from a notebook: the names that the package shows, training, loading and generating; and the project's own notebook."""
 
-import importlib
 import json
 import re
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import tomllib
-import types
 
 import jax
 import pytest
@@ -19,7 +18,6 @@ from diffjax.configs import tiny
 from diffjax.host.lock import lock
 from experiments import plots
 from tests.conftest import ROOT
-from tests.in_process import own_flags
 
 NOTEBOOK = ROOT / "notebooks/diff_attention.ipynb"
 
@@ -54,7 +52,7 @@ def config(tmp_path_factory):
 @pytest.fixture(scope="module")
 def workdir(config, tmp_path_factory):
   workdir = tmp_path_factory.mktemp("run")
-  trained = diffjax.train(config, workdir)
+  trained = diffjax.fit(config, workdir)
   assert (
     trained.name == f"{workdir} at step 2" and trained.config.train.steps == 2
   )
@@ -88,31 +86,31 @@ def test_load_and_sample(workdir):
     diffjax.load(workdir, 1)
 
 
-def test_generate_is_the_samplers(workdir):
+def test_complete_is_the_samplers(workdir):
   """Texts in, their continuations out; one text counts as a list of one, and each text is continued as it is alone."""
   trained = diffjax.load(workdir)
   prompts = ["def ", "document 1\ndocument", ""]
   options = dict(temperature=1.0, top_k=20, top_p=0.9, seed=3)
-  texts = diffjax.generate(trained, prompts, 20, **options)
+  texts = diffjax.complete(trained, prompts, 20, **options)
   assert texts == diffjax.Sampler(trained, batch_size=3).generate(
     prompts, 20, **options
   )
-  assert diffjax.generate(trained, "def ", 20, **options) == texts[:1]
+  assert diffjax.complete(trained, "def ", 20, **options) == texts[:1]
   one = diffjax.Sampler(trained).generate("def ", 20, **options)
   assert one == texts[:1]
-  assert diffjax.generate(trained, []) == []
+  assert diffjax.complete(trained, []) == []
   many = [f"document {number}\n" for number in range(20)]  # more than one batch
-  assert diffjax.generate(trained, many, 4, temperature=0) == diffjax.Sampler(
+  assert diffjax.complete(trained, many, 4, temperature=0) == diffjax.Sampler(
     trained, batch_size=20
   ).generate(many, 4)
   with pytest.raises(
     UserError, match="a prompt of 5 tokens and 60 new ones are more than the 64"
   ):
-    diffjax.generate(trained, ["def "], 60)
+    diffjax.complete(trained, ["def "], 60)
   with pytest.raises(
     UserError, match="top_p must be above 0 and at most 1; got 2"
   ):
-    diffjax.generate(trained, ["def "], 20, top_p=2)
+    diffjax.complete(trained, ["def "], 20, top_p=2)
 
 
 def test_a_second_call_goes_on_and_nothing_is_left_behind(
@@ -122,13 +120,13 @@ def test_a_second_call_goes_on_and_nothing_is_left_behind(
   handlers = [
     signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)
   ]
-  trained = diffjax.train(config, tmp_path)
+  trained = diffjax.fit(config, tmp_path)
   longer = config.copy_and_resolve_references()
   longer.train.steps = 3
-  assert diffjax.train(longer, tmp_path).name.endswith("at step 3")
+  assert diffjax.fit(longer, tmp_path).name.endswith("at step 3")
   longer.model.ffn_dim = 48
   with pytest.raises(UserError, match="model.ffn_dim was 32 and is 48"):
-    diffjax.train(longer, tmp_path)
+    diffjax.fit(longer, tmp_path)
   assert [
     signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)
   ] == handlers
@@ -147,7 +145,7 @@ def test_in_another_thread(config, workdir, tmp_path):
   )
 
   def work():
-    found.append(diffjax.train(from_config_dict(config), str(tmp_path)))
+    found.append(diffjax.fit(from_config_dict(config), str(tmp_path)))
     found.append(
       [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     )
@@ -163,32 +161,12 @@ def test_configs_are_checked(config, tmp_path):
   with pytest.raises(
     UserError, match="config.train.batch_size = 0: must be at least 1"
   ):
-    diffjax.train(
-      Config(train=Config().train.__class__(batch_size=0)), tmp_path
-    )
+    diffjax.fit(Config(train=Config().train.__class__(batch_size=0)), tmp_path)
   with pytest.raises(
     UserError, match="config.modle is not a config field: did you mean model"
   ):
-    diffjax.train(config.to_dict() | {"modle": {}}, tmp_path)
+    diffjax.fit(config.to_dict() | {"modle": {}}, tmp_path)
   assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", ["train", "generate"])
-def test_the_module_of_a_command_does_not_replace_the_function_of_its_name(
-  name,
-):
-  function = getattr(diffjax, name)
-  try:
-    with own_flags():
-      module = importlib.import_module(f"diffjax.{name}")
-    assert isinstance(module, types.ModuleType) and callable(module.main)
-    assert (
-      getattr(diffjax, name)
-      is function
-      is getattr(importlib.import_module("diffjax"), name)
-    )
-  finally:
-    sys.modules.pop(f"diffjax.{name}", None)
 
 
 def test_the_package_shows_what_a_notebook_needs():
@@ -197,11 +175,11 @@ def test_the_package_shows_what_a_notebook_needs():
     "DiffAttention",
     "Parameter",
     "Sampler",
+    "complete",
     "diff_attention",
-    "generate",
+    "fit",
     "load",
     "register",
-    "train",
     "__version__",
   }
   assert {*diffjax.__all__} <= {*dir(diffjax)}
@@ -238,14 +216,52 @@ def test_one_version():
   )
 
 
-def test_importing_the_package_imports_nothing_else():
-  code = "import json, sys, types, typing; before = {*sys.modules}; import diffjax; print(json.dumps(sorted({*sys.modules} - before)))"
-  found = json.loads(
-    subprocess.run(
-      [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
+def run_code(code):
+  """Returns what Python prints for some code, in a process of its own."""
+  result = subprocess.run(
+    [sys.executable, "-c", textwrap.dedent(code)],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    check=True,
   )
-  assert {*found} <= {"diffjax", "__future__"}
+  return result.stdout
+
+
+def test_importing_the_package_imports_nothing_else():
+  printed = run_code("""
+    import json, sys, types, typing
+    before = set(sys.modules)
+    import diffjax
+    print(json.dumps(sorted(set(sys.modules) - before)))
+  """)
+  assert set(json.loads(printed)) <= {"diffjax", "__future__"}
+
+
+def test_importing_starts_no_thread_and_does_not_read_the_command_line():
+  """Neither the package nor what its names import, nor the commands do."""
+  printed = run_code("""
+    import pathlib, signal, sys, threading
+    # Libraries read the command line when they are imported.
+    import grain, matplotlib, ml_collections, orbax.checkpoint
+
+    class CommandLine(list):
+      def __getitem__(self, index):
+        frame = sys._getframe(1)
+        if "diffjax" in frame.f_globals["__name__"]:
+          raise AssertionError("reads the command line")
+        return super().__getitem__(index)
+
+    sys.argv = CommandLine(["-m"])
+    handler = signal.getsignal(signal.SIGINT)
+    import diffjax
+    for name in diffjax.__all__:
+      getattr(diffjax, name)
+    import diffjax.train, diffjax.aot, diffjax.__main__
+    assert signal.getsignal(signal.SIGINT) is handler
+    print([thread.name for thread in threading.enumerate()])
+  """)
+  assert printed == "['MainThread']\n"
 
 
 def test_a_lock_held_elsewhere_is_respected(config, tmp_path):
@@ -258,7 +274,7 @@ def test_a_lock_held_elsewhere_is_respected(config, tmp_path):
   )
   holder.stdout.readline()
   with pytest.raises(UserError, match="is in use by process"):
-    diffjax.train(config, tmp_path)
+    diffjax.fit(config, tmp_path)
   holder.communicate("\n")
   with lock(tmp_path):
     pass
