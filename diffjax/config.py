@@ -676,11 +676,12 @@ class Config:
 
 
 def _collect_fields() -> dict[str, FieldInfo]:
-  """Returns what is declared about each field, with that of its section."""
+  """Returns what is declared about each field and its section."""
   fields = {}
-  for section in dataclasses.fields(Config):
+  config = Config()
+  for section in dataclasses.fields(config):
     section_info = field_info(section)
-    for declared in dataclasses.fields(section.default):
+    for declared in dataclasses.fields(getattr(config, section.name)):
       info = field_info(declared)
       fields[f"{section.name}.{declared.name}"] = dataclasses.replace(
         info,
