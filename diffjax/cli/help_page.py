@@ -1,96 +1,134 @@
-"""The page that `--help` prints: what a command's docstring says, and the flags that the command defines."""
+"""The page that `--help` prints: a command's docstring and its flags."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from absl import flags
 
-# What every command with a config takes besides its own flags.
+from diffjax.config import Config
+
+
+def _section_names() -> str:
+  """Returns the names of the config's sections, with commas between."""
+  return ", ".join(section.name for section in dataclasses.fields(Config))
+
+
+# Flags of all commands with a config, and what they do.
 CONFIG = {
-  "--config=NAME[:VARIANT]": "A config of configs/ by name, a file, or config.toml of a run; :transformer, :diff_v2 and other attention variants are its twins of equal size.",
-  "--config.SECTION.FIELD=…": "Any field of the config. diffjax/config.py says what each one means.",
-  "--print_config": "Print the whole config, with units and choices, as a file for --config.",
+  "--config=NAME[:VARIANT]": (
+    "A config of configs/ by name, a file, or config.toml of a run;"
+    " :transformer, :diff_v2 and other attention variants are its twins of"
+    " equal size."
+  ),
+  "--config.SECTION.FIELD=…": (
+    f"Any field of the config. Sections are {_section_names()}."
+    " diffjax/config.py and --print_config explain the fields."
+  ),
+  "--print_config": (
+    "Print the whole config as a file for --config. Comments explain each field"
+    " and say what it may be."
+  ),
 }
-# What every command takes.
+# Flags of all commands.
 IMPORT = {
-  "--import=MODULE": "A module that registers attention variants of your own, such as my_package.dint; may be repeated."
+  "--import=MODULE": (
+    "A module that registers attention variants of your own, such as"
+    " my_package.dint; may be repeated."
+  )
 }
+# Flags of commands with settings.
 _SETTINGS = {
-  "--set.SUITE.FIELD=…": "A setting of a suite: a field of Settings in diffjax/evals/SUITE.py."
+  "--set.SUITE.FIELD=…": (
+    "A setting of a suite: a field of Settings in diffjax/evals/SUITE.py."
+  )
 }
-_WIDTH = 100  # columns
-_COLUMN = 28  # where what a flag does begins
+
+# Columns of the page.
+_WIDTH = 100
+# The column in which explanations of flags start.
+_EXPLANATION_COLUMN = 28
 
 
 def is_asked(arguments: Sequence[str]) -> bool:
-  """True if the command line asks for help."""
-  asked = {"-h", "-help", "--help"}.intersection(arguments)
-  return any(
-    "--" not in arguments[: arguments.index(argument)] for argument in asked
-  )
+  """Returns True if the arguments of a command ask for help."""
+  for argument in arguments:
+    # All later arguments are no flags.
+    if argument == "--":
+      return False
+    if argument in ("-h", "-help", "--help"):
+      return True
+  return False
 
 
 def page(*, with_config: bool, with_settings: bool) -> str:
-  """The page of the module that runs as a command.
+  """Returns the page of the module that runs as a command.
 
   Args:
-    with_config: True for a command with a config.
-    with_settings: True for one with settings.
+    with_config: whether the command has a config.
+    with_settings: whether the command has settings.
   """
-  own = {
-    _written(flag): _explained(flag)
-    for flag in flags.FLAGS.flags_by_module_dict().get(sys.argv[0], [])
-  }
-  table = (
-    own
-    | (CONFIG if with_config else {})
-    | (_SETTINGS if with_settings else {})
-    | IMPORT
-  )
-  return f"{_wrapped(sys.modules['__main__'].__doc__ or '')}\n\n{_lines(table)}"
+  module = sys.modules["__main__"]
+  explanations = {}
+  for flag in flags.FLAGS.flags_by_module_dict().get(sys.argv[0], []):
+    explanations[_usage(flag)] = _explanation(flag)
+  if with_config:
+    explanations |= CONFIG
+  if with_settings:
+    explanations |= _SETTINGS
+  explanations |= IMPORT
+  lines = [*_wrap_docstring(module.__doc__ or ""), ""]
+  lines += _wrap_explanations(explanations)
+  return "\n".join(lines)
 
 
-def _wrapped(docstring: str) -> str:
-  """Paragraphs are filled; indented lines stay as they are."""
-  blocks = docstring.strip().split("\n\n")
-  return "\n\n".join(
-    block if block.startswith(" ") else textwrap.fill(block, _WIDTH)
-    for block in blocks
-  )
-
-
-def _written(flag: flags.Flag) -> str:
+def _usage(flag: flags.Flag) -> str:
+  """Returns how a flag is written, such as "--steps=N"."""
   if flag.boolean:
     return f"--{flag.name}"
+  value = "…"
   if isinstance(flag.parser, flags.EnumParser):
-    return f"--{flag.name}={'|'.join(flag.parser.enum_values)}"
-  return f"--{flag.name}={'N' if isinstance(flag.parser, flags.IntegerParser | flags.FloatParser) else '…'}"
+    value = "|".join(flag.parser.enum_values)
+  elif isinstance(flag.parser, flags.IntegerParser | flags.FloatParser):
+    value = "N"
+  return f"--{flag.name}={value}"
 
 
-def _explained(flag: flags.Flag) -> str:
-  """What it does, and its default if it has one."""
-  about = str(flag.help).partition(";\n    repeat this option")[
-    0
-  ]  # absl's own words around ours
-  about = (
-    about.partition(">: ")[2]
-    if isinstance(flag.parser, flags.EnumParser)
-    else about
-  )
-  return (
-    about
-    if flag.default in (None, "", [])
-    else f"{about} [{'off' if flag.default is False else flag.default}]"
-  )
+def _explanation(flag: flags.Flag) -> str:
+  """Returns what a flag does, and its default if it has one."""
+  text = str(flag.help)
+  # absl adds its own words: choices before the text, and a hint after it.
+  text, _, _ = text.partition(";\n    repeat this option")
+  if isinstance(flag.parser, flags.EnumParser):
+    _, _, text = text.partition(">: ")
+  if flag.default is False:
+    return f"{text} [off]"
+  if flag.default in (None, "", []):
+    return text
+  return f"{text} [{flag.default}]"
 
 
-def _lines(table: Mapping[str, str]) -> str:
-  wrap = textwrap.TextWrapper(_WIDTH, subsequent_indent=" " * _COLUMN)
-  lines = []
-  for name, about in table.items():
-    wrap.initial_indent = f"  {name}  ".ljust(_COLUMN)
-    lines.append(wrap.fill(about))
-  return "\n".join(lines)
+def _wrap_docstring(docstring: str) -> Iterable[str]:
+  """Yields lines: paragraphs are filled, and indented ones stay as they are."""
+  for number, paragraph in enumerate(docstring.strip().split("\n\n")):
+    if number > 0:
+      yield ""
+    if not paragraph.startswith(" "):
+      paragraph = textwrap.fill(paragraph, _WIDTH)
+    yield paragraph
+
+
+def _wrap_explanations(explanations: Mapping[str, str]) -> Iterable[str]:
+  """Yields lines: flags, and what they do in a second column."""
+  indent = " " * _EXPLANATION_COLUMN
+  for usage, explanation in explanations.items():
+    first_column = f"  {usage}  ".ljust(_EXPLANATION_COLUMN)
+    yield textwrap.fill(
+      explanation,
+      _WIDTH,
+      initial_indent=first_column,
+      subsequent_indent=indent,
+    )
