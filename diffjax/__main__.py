@@ -34,13 +34,14 @@ def main() -> None:
   name, *rest = arguments
   if name not in COMMANDS:
     _fail(f"{name!r} is no command; the commands are {', '.join(COMMANDS)}")
-  # This process becomes `python -m diffjax.NAME`, so that both are the same:
-  # Ctrl-C, the search path with the current directory, and worker processes.
+  # This process becomes `python -m diffjax.NAME`. So both behave the same, also
+  # in how they handle Ctrl-C, search modules and start worker processes.
   program = [sys.executable, "-m", f"diffjax.{name}", *rest]
   os.execv(sys.executable, program)
 
 
 def _help() -> str:
+  """Returns the list of all commands, with what each of them does."""
   width = max(map(len, COMMANDS))
   lines = ["diffjax COMMAND --help explains a command. The commands:", ""]
   for name in COMMANDS:
@@ -57,6 +58,7 @@ def _summary(name: str) -> str:
 
 
 def _fail(message: str) -> NoReturn:
+  """Ends the process because of an error in the arguments."""
   print(f"error: {message}", file=sys.stderr)
   sys.exit(2)
 
