@@ -1,9 +1,10 @@
-"""Config files: errors in the user's own Python in one line, and TOML, which holds a whole config."""
+"""Config files: errors of the user's Python in one line, and TOML."""
 
 import dataclasses
 import typing
 
 import pytest
+from etils import epath
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,18 +14,31 @@ from diffjax.configs import tiny
 from tests import in_process
 from tests.conftest import ROOT
 
-SECTIONS = {
-  section.name: type(section.default) for section in dataclasses.fields(Config)
+# Which fields each section has.
+FIELDS = {
+  section.name: dataclasses.fields(section.default)
+  for section in dataclasses.fields(Config)
 }
-FIELDS = [
-  (section, field)
-  for section, cls in SECTIONS.items()
-  for field in dataclasses.fields(cls)
-]
+
+WITHOUT_VARIANTS = """
+from diffjax.configs import tiny
+
+def get_config():
+  return tiny.get_config()
+"""
 
 
 def train(*arguments):
   return in_process.call("diffjax.train", *arguments)
+
+
+def error_line(*arguments):
+  """Returns the only line that a command with wrong flags prints."""
+  result = train(*arguments)
+  assert result.returncode == 2
+  assert not result.stdout
+  [line] = result.stderr.splitlines()
+  return line
 
 
 @pytest.mark.parametrize(
@@ -39,11 +53,17 @@ def train(*arguments):
       "{file}:1: ModuleNotFoundError: No module named 'no_such_module'",
     ),
     (
-      "from diffjax.configs import tiny\n\ndef get_config():\n  return tiny.get_confg()\n",
+      "from diffjax.configs import tiny\n"
+      "\n"
+      "def get_config():\n"
+      "  return tiny.get_confg()\n",
       "{file}:4: AttributeError: module 'diffjax.configs.tiny' has no",
     ),
     (
-      "from diffjax.configs import tiny\ndef get_config():\n  config = tiny.get_config()\n  config.train.update(1, 2)\n",
+      "from diffjax.configs import tiny\n"
+      "def get_config():\n"
+      "  config = tiny.get_config()\n"
+      "  config.train.update(1, 2)\n",
       "{file}:4: TypeError: ",
     ),
     ("def get_config():\n  return {}['x']\n", "{file}:2: KeyError: x"),
@@ -53,7 +73,8 @@ def train(*arguments):
     ),
     (
       "def get_config():\n  return open('/nowhere/x')\n",
-      "{file}:2: FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/x'",
+      "{file}:2: FileNotFoundError: [Errno 2] No such file or directory:"
+      " '/nowhere/x'",
     ),
     ("config = 3\n", "{file} has no get_config(): "),
     (
@@ -74,86 +95,82 @@ def train(*arguments):
 def test_an_error_in_the_users_file_is_one_line(tmp_path, text, message):
   file = tmp_path / "mine.py"
   file.write_text(text)
-  result = train(f"--config={file}", "--workdir=x")
-  [line] = result.stderr.splitlines()
-  assert result.returncode == 2 and line.startswith(
-    f"error: {message.format(file=file)}"
-  ), line
+  line = error_line(f"--config={file}", "--workdir=x")
+  assert line.startswith(f"error: {message.format(file=file)}")
 
 
-def test_an_error_in_a_file_that_the_users_file_imports_is_told_of_that_file(
-  tmp_path, monkeypatch
-):
+def test_an_error_in_an_imported_file_names_that_file(tmp_path, monkeypatch):
   (tmp_path / "mine_too.py").write_text("\nx = 1 / 0\n")
   (tmp_path / "mine.py").write_text("import mine_too\n")
   monkeypatch.syspath_prepend(str(tmp_path))
-  [line] = train(f"--config={tmp_path / 'mine.py'}").stderr.splitlines()
-  assert (
-    line
-    == f"error: {tmp_path / 'mine_too.py'}:2: ZeroDivisionError: division by zero"
+  assert error_line(f"--config={tmp_path}/mine.py") == (
+    f"error: {tmp_path}/mine_too.py:2: ZeroDivisionError: division by zero"
   )
 
 
-def test_what_is_no_config_file_is_said_to_be_what_it_is(tmp_path):
-  (tmp_path / "empty").mkdir()
-  (tmp_path / "run").mkdir()
-  (tmp_path / "run/config.toml").write_text("")
-  (tmp_path / "no.toml").write_text("[model\n")
-  (tmp_path / "wrong.toml").write_text("[train]\nstepz = 3\n")
-  (tmp_path / "no_variant.py").write_text(
-    "from diffjax.configs import tiny\ndef get_config():\n  return tiny.get_config()\n"
-  )
-  for value, message in (
+@pytest.mark.parametrize(
+  "value, message",
+  [
     (
       "configs",
       "configs: that is a directory; name a file in it: configs/base.py, ",
     ),
     (
-      tmp_path / "run",
-      f"{tmp_path}/run: that is a directory; name a file in it: {tmp_path}/run/config.toml",
+      "{folder}/run",
+      "{folder}/run: that is a directory; name a file in it:"
+      " {folder}/run/config.toml",
     ),
     (
-      tmp_path / "empty",
-      f"{tmp_path}/empty: that is a directory; name a file; the configs are base, ",
+      "{folder}/empty",
+      "{folder}/empty: that is a directory; name a file; the configs are base, ",
     ),
     (
-      tmp_path / "none.toml",
-      f"{tmp_path}/none.toml: no such config or file; the configs are base, ",
+      "{folder}/none.toml",
+      "{folder}/none.toml: no such config or file; the configs are base, ",
     ),
-    (tmp_path / "no.toml", f"{tmp_path}/no.toml: not TOML: "),
+    ("{folder}/no.toml", "{folder}/no.toml: not TOML: "),
     (
-      tmp_path / "wrong.toml",
-      f"{tmp_path}/wrong.toml: config.train.stepz is not a config field: did you mean train.steps?",
+      "{folder}/wrong.toml",
+      "{folder}/wrong.toml: config.train.stepz is not a config field:"
+      " did you mean train.steps?",
     ),
     (
-      f"{tmp_path}/run/config.toml:diff",
-      f"{tmp_path}/run/config.toml:diff: a TOML file has no variants; pass --config=",
+      "{folder}/run/config.toml:diff",
+      "{folder}/run/config.toml:diff: a TOML file has no variants;"
+      " pass --config=",
     ),
     ("", ": no such config or file; the configs are base, "),
     ("nope", "nope: no such config or file; the configs are base, diff_125m, "),
     ("nope:diff", "nope: no such config or file; the configs are base, "),
     ("tiny.py", "tiny.py: no such config or file; the configs are base, "),
-  ):
-    result = train(f"--config={value}")
-    [line] = result.stderr.splitlines()
-    assert result.returncode == 2 and line.startswith(
-      f"error: --config={message}"
-    ), line
-  [line] = train(f"--config={tmp_path}/no_variant.py:diff").stderr.splitlines()
-  assert (
-    line
-    == f"error: {tmp_path}/no_variant.py: get_config: it takes no variant; pass --config={tmp_path}/no_variant.py"
+  ],
+)
+def test_an_unusable_value_is_one_line(tmp_path, value, message):
+  (tmp_path / "empty").mkdir()
+  (tmp_path / "run").mkdir()
+  (tmp_path / "run/config.toml").write_text("")
+  (tmp_path / "no.toml").write_text("[model\n")
+  (tmp_path / "wrong.toml").write_text("[train]\nstepz = 3\n")
+  line = error_line(f"--config={value.format(folder=tmp_path)}")
+  assert line.startswith(f"error: --config={message.format(folder=tmp_path)}")
+
+
+def test_a_file_without_variants_says_so(tmp_path):
+  file = tmp_path / "no_variant.py"
+  file.write_text(WITHOUT_VARIANTS)
+  assert error_line(f"--config={file}:diff") == (
+    f"error: {file}: get_config: it takes no variant; pass --config={file}"
   )
 
 
-def test_an_error_in_a_config_of_the_package_is_told_of_its_line(tmp_path):
+def test_an_error_in_a_config_of_the_package_names_its_line(tmp_path):
   """Users edit these files too, although they lie in the package."""
   file = tmp_path / "mine.py"
   file.write_text(
     "from diffjax.configs import base\n\n"
     "def get_config():\n  base.with_heads(None, 1)\n"
   )
-  [line] = train(f"--config={file}").stderr.splitlines()
+  line = error_line(f"--config={file}")
   assert line.startswith(f"error: {ROOT}/diffjax/configs/base.py:")
   assert "AttributeError" in line
 
@@ -170,7 +187,9 @@ def test_a_config_of_the_package_has_a_name(tmp_path, monkeypatch):
   assert from_config_dict(config_file.read("tiny:transformer")) == expected
 
 
-def test_a_file_here_may_have_any_other_name(tmp_path, monkeypatch):
+def test_a_file_in_the_current_directory_may_have_any_other_name(
+  tmp_path, monkeypatch
+):
   monkeypatch.chdir(tmp_path)
   (tmp_path / "mine").write_text("from diffjax.configs.tiny import get_config")
   expected = from_config_dict(tiny.get_config())
@@ -213,93 +232,107 @@ def test_the_name_of_a_run(spec, name):
   assert config_file.run_name(spec) == name
 
 
-def test_the_printed_config_is_whole_and_can_be_passed_back_in(tmp_path):
-  """Variants and overrides are in it. Every field has its comment, and the bounds and choices that it was declared with."""
-  printed = train(
+@pytest.fixture
+def printed_config(tmp_path):
+  """The file that --print_config prints for a variant with overrides."""
+  result = train(
     "--config=configs/tiny.py:transformer",
     "--config.train.steps=7",
     "--config.model.window=9",
     "--print_config",
   )
-  assert printed.returncode == 0 and not printed.stderr
+  assert result.returncode == 0
+  assert not result.stderr
   file = tmp_path / "mine.toml"
-  file.write_text(printed.stdout)
-  again = train(f"--config={file}", "--print_config")
-  assert again.stdout == printed.stdout
-  expected = from_config_dict(tiny.get_config("transformer"))
-  expected = dataclasses.replace(
-    expected,
-    model=dataclasses.replace(expected.model, window=9),
-    train=dataclasses.replace(expected.train, steps=7),
-  )
-  assert from_config_dict(config_file.read(str(file))) == expected
-  assert (
-    "steps = 8\n"
-    in train(
-      f"--config={file}", "--config.train.steps=8", "--print_config"
-    ).stdout
-  )
-  lines = printed.stdout.splitlines()
+  file.write_text(result.stdout)
+  return file
+
+
+def test_a_printed_config_can_be_passed_back_in(printed_config):
+  """It holds the variant and the overrides, and can be overridden again."""
+  expected = tiny.get_config("transformer")
+  expected.train.steps = 7
+  expected.model.window = 9
+  values = config_file.read(str(printed_config))
+  assert from_config_dict(values) == from_config_dict(expected)
+
+  flag = f"--config={printed_config}"
+  again = train(flag, "--print_config")
+  assert again.stdout == printed_config.read_text()
+  changed = train(flag, "--config.train.steps=8", "--print_config")
+  assert "steps = 8\n" in changed.stdout
+
+
+def test_a_printed_config_has_a_comment_above_each_field(printed_config):
+  lines = printed_config.read_text().splitlines()
   assert max(map(len, lines)) <= 100
-  for section, field in FIELDS:
-    place = next(
-      index
-      for index, line in enumerate(lines)
-      if line.removeprefix("# ").startswith(f"{field.name} = ")
-    )
-    assert lines[place - 1].startswith("# "), (section, field.name)
+  number = 0
+  for section, fields in FIELDS.items():
+    number = lines.index(f"[{section}]", number)
+    for field in fields:
+      # The line of a field without a value is a comment.
+      while not lines[number].removeprefix("# ").startswith(f"{field.name} ="):
+        number += 1
+      assert lines[number - 1].startswith("# "), (section, field.name)
+
+
+def test_the_comments_of_a_printed_config(printed_config):
+  """They name the choices, and the bounds of numbers."""
+  lines = printed_config.read_text().splitlines()
   text = " ".join(line.removeprefix("# ") for line in lines)
-  assert (
-    "H: heads that write to the residual stream" in text
-    and "It must be at least 1." in text
-    and "Cut to" not in text
-  )
-  for _, field in FIELDS:
-    assert (bound := field_info(field).bound) is None or all(
-      choice in text for choice in bound.choices
-    )
-  assert from_config_dict(config_file.read(str(file))).train.steps == 7
+  assert "H: heads that write to the residual stream" in text
+  assert "Number of steps that are profiled. It must be at least 1." in text
+  for fields in FIELDS.values():
+    for field in fields:
+      bound = field_info(field).bound
+      if bound is not None:
+        assert all(choice in text for choice in bound.choices)
 
 
-def test_a_field_that_may_be_none_is_none_where_it_is_left_out():
-  """TOML has no None: such a field is left out of the file, and read as its default."""
-  for section, field in FIELDS:
-    if type(None) in typing.get_args(
-      typing.get_type_hints(SECTIONS[section])[field.name]
-    ):
-      assert field.default is None, (section, field.name)
+def test_a_field_that_may_be_none_has_the_default_none():
+  """TOML has no None, so such a field is left out and read as its default."""
+  for section in dataclasses.fields(Config):
+    types_by_name = typing.get_type_hints(type(section.default))
+    for field in FIELDS[section.name]:
+      if type(None) in typing.get_args(types_by_name[field.name]):
+        assert field.default is None, (section.name, field.name)
 
 
-texts = st.text(
-  st.characters(codec=None), max_size=9
-)  # also what no encoding has: Python keeps a path's odd bytes as surrogates
+def can_be_decoded(text):
+  """Returns True if UTF-8 with surrogates for odd bytes can hold the text."""
+  for character in text:
+    if "\ud800" <= character < "\udc80" or "\udcff" < character <= "\udfff":
+      return False
+  return True
+
+
+# Also text that no encoding has: Python keeps a path's odd bytes as surrogates.
+texts = st.text(st.characters(codec=None), max_size=9).filter(can_be_decoded)
 floats = st.floats(allow_nan=False, allow_infinity=False)
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)
-@given(
-  texts.filter(
-    lambda text: (
-      not any("\ud800" <= each < "\udc80" or each > "\udcff" for each in text)
-    )
-  ),
-  floats,
-  st.booleans(),
-)
+@given(texts, floats, st.booleans())
 def test_every_value_comes_back_exactly(tmp_path_factory, text, number, flag):
   path = tmp_path_factory.getbasetemp() / "config.toml"
   config = Config()
-  config = dataclasses.replace(
-    config,
-    model=dataclasses.replace(config.model, lambda_init=number, causal=flag),
-    data=dataclasses.replace(
-      config.data, source=text, timeout=abs(number) or 1.0
-    ),
-  )
-  from etils import epath
+  model = dataclasses.replace(config.model, lambda_init=number, causal=flag)
+  # A timeout is above 0.
+  timeout = abs(number) or 1.0
+  data = dataclasses.replace(config.data, source=text, timeout=timeout)
+  config = dataclasses.replace(config, model=model, data=data)
 
   config_file.write(epath.Path(path), config)
   assert from_config_dict(config_file.read(str(path))) == config
+
+
+def test_a_failed_write_is_one_line_and_leaves_no_file(tmp_path):
+  target = tmp_path / "config.toml"
+  target.mkdir()
+  (target / "file").touch()
+  with pytest.raises(UserError, match=f"^cannot write {target}: "):
+    config_file.write(epath.Path(target), Config())
+  assert list(tmp_path.iterdir()) == [target]
 
 
 def test_nothing_of_a_toml_file_is_executed(tmp_path):
