@@ -1,4 +1,7 @@
-"""Commands as users type them: exit codes and one clear line for bad input; the documented commands as they stand there."""
+"""Commands as users type them: exit codes, errors in one line, and the docs.
+
+The documented commands run as they are written on the pages.
+"""
 
 import json
 import os
@@ -13,9 +16,11 @@ from tests import in_process
 from tests.conftest import ROOT
 from tests.pages import DOCUMENTATION, commands, python_blocks
 
+TINY = "--config=configs/tiny.py"
+
 
 @pytest.mark.parametrize(
-  "args, code, message",
+  "arguments, code, message",
   [
     (
       [],
@@ -25,34 +30,38 @@ from tests.pages import DOCUMENTATION, commands, python_blocks
     (
       ["--config=configs/nope.py"],
       2,
-      "error: --config=configs/nope.py: no such config or file; the configs are base, diff_125m, ",
+      "error: --config=configs/nope.py: no such config or file; the configs are"
+      " base, diff_125m, ",
     ),
     (
       ["--config=configs/tiny.py:v9"],
       2,
-      "error: variant 'v9': 'v9' is not allowed; variants are diff|transformer|softmax|diff_v2|",
+      "error: variant 'v9': 'v9' is not allowed; variants are"
+      " diff|transformer|softmax|diff_v2|",
     ),
     (
       ["--config=experiments/scaling/config.py:diff,size=9b"],
       2,
-      "error: variant 'diff,size=9b': 'size=9b' is not allowed; variants are transformer|diff|diff_v2[,size=0.1m|",
+      "error: variant 'diff,size=9b': 'size=9b' is not allowed; variants are"
+      " transformer|diff|diff_v2[,size=0.1m|",
     ),
     (
-      ["--config=configs/tiny.py", "--config.train.stepz=3"],
+      [TINY, "--config.train.stepz=3"],
       2,
-      "error: config.train.stepz is not a config field: did you mean train.steps?",
+      "error: config.train.stepz is not a config field: did you mean"
+      " train.steps?",
     ),
     (
-      ["--config=configs/tiny.py", "--config.train.steps=x"],
+      [TINY, "--config.train.steps=x"],
       2,
       "error: flag --config.train.steps=x: invalid literal",
     ),
     (
-      ["--config=configs/tiny.py", "--workdirs=x"],
+      [TINY, "--workdirs=x"],
       2,
       "error: Unknown command line flag 'workdirs'",
     ),
-    (["--config=configs/tiny.py", "x"], 2, "error: unexpected argument 'x'"),
+    ([TINY, "x"], 2, "error: unexpected argument 'x'"),
     (
       ["--config=runs/x/config.toml"],
       2,
@@ -60,7 +69,7 @@ from tests.pages import DOCUMENTATION, commands, python_blocks
     ),
     (
       [
-        "--config=configs/tiny.py",
+        TINY,
         "--config.model.num_kv_heads=3",
         "--workdir=x",
       ],
@@ -69,7 +78,7 @@ from tests.pages import DOCUMENTATION, commands, python_blocks
     ),
     (
       [
-        "--config=configs/tiny.py",
+        TINY,
         "--config.model.attention_implementation=x",
         "--workdir=x",
       ],
@@ -78,7 +87,7 @@ from tests.pages import DOCUMENTATION, commands, python_blocks
     ),
     (
       [
-        "--config=configs/tiny.py",
+        TINY,
         "--config.data.source=text:/nowhere/*",
         "--workdir=x",
       ],
@@ -87,8 +96,8 @@ from tests.pages import DOCUMENTATION, commands, python_blocks
     ),
   ],
 )
-def test_bad_input_is_one_line(command, args, code, message):
-  result = command("diffjax.train", *args)
+def test_bad_input_is_one_line(command, arguments, code, message):
+  result = command("diffjax.train", *arguments)
   lines = result.stderr.strip().splitlines()
   assert result.returncode == code, result.stderr
   assert message in lines[-1]
@@ -97,8 +106,9 @@ def test_bad_input_is_one_line(command, args, code, message):
 
 
 def test_without_network_the_command_names_what_works(command, tmp_path):
+  # Nothing listens on this port.
   environment = {
-    "HTTPS_PROXY": "http://127.0.0.1:9",  # nothing listens there
+    "HTTPS_PROXY": "http://127.0.0.1:9",
     "TIKTOKEN_CACHE_DIR": str(tmp_path / "cache"),
     "HF_ENDPOINT": "http://127.0.0.1:9",
   }
@@ -116,53 +126,70 @@ def test_without_network_the_command_names_what_works(command, tmp_path):
     assert part in message
 
 
-WITH_CONFIG = ("train", "prepare", "aot")
+WITH_CONFIG = ("diffjax.train", "diffjax.prepare", "diffjax.aot")
 COMMANDS = [
-  *(
-    f"diffjax.{name}"
-    for name in (*WITH_CONFIG, "evaluate", "generate", "convert", "checkpoints")
-  ),
+  *WITH_CONFIG,
+  "diffjax.evaluate",
+  "diffjax.generate",
+  "diffjax.convert",
+  "diffjax.checkpoints",
   "experiments.run",
 ]
+# How a help page shows the defaults in a file's source. Others are shown as
+# they are.
+SHOWN_DEFAULTS = {"False": "off", "None": "", "[]": "", '""': ""}
 
 
-@pytest.mark.parametrize("module", COMMANDS)
-def test_help_fits_a_screen(module):
-  """What it does, every flag of its own with its default, examples, and where the fields are."""
-  result = in_process.call(module, "--help")
-  assert result.returncode == 0 and not result.stderr
-  lines = result.stdout.splitlines()
-  assert len(lines) <= 30 and max(map(len, lines)) <= 100
-  assert (
-    sum(line.startswith(f"    python -m {module} ") for line in lines) >= 2
-  ), "examples"
+@pytest.fixture(scope="module", params=COMMANDS)
+def help_page(request):
+  """(module, what --help prints) of each command."""
+  result = in_process.call(request.param, "--help")
+  assert result.returncode == 0
+  assert not result.stderr
+  return request.param, result.stdout
+
+
+def test_help_fits_a_screen(help_page):
+  _, text = help_page
+  lines = text.splitlines()
+  assert len(lines) <= 30
+  assert max(map(len, lines)) <= 100
+
+
+def test_help_has_examples(help_page):
+  module, text = help_page
+  assert text.count(f"\n    python -m {module} ") >= 2
+
+
+def test_help_explains_every_flag_and_gives_its_default(help_page):
+  module, text = help_page
   source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
-  for kind, name, default in re.findall(
-    r'flags\.DEFINE_(\w+)\(\s*"(\w+)", ([^,]+),', source
-  ):
-    about = result.stdout.partition(f"\n  --{name}")[2].partition("\n  --")[0]
-    shown = {"False": "off", "None": None, "[]": None, '""': None}.get(
-      default, default.strip('"')
-    )
-    assert about and (
-      shown is None or about.endswith(f"[{shown}]") or f"[{shown}]\n" in about
-    ), (kind, name, default, about)
-  names = (
-    "diffjax/evals/SUITE.py"
-    if module == "diffjax.evaluate"
-    else "diffjax/config.py"
-  )
-  if module in (
-    "diffjax.evaluate",
-    *(f"diffjax.{name}" for name in WITH_CONFIG),
-  ):
-    assert names in result.stdout
-  assert in_process.call(module, "--workdir=x", "-h").stdout == result.stdout
+  definition = r'flags\.DEFINE_\w+\(\s*"(\w+)", ([^,]+),'
+  for name, default in re.findall(definition, source):
+    _, _, rest_of_page = text.partition(f"\n  --{name}")
+    explanation, _, _ = rest_of_page.partition("\n  --")
+    assert explanation, name
+    shown_default = SHOWN_DEFAULTS.get(default, default.strip('"'))
+    if shown_default:
+      assert f"[{shown_default}]\n" in f"{explanation}\n", name
 
 
-@pytest.mark.parametrize(
-  "arguments", [["--help"], ["--config=configs/tiny.py", "--print_config"]]
-)
+def test_help_says_where_fields_are_explained(help_page):
+  module, text = help_page
+  if module in WITH_CONFIG:
+    assert "diffjax/config.py" in text
+    sections = "Sections are model, data, optimizer, train, eval, mesh."
+    assert sections in " ".join(text.split())
+  if module == "diffjax.evaluate":
+    assert "diffjax/evals/SUITE.py" in text
+
+
+def test_help_has_a_short_flag(help_page):
+  module, text = help_page
+  assert in_process.call(module, "--workdir=x", "-h").stdout == text
+
+
+@pytest.mark.parametrize("arguments", [["--help"], [TINY, "--print_config"]])
 def test_a_closed_pipe_ends_a_command_quietly(arguments):
   reader, writer = os.pipe()
   os.close(reader)
@@ -174,16 +201,33 @@ def test_a_closed_pipe_ends_a_command_quietly(arguments):
     text=True,
   )
   os.close(writer)
-  assert result.returncode == 128 + signal.SIGPIPE and not result.stderr
+  assert result.returncode == 128 + signal.SIGPIPE
+  assert not result.stderr
+
+
+# A machine with a GPU may have JAX, flax and optax, and little else.
+NOT_ON_GPU_MACHINES = [
+  "array_record",
+  "grain",
+  "matplotlib",
+  "ml_collections",
+  "orbax",
+  "pyarrow",
+  "tensorboardX",
+  "tensorflow_datasets",
+  "tiktoken",
+  "tokenizers",
+  "zstandard",
+]
 
 
 def test_the_gpu_benchmark_needs_little():
-  """A machine with a GPU may have JAX, flax and optax, and little else. What its processes do is imported here too."""
-  absent = "ml_collections grain tensorboardX orbax tiktoken tokenizers matplotlib tensorflow_datasets array_record pyarrow zstandard"
+  """It imports what its processes do, too."""
   code = f"""if True:
     import sys
-    sys.modules.update(dict.fromkeys({absent.split()}))
-    import benchmarks.gpu.worker, benchmarks.gpu.checks, benchmarks.gpu.attention, benchmarks.gpu.decode, benchmarks.gpu.steps
+    sys.modules.update(dict.fromkeys({NOT_ON_GPU_MACHINES}))
+    import benchmarks.gpu.worker, benchmarks.gpu.checks
+    import benchmarks.gpu.attention, benchmarks.gpu.decode, benchmarks.gpu.steps
     from benchmarks.gpu.__main__ import main
     main([])"""
   result = subprocess.run(
@@ -193,99 +237,116 @@ def test_the_gpu_benchmark_needs_little():
     text=True,
     timeout=300,
   )
-  assert (
-    result.stderr.strip() == "error: this times a GPU, and the backend is 'cpu'"
-    and result.returncode == 1
+  assert result.returncode == 1
+  assert result.stderr == (
+    "error: this times a GPU, and the backend is 'cpu'\n"
   )
 
 
 def with_workdir(module, arguments):
   """Returns the command with the workdir that it writes to by default."""
-  config = "--config=configs/tiny.py"
-  if (module, arguments) == ("diffjax.train", [config]):
-    return (module, config, "--workdir=runs/tiny")
+  if (module, arguments) == ("diffjax.train", [TINY]):
+    return (module, TINY, "--workdir=runs/tiny")
   return (module, *arguments)
 
 
-@pytest.mark.longest
-@pytest.mark.full
-@pytest.mark.usefixtures("optimised", "system_allocator")
-def test_documented_commands_on_tiny(tmp_path):
-  """Runs the README's training command, and all that pages do with its run.
+def commands_on_tiny():
+  """Returns the documented commands that use runs/tiny and no other run."""
+  documented = []
+  for page in DOCUMENTATION:
+    for module, arguments in commands(page.read_text()):
+      command = with_workdir(module, arguments)
+      workdirs = set(re.findall(r"runs/\w+", " ".join(command)))
+      if workdirs == {"runs/tiny"} and command not in documented:
+        documented.append(command)
+  return documented
 
-  Only the workdir is another one, and a benchmark reads fewer rows. Each command
-  and each block of code runs in a process of its own, as a user starts it.
+
+def code_on_tiny():
+  """Returns the documented blocks of Python that use runs/tiny."""
+  blocks = []
+  for page in DOCUMENTATION:
+    for block in python_blocks(page.read_text()):
+      if "runs/tiny" in block:
+        blocks.append(block)
+  return blocks
+
+
+@pytest.fixture
+def run_in(tmp_path):
+  """run_in("-m", MODULE, …): Python, with its files in tmp_path.
+
+  Returns what it prints. Fails if it does not succeed, or if it warns.
   """
-  texts = [page.read_text() for page in DOCUMENTATION]
-  documented = dict.fromkeys(
-    with_workdir(module, arguments)
-    for text in texts
-    for module, arguments in commands(text)
-  )
-  on_tiny = [
-    command
-    for command in documented
-    if set(re.findall(r"runs/\w+", " ".join(command))) == {"runs/tiny"}
-  ]
-  assert on_tiny[0][0] == "diffjax.train"
-  programs = [
-    ["-m", *command]
-    for command in [
-      *on_tiny,
-      ("diffjax.evaluate", "--suite=validation", "--workdir=runs/tiny"),
-    ]
-  ]
-  for program in programs:
-    if "benchmarks.int8_cache" in program:
-      program.append("--rows=32")  # of 256, which would take minutes
-  programs += [
-    ["-c", block]
-    for text in texts
-    for block in python_blocks(text)
-    if "runs/tiny" in block
-  ]
-  outputs = {}
-  for option, program, *arguments in programs:
-    arguments = [
-      re.sub(r"runs/tiny|exported", rf"{tmp_path}/\g<0>", argument)
-      for argument in (program, *arguments)
-    ]
+
+  def run(*arguments):
+    moved = []
+    for argument in arguments:
+      moved.append(
+        re.sub(r"runs/tiny|exported", rf"{tmp_path}/\g<0>", argument)
+      )
     result = subprocess.run(
-      [sys.executable, option, *arguments],
+      [sys.executable, *moved],
       cwd=ROOT,
       capture_output=True,
       text=True,
       timeout=1800,
     )
-    assert result.returncode == 0 and "Traceback" not in result.stderr, (
-      result.stderr
-    )
-    assert (
-      program == "diffjax.train" or "warning" not in result.stderr.lower()
-    ), result.stderr
-    outputs[program if option == "-m" else "code"] = result.stdout
-  assert {"train", "checkpoints", "generate", "convert", "evaluate"} <= {
-    name.partition(".")[2] for name in outputs
-  }
-  run, last = tmp_path / "runs/tiny", {}
-  for entry in (run / "metrics.jsonl").read_text().splitlines():
-    last |= json.loads(entry)
-  assert last["validation/bits_per_byte"] < 2.2
-  assert (
-    last["validation/bits_per_byte"] < last["validation/trigram_bits_per_byte"]
-  )
-  assert (
-    (run / "loss.png").exists()
-    and (run / "sample.txt").exists()
-    and (run / "checkpoints" / "600").exists()
-  )
-  assert "600" in outputs["diffjax.checkpoints"] and outputs[
-    "diffjax.generate"
-  ].startswith("def main(")
-  assert (tmp_path / "exported" / "model.safetensors").exists() and (
-    run / "evals" / "validation.json"
-  ).exists()
-  assert outputs["code"].count("def ") >= 1
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
+    if "diffjax.train" not in arguments:
+      assert "warning" not in result.stderr.lower(), result.stderr
+    return result.stdout
+
+  return run
+
+
+@pytest.mark.longest
+@pytest.mark.full
+@pytest.mark.usefixtures("optimised", "system_allocator")
+def test_documented_commands_on_tiny(tmp_path, run_in):
+  """Runs the README's training command, and all that pages do with its run.
+
+  Only the workdir is another one, and a benchmark reads fewer rows. Each command
+  and each block of code runs in a process of its own, as a user starts it.
+  """
+  documented = commands_on_tiny()
+  assert documented[0][0] == "diffjax.train"
+  evaluation = ("diffjax.evaluate", "--suite=validation", "--workdir=runs/tiny")
+  printed = {}
+  for module, *arguments in [*documented, evaluation]:
+    if module == "benchmarks.int8_cache":
+      # Of 256 rows, which would take minutes.
+      arguments.append("--rows=32")
+    printed[module] = run_in("-m", module, *arguments)
+  assert {
+    "diffjax.train",
+    "diffjax.checkpoints",
+    "diffjax.generate",
+    "diffjax.convert",
+    "diffjax.evaluate",
+  } <= printed.keys()
+  assert "600" in printed["diffjax.checkpoints"]
+  assert printed["diffjax.generate"].startswith("def main(")
+
+  blocks = code_on_tiny()
+  assert blocks
+  for block in blocks:
+    text = run_in("-c", block)
+  assert text.count("def ") >= 1
+
+  run = tmp_path / "runs/tiny"
+  newest_values = {}
+  for line in (run / "metrics.jsonl").read_text().splitlines():
+    newest_values |= json.loads(line)
+  bits_per_byte = newest_values["validation/bits_per_byte"]
+  assert bits_per_byte < 2.2
+  assert bits_per_byte < newest_values["validation/trigram_bits_per_byte"]
+  assert (run / "loss.png").exists()
+  assert (run / "sample.txt").exists()
+  assert (run / "checkpoints/600").exists()
+  assert (run / "evals/validation.json").exists()
+  assert (tmp_path / "exported/model.safetensors").exists()
 
 
 @pytest.mark.full
@@ -299,7 +360,10 @@ def test_documented_commands_on_tiny(tmp_path):
   ],
 )
 def test_sigkill_at_random_moments_changes_nothing(arguments):
-  """The full measurements are in docs/reliability.md. Seed 142 kills it once while it starts again."""
+  """docs/reliability.md has the full measurements.
+
+  Seed 142 kills it once while it starts again.
+  """
   result = subprocess.run(
     [sys.executable, "-m", "benchmarks.kill", *arguments.split()],
     cwd=ROOT,
@@ -312,7 +376,10 @@ def test_sigkill_at_random_moments_changes_nothing(arguments):
 
 @pytest.mark.full
 def test_ctrl_c_at_random_moments_of_a_cold_start():
-  """`python -m benchmarks.interrupt` does 50, of which each must end within two seconds; a busy machine has longer here."""
+  """`python -m benchmarks.interrupt` does 50, with a limit of two seconds each.
+
+  A busy machine has longer here.
+  """
   arguments = ["--times=4", "--seed=1", "--limit=30"]
   result = subprocess.run(
     [sys.executable, "-m", "benchmarks.interrupt", *arguments],
@@ -327,7 +394,7 @@ def test_ctrl_c_at_random_moments_of_a_cold_start():
 @pytest.mark.full
 @pytest.mark.usefixtures("optimised", "system_allocator")
 def test_memory_does_not_grow():
-  """With one layer of tiny's, whose arrays are as large as those of all; the full measurements are in docs/reliability.md."""
+  """With one layer of tiny. docs/reliability.md has the full measurements."""
   code = """if True:
     from benchmarks import growth
     whole = growth.tiny.get_config
