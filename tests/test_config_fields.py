@@ -1,12 +1,21 @@
-"""The declarations of the config's fields, and those who read them."""
+"""The config's fields: their declarations, who reads them, and their checks."""
 
 import copy
+import dataclasses
+import math
 import subprocess
 import sys
 
 import pytest
 
-from diffjax.config import FIELDS, OF_THE_RUN, Config, UserError
+from diffjax.config import (
+  FIELDS,
+  OF_THE_RUN,
+  Config,
+  UserError,
+  check,
+  from_config_dict,
+)
 from diffjax.training import resume
 from experiments import grid
 from tests import in_process
@@ -26,6 +35,17 @@ WITHOUT_EFFECT = {
   "train.sample_prompt",
   "train.sample_tokens",
   "train.wandb_project",
+}
+
+# The fields that have bounds.
+BOUNDS = {
+  name: info.bound for name, info in FIELDS.items() if info.bound is not None
+}
+# The type of each field, as it is written.
+TYPES = {
+  f"{section.name}.{field.name}": field.type
+  for section in dataclasses.fields(Config)
+  for field in dataclasses.fields(section.default)
 }
 
 every_field = pytest.mark.parametrize("name", FIELDS)
@@ -117,3 +137,252 @@ def test_fields_need_only_the_standard_library():
     check=True,
   )
   assert eval(result.stdout) <= {"__main__", "diffjax"}
+
+
+@pytest.mark.parametrize(
+  "field, value, message",
+  [
+    (
+      "model.num_layer",
+      3,
+      "config.model.num_layer is not a config field: did you mean model.num_layers",
+    ),
+    (
+      "model.banana",
+      3,
+      "config.model.banana is not a config field: there are attention, ",
+    ),
+    ("model.num_layers", "3", "config.model.num_layers must be int; got '3'"),
+    ("model.num_layers", 2.5, "config.model.num_layers must be int; got 2.5"),
+    ("model.num_layers", True, "config.model.num_layers must be int; got True"),
+    ("model.num_layers", 0, "config.model.num_layers = 0: must be at least 1"),
+    (
+      "model.num_kv_heads",
+      3,
+      "config.model.num_kv_heads = 3: must divide model.num_heads = 2",
+    ),
+    (
+      "model.num_noise_heads",
+      3,
+      "config.model.num_noise_heads = 3: must divide model.num_heads = 2, or be None",
+    ),
+    (
+      "model.num_noise_heads",
+      1,
+      "config.model.num_kv_heads = 2: must divide model.num_noise_heads = 1",
+    ),
+    (
+      "model.plain_layers",
+      4,
+      "config.model.plain_layers = 4: must be less than num_layers = ",
+    ),
+    (
+      "model.window_pattern",
+      "wx",
+      "config.model.window_pattern = 'wx': must be letters w",
+    ),
+    (
+      "model.window_pattern",
+      "wf",
+      "config.model.window = None: must be a number of keys with a window_pattern",
+    ),
+    ("model.rope", 0, "config.model.rope must be bool; got 0"),
+    (
+      "model.projection_biases",
+      "qkv",
+      "config.model.projection_biases must be bool; got 'qkv'",
+    ),
+    (
+      "model.rope_dim",
+      3,
+      "config.model.rope_dim = 3: must be even and at most model.head_dim = ",
+    ),
+    (
+      "model",
+      {"rope_scaling": "linear"},
+      "config.model.rope_factor = 1.0: must be above 1 with model.rope_scaling = 'linear'",
+    ),
+    (
+      "model",
+      {"rope_scaling": "yarn", "rope_factor": 2.0, "rope_base": 1.0},
+      "config.model.rope_base = 1.0: must be above 1 with model.rope_scaling = 'yarn'",
+    ),
+    (
+      "model.value_dim",
+      0,
+      "config.model.value_dim = 0: must be at least 1, or None",
+    ),
+    (
+      "model.head_norm_eps",
+      0.0,
+      "config.model.head_norm_eps = 0.0: must be positive, or None",
+    ),
+    ("model.head_dim", 33, "config.model.head_dim = 33: must be even"),
+    ("model.window", 0, "config.model.window = 0: must be at least 1"),
+    (
+      "model",
+      {"window": 9, "attention_implementation": "two_call"},
+      "config.model.window = 9: must be None with .*'two_call'.* 'chunked'",
+    ),
+    (
+      "model.max_length",
+      100,
+      "config.data.length = 256: must be at most model.max_length = 100",
+    ),
+    (
+      "optimizer.learning_rate",
+      math.inf,
+      "config.optimizer.learning_rate must be finite; got inf",
+    ),
+    (
+      "optimizer.learning_rate",
+      math.nan,
+      "config.optimizer.learning_rate must be finite; got nan",
+    ),
+    (
+      "data.validation_fraction",
+      1.5,
+      "config.data.validation_fraction = 1.5: must lie between 0 and 1",
+    ),
+    (
+      "data.prompt_template",
+      "Question:",
+      r"config.data.prompt_template = 'Question:': must hold \{prompt\} once",
+    ),
+    (
+      "data.prompt_field",
+      "text",
+      "config.data.prompt_field = 'text': must be another field than data.text_field",
+    ),
+    (
+      "train.accumulation",
+      3,
+      "config.train.accumulation = 3: must divide train.batch_size = 16",
+    ),
+    (
+      "optimizer",
+      {"frozen": "query", "trained": "key"},
+      "config.optimizer.trained = 'key': must be \"\" with config.optimizer.frozen",
+    ),
+    (
+      "optimizer.name",
+      "sgd",
+      "config.optimizer.name = 'sgd': must be one of adamw, muon",
+    ),
+    ("mesh.data", 0, "config.mesh = .*every axis must be positive"),
+    ("mesh.fsdp", -1, "config.mesh = .*on one axis at most"),
+    ("model", 3, "config.model must be a section"),
+  ],
+)
+def test_bad_fields(field, value, message):
+  values = Config().to_dict()
+  *section, name = field.split(".")
+  target = values
+  for key in section:
+    target = target[key]
+  target[name] = value
+  with pytest.raises(UserError, match=message):
+    from_config_dict(values)
+
+
+def refusal(name, value):
+  """Returns the error for a value of one field, or None if it is allowed.
+
+  Errors of other fields, which the value does not go with, do not count.
+  """
+  section, field = name.split(".")
+  config = Config()
+  changed = dataclasses.replace(getattr(config, section), **{field: value})
+  try:
+    check(dataclasses.replace(config, **{section: changed}))
+  except UserError as error:
+    if str(error).startswith(f"config.{name} = {value!r}: "):
+      return str(error)
+  return None
+
+
+def values_around(bound):
+  """Returns values that a bound just allows, and values that it does not."""
+  if bound.choices:
+    first = bound.choices[0]
+    return list(bound.choices), ["", first + "x", first.upper()]
+  if bound.above_low:
+    inside = [bound.low + 1e-9]
+    outside = [bound.low, bound.low - 1e-9]
+  else:
+    inside = [bound.low]
+    outside = [bound.low - 1, bound.low - 1e-9]
+  if bound.high < math.inf:
+    inside.append(bound.high)
+    outside += [bound.high + 1, bound.high + 1e-9]
+  return inside, outside
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_bounds(name):
+  """The error for a value just outside of a bound says the bound."""
+  bound = BOUNDS[name]
+  inside, outside = values_around(bound)
+  for value in outside:
+    assert refusal(name, value) == f"config.{name} = {value!r}: {bound}"
+  for value in inside:
+    # It may still not go with other fields.
+    assert str(bound) not in (refusal(name, value) or "")
+
+
+@pytest.mark.parametrize(
+  "name, rule",
+  [
+    ("train.profile_step", "must be at least -1"),
+    ("optimizer.final_fraction", "must lie between 0 and 1"),
+    ("model.norm_eps", "must be positive"),
+    ("data.mode", "must be one of prepared, streamed, auto"),
+  ],
+)
+def test_the_rule_of_a_bound(name, rule):
+  """One bound of each kind: the declarations mean what they say."""
+  assert str(BOUNDS[name]) == rule
+
+
+@pytest.mark.parametrize("name", ["b1", "b2", "muon_momentum"])
+@pytest.mark.parametrize("value", [1.0, 1 - 1e-8, math.nan, -0.1])
+def test_decay_rates_outside_their_bounds_are_refused(name, value):
+  """The bias correction would be 0 / 0. 1 − 1e-8 is 1 in float32."""
+  rule = f"config.optimizer.{name} = {value}: must lie between 0 and 0.99"
+  assert refusal(f"optimizer.{name}", value).startswith(rule)
+
+
+@every_field
+def test_numbers_that_are_not_finite_are_refused(name):
+  """Also in a Config made in Python, whose types are not checked."""
+  if "float" not in TYPES[name]:
+    return
+  for value in (math.inf, -math.inf, math.nan):
+    assert refusal(name, value) is not None
+
+
+@every_field
+def test_numbers_that_the_optimizer_cannot_compute_with_are_refused(name):
+  """They are infinite or 0 in float32, and the first update would be NaN."""
+  if not name.startswith("optimizer.") or TYPES[name] != "float":
+    return
+  for value in (1e39, 1e-300):
+    assert refusal(name, value) is not None
+
+
+@every_field
+def test_every_number_is_bounded(name):
+  """Only the mesh's axes have a check of their own."""
+  if TYPES[name] in ("int", "float") and not name.startswith("mesh."):
+    assert FIELDS[name].bound is not None
+
+
+def test_prompts_are_packed_as_documents():
+  values = Config().to_dict()
+  values["data"] |= {"prompt_field": "question", "packing": "concat"}
+  rule = (
+    "config.data.packing = 'concat': must be 'documents' with"
+    " config.data.prompt_field = 'question'"
+  )
+  with pytest.raises(UserError, match=rule):
+    from_config_dict(values)
