@@ -1,12 +1,15 @@
-"""Lists, verifies and prunes a run's checkpoints.
+"""Lists, verifies and prunes the checkpoints of a run.
 
-    python -m diffjax.checkpoints --workdir=runs/tiny              # what there is
+    python -m diffjax.checkpoints --workdir=runs/tiny
     python -m diffjax.checkpoints --workdir=runs/tiny --verify
     python -m diffjax.checkpoints --workdir=runs/tiny --prune --keep=1
 
-A list compares the sizes of the files; --verify reads them. --prune deletes what is not complete, and every complete checkpoint but the
-newest --keep and the best by validation loss.
+Without further flags, it lists the checkpoints and compares the sizes of their
+files. --verify reads the files. --prune deletes incomplete checkpoints, and all
+complete ones except the newest --keep and the best by validation loss.
 """
+
+from __future__ import annotations
 
 if __name__ == "__main__":
   # Before the other imports, which take a while: Ctrl-C ends them too.
@@ -15,8 +18,11 @@ if __name__ == "__main__":
   end_at_ctrl_c()
 
 import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from absl import app, flags
+from etils import epath
 
 from diffjax.cli import command
 from diffjax.config import UserError
@@ -34,15 +40,29 @@ _VERIFY = flags.DEFINE_bool(
 _PRUNE = flags.DEFINE_bool(
   "prune",
   False,
-  "Delete what is not complete, and all but the newest --keep and the best.",
+  "Delete incomplete checkpoints, and all but the newest --keep and the best.",
 )
 _KEEP = flags.DEFINE_integer(
   "keep", 3, "With --prune: newest complete checkpoints to keep.", lower_bound=1
 )
 
+_MIB = 2**20
+
+
+class _Checkpoints(NamedTuple):
+  """The checkpoints in a directory.
+
+  Attributes:
+    manifests: The manifests of the complete steps.
+    damages: Why the other steps are incomplete.
+  """
+
+  manifests: dict[int, dict[str, Any]]
+  damages: dict[int, str]
+
 
 def main() -> None:
-  """Lists, verifies or prunes the checkpoints of the flags."""
+  """Lists, verifies or prunes the checkpoints in --workdir."""
   if not _WORKDIR.value:
     raise app.UsageError("pass --workdir=DIR: the directory of a run")
   directory = manifest.checkpoint_directory(_WORKDIR.value)
@@ -57,71 +77,86 @@ def main() -> None:
     _list(directory)
 
 
-def _inspect(directory, contents: bool) -> tuple[dict, dict]:
-  """The manifests of the complete steps, and why the others are not complete."""
-  manifests, damages = {}, {}
+def _inspect(directory: epath.Path, *, contents: bool) -> _Checkpoints:
+  """Returns the complete and the incomplete steps in a directory."""
+  manifests = {}
+  damages = {}
   for step in manifest.steps(directory):
+    path = directory / str(step)
     try:
-      manifests[step] = manifest.verify(
-        directory / str(step), step, contents=contents
-      )
+      manifests[step] = manifest.verify(path, step, contents=contents)
     except manifest.Damage as damage:
       damages[step] = str(damage)
-  return manifests, damages
+  return _Checkpoints(manifests, damages)
 
 
-def _list(directory) -> None:
+def _list(directory: epath.Path) -> None:
+  """Prints a table of the checkpoints, and names unfinished saves."""
   manifests, damages = _inspect(directory, contents=_VERIFY.value)
-  temporaries = manifest.temporaries(directory)
-  if not (manifests or damages or temporaries):
+  unfinished_saves = manifest.unfinished_saves(directory)
+  if not (manifests or damages or unfinished_saves):
     raise UserError(f"there are no checkpoints in {directory}")
-  print(
-    f"{'step':>10}  {'saved':<16}  {'MiB':>10}  {'validation/loss':<15}  state"
-  )
-  for step in sorted({*manifests, *damages}):
+
+  _print_row("step", "saved", "MiB", manifest.BEST_METRIC, "state")
+  newest = max(manifests, default=None)
+  best = manifest.best(manifests)
+  for step in sorted([*manifests, *damages]):
     if step in damages:
-      print(
-        f"{step:>10}  {'':<16}  {'':>10}  {'':<15}  not complete: {damages[step]}"
-      )
+      _print_row(str(step), "", "", "", f"not complete: {damages[step]}")
       continue
-    body = manifests[step]
-    saved = (
-      time.strftime("%Y-%m-%d %H:%M", time.localtime(body["time"]))
-      if "time" in body
-      else ""
-    )
-    size = sum(file["size"] for file in body["files"].values()) / 2**20
-    score = body["metrics"].get(manifest.BEST_METRIC)
-    loss = "" if score is None else f"{score:.4f}"
-    marks = ", newest" * (step == max(manifests)) + ", best" * (
-      step == manifest.best(manifests)
-    )
-    print(
-      f"{step:>10}  {saved:<16}  {size:>10.1f}  {loss:<15}  complete{marks}"
-    )
-  for path in temporaries:
+    state = "complete"
+    if step == newest:
+      state += ", newest"
+    if step == best:
+      state += ", best"
+    _print_complete(step, manifests[step], state)
+  for path in unfinished_saves:
     print(f"{path.name}: a save that is under way, or was interrupted")
+
   if _VERIFY.value and damages:
-    raise UserError(f"not complete: {', '.join(map(str, damages))}")
+    incomplete_steps = ", ".join(str(step) for step in damages)
+    raise UserError(f"not complete: {incomplete_steps}")
 
 
-def _prune(directory) -> None:
+def _print_complete(step: int, body: Mapping[str, Any], state: str) -> None:
+  """Prints the row of a complete checkpoint from its manifest."""
+  saved = ""
+  # Manifests of older versions have no time.
+  if "time" in body:
+    local_time = time.localtime(body["time"])
+    saved = time.strftime("%Y-%m-%d %H:%M", local_time)
+  num_bytes = sum(file["size"] for file in body["files"].values())
+  loss = body["metrics"].get(manifest.BEST_METRIC)
+  loss_text = "" if loss is None else f"{loss:.4f}"
+  _print_row(str(step), saved, f"{num_bytes / _MIB:.1f}", loss_text, state)
+
+
+def _print_row(
+  step: str, saved: str, mebibytes: str, loss: str, state: str
+) -> None:
+  """Prints a row of the table."""
+  print(f"{step:>10}  {saved:<16}  {mebibytes:>10}  {loss:<15}  {state}")
+
+
+def _prune(directory: epath.Path) -> None:
+  """Deletes incomplete and superseded checkpoints, and names each one."""
   manifests, damages = _inspect(directory, contents=True)
   if not manifests:
     raise UserError(
-      f"no checkpoint in {directory} is complete: nothing is deleted, since one may be worth repairing"
+      f"no checkpoint in {directory} is complete: nothing is deleted, since one"
+      " may be worth repairing"
     )
+  candidates = [*manifests, *damages]
+  steps = manifest.steps_to_prune(manifests, candidates, keep=_KEEP.value)
   try:
-    for path in manifest.temporaries(directory):
+    for path in manifest.unfinished_saves(directory):
       print(f"deleting {path}: a save that was interrupted")
       manifest.delete(path)
-    for path in manifest.prune(
-      directory, manifests, keep=_KEEP.value, among=[*manifests, *damages]
-    ):
-      print(
-        f"deleting {path}: {damages.get(int(path.name), 'neither the best nor among the newest')}",
-        flush=True,
-      )
+    for step in steps:
+      path = directory / str(step)
+      reason = damages.get(step, "neither the best nor among the newest")
+      print(f"deleting {path}: {reason}", flush=True)
+      manifest.delete(path)
   except OSError as error:
     raise UserError(f"cannot delete: {error}") from error
 

@@ -1,7 +1,12 @@
-"""Checkpoints: the only file that touches Orbax, and the arrays that it writes.
+"""Checkpoints: saves and loads the state of a run with Orbax.
 
-`workdir/checkpoints/STEP` is one atomic Orbax save: the train state as arrays, the data iterator's state and the config as JSON.
-Orbax commits it by renaming a temporary directory; then a manifest is written into it, which makes it complete (see manifest.py).
+The directory `workdir/checkpoints/STEP` is written by one Orbax save. It holds
+the arrays of the train state, and as JSON the state of the data iterator and
+the config. Orbax writes into a temporary directory and renames it at the end.
+After that, a manifest is written into it, which makes the checkpoint complete
+(see manifest.py).
+
+No other module uses Orbax.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import shutil
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -28,19 +33,36 @@ from orbax.checkpoint import v1 as ocp
 
 from diffjax.config import UserError
 from diffjax.host import runtime
+from diffjax.host.files import is_remote
 from diffjax.host.lock import LostWorkdir, WorkdirLock
 from diffjax.parallel.processes import gather_objects
 from diffjax.training import manifest
 
-# Bytes of an array that are written at once where it is not to be held in memory.
-_PIECE = 1 << 26
+# The size of the chunks of arrays that are saved with `in_pieces`.
+_CHUNK_BYTES = 1 << 26
 
-# Seconds to spend, at most, on removing files that a failed save goes on writing.
-_STRAGGLING = 5.0
+# How long the files of a failed save are deleted again, because Orbax's threads
+# may still write some.
+_CLEANUP_SECONDS = 5.0
+_CLEANUP_INTERVAL_SECONDS = 0.1
+
+# TensorStore reports a full disk as a ValueError. Orbax raises a KeyError if it
+# finds no handler for what it is asked to read.
+_FAILURES = (OSError, ValueError, RuntimeError, KeyError)
+
+
+class _OrbaxSave(Protocol):
+  """A save by Orbax that may still be running."""
+
+  def result(self) -> Any:
+    """Waits until the files are written. Raises the error of the save."""
 
 
 class Checkpoints:
-  """Writes the checkpoints of one run. Every process of a run makes the same calls in the same order."""
+  """Writes the checkpoints of one run.
+
+  All processes of a run make the same calls in the same order.
+  """
 
   def __init__(
     self,
@@ -50,51 +72,52 @@ class Checkpoints:
     restored: Checkpoint | None = None,
     lock: WorkdirLock | None = None,
   ):
-    """Makes the directory, and removes what a killed save has left there. The caller holds the workdir's lock (lock.py).
+    """Creates the directory, and deletes the files of interrupted saves.
 
     Args:
-      workdir: The run's directory, local or gs://.
-      keep: Newest complete checkpoints to keep; the best one by "validation/loss" is kept too.
-      restored: The checkpoint that the run goes on from, of `find_checkpoint`.
+      workdir: The run's directory, local or gs://. The caller holds its lock.
+      keep: How many of the newest complete checkpoints to keep. The one with
+        the lowest "validation/loss" is kept too.
+      restored: The checkpoint from `find_checkpoint` that the run resumes from.
         `save` does not save its step again.
-      lock: The workdir's lock, which process 0 holds. Before each write it is
-        checked that the workdir is still the locked one.
+      lock: The workdir's lock, in process 0. Each write checks first that the
+        workdir is still the locked one.
 
     Raises:
       UserError: if the directory cannot be written.
     """
     self._lock = lock
     self.check_lock()
-    self._workdir, self._directory, self._keep = (
-      workdir,
-      manifest.checkpoint_directory(workdir),
-      keep,
-    )
+    self._workdir = workdir
+    self._directory = manifest.checkpoint_directory(workdir)
+    self._keep = keep
+    # The manifest and the pruning of the last save.
     self._pending: concurrent.futures.Future[None] | None = None
-    self._saved: int | None = None
-    # Steps whose manifests are in order but whose files are not. Only reading
-    # the files tells.
-    self._damaged: set[int] = set()
+    self._last_saved_step: int | None = None
+    # Steps with intact manifests and damaged files. Verifying them again would
+    # take as long as reading all files.
+    self._damaged_steps: set[int] = set()
     if restored is not None:
-      self._saved = restored.step
-      self._damaged = set(restored.passed_over)
-    # Orbax logs a failure as one traceback per thread, and raises it too.
-    logging.get_absl_logger().addFilter(_not_orbax)
-    # One worker hashes and prunes in the order of the saves, while training goes on.
+      self._last_saved_step = restored.step
+      self._damaged_steps = set(restored.passed_over)
+    # Orbax raises its errors. It also logs each one with a traceback per
+    # thread.
+    logging.get_absl_logger().addFilter(_is_not_from_orbax)
+    # A single worker, so that saves are completed in their order.
     self._worker = concurrent.futures.ThreadPoolExecutor(
       max_workers=1, thread_name_prefix="checkpoint"
     )
     if jax.process_index() == 0:
-      with _explained(self._directory):
+      with _user_errors(self._directory):
         self._directory.mkdir(parents=True, exist_ok=True)
-        for path in manifest.temporaries(self._directory):
+        for path in manifest.unfinished_saves(self._directory):
           logging.warning("removing %s: a save that was interrupted", path)
           manifest.delete(path)
 
   def check_lock(self) -> None:
-    """Raises LostWorkdir, in all processes, if the workdir is not the locked one.
+    """Raises LostWorkdir if the workdir is not the locked one any more.
 
-    All processes call it together.
+    All processes call it together, and all of them raise.
     """
     problem = ""
     try:
@@ -120,62 +143,85 @@ class Checkpoints:
     metrics: Mapping[str, float] | None = None,
     in_pieces: bool = False,
   ) -> bool:
-    """Starts a save and returns as soon as the caller may donate `state`; the files are written meanwhile.
+    """Starts a save. When it returns, the caller may donate `state`.
 
-    It waits for the previous save, if that one is still under way. A save that fails is a warning, and its files are removed: the run can
-    go on, the older checkpoints are untouched, and the next save tries again. Only `wait` raises the last save's error. If one of several
-    processes fails, Orbax fails in the others too, at most 5 minutes later, the limit of its barriers.
+    The files are written in the background. If the previous save is still
+    running, this waits for it first.
+
+    A failed save prints a warning, and its files are deleted. Older checkpoints
+    are unchanged, and the run can continue. Only `wait` raises the error. If
+    one of several processes fails, the others fail when Orbax's barriers time
+    out, after at most 5 minutes.
 
     Args:
-      step: Updates done.
-      state: The train state: a pytree of jax arrays, PRNG keys included, with its parameters under "params".
-      data_state: State of the data iterator, as JSON; the same in every process. Empty if no run can go on from here.
+      step: The number of updates before this state.
+      state: The train state: a pytree of JAX arrays, including PRNG keys, with
+        the parameters under "params".
+      data_state: The state of the data iterator as JSON, the same in all
+        processes. Empty if no run can resume from this checkpoint.
       config: The run's config as nested dicts.
-      metrics: Measured at this step; "validation/loss", if there, competes for the best.
-      in_pieces: The state is of NumPy arrays that nobody changes before `wait` returns, such as files: they are read as they are written, a
-        piece at a time, and never held in memory.
+      metrics: Values measured at this step, by name. "validation/loss"
+        determines the best checkpoint.
+      in_pieces: Set it if `state` has NumPy arrays that may not fit into
+        memory, such as memory-mapped files, and that do not change until `wait`
+        returns. Each array is then read and written in chunks.
 
     Returns:
-      Whether there was anything to save: not if this step is the last one saved or restored.
+      Whether a save was started. False if this step was the last one that was
+      saved or restored.
 
     Raises:
       LostWorkdir: if the workdir is not the locked one any more.
     """
+    # A failure of the previous save was already printed.
     with contextlib.suppress(UserError):
       self.wait()
     self.check_lock()
-    if step == self._saved:
+    if step == self._last_saved_step:
       return False
-    self._saved = step
-    self._damaged.discard(step)
-    try:
-      self._check_room(
-        step, sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-      )
-      # overwrite: a step that `restore` has passed over may lie there.
-      with _pieces() if in_pieces else contextlib.nullcontext():
-        finish = ocp.save_checkpointables_async(
-          self._directory / str(step),
-          {"state": state},
-          overwrite=True,
-          custom_metadata={"data_state": data_state, "config": config},
-        ).result
-    except _FAILURES as error:
-      finish = functools.partial(_raise, error)
+    self._last_saved_step = step
+    self._damaged_steps.discard(step)
+
+    orbax_save = self._start_save(step, state, data_state, config, in_pieces)
     self._pending = self._worker.submit(
-      self._complete, finish, step, dict(metrics or {})
+      self._complete, orbax_save, step, dict(metrics or {})
     )
-    self._worker.submit(
-      runtime.trim_freed_memory
-    )  # as soon as nothing holds the copies that were saved
+    # Orbax's copies of the arrays are free after the save.
+    self._worker.submit(runtime.trim_freed_memory)
     return True
 
+  def _start_save(
+    self,
+    step: int,
+    state: Any,
+    data_state: dict[str, Any],
+    config: dict[str, Any],
+    in_pieces: bool,
+  ) -> _OrbaxSave:
+    """Returns a running save, or one whose result is the error."""
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    context = _chunked_saving() if in_pieces else contextlib.nullcontext()
+    try:
+      self._check_space(step, num_bytes)
+      with context:
+        return ocp.save_checkpointables_async(
+          self._directory / str(step),
+          {"state": state},
+          # The step may be there, but damaged.
+          overwrite=True,
+          custom_metadata={"data_state": data_state, "config": config},
+        )
+    except _FAILURES as error:
+      failed: concurrent.futures.Future[None] = concurrent.futures.Future()
+      failed.set_exception(error)
+      return failed
+
   def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Adds metrics to a complete checkpoint. Every process calls it.
+    """Adds metrics to a complete checkpoint. All processes call it together.
 
     Args:
       step: The checkpoint's step.
-      metrics: Measured at this step, as for `save`.
+      metrics: Values measured at this step, by name.
 
     Raises:
       UserError: if the checkpoint is damaged or cannot be written.
@@ -184,79 +230,106 @@ class Checkpoints:
     self.check_lock()
     path = self._directory / str(step)
     if jax.process_index() == 0:
-      with _explained(path):
+      with _user_errors(path):
         manifest.add_metrics(path, step, metrics)
 
   def newest(self, before: int | None = None) -> int | None:
-    """The newest step whose save is complete, and which is less than `before`; None if there is none. Its arrays are not verified."""
+    """Returns the step of the newest complete checkpoint.
+
+    Its arrays are not verified.
+
+    Args:
+      before: Only lower steps count. None for all steps.
+
+    Returns:
+      The step, or None if there is no complete checkpoint.
+    """
     self.wait()
-    found = find_checkpoint(self._workdir, before=before, config_only=True)
-    return None if found is None else found.step
+    checkpoint = find_checkpoint(self._workdir, before=before, config_only=True)
+    return None if checkpoint is None else checkpoint.step
 
   def wait(self) -> None:
-    """Returns once the last save is complete, its manifest included.
+    """Waits until the last save is complete, including its manifest.
 
     Raises:
-      UserError: if it failed.
+      UserError: if the save failed. A second call does not raise it again.
     """
-    pending, self._pending = self._pending, None
+    pending = self._pending
+    self._pending = None
     if pending is not None:
       pending.result()
 
   def close(self) -> None:
-    """Waits for the last save, failed or not, and ends the worker."""
+    """Waits for the last save and ends the worker. Ignores its error."""
     self._worker.shutdown()
 
   def __enter__(self) -> Checkpoints:
     return self
 
-  def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-    if (
-      jax.process_count() > 1
-      and kind is not None
-      and not issubclass(kind, UserError)
-    ):
-      self._worker.shutdown(
-        wait=False
-      )  # another process may be dead: Orbax would wait for its part of the save
+  def __exit__(
+    self, exception_type: type[BaseException] | None, *_: Any
+  ) -> None:
+    is_unexpected = exception_type is not None and not issubclass(
+      exception_type, UserError
+    )
+    if is_unexpected and jax.process_count() > 1:
+      # Another process may be dead. Orbax would wait for its part of the save.
+      self._worker.shutdown(wait=False)
     else:
       self.close()
 
-  def _check_room(self, step: int, size: int) -> None:
-    """Raises OSError before Orbax fails: without a directory its threads wait for minutes, and a full disk makes it print tracebacks.
+  def _check_space(self, step: int, num_bytes: int) -> None:
+    """Raises OSError in all processes if the step cannot be written.
 
-    Process 0 looks, and all processes raise: one that went on alone would run its next step while the others save.
+    Without this check, Orbax's threads wait for minutes if the directory is
+    missing, and print tracebacks if the disk is full. All processes must raise
+    together: otherwise one of them would run its next step while the others
+    save.
     """
     problem = ""
     if jax.process_index() == 0:
       try:
-        path = self._directory / str(step)
-        if not path.is_dir():  # a file or a broken link
-          manifest.delete(path)
-        probe = manifest.temporary(path)
-        probe.mkdir(parents=True, exist_ok=True)
-        manifest.delete(probe)
-        if "://" not in os.fspath(path):
-          disk = shutil.disk_usage(self._directory)
-          if (
-            disk.total and disk.free < size
-          ):  # some network file systems do not know, and report 0 for both
-            problem = f"no space left: it takes {_in_words(size)}, and {_in_words(disk.free)} are free"
+        problem = self._space_problem(step, num_bytes)
       except OSError as error:
         problem = str(error)
-    if problem := gather_objects(problem)[0]:
+    problem = gather_objects(problem)[0]
+    if problem:
       raise OSError(problem)
+
+  def _space_problem(self, step: int, num_bytes: int) -> str:
+    """Returns why the step cannot be written, or "". May raise OSError."""
+    path = self._directory / str(step)
+    if not path.is_dir():
+      # There may be a file or a broken link.
+      manifest.delete(path)
+    probe = manifest.probe_path(path)
+    probe.mkdir(parents=True, exist_ok=True)
+    manifest.delete(probe)
+
+    if is_remote(self._directory):
+      return ""
+    disk = shutil.disk_usage(self._directory)
+    # Some network file systems report a total of 0.
+    if disk.total == 0 or disk.free >= num_bytes:
+      return ""
+    return (
+      f"no space left: it takes {_format_bytes(num_bytes)}, and"
+      f" {_format_bytes(disk.free)} are free"
+    )
 
   @runtime.release_freed_memory()
   def _complete(
-    self, finish: Callable[[], Any], step: int, metrics: dict[str, float]
+    self, orbax_save: _OrbaxSave, step: int, metrics: dict[str, float]
   ) -> None:
-    """Completes a save in the worker: first the files, then the manifest, then the pruning, so that a kill at any moment leaves a complete
-    step."""
+    """Completes a save, in the worker.
+
+    First the files are written, then the manifest, then old checkpoints are
+    deleted. A kill at any moment leaves a complete checkpoint.
+    """
     path = self._directory / str(step)
     try:
-      with _explained(path):
-        finish()
+      with _user_errors(path):
+        orbax_save.result()
         self._check_lock_here()
         if jax.process_index() == 0:
           manifest.write(path, step, metrics)
@@ -266,10 +339,12 @@ class Checkpoints:
       logging.warning(
         "not saved: %s; the checkpoints before are as they were", error
       )
-      self._saved = None
+      # The step may be saved again.
+      self._last_saved_step = None
       if jax.process_index() == 0:
-        self._remove_failed(path, step)
+        self._delete_failed(path, step)
       raise
+
     if jax.process_index() == 0:
       try:
         self._prune(step)
@@ -278,54 +353,62 @@ class Checkpoints:
       except (OSError, UserError) as error:
         logging.warning("cannot delete old checkpoints: %s", error)
 
-  def _remove_failed(self, path: epath.Path, step: int) -> None:
-    """Removes a half-written save, which would fill a full disk further. Orbax's threads may still write: it takes several tries."""
-    deadline = time.monotonic() + _STRAGGLING
+  def _delete_failed(self, path: epath.Path, step: int) -> None:
+    """Deletes the files of a failed save, which may fill the disk.
+
+    Orbax's threads may still write, so this tries several times.
+    """
+    deadline = time.monotonic() + _CLEANUP_SECONDS
     while time.monotonic() < deadline:
-      # Nothing may be deleted in a directory that another run has locked.
+      # Another run may have locked this path. Its files must not be deleted.
       self._check_lock_here()
       with contextlib.suppress(OSError, UserError):
-        for temporary in manifest.temporaries(self._directory):
-          manifest.delete(temporary)
+        for unfinished in manifest.unfinished_saves(self._directory):
+          manifest.delete(unfinished)
         try:
           manifest.read(path, step)
         except manifest.Damage:
           manifest.delete(path)
-        time.sleep(0.1)
-        if not manifest.temporaries(self._directory):
+        time.sleep(_CLEANUP_INTERVAL_SECONDS)
+        if not manifest.unfinished_saves(self._directory):
           return
 
   def _prune(self, newest: int) -> None:
-    among = [step for step in manifest.steps(self._directory) if step <= newest]
+    """Deletes old and damaged checkpoints up to the newest step."""
+    steps = manifest.steps(self._directory)
+    candidates = [step for step in steps if step <= newest]
     manifests = {}
-    for step in among:
-      if step not in self._damaged:
-        with contextlib.suppress(manifest.Damage):
-          manifests[step] = manifest.read(self._directory / str(step), step)
-    # Yields before each deletion.
-    for _ in manifest.prune(
-      self._directory, manifests, keep=self._keep, among=among
-    ):
+    for step in candidates:
+      if step in self._damaged_steps:
+        continue
+      with contextlib.suppress(manifest.Damage):
+        manifests[step] = manifest.read(self._directory / str(step), step)
+    for step in manifest.steps_to_prune(manifests, candidates, keep=self._keep):
       self._check_lock_here()
+      manifest.delete(self._directory / str(step))
 
 
-def _pieces() -> ocp.Context:
-  """Orbax's options for arrays that are not to be copied. Its default format, OCDBT, would hold all of them, compressed, until the end."""
+def _chunked_saving() -> ocp.Context:
+  """Returns Orbax's options for arrays that may not fit into memory.
+
+  Orbax's default format, OCDBT, would hold all arrays in compressed form until
+  the end of the save.
+  """
   context = ocp.Context()
   context.memory.deepcopy_host_arrays = False
   context.array.saving.use_ocdbt = False
-  context.array.saving.storage_options.chunk_byte_size = _PIECE
+  context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
   return context
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-  """A complete checkpoint, to be read; `find_checkpoint` and `open_checkpoint` return one.
+  """A complete checkpoint, from `find_checkpoint` or `open_checkpoint`.
 
   Attributes:
-    path: its directory.
-    step: updates done when it was saved.
-    passed_over: newer steps that are damaged; known to process 0 alone.
+    path: Its directory.
+    step: The number of updates before it was saved.
+    passed_over: Newer steps that are damaged. Empty in all processes but 0.
   """
 
   path: epath.Path
@@ -333,147 +416,153 @@ class Checkpoint:
   passed_over: frozenset[int] = frozenset()
 
   @functools.cached_property
-  def _beside_the_state(self) -> dict[str, Any]:
-    with _explained(self.path):
+  def _metadata(self) -> dict[str, Any]:
+    with _user_errors(self.path):
       return manifest.metadata(self.path)
 
   @property
   def config(self) -> dict[str, Any]:
     """The config that it was trained with, as nested dicts."""
-    return self._beside_the_state["config"]
+    return self._metadata["config"]
 
   @property
   def data_state(self) -> dict[str, Any]:
-    """State of the data iterator; empty if no run can go on from here."""
-    return self._beside_the_state["data_state"]
+    """The state of the data iterator. Empty if no run can resume from it."""
+    return self._metadata["data_state"]
 
   @property
   def metrics(self) -> dict[str, float | None]:
-    """What was measured at its step; None for a value that is not finite."""
-    with _explained(self.path):
+    """Values measured at its step. None for a value that was not finite."""
+    with _user_errors(self.path):
       return manifest.read(self.path, self.step)["metrics"]
 
   def state(self, abstract_state: Any) -> Any:
-    """Reads the train state.
+    """Loads the train state.
 
     Args:
-      abstract_state: its structure, as jax.ShapeDtypeStruct with the shardings that the arrays shall have.
+      abstract_state: The structure of the state: jax.ShapeDtypeStruct with the
+        shardings of the loaded arrays.
 
     Raises:
-      UserError: if the checkpoint holds other parameters or another optimizer's state.
+      UserError: if the checkpoint has other parameters, or the state of another
+        optimizer.
     """
-    with _explained(self.path):
-      _check_shapes(
-        ocp.checkpointables_metadata(self.path).metadata["state"],
-        abstract_state,
-        self.path,
-      )
-      return ocp.load_checkpointables(self.path, {"state": abstract_state})[
-        "state"
-      ]
+    with _user_errors(self.path):
+      _check_shapes(self._saved_metadata(), abstract_state, self.path)
+      loaded = ocp.load_checkpointables(self.path, {"state": abstract_state})
+    return loaded["state"]
 
   def params(self, abstract_params: Any) -> Any:
-    """Reads the parameters alone.
+    """Loads only the parameters.
 
     Args:
-      abstract_params: tree of jax.ShapeDtypeStruct; where one has no sharding, the array goes to the first device.
+      abstract_params: The parameters' structure: jax.ShapeDtypeStruct. Those
+        without a sharding are loaded to the first device.
 
     Raises:
       UserError: if the checkpoint's parameters have other names or shapes.
     """
-    first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    wanted = jax.tree.map(
-      lambda leaf: jax.ShapeDtypeStruct(
-        leaf.shape,
-        leaf.dtype,
-        sharding=getattr(leaf, "sharding", None) or first,
-      ),
-      abstract_params,
-    )
+    with_shardings = jax.tree.map(_with_sharding, abstract_params)
+    wanted = {"state": {"params": with_shardings}}
     context = ocp.Context()
     context.pytree.loading.partial_load = True
-    with context, _explained(self.path):
-      _check_shapes(
-        ocp.checkpointables_metadata(self.path)
-        .metadata["state"]
-        .get("params", {}),
-        abstract_params,
-        self.path,
-      )
-      return ocp.load_checkpointables(self.path, {"state": {"params": wanted}})[
-        "state"
-      ]["params"]
+    with context, _user_errors(self.path):
+      self._check_params(abstract_params)
+      loaded = ocp.load_checkpointables(self.path, wanted)
+    return loaded["state"]["params"]
 
   def copied_params(
-    self, abstract_params: Any, room: Callable[[tuple[int, ...]], np.ndarray]
+    self,
+    abstract_params: Any,
+    make_array: Callable[[tuple[int, ...]], np.ndarray],
   ) -> Any:
-    """Copies the parameters into arrays of the caller's, a stored piece at a time, so that they need not fit the memory.
+    """Copies the parameters into new arrays, chunk by chunk.
+
+    The parameters may be larger than the memory, if `make_array` returns
+    memory-mapped files.
 
     Args:
-      abstract_params: tree of jax.ShapeDtypeStruct.
-      room: makes an array of a shape, to be filled.
+      abstract_params: The parameters' structure: jax.ShapeDtypeStruct.
+      make_array: Returns a new array of a shape.
 
     Raises:
       UserError: if the checkpoint's parameters have other names or shapes.
     """
-    directory = self.path / "state"
-    url = _url(directory)
-    is_ocdbt = (directory / "manifest.ocdbt").exists()
 
     def copy(path: Any, leaf: Any) -> np.ndarray:
-      name = f"params.{jax.tree_util.keystr(path, simple=True, separator='.')}/"
-      store = (
-        {"driver": "ocdbt", "base": f"{url}/", "path": name}
-        if is_ocdbt
-        else f"{url}/{name}"
-      )
-      stored, filled = (
-        tensorstore.open({"driver": "auto", "kvstore": store}).result(),
-        room(leaf.shape),
-      )
-      sizes: Any = stored.chunk_layout.read_chunk.shape
-      starts = (
-        range(0, length, size)
-        for length, size in zip(leaf.shape, sizes, strict=True)
-      )
-      for start in itertools.product(*starts):
-        piece = tuple(
-          slice(at, min(at + size, length))
-          for at, size, length in zip(start, sizes, leaf.shape, strict=True)
-        )
-        filled[piece] = stored[piece].read().result()
-      return filled
+      key = jax.tree_util.keystr(path, simple=True, separator=".")
+      array = make_array(leaf.shape)
+      _copy_chunks(_open_stored(self.path / "state", f"params.{key}"), array)
+      return array
 
-    with _explained(self.path):
-      _check_shapes(
-        ocp.checkpointables_metadata(self.path)
-        .metadata["state"]
-        .get("params", {}),
-        abstract_params,
-        self.path,
-      )
+    with _user_errors(self.path):
+      self._check_params(abstract_params)
       return jax.tree_util.tree_map_with_path(copy, abstract_params)
+
+  def _saved_metadata(self) -> Any:
+    """Returns the tree of the saved train state, with shapes and dtypes."""
+    return ocp.checkpointables_metadata(self.path).metadata["state"]
+
+  def _check_params(self, abstract_params: Any) -> None:
+    """Raises UserError if the saved parameters have other names or shapes."""
+    saved_params = self._saved_metadata().get("params", {})
+    _check_shapes(saved_params, abstract_params, self.path)
+
+
+def _with_sharding(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+  """Returns a leaf that has a sharding: its own, or the first device."""
+  sharding = getattr(leaf, "sharding", None)
+  if sharding is None:
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _open_stored(directory: epath.Path, name: str) -> tensorstore.TensorStore:
+  """Opens an array that Orbax has written, in either of its two formats."""
+  url = _url(directory)
+  store: Any = f"{url}/{name}/"
+  if (directory / "manifest.ocdbt").exists():
+    store = {"driver": "ocdbt", "base": f"{url}/", "path": f"{name}/"}
+  return tensorstore.open({"driver": "auto", "kvstore": store}).result()
+
+
+def _copy_chunks(stored: tensorstore.TensorStore, target: np.ndarray) -> None:
+  """Copies a stored array into an array of its shape, one chunk at a time."""
+  chunk_shape: Any = stored.chunk_layout.read_chunk.shape
+  starts_by_axis = []
+  for length, chunk_length in zip(target.shape, chunk_shape, strict=True):
+    starts_by_axis.append(range(0, length, chunk_length))
+  for starts in itertools.product(*starts_by_axis):
+    slices = []
+    for start, chunk_length, length in zip(
+      starts, chunk_shape, target.shape, strict=True
+    ):
+      end = min(start + chunk_length, length)
+      slices.append(slice(start, end))
+    chunk = tuple(slices)
+    target[chunk] = stored[chunk].read().result()
 
 
 def check_path(workdir: epath.PathLike) -> None:
   """Raises UserError if Orbax would write checkpoints that cannot be read.
 
-  Orbax looks for its own files by a glob of the whole path. It finds none, and
-  saves no arrays, in a directory whose name is a pattern of other names.
+  Orbax looks for its own files by a glob of the whole path. If a directory's
+  name is a pattern that does not match itself, such as "a[b]", it finds none
+  and saves no arrays.
   """
   for name in manifest.checkpoint_directory(workdir).parts:
     if not fnmatch.fnmatchcase(name, name):
       raise UserError(
         f"the workdir {workdir}: checkpoints cannot be written below the"
-        f" directory {name!r}, since [ and ] enclose a wildcard; use a --workdir"
-        " without them"
+        f" directory {name!r}, since [ and ] enclose a wildcard; use a"
+        " --workdir without them"
       )
 
 
 def _url(directory: epath.Path) -> str:
-  """Returns a directory's URL for TensorStore, with special characters escaped.
+  """Returns a directory's URL for TensorStore, with special characters quoted.
 
-  TensorStore decodes %20 and takes what follows #, ? and | for other parts.
+  TensorStore decodes %20, and the characters #, ? and | end a path.
   """
   scheme, separator, path = os.fspath(directory).partition("://")
   if not separator:
@@ -485,27 +574,29 @@ def _url(directory: epath.Path) -> str:
 def open_checkpoint(
   workdir: epath.PathLike, step: int | None = None
 ) -> Checkpoint:
-  """A run's newest complete checkpoint, or that of a step.
+  """Returns a complete checkpoint of a run.
 
   Args:
     workdir: The run's directory, local or gs://.
-    step: The checkpoint's step; None for the newest complete one.
+    step: The checkpoint's step. None for the newest complete checkpoint.
 
   Raises:
     UserError: if there is no such complete checkpoint.
   """
   directory = manifest.checkpoint_directory(workdir)
   if step is None:
-    if (found := find_checkpoint(workdir)) is None:
+    newest = find_checkpoint(workdir)
+    if newest is None:
       raise UserError(f"there is no complete checkpoint in {directory}")
-    return found
+    return newest
+  path = directory / str(step)
   try:
-    manifest.verify(directory / str(step), step)
+    manifest.verify(path, step)
   except manifest.Damage as damage:
     raise UserError(
       f"there is no complete checkpoint of step {step} in {directory}: {damage}"
     ) from damage
-  return Checkpoint(directory / str(step), step)
+  return Checkpoint(path, step)
 
 
 def find_checkpoint(
@@ -514,114 +605,144 @@ def find_checkpoint(
   before: int | None = None,
   config_only: bool = False,
 ) -> Checkpoint | None:
-  """The newest complete checkpoint, if there is one. Process 0 looks, and tells the others.
+  """Returns the newest complete checkpoint, or None if the run has none.
+
+  Process 0 searches, and the others receive its result.
 
   Args:
     workdir: The run's directory, local or gs://.
-    before: Only steps less than this one count; None for all.
-    config_only: Whether to verify and read its config alone. No warning names what is passed over then.
+    before: Only lower steps count. None for all steps.
+    config_only: Whether only the file with the config is verified. Damaged
+      checkpoints are then passed over without a warning.
 
   Raises:
-    UserError: if there are checkpoints, but all of them are damaged, unless `before` leaves some out: to start anew in silence would be
-      the end of a run.
+    UserError: if all checkpoints are damaged and `before` is None. Starting
+      from step 0 without an error would lose the run.
   """
   directory = manifest.checkpoint_directory(workdir)
-  found, passed_over, reason = -1, set(), ""
-  steps = manifest.steps(directory) if jax.process_index() == 0 else []
-  for step in reversed(
-    steps if before is None else [step for step in steps if step < before]
-  ):
+  search = _Search(None, {}, "")
+  if jax.process_index() == 0:
+    search = _search(directory, before, config_only)
+  step, problem = gather_objects((search.step, search.problem))[0]
+  if problem and before is None:
+    raise UserError(problem)
+  if step is None:
+    return None
+  return Checkpoint(directory / str(step), step, frozenset(search.damages))
+
+
+class _Search(NamedTuple):
+  """The result of a search for the newest complete checkpoint.
+
+  Attributes:
+    step: Its step, or None.
+    damages: What is wrong with each newer step.
+    problem: An error message if the run has only damaged checkpoints, or "".
+  """
+
+  step: int | None
+  damages: dict[int, str]
+  problem: str
+
+
+def _search(
+  directory: epath.Path, before: int | None, config_only: bool
+) -> _Search:
+  """Searches for the newest complete checkpoint, in this process."""
+  damages: dict[int, str] = {}
+  for step in reversed(manifest.steps(directory)):
+    if before is not None and step >= before:
+      continue
     path = directory / str(step)
     try:
       manifest.verify(
         path, step, only=manifest.METADATA if config_only else None
       )
+      return _Search(step, damages, "")
     except manifest.Damage as damage:
-      passed_over.add(step)
-      reason = reason or f"{step}: {damage}"
+      damages[step] = str(damage)
       if not config_only:
         logging.warning("passing over checkpoint %s: %s", path, damage)
-    else:
-      found = step
-      break
-  else:
-    # A step alone and without a manifest is the run's first save, interrupted.
-    if len(passed_over) > 1 or any(
-      manifest.has_manifest(directory / str(step)) for step in passed_over
-    ):
-      found = -2
-  found, reason = gather_objects((found, reason))[0]
-  if found == -2 and before is None:
-    raise UserError(
-      f"every checkpoint in {directory} is damaged ({reason}): put an intact copy of one there, or start from the beginning with "
-      "another --workdir"
-    )
-  return (
-    None
-    if found < 0
-    else Checkpoint(directory / str(found), found, frozenset(passed_over))
+
+  # A single step without a manifest is the interrupted first save of a run.
+  has_manifest = any(
+    manifest.has_manifest(directory / str(step)) for step in damages
+  )
+  if len(damages) <= 1 and not has_manifest:
+    return _Search(None, damages, "")
+  newest = max(damages)
+  return _Search(
+    None,
+    damages,
+    f"every checkpoint in {directory} is damaged ({newest}: {damages[newest]}):"
+    " put an intact copy of one there, or start from the beginning with another"
+    " --workdir",
   )
 
 
 def _check_shapes(saved: Any, wanted: Any, path: epath.Path) -> None:
-  """Raises UserError for the first array that only one side has, or whose shapes differ. Orbax itself reports neither legibly."""
-  there, here = (dict(_shapes(tree)) for tree in (saved, wanted))
-  for name in sorted({*there, *here}):
-    if there.get(name) == here.get(name):
+  """Raises UserError for the first array that differs between two trees.
+
+  Orbax's own errors do not name the array.
+  """
+  saved_shapes = _shapes(saved)
+  wanted_shapes = _shapes(wanted)
+  for name in sorted(saved_shapes.keys() | wanted_shapes.keys()):
+    saved_shape = saved_shapes.get(name)
+    wanted_shape = wanted_shapes.get(name)
+    if saved_shape == wanted_shape:
       continue
-    if name not in there:
-      difference = f"it has no {name}, which is {here[name]} here"
-    elif name not in here:
-      difference = f"it has {name} {there[name]}, which is not there here"
+    if saved_shape is None:
+      difference = f"it has no {name}, which is {wanted_shape} here"
+    elif wanted_shape is None:
+      difference = f"it has {name} {saved_shape}, which is not there here"
     else:
-      difference = f"{name} is {there[name]} there and {here[name]} here"
-    of_optimizer = (
-      "; config.train.init_from starts another --workdir from its parameters"
-      * name.startswith("opt_state")
-    )
+      difference = f"{name} is {saved_shape} there and {wanted_shape} here"
+    advice = ""
+    if name.startswith("opt_state"):
+      advice = (
+        "; config.train.init_from starts another --workdir from its parameters"
+      )
     raise UserError(
-      f"checkpoint {path} is of another model or optimizer: {difference}{of_optimizer}"
+      f"checkpoint {path} is of another model or optimizer: {difference}"
+      f"{advice}"
     )
 
 
-def _shapes(tree: Any) -> Iterator[tuple[str, list[int]]]:
+def _shapes(tree: Any) -> dict[str, list[int]]:
+  """Returns the shape of each leaf by its name, such as "params/embedding"."""
+  shapes = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    if jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key):
-      leaf = jax.eval_shape(jax.random.key_data, leaf)  # as Orbax stores it
-    yield (
-      jax.tree_util.keystr(path, simple=True, separator="/"),
-      list(leaf.shape),
-    )
+    dtype = getattr(leaf, "dtype", None)
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+      # Orbax stores the key's data.
+      leaf = jax.eval_shape(jax.random.key_data, leaf)
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    shapes[name] = list(leaf.shape)
+  return shapes
 
 
-# TensorStore reports a full disk as a ValueError; Orbax says of anything else that it finds no handler, which is a KeyError.
-_FAILURES = (OSError, ValueError, RuntimeError, KeyError)
-
-
-def _not_orbax(record: Any) -> bool:
+def _is_not_from_orbax(record: Any) -> bool:
+  """Returns whether a log record comes from other code than Orbax."""
   return "/orbax/" not in record.pathname.replace(os.sep, "/")
 
 
-def _in_words(size: float) -> str:
-  """Bytes, in a unit in which they are more than 0."""
+def _format_bytes(num_bytes: float) -> str:
+  """Returns a number of bytes as text, such as "12.5 KiB"."""
   for unit in ("bytes", "KiB", "MiB"):
-    if size < 1024:
-      return f"{size:.4g} {unit}"
-    size /= 1024
-  return f"{size:,.1f} GiB"
-
-
-def _raise(error: BaseException) -> NoReturn:
-  raise error
+    if num_bytes < 1024:
+      return f"{num_bytes:.4g} {unit}"
+    num_bytes /= 1024
+  return f"{num_bytes:,.1f} GiB"
 
 
 @contextlib.contextmanager
-def _explained(path: epath.Path) -> Iterator[None]:
-  """Turns an error of the file system, or damage, into a one-line UserError."""
+def _user_errors(path: epath.Path) -> Iterator[None]:
+  """Raises a UserError of one line in place of file errors and damage."""
   try:
     yield
   except (*_FAILURES, manifest.Damage) as error:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    lines = (str(error).strip() or type(error).__name__).splitlines()
     raise UserError(
-      f"cannot read or write the checkpoint {path}: {reason}"
+      f"cannot read or write the checkpoint {path}: {lines[0]}"
     ) from error

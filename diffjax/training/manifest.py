@@ -1,8 +1,15 @@
-"""Complete checkpoints: how one is told, and which are kept. This file imports neither JAX nor Orbax, so that it loads at once.
+"""Manifests: which checkpoints are complete, and which ones are kept.
 
-`workdir/checkpoints/STEP` is complete if it has a `manifest.json` and every file has the size and sha256 that the manifest gives: Orbax
-itself reads a flipped bit without a word. The manifest lies inside the step, so that it is deleted, moved and copied with it. Other files
-beside it are harmless. Deeper down they count as damage, since Orbax takes every file in some directories for its own.
+The directory `workdir/checkpoints/STEP` is a complete checkpoint if it has a
+`manifest.json` and each file has the size and the SHA-256 that the manifest
+names. Orbax itself does not notice a flipped bit.
+
+The manifest is inside the step's directory, so it is moved, copied and deleted
+together with the step. Additional files next to the manifest are allowed. In
+subdirectories they count as damage, because Orbax reads all files in some of
+them.
+
+This module imports neither JAX nor Orbax, so that commands start fast.
 """
 
 from __future__ import annotations
@@ -23,60 +30,75 @@ from typing import Any
 from etils import epath
 
 from diffjax.config import UserError
+from diffjax.host.files import is_remote, write_atomically
+
+# The file in each step in which Orbax stores our JSON.
+METADATA = "_CHECKPOINT_METADATA"
+# The metric that determines the best checkpoint. The lowest value is the best.
+BEST_METRIC = "validation/loss"
 
 _MANIFEST = "manifest.json"
-# Orbax's name of the file, in every step, that holds our JSON.
-METADATA = "_CHECKPOINT_METADATA"
-BEST_METRIC = "validation/loss"
-# A part of the name that Orbax gives a save until it is committed.
-_TEMPORARY = ".orbax-checkpoint-tmp"
+# Part of a directory's name until Orbax has finished the save.
+_UNFINISHED = ".orbax-checkpoint-tmp"
+# How much of a file is read and hashed at once.
+_READ_BYTES = 1 << 22
+# Reading many small files of an object store mostly waits for the network.
+_NUM_READERS = 8
+# Hashing after a save runs next to the training steps.
+_NUM_HASHERS = 2
 
 
 class Damage(Exception):
-  """Why a step is not complete."""
+  """The reason why a step is not a complete checkpoint."""
 
 
 def checkpoint_directory(workdir: epath.PathLike) -> epath.Path:
-  """`workdir/checkpoints`, absolute: TensorStore takes no other paths.
+  """Returns `workdir/checkpoints` as an absolute path.
 
   Raises:
-    UserError: if it is a gs:// path and the package that reads those is not installed.
+    UserError: if the path starts with gs:// and gcsfs is not installed.
   """
   path = epath.Path(workdir)
-  if (
-    os.fspath(path).startswith("gs://")
-    and importlib.util.find_spec("gcsfs") is None
-  ):
+  needs_gcsfs = os.fspath(path).startswith("gs://")
+  if needs_gcsfs and importlib.util.find_spec("gcsfs") is None:
     raise UserError(
       f"the workdir {workdir} needs gcsfs: pip install 'diffjax[gcs]'"
     )
-  return (
-    path if _is_remote(path) else path.expanduser().absolute()
-  ) / "checkpoints"
+  if not is_remote(path):
+    # TensorStore accepts only absolute paths.
+    path = path.expanduser().absolute()
+  return path / "checkpoints"
 
 
 def steps(directory: epath.Path) -> list[int]:
-  """The steps in a checkpoint directory, complete or not, in ascending order."""
-  return sorted(
-    int(name)
-    for name in _names(directory)
-    if name.isdecimal() and str(int(name)) == name
-  )
+  """Returns the steps in a checkpoint directory, in ascending order.
+
+  The steps may be incomplete.
+  """
+  found_steps = []
+  for name in _names(directory):
+    # Excludes other directories, such as "020" or "20.bak".
+    if name.isdecimal() and str(int(name)) == name:
+      found_steps.append(int(name))
+  return sorted(found_steps)
 
 
-def temporaries(directory: epath.Path) -> list[epath.Path]:
-  """The directories of saves that are under way or were interrupted."""
-  return sorted(
-    directory / name for name in _names(directory) if _TEMPORARY in name
-  )
+def unfinished_saves(directory: epath.Path) -> list[epath.Path]:
+  """Returns the directories of saves that are running or were interrupted."""
+  names = [name for name in _names(directory) if _UNFINISHED in name]
+  return [directory / name for name in sorted(names)]
 
 
-def temporary(path: epath.Path) -> epath.Path:
-  """A path that `temporaries` finds, for files that may be deleted at any time."""
-  return path.parent / f"{path.name}{_TEMPORARY}-probe"
+def probe_path(path: epath.Path) -> epath.Path:
+  """Returns a path for testing whether a step can be written.
+
+  `unfinished_saves` includes it, so it is deleted if the process is killed.
+  """
+  return path.parent / f"{path.name}{_UNFINISHED}-probe"
 
 
 def _names(directory: epath.Path) -> list[str]:
+  """Returns the names in a directory, or nothing if it does not exist."""
   try:
     return [path.name for path in directory.iterdir()]
   except FileNotFoundError:
@@ -88,15 +110,27 @@ def _names(directory: epath.Path) -> list[str]:
 
 
 def has_manifest(path: epath.Path) -> bool:
-  """True if a step has a manifest, in order or not."""
+  """Returns whether a step has a manifest, which may be damaged."""
   return (path / _MANIFEST).exists()
 
 
 def read(path: epath.Path, step: int) -> dict[str, Any]:
-  """A step's manifest: "step", "time" (seconds since 1970), "metrics" and, by name, the "size" and "sha256" of its "files". A metric that was not finite is None.
+  """Returns the manifest of a step.
+
+  Args:
+    path: The step's directory.
+    step: The step's number.
+
+  Returns:
+    A dict with these keys:
+
+    - "step": The number.
+    - "time": When it was saved, in seconds since 1970.
+    - "metrics": Values by name. None stands for a value that was not finite.
+    - "files": {"size": …, "sha256": …} by the name of the file.
 
   Raises:
-    Damage: if it is missing, damaged or of another step.
+    Damage: if the manifest is missing, damaged or of another step.
   """
   try:
     text = (path / _MANIFEST).read_text(encoding="utf-8")
@@ -110,13 +144,15 @@ def read(path: epath.Path, step: int) -> dict[str, Any]:
     raise Damage(
       f"{_MANIFEST} cannot be read: {error.strerror or error}"
     ) from error
+
   try:
     body = json.loads(text)
     body.pop("sha256")
-    intact = text == _render(body)
+    is_intact = text == _render(body)
   except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-    intact = False  # Not a manifest of ours.
-  if not intact:
+    # Not JSON, or JSON of another form.
+    is_intact = False
+  if not is_intact:
     raise Damage(f"{_MANIFEST} is damaged")
   if body["step"] != step:
     raise Damage(f"its {_MANIFEST} is of step {body['step']}")
@@ -124,15 +160,14 @@ def read(path: epath.Path, step: int) -> dict[str, Any]:
 
 
 def metadata(path: epath.Path) -> dict[str, Any]:
-  """The JSON that a step was saved with beside its state: "data_state" and "config".
+  """Returns the JSON that was saved with a step: "data_state" and "config".
 
   Raises:
     Damage: if it cannot be read.
   """
   try:
-    return json.loads((path / METADATA).read_text(encoding="utf-8"))[
-      "custom_metadata"
-    ]
+    content = json.loads((path / METADATA).read_text(encoding="utf-8"))
+    return content["custom_metadata"]
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise Damage(f"{METADATA} cannot be read: {error}") from error
 
@@ -140,50 +175,46 @@ def metadata(path: epath.Path) -> dict[str, Any]:
 def verify(
   path: epath.Path, step: int, *, only: str | None = None, contents: bool = True
 ) -> dict[str, Any]:
-  """Compares a step's files with its manifest.
+  """Compares the files of a step with its manifest.
 
   Args:
     path: The step's directory.
-    step: Its number.
-    only: The one file to look at; None for all.
-    contents: Whether to read them; else only their sizes are compared.
+    step: The step's number.
+    only: The name of the only file to compare. None for all files.
+    contents: Whether to compare the contents of files. If False, only their
+      sizes are compared.
 
   Returns:
     The manifest.
 
   Raises:
-    Damage: for the first file that differs, or that the manifest does not name.
+    Damage: for the first file that differs, or that is not in the manifest.
   """
   body = read(path, step)
-  names = [name for name in body["files"] if only in (None, name)]
-  with concurrent.futures.ThreadPoolExecutor(max_workers=8) as pool:
-    for _ in pool.map(
-      lambda name: _compare(path, name, body["files"][name], contents), names
-    ):
+  files = body["files"]
+  names = list(files)
+  if only is not None:
+    names = [name for name in names if name == only]
+
+  check = functools.partial(_check_file, path, files, contents)
+  with concurrent.futures.ThreadPoolExecutor(_NUM_READERS) as pool:
+    for _ in pool.map(check, names):
+      # The iteration raises the error of a check.
       pass
-  try:
-    extra = (
-      next(
-        (
-          name
-          for name in _files(path)
-          if "/" in name and name not in body["files"]
-        ),
-        None,
-      )
-      if only is None
-      else None
-    )
-  except OSError as error:
-    raise Damage(f"it cannot be read: {error}") from error
-  if extra is not None:
-    raise Damage(f"{extra} is not of this checkpoint")
+
+  if only is None:
+    _check_no_other_files(path, files)
   return body
 
 
-def _compare(
-  path: epath.Path, name: str, expected: Mapping[str, Any], contents: bool
+def _check_file(
+  path: epath.Path,
+  files: Mapping[str, Mapping[str, Any]],
+  contents: bool,
+  name: str,
 ) -> None:
+  """Raises Damage if a file differs from the manifest."""
+  expected = files[name]
   try:
     size = _size(path / name)
     if size is None:
@@ -198,140 +229,163 @@ def _compare(
     raise Damage(f"{name} cannot be read: {error.strerror or error}") from error
 
 
+def _check_no_other_files(path: epath.Path, files: Mapping[str, Any]) -> None:
+  """Raises Damage if a subdirectory has a file that is not in the manifest."""
+  try:
+    for name in _file_names(path):
+      is_in_subdirectory = "/" in name
+      if is_in_subdirectory and name not in files:
+        raise Damage(f"{name} is not of this checkpoint")
+  except OSError as error:
+    raise Damage(f"it cannot be read: {error}") from error
+
+
 def _size(file: epath.Path) -> int | None:
-  """Bytes, or None if it is a directory, or a pipe or socket, which would be waited for for ever."""
-  if _is_remote(file):
+  """Returns the size of a regular file in bytes, or None for anything else.
+
+  Reading a pipe or a socket would wait endlessly.
+  """
+  if is_remote(file):
     return file.stat().length
-  found = os.stat(
-    file
-  )  # epath's fails for a user without a name, as in containers.
-  return found.st_size if stat.S_ISREG(found.st_mode) else None
+  # epath's `stat` looks up the owner's name, and fails if there is none, as in
+  # containers.
+  status = os.stat(file)
+  if not stat.S_ISREG(status.st_mode):
+    return None
+  return status.st_size
 
 
 def write(path: epath.Path, step: int, metrics: Mapping[str, float]) -> None:
-  """Makes a step complete: writes its manifest, by way of a temporary file, so that it is there entire or not at all.
+  """Writes the manifest of a step atomically, which makes the step complete.
 
   Args:
     path: The step's directory, with all its files.
-    step: Its number.
-    metrics: Measured at this step.
+    step: The step's number.
+    metrics: Values measured at this step, by name.
   """
-  names = list(_files(path))
-  with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
-    fingerprints = list(pool.map(functools.partial(_fingerprint, path), names))
+  names = list(_file_names(path))
+  fingerprint = functools.partial(_fingerprint, path)
+  with concurrent.futures.ThreadPoolExecutor(_NUM_HASHERS) as pool:
+    fingerprints = list(pool.map(fingerprint, names))
   body = {
     "step": step,
     "time": round(time.time(), 3),
     "metrics": _json_metrics(metrics),
     "files": dict(zip(names, fingerprints, strict=True)),
   }
-  _replace(path, body)
+  write_atomically(path / _MANIFEST, _render(body))
 
 
 def add_metrics(
   path: epath.Path, step: int, metrics: Mapping[str, float]
 ) -> None:
-  """Adds metrics to a complete step: it is complete at every moment.
+  """Adds metrics to a complete step. The step is complete at every moment.
 
   Args:
     path: The step's directory.
-    step: Its number.
-    metrics: Measured at this step.
+    step: The step's number.
+    metrics: Values measured at this step, by name.
 
   Raises:
-    Damage: if its manifest is not in order.
+    Damage: if the manifest is damaged.
   """
   body = read(path, step)
   body["metrics"] |= _json_metrics(metrics)
-  _replace(path, body)
+  write_atomically(path / _MANIFEST, _render(body))
 
 
 def _json_metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:
-  """Returns metrics as JSON has them: None for what is not finite."""
-  return {
-    name: float(value) if math.isfinite(value) else None
-    for name, value in metrics.items()
-  }
-
-
-def _replace(path: epath.Path, body: Mapping[str, Any]) -> None:
-  """Writes a step's manifest completely or not at all."""
-  unfinished = path / f"{_MANIFEST}.tmp"
-  unfinished.write_text(_render(body), encoding="utf-8")
-  unfinished.replace(path / _MANIFEST)
+  """Returns metrics for JSON, with None for values that are not finite."""
+  json_metrics: dict[str, float | None] = {}
+  for name, value in metrics.items():
+    json_metrics[name] = float(value) if math.isfinite(value) else None
+  return json_metrics
 
 
 def _render(body: Mapping[str, Any]) -> str:
-  """The manifest's text, its own checksum in it."""
-  checksum = hashlib.sha256(
-    json.dumps(body, sort_keys=True).encode()
-  ).hexdigest()
+  """Returns the text of a manifest, with the checksum of its content."""
+  content = json.dumps(body, sort_keys=True)
+  checksum = hashlib.sha256(content.encode()).hexdigest()
   return json.dumps({**body, "sha256": checksum}, sort_keys=True, indent=1)
 
 
-def _files(path: epath.Path, prefix: str = "") -> Iterator[str]:
-  for child in sorted(path.iterdir(), key=lambda child: child.name):
+def _file_names(path: epath.Path, prefix: str = "") -> Iterator[str]:
+  """Yields the names of a step's files, such as "state/d/0123", sorted.
+
+  The manifest and its temporary files are left out.
+  """
+  for child in sorted(path.iterdir(), key=_name):
     if child.is_dir():
-      yield from _files(child, f"{prefix}{child.name}/")
+      yield from _file_names(child, f"{prefix}{child.name}/")
     elif prefix or not child.name.startswith(_MANIFEST):
       yield prefix + child.name
 
 
+def _name(path: epath.Path) -> str:
+  return path.name
+
+
 def _fingerprint(path: epath.Path, name: str) -> dict[str, Any]:
-  size, digest = 0, hashlib.sha256()
+  """Returns the size and the SHA-256 of a step's file."""
+  size = 0
+  digest = hashlib.sha256()
   with (path / name).open("rb") as file:
-    while chunk := file.read(1 << 22):
+    while chunk := file.read(_READ_BYTES):
       size += len(chunk)
       digest.update(chunk)
   return {"size": size, "sha256": digest.hexdigest()}
 
 
 def best(manifests: Mapping[int, Mapping[str, Any]]) -> int | None:
-  """The step with the least "validation/loss" (the first of equals), or None if none has one."""
-  scores = {
-    step: body["metrics"][BEST_METRIC]
-    for step, body in sorted(manifests.items())
-    if body["metrics"].get(BEST_METRIC) is not None
-  }
-  return min(scores, key=scores.__getitem__, default=None)
-
-
-def prune(
-  directory: epath.Path,
-  manifests: Mapping[int, Mapping[str, Any]],
-  *,
-  keep: int,
-  among: Iterable[int],
-) -> Iterator[epath.Path]:
-  """Deletes steps, complete or not, except the newest complete ones and the best.
+  """Returns the step with the lowest validation loss.
 
   Args:
-    directory: The checkpoint directory.
-    manifests: Those of the complete steps.
-    keep: How many of the newest to keep.
-    among: Steps that may be deleted.
+    manifests: The manifests by step.
 
-  Yields:
-    Each step's path, just before it is deleted.
+  Returns:
+    The first of several equally good steps. None if no step has a loss.
+  """
+  best_step = None
+  best_loss = None
+  for step in sorted(manifests):
+    loss = manifests[step]["metrics"].get(BEST_METRIC)
+    if loss is None:
+      continue
+    if best_loss is None or loss < best_loss:
+      best_step = step
+      best_loss = loss
+  return best_step
+
+
+def steps_to_prune(
+  manifests: Mapping[int, Mapping[str, Any]],
+  candidates: Iterable[int],
+  *,
+  keep: int,
+) -> list[int]:
+  """Returns the steps to delete, complete or not.
+
+  Args:
+    manifests: The manifests of the complete steps.
+    candidates: The steps that may be deleted.
+    keep: How many of the newest complete steps are kept. The best step is kept
+      too.
   """
   kept = {*sorted(manifests)[-keep:], best(manifests)}
-  for step in among:
-    if step not in kept:
-      path = directory / str(step)
-      yield path
-      delete(path)
+  return [step for step in candidates if step not in kept]
 
 
 def delete(path: epath.Path) -> None:
-  """Deletes a step or a temporary directory, or a file or link in its place. A link's target stays."""
-  if not path.is_dir() or (not _is_remote(path) and os.path.islink(path)):
+  """Deletes a step, a temporary directory, or a file or link in its place.
+
+  The target of a link is kept.
+  """
+  is_link = not is_remote(path) and os.path.islink(path)
+  if is_link or not path.is_dir():
     path.unlink(missing_ok=True)
     return
-  # The manifest goes first: an interrupted deletion then leaves an interrupted step, not a damaged one.
+  # The manifest is deleted first. If the deletion is interrupted, the rest is a
+  # step without a manifest, not a damaged one.
   with contextlib.suppress(OSError):
     (path / _MANIFEST).unlink()
   path.rmtree(missing_ok=True)
-
-
-def _is_remote(path: epath.Path) -> bool:
-  return "://" in os.fspath(path)

@@ -67,7 +67,7 @@ def test_a_workdir_is_read_into_files_piece_by_piece(
   make_model, in_pieces, monkeypatch, tmp_path
 ):
   """What was converted, in pieces of which no axis is a multiple, and what was trained, in Orbax's other format."""
-  monkeypatch.setattr("diffjax.training.checkpoint._PIECE", 999)
+  monkeypatch.setattr("diffjax.training.checkpoint._CHUNK_BYTES", 999)
   model = make_model("diff", num_layers=3)
   config = Config(model=model.config, data=DataConfig(length=16))
   with Checkpoints(str(tmp_path), keep=1) as checkpoints:
