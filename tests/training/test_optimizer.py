@@ -9,6 +9,8 @@ import numpy as np
 import optax
 import pytest
 
+# Attention variants add their parameters to the table.
+import diffjax.model.decoder  # noqa: F401
 from diffjax.config import (
   LARGEST_MAGNITUDE,
   SMALLEST_MAGNITUDE,
