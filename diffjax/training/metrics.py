@@ -1,4 +1,4 @@
-"""Metric writers: a JSONL file, TensorBoard and Weights & Biases."""
+"""Writes metrics to a JSONL file, to TensorBoard and to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -6,48 +6,61 @@ import contextlib
 import json
 import math
 import os
-import socket
-import struct
 import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from absl import logging
 from etils import epath
 from tensorboardX import summary
-from tensorboardX.proto import event_pb2
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
-from tensorboardX.record_writer import masked_crc32c
+from tensorboardX.record_writer import register_writer_factory
 
 from diffjax.config import UserError
+from diffjax.host.files import is_remote, write_atomically
+
+# How often files in an object store are written.
+_UPLOAD_INTERVAL_SECONDS = 60.0
+
+# tensorboardX opens paths with this prefix by `_FileFactory`.
+_FACTORY_PREFIX = "diffjax"
 
 
 def read_log(path: epath.PathLike) -> list[dict[str, Any]]:
-  """The lines of a metrics.jsonl that hold a step. A torn one, of a run that was killed or of a full disk, does not count.
+  """Returns the entries of a metrics.jsonl file.
+
+  Incomplete lines are left out. A killed run or a full disk may leave some.
+
+  Args:
+    path: The file, local or gs://.
 
   Raises:
     OSError: if it cannot be read.
   """
-  lines = []
+  entries = []
   for line in epath.Path(path).read_bytes().splitlines():
     try:
-      parsed = json.loads(line)
+      entry = json.loads(line)
     except ValueError:
       continue
-    if isinstance(parsed, dict) and "step" in parsed:
-      lines.append(parsed)
-  return lines
+    if isinstance(entry, dict) and "step" in entry:
+      entries.append(entry)
+  return entries
 
 
 class MetricWriter:
-  """Writes numbers by step to `workdir/metrics.jsonl`, to TensorBoard files in `workdir/tensorboard`, and to W&B if asked.
+  """Writes metrics to `workdir/metrics.jsonl`, TensorBoard and optionally W&B.
 
-  A line of the JSONL file is an object with "step", "time" (seconds since 1970) and the metrics; a number that is not finite is
-  null, since JSON has no other word for it. An object store cannot append: for one, lines and events are kept here and written as a
-  whole every `remote_interval` seconds and at the end. A write that fails, as on a full disk, is a warning, and the next write tries
-  again: no run ends because of its log.
+  A line of metrics.jsonl is an object with "step", "time" (seconds since 1970)
+  and the metrics. Values that are not finite are null, because JSON has no
+  number for them. TensorBoard's files are in `workdir/tensorboard`.
+
+  A failing write, for example to a full disk, prints a warning and is repeated
+  with the next write. The run continues.
   """
 
   def __init__(
@@ -58,197 +71,262 @@ class MetricWriter:
     resume_step: int,
     wandb_project: str = "",
     is_writer: bool = True,
-    remote_interval: float = 60.0,
   ):
-    """Opens the files, and drops what they hold of steps past `resume_step`, since the run takes those steps again.
+    """Opens the files, and deletes the metrics of steps after `resume_step`.
+
+    The run takes those steps again.
 
     Args:
       workdir: The run's directory, local or gs://.
-      config: The run's config as nested dicts, for W&B and TensorBoard.
-      resume_step: Step of the checkpoint that the run goes on from; 0 for a new run.
-      wandb_project: Weights & Biases project, or "".
-      is_writer: Whether this process writes; the others do nothing.
-      remote_interval: Seconds between writes of the whole file, if the workdir cannot be appended to.
+      config: The run's config as nested dicts, for TensorBoard and W&B.
+      resume_step: The step of the checkpoint that the run resumes from. 0 for a
+        new run.
+      wandb_project: The W&B project, or "".
+      is_writer: Whether this process writes. If False, all methods do nothing.
 
     Raises:
-      UserError: if wandb_project is given and wandb is not installed, or if the files cannot be written.
+      UserError: if the files cannot be written, or if `wandb_project` is set
+        and wandb is not installed.
     """
-    self._is_writer, self._warned = is_writer, False
-    self._wandb: Any = None
+    self._workdir = epath.Path(workdir)
+    self._has_warned = False
+    self._destinations: list[_Destination] = []
     if not is_writer:
       return
-    workdir = epath.Path(workdir)
-    self._path, self._tensorboard_dir = (
-      workdir / "metrics.jsonl",
-      workdir / "tensorboard",
-    )
-    self._remote = _is_remote(workdir)
-    self._interval, self._written_at = remote_interval, time.monotonic()
     try:
-      workdir.mkdir(parents=True, exist_ok=True)
+      self._workdir.mkdir(parents=True, exist_ok=True)
+      # First, so that the files are unchanged if it fails.
+      wandb_run = None
       if wandb_project:
-        self._wandb = _open_wandb(wandb_project, workdir, config)
-      self._lines = self._kept_lines(resume_step)
-      _replace(self._path, "".join(self._lines))
-      self._file = None if self._remote else _Appender(self._path)
-      self._open_tensorboard(config, resume_step)
+        wandb_run = _open_wandb(wandb_project, self._workdir, config)
+      self._destinations.append(_JsonLines(self._workdir, resume_step))
+      self._destinations.append(
+        _TensorBoard(self._workdir, config, resume_step)
+      )
+      if wandb_run is not None:
+        self._destinations.append(wandb_run)
     except OSError as error:
       raise UserError(f"cannot write metrics in {workdir}: {error}") from error
 
-  def _open_tensorboard(
-    self, config: Mapping[str, Any], resume_step: int
-  ) -> None:
-    """tensorboardX.SummaryWriter does not serve: when its thread cannot write, it dies, and the run waits for it for ever."""
-    self._local_tensorboard = (
-      epath.Path(tempfile.mkdtemp(prefix="diffjax-tensorboard-"))
-      if self._remote
-      else self._tensorboard_dir
-    )
-    self._local_tensorboard.mkdir(parents=True, exist_ok=True)
-    # TensorBoard reads the files in the order of their names, hence the time; a quick restart falls into the same second, hence the rest.
-    name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{resume_step:08d}-{uuid.uuid4().hex[:8]}"
-    self._tensorboard = _Appender(self._local_tensorboard / name)
-    self._tensorboard.write(_record(file_version="brain.Event:2"))
-    # Hides what an interrupted run logged after the checkpoint.
-    self._tensorboard.write(
-      _record(
-        step=resume_step + 1,
-        session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START),
-      )
-    )
-    text = f"```json\n{json.dumps(config, indent=2, ensure_ascii=False)}\n```"
-    self._tensorboard.write(
-      _record(step=resume_step, summary=summary.text("config", text))
-    )
-
   def write(self, step: int, values: Mapping[str, float]) -> None:
-    """Adds the metrics of one step; nothing if there are none.
+    """Writes the metrics of one step. Does nothing if there are none.
 
     Args:
-      step: Updates done when they were measured.
-      values: Numbers (scalars) by name, such as "train/loss".
+      step: The number of updates before they were measured.
+      values: Numbers or scalar arrays by name, such as "train/loss".
     """
-    if not self._is_writer or not values:
+    if not values:
       return
     numbers = {name: float(value) for name, value in values.items()}
-    finite = {
-      name: value if math.isfinite(value) else None
-      for name, value in numbers.items()
-    }
-    line = (
-      json.dumps(
-        {"step": int(step), "time": round(time.time(), 3), **finite},
-        allow_nan=False,
-      )
-      + "\n"
-    )
-    with self._warning():
-      if self._file is not None:
-        self._file.write(line.encode())
-      else:
-        self._lines.append(line)
-    with self._warning():
-      scalars = [
-        Summary.Value(tag=name, simple_value=value)
-        for name, value in numbers.items()
-      ]  # summary.scalar warns of every NaN
-      self._tensorboard.write(
-        _record(step=step, summary=Summary(value=scalars))
-      )
-    if self._wandb is not None:
-      self._wandb.log(numbers, step=step)
-    if self._remote and time.monotonic() - self._written_at >= self._interval:
-      with self._warning():
-        self._write_remote()
+    for destination in self._destinations:
+      with self._warn_on_error():
+        destination.write(step, numbers)
 
   def close(self) -> None:
-    """Writes what is left and closes everything."""
-    if not self._is_writer:
-      return
-    for file in (self._file, self._tensorboard):
-      if file is not None:
-        with self._warning():
-          file.close()
-    if self._remote:
-      with self._warning():
-        self._write_remote()
-    if self._wandb is not None:
-      self._wandb.finish()
-    self._is_writer = False
+    """Writes what was not written yet, and closes the files."""
+    for destination in self._destinations:
+      with self._warn_on_error():
+        destination.close()
+    self._destinations = []
 
   @contextlib.contextmanager
-  def _warning(self) -> Iterator[None]:
+  def _warn_on_error(self) -> Iterator[None]:
+    """Prints a warning in place of the first OSError, and ignores others."""
     try:
       yield
     except OSError as error:
-      if not self._warned:
+      if not self._has_warned:
         logging.warning(
           "cannot write metrics in %s: %s; the run goes on, and tries again",
-          self._path.parent,
+          self._workdir,
           error,
         )
-      self._warned = True
-
-  def _kept_lines(self, resume_step: int) -> list[str]:
-    kept = []
-    for line in (
-      self._path.read_bytes().splitlines() if self._path.exists() else []
-    ):
-      try:
-        if json.loads(line)["step"] <= resume_step:
-          kept.append(line.decode() + "\n")
-      except (ValueError, KeyError, TypeError):
-        continue  # The last line may be torn, if the run was killed while it wrote.
-    return kept
-
-  def _write_remote(self) -> None:
-    self._path.write_text("".join(self._lines), encoding="utf-8")
-    self._tensorboard_dir.mkdir(parents=True, exist_ok=True)
-    for file in self._local_tensorboard.iterdir():
-      file.copy(self._tensorboard_dir / file.name, overwrite=True)
-    self._written_at = time.monotonic()
+      self._has_warned = True
 
 
-class _Appender:
-  """A file that is appended to at once. Data that cannot be written is kept, and written before what follows: no line is lost or torn."""
+class _Destination(Protocol):
+  """A place to which metrics are written."""
+
+  def write(self, step: int, numbers: Mapping[str, float]) -> None: ...
+
+  def close(self) -> None: ...
+
+
+class _JsonLines:
+  """The file metrics.jsonl."""
+
+  def __init__(self, workdir: epath.Path, resume_step: int):
+    path = workdir / "metrics.jsonl"
+    content = _lines_until(path, resume_step)
+    write_atomically(path, content)
+    self._file = _open_file(path, content)
+
+  def write(self, step: int, numbers: Mapping[str, float]) -> None:
+    entry: dict[str, Any] = {"step": int(step), "time": round(time.time(), 3)}
+    for name, number in numbers.items():
+      entry[name] = number if math.isfinite(number) else None
+    line = json.dumps(entry, allow_nan=False)
+    self._file.write(f"{line}\n".encode())
+    self._file.flush()
+
+  def close(self) -> None:
+    self._file.close()
+
+
+def _lines_until(path: epath.Path, resume_step: int) -> bytes:
+  """Returns the complete lines of a log up to a step, or b"" without a log."""
+  if not path.exists():
+    return b""
+  lines = []
+  for line in path.read_bytes().splitlines():
+    try:
+      if json.loads(line)["step"] <= resume_step:
+        lines.append(line + b"\n")
+    except (ValueError, KeyError, TypeError):
+      # The run was killed while it wrote this line.
+      continue
+  return b"".join(lines)
+
+
+class _TensorBoard:
+  """TensorBoard's files in `workdir/tensorboard`.
+
+  This uses tensorboardX's EventsWriter, which encodes events and names the
+  file. tensorboardX.SummaryWriter writes in a thread: if that thread fails, for
+  example because the disk is full, the run waits for it endlessly.
+  """
+
+  def __init__(
+    self, workdir: epath.Path, config: Mapping[str, Any], resume_step: int
+  ):
+    directory = workdir / "tensorboard"
+    directory.mkdir(parents=True, exist_ok=True)
+    # tensorboardX begins the name with the time in seconds. A run may restart
+    # within the same second, so the suffix is unique.
+    unique = uuid.uuid4().hex[:8]
+    self._events = EventsWriter(
+      f"{_FACTORY_PREFIX}:{os.fspath(directory)}/events",
+      filename_suffix=f".{resume_step:08d}-{unique}",
+    )
+    # From this step on, TensorBoard hides the events of earlier files.
+    start = SessionLog(status=SessionLog.START)
+    self._write(resume_step + 1, session_log=start)
+    config_json = json.dumps(config, indent=2, ensure_ascii=False)
+    text = summary.text("config", f"```json\n{config_json}\n```")
+    self._write(resume_step, summary=text)
+
+  def write(self, step: int, numbers: Mapping[str, float]) -> None:
+    values = []
+    for name, number in numbers.items():
+      # Not `summary.scalar`, which prints a warning for each NaN.
+      values.append(Summary.Value(tag=name, simple_value=number))
+    self._write(step, summary=Summary(value=values))
+
+  def close(self) -> None:
+    self._events.close()
+
+  def _write(self, step: int, **content: Any) -> None:
+    """Writes an event with a summary or a session log."""
+    event = Event(wall_time=time.time(), step=step, **content)
+    self._events.write_event(event)
+    self._events.flush()
+
+
+class _File(Protocol):
+  """A file to append to. `flush` may fail, and can be called again."""
+
+  def write(self, data: bytes) -> None: ...
+
+  def flush(self) -> None: ...
+
+  def close(self) -> None: ...
+
+
+def _open_file(path: epath.Path, content: bytes = b"") -> _File:
+  """Opens a file for appending.
+
+  Args:
+    path: The file, local or gs://. Its directory exists.
+    content: What the file contains already.
+  """
+  if is_remote(path):
+    return _RemoteFile(path, content)
+  return _LocalFile(path)
+
+
+class _LocalFile:
+  """A local file that is written without a buffer.
+
+  Data that could not be written are kept and written first next time. Nothing
+  is lost or torn if the disk is full for some time. A file of Python or
+  tensorboardX would lose a part of a record.
+  """
 
   def __init__(self, path: epath.Path):
-    self._file, self._left = open(path, "ab", buffering=0), b""
+    self._file = open(path, "ab", buffering=0)
+    self._unwritten = b""
 
   def write(self, data: bytes) -> None:
-    self._left += data
-    while self._left:
-      self._left = self._left[self._file.write(self._left) :]
+    self._unwritten += data
+
+  def flush(self) -> None:
+    while self._unwritten:
+      num_bytes = self._file.write(self._unwritten)
+      self._unwritten = self._unwritten[num_bytes:]
 
   def close(self) -> None:
     with self._file:
-      self.write(b"")
+      self.flush()
 
 
-def _record(**fields: Any) -> bytes:
-  """A TensorBoard event as its files hold it: length, the length's checksum, the event, the event's checksum."""
-  data = event_pb2.Event(wall_time=time.time(), **fields).SerializeToString()
-  length = struct.pack("<Q", len(data))
-  return (
-    length
-    + struct.pack("<I", masked_crc32c(length))
-    + data
-    + struct.pack("<I", masked_crc32c(data))
-  )
+class _RemoteFile:
+  """A file in an object store, which cannot append to files.
+
+  The whole file is kept in memory and written from time to time.
+  """
+
+  def __init__(self, path: epath.Path, content: bytes):
+    self._path = path
+    self._content = bytearray(content)
+    self._uploaded_at = time.monotonic()
+
+  def write(self, data: bytes) -> None:
+    self._content += data
+
+  def flush(self) -> None:
+    if time.monotonic() - self._uploaded_at >= _UPLOAD_INTERVAL_SECONDS:
+      self._upload()
+
+  def close(self) -> None:
+    self._upload()
+
+  def _upload(self) -> None:
+    write_atomically(self._path, bytes(self._content))
+    self._uploaded_at = time.monotonic()
 
 
-def _is_remote(path: epath.Path) -> bool:
-  return "://" in os.fspath(path)
+class _FileFactory:
+  """Opens files for tensorboardX."""
+
+  def open(self, path: str) -> _File:
+    """Opens a path with the prefix of this factory, such as diffjax:/a/b."""
+    return _open_file(epath.Path(path.removeprefix(f"{_FACTORY_PREFIX}:")))
 
 
-def _replace(path: epath.Path, text: str) -> None:
-  """Replaces a file at once: a reader, or a run after a kill, finds the old text or the new, never a part of it."""
-  if _is_remote(path):  # An object store puts whole objects only.
-    path.write_text(text, encoding="utf-8")
-  else:
-    temporary = path.parent / f"{path.name}.tmp"
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+register_writer_factory(_FACTORY_PREFIX, _FileFactory())
+
+
+class _WandbRun:
+  """A run of Weights & Biases."""
+
+  def __init__(self, run: Any):
+    self._run = run
+
+  def write(self, step: int, numbers: Mapping[str, float]) -> None:
+    self._run.log(numbers, step=step)
+
+  def close(self) -> None:
+    self._run.finish()
 
 
 def check_wandb(project: str) -> None:
@@ -259,25 +337,29 @@ def check_wandb(project: str) -> None:
     import wandb  # noqa: F401
   except ImportError as error:
     raise UserError(
-      f"config.train.wandb_project = {project!r} needs wandb: pip install 'diffjax[wandb]', or leave the field empty"
+      f"config.train.wandb_project = {project!r} needs wandb:"
+      " pip install 'diffjax[wandb]', or leave the field empty"
     ) from error
 
 
 def _open_wandb(
   project: str, workdir: epath.Path, config: Mapping[str, Any]
-) -> Any:
+) -> _WandbRun:
+  """Starts the W&B run of a workdir, or continues it after a restart."""
   check_wandb(project)
   import wandb
 
-  # The id lies in the workdir, so that a restart goes on in the same W&B run.
-  identity = workdir / "wandb_id.txt"
-  if not identity.exists():
-    identity.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
-  local = tempfile.gettempdir() if _is_remote(workdir) else os.fspath(workdir)
-  return wandb.init(
+  id_file = workdir / "wandb_id.txt"
+  if not id_file.exists():
+    write_atomically(id_file, uuid.uuid4().hex[:12])
+  local_directory = os.fspath(workdir)
+  if is_remote(workdir):
+    local_directory = tempfile.gettempdir()
+  run = wandb.init(
     project=project,
-    id=identity.read_text(encoding="utf-8").strip(),
+    id=id_file.read_text(encoding="utf-8").strip(),
     resume="allow",
     config=dict(config),
-    dir=local,
+    dir=local_directory,
   )
+  return _WandbRun(run)

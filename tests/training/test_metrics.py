@@ -28,7 +28,7 @@ def open_metrics(workdir, resume_step=0, **kwargs):
 def test_jsonl_drops_the_steps_that_are_taken_again(
   tmp_path, monkeypatch, remote
 ):
-  monkeypatch.setattr(metrics, "_is_remote", lambda path: remote)
+  monkeypatch.setattr(metrics, "is_remote", lambda path: remote)
   writer = open_metrics(tmp_path)
   for step in (10, 20, 30):
     writer.write(
@@ -71,13 +71,13 @@ def test_a_resume_that_cannot_rewrite_the_log_leaves_it_whole(
   path = tmp_path / "metrics.jsonl"
   before = path.read_text()
 
-  def until_the_disk_is_full(path, text, *_, **__):
-    with open(path, "w") as file:
-      file.write(text[: len(text) // 2])
+  def until_the_disk_is_full(path, data):
+    with open(path, "wb") as file:
+      file.write(data[: len(data) // 2])
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
   monkeypatch.setattr(
-    type(epath.Path(tmp_path)), "write_text", until_the_disk_is_full
+    type(epath.Path(tmp_path)), "write_bytes", until_the_disk_is_full
   )
   with pytest.raises(
     UserError, match="cannot write metrics in .*No space left"
@@ -99,8 +99,9 @@ def test_torn_lines_of_a_log_do_not_count(tmp_path):
 
 
 def test_remote_workdir_is_written_at_intervals(tmp_path, monkeypatch):
-  monkeypatch.setattr(metrics, "_is_remote", lambda path: True)
-  writer = open_metrics(tmp_path, remote_interval=0.0)
+  monkeypatch.setattr(metrics, "is_remote", lambda path: True)
+  monkeypatch.setattr(metrics, "_UPLOAD_INTERVAL_SECONDS", 0.0)
+  writer = open_metrics(tmp_path)
   writer.write(1, {"train/loss": 1.0})
   assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1]
   assert list((tmp_path / "tensorboard").glob("events*"))
