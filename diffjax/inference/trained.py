@@ -1,4 +1,4 @@
-"""A trained model, taken from its workdir to be used: parameters, config and tokenizer, on one device or split over several."""
+"""Loads trained models from their workdirs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import functools
 import math
 import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
+from jax.sharding import Mesh
 
 from diffjax.config import (
   Config,
@@ -21,9 +22,7 @@ from diffjax.config import (
   UserError,
   from_config_dict,
 )
-from diffjax.data.tokenizer import (
-  Tokenizer,
-)
+from diffjax.data.tokenizer import Tokenizer
 from diffjax.host import absent_tpu
 from diffjax.host.progress import say
 from diffjax.int8 import quantise
@@ -37,19 +36,25 @@ from diffjax.training.program import compute_dtype
 from diffjax.training.step import init_params
 from diffjax.training.workdir_tokenizer import load_workdir_tokenizer
 
-_NAMED = 3  # parameters that an error names, at most
+# How many parameters an error message names.
+_MAX_NAMED = 3
+# The sizes that a number of devices must divide to share a model.
+_SHARED_SIZES = ("num_heads", "num_kv_heads", "ffn_dim", "vocab_size")
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-  """A model as evaluations, generation and conversion take it.
+  """A trained model.
 
   Attributes:
-    name: what tables call it: its workdir and step.
-    config: of the run that trained it.
-    model: the decoder, in the compute dtype of the device. Attention runs by the config's implementation, or by "auto" if it cannot run here.
-    params: its parameters, float32 or the matrices in int8; on a mesh if several devices share them.
-    tokenizer: the one that it was trained with.
+    name: The name in tables: the workdir and the step.
+    config: The config of the run that trained it.
+    model: The decoder, with the compute dtype of this process's devices. Its
+      attention uses the implementation of the config, or "auto" if that one
+      cannot run here.
+    params: The parameters in float32, or with the matrices in int8. If several
+      devices share the model, they are sharded over a mesh.
+    tokenizer: The tokenizer that the model was trained with.
   """
 
   name: str
@@ -64,6 +69,20 @@ class Trained:
     return self.name.rpartition("/")[2]
 
 
+class StoredModel(NamedTuple):
+  """A model whose parameters are NumPy arrays.
+
+  Attributes:
+    config: The config of the run that trained it.
+    params: The parameters. They may be memory-mapped files.
+    tokenizer: The tokenizer that the model was trained with.
+  """
+
+  config: Config
+  params: dict[str, Any]
+  tokenizer: Tokenizer
+
+
 def load(
   workdir: epath.PathLike,
   step: int | None = None,
@@ -72,21 +91,32 @@ def load(
   weight_dtype: str | None = None,
   imports: Iterable[str] = (),
 ) -> Trained:
-  """Loads the newest complete checkpoint, or that of a step.
+  """Loads a model from a complete checkpoint of a run.
+
+  Example:
+
+  ```
+  trained = load("runs/tiny")
+  logits = trained.model.apply({"params": trained.params}, tokens)
+  ```
 
   Args:
-    workdir: the run's directory, local or gs://.
-    step: the checkpoint's; None for the newest complete one.
-    tensor: devices that share the model, as `config.mesh.tensor` has them in training: each reads its own part of the parameters. What
-      takes the model (`Sampler`, evaluations) then runs on all of them.
-    weight_dtype: "int8" rounds the layers' matrices to 8 bits, a quarter of their memory (`diffjax.int8`); None leaves them in float32.
-    imports: modules to import first, which register the attention variant of
-      the model. A checkpoint stores only its name.
+    workdir: The run's directory, local or gs://.
+    step: The checkpoint's step. None for the newest complete checkpoint.
+    tensor: The number of devices that share the model, like
+      `config.mesh.tensor` in training. Each device loads its part of the
+      parameters. `Sampler` and the evaluations then run on all of them.
+    weight_dtype: "int8" rounds the layers' matrices to 8 bits, which takes a
+      quarter of their memory (see `diffjax.int8`). None keeps float32.
+    imports: Modules to import first, which register the attention variant of
+      the model. A checkpoint stores only the variant's name.
 
   Raises:
-    UserError: if there is none, it is damaged, its parameters are not finite, its tokenizer is not at hand, or so many devices cannot share
-      it; or qwix is not there, which int8 needs. Also if a module cannot be
-      imported, or no module has registered the model's attention.
+    UserError: if there is no such checkpoint, if it is damaged or has
+      parameters that are not finite, if its tokenizer is missing, if this
+      number of devices cannot share the model, if qwix is not installed (for
+      int8), if a module cannot be imported, or if no module has registered the
+      model's attention.
   """
   absent_tpu.skip()
   import_modules(imports)
@@ -94,79 +124,97 @@ def load(
     raise UserError(
       f"weight_dtype = {weight_dtype!r}: must be 'int8', or None for float32"
     )
-  saved = open_checkpoint(workdir, step)
-  config = from_config_dict(saved.config)
-  shapes = jax.eval_shape(
-    lambda: init_params(Decoder(config.model), jax.random.key(0))
-  )
+
+  checkpoint = open_checkpoint(workdir, step)
+  config = from_config_dict(checkpoint.config)
+  name = f"{os.fspath(workdir).rstrip('/')} at step {checkpoint.step}"
+
   implementation = _choose_implementation(workdir, config)
-  attention: Callable[..., jax.Array] = diff_attention
-  if implementation != "auto":
-    attention = functools.partial(diff_attention, implementation=implementation)
+  mesh = None
   if tensor != 1:
-    _check_shares(config.model, tensor)
-    mesh = make_mesh(
-      MeshConfig(data=1, tensor=tensor), jax.local_devices()[:tensor]
-    )
-    attention = sharded_attention(mesh, implementation)
-    shapes = jax.tree.map(
-      lambda leaf, at: jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=at
-      ),
-      shapes,
-      shardings(shapes, mesh),
-    )
-  params = saved.params(shapes)
-  name = f"{os.fspath(workdir).rstrip('/')} at step {saved.step}"
-  _check_finite(
-    name,
-    jax.jit(
-      lambda tree: jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), tree)
-    )(params),
-  )
-  if weight_dtype is not None:
-    name, params = f"{name}, weights in int8", quantise(params)
-  tokenizer = load_workdir_tokenizer(workdir, config)
+    mesh = _tensor_mesh(config.model, tensor)
   model = Decoder(
-    config.model, dtype=_local_dtype(config.model), attention_fn=attention
+    config.model,
+    dtype=_local_dtype(config.model),
+    attention_fn=_attention_fn(implementation, mesh),
   )
+
+  params = checkpoint.params(_abstract_params(config.model, mesh))
+  _check_finite(name, _are_finite(params))
+  if weight_dtype == "int8":
+    name = f"{name}, weights in int8"
+    params = quantise(params)
+
+  tokenizer = load_workdir_tokenizer(workdir, config)
   return Trained(name, config, model, params, tokenizer)
 
 
 def load_piecewise(
-  workdir: epath.PathLike, room: Callable[[tuple[int, ...]], np.ndarray]
-) -> tuple[Config, dict[str, Any], Tokenizer]:
-  """The newest complete checkpoint's config, parameters and tokenizer, where the parameters need not fit the memory.
+  workdir: epath.PathLike,
+  make_array: Callable[[tuple[int, ...]], np.ndarray],
+) -> StoredModel:
+  """Loads the newest complete checkpoint into new arrays, piece by piece.
+
+  The parameters may be larger than the memory, if `make_array` returns
+  memory-mapped files.
 
   Args:
-    workdir: the run's directory, local or gs://.
-    room: makes an array of a shape, which a parameter is copied into.
+    workdir: The run's directory, local or gs://.
+    make_array: Returns a new array of a shape.
 
   Raises:
-    UserError: as `load`.
+    UserError: if there is no complete checkpoint, if it has parameters that are
+      not finite, or if its tokenizer is missing.
   """
-  saved = open_checkpoint(workdir)
-  config = from_config_dict(saved.config)
-  params = saved.copied_params(
-    jax.eval_shape(
-      lambda: init_params(Decoder(config.model), jax.random.key(0))
-    ),
-    room,
+  checkpoint = open_checkpoint(workdir)
+  config = from_config_dict(checkpoint.config)
+  abstract_params = _abstract_params(config.model, mesh=None)
+  params = checkpoint.copied_params(abstract_params, make_array)
+  are_finite = jax.tree.map(_is_finite_by_rows, params)
+  _check_finite(f"{workdir} at step {checkpoint.step}", are_finite)
+  tokenizer = load_workdir_tokenizer(workdir, config)
+  return StoredModel(config, params, tokenizer)
+
+
+def _abstract_params(config: ModelConfig, mesh: Mesh | None) -> Any:
+  """Returns the shapes of a model's parameters, with shardings on a mesh."""
+  model = Decoder(config)
+  shapes = jax.eval_shape(
+    functools.partial(init_params, model), _abstract_key()
   )
-  _check_finite(
-    f"{workdir} at step {saved.step}",
-    jax.tree.map(
-      lambda leaf: all(np.isfinite(part).all() for part in leaf), params
-    ),
-  )
-  return config, params, load_workdir_tokenizer(workdir, config)
+  if mesh is None:
+    return shapes
+  return jax.tree.map(_with_sharding, shapes, shardings(shapes, mesh))
+
+
+def _abstract_key() -> jax.ShapeDtypeStruct:
+  """Returns the shape and dtype of a random key, for tracing."""
+  return jax.eval_shape(jax.random.key, 0)
+
+
+def _with_sharding(
+  leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding
+) -> jax.ShapeDtypeStruct:
+  """Returns the shape and dtype of a leaf with a sharding."""
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _attention_fn(
+  implementation: str, mesh: Mesh | None
+) -> Callable[..., jax.Array]:
+  """Returns attention by an implementation, inside a shard_map on a mesh."""
+  if mesh is not None:
+    return sharded_attention(mesh, implementation)
+  if implementation == "auto":
+    return diff_attention
+  return functools.partial(diff_attention, implementation=implementation)
 
 
 def _choose_implementation(workdir: epath.PathLike, config: Config) -> str:
-  """Returns the implementation of attention to use.
+  """Returns the implementation of attention that the config names.
 
-  It is the one that the config names. A model may be used on other devices than
-  those that trained it: if it cannot run here, prints why and returns "auto".
+  If it cannot run on the devices of this process, prints the reason and returns
+  "auto".
   """
   name = config.model.attention_implementation
   if name == "auto":
@@ -185,8 +233,8 @@ def _why_not_here(config: Config, name: str) -> str | None:
   """Returns why an implementation of attention cannot run the model here."""
   if name not in implementations.names():
     return (
-      "no implementation of that name is registered; --import=MODULE imports one"
-      " of your own"
+      "no implementation of that name is registered; --import=MODULE imports"
+      " one of your own"
     )
   model = Decoder(
     config.model,
@@ -195,8 +243,8 @@ def _why_not_here(config: Config, name: str) -> str | None:
   )
   tokens = jax.ShapeDtypeStruct((1, config.data.length), jnp.int32)
   try:
-    # Tracing asks the implementation whether it takes the arrays.
-    jax.eval_shape(model.init, jax.random.key(0), tokens)
+    # Tracing raises an error if the implementation cannot take the arrays.
+    jax.eval_shape(model.init, _abstract_key(), tokens)
   except ValueError as error:
     return str(error)
   return None
@@ -207,32 +255,66 @@ def _local_dtype(config: ModelConfig) -> Any:
   return compute_dtype(config.dtype, jax.local_devices()[0].platform)
 
 
-def _check_shares(config: ModelConfig, tensor: int) -> None:
-  """Refuses a number of devices that cannot share heads, feed-forward columns and vocabulary."""
-  sizes = {
-    name: getattr(config, name)
-    for name in ("num_heads", "num_kv_heads", "ffn_dim", "vocab_size")
-  }
-  here, divisor = len(jax.local_devices()), math.gcd(*sizes.values())
-  if tensor not in (
-    possible := [count for count in range(1, here + 1) if divisor % count == 0]
-  ):
+def _tensor_mesh(config: ModelConfig, tensor: int) -> Mesh:
+  """Returns a mesh of devices that share a model.
+
+  Raises UserError if this number of devices cannot share heads, feed-forward
+  columns and vocabulary.
+  """
+  devices = jax.local_devices()
+  sizes = {name: getattr(config, name) for name in _SHARED_SIZES}
+  common_divisor = math.gcd(*sizes.values())
+  possible = []
+  for count in range(1, len(devices) + 1):
+    if common_divisor % count == 0:
+      possible.append(count)
+  if tensor not in possible:
+    model_sizes = ", ".join(f"{name} = {size}" for name, size in sizes.items())
     raise UserError(
-      f"tensor = {tensor}: must be at most the {here} devices here and divide the model's "
-      f"{', '.join(f'{name} = {size}' for name, size in sizes.items())}; it can be {', '.join(map(str, possible))}"
+      f"tensor = {tensor}: must be at most the {len(devices)} devices here and"
+      f" divide the model's {model_sizes};"
+      f" it can be {', '.join(str(count) for count in possible)}"
     )
+  return make_mesh(MeshConfig(data=1, tensor=tensor), devices[:tensor])
 
 
-def _check_finite(name: str, finite: Any) -> None:
-  """Refuses a model that would write zero bytes and be measured as nothing. `finite` says of each parameter whether it is."""
-  wrong = [
-    jax.tree_util.keystr(path, simple=True, separator="/")
-    for path, ok in jax.tree.leaves_with_path(finite)
-    if not ok
-  ]
-  if wrong:
-    more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-    raise UserError(
-      f"{name} has parameters that are not finite: {', '.join(wrong[:_NAMED])}{more}: it has diverged; take an earlier checkpoint "
-      "with --step (python -m diffjax.checkpoints lists them)"
-    )
+@jax.jit
+def _are_finite(params: Any) -> Any:
+  """Returns for each parameter whether all of its numbers are finite."""
+  return jax.tree.map(_is_finite, params)
+
+
+def _is_finite(array: jax.Array) -> jax.Array:
+  """Returns whether all numbers of an array are finite."""
+  return jnp.isfinite(array).all()
+
+
+def _is_finite_by_rows(array: np.ndarray) -> bool:
+  """Returns whether an array is finite. Reads one row at a time."""
+  return all(np.isfinite(row).all() for row in array)
+
+
+def _check_finite(name: str, are_finite: Any) -> None:
+  """Raises UserError if a parameter is not finite.
+
+  Such a model generates zero bytes, and its measurements have no meaning.
+
+  Args:
+    name: The name of the model.
+    are_finite: The tree of parameters, with a bool in place of each one.
+  """
+  wrong_names = []
+  for path, is_finite in jax.tree.leaves_with_path(are_finite):
+    if not is_finite:
+      wrong_names.append(jax.tree_util.keystr(path, simple=True, separator="/"))
+  if not wrong_names:
+    return
+  listed = ", ".join(wrong_names[:_MAX_NAMED])
+  num_unlisted = len(wrong_names) - _MAX_NAMED
+  if num_unlisted > 0:
+    listed = f"{listed} and {num_unlisted} more"
+  raise UserError(
+    f"{name} has parameters that are not finite: {listed}: it has diverged;"
+    " take an earlier checkpoint with --step (python -m diffjax.checkpoints"
+    " lists them)"
+  )
