@@ -219,7 +219,7 @@ def _choose_implementation(workdir: epath.PathLike, config: Config) -> str:
   name = config.model.attention_implementation
   if name == "auto":
     return name
-  problem = _why_not_here(config, name)
+  problem = _implementation_problem(config, name)
   if problem is None:
     return name
   say(
@@ -229,7 +229,7 @@ def _choose_implementation(workdir: epath.PathLike, config: Config) -> str:
   return "auto"
 
 
-def _why_not_here(config: Config, name: str) -> str | None:
+def _implementation_problem(config: Config, name: str) -> str | None:
   """Returns why an implementation of attention cannot run the model here."""
   if name not in implementations.names():
     return (

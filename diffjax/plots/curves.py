@@ -1,4 +1,7 @@
-"""Curves of runs' logs: the loss as a figure. It imports matplotlib, which takes a second."""
+"""Plots of logged metrics over steps.
+
+Importing this module imports matplotlib, which takes about a second.
+"""
 
 from __future__ import annotations
 
@@ -7,72 +10,99 @@ from typing import Any
 
 import matplotlib.figure
 import matplotlib.ticker
+from matplotlib.axes import Axes
 
 from diffjax.plots import styles
 from diffjax.plots.styles import Style
 
-# A run's style, and the lines of its log.
+# The style of a run, and the entries of its log.
 Log = tuple[Style, Sequence[Mapping[str, Any]]]
+
+# A log axis over fewer decades has ticks at 1, 2 and 5 times a power of ten.
+_MAX_RATIO_WITH_MINOR_TICKS = 500
 
 
 def series(
   lines: Sequence[Mapping[str, Any]], metric: str
 ) -> tuple[list[int], list[float]]:
-  """The steps at which a metric was logged, and its values. Values that were not finite are left out."""
-  points = [
-    (line["step"], line[metric])
-    for line in lines
-    if line.get(metric) is not None
-  ]
-  return [step for step, _ in points], [value for _, value in points]
+  """Returns the steps and the values of a metric.
+
+  Args:
+    lines: The entries of a log.
+    metric: The name of the metric. Entries without it, and values that were not
+      finite, are left out.
+  """
+  steps = []
+  values = []
+  for line in lines:
+    value = line.get(metric)
+    if value is not None:
+      steps.append(line["step"])
+      values.append(value)
+  return steps, values
 
 
 def loss_curves(logs: Sequence[Log]) -> matplotlib.figure.Figure:
-  """Training and validation loss over steps: the whole run on a log axis, which shows its steep beginning, and the second half."""
+  """Returns a figure of the training and validation losses over steps.
+
+  The left side shows all steps on a log axis, so that the steep beginning is
+  visible. The right side shows the second half of the steps.
+
+  Args:
+    logs: The style and the log entries of each run.
+  """
   figure = matplotlib.figure.Figure((10, 4), layout="constrained")
-  whole, half = figure.subplots(1, 2)
-  last = max((line["step"] for _, lines in logs for line in lines), default=0)
-  for axes, first in ((whole, 0), (half, last / 2)):
-    for style, lines in logs:
-      late = [line for line in lines if line["step"] >= first]
-      for metric, look, label in (
-        ("train/loss", {"linewidth": 0.9, "alpha": 0.7}, "training"),
-        (
-          "validation/loss",
-          {
-            "linewidth": 1.4,
-            "linestyle": "--",
-            "marker": style.marker,
-            "markersize": 5,
-          },
-          "validation",
-        ),
-      ):
-        steps, values = series(late, metric)
-        if steps:
-          axes.plot(
-            steps,
-            values,
-            color=style.color,
-            label=f"{style.name}, {label}",
-            **look,
-          )
+  left, right = figure.subplots(1, 2)
+  steps = [line["step"] for _, lines in logs for line in lines]
+  first_step = min(steps, default=1)
+  last_step = max(steps, default=0)
+  for style, lines in logs:
+    _plot_losses(left, style, lines)
+    second_half = [line for line in lines if line["step"] >= last_step / 2]
+    _plot_losses(right, style, second_half)
+
+  left.set(title="the whole run, steps on a log axis")
+  right.set(title="its second half")
+  left.set_xscale("log")
+  for axes in (left, right):
     axes.set(xlabel="step", ylabel="loss (nats per token)")
-  whole.set(title="the whole run, steps on a log axis")
-  half.set(title="its second half")
-  whole.set_xscale("log")
-  first = min((line["step"] for _, lines in logs for line in lines), default=1)
-  whole.xaxis.set_major_locator(
-    matplotlib.ticker.LogLocator(subs=(1, 2, 5) if last < 500 * first else (1,))
-  )  # as many as have room
-  whole.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
-  whole.xaxis.set_major_formatter(
-    matplotlib.ticker.StrMethodFormatter("{x:,.0f}")
-  )
-  half.xaxis.set_major_formatter(
-    matplotlib.ticker.StrMethodFormatter("{x:,.0f}")
-  )
-  if whole.lines:
-    whole.legend(fontsize=9)
+    axes.xaxis.set_major_formatter(
+      matplotlib.ticker.StrMethodFormatter("{x:,.0f}")
+    )
+  ticks: tuple[int, ...] = (1,)
+  if last_step < _MAX_RATIO_WITH_MINOR_TICKS * first_step:
+    ticks = (1, 2, 5)
+  left.xaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=ticks))
+  left.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+  if left.lines:
+    left.legend(fontsize=9)
   styles.tidy(figure)
   return figure
+
+
+def _plot_losses(
+  axes: Axes, style: Style, lines: Sequence[Mapping[str, Any]]
+) -> None:
+  """Draws the training and validation losses of a run."""
+  steps, losses = series(lines, "train/loss")
+  if steps:
+    axes.plot(
+      steps,
+      losses,
+      color=style.color,
+      label=f"{style.name}, training",
+      linewidth=0.9,
+      alpha=0.7,
+    )
+  steps, losses = series(lines, "validation/loss")
+  if steps:
+    axes.plot(
+      steps,
+      losses,
+      color=style.color,
+      label=f"{style.name}, validation",
+      linewidth=1.4,
+      linestyle="--",
+      marker=style.marker,
+      markersize=5,
+    )
