@@ -1,16 +1,21 @@
-"""Measures a trained model, or two beside each other.
+"""Measures a trained model, or compares two.
 
     python -m diffjax.evaluate --suite=validation --workdir=runs/diff
-    python -m diffjax.evaluate --suite=validation,needle --workdir=runs/a --against=runs/b
-    python -m diffjax.evaluate --suite=needle --workdir=runs/diff --set.needle.samples=10
-    python -m diffjax.evaluate --suite=harness --tasks=arc_easy,hellaswag --workdir=runs/diff
+    python -m diffjax.evaluate --suite=validation,needle --workdir=runs/a \\
+      --against=runs/b
+    python -m diffjax.evaluate --suite=needle --workdir=runs/diff \\
+      --set.needle.samples=10
+    python -m diffjax.evaluate --suite=harness --workdir=runs/diff \\
+      --tasks=arc_easy,hellaswag
 
-Each suite prints its main figures and writes all of them into OUT, WORKDIR/evals
-by default: SUITE.json for programs, SUITE.md with a table, and SUITE.png if the
-suite has a plot.
-`report` makes OUT/report.html of all results in OUT. Every figure has a 95% interval over rows, prompts or questions: Wilson's for a share
-of yes-or-no answers, else a bootstrap. With --against both models are measured on the same samples, those of --workdir's data, and the
-difference is paired; that of two shares has Tango's interval.
+Each suite prints its main figures and writes all of them into OUT, by default
+WORKDIR/evals: SUITE.json for programs, SUITE.md with a table, and SUITE.png if
+the suite has a plot. `report` writes OUT/report.html with all results in OUT.
+
+Each figure has a 95% interval over rows, prompts or questions: Wilson's for a
+share of yes-or-no answers, a bootstrap for the others. With --against, both
+models are measured on the same samples, from the data of --workdir, and the
+difference is paired. The difference of two shares has Tango's interval.
 """
 
 from __future__ import annotations
@@ -27,7 +32,8 @@ import math
 import sys
 import time
 import types
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from absl import app, flags
 
@@ -35,7 +41,16 @@ from diffjax.cli import command
 from diffjax.config import UserError
 from diffjax.evals import SUITES
 
-# The page of training, attention maps and measurements. It is made after the measurements.
+# Other modules are imported when they are used, so that a mistyped flag is
+# reported at once.
+if TYPE_CHECKING:
+  from etils import epath
+
+  from diffjax.evals.report.figures import Figure
+  from diffjax.inference.trained import Trained
+
+# The page with training curves, attention maps and all measurements. It is
+# written after the measurements.
 REPORT = "report"
 _MODULES = {**SUITES, REPORT: "diffjax.evals.report.page"}
 
@@ -79,112 +94,91 @@ _OUT = flags.DEFINE_string(
 )
 
 
-def suite(name: str) -> types.ModuleType:
-  """The module of a suite or of the report."""
-  return importlib.import_module(_MODULES[name])
+@dataclasses.dataclass(frozen=True)
+class _Model:
+  """A model to measure.
 
-
-def main(settings: Any) -> None:
-  """Runs the suites of the flags.
-
-  Args:
-    settings: A dataclass with the Settings of each suite, or an empty one for the defaults.
+  Attributes:
+    trained: The model.
+    description: Its name, workdir, attention and number of parameters, for the
+      results.
   """
-  names = _check_flags()
-  import rich.console  # these imports take time, so they come after the check of the flags
-  from etils import epath
 
-  from diffjax.evals.report import figures, results
-  from diffjax.host import runtime
-
-  runtime.keep_compiled_programs()
-  out = (
-    epath.Path(_OUT.value)
-    if _OUT.value
-    else epath.Path(_WORKDIR.value) / "evals"
-  )
-  models = _load()
-  results.check_writable(out)
-  console = rich.console.Console(highlight=False)
-  if not console.is_terminal:
-    console = rich.console.Console(highlight=False, width=80)
-  chosen = {
-    name: getattr(settings, name, None) or suite(name).Settings()
-    for name in names
-  }
-  if _TASKS.value:
-    chosen["harness"] = dataclasses.replace(
-      chosen["harness"], tasks=tuple(_TASKS.value)
-    )
-  # All settings are checked before the first measurement begins.
-  measurements = {
-    name: [
-      suite(name).evaluate(model.trained, chosen[name]) for model in models
-    ]
-    for name in names
-    if name != REPORT
-  }
-  if REPORT in names:
-    suite(REPORT).check([model.trained for model in models], chosen[REPORT])
-  for name in names:
-    module = suite(name)
-    if name == REPORT:
-      print(
-        module.write(
-          [(model.trained, model.described) for model in models],
-          chosen[name],
-          out,
-          list(SUITES),
-        ),
-        flush=True,
-      )
-      continue
-    measured, described = [], []
-    for model, measurement in zip(models, measurements.pop(name), strict=True):
-      start = time.monotonic()
-      measured.append(list(measurement))
-      described.append(
-        {**model.described, "seconds": round(time.monotonic() - start, 1)}
-      )
-    rows = list(figures.compare(*measured))
-    found = results.finite(
-      {
-        "suite": name,
-        "settings": dataclasses.asdict(chosen[name]),
-        "models": described,
-        "figures": rows,
-      }
-    )
-    results.write(out / f"{name}.json", found)
-    results.write_table(out / f"{name}.md", found, module.TABLE)
-    # Without the capture rich ends the process if the reader of a pipe is gone.
-    with console.capture() as captured:
-      results.print_summary(console, found, module.TABLE)
-    print(captured.get(), end="")
-    print(out / f"{name}.json")
-    print(f"{out / name}.md (the whole table, {len(rows)} figures)")
-    if hasattr(module, "plot"):
-      module.plot(found, out / f"{name}.png")
-      print(out / f"{name}.png")
-    print(flush=True)
+  trained: Trained
+  description: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Model:
-  trained: Any
-  described: dict[str, Any]
+class _Suite:
+  """A suite that is ready to be measured.
+
+  Attributes:
+    name: The name in --suite.
+    module: The module in diffjax/evals.
+    settings: The module's Settings.
+    measurements: For each model, the figures. They are computed during the
+      iteration.
+  """
+
+  name: str
+  module: types.ModuleType
+  settings: Any
+  measurements: list[Iterator[Figure]]
+
+
+def main(settings: Any) -> None:
+  """Runs the suites in --suite.
+
+  Args:
+    settings: A dataclass with the Settings of each suite, or an empty one for
+      the defaults.
+  """
+  names = _check_flags()
+  from etils import epath
+
+  from diffjax.evals.report import results
+  from diffjax.host import runtime
+
+  runtime.keep_compiled_programs()
+  out = epath.Path(_WORKDIR.value) / "evals"
+  if _OUT.value:
+    out = epath.Path(_OUT.value)
+  models = _load_models()
+  results.check_writable(out)
+
+  # Errors in settings and data are raised before the first measurement.
+  suites = []
+  for name in names:
+    if name != REPORT:
+      suites.append(_prepare_suite(name, models, _settings_of(name, settings)))
+  if REPORT in names:
+    report_settings = _settings_of(REPORT, settings)
+    trained_models = [model.trained for model in models]
+    _module(REPORT).check(trained_models, report_settings)
+
+  for suite in suites:
+    _measure(suite, models, out)
+  if REPORT in names:
+    described_models = [(model.trained, model.description) for model in models]
+    page = _module(REPORT).write(
+      described_models, report_settings, out, list(SUITES)
+    )
+    print(page, flush=True)
 
 
 def _check_flags() -> list[str]:
-  names = sorted(dict.fromkeys(_SUITE.value), key=lambda name: name == REPORT)
+  """Returns the names in --suite without duplicates, the report last.
+
+  Raises app.UsageError if the flags are wrong.
+  """
+  names = list(dict.fromkeys(_SUITE.value))
+  all_names = ", ".join(_MODULES)
   if not names:
-    raise app.UsageError(
-      f"pass --suite=NAME[,NAME]: there are {', '.join(_MODULES)}"
-    )
+    raise app.UsageError(f"pass --suite=NAME[,NAME]: there are {all_names}")
   for name in names:
     if name not in _MODULES:
       raise app.UsageError(
-        f"--suite={name}: there is no such suite; there are {', '.join(_MODULES)}"
+        f"--suite={name}: there is no such suite; there are {all_names}"
       )
   if _TASKS.value and "harness" not in names:
     raise app.UsageError("--tasks is for --suite=harness; pass that too")
@@ -192,73 +186,160 @@ def _check_flags() -> list[str]:
     raise app.UsageError("pass --workdir=DIR: the directory of a run")
   if _AGAINST_STEP.value is not None and not _AGAINST.value:
     raise app.UsageError("--against_step is for --against=DIR; pass that too")
+
+  if REPORT in names:
+    names.remove(REPORT)
+    names.append(REPORT)
   return names
 
 
-def _load() -> list[_Model]:
-  """The model, and the one to compare with, which is measured on the same data.
+def _module(name: str) -> types.ModuleType:
+  """Returns the module of a suite or of the report."""
+  return importlib.import_module(_MODULES[name])
 
-  Raises:
-    UserError: if a checkpoint cannot be loaded, or the two have different tokenizers.
+
+def _load_models() -> list[_Model]:
+  """Returns the model, and the one of --against with the first one's data.
+
+  Raises UserError if a checkpoint cannot be loaded, or if the models have
+  different tokenizers.
   """
-  from diffjax.host.progress import say
-  from diffjax.inference import trained
-  from diffjax.model.shapes import parameter_shapes
   from diffjax.training import workdir_tokenizer
 
-  def load(workdir: str, step: int | None) -> trained.Trained:
-    say(f"loading {workdir}")
-    return trained.load(
-      workdir, step, tensor=_TENSOR.value, weight_dtype=_WEIGHT_DTYPE.value
-    )
-
+  # Checked by `_check_flags`.
   assert _WORKDIR.value is not None
-  models = [load(_WORKDIR.value, _STEP.value)]
-  if _AGAINST.value:
-    first, second = models[0], load(_AGAINST.value, _AGAINST_STEP.value)
-    if not workdir_tokenizer.is_same_tokenizer(
-      first.tokenizer, second.tokenizer
-    ):
-      raise UserError(
-        f"--against={_AGAINST.value} has another vocabulary: {second.tokenizer.spec!r} of {second.tokenizer.vocab_size} tokens, "
-        f"not {first.tokenizer.spec!r} of {first.tokenizer.vocab_size}; only models of the same tokens can be compared"
-      )
-    config = dataclasses.replace(
-      second.config, data=first.config.data, eval=first.config.eval
+  first = _load(_WORKDIR.value, _STEP.value)
+  models = [_describe(first, _WORKDIR.value)]
+  if not _AGAINST.value:
+    return models
+
+  second = _load(_AGAINST.value, _AGAINST_STEP.value)
+  if not workdir_tokenizer.is_same_tokenizer(first.tokenizer, second.tokenizer):
+    raise UserError(
+      f"--against={_AGAINST.value} has another vocabulary:"
+      f" {second.tokenizer.spec!r} of {second.tokenizer.vocab_size} tokens, not"
+      f" {first.tokenizer.spec!r} of {first.tokenizer.vocab_size}; only models"
+      " of the same tokens can be compared"
     )
-    models.append(
-      dataclasses.replace(second, config=config, tokenizer=first.tokenizer)
-    )
-  return [
-    _Model(
-      model,
-      {
-        "name": model.name,
-        "workdir": workdir,
-        "attention": model.config.model.attention,
-        "parameters": sum(
-          math.prod(shape)
-          for shape in parameter_shapes(model.config.model).values()
-        ),
-      },
-    )
-    for model, workdir in zip(
-      models, (_WORKDIR.value, _AGAINST.value), strict=False
-    )
-  ]
+  # Both models are measured on the same samples.
+  config = dataclasses.replace(
+    second.config, data=first.config.data, eval=first.config.eval
+  )
+  second = dataclasses.replace(second, config=config, tokenizer=first.tokenizer)
+  models.append(_describe(second, _AGAINST.value))
+  return models
 
 
-def _settings() -> Any:
-  """A dataclass with the Settings of every suite if the command line sets any; else an empty one, so that no suite is imported."""
-  if not any(
-    argument.lstrip("-").startswith("set.") for argument in sys.argv[1:]
-  ):
-    return dataclasses.make_dataclass("Settings", [])()
-  fields: list[Any] = [
-    (name, suite(name).Settings, suite(name).Settings()) for name in _MODULES
-  ]
+def _load(workdir: str, step: int | None) -> Trained:
+  """Loads a model according to the flags."""
+  from diffjax.host.progress import say
+  from diffjax.inference import trained
+
+  say(f"loading {workdir}")
+  return trained.load(
+    workdir, step, tensor=_TENSOR.value, weight_dtype=_WEIGHT_DTYPE.value
+  )
+
+
+def _describe(trained: Trained, workdir: str) -> _Model:
+  """Returns a model with its description for the results."""
+  from diffjax.model.shapes import parameter_shapes
+
+  config = trained.config.model
+  shapes = parameter_shapes(config).values()
+  description = {
+    "name": trained.name,
+    "workdir": workdir,
+    "attention": config.attention,
+    "parameters": sum(math.prod(shape) for shape in shapes),
+  }
+  return _Model(trained, description)
+
+
+def _settings_of(name: str, settings: Any) -> Any:
+  """Returns the settings of a suite, with the tasks in --tasks."""
+  suite_settings = getattr(settings, name, None)
+  if suite_settings is None:
+    suite_settings = _module(name).Settings()
+  if name == "harness" and _TASKS.value:
+    tasks = tuple(_TASKS.value)
+    suite_settings = dataclasses.replace(suite_settings, tasks=tasks)
+  return suite_settings
+
+
+def _prepare_suite(name: str, models: list[_Model], settings: Any) -> _Suite:
+  """Returns a suite. Raises UserError if settings or data are wrong."""
+  module = _module(name)
+  measurements = []
+  for model in models:
+    measurements.append(module.evaluate(model.trained, settings))
+  return _Suite(name, module, settings, measurements)
+
+
+def _measure(suite: _Suite, models: list[_Model], out: epath.Path) -> None:
+  """Measures a suite, and prints and writes its results."""
+  from diffjax.evals.report import figures, results
+
+  figures_of_models = []
+  descriptions = []
+  for model, measurement in zip(models, suite.measurements, strict=True):
+    start = time.monotonic()
+    figures_of_models.append(list(measurement))
+    seconds = round(time.monotonic() - start, 1)
+    descriptions.append({**model.description, "seconds": seconds})
+
+  rows = list(figures.compare(*figures_of_models))
+  suite_results = results.finite(
+    {
+      "suite": suite.name,
+      "settings": dataclasses.asdict(suite.settings),
+      "models": descriptions,
+      "figures": rows,
+    }
+  )
+  json_path = out / f"{suite.name}.json"
+  table_path = out / f"{suite.name}.md"
+  plot_path = out / f"{suite.name}.png"
+  results.write(json_path, suite_results)
+  results.write_table(table_path, suite_results, suite.module.TABLE)
+  _print_summary(suite, suite_results)
+  print(json_path)
+  print(f"{table_path} (the whole table, {len(rows)} figures)")
+  if hasattr(suite.module, "plot"):
+    suite.module.plot(suite_results, plot_path)
+    print(plot_path)
+  print(flush=True)
+
+
+def _print_summary(suite: _Suite, suite_results: dict[str, Any]) -> None:
+  """Prints the main figures of a suite."""
+  import rich.console
+
+  from diffjax.evals.report import results
+
+  console = rich.console.Console(highlight=False)
+  if not console.is_terminal:
+    console = rich.console.Console(highlight=False, width=80)
+  # If the output is a closed pipe, rich would end the process itself. `print`
+  # raises an error.
+  with console.capture() as capture:
+    results.print_summary(console, suite_results, suite.module.TABLE)
+  print(capture.get(), end="")
+
+
+def _default_settings() -> Any:
+  """Returns a dataclass with the default Settings of every suite.
+
+  It is empty if the command line sets none, so that no suite is imported.
+  """
+  fields: list[Any] = []
+  arguments = [argument.lstrip("-") for argument in sys.argv[1:]]
+  if any(argument.startswith("set.") for argument in arguments):
+    for name in _MODULES:
+      settings = _module(name).Settings
+      fields.append((name, settings, settings()))
   return dataclasses.make_dataclass("Settings", fields)()
 
 
 if __name__ == "__main__":
-  command.run(main, with_config=False, settings=_settings())
+  command.run(main, with_config=False, settings=_default_settings())
