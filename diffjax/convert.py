@@ -1,19 +1,36 @@
 """Converts a model between diffjax's workdirs and other layouts.
 
-    python -m diffjax.convert --from=diffjax:runs/tiny --to=diffllama:exported    # for transformers
-    python -m diffjax.convert --from=diffllama:downloaded --to=diffjax:runs/diffllama
-    python -m diffjax.convert --from=llama:downloaded --to=diffjax:runs/v2    # as DIFF V2
-    python -m diffjax.convert --from=llama:downloaded --to=diffjax:runs/dex --attention=dex
+    # For transformers
+    python -m diffjax.convert --from=diffjax:runs/tiny --to=diffllama:exported
+    python -m diffjax.convert --from=diffllama:downloaded \\
+      --to=diffjax:runs/diffllama
+    # A Transformer becomes DIFF V2 or DEX
+    python -m diffjax.convert --from=llama:downloaded --to=diffjax:runs/v2
+    python -m diffjax.convert --from=llama:downloaded --to=diffjax:runs/dex \\
+      --attention=dex
     python -m diffjax.convert --from=motif:downloaded --to=diffjax:runs/motif
 
-The layouts are described in diffjax/interop/: diffjax, a workdir, of which the newest checkpoint is read; diffllama, Hugging Face's; unilm,
-the authors' layers, V1 and V2; llama, Hugging Face's, which is only read; motif, Motif-2.6B and Motif-2-12.7B. All but workdirs are
-directories with config.json, safetensors files and a tokenizer.json with the same ids as the model's tokenizer. A model that a layout
-cannot hold is an error. By --attention a Transformer, from llama or a workdir, becomes a DIFF V2 or DEX model of the same logits
-(interop/adapt.py). README.md is written beside the model: its config, its data and what was measured of it.
+The layouts are described in diffjax/interop/:
 
-The tokens that begin and end a document are those of the published model. They are printed, and stored beside the tokenizer.
+    diffjax    a workdir; its newest checkpoint is read
+    diffllama  Hugging Face's
+    unilm      the authors' layers, V1 and V2
+    llama      Hugging Face's; it can only be read
+    motif      Motif-2.6B and Motif-2-12.7B
+
+All layouts but workdirs are directories with config.json, safetensors files and
+a tokenizer.json with the same ids as the model's tokenizer. A model that a
+layout cannot represent is an error.
+
+With --attention, a Transformer from llama or a workdir becomes a DIFF V2 or DEX
+model with the same logits (see interop/adapt.py). A README.md is written next
+to the model, with its config, its data and its measurements.
+
+A document begins and ends with the same tokens as in the published model. They
+are printed, and stored next to the tokenizer.
 """
+
+from __future__ import annotations
 
 if __name__ == "__main__":
   # Before the other imports, which take a while: Ctrl-C ends them too.
@@ -25,6 +42,8 @@ import dataclasses
 import importlib
 import os
 import sys
+import types
+from typing import NamedTuple
 
 from absl import app, flags
 
@@ -36,6 +55,7 @@ from diffjax.interop.tokenizer import token_names
 from diffjax.model.registry import imported_modules
 from diffjax.training import manifest
 
+# The modules of the layouts, in diffjax/interop.
 _MODULES = {
   "diffjax": "workdir",
   "diffllama": "diffllama",
@@ -57,12 +77,14 @@ _ATTENTION = flags.DEFINE_enum(
   "attention",
   None,
   ["softmax", "diff_v2", "dex"],
-  "What a Transformer becomes; by default a llama becomes diff_v2, and all else stays.",
+  "What a Transformer becomes; by default a llama becomes diff_v2, and other"
+  " models stay as they are.",
 )
 _NUM_NOISE_HEADS = flags.DEFINE_integer(
   "num_noise_heads",
   None,
-  "Of diff_v2, noise maps that its heads share; by default one a head.",
+  "With --attention=diff_v2: noise maps that its heads share; one for each head"
+  " by default.",
 )
 _DTYPE = flags.DEFINE_enum(
   "dtype",
@@ -72,56 +94,123 @@ _DTYPE = flags.DEFINE_enum(
 )
 
 
+class _Location(NamedTuple):
+  """A value of --from or --to.
+
+  Attributes:
+    layout: The name of the layout.
+    path: The directory.
+  """
+
+  layout: str
+  path: str
+
+
 def main() -> None:
   """Reads the model of --from and writes it to --to."""
-  (source, source_path), (target, target_path) = (
-    _parse("from", _FROM.value),
-    _parse("to", _TO.value),
+  source = _parse("from", _FROM.value)
+  target = _parse("to", _TO.value)
+  _check_flags(target)
+  _check_empty(target.path)
+  _use_cpu()
+
+  model = _module(source.layout).read(source.path)
+  attention = _ATTENTION.value
+  if attention is None and source.layout == "llama":
+    attention = "diff_v2"
+  if attention is not None:
+    adapt = importlib.import_module("diffjax.interop.adapt")
+    model = adapt.adapted(model, attention, _NUM_NOISE_HEADS.value)
+
+  start_flags = ""
+  if target.layout == "diffjax":
+    config = _module("diffjax").write(target.path, model)
+    start_flags = _start_flags(config)
+  else:
+    _module(target.layout).write(target.path, model, _DTYPE.value)
+  card.write(
+    target.path,
+    target.layout,
+    model.config,
+    model.params,
+    _DTYPE.value,
+    f"{source.layout}:{source.path}",
+    model.tokenizer,
   )
-  if target == "llama":
+
+  _print_summary(target.path, model)
+  if start_flags:
+    print(
+      "to continue training from it:"
+      f" --config.train.init_from={target.path} {start_flags}"
+    )
+
+
+def _parse(flag: str, value: str | None) -> _Location:
+  """Parses LAYOUT:PATH. Raises app.UsageError if the value is wrong."""
+  layout, _, path = (value or "").partition(":")
+  if layout not in _MODULES or not path:
+    message = f"pass --{flag}=LAYOUT:PATH, LAYOUT one of {', '.join(_MODULES)}"
+    if value:
+      message += f"; got {value!r}"
+    raise app.UsageError(message)
+  if "://" in path and layout != "diffjax":
+    raise app.UsageError(
+      f"--{flag}={value}: only workdirs may be gs://; copy the files to a local"
+      " disk"
+    )
+  return _Location(layout, os.path.expanduser(path))
+
+
+def _check_flags(target: _Location) -> None:
+  """Raises app.UsageError if the flags contradict each other."""
+  if target.layout == "llama":
     raise app.UsageError(
       "--to=llama: that layout is only read: it has no DIFF attention"
     )
-  if target == "diffjax" and _DTYPE.value != "float32":
+  if target.layout == "diffjax" and _DTYPE.value != "float32":
     raise app.UsageError(
       f"--dtype={_DTYPE.value}: a workdir's parameters are always float32"
     )
   if _NUM_NOISE_HEADS.value is not None and _ATTENTION.value is None:
     raise app.UsageError(
-      f"--num_noise_heads={_NUM_NOISE_HEADS.value}: pass --attention=diff_v2 with it"
+      f"--num_noise_heads={_NUM_NOISE_HEADS.value}: pass --attention=diff_v2"
+      " with it"
     )
-  _check_empty(target_path)
-  # Nothing is computed, and another process may use the accelerator.
+
+
+def _check_empty(path: str) -> None:
+  """Raises UserError unless a directory is empty or does not exist."""
+  target = manifest.checkpoint_directory(path).parent
+  try:
+    if not target.exists():
+      return
+    is_empty_directory = target.is_dir() and not any(target.iterdir())
+  except OSError as error:
+    raise UserError(
+      f"--to: cannot look at {path}: {error.strerror or error}"
+    ) from error
+  if not is_empty_directory:
+    raise UserError(
+      f"--to: {path} exists and is not an empty directory; choose another one,"
+      " or delete it"
+    )
+
+
+def _use_cpu() -> None:
+  """Makes JAX use the CPU only.
+
+  Nothing is computed, and another process may use the accelerator.
+  """
   os.environ["JAX_PLATFORMS"] = "cpu"
-  if "jax" in sys.modules:  # by a module of --import
+  # A module of --import may have imported JAX already.
+  if "jax" in sys.modules:
     sys.modules["jax"].config.update("jax_platforms", "cpu")
-  model = _module(source).read(source_path)
-  if (
-    attention := _ATTENTION.value or ("diff_v2" if source == "llama" else None)
-  ) is not None:
-    model = importlib.import_module("diffjax.interop.adapt").adapted(
-      model, attention, _NUM_NOISE_HEADS.value
-    )
-  if target == "diffjax":
-    start = _flags(_module(target).write(target_path, model))
-  else:
-    _module(target).write(target_path, model, _DTYPE.value)
-    start = ""
-  card.write(
-    target_path,
-    target,
-    model.config,
-    model.params,
-    _DTYPE.value,
-    f"{source}:{source_path}",
-    model.tokenizer,
-  )
-  _print_summary(target_path, model)
-  if start:
-    print(
-      "to continue training from it:"
-      f" --config.train.init_from={target_path} {start}"
-    )
+
+
+def _module(layout: str) -> types.ModuleType:
+  """Returns the module of a layout."""
+  return importlib.import_module(f"diffjax.interop.{_MODULES[layout]}")
 
 
 def _print_summary(path: str, model: Model) -> None:
@@ -144,52 +233,20 @@ def _print_summary(path: str, model: Model) -> None:
   )
 
 
-def _parse(flag: str, value: str | None) -> tuple[str, str]:
-  layout, _, path = (value or "").partition(":")
-  if layout not in _MODULES or not path:
-    got = f"; got {value!r}" if value else ""
-    raise app.UsageError(
-      f"pass --{flag}=LAYOUT:PATH, LAYOUT one of {', '.join(_MODULES)}{got}"
-    )
-  if "://" in path and layout != "diffjax":
-    raise app.UsageError(
-      f"--{flag}={value}: only workdirs may be gs://; copy the files to a local disk"
-    )
-  return layout, os.path.expanduser(path)
+def _start_flags(config: Config) -> str:
+  """Returns flags of diffjax.train that start from a written workdir.
 
-
-def _check_empty(path: str) -> None:
-  target = manifest.checkpoint_directory(path).parent
-  try:
-    free = not target.exists() or target.is_dir() and not any(target.iterdir())
-  except OSError as error:
-    raise UserError(
-      f"--to: cannot look at {path}: {error.strerror or error}"
-    ) from error
-  if not free:
-    raise UserError(
-      f"--to: {path} exists and is not an empty directory; choose another one, or delete it"
-    )
-
-
-def _module(layout: str):
-  return importlib.import_module(f"diffjax.interop.{_MODULES[layout]}")
-
-
-def _flags(config: Config) -> str:
-  """The flags of diffjax.train, beside a config file and a workdir, to start from a workdir that was written here."""
-  model = {
-    name: value
-    for name, value in dataclasses.asdict(config.model).items()
-    if name not in OF_THE_RUN and value is not None
-  }
-  return " ".join(
-    [
-      *(f"--import={module}" for module in imported_modules()),
-      f"--config.data.tokenizer={config.data.tokenizer}",
-      *(f"--config.model.{name}={value}" for name, value in model.items()),
-    ]
-  )
+  They describe its model and tokenizer. A config file, a workdir and
+  `config.train.init_from` are still needed.
+  """
+  start_flags = []
+  for module in imported_modules():
+    start_flags.append(f"--import={module}")
+  start_flags.append(f"--config.data.tokenizer={config.data.tokenizer}")
+  for name, value in dataclasses.asdict(config.model).items():
+    if name not in OF_THE_RUN and value is not None:
+      start_flags.append(f"--config.model.{name}={value}")
+  return " ".join(start_flags)
 
 
 if __name__ == "__main__":
