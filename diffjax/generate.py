@@ -1,11 +1,14 @@
 """Continues text.
 
     python -m diffjax.generate --workdir=runs/tiny --prompt='def main('
-    python -m diffjax.generate --workdir=runs/tiny --prompt='import ' --prompt='class ' --top_p=0.9
+    python -m diffjax.generate --workdir=runs/tiny --prompt='import ' \\
+      --prompt='class ' --top_p=0.9
 
-One prompt is answered on the terminal as it comes; several (--prompt repeated, of any lengths) are answered together. The answer ends where
-the model ends its document, at --max_new_tokens, or before a --stop string. --temperature=0 takes the likeliest token each time.
-With --tensor=4 four devices share a model that does not fit one.
+A single prompt is answered on the terminal while the answer is generated.
+Several prompts (--prompt repeated, of any lengths) are answered together. An
+answer ends where the model ends its document, at --max_new_tokens, or before a
+--stop string. --temperature=0 takes the likeliest token each time. With
+--tensor=4, four devices share a model that does not fit one.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ if __name__ == "__main__":
   end_at_ctrl_c()
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from absl import app, flags
@@ -26,8 +29,11 @@ from diffjax import allow_deprecated_call
 from diffjax.cli import command
 from diffjax.data.stop_strings import StopStrings, cut_at_stop, first_stop
 
+# These are imported when they are used, so that a mistyped flag is reported at
+# once.
 if TYPE_CHECKING:
   from diffjax.data.tokenizer import Tokenizer
+  from diffjax.inference.trained import Trained
 
 _WORKDIR = flags.DEFINE_string(
   "workdir", None, "The run's directory; local or gs://."
@@ -75,19 +81,11 @@ _REPLACEMENT_CHARACTER = "\ufffd"
 
 
 def main() -> None:
-  """Continues the prompts of the flags."""
-  if not _WORKDIR.value:
-    raise app.UsageError("pass --workdir=DIR: the directory of a run")
-  if not _PROMPT.value:
-    raise app.UsageError(
-      "pass --prompt=TEXT: what to continue ('' for a document of the model's own)"
-    )
-  if "" in _STOP.value:
-    raise app.UsageError("--stop must not be empty")
+  """Continues the texts in --prompt."""
+  _check_flags()
   from diffjax.host import runtime
   from diffjax.host.progress import say
   from diffjax.inference import trained
-  from diffjax.inference.sampler import Sampler, row_capacity
 
   runtime.keep_compiled_programs()
   # Loading and compiling take seconds in which nothing else is printed.
@@ -98,8 +96,33 @@ def main() -> None:
     tensor=_TENSOR.value,
     weight_dtype=_WEIGHT_DTYPE.value,
   )
+  prompts = [model.tokenizer.encode_prompt(text) for text in _PROMPT.value]
+  if len(prompts) == 1:
+    _print_stream(model, prompts[0])
+  else:
+    _print_answers(model, prompts)
+
+
+def _check_flags() -> None:
+  """Raises app.UsageError if the flags are wrong."""
+  if not _WORKDIR.value:
+    raise app.UsageError("pass --workdir=DIR: the directory of a run")
+  if not _PROMPT.value:
+    raise app.UsageError(
+      "pass --prompt=TEXT: what to continue ('' for a document of the model's"
+      " own)"
+    )
+  if "" in _STOP.value:
+    raise app.UsageError("--stop must not be empty")
+
+
+def _stream(
+  model: Trained, prompts: list[list[int]]
+) -> Iterator[list[list[int]]]:
+  """Yields the next tokens of each answer, until all answers are complete."""
+  from diffjax.inference.sampler import Sampler, row_capacity
+
   tokenizer = model.tokenizer
-  prompts = [tokenizer.encode_prompt(text) for text in _PROMPT.value]
   sampler = Sampler(
     model.model,
     model.params,
@@ -109,13 +132,7 @@ def main() -> None:
   stop = None
   if _STOP.value:
     stop = StopStrings(tokenizer, prompts, _STOP.value)
-  answers = [list[int]() for _ in prompts]
-  printer = None
-  if len(prompts) == 1:
-    printer = StreamPrinter(
-      _PROMPT.value[0], tokenizer, prompts[0], _STOP.value
-    )
-  for new in sampler.stream(
+  yield from sampler.stream(
     prompts,
     _MAX_NEW_TOKENS.value,
     temperature=_TEMPERATURE.value,
@@ -124,19 +141,31 @@ def main() -> None:
     seed=_SEED.value,
     stop_ids=tokenizer.document_tokens.stop,
     stop=stop,
-  ):
-    for answer, tokens in zip(answers, new, strict=True):
+  )
+
+
+def _print_stream(model: Trained, prompt: list[int]) -> None:
+  """Prints the answer to a single prompt while it is generated."""
+  printer = StreamPrinter(
+    _PROMPT.value[0], model.tokenizer, prompt, _STOP.value
+  )
+  answer: list[int] = []
+  for [new_tokens] in _stream(model, [prompt]):
+    answer += new_tokens
+    printer.update(answer)
+  printer.finish(answer)
+
+
+def _print_answers(model: Trained, prompts: list[list[int]]) -> None:
+  """Prints the answers to several prompts when all are complete."""
+  answers: list[list[int]] = [[] for _ in prompts]
+  for new_tokens in _stream(model, prompts):
+    for answer, tokens in zip(answers, new_tokens, strict=True):
       answer += tokens
-    if printer is not None:
-      printer.update(answers[0])
-  if printer is not None:
-    printer.finish(answers[0])
-    return
-  for number, prompt_text in enumerate(_PROMPT.value, 1):
-    prompt, answer = prompts[number - 1], answers[number - 1]
-    text = tokenizer.decode_after(prompt, answer)
+  for index, prompt_text in enumerate(_PROMPT.value):
+    text = model.tokenizer.decode_after(prompts[index], answers[index])
     text = cut_at_stop(text, _STOP.value)
-    print(f"--- {number} ---\n{prompt_text}{text}")
+    print(f"--- {index + 1} ---\n{prompt_text}{text}")
 
 
 def longest_partial_stop(text: str, stops: Sequence[str]) -> int:
