@@ -1,14 +1,18 @@
-"""Compiles a run's training step for TPUs that are not there.
+"""Compiles a run's training step for TPUs, without any TPU.
 
-It prints the memory that the step needs, what bounds its time, and whether it
+It prints the memory that the step needs, what limits its time, and whether it
 fits.
 
     python -m diffjax.aot --config=configs/diff_1b.py --topology=v5e:4x4
-    python -m diffjax.aot --config=configs/diff_13b.py --topology=v5p:4x4x4 --slices=2
+    python -m diffjax.aot --config=configs/diff_13b.py --topology=v5p:4x4x4 \\
+      --slices=2
     python -m diffjax.aot --config=configs/diff_1b.py --topology=v6e:4x4 --remat
 
-It needs the TPU's compiler, libtpu ('.[tpu]', Linux on x86-64), and no TPU. It exits with 1 if the step does not fit.
+It needs the TPU compiler, libtpu ('.[tpu]', Linux on x86-64). It exits with 1
+if the step does not fit.
 """
+
+from __future__ import annotations
 
 if __name__ == "__main__":
   # Before the other imports, which take a while: Ctrl-C ends them too.
@@ -17,6 +21,7 @@ if __name__ == "__main__":
   end_at_ctrl_c()
 
 import dataclasses
+from typing import NamedTuple
 
 from absl import app, flags
 
@@ -42,60 +47,82 @@ _REMAT = flags.DEFINE_bool(
   "Compare all values of config.model.remat, and name the quickest that fits.",
 )
 
+_GIB = 2**30
+
+
+class _FittingPolicy(NamedTuple):
+  """A value of config.model.remat with which the step fits.
+
+  Attributes:
+    seconds: The compiler's estimate of the step's time. Without an estimate,
+      the number of the policy: later policies recompute more.
+    name: The value.
+  """
+
+  seconds: float
+  name: str
+
 
 def main(config: Config) -> None:
   """Prints the plan for --topology."""
-  if not _TOPOLOGY.value:
+  topology = _TOPOLOGY.value
+  num_slices = _SLICES.value
+  if not topology:
     raise app.UsageError(
       "pass --topology=GENERATION:CHIPS, for example --topology=v5e:4x4"
     )
   if _REMAT.value:
-    _compare_remat(config, _TOPOLOGY.value, _SLICES.value)
+    _compare_remat(config, topology, num_slices)
     return
-  plan = compile_apart(config, _TOPOLOGY.value, _SLICES.value)
+
+  plan = compile_apart(config, topology, num_slices)
   print_plan(config, plan)
   if not plan.fits:
-    less = "; or ".join(changes(config, _TOPOLOGY.value, _SLICES.value, plan))
+    suggestions = changes(config, topology, num_slices, plan)
     raise UserError(
-      f"does not fit: {plan.total / 2**30:.2f} GiB of {plan.available / 2**30:.2f} GiB a chip. Change {less}"
+      f"does not fit: {plan.total / _GIB:.2f} GiB of"
+      f" {plan.available / _GIB:.2f} GiB a chip. Change"
+      f" {'; or '.join(suggestions)}"
     )
   print("fits")
 
 
-def _compare_remat(config: Config, topology: str, slices: int) -> None:
-  """Prints a row a policy, from the most memory to the least, and the quickest that fits.
+def _compare_remat(config: Config, topology: str, num_slices: int) -> None:
+  """Prints a table of all policies, and the quickest that fits.
 
-  Raises:
-    UserError: if none fits.
+  The first row takes the most memory. Raises UserError if no policy fits.
   """
   print(
-    f"{'remat':<12}{'GiB a chip':>16}{'seconds a step':>18}{'bound on MFU':>15}  by the compiler's estimate"
+    f"{'remat':<12}{'GiB a chip':>16}{'seconds a step':>18}{'bound on MFU':>15}"
+    "  by the compiler's estimate"
   )
-  fitting: list[tuple[float, str]] = []
+  fitting = []
   for order, policy in enumerate(REMAT):
-    of_policy = dataclasses.replace(
-      config, model=dataclasses.replace(config.model, remat=policy)
-    )
-    plan = compile_apart(of_policy, topology, slices)
-    estimated = (
-      f"{plan.estimate.seconds:>18.4f}{plan.mfu_bound:>15.1%}"
-      if plan.estimate
-      else f"{'none':>18}{'none':>15}"
-    )
-    memory = f"{plan.total / 2**30:.2f} of {plan.available / 2**30:.2f}"
+    model = dataclasses.replace(config.model, remat=policy)
+    policy_config = dataclasses.replace(config, model=model)
+    plan = compile_apart(policy_config, topology, num_slices)
+
+    memory = f"{plan.total / _GIB:.2f} of {plan.available / _GIB:.2f}"
+    seconds = "none"
+    mfu_bound = "none"
+    if plan.estimate:
+      seconds = f"{plan.estimate.seconds:.4f}"
+      mfu_bound = f"{plan.mfu_bound:.1%}"
+    remark = "" if plan.fits else "  does not fit"
     print(
-      f"{policy:<12}{memory:>16}{estimated}{'' if plan.fits else '  does not fit'}",
+      f"{policy:<12}{memory:>16}{seconds:>18}{mfu_bound:>15}{remark}",
       flush=True,
     )
     if plan.fits:
-      fitting.append(
-        (plan.estimate.seconds if plan.estimate else order, policy)
-      )
+      estimate = plan.estimate.seconds if plan.estimate else float(order)
+      fitting.append(_FittingPolicy(estimate, policy))
+
   if not fitting:
     raise UserError(
-      "no policy fits; without --remat the command says what else would take less"
+      "no policy fits; without --remat the command says what else would take"
+      " less"
     )
-  print(f"quickest that fits: --config.model.remat={min(fitting)[1]}")
+  print(f"quickest that fits: --config.model.remat={min(fitting).name}")
 
 
 if __name__ == "__main__":

@@ -1,33 +1,23 @@
 """Converts a model between diffjax's workdirs and other layouts.
 
-    # For transformers
     python -m diffjax.convert --from=diffjax:runs/tiny --to=diffllama:exported
-    python -m diffjax.convert --from=diffllama:downloaded \\
-      --to=diffjax:runs/diffllama
-    # A Transformer becomes DIFF V2 or DEX
-    python -m diffjax.convert --from=llama:downloaded --to=diffjax:runs/v2
-    python -m diffjax.convert --from=llama:downloaded --to=diffjax:runs/dex \\
-      --attention=dex
-    python -m diffjax.convert --from=motif:downloaded --to=diffjax:runs/motif
+    python -m diffjax.convert --from=diffllama:model --to=diffjax:runs/model
+    python -m diffjax.convert --from=llama:model --to=diffjax:runs/v2
+    python -m diffjax.convert --from=llama:a --to=diffjax:b --attention=dex
+    python -m diffjax.convert --from=motif:model --to=diffjax:runs/motif
 
-The layouts are described in diffjax/interop/:
+The layouts are diffjax (a workdir; its newest checkpoint is read), diffllama
+and llama (Hugging Face's; llama can only be read), unilm (the authors' layers,
+V1 and V2) and motif (Motif-2.6B and Motif-2-12.7B). diffjax/interop/ describes
+them. All but workdirs are directories with config.json, safetensors files and a
+tokenizer.json with the same ids as the model's tokenizer. A model that a layout
+cannot represent is an error.
 
-    diffjax    a workdir; its newest checkpoint is read
-    diffllama  Hugging Face's
-    unilm      the authors' layers, V1 and V2
-    llama      Hugging Face's; it can only be read
-    motif      Motif-2.6B and Motif-2-12.7B
-
-All layouts but workdirs are directories with config.json, safetensors files and
-a tokenizer.json with the same ids as the model's tokenizer. A model that a
-layout cannot represent is an error.
-
-With --attention, a Transformer from llama or a workdir becomes a DIFF V2 or DEX
-model with the same logits (see interop/adapt.py). A README.md is written next
-to the model, with its config, its data and its measurements.
-
-A document begins and ends with the same tokens as in the published model. They
-are printed, and stored next to the tokenizer.
+A llama becomes a DIFF V2 model with the same logits. With --attention, a
+Transformer becomes a DIFF V2 or DEX model with the same logits (see
+interop/adapt.py). The tokens that begin and end a document are taken from the
+published model. They are printed, and stored next to the tokenizer. A README.md
+with the model's config, data and measurements is written next to the model.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 """Measures a trained model, or compares two.
 
-    python -m diffjax.evaluate --suite=validation --workdir=runs/diff
-    python -m diffjax.evaluate --suite=validation,needle --workdir=runs/a \\
-      --against=runs/b
+    python -m diffjax.evaluate --suite=validation,needle --workdir=runs/diff
+    python -m diffjax.evaluate --suite=needle --workdir=runs/a --against=runs/b
     python -m diffjax.evaluate --suite=needle --workdir=runs/diff \\
       --set.needle.samples=10
-    python -m diffjax.evaluate --suite=harness --workdir=runs/diff \\
-      --tasks=arc_easy,hellaswag
+    python -m diffjax.evaluate --suite=harness --tasks=arc_easy --workdir=runs/a
 
 Each suite prints its main figures and writes all of them into OUT, by default
 WORKDIR/evals: SUITE.json for programs, SUITE.md with a table, and SUITE.png if
 the suite has a plot. `report` writes OUT/report.html with all results in OUT.
-
 Each figure has a 95% interval over rows, prompts or questions: Wilson's for a
 share of yes-or-no answers, a bootstrap for the others. With --against, both
 models are measured on the same samples, from the data of --workdir, and the
