@@ -1,11 +1,15 @@
-"""Matrices in 8 bits, for models that are used and no longer trained: all that diffjax asks of Google's qwix.
+"""Matrices in 8 bits, for models that are no longer trained.
 
-Each column of a matrix, the weights of one output, has a scale: the largest |weight| over 127. Norms, embeddings, λ's
-parameters and DEX's matrix stay as they are. The model's own modules take such a matrix as it is; it is made whole where it is multiplied,
-which a TPU does on its way from memory.
+Each column of a matrix, the weights of one output, has a scale: its largest
+|weight| divided by 127. Norms, embeddings, the parameters of λ and DEX's matrix
+are not rounded. The model's modules accept such a matrix in place of a float32
+one. It is converted where it is multiplied, which a TPU does while it reads the
+matrix from memory.
 
-qwix's `quantize_model`, which changes a model from outside, is of no use here: it does not see the products, since they have derivatives of
-their own, and rounds DIFF's λ vectors instead.
+This module wraps the functions of Google's qwix that round arrays. qwix's
+`quantize_model`, which changes a model from outside, cannot be used. It does
+not see the matrix products, because they define their own derivatives, and it
+rounds the λ vectors of DIFF instead.
 """
 
 from __future__ import annotations
@@ -19,12 +23,16 @@ import jax.numpy as jnp
 from diffjax.config import UserError
 from diffjax.parameters import PARAMETERS, is_matrix
 
-# Matrices that stay as they are, because they are small and determine λ.
+# These matrices are not rounded, because they are small and determine λ.
 _NOT_ROUNDED = ("lambda_hat", "dex_matrix")
 
 
 def quantise(params: dict[str, Any]) -> dict[str, Any]:
-  """A decoder's parameters with the layers' matrices in int8. The arrays of these are given up, one after the other.
+  """Returns the parameters with the layers' matrices in int8.
+
+  Args:
+    params: The parameters of a decoder. The matrices are donated, one after the
+      other, so that the memory does not have to hold both versions.
 
   Raises:
     UserError: if qwix is not installed.
@@ -36,32 +44,38 @@ def quantise(params: dict[str, Any]) -> dict[str, Any]:
       "weights in int8 need qwix: pip install 'diffjax[int8]'"
     ) from error
 
-  def change(path: Any, leaf: jax.Array) -> Any:
+  def round_matrix(path: Any, leaf: jax.Array) -> Any:
     name = path[-1].key
     if not is_matrix(name) or name in _NOT_ROUNDED:
       return leaf
-    columns = [
-      axis
-      for axis, letter in enumerate(PARAMETERS[name].axes)
-      if letter not in PARAMETERS[name].inputs
-    ]
-    return jax.jit(
-      functools.partial(
-        qwix.quantize, qtype=jnp.int8, channelwise_axes=columns
-      ),
-      donate_argnums=0,
-    )(leaf)
+    quantise_matrix = functools.partial(
+      qwix.quantize, qtype=jnp.int8, channelwise_axes=_output_axes(name)
+    )
+    return jax.jit(quantise_matrix, donate_argnums=0)(leaf)
 
-  return jax.tree_util.tree_map_with_path(change, params)
+  return jax.tree_util.tree_map_with_path(round_matrix, params)
+
+
+def _output_axes(name: str) -> list[int]:
+  """Returns the axes of a matrix over which its products do not sum."""
+  parameter = PARAMETERS[name]
+  output_axes = []
+  for axis, letter in enumerate(parameter.axes):
+    if letter not in parameter.inputs:
+      output_axes.append(axis)
+  return output_axes
 
 
 def is_quantised(leaf: Any) -> bool:
-  """True for a matrix in int8: a pytree of the numbers and their scales, in float32."""
+  """Returns whether a leaf is an int8 matrix.
+
+  Such a matrix is a pytree of the int8 numbers and their scales in float32.
+  """
   return hasattr(leaf, "qvalue")
 
 
 def dequantised(matrix: Any) -> jax.Array:
-  """A matrix in int8 in its scales' dtype; any other as it is."""
+  """Returns an int8 matrix in its scales' dtype. Others are unchanged."""
   if not is_quantised(matrix):
     return matrix
   import qwix

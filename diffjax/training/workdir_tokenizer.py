@@ -1,4 +1,4 @@
-"""The tokenizer in a run's workdir: a copy of the file that the run was given."""
+"""The tokenizer of a run: a copy of its file in the workdir."""
 
 from __future__ import annotations
 
@@ -15,16 +15,31 @@ from diffjax.data.tokenizer import (
   load_tokenizer,
   read_tokenizer_file,
 )
+from diffjax.host.files import write_atomically
+
+# The formats of tokenizers that are read from files. Others are built in.
+_FILE_SUFFIXES = (".json", ".tiktoken")
 
 
 def load_workdir_tokenizer(
   workdir: epath.PathLike, config: Config
 ) -> Tokenizer:
+  """Loads the tokenizer that a run's model was trained with.
+
+  Args:
+    workdir: The run's directory, local or gs://.
+    config: The run's config.
+
+  Raises:
+    UserError: if it is missing, or if it has more tokens than the model.
+  """
   tokenizer = load_tokenizer(_tokenizer_spec(workdir, config.data.tokenizer))
-  if tokenizer.vocab_size > config.model.vocab_size:
+  model_vocab_size = config.model.vocab_size
+  if tokenizer.vocab_size > model_vocab_size:
     raise UserError(
-      f"{workdir} was trained with {config.model.vocab_size} tokens, but its tokenizer {tokenizer.spec!r} has {tokenizer.vocab_size}: "
-      "it is another one; put the one that it was trained with there"
+      f"{workdir} was trained with {model_vocab_size} tokens, but its tokenizer"
+      f" {tokenizer.spec!r} has {tokenizer.vocab_size}: it is another one; put"
+      " the tokenizer of the training there"
     )
   return tokenizer
 
@@ -45,19 +60,22 @@ def is_same_tokenizer(first: Tokenizer, second: Tokenizer) -> bool:
 def check_start_tokenizer(
   workdir: epath.PathLike, start_config: Config, tokenizer: Tokenizer
 ) -> None:
-  """Raises UserError if the run's tokenizer is not that of its start model.
+  """Checks that a run has the tokenizer of the model that it starts from.
 
   Args:
-    workdir: The workdir that config.train.init_from names.
+    workdir: The workdir in config.train.init_from.
     start_config: The config that its model was trained with.
     tokenizer: The tokenizer of the run.
+
+  Raises:
+    UserError: if the run has another tokenizer.
   """
   start_tokenizer = load_workdir_tokenizer(workdir, start_config)
   if is_same_tokenizer(tokenizer, start_tokenizer):
     return
   raise UserError(
-    f"config.train.init_from = {os.fspath(workdir)!r}: its model was trained with"
-    f" the tokenizer {start_tokenizer.spec!r}, and config.data.tokenizer ="
+    f"config.train.init_from = {os.fspath(workdir)!r}: its model was trained"
+    f" with the tokenizer {start_tokenizer.spec!r}, and config.data.tokenizer ="
     f" {tokenizer.spec!r} is another one; set config.data.tokenizer to"
     f" {start_tokenizer.spec!r}"
   )
@@ -66,8 +84,12 @@ def check_start_tokenizer(
 def keep_tokenizer(workdir: epath.PathLike, tokenizer: Tokenizer) -> str:
   """Copies a tokenizer's file into the workdir, where `load` finds it.
 
-  Document tokens that are not the separator are written beside it. Built-in
+  Document tokens that are not the separator are written next to it. Built-in
   tokenizers need no file.
+
+  Args:
+    workdir: The run's directory, local or gs://.
+    tokenizer: The tokenizer of the run.
 
   Returns:
     The spec of the copy.
@@ -76,31 +98,32 @@ def keep_tokenizer(workdir: epath.PathLike, tokenizer: Tokenizer) -> str:
   if path is None:
     return tokenizer.spec
   content = read_tokenizer_file(tokenizer.spec)
-  # A resumed run has the copy. It must survive a kill at this moment.
   if not path.exists() or path.read_bytes() != content:
-    path.write_bytes(content)
+    write_atomically(path, content)
   if tokenizer.has_own_document_tokens:
     document_tokens.write(path.parent, tokenizer.document_tokens)
   return str(path)
 
 
 def _copy_path(workdir: epath.PathLike, spec: str) -> epath.Path | None:
+  """Returns the path of the copy, or None for a built-in tokenizer."""
   suffix = epath.Path(spec).suffix
-  return (
-    epath.Path(workdir) / f"tokenizer{suffix}"
-    if suffix in (".json", ".tiktoken")
-    else None
-  )
+  if suffix not in _FILE_SUFFIXES:
+    return None
+  return epath.Path(workdir) / f"tokenizer{suffix}"
 
 
 def _tokenizer_spec(workdir: epath.PathLike, spec: str) -> str:
-  """The copy in the workdir, else where the config says."""
+  """Returns the path of the copy. Without a copy, returns the config's spec."""
   path = _copy_path(workdir, spec)
-  if path is None or path.exists():
-    return spec if path is None else str(path)
-  # A run older than the copies. None of them read a tokenizer from the Hub.
+  if path is None:
+    return spec
+  if path.exists():
+    return str(path)
+  # Old versions did not copy the file. They read no tokenizers from the Hub.
   if not is_on_hub(spec) and epath.Path(spec).expanduser().exists():
     return spec
   raise UserError(
-    f"there is no tokenizer beside the checkpoint: neither {path} nor {spec}, which it was trained with, is there; put it at {path}"
+    f"there is no tokenizer beside the checkpoint: neither {path} nor the"
+    f" tokenizer of the training, {spec}, exists; put it at {path}"
   )
