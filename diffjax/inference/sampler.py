@@ -64,11 +64,23 @@ class SamplerState:
 
 
 class DrawSettings(NamedTuple):
-  """The options of a draw, as the compiled program takes them."""
+  """The options of a draw, as the compiled program takes them.
 
-  temperature: Any  # float32
-  top_k: Any  # int32; 0 for all tokens
-  top_p: Any  # float32
+  Attributes:
+    temperature: divides the logits.
+    top_k: draws among the k most likely tokens. 0 for all.
+    top_p: draws among the most likely tokens with this total probability.
+    seed: the seed of the draws.
+    row_numbers: the number of each row. Its draws depend on it.
+    stop_ids: tokens that end a row.
+  """
+
+  temperature: Float[Array, ""] | np.float32
+  top_k: Int[Array, ""] | np.int32
+  top_p: Float[Array, ""] | np.float32
+  seed: Int[Array, ""] | np.int32
+  row_numbers: Int[Array, "B"] | Int[np.ndarray, "B"]
+  stop_ids: Int[Array, "num_stop_ids"] | Int[np.ndarray, "num_stop_ids"]
 
 
 def row_capacity(
@@ -136,19 +148,9 @@ class Sampler:
       model = trained.model
       params = trained.params
       self._tokenizer = trained.tokenizer
-    max_length = model.config.max_length
     if capacity is None:
-      capacity = max_length
-    if not 1 <= capacity <= max_length:
-      raise UserError(
-        f"{capacity} tokens a row: the model takes 1 to {max_length}"
-        " (config.model.max_length)"
-      )
-    if cache_tokens is not None and cache_tokens < 1:
-      raise UserError(
-        f"cache_tokens = {cache_tokens}: must be at least 1, or None for room"
-        f" for {capacity} in each of {batch_size} rows"
-      )
+      capacity = model.config.max_length
+    _check_sizes(model.config, batch_size, capacity, cache_tokens)
     self._has_cache = is_supported(model.config, CACHED_DECODING)
     if not self._has_cache:
       _check_no_cache_options(cache_tokens, cache_dtype)
@@ -275,11 +277,7 @@ class Sampler:
         f"{len(prompts)} prompts for a batch of {self.batch_size}"
       )
     old_lengths = np.asarray(cache.lengths)
-    max_lengths = np.full(self.batch_size, self.capacity)
-    if isinstance(cache, Cache) and cache.tables is not None:
-      # Unused entries of a row's table are num_pages, which is no page.
-      is_page = np.asarray(cache.tables) < self._num_pages
-      max_lengths = np.minimum(max_lengths, PAGE * np.sum(is_page, axis=1))
+    free_tokens = self._max_lengths(cache) - old_lengths
 
     # All prompts are padded to the capacity, rounded up to chunks. So the
     # program is compiled once. It stops after the longest prompt's last chunk.
@@ -288,18 +286,26 @@ class Sampler:
     # A row without a prompt reads one token, because logits need a token.
     lengths = np.ones(self.batch_size, np.int32)
     for row, prompt in enumerate(prompts):
-      max_tokens = max_lengths[row] - old_lengths[row]
-      if not 1 <= len(prompt) <= max_tokens:
+      if not 1 <= len(prompt) <= free_tokens[row]:
         prefix = ""
         if old_lengths[row] > 0:
           prefix = f" behind {old_lengths[row]} others"
         raise UserError(
           f"a prompt of {len(prompt)} tokens{prefix}: it must have 1 to"
-          f" {max_tokens}"
+          f" {free_tokens[row]}"
         )
       tokens[row, : len(prompt)] = prompt
       lengths[row] = len(prompt)
     return self._prefill(self._params, cache, tokens, lengths)
+
+  def _max_lengths(self, cache: Cache | TokenHistory) -> Int[np.ndarray, "B"]:
+    """Returns the most tokens that each row can have."""
+    max_lengths = np.full(self.batch_size, self.capacity)
+    if isinstance(cache, TokenHistory) or cache.tables is None:
+      return max_lengths
+    # Unused entries of a row's table are num_pages, which is no page.
+    is_page = np.asarray(cache.tables) < self._num_pages
+    return np.minimum(max_lengths, PAGE * np.sum(is_page, axis=1))
 
   def step(
     self, state: SamplerState, tokens: Int[np.ndarray, "B"]
@@ -352,7 +358,14 @@ class Sampler:
     prompt_list: list[Any] = list(prompts)
     are_texts = [isinstance(prompt, str) for prompt in prompt_list]
     options = _StreamOptions(
-      max_new_tokens, temperature, top_k, top_p, seed, stop_ids, stop
+      max_new_tokens=max_new_tokens,
+      temperature=temperature,
+      top_k=top_k,
+      top_p=top_p,
+      seed=seed,
+      first_row=0,
+      stop_ids=stop_ids,
+      stop=stop,
     )
     if not any(are_texts):
       return self._generate_tokens(prompt_list, options)
@@ -400,20 +413,11 @@ class Sampler:
     for first_prompt, batch in self._batches(
       token_prompts, options.max_new_tokens
     ):
-      stream = self.stream(
-        batch,
-        options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        # Row 0 of this batch is prompt `first_prompt`. The draws of a prompt
-        # depend on its number, so that they do not depend on the batch size.
-        first_row=first_prompt,
-        stop_ids=options.stop_ids,
-        stop=options.stop,
-      )
-      for new_tokens in stream:  # a list of tokens for each row
+      # Row 0 of this batch is prompt `first_prompt`. The draws of a prompt
+      # depend on its number, so that they do not depend on the batch size.
+      batch_options = options._replace(first_row=first_prompt)
+      stream = self._stream(batch, batch_options)
+      for new_tokens in stream:
         for row, tokens in enumerate(new_tokens):
           answers[first_prompt + row] += tokens
     return answers
@@ -493,56 +497,101 @@ class Sampler:
         rows do not fit the cache's pages, or if an option or a token id is out
         of range.
     """
-    _check_options(temperature, top_k, top_p, max_new_tokens, seed, first_row)
+    options = _StreamOptions(
+      max_new_tokens=max_new_tokens,
+      temperature=temperature,
+      top_k=top_k,
+      top_p=top_p,
+      seed=seed,
+      first_row=first_row,
+      stop_ids=stop_ids,
+      stop=stop,
+    )
+    return self._stream(prompts, options)
+
+  def _stream(
+    self,
+    prompts: Sequence[Sequence[int] | Int[np.ndarray, "T"]],
+    options: _StreamOptions,
+  ) -> Iterator[list[list[int]]]:
+    """Yields the next tokens of each row. See `stream`."""
+    _check_options(options)
     stop_ids = validated_token_ids(
-      stop_ids, self._vocab_size, "stop_ids"
+      options.stop_ids, self._vocab_size, "stop_ids"
     ).tolist()
     prompts = self._validated(prompts)
+    max_new_tokens = options.max_new_tokens
     longest = max(len(prompt) for prompt in prompts)
     if longest + max_new_tokens > self.capacity:
       raise UserError(
         f"a prompt of {longest} tokens and {max_new_tokens} new ones are more"
         f" than the {self.capacity} that a row can have"
       )
-    method = _draw_method(temperature, top_k, top_p)
-    settings = DrawSettings(
-      np.float32(temperature), np.int32(top_k), np.float32(top_p)
-    )
-    row_numbers = np.arange(self.batch_size, dtype=np.int32) + first_row
-    # The program needs at least one stop id.
-    stop_array = np.asarray(stop_ids or [_NO_TOKEN], np.int32)
 
     state = self.prefill(prompts, max_new_tokens)
-    answers: list[list[int]] = [[] for _ in prompts]
-    # Rows without a prompt have ended before they begin.
-    has_ended = np.arange(self.batch_size) >= len(prompts)
+    settings = _draw_settings(options, self.batch_size, stop_ids)
+    method = _draw_method(options)
+    rows = _AnswerRows(len(prompts), self.batch_size, stop_ids, options.stop)
     for start in range(0, max_new_tokens, _BURST):
       count = min(_BURST, max_new_tokens - start)
       state, drawn, _ = self._draw(
         self._params,
         state,
-        np.int32(seed),
-        row_numbers,
         settings,
-        stop_array,
-        has_ended,
+        rows.has_ended,
         np.int32(count),
         method=method,
       )
-      drawn = np.asarray(drawn)  # [B, burst]
-      has_ended = has_ended.copy()  # JAX may still use the old array.
-      new_tokens: list[list[int]] = []
-      for row, answer in enumerate(answers):
-        old_length = len(answer)
-        if not has_ended[row]:
-          drawn_tokens = drawn[row, :count].tolist()
-          has_ended[row] = _append_until_stop(
-            answer, drawn_tokens, stop_ids, stop
-          )
-        new_tokens.append(answer[old_length:])
-      yield new_tokens
-      if has_ended.all():
+      yield rows.append(np.asarray(drawn)[:, :count])
+      if rows.has_ended.all():
         return
+
+
+class _AnswerRows:
+  """The answers to a batch of prompts, which grow until each row ends.
+
+  Attributes:
+    has_ended: whether each of the B rows has ended. Each call of `append`
+      replaces the array, because JAX may still use the old one.
+  """
+
+  def __init__(
+    self,
+    num_prompts: int,
+    batch_size: int,
+    stop_ids: Sequence[int],
+    stop: Callable[[list[int]], bool] | None,
+  ):
+    """Initializes the rows.
+
+    Args:
+      num_prompts: the number of rows with a prompt. Others have ended.
+      batch_size: B.
+      stop_ids: tokens that end a row.
+      stop: is called with a row's answer, and ends it if it returns True.
+    """
+    self.has_ended: Bool[np.ndarray, "B"] = np.arange(batch_size) >= num_prompts
+    self._answers: list[list[int]] = [[] for _ in range(num_prompts)]
+    self._stop_ids = stop_ids
+    self._stop = stop
+
+  def append(self, drawn: Int[np.ndarray, "B count"]) -> list[list[int]]:
+    """Appends drawn tokens to the rows that have not ended.
+
+    Returns:
+      For each prompt, the tokens that became part of its answer.
+    """
+    has_ended = self.has_ended.copy()
+    new_tokens = []
+    for row, answer in enumerate(self._answers):
+      old_length = len(answer)
+      if not has_ended[row]:
+        has_ended[row] = _append_until_stop(
+          answer, drawn[row].tolist(), self._stop_ids, self._stop
+        )
+      new_tokens.append(answer[old_length:])
+    self.has_ended = has_ended
+    return new_tokens
 
 
 def _append_until_stop(
@@ -568,25 +617,43 @@ def _append_until_stop(
   return False
 
 
-def _draw_method(temperature: float, top_k: int, top_p: float) -> str:
-  """Returns the cheapest method of `_choose_tokens` for these options."""
-  if temperature == 0:
-    return "greedy"
-  if top_k == 0 and top_p == 1:
-    return "plain"  # No token is excluded.
-  return "filtered"
-
-
 class _StreamOptions(NamedTuple):
-  """The options that `generate` passes on to `stream`."""
+  """The options of `Sampler.stream`."""
 
   max_new_tokens: int
   temperature: float
   top_k: int
   top_p: float
   seed: int
+  first_row: int
   stop_ids: Sequence[int]
   stop: Callable[[list[int]], bool] | None
+
+
+def _draw_settings(
+  options: _StreamOptions, batch_size: int, stop_ids: Sequence[int]
+) -> DrawSettings:
+  """Returns the options that the compiled program takes."""
+  # The program needs at least one stop id.
+  stop_array = np.asarray(stop_ids or [_NO_TOKEN], np.int32)
+  return DrawSettings(
+    temperature=np.float32(options.temperature),
+    top_k=np.int32(options.top_k),
+    top_p=np.float32(options.top_p),
+    seed=np.int32(options.seed),
+    row_numbers=np.arange(batch_size, dtype=np.int32) + options.first_row,
+    stop_ids=stop_array,
+  )
+
+
+def _draw_method(options: _StreamOptions) -> str:
+  """Returns the cheapest method of `_choose_tokens` for these options."""
+  if options.temperature == 0:
+    return "greedy"
+  if options.top_k == 0 and options.top_p == 1:
+    # No token is excluded.
+    return "plain"
+  return "filtered"
 
 
 def _num_pages(num_tokens: int) -> int:
@@ -594,35 +661,46 @@ def _num_pages(num_tokens: int) -> int:
   return -(-num_tokens // PAGE)
 
 
-def _check_options(
-  temperature: float,
-  top_k: int,
-  top_p: float,
-  max_new_tokens: int,
-  seed: int,
-  first_row: int,
-) -> None:
+def _check_options(options: _StreamOptions) -> None:
   """Raises UserError if an option of `Sampler.stream` is out of range."""
-  integers = {
-    "top_k": top_k,
-    "max_new_tokens": max_new_tokens,
-    "seed": seed,
-    "first_row": first_row,
-  }
-  for name, number in integers.items():
+  for name in ("top_k", "max_new_tokens", "seed", "first_row"):
+    number = getattr(options, name)
     # The compiled program takes int32. A larger number would be truncated.
     if not is_integer(number) or not -(2**31) <= number < 2**31:
       raise UserError(
         f"{name} must be an integer from −2³¹ to 2³¹ − 1; got {number!r}"
       )
-  if not 0 <= temperature < float("inf"):
-    raise UserError(f"temperature must be at least 0; got {temperature}")
-  if top_k < 0:
-    raise UserError(f"top_k must be at least 0; got {top_k}")
-  if not 0 < top_p <= 1:
-    raise UserError(f"top_p must be above 0 and at most 1; got {top_p}")
-  if max_new_tokens < 1:
-    raise UserError(f"max_new_tokens must be at least 1; got {max_new_tokens}")
+  if not 0 <= options.temperature < float("inf"):
+    raise UserError(
+      f"temperature must be at least 0; got {options.temperature}"
+    )
+  if options.top_k < 0:
+    raise UserError(f"top_k must be at least 0; got {options.top_k}")
+  if not 0 < options.top_p <= 1:
+    raise UserError(f"top_p must be above 0 and at most 1; got {options.top_p}")
+  if options.max_new_tokens < 1:
+    raise UserError(
+      f"max_new_tokens must be at least 1; got {options.max_new_tokens}"
+    )
+
+
+def _check_sizes(
+  config: ModelConfig,
+  batch_size: int,
+  capacity: int,
+  cache_tokens: int | None,
+) -> None:
+  """Raises UserError if a size of a `Sampler` is out of range."""
+  if not 1 <= capacity <= config.max_length:
+    raise UserError(
+      f"{capacity} tokens a row: the model takes 1 to {config.max_length}"
+      " (config.model.max_length)"
+    )
+  if cache_tokens is not None and cache_tokens < 1:
+    raise UserError(
+      f"cache_tokens = {cache_tokens}: must be at least 1, or None for room"
+      f" for {capacity} in each of {batch_size} rows"
+    )
 
 
 def _check_no_cache_options(cache_tokens: int | None, cache_dtype: Any) -> None:
@@ -680,30 +758,35 @@ def _programs(
   replicated: Any = None
   if head_sharding is not None:
     replicated = NamedSharding(head_sharding.mesh, P())
-  # Trees like a cache and a state, with a sharding for each of their parts.
-  sharding_of_field: dict[str, Any] = {
-    "keys": head_sharding,
-    "values": head_sharding,
-    "tables": replicated,
-    "lengths": replicated,
-  }
-  cache_shardings: Cache | TokenHistory = Cache(**sharding_of_field)
-  state_shardings: Any = SamplerState(cache_shardings, logits=replicated)
 
-  make_cache: Any = functools.partial(
-    empty_cache,
-    model,
-    batch_size,
-    PAGE * _num_pages(capacity),  # Rows have only full pages.
-    num_pages=num_pages,
-    dtype=cache_dtype,
-  )
-  chunk = min(_CHUNK, capacity)
-  if not has_cache:
+  # `cache_shardings` and `state_shardings` are trees like a cache and a state,
+  # with a sharding in place of each array.
+  heads: Any = head_sharding
+  cache_shardings: Any
+  if has_cache:
+    make_cache: Any = functools.partial(
+      empty_cache,
+      model,
+      batch_size,
+      # Rows have only full pages.
+      PAGE * _num_pages(capacity),
+      num_pages=num_pages,
+      dtype=cache_dtype,
+    )
+    cache_shardings = Cache(
+      keys=heads,
+      values=heads,
+      tables=replicated,
+      lengths=replicated,
+    )
+    chunk = min(_CHUNK, capacity)
+  else:
     make_cache = functools.partial(empty_history, model, batch_size, capacity)
     cache_shardings = TokenHistory(tokens=replicated, lengths=replicated)
-    state_shardings = SamplerState(cache_shardings, logits=replicated)
-    chunk = capacity  # Every chunk computes the whole row again.
+    # Every chunk computes the whole row again.
+    chunk = capacity
+  state_shardings = SamplerState(cache_shardings, logits=replicated)
+
   read_prompts = functools.partial(_read_prompts, model, head_sharding, chunk)
   read_token = functools.partial(_read_token, model, head_sharding)
   draw_tokens = functools.partial(_draw_tokens, model, head_sharding)
@@ -844,10 +927,7 @@ def _draw_tokens(
   head_sharding: NamedSharding | None,
   params: dict[str, Any],
   state: SamplerState,
-  seed: Int[Array, ""],
-  row_numbers: Int[Array, "B"],
   settings: DrawSettings,
-  stop_ids: Int[Array, "num_stop_ids"],
   has_ended: Bool[Array, "B"],
   count: Int[Array, ""],
   *,
@@ -862,10 +942,7 @@ def _draw_tokens(
     head_sharding: how a mesh splits the heads of the cache. None on one device.
     params: the parameters from `unstack`.
     state: the tokens read so far.
-    seed: the seed of the draws.
-    row_numbers: the number of each row. Its draws depend on it.
-    settings: temperature, top_k and top_p.
-    stop_ids: tokens that end a row.
+    settings: the options of the draws.
     has_ended: whether each row has ended before.
     count: the number of tokens to draw, at most `_BURST`.
     method: see `_choose_tokens`.
@@ -875,9 +952,11 @@ def _draw_tokens(
   """
   # The generator is fixed, because users may make "rbg" JAX's default. With
   # that one, the random numbers of a row would depend on the other rows.
-  key = jax.random.key(seed, impl="threefry2x32")
+  key = jax.random.key(settings.seed, impl="threefry2x32")
   # Each row has its own key, and below, each of its positions.
-  row_keys = jax.vmap(functools.partial(jax.random.fold_in, key))(row_numbers)
+  row_keys = jax.vmap(functools.partial(jax.random.fold_in, key))(
+    settings.row_numbers
+  )
 
   def has_tokens_left(loop):
     return (loop.num_drawn < count) & ~jnp.all(loop.has_ended)
@@ -892,13 +971,13 @@ def _draw_tokens(
       drawn=jax.lax.dynamic_update_slice_in_dim(
         loop.drawn, tokens[:, None], loop.num_drawn, axis=1
       ),
-      has_ended=loop.has_ended | jnp.isin(tokens, stop_ids),
+      has_ended=loop.has_ended | jnp.isin(tokens, settings.stop_ids),
     )
 
   first = _DrawLoop(
     num_drawn=0,
     state=state,
-    drawn=jnp.zeros((len(row_numbers), _BURST), jnp.int32),
+    drawn=jnp.zeros((len(has_ended), _BURST), jnp.int32),
     has_ended=has_ended,
   )
   last = jax.lax.while_loop(has_tokens_left, draw_token, first)
