@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from diffjax.config import UserError
+from diffjax.config import ModelConfig, UserError
 from diffjax.inference.pages import (
   PAGE,
   Pool,
@@ -254,45 +254,38 @@ def extend(
   x = embed(params["embedding"], tokens, config)  # [B, T, E]
   keys: list[Pool] = []
   values: list[Pool] = []
-  for stack in stacks(config).values():
-    windows = layer_windows(stack)
-    for lambda_init, window in zip(lambda_inits(stack), windows, strict=True):
-      layer = len(keys)
-      attention = _CachedAttention(
-        attention_fn=model.attention_fn,
-        keys=cache.keys[layer],
-        values=cache.values[layer],
-        tables=cache.tables,
-        old_lengths=cache.lengths,
-        counts=counts,
-        sharding=sharding,
+  for index, layer in enumerate(_layers(config)):
+    attention = _CachedAttention(
+      attention_fn=model.attention_fn,
+      keys=cache.keys[index],
+      values=cache.values[index],
+      tables=cache.tables,
+      old_lengths=cache.lengths,
+      counts=counts,
+      sharding=sharding,
+    )
+    block = Block(
+      layer.config,
+      model.dtype,
+      attention_fn=attention,
+      logits_transform=model.logits_transform,
+    )
+    x, _ = block.apply(
+      {"params": params["layers"][index]},
+      x,
+      layer.lambda_init,
+      window_index=0,
+      segment_ids=None,
+      positions=positions,
+    )
+    if attention.num_calls != 1:
+      raise ValueError(
+        f"a layer of {config.attention!r} called its attention_fn"
+        f" {attention.num_calls} times: it must call it once, through"
+        " `Attention.attend`, to be decoded from a cache"
       )
-      # A block of one layer, which has one window.
-      layer_config = dataclasses.replace(
-        stack, window=window, window_pattern=""
-      )
-      block = Block(
-        layer_config,
-        model.dtype,
-        attention_fn=attention,
-        logits_transform=model.logits_transform,
-      )
-      x, _ = block.apply(
-        {"params": params["layers"][layer]},
-        x,
-        lambda_init,
-        window_index=0,
-        segment_ids=None,
-        positions=positions,
-      )
-      if attention.num_calls != 1:
-        raise ValueError(
-          f"a layer of {config.attention!r} called its attention_fn"
-          f" {attention.num_calls} times: it must call it once, through"
-          " `Attention.attend`, to be decoded from a cache"
-        )
-      keys.append(attention.keys)
-      values.append(attention.values)
+    keys.append(attention.keys)
+    values.append(attention.values)
 
   extended_cache = Cache(
     keys=tuple(keys),
@@ -301,6 +294,31 @@ def extend(
     lengths=cache.lengths + counts,
   )
   return apply_norm(params, "final_norm", x, config), extended_cache
+
+
+class _Layer(NamedTuple):
+  """A layer of a decoder.
+
+  Attributes:
+    config: the config of its stack, with the window of this layer.
+    lambda_init: λ_init of this layer, or None.
+  """
+
+  config: ModelConfig
+  lambda_init: Any
+
+
+def _layers(config: ModelConfig) -> list[_Layer]:
+  """Returns the layers of all stacks, the lowest first."""
+  layers = []
+  for stack in stacks(config).values():
+    windows = layer_windows(stack)
+    for lambda_init, window in zip(lambda_inits(stack), windows, strict=True):
+      layer_config = dataclasses.replace(
+        stack, window=window, window_pattern=""
+      )
+      layers.append(_Layer(layer_config, lambda_init))
+  return layers
 
 
 @dataclasses.dataclass(eq=False)

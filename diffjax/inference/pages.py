@@ -15,7 +15,7 @@ largest one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax.numpy as jnp
@@ -173,58 +173,99 @@ def _rewrite_pages(
   `write_tokens` has the same arguments. C is the number of pages that the new
   tokens of one row can belong to.
   """
-  num_pages, num_heads, page_size, width = pool.tokens.shape
-  batch, num_tokens = new.shape[:2]
-  # The first new token may have the last slot of its page. The other T − 1
-  # tokens then need ⌈(T − 1) / S⌉ more pages.
-  max_changed_pages = -(-(num_tokens - 1) // page_size) + 1
-
-  # The position of the first slot of each changed page.
-  first_page_start = starts // page_size * page_size
-  page_starts = first_page_start[:, None] + page_size * jnp.arange(
-    max_changed_pages
-  )  # [B, C]
-  ends = (starts + counts)[:, None]
-  pages = _page_of(
-    tables, page_starts, page_starts < ends, page_size, num_pages
-  )  # [B, C]
-
-  # The index of each slot's token among the new ones. Negative for old tokens.
-  positions = page_starts[..., None] + jnp.arange(page_size)
-  new_index = positions - starts[:, None, None]  # [B, C, S]
-  is_old = new_index < 0
-  is_new = (new_index >= 0) & (new_index < counts[:, None, None])
-  is_old = is_old[:, :, None, :, None]  # [B, C, 1, S, 1]
-  is_new = is_new[:, :, None, :, None]
-
-  # Arranges the new tokens like the slots of the changed pages. Other slots get
-  # any token, which `is_new` excludes below.
-  source = jnp.clip(new_index, 0, num_tokens - 1).reshape(batch, -1, 1, 1)
-  arriving = jnp.take_along_axis(new, source, axis=1)  # [B, C·S, K, W]
-  arriving = arriving.reshape(*new_index.shape, num_heads, width)
-  arriving = jnp.moveaxis(arriving, 3, 2)  # [B, C, K, S, W]
+  slots = _changed_slots(pool, tables, new.shape[1], starts, counts)
+  arriving = _arrange(new, slots)  # [B, C, K, S, W]
   # P, which is no page, is replaced by the last page. It is not written below.
-  stored = pool.tokens[jnp.minimum(pages, num_pages - 1)]
+  num_pages = len(pool.tokens)
+  readable_pages = jnp.minimum(slots.pages, num_pages - 1)
+  stored = pool.tokens[readable_pages]  # [B, C, K, S, W]
+  # [B, C, 1, S, 1]
+  is_new = slots.is_new(counts)[:, :, None, :, None]
+  is_old = slots.is_old()[:, :, None, :, None]
   if pool.scale is None:
     tokens = jnp.where(is_new, arriving.astype(stored.dtype), stored)
-    return Pool(pool.tokens.at[pages].set(tokens, mode="drop"))
+    return Pool(pool.tokens.at[slots.pages].set(tokens, mode="drop"))
 
   # A page's scale never decreases while it has old tokens. Without old tokens
   # it starts from 0, because the page may have belonged to another row.
   arriving = jnp.where(is_new, arriving, 0).astype(jnp.float32)
-  has_old_tokens = page_starts < starts[:, None]
-  old_scale = pool.scale[jnp.minimum(pages, num_pages - 1)]
+  has_old_tokens = slots.page_starts < starts[:, None]
+  old_scale = pool.scale[readable_pages]
   old_scale = jnp.where(has_old_tokens[..., None], old_scale, 0)  # [B, C, K]
   new_scale = jnp.max(jnp.abs(arriving), axis=(3, 4)) / _MAX_INT8
   scale = jnp.maximum(old_scale, new_scale)
-  divisor = jnp.where(scale > 0, scale, 1)[..., None, None]  # never 0
+  # Never 0.
+  divisor = jnp.where(scale > 0, scale, 1)[..., None, None]
   rescaled = stored * (old_scale[..., None, None] / divisor)
   tokens = jnp.where(is_old, rescaled, arriving / divisor)
   tokens = jnp.round(tokens).astype(jnp.int8)
   return Pool(
-    pool.tokens.at[pages].set(tokens, mode="drop"),
-    pool.scale.at[pages].set(scale, mode="drop"),
+    pool.tokens.at[slots.pages].set(tokens, mode="drop"),
+    pool.scale.at[slots.pages].set(scale, mode="drop"),
   )
+
+
+class _ChangedSlots(NamedTuple):
+  """The slots of the pages to which new tokens belong.
+
+  Attributes:
+    pages: the C changed pages of each row, or P, which is no page.
+    page_starts: the position of the first slot of each changed page.
+    new_index: the index of each slot's token among the new tokens of its row.
+      It is negative for the tokens before.
+  """
+
+  pages: Int[Array, "B C"]
+  page_starts: Int[Array, "B C"]
+  new_index: Int[Array, "B C S"]
+
+  def is_old(self) -> Bool[Array, "B C S"]:
+    """Returns whether each slot has a token from before."""
+    return self.new_index < 0
+
+  def is_new(self, counts: Int[Array, "B"]) -> Bool[Array, "B C S"]:
+    """Returns whether each slot gets a new token."""
+    return (self.new_index >= 0) & (self.new_index < counts[:, None, None])
+
+
+def _changed_slots(
+  pool: Pool,
+  tables: Int[Array, "B N"],
+  num_tokens: int,
+  starts: Int[Array, "B"],
+  counts: Int[Array, "B"],
+) -> _ChangedSlots:
+  """Returns the slots of all pages to which T new tokens per row belong."""
+  num_pages, _, page_size, _ = pool.tokens.shape
+  # The first new token may have the last slot of its page. The other T − 1
+  # tokens then need ⌈(T − 1) / S⌉ more pages.
+  max_changed_pages = -(-(num_tokens - 1) // page_size) + 1
+  page_offsets = page_size * jnp.arange(max_changed_pages)  # [C]
+  first_page_start = starts // page_size * page_size  # [B]
+  page_starts = first_page_start[:, None] + page_offsets  # [B, C]
+
+  ends = starts + counts
+  has_new_tokens = page_starts < ends[:, None]  # [B, C]
+  pages = _page_of(tables, page_starts, has_new_tokens, page_size, num_pages)
+
+  positions = page_starts[..., None] + jnp.arange(page_size)  # [B, C, S]
+  new_index = positions - starts[:, None, None]
+  return _ChangedSlots(pages, page_starts, new_index)
+
+
+def _arrange(
+  new: Float[Array, "B T K W"], slots: _ChangedSlots
+) -> Float[Array, "B C K S W"]:
+  """Arranges new tokens like the slots of pages.
+
+  Slots without a new token get any token.
+  """
+  batch, num_tokens, num_heads, width = new.shape
+  source = jnp.clip(slots.new_index, 0, num_tokens - 1)
+  source = source.reshape(batch, -1, 1, 1)  # [B, C·S, 1, 1]
+  arranged = jnp.take_along_axis(new, source, axis=1)  # [B, C·S, K, W]
+  arranged = arranged.reshape(*slots.new_index.shape, num_heads, width)
+  return jnp.moveaxis(arranged, 3, 2)
 
 
 def _page_of(
