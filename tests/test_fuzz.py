@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import gzip
 import io
 import json
@@ -14,7 +15,6 @@ from unittest import mock
 import pyarrow
 import pyarrow.parquet
 import pytest
-import zstandard
 from absl.testing import flagsaver
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -407,7 +407,9 @@ CONTENTS = {
   "text:{}.txt": st.binary(max_size=40),
   "jsonl:{}.jsonl": lines,
   "jsonl:{}.jsonl.gz": lines.map(gzip.compress),
-  "jsonl:{}.jsonl.zst": lines.map(zstandard.compress),
+  "jsonl:{}.jsonl.zst": lines.map(
+    functools.partial(pyarrow.compress, codec="zstd", asbytes=True)
+  ),
   "parquet:{}.parquet": st.lists(
     st.one_of(
       st.none(), st.text(max_size=9, alphabet=st.characters(codec="utf-8"))

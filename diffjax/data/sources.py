@@ -548,7 +548,7 @@ def _lines(name: str, start: int, stop: int) -> Iterator[tuple[float, bytes]]:
       if name.endswith(".gz"):
         lines = _all_lines(gzip.open(file))
       elif name.endswith(".zst"):
-        # The zstandard package's reader does not notice a file that is cut short
+        # The zstandard package would not notice a file that is cut short
         lines = _all_lines(
           io.BufferedReader(
             pyarrow.CompressedInputStream(file, "zstd"), 1 << 20

@@ -10,7 +10,6 @@ import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
-import zstandard
 
 from diffjax.config import DataConfig, UserError
 from diffjax.data import (
@@ -84,7 +83,7 @@ def write_jsonl(path, texts):
   if path.suffix == ".gz":
     content = gzip.compress(content)
   elif path.suffix == ".zst":
-    content = zstandard.compress(content)
+    content = pyarrow.compress(content, codec="zstd", asbytes=True)
   path.parent.mkdir(parents=True, exist_ok=True)
   path.write_bytes(content)
 

@@ -77,16 +77,13 @@ def write(path, texts, field="text"):
   if path.suffix == ".gz":
     path.write_bytes(gzip.compress(lines))
   elif path.suffix == ".zst":
-    import zstandard
+    import pyarrow
 
-    half = (
-      lines.index(b"\n", len(lines) // 2) + 1
-    )  # two frames, as appending makes them
-    path.write_bytes(
-      b"".join(
-        zstandard.compress(part) for part in (lines[:half], lines[half:])
-      )
-    )
+    # Two frames, as in a file that lines were appended to.
+    half = lines.index(b"\n", len(lines) // 2) + 1
+    first = pyarrow.compress(lines[:half], codec="zstd", asbytes=True)
+    second = pyarrow.compress(lines[half:], codec="zstd", asbytes=True)
+    path.write_bytes(first + second)
   elif path.suffix == ".parquet":
     import pyarrow
     import pyarrow.parquet
