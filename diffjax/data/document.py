@@ -19,6 +19,20 @@ WITHOUT_NETWORK = (
   "network"
 )
 
+# The result of `lookup` if a record has no such field. None is a value.
+MISSING: Any = object()
+
+# An index of a list in the path of a field.
+_LIST_INDEX = re.compile(r"-?[0-9]{1,9}")
+
+# The number of different values of the first 8 bytes of a hash.
+_NUM_HASHES = 2**64
+
+
+# A part of a source, such as a range of bytes of a file. A tuple, which has other
+# fields for each kind of source.
+Part = Any
+
 
 class Document(NamedTuple):
   """A document.
@@ -26,7 +40,8 @@ class Document(NamedTuple):
   Attributes:
     text: Its text. With a prompt, the answer.
     replaced: Whether bytes that are not UTF-8 were replaced.
-    prompt: The text before the answer, which is not learnt. None for plain text.
+    prompt: The text before the answer, which is not learned. None for plain
+      text.
   """
 
   text: str
@@ -37,7 +52,10 @@ class Document(NamedTuple):
 class Source(abc.ABC):
   """The documents of one split of a source, in parts.
 
+  A part is a small piece of work. Any process can read any part.
+
   Attributes:
+    spec: The source, such as "jsonl:/data/*.jsonl".
     num_files: Number of files that are read.
     size: Bytes of these files.
   """
@@ -46,21 +64,33 @@ class Source(abc.ABC):
   size: int
 
   def __init__(self, spec: str, split: str, config: DataConfig):
+    """Initializes the base class.
+
+    Args:
+      spec: The source.
+      split: "train" or "validation".
+      config: The data fields.
+    """
     self.spec = spec
-    # Paths of the text and, with prompts, of the prompt in a record, by their fields of the config
-    self._fields = {"text_field": config.text_field}
+    # Where a record holds its texts: paths (see `lookup`), by config field.
+    self._paths = {"text_field": config.text_field}
     if config.prompt_field:
-      self._fields["prompt_field"] = config.prompt_field
-    self._template = config.prompt_template
+      self._paths["prompt_field"] = config.prompt_field
+    self._prompt_template = config.prompt_template
     self._split = split
-    # Share of the documents that are for validation; None if the source is not divided
-    self._validation_fraction = (
-      None if config.validation_source else config.validation_fraction
+    # The fraction of the documents that belong to the validation split. None if
+    # all documents belong to this split.
+    self._validation_fraction: float | None = config.validation_fraction
+    if config.validation_source:
+      self._validation_fraction = None
+    # Whether this is config.data.validation_source, not config.data.source.
+    self._is_validation_source = (
+      split == "validation" and config.validation_source != ""
     )
 
   @functools.cached_property
-  def parts(self) -> list[tuple]:
-    """Tuples for ``read``. Any process may read any part."""
+  def parts(self) -> list[Part]:
+    """The parts, arguments of `read`."""
     return list(self.iter_parts())
 
   @property
@@ -75,7 +105,7 @@ class Source(abc.ABC):
 
   @property
   def split_share(self) -> float:
-    """The expected share of the source's documents that are in the split."""
+    """The expected fraction of the source's documents that are in the split."""
     if self._validation_fraction is None:
       return 1.0
     if self._split == "validation":
@@ -83,57 +113,45 @@ class Source(abc.ABC):
     return 1 - self._validation_fraction
 
   def read(
-    self, part: tuple, reached: Callable[[float], None] = lambda share: None
+    self, part: Part, report: Callable[[float], None] | None = None
   ) -> Iterator[Document]:
-    """Yields the part's documents of the split, in order, without empty ones.
+    """Yields the documents of a part that are in the split, in order.
+
+    Documents without text are skipped.
 
     Args:
       part: One of `parts`.
-      reached: Called with the share of the part that has been read, 0 to 1, after each document.
+      report: Called for each document of the part, also for documents of the
+        other split, with the fraction of the part that has been read.
 
     Raises:
-      UserError: if a document cannot be read. Names its file and place.
+      UserError: if a document cannot be read. The message has its file and its
+        position.
     """
-    for share, document in self._read(part):
-      reached(share)
-      # The prompt decides the split where there is one, so that all answers to a question are in the same split
-      if document.text and self._is_in_split(
-        document.text if document.prompt is None else document.prompt
-      ):
+    for fraction, document in self._read(part):
+      if report is not None:
+        report(fraction)
+      if not document.text:
+        continue
+      # All answers to the same prompt belong to the same split.
+      split_key = document.text if document.prompt is None else document.prompt
+      if self._is_in_split(split_key):
         yield document
 
-  def _document(
-    self, text: bytes | str | None, prompt: bytes | str | None = None
-  ) -> Document:
-    """The document of a record, from its fields in the order of self._fields."""
-    answer, replaced = decode(text)
-    if len(self._fields) == 1:
-      return Document(answer, replaced)
-    asked, prompt_replaced = decode(prompt)
-    return Document(
-      answer,
-      replaced or prompt_replaced,
-      self._template.replace("{prompt}", asked),
-    )
-
-  def _is_in_split(self, text: str) -> bool:
-    if self._validation_fraction is None:
-      return True
-    return is_validation(
-      hashlib.sha256(text.encode("utf-8")).digest(), self._validation_fraction
-    ) == (self._split == "validation")
-
   @abc.abstractmethod
-  def iter_parts(self) -> Iterator[tuple]:
+  def iter_parts(self) -> Iterator[Part]:
     """Yields the parts in order. Opens a file only when its parts are due."""
 
   @abc.abstractmethod
-  def part_size(self, part: tuple) -> float:
+  def part_size(self, part: Part) -> float:
     """Returns the bytes of the files that hold a part."""
 
   @abc.abstractmethod
   def fingerprint(self) -> dict[str, str]:
-    """What tells the documents' files from changed ones, wherever they lie (fingerprint.py). Reads samples of them."""
+    """Returns digests of the documents' files (see `fingerprint.fingerprint`).
+
+    Reads samples of the files. The digests do not depend on their directory.
+    """
 
   @abc.abstractmethod
   def data_identity(self) -> dict[str, int | str]:
@@ -143,66 +161,129 @@ class Source(abc.ABC):
     """
 
   @abc.abstractmethod
-  def _read(self, part: tuple) -> Iterator[tuple[float, Document]]:
-    """Yields all documents of the part, of both splits and empty ones too, each with the share of the part that is read with it."""
+  def _read(self, part: Part) -> Iterator[tuple[float, Document]]:
+    """Yields all documents of a part, of both splits, and empty ones.
+
+    Yields:
+      The fraction of the part that has been read, and the document.
+    """
+
+  def _make_document(self, values: list[Any]) -> Document:
+    """Returns the document of a record.
+
+    Args:
+      values: The values of the record at `self._paths`, in order.
+    """
+    text = decode(values[0])
+    if len(values) == 1:
+      return Document(text.text, text.replaced)
+    prompt = decode(values[1])
+    return Document(
+      text=text.text,
+      replaced=text.replaced or prompt.replaced,
+      prompt=self._prompt_template.replace("{prompt}", prompt.text),
+    )
+
+  def _is_in_split(self, text: str) -> bool:
+    """Returns whether a document with this text or prompt is in the split."""
+    if self._validation_fraction is None:
+      return True
+    digest = hashlib.sha256(text.encode("utf-8")).digest()
+    is_held_out = is_validation(digest, self._validation_fraction)
+    return is_held_out == (self._split == "validation")
 
 
 def is_validation(digest: bytes, fraction: float) -> bool:
-  """True if a document with this sha256 is for validation. Equal documents are in the same split.
+  """Returns whether a document belongs to the validation split.
+
+  Equal documents belong to the same split.
 
   Args:
-    digest: 32 bytes.
-    fraction: Share of all documents that are for validation, 0 to 1.
+    digest: The sha256 of the document, 32 bytes.
+    fraction: The fraction of all documents that are for validation, 0 to 1.
   """
-  return int.from_bytes(digest[:8], "big") < fraction * 2**64
+  return int.from_bytes(digest[:8], "big") < fraction * _NUM_HASHES
 
 
-def decode(raw: bytes | str | None) -> tuple[str, bool]:
-  """Text that can be written as UTF-8, and whether some of it had to be replaced. None is an empty text."""
+class DecodedText(NamedTuple):
+  """Text that can be encoded as UTF-8.
+
+  Attributes:
+    text: The text.
+    replaced: Whether some of it was replaced by U+FFFD.
+  """
+
+  text: str
+  replaced: bool
+
+
+def decode(raw: bytes | str | None) -> DecodedText:
+  """Returns text that can be encoded as UTF-8.
+
+  Args:
+    raw: Bytes, or the value of a JSON string, which may contain half a
+      surrogate pair. What is not UTF-8 is replaced. None is an empty text.
+  """
   if raw is None:
-    return "", False
+    return DecodedText("", replaced=False)
+  if isinstance(raw, str):
+    raw = raw.encode("utf-8", errors="surrogatepass")
   try:
-    if isinstance(raw, str):
-      raw.encode("utf-8")  # JSON may hold half a surrogate pair
-      return raw, False
-    return raw.decode("utf-8"), False
-  except UnicodeError:
-    raw = (
-      raw.encode("utf-8", errors="surrogatepass")
-      if isinstance(raw, str)
-      else raw
-    )
-    return raw.decode("utf-8", errors="replace"), True
+    return DecodedText(raw.decode("utf-8"), replaced=False)
+  except UnicodeDecodeError:
+    text = raw.decode("utf-8", errors="replace")
+    return DecodedText(text, replaced=True)
 
 
 def reason(error: BaseException) -> str:
-  """The message of a library's exception, in one line."""
-  return " ".join(str(error).split()) or type(error).__name__
+  """Returns the message of a library's exception, in one line."""
+  message = " ".join(str(error).split())
+  return message or type(error).__name__
 
 
 def lookup(record: Any, path: str) -> Any:
-  """The value in a record at a path of names and list indices, such as "a.0.b"; Ellipsis if there is none.
+  """Returns the value of a field of a record.
 
-  A name of the record that equals the whole path comes first.
+  Args:
+    record: Nested dicts and lists.
+    path: The name of the field, or names and list indices, joined by dots. For
+      example, "turns.-1.value" is record["turns"][-1]["value"]. A field whose
+      name is the whole path comes first.
+
+  Returns:
+    The value. MISSING if there is no such field.
   """
   if isinstance(record, dict) and path in record:
     return record[path]
+  value = record
   for name in path.split("."):
-    if isinstance(record, dict):
-      record = record.get(name, ...)
-    elif (
-      isinstance(record, list)
-      and re.fullmatch(r"-?[0-9]{1,9}", name)
-      and -len(record) <= int(name) < len(record)
-    ):
-      record = record[int(name)]
+    if isinstance(value, dict):
+      value = value.get(name, MISSING)
+    elif isinstance(value, list):
+      value = _list_item(value, name)
     else:
-      return ...
-  return record
+      return MISSING
+  return value
+
+
+def _list_item(items: list[Any], index_text: str) -> Any:
+  """Returns items[int(index_text)]. MISSING if there is no such item."""
+  if not _LIST_INDEX.fullmatch(index_text):
+    return MISSING
+  index = int(index_text)
+  if not -len(items) <= index < len(items):
+    return MISSING
+  return items[index]
 
 
 def is_text(field: str, value: Any) -> bool:
-  """True if a field has a value that can be read. A record may lack its text, which skips it, but not its prompt."""
-  return isinstance(value, bytes | str) or (
-    value is None and field == "text_field"
-  )
+  """Returns whether a field of a record can be read as text.
+
+  Args:
+    field: "text_field" or "prompt_field".
+    value: The value in the record. The text may be null, and then the document
+      is skipped. The prompt may not.
+  """
+  if value is None:
+    return field == "text_field"
+  return isinstance(value, bytes | str)

@@ -102,7 +102,7 @@ def estimate(work: Work, config: DataConfig) -> Needs:
 
 
 def _is_small(work: Work) -> bool:
-  if sources.is_remote(work.spec):
+  if sources.is_on_hub(work.spec):
     return False
   return max(source.size for source in work.opened.values()) < _SMALL
 
@@ -118,7 +118,7 @@ def _nearest_existing(path: str) -> str:
 def _print(
   work: Work, needs: Needs, free_bytes: float, num_workers: int
 ) -> None:
-  verb = "download" if sources.is_remote(work.spec) else "read"
+  verb = "download" if sources.is_on_hub(work.spec) else "read"
   plural = "s" if num_workers > 1 else ""
   seconds = needs.seconds / num_workers
   say(

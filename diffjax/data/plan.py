@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from diffjax.config import Config, DataConfig, UserError
-from diffjax.data import sources
+from diffjax.data import file_source, sources
 from diffjax.data.sample import take_sample
 from diffjax.host.progress import say, short_number
 
@@ -43,7 +43,7 @@ def resolve(
     data = dataclasses.replace(data, mode=mode)
   components = sources.parse_mixture(data.source)
   has_remote = any(
-    sources.is_remote(component.spec) for component in components
+    sources.is_on_hub(component.spec) for component in components
   )
   if has_remote and not data.files:
     train = config.train
@@ -69,8 +69,8 @@ def _files_needed(
     if not sources.has_files(component.spec):
       continue
     source = sources.documents(component.spec, "train", config)
-    assert isinstance(source, sources.FileSource)
-    if sources.is_remote(component.spec):
+    assert isinstance(source, file_source.FileSource)
+    if sources.is_on_hub(component.spec):
       num_files = _remote_files_needed(
         source, component.weight * tokens, config, note
       )
@@ -81,7 +81,7 @@ def _files_needed(
 
 
 def _remote_files_needed(
-  source: sources.FileSource,
+  source: file_source.FileSource,
   tokens: float,
   config: DataConfig,
   note: Callable[[str], None],
@@ -94,7 +94,7 @@ def _remote_files_needed(
     )
   tokens_per_byte = sample.tokens / sample.stored_bytes
   for num_files in range(1, len(sizes) + 1):
-    size = sum(sources.spread(sizes, num_files))
+    size = sum(file_source.spread(sizes, num_files))
     if size * tokens_per_byte >= _MARGIN * tokens:
       break
   available = size * tokens_per_byte

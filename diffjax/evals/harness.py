@@ -37,7 +37,7 @@ import numpy as np
 from absl import logging
 
 from diffjax.config import UserError
-from diffjax.data import sources
+from diffjax.data.document import reason
 from diffjax.evals.methods import jsonl, scoring
 from diffjax.evals.report.figures import Figure, mean_of, proportion
 from diffjax.evals.report.results import TableSpec
@@ -266,7 +266,7 @@ def _build(manager: Any, name: str, remedy: str) -> dict[str, Any]:
     return manager.load([name])["tasks"]
   except Exception as error:  # lm-eval and the libraries that load its data raise exceptions of many kinds
     raise UserError(
-      f"set.harness.tasks: {name!r} cannot be loaded ({sources.reason(error)}){remedy}"
+      f"set.harness.tasks: {name!r} cannot be loaded ({reason(error)}){remedy}"
     ) from error
 
 
@@ -365,5 +365,5 @@ def _check_questions(task: Any, records: Sequence[jsonl.Record]) -> None:
         task.doc_to_choice(question)
     except Exception as error:  # templates and functions of tasks raise exceptions of many kinds
       raise UserError(
-        f"{record.place}: {task.task_name} cannot read this question ({sources.reason(error)})"
+        f"{record.place}: {task.task_name} cannot read this question ({reason(error)})"
       ) from error

@@ -14,6 +14,7 @@ import pytest
 from diffjax.config import DataConfig, UserError
 from diffjax.data import (
   hub,
+  jsonl_source,
   parquet,
   pipeline,
   prepared,
@@ -132,7 +133,7 @@ def test_jsonl(folder, start, texts, name):
 
 
 def test_a_large_jsonl_is_read_in_ranges(folder, start, texts, monkeypatch):
-  monkeypatch.setattr(sources, "_JSONL_PART", 7919)
+  monkeypatch.setattr(jsonl_source, "_PART_BYTES", 7919)
   monkeypatch.setattr(hub, "_READ_AHEAD", 1000)
   write_jsonl(folder / "a.jsonl", texts)
   server = start()
@@ -514,7 +515,7 @@ def test_a_file_that_breaks_late_loses_no_document(
   folder, start, texts, monkeypatch
 ):
   """The documents before the break have been given; none is given twice."""
-  monkeypatch.setattr(sources, "_JSONL_PART", 7919)
+  monkeypatch.setattr(jsonl_source, "_PART_BYTES", 7919)
   monkeypatch.setattr(hub, "_READ_AHEAD", 1000)
   write_jsonl(folder / "a.jsonl", texts)
   server = start()

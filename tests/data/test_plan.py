@@ -11,7 +11,15 @@ import pyarrow.parquet
 import pytest
 
 from diffjax.config import Config, DataConfig, TrainConfig, UserError
-from diffjax.data import estimate, plan, prepared, sample, shards, sources
+from diffjax.data import (
+  estimate,
+  file_source,
+  plan,
+  prepared,
+  sample,
+  shards,
+  sources,
+)
 from diffjax.training.resume import check_resume
 from tests.hub_server import HubServer
 
@@ -183,15 +191,15 @@ def test_files_limits_local_sources(files):
   "count, expected", [(0, []), (1, [0]), (3, [0, 2, 4]), (7, list(range(7)))]
 )
 def test_items_are_evenly_spaced(count, expected):
-  assert sources.spread(range(7), count) == expected
-  assert sources.spread(range(7), 100) == list(range(7))
+  assert file_source.spread(range(7), count) == expected
+  assert file_source.spread(range(7), 100) == list(range(7))
 
 
 def test_validation_documents_are_of_some_row_groups_of_all_files(
   hub, files, monkeypatch
 ):
   size = (files / REPO / "000.parquet").stat().st_size
-  monkeypatch.setattr(sources, "_VALIDATION_BYTES", 4 * size)
+  monkeypatch.setattr(file_source, "_MAX_HUB_VALIDATION_BYTES", 4 * size)
   config = make_config(1, validation_fraction=0.3).data
   validation = documents_of("validation", config)
   train = documents_of("train", config)

@@ -18,7 +18,13 @@ import pyarrow.parquet
 import pytest
 
 from diffjax.config import DataConfig, UserError
-from diffjax.data import pipeline, prepared, shards, sources
+from diffjax.data import (
+  file_source,
+  pipeline,
+  prepared,
+  shards,
+  tfds_source,
+)
 from diffjax.data.row import Row, decode_row, encode_row
 from diffjax.host import progress
 from tests.tiers import full
@@ -370,7 +376,7 @@ def test_rows_of_an_earlier_version_stay_prepared(
   ]
   earlier = []
   with monkeypatch.context() as patch:
-    for kind in (sources.FileSource, sources._TfdsSource):
+    for kind in (file_source.FileSource, tfds_source.TfdsSource):
       patch.setattr(kind, "identity", kind.earlier_identity)
     for config in configs:
       earlier += prepared.prepare(config, 1)

@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 from diffjax.config import DataConfig, UserError
-from diffjax.data import files, local_glob, parquet, sources
+from diffjax.data import (
+  files,
+  jsonl_source,
+  local_glob,
+  parquet,
+  sources,
+  tfds_source,
+)
 
 ALL = DataConfig(validation_fraction=0.0)
 
@@ -119,7 +126,7 @@ def test_text_files_are_documents_in_order_of_name(tmp_path, texts):
 def test_ranges_of_a_large_jsonl_meet_at_lines(tmp_path, texts, monkeypatch):
   path = write(tmp_path / "a.jsonl", texts)
   for size in (97, 1000, 7919):
-    monkeypatch.setattr(sources, "_JSONL_PART", size)
+    monkeypatch.setattr(jsonl_source, "_PART_BYTES", size)
     assert len(sources.documents(f"jsonl:{path}", "train", ALL).parts) > 5
     assert read_texts(f"jsonl:{path}") == texts
 
@@ -192,7 +199,7 @@ def test_a_line_that_would_fill_the_memory_is_refused(
   tmp_path, monkeypatch, name
 ):
   """A small compressed file may hold one of any length: no more of it is read than a document may have."""
-  monkeypatch.setattr(sources, "_LONGEST_LINE", 100)
+  monkeypatch.setattr(jsonl_source, "_MAX_LINE_BYTES", 100)
   texts = [
     "x" * 70,
     "short",
@@ -211,7 +218,7 @@ def test_a_line_that_would_fill_the_memory_is_refused(
   "name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet", "tfds"]
 )
 def test_reading_says_how_far_it_is(tmp_path, tfds_dir, name, monkeypatch):
-  monkeypatch.setattr(sources, "_JSONL_PART", 35_000)
+  monkeypatch.setattr(jsonl_source, "_PART_BYTES", 35_000)
   monkeypatch.setattr(
     gzip, "READ_BUFFER_SIZE", 8192, raising=False
   )  # newer Pythons read 128 KiB at a time: all of this small file
@@ -410,7 +417,7 @@ def test_damage_gives_documents_or_one_line_that_names_the_file(
   config, messages = dataclasses.replace(ALL, data_dir=str(tmp_path)), []
   for content in damages(path.read_bytes(), np.random.default_rng(0)):
     path.write_bytes(content)
-    sources._tfds_data.cache_clear()
+    tfds_source._open_records.cache_clear()
     try:
       read(spec, config=config)
     except UserError as error:
@@ -445,7 +452,7 @@ def test_damage_is_placed(tmp_path, tfds_dir, texts):
   )
   (path,) = tmp_path.glob("mine/single/1.0.0/*array_record*")
   path.write_bytes(path.read_bytes()[:1000])
-  sources._tfds_data.cache_clear()
+  tfds_source._open_records.cache_clear()
   with pytest.raises(UserError, match=f"{path}: record 0 cannot be read"):
     read(
       "tfds:mine/single",
@@ -683,7 +690,7 @@ def test_empty_parquet(tmp_path):
 )
 @pytest.mark.parametrize("part_size", [1 << 20, 10])
 def test_bad_lines_are_named(tmp_path, line, message, part_size, monkeypatch):
-  monkeypatch.setattr(sources, "_JSONL_PART", part_size)
+  monkeypatch.setattr(jsonl_source, "_PART_BYTES", part_size)
   (tmp_path / "a.jsonl").write_text(
     '{"text": "one"}\n{"text": "two"}\n' + line + "\n"
   )

@@ -1,0 +1,313 @@
+"""TFDS datasets on disk, read without their code and without TensorFlow."""
+
+from __future__ import annotations
+
+import functools
+import glob
+import os
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from etils import epath
+
+from diffjax.config import DataConfig, UserError
+from diffjax.data import files, stdlib_corpus
+from diffjax.data.document import Document, Source, reason
+from diffjax.data.fingerprint import digest, sampled
+from diffjax.host import address_space
+
+_PART_RECORDS = 256
+_VERSION = re.compile(r"\d+\.\d+\.\d+")
+
+
+class RecordRange(NamedTuple):
+  """The records [start, stop) of a split."""
+
+  start: int
+  stop: int
+
+
+class ShardFile(NamedTuple):
+  """A file of a split."""
+
+  name: str
+  num_records: int
+
+
+class TfdsSource(Source):
+  """A TFDS dataset. Each record is a document. A part is a RecordRange."""
+
+  def __init__(self, spec: str, name: str, split: str, config: DataConfig):
+    """Opens a dataset.
+
+    Args:
+      spec: The source. "stdlib" is the embedded corpus.
+      name: NAME or NAME:VERSION of the dataset.
+      split: "train" or "validation".
+      config: The data fields.
+
+    Raises:
+      UserError: if there is no such dataset, or it has no such texts, or no
+        documents in the split.
+    """
+    super().__init__(spec, split, config)
+    if spec == "stdlib":
+      self._directory = os.fspath(stdlib_corpus.corpus_directory())
+      self._paths = {"text_field": "text"}
+    else:
+      self._directory = _find_dataset(spec, name, config.data_dir)
+
+    info, num_records = self._read_info()
+    self._check_features(info.features)
+    if num_records.get("validation", 0) > 0:
+      # The dataset is divided into splits already.
+      self._validation_fraction = None
+    self._stored_split = self._choose_stored_split(num_records)
+    self._num_records = num_records.get(self._stored_split, 0)
+    if self._num_records == 0:
+      counts = [f"{key} ({count})" for key, count in num_records.items()]
+      raise UserError(
+        f"config.data.source {spec!r}: no documents in split"
+        f" {self._stored_split!r} of {self._directory}; its splits are"
+        f" {', '.join(counts) or 'none'}"
+      )
+
+    stored = info.splits[self._stored_split]
+    self._shards = []
+    for filename, count in zip(
+      stored.filenames, stored.shard_lengths, strict=True
+    ):
+      self._shards.append(ShardFile(filename, int(count)))
+    self.num_files = len(self._shards)
+    self.size = int(stored.num_bytes)
+    self._name = info.full_name
+    self._shard_lengths = {}
+    for key, value in info.splits.items():
+      self._shard_lengths[key] = [int(count) for count in value.shard_lengths]
+
+    # A dataset that was built again has the same directory. The version of one
+    # of its files tells them apart.
+    first_file = epath.Path(self._directory) / self._shards[0].name
+    self._version = (0, 0)
+    if first_file.exists():
+      self._version = files.version(os.fspath(first_file))
+
+  def _read_info(self) -> tuple[Any, dict[str, int]]:
+    """Returns the dataset's DatasetInfo and the records of each split."""
+    import tensorflow_datasets as tfds
+
+    try:
+      info = tfds.builder_from_directory(self._directory).info
+      num_records = {}
+      for split, split_info in info.splits.items():
+        num_records[split] = split_info.num_examples
+    except Exception as error:
+      # TFDS raises many kinds of exceptions.
+      raise UserError(
+        f"config.data.source {self.spec!r}: {self._directory} is not a complete"
+        f" TFDS dataset ({error})"
+      ) from error
+    return info, num_records
+
+  def _choose_stored_split(self, num_records: dict[str, int]) -> str:
+    """Returns the split of the dataset that holds the documents.
+
+    Args:
+      num_records: The number of records of each split of the dataset.
+    """
+    if num_records.get("validation", 0) > 0:
+      return self._split
+    if self._is_validation_source and num_records.get("test", 0) > 0:
+      return "test"
+    return "train"
+
+  def _check_features(self, features: Any) -> None:
+    """Raises UserError if the dataset's features lack one of the texts."""
+    features_by_name = {}
+    if hasattr(features, "items"):
+      features_by_name = dict(features.items())
+    for field, name in self._paths.items():
+      if _is_text_feature(features_by_name.get(name)):
+        continue
+      kinds = []
+      for key, value in features_by_name.items():
+        kinds.append(f"{key} ({type(value).__name__})")
+      raise UserError(
+        f"config.data.source {self.spec!r}: config.data.{field} = {name!r} is"
+        f" not text in this dataset; its features are {', '.join(kinds)}"
+      )
+
+  @functools.cached_property
+  def identity(self) -> dict[str, Any]:
+    return {
+      **self.earlier_identity,
+      "bytes": self.size,
+      "text": self._sampled_text,
+    }
+
+  @functools.cached_property
+  def earlier_identity(self) -> dict[str, Any]:
+    return {
+      "dataset": self._name,
+      "directory": self._directory,
+      "shards": self._shard_lengths,
+    }
+
+  def iter_parts(self) -> Iterator[RecordRange]:
+    for start in range(0, self._num_records, _PART_RECORDS):
+      stop = min(start + _PART_RECORDS, self._num_records)
+      yield RecordRange(start, stop)
+
+  def part_size(self, part: RecordRange) -> float:
+    return self.size * (part.stop - part.start) / self._num_records
+
+  def _read(self, part: RecordRange) -> Iterator[tuple[float, Document]]:
+    records = _open_records(
+      self._directory, self._stored_split, self._shards[0].name, self._version
+    )
+    num_records = part.stop - part.start
+    for index in range(part.start, part.stop):
+      try:
+        record = records[index]
+        values = [record[name] for name in self._paths.values()]
+      except Exception as error:
+        # For damaged files, ArrayRecord and TFDS raise many kinds of
+        # exceptions.
+        raise UserError(
+          f"{self._record_place(index)} cannot be read ({reason(error)}); if"
+          " the file is missing or damaged, build the dataset again"
+        ) from error
+      fraction = (index - part.start + 1) / num_records
+      yield fraction, self._make_document(values)
+
+  def fingerprint(self) -> dict[str, str]:
+    return {
+      "names and sizes": digest([self._name, self._shards]),
+      "text": self._sampled_text,
+      "times": "",
+      "nanoseconds": "",
+    }
+
+  def data_identity(self) -> dict[str, int | str]:
+    return {
+      f"the version of {self.spec!r}": self._name,
+      f"the number of documents in {self.spec!r}": self._num_records,
+      f"the text of {self.spec!r}": self._sampled_text,
+    }
+
+  @functools.cached_property
+  def _sampled_text(self) -> str:
+    """A digest of some documents.
+
+    A dataset that was built again has the same documents in files of other
+    bytes and times.
+    """
+    documents = []
+    for index in sampled(self._num_records):
+      for _, document in self._read(RecordRange(index, index + 1)):
+        documents.append(document)
+    return digest(documents)
+
+  def _record_place(self, index: int) -> str:
+    """Returns the file of a record and its number there, for messages."""
+    number = index
+    for shard in self._shards:
+      if number < shard.num_records:
+        break
+      number -= shard.num_records
+    return f"{os.path.join(self._directory, shard.name)}: record {number}"
+
+
+def _is_text_feature(feature: Any) -> bool:
+  """Returns whether a feature of a dataset is a single text. It may be None."""
+  if feature is None or feature.shape:
+    return False
+  return np.dtype(feature.np_dtype).kind == "O"
+
+
+@functools.lru_cache(maxsize=8)
+def _open_records(
+  directory: str, split: str, shard: str, version: tuple[int, int]
+) -> Any:
+  """Returns the records of a split, opened once per process for all parts.
+
+  Args:
+    directory: The directory of the dataset.
+    split: The name of the split.
+    shard: The name of one of its files, which is opened to check that
+      ArrayRecord works here.
+    version: Size and time of that file. Only a key of the cache.
+  """
+  import tensorflow_datasets as tfds
+
+  del version
+  address_space.check_array_record(os.path.join(directory, shard))
+  try:
+    return tfds.builder_from_directory(directory).as_data_source(split)
+  except NotImplementedError as error:
+    raise UserError(
+      f"{directory} is not stored as ArrayRecord, which random access needs;"
+      " where TensorFlow is installed, tfds convert_format"
+      f" --dataset_version_dir={directory} --out_file_format=array_record"
+      " converts it"
+    ) from error
+
+
+def _find_dataset(spec: str, name: str, data_dir: str) -> str:
+  """Returns the directory of a dataset.
+
+  Args:
+    spec: The source, for messages.
+    name: NAME for the newest version, or NAME:VERSION, such as "c4/en:3.1.0".
+    data_dir: config.data.data_dir.
+  """
+  root = epath.Path(
+    data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+  ).expanduser()
+  name, _, version = name.partition(":")
+  available = _find_versions(root / name)
+  matching = available
+  if version:
+    matching = [path for path in available if path.name == version]
+  if matching:
+    return os.fspath(max(matching, key=_version_number))
+
+  if available:
+    versions = ", ".join(sorted(path.name for path in available))
+    alternatives = f"{name} has the versions {versions}"
+  else:
+    datasets = ", ".join(_find_datasets(os.fspath(root)))
+    alternatives = f"it holds {datasets or 'no datasets'}"
+  raise UserError(
+    f"config.data.source {spec!r}: no such dataset in {root}"
+    f" (config.data.data_dir); {alternatives}"
+  )
+
+
+def _find_versions(dataset: epath.Path) -> list[epath.Path]:
+  """Returns the directories of the versions of a dataset."""
+  versions = []
+  directory = glob.escape(os.fspath(dataset))
+  for info in files.match_paths(f"{directory}/*/dataset_info.json"):
+    version = epath.Path(info).parent
+    if _VERSION.fullmatch(version.name):
+      versions.append(version)
+  return versions
+
+
+def _version_number(directory: epath.Path) -> tuple[int, ...]:
+  """Returns (1, 10, 0) for the directory of version 1.10.0."""
+  return tuple(int(number) for number in directory.name.split("."))
+
+
+def _find_datasets(root: str) -> list[str]:
+  """Returns the names of the local datasets in a directory, sorted."""
+  names = set()
+  for pattern in ("*/*/dataset_info.json", "*/*/*/dataset_info.json"):
+    for info in glob.iglob(f"{root}/{pattern}"):
+      # The file is in NAME/VERSION or NAME/CONFIG/VERSION.
+      dataset = os.path.dirname(os.path.dirname(info))
+      names.add(os.path.relpath(dataset, root))
+  return sorted(names)
