@@ -217,7 +217,6 @@ NOT_ON_GPU_MACHINES = [
   "tensorflow_datasets",
   "tiktoken",
   "tokenizers",
-  "zstandard",
 ]
 
 

@@ -1,7 +1,16 @@
-"""Prepared rows: tokenised, packed and written once, as ArrayRecord shards and a meta.json beside them.
+"""Prepared rows: tokenized, packed and written to disk once.
 
-The rows depend on the source, the tokenizer, the length and the packing alone. The sources of a mixture are prepared apart and mixed when
-they are read, so that weights can change without preparing again.
+The sources of a mixture are prepared separately and mixed when they are read,
+so weights can change without preparing again. A directory holds the rows of one
+source: ArrayRecord files ("shards"), the totals of each shard in a JSON file,
+and a meta.json with these fields:
+
+  complete: whether all rows are written.
+  description: what the rows depend on, except the contents of the files.
+  identity: names, sizes, times and samples of the source's files, by split.
+  files: digests of these files that do not depend on their directory, by split.
+  tokenizer_spec: config.data.tokenizer, for people.
+  splits: by split, the sums of the totals, and the fingerprint of the rows.
 """
 
 from __future__ import annotations
@@ -10,13 +19,12 @@ import bisect
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 import json
 import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import grain
 
@@ -31,19 +39,24 @@ from diffjax.data.shards import (
   Work,
   add_totals,
   remove_leftovers,
+  shard_path,
   write_json,
   write_missing,
 )
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.host import address_space
+from diffjax.host.files import is_remote
 from diffjax.host.progress import say
 from diffjax.host.user_cache import cache_directory
 
 _FORMAT = 1
-# The largest number of shards. Validation has few, because the last rows of a shard are not full
+
+# The largest number of shards. The last rows of a shard are not full, so the
+# validation split, which is small, has few.
 _MAX_SHARDS = {"train": 1024, "validation": 16}
-# The config fields of the fields of meta.json
-_FIELDS = {
+
+# The config fields that the fields of a description come from, for messages.
+_CONFIG_FIELDS = {
   "source": "data.source",
   "text_field": "data.text_field",
   "prompt_field": "data.prompt_field",
@@ -57,6 +70,9 @@ _FIELDS = {
   "files": "data.files",
 }
 
+# The length of a source's name in the name of its directory.
+_MAX_NAME_LENGTH = 40
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
@@ -67,7 +83,8 @@ class Target:
     weight: Its share of a mixture.
     splits: The splits that are prepared.
     directory: The directory of the rows.
-    description: All that the rows depend on but the files' contents, as stored in meta.json.
+    description: What the rows depend on, except the contents of the files. It
+      is stored in meta.json.
   """
 
   spec: str
@@ -77,118 +94,157 @@ class Target:
   description: dict[str, Any]
 
 
+class _Request(NamedTuple):
+  """A source of a config, and the splits that are read from it."""
+
+  component: sources.Component
+  splits: tuple[str, ...]
+
+
 def targets(config: DataConfig) -> list[Target]:
-  """The rows that a config needs, one target a source.
+  """Returns the rows that a config needs, one target for each source.
 
   Raises:
-    UserError: for a bad source, or a prepared_dir that is not local.
+    UserError: if a source is invalid, or prepared_dir is not local.
   """
-  if "://" in config.prepared_dir:
+  if is_remote(config.prepared_dir):
     raise UserError(
-      f"config.data.prepared_dir = {config.prepared_dir!r}: must be a local path, because ArrayRecord files are read in "
-      "random order; copy the rows to a disk, or mount the bucket"
+      f"config.data.prepared_dir = {config.prepared_dir!r}: must be a local"
+      " path, because ArrayRecord files are read in random order; copy the rows"
+      " to a disk, or mount the bucket"
     )
-  wanted: list[tuple[sources.Component, tuple[str, ...]]]
-  if config.validation_source:
-    wanted = [
-      (component, ("train",))
-      for component in sources.parse_mixture(config.source)
-    ]
-    wanted += [
-      (component, ("validation",))
-      for component in sources.parse_mixture(
-        config.validation_source, "data.validation_source"
-      )
-    ]
-  else:
-    wanted = [
-      (component, ("train", "validation"))
-      for component in sources.parse_mixture(config.source)
-    ]
-  fingerprint = load_tokenizer(config.tokenizer).fingerprint
-  out = []
-  for component, splits in wanted:
-    description = {
-      "format": _FORMAT,
-      "source": component.spec,
-      "text_field": config.text_field,
-      "splits": list(splits),
-      "validation_fraction": None
-      if config.validation_source
-      else config.validation_fraction,
-      "tokenizer": fingerprint,
-      "length": config.length,
-      "packing": config.packing,
-    }
-    if config.prompt_field:  # else the description is that of versions without prompts, and so are the names of the rows
-      description |= {
-        "prompt_field": config.prompt_field,
-        "prompt_template": config.prompt_template,
-      }
-    # Without a limit, rows keep the names that they had before this field.
-    is_limited = "train" in splits and sources.has_files(component.spec)
-    if config.files and is_limited:
-      description["files"] = config.files
-    name = re.sub(r"[^A-Za-z0-9]+", "-", component.spec).strip("-")[:40]
+  requests = _requests(config)
+  tokenizer_fingerprint = load_tokenizer(config.tokenizer).fingerprint
+  result = []
+  for component, splits in requests:
+    spec = component.spec
+    description = _describe(spec, splits, config, tokenizer_fingerprint)
     if not config.prepared_dir:
-      opened = _open(component.spec, splits, config)
-      directory = _cache_directory(name, description, opened)
-    elif len(wanted) == 1:
-      directory = os.path.expanduser(config.prepared_dir)
+      directory = _cache_directory(spec, splits, config, description)
     else:
-      directory = os.path.join(
-        os.path.expanduser(config.prepared_dir),
-        f"{name}-{_digest([component.spec, splits])[:8]}",
-      )
-    out.append(
-      Target(component.spec, component.weight, splits, directory, description)
+      directory = os.path.expanduser(config.prepared_dir)
+      if len(requests) > 1:
+        name = f"{_short_name(spec)}-{_digest([spec, splits])[:8]}"
+        directory = os.path.join(directory, name)
+    result.append(
+      Target(spec, component.weight, splits, directory, description)
     )
-  return out
+  return result
 
 
-def _open(
-  spec: str, splits: Sequence[str], config: DataConfig
-) -> dict[str, Source]:
-  """Returns a source by split."""
-  return {split: sources.documents(spec, split, config) for split in splits}
+def _requests(config: DataConfig) -> list[_Request]:
+  """Returns the sources of a config and their splits."""
+  requests = []
+  splits = ("train",) if config.validation_source else ("train", "validation")
+  for component in sources.parse_mixture(config.source):
+    requests.append(_Request(component, splits))
+  if config.validation_source:
+    for component in sources.parse_mixture(
+      config.validation_source, "data.validation_source"
+    ):
+      requests.append(_Request(component, ("validation",)))
+  return requests
+
+
+def _describe(
+  spec: str,
+  splits: tuple[str, ...],
+  config: DataConfig,
+  tokenizer_fingerprint: str,
+) -> dict[str, Any]:
+  """Returns the description of a source's rows.
+
+  The names of directories and the fingerprints of rows depend on it. A field
+  that an earlier version did not have is left out if it has no effect, so that
+  the rows of that version keep their names.
+  """
+  description = {
+    "format": _FORMAT,
+    "source": spec,
+    "text_field": config.text_field,
+    "splits": list(splits),
+    "validation_fraction": config.validation_fraction,
+    "tokenizer": tokenizer_fingerprint,
+    "length": config.length,
+    "packing": config.packing,
+  }
+  if config.validation_source:
+    description["validation_fraction"] = None
+  if config.prompt_field:
+    description["prompt_field"] = config.prompt_field
+    description["prompt_template"] = config.prompt_template
+  if config.files and "train" in splits and sources.has_files(spec):
+    description["files"] = config.files
+  return description
 
 
 def _cache_directory(
-  name: str, description: dict[str, Any], opened: Mapping[str, Source]
+  spec: str,
+  splits: tuple[str, ...],
+  config: DataConfig,
+  description: dict[str, Any],
 ) -> str:
   """Returns the directory of a source's rows in the user's cache.
 
   The directory's name has a digest of the description and the files' identity.
   Rows that an earlier version prepared stay in the directory of that version.
   """
+  opened = _open(spec, splits, config)
   directories = []
   for identity in (_identity(opened), _earlier_identity(opened)):
     digest = _digest({**description, "identity": identity})
-    path = os.fspath(cache_directory("prepared", f"{name}-{digest[:16]}"))
-    if os.path.exists(os.path.join(path, "meta.json")):
-      return path
-    directories.append(path)
+    name = f"{_short_name(spec)}-{digest[:16]}"
+    directory = os.fspath(cache_directory("prepared", name))
+    if os.path.exists(_meta_path(directory)):
+      return directory
+    directories.append(directory)
   return directories[0]
 
 
+def _short_name(spec: str) -> str:
+  """Returns a name for a source that can be a part of a file name."""
+  name = re.sub(r"[^A-Za-z0-9]+", "-", spec)
+  return name.strip("-")[:_MAX_NAME_LENGTH]
+
+
+def _digest(value: Any) -> str:
+  """Returns the sha256 (hex) of a JSON value."""
+  text = json.dumps(value, sort_keys=True)
+  return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _open(
+  spec: str, splits: Sequence[str], config: DataConfig
+) -> dict[str, Source]:
+  """Returns a source, opened for each split."""
+  return {split: sources.documents(spec, split, config) for split in splits}
+
+
 def _identity(opened: Mapping[str, Source]) -> dict[str, Any]:
+  """Returns the identity of the files of an opened source, by split."""
   return {split: source.identity for split, source in opened.items()}
+
+
+def _earlier_identity(opened: Mapping[str, Source]) -> dict[str, Any]:
+  """Returns the identity that earlier versions stored for the same files."""
+  return {split: source.earlier_identity for split, source in opened.items()}
 
 
 def _fingerprints(
   opened: Mapping[str, Source],
 ) -> dict[str, dict[str, str]]:
+  """Returns the fingerprint of the files of an opened source, by split."""
   return {split: source.fingerprint() for split, source in opened.items()}
 
 
 def report_other_files(target: Target, config: DataConfig) -> None:
-  """Prints a line if a target's files have changed since it was prepared.
+  """Prints a warning if a target's files have changed since it was prepared.
 
-  It is no error: a run that was started with the old text goes on with its
-  rows. Names, sizes and samples of the text are compared. Times are not, since
-  rows may be used with copies of the files, or without them. Nothing is compared
-  on the Hub, where the source's revision says which files are meant, and for
-  rows of earlier versions, which do not tell.
+  This is not an error: a run that was started with the old text continues with
+  its rows. Compares names, sizes and samples of the text. Does not compare
+  times, since rows may be used with copies of the files, or without them. Does
+  nothing for sources on the Hub, where the revision selects the files, and for
+  rows of earlier versions, which have no fingerprints of files.
 
   Args:
     target: A target whose rows are prepared.
@@ -200,64 +256,81 @@ def report_other_files(target: Target, config: DataConfig) -> None:
   try:
     current = _fingerprints(_open(target.spec, target.splits, config))
   except UserError:
-    return  # The files are not here.
+    # The files are not on this machine.
+    return
   for split in target.splits:
-    for what in ("names and sizes", "text"):
-      if meta["files"][split][what] != current[split][what]:
+    for aspect in ("names and sizes", "text"):
+      if meta["files"][split][aspect] != current[split][aspect]:
         say(
           f"warning: the rows in {target.directory} are used, which were"
-          f" prepared before the {what} of the files of {target.spec!r} changed;"
-          " for the new text delete that directory, or set"
+          f" prepared before the {aspect} of the files of {target.spec!r}"
+          " changed; for the new text delete that directory, or set"
           " config.data.prepared_dir to another one"
         )
         return
 
 
-def _earlier_identity(opened: Mapping[str, Source]) -> dict[str, Any]:
-  """Returns the identity that earlier versions stored for the same files."""
-  return {split: source.earlier_identity for split, source in opened.items()}
-
-
-def _digest(value: Any) -> str:
-  return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+def _meta_path(directory: str) -> str:
+  return os.path.join(directory, "meta.json")
 
 
 def _read_meta(target: Target) -> dict[str, Any] | None:
-  """The directory's meta.json, checked against the target; None if there is none."""
-  path = os.path.join(target.directory, "meta.json")
+  """Returns the meta.json of a target. None if the file does not exist.
+
+  Raises:
+    UserError: if it cannot be read, or the directory holds other rows.
+  """
+  path = _meta_path(target.directory)
   try:
     with open(path, encoding="utf-8") as file:
       meta = json.load(file)
-    stored, _ = dict(meta["description"]), meta["identity"]
-    if meta["complete"]:
-      for split in target.splits:
-        totals = meta["splits"][split]
-        if (
-          sum(totals["shard_rows"]) != totals["rows"]
-          or not totals["fingerprint"]
-        ):
-          raise ValueError(f"its counts of {split} rows do not agree")
+    _check_meta(meta, target.splits)
   except (FileNotFoundError, NotADirectoryError):
     return None
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise UserError(
-      f"{path}: cannot be read ({error}); delete {target.directory} and prepare again"
+      f"{path}: cannot be read ({error}); delete {target.directory} and prepare"
+      " again"
     ) from error
-  differ = [
-    f"config.{name} (there {stored.get(key)!r}, asked for {target.description.get(key)!r})"
-    for key, name in _FIELDS.items()
-    if stored.get(key) != target.description.get(key)
-  ]
-  if differ:
+
+  differences = []
+  for key, field in _CONFIG_FIELDS.items():
+    stored = meta["description"].get(key)
+    requested = target.description.get(key)
+    if stored != requested:
+      differences.append(
+        f"config.{field} (there {stored!r}, asked for {requested!r})"
+      )
+  if differences:
     raise UserError(
-      f"config.data.prepared_dir: {target.directory} holds other rows: {'; '.join(differ)}; "
-      "set config.data.prepared_dir to another directory, or the fields to what is there"
+      f"config.data.prepared_dir: {target.directory} holds other rows:"
+      f" {'; '.join(differences)}; set config.data.prepared_dir to another"
+      " directory, or the fields to what is there"
     )
   return meta
 
 
+def _check_meta(meta: Any, splits: Sequence[str]) -> None:
+  """Checks that a meta.json has its fields.
+
+  Raises:
+    ValueError, KeyError, TypeError: if it does not.
+  """
+  if not isinstance(meta["description"], dict):
+    raise ValueError("its description is not a JSON object")
+  if "identity" not in meta:
+    raise KeyError("identity")
+  if not meta["complete"]:
+    return
+  for split in splits:
+    totals = meta["splits"][split]
+    num_rows = sum(totals["shard_rows"])
+    if num_rows != totals["rows"] or not totals["fingerprint"]:
+      raise ValueError(f"its counts of {split} rows do not agree")
+
+
 def is_prepared(target: Target) -> bool:
-  """True if all rows of a target are written.
+  """Returns whether all rows of a target are written.
 
   Raises:
     UserError: if its directory holds other rows.
@@ -267,35 +340,37 @@ def is_prepared(target: Target) -> bool:
 
 
 def prepare(config: DataConfig, workers: int = 0) -> list[Target]:
-  """Writes the rows that a config needs and that are missing.
+  """Writes the rows that a config needs and that do not exist yet.
 
   Args:
     config: The data fields.
-    workers: Number of processes that tokenise and write; 0 for one a CPU. The rows are the same for any number.
+    workers: Number of processes that tokenize and write. 0 for one for each
+      CPU. The rows do not depend on it.
 
   Returns:
     The targets, all prepared.
 
   Raises:
-    UserError: for bad sources, documents or tokenizers, or a directory that holds other rows.
+    UserError: if a source, a document or the tokenizer is invalid, or if a
+      directory holds other rows.
   """
-  found = targets(config)
+  all_targets = targets(config)
   incomplete: list[tuple[Target, Work]] = []
-  for target in found:
-    with _explained(target):
+  for target in all_targets:
+    with _explain_errors(target):
       work = _open_work(target, config)
     if work is not None:
       incomplete.append((target, work))
   announce([work for _, work in incomplete], config, workers)
   for target, work in incomplete:
-    with _explained(target):
+    with _explain_errors(target):
       _write(target, work, config, workers)
-  return found
+  return all_targets
 
 
 @contextlib.contextmanager
-def _explained(target: Target) -> Iterator[None]:
-  """Turns errors of the machine into a UserError that names the target."""
+def _explain_errors(target: Target) -> Iterator[None]:
+  """Converts errors of the machine to a UserError that names the target."""
   try:
     with address_space.explained(
       f"preparing {target.spec}",
@@ -304,33 +379,58 @@ def _explained(target: Target) -> Iterator[None]:
       yield
   except OSError as error:
     raise UserError(
-      f"{target.directory}: cannot write prepared rows ({error}); config.data.prepared_dir chooses another place"
+      f"{target.directory}: cannot write prepared rows ({error});"
+      " config.data.prepared_dir chooses another place"
     ) from error
 
 
 def _open_work(target: Target, config: DataConfig) -> Work | None:
-  """Returns the shards of a target, None if they are all written."""
+  """Returns the shards of a target. None if all of them are written."""
   meta = _read_meta(target)
   opened = _open(target.spec, target.splits, config)
-  identities = [_identity(opened), _earlier_identity(opened)]
-  if meta and meta["identity"] not in identities:
-    raise UserError(
-      f"{target.directory}: was prepared when {target.spec!r} held other files (names, sizes, times or text have changed); "
-      "delete it, or set config.data.prepared_dir to another directory"
+  if meta is not None:
+    identities = [_identity(opened), _earlier_identity(opened)]
+    if meta["identity"] not in identities:
+      raise UserError(
+        f"{target.directory}: was prepared when {target.spec!r} held other"
+        " files (names, sizes, times or text have changed); delete it, or set"
+        " config.data.prepared_dir to another directory"
+      )
+    if meta["complete"]:
+      say(f"{target.spec}: already prepared: {target.directory}")
+      return None
+  shards = []
+  for split, source in opened.items():
+    shards += _divide(target, split, len(source.parts))
+  return Work(target.spec, target.directory, opened, shards)
+
+
+def _divide(target: Target, split: str, num_parts: int) -> list[Shard]:
+  """Divides the parts of a split into shards of consecutive parts."""
+  num_shards = min(num_parts, _MAX_SHARDS[split])
+  shards = []
+  for index in range(num_shards):
+    shard = Shard(
+      target.directory,
+      target.spec,
+      split,
+      index,
+      num_shards,
+      start=num_parts * index // num_shards,
+      stop=num_parts * (index + 1) // num_shards,
     )
-  if meta and meta["complete"]:
-    say(f"{target.spec}: already prepared: {target.directory}")
-    return None
-  return Work(target.spec, target.directory, opened, _shards(target, opened))
+    shards.append(shard)
+  return shards
 
 
 def _write(
   target: Target, work: Work, config: DataConfig, workers: int
 ) -> None:
-  """Writes the missing rows of a target, and then its meta.json."""
+  """Writes the missing rows of a target, and completes its meta.json."""
   os.makedirs(target.directory, exist_ok=True)
+  meta_path = _meta_path(target.directory)
   meta = _read_meta(target)
-  if not meta:
+  if meta is None:
     meta = {
       "complete": False,
       "description": target.description,
@@ -338,202 +438,283 @@ def _write(
       "files": _fingerprints(work.opened),
       "tokenizer_spec": config.tokenizer,
     }
-    write_json(os.path.join(target.directory, "meta.json"), meta)
+    write_json(meta_path, meta)
+
   start = time.monotonic()
   write_missing(work, config, workers)
-  meta["splits"] = {
-    split: add_totals([shard for shard in work.shards if shard.split == split])
-    for split in target.splits
-  }
+  meta["splits"] = _split_totals(target, work.shards)
   train = meta["splits"].get("train")
-  if train and not train["rows"]:
-    raise UserError(
-      f"config.data.source {target.spec!r}: empty: no document to train on (documents without text do not count, "
-      + f"nor do those whose prompts fill a row of config.data.length = {config.length}, "
-      * bool(config.prompt_field)
-      + f"and config.data.validation_fraction = {config.validation_fraction} are held out)"
-    )
-  for split, totals in meta["splits"].items():
-    totals["fingerprint"] = _digest(
-      [target.description, split, totals.pop("digests")]
-    )
-  write_json(
-    os.path.join(target.directory, "meta.json"), {**meta, "complete": True}
-  )
+  if train is not None and train["rows"] == 0:
+    raise _no_documents(target, config)
+  meta["complete"] = True
+  write_json(meta_path, meta)
   remove_leftovers(target.directory)
+
+  num_tokens = 0
   for split, totals in meta["splits"].items():
     _report(f"{target.spec}, {split}", totals, config.length)
+    num_tokens += totals["tokens"]
   seconds = time.monotonic() - start
-  tokens = sum(totals["tokens"] for totals in meta["splits"].values())
-  say(
-    f"{target.spec}: prepared in {seconds:.1f} s ({tokens / seconds / 1e6:.2f} M tokens/s)"
-  )
+  speed = num_tokens / seconds / 1e6
+  say(f"{target.spec}: prepared in {seconds:.1f} s ({speed:.2f} M tokens/s)")
 
 
-def _shards(target: Target, opened: Mapping[str, Source]) -> list[Shard]:
-  """All shards of a target: runs of its source's parts."""
-  shards = []
+def _split_totals(
+  target: Target, shards: Sequence[Shard]
+) -> dict[str, dict[str, Any]]:
+  """Returns the totals of the written shards, and a fingerprint, by split."""
+  totals_by_split = {}
   for split in target.splits:
-    count = len(opened[split].parts)
-    number = min(count, _MAX_SHARDS[split])
-    bounds = [count * index // number for index in range(number + 1)]
-    shards += [
-      Shard(
-        target.directory,
-        target.spec,
-        split,
-        index,
-        number,
-        *bounds[index : index + 2],
-      )
-      for index in range(number)
-    ]
-  return shards
+    totals = add_totals([shard for shard in shards if shard.split == split])
+    shard_digests = totals.pop("digests")
+    totals["fingerprint"] = _digest([target.description, split, shard_digests])
+    totals_by_split[split] = totals
+  return totals_by_split
+
+
+def _no_documents(target: Target, config: DataConfig) -> UserError:
+  """Returns the error for a source without training documents."""
+  reasons = ["documents without text do not count"]
+  if config.prompt_field:
+    reasons.append(
+      "nor do those whose prompts fill a row of config.data.length ="
+      f" {config.length}"
+    )
+  reasons.append(
+    f"and config.data.validation_fraction = {config.validation_fraction} are"
+    " held out"
+  )
+  return UserError(
+    f"config.data.source {target.spec!r}: empty: no document to train on"
+    f" ({', '.join(reasons)})"
+  )
 
 
 def _report(name: str, totals: dict[str, Any], length: int) -> None:
-  """Tells the user what a split holds, and what was left out of it."""
-  fill = totals["tokens"] / max(1, totals["rows"] * (length + 1))
+  """Prints what a split holds, and what was left out."""
+  num_rows = totals["rows"]
+  fill = totals["tokens"] / max(1, num_rows * (length + 1))
   say(
-    f"{name}: {totals['documents']:,} documents ({totals['bytes']:,} bytes), {totals['tokens']:,} tokens, "
-    f"{totals['rows']:,} rows of {length} ({fill:.1%} full)"
+    f"{name}: {totals['documents']:,} documents ({totals['bytes']:,} bytes),"
+    f" {totals['tokens']:,} tokens, {num_rows:,} rows of {length}"
+    f" ({fill:.1%} full)"
   )
   if totals["replaced"]:
     say(
-      f"{name}: {totals['replaced']:,} documents were not UTF-8; what could not be read became U+FFFD"
+      f"{name}: {totals['replaced']:,} documents were not UTF-8; what could not"
+      " be read became U+FFFD"
     )
   if totals.get("skipped"):
     say(
-      f"{name}: {totals['skipped']:,} documents are left out: their prompts fill a row, which leaves nothing to learn; "
-      f"config.data.length = {length}"
+      f"{name}: {totals['skipped']:,} documents are left out: their prompts"
+      " fill a row, which leaves nothing to learn; config.data.length ="
+      f" {length}"
     )
   if totals.get("cut"):
     say(
-      f"{name}: {totals['cut']:,} documents are longer than a row; the rest of their answers does not see the prompt"
+      f"{name}: {totals['cut']:,} documents are longer than a row; the rest of"
+      " their answers does not see the prompt"
     )
 
 
 class PreparedRows:
-  """The rows of one split of a target, by index: a random-access source for Grain.
+  """The rows of one split of a target: a random-access source for Grain.
 
   Attributes:
     spec: The source.
     directory: The directory of the rows.
     fingerprint: sha256 (hex) of the rows.
-    origin: For a checkpoint: the directory, the fingerprint and the target's description (JSON-able).
+    origin: Where the rows come from, which a checkpoint stores as JSON: the
+      directory, the fingerprint and the target's description.
   """
 
   def __init__(self, target: Target, split: str):
+    """Opens the rows.
+
+    Raises:
+      UserError: if they are not all prepared.
+    """
     meta = _read_meta(target)
-    if not (meta and meta["complete"]):
+    if meta is None or not meta["complete"]:
       raise UserError(
-        f"{target.directory}: rows of {target.spec!r} are not prepared (or not all of them); run {COMMAND}"
+        f"{target.directory}: rows of {target.spec!r} are not prepared (or not"
+        f" all of them); run {COMMAND}"
       )
+    totals = meta["splits"][split]
     self.spec = target.spec
     self.directory = target.directory
-    counts = meta["splits"][split]["shard_rows"]
-    self.fingerprint = meta["splits"][split]["fingerprint"]
+    self.fingerprint = totals["fingerprint"]
     self.origin = {
       "directory": self.directory,
       "fingerprint": self.fingerprint,
       "description": target.description,
     }
-    self._paths = [
-      f"{Shard(target.directory, target.spec, split, index, len(counts), 0, 0).path}[0:{rows}]"
-      for index, rows in enumerate(counts)
-      if rows
-    ]
-    self._ends = list(itertools.accumulate(rows for rows in counts if rows))
-    self._source: Any = None
+
+    # The files that have rows, and the index after the last row of each.
+    self._paths: list[str] = []
+    self._ends: list[int] = []
+    # A path with the range of its rows, so that Grain need not open the file to
+    # count them.
+    paths_with_ranges = []
+    self._num_rows = 0
+    num_shards = len(totals["shard_rows"])
+    for index, num_rows in enumerate(totals["shard_rows"]):
+      if num_rows == 0:
+        continue
+      path = shard_path(target.directory, split, index, num_shards)
+      self._num_rows += num_rows
+      self._paths.append(path)
+      self._ends.append(self._num_rows)
+      paths_with_ranges.append(f"{path}[0:{num_rows}]")
+
+    self._records: Any = None
     if self._paths:
       with address_space.explained(
         f"opening {self.directory}", "fewer other programs leave more"
       ):
-        address_space.check_array_record(self._paths[0].rpartition("[")[0])
-        self._source = grain.sources.ArrayRecordDataSource(self._paths)
+        address_space.check_array_record(self._paths[0])
+        self._records = grain.sources.ArrayRecordDataSource(paths_with_ranges)
 
   def __len__(self) -> int:
-    return self._ends[-1] if self._ends else 0
+    return self._num_rows
 
   def __getitem__(self, index: int) -> Row:
     try:
-      return decode_row(self._source[index])
-    except Exception as error:  # ArrayRecord raises exceptions of many kinds
-      shard = bisect.bisect_right(self._ends, index)
-      path = self._paths[shard].rpartition("[")[0]
-      number = index - (self._ends[shard - 1] if shard else 0)
-      raise UserError(
-        f"{path}: row {number} cannot be read ({reason(error)}); delete this file and its directory's meta.json, and run {COMMAND}"
-      ) from error
+      return decode_row(self._records[index])
+    except Exception as error:
+      # ArrayRecord raises many kinds of exceptions.
+      raise self._unreadable(index, error) from error
 
   def __getitems__(self, indices: Sequence[int]) -> list[Row]:
-    """Several rows. Neighbouring rows are read four times as fast as one by one."""
+    """Returns several rows. Neighboring rows are read four times as fast."""
     try:
-      return [
-        decode_row(record) for record in self._source.__getitems__(indices)
-      ]
+      records = self._records.__getitems__(indices)
+      return [decode_row(record) for record in records]
     except Exception:
-      return [
-        self[index] for index in indices
-      ]  # names the row that cannot be read
+      # Reads one by one, so that the error names the row.
+      return [self[index] for index in indices]
+
+  def _unreadable(self, index: int, error: Exception) -> UserError:
+    """Returns the error for a row that cannot be read."""
+    shard = bisect.bisect_right(self._ends, index)
+    first = self._ends[shard - 1] if shard > 0 else 0
+    return UserError(
+      f"{self._paths[shard]}: row {index - first} cannot be read"
+      f" ({reason(error)}); delete this file and its directory's meta.json, and"
+      f" run {COMMAND}"
+    )
 
 
 def explain_other_rows(
   saved: Sequence[dict[str, Any]],
-  own: Sequence[dict[str, Any]],
+  current: Sequence[dict[str, Any]],
   config: DataConfig,
 ) -> str:
-  """Says why a checkpoint's training rows are not a run's, and what to do.
+  """Returns why a checkpoint has other training rows, and what to do.
 
   Args:
-    saved: Origins of the checkpoint's rows.
-    own: Origins of the run's, as many or not.
+    saved: `PreparedRows.origin` of each source of the checkpoint.
+    current: The same for the run. The number of sources may differ.
     config: The run's data fields.
   """
-  fields = {
-    f"config.{name} was {before!r} and is {now!r}"
-    for was, has in zip(saved, own, strict=False)
-    for key, name in _FIELDS.items()
-    if (before := was["description"].get(key))
-    != (now := has["description"].get(key))
-  }
-  if fields or len(saved) != len(own):
-    return f"{'; '.join(sorted(fields)) or 'config.data.source has changed'}; set the fields back, or use another --workdir"
-  changed = [
-    (was, has)
-    for was, has in zip(saved, own, strict=True)
-    if was["fingerprint"] != has["fingerprint"]
-  ]
+  changed_fields = _changed_fields(saved, current)
+  if changed_fields:
+    return (
+      f"{'; '.join(changed_fields)}; set the fields back, or use another"
+      " --workdir"
+    )
+  if len(saved) != len(current):
+    return (
+      "config.data.source has changed; set the fields back, or use another"
+      " --workdir"
+    )
+  changed = []
+  new_directories = []
+  for saved_origin, origin in zip(saved, current, strict=True):
+    if saved_origin["fingerprint"] != origin["fingerprint"]:
+      changed.append(saved_origin)
+      new_directories.append(origin["directory"])
   if not changed:
-    return "the weights in config.data.source have changed; set them back, or use another --workdir"
-  texts = " and ".join(repr(was["description"]["source"]) for was, _ in changed)
-  message = f"no field has changed, but the text of {texts} has, and its rows were prepared anew in {changed[0][1]['directory']}; "
-  restart = "start over with another --workdir to train on the new text (--config.train.init_from keeps the parameters)"
-  gone = [was["directory"] for was, _ in changed if not _holds(was)]
-  if gone:
-    return f"{message}the old rows are no longer in {' and '.join(gone)}: put the old text back and prepare it again, or {restart}"
-  found = targets(config)
-  if len(found) == 1:
+    return (
+      "the weights in config.data.source have changed; set them back, or use"
+      " another --workdir"
+    )
+
+  specs = [repr(origin["description"]["source"]) for origin in changed]
+  cause = (
+    f"no field has changed, but the text of {' and '.join(specs)} has, and its"
+    f" rows were prepared anew in {new_directories[0]}"
+  )
+  start_over = (
+    "start over with another --workdir to train on the new text"
+    " (--config.train.init_from keeps the parameters)"
+  )
+  missing = []
+  for origin in changed:
+    if not _has_rows(origin):
+      missing.append(origin["directory"])
+  if missing:
+    return (
+      f"{cause}; the old rows are no longer in {' and '.join(missing)}: put the"
+      f" old text back and prepare it again, or {start_over}"
+    )
+  if len(targets(config)) == 1:
     directory = saved[0]["directory"]
-    return f"{message}the old rows lie in {directory}: go on with them by --config.data.prepared_dir={directory}, or {restart}"
-  old = {was["description"]["source"]: was["directory"] for was in saved}
-  places = targets(dataclasses.replace(config, prepared_dir="DIR"))
-  links = [
-    f"ln -s {old.get(target.spec, target.directory) if 'train' in target.splits else target.directory} {place.directory}"
-    for target, place in zip(found, places, strict=True)
-  ]
-  return f"{message}go on with the old rows by --config.data.prepared_dir=DIR, a new directory in which {' && '.join(links)}; or {restart}"
+    return (
+      f"{cause}; the old rows lie in {directory}: go on with them by"
+      f" --config.data.prepared_dir={directory}, or {start_over}"
+    )
+  return (
+    f"{cause}; go on with the old rows by --config.data.prepared_dir=DIR, a new"
+    f" directory in which {_link_commands(saved, config)}; or {start_over}"
+  )
 
 
-def _holds(origin: dict[str, Any]) -> bool:
-  """True if rows still lie where they did."""
+def _changed_fields(
+  saved: Sequence[dict[str, Any]], current: Sequence[dict[str, Any]]
+) -> list[str]:
+  """Returns the config fields in which descriptions differ, for messages."""
+  changes = set()
+  for saved_origin, origin in zip(saved, current, strict=False):
+    for key, field in _CONFIG_FIELDS.items():
+      before = saved_origin["description"].get(key)
+      now = origin["description"].get(key)
+      if before != now:
+        changes.add(f"config.{field} was {before!r} and is {now!r}")
+  return sorted(changes)
+
+
+def _link_commands(saved: Sequence[dict[str, Any]], config: DataConfig) -> str:
+  """Returns the commands that link a checkpoint's rows into a directory DIR.
+
+  With config.data.prepared_dir=DIR, a run of a mixture then uses these rows.
+  """
+  saved_directories = {}
+  for origin in saved:
+    spec = origin["description"]["source"]
+    saved_directories[spec] = origin["directory"]
+  linked_config = dataclasses.replace(config, prepared_dir="DIR")
+  commands = []
+  for target, link in zip(targets(config), targets(linked_config), strict=True):
+    directory = target.directory
+    if "train" in target.splits:
+      directory = saved_directories.get(target.spec, directory)
+    commands.append(f"ln -s {directory} {link.directory}")
+  return " && ".join(commands)
+
+
+def _has_rows(origin: dict[str, Any]) -> bool:
+  """Returns whether the rows of a checkpoint are still in their directory."""
+  path = _meta_path(origin["directory"])
   try:
-    with open(
-      os.path.join(origin["directory"], "meta.json"), encoding="utf-8"
-    ) as file:
+    with open(path, encoding="utf-8") as file:
       meta = json.load(file)
-    return bool(meta["complete"]) and origin["fingerprint"] in [
-      totals["fingerprint"] for totals in meta["splits"].values()
-    ]
+    if not meta["complete"]:
+      return False
+    for totals in meta["splits"].values():
+      if totals["fingerprint"] == origin["fingerprint"]:
+        return True
   except (OSError, ValueError, KeyError, TypeError):
-    return False
+    # There are no valid rows.
+    pass
+  return False

@@ -1,7 +1,8 @@
 """Shards of prepared rows, written by this process or by workers.
 
-A shard is a run of a source's parts. Its rows depend on those parts and the config alone, whichever process writes them. A file gets its
-name when it is complete, so that preparing continues where it was stopped.
+A shard is a range of a source's parts. Its rows depend only on those parts and
+the config, so any process can write it. A file gets its name when it is
+complete, so an interrupted preparation can be continued.
 """
 
 from __future__ import annotations
@@ -19,33 +20,42 @@ import sys
 import threading
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import grain
 
 from diffjax.config import DataConfig, UserError
 from diffjax.data import packing
-from diffjax.data.document import Source, reason
+from diffjax.data.document import Document, Part, Source, reason
 from diffjax.data.row import encode_row
 from diffjax.data.tokenizer import load_once
 from diffjax.host import address_space
+from diffjax.host.files import replaced_at_the_end
 from diffjax.host.progress import Progress, say
 from diffjax.host.workers import end_with_parent, starting_workers
 
 # How to prepare rows, for messages.
 COMMAND = "python -m diffjax.prepare with the same --config flags"
 
+# Progress is reported after this fraction of a part, and after this number of
+# tokens.
+_REPORTED_FRACTION = 0.01
+_REPORTED_TOKENS = 100_000
+
+# Seconds between updates of the progress of workers.
+_UPDATE_SECONDS = 0.5
+
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-  """A run of a source's parts, and the file of its rows.
+  """A range of a source's parts, and the file of its rows.
 
   Attributes:
-    directory: Of the target.
+    directory: The directory of the source's rows.
     spec: The source.
     split: "train" or "validation".
-    index: Number of the shard, from 0.
-    number: Number of shards of the split.
+    index: The index of the shard in its split, from 0.
+    num_shards: Number of shards of the split.
     start: The first part.
     stop: The part after the last one.
   """
@@ -54,60 +64,75 @@ class Shard:
   spec: str
   split: str
   index: int
-  number: int
+  num_shards: int
   start: int
   stop: int
 
   @property
   def path(self) -> str:
-    """The ArrayRecord file. Its totals stand in a .json file beside it."""
-    return os.path.join(
-      self.directory,
-      f"{self.split}-{self.index:05d}-of-{self.number:05d}.array_record",
-    )
+    """The ArrayRecord file."""
+    return shard_path(self.directory, self.split, self.index, self.num_shards)
+
+  @property
+  def totals_path(self) -> str:
+    """The JSON file of the shard's totals."""
+    return f"{self.path}.json"
 
   def is_complete(self) -> bool:
-    """True if the shard and its totals are written."""
-    return os.path.exists(self.path) and os.path.exists(f"{self.path}.json")
+    """Returns whether the shard and its totals are written."""
+    return os.path.exists(self.path) and os.path.exists(self.totals_path)
 
   def totals(self) -> dict[str, Any]:
-    """Numbers of documents, bytes, tokens and rows, and the sha256 of the rows.
+    """Returns the totals of a complete shard.
+
+    Returns:
+      The numbers of documents, bytes, tokens and rows, and the sha256 of the
+      rows.
 
     Raises:
       UserError: if they cannot be read.
     """
     try:
-      with open(f"{self.path}.json", encoding="utf-8") as file:
+      with open(self.totals_path, encoding="utf-8") as file:
         return json.load(file)
     except (OSError, ValueError) as error:
       raise UserError(
-        f"{self.path}.json: cannot be read ({reason(error)}); delete it, and run {COMMAND}"
+        f"{self.totals_path}: cannot be read ({reason(error)}); delete it, and"
+        f" run {COMMAND}"
       ) from error
 
 
+def shard_path(directory: str, split: str, index: int, num_shards: int) -> str:
+  """Returns the path of a shard's file."""
+  name = f"{split}-{index:05d}-of-{num_shards:05d}.array_record"
+  return os.path.join(directory, name)
+
+
 def add_totals(shards: Sequence[Shard]) -> dict[str, Any]:
-  """The sums of the shards' totals, with the rows and the digest of each shard."""
-  each = [shard.totals() for shard in shards]
-  out = {
-    key: sum(totals[key] for totals in each)
-    for key in each[0]
-    if key != "sha256"
-  }
-  return {
-    **out,
-    "shard_rows": [totals["rows"] for totals in each],
-    "digests": [totals["sha256"] for totals in each],
-  }
+  """Returns the sums of the totals of complete shards.
+
+  Returns:
+    The sums, by name. Also "shard_rows" and "digests", the number of rows and
+    the sha256 of each shard.
+  """
+  shard_totals = [shard.totals() for shard in shards]
+  sums: dict[str, Any] = {}
+  for name in shard_totals[0]:
+    if name != "sha256":
+      sums[name] = sum(totals[name] for totals in shard_totals)
+  sums["shard_rows"] = [totals["rows"] for totals in shard_totals]
+  sums["digests"] = [totals["sha256"] for totals in shard_totals]
+  return sums
 
 
 def worker_count(requested: int, num_shards: int) -> int:
-  """Returns the number of processes that write shards; 1 is this process.
+  """Returns the number of processes that write shards. 1 is this process.
 
   Args:
-    requested: The number that the user wants; 0 for one a CPU.
-    num_shards: Shards to write.
+    requested: The number that the user wants. 0 for one for each CPU.
+    num_shards: Number of shards to write.
   """
-  if requested:
+  if requested > 0:
     limit = min(requested, num_shards)
   else:
     # A process takes seconds to start, too long for a single shard.
@@ -143,145 +168,237 @@ def write_missing(work: Work, config: DataConfig, workers: int) -> None:
   Args:
     work: The shards and their source.
     config: The data fields.
-    workers: Number of processes that tokenise and write; 0 for one a CPU.
+    workers: Number of processes that tokenize and write. 0 for one for each
+      CPU.
 
   Raises:
-    UserError: for documents that cannot be read, or a worker that died.
+    UserError: if a document cannot be read, or a worker died.
   """
-  missing, opened = work.missing, work.opened
-  parts = sum(shard.stop - shard.start for shard in missing)
-  workers = worker_count(workers, len(missing))
-  plural = "s" if workers > 1 else ""
+  missing = work.missing
+  num_parts = sum(shard.stop - shard.start for shard in missing)
+  num_workers = worker_count(workers, len(missing))
+  plural = "s" if num_workers > 1 else ""
   say(
     f"preparing {work.spec}, {len(missing)} of {len(work.shards)} shards to"
-    f" write, with {workers} worker{plural}: {work.directory}"
+    f" write, with {num_workers} worker{plural}: {work.directory}"
   )
-  with Progress(f"preparing {work.spec}", parts) as progress:
-    if workers > 1:
-      _write_in_processes(missing, opened, config, workers, progress)
-    else:
-      counter = _Counter([0.0, 0.0], threading.Lock(), progress)
-      for shard in missing:
-        _write_shard(shard, opened[shard.split], config, counter)
+  with Progress(f"preparing {work.spec}", num_parts) as progress:
+    if num_workers > 1:
+      _write_in_processes(missing, work.opened, config, num_workers, progress)
+      return
+    counter = _Counter([0.0, 0.0], threading.Lock(), progress)
+    for shard in missing:
+      _write_shard(shard, work.opened[shard.split], config, counter)
 
 
 class _Counter:
-  """Counts of parts and tokens over all workers, and their progress bar if this process shows one."""
+  """Counts the parts that are read and the tokens, over all workers."""
 
-  def __init__(self, values: Any, lock: Any, progress: Progress | None = None):
-    self.values, self._lock, self._progress = values, lock, progress
+  def __init__(self, counts: Any, lock: Any, progress: Progress | None = None):
+    """Initializes the counter.
 
-  def add(self, parts: float, tokens: int) -> None:
+    Args:
+      counts: The number of parts and the number of tokens, a list or an array
+        that processes share.
+      lock: The lock of the counts.
+      progress: Where this process displays the counts, if it does.
+    """
+    self._counts = counts
+    self._lock = lock
+    self._progress = progress
+
+  def add_parts(self, num_parts: float) -> None:
+    self._add(num_parts, 0)
+
+  def add_tokens(self, num_tokens: int) -> None:
+    self._add(0.0, num_tokens)
+
+  def _add(self, num_parts: float, num_tokens: int) -> None:
     with self._lock:
-      self.values[0] += parts
-      self.values[1] += tokens
-    if self._progress:
-      self._progress.update(*self.values)
+      self._counts[0] += num_parts
+      self._counts[1] += num_tokens
+    if self._progress is not None:
+      self._progress.update(self._counts[0], self._counts[1])
+
+
+class _ShardReader:
+  """Reads the documents of a shard, counts them and reports the progress.
+
+  Attributes:
+    num_documents: Documents of the split.
+    num_bytes: Bytes of their texts and prompts as UTF-8.
+    num_replaced: Documents in which bytes that are not UTF-8 were replaced.
+  """
+
+  def __init__(self, source: Source, counter: _Counter):
+    self.num_documents = 0
+    self.num_bytes = 0
+    self.num_replaced = 0
+    self._source = source
+    self._counter = counter
+    # The fraction of the current part that has been reported.
+    self._reported = 0.0
+
+  def read(self, part: Part) -> Iterator[Document]:
+    """Yields the documents of a part."""
+    self._reported = 0.0
+    for document in self._source.read(part, self._report):
+      self.num_documents += 1
+      self.num_bytes += _utf8_size(document.text)
+      if document.prompt is not None:
+        self.num_bytes += _utf8_size(document.prompt)
+      if document.replaced:
+        self.num_replaced += 1
+      yield document
+    self._report(1.0)
+
+  def _report(self, fraction: float) -> None:
+    """Reports that a fraction of the current part has been read."""
+    progress = fraction - self._reported
+    if fraction == 1 or progress > _REPORTED_FRACTION:
+      self._counter.add_parts(progress)
+      self._reported = fraction
+
+
+def _utf8_size(text: str) -> int:
+  """Returns the number of bytes of a text as UTF-8."""
+  if text.isascii():
+    return len(text)
+  return len(text.encode("utf-8"))
+
+
+class _WrittenRows(NamedTuple):
+  """What a file of rows holds.
+
+  Attributes:
+    num_tokens: Number of tokens.
+    num_rows: Number of rows.
+    sha256: The sha256 (hex) of the rows.
+  """
+
+  num_tokens: int
+  num_rows: int
+  sha256: str
 
 
 def _write_shard(
   shard: Shard, source: Source, config: DataConfig, counter: _Counter
 ) -> None:
-  """Writes the rows of a shard. Its files get their names once they are complete."""
+  """Writes the rows and the totals of a shard."""
+  parts = grain.MapDataset.source(source.parts[shard.start : shard.stop])
+  reader = _ShardReader(source, counter)
+  documents = packing.Documents(
+    parts.to_iter_dataset(grain.ReadOptions(num_threads=0)),
+    reader.read,
+    len(source.parts),
+    shard.spec,
+  )
+  counts = packing.ExampleCounts(config.length)
+  rows = packing.make_rows(documents, config, counts)
+  with replaced_at_the_end(shard.path, temporary_name(shard.path)) as temporary:
+    written = _write_rows(os.fspath(temporary), rows, config, counter)
+    totals: dict[str, Any] = {
+      "documents": reader.num_documents,
+      "bytes": reader.num_bytes,
+      "replaced": reader.num_replaced,
+      "tokens": written.num_tokens,
+      "rows": written.num_rows,
+    }
+    if config.prompt_field:
+      totals["skipped"] = counts.skipped
+      totals["cut"] = counts.cut
+    totals["sha256"] = written.sha256
+    write_json(shard.totals_path, totals)
+
+
+def _write_rows(
+  path: str,
+  rows: grain.IterDataset,
+  config: DataConfig,
+  counter: _Counter,
+) -> _WrittenRows:
+  """Writes rows to an ArrayRecord file."""
   from array_record.python import array_record_module
 
   vocab_size = load_once(config.tokenizer).vocab_size
-  totals = {"documents": 0, "bytes": 0, "replaced": 0, "tokens": 0, "rows": 0}
+  has_prompts = config.prompt_field != ""
+  num_tokens = 0
+  num_rows = 0
+  num_reported = 0
   digest = hashlib.sha256()
-
-  def read(part):
-    counted = 0.0
-
-    def reached(share: float) -> None:
-      nonlocal counted
-      if share == 1 or share > counted + 0.01:
-        counter.add(share - counted, 0)
-        counted = share
-
-    for document in source.read(part, reached):
-      totals["documents"] += 1
-      text = (
-        document.text
-        if document.prompt is None
-        else document.prompt + document.text
-      )
-      totals["bytes"] += (
-        len(text) if text.isascii() else len(text.encode("utf-8"))
-      )
-      totals["replaced"] += document.replaced
-      yield document
-    reached(1.0)
-
-  parts = grain.MapDataset.source(
-    source.parts[shard.start : shard.stop]
-  ).to_iter_dataset(grain.ReadOptions(num_threads=0))
-  documents = packing.Documents(parts, read, len(source.parts), shard.spec)
-  counts = packing.ExampleCounts(config.length)
-  temporary = temporary_name(shard.path)
-  writer = array_record_module.ArrayRecordWriter(temporary, "group_size:1")
+  writer = array_record_module.ArrayRecordWriter(path, "group_size:1")
   try:
-    uncounted = 0
-    for row in packing.make_rows(documents, config, counts):
-      record = encode_row(
-        row, vocab_size, with_prompts=bool(config.prompt_field)
-      )
+    for row in rows:
+      record = encode_row(row, vocab_size, with_prompts=has_prompts)
       writer.write(record)
       digest.update(record)
-      totals["rows"] += 1
-      totals["tokens"] += len(row.tokens)
-      uncounted += len(row.tokens)
-      if uncounted > 100_000:
-        counter.add(0, uncounted)
-        uncounted = 0
-    counter.add(0, uncounted)
+      num_rows += 1
+      num_tokens += len(row.tokens)
+      if num_tokens - num_reported > _REPORTED_TOKENS:
+        counter.add_tokens(num_tokens - num_reported)
+        num_reported = num_tokens
+    counter.add_tokens(num_tokens - num_reported)
   finally:
     writer.close()
-  if config.prompt_field:
-    totals |= {"skipped": counts.skipped, "cut": counts.cut}
-  write_json(f"{shard.path}.json", {**totals, "sha256": digest.hexdigest()})
-  os.replace(temporary, shard.path)
+  return _WrittenRows(num_tokens, num_rows, digest.hexdigest())
+
+
+class _WorkerState(NamedTuple):
+  """What a worker process needs for all shards."""
+
+  counter: _Counter
+  opened: Mapping[str, Source]
 
 
 # Set in worker processes only.
-_worker_counter: _Counter | None = None
-_worker_sources: Mapping[str, Source] = {}
+_worker_state: _WorkerState | None = None
 
 
 def _write_in_processes(
   shards: Sequence[Shard],
   opened: Mapping[str, Source],
   config: DataConfig,
-  workers: int,
+  num_workers: int,
   progress: Progress,
 ) -> None:
-  context = multiprocessing.get_context(
-    "spawn"
-  )  # a process with JAX's threads may hang when it is forked
-  with (
-    _no_main_module(),
-    starting_workers(),
-  ):  # the first submissions start all processes
-    values, lock = context.Array("d", 2, lock=False), context.Lock()
-    # The sources are sent to the workers, because opening them again would list
-    # the files and read the footers of all Parquet files once a worker.
+  """Writes shards in worker processes.
+
+  Raises:
+    UserError: if a document cannot be read, or a worker died.
+  """
+  # A process with JAX's threads may hang if it is forked.
+  context = multiprocessing.get_context("spawn")
+  # The first calls of `submit` start all processes.
+  with _no_main_module(), starting_workers():
+    counts = context.Array("d", 2, lock=False)
+    lock = context.Lock()
+    # The sources are sent to the workers. If each worker opened them, it would
+    # list the files and read the footers of all Parquet files.
     pool = concurrent.futures.ProcessPoolExecutor(
-      workers, context, _start_worker, (values, lock, opened)
+      num_workers, context, _start_worker, (counts, lock, opened)
     )
-    waiting = {
-      pool.submit(_write_shard_in_worker, shard, config) for shard in shards
-    }
+    pending = set()
+    for shard in shards:
+      pending.add(pool.submit(_write_shard_in_worker, shard, config))
   try:
-    while waiting:
-      done, waiting = concurrent.futures.wait(
-        waiting, timeout=0.5, return_when=concurrent.futures.FIRST_EXCEPTION
+    while pending:
+      done, pending = concurrent.futures.wait(
+        pending,
+        timeout=_UPDATE_SECONDS,
+        return_when=concurrent.futures.FIRST_EXCEPTION,
       )
       for future in done:
+        # Raises the worker's error, if there was one.
         future.result()
-      progress.update(*values)
+      progress.update(counts[0], counts[1])
   except concurrent.futures.process.BrokenProcessPool as error:
-    limited = f"; {limit}" if (limit := address_space.limit()) else ""
+    cause = "out of memory?"
+    limit = address_space.limit()
+    if limit:
+      cause += f"; {limit}"
     raise UserError(
-      f"a worker died while preparing (out of memory?{limited}); to continue, run the same command again with fewer --workers"
+      f"a worker died while preparing ({cause}); to continue, run the same"
+      " command again with fewer --workers"
     ) from error
   finally:
     pool.shutdown(wait=True, cancel_futures=True)
@@ -289,7 +406,11 @@ def _write_in_processes(
 
 @contextlib.contextmanager
 def _no_main_module() -> Iterator[None]:
-  """Hides the main module: a spawned process would run a user's script again. Workers need nothing of it."""
+  """Hides the main module from processes that are started in the body.
+
+  A spawned process imports the main module, which would run a user's script
+  again. Workers do not need it.
+  """
   main = sys.modules["__main__"]
   sys.modules["__main__"] = types.ModuleType("__main__")
   try:
@@ -298,46 +419,50 @@ def _no_main_module() -> Iterator[None]:
     sys.modules["__main__"] = main
 
 
-def _start_worker(values: Any, lock: Any, opened: Mapping[str, Source]) -> None:
-  global _worker_counter, _worker_sources
-  _worker_counter = _Counter(values, lock)
-  _worker_sources = opened
+def _start_worker(counts: Any, lock: Any, opened: Mapping[str, Source]) -> None:
+  """Initializes a worker process."""
+  global _worker_state
+  _worker_state = _WorkerState(_Counter(counts, lock), opened)
   end_with_parent()
 
 
 def _write_shard_in_worker(shard: Shard, config: DataConfig) -> None:
-  assert _worker_counter is not None
-  _write_shard(shard, _worker_sources[shard.split], config, _worker_counter)
+  """Writes a shard in a worker process."""
+  assert _worker_state is not None, "_start_worker comes first"
+  source = _worker_state.opened[shard.split]
+  _write_shard(shard, source, config, _worker_state.counter)
 
 
 def temporary_name(path: str) -> str:
-  """The name of a file until it is complete. Processes and hosts that prepare the same rows have different ones."""
+  """Returns the path of a file until it is complete.
+
+  It contains the process and the host, because several may prepare the same
+  rows at the same time.
+  """
   return f"{path}.{os.getpid()}.{_host()}.tmp"
 
 
 def _host() -> str:
+  """Returns the name of this host, without dots."""
   return socket.gethostname().replace(".", "-")
 
 
 def remove_leftovers(directory: str) -> None:
   """Removes incomplete files of killed processes of this host."""
-  for path in glob.glob(
-    os.path.join(glob.escape(directory), f"*.{glob.escape(_host())}.tmp")
-  ):
+  pattern = f"*.{glob.escape(_host())}.tmp"
+  for path in glob.glob(os.path.join(glob.escape(directory), pattern)):
     try:
-      os.kill(int(path.split(".")[-3]), 0)
+      pid = int(path.split(".")[-3])
+      # Signal 0 only checks whether the process exists.
+      os.kill(pid, 0)
     except ProcessLookupError:
       os.remove(path)
-    except (
-      ValueError,
-      OSError,
-    ):  # a process of another user, or another program's file
+    except (ValueError, OSError):
+      # The file of another program, or the process of another user.
       pass
 
 
 def write_json(path: str, value: Any) -> None:
-  """Writes a JSON file, completely or not at all."""
-  temporary = temporary_name(path)
-  with open(temporary, "w", encoding="utf-8") as file:
-    json.dump(value, file, indent=2)
-  os.replace(temporary, path)
+  """Writes a JSON file. Several processes may write it at the same time."""
+  with replaced_at_the_end(path, temporary_name(path)) as temporary:
+    temporary.write_bytes(json.dumps(value, indent=2).encode("utf-8"))

@@ -417,8 +417,14 @@ def test_a_bad_document_stops_with_its_place(tmp_path, workers):
     (tmp_path / f"{index}.jsonl").write_text(
       '{"text": "fine"}\n' * 50 + ("oops\n" if index == 2 else "")
     )
+  directory = tmp_path / "rows"
+  config = DataConfig(
+    source=f"jsonl:{tmp_path}/*.jsonl", prepared_dir=str(directory)
+  )
   with pytest.raises(UserError, match="2.jsonl:51: not JSON"):
-    prepared.prepare(DataConfig(source=f"jsonl:{tmp_path}/*.jsonl"), workers)
+    prepared.prepare(config, workers)
+  assert list(directory.glob("*.array_record"))
+  assert not list(directory.glob("*.tmp")), "incomplete files are removed"
 
 
 def test_a_place_that_cannot_be_written(make_config, tmp_path):
