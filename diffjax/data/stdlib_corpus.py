@@ -1,7 +1,9 @@
-"""The embedded corpus: the source text of the Python standard library, as a TFDS dataset.
+"""The embedded corpus: the source text of the Python standard library.
 
-A first run can train on real text without a network. The corpus is built on first use, in seconds, from the library of the running
-interpreter. Python's version and the content are part of its name, so that another interpreter or a patched library is another dataset.
+A first run can train on real text without a network. The corpus is a TFDS
+dataset, built on first use, in seconds, from the library of the running
+interpreter. Its name has Python's version and a hash of the content, so another
+interpreter or a patched library gives another dataset.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import platform
 import sysconfig
 import tempfile
 import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from etils import epath
 
@@ -24,122 +28,173 @@ from diffjax.data.document import is_validation
 from diffjax.host.progress import say
 from diffjax.host.user_cache import cache_directory
 
-# Share of the files for validation. The default of config.data.validation_fraction would leave a few dozen files, a noisy measure.
+# The fraction of the files for validation. The default of
+# config.data.validation_fraction would leave a few dozen files, which is too
+# few for a precise loss.
 VALIDATION_FRACTION = 0.05
 
+_VERSION = "1.0.0"
 
-def _files() -> dict[bytes, tuple[str, bytes]]:
-  """The .py files of the standard library, {sha256: (name, content)}: of files of equal content one.
+# Directories of installed packages within the standard library's directory.
+_PACKAGE_DIRECTORIES = {"site-packages", "dist-packages"}
 
-  They include the library's tests where the distribution ships them (about 30 MB with them, 12 MB without), but neither installed packages
-  nor the few files that are not UTF-8.
+
+class _SourceFile(NamedTuple):
+  """A file of the standard library.
+
+  Attributes:
+    name: Its path in the library, with slashes.
+    content: Its bytes, valid UTF-8.
   """
-  root = pathlib.Path(sysconfig.get_path("stdlib"))
-  files: dict[bytes, tuple[str, bytes]] = {}
-  for path in sorted(root.rglob("*.py")):
-    name = path.relative_to(root)
-    if not {"site-packages", "dist-packages"}.isdisjoint(name.parts):
-      continue
-    content = path.read_bytes()
-    try:
-      content.decode("utf-8")
-    except UnicodeDecodeError:
-      continue
-    if content.strip():
-      files.setdefault(
-        hashlib.sha256(content).digest(), (name.as_posix(), content)
-      )
-  if not files:
-    raise UserError(
-      f"config.data.source = 'stdlib': {root} holds no .py files (a frozen or zipped Python?); "
-      "use text:GLOB, jsonl:GLOB, parquet:GLOB or tfds:NAME"
-    )
-  return files
+
+  name: str
+  content: bytes
+
+
+# Files by the sha256 of their content, each content once.
+_SourceFiles = Mapping[bytes, _SourceFile]
 
 
 @functools.cache
 def corpus_directory(root: str = "") -> epath.Path:
-  """The directory of the corpus, which is built if it is not there.
+  """Returns the directory of the corpus. Builds it if it does not exist.
 
-  Processes that build it at the same time each build a whole one. The first to finish moves it into place, the others discard theirs.
+  If several processes build it at the same time, each one builds all of it. The
+  first to finish moves it into place, the others discard theirs.
 
   Args:
-    root: Directory of the corpora; "" for the user's cache.
+    root: The directory of the corpora. "" for the user's cache.
 
   Returns:
-    A directory for ``tfds.builder_from_directory``, with the splits "train" and "validation" and the features "text" and "name".
+    A directory for `tfds.builder_from_directory`, with the splits "train" and
+    "validation" and the features "text" and "name".
 
   Raises:
     UserError: if this Python has no source files.
   """
   start = time.time()
-  files = _files()
-  key = hashlib.sha256(
-    b"".join(sorted(files)) + str(VALIDATION_FRACTION).encode()
-  ).hexdigest()[:16]
+  files = _read_files()
   home = epath.Path(root) if root else cache_directory("stdlib")
-  target = home / f"python-{platform.python_version()}-{key}"
+  version = platform.python_version()
+  target = home / f"python-{version}-{_hash(files)}"
   if not target.exists():
     home.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-      dir=home, prefix=".building-"
-    ) as temporary:
-      building = os.path.join(temporary, "corpus")
-      _build(building, files)
-      try:
-        os.rename(building, target)
-      except OSError:  # another process was first
-        if not target.exists():
-          raise
-    size = sum(len(content) for _, content in files.values()) / 1e6
+    _build_and_move(files, home, target)
+    megabytes = sum(len(file.content) for file in files.values()) / 1e6
+    seconds = time.time() - start
     say(
-      f"built the embedded corpus, {len(files)} files ({size:.1f} MB) of Python {platform.python_version()}'s standard library, "
-      f"in {time.time() - start:.1f} s: {target}"
+      f"built the embedded corpus, {len(files)} files ({megabytes:.1f} MB) of"
+      f" Python {version}'s standard library, in {seconds:.1f} s: {target}"
     )
-  return target / "stdlib" / "1.0.0"
+  return target / "stdlib" / _VERSION
 
 
-def _build(directory: str, files: dict[bytes, tuple[str, bytes]]) -> None:
+def _read_files() -> _SourceFiles:
+  """Returns the .py files of the standard library.
+
+  They include the library's tests if the distribution has them (about 30 MB
+  with tests, 12 MB without). Installed packages and the few files that are not
+  UTF-8 are left out.
+  """
+  root = pathlib.Path(sysconfig.get_path("stdlib"))
+  files: dict[bytes, _SourceFile] = {}
+  for path in sorted(root.rglob("*.py")):
+    name = path.relative_to(root)
+    if not _PACKAGE_DIRECTORIES.isdisjoint(name.parts):
+      continue
+    content = path.read_bytes()
+    if not content.strip() or not _is_utf8(content):
+      continue
+    digest = hashlib.sha256(content).digest()
+    if digest not in files:
+      files[digest] = _SourceFile(name.as_posix(), content)
+  if not files:
+    raise UserError(
+      f"config.data.source = 'stdlib': {root} holds no .py files (a frozen or"
+      " zipped Python?); use text:GLOB, jsonl:GLOB, parquet:GLOB or tfds:NAME"
+    )
+  return files
+
+
+def _is_utf8(content: bytes) -> bool:
+  try:
+    content.decode("utf-8")
+  except UnicodeDecodeError:
+    return False
+  return True
+
+
+def _hash(files: _SourceFiles) -> str:
+  """Returns a hash of all that the documents of the corpus depend on."""
+  digests = b"".join(sorted(files))
+  fraction = str(VALIDATION_FRACTION).encode()
+  return hashlib.sha256(digests + fraction).hexdigest()[:16]
+
+
+def _build_and_move(
+  files: _SourceFiles, home: epath.Path, target: epath.Path
+) -> None:
+  """Builds the corpus in a temporary directory, and moves it to `target`."""
+  with tempfile.TemporaryDirectory(dir=home, prefix=".building-") as temporary:
+    directory = os.path.join(temporary, "corpus")
+    _build(directory, files)
+    try:
+      os.rename(directory, target)
+    except OSError:
+      # Another process may have been first.
+      if not target.exists():
+        raise
+
+
+def _build(directory: str, files: _SourceFiles) -> None:
   """Writes the files as a TFDS dataset."""
-  import tensorflow_datasets as tfds
+  documents: dict[str, list[dict[str, str]]] = {"train": [], "validation": []}
+  for digest, file in files.items():
+    split = "train"
+    if is_validation(digest, VALIDATION_FRACTION):
+      split = "validation"
+    text = file.content.decode("utf-8")
+    documents[split].append({"name": file.name, "text": text})
+  builder = _make_builder(directory, documents)
+  # TFDS prints and draws progress bars for long downloads. This takes seconds.
+  with (
+    contextlib.redirect_stdout(io.StringIO()),
+    contextlib.redirect_stderr(io.StringIO()),
+  ):
+    builder.download_and_prepare()
 
-  splits: dict[str, list[dict[str, str]]] = {"train": [], "validation": []}
-  for digest, (name, content) in files.items():
-    split = (
-      "validation" if is_validation(digest, VALIDATION_FRACTION) else "train"
-    )
-    splits[split].append({"name": name, "text": content.decode("utf-8")})
+
+def _make_builder(
+  directory: str, documents: Mapping[str, list[dict[str, str]]]
+) -> Any:
+  """Returns a TFDS builder that writes documents, given by split."""
+  import tensorflow_datasets as tfds
 
   class Stdlib(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
     """The Python standard library's source text, one file a document."""
 
     name = "stdlib"
-    VERSION = tfds.core.Version("1.0.0")
-    code_path = None  # without downloads there are no checksums beside the code, and TFDS would need importlib_resources to look for them
+    VERSION = tfds.core.Version(_VERSION)
+    # There are no downloads, so no checksums. TFDS would need
+    # importlib_resources to look for them.
+    code_path = None
 
     def _info(self):
-      features = tfds.features.FeaturesDict(
-        {"name": tfds.features.Text(), "text": tfds.features.Text()}
-      )
+      features = {"name": tfds.features.Text(), "text": tfds.features.Text()}
       return tfds.core.DatasetInfo(
-        builder=self, description=self.__doc__, features=features
+        builder=self,
+        description=self.__doc__,
+        features=tfds.features.FeaturesDict(features),
       )
 
     def _split_generators(self, dl_manager):
-      return {
-        split: self._generate_examples(documents)
-        for split, documents in splits.items()
-      }
+      generators = {}
+      for split in documents:
+        generators[split] = self._generate_examples(split)
+      return generators
 
-    def _generate_examples(self, documents):
-      for document in documents:
+    def _generate_examples(self, split):
+      for document in documents[split]:
         yield document["name"], document
 
-  # TFDS prints and draws progress bars that suit long downloads
-  with (
-    contextlib.redirect_stdout(io.StringIO()),
-    contextlib.redirect_stderr(io.StringIO()),
-  ):
-    Stdlib(
-      data_dir=directory, file_format="array_record"
-    ).download_and_prepare()
+  return Stdlib(data_dir=directory, file_format="array_record")
