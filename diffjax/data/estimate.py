@@ -1,4 +1,4 @@
-"""What preparing will take: bytes to read, disk space and time."""
+"""Estimates what preparing needs: bytes to read, disk space and time."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from typing import NamedTuple
 from diffjax.config import DataConfig, UserError
 from diffjax.data import sources
 from diffjax.data.sample import take_sample
-from diffjax.data.shards import Work, worker_count
+from diffjax.data.shards import Shard, Work, worker_count
 from diffjax.host.progress import say, short_number
 
-# Local sources of less than this (bytes) are prepared within seconds. No sample
-# is taken of them, and the disk is not checked.
-_SMALL = 64 << 20
+# Smaller local sources are prepared within seconds. No sample is taken of them,
+# and the disk is not checked.
+_SMALL_BYTES = 64 << 20
+
 # ArrayRecord pads the rows and the footer of a file to 64 KiB each. The file of
 # the sample is padded too, so estimates are a few percent too large.
-_FILE_PADDING = 128 << 10  # bytes
+_FILE_PADDING_BYTES = 128 << 10
 
 
 class Needs(NamedTuple):
   """What the missing rows of a source need.
 
   Attributes:
-    num_files: Files to read.
-    read_bytes: Bytes to read. Files that two splits share count twice.
+    num_files: Number of files to read.
+    read_bytes: Bytes to read. Files that both splits read count twice.
     tokens: Number of tokens, estimated from a sample.
     row_bytes: Bytes of the rows on disk, estimated.
     seconds: Time on one core, estimated.
@@ -43,15 +44,15 @@ class Needs(NamedTuple):
 def announce(works: Sequence[Work], config: DataConfig, workers: int) -> None:
   """Prints what preparing needs, and checks that the disk is large enough.
 
-  It reads a sample of each source. Small local sources are left out.
+  Reads a sample of each source. Small local sources are left out.
 
   Args:
-    works: The targets that are not complete.
+    works: The sources whose rows are not complete.
     config: The data fields.
-    workers: Number of processes; 0 for one a CPU.
+    workers: Number of processes. 0 for one for each CPU.
 
   Raises:
-    UserError: if the free space on a disk is less than its rows need.
+    UserError: if a disk has less free space than its rows need.
   """
   needed_bytes: dict[int, float] = collections.defaultdict(float)
   for work in works:
@@ -69,42 +70,53 @@ def announce(works: Sequence[Work], config: DataConfig, workers: int) -> None:
 
 
 def estimate(work: Work, config: DataConfig) -> Needs:
-  """Returns what the missing shards of a target need, from a sample."""
-  all_missing = work.missing
-  # "train" comes first. It has more documents than validation has.
+  """Returns what the missing shards of a source need, from a sample."""
+  missing = work.missing
+  # The first split is "train" if there is one. It has more documents than
+  # validation has.
   sampled = next(iter(work.opened.values()))
   sample = take_sample(sampled, config)
-  if not sample.tokens:
+  if sample.tokens == 0:
     return Needs(0, 0.0, 0.0, 0.0, 0.0)
+
   num_files = 0
   read_bytes = 0.0
+  # How many times the work on the sample is done.
   num_samples = 0.0
   for split, source in work.opened.items():
-    missing = [shard for shard in all_missing if shard.split == split]
-    missing_parts = sum(shard.stop - shard.start for shard in missing)
-    share = missing_parts / len(source.parts)
-    if missing:
+    num_parts = _count_parts(missing, split)
+    if num_parts > 0:
       num_files = max(num_files, source.num_files)
-    read_bytes += share * source.size
-    num_repeats = share * source.size / sample.stored_bytes
+    split_bytes = source.size * num_parts / len(source.parts)
+    read_bytes += split_bytes
     # The same bytes hold more or fewer documents of this split than of the
     # sampled one.
-    share_ratio = source.split_share / sampled.split_share
-    num_samples += num_repeats * share_ratio
-  padding = _FILE_PADDING * len(all_missing)
+    documents_ratio = source.split_share / sampled.split_share
+    num_samples += split_bytes / sample.stored_bytes * documents_ratio
+  padding_bytes = _FILE_PADDING_BYTES * len(missing)
   return Needs(
-    num_files,
-    read_bytes,
-    sample.tokens * num_samples,
-    sample.row_bytes * num_samples + padding,
-    sample.seconds * num_samples,
+    num_files=num_files,
+    read_bytes=read_bytes,
+    tokens=sample.tokens * num_samples,
+    row_bytes=sample.row_bytes * num_samples + padding_bytes,
+    seconds=sample.seconds * num_samples,
   )
 
 
+def _count_parts(shards: Sequence[Shard], split: str) -> int:
+  """Returns the number of parts in the shards of a split."""
+  num_parts = 0
+  for shard in shards:
+    if shard.split == split:
+      num_parts += shard.stop - shard.start
+  return num_parts
+
+
 def _is_small(work: Work) -> bool:
+  """Returns whether a source is local and small."""
   if sources.is_on_hub(work.spec):
     return False
-  return max(source.size for source in work.opened.values()) < _SMALL
+  return max(source.size for source in work.opened.values()) < _SMALL_BYTES
 
 
 def _nearest_existing(path: str) -> str:
@@ -118,21 +130,25 @@ def _nearest_existing(path: str) -> str:
 def _print(
   work: Work, needs: Needs, free_bytes: float, num_workers: int
 ) -> None:
+  """Prints what preparing a source needs."""
   verb = "download" if sources.is_on_hub(work.spec) else "read"
+  read_bytes = short_number(needs.read_bytes)
+  tokens = short_number(needs.tokens)
+  row_bytes = short_number(needs.row_bytes)
+  duration = _format_duration(needs.seconds / num_workers)
   plural = "s" if num_workers > 1 else ""
-  seconds = needs.seconds / num_workers
   say(
-    f"{work.spec}: {needs.num_files} files to {verb}, up to"
-    f" {short_number(needs.read_bytes)}B; about {short_number(needs.tokens)}"
-    f" tokens in {short_number(needs.row_bytes)}B of rows in {work.directory}"
-    f" ({short_number(free_bytes)}B free); about {_duration(seconds)} with"
-    f" {num_workers} worker{plural}"
+    f"{work.spec}: {needs.num_files} files to {verb}, up to {read_bytes}B;"
+    f" about {tokens} tokens in {row_bytes}B of rows in {work.directory}"
+    f" ({short_number(free_bytes)}B free); about {duration} with {num_workers}"
+    f" worker{plural}"
   )
 
 
 def _disk_too_small(
   work: Work, needed_bytes: float, free_bytes: float
 ) -> UserError:
+  """Returns the error for a disk without space for the rows."""
   num_files = max(source.num_files for source in work.opened.values())
   return UserError(
     f"{work.directory}: the disk has {short_number(free_bytes)}B free, and the"
@@ -143,7 +159,7 @@ def _disk_too_small(
   )
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
   """Returns hours and minutes, or minutes and seconds, such as "2 h 05 min"."""
   minutes, seconds = divmod(round(seconds), 60)
   if minutes < 60:

@@ -270,7 +270,7 @@ def test_older_checkpoints_have_no_such_field():
 @pytest.fixture
 def estimate_small_sources(monkeypatch):
   """Estimates sources of any size. By default small ones are left out."""
-  monkeypatch.setattr(estimate, "_SMALL", 0)
+  monkeypatch.setattr(estimate, "_SMALL_BYTES", 0)
 
 
 def set_free_bytes(monkeypatch, free):
