@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from typing import BinaryIO, NamedTuple, cast
 
 from etils import epath
 
 from diffjax.data import local_glob
+from diffjax.host.files import is_remote
 
 _HUB = "hf://"
-_WILDCARDS = "*?["
 _NS_PER_SECOND = 1_000_000_000
 
 
@@ -20,11 +21,11 @@ class File(NamedTuple):
   Attributes:
     path: The path that is opened. On the Hub it contains the commit.
     size: Bytes.
-    time: Time of the last change in whole seconds; 0 on the Hub.
+    time: Time of the last change in whole seconds. 0 on the Hub.
     time_ns: The same in nanoseconds. In a bucket it is a multiple of a second.
     name: The path as the user knows it. On the Hub it contains the revision
       of the source, if the source has one.
-    content_id: A hash of the content on the Hub; "" elsewhere.
+    content_id: A hash of the content on the Hub. "" elsewhere.
   """
 
   path: str
@@ -51,17 +52,31 @@ def match(pattern: str) -> list[File]:
       directory or file cannot be read, or a link leads nowhere.
   """
   if is_on_hub(pattern):
-    from diffjax.data import hub
-
-    return [
-      # A float, since checkpoints of 0.1.0 have a digest of 0.0.
-      File(file.path, file.size, 0.0, 0, file.name, file.content_id)
-      for file in hub.list_files(pattern)
-    ]
+    return _match_on_hub(pattern)
   files = []
   for path in match_paths(os.path.expanduser(pattern)):
     size, time_ns = version(path)
-    files.append(File(path, size, time_ns // _NS_PER_SECOND, time_ns, path))
+    seconds = time_ns // _NS_PER_SECOND
+    files.append(File(path, size, seconds, time_ns, name=path))
+  return files
+
+
+def _match_on_hub(pattern: str) -> list[File]:
+  """Returns the files on the Hub that match a glob, sorted by name."""
+  from diffjax.data import hub
+
+  files = []
+  for hub_file in hub.list_files(pattern):
+    file = File(
+      path=hub_file.path,
+      size=hub_file.size,
+      # A float, because checkpoints of version 0.1.0 have a digest of 0.0.
+      time=0.0,
+      time_ns=0,
+      name=hub_file.name,
+      content_id=hub_file.content_id,
+    )
+    files.append(file)
   return files
 
 
@@ -72,15 +87,19 @@ def match_paths(pattern: str) -> list[str]:
     UserError: if a local directory or file cannot be read, or a link leads
       nowhere.
   """
-  if "://" not in pattern:
-    # "./a" becomes "a", as in the names that checkpoints and rows have.
-    return [os.fspath(epath.Path(path)) for path in local_glob.match(pattern)]
+  if is_remote(pattern):
+    return _match_in_bucket(pattern)
+  # "./a" becomes "a", as in the names that checkpoints and rows have.
+  return [os.fspath(epath.Path(path)) for path in local_glob.match(pattern)]
+
+
+def _match_in_bucket(pattern: str) -> list[str]:
+  """Returns the paths of files in a bucket that match a glob, sorted."""
   parts = pattern.split("/")
-  num_fixed = len(parts) - 1
-  for index, part in enumerate(parts):
-    if any(wildcard in part for wildcard in _WILDCARDS):
-      num_fixed = index
-      break
+  # The directories before the first wildcard, or all.
+  num_fixed = 0
+  while num_fixed < len(parts) - 1 and not glob.has_magic(parts[num_fixed]):
+    num_fixed += 1
   root = epath.Path("/".join(parts[:num_fixed]))
   matching = root.glob("/".join(parts[num_fixed:]))
   return sorted(os.fspath(path) for path in matching if path.is_file())
@@ -122,15 +141,16 @@ def read_bytes(path: str) -> bytes:
 def version(path: str) -> tuple[int, int]:
   """Returns (size, time of the last change in nanoseconds) of a file.
 
-  A key for caches of its content. Buckets have times in whole seconds.
+  A key for caches of its content. Times in buckets are whole seconds. On the
+  Hub, the result is (0, 0), since the path contains the commit.
 
   Raises:
     OSError: if there is no such file.
   """
   if is_on_hub(path):
-    return 0, 0  # the path contains the commit
-  if "://" in path:
-    remote = epath.Path(path).stat()
-    return remote.length, int(remote.mtime) * _NS_PER_SECOND
-  local = os.stat(path)
-  return local.st_size, local.st_mtime_ns
+    return 0, 0
+  if is_remote(path):
+    remote_status = epath.Path(path).stat()
+    return remote_status.length, int(remote_status.mtime) * _NS_PER_SECOND
+  status = os.stat(path)
+  return status.st_size, status.st_mtime_ns

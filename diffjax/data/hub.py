@@ -36,12 +36,20 @@ from diffjax.host.progress import say
 
 _Result = TypeVar("_Result")
 
-_READ_AHEAD = 4 << 20  # bytes
-_RANGE_TRIES = 3  # of a range whose answer is too short or too long
-# Seconds before each further try of a request that the Hub refused for now.
-_WAITS = (1.0, 2.0, 4.0, 8.0, 8.0)
-_MAX_WAIT = 300.0  # seconds: the Hub counts requests over five minutes
+_READ_AHEAD_BYTES = 4 << 20
+
+# How often a range of bytes is requested if the answer has another length.
+_RANGE_TRIES = 3
+
+# The statuses with which the Hub refuses a request for now, and the seconds
+# before each further try.
 _TEMPORARY_STATUSES = (408, 429, 500, 502, 503, 504)
+_WAITS = (1.0, 2.0, 4.0, 8.0, 8.0)
+
+# The longest wait that the Hub may ask for, in seconds. It counts requests over
+# five minutes.
+_MAX_WAIT = 300.0
+
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _PATH = re.compile(
   r"hf://(?P<repo>(?:datasets|spaces)/[^/@]+/[^/@]+"
@@ -76,7 +84,7 @@ class HubFile(NamedTuple):
 
 
 class _Location(NamedTuple):
-  """A path on the Hub.
+  """The parts of a path on the Hub.
 
   Attributes:
     repo: "datasets/ORG/NAME", or "ORG/NAME" for a model.
@@ -90,16 +98,19 @@ class _Location(NamedTuple):
 
   @property
   def repo_type(self) -> str:
+    """The kind of repository: "model", "dataset" or "space"."""
     if self.repo.count("/") == 1:
       return "model"
     return self.repo.partition("/")[0].removesuffix("s")
 
   @property
   def repo_id(self) -> str:
+    """ORG/NAME, without the kind."""
     return "/".join(self.repo.split("/")[-2:])
 
 
 def _parse(path: str) -> _Location:
+  """Parses an hf:// path."""
   parsed = _PATH.fullmatch(path)
   if parsed is None:
     raise UserError(
@@ -127,32 +138,33 @@ def list_files(
   """
   location = _parse(pattern)
   filesystem = _filesystem(_endpoint())
-  with _explained(pattern, location, alternatives):
+  with _explain_errors(pattern, location, alternatives):
     commit = _resolve(location, filesystem)
-    root = f"{location.repo}@{commit}/"
+    commit_root = f"{location.repo}@{commit}/"
+    path = commit_root + location.path
     if glob.has_magic(location.path):
-      matching: Any = filesystem.glob(root + location.path, detail=True)
+      matching: Any = filesystem.glob(path, detail=True)
       infos = list(matching.values())
     else:
-      infos = [filesystem.info(root + location.path)]
-  name_root = f"hf://{location.repo}"
+      infos = [filesystem.info(path)]
+
+  name_root = f"{location.repo}/"
   if location.revision:
-    name_root += f"@{location.revision}"
+    name_root = f"{location.repo}@{location.revision}/"
   files = []
   for info in infos:
     if info["type"] != "file":
       continue
-    path = info["name"].removeprefix(root)
-    files.append(
-      HubFile(
-        path=f"hf://{root}{path}",
-        name=f"{name_root}/{path}",
-        size=info["size"],
-        # For a large file, the hash of its Git LFS pointer, which contains
-        # the file's sha256.
-        content_id=info["blob_id"],
-      )
+    path_in_repo = info["name"].removeprefix(commit_root)
+    file = HubFile(
+      path=f"hf://{commit_root}{path_in_repo}",
+      name=f"hf://{name_root}{path_in_repo}",
+      size=info["size"],
+      # For a large file, this is the hash of its Git LFS pointer, which
+      # contains the file's sha256.
+      content_id=info["blob_id"],
     )
+    files.append(file)
   if not files:
     raise UserError(
       f"{pattern}: no file of {location.repo} matches {location.path!r} at"
@@ -177,7 +189,7 @@ def open_file(path: str, read_ahead: bool) -> BinaryIO:
   """
   file = _HubFile(path)
   if read_ahead:
-    return cast(BinaryIO, io.BufferedReader(file, _READ_AHEAD))
+    return cast(BinaryIO, io.BufferedReader(file, _READ_AHEAD_BYTES))
   return cast(BinaryIO, file)
 
 
@@ -209,8 +221,8 @@ class _HubFile(io.RawIOBase):
     self._location = _parse(path)
     self._position = 0
     filesystem = _filesystem(_endpoint())
-    with self._explained():
-      _retry(functools.partial(filesystem.resolve_path, path))
+    with self._explain_errors():
+      _retry(filesystem.resolve_path, path)
       # The default cache would fetch 5 MB beyond each range.
       self._file = filesystem.open(path=path, mode="rb", cache_type="none")
       self._size = self._file.size
@@ -251,7 +263,7 @@ class _HubFile(io.RawIOBase):
     if count <= 0:
       return b""
     for _ in range(_RANGE_TRIES):
-      with self._explained():
+      with self._explain_errors():
         self._file.seek(self._position)
         content = self._file.read(count)
       if len(content) == count:
@@ -263,8 +275,8 @@ class _HubFile(io.RawIOBase):
       " there is one, and run the same command again to continue"
     )
 
-  def _explained(self) -> contextlib.AbstractContextManager[None]:
-    return _explained(self._path, self._location, WITHOUT_NETWORK)
+  def _explain_errors(self) -> contextlib.AbstractContextManager[None]:
+    return _explain_errors(self._path, self._location, WITHOUT_NETWORK)
 
 
 def _endpoint() -> str:
@@ -293,27 +305,28 @@ def _resolve(
   if _COMMIT.fullmatch(revision):
     commit = revision
   else:
+    api = huggingface_hub.HfApi(endpoint=_endpoint())
     info = _retry(
-      functools.partial(
-        huggingface_hub.HfApi(endpoint=_endpoint()).repo_info,
-        location.repo_id,
-        revision=revision or None,
-        repo_type=location.repo_type,
-        timeout=huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT,
-      )
+      api.repo_info,
+      location.repo_id,
+      revision=revision or None,
+      repo_type=location.repo_type,
+      timeout=huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT,
     )
     assert info.sha is not None, "the Hub names a commit"
     commit = info.sha
-  root = f"{location.repo}@{commit}"
-  _retry(functools.partial(filesystem.resolve_path, root))
+  # Raises an error if there is no such commit.
+  _retry(filesystem.resolve_path, f"{location.repo}@{commit}")
   return commit
 
 
-def _retry(request: Callable[[], _Result]) -> _Result:
-  """Calls a function of huggingface_hub that does not retry by itself."""
+def _retry(
+  function: Callable[..., _Result], *args: Any, **kwargs: Any
+) -> _Result:
+  """Calls a function of huggingface_hub that has no retries of its own."""
   for wait in _WAITS:
     try:
-      return request()
+      return function(*args, **kwargs)
     except errors.HfHubHTTPError as error:
       status = error.response.status_code
       if status not in _TEMPORARY_STATUSES:
@@ -323,14 +336,14 @@ def _retry(request: Callable[[], _Result]) -> _Result:
         wait = min(float(retry_after), _MAX_WAIT)
     say(f"{_endpoint()} answers {status}; trying again in {wait:g} s")
     time.sleep(wait)
-  return request()
+  return function(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def _explained(
+def _explain_errors(
   path: str, location: _Location, alternatives: str
 ) -> Iterator[None]:
-  """Turns the errors of huggingface_hub into a UserError of one line."""
+  """Converts the errors of huggingface_hub to a UserError of one line."""
   try:
     yield
   except (errors.HTTPError, OSError, ValueError) as error:
@@ -339,6 +352,7 @@ def _explained(
 
 
 def _message(error: Exception, location: _Location, alternatives: str) -> str:
+  """Returns what is wrong, and what the user can do."""
   # The file system turns some errors into FileNotFoundError.
   if isinstance(error, FileNotFoundError):
     if not isinstance(error.__cause__, errors.HfHubHTTPError):
@@ -355,6 +369,7 @@ def _message(error: Exception, location: _Location, alternatives: str) -> str:
 
 
 def _missing_file_message(location: _Location) -> str:
+  """Returns the message for a file that is not in the repository."""
   revision = location.revision or "main"
   return (
     f"{location.repo} has no such file at revision {revision!r}; see"

@@ -21,7 +21,7 @@ import stat
 from diffjax.config import UserError
 from diffjax.data.document import reason
 
-# A directory that some file systems make, which only root can read.
+# A directory that some file systems have, and only root can read.
 _LOST_AND_FOUND = "lost+found"
 
 
@@ -58,7 +58,9 @@ def match(pattern: str) -> list[str]:
 def _match_directories(pattern: str) -> list[str]:
   """Returns the directories that match a glob; "" is the current one."""
   if not glob.has_magic(pattern):
-    return [pattern] if _is_directory(pattern or os.curdir) else []
+    if _is_directory(pattern or os.curdir):
+      return [pattern]
+    return []
   parent, name = os.path.split(pattern)
   parents = _match_directories(parent)
   if name == "**":
@@ -113,30 +115,36 @@ def _search(roots: list[str]) -> list[str]:
 
 
 def _is_hidden(name: str) -> bool:
+  """Returns whether wildcards do not match a name."""
   return name.startswith(".") or name == _LOST_AND_FOUND
 
 
 def _scan(directory: str) -> list[os.DirEntry[str]]:
+  """Returns the entries of a directory, sorted by name. "" is the current one.
+
+  The order matters: if several links lead to a directory, all machines must
+  choose the same link.
+  """
+  directory = directory or os.curdir
   try:
-    with os.scandir(directory or os.curdir) as entries:
-      # All machines must find a directory under the same name.
+    with os.scandir(directory) as entries:
       return sorted(entries, key=operator.attrgetter("name"))
   except OSError as error:
     raise UserError(
-      f"{directory or os.curdir}: the directory cannot be read"
-      f" ({reason(error)}), so its"
+      f"{directory}: the directory cannot be read ({reason(error)}), so its"
       " files would be missing; make it readable, or use a pattern that does"
       " not search it"
     ) from error
 
 
 def _is_directory(path: str) -> bool:
+  """Returns whether a path, or the target of a link, is a directory."""
   status = _status(path)
   return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def _status(path: str) -> os.stat_result | None:
-  """Returns the status of what a path leads to; None if there is no such path.
+  """Returns the status of a path, or of a link's target. None if it is missing.
 
   Raises:
     UserError: if the path is a link to nothing, or cannot be read.
@@ -150,7 +158,8 @@ def _status(path: str) -> os.stat_result | None:
         " files would be missing; restore its target, or remove the link"
       ) from error
     return None
-  except ValueError:  # a path with a null character
+  except ValueError:
+    # The path has a null character.
     return None
   except OSError as error:
     raise UserError(

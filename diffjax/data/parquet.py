@@ -1,27 +1,35 @@
-"""Parquet files, local or remote, whose footers each process reads once.
+"""Parquet files, local or remote. Each process reads their footers once.
 
 A footer describes all row groups and columns. For a file of FineWeb-Edu, which
-has 700 row groups, it is over 1 MB, and 7 MB once it is parsed. A shuffled
-stream returns to each of a hundred files many times. Therefore the last footers
-are kept compressed, and are parsed again when they are needed.
+has 700 row groups, it is over 1 MB, and 7 MB in memory after parsing. A
+shuffled stream returns to each of a hundred files many times. Therefore the
+last footers are stored compressed, and are parsed again when they are needed.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import io
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from diffjax.config import UserError
 from diffjax.data import files
 from diffjax.data.document import reason
+from diffjax.host.files import is_remote
 
-_KEPT_FOOTERS = 1024  # compressed, about 0.3 MB each
-_KEPT_PARSED = 2  # enough if files are read one after the other
-_THREADS = 16
+# Footers that are stored compressed, about 0.3 MB each.
+_MAX_FOOTERS = 1024
+
+# Footers that are stored after parsing. Two are enough if files are read one
+# after the other.
+_MAX_PARSED_FOOTERS = 2
+
+# Threads that read the footers of remote files.
+_NUM_THREADS = 16
 
 
 def open_parquet(path: str) -> Any:
@@ -36,18 +44,16 @@ def open_parquet(path: str) -> Any:
   Raises:
     UserError: if the file cannot be read or is not a Parquet file.
   """
-  import pyarrow
   import pyarrow.parquet
 
   metadata = read_metadata(path)
-  try:
+  with _explain_errors(path):
     return pyarrow.parquet.ParquetFile(
       files.open_file(path, read_ahead=False),
       metadata=metadata,
-      page_checksum_verification=True,  # if the file has checksums
+      # Only some files have checksums.
+      page_checksum_verification=True,
     )
-  except (pyarrow.ArrowException, OSError) as error:
-    raise _unreadable(path, error) from error
 
 
 def read_metadata(path: str) -> Any:
@@ -59,12 +65,8 @@ def read_metadata(path: str) -> Any:
   Raises:
     UserError: if the file cannot be read or is not a Parquet file.
   """
-  import pyarrow
-
-  try:
-    return _parsed(path, files.version(path))
-  except (pyarrow.ArrowException, OSError) as error:
-    raise _unreadable(path, error) from error
+  with _explain_errors(path):
+    return _cached_metadata(path, files.version(path))
 
 
 def row_groups(path: str) -> tuple[int, ...]:
@@ -76,75 +78,8 @@ def row_groups(path: str) -> tuple[int, ...]:
   Raises:
     UserError: if the file cannot be read or is not a Parquet file.
   """
-  import pyarrow
-
-  try:
-    return _row_groups(path, files.version(path))
-  except (pyarrow.ArrowException, OSError) as error:
-    raise _unreadable(path, error) from error
-
-
-def _unreadable(path: str, error: Exception) -> UserError:
-  return UserError(
-    f"{path}: cannot be read as a Parquet file ({reason(error)})"
-  )
-
-
-def read_footers(paths: Sequence[str]) -> None:
-  """Reads the footers of remote files ahead, several at a time.
-
-  Args:
-    paths: The paths of files. Local ones are not read.
-
-  Raises:
-    UserError: if a file cannot be read or is not a Parquet file.
-  """
-  remote = [path for path in paths if "://" in path]
-  if len(remote) < 2:
-    return
-  pool = concurrent.futures.ThreadPoolExecutor(min(_THREADS, len(remote)))
-  try:
-    for _ in pool.map(row_groups, remote):
-      pass
-  finally:
-    pool.shutdown(cancel_futures=True)
-
-
-@functools.lru_cache(maxsize=_KEPT_FOOTERS)
-def _row_groups(path: str, version: tuple[int, int]) -> tuple[int, ...]:
-  metadata = _parsed(path, version)
-  indices = []
-  for index in range(metadata.num_row_groups):
-    if metadata.row_group(index).num_rows:
-      indices.append(index)
-  return tuple(indices)
-
-
-@functools.lru_cache(maxsize=_KEPT_PARSED)
-def _parsed(path: str, version: tuple[int, int]) -> Any:
-  """Returns the metadata of a version of a file."""
-  import pyarrow.parquet
-
-  footer = zlib.decompress(_footer(path, version))
-  return pyarrow.parquet.read_metadata(io.BytesIO(footer))
-
-
-@functools.lru_cache(maxsize=_KEPT_FOOTERS)
-def _footer(path: str, version: tuple[int, int]) -> bytes:
-  """Returns the footer of a version of a file, as a compressed file of its own.
-
-  Args:
-    path: The path of a file.
-    version: Only a key of the cache.
-  """
-  import pyarrow.parquet
-
-  del version
-  with files.open_file(path, read_ahead=False) as file:
-    metadata = pyarrow.parquet.read_metadata(file)
-  footer = io.BytesIO()
-  metadata.write_metadata_file(footer)
-  return zlib.compress(footer.getvalue(), level=1)
+  with _explain_errors(path):
+    return _cached_row_groups(path, files.version(path))
 
 
 def row_group_sizes(path: str) -> list[int]:
@@ -165,3 +100,73 @@ def row_group_sizes(path: str) -> list[int]:
       size += row_group.column(column).total_compressed_size
     sizes.append(size)
   return sizes
+
+
+def read_footers(paths: Sequence[str]) -> None:
+  """Reads the footers of remote files ahead, several at a time.
+
+  Args:
+    paths: The paths of files. Local ones are not read.
+
+  Raises:
+    UserError: if a file cannot be read or is not a Parquet file.
+  """
+  remote = [path for path in paths if is_remote(path)]
+  if len(remote) < 2:
+    return
+  pool = concurrent.futures.ThreadPoolExecutor(min(_NUM_THREADS, len(remote)))
+  try:
+    for _ in pool.map(row_groups, remote):
+      pass
+  finally:
+    pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _explain_errors(path: str) -> Iterator[None]:
+  """Converts errors of pyarrow to a UserError that names the file."""
+  import pyarrow
+
+  try:
+    yield
+  except (pyarrow.ArrowException, OSError) as error:
+    raise UserError(
+      f"{path}: cannot be read as a Parquet file ({reason(error)})"
+    ) from error
+
+
+# The caches have the version of a file in their keys, so that a file that is
+# written again is read again.
+
+
+@functools.lru_cache(maxsize=_MAX_FOOTERS)
+def _cached_row_groups(path: str, version: tuple[int, int]) -> tuple[int, ...]:
+  """Returns the row groups with rows of a version of a file."""
+  metadata = _cached_metadata(path, version)
+  indices = []
+  for index in range(metadata.num_row_groups):
+    if metadata.row_group(index).num_rows > 0:
+      indices.append(index)
+  return tuple(indices)
+
+
+@functools.lru_cache(maxsize=_MAX_PARSED_FOOTERS)
+def _cached_metadata(path: str, version: tuple[int, int]) -> Any:
+  """Returns the metadata of a version of a file."""
+  import pyarrow.parquet
+
+  footer = zlib.decompress(_cached_footer(path, version))
+  return pyarrow.parquet.read_metadata(io.BytesIO(footer))
+
+
+@functools.lru_cache(maxsize=_MAX_FOOTERS)
+def _cached_footer(path: str, version: tuple[int, int]) -> bytes:
+  """Returns a compressed file that has only the footer of a file."""
+  import pyarrow.parquet
+
+  del version
+  with files.open_file(path, read_ahead=False) as file:
+    metadata = pyarrow.parquet.read_metadata(file)
+  footer = io.BytesIO()
+  metadata.write_metadata_file(footer)
+  return zlib.compress(footer.getvalue(), level=1)

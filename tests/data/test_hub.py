@@ -43,9 +43,9 @@ def folder(tmp_path):
 
 
 def clear_parquet_caches():
-  parquet._footer.cache_clear()
-  parquet._parsed.cache_clear()
-  parquet._row_groups.cache_clear()
+  parquet._cached_footer.cache_clear()
+  parquet._cached_metadata.cache_clear()
+  parquet._cached_row_groups.cache_clear()
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_jsonl(folder, start, texts, name):
 
 def test_a_large_jsonl_is_read_in_ranges(folder, start, texts, monkeypatch):
   monkeypatch.setattr(jsonl_source, "_PART_BYTES", 7919)
-  monkeypatch.setattr(hub, "_READ_AHEAD", 1000)
+  monkeypatch.setattr(hub, "_READ_AHEAD_BYTES", 1000)
   write_jsonl(folder / "a.jsonl", texts)
   server = start()
   assert read_spec(f"jsonl:hf://{REPO}/a.jsonl") == texts
@@ -482,7 +482,7 @@ def test_permanent_refusals_end(folder, start, texts, waits, path, status):
 def test_what_breaks_in_the_middle_is_read_again(
   folder, start, texts, monkeypatch, name, fault
 ):
-  monkeypatch.setattr(hub, "_READ_AHEAD", 1000)
+  monkeypatch.setattr(hub, "_READ_AHEAD_BYTES", 1000)
   kind = "jsonl"
   if name == "a.parquet":
     kind = "parquet"
@@ -516,7 +516,7 @@ def test_a_file_that_breaks_late_loses_no_document(
 ):
   """The documents before the break have been given; none is given twice."""
   monkeypatch.setattr(jsonl_source, "_PART_BYTES", 7919)
-  monkeypatch.setattr(hub, "_READ_AHEAD", 1000)
+  monkeypatch.setattr(hub, "_READ_AHEAD_BYTES", 1000)
   write_jsonl(folder / "a.jsonl", texts)
   server = start()
   source = sources.documents(f"jsonl:hf://{REPO}/a.jsonl", "train", ALL)
