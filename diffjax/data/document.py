@@ -29,7 +29,7 @@ _LIST_INDEX = re.compile(r"-?[0-9]{1,9}")
 _NUM_HASHES = 2**64
 
 
-# A part of a source, such as a range of bytes of a file. A tuple, which has other
+# A part of a source, such as a range of bytes of a file. A tuple, with other
 # fields for each kind of source.
 Part = Any
 
@@ -73,9 +73,9 @@ class Source(abc.ABC):
     """
     self.spec = spec
     # Where a record holds its texts: paths (see `lookup`), by config field.
-    self._paths = {"text_field": config.text_field}
+    self._field_paths = {"text_field": config.text_field}
     if config.prompt_field:
-      self._paths["prompt_field"] = config.prompt_field
+      self._field_paths["prompt_field"] = config.prompt_field
     self._prompt_template = config.prompt_template
     self._split = split
     # The fraction of the documents that belong to the validation split. None if
@@ -172,15 +172,15 @@ class Source(abc.ABC):
     """Returns the document of a record.
 
     Args:
-      values: The values of the record at `self._paths`, in order.
+      values: The values of the record at `self._field_paths`, in order.
     """
-    text = decode(values[0])
+    answer = decode(values[0])
     if len(values) == 1:
-      return Document(text.text, text.replaced)
+      return Document(answer.text, answer.replaced)
     prompt = decode(values[1])
     return Document(
-      text=text.text,
-      replaced=text.replaced or prompt.replaced,
+      text=answer.text,
+      replaced=answer.replaced or prompt.replaced,
       prompt=self._prompt_template.replace("{prompt}", prompt.text),
     )
 

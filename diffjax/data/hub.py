@@ -271,8 +271,8 @@ class _HubFile(io.RawIOBase):
         return content
     raise UserError(
       f"{self._path}: got {len(content)} of {count} bytes from byte"
-      f" {self._position} on, {_RANGE_TRIES} times in a row: check the proxy, if"
-      " there is one, and run the same command again to continue"
+      f" {self._position} on, {_RANGE_TRIES} times in a row: check the proxy,"
+      " if there is one, and run the same command again to continue"
     )
 
   def _explain_errors(self) -> contextlib.AbstractContextManager[None]:

@@ -59,27 +59,27 @@ class JsonlSource(FileSource):
     return part.stop - part.start
 
   def _read(self, part: ByteRange) -> Iterator[tuple[float, Document]]:
-    for index, (fraction, line) in enumerate(_read_lines(part)):
+    for line in _read_lines(part):
       # Files that were joined have marks in the middle too.
-      line = line.removeprefix(BYTE_ORDER_MARK)
-      if line.strip():
-        yield fraction, self._parse(line, part, index)
+      content = line.content.removeprefix(BYTE_ORDER_MARK)
+      if content.strip():
+        yield line.fraction_read, self._parse(content, part, line.number)
 
-  def _parse(self, line: bytes, part: ByteRange, index: int) -> Document:
-    """Returns the document of a line, which has this index in its part."""
-    line_text = decode(line)
+  def _parse(self, content: bytes, part: ByteRange, number: int) -> Document:
+    """Returns the document of the line with this number in its part."""
+    line_text = decode(content)
     try:
       record = json.loads(line_text.text)
     except (ValueError, RecursionError) as error:
-      place = _line_place(part, index)
-      raise UserError(f"{place}: not JSON ({error})") from error
+      location = _line_location(part, number)
+      raise UserError(f"{location}: not JSON ({error})") from error
     values = []
-    for field, path in self._paths.items():
+    for field, path in self._field_paths.items():
       value = lookup(record, path)
       if not is_text(field, value):
-        place = _line_place(part, index)
+        location = _line_location(part, number)
         raise UserError(
-          f"{place}: config.data.{field} = {path!r} is not text here;"
+          f"{location}: config.data.{field} = {path!r} is not text here;"
           f" {_describe_fields(record)}"
         )
       values.append(value)
@@ -99,11 +99,22 @@ def _describe_fields(record: Any) -> str:
   return f"the fields are {', '.join(fields)}"
 
 
-def _read_lines(byte_range: ByteRange) -> Iterator[tuple[float, bytes]]:
-  """Yields the lines of a part.
+class _Line(NamedTuple):
+  """A line of a part.
 
-  Yields:
-    The fraction of the part's bytes that have been read, and the line.
+  Attributes:
+    content: Its bytes.
+    number: Its number in the part, from 0.
+    fraction_read: The fraction of the part that has been read with it.
+  """
+
+  content: bytes
+  number: int
+  fraction_read: float
+
+
+def _read_lines(byte_range: ByteRange) -> Iterator[_Line]:
+  """Yields the lines of a part.
 
   Raises:
     UserError: if the file cannot be read, or a line is too long.
@@ -114,24 +125,24 @@ def _read_lines(byte_range: ByteRange) -> Iterator[tuple[float, bytes]]:
   num_lines = 0
   try:
     with files.open_file(path) as file:
-      for line in _open_lines(file, byte_range):
-        if len(line) > _MAX_LINE_BYTES:
-          place = _line_place(byte_range, num_lines)
+      for content in _open_lines(file, byte_range):
+        if len(content) > _MAX_LINE_BYTES:
+          location = _line_location(byte_range, num_lines)
           raise UserError(
-            f"{place}: the line is longer than {_MAX_LINE_BYTES / 2**20:.3g}"
+            f"{location}: the line is longer than {_MAX_LINE_BYTES / 2**20:.3g}"
             " MiB, and a document of that size would fill the memory: split it,"
             " or write it to a file of its own and read that with text:GLOB"
           )
         # In a compressed file, this is the position in the compressed bytes.
         fraction = (file.tell() - start) / (stop - start)
-        yield min(1.0, fraction), line
+        yield _Line(content, num_lines, min(1.0, fraction))
         num_lines += 1
   except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
-    place = f"line {num_lines}"
+    position = f"line {num_lines}"
     if start > 0:
-      place += f" after byte {start}"
+      position += f" after byte {start}"
     raise UserError(
-      f"{path}: cannot be read beyond {place} ({reason(error)}); the file may"
+      f"{path}: cannot be read beyond {position} ({reason(error)}); the file may"
       " be damaged or cut short"
     ) from error
 
@@ -179,14 +190,14 @@ def _lines_in_range(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
     yield line
 
 
-def _line_place(byte_range: ByteRange, index: int) -> str:
-  """Returns "FILE:LINE", the place of a line, for messages.
+def _line_location(byte_range: ByteRange, number: int) -> str:
+  """Returns "FILE:LINE", the location of a line, for messages.
 
   Args:
     byte_range: The part that the line is in.
-    index: The index of the line in the part, from 0.
+    number: The number of the line in the part, from 0.
   """
-  line_number = index + 1
+  line_number = number + 1
   if byte_range.start > 0:
     line_number += _count_lines(byte_range.path, byte_range.start)
   return f"{byte_range.path}:{line_number}"

@@ -74,13 +74,13 @@ class ParquetSource(FileSource):
       ) from error
 
   def _find_columns(self, path: str, names: list[str]) -> list[str]:
-    """Returns the column of each of `self._paths`.
+    """Returns the column of each of `self._field_paths`.
 
     A column is named by the whole path or by its beginning, as "record" is in
     "record.text".
     """
     columns = []
-    for field, field_path in self._paths.items():
+    for field, field_path in self._field_paths.items():
       column = field_path
       if column not in names:
         column = field_path.partition(".")[0]
@@ -95,9 +95,9 @@ class ParquetSource(FileSource):
   def _texts_of_rows(
     self, batch: Any, columns: list[str]
   ) -> Iterator[list[Any]]:
-    """Yields the values of `self._paths` in each row of a batch."""
+    """Yields the values of `self._field_paths` in each row of a batch."""
     values_by_path = []
-    for path, column in zip(self._paths.values(), columns, strict=True):
+    for path, column in zip(self._field_paths.values(), columns, strict=True):
       cells = _to_python(batch.column(column))
       values_by_path.append([lookup({column: cell}, path) for cell in cells])
     for values in zip(*values_by_path, strict=True):
@@ -107,7 +107,9 @@ class ParquetSource(FileSource):
     self, values: list[Any], part: RowGroup, row: int, schema: Any
   ) -> None:
     """Raises UserError if a value of a row is not text."""
-    for (field, path), value in zip(self._paths.items(), values, strict=True):
+    for (field, path), value in zip(
+      self._field_paths.items(), values, strict=True
+    ):
       if is_text(field, value):
         continue
       columns = [f"{column.name} ({column.type})" for column in schema]

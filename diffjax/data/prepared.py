@@ -639,34 +639,11 @@ def explain_other_rows(
       "the weights in config.data.source have changed; set them back, or use"
       " another --workdir"
     )
-
   specs = [repr(origin["description"]["source"]) for origin in changed]
-  cause = (
-    f"no field has changed, but the text of {' and '.join(specs)} has, and its"
-    f" rows were prepared anew in {new_directories[0]}"
-  )
-  start_over = (
-    "start over with another --workdir to train on the new text"
-    " (--config.train.init_from keeps the parameters)"
-  )
-  missing = []
-  for origin in changed:
-    if not _has_rows(origin):
-      missing.append(origin["directory"])
-  if missing:
-    return (
-      f"{cause}; the old rows are no longer in {' and '.join(missing)}: put the"
-      f" old text back and prepare it again, or {start_over}"
-    )
-  if len(targets(config)) == 1:
-    directory = saved[0]["directory"]
-    return (
-      f"{cause}; the old rows lie in {directory}: go on with them by"
-      f" --config.data.prepared_dir={directory}, or {start_over}"
-    )
   return (
-    f"{cause}; go on with the old rows by --config.data.prepared_dir=DIR, a new"
-    f" directory in which {_link_commands(saved, config)}; or {start_over}"
+    f"no field has changed, but the text of {' and '.join(specs)} has, and its"
+    f" rows were prepared anew in {new_directories[0]};"
+    f" {_remedy_for_other_text(saved, changed, config)}"
   )
 
 
@@ -682,6 +659,43 @@ def _changed_fields(
       if before != now:
         changes.add(f"config.{field} was {before!r} and is {now!r}")
   return sorted(changes)
+
+
+def _remedy_for_other_text(
+  saved: Sequence[dict[str, Any]],
+  changed: Sequence[dict[str, Any]],
+  config: DataConfig,
+) -> str:
+  """Returns what to do if the text of sources has changed since a checkpoint.
+
+  Args:
+    saved: The origins of all rows of the checkpoint.
+    changed: Those whose text has changed.
+    config: The run's data fields.
+  """
+  start_over = (
+    "start over with another --workdir to train on the new text"
+    " (--config.train.init_from keeps the parameters)"
+  )
+  missing = []
+  for origin in changed:
+    if not _has_rows(origin):
+      missing.append(origin["directory"])
+  if missing:
+    return (
+      f"the old rows are no longer in {' and '.join(missing)}: put the old text"
+      f" back and prepare it again, or {start_over}"
+    )
+  if len(targets(config)) == 1:
+    directory = saved[0]["directory"]
+    return (
+      f"the old rows lie in {directory}: go on with them by"
+      f" --config.data.prepared_dir={directory}, or {start_over}"
+    )
+  return (
+    "go on with the old rows by --config.data.prepared_dir=DIR, a new directory"
+    f" in which {_link_commands(saved, config)}; or {start_over}"
+  )
 
 
 def _link_commands(saved: Sequence[dict[str, Any]], config: DataConfig) -> str:

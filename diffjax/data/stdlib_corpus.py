@@ -170,7 +170,9 @@ def _make_builder(
   """Returns a TFDS builder that writes documents, given by split."""
   import tensorflow_datasets as tfds
 
-  class Stdlib(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
+  class Stdlib(  # type: ignore[call-arg]
+    tfds.core.GeneratorBasedBuilder, skip_registration=True
+  ):
     """The Python standard library's source text, one file a document."""
 
     name = "stdlib"

@@ -55,7 +55,7 @@ class TfdsSource(Source):
     super().__init__(spec, split, config)
     if spec == "stdlib":
       self._directory = os.fspath(stdlib_corpus.corpus_directory())
-      self._paths = {"text_field": "text"}
+      self._field_paths = {"text_field": "text"}
     else:
       self._directory = _find_dataset(spec, name, config.data_dir)
 
@@ -86,13 +86,9 @@ class TfdsSource(Source):
     self._shard_lengths = {}
     for key, value in info.splits.items():
       self._shard_lengths[key] = [int(count) for count in value.shard_lengths]
-
-    # A dataset that was built again has the same directory. The version of one
-    # of its files tells them apart.
-    first_file = epath.Path(self._directory) / self._shards[0].name
-    self._version = (0, 0)
-    if first_file.exists():
-      self._version = files.version(os.fspath(first_file))
+    # A dataset that was built again has the same directory, but its files have
+    # another version.
+    self._version = _file_version(self._directory, self._shards[0].name)
 
   def _read_info(self) -> tuple[Any, dict[str, int]]:
     """Returns the dataset's DatasetInfo and the records of each split."""
@@ -128,7 +124,7 @@ class TfdsSource(Source):
     features_by_name = {}
     if hasattr(features, "items"):
       features_by_name = dict(features.items())
-    for field, name in self._paths.items():
+    for field, name in self._field_paths.items():
       if _is_text_feature(features_by_name.get(name)):
         continue
       kinds = []
@@ -171,7 +167,7 @@ class TfdsSource(Source):
     for index in range(part.start, part.stop):
       try:
         record = records[index]
-        values = [record[name] for name in self._paths.values()]
+        values = [record[name] for name in self._field_paths.values()]
       except Exception as error:
         # For damaged files, ArrayRecord and TFDS raise many kinds of
         # exceptions.
@@ -218,6 +214,14 @@ class TfdsSource(Source):
         break
       number -= shard.num_records
     return f"{os.path.join(self._directory, shard.name)}: record {number}"
+
+
+def _file_version(directory: str, name: str) -> tuple[int, int]:
+  """Returns the size and the time of a file. (0, 0) if it does not exist."""
+  path = epath.Path(directory) / name
+  if not path.exists():
+    return 0, 0
+  return files.version(os.fspath(path))
 
 
 def _is_text_feature(feature: Any) -> bool:
