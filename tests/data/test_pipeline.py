@@ -18,7 +18,8 @@ import pyarrow.parquet
 import pytest
 
 from diffjax.config import Config, DataConfig, TrainConfig, UserError
-from diffjax.data import files, pipeline, prepared, sources
+from diffjax.data import files, pipeline, prepared, sources, streamed_batches
+from diffjax.data.batches import ProcessShare
 from tests.tiers import full
 
 
@@ -494,10 +495,12 @@ def test_processes_and_workers_share_the_row_groups_of_one_file(row_groups):
     mode="streamed",
     num_workers=4,
   )
-  opened = pipeline._open_sources(config, "train")
+  opened = streamed_batches.open_sources(config, "train")
   epochs = [[], []]
   for index in range(16):
-    rows = pipeline._stream(opened, config, index, 16)
+    rows = streamed_batches.stream_rows(
+      opened, config, ProcessShare(index, 16), repeat=True
+    )
     # Threads get their shares in the same way as worker processes.
     shared = grain.experimental.multithread_prefetch(
       rows, num_threads=4, buffer_size=1
@@ -543,17 +546,22 @@ def documents_by_epoch(config, opened, num_processes, num_epochs):
   """
   num_parts = {
     name: len(source.parts)
-    for name, (source, _) in zip("abc", opened, strict=False)
+    for name, source in zip("abc", opened.sources, strict=False)
   }
   num_readers = max(1, config.num_workers)
   largest = max(num_parts.values())
   # Enough for the slowest source of a mixture of equal weights.
   num_rows = (
-    (largest + num_readers) * _EPOCH_DOCUMENTS * num_epochs * len(opened)
+    (largest + num_readers)
+    * _EPOCH_DOCUMENTS
+    * num_epochs
+    * len(opened.sources)
   )
   epochs = [collections.Counter() for _ in range(num_epochs)]
   for process in range(num_processes):
-    rows = pipeline._stream(opened, config, process, num_processes)
+    rows = streamed_batches.stream_rows(
+      opened, config, ProcessShare(process, num_processes), repeat=True
+    )
     # Threads get their shares in the same way as worker processes.
     shared = grain.experimental.multithread_prefetch(
       rows, num_threads=config.num_workers, buffer_size=1
@@ -603,15 +611,16 @@ def test_every_document_is_read_once_an_epoch(tmp_path):
       mode="streamed",
       num_workers=num_workers,
     )
-    opened = pipeline._open_sources(config, "train")
+    opened = streamed_batches.open_sources(config, "train")
+    share = ProcessShare(0, num_processes)
     if num_processes * max(1, num_workers) > num_parts:
       with pytest.raises(UserError) as caught:
-        pipeline._stream(opened, config, 0, num_processes)
+        streamed_batches.stream_rows(opened, config, share, repeat=True)
       if num_processes <= num_parts:
         works = num_parts // num_processes
         assert f"num_workers to at most {works}," in str(caught.value), case
         config = dataclasses.replace(config, num_workers=works)
-        pipeline._stream(opened, config, 0, num_processes)
+        streamed_batches.stream_rows(opened, config, share, repeat=True)
       num_refused += 1
       continue
     expected = {

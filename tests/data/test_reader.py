@@ -10,7 +10,6 @@ import time
 
 import grain
 import pytest
-from absl import flags
 
 from diffjax.config import UserError
 from diffjax.data import reader
@@ -45,9 +44,8 @@ class Trouble:
 @pytest.fixture
 def make_reader(monkeypatch):
   """Reader over 0, 1, 2, … with trouble at an element."""
-  if not flags.FLAGS.is_parsed():
-    flags.FLAGS.mark_as_parsed()
-  monkeypatch.setattr(reader, "_GRACE", 0.5)
+  reader.let_grain_read_flags()
+  monkeypatch.setattr(reader, "_GRACE_SECONDS", 0.5)
   readers = []
 
   def make(how, num_workers, at=4, timeout=1.0):
@@ -246,11 +244,10 @@ def test_workers_end_with_a_run_that_is_killed(tmp_path):
   script.write_text("""
 import multiprocessing, time
 import grain
-from absl import flags
-from diffjax.data.reader import start_worker
+from diffjax.data.reader import let_grain_read_flags, start_worker
 
 if __name__ == "__main__":
-  flags.FLAGS.mark_as_parsed()
+  let_grain_read_flags()
   dataset = grain.MapDataset.range(1_000_000).to_iter_dataset(grain.ReadOptions(num_threads=0))
   numbers = iter(dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=1), start_worker))
   next(numbers)

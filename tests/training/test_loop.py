@@ -35,7 +35,13 @@ from diffjax.config import (
   TrainConfig,
   UserError,
 )
-from diffjax.data import pipeline, reader, tokenizer, tokenizer_json
+from diffjax.data import (
+  prepared_batches,
+  reader,
+  streamed_batches,
+  tokenizer,
+  tokenizer_json,
+)
 from diffjax.host.lock import LostWorkdir
 from diffjax.inference import finish
 from diffjax.ops.diff_attention import choice
@@ -353,7 +359,8 @@ def test_an_interruption_while_waiting_for_data_saves_and_exits(
   config, whole, tmp_path, monkeypatch
 ):
   """The fifth batch does not come. What is logged and saved is what the uninterrupted run has."""
-  come, read = threading.Event(), pipeline._GlobalBatches.__getitem__
+  come = threading.Event()
+  read = prepared_batches.GlobalBatches.__getitem__
 
   def interrupt():
     path = tmp_path / "metrics.jsonl"
@@ -365,9 +372,9 @@ def test_an_interruption_while_waiting_for_data_saves_and_exits(
 
   sent: list[float] = []
   with monkeypatch.context() as patch:
-    patch.setattr(reader, "_GRACE", 0.2)
+    patch.setattr(reader, "_GRACE_SECONDS", 0.2)
     patch.setattr(
-      pipeline._GlobalBatches,
+      prepared_batches.GlobalBatches,
       "__getitem__",
       lambda self, index: (index < 4 or come.wait()) and read(self, index),
     )
@@ -389,7 +396,8 @@ def test_a_damaged_row_loses_no_steps(
   if mode == "streamed":
     whole = tmp_path / "whole"
     loop.train(config, str(whole))
-  make, made = pipeline.make_batch, []
+  module = prepared_batches if mode == "prepared" else streamed_batches
+  make, made = module.make_batch, []
 
   def damaged(rows, length):
     made.append(rows)
@@ -398,7 +406,7 @@ def test_a_damaged_row_loses_no_steps(
     return make(rows, length)
 
   with monkeypatch.context() as patch:
-    patch.setattr(pipeline, "make_batch", damaged)
+    patch.setattr(module, "make_batch", damaged)
     with pytest.raises(UserError, match="row 7 is damaged"):
       loop.train(
         change(config, train__checkpoint_interval=100, eval__interval=0),

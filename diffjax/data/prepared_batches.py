@@ -1,0 +1,281 @@
+"""Training batches of prepared rows.
+
+The rows of each source are shuffled and repeated, with a new order in each
+epoch, and mixed by weight. Global batch n consists of the mixed rows
+n·B … n·B + B − 1. Each process reads its contiguous slice of every batch. So a
+batch depends only on the rows, the seed and n. The numbers of workers and
+processes do not matter, and n is the whole state.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import grain
+
+from diffjax.config import Config, DataConfig, UserError
+from diffjax.data import prepared
+from diffjax.data.batches import ProcessShare, TrainingBatches, check_state
+from diffjax.data.reader import read_sequentially
+from diffjax.data.row import Batch, Row, make_batch
+from diffjax.host.progress import say
+
+
+class RowMixture(NamedTuple):
+  """The prepared rows of a split.
+
+  Attributes:
+    split: "train" or "validation".
+    components: The rows of each source.
+    weights: The weight of each source. They sum to 1.
+  """
+
+  split: str
+  components: list[prepared.PreparedRows]
+  weights: list[float]
+
+  def data_identity(self) -> dict[str, int | str]:
+    """Returns values that all processes must share, by name for messages."""
+    kind = "training" if self.split == "train" else "validation"
+    data_identity: dict[str, int | str] = {}
+    for rows in self.components:
+      name = f"{kind} rows of {rows.spec!r}"
+      data_identity[f"the number of {name}"] = len(rows)
+      data_identity[f"the fingerprint of the {name}"] = rows.fingerprint
+    return data_identity
+
+
+def check_prepared(config: DataConfig) -> None:
+  """Checks that all rows are prepared.
+
+  Several processes call it, because they would otherwise prepare the same rows
+  at the same time.
+
+  Raises:
+    UserError: if some rows are missing. The message names the directory, and
+      the command that prepares them.
+  """
+  _check_targets(prepared.targets(config))
+
+
+def _check_targets(targets: Sequence[prepared.Target]) -> None:
+  """Raises UserError if the rows of a target are not prepared."""
+  for target in targets:
+    if not prepared.is_prepared(target):
+      raise UserError(
+        "config.data.mode = 'prepared': rows are not prepared"
+        f" ({target.directory}), and several processes do not prepare;"
+        " run python -m diffjax.prepare with the same --config flags first,"
+        " or set config.data.mode to 'streamed'"
+      )
+
+
+def open_or_prepare_rows(
+  config: DataConfig, split: str, process_count: int
+) -> RowMixture:
+  """Opens the rows of a split. Prepares all missing rows before.
+
+  This writes to disk if rows are missing and there is only one process.
+
+  Args:
+    config: The data fields.
+    split: "train" or "validation".
+    process_count: Number of processes of the run.
+
+  Raises:
+    UserError: if a source cannot be read, if the split has no rows, or if rows
+      are missing and there are several processes.
+  """
+  targets = prepared.targets(config)
+  if process_count > 1:
+    _check_targets(targets)
+  elif not all(prepared.is_prepared(target) for target in targets):
+    say(
+      "rows are not prepared yet; preparing them once"
+      " (python -m diffjax.prepare does this ahead of time)"
+    )
+    targets = prepared.prepare(config)
+  return open_rows(targets, split, config)
+
+
+def open_rows(
+  targets: Sequence[prepared.Target], split: str, config: DataConfig
+) -> RowMixture:
+  """Opens the rows of a split. Writes nothing.
+
+  Args:
+    targets: All targets of the config. Their rows are prepared.
+    split: "train" or "validation".
+    config: The data fields.
+
+  Raises:
+    UserError: if a source has no rows of the split.
+  """
+  mixture = RowMixture(split, [], [])
+  for target in targets:
+    if split not in target.splits:
+      continue
+    rows = prepared.PreparedRows(target, split)
+    if config.prepared_dir:
+      prepared.report_other_files(target, config)
+    if len(rows) == 0:
+      raise UserError(
+        f"config.data.source: {target.spec!r} has no {split} rows"
+        f" ({target.directory}): set config.data.validation_source, or raise"
+        f" config.data.validation_fraction = {config.validation_fraction}"
+        " (it holds out too few documents)"
+      )
+    mixture.components.append(rows)
+    mixture.weights.append(target.weight)
+  return mixture
+
+
+def mix(
+  components: Sequence[Sequence[Row] | prepared.PreparedRows],
+  weights: Sequence[float],
+  seed: int,
+  repeat: bool,
+) -> grain.MapDataset[Row]:
+  """Returns the shuffled rows of all components, mixed by weight.
+
+  Args:
+    components: The rows of each source.
+    weights: The weight of each source.
+    seed: Seed of the first component. The others have the next seeds, so that
+      equal sources are shuffled differently.
+    repeat: Whether to repeat each component endlessly, shuffled anew in each
+      epoch. Otherwise, the mixture ends with its shortest component.
+  """
+  shuffled = []
+  for index, rows in enumerate(components):
+    dataset = grain.MapDataset.source(rows).seed(seed + index).shuffle()
+    if repeat:
+      dataset = dataset.repeat(None)
+    shuffled.append(dataset)
+  if len(shuffled) == 1:
+    return shuffled[0]
+  return grain.MapDataset.mix(shuffled, weights)
+
+
+class GlobalBatches:
+  """This process's rows of every global batch, as a random-access source."""
+
+  def __init__(
+    self,
+    rows: grain.MapDataset[Row],
+    length: int,
+    batch_size: int,
+    share: ProcessShare,
+  ):
+    """Initializes the source.
+
+    Args:
+      rows: An endless dataset of rows.
+      length: T.
+      batch_size: Number of rows of a global batch.
+      share: The share of this process.
+    """
+    self._rows = rows
+    self._length = length
+    self._batch_size = batch_size
+    self._share = share
+
+  def __len__(self) -> int:
+    # The largest number for which all row indices fit a machine integer.
+    return sys.maxsize // self._batch_size
+
+  def __getitem__(self, index: int) -> Batch:
+    row_indices = self._share.batch_rows(index, self._batch_size)
+    rows = [self._rows[row_index] for row_index in row_indices]
+    return make_batch(rows, self._length)
+
+
+class PreparedBatches(TrainingBatches):
+  """Training batches of prepared rows."""
+
+  # The fields of a saved state that must agree, and their names for messages.
+  _FIELD_NAMES = {
+    "kind": "config.data.mode",
+    "seed": "config.data.seed",
+    "batch_size": "config.train.batch_size",
+  }
+
+  def __init__(self, mixture: RowMixture, config: Config, share: ProcessShare):
+    """Starts to read the first batch.
+
+    Args:
+      mixture: The training rows.
+      config: The run's config.
+      share: The share of this process.
+    """
+    seed = config.data.seed
+    batch_size = config.train.batch_size
+    components, weights = mixture.components, mixture.weights
+    rows = mix(components, weights, seed, repeat=True)
+
+    self._mixture = mixture
+    self._origins = [component.origin for component in components]
+    self._identity = {
+      "kind": "prepared",
+      "dataset": _fingerprint(mixture),
+      "seed": seed,
+      "batch_size": batch_size,
+    }
+    self._batches = GlobalBatches(rows, config.data.length, batch_size, share)
+    # The index of the batch that `__next__` returns next.
+    self._next_index = 0
+    source = " and ".join(component.directory for component in components)
+    super().__init__(config.data, source, self._batches_from(0))
+
+  def _batches_from(self, index: int) -> grain.IterDataset[Batch]:
+    """Returns the batches from an index on."""
+    return read_sequentially(grain.MapDataset.source(self._batches)[index:])
+
+  def __next__(self) -> Batch:
+    # The batch counts after it has arrived, because an interrupted wait is
+    # continued with the same batch.
+    batch = self._wait_for_batch()
+    self._next_index += 1
+    return batch
+
+  def data_identity(self) -> dict[str, int | str]:
+    return self._mixture.data_identity()
+
+  def get_state(self) -> dict[str, Any]:
+    return {
+      "batch": self._next_index,
+      **self._identity,
+      "rows": self._origins,
+    }
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    check_state(state, self._identity, self._FIELD_NAMES)
+    if state["dataset"] != self._identity["dataset"]:
+      raise UserError(
+        "cannot continue in the data from this checkpoint:"
+        f" {self._explain_other_rows(state)}"
+      )
+    self.close()
+    self._next_index = state["batch"]
+    self._reader = self._open_reader(self._batches_from(self._next_index))
+
+  def _explain_other_rows(self, state: dict[str, Any]) -> str:
+    """Returns why the rows of a saved state differ, and what to do."""
+    if "rows" not in state:
+      # The checkpoint is older and does not describe its rows.
+      return (
+        "config.data.source, tokenizer, length or packing, or the text itself,"
+        " has changed; set it back, or use another --workdir"
+      )
+    return prepared.explain_other_rows(
+      state["rows"], self._origins, self._config
+    )
+
+
+def _fingerprint(mixture: RowMixture) -> str:
+  """Returns a sha256 (hex) of the rows and their weights."""
+  fingerprints = [rows.fingerprint for rows in mixture.components]
+  content = json.dumps([fingerprints, mixture.weights])
+  return hashlib.sha256(content.encode()).hexdigest()

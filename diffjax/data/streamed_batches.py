@@ -1,0 +1,280 @@
+"""Training batches of documents that are read, tokenized and packed on the fly.
+
+The order of the batches is deterministic. It depends on the numbers of workers
+and processes, because each of them reads and packs parts of its own. The saved
+state is the state of the Grain iterator: a place in the files. So a run resumes
+only with the same numbers, the same version of Grain and unchanged files, as
+far as that can be seen without reading the files (see `fingerprint.py`).
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import grain
+
+from diffjax.config import Config, DataConfig, UserError
+from diffjax.data import packing, sources
+from diffjax.data.batches import ProcessShare, TrainingBatches, check_state
+from diffjax.data.document import Source
+from diffjax.data.fingerprint import check_unchanged
+from diffjax.data.reader import read_sequentially
+from diffjax.data.row import Batch, Row, make_batch
+from diffjax.data.tokenizer import load_once
+
+
+class SourceMixture(NamedTuple):
+  """The opened sources of a split.
+
+  Attributes:
+    sources: The sources.
+    weights: The weight of each source. They sum to 1.
+    tokenizer: The tokenizer, as in config.data.tokenizer.
+  """
+
+  sources: list[Source]
+  weights: list[float]
+  tokenizer: str
+
+  def data_identity(self) -> dict[str, int | str]:
+    """Returns values that all processes must share, by name for messages."""
+    tokenizer_name = f"the fingerprint of the tokenizer {self.tokenizer!r}"
+    data_identity: dict[str, int | str] = {
+      tokenizer_name: load_once(self.tokenizer).fingerprint
+    }
+    for source in self.sources:
+      data_identity.update(source.data_identity())
+    return data_identity
+
+
+def open_sources(config: DataConfig, split: str) -> SourceMixture:
+  """Opens the sources of a split.
+
+  Args:
+    config: The data fields.
+    split: "train" or "validation".
+
+  Raises:
+    UserError: if a source does not exist, is empty, or has no text field.
+  """
+  if split == "validation" and config.validation_source:
+    components = sources.parse_mixture(
+      config.validation_source, "data.validation_source"
+    )
+  else:
+    components = sources.parse_mixture(config.source, "data.source")
+  mixture = SourceMixture([], [], config.tokenizer)
+  for component in components:
+    source = sources.documents(component.spec, split, config)
+    mixture.sources.append(source)
+    mixture.weights.append(component.weight)
+  return mixture
+
+
+def stream_rows(
+  mixture: SourceMixture,
+  config: DataConfig,
+  share: ProcessShare,
+  repeat: bool,
+) -> grain.IterDataset[Row]:
+  """Returns this process's rows, tokenized and packed while they are read.
+
+  Args:
+    mixture: The sources.
+    config: The data fields.
+    share: The share of this process. Each process reads parts of its own.
+    repeat: Whether to repeat the parts endlessly, shuffled anew in each epoch.
+      Otherwise, the parts are read once and in order.
+
+  Raises:
+    UserError: if the parts are repeated, and too few for the processes and
+      workers.
+  """
+  if repeat:
+    _check_num_parts(mixture.sources, share.count, config.num_workers)
+  streams = []
+  for index, source in enumerate(mixture.sources):
+    parts = grain.MapDataset.source(source.parts)
+    if repeat:
+      # All processes shuffle the parts in the same order, so that their shares
+      # do not overlap. Sources have different seeds, as in `mix`.
+      parts = parts.seed(config.seed + index).shuffle()
+    parts = parts[share.index :: share.count]
+    if repeat:
+      parts = parts.repeat(None)
+    documents = packing.Documents(
+      read_sequentially(parts), source.read, len(source.parts), source.spec
+    )
+    counts = packing.ExampleCounts(config.length, report_first=True)
+    streams.append(packing.make_rows(documents, config, counts))
+  if len(streams) == 1:
+    return streams[0]
+  return grain.IterDataset.mix(streams, mixture.weights)
+
+
+def _check_num_parts(
+  opened: Sequence[Source], process_count: int, num_workers: int
+) -> None:
+  """Raises UserError if a process or a worker would have no part of its own.
+
+  Grain gives a worker without a part of this epoch one of the next epoch, so it
+  would read the same documents as another worker at the same time. A process or
+  worker reads parts of every source of a mixture, so the source with the fewest
+  parts decides.
+  """
+  source = opened[0]
+  for other in opened[1:]:
+    if len(other.parts) < len(source.parts):
+      source = other
+  num_parts = len(source.parts)
+  problem = (
+    f"config.data.source: {source.spec!r} has {num_parts} parts to stream"
+    " (files, row groups or runs of records)"
+  )
+  if num_parts < process_count:
+    raise UserError(
+      f"{problem}, fewer than the {process_count} processes;"
+      " split its files, or set config.data.mode to 'prepared'"
+    )
+  # The process with the fewest parts has this number.
+  max_workers = num_parts // process_count
+  if num_workers > max_workers:
+    raise UserError(
+      f"{problem}, too few for {process_count} processes with"
+      f" {num_workers} workers each; set config.data.num_workers to at most"
+      f" {max_workers}, split its files, or set config.data.mode to 'prepared'"
+    )
+
+
+def stream_batches(
+  mixture: SourceMixture, config: Config, share: ProcessShare, repeat: bool
+) -> grain.IterDataset[Batch]:
+  """Returns this process's rows in batches. Drops rows that fill no batch.
+
+  Workers read, pack and batch their own parts, so only whole batches travel
+  between processes.
+
+  Args:
+    mixture: The sources.
+    config: The run's config.
+    share: The share of this process.
+    repeat: Whether to repeat the parts endlessly, as in `stream_rows`.
+  """
+  rows = stream_rows(mixture, config.data, share, repeat)
+  return rows.batch(
+    config.train.batch_size // share.count,
+    drop_remainder=True,
+    batch_fn=_MakeBatch(config.data.length),
+  )
+
+
+class _MakeBatch:
+  """Makes a batch of rows, as Grain's `batch_fn`. Can be sent to workers."""
+
+  def __init__(self, length: int):
+    self._length = length
+
+  def __call__(self, rows: Sequence[Row]) -> Batch:
+    return make_batch(list(rows), self._length)
+
+
+class StreamedBatches(TrainingBatches):
+  """Training batches of documents that are read during training."""
+
+  # The fields of a saved state that must agree, and their names for messages.
+  _FIELD_NAMES = {
+    "kind": "config.data.mode",
+    "num_workers": "config.data.num_workers",
+    "processes": "the number of processes",
+    "dataset": "the data (config.data or config.train.batch_size)",
+    "grain": "the version of Grain",
+  }
+
+  def __init__(
+    self, mixture: SourceMixture, config: Config, share: ProcessShare
+  ):
+    """Starts to read the first batch.
+
+    Args:
+      mixture: The sources of the training data.
+      config: The run's config.
+      share: The share of this process.
+    """
+    self._mixture = mixture
+    self._files = {}
+    for source in mixture.sources:
+      self._files[source.spec] = source.fingerprint()
+    self._identity = {
+      "kind": "streamed",
+      "num_workers": config.data.num_workers,
+      "processes": share.count,
+      "grain": grain.__version__,
+      "dataset": _fingerprint(config),
+    }
+    self._batches = stream_batches(mixture, config, share, repeat=True)
+    super().__init__(config.data, config.data.source, self._batches)
+
+  def __next__(self) -> Batch:
+    return self._wait_for_batch()
+
+  def data_identity(self) -> dict[str, int | str]:
+    return self._mixture.data_identity()
+
+  def get_state(self) -> dict[str, Any]:
+    # Through JSON, because Grain's state shares its lists with the iterator.
+    grain_state = json.loads(json.dumps(self._reader.get_state()))
+    return {
+      **self._identity,
+      "files": self._files,
+      "grain_state": grain_state,
+    }
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    check_state(state, self._identity, self._FIELD_NAMES)
+    check_unchanged(state.get("files"), self._files)
+    self.close()
+    grain_state = _restore_tuples(state["grain_state"])
+    self._reader = self._open_reader(self._batches, grain_state)
+
+
+def _fingerprint(config: Config) -> str:
+  """Returns a sha256 (hex) of the fields that determine the streamed rows."""
+  data = config.data
+  fields = [
+    data.source,
+    data.validation_source,
+    data.validation_fraction,
+    data.text_field,
+    data.length,
+    data.packing,
+    data.seed,
+    load_once(data.tokenizer).fingerprint,
+    config.train.batch_size,
+  ]
+  # Newer fields are added only if they are set, so that checkpoints of earlier
+  # versions keep their fingerprints.
+  if data.prompt_field:
+    fields += [data.prompt_field, data.prompt_template]
+  if data.files:
+    fields += ["files", data.files]
+  return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+
+
+def _restore_tuples(state: Any) -> Any:
+  """Returns a Grain state with the tuples that JSON turned into lists.
+
+  Only ConcatThenSplit has tuples. It compares its "remainder_slices" with
+  tuples.
+  """
+  if isinstance(state, list):
+    return [_restore_tuples(item) for item in state]
+  if not isinstance(state, dict):
+    return state
+  restored = {}
+  for key, value in state.items():
+    if key == "remainder_slices":
+      restored[key] = {name: tuple(bounds) for name, bounds in value.items()}
+    else:
+      restored[key] = _restore_tuples(value)
+  return restored
