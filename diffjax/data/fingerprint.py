@@ -2,20 +2,29 @@
 
 Prepared rows and streamed checkpoints compare different things.
 
-Prepared rows belong to files of the same names, sizes and times, with equal
-samples of their text. The times are in nanoseconds, so text that is rewritten
-at the same size within a second counts as changed. The samples are needed where
-times cannot tell: in buckets and on some file systems they are whole seconds,
-and tools can set them. A copy of the files elsewhere has other names, so its
-rows are prepared anew, as they are if only the times changed. The inode and its
-change time are not compared: a backup, a `chmod` or a new hard link changes
-them, but not the text. Earlier versions compared whole seconds and no text.
-Their rows are accepted by that comparison (`Source.earlier_identity`).
+Prepared rows belong to files with the same names, sizes and times, and with
+equal samples of their text:
 
-A stream that is resumed goes on at a place in its files, which should be what they were. Compared are the names and sizes of all files, and
-the first and last bytes of some (of a TFDS data set, the number of its records, and some of them): enough for files that were replaced,
-rewritten, added or cut. Text that changed elsewhere at the same size is not seen. The files' times may tell of it, but a copy of the files
-has other times too. The Hub gives a hash of each file's whole content, which is compared instead.
+* Times are compared in nanoseconds. So text that is rewritten with the same
+  size within a second counts as changed.
+* Samples of the text are compared where times are not enough. In buckets and on
+  some file systems times are whole seconds, and tools can set them.
+* A copy of the files has other names, so its rows are prepared anew. The same
+  holds if only the times changed.
+* The inode and its change time are not compared. A backup, a `chmod` or a new
+  hard link changes them, but not the text.
+
+Earlier versions compared times in whole seconds and no text. Their rows are
+accepted by that comparison (`Source.earlier_identity`).
+
+A streamed run resumes at a place in its files, so they must be the same files.
+The names and sizes of all files are compared, and the first and last bytes of
+some files. For a TFDS dataset, the number of its records and some records are
+compared. This detects files that were replaced, rewritten, added or cut. It
+does not detect a change elsewhere in the text that keeps the size. The times
+could show it, but copies of the files have other times too, so other times only
+print a warning. On the Hub, each file has a hash of its whole content, which is
+compared instead.
 """
 
 from __future__ import annotations
@@ -28,14 +37,24 @@ from collections.abc import Mapping, Sequence
 from diffjax.config import UserError
 from diffjax.data.document import reason
 from diffjax.data.files import File, open_file
+from diffjax.host.files import is_remote
 from diffjax.host.progress import say
 
-_SAMPLED = 32
-_SAMPLE = 4096  # bytes, at either end of a file
+# Number of files, or of records, that are compared.
+_NUM_SAMPLES = 32
+# Bytes that are read at the beginning and at the end of a file.
+_SAMPLE_BYTES = 4096
 
 
 def fingerprint(files: Sequence[File]) -> dict[str, str]:
-  """Digests (hex) of the files' "names and sizes", "text" (of samples), "times" and "nanoseconds" (the same times).
+  """Returns digests (hex) of what identifies files.
+
+  Args:
+    files: The files of a source.
+
+  Returns:
+    A dict of four digests: "names and sizes", "text" (of samples), "times" (in
+    whole seconds) and "nanoseconds" (the same times).
 
   Raises:
     UserError: if a file cannot be read.
@@ -49,7 +68,7 @@ def fingerprint(files: Sequence[File]) -> dict[str, str]:
 
 
 def text_digest(files: Sequence[File]) -> str:
-  """Returns a digest of samples of the files, on the Hub of their contents.
+  """Returns a digest of samples of the files; on the Hub, of their contents.
 
   Raises:
     UserError: if a file cannot be read.
@@ -60,7 +79,7 @@ def text_digest(files: Sequence[File]) -> str:
   samples = hashlib.sha256()
   for index in sampled(len(files)):
     file = files[index]
-    if "://" in file.path:
+    if is_remote(file.path):
       samples.update(_remote_sample(file))
     else:
       samples.update(_sample(file))
@@ -70,10 +89,10 @@ def text_digest(files: Sequence[File]) -> str:
 def _sample(file: File) -> bytes:
   """Returns the first and the last bytes of a file."""
   try:
-    with open_file(file.path) as opened:
-      beginning = opened.read(_SAMPLE)
-      opened.seek(max(0, file.size - _SAMPLE))
-      return beginning + opened.read(_SAMPLE)
+    with open_file(file.path) as stream:
+      beginning = stream.read(_SAMPLE_BYTES)
+      stream.seek(max(0, file.size - _SAMPLE_BYTES))
+      return beginning + stream.read(_SAMPLE_BYTES)
   except OSError as error:
     raise UserError(f"{file.path}: cannot be read ({reason(error)})") from error
 
@@ -84,53 +103,68 @@ _remote_sample = functools.lru_cache(maxsize=1024)(_sample)
 
 
 def sampled(count: int) -> list[int]:
-  """The indices, of `count`, of what is compared: some, the first and the last among them."""
-  return sorted(
-    {(count - 1) * number // (_SAMPLED - 1) for number in range(_SAMPLED)}
-  )
+  """Returns the indices that are compared, evenly spaced or all.
+
+  The first and the last index are always among them.
+
+  Args:
+    count: Number of files or records.
+  """
+  indices = set()
+  for sample in range(_NUM_SAMPLES):
+    indices.add((count - 1) * sample // (_NUM_SAMPLES - 1))
+  return sorted(indices)
 
 
 def digest(value: object) -> str:
-  """sha256 (hex) of a value that JSON holds."""
+  """Returns the sha256 (hex) of a value, written as JSON."""
   return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def check_unchanged(
   saved: Mapping[str, Mapping[str, str]] | None,
-  own: Mapping[str, Mapping[str, str]],
+  current: Mapping[str, Mapping[str, str]],
 ) -> None:
-  """Refuses to go on in changed files, and says what cannot be checked.
+  """Checks that the files of a checkpoint are unchanged.
+
+  Prints a line if the files cannot be compared, or have other times.
 
   Args:
-    saved: The fingerprints of a checkpoint, by source; None if it has none.
-    own: Those of the run, of the same sources.
+    saved: The fingerprints in the checkpoint, by source. None if it has none.
+    current: The fingerprints of this run, of the same sources.
 
   Raises:
-    UserError: if the files of a source have changed. Names the source, and what to do.
+    UserError: if the files of a source have changed. The message names the
+      source, and what to do.
   """
   if saved is None:
     say(
-      "this checkpoint is of a version that did not note which files it read: whether they have changed since is not checked"
+      "this checkpoint is of a version that did not note which files it read:"
+      " whether they have changed since is not checked"
     )
     return
-  for spec, now in own.items():
-    changed = next(
-      (
-        what
-        for what in ("names and sizes", "text")
-        if saved[spec][what] != now[what]
-      ),
-      None,
-    )
-    if changed:
+  for spec in current:
+    _check_source_unchanged(spec, saved[spec], current[spec])
+
+
+def _check_source_unchanged(
+  spec: str, saved: Mapping[str, str], current: Mapping[str, str]
+) -> None:
+  """Raises UserError if the files of one source have changed."""
+  for aspect in ("names and sizes", "text"):
+    if saved[aspect] != current[aspect]:
       raise UserError(
-        f"cannot continue in the data from this checkpoint: of the files of {spec!r}, the {changed} changed since, and a stream goes on at "
-        "a place in the old ones: put those back, or start over with another --workdir (--config.train.init_from keeps the parameters)"
+        "cannot continue in the data from this checkpoint: of the files of"
+        f" {spec!r}, the {aspect} changed since, and a stream goes on at a"
+        " place in the old ones: put those back, or start over with another"
+        " --workdir (--config.train.init_from keeps the parameters)"
       )
-    # Older checkpoints have whole seconds only.
-    times = "nanoseconds" if "nanoseconds" in saved[spec] else "times"
-    if saved[spec][times] != now[times]:
-      say(
-        f"the files of {spec!r} have other times than at this checkpoint; their names, their sizes and the samples of their text that are "
-        "compared are the same, so the run goes on; a change elsewhere in them would not be noticed"
-      )
+  # Older checkpoints have only whole seconds.
+  times = "nanoseconds" if "nanoseconds" in saved else "times"
+  if saved[times] != current[times]:
+    say(
+      f"the files of {spec!r} have other times than at this checkpoint; their"
+      " names, their sizes and the samples of their text that are compared are"
+      " the same, so the run goes on; a change elsewhere in them would not be"
+      " noticed"
+    )

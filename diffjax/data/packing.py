@@ -1,20 +1,33 @@
 """Packing: documents become examples of tokens, and examples share rows.
 
-A row holds T + 1 tokens: the model reads the first T and predicts the last T. A document becomes an example,
-``start + prompt + text + end``, where start and end are the tokenizer's document tokens: one separator each for models that are trained
-here. Targets in its prompt, the start included, have weight 0. Plain text is an example whose prompt has length 0.
+A row holds T + 1 tokens: the first T are inputs, the last T are targets. A
+document becomes one example: ``start + prompt + text + end``. Start and end are
+the tokenizer's document tokens, one separator each for models that are trained
+here. Targets inside the prompt have weight 0. If there is a prompt, the start
+is part of it. Plain text is an example with a prompt of length 0.
 
-* "documents": whole examples share a row. Each is a segment with positions that restart. An example longer than a row is cut into pieces,
-  each a segment of its own.
-* "concat" (plain text only): all tokens in one sequence, cut every T + 1. A row is one segment. Only the last row of a shard may be padded.
+There are two kinds of packing:
 
-Nothing of plain text is dropped or repeated. With prompts, an example is left out if its prompt fills a row, since no target would see the
-whole prompt; and the last piece of an example is left out if it is a single token, since it has no target. The later pieces of an answer
-that is longer than a row do not see its prompt.
+* "documents": Whole examples share a row. Each example is a segment, with its
+  own positions. An example that is longer than a row is cut into pieces, and
+  each piece is a segment.
+* "concat": All tokens form one sequence, which is cut every T + 1 tokens. Each
+  row is one segment. Only the last row of a shard may contain padding. Plain
+  text only.
 
-Prompt and answer are tokenised apart, because the model is later given a prompt alone. config.data.prompt_template stands around the
-prompt. Its default, "Question: …", a line break, "Answer:" and a line break, is a common form for mathematics and ends where tokenizers
-split anyway, so that the tokens of the answer are those of its text.
+Plain text is never dropped or repeated. Two things are dropped from examples
+with a prompt:
+
+* Examples with a prompt that fills a row. No target could attend to all of it.
+* A last piece of a single token, because it has no target.
+
+If an answer is longer than a row, only its first piece sees the prompt.
+
+The prompt and the answer are tokenized separately, because at inference the
+model is given a prompt alone. `config.data.prompt_template` is the text around
+the prompt. The default is "Question: …", a line break, "Answer:" and a line
+break. This form is common for mathematics. Tokenizers split after its last line
+break, so the answer has the same tokens as it has without a prompt.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,13 +43,21 @@ from diffjax.data.row import Row
 from diffjax.data.tokenizer import load_once
 from diffjax.host.progress import say
 
+# The packer fills several rows at the same time and emits them together. More
+# rows leave less padding but take more memory. The number of rows follows from
+# this total number of tokens and is limited by the bounds below.
+_PACKER_TOKENS = 1 << 18
+_MIN_PACKER_ROWS = 8
+_MAX_PACKER_ROWS = 128
+
 
 class Example(NamedTuple):
   """The tokens of a document.
 
   Attributes:
-    tokens: Ids, document tokens included.
-    prompt_length: Number of tokens at the start that are not learnt; 0 for plain text.
+    tokens: Token ids, including the document tokens.
+    prompt_length: Number of first tokens that are not learned. It includes the
+      document tokens before the prompt. 0 for plain text.
   """
 
   tokens: Int[np.ndarray, "n"]
@@ -44,61 +65,79 @@ class Example(NamedTuple):
 
 
 class Tokenize:
-  """Turns a document into an Example."""
+  """Converts a Document to an Example."""
 
   def __init__(self, tokenizer: str):
-    self._spec = tokenizer
+    self._tokenizer_spec = tokenizer
 
   def __call__(self, document: Document) -> Example:
-    tokenizer = load_once(self._spec)
-    start, end, *_ = tokenizer.document_tokens
-    parts: list[Any] = [start]
+    tokenizer = load_once(self._tokenizer_spec)
+    document_tokens = tokenizer.document_tokens
+    before_text = np.asarray(document_tokens.start, np.int32)
     prompt_length = 0
     if document.prompt is not None:
-      prompt = tokenizer.encode(document.prompt)
-      parts.append(prompt)
-      prompt_length = len(start) + len(prompt)
-    parts += [tokenizer.encode(document.text), end]
-    tokens = np.concatenate([np.asarray(part, np.int32) for part in parts])
+      prompt = np.asarray(tokenizer.encode(document.prompt), np.int32)
+      before_text = np.concatenate([before_text, prompt])
+      prompt_length = len(before_text)
+    text = np.asarray(tokenizer.encode(document.text), np.int32)
+    end = np.asarray(document_tokens.end, np.int32)
+    tokens = np.concatenate([before_text, text, end])
     return Example(tokens, prompt_length)
 
 
 class ExampleCounts:
-  """Counts of examples with prompts that do not fit a row.
+  """Counts the examples with prompts that do not fit a row.
 
   Attributes:
-    skipped: Examples left out, because their prompts fill a row.
-    cut: Examples in several pieces, of which the later ones do not see the prompt.
+    skipped: Number of examples that are dropped, because the prompt fills a
+      row.
+    cut: Number of examples that are cut into several pieces. Only the first
+      piece sees the prompt.
   """
 
-  # Skipped examples in a row before an error: a source of nothing else, repeated for ever, would be read for ever.
-  _PATIENCE = 10_000
+  # Without this limit, a repeated source in which every prompt fills a row
+  # would be read endlessly.
+  _MAX_SKIPPED_IN_A_ROW = 10_000
 
   def __init__(self, length: int, report_first: bool = False):
-    """report_first: report the first skipped example (a stream has no final count)."""
-    self.skipped = self.cut = self._in_a_row = 0
-    self._length, self._report_first = length, report_first
+    """Initializes the counts.
+
+    Args:
+      length: T, for messages.
+      report_first: Whether to report the first dropped example. Set it for
+        streamed data, which has no final count to report.
+    """
+    self.skipped = 0
+    self.cut = 0
+    self._skipped_in_a_row = 0
+    self._length = length
+    self._report_first = report_first
 
   def skip(self, prompt_length: int) -> None:
-    """Counts an example that is left out.
+    """Counts an example that is dropped.
 
     Raises:
-      UserError: if thousands were left out one after the other.
+      UserError: if thousands of consecutive examples were dropped.
     """
     self.skipped += 1
-    self._in_a_row += 1
-    message = f"a prompt of {prompt_length:,} tokens fills a row (config.data.length = {self._length}), which leaves nothing to learn"
-    if self._in_a_row > self._PATIENCE:
+    self._skipped_in_a_row += 1
+    message = (
+      f"a prompt of {prompt_length:,} tokens fills a row"
+      f" (config.data.length = {self._length}), which leaves nothing to learn"
+    )
+    if self._skipped_in_a_row > self._MAX_SKIPPED_IN_A_ROW:
       raise UserError(
-        f"config.data.source: {message}, and so do the {self._PATIENCE:,} before it; raise config.data.length"
+        f"config.data.source: {message}. The {self._MAX_SKIPPED_IN_A_ROW:,}"
+        " prompts before it also fill a row; raise config.data.length"
       )
     if self._report_first and self.skipped == 1:
       say(f"{message}: such examples are left out")
 
   def take(self, is_cut: bool) -> None:
     """Counts an example that is packed."""
-    self.cut += is_cut
-    self._in_a_row = 0
+    self._skipped_in_a_row = 0
+    if is_cut:
+      self.cut += 1
 
 
 def pack(
@@ -107,90 +146,118 @@ def pack(
   packing: str,
   counts: ExampleCounts,
 ) -> grain.IterDataset[Row]:
-  """Packs examples into rows.
+  """Returns a dataset of rows, packed from examples.
 
   Args:
-    examples: Dataset of Example.
-    length: T.
+    examples: The examples.
+    length: T, the number of targets in a row.
     packing: "documents" or, for plain text, "concat".
-    counts: Examples that do not fit are counted there.
+    counts: Counts the examples that do not fit a row.
 
   Returns:
-    Dataset of Row. An iterator's state says exactly which rows it has given.
+    A dataset of rows. The state of its iterator determines exactly which rows
+    come next.
 
   Raises:
-    UserError: while iterating, if thousands of examples after one another do not fit a row.
+    UserError: during iteration, if thousands of consecutive examples do not fit
+      a row.
   """
   if packing == "concat":
-    elements = examples.map(_tokens)
-    packed = grain.experimental.ConcatThenSplitIterDataset(
-      elements, length_struct={"tokens": length + 1}
-    )
-    return packed.map(_concatenated_row)
-  pieces = grain.experimental.FlatMapIterDataset(
-    examples, _Pieces(length + 1, counts)
+    return _pack_concat(examples, length)
+  return _pack_documents(examples, length, counts)
+
+
+def _pack_concat(
+  examples: grain.IterDataset[Example], length: int
+) -> grain.IterDataset[Row]:
+  """Concatenates all examples and cuts them every T + 1 tokens."""
+  packed = grain.experimental.ConcatThenSplitIterDataset(
+    examples.map(_concat_element), length_struct={"tokens": length + 1}
   )
-  # The packer gives out its rows together, once a piece fits none of them. More rows leave less padding, and cost memory.
-  num_rows = min(128, max(8, (1 << 18) // (length + 1)))
-  packed = grain.experimental.BestFitPackIterDataset(
-    pieces,
-    length_struct={"tokens": length + 1},
-    num_packing_bins=num_rows,
-    shuffle_bins=False,
-    meta_features=(
-      "tokens",
-      "segment_length",
-      "prompt_length",
-    ),  # given out as they are, the last two in a list for each row
-  )
-  return packed.map(_packed_row)
+  return packed.map(_concat_row)
 
 
-class _Pieces(grain.experimental.FlatMapTransform):
-  """Cuts an example into pieces that fit a row."""
-
-  max_fan_out = 1 << 30
-
-  def __init__(self, size: int, counts: ExampleCounts):
-    self._size, self._counts = size, counts
-
-  def flat_map(self, example: Example) -> list[dict[str, Any]]:
-    tokens, prompt_length = example
-    if prompt_length >= self._size:
-      self._counts.skip(prompt_length)
-      return []
-    starts = range(
-      0, len(tokens) - (prompt_length > 0), self._size
-    )  # with a prompt, without a last piece of one token
-    self._counts.take(len(starts) > 1)
-    pieces = [tokens[start : start + self._size] for start in starts]
-    prompt_lengths = [prompt_length] + [0] * (len(pieces) - 1)
-    return [
-      {"tokens": piece, "segment_length": len(piece), "prompt_length": number}
-      for piece, number in zip(pieces, prompt_lengths, strict=True)
-    ]
-
-
-def _packed_row(element: dict[str, Any]) -> Row:
-  lengths = np.array(element["segment_length"], np.int32)
-  return Row(
-    element["tokens"][: lengths.sum()],
-    lengths,
-    np.array(element["prompt_length"], np.int32),
-  )
-
-
-def _tokens(example: Example) -> dict[str, Int[np.ndarray, "n"]]:
+def _concat_element(example: Example) -> dict[str, Int[np.ndarray, "n"]]:
+  """Converts an example to an element for the packer."""
   return {"tokens": example.tokens}
 
 
-def _concatenated_row(element: dict[str, Any]) -> Row:
-  count = np.count_nonzero(element["tokens_segment_ids"])
+def _concat_row(element: dict[str, Any]) -> Row:
+  """Converts an element from the packer to a row with one segment."""
+  # Padding has the segment id 0.
+  num_tokens = np.count_nonzero(element["tokens_segment_ids"])
   return Row(
-    element["tokens"][:count],
-    np.array([count], np.int32),
-    np.zeros(1, np.int32),
+    tokens=element["tokens"][:num_tokens],
+    segment_lengths=np.array([num_tokens], np.int32),
+    prompt_lengths=np.zeros(1, np.int32),
   )
+
+
+def _pack_documents(
+  examples: grain.IterDataset[Example], length: int, counts: ExampleCounts
+) -> grain.IterDataset[Row]:
+  """Packs whole examples, or pieces of long ones, by best fit."""
+  row_size = length + 1
+  num_rows = _PACKER_TOKENS // row_size
+  num_rows = min(max(num_rows, _MIN_PACKER_ROWS), _MAX_PACKER_ROWS)
+  packed = grain.experimental.BestFitPackIterDataset(
+    grain.experimental.FlatMapIterDataset(examples, _Cut(row_size, counts)),
+    length_struct={"tokens": row_size},
+    num_packing_bins=num_rows,
+    shuffle_bins=False,
+    # Without segment ids and positions. The two lengths become lists with one
+    # entry for each piece in the row.
+    meta_features=("tokens", "segment_length", "prompt_length"),
+  )
+  return packed.map(_documents_row)
+
+
+class _Cut(grain.experimental.FlatMapTransform):
+  """Cuts an example into pieces that fit a row."""
+
+  # Grain raises an error if an example has more pieces. No example does.
+  max_fan_out = 1 << 30
+
+  def __init__(self, row_size: int, counts: ExampleCounts):
+    self._row_size = row_size
+    self._counts = counts
+
+  def flat_map(self, example: Example) -> list[dict[str, Any]]:
+    """Returns the pieces of an example, as elements for the packer."""
+    if example.prompt_length >= self._row_size:
+      self._counts.skip(example.prompt_length)
+      return []
+
+    # Pieces start before this position. With a prompt, no piece starts at the
+    # last token: a piece of a single token has no target.
+    end = len(example.tokens)
+    if example.prompt_length > 0:
+      end -= 1
+
+    pieces = []
+    prompt_length = example.prompt_length
+    for start in range(0, end, self._row_size):
+      tokens = example.tokens[start : start + self._row_size]
+      pieces.append(
+        {
+          "tokens": tokens,
+          "segment_length": len(tokens),
+          "prompt_length": prompt_length,
+        }
+      )
+      # Only the first piece contains the prompt.
+      prompt_length = 0
+
+    self._counts.take(is_cut=len(pieces) > 1)
+    return pieces
+
+
+def _documents_row(element: dict[str, Any]) -> Row:
+  """Converts an element from the packer to a row without padding."""
+  segment_lengths = np.array(element["segment_length"], np.int32)
+  prompt_lengths = np.array(element["prompt_length"], np.int32)
+  num_tokens = segment_lengths.sum()
+  return Row(element["tokens"][:num_tokens], segment_lengths, prompt_lengths)
 
 
 def make_rows(
@@ -198,33 +265,32 @@ def make_rows(
   config: DataConfig,
   counts: ExampleCounts,
 ) -> grain.IterDataset[Row]:
-  """Tokenises and packs documents as the config says.
+  """Tokenizes and packs documents, according to the config.
 
   Args:
-    documents: Dataset of Document, all with a prompt if config.prompt_field is set, else all without.
-    config: The data fields.
-    counts: Examples that do not fit a row are counted there.
+    documents: The documents. All have a prompt if `config.prompt_field` is set.
+      Otherwise, none has a prompt.
+    config: `config.data` of the run.
+    counts: Counts the examples that do not fit a row.
 
   Returns:
-    Dataset of Row.
+    A dataset of rows.
   """
-  return pack(
-    documents.map(Tokenize(config.tokenizer)),
-    config.length,
-    config.packing,
-    counts,
-  )
+  examples = documents.map(Tokenize(config.tokenizer))
+  return pack(examples, config.length, config.packing, counts)
 
 
 class Documents(grain.IterDataset):
   """Dataset of the documents of a source.
 
-  An iterator's state is that of its parts and the number of documents taken from the current part.
+  The state of an iterator consists of the state of the parts' iterator and the
+  number of documents that were taken from the current part.
 
   Args:
-    parts: Dataset of parts, once or for ever.
-    read: Gives the documents of a part.
-    patience: Parts in a row that may hold no documents. More are an error: an empty source, repeated for ever, would be read for ever.
+    parts: Dataset of the source's parts. It may repeat endlessly.
+    read: Returns an iterator over the documents of a part.
+    patience: The maximum number of consecutive parts without documents. Without
+      it, an empty source that repeats would be read endlessly.
     spec: The source, for messages.
   """
 
@@ -236,53 +302,68 @@ class Documents(grain.IterDataset):
     spec: str,
   ):
     super().__init__(parts)
-    self._read, self._patience, self._spec = read, patience, spec
+    self._read = read
+    self._patience = patience
+    self._spec = spec
 
   def __iter__(self) -> grain.DatasetIterator:
-    return _DocumentIterator(
-      self._parent.__iter__(), self._read, self._patience, self._spec
-    )
+    parts = self._parent.__iter__()
+    return _DocumentIterator(parts, self._read, self._patience, self._spec)
 
 
 class _DocumentIterator(grain.DatasetIterator):
+  """Iterator of `Documents`."""
+
   def __init__(
     self,
-    parent: grain.DatasetIterator,
+    parts: grain.DatasetIterator,
     read: Callable[[Any], Iterator[Document]],
     patience: int,
     spec: str,
   ):
-    super().__init__(parent)
-    self._read, self._patience, self._spec = read, patience, spec
+    super().__init__(parts)
+    self._read = read
+    self._patience = patience
+    self._spec = spec
+    # The documents that remain in the current part. No part is open yet.
     self._documents: Iterator[Document] = iter(())
-    self._before_part = parent.get_state()
-    self._taken = 0
+    # The state of the parts' iterator before the current part.
+    self._part_state = parts.get_state()
+    # The number of documents taken from the current part.
+    self._num_taken = 0
 
   def __next__(self) -> Document:
-    parts = 0
+    num_opened = 0
     while True:
-      for document in self._documents:
-        self._taken += 1
+      document = next(self._documents, None)
+      if document is not None:
+        self._num_taken += 1
         return document
-      parts += 1
-      if parts > self._patience + 1:
+      if num_opened > self._patience:
         raise UserError(
-          f"config.data.source {self._spec!r}: empty: no document to train on (documents without text do not count, nor those "
-          "held out by config.data.validation_fraction)"
+          f"config.data.source {self._spec!r}: empty: no document to train on"
+          " (documents without text, and documents held out by"
+          " config.data.validation_fraction, are not counted)"
         )
-      before = self._parent.get_state()
-      part = next(self._parent)
-      self._before_part, self._taken, self._documents = (
-        before,
-        0,
-        self._read(part),
-      )
+      self._open_next_part()
+      num_opened += 1
+
+  def _open_next_part(self) -> None:
+    """Starts to read the next part. Raises StopIteration after the last one."""
+    part_state = self._parent.get_state()
+    part = next(self._parent)
+    self._part_state = part_state
+    self._documents = self._read(part)
+    self._num_taken = 0
 
   def get_state(self) -> dict[str, Any]:
-    return {"part": self._before_part, "taken": self._taken}
+    return {"part": self._part_state, "taken": self._num_taken}
 
   def set_state(self, state: dict[str, Any]) -> None:
     self._parent.set_state(state["part"])
-    self._before_part, self._taken, self._documents = state["part"], 0, iter(())
+    self._part_state = state["part"]
+    self._documents = iter(())
+    self._num_taken = 0
+    # A part can only be read from its beginning.
     for _ in range(state["taken"]):
       next(self)

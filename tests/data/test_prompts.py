@@ -486,7 +486,7 @@ def test_prompts_that_all_fill_a_row(make_example_config, monkeypatch):
     UserError, match="empty: no document to train on.*prompts"
   ):
     prepared.prepare(make_example_config(length=8).data, 1)
-  monkeypatch.setattr(packing.ExampleCounts, "_PATIENCE", 200)
+  monkeypatch.setattr(packing.ExampleCounts, "_MAX_SKIPPED_IN_A_ROW", 200)
   with pytest.raises(
     UserError,
     match=r"a prompt of \d+ tokens fills a row \(config.data.length = 8\).*raise config.data.length",
