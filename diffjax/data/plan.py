@@ -1,8 +1,8 @@
 """Resolves the data fields whose values depend on the run.
 
-`config.data.mode = "auto"` depends on the number of processes, and
-`config.data.files = 0` for hf:// sources on the number of tokens that the run
-trains on.
+`config.data.mode = "auto"` depends on the number of processes.
+`config.data.files = 0` depends, for hf:// sources, on the number of tokens that
+the run trains on.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ def resolve(
   if data.mode == "auto":
     mode = "prepared" if process_count == 1 else "streamed"
     data = dataclasses.replace(data, mode=mode)
+
   components = sources.parse_mixture(data.source)
   has_remote = any(
     sources.is_on_hub(component.spec) for component in components
   )
-  if has_remote and not data.files:
+  if has_remote and data.files == 0:
     train = config.train
     tokens = train.steps * train.batch_size * data.length
     num_files = _files_needed(components, tokens, data, note)
@@ -86,28 +87,45 @@ def _remote_files_needed(
   config: DataConfig,
   note: Callable[[str], None],
 ) -> int:
-  sizes = source.matched_sizes
+  """Returns how many files of an hf:// source hold a number of tokens.
+
+  The first documents are read, to estimate the number of tokens per byte.
+
+  Args:
+    source: The source.
+    tokens: Number of tokens that the run takes from it.
+    config: The data fields.
+    note: Called with a line for the user.
+
+  Raises:
+    UserError: if the source has no documents, or cannot be read.
+  """
   sample = take_sample(source, config)
-  if not sample.tokens:
+  if sample.tokens == 0:
     raise UserError(
       f"config.data.source {source.spec!r}: empty: no document to train on"
     )
   tokens_per_byte = sample.tokens / sample.stored_bytes
+  sizes = source.matched_sizes
+  # If no number suffices, the loop ends with all files.
   for num_files in range(1, len(sizes) + 1):
-    size = sum(file_source.spread(sizes, num_files))
-    if size * tokens_per_byte >= _MARGIN * tokens:
+    num_bytes = sum(file_source.spread(sizes, num_files))
+    available_tokens = num_bytes * tokens_per_byte
+    if available_tokens >= _MARGIN * tokens:
       break
-  available = size * tokens_per_byte
-  if available < tokens:
+
+  if available_tokens < tokens:
+    num_epochs = tokens / available_tokens
     note(
       f"{source.spec}: its {len(sizes)} files hold about"
-      f" {short_number(available)} tokens and the run takes"
-      f" {short_number(tokens)}: they are read {tokens / available:.1f} times"
+      f" {short_number(available_tokens)} tokens and the run takes"
+      f" {short_number(tokens)}: they are read {num_epochs:.1f} times"
     )
   else:
     note(
       f"{source.spec}: reading {num_files} of {len(sizes)} files"
-      f" ({short_number(size)}B), about {short_number(available)} tokens for"
-      f" the run's {short_number(tokens)} (config.data.files sets the number)"
+      f" ({short_number(num_bytes)}B), about {short_number(available_tokens)}"
+      f" tokens for the run's {short_number(tokens)} (config.data.files sets"
+      " the number)"
     )
   return num_files

@@ -11,9 +11,9 @@ from jaxtyping import Bool, Int, Shaped
 Batch = dict[str, Shaped[np.ndarray, "b T"]]
 
 # Numbers on disk are little-endian.
-_INT32 = np.dtype("<i4")
-_UINT16 = np.dtype("<u2")
-_UINT32 = np.dtype("<u4")
+_INT32: np.dtype = np.dtype("<i4")
+_UINT16: np.dtype = np.dtype("<u2")
+_UINT32: np.dtype = np.dtype("<u4")
 # Token ids of smaller vocabularies fit two bytes.
 _MAX_UINT16_VOCABULARY = 1 << 16
 
@@ -138,9 +138,10 @@ def encode_row(row: Row, vocab_size: int, with_prompts: bool) -> bytes:
     header = [-num_segments, *row.segment_lengths, *row.prompt_lengths]
   else:
     header = [num_segments, *row.segment_lengths]
-  token_type = _UINT32
   if vocab_size <= _MAX_UINT16_VOCABULARY:
     token_type = _UINT16
+  else:
+    token_type = _UINT32
   header_bytes = np.array(header, _INT32).tobytes()
   return header_bytes + row.tokens.astype(token_type).tobytes()
 

@@ -5,23 +5,27 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import grain
+from array_record.python import array_record_module
 
 from diffjax.config import DataConfig
 from diffjax.data import packing
 from diffjax.data.document import Document, Source
-from diffjax.data.row import encode_row
+from diffjax.data.reader import read_sequentially
+from diffjax.data.row import Row, encode_row
 from diffjax.data.tokenizer import load_once
 
-# About two row groups of FineWeb-Edu, and a few seconds of work.
+# Limits of a sample: about two row groups of FineWeb-Edu, and a few seconds of
+# work.
 _MAX_CHARACTERS = 8 << 20
 _MAX_DOCUMENTS = 20_000
 
 
 class Sample(NamedTuple):
-  """What the first documents of a source became.
+  """Measurements of the first documents of a source.
 
   Attributes:
     stored_bytes: Bytes of the source's files that were read.
@@ -52,31 +56,36 @@ def take_sample(source: Source, config: DataConfig) -> Sample:
   Raises:
     UserError: if a document cannot be read.
   """
-  from array_record.python import array_record_module
-
-  vocab_size = load_once(config.tokenizer).vocab_size
+  # Not part of the measured time.
+  load_once(config.tokenizer)
   start = time.monotonic()
   documents, stored_bytes = _first_documents(source)
   if not documents:
     return Sample(stored_bytes, 0, 0, time.monotonic() - start)
-  dataset = grain.MapDataset.source(documents).to_iter_dataset(
-    grain.ReadOptions(num_threads=0)
-  )
+
+  dataset = read_sequentially(grain.MapDataset.source(documents))
   counts = packing.ExampleCounts(config.length)
-  tokens = 0
+  rows = packing.make_rows(dataset, config, counts)
   with tempfile.TemporaryDirectory() as directory:
     path = os.path.join(directory, "sample.array_record")
-    writer = array_record_module.ArrayRecordWriter(path, "group_size:1")
-    try:
-      for row in packing.make_rows(dataset, config, counts):
-        tokens += len(row.tokens)
-        writer.write(
-          encode_row(row, vocab_size, with_prompts=bool(config.prompt_field))
-        )
-    finally:
-      writer.close()
+    tokens = _write_rows(rows, path, config)
     row_bytes = os.path.getsize(path)
   return Sample(stored_bytes, tokens, row_bytes, time.monotonic() - start)
+
+
+def _write_rows(rows: Iterable[Row], path: str, config: DataConfig) -> int:
+  """Writes rows as they are prepared, and returns the number of tokens."""
+  vocab_size = load_once(config.tokenizer).vocab_size
+  with_prompts = bool(config.prompt_field)
+  tokens = 0
+  writer = array_record_module.ArrayRecordWriter(path, "group_size:1")
+  try:
+    for row in rows:
+      tokens += len(row.tokens)
+      writer.write(encode_row(row, vocab_size, with_prompts))
+  finally:
+    writer.close()
+  return tokens
 
 
 def _first_documents(source: Source) -> tuple[list[Document], float]:

@@ -85,7 +85,7 @@ class ValidationBatches:
 
   @property
   def rows(self) -> int:
-    """Number of rows over all processes, without those that fill up."""
+    """Number of rows over all processes, without empty ones."""
     return self._num_rows
 
   def data_identity(self) -> dict[str, int | str]:
