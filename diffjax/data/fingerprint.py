@@ -146,8 +146,8 @@ def check_unchanged(
   """
   if saved is None:
     say(
-      "this checkpoint is of a version that did not note which files it read:"
-      " whether they have changed since is not checked"
+      "this checkpoint was written by a version that did not record which files"
+      " it read; the files are not checked for changes"
     )
     return
   for spec in current:
@@ -161,17 +161,17 @@ def _check_source_unchanged(
   for aspect in ("names and sizes", "text"):
     if saved[aspect] != current[aspect]:
       raise UserError(
-        "cannot continue in the data from this checkpoint: of the files of"
-        f" {spec!r}, the {aspect} changed since, and a stream goes on at a"
-        " place in the old ones: put those back, or start over with another"
-        " --workdir (--config.train.init_from keeps the parameters)"
+        "cannot continue in the data from this checkpoint:"
+        f" the {aspect} of the files of {spec!r} changed since, and a stream"
+        " resumes at a position in the old files; restore them, or start over"
+        " with another --workdir (--config.train.init_from keeps the"
+        " parameters)"
       )
   # Older checkpoints have only whole seconds.
   times = "nanoseconds" if "nanoseconds" in saved else "times"
   if saved[times] != current[times]:
     say(
-      f"the files of {spec!r} have other times than at this checkpoint; their"
-      " names, their sizes and the samples of their text that are compared are"
-      " the same, so the run goes on; a change elsewhere in them would not be"
-      " noticed"
+      f"the files of {spec!r} have other times than at this checkpoint; the run"
+      " continues, because their names, their sizes and samples of their text"
+      " are the same; a change elsewhere in the text would not be detected"
     )

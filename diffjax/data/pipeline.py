@@ -1,6 +1,6 @@
 """Batches for training and validation.
 
-A batch takes this way from a file to the loss:
+The path of a batch from a file to the loss:
 
 1. `sources.py` opens the files and divides them into parts. A source yields the
    documents of a part (`document.py`).
@@ -12,12 +12,13 @@ A batch takes this way from a file to the loss:
    positions and weights.
 5. `reader.py` reads batches ahead, and reports reads that hang.
 6. `training/session.py` puts a batch on the devices. `training/step.py` computes
-   the loss: the cross entropy of the targets, weighted with the weights.
+   the loss: the cross entropy of the targets, weighted by the weights.
 
-Validation batches take the same way. `validation_batches.py` keeps their rows in
-a fixed order.
+Validation batches skip step 5. `validation_batches.py` reads their rows in a
+fixed order, and `training/validation.py` computes the losses.
 """
 
+import math
 from collections.abc import Iterator
 
 import grain
@@ -194,8 +195,7 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
     return
   choice = f"{smallest}"
   # The next multiple, or the size itself if it is one.
-  num_groups = -(-smallest // _SHARDING_MULTIPLE)
-  padded = num_groups * _SHARDING_MULTIPLE
+  padded = math.ceil(smallest / _SHARDING_MULTIPLE) * _SHARDING_MULTIPLE
   if padded != smallest:
     choice += f", or {padded}, which shards evenly"
   raise UserError(

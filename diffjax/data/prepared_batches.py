@@ -66,9 +66,9 @@ def _check_targets(targets: Sequence[prepared.Target]) -> None:
     if not prepared.is_prepared(target):
       raise UserError(
         "config.data.mode = 'prepared': rows are not prepared"
-        f" ({target.directory}), and several processes do not prepare;"
-        " run python -m diffjax.prepare with the same --config flags first,"
-        " or set config.data.mode to 'streamed'"
+        f" ({target.directory}), and a run of several processes does not"
+        " prepare them; run python -m diffjax.prepare with the same --config"
+        " flags first, or set config.data.mode to 'streamed'"
       )
 
 
@@ -191,6 +191,10 @@ class GlobalBatches:
     rows = [self._rows[row_index] for row_index in row_indices]
     return make_batch(rows, self._length)
 
+  def starting_at(self, index: int) -> grain.IterDataset[Batch]:
+    """Returns a dataset of the batches from an index on."""
+    return read_sequentially(grain.MapDataset.source(self)[index:])
+
 
 class PreparedBatches(TrainingBatches):
   """Training batches of prepared rows."""
@@ -212,26 +216,23 @@ class PreparedBatches(TrainingBatches):
     """
     seed = config.data.seed
     batch_size = config.train.batch_size
-    components, weights = mixture.components, mixture.weights
-    rows = mix(components, weights, seed, repeat=True)
+    rows = mix(mixture.components, mixture.weights, seed, repeat=True)
+    batches = GlobalBatches(rows, config.data.length, batch_size, share)
+    directories = [component.directory for component in mixture.components]
+    source = " and ".join(directories)
+    super().__init__(config.data, source, batches.starting_at(0))
 
     self._mixture = mixture
-    self._origins = [component.origin for component in components]
+    self._batches = batches
+    # The index of the batch that `__next__` returns next.
+    self._next_index = 0
+    self._origins = [component.origin for component in mixture.components]
     self._identity = {
       "kind": "prepared",
       "dataset": _fingerprint(mixture),
       "seed": seed,
       "batch_size": batch_size,
     }
-    self._batches = GlobalBatches(rows, config.data.length, batch_size, share)
-    # The index of the batch that `__next__` returns next.
-    self._next_index = 0
-    source = " and ".join(component.directory for component in components)
-    super().__init__(config.data, source, self._batches_from(0))
-
-  def _batches_from(self, index: int) -> grain.IterDataset[Batch]:
-    """Returns the batches from an index on."""
-    return read_sequentially(grain.MapDataset.source(self._batches)[index:])
 
   def __next__(self) -> Batch:
     # The batch counts after it has arrived, because an interrupted wait is
@@ -259,7 +260,8 @@ class PreparedBatches(TrainingBatches):
       )
     self.close()
     self._next_index = state["batch"]
-    self._reader = self._open_reader(self._batches_from(self._next_index))
+    batches = self._batches.starting_at(self._next_index)
+    self._reader = self._open_reader(batches)
 
   def _explain_other_rows(self, state: dict[str, Any]) -> str:
     """Returns why the rows of a saved state differ, and what to do."""

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import grain
 from absl import flags
@@ -160,9 +160,11 @@ class Reader:
     self._state: Any = None
     # Whether the thread has a request without a reply.
     self._has_request = False
-    # The worker processes that have been found.
+    # The worker processes that have been found. They start with the first
+    # request. Child processes that were there before are not workers.
     self._workers: list[Any] = []
-    self._other_children = set(multiprocessing.active_children())
+    self._other_children: set[Any] = set()
+    self._has_started = False
     self._channel = _Channel(queue.SimpleQueue(), queue.SimpleQueue())
     threading.Thread(
       target=_serve,
@@ -196,6 +198,9 @@ class Reader:
       Interrupted: if `interrupted` ended the wait.
     """
     assert self._iterator is not None, "closed"
+    if not self._has_started:
+      self._other_children = set(multiprocessing.active_children())
+      self._has_started = True
     # After an interrupted wait, the reply to its request is still to come.
     if not self._has_request:
       self._channel.requests.put(True)
@@ -231,8 +236,10 @@ class Reader:
         raise Interrupted
       self._find_workers()
       if self._dead_workers():
+        # Elements that a worker has sent before its death may still arrive.
         deadline = min(deadline, now + _GRACE_SECONDS)
       elif self._num_first_elements > 0:
+        # A busy process does not hang. It may still import modules.
         previous_cpu_seconds = cpu_seconds
         cpu_seconds = self._cpu_seconds()
         is_busy = cpu_seconds - previous_cpu_seconds > _BUSY_CPU_SECONDS
@@ -265,8 +272,8 @@ class Reader:
       pids = [os.getpid()]
     return _cpu_seconds(pids)
 
-  def _raise(self, error: Exception) -> None:
-    """Raises the error that the thread has caught, with its cause."""
+  def _raise(self, error: Exception) -> NoReturn:
+    """Closes the reader, and raises the error that the thread has caught."""
     if self._is_interrupted():
       raise Interrupted from error
     self._find_workers()

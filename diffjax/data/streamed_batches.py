@@ -201,7 +201,12 @@ class StreamedBatches(TrainingBatches):
       config: The run's config.
       share: The share of this process.
     """
+    batches = stream_batches(mixture, config, share, repeat=True)
+    super().__init__(config.data, config.data.source, batches)
+
     self._mixture = mixture
+    self._batches = batches
+    # The fingerprint of the files of each source.
     self._files = {}
     for source in mixture.sources:
       self._files[source.spec] = source.fingerprint()
@@ -212,8 +217,6 @@ class StreamedBatches(TrainingBatches):
       "grain": grain.__version__,
       "dataset": _fingerprint(config),
     }
-    self._batches = stream_batches(mixture, config, share, repeat=True)
-    super().__init__(config.data, config.data.source, self._batches)
 
   def __next__(self) -> Batch:
     return self._wait_for_batch()

@@ -1,6 +1,7 @@
 """Validation batches: the same rows in the same order, each time."""
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import grain
@@ -93,8 +94,7 @@ class ValidationBatches:
     return self._mixture.data_identity()
 
   def __len__(self) -> int:
-    # The quotient, rounded up.
-    return -(-self._num_rows // self._batch_size)
+    return math.ceil(self._num_rows / self._batch_size)
 
   def __iter__(self) -> Iterator[Batch]:
     for batch_index in range(len(self)):

@@ -713,7 +713,7 @@ def test_streamed_resume_in_changed_files_is_refused(
   what = "text" if change in ("beginning", "end") else "names and sizes"
   with pytest.raises(
     UserError,
-    match=rf"of the files of 'jsonl:.*', the {what} changed since.*--workdir",
+    match=rf"the {what} of the files of 'jsonl:.*' changed since.*--workdir",
   ) as caught:
     pipeline.training_batches(
       make_config(mode="streamed", source=f"jsonl:{tmp_path}/*.jsonl")
@@ -746,7 +746,7 @@ def test_streamed_resume_says_what_it_cannot_check(make_config, jsonl, capsys):
   assert "have other times than at this checkpoint" in resumed(state)
   del state["files"]  # as older versions wrote it
   assert (
-    "did not note which files it read: whether they have changed since is not checked"
+    "did not record which files it read; the files are not checked for changes"
     in resumed(state)
   )
 
