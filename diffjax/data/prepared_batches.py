@@ -75,9 +75,9 @@ def _check_targets(targets: Sequence[prepared.Target]) -> None:
 def open_or_prepare_rows(
   config: DataConfig, split: str, process_count: int
 ) -> RowMixture:
-  """Opens the rows of a split. Prepares all missing rows before.
+  """Opens the rows of a split, and prepares missing rows first.
 
-  This writes to disk if rows are missing and there is only one process.
+  Rows are prepared only by a single process. Preparing writes to disk.
 
   Args:
     config: The data fields.
@@ -113,7 +113,8 @@ def open_rows(
   Raises:
     UserError: if a source has no rows of the split.
   """
-  mixture = RowMixture(split, [], [])
+  components = []
+  weights = []
   for target in targets:
     if split not in target.splits:
       continue
@@ -127,9 +128,9 @@ def open_rows(
         f" config.data.validation_fraction = {config.validation_fraction}"
         " (it holds out too few documents)"
       )
-    mixture.components.append(rows)
-    mixture.weights.append(target.weight)
-  return mixture
+    components.append(rows)
+    weights.append(target.weight)
+  return RowMixture(split, components, weights)
 
 
 def mix(

@@ -64,12 +64,12 @@ def open_sources(config: DataConfig, split: str) -> SourceMixture:
     )
   else:
     components = sources.parse_mixture(config.source, "data.source")
-  mixture = SourceMixture([], [], config.tokenizer)
+  opened = []
+  weights = []
   for component in components:
-    source = sources.documents(component.spec, split, config)
-    mixture.sources.append(source)
-    mixture.weights.append(component.weight)
-  return mixture
+    opened.append(sources.documents(component.spec, split, config))
+    weights.append(component.weight)
+  return SourceMixture(opened, weights, config.tokenizer)
 
 
 def stream_rows(

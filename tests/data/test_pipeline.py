@@ -16,9 +16,17 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from absl import flags
 
 from diffjax.config import Config, DataConfig, TrainConfig, UserError
-from diffjax.data import files, pipeline, prepared, sources, streamed_batches
+from diffjax.data import (
+  files,
+  pipeline,
+  prepared,
+  prepared_batches,
+  sources,
+  streamed_batches,
+)
 from diffjax.data.batches import ProcessShare
 from tests.tiers import full
 
@@ -263,6 +271,40 @@ def test_one_process_prepares_and_says_so(make_config, capsys):
   assert capsys.readouterr().err == ""
 
 
+def test_opening_rows_writes_nothing(make_config, tmp_path):
+  config = make_config(prepared_dir=str(tmp_path / "rows")).data
+  targets = prepared.targets(config)
+  with pytest.raises(UserError, match="are not prepared"):
+    prepared_batches.open_rows(targets, "train", config)
+  assert not (tmp_path / "rows").exists()
+  prepared.prepare(config, 1)
+  before = {path: path.stat() for path in (tmp_path / "rows").iterdir()}
+  for split in ("train", "validation"):
+    prepared_batches.open_rows(targets, split, config)
+  after = {path: path.stat() for path in (tmp_path / "rows").iterdir()}
+  assert [status.st_mtime_ns for status in before.values()] == [
+    status.st_mtime_ns for status in after.values()
+  ]
+  assert before.keys() == after.keys()
+
+
+@pytest.mark.parametrize("mode", ["prepared", "streamed"])
+def test_only_workers_mark_flags_as_parsed(make_config, mode):
+  was_parsed = flags.FLAGS.is_parsed()
+  flags.FLAGS.unparse_flags()
+  try:
+    batches = pipeline.training_batches(make_config(mode=mode))
+    next(batches)
+    batches.close()
+    assert not flags.FLAGS.is_parsed()
+    batches = pipeline.training_batches(make_config(mode=mode, num_workers=1))
+    batches.close()
+    assert flags.FLAGS.is_parsed()
+  finally:
+    if was_parsed:
+      flags.FLAGS.mark_as_parsed()
+
+
 def contents_in(directory, monkeypatch, config):
   """Returns the identity of the data for a process that runs in a directory."""
   monkeypatch.chdir(directory)
@@ -357,6 +399,28 @@ def test_mixtures_have_their_proportions(make_config, tmp_path, mode):
   other = pipeline.training_batches(config)
   other.set_state(json.loads(json.dumps(state.get_state())))
   assert_same(take(other, 5), batches[20:25])
+
+
+def test_equal_components_are_shuffled_differently():
+  """And training and validation, which have one function, in the same way."""
+  rows = list(range(100))
+  one, other = [
+    list(prepared_batches.mix([rows], [1.0], seed, repeat=False))
+    for seed in (3, 4)
+  ]
+  assert sorted(one) == sorted(other) == rows
+  assert one != other
+  mixed = prepared_batches.mix([rows, rows], [0.5, 0.5], 3, repeat=False)
+  assert list(mixed)[::2] == one
+  assert list(mixed)[1::2] == other
+  endless = prepared_batches.mix([rows], [1.0], 3, repeat=True)
+  first, second = [
+    [endless[index] for index in range(start, start + 100)]
+    for start in (0, 100)
+  ]
+  assert first == one
+  assert sorted(second) == rows
+  assert second != first
 
 
 def test_mixture_weights_are_part_of_the_state(make_config, tmp_path):
