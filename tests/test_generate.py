@@ -185,7 +185,7 @@ def test_the_terminal_gets_whole_characters_and_no_part_of_a_stop_string(
   with in_process.own_flags():
     from diffjax.generate import StreamPrinter
   tokenizer = load_tokenizer("bytes")
-  ids = tokenizer.encode("größer€ STOP and more").tolist()
+  ids = tokenizer.encode("größer€ STOP and more")
   printer = StreamPrinter(
     "p: ", tokenizer, tokenizer.encode_prompt("p: "), ["STOP", "€€"]
   )

@@ -1,4 +1,4 @@
-"""What all tokenizers have."""
+"""The interface of all tokenizers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxtyping import Int, Int32
 
 from diffjax.data.document_tokens import DocumentTokens
 
-# The separator of tokenizers that are trained here.
+# The name of the separator in tokenizers that are trained here.
 SEPARATOR = "<|endoftext|>"
 
 
@@ -19,11 +19,12 @@ class Tokenizer(abc.ABC):
 
   Attributes:
     spec: The value of config.data.tokenizer that it was loaded from.
-    fingerprint: sha256 (hex) of all that its ids and documents depend on.
+    fingerprint: sha256 (hex) of everything that its ids and document tokens
+      depend on.
     vocab_size: Number of ids, control tokens included.
     document_tokens: The tokens before and after every document.
-    has_own_document_tokens: Whether they are others than the separator that
-      the tokenizer's file has.
+    has_own_document_tokens: Whether the document tokens differ from the
+      separator in the tokenizer's file.
   """
 
   spec: str
@@ -36,28 +37,28 @@ class Tokenizer(abc.ABC):
   def separator(self) -> int:
     """Id of the token that ends a document.
 
-    For models that are trained here, it also begins one.
+    For models that are trained here, it also begins a document.
     """
     return self.document_tokens.end[-1]
 
   @abc.abstractmethod
-  def encode(self, text: str) -> Sequence[int] | Int32[np.ndarray, "T"]:
+  def encode(self, text: str) -> list[int]:
     """Returns the ids of a text, without control tokens."""
 
   @abc.abstractmethod
-  def encode_batch(
-    self, texts: Sequence[str]
-  ) -> Sequence[Sequence[int] | Int32[np.ndarray, "T"]]:
+  def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
     """Returns the ids of several texts, in parallel if the library can."""
 
   def encode_prompt(self, text: str) -> list[int]:
-    """Returns the ids of a text that begins a document. There is at least one.
+    """Returns the ids of a text that begins a document.
 
-    An empty text without tokens before it gets the token that stands for no
-    context.
+    If this text is empty and documents have no start token, returns the token
+    that stands for no context, so that there is at least one id.
     """
-    ids = [*self.document_tokens.start, *map(int, self.encode(text))]
-    return ids or [self.document_tokens.no_context]
+    ids = [*self.document_tokens.start, *self.encode(text)]
+    if not ids:
+      return [self.document_tokens.no_context]
+    return ids
 
   @abc.abstractmethod
   def decode(self, ids: Iterable[int]) -> str:
@@ -76,20 +77,21 @@ class Tokenizer(abc.ABC):
     """Returns the text that ids add to the text of a context.
 
     Some decoders drop the space before the first word of a text. The text of a
-    continuation keeps it, unless the context has no text.
+    continuation keeps this space, unless the context has no text.
 
     Args:
-      context: The ids before, such as those of a prompt.
+      context: The preceding ids, such as a prompt.
       ids: The ids to decode.
     """
-    del context  # The text of a token does not depend on it.
+    # By default, the text of a token does not depend on the context.
+    del context
     return self.decode(ids)
 
   @abc.abstractmethod
   def token_bytes(self) -> Int32[np.ndarray, "N"]:
     """Returns the number of UTF-8 bytes of each id, in the middle of a text.
 
-    It is 0 for control tokens.
+    Control tokens have 0 bytes.
     """
 
   def target_bytes(
@@ -97,13 +99,15 @@ class Tokenizer(abc.ABC):
   ) -> Int32[np.ndarray, "*B T"]:
     """Returns the number of UTF-8 bytes of text that each target adds.
 
-    The sum over a text is its number of bytes. For bits per byte.
+    The sum over a text is its number of bytes. Bits per byte are computed from
+    it.
 
     Args:
       tokens: The token before each target.
       targets: The ids to count.
     """
-    del tokens  # The text of a token does not depend on it.
+    # By default, the text of a token does not depend on the token before.
+    del tokens
     return self.token_bytes()[targets]
 
   @abc.abstractmethod

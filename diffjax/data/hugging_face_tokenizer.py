@@ -18,7 +18,7 @@ from diffjax.data.abstract_tokenizer import SEPARATOR, Tokenizer
 from diffjax.data.document_tokens import DocumentTokens, separated_by
 
 # Names of the token between documents in published tokenizer.json files, the
-# likeliest first.
+# most likely first.
 _SEPARATORS = (
   SEPARATOR,
   "<|end_of_text|>",
@@ -50,13 +50,13 @@ class _Anchor(NamedTuple):
 
 
 class _ByteLengths(NamedTuple):
-  """The numbers of UTF-8 bytes that tokens stand for.
+  """The number of UTF-8 bytes of each token.
 
   Attributes:
-    after_text: Bytes of each token after other text.
-    at_start: Bytes of each token at the beginning of a text.
-    ends_word: Whether the decoder puts a space after each token, if there is
-      another one.
+    after_text: Bytes of the token after other text.
+    at_start: Bytes of the token at the beginning of a text.
+    ends_word: Whether the decoder puts a space between the token and the next
+      one.
   """
 
   after_text: Int32[np.ndarray, "N"]
@@ -75,11 +75,12 @@ class HuggingFaceTokenizer(Tokenizer):
     Args:
       spec: Where it was read.
       content: Its content.
-      document_tokens: The tokens around a document; None for the separator
-        that the file has.
+      document_tokens: The tokens around a document. None for the separator in
+        the file.
 
     Raises:
-      UserError: if it is not a tokenizer.json, or lacks the document tokens.
+      UserError: if the content is not a tokenizer.json, or has no separator, or
+        lacks one of the document tokens.
     """
     import tokenizers
 
@@ -87,74 +88,47 @@ class HuggingFaceTokenizer(Tokenizer):
       self._content = content.decode("utf-8")
       self._tokenizer = tokenizers.Tokenizer.from_str(self._content)
       self._description = json.loads(self._content)
-    except Exception as error:  # tokenizers raises Exception itself
+    # `tokenizers` raises plain Exceptions.
+    except Exception as error:
       raise UserError(
         f"config.data.tokenizer = {spec!r}: not a Hugging Face tokenizer.json"
         f" ({error})"
       ) from error
-    vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
     self.spec = spec
+    vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
     # get_vocab_size() does not count gaps in the ids.
     self.vocab_size = max(vocabulary.values()) + 1
-    fingerprint = hashlib.sha256(content)
+
+    separator_tokens = None
     separator = find_separator(vocabulary)
+    if separator is not None:
+      separator_tokens = separated_by(separator)
     if document_tokens is None:
-      if separator is None:
-        raise UserError(
-          f"config.data.tokenizer = {spec!r}: has no separator for documents;"
-          f" looked for {', '.join(_SEPARATORS)}"
-        )
-      document_tokens = separated_by(separator)
-    elif separator is None or document_tokens != separated_by(separator):
-      self.has_own_document_tokens = True
-      fingerprint.update(json.dumps(document_tokens).encode())
+      document_tokens = separator_tokens
+    if document_tokens is None:
+      raise UserError(
+        f"config.data.tokenizer = {spec!r}: has no separator for documents;"
+        f" looked for {', '.join(_SEPARATORS)}"
+      )
+    _check_document_tokens(spec, document_tokens, self.vocab_size)
     self.document_tokens = document_tokens
+    self.has_own_document_tokens = document_tokens != separator_tokens
+
+    fingerprint = hashlib.sha256(content)
+    if self.has_own_document_tokens:
+      fingerprint.update(json.dumps(document_tokens).encode())
     self.fingerprint = fingerprint.hexdigest()
-    document_ids = document_tokens.control_ids()
-    for token in document_ids.union(document_tokens.stop):
-      if not 0 <= token < self.vocab_size:
-        raise UserError(
-          f"config.data.tokenizer = {spec!r}: has {self.vocab_size} tokens, but"
-          f" the document tokens beside it name {token}: it is another model's"
-          " tokenizer"
-        )
-    self._control_ids = set(document_ids)
-    for token, added in self._tokenizer.get_added_tokens_decoder().items():
-      if added.special or token in document_tokens.stop:
-        self._control_ids.add(token)
-    self._encoder = self._make_encoder(vocabulary)
 
-  def _make_encoder(self, vocabulary: dict[str, int]) -> Any:
-    """Returns a tokenizer with the same ids that never gives control tokens.
-
-    If the text has "</s>", a model whose vocabulary has that token would give
-    it. In the encoder, such tokens have names that no text contains.
-    """
-    import tokenizers
-
-    control_names = set()
-    for name, token in vocabulary.items():
-      if token in self._control_ids:
-        control_names.add(name)
-    # tokenizers can ignore tokens in a text that were added as special ones.
-    matched_names = set(self._tokenizer.get_vocab(with_added_tokens=False))
-    for added in self._tokenizer.get_added_tokens_decoder().values():
-      if not added.special:
-        matched_names.add(added.content)
-    encoder = self._tokenizer
-    if not control_names.isdisjoint(matched_names):
-      description = _with_hidden_names(self._description, control_names)
-      encoder = tokenizers.Tokenizer.from_str(json.dumps(description))
-    encoder.encode_special_tokens = True
-    encoder.no_truncation()
-    encoder.no_padding()
-    return encoder
+    self._control_ids = _find_control_ids(self._tokenizer, document_tokens)
+    self._encoder = _make_encoder(
+      self._tokenizer, self._description, self._control_ids
+    )
 
   def encode(self, text: str) -> list[int]:
     return self.encode_batch([text])[0]
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    # The fast method gives no offsets, which only spelled bytes need.
+    # The fast method gives no offsets. Only names of bytes need offsets.
     encodings = self._encoder.encode_batch_fast(
       list(texts), add_special_tokens=False
     )
@@ -168,13 +142,13 @@ class HuggingFaceTokenizer(Tokenizer):
   @functools.cached_property
   def _matches_byte_names(self) -> bool:
     """Whether "<0x41>" in a text would give the token of the byte 0x41."""
-    # A Unigram takes such a name for a piece. Others look up single bytes only.
-    # Only the vocabulary of a Unigram is a list.
+    # A Unigram takes such a name for a piece. Other models look up single bytes
+    # only. Only the vocabulary of a Unigram is a list.
     return isinstance(self._description["model"]["vocab"], list)
 
   def _may_spell_byte(self, text: str) -> bool:
     """Returns True if the text has the name of a byte token."""
-    # A normalizer may turn other characters into those of a name.
+    # A normalizer may turn non-ASCII characters into a name.
     if not text.isascii() and self._encoder.normalizer is not None:
       text = self._encoder.normalizer.normalize_str(text)
     return _BYTE_TOKEN.search(text) is not None
@@ -186,12 +160,13 @@ class HuggingFaceTokenizer(Tokenizer):
     """
     encoding = self._encoder.encode(text, add_special_tokens=False)
     ids: list[int] = []
-    for token, name, span in zip(
+    for token, name, (start, stop) in zip(
       encoding.ids, encoding.tokens, encoding.offsets, strict=True
     ):
-      # The token of a byte that is not spelled out spans one character.
-      num_characters = span[1] - span[0]
-      if _BYTE_TOKEN.fullmatch(name) and num_characters == len(name):
+      is_byte_token = _BYTE_TOKEN.fullmatch(name) is not None
+      # A byte token that stands for a byte spans one character. A byte token
+      # that is spelled out spans its name.
+      if is_byte_token and stop - start == len(name):
         for character in name:
           pieces = self._encoder.model.tokenize(character)
           ids += [piece.id for piece in pieces]
@@ -204,11 +179,14 @@ class HuggingFaceTokenizer(Tokenizer):
 
   def decode_after(self, context: Sequence[int], ids: Iterable[int]) -> str:
     text_ids = self._text_ids(ids)
-    # A long context is not searched to its beginning.
-    last_token = next(filter(self._is_text, reversed(context)), None)
+    last_token = self._last_text_id(context)
     if last_token is None:
       return self.decode(text_ids)
-    anchor = self._make_anchor(last_token) or self._anchor
+    # Decoding the whole context would take long. The last token, or any other
+    # word, has the same effect on the first word of the continuation.
+    anchor = self._make_anchor(last_token)
+    if anchor is None:
+      anchor = self._anchor
     if anchor is None:
       return self.decode(text_ids)
     text = self.decode([anchor.token, *text_ids])
@@ -225,27 +203,38 @@ class HuggingFaceTokenizer(Tokenizer):
     """Returns the ids that stand for text."""
     return [int(token) for token in ids if self._is_text(token)]
 
+  def _last_text_id(self, ids: Sequence[int]) -> int | None:
+    """Returns the last id that stands for text. Reads no more than needed."""
+    for token in reversed(ids):
+      if self._is_text(token):
+        return token
+    return None
+
   @functools.cached_property
   def _anchor(self) -> _Anchor | None:
-    """A token of letters or digits, which does not end a word if there is one.
+    """An anchor for any context. None if no token is one.
 
-    Some vocabularies mark the ends of words.
+    If possible, it does not end a word: some decoders put a space after words.
     """
-    anchor = None
+    word_end = None
     vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
     for name, token in sorted(vocabulary.items()):
       if token in self._control_ids:
         continue
-      candidate = self._make_anchor(token)
-      if candidate is None:
+      anchor = self._make_anchor(token)
+      if anchor is None:
         continue
       if not self._ends_word(name):
-        return candidate
-      anchor = anchor or candidate
-    return anchor
+        return anchor
+      if word_end is None:
+        word_end = anchor
+    return word_end
 
   def _make_anchor(self, token: int) -> _Anchor | None:
-    """Returns the token as an anchor if its text does not depend on the next."""
+    """Returns the token as an anchor if its text does not depend on the next.
+
+    Its text must consist of ASCII letters or digits.
+    """
     text = self.decode([token])
     is_word = text.isalnum() and text.isascii()
     if is_word and self.decode([token, token]).startswith(text):
@@ -253,7 +242,10 @@ class HuggingFaceTokenizer(Tokenizer):
     return None
 
   def _ends_word(self, name: str) -> bool:
-    """Returns True for a token that the decoder puts a space after."""
+    """Returns True if the decoder puts a space after a token.
+
+    Such a token ends in a mark, as in "fox</w>".
+    """
     decoder = self._description.get("decoder") or {}
     suffix = decoder.get("suffix") or ""
     if decoder.get("type") != "BPEDecoder" or not suffix:
@@ -272,23 +264,26 @@ class HuggingFaceTokenizer(Tokenizer):
     num_bytes = np.where(
       begins_text, lengths.at_start[targets], lengths.after_text[targets]
     )
-    # The space after a word counts for the next token.
+    # The space after a word is counted with the next token.
     has_text = lengths.after_text[targets] > 0
     num_bytes += lengths.ends_word[tokens] & has_text
-    # Of the byte tokens that spell ▁, the first one counts for the space: 1
-    # byte, or 0 if the decoder strips it at the start of a text.
+    if not self._space_bytes:
+      return num_bytes
+
+    # A space that is spelled as three byte tokens is counted with the first
+    # one. It has no bytes if the decoder strips it at the start of a text.
     is_space = _run_starts(targets, self._space_bytes)
     num_bytes[is_space] = 1
     num_bytes[is_space & begins_text] = len(self.decode(self._space_bytes))
     for offset in range(1, len(self._space_bytes)):
-      num_bytes[..., offset:][is_space[..., :-offset]] = 0
+      num_bytes[_shift(is_space, offset)] = 0
     return num_bytes
 
   @functools.cached_property
   def _space_bytes(self) -> list[int]:
-    """The byte tokens that the decoder turns into a space.
+    """The byte tokens that spell "▁", if the decoder makes them a space.
 
-    A vocabulary without ▁ spells it in bytes. Empty if the decoder does not
+    A vocabulary without "▁" spells it in bytes. Empty if the decoder does not
     turn them into a space.
     """
     ids = []
@@ -305,35 +300,40 @@ class HuggingFaceTokenizer(Tokenizer):
 
   @functools.cached_property
   def _byte_lengths(self) -> _ByteLengths:
+    """The number of bytes of each token, from its name or the decoder."""
+    vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+    added = self._tokenizer.get_added_tokens_decoder()
     decoder = json.dumps(self._description.get("decoder"))
     is_byte_level = '"ByteLevel"' in decoder
-    added = self._tokenizer.get_added_tokens_decoder()
     after_text = np.zeros(self.vocab_size, np.int32)
     at_start = np.zeros(self.vocab_size, np.int32)
     ends_word = np.zeros(self.vocab_size, bool)
-    # The decoder knows the length of the others.
-    others = []
-    for name, token in self._tokenizer.get_vocab(
-      with_added_tokens=True
-    ).items():
+    # The tokens whose length depends on the decoder.
+    decoded = []
+    for name, token in vocabulary.items():
       if token in self._control_ids:
         continue
       ends_word[token] = self._ends_word(name)
       if is_byte_level and token in added:
-        after_text[token] = at_start[token] = len(name.encode())
-      elif is_byte_level:  # One character stands for one byte.
-        after_text[token] = at_start[token] = len(name)
+        num_bytes = len(name.encode())
+      elif is_byte_level:
+        # Each character of the name stands for one byte.
+        num_bytes = len(name)
       elif _BYTE_TOKEN.fullmatch(name):
-        after_text[token] = at_start[token] = 1
+        num_bytes = 1
       else:
-        others.append(token)
-    at_start[others] = self._decoded_lengths([[token] for token in others])
+        decoded.append(token)
+        continue
+      after_text[token] = num_bytes
+      at_start[token] = num_bytes
+
+    at_start[decoded] = self._decoded_lengths([[token] for token in decoded])
     if self._anchor is None:
-      after_text[others] = at_start[others]
+      after_text[decoded] = at_start[decoded]
     else:
-      anchor, anchor_text = self._anchor
-      pairs = [[anchor, token] for token in others]
-      after_text[others] = self._decoded_lengths(pairs) - len(anchor_text)
+      anchor = self._anchor
+      pairs = [[anchor.token, token] for token in decoded]
+      after_text[decoded] = self._decoded_lengths(pairs) - len(anchor.text)
     return _ByteLengths(after_text, at_start, ends_word)
 
   def _decoded_lengths(
@@ -348,11 +348,75 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def find_separator(vocabulary: dict[str, int]) -> int | None:
-  """Returns the id of the token between documents; None if there is none."""
+  """Returns the id of the token between documents, or None.
+
+  Args:
+    vocabulary: Names and ids of all tokens.
+  """
   for name in _SEPARATORS:
     if name in vocabulary:
       return vocabulary[name]
   return None
+
+
+def _check_document_tokens(
+  spec: str, document_tokens: DocumentTokens, vocab_size: int
+) -> None:
+  """Raises UserError if a document token is beyond the vocabulary."""
+  for token in document_tokens.control_ids().union(document_tokens.stop):
+    if not 0 <= token < vocab_size:
+      raise UserError(
+        f"config.data.tokenizer = {spec!r}: has {vocab_size} tokens, but"
+        f" the document tokens beside it name {token}: it is another model's"
+        " tokenizer"
+      )
+
+
+def _find_control_ids(
+  tokenizer: Any, document_tokens: DocumentTokens
+) -> set[int]:
+  """Returns the ids that never stand for text."""
+  control_ids = document_tokens.control_ids()
+  for token, added in tokenizer.get_added_tokens_decoder().items():
+    if added.special or token in document_tokens.stop:
+      control_ids.add(token)
+  return control_ids
+
+
+def _make_encoder(
+  tokenizer: Any, description: dict[str, Any], control_ids: set[int]
+) -> Any:
+  """Returns a tokenizer with the same ids that never gives control tokens.
+
+  If a text has "</s>", a model whose vocabulary has that token would give it.
+  In the encoder, such tokens have names that no text contains.
+
+  Args:
+    tokenizer: A tokenizers.Tokenizer. It may be changed.
+    description: Its tokenizer.json.
+    control_ids: The ids of the control tokens.
+  """
+  import tokenizers
+
+  control_names = set()
+  vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+  for name, token in vocabulary.items():
+    if token in control_ids:
+      control_names.add(name)
+  # `encode_special_tokens` hides only tokens that were added as special ones.
+  matched_names = set(tokenizer.get_vocab(with_added_tokens=False))
+  for added in tokenizer.get_added_tokens_decoder().values():
+    if not added.special:
+      matched_names.add(added.content)
+
+  encoder = tokenizer
+  if not control_names.isdisjoint(matched_names):
+    description = _with_hidden_names(description, control_names)
+    encoder = tokenizers.Tokenizer.from_str(json.dumps(description))
+  encoder.encode_special_tokens = True
+  encoder.no_truncation()
+  encoder.no_padding()
+  return encoder
 
 
 def _with_hidden_names(
@@ -365,38 +429,58 @@ def _with_hidden_names(
     names: The tokens. They keep their ids and get names that no text contains.
   """
   prefix = secrets.token_hex(16)
-
-  def rename(name: str) -> str:
-    return prefix + name if name in names else name
+  hidden_names = {name: prefix + name for name in names}
 
   model = dict(description["model"])
-  vocabulary = model["vocab"]
-  if isinstance(vocabulary, dict):
-    model["vocab"] = {rename(name): id_ for name, id_ in vocabulary.items()}
-  else:
-    model["vocab"] = [[rename(name), score] for name, score in vocabulary]
-  if model.get("unk_token") is not None:
-    model["unk_token"] = rename(model["unk_token"])
+  model["vocab"] = _rename_vocabulary(model["vocab"], hidden_names)
+  unknown = model.get("unk_token")
+  if unknown is not None:
+    model["unk_token"] = hidden_names.get(unknown, unknown)
   if "merges" in model:
     model["merges"] = _merges_without(model["merges"], names)
+
   added_tokens = []
   for added in description.get("added_tokens") or []:
-    added_tokens.append({**added, "content": rename(added["content"])})
+    name = added["content"]
+    added_tokens.append({**added, "content": hidden_names.get(name, name)})
   return {
     **description,
     "model": model,
     "added_tokens": added_tokens,
-    "post_processor": None,  # It may add control tokens by name.
+    # It may add control tokens by name.
+    "post_processor": None,
   }
 
 
+def _rename_vocabulary(vocabulary: Any, new_names: dict[str, str]) -> Any:
+  """Returns the vocabulary of a tokenizer.json with new names of some tokens.
+
+  Args:
+    vocabulary: {name: id}, or [[name, score], …] in a Unigram.
+    new_names: New names by old names.
+  """
+  if isinstance(vocabulary, dict):
+    renamed = {}
+    for name, token in vocabulary.items():
+      renamed[new_names.get(name, name)] = token
+    return renamed
+  return [[new_names.get(name, name), score] for name, score in vocabulary]
+
+
 def _merges_without(merges: list[Any], names: set[str]) -> list[Any]:
-  """Returns the merges of a BPE that neither need nor make one of the tokens."""
+  """Returns the merges of a BPE that neither need nor make one of the tokens.
+
+  Args:
+    merges: Pairs of names. Older files write a pair as one string, "a b".
+    names: The tokens.
+  """
   allowed = []
   for merge in merges:
-    # Older files write a pair as one string.
-    pair = merge.split(" ") if isinstance(merge, str) else merge
-    if not names.intersection([*pair, "".join(pair)]):
+    pair = merge
+    if isinstance(merge, str):
+      pair = merge.split(" ")
+    merged = "".join(pair)
+    if names.isdisjoint([*pair, merged]):
       allowed.append(merge)
   return allowed
 
@@ -404,13 +488,23 @@ def _merges_without(merges: list[Any], names: set[str]) -> list[Any]:
 def _run_starts(
   targets: Int[np.ndarray, "*B T"], run: list[int]
 ) -> Bool[np.ndarray, "*B T"]:
-  """Returns where a run of tokens begins; nowhere if it is empty."""
-  begins = np.zeros(targets.shape, bool)
-  num_starts = targets.shape[-1] - len(run) + 1
-  if not run or num_starts < 1:
-    return begins
-  begins[..., :num_starts] = True
+  """Returns where a run of ids begins. The run is not empty."""
+  begins = np.ones(targets.shape, bool)
   for offset, token in enumerate(run):
-    matches = targets[..., offset : offset + num_starts] == token
-    begins[..., :num_starts] &= matches
+    begins &= _shift(targets == token, -offset)
   return begins
+
+
+def _shift(
+  mask: Bool[np.ndarray, "*B T"], offset: int
+) -> Bool[np.ndarray, "*B T"]:
+  """Returns a mask moved to the right, or to the left by a negative offset.
+
+  Positions that enter are False.
+  """
+  shifted = np.roll(mask, offset, axis=-1)
+  if offset > 0:
+    shifted[..., :offset] = False
+  elif offset < 0:
+    shifted[..., offset:] = False
+  return shifted

@@ -343,7 +343,7 @@ def _read(name: str, trained: Trained, settings: Settings) -> list[Sample]:
   chosen = np.random.default_rng(settings.seed).permutation(len(records))[
     : settings.samples
   ]
-  encode = lambda text: np.asarray(trained.tokenizer.encode(text)).tolist()
+  encode = trained.tokenizer.encode
   samples, cut = [], 0
   for place, row in (records[index] for index in sorted(chosen)):
     if fields is _SUMMARY:

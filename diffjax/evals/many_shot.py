@@ -296,7 +296,7 @@ class _Task:
     )
 
   def _encode(self, text: str) -> list[int]:
-    return np.asarray(self._tokenizer.encode(text)).tolist()
+    return self._tokenizer.encode(text)
 
 
 def _best_minus_worst(correct: ndarray) -> float:

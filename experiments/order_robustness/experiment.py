@@ -56,7 +56,7 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
 
   rng = np.random.default_rng(_SEED)
   sets = [task.balanced_episode(rng, task.SIZES) for _ in range(_SETS)]
-  encode = lambda text: np.asarray(trained.tokenizer.encode(text)).tolist()
+  encode = trained.tokenizer.encode
   wanted = np.array(
     [[encode(query.label)[0] for query in queries] for _, queries in sets]
   )

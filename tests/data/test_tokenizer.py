@@ -70,52 +70,50 @@ def any_tokenizer(request, trained):
 
 
 def test_round_trip(any_tokenizer):
+  separator = any_tokenizer.separator
   for text in ODD:
-    ids = list(any_tokenizer.encode(text))
-    assert any_tokenizer.separator not in ids and all(
-      0 <= token < any_tokenizer.vocab_size for token in ids
-    )
+    ids = any_tokenizer.encode(text)
+    assert separator not in ids
+    assert all(0 <= token < any_tokenizer.vocab_size for token in ids)
     assert any_tokenizer.decode(ids) == text
-    assert (
-      any_tokenizer.decode(
-        [any_tokenizer.separator, *ids, any_tokenizer.separator]
-      )
-      == text
-    )
-  assert [list(ids) for ids in any_tokenizer.encode_batch(ODD)] == [
-    list(any_tokenizer.encode(text)) for text in ODD
-  ]
+    assert any_tokenizer.decode([separator, *ids, separator]) == text
+  encoded = [any_tokenizer.encode(text) for text in ODD]
+  assert any_tokenizer.encode_batch(ODD) == encoded
+
+
+def test_ids_are_a_list_of_ints(any_tokenizer):
+  """Callers join ids with +, and write them as JSON."""
+  for ids in (
+    any_tokenizer.encode("a é"),
+    any_tokenizer.encode_batch(["a é"])[0],
+    any_tokenizer.encode_prompt("a é"),
+  ):
+    assert type(ids) is list
+    assert {type(token) for token in ids} == {int}
 
 
 def test_token_bytes_add_up(any_tokenizer):
   lengths = any_tokenizer.token_bytes()
-  assert (
-    lengths.shape == (any_tokenizer.vocab_size,)
-    and lengths.dtype == np.int32
-    and lengths[any_tokenizer.separator] == 0
-  )
+  assert lengths.shape == (any_tokenizer.vocab_size,)
+  assert lengths.dtype == np.int32
+  assert lengths[any_tokenizer.separator] == 0
   for text in ODD:
-    assert lengths[np.asarray(any_tokenizer.encode(text), int)].sum() == len(
-      text.encode()
-    )
+    num_bytes = sum(lengths[token] for token in any_tokenizer.encode(text))
+    assert num_bytes == len(text.encode())
 
 
 def test_decode_replaces_half_a_character_and_drops_what_is_no_token(
   any_tokenizer,
 ):
-  ids = list(any_tokenizer.encode("é"))
-  half = [
-    token
-    for token in range(any_tokenizer.vocab_size)
-    if any_tokenizer.decode([token]) == "�"
-  ]
-  assert half, (
-    "every byte-level vocabulary has tokens that are half a character"
-  )
-  assert (
-    any_tokenizer.decode([half[0], *ids, any_tokenizer.vocab_size, 10**6])
-    == "�é"
-  )
+  ids = any_tokenizer.encode("é")
+  halves = []
+  for token in range(any_tokenizer.vocab_size):
+    if any_tokenizer.decode([token]) == "�":
+      halves.append(token)
+  # Every byte-level vocabulary has tokens that are half a character.
+  assert halves
+  unknown = [any_tokenizer.vocab_size, 10**6]
+  assert any_tokenizer.decode([halves[0], *ids, *unknown]) == "�é"
 
 
 def test_both_formats_give_the_same_ids(trained):

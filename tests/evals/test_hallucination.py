@@ -65,7 +65,7 @@ class Sampler:
       ids = []
       for token in BYTES.encode(self.write(BYTES.decode(prompt)))[
         :max_new_tokens
-      ].tolist():
+      ]:
         ids.append(token)
         if stop(ids):
           break

@@ -303,7 +303,7 @@ def real():
 def test_decoding_takes_the_likeliest_token_that_leads_to_a_label(real):
   """Decoding equals a loop over the whole model, with labels that begin alike and one that is the beginning of another."""
   labels = ["cat", "cat food", "catalogue", "dog", "do"]
-  endings = [BYTES.encode(f" {label}\n\n").tolist() for label in labels]
+  endings = [BYTES.encode(f" {label}\n\n") for label in labels]
   sampler = Sampler(real.model, real.params, batch_size=4, capacity=128)
   apply = jax.jit(
     lambda row: logits(
@@ -326,9 +326,9 @@ def test_decoding_takes_the_likeliest_token_that_leads_to_a_label(real):
       left = [ending for ending in left if ending[: len(written)] == written]
     return endings.index(left[0])
 
-  beginning = BYTES.encode("A beginning that all share. ").tolist()
+  beginning = BYTES.encode("A beginning that all share. ")
   tails = [
-    BYTES.encode(text).tolist()
+    BYTES.encode(text)
     for text in (
       "x",
       "what is it?",

@@ -93,7 +93,7 @@ def play(monkeypatch):
 
       def write(self, prompt, max_new_tokens, stop):
         tokens = []
-        for token in TOKENIZER.encode(answer(prompt)).tolist()[:max_new_tokens]:
+        for token in TOKENIZER.encode(answer(prompt))[:max_new_tokens]:
           tokens.append(token)
           if stop(tokens):
             break

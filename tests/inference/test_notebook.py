@@ -72,7 +72,7 @@ def test_load_and_sample(workdir):
   assert isinstance(text, str)
   prompt = [
     trained.tokenizer.separator,
-    *map(int, trained.tokenizer.encode("def ")),
+    *trained.tokenizer.encode("def "),
   ]
   [ids] = diffjax.Sampler(trained.model, trained.params).generate(
     [prompt], 20, stop_ids=[trained.tokenizer.separator]

@@ -15,7 +15,6 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 from absl import logging
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -67,7 +66,7 @@ class DiffjaxLM(TemplateLM):
     If add_special_tokens is False, there are no control tokens.
     """
     tokenizer = self._trained.tokenizer
-    ids = np.asarray(tokenizer.encode(string)).tolist()
+    ids = tokenizer.encode(string)
     if add_special_tokens is False:
       return ids
     return [*tokenizer.document_tokens.start, *ids]

@@ -265,7 +265,7 @@ def validation_haystack(
       for line in tokenizer.encode_batch(
         (document.text + "\n").splitlines(keepends=True)
       ):
-        pieces += _split(np.asarray(line).tolist())
+        pieces += _split(line)
         tokens -= len(line)
       if tokens <= 0:
         return pieces
@@ -277,7 +277,7 @@ def validation_haystack(
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
-  return np.asarray(tokenizer.encode(text)).tolist()
+  return tokenizer.encode(text)
 
 
 def _split(ids: list[int]) -> list[list[int]]:
