@@ -22,11 +22,11 @@ class DocumentTokens(NamedTuple):
   """Ids of the control tokens around a document.
 
   Attributes:
-    start: Tokens before a document. Some models have none.
-    end: Tokens after a document; at least one.
-    stop: Tokens at which generation ends. They include the last one of `end`.
-    no_context: The context of a text without any other context: the last token
-      of `start` if there is one.
+    start: Tokens before a document. May be empty.
+    end: Tokens after a document. At least one.
+    stop: Tokens at which generation ends. They include the last token of `end`.
+    no_context: The token that stands for an empty context. If `start` is not
+      empty, this is its last token.
   """
 
   start: tuple[int, ...]
@@ -37,19 +37,27 @@ class DocumentTokens(NamedTuple):
   def control_ids(self) -> set[int]:
     """Returns the ids that occur around documents and never in a text.
 
-    A published model may stop at a token of its text, so the ids in `stop` are
-    not all among them.
+    Ids that are only in `stop` are not included: a published model may stop at
+    a token of its text.
     """
     return {*self.start, *self.end, self.no_context}
 
 
 def separated_by(separator: int) -> DocumentTokens:
-  """Returns the tokens of models that are trained here."""
-  return DocumentTokens((separator,), (separator,), (separator,), separator)
+  """Returns the tokens of documents with a separator before and after.
+
+  Models that are trained here have such documents.
+  """
+  return DocumentTokens(
+    start=(separator,),
+    end=(separator,),
+    stop=(separator,),
+    no_context=separator,
+  )
 
 
 def read(directory: epath.PathLike) -> DocumentTokens | None:
-  """Returns the tokens that are stored in a directory; None if there are none.
+  """Returns the tokens that are stored in a directory, or None.
 
   Raises:
     UserError: if the file cannot be read or is damaged.
@@ -66,7 +74,8 @@ def read(directory: epath.PathLike) -> DocumentTokens | None:
       no_context=fields["no_context"],
     )
     ids = tokens.control_ids().union(tokens.stop)
-    if not all(type(token) is int for token in ids):
+    # bool is a subclass of int.
+    if any(type(token) is not int for token in ids):
       raise ValueError("its values must be token ids")
     if not tokens.end or tokens.end[-1] not in tokens.stop:
       raise ValueError("stop must include the last token of end")

@@ -9,13 +9,14 @@ from typing import Any
 from etils import epath
 
 from diffjax.config import UserError
+from diffjax.host.files import write_atomically
 
 
 def read_json(path: epath.Path) -> dict[str, Any]:
   """Returns the JSON object in a file.
 
   Raises:
-    UserError: if the file is missing or does not hold one.
+    UserError: if the file cannot be read, or does not hold a JSON object.
   """
   try:
     content = json.loads(path.read_text(encoding="utf-8"))
@@ -29,5 +30,5 @@ def read_json(path: epath.Path) -> dict[str, Any]:
 
 
 def write_json(path: epath.Path, content: Mapping[str, Any]) -> None:
-  """Writes a JSON object to a file."""
-  path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+  """Writes a JSON object to a file, completely or not at all."""
+  write_atomically(path, json.dumps(content, indent=2) + "\n")

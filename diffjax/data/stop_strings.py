@@ -8,23 +8,30 @@ from diffjax.data.abstract_tokenizer import Tokenizer
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
-  """Returns where the first of the stop strings begins; None without one."""
-  indices = [text.index(stop) for stop in stops if stop in text]
-  return min(indices, default=None)
+  """Returns the index of the first stop string in a text, or None."""
+  first = None
+  for stop in stops:
+    index = text.find(stop)
+    if index >= 0 and (first is None or index < first):
+      first = index
+  return first
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-  """Returns the text before the first of the stop strings."""
+  """Returns the text before the first stop string."""
   end = first_stop(text, stops)
-  return text if end is None else text[:end]
+  if end is None:
+    return text
+  return text[:end]
 
 
 class StopStrings:
-  """Returns True once an answer has a stop string after every kind of prompt.
+  """Tells whether an answer has a stop string, for any of several prompts.
 
-  The sampler does not say which prompt it answers. After a prompt without text,
-  the first word may lack the space that it has after others. If there are
-  prompts of both kinds, the stop string must be found in both forms.
+  The sampler does not say which prompt an answer belongs to. The text of an
+  answer depends on its prompt: after a prompt without text, the first word may
+  lack the space that it has after other prompts. If there are prompts with and
+  without text, the stop string must be in both texts.
   """
 
   def __init__(
@@ -33,14 +40,22 @@ class StopStrings:
     prompts: Sequence[list[int]],
     stops: Sequence[str],
   ):
+    """Initializes the condition.
+
+    Args:
+      tokenizer: Decodes the answers.
+      prompts: The ids of the prompts.
+      stops: The stop strings.
+    """
     self._tokenizer = tokenizer
     self._stops = stops
     with_text = [ids for ids in prompts if tokenizer.has_text(ids)]
     without_text = [ids for ids in prompts if not tokenizer.has_text(ids)]
-    # One prompt of each kind stands for all.
+    # One prompt of each kind is enough.
     self._prompts = with_text[:1] + without_text[:1]
 
   def __call__(self, answer: list[int]) -> bool:
+    """Returns True if the answer has a stop string after each prompt."""
     for prompt in self._prompts:
       text = self._tokenizer.decode_after(prompt, answer)
       if first_stop(text, self._stops) is None:

@@ -1,78 +1,105 @@
-"""Writes a byte-level BPE as a Hugging Face tokenizer.json with the same ids as tiktoken's."""
+"""Writes a byte-level BPE as a Hugging Face tokenizer.json.
+
+The ids are those of tiktoken. Two things differ between the libraries:
+
+* tiktoken merges any two neighbors that form a token, the lowest id first.
+  Hugging Face merges only listed pairs, in the order of the list. So the list
+  has every split of every token into two tokens.
+* In tiktoken, a piece of text that is a token becomes this token even if no
+  merges lead to it. The option `ignore_merges` does the same.
+"""
 
 from collections.abc import Mapping
+from typing import Any
 
 
 def tokenizer_json(
   ranks: Mapping[bytes, int], pattern: str, special_tokens: Mapping[str, int]
 ) -> str:
-  """Makes the text of a tokenizer.json.
+  """Returns the text of a tokenizer.json.
 
   Args:
-    ranks: Tokens and their ids. Of two pairs, the one whose joint token has the lower id is merged first.
-    pattern: The regular expression that splits a text before merging, in a form for Hugging Face tokenizers.
-    special_tokens: Further tokens and their ids.
-
-  Returns:
-    The text of the tokenizer.json.
+    ranks: Tokens and their ids. If two pairs could be merged, the pair that
+      forms the token with the lower id is merged first.
+    pattern: The regular expression that splits a text before merging, in a form
+      for Hugging Face tokenizers.
+    special_tokens: Control tokens and their ids.
   """
   import tokenizers
   from tokenizers import decoders, models, pre_tokenizers
 
-  characters = _byte_characters()
-
-  def spell(token: bytes) -> str:
-    return "".join(characters[byte] for byte in token)
-
-  # tiktoken merges any neighbours that make a known token, the lowest rank first; Hugging Face only merges listed pairs. So every split of
-  # a token into two known ones is listed, in the order of the tokens' ranks.
+  byte_characters = _byte_characters()
+  vocabulary = {}
+  for token, rank in ranks.items():
+    vocabulary[_spell(token, byte_characters)] = rank
+  # Special tokens get the next free ids when they are added. Other ids must be
+  # in the vocabulary.
+  next_ids = range(len(ranks), len(ranks) + len(special_tokens))
+  if sorted(special_tokens.values()) != list(next_ids):
+    vocabulary.update(special_tokens)
   merges = []
-  for token in sorted(ranks, key=ranks.__getitem__):
-    splits = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-    known = [
-      split for split in splits if split[0] in ranks and split[1] in ranks
-    ]
-    merges += [
-      (spell(left), spell(right))
-      for left, right in sorted(
-        known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]])
-      )
-    ]
-  vocabulary = {spell(token): rank for token, rank in ranks.items()}
-  if sorted(special_tokens.values()) != list(
-    range(len(ranks), len(ranks) + len(special_tokens))
-  ):
-    vocabulary |= special_tokens  # if they were only added, they would get the next free ids
-  # ignore_merges: a piece of text that is a token becomes that token, as in tiktoken.
-  out = tokenizers.Tokenizer(
+  for left, right in _merges(ranks):
+    merges.append(
+      (_spell(left, byte_characters), _spell(right, byte_characters))
+    )
+
+  tokenizer: Any = tokenizers.Tokenizer(
     models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True)
   )
-  out.pre_tokenizer = pre_tokenizers.Sequence(
-    [
-      pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated"),
-      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-  )
-  out.decoder = decoders.ByteLevel()
-  in_order = sorted(special_tokens, key=special_tokens.__getitem__)
-  out.add_special_tokens(
-    [
+  split = pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
+  to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+  tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+  tokenizer.decoder = decoders.ByteLevel()
+  added_tokens = []
+  for name in sorted(special_tokens, key=special_tokens.__getitem__):
+    added_tokens.append(
       tokenizers.AddedToken(name, special=True, normalized=False)
-      for name in in_order
-    ]
-  )
-  return out.to_str(pretty=True)
+    )
+  tokenizer.add_special_tokens(added_tokens)
+  return tokenizer.to_str(pretty=True)
+
+
+def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
+  """Returns all pairs of tokens that form a token, in the order of merging.
+
+  Pairs are sorted by the rank of the token that they form, then by their own
+  ranks.
+  """
+  merges = []
+  for token in sorted(ranks, key=ranks.__getitem__):
+    pairs = []
+    for cut in range(1, len(token)):
+      left, right = token[:cut], token[cut:]
+      if left in ranks and right in ranks:
+        pairs.append((left, right))
+    pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+    merges.extend(pairs)
+  return merges
+
+
+def _spell(token: bytes, byte_characters: list[str]) -> str:
+  """Returns a token with one printable character for each byte."""
+  return "".join(byte_characters[byte] for byte in token)
 
 
 def _byte_characters() -> list[str]:
-  """The printable characters for the 256 bytes of GPT-2 and of Hugging Face's ByteLevel."""
-  printable = [
+  """Returns the printable characters for the 256 bytes.
+
+  GPT-2 and Hugging Face's ByteLevel use them. A byte that is a printable
+  Latin-1 character stands for itself. The other bytes get the characters from
+  U+0100 on.
+  """
+  printable = {
     *range(ord("!"), ord("~") + 1),
     *range(ord("¡"), ord("¬") + 1),
     *range(ord("®"), ord("ÿ") + 1),
-  ]
-  others = [byte for byte in range(256) if byte not in printable]
-  return [
-    chr(byte) if byte in printable else chr(256 + others.index(byte))
-    for byte in range(256)
-  ]
+  }
+  characters = []
+  next_code = 0x100
+  for byte in range(256):
+    if byte in printable:
+      characters.append(chr(byte))
+    else:
+      characters.append(chr(next_code))
+      next_code += 1
+  return characters

@@ -1,13 +1,17 @@
-"""Trains a byte-level BPE on documents and writes it in tiktoken's and in Hugging Face's format, with the same ids."""
+"""Trains a byte-level BPE and writes it in two formats, with the same ids."""
 
 import base64
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from etils import epath
 
 from diffjax.config import UserError
 from diffjax.data import tokenizer
+from diffjax.host.files import write_atomically
+
+# The 256 bytes, one merge and the separator.
+_MIN_VOCAB_SIZE = 258
 
 
 def train_tokenizer(
@@ -17,40 +21,47 @@ def train_tokenizer(
 
   Args:
     documents: Texts to train on.
-    vocab_size: Number of ids, the 256 bytes and the separator (the last id) included.
-    directory: Directory of the files.
+    vocab_size: Number of ids. They include the 256 bytes and the separator,
+      which is the last id.
+    directory: Directory of the files. It is created if it does not exist.
 
   Returns:
-    The tiktoken file.
+    The path of the tiktoken file.
 
   Raises:
     UserError: if vocab_size is below 258, or larger than the documents yield.
   """
   import rustbpe
 
-  if vocab_size < 258:
+  if vocab_size < _MIN_VOCAB_SIZE:
     raise UserError(
-      f"--vocab_size = {vocab_size}: must be at least 258: 256 bytes, a merge and the separator"
+      f"--vocab_size = {vocab_size}: must be at least {_MIN_VOCAB_SIZE}:"
+      " 256 bytes, a merge and the separator"
     )
+  num_ranks = vocab_size - 1
   trainer = rustbpe.Tokenizer()
   trainer.train_from_iterator(
-    iter(documents), vocab_size - 1, pattern=tokenizer.PATTERN
+    iter(documents), num_ranks, pattern=tokenizer.PATTERN
   )
   ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
-  if len(ranks) != vocab_size - 1:
+  if len(ranks) != num_ranks:
     raise UserError(
-      f"--vocab_size = {vocab_size}: the documents only yield {len(ranks) + 1} tokens; lower it or train on more text"
+      f"--vocab_size = {vocab_size}: the documents only yield"
+      f" {len(ranks) + 1} tokens; lower it or train on more text"
     )
-  home = epath.Path(directory)
-  home.mkdir(parents=True, exist_ok=True)
-  path = home / "tokenizer.tiktoken"
-  path.write_bytes(
-    b"".join(
-      base64.b64encode(token) + b" %d\n" % rank
-      for token, rank in sorted(ranks.items(), key=lambda item: item[1])
-    )
-  )
-  (home / "tokenizer.json").write_text(
-    tokenizer.load_tokenizer(str(path)).tokenizer_json(), encoding="utf-8"
-  )
+
+  output_dir = epath.Path(directory)
+  output_dir.mkdir(parents=True, exist_ok=True)
+  path = output_dir / "tokenizer.tiktoken"
+  write_atomically(path, _tiktoken_file(ranks))
+  trained = tokenizer.load_tokenizer(str(path))
+  write_atomically(output_dir / "tokenizer.json", trained.tokenizer_json())
   return path
+
+
+def _tiktoken_file(ranks: Mapping[bytes, int]) -> bytes:
+  """Returns the content of a tiktoken file: lines of BASE64 RANK."""
+  lines = []
+  for token in sorted(ranks, key=ranks.__getitem__):
+    lines.append(base64.b64encode(token) + b" %d\n" % ranks[token])
+  return b"".join(lines)
