@@ -1,4 +1,7 @@
-"""A machine that has the TPU's library but no TPU: libtpu is installed for its compiler, as by '.[dev]'."""
+"""A machine that has libtpu but no TPU.
+
+The extra 'dev' installs libtpu for its compiler.
+"""
 
 from __future__ import annotations
 
@@ -11,67 +14,82 @@ import pkgutil
 import re
 import sys
 
-# JAX and libtpu set these themselves where there is no TPU.
-_NOT_ASKING = ("TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH")
-_GOOGLE = "0x1ae0"  # PCI's number of the vendor
+# JAX and libtpu set these on machines without a TPU.
+_VARIABLES_WITHOUT_TPU = ("TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH")
+_TPU_VARIABLE = re.compile("^(LIB)?TPU_|_TPU_")
+
+# The PCI number of the vendor Google.
+_GOOGLE = "0x1ae0"
 
 
 def skip() -> None:
-  """Lets JAX compute on the CPU at once where it would look for a TPU in vain, and libtpu would print errors about it.
+  """Makes JAX use the CPU if libtpu is installed and there is no accelerator.
 
-  Whatever may be an accelerator, or may ask for one, leaves JAX as it is. Call it before JAX makes its backends; later it changes nothing.
+  Otherwise JAX would search for a TPU, and libtpu would print errors. Does
+  nothing if the machine may have an accelerator or the user may want one.
+  Call this before JAX creates its backends; later it has no effect.
   """
   jax = sys.modules.get("jax")
-  chosen = os.environ.get("JAX_PLATFORMS") or (jax and jax.config.jax_platforms)
-  if (
-    chosen
-    or importlib.util.find_spec("libtpu") is None
-    or _may_have_tpu()
-    or _may_have_another_accelerator()
-  ):
+  platforms = os.environ.get("JAX_PLATFORMS")
+  if not platforms and jax is not None:
+    platforms = jax.config.jax_platforms
+  if platforms:
+    return
+  if importlib.util.find_spec("libtpu") is None:
+    return
+  if _may_have_tpu() or _may_have_another_accelerator():
     return
   os.environ["JAX_PLATFORMS"] = "cpu"
-  if jax:  # it has read the variable already
+  if jax is not None:
+    # JAX has been imported, and has read the variable already.
     jax.config.update("jax_platforms", "cpu")
 
 
 def _may_have_tpu() -> bool:
-  asked = any(
-    re.search("^(LIB)?TPU_|_TPU_", name)
-    for name in os.environ
-    if name not in _NOT_ASKING
-  )
-  devices = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/*")
-  return (
-    asked
-    or bool(devices)
-    or any(
-      _vendor(path) == _GOOGLE
-      for path in glob.glob("/sys/bus/pci/devices/*/vendor")
-    )
-  )
+  """Returns True if there is a TPU, or the environment asks for one."""
+  for name in os.environ:
+    if name in _VARIABLES_WITHOUT_TPU:
+      continue
+    if _TPU_VARIABLE.search(name):
+      return True
+  if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/*"):
+    return True
+  for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
+    if _pci_vendor(path) == _GOOGLE:
+      return True
+  return False
 
 
-def _vendor(path: str) -> str:
+def _pci_vendor(path: str) -> str:
+  """Returns the vendor of a PCI device, or Google's if it cannot be read."""
   try:
     return pathlib.Path(path).read_text(encoding="utf-8").strip()
   except OSError:
-    return _GOOGLE  # it may be one
+    return _GOOGLE
 
 
 def _may_have_another_accelerator() -> bool:
-  """True if JAX has another plugin than NVIDIA's, or that one and a GPU."""
+  """Returns True if JAX has a plugin for hardware that may be present.
+
+  NVIDIA's plugin does not count on a machine without a GPU.
+  """
+  plugins = _jax_plugins()
+  nvidia_plugins = {name for name in plugins if name.startswith("xla_cuda")}
+  if plugins - nvidia_plugins:
+    return True
+  if not nvidia_plugins:
+    return False
+  # Windows' Linux has GPUs at /dev/dxg.
+  return bool(glob.glob("/dev/nvidia*")) or os.path.exists("/dev/dxg")
+
+
+def _jax_plugins() -> set[str]:
+  """Returns the names of JAX's plugins, which can be installed in two ways."""
+  plugins = set()
   namespace = importlib.util.find_spec("jax_plugins")
-  plugins = {
-    module.name
-    for module in pkgutil.iter_modules(
-      namespace.submodule_search_locations if namespace else []
-    )
-  }
-  plugins |= {
-    point.name for point in importlib.metadata.entry_points(group="jax_plugins")
-  }
-  nvidia = {name for name in plugins if name.startswith("xla_cuda")}
-  return bool(plugins - nvidia) or bool(
-    nvidia and (glob.glob("/dev/nvidia*") or os.path.exists("/dev/dxg"))
-  )
+  if namespace is not None:
+    for module in pkgutil.iter_modules(namespace.submodule_search_locations):
+      plugins.add(module.name)
+  for entry_point in importlib.metadata.entry_points(group="jax_plugins"):
+    plugins.add(entry_point.name)
+  return plugins

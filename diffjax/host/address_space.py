@@ -1,7 +1,8 @@
-"""Where a process may take little address space (ulimit -v), what reads ArrayRecord files waits for ever: it is found out, and said.
+"""Errors of a process whose address space is limited (ulimit -v).
 
-The library starts 64 threads when it opens its first file, each with a stack and a heap of its own, some GiB of addresses in all. If one
-cannot start, the others wait for it.
+ArrayRecord hangs if the limit is too low. When it opens its first file, it
+starts 64 threads. Each has its own stack and heap. Together they take some GiB
+of addresses. If one thread cannot start, the others wait for it endlessly.
 """
 
 from __future__ import annotations
@@ -13,60 +14,85 @@ from collections.abc import Iterator
 
 from diffjax.config import UserError
 
-_PATIENCE = 20.0  # seconds for the threads to start, which takes milliseconds
+# The threads of ArrayRecord start within milliseconds.
+_START_TIMEOUT_SECONDS = 20.0
 
 
 def limit() -> str:
-  """The limit in words, for the end of a message; "" if there is none."""
-  size = resource.getrlimit(resource.RLIMIT_AS)[0]
+  """Returns a description of the limit, for the end of a message.
+
+  Returns "" if the address space is not limited.
+  """
+  size, _ = resource.getrlimit(resource.RLIMIT_AS)
   if size == resource.RLIM_INFINITY:
     return ""
-  return f"the address space is limited to {size / 2**30:.1f} GiB (ulimit -v): raise the limit, or lift it with ulimit -v unlimited"
+  return (
+    f"the address space is limited to {size / 2**30:.1f} GiB (ulimit -v): raise"
+    " the limit, or lift it with ulimit -v unlimited"
+  )
 
 
 @contextlib.contextmanager
 def explained(doing: str, remedy: str) -> Iterator[None]:
-  """Turns a lack of memory, or of addresses for a thread, into a UserError.
+  """Turns an error for lack of memory inside the context into a UserError.
+
+  Lack of addresses for a thread counts as lack of memory.
 
   Args:
-    doing: What the context does.
-    remedy: What the user can do where the address space is not limited.
+    doing: What the context does, for the message.
+    remedy: What the user can do if the address space is not limited.
+
+  Raises:
+    UserError: if memory is lacking.
   """
   try:
     yield
-  except (MemoryError, RuntimeError) as error:
-    if isinstance(error, RuntimeError) and "start new thread" not in str(error):
+  except MemoryError as error:
+    raise _out_of_memory(doing, remedy) from error
+  except RuntimeError as error:
+    if "start new thread" not in str(error):
       raise
-    raise UserError(
-      f"out of memory while {doing}: {limit() or remedy}"
-    ) from error
+    raise _out_of_memory(doing, remedy) from error
+
+
+def _out_of_memory(doing: str, remedy: str) -> UserError:
+  """Returns the error of `explained`."""
+  advice = limit()
+  if not advice:
+    advice = remedy
+  return UserError(f"out of memory while {doing}: {advice}")
 
 
 def check_array_record(path: str) -> None:
-  """Opens an ArrayRecord file, if there is a limit, so that it is known that the library's threads start.
+  """Checks that ArrayRecord can start its threads, by opening a file.
+
+  Does nothing if the address space is not limited.
+
+  Args:
+    path: An ArrayRecord file. A missing or damaged file is not an error here.
 
   Raises:
-    UserError: if they do not.
+    UserError: if the threads do not start.
   """
   if not limit():
     return
   opened = threading.Event()
   threading.Thread(target=_open, args=(path, opened), daemon=True).start()
-  if not opened.wait(_PATIENCE):
+  if not opened.wait(_START_TIMEOUT_SECONDS):
     raise UserError(
       f"{path}: the threads that read this file do not start; {limit()}"
     )
 
 
 def _open(path: str, opened: threading.Event) -> None:
+  """Opens and closes a file, and sets the event when this has ended."""
   from array_record.python import array_record_module
 
-  try:
-    array_record_module.ArrayRecordReader(
+  # A missing or damaged file raises many kinds of errors. They are reported
+  # when the file is read.
+  with contextlib.suppress(Exception):
+    reader = array_record_module.ArrayRecordReader(
       path, "readahead_buffer_size:0"
-    ).close()
-  except (
-    Exception
-  ):  # of many kinds: a missing or damaged file, of which its reader tells
-    pass
+    )
+    reader.close()
   opened.set()

@@ -1,4 +1,4 @@
-"""The signals that end a run: SIGTERM, Ctrl-C and SIGHUP, which a terminal sends when it goes."""
+"""Signals that end a run: Ctrl-C, SIGTERM, and SIGHUP of a closed terminal."""
 
 from __future__ import annotations
 
@@ -8,39 +8,66 @@ from typing import Any
 from diffjax.host.progress import say
 from diffjax.host.signals import Watch, end_at_once
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 class Interruption:
-  """The wish to stop: a signal inside the context. Calling it says whether one has come; the second one ends the process at once.
+  """A context in which a signal asks the run to stop after its step.
 
-  So does the first one while there is nothing to save, in a command: a compilation would go on for minutes. A notebook keeps its process.
+  A second signal ends the process at once. In a command, the first one does too
+  as long as there is nothing to save: a compilation would continue for minutes.
+  A notebook keeps its process.
+
+  Example:
+    with Interruption() as interrupted:
+      while not interrupted():
+        ...
 
   Attributes:
-    started: set it once there is something to save.
+    started: Whether there is something to save. Set by the user of the context.
   """
 
+  def __init__(self) -> None:
+    self.started = False
+    self._is_received = False
+    self._is_announced = False
+    self._watch = Watch(_SIGNALS, self._react, self._receive)
+
   def __enter__(self) -> Interruption:
-    self.started = self._received = self._said = False
-    self._watch = Watch(
-      (signal.SIGINT, signal.SIGTERM, signal.SIGHUP), self._react, self._receive
-    ).__enter__()
+    self._watch.__enter__()
     return self
 
   def __exit__(self, *exception: Any) -> None:
     self._watch.__exit__(*exception)
 
   def __call__(self) -> bool:
-    return self._received
+    """Returns True if a signal has asked the run to stop."""
+    return self._is_received
 
-  def _receive(self, *_: Any) -> None:
-    self._received |= self.started or self._watch.outer is None
+  def _receive(self, *arguments: Any) -> None:
+    """Notes a signal. Python calls this in the main thread.
+
+    So the run sees the signal at its next check, even if the thread that calls
+    `_react` has not run yet.
+    """
+    if self._should_save():
+      self._is_received = True
 
   def _react(self, number: int) -> None:
-    if self._said:
+    """Reacts to a signal. Called in the thread of the watch."""
+    if self._is_announced:
       end_at_once(number)
-    if not self.started and self._watch.outer is not None:
+    if not self._should_save() and self._watch.outer is not None:
       self._watch.outer(number)
       return
-    self._received = self._said = True
-    say(
-      f"{signal.Signals(number).name}: saving after this step (once more to stop at once)"
-    )
+    self._is_received = True
+    self._is_announced = True
+    name = signal.Signals(number).name
+    say(f"{name}: saving after this step (once more to stop at once)")
+
+  def _should_save(self) -> bool:
+    """Returns whether a first signal stops the run after its step.
+
+    Without a watch around this one, this is not a command but a notebook.
+    """
+    return self.started or self._watch.outer is None

@@ -1,4 +1,4 @@
-"""One writer a workdir."""
+"""A lock that lets one process at a time write in a workdir."""
 
 from __future__ import annotations
 
@@ -8,15 +8,31 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from etils import epath
 
 from diffjax.config import UserError
+from diffjax.host.files import is_remote
 
-# The lock files that this process has locked, by device and inode. The kernel
-# refuses a lock to other processes only, not to other threads.
-_locked_files: set[tuple[int, int]] = set()
+
+class _FileId(NamedTuple):
+  """Identifies a file, independently of its path."""
+
+  device: int
+  inode: int
+
+
+class _LockedFile(NamedTuple):
+  """An open file that this process has locked."""
+
+  file: TextIO
+  file_id: _FileId
+
+
+# The lock files that this process has locked. The kernel refuses a lock to
+# other processes only, not to other threads.
+_locked_files: set[_FileId] = set()
 _locked_files_guard = threading.Lock()
 
 
@@ -27,25 +43,26 @@ class LostWorkdir(UserError):
 class WorkdirLock:
   """A lock that is held on a workdir. `lock` returns one."""
 
-  def __init__(self, path: epath.Path | None, identity: tuple[int, int] | None):
-    """Takes note of the locked file.
+  def __init__(self, path: epath.Path | None, file_id: _FileId | None):
+    """Stores which file is locked.
 
     Args:
-      path: The lock file; None in an object store, which has no lock.
-      identity: Device and inode of the lock file.
+      path: The lock file. None in an object store, which has no lock.
+      file_id: Identifies the lock file. None in an object store.
     """
     self._path = path
-    self._identity = identity
+    self._file_id = file_id
 
   def check(self) -> None:
-    """Raises LostWorkdir if the path leads to another lock file, or to none."""
+    """Raises LostWorkdir if the path does not lead to the locked file."""
     if self._path is None:
       return
     try:
-      identity = _identity(self._path)
+      file_id = _find_file_id(self._path)
     except OSError:
-      return  # An I/O error does not show that the workdir was moved.
-    if identity == self._identity:
+      # An I/O error does not show that the workdir was moved.
+      return
+    if file_id == self._file_id:
       return
     raise LostWorkdir(
       f"{self._path.parent} is no longer the directory that this run has"
@@ -57,92 +74,100 @@ class WorkdirLock:
 
 @contextlib.contextmanager
 def lock(workdir: epath.PathLike) -> Iterator[WorkdirLock]:
-  """Keeps every other run from writing in a workdir inside the context.
+  """Prevents other runs from writing in a workdir inside the context.
 
-  The kernel releases the lock if the process dies. Object stores have no locks:
-  nothing is done for gs:// paths.
+  The kernel releases the lock if the process dies. Object stores have no locks,
+  so nothing is done for gs:// paths.
 
   Args:
-    workdir: The run's directory; made if it is not there.
+    workdir: The run's directory. It is created if it does not exist.
 
   Yields:
-    The lock. Its `check` tells whether the workdir has been moved or replaced.
+    The lock. Its `check` raises if the workdir has been moved or replaced.
 
   Raises:
-    UserError: if another run holds it, or it cannot be written.
+    UserError: if another run holds the lock, or the workdir cannot be written.
   """
-  if "://" in os.fspath(workdir):
+  if is_remote(workdir):
     yield WorkdirLock(None, None)
     return
   path = epath.Path(workdir).expanduser() / "lock"
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
-    file, identity = _acquire(path)
+    locked = _acquire(path)
   except OSError as error:
     raise UserError(
       f"cannot write in the workdir {path.parent}: {error.strerror}"
     ) from error
   try:
-    # Shown by `_in_use`. A full disk may refuse it.
-    with contextlib.suppress(OSError):
-      file.truncate(0)
-      file.write(f"process {os.getpid()} on {socket.gethostname()}")
-      file.flush()
-    held = WorkdirLock(path, identity)
+    _write_holder(locked.file)
+    workdir_lock = WorkdirLock(path, locked.file_id)
     # The directory may have been replaced before the file was locked.
-    held.check()
-    yield held
+    workdir_lock.check()
+    yield workdir_lock
   finally:
-    _release(file, identity)
+    _release(locked)
 
 
-def _acquire(path: epath.Path) -> tuple[TextIO, tuple[int, int]]:
+def _acquire(path: epath.Path) -> _LockedFile:
   """Opens and locks a lock file.
-
-  Returns:
-    The open file, and its device and inode.
 
   Raises:
     OSError: if it cannot be opened.
     UserError: if it is locked, by this process or another one.
   """
   with _locked_files_guard:
-    # Checked before the file is opened: closing any descriptor of a file frees
-    # all locks that this process has on it.
-    if _identity(path) in _locked_files:
+    # This must be checked before the file is opened. Closing any descriptor of
+    # a file releases all locks that this process has on the file.
+    if _find_file_id(path) in _locked_files:
       raise _in_use(path, f"another run of this process ({os.getpid()})")
     file = open(path, "a+", encoding="utf-8")
     try:
-      # Not flock: a forked child would share that lock and keep it after a kill.
-      # This one belongs to the process alone.
+      # This lock belongs to the process alone. With flock, a forked child would
+      # share it, and keep it after this process was killed.
       fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
       with file:
         file.seek(0)
-        holder = file.read().strip() or "another process"
-      raise _in_use(path, holder) from error
-    status = os.fstat(file.fileno())
-    identity = status.st_dev, status.st_ino
-    _locked_files.add(identity)
-    return file, identity
+        holder = file.read().strip()
+      raise _in_use(path, holder or "another process") from error
+    file_id = _to_file_id(os.fstat(file.fileno()))
+    _locked_files.add(file_id)
+    return _LockedFile(file, file_id)
 
 
-def _release(file: TextIO, identity: tuple[int, int]) -> None:
+def _write_holder(file: TextIO) -> None:
+  """Writes into the lock file who holds it, for the message of `_in_use`."""
+  # A full disk may refuse this.
+  with contextlib.suppress(OSError):
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+
+
+def _release(locked: _LockedFile) -> None:
+  """Closes a lock file, which releases the lock."""
   with _locked_files_guard:
-    _locked_files.remove(identity)
-    file.close()
+    _locked_files.remove(locked.file_id)
+    locked.file.close()
 
 
 def _in_use(path: epath.Path, holder: str) -> UserError:
+  """Returns the error for a lock that another run holds."""
   return UserError(
-    f"{path.parent} is in use by {holder}: wait until it ends, stop it, or use another --workdir"
+    f"{path.parent} is in use by {holder}: wait until it ends, stop it, or use"
+    " another --workdir"
   )
 
 
-def _identity(path: epath.Path) -> tuple[int, int] | None:
-  """Returns a file's device and inode, or None if there is no such file."""
+def _find_file_id(path: epath.Path) -> _FileId | None:
+  """Returns the id of the file at a path, or None if there is no file."""
   try:
-    status = os.stat(path)
+    return _to_file_id(os.stat(path))
   except (FileNotFoundError, NotADirectoryError):
     return None
-  return status.st_dev, status.st_ino
+
+
+def _to_file_id(status: os.stat_result) -> _FileId:
+  """Returns the id of a file with the given status."""
+  return _FileId(status.st_dev, status.st_ino)

@@ -1,82 +1,96 @@
 """Progress of long work: lines on stderr, and a live bar on a terminal."""
 
+from __future__ import annotations
+
 import datetime
 import sys
 import threading
 import time
+from typing import Any
+
+# Avoids a division by zero right after the start.
+_MIN_SECONDS = 1e-9
 
 
 def say(message: str) -> None:
-  """One line for the user, on stderr like all progress."""
+  """Prints a line for the user, on stderr."""
   print(f"diffjax: {message}", file=sys.stderr, flush=True)
 
 
 class Progress:
-  """Share done, tokens, tokens/s and time left.
+  """A context that shows the progress of work: its share, speed and time left.
 
-  Args:
-    label: What is being done.
-    total: Parts in all.
-    first: Seconds until the first line where stderr is no terminal.
-    interval: Seconds between lines there. They come also while nothing is reported, as during a single long document.
+  On a terminal, this is a live bar. Otherwise, it is a line now and then.
+
+  Example:
+    with Progress("preparing c4", total=len(shards)) as progress:
+      for done, shard in enumerate(shards, start=1):
+        num_tokens += prepare(shard)
+        progress.update(done, num_tokens)
   """
 
   def __init__(
     self, label: str, total: int, first: float = 2.0, interval: float = 10.0
   ):
-    self._label, self._total, self._first, self._interval = (
-      label,
-      max(total, 1),
-      first,
-      interval,
-    )
+    """Initializes the progress. Nothing is shown before the context is entered.
+
+    Args:
+      label: What is being done.
+      total: Number of parts.
+      first: Seconds until the first line.
+      interval: Seconds between lines. They are printed even if there is no
+        update, for example during a single long document.
+    """
+    self._label = label
+    self._total = max(total, 1)
+    self._first = first
+    self._interval = interval
     self._start = time.monotonic()
-    self._parts, self._tokens = 0.0, 0.0
+    self._parts = 0.0
+    self._tokens = 0.0
     self._ended = threading.Event()
-    self._bar = None
+    self._bar: _Bar | None = None
     if sys.stderr.isatty():
-      from rich import console, progress
+      self._bar = _Bar(label, self._total)
 
-      columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.TaskProgressColumn(),
-        progress.TextColumn("{task.fields[rate]}"),
-        progress.TimeRemainingColumn(),
-      )
-      self._bar = progress.Progress(
-        *columns, console=console.Console(stderr=True), transient=True
-      )
-      self._task = self._bar.add_task(label, total=self._total, rate="")
-
-  def __enter__(self) -> "Progress":
-    if self._bar:
+  def __enter__(self) -> Progress:
+    if self._bar is not None:
       self._bar.start()
     else:
-      threading.Thread(
-        target=self._say_now_and_then, name="progress", daemon=True
-      ).start()
+      thread = threading.Thread(
+        target=self._print_lines, name="progress", daemon=True
+      )
+      thread.start()
     return self
 
   def __exit__(self, *exception: object) -> None:
     self._ended.set()
-    if self._bar:
+    if self._bar is not None:
       self._bar.stop()
 
   def update(self, parts: float, tokens: float) -> None:
-    """Takes how far it has come since the start of this process."""
-    self._parts, self._tokens = parts, tokens
-    if self._bar:
-      self._bar.update(self._task, completed=parts, rate=self._speed())
+    """Sets the progress since the start of this process.
+
+    Args:
+      parts: Number of finished parts.
+      tokens: Number of tokens in them.
+    """
+    self._parts = parts
+    self._tokens = tokens
+    if self._bar is not None:
+      self._bar.update(parts, self._speed())
 
   def line(self) -> str:
-    """Returns the progress as text, without the values not known yet."""
+    """Returns the progress as text, without the values not known yet.
+
+    Example: "preparing c4: 25.0%, 2M tokens, 98.1K tokens/s, 0:01:02 left".
+    """
     elapsed = time.monotonic() - self._start
     share = self._parts / self._total
     values = [f"{self._label}: {share:.1%}"]
-    if self._tokens:
+    if self._tokens > 0:
       values += [f"{short_number(self._tokens)} tokens", self._speed()]
-    if share:
+    if share > 0:
       seconds_left = elapsed * (1 - share) / share
       values.append(f"{_clock(seconds_left)} left")
     else:
@@ -84,16 +98,45 @@ class Progress:
     return ", ".join(values)
 
   def _speed(self) -> str:
-    if not self._tokens:
+    """Returns the speed as text; "" if it is not known yet."""
+    if self._tokens == 0:
       return ""
-    elapsed = max(time.monotonic() - self._start, 1e-9)
+    elapsed = max(time.monotonic() - self._start, _MIN_SECONDS)
     return f"{short_number(self._tokens / elapsed)} tokens/s"
 
-  def _say_now_and_then(self) -> None:
-    wait = self._first
-    while not self._ended.wait(wait):
-      wait = self._interval
+  def _print_lines(self) -> None:
+    """Prints lines until the context ends."""
+    timeout = self._first
+    while not self._ended.wait(timeout):
+      timeout = self._interval
       say(self.line())
+
+
+class _Bar:
+  """A live progress bar on stderr, which is a terminal."""
+
+  def __init__(self, label: str, total: int):
+    from rich import console, progress
+
+    self._progress: Any = progress.Progress(
+      progress.TextColumn("{task.description}"),
+      progress.BarColumn(),
+      progress.TaskProgressColumn(),
+      progress.TextColumn("{task.fields[rate]}"),
+      progress.TimeRemainingColumn(),
+      console=console.Console(stderr=True),
+      transient=True,
+    )
+    self._task = self._progress.add_task(label, total=total, rate="")
+
+  def start(self) -> None:
+    self._progress.start()
+
+  def stop(self) -> None:
+    self._progress.stop()
+
+  def update(self, parts: float, rate: str) -> None:
+    self._progress.update(self._task, completed=parts, rate=rate)
 
 
 def short_number(number: float) -> str:
@@ -107,4 +150,5 @@ def short_number(number: float) -> str:
 
 
 def _clock(seconds: float) -> str:
+  """Returns a duration such as "0:01:02"."""
   return str(datetime.timedelta(seconds=round(seconds)))

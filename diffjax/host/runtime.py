@@ -1,4 +1,7 @@
-"""Settings of a command's process, made before JAX computes: the cache of compiled programs, and how the allocator treats freed memory."""
+"""Settings of a command's process, made before JAX computes.
+
+They keep compiled programs between processes, and freed memory between steps.
+"""
 
 from __future__ import annotations
 
@@ -13,131 +16,200 @@ import platform
 import shutil
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
 from diffjax.host.user_cache import cache_directory
 
-# glibc's malloc.h
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
-# Begins the name of the folder of one process among the compiled programs; its host and number follow.
-_OWN = "process-"
+# Parameters of mallopt, from glibc's malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_M_MMAP_MAX = -4
+_M_ARENA_MAX = -8
+
+# glibc's default of M_MMAP_MAX.
+_DEFAULT_MMAP_MAX = 2**16
+
+# More than there are threads, so that each thread has its own arena.
+_MAX_ARENAS = 4096
+
+# The directory of a process among the compiled programs is called
+# "process-HOST-PID".
+_PROCESS_PREFIX = "process-"
+
 # Set by `keep_freed_memory`.
 _libc: ctypes.CDLL | None = None
 
 
 def keep_compiled_programs() -> None:
-  """Turns on JAX's persistent compilation cache, in the user's cache folder, unless the user has set one.
+  """Turns on JAX's persistent compilation cache, in the user's cache directory.
 
-  JAX runs the programs that it finds there unchecked, and never replaces one that a killed process has half written. So JAX is given a
-  folder of this process alone, which begins with links to the kept programs whose sha256 is that of their seals. When the process ends, it
-  seals the programs that it has written itself, and moves them to the others.
+  Does nothing if the user has set a cache.
+
+  JAX runs the programs in its cache unchecked, and never replaces a program
+  that a killed process has written in part. So each process gives JAX its own
+  directory. It begins with links to the kept programs whose sha256 equals their
+  seal (a file beside the program). When the process ends, it seals the programs
+  that it has compiled, and moves them to the kept ones.
   """
-  if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
+  jax_config: Any = jax.config
+  if jax_config.jax_compilation_cache_dir is not None:
     return
-  kept = pathlib.Path(cache_directory("compiled"))
-  own = kept / f"{_OWN}{socket.gethostname()}-{os.getpid()}"
+  kept_dir = pathlib.Path(cache_directory("compiled"))
+  process_dir = kept_dir / f"{_host_prefix()}{os.getpid()}"
   try:
-    shutil.rmtree(
-      own, ignore_errors=True
-    )  # of a killed process that had this number
-    own.mkdir(parents=True)
-  except OSError:  # the programs are compiled each time
+    # A killed process with the same number may have left this directory.
+    shutil.rmtree(process_dir, ignore_errors=True)
+    process_dir.mkdir(parents=True)
+  except OSError:
+    # Without a cache, programs are compiled in each process.
     return
-  for program in kept.glob("*-cache"):
-    with contextlib.suppress(
-      OSError
-    ):  # another run that begins now may have removed it
-      if _seal(program).exists() and _seal(program).read_bytes() == _sha256(
-        program
-      ):
-        (own / program.name).symlink_to(program.absolute())
-      else:
-        program.unlink()
-  for other in kept.glob(f"{_OWN}{glob.escape(socket.gethostname())}-*"):
-    if not _is_alive(other.name.rpartition("-")[2]):
-      shutil.rmtree(other, ignore_errors=True)
-  atexit.register(_keep, own, kept, os.getpid())
-  jax.config.update("jax_compilation_cache_dir", str(own))
-  # XLA's own caches lie in the same folder, whose name on GPU would be part of each program's key
+  _link_kept_programs(kept_dir, process_dir)
+  _delete_dirs_of_dead_processes(kept_dir)
+  atexit.register(_keep_new_programs, process_dir, kept_dir, os.getpid())
+  jax.config.update("jax_compilation_cache_dir", str(process_dir))
+  # XLA would put its own caches into the same directory. On GPU, the name of
+  # the directory would then be a part of each program's key.
   jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
 def keep_freed_memory() -> None:
-  """Keeps freed memory in the process for the next step, on CPU. Call it before JAX makes its backend.
+  """Keeps freed memory in the process for the next step, on CPU.
 
-  XLA allocates a program's temporaries anew at every call on CPU. By default glibc maps and unmaps them, and the kernel clears fresh pages
-  at every step, which took a third of tiny's time. So glibc is told never to give memory back, and programs run in the thread that calls
-  them, since glibc keeps large blocks in the main thread's arena alone. Every other thread gets an arena of its own: a thread that shared
-  the main thread's would cut the temporaries' place into pieces, and they would move to other pages. On accelerators it affects host memory
-  only; without glibc, only dispatch.
+  Call this before JAX creates its backend.
+
+  XLA allocates the temporaries of a program at every call. By default, glibc
+  maps and unmaps them, and the kernel clears new pages at every step. This took
+  a third of the time of configs/tiny.py. Three settings avoid it:
+
+  * glibc never returns memory.
+  * Programs run in the thread that calls them, because glibc keeps large blocks
+    only in the arena of the main thread.
+  * Every other thread has its own arena. A thread in the main thread's arena
+    would fragment it, and the temporaries would move to other pages.
+
+  On accelerators, only host memory is affected. Without glibc, only the second
+  setting is made.
   """
   global _libc
   jax.config.update("jax_cpu_enable_async_dispatch", False)
-  if platform.libc_ver()[0] == "glibc":
-    _libc = ctypes.CDLL(None)
-    _libc.mallopt(_M_ARENA_MAX, 4096)  # more than there are threads
-    _libc.mallopt(_M_MMAP_THRESHOLD, 2**20)
-    _give_nothing_back(_libc)
+  if platform.libc_ver()[0] != "glibc":
+    return
+  _libc = ctypes.CDLL(None)
+  _libc.mallopt(_M_ARENA_MAX, _MAX_ARENAS)
+  _libc.mallopt(_M_MMAP_THRESHOLD, 2**20)
+  _never_return_memory(_libc)
 
 
 @contextlib.contextmanager
 def release_freed_memory() -> Iterator[None]:
-  """Returns freed memory to the operating system inside the context, for work that a run does once or now and then.
+  """Returns freed memory to the operating system inside the context.
 
-  The threads that write a checkpoint would leave their buffers' pages behind, in other arenas every time. Without `keep_freed_memory` the
-  context changes nothing.
+  For work that a run does rarely. For example, the threads that write a
+  checkpoint would keep the pages of their buffers, each time in other arenas.
+  Does nothing without `keep_freed_memory`.
   """
   if _libc is None:
     yield
     return
-  _libc.mallopt(_M_MMAP_MAX, 2**16)  # glibc's default
+  _libc.mallopt(_M_MMAP_MAX, _DEFAULT_MMAP_MAX)
   _libc.mallopt(_M_TRIM_THRESHOLD, 2**20)
   try:
     yield
   finally:
-    _give_nothing_back(_libc)
+    _never_return_memory(_libc)
 
 
 def trim_freed_memory() -> None:
-  """Returns the memory freed so far to the operating system: above all what compilation has needed, which no step needs.
+  """Returns the memory that was freed so far to the operating system.
 
-  The next step takes its pages anew. Without `keep_freed_memory` nothing changes.
+  Most of it was used by compilation, and no step needs it. The next step takes
+  new pages. Does nothing without `keep_freed_memory`.
   """
   if _libc is not None:
     _libc.malloc_trim(0)
 
 
-def _give_nothing_back(libc: ctypes.CDLL) -> None:
+def _never_return_memory(libc: ctypes.CDLL) -> None:
+  """Makes glibc keep all freed memory."""
   libc.mallopt(_M_MMAP_MAX, 0)
   libc.mallopt(_M_TRIM_THRESHOLD, -1)
 
 
-def _keep(own: pathlib.Path, kept: pathlib.Path, pid: int) -> None:
-  """Moves what this process has compiled to the kept programs, the seals first: a program without one would be removed."""
-  if os.getpid() != pid:  # a forked child that ends before its parent
+def _host_prefix() -> str:
+  """Returns the beginning of the names of this host's process directories."""
+  return f"{_PROCESS_PREFIX}{socket.gethostname()}-"
+
+
+def _link_kept_programs(
+  kept_dir: pathlib.Path, process_dir: pathlib.Path
+) -> None:
+  """Links the kept programs into a process directory; deletes damaged ones."""
+  for program in kept_dir.glob("*-cache"):
+    # Another run that starts now may have deleted the program.
+    with contextlib.suppress(OSError):
+      if _is_intact(program):
+        (process_dir / program.name).symlink_to(program.absolute())
+      else:
+        program.unlink()
+
+
+def _is_intact(program: pathlib.Path) -> bool:
+  """Returns whether a program has a seal that equals its sha256."""
+  seal = _seal_path(program)
+  return seal.exists() and seal.read_bytes() == _sha256(program)
+
+
+def _delete_dirs_of_dead_processes(kept_dir: pathlib.Path) -> None:
+  """Deletes the directories of this host's processes that were killed."""
+  prefix = _host_prefix()
+  for process_dir in kept_dir.glob(f"{glob.escape(prefix)}*"):
+    if not _is_alive(process_dir.name.rpartition("-")[2]):
+      shutil.rmtree(process_dir, ignore_errors=True)
+
+
+def _keep_new_programs(
+  process_dir: pathlib.Path, kept_dir: pathlib.Path, pid: int
+) -> None:
+  """Seals the programs that a process has compiled, and keeps them.
+
+  Args:
+    process_dir: The directory of the process.
+    kept_dir: The directory of the kept programs.
+    pid: The number of the process. A forked child calls this function too.
+  """
+  if os.getpid() != pid:
     return
-  for program in own.glob("*-cache"):
-    with contextlib.suppress(OSError):  # a full disk may refuse the seal
-      if not program.is_symlink():
-        _seal(kept / program.name).write_bytes(_sha256(program))
-        program.replace(kept / program.name)
-  shutil.rmtree(own, ignore_errors=True)
+  for program in process_dir.glob("*-cache"):
+    if program.is_symlink():
+      continue
+    # A full disk may refuse the seal. The seal is written first, because a
+    # program without one would be deleted.
+    with contextlib.suppress(OSError):
+      kept_program = kept_dir / program.name
+      _seal_path(kept_program).write_bytes(_sha256(program))
+      program.replace(kept_program)
+  shutil.rmtree(process_dir, ignore_errors=True)
 
 
 def _is_alive(pid: str) -> bool:
+  """Returns whether a process of this host exists."""
   try:
     os.kill(int(pid), 0)
   except (ProcessLookupError, ValueError):
     return False
-  except OSError:  # of another user
-    pass
+  except OSError:
+    # The process belongs to another user.
+    return True
   return True
 
 
-def _seal(program: pathlib.Path) -> pathlib.Path:
+def _seal_path(program: pathlib.Path) -> pathlib.Path:
+  """Returns the path of the file with the sha256 of a program."""
   return program.with_name(f"{program.name}.sha256")
 
 
 def _sha256(program: pathlib.Path) -> bytes:
+  """Returns the content of a program's seal: its sha256 in hex."""
   return hashlib.sha256(program.read_bytes()).hexdigest().encode()

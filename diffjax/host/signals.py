@@ -1,9 +1,15 @@
-"""Ctrl-C, SIGTERM and SIGHUP: what ends a process, at once or when it is ready.
+"""Ctrl-C, SIGTERM and SIGHUP: signals that end a process.
 
-Python turns Ctrl-C into a KeyboardInterrupt, and raises it wherever the main thread is. Where C++ calls Python, it is swallowed (JAX has
-such a callback in the garbage collector) or ends the process with a segmentation fault. In a long call, such as a compilation, nothing is
-raised until the call is over. So commands have no KeyboardInterrupt: a thread hears the signals, and ends the process without the
-interpreter's shutdown. Whatever a command writes survives a kill at any moment.
+By default, Python raises KeyboardInterrupt in the main thread at Ctrl-C. This
+does not end a command reliably:
+
+* In a Python function that C++ calls, such as JAX's callback in the garbage
+  collector, the exception is swallowed or causes a segmentation fault.
+* During a long call of C++, such as a compilation, nothing is raised.
+
+So a command never raises KeyboardInterrupt. Instead, a thread reads the signals
+and ends the process, without shutting the interpreter down. The files that a
+command writes survive a kill at any moment.
 """
 
 from __future__ import annotations
@@ -14,130 +20,208 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
-# Seconds to write what has been printed, and the last line, at most.
-_WRITING = 0.5
+# How long a process that ends waits until its output is written.
+_OUTPUT_TIMEOUT_SECONDS = 0.5
+
+# Ends the thread that reads signals. No signal has this number.
+_STOP = 0
+
+# A process that a signal ends has this exit code plus the signal's number, as
+# in a shell.
+_SIGNAL_EXIT_CODE = 128
+
+# Makes the terminal's cursor visible. A live progress bar hides it.
+_SHOW_CURSOR = b"\x1b[?25h\n"
+
+_STDOUT = 1
+_STDERR = 2
+
+
+class _Installed(NamedTuple):
+  """The state of a `Watch` between enter and exit.
+
+  Attributes:
+    outer: The watch around this one, if there is one.
+    handlers: The previous handler of each signal.
+    wakeup_fd: The previous file to which Python writes signals.
+    read_end: The end of the pipe that the thread reads signals from.
+    write_end: The end of the pipe that Python writes signals to.
+    thread: Reads the signals.
+  """
+
+  outer: Watch | None
+  handlers: dict[int, Any]
+  wakeup_fd: int
+  read_end: int
+  write_end: int
+  thread: threading.Thread
+
+
+def _ignore(*arguments: Any) -> None:
+  """A signal handler that does nothing."""
 
 
 class Watch:
-  """Calls a function for each signal of some kinds, in a thread, for as long as the context.
+  """A context that calls a function for each signal of some kinds, in a thread.
 
-  Python runs a signal's handler only between two of its own instructions, and takes two signals during a compilation for one. The thread
-  reads them from a pipe that the C level writes each of them to at once. Outside the main thread Python allows no handlers: there the
-  context changes nothing. A SIGHUP that is ignored, as under nohup, stays ignored.
+  Python runs a signal handler only between two Python instructions, and merges
+  equal signals that arrive during a long call. Its C code writes every signal
+  to a pipe at once. The thread reads this pipe.
 
-  Attributes:
-    outer: what the watch around this one calls; None if there is none.
+  Contexts can be nested. The innermost one reacts. Outside the main thread,
+  Python allows no handlers, and the context does nothing. SIGHUP stays ignored
+  if it was ignored before, as under nohup.
+
+  Example:
+    with Watch([signal.SIGTERM], end_at_once):
+      ...
   """
 
-  _innermost: Watch | None = None
+  _innermost: ClassVar[Watch | None] = None
 
   def __init__(
     self,
     numbers: Sequence[int],
     react: Callable[[int], None],
-    handler: Callable[..., None] = lambda *_: None,
+    handler: Callable[..., None] = _ignore,
   ):
-    """Changes nothing yet.
+    """Initializes the watch. Nothing is changed before the context is entered.
 
     Args:
-      numbers: the signals.
-      react: called with a signal's number, in the thread.
-      handler: called besides, in the main thread once that runs Python, as Python calls handlers.
+      numbers: The signals.
+      react: Called in the thread, with a signal's number.
+      handler: A Python signal handler. It is called too, in the main thread, as
+        soon as this runs Python code.
     """
-    self._numbers, self._react, self._handler = numbers, react, handler
-    self.outer: Callable[[int], None] | None = None
+    self._numbers = tuple(numbers)
+    self._react = react
+    self._handler = handler
+    # None outside the context, and outside the main thread.
+    self._installed: _Installed | None = None
+
+  @property
+  def outer(self) -> Callable[[int], None] | None:
+    """The function that the watch around this one calls; None without one."""
+    if self._installed is None or self._installed.outer is None:
+      return None
+    return self._installed.outer._react
 
   def __enter__(self) -> Watch:
-    self._is_watching = threading.current_thread() is threading.main_thread()
-    if not self._is_watching:
-      return self
-    self._around, Watch._innermost = Watch._innermost, self
-    self.outer = self._around._react if self._around else None
-    self._reading, self._writing = os.pipe()
-    os.set_blocking(self._writing, False)
-    numbers = [
-      number
-      for number in self._numbers
-      if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
-    ]
-    self._previous_pipe = signal.set_wakeup_fd(
-      self._writing, warn_on_full_buffer=False
-    )
-    self._previous = {
-      number: signal.signal(number, self._handler) for number in numbers
-    }
-    self._thread = threading.Thread(
-      target=self._watch, name="signals", daemon=True
-    )
-    self._thread.start()  # it finds what has come before
+    if threading.current_thread() is threading.main_thread():
+      self._install()
     return self
 
-  def __exit__(self, *_: Any) -> None:
-    if not self._is_watching:
+  def __exit__(self, *exception: Any) -> None:
+    installed = self._installed
+    if installed is None:
       return
-    for number, handler in self._previous.items():
+    for number, handler in installed.handlers.items():
       signal.signal(number, handler)
-    signal.set_wakeup_fd(self._previous_pipe)
-    Watch._innermost = self._around
-    os.write(self._writing, b"\0")
-    self._thread.join()
-    os.close(self._reading)
-    os.close(self._writing)
+    signal.set_wakeup_fd(installed.wakeup_fd)
+    Watch._innermost = installed.outer
+    os.write(installed.write_end, bytes([_STOP]))
+    installed.thread.join()
+    os.close(installed.read_end)
+    os.close(installed.write_end)
+    self._installed = None
 
-  def _watch(self) -> None:
-    while number := os.read(self._reading, 1)[0]:
-      if (
-        number in self._numbers
-      ):  # otherwise it is another signal, which also has a Python handler
+  def _install(self) -> None:
+    """Redirects the signals to the thread, and starts it."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    thread = threading.Thread(
+      target=self._read_signals, args=(read_end,), name="signals", daemon=True
+    )
+    wakeup_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    handlers = {}
+    for number in self._numbers:
+      handler = signal.getsignal(number)
+      if number == signal.SIGHUP and handler == signal.SIG_IGN:
+        continue
+      handlers[number] = handler
+    self._installed = _Installed(
+      outer=Watch._innermost,
+      handlers=handlers,
+      wakeup_fd=wakeup_fd,
+      read_end=read_end,
+      write_end=write_end,
+      thread=thread,
+    )
+    Watch._innermost = self
+    for number in handlers:
+      signal.signal(number, self._handler)
+    # The pipe holds the signals that arrived before the thread starts.
+    thread.start()
+
+  def _read_signals(self, read_end: int) -> None:
+    """Calls `react` for each signal, until _STOP is read."""
+    while True:
+      number = os.read(read_end, 1)[0]
+      if number == _STOP:
+        return
+      # Python writes every signal that has a Python handler.
+      if number in self._numbers:
         self._react(number)
 
 
 def end_at_ctrl_c() -> None:
-  """From now on Ctrl-C ends this process at once, unless a `Watch` has another use for it."""
+  """Makes Ctrl-C end this process at once, except inside another `Watch`."""
   Watch([signal.SIGINT], end_at_once).__enter__()
 
 
 def end_at_once(number: int) -> NoReturn:
   """Ends this process because of a signal, with a line that says so."""
-  end(reason(number), 128 + number)
+  end(reason(number), _SIGNAL_EXIT_CODE + number)
 
 
 def reason(number: int) -> str:
-  """Why a process ends, in words."""
-  return (
-    "interrupted"
-    if number == signal.SIGINT
-    else f"ended by {signal.Signals(number).name}"
-  )
+  """Returns the reason for the end of a process, such as "interrupted"."""
+  if number == signal.SIGINT:
+    return "interrupted"
+  return f"ended by {signal.Signals(number).name}"
 
 
 def end(message: str, code: int) -> NoReturn:
-  """Ends this process with one line and an exit code, from any thread, without the interpreter's shutdown."""
-  _soon(_flush)
-  _soon(lambda: _write(f"error: {message}\n"))
+  """Ends this process, without shutting the interpreter down.
+
+  May be called in any thread. Output that cannot be written within a second is
+  lost.
+
+  Args:
+    message: Printed to stderr, as an error.
+    code: The exit code.
+  """
+  _run_briefly(_flush)
+  _run_briefly(_write_error, message)
   os._exit(code)
 
 
-def _soon(function: Callable[[], None]) -> None:
-  """Calls a function that writes, and waits for it for a moment only: its reader may have stopped reading."""
-  writing = threading.Thread(target=function, daemon=True)
-  writing.start()
-  writing.join(_WRITING)
+def _run_briefly(function: Callable[..., None], *arguments: Any) -> None:
+  """Calls a function that writes, and stops waiting for it after a moment.
+
+  A write blocks if nobody reads the other end of a pipe.
+  """
+  thread = threading.Thread(target=function, args=arguments, daemon=True)
+  thread.start()
+  thread.join(_OUTPUT_TIMEOUT_SECONDS)
 
 
 def _flush() -> None:
+  """Writes what has been printed."""
   for stream in (sys.stdout, sys.stderr):
-    with contextlib.suppress(
-      OSError, ValueError, AttributeError
-    ):  # a closed one is None
+    # A stream that was closed before Python started is None.
+    if stream is None:
+      continue
+    with contextlib.suppress(OSError, ValueError):
       stream.flush()
 
 
-def _write(line: str) -> None:
-  with contextlib.suppress(OSError):  # the terminal may be gone
-    if os.isatty(1):
-      os.write(1, b"\x1b[?25h\n")  # the cursor, which a live line hides
+def _write_error(message: str) -> None:
+  """Writes an error to stderr, if this still exists."""
   with contextlib.suppress(OSError):
-    os.write(2, line.encode())
+    if os.isatty(_STDOUT):
+      os.write(_STDOUT, _SHOW_CURSOR)
+  with contextlib.suppress(OSError):
+    os.write(_STDERR, f"error: {message}\n".encode())

@@ -1,4 +1,4 @@
-"""Worker processes: Ctrl-C is not theirs, and they end with the process that started them."""
+"""Worker processes, which ignore Ctrl-C and end with their parent process."""
 
 from __future__ import annotations
 
@@ -11,32 +11,44 @@ import threading
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 
-# For the process that removes the locks of one that has ended without a shutdown: it would warn that it does.
-_QUIET = "ignore::UserWarning:multiprocessing.resource_tracker"
+# A warning filter for the process that removes locks. Without it, this process
+# warns if the parent has ended without shutting down.
+_TRACKER_FILTER = "ignore::UserWarning:multiprocessing.resource_tracker"
 
 
 @contextlib.contextmanager
 def starting_workers() -> Iterator[None]:
-  """What this thread starts inside the context is born deaf to Ctrl-C. A terminal sends it to all, but it is for the process that started
-  them; a worker that is still importing would print a traceback. Make their locks inside the context too."""
-  sys.warnoptions.append(_QUIET)
+  """Makes all processes that this thread starts in the context ignore Ctrl-C.
+
+  A terminal sends Ctrl-C to all processes, but the parent process handles it. A
+  worker would print a traceback while it imports modules. The locks of the
+  workers must be created inside the context too.
+  """
+  # multiprocessing starts the tracker with the first lock or process, and then
+  # unblocks Ctrl-C. So the tracker must run before Ctrl-C is blocked.
+  sys.warnoptions.append(_TRACKER_FILTER)
   try:
-    resource_tracker.ensure_running()  # multiprocessing starts it with the first lock or process, and lets Ctrl-C through afterwards
+    resource_tracker.ensure_running()
   finally:
-    sys.warnoptions.remove(_QUIET)
-  previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    sys.warnoptions.remove(_TRACKER_FILTER)
+  previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
   try:
     yield
   finally:
-    signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+    signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 def end_with_parent() -> None:
-  """Ends this worker when the process that started it ends, however that ends. Otherwise it might wait for ever."""
-  threading.Thread(target=_follow, name="parent", daemon=True).start()
+  """Ends this worker when its parent process has ended, for any reason.
+
+  Without this, a worker could wait endlessly for a parent that was killed.
+  """
+  thread = threading.Thread(target=_wait_for_parent, name="parent", daemon=True)
+  thread.start()
 
 
-def _follow() -> None:
+def _wait_for_parent() -> None:
+  """Waits until the parent process has ended, and ends this process."""
   parent = multiprocessing.parent_process()
   assert parent is not None, "not a worker"
   parent.join()

@@ -38,7 +38,7 @@ def machine(monkeypatch):
       absent_tpu.os.path, "exists", lambda path: path in there
     )
     monkeypatch.setattr(
-      absent_tpu, "_vendor", lambda path: vendors[int(path.split("/")[-2])]
+      absent_tpu, "_pci_vendor", lambda path: vendors[int(path.split("/")[-2])]
     )
     monkeypatch.setattr(
       absent_tpu.importlib.util,
