@@ -204,7 +204,7 @@ class HuggingFaceTokenizer(Tokenizer):
     return [int(token) for token in ids if self._is_text(token)]
 
   def _last_text_id(self, ids: Sequence[int]) -> int | None:
-    """Returns the last id that stands for text. Reads no more than needed."""
+    """Returns the last id that stands for text, or None. Searches backward."""
     for token in reversed(ids):
       if self._is_text(token):
         return token

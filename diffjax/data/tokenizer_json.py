@@ -1,6 +1,6 @@
 """Writes a byte-level BPE as a Hugging Face tokenizer.json.
 
-The ids are those of tiktoken. Two things differ between the libraries:
+The ids equal those of tiktoken. The libraries differ in two points:
 
 * tiktoken merges any two neighbors that form a token, the lowest id first.
   Hugging Face merges only listed pairs, in the order of the list. So the list

@@ -37,7 +37,7 @@ _locked_files_guard = threading.Lock()
 
 
 class LostWorkdir(UserError):
-  """The lock file at a workdir's path is not the one that was locked."""
+  """The path of a workdir no longer leads to the locked file."""
 
 
 class WorkdirLock:

@@ -1,13 +1,17 @@
-"""Tokenizers: round trips, byte counts, and one BPE in two formats that agree."""
+"""Tokenizers: round trips, byte counts, and two formats with equal ids."""
 
+import base64
 import hashlib
 import json
 import os
 import pathlib
 import random
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+import rustbpe
+import tokenizers
 
 from diffjax.config import Config, ModelConfig, UserError
 from diffjax.data import tokenizer, tokenizer_training
@@ -34,9 +38,16 @@ ODD = [
 ]
 
 
+class Trained(NamedTuple):
+  """The files of one BPE."""
+
+  tiktoken: str
+  json: str
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-  """A BPE of 300 tokens, as (tiktoken file, tokenizer.json)."""
+  """A BPE of 300 tokens."""
   rng = random.Random(0)
   words = [
     "self",
@@ -51,22 +62,36 @@ def trained(tmp_path_factory):
     "aaaa",
     "def foo(x):",
   ]
-  documents = [
-    "".join(rng.choices(words, k=50)) + text for text in ODD for _ in range(20)
-  ]
+  documents = []
+  for text in ODD:
+    for _ in range(20):
+      documents.append("".join(rng.choices(words, k=50)) + text)
   path = tokenizer_training.train_tokenizer(
     documents, 300, tmp_path_factory.mktemp("tokenizer")
   )
-  return str(path), str(path.parent / "tokenizer.json")
+  return Trained(str(path), str(path.parent / "tokenizer.json"))
+
+
+def spec_of(kind, trained):
+  """Returns config.data.tokenizer of a kind of tokenizer."""
+  if kind == "bytes":
+    return "bytes"
+  return getattr(trained, kind)
 
 
 @pytest.fixture(params=["bytes", "tiktoken", "json"])
 def any_tokenizer(request, trained):
-  return tokenizer.load_tokenizer(
-    {"bytes": "bytes", "tiktoken": trained[0], "json": trained[1]}[
-      request.param
-    ]
-  )
+  return tokenizer.load_tokenizer(spec_of(request.param, trained))
+
+
+def random_texts(seed, alphabet, count, max_length):
+  """Returns texts of random pieces."""
+  rng = random.Random(seed)
+  texts = []
+  for _ in range(count):
+    length = rng.randrange(max_length)
+    texts.append("".join(rng.choices(alphabet, k=length)))
+  return texts
 
 
 def test_round_trip(any_tokenizer):
@@ -117,13 +142,13 @@ def test_decode_replaces_half_a_character_and_drops_what_is_no_token(
 
 
 def test_both_formats_give_the_same_ids(trained):
-  left, right = map(tokenizer.load_tokenizer, trained)
-  assert (
-    left.vocab_size == right.vocab_size == 300
-    and left.separator == right.separator == 299
+  from_tiktoken = tokenizer.load_tokenizer(trained.tiktoken)
+  from_json = tokenizer.load_tokenizer(trained.json)
+  assert from_tiktoken.vocab_size == from_json.vocab_size == 300
+  assert from_tiktoken.separator == from_json.separator == 299
+  np.testing.assert_array_equal(
+    from_tiktoken.token_bytes(), from_json.token_bytes()
   )
-  np.testing.assert_array_equal(left.token_bytes(), right.token_bytes())
-  rng = random.Random(1)
   alphabet = [
     *"a  \n\t1'.é😀_中(\r",
     "aa",
@@ -133,43 +158,40 @@ def test_both_formats_give_the_same_ids(trained):
     "\u200d",
     "def ",
   ]
-  fuzz = [
-    "".join(rng.choices(alphabet, k=rng.randrange(80))) for _ in range(2000)
-  ]
-  merged = 0
-  for text in ODD + fuzz:
-    assert left.encode(text) == right.encode(text), repr(text)
-    merged += len(left.encode(text)) < len(text.encode())
-  assert merged > 1000, "the vocabulary must have been used"
+  num_merged = 0
+  for text in ODD + random_texts(1, alphabet, 2000, 80):
+    ids = from_tiktoken.encode(text)
+    assert ids == from_json.encode(text), repr(text)
+    if len(ids) < len(text.encode()):
+      num_merged += 1
+  # Otherwise the test would compare bytes.
+  assert num_merged > 1000
 
 
-def _cl100k_stand_in(monkeypatch, path):
-  """A BPE trained with cl100k's own pattern, which keeps white space at the end of a text whole, under cl100k's name."""
-  import base64
+def write_cl100k_stand_in(monkeypatch, path):
+  """Writes a BPE that counts as cl100k_base, and returns its path.
 
-  import rustbpe
-
+  It is trained with the pattern of cl100k_base, which does not split white
+  space at the end of a text.
+  """
   rng = random.Random(2)
-  documents = [
-    "x"
-    + "".join(
-      rng.choices(["  ", "\n", "\t", " a", "it's", "12"], k=rng.randrange(2, 8))
-    )
-    for _ in range(2000)
-  ]
+  pieces = ["  ", "\n", "\t", " a", "it's", "12"]
+  documents = []
+  for _ in range(2000):
+    documents.append("x" + "".join(rng.choices(pieces, k=rng.randrange(2, 8))))
   trainer = rustbpe.Tokenizer()
   trainer.train_from_iterator(
     iter(documents), 600, pattern=tokenizer._CL100K_PATTERN
   )
-  ranks = sorted(
-    (rank, bytes(token)) for token, rank in trainer.get_mergeable_ranks()
-  )
-  path.write_bytes(
-    b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in ranks)
-  )
-  monkeypatch.setattr(
-    tokenizer, "_CL100K_SHA256", hashlib.sha256(path.read_bytes()).hexdigest()
-  )
+  lines = []
+  for token, rank in sorted(
+    trainer.get_mergeable_ranks(), key=lambda item: item[1]
+  ):
+    lines.append(base64.b64encode(bytes(token)) + b" %d\n" % rank)
+  content = b"".join(lines)
+  path.write_bytes(content)
+  digest = hashlib.sha256(content).hexdigest()
+  monkeypatch.setattr(tokenizer, "_CL100K_SHA256", digest)
   return str(path)
 
 
@@ -177,18 +199,16 @@ def _cl100k_stand_in(monkeypatch, path):
 def test_tokenizer_json_gives_the_same_ids(
   kind, trained, tmp_path, monkeypatch
 ):
-  spec = {"bytes": "bytes", "tiktoken": trained[0], "json": trained[1]}.get(
-    kind
-  ) or _cl100k_stand_in(monkeypatch, tmp_path / "x.tiktoken")
-  left = tokenizer.load_tokenizer(spec)
-  (tmp_path / "tokenizer.json").write_text(left.tokenizer_json())
-  right = tokenizer.load_tokenizer(str(tmp_path / "tokenizer.json"))
-  assert (left.vocab_size, left.separator) == (
-    right.vocab_size,
-    right.separator,
-  )
-  np.testing.assert_array_equal(left.token_bytes(), right.token_bytes())
-  rng = random.Random(3)
+  if kind == "cl100k":
+    spec = write_cl100k_stand_in(monkeypatch, tmp_path / "x.tiktoken")
+  else:
+    spec = spec_of(kind, trained)
+  original = tokenizer.load_tokenizer(spec)
+  (tmp_path / "tokenizer.json").write_text(original.tokenizer_json())
+  copy = tokenizer.load_tokenizer(str(tmp_path / "tokenizer.json"))
+  assert copy.vocab_size == original.vocab_size
+  assert copy.separator == original.separator
+  np.testing.assert_array_equal(copy.token_bytes(), original.token_bytes())
   alphabet = [
     *"a  \n\t1'.é😀_中(\r\x85\u2028",
     "it's",
@@ -199,70 +219,86 @@ def test_tokenizer_json_gives_the_same_ids(
     "  \n",
     "<|endoftext|>",
   ]
-  for text in ODD + [
-    "".join(rng.choices(alphabet, k=rng.randrange(30))) for _ in range(2000)
-  ]:
-    ids = list(left.encode(text))
-    assert (
-      ids == list(right.encode(text))
-      and left.decode(ids) == right.decode(ids) == text
-    ), repr(text)
+  for text in ODD + random_texts(3, alphabet, 2000, 30):
+    ids = original.encode(text)
+    assert ids == copy.encode(text), repr(text)
+    assert original.decode(ids) == text
+    assert copy.decode(ids) == text
 
 
 def test_fingerprints_tell_tokenizers_apart(trained, tmp_path):
   other = tokenizer_training.train_tokenizer(
     ["abcabcabc abc abd abd"] * 9, 260, tmp_path
   )
-  prints = {
-    tokenizer.load_tokenizer(spec).fingerprint
-    for spec in ("bytes", *trained, str(other))
-  }
-  assert len(prints) == 4
-  assert (
-    tokenizer.load_tokenizer(trained[0]).fingerprint
-    == tokenizer.load_tokenizer(trained[0]).fingerprint
+  fingerprints = set()
+  for spec in ("bytes", trained.tiktoken, trained.json, str(other)):
+    fingerprint = tokenizer.load_tokenizer(spec).fingerprint
+    assert fingerprint == tokenizer.load_tokenizer(spec).fingerprint
+    fingerprints.add(fingerprint)
+  assert len(fingerprints) == 4
+
+
+def test_fingerprints_of_earlier_versions(tmp_path):
+  """Checkpoints and prepared rows hold them."""
+  assert tokenizer.load_tokenizer("bytes").fingerprint == (
+    "277089d91c0bdf4f2e6862ba7e4a07605119431f5d13f726dd352b06f1b206a9"
   )
+  path = tmp_path / "tokenizer.tiktoken"
+  lines = []
+  for byte in range(256):
+    lines.append(base64.b64encode(bytes([byte])) + b" %d\n" % byte)
+  path.write_bytes(b"".join(lines))
+  bpe = tokenizer.load_tokenizer(str(path))
+  assert bpe.fingerprint == (
+    "8f34d2f1d27563fbb2b9e147b939425f837e7713ea3a03d3f90bb24729f03dd0"
+  )
+  content = bpe.tokenizer_json()
+  (tmp_path / "tokenizer.json").write_text(content)
+  # The text of a tokenizer.json depends on the version of `tokenizers`.
+  digest = hashlib.sha256(content.encode()).hexdigest()
+  from_json = tokenizer.load_tokenizer(str(tmp_path / "tokenizer.json"))
+  assert from_json.fingerprint == digest
 
 
-def test_any_hugging_face_file(tmp_path):
-  """A file with SentencePiece's conventions: ▁ for a space, bytes as <0x..>, </s> between documents; it is not byte-level.
+def save_sentencepiece_like(path):
+  """Writes a tokenizer.json with SentencePiece's conventions.
 
-  It was saved for inputs of 4 tokens: documents are neither cut nor padded to them.
+  It writes "▁" for a space and <0xE9> for a byte, has </s> between documents,
+  and is not byte-level. It is saved with truncation and padding to 4 tokens.
   """
-  import tokenizers
-
-  vocabulary = {
-    "<unk>": 0,
-    "<s>": 1,
-    "</s>": 2,
-    **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)},
-    "▁": 259,
-    "a": 260,
-    "▁a": 261,
-  }
-  model = tokenizers.models.BPE(
-    vocabulary, [("▁", "a")], unk_token="<unk>", byte_fallback=True
+  vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2}
+  for byte in range(256):
+    vocabulary[f"<0x{byte:02X}>"] = 3 + byte
+  vocabulary.update({"▁": 259, "a": 260, "▁a": 261})
+  backend = tokenizers.Tokenizer(
+    tokenizers.models.BPE(
+      vocabulary, [("▁", "a")], unk_token="<unk>", byte_fallback=True
+    )
   )
-  made = tokenizers.Tokenizer(model)
-  made.normalizer = tokenizers.normalizers.Replace(" ", "▁")
-  made.decoder = tokenizers.decoders.Sequence(
+  backend.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+  backend.decoder = tokenizers.decoders.Sequence(
     [
       tokenizers.decoders.Replace("▁", " "),
       tokenizers.decoders.ByteFallback(),
       tokenizers.decoders.Fuse(),
     ]
   )
-  made.add_special_tokens(["<unk>", "<s>", "</s>"])
-  made.enable_truncation(4)
-  made.enable_padding(length=4)
-  made.save(str(tmp_path / "tokenizer.json"))
+  backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+  backend.enable_truncation(4)
+  backend.enable_padding(length=4)
+  backend.save(str(path))
+
+
+def test_any_hugging_face_file(tmp_path):
+  """Documents are neither cut nor padded to the length in the file."""
+  save_sentencepiece_like(tmp_path / "tokenizer.json")
   loaded = tokenizer.load_tokenizer(str(tmp_path / "tokenizer.json"))
-  assert loaded.separator == 2 and loaded.vocab_size == 262
+  assert loaded.separator == 2
+  assert loaded.vocab_size == 262
   text = "a a é"
   ids = loaded.encode(text)
-  assert (
-    ids == [260, 261, 259, 3 + 0xC3, 3 + 0xA9] and loaded.decode(ids) == text
-  )
+  assert ids == [260, 261, 259, 3 + 0xC3, 3 + 0xA9]
+  assert loaded.decode(ids) == text
   assert loaded.encode("a") == [260]
   assert loaded.token_bytes()[ids].tolist() == [1, 2, 1, 1, 1]
   assert loaded.token_bytes()[:3].tolist() == [0, 0, 0]
@@ -280,7 +316,7 @@ def cl100k_server(tmp_path, monkeypatch, trained):
   """Serves a stand-in for cl100k_base to tiktoken, whose cache is empty."""
   folder = tmp_path / "hub" / "models" / "org" / "name"
   folder.mkdir(parents=True)
-  content = pathlib.Path(trained[0]).read_bytes()
+  content = pathlib.Path(trained.tiktoken).read_bytes()
   (folder / "cl100k_base.tiktoken").write_bytes(content)
   digest = hashlib.sha256(content).hexdigest()
   with hub_server.HubServer(tmp_path / "hub") as server:
@@ -344,42 +380,36 @@ def test_cl100k_that_cannot_be_kept(cl100k_server, tmp_path):
 
 
 def test_cl100k_matches_what_tiktoken_declares(monkeypatch):
-  """URL, checksum, pattern and special tokens are tiktoken's own."""
+  """URL, checksum, pattern and special tokens equal tiktoken's."""
   from tiktoken_ext import openai_public
 
-  seen = {}
-  monkeypatch.setattr(
-    openai_public,
-    "load_tiktoken_bpe",
-    lambda url, expected_hash: seen.update(url=url, hash=expected_hash),
-  )
-  declared = openai_public.cl100k_base()
-  assert (seen["url"], seen["hash"]) == (
-    tokenizer._CL100K_URL,
-    tokenizer._CL100K_SHA256,
-  )
-  assert (declared["pat_str"], declared["special_tokens"]) == (
-    tokenizer._CL100K_PATTERN,
-    tokenizer._CL100K_SPECIAL,
-  )
+  declared = {}
+
+  def load_tiktoken_bpe(url, expected_hash):
+    declared["url"] = url
+    declared["sha256"] = expected_hash
+
+  monkeypatch.setattr(openai_public, "load_tiktoken_bpe", load_tiktoken_bpe)
+  declared.update(openai_public.cl100k_base())
+  assert declared["url"] == tokenizer._CL100K_URL
+  assert declared["sha256"] == tokenizer._CL100K_SHA256
+  assert declared["pat_str"] == tokenizer._CL100K_PATTERN
+  assert declared["special_tokens"] == tokenizer._CL100K_SPECIAL
 
 
 def test_cl100k_loads_where_its_file_is(tmp_path, monkeypatch, trained):
-  with open(trained[0], "rb") as file:
-    content = file.read()  # a stand-in, as the real file cannot be had offline
-  monkeypatch.setattr(
-    tokenizer, "_CL100K_SHA256", hashlib.sha256(content).hexdigest()
-  )
+  """The trained BPE stands in for the file, which cannot be had offline."""
+  content = pathlib.Path(trained.tiktoken).read_bytes()
+  digest = hashlib.sha256(content).hexdigest()
+  monkeypatch.setattr(tokenizer, "_CL100K_SHA256", digest)
   monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
   (tmp_path / "9b5ad71b2ce5302211f9c61530b329a4922fc6a4").write_bytes(content)
   loaded = tokenizer.load_tokenizer("cl100k_base")
   assert (loaded.vocab_size, loaded.separator) == (100277, 100257)
-  assert (
-    loaded.decode(loaded.encode("it's <|endoftext|>")) == "it's <|endoftext|>"
-  )
-  assert (
-    tokenizer.load_tokenizer(trained[0]).separator == 100257
-  )  # the same file under a path of its own
+  text = "it's <|endoftext|>"
+  assert loaded.decode(loaded.encode(text)) == text
+  # The same file at another path is cl100k_base too.
+  assert tokenizer.load_tokenizer(trained.tiktoken).separator == 100257
 
 
 @pytest.mark.parametrize(
@@ -410,8 +440,7 @@ def test_bad_files_are_named(tmp_path, name, content, message):
 
 
 def test_a_tokenizer_without_separator_is_refused(tmp_path, trained):
-  with open(trained[1]) as file:
-    description = json.load(file)
+  description = json.loads(pathlib.Path(trained.json).read_text())
   description["added_tokens"] = []
   (tmp_path / "tokenizer.json").write_text(json.dumps(description))
   with pytest.raises(UserError, match="no separator for documents"):
@@ -423,11 +452,12 @@ def test_a_tokenizer_without_separator_is_refused(tmp_path, trained):
 )
 def test_vocabulary_of_the_model(size, works):
   config = Config(model=ModelConfig(vocab_size=size))
+  loaded = tokenizer.load_tokenizer("bytes")
   if works:
-    check_vocabulary(config, tokenizer.load_tokenizer("bytes"))
-  else:
-    with pytest.raises(
-      UserError,
-      match=f"config.model.vocab_size = {size}.*config.data.tokenizer.*256",
-    ):
-      check_vocabulary(config, tokenizer.load_tokenizer("bytes"))
+    check_vocabulary(config, loaded)
+    return
+  with pytest.raises(
+    UserError,
+    match=f"config.model.vocab_size = {size}.*config.data.tokenizer.*256",
+  ):
+    check_vocabulary(config, loaded)
